@@ -1,0 +1,119 @@
+// DeviceMemory: the seam to GPU memory, about a dozen verbs in the shape of CUDA's virtual memory management.
+//
+// A range of addresses is reserved; physical memory is created; physical memory is mapped at an address of a reserved
+// range and access is set; unmapping keeps the addresses reserved and the content with the physical memory; physical
+// memory is gone once it is released and nothing maps it. Sizes and addresses are multiples of granularity().
+//
+// The public methods check what can be checked (alignment, ranges, known ids, double map, leaks) and are stricter than
+// CUDA; the do_* methods do the work. Implementations: HostDevice (no GPU; memfd and mmap). Contract suite:
+// tests/contract/device_memory_contract.h.
+//
+// Threads: all methods may be called from any thread. Copies on one stream complete in order.
+// Failure: a failed call changes nothing, except where it says otherwise.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "base/status.h"
+
+namespace torpor {
+
+using DeviceAddress = uint64_t;
+enum class PhysicalId : uint64_t {};
+enum class StreamId : uint64_t {};
+enum class EventId : uint64_t {};
+
+enum class Access : uint8_t { kNone, kRead, kReadWrite };
+enum class Direction : uint8_t { kDeviceToHost, kHostToDevice };
+
+struct Copy {
+  DeviceAddress device = 0;
+  std::byte* host = nullptr;
+  uint64_t bytes = 0;
+};
+
+struct DeviceMemoryInfo {
+  uint64_t capacity_bytes = 0;  // 0: not limited by this device
+  uint64_t physical_bytes = 0;  // created and not yet gone
+  uint64_t mapped_bytes = 0;
+  uint64_t reserved_bytes = 0;
+};
+
+// How a wait for device work ended (ARCHITECTURE.md section 4). After kUnproven the work may still be running: memory
+// on both sides must not be unmapped, reused or freed.
+enum class Drain : uint8_t { kCompleted, kDrainedWithError, kUnproven };
+struct DrainResult {
+  Drain drain = Drain::kCompleted;
+  Error error;  // meaningful unless kCompleted
+};
+
+class DeviceMemory {
+ public:
+  virtual ~DeviceMemory() = default;
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+
+  virtual std::string_view kind() const = 0;  // "host", "cuda:0"
+  virtual uint64_t granularity() const = 0;   // bytes, a power of two
+
+  Result<DeviceAddress> reserve(uint64_t size);
+  Status free_reservation(DeviceAddress address);  // kFailedPrecondition while something is mapped in it
+
+  Result<PhysicalId> create(uint64_t size);  // kResourceExhausted beyond the capacity; content is zero
+  Status release(PhysicalId id);             // the memory goes when the last mapping goes
+
+  Status map(DeviceAddress address, PhysicalId id);  // whole physical memory; no access until set_access
+  Status set_access(DeviceAddress address, uint64_t size, Access access);  // the range must be mapped without gaps
+  Status unmap(DeviceAddress address, uint64_t size);  // whole mappings only; the caller has proven that work is done
+
+  Result<StreamId> create_stream();
+  Status destroy_stream(StreamId stream);  // waits for its work
+  // Enqueues copies. Host memory must stay valid and, for kDeviceToHost, untouched until an event after them completed.
+  // The device side must be mapped with access for the whole time.
+  Status copy_async(StreamId stream, Direction direction, std::span<const Copy> copies);
+  Result<EventId> record(StreamId stream);
+  DrainResult wait(EventId event);  // consumes the event
+
+  DeviceMemoryInfo info() const;
+
+ protected:
+  DeviceMemory() = default;
+  virtual Result<DeviceAddress> do_reserve(uint64_t size) = 0;
+  virtual Status do_free_reservation(DeviceAddress address, uint64_t size) = 0;
+  virtual Result<PhysicalId> do_create(uint64_t size) = 0;
+  virtual Status do_release(PhysicalId id) = 0;
+  virtual Status do_map(DeviceAddress address, PhysicalId id, uint64_t size) = 0;
+  virtual Status do_set_access(DeviceAddress address, uint64_t size, Access access) = 0;
+  virtual Status do_unmap(DeviceAddress address, uint64_t size) = 0;
+  virtual Result<StreamId> do_create_stream() = 0;
+  virtual Status do_destroy_stream(StreamId stream) = 0;
+  virtual Status do_copy_async(StreamId stream, Direction direction, std::span<const Copy> copies) = 0;
+  virtual Result<EventId> do_record(StreamId stream) = 0;
+  virtual DrainResult do_wait(EventId event) = 0;
+  virtual uint64_t capacity_bytes() const = 0;
+
+ private:
+  struct Mapping {
+    PhysicalId id{};
+    uint64_t size = 0;
+    Access access = Access::kNone;
+  };
+  struct Physical {
+    uint64_t size = 0;
+    uint64_t mappings = 0;
+    bool released = false;
+  };
+  mutable std::mutex mutex_;                         // guards the three maps; never held while a copy is waited for
+  std::map<DeviceAddress, uint64_t> reservations_;   // address -> size
+  std::map<DeviceAddress, Mapping> mappings_;
+  std::map<PhysicalId, Physical> physical_;
+};
+
+}  // namespace torpor

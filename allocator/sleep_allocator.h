@@ -1,0 +1,82 @@
+// SleepAllocator: regions of device memory by tag. Sleep takes the physical memory away and keeps the addresses; wake
+// puts fresh memory under the same addresses.
+//
+// States of a tag (SEMANTICS.md section 2): kAttached -> kSaving -> kDetached -> kAttaching -> kRestoring -> kAttached,
+// and kBroken. The allocator moves no content: between begin_save() and detach(), and between attach() and
+// finish_restore(), the owner (engine/rank_memory.h) copies through offload.
+//
+// Each call is all or nothing over all regions of all its tags: on failure it undoes exactly what it did, in reverse.
+// What cannot be undone makes its region kBroken; broken tags are refused afterwards, by name.
+//
+// Ownership: regions belong to the allocator; callers hold addresses. Threads: all methods are safe from any thread;
+// lock order: mutex_, then the device's.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "allocator/device_memory.h"
+
+namespace torpor {
+
+enum class RegionState : uint8_t { kAttached, kSaving, kDetached, kAttaching, kRestoring, kBroken };
+std::string_view name(RegionState state);  // "attached" …
+
+struct RegionInfo {
+  std::string tag;
+  std::string name;  // unique within the tag
+  DeviceAddress address = 0;
+  uint64_t size_bytes = 0;      // as asked for
+  uint64_t reserved_bytes = 0;  // rounded up to the granularity
+  RegionState state = RegionState::kAttached;
+};
+
+struct SleepAllocatorOptions {
+  uint64_t handle_bytes = 64ull << 20;  // a region's physical memory is created in pieces of this size
+};
+
+class SleepAllocator {
+ public:
+  // `device` outlives the result.
+  static Result<std::unique_ptr<SleepAllocator>> create(DeviceMemory& device, SleepAllocatorOptions options = {});
+  ~SleepAllocator();  // frees everything; logs what the device would not give up
+
+  // A new zeroed region, attached. kInvalidArgument: empty tag or name, size 0, name taken in this tag.
+  // kFailedPrecondition: the tag is not attached. kResourceExhausted: no room.
+  Result<DeviceAddress> allocate(std::string_view tag, std::string_view name, uint64_t size_bytes);
+  Status free(DeviceAddress address);  // in any state but kSaving, kAttaching and kRestoring
+
+  // `tags` empty: all tags that exist. An unknown tag is kNotFound.
+  Status begin_save(std::span<const std::string> tags);   // attached -> saving
+  Status cancel_save(std::span<const std::string> tags);  // saving -> attached
+  // saving or attached -> detached. First every region is unmapped (undone by mapping the same memory, which still
+  // holds the content), only then is memory released. Precondition: device work on the regions is proven done.
+  Status detach(std::span<const std::string> tags);
+  // detached -> attaching -> restoring: fresh, zeroed memory under the old addresses. kResourceExhausted says how much
+  // is missing; nothing is left mapped then.
+  Status attach(std::span<const std::string> tags);
+  Status finish_restore(std::span<const std::string> tags);  // restoring -> attached
+  Status cancel_restore(std::span<const std::string> tags);  // restoring -> detached
+
+  std::vector<RegionInfo> regions() const;                        // by tag, then in order of allocation
+  std::vector<RegionInfo> regions_of(std::string_view tag) const;
+  std::map<std::string, RegionState> states() const;  // a tag's state; kBroken if one of its regions is
+  DeviceMemory& device() const { return device_; }
+
+ private:
+  struct Region;
+  explicit SleepAllocator(DeviceMemory& device, SleepAllocatorOptions options);
+
+  DeviceMemory& device_;
+  const SleepAllocatorOptions options_;
+  mutable std::mutex mutex_;
+  std::vector<std::unique_ptr<Region>> regions_;  // guarded by mutex_
+};
+
+}  // namespace torpor

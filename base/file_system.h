@@ -1,0 +1,71 @@
+// Files through one seam: everything torpor stores goes through Directory and File, so that tests can fail, count and
+// cut any call. The real one is Linux: directory descriptors, no symbolic link is ever followed below the opened path,
+// files 0600 in directories 0700, O_CLOEXEC.
+//
+// Threads: File::pread/pwrite may be called from several threads at once; all else from one at a time.
+// Names are single path components; one with '/', or "." or "..", is kInvalidArgument.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/status.h"
+
+namespace torpor {
+
+class File {
+ public:
+  virtual ~File() = default;  // closes; an error of close is not reported, so sync() first
+  virtual Result<uint64_t> size() const = 0;
+  // Reads exactly bytes.size() bytes. Fewer in the file: kCorruption that names the file and both lengths.
+  virtual Status pread(std::span<std::byte> bytes, uint64_t offset) const = 0;
+  // Writes all, also after short writes and EINTR. kResourceExhausted when the disk is full.
+  virtual Status pwrite(std::span<const std::byte> bytes, uint64_t offset) = 0;
+  virtual Status preallocate(uint64_t size) = 0;  // kResourceExhausted when there is no room; a no-op where unsupported
+  // fsync. A failure is final for this file: its content may be gone, do not call again, discard the file.
+  virtual Status sync() = 0;
+  virtual const std::string& name() const = 0;  // for messages: path as far as known
+};
+
+enum class EntryKind : uint8_t { kFile, kDirectory, kOther };
+struct Entry {
+  std::string name;
+  EntryKind kind = EntryKind::kOther;
+};
+
+class Directory {
+ public:
+  virtual ~Directory() = default;
+  virtual const std::string& path() const = 0;
+  virtual Result<std::unique_ptr<File>> create_file(std::string_view name) = 0;  // must not exist yet
+  virtual Result<std::unique_ptr<File>> open_file(std::string_view name) const = 0;  // read only; a regular file
+  virtual Result<std::unique_ptr<Directory>> create_directory(std::string_view name) = 0;  // must not exist yet
+  virtual Result<std::unique_ptr<Directory>> open_directory(std::string_view name) const = 0;
+  virtual Result<std::vector<Entry>> list() const = 0;  // sorted by name, without "." and ".."
+  virtual Status rename_new(std::string_view from, std::string_view to) = 0;  // atomic; `to` must not exist
+  virtual Status remove_file(std::string_view name) = 0;
+  virtual Status remove_tree(std::string_view name) = 0;  // never leaves the tree through a link
+  virtual Status sync() = 0;                              // makes entries of this directory durable
+  virtual Result<uint64_t> free_bytes() const = 0;        // what an unprivileged writer may still use
+  // Takes an exclusive lock on the file `name` (made if absent), held until the result is destroyed or the process
+  // ends, however it ends. kUnavailable when another holder has it.
+  virtual Result<std::unique_ptr<File>> lock(std::string_view name) = 0;
+};
+
+class FileSystem {
+ public:
+  virtual ~FileSystem() = default;
+  // `create`: makes the directory and its missing parents (0700).
+  virtual Result<std::unique_ptr<Directory>> open_directory(const std::string& path, bool create) = 0;
+};
+
+// The machine's file system. Lives for the whole process.
+FileSystem& linux_file_system();
+
+}  // namespace torpor

@@ -1,0 +1,68 @@
+#include "base/status.h"
+
+#include <cerrno>
+#include <system_error>
+
+#include <fmt/format.h>
+
+namespace torpor {
+
+std::string_view name(Code code) {
+  switch (code) {
+    case Code::kInvalidArgument: return "invalid_argument";
+    case Code::kFailedPrecondition: return "failed_precondition";
+    case Code::kNotFound: return "not_found";
+    case Code::kResourceExhausted: return "resource_exhausted";
+    case Code::kUnavailable: return "unavailable";
+    case Code::kAborted: return "aborted";
+    case Code::kCorruption: return "corruption";
+    case Code::kIncompatible: return "incompatible";
+    case Code::kUnsupported: return "unsupported";
+    case Code::kTimeout: return "timeout";
+    case Code::kIo: return "io";
+    case Code::kDevice: return "device";
+    case Code::kInternal: return "internal";
+  }
+  return "internal";
+}
+
+std::string_view name(Origin origin) {
+  switch (origin) {
+    case Origin::kTorpor: return "torpor";
+    case Origin::kSystem: return "system";
+    case Origin::kDevice: return "device";
+    case Origin::kEngine: return "engine";
+  }
+  return "torpor";
+}
+
+Error Error::within(std::string_view context) const {
+  Error wrapped = *this;
+  wrapped.what = fmt::format("{}: {}", context, what);
+  return wrapped;
+}
+
+std::string Error::to_string() const {
+  return next_step.empty() ? fmt::format("{}: {}", name(code), what)
+                           : fmt::format("{}: {} ({})", name(code), what, next_step);
+}
+
+Error system_error(int native, std::string what, std::string next_step) {
+  Code code = Code::kIo;
+  switch (native) {
+    case ENOSPC:
+    case EDQUOT:
+    case ENOMEM:
+    case EMFILE:
+    case ENFILE: code = Code::kResourceExhausted; break;
+    case ENOENT: code = Code::kNotFound; break;
+    default: break;
+  }
+  return Error{.code = code,
+               .what = fmt::format("{}: {}", what, std::generic_category().message(native)),
+               .next_step = std::move(next_step),
+               .origin = Origin::kSystem,
+               .native = native};
+}
+
+}  // namespace torpor

@@ -1,0 +1,89 @@
+// Errors as values: Status, Result<T> and the Error they carry.
+//
+// A code is chosen by what the caller should do next, not by where the failure happened. `what` says what was wrong and
+// names the setting, file, region or field; `next_step` says what to do about it. Nothing here throws; exceptions exist
+// only at the Python border (bindings/).
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include <tl/expected.hpp>
+
+namespace torpor {
+
+enum class Code : uint8_t {
+  kInvalidArgument,     // the call is wrong; correct it
+  kFailedPrecondition,  // the call does not fit the present state; change the state first
+  kNotFound,            // the named thing does not exist
+  kResourceExhausted,   // memory, disk space or a budget; free some and call again
+  kUnavailable,         // call the same again
+  kAborted,             // a larger operation was undone; start that again
+  kCorruption,          // bytes do not match their digest or their own description
+  kIncompatible,        // whole and well-formed, but made for something else; `what` names the field
+  kUnsupported,         // a feature in use that this version cannot do; `what` names it
+  kTimeout,             // not done in the given time; nothing was changed
+  kIo,                  // a system call on a file failed; `native` is errno
+  kDevice,              // the device failed; `native` is its code
+  kInternal,            // a broken invariant of torpor's own
+};
+inline constexpr Code kLastCode = Code::kInternal;
+
+enum class Origin : uint8_t { kTorpor, kSystem, kDevice, kEngine };
+
+std::string_view name(Code code);      // "invalid_argument" …, the spelling that users see
+std::string_view name(Origin origin);  // "torpor", "system", "device", "engine"
+
+struct Error {
+  Code code = Code::kInternal;
+  std::string what;
+  std::string next_step;
+  Origin origin = Origin::kTorpor;
+  int64_t native = 0;
+  // False: the failed call changed nothing, or undid what it had changed.
+  bool state_changed = false;
+
+  // The same error, with `context` (what was being done) in front of its sentence.
+  Error within(std::string_view context) const;
+  std::string to_string() const;  // "<code>: <what> (<next_step>)"
+
+  friend bool operator==(const Error&, const Error&) = default;
+};
+
+template <class T>
+class [[nodiscard]] Result : public tl::expected<T, Error> {
+ public:
+  using tl::expected<T, Error>::expected;
+  Result(Error error) : tl::expected<T, Error>(tl::unexpect, std::move(error)) {}  // NOLINT(google-explicit-constructor)
+};
+
+using Status = Result<void>;
+
+inline Status ok() { return {}; }
+
+// Builds an Error from errno's value `native`: `what` gets the system's text appended, the code follows the errno
+// (ENOSPC, EDQUOT, ENOMEM, EMFILE: kResourceExhausted; ENOENT: kNotFound; others: kIo).
+Error system_error(int native, std::string what, std::string next_step = {});
+
+}  // namespace torpor
+
+// Returns the error of `expression` (a Status or Result) from the enclosing function; otherwise goes on.
+#define TORPOR_TRY(expression)                                  \
+  do {                                                          \
+    if (auto torpor_try_result = (expression); !torpor_try_result) { \
+      return std::move(torpor_try_result).error();              \
+    }                                                           \
+  } while (false)
+
+#define TORPOR_CONCAT_INNER(a, b) a##b
+#define TORPOR_CONCAT(a, b) TORPOR_CONCAT_INNER(a, b)
+
+// `TORPOR_ASSIGN(auto file, directory.open("x"));` declares `file` with the value, or returns the error.
+#define TORPOR_ASSIGN(declaration, expression)                                        \
+  auto TORPOR_CONCAT(torpor_result_, __LINE__) = (expression);                        \
+  if (!TORPOR_CONCAT(torpor_result_, __LINE__)) {                                     \
+    return std::move(TORPOR_CONCAT(torpor_result_, __LINE__)).error();                \
+  }                                                                                   \
+  declaration = std::move(*TORPOR_CONCAT(torpor_result_, __LINE__))

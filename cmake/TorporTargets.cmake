@@ -1,0 +1,25 @@
+# torpor_room(NAME SOURCES … USES …) makes the static library torpor::NAME of one folder.
+# torpor_test(NAME SOURCES … USES … [LABELS …]) makes a GoogleTest program and registers its cases with CTest.
+
+add_library(torpor_flags INTERFACE)
+target_include_directories(torpor_flags INTERFACE ${PROJECT_SOURCE_DIR})
+target_compile_options(torpor_flags INTERFACE -Wall -Wextra -Wshadow -Wnon-virtual-dtor -Woverloaded-virtual)
+if(TORPOR_SANITIZE)
+  target_compile_options(torpor_flags INTERFACE -fsanitize=${TORPOR_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all)
+  target_link_options(torpor_flags INTERFACE -fsanitize=${TORPOR_SANITIZE})
+endif()
+
+function(torpor_room name)
+  cmake_parse_arguments(ROOM "" "" "SOURCES;USES;PRIVATE_USES" ${ARGN})
+  add_library(torpor_${name} STATIC ${ROOM_SOURCES})
+  add_library(torpor::${name} ALIAS torpor_${name})
+  target_link_libraries(torpor_${name} PUBLIC torpor_flags ${ROOM_USES} PRIVATE ${ROOM_PRIVATE_USES})
+endfunction()
+
+function(torpor_test name)
+  cmake_parse_arguments(TEST "" "" "SOURCES;USES;LABELS" ${ARGN})
+  add_executable(${name} ${TEST_SOURCES})
+  target_link_libraries(${name} PRIVATE torpor_flags ${TEST_USES} GTest::gmock GTest::gtest_main)
+  include(GoogleTest)
+  gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT 300 LABELS "${TEST_LABELS}")
+endfunction()

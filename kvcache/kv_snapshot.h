@@ -1,0 +1,81 @@
+// KvSnapshot: an engine's KV bookkeeping as values: block tables, reference counts, prefix index, free order.
+//
+// It is captured while the engine is quiescent, checked with validate(), pruned to what is kept, stored, and put back as
+// it was. Block numbers are the engine's own; the null block (vLLM: 0) never appears in `blocks`.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/status.h"
+#include "base/value.h"
+
+namespace torpor {
+
+struct KvBlock {
+  int32_t id = 0;
+  int32_t ref_count = 0;
+  Bytes hash;              // empty: not in the prefix cache. Otherwise the engine's key, group included
+  int32_t hash_tokens = 0; // tokens that the hash covers
+  friend bool operator==(const KvBlock&, const KvBlock&) = default;
+};
+
+struct KvTable {  // the blocks of one request in one group, in token order
+  std::string request;
+  std::vector<int32_t> blocks;
+  int32_t num_cached_blocks = 0;  // how many of its first blocks have been offered to the prefix cache; -1: not recorded
+  friend bool operator==(const KvTable&, const KvTable&) = default;
+};
+
+struct KvGroup {
+  int32_t block_size = 0;  // tokens
+  std::vector<KvTable> tables;
+  friend bool operator==(const KvGroup&, const KvGroup&) = default;
+};
+
+struct PrefixEntry {  // one key; several blocks may carry it
+  Bytes hash;
+  std::vector<int32_t> blocks;
+  friend bool operator==(const PrefixEntry&, const PrefixEntry&) = default;
+};
+
+struct ExtraHashes {  // further keys under which a block is known
+  int32_t block = 0;
+  std::vector<Bytes> hashes;
+  friend bool operator==(const ExtraHashes&, const ExtraHashes&) = default;
+};
+
+struct KvSnapshot {
+  int32_t num_blocks = 0;
+  int32_t null_block = 0;            // -1: the engine has none
+  std::vector<KvGroup> groups;
+  std::vector<KvBlock> blocks;       // those with a reference or a hash, by id
+  std::vector<PrefixEntry> prefix_index;  // in the engine's own order
+  std::vector<ExtraHashes> extra_hashes;
+  std::vector<int32_t> free_order;   // in the order in which the engine would take them
+  Value engine;                      // what the adapter keeps beside
+
+  // Every cross-reference: ids in range, tables name blocks that are listed, reference counts equal the number of tables
+  // that name the block, prefix entries and blocks agree, the free order is exactly the blocks without reference, once
+  // each. kCorruption with the first contradiction.
+  Status validate() const;
+  friend bool operator==(const KvSnapshot&, const KvSnapshot&) = default;
+};
+
+// Which blocks' bytes are kept, and which blocks lose their hash because theirs are not.
+struct LiveBlocks {
+  std::vector<int32_t> kept;     // by id: all with a reference, and cached ones as far as the budget reaches
+  std::vector<int32_t> dropped;  // cached ones beyond the budget, by id
+};
+
+// Cached blocks without a reference are kept in the order in which they would be evicted last. `budget_bytes` bounds
+// kept bytes beyond the referenced blocks; no value: no bound.
+LiveBlocks select_live_blocks(const KvSnapshot& snapshot, uint64_t bytes_per_block, std::optional<uint64_t> budget_bytes);
+
+// Takes the hashes of `dropped` out of blocks, prefix index and extra hashes. Blocks left with neither go too.
+void drop_hashes(KvSnapshot& snapshot, const std::vector<int32_t>& dropped);
+
+}  // namespace torpor

@@ -1,0 +1,48 @@
+// Chunk: the unit in which bytes are saved, proven and restored: a piece of a region, or one KV block over all layers.
+#pragma once
+
+#include <compare>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/digest.h"
+
+namespace torpor {
+
+enum class ChunkKind : uint8_t { kRegion, kKvBlock };
+enum class Codec : uint8_t { kNone, kZstd };
+
+struct ChunkKey {
+  ChunkKind kind = ChunkKind::kRegion;
+  std::string tag;     // "weights", "kv_cache", …
+  std::string region;  // the region's name; empty for KV blocks
+  uint64_t index = 0;  // kRegion: number of the piece within the region; kKvBlock: number of the block
+  friend auto operator<=>(const ChunkKey&, const ChunkKey&) = default;
+  std::string to_string() const;  // "weights/params[3]", "kv_cache block 17"
+};
+
+struct DevicePiece {
+  uint64_t address = 0;
+  uint64_t bytes = 0;
+};
+
+// Where a chunk's bytes lie in device memory, in order.
+struct ChunkPlan {
+  ChunkKey key;
+  std::vector<DevicePiece> pieces;
+  uint64_t bytes() const;
+};
+
+// A chunk that was saved: what it is, what its bytes hash to, where the tier put it.
+struct SavedChunk {
+  ChunkKey key;
+  uint64_t bytes = 0;  // in device memory
+  Digest digest;       // of these bytes
+  Codec codec = Codec::kNone;
+  uint64_t offset = 0;        // in its tier: file offset, or offset in the arena's span
+  uint64_t stored_bytes = 0;  // in its tier
+  friend bool operator==(const SavedChunk&, const SavedChunk&) = default;
+};
+
+}  // namespace torpor
