@@ -52,7 +52,7 @@ class HostArena {
 
   // Contiguous, aligned to 4096 bytes. kResourceExhausted beyond the budget: says how much is held and how much missing.
   Result<Span> allocate(uint64_t bytes);
-  // Takes memory from the system and touches it now, so that at least `bytes` more can be allocated without that cost.
+  // Takes memory from the system and touches it now, so that at least `bytes` are held and not in use.
   Status prefault(uint64_t bytes);
   // Gives slabs without a live span back to the system; returns how many bytes.
   uint64_t trim();

@@ -71,6 +71,8 @@ class SleepAllocator {
 
  private:
   struct Region;
+  friend struct RegionOperations;
+  friend struct RegionSelection;
   explicit SleepAllocator(DeviceMemory& device, SleepAllocatorOptions options);
 
   DeviceMemory& device_;

@@ -38,8 +38,8 @@ std::string_view name(Origin origin);  // "torpor", "system", "device", "engine"
 
 struct Error {
   Code code = Code::kInternal;
-  std::string what;
-  std::string next_step;
+  std::string what{};
+  std::string next_step{};
   Origin origin = Origin::kTorpor;
   int64_t native = 0;
   // False: the failed call changed nothing, or undid what it had changed.

@@ -18,39 +18,9 @@
 #include "base/file_system.h"
 #include "base/status.h"
 #include "checkpoint/engine_checkpoint.h"
-#include "offload/chunk.h"
+#include "checkpoint/manifest.h"
 
 namespace torpor {
-
-// What one rank saved: its chunk file (a name inside the checkpoint's directory) and the chunks in it.
-struct RankChunks {
-  int32_t rank = 0;
-  std::string file;
-  uint64_t file_bytes = 0;
-  std::vector<SavedChunk> chunks;
-  friend bool operator==(const RankChunks&, const RankChunks&) = default;
-};
-
-struct SectionInfo {
-  std::string name;
-  uint64_t offset = 0;  // in STATE
-  uint64_t stored_bytes = 0;
-  uint64_t bytes = 0;
-  Codec codec = Codec::kNone;
-  Digest digest;  // of the stored bytes
-  friend bool operator==(const SectionInfo&, const SectionInfo&) = default;
-};
-
-struct Manifest {
-  uint32_t format_version = 1;
-  uint64_t generation = 0;
-  double created_unix_seconds = 0;
-  std::string creator;  // "torpor 0.1.0"
-  std::vector<SectionInfo> sections;
-  std::vector<RankChunks> ranks;
-  uint64_t total_bytes() const;  // of all files, MANIFEST left out
-  friend bool operator==(const Manifest&, const Manifest&) = default;
-};
 
 struct CheckpointInfo {  // a line of `torpor ls`
   std::string name;      // "g-000001"

@@ -46,7 +46,7 @@ struct Section {
   Bytes bytes;
 };
 
-Result<std::vector<Section>> encode(const EngineCheckpoint& checkpoint);
+std::vector<Section> encode(const EngineCheckpoint& checkpoint);
 // The reverse. kCorruption for a section that is missing, damaged or has bytes left over. Does not call validate().
 Result<EngineCheckpoint> decode(std::span<const Section> sections);
 

@@ -1,0 +1,290 @@
+#include "allocator/host_device.h"
+
+#include <cerrno>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <thread>
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <fmt/format.h>
+
+#include "base/log.h"
+#include "base/units.h"
+
+namespace torpor {
+namespace {
+
+// One stream: copies in order on a thread of its own, or, deferred, on the thread that waits.
+class HostStream {
+ public:
+  explicit HostStream(bool deferred) : deferred_(deferred) {
+    if (!deferred_) worker_ = std::thread([this] { run(); });
+  }
+  ~HostStream() {
+    drain(enqueued());
+    if (deferred_) return;
+    {
+      const std::lock_guard lock(mutex_);
+      ending_ = true;
+    }
+    changed_.notify_all();
+    worker_.join();
+  }
+
+  void enqueue(Direction direction, std::span<const Copy> copies) {
+    {
+      const std::lock_guard lock(mutex_);
+      for (const Copy& copy : copies) queue_.push_back({direction, copy});
+      enqueued_ += copies.size();
+    }
+    changed_.notify_all();
+  }
+
+  uint64_t enqueued() const {
+    const std::lock_guard lock(mutex_);
+    return enqueued_;
+  }
+
+  // Returns when the first `count` copies of this stream's life are done.
+  void drain(uint64_t count) {
+    std::unique_lock lock(mutex_);
+    if (deferred_) {
+      while (done_ < count) run_one(lock);
+    } else {
+      changed_.wait(lock, [&] { return done_ >= count; });
+    }
+  }
+
+ private:
+  struct Item {
+    Direction direction;
+    Copy copy;
+  };
+
+  void run() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      changed_.wait(lock, [&] { return ending_ || !queue_.empty(); });
+      if (queue_.empty()) return;
+      run_one(lock);
+      changed_.notify_all();
+    }
+  }
+
+  // Precondition: the queue is not empty, or another waiter is at work on it. Releases the lock while it copies.
+  void run_one(std::unique_lock<std::mutex>& lock) {
+    if (queue_.empty()) {
+      changed_.wait(lock);
+      return;
+    }
+    const Item item = queue_.front();
+    queue_.pop_front();
+    lock.unlock();
+    auto* device = reinterpret_cast<std::byte*>(item.copy.device);  // NOLINT(performance-no-int-to-ptr)
+    if (item.direction == Direction::kDeviceToHost) {
+      std::memcpy(item.copy.host, device, item.copy.bytes);
+    } else {
+      std::memcpy(device, item.copy.host, item.copy.bytes);
+    }
+    lock.lock();
+    ++done_;
+    changed_.notify_all();
+  }
+
+  const bool deferred_;
+  mutable std::mutex mutex_;  // guards all below
+  std::condition_variable changed_;
+  std::deque<Item> queue_;
+  uint64_t enqueued_ = 0;
+  uint64_t done_ = 0;
+  bool ending_ = false;
+  std::thread worker_;
+};
+
+void* pointer(DeviceAddress address) { return reinterpret_cast<void*>(address); }  // NOLINT(performance-no-int-to-ptr)
+
+Error device_error(int native, const std::string& what) {
+  Error error = system_error(native, what, "free memory and call again");
+  error.origin = Origin::kDevice;
+  if (error.code == Code::kIo) error.code = Code::kDevice;
+  return error;
+}
+
+class HostDevice final : public DeviceMemory {
+ public:
+  explicit HostDevice(HostDeviceOptions options) : options_(options) {}
+
+  ~HostDevice() override {
+    streams_.clear();
+    const DeviceMemoryInfo left = info();
+    if (left.mapped_bytes != 0 || left.physical_bytes != 0 || left.reserved_bytes != 0) {
+      log().error("host device destroyed with {} bytes mapped, {} created, {} reserved", left.mapped_bytes,
+                  left.physical_bytes, left.reserved_bytes);
+    }
+    for (const auto& [id, fd] : files_) ::close(fd);
+  }
+
+  std::string_view kind() const override { return "host"; }
+  uint64_t granularity() const override { return options_.granularity_bytes; }
+
+ protected:
+  uint64_t capacity_bytes() const override { return options_.capacity_bytes; }
+
+  Result<DeviceAddress> do_reserve(uint64_t size) override {
+    // Over-reserve to place the range at a multiple of the granularity, and of a huge page when it is large enough.
+    const uint64_t alignment = std::max(granularity(), size >= 2 * kMiB && options_.huge_pages ? 2 * kMiB : uint64_t{0});
+    void* base = ::mmap(nullptr, size + alignment, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED) return device_error(errno, fmt::format("cannot reserve {} bytes of addresses", size));
+    const auto start = reinterpret_cast<uint64_t>(base);
+    const uint64_t address = align_up(start, alignment);
+    if (address > start) ::munmap(base, address - start);
+    if (const uint64_t tail = start + size + alignment - (address + size); tail > 0) ::munmap(pointer(address + size), tail);
+    return address;
+  }
+
+  Status do_free_reservation(DeviceAddress address, uint64_t size) override {
+    if (::munmap(pointer(address), size) != 0) return device_error(errno, fmt::format("cannot free the addresses at {:#x}", address));
+    return ok();
+  }
+
+  Result<PhysicalId> do_create(uint64_t size) override {
+    const int fd = ::memfd_create("torpor", MFD_CLOEXEC);
+    if (fd < 0) return device_error(errno, fmt::format("cannot create {} bytes of memory", size));
+    if (::ftruncate(fd, static_cast<off_t>(size)) != 0) {
+      const int problem = errno;
+      ::close(fd);
+      return device_error(problem, fmt::format("cannot create {} bytes of memory", size));
+    }
+    const std::lock_guard lock(mutex_);
+    const auto id = static_cast<PhysicalId>(++last_id_);
+    files_.emplace(id, fd);
+    return id;
+  }
+
+  Status do_release(PhysicalId id) override {
+    const std::lock_guard lock(mutex_);
+    const auto found = files_.find(id);
+    ::close(found->second);
+    files_.erase(found);
+    return ok();
+  }
+
+  Status do_map(DeviceAddress address, PhysicalId id, uint64_t size) override {
+    int fd = -1;
+    {
+      const std::lock_guard lock(mutex_);
+      fd = files_.at(id);
+    }
+    if (::mmap(pointer(address), size, PROT_NONE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
+      return device_error(errno, fmt::format("cannot map {} bytes at {:#x}", size, address));
+    }
+    if (options_.huge_pages) ::madvise(pointer(address), size, MADV_HUGEPAGE);  // advice only
+    ::madvise(pointer(address), size, MADV_DONTDUMP);                           // prompts have no place in core files
+    return ok();
+  }
+
+  Status do_set_access(DeviceAddress address, uint64_t size, Access access) override {
+    int protection = PROT_NONE;
+    if (access == Access::kRead) protection = PROT_READ;
+    if (access == Access::kReadWrite) protection = PROT_READ | PROT_WRITE;
+    if (::mprotect(pointer(address), size, protection) != 0) {
+      return device_error(errno, fmt::format("cannot set access to {} bytes at {:#x}", size, address));
+    }
+    return ok();
+  }
+
+  Status do_unmap(DeviceAddress address, uint64_t size) override {
+    void* replaced = ::mmap(pointer(address), size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    if (replaced == MAP_FAILED) return device_error(errno, fmt::format("cannot unmap {} bytes at {:#x}", size, address));
+    return ok();
+  }
+
+  Result<StreamId> do_create_stream() override {
+    const std::lock_guard lock(mutex_);
+    const auto id = static_cast<StreamId>(++last_id_);
+    streams_.emplace(id, std::make_shared<HostStream>(options_.defer_copies));
+    return id;
+  }
+
+  Status do_destroy_stream(StreamId stream) override {
+    std::shared_ptr<HostStream> doomed;  // its destructor drains; not under the lock
+    const std::lock_guard lock(mutex_);
+    const auto found = streams_.find(stream);
+    if (found == streams_.end()) return unknown("stream", static_cast<uint64_t>(stream));
+    doomed = std::move(found->second);
+    streams_.erase(found);
+    return ok();
+  }
+
+  Status do_copy_async(StreamId stream, Direction direction, std::span<const Copy> copies) override {
+    const std::shared_ptr<HostStream> found = stream_of(stream);
+    if (found == nullptr) return unknown("stream", static_cast<uint64_t>(stream));
+    found->enqueue(direction, copies);
+    return ok();
+  }
+
+  Result<EventId> do_record(StreamId stream) override {
+    const std::shared_ptr<HostStream> found = stream_of(stream);
+    if (found == nullptr) return unknown("stream", static_cast<uint64_t>(stream));
+    const uint64_t count = found->enqueued();
+    const std::lock_guard lock(mutex_);
+    const auto id = static_cast<EventId>(++last_id_);
+    events_.emplace(id, Event{found, count});
+    return id;
+  }
+
+  DrainResult do_wait(EventId event) override {
+    Event waited;
+    {
+      const std::lock_guard lock(mutex_);
+      const auto found = events_.find(event);
+      if (found == events_.end()) {
+        return {Drain::kDrainedWithError, unknown("event", static_cast<uint64_t>(event))};
+      }
+      waited = std::move(found->second);
+      events_.erase(found);
+    }
+    waited.stream->drain(waited.count);
+    return {};
+  }
+
+ private:
+  struct Event {
+    std::shared_ptr<HostStream> stream;
+    uint64_t count = 0;
+  };
+
+  static Error unknown(std::string_view what, uint64_t id) {
+    return Error{.code = Code::kInvalidArgument, .what = fmt::format("{} {} does not exist", what, id), .origin = Origin::kDevice};
+  }
+
+  std::shared_ptr<HostStream> stream_of(StreamId id) {
+    const std::lock_guard lock(mutex_);
+    const auto found = streams_.find(id);
+    return found == streams_.end() ? nullptr : found->second;
+  }
+
+  const HostDeviceOptions options_;
+  std::mutex mutex_;  // guards all below; taken after DeviceMemory's
+  uint64_t last_id_ = 0;
+  std::map<PhysicalId, int> files_;
+  std::map<StreamId, std::shared_ptr<HostStream>> streams_;
+  std::map<EventId, Event> events_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<DeviceMemory>> make_host_device(HostDeviceOptions options) {
+  const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+  if (!is_power_of_two(options.granularity_bytes) || options.granularity_bytes < page) {
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("granularity_bytes is {}", options.granularity_bytes),
+                 .next_step = fmt::format("use a power of two of at least {}", page)};
+  }
+  return std::unique_ptr<DeviceMemory>(std::make_unique<HostDevice>(options));
+}
+
+}  // namespace torpor

@@ -1,0 +1,48 @@
+#include "base/digest.h"
+
+#include <xxhash.h>
+
+namespace torpor {
+namespace {
+
+Digest canonical(XXH128_hash_t hash) {
+  XXH128_canonical_t bytes;
+  XXH128_canonicalFromHash(&bytes, hash);
+  Digest digest;
+  std::copy(std::begin(bytes.digest), std::end(bytes.digest), digest.bytes.begin());
+  return digest;
+}
+
+}  // namespace
+
+std::string Digest::hex() const {
+  static constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  text.reserve(bytes.size() * 2);
+  for (uint8_t byte : bytes) {
+    text.push_back(kDigits[byte >> 4]);
+    text.push_back(kDigits[byte & 15]);
+  }
+  return text;
+}
+
+Digest digest_of(std::span<const std::byte> bytes) { return canonical(XXH3_128bits(bytes.data(), bytes.size())); }
+
+struct StreamingDigest::State {
+  XXH3_state_t* xxh = XXH3_createState();
+  State() { XXH3_128bits_reset(xxh); }
+  ~State() { XXH3_freeState(xxh); }
+};
+
+StreamingDigest::StreamingDigest() : state_(std::make_unique<State>()) {}
+StreamingDigest::~StreamingDigest() = default;
+StreamingDigest::StreamingDigest(StreamingDigest&&) noexcept = default;
+StreamingDigest& StreamingDigest::operator=(StreamingDigest&&) noexcept = default;
+
+void StreamingDigest::update(std::span<const std::byte> bytes) {
+  XXH3_128bits_update(state_->xxh, bytes.data(), bytes.size());
+}
+
+Digest StreamingDigest::finish() const { return canonical(XXH3_128bits_digest(state_->xxh)); }
+
+}  // namespace torpor

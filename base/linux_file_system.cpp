@@ -1,0 +1,321 @@
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <linux/openat2.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <boost/filesystem.hpp>
+#include <fmt/format.h>
+
+#include "base/file_system.h"
+
+namespace torpor {
+namespace {
+
+constexpr mode_t kFileMode = 0600;
+constexpr mode_t kDirectoryMode = 0700;
+
+class Descriptor {
+ public:
+  Descriptor() = default;
+  explicit Descriptor(int fd) : fd_(fd) {}
+  ~Descriptor() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  int get() const { return fd_; }
+  int release() { return std::exchange(fd_, -1); }
+
+ private:
+  int fd_ = -1;
+};
+
+// A descriptor is never 0, 1 or 2, so that a stray print can never write into a file of ours.
+Result<Descriptor> guarded(int fd, const std::string& what) {
+  if (fd < 0) return system_error(errno, what);
+  if (fd > 2) return Descriptor(fd);
+  const Descriptor low(fd);
+  const int high = ::fcntl(fd, F_DUPFD_CLOEXEC, 3);
+  if (high < 0) return system_error(errno, what);
+  return Descriptor(high);
+}
+
+Result<Descriptor> open_beneath(int directory, const std::string& name, int flags, mode_t mode, const std::string& what) {
+  open_how how{};
+  how.flags = static_cast<uint64_t>(flags | O_CLOEXEC | O_NOFOLLOW);
+  how.mode = mode;
+  how.resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS;
+  int fd = static_cast<int>(::syscall(SYS_openat2, directory, name.c_str(), &how, sizeof how));
+  if (fd < 0 && (errno == ENOSYS || errno == EPERM)) {  // before Linux 5.6, or forbidden by a container
+    fd = ::openat(directory, name.c_str(), flags | O_CLOEXEC | O_NOFOLLOW, mode);
+  }
+  return guarded(fd, what);
+}
+
+Status check_component(std::string_view name) {
+  if (name.empty() || name == "." || name == ".." || name.find('/') != std::string_view::npos ||
+      name.find('\0') != std::string_view::npos) {
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("\"{}\" is not a single path component", name),
+                 .next_step = "use a name without '/'"};
+  }
+  return ok();
+}
+
+class LinuxFile final : public File {
+ public:
+  LinuxFile(Descriptor fd, std::string name) : fd_(std::move(fd)), name_(std::move(name)) {}
+
+  Result<uint64_t> size() const override {
+    struct stat info {};
+    if (::fstat(fd_.get(), &info) != 0) return system_error(errno, fmt::format("cannot read the size of {}", name_));
+    return static_cast<uint64_t>(info.st_size);
+  }
+
+  Status pread(std::span<std::byte> bytes, uint64_t offset) const override {
+    const uint64_t wanted = bytes.size();
+    while (!bytes.empty()) {
+      const ssize_t got = ::pread(fd_.get(), bytes.data(), bytes.size(), static_cast<off_t>(offset));
+      if (got < 0 && errno == EINTR) continue;
+      if (got < 0) return system_error(errno, fmt::format("cannot read {}", name_));
+      if (got == 0) {
+        return Error{.code = Code::kCorruption,
+                     .what = fmt::format("{} ends too early: {} of {} bytes at offset {}", name_, wanted - bytes.size(),
+                                         wanted, offset - (wanted - bytes.size())),
+                     .next_step = "the file was truncated; use another checkpoint"};
+      }
+      bytes = bytes.subspan(static_cast<size_t>(got));
+      offset += static_cast<uint64_t>(got);
+    }
+    return ok();
+  }
+
+  Status pwrite(std::span<const std::byte> bytes, uint64_t offset) override {
+    while (!bytes.empty()) {
+      const ssize_t put = ::pwrite(fd_.get(), bytes.data(), bytes.size(), static_cast<off_t>(offset));
+      if (put < 0 && errno == EINTR) continue;
+      if (put < 0) return system_error(errno, fmt::format("cannot write {}", name_), "free disk space or choose another directory");
+      bytes = bytes.subspan(static_cast<size_t>(put));
+      offset += static_cast<uint64_t>(put);
+    }
+    return ok();
+  }
+
+  Status preallocate(uint64_t size) override {
+    while (::fallocate(fd_.get(), 0, 0, static_cast<off_t>(size)) != 0) {
+      if (errno == EINTR) continue;
+      if (errno == EOPNOTSUPP || errno == ENOSYS) return ok();
+      return system_error(errno, fmt::format("cannot reserve {} bytes for {}", size, name_),
+                          "free disk space or choose another directory");
+    }
+    return ok();
+  }
+
+  Status sync() override {
+    if (::fsync(fd_.get()) != 0) return system_error(errno, fmt::format("cannot sync {}", name_), "the file was given up");
+    return ok();
+  }
+
+  const std::string& name() const override { return name_; }
+  int descriptor() const { return fd_.get(); }
+
+ private:
+  Descriptor fd_;
+  std::string name_;
+};
+
+class LinuxDirectory final : public Directory {
+ public:
+  LinuxDirectory(Descriptor fd, std::string path) : fd_(std::move(fd)), path_(std::move(path)) {}
+
+  const std::string& path() const override { return path_; }
+
+  Result<std::unique_ptr<File>> create_file(std::string_view name) override {
+    return open_as_file(name, O_RDWR | O_CREAT | O_EXCL, "create");
+  }
+
+  Result<std::unique_ptr<File>> open_file(std::string_view name) const override {
+    return open_as_file(name, O_RDONLY | O_NONBLOCK, "open");
+  }
+
+  Result<std::unique_ptr<Directory>> create_directory(std::string_view name) override {
+    TORPOR_TRY(check_component(name));
+    if (::mkdirat(fd_.get(), std::string(name).c_str(), kDirectoryMode) != 0) {
+      return system_error(errno, fmt::format("cannot make the directory {}", join(name)), "check the directory's permissions");
+    }
+    return open_directory(name);
+  }
+
+  Result<std::unique_ptr<Directory>> open_directory(std::string_view name) const override {
+    TORPOR_TRY(check_component(name));
+    TORPOR_ASSIGN(Descriptor fd, open_beneath(fd_.get(), std::string(name), O_RDONLY | O_DIRECTORY, 0,
+                                              fmt::format("cannot open the directory {}", join(name))));
+    return std::unique_ptr<Directory>(std::make_unique<LinuxDirectory>(std::move(fd), join(name)));
+  }
+
+  Result<std::vector<Entry>> list() const override {
+    TORPOR_ASSIGN(Descriptor fd, open_beneath(fd_.get(), ".", O_RDONLY | O_DIRECTORY, 0, fmt::format("cannot list {}", path_)));
+    return list_descriptor(std::move(fd), path_);
+  }
+
+  Status rename_new(std::string_view from, std::string_view to) override {
+    TORPOR_TRY(check_component(from));
+    TORPOR_TRY(check_component(to));
+    if (::renameat2(fd_.get(), std::string(from).c_str(), fd_.get(), std::string(to).c_str(), RENAME_NOREPLACE) != 0) {
+      return system_error(errno, fmt::format("cannot rename {} to {}", join(from), to));
+    }
+    return ok();
+  }
+
+  Status remove_file(std::string_view name) override {
+    TORPOR_TRY(check_component(name));
+    if (::unlinkat(fd_.get(), std::string(name).c_str(), 0) != 0) {
+      return system_error(errno, fmt::format("cannot remove {}", join(name)));
+    }
+    return ok();
+  }
+
+  Status remove_tree(std::string_view name) override {
+    TORPOR_TRY(check_component(name));
+    return remove_tree_at(fd_.get(), std::string(name), join(name));
+  }
+
+  Status sync() override {
+    if (::fsync(fd_.get()) != 0) return system_error(errno, fmt::format("cannot sync the directory {}", path_));
+    return ok();
+  }
+
+  Result<uint64_t> free_bytes() const override {
+    struct statvfs info {};
+    if (::fstatvfs(fd_.get(), &info) != 0) return system_error(errno, fmt::format("cannot ask for the free space of {}", path_));
+    return static_cast<uint64_t>(info.f_bavail) * info.f_frsize;
+  }
+
+  Result<std::unique_ptr<File>> lock(std::string_view name) override {
+    TORPOR_TRY(check_component(name));
+    TORPOR_ASSIGN(Descriptor fd, open_beneath(fd_.get(), std::string(name), O_RDWR | O_CREAT, kFileMode,
+                                              fmt::format("cannot open the lock {}", join(name))));
+    // An open-file-description lock: not dropped by another close() in this process, gone when the holder is.
+    struct flock request {};
+    request.l_type = F_WRLCK;
+    request.l_whence = SEEK_SET;
+    if (::fcntl(fd.get(), F_OFD_SETLK, &request) != 0) {
+      if (errno == EAGAIN || errno == EACCES) {
+        return Error{.code = Code::kUnavailable,
+                     .what = fmt::format("another process is writing checkpoints in {}", path_),
+                     .next_step = "wait for it, or give this engine a directory of its own",
+                     .origin = Origin::kSystem,
+                     .native = errno};
+      }
+      return system_error(errno, fmt::format("cannot lock {}", join(name)));
+    }
+    return std::unique_ptr<File>(std::make_unique<LinuxFile>(std::move(fd), join(name)));
+  }
+
+ private:
+  std::string join(std::string_view name) const { return fmt::format("{}/{}", path_, name); }
+
+  Result<std::unique_ptr<File>> open_as_file(std::string_view name, int flags, std::string_view verb) const {
+    TORPOR_TRY(check_component(name));
+    const std::string full = join(name);
+    TORPOR_ASSIGN(Descriptor fd, open_beneath(fd_.get(), std::string(name), flags, (flags & O_CREAT) ? kFileMode : 0,
+                                              fmt::format("cannot {} {}", verb, full)));
+    struct stat info {};
+    if (::fstat(fd.get(), &info) != 0) return system_error(errno, fmt::format("cannot {} {}", verb, full));
+    if (!S_ISREG(info.st_mode)) {
+      return Error{.code = Code::kCorruption, .what = fmt::format("{} is not a regular file", full), .next_step = "remove it"};
+    }
+    return std::unique_ptr<File>(std::make_unique<LinuxFile>(std::move(fd), full));
+  }
+
+  static Result<std::vector<Entry>> list_descriptor(Descriptor fd, const std::string& path) {
+    DIR* stream = ::fdopendir(fd.get());
+    if (stream == nullptr) return system_error(errno, fmt::format("cannot list {}", path));
+    fd.release();  // belongs to the stream now
+    const std::unique_ptr<DIR, int (*)(DIR*)> owner(stream, ::closedir);
+    std::vector<Entry> entries;
+    errno = 0;
+    while (const dirent* item = ::readdir(stream)) {
+      const std::string_view name = item->d_name;
+      if (name == "." || name == "..") continue;
+      EntryKind kind = EntryKind::kOther;
+      struct stat info {};
+      if (::fstatat(::dirfd(stream), item->d_name, &info, AT_SYMLINK_NOFOLLOW) == 0) {
+        if (S_ISREG(info.st_mode)) kind = EntryKind::kFile;
+        if (S_ISDIR(info.st_mode)) kind = EntryKind::kDirectory;
+      }
+      entries.push_back({std::string(name), kind});
+      errno = 0;
+    }
+    if (errno != 0) return system_error(errno, fmt::format("cannot list {}", path));
+    std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) { return a.name < b.name; });
+    return entries;
+  }
+
+  // Not boost::filesystem::remove_all: in versions before 1.80 it can be led out of the tree by a swapped link.
+  static Status remove_tree_at(int parent, const std::string& name, const std::string& full) {
+    if (::unlinkat(parent, name.c_str(), 0) == 0) return ok();
+    if (errno != EISDIR && errno != EPERM) return system_error(errno, fmt::format("cannot remove {}", full));
+    TORPOR_ASSIGN(Descriptor fd, open_beneath(parent, name, O_RDONLY | O_DIRECTORY, 0, fmt::format("cannot open {}", full)));
+    TORPOR_ASSIGN(Descriptor listed, open_beneath(fd.get(), ".", O_RDONLY | O_DIRECTORY, 0, fmt::format("cannot list {}", full)));
+    TORPOR_ASSIGN(const std::vector<Entry> entries, list_descriptor(std::move(listed), full));
+    for (const Entry& entry : entries) {
+      TORPOR_TRY(remove_tree_at(fd.get(), entry.name, full + "/" + entry.name));
+    }
+    if (::unlinkat(parent, name.c_str(), AT_REMOVEDIR) != 0) return system_error(errno, fmt::format("cannot remove {}", full));
+    return ok();
+  }
+
+  Descriptor fd_;
+  std::string path_;
+};
+
+class LinuxFileSystem final : public FileSystem {
+ public:
+  Result<std::unique_ptr<Directory>> open_directory(const std::string& path, bool create) override {
+    if (path.empty()) {
+      return Error{.code = Code::kInvalidArgument, .what = "the directory's path is empty", .next_step = "name a directory"};
+    }
+    const boost::filesystem::path absolute = boost::filesystem::absolute(path).lexically_normal();
+    if (create) TORPOR_TRY(make_directories(absolute));
+    const std::string text = absolute.string();
+    TORPOR_ASSIGN(Descriptor fd, guarded(::open(text.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC),
+                                         fmt::format("cannot open the directory {}", text)));
+    return std::unique_ptr<Directory>(std::make_unique<LinuxDirectory>(std::move(fd), text));
+  }
+
+ private:
+  static Status make_directories(const boost::filesystem::path& path) {
+    boost::filesystem::path so_far;
+    for (const boost::filesystem::path& component : path) {
+      so_far /= component;
+      if (::mkdir(so_far.c_str(), kDirectoryMode) != 0 && errno != EEXIST && errno != EISDIR) {
+        const int problem = errno;
+        boost::system::error_code ignored;
+        if (boost::filesystem::is_directory(so_far, ignored)) continue;  // there, but not ours to make (EROFS, EACCES)
+        return system_error(problem, fmt::format("cannot make the directory {}", so_far.string()),
+                            "check its permissions or choose another directory");
+      }
+    }
+    return ok();
+  }
+};
+
+}  // namespace
+
+FileSystem& linux_file_system() {
+  static LinuxFileSystem file_system;
+  return file_system;
+}
+
+}  // namespace torpor

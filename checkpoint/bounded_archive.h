@@ -1,0 +1,199 @@
+// The only way from values to bytes and back: Cereal through archives of our own.
+//
+// Bytes are hostile until decoded: a length is checked against the bytes that remain before anything is allocated for
+// it, lists grow as their elements arrive, a bool is 0 or 1, enums and variants are checked against their range, trees
+// against kMaxValueDepth, and bytes left over are an error. Neither Cereal's pointers nor its polymorphic types are used:
+// with them a file could choose types and addresses.
+//
+// Layout: little-endian, fixed widths, no padding; a length is 8 bytes; see docs/checkpoint-format.md.
+#pragma once
+
+#include <bit>
+#include <cstring>
+#include <span>
+#include <string_view>
+#include <type_traits>
+
+#include <cereal/cereal.hpp>
+#include <fmt/format.h>
+
+#include "base/status.h"
+#include "base/value.h"
+
+namespace torpor {
+
+static_assert(std::endian::native == std::endian::little, "the format is the memory of a little-endian machine");
+
+class BoundedOutput : public cereal::OutputArchive<BoundedOutput, cereal::AllowEmptyClassElision> {
+ public:
+  explicit BoundedOutput(Bytes& out) : OutputArchive(this), out_(out) {}
+  void raw(const void* data, size_t size) {
+    const auto* bytes = static_cast<const uint8_t*>(data);
+    out_.insert(out_.end(), bytes, bytes + size);
+  }
+
+ private:
+  Bytes& out_;
+};
+
+class BoundedInput : public cereal::InputArchive<BoundedInput, cereal::AllowEmptyClassElision> {
+ public:
+  explicit BoundedInput(std::span<const std::byte> in) : InputArchive(this), in_(in) {}
+  uint64_t left() const { return in_.size(); }
+  void raw(void* data, uint64_t size) {
+    if (size > left()) throw cereal::Exception(fmt::format("{} bytes wanted, {} are left", size, left()));
+    if (size > 0) std::memcpy(data, in_.data(), size);
+    in_ = in_.subspan(size);
+  }
+  // Throws unless `count` elements of at least `least` bytes each can still come.
+  void expect(uint64_t count, uint64_t least) const {
+    if (count > left() / least) throw cereal::Exception(fmt::format("a list of {} elements in {} bytes", count, left()));
+  }
+  int depth = 0;  // of the Value being read
+
+ private:
+  std::span<const std::byte> in_;
+};
+
+// Arithmetic types are their memory; a bool is one byte.
+template <class T>
+  requires(std::is_arithmetic_v<T> && !std::is_same_v<T, bool>)
+void CEREAL_SAVE_FUNCTION_NAME(BoundedOutput& archive, const T& value) {
+  archive.raw(&value, sizeof value);
+}
+template <class T>
+  requires(std::is_arithmetic_v<T> && !std::is_same_v<T, bool>)
+void CEREAL_LOAD_FUNCTION_NAME(BoundedInput& archive, T& value) {
+  archive.raw(&value, sizeof value);
+}
+inline void CEREAL_SAVE_FUNCTION_NAME(BoundedOutput& archive, const bool& value) {
+  const uint8_t byte = value ? 1 : 0;
+  archive.raw(&byte, 1);
+}
+inline void CEREAL_LOAD_FUNCTION_NAME(BoundedInput& archive, bool& value) {
+  uint8_t byte = 0;
+  archive.raw(&byte, 1);
+  if (byte > 1) throw cereal::Exception(fmt::format("{} is not a truth value", byte));
+  value = byte == 1;
+}
+
+// Names are not stored.
+template <class Archive, class T>
+  requires(std::is_same_v<Archive, BoundedOutput> || std::is_same_v<Archive, BoundedInput>)
+void CEREAL_SERIALIZE_FUNCTION_NAME(Archive& archive, cereal::NameValuePair<T>& pair) {
+  archive(pair.value);
+}
+
+template <class T>
+void CEREAL_SAVE_FUNCTION_NAME(BoundedOutput& archive, const cereal::SizeTag<T>& tag) {
+  archive(static_cast<uint64_t>(tag.size));
+}
+template <class T>
+void CEREAL_LOAD_FUNCTION_NAME(BoundedInput& archive, cereal::SizeTag<T>& tag) {
+  uint64_t size = 0;
+  archive(size);
+  archive.expect(size, 1);
+  tag.size = static_cast<std::remove_reference_t<T>>(size);
+}
+template <class T>
+void CEREAL_SAVE_FUNCTION_NAME(BoundedOutput& archive, const cereal::BinaryData<T>& data) {
+  archive.raw(data.data, data.size);
+}
+template <class T>
+void CEREAL_LOAD_FUNCTION_NAME(BoundedInput& archive, cereal::BinaryData<T>& data) {
+  archive.raw(data.data, data.size);
+}
+
+// Enums whose enumerators run from 0 to `last`.
+template <class Enum>
+struct CheckedEnum {
+  Enum& value;
+  Enum last;
+};
+template <class Enum>
+CheckedEnum<Enum> checked(Enum& value, Enum last) {
+  return {value, last};
+}
+template <class Enum>
+CheckedEnum<const Enum> checked(const Enum& value, Enum last) {
+  return {value, last};
+}
+template <class Enum>
+void CEREAL_SAVE_FUNCTION_NAME(BoundedOutput& archive, const CheckedEnum<Enum>& item) {
+  archive(static_cast<uint8_t>(item.value));
+}
+template <class Enum>
+void CEREAL_LOAD_FUNCTION_NAME(BoundedInput& archive, CheckedEnum<Enum>& item) {
+  uint8_t raw = 0;
+  archive(raw);
+  if (raw > static_cast<uint8_t>(item.last)) throw cereal::Exception(fmt::format("{} is not one of {} kinds", raw, static_cast<int>(item.last) + 1));
+  item.value = static_cast<Enum>(raw);
+}
+
+}  // namespace torpor
+
+CEREAL_REGISTER_ARCHIVE(torpor::BoundedOutput)
+CEREAL_REGISTER_ARCHIVE(torpor::BoundedInput)
+CEREAL_SETUP_ARCHIVE_TRAITS(torpor::BoundedInput, torpor::BoundedOutput)
+
+// Lists: numbers in one piece, everything else element by element, so that memory grows no faster than the input.
+namespace cereal {
+
+template <class T>
+void CEREAL_SAVE_FUNCTION_NAME(torpor::BoundedOutput& archive, const std::vector<T>& list) {
+  archive(static_cast<uint64_t>(list.size()));
+  if constexpr (std::is_arithmetic_v<T>) {
+    archive.raw(list.data(), list.size() * sizeof(T));
+  } else {
+    for (const T& element : list) archive(element);
+  }
+}
+template <class T>
+void CEREAL_LOAD_FUNCTION_NAME(torpor::BoundedInput& archive, std::vector<T>& list) {
+  uint64_t size = 0;
+  archive(size);
+  list.clear();
+  if constexpr (std::is_arithmetic_v<T>) {
+    archive.expect(size, sizeof(T));
+    list.resize(size);
+    archive.raw(list.data(), size * sizeof(T));
+  } else {
+    archive.expect(size, 1);
+    for (uint64_t i = 0; i < size; ++i) archive(list.emplace_back());
+  }
+}
+
+}  // namespace cereal
+
+#include <cereal/types/map.hpp>
+#include <cereal/types/optional.hpp>
+#include <cereal/types/string.hpp>
+#include <cereal/types/utility.hpp>
+
+namespace torpor {
+
+template <class T>
+Bytes to_bytes(const T& value) {
+  Bytes bytes;
+  BoundedOutput archive(bytes);
+  archive(value);
+  return bytes;
+}
+
+// kCorruption when `bytes` are not exactly one T; `what` names them in the message.
+template <class T>
+Result<T> from_bytes(std::span<const std::byte> bytes, std::string_view what) {
+  try {
+    BoundedInput archive(bytes);
+    T value;
+    archive(value);
+    if (archive.left() != 0) throw cereal::Exception(fmt::format("{} bytes are left over", archive.left()));
+    return value;
+  } catch (const std::exception& problem) {  // cereal's, and bad_alloc
+    return Error{.code = Code::kCorruption,
+                 .what = fmt::format("{} cannot be decoded: {}", what, problem.what()),
+                 .next_step = "use another checkpoint"};
+  }
+}
+
+}  // namespace torpor

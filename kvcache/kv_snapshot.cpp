@@ -1,0 +1,157 @@
+#include "kvcache/kv_snapshot.h"
+
+#include <algorithm>
+#include <set>
+#include <unordered_map>
+#include <unordered_set>
+
+#include <fmt/format.h>
+
+namespace torpor {
+namespace {
+
+Error contradiction(std::string what) {
+  return Error{.code = Code::kCorruption, .what = fmt::format("KV bookkeeping: {}", what), .next_step = "use another checkpoint"};
+}
+
+using BlockMap = std::unordered_map<int32_t, const KvBlock*>;
+
+Status check_blocks(const KvSnapshot& snapshot, BlockMap& by_id) {
+  for (const KvBlock& block : snapshot.blocks) {
+    if (block.id < 0 || block.id >= snapshot.num_blocks || block.id == snapshot.null_block) {
+      return contradiction(fmt::format("block {} is not one of the {} blocks", block.id, snapshot.num_blocks));
+    }
+    if (!by_id.emplace(block.id, &block).second) return contradiction(fmt::format("block {} is listed twice", block.id));
+    if (block.ref_count < 0) return contradiction(fmt::format("block {} has {} references", block.id, block.ref_count));
+    if (block.ref_count == 0 && block.hash.empty()) {
+      return contradiction(fmt::format("block {} is listed, but has neither a reference nor a hash", block.id));
+    }
+  }
+  return ok();
+}
+
+Status check_tables(const KvSnapshot& snapshot, const BlockMap& by_id) {
+  std::unordered_map<int32_t, int32_t> references;
+  for (const KvGroup& group : snapshot.groups) {
+    if (group.block_size <= 0) return contradiction(fmt::format("a group's block size is {}", group.block_size));
+    std::set<std::string_view> requests;
+    for (const KvTable& table : group.tables) {
+      if (!requests.insert(table.request).second) return contradiction(fmt::format("request {} has two tables in one group", table.request));
+      if (table.num_cached_blocks < -1 || table.num_cached_blocks > static_cast<int64_t>(table.blocks.size())) {
+        return contradiction(fmt::format("request {} has {} blocks, of which {} are cached", table.request, table.blocks.size(), table.num_cached_blocks));
+      }
+      for (const int32_t id : table.blocks) {
+        if (id == snapshot.null_block) continue;
+        if (!by_id.contains(id)) return contradiction(fmt::format("request {} uses block {}, which is not listed", table.request, id));
+        ++references[id];
+      }
+    }
+  }
+  for (const KvBlock& block : snapshot.blocks) {
+    const auto found = references.find(block.id);
+    const int32_t counted = found == references.end() ? 0 : found->second;
+    if (counted != block.ref_count) {
+      return contradiction(fmt::format("block {} says {} references, tables hold {}", block.id, block.ref_count, counted));
+    }
+  }
+  return ok();
+}
+
+Status check_prefix_index(const KvSnapshot& snapshot, const BlockMap& by_id) {
+  // Every key that a block carries: its own hash and its extra ones.
+  std::set<std::pair<int32_t, Bytes>> carried;
+  for (const KvBlock& block : snapshot.blocks) {
+    if (!block.hash.empty()) carried.emplace(block.id, block.hash);
+  }
+  for (const ExtraHashes& extra : snapshot.extra_hashes) {
+    if (!by_id.contains(extra.block)) return contradiction(fmt::format("extra hashes of block {}, which is not listed", extra.block));
+    for (const Bytes& hash : extra.hashes) carried.emplace(extra.block, hash);
+  }
+  std::set<std::pair<int32_t, Bytes>> indexed;
+  for (const PrefixEntry& entry : snapshot.prefix_index) {
+    if (entry.hash.empty() || entry.blocks.empty()) return contradiction("an entry of the prefix index is empty");
+    for (const int32_t id : entry.blocks) {
+      if (!carried.contains({id, entry.hash})) return contradiction(fmt::format("the prefix index names block {} under a hash that it does not carry", id));
+      if (!indexed.emplace(id, entry.hash).second) return contradiction(fmt::format("the prefix index names block {} twice under one hash", id));
+    }
+  }
+  for (const KvBlock& block : snapshot.blocks) {
+    if (!block.hash.empty() && !indexed.contains({block.id, block.hash})) {
+      return contradiction(fmt::format("block {} carries a hash that the prefix index does not have", block.id));
+    }
+  }
+  return ok();
+}
+
+Status check_free_order(const KvSnapshot& snapshot, const BlockMap& by_id) {
+  std::vector<bool> free(static_cast<size_t>(snapshot.num_blocks), false);
+  for (const int32_t id : snapshot.free_order) {
+    if (id < 0 || id >= snapshot.num_blocks || id == snapshot.null_block) return contradiction(fmt::format("the free order names block {}", id));
+    if (free[static_cast<size_t>(id)]) return contradiction(fmt::format("the free order names block {} twice", id));
+    free[static_cast<size_t>(id)] = true;
+  }
+  for (int32_t id = 0; id < snapshot.num_blocks; ++id) {
+    if (id == snapshot.null_block) continue;
+    const auto found = by_id.find(id);
+    const bool referenced = found != by_id.end() && found->second->ref_count > 0;
+    if (referenced == free[static_cast<size_t>(id)]) {
+      return contradiction(fmt::format("block {} is {}", id, referenced ? "in use and in the free order" : "neither in use nor in the free order"));
+    }
+  }
+  return ok();
+}
+
+}  // namespace
+
+Status KvSnapshot::validate() const {
+  if (num_blocks <= 0 || null_block < -1 || null_block >= num_blocks) {
+    return contradiction(fmt::format("{} blocks, null block {}", num_blocks, null_block));
+  }
+  BlockMap by_id;
+  TORPOR_TRY(check_blocks(*this, by_id));
+  TORPOR_TRY(check_tables(*this, by_id));
+  TORPOR_TRY(check_prefix_index(*this, by_id));
+  return check_free_order(*this, by_id);
+}
+
+LiveBlocks select_live_blocks(const KvSnapshot& snapshot, uint64_t bytes_per_block, std::optional<uint64_t> budget_bytes) {
+  LiveBlocks live;
+  std::unordered_set<int32_t> cached;
+  for (const KvBlock& block : snapshot.blocks) {
+    if (block.ref_count > 0) {
+      live.kept.push_back(block.id);
+    } else {
+      cached.insert(block.id);
+    }
+  }
+  uint64_t room = budget_bytes && bytes_per_block > 0 ? *budget_bytes / bytes_per_block : cached.size();
+  for (auto id = snapshot.free_order.rbegin(); id != snapshot.free_order.rend(); ++id) {
+    if (!cached.contains(*id)) continue;
+    if (room > 0) {
+      live.kept.push_back(*id);
+      --room;
+    } else {
+      live.dropped.push_back(*id);
+    }
+  }
+  std::sort(live.kept.begin(), live.kept.end());
+  std::sort(live.dropped.begin(), live.dropped.end());
+  return live;
+}
+
+void drop_hashes(KvSnapshot& snapshot, const std::vector<int32_t>& dropped) {
+  const std::unordered_set<int32_t> gone(dropped.begin(), dropped.end());
+  for (KvBlock& block : snapshot.blocks) {
+    if (!gone.contains(block.id)) continue;
+    block.hash.clear();
+    block.hash_tokens = 0;
+  }
+  std::erase_if(snapshot.blocks, [](const KvBlock& block) { return block.ref_count == 0 && block.hash.empty(); });
+  for (PrefixEntry& entry : snapshot.prefix_index) {
+    std::erase_if(entry.blocks, [&](int32_t id) { return gone.contains(id); });
+  }
+  std::erase_if(snapshot.prefix_index, [](const PrefixEntry& entry) { return entry.blocks.empty(); });
+  std::erase_if(snapshot.extra_hashes, [&](const ExtraHashes& extra) { return gone.contains(extra.block); });
+}
+
+}  // namespace torpor

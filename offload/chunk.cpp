@@ -1,0 +1,17 @@
+#include "offload/chunk.h"
+
+#include <fmt/format.h>
+
+namespace torpor {
+
+std::string ChunkKey::to_string() const {
+  return kind == ChunkKind::kKvBlock ? fmt::format("{} block {}", tag, index) : fmt::format("{}/{}[{}]", tag, region, index);
+}
+
+uint64_t ChunkPlan::bytes() const {
+  uint64_t sum = 0;
+  for (const DevicePiece& piece : pieces) sum += piece.bytes;
+  return sum;
+}
+
+}  // namespace torpor

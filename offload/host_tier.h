@@ -1,0 +1,29 @@
+// HostTier: chunks in the host arena, one span each. Destroying it gives the memory back to the arena.
+#pragma once
+
+#include <mutex>
+#include <vector>
+
+#include "allocator/host_arena.h"
+#include "offload/tier.h"
+
+namespace torpor {
+
+class HostTier final : public Tier {
+ public:
+  explicit HostTier(HostArena& arena) : arena_(arena) {}  // `arena` outlives the tier
+  std::string_view kind() const override { return "host"; }
+  Status prepare(uint64_t bytes, uint64_t chunks) override;
+  Result<std::span<std::byte>> place(SavedChunk& chunk) override;
+  Status put(SavedChunk& chunk, std::span<const std::byte> bytes) override;
+  std::span<std::byte> view(const SavedChunk& chunk) override;
+  Status get(const SavedChunk& chunk, std::span<std::byte> bytes) override;
+  Status finish() override { return ok(); }
+
+ private:
+  HostArena& arena_;
+  std::mutex mutex_;
+  std::vector<HostArena::Span> spans_;  // guarded by mutex_; SavedChunk::offset is the position in it
+};
+
+}  // namespace torpor
