@@ -176,6 +176,12 @@ Result<PendingCheckpoint> CheckpointManager::begin(uint64_t expected_bytes) {
   return PendingCheckpoint(std::move(pending));
 }
 
+Status CheckpointManager::remove(uint64_t generation) {
+  TORPOR_ASSIGN(const std::unique_ptr<Directory> store, impl_->file_system.open_directory(impl_->directory, false));
+  TORPOR_ASSIGN(const std::unique_ptr<File> lock, store->lock(kLockFile));
+  return remove_entry(*store, generation_name(generation));
+}
+
 Status CheckpointManager::woken_from(uint64_t generation) {
   TORPOR_ASSIGN(const std::unique_ptr<Directory> store, impl_->file_system.open_directory(impl_->directory, false));
   TORPOR_ASSIGN(const std::unique_ptr<File> lock, store->lock(kLockFile));

@@ -89,6 +89,8 @@ class CheckpointManager {
   // Locks, removes leftovers, checks that `expected_bytes` fit (kResourceExhausted names both numbers).
   // kUnavailable when another process is writing here.
   Result<PendingCheckpoint> begin(uint64_t expected_bytes);
+  // Takes back a checkpoint whose sleep failed after its commit.
+  Status remove(uint64_t generation);
   // After a wake from `generation`, older ones beyond `keep` may go; before that none goes that is older than it.
   Status woken_from(uint64_t generation);
   Result<std::vector<CheckpointInfo>> list() const;  // oldest first

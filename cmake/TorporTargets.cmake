@@ -4,7 +4,7 @@
 add_library(torpor_flags INTERFACE)
 target_include_directories(torpor_flags INTERFACE ${PROJECT_SOURCE_DIR})
 target_compile_definitions(torpor_flags INTERFACE TORPOR_VERSION="${PROJECT_VERSION}")
-target_compile_options(torpor_flags INTERFACE -Wall -Wextra -Wnon-virtual-dtor -Woverloaded-virtual)
+target_compile_options(torpor_flags INTERFACE -Wall -Wextra -Wno-missing-field-initializers -Wnon-virtual-dtor -Woverloaded-virtual)
 if(TORPOR_SANITIZE)
   target_compile_options(torpor_flags INTERFACE -fsanitize=${TORPOR_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all)
   target_link_options(torpor_flags INTERFACE -fsanitize=${TORPOR_SANITIZE})

@@ -1,0 +1,48 @@
+// Checkpoints for Python: reading one, and the encoding of its values.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "bindings/bind_subjects.h"
+#include "bindings/bind_values.h"
+#include "bindings/dict_reader.h"
+#include "checkpoint/checkpoint_manager.h"
+
+namespace py = pybind11;
+
+namespace torpor {
+
+void bind_checkpoint(py::module_& module) {
+  py::class_<EngineCheckpoint>(module, "EngineCheckpoint", "All state of an engine but the bytes of its memory, as values.")
+      .def(py::init([](const py::dict& dict) { return engine_checkpoint_from(dict); }), py::arg("values"))
+      .def("to_dict", [](const EngineCheckpoint& self) { return to_python(self); })
+      .def("validate", [](const EngineCheckpoint& self) { value_or_raise(self.state.validate()); }, "Raises for the first contradiction.")
+      .def("encode", [](const EngineCheckpoint& self) {
+        std::vector<Section> sections;
+        {
+          const py::gil_scoped_release released;
+          sections = encode(self);
+        }
+        py::list list;
+        for (const Section& section : sections) list.append(py::make_tuple(section.name, to_python(section.bytes)));
+        return list;
+      }, "The sections of a checkpoint, uncompressed: a list of (name, bytes).")
+      .def_static("decode", [](const py::list& list) {
+        std::vector<Section> sections;
+        for (const py::handle item : list) {
+          const auto pair = py::reinterpret_borrow<py::sequence>(item);
+          sections.push_back({pair[0].cast<std::string>(), bytes_from(pair[1])});
+        }
+        const py::gil_scoped_release released;
+        Result<EngineCheckpoint> decoded = decode(sections);
+        const py::gil_scoped_acquire lock;
+        return value_or_raise(std::move(decoded));
+      }, py::arg("sections"))
+      .def("__eq__", [](const EngineCheckpoint& a, const EngineCheckpoint& b) { return a == b; });
+
+  module.def("read_checkpoint", [](const std::string& path) {
+    const Checkpoint checkpoint = value_or_raise(open_checkpoint(linux_file_system(), path));
+    return value_or_raise(checkpoint.read_state());
+  }, py::arg("path"), "The verified state of a checkpoint, or of the latest one of a directory.");
+}
+
+}  // namespace torpor

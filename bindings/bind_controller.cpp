@@ -1,0 +1,273 @@
+// SleepController for Python, with EngineHooks that call a Python object.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "bindings/bind_subjects.h"
+#include "bindings/bind_values.h"
+#include "bindings/dict_reader.h"
+#include "engine/sleep_controller.h"
+
+namespace py = pybind11;
+
+namespace torpor {
+namespace {
+
+// Calls the methods of a Python object of the same names. Takes the interpreter lock for each call.
+class PythonHooks final : public EngineHooks {
+ public:
+  explicit PythonHooks(py::object object) : object_(std::move(object)) {}
+
+  Result<std::vector<std::string>> unsupported() override { return call<std::vector<std::string>>("unsupported"); }
+  Result<int64_t> unfinished_requests() override { return call<int64_t>("unfinished_requests"); }
+  Status quiesce(std::optional<double> timeout_seconds) override { return call<void>("quiesce", timeout_seconds); }
+  Status resume() override { return call<void>("resume"); }
+  Result<SchedulerCheckpoint> capture() override {
+    return guarded<SchedulerCheckpoint>([&] { return scheduler_checkpoint_from(py::dict(object_.attr("capture")())); });
+  }
+  Result<Fingerprint> fingerprint() override {
+    return guarded<Fingerprint>([&] { return fingerprint_from(object_.attr("fingerprint")()); });
+  }
+  Status drop_requests(const std::string& mode) override { return call<void>("drop_requests", mode); }
+  Status drop_prefix(const std::vector<int32_t>& blocks) override { return call<void>("drop_prefix", blocks); }
+  Status release_derived() override { return call<void>("release_derived"); }
+  Status rebuild_derived() override { return call<void>("rebuild_derived"); }
+  Status reconnect(const std::vector<WorkerSnapshot>& workers) override {
+    return guarded<void>([&] { object_.attr("reconnect")(to_python(workers)); });
+  }
+  Result<std::vector<FailedRequest>> restore(const EngineCheckpoint& checkpoint) override {
+    return guarded<std::vector<FailedRequest>>([&] {
+      std::vector<FailedRequest> failed;
+      for (const py::handle item : py::list(object_.attr("restore")(to_python(checkpoint)))) {
+        failed.push_back({item["id"].cast<std::string>(), item["error"].cast<std::string>()});
+      }
+      return failed;
+    });
+  }
+  Status forget_restored() override { return call<void>("forget_restored"); }
+  Result<std::vector<Bytes>> call_ranks(const std::string& method, const Bytes& payload) override {
+    return guarded<std::vector<Bytes>>([&] {
+      std::vector<Bytes> replies;
+      for (const py::handle reply : py::list(object_.attr("call_ranks")(method, to_python(payload)))) replies.push_back(bytes_from(reply));
+      return replies;
+    });
+  }
+
+ private:
+  template <class T, class Function>
+  Result<T> guarded(const Function& function) {
+    const py::gil_scoped_acquire lock;
+    try {
+      if constexpr (std::is_void_v<T>) {
+        function();
+        return {};
+      } else {
+        return function();
+      }
+    } catch (py::error_already_set& raised) {
+      return error_from(raised);
+    } catch (const std::exception& problem) {  // a value of another type than promised
+      return Error{.code = Code::kInternal, .what = fmt::format("the engine's adapter: {}", problem.what()), .origin = Origin::kEngine};
+    }
+  }
+  template <class T, class... Arguments>
+  Result<T> call(const char* method, const Arguments&... arguments) {
+    return guarded<T>([&] {
+      const py::object result = object_.attr(method)(arguments...);
+      if constexpr (!std::is_void_v<T>) return result.template cast<T>();
+    });
+  }
+
+  py::object object_;
+};
+
+// Hooks, then the controller that refers to them.
+struct BoundController {
+  PythonHooks hooks;
+  SleepController controller;
+
+  BoundController(py::object object, SleepControllerOptions options)
+      : hooks(std::move(object)), controller(hooks, linux_file_system(), system_clock(), std::move(options)) {}
+};
+
+std::unique_ptr<BoundController> make_controller(py::object hooks, const py::dict& dict) {
+  DictReader in(dict, "SleepController options");
+  SleepControllerOptions options;
+  std::optional<std::string> directory;
+  in.read_if_given("directory", directory);
+  in.read_if_given("kv_budget_bytes", options.kv_budget_bytes);
+  in.read_if_given("keep_checkpoints", options.keep_checkpoints);
+  in.finish();
+  options.directory = directory.value_or("");
+  return std::make_unique<BoundController>(std::move(hooks), std::move(options));
+}
+
+bool one_of(const std::string& where, const std::string& text, const char* yes, const char* no) {
+  if (text != yes && text != no) {
+    raise(Error{.code = Code::kInvalidArgument, .what = fmt::format("{} is \"{}\"", where, text), .next_step = fmt::format("use \"{}\" or \"{}\"", no, yes)});
+  }
+  return text == yes;
+}
+
+SleepOptions sleep_options_from(const py::dict& dict) {
+  DictReader in(dict, "sleep");
+  SleepOptions options;
+  std::string to = "host";
+  std::string on_save_error = "abort";
+  std::optional<std::string> weights;
+  std::optional<std::vector<std::string>> tags;
+  in.read_if_given("level", options.level);
+  in.read_if_given("preserve_state", options.preserve_state);
+  in.read_if_given("to", to);
+  in.read_if_given("in_flight", options.in_flight);
+  in.read_if_given("on_save_error", on_save_error);
+  in.read_if_given("tags", tags);
+  in.read_if_given("timeout", options.timeout_seconds);
+  in.read_if_given("weights", weights);
+  if (in.has("outputs")) options.outputs = value_from(in.take("outputs"));
+  in.finish();
+  options.to_disk = one_of("to", to, "disk", "host");
+  options.discard_on_save_error = one_of("on_save_error", on_save_error, "discard", "abort");
+  options.store_weights = one_of("weights", weights.value_or("store"), "store", "reload");
+  options.tags = tags.value_or(std::vector<std::string>{});
+  return options;
+}
+
+WakeOptions wake_options_from(const py::dict& dict) {
+  DictReader in(dict, "wake_up");
+  WakeOptions options;
+  std::string on_restore_error = "abort";
+  std::optional<std::vector<std::string>> tags;
+  std::optional<std::string> from_checkpoint;
+  in.read_if_given("tags", tags);
+  in.read_if_given("from_checkpoint", from_checkpoint);
+  in.read_if_given("on_restore_error", on_restore_error);
+  in.read_if_given("weights_changed", options.weights_changed);
+  in.read_if_given("hold", options.hold);
+  in.finish();
+  options.tags = tags.value_or(std::vector<std::string>{});
+  options.from_checkpoint = from_checkpoint.value_or("");
+  options.discard_on_restore_error = one_of("on_restore_error", on_restore_error, "discard", "abort");
+  return options;
+}
+
+py::list to_python(const std::vector<RankLedger>& ledgers) {
+  py::list list;
+  for (const RankLedger& ledger : ledgers) {
+    py::dict tags;
+    for (const auto& [tag, entry] : ledger.tags) {
+      py::dict out;
+      out["state"] = entry.state;
+      out["region_bytes"] = entry.region_bytes;
+      out["physical_bytes"] = entry.physical_bytes;
+      out["backup_host_bytes"] = entry.backup_host_bytes;
+      out["backup_disk_bytes"] = entry.backup_disk_bytes;
+      tags[py::str(tag)] = out;
+    }
+    py::dict out;
+    out["tags"] = tags;
+    out["device_physical_bytes"] = ledger.device_physical_bytes;
+    out["device_capacity_bytes"] = ledger.device_capacity_bytes;
+    out["arena_held_bytes"] = ledger.arena_held_bytes;
+    out["arena_used_bytes"] = ledger.arena_used_bytes;
+    out["arena_budget_bytes"] = ledger.arena_budget_bytes;
+    out["process_resident_bytes"] = ledger.process_resident_bytes;
+    out["process_resident_region_bytes"] = ledger.process_resident_region_bytes;
+    // What is left of the process: interpreter, libraries, the engine's own heap.
+    const uint64_t explained = ledger.process_resident_region_bytes + ledger.arena_held_bytes;
+    out["process_other_bytes"] = ledger.process_resident_bytes > explained ? ledger.process_resident_bytes - explained : 0;
+    list.append(out);
+  }
+  return list;
+}
+
+py::dict to_python(const SleepReport& report) {
+  py::dict out;
+  out["changed"] = report.changed;
+  out["fully_awake"] = report.fully_awake;
+  out["note"] = report.note;
+  out["level"] = report.level;
+  out["preserve_state"] = report.preserve_state;
+  out["to"] = report.to;
+  out["checkpoint"] = report.checkpoint;
+  out["checkpoint_bytes"] = report.checkpoint_bytes;
+  out["checkpoint_parts"] = report.checkpoint_parts;
+  out["requests"] = report.requests;
+  out["saved_bytes"] = report.saved_bytes;
+  out["freed_bytes"] = report.freed_bytes;
+  out["restored_bytes"] = report.restored_bytes;
+  out["kept_blocks"] = report.kept_blocks;
+  out["dropped_blocks"] = report.dropped_blocks;
+  out["reload"] = report.reload;
+  py::list failed;
+  for (const FailedRequest& request : report.failed_requests) {
+    py::dict item;
+    item["id"] = request.id;
+    item["error"] = request.error;
+    failed.append(item);
+  }
+  out["failed_requests"] = failed;
+  out["outputs"] = torpor::to_python(report.outputs);
+  py::list phases;
+  for (const Phase& phase : report.phases) {
+    py::dict item;
+    item["name"] = phase.name;
+    item["seconds"] = phase.seconds;
+    item["bytes"] = phase.bytes;
+    phases.append(item);
+  }
+  out["phases"] = phases;
+  out["seconds"] = report.seconds;
+  out["ledgers"] = to_python(report.ledgers);
+  return out;
+}
+
+template <class Function>
+auto without_lock(const Function& function) {
+  const py::gil_scoped_release released;
+  return function();
+}
+
+}  // namespace
+
+void bind_controller(py::module_& module) {
+  py::class_<BoundController>(module, "SleepController", "Sleep and wake of one engine; lives where its scheduler lives.")
+      .def(py::init(&make_controller), py::arg("hooks"), py::arg("options") = py::dict())
+      .def("sleep", [](BoundController& self, const py::dict& dict) {
+             const SleepOptions options = sleep_options_from(dict);
+             return to_python(value_or_raise(without_lock([&] { return self.controller.sleep(options); })));
+           }, py::arg("options") = py::dict())
+      .def("wake_up", [](BoundController& self, const py::dict& dict) {
+             const WakeOptions options = wake_options_from(dict);
+             return to_python(value_or_raise(without_lock([&] { return self.controller.wake_up(options); })));
+           }, py::arg("options") = py::dict())
+      .def("end_hold", [](BoundController& self, bool keep) {
+             value_or_raise(without_lock([&] { return self.controller.end_hold(keep); }));
+           }, py::arg("keep"), "After wake_up with hold: lets the engine run, or throws away what was restored.")
+      .def("plan_sleep", [](BoundController& self, const py::dict& dict) {
+             const SleepOptions options = sleep_options_from(dict);
+             const SleepPlan plan = value_or_raise(without_lock([&] { return self.controller.plan_sleep(options); }));
+             py::dict out;
+             out["save_bytes"] = plan.save_bytes;
+             out["free_bytes"] = plan.free_bytes;
+             out["requests"] = plan.requests;
+             out["kept_blocks"] = plan.kept_blocks;
+             out["dropped_blocks"] = plan.dropped_blocks;
+             out["problems"] = plan.problems;
+             return out;
+           }, py::arg("options") = py::dict())
+      .def("ledger", [](BoundController& self) {
+        return to_python(value_or_raise(without_lock([&] { return self.controller.ledgers(); })));
+      })
+      .def("state", [](const BoundController& self) {
+        const ControllerState state = self.controller.state();
+        py::dict out;
+        out["engine"] = state.engine;
+        out["tags"] = state.tags;
+        out["level"] = state.level;
+        out["checkpoint"] = state.checkpoint;
+        return out;
+      })
+      .def("is_sleeping", [](const BoundController& self) { return self.controller.is_sleeping(); });
+}
+
+}  // namespace torpor

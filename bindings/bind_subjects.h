@@ -1,0 +1,12 @@
+// One function a subject; core_module.cpp calls them.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace torpor {
+
+void bind_rank_memory(pybind11::module_& module);
+void bind_controller(pybind11::module_& module);
+void bind_checkpoint(pybind11::module_& module);
+
+}  // namespace torpor

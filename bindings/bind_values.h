@@ -1,0 +1,28 @@
+// Values across the Python border: the structs of scheduler_state, kvcache and checkpoint to and from plain dicts, lists
+// and array.array. Strict: a key that is missing, unknown or of another type is an invalid_argument that names it.
+// Token ids and block numbers are array('i'), copied in one piece.
+#pragma once
+
+#include <string>
+
+#include <pybind11/pybind11.h>
+
+#include "checkpoint/engine_checkpoint.h"
+#include "kvcache/kv_layout.h"
+
+namespace torpor {
+
+Value value_from(const pybind11::handle& object, int depth = 0);
+pybind11::object to_python(const Value& value);
+
+SchedulerCheckpoint scheduler_checkpoint_from(const pybind11::dict& dict);
+pybind11::dict to_python(const EngineCheckpoint& checkpoint);
+pybind11::list to_python(const std::vector<WorkerSnapshot>& workers);
+EngineCheckpoint engine_checkpoint_from(const pybind11::dict& dict);
+Fingerprint fingerprint_from(const pybind11::handle& object);
+KvLayout kv_layout_from(const pybind11::dict& dict);
+
+pybind11::bytes to_python(const Bytes& bytes);
+Bytes bytes_from(const pybind11::handle& object);
+
+}  // namespace torpor

@@ -1,0 +1,61 @@
+// EngineHooks: what an inference engine does for the controller. Implementations: vLLM's adapter through the Python
+// bindings, and the small engine of the tests.
+//
+// The controller calls them from the thread that called it, one at a time, never with a lock of its own held. Hooks
+// translate between the engine's objects and values; they do not decide, copy device memory, or write files.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "checkpoint/engine_checkpoint.h"
+
+namespace torpor {
+
+struct FailedRequest {  // one that alone could not be restored
+  std::string id;
+  std::string error;
+};
+
+class EngineHooks {
+ public:
+  virtual ~EngineHooks() = default;
+
+  // Features in use whose state cannot be preserved, by name. Asked before anything is touched.
+  virtual Result<std::vector<std::string>> unsupported() = 0;
+  virtual Result<int64_t> unfinished_requests() = 0;
+
+  // Returns when no step is running; from then on the engine takes no step, not even an empty one, until resume().
+  // kTimeout: not within `timeout_seconds`; the engine serves on.
+  virtual Status quiesce(std::optional<double> timeout_seconds) = 0;
+  virtual Status resume() = 0;
+
+  // All state but memory, as values. `fingerprint` leaves the weights out; the controller adds them.
+  virtual Result<SchedulerCheckpoint> capture() = 0;
+  virtual Result<Fingerprint> fingerprint() = 0;
+
+  // Sleep without preserve_state: what becomes of the requests; "abort" or "recompute". Clears the prefix cache.
+  virtual Status drop_requests(const std::string& mode) = 0;
+  // Forgets the hashes of these blocks: their bytes are not kept.
+  virtual Status drop_prefix(const std::vector<int32_t>& blocks) = 0;
+
+  // Just before memory goes: drop what was derived from it outside the regions (packed copies of weights).
+  virtual Status release_derived() = 0;
+  // Memory is back: make that again.
+  virtual Status rebuild_derived() = 0;
+
+  // The same objects live on: put back what may have moved meanwhile (generators).
+  virtual Status reconnect(const std::vector<WorkerSnapshot>& workers) = 0;
+  // A new, empty engine: rebuild requests, queues, block pool, batches and samplers from values.
+  virtual Result<std::vector<FailedRequest>> restore(const EngineCheckpoint& checkpoint) = 0;
+  // Undoes restore().
+  virtual Status forget_restored() = 0;
+
+  // Sends a message to the memory of every worker rank (engine/rank_protocol.h) and returns their replies, by rank.
+  virtual Result<std::vector<Bytes>> call_ranks(const std::string& method, const Bytes& payload) = 0;
+};
+
+}  // namespace torpor

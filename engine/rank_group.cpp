@@ -1,0 +1,40 @@
+#include "engine/rank_group.h"
+
+#include "base/log.h"
+
+namespace torpor {
+
+Result<std::vector<RankReply>> RankGroup::send(const std::string& method, const RankOrder& order) {
+  TORPOR_ASSIGN(const std::vector<Bytes> raw, hooks_.call_ranks(method, encode_order(order)));
+  if (raw.empty()) return Error{.code = Code::kInternal, .what = "no worker rank answered", .origin = Origin::kEngine};
+  std::vector<RankReply> replies;
+  for (const Bytes& bytes : raw) {
+    TORPOR_ASSIGN(RankReply reply, decode_reply(bytes));
+    replies.push_back(std::move(reply));
+  }
+  return replies;
+}
+
+Result<std::vector<RankReply>> RankGroup::call(const std::string& method, const RankOrder& order) {
+  TORPOR_ASSIGN(std::vector<RankReply> replies, send(method, order));
+  for (const RankReply& reply : replies) {
+    if (reply.error) return *reply.error;
+  }
+  return replies;
+}
+
+void RankGroup::undo(const std::string& method, const RankOrder& order) {
+  const Result<std::vector<RankReply>> replies = send(method, order);
+  if (!replies) return log().error("undoing with {}: {}", method, replies.error().to_string());
+  for (const RankReply& reply : *replies) {
+    if (reply.error && reply.error->code != Code::kFailedPrecondition) log().error("undoing with {}: {}", method, reply.error->to_string());
+  }
+}
+
+uint64_t total_bytes(const std::vector<RankReply>& replies) {
+  uint64_t sum = 0;
+  for (const RankReply& reply : replies) sum += reply.bytes;
+  return sum;
+}
+
+}  // namespace torpor

@@ -1,0 +1,29 @@
+// RankGroup: all worker ranks as one: an order succeeds on every rank or it is an error.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "engine/engine_hooks.h"
+#include "engine/rank_protocol.h"
+
+namespace torpor {
+
+class RankGroup {
+ public:
+  explicit RankGroup(EngineHooks& hooks) : hooks_(hooks) {}  // `hooks` outlives the group
+
+  // The replies of all ranks, by rank. If one failed: its error. Then other ranks may have carried the order out; the
+  // caller sends the order that undoes it, which a rank that has nothing to undo refuses without harm: see undo().
+  Result<std::vector<RankReply>> call(const std::string& method, const RankOrder& order);
+  // Sends an undoing order and ignores refusals of ranks in another state.
+  void undo(const std::string& method, const RankOrder& order);
+
+ private:
+  Result<std::vector<RankReply>> send(const std::string& method, const RankOrder& order);
+  EngineHooks& hooks_;
+};
+
+uint64_t total_bytes(const std::vector<RankReply>& replies);
+
+}  // namespace torpor

@@ -1,0 +1,362 @@
+#include "engine/rank_memory.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+
+#include <malloc.h>
+
+#include <fmt/format.h>
+
+#include "base/units.h"
+#include "offload/disk_tier.h"
+
+namespace torpor {
+namespace {
+
+constexpr uint64_t kRegionChunk = 4 * kMiB;
+
+// A line "Name:   1234 kB" of /proc/self/status, in bytes; 0 if it is not there.
+uint64_t process_bytes(std::string_view name) {
+  std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen("/proc/self/status", "re"), std::fclose);
+  if (file == nullptr) return 0;
+  char line[256];
+  while (std::fgets(line, sizeof line, file.get()) != nullptr) {
+    const std::string_view text = line;
+    if (text.starts_with(name) && text.substr(name.size()).starts_with(":")) {
+      return std::strtoull(line + name.size() + 1, nullptr, 10) * kKiB;
+    }
+  }
+  return 0;
+}
+
+// One digest for all content of a tag: over its chunks' keys and digests, in order.
+std::string combined_digest(const std::vector<ChunkKey>& keys, const std::vector<Digest>& digests) {
+  StreamingDigest all;
+  for (size_t i = 0; i < keys.size(); ++i) {
+    const std::string key = keys[i].to_string();
+    all.update(std::as_bytes(std::span(key)));
+    all.update(std::as_bytes(std::span(digests[i].bytes)));
+  }
+  return all.finish().hex();
+}
+
+std::string combined_digest(const std::vector<SavedChunk>& chunks) {
+  std::vector<ChunkKey> keys;
+  std::vector<Digest> digests;
+  for (const SavedChunk& chunk : chunks) {
+    keys.push_back(chunk.key);
+    digests.push_back(chunk.digest);
+  }
+  return combined_digest(keys, digests);
+}
+
+}  // namespace
+
+RankMemory::RankMemory(std::unique_ptr<DeviceMemory> device, FileSystem& file_system, RankMemoryOptions options)
+    : options_(options), file_system_(file_system), device_(std::move(device)) {}
+
+RankMemory::~RankMemory() = default;  // members go in reverse: executor, allocator, arena, device
+
+Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMemory> device, FileSystem& file_system, RankMemoryOptions options) {
+  if (!options.keep_backup) options.keep_backup = device->kind() != "host";
+  std::unique_ptr<RankMemory> memory(new RankMemory(std::move(device), file_system, options));
+  TORPOR_ASSIGN(memory->arena_, HostArena::create({.budget_bytes = options.arena_budget_bytes}));
+  TORPOR_ASSIGN(memory->allocator_, SleepAllocator::create(*memory->device_));
+  TORPOR_ASSIGN(memory->executor_, TransferExecutor::create(*memory->device_, *memory->arena_, {.threads = options.threads}));
+  return memory;
+}
+
+Result<DeviceAddress> RankMemory::allocate(std::string_view tag, std::string_view name, uint64_t size_bytes) {
+  const std::lock_guard lock(mutex_);
+  digests_.erase(std::string(tag));
+  return allocator_->allocate(tag, name, size_bytes);
+}
+
+Status RankMemory::free(DeviceAddress address) {
+  const std::lock_guard lock(mutex_);
+  return allocator_->free(address);
+}
+
+Status RankMemory::set_kv_layout(std::string tag, KvLayout layout) {
+  TORPOR_TRY(layout.validate());
+  const std::lock_guard lock(mutex_);
+  // Every piece must lie inside a region of the tag, so that a block number from a file can never reach elsewhere.
+  const std::vector<RegionInfo> regions = allocator_->regions_of(tag);
+  for (const uint32_t block : {uint32_t{0}, layout.num_blocks - 1}) {
+    for (const KvPiece& piece : layout.pieces_of(block)) {
+      const bool inside = std::any_of(regions.begin(), regions.end(), [&](const RegionInfo& region) {
+        return piece.address >= region.address && piece.address + piece.bytes <= region.address + region.size_bytes;
+      });
+      if (!inside) {
+        return Error{.code = Code::kInvalidArgument,
+                     .what = fmt::format("the KV layout puts block {} at {:#x}, outside the regions of {}", block, piece.address, tag),
+                     .next_step = "give the layout that the engine allocated"};
+      }
+    }
+  }
+  kv_tag_ = std::move(tag);
+  kv_layout_ = std::move(layout);
+  return ok();
+}
+
+void RankMemory::mark_dirty(std::string_view tag) {
+  const std::lock_guard lock(mutex_);
+  if (const auto found = backups_.find(tag); found != backups_.end() && found->second.clean) backups_.erase(found);
+  if (const auto found = digests_.find(tag); found != digests_.end()) digests_.erase(found);
+}
+
+Bytes RankMemory::call(const std::string& method, const Bytes& order) {
+  const std::lock_guard lock(mutex_);
+  const Result<RankReply> reply = [&]() -> Result<RankReply> {
+    TORPOR_ASSIGN(const RankOrder decoded, decode_order(order));
+    return dispatch(method, decoded);
+  }();
+  if (reply) return encode_reply(*reply);
+  return encode_reply(RankReply{.error = reply.error().within(fmt::format("rank {}", options_.rank))});
+}
+
+Result<RankReply> RankMemory::dispatch(const std::string& method, const RankOrder& order) {
+  RankReply reply;
+  reply.chunks.rank = options_.rank;
+  if (method == "describe") {
+    reply.bytes_per_block = kv_layout_.bytes_per_block();
+  } else if (method == "save") {
+    TORPOR_TRY(save(order, reply));
+  } else if (method == "cancel_save") {
+    TORPOR_TRY(allocator_->cancel_save(order.tags));
+    for (const std::string& tag : order.tags) {
+      if (const auto found = backups_.find(tag); found != backups_.end() && !found->second.clean) backups_.erase(found);
+    }
+    if (!*options_.keep_backup) arena_->trim();
+  } else if (method == "detach") {
+    for (const RegionInfo& region : allocator_->regions()) {
+      if (std::find(order.tags.begin(), order.tags.end(), region.tag) != order.tags.end()) reply.bytes += region.reserved_bytes;
+    }
+    TORPOR_TRY(allocator_->detach(order.tags));
+    for (const std::string& tag : order.tags) {
+      if (const auto found = backups_.find(tag); found != backups_.end()) found->second.clean = false;
+    }
+    arena_->trim();     // staging; what backs up stays
+    ::malloc_trim(0);   // what the engine derived from the content was freed just before
+  } else if (method == "attach") {
+    TORPOR_TRY(allocator_->attach(order.tags));
+  } else if (method == "restore") {
+    TORPOR_TRY(restore(order, reply));
+  } else if (method == "cancel_restore") {
+    TORPOR_TRY(allocator_->cancel_restore(order.tags));
+    arena_->trim();
+  } else if (method == "finish") {
+    TORPOR_TRY(finish(order));
+  } else if (method == "digest") {
+    TORPOR_TRY(digest(order, reply));
+  } else if (method == "load_blocks") {
+    TORPOR_TRY(load_blocks(order, reply));
+  } else if (method == "moved") {
+    for (auto& [tag, backup] : backups_) {
+      if (backup.host == nullptr) backup.directory = order.directory;
+    }
+  } else {
+    return Error{.code = Code::kInvalidArgument, .what = fmt::format("\"{}\" is not an order", method), .next_step = "use the same version of torpor in all processes"};
+  }
+  fill(reply.ledger);
+  return reply;
+}
+
+std::string RankMemory::chunk_file_name() const { return fmt::format("chunks-r{}", options_.rank); }
+
+Result<std::vector<ChunkPlan>> RankMemory::plans_of(const std::string& tag, const std::vector<int32_t>& blocks) const {
+  std::vector<ChunkPlan> plans;
+  if (tag == kv_tag_) {
+    for (const int32_t block : blocks) {
+      if (block < 0 || static_cast<uint32_t>(block) >= kv_layout_.num_blocks) {
+        return Error{.code = Code::kIncompatible,
+                     .what = fmt::format("KV block {} does not exist, there are {}", block, kv_layout_.num_blocks),
+                     .next_step = "start the engine as the one that slept was started"};
+      }
+      ChunkPlan plan{.key = {.kind = ChunkKind::kKvBlock, .tag = tag, .index = static_cast<uint64_t>(block)}};
+      for (const KvPiece& piece : kv_layout_.pieces_of(static_cast<uint32_t>(block))) plan.pieces.push_back({piece.address, piece.bytes});
+      plans.push_back(std::move(plan));
+    }
+    return plans;
+  }
+  for (const RegionInfo& region : allocator_->regions_of(tag)) {
+    for (uint64_t offset = 0; offset < region.size_bytes; offset += kRegionChunk) {
+      ChunkPlan plan{.key = {.kind = ChunkKind::kRegion, .tag = tag, .region = region.name, .index = offset / kRegionChunk}};
+      plan.pieces.push_back({region.address + offset, std::min(kRegionChunk, region.size_bytes - offset)});
+      plans.push_back(std::move(plan));
+    }
+  }
+  return plans;
+}
+
+Result<std::vector<ChunkPlan>> RankMemory::plans_for(const std::vector<SavedChunk>& chunks) const {
+  std::vector<ChunkPlan> plans;
+  std::string tag;
+  std::vector<int32_t> blocks;
+  for (const SavedChunk& chunk : chunks) {
+    tag = chunk.key.tag;
+    if (chunk.key.kind == ChunkKind::kKvBlock) blocks.push_back(static_cast<int32_t>(std::min<uint64_t>(chunk.key.index, INT32_MAX)));
+  }
+  return plans_of(tag, blocks);
+}
+
+Status RankMemory::save(const RankOrder& order, RankReply& reply) {
+  TORPOR_TRY(allocator_->begin_save(order.tags));
+  const Status saved = [&]() -> Status {
+    if (!order.directory.empty()) return save_to_disk(order, reply);
+    for (const std::string& tag : order.tags) {
+      if (const auto found = backups_.find(tag); found != backups_.end() && found->second.clean && found->second.host != nullptr && tag != kv_tag_) continue;
+      backups_.erase(tag);
+      TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_of(tag, order.blocks));
+      Backup backup{.host = std::make_unique<HostTier>(*arena_)};
+      TORPOR_ASSIGN(backup.chunks, executor_->save(plans, *backup.host));
+      for (const SavedChunk& chunk : backup.chunks) reply.bytes += chunk.bytes;
+      if (tag != kv_tag_) digests_[tag] = combined_digest(backup.chunks);
+      backups_[tag] = std::move(backup);
+    }
+    return ok();
+  }();
+  if (saved) return ok();
+  for (const std::string& tag : order.tags) {
+    if (const auto found = backups_.find(tag); found != backups_.end() && !found->second.clean) backups_.erase(found);
+  }
+  TORPOR_TRY(allocator_->cancel_save(order.tags));
+  if (!*options_.keep_backup && !executor_->quarantined()) arena_->trim();
+  return saved.error();
+}
+
+Status RankMemory::save_to_disk(const RankOrder& order, RankReply& reply) {
+  TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, file_system_.open_directory(order.directory, false));
+  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, DiskTier::create(*directory, chunk_file_name(), options_.rank));
+  std::vector<ChunkPlan> plans;
+  for (const std::string& tag : order.tags) {
+    TORPOR_ASSIGN(const std::vector<ChunkPlan> more, plans_of(tag, order.blocks));
+    plans.insert(plans.end(), more.begin(), more.end());
+  }
+  TORPOR_ASSIGN(reply.chunks.chunks, executor_->save(plans, *tier));
+  reply.chunks.file = chunk_file_name();
+  TORPOR_ASSIGN(reply.chunks.file_bytes, [&]() -> Result<uint64_t> {
+    TORPOR_ASSIGN(const std::unique_ptr<File> file, directory->open_file(chunk_file_name()));
+    return file->size();
+  }());
+  for (const std::string& tag : order.tags) {
+    Backup backup{.directory = order.directory};
+    std::copy_if(reply.chunks.chunks.begin(), reply.chunks.chunks.end(), std::back_inserter(backup.chunks), [&](const SavedChunk& chunk) { return chunk.key.tag == tag; });
+    for (const SavedChunk& chunk : backup.chunks) reply.bytes += chunk.bytes;
+    if (tag != kv_tag_) digests_[tag] = combined_digest(backup.chunks);
+    backups_[tag] = std::move(backup);
+  }
+  return ok();
+}
+
+Result<std::unique_ptr<Tier>> RankMemory::open_chunks(const std::string& directory) const {
+  TORPOR_ASSIGN(const std::unique_ptr<Directory> opened, file_system_.open_directory(directory, false));
+  TORPOR_ASSIGN(std::unique_ptr<File> file, opened->open_file(chunk_file_name()));
+  TORPOR_ASSIGN(std::unique_ptr<DiskTier> tier, DiskTier::open(std::move(file), options_.rank));
+  return std::unique_ptr<Tier>(std::move(tier));
+}
+
+Status RankMemory::restore(const RankOrder& order, RankReply& reply) {
+  for (const std::string& tag : order.tags) {
+    const auto found = backups_.find(tag);
+    if (found == backups_.end()) {
+      reply.without_content.push_back(tag);
+      digests_.erase(tag);
+      continue;
+    }
+    const Backup& backup = found->second;
+    TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(backup.chunks));
+    if (backup.host != nullptr) {
+      TORPOR_TRY(executor_->restore(backup.chunks, plans, *backup.host));
+    } else {
+      TORPOR_ASSIGN(const std::unique_ptr<Tier> tier, open_chunks(backup.directory));
+      TORPOR_TRY(executor_->restore(backup.chunks, plans, *tier));
+    }
+    for (const SavedChunk& chunk : backup.chunks) reply.bytes += chunk.bytes;
+  }
+  return ok();
+}
+
+Status RankMemory::finish(const RankOrder& order) {
+  TORPOR_TRY(allocator_->finish_restore(order.tags));
+  for (const std::string& tag : order.tags) {
+    const auto found = backups_.find(tag);
+    if (found == backups_.end()) continue;
+    if (*options_.keep_backup && order.keep_backup && found->second.host != nullptr && tag != kv_tag_) {
+      found->second.clean = true;
+    } else {
+      backups_.erase(found);
+    }
+  }
+  if (!*options_.keep_backup) arena_->trim();
+  return ok();
+}
+
+Status RankMemory::digest(const RankOrder& order, RankReply& reply) {
+  for (const std::string& tag : order.tags) {
+    if (const auto known = digests_.find(tag); known != digests_.end()) {
+      reply.digests[tag] = known->second;
+      continue;
+    }
+    TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_of(tag, {}));
+    TORPOR_ASSIGN(const std::vector<Digest> digests, executor_->digests(plans));
+    std::vector<ChunkKey> keys;
+    for (const ChunkPlan& plan : plans) {
+      keys.push_back(plan.key);
+      reply.bytes += plan.bytes();
+    }
+    reply.digests[tag] = digests_[tag] = combined_digest(keys, digests);
+  }
+  if (!*options_.keep_backup) arena_->trim();
+  return ok();
+}
+
+Status RankMemory::load_blocks(const RankOrder& order, RankReply& reply) {
+  const auto mine = std::find_if(order.chunks.begin(), order.chunks.end(), [this](const RankChunks& chunks) { return chunks.rank == options_.rank; });
+  if (mine == order.chunks.end()) {
+    return Error{.code = Code::kIncompatible, .what = fmt::format("the checkpoint has nothing of rank {}", options_.rank), .next_step = "start the engine with as many ranks as the one that slept"};
+  }
+  std::vector<SavedChunk> blocks;
+  std::copy_if(mine->chunks.begin(), mine->chunks.end(), std::back_inserter(blocks), [this](const SavedChunk& chunk) {
+    return chunk.key.kind == ChunkKind::kKvBlock && chunk.key.tag == kv_tag_;
+  });
+  TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(blocks));
+  TORPOR_ASSIGN(const std::unique_ptr<Tier> tier, open_chunks(order.directory));
+  TORPOR_TRY(executor_->restore(blocks, plans, *tier));
+  for (const SavedChunk& chunk : blocks) reply.bytes += chunk.bytes;
+  if (!*options_.keep_backup) arena_->trim();
+  return ok();
+}
+
+RankLedger RankMemory::ledger() const {
+  const std::lock_guard lock(mutex_);
+  RankLedger ledger;
+  fill(ledger);
+  return ledger;
+}
+
+void RankMemory::fill(RankLedger& ledger) const {
+  for (const RegionInfo& region : allocator_->regions()) {
+    RankLedger::Tag& tag = ledger.tags[region.tag];
+    tag.state = name(region.state);
+    tag.region_bytes += region.size_bytes;
+    if (region.state != RegionState::kDetached) tag.physical_bytes += region.reserved_bytes;
+  }
+  for (const auto& [tag, backup] : backups_) {
+    for (const SavedChunk& chunk : backup.chunks) {
+      (backup.host != nullptr ? ledger.tags[tag].backup_host_bytes : ledger.tags[tag].backup_disk_bytes) += chunk.stored_bytes;
+    }
+  }
+  const DeviceMemoryInfo device = device_->info();
+  const HostArenaInfo arena = arena_->info();
+  ledger.device_physical_bytes = device.physical_bytes;
+  ledger.device_capacity_bytes = device.capacity_bytes;
+  ledger.arena_held_bytes = arena.held_bytes;
+  ledger.arena_used_bytes = arena.used_bytes;
+  ledger.arena_budget_bytes = arena.budget_bytes;
+  ledger.process_resident_bytes = process_bytes("VmRSS");
+  ledger.process_resident_region_bytes = process_bytes("RssShmem");
+}
+
+}  // namespace torpor

@@ -1,0 +1,103 @@
+// RankMemory: the memory of one worker rank: its device, its regions by tag, its arena, its copies.
+//
+// It carries out the controller's orders (call()), each all or nothing. What is saved of a tag is its backup: chunks in
+// the arena or in a checkpoint's chunk file. A KV layout makes one tag be saved block by block, only the blocks that the
+// order names; every other tag is saved region by region, whole.
+//
+// Owner: the worker process, for as long as its engine lives. Threads: one order at a time (others wait).
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "allocator/host_arena.h"
+#include "allocator/sleep_allocator.h"
+#include "base/file_system.h"
+#include "engine/rank_protocol.h"
+#include "kvcache/kv_layout.h"
+#include "offload/host_tier.h"
+#include "offload/transfer_executor.h"
+
+namespace torpor {
+
+struct RankMemoryOptions {
+  int32_t rank = 0;
+  uint64_t arena_budget_bytes = 0;  // 0: no limit
+  int threads = 0;                  // for copies; 0: as many as the machine has cores, at most 8
+  // After a wake the arena keeps its memory, and a backup of weights that did not change since is not copied again.
+  // Worth the memory where device memory is the scarcer kind; off for the device without a GPU, where both are the same.
+  std::optional<bool> keep_backup;
+};
+
+class RankMemory {
+ public:
+  static Result<std::unique_ptr<RankMemory>> create(std::unique_ptr<DeviceMemory> device, FileSystem& file_system, RankMemoryOptions options = {});
+  ~RankMemory();
+
+  // A new zeroed region; its address is valid for the life of this object, its bytes while its tag is attached.
+  Result<DeviceAddress> allocate(std::string_view tag, std::string_view name, uint64_t size_bytes);
+  Status free(DeviceAddress address);
+  // From now on `tag` holds KV blocks laid out like this.
+  Status set_kv_layout(std::string tag, KvLayout layout);
+  // The owner changed bytes of `tag`: a kept backup and digest are no longer those of its content.
+  void mark_dirty(std::string_view tag);
+
+  // The controller's messages. `method` is one of:
+  //   describe        ledger, bytes_per_block
+  //   save            {tags, blocks, directory}: content -> backup; directory empty: in the arena
+  //   cancel_save     {tags}: undoes save
+  //   detach          {tags}: memory goes
+  //   attach          {tags}: fresh memory under the same addresses
+  //   restore         {tags}: backup -> content, verified
+  //   cancel_restore  {tags}: undoes attach and restore; backups stay
+  //   finish          {tags, keep_backup}: after a wake
+  //   digest          {tags}: of the content, or of the backup of a detached tag
+  //   load_blocks     {directory, chunks}: KV blocks of a committed checkpoint -> attached memory, verified
+  //   moved           {directory}: a checkpoint under construction was committed to this path
+  // Failures are in the reply.
+  Bytes call(const std::string& method, const Bytes& order);
+
+  RankLedger ledger() const;
+  std::map<std::string, RegionState> states() const { return allocator_->states(); }
+
+ private:
+  struct Backup {
+    std::unique_ptr<HostTier> host;  // null: in a chunk file
+    std::string directory;           // of the chunk file
+    std::vector<SavedChunk> chunks;
+    bool clean = false;  // still equal to the content of the attached tag
+  };
+
+  RankMemory(std::unique_ptr<DeviceMemory> device, FileSystem& file_system, RankMemoryOptions options);
+  Result<RankReply> dispatch(const std::string& method, const RankOrder& order);
+  Status save(const RankOrder& order, RankReply& reply);
+  Status save_to_disk(const RankOrder& order, RankReply& reply);
+  Status restore(const RankOrder& order, RankReply& reply);
+  Status finish(const RankOrder& order);
+  Status digest(const RankOrder& order, RankReply& reply);
+  Status load_blocks(const RankOrder& order, RankReply& reply);
+  Result<std::unique_ptr<Tier>> open_chunks(const std::string& directory) const;
+  Result<std::vector<ChunkPlan>> plans_of(const std::string& tag, const std::vector<int32_t>& blocks) const;
+  Result<std::vector<ChunkPlan>> plans_for(const std::vector<SavedChunk>& chunks) const;
+  std::string chunk_file_name() const;
+  void fill(RankLedger& ledger) const;
+
+  const RankMemoryOptions options_;
+  FileSystem& file_system_;
+  mutable std::mutex mutex_;  // one order at a time; guards all below
+  std::unique_ptr<DeviceMemory> device_;
+  std::unique_ptr<HostArena> arena_;
+  std::unique_ptr<SleepAllocator> allocator_;
+  std::unique_ptr<TransferExecutor> executor_;
+  std::string kv_tag_;
+  KvLayout kv_layout_;
+  std::map<std::string, Backup, std::less<>> backups_;
+  std::map<std::string, std::string, std::less<>> digests_;  // of content that did not change since
+};
+
+}  // namespace torpor
