@@ -1,0 +1,11 @@
+"""torpor: puts a running LLM inference engine to sleep in the middle of a sentence and wakes it with the very next token.
+
+With vLLM there is nothing to import: the package registers itself as a vLLM plugin, and `LLM.sleep`, `AsyncLLM.sleep` and
+their `wake_up` take the arguments that docs/vllm.md describes.
+"""
+
+from torpor import errors
+from torpor._core import EngineCheckpoint, __version__, read_checkpoint
+from torpor.errors import Error
+
+__all__ = ["EngineCheckpoint", "Error", "__version__", "errors", "read_checkpoint"]

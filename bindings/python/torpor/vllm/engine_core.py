@@ -1,0 +1,204 @@
+"""The engine-core side: hooks for the C++ controller, and the one utility method `torpor_call` by which front ends reach it.
+
+The controller decides; a hook asks or tells vLLM one thing.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from torpor import _core
+from torpor.errors import Error, InvalidArgument, TimedOut
+from torpor.vllm import scheduler_values as values
+from torpor.vllm.fingerprint import fingerprint
+from torpor.vllm.options import Options
+from torpor.vllm.support import unsupported_engine, unsupported_scheduler
+
+
+class VllmHooks:
+    """EngineHooks (engine/engine_hooks.h) over one EngineCore. Called between steps, in the engine core's thread."""
+
+    def __init__(self, core):
+        self.core = core
+        self.scheduler: Scheduler = core.scheduler
+        self._was_paused = PauseState.UNPAUSED
+        self.restored: dict | None = None  # the checkpoint that a new process was restored from, until its front end has it
+
+    def unsupported(self) -> list[str]:
+        found = unsupported_engine(self.core.vllm_config) + unsupported_scheduler(self.scheduler)
+        if any(w["v2"] for w in self._rpc("torpor_describe")):
+            found.append("model runner V2")
+        if self.core.batch_queue:
+            found.append("batches in flight")
+        return found
+
+    def unfinished_requests(self) -> int:
+        return len(self.scheduler.requests)
+
+    def quiesce(self, timeout: float | None) -> None:
+        # Utilities run between steps, so no step is running now. The flag keeps the engine from taking another one, even
+        # the empty one that vLLM would take to hand over the ids of finished requests: it would move rows of the batch.
+        if self.scheduler.torpor_frozen:
+            return
+        self._was_paused = self.scheduler.pause_state
+        self.scheduler.torpor_frozen = True
+        pending = self.core.pause_scheduler("keep", False)
+        if isinstance(pending, Future) and not pending.done():
+            self.resume()
+            raise TimedOut("a batch is still in flight", "sleep again when it has ended")
+
+    def resume(self) -> None:
+        self.scheduler.torpor_frozen = False
+        self.scheduler.set_pause_state(self._was_paused)
+
+    def capture(self) -> dict:
+        state = {
+            "scheduler": values.scheduler_to_value(self.scheduler),
+            "kv": values.pool_to_value(self.scheduler),
+            "workers": self._rpc("torpor_capture"),
+        }
+        watch_recomputation(self.scheduler)
+        return state
+
+    def fingerprint(self) -> dict[str, str]:
+        workers = self._rpc("torpor_describe")
+        cpu_linear = Options.of(self.core.vllm_config).cpu_linear
+        return fingerprint(self.core.vllm_config, self.scheduler, [w | {"cpu_linear": cpu_linear} for w in workers])
+
+    def drop_requests(self, mode: str) -> None:
+        self.core.pause_scheduler("abort" if mode == "abort" else "keep", True)
+
+    def drop_prefix(self, block_ids: list[int]) -> None:
+        pool = self.scheduler.kv_cache_manager.block_pool
+        for block_id in block_ids:
+            pool._maybe_evict_cached_block(pool.blocks[block_id])
+
+    def release_derived(self) -> None:
+        self._rpc("torpor_release_derived")
+
+    def rebuild_derived(self) -> None:
+        self._rpc("torpor_rebuild_derived")
+
+    def reconnect(self, workers: list[dict]) -> None:
+        self._rpc("torpor_reconnect", workers)
+
+    def restore(self, checkpoint: dict) -> list[dict]:
+        requests, failed = {}, []
+        for item in checkpoint["scheduler"]["requests"]:
+            try:
+                requests[item["id"]] = values.request_from_value(item, self.core.request_block_hasher)
+            except Exception as problem:  # this request alone is lost; its client is told why
+                failed.append({"id": item["id"], "error": str(problem)})
+        lost = {item["id"] for item in failed}
+        values.empty_scheduler(self.scheduler)
+        values.scheduler_from_value(self.scheduler, checkpoint["scheduler"], requests)
+        values.pool_from_value(self.scheduler, checkpoint["kv"], lost)
+        self.scheduler.finished_req_ids |= lost  # so that the workers drop their rows at the next step
+        self._rpc("torpor_restore", checkpoint["workers"])
+        self.restored = checkpoint
+        watch_recomputation(self.scheduler)
+        return failed
+
+    def forget_restored(self) -> None:
+        values.empty_scheduler(self.scheduler)
+        values.empty_pool(self.scheduler)
+        self._rpc("torpor_forget")
+        self.restored = None
+
+    def call_ranks(self, method: str, payload: bytes) -> list[bytes]:
+        return self._rpc("torpor_rank", method, payload)
+
+    def _rpc(self, method: str, *arguments) -> list:
+        return self.core.collective_rpc(method, args=arguments)
+
+
+class EngineSide:
+    """What `torpor_call` reaches: the controller and its hooks, one pair an engine core."""
+
+    def __init__(self, core):
+        options = Options.of(core.vllm_config)
+        self.hooks = VllmHooks(core)
+        self.controller = _core.SleepController(
+            self.hooks,
+            {"directory": options.dir, "kv_budget_bytes": options.kv_budget_bytes, "keep_checkpoints": options.keep_checkpoints},
+        )
+
+    def freeze(self, _: dict) -> dict:
+        """Before the front end captures its part: no step from now on. Returns how many tokens each request has put out."""
+        if not self.controller.is_sleeping():
+            self.hooks.quiesce(None)
+        return {request_id: len(request._output_token_ids) for request_id, request in self.hooks.scheduler.requests.items()}
+
+    def unfreeze(self, _: dict) -> None:
+        if not self.controller.is_sleeping():
+            self.hooks.resume()
+
+    def sleep(self, options: dict) -> dict:
+        return self.controller.sleep(options)
+
+    def wake_up(self, options: dict) -> dict:
+        report = self.controller.wake_up(options)
+        if self.hooks.restored is not None:
+            report["outputs"] = _with_tokens(report["outputs"], self.hooks.restored)
+        return report
+
+    def end_hold(self, options: dict) -> None:
+        self.controller.end_hold(options["keep"])
+        self.hooks.restored = None
+
+    def plan_sleep(self, options: dict) -> dict:
+        return self.controller.plan_sleep(options)
+
+    def ledger(self, _: dict) -> list:
+        return self.controller.ledger()
+
+    def state(self, _: dict) -> dict:
+        return self.controller.state() | {"recomputed_tokens": getattr(self.hooks.scheduler, "torpor_recomputed", 0)}
+
+
+def torpor_call(core, method: str, options: dict) -> dict:
+    """EngineCore's utility method. Returns {"result": …} or {"error": fields of an Error}: plain data."""
+    if method not in ("freeze", "unfreeze", "sleep", "wake_up", "end_hold", "plan_sleep", "ledger", "state"):
+        return {"error": InvalidArgument(f"torpor has no method {method!r}").to_dict()}
+    try:
+        if not hasattr(core, "torpor_side"):
+            core.torpor_side = EngineSide(core)
+        return {"result": getattr(core.torpor_side, method)(options)}
+    except Error as error:
+        return {"error": error.to_dict()}
+
+
+def _with_tokens(outputs, checkpoint: dict):
+    """Adds to the front end's entries what the engine core has anyway: tokens and sampling parameters."""
+    requests = {item["id"]: item for item in checkpoint["scheduler"]["requests"]}
+    if not isinstance(outputs, dict):
+        return outputs
+    for entry in outputs["requests"]:
+        if (item := requests.get(entry["id"])) is not None:
+            entry |= {
+                "prompt_token_ids": list(item["prompt_token_ids"]),
+                "token_ids": list(item["output_token_ids"]),
+                "sampling": item["sampling"],
+                "arrival_time": item["arrival_time"],
+            }
+    return outputs
+
+
+def watch_recomputation(scheduler: Scheduler) -> None:
+    """From now on counts every token position that is scheduled although its KV exists at this moment."""
+    scheduler.torpor_computed = {request_id: request.num_computed_tokens for request_id, request in scheduler.requests.items()}
+    scheduler.torpor_recomputed = 0
+
+
+def count_recomputed(scheduler: Scheduler, scheduled: dict[str, int]) -> None:
+    """Called after each Scheduler.schedule() with its num_scheduled_tokens."""
+    computed = getattr(scheduler, "torpor_computed", None)
+    if not computed:
+        return
+    for request_id, count in scheduled.items():
+        if (reached := computed.get(request_id)) is not None:
+            start = scheduler.requests[request_id].num_computed_tokens - count
+            scheduler.torpor_recomputed += max(0, min(count, reached - start))

@@ -1,0 +1,44 @@
+"""Everything besides the weights that must be equal for tokens to be equal; compared field by field on wake."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import torch
+import vllm
+from vllm.v1.core.kv_cache_utils import get_none_hash_seed
+
+from torpor import _core
+
+
+def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
+    model, cache, parallel, scheduling = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config, vllm_config.scheduler_config
+    tensors = scheduler.kv_cache_config.kv_cache_tensors
+    fields = {
+        "vllm_version": vllm.__version__,
+        "torch_version": torch.__version__,
+        "transformers_version": metadata.version("transformers"),
+        "model_config": _core.digest(model.hf_config.to_json_string().encode()),
+        "architecture": ",".join(model.hf_config.architectures or []),
+        "dtype": model.dtype,
+        "quantization": model.quantization,
+        "max_model_len": model.max_model_len,
+        "kv_cache_dtype": cache.cache_dtype,
+        "kv_num_blocks": scheduler.kv_cache_config.num_blocks,
+        "kv_block_sizes": ",".join(str(g.kv_cache_spec.block_size) for g in scheduler.kv_cache_config.kv_cache_groups),
+        "kv_layout": ";".join(f"{t.offset},{len(t.layers)},{t.layer_stride},{t.block_stride}" for t in tensors),
+        "prefix_caching": cache.enable_prefix_caching,
+        "prefix_hash": f"{cache.prefix_caching_hash_algo}, seed {get_none_hash_seed()}",
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "scheduling_policy": scheduling.policy,
+        "max_num_seqs": scheduling.max_num_seqs,
+        "max_num_batched_tokens": scheduling.max_num_batched_tokens,
+        "chunked_prefill": scheduling.enable_chunked_prefill,
+        "compilation": f"{vllm_config.compilation_config.mode}",
+        "cpu_linear": workers[0]["cpu_linear"],
+        "threads": ",".join(str(w["threads"]) for w in workers),
+        "cpu_capability": ",".join(sorted({w["cpu_capability"] for w in workers})),
+        "model_runner": ",".join(sorted({w["runner"] for w in workers})),
+    }
+    return {name: str(value) for name, value in fields.items()}

@@ -1,0 +1,215 @@
+"""`sleep`, `wake_up` and their relatives on LLM, LLMEngine and AsyncLLM. The semantics are in docs/semantics.md."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from torpor import errors
+from torpor.errors import Error, InvalidArgument, NotFound, TimedOut
+from torpor.vllm import outputs as front_end
+
+_DRAIN_SECONDS = 30.0  # for outputs that the engine sent before it was frozen to be processed here
+
+
+class Report(dict):
+    """What an operation did: `changed`, `seconds`, `phases`, `checkpoint`, `requests`, `freed_bytes`, `ledgers`, …
+
+    Entries are attributes too. True if the engine is fully awake, as vLLM's own wake_up() returns it.
+    """
+
+    def __getattr__(self, name):
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __bool__(self) -> bool:
+        return self["fully_awake"]
+
+
+def sleep_options(level: int, mode: str, preserve_state: bool, options: dict) -> dict:
+    """Options for the controller. `mode` is vLLM's name for what becomes of requests without preserve_state."""
+    allowed = {"to", "in_flight", "on_save_error", "tags", "timeout", "weights"}
+    if unknown := sorted(set(options) - allowed):
+        raise InvalidArgument(f"sleep() has no argument {', '.join(unknown)}", f"there are level, mode, preserve_state, {', '.join(sorted(allowed))}")
+    in_flight = {"abort": "abort", "keep": "recompute"}.get(mode)
+    if in_flight is None:
+        raise InvalidArgument(f"mode is {mode!r}", 'use "abort" or "keep"; finish the requests before sleeping instead of "wait"')
+    values = {"level": level, "preserve_state": preserve_state, "in_flight": "freeze" if preserve_state or level == 0 else in_flight}
+    return values | {name: _plain(value) for name, value in options.items() if value is not None}
+
+
+def wake_options(tags, from_checkpoint, on_restore_error: str, weights_changed: bool) -> dict:
+    values = {"on_restore_error": on_restore_error, "weights_changed": weights_changed}
+    if tags is not None:
+        values["tags"] = list(tags)
+    if from_checkpoint is not None:
+        values |= {"from_checkpoint": str(from_checkpoint), "hold": True}
+    return values
+
+
+def _plain(value):
+    if isinstance(value, (str, int, float, bool)):
+        return value
+    return list(value)
+
+
+def _unwrap(reply: dict):
+    if "error" in reply:
+        raise errors.from_dict(reply["error"])
+    return reply["result"]
+
+
+# --- LLM and LLMEngine ---------------------------------------------------------------------------------------------------
+
+
+def call(engine: LLMEngine, method: str, options: dict | None = None):
+    client = engine.engine_core
+    if isinstance(client, InprocClient):
+        return _unwrap(client.engine_core.torpor_call(method, options or {}))
+    return _unwrap(client.call_utility("torpor_call", method, options or {}))
+
+
+def sleep(engine: LLMEngine, level: int = 1, mode: str = "abort", *, preserve_state: bool = False, **options) -> Report:
+    values = sleep_options(level, mode, preserve_state, options)
+    if level >= 1:
+        engine.renderer.clear_mm_cache()
+    if preserve_state and level >= 1 and call(engine, "state")["engine"] == "awake":
+        sent = call(engine, "freeze")
+        try:
+            _drain(engine, sent)
+            values["outputs"] = front_end.capture(engine.output_processor)
+        except Error:
+            call(engine, "unfreeze")
+            raise
+    try:
+        report = Report(call(engine, "sleep", values))
+    except Error:
+        if "outputs" in values:
+            call(engine, "unfreeze")
+        raise
+    if report.changed and values["in_flight"] == "abort" and isinstance(engine.engine_core, InprocClient):
+        engine.output_processor.abort_requests(list(engine.output_processor.request_states), internal=True)
+    if report.changed and engine.logger_manager is not None:
+        engine.logger_manager.record_sleep_state(1, level)
+    return report
+
+
+def wake_up(engine: LLMEngine, tags=None, *, from_checkpoint=None, on_restore_error="abort", weights_changed=False) -> Report:
+    report = Report(call(engine, "wake_up", wake_options(tags, from_checkpoint, on_restore_error, weights_changed)))
+    if from_checkpoint is not None and report.changed:
+        try:
+            front_end.restore(engine.output_processor, report.pop("outputs"), with_queues=False)
+        except Exception:
+            _forget(engine.output_processor)
+            call(engine, "end_hold", {"keep": False})
+            raise
+        call(engine, "end_hold", {"keep": True})
+    if report and engine.logger_manager is not None:
+        engine.logger_manager.record_sleep_state(0, 0)
+    return report
+
+
+def _drain(engine: LLMEngine, sent: dict[str, int]) -> None:
+    """Processes every output that the engine sent before it froze. Their results come first from the next step()."""
+    if isinstance(engine.engine_core, InprocClient):
+        return
+    deadline = time.monotonic() + _DRAIN_SECONDS
+    while behind := _behind(engine.output_processor, sent):
+        if engine.engine_core.outputs_queue.empty() and time.monotonic() > deadline:
+            raise TimedOut(f"outputs of {len(behind)} requests did not arrive", "sleep again")
+        if not engine.engine_core.outputs_queue.empty():
+            engine.torpor_stash = getattr(engine, "torpor_stash", []) + engine.torpor_stock_step()
+        else:
+            time.sleep(0.001)
+
+
+def step(engine: LLMEngine) -> list:
+    """LLMEngine.step(): what _drain() stashed comes first; while the engine is asleep there is nothing."""
+    if stash := getattr(engine, "torpor_stash", None):
+        engine.torpor_stash = []
+        return stash
+    return engine.torpor_stock_step()
+
+
+def _behind(processor, sent: dict[str, int]) -> list[str]:
+    """Requests of which the front end has processed fewer tokens than the engine put out."""
+    return [i for i, count in sent.items() if i in processor.request_states and processor.request_states[i].detokenizer.num_output_tokens() < count]
+
+
+def _forget(processor) -> None:
+    processor.request_states.clear()
+    processor.parent_requests.clear()
+    processor.external_req_ids.clear()
+
+
+# --- AsyncLLM ------------------------------------------------------------------------------------------------------------
+
+
+async def call_async(engine: AsyncLLM, method: str, options: dict | None = None):
+    return _unwrap(await engine.engine_core.call_utility_async("torpor_call", method, options or {}))
+
+
+async def sleep_async(engine: AsyncLLM, level: int = 1, mode: str = "abort", *, preserve_state: bool = False, **options) -> Report:
+    values = sleep_options(level, mode, preserve_state, options)
+    if level >= 1:
+        await engine.renderer.clear_mm_cache_async()
+    if preserve_state and level >= 1 and (await call_async(engine, "state"))["engine"] == "awake":
+        sent = await call_async(engine, "freeze")
+        try:
+            deadline = time.monotonic() + _DRAIN_SECONDS
+            while behind := _behind(engine.output_processor, sent):
+                if time.monotonic() > deadline:
+                    raise TimedOut(f"outputs of {len(behind)} requests did not arrive", "sleep again")
+                await asyncio.sleep(0.001)
+            values["outputs"] = front_end.capture(engine.output_processor)
+        except Error:
+            await call_async(engine, "unfreeze")
+            raise
+    try:
+        report = Report(await call_async(engine, "sleep", values))
+    except Error:
+        if "outputs" in values:
+            await call_async(engine, "unfreeze")
+        raise
+    if report.changed and engine.logger_manager is not None:
+        engine.logger_manager.record_sleep_state(1, level)
+    return report
+
+
+async def wake_up_async(engine: AsyncLLM, tags=None, *, from_checkpoint=None, on_restore_error="abort", weights_changed=False) -> Report:
+    report = Report(await call_async(engine, "wake_up", wake_options(tags, from_checkpoint, on_restore_error, weights_changed)))
+    if from_checkpoint is not None and report.changed:
+        try:
+            engine.torpor_collectors = front_end.restore(engine.output_processor, report.pop("outputs"), with_queues=True)
+        except Exception:
+            _forget(engine.output_processor)
+            await call_async(engine, "end_hold", {"keep": False})
+            raise
+        engine._run_output_handler()
+        await call_async(engine, "end_hold", {"keep": True})
+    if report and engine.logger_manager is not None:
+        engine.logger_manager.record_sleep_state(0, 0)
+    return report
+
+
+async def attach(engine: AsyncLLM, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+    """Goes on with a request that was restored by `wake_up(from_checkpoint=…)`: its outputs from the next token on.
+
+    `request_id` is the one that the request was made with. Raises NotFound for others, and for one taken up already.
+    """
+    collector = getattr(engine, "torpor_collectors", {}).pop(request_id, None)
+    if collector is None:
+        raise NotFound(f"no restored request {request_id!r} waits here", "attach once, by the id that the request was made with")
+    finished = False
+    while not finished:
+        output = collector.get_nowait() or await collector.get()
+        finished = output.finished
+        yield output

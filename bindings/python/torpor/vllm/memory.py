@@ -1,0 +1,166 @@
+"""Weights and KV cache of a CPU worker inside torpor's regions.
+
+vLLM enters `Worker._maybe_get_memory_pool_context(tag)` around loading the model ("weights") and around allocating the KV
+cache ("kv_cache"); on the CPU it does nothing there. Here the KV allocation is answered from a region, and after loading
+every parameter is moved into one. Linear layers that vLLM packs for oneDNN keep their plain weights in the region, since
+the packed bytes cannot be read out; they are packed again after a wake.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import contextmanager
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_ALIGNMENT = 64
+
+
+def region_tensor(address: int, size: int) -> torch.Tensor:
+    """The bytes at `address` as a flat uint8 tensor. The region outlives it: it lives as long as the worker."""
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
+
+
+class WorkerMemory:
+    """One a worker: which parameters and linear layers live in which region."""
+
+    def __init__(self, rank_memory, cpu_linear: str):
+        self.rank_memory = rank_memory
+        self.cpu_linear = cpu_linear
+        self._packed: list[PackedLinear] = []
+        self.kv_address = 0
+
+    @contextmanager
+    def loading_weights(self, model_runner):
+        with capture_linears(self._packed, self.cpu_linear):
+            yield
+        self._move_parameters(model_runner.model)
+
+    @contextmanager
+    def allocating_kv(self):
+        with _KvFromRegion(self):
+            yield
+
+    def allocate_kv(self, size: int) -> torch.Tensor:
+        self.kv_address = self.rank_memory.allocate("kv_cache", "kv", size)
+        return region_tensor(self.kv_address, size).view(torch.int8)
+
+    def describe_kv(self, kv_cache_config) -> None:
+        """Tells the core where each block lies (KVCacheTensor: offset + layer * layer_stride + block * block_stride)."""
+        tensors = []
+        for tensor in kv_cache_config.kv_cache_tensors:
+            group = next(g for g in kv_cache_config.kv_cache_groups if tensor.layers[0] in g.layer_names)
+            tensors.append({
+                "address": self.kv_address + tensor.offset,
+                "layers": len(tensor.layers),
+                "layer_stride": tensor.layer_stride,
+                "block_stride": tensor.block_stride,
+                "block_bytes": group.kv_cache_spec.page_size_bytes,
+            })  # fmt: skip
+        self.rank_memory.set_kv_layout("kv_cache", {"num_blocks": kv_cache_config.num_blocks, "tensors": tensors})
+
+    def release_derived(self) -> None:
+        for linear in self._packed:
+            linear.release()
+
+    def rebuild_derived(self) -> None:
+        for linear in self._packed:
+            linear.pack()
+
+    def _move_parameters(self, model: torch.nn.Module) -> None:
+        """Every parameter, and the plain weights of packed layers, into one region, sharing storages as they did."""
+        tensors = [p for _, p in model.named_parameters(remove_duplicate=False) if p.numel() > 0]
+        tensors += [linear.plain for linear in self._packed]
+        offsets: dict[int, int] = {}
+        size = 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in offsets:
+                offsets[storage.data_ptr()] = size
+                size += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
+        if size == 0:
+            return
+        region = region_tensor(self.rank_memory.allocate("weights", "parameters", size), size)
+        copied = set()
+        moved: dict[int, torch.Tensor] = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            start = offsets[storage.data_ptr()]
+            if storage.data_ptr() not in copied:
+                copied.add(storage.data_ptr())
+                whole = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+                region[start : start + storage.nbytes()].copy_(whole)
+            view = torch.empty(0, dtype=tensor.dtype)
+            offset = start // tensor.element_size() + tensor.storage_offset()
+            moved[id(tensor)] = view.set_(region.untyped_storage(), offset, tensor.size(), tensor.stride())
+        for tensor in tensors:
+            if isinstance(tensor, torch.nn.Parameter):
+                tensor.data = moved[id(tensor)]
+        for linear in self._packed:
+            linear.plain = moved[id(linear.plain)]
+
+
+class PackedLinear:
+    """A linear layer whose weights vLLM has packed for the CPU's matrix kernels."""
+
+    def __init__(self, layer: torch.nn.Module, plain: torch.Tensor, remove_weight: bool, dispatch):
+        self.layer = layer
+        self.plain = plain  # as loaded: what is saved, and packed again
+        self.remove_weight = remove_weight
+        self._dispatch = dispatch
+
+    def release(self) -> None:
+        self.layer.cpu_linear = None
+
+    def pack(self) -> None:
+        if self.remove_weight:
+            self.layer.weight = torch.nn.Parameter(self.plain, requires_grad=False)
+        self._dispatch(self.layer, self.remove_weight)
+
+
+@contextmanager
+def capture_linears(packed: list[PackedLinear], cpu_linear: str):
+    """While vLLM loads a model: notes the layers that it packs ("packed"), or keeps it from packing ("plain")."""
+    import vllm.model_executor.layers.utils as layer_utils
+
+    stock = layer_utils.dispatch_cpu_unquantized_gemm
+
+    def dispatch(layer, remove_weight):
+        if layer.weight.is_meta or layer.weight.ndim != 2:
+            stock(layer, remove_weight)
+        elif cpu_linear == "plain":
+            layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias)
+        else:
+            plain = layer.weight.data
+            stock(layer, remove_weight)
+            packed.append(PackedLinear(layer, plain, remove_weight, stock))
+
+    users = [layer_utils] + [m for m in _modules_that_imported("dispatch_cpu_unquantized_gemm", stock) if m is not layer_utils]
+    for module in users:
+        module.dispatch_cpu_unquantized_gemm = dispatch
+    try:
+        yield
+    finally:
+        for module in users:
+            module.dispatch_cpu_unquantized_gemm = stock
+
+
+def _modules_that_imported(name: str, function) -> list:
+    import sys
+
+    return [module for module in list(sys.modules.values()) if getattr(module, "__dict__", {}).get(name) is function]
+
+
+class _KvFromRegion(TorchFunctionMode):
+    """Answers the one `torch.zeros(bytes, dtype=int8)` that backs the KV cache."""
+
+    def __init__(self, memory: WorkerMemory):
+        super().__init__()
+        self._memory = memory
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.zeros and len(args) == 1 and isinstance(args[0], int) and kwargs.get("dtype") is torch.int8 and not self._memory.kv_address:
+            return self._memory.allocate_kv(args[0])
+        return func(*args, **kwargs)

@@ -1,0 +1,50 @@
+"""What a user may set: `additional_config={"torpor": {...}}` of the engine, or the environment (TORPOR_DIR …)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+
+from torpor.errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class Options:
+    enabled: bool = True
+    # Directory for checkpoints; without it, sleeping to disk is refused.
+    dir: str | None = None
+    # "packed": linear weights as oneDNN wants them, as in stock vLLM, and packed again on wake. Keeps the plain weights too,
+    # so that there is something to save: costs their size in memory. "plain": never packed; less memory, slower steps.
+    cpu_linear: str = "packed"
+    # Bytes of cached KV blocks without a request to keep over a sleep, per rank; None: all.
+    kv_budget_bytes: int | None = None
+    # Most host memory for saved bytes, per rank; 0: no limit.
+    arena_budget_bytes: int = 0
+    # Committed checkpoints to keep.
+    keep_checkpoints: int = 2
+
+    @staticmethod
+    def of(vllm_config) -> Options:
+        given = (vllm_config.additional_config or {}).get("torpor", {}) if isinstance(vllm_config.additional_config, dict) else {}
+        if not isinstance(given, dict):
+            raise InvalidArgument(f"additional_config['torpor'] is {given!r}", "give a dict of options")
+        values = {f.name: _parse(f.name, os.environ[f"TORPOR_{f.name.upper()}"]) for f in fields(Options) if f"TORPOR_{f.name.upper()}" in os.environ}
+        values |= given
+        known = {f.name for f in fields(Options)}
+        if unknown := sorted(set(values) - known):
+            raise InvalidArgument(f"unknown torpor option {', '.join(unknown)}", f"the options are {', '.join(sorted(known))}")
+        options = Options(**values)
+        if options.cpu_linear not in ("packed", "plain"):
+            raise InvalidArgument(f"cpu_linear is {options.cpu_linear!r}", 'use "packed" or "plain"')
+        return options
+
+
+def _parse(name: str, text: str):
+    if name in ("dir", "cpu_linear"):
+        return text
+    if name == "enabled":
+        return text.lower() not in ("0", "false", "off", "no")
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidArgument(f"TORPOR_{name.upper()} is {text!r}", "use a whole number") from None

@@ -1,0 +1,132 @@
+"""The front end's part of a request as values and back: what was delivered of it, its detokenizer, its log probabilities.
+
+Tokens and sampling parameters are not stored twice: the engine core adds its own on wake (engine_core._with_tokens).
+"""
+
+from __future__ import annotations
+
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
+from vllm.v1.engine.parallel_sampling import ParentRequest
+
+from torpor.errors import Incompatible, Unsupported
+from torpor.vllm.values import completion_from_value, completion_to_value, positions_from_value, positions_to_value, sampling_from_value, sampling_to_value
+
+_PLAIN_FIELDS = ("is_prefilling", "num_cached_tokens", "num_cache_creation_tokens", "stream_interval", "sent_tokens_offset")
+
+
+def capture(processor: OutputProcessor) -> dict:
+    """All requests that this front end waits for. Every output that the engine sent has been processed before."""
+    return {
+        "requests": [_state_to_value(state) for state in processor.request_states.values()],
+        "parents": [_parent_to_value(parent) for parent in processor.parent_requests.values()],
+    }
+
+
+def restore(processor: OutputProcessor, outputs: dict, with_queues: bool) -> dict[str, RequestOutputCollector]:
+    """Fills an empty processor. With queues (AsyncLLM), returns the collector of each request by its external id."""
+    parents = {}
+    collectors: dict[str, RequestOutputCollector] = {}
+    for item in outputs["parents"]:
+        parents[item["id"]] = processor.parent_requests[item["id"]] = _parent_from_value(item)
+    for item in outputs["requests"]:
+        if "token_ids" not in item:
+            continue  # its engine part could not be restored, or it had ended already
+        state = _state_from_value(processor, item, parents)
+        if with_queues:
+            collector = collectors.setdefault(state.external_req_id, RequestOutputCollector(state.output_kind, state.external_req_id))
+            state.queue = collector
+        processor.request_states[state.request_id] = state
+        processor.external_req_ids[state.external_req_id].append(state.request_id)
+    return collectors
+
+
+def _state_to_value(state: RequestState) -> dict:
+    if state.detokenizer is None or state.routed_experts_chunks or state.sampling_mask_chunks or state.streaming_input:
+        raise Unsupported(f"request {state.external_req_id}: its outputs cannot be preserved yet", "sleep without it")
+    logprobs = state.logprobs_processor
+    return {
+        "id": state.request_id,
+        "external_id": state.external_req_id,
+        "parent": state.parent_req.request_id if state.parent_req is not None else None,
+        "index": state.request_index,
+        "prompt": state.prompt,
+        "weight_versions": [[version, start] for version, start in state.weight_version_starts],
+        "text": getattr(state.detokenizer, "output_text", ""),
+        "text_offset": getattr(state.detokenizer, "_last_output_text_offset", 0),
+        "logprobs": positions_to_value(logprobs.logprobs),
+        "prompt_logprobs": positions_to_value(logprobs.prompt_logprobs),
+        "cumulative_logprob": logprobs.cumulative_logprob,
+    } | {name: getattr(state, name) for name in _PLAIN_FIELDS}
+
+
+def _state_from_value(processor: OutputProcessor, item: dict, parents: dict[str, ParentRequest]) -> RequestState:
+    request = EngineCoreRequest(
+        request_id=item["id"],
+        prompt_token_ids=item["prompt_token_ids"],
+        mm_features=None,
+        sampling_params=sampling_from_value(item["sampling"]),
+        pooling_params=None,
+        arrival_time=item["arrival_time"],
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+        external_req_id=item["external_id"],
+    )
+    state = RequestState.from_new_request(
+        tokenizer=processor.tokenizer,
+        request=request,
+        prompt=item["prompt"],
+        parent_req=parents.get(item["parent"]),
+        request_index=item["index"],
+        queue=None,
+        log_stats=processor.log_stats,
+        stream_interval=processor.stream_interval,
+    )
+    for name in _PLAIN_FIELDS:
+        setattr(state, name, item[name])
+    state.weight_version_starts = [(version, start) for version, start in item["weight_versions"]]
+    _replay(state, item)
+    logprobs = state.logprobs_processor
+    logprobs.logprobs = positions_from_value(item["logprobs"])
+    logprobs.prompt_logprobs = positions_from_value(item["prompt_logprobs"])
+    logprobs.cumulative_logprob = item["cumulative_logprob"]
+    return state
+
+
+def _replay(state: RequestState, item: dict) -> None:
+    """A decode stream cannot be copied: a new one gets the same tokens one by one, with stop strings switched off."""
+    detokenizer = state.detokenizer
+    stop = getattr(detokenizer, "stop", None)
+    if stop is not None:
+        detokenizer.stop = []
+    for token in item["token_ids"]:
+        detokenizer.update([token], False)
+    if stop is not None:
+        detokenizer.stop = stop
+        detokenizer._last_output_text_offset = item["text_offset"]
+    if getattr(detokenizer, "output_text", "") != item["text"]:
+        raise Incompatible(f"request {item['external_id']}: this tokenizer makes another text of its tokens", "use the tokenizer of the engine that slept")
+
+
+def _parent_to_value(parent: ParentRequest) -> dict:
+    return {
+        "id": parent.request_id,
+        "external_id": parent.external_req_id,
+        "sampling": sampling_to_value(parent.sampling_params),
+        "children": sorted(parent.child_requests),
+        "finished": [completion_to_value(output) for output in parent.output_aggregator],
+        "max_tokens_seen": parent.max_num_generation_tokens,
+    }
+
+
+def _parent_from_value(item: dict) -> ParentRequest:
+    parent = object.__new__(ParentRequest)
+    parent.request_id = item["id"]
+    parent.external_req_id = item["external_id"]
+    parent.sampling_params = sampling_from_value(item["sampling"])
+    parent.child_requests = set(item["children"])
+    parent.output_aggregator = [completion_from_value(output) for output in item["finished"]]
+    parent.max_num_generation_tokens = item["max_tokens_seen"]
+    parent.cached_child_sampling_params = None
+    return parent

@@ -1,0 +1,234 @@
+"""vLLM's scheduler as values and back: requests, queues, block tables, block pool, prefix index."""
+
+from __future__ import annotations
+
+from array import array
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from torpor.errors import Incompatible
+from torpor.vllm.values import sampling_from_value, sampling_to_value
+
+_STATUS = {RequestStatus.WAITING: "waiting", RequestStatus.RUNNING: "running", RequestStatus.PREEMPTED: "preempted"}
+_STATUS_BACK = {text: status for status, text in _STATUS.items()}
+
+# Fields of Request that are values of their own in the checkpoint, …
+_NEUTRAL_FIELDS = {
+    "request_id", "client_index", "priority", "arrival_time", "status", "prompt_token_ids", "_output_token_ids",
+    "num_computed_tokens", "num_preemptions", "max_tokens", "block_hashes", "cache_salt", "stop_reason", "sampling_params",
+}  # fmt: skip
+# … that are copied as they are, …
+_ENGINE_FIELDS = (
+    "next_decode_eligible_step", "last_sched_seq", "is_prefill_chunk", "shared_prefix_boundary", "replay_start",
+    "num_nans_in_logits", "skip_reading_prefix_cache", "abort_immediately", "session_id", "kv_cache_report_mode",
+    "num_stale_output_tokens", "drop_stale_output",
+)  # fmt: skip
+# … that follow from others or are made anew, …
+_DERIVED_FIELDS = {
+    "_all_token_ids", "output_token_ids", "all_token_ids", "num_prompt_tokens", "_block_hasher", "events", "prefill_stats",
+    "_prompt_embeds_per_block_hashes",
+}  # fmt: skip
+# … and that must have this value, or the request cannot be preserved yet.
+_EMPTY_FIELDS = {
+    "pooling_params": None, "lora_request": None, "structured_output_request": None, "kv_transfer_params": None,
+    "ec_transfer_params": None, "prompt_embeds": None, "prompt_is_token_ids": None, "mm_features": [],
+    "num_output_placeholders": 0, "num_in_flight_tokens": 0, "spec_token_ids": [], "trace_headers": None, "kv_hints": None,
+    "spec_decode_metrics": None, "resumable": False, "streaming_queue": None,
+}  # fmt: skip
+_KNOWN_FIELDS = _NEUTRAL_FIELDS | set(_ENGINE_FIELDS) | _DERIVED_FIELDS | set(_EMPTY_FIELDS)
+
+
+def unsupported_fields(request: Request) -> list[str]:
+    """What this request has that cannot be preserved, by name; also fields that this adapter does not know."""
+    found = [f"{name} of a request" for name, empty in _EMPTY_FIELDS.items() if getattr(request, name) != empty]
+    found += [f"unknown field {name} of vLLM's Request" for name in sorted(set(vars(request)) - _KNOWN_FIELDS)]
+    if request.status not in _STATUS:
+        found.append(f"a request in the status {request.status.name}")
+    return found
+
+
+def request_to_value(request: Request) -> dict:
+    hashes = request.block_hashes
+    return {
+        "id": request.request_id,
+        "client_index": request.client_index,
+        "priority": request.priority,
+        "arrival_time": request.arrival_time,
+        "status": _STATUS[request.status],
+        "prompt_token_ids": array("i", request.prompt_token_ids),
+        "output_token_ids": array("i", request._output_token_ids),
+        "num_computed_tokens": request.num_computed_tokens,
+        "num_preemptions": request.num_preemptions,
+        "max_tokens": request.max_tokens,
+        "block_hashes": b"".join(hashes),
+        "block_hash_bytes": len(hashes[0]) if hashes else 0,
+        "cache_salt": request.cache_salt,
+        "stop_reason": request.stop_reason,
+        "sampling": sampling_to_value(request.sampling_params),
+        "engine": {name: getattr(request, name) for name in _ENGINE_FIELDS if hasattr(request, name)} | {"prefill_counted": request.prefill_stats is None},
+    }
+
+
+def request_from_value(value: dict, block_hasher) -> Request:
+    """A new Request. Raises Incompatible when its block hashes come out otherwise than they were."""
+    request = Request(
+        request_id=value["id"],
+        prompt_token_ids=list(value["prompt_token_ids"]),
+        sampling_params=sampling_from_value(value["sampling"]),
+        pooling_params=None,
+        client_index=value["client_index"],
+        arrival_time=value["arrival_time"],
+        cache_salt=value["cache_salt"],
+        priority=value["priority"],
+        block_hasher=block_hasher,
+    )
+    if len(value["output_token_ids"]) > 0:
+        request.append_output_token_ids(list(value["output_token_ids"]))
+    if b"".join(request.block_hashes) != value["block_hashes"]:
+        raise Incompatible(f"request {value['id']}: its block hashes come out otherwise in this engine", "use the same prefix caching settings and PYTHONHASHSEED")
+    request.status = _STATUS_BACK[value["status"]]
+    for name in ("num_computed_tokens", "num_preemptions", "max_tokens", "stop_reason"):
+        setattr(request, name, value[name])
+    engine = dict(value["engine"])
+    if engine.pop("prefill_counted"):
+        request.prefill_stats = None
+    for name, item in engine.items():
+        setattr(request, name, item)
+    return request
+
+
+def scheduler_to_value(scheduler: Scheduler) -> dict:
+    return {
+        "policy": scheduler.policy.value,
+        "requests": [request_to_value(request) for request in scheduler.requests.values()],
+        "running": [request.request_id for request in scheduler.running],
+        "waiting": [request.request_id for request in scheduler.waiting],
+        "held": [request.request_id for request in scheduler.kv_holding_waiting],
+        "finished": sorted(scheduler.finished_req_ids),
+        "engine": {
+            "current_step": scheduler.current_step,
+            "sched_step_seq": scheduler.sched_step_seq,
+            "processed_step_seq": scheduler.processed_step_seq,
+            "prefill_capacity_bound": scheduler.prefill_capacity_bound,
+            "prev_step_scheduled": sorted(scheduler.prev_step_scheduled_req_ids),
+            "reset_preempted": sorted(scheduler.reset_preempted_req_ids),
+            "inflight_prefills": [request.request_id for request in scheduler._inflight_prefills],
+        },
+    }
+
+
+def scheduler_from_value(scheduler: Scheduler, value: dict, requests: dict[str, Request]) -> None:
+    """Fills an empty scheduler. `requests` are those that could be rebuilt; ids of others are left out."""
+
+    def alive(ids):
+        return [requests[request_id] for request_id in ids if request_id in requests]
+
+    engine = value["engine"]
+    scheduler.requests.update((item["id"], requests[item["id"]]) for item in value["requests"] if item["id"] in requests)
+    scheduler.running.extend(alive(value["running"]))
+    for request in alive(value["waiting"]):
+        scheduler.waiting.add_request(request)
+    for request in alive(value["held"]):
+        scheduler.kv_holding_waiting.add_request(request)
+    scheduler.finished_req_ids.update(value["finished"])
+    for name in ("current_step", "sched_step_seq", "processed_step_seq", "prefill_capacity_bound"):
+        setattr(scheduler, name, engine[name])
+    scheduler.prev_step_scheduled_req_ids.update(engine["prev_step_scheduled"])
+    scheduler.reset_preempted_req_ids.update(engine["reset_preempted"])
+    scheduler._inflight_prefills.update(alive(engine["inflight_prefills"]))
+
+
+def empty_scheduler(scheduler: Scheduler) -> None:
+    """Takes out what scheduler_from_value() put in. The block pool is emptied by empty_pool()."""
+    scheduler.requests.clear()
+    scheduler.running.clear()
+    for queue in (scheduler.waiting, scheduler.kv_holding_waiting):
+        queue.remove_requests(list(queue))
+    scheduler.finished_req_ids.clear()
+    scheduler.prev_step_scheduled_req_ids.clear()
+    scheduler.reset_preempted_req_ids.clear()
+    scheduler._inflight_prefills.clear()
+
+
+def pool_to_value(scheduler: Scheduler) -> dict:
+    pool = scheduler.kv_cache_manager.block_pool
+    blocks = [b for b in pool.blocks if not b.is_null and (b.ref_cnt > 0 or b._block_hash is not None)]
+    return {
+        "num_blocks": pool.num_gpu_blocks,
+        "null_block": pool.null_block.block_id,
+        "groups": [
+            {
+                "block_size": manager.block_size,
+                "tables": {request_id: array("i", [b.block_id for b in held]) for request_id, held in manager.req_to_blocks.items()},
+                "num_cached_blocks": dict(manager.num_cached_block),
+            }
+            for manager in scheduler.kv_cache_manager.coordinator.single_type_managers
+        ],
+        "blocks": {
+            "ids": array("i", [b.block_id for b in blocks]),
+            "ref_counts": array("i", [b.ref_cnt for b in blocks]),
+            "hashes": [b._block_hash or b"" for b in blocks],
+            "hash_tokens": array("i", [b._block_hash_num_tokens or 0 for b in blocks]),
+        },
+        "extra_hashes": [(block_id, sorted(hashes)) for block_id, hashes in pool.cached_block_hashes_by_block.items() if hashes],
+        "prefix_index": [(key, list(found) if isinstance(found, dict) else [found.block_id]) for key, found in pool.cached_block_hash_to_block._cache.items()],
+        "free_order": array("i", [b.block_id for b in pool.free_block_queue.get_all_free_blocks()]),
+        "engine": {},
+    }
+
+
+def pool_from_value(scheduler: Scheduler, value: dict, lost_requests: set[str]) -> None:
+    """Puts the block pool, the tables and the prefix index back as they were. Blocks of `lost_requests` become free."""
+    manager = scheduler.kv_cache_manager
+    pool = manager.block_pool
+    _reset_blocks(pool)
+    blocks = value["blocks"]
+    for block_id, ref_count, key, tokens in zip(blocks["ids"], blocks["ref_counts"], blocks["hashes"], blocks["hash_tokens"]):
+        block = pool.blocks[block_id]
+        block.ref_cnt = ref_count
+        if key:
+            block._block_hash, block._block_hash_num_tokens = key, tokens
+    for key, ids in value["prefix_index"]:
+        found = {block_id: pool.blocks[block_id] for block_id in ids}
+        pool.cached_block_hash_to_block._cache[key] = found if len(found) > 1 else pool.blocks[ids[0]]
+    for block_id, keys in value["extra_hashes"]:
+        pool.cached_block_hashes_by_block[block_id] = set(keys)
+    _link_free(pool, value["free_order"])
+    for group, single in zip(value["groups"], manager.coordinator.single_type_managers):
+        for request_id, ids in group["tables"].items():
+            held = [pool.blocks[block_id] for block_id in ids]
+            if request_id in lost_requests:
+                pool.free_blocks(reversed(held))
+            else:
+                single.req_to_blocks[request_id] = held
+                if request_id in group["num_cached_blocks"]:
+                    single.num_cached_block[request_id] = group["num_cached_blocks"][request_id]
+
+
+def empty_pool(scheduler: Scheduler) -> None:
+    """All blocks free and without a hash, in the order of their numbers."""
+    pool = scheduler.kv_cache_manager.block_pool
+    _reset_blocks(pool)
+    _link_free(pool, [b.block_id for b in pool.blocks if not b.is_null])
+    for single in scheduler.kv_cache_manager.coordinator.single_type_managers:
+        single.req_to_blocks.clear()
+        single.num_cached_block.clear()
+
+
+def _reset_blocks(pool) -> None:
+    for block in pool.blocks:
+        block.prev_free_block = block.next_free_block = None
+        if not block.is_null:
+            block.ref_cnt = 0
+            block._block_hash = block._block_hash_num_tokens = None
+    pool.cached_block_hash_to_block._cache.clear()
+    pool.cached_block_hashes_by_block.clear()
+
+
+def _link_free(pool, ids) -> None:
+    queue = pool.free_block_queue
+    head, tail = queue.fake_free_list_head, queue.fake_free_list_tail
+    head.next_free_block, tail.prev_free_block = tail, head
+    queue.num_free_blocks = 0
+    queue.append_n([pool.blocks[block_id] for block_id in ids])

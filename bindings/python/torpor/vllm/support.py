@@ -1,0 +1,51 @@
+"""What cannot be preserved yet, by name. Asked before anything is touched; the engine serves on."""
+
+from __future__ import annotations
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+from torpor.vllm.scheduler_values import unsupported_fields
+from torpor.vllm.values import unsupported_sampling
+
+
+def unsupported_engine(vllm_config) -> list[str]:
+    """Features of the configuration."""
+    parallel = vllm_config.parallel_config
+    checks = {
+        "LoRA": vllm_config.lora_config is not None,
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "data parallelism": parallel.data_parallel_size > 1,
+        "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+        "a KV connector": vllm_config.kv_transfer_config is not None,
+        "an encoder cache connector": vllm_config.ec_transfer_config is not None,
+        "KV cache events": vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events,
+        "multimodal models": vllm_config.model_config.is_multimodal_model,
+        "encoder-decoder models": vllm_config.model_config.is_encoder_decoder,
+        "pooling models": vllm_config.model_config.runner_type != "generate",
+        "async scheduling": bool(vllm_config.scheduler_config.async_scheduling),
+        "prefix hashes by xxhash (their seed differs in each process)": "xxhash" in vllm_config.cache_config.prefix_caching_hash_algo,
+    }
+    return [name for name, found in checks.items() if found]
+
+
+def unsupported_scheduler(scheduler: Scheduler) -> list[str]:
+    """Features in use by the requests and the KV cache at this moment."""
+    found = []
+    for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
+        if type(manager) is not FullAttentionManager:
+            found.append(f"KV caches of the kind {type(manager).__name__}")
+    if len(scheduler.kv_cache_manager.coordinator.single_type_managers) != 1:
+        found.append("several KV cache groups")
+    if scheduler.needs_kv_cache_zeroing:
+        found.append("KV caches that need zeroing")
+    if scheduler.deferred_waiting or scheduler.deferred_frees:
+        found.append("deferred requests or frees")
+    if scheduler.finished_recving_kv_req_ids or scheduler.failed_recving_kv_req_ids:
+        found.append("KV transfers in flight")
+    for request in scheduler.requests.values():
+        found += unsupported_fields(request)
+        if request.sampling_params is not None:
+            found += unsupported_sampling(request.sampling_params)
+    return sorted(set(found))

@@ -1,0 +1,125 @@
+"""vLLM's per-request objects as plain values and back: SamplingParams, tensors, log probabilities, completions."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.outputs import LogprobsTensors
+
+from torpor.errors import Unsupported
+
+# Fields of SamplingParams that torpor knows by the same name, with what stands for vLLM's None.
+_NEUTRAL = {
+    "n": None, "temperature": None, "top_p": None, "top_k": None, "min_p": None, "presence_penalty": None,
+    "frequency_penalty": None, "repetition_penalty": None, "seed": None, "stop": [], "stop_token_ids": [],
+    "max_tokens": None, "min_tokens": None, "ignore_eos": None, "logprobs": None, "prompt_logprobs": None,
+}  # fmt: skip
+_OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+_DEFAULTS = SamplingParams()
+
+
+def sampling_to_value(params: SamplingParams) -> dict:
+    """The neutral fields, and under "engine" all others that differ from vLLM's default."""
+    value = {name: getattr(params, name) for name in _NEUTRAL}
+    value["stop"] = [params.stop] if isinstance(params.stop, str) else list(params.stop or [])
+    value["stop_token_ids"] = list(params.stop_token_ids or [])
+    engine = {"stop_is_none": params.stop is None, "stop_token_ids_is_none": params.stop_token_ids is None}
+    for name in params.__struct_fields__:
+        item = getattr(params, name)
+        if name in _NEUTRAL or item == getattr(_DEFAULTS, name):
+            continue
+        if name == "output_kind":
+            item = item.value
+        elif name == "_all_stop_token_ids":
+            item = sorted(item)
+        elif name == "logit_bias":
+            item = [[token, bias] for token, bias in item.items()]
+        engine[name] = item
+    return value | {"engine": engine}
+
+
+def sampling_from_value(value: dict) -> SamplingParams:
+    engine = dict(value["engine"])
+    stop_is_none, ids_are_none = engine.pop("stop_is_none"), engine.pop("stop_token_ids_is_none")
+    params = SamplingParams()
+    for name in _NEUTRAL:
+        setattr(params, name, value[name])
+    params.stop = None if stop_is_none else list(value["stop"])
+    params.stop_token_ids = None if ids_are_none else list(value["stop_token_ids"])
+    for name, item in engine.items():
+        if name == "output_kind":
+            item = RequestOutputKind(item)
+        elif name == "_all_stop_token_ids":
+            item = set(item)
+        elif name == "logit_bias":
+            item = {token: bias for token, bias in item}
+        setattr(params, name, item)
+    return params
+
+
+def unsupported_sampling(params: SamplingParams) -> list[str]:
+    """Names of parameters that cannot be carried over yet."""
+    found = []
+    for name in ("structured_outputs", "extra_args", "repetition_detection", "thinking_token_budget", "trace_decode_token_ids", "prompt_logprob_token_ids"):
+        if getattr(params, name) is not None:
+            found.append(f"sampling parameter {name}")
+    if params.flat_logprobs:
+        found.append("sampling parameter flat_logprobs")
+    return found
+
+
+def tensor_to_value(tensor: torch.Tensor) -> dict:
+    array = tensor.detach().cpu().contiguous().numpy()
+    return {"dtype": str(array.dtype), "shape": list(array.shape), "bytes": array.tobytes()}
+
+
+def tensor_from_value(value: dict) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(value["bytes"], dtype=value["dtype"]).reshape(value["shape"]).copy())
+
+
+def logprobs_tensors_to_value(tensors: LogprobsTensors | None) -> list | None:
+    if tensors is None:
+        return None
+    if tensors.cu_num_generated_tokens is not None or tensors.cu_num_generated_tokens_tensor is not None:
+        raise Unsupported("prompt log probabilities with token boundaries are in progress", "sleep after this prompt was processed")
+    return [tensor_to_value(t) for t in tensors[:3]]
+
+
+def logprobs_tensors_from_value(value: list | None) -> LogprobsTensors | None:
+    return None if value is None else LogprobsTensors(*(tensor_from_value(item) for item in value))
+
+
+def positions_to_value(positions) -> list | None:
+    """Log probabilities by position: each None, or a list of [token, logprob, rank, text]."""
+    if positions is None:
+        return None
+    return [None if p is None else [[token, item.logprob, item.rank, item.decoded_token] for token, item in p.items()] for p in positions]
+
+
+def positions_from_value(value: list | None):
+    if value is None:
+        return None
+    return [None if p is None else {token: Logprob(logprob, rank, text) for token, logprob, rank, text in p} for p in value]
+
+
+def completion_to_value(output: CompletionOutput | None) -> dict | None:
+    if output is None:
+        return None
+    return {
+        "index": output.index,
+        "text": output.text,
+        "token_ids": list(output.token_ids),
+        "cumulative_logprob": output.cumulative_logprob,
+        "logprobs": positions_to_value(output.logprobs),
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+    }
+
+
+def completion_from_value(value: dict | None) -> CompletionOutput | None:
+    if value is None:
+        return None
+    return CompletionOutput(**(value | {"logprobs": positions_from_value(value["logprobs"])}))
