@@ -1,0 +1,63 @@
+"""Checks of documents and sources: every path that a document names exists, and nothing names what it must not."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+# A word in backticks that looks like a path inside the repository: has a slash, or a known file ending.
+_PATH = re.compile(r"`([A-Za-z0-9_.][A-Za-z0-9_./-]*/[A-Za-z0-9_./-]*|[A-Za-z0-9_]+\.(?:h|cpp|py|md|txt|json|cmake|toml))`")
+_LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+_TOPS = {"base", "allocator", "offload", "kvcache", "scheduler_state", "checkpoint", "engine", "bindings", "tools", "tests", "docs", "cmake"}
+
+
+def tracked(root: Path) -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=root, capture_output=True, text=True, check=True).stdout
+    return [root / name for name in listed.splitlines() if (root / name).is_file()]
+
+
+def missing_paths(root: Path) -> list[str]:
+    """Paths that a .md names and that do not exist, from the root or from the document's own folder."""
+    problems = []
+    for document in tracked(root):
+        if document.suffix != ".md":
+            continue
+        text = document.read_text()
+        named = {m for m in _PATH.findall(text) if m.split("/")[0] in _TOPS or "/" not in m} | set(_LINK.findall(text))
+        for name in sorted(named):
+            if not any((base / name).exists() for base in (root, document.parent)):
+                problems.append(f"{document.relative_to(root)}: names {name}, which does not exist")
+    return problems
+
+
+def forbidden_includes(root: Path) -> list[str]:
+    """Headers that belong to one place only."""
+    rules = {
+        r"#include <(cuda|Python)\.h>": (),
+        r"#include <pybind11/": ("bindings",),
+        r"#include <cereal/types/(memory|polymorphic)\.hpp>": (),
+        r"#include <cereal/": ("checkpoint",),
+    }
+    problems = []
+    for source in tracked(root):
+        if source.suffix not in (".h", ".cpp"):
+            continue
+        top = source.relative_to(root).parts[0]
+        for pattern, homes in rules.items():
+            if top not in homes and re.search(pattern, source.read_text()):
+                problems.append(f"{source.relative_to(root)}: {pattern} belongs to {', '.join(homes) or 'nobody'}")
+    return problems
+
+
+def uses_of_pickle(root: Path) -> list[str]:
+    """Nothing of torpor pickles; the benchmark that compares with pickle is the exception."""
+    return [
+        f"{source.relative_to(root)}: imports pickle"
+        for source in tracked(root)
+        if source.suffix == ".py" and source.name != "scheduler_state_bench.py" and re.search(r"^\s*(import|from) (pickle|cloudpickle)", source.read_text(), re.M)
+    ]
+
+
+def all_problems(root: Path) -> list[str]:
+    return missing_paths(root) + forbidden_includes(root) + uses_of_pickle(root)

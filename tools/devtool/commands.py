@@ -1,0 +1,138 @@
+"""What each word after tools/dev does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from devtool import checks, setup
+from devtool.setup import ROOT, SetupError, say
+
+PRESETS = ("dev", "release", "asan", "tsan")
+# What threads touch; the rest of the tests would only be slow under the thread sanitizer.
+TSAN_TARGETS = ("allocator_test", "offload_test", "engine_test")
+BENCHES = {"scheduler_state": "tools/bench/scheduler_state_bench.py", "sleep_wake": "build/release/tools/bench/sleep_wake_bench"}
+
+
+def main(arguments: list[str], manual: str) -> int:
+    words = {"demo": demo, "test": test, "build": build, "bench": bench, "torpor": torpor, "python": python, "lint": lint, "setup": set_up, "clean": clean}
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(manual)
+        return 0 if arguments else 2
+    if arguments[0] not in words:
+        say(f"error: tools/dev has no word {arguments[0]!r}; there are {', '.join(words)}")
+        return 2
+    try:
+        return words[arguments[0]](arguments[1:])
+    except SetupError as problem:
+        say(f"error: {problem}")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def demo(arguments: list[str]) -> int:
+    python_path, model = setup.everything()
+    return subprocess.run([python_path, ROOT / "tools/demo/demo.py", "--model", model, *arguments]).returncode
+
+
+def set_up(_: list[str]) -> int:
+    python_path, model = setup.everything()
+    say(f"python: {python_path}\nmodel:  {model}")
+    return 0
+
+
+def python(arguments: list[str]) -> int:
+    python_path, model = setup.everything()
+    return subprocess.run([python_path, *arguments], env=os.environ | {"TORPOR_TEST_MODEL": str(model)}).returncode
+
+
+def cmake_build(preset: str, targets: tuple[str, ...] = ()) -> None:
+    env = os.environ | {"CCACHE_DIR": str(setup.CACHE / "ccache")}
+    setup.run(f"Configure {preset}", ["cmake", "--preset", preset], env=env, log_name=f"configure-{preset}")
+    goal = [word for target in targets for word in ("--target", target)]
+    setup.run(f"Compile {preset}", ["cmake", "--build", "--preset", preset, *goal], env=env, log_name=f"compile-{preset}")
+
+
+def build(arguments: list[str]) -> int:
+    preset = arguments[0] if arguments else "release"
+    if preset not in PRESETS:
+        say(f"error: there is no preset {preset!r}; there are {', '.join(PRESETS)}")
+        return 2
+    setup.system_packages()
+    cmake_build(preset)
+    return 0
+
+
+def torpor(arguments: list[str]) -> int:
+    binary = ROOT / "build/release/tools/torpor/torpor"
+    newest = max(p.stat().st_mtime for top in ("base", "offload", "kvcache", "scheduler_state", "checkpoint", "tools/torpor") for p in (ROOT / top).rglob("*") if p.is_file())
+    if not binary.exists() or binary.stat().st_mtime < newest:
+        setup.system_packages()
+        cmake_build("release", ("torpor",))
+    return subprocess.run([binary, *arguments]).returncode
+
+
+def bench(arguments: list[str]) -> int:
+    names = [a for a in arguments if not a.startswith("-")] or list(BENCHES)
+    flags = [a for a in arguments if a.startswith("-")]
+    if unknown := [name for name in names if name not in BENCHES]:
+        say(f"error: there is no benchmark {unknown[0]!r}; there are {', '.join(BENCHES)}")
+        return 2
+    code = 0
+    for name in names:
+        path = ROOT / BENCHES[name]
+        if path.suffix == ".py":
+            python_path, _ = setup.everything()
+            code |= subprocess.run([python_path, path, *flags]).returncode
+        else:
+            setup.system_packages()
+            cmake_build("release", (path.name,))
+            code |= subprocess.run([path, *flags]).returncode
+    return code
+
+
+def lint(_: list[str]) -> int:
+    problems = checks.all_problems(ROOT)
+    for problem in problems:
+        print(problem)
+    print(f"{len(problems)} problems")
+    return 1 if problems else 0
+
+
+def clean(_: list[str]) -> int:
+    shutil.rmtree(ROOT / "build", ignore_errors=True)
+    return 0
+
+
+def test(arguments: list[str]) -> int:
+    quick = "--quick" in arguments
+    python_path, model = setup.everything()
+    results: list[tuple[str, bool, float]] = []
+
+    def step(title: str, command: list, **options) -> None:
+        print(f"\n=== {title}", flush=True)
+        began = time.monotonic()
+        code = subprocess.run([str(c) for c in command], cwd=ROOT, stdin=subprocess.DEVNULL, **options).returncode
+        results.append((title, code == 0, time.monotonic() - began))
+
+    def ctest(preset: str, targets: tuple[str, ...] = ()) -> None:
+        cmake_build(preset, targets)
+        step(f"C++ tests, {preset}", ["ctest", "--preset", preset, "-j", os.cpu_count() or 2])
+
+    ctest("release")
+    if not quick:
+        ctest("asan")
+        ctest("tsan", TSAN_TARGETS)
+    env = os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"}
+    step("Python tests, real engine", [python_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/python", *(["-m", "not slow"] if quick else [])], env=env)
+    step("Tools and documents", [python_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/tools"], env=env)
+
+    print("\n=== Summary")
+    for title, passed, seconds in results:
+        print(f"{'passed' if passed else 'FAILED'}  {seconds:6.0f} s  {title}")
+    return 0 if all(passed for _, passed, _ in results) else 1

