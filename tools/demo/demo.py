@@ -1,0 +1,243 @@
+#!/usr/bin/env python3
+"""The main job, shown: chats stream from a real engine, fall asleep mid-sentence, and go on from the very next token.
+
+To disk, the engine's process is killed with SIGKILL while it sleeps and a new process wakes from the checkpoint. Every
+answer is compared with a run of the same requests that never slept. Exit codes: 0 all identical, 1 a token differed,
+2 the demo could not run (bad input, an engine that failed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from screen import MARK, Screen, size
+
+HERE = Path(__file__).resolve().parent
+
+
+class DemoError(Exception):
+    """What was wrong and what to do, for the user."""
+
+
+class EngineProcess:
+    """The child with the engine (engine_process.py)."""
+
+    def __init__(self, model: Path, directory: Path, log: Path):
+        self._log = log
+        order_out, self._order = os.pipe()
+        self._answer, answer_in = os.pipe()
+        # One thread count and one hash seed for both processes: they are part of what makes tokens equal.
+        environment = os.environ | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONHASHSEED": "0",
+        }
+        command = [sys.executable, HERE / "engine_process.py", "--model", model, "--dir", directory, "--orders", order_out, "--answers", answer_in]
+        with open(log, "a") as out:
+            self._process = subprocess.Popen([str(c) for c in command], stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=(order_out, answer_in), env=environment)
+        os.close(order_out)
+        os.close(answer_in)
+        self._answers = os.fdopen(self._answer)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_until_ready(self) -> None:
+        self._result(None)
+
+    def order(self, name: str, on_event=None, **arguments) -> dict:
+        os.write(self._order, (json.dumps({"do": name} | arguments) + "\n").encode())
+        return self._result(on_event)
+
+    def resident_bytes(self) -> int:
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+        raise DemoError(f"process {self.pid} has no VmRSS")
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        self._answers.close()
+        os.close(self._order)
+
+    def _result(self, on_event) -> dict:
+        for line in self._answers:
+            message = json.loads(line)
+            if "done" in message:
+                return message["done"]
+            if "error" in message:
+                raise DemoError(f"the engine refused: {message['error']}")
+            if on_event is not None:
+                on_event(message)
+        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
+        raise DemoError(f"the engine's process ended. The end of {self._log}:\n{tail}")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="tools/dev demo", description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help=argparse.SUPPRESS)
+    parser.add_argument("--prompts", type=Path, default=HERE / "prompts.txt", help="one prompt a line")
+    parser.add_argument("--max-tokens", type=int, default=72, help="of each answer")
+    parser.add_argument("--freeze-after", type=int, default=30, metavar="N", help="engine steps before the sleep")
+    parser.add_argument("--level", type=int, choices=(1, 2), default=1, help="of the sleep")
+    parser.add_argument("--to", choices=("host", "disk"), default="disk", help="disk: the process is killed and a new one wakes; host: the same process wakes")
+    parser.add_argument("--seed", type=int, default=1, help="of the sampled requests")
+    parser.add_argument("--dir", type=Path, default=None, help="where checkpoints are left; default: a new temporary folder")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    options = parser.parse_args(arguments)
+    if options.freeze_after < 1:
+        parser.error(f"--freeze-after is {options.freeze_after}; use 1 or more")
+    if options.max_tokens < 2:
+        parser.error(f"--max-tokens is {options.max_tokens}; use 2 or more")
+    return options
+
+
+def read_prompts(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise DemoError(f"--prompts {path}: {problem}") from None
+    prompts = [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise DemoError(f"--prompts {path} has no prompt; write one a line")
+    return prompts
+
+
+def make_directory(path: Path | None) -> Path:
+    if path is None:
+        return Path(tempfile.mkdtemp(prefix="torpor-demo-"))
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as problem:
+        raise DemoError(f"--dir {path}: {problem}") from None
+    return path.resolve()
+
+
+def run(options: argparse.Namespace, screen: Screen) -> dict:
+    prompts = read_prompts(options.prompts)
+    directory = make_directory(options.dir)
+    log = directory / "engine.log"
+    engine = None
+    try:
+        screen.stage("1. An engine starts (vLLM on the CPU)")
+        engine = EngineProcess(options.model, directory, log)
+        engine.wait_until_ready()
+        requests = {"prompts": prompts, "max_tokens": options.max_tokens, "seed": options.seed}
+
+        screen.stage("2. The run that never sleeps, to compare with")
+        kinds = engine.order("add", **requests)["kinds"]
+        expected = engine.order("run", steps=None)
+        screen.line(f"{len(prompts)} answers, {sum(map(len, expected['tokens'].values()))} tokens, {expected['steps']} engine steps")
+
+        screen.stage(f"3. The same {len(prompts)} chats again")
+        engine.order("add", **requests)
+        before = engine.order("run", lambda message: screen.chats(message["texts"]), steps=options.freeze_after)
+        screen.chats(before["texts"], final=True)
+        unfinished = len(prompts) - len(before["finished"])
+        if unfinished == 0:
+            raise DemoError(f"after {options.freeze_after} steps no chat was left to put to sleep; give a smaller --freeze-after")
+        awake = engine.resident_bytes()
+        slept_at = {number: len(text) for number, text in before["texts"].items() if number not in before["finished"]}
+
+        screen.stage(f"4. Sleep, in the middle of {unfinished} sentences, to {options.to}")
+        slept = engine.order("sleep", level=options.level, to=options.to)
+        asleep = engine.resident_bytes()
+        screen.line(f"{size(awake)} resident before, {size(asleep)} asleep: {size(slept['freed_bytes'])} of weights and KV given back")
+        if options.to == "disk":
+            screen.line(f"checkpoint: {slept['checkpoint']}")
+            screen.stage("5. kill -9, and a new process wakes from the checkpoint")
+            engine.kill()
+            engine = EngineProcess(options.model, directory, log)
+            engine.wait_until_ready()
+            woken = engine.order("wake", from_checkpoint=slept["checkpoint"])
+        else:
+            screen.stage("5. The same process wakes")
+            woken = engine.order("wake", from_checkpoint=None)
+
+        after = engine.order("run", lambda message: screen.chats(before["texts"] | message["texts"], slept_at), steps=None)
+        resident_woken = engine.resident_bytes()
+        tokens, texts = before["tokens"] | after["tokens"], before["texts"] | after["texts"]
+        recomputed = engine.order("state")["recomputed_tokens"]
+    finally:
+        if engine is not None:
+            engine.kill()
+
+    screen.stage(f"6. The answers; {MARK} is where the engine slept")
+    screen.answers(texts, slept_at)
+    same = [tokens.get(str(i)) == expected["tokens"][str(i)] and texts.get(str(i)) == expected["texts"][str(i)] for i in range(len(prompts))]
+    return {
+        "requests": len(prompts),
+        "identical": sum(same),
+        "differing": [i for i, equal in enumerate(same) if not equal],
+        "sampling": kinds,
+        "asleep_requests": unfinished,
+        "tokens_before_sleep": sum(map(len, before["tokens"].values())),
+        "tokens": sum(map(len, tokens.values())),
+        "recomputed_tokens": recomputed,
+        "level": options.level,
+        "to": options.to,
+        "rss_awake_bytes": awake,
+        "rss_asleep_bytes": asleep,
+        "rss_woken_bytes": resident_woken,
+        "freed_bytes": slept["freed_bytes"],
+        "saved_bytes": slept["saved_bytes"],
+        "checkpoint": slept["checkpoint"] or None,
+        "checkpoint_bytes": slept["checkpoint_bytes"],
+        "checkpoint_parts": slept["checkpoint_parts"],
+        "sleep_seconds": slept["seconds"],
+        "wake_seconds": woken["seconds"],
+        "sleep_phases": slept["phases"],
+        "wake_phases": woken["phases"],
+        "log": str(log),
+    }
+
+
+def phases(items: list[dict]) -> str:
+    return ", ".join(f"{phase['name']} {phase['seconds']:.3f}" for phase in items)
+
+
+def show(result: dict, screen: Screen) -> None:
+    screen.stage("7. What happened")
+    rows = [
+        ("identical to the run that never slept", f"{result['identical']} of {result['requests']}"),
+        ("tokens recomputed", str(result["recomputed_tokens"])),
+        ("resident memory awake / asleep / woken", " / ".join(size(result[f"rss_{name}_bytes"]) for name in ("awake", "asleep", "woken"))),
+        ("sleep", f"{result['sleep_seconds']:.2f} s  ({phases(result['sleep_phases'])})"),
+        ("wake", f"{result['wake_seconds']:.2f} s  ({phases(result['wake_phases'])})"),
+    ]
+    if result["checkpoint"]:
+        parts = ", ".join(f"{name} {size(count)}" for name, count in sorted(result["checkpoint_parts"].items(), key=lambda item: -item[1]))
+        rows += [("checkpoint", f"{size(result['checkpoint_bytes'])}  ({parts})"), ("", result["checkpoint"]), ("look inside", f"tools/dev torpor info {result['checkpoint']}")]
+    screen.table(rows)
+    for number in result["differing"]:
+        screen.line(f"chat {number + 1} ({result['sampling'][number]}) DIFFERS")
+
+
+def main() -> int:
+    options = parse(sys.argv[1:])
+    screen = Screen(quiet=options.json)
+    try:
+        result = run(options, screen)
+    except DemoError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(result, indent=2))
+    else:
+        show(result, screen)
+    return 0 if result["identical"] == result["requests"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

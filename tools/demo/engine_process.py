@@ -1,0 +1,123 @@
+"""The child of the demo: one vLLM engine in this process, told what to do by JSON lines.
+
+Orders come on the file descriptor of --orders, answers go to that of --answers: one object a line, {"event": …} while
+requests run, then {"done": …} or {"error": …}. Standard output and error belong to vLLM's log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+
+def best_dtype() -> str:
+    """bfloat16 where the CPU multiplies it natively; elsewhere float32 is more than twice as fast."""
+    flags = set()
+    with open("/proc/cpuinfo") as info:
+        for line in info:
+            if line.startswith("flags"):
+                flags = set(line.split())
+                break
+    return "bfloat16" if flags & {"avx512_bf16", "amx_bf16"} else "float32"
+
+
+class Engine:
+    def __init__(self, model: str, directory: str):
+        import torch
+        from vllm import LLM
+
+        self._torch = torch
+        self._llm = LLM(
+            model,
+            dtype=best_dtype(),
+            enforce_eager=True,
+            block_size=32,
+            max_model_len=2048,
+            max_num_seqs=64,
+            max_num_batched_tokens=512,
+            seed=0,
+            additional_config={"torpor": {"dir": directory}},
+        )
+        self._engine = self._llm.llm_engine
+        self._tokens: dict[str, list[int]] = {}
+        self._texts: dict[str, str] = {}
+        self._finished: set[str] = set()
+
+    def add(self, prompts: list[str], max_tokens: int, seed: int) -> dict:
+        """A greedy, a seeded and an unseeded request in turn; the unseeded ones draw from one generator, set here."""
+        from vllm import SamplingParams
+
+        self._llm.reset_prefix_cache()
+        self._torch.manual_seed(seed)
+        tokenizer = self._llm.get_tokenizer()
+        kinds = []
+        for number, prompt in enumerate(prompts):
+            kind = ("greedy", "seeded", "unseeded")[number % 3]
+            params = {
+                "greedy": {"temperature": 0},
+                "seeded": {"temperature": 0.8, "top_p": 0.95, "seed": seed + number},
+                "unseeded": {"temperature": 0.8, "top_p": 0.95},
+            }[kind]
+            text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
+            self._engine.add_request(str(number), text, SamplingParams(max_tokens=max_tokens, **params))
+            kinds.append(kind)
+        self._tokens, self._texts, self._finished = {}, {}, set()
+        return {"kinds": kinds}
+
+    def run(self, steps: int | None, tell) -> dict:
+        """Steps until `steps` were made or nothing is left to do."""
+        made = 0
+        while self._engine.has_unfinished_requests() and (steps is None or made < steps):
+            for output in self._engine.step():
+                self._tokens[output.request_id] = list(output.outputs[0].token_ids)
+                self._texts[output.request_id] = output.outputs[0].text
+                if output.finished:
+                    self._finished.add(output.request_id)
+            made += 1
+            tell({"event": "texts", "texts": self._texts})
+        return {"steps": made, "tokens": self._tokens, "texts": self._texts, "finished": sorted(self._finished)}
+
+    def sleep(self, level: int, to: str) -> dict:
+        return dict(self._llm.sleep(level=level, preserve_state=True, to=to))
+
+    def wake(self, from_checkpoint: str | None) -> dict:
+        return dict(self._llm.wake_up(from_checkpoint=from_checkpoint))
+
+    def state(self) -> dict:
+        return self._llm.torpor("state")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dir", required=True)
+    parser.add_argument("--orders", type=int, required=True)
+    parser.add_argument("--answers", type=int, required=True)
+    arguments = parser.parse_args()
+    orders, answers = os.fdopen(arguments.orders), os.fdopen(arguments.answers, "w", buffering=1)
+
+    def tell(message: dict) -> None:
+        answers.write(json.dumps(message) + "\n")
+
+    engine = None
+    try:
+        engine = Engine(arguments.model, arguments.dir)
+        tell({"done": {}})
+        for line in orders:
+            order = json.loads(line)
+            name = order.pop("do")
+            if name == "run":
+                order["tell"] = tell
+            tell({"done": getattr(engine, name)(**order)})
+    except Exception as problem:
+        tell({"error": f"{type(problem).__name__}: {problem}"})
+        raise
+    finally:
+        sys.stdout.flush()
+        os._exit(0)  # vLLM's own shutdown takes seconds, and there is nothing to keep
+
+
+if __name__ == "__main__":
+    main()
