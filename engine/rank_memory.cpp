@@ -56,7 +56,15 @@ std::string combined_digest(const std::vector<SavedChunk>& chunks) {
 RankMemory::RankMemory(std::unique_ptr<DeviceMemory> device, FileSystem& file_system, RankMemoryOptions options)
     : options_(options), file_system_(file_system), device_(std::move(device)) {}
 
-RankMemory::~RankMemory() = default;  // members go in reverse: executor, allocator, arena, device
+RankMemory::~RankMemory() {
+  if (executor_ == nullptr || !executor_->quarantined()) return;  // members go in reverse: executor, allocator, arena, device
+  // A copy may still run: nothing that it reads or writes may be unmapped. The end of the process is.
+  for (auto& [tag, backup] : backups_) backup.host.release();
+  executor_.release();
+  allocator_.release();
+  arena_.release();
+  device_.release();
+}
 
 Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMemory> device, FileSystem& file_system, RankMemoryOptions options) {
   if (!options.keep_backup) options.keep_backup = device->kind() != "host";
@@ -130,6 +138,7 @@ Result<RankReply> RankMemory::dispatch(const std::string& method, const RankOrde
     }
     if (!*options_.keep_backup) arena_->trim();
   } else if (method == "detach") {
+    TORPOR_TRY(executor_->usable());
     for (const RegionInfo& region : allocator_->regions()) {
       if (std::find(order.tags.begin(), order.tags.end(), region.tag) != order.tags.end()) reply.bytes += region.reserved_bytes;
     }
@@ -210,7 +219,12 @@ Status RankMemory::save(const RankOrder& order, RankReply& reply) {
       backups_.erase(tag);
       TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_of(tag, order.blocks));
       Backup backup{.host = std::make_unique<HostTier>(*arena_)};
-      TORPOR_ASSIGN(backup.chunks, executor_->save(plans, *backup.host));
+      Result<std::vector<SavedChunk>> saved = executor_->save(plans, *backup.host);
+      if (!saved) {
+        if (executor_->quarantined()) backup.host.release();  // a copy may still write there
+        return saved.error();
+      }
+      backup.chunks = std::move(*saved);
       for (const SavedChunk& chunk : backup.chunks) reply.bytes += chunk.bytes;
       if (tag != kv_tag_) digests_[tag] = combined_digest(backup.chunks);
       backups_[tag] = std::move(backup);

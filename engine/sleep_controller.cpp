@@ -580,6 +580,7 @@ Result<SleepReport> SleepController::wake_from_checkpoint(const WakeOptions& opt
     TORPOR_ASSIGN(const std::vector<RankReply> loaded, ranks_.call("load_blocks", {.directory = checkpoint.path(), .chunks = checkpoint.manifest().ranks}));
     report.restored_bytes = total_bytes(loaded);
     report.ledgers = ledgers_of(loaded);
+    remember(loaded);
     operation.end("restore", report.restored_bytes);
 
     operation.begin("reconnect");

@@ -43,7 +43,7 @@ TransferExecutor::~TransferExecutor() {
   }
 }
 
-Status TransferExecutor::admit() const {
+Status TransferExecutor::usable() const {
   if (!quarantined_) return ok();
   return Error{.code = Code::kDevice,
                .what = "an earlier copy was never proven finished; its memory is quarantined",
@@ -52,7 +52,7 @@ Status TransferExecutor::admit() const {
 }
 
 Status TransferExecutor::for_each_chunk(uint64_t count, uint64_t staging_bytes, const std::function<Status(Worker&, uint64_t)>& work) {
-  TORPOR_TRY(admit());
+  TORPOR_TRY(usable());
   const uint64_t used = std::min<uint64_t>(workers_.size(), count);
   for (uint64_t i = 0; i < used && staging_bytes > 0; ++i) {
     TORPOR_ASSIGN(workers_[i]->staging, arena_.allocate(staging_bytes));

@@ -44,6 +44,7 @@ class TransferExecutor {
   Result<std::vector<Digest>> digests(std::span<const ChunkPlan> plans);
 
   bool quarantined() const { return quarantined_; }
+  Status usable() const;  // kDevice once quarantined
 
  private:
   struct Worker;
@@ -51,7 +52,6 @@ class TransferExecutor {
   // Runs work(worker, index) for each index below count on all workers; the first error ends it.
   Status for_each_chunk(uint64_t count, uint64_t staging_bytes, const std::function<Status(Worker&, uint64_t)>& work);
   Status copy(Worker& worker, Direction direction, const ChunkPlan& plan, std::span<std::byte> host);
-  Status admit() const;
 
   DeviceMemory& device_;
   HostArena& arena_;

@@ -1,0 +1,222 @@
+// Sleep and wake of regions in host memory: torpor beside a loop that, region after region, allocates host memory,
+// copies and unmaps, and beside the machine's own speed for the same bytes.
+//
+// Everything runs interleaved, round by round, after one round that only warms. The device is the one without a GPU, so
+// "device" memory is unmapped by each sleep and fresh on each wake, in all of them. The ceiling: all cores copy one large
+// region to and from a warm buffer. torpor also takes a digest of every byte on sleep and checks it on wake; the other two
+// do not.
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <iostream>
+#include <thread>
+
+#include <CLI/CLI.hpp>
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "allocator/host_device.h"
+#include "base/units.h"
+#include "engine/rank_memory.h"
+
+namespace {
+
+using namespace torpor;
+
+template <class T>
+T must(Result<T> result) {
+  if (result) return std::move(*result);
+  fmt::print(stderr, "error: {}\n", result.error().to_string());
+  std::exit(2);
+}
+void must(const Status& status) {
+  if (status) return;
+  fmt::print(stderr, "error: {}\n", status.error().to_string());
+  std::exit(2);
+}
+
+double seconds(const std::function<void()>& work) {
+  const auto began = std::chrono::steady_clock::now();
+  work();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+std::vector<uint64_t> region_sizes(uint64_t bytes, uint64_t regions) {
+  std::vector<uint64_t> sizes(regions, bytes / regions / kMiB * kMiB);
+  sizes.back() += bytes - sizes[0] * regions;
+  return sizes;
+}
+
+// torpor: one tag, all regions at once.
+class Torpor {
+ public:
+  Torpor(const std::vector<uint64_t>& sizes, bool keep) {
+    memory_ = must(RankMemory::create(must(make_host_device()), linux_file_system(), {.keep_backup = keep}));
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      const DeviceAddress address = must(memory_->allocate("weights", fmt::format("region {}", i), sizes[i]));
+      std::memset(reinterpret_cast<void*>(address), static_cast<int>(i + 1), sizes[i]);  // NOLINT(performance-no-int-to-ptr)
+    }
+  }
+  void sleep() {
+    memory_->mark_dirty("weights");  // every byte is copied every time
+    call("save");
+    call("detach");
+  }
+  void wake() {
+    call("attach");
+    call("restore");
+    call("finish");
+  }
+
+ private:
+  void call(const std::string& method) {
+    const RankReply reply = must(decode_reply(memory_->call(method, encode_order({.tags = {"weights"}, .keep_backup = true}))));
+    if (reply.error) must(Status(*reply.error));
+  }
+  std::unique_ptr<RankMemory> memory_;
+};
+
+// Regions moved without torpor, on the same kind of device: nothing is proven, nothing undone. The baseline has `threads`
+// 1 and fresh host memory at each sleep; the ceiling all cores, one region and one warm buffer.
+class Direct {
+ public:
+  Direct(const std::vector<uint64_t>& sizes, unsigned threads, bool keep_host_memory)
+      : threads_(threads), keep_host_memory_(keep_host_memory), device_(must(make_host_device())) {
+    for (const uint64_t size : sizes) {
+      const uint64_t rounded = align_up(size, device_->granularity());
+      Region region{must(device_->reserve(rounded)), rounded, {}, nullptr};
+      map(region);
+      std::memset(pointer(region), 1, region.bytes);
+      regions_.push_back(region);
+    }
+  }
+  ~Direct() {
+    for (Region& region : regions_) {
+      std::free(region.backup);
+      unmap(region);
+      must(device_->free_reservation(region.address));
+    }
+  }
+  void sleep() {
+    for (Region& region : regions_) {
+      if (region.backup == nullptr) region.backup = static_cast<std::byte*>(std::malloc(region.bytes));
+      copy(region.backup, pointer(region), region.bytes);
+      unmap(region);
+    }
+  }
+  void wake() {
+    for (Region& region : regions_) {
+      map(region);
+      copy(pointer(region), region.backup, region.bytes);
+      if (keep_host_memory_) continue;
+      std::free(region.backup);
+      region.backup = nullptr;
+    }
+  }
+
+ private:
+  struct Region {
+    DeviceAddress address;
+    uint64_t bytes;
+    PhysicalId id;
+    std::byte* backup;
+  };
+  static std::byte* pointer(const Region& region) { return reinterpret_cast<std::byte*>(region.address); }  // NOLINT(performance-no-int-to-ptr)
+  void copy(std::byte* to, const std::byte* from, uint64_t bytes) const {
+    const auto part = [&](unsigned i) {
+      const uint64_t begin = bytes * i / threads_;
+      std::memcpy(to + begin, from + begin, bytes * (i + 1) / threads_ - begin);
+    };
+    std::vector<std::thread> others;
+    for (unsigned i = 1; i < threads_; ++i) others.emplace_back(part, i);
+    part(0);
+    for (std::thread& thread : others) thread.join();
+  }
+  void map(Region& region) {
+    region.id = must(device_->create(region.bytes));
+    must(device_->map(region.address, region.id));
+    must(device_->set_access(region.address, region.bytes, Access::kReadWrite));
+  }
+  void unmap(const Region& region) {
+    must(device_->unmap(region.address, region.bytes));
+    must(device_->release(region.id));
+  }
+  const unsigned threads_;
+  const bool keep_host_memory_;
+  std::unique_ptr<DeviceMemory> device_;
+  std::vector<Region> regions_;
+};
+
+struct Timing {
+  std::vector<double> sleep, wake;
+  template <class Contestant>
+  void run(Contestant& contestant) {
+    sleep.push_back(seconds([&] { contestant.sleep(); }));
+    wake.push_back(seconds([&] { contestant.wake(); }));
+  }
+  void forget() { sleep.clear(), wake.clear(); }
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app{"Sleep and wake of regions in host memory, beside a loop per region and beside the machine's own copy speed."};
+  uint64_t mib = 1024;
+  uint64_t regions = 64;
+  int rounds = 5;
+  bool as_json = false;
+  app.add_option("--mib", mib, "size of all regions together")->capture_default_str()->check(CLI::Range(64, 1 << 20));
+  app.add_option("--regions", regions, "number of regions")->capture_default_str()->check(CLI::Range(1, 4096));
+  app.add_option("--rounds", rounds, "measured rounds")->capture_default_str()->check(CLI::Range(1, 1000));
+  app.add_flag("--json", as_json, "print one JSON object");
+  CLI11_PARSE(app, argc, argv);
+
+  const uint64_t bytes = mib * kMiB;
+  const std::vector<uint64_t> sizes = region_sizes(bytes, regions);
+  Torpor kept(sizes, true);
+  Torpor returning(sizes, false);
+  Direct loop(sizes, 1, false);
+  Direct ceiling({bytes}, std::clamp(std::thread::hardware_concurrency(), 1u, 8u), true);
+  Timing kept_times, returning_times, loop_times, ceiling_times;
+  for (int round = 0; round <= rounds; ++round) {
+    if (round == 1) {
+      for (Timing* timing : {&kept_times, &returning_times, &loop_times, &ceiling_times}) timing->forget();
+    }
+    kept_times.run(kept);
+    loop_times.run(loop);
+    ceiling_times.run(ceiling);
+    returning_times.run(returning);
+  }
+
+  const auto rate = [&](const std::vector<double>& times) { return static_cast<double>(bytes) / 1e9 / median(times); };
+  nlohmann::ordered_json json = {{"bytes", bytes}, {"regions", regions}, {"rounds", rounds}, {"unit", "GB/s, median"}};
+  for (const auto& [name, member] : {std::pair("sleep", &Timing::sleep), std::pair("wake", &Timing::wake)}) {
+    const double ours = rate(kept_times.*member);
+    json[name] = {{"torpor", ours},
+                  {"torpor_returning_host_memory", rate(returning_times.*member)},
+                  {"baseline", rate(loop_times.*member)},
+                  {"ceiling", rate(ceiling_times.*member)},
+                  {"times_baseline", ours / rate(loop_times.*member)},
+                  {"of_ceiling", ours / rate(ceiling_times.*member)}};
+  }
+  if (as_json) {
+    std::cout << json.dump(2) << '\n';
+    return 0;
+  }
+  fmt::print("{} MiB in {} regions, median of {} rounds, GB/s\n", mib, regions, rounds);
+  fmt::print("{:<6} {:>9} {:>22} {:>9} {:>9}   {}\n", "", "torpor", "(arena given back)", "loop", "ceiling", "torpor to loop, to ceiling");
+  for (const char* name : {"sleep", "wake"}) {
+    const auto& row = json[name];
+    fmt::print("{:<6} {:>9.2f} {:>22.2f} {:>9.2f} {:>9.2f}   {:.2f} x, {:.0f} %\n", name, row["torpor"].get<double>(), row["torpor_returning_host_memory"].get<double>(),
+               row["baseline"].get<double>(), row["ceiling"].get<double>(), row["times_baseline"].get<double>(), 100 * row["of_ceiling"].get<double>());
+  }
+  return 0;
+}
