@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <set>
+#include <unordered_map>
 
 #include "checkpoint/archived_values.h"
 
@@ -68,14 +69,15 @@ Status compare_fingerprints(const Fingerprint& checkpoint, const Fingerprint& en
 Status SchedulerCheckpoint::validate() const {
   TORPOR_TRY(scheduler.validate());
   TORPOR_TRY(kv.validate());
-  std::set<std::string_view> known;
-  for (const RequestState& request : scheduler.requests) known.insert(request.id);
+  std::unordered_map<std::string_view, const RequestState*> known;  // finished ones have no state any more
+  for (const RequestState& request : scheduler.requests) known.emplace(request.id, &request);
   for (const KvGroup& group : kv.groups) {
     std::set<std::string_view> with_table;
     for (const KvTable& table : group.tables) {
       with_table.insert(table.request);
-      const RequestState* request = scheduler.find(table.request);
-      if (request == nullptr) return contradiction(fmt::format("a block table belongs to {}, which is not a request", table.request));
+      const auto found = known.find(table.request);
+      if (found == known.end()) return contradiction(fmt::format("a block table belongs to {}, which is not a request", table.request));
+      const RequestState* request = found->second;
       if (request->num_computed_tokens > static_cast<int64_t>(table.blocks.size()) * group.block_size) {
         return contradiction(fmt::format("request {} has {} computed tokens in {} blocks of {}", request->id, request->num_computed_tokens,
                                          table.blocks.size(), group.block_size));
@@ -87,7 +89,7 @@ Status SchedulerCheckpoint::validate() const {
       }
     }
   }
-  for (const std::string& id : scheduler.finished) known.insert(id);
+  for (const std::string& id : scheduler.finished) known.emplace(id, nullptr);
   for (size_t i = 0; i < workers.size(); ++i) {
     if (workers[i].rank != static_cast<int32_t>(i)) return contradiction(fmt::format("worker {} says it is rank {}", i, workers[i].rank));
     std::set<std::string_view> rows;

@@ -57,33 +57,51 @@ Status check_tables(const KvSnapshot& snapshot, const BlockMap& by_id) {
   return ok();
 }
 
+using BlockKey = std::pair<int32_t, std::string_view>;  // a block and a hash that it carries
+
+std::string_view view(const Bytes& bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
+
 Status check_prefix_index(const KvSnapshot& snapshot, const BlockMap& by_id) {
-  // Every key that a block carries: its own hash and its extra ones.
-  std::set<std::pair<int32_t, Bytes>> carried;
+  std::vector<BlockKey> carried;
   for (const KvBlock& block : snapshot.blocks) {
-    if (!block.hash.empty()) carried.emplace(block.id, block.hash);
+    if (!block.hash.empty()) carried.emplace_back(block.id, view(block.hash));
   }
+  std::vector<BlockKey> must_be_indexed = carried;
   for (const ExtraHashes& extra : snapshot.extra_hashes) {
     if (!by_id.contains(extra.block)) return contradiction(fmt::format("extra hashes of block {}, which is not listed", extra.block));
-    for (const Bytes& hash : extra.hashes) carried.emplace(extra.block, hash);
+    for (const Bytes& hash : extra.hashes) carried.emplace_back(extra.block, view(hash));
   }
-  std::set<std::pair<int32_t, Bytes>> indexed;
+  std::sort(carried.begin(), carried.end());
+  std::vector<BlockKey> indexed;
   for (const PrefixEntry& entry : snapshot.prefix_index) {
     if (entry.hash.empty() || entry.blocks.empty()) return contradiction("an entry of the prefix index is empty");
     for (const int32_t id : entry.blocks) {
-      if (!carried.contains({id, entry.hash})) return contradiction(fmt::format("the prefix index names block {} under a hash that it does not carry", id));
-      if (!indexed.emplace(id, entry.hash).second) return contradiction(fmt::format("the prefix index names block {} twice under one hash", id));
+      const BlockKey key{id, view(entry.hash)};
+      if (!std::binary_search(carried.begin(), carried.end(), key)) {
+        return contradiction(fmt::format("the prefix index names block {} under a hash that it does not carry", id));
+      }
+      indexed.push_back(key);
     }
   }
-  for (const KvBlock& block : snapshot.blocks) {
-    if (!block.hash.empty() && !indexed.contains({block.id, block.hash})) {
-      return contradiction(fmt::format("block {} carries a hash that the prefix index does not have", block.id));
+  std::sort(indexed.begin(), indexed.end());
+  if (const auto twice = std::adjacent_find(indexed.begin(), indexed.end()); twice != indexed.end()) {
+    return contradiction(fmt::format("the prefix index names block {} twice under one hash", twice->first));
+  }
+  for (const BlockKey& key : must_be_indexed) {
+    if (!std::binary_search(indexed.begin(), indexed.end(), key)) {
+      return contradiction(fmt::format("block {} carries a hash that the prefix index does not have", key.first));
     }
   }
   return ok();
 }
 
 Status check_free_order(const KvSnapshot& snapshot, const BlockMap& by_id) {
+  // Counted first: `num_blocks` may be any number, and what follows takes memory and time for each.
+  const auto used = std::count_if(snapshot.blocks.begin(), snapshot.blocks.end(), [](const KvBlock& block) { return block.ref_count > 0; });
+  const int64_t expected = snapshot.num_blocks - used - (snapshot.null_block >= 0 ? 1 : 0);
+  if (static_cast<int64_t>(snapshot.free_order.size()) != expected) {
+    return contradiction(fmt::format("{} blocks are in the free order, {} are free", snapshot.free_order.size(), expected));
+  }
   std::vector<bool> free(static_cast<size_t>(snapshot.num_blocks), false);
   for (const int32_t id : snapshot.free_order) {
     if (id < 0 || id >= snapshot.num_blocks || id == snapshot.null_block) return contradiction(fmt::format("the free order names block {}", id));
