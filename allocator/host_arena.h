@@ -54,6 +54,8 @@ class HostArena {
   Result<Span> allocate(uint64_t bytes);
   // Takes memory from the system and touches it now, so that at least `bytes` are held and not in use.
   Status prefault(uint64_t bytes);
+  // The span's memory is never used again: a copy may still write into it. It counts as used for ever.
+  static void quarantine(Span span) { span.arena_ = nullptr; }
   // Gives slabs without a live span back to the system; returns how many bytes.
   uint64_t trim();
   HostArenaInfo info() const;

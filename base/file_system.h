@@ -28,6 +28,7 @@ class File {
   // Writes all, also after short writes and EINTR. kResourceExhausted when the disk is full.
   virtual Status pwrite(std::span<const std::byte> bytes, uint64_t offset) = 0;
   virtual Status preallocate(uint64_t size) = 0;  // kResourceExhausted when there is no room; a no-op where unsupported
+  virtual Status truncate(uint64_t size) = 0;  // to exactly this size
   // fsync. A failure is final for this file: its content may be gone, do not call again, discard the file.
   virtual Status sync() = 0;
   virtual const std::string& name() const = 0;  // for messages: path as far as known

@@ -121,6 +121,13 @@ class LinuxFile final : public File {
     return ok();
   }
 
+  Status truncate(uint64_t size) override {
+    while (::ftruncate(fd_.get(), static_cast<off_t>(size)) != 0) {
+      if (errno != EINTR) return system_error(errno, fmt::format("cannot set the size of {}", name_));
+    }
+    return ok();
+  }
+
   Status sync() override {
     if (::fsync(fd_.get()) != 0) return system_error(errno, fmt::format("cannot sync {}", name_), "the file was given up");
     return ok();

@@ -44,6 +44,7 @@ struct EngineCheckpoint {
 struct Section {
   std::string name;  // "fingerprint", "requests", "queues", "blocks", "prefix_index", "workers", "outputs"
   Bytes bytes;
+  friend bool operator==(const Section&, const Section&) = default;
 };
 
 std::vector<Section> encode(const EngineCheckpoint& checkpoint);

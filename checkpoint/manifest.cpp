@@ -60,7 +60,7 @@ uint64_t Manifest::total_bytes() const {
 
 Bytes encode_manifest(const Manifest& manifest) {
   const Bytes body = to_bytes(manifest);
-  Header header{.body_bytes = body.size(), .body_digest = digest_of(std::as_bytes(std::span(body)))};
+  Header header{.format_version = manifest.format_version, .body_bytes = body.size(), .body_digest = digest_of(std::as_bytes(std::span(body)))};
   Bytes file(sizeof header + body.size());
   std::memcpy(file.data(), &header, sizeof header);
   std::memcpy(file.data() + sizeof header, body.data(), body.size());

@@ -250,10 +250,7 @@ Status RankMemory::save_to_disk(const RankOrder& order, RankReply& reply) {
   }
   TORPOR_ASSIGN(reply.chunks.chunks, executor_->save(plans, *tier));
   reply.chunks.file = chunk_file_name();
-  TORPOR_ASSIGN(reply.chunks.file_bytes, [&]() -> Result<uint64_t> {
-    TORPOR_ASSIGN(const std::unique_ptr<File> file, directory->open_file(chunk_file_name()));
-    return file->size();
-  }());
+  reply.chunks.file_bytes = tier->file_bytes();
   for (const std::string& tag : order.tags) {
     Backup backup{.directory = order.directory};
     std::copy_if(reply.chunks.chunks.begin(), reply.chunks.chunks.end(), std::back_inserter(backup.chunks), [&](const SavedChunk& chunk) { return chunk.key.tag == tag; });

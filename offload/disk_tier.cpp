@@ -74,10 +74,7 @@ Status DiskTier::get(const SavedChunk& chunk, std::span<std::byte> bytes) {
 }
 
 Status DiskTier::finish() {
-  // The file ends on a page, also where the last chunk does not, so that its length is known beforehand.
-  static constexpr std::byte kZero{};
-  TORPOR_ASSIGN(const uint64_t size, file_->size());
-  if (size < end_) TORPOR_TRY(file_->pwrite({&kZero, 1}, end_ - 1));
+  TORPOR_TRY(file_->truncate(end_));  // what prepare() reserved too much goes; the last page is filled up
   return file_->sync();
 }
 

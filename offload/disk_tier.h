@@ -23,7 +23,7 @@ class DiskTier final : public Tier {
   Status put(SavedChunk& chunk, std::span<const std::byte> bytes) override;
   std::span<std::byte> view(const SavedChunk&) override { return {}; }
   Status get(const SavedChunk& chunk, std::span<std::byte> bytes) override;
-  Status finish() override;  // writes the last page out and syncs
+  Status finish() override;
 
   uint64_t file_bytes() const { return end_; }  // exact after finish()
 

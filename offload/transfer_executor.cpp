@@ -36,7 +36,7 @@ Result<std::unique_ptr<TransferExecutor>> TransferExecutor::create(DeviceMemory&
 TransferExecutor::~TransferExecutor() {
   for (const auto& worker : workers_) {
     if (quarantined_) {
-      new HostArena::Span(std::move(worker->staging));  // a copy may still write here: never given back, on purpose
+      HostArena::quarantine(std::move(worker->staging));
       continue;
     }
     if (const Status done = device_.destroy_stream(worker->stream); !done) log().error("stream: {}", done.error().to_string());

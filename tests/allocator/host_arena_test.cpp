@@ -1,0 +1,97 @@
+#include "allocator/host_arena.h"
+
+#include <cstring>
+#include <random>
+#include <thread>
+
+#include "base/units.h"
+#include "tests/support/results.h"
+
+namespace torpor {
+namespace {
+
+using test::value_of;
+
+TEST(HostArena, SpansAreAlignedAndGiveThemselvesBack) {
+  const auto arena = value_of(HostArena::create({.slab_bytes = 2 * kMiB}));
+  {
+    const HostArena::Span a = value_of(arena->allocate(1));
+    const HostArena::Span b = value_of(arena->allocate(5000));
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(a.bytes().data()) % 4096, 0u);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(b.bytes().data()) % 4096, 0u);
+    EXPECT_EQ(b.bytes().size(), 5000u);
+    EXPECT_EQ(arena->info().used_bytes, 4096u + 8192u);
+  }
+  EXPECT_EQ(arena->info().used_bytes, 0u);
+  EXPECT_EQ(arena->info().held_bytes, 2 * kMiB);
+}
+
+TEST(HostArena, HeldMemoryIsUsedAgain) {
+  const auto arena = value_of(HostArena::create({.slab_bytes = 2 * kMiB}));
+  for (int i = 0; i < 100; ++i) ASSERT_SUCCEEDS(arena->allocate(2 * kMiB));
+  EXPECT_EQ(arena->info().held_bytes, 2 * kMiB);
+}
+
+TEST(HostArena, TheBudgetIsNeverExceededAndTheErrorHasBothNumbers) {
+  const auto arena = value_of(HostArena::create({.budget_bytes = 2 * kMiB, .slab_bytes = 2 * kMiB}));
+  HostArena::Span first = value_of(arena->allocate(2 * kMiB));
+  EXPECT_FAILS(arena->allocate(4096), Code::kResourceExhausted, std::to_string(2 * kMiB));
+  EXPECT_FAILS(arena->prefault(1), Code::kResourceExhausted);
+  first = {};
+  EXPECT_SUCCEEDS(arena->allocate(2 * kMiB));
+  EXPECT_LE(arena->info().held_bytes, 2 * kMiB);
+}
+
+TEST(HostArena, TrimGivesBackOnlySlabsThatNobodyUses) {
+  const auto arena = value_of(HostArena::create({.slab_bytes = 2 * kMiB}));
+  HostArena::Span kept = value_of(arena->allocate(100));
+  { const HostArena::Span large = value_of(arena->allocate(4 * kMiB)); }
+  std::memset(kept.bytes().data(), 9, 100);
+  EXPECT_EQ(arena->trim(), 4 * kMiB);
+  EXPECT_EQ(kept.bytes()[99], std::byte{9});
+  kept = {};
+  EXPECT_EQ(arena->trim(), 2 * kMiB);
+  EXPECT_EQ(arena->info().held_bytes, 0u);
+}
+
+TEST(HostArena, RandomSpansNeverOverlapAndAllMemoryComesBack) {
+  const auto arena = value_of(HostArena::create({.slab_bytes = 256 * kKiB}));
+  std::mt19937 random(5);
+  std::vector<std::pair<HostArena::Span, uint8_t>> spans;
+  for (int i = 0; i < 3000; ++i) {
+    if (spans.empty() || random() % 3 != 0) {
+      const auto mark = static_cast<uint8_t>(random());
+      spans.emplace_back(value_of(arena->allocate(1 + random() % 40'000)), mark);
+      std::memset(spans.back().first.bytes().data(), mark, spans.back().first.bytes().size());
+    } else {
+      std::swap(spans[random() % spans.size()], spans.back());
+      for (const std::byte byte : spans.back().first.bytes()) ASSERT_EQ(byte, static_cast<std::byte>(spans.back().second));
+      spans.pop_back();
+    }
+  }
+  spans.clear();
+  EXPECT_EQ(arena->info().used_bytes, 0u);
+  arena->trim();
+  EXPECT_EQ(arena->info().held_bytes, 0u);
+}
+
+TEST(HostArena, ManyThreadsShareOneArena) {
+  const auto arena = value_of(HostArena::create({.slab_bytes = 256 * kKiB}));
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      for (int i = 0; i < 200; ++i) {
+        const HostArena::Span span = value_of(arena->allocate(4096 * static_cast<uint64_t>(1 + (i + t) % 7)));
+        std::memset(span.bytes().data(), t, span.bytes().size());
+        EXPECT_EQ(span.bytes().back(), static_cast<std::byte>(t));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(arena->info().used_bytes, 0u);
+}
+
+TEST(HostArena, ANegativeThreadCountIsRefused) { EXPECT_FAILS(HostArena::create({.prefault_threads = -1}), Code::kInvalidArgument); }
+
+}  // namespace
+}  // namespace torpor

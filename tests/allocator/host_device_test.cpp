@@ -1,0 +1,86 @@
+#include "allocator/host_device.h"
+
+#include <cstdio>
+#include <cstring>
+
+#include "base/units.h"
+#include "tests/contract/device_memory_contract.h"
+
+namespace torpor {
+namespace {
+
+using test::DeviceMemoryContract;
+using test::value_of;
+
+std::unique_ptr<DeviceMemory> at_once() { return value_of(make_host_device()); }
+std::unique_ptr<DeviceMemory> deferred() { return value_of(make_host_device({.defer_copies = true})); }
+std::unique_ptr<DeviceMemory> like_a_gpu() { return value_of(make_host_device({.granularity_bytes = 2 * kMiB, .capacity_bytes = 64 * kMiB})); }
+
+INSTANTIATE_TEST_SUITE_P(HostDevice, DeviceMemoryContract, ::testing::Values(at_once, deferred, like_a_gpu));
+
+uint64_t resident_shared_bytes() {
+  std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen("/proc/self/status", "r"), std::fclose);
+  char line[256];
+  while (std::fgets(line, sizeof line, file.get()) != nullptr) {
+    if (std::strncmp(line, "RssShmem:", 9) == 0) return std::strtoull(line + 9, nullptr, 10) * kKiB;
+  }
+  return 0;
+}
+
+TEST(HostDevice, UnmappedAndReleasedMemoryReallyGoesBackToTheSystem) {
+  constexpr uint64_t kSize = 64 * kMiB;
+  const auto device = at_once();
+  const DeviceAddress address = value_of(device->reserve(kSize));
+  const PhysicalId id = value_of(device->create(kSize));
+  ASSERT_SUCCEEDS(device->map(address, id));
+  ASSERT_SUCCEEDS(device->set_access(address, kSize, Access::kReadWrite));
+  const uint64_t before = resident_shared_bytes();
+  std::memset(reinterpret_cast<void*>(address), 1, kSize);  // NOLINT(performance-no-int-to-ptr)
+  EXPECT_GE(resident_shared_bytes(), before + kSize);
+  ASSERT_SUCCEEDS(device->unmap(address, kSize));
+  ASSERT_SUCCEEDS(device->release(id));
+  EXPECT_LT(resident_shared_bytes(), before + kSize / 16);
+  ASSERT_SUCCEEDS(device->free_reservation(address));
+}
+
+TEST(HostDevice, BeyondItsCapacityNothingIsCreatedAndTheErrorSaysHowMuchIsMissing) {
+  const auto device = value_of(make_host_device({.capacity_bytes = 1 * kMiB}));
+  const PhysicalId id = value_of(device->create(768 * kKiB));
+  EXPECT_FAILS(device->create(512 * kKiB), Code::kResourceExhausted, std::to_string(512 * kKiB));
+  ASSERT_SUCCEEDS(device->release(id));
+  const PhysicalId again = value_of(device->create(1 * kMiB));
+  ASSERT_SUCCEEDS(device->release(again));
+}
+
+TEST(HostDevice, DeferredCopiesAreInvisibleUntilSomebodyWaits) {
+  const auto device = deferred();
+  const uint64_t unit = device->granularity();
+  const DeviceAddress address = value_of(device->reserve(unit));
+  const PhysicalId id = value_of(device->create(unit));
+  ASSERT_SUCCEEDS(device->map(address, id));
+  ASSERT_SUCCEEDS(device->set_access(address, unit, Access::kReadWrite));
+  const StreamId stream = value_of(device->create_stream());
+  std::byte value{7};
+  const Copy copy{address, &value, 1};
+  ASSERT_SUCCEEDS(device->copy_async(stream, Direction::kHostToDevice, {&copy, 1}));
+  const EventId event = value_of(device->record(stream));
+  const auto* seen = reinterpret_cast<const volatile std::byte*>(address);  // NOLINT(performance-no-int-to-ptr)
+  const std::byte before = *seen;
+  EXPECT_EQ(before, std::byte{0});
+  EXPECT_EQ(device->wait(event).drain, Drain::kCompleted);
+  const std::byte after = *seen;
+  EXPECT_EQ(after, std::byte{7});
+  ASSERT_SUCCEEDS(device->destroy_stream(stream));
+  ASSERT_SUCCEEDS(device->unmap(address, unit));
+  ASSERT_SUCCEEDS(device->release(id));
+  ASSERT_SUCCEEDS(device->free_reservation(address));
+}
+
+TEST(HostDevice, AGranularityMustBeAPowerOfTwoOfAtLeastAPage) {
+  for (const uint64_t bad : {uint64_t{0}, uint64_t{1}, uint64_t{2048}, uint64_t{65537}}) {
+    EXPECT_FAILS(make_host_device({.granularity_bytes = bad}), Code::kInvalidArgument, "granularity") << bad;
+  }
+}
+
+}  // namespace
+}  // namespace torpor

@@ -1,0 +1,201 @@
+#include "allocator/sleep_allocator.h"
+
+#include <cstring>
+
+#include "allocator/host_device.h"
+#include "base/units.h"
+#include "tests/support/faulty_device.h"
+#include "tests/support/results.h"
+
+namespace torpor {
+namespace {
+
+using test::FaultyDevice;
+using test::value_of;
+using Tags = std::vector<std::string>;
+
+constexpr uint64_t kUnit = 64 * kKiB;
+
+std::byte* at(DeviceAddress address) { return reinterpret_cast<std::byte*>(address); }  // NOLINT(performance-no-int-to-ptr)
+
+class SleepAllocatorTest : public ::testing::Test {
+ protected:
+  SleepAllocatorTest() : device_(value_of(make_host_device())), allocator_(value_of(SleepAllocator::create(device_, {.handle_bytes = kUnit}))) {
+    weights_ = value_of(allocator_->allocate("weights", "a", 3 * kUnit));
+    more_weights_ = value_of(allocator_->allocate("weights", "b", 100));
+    kv_ = value_of(allocator_->allocate("kv_cache", "kv", 2 * kUnit));
+    std::memset(at(weights_), 1, 3 * kUnit);
+    std::memset(at(more_weights_), 2, 100);
+    std::memset(at(kv_), 3, 2 * kUnit);
+  }
+  void expect_content() {
+    EXPECT_EQ(at(weights_)[3 * kUnit - 1], std::byte{1});
+    EXPECT_EQ(at(more_weights_)[99], std::byte{2});
+    EXPECT_EQ(at(kv_)[0], std::byte{3});
+  }
+  RegionState state(const std::string& tag) { return allocator_->states().at(tag); }
+  const Tags both_{"weights", "kv_cache"};
+  FaultyDevice device_;
+  std::unique_ptr<SleepAllocator> allocator_;
+  DeviceAddress weights_ = 0, more_weights_ = 0, kv_ = 0;
+};
+
+TEST_F(SleepAllocatorTest, MemoryGoesAndComesBackUnderTheSameAddresses) {
+  EXPECT_EQ(device_.info().physical_bytes, 6 * kUnit);
+  ASSERT_SUCCEEDS(allocator_->detach(both_));
+  EXPECT_EQ(device_.info().physical_bytes, 0u);
+  EXPECT_EQ(device_.info().reserved_bytes, 6 * kUnit);
+  EXPECT_EQ(state("weights"), RegionState::kDetached);
+  ASSERT_SUCCEEDS(allocator_->attach(both_));
+  EXPECT_EQ(state("kv_cache"), RegionState::kRestoring);
+  EXPECT_EQ(at(weights_)[0], std::byte{0});  // fresh
+  at(kv_)[2 * kUnit - 1] = std::byte{9};     // writable
+  ASSERT_SUCCEEDS(allocator_->finish_restore(both_));
+  EXPECT_EQ(state("weights"), RegionState::kAttached);
+}
+
+TEST_F(SleepAllocatorTest, TagsSleepAlone) {
+  ASSERT_SUCCEEDS(allocator_->detach(Tags{"kv_cache"}));
+  EXPECT_EQ(device_.info().physical_bytes, 4 * kUnit);
+  EXPECT_EQ(at(weights_)[0], std::byte{1});
+  EXPECT_FAILS(allocator_->allocate("kv_cache", "more", 1), Code::kFailedPrecondition, "kv_cache");
+  EXPECT_SUCCEEDS(allocator_->allocate("weights", "more", 1));
+}
+
+TEST_F(SleepAllocatorTest, EveryTransitionThatIsNotAllowedIsRefusedAndChangesNothing) {
+  const Tags tags{"weights"};
+  EXPECT_FAILS(allocator_->attach(tags), Code::kFailedPrecondition, "attached");
+  EXPECT_FAILS(allocator_->finish_restore(tags), Code::kFailedPrecondition);
+  EXPECT_FAILS(allocator_->cancel_restore(tags), Code::kFailedPrecondition);
+  EXPECT_FAILS(allocator_->cancel_save(tags), Code::kFailedPrecondition);
+  ASSERT_SUCCEEDS(allocator_->begin_save(tags));
+  EXPECT_FAILS(allocator_->begin_save(tags), Code::kFailedPrecondition, "saving");
+  EXPECT_FAILS(allocator_->attach(tags), Code::kFailedPrecondition);
+  EXPECT_FAILS(allocator_->free(weights_), Code::kFailedPrecondition);
+  EXPECT_FAILS(allocator_->allocate("weights", "c", 1), Code::kFailedPrecondition);
+  ASSERT_SUCCEEDS(allocator_->cancel_save(tags));
+  expect_content();
+  ASSERT_SUCCEEDS(allocator_->begin_save(tags));
+  ASSERT_SUCCEEDS(allocator_->detach(tags));
+  EXPECT_FAILS(allocator_->detach(tags), Code::kFailedPrecondition, "detached");
+  EXPECT_FAILS(allocator_->begin_save(tags), Code::kFailedPrecondition);
+  EXPECT_FAILS(allocator_->detach(both_), Code::kFailedPrecondition);  // one of two is asleep: neither moves
+  EXPECT_EQ(state("kv_cache"), RegionState::kAttached);
+  ASSERT_SUCCEEDS(allocator_->attach(tags));
+  EXPECT_FAILS(allocator_->free(weights_), Code::kFailedPrecondition);
+  ASSERT_SUCCEEDS(allocator_->cancel_restore(tags));
+  EXPECT_EQ(state("weights"), RegionState::kDetached);
+  EXPECT_SUCCEEDS(allocator_->free(weights_));
+}
+
+TEST_F(SleepAllocatorTest, UnknownTagsAndBadRegionsAreRefusedByName) {
+  EXPECT_FAILS(allocator_->detach(Tags{"wieghts"}), Code::kNotFound, "wieghts");
+  EXPECT_FAILS(allocator_->allocate("weights", "a", 1), Code::kInvalidArgument, "weights/a");
+  EXPECT_FAILS(allocator_->allocate("", "a", 1), Code::kInvalidArgument);
+  EXPECT_FAILS(allocator_->allocate("weights", "z", 0), Code::kInvalidArgument);
+  EXPECT_FAILS(allocator_->allocate("weights", "z", UINT64_MAX), Code::kInvalidArgument);
+  EXPECT_FAILS(allocator_->free(12345), Code::kNotFound);
+}
+
+// Every device call of a detach fails once: either everything is as it was, or what could not be undone is broken, by name.
+TEST_F(SleepAllocatorTest, DetachIsAllOrNothingWhereverTheDeviceFails) {
+  uint64_t points = 0;
+  for (uint64_t n = 1;; ++n) {
+    SCOPED_TRACE(n);
+    device_.fail_at(n);
+    const Status done = allocator_->detach(both_);
+    const bool fired = device_.fired();
+    device_.fail_at(0);
+    if (!fired) {
+      EXPECT_SUCCEEDS(done);
+      break;
+    }
+    ++points;
+    if (done) continue;
+    const bool broken = state("weights") == RegionState::kBroken || state("kv_cache") == RegionState::kBroken;
+    EXPECT_EQ(done.error().state_changed, broken);
+    if (broken) {  // a release failed: the content is gone, which only the second phase may do
+      EXPECT_FAILS(allocator_->attach(both_), Code::kDevice, "broken");
+      break;
+    }
+    EXPECT_EQ(state("weights"), RegionState::kAttached);
+    EXPECT_EQ(state("kv_cache"), RegionState::kAttached);
+    expect_content();
+  }
+  EXPECT_GE(points, 3u);  // three regions are unmapped
+}
+
+TEST_F(SleepAllocatorTest, AttachIsAllOrNothingWhereverTheDeviceFailsAndARetryWorks) {
+  ASSERT_SUCCEEDS(allocator_->detach(both_));
+  uint64_t points = 0;
+  for (uint64_t n = 1;; ++n) {
+    SCOPED_TRACE(n);
+    device_.fail_at(n);
+    const Status done = allocator_->attach(both_);
+    const bool fired = device_.fired();
+    device_.fail_at(0);
+    if (!fired) {
+      ASSERT_SUCCEEDS(done);
+      break;
+    }
+    ++points;
+    ASSERT_FALSE(done.has_value());
+    EXPECT_FALSE(done.error().state_changed);
+    EXPECT_EQ(state("weights"), RegionState::kDetached);
+    EXPECT_EQ(device_.info().physical_bytes, 0u);
+    EXPECT_EQ(device_.info().mapped_bytes, 0u);
+  }
+  EXPECT_EQ(points, 6u * 2 + 3);  // six handles are created and mapped, three regions get access
+  EXPECT_SUCCEEDS(allocator_->finish_restore(both_));
+}
+
+TEST_F(SleepAllocatorTest, WhatCannotBeUndoneIsBrokenAndRefusedByName) {
+  device_.fail_at(2, /*sticky=*/true);  // the second unmap fails, and so does mapping the first again
+  const Status done = allocator_->detach(both_);
+  device_.fail_at(0);
+  ASSERT_FALSE(done.has_value());
+  EXPECT_TRUE(done.error().state_changed);
+  EXPECT_TRUE(state("weights") == RegionState::kBroken || state("kv_cache") == RegionState::kBroken);
+  EXPECT_FAILS(allocator_->detach(both_), Code::kDevice, "broken");
+  EXPECT_FAILS(allocator_->begin_save(both_), Code::kDevice, "broken");
+}
+
+TEST_F(SleepAllocatorTest, AllocateUndoesItselfWhereverTheDeviceFails) {
+  const DeviceMemoryInfo before = device_.info();
+  for (uint64_t n = 1;; ++n) {
+    device_.fail_at(n);
+    const Result<DeviceAddress> made = allocator_->allocate("extra", "r", 2 * kUnit);
+    const bool fired = device_.fired();
+    device_.fail_at(0);
+    if (!fired) {
+      ASSERT_SUCCEEDS(made);
+      break;
+    }
+    ASSERT_FALSE(made.has_value()) << n;
+    EXPECT_EQ(device_.info().physical_bytes, before.physical_bytes);
+    EXPECT_EQ(device_.info().reserved_bytes, before.reserved_bytes);
+    EXPECT_FALSE(allocator_->states().contains("extra"));
+  }
+}
+
+TEST(SleepAllocator, NotEnoughMemoryOnWakeSaysHowMuchIsNeededAndLaterWorks) {
+  const auto device = value_of(make_host_device({.capacity_bytes = 4 * kUnit}));
+  const auto allocator = value_of(SleepAllocator::create(*device, {.handle_bytes = kUnit}));
+  ASSERT_SUCCEEDS(allocator->allocate("weights", "w", 3 * kUnit));
+  const Tags tags{"weights"};
+  ASSERT_SUCCEEDS(allocator->detach(tags));
+  const PhysicalId other = value_of(device->create(2 * kUnit));  // somebody else took it meanwhile
+  EXPECT_FAILS(allocator->attach(tags), Code::kResourceExhausted, std::to_string(3 * kUnit));
+  EXPECT_EQ(allocator->states().at("weights"), RegionState::kDetached);
+  ASSERT_SUCCEEDS(device->release(other));
+  EXPECT_SUCCEEDS(allocator->attach(tags));
+}
+
+TEST(SleepAllocator, HandlesMustFitTheGranularity) {
+  const auto device = value_of(make_host_device());
+  EXPECT_FAILS(SleepAllocator::create(*device, {.handle_bytes = 0}), Code::kInvalidArgument);
+  EXPECT_FAILS(SleepAllocator::create(*device, {.handle_bytes = kUnit + 1}), Code::kInvalidArgument, "granularity");
+}
+
+}  // namespace
+}  // namespace torpor

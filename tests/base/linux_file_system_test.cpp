@@ -1,0 +1,136 @@
+#include <fstream>
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "base/file_system.h"
+#include "tests/support/results.h"
+#include "tests/support/temporary_directory.h"
+
+namespace torpor {
+namespace {
+
+using test::value_of;
+
+class LinuxFileSystem : public ::testing::Test {
+ protected:
+  std::unique_ptr<Directory> open() { return value_of(linux_file_system().open_directory(temporary_.path(), false)); }
+  static std::span<const std::byte> bytes(std::string_view text) { return std::as_bytes(std::span(text)); }
+  mode_t mode(const std::string& name) {
+    struct stat info {};
+    EXPECT_EQ(::stat((temporary_ / name).c_str(), &info), 0);
+    return info.st_mode & 0777;
+  }
+  test::TemporaryDirectory temporary_;
+};
+
+TEST_F(LinuxFileSystem, WritesAndReadsBack) {
+  const auto directory = open();
+  const auto file = value_of(directory->create_file("f"));
+  ASSERT_SUCCEEDS(file->pwrite(bytes("hello world"), 0));
+  ASSERT_SUCCEEDS(file->pwrite(bytes("W"), 6));
+  ASSERT_SUCCEEDS(file->sync());
+  ASSERT_SUCCEEDS(directory->sync());
+  EXPECT_EQ(value_of(file->size()), 11u);
+  std::string read(5, '\0');
+  ASSERT_SUCCEEDS(value_of(directory->open_file("f"))->pread(std::as_writable_bytes(std::span(read)), 6));
+  EXPECT_EQ(read, "World");
+}
+
+TEST_F(LinuxFileSystem, FilesAreForTheirOwnerOnly) {
+  const mode_t before = ::umask(0);
+  const auto directory = open();
+  ASSERT_SUCCEEDS(directory->create_file("f"));
+  ASSERT_SUCCEEDS(directory->create_directory("d"));
+  ASSERT_SUCCEEDS(linux_file_system().open_directory(temporary_ / "a/b", true));
+  ::umask(before);
+  EXPECT_EQ(mode("f"), 0600u);
+  EXPECT_EQ(mode("d"), 0700u);
+  EXPECT_EQ(mode("a/b"), 0700u);
+}
+
+TEST_F(LinuxFileSystem, NoSymbolicLinkIsFollowed) {
+  std::ofstream(temporary_ / "secret") << "secret";
+  ASSERT_EQ(::symlink("secret", (temporary_ / "link").c_str()), 0);
+  ASSERT_EQ(::symlink("/", (temporary_ / "root").c_str()), 0);
+  const auto directory = open();
+  EXPECT_FALSE(directory->open_file("link").has_value());
+  EXPECT_FALSE(directory->create_file("link").has_value());
+  EXPECT_FALSE(directory->open_directory("root").has_value());
+}
+
+TEST_F(LinuxFileSystem, NamesAreSingleComponents) {
+  const auto directory = open();
+  for (const char* name : {"", ".", "..", "a/b", "/etc"}) {
+    EXPECT_FAILS(directory->create_file(name), Code::kInvalidArgument) << name;
+    EXPECT_FAILS(directory->open_file(name), Code::kInvalidArgument) << name;
+    EXPECT_FAILS(directory->remove_tree(name), Code::kInvalidArgument) << name;
+    EXPECT_FAILS(directory->rename_new(name, "x"), Code::kInvalidArgument) << name;
+  }
+}
+
+TEST_F(LinuxFileSystem, AShortFileIsCorruptionThatNamesIt) {
+  const auto directory = open();
+  const auto file = value_of(directory->create_file("short"));
+  ASSERT_SUCCEEDS(file->pwrite(bytes("abc"), 0));
+  std::string read(10, '\0');
+  EXPECT_FAILS(file->pread(std::as_writable_bytes(std::span(read)), 0), Code::kCorruption, "short");
+}
+
+TEST_F(LinuxFileSystem, RenameNeverReplaces) {
+  const auto directory = open();
+  ASSERT_SUCCEEDS(directory->create_directory("a"));
+  ASSERT_SUCCEEDS(directory->create_directory("b"));
+  EXPECT_FALSE(directory->rename_new("a", "b").has_value());
+  ASSERT_SUCCEEDS(directory->rename_new("a", "c"));
+  EXPECT_FAILS(directory->open_directory("a"), Code::kNotFound);
+}
+
+TEST_F(LinuxFileSystem, CreatingWhatExistsFails) {
+  const auto directory = open();
+  ASSERT_SUCCEEDS(directory->create_file("f"));
+  EXPECT_FALSE(directory->create_file("f").has_value());
+  ASSERT_SUCCEEDS(directory->create_directory("d"));
+  EXPECT_FALSE(directory->create_directory("d").has_value());
+}
+
+TEST_F(LinuxFileSystem, RemovingATreeLeavesWhatItsLinksPointTo) {
+  std::ofstream(temporary_ / "kept") << "kept";
+  ::mkdir((temporary_ / "tree").c_str(), 0700);
+  ::mkdir((temporary_ / "tree/sub").c_str(), 0700);
+  std::ofstream(temporary_ / "tree/sub/file") << "x";
+  ASSERT_EQ(::symlink((temporary_ / "kept").c_str(), (temporary_ / "tree/link").c_str()), 0);
+  ASSERT_EQ(::symlink(temporary_.path().c_str(), (temporary_ / "tree/up").c_str()), 0);
+  const auto directory = open();
+  ASSERT_SUCCEEDS(directory->remove_tree("tree"));
+  EXPECT_EQ(::access((temporary_ / "tree").c_str(), F_OK), -1);
+  EXPECT_EQ(::access((temporary_ / "kept").c_str(), F_OK), 0);
+}
+
+TEST_F(LinuxFileSystem, ALockHasOneHolderUntilItIsLetGo) {
+  const auto directory = open();
+  auto lock = value_of(directory->lock("LOCK"));
+  EXPECT_FAILS(open()->lock("LOCK"), Code::kUnavailable);
+  lock.reset();
+  EXPECT_SUCCEEDS(open()->lock("LOCK"));
+}
+
+TEST_F(LinuxFileSystem, ListsSortedWithKinds) {
+  const auto directory = open();
+  ASSERT_SUCCEEDS(directory->create_file("b"));
+  ASSERT_SUCCEEDS(directory->create_directory("a"));
+  ASSERT_EQ(::symlink("b", (temporary_ / "c").c_str()), 0);
+  const auto entries = value_of(directory->list());
+  ASSERT_EQ(entries.size(), 3u);
+  EXPECT_EQ(entries[0].name, "a");
+  EXPECT_EQ(entries[0].kind, EntryKind::kDirectory);
+  EXPECT_EQ(entries[1].kind, EntryKind::kFile);
+  EXPECT_EQ(entries[2].kind, EntryKind::kOther);
+}
+
+TEST_F(LinuxFileSystem, AMissingDirectoryIsNotFound) {
+  EXPECT_FAILS(linux_file_system().open_directory(temporary_ / "none", false), Code::kNotFound);
+}
+
+}  // namespace
+}  // namespace torpor

@@ -1,0 +1,62 @@
+#include <cerrno>
+#include <set>
+
+#include "base/status.h"
+#include "base/units.h"
+#include "tests/support/results.h"
+
+namespace torpor {
+namespace {
+
+Result<int> half(int number) {
+  if (number % 2 != 0) return Error{.code = Code::kInvalidArgument, .what = "odd", .next_step = "give an even number"};
+  return number / 2;
+}
+
+Result<int> quarter(int number) {
+  TORPOR_ASSIGN(const int once, half(number));
+  return half(once);
+}
+
+Status check_quarter(int number) {
+  TORPOR_TRY(quarter(number));
+  return ok();
+}
+
+TEST(Status, TryAndAssignReturnTheFirstError) {
+  EXPECT_EQ(test::value_of(quarter(8)), 2);
+  EXPECT_FAILS(quarter(7), Code::kInvalidArgument, "odd");
+  EXPECT_FAILS(quarter(6), Code::kInvalidArgument, "odd");
+  EXPECT_SUCCEEDS(check_quarter(4));
+  EXPECT_FAILS(check_quarter(2), Code::kInvalidArgument);
+}
+
+TEST(Status, EveryCodeHasAnOwnName) {
+  std::set<std::string_view> names;
+  for (int i = 0; i <= static_cast<int>(kLastCode); ++i) names.insert(name(static_cast<Code>(i)));
+  EXPECT_EQ(names.size(), static_cast<size_t>(kLastCode) + 1);
+}
+
+TEST(Status, SystemErrorsGetTheirCodeFromErrno) {
+  EXPECT_EQ(system_error(ENOSPC, "x").code, Code::kResourceExhausted);
+  EXPECT_EQ(system_error(EDQUOT, "x").code, Code::kResourceExhausted);
+  EXPECT_EQ(system_error(ENOENT, "x").code, Code::kNotFound);
+  EXPECT_EQ(system_error(EIO, "x").code, Code::kIo);
+  EXPECT_EQ(system_error(EIO, "x").native, EIO);
+}
+
+TEST(Status, TextNamesCodeCauseContextAndNextStep) {
+  const Error error{.code = Code::kNotFound, .what = "no file", .next_step = "make one"};
+  EXPECT_EQ(error.within("opening").to_string(), "not_found: opening: no file (make one)");
+}
+
+TEST(Units, ArithmeticThatWouldWrapHasNoValue) {
+  EXPECT_EQ(checked_add(1, 2), 3u);
+  EXPECT_EQ(checked_add(UINT64_MAX, 1), std::nullopt);
+  EXPECT_EQ(checked_mul(uint64_t{1} << 40, uint64_t{1} << 40), std::nullopt);
+  EXPECT_EQ(align_up(1, 4096), 4096u);
+  EXPECT_EQ(align_up(4096, 4096), 4096u);
+}
+
+}  // namespace
+}  // namespace torpor

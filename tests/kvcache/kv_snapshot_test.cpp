@@ -1,0 +1,123 @@
+#include "kvcache/kv_snapshot.h"
+
+#include <algorithm>
+#include <functional>
+
+#include <rapidcheck.h>
+
+#include "tests/support/example_state.h"
+#include "tests/support/results.h"
+
+namespace torpor {
+namespace {
+
+KvSnapshot example() { return test::example_checkpoint().state.kv; }
+
+TEST(KvSnapshot, AConsistentOneIsValid) { EXPECT_SUCCEEDS(example().validate()); }
+
+// Every single contradiction is found, and named.
+TEST(KvSnapshot, EachContradictionIsFound) {
+  struct Case {
+    const char* part;
+    std::function<void(KvSnapshot&)> damage;
+  };
+  const Case cases[] = {
+      {"null block", [](KvSnapshot& kv) { kv.num_blocks = 0; }},
+      {"null block", [](KvSnapshot& kv) { kv.null_block = 8; }},
+      {"block 9", [](KvSnapshot& kv) { kv.blocks[3].id = 9; }},
+      {"block 0", [](KvSnapshot& kv) { kv.blocks[3].id = 0; }},
+      {"block -3", [](KvSnapshot& kv) { kv.blocks[3].id = -3; }},
+      {"block 3 is listed twice", [](KvSnapshot& kv) { kv.blocks[3].id = 3; }},
+      {"references", [](KvSnapshot& kv) { kv.blocks[0].ref_count = 3; }},
+      {"references", [](KvSnapshot& kv) { kv.blocks[0].ref_count = -1; }},
+      {"neither a reference nor a hash", [](KvSnapshot& kv) { kv.blocks[3].hash.clear(); }},
+      {"block size", [](KvSnapshot& kv) { kv.groups[0].block_size = 0; }},
+      {"two tables", [](KvSnapshot& kv) { kv.groups[0].tables[1].request = "run"; }},
+      {"are cached", [](KvSnapshot& kv) { kv.groups[0].tables[0].num_cached_blocks = 3; }},
+      {"not listed", [](KvSnapshot& kv) { kv.groups[0].tables[0].blocks = {1, 7}; }},
+      {"prefix index", [](KvSnapshot& kv) { kv.prefix_index[0].blocks = {2}; }},
+      {"prefix index", [](KvSnapshot& kv) { kv.prefix_index.pop_back(); }},
+      {"twice", [](KvSnapshot& kv) { kv.prefix_index[0].blocks = {1, 1}; }},
+      {"empty", [](KvSnapshot& kv) { kv.prefix_index[0].blocks.clear(); }},
+      {"extra hashes", [](KvSnapshot& kv) { kv.extra_hashes = {{7, {{1}}}}; }},
+      {"free order", [](KvSnapshot& kv) { kv.free_order.pop_back(); }},
+      {"free order", [](KvSnapshot& kv) { kv.free_order[0] = 0; }},
+      {"twice", [](KvSnapshot& kv) { kv.free_order[0] = 6; }},
+      {"in use and in the free order", [](KvSnapshot& kv) { kv.free_order[0] = 2; }},
+      {"free", [](KvSnapshot& kv) { kv.num_blocks = INT32_MAX; }},  // and takes no time for each of them
+  };
+  for (const Case& c : cases) {
+    KvSnapshot kv = example();
+    c.damage(kv);
+    EXPECT_FAILS(kv.validate(), Code::kCorruption, c.part);
+  }
+}
+
+TEST(LiveBlocks, ReferencedBlocksAreAlwaysKept) {
+  const LiveBlocks live = select_live_blocks(example(), 10, 0);
+  EXPECT_EQ(live.kept, (std::vector<int32_t>{1, 2, 3}));
+  EXPECT_EQ(live.dropped, (std::vector<int32_t>{4}));
+  EXPECT_EQ(select_live_blocks(example(), 10, 9).dropped.size(), 1u);
+  EXPECT_EQ(select_live_blocks(example(), 10, 10).dropped.size(), 0u);
+  EXPECT_EQ(select_live_blocks(example(), 10, std::nullopt).kept.size(), 4u);
+}
+
+TEST(LiveBlocks, CachedBlocksAreKeptInTheOrderInWhichTheyWouldBeEvictedLast) {
+  KvSnapshot kv{.num_blocks = 6, .null_block = -1};
+  for (int32_t id = 0; id < 6; ++id) {
+    const Bytes hash{static_cast<uint8_t>(id + 1)};
+    kv.blocks.push_back({id, 0, hash, 4});
+    kv.prefix_index.push_back({hash, {id}});
+  }
+  kv.free_order = {3, 0, 5, 1, 4, 2};
+  ASSERT_SUCCEEDS(kv.validate());
+  const LiveBlocks live = select_live_blocks(kv, 100, 250);
+  EXPECT_EQ(live.kept, (std::vector<int32_t>{2, 4}));
+  drop_hashes(kv, live.dropped);
+  EXPECT_SUCCEEDS(kv.validate());
+  EXPECT_EQ(kv.prefix_index.size(), 2u);
+}
+
+// Whatever the pool looks like and whatever the budget: what remains is valid, fits, and names only kept bytes.
+TEST(LiveBlocks, AfterDroppingEveryHashHasItsBytes) {
+  const bool held = rc::check([] {
+    const int count = *rc::gen::inRange(1, 40);
+    KvSnapshot kv{.num_blocks = count, .null_block = -1};
+    kv.groups = {{.block_size = 4}};
+    KvTable table{.request = "r"};
+    std::vector<int32_t> free;
+    for (int32_t id = 0; id < count; ++id) {
+      const bool used = *rc::gen::arbitrary<bool>();
+      const bool hashed = *rc::gen::arbitrary<bool>();
+      KvBlock block{.id = id, .ref_count = used ? 1 : 0};
+      if (hashed) {
+        block.hash = {static_cast<uint8_t>(*rc::gen::inRange(0, 20))};  // some blocks share one
+        block.hash_tokens = 4;
+        const auto entry = std::find_if(kv.prefix_index.begin(), kv.prefix_index.end(), [&](const PrefixEntry& e) { return e.hash == block.hash; });
+        if (entry == kv.prefix_index.end()) {
+          kv.prefix_index.push_back({block.hash, {id}});
+        } else {
+          entry->blocks.push_back(id);
+        }
+      }
+      if (used) table.blocks.push_back(id);
+      if (!used) free.insert(free.begin() + *rc::gen::inRange<size_t>(0, free.size() + 1), id);
+      if (used || hashed) kv.blocks.push_back(block);
+    }
+    kv.groups[0].tables = {table};
+    kv.free_order = free;
+    RC_ASSERT(kv.validate().has_value());
+    const uint64_t budget = *rc::gen::inRange<uint64_t>(0, 400);
+    const LiveBlocks live = select_live_blocks(kv, 10, budget);
+    RC_ASSERT((live.kept.size() - table.blocks.size()) * 10 <= budget);
+    drop_hashes(kv, live.dropped);
+    RC_ASSERT(kv.validate().has_value());
+    for (const KvBlock& block : kv.blocks) {
+      RC_ASSERT(std::binary_search(live.kept.begin(), live.kept.end(), block.id));
+    }
+  });
+  EXPECT_TRUE(held);
+}
+
+}  // namespace
+}  // namespace torpor

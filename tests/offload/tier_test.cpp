@@ -1,0 +1,115 @@
+// What every tier must do, run on both.
+#include <numeric>
+#include <thread>
+
+#include "base/units.h"
+#include "offload/disk_tier.h"
+#include "offload/host_tier.h"
+#include "tests/support/faulty_file_system.h"
+#include "tests/support/results.h"
+#include "tests/support/temporary_directory.h"
+
+namespace torpor {
+namespace {
+
+using test::value_of;
+
+class TierContract : public ::testing::TestWithParam<bool> {
+ protected:
+  std::unique_ptr<Tier> make() {
+    if (GetParam()) return std::make_unique<HostTier>(*arena_);
+    directory_ = value_of(linux_file_system().open_directory(temporary_.path(), false));
+    return value_of(DiskTier::create(*directory_, "chunks", 3));
+  }
+  // The tier to read from: a disk tier is read by another object, as after a restart.
+  std::unique_ptr<Tier> reopen(std::unique_ptr<Tier> tier) {
+    if (GetParam()) return tier;
+    tier.reset();
+    return value_of(DiskTier::open(value_of(directory_->open_file("chunks")), 3));
+  }
+  static std::vector<std::byte> content(uint64_t index, size_t size) {
+    std::vector<std::byte> bytes(size);
+    for (size_t i = 0; i < size; ++i) bytes[i] = static_cast<std::byte>(i * 7 + index);
+    return bytes;
+  }
+  test::TemporaryDirectory temporary_;
+  std::unique_ptr<HostArena> arena_ = value_of(HostArena::create({.slab_bytes = kMiB}));
+  std::unique_ptr<Directory> directory_;
+};
+INSTANTIATE_TEST_SUITE_P(Tiers, TierContract, ::testing::Bool(), [](const auto& info) { return info.param ? "Host" : "Disk"; });
+
+TEST_P(TierContract, ChunksOfAnySizePutByManyThreadsComeBack) {
+  std::unique_ptr<Tier> tier = make();
+  constexpr uint64_t kChunks = 64;
+  std::vector<SavedChunk> chunks(kChunks);
+  const auto size_of = [](uint64_t i) { return 1 + i * 997; };
+  uint64_t total = 0;
+  for (uint64_t i = 0; i < kChunks; ++i) total += size_of(i);
+  ASSERT_SUCCEEDS(tier->prepare(total, kChunks));
+  std::vector<std::thread> threads;
+  for (uint64_t t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      for (uint64_t i = t; i < kChunks; i += 4) {
+        chunks[i].key.index = i;
+        chunks[i].bytes = size_of(i);
+        EXPECT_SUCCEEDS(tier->put(chunks[i], content(i, size_of(i))));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  ASSERT_SUCCEEDS(tier->finish());
+  tier = reopen(std::move(tier));
+  for (uint64_t i = 0; i < kChunks; ++i) {
+    std::vector<std::byte> bytes(size_of(i));
+    ASSERT_SUCCEEDS(tier->get(chunks[i], bytes));
+    EXPECT_EQ(bytes, content(i, size_of(i)));
+  }
+}
+
+TEST_P(TierContract, AChunkThatIsNotThereIsAnError) {
+  std::unique_ptr<Tier> tier = make();
+  ASSERT_SUCCEEDS(tier->finish());
+  tier = reopen(std::move(tier));
+  std::vector<std::byte> bytes(100);
+  for (const uint64_t offset : {uint64_t{1} << 20, UINT64_MAX - 50}) {
+    const SavedChunk chunk{.bytes = 100, .offset = offset, .stored_bytes = 100};
+    EXPECT_FALSE(tier->get(chunk, bytes).has_value()) << offset;
+  }
+}
+
+TEST(HostTier, BeyondTheBudgetNothingIsTaken) {
+  const auto arena = value_of(HostArena::create({.budget_bytes = kMiB, .slab_bytes = kMiB}));
+  HostTier tier(*arena);
+  EXPECT_FAILS(tier.prepare(2 * kMiB, 1), Code::kResourceExhausted);
+  EXPECT_EQ(arena->info().used_bytes, 0u);
+}
+
+class DiskTierFile : public ::testing::Test {
+ protected:
+  std::unique_ptr<File> file() { return value_of(directory_->open_file("chunks")); }
+  test::TemporaryDirectory temporary_;
+  std::unique_ptr<Directory> directory_ = value_of(linux_file_system().open_directory(temporary_.path(), false));
+};
+
+TEST_F(DiskTierFile, AForeignHeaderIsRefused) {
+  ASSERT_SUCCEEDS(value_of(DiskTier::create(*directory_, "chunks", 3))->finish());
+  EXPECT_SUCCEEDS(DiskTier::open(file(), 3));
+  EXPECT_FAILS(DiskTier::open(file(), 4), Code::kIncompatible, "rank");
+  std::vector<std::byte> noise(4096, std::byte{0x55});
+  ASSERT_SUCCEEDS(value_of(directory_->create_file("noise"))->pwrite(noise, 0));
+  EXPECT_FAILS(DiskTier::open(value_of(directory_->open_file("noise")), 3), Code::kCorruption, "noise");
+  ASSERT_SUCCEEDS(directory_->create_file("empty"));
+  EXPECT_FAILS(DiskTier::open(value_of(directory_->open_file("empty")), 3), Code::kCorruption);
+}
+
+TEST_F(DiskTierFile, AFullDiskIsResourceExhausted) {
+  test::FaultyFileSystem faulty;
+  const auto directory = value_of(faulty.open_directory(temporary_.path(), false));
+  const auto tier = value_of(DiskTier::create(*directory, "full", 0));
+  faulty.plan.set(test::Fault::kError, 1, ENOSPC);
+  SavedChunk chunk{.bytes = 10};
+  EXPECT_FAILS(tier->put(chunk, std::vector<std::byte>(10)), Code::kResourceExhausted);
+}
+
+}  // namespace
+}  // namespace torpor

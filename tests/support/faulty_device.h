@@ -1,0 +1,64 @@
+// A DeviceMemory that fails on command: the n-th call that can fail, once or from then on; or a wait that proves nothing.
+#pragma once
+
+#include <atomic>
+#include <memory>
+
+#include "allocator/device_memory.h"
+
+namespace torpor::test {
+
+class FaultyDevice final : public DeviceMemory {
+ public:
+  explicit FaultyDevice(std::unique_ptr<DeviceMemory> inner) : inner_(std::move(inner)) {}
+
+  // The n-th fallible call from now (1 is the next) fails; with `sticky`, all after it too. 0: none.
+  void fail_at(uint64_t n, bool sticky = false) { calls_ = 0, fail_at_ = n, sticky_ = sticky; }
+  // The next waits end like this instead of kCompleted.
+  void drain_as(Drain drain) { drain_ = drain; }
+  uint64_t calls() const { return calls_; }
+  bool fired() const { return fail_at_ != 0 && calls_ >= fail_at_; }
+
+  std::string_view kind() const override { return inner_->kind(); }
+  uint64_t granularity() const override { return inner_->granularity(); }
+
+ protected:
+  Result<DeviceAddress> do_reserve(uint64_t size) override { return fails() ? Result<DeviceAddress>(injected()) : inner_->reserve(size); }
+  Status do_free_reservation(DeviceAddress address, uint64_t) override { return fails() ? Status(injected()) : inner_->free_reservation(address); }
+  Result<PhysicalId> do_create(uint64_t size) override { return fails() ? Result<PhysicalId>(injected()) : inner_->create(size); }
+  Status do_release(PhysicalId id) override { return fails() ? Status(injected()) : inner_->release(id); }
+  Status do_map(DeviceAddress address, PhysicalId id, uint64_t) override { return fails() ? Status(injected()) : inner_->map(address, id); }
+  Status do_set_access(DeviceAddress address, uint64_t size, Access access) override {
+    return fails() ? Status(injected()) : inner_->set_access(address, size, access);
+  }
+  Status do_unmap(DeviceAddress address, uint64_t size) override { return fails() ? Status(injected()) : inner_->unmap(address, size); }
+  Result<StreamId> do_create_stream() override { return inner_->create_stream(); }
+  Status do_destroy_stream(StreamId stream) override { return inner_->destroy_stream(stream); }
+  Status do_copy_async(StreamId stream, Direction direction, std::span<const Copy> copies) override {
+    return fails() ? Status(injected()) : inner_->copy_async(stream, direction, copies);
+  }
+  Result<EventId> do_record(StreamId stream) override { return inner_->record(stream); }
+  DrainResult do_wait(EventId event) override {
+    DrainResult result = inner_->wait(event);
+    if (drain_ != Drain::kCompleted) result = {drain_, injected()};
+    return result;
+  }
+  uint64_t capacity_bytes() const override { return inner_->info().capacity_bytes; }
+
+ private:
+  bool fails() {
+    const uint64_t call = ++calls_;
+    return fail_at_ != 0 && (sticky_ ? call >= fail_at_ : call == fail_at_);
+  }
+  static Error injected() {
+    return Error{.code = Code::kDevice, .what = "injected device failure", .next_step = "none", .origin = Origin::kDevice, .native = 999};
+  }
+
+  std::unique_ptr<DeviceMemory> inner_;
+  std::atomic<uint64_t> calls_ = 0;
+  std::atomic<uint64_t> fail_at_ = 0;
+  std::atomic<bool> sticky_ = false;
+  std::atomic<Drain> drain_ = Drain::kCompleted;
+};
+
+}  // namespace torpor::test

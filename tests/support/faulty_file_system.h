@@ -1,0 +1,138 @@
+// A FileSystem over the real one that counts every call that changes or reads something, and at the n-th call fails or
+// kills the process with SIGKILL, before or after the call took effect.
+#pragma once
+
+#include <atomic>
+#include <cerrno>
+#include <csignal>
+#include <memory>
+
+#include <unistd.h>
+
+#include "base/file_system.h"
+
+namespace torpor::test {
+
+enum class Fault : uint8_t { kNone, kError, kKillBefore, kKillAfter };
+
+struct FaultPlan {
+  Fault fault = Fault::kNone;
+  uint64_t at = 0;      // 1 is the first call
+  int native = EIO;     // of kError
+  bool sticky = false;  // kError: all later calls fail too
+  std::atomic<uint64_t> calls = 0;
+
+  void set(Fault what, uint64_t n, int error = EIO, bool all_after = false) { calls = 0, fault = what, at = n, native = error, sticky = all_after; }
+  void clear() { set(Fault::kNone, 0); }
+  bool fired() const { return fault != Fault::kNone && calls >= at; }
+
+  // Runs one call under the plan.
+  template <class Call>
+  auto run(Call call) -> decltype(call()) {
+    const uint64_t number = ++calls;
+    const bool now = number == at || (sticky && number > at);
+    if (fault == Fault::kError && now) return system_error(native, "injected");
+    if (fault == Fault::kKillBefore && now) ::kill(::getpid(), SIGKILL);
+    auto result = call();
+    if (fault == Fault::kKillAfter && now) ::kill(::getpid(), SIGKILL);
+    return result;
+  }
+};
+
+class FaultyFile final : public File {
+ public:
+  FaultyFile(std::unique_ptr<File> inner, FaultPlan& plan) : inner_(std::move(inner)), plan_(plan) {}
+  Result<uint64_t> size() const override {
+    return plan_.run([&] { return inner_->size(); });
+  }
+  Status pread(std::span<std::byte> bytes, uint64_t offset) const override {
+    return plan_.run([&] { return inner_->pread(bytes, offset); });
+  }
+  Status pwrite(std::span<const std::byte> bytes, uint64_t offset) override {
+    return plan_.run([&]() -> Status {
+      // In two halves, so that a kill leaves a torn write.
+      const size_t half = bytes.size() / 2;
+      TORPOR_TRY(inner_->pwrite(bytes.first(half), offset));
+      if (plan_.fault == Fault::kKillAfter && plan_.calls == plan_.at && half > 0 && plan_.at % 2 == 0) ::kill(::getpid(), SIGKILL);
+      return inner_->pwrite(bytes.subspan(half), offset + half);
+    });
+  }
+  Status preallocate(uint64_t size) override {
+    return plan_.run([&] { return inner_->preallocate(size); });
+  }
+  Status truncate(uint64_t size) override {
+    return plan_.run([&] { return inner_->truncate(size); });
+  }
+  Status sync() override {
+    return plan_.run([&] { return inner_->sync(); });
+  }
+  const std::string& name() const override { return inner_->name(); }
+
+ private:
+  std::unique_ptr<File> inner_;
+  FaultPlan& plan_;
+};
+
+class FaultyDirectory final : public Directory {
+ public:
+  FaultyDirectory(std::unique_ptr<Directory> inner, FaultPlan& plan) : inner_(std::move(inner)), plan_(plan) {}
+  const std::string& path() const override { return inner_->path(); }
+  Result<std::unique_ptr<File>> create_file(std::string_view name) override {
+    return file([&] { return inner_->create_file(name); });
+  }
+  Result<std::unique_ptr<File>> open_file(std::string_view name) const override {
+    return file([&] { return inner_->open_file(name); });
+  }
+  Result<std::unique_ptr<Directory>> create_directory(std::string_view name) override {
+    return directory([&] { return inner_->create_directory(name); });
+  }
+  Result<std::unique_ptr<Directory>> open_directory(std::string_view name) const override {
+    return directory([&] { return inner_->open_directory(name); });
+  }
+  Result<std::vector<Entry>> list() const override {
+    return plan_.run([&] { return inner_->list(); });
+  }
+  Status rename_new(std::string_view from, std::string_view to) override {
+    return plan_.run([&] { return inner_->rename_new(from, to); });
+  }
+  Status remove_file(std::string_view name) override {
+    return plan_.run([&] { return inner_->remove_file(name); });
+  }
+  Status remove_tree(std::string_view name) override {
+    return plan_.run([&] { return inner_->remove_tree(name); });
+  }
+  Status sync() override {
+    return plan_.run([&] { return inner_->sync(); });
+  }
+  Result<uint64_t> free_bytes() const override {
+    return plan_.run([&] { return inner_->free_bytes(); });
+  }
+  Result<std::unique_ptr<File>> lock(std::string_view name) override {
+    return file([&] { return inner_->lock(name); });
+  }
+
+ private:
+  template <class Call>
+  Result<std::unique_ptr<File>> file(Call call) const {
+    TORPOR_ASSIGN(std::unique_ptr<File> inner, plan_.run(call));
+    return std::unique_ptr<File>(std::make_unique<FaultyFile>(std::move(inner), plan_));
+  }
+  template <class Call>
+  Result<std::unique_ptr<Directory>> directory(Call call) const {
+    TORPOR_ASSIGN(std::unique_ptr<Directory> inner, plan_.run(call));
+    return std::unique_ptr<Directory>(std::make_unique<FaultyDirectory>(std::move(inner), plan_));
+  }
+  std::unique_ptr<Directory> inner_;
+  FaultPlan& plan_;
+};
+
+class FaultyFileSystem final : public FileSystem {
+ public:
+  FaultPlan plan;
+  Result<std::unique_ptr<Directory>> open_directory(const std::string& path, bool create) override {
+    TORPOR_ASSIGN(std::unique_ptr<Directory> inner, plan.run([&] { return linux_file_system().open_directory(path, create); }));
+    return std::unique_ptr<Directory>(std::make_unique<FaultyDirectory>(std::move(inner), plan));
+  }
+};
+
+}  // namespace torpor::test

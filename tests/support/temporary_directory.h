@@ -1,0 +1,28 @@
+// A directory of its own for one test, removed at its end.
+#pragma once
+
+#include <string>
+
+#include <boost/filesystem.hpp>
+
+namespace torpor::test {
+
+class TemporaryDirectory {
+ public:
+  TemporaryDirectory() : path_(boost::filesystem::temp_directory_path() / boost::filesystem::unique_path("torpor-test-%%%%-%%%%-%%%%")) {
+    boost::filesystem::create_directories(path_);
+  }
+  ~TemporaryDirectory() {
+    boost::system::error_code ignored;
+    boost::filesystem::remove_all(path_, ignored);
+  }
+  TemporaryDirectory(const TemporaryDirectory&) = delete;
+  TemporaryDirectory& operator=(const TemporaryDirectory&) = delete;
+  std::string path() const { return path_.string(); }
+  std::string operator/(const std::string& name) const { return (path_ / name).string(); }
+
+ private:
+  boost::filesystem::path path_;
+};
+
+}  // namespace torpor::test

@@ -1,0 +1,32 @@
+// Writes a whole checkpoint: the example state, and a chunk for each of its blocks.
+#pragma once
+
+#include "checkpoint/checkpoint_manager.h"
+#include "offload/disk_tier.h"
+#include "tests/support/example_state.h"
+
+namespace torpor::test {
+
+inline std::vector<std::byte> example_block(uint64_t block) { return std::vector<std::byte>(1000, static_cast<std::byte>(block)); }
+
+inline Result<std::string> write_checkpoint(FileSystem& file_system, CheckpointManager& manager) {
+  const EngineCheckpoint state = example_checkpoint();
+  TORPOR_ASSIGN(PendingCheckpoint pending, manager.begin(100'000));
+  TORPOR_TRY(pending.write_state(state));
+  TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, file_system.open_directory(pending.staging_path(), false));
+  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, DiskTier::create(*directory, "chunks-r0", 0));
+  RankChunks rank{.rank = 0, .file = "chunks-r0"};
+  TORPOR_TRY(tier->prepare(4'000, 4));
+  for (const KvBlock& block : state.state.kv.blocks) {
+    const std::vector<std::byte> bytes = example_block(static_cast<uint64_t>(block.id));
+    SavedChunk chunk{.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = static_cast<uint64_t>(block.id)}, .bytes = bytes.size(), .digest = digest_of(bytes)};
+    TORPOR_TRY(tier->put(chunk, bytes));
+    rank.chunks.push_back(chunk);
+  }
+  TORPOR_TRY(tier->finish());
+  rank.file_bytes = tier->file_bytes();
+  pending.add_rank(std::move(rank));
+  return pending.commit();
+}
+
+}  // namespace torpor::test
