@@ -23,12 +23,16 @@ Result<std::vector<RankReply>> RankGroup::call(const std::string& method, const 
   return replies;
 }
 
-void RankGroup::undo(const std::string& method, const RankOrder& order) {
+std::vector<RankReply> RankGroup::undo(const std::string& method, const RankOrder& order) {
   const Result<std::vector<RankReply>> replies = send(method, order);
-  if (!replies) return log().error("undoing with {}: {}", method, replies.error().to_string());
+  if (!replies) {
+    log().error("undoing with {}: {}", method, replies.error().to_string());
+    return {};
+  }
   for (const RankReply& reply : *replies) {
     if (reply.error && reply.error->code != Code::kFailedPrecondition) log().error("undoing with {}: {}", method, reply.error->to_string());
   }
+  return *replies;
 }
 
 uint64_t total_bytes(const std::vector<RankReply>& replies) {

@@ -59,8 +59,10 @@ class SleepController::Operation {
   Operation& operator=(const Operation&) = delete;
 
   void undo_with(std::function<void()> step) { undo_.push_back(std::move(step)); }
+  // Stops once the engine is lost: what is left to undo would touch memory that is not there, or take away the checkpoint
+  // that the requests can still be woken from.
   void undo() {
-    for (auto step = undo_.rbegin(); step != undo_.rend(); ++step) (*step)();
+    for (auto step = undo_.rbegin(); step != undo_.rend() && !controller_.lost(); ++step) (*step)();
     undo_.clear();
   }
   void keep() { undo_.clear(); }
@@ -110,6 +112,11 @@ void SleepController::set_state(State state) {
     case State::kWaking: public_.engine = "waking"; break;
     case State::kLost: public_.engine = "lost"; break;
   }
+}
+
+bool SleepController::lost() const {
+  const std::lock_guard lock(state_mutex_);
+  return state_ == State::kLost;
 }
 
 void SleepController::lose(const Error& error) {
@@ -238,13 +245,9 @@ Result<SleepReport> SleepController::sleep(const SleepOptions& options) {
   Result<SleepReport> report = fall_asleep(options, operation);
   if (!report) {
     operation.undo();
-    const std::lock_guard lock(state_mutex_);
-    if (state_ == State::kFallingAsleep) {
-      state_ = State::kAwake;
-      public_.engine = "awake";
-    }
+    if (!lost()) set_state(State::kAwake);
     Error error = std::move(report).error();
-    error.state_changed = state_ == State::kLost;
+    error.state_changed = lost();
     return error.within("sleep");
   }
   operation.keep();
@@ -401,7 +404,12 @@ Result<SleepReport> SleepController::fall_asleep(const SleepOptions& options, Op
 // After a detach that failed on some rank: bring the others back from their backups.
 Status SleepController::undo_detach(const std::vector<std::string>& tags) {
   ranks_.undo("attach", {.tags = tags});
-  ranks_.undo("restore", {.tags = tags});
+  const std::vector<RankReply> restored = ranks_.undo("restore", {.tags = tags});
+  for (const RankReply& reply : restored) {
+    if (!reply.error && contains(reply.without_content, kWeightsTag)) {
+      return Error{.code = Code::kDevice, .what = "the weights of a rank are gone, those of another are not", .next_step = "start a new engine", .origin = Origin::kDevice};
+    }
+  }
   ranks_.undo("finish", {.tags = tags});
   ranks_.undo("cancel_save", {.tags = tags});
   TORPOR_ASSIGN(const std::vector<RankReply> described, ranks_.call("describe", {}));
@@ -446,14 +454,9 @@ Result<SleepReport> SleepController::wake_up(const WakeOptions& options) {
   Result<SleepReport> report = before == State::kAsleep ? wake_same_process(options, operation) : wake_from_checkpoint(options, operation);
   if (!report) {
     operation.undo();
-    bool lost = false;
-    {
-      const std::lock_guard lock(state_mutex_);
-      lost = state_ == State::kLost;
-    }
-    if (!lost) set_state(before);
+    if (!lost()) set_state(before);
     Error error = std::move(report).error();
-    error.state_changed = lost;
+    error.state_changed = lost();
     return error.within("wake");
   }
   operation.keep();

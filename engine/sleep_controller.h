@@ -131,6 +131,7 @@ class SleepController {
   void set_state(State state);
   void remember(const std::vector<RankReply>& replies);
   void lose(const Error& error);
+  bool lost() const;
 
   EngineHooks& hooks_;
   FileSystem& file_system_;

@@ -13,8 +13,6 @@ from devtool import checks, setup
 from devtool.setup import ROOT, SetupError, say
 
 PRESETS = ("dev", "release", "asan", "tsan")
-# What threads touch; the rest of the tests would only be slow under the thread sanitizer.
-TSAN_TARGETS = ("allocator_test", "offload_test", "engine_test")
 BENCHES = {"scheduler_state": "tools/bench/scheduler_state_bench.py", "sleep_wake": "build/release/tools/bench/sleep_wake_bench"}
 
 
@@ -120,14 +118,14 @@ def test(arguments: list[str]) -> int:
         code = subprocess.run([str(c) for c in command], cwd=ROOT, stdin=subprocess.DEVNULL, **options).returncode
         results.append((title, code == 0, time.monotonic() - began))
 
-    def ctest(preset: str, targets: tuple[str, ...] = ()) -> None:
-        cmake_build(preset, targets)
+    def ctest(preset: str) -> None:
+        cmake_build(preset)
         step(f"C++ tests, {preset}", ["ctest", "--preset", preset, "-j", os.cpu_count() or 2])
 
     ctest("release")
     if not quick:
         ctest("asan")
-        ctest("tsan", TSAN_TARGETS)
+        ctest("tsan")
     env = os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"}
     step("Python tests, real engine", [python_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/python", *(["-m", "not slow"] if quick else [])], env=env)
     step("Tools and documents", [python_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/tools"], env=env)

@@ -1,0 +1,113 @@
+#include "engine/rank_memory.h"
+
+#include <cstring>
+
+#include "allocator/host_device.h"
+#include "base/units.h"
+#include "tests/support/results.h"
+
+namespace torpor {
+namespace {
+
+using test::value_of;
+
+class RankMemoryTest : public ::testing::Test {
+ protected:
+  std::unique_ptr<RankMemory> make(bool keep_backup) {
+    auto memory = value_of(RankMemory::create(value_of(make_host_device()), linux_file_system(), {.threads = 2, .keep_backup = keep_backup}));
+    address_ = value_of(memory->allocate("weights", "w", kSize));
+    std::memset(reinterpret_cast<void*>(address_), 5, kSize);  // NOLINT(performance-no-int-to-ptr)
+    return memory;
+  }
+  static RankReply call(RankMemory& memory, const std::string& method, RankOrder order = {.tags = {"weights"}}) {
+    RankReply reply = value_of(decode_reply(memory.call(method, encode_order(order))));
+    if (reply.error) ADD_FAILURE() << method << ": " << reply.error->to_string();
+    return reply;
+  }
+  static RankReply sleep_and_wake(RankMemory& memory) {
+    RankReply saved = call(memory, "save");
+    call(memory, "detach");
+    call(memory, "attach");
+    call(memory, "restore");
+    call(memory, "finish", {.tags = {"weights"}, .keep_backup = true});
+    return saved;
+  }
+  static constexpr uint64_t kSize = 10 * kMiB;
+  DeviceAddress address_ = 0;
+};
+
+TEST_F(RankMemoryTest, AKeptBackupIsNotCopiedAgainUntilTheOwnerMarksItDirty) {
+  const auto memory = make(true);
+  EXPECT_EQ(sleep_and_wake(*memory).bytes, kSize);
+  EXPECT_EQ(sleep_and_wake(*memory).bytes, 0u);
+  memory->mark_dirty("weights");
+  EXPECT_EQ(sleep_and_wake(*memory).bytes, kSize);
+}
+
+TEST_F(RankMemoryTest, WithoutAKeptBackupNoHostMemoryIsHeldWhileAwake) {
+  const auto memory = make(false);
+  EXPECT_EQ(sleep_and_wake(*memory).bytes, kSize);
+  EXPECT_EQ(memory->ledger().arena_held_bytes, 0u);
+  EXPECT_EQ(sleep_and_wake(*memory).bytes, kSize);
+}
+
+TEST_F(RankMemoryTest, TheLedgerNamesEveryByte) {
+  const auto memory = make(false);
+  EXPECT_EQ(memory->ledger().device_physical_bytes, kSize);
+  call(*memory, "save");
+  const RankReply asleep = call(*memory, "detach");
+  EXPECT_EQ(asleep.bytes, kSize);
+  EXPECT_EQ(asleep.ledger.device_physical_bytes, 0u);
+  EXPECT_EQ(asleep.ledger.tags.at("weights").state, "detached");
+  EXPECT_EQ(asleep.ledger.tags.at("weights").physical_bytes, 0u);
+  EXPECT_EQ(asleep.ledger.tags.at("weights").backup_host_bytes, kSize);
+  EXPECT_GE(asleep.ledger.arena_used_bytes, kSize);
+  EXPECT_GE(asleep.ledger.process_resident_bytes, asleep.ledger.arena_used_bytes);
+}
+
+TEST_F(RankMemoryTest, DigestsAreThoseOfTheContentAlsoWhileAsleep) {
+  const auto memory = make(false);
+  const std::string awake = call(*memory, "digest").digests.at("weights");
+  call(*memory, "save");
+  call(*memory, "detach");
+  EXPECT_EQ(call(*memory, "digest").digests.at("weights"), awake);
+  call(*memory, "attach");
+  call(*memory, "restore");
+  call(*memory, "finish");
+  EXPECT_EQ(call(*memory, "digest").digests.at("weights"), awake);
+  *reinterpret_cast<std::byte*>(address_) = std::byte{6};  // NOLINT(performance-no-int-to-ptr)
+  memory->mark_dirty("weights");
+  EXPECT_NE(call(*memory, "digest").digests.at("weights"), awake);
+}
+
+TEST_F(RankMemoryTest, ALayoutThatReachesOutsideItsRegionsIsRefused) {
+  const auto memory = make(false);
+  const DeviceAddress kv = value_of(memory->allocate("kv_cache", "kv", 1000));
+  const auto layout = [&](uint64_t address, uint64_t block_bytes) {
+    return KvLayout{.num_blocks = 10, .tensors = {{.address = address, .layers = 1, .layer_stride = 1, .block_stride = block_bytes, .block_bytes = block_bytes}}};
+  };
+  EXPECT_SUCCEEDS(memory->set_kv_layout("kv_cache", layout(kv, 100)));
+  EXPECT_FAILS(memory->set_kv_layout("kv_cache", layout(kv, 101)), Code::kInvalidArgument, "outside");
+  EXPECT_FAILS(memory->set_kv_layout("kv_cache", layout(address_, 100)), Code::kInvalidArgument, "outside");
+}
+
+TEST_F(RankMemoryTest, HostileAndUnknownOrdersAreErrorsInTheReply) {
+  const auto memory = make(false);
+  const RankReply unknown = value_of(decode_reply(memory->call("explode", encode_order({}))));
+  ASSERT_TRUE(unknown.error.has_value());
+  EXPECT_EQ(unknown.error->code, Code::kInvalidArgument);
+  for (const Bytes& noise : {Bytes{}, Bytes(7, 0xff), Bytes(1000, 0xff)}) {
+    const RankReply reply = value_of(decode_reply(memory->call("save", noise)));
+    ASSERT_TRUE(reply.error.has_value());
+    EXPECT_EQ(reply.error->code, Code::kCorruption);
+  }
+  ASSERT_SUCCEEDS(memory->set_kv_layout("kv_cache", {.num_blocks = 10, .tensors = {{.address = value_of(memory->allocate("kv_cache", "kv", 1000)), .layers = 1, .layer_stride = 1, .block_stride = 100, .block_bytes = 100}}}));
+  for (const int32_t block : {-1, 10, INT32_MAX}) {
+    const RankReply reply = value_of(decode_reply(memory->call("save", encode_order({.tags = {"kv_cache"}, .blocks = {block}}))));
+    ASSERT_TRUE(reply.error.has_value()) << block;
+    EXPECT_EQ(reply.error->code, Code::kIncompatible);
+  }
+}
+
+}  // namespace
+}  // namespace torpor

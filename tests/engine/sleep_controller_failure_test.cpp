@@ -1,0 +1,352 @@
+// When something fails (docs/semantics.md, "When something fails"): one test for each row, and faults everywhere.
+#include <fstream>
+
+#include "engine/sleep_controller.h"
+#include "tests/support/results.h"
+#include "tests/support/sleeping_engine.h"
+
+namespace torpor {
+namespace {
+
+using namespace test;
+
+class SleepFailure : public ::testing::Test {
+ protected:
+  SleepingEngine make(TestEngineOptions options = {}) { return SleepingEngine(file_system_, temporary_.path(), options); }
+  static void begin(TestEngine& engine, int steps = 6) {
+    add_example_requests(engine);
+    for (int i = 0; i < steps; ++i) engine.step();
+  }
+  static constexpr SleepOptions to_host() { return {.preserve_state = true}; }
+  static constexpr SleepOptions to_disk() { return {.preserve_state = true, .to_disk = true}; }
+  // It serves on as if nothing had been asked.
+  static void expect_untouched(SleepingEngine& slept) {
+    EXPECT_FALSE(slept.controller.is_sleeping());
+    EXPECT_FALSE(slept.engine.frozen());
+    EXPECT_EQ(finish(slept.engine), uninterrupted());
+    EXPECT_EQ(slept.engine.recomputed(), 0);
+  }
+  std::string written_checkpoint(TestEngineOptions options = {}) {
+    SleepingEngine slept = make(options);
+    begin(slept.engine);
+    return value_of(slept.controller.sleep(to_disk())).checkpoint;
+  }
+  test::TemporaryDirectory temporary_;
+  FaultyFileSystem file_system_;
+};
+
+TEST_F(SleepFailure, AlreadyAsleepOrAwakeIsANoOp) {
+  SleepingEngine slept = make();
+  begin(slept.engine);
+  const SleepReport awake = value_of(slept.controller.wake_up({}));
+  EXPECT_FALSE(awake.changed);
+  EXPECT_TRUE(awake.fully_awake);
+  ASSERT_SUCCEEDS(slept.controller.sleep(to_host()));
+  const SleepReport again = value_of(slept.controller.sleep(to_disk()));
+  EXPECT_FALSE(again.changed);
+  EXPECT_EQ(again.level, 1);
+  ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+  expect_untouched(slept);
+}
+
+TEST_F(SleepFailure, WrongArgumentsAreRefusedByName) {
+  SleepingEngine slept = make();
+  begin(slept.engine);
+  const auto with = [](auto change) {
+    SleepOptions options = to_host();
+    change(options);
+    return options;
+  };
+  EXPECT_FAILS(slept.controller.sleep(with([](auto& o) { o.level = 3; })), Code::kInvalidArgument, "level is 3");
+  EXPECT_FAILS(slept.controller.sleep(with([](auto& o) { o.level = -1; })), Code::kInvalidArgument, "level");
+  EXPECT_FAILS(slept.controller.sleep(with([](auto& o) { o.tags = {"wieghts"}; })), Code::kInvalidArgument, "wieghts");
+  EXPECT_FAILS(slept.controller.sleep(with([](auto& o) { o.in_flight = "explode"; })), Code::kInvalidArgument, "explode");
+  EXPECT_FAILS(slept.controller.sleep(with([](auto& o) { o.in_flight = "abort"; })), Code::kInvalidArgument, "preserve_state");
+  EXPECT_FAILS(slept.controller.sleep(with([](auto& o) { o.timeout_seconds = -1; })), Code::kInvalidArgument, "timeout");
+  EXPECT_FAILS(slept.controller.sleep(with([](auto& o) { o.to_disk = true, o.tags = {"weights"}; })), Code::kInvalidArgument, "kv_cache");
+  EXPECT_FAILS(slept.controller.sleep({.level = 0, .to_disk = true}), Code::kInvalidArgument, "level 0");
+  SleepingEngine without_directory(file_system_, "");
+  EXPECT_FAILS(without_directory.controller.sleep(to_disk()), Code::kInvalidArgument, "directory");
+  ASSERT_SUCCEEDS(slept.controller.sleep(to_host()));
+  EXPECT_FAILS(slept.controller.wake_up({.tags = {"wieghts"}}), Code::kInvalidArgument, "wieghts");
+  EXPECT_FAILS(slept.controller.wake_up({.from_checkpoint = temporary_.path()}), Code::kFailedPrecondition, "asleep");
+  ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+  expect_untouched(slept);
+}
+
+TEST_F(SleepFailure, AFeatureThatCannotBePreservedIsRefusedByNameBeforeAnythingIsTouched) {
+  SleepingEngine slept = make();
+  begin(slept.engine);
+  slept.engine.unsupported_features = {"LoRA", "speculative decoding"};
+  slept.engine.before_hook = [](const std::string& hook) { EXPECT_TRUE(hook == "unsupported" || hook == "rank describe") << hook; };
+  EXPECT_FAILS(slept.controller.sleep(to_host()), Code::kUnsupported, "LoRA; speculative decoding");
+  slept.engine.before_hook = nullptr;
+  expect_untouched(slept);
+}
+
+TEST_F(SleepFailure, WhereverAHookFailsTheEngineStaysAwakeWithNothingLost) {
+  for (const char* hook : {"unsupported", "quiesce", "capture", "fingerprint", "release_derived", "rank describe", "rank save", "rank detach", "rank moved"}) {
+    SCOPED_TRACE(hook);
+    SleepingEngine slept = make();
+    begin(slept.engine);
+    slept.engine.fail_hook(hook);
+    const Result<SleepReport> report = slept.controller.sleep(to_disk());
+    EXPECT_FAILS(report, Code::kInternal, hook);
+    EXPECT_FALSE(report.error().state_changed);
+    EXPECT_FAILS(open_checkpoint(linux_file_system(), temporary_.path()), Code::kNotFound);  // none is left behind
+    expect_untouched(slept);
+  }
+}
+
+TEST_F(SleepFailure, WhereverAWakeFailsItStaysAsleepAndARetryWorks) {
+  for (const bool disk : {false, true}) {
+    for (const char* hook : {"rank attach", "rank restore", "rebuild_derived", "reconnect", "rank finish"}) {
+      SCOPED_TRACE(testing::Message() << hook << (disk ? " to disk" : " to host"));
+      SleepingEngine slept = make();
+      begin(slept.engine);
+      ASSERT_SUCCEEDS(slept.controller.sleep(disk ? to_disk() : to_host()));
+      slept.engine.fail_hook(hook);
+      const Result<SleepReport> woken = slept.controller.wake_up({});
+      EXPECT_FAILS(woken, Code::kInternal, hook);
+      EXPECT_FALSE(woken.error().state_changed);
+      EXPECT_TRUE(slept.controller.is_sleeping());
+      EXPECT_EQ(slept.engine.device().info().physical_bytes, 0u);
+      ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+      expect_untouched(slept);
+    }
+  }
+}
+
+// The device fails at each of its calls, once: the sleep either happens, or did not happen; if what failed cannot be
+// undone the engine says that it is lost.
+TEST_F(SleepFailure, WhereverTheDeviceFailsASleepIsAllOrNothing) {
+  for (const int ranks : {1, 2}) {
+    const TestEngineOptions options{.ranks = ranks};
+    const TestEngine::Tokens expected = uninterrupted(options);
+    int undone = 0;
+    int lost = 0;
+    for (uint64_t n = 1;; ++n) {
+      SCOPED_TRACE(testing::Message() << ranks << " ranks, call " << n);
+      SleepingEngine slept = make(options);
+      begin(slept.engine);
+      slept.engine.device(ranks - 1).fail_at(n);
+      const Result<SleepReport> report = slept.controller.sleep(to_host());
+      const bool fired = slept.engine.device(ranks - 1).fired();
+      slept.engine.device(ranks - 1).fail_at(0);
+      if (!report && slept.controller.state().engine == "lost") {
+        EXPECT_TRUE(report.error().state_changed);
+        EXPECT_FAILS(slept.controller.wake_up({}), Code::kFailedPrecondition, "lost");
+        EXPECT_FAILS(slept.controller.sleep(to_host()), Code::kFailedPrecondition, "lost");
+        ++lost;
+        continue;
+      }
+      if (report) {
+        ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+      } else {
+        EXPECT_FALSE(report.error().state_changed);
+        ++undone;
+      }
+      EXPECT_FALSE(slept.engine.frozen());
+      EXPECT_EQ(finish(slept.engine), expected);
+      if (!fired) break;
+    }
+    EXPECT_GT(undone, 5);
+    EXPECT_EQ(lost, 2);  // the two releases: memory that the device will not give up
+  }
+}
+
+TEST_F(SleepFailure, WhereverTheDeviceFailsAWakeStaysAsleepAndARetryWorks) {
+  for (const int ranks : {1, 2}) {
+    const TestEngineOptions options{.ranks = ranks};
+    const TestEngine::Tokens expected = uninterrupted(options);
+    for (uint64_t n = 1;; ++n) {
+      SCOPED_TRACE(testing::Message() << ranks << " ranks, call " << n);
+      SleepingEngine slept = make(options);
+      begin(slept.engine);
+      ASSERT_SUCCEEDS(slept.controller.sleep(to_host()));
+      slept.engine.device(ranks - 1).fail_at(n);
+      const Result<SleepReport> woken = slept.controller.wake_up({});
+      const bool fired = slept.engine.device(ranks - 1).fired();
+      slept.engine.device(ranks - 1).fail_at(0);
+      if (!woken) {
+        EXPECT_FALSE(woken.error().state_changed);
+        EXPECT_TRUE(slept.controller.is_sleeping());
+        ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+      }
+      EXPECT_EQ(finish(slept.engine), expected);
+      if (!fired) break;
+    }
+  }
+}
+
+TEST_F(SleepFailure, WhereverAFileOperationFailsASleepToDiskIsAllOrNothing) {
+  const TestEngine::Tokens expected = uninterrupted();
+  for (const int native : {EIO, ENOSPC}) {
+    for (uint64_t n = 1;; ++n) {
+      SCOPED_TRACE(testing::Message() << "call " << n << ", errno " << native);
+      SleepingEngine slept = make();
+      begin(slept.engine);
+      file_system_.plan.set(Fault::kError, n, native);
+      const Result<SleepReport> report = slept.controller.sleep(to_disk());
+      const bool fired = file_system_.plan.fired();
+      file_system_.plan.clear();
+      if (report) {
+        ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+      } else {
+        EXPECT_FALSE(report.error().state_changed);
+      }
+      EXPECT_FALSE(slept.engine.frozen());
+      EXPECT_EQ(finish(slept.engine), expected);
+      if (!fired) break;
+      ASSERT_LT(n, 300u);
+    }
+  }
+}
+
+TEST_F(SleepFailure, WhereverAFileOperationFailsAWakeFromDiskStaysAsleepAndARetryWorks) {
+  const TestEngine::Tokens expected = uninterrupted();
+  for (uint64_t n = 1;; ++n) {
+    SCOPED_TRACE(n);
+    SleepingEngine slept = make();
+    begin(slept.engine);
+    ASSERT_SUCCEEDS(slept.controller.sleep(to_disk()));
+    file_system_.plan.set(Fault::kError, n);
+    const Result<SleepReport> woken = slept.controller.wake_up({});
+    const bool fired = file_system_.plan.fired();
+    file_system_.plan.clear();
+    if (!woken) {
+      EXPECT_TRUE(slept.controller.is_sleeping());
+      ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+    }
+    EXPECT_EQ(finish(slept.engine), expected);
+    if (!fired) break;
+    ASSERT_LT(n, 300u);
+  }
+}
+
+TEST_F(SleepFailure, OnRequestASleepGoesOnWithoutTheStateThatCouldNotBeSaved) {
+  SleepingEngine slept = make();
+  begin(slept.engine);
+  slept.engine.fail_hook("capture");
+  SleepOptions options = to_disk();
+  options.discard_on_save_error = true;
+  const SleepReport report = value_of(slept.controller.sleep(options));
+  EXPECT_TRUE(report.changed);
+  EXPECT_FALSE(report.preserve_state);
+  EXPECT_NE(report.note.find("discarded"), std::string::npos);
+  ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+  EXPECT_EQ(value_of(slept.engine.unfinished_requests()), 0);
+  add_late_request(slept.engine);
+  slept.engine.run();
+  EXPECT_EQ(slept.engine.tokens().at("late"), uninterrupted().at("late"));  // the weights are right
+}
+
+TEST_F(SleepFailure, TheHostBudgetIsNotExceededAndTheEngineStaysAwake) {
+  SleepingEngine slept = make({.arena_budget_bytes = 100'000});
+  begin(slept.engine);
+  EXPECT_FAILS(slept.controller.sleep(to_host()), Code::kResourceExhausted, "arena_budget_bytes");
+  expect_untouched(slept);
+}
+
+TEST_F(SleepFailure, WithoutDeviceMemoryAWakeStaysAsleepUntilThereIsSome) {
+  SleepingEngine slept = make({.device_capacity_bytes = 1 * kMiB});
+  begin(slept.engine);
+  ASSERT_SUCCEEDS(slept.controller.sleep(to_host()));
+  const PhysicalId other = value_of(slept.engine.device().create(1 * kMiB));
+  EXPECT_FAILS(slept.controller.wake_up({}), Code::kResourceExhausted, "needed");
+  EXPECT_TRUE(slept.controller.is_sleeping());
+  ASSERT_SUCCEEDS(slept.engine.device().release(other));
+  ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+  expect_untouched(slept);
+}
+
+TEST_F(SleepFailure, ACheckpointOfAnotherEngineIsRefusedFieldByField) {
+  const std::string path = written_checkpoint();
+  SleepingEngine other = make({.num_blocks = 32, .weights_seed = 9});
+  const Result<SleepReport> woken = other.controller.wake_up({.from_checkpoint = path});
+  EXPECT_FAILS(woken, Code::kIncompatible, "blocks: checkpoint has 64, this engine has 32");
+  EXPECT_FAILS(woken, Code::kIncompatible, "weights_digest_rank0");
+  EXPECT_FALSE(other.controller.is_sleeping());
+  other.engine.add("x", {1}, 3);
+  other.engine.run();
+  EXPECT_EQ(other.engine.tokens().at("x").size(), 3u);  // it serves
+
+  SleepingEngine more_ranks = make({.ranks = 2});
+  EXPECT_FAILS(more_ranks.controller.wake_up({.from_checkpoint = path}), Code::kIncompatible, "ranks");
+}
+
+TEST_F(SleepFailure, ADamagedCheckpointIsRefusedAndOnRequestWokenWithoutItsState) {
+  const std::string path = written_checkpoint();
+  {
+    std::fstream file(path + "/chunks-r0", std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(-4096 + 10, std::ios::end);  // the last chunk is a KV block
+    file.put('!');
+  }
+  SleepingEngine woken = make();
+  EXPECT_FAILS(woken.controller.wake_up({.from_checkpoint = path}), Code::kCorruption, "kv_cache block");
+  EXPECT_FALSE(woken.controller.is_sleeping());
+  const SleepReport report = value_of(woken.controller.wake_up({.from_checkpoint = path, .discard_on_restore_error = true}));
+  EXPECT_NE(report.note.find("discarded"), std::string::npos);
+  begin(woken.engine);
+  expect_untouched(woken);
+}
+
+TEST_F(SleepFailure, NoCheckpointIsNotFound) {
+  SleepingEngine woken = make();
+  EXPECT_FAILS(woken.controller.wake_up({.from_checkpoint = temporary_.path()}), Code::kNotFound);
+  EXPECT_FALSE(woken.controller.is_sleeping());
+}
+
+TEST_F(SleepFailure, AnEngineWithRequestsTakesNoCheckpoint) {
+  const std::string path = written_checkpoint();
+  SleepingEngine busy = make();
+  begin(busy.engine);
+  EXPECT_FAILS(busy.controller.wake_up({.from_checkpoint = path}), Code::kFailedPrecondition, "requests of its own");
+  expect_untouched(busy);
+}
+
+TEST_F(SleepFailure, WhereverARestoreFailsTheNewEngineStaysEmptyAndUsable) {
+  const std::string path = written_checkpoint();
+  for (const char* hook : {"quiesce", "fingerprint", "drop_requests", "rank load_blocks", "restore", "resume"}) {
+    SCOPED_TRACE(hook);
+    SleepingEngine woken = make();
+    woken.engine.fail_hook(hook);
+    EXPECT_FAILS(woken.controller.wake_up({.from_checkpoint = path}), Code::kInternal, hook);
+    EXPECT_FALSE(woken.controller.is_sleeping());
+    EXPECT_EQ(value_of(woken.engine.unfinished_requests()), 0);
+    ASSERT_SUCCEEDS(woken.controller.wake_up({.from_checkpoint = path}));
+    EXPECT_EQ(value_of(woken.engine.unfinished_requests()), 3);
+  }
+}
+
+TEST_F(SleepFailure, ARequestThatCannotBeRestoredFailsAlone) {
+  const std::string path = written_checkpoint();
+  SleepingEngine woken = make();
+  woken.engine.invalid_request = "a";
+  const SleepReport report = value_of(woken.controller.wake_up({.from_checkpoint = path}));
+  ASSERT_EQ(report.failed_requests.size(), 1u);
+  EXPECT_EQ(report.failed_requests[0].id, "a");
+  EXPECT_EQ(report.requests, 2);
+  woken.engine.run();
+  const auto expected = uninterrupted();
+  const auto& c = expected.at("c");
+  EXPECT_EQ(woken.engine.tokens().at("c"), std::vector<int32_t>(c.begin() + 6, c.end()));
+  EXPECT_FALSE(woken.engine.tokens().contains("a"));
+}
+
+TEST_F(SleepFailure, WhatTheFrontEndCannotTakeIsThrownAway) {
+  const std::string path = written_checkpoint();
+  SleepingEngine woken = make();
+  ASSERT_SUCCEEDS(woken.controller.wake_up({.from_checkpoint = path, .hold = true}));
+  EXPECT_FALSE(woken.engine.step());
+  EXPECT_FAILS(woken.controller.sleep(to_host()), Code::kFailedPrecondition, "front end");
+  ASSERT_SUCCEEDS(woken.controller.end_hold(false));
+  EXPECT_FALSE(woken.controller.is_sleeping());
+  EXPECT_EQ(value_of(woken.engine.unfinished_requests()), 0);
+  EXPECT_FAILS(woken.controller.end_hold(true), Code::kFailedPrecondition);
+  begin(woken.engine);
+  expect_untouched(woken);
+}
+
+}  // namespace
+}  // namespace torpor

@@ -1,0 +1,46 @@
+// A test engine with its controller, and the requests that the tests of the controller use.
+#pragma once
+
+#include "engine/sleep_controller.h"
+#include "tests/support/faulty_file_system.h"
+#include "tests/support/temporary_directory.h"
+#include "tests/support/test_engine.h"
+
+namespace torpor::test {
+
+inline constexpr int kSteps = 30;  // until all of the example requests have ended
+
+inline void add_example_requests(TestEngine& engine) {
+  engine.add("a", {1, 2, 3, 4, 5, 6, 7}, 20);
+  engine.add("b", {1, 2, 3, 4, 9}, 25, /*seeded=*/false);
+  engine.add("c", std::vector<int32_t>(18, 5), 12);
+  engine.add("d", {8}, 3, /*seeded=*/false);
+}
+inline void add_late_request(TestEngine& engine) { engine.add("late", {1, 2, 3, 4, 5, 6, 7, 8, 9}, 10); }  // hits the prefix of "a"
+
+struct SleepingEngine {
+  explicit SleepingEngine(FileSystem& file_system, std::string directory, TestEngineOptions options = {}, std::optional<uint64_t> kv_budget = {})
+      : engine(file_system, options), controller(engine, file_system, system_clock(), {.directory = std::move(directory), .kv_budget_bytes = kv_budget}) {}
+  TestEngine engine;
+  SleepController controller;
+};
+
+// The tokens of a run that never sleeps; `late` comes in after all others have ended.
+inline TestEngine::Tokens uninterrupted(TestEngineOptions options = {}) {
+  TestEngine engine(linux_file_system(), options);
+  add_example_requests(engine);
+  engine.run();
+  add_late_request(engine);
+  engine.run();
+  return engine.tokens();
+}
+
+// Runs to the end as uninterrupted() does.
+inline TestEngine::Tokens finish(TestEngine& engine) {
+  engine.run();
+  add_late_request(engine);
+  engine.run();
+  return engine.tokens();
+}
+
+}  // namespace torpor::test

@@ -1,0 +1,371 @@
+// A small engine whose every token depends on every byte that a sleep must keep: on the weights, on the KV of all tokens
+// before it on all ranks, on block tables and prefix hits, on batch order and on a shared generator.
+//
+// One step schedules every request, first in first out. The next token of a request is a digest over its KV, mixed with
+// a draw of the engine's generator if the request is unseeded. A byte that is lost, stale or misplaced changes tokens.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+
+#include "allocator/host_device.h"
+#include "base/units.h"
+#include "engine/engine_hooks.h"
+#include "engine/rank_memory.h"
+#include "tests/support/faulty_device.h"
+#include "tests/support/results.h"
+
+namespace torpor::test {
+
+inline constexpr int32_t kBlockTokens = 4;
+inline constexpr uint64_t kKvTokenBytes = 32;  // per layer
+inline constexpr uint32_t kKvLayers = 2;
+inline constexpr uint64_t kBlockBytes = kBlockTokens * kKvTokenBytes;
+inline constexpr uint64_t kWeightBytes = 200'000;
+inline constexpr uint64_t kFreshGenerator = 42;
+
+struct TestEngineOptions {
+  int ranks = 1;
+  int32_t num_blocks = 64;
+  uint64_t weights_seed = 1;
+  bool defer_copies = false;
+  uint64_t arena_budget_bytes = 0;
+  uint64_t device_capacity_bytes = 0;
+};
+
+class TestEngine final : public EngineHooks {
+ public:
+  using Options = TestEngineOptions;
+  using Tokens = std::map<std::string, std::vector<int32_t>>;
+
+  explicit TestEngine(FileSystem& file_system, Options options = {}) : options_(options) {
+    for (int rank = 0; rank < options_.ranks; ++rank) {
+      Rank& made = ranks_.emplace_back();
+      auto device = std::make_unique<FaultyDevice>(value_of(make_host_device({.capacity_bytes = options_.device_capacity_bytes, .defer_copies = options_.defer_copies})));
+      made.device = device.get();
+      made.memory = value_of(RankMemory::create(std::move(device), file_system, {.rank = rank, .arena_budget_bytes = options_.arena_budget_bytes, .threads = 2}));
+      made.weights = value_of(made.memory->allocate("weights", "w", kWeightBytes));
+      const uint64_t kv_bytes = kKvLayers * static_cast<uint64_t>(options_.num_blocks) * kBlockBytes;
+      made.kv = value_of(made.memory->allocate("kv_cache", "kv", kv_bytes));
+      must(made.memory->set_kv_layout("kv_cache", {.num_blocks = static_cast<uint32_t>(options_.num_blocks),
+                                                   .tensors = {{.address = made.kv, .layers = kKvLayers, .layer_stride = static_cast<uint64_t>(options_.num_blocks) * kBlockBytes, .block_stride = kBlockBytes, .block_bytes = kBlockBytes}}}));
+    }
+    load_weights(options_.weights_seed);
+    for (int32_t block = 1; block < options_.num_blocks; ++block) free_.push_back(block);
+    refs_.assign(static_cast<size_t>(options_.num_blocks), 0);
+    hashes_.resize(static_cast<size_t>(options_.num_blocks));
+  }
+
+  // --- what a user does -------------------------------------------------------------------------------------------------
+
+  void load_weights(uint64_t seed) {
+    for (Rank& rank : ranks_) {
+      for (uint64_t i = 0; i < kWeightBytes; ++i) byte_at(rank.weights + i) = static_cast<std::byte>((i * 2654435761u + seed * 97) >> 7);
+      rank.memory->mark_dirty("weights");
+    }
+    must(rebuild_derived());
+  }
+  void add(const std::string& id, std::vector<int32_t> prompt, int32_t max_tokens, bool seeded = true) {
+    Request request{.id = id, .prompt = std::move(prompt), .max_tokens = max_tokens, .seeded = seeded};
+    take_cached_prefix(request);
+    requests_.push_back(std::move(request));
+  }
+  // One step, unless frozen. Returns whether it did anything.
+  bool step() {
+    if (frozen_ || requests_.empty()) return false;
+    EXPECT_TRUE(derived_.has_value()) << "a step without what was derived from the weights";
+    for (Request& request : requests_) {
+      compute(request);
+      request.output.push_back(next_token(request));
+      tokens_[request.id].push_back(request.output.back());
+    }
+    for (const Request& request : requests_) {
+      if (done(request)) release(request);
+    }
+    std::erase_if(requests_, done);
+    return true;
+  }
+  void run() {
+    while (step()) {
+    }
+  }
+  const Tokens& tokens() const { return tokens_; }
+  void set_tokens(Tokens tokens) { tokens_ = std::move(tokens); }  // what the front end has already
+  bool frozen() const { return frozen_; }
+  int64_t recomputed() const { return recomputed_; }
+  FaultyDevice& device(int rank = 0) { return *ranks_[static_cast<size_t>(rank)].device; }
+  RankMemory& memory(int rank = 0) { return *ranks_[static_cast<size_t>(rank)].memory; }
+  // The named hook fails once (or always, until cleared).
+  void fail_hook(std::string name, bool always = false) { failing_ = std::move(name), failing_always_ = always; }
+  std::vector<std::string> unsupported_features;
+  std::string invalid_request;                                  // restore() refuses this one
+  std::function<void(const std::string& hook)> before_hook;     // runs inside each hook
+
+  // --- EngineHooks ------------------------------------------------------------------------------------------------------
+
+  Result<std::vector<std::string>> unsupported() override {
+    TORPOR_TRY(enter("unsupported"));
+    return unsupported_features;
+  }
+  Result<int64_t> unfinished_requests() override { return static_cast<int64_t>(requests_.size()); }
+  Status quiesce(std::optional<double>) override {
+    TORPOR_TRY(enter("quiesce"));
+    frozen_ = true;
+    return ok();
+  }
+  Status resume() override {
+    TORPOR_TRY(enter("resume"));
+    frozen_ = false;
+    return ok();
+  }
+  Result<SchedulerCheckpoint> capture() override {
+    TORPOR_TRY(enter("capture"));
+    SchedulerCheckpoint state;
+    state.scheduler.policy = "fcfs";
+    KvGroup group{.block_size = kBlockTokens};
+    for (const Request& request : requests_) {
+      const bool running = request.computed > 0;
+      state.scheduler.requests.push_back({.id = request.id,
+                                          .status = running ? RequestStatus::kRunning : RequestStatus::kWaiting,
+                                          .prompt_token_ids = request.prompt,
+                                          .output_token_ids = request.output,
+                                          .num_computed_tokens = request.computed,
+                                          .max_tokens = request.max_tokens,
+                                          .engine = {request.seeded}});
+      (running ? state.scheduler.running : state.scheduler.waiting).push_back(request.id);
+      if (!request.table.empty()) group.tables.push_back({.request = request.id, .blocks = request.table, .num_cached_blocks = -1});
+    }
+    state.kv.num_blocks = options_.num_blocks;
+    state.kv.groups = {group};
+    for (int32_t block = 1; block < options_.num_blocks; ++block) {
+      if (refs(block) == 0 && hash(block).empty()) continue;
+      state.kv.blocks.push_back({block, refs(block), hash(block), hash(block).empty() ? 0 : kBlockTokens});
+    }
+    for (const auto& [key, block] : index_) state.kv.prefix_index.push_back({key, {block}});
+    state.kv.free_order.assign(free_.begin(), free_.end());
+    for (size_t rank = 0; rank < ranks_.size(); ++rank) state.workers.push_back({.rank = static_cast<int32_t>(rank), .default_generator = generator_bytes()});
+    return state;
+  }
+  Result<Fingerprint> fingerprint() override {
+    TORPOR_TRY(enter("fingerprint"));
+    return Fingerprint{{"engine", "test"}, {"blocks", std::to_string(options_.num_blocks)}};
+  }
+  Status drop_requests(const std::string& mode) override {
+    TORPOR_TRY(enter("drop_requests"));
+    for (Request& request : requests_) {
+      release(request);
+      request.table.clear();
+      request.computed = 0;
+    }
+    if (mode == "abort") requests_.clear();
+    for (Bytes& hash : hashes_) hash.clear();
+    index_.clear();
+    return ok();
+  }
+  Status drop_prefix(const std::vector<int32_t>& blocks) override {
+    TORPOR_TRY(enter("drop_prefix"));
+    for (const int32_t block : blocks) forget_hash(block);
+    return ok();
+  }
+  Status release_derived() override {
+    TORPOR_TRY(enter("release_derived"));
+    derived_.reset();
+    return ok();
+  }
+  Status rebuild_derived() override {
+    TORPOR_TRY(enter("rebuild_derived"));
+    derived_ = digest_of({&byte_at(ranks_[0].weights), kWeightBytes});
+    return ok();
+  }
+  Status reconnect(const std::vector<WorkerSnapshot>& workers) override {
+    TORPOR_TRY(enter("reconnect"));
+    EXPECT_EQ(workers.size(), ranks_.size());
+    set_generator(workers[0].default_generator);
+    return ok();
+  }
+  Result<std::vector<FailedRequest>> restore(const EngineCheckpoint& checkpoint) override {
+    TORPOR_TRY(enter("restore"));
+    clear();
+    const KvSnapshot& kv = checkpoint.state.kv;
+    for (const KvBlock& block : kv.blocks) refs(block.id) = block.ref_count, hash(block.id) = block.hash;
+    for (const PrefixEntry& entry : kv.prefix_index) index_[entry.hash] = entry.blocks[0];
+    free_.assign(kv.free_order.begin(), kv.free_order.end());
+    std::vector<FailedRequest> failed;
+    for (const RequestState& state : checkpoint.state.scheduler.requests) {
+      Request request{.id = state.id, .prompt = state.prompt_token_ids, .output = state.output_token_ids, .computed = state.num_computed_tokens,
+                      .max_tokens = state.max_tokens, .seeded = std::get<bool>(state.engine.data)};
+      for (const KvTable& table : kv.groups[0].tables) {
+        if (table.request == state.id) request.table = table.blocks;
+      }
+      if (state.id == invalid_request) {
+        failed.push_back({state.id, "it cannot be rebuilt"});
+        release(request);
+        continue;
+      }
+      requests_.push_back(std::move(request));
+    }
+    set_generator(checkpoint.state.workers[0].default_generator);
+    return failed;
+  }
+  Status forget_restored() override {
+    TORPOR_TRY(enter("forget_restored"));
+    clear();
+    generator_ = kFreshGenerator;
+    for (int32_t block = 1; block < options_.num_blocks; ++block) free_.push_back(block);
+    return ok();
+  }
+  Result<std::vector<Bytes>> call_ranks(const std::string& method, const Bytes& payload) override {
+    TORPOR_TRY(enter("rank " + method));
+    std::vector<Bytes> replies;
+    for (Rank& rank : ranks_) replies.push_back(rank.memory->call(method, payload));
+    return replies;
+  }
+
+ private:
+  struct Rank {
+    std::unique_ptr<RankMemory> memory;
+    FaultyDevice* device = nullptr;
+    DeviceAddress weights = 0;
+    DeviceAddress kv = 0;
+  };
+  struct Request {
+    std::string id;
+    std::vector<int32_t> prompt;
+    std::vector<int32_t> output;
+    std::vector<int32_t> table;
+    int32_t computed = 0;
+    int32_t max_tokens = 0;
+    bool seeded = true;
+    int32_t reached = 0;  // highest `computed` so far
+    int32_t token(int32_t at) const { return at < static_cast<int32_t>(prompt.size()) ? prompt[static_cast<size_t>(at)] : output[static_cast<size_t>(at) - prompt.size()]; }
+    int32_t length() const { return static_cast<int32_t>(prompt.size() + output.size()); }
+  };
+  static void must(const Status& status) { ASSERT_SUCCEEDS(status); }
+  static std::byte& byte_at(DeviceAddress address) { return *reinterpret_cast<std::byte*>(address); }  // NOLINT(performance-no-int-to-ptr)
+  static bool done(const Request& request) { return static_cast<int32_t>(request.output.size()) >= request.max_tokens; }
+
+  Status enter(const std::string& hook) {
+    if (before_hook) before_hook(hook);
+    if (failing_ != hook) return ok();
+    if (!failing_always_) failing_.clear();
+    return Error{.code = Code::kInternal, .what = "injected failure of " + hook, .origin = Origin::kEngine};
+  }
+  int32_t& refs(int32_t block) { return refs_[static_cast<size_t>(block)]; }
+  Bytes& hash(int32_t block) { return hashes_[static_cast<size_t>(block)]; }
+  void forget_hash(int32_t block) {
+    index_.erase(hash(block));
+    hash(block).clear();
+  }
+  void clear() {
+    requests_.clear();
+    free_.clear();
+    index_.clear();
+    std::fill(refs_.begin(), refs_.end(), 0);
+    for (Bytes& hash : hashes_) hash.clear();
+  }
+  Bytes generator_bytes() const {
+    Bytes bytes(sizeof generator_);
+    std::memcpy(bytes.data(), &generator_, sizeof generator_);
+    return bytes;
+  }
+  void set_generator(const Bytes& bytes) { std::memcpy(&generator_, bytes.data(), sizeof generator_); }
+  // The key of the first `count` tokens.
+  static Bytes key_of(const Request& request, int32_t count) {
+    StreamingDigest digest;
+    for (int32_t at = 0; at < count; ++at) {
+      const int32_t token = request.token(at);
+      digest.update(std::as_bytes(std::span(&token, 1)));
+    }
+    const Digest finished = digest.finish();
+    return {finished.bytes.begin(), finished.bytes.end()};
+  }
+  void take_cached_prefix(Request& request) {
+    while (request.computed + kBlockTokens < request.length()) {
+      const auto found = index_.find(key_of(request, request.computed + kBlockTokens));
+      if (found == index_.end()) return;
+      if (refs(found->second)++ == 0) free_.erase(std::find(free_.begin(), free_.end(), found->second));
+      request.table.push_back(found->second);
+      request.computed += kBlockTokens;
+    }
+    request.reached = request.computed;
+  }
+  void release(const Request& request) {
+    for (auto block = request.table.rbegin(); block != request.table.rend(); ++block) {
+      if (--refs(*block) == 0) free_.push_back(*block);
+    }
+  }
+  // One layer's KV of the token at `at`, on one rank.
+  std::span<std::byte> kv(const Rank& rank, const Request& request, int32_t at, uint32_t layer) {
+    const auto block = static_cast<uint64_t>(request.table[static_cast<size_t>(at / kBlockTokens)]);
+    const uint64_t offset = (layer * static_cast<uint64_t>(options_.num_blocks) + block) * kBlockBytes + static_cast<uint64_t>(at % kBlockTokens) * kKvTokenBytes;
+    return {&byte_at(rank.kv + offset), kKvTokenBytes};
+  }
+  void compute(Request& request) {
+    recomputed_ += std::max(0, std::min(request.length(), request.reached) - request.computed);
+    for (; request.computed < request.length(); ++request.computed) {
+      const int32_t at = request.computed;
+      if (at % kBlockTokens == 0) {
+        ASSERT_FALSE(free_.empty()) << "the test engine has no free block";
+        const int32_t block = free_.front();
+        free_.pop_front();
+        if (!hash(block).empty()) forget_hash(block);
+        refs(block) = 1;
+        request.table.push_back(block);
+      }
+      for (size_t r = 0; r < ranks_.size(); ++r) {
+        for (uint32_t layer = 0; layer < kKvLayers; ++layer) {
+          StreamingDigest digest;
+          digest.update(std::as_bytes(std::span(derived_->bytes)));
+          digest.update({&byte_at(ranks_[r].weights), 64});
+          const std::array<int32_t, 3> what{request.token(at), static_cast<int32_t>(r), static_cast<int32_t>(layer)};
+          digest.update(std::as_bytes(std::span(what)));
+          if (at > 0) digest.update(kv(ranks_[r], request, at - 1, layer));
+          const Digest finished = digest.finish();
+          const std::span<std::byte> place = kv(ranks_[r], request, at, layer);
+          std::memcpy(place.data(), finished.bytes.data(), 16);
+          std::memcpy(place.data() + 16, finished.bytes.data(), 16);
+        }
+      }
+      if (at % kBlockTokens == kBlockTokens - 1) {
+        Bytes key = key_of(request, at + 1);
+        const int32_t block = request.table.back();
+        if (index_.emplace(key, block).second) hash(block) = std::move(key);
+      }
+    }
+    request.reached = std::max(request.reached, request.computed);
+  }
+  int32_t next_token(const Request& request) {
+    StreamingDigest digest;
+    for (const Rank& rank : ranks_) {
+      for (int32_t at = 0; at < request.computed; ++at) {
+        for (uint32_t layer = 0; layer < kKvLayers; ++layer) digest.update(kv(rank, request, at, layer));
+      }
+    }
+    generator_ = generator_ * 6364136223846793005u + 1442695040888963407u;  // one draw a row, as engines do
+    if (!request.seeded) digest.update(std::as_bytes(std::span(&generator_, 1)));
+    const Digest finished = digest.finish();
+    int32_t token = 0;
+    std::memcpy(&token, finished.bytes.data(), sizeof token);
+    return token & 0x7fff;
+  }
+
+  const Options options_;
+  std::vector<Rank> ranks_;
+  std::optional<Digest> derived_;
+  std::vector<Request> requests_;
+  std::vector<int32_t> refs_;
+  std::vector<Bytes> hashes_;
+  std::map<Bytes, int32_t> index_;
+  std::deque<int32_t> free_;
+  uint64_t generator_ = kFreshGenerator;
+  bool frozen_ = false;
+  Tokens tokens_;
+  int64_t recomputed_ = 0;
+  std::string failing_;
+  bool failing_always_ = false;
+};
+
+}  // namespace torpor::test
