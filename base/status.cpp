@@ -54,9 +54,21 @@ Error system_error(int native, std::string what, std::string next_step) {
     case EDQUOT:
     case ENOMEM:
     case EMFILE:
-    case ENFILE: code = Code::kResourceExhausted; break;
-    case ENOENT: code = Code::kNotFound; break;
-    default: break;
+    case ENFILE:
+      code = Code::kResourceExhausted;
+      if (next_step.empty()) next_step = "free some and try again";
+      break;
+    case ENOENT:
+      code = Code::kNotFound;
+      if (next_step.empty()) next_step = "check the path";
+      break;
+    case EACCES:
+    case EPERM:
+    case EROFS:
+      if (next_step.empty()) next_step = "check the permissions of the path";
+      break;
+    default:
+      if (next_step.empty()) next_step = "check the file system";
   }
   return Error{.code = code,
                .what = fmt::format("{}: {}", what, std::generic_category().message(native)),

@@ -77,7 +77,6 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
 
 Result<DeviceAddress> RankMemory::allocate(std::string_view tag, std::string_view name, uint64_t size_bytes) {
   const std::lock_guard lock(mutex_);
-  digests_.erase(std::string(tag));
   return allocator_->allocate(tag, name, size_bytes);
 }
 
@@ -111,7 +110,6 @@ Status RankMemory::set_kv_layout(std::string tag, KvLayout layout) {
 void RankMemory::mark_dirty(std::string_view tag) {
   const std::lock_guard lock(mutex_);
   if (const auto found = backups_.find(tag); found != backups_.end() && found->second.clean) backups_.erase(found);
-  if (const auto found = digests_.find(tag); found != digests_.end()) digests_.erase(found);
 }
 
 Bytes RankMemory::call(const std::string& method, const Bytes& order) {
@@ -226,7 +224,6 @@ Status RankMemory::save(const RankOrder& order, RankReply& reply) {
       }
       backup.chunks = std::move(*saved);
       for (const SavedChunk& chunk : backup.chunks) reply.bytes += chunk.bytes;
-      if (tag != kv_tag_) digests_[tag] = combined_digest(backup.chunks);
       backups_[tag] = std::move(backup);
     }
     return ok();
@@ -255,7 +252,6 @@ Status RankMemory::save_to_disk(const RankOrder& order, RankReply& reply) {
     Backup backup{.directory = order.directory};
     std::copy_if(reply.chunks.chunks.begin(), reply.chunks.chunks.end(), std::back_inserter(backup.chunks), [&](const SavedChunk& chunk) { return chunk.key.tag == tag; });
     for (const SavedChunk& chunk : backup.chunks) reply.bytes += chunk.bytes;
-    if (tag != kv_tag_) digests_[tag] = combined_digest(backup.chunks);
     backups_[tag] = std::move(backup);
   }
   return ok();
@@ -273,7 +269,6 @@ Status RankMemory::restore(const RankOrder& order, RankReply& reply) {
     const auto found = backups_.find(tag);
     if (found == backups_.end()) {
       reply.without_content.push_back(tag);
-      digests_.erase(tag);
       continue;
     }
     const Backup& backup = found->second;
@@ -306,8 +301,11 @@ Status RankMemory::finish(const RankOrder& order) {
 
 Status RankMemory::digest(const RankOrder& order, RankReply& reply) {
   for (const std::string& tag : order.tags) {
-    if (const auto known = digests_.find(tag); known != digests_.end()) {
-      reply.digests[tag] = known->second;
+    const auto states = allocator_->states();
+    const auto state = states.find(tag);
+    const auto backup = backups_.find(tag);
+    if (state != states.end() && state->second == RegionState::kDetached && backup != backups_.end()) {
+      reply.digests[tag] = combined_digest(backup->second.chunks);
       continue;
     }
     TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_of(tag, {}));
@@ -317,7 +315,7 @@ Status RankMemory::digest(const RankOrder& order, RankReply& reply) {
       keys.push_back(plan.key);
       reply.bytes += plan.bytes();
     }
-    reply.digests[tag] = digests_[tag] = combined_digest(keys, digests);
+    reply.digests[tag] = combined_digest(keys, digests);
   }
   if (!*options_.keep_backup) arena_->trim();
   return ok();

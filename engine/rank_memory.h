@@ -44,7 +44,7 @@ class RankMemory {
   Status free(DeviceAddress address);
   // From now on `tag` holds KV blocks laid out like this.
   Status set_kv_layout(std::string tag, KvLayout layout);
-  // The owner changed bytes of `tag`: a kept backup and digest are no longer those of its content.
+  // The owner changed bytes of `tag`: a kept backup is no longer that of its content.
   void mark_dirty(std::string_view tag);
 
   // The controller's messages. `method` is one of:
@@ -97,7 +97,6 @@ class RankMemory {
   std::string kv_tag_;
   KvLayout kv_layout_;
   std::map<std::string, Backup, std::less<>> backups_;
-  std::map<std::string, std::string, std::less<>> digests_;  // of content that did not change since
 };
 
 }  // namespace torpor

@@ -95,7 +95,8 @@ def sleep(engine: LLMEngine, level: int = 1, mode: str = "abort", *, preserve_st
         if "outputs" in values:
             call(engine, "unfreeze")
         raise
-    if report.changed and values["in_flight"] == "abort" and isinstance(engine.engine_core, InprocClient):
+    aborted = report.changed and level >= 1 and not report.preserve_state and values["in_flight"] != "recompute"
+    if aborted and isinstance(engine.engine_core, InprocClient):  # other engine cores send word of it
         engine.output_processor.abort_requests(list(engine.output_processor.request_states), internal=True)
     if report.changed and engine.logger_manager is not None:
         engine.logger_manager.record_sleep_state(1, level)
@@ -107,6 +108,8 @@ def wake_up(engine: LLMEngine, tags=None, *, from_checkpoint=None, on_restore_er
     if from_checkpoint is not None and report.changed:
         try:
             front_end.restore(engine.output_processor, report.pop("outputs"), with_queues=False)
+            failed = front_end.fail(engine.output_processor, report.failed_requests)
+            engine.torpor_stash = getattr(engine, "torpor_stash", []) + failed
         except Exception:
             _forget(engine.output_processor)
             call(engine, "end_hold", {"keep": False})
@@ -137,6 +140,11 @@ def step(engine: LLMEngine) -> list:
         engine.torpor_stash = []
         return stash
     return engine.torpor_stock_step()
+
+
+def has_unfinished_requests(engine: LLMEngine) -> bool:
+    """LLMEngine.has_unfinished_requests(): also while step() still has stashed outputs to return."""
+    return bool(getattr(engine, "torpor_stash", None)) or engine.torpor_stock_has_unfinished_requests()
 
 
 def _behind(processor, sent: dict[str, int]) -> list[str]:
@@ -189,6 +197,7 @@ async def wake_up_async(engine: AsyncLLM, tags=None, *, from_checkpoint=None, on
     if from_checkpoint is not None and report.changed:
         try:
             engine.torpor_collectors = front_end.restore(engine.output_processor, report.pop("outputs"), with_queues=True)
+            front_end.fail(engine.output_processor, report.failed_requests)
         except Exception:
             _forget(engine.output_processor)
             await call_async(engine, "end_hold", {"keep": False})

@@ -33,9 +33,17 @@ class WorkerMemory:
 
     @contextmanager
     def loading_weights(self, model_runner):
-        with capture_linears(self._packed, self.cpu_linear):
+        with replaced_dispatch(self._pack_first):
             yield
         self._move_parameters(model_runner.model)
+
+    @contextmanager
+    def reloading_weights(self):
+        """Around vLLM's reload_weights: the region gets the new weights too, and everything is packed from it again."""
+        with replaced_dispatch(self._pack_again):
+            yield
+        self.rebuild_derived()
+        self.rank_memory.mark_dirty("weights")
 
     @contextmanager
     def allocating_kv(self):
@@ -67,6 +75,21 @@ class WorkerMemory:
     def rebuild_derived(self) -> None:
         for linear in self._packed:
             linear.pack()
+
+    def _pack_first(self, layer: torch.nn.Module, remove_weight: bool, stock) -> None:
+        if self.cpu_linear == "plain":
+            layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias)
+            return
+        plain = layer.weight.data
+        stock(layer, remove_weight)
+        self._packed.append(PackedLinear(layer, plain, remove_weight, stock))
+
+    def _pack_again(self, layer: torch.nn.Module, remove_weight: bool, stock) -> None:
+        if self.cpu_linear == "plain":
+            return
+        linear = next(known for known in self._packed if known.layer is layer)
+        linear.plain.copy_(layer.weight.data)
+        stock(layer, remove_weight)
 
     def _move_parameters(self, model: torch.nn.Module) -> None:
         """Every parameter, and the plain weights of packed layers, into one region, sharing storages as they did."""
@@ -120,8 +143,8 @@ class PackedLinear:
 
 
 @contextmanager
-def capture_linears(packed: list[PackedLinear], cpu_linear: str):
-    """While vLLM loads a model: notes the layers that it packs ("packed"), or keeps it from packing ("plain")."""
+def replaced_dispatch(ours):
+    """While vLLM loads weights, its packing of a linear layer becomes ours(layer, remove_weight, stock)."""
     import vllm.model_executor.layers.utils as layer_utils
 
     stock = layer_utils.dispatch_cpu_unquantized_gemm
@@ -129,12 +152,8 @@ def capture_linears(packed: list[PackedLinear], cpu_linear: str):
     def dispatch(layer, remove_weight):
         if layer.weight.is_meta or layer.weight.ndim != 2:
             stock(layer, remove_weight)
-        elif cpu_linear == "plain":
-            layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias)
         else:
-            plain = layer.weight.data
-            stock(layer, remove_weight)
-            packed.append(PackedLinear(layer, plain, remove_weight, stock))
+            ours(layer, remove_weight, stock)
 
     users = [layer_utils] + [m for m in _modules_that_imported("dispatch_cpu_unquantized_gemm", stock) if m is not layer_utils]
     for module in users:

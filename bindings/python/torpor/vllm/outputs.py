@@ -5,7 +5,8 @@ Tokens and sampling parameters are not stored twice: the engine core adds its ow
 
 from __future__ import annotations
 
-from vllm.v1.engine import EngineCoreRequest
+from vllm.outputs import RequestOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
@@ -31,7 +32,7 @@ def restore(processor: OutputProcessor, outputs: dict, with_queues: bool) -> dic
         parents[item["id"]] = processor.parent_requests[item["id"]] = _parent_from_value(item)
     for item in outputs["requests"]:
         if "token_ids" not in item:
-            continue  # its engine part could not be restored, or it had ended already
+            continue  # it had ended already
         state = _state_from_value(processor, item, parents)
         if with_queues:
             collector = collectors.setdefault(state.external_req_id, RequestOutputCollector(state.output_kind, state.external_req_id))
@@ -39,6 +40,15 @@ def restore(processor: OutputProcessor, outputs: dict, with_queues: bool) -> dic
         processor.request_states[state.request_id] = state
         processor.external_req_ids[state.external_req_id].append(state.request_id)
     return collectors
+
+
+def fail(processor: OutputProcessor, failed: list[dict]) -> list[RequestOutput]:
+    """Ends requests that the engine core could not restore, with the finish reason "error" and why as stop reason.
+
+    Their last outputs go into their queues, or are returned where they have none.
+    """
+    ends = [EngineCoreOutput(item["id"], [], finish_reason=FinishReason.ERROR, stop_reason=item["error"]) for item in failed]
+    return processor.process_outputs(ends).request_outputs
 
 
 def _state_to_value(state: RequestState) -> dict:

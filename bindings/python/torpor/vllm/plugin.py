@@ -81,6 +81,13 @@ def _install_worker() -> None:
         if name.startswith("torpor_"):
             setattr(CPUWorker, name, getattr(worker, name))
     CPUWorker._maybe_get_memory_pool_context = _memory_context
+    stock_reload = CPUWorker.reload_weights
+
+    def reload_weights(self, *args, **kwargs) -> None:
+        with self.torpor_memory.reloading_weights() if hasattr(self, "torpor_memory") else nullcontext():
+            stock_reload(self, *args, **kwargs)
+
+    CPUWorker.reload_weights = reload_weights
 
 
 def _memory_context(self, tag: str):
@@ -128,6 +135,8 @@ def _install_front_end() -> None:
 
     LLMEngine.torpor_stock_step = LLMEngine.step
     LLMEngine.step = frontend.step
+    LLMEngine.torpor_stock_has_unfinished_requests = LLMEngine.has_unfinished_requests
+    LLMEngine.has_unfinished_requests = frontend.has_unfinished_requests
     LLMEngine.sleep = routed(LLMEngine, "sleep", frontend.sleep)
     LLMEngine.wake_up = routed(LLMEngine, "wake_up", frontend.wake_up)
     LLMEngine.torpor = frontend.call

@@ -1,0 +1,80 @@
+"""One engine in this process for all tests that need no other; its model is a random tiny Llama."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.update({"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "PYTHONHASHSEED": "0", "VLLM_NO_USAGE_STATS": "1"})
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from requests_of_tests import add_requests, final, run  # noqa: E402
+from tiny_model import make_tiny_llama  # noqa: E402
+
+ENGINE = {"enforce_eager": True, "block_size": 32, "max_model_len": 2048, "max_num_seqs": 16, "max_num_batched_tokens": 128, "seed": 0, "dtype": "float32"}
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: more than a few seconds for itself")
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    path = os.environ.get("TORPOR_TEST_MODEL")
+    assert path, "TORPOR_TEST_MODEL names no model; run the tests with tools/dev test, or set it to a folder with one"
+    return Path(path)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory, real_model) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny"), tokenizer_from=real_model)
+
+
+class InProcess:
+    """An LLM whose engine core lives in this process, between runs of the same requests."""
+
+    def __init__(self, model: Path, directory: Path, **options):
+        from vllm import LLM
+
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        torpor = {"dir": str(directory), "keep_checkpoints": 100} | options.pop("torpor", {})
+        self.llm = LLM(str(model), additional_config={"torpor": torpor}, **(ENGINE | options))
+        self.engine = self.llm.llm_engine
+        self.directory = directory
+        self._expected: dict | None = None
+
+    @property
+    def core(self):
+        return self.engine.engine_core.engine_core
+
+    @property
+    def runner(self):
+        return self.core.model_executor.driver_worker.worker.model_runner
+
+    def begin(self, steps: int = 0, names=None) -> dict:
+        """The requests (or those of `names`), from the same start each time; runs `steps` steps."""
+        if self.llm.is_sleeping():
+            self.llm.wake_up()
+        run(self.engine)
+        self.llm.reset_prefix_cache()
+        torch.manual_seed(3)
+        add_requests(self.engine, names)
+        return run(self.engine, steps)
+
+    def finish(self, answers: dict) -> dict:
+        return final(answers | run(self.engine))
+
+    @property
+    def expected(self) -> dict:
+        """The answers of a run that never slept."""
+        if self._expected is None:
+            self._expected = self.finish(self.begin())
+        return self._expected
+
+
+@pytest.fixture(scope="session")
+def one(tiny_model, tmp_path_factory) -> InProcess:
+    return InProcess(tiny_model, tmp_path_factory.mktemp("checkpoints"))

@@ -1,0 +1,61 @@
+"""The requests that the tests put to an engine, and what is compared of their answers."""
+
+from __future__ import annotations
+
+from vllm import SamplingParams
+
+SHARED = "In a small town by the sea there lived an old clock maker who had never once been late for anything. " * 4
+
+
+def _params(**options) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": 40, "ignore_eos": True} | options))
+
+
+# Greedy, seeded and unseeded; shared prefixes; n > 1; stop strings; penalties; log probabilities; a prompt of many chunks.
+REQUESTS = {
+    "greedy": ("The capital of France is", _params(temperature=0)),
+    "seeded": ("Once upon a time", _params(temperature=1.0, seed=7)),
+    "unseeded": ("My name is", _params(temperature=1.0)),
+    "prefix-a": (SHARED + "He said", _params(temperature=0, max_tokens=30)),
+    "prefix-b": (SHARED + "She said", _params(temperature=0.9, top_k=50, top_p=0.9)),
+    "two": ("Write a poem:", _params(temperature=1.0, n=2, seed=11, max_tokens=25)),
+    "stops": ("one two three", _params(temperature=1.0, seed=3, stop=["e", "zz"], logprobs=3, max_tokens=60, min_tokens=12)),
+    "penalties": ("la la la la", _params(temperature=0.7, seed=5, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3)),
+    "bias": ("numbers:", _params(temperature=1.0, min_p=0.01, min_tokens=5, logit_bias={100: 2.0, 200: -5.0}, logprobs=1)),
+    "long": ("foo bar " * 300, _params(temperature=0, prompt_logprobs=1, max_tokens=20)),
+    "short": ("Hi", _params(temperature=0, max_tokens=3)),
+}
+
+
+def _position(entry) -> dict | None:
+    return None if entry is None else {token: (round(item.logprob, 5), item.rank, item.decoded_token) for token, item in entry.items()}
+
+
+def answer(output) -> list:
+    """All of a RequestOutput that its reader sees, as plain values that survive JSON."""
+    prompt = None if output.prompt_logprobs is None else [_position(entry) for entry in output.prompt_logprobs]
+    completions = [
+        [c.index, list(c.token_ids), c.text, c.finish_reason, c.stop_reason, c.cumulative_logprob and round(c.cumulative_logprob, 4), c.logprobs and [_position(e) for e in c.logprobs]]
+        for c in output.outputs
+    ]
+    return [output.finished, sorted(completions, key=lambda c: c[0]), prompt]
+
+
+def add_requests(engine, names=None) -> None:
+    for name in names or REQUESTS:
+        prompt, params = REQUESTS[name]
+        engine.add_request(name, prompt, params)
+
+
+def run(engine, steps: int | None = None) -> dict:
+    """The latest answer of each request that came in within `steps` engine steps."""
+    answers, made = {}, 0
+    while engine.has_unfinished_requests() and (steps is None or made < steps):
+        for output in engine.step():
+            answers[output.request_id] = answer(output)
+        made += 1
+    return answers
+
+
+def final(answers: dict) -> dict:
+    return {name: value for name, value in answers.items() if value[0]}

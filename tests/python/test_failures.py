@@ -1,0 +1,184 @@
+"""Bad input and failures on the real engine: a clear error, nothing lost, and the same tokens as if nothing had been asked."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+from requests_of_tests import run
+
+from torpor import errors
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"level": 3}, "level is 3"),
+        ({"level": -1}, "level is -1"),
+        ({"level": 1, "to": "tape"}, "tape"),
+        ({"level": 1, "tags": ["wieghts"]}, "wieghts"),
+        ({"level": 1, "mode": "explode"}, "explode"),
+        ({"level": 1, "on_save_error": "shrug"}, "shrug"),
+        ({"level": 1, "timeout": -2.0}, "timeout"),
+        ({"level": 1, "speed": 9}, "speed"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(one, options, named):
+    answers = one.begin(10)
+    with pytest.raises(errors.InvalidArgument, match=named) as caught:
+        one.llm.sleep(preserve_state=True, **options)
+    assert caught.value.next_step and not caught.value.state_changed
+    assert not one.llm.is_sleeping()
+    assert one.finish(answers) == one.expected
+
+
+def test_a_second_sleep_and_a_wake_while_awake_change_nothing(one):
+    answers = one.begin(10)
+    woken = one.llm.wake_up()
+    assert woken and not woken.changed
+    assert one.llm.sleep(level=1, preserve_state=True).changed
+    again = one.llm.sleep(level=1, preserve_state=True, to="disk")
+    assert not again.changed and again.note == "already asleep"
+    with pytest.raises(errors.InvalidArgument, match="wieghts"):
+        one.llm.wake_up(tags=["wieghts"])
+    one.llm.wake_up()
+    assert one.finish(answers) == one.expected
+
+
+@pytest.fixture
+def elsewhere(one, monkeypatch):
+    """Makes the engine's controller write checkpoints to another directory."""
+
+    def use(directory):
+        from torpor import _core
+
+        side = one.core.torpor_side
+        monkeypatch.setattr(side, "controller", _core.SleepController(side.hooks, {"directory": str(directory), "keep_checkpoints": 2}))
+
+    one.llm.torpor("state")
+    return use
+
+
+def test_a_full_disk_leaves_the_engine_awake(one, elsewhere, tmp_path):
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)]).returncode != 0:
+        pytest.skip("needs to mount a small tmpfs")
+    try:
+        answers = one.begin(10)
+        elsewhere(tmp_path)
+        with pytest.raises(errors.NotEnoughRoom, match="free") as caught:
+            one.llm.sleep(level=1, preserve_state=True, to="disk")
+        assert not caught.value.state_changed
+        assert [p.name for p in tmp_path.iterdir()] == ["LOCK"]
+        assert one.finish(answers) == one.expected
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_directory_that_cannot_be_made_leaves_the_engine_awake(one, elsewhere, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    answers = one.begin(10)
+    elsewhere(tmp_path / "file" / "checkpoints")
+    with pytest.raises(errors.Error, match="file"):
+        one.llm.sleep(level=1, preserve_state=True, to="disk")
+    assert one.finish(answers) == one.expected
+
+
+def test_on_request_it_sleeps_without_the_state_that_could_not_be_saved(one, elsewhere, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    one.begin(10)
+    elsewhere(tmp_path / "file" / "checkpoints")
+    report = one.llm.sleep(level=1, preserve_state=True, to="disk", on_save_error="discard")
+    assert report.changed and not report.preserve_state and "discarded" in report.note
+    one.llm.wake_up()
+    run(one.engine)
+    assert one.finish(one.begin()) == one.expected
+
+
+@pytest.fixture
+def checkpoint(one, tmp_path):
+    """A copy of a good checkpoint, to damage; the engine is awake and has no requests."""
+    one.begin(10)
+    report = one.llm.sleep(level=1, preserve_state=True, to="disk")
+    copy = tmp_path / "store" / "g-000001"
+    shutil.copytree(report.checkpoint, copy)
+    one.llm.wake_up()
+    run(one.engine)
+    return copy
+
+
+def expect_refused(one, path, kind, named):
+    with pytest.raises(kind, match=named) as caught:
+        one.llm.wake_up(from_checkpoint=path)
+    assert caught.value.next_step and not caught.value.state_changed
+    assert not one.llm.is_sleeping()
+    assert one.finish(one.begin()) == one.expected
+
+
+def flip(path, at):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(content)
+
+
+def test_a_missing_checkpoint_is_refused(one, checkpoint):
+    expect_refused(one, checkpoint / "none", errors.NotFound, "none")
+
+
+def test_a_truncated_checkpoint_is_refused(one, checkpoint):
+    state = (checkpoint / "STATE").read_bytes()
+    (checkpoint / "STATE").write_bytes(state[: len(state) // 2])
+    expect_refused(one, checkpoint, errors.Damaged, "STATE")
+
+
+@pytest.mark.parametrize("name", ["MANIFEST", "STATE", "chunks-r0"])
+def test_a_flipped_bit_is_refused(one, checkpoint, name):
+    flip(checkpoint / name, (checkpoint / name).stat().st_size - 4096 + 50 if name == "chunks-r0" else 100)
+    expect_refused(one, checkpoint, errors.Damaged, "MANIFEST|STATE|section|kv_cache|weights")
+
+
+def test_on_request_a_damaged_checkpoint_is_woken_without_its_state(one, checkpoint):
+    flip(checkpoint / "STATE", 100)
+    report = one.llm.wake_up(from_checkpoint=checkpoint, on_restore_error="discard")
+    assert report and "discarded" in report.note
+    assert one.finish(one.begin()) == one.expected
+
+
+def test_an_engine_with_requests_takes_no_checkpoint(one, checkpoint):
+    answers = one.begin(10)
+    with pytest.raises(errors.WrongState, match="requests of its own"):
+        one.llm.wake_up(from_checkpoint=checkpoint)
+    assert one.finish(answers) == one.expected
+
+
+def test_a_request_that_cannot_be_restored_fails_alone(one, checkpoint, monkeypatch):
+    from torpor.vllm import scheduler_values
+
+    stock = scheduler_values.request_from_value
+
+    def refuse_one(value, hasher):
+        if value["id"].startswith("greedy"):
+            raise errors.Incompatible("refused for this test")
+        return stock(value, hasher)
+
+    monkeypatch.setattr(scheduler_values, "request_from_value", refuse_one)
+    report = one.llm.wake_up(from_checkpoint=checkpoint)
+    [failed] = report.failed_requests
+    assert failed["id"].startswith("greedy") and "refused for this test" in failed["error"]
+    assert one.engine.has_unfinished_requests()
+    answers = one.finish({})
+    [completion] = answers["greedy"][1]
+    assert completion[3] == "error" and "refused for this test" in completion[4]
+    assert completion[1] == one.expected["greedy"][1][0][1][: len(completion[1])]  # what it had so far
+    # All but those whose draws depend on how many rows the batch has.
+    for name in ("seeded", "prefix-a", "stops", "long", "penalties"):
+        assert answers[name] == one.expected[name]
+
+
+def test_a_hook_that_fails_in_the_middle_of_a_sleep_is_undone(one, monkeypatch):
+    answers = one.begin(10)
+    side = one.core.torpor_side
+    monkeypatch.setattr(side.hooks, "release_derived", lambda: (_ for _ in ()).throw(RuntimeError("broken on purpose")))
+    with pytest.raises(errors.Error, match="broken on purpose"):
+        one.llm.sleep(level=1, preserve_state=True, to="disk")
+    monkeypatch.undo()
+    assert one.finish(answers) == one.expected

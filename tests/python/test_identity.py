@@ -1,0 +1,76 @@
+"""The oracle: an uninterrupted run. After a sleep at any step, of any kind, every answer is the same to the last digit."""
+
+import pytest
+import torch
+from requests_of_tests import REQUESTS, run
+
+STEPS = [1, 3, 8, 20, 47]
+
+
+def test_two_uninterrupted_runs_are_the_same(one):
+    assert one.finish(one.begin()) == one.expected
+    assert len(one.expected) == 11
+
+
+@pytest.mark.parametrize("to", ["host", "disk"])
+@pytest.mark.parametrize("steps", STEPS)
+def test_a_sleep_at_any_step_changes_nothing(one, steps, to):
+    expected = one.expected
+    answers = one.begin(steps)
+    report = one.llm.sleep(level=1, preserve_state=True, to=to)
+    assert report.changed and one.llm.is_sleeping()
+    assert one.engine.step() == []
+    torch.manual_seed(99)  # whatever else draws in this process meanwhile
+    assert one.llm.wake_up()
+    assert one.finish(answers) == expected
+    assert one.llm.torpor("state")["recomputed_tokens"] == 0
+
+
+def test_a_sleep_after_every_step_changes_nothing(one):
+    expected = one.expected
+    answers = one.begin()
+    for number in range(200):
+        if not one.engine.has_unfinished_requests():
+            break
+        answers |= run(one.engine, 1)
+        one.llm.sleep(level=1 + number % 2, preserve_state=True, to="host" if number % 3 else "disk")
+        assert one.llm.wake_up()
+    assert one.finish(answers) == expected
+
+
+def test_the_prefix_cache_survives(one):
+    """After a sleep a request with a known prefix hits the same blocks, and its answer is the same."""
+    one.begin()
+    one.finish({})
+    one.llm.sleep(level=1, preserve_state=True, to="host")
+    one.llm.wake_up()
+    prompt, params = REQUESTS["prefix-a"]
+    one.engine.add_request("again", prompt, params)
+    assert run(one.engine, 1)["again"]  # its first token after one step: 107 tokens of prompt, 96 of them cached
+    cached = one.core.scheduler.requests[next(iter(one.core.scheduler.requests))].num_cached_tokens
+    assert cached == 96
+    assert one.finish({})["again"] == one.expected["prefix-a"]
+
+
+# --- what shows that the comparison above can fail -----------------------------------------------------------------------
+
+
+def test_control_lost_kv_changes_tokens(one):
+    expected = one.expected
+    answers = one.begin(20)
+    one.llm.sleep(level=1, preserve_state=True, to="host")
+    one.llm.wake_up()
+    for cache in one.runner.kv_caches:
+        cache.zero_()
+    assert one.finish(answers) != expected
+
+
+def test_control_a_lost_generator_changes_unseeded_tokens_only(one):
+    expected = one.expected
+    answers = one.begin(20)
+    one.llm.sleep(level=1, preserve_state=True, to="host")
+    one.llm.wake_up()
+    torch.manual_seed(12345)
+    answers = one.finish(answers)
+    assert answers["unseeded"] != expected["unseeded"]
+    assert answers["greedy"] == expected["greedy"]

@@ -1,0 +1,107 @@
+"""Levels, tags and what becomes of requests without preserve_state."""
+
+import pytest
+from requests_of_tests import REQUESTS
+
+
+def test_level_0_only_pauses(one):
+    answers = one.begin(10)
+    report = one.llm.sleep(level=0)
+    assert report.changed and report.freed_bytes == 0
+    assert one.engine.step() == []
+    one.llm.wake_up()
+    assert one.finish(answers) == one.expected
+
+
+@pytest.mark.parametrize("to", ["host", "disk"])
+def test_without_preserve_state_requests_are_aborted(one, to):
+    one.begin(10)
+    report = one.llm.sleep(level=1, to=to)
+    assert report.freed_bytes > 0
+    one.llm.wake_up()
+    assert not one.engine.has_unfinished_requests()
+    assert one.finish(one.begin()) == one.expected  # the weights are right
+
+
+def test_without_preserve_state_requests_can_be_recomputed(one):
+    """vLLM's mode "keep": their KV is dropped and computed again."""
+    names = ("greedy", "prefix-a", "long", "short")  # stock vLLM on the CPU cannot resume a seeded request in chunks
+    answers = one.begin(20, names)
+    one.llm.sleep(level=1, mode="keep")
+    assert one.engine.has_unfinished_requests()
+    one.llm.wake_up()
+    finished = one.finish(answers)
+    for name in names:
+        [_, tokens, text, *_] = finished[name][1][0]
+        assert (tokens, text) == tuple(one.expected[name][1][0][1:3]), name
+
+
+def test_level_2_says_what_to_reload(one):
+    one.begin(5)
+    report = one.llm.sleep(level=2)
+    assert report.saved_bytes == 0
+    woken = one.llm.wake_up()
+    assert woken.reload == ["weights"]
+    one.llm.collective_rpc("reload_weights")
+    assert one.finish(one.begin()) == one.expected
+
+
+def test_tags_wake_one_by_one(one):
+    answers = one.begin(10)
+    one.llm.sleep(level=1, preserve_state=True)
+    first = one.llm.wake_up(tags=["weights"])
+    assert first.changed and not first and one.llm.is_sleeping()
+    assert one.engine.step() == []
+    assert one.llm.torpor("state")["tags"] == {"weights": "attached", "kv_cache": "detached"}
+    assert one.llm.wake_up(tags=["kv_cache"])
+    assert one.finish(answers) == one.expected
+
+
+def test_only_the_kv_cache_may_sleep(one):
+    answers = one.begin(10)
+    one.llm.sleep(level=1, preserve_state=True, tags=["kv_cache"])
+    assert one.llm.torpor("state")["tags"]["weights"] == "attached"
+    one.llm.wake_up()
+    assert one.finish(answers) == one.expected
+
+
+def test_an_idle_engine_sleeps_too(one):
+    one.begin()
+    one.finish({})
+    report = one.llm.sleep(level=1, preserve_state=True, to="disk")
+    assert report.changed and report.requests == 0
+    one.llm.wake_up()
+    assert one.finish(one.begin()) == one.expected
+
+
+def test_a_plan_tells_what_a_sleep_would_do(one):
+    answers = one.begin(10)
+    plan = one.llm.torpor("plan_sleep", {"level": 1, "preserve_state": True})
+    report = one.llm.sleep(level=1, preserve_state=True)
+    assert plan["requests"] == report.requests
+    assert sum(plan["save_bytes"].values()) == report.saved_bytes
+    assert sum(plan["free_bytes"].values()) == report.freed_bytes
+    one.llm.wake_up()
+    assert one.finish(answers) == one.expected
+
+
+def test_requests_that_come_in_while_asleep_wait(one):
+    answers = one.begin(10)
+    one.llm.sleep(level=1, preserve_state=True)
+    prompt, params = REQUESTS["greedy"]
+    one.engine.add_request("late", prompt, params)
+    assert one.engine.step() == []
+    one.llm.wake_up()
+    finished = one.finish(answers)
+    assert finished["late"] == one.expected["greedy"]
+    assert finished["greedy"] == one.expected["greedy"]
+
+
+def test_requests_can_be_aborted_while_asleep(one):
+    answers = one.begin(10)
+    one.llm.sleep(level=1, preserve_state=True)
+    one.engine.abort_request(["greedy", "long"])
+    one.llm.wake_up()
+    finished = one.finish(answers)
+    assert "greedy" not in finished and "long" not in finished
+    assert finished["seeded"] == one.expected["seeded"]

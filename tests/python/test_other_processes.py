@@ -1,0 +1,159 @@
+"""Engine cores in other processes: LLM as it is by default, AsyncLLM with streaming readers, tensor parallel 2."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ENGINE
+from requests_of_tests import REQUESTS, add_requests, final, run
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def in_other_processes(monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+
+
+def start(model, directory, **options):
+    from vllm import LLM
+
+    return LLM(str(model), additional_config={"torpor": {"dir": str(directory), "keep_checkpoints": 100}}, **(ENGINE | options))
+
+
+def stop(llm) -> None:
+    llm.llm_engine.engine_core.shutdown()
+
+
+# The batch runs ahead of its reader here, so where a sleep falls differs from run to run; what must be equal does not.
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(in_other_processes, tiny_model, tmp_path, monkeypatch, ranks):
+    if ranks == 2:
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    names = [name for name in REQUESTS if name not in ("unseeded", "bias", "prefix-b")]  # their draws depend on the timing of arrivals
+    llm = start(tiny_model, tmp_path, tensor_parallel_size=ranks)
+    try:
+        add_requests(llm.llm_engine, names)
+        expected = final(run(llm.llm_engine))
+        assert set(expected) == set(names)
+        for to in ("host", "disk"):
+            llm.reset_prefix_cache()
+            add_requests(llm.llm_engine, names)
+            answers = run(llm.llm_engine, 6)
+            report = llm.sleep(level=1, preserve_state=True, to=to)
+            assert report.changed and report.requests > 0 and len(report.ledgers) == ranks
+            assert all(ledger["device_physical_bytes"] == 0 for ledger in report.ledgers)
+            assert llm.wake_up()
+            assert final(answers | run(llm.llm_engine)) == expected
+            assert llm.llm_engine.torpor("state")["recomputed_tokens"] == 0
+        # And once more in a new engine.
+        llm.reset_prefix_cache()
+        add_requests(llm.llm_engine, names)
+        answers = run(llm.llm_engine, 6)
+        path = llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
+    finally:
+        stop(llm)
+    llm = start(tiny_model, tmp_path, tensor_parallel_size=ranks)
+    try:
+        report = llm.wake_up(from_checkpoint=path)
+        assert report.requests > 0 and report.failed_requests == []
+        assert final(answers | run(llm.llm_engine)) == expected
+        assert llm.llm_engine.torpor("state")["recomputed_tokens"] == 0
+    finally:
+        stop(llm)
+
+
+def test_streaming_readers_stay_connected_over_a_sleep_and_take_up_their_answers_after_a_restart(in_other_processes, tiny_model, tmp_path):
+    asyncio.run(_streaming(tiny_model, tmp_path))
+
+
+async def _streaming(model, directory) -> None:
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from torpor.errors import NotFound
+    from torpor.vllm import attach
+
+    names = ["greedy", "seeded", "prefix-a", "stops", "long"]
+
+    def make():
+        arguments = AsyncEngineArgs(model=str(model), additional_config={"torpor": {"dir": str(directory)}}, disable_log_stats=True, **ENGINE)
+        return AsyncLLM.from_engine_args(arguments)
+
+    async def read(stream, into):
+        async for output in stream:
+            assert len(output.outputs[0].token_ids) > len(into[0]) or output.finished, "a token came twice"
+            into[0], into[1] = list(output.outputs[0].token_ids), output.outputs[0].text
+
+    async def ask(engine, into):
+        tasks = []
+        for name in names:
+            prompt, params = REQUESTS[name]
+            into[name] = [[], ""]
+            tasks.append(asyncio.create_task(read(engine.generate(prompt, params, name), into[name])))
+        return tasks
+
+    async def some_tokens(into):
+        while len(into["greedy"][0]) < 8:
+            await asyncio.sleep(0.002)
+
+    engine = make()
+    expected: dict = {}
+    await asyncio.gather(*await ask(engine, expected))
+
+    answers: dict = {}
+    readers = await ask(engine, answers)
+    await some_tokens(answers)
+    report = await engine.sleep(level=1, preserve_state=True)
+    assert report.changed and await engine.is_sleeping()
+    frozen = json.dumps(answers)
+    await asyncio.sleep(0.2)
+    assert json.dumps(answers) == frozen, "a token came while the engine slept"
+    assert await engine.wake_up()
+    await asyncio.gather(*readers)
+    assert answers == expected
+
+    answers = {}
+    readers = await ask(engine, answers)
+    await some_tokens(answers)
+    path = (await engine.sleep(level=1, preserve_state=True, to="disk")).checkpoint
+    for reader in readers:
+        reader.cancel()
+    delivered = {name: list(value) for name, value in answers.items()}
+    engine.shutdown()
+
+    engine = make()
+    report = await engine.wake_up(from_checkpoint=path)
+    assert report.requests == len([n for n in names if delivered[n] != expected[n]])
+    for name in names:
+        if delivered[name] == expected[name]:
+            continue
+        again = delivered[name]
+        await read(attach(engine, name), again)
+        assert again == expected[name], name
+    with pytest.raises(NotFound, match="greedy"):
+        await anext(attach(engine, "greedy"))
+    engine.shutdown()
+
+
+def test_killed_while_it_falls_asleep_and_while_it_wakes_a_whole_checkpoint_is_left(tiny_model, tmp_path):
+    """SIGKILL at some moments of a second sleep, and of a wake: the first checkpoint or the second can be woken."""
+    script = HERE / "killed_process.py"
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    seen = set()
+    for kill_in in ("commit", "save", "prove", "detach", "restore"):
+        directory = tmp_path / kill_in
+        done = subprocess.run([sys.executable, script, tiny_model, directory, kill_in], cwd=HERE, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == -9, done.stdout[-2000:] + done.stderr[-2000:]
+        done = subprocess.run([sys.executable, script, tiny_model, directory, "wake"], cwd=HERE, env=environment, capture_output=True, text=True, timeout=200)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        assert lines, done.stdout[-2000:] + done.stderr[-2000:]
+        result = json.loads(lines[0].removeprefix("RESULT "))
+        assert result["identical"], kill_in
+        seen.add(result["checkpoint"])
+    assert seen == {"g-000001", "g-000002"}

@@ -1,0 +1,88 @@
+"""What cannot be preserved yet is refused by its name before anything is touched, and the engine serves on."""
+
+from types import SimpleNamespace
+
+import pytest
+from requests_of_tests import run
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from torpor import errors
+from torpor.vllm.support import unsupported_engine, unsupported_scheduler
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        (SamplingParams(max_tokens=30, structured_outputs=StructuredOutputsParams(regex="[ab]+")), "structured_outputs"),
+        (SamplingParams(max_tokens=30, temperature=0, extra_args={"x": 1}), "extra_args"),
+        (SamplingParams(max_tokens=30, temperature=0, logprobs=1, flat_logprobs=True), "flat_logprobs"),
+    ],
+)
+def test_a_request_with_such_a_feature_is_named(one, params, named):
+    answers = one.begin(5)
+    one.engine.add_request("special", "a b a b", params)
+    answers |= run(one.engine, 2)
+    with pytest.raises(errors.Unsupported, match=named) as caught:
+        one.llm.sleep(level=1, preserve_state=True)
+    assert "preserve_state=False" in caught.value.next_step and not caught.value.state_changed
+    assert not one.llm.is_sleeping()
+    assert one.finish(answers)["greedy"] == one.expected["greedy"]
+
+
+def test_it_sleeps_without_preserving_them(one):
+    one.begin(5)
+    one.engine.add_request("special", "a b a b", SamplingParams(max_tokens=30, extra_args={"x": 1}))
+    assert one.llm.sleep(level=1).changed
+    one.llm.wake_up()
+    assert one.finish(one.begin()) == one.expected
+
+
+def changed(config, path: str, value):
+    """A view of the configuration in which one field has another value."""
+    first, *rest = path.split(".")
+
+    class View:
+        def __getattr__(self, name):
+            found = getattr(config, name)
+            if name != first:
+                return found
+            return changed(found, ".".join(rest), value) if rest else value
+
+    return View()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("lora_config", object(), "LoRA"),
+        ("speculative_config", object(), "speculative decoding"),
+        ("parallel_config.pipeline_parallel_size", 2, "pipeline parallelism"),
+        ("parallel_config.data_parallel_size", 2, "data parallelism"),
+        ("parallel_config.decode_context_parallel_size", 2, "context parallelism"),
+        ("kv_transfer_config", object(), "KV connector"),
+        ("ec_transfer_config", object(), "encoder cache connector"),
+        ("kv_events_config", SimpleNamespace(enable_kv_cache_events=True), "KV cache events"),
+        ("model_config.is_multimodal_model", True, "multimodal"),
+        ("model_config.is_encoder_decoder", True, "encoder-decoder"),
+        ("model_config.runner_type", "pooling", "pooling"),
+        ("scheduler_config.async_scheduling", True, "async scheduling"),
+        ("cache_config.prefix_caching_hash_algo", "xxhash_cbor", "xxhash"),
+    ],
+)
+def test_a_configuration_with_such_a_feature_is_named(one, path, value, named):
+    config = one.core.vllm_config
+    assert unsupported_engine(config) == []
+    [found] = unsupported_engine(changed(config, path, value))
+    assert named in found
+
+
+def test_a_field_of_vllm_that_the_adapter_does_not_know_is_named(one):
+    answers = one.begin(5)
+    request = next(iter(one.core.scheduler.requests.values()))
+    request.brand_new_field = 1
+    assert unsupported_scheduler(one.core.scheduler) == ["unknown field brand_new_field of vLLM's Request"]
+    with pytest.raises(errors.Unsupported, match="brand_new_field"):
+        one.llm.sleep(level=1, preserve_state=True)
+    del request.brand_new_field
+    assert one.finish(answers) == one.expected
