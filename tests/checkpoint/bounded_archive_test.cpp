@@ -3,8 +3,6 @@
 #include <map>
 #include <optional>
 
-#include <cereal/types/map.hpp>
-
 #include "checkpoint/archived_values.h"
 #include "tests/support/results.h"
 

@@ -14,40 +14,43 @@ def kill_at(one, phase: str) -> None:
     """SIGKILL when the controller's next order to the workers of this phase has been carried out."""
     hooks = one.core.torpor_side.hooks
     stock = hooks.call_ranks
-    orders = {"commit": "describe", "save": "save", "prove": "moved", "detach": "detach", "restore": "load_blocks"}
+    order = {"save": "save", "prove": "moved", "restore": "load_blocks"}[phase]
 
     def call_ranks(method, payload):
         replies = stock(method, payload)
-        if method == orders[phase]:
+        if method == order:
             os.kill(os.getpid(), signal.SIGKILL)
         return replies
 
     hooks.call_ranks = call_ranks
 
 
+def wake(one, directory: Path) -> dict:
+    expected = json.loads((directory / "expected.json").read_text())
+    report = one.llm.wake_up(from_checkpoint=directory)
+    answers = final(json.loads(json.dumps(run(one.engine))))
+    # What had ended before the sleep is not in the checkpoint; whatever is must end as it would have.
+    same = len(answers) >= 8 and all(expected[name] == answer for name, answer in answers.items())
+    return {"identical": same, "checkpoint": Path(report.checkpoint).name}
+
+
 def main() -> None:
-    model, directory, phase = sys.argv[1:]
-    one = InProcess(Path(model), Path(directory))
+    model, phase, *directories = sys.argv[1:]
+    directory = Path(directories[0])
+    one = InProcess(Path(model), directory)
     if phase == "wake":
-        expected = json.loads((Path(directory) / "expected.json").read_text())
-        report = one.llm.wake_up(from_checkpoint=directory)
-        answers = json.loads(json.dumps(run(one.engine)))
-        # What had ended before the sleep is not in the checkpoint; whatever is must end as it would have.
-        same = len(final(answers)) >= 8 and all(expected[name] == answer for name, answer in final(answers).items())
-        print("RESULT " + json.dumps({"identical": same, "checkpoint": Path(report.checkpoint).name}), flush=True)
+        print("RESULT " + json.dumps([wake(one, Path(d)) for d in directories]), flush=True)
         return
-    expected = one.expected
-    Path(directory).mkdir(exist_ok=True)
-    (Path(directory) / "expected.json").write_text(json.dumps(expected))
+    directory.mkdir()
+    (directory / "expected.json").write_text(json.dumps(one.expected))
     one.begin(10)
     first = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
+    one.llm.wake_up()
     if phase == "restore":
-        one.llm.wake_up()
         run(one.engine)
         kill_at(one, phase)
         one.llm.wake_up(from_checkpoint=first)
     else:
-        one.llm.wake_up()
         run(one.engine, 10)
         kill_at(one, phase)
         one.llm.sleep(level=1, preserve_state=True, to="disk")

@@ -148,6 +148,7 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         if unfinished == 0:
             raise DemoError(f"after {options.freeze_after} steps no chat was left to put to sleep; give a smaller --freeze-after")
         awake = engine.resident_bytes()
+        regions = engine.order("ledger")[0]["process_resident_region_bytes"]
         slept_at = {number: len(text) for number, text in before["texts"].items() if number not in before["finished"]}
 
         screen.stage(f"4. Sleep, in the middle of {unfinished} sentences, to {options.to}")
@@ -190,6 +191,7 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         "rss_awake_bytes": awake,
         "rss_asleep_bytes": asleep,
         "rss_woken_bytes": resident_woken,
+        "resident_weights_and_kv_bytes": regions,
         "freed_bytes": slept["freed_bytes"],
         "saved_bytes": slept["saved_bytes"],
         "checkpoint": slept["checkpoint"] or None,

@@ -85,6 +85,9 @@ class Engine:
     def wake(self, from_checkpoint: str | None) -> dict:
         return dict(self._llm.wake_up(from_checkpoint=from_checkpoint))
 
+    def ledger(self) -> list:
+        return self._llm.torpor("ledger")
+
     def state(self) -> dict:
         return self._llm.torpor("state")
 

@@ -1,0 +1,57 @@
+"""The demo is the acceptance test of the main job: a real model, a killed process, the very next token."""
+
+import json
+
+import pytest
+from conftest import demo
+
+
+def check(result: dict, requests: int) -> None:
+    assert result["requests"] == result["identical"] == requests
+    assert result["recomputed_tokens"] == 0
+    assert result["tokens"] > result["tokens_before_sleep"] > 0
+    # Asleep, the process has given back at least 90 % of what weights and KV held (the host copy of a sleep to host aside).
+    kept = result["saved_bytes"] if result["to"] == "host" else 0
+    given_back = result["rss_awake_bytes"] - result["rss_asleep_bytes"]
+    assert given_back >= 0.9 * result["resident_weights_and_kv_bytes"] - kept
+    for name in ("sleep_seconds", "wake_seconds", "rss_woken_bytes"):
+        assert result[name] > 0
+
+
+def test_to_disk_with_a_killed_process(shown):
+    check(shown, 8)
+    assert shown["checkpoint_bytes"] == sum(shown["checkpoint_parts"].values()) + padding(shown)
+
+
+def padding(result: dict) -> int:
+    """Chunk files have a page of header, and chunks begin on pages; no more than a few per cent in all."""
+    extra = result["checkpoint_bytes"] - sum(result["checkpoint_parts"].values())
+    assert 0 <= extra < 0.02 * result["checkpoint_bytes"]
+    return extra
+
+
+def test_to_host_with_prompts_of_the_user(tmp_path):
+    (tmp_path / "prompts").write_text("Say hello in French.\n\nÜber die Brücke ging 東京 \U0001f600?\nOne word:\n")
+    done = demo("--json", "--to", "host", "--level", 2, "--prompts", tmp_path / "prompts", "--freeze-after", 5, "--max-tokens", 24, "--seed", 3)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    check(result, 3)
+    assert result["checkpoint"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--freeze-after", "0"], "freeze-after"),
+        (["--to", "tape"], "tape"),
+        (["--level", "7"], "level"),
+        (["--prompts", "/nowhere/prompts"], "/nowhere/prompts"),
+        (["--prompts", "/dev/null"], "no prompt"),
+        (["--dir", "/dev/null/x"], "/dev/null/x"),
+    ],
+)
+def test_bad_input_is_named_and_ends_with_2(arguments, named):
+    done = demo("--json", *arguments)
+    assert done.returncode == 2
+    assert named in done.stderr
+    assert done.stdout == ""
