@@ -1,5 +1,7 @@
 #include "engine/rank_group.h"
 
+#include <algorithm>
+
 #include "base/log.h"
 
 namespace torpor {
@@ -35,10 +37,26 @@ std::vector<RankReply> RankGroup::undo(const std::string& method, const RankOrde
   return *replies;
 }
 
+bool contains(const std::vector<std::string>& list, std::string_view item) { return std::find(list.begin(), list.end(), item) != list.end(); }
+
 uint64_t total_bytes(const std::vector<RankReply>& replies) {
   uint64_t sum = 0;
   for (const RankReply& reply : replies) sum += reply.bytes;
   return sum;
+}
+
+uint64_t tag_bytes(const std::vector<RankReply>& replies, const std::string& tag, uint64_t RankLedger::Tag::*field) {
+  uint64_t sum = 0;
+  for (const RankReply& reply : replies) {
+    if (const auto found = reply.ledger.tags.find(tag); found != reply.ledger.tags.end()) sum += found->second.*field;
+  }
+  return sum;
+}
+
+std::vector<RankLedger> ledgers_of(const std::vector<RankReply>& replies) {
+  std::vector<RankLedger> ledgers;
+  for (const RankReply& reply : replies) ledgers.push_back(reply.ledger);
+  return ledgers;
 }
 
 }  // namespace torpor

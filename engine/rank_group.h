@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "engine/engine_hooks.h"
@@ -24,6 +25,10 @@ class RankGroup {
   EngineHooks& hooks_;
 };
 
+bool contains(const std::vector<std::string>& list, std::string_view item);
 uint64_t total_bytes(const std::vector<RankReply>& replies);
+// The sum of one field of a tag's ledger over all ranks.
+uint64_t tag_bytes(const std::vector<RankReply>& replies, const std::string& tag, uint64_t RankLedger::Tag::*field);
+std::vector<RankLedger> ledgers_of(const std::vector<RankReply>& replies);
 
 }  // namespace torpor

@@ -22,77 +22,11 @@
 #include "checkpoint/checkpoint_manager.h"
 #include "engine/engine_hooks.h"
 #include "engine/rank_group.h"
+#include "engine/sleep_report.h"
 
 namespace torpor {
 
-inline constexpr const char* kWeightsTag = "weights";
-inline constexpr const char* kKvCacheTag = "kv_cache";
-
-struct SleepOptions {
-  int level = 1;                // 0: only pause; 1 and 2: SEMANTICS, section "Calls"
-  bool preserve_state = false;
-  bool to_disk = false;
-  std::string in_flight = "freeze";   // without preserve_state: "abort" or "recompute"
-  bool discard_on_save_error = false;
-  bool store_weights = true;          // to disk: false names them for reload instead
-  std::vector<std::string> tags;      // empty: all
-  std::optional<double> timeout_seconds;  // for the quiesce
-  Value outputs;                      // the front end's part of the checkpoint
-};
-
-struct WakeOptions {
-  std::vector<std::string> tags;  // empty: all that sleep
-  std::string from_checkpoint;    // a checkpoint or a directory of checkpoints; for a new, empty engine
-  bool discard_on_restore_error = false;
-  bool weights_changed = false;   // new weights were loaded: KV computed with the old ones is stale
-  bool hold = false;              // restored, but not yet running: end_hold() follows
-};
-
-struct Phase {
-  std::string name;
-  double seconds = 0;
-  uint64_t bytes = 0;
-};
-
-struct SleepReport {  // also of a wake
-  bool changed = false;
-  bool fully_awake = false;
-  std::string note;  // why nothing changed, or what was discarded
-  int level = 0;
-  bool preserve_state = false;
-  std::string to;          // "host" or "disk"
-  std::string checkpoint;  // path, if there is one
-  uint64_t checkpoint_bytes = 0;
-  std::map<std::string, uint64_t> checkpoint_parts;  // section or tag -> stored bytes
-  int64_t requests = 0;
-  uint64_t saved_bytes = 0;
-  uint64_t freed_bytes = 0;     // device memory
-  uint64_t restored_bytes = 0;
-  int64_t kept_blocks = 0;
-  int64_t dropped_blocks = 0;   // cached blocks whose bytes were not kept
-  std::vector<std::string> reload;  // tags that came back without content: the owner must load them
-  std::vector<FailedRequest> failed_requests;
-  Value outputs;                // of a restored checkpoint
-  std::vector<Phase> phases;
-  double seconds = 0;
-  std::vector<RankLedger> ledgers;  // by rank, at the end
-};
-
-struct SleepPlan {
-  std::map<std::string, uint64_t> save_bytes;  // tag -> bytes that would be copied, all ranks together
-  std::map<std::string, uint64_t> free_bytes;  // tag -> device bytes that would be given back
-  int64_t requests = 0;
-  int64_t kept_blocks = 0;
-  int64_t dropped_blocks = 0;
-  std::vector<std::string> problems;  // why it would be refused
-};
-
-struct ControllerState {
-  std::string engine;  // "awake", "falling asleep", "asleep", "waking", "lost"
-  std::map<std::string, std::string> tags;
-  int level = -1;  // of the sleep in force
-  std::string checkpoint;
-};
+class Operation;
 
 struct SleepControllerOptions {
   std::string directory;                         // of checkpoints; empty: sleeping to disk is refused
@@ -116,18 +50,26 @@ class SleepController {
 
  private:
   enum class State : uint8_t { kAwake, kFallingAsleep, kAsleep, kWaking, kLost };
-  class Operation;
-  struct Captured;
+  struct FallingAsleep;
 
+  // sleep(), in this order (sleep_controller_sleep.cpp).
   Result<SleepReport> fall_asleep(const SleepOptions& options, Operation& operation);
-  Result<Captured> capture(const SleepOptions& options, Operation& operation);
+  Status admit(FallingAsleep& sleep);
+  Status quiesce(FallingAsleep& sleep);
+  Status prepare(FallingAsleep& sleep);
+  void discard(FallingAsleep& sleep, const Error& why);
+  Status save(FallingAsleep& sleep);
+  Status prove(FallingAsleep& sleep);
+  Status detach(FallingAsleep& sleep);
+  Status undo_detach(const std::vector<std::string>& tags);
+
+  // wake_up() (sleep_controller_wake.cpp).
   Result<SleepReport> wake_same_process(const WakeOptions& options, Operation& operation);
   Result<SleepReport> wake_from_checkpoint(const WakeOptions& options, Operation& operation);
   Status check(const SleepOptions& options) const;
   Result<std::vector<std::string>> select_tags(const std::vector<std::string>& wanted, const RankLedger& ledger) const;
   Result<Fingerprint> fingerprint();
   Result<std::unique_ptr<CheckpointManager>> manager(const std::string& directory) const;
-  Status undo_detach(const std::vector<std::string>& tags);
   void set_state(State state);
   void remember(const std::vector<RankReply>& replies);
   void lose(const Error& error);

@@ -1,0 +1,84 @@
+// What callers ask of a sleep and a wake, and what they are told. The fields for users: docs/vllm.md and docs/semantics.md.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/engine_hooks.h"
+#include "engine/rank_protocol.h"
+
+namespace torpor {
+
+inline constexpr const char* kWeightsTag = "weights";
+inline constexpr const char* kKvCacheTag = "kv_cache";
+
+struct SleepOptions {
+  int level = 1;                // 0: only pause; 1 and 2: SEMANTICS, section "Calls"
+  bool preserve_state = false;
+  bool to_disk = false;
+  std::string in_flight = "freeze";   // without preserve_state: "abort" or "recompute"
+  bool discard_on_save_error = false;
+  bool store_weights = true;          // to disk: false names them for reload instead
+  std::vector<std::string> tags;      // empty: all
+  std::optional<double> timeout_seconds;  // for the quiesce
+  Value outputs;                      // the front end's part of the checkpoint
+};
+
+struct WakeOptions {
+  std::vector<std::string> tags;  // empty: all that sleep
+  std::string from_checkpoint;    // a checkpoint or a directory of checkpoints; for a new, empty engine
+  bool discard_on_restore_error = false;
+  bool weights_changed = false;   // new weights were loaded: KV computed with the old ones is stale
+  bool hold = false;              // restored, but not yet running: end_hold() follows
+};
+
+struct Phase {
+  std::string name;
+  double seconds = 0;
+  uint64_t bytes = 0;
+};
+
+struct SleepReport {  // also of a wake
+  bool changed = false;
+  bool fully_awake = false;
+  std::string note;  // why nothing changed, or what was discarded
+  int level = 0;
+  bool preserve_state = false;
+  std::string to;          // "host" or "disk"
+  std::string checkpoint;  // path, if there is one
+  uint64_t checkpoint_bytes = 0;
+  std::map<std::string, uint64_t> checkpoint_parts;  // section or tag -> stored bytes
+  int64_t requests = 0;
+  uint64_t saved_bytes = 0;
+  uint64_t freed_bytes = 0;     // device memory
+  uint64_t restored_bytes = 0;
+  int64_t kept_blocks = 0;
+  int64_t dropped_blocks = 0;   // cached blocks whose bytes were not kept
+  std::vector<std::string> reload;  // tags that came back without content: the owner must load them
+  std::vector<FailedRequest> failed_requests;
+  Value outputs;                // of a restored checkpoint
+  std::vector<Phase> phases;
+  double seconds = 0;
+  std::vector<RankLedger> ledgers;  // by rank, at the end
+};
+
+struct SleepPlan {
+  std::map<std::string, uint64_t> save_bytes;  // tag -> bytes that would be copied, all ranks together
+  std::map<std::string, uint64_t> free_bytes;  // tag -> device bytes that would be given back
+  int64_t requests = 0;
+  int64_t kept_blocks = 0;
+  int64_t dropped_blocks = 0;
+  std::vector<std::string> problems;  // why it would be refused
+};
+
+struct ControllerState {
+  std::string engine;  // "awake", "falling asleep", "asleep", "waking", "lost"
+  std::map<std::string, std::string> tags;
+  int level = -1;  // of the sleep in force
+  std::string checkpoint;
+};
+
+}  // namespace torpor

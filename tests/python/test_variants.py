@@ -1,0 +1,32 @@
+"""Other options of the engine and of torpor: the same oracle."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+VARIANTS = {
+    "linear weights left unpacked": {"torpor": {"cpu_linear": "plain"}},
+    "nothing cached is kept": {"torpor": {"kv_budget_bytes": 0}},
+    "scheduling by priority, no prefix cache": {"scheduling_policy": "priority", "enable_prefix_caching": False},
+    "so few blocks that requests are preempted": {"num_gpu_blocks_override": 34},
+    "bfloat16, large steps": {"dtype": "bfloat16", "max_num_batched_tokens": 2048},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_identical_with(name, tiny_model, tmp_path):
+    done = subprocess.run([sys.executable, HERE / "variant_process.py", tiny_model, tmp_path, json.dumps(VARIANTS[name])], cwd=HERE, capture_output=True, text=True, timeout=300)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stdout[-3000:] + done.stderr[-3000:]
+    result = json.loads(lines[0].removeprefix("RESULT "))
+    assert result["differing"] == []
+    assert result["answers"] == 11
+    preempted = "preempted" in name
+    assert (result["preemptions"] > 0) == preempted
+    if not preempted:  # vLLM computes the KV of a preempted request again, with a sleep or without
+        assert result["recomputed"] == 0
