@@ -1,5 +1,5 @@
 // Who watches an operation: phases with their bytes and seconds. A null sink costs one pointer comparison.
-// Called from the thread that runs the operation; must not call back into the object that reports.
+// Called from the thread that does the work, perhaps under a lock of its own; must not call back into the object that reports.
 #pragma once
 
 #include <cstdint>
@@ -15,10 +15,17 @@ struct PhaseEvent {
   uint64_t bytes = 0;
 };
 
+struct BlockEvent {  // a KV block went from one state to another
+  int32_t block = 0;
+  std::string_view from;
+  std::string_view to;
+};
+
 class EventSink {
  public:
   virtual ~EventSink() = default;
-  virtual void on_phase(const PhaseEvent& event) = 0;
+  virtual void on_phase(const PhaseEvent&) {}
+  virtual void on_block(const BlockEvent&) {}
 };
 
 }  // namespace torpor

@@ -3,6 +3,8 @@
 import pytest
 from requests_of_tests import REQUESTS
 
+from torpor import errors
+
 
 def test_level_0_only_pauses(one):
     answers = one.begin(10)
@@ -55,6 +57,20 @@ def test_tags_wake_one_by_one(one):
     assert one.llm.torpor("state")["tags"] == {"weights": "attached", "kv_cache": "detached"}
     assert one.llm.wake_up(tags=["kv_cache"])
     assert one.finish(answers) == one.expected
+
+
+def test_generating_while_asleep_is_refused_and_names_what_is_missing(one):
+    answers = one.begin(10)
+    one.llm.sleep(level=1, preserve_state=True)
+    one.llm.wake_up(tags=["weights"])
+    prompt, params = REQUESTS["short"]
+    with pytest.raises(errors.WrongState, match="kv_cache") as caught:
+        one.llm.generate([prompt], params, use_tqdm=False)
+    assert "weights" not in caught.value.what
+    one.llm.wake_up()
+    assert one.finish(answers)["greedy"] == one.expected["greedy"]
+    [output] = one.llm.generate([prompt], params, use_tqdm=False)
+    assert list(output.outputs[0].token_ids) == one.expected["short"][1][0][1]
 
 
 def test_only_the_kv_cache_may_sleep(one):

@@ -12,7 +12,7 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from torpor import errors
-from torpor.errors import Error, InvalidArgument, NotFound, TimedOut
+from torpor.errors import Error, InvalidArgument, NotFound, TimedOut, WrongState
 from torpor.vllm import outputs as front_end
 
 _DRAIN_SECONDS = 30.0  # for outputs that the engine sent before it was frozen to be processed here
@@ -140,6 +140,14 @@ def step(engine: LLMEngine) -> list:
         engine.torpor_stash = []
         return stash
     return engine.torpor_stock_step()
+
+
+def refuse_while_asleep(engine: LLMEngine) -> None:
+    """Before LLM runs its engine until all requests have ended: asleep, it would wait for ever."""
+    if not engine.is_sleeping():
+        return
+    missing = [tag for tag, state in call(engine, "state")["tags"].items() if state != "attached"]
+    raise WrongState(f"the engine is asleep ({', '.join(missing) or 'paused'})", "call wake_up() first")
 
 
 def has_unfinished_requests(engine: LLMEngine) -> bool:

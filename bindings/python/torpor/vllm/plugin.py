@@ -143,6 +143,14 @@ def _install_front_end() -> None:
     AsyncLLM.sleep = routed(AsyncLLM, "sleep", frontend.sleep_async)
     AsyncLLM.wake_up = routed(AsyncLLM, "wake_up", frontend.wake_up_async)
     AsyncLLM.torpor = frontend.call_async
+    stock_run = LLM._run_engine
+
+    def run_engine(self, *args, **kwargs):
+        if _active(self.llm_engine.vllm_config):
+            frontend.refuse_while_asleep(self.llm_engine)
+        return stock_run(self, *args, **kwargs)
+
+    LLM._run_engine = run_engine
     LLM.sleep = lambda self, level=1, mode="abort", **options: self.llm_engine.sleep(level=level, mode=mode, **options)
     LLM.wake_up = lambda self, tags=None, **options: self.llm_engine.wake_up(tags, **options)
     LLM.is_sleeping = lambda self: self.llm_engine.is_sleeping()

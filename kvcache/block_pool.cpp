@@ -1,0 +1,329 @@
+#include "kvcache/block_pool.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include <fmt/format.h>
+
+namespace torpor {
+
+std::string_view name(BlockState state) {
+  switch (state) {
+    case BlockState::kEmpty: return "empty";
+    case BlockState::kPartial: return "partial";
+    case BlockState::kReadyForScheduling: return "ready for scheduling";
+    case BlockState::kInflight: return "in flight";
+    case BlockState::kComplete: return "complete";
+    case BlockState::kRegistered: return "registered";
+  }
+  return "empty";
+}
+
+std::string_view name(BlockTrigger trigger) {
+  switch (trigger) {
+    case BlockTrigger::kInitialize: return "initialize";
+    case BlockTrigger::kAddTokens:
+    case BlockTrigger::kAddLastTokens: return "add tokens";
+    case BlockTrigger::kScheduleCompute: return "schedule compute";
+    case BlockTrigger::kCancelSchedule: return "cancel schedule";
+    case BlockTrigger::kComputeDone:
+    case BlockTrigger::kComputeDoneFull: return "compute done";
+    case BlockTrigger::kRegister: return "register";
+    case BlockTrigger::kReset: return "reset";
+  }
+  return "reset";
+}
+
+Digest BlockIdentity::hash() const {
+  StreamingDigest digest;
+  digest.update(std::as_bytes(std::span(parent.bytes)));
+  digest.update(std::as_bytes(std::span(&salt, 1)));
+  digest.update(std::as_bytes(std::span(&group, 1)));
+  digest.update(std::as_bytes(std::span(tokens)));
+  return digest.finish();
+}
+
+size_t BlockPool::DigestHash::operator()(const Digest& digest) const {
+  size_t value = 0;
+  std::memcpy(&value, digest.bytes.data(), sizeof value);
+  return value;
+}
+
+// --- handles -------------------------------------------------------------------------------------------------------------
+
+BlockRef::BlockRef(const BlockRef& other) : pool_(other.pool_), id_(other.id_) {
+  if (pool_ == nullptr) return;
+  const std::lock_guard lock(pool_->mutex_);
+  pool_->keep(id_);
+}
+BlockRef::BlockRef(BlockRef&& other) noexcept : pool_(std::exchange(other.pool_, nullptr)), id_(std::exchange(other.id_, -1)) {}
+BlockRef& BlockRef::operator=(BlockRef other) noexcept {
+  std::swap(pool_, other.pool_);
+  std::swap(id_, other.id_);
+  return *this;
+}
+BlockRef::~BlockRef() {
+  if (pool_ == nullptr) return;
+  const std::lock_guard lock(pool_->mutex_);
+  pool_->let_go(id_);
+}
+// No lock: the identity of a block does not change while somebody keeps it.
+const BlockIdentity& BlockRef::identity() const { return pool_->slot(id_).identity; }
+
+WeakBlock::WeakBlock(const BlockRef& block) : pool_(block.pool_), id_(block.id_) {
+  if (pool_ == nullptr) return;
+  const std::lock_guard lock(pool_->mutex_);
+  generation_ = pool_->slot(id_).generation;
+}
+std::optional<BlockRef> WeakBlock::upgrade() const {
+  if (pool_ == nullptr) return std::nullopt;
+  const std::lock_guard lock(pool_->mutex_);
+  if (pool_->slot(id_).generation != generation_) return std::nullopt;
+  pool_->keep(id_);
+  return BlockRef(*pool_, id_);
+}
+
+MutableBlock::MutableBlock(MutableBlock&& other) noexcept : pool_(std::exchange(other.pool_, nullptr)), id_(std::exchange(other.id_, -1)) {}
+MutableBlock& MutableBlock::operator=(MutableBlock&& other) noexcept {
+  std::swap(pool_, other.pool_);
+  std::swap(id_, other.id_);
+  return *this;
+}
+MutableBlock::~MutableBlock() {
+  if (pool_ == nullptr) return;
+  const std::lock_guard lock(pool_->mutex_);
+  pool_->end_ownership(id_);
+}
+BlockState MutableBlock::state() const {
+  const std::lock_guard lock(pool_->mutex_);
+  return pool_->slot(id_).state;
+}
+int32_t MutableBlock::tokens() const {
+  const std::lock_guard lock(pool_->mutex_);
+  return static_cast<int32_t>(pool_->slot(id_).identity.tokens.size());
+}
+
+Status MutableBlock::initialize(const Digest& parent, uint64_t salt, int32_t group) {
+  const std::lock_guard lock(pool_->mutex_);
+  TORPOR_TRY(pool_->move(id_, BlockTrigger::kInitialize));
+  pool_->slot(id_).identity = {.parent = parent, .salt = salt, .group = group, .tokens = {}};
+  return ok();
+}
+
+Result<int32_t> MutableBlock::add_tokens(std::span<const int32_t> tokens, bool more_to_come) {
+  if (tokens.empty()) return Error{.code = Code::kInvalidArgument, .what = "no tokens were given", .next_step = "add at least one"};
+  const std::lock_guard lock(pool_->mutex_);
+  std::vector<int32_t>& held = pool_->slot(id_).identity.tokens;
+  const size_t taken = std::min(tokens.size(), static_cast<size_t>(pool_->options_.block_tokens) - held.size());
+  TORPOR_TRY(pool_->move(id_, more_to_come ? BlockTrigger::kAddTokens : BlockTrigger::kAddLastTokens));
+  held.insert(held.end(), tokens.begin(), tokens.begin() + static_cast<std::ptrdiff_t>(taken));
+  return static_cast<int32_t>(taken);
+}
+
+Status MutableBlock::schedule_compute() {
+  const std::lock_guard lock(pool_->mutex_);
+  return pool_->move(id_, BlockTrigger::kScheduleCompute);
+}
+Status MutableBlock::cancel_schedule() {
+  const std::lock_guard lock(pool_->mutex_);
+  return pool_->move(id_, BlockTrigger::kCancelSchedule);
+}
+Status MutableBlock::compute_done() {
+  const std::lock_guard lock(pool_->mutex_);
+  const bool full = pool_->slot(id_).identity.tokens.size() == static_cast<size_t>(pool_->options_.block_tokens);
+  return pool_->move(id_, full ? BlockTrigger::kComputeDoneFull : BlockTrigger::kComputeDone);
+}
+Status MutableBlock::reset() {
+  const std::lock_guard lock(pool_->mutex_);
+  TORPOR_TRY(pool_->move(id_, BlockTrigger::kReset));
+  pool_->slot(id_).identity = {};
+  return ok();
+}
+
+Result<BlockRef> MutableBlock::register_block() {
+  const std::lock_guard lock(pool_->mutex_);
+  TORPOR_TRY(pool_->move(id_, BlockTrigger::kRegister));
+  BlockPool::Slot& slot = pool_->slot(id_);
+  slot.owned = false;
+  slot.references = 1;
+  slot.hash = pool_->options_.hash(slot.identity);
+  pool_->index_[slot.hash].push_back(id_);
+  return BlockRef(*std::exchange(pool_, nullptr), std::exchange(id_, -1));
+}
+
+// --- the pool ------------------------------------------------------------------------------------------------------------
+
+BlockPool::BlockPool(BlockPoolOptions options, EventSink* sink)
+    : options_(std::move(options)), sink_(sink), slots_(static_cast<size_t>(options_.num_blocks)) {
+  for (int32_t id = 0; id < options_.num_blocks; ++id) {
+    slot(id).free_place = free_.insert(free_.end(), id);
+    slot(id).is_free = true;
+  }
+}
+
+Result<std::unique_ptr<BlockPool>> BlockPool::create(BlockPoolOptions options, EventSink* sink) {
+  if (options.num_blocks < 1 || options.block_tokens < 1) {
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("num_blocks is {}, block_tokens is {}", options.num_blocks, options.block_tokens),
+                 .next_step = "use 1 or more of both"};
+  }
+  if (!options.hash) options.hash = [](const BlockIdentity& identity) { return identity.hash(); };
+  return std::unique_ptr<BlockPool>(new BlockPool(std::move(options), sink));
+}
+
+Status BlockPool::move(int32_t id, BlockTrigger trigger) {
+  Slot& slot = this->slot(id);
+  const std::optional<BlockState> next = next_state(slot.state, trigger);
+  if (!next) {
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = fmt::format("block {} is {}: it cannot {}", id, name(slot.state), name(trigger)),
+                 .next_step = "this is a mistake in the calling code"};
+  }
+  const BlockState before = std::exchange(slot.state, *next);
+  if (sink_ != nullptr) sink_->on_block({.block = id, .from = name(before), .to = name(*next)});
+  return ok();
+}
+
+// Registered -> Empty: nobody can find or upgrade it any more.
+void BlockPool::empty(int32_t id) {
+  Slot& slot = this->slot(id);
+  take_out_of_index(id);
+  (void)move(id, BlockTrigger::kReset);
+  slot.identity = {};
+  ++slot.generation;
+  ++evictions_;
+}
+
+void BlockPool::take_out_of_index(int32_t id) {
+  const auto entry = index_.find(slot(id).hash);
+  std::erase(entry->second, id);
+  if (entry->second.empty()) index_.erase(entry);
+}
+
+void BlockPool::take_from_free(int32_t id) {
+  free_.erase(slot(id).free_place);
+  slot(id).is_free = false;
+}
+
+void BlockPool::keep(int32_t id) {
+  if (slot(id).references++ == 0) take_from_free(id);
+}
+
+void BlockPool::let_go(int32_t id) {
+  Slot& slot = this->slot(id);
+  if (--slot.references > 0) return;
+  slot.free_place = free_.insert(free_.end(), id);
+  slot.is_free = true;
+}
+
+void BlockPool::end_ownership(int32_t id) {
+  Slot& slot = this->slot(id);
+  slot.owned = false;
+  if (!move(id, BlockTrigger::kReset)) {  // Inflight: the device may still write into it
+    slot.quarantined = true;
+    return;
+  }
+  slot.identity = {};
+  slot.free_place = free_.insert(free_.begin(), id);
+  slot.is_free = true;
+}
+
+Result<std::vector<MutableBlock>> BlockPool::allocate(int32_t count) {
+  const std::lock_guard lock(mutex_);
+  if (count < 0 || static_cast<size_t>(count) > free_.size()) {
+    return Error{.code = Code::kResourceExhausted,
+                 .what = fmt::format("{} blocks wanted, {} of {} are free", count, free_.size(), options_.num_blocks),
+                 .next_step = "free blocks, or preempt a request"};
+  }
+  std::vector<MutableBlock> blocks;
+  blocks.reserve(static_cast<size_t>(count));
+  for (int32_t i = 0; i < count; ++i) {
+    const int32_t id = free_.front();
+    take_from_free(id);
+    if (slot(id).state == BlockState::kRegistered) empty(id);
+    slot(id).owned = true;
+    blocks.push_back(MutableBlock(*this, id));
+  }
+  return blocks;
+}
+
+std::optional<int32_t> BlockPool::find(const BlockIdentity& identity) const {
+  const auto entry = index_.find(options_.hash(identity));
+  if (entry == index_.end()) return std::nullopt;
+  for (const int32_t id : entry->second) {
+    if (slot(id).identity == identity) return id;
+  }
+  return std::nullopt;
+}
+
+std::vector<BlockRef> BlockPool::match(std::span<const BlockIdentity> chain) {
+  std::vector<BlockRef> found;
+  const std::lock_guard lock(mutex_);
+  for (const BlockIdentity& identity : chain) {
+    const std::optional<int32_t> id = find(identity);
+    if (!id) break;
+    keep(*id);
+    found.push_back(BlockRef(*this, *id));
+  }
+  return found;
+}
+
+bool BlockPool::contains(const BlockIdentity& identity) const {
+  const std::lock_guard lock(mutex_);
+  return find(identity).has_value();
+}
+
+int32_t BlockPool::clear_cached() {
+  const std::lock_guard lock(mutex_);
+  int32_t cleared = 0;
+  for (const int32_t id : free_) {
+    if (slot(id).state != BlockState::kRegistered) continue;
+    empty(id);
+    ++cleared;
+  }
+  return cleared;
+}
+
+BlockPoolInfo BlockPool::info() const {
+  const std::lock_guard lock(mutex_);
+  BlockPoolInfo info{.free = static_cast<int32_t>(free_.size()), .evictions = evictions_};
+  for (const Slot& slot : slots_) {
+    if (slot.quarantined) ++info.quarantined;
+    if (slot.owned) ++info.owned;
+    if (slot.state == BlockState::kRegistered) ++(slot.references > 0 ? info.shared : info.cached);
+  }
+  return info;
+}
+
+std::vector<int32_t> BlockPool::free_order() const {
+  const std::lock_guard lock(mutex_);
+  return {free_.begin(), free_.end()};
+}
+
+Status BlockPool::check() const {
+  const std::lock_guard lock(mutex_);
+  const auto wrong = [](int32_t id, std::string_view what) { return Error{.code = Code::kInternal, .what = fmt::format("block {}: {}", id, what)}; };
+  size_t free = 0;
+  size_t registered = 0;
+  for (int32_t id = 0; id < options_.num_blocks; ++id) {
+    const Slot& slot = this->slot(id);
+    const bool is_registered = slot.state == BlockState::kRegistered;
+    free += slot.is_free ? 1 : 0;
+    registered += is_registered ? 1 : 0;
+    if (slot.is_free && *slot.free_place != id) return wrong(id, "its place in the free queue is that of another");
+    if (slot.is_free != (!slot.owned && !slot.quarantined && slot.references == 0)) return wrong(id, "it is free and in use, or neither");
+    if (slot.references > 0 && !is_registered) return wrong(id, "it is shared but not registered");
+    if (slot.owned && is_registered) return wrong(id, "it is registered but owned");
+    if (slot.identity.tokens.size() > static_cast<size_t>(options_.block_tokens)) return wrong(id, "it has too many tokens");
+    if (!is_registered) continue;
+    const auto entry = index_.find(slot.hash);
+    if (entry == index_.end() || std::count(entry->second.begin(), entry->second.end(), id) != 1) return wrong(id, "it is registered but not in the index");
+  }
+  size_t indexed = 0;
+  for (const auto& [hash, ids] : index_) indexed += ids.size();
+  if (free != free_.size()) return wrong(-1, "the free queue has blocks that are not free");
+  if (indexed != registered) return wrong(-1, "the index has blocks that are not registered");
+  return ok();
+}
+
+}  // namespace torpor

@@ -1,0 +1,183 @@
+// BlockPool: the KV blocks of one tier: who owns which, which are shared, which may be taken again, and the prefix index.
+//
+// A block that is being filled has one owner, a MutableBlock. register_block() turns it into a shared, immutable one: BlockRefs
+// keep it; WeakBlocks name it without keeping it. A registered block without a BlockRef stays in the prefix index and in the
+// free queue, whose front is evicted first; blocks without content stand in front of all others.
+//
+// Several blocks may carry one hash (two requests computed the same prefix at the same time); each is its own block, a
+// match returns the oldest. A hit compares what it claims (parent, salt, group, tokens), not only the hash.
+//
+// Threads: all methods of the pool and of its handles from any thread; one lock. The pool outlives its handles.
+// Failure: a call that fails changes nothing. Events go to the sink under the lock.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "base/digest.h"
+#include "base/event_sink.h"
+#include "base/status.h"
+#include "kvcache/block_state.h"
+
+namespace torpor {
+
+// What a full block holds. Chained: `parent` is the hash of the block before it, zero for the first.
+struct BlockIdentity {
+  Digest parent;
+  uint64_t salt = 0;  // of the whole sequence: tenants, adapters, …
+  int32_t group = 0;  // KV cache group
+  std::vector<int32_t> tokens;
+
+  Digest hash() const;  // over all fields
+  friend bool operator==(const BlockIdentity&, const BlockIdentity&) = default;
+};
+
+struct BlockPoolOptions {
+  int32_t num_blocks = 0;
+  int32_t block_tokens = 16;
+  std::function<Digest(const BlockIdentity&)> hash;  // empty: BlockIdentity::hash; tests put collisions here
+};
+
+struct BlockPoolInfo {
+  int32_t free = 0;         // in the free queue, cached ones included
+  int32_t cached = 0;       // registered, without a BlockRef
+  int32_t shared = 0;       // registered, with one
+  int32_t owned = 0;        // with a MutableBlock
+  int32_t quarantined = 0;  // their owner went while they were Inflight: never used again
+  uint64_t evictions = 0;
+};
+
+class BlockPool;
+
+// A registered block, kept for as long as this exists. Copies share it.
+class BlockRef {
+ public:
+  BlockRef() = default;
+  BlockRef(const BlockRef& other);
+  BlockRef(BlockRef&& other) noexcept;
+  BlockRef& operator=(BlockRef other) noexcept;
+  ~BlockRef();
+  explicit operator bool() const { return pool_ != nullptr; }
+  int32_t id() const { return id_; }
+  const BlockIdentity& identity() const;  // valid as long as this
+
+ private:
+  friend class BlockPool;
+  friend class WeakBlock;
+  friend class MutableBlock;
+  BlockRef(BlockPool& pool, int32_t id) : pool_(&pool), id_(id) {}
+  BlockPool* pool_ = nullptr;
+  int32_t id_ = -1;
+};
+
+// Names a registered block without keeping it.
+class WeakBlock {
+ public:
+  WeakBlock() = default;
+  explicit WeakBlock(const BlockRef& block);
+  // The block, or nothing if it was evicted meanwhile, even if its slot is in use again.
+  std::optional<BlockRef> upgrade() const;
+  int32_t id() const { return id_; }
+
+ private:
+  BlockPool* pool_ = nullptr;
+  int32_t id_ = -1;
+  uint64_t generation_ = 0;
+};
+
+// The one owner of a block that is being filled. Destroyed: the block is reset and free; while Inflight it is quarantined.
+// Each method that moves the state is kFailedPrecondition, naming both, where the table does not allow it.
+class MutableBlock {
+ public:
+  MutableBlock(MutableBlock&& other) noexcept;
+  MutableBlock& operator=(MutableBlock&& other) noexcept;
+  ~MutableBlock();
+  int32_t id() const { return id_; }
+  BlockState state() const;
+  int32_t tokens() const;  // how many it has
+
+  Status initialize(const Digest& parent, uint64_t salt, int32_t group = 0);
+  // Adds as many as fit and returns how many. `more_to_come`: it is not scheduled before others were added.
+  Result<int32_t> add_tokens(std::span<const int32_t> tokens, bool more_to_come = false);
+  Status schedule_compute();
+  Status cancel_schedule();
+  Status compute_done();  // -> Complete if the block is full, otherwise -> Partial
+  Status reset();         // -> Empty; still owned
+  // Complete -> Registered. On success this handle is empty; on failure it still owns the block.
+  Result<BlockRef> register_block();
+
+ private:
+  friend class BlockPool;
+  MutableBlock(BlockPool& pool, int32_t id) : pool_(&pool), id_(id) {}
+  BlockPool* pool_ = nullptr;
+  int32_t id_ = -1;
+};
+
+class BlockPool {
+ public:
+  // `sink` may be null; it outlives the pool.
+  static Result<std::unique_ptr<BlockPool>> create(BlockPoolOptions options, EventSink* sink = nullptr);
+
+  // `count` empty blocks, evicting from the front of the free queue; all or none. kResourceExhausted has both numbers.
+  Result<std::vector<MutableBlock>> allocate(int32_t count);
+  // The longest run of registered blocks for `chain`, first block first; each is kept.
+  std::vector<BlockRef> match(std::span<const BlockIdentity> chain);
+  bool contains(const BlockIdentity& identity) const;
+  // Evicts every cached block. Returns how many.
+  int32_t clear_cached();
+
+  BlockPoolInfo info() const;
+  int32_t block_tokens() const { return options_.block_tokens; }
+  std::vector<int32_t> free_order() const;  // the next to be taken first
+  // Slots, counts, index and free queue agree. kInternal with the first contradiction; for tests.
+  Status check() const;
+
+ private:
+  friend class BlockRef;
+  friend class WeakBlock;
+  friend class MutableBlock;
+  struct Slot {
+    BlockState state = BlockState::kEmpty;
+    BlockIdentity identity;
+    Digest hash;            // meaningful while registered
+    int32_t references = 0;  // BlockRefs
+    bool owned = false;     // by a MutableBlock
+    bool quarantined = false;
+    uint64_t generation = 0;  // counts evictions and resets
+    std::list<int32_t>::iterator free_place;
+    bool is_free = false;
+  };
+  struct DigestHash {
+    size_t operator()(const Digest& digest) const;
+  };
+
+  BlockPool(BlockPoolOptions options, EventSink* sink);
+  Slot& slot(int32_t id) { return slots_[static_cast<size_t>(id)]; }
+  const Slot& slot(int32_t id) const { return slots_[static_cast<size_t>(id)]; }
+  // All below: the lock is held.
+  Status move(int32_t id, BlockTrigger trigger);
+  void empty(int32_t id);
+  void take_out_of_index(int32_t id);
+  void take_from_free(int32_t id);
+  void keep(int32_t id);
+  void let_go(int32_t id);
+  void end_ownership(int32_t id);
+  std::optional<int32_t> find(const BlockIdentity& identity) const;
+
+  const BlockPoolOptions options_;
+  EventSink* const sink_;
+  mutable std::mutex mutex_;  // guards all below
+  std::vector<Slot> slots_;
+  std::list<int32_t> free_;
+  std::unordered_map<Digest, std::vector<int32_t>, DigestHash> index_;  // hash -> registered blocks, oldest first
+  uint64_t evictions_ = 0;
+};
+
+}  // namespace torpor

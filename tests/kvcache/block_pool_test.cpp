@@ -1,0 +1,296 @@
+#include "kvcache/block_pool.h"
+
+#include <algorithm>
+#include <map>
+#include <random>
+#include <set>
+#include <thread>
+
+#include "tests/support/results.h"
+
+namespace torpor {
+namespace {
+
+using test::value_of;
+using enum BlockState;
+using enum BlockTrigger;
+
+constexpr int32_t kTokens = 4;
+
+std::vector<int32_t> tokens_of(int32_t seed) { return {seed, seed + 1, seed + 2, seed + 3}; }
+
+// A registered block with these tokens after `parent`.
+BlockRef registered(BlockPool& pool, int32_t seed, const Digest& parent = {}, uint64_t salt = 0) {
+  MutableBlock block = std::move(value_of(pool.allocate(1))[0]);
+  EXPECT_SUCCEEDS(block.initialize(parent, salt));
+  EXPECT_EQ(value_of(block.add_tokens(tokens_of(seed))), kTokens);
+  EXPECT_SUCCEEDS(block.schedule_compute());
+  EXPECT_SUCCEEDS(block.compute_done());
+  return value_of(block.register_block());
+}
+
+std::unique_ptr<BlockPool> make(int32_t blocks, BlockPoolOptions options = {}) {
+  options.num_blocks = blocks;
+  options.block_tokens = kTokens;
+  return value_of(BlockPool::create(options));
+}
+
+// I1. The whole table: what is not listed is refused.
+TEST(BlockState, I1EveryTransitionOfTheTableAndNoOther) {
+  const std::map<std::pair<BlockState, BlockTrigger>, BlockState> allowed = {
+      {{kEmpty, kInitialize}, kPartial},
+      {{kPartial, kAddTokens}, kPartial},
+      {{kPartial, kAddLastTokens}, kReadyForScheduling},
+      {{kReadyForScheduling, kScheduleCompute}, kInflight},
+      {{kReadyForScheduling, kCancelSchedule}, kPartial},
+      {{kInflight, kComputeDone}, kPartial},
+      {{kInflight, kComputeDoneFull}, kComplete},
+      {{kComplete, kRegister}, kRegistered},
+      {{kEmpty, kReset}, kEmpty},
+      {{kPartial, kReset}, kEmpty},
+      {{kReadyForScheduling, kReset}, kEmpty},
+      {{kComplete, kReset}, kEmpty},
+      {{kRegistered, kReset}, kEmpty},
+  };
+  for (int s = 0; s < kBlockStates; ++s) {
+    for (int t = 0; t < kBlockTriggers; ++t) {
+      const auto state = static_cast<BlockState>(s);
+      const auto trigger = static_cast<BlockTrigger>(t);
+      const auto found = allowed.find({state, trigger});
+      EXPECT_EQ(next_state(state, trigger), found == allowed.end() ? std::nullopt : std::optional(found->second)) << name(state) << ", " << name(trigger);
+    }
+  }
+}
+
+TEST(BlockPool, ABlockGoesThroughItsLifeTokenByToken) {
+  const auto pool = make(1);
+  MutableBlock block = std::move(value_of(pool->allocate(1))[0]);
+  EXPECT_EQ(block.state(), kEmpty);
+  ASSERT_SUCCEEDS(block.initialize({}, 7));
+  EXPECT_EQ(value_of(block.add_tokens(std::vector<int32_t>{1}, /*more_to_come=*/true)), 1);
+  EXPECT_EQ(block.state(), kPartial);
+  EXPECT_EQ(value_of(block.add_tokens(std::vector<int32_t>{2})), 1);
+  EXPECT_EQ(block.state(), kReadyForScheduling);
+  ASSERT_SUCCEEDS(block.cancel_schedule());
+  EXPECT_EQ(value_of(block.add_tokens(std::vector<int32_t>{3})), 1);
+  ASSERT_SUCCEEDS(block.schedule_compute());
+  ASSERT_SUCCEEDS(block.compute_done());
+  EXPECT_EQ(block.state(), kPartial);  // room is left
+  EXPECT_EQ(value_of(block.add_tokens(std::vector<int32_t>{4, 5, 6})), 1);  // one fits
+  ASSERT_SUCCEEDS(block.schedule_compute());
+  ASSERT_SUCCEEDS(block.compute_done());
+  EXPECT_EQ(block.state(), kComplete);
+  const BlockRef shared = value_of(block.register_block());
+  EXPECT_EQ(shared.identity().tokens, (std::vector<int32_t>{1, 2, 3, 4}));
+  EXPECT_EQ(shared.identity().salt, 7u);
+  EXPECT_SUCCEEDS(pool->check());
+}
+
+// I1 on the handles: what the table forbids is an error that names block, state and call, and changes nothing.
+TEST(BlockPool, I1ACallThatDoesNotFitTheStateIsAnErrorAndChangesNothing) {
+  const auto pool = make(1);
+  MutableBlock block = std::move(value_of(pool->allocate(1))[0]);
+  EXPECT_FAILS(block.add_tokens(tokens_of(1)), Code::kFailedPrecondition, "empty");
+  EXPECT_FAILS(block.schedule_compute(), Code::kFailedPrecondition, "schedule compute");
+  EXPECT_FAILS(block.cancel_schedule(), Code::kFailedPrecondition);
+  EXPECT_FAILS(block.compute_done(), Code::kFailedPrecondition);
+  EXPECT_FAILS(block.register_block(), Code::kFailedPrecondition, "register");
+  ASSERT_SUCCEEDS(block.initialize({}, 0));
+  EXPECT_FAILS(block.initialize({}, 0), Code::kFailedPrecondition);
+  EXPECT_FAILS(block.add_tokens({}), Code::kInvalidArgument);
+  ASSERT_SUCCEEDS(block.add_tokens(tokens_of(1)));
+  EXPECT_FAILS(block.add_tokens(tokens_of(1)), Code::kFailedPrecondition, "ready for scheduling");
+  ASSERT_SUCCEEDS(block.schedule_compute());
+  EXPECT_FAILS(block.reset(), Code::kFailedPrecondition, "in flight");  // I3: the device may write into it
+  EXPECT_FAILS(block.cancel_schedule(), Code::kFailedPrecondition);
+  EXPECT_FAILS(block.register_block(), Code::kFailedPrecondition);
+  EXPECT_EQ(block.tokens(), kTokens);
+  EXPECT_SUCCEEDS(block.compute_done());
+}
+
+TEST(BlockPool, AllocationIsAllOrNothing) {
+  const auto pool = make(3);
+  const auto two = value_of(pool->allocate(2));
+  EXPECT_FAILS(pool->allocate(2), Code::kResourceExhausted, "2 blocks wanted, 1 of 3");
+  EXPECT_FAILS(pool->allocate(-1), Code::kResourceExhausted);
+  EXPECT_EQ(pool->info().free, 1);
+  EXPECT_SUCCEEDS(pool->allocate(1));
+}
+
+// I3. A block whose owner goes while the device may write into it is never used again.
+TEST(BlockPool, I3ABlockThatIsLeftInFlightIsQuarantined) {
+  const auto pool = make(2);
+  {
+    MutableBlock block = std::move(value_of(pool->allocate(1))[0]);
+    ASSERT_SUCCEEDS(block.initialize({}, 0));
+    ASSERT_SUCCEEDS(block.add_tokens(tokens_of(1)));
+    ASSERT_SUCCEEDS(block.schedule_compute());
+  }
+  EXPECT_EQ(pool->info().quarantined, 1);
+  EXPECT_EQ(pool->info().free, 1);
+  EXPECT_FAILS(pool->allocate(2), Code::kResourceExhausted);
+  EXPECT_SUCCEEDS(pool->check());
+}
+
+TEST(BlockPool, ACachedBlockIsFoundUntilItIsEvictedFromTheFront) {
+  const auto pool = make(3);
+  BlockIdentity first, second;
+  {
+    const BlockRef a = registered(*pool, 10);
+    const BlockRef b = registered(*pool, 20);
+    first = a.identity();
+    second = b.identity();
+  }  // b goes first, then a: b is evicted first
+  EXPECT_EQ(pool->info().cached, 2);
+  auto taken = value_of(pool->allocate(1));  // the one without content
+  EXPECT_EQ(pool->info().evictions, 0u);
+  taken.push_back(std::move(value_of(pool->allocate(1))[0]));
+  EXPECT_FALSE(pool->contains(second));
+  EXPECT_TRUE(pool->contains(first));
+  EXPECT_EQ(pool->match(std::vector{first}).size(), 1u);
+  EXPECT_EQ(pool->info().evictions, 1u);
+  EXPECT_SUCCEEDS(pool->check());
+}
+
+TEST(BlockPool, AMatchIsTheLongestRunAndKeepsItsBlocks) {
+  const auto pool = make(4);
+  std::vector<BlockIdentity> chain;
+  Digest parent;
+  std::vector<BlockRef> refs;
+  for (int i = 0; i < 3; ++i) {
+    refs.push_back(registered(*pool, i * 10, parent));
+    chain.push_back(refs.back().identity());
+    parent = chain.back().hash();
+  }
+  refs.clear();
+  EXPECT_EQ(pool->match(chain).size(), 3u);
+  chain[1].tokens[0] = 99;
+  EXPECT_EQ(pool->match(chain).size(), 1u);
+  chain[1].tokens[0] = 10;
+  const auto kept = pool->match(std::span(chain).first(2));
+  EXPECT_EQ(pool->info().shared, 2);
+  EXPECT_SUCCEEDS(pool->allocate(2));
+  EXPECT_FAILS(pool->allocate(3), Code::kResourceExhausted);
+  EXPECT_SUCCEEDS(pool->check());
+}
+
+TEST(BlockPool, AHitComparesWhatItClaimsNotOnlyTheHash) {
+  const auto pool = make(4, {.hash = [](const BlockIdentity&) { return Digest{}; }});  // every hash collides
+  const BlockRef a = registered(*pool, 10);
+  const BlockRef b = registered(*pool, 20);
+  EXPECT_EQ(pool->match(std::vector{b.identity()})[0].id(), b.id());
+  BlockIdentity other = a.identity();
+  for (const auto change : {0, 1, 2, 3}) {
+    BlockIdentity changed = other;
+    if (change == 0) changed.parent.bytes[0] = 1;
+    if (change == 1) changed.salt = 1;
+    if (change == 2) changed.group = 1;
+    if (change == 3) changed.tokens.back() = 0;
+    EXPECT_TRUE(pool->match(std::vector{changed}).empty()) << change;
+    EXPECT_NE(changed.hash(), other.hash()) << change;
+  }
+}
+
+TEST(BlockPool, TwoBlocksMayCarryOneHashAndEachIsEvictedAlone) {
+  const auto pool = make(2);
+  const BlockRef a = registered(*pool, 10);
+  {
+    const BlockRef duplicate = registered(*pool, 10);
+    EXPECT_NE(duplicate.id(), a.id());
+    EXPECT_EQ(pool->match(std::vector{a.identity()})[0].id(), a.id());  // the oldest
+  }
+  EXPECT_SUCCEEDS(pool->allocate(1));  // evicts the duplicate
+  EXPECT_TRUE(pool->contains(a.identity()));
+  EXPECT_SUCCEEDS(pool->check());
+}
+
+TEST(WeakBlock, CannotBeUpgradedAfterAnEvictionEvenIfItsSlotHoldsTheSameAgain) {
+  const auto pool = make(1);
+  WeakBlock weak;
+  BlockIdentity identity;
+  {
+    const BlockRef block = registered(*pool, 10);
+    weak = WeakBlock(block);
+    identity = block.identity();
+  }
+  EXPECT_TRUE(weak.upgrade().has_value());
+  const BlockRef again = registered(*pool, 10);  // evicts it, then registers the same content in the same slot
+  EXPECT_EQ(again.identity(), identity);
+  EXPECT_EQ(again.id(), weak.id());
+  EXPECT_FALSE(weak.upgrade().has_value());
+  EXPECT_FALSE(WeakBlock().upgrade().has_value());
+}
+
+TEST(BlockPool, ClearingForgetsWhatNobodyKeeps) {
+  const auto pool = make(3);
+  const BlockRef kept = registered(*pool, 10);
+  const BlockIdentity gone = registered(*pool, 20).identity();
+  EXPECT_EQ(pool->clear_cached(), 1);
+  EXPECT_TRUE(pool->contains(kept.identity()));
+  EXPECT_FALSE(pool->contains(gone));
+  EXPECT_SUCCEEDS(pool->check());
+}
+
+TEST(BlockPool, EachTransitionIsAnEvent) {
+  struct Recorder final : EventSink {
+    std::string seen;
+    void on_block(const BlockEvent& event) override { seen += std::string(event.to) + ","; }
+  } recorder;
+  const auto pool = value_of(BlockPool::create({.num_blocks = 1, .block_tokens = kTokens}, &recorder));
+  { const BlockRef block = registered(*pool, 1); }
+  ASSERT_SUCCEEDS(pool->allocate(1));
+  EXPECT_EQ(recorder.seen, "partial,ready for scheduling,in flight,complete,registered,empty,empty,");
+}
+
+TEST(BlockPool, BadSizesAreRefused) {
+  EXPECT_FAILS(BlockPool::create({.num_blocks = 0}), Code::kInvalidArgument, "num_blocks");
+  EXPECT_FAILS(BlockPool::create({.num_blocks = 1, .block_tokens = 0}), Code::kInvalidArgument, "block_tokens");
+}
+
+// Random lives of many blocks, on several threads: the books always agree, and a block that somebody holds is never another.
+TEST(BlockPool, UnderRandomUseByManyThreadsTheBooksAgree) {
+  const auto pool = make(64);
+  std::vector<std::thread> threads;
+  for (unsigned t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      std::mt19937 random(t);
+      std::vector<BlockRef> held;
+      std::vector<WeakBlock> weak;
+      for (int i = 0; i < 2000; ++i) {
+        switch (random() % 5) {
+          case 0:
+          case 1:
+            if (held.size() < 10) held.push_back(registered(*pool, static_cast<int32_t>(random() % 100) * 10));
+            break;
+          case 2:
+            if (!held.empty()) {
+              weak.push_back(WeakBlock(held.back()));
+              held.pop_back();
+            }
+            break;
+          case 3:
+            if (!weak.empty()) {
+              const auto block = weak[random() % weak.size()].upgrade();
+              EXPECT_TRUE(!block || block->identity().tokens.size() == 4u);
+            }
+            break;
+          case 4: {
+            const BlockIdentity identity{.tokens = tokens_of(static_cast<int32_t>(random() % 100) * 10)};
+            for (const BlockRef& block : pool->match(std::vector{identity})) EXPECT_EQ(block.identity(), identity);
+            break;
+          }
+        }
+        if (i % 100 == 0) {
+          EXPECT_SUCCEEDS(pool->check());
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_SUCCEEDS(pool->check());
+  EXPECT_EQ(pool->info().shared + pool->info().owned, 0);
+  EXPECT_EQ(pool->info().free, 64);
+}
+
+}  // namespace
+}  // namespace torpor
