@@ -278,9 +278,14 @@ TEST_F(SleepFailure, ACheckpointOfAnotherEngineIsRefusedFieldByField) {
 TEST_F(SleepFailure, ADamagedCheckpointIsRefusedAndOnRequestWokenWithoutItsState) {
   const std::string path = written_checkpoint();
   {
+    const Checkpoint checkpoint = value_of(open_checkpoint(linux_file_system(), path));
+    const auto& chunks = checkpoint.manifest().ranks[0].chunks;
+    const auto block = std::find_if(chunks.begin(), chunks.end(), [](const SavedChunk& chunk) { return chunk.key.kind == ChunkKind::kKvBlock; });
     std::fstream file(path + "/chunks-r0", std::ios::in | std::ios::out | std::ios::binary);
-    file.seekp(-4096 + 10, std::ios::end);  // the last chunk is a KV block
-    file.put('!');
+    file.seekg(static_cast<std::streamoff>(block->offset) + 10);
+    const char byte = static_cast<char>(file.get() ^ 1);
+    file.seekp(static_cast<std::streamoff>(block->offset) + 10);
+    file.put(byte);
   }
   SleepingEngine woken = make();
   EXPECT_FAILS(woken.controller.wake_up({.from_checkpoint = path}), Code::kCorruption, "kv_cache block");

@@ -21,6 +21,11 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: more than a few seconds for itself")
 
 
+def pytest_collection_modifyitems(items):
+    """Slow tests last: ending an engine in other processes takes vLLM's process groups of this one with it."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+
+
 @pytest.fixture(scope="session")
 def real_model() -> Path:
     path = os.environ.get("TORPOR_TEST_MODEL")

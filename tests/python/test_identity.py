@@ -46,9 +46,8 @@ def test_the_prefix_cache_survives(one):
     one.llm.wake_up()
     prompt, params = REQUESTS["prefix-a"]
     one.engine.add_request("again", prompt, params)
-    assert run(one.engine, 1)["again"]  # its first token after one step: 107 tokens of prompt, 96 of them cached
-    cached = one.core.scheduler.requests[next(iter(one.core.scheduler.requests))].num_cached_tokens
-    assert cached == 96
+    [output] = one.engine.step()
+    assert output.num_cached_tokens == (len(output.prompt_token_ids) - 1) // 32 * 32 >= 64  # all full blocks
     assert one.finish({})["again"] == one.expected["prefix-a"]
 
 

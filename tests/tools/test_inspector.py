@@ -10,14 +10,15 @@ from conftest import inspector
 
 @pytest.fixture
 def damaged(shown, tmp_path) -> Path:
-    """The checkpoint with one byte of a KV block changed."""
+    """The checkpoint with a bit changed in each chunk."""
     copy = tmp_path / "store" / "g-000001"
     shutil.copytree(shown["checkpoint"], copy)
     with open(copy / "chunks-r0", "r+b") as file:
-        file.seek(-2048, 2)
-        byte = file.read(1)
-        file.seek(-2048, 2)
-        file.write(bytes([byte[0] ^ 1]))
+        for page in range(4096, file.seek(0, 2), 4096):
+            file.seek(page)
+            byte = file.read(1)
+            file.seek(page)
+            file.write(bytes([byte[0] ^ 1]))
     return copy
 
 
@@ -56,8 +57,9 @@ def test_verify_passes_a_whole_one_and_names_what_is_damaged(shown, damaged):
     assert as_json("verify", shown["checkpoint"])["whole"] is True
     found = as_json("verify", damaged, code=1)
     assert found["whole"] is False
-    [problem] = found["problems"]
-    assert problem["code"] == "corruption" and "block" in problem["what"]
+    assert len(found["problems"]) == sum(m["chunks"] for m in as_json("info", shown["checkpoint"])["memory"])
+    assert all(problem["code"] == "corruption" for problem in found["problems"])
+    assert any("kv_cache block" in problem["what"] for problem in found["problems"])
     assert inspector("verify", damaged).returncode == 1
 
 

@@ -1,0 +1,400 @@
+#include "offload/offload_pipeline.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <mutex>
+
+#include <fmt/format.h>
+
+namespace torpor {
+
+namespace detail {
+// What handles and preconditions reach the pipeline by, also after its end.
+struct OffloadSignals {
+  std::mutex mutex;                 // guards the pipeline and all tickets
+  std::condition_variable changed;  // something for the deciding thread, a transfer thread or drain()
+  std::vector<uint64_t> settled;    // containers whose precondition was
+  std::optional<std::chrono::nanoseconds> sweep_at;
+  std::chrono::nanoseconds sweep_interval{};
+  const Clock* clock = nullptr;
+};
+
+// One enqueue: its token, its counts, and how the caller waits for it. Guarded by the pipeline's mutex.
+struct OffloadTicket {
+  std::shared_ptr<OffloadSignals> signals;
+  std::condition_variable done;
+  bool cancelled = false;
+  bool committed = false;
+  uint64_t blocks = 0;
+  uint64_t ended = 0;
+  OutcomeCounts counts{};
+};
+}  // namespace detail
+
+std::string_view name(BlockOutcome outcome) {
+  switch (outcome) {
+    case BlockOutcome::kTransferred: return "transferred";
+    case BlockOutcome::kPresent: return "present";
+    case BlockOutcome::kFiltered: return "filtered";
+    case BlockOutcome::kPolicyTimeout: return "policy timeout";
+    case BlockOutcome::kCancelled: return "cancelled";
+    case BlockOutcome::kPreconditionFailed: return "precondition failed";
+    case BlockOutcome::kEvicted: return "evicted";
+    case BlockOutcome::kNoRoom: return "no room";
+    case BlockOutcome::kQueueFull: return "queue full";
+    case BlockOutcome::kFailed: return "failed";
+    case BlockOutcome::kUnproven: return "unproven";
+    case BlockOutcome::kShutDown: return "shut down";
+  }
+  return "failed";
+}
+
+Status OffloadOptions::validate() const {
+  const auto check = [](std::string_view option, int64_t value, int64_t least) -> Status {
+    if (value >= least) return ok();
+    return Error{.code = Code::kInvalidArgument, .what = fmt::format("{} is {}", option, value), .next_step = fmt::format("use {} or more", least)};
+  };
+  TORPOR_TRY(check("max_batch_size", max_batch_size, 1));
+  TORPOR_TRY(check("min_batch_size", min_batch_size, 1));
+  TORPOR_TRY(check("flush_interval", flush_interval.count(), 0));
+  TORPOR_TRY(check("policy_timeout", policy_timeout.count(), 1));
+  TORPOR_TRY(check("sweep_interval", sweep_interval.count(), 1));
+  TORPOR_TRY(check("max_concurrent_transfers", max_concurrent_transfers, 1));
+  TORPOR_TRY(check("on_deck_batches", on_deck_batches, 1));
+  TORPOR_TRY(check("queue_blocks", queue_blocks, 1));
+  if (min_batch_size > max_batch_size) {
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("min_batch_size is {}, max_batch_size is {}", min_batch_size, max_batch_size),
+                 .next_step = "use a min_batch_size that is not larger"};
+  }
+  return ok();
+}
+
+// --- the handle ----------------------------------------------------------------------------------------------------------
+
+OffloadStatus OffloadHandle::status() const {
+  const std::lock_guard lock(ticket_->signals->mutex);
+  if (ticket_->ended == ticket_->blocks) return OffloadStatus::kDone;
+  return ticket_->committed ? OffloadStatus::kCommitted : OffloadStatus::kQueued;
+}
+
+OutcomeCounts OffloadHandle::counts() const {
+  const std::lock_guard lock(ticket_->signals->mutex);
+  return ticket_->counts;
+}
+
+bool OffloadHandle::wait(std::optional<std::chrono::milliseconds> timeout) const {
+  std::unique_lock lock(ticket_->signals->mutex);
+  const auto ended = [this] { return ticket_->ended == ticket_->blocks; };
+  if (timeout) return ticket_->done.wait_for(lock, *timeout, ended);
+  ticket_->done.wait(lock, ended);
+  return true;
+}
+
+void OffloadHandle::request_cancel() {
+  {
+    const std::lock_guard lock(ticket_->signals->mutex);
+    ticket_->cancelled = true;
+    detail::OffloadSignals& signals = *ticket_->signals;
+    if (!signals.sweep_at) signals.sweep_at = signals.clock->now() + signals.sweep_interval;
+  }
+  ticket_->signals->changed.notify_all();
+}
+
+void OffloadHandle::cancel() {
+  request_cancel();
+  wait();
+}
+
+// --- the pipeline --------------------------------------------------------------------------------------------------------
+
+OffloadPipeline::OffloadPipeline(BlockRoute& route, const Clock& clock, OffloadOptions options, std::vector<std::unique_ptr<OffloadPolicy>> policies)
+    : route_(route),
+      clock_(clock),
+      options_(options),
+      policies_(std::move(policies)),
+      signals_(std::make_shared<detail::OffloadSignals>()) {
+  signals_->sweep_interval = options_.sweep_interval;
+  signals_->clock = &clock_;
+  threads_.emplace_back([this] { decide(); });
+  for (int32_t i = 0; i < options_.max_concurrent_transfers; ++i) threads_.emplace_back([this] { transfer(); });
+}
+
+Result<std::unique_ptr<OffloadPipeline>> OffloadPipeline::create(BlockRoute& route, const Clock& clock, OffloadOptions options,
+                                                                 std::vector<std::unique_ptr<OffloadPolicy>> policies) {
+  TORPOR_TRY(options.validate());
+  return std::unique_ptr<OffloadPipeline>(new OffloadPipeline(route, clock, options, std::move(policies)));
+}
+
+OffloadPipeline::~OffloadPipeline() {
+  {
+    const std::lock_guard lock(signals_->mutex);
+    ending_ = true;
+  }
+  signals_->changed.notify_all();
+  for (std::thread& thread : threads_) thread.join();
+}
+
+OffloadHandle OffloadPipeline::enqueue(std::vector<BlockName> blocks, std::shared_ptr<Precondition> precondition, int32_t priority) {
+  auto ticket = std::make_shared<detail::OffloadTicket>();
+  ticket->signals = signals_;
+  ticket->blocks = blocks.size();
+  OffloadHandle handle(ticket);
+  const auto count = static_cast<int64_t>(blocks.size());
+  uint64_t sequence = 0;
+  {
+    const std::lock_guard lock(signals_->mutex);
+    sequence = next_sequence_++;
+    Container container{std::move(blocks), precondition, ticket, priority, sequence};
+    queued_blocks_ += count;
+    if (queued_blocks_ > options_.queue_blocks) {
+      end_container(container, BlockOutcome::kQueueFull);
+      return handle;
+    }
+    new_.push_back(std::move(container));
+  }
+  if (precondition != nullptr) {
+    precondition->on_settled([signals = signals_, sequence] {
+      {
+        const std::lock_guard lock(signals->mutex);
+        signals->settled.push_back(sequence);
+      }
+      signals->changed.notify_all();
+    });
+  }
+  signals_->changed.notify_all();
+  return handle;
+}
+
+void OffloadPipeline::drain() {
+  std::unique_lock lock(signals_->mutex);
+  signals_->changed.wait(lock, [this] { return idle(); });
+}
+
+OutcomeCounts OffloadPipeline::counts() const {
+  const std::lock_guard lock(signals_->mutex);
+  return counts_;
+}
+
+int64_t OffloadPipeline::queued_blocks() const {
+  const std::lock_guard lock(signals_->mutex);
+  return queued_blocks_;
+}
+
+bool OffloadPipeline::idle() const {
+  return new_.empty() && waiting_.empty() && in_queue_.empty() && on_deck_.empty() && transferring_ == 0 && !evaluating_;
+}
+
+void OffloadPipeline::end(const std::shared_ptr<detail::OffloadTicket>& ticket, BlockOutcome outcome, uint64_t blocks) {
+  counts_[static_cast<size_t>(outcome)] += blocks;
+  ticket->counts[static_cast<size_t>(outcome)] += blocks;
+  ticket->ended += blocks;
+  if (ticket->ended == ticket->blocks) ticket->done.notify_all();
+}
+
+void OffloadPipeline::end_container(const Container& container, BlockOutcome outcome) {
+  queued_blocks_ -= static_cast<int64_t>(container.blocks.size());
+  end(container.ticket, outcome, container.blocks.size());
+}
+
+// The deciding thread.
+void OffloadPipeline::decide() {
+  std::unique_lock lock(signals_->mutex);
+  while (true) {
+    take_new(lock);
+    take_settled();
+    sweep_if_due(clock_.now());
+    while (!ending_ && on_deck_.size() < static_cast<size_t>(options_.on_deck_batches) && batch_is_due(clock_.now())) commit_batch();
+    signals_->changed.notify_all();  // transfer threads, drain()
+    if (ending_) break;
+    if (!new_.empty() || !signals_->settled.empty()) continue;
+    if (const std::optional<std::chrono::nanoseconds> deadline = next_deadline()) {
+      signals_->changed.wait_for(lock, std::max(*deadline - clock_.now(), std::chrono::nanoseconds(1)));
+    } else {
+      signals_->changed.wait(lock);
+    }
+  }
+  const auto shut_down = [this](const Container& container) {
+    end_container(container, container.ticket->cancelled ? BlockOutcome::kCancelled : BlockOutcome::kShutDown);
+  };
+  for (const Container& container : new_) shut_down(container);
+  for (const auto& [sequence, container] : waiting_) shut_down(container);
+  for (const auto& [key, container] : in_queue_) shut_down(container);
+  new_.clear();
+  waiting_.clear();
+  in_queue_.clear();
+  in_queue_blocks_ = 0;
+  signals_->changed.notify_all();
+}
+
+// Policies, without the lock; what they leave of a container goes on as one container (P1).
+template <class Lock>
+void OffloadPipeline::take_new(Lock& lock) {
+  std::deque<Container> arrived;
+  arrived.swap(new_);
+  if (arrived.empty()) return;
+  evaluating_ = true;
+  lock.unlock();
+  std::vector<std::vector<uint8_t>> wanted(arrived.size());
+  std::vector<bool> in_time(arrived.size(), true);
+  for (size_t i = 0; i < arrived.size(); ++i) {
+    wanted[i].assign(arrived[i].blocks.size(), 1);
+    const std::chrono::nanoseconds deadline = clock_.now() + options_.policy_timeout;
+    for (const auto& policy : policies_) {
+      in_time[i] = in_time[i] && policy->evaluate(arrived[i].blocks, wanted[i], deadline) && clock_.now() <= deadline;
+    }
+  }
+  lock.lock();
+  evaluating_ = false;
+  for (size_t i = 0; i < arrived.size(); ++i) {
+    Container& container = arrived[i];
+    if (container.ticket->cancelled) {  // a sweep does not look here
+      end_container(container, BlockOutcome::kCancelled);
+      continue;
+    }
+    if (!in_time[i]) {
+      end_container(container, BlockOutcome::kPolicyTimeout);
+      continue;
+    }
+    size_t kept = 0;
+    for (size_t b = 0; b < container.blocks.size(); ++b) {
+      if (wanted[i][b] != 0) container.blocks[kept++] = container.blocks[b];
+    }
+    const uint64_t filtered = container.blocks.size() - kept;
+    container.blocks.resize(kept);
+    queued_blocks_ -= static_cast<int64_t>(filtered);
+    if (filtered > 0) end(container.ticket, BlockOutcome::kFiltered, filtered);
+    if (kept == 0) continue;
+    if (container.precondition == nullptr) {
+      make_ready(std::move(container));
+    } else {
+      const uint64_t sequence = container.sequence;
+      signals_->settled.push_back(sequence);  // looked at once now: it may have been settled while the policies ran
+      waiting_.emplace(sequence, std::move(container));
+    }
+  }
+}
+
+// Containers whose precondition is settled go on.
+void OffloadPipeline::take_settled() {
+  std::vector<uint64_t> settled;
+  settled.swap(signals_->settled);
+  for (const uint64_t sequence : settled) {
+    const auto found = waiting_.find(sequence);
+    if (found == waiting_.end()) continue;
+    const Precondition::State state = found->second.precondition->state();
+    if (state == Precondition::State::kPending) continue;
+    Container container = std::move(found->second);
+    waiting_.erase(found);
+    if (state == Precondition::State::kMet) {
+      make_ready(std::move(container));
+    } else {
+      end_container(container, container.ticket->cancelled ? BlockOutcome::kCancelled : BlockOutcome::kPreconditionFailed);
+    }
+  }
+}
+
+void OffloadPipeline::make_ready(Container container) {
+  const QueueKey key{-int64_t{container.priority}, container.sequence};
+  in_queue_blocks_ += static_cast<int64_t>(container.blocks.size());
+  ages_.emplace_back(clock_.now(), key);
+  in_queue_.emplace(key, std::move(container));
+}
+
+void OffloadPipeline::sweep_if_due(std::chrono::nanoseconds now) {
+  if (signals_->sweep_at && *signals_->sweep_at <= now) sweep();
+}
+
+// Cancelled containers leave, also those that wait for their precondition (P6).
+void OffloadPipeline::sweep() {
+  signals_->sweep_at.reset();
+  std::erase_if(waiting_, [this](const auto& entry) {
+    if (!entry.second.ticket->cancelled) return false;
+    end_container(entry.second, BlockOutcome::kCancelled);
+    return true;
+  });
+  std::erase_if(in_queue_, [this](const auto& entry) {
+    if (!entry.second.ticket->cancelled) return false;
+    in_queue_blocks_ -= static_cast<int64_t>(entry.second.blocks.size());
+    end_container(entry.second, BlockOutcome::kCancelled);
+    return true;
+  });
+}
+
+std::optional<std::chrono::nanoseconds> OffloadPipeline::oldest_ready() {
+  while (!ages_.empty() && !in_queue_.contains(ages_.front().second)) ages_.pop_front();
+  if (ages_.empty()) return std::nullopt;
+  return ages_.front().first;
+}
+
+bool OffloadPipeline::batch_is_due(std::chrono::nanoseconds now) {
+  if (in_queue_.empty()) return false;
+  if (in_queue_blocks_ >= options_.min_batch_size) return true;
+  const std::optional<std::chrono::nanoseconds> oldest = oldest_ready();
+  return oldest && *oldest + options_.flush_interval <= now;
+}
+
+// The commitment (P3): sweep (P4), upgrade, one flat batch (P5). Whole containers only (P1).
+void OffloadPipeline::commit_batch() {
+  if (signals_->sweep_at) sweep();
+  Batch batch;
+  size_t blocks = 0;
+  while (!in_queue_.empty()) {
+    const size_t size = in_queue_.begin()->second.blocks.size();
+    if (blocks > 0 && blocks + size > static_cast<size_t>(options_.max_batch_size)) break;
+    const Container container = std::move(in_queue_.begin()->second);
+    in_queue_.erase(in_queue_.begin());
+    blocks += size;
+    in_queue_blocks_ -= static_cast<int64_t>(size);
+    queued_blocks_ -= static_cast<int64_t>(size);
+    container.ticket->committed = true;
+    for (const BlockName& block : container.blocks) {
+      if (on_the_way_.contains(block.key)) {
+        end(container.ticket, BlockOutcome::kPresent, 1);
+      } else if (!route_.upgrade(block)) {
+        end(container.ticket, BlockOutcome::kEvicted, 1);
+      } else {
+        on_the_way_.insert(block.key);
+        batch.blocks.push_back(block);
+        batch.tickets.push_back(container.ticket);
+      }
+    }
+  }
+  if (!batch.blocks.empty()) on_deck_.push_back(std::move(batch));
+}
+
+std::optional<std::chrono::nanoseconds> OffloadPipeline::next_deadline() {
+  std::optional<std::chrono::nanoseconds> next = signals_->sweep_at;
+  if (on_deck_.size() >= static_cast<size_t>(options_.on_deck_batches)) return next;  // a transfer thread will wake us
+  if (const std::optional<std::chrono::nanoseconds> oldest = oldest_ready()) {
+    const std::chrono::nanoseconds due = *oldest + options_.flush_interval;
+    if (!next || due < *next) next = due;
+  }
+  return next;
+}
+
+// A transfer thread.
+void OffloadPipeline::transfer() {
+  std::vector<BlockOutcome> outcomes;
+  std::unique_lock lock(signals_->mutex);
+  while (true) {
+    signals_->changed.wait(lock, [this] { return !on_deck_.empty() || ending_; });
+    if (on_deck_.empty()) return;
+    const Batch batch = std::move(on_deck_.front());
+    on_deck_.pop_front();
+    ++transferring_;
+    signals_->changed.notify_all();  // there is room on deck
+    lock.unlock();
+    outcomes.assign(batch.blocks.size(), BlockOutcome::kFailed);
+    route_.transfer(batch.blocks, outcomes);
+    lock.lock();
+    for (size_t i = 0; i < batch.blocks.size(); ++i) {
+      on_the_way_.erase(batch.blocks[i].key);
+      end(batch.tickets[i], outcomes[i], 1);
+    }
+    --transferring_;
+    signals_->changed.notify_all();
+  }
+}
+
+}  // namespace torpor
