@@ -78,7 +78,9 @@ WeakBlock::WeakBlock(const BlockRef& block) : pool_(block.pool_), id_(block.id_)
 std::optional<BlockRef> WeakBlock::upgrade() const {
   if (pool_ == nullptr) return std::nullopt;
   const std::lock_guard lock(pool_->mutex_);
-  if (pool_->slot(id_).generation != generation_) return std::nullopt;
+  if (id_ < 0 || id_ >= pool_->options_.num_blocks) return std::nullopt;
+  const BlockPool::Slot& slot = pool_->slot(id_);
+  if (slot.generation != generation_ || slot.state != BlockState::kRegistered) return std::nullopt;
   pool_->keep(id_);
   return BlockRef(*pool_, id_);
 }
@@ -187,10 +189,12 @@ Status BlockPool::move(int32_t id, BlockTrigger trigger) {
 // Registered -> Empty: nobody can find or upgrade it any more.
 void BlockPool::empty(int32_t id) {
   Slot& slot = this->slot(id);
-  take_out_of_index(id);
+  if (!std::exchange(slot.discarded, false)) {
+    take_out_of_index(id);
+    ++slot.generation;
+  }
   (void)move(id, BlockTrigger::kReset);
   slot.identity = {};
-  ++slot.generation;
   ++evictions_;
 }
 
@@ -212,7 +216,8 @@ void BlockPool::keep(int32_t id) {
 void BlockPool::let_go(int32_t id) {
   Slot& slot = this->slot(id);
   if (--slot.references > 0) return;
-  slot.free_place = free_.insert(free_.end(), id);
+  if (slot.discarded) empty(id);
+  slot.free_place = free_.insert(slot.state == BlockState::kEmpty ? free_.begin() : free_.end(), id);
   slot.is_free = true;
 }
 
@@ -273,6 +278,19 @@ bool BlockPool::contains(const BlockIdentity& identity) const {
   return find(identity).has_value();
 }
 
+bool BlockPool::contains(const Digest& hash) const {
+  const std::lock_guard lock(mutex_);
+  return index_.contains(hash);
+}
+
+void BlockPool::discard(const BlockRef& block) {
+  const std::lock_guard lock(mutex_);
+  Slot& slot = this->slot(block.id());
+  if (std::exchange(slot.discarded, true)) return;
+  take_out_of_index(block.id());
+  ++slot.generation;
+}
+
 int32_t BlockPool::clear_cached() {
   const std::lock_guard lock(mutex_);
   int32_t cleared = 0;
@@ -315,7 +333,8 @@ Status BlockPool::check() const {
     if (slot.references > 0 && !is_registered) return wrong(id, "it is shared but not registered");
     if (slot.owned && is_registered) return wrong(id, "it is registered but owned");
     if (slot.identity.tokens.size() > static_cast<size_t>(options_.block_tokens)) return wrong(id, "it has too many tokens");
-    if (!is_registered) continue;
+    registered -= slot.discarded ? 1 : 0;
+    if (!is_registered || slot.discarded) continue;
     const auto entry = index_.find(slot.hash);
     if (entry == index_.end() || std::count(entry->second.begin(), entry->second.end(), id) != 1) return wrong(id, "it is registered but not in the index");
   }

@@ -67,6 +67,7 @@ class BlockRef {
   explicit operator bool() const { return pool_ != nullptr; }
   int32_t id() const { return id_; }
   const BlockIdentity& identity() const;  // valid as long as this
+  void never_let_go() { pool_ = nullptr; }  // a copy that was never proven over may still read the block
 
  private:
   friend class BlockPool;
@@ -85,8 +86,11 @@ class WeakBlock {
   // The block, or nothing if it was evicted meanwhile, even if its slot is in use again.
   std::optional<BlockRef> upgrade() const;
   int32_t id() const { return id_; }
+  uint64_t generation() const { return generation_; }  // of its slot, when it was named
 
  private:
+  friend class BlockPool;
+  WeakBlock(BlockPool& pool, int32_t id, uint64_t generation) : pool_(&pool), id_(id), generation_(generation) {}
   BlockPool* pool_ = nullptr;
   int32_t id_ = -1;
   uint64_t generation_ = 0;
@@ -130,11 +134,17 @@ class BlockPool {
   // The longest run of registered blocks for `chain`, first block first; each is kept.
   std::vector<BlockRef> match(std::span<const BlockIdentity> chain);
   bool contains(const BlockIdentity& identity) const;
+  bool contains(const Digest& hash) const;  // of some block; cheaper, and blind to collisions
+  // The block that was named so, if it is still there when it is upgraded.
+  WeakBlock weak(int32_t id, uint64_t generation) { return {*this, id, generation}; }
+  // Its content is not to be trusted: nobody finds or upgrades it any more. Those who keep it go on keeping it.
+  void discard(const BlockRef& block);
   // Evicts every cached block. Returns how many.
   int32_t clear_cached();
 
   BlockPoolInfo info() const;
   int32_t block_tokens() const { return options_.block_tokens; }
+  int32_t num_blocks() const { return options_.num_blocks; }
   std::vector<int32_t> free_order() const;  // the next to be taken first
   // Slots, counts, index and free queue agree. kInternal with the first contradiction; for tests.
   Status check() const;
@@ -150,7 +160,8 @@ class BlockPool {
     int32_t references = 0;  // BlockRefs
     bool owned = false;     // by a MutableBlock
     bool quarantined = false;
-    uint64_t generation = 0;  // counts evictions and resets
+    bool discarded = false;   // registered, but no longer in the index
+    uint64_t generation = 0;  // another one after each eviction
     std::list<int32_t>::iterator free_place;
     bool is_free = false;
   };

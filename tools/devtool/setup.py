@@ -72,7 +72,7 @@ def system_packages() -> None:
 
 def python_environment() -> Path:
     """A virtual environment with torch, vLLM and the tools; returns its python. Named by what is in it."""
-    pins = "\n".join([sys.version, TORCH, VLLM_WHEEL, *read_list("python.txt")])
+    pins = "\n".join([f"{sys.version_info[0]}.{sys.version_info[1]}", TORCH, VLLM_WHEEL, *read_list("python.txt")])
     folder = CACHE / f"venv-{hashlib.sha256(pins.encode()).hexdigest()[:12]}"
     python = folder / "bin/python"
     if (folder / "complete").exists():
@@ -141,7 +141,7 @@ def install_torpor(python: Path) -> None:
     if stamp.exists() and stamp.read_text() == digest:
         return
     command = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-build-isolation", "--force-reinstall"]
-    run("torpor (pip install .)", [*command, "-C", f"build-dir={ROOT / 'build/python'}", ROOT], log_name="torpor-install")
+    run("torpor (pip install .)", [*command, f"--config-settings=build-dir={ROOT / 'build/python'}", ROOT], log_name="torpor-install")
     stamp.write_text(digest)
 
 
