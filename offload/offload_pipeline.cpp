@@ -348,17 +348,19 @@ void OffloadPipeline::commit_batch() {
     in_queue_blocks_ -= static_cast<int64_t>(size);
     queued_blocks_ -= static_cast<int64_t>(size);
     container.ticket->committed = true;
+    const size_t before = batch.blocks.size();
     for (const BlockName& block : container.blocks) {
-      if (on_the_way_.contains(block.key)) {
+      const auto [key, fresh] = on_the_way_.insert(block.key);
+      if (!fresh) {
         end(container.ticket, BlockOutcome::kPresent, 1);
       } else if (!route_.upgrade(block)) {
+        on_the_way_.erase(key);
         end(container.ticket, BlockOutcome::kEvicted, 1);
       } else {
-        on_the_way_.insert(block.key);
         batch.blocks.push_back(block);
-        batch.tickets.push_back(container.ticket);
       }
     }
+    if (batch.blocks.size() > before) batch.owners.emplace_back(container.ticket, batch.blocks.size() - before);
   }
   if (!batch.blocks.empty()) on_deck_.push_back(std::move(batch));
 }
@@ -388,10 +390,11 @@ void OffloadPipeline::transfer() {
     outcomes.assign(batch.blocks.size(), BlockOutcome::kFailed);
     route_.transfer(batch.blocks, outcomes);
     lock.lock();
-    for (size_t i = 0; i < batch.blocks.size(); ++i) {
-      on_the_way_.erase(batch.blocks[i].key);
-      end(batch.tickets[i], outcomes[i], 1);
+    auto outcome = outcomes.begin();
+    for (const auto& [ticket, count] : batch.owners) {
+      for (size_t i = 0; i < count; ++i) end(ticket, *outcome++, 1);
     }
+    for (const BlockName& block : batch.blocks) on_the_way_.erase(block.key);
     --transferring_;
     signals_->changed.notify_all();
   }

@@ -103,7 +103,7 @@ class OffloadPipeline {
   using QueueKey = std::pair<int64_t, uint64_t>;  // priority turned round, sequence
   struct Batch {  // flat (P5)
     std::vector<BlockName> blocks;
-    std::vector<std::shared_ptr<detail::OffloadTicket>> tickets;  // by block
+    std::vector<std::pair<std::shared_ptr<detail::OffloadTicket>, size_t>> owners;  // whose the next so many blocks are
   };
 
   OffloadPipeline(BlockRoute& route, const Clock& clock, OffloadOptions options, std::vector<std::unique_ptr<OffloadPolicy>> policies);

@@ -13,7 +13,11 @@ from devtool import checks, setup
 from devtool.setup import ROOT, SetupError, say
 
 PRESETS = ("dev", "release", "asan", "tsan")
-BENCHES = {"scheduler_state": "tools/bench/scheduler_state_bench.py", "sleep_wake": "build/release/tools/bench/sleep_wake_bench"}
+BENCHES = {
+    "scheduler_state": "tools/bench/scheduler_state_bench.py",
+    "sleep_wake": "build/release/tools/bench/sleep_wake_bench",
+    "offload_pipeline": "build/release/tools/bench/offload_pipeline_bench",
+}
 
 
 def main(arguments: list[str], manual: str) -> int:
