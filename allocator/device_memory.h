@@ -46,7 +46,7 @@ struct DeviceMemoryInfo {
   uint64_t reserved_bytes = 0;
 };
 
-// How a wait for device work ended (ARCHITECTURE.md section 4). After kUnproven the work may still be running: memory
+// How a wait for device work ended. After kUnproven the work may still be running: memory
 // on both sides must not be unmapped, reused or freed.
 enum class Drain : uint8_t { kCompleted, kDrainedWithError, kUnproven };
 struct DrainResult {

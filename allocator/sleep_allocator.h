@@ -1,7 +1,7 @@
 // SleepAllocator: regions of device memory by tag. Sleep takes the physical memory away and keeps the addresses; wake
 // puts fresh memory under the same addresses.
 //
-// States of a tag (SEMANTICS.md section 2): kAttached -> kSaving -> kDetached -> kAttaching -> kRestoring -> kAttached,
+// States of a tag (docs/semantics.md): kAttached -> kSaving -> kDetached -> kAttaching -> kRestoring -> kAttached,
 // and kBroken. The allocator moves no content: between begin_save() and detach(), and between attach() and
 // finish_restore(), the owner (engine/rank_memory.h) copies through offload.
 //

@@ -16,7 +16,7 @@
 
 namespace torpor {
 
-// Names and values that must be equal for tokens to be equal (ARCHITECTURE.md section 5).
+// Names and values that must be equal for tokens to be equal.
 using Fingerprint = std::map<std::string, std::string>;
 
 // kIncompatible names every field that differs, with both values.

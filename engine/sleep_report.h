@@ -16,7 +16,7 @@ inline constexpr const char* kWeightsTag = "weights";
 inline constexpr const char* kKvCacheTag = "kv_cache";
 
 struct SleepOptions {
-  int level = 1;                // 0: only pause; 1 and 2: SEMANTICS, section "Calls"
+  int level = 1;                // 0: only pause; 1 and 2: docs/semantics.md
   bool preserve_state = false;
   bool to_disk = false;
   std::string in_flight = "freeze";   // without preserve_state: "abort" or "recompute"

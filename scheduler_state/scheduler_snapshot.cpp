@@ -1,16 +1,10 @@
 #include "scheduler_state/scheduler_snapshot.h"
 
-#include <algorithm>
 #include <unordered_map>
 
 #include <fmt/format.h>
 
 namespace torpor {
-
-const RequestState* SchedulerSnapshot::find(std::string_view id) const {
-  const auto found = std::find_if(requests.begin(), requests.end(), [&](const RequestState& request) { return request.id == id; });
-  return found == requests.end() ? nullptr : &*found;
-}
 
 Status SchedulerSnapshot::validate() const {
   const auto wrong = [](std::string what) {

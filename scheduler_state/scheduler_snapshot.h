@@ -19,7 +19,6 @@ struct SchedulerSnapshot {
   std::vector<std::string> finished;   // ended, but the workers have not been told yet
   Value engine;
 
-  const RequestState* find(std::string_view id) const;
   // Each request is valid, ids are unique, every request stands in exactly one of running, waiting and held, and its
   // status fits the queue. kCorruption names the request.
   Status validate() const;

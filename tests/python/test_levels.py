@@ -2,6 +2,7 @@
 
 import pytest
 from requests_of_tests import REQUESTS
+from tiny_model import make_tiny_llama
 
 from torpor import errors
 
@@ -121,3 +122,32 @@ def test_requests_can_be_aborted_while_asleep(one):
     finished = one.finish(answers)
     assert "greedy" not in finished and "long" not in finished
     assert finished["seeded"] == one.expected["seeded"]
+
+
+def test_new_weights_loaded_while_the_kv_sleeps_go_on_from_the_tokens_so_far(one, real_model, tmp_path):
+    """The loop of RL: rollouts sleep half-done, weights change, rollouts go on; KV of the old weights is never used."""
+    names = ["greedy", "prefix-a"]
+    half_done = one.begin(12, names)
+    one.llm.sleep(level=1, preserve_state=True)
+    one.llm.wake_up(tags=["weights"])
+    other = make_tiny_llama(tmp_path / "other", real_model, seed=8)
+    one.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+    assert one.llm.wake_up(tags=["kv_cache"], weights_changed=True)
+    finished = one.finish(half_done)
+    try:
+        tokenizer = one.llm.get_tokenizer()
+        for name in names:
+            prompt, params = REQUESTS[name]
+            so_far = half_done[name][1][0][1]
+            tokens = finished[name][1][0][1]
+            assert len(so_far) == 12 and tokens[:12] == so_far
+            # The oracle: the new weights, given prompt and tokens so far, with no cache.
+            one.llm.reset_prefix_cache()
+            rest = params.clone()
+            rest.max_tokens = params.max_tokens - 12
+            [output] = one.llm.generate([{"prompt_token_ids": tokenizer(prompt).input_ids + so_far}], rest, use_tqdm=False)
+            assert tokens[12:] == list(output.outputs[0].token_ids), name
+        assert {n: finished[n] for n in names} != {n: one.expected[n] for n in names}
+    finally:
+        one.llm.collective_rpc("reload_weights")
+    assert one.finish(one.begin()) == one.expected

@@ -4,13 +4,13 @@ import shutil
 from pathlib import Path
 
 
-def make_tiny_llama(folder: Path, tokenizer_from: Path) -> Path:
+def make_tiny_llama(folder: Path, tokenizer_from: Path, seed: int = 7) -> Path:
     """Writes a Llama of 4 layers, hidden size 128, with the vocabulary and tokenizer of the model in `tokenizer_from`."""
     import torch
     from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
     vocabulary = AutoConfig.from_pretrained(tokenizer_from).vocab_size
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=128,
