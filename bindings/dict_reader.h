@@ -1,8 +1,9 @@
 // DictReader: takes the entries of a Python dict one by one and refuses what is missing, unknown or of another type.
 #pragma once
 
-#include <set>
+#include <algorithm>
 #include <string>
+#include <vector>
 
 #include <fmt/format.h>
 #include <pybind11/pybind11.h>
@@ -17,18 +18,20 @@ class DictReader {
   DictReader(const pybind11::handle& object, std::string where) : where_(std::move(where)) {
     if (!PyDict_Check(object.ptr())) fail(where_, "a dict");
     dict_ = pybind11::reinterpret_borrow<pybind11::dict>(object);
+    taken_.reserve(dict_.size());
   }
 
   [[noreturn]] static void fail(const std::string& where, const std::string& wanted) {
     raise(Error{.code = Code::kInvalidArgument, .what = fmt::format("{} must be {}", where, wanted), .next_step = "correct the call"});
   }
 
-  bool has(const char* key) const { return dict_.contains(key); }
+  bool has(const char* key) const { return PyDict_GetItemString(dict_.ptr(), key) != nullptr; }
 
   pybind11::object take(const char* key) {
-    if (!dict_.contains(key)) fail(fmt::format("{}.{}", where_, key), "given");
-    taken_.insert(key);
-    return dict_[key];
+    PyObject* item = PyDict_GetItemString(dict_.ptr(), key);
+    if (item == nullptr) fail(fmt::format("{}.{}", where_, key), "given");
+    taken_.push_back(key);
+    return pybind11::reinterpret_borrow<pybind11::object>(item);
   }
 
   template <class T>
@@ -45,18 +48,20 @@ class DictReader {
     if (has(key)) read(key, value);
   }
 
-  // Refuses entries that nobody took.
+  // Refuses entries that nobody took. Each entry is taken at most once, so that counting finds that there are any.
   void finish() const {
+    if (taken_.size() == dict_.size()) return;
     for (const auto& [key, item] : dict_) {
       const auto text = pybind11::str(key).cast<std::string>();
-      if (!taken_.contains(text)) fail(fmt::format("{}.{}", where_, text), "left out: there is no such entry");
+      const auto is_this = [&](const char* taken) { return text == taken; };
+      if (std::none_of(taken_.begin(), taken_.end(), is_this)) fail(fmt::format("{}.{}", where_, text), "left out: there is no such entry");
     }
   }
 
  private:
   pybind11::dict dict_;
   std::string where_;
-  std::set<std::string> taken_;
+  std::vector<const char*> taken_;
 };
 
 }  // namespace torpor

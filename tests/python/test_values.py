@@ -1,0 +1,54 @@
+"""Values across the Python border: what goes in comes out, and what is missing, unknown or of another type is named."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools/bench"))
+from scheduler_state_bench import busy_scheduler  # noqa: E402
+
+from torpor import EngineCheckpoint, errors  # noqa: E402
+
+
+def test_what_is_encoded_is_decoded():
+    values = busy_scheduler(5, 7)
+    checkpoint = EngineCheckpoint(values)
+    checkpoint.validate()
+    again = EngineCheckpoint.decode(checkpoint.encode())
+    assert again == checkpoint
+    assert EngineCheckpoint(again.to_dict()) == checkpoint
+
+
+def _set(values: dict, path: list, value) -> None:
+    for step in path[:-1]:
+        values = values[step]
+    if value is None:
+        del values[path[-1]]
+    else:
+        values[path[-1]] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        (["scheduler", "surprise"], 1, "scheduler.surprise must be left out"),
+        (["scheduler", "requests", 0, "priority"], None, "priority must be given"),
+        (["scheduler", "requests", 0, "sampling", "top_p"], "high", "sampling.top_p must be"),
+        (["scheduler", "requests", 0, "sampling", "engine"], {"f": object()}, "object"),
+        (["kv"], [], "kv must be a dict"),
+    ],
+)
+def test_a_wrong_entry_is_named(path, value, named):
+    values = busy_scheduler(2, 2)
+    _set(values, path, value)
+    with pytest.raises(errors.InvalidArgument, match=named):
+        EngineCheckpoint(values)
+
+
+def test_hostile_sections_are_refused():
+    sections = EngineCheckpoint(busy_scheduler(2, 2)).encode()
+    for number in range(len(sections)):
+        cut = [(name, content[:-1] if at == number else content) for at, (name, content) in enumerate(sections)]
+        with pytest.raises(errors.Damaged, match=sections[number][0]):
+            EngineCheckpoint.decode(cut)
