@@ -41,9 +41,12 @@ def answer(output) -> list:
     return [output.finished, sorted(completions, key=lambda c: c[0]), prompt]
 
 
-def add_requests(engine, names=None) -> None:
+def add_requests(engine, names=None, max_tokens: int | None = None) -> None:
     for name in names or REQUESTS:
         prompt, params = REQUESTS[name]
+        if max_tokens is not None:
+            params = params.clone()
+            params.max_tokens = max_tokens
         engine.add_request(name, prompt, params)
 
 

@@ -12,6 +12,7 @@ from conftest import ENGINE
 from requests_of_tests import REQUESTS, add_requests, final, run
 
 HERE = Path(__file__).parent
+LONG = 400  # tokens: the engine core runs ahead of its reader, and must not be done before it is put to sleep
 
 
 @pytest.fixture
@@ -44,12 +45,12 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(in_other_pr
     names = [name for name in REQUESTS if name not in ("unseeded", "bias", "prefix-b")]  # their draws depend on the timing of arrivals
     llm = start(tiny_model, tmp_path, tensor_parallel_size=ranks)
     try:
-        add_requests(llm.llm_engine, names)
+        add_requests(llm.llm_engine, names, LONG)
         expected = written(run(llm.llm_engine))
         assert set(expected) == set(names)
         for to in ("host", "disk"):
             llm.reset_prefix_cache()
-            add_requests(llm.llm_engine, names)
+            add_requests(llm.llm_engine, names, LONG)
             answers = run(llm.llm_engine, 6)
             report = llm.sleep(level=1, preserve_state=True, to=to)
             assert report.changed and report.requests > 0 and len(report.ledgers) == ranks
@@ -59,7 +60,7 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(in_other_pr
             assert llm.llm_engine.torpor("state")["recomputed_tokens"] == 0
         # And once more in a new engine.
         llm.reset_prefix_cache()
-        add_requests(llm.llm_engine, names)
+        add_requests(llm.llm_engine, names, LONG)
         answers = run(llm.llm_engine, 6)
         path = llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
     finally:
@@ -101,6 +102,8 @@ async def _streaming(model, directory) -> None:
         tasks = []
         for name in names:
             prompt, params = REQUESTS[name]
+            params = params.clone()
+            params.max_tokens = LONG
             into[name] = [[], ""]
             tasks.append(asyncio.create_task(read(engine.generate(prompt, params, name), into[name])))
         return tasks
@@ -128,7 +131,9 @@ async def _streaming(model, directory) -> None:
     answers = {}
     readers = await ask(engine, answers)
     await some_tokens(answers)
-    path = (await engine.sleep(level=1, preserve_state=True, to="disk")).checkpoint
+    report = await engine.sleep(level=1, preserve_state=True, to="disk")
+    assert report.requests > 0
+    path = report.checkpoint
     for reader in readers:
         reader.cancel()
     delivered = {name: list(value) for name, value in answers.items()}
