@@ -63,6 +63,8 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(in_other_pr
         add_requests(llm.llm_engine, names, LONG)
         answers = run(llm.llm_engine, 6)
         path = llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
+        answers |= run(llm.llm_engine, 1)  # what had arrived before it slept; the next one finds nothing and does not wait
+        assert run(llm.llm_engine, 1) == {}
     finally:
         stop(llm)
     llm = start(tiny_model, tmp_path, tensor_parallel_size=ranks)

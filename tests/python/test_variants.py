@@ -12,7 +12,7 @@ VARIANTS = {
     "linear weights left unpacked": {"torpor": {"cpu_linear": "plain"}},
     "nothing cached is kept": {"torpor": {"kv_budget_bytes": 0}},
     "scheduling by priority, no prefix cache": {"scheduling_policy": "priority", "enable_prefix_caching": False},
-    "so few blocks that requests are preempted": {"num_gpu_blocks_override": 34},
+    "so few blocks that requests are preempted": {"num_gpu_blocks_override": 34, "max_model_len": 1024},
     "bfloat16, large steps": {"dtype": "bfloat16", "max_num_batched_tokens": 2048},
 }
 

@@ -95,6 +95,7 @@ def sleep(engine: LLMEngine, level: int = 1, mode: str = "abort", *, preserve_st
         if "outputs" in values:
             call(engine, "unfreeze")
         raise
+    engine.torpor_asleep = report.changed or not report.fully_awake
     aborted = report.changed and level >= 1 and not report.preserve_state and values["in_flight"] != "recompute"
     if aborted and isinstance(engine.engine_core, InprocClient):  # other engine cores send word of it
         engine.output_processor.abort_requests(list(engine.output_processor.request_states), internal=True)
@@ -115,6 +116,7 @@ def wake_up(engine: LLMEngine, tags=None, *, from_checkpoint=None, on_restore_er
             call(engine, "end_hold", {"keep": False})
             raise
         call(engine, "end_hold", {"keep": True})
+    engine.torpor_asleep = not report.fully_awake
     if report and engine.logger_manager is not None:
         engine.logger_manager.record_sleep_state(0, 0)
     return report
@@ -139,6 +141,9 @@ def step(engine: LLMEngine) -> list:
     if stash := getattr(engine, "torpor_stash", None):
         engine.torpor_stash = []
         return stash
+    client = engine.engine_core
+    if getattr(engine, "torpor_asleep", False) and not isinstance(client, InprocClient) and client.outputs_queue.empty():
+        return []  # the stock step would wait for an engine that sleeps
     return engine.torpor_stock_step()
 
 
