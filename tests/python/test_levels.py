@@ -124,9 +124,10 @@ def test_requests_can_be_aborted_while_asleep(one):
     assert finished["seeded"] == one.expected["seeded"]
 
 
-def test_new_weights_loaded_while_the_kv_sleeps_go_on_from_the_tokens_so_far(one, real_model, tmp_path):
+def test_new_weights_loaded_while_the_kv_sleeps_go_on_from_the_tokens_so_far(one, tiny_model, real_model, tmp_path):
     """The loop of RL: rollouts sleep half-done, weights change, rollouts go on; KV of the old weights is never used."""
     names = ["greedy", "prefix-a"]
+    expected = one.expected
     half_done = one.begin(12, names)
     one.llm.sleep(level=1, preserve_state=True)
     one.llm.wake_up(tags=["weights"])
@@ -147,7 +148,7 @@ def test_new_weights_loaded_while_the_kv_sleeps_go_on_from_the_tokens_so_far(one
             rest.max_tokens = params.max_tokens - 12
             [output] = one.llm.generate([{"prompt_token_ids": tokenizer(prompt).input_ids + so_far}], rest, use_tqdm=False)
             assert tokens[12:] == list(output.outputs[0].token_ids), name
-        assert {n: finished[n] for n in names} != {n: one.expected[n] for n in names}
+        assert {n: finished[n] for n in names} != {n: expected[n] for n in names}
     finally:
-        one.llm.collective_rpc("reload_weights")
-    assert one.finish(one.begin()) == one.expected
+        one.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tiny_model)})
+    assert one.finish(one.begin()) == expected
