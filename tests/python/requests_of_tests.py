@@ -28,14 +28,14 @@ REQUESTS = {
 
 
 def _position(entry) -> dict | None:
-    return None if entry is None else {token: (round(item.logprob, 5), item.rank, item.decoded_token) for token, item in entry.items()}
+    return None if entry is None else {token: (item.logprob, item.rank, item.decoded_token) for token, item in entry.items()}
 
 
 def answer(output) -> list:
     """All of a RequestOutput that its reader sees, as plain values that survive JSON."""
     prompt = None if output.prompt_logprobs is None else [_position(entry) for entry in output.prompt_logprobs]
     completions = [
-        [c.index, list(c.token_ids), c.text, c.finish_reason, c.stop_reason, c.cumulative_logprob and round(c.cumulative_logprob, 4), c.logprobs and [_position(e) for e in c.logprobs]]
+        [c.index, list(c.token_ids), c.text, c.finish_reason, c.stop_reason, c.cumulative_logprob, c.logprobs and [_position(e) for e in c.logprobs]]
         for c in output.outputs
     ]
     return [output.finished, sorted(completions, key=lambda c: c[0]), prompt]

@@ -12,7 +12,7 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from torpor import errors
-from torpor.errors import Error, InvalidArgument, NotFound, TimedOut, WrongState
+from torpor.errors import InvalidArgument, NotFound, TimedOut, WrongState
 from torpor.vllm import outputs as front_end
 
 _DRAIN_SECONDS = 30.0  # for outputs that the engine sent before it was frozen to be processed here
@@ -67,6 +67,130 @@ def _unwrap(reply: dict):
     return reply["result"]
 
 
+# --- the flow, one for both kinds of front end ---------------------------------------------------------------------------
+
+
+class _Blocking:
+    """LLMEngine, and so LLM: calls return when they are done, none of these coroutines ever waits."""
+
+    def __init__(self, engine: LLMEngine):
+        self.engine = engine
+
+    async def call(self, method: str, options: dict | None = None):
+        return call(self.engine, method, options)
+
+    async def clear_caches(self) -> None:
+        self.engine.renderer.clear_mm_cache()
+
+    def behind(self, sent: dict[str, int]) -> list[str]:
+        return [] if isinstance(self.engine.engine_core, InprocClient) else _behind(self.engine.output_processor, sent)
+
+    async def receive(self) -> None:
+        """Processes an output if one is there. Results come first from the next step()."""
+        if self.engine.engine_core.outputs_queue.empty():
+            time.sleep(0.001)
+        else:
+            self.engine.torpor_stash = getattr(self.engine, "torpor_stash", []) + self.engine.torpor_stock_step()
+
+    def take(self, report: Report) -> None:
+        front_end.restore(self.engine.output_processor, report.pop("outputs"), with_queues=False)
+        failed = front_end.fail(self.engine.output_processor, report.failed_requests)
+        self.engine.torpor_stash = getattr(self.engine, "torpor_stash", []) + failed
+
+    def slept(self, report: Report, in_flight: str) -> None:
+        self.engine.torpor_asleep = report.changed or not report.fully_awake
+        aborted = report.changed and report.level >= 1 and not report.preserve_state and in_flight != "recompute"
+        if aborted and isinstance(self.engine.engine_core, InprocClient):  # other engine cores send word of it
+            self.engine.output_processor.abort_requests(list(self.engine.output_processor.request_states), internal=True)
+
+    def woken(self, report: Report) -> None:
+        self.engine.torpor_asleep = not report.fully_awake
+
+
+class _Async:
+    """AsyncLLM: a task of its own processes outputs as they come."""
+
+    def __init__(self, engine: AsyncLLM):
+        self.engine = engine
+
+    async def call(self, method: str, options: dict | None = None):
+        return await call_async(self.engine, method, options)
+
+    async def clear_caches(self) -> None:
+        await self.engine.renderer.clear_mm_cache_async()
+
+    def behind(self, sent: dict[str, int]) -> list[str]:
+        return _behind(self.engine.output_processor, sent)
+
+    async def receive(self) -> None:
+        await asyncio.sleep(0.001)
+
+    def take(self, report: Report) -> None:
+        self.engine.torpor_collectors = front_end.restore(self.engine.output_processor, report.pop("outputs"), with_queues=True)
+        front_end.fail(self.engine.output_processor, report.failed_requests)
+        self.engine._run_output_handler()
+
+    def slept(self, report: Report, in_flight: str) -> None:
+        pass
+
+    def woken(self, report: Report) -> None:
+        pass
+
+
+async def _sleep(side: _Blocking | _Async, level: int, mode: str, preserve_state: bool, options: dict) -> Report:
+    values = sleep_options(level, mode, preserve_state, options)
+    processor, loggers = side.engine.output_processor, side.engine.logger_manager
+    if level >= 1:
+        await side.clear_caches()
+    frozen = False
+    try:
+        if preserve_state and level >= 1 and (await side.call("state"))["engine"] == "awake":
+            sent = await side.call("freeze")
+            frozen = True
+            deadline = time.monotonic() + _DRAIN_SECONDS
+            while behind := side.behind(sent):
+                if time.monotonic() > deadline:
+                    raise TimedOut(f"outputs of {len(behind)} requests did not arrive", "sleep again")
+                await side.receive()
+            values["outputs"] = front_end.capture(processor)
+        report = Report(await side.call("sleep", values))
+    except BaseException:
+        if frozen:
+            await side.call("unfreeze")
+        raise
+    side.slept(report, values["in_flight"])
+    if report.changed and loggers is not None:
+        loggers.record_sleep_state(1, level)
+    return report
+
+
+async def _wake_up(side: _Blocking | _Async, values: dict) -> Report:
+    report = Report(await side.call("wake_up", values))
+    if values.get("hold") and report.changed:
+        try:
+            side.take(report)
+        except BaseException:
+            _forget(side.engine.output_processor)
+            await side.call("end_hold", {"keep": False})
+            raise
+        await side.call("end_hold", {"keep": True})
+    side.woken(report)
+    if report and side.engine.logger_manager is not None:
+        side.engine.logger_manager.record_sleep_state(0, 0)
+    return report
+
+
+def _behind(processor, sent: dict[str, int]) -> list[str]:
+    """Requests of which the front end has processed fewer tokens than the engine put out."""
+    return [i for i, count in sent.items() if i in processor.request_states and processor.request_states[i].detokenizer.num_output_tokens() < count]
+
+
+def _forget(processor) -> None:
+    processor.request_states.clear()
+    processor.parent_requests.clear()
+    processor.external_req_ids.clear()
+
+
 # --- LLM and LLMEngine ---------------------------------------------------------------------------------------------------
 
 
@@ -77,67 +201,25 @@ def call(engine: LLMEngine, method: str, options: dict | None = None):
     return _unwrap(client.call_utility("torpor_call", method, options or {}))
 
 
-def sleep(engine: LLMEngine, level: int = 1, mode: str = "abort", *, preserve_state: bool = False, **options) -> Report:
-    values = sleep_options(level, mode, preserve_state, options)
-    if level >= 1:
-        engine.renderer.clear_mm_cache()
-    if preserve_state and level >= 1 and call(engine, "state")["engine"] == "awake":
-        sent = call(engine, "freeze")
-        try:
-            _drain(engine, sent)
-            values["outputs"] = front_end.capture(engine.output_processor)
-        except Error:
-            call(engine, "unfreeze")
-            raise
+def _finish(coroutine):
+    """The result of a coroutine that never waits."""
     try:
-        report = Report(call(engine, "sleep", values))
-    except Error:
-        if "outputs" in values:
-            call(engine, "unfreeze")
-        raise
-    engine.torpor_asleep = report.changed or not report.fully_awake
-    aborted = report.changed and level >= 1 and not report.preserve_state and values["in_flight"] != "recompute"
-    if aborted and isinstance(engine.engine_core, InprocClient):  # other engine cores send word of it
-        engine.output_processor.abort_requests(list(engine.output_processor.request_states), internal=True)
-    if report.changed and engine.logger_manager is not None:
-        engine.logger_manager.record_sleep_state(1, level)
-    return report
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("a coroutine of _Blocking waited")
+
+
+def sleep(engine: LLMEngine, level: int = 1, mode: str = "abort", *, preserve_state: bool = False, **options) -> Report:
+    return _finish(_sleep(_Blocking(engine), level, mode, preserve_state, options))
 
 
 def wake_up(engine: LLMEngine, tags=None, *, from_checkpoint=None, on_restore_error="abort", weights_changed=False) -> Report:
-    report = Report(call(engine, "wake_up", wake_options(tags, from_checkpoint, on_restore_error, weights_changed)))
-    if from_checkpoint is not None and report.changed:
-        try:
-            front_end.restore(engine.output_processor, report.pop("outputs"), with_queues=False)
-            failed = front_end.fail(engine.output_processor, report.failed_requests)
-            engine.torpor_stash = getattr(engine, "torpor_stash", []) + failed
-        except Exception:
-            _forget(engine.output_processor)
-            call(engine, "end_hold", {"keep": False})
-            raise
-        call(engine, "end_hold", {"keep": True})
-    engine.torpor_asleep = not report.fully_awake
-    if report and engine.logger_manager is not None:
-        engine.logger_manager.record_sleep_state(0, 0)
-    return report
-
-
-def _drain(engine: LLMEngine, sent: dict[str, int]) -> None:
-    """Processes every output that the engine sent before it froze. Their results come first from the next step()."""
-    if isinstance(engine.engine_core, InprocClient):
-        return
-    deadline = time.monotonic() + _DRAIN_SECONDS
-    while behind := _behind(engine.output_processor, sent):
-        if engine.engine_core.outputs_queue.empty() and time.monotonic() > deadline:
-            raise TimedOut(f"outputs of {len(behind)} requests did not arrive", "sleep again")
-        if not engine.engine_core.outputs_queue.empty():
-            engine.torpor_stash = getattr(engine, "torpor_stash", []) + engine.torpor_stock_step()
-        else:
-            time.sleep(0.001)
+    return _finish(_wake_up(_Blocking(engine), wake_options(tags, from_checkpoint, on_restore_error, weights_changed)))
 
 
 def step(engine: LLMEngine) -> list:
-    """LLMEngine.step(): what _drain() stashed comes first; while the engine is asleep there is nothing."""
+    """LLMEngine.step(): what arrived during a sleep comes first; while the engine is asleep there is nothing."""
     if stash := getattr(engine, "torpor_stash", None):
         engine.torpor_stash = []
         return stash
@@ -160,17 +242,6 @@ def has_unfinished_requests(engine: LLMEngine) -> bool:
     return bool(getattr(engine, "torpor_stash", None)) or engine.torpor_stock_has_unfinished_requests()
 
 
-def _behind(processor, sent: dict[str, int]) -> list[str]:
-    """Requests of which the front end has processed fewer tokens than the engine put out."""
-    return [i for i, count in sent.items() if i in processor.request_states and processor.request_states[i].detokenizer.num_output_tokens() < count]
-
-
-def _forget(processor) -> None:
-    processor.request_states.clear()
-    processor.parent_requests.clear()
-    processor.external_req_ids.clear()
-
-
 # --- AsyncLLM ------------------------------------------------------------------------------------------------------------
 
 
@@ -179,47 +250,11 @@ async def call_async(engine: AsyncLLM, method: str, options: dict | None = None)
 
 
 async def sleep_async(engine: AsyncLLM, level: int = 1, mode: str = "abort", *, preserve_state: bool = False, **options) -> Report:
-    values = sleep_options(level, mode, preserve_state, options)
-    if level >= 1:
-        await engine.renderer.clear_mm_cache_async()
-    if preserve_state and level >= 1 and (await call_async(engine, "state"))["engine"] == "awake":
-        sent = await call_async(engine, "freeze")
-        try:
-            deadline = time.monotonic() + _DRAIN_SECONDS
-            while behind := _behind(engine.output_processor, sent):
-                if time.monotonic() > deadline:
-                    raise TimedOut(f"outputs of {len(behind)} requests did not arrive", "sleep again")
-                await asyncio.sleep(0.001)
-            values["outputs"] = front_end.capture(engine.output_processor)
-        except Error:
-            await call_async(engine, "unfreeze")
-            raise
-    try:
-        report = Report(await call_async(engine, "sleep", values))
-    except Error:
-        if "outputs" in values:
-            await call_async(engine, "unfreeze")
-        raise
-    if report.changed and engine.logger_manager is not None:
-        engine.logger_manager.record_sleep_state(1, level)
-    return report
+    return await _sleep(_Async(engine), level, mode, preserve_state, options)
 
 
 async def wake_up_async(engine: AsyncLLM, tags=None, *, from_checkpoint=None, on_restore_error="abort", weights_changed=False) -> Report:
-    report = Report(await call_async(engine, "wake_up", wake_options(tags, from_checkpoint, on_restore_error, weights_changed)))
-    if from_checkpoint is not None and report.changed:
-        try:
-            engine.torpor_collectors = front_end.restore(engine.output_processor, report.pop("outputs"), with_queues=True)
-            front_end.fail(engine.output_processor, report.failed_requests)
-        except Exception:
-            _forget(engine.output_processor)
-            await call_async(engine, "end_hold", {"keep": False})
-            raise
-        engine._run_output_handler()
-        await call_async(engine, "end_hold", {"keep": True})
-    if report and engine.logger_manager is not None:
-        engine.logger_manager.record_sleep_state(0, 0)
-    return report
+    return await _wake_up(_Async(engine), wake_options(tags, from_checkpoint, on_restore_error, weights_changed))
 
 
 async def attach(engine: AsyncLLM, request_id: str) -> AsyncGenerator[RequestOutput, None]:
