@@ -37,8 +37,6 @@ std::vector<RankReply> RankGroup::undo(const std::string& method, const RankOrde
   return *replies;
 }
 
-bool contains(const std::vector<std::string>& list, std::string_view item) { return std::find(list.begin(), list.end(), item) != list.end(); }
-
 uint64_t total_bytes(const std::vector<RankReply>& replies) {
   uint64_t sum = 0;
   for (const RankReply& reply : replies) sum += reply.bytes;

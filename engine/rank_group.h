@@ -25,7 +25,6 @@ class RankGroup {
   EngineHooks& hooks_;
 };
 
-bool contains(const std::vector<std::string>& list, std::string_view item);
 uint64_t total_bytes(const std::vector<RankReply>& replies);
 // The sum of one field of a tag's ledger over all ranks.
 uint64_t tag_bytes(const std::vector<RankReply>& replies, const std::string& tag, uint64_t RankLedger::Tag::*field);

@@ -80,10 +80,10 @@ Status SleepController::check(const SleepOptions& options) const {
 Result<std::vector<std::string>> SleepController::select_tags(const std::vector<std::string>& wanted, const RankLedger& ledger) const {
   std::vector<std::string> selected;
   for (const auto& [tag, entry] : ledger.tags) {
-    if (wanted.empty() || contains(wanted, tag)) selected.push_back(tag);
+    if (wanted.empty() || has_tag(wanted, tag)) selected.push_back(tag);
   }
   for (const std::string& tag : wanted) {
-    if (contains(selected, tag)) continue;
+    if (has_tag(selected, tag)) continue;
     std::vector<std::string> known;
     for (const auto& [name, entry] : ledger.tags) known.push_back(name);
     return Error{.code = Code::kInvalidArgument, .what = fmt::format("there is no tag \"{}\"", tag), .next_step = fmt::format("use some of: {}", fmt::join(known, ", "))};

@@ -23,6 +23,7 @@
 #include "engine/engine_hooks.h"
 #include "engine/rank_group.h"
 #include "engine/sleep_report.h"
+#include "engine/tags.h"
 
 namespace torpor {
 

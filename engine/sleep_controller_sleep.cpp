@@ -122,7 +122,7 @@ Status SleepController::admit(FallingAsleep& sleep) {
   const SleepOptions& options = sleep.options;
   TORPOR_ASSIGN(sleep.described, ranks_.call("describe", {}));
   TORPOR_ASSIGN(sleep.tags, select_tags(options.tags, sleep.described.front().ledger));
-  if (options.preserve_state && options.to_disk && !contains(sleep.tags, kKvCacheTag)) {
+  if (options.preserve_state && options.to_disk && !has_tag(sleep.tags, kKvCacheTag)) {
     return Error{.code = Code::kInvalidArgument, .what = "a checkpoint of running requests needs their KV", .next_step = "add \"kv_cache\" to tags"};
   }
   for (const std::string& tag : sleep.tags) {
@@ -191,7 +191,7 @@ void SleepController::discard(FallingAsleep& sleep, const Error& why) {
   sleep.save.directory.clear();
   sleep.save.blocks.clear();
   std::erase(sleep.save.tags, kKvCacheTag);
-  if (!sleep.options.store_weights && contains(sleep.tags, kWeightsTag)) sleep.save.tags.insert(sleep.save.tags.begin(), kWeightsTag);
+  if (!sleep.options.store_weights && has_tag(sleep.tags, kWeightsTag)) sleep.save.tags.insert(sleep.save.tags.begin(), kWeightsTag);
 }
 
 // Copies what is kept to the arena or into the checkpoint under construction.
@@ -260,7 +260,7 @@ Status SleepController::undo_detach(const std::vector<std::string>& tags) {
   ranks_.undo("attach", {.tags = tags});
   const std::vector<RankReply> restored = ranks_.undo("restore", {.tags = tags});
   for (const RankReply& reply : restored) {
-    if (!reply.error && contains(reply.without_content, kWeightsTag)) {
+    if (!reply.error && has_tag(reply.without_content, kWeightsTag)) {
       return Error{.code = Code::kDevice, .what = "the weights of a rank are gone, those of another are not", .next_step = "start a new engine", .origin = Origin::kDevice};
     }
   }

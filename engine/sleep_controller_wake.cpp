@@ -55,12 +55,12 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
   SleepReport report;
   std::vector<std::string> tags = sleeping_tags_;
   for (const std::string& tag : options.tags) {
-    if (contains(tags, tag) || tag == "scheduling") continue;
+    if (has_tag(tags, tag) || tag == "scheduling") continue;
     return Error{.code = Code::kInvalidArgument,
                  .what = fmt::format("the tag \"{}\" is not asleep", tag),
                  .next_step = fmt::format("use some of: {}", fmt::join(tags, ", "))};
   }
-  if (!options.tags.empty()) std::erase_if(tags, [&](const std::string& tag) { return !contains(options.tags, tag); });
+  if (!options.tags.empty()) std::erase_if(tags, [&](const std::string& tag) { return !has_tag(options.tags, tag); });
   const bool last = tags.size() == sleeping_tags_.size();
 
   if (!tags.empty()) {
@@ -87,7 +87,7 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
   };
   if (!last) {
     TORPOR_TRY(finish());
-    std::erase_if(sleeping_tags_, [&](const std::string& tag) { return contains(tags, tag); });
+    std::erase_if(sleeping_tags_, [&](const std::string& tag) { return has_tag(tags, tag); });
     report.changed = !tags.empty();
     report.note = fmt::format("still asleep: {}", fmt::join(sleeping_tags_, ", "));
     set_state(State::kAsleep);
@@ -193,6 +193,7 @@ Result<SleepReport> SleepController::wake_from_checkpoint(const WakeOptions& opt
   if (Status restored = restore(); !restored) {
     if (!options.discard_on_restore_error) return restored.error();
     operation.undo();
+    if (lost()) return restored.error();
     log().error("waking without the state: {}", restored.error().to_string());
     report.note = fmt::format("the state was discarded: {}", restored.error().to_string());
     set_state(State::kAwake);
@@ -209,13 +210,19 @@ Result<SleepReport> SleepController::wake_from_checkpoint(const WakeOptions& opt
   return report;
 }
 
+// The restored requests are in an engine that stands still: if they can be neither dropped nor run, nothing can be said of it.
 Status SleepController::end_hold(bool keep) {
   const std::lock_guard busy(operation_mutex_);
   if (!held_) return Error{.code = Code::kFailedPrecondition, .what = "nothing is held", .next_step = "wake with hold first"};
   held_ = false;
-  if (!keep) TORPOR_TRY(hooks_.forget_restored());
+  Status ended = keep ? ok() : hooks_.forget_restored();
+  if (ended) ended = hooks_.resume();
+  if (!ended) {
+    lose(ended.error());
+    return ended;
+  }
   set_state(State::kAwake);
-  return hooks_.resume();
+  return ok();
 }
 
 }  // namespace torpor

@@ -12,9 +12,6 @@
 
 namespace torpor {
 
-inline constexpr const char* kWeightsTag = "weights";
-inline constexpr const char* kKvCacheTag = "kv_cache";
-
 struct SleepOptions {
   int level = 1;                // 0: only pause; 1 and 2: docs/semantics.md
   bool preserve_state = false;

@@ -353,5 +353,34 @@ TEST_F(SleepFailure, WhatTheFrontEndCannotTakeIsThrownAway) {
   expect_untouched(woken);
 }
 
+// What was restored is in the engine and cannot be taken out again: whatever the caller allowed, it is not awake.
+TEST_F(SleepFailure, WhatCannotBeTakenOutAgainLosesTheEngine) {
+  const std::string path = written_checkpoint();
+  for (const bool discard : {false, true}) {
+    SCOPED_TRACE(discard);
+    SleepingEngine woken = make();
+    woken.engine.fail_hook("restore");
+    woken.engine.before_hook = [&](const std::string& hook) {
+      if (hook == "forget_restored") woken.engine.fail_hook(hook);
+    };
+    const Result<SleepReport> report = woken.controller.wake_up({.from_checkpoint = path, .discard_on_restore_error = discard});
+    EXPECT_FAILS(report, Code::kInternal, "restore");
+    EXPECT_TRUE(report.error().state_changed);
+    EXPECT_EQ(woken.controller.state().engine, "lost");
+  }
+}
+
+TEST_F(SleepFailure, AHoldThatCannotBeEndedLosesTheEngine) {
+  const std::string path = written_checkpoint();
+  for (const bool keep : {false, true}) {
+    SCOPED_TRACE(keep);
+    SleepingEngine woken = make();
+    ASSERT_SUCCEEDS(woken.controller.wake_up({.from_checkpoint = path, .hold = true}));
+    woken.engine.fail_hook(keep ? "resume" : "forget_restored");
+    EXPECT_FAILS(woken.controller.end_hold(keep), Code::kInternal);
+    EXPECT_EQ(woken.controller.state().engine, "lost");
+  }
+}
+
 }  // namespace
 }  // namespace torpor
