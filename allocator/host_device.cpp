@@ -1,9 +1,12 @@
 #include "allocator/host_device.h"
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <random>
 #include <thread>
 
 #include <sys/mman.h>
@@ -20,7 +23,7 @@ namespace {
 // One stream: copies in order on a thread of its own, or, deferred, on the thread that waits.
 class HostStream {
  public:
-  explicit HostStream(bool deferred) : deferred_(deferred) {
+  HostStream(bool deferred, uint64_t link_bytes_per_second) : deferred_(deferred), link_bytes_per_second_(link_bytes_per_second) {
     if (!deferred_) worker_ = std::thread([this] { run(); });
   }
   ~HostStream() {
@@ -83,11 +86,16 @@ class HostStream {
     const Item item = queue_.front();
     queue_.pop_front();
     lock.unlock();
+    const auto began = std::chrono::steady_clock::now();
     auto* device = reinterpret_cast<std::byte*>(item.copy.device);  // NOLINT(performance-no-int-to-ptr)
     if (item.direction == Direction::kDeviceToHost) {
       std::memcpy(item.copy.host, device, item.copy.bytes);
     } else {
       std::memcpy(device, item.copy.host, item.copy.bytes);
+    }
+    if (link_bytes_per_second_ > 0) {
+      const double seconds = static_cast<double>(item.copy.bytes) / static_cast<double>(link_bytes_per_second_);
+      std::this_thread::sleep_until(began + std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds)));
     }
     lock.lock();
     ++done_;
@@ -95,6 +103,7 @@ class HostStream {
   }
 
   const bool deferred_;
+  const uint64_t link_bytes_per_second_;
   mutable std::mutex mutex_;  // guards all below
   std::condition_variable changed_;
   std::deque<Item> queue_;
@@ -205,7 +214,7 @@ class HostDevice final : public DeviceMemory {
   Result<StreamId> do_create_stream() override {
     const std::lock_guard lock(mutex_);
     const auto id = static_cast<StreamId>(++last_id_);
-    streams_.emplace(id, std::make_shared<HostStream>(options_.defer_copies));
+    streams_.emplace(id, std::make_shared<HostStream>(options_.defer_copies, options_.link_bytes_per_second));
     return id;
   }
 
@@ -222,7 +231,14 @@ class HostDevice final : public DeviceMemory {
   Status do_copy_async(StreamId stream, Direction direction, std::span<const Copy> copies) override {
     const std::shared_ptr<HostStream> found = stream_of(stream);
     if (found == nullptr) return unknown("stream", static_cast<uint64_t>(stream));
-    found->enqueue(direction, copies);
+    if (options_.shuffle_seed == 0) {
+      found->enqueue(direction, copies);
+      return ok();
+    }
+    std::vector<Copy> shuffled(copies.begin(), copies.end());
+    std::mt19937_64 random(options_.shuffle_seed + copies.size());
+    std::shuffle(shuffled.begin(), shuffled.end(), random);
+    found->enqueue(direction, shuffled);
     return ok();
   }
 

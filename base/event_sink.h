@@ -21,11 +21,26 @@ struct BlockEvent {  // a KV block went from one state to another
   std::string_view to;
 };
 
+struct OffloadEvent {  // blocks came to a stage of an offload pipeline, or ended
+  std::string_view route;  // "device to host", …
+  std::string_view stage;  // "enqueued", "waiting", "ready", "committed", or the name of a BlockOutcome
+  uint64_t blocks = 0;
+};
+
+struct TransferEvent {  // a batch was copied
+  std::string_view route;
+  uint64_t blocks = 0;
+  uint64_t transferred = 0;  // of them
+  double seconds = 0;
+};
+
 class EventSink {
  public:
   virtual ~EventSink() = default;
   virtual void on_phase(const PhaseEvent&) {}
   virtual void on_block(const BlockEvent&) {}
+  virtual void on_offload(const OffloadEvent&) {}
+  virtual void on_transfer(const TransferEvent&) {}
 };
 
 }  // namespace torpor

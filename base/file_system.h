@@ -19,6 +19,13 @@
 
 namespace torpor {
 
+// One read or write of several.
+struct FilePart {
+  uint64_t offset = 0;
+  std::span<std::byte> bytes;
+  Status status;
+};
+
 class File {
  public:
   virtual ~File() = default;  // closes; an error of close is not reported, so sync() first
@@ -27,12 +34,18 @@ class File {
   virtual Status pread(std::span<std::byte> bytes, uint64_t offset) const = 0;
   // Writes all, also after short writes and EINTR. kResourceExhausted when the disk is full.
   virtual Status pwrite(std::span<const std::byte> bytes, uint64_t offset) = 0;
+  // Several at once, each with its own status. Default: one after the other.
+  virtual void pread_all(std::span<FilePart> parts) const;
+  virtual void pwrite_all(std::span<FilePart> parts);
   virtual Status preallocate(uint64_t size) = 0;  // kResourceExhausted when there is no room; a no-op where unsupported
   virtual Status truncate(uint64_t size) = 0;  // to exactly this size
   // fsync. A failure is final for this file: its content may be gone, do not call again, discard the file.
   virtual Status sync() = 0;
   virtual const std::string& name() const = 0;  // for messages: path as far as known
+  virtual std::string_view io() const { return "plain"; }  // how bytes go: "io_uring, direct", "io_uring", "direct", "plain"
 };
+
+enum class SlotIo : uint8_t { kFastest, kPlain };
 
 enum class EntryKind : uint8_t { kFile, kDirectory, kOther };
 struct Entry {
@@ -46,6 +59,9 @@ class Directory {
   virtual const std::string& path() const = 0;
   virtual Result<std::unique_ptr<File>> create_file(std::string_view name) = 0;  // must not exist yet
   virtual Result<std::unique_ptr<File>> open_file(std::string_view name) const = 0;  // read only; a regular file
+  // For reading and writing in place, made if absent; with direct I/O and io_uring where the system and `wish` allow them.
+  // Direct: addresses, offsets and lengths must be multiples of 4096; the owner keeps to that in any case.
+  virtual Result<std::unique_ptr<File>> open_slots(std::string_view name, SlotIo wish = SlotIo::kFastest) = 0;
   virtual Result<std::unique_ptr<Directory>> create_directory(std::string_view name) = 0;  // must not exist yet
   virtual Result<std::unique_ptr<Directory>> open_directory(std::string_view name) const = 0;
   virtual Result<std::vector<Entry>> list() const = 0;  // sorted by name, without "." and ".."

@@ -170,6 +170,7 @@ py::list to_python(const std::vector<RankLedger>& ledgers) {
     out["arena_held_bytes"] = ledger.arena_held_bytes;
     out["arena_used_bytes"] = ledger.arena_used_bytes;
     out["arena_budget_bytes"] = ledger.arena_budget_bytes;
+    out["chunks_by_outcome"] = ledger.chunks_by_outcome;
     out["process_resident_bytes"] = ledger.process_resident_bytes;
     out["process_resident_region_bytes"] = ledger.process_resident_region_bytes;
     // What is left of the process: interpreter, libraries, the engine's own heap.

@@ -81,7 +81,7 @@ void verify_chunks(const Checkpoint& checkpoint, const RankChunks& rank, std::ve
       continue;
     }
     bytes.resize(chunk.bytes);
-    if (Status done = (*tier)->get(chunk, std::as_writable_bytes(std::span(bytes))); !done) {
+    if (Status done = (*tier)->get_one(chunk, std::as_writable_bytes(std::span(bytes))); !done) {
       problems.push_back(done.error());
     } else if (digest_of(std::as_bytes(std::span(bytes))) != chunk.digest) {
       problems.push_back(Error{.code = Code::kCorruption,

@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include "base/units.h"
+#include "engine/tags.h"
 #include "offload/disk_tier.h"
 
 namespace torpor {
@@ -69,9 +70,10 @@ RankMemory::~RankMemory() {
 Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMemory> device, FileSystem& file_system, RankMemoryOptions options) {
   if (!options.keep_backup) options.keep_backup = device->kind() != "host";
   std::unique_ptr<RankMemory> memory(new RankMemory(std::move(device), file_system, options));
-  TORPOR_ASSIGN(memory->arena_, HostArena::create({.budget_bytes = options.arena_budget_bytes}));
+  TORPOR_ASSIGN(memory->arena_, HostArena::create({.budget_bytes = options.arena_budget_bytes, .slab_bytes = options.arena_slab_bytes}));
   TORPOR_ASSIGN(memory->allocator_, SleepAllocator::create(*memory->device_));
   TORPOR_ASSIGN(memory->executor_, TransferExecutor::create(*memory->device_, *memory->arena_, {.threads = options.threads}));
+  memory->mover_ = std::make_unique<ChunkMover>(*memory->executor_);
   return memory;
 }
 
@@ -134,24 +136,26 @@ Result<RankReply> RankMemory::dispatch(const std::string& method, const RankOrde
     for (const std::string& tag : order.tags) {
       if (const auto found = backups_.find(tag); found != backups_.end() && !found->second.clean) backups_.erase(found);
     }
-    if (!*options_.keep_backup) arena_->trim();
+    give_back_unused();
   } else if (method == "detach") {
     TORPOR_TRY(executor_->usable());
     for (const RegionInfo& region : allocator_->regions()) {
-      if (std::find(order.tags.begin(), order.tags.end(), region.tag) != order.tags.end()) reply.bytes += region.reserved_bytes;
+      if (has_tag(order.tags, region.tag)) reply.bytes += region.reserved_bytes;
     }
     TORPOR_TRY(allocator_->detach(order.tags));
     for (const std::string& tag : order.tags) {
       if (const auto found = backups_.find(tag); found != backups_.end()) found->second.clean = false;
     }
-    arena_->trim();     // staging; what backs up stays
-    ::malloc_trim(0);   // what the engine derived from the content was freed just before
+    executor_->release_staging();
+    arena_->trim();    // what backs up stays
+    ::malloc_trim(0);  // what the engine derived from the content was freed just before
   } else if (method == "attach") {
     TORPOR_TRY(allocator_->attach(order.tags));
   } else if (method == "restore") {
     TORPOR_TRY(restore(order, reply));
   } else if (method == "cancel_restore") {
     TORPOR_TRY(allocator_->cancel_restore(order.tags));
+    executor_->release_staging();
     arena_->trim();
   } else if (method == "finish") {
     TORPOR_TRY(finish(order));
@@ -168,6 +172,12 @@ Result<RankReply> RankMemory::dispatch(const std::string& method, const RankOrde
   }
   fill(reply.ledger);
   return reply;
+}
+
+// Where device memory and host memory are the same, none is kept for the next time.
+void RankMemory::give_back_unused() {
+  executor_->release_staging();
+  if (!*options_.keep_backup) arena_->trim();
 }
 
 std::string RankMemory::chunk_file_name() const { return fmt::format("chunks-r{}", options_.rank); }
@@ -217,7 +227,7 @@ Status RankMemory::save(const RankOrder& order, RankReply& reply) {
       backups_.erase(tag);
       TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_of(tag, order.blocks));
       Backup backup{.host = std::make_unique<HostTier>(*arena_)};
-      Result<std::vector<SavedChunk>> saved = executor_->save(plans, *backup.host);
+      Result<std::vector<SavedChunk>> saved = mover_->save(plans, *backup.host);
       if (!saved) {
         if (executor_->quarantined()) backup.host.release();  // a copy may still write there
         return saved.error();
@@ -233,7 +243,7 @@ Status RankMemory::save(const RankOrder& order, RankReply& reply) {
     if (const auto found = backups_.find(tag); found != backups_.end() && !found->second.clean) backups_.erase(found);
   }
   TORPOR_TRY(allocator_->cancel_save(order.tags));
-  if (!*options_.keep_backup && !executor_->quarantined()) arena_->trim();
+  give_back_unused();
   return saved.error();
 }
 
@@ -245,7 +255,7 @@ Status RankMemory::save_to_disk(const RankOrder& order, RankReply& reply) {
     TORPOR_ASSIGN(const std::vector<ChunkPlan> more, plans_of(tag, order.blocks));
     plans.insert(plans.end(), more.begin(), more.end());
   }
-  TORPOR_ASSIGN(reply.chunks.chunks, executor_->save(plans, *tier));
+  TORPOR_ASSIGN(reply.chunks.chunks, mover_->save(plans, *tier));
   reply.chunks.file = chunk_file_name();
   reply.chunks.file_bytes = tier->file_bytes();
   for (const std::string& tag : order.tags) {
@@ -274,10 +284,10 @@ Status RankMemory::restore(const RankOrder& order, RankReply& reply) {
     const Backup& backup = found->second;
     TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(backup.chunks));
     if (backup.host != nullptr) {
-      TORPOR_TRY(executor_->restore(backup.chunks, plans, *backup.host));
+      TORPOR_TRY(mover_->restore(backup.chunks, plans, *backup.host));
     } else {
       TORPOR_ASSIGN(const std::unique_ptr<Tier> tier, open_chunks(backup.directory));
-      TORPOR_TRY(executor_->restore(backup.chunks, plans, *tier));
+      TORPOR_TRY(mover_->restore(backup.chunks, plans, *tier));
     }
     for (const SavedChunk& chunk : backup.chunks) reply.bytes += chunk.bytes;
   }
@@ -295,7 +305,7 @@ Status RankMemory::finish(const RankOrder& order) {
       backups_.erase(found);
     }
   }
-  if (!*options_.keep_backup) arena_->trim();
+  give_back_unused();
   return ok();
 }
 
@@ -309,7 +319,7 @@ Status RankMemory::digest(const RankOrder& order, RankReply& reply) {
       continue;
     }
     TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_of(tag, {}));
-    TORPOR_ASSIGN(const std::vector<Digest> digests, executor_->digests(plans));
+    TORPOR_ASSIGN(const std::vector<Digest> digests, mover_->digests(plans));
     std::vector<ChunkKey> keys;
     for (const ChunkPlan& plan : plans) {
       keys.push_back(plan.key);
@@ -317,7 +327,7 @@ Status RankMemory::digest(const RankOrder& order, RankReply& reply) {
     }
     reply.digests[tag] = combined_digest(keys, digests);
   }
-  if (!*options_.keep_backup) arena_->trim();
+  give_back_unused();
   return ok();
 }
 
@@ -332,9 +342,9 @@ Status RankMemory::load_blocks(const RankOrder& order, RankReply& reply) {
   });
   TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(blocks));
   TORPOR_ASSIGN(const std::unique_ptr<Tier> tier, open_chunks(order.directory));
-  TORPOR_TRY(executor_->restore(blocks, plans, *tier));
+  TORPOR_TRY(mover_->restore(blocks, plans, *tier));
   for (const SavedChunk& chunk : blocks) reply.bytes += chunk.bytes;
-  if (!*options_.keep_backup) arena_->trim();
+  give_back_unused();
   return ok();
 }
 
@@ -364,6 +374,10 @@ void RankMemory::fill(RankLedger& ledger) const {
   ledger.arena_held_bytes = arena.held_bytes;
   ledger.arena_used_bytes = arena.used_bytes;
   ledger.arena_budget_bytes = arena.budget_bytes;
+  for (size_t outcome = 0; outcome < mover_->counts().size(); ++outcome) {
+    const uint64_t chunks = mover_->counts()[outcome];
+    if (chunks > 0) ledger.chunks_by_outcome[std::string(name(static_cast<BlockOutcome>(outcome)))] = chunks;
+  }
   ledger.process_resident_bytes = process_bytes("VmRSS");
   ledger.process_resident_region_bytes = process_bytes("RssShmem");
 }

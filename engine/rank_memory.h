@@ -20,6 +20,7 @@
 #include "base/file_system.h"
 #include "engine/rank_protocol.h"
 #include "kvcache/kv_layout.h"
+#include "offload/chunk_mover.h"
 #include "offload/host_tier.h"
 #include "offload/transfer_executor.h"
 
@@ -28,6 +29,7 @@ namespace torpor {
 struct RankMemoryOptions {
   int32_t rank = 0;
   uint64_t arena_budget_bytes = 0;  // 0: no limit
+  uint64_t arena_slab_bytes = 64ull << 20;  // host memory is taken from the system in pieces of this size
   int threads = 0;                  // for copies; 0: as many as the machine has cores, at most 8
   // After a wake the arena keeps its memory, and a backup of weights that did not change since is not copied again.
   // Worth the memory where device memory is the scarcer kind; off for the device without a GPU, where both are the same.
@@ -63,6 +65,10 @@ class RankMemory {
   Bytes call(const std::string& method, const Bytes& order);
 
   RankLedger ledger() const;
+  // For an engine that moves KV blocks between tiers while it serves; both live as long as this object.
+  TransferExecutor& executor() { return *executor_; }
+  HostArena& arena() { return *arena_; }
+  const KvLayout& kv_layout() const { return kv_layout_; }  // after set_kv_layout()
   std::map<std::string, RegionState> states() const { return allocator_->states(); }
 
  private:
@@ -86,6 +92,7 @@ class RankMemory {
   Result<std::vector<ChunkPlan>> plans_for(const std::vector<SavedChunk>& chunks) const;
   std::string chunk_file_name() const;
   void fill(RankLedger& ledger) const;
+  void give_back_unused();
 
   const RankMemoryOptions options_;
   FileSystem& file_system_;
@@ -94,6 +101,7 @@ class RankMemory {
   std::unique_ptr<HostArena> arena_;
   std::unique_ptr<SleepAllocator> allocator_;
   std::unique_ptr<TransferExecutor> executor_;
+  std::unique_ptr<ChunkMover> mover_;
   std::string kv_tag_;
   KvLayout kv_layout_;
   std::map<std::string, Backup, std::less<>> backups_;

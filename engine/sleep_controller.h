@@ -63,6 +63,7 @@ class SleepController {
   Status prove(FallingAsleep& sleep);
   Status detach(FallingAsleep& sleep);
   Status undo_detach(const std::vector<std::string>& tags);
+  void undo_restore(const std::vector<std::string>& tags);
 
   // wake_up() (sleep_controller_wake.cpp).
   Result<SleepReport> wake_same_process(const WakeOptions& options, Operation& operation);

@@ -66,7 +66,7 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
   if (!tags.empty()) {
     operation.begin("attach");
     Result<std::vector<RankReply>> attached = ranks_.call("attach", {.tags = tags});
-    operation.undo_with([this, tags] { ranks_.undo("cancel_restore", {.tags = tags}); });
+    operation.undo_with([this, tags] { undo_restore(tags); });
     if (!attached) return attached.error();
     operation.end("attach");
     operation.begin("restore");
@@ -136,6 +136,19 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
   report.fully_awake = true;
   set_state(State::kAwake);
   return report;
+}
+
+// Memory that can be neither mapped nor given back cannot be woken again; its content is safe where it was saved.
+void SleepController::undo_restore(const std::vector<std::string>& tags) {
+  ranks_.undo("cancel_restore", {.tags = tags});
+  const Result<std::vector<RankReply>> described = ranks_.call("describe", {});
+  if (!described) return;
+  remember(*described);
+  for (const auto& [tag, tag_state] : state().tags) {
+    if (tag_state != "broken") continue;
+    lose({.code = Code::kDevice, .what = fmt::format("the tag {} is broken", tag), .next_step = "start a new engine and wake it from its last checkpoint", .origin = Origin::kDevice});
+    return;
+  }
 }
 
 Result<SleepReport> SleepController::wake_from_checkpoint(const WakeOptions& options, Operation& operation) {

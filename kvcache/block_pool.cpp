@@ -145,20 +145,20 @@ Status MutableBlock::reset() {
 Result<BlockRef> MutableBlock::register_block() {
   const std::lock_guard lock(pool_->mutex_);
   TORPOR_TRY(pool_->move(id_, BlockTrigger::kRegister));
-  BlockPool::Slot& slot = pool_->slot(id_);
-  slot.owned = false;
-  slot.references = 1;
-  slot.hash = pool_->options_.hash(slot.identity);
-  pool_->index_[slot.hash].push_back(id_);
+  pool_->make_registered(id_);
   return BlockRef(*std::exchange(pool_, nullptr), std::exchange(id_, -1));
 }
 
 // --- the pool ------------------------------------------------------------------------------------------------------------
 
 BlockPool::BlockPool(BlockPoolOptions options, EventSink* sink)
-    : options_(std::move(options)), sink_(sink), slots_(static_cast<size_t>(options_.num_blocks)) {
+    : options_(std::move(options)),
+      sink_(sink),
+      slots_(static_cast<size_t>(options_.num_blocks)),
+      cached_(make_eviction_order(options_.eviction, options_.num_blocks)),
+      free_blocks_(options_.num_blocks) {
   for (int32_t id = 0; id < options_.num_blocks; ++id) {
-    slot(id).free_place = free_.insert(free_.end(), id);
+    empty_.push_back(id);
     slot(id).is_free = true;
   }
 }
@@ -204,21 +204,55 @@ void BlockPool::take_out_of_index(int32_t id) {
   if (entry->second.empty()) index_.erase(entry);
 }
 
-void BlockPool::take_from_free(int32_t id) {
-  free_.erase(slot(id).free_place);
+void BlockPool::add_to_free(int32_t id) {
+  Slot& slot = this->slot(id);
+  if (slot.state == BlockState::kEmpty) {
+    empty_.push_front(id);
+  } else {
+    cached_->add(id, slot.hash, std::exchange(slot.fresh, false));
+  }
+  slot.is_free = true;
+  ++free_blocks_;
+}
+
+// An empty block, evicting one if need be. Precondition: some are free.
+int32_t BlockPool::take_free() {
+  --free_blocks_;
+  int32_t id = -1;
+  if (empty_.empty()) {
+    id = cached_->evict();
+    empty(id);
+  } else {
+    id = empty_.front();
+    empty_.pop_front();
+  }
   slot(id).is_free = false;
+  return id;
+}
+
+// With one reference, that of the caller. Its identity is set, its state is kRegistered.
+void BlockPool::make_registered(int32_t id) {
+  Slot& slot = this->slot(id);
+  slot.owned = false;
+  slot.references = 1;
+  slot.fresh = true;
+  slot.age = ++registrations_;
+  slot.hash = options_.hash(slot.identity);
+  index_[slot.hash].push_back(id);
 }
 
 void BlockPool::keep(int32_t id) {
-  if (slot(id).references++ == 0) take_from_free(id);
+  if (slot(id).references++ > 0) return;
+  cached_->hit(id);
+  slot(id).is_free = false;
+  --free_blocks_;
 }
 
 void BlockPool::let_go(int32_t id) {
   Slot& slot = this->slot(id);
   if (--slot.references > 0) return;
   if (slot.discarded) empty(id);
-  slot.free_place = free_.insert(slot.state == BlockState::kEmpty ? free_.begin() : free_.end(), id);
-  slot.is_free = true;
+  add_to_free(id);
 }
 
 void BlockPool::end_ownership(int32_t id) {
@@ -229,23 +263,20 @@ void BlockPool::end_ownership(int32_t id) {
     return;
   }
   slot.identity = {};
-  slot.free_place = free_.insert(free_.begin(), id);
-  slot.is_free = true;
+  add_to_free(id);
 }
 
 Result<std::vector<MutableBlock>> BlockPool::allocate(int32_t count) {
   const std::lock_guard lock(mutex_);
-  if (count < 0 || static_cast<size_t>(count) > free_.size()) {
+  if (count < 0 || count > free_blocks_) {
     return Error{.code = Code::kResourceExhausted,
-                 .what = fmt::format("{} blocks wanted, {} of {} are free", count, free_.size(), options_.num_blocks),
+                 .what = fmt::format("{} blocks wanted, {} of {} are free", count, free_blocks_, options_.num_blocks),
                  .next_step = "free blocks, or preempt a request"};
   }
   std::vector<MutableBlock> blocks;
   blocks.reserve(static_cast<size_t>(count));
   for (int32_t i = 0; i < count; ++i) {
-    const int32_t id = free_.front();
-    take_from_free(id);
-    if (slot(id).state == BlockState::kRegistered) empty(id);
+    const int32_t id = take_free();
     slot(id).owned = true;
     blocks.push_back(MutableBlock(*this, id));
   }
@@ -291,20 +322,94 @@ void BlockPool::discard(const BlockRef& block) {
   ++slot.generation;
 }
 
+void BlockPool::evict(const std::vector<int32_t>& blocks) {
+  const std::lock_guard lock(mutex_);
+  for (const int32_t id : blocks) {
+    if (id < 0 || id >= options_.num_blocks || !slot(id).is_free || slot(id).state != BlockState::kRegistered) continue;
+    cached_->discard(id);
+    empty(id);
+    empty_.push_back(id);
+  }
+}
+
 int32_t BlockPool::clear_cached() {
   const std::lock_guard lock(mutex_);
   int32_t cleared = 0;
-  for (const int32_t id : free_) {
-    if (slot(id).state != BlockState::kRegistered) continue;
+  std::vector<int32_t> ids;
+  while (!cached_->empty()) ids.push_back(cached_->evict());
+  for (const int32_t id : ids) {
     empty(id);
+    empty_.push_back(id);
     ++cleared;
   }
   return cleared;
 }
 
+BlockPoolSnapshot BlockPool::snapshot() const {
+  const std::lock_guard lock(mutex_);
+  BlockPoolSnapshot snapshot{.registered = {}, .free_order = free_order_locked()};
+  std::vector<std::pair<uint64_t, int32_t>> by_age;
+  for (int32_t id = 0; id < options_.num_blocks; ++id) {
+    if (slot(id).state == BlockState::kRegistered && !slot(id).discarded) by_age.emplace_back(slot(id).age, id);
+  }
+  std::sort(by_age.begin(), by_age.end());
+  for (const auto& [age, id] : by_age) snapshot.registered.push_back({id, slot(id).identity});
+  return snapshot;
+}
+
+Result<BlockPool::Handles> BlockPool::restore(const BlockPoolSnapshot& snapshot) {
+  const auto wrong = [](std::string what) { return Error{.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"}; };
+  std::vector<bool> registered(slots_.size()), free(slots_.size());
+  for (const BlockPoolSnapshot::Block& block : snapshot.registered) {
+    if (block.id < 0 || block.id >= options_.num_blocks) return wrong(fmt::format("block {} of {}", block.id, options_.num_blocks));
+    if (registered[static_cast<size_t>(block.id)]) return wrong(fmt::format("block {} is registered twice", block.id));
+    if (block.identity.tokens.size() != static_cast<size_t>(options_.block_tokens)) return wrong(fmt::format("block {} has {} tokens", block.id, block.identity.tokens.size()));
+    registered[static_cast<size_t>(block.id)] = true;
+  }
+  bool cached_seen = false;
+  for (const int32_t id : snapshot.free_order) {
+    if (id < 0 || id >= options_.num_blocks) return wrong(fmt::format("block {} of {} is free", id, options_.num_blocks));
+    if (free[static_cast<size_t>(id)]) return wrong(fmt::format("block {} is free twice", id));
+    free[static_cast<size_t>(id)] = true;
+    if (cached_seen && !registered[static_cast<size_t>(id)]) return wrong(fmt::format("block {} is empty and free behind cached ones", id));
+    cached_seen = registered[static_cast<size_t>(id)];
+  }
+  Handles handles;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!index_.empty() || empty_.size() != slots_.size()) {
+      return Error{.code = Code::kFailedPrecondition, .what = "the block pool is in use", .next_step = "restore into a new engine"};
+    }
+    empty_.clear();
+    free_blocks_ = 0;
+    for (Slot& slot : slots_) slot.is_free = false;
+    for (const BlockPoolSnapshot::Block& block : snapshot.registered) {
+      slot(block.id).identity = block.identity;
+      slot(block.id).state = BlockState::kRegistered;
+      make_registered(block.id);
+    }
+    for (auto id = snapshot.free_order.rbegin(); id != snapshot.free_order.rend(); ++id) {
+      if (!registered[static_cast<size_t>(*id)]) add_to_free(*id);  // the last one added is taken first
+    }
+    for (const int32_t id : snapshot.free_order) {
+      if (registered[static_cast<size_t>(id)]) let_go(id);
+    }
+    for (int32_t id = 0; id < options_.num_blocks; ++id) {
+      if (free[static_cast<size_t>(id)]) continue;
+      if (registered[static_cast<size_t>(id)]) {
+        handles.shared.emplace(id, BlockRef(*this, id));
+      } else {
+        slot(id).owned = true;
+        handles.owned.emplace(id, MutableBlock(*this, id));
+      }
+    }
+  }
+  return handles;
+}
+
 BlockPoolInfo BlockPool::info() const {
   const std::lock_guard lock(mutex_);
-  BlockPoolInfo info{.free = static_cast<int32_t>(free_.size()), .evictions = evictions_};
+  BlockPoolInfo info{.free = free_blocks_, .evictions = evictions_};
   for (const Slot& slot : slots_) {
     if (slot.quarantined) ++info.quarantined;
     if (slot.owned) ++info.owned;
@@ -313,9 +418,16 @@ BlockPoolInfo BlockPool::info() const {
   return info;
 }
 
+std::vector<int32_t> BlockPool::free_order_locked() const {
+  std::vector<int32_t> order(empty_.begin(), empty_.end());
+  const std::vector<int32_t> cached = cached_->order();
+  order.insert(order.end(), cached.begin(), cached.end());
+  return order;
+}
+
 std::vector<int32_t> BlockPool::free_order() const {
   const std::lock_guard lock(mutex_);
-  return {free_.begin(), free_.end()};
+  return free_order_locked();
 }
 
 Status BlockPool::check() const {
@@ -328,7 +440,6 @@ Status BlockPool::check() const {
     const bool is_registered = slot.state == BlockState::kRegistered;
     free += slot.is_free ? 1 : 0;
     registered += is_registered ? 1 : 0;
-    if (slot.is_free && *slot.free_place != id) return wrong(id, "its place in the free queue is that of another");
     if (slot.is_free != (!slot.owned && !slot.quarantined && slot.references == 0)) return wrong(id, "it is free and in use, or neither");
     if (slot.references > 0 && !is_registered) return wrong(id, "it is shared but not registered");
     if (slot.owned && is_registered) return wrong(id, "it is registered but owned");
@@ -340,7 +451,11 @@ Status BlockPool::check() const {
   }
   size_t indexed = 0;
   for (const auto& [hash, ids] : index_) indexed += ids.size();
-  if (free != free_.size()) return wrong(-1, "the free queue has blocks that are not free");
+  const std::vector<int32_t> order = free_order_locked();
+  for (const int32_t id : order) {
+    if (!slot(id).is_free) return wrong(id, "it stands in the free queue but is not free");
+  }
+  if (free != order.size() || free != static_cast<size_t>(free_blocks_)) return wrong(-1, "the free queue and the free blocks differ in number");
   if (indexed != registered) return wrong(-1, "the index has blocks that are not registered");
   return ok();
 }

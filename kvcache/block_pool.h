@@ -1,8 +1,8 @@
 // BlockPool: the KV blocks of one tier: who owns which, which are shared, which may be taken again, and the prefix index.
 //
 // A block that is being filled has one owner, a MutableBlock. register_block() turns it into a shared, immutable one: BlockRefs
-// keep it; WeakBlocks name it without keeping it. A registered block without a BlockRef stays in the prefix index and in the
-// free queue, whose front is evicted first; blocks without content stand in front of all others.
+// keep it; WeakBlocks name it without keeping it. A registered block without a BlockRef stays in the prefix index and may be
+// evicted, in the order of the pool's policy; blocks without content are taken before any other.
 //
 // Several blocks may carry one hash (two requests computed the same prefix at the same time); each is its own block, a
 // match returns the oldest. A hit compares what it claims (parent, salt, group, tokens), not only the hash.
@@ -12,8 +12,9 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <functional>
-#include <list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -25,6 +26,7 @@
 #include "base/event_sink.h"
 #include "base/status.h"
 #include "kvcache/block_state.h"
+#include "kvcache/eviction_order.h"
 
 namespace torpor {
 
@@ -42,6 +44,7 @@ struct BlockIdentity {
 struct BlockPoolOptions {
   int32_t num_blocks = 0;
   int32_t block_tokens = 16;
+  EvictionPolicy eviction = EvictionPolicy::kLru;
   std::function<Digest(const BlockIdentity&)> hash;  // empty: BlockIdentity::hash; tests put collisions here
 };
 
@@ -52,6 +55,16 @@ struct BlockPoolInfo {
   int32_t owned = 0;        // with a MutableBlock
   int32_t quarantined = 0;  // their owner went while they were Inflight: never used again
   uint64_t evictions = 0;
+};
+
+// What a pool holds, as values: to put it into another pool of the same shape.
+struct BlockPoolSnapshot {
+  struct Block {  // a registered one
+    int32_t id = -1;
+    BlockIdentity identity;
+  };
+  std::vector<Block> registered;    // by age: of two with one hash the older first
+  std::vector<int32_t> free_order;  // as free_order()
 };
 
 class BlockPool;
@@ -139,8 +152,22 @@ class BlockPool {
   WeakBlock weak(int32_t id, uint64_t generation) { return {*this, id, generation}; }
   // Its content is not to be trusted: nobody finds or upgrades it any more. Those who keep it go on keeping it.
   void discard(const BlockRef& block);
+  // Evicts those of `blocks` that are cached.
+  void evict(const std::vector<int32_t>& blocks);
   // Evicts every cached block. Returns how many.
   int32_t clear_cached();
+
+  BlockPoolSnapshot snapshot() const;
+  // Makes an unused pool what `snapshot` says (exactly so with LRU), with everything that is not free in the caller's hands.
+  // kCorruption, and the pool is unchanged, where the snapshot contradicts itself or this pool's shape.
+  struct Handles {
+    Handles() = default;
+    Handles(Handles&&) = default;  // and not to be copied: it owns
+    Handles& operator=(Handles&&) = default;
+    std::map<int32_t, BlockRef> shared;
+    std::map<int32_t, MutableBlock> owned;  // empty blocks
+  };
+  Result<Handles> restore(const BlockPoolSnapshot& snapshot);
 
   BlockPoolInfo info() const;
   int32_t block_tokens() const { return options_.block_tokens; }
@@ -157,13 +184,14 @@ class BlockPool {
     BlockState state = BlockState::kEmpty;
     BlockIdentity identity;
     Digest hash;            // meaningful while registered
+    uint64_t age = 0;       // of the registration
     int32_t references = 0;  // BlockRefs
     bool owned = false;     // by a MutableBlock
     bool quarantined = false;
     bool discarded = false;   // registered, but no longer in the index
+    bool fresh = false;       // registered, and never let go of since
     uint64_t generation = 0;  // another one after each eviction
-    std::list<int32_t>::iterator free_place;
-    bool is_free = false;
+    bool is_free = false;     // in empty_ or in cached_
   };
   struct DigestHash {
     size_t operator()(const Digest& digest) const;
@@ -176,19 +204,25 @@ class BlockPool {
   Status move(int32_t id, BlockTrigger trigger);
   void empty(int32_t id);
   void take_out_of_index(int32_t id);
-  void take_from_free(int32_t id);
+  void add_to_free(int32_t id);
+  int32_t take_free();
+  void make_registered(int32_t id);
   void keep(int32_t id);
   void let_go(int32_t id);
   void end_ownership(int32_t id);
   std::optional<int32_t> find(const BlockIdentity& identity) const;
+  std::vector<int32_t> free_order_locked() const;
 
   const BlockPoolOptions options_;
   EventSink* const sink_;
   mutable std::mutex mutex_;  // guards all below
   std::vector<Slot> slots_;
-  std::list<int32_t> free_;
+  std::deque<int32_t> empty_;  // free, without content; the front is taken first
+  std::unique_ptr<EvictionOrder> cached_;
+  int32_t free_blocks_ = 0;  // in both
   std::unordered_map<Digest, std::vector<int32_t>, DigestHash> index_;  // hash -> registered blocks, oldest first
   uint64_t evictions_ = 0;
+  uint64_t registrations_ = 0;
 };
 
 }  // namespace torpor

@@ -29,11 +29,12 @@ enum class BlockOutcome : uint8_t {
   kEvicted,      // its source was gone when it was to be kept
   kNoRoom,       // the target tier has no room
   kQueueFull,
+  kDegraded,     // the target tier takes nothing for now: its medium failed
   kFailed,       // the copy failed, and is proven over
   kUnproven,     // the copy may still be running; both sides are quarantined
   kShutDown,
 };
-inline constexpr int kBlockOutcomes = 12;
+inline constexpr int kBlockOutcomes = 13;
 std::string_view name(BlockOutcome outcome);  // "transferred", "present", …
 
 class BlockRoute {
@@ -47,7 +48,7 @@ class BlockRoute {
   // Weak to strong: the block is kept from now on. False: it was evicted. After true comes exactly one transfer() with it.
   virtual bool upgrade(const BlockName& block) = 0;
   // Copies upgraded blocks, proves the copies, makes the good ones visible in the target and lets go of all. Fills one
-  // outcome a block: kTransferred, kPresent, kNoRoom, kFailed or kUnproven. The failure of one never marks another (I5).
+  // outcome a block: kTransferred, kPresent, kNoRoom, kDegraded, kFailed or kUnproven. The failure of one never marks another (I5).
   // Called from one transfer thread at a time, or from as many as max_concurrent_transfers.
   virtual void transfer(std::span<const BlockName> blocks, std::span<BlockOutcome> outcomes) = 0;
 };

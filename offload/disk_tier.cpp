@@ -53,14 +53,22 @@ Result<std::unique_ptr<DiskTier>> DiskTier::open(std::unique_ptr<File> file, int
 
 Status DiskTier::prepare(uint64_t bytes, uint64_t chunks) { return file_->preallocate(end_ + bytes + chunks * kPage); }
 
-Status DiskTier::put(SavedChunk& chunk, std::span<const std::byte> bytes) {
+void DiskTier::put(std::span<TierPart> parts) {
+  for (TierPart& part : parts) part.status = write(*part.chunk, part.bytes);
+}
+
+void DiskTier::get(std::span<TierPart> parts) {
+  for (TierPart& part : parts) part.status = read(*part.chunk, part.bytes);
+}
+
+Status DiskTier::write(SavedChunk& chunk, std::span<const std::byte> bytes) {
   chunk.codec = Codec::kNone;
   chunk.stored_bytes = bytes.size();
   chunk.offset = end_.fetch_add(align_up(bytes.size(), kPage));
   return file_->pwrite(bytes, chunk.offset);
 }
 
-Status DiskTier::get(const SavedChunk& chunk, std::span<std::byte> bytes) {
+Status DiskTier::read(const SavedChunk& chunk, std::span<std::byte> bytes) {
   const std::optional<uint64_t> end = checked_add(chunk.offset, chunk.stored_bytes);
   if (!end || *end > end_ || (chunk.codec == Codec::kNone && chunk.stored_bytes != bytes.size())) {
     return Error{.code = Code::kCorruption,

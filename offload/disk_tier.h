@@ -18,17 +18,18 @@ class DiskTier final : public Tier {
   static Result<std::unique_ptr<DiskTier>> open(std::unique_ptr<File> file, int32_t rank);
 
   std::string_view kind() const override { return "disk"; }
+  bool addressable() const override { return false; }
   Status prepare(uint64_t bytes, uint64_t chunks) override;
-  Result<std::span<std::byte>> place(SavedChunk&) override { return std::span<std::byte>{}; }
-  Status put(SavedChunk& chunk, std::span<const std::byte> bytes) override;
-  std::span<std::byte> view(const SavedChunk&) override { return {}; }
-  Status get(const SavedChunk& chunk, std::span<std::byte> bytes) override;
+  void put(std::span<TierPart> parts) override;
+  void get(std::span<TierPart> parts) override;
   Status finish() override;
 
   uint64_t file_bytes() const { return end_; }  // exact after finish()
 
  private:
   DiskTier(std::unique_ptr<File> file, uint64_t end) : file_(std::move(file)), end_(end) {}
+  Status write(SavedChunk& chunk, std::span<const std::byte> bytes);
+  Status read(const SavedChunk& chunk, std::span<std::byte> bytes);
   std::unique_ptr<File> file_;
   std::atomic<uint64_t> end_;  // where the next chunk goes; when reading, the file's length
 };

@@ -13,11 +13,10 @@ class HostTier final : public Tier {
  public:
   explicit HostTier(HostArena& arena) : arena_(arena) {}  // `arena` outlives the tier
   std::string_view kind() const override { return "host"; }
+  bool addressable() const override { return true; }
   Status prepare(uint64_t bytes, uint64_t chunks) override;
   Result<std::span<std::byte>> place(SavedChunk& chunk) override;
-  Status put(SavedChunk& chunk, std::span<const std::byte> bytes) override;
   std::span<std::byte> view(const SavedChunk& chunk) override;
-  Status get(const SavedChunk& chunk, std::span<std::byte> bytes) override;
   Status finish() override { return ok(); }
 
  private:

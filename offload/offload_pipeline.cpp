@@ -42,6 +42,7 @@ std::string_view name(BlockOutcome outcome) {
     case BlockOutcome::kEvicted: return "evicted";
     case BlockOutcome::kNoRoom: return "no room";
     case BlockOutcome::kQueueFull: return "queue full";
+    case BlockOutcome::kDegraded: return "degraded";
     case BlockOutcome::kFailed: return "failed";
     case BlockOutcome::kUnproven: return "unproven";
     case BlockOutcome::kShutDown: return "shut down";
@@ -93,9 +94,10 @@ bool OffloadHandle::wait(std::optional<std::chrono::milliseconds> timeout) const
 
 void OffloadHandle::request_cancel() {
   {
-    const std::lock_guard lock(ticket_->signals->mutex);
-    ticket_->cancelled = true;
     detail::OffloadSignals& signals = *ticket_->signals;
+    const std::lock_guard lock(signals.mutex);
+    if (ticket_->ended == ticket_->blocks) return;  // the pipeline and its clock may be gone
+    ticket_->cancelled = true;
     if (!signals.sweep_at) signals.sweep_at = signals.clock->now() + signals.sweep_interval;
   }
   ticket_->signals->changed.notify_all();
@@ -108,22 +110,25 @@ void OffloadHandle::cancel() {
 
 // --- the pipeline --------------------------------------------------------------------------------------------------------
 
-OffloadPipeline::OffloadPipeline(BlockRoute& route, const Clock& clock, OffloadOptions options, std::vector<std::unique_ptr<OffloadPolicy>> policies)
+OffloadPipeline::OffloadPipeline(BlockRoute& route, const Clock& clock, OffloadOptions options, std::vector<std::unique_ptr<OffloadPolicy>> policies,
+                                 EventSink* sink)
     : route_(route),
       clock_(clock),
       options_(options),
       policies_(std::move(policies)),
+      sink_(sink),
       signals_(std::make_shared<detail::OffloadSignals>()) {
   signals_->sweep_interval = options_.sweep_interval;
   signals_->clock = &clock_;
+  if (!options_.own_threads) return;
   threads_.emplace_back([this] { decide(); });
   for (int32_t i = 0; i < options_.max_concurrent_transfers; ++i) threads_.emplace_back([this] { transfer(); });
 }
 
 Result<std::unique_ptr<OffloadPipeline>> OffloadPipeline::create(BlockRoute& route, const Clock& clock, OffloadOptions options,
-                                                                 std::vector<std::unique_ptr<OffloadPolicy>> policies) {
+                                                                 std::vector<std::unique_ptr<OffloadPolicy>> policies, EventSink* sink) {
   TORPOR_TRY(options.validate());
-  return std::unique_ptr<OffloadPipeline>(new OffloadPipeline(route, clock, options, std::move(policies)));
+  return std::unique_ptr<OffloadPipeline>(new OffloadPipeline(route, clock, options, std::move(policies), sink));
 }
 
 OffloadPipeline::~OffloadPipeline() {
@@ -133,6 +138,10 @@ OffloadPipeline::~OffloadPipeline() {
   }
   signals_->changed.notify_all();
   for (std::thread& thread : threads_) thread.join();
+  if (options_.own_threads) return;
+  Lock lock(signals_->mutex);
+  shut_down();
+  while (!on_deck_.empty()) transfer_one(lock);
 }
 
 OffloadHandle OffloadPipeline::enqueue(std::vector<BlockName> blocks, std::shared_ptr<Precondition> precondition, int32_t priority) {
@@ -147,6 +156,7 @@ OffloadHandle OffloadPipeline::enqueue(std::vector<BlockName> blocks, std::share
     sequence = next_sequence_++;
     Container container{std::move(blocks), precondition, ticket, priority, sequence};
     queued_blocks_ += count;
+    report("enqueued", container.blocks.size());
     if (queued_blocks_ > options_.queue_blocks) {
       end_container(container, BlockOutcome::kQueueFull);
       return handle;
@@ -167,8 +177,22 @@ OffloadHandle OffloadPipeline::enqueue(std::vector<BlockName> blocks, std::share
 }
 
 void OffloadPipeline::drain() {
-  std::unique_lock lock(signals_->mutex);
+  Lock lock(signals_->mutex);
+  ++draining_;
+  signals_->changed.notify_all();
+  while (!options_.own_threads && !idle()) {
+    decide_once(lock);
+    if (!on_deck_.empty()) transfer_one(lock);
+  }
   signals_->changed.wait(lock, [this] { return idle(); });
+  --draining_;
+}
+
+bool OffloadPipeline::step() {
+  Lock lock(signals_->mutex);
+  decide_once(lock);
+  if (!on_deck_.empty()) transfer_one(lock);
+  return !new_.empty() || !signals_->settled.empty() || !on_deck_.empty() || batch_is_due(clock_.now());
 }
 
 OutcomeCounts OffloadPipeline::counts() const {
@@ -185,10 +209,15 @@ bool OffloadPipeline::idle() const {
   return new_.empty() && waiting_.empty() && in_queue_.empty() && on_deck_.empty() && transferring_ == 0 && !evaluating_;
 }
 
+void OffloadPipeline::report(std::string_view stage, uint64_t blocks) const {
+  if (sink_ != nullptr && blocks > 0) sink_->on_offload({.route = route_.name(), .stage = stage, .blocks = blocks});
+}
+
 void OffloadPipeline::end(const std::shared_ptr<detail::OffloadTicket>& ticket, BlockOutcome outcome, uint64_t blocks) {
   counts_[static_cast<size_t>(outcome)] += blocks;
   ticket->counts[static_cast<size_t>(outcome)] += blocks;
   ticket->ended += blocks;
+  report(name(outcome), blocks);
   if (ticket->ended == ticket->blocks) ticket->done.notify_all();
 }
 
@@ -197,15 +226,19 @@ void OffloadPipeline::end_container(const Container& container, BlockOutcome out
   end(container.ticket, outcome, container.blocks.size());
 }
 
+void OffloadPipeline::decide_once(Lock& lock) {
+  take_new(lock);
+  take_settled();
+  sweep_if_due(clock_.now());
+  while (!ending_ && on_deck_.size() < static_cast<size_t>(options_.on_deck_batches) && batch_is_due(clock_.now())) commit_batch();
+  signals_->changed.notify_all();  // transfer threads, drain()
+}
+
 // The deciding thread.
 void OffloadPipeline::decide() {
-  std::unique_lock lock(signals_->mutex);
+  Lock lock(signals_->mutex);
   while (true) {
-    take_new(lock);
-    take_settled();
-    sweep_if_due(clock_.now());
-    while (!ending_ && on_deck_.size() < static_cast<size_t>(options_.on_deck_batches) && batch_is_due(clock_.now())) commit_batch();
-    signals_->changed.notify_all();  // transfer threads, drain()
+    decide_once(lock);
     if (ending_) break;
     if (!new_.empty() || !signals_->settled.empty()) continue;
     if (const std::optional<std::chrono::nanoseconds> deadline = next_deadline()) {
@@ -214,21 +247,26 @@ void OffloadPipeline::decide() {
       signals_->changed.wait(lock);
     }
   }
-  const auto shut_down = [this](const Container& container) {
+  shut_down();
+}
+
+// Ends all that is not committed.
+void OffloadPipeline::shut_down() {
+  const auto end_here = [this](const Container& container) {
     end_container(container, container.ticket->cancelled ? BlockOutcome::kCancelled : BlockOutcome::kShutDown);
   };
-  for (const Container& container : new_) shut_down(container);
-  for (const auto& [sequence, container] : waiting_) shut_down(container);
-  for (const auto& [key, container] : in_queue_) shut_down(container);
+  for (const Container& container : new_) end_here(container);
+  for (const auto& [sequence, container] : waiting_) end_here(container);
+  for (const auto& [key, container] : in_queue_) end_here(container);
   new_.clear();
   waiting_.clear();
   in_queue_.clear();
+  ages_.clear();
   in_queue_blocks_ = 0;
   signals_->changed.notify_all();
 }
 
 // Policies, without the lock; what they leave of a container goes on as one container (P1).
-template <class Lock>
 void OffloadPipeline::take_new(Lock& lock) {
   std::deque<Container> arrived;
   arrived.swap(new_);
@@ -269,6 +307,7 @@ void OffloadPipeline::take_new(Lock& lock) {
       make_ready(std::move(container));
     } else {
       const uint64_t sequence = container.sequence;
+      report("waiting", kept);
       signals_->settled.push_back(sequence);  // looked at once now: it may have been settled while the policies ran
       waiting_.emplace(sequence, std::move(container));
     }
@@ -297,8 +336,18 @@ void OffloadPipeline::take_settled() {
 void OffloadPipeline::make_ready(Container container) {
   const QueueKey key{-int64_t{container.priority}, container.sequence};
   in_queue_blocks_ += static_cast<int64_t>(container.blocks.size());
-  ages_.emplace_back(clock_.now(), key);
+  container.ready_since = clock_.now();
+  report("ready", container.blocks.size());
+  ages_.emplace(container.ready_since, key);
   in_queue_.emplace(key, std::move(container));
+}
+
+OffloadPipeline::Container OffloadPipeline::take_from_queue(std::map<QueueKey, Container>::iterator entry) {
+  Container container = std::move(entry->second);
+  in_queue_blocks_ -= static_cast<int64_t>(container.blocks.size());
+  ages_.erase({container.ready_since, entry->first});
+  in_queue_.erase(entry);
+  return container;
 }
 
 void OffloadPipeline::sweep_if_due(std::chrono::nanoseconds now) {
@@ -313,25 +362,17 @@ void OffloadPipeline::sweep() {
     end_container(entry.second, BlockOutcome::kCancelled);
     return true;
   });
-  std::erase_if(in_queue_, [this](const auto& entry) {
-    if (!entry.second.ticket->cancelled) return false;
-    in_queue_blocks_ -= static_cast<int64_t>(entry.second.blocks.size());
-    end_container(entry.second, BlockOutcome::kCancelled);
-    return true;
-  });
-}
-
-std::optional<std::chrono::nanoseconds> OffloadPipeline::oldest_ready() {
-  while (!ages_.empty() && !in_queue_.contains(ages_.front().second)) ages_.pop_front();
-  if (ages_.empty()) return std::nullopt;
-  return ages_.front().first;
+  for (auto entry = in_queue_.begin(); entry != in_queue_.end();) {
+    const auto next = std::next(entry);
+    if (entry->second.ticket->cancelled) end_container(take_from_queue(entry), BlockOutcome::kCancelled);
+    entry = next;
+  }
 }
 
 bool OffloadPipeline::batch_is_due(std::chrono::nanoseconds now) {
   if (in_queue_.empty()) return false;
-  if (in_queue_blocks_ >= options_.min_batch_size) return true;
-  const std::optional<std::chrono::nanoseconds> oldest = oldest_ready();
-  return oldest && *oldest + options_.flush_interval <= now;
+  if (in_queue_blocks_ >= options_.min_batch_size || draining_ > 0) return true;
+  return ages_.begin()->first + options_.flush_interval <= now;
 }
 
 // The commitment (P3): sweep (P4), upgrade, one flat batch (P5). Whole containers only (P1).
@@ -342,10 +383,8 @@ void OffloadPipeline::commit_batch() {
   while (!in_queue_.empty()) {
     const size_t size = in_queue_.begin()->second.blocks.size();
     if (blocks > 0 && blocks + size > static_cast<size_t>(options_.max_batch_size)) break;
-    const Container container = std::move(in_queue_.begin()->second);
-    in_queue_.erase(in_queue_.begin());
+    const Container container = take_from_queue(in_queue_.begin());
     blocks += size;
-    in_queue_blocks_ -= static_cast<int64_t>(size);
     queued_blocks_ -= static_cast<int64_t>(size);
     container.ticket->committed = true;
     const size_t before = batch.blocks.size();
@@ -362,14 +401,15 @@ void OffloadPipeline::commit_batch() {
     }
     if (batch.blocks.size() > before) batch.owners.emplace_back(container.ticket, batch.blocks.size() - before);
   }
+  report("committed", batch.blocks.size());
   if (!batch.blocks.empty()) on_deck_.push_back(std::move(batch));
 }
 
 std::optional<std::chrono::nanoseconds> OffloadPipeline::next_deadline() {
   std::optional<std::chrono::nanoseconds> next = signals_->sweep_at;
   if (on_deck_.size() >= static_cast<size_t>(options_.on_deck_batches)) return next;  // a transfer thread will wake us
-  if (const std::optional<std::chrono::nanoseconds> oldest = oldest_ready()) {
-    const std::chrono::nanoseconds due = *oldest + options_.flush_interval;
+  if (!ages_.empty()) {
+    const std::chrono::nanoseconds due = ages_.begin()->first + options_.flush_interval;
     if (!next || due < *next) next = due;
   }
   return next;
@@ -377,27 +417,37 @@ std::optional<std::chrono::nanoseconds> OffloadPipeline::next_deadline() {
 
 // A transfer thread.
 void OffloadPipeline::transfer() {
-  std::vector<BlockOutcome> outcomes;
-  std::unique_lock lock(signals_->mutex);
+  Lock lock(signals_->mutex);
   while (true) {
     signals_->changed.wait(lock, [this] { return !on_deck_.empty() || ending_; });
     if (on_deck_.empty()) return;
-    const Batch batch = std::move(on_deck_.front());
-    on_deck_.pop_front();
-    ++transferring_;
-    signals_->changed.notify_all();  // there is room on deck
-    lock.unlock();
-    outcomes.assign(batch.blocks.size(), BlockOutcome::kFailed);
-    route_.transfer(batch.blocks, outcomes);
-    lock.lock();
-    auto outcome = outcomes.begin();
-    for (const auto& [ticket, count] : batch.owners) {
-      for (size_t i = 0; i < count; ++i) end(ticket, *outcome++, 1);
-    }
-    for (const BlockName& block : batch.blocks) on_the_way_.erase(block.key);
-    --transferring_;
-    signals_->changed.notify_all();
+    transfer_one(lock);
   }
+}
+
+void OffloadPipeline::transfer_one(Lock& lock) {
+  const Batch batch = std::move(on_deck_.front());
+  on_deck_.pop_front();
+  ++transferring_;
+  signals_->changed.notify_all();  // there is room on deck
+  lock.unlock();
+  std::vector<BlockOutcome> outcomes(batch.blocks.size(), BlockOutcome::kFailed);
+  const std::chrono::nanoseconds began = clock_.now();
+  route_.transfer(batch.blocks, outcomes);
+  if (sink_ != nullptr) {
+    sink_->on_transfer({.route = route_.name(),
+                        .blocks = batch.blocks.size(),
+                        .transferred = static_cast<uint64_t>(std::count(outcomes.begin(), outcomes.end(), BlockOutcome::kTransferred)),
+                        .seconds = seconds_between(began, clock_.now())});
+  }
+  lock.lock();
+  auto outcome = outcomes.begin();
+  for (const auto& [ticket, count] : batch.owners) {
+    for (size_t i = 0; i < count; ++i) end(ticket, *outcome++, 1);
+  }
+  for (const BlockName& block : batch.blocks) on_the_way_.erase(block.key);
+  --transferring_;
+  signals_->changed.notify_all();
 }
 
 }  // namespace torpor

@@ -11,7 +11,8 @@
 //   P6 a container that waits for its precondition can be cancelled while it waits
 //
 // Threads: all methods from any. One thread decides; max_concurrent_transfers threads transfer. Nothing polls: the deciding
-// thread sleeps until something is enqueued, met or finished, or a partial batch or a sweep is due.
+// thread sleeps until something is enqueued, met or finished, or a partial batch or a sweep is due. With own_threads off
+// nothing happens but in step() and drain(), on the thread that calls them: for simulations that must replay exactly.
 // Failure: each block ends with one counted outcome (I6); a queue that is full refuses at once and says so (I9).
 #pragma once
 
@@ -21,13 +22,16 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <set>
 #include <thread>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
+#include "base/event_sink.h"
 #include "base/status.h"
 #include "offload/block_route.h"
 #include "offload/offload_policy.h"
@@ -44,6 +48,7 @@ struct OffloadOptions {
   int32_t max_concurrent_transfers = 1;
   int32_t on_deck_batches = 1;       // committed, waiting for a transfer thread
   int64_t queue_blocks = 1 << 16;    // most blocks before commitment; beyond: kQueueFull
+  bool own_threads = true;
 
   Status validate() const;  // kInvalidArgument names the option
 };
@@ -78,16 +83,19 @@ class OffloadHandle {
 
 class OffloadPipeline {
  public:
-  // `route` and `clock` outlive the pipeline.
+  // `route`, `clock` and `sink` (may be null) outlive the pipeline.
   static Result<std::unique_ptr<OffloadPipeline>> create(BlockRoute& route, const Clock& clock, OffloadOptions options,
-                                                         std::vector<std::unique_ptr<OffloadPolicy>> policies = {});
+                                                         std::vector<std::unique_ptr<OffloadPolicy>> policies = {}, EventSink* sink = nullptr);
   // Committed batches are finished; all others end as kShutDown.
   ~OffloadPipeline();
 
-  // Blocks of the source tier, held weakly. Higher priorities go first, equal ones in order. Never blocks.
+  // Blocks of the source tier, held weakly. Higher priorities go first, equal ones in order; a lower one waits for as long as
+  // higher ones keep coming. Never blocks.
   OffloadHandle enqueue(std::vector<BlockName> blocks, std::shared_ptr<Precondition> precondition = nullptr, int32_t priority = 0);
-  // Until nothing is queued or under way. Containers whose precondition is pending keep it waiting.
+  // Until nothing is queued or under way; partial batches go at once. Containers whose precondition is pending keep it waiting.
   void drain();
+  // Without own_threads: one round of deciding and at most one transfer. Returns whether anything is left that could go now.
+  bool step();
 
   OutcomeCounts counts() const;  // of all blocks that ever ended
   int64_t queued_blocks() const;
@@ -99,6 +107,7 @@ class OffloadPipeline {
     std::shared_ptr<detail::OffloadTicket> ticket;  // the token (P2) and the counts
     int32_t priority = 0;
     uint64_t sequence = 0;
+    std::chrono::nanoseconds ready_since{};  // when it came into the in-queue
   };
   using QueueKey = std::pair<int64_t, uint64_t>;  // priority turned round, sequence
   struct Batch {  // flat (P5)
@@ -106,34 +115,39 @@ class OffloadPipeline {
     std::vector<std::pair<std::shared_ptr<detail::OffloadTicket>, size_t>> owners;  // whose the next so many blocks are
   };
 
-  OffloadPipeline(BlockRoute& route, const Clock& clock, OffloadOptions options, std::vector<std::unique_ptr<OffloadPolicy>> policies);
+  using Lock = std::unique_lock<std::mutex>;
+  OffloadPipeline(BlockRoute& route, const Clock& clock, OffloadOptions options, std::vector<std::unique_ptr<OffloadPolicy>> policies, EventSink* sink);
   void decide();
   void transfer();
-  // All below: the lock is held.
-  template <class Lock>
+  // All below: the lock is held; those that take it give it back for the time of policies and copies.
+  void decide_once(Lock& lock);
+  void transfer_one(Lock& lock);
+  void shut_down();
   void take_new(Lock& lock);
   void take_settled();
   void make_ready(Container container);
+  Container take_from_queue(std::map<QueueKey, Container>::iterator entry);
   void sweep_if_due(std::chrono::nanoseconds now);
   void sweep();
   bool batch_is_due(std::chrono::nanoseconds now);
-  std::optional<std::chrono::nanoseconds> oldest_ready();
   void commit_batch();
   std::optional<std::chrono::nanoseconds> next_deadline();
   void end(const std::shared_ptr<detail::OffloadTicket>& ticket, BlockOutcome outcome, uint64_t blocks);
   void end_container(const Container& container, BlockOutcome outcome);
   bool idle() const;
+  void report(std::string_view stage, uint64_t blocks) const;
 
   BlockRoute& route_;
   const Clock& clock_;
   const OffloadOptions options_;
   const std::vector<std::unique_ptr<OffloadPolicy>> policies_;
+  EventSink* const sink_;
 
   std::shared_ptr<detail::OffloadSignals> signals_;  // shared with handles; its mutex guards all below and every ticket
   std::deque<Container> new_;                        // not evaluated yet
   std::unordered_map<uint64_t, Container> waiting_;  // for their precondition, by sequence
   std::map<QueueKey, Container> in_queue_;           // highest priority first, then in order
-  std::deque<std::pair<std::chrono::nanoseconds, QueueKey>> ages_;  // since when, oldest first; some have left the queue
+  std::set<std::pair<std::chrono::nanoseconds, QueueKey>> ages_;  // of the in-queue, oldest first
   std::deque<Batch> on_deck_;
   std::unordered_set<Digest, DigestHash> on_the_way_;  // keys of committed blocks
   OutcomeCounts counts_{};
@@ -141,6 +155,7 @@ class OffloadPipeline {
   int64_t in_queue_blocks_ = 0;
   uint64_t next_sequence_ = 0;
   int32_t transferring_ = 0;
+  int32_t draining_ = 0;  // callers of drain()
   bool evaluating_ = false;
   bool ending_ = false;
 

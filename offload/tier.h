@@ -1,7 +1,7 @@
-// Tier: a place below device memory where chunks are put and found again. Implementations: HostTier (the arena) and
-// DiskTier (one chunk file). A remote tier fits behind the same verbs.
+// Tier: a place below device memory where chunks are put and found again. Implementations: HostTier and HostBlocks in the
+// arena, DiskTier (a checkpoint's chunk file) and DiskBlocks (slots) on disk. A remote tier fits behind the same verbs.
 //
-// Threads: place(), put() and get() may be called from several threads at once, for different chunks.
+// Threads: all methods but prepare() and finish() may be called from several threads at once, for different chunks.
 #pragma once
 
 #include <cstddef>
@@ -14,21 +14,32 @@
 
 namespace torpor {
 
+// One chunk on its way into a tier or out of it, with its bytes outside of the tier, and what became of it.
+struct TierPart {
+  SavedChunk* chunk = nullptr;
+  std::span<std::byte> bytes;  // chunk->bytes many. For DiskBlocks: at a multiple of 4096, in memory up to the next multiple
+  Status status;
+};
+
 class Tier {
  public:
   virtual ~Tier() = default;
   virtual std::string_view kind() const = 0;  // "host", "disk"
+  // Chunks lie in memory of the tier's own, where place() and view() show them.
+  virtual bool addressable() const = 0;
   // Makes room for `chunks` chunks of `bytes` in all. kResourceExhausted before anything is written.
   virtual Status prepare(uint64_t bytes, uint64_t chunks) = 0;
-  // Memory of the tier's own into which the chunk's bytes may be written, which then counts as put(); fills `offset` and
-  // `stored_bytes`. Empty if this tier has none: use put().
-  virtual Result<std::span<std::byte>> place(SavedChunk& chunk) = 0;
-  // Stores the chunk's bytes; fills codec, offset and stored_bytes. The caller's memory is free when it returns.
-  virtual Status put(SavedChunk& chunk, std::span<const std::byte> bytes) = 0;
-  // A view of the chunk's bytes inside the tier's memory; empty if there is none: use get().
-  virtual std::span<std::byte> view(const SavedChunk& chunk) = 0;
-  // Reads the chunk into `bytes` (of size chunk.bytes), decoded but not verified.
-  virtual Status get(const SavedChunk& chunk, std::span<std::byte> bytes) = 0;
+  // Addressable: memory into which the chunk's bytes may be written, which then counts as put(); fills codec, offset and
+  // stored_bytes.
+  virtual Result<std::span<std::byte>> place(SavedChunk& chunk);
+  // Addressable: the chunk's bytes inside the tier's memory; empty if it is not there.
+  virtual std::span<std::byte> view(const SavedChunk& chunk);
+  // Stores the parts' bytes; fills codec, offset and stored_bytes of each chunk, whose other fields are final already.
+  // The callers' memory is free when it returns. Each part has its own status. Default: copies through place().
+  virtual void put(std::span<TierPart> parts);
+  // Reads the parts' chunks into their bytes, decoded but not verified. Default: copies through view().
+  virtual void get(std::span<TierPart> parts);
+  Status get_one(SavedChunk chunk, std::span<std::byte> bytes);
   // All that was put is as safe as this tier makes it (disk: written and synced).
   virtual Status finish() = 0;
 };

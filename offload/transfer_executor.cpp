@@ -1,23 +1,52 @@
 #include "offload/transfer_executor.h"
 
 #include <algorithm>
-#include <mutex>
-#include <optional>
 #include <thread>
 
 #include <fmt/format.h>
 
 #include "base/log.h"
+#include "base/units.h"
 
 namespace torpor {
+namespace {
+
+constexpr uint64_t kPage = 4096;
+
+void fail_all(std::span<ChunkTransfer> batch, const Error& error) {
+  for (ChunkTransfer& transfer : batch) transfer.status = error;
+}
+
+}  // namespace
 
 struct TransferExecutor::Worker {
   StreamId stream{};
-  HostArena::Span staging;  // of the operation in progress
+  HostArena::Span staging;
+};
+
+// A worker for the time of one batch.
+struct TransferExecutor::Borrowed {
+  explicit Borrowed(TransferExecutor& executor) : executor(executor) {
+    std::unique_lock lock(executor.mutex_);
+    executor.returned_.wait(lock, [&] { return !executor.idle_.empty(); });
+    worker = executor.idle_.back();
+    executor.idle_.pop_back();
+  }
+  ~Borrowed() {
+    {
+      const std::lock_guard lock(executor.mutex_);
+      executor.idle_.push_back(worker);
+    }
+    executor.returned_.notify_one();
+  }
+  TransferExecutor& executor;
+  Worker* worker;
 };
 
 TransferExecutor::TransferExecutor(DeviceMemory& device, HostArena& arena, std::vector<std::unique_ptr<Worker>> workers)
-    : device_(device), arena_(arena), workers_(std::move(workers)) {}
+    : device_(device), arena_(arena), workers_(std::move(workers)) {
+  for (const auto& worker : workers_) idle_.push_back(worker.get());
+}
 
 Result<std::unique_ptr<TransferExecutor>> TransferExecutor::create(DeviceMemory& device, HostArena& arena, TransferExecutorOptions options) {
   if (options.threads < 0) {
@@ -51,122 +80,148 @@ Status TransferExecutor::usable() const {
                .origin = Origin::kDevice};
 }
 
-Status TransferExecutor::for_each_chunk(uint64_t count, uint64_t staging_bytes, const std::function<Status(Worker&, uint64_t)>& work) {
-  TORPOR_TRY(usable());
-  const uint64_t used = std::min<uint64_t>(workers_.size(), count);
-  for (uint64_t i = 0; i < used && staging_bytes > 0; ++i) {
-    TORPOR_ASSIGN(workers_[i]->staging, arena_.allocate(staging_bytes));
-  }
-  std::atomic<uint64_t> next = 0;
-  std::mutex mutex;
-  std::optional<Error> first;  // guarded by mutex
-  const auto run = [&](Worker& worker) {
-    for (uint64_t index = next++; index < count; index = next++) {
-      if (Status done = work(worker, index); !done) {
-        const std::lock_guard lock(mutex);
-        if (!first) first = std::move(done).error();
-        next = count;
-        return;
-      }
-    }
-  };
-  std::vector<std::thread> threads;
-  for (uint64_t i = 1; i < used; ++i) threads.emplace_back(run, std::ref(*workers_[i]));
-  if (used > 0) run(*workers_[0]);
-  for (std::thread& thread : threads) thread.join();
-  if (!quarantined_) {
-    for (const auto& worker : workers_) worker->staging = {};
-  }
-  if (first) return std::move(*first);
-  return ok();
+void TransferExecutor::release_staging() {
+  if (quarantined_) return;
+  const std::lock_guard lock(mutex_);
+  for (Worker* worker : idle_) worker->staging = {};
 }
 
-Status TransferExecutor::copy(Worker& worker, Direction direction, const ChunkPlan& plan, std::span<std::byte> host) {
-  std::vector<Copy> copies;
-  copies.reserve(plan.pieces.size());
-  uint64_t at = 0;
-  for (const DevicePiece& piece : plan.pieces) {
-    copies.push_back({piece.address, host.data() + at, piece.bytes});
-    at += piece.bytes;
+Result<std::vector<std::span<std::byte>>> TransferExecutor::stage(Worker& worker, std::span<const ChunkTransfer> batch) {
+  uint64_t bytes = 0;
+  for (const ChunkTransfer& transfer : batch) bytes += align_up(transfer.saved.bytes, kPage);
+  if (worker.staging.bytes().size() < bytes) {
+    worker.staging = {};
+    TORPOR_ASSIGN(worker.staging, arena_.allocate(bytes));
   }
+  std::vector<std::span<std::byte>> host;
+  uint64_t at = 0;
+  for (const ChunkTransfer& transfer : batch) {
+    host.push_back(worker.staging.bytes().subspan(at, transfer.saved.bytes));
+    at += align_up(transfer.saved.bytes, kPage);
+  }
+  return host;
+}
+
+Status TransferExecutor::copy(Worker& worker, Direction direction, std::span<const ChunkPlan* const> plans, std::span<const std::span<std::byte>> host, bool& unproven) {
+  TORPOR_TRY(usable());
+  std::vector<Copy> copies;
+  for (size_t i = 0; i < plans.size(); ++i) {
+    uint64_t at = 0;
+    for (const DevicePiece& piece : plans[i]->pieces) {
+      copies.push_back({piece.address, host[i].data() + at, piece.bytes});
+      at += piece.bytes;
+    }
+  }
+  const std::string doing = fmt::format("copying {}{}", plans[0]->key.to_string(), plans.size() > 1 ? fmt::format(" and {} more", plans.size() - 1) : "");
   const Status enqueued = device_.copy_async(worker.stream, direction, copies);
   // Even a refused batch may have begun: wait for the stream in any case.
   Result<EventId> event = device_.record(worker.stream);
   if (!event) {
-    quarantined_ = true;
-    return event.error().within(fmt::format("copying {}", plan.key.to_string()));
+    unproven = quarantined_ = true;
+    return event.error().within(doing);
   }
   DrainResult drained = device_.wait(*event);
-  if (drained.drain == Drain::kUnproven) quarantined_ = true;
-  if (drained.drain != Drain::kCompleted) return drained.error.within(fmt::format("copying {}", plan.key.to_string()));
-  if (!enqueued) return enqueued.error().within(fmt::format("copying {}", plan.key.to_string()));
+  if (drained.drain == Drain::kUnproven) unproven = quarantined_ = true;
+  if (drained.drain != Drain::kCompleted) return drained.error.within(doing);
+  if (!enqueued) return enqueued.error().within(doing);
   return ok();
 }
 
-Result<std::vector<SavedChunk>> TransferExecutor::save(std::span<const ChunkPlan> plans, Tier& target) {
-  std::vector<SavedChunk> saved(plans.size());
-  uint64_t total = 0;
-  uint64_t largest = 0;
-  for (size_t i = 0; i < plans.size(); ++i) {
-    saved[i].key = plans[i].key;
-    saved[i].bytes = plans[i].bytes();
-    total += saved[i].bytes;
-    largest = std::max(largest, saved[i].bytes);
+void TransferExecutor::copy_each(Worker& worker, Direction direction, std::span<ChunkTransfer> batch, std::span<const std::span<std::byte>> host) {
+  std::vector<const ChunkPlan*> plans;
+  std::vector<std::span<std::byte>> places;
+  std::vector<size_t> members;
+  for (size_t i = 0; i < batch.size(); ++i) {
+    if (!batch[i].status) continue;
+    plans.push_back(batch[i].plan);
+    places.push_back(host[i]);
+    members.push_back(i);
   }
-  TORPOR_TRY(target.prepare(total, plans.size()));
-  const bool stages = target.kind() != "host";
-  TORPOR_TRY(for_each_chunk(plans.size(), stages ? largest : 0, [&](Worker& worker, uint64_t i) -> Status {
-    SavedChunk& chunk = saved[i];
-    TORPOR_ASSIGN(std::span<std::byte> host, target.place(chunk));
-    const bool placed = !host.empty();
-    if (!placed) host = worker.staging.bytes().first(chunk.bytes);
-    TORPOR_TRY(copy(worker, Direction::kDeviceToHost, plans[i], host));
-    chunk.digest = digest_of(host);
-    return placed ? ok() : target.put(chunk, host);
-  }));
-  TORPOR_TRY(target.finish());
-  return saved;
+  if (plans.empty()) return;
+  bool unproven = false;
+  const Status together = copy(worker, direction, plans, places, unproven);
+  if (together) return;
+  for (size_t m = 0; m < members.size(); ++m) {
+    ChunkTransfer& transfer = batch[members[m]];
+    transfer.unproven = unproven;
+    transfer.status = unproven || members.size() == 1 ? together : copy(worker, direction, {&plans[m], 1}, {&places[m], 1}, transfer.unproven);
+  }
 }
 
-Status TransferExecutor::restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans, Tier& source) {
-  uint64_t largest = 0;
-  for (size_t i = 0; i < plans.size(); ++i) {
-    if (i >= saved.size() || saved[i].key != plans[i].key || saved[i].bytes != plans[i].bytes()) {
-      return Error{.code = Code::kIncompatible,
-                   .what = fmt::format("{} was not saved, or with another size", plans[i].key.to_string()),
-                   .next_step = "wake it into the engine configuration that saved it"};
-    }
-    largest = std::max(largest, saved[i].bytes);
+void TransferExecutor::save(std::span<ChunkTransfer> batch, Tier& target) {
+  const Borrowed borrowed(*this);
+  if (const Status can = usable(); !can) return fail_all(batch, can.error());
+  std::vector<std::span<std::byte>> host;
+  for (ChunkTransfer& transfer : batch) {
+    transfer.saved = {.key = transfer.plan->key, .bytes = transfer.plan->bytes()};
+    transfer.status = ok();
+    if (!target.addressable()) continue;
+    const Result<std::span<std::byte>> place = target.place(transfer.saved);
+    if (!place) transfer.status = place.error();
+    host.push_back(place ? *place : std::span<std::byte>{});
   }
-  const bool stages = source.kind() != "host";
-  return for_each_chunk(plans.size(), stages ? largest : 0, [&](Worker& worker, uint64_t i) -> Status {
-    const SavedChunk& chunk = saved[i];
-    std::span<std::byte> host = source.view(chunk);
-    if (host.empty()) {
-      if (!stages) return Error{.code = Code::kInternal, .what = fmt::format("{} is not in the host tier", chunk.key.to_string())};
-      host = worker.staging.bytes().first(chunk.bytes);
-      TORPOR_TRY(source.get(chunk, host));
-    }
-    if (digest_of(host) != chunk.digest) {
-      return Error{.code = Code::kCorruption,
-                   .what = fmt::format("the saved bytes of {} do not match their digest {}", chunk.key.to_string(), chunk.digest.hex()),
-                   .next_step = "use another checkpoint"};
-    }
-    return copy(worker, Direction::kHostToDevice, plans[i], host);
-  });
+  if (!target.addressable()) {
+    Result<std::vector<std::span<std::byte>>> staged = stage(*borrowed.worker, batch);
+    if (!staged) return fail_all(batch, staged.error());
+    host = std::move(*staged);
+  }
+  copy_each(*borrowed.worker, Direction::kDeviceToHost, batch, host);
+  std::vector<TierPart> parts;
+  std::vector<size_t> members;
+  for (size_t i = 0; i < batch.size(); ++i) {
+    if (!batch[i].status) continue;
+    batch[i].saved.digest = digest_of(host[i]);
+    parts.push_back({&batch[i].saved, host[i], ok()});
+    members.push_back(i);
+  }
+  if (target.addressable()) return;
+  target.put(parts);
+  for (size_t m = 0; m < members.size(); ++m) batch[members[m]].status = std::move(parts[m].status);
 }
 
-Result<std::vector<Digest>> TransferExecutor::digests(std::span<const ChunkPlan> plans) {
-  std::vector<Digest> digests(plans.size());
-  uint64_t largest = 0;
-  for (const ChunkPlan& plan : plans) largest = std::max(largest, plan.bytes());
-  TORPOR_TRY(for_each_chunk(plans.size(), largest, [&](Worker& worker, uint64_t i) -> Status {
-    const std::span<std::byte> host = worker.staging.bytes().first(plans[i].bytes());
-    TORPOR_TRY(copy(worker, Direction::kDeviceToHost, plans[i], host));
-    digests[i] = digest_of(host);
-    return ok();
-  }));
-  return digests;
+void TransferExecutor::restore(std::span<ChunkTransfer> batch, Tier& source) {
+  const Borrowed borrowed(*this);
+  if (const Status can = usable(); !can) return fail_all(batch, can.error());
+  std::vector<std::span<std::byte>> host;
+  if (source.addressable()) {
+    for (ChunkTransfer& transfer : batch) host.push_back(source.view(transfer.saved));
+  } else {
+    Result<std::vector<std::span<std::byte>>> staged = stage(*borrowed.worker, batch);
+    if (!staged) return fail_all(batch, staged.error());
+    host = std::move(*staged);
+    std::vector<TierPart> parts;
+    for (size_t i = 0; i < batch.size(); ++i) parts.push_back({&batch[i].saved, host[i], ok()});
+    source.get(parts);
+    for (size_t i = 0; i < batch.size(); ++i) batch[i].status = std::move(parts[i].status);
+  }
+  for (size_t i = 0; i < batch.size(); ++i) {
+    ChunkTransfer& transfer = batch[i];
+    if (source.addressable()) transfer.status = ok();
+    if (!transfer.status) continue;
+    if (host[i].size() != transfer.saved.bytes) {
+      transfer.status = Error{.code = Code::kInternal, .what = fmt::format("{} is not in the {} tier", transfer.saved.key.to_string(), source.kind())};
+    } else if (digest_of(host[i]) != transfer.saved.digest) {
+      transfer.status = Error{.code = Code::kCorruption,
+                              .what = fmt::format("the saved bytes of {} do not match their digest {}", transfer.saved.key.to_string(), transfer.saved.digest.hex()),
+                              .next_step = "use another checkpoint"};
+    }
+  }
+  copy_each(*borrowed.worker, Direction::kHostToDevice, batch, host);
+}
+
+void TransferExecutor::digest(std::span<ChunkTransfer> batch) {
+  const Borrowed borrowed(*this);
+  if (const Status can = usable(); !can) return fail_all(batch, can.error());
+  for (ChunkTransfer& transfer : batch) {
+    transfer.saved = {.key = transfer.plan->key, .bytes = transfer.plan->bytes()};
+    transfer.status = ok();
+  }
+  const Result<std::vector<std::span<std::byte>>> host = stage(*borrowed.worker, batch);
+  if (!host) return fail_all(batch, host.error());
+  copy_each(*borrowed.worker, Direction::kDeviceToHost, batch, *host);
+  for (size_t i = 0; i < batch.size(); ++i) {
+    if (batch[i].status) batch[i].saved.digest = digest_of((*host)[i]);
+  }
 }
 
 }  // namespace torpor

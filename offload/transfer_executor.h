@@ -1,19 +1,19 @@
 // TransferExecutor: the one way in which bytes leave device memory and come back.
 //
 // A chunk is copied to host memory, its completion is proven by an event, its digest is taken from the host copy, and it
-// is put into a tier; on the way back the digest of the host copy must be right before a byte goes up. Several workers,
-// each with its own stream and one staging buffer. The offload pipeline (policies, batches, cancellation) will sit on
-// top of this class; it adds no second copy path.
+// is put into a tier; on the way back the digest of the host copy must be right before a byte goes up. A batch of chunks
+// is one list of copies with one event; if that fails, its chunks are tried one by one, so that one marks no other (I5).
 //
 // A transfer ends in one of three ways (Drain in allocator/device_memory.h). After kUnproven this executor keeps its
 // staging memory for ever and refuses further work: quarantined() says so, and nothing may be unmapped.
 //
-// Threads: one operation at a time; it uses several threads inside.
+// Threads: as many batches at once as it has workers; more callers wait for one.
 #pragma once
 
 #include <atomic>
-#include <functional>
+#include <condition_variable>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <vector>
 
@@ -26,7 +26,15 @@
 namespace torpor {
 
 struct TransferExecutorOptions {
-  int threads = 0;  // 0: as many as the machine has cores, at most 8
+  int threads = 0;  // batches at once; 0: as many as the machine has cores, at most 8
+};
+
+// One chunk on its way, and what became of it.
+struct ChunkTransfer {
+  const ChunkPlan* plan = nullptr;
+  SavedChunk saved;  // save() fills it, restore() needs it
+  Status status;
+  bool unproven = false;  // its copy may still be running: never reuse either side
 };
 
 class TransferExecutor {
@@ -35,27 +43,33 @@ class TransferExecutor {
   static Result<std::unique_ptr<TransferExecutor>> create(DeviceMemory& device, HostArena& arena, TransferExecutorOptions options = {});
   ~TransferExecutor();
 
-  // Copies every chunk into `target` and finishes it. All or nothing: after an error the tier's content is void.
-  Result<std::vector<SavedChunk>> save(std::span<const ChunkPlan> plans, Tier& target);
-  // Copies every chunk of `saved` (same keys, same order as `plans`) up. kCorruption names the first chunk whose digest
-  // is wrong; the device's bytes are void then.
-  Status restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans, Tier& source);
-  // Digests of what is in device memory now.
-  Result<std::vector<Digest>> digests(std::span<const ChunkPlan> plans);
+  // Each returns when nothing of the batch is running any more, or after kUnproven.
+  void save(std::span<ChunkTransfer> batch, Tier& target);  // device -> tier
+  // Tier -> device. kCorruption: the digest is wrong and no byte of that chunk went up.
+  void restore(std::span<ChunkTransfer> batch, Tier& source);
+  void digest(std::span<ChunkTransfer> batch);  // of what is in device memory now; into saved.digest
 
+  int threads() const { return static_cast<int>(workers_.size()); }
   bool quarantined() const { return quarantined_; }
   Status usable() const;  // kDevice once quarantined
+  // Gives staging memory that no batch uses back to the arena.
+  void release_staging();
 
  private:
   struct Worker;
+  struct Borrowed;
   TransferExecutor(DeviceMemory& device, HostArena& arena, std::vector<std::unique_ptr<Worker>> workers);
-  // Runs work(worker, index) for each index below count on all workers; the first error ends it.
-  Status for_each_chunk(uint64_t count, uint64_t staging_bytes, const std::function<Status(Worker&, uint64_t)>& work);
-  Status copy(Worker& worker, Direction direction, const ChunkPlan& plan, std::span<std::byte> host);
+  Status copy(Worker& worker, Direction direction, std::span<const ChunkPlan* const> plans, std::span<const std::span<std::byte>> host, bool& unproven);
+  void copy_each(Worker& worker, Direction direction, std::span<ChunkTransfer> batch, std::span<const std::span<std::byte>> host);
+  // Staging for the chunks of `batch`, each at a multiple of 4096.
+  Result<std::vector<std::span<std::byte>>> stage(Worker& worker, std::span<const ChunkTransfer> batch);
 
   DeviceMemory& device_;
   HostArena& arena_;
+  std::mutex mutex_;  // guards idle_
+  std::condition_variable returned_;
   std::vector<std::unique_ptr<Worker>> workers_;
+  std::vector<Worker*> idle_;
   std::atomic<bool> quarantined_ = false;
 };
 

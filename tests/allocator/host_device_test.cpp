@@ -1,7 +1,9 @@
 #include "allocator/host_device.h"
 
+#include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <vector>
 
 #include "base/units.h"
 #include "tests/contract/device_memory_contract.h"
@@ -14,9 +16,10 @@ using test::value_of;
 
 std::unique_ptr<DeviceMemory> at_once() { return value_of(make_host_device()); }
 std::unique_ptr<DeviceMemory> deferred() { return value_of(make_host_device({.defer_copies = true})); }
+std::unique_ptr<DeviceMemory> shuffled() { return value_of(make_host_device({.defer_copies = true, .shuffle_seed = 7})); }
 std::unique_ptr<DeviceMemory> like_a_gpu() { return value_of(make_host_device({.granularity_bytes = 2 * kMiB, .capacity_bytes = 64 * kMiB})); }
 
-INSTANTIATE_TEST_SUITE_P(HostDevice, DeviceMemoryContract, ::testing::Values(at_once, deferred, like_a_gpu));
+INSTANTIATE_TEST_SUITE_P(HostDevice, DeviceMemoryContract, ::testing::Values(at_once, deferred, shuffled, like_a_gpu));
 
 uint64_t resident_shared_bytes() {
   std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen("/proc/self/status", "r"), std::fclose);
@@ -50,6 +53,26 @@ TEST(HostDevice, BeyondItsCapacityNothingIsCreatedAndTheErrorSaysHowMuchIsMissin
   ASSERT_SUCCEEDS(device->release(id));
   const PhysicalId again = value_of(device->create(1 * kMiB));
   ASSERT_SUCCEEDS(device->release(again));
+}
+
+TEST(HostDevice, ALinkSpeedIsTheMostThatCopiesGet) {
+  constexpr uint64_t kSize = 1 * kMiB;
+  const auto device = value_of(make_host_device({.link_bytes_per_second = 20 * kMiB}));
+  const DeviceAddress address = value_of(device->reserve(kSize));
+  const PhysicalId id = value_of(device->create(kSize));
+  ASSERT_SUCCEEDS(device->map(address, id));
+  ASSERT_SUCCEEDS(device->set_access(address, kSize, Access::kReadWrite));
+  std::vector<std::byte> host(kSize);
+  const StreamId stream = value_of(device->create_stream());
+  const Copy copy{address, host.data(), kSize};
+  const auto began = std::chrono::steady_clock::now();
+  ASSERT_SUCCEEDS(device->copy_async(stream, Direction::kDeviceToHost, {&copy, 1}));
+  EXPECT_EQ(device->wait(value_of(device->record(stream))).drain, Drain::kCompleted);
+  EXPECT_GE(std::chrono::steady_clock::now() - began, std::chrono::milliseconds(50));
+  ASSERT_SUCCEEDS(device->destroy_stream(stream));
+  ASSERT_SUCCEEDS(device->unmap(address, kSize));
+  ASSERT_SUCCEEDS(device->release(id));
+  ASSERT_SUCCEEDS(device->free_reservation(address));
 }
 
 TEST(HostDevice, DeferredCopiesAreInvisibleUntilSomebodyWaits) {

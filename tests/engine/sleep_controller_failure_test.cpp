@@ -150,7 +150,7 @@ TEST_F(SleepFailure, WhereverTheDeviceFailsASleepIsAllOrNothing) {
       EXPECT_EQ(finish(slept.engine), expected);
       if (!fired) break;
     }
-    EXPECT_GT(undone, 5);
+    EXPECT_GE(undone, 3);  // a failed copy of several chunks is mended by trying each again
     EXPECT_EQ(lost, 2);  // the two releases: memory that the device will not give up
   }
 }

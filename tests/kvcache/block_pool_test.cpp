@@ -292,5 +292,60 @@ TEST(BlockPool, UnderRandomUseByManyThreadsTheBooksAgree) {
   EXPECT_EQ(pool->info().free, 64);
 }
 
+// A random pool, as values into a new one: the same blocks are found, and the next ones are taken in the same order.
+TEST(BlockPool, ASnapshotPutsAnUnusedPoolIntoTheSameState) {
+  for (unsigned seed = 0; seed < 50; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937 random(seed);
+    const auto pool = make(24);
+    std::vector<BlockRef> kept;
+    for (int i = 0; i < 60; ++i) {
+      if (random() % 3 != 0 && pool->info().free > 4) kept.push_back(registered(*pool, static_cast<int32_t>(random() % 40)));
+      if (random() % 2 == 0 && !kept.empty()) kept.erase(kept.begin() + static_cast<std::ptrdiff_t>(random() % kept.size()));
+    }
+    auto filling = value_of(pool->allocate(2));
+    const int32_t first = filling[0].id(), second = filling[1].id();
+
+    const auto twin = make(24);
+    BlockPool::Handles handles = value_of(twin->restore(pool->snapshot()));
+    ASSERT_SUCCEEDS(twin->check());
+    EXPECT_EQ(twin->free_order(), pool->free_order());
+    EXPECT_EQ(handles.owned.size(), 2u);
+    EXPECT_TRUE(handles.owned.contains(first) && handles.owned.contains(second));
+    for (const BlockRef& block : kept) EXPECT_EQ(handles.shared.at(block.id()).identity(), block.identity());
+    for (int32_t token = 0; token < 40; ++token) {
+      const BlockIdentity identity{.tokens = tokens_of(token)};
+      const auto here = pool->match({&identity, 1});
+      const auto there = twin->match({&identity, 1});
+      ASSERT_EQ(here.size(), there.size());
+      if (!here.empty()) {
+        EXPECT_EQ(here[0].id(), there[0].id());
+      }
+    }
+    EXPECT_EQ(twin->free_order(), pool->free_order());
+    EXPECT_FAILS(twin->restore(pool->snapshot()), Code::kFailedPrecondition, "in use");
+  }
+}
+
+TEST(BlockPool, ASnapshotThatContradictsItselfIsRefused) {
+  const auto with = [](auto change) {
+    const auto pool = make(4);
+    registered(*pool, 1);
+    BlockPoolSnapshot snapshot = pool->snapshot();
+    change(snapshot);
+    const auto twin = make(4);
+    auto restored = twin->restore(snapshot);
+    EXPECT_EQ(twin->info().free, 4);
+    return restored;
+  };
+  EXPECT_FAILS(with([](auto& s) { s.registered[0].id = 4; }), Code::kCorruption, "block 4 of 4");
+  EXPECT_FAILS(with([](auto& s) { s.registered[0].id = -1; }), Code::kCorruption, "block -1");
+  EXPECT_FAILS(with([](auto& s) { s.registered.push_back(s.registered[0]); }), Code::kCorruption, "twice");
+  EXPECT_FAILS(with([](auto& s) { s.registered[0].identity.tokens.push_back(1); }), Code::kCorruption, "5 tokens");
+  EXPECT_FAILS(with([](auto& s) { s.free_order.push_back(s.free_order[0]); }), Code::kCorruption, "free twice");
+  EXPECT_FAILS(with([](auto& s) { s.free_order[0] = 7; }), Code::kCorruption, "block 7");
+  EXPECT_FAILS(with([](auto& s) { std::reverse(s.free_order.begin(), s.free_order.end()); }), Code::kCorruption, "behind");
+}
+
 }  // namespace
 }  // namespace torpor

@@ -32,6 +32,11 @@ class TierContract : public ::testing::TestWithParam<bool> {
     for (size_t i = 0; i < size; ++i) bytes[i] = static_cast<std::byte>(i * 7 + index);
     return bytes;
   }
+  static Status put(Tier& tier, SavedChunk& chunk, std::vector<std::byte> bytes) {
+    TierPart part{&chunk, bytes, ok()};
+    tier.put({&part, 1});
+    return part.status;
+  }
   test::TemporaryDirectory temporary_;
   std::unique_ptr<HostArena> arena_ = value_of(HostArena::create({.slab_bytes = kMiB}));
   std::unique_ptr<Directory> directory_;
@@ -52,7 +57,7 @@ TEST_P(TierContract, ChunksOfAnySizePutByManyThreadsComeBack) {
       for (uint64_t i = t; i < kChunks; i += 4) {
         chunks[i].key.index = i;
         chunks[i].bytes = size_of(i);
-        EXPECT_SUCCEEDS(tier->put(chunks[i], content(i, size_of(i))));
+        EXPECT_SUCCEEDS(put(*tier, chunks[i], content(i, size_of(i))));
       }
     });
   }
@@ -61,7 +66,7 @@ TEST_P(TierContract, ChunksOfAnySizePutByManyThreadsComeBack) {
   tier = reopen(std::move(tier));
   for (uint64_t i = 0; i < kChunks; ++i) {
     std::vector<std::byte> bytes(size_of(i));
-    ASSERT_SUCCEEDS(tier->get(chunks[i], bytes));
+    ASSERT_SUCCEEDS(tier->get_one(chunks[i], bytes));
     EXPECT_EQ(bytes, content(i, size_of(i)));
   }
 }
@@ -73,7 +78,7 @@ TEST_P(TierContract, AChunkThatIsNotThereIsAnError) {
   std::vector<std::byte> bytes(100);
   for (const uint64_t offset : {uint64_t{1} << 20, UINT64_MAX - 50}) {
     const SavedChunk chunk{.bytes = 100, .offset = offset, .stored_bytes = 100};
-    EXPECT_FALSE(tier->get(chunk, bytes).has_value()) << offset;
+    EXPECT_FALSE(tier->get_one(chunk, bytes).has_value()) << offset;
   }
 }
 
@@ -108,7 +113,10 @@ TEST_F(DiskTierFile, AFullDiskIsResourceExhausted) {
   const auto tier = value_of(DiskTier::create(*directory, "full", 0));
   faulty.plan.set(test::Fault::kError, 1, ENOSPC);
   SavedChunk chunk{.bytes = 10};
-  EXPECT_FAILS(tier->put(chunk, std::vector<std::byte>(10)), Code::kResourceExhausted);
+  std::vector<std::byte> bytes(10);
+  TierPart part{&chunk, bytes, ok()};
+  tier->put({&part, 1});
+  EXPECT_FAILS(part.status, Code::kResourceExhausted);
 }
 
 }  // namespace

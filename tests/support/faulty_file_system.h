@@ -67,6 +67,7 @@ class FaultyFile final : public File {
     return plan_.run([&] { return inner_->sync(); });
   }
   const std::string& name() const override { return inner_->name(); }
+  std::string_view io() const override { return inner_->io(); }
 
  private:
   std::unique_ptr<File> inner_;
@@ -82,6 +83,9 @@ class FaultyDirectory final : public Directory {
   }
   Result<std::unique_ptr<File>> open_file(std::string_view name) const override {
     return file([&] { return inner_->open_file(name); });
+  }
+  Result<std::unique_ptr<File>> open_slots(std::string_view name, SlotIo wish) override {
+    return file([&] { return inner_->open_slots(name, wish); });
   }
   Result<std::unique_ptr<Directory>> create_directory(std::string_view name) override {
     return directory([&] { return inner_->create_directory(name); });

@@ -18,9 +18,11 @@ inline Result<std::string> write_checkpoint(FileSystem& file_system, CheckpointM
   RankChunks rank{.rank = 0, .file = "chunks-r0"};
   TORPOR_TRY(tier->prepare(4'000, 4));
   for (const KvBlock& block : state.state.kv.blocks) {
-    const std::vector<std::byte> bytes = example_block(static_cast<uint64_t>(block.id));
+    std::vector<std::byte> bytes = example_block(static_cast<uint64_t>(block.id));
     SavedChunk chunk{.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = static_cast<uint64_t>(block.id)}, .bytes = bytes.size(), .digest = digest_of(bytes)};
-    TORPOR_TRY(tier->put(chunk, bytes));
+    TierPart part{&chunk, bytes, ok()};
+    tier->put({&part, 1});
+    TORPOR_TRY(part.status);
     rank.chunks.push_back(chunk);
   }
   TORPOR_TRY(tier->finish());

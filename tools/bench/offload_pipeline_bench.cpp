@@ -17,37 +17,18 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
-#include "kvcache/tiered_blocks.h"
+#include "kvcache/block_routes.h"
 #include "offload/offload_pipeline.h"
+#include "tools/bench/bench.h"
 
 namespace {
 
 using namespace torpor;
+using bench::median;
+using bench::must;
+using bench::seconds;
 
 constexpr size_t kContainer = 64;
-
-template <class T>
-T must(Result<T> result) {
-  if (result) return std::move(*result);
-  fmt::print(stderr, "error: {}\n", result.error().to_string());
-  std::exit(2);
-}
-void must(const Status& status) {
-  if (status) return;
-  fmt::print(stderr, "error: {}\n", status.error().to_string());
-  std::exit(2);
-}
-
-double seconds(const std::function<void()>& work) {
-  const auto began = std::chrono::steady_clock::now();
-  work();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
-}
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
 
 class NullRoute final : public BlockRoute {
  public:
@@ -71,7 +52,7 @@ std::vector<BlockName> registered_blocks(BlockPool& pool, int32_t count) {
     must(block.schedule_compute());
     must(block.compute_done());
     const BlockRef shared = must(block.register_block());
-    names.push_back(name_of(WeakBlock(shared), shared.identity()));
+    names.push_back(name_of(shared));
   }
   return names;
 }

@@ -21,33 +21,14 @@
 #include "allocator/host_device.h"
 #include "base/units.h"
 #include "engine/rank_memory.h"
+#include "tools/bench/bench.h"
 
 namespace {
 
 using namespace torpor;
-
-template <class T>
-T must(Result<T> result) {
-  if (result) return std::move(*result);
-  fmt::print(stderr, "error: {}\n", result.error().to_string());
-  std::exit(2);
-}
-void must(const Status& status) {
-  if (status) return;
-  fmt::print(stderr, "error: {}\n", status.error().to_string());
-  std::exit(2);
-}
-
-double seconds(const std::function<void()>& work) {
-  const auto began = std::chrono::steady_clock::now();
-  work();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
-}
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
+using bench::median;
+using bench::must;
+using bench::seconds;
 
 std::vector<uint64_t> region_sizes(uint64_t bytes, uint64_t regions) {
   std::vector<uint64_t> sizes(regions, bytes / regions / kMiB * kMiB);

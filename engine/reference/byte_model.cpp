@@ -1,0 +1,46 @@
+#include "engine/reference/byte_model.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+namespace torpor::reference {
+
+void ByteModel::load_weights(uint64_t seed) {
+  for (size_t i = 0; i < weights_.size(); ++i) weights_[i] = static_cast<std::byte>((i * 2654435761u + seed * 97) >> 7);
+}
+
+std::span<std::byte> ByteModel::kv(std::span<const int32_t> table, int32_t at, uint32_t layer) const {
+  const KvTensor& tensor = layout_.tensors[0];
+  const auto block = static_cast<uint64_t>(table[static_cast<size_t>(at / shape_.block_tokens)]);
+  const uint64_t address = tensor.address + layer * tensor.layer_stride + block * tensor.block_stride + static_cast<uint64_t>(at % shape_.block_tokens) * shape_.token_bytes;
+  return {reinterpret_cast<std::byte*>(address), shape_.token_bytes};  // NOLINT(performance-no-int-to-ptr)
+}
+
+void ByteModel::forward(std::span<const int32_t> table, int32_t at, int32_t token) {
+  for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
+    StreamingDigest digest;
+    digest.update(std::as_bytes(std::span(prepared_->bytes)));
+    digest.update(weights_.first(std::min<size_t>(weights_.size(), 64)));
+    const std::array<int32_t, 2> what{token, static_cast<int32_t>(layer)};
+    digest.update(std::as_bytes(std::span(what)));
+    if (at > 0) digest.update(kv(table, at - 1, layer));
+    const Digest value = digest.finish();
+    const std::span<std::byte> place = kv(table, at, layer);
+    for (size_t i = 0; i < place.size(); i += value.bytes.size()) std::memcpy(place.data() + i, value.bytes.data(), value.bytes.size());
+  }
+}
+
+int32_t ByteModel::sample(std::span<const int32_t> table, int32_t length, uint64_t draw) const {
+  StreamingDigest digest;
+  for (int32_t at = 0; at < length; ++at) {
+    for (uint32_t layer = 0; layer < shape_.layers; ++layer) digest.update(kv(table, at, layer));
+  }
+  digest.update(std::as_bytes(std::span(&draw, 1)));
+  const Digest value = digest.finish();
+  uint32_t number = 0;
+  std::memcpy(&number, value.bytes.data(), sizeof number);
+  return static_cast<int32_t>(number % static_cast<uint32_t>(shape_.vocabulary));
+}
+
+}  // namespace torpor::reference

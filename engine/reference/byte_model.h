@@ -1,0 +1,48 @@
+// ByteModel: not a language model. The next token is a hash over every byte of KV that the request may attend to, and the KV
+// of a token is a hash over the weights, the token and the KV of the token before it: one byte that is lost, stale or
+// misplaced changes the stream.
+//
+// Threads: one at a time.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+
+#include "base/digest.h"
+#include "kvcache/kv_layout.h"
+
+namespace torpor::reference {
+
+struct ByteModelShape {
+  uint32_t layers = 2;
+  uint32_t token_bytes = 32;  // of KV, a layer; a multiple of 16
+  int32_t block_tokens = 4;
+  int32_t vocabulary = 32'000;
+};
+
+class ByteModel {
+ public:
+  // `weights` is device memory; `layout` says where KV blocks are, one tensor, layer-outermost. Both stay valid.
+  ByteModel(ByteModelShape shape, std::span<std::byte> weights, const KvLayout& layout) : shape_(shape), weights_(weights), layout_(layout) {}
+
+  void load_weights(uint64_t seed);
+  // What is made of the weights and lies outside their region; a forward pass needs it.
+  void prepare() { prepared_ = digest_of(weights_); }
+  void forget() { prepared_.reset(); }
+  bool prepared() const { return prepared_.has_value(); }
+
+  // Writes the KV of the token at position `at` of a sequence whose blocks are `table`.
+  void forward(std::span<const int32_t> table, int32_t at, int32_t token);
+  // The next token after `length` tokens, for this draw (0: greedy).
+  int32_t sample(std::span<const int32_t> table, int32_t length, uint64_t draw) const;
+
+ private:
+  std::span<std::byte> kv(std::span<const int32_t> table, int32_t at, uint32_t layer) const;
+  const ByteModelShape shape_;
+  const std::span<std::byte> weights_;
+  const KvLayout& layout_;
+  std::optional<Digest> prepared_;
+};
+
+}  // namespace torpor::reference

@@ -1,0 +1,182 @@
+// ReferenceEngine: a small continuous-batching engine on torpor's own block pool, tiers and values: chunked prefill, prefix
+// caching, priorities, preemption, greedy, seeded and unseeded sampling, parallel samples. Its model is a ByteModel.
+//
+// It is the oracle of the simulation and the example for who integrates another engine: reference_engine.cpp serves,
+// reference_hooks.cpp is all that a sleep needs of it.
+//
+// Threads: one, except for the transfers of its tiers.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "engine/engine_hooks.h"
+#include "engine/rank_memory.h"
+#include "engine/reference/byte_model.h"
+#include "kvcache/block_pool.h"
+#include "kvcache/block_routes.h"
+#include "kvcache/disk_blocks.h"
+#include "kvcache/onboarding.h"
+#include "offload/offload_pipeline.h"
+
+namespace torpor::reference {
+
+struct TierOptions {
+  int32_t host_blocks = 0;  // 0: no such tier
+  int32_t disk_blocks = 0;
+  std::string disk_directory;
+  EvictionPolicy eviction = EvictionPolicy::kLru;  // of both
+  DiskOnboarding disk_onboarding = DiskOnboarding::kDirect;
+  OffloadOptions offload;
+};
+
+struct ReferenceOptions {
+  ByteModelShape model;
+  uint64_t weight_bytes = 16'384;
+  uint64_t weights_seed = 1;
+  int32_t num_blocks = 64;
+  int32_t token_budget = 16;  // tokens a step, all requests together
+  int32_t max_running = 8;
+  bool by_priority = false;   // else first come, first served
+  TierOptions tiers;
+  int transfer_threads = 1;
+};
+
+enum class Sampling : uint8_t { kGreedy, kSeeded, kUnseeded };
+
+struct ReferenceRequest {
+  std::string id;
+  std::vector<int32_t> prompt;  // at least one token
+  int32_t max_tokens = 1;
+  int32_t priority = 0;  // lower first, as in vLLM
+  Sampling sampling = Sampling::kGreedy;
+  int64_t seed = 0;      // of kSeeded
+  uint64_t salt = 0;     // its blocks are shared only with the same salt
+};
+
+struct ReferenceOutput {
+  std::string id;
+  int32_t token = 0;
+  bool finished = false;
+};
+
+struct ReferenceCounts {
+  int64_t steps = 0;
+  int64_t computed_tokens = 0;
+  int64_t hit_tokens = 0;        // of prompts, found in the device
+  int64_t onboarded_tokens = 0;  // found below
+  int64_t preemptions = 0;
+};
+
+class ReferenceEngine final : public EngineHooks {
+ public:
+  // `file_system`, `clock` and `sink` (may be null) outlive the result.
+  static Result<std::unique_ptr<ReferenceEngine>> create(std::unique_ptr<DeviceMemory> device, FileSystem& file_system, const Clock& clock, ReferenceOptions options,
+                                                         EventSink* sink = nullptr);
+  ~ReferenceEngine() override;
+
+  // `samples` > 1: as many requests "ID/0", "ID/1", … that share the prompt's blocks and differ in their seed. kInvalidArgument
+  // for a prompt that can never fit, or a known id.
+  Status add(const ReferenceRequest& request, int32_t samples = 1);
+  bool abort(const std::string& id);  // false: unknown
+  // One forward pass over as many tokens as the budget allows. Nothing while frozen or idle.
+  std::vector<ReferenceOutput> step();
+  bool idle() const { return requests_.empty(); }
+  bool frozen() const { return frozen_; }
+
+  // Tiers. Without own_threads the offload pipelines move only here; true: there is more to do.
+  bool step_offload();
+  std::vector<OffloadHandle>& offloads() { return offloads_; }  // those not ended yet, oldest first
+
+  ReferenceCounts counts() const { return counts_; }
+  RankMemory& memory() { return *memory_; }
+  BlockPool& pool() { return *pool_; }
+  HostBlocks* host_blocks() { return host_.get(); }
+  DiskBlocks* disk_blocks() { return disk_.get(); }
+  const Onboarding* onboarding() const { return onboarding_.get(); }
+  const std::vector<std::unique_ptr<OffloadPipeline>>& pipelines() const { return pipelines_; }
+
+  // EngineHooks (reference_hooks.cpp)
+  Result<std::vector<std::string>> unsupported() override;
+  Result<int64_t> unfinished_requests() override { return static_cast<int64_t>(requests_.size()); }
+  Status quiesce(std::optional<double> timeout_seconds) override;
+  Status resume() override;
+  Result<SchedulerCheckpoint> capture() override;
+  Result<Fingerprint> fingerprint() override;
+  Status drop_requests(const std::string& mode) override;
+  Status drop_prefix(const std::vector<int32_t>& blocks) override;
+  Status release_derived() override;
+  Status rebuild_derived() override;
+  Status reconnect(const std::vector<WorkerSnapshot>& workers) override;
+  Result<std::vector<FailedRequest>> restore(const EngineCheckpoint& checkpoint) override;
+  Status forget_restored() override;
+  Result<std::vector<Bytes>> call_ranks(const std::string& method, const Bytes& payload) override;
+
+ private:
+  static constexpr uint64_t kFreshGenerator = 42;
+  struct Request {
+    ReferenceRequest asked;
+    std::vector<int32_t> tokens;  // prompt and output
+    int32_t computed = 0;         // tokens whose KV is in the blocks
+    std::vector<BlockRef> full;   // registered blocks, then, if there is one,
+    std::optional<MutableBlock> partial;
+    uint64_t generator = 0;  // of a seeded request
+    int32_t preemptions = 0;
+    uint64_t arrival = 0;
+    int32_t output_tokens() const { return static_cast<int32_t>(tokens.size() - asked.prompt.size()); }
+    int32_t length() const { return static_cast<int32_t>(tokens.size()); }
+    std::vector<int32_t> table() const;
+  };
+  struct Scheduled {
+    Request* request = nullptr;
+    int32_t tokens = 0;
+    std::vector<MutableBlock> fresh;  // blocks for those that do not fit into the partial one
+  };
+
+  ReferenceEngine(FileSystem& file_system, const Clock& clock, ReferenceOptions options, EventSink* sink);
+  Status build(std::unique_ptr<DeviceMemory> device);
+  Status build_tiers();
+  std::vector<Scheduled> schedule();
+  std::optional<std::vector<MutableBlock>> allocate_for(const Request& request, int32_t tokens);
+  bool comes_before(const Request& a, const Request& b) const;
+  void take_prefix(Request& request);
+  void preempt(Request& request, std::vector<Scheduled>& scheduled, int32_t& budget);
+  void compute(Scheduled& scheduled);
+  int32_t sample(Request& request);
+  void release(Request& request);
+  void queue(Request& request);
+  void finish(const std::string& id);
+  std::vector<BlockIdentity> chain_of(const Request& request) const;
+  int32_t block_tokens() const { return options_.model.block_tokens; }
+
+  FileSystem& file_system_;
+  const Clock& clock_;
+  const ReferenceOptions options_;
+  EventSink* const sink_;
+  std::unique_ptr<RankMemory> memory_;
+  std::unique_ptr<ByteModel> model_;
+  std::unique_ptr<BlockPool> pool_;
+  std::unique_ptr<HostBlocks> host_;
+  std::unique_ptr<Directory> disk_directory_;
+  std::unique_ptr<DiskBlocks> disk_;
+  std::unique_ptr<Onboarding> onboarding_;
+  std::vector<std::unique_ptr<RouteIntoStore>> routes_;
+  std::vector<std::unique_ptr<OffloadPipeline>> pipelines_;  // nearest first; end before what they use
+  std::vector<OffloadHandle> offloads_;
+
+  std::map<std::string, std::unique_ptr<Request>> requests_;
+  std::vector<Request*> running_;  // row order
+  std::deque<Request*> waiting_;   // front first
+  std::vector<BlockName> registered_;  // in this step: offered to the tiers at its end
+  uint64_t generator_ = kFreshGenerator;  // that unseeded requests share
+  uint64_t arrivals_ = 0;
+  bool frozen_ = false;
+  ReferenceCounts counts_;
+};
+
+}  // namespace torpor::reference

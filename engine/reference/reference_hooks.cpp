@@ -1,0 +1,260 @@
+// What a sleep needs of an engine, for the reference engine: to stand still, to hand its state over as values, to take it back.
+#include <algorithm>
+#include <cstring>
+#include <set>
+
+#include <fmt/format.h>
+
+#include "engine/reference/reference_engine.h"
+
+namespace torpor::reference {
+namespace {
+
+Bytes to_bytes(uint64_t number) {
+  Bytes bytes(sizeof number);
+  std::memcpy(bytes.data(), &number, sizeof number);
+  return bytes;
+}
+
+uint64_t to_number(const Bytes& bytes) {
+  uint64_t number = 0;
+  std::memcpy(&number, bytes.data(), std::min(bytes.size(), sizeof number));
+  return number;
+}
+
+Bytes to_bytes(const Digest& digest) { return {digest.bytes.begin(), digest.bytes.end()}; }
+
+Error damaged(std::string what) { return {.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"}; }
+
+// A registered block's identity, which the engine-neutral part of a snapshot does not have.
+Value to_value(const BlockPoolSnapshot::Block& block) {
+  return {Dict{{"id", {int64_t{block.id}}},
+               {"parent", {to_bytes(block.identity.parent)}},
+               {"salt", {to_bytes(block.identity.salt)}},
+               {"tokens", {IntArray(block.identity.tokens.begin(), block.identity.tokens.end())}}}};
+}
+
+Result<BlockPoolSnapshot::Block> to_block(const Value& value) {
+  const auto* id = value.find("id") != nullptr ? std::get_if<int64_t>(&value.find("id")->data) : nullptr;
+  const auto* parent = value.find("parent") != nullptr ? std::get_if<Bytes>(&value.find("parent")->data) : nullptr;
+  const auto* salt = value.find("salt") != nullptr ? std::get_if<Bytes>(&value.find("salt")->data) : nullptr;
+  const auto* tokens = value.find("tokens") != nullptr ? std::get_if<IntArray>(&value.find("tokens")->data) : nullptr;
+  if (id == nullptr || parent == nullptr || salt == nullptr || tokens == nullptr || parent->size() != 16) return damaged("a block's identity is incomplete");
+  BlockPoolSnapshot::Block block{.id = static_cast<int32_t>(*id), .identity = {.salt = to_number(*salt), .tokens = {tokens->begin(), tokens->end()}}};
+  std::copy(parent->begin(), parent->end(), block.identity.parent.bytes.begin());
+  return block;
+}
+
+}  // namespace
+
+Result<std::vector<std::string>> ReferenceEngine::unsupported() {
+  std::vector<std::string> features;
+  if (const int32_t blocks = pool_->info().quarantined; blocks > 0) features.push_back(fmt::format("{} KV blocks whose copies were never proven over", blocks));
+  return features;
+}
+
+Status ReferenceEngine::quiesce(std::optional<double>) {
+  frozen_ = true;
+  for (const auto& pipeline : pipelines_) pipeline->drain();  // nearest first: what arrives goes on
+  return ok();
+}
+
+Status ReferenceEngine::resume() {
+  frozen_ = false;
+  return ok();
+}
+
+Result<Fingerprint> ReferenceEngine::fingerprint() {
+  const ByteModelShape& shape = options_.model;
+  return Fingerprint{{"engine", "reference"},
+                     {"kv", fmt::format("{} blocks of {} tokens, {} layers of {} bytes a token", options_.num_blocks, shape.block_tokens, shape.layers, shape.token_bytes)},
+                     {"vocabulary", std::to_string(shape.vocabulary)},
+                     {"scheduler", fmt::format("{} tokens, {} requests, {}", options_.token_budget, options_.max_running, options_.by_priority ? "priority" : "fcfs")}};
+}
+
+Result<SchedulerCheckpoint> ReferenceEngine::capture() {
+  SchedulerCheckpoint state;
+  SchedulerSnapshot& scheduler = state.scheduler;
+  scheduler.policy = options_.by_priority ? "priority" : "fcfs";
+  KvGroup group{.block_size = block_tokens()};
+  WorkerSnapshot worker{.default_generator = to_bytes(generator_)};
+  std::map<int32_t, int32_t> references;
+  for (const Request* request : running_) scheduler.running.push_back(request->asked.id);
+  for (const Request* request : waiting_) scheduler.waiting.push_back(request->asked.id);
+  worker.rows = scheduler.running;
+  for (const auto& [id, request] : requests_) {
+    const bool running = std::find(running_.begin(), running_.end(), request.get()) != running_.end();
+    const ReferenceRequest& asked = request->asked;
+    scheduler.requests.push_back({.id = id,
+                                  .priority = asked.priority,
+                                  .status = running ? RequestStatus::kRunning : request->preemptions > 0 ? RequestStatus::kPreempted : RequestStatus::kWaiting,
+                                  .prompt_token_ids = asked.prompt,
+                                  .output_token_ids = {request->tokens.begin() + static_cast<std::ptrdiff_t>(asked.prompt.size()), request->tokens.end()},
+                                  .num_computed_tokens = request->computed,
+                                  .num_preemptions = request->preemptions,
+                                  .max_tokens = asked.max_tokens,
+                                  .sampling = {.temperature = asked.sampling == Sampling::kGreedy ? 0.0 : 1.0, .max_tokens = asked.max_tokens},
+                                  .engine = {Dict{{"arrival", {static_cast<int64_t>(request->arrival)}}, {"salt", {to_bytes(asked.salt)}}}}});
+    if (asked.sampling == Sampling::kSeeded) {
+      scheduler.requests.back().sampling.seed = asked.seed;
+      worker.generators.emplace_back(id, to_bytes(request->generator));
+    }
+    const std::vector<int32_t> table = request->table();
+    for (const int32_t block : table) ++references[block];
+    if (!table.empty()) group.tables.push_back({.request = id, .blocks = table, .num_cached_blocks = -1});
+  }
+
+  const BlockPoolSnapshot pool = pool_->snapshot();
+  KvSnapshot& kv = state.kv;
+  kv.num_blocks = options_.num_blocks;
+  kv.null_block = -1;
+  kv.groups = {std::move(group)};
+  kv.free_order = pool.free_order;
+  std::map<int32_t, KvBlock> blocks;
+  for (const auto& [id, count] : references) blocks[id] = {.id = id, .ref_count = count};
+  List identities;
+  for (const BlockPoolSnapshot::Block& block : pool.registered) {
+    const Bytes hash = to_bytes(block.identity.hash());
+    KvBlock& entry = blocks[block.id];
+    entry.id = block.id;
+    entry.hash = hash;
+    entry.hash_tokens = block_tokens();
+    const auto same = std::find_if(kv.prefix_index.begin(), kv.prefix_index.end(), [&](const PrefixEntry& known) { return known.hash == hash; });
+    if (same == kv.prefix_index.end()) {
+      kv.prefix_index.push_back({hash, {block.id}});
+    } else {
+      same->blocks.push_back(block.id);
+    }
+    identities.push_back(to_value(block));
+  }
+  for (auto& [id, block] : blocks) kv.blocks.push_back(std::move(block));
+  kv.engine = {std::move(identities)};
+  state.workers = {std::move(worker)};
+  return state;
+}
+
+Status ReferenceEngine::drop_requests(const std::string& mode) {
+  for (const auto& [id, request] : requests_) {
+    release(*request);
+    if (std::find(running_.begin(), running_.end(), request.get()) != running_.end()) queue(*request);
+  }
+  running_.clear();
+  if (mode == "abort") {
+    waiting_.clear();
+    requests_.clear();
+  }
+  // Weights may be others from now on: nothing that was computed is of use.
+  pool_->clear_cached();
+  if (host_) host_->pool().clear_cached();
+  if (disk_) disk_->pool().clear_cached();
+  return ok();
+}
+
+Status ReferenceEngine::drop_prefix(const std::vector<int32_t>& blocks) {
+  pool_->evict(blocks);
+  return ok();
+}
+
+Status ReferenceEngine::release_derived() {
+  model_->forget();
+  return ok();
+}
+
+Status ReferenceEngine::rebuild_derived() {
+  model_->prepare();
+  return ok();
+}
+
+Status ReferenceEngine::reconnect(const std::vector<WorkerSnapshot>& workers) {
+  generator_ = to_number(workers.at(0).default_generator);
+  return ok();
+}
+
+Result<std::vector<FailedRequest>> ReferenceEngine::restore(const EngineCheckpoint& checkpoint) {
+  const SchedulerCheckpoint& state = checkpoint.state;
+  if (state.workers.size() != 1 || state.kv.groups.size() != 1) return damaged("this is not the checkpoint of a reference engine");
+  const WorkerSnapshot& worker = state.workers[0];
+
+  BlockPoolSnapshot pool;
+  std::set<int32_t> hashed;  // blocks whose bytes were not kept have lost their hash
+  for (const KvBlock& block : state.kv.blocks) {
+    if (!block.hash.empty()) hashed.insert(block.id);
+  }
+  if (const auto* identities = std::get_if<List>(&state.kv.engine.data)) {
+    for (const Value& value : *identities) {
+      TORPOR_ASSIGN(BlockPoolSnapshot::Block block, to_block(value));
+      if (hashed.erase(block.id) > 0) pool.registered.push_back(std::move(block));
+    }
+  }
+  if (!hashed.empty()) return damaged(fmt::format("block {} has a hash and no identity", *hashed.begin()));
+  pool.free_order = state.kv.free_order;
+  std::stable_partition(pool.free_order.begin(), pool.free_order.end(), [&](int32_t id) {
+    return std::none_of(pool.registered.begin(), pool.registered.end(), [id](const BlockPoolSnapshot::Block& block) { return block.id == id; });
+  });
+  TORPOR_ASSIGN(BlockPool::Handles handles, pool_->restore(pool));
+
+  std::map<std::string, std::vector<int32_t>> tables;
+  for (const KvTable& table : state.kv.groups[0].tables) tables[table.request] = table.blocks;
+  for (const RequestState& saved : state.scheduler.requests) {
+    auto request = std::make_unique<Request>();
+    request->asked = {.id = saved.id, .prompt = saved.prompt_token_ids, .max_tokens = saved.max_tokens, .priority = saved.priority};
+    request->asked.sampling = saved.sampling.temperature == 0 ? Sampling::kGreedy : saved.sampling.seed ? Sampling::kSeeded : Sampling::kUnseeded;
+    request->asked.seed = saved.sampling.seed.value_or(0);
+    request->tokens = saved.prompt_token_ids;
+    request->tokens.insert(request->tokens.end(), saved.output_token_ids.begin(), saved.output_token_ids.end());
+    request->preemptions = saved.num_preemptions;
+    const Value* arrival = saved.engine.find("arrival");
+    const Value* salt = saved.engine.find("salt");
+    if (arrival == nullptr || salt == nullptr || !std::holds_alternative<int64_t>(arrival->data) || !std::holds_alternative<Bytes>(salt->data)) {
+      return damaged(fmt::format("request {} has no arrival or no salt", saved.id));
+    }
+    request->arrival = static_cast<uint64_t>(std::get<int64_t>(arrival->data));
+    request->asked.salt = to_number(std::get<Bytes>(salt->data));
+    arrivals_ = std::max(arrivals_, request->arrival + 1);
+    for (const auto& [id, generator] : worker.generators) {
+      if (id == saved.id) request->generator = to_number(generator);
+    }
+    const auto table = tables.find(saved.id);
+    if (table != tables.end()) {
+      for (const int32_t id : table->second) {
+        if (const auto shared = handles.shared.find(id); shared != handles.shared.end() && !request->partial) {
+          request->full.push_back(shared->second);
+        } else if (const auto owned = handles.owned.find(id); owned != handles.owned.end() && !request->partial) {
+          request->partial = std::move(owned->second);
+          handles.owned.erase(owned);
+        } else {
+          return damaged(fmt::format("block {} of request {} belongs to nobody", id, saved.id));
+        }
+      }
+    }
+    request->computed = saved.num_computed_tokens;
+    const auto in_partial = static_cast<size_t>(request->computed) - request->full.size() * static_cast<size_t>(block_tokens());
+    if (request->computed > request->length() || (request->partial ? in_partial == 0 || in_partial >= static_cast<size_t>(block_tokens()) : in_partial != 0)) {
+      return damaged(fmt::format("request {} has {} computed tokens in {} blocks", saved.id, request->computed, request->table().size()));
+    }
+    if (request->partial) {
+      const std::span<const int32_t> held = std::span(request->tokens).subspan(static_cast<size_t>(request->computed) - in_partial, in_partial);
+      TORPOR_TRY(request->partial->initialize(request->full.empty() ? Digest{} : request->full.back().identity().hash(), request->asked.salt));
+      TORPOR_TRY(request->partial->add_tokens(held));
+      TORPOR_TRY(request->partial->schedule_compute());
+      TORPOR_TRY(request->partial->compute_done());
+    }
+    requests_.emplace(saved.id, std::move(request));
+  }
+  for (const std::string& id : state.scheduler.running) running_.push_back(requests_.at(id).get());
+  for (const std::string& id : state.scheduler.waiting) waiting_.push_back(requests_.at(id).get());
+  generator_ = to_number(worker.default_generator);
+  return std::vector<FailedRequest>{};
+}
+
+Status ReferenceEngine::forget_restored() {
+  TORPOR_TRY(drop_requests("abort"));
+  generator_ = kFreshGenerator;
+  return ok();
+}
+
+Result<std::vector<Bytes>> ReferenceEngine::call_ranks(const std::string& method, const Bytes& payload) {
+  return std::vector<Bytes>{memory_->call(method, payload)};
+}
+
+}  // namespace torpor::reference

@@ -1,0 +1,111 @@
+#include "kvcache/block_routes.h"
+
+#include <fmt/format.h>
+
+namespace torpor {
+
+BlockName name_of(const BlockRef& block) {
+  const WeakBlock weak(block);
+  return {weak.id(), weak.generation(), block.identity().hash()};
+}
+
+Status begin_filling(MutableBlock& block, const BlockIdentity& identity) {
+  TORPOR_TRY(block.initialize(identity.parent, identity.salt, identity.group));
+  TORPOR_TRY(block.add_tokens(identity.tokens));
+  return block.schedule_compute();
+}
+
+ChunkPlan plan_of(const KvLayout& layout, int32_t device_block, const SavedChunk& chunk) {
+  ChunkPlan plan{.key = chunk.key};
+  for (const KvPiece& piece : layout.pieces_of(static_cast<uint32_t>(device_block))) plan.pieces.push_back({piece.address, piece.bytes});
+  return plan;
+}
+
+bool RouteIntoStore::upgrade(const BlockName& block) {
+  std::optional<BlockRef> kept = source_.weak(block.id, block.generation).upgrade();
+  if (!kept) return false;
+  const std::lock_guard lock(mutex_);
+  kept_.insert_or_assign({block.id, block.generation}, std::move(*kept));
+  return true;
+}
+
+void RouteIntoStore::transfer(std::span<const BlockName> blocks, std::span<BlockOutcome> outcomes) {
+  std::vector<Move> moves;
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    BlockRef source;
+    {
+      const std::lock_guard lock(mutex_);
+      auto kept = kept_.extract({blocks[i].id, blocks[i].generation});
+      source = std::move(kept.mapped());
+    }
+    if (!target_.accepting()) {
+      outcomes[i] = BlockOutcome::kDegraded;
+      continue;
+    }
+    if (target_.pool().contains(source.identity())) {
+      outcomes[i] = BlockOutcome::kPresent;
+      continue;
+    }
+    Result<std::vector<MutableBlock>> slot = target_.pool().allocate(1);
+    if (!slot || !begin_filling((*slot)[0], source.identity())) {
+      outcomes[i] = BlockOutcome::kNoRoom;
+      continue;
+    }
+    target_.claim((*slot)[0].id(), source.identity());
+    moves.push_back({.index = i, .source = std::move(source), .target = std::move((*slot)[0])});
+  }
+  if (moves.empty()) return;
+  copy(moves);
+  std::vector<BlockName> registered;
+  for (Move& move : moves) outcomes[move.index] = settle(move, registered);
+  if (registered_ && !registered.empty()) registered_(std::move(registered));
+}
+
+BlockOutcome RouteIntoStore::settle(Move& move, std::vector<BlockName>& registered) {
+  if (move.unproven) {  // the target stays Inflight, which its pool never uses again
+    move.source.never_let_go();
+    const std::lock_guard lock(mutex_);
+    ++quarantined_;
+    return BlockOutcome::kUnproven;
+  }
+  if (!move.target.compute_done() || !move.status) return BlockOutcome::kFailed;
+  target_.remember(move.target.id(), move.saved.digest);
+  const Result<BlockRef> block = move.target.register_block();
+  if (!block) return BlockOutcome::kFailed;
+  if (registered_) registered.push_back(name_of(*block));
+  return BlockOutcome::kTransferred;
+}
+
+int64_t RouteIntoStore::quarantined() const {
+  const std::lock_guard lock(mutex_);
+  return quarantined_;
+}
+
+std::string_view DeviceRoute::name() const { return target().kind() == "host" ? "device to host" : "device to disk"; }
+
+void DeviceRoute::copy(std::span<Move> moves) {
+  std::vector<ChunkPlan> plans;
+  for (const Move& move : moves) plans.push_back(plan_of(layout_, move.source.id(), target().chunk(move.target.id())));
+  std::vector<ChunkTransfer> transfers(moves.size());
+  for (size_t i = 0; i < moves.size(); ++i) transfers[i].plan = &plans[i];
+  executor_.save(transfers, target());
+  for (size_t i = 0; i < moves.size(); ++i) {
+    moves[i].status = std::move(transfers[i].status);
+    moves[i].saved = std::move(transfers[i].saved);
+    moves[i].unproven = transfers[i].unproven;
+  }
+}
+
+void HostRoute::copy(std::span<Move> moves) {
+  std::vector<TierPart> parts;
+  for (Move& move : moves) {
+    const SavedChunk source = host_.chunk(move.source.id());
+    move.saved = target().chunk(move.target.id());
+    move.saved.digest = source.digest;
+    parts.push_back({&move.saved, host_.view(source), ok()});
+  }
+  target().put(parts);
+  for (size_t i = 0; i < moves.size(); ++i) moves[i].status = std::move(parts[i].status);
+}
+
+}  // namespace torpor

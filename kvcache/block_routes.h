@@ -1,0 +1,93 @@
+// The ways of KV blocks down, as an OffloadPipeline drives them: from the device into a store, and from host memory into the
+// next store. What was registered in the target may be sent on from there: on_registered().
+//
+// A block is registered in the target only after its copy is proven (I2). A copy that may still be running keeps both its
+// sides out of use for ever (I3).
+// Threads: as BlockRoute. Pools, layout, stores and executor outlive the routes.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "kvcache/block_store.h"
+#include "kvcache/kv_layout.h"
+#include "offload/block_route.h"
+#include "offload/transfer_executor.h"
+
+namespace torpor {
+
+// The name by which a pipeline knows a registered block.
+BlockName name_of(const BlockRef& block);
+
+// Makes an allocated block hold what `identity` says, ready to be written.
+Status begin_filling(MutableBlock& block, const BlockIdentity& identity);
+
+// Where the bytes of a device block lie, as the chunk of a store's slot.
+ChunkPlan plan_of(const KvLayout& layout, int32_t device_block, const SavedChunk& chunk);
+
+class RouteIntoStore : public BlockRoute {
+ public:
+  using Registered = std::function<void(std::vector<BlockName>)>;
+
+  bool present(const Digest& key) const override { return target_.pool().contains(key); }
+  double fill() const override { return target_.fill(); }
+  bool upgrade(const BlockName& block) override;
+  void transfer(std::span<const BlockName> blocks, std::span<BlockOutcome> outcomes) override;
+
+  // Called after each transfer, on its thread, with the target's blocks. Set before the route is used.
+  void on_registered(Registered registered) { registered_ = std::move(registered); }
+  int64_t quarantined() const;  // source blocks whose copy was never proven
+
+ protected:
+  struct Move {  // the source is kept, the target is owned and Inflight
+    size_t index = 0;
+    BlockRef source;
+    MutableBlock target;
+    SavedChunk saved;
+    Status status;
+    bool unproven = false;
+  };
+  RouteIntoStore(BlockPool& source, BlockStore& target) : source_(source), target_(target) {}
+  virtual void copy(std::span<Move> moves) = 0;  // fills saved, status, unproven
+  BlockStore& target() { return target_; }
+  const BlockStore& target() const { return target_; }
+
+ private:
+  BlockOutcome settle(Move& move, std::vector<BlockName>& registered);
+
+  BlockPool& source_;
+  BlockStore& target_;
+  Registered registered_;
+  mutable std::mutex mutex_;                               // guards all below
+  std::map<std::pair<int32_t, uint64_t>, BlockRef> kept_;  // upgraded, by slot and generation
+  int64_t quarantined_ = 0;
+};
+
+class DeviceRoute final : public RouteIntoStore {
+ public:
+  DeviceRoute(BlockPool& device, const KvLayout& layout, BlockStore& target, TransferExecutor& executor)
+      : RouteIntoStore(device, target), layout_(layout), executor_(executor) {}
+  std::string_view name() const override;
+
+ private:
+  void copy(std::span<Move> moves) override;
+  const KvLayout& layout_;
+  TransferExecutor& executor_;
+};
+
+class HostRoute final : public RouteIntoStore {
+ public:
+  HostRoute(HostBlocks& host, BlockStore& target) : RouteIntoStore(host.pool(), target), host_(host) {}
+  std::string_view name() const override { return "host to disk"; }
+
+ private:
+  void copy(std::span<Move> moves) override;
+  HostBlocks& host_;
+};
+
+}  // namespace torpor

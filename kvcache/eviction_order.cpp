@@ -1,0 +1,147 @@
+#include "kvcache/eviction_order.h"
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <set>
+#include <unordered_set>
+
+namespace torpor {
+
+std::string_view name(EvictionPolicy policy) {
+  switch (policy) {
+    case EvictionPolicy::kLru: return "lru";
+    case EvictionPolicy::kFifo: return "fifo";
+    case EvictionPolicy::kLfu: return "lfu";
+    case EvictionPolicy::kS3Fifo: return "s3-fifo";
+  }
+  return "lru";
+}
+
+namespace {
+
+// LRU, FIFO and LFU: sorted by a rank that a block has while it stands here.
+class RankedOrder final : public EvictionOrder {
+ public:
+  RankedOrder(EvictionPolicy policy, int32_t num_blocks) : policy_(policy), blocks_(static_cast<size_t>(num_blocks)) {}
+
+  void add(int32_t id, const Digest&, bool fresh) override {
+    Block& block = at(id);
+    ++time_;
+    if (fresh) block = {.born = time_};
+    block.rank = policy_ == EvictionPolicy::kLru ? Rank{0, time_} : policy_ == EvictionPolicy::kFifo ? Rank{0, block.born} : Rank{block.hits, time_};
+    order_.emplace(block.rank, id);
+  }
+  void hit(int32_t id) override {
+    ++at(id).hits;
+    order_.erase({at(id).rank, id});
+  }
+  void discard(int32_t id) override { order_.erase({at(id).rank, id}); }
+  bool empty() const override { return order_.empty(); }
+  int32_t evict() override {
+    const int32_t id = order_.begin()->second;
+    order_.erase(order_.begin());
+    return id;
+  }
+  std::vector<int32_t> order() const override {
+    std::vector<int32_t> ids;
+    for (const auto& [rank, id] : order_) ids.push_back(id);
+    return ids;
+  }
+
+ private:
+  using Rank = std::pair<uint64_t, uint64_t>;
+  struct Block {
+    uint64_t hits = 0;
+    uint64_t born = 0;
+    Rank rank;
+  };
+  Block& at(int32_t id) { return blocks_[static_cast<size_t>(id)]; }
+  const EvictionPolicy policy_;
+  uint64_t time_ = 0;
+  std::vector<Block> blocks_;
+  std::set<std::pair<Rank, int32_t>> order_;
+};
+
+// A small queue for newcomers (a tenth of the blocks), a main queue for those hit more than once or come back soon after
+// they were evicted (ghosts). A block keeps its place in its queue while somebody keeps it.
+class S3FifoOrder final : public EvictionOrder {
+ public:
+  explicit S3FifoOrder(int32_t num_blocks) : small_share_(std::max<size_t>(1, static_cast<size_t>(num_blocks) / 10)), blocks_(static_cast<size_t>(num_blocks)) {}
+
+  void add(int32_t id, const Digest& key, bool fresh) override {
+    Block& block = at(id);
+    if (fresh) block = {.place = ++time_, .key = key, .main = ghosts_.erase(hash(key)) > 0};
+    queue(block).emplace(block.place, id);
+  }
+  void hit(int32_t id) override {
+    Block& block = at(id);
+    block.hits = std::min(block.hits + 1, 3);
+    queue(block).erase({block.place, id});
+  }
+  void discard(int32_t id) override { queue(at(id)).erase({at(id).place, id}); }
+  bool empty() const override { return small_.empty() && main_.empty(); }
+  int32_t evict() override {
+    while (true) {
+      const bool from_small = !small_.empty() && (small_.size() > small_share_ || main_.empty());
+      std::set<Entry>& from = from_small ? small_ : main_;
+      const int32_t id = from.begin()->second;
+      from.erase(from.begin());
+      Block& block = at(id);
+      if (from_small ? block.hits > 1 : block.hits > 0) {  // another round, in the main queue
+        block.hits = from_small ? 0 : block.hits - 1;
+        block.main = true;
+        block.place = ++time_;
+        main_.emplace(block.place, id);
+        continue;
+      }
+      if (from_small) remember(block.key);
+      return id;
+    }
+  }
+  std::vector<int32_t> order() const override {
+    std::vector<int32_t> ids;
+    for (const auto& [place, id] : small_) ids.push_back(id);
+    for (const auto& [place, id] : main_) ids.push_back(id);
+    return ids;
+  }
+
+ private:
+  using Entry = std::pair<uint64_t, int32_t>;
+  struct Block {
+    uint64_t place = 0;
+    Digest key;
+    int hits = 0;
+    bool main = false;
+  };
+  static uint64_t hash(const Digest& key) {
+    uint64_t value = 0;
+    std::memcpy(&value, key.bytes.data(), sizeof value);
+    return value;
+  }
+  void remember(const Digest& key) {
+    if (!ghosts_.insert(hash(key)).second) return;
+    ghost_order_.push_back(hash(key));
+    if (ghost_order_.size() <= blocks_.size()) return;
+    ghosts_.erase(ghost_order_.front());
+    ghost_order_.pop_front();
+  }
+  std::set<Entry>& queue(const Block& block) { return block.main ? main_ : small_; }
+  Block& at(int32_t id) { return blocks_[static_cast<size_t>(id)]; }
+  const size_t small_share_;
+  uint64_t time_ = 0;
+  std::vector<Block> blocks_;
+  std::set<Entry> small_;
+  std::set<Entry> main_;
+  std::unordered_set<uint64_t> ghosts_;
+  std::deque<uint64_t> ghost_order_;
+};
+
+}  // namespace
+
+std::unique_ptr<EvictionOrder> make_eviction_order(EvictionPolicy policy, int32_t num_blocks) {
+  if (policy == EvictionPolicy::kS3Fifo) return std::make_unique<S3FifoOrder>(num_blocks);
+  return std::make_unique<RankedOrder>(policy, num_blocks);
+}
+
+}  // namespace torpor

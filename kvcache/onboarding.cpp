@@ -1,0 +1,106 @@
+#include "kvcache/onboarding.h"
+
+namespace torpor {
+
+OnboardingInfo Onboarding::info() const {
+  const std::lock_guard lock(mutex_);
+  return info_;
+}
+
+std::vector<Onboarding::Source> Onboarding::find(std::span<const BlockIdentity> chain) {
+  std::vector<Source> sources;
+  for (const BlockIdentity& identity : chain) {
+    const size_t before = sources.size();
+    for (size_t store = 0; store < stores_.size() && sources.size() == before; ++store) {
+      std::vector<BlockRef> found = stores_[store]->pool().match({&identity, 1});
+      if (!found.empty()) sources.push_back({store, std::move(found[0]), ok()});
+    }
+    if (sources.size() == before) break;
+  }
+  return sources;
+}
+
+void Onboarding::drop_damaged(const Source& source) {
+  stores_[source.store]->pool().discard(source.block);
+  const std::lock_guard lock(mutex_);
+  ++info_.damaged;
+}
+
+// From disk into the first store; the source is that block then. Left as it is where that store has no room.
+void Onboarding::promote(Source& source) {
+  BlockStore& from = *stores_[source.store];
+  BlockStore& to = *stores_[0];
+  Result<std::vector<MutableBlock>> slot = to.pool().allocate(1);
+  if (!slot || !begin_filling((*slot)[0], source.block.identity())) return;
+  MutableBlock& target = (*slot)[0];
+  SavedChunk place = to.chunk(target.id());
+  SavedChunk chunk = from.chunk(source.block.id());
+  const Result<std::span<std::byte>> bytes = to.place(place);
+  if (bytes) {
+    TierPart part{&chunk, *bytes, ok()};
+    from.get({&part, 1});
+    source.status = std::move(part.status);
+    if (source.status && digest_of(*bytes) != chunk.digest) {
+      source.status = Error{.code = Code::kCorruption, .what = "a KV block on disk does not match its digest", .next_step = "check the disk"};
+    }
+  }
+  (void)target.compute_done();
+  if (!bytes || !source.status) return;
+  to.remember(target.id(), chunk.digest);
+  Result<BlockRef> promoted = target.register_block();
+  if (!promoted) return;
+  source = {0, std::move(*promoted), ok()};
+  const std::lock_guard lock(mutex_);
+  ++info_.promoted;
+}
+
+Result<std::vector<BlockRef>> Onboarding::onboard(std::span<const BlockIdentity> chain) {
+  if (executor_.quarantined()) return std::vector<BlockRef>{};  // nothing is copied any more
+  std::vector<Source> sources = find(chain);
+  TORPOR_ASSIGN(std::vector<MutableBlock> targets, device_.allocate(static_cast<int32_t>(sources.size())));
+  for (size_t i = 0; i < sources.size(); ++i) {
+    TORPOR_TRY(begin_filling(targets[i], sources[i].block.identity()));
+    if (mode_ == DiskOnboarding::kStaged && !stores_[sources[i].store]->addressable()) promote(sources[i]);
+  }
+  for (size_t store = 0; store < stores_.size(); ++store) {
+    std::vector<ChunkPlan> plans;
+    std::vector<size_t> members;
+    for (size_t i = 0; i < sources.size(); ++i) {
+      if (sources[i].store != store || !sources[i].status) continue;
+      plans.push_back(plan_of(layout_, targets[i].id(), stores_[store]->chunk(sources[i].block.id())));
+      members.push_back(i);
+    }
+    if (members.empty()) continue;
+    std::vector<ChunkTransfer> transfers(members.size());
+    for (size_t m = 0; m < members.size(); ++m) transfers[m] = {&plans[m], stores_[store]->chunk(sources[members[m]].block.id()), ok()};
+    executor_.restore(transfers, *stores_[store]);
+    for (size_t m = 0; m < members.size(); ++m) {
+      Source& source = sources[members[m]];
+      source.status = std::move(transfers[m].status);
+      source.unproven = transfers[m].unproven;
+      source.device_failed = !source.status && source.status.error().origin == Origin::kDevice;
+    }
+  }
+
+  std::vector<BlockRef> up;
+  bool unbroken = true;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    Source& source = sources[i];
+    if (source.unproven) {  // both sides stay out of use
+      source.block.never_let_go();
+      unbroken = false;
+      continue;
+    }
+    if (!source.status && !source.device_failed) drop_damaged(source);
+    TORPOR_TRY(targets[i].compute_done());
+    unbroken = unbroken && source.status.has_value();
+    if (!unbroken) continue;
+    TORPOR_ASSIGN(BlockRef registered, targets[i].register_block());
+    up.push_back(std::move(registered));
+    const std::lock_guard lock(mutex_);
+    ++info_.onboarded[source.store];
+  }
+  return up;
+}
+
+}  // namespace torpor

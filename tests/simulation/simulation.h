@@ -1,0 +1,34 @@
+// Deterministic simulation: one number fixes an engine's shape, its requests, and everything that happens to it: steps, offload
+// steps, cancellations, aborts, faults of the device and of the disk, sleeps to host and to disk, wakes in the same and in a
+// new engine. Each token is compared with that of a twin to which none of this happens.
+//
+// Two kinds of seeds. In exact ones only sleeps happen, and whole steps are compared, unseeded sampling included. In the others
+// tiers, faults and budgets change which tokens are computed when, so unseeded requests, which share one generator, are left
+// out, and each request's stream is compared for itself.
+//
+// Everything runs on one thread in one order (the threads of a sleep's own pipeline take turns), so a seed replays exactly.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace torpor::test {
+
+struct SimulationResult {
+  std::optional<std::string> failure;  // the first thing that was wrong: step and what
+  bool exact = false;
+  int tokens = 0;
+  int sleeps = 0;         // that happened
+  int new_engines = 0;    // wakes from a checkpoint in a new engine
+  int refused = 0;        // sleeps and wakes that failed under a fault and left everything as it was
+  int lost = 0;           // engines lost for a fault that cannot be undone, and woken from a checkpoint or given up
+  int64_t onboarded = 0;  // tokens whose KV came from below
+  int64_t offloaded = 0;  // blocks
+  int64_t preemptions = 0;
+};
+
+// `directory`: an empty one, for checkpoints and the disk tier. `tell`: print each event.
+SimulationResult simulate(uint64_t seed, const std::string& directory, bool tell = false);
+
+}  // namespace torpor::test
