@@ -235,6 +235,10 @@ Status SleepAllocator::detach(std::span<const std::string> tags) {
   const std::lock_guard lock(mutex_);
   TORPOR_ASSIGN(const std::vector<Region*> selected,
                 RegionSelection::select(regions_, tags, {RegionState::kAttached, RegionState::kSaving}));
+  return take_memory(selected);
+}
+
+Status SleepAllocator::take_memory(const std::vector<Region*>& selected) {
   UndoList undo;
   for (Region* region : selected) {
     if (Status done = RegionOperations::unmap(device_, *region, undo); !done) {
@@ -268,7 +272,9 @@ Status SleepAllocator::detach(std::span<const std::string> tags) {
 
 Status SleepAllocator::attach(std::span<const std::string> tags) {
   const std::lock_guard lock(mutex_);
-  TORPOR_ASSIGN(const std::vector<Region*> selected, RegionSelection::select(regions_, tags, {RegionState::kDetached}));
+  TORPOR_ASSIGN(std::vector<Region*> selected, RegionSelection::select(regions_, tags, {RegionState::kDetached, RegionState::kRestoring}));
+  // Restoring: an earlier cancel_restore() could not take the memory away again. It is still there, without content.
+  std::erase_if(selected, [](const Region* region) { return region->info.state == RegionState::kRestoring; });
   UndoList undo;
   for (Region* region : selected) region->info.state = RegionState::kAttaching;
   for (Region* region : selected) {
@@ -296,12 +302,9 @@ Status SleepAllocator::finish_restore(std::span<const std::string> tags) {
 }
 
 Status SleepAllocator::cancel_restore(std::span<const std::string> tags) {
-  {
-    const std::lock_guard lock(mutex_);
-    TORPOR_ASSIGN(const std::vector<Region*> selected, RegionSelection::select(regions_, tags, {RegionState::kRestoring}));
-    for (Region* region : selected) region->info.state = RegionState::kAttached;
-  }
-  return detach(tags);  // a failure leaves the regions attached or broken, and says so
+  const std::lock_guard lock(mutex_);
+  TORPOR_ASSIGN(const std::vector<Region*> selected, RegionSelection::select(regions_, tags, {RegionState::kRestoring}));
+  return take_memory(selected);
 }
 
 std::vector<RegionInfo> SleepAllocator::regions() const {

@@ -60,9 +60,9 @@ class SleepAllocator {
   Status detach(std::span<const std::string> tags);
   // detached -> attaching -> restoring: fresh, zeroed memory under the old addresses. kResourceExhausted says how much
   // is missing; nothing is left mapped then.
-  Status attach(std::span<const std::string> tags);
+  Status attach(std::span<const std::string> tags);  // also of tags that cancel_restore() left restoring
   Status finish_restore(std::span<const std::string> tags);  // restoring -> attached
-  Status cancel_restore(std::span<const std::string> tags);  // restoring -> detached
+  Status cancel_restore(std::span<const std::string> tags);  // restoring -> detached; where that fails, still restoring
 
   std::vector<RegionInfo> regions() const;                        // by tag, then in order of allocation
   std::vector<RegionInfo> regions_of(std::string_view tag) const;
@@ -71,6 +71,7 @@ class SleepAllocator {
 
  private:
   struct Region;
+  Status take_memory(const std::vector<Region*>& selected);  // the lock is held
   friend struct RegionOperations;
   friend struct RegionSelection;
   explicit SleepAllocator(DeviceMemory& device, SleepAllocatorOptions options);

@@ -97,6 +97,21 @@ TEST_F(SleepAllocatorTest, UnknownTagsAndBadRegionsAreRefusedByName) {
   EXPECT_FAILS(allocator_->free(12345), Code::kNotFound);
 }
 
+// A wake that failed, and whose undoing failed: its memory is still there, and trying again works.
+TEST_F(SleepAllocatorTest, ACancelledRestoreThatFailsCanBeTriedAgain) {
+  ASSERT_SUCCEEDS(allocator_->begin_save(both_));
+  ASSERT_SUCCEEDS(allocator_->detach(both_));
+  ASSERT_SUCCEEDS(allocator_->attach(both_));
+  device_.fail_at(1);
+  EXPECT_FAILS(allocator_->cancel_restore(both_), Code::kDevice);
+  device_.fail_at(0);
+  EXPECT_EQ(state("weights"), RegionState::kRestoring);
+  ASSERT_SUCCEEDS(allocator_->attach(both_));
+  ASSERT_SUCCEEDS(allocator_->finish_restore(both_));
+  EXPECT_EQ(state("weights"), RegionState::kAttached);
+  at(weights_)[0] = std::byte{1};  // it is mapped
+}
+
 // Every device call of a detach fails once: either everything is as it was, or what could not be undone is broken, by name.
 TEST_F(SleepAllocatorTest, DetachIsAllOrNothingWhereverTheDeviceFails) {
   uint64_t points = 0;
