@@ -21,6 +21,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/digest.h"
 #include "base/status.h"
 
 namespace torpor {
@@ -37,6 +38,9 @@ struct Copy {
   DeviceAddress device = 0;
   std::byte* host = nullptr;
   uint64_t bytes = 0;
+  // Where takes_digests(): the copied bytes are added to it in the same pass, copies of one call in their order. Read it
+  // only after an event behind the copy completed. Otherwise it stays as it is.
+  StreamingDigest* digest = nullptr;
 };
 
 struct DeviceMemoryInfo {
@@ -62,6 +66,7 @@ class DeviceMemory {
 
   virtual std::string_view kind() const = 0;  // "host", "cuda:0"
   virtual uint64_t granularity() const = 0;   // bytes, a power of two
+  virtual bool takes_digests() const { return false; }
 
   Result<DeviceAddress> reserve(uint64_t size);
   Status free_reservation(DeviceAddress address);  // kFailedPrecondition while something is mapped in it

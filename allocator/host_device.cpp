@@ -14,6 +14,7 @@
 
 #include <fmt/format.h>
 
+#include "base/copy.h"
 #include "base/log.h"
 #include "base/units.h"
 
@@ -88,10 +89,13 @@ class HostStream {
     lock.unlock();
     const auto began = std::chrono::steady_clock::now();
     auto* device = reinterpret_cast<std::byte*>(item.copy.device);  // NOLINT(performance-no-int-to-ptr)
-    if (item.direction == Direction::kDeviceToHost) {
-      std::memcpy(item.copy.host, device, item.copy.bytes);
+    const bool down = item.direction == Direction::kDeviceToHost;
+    const std::span<std::byte> to(down ? item.copy.host : device, item.copy.bytes);
+    const std::span<const std::byte> from(down ? device : item.copy.host, item.copy.bytes);
+    if (item.copy.digest != nullptr) {
+      copy_with_digest(to, from, *item.copy.digest);
     } else {
-      std::memcpy(device, item.copy.host, item.copy.bytes);
+      copy_past_cache(to, from);
     }
     if (link_bytes_per_second_ > 0) {
       const double seconds = static_cast<double>(item.copy.bytes) / static_cast<double>(link_bytes_per_second_);
@@ -138,6 +142,7 @@ class HostDevice final : public DeviceMemory {
 
   std::string_view kind() const override { return "host"; }
   uint64_t granularity() const override { return options_.granularity_bytes; }
+  bool takes_digests() const override { return options_.shuffle_seed == 0; }  // a digest needs the copies in their order
 
  protected:
   uint64_t capacity_bytes() const override { return options_.capacity_bytes; }
@@ -236,6 +241,7 @@ class HostDevice final : public DeviceMemory {
       return ok();
     }
     std::vector<Copy> shuffled(copies.begin(), copies.end());
+    for (Copy& copy : shuffled) copy.digest = nullptr;
     std::mt19937_64 random(options_.shuffle_seed + copies.size());
     std::shuffle(shuffled.begin(), shuffled.end(), random);
     found->enqueue(direction, shuffled);

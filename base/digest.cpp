@@ -1,6 +1,10 @@
 #include "base/digest.h"
 
+#if defined(__x86_64__) && __has_include(<xxh_x86dispatch.h>)
+#include <xxh_x86dispatch.h>  // the widest vectors that the machine has
+#else
 #include <xxhash.h>
+#endif
 
 namespace torpor {
 namespace {

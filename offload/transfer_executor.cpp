@@ -13,6 +13,12 @@ namespace {
 
 constexpr uint64_t kPage = 4096;
 
+// Of copies that may still be running: never freed.
+std::vector<std::vector<StreamingDigest>>& unproven_digests() {
+  static std::vector<std::vector<StreamingDigest>> digests;
+  return digests;
+}
+
 void fail_all(std::span<ChunkTransfer> batch, const Error& error) {
   for (ChunkTransfer& transfer : batch) transfer.status = error;
 }
@@ -102,13 +108,14 @@ Result<std::vector<std::span<std::byte>>> TransferExecutor::stage(Worker& worker
   return host;
 }
 
-Status TransferExecutor::copy(Worker& worker, Direction direction, std::span<const ChunkPlan* const> plans, std::span<const std::span<std::byte>> host, bool& unproven) {
+Status TransferExecutor::copy(Worker& worker, Direction direction, std::span<const ChunkPlan* const> plans, std::span<const std::span<std::byte>> host, std::vector<Digest>* digests, bool& unproven) {
   TORPOR_TRY(usable());
+  std::vector<StreamingDigest> streaming(digests != nullptr && device_.takes_digests() ? plans.size() : 0);
   std::vector<Copy> copies;
   for (size_t i = 0; i < plans.size(); ++i) {
     uint64_t at = 0;
     for (const DevicePiece& piece : plans[i]->pieces) {
-      copies.push_back({piece.address, host[i].data() + at, piece.bytes});
+      copies.push_back({piece.address, host[i].data() + at, piece.bytes, streaming.empty() ? nullptr : &streaming[i]});
       at += piece.bytes;
     }
   }
@@ -116,14 +123,18 @@ Status TransferExecutor::copy(Worker& worker, Direction direction, std::span<con
   const Status enqueued = device_.copy_async(worker.stream, direction, copies);
   // Even a refused batch may have begun: wait for the stream in any case.
   Result<EventId> event = device_.record(worker.stream);
-  if (!event) {
-    unproven = quarantined_ = true;
-    return event.error().within(doing);
-  }
-  DrainResult drained = device_.wait(*event);
+  DrainResult drained{Drain::kUnproven, event ? Error{} : event.error()};
+  if (event) drained = device_.wait(*event);
   if (drained.drain == Drain::kUnproven) unproven = quarantined_ = true;
+  if (unproven && !streaming.empty()) {
+    const std::lock_guard lock(mutex_);
+    unproven_digests().push_back(std::move(streaming));
+  }
   if (drained.drain != Drain::kCompleted) return drained.error.within(doing);
   if (!enqueued) return enqueued.error().within(doing);
+  if (digests == nullptr) return ok();
+  digests->clear();
+  for (size_t i = 0; i < plans.size(); ++i) digests->push_back(streaming.empty() ? digest_of(host[i]) : streaming[i].finish());
   return ok();
 }
 
@@ -139,12 +150,16 @@ void TransferExecutor::copy_each(Worker& worker, Direction direction, std::span<
   }
   if (plans.empty()) return;
   bool unproven = false;
-  const Status together = copy(worker, direction, plans, places, unproven);
+  std::vector<Digest> digests;
+  std::vector<Digest>* const wanted = direction == Direction::kDeviceToHost ? &digests : nullptr;
+  const Status together = copy(worker, direction, plans, places, wanted, unproven);
+  for (size_t m = 0; m < digests.size(); ++m) batch[members[m]].saved.digest = digests[m];
   if (together) return;
   for (size_t m = 0; m < members.size(); ++m) {
     ChunkTransfer& transfer = batch[members[m]];
     transfer.unproven = unproven;
-    transfer.status = unproven || members.size() == 1 ? together : copy(worker, direction, {&plans[m], 1}, {&places[m], 1}, transfer.unproven);
+    transfer.status = unproven || members.size() == 1 ? together : copy(worker, direction, {&plans[m], 1}, {&places[m], 1}, wanted, transfer.unproven);
+    if (transfer.status && !digests.empty()) transfer.saved.digest = digests[0];
   }
 }
 
@@ -170,7 +185,6 @@ void TransferExecutor::save(std::span<ChunkTransfer> batch, Tier& target) {
   std::vector<size_t> members;
   for (size_t i = 0; i < batch.size(); ++i) {
     if (!batch[i].status) continue;
-    batch[i].saved.digest = digest_of(host[i]);
     parts.push_back({&batch[i].saved, host[i], ok()});
     members.push_back(i);
   }
@@ -219,9 +233,6 @@ void TransferExecutor::digest(std::span<ChunkTransfer> batch) {
   const Result<std::vector<std::span<std::byte>>> host = stage(*borrowed.worker, batch);
   if (!host) return fail_all(batch, host.error());
   copy_each(*borrowed.worker, Direction::kDeviceToHost, batch, *host);
-  for (size_t i = 0; i < batch.size(); ++i) {
-    if (batch[i].status) batch[i].saved.digest = digest_of((*host)[i]);
-  }
 }
 
 }  // namespace torpor

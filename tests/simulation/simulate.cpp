@@ -1,6 +1,9 @@
 // simulate: runs simulation seeds. Exit code 0: all passed; 1: some failed, their numbers are printed.
+#include <algorithm>
 #include <chrono>
-#include <iostream>
+#include <mutex>
+#include <thread>
+#include <vector>
 
 #include <boost/filesystem.hpp>
 #include <CLI/CLI.hpp>
@@ -18,32 +21,39 @@ int main(int argc, char** argv) {
   bool tell = false;
   app.add_option("--seeds", seeds, "how many")->capture_default_str();
   app.add_option("--first", first, "the first one")->capture_default_str();
-  app.add_flag("--tell", tell, "print what happens");
+  unsigned jobs = std::max(1u, std::thread::hardware_concurrency());
+  app.add_option("--jobs", jobs, "how many at the same time")->capture_default_str()->check(CLI::Range(1, 1024));
+  app.add_flag("--tell", tell, "print what happens, one seed after the other");
   CLI11_PARSE(app, argc, argv);
+  if (tell) jobs = 1;
   if (!tell) log().set_level(spdlog::level::off);
 
   const auto began = std::chrono::steady_clock::now();
   const test::TemporaryDirectory temporary;
+  std::mutex mutex;  // guards all below
   test::SimulationResult sum;
   uint64_t failed = 0;
-  for (uint64_t seed = first; seed < first + seeds; ++seed) {
-    const std::string directory = fmt::format("{}/{}", temporary.path(), seed);
-    boost::filesystem::create_directory(directory);
-    const test::SimulationResult result = test::simulate(seed, directory, tell);
-    boost::filesystem::remove_all(directory);
-    if (result.failure) {
+  uint64_t next = first;
+  const auto work = [&] {
+    std::unique_lock lock(mutex);
+    while (next < first + seeds) {
+      const uint64_t seed = next++;
+      lock.unlock();
+      const std::string directory = fmt::format("{}/{}", temporary.path(), seed);
+      boost::filesystem::create_directory(directory);
+      const test::SimulationResult result = test::simulate(seed, directory, tell);
+      boost::filesystem::remove_all(directory);
+      lock.lock();
+      sum.add(result);
+      if (!result.failure) continue;
       ++failed;
-      fmt::print("seed {} failed: {}\n  again: simulate --first {} --seeds 1 --tell\n", seed, *result.failure, seed);
+      fmt::print("seed {} failed: {}\n  again: tools/dev simulate --first {} --seeds 1 --tell\n", seed, *result.failure, seed);
     }
-    sum.tokens += result.tokens;
-    sum.sleeps += result.sleeps;
-    sum.new_engines += result.new_engines;
-    sum.refused += result.refused;
-    sum.lost += result.lost;
-    sum.onboarded += result.onboarded;
-    sum.offloaded += result.offloaded;
-    sum.preemptions += result.preemptions;
-  }
+  };
+  std::vector<std::thread> threads;
+  for (unsigned job = 1; job < jobs; ++job) threads.emplace_back(work);
+  work();
+  for (std::thread& thread : threads) thread.join();
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   fmt::print("{} seeds, {} failed, {:.1f} s: {} tokens compared over {} sleeps ({} woken by a new engine), {} failed and undone, {} engines lost to faults,\n{} blocks offloaded, {} tokens onboarded, {} preemptions\n",
              seeds, failed, seconds, sum.tokens, sum.sleeps, sum.new_engines, sum.refused, sum.lost, sum.offloaded, sum.onboarded, sum.preemptions);

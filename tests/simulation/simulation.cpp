@@ -285,7 +285,6 @@ class Run {
     ++result_.sleeps;
     say("slept to {}", slept->to);
     if (!engine_->step().empty()) throw Failed{"a token was made asleep"};
-    if (to_disk) last_checkpoint_ = slept->checkpoint;
     if (to_disk && dice_.chance(0.5)) return wake_in_new_engine(slept->checkpoint);
     while (true) {
       arm();
@@ -364,7 +363,6 @@ class Run {
   std::unique_ptr<ReferenceEngine> engine_;
   std::unique_ptr<SleepController> controller_;
   Streams streams_;
-  std::string last_checkpoint_;
   int step_ = 0;
   bool faulted_ = false;
   bool ended_ = false;
@@ -372,6 +370,17 @@ class Run {
 };
 
 }  // namespace
+
+void SimulationResult::add(const SimulationResult& other) {
+  tokens += other.tokens;
+  sleeps += other.sleeps;
+  new_engines += other.new_engines;
+  refused += other.refused;
+  lost += other.lost;
+  onboarded += other.onboarded;
+  offloaded += other.offloaded;
+  preemptions += other.preemptions;
+}
 
 SimulationResult simulate(uint64_t seed, const std::string& directory, bool tell) {
   Dice dice(seed * 2654435761u + 1);

@@ -26,6 +26,8 @@ struct SimulationResult {
   int64_t onboarded = 0;  // tokens whose KV came from below
   int64_t offloaded = 0;  // blocks
   int64_t preemptions = 0;
+
+  void add(const SimulationResult& other);  // all numbers
 };
 
 // `directory`: an empty one, for checkpoints and the disk tier. `tell`: print each event.

@@ -27,11 +27,7 @@ TEST_P(Simulation, I10EveryTokenIsThatOfARunToWhichNothingHappens) {
     const SimulationResult result = simulate(seed, directory);
     EXPECT_FALSE(result.failure) << "seed " << seed << ": " << *result.failure << "\nagain: tools/dev simulate --first " << seed << " --seeds 1 --tell";
     boost::filesystem::remove_all(directory);
-    sum.sleeps += result.sleeps;
-    sum.new_engines += result.new_engines;
-    sum.onboarded += result.onboarded;
-    sum.offloaded += result.offloaded;
-    sum.preemptions += result.preemptions;
+    sum.add(result);
   }
   // What is to be tested did happen.
   EXPECT_GT(sum.sleeps, 0);

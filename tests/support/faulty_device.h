@@ -21,6 +21,7 @@ class FaultyDevice final : public DeviceMemory {
 
   std::string_view kind() const override { return inner_->kind(); }
   uint64_t granularity() const override { return inner_->granularity(); }
+  bool takes_digests() const override { return inner_->takes_digests(); }
 
  protected:
   Result<DeviceAddress> do_reserve(uint64_t size) override { return fails() ? Result<DeviceAddress>(injected()) : inner_->reserve(size); }

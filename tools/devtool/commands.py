@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from devtool import checks, setup
+from devtool import checks, mutants, setup
 from devtool.setup import ROOT, SetupError, say
 
 PRESETS = ("dev", "release", "asan", "tsan")
@@ -21,7 +21,7 @@ BENCHES = {
 
 
 def main(arguments: list[str], manual: str) -> int:
-    words = {"demo": demo, "test": test, "build": build, "bench": bench, "torpor": torpor, "python": python, "lint": lint, "setup": set_up, "clean": clean}
+    words = {"demo": demo, "test": test, "build": build, "bench": bench, "simulate": simulate, "mutants": mutants.main, "torpor": torpor, "python": python, "lint": lint, "setup": set_up, "clean": clean}
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(manual)
         return 0 if arguments else 2
@@ -96,6 +96,12 @@ def bench(arguments: list[str]) -> int:
             cmake_build("release", (path.name,))
             code |= subprocess.run([path, *flags]).returncode
     return code
+
+
+def simulate(arguments: list[str]) -> int:
+    setup.system_packages()
+    cmake_build("release", ("simulate",))
+    return subprocess.run([ROOT / "build/release/tests/simulation/simulate", *arguments]).returncode
 
 
 def lint(_: list[str]) -> int:
