@@ -30,7 +30,7 @@ void bind_checkpoint(py::module_& module) {
         std::vector<Section> sections;
         for (const py::handle item : list) {
           const auto pair = py::reinterpret_borrow<py::sequence>(item);
-          sections.push_back({pair[0].cast<std::string>(), bytes_from(pair[1])});
+          sections.push_back({pair[0].cast<std::string>(), bytes_from(pair[1], "a section")});
         }
         const py::gil_scoped_release released;
         Result<EngineCheckpoint> decoded = decode(sections);

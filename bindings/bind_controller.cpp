@@ -47,7 +47,7 @@ class PythonHooks final : public EngineHooks {
   Result<std::vector<Bytes>> call_ranks(const std::string& method, const Bytes& payload) override {
     return guarded<std::vector<Bytes>>([&] {
       std::vector<Bytes> replies;
-      for (const py::handle reply : py::list(object_.attr("call_ranks")(method, to_python(payload)))) replies.push_back(bytes_from(reply));
+      for (const py::handle reply : py::list(object_.attr("call_ranks")(method, to_python(payload)))) replies.push_back(bytes_from(reply, "the reply of a rank"));
       return replies;
     });
   }

@@ -46,7 +46,7 @@ void bind_rank_memory(py::module_& module) {
       .def("mark_dirty", [](RankMemory& self, const std::string& tag) { self.mark_dirty(tag); }, py::arg("tag"),
            "The owner changed bytes of this tag: a kept backup is no longer that of its content.")
       .def("call", [](RankMemory& self, const std::string& method, const py::bytes& order) {
-             const Bytes payload = bytes_from(order);
+             const Bytes payload = bytes_from(order, "an order");
              Bytes reply;
              {
                const py::gil_scoped_release released;

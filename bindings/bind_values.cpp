@@ -1,7 +1,6 @@
 #include "bindings/bind_values.h"
 
 #include <cstring>
-#include <set>
 
 #include <fmt/format.h>
 #include <pybind11/stl.h>
@@ -15,11 +14,10 @@ namespace torpor {
 
 py::bytes to_python(const Bytes& bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
 
-Bytes bytes_from(const py::handle& object) {
-  char* data = nullptr;
-  py::ssize_t size = 0;
-  if (PyBytes_AsStringAndSize(object.ptr(), &data, &size) != 0) throw py::error_already_set();
-  return {data, data + size};
+Bytes bytes_from(const py::handle& object, const std::string& where) {
+  if (!PyBytes_Check(object.ptr())) DictReader::fail(where, "bytes");
+  const char* data = PyBytes_AS_STRING(object.ptr());
+  return {data, data + PyBytes_GET_SIZE(object.ptr())};
 }
 
 namespace {
@@ -53,12 +51,6 @@ std::vector<int32_t> ints_from(const py::handle& object, const std::string& wher
   }
 }
 
-std::vector<Bytes> hashes_from(const py::handle& object) {
-  std::vector<Bytes> hashes;
-  for (const py::handle item : object) hashes.push_back(bytes_from(item));
-  return hashes;
-}
-
 }  // namespace
 
 Value value_from(const py::handle& object, int depth) {
@@ -68,13 +60,15 @@ Value value_from(const py::handle& object, int depth) {
   } else if (PyBool_Check(object.ptr())) {
     value.data = object.ptr() == Py_True;
   } else if (PyLong_Check(object.ptr())) {
-    value.data = object.cast<int64_t>();
+    int64_t number = 0;
+    DictReader::cast(object, "a number in a value", number);
+    value.data = number;
   } else if (PyFloat_Check(object.ptr())) {
     value.data = object.cast<double>();
   } else if (PyUnicode_Check(object.ptr())) {
     value.data = object.cast<std::string>();
   } else if (PyBytes_Check(object.ptr())) {
-    value.data = bytes_from(object);
+    value.data = bytes_from(object, "a value");
   } else if (PyDict_Check(object.ptr())) {
     Dict dict;
     for (const auto& [key, item] : py::reinterpret_borrow<py::dict>(object)) {
@@ -129,272 +123,310 @@ py::object to_python(const Value& value) {
 
 namespace {
 
-SamplingState sampling_from(const py::handle& object, const std::string& where) {
-  DictReader in(object, where);
-  SamplingState v;
-  in.read("n", v.n);
-  in.read("temperature", v.temperature);
-  in.read("top_p", v.top_p);
-  in.read("top_k", v.top_k);
-  in.read("min_p", v.min_p);
-  in.read("presence_penalty", v.presence_penalty);
-  in.read("frequency_penalty", v.frequency_penalty);
-  in.read("repetition_penalty", v.repetition_penalty);
-  in.read("seed", v.seed);
-  in.read("stop", v.stop);
-  in.read("stop_token_ids", v.stop_token_ids);
-  in.read("max_tokens", v.max_tokens);
-  in.read("min_tokens", v.min_tokens);
-  in.read("ignore_eos", v.ignore_eos);
-  in.read("logprobs", v.logprobs);
-  in.read("prompt_logprobs", v.prompt_logprobs);
-  v.engine = value_from(in.take("engine"));
-  in.finish();
-  return v;
+// Iterates a list or tuple; anything else is refused by name.
+py::sequence sequence_from(const py::handle& object, const std::string& where) {
+  if (!PyList_Check(object.ptr()) && !PyTuple_Check(object.ptr())) DictReader::fail(where, "a list");
+  return py::reinterpret_borrow<py::sequence>(object);
+}
+py::dict dict_from(const py::handle& object, const std::string& where) {
+  if (!PyDict_Check(object.ptr())) DictReader::fail(where, "a dict");
+  return py::reinterpret_borrow<py::dict>(object);
+}
+template <class T>
+T cast_from(const py::handle& object, const std::string& where) {
+  T value{};
+  DictReader::cast(object, where, value);
+  return value;
 }
 
-py::dict sampling_to_python(const SamplingState& v) {
-  py::dict out;
-  out["n"] = v.n;
-  out["temperature"] = v.temperature;
-  out["top_p"] = v.top_p;
-  out["top_k"] = v.top_k;
-  out["min_p"] = v.min_p;
-  out["presence_penalty"] = v.presence_penalty;
-  out["frequency_penalty"] = v.frequency_penalty;
-  out["repetition_penalty"] = v.repetition_penalty;
-  out["seed"] = v.seed;
-  out["stop"] = v.stop;
-  out["stop_token_ids"] = v.stop_token_ids;
-  out["max_tokens"] = v.max_tokens;
-  out["min_tokens"] = v.min_tokens;
-  out["ignore_eos"] = v.ignore_eos;
-  out["logprobs"] = v.logprobs;
-  out["prompt_logprobs"] = v.prompt_logprobs;
-  out["engine"] = to_python(v.engine);
-  return out;
+// Which entries the dict of a struct has: once, for reading and for writing. `Struct` may be const.
+template <class Fields, class Struct>
+  requires std::is_same_v<std::remove_const_t<Struct>, SamplingState>
+void fields_of(Fields& field, Struct& v) {
+  field("n", v.n);
+  field("temperature", v.temperature);
+  field("top_p", v.top_p);
+  field("top_k", v.top_k);
+  field("min_p", v.min_p);
+  field("presence_penalty", v.presence_penalty);
+  field("frequency_penalty", v.frequency_penalty);
+  field("repetition_penalty", v.repetition_penalty);
+  field("seed", v.seed);
+  field("stop", v.stop);
+  field.as_list("stop_token_ids", v.stop_token_ids);
+  field("max_tokens", v.max_tokens);
+  field("min_tokens", v.min_tokens);
+  field("ignore_eos", v.ignore_eos);
+  field("logprobs", v.logprobs);
+  field("prompt_logprobs", v.prompt_logprobs);
+  field("engine", v.engine);
 }
 
-RequestState request_from(const py::handle& object) {
-  DictReader in(object, "request");
-  RequestState v;
-  in.read("id", v.id);
-  const std::string where = fmt::format("request {}", v.id);
-  in.read("client_index", v.client_index);
-  in.read("priority", v.priority);
-  in.read("arrival_time", v.arrival_time);
-  std::string status;
-  in.read("status", status);
-  bool known = false;
-  for (const RequestStatus candidate : {RequestStatus::kWaiting, RequestStatus::kRunning, RequestStatus::kPreempted}) {
-    if (name(candidate) == status) {
-      v.status = candidate;
-      known = true;
+template <class Fields, class Struct>
+  requires std::is_same_v<std::remove_const_t<Struct>, RequestState>
+void fields_of(Fields& field, Struct& v) {
+  field("id", v.id);
+  field("client_index", v.client_index);
+  field("priority", v.priority);
+  field("arrival_time", v.arrival_time);
+  field("status", v.status);
+  field("prompt_token_ids", v.prompt_token_ids);
+  field("output_token_ids", v.output_token_ids);
+  field("num_computed_tokens", v.num_computed_tokens);
+  field("num_preemptions", v.num_preemptions);
+  field("max_tokens", v.max_tokens);
+  field("block_hashes", v.block_hashes);
+  field("block_hash_bytes", v.block_hash_bytes);
+  field("cache_salt", v.cache_salt);
+  field("stop_reason", v.stop_reason);
+  field("sampling", v.sampling);
+  field("engine", v.engine);
+}
+
+template <class Fields, class Struct>
+  requires std::is_same_v<std::remove_const_t<Struct>, SchedulerSnapshot>
+void fields_of(Fields& field, Struct& v) {
+  field("policy", v.policy);
+  field("requests", v.requests);
+  field("running", v.running);
+  field("waiting", v.waiting);
+  field("held", v.held);
+  field("finished", v.finished);
+  field("engine", v.engine);
+}
+
+template <class Fields, class Struct>
+  requires std::is_same_v<std::remove_const_t<Struct>, WorkerSnapshot>
+void fields_of(Fields& field, Struct& v) {
+  field("rank", v.rank);
+  field("rows", v.rows);
+  field("default_generator", v.default_generator);
+  field("generators", v.generators);
+  field("engine", v.engine);
+}
+
+template <class Fields, class Struct>
+  requires std::is_same_v<std::remove_const_t<Struct>, KvSnapshot>
+void fields_of(Fields& field, Struct& v) {
+  field("num_blocks", v.num_blocks);
+  field("null_block", v.null_block);
+  field("groups", v.groups);
+  field("blocks", v.blocks);
+  field("extra_hashes", v.extra_hashes);
+  field("prefix_index", v.prefix_index);
+  field("free_order", v.free_order);
+  field("engine", v.engine);
+}
+
+// What is not a plain number or text, on its way in: read(object, where, value).
+void read(const py::handle& object, const std::string& where, RequestState& v);
+void read(const py::handle& object, const std::string& where, SamplingState& v);
+
+void read(const py::handle& object, const std::string&, Value& v) { v = value_from(object); }
+void read(const py::handle& object, const std::string& where, Bytes& v) { v = bytes_from(object, where); }
+void read(const py::handle& object, const std::string& where, std::vector<int32_t>& v) { v = ints_from(object, where); }
+void read(const py::handle& object, const std::string& where, RequestStatus& v) {
+  const auto text = cast_from<std::string>(object, where);
+  for (const RequestStatus status : {RequestStatus::kWaiting, RequestStatus::kRunning, RequestStatus::kPreempted}) {
+    if (name(status) == text) {
+      v = status;
+      return;
     }
   }
-  if (!known) DictReader::fail(where + ".status", "\"waiting\", \"running\" or \"preempted\"");
-  v.prompt_token_ids = ints_from(in.take("prompt_token_ids"), where + ".prompt_token_ids");
-  v.output_token_ids = ints_from(in.take("output_token_ids"), where + ".output_token_ids");
-  in.read("num_computed_tokens", v.num_computed_tokens);
-  in.read("num_preemptions", v.num_preemptions);
-  in.read("max_tokens", v.max_tokens);
-  v.block_hashes = bytes_from(in.take("block_hashes"));
-  in.read("block_hash_bytes", v.block_hash_bytes);
-  in.read("cache_salt", v.cache_salt);
-  v.stop_reason = value_from(in.take("stop_reason"));
-  v.sampling = sampling_from(in.take("sampling"), where + ".sampling");
-  v.engine = value_from(in.take("engine"));
-  in.finish();
-  return v;
+  DictReader::fail(where, "\"waiting\", \"running\" or \"preempted\"");
 }
-
-py::dict request_to_python(const RequestState& v) {
-  py::dict out;
-  out["id"] = v.id;
-  out["client_index"] = v.client_index;
-  out["priority"] = v.priority;
-  out["arrival_time"] = v.arrival_time;
-  out["status"] = std::string(name(v.status));
-  out["prompt_token_ids"] = to_array("i", v.prompt_token_ids);
-  out["output_token_ids"] = to_array("i", v.output_token_ids);
-  out["num_computed_tokens"] = v.num_computed_tokens;
-  out["num_preemptions"] = v.num_preemptions;
-  out["max_tokens"] = v.max_tokens;
-  out["block_hashes"] = to_python(v.block_hashes);
-  out["block_hash_bytes"] = v.block_hash_bytes;
-  out["cache_salt"] = v.cache_salt;
-  out["stop_reason"] = to_python(v.stop_reason);
-  out["sampling"] = sampling_to_python(v.sampling);
-  out["engine"] = to_python(v.engine);
-  return out;
+void read(const py::handle& object, const std::string& where, std::vector<RequestState>& v) {
+  for (const py::handle item : sequence_from(object, where)) read(item, fmt::format("{}[{}]", where, v.size()), v.emplace_back());
 }
-
-SchedulerSnapshot scheduler_from(const py::handle& object) {
-  DictReader in(object, "scheduler");
-  SchedulerSnapshot v;
-  in.read("policy", v.policy);
-  for (const py::handle item : in.take("requests")) v.requests.push_back(request_from(item));
-  in.read("running", v.running);
-  in.read("waiting", v.waiting);
-  in.read("held", v.held);
-  in.read("finished", v.finished);
-  v.engine = value_from(in.take("engine"));
-  in.finish();
-  return v;
+void read(const py::handle& object, const std::string& where, std::vector<Bytes>& v) {
+  for (const py::handle item : sequence_from(object, where)) v.push_back(bytes_from(item, where));
 }
-
-py::dict scheduler_to_python(const SchedulerSnapshot& v) {
-  py::dict out;
-  py::list requests;
-  for (const RequestState& request : v.requests) requests.append(request_to_python(request));
-  out["policy"] = v.policy;
-  out["requests"] = requests;
-  out["running"] = v.running;
-  out["waiting"] = v.waiting;
-  out["held"] = v.held;
-  out["finished"] = v.finished;
-  out["engine"] = to_python(v.engine);
-  return out;
+void read(const py::handle& object, const std::string& where, std::vector<std::pair<std::string, Bytes>>& v) {
+  for (const auto& [id, bytes] : dict_from(object, where)) v.emplace_back(cast_from<std::string>(id, where), bytes_from(bytes, where));
 }
-
-KvSnapshot kv_from(const py::handle& object) {
-  DictReader in(object, "kv");
-  KvSnapshot v;
-  in.read("num_blocks", v.num_blocks);
-  in.read("null_block", v.null_block);
-  for (const py::handle item : in.take("groups")) {
-    DictReader group_in(item, "kv.groups");
-    KvGroup group;
-    group_in.read("block_size", group.block_size);
-    const auto cached = py::reinterpret_borrow<py::dict>(group_in.take("num_cached_blocks"));
-    for (const auto& [request, blocks] : py::reinterpret_borrow<py::dict>(group_in.take("tables"))) {
-      KvTable table{.request = request.cast<std::string>(), .blocks = ints_from(blocks, "kv.groups.tables"), .num_cached_blocks = -1};
-      if (cached.contains(request)) table.num_cached_blocks = cached[request].cast<int32_t>();
+void read(const py::handle& object, const std::string& where, std::vector<KvGroup>& v) {
+  for (const py::handle item : sequence_from(object, where)) {
+    DictReader in(item, where);
+    KvGroup& group = v.emplace_back();
+    in.read("block_size", group.block_size);
+    const py::dict cached = dict_from(in.take("num_cached_blocks"), where + ".num_cached_blocks");
+    for (const auto& [request, blocks] : dict_from(in.take("tables"), where + ".tables")) {
+      KvTable table{.request = cast_from<std::string>(request, where + ".tables"), .blocks = ints_from(blocks, where + ".tables"), .num_cached_blocks = -1};
+      if (cached.contains(request)) table.num_cached_blocks = cast_from<int32_t>(cached[request], where + ".num_cached_blocks");
       group.tables.push_back(std::move(table));
     }
-    group_in.finish();
-    v.groups.push_back(std::move(group));
+    in.finish();
   }
-  DictReader blocks(in.take("blocks"), "kv.blocks");
-  const std::vector<int32_t> ids = ints_from(blocks.take("ids"), "kv.blocks.ids");
-  const std::vector<int32_t> ref_counts = ints_from(blocks.take("ref_counts"), "kv.blocks.ref_counts");
-  const std::vector<int32_t> hash_tokens = ints_from(blocks.take("hash_tokens"), "kv.blocks.hash_tokens");
-  std::vector<Bytes> hashes = hashes_from(blocks.take("hashes"));
-  blocks.finish();
-  if (ref_counts.size() != ids.size() || hash_tokens.size() != ids.size() || hashes.size() != ids.size()) DictReader::fail("kv.blocks", "four lists of one length");
-  for (size_t i = 0; i < ids.size(); ++i) v.blocks.push_back({ids[i], ref_counts[i], std::move(hashes[i]), hash_tokens[i]});
-  for (const py::handle item : in.take("extra_hashes")) {
-    const auto pair = py::reinterpret_borrow<py::sequence>(item);
-    v.extra_hashes.push_back({pair[0].cast<int32_t>(), hashes_from(pair[1])});
-  }
-  for (const py::handle item : in.take("prefix_index")) {
-    const auto pair = py::reinterpret_borrow<py::sequence>(item);
-    v.prefix_index.push_back({bytes_from(pair[0]), ints_from(pair[1], "kv.prefix_index")});
-  }
-  v.free_order = ints_from(in.take("free_order"), "kv.free_order");
-  v.engine = value_from(in.take("engine"));
+}
+void read(const py::handle& object, const std::string& where, std::vector<KvBlock>& v) {  // columns, not rows: there are many
+  DictReader in(object, where);
+  std::vector<int32_t> ids, ref_counts, hash_tokens;
+  std::vector<Bytes> hashes;
+  read(in.take("ids"), where + ".ids", ids);
+  read(in.take("ref_counts"), where + ".ref_counts", ref_counts);
+  read(in.take("hash_tokens"), where + ".hash_tokens", hash_tokens);
+  read(in.take("hashes"), where + ".hashes", hashes);
   in.finish();
-  return v;
+  if (ref_counts.size() != ids.size() || hash_tokens.size() != ids.size() || hashes.size() != ids.size()) DictReader::fail(where, "four lists of one length");
+  for (size_t i = 0; i < ids.size(); ++i) v.push_back({ids[i], ref_counts[i], std::move(hashes[i]), hash_tokens[i]});
+}
+template <class Pair, class First, class Second>
+void read_pairs(const py::handle& object, const std::string& where, std::vector<Pair>& v, First Pair::*first, Second Pair::*second) {
+  for (const py::handle item : sequence_from(object, where)) {
+    const py::sequence pair = sequence_from(item, where);
+    if (pair.size() != 2) DictReader::fail(where, "a list of pairs");
+    Pair& made = v.emplace_back();
+    if constexpr (std::is_same_v<First, int32_t>) {
+      made.*first = cast_from<int32_t>(pair[0], where);
+    } else {
+      read(pair[0], where, made.*first);
+    }
+    read(pair[1], where, made.*second);
+  }
+}
+void read(const py::handle& object, const std::string& where, std::vector<PrefixEntry>& v) { read_pairs(object, where, v, &PrefixEntry::hash, &PrefixEntry::blocks); }
+void read(const py::handle& object, const std::string& where, std::vector<ExtraHashes>& v) { read_pairs(object, where, v, &ExtraHashes::block, &ExtraHashes::hashes); }
+
+// A field on its way in.
+struct FieldReader {
+  DictReader in;
+  std::string where;
+  template <class T>
+  void operator()(const char* key, T& value) {
+    if constexpr (requires(py::handle object, std::string place) { read(object, place, value); }) {
+      read(in.take(key), fmt::format("{}.{}", where, key), value);
+    } else {
+      in.read(key, value);
+    }
+  }
+  void as_list(const char* key, std::vector<int32_t>& value) { (*this)(key, value); }
+};
+
+template <class Struct>
+void read_fields(const py::handle& object, const std::string& where, Struct& v) {
+  FieldReader reader{DictReader(object, where), where};
+  fields_of(reader, v);
+  reader.in.finish();
+}
+void read(const py::handle& object, const std::string& where, SamplingState& v) { read_fields(object, where, v); }
+void read(const py::handle& object, const std::string& where, RequestState& v) {
+  PyObject* id = PyDict_Check(object.ptr()) ? PyDict_GetItemString(object.ptr(), "id") : nullptr;
+  read_fields(object, id != nullptr && PyUnicode_Check(id) ? fmt::format("request {}", py::handle(id).cast<std::string>()) : where, v);
 }
 
-py::list hashes_to_python(const std::vector<Bytes>& hashes) {
-  py::list out;
-  for (const Bytes& hash : hashes) out.append(to_python(hash));
-  return out;
+// Values on their way out: write(value). What is not listed here is a plain number or text.
+py::object write(const Value& v) { return to_python(v); }
+py::object write(const Bytes& v) { return to_python(v); }
+py::object write(RequestStatus v) { return py::str(std::string(name(v))); }
+py::object write(const std::vector<int32_t>& v) { return to_array("i", v); }
+py::object write(const std::vector<Bytes>& v) {
+  py::list list;
+  for (const Bytes& bytes : v) list.append(to_python(bytes));
+  return list;
 }
-
-py::dict kv_to_python(const KvSnapshot& v) {
-  py::list groups;
-  for (const KvGroup& group : v.groups) {
+py::object write(const std::vector<std::pair<std::string, Bytes>>& v) {
+  py::dict dict;
+  for (const auto& [id, bytes] : v) dict[py::str(id)] = to_python(bytes);
+  return dict;
+}
+py::object write(const std::vector<KvGroup>& v) {
+  py::list list;
+  for (const KvGroup& group : v) {
     py::dict tables;
     py::dict cached;
     for (const KvTable& table : group.tables) {
-      tables[py::str(table.request)] = to_array("i", table.blocks);
+      tables[py::str(table.request)] = write(table.blocks);
       if (table.num_cached_blocks >= 0) cached[py::str(table.request)] = table.num_cached_blocks;
     }
     py::dict out;
     out["block_size"] = group.block_size;
     out["tables"] = tables;
     out["num_cached_blocks"] = cached;
-    groups.append(out);
+    list.append(out);
   }
-  std::vector<int32_t> ids;
-  std::vector<int32_t> ref_counts;
-  std::vector<int32_t> hash_tokens;
+  return list;
+}
+py::object write(const std::vector<KvBlock>& v) {
+  std::vector<int32_t> ids, ref_counts, hash_tokens;
   py::list hashes;
-  for (const KvBlock& block : v.blocks) {
+  for (const KvBlock& block : v) {
     ids.push_back(block.id);
     ref_counts.push_back(block.ref_count);
     hash_tokens.push_back(block.hash_tokens);
     hashes.append(to_python(block.hash));
   }
-  py::dict blocks;
-  blocks["ids"] = to_array("i", ids);
-  blocks["ref_counts"] = to_array("i", ref_counts);
-  blocks["hash_tokens"] = to_array("i", hash_tokens);
-  blocks["hashes"] = hashes;
-  py::list extra;
-  for (const ExtraHashes& item : v.extra_hashes) extra.append(py::make_tuple(item.block, hashes_to_python(item.hashes)));
-  py::list index;
-  for (const PrefixEntry& entry : v.prefix_index) index.append(py::make_tuple(to_python(entry.hash), py::cast(entry.blocks)));
   py::dict out;
-  out["num_blocks"] = v.num_blocks;
-  out["null_block"] = v.null_block;
-  out["groups"] = groups;
-  out["blocks"] = blocks;
-  out["extra_hashes"] = extra;
-  out["prefix_index"] = index;
-  out["free_order"] = to_array("i", v.free_order);
-  out["engine"] = to_python(v.engine);
+  out["ids"] = write(ids);
+  out["ref_counts"] = write(ref_counts);
+  out["hash_tokens"] = write(hash_tokens);
+  out["hashes"] = hashes;
   return out;
 }
+py::object write(const std::vector<PrefixEntry>& v) {
+  py::list list;
+  for (const PrefixEntry& entry : v) list.append(py::make_tuple(to_python(entry.hash), py::cast(entry.blocks)));
+  return list;
+}
+py::object write(const std::vector<ExtraHashes>& v) {
+  py::list list;
+  for (const ExtraHashes& extra : v) list.append(py::make_tuple(extra.block, write(extra.hashes)));
+  return list;
+}
+py::object write(const SamplingState& v);
+py::object write(const std::vector<RequestState>& v);
 
-WorkerSnapshot worker_from(const py::handle& object) {
-  DictReader in(object, "worker");
-  WorkerSnapshot v;
-  in.read("rank", v.rank);
-  in.read("rows", v.rows);
-  v.default_generator = bytes_from(in.take("default_generator"));
-  for (const auto& [id, state] : py::reinterpret_borrow<py::dict>(in.take("generators"))) {
-    v.generators.emplace_back(id.cast<std::string>(), bytes_from(state));
+// A field on its way out.
+struct FieldWriter {
+  py::dict out;
+  template <class T>
+  void operator()(const char* key, const T& value) {
+    if constexpr (requires { write(value); }) {
+      out[key] = write(value);
+    } else {
+      out[key] = value;
+    }
   }
-  v.engine = value_from(in.take("engine"));
-  in.finish();
-  return v;
+  void as_list(const char* key, const std::vector<int32_t>& value) { out[key] = py::cast(value); }
+};
+
+template <class Struct>
+py::dict write_fields(const Struct& v) {
+  FieldWriter writer;
+  fields_of(writer, v);
+  return writer.out;
+}
+py::object write(const SamplingState& v) { return write_fields(v); }
+py::object write(const std::vector<RequestState>& v) {
+  py::list list;
+  for (const RequestState& request : v) list.append(write_fields(request));
+  return list;
 }
 
 }  // namespace
 
 py::list to_python(const std::vector<WorkerSnapshot>& workers) {
   py::list list;
-  for (const WorkerSnapshot& v : workers) {
-    py::dict generators;
-    for (const auto& [id, state] : v.generators) generators[py::str(id)] = to_python(state);
-    py::dict out;
-    out["rank"] = v.rank;
-    out["rows"] = v.rows;
-    out["default_generator"] = to_python(v.default_generator);
-    out["generators"] = generators;
-    out["engine"] = to_python(v.engine);
-    list.append(out);
-  }
+  for (const WorkerSnapshot& worker : workers) list.append(write_fields(worker));
   return list;
 }
 
-Fingerprint fingerprint_from(const py::handle& object) {
-  try {
-    return object.cast<Fingerprint>();
-  } catch (const py::cast_error&) {
-    DictReader::fail("fingerprint", "a dict of strings");
-  }
+Fingerprint fingerprint_from(const py::handle& object) { return cast_from<Fingerprint>(object, "fingerprint"); }
+
+namespace {
+
+SchedulerCheckpoint state_from(DictReader& in) {
+  SchedulerCheckpoint v;
+  read_fields(in.take("scheduler"), "scheduler", v.scheduler);
+  read_fields(in.take("kv"), "kv", v.kv);
+  for (const py::handle item : sequence_from(in.take("workers"), "workers")) read_fields(item, "worker", v.workers.emplace_back());
+  return v;
 }
+
+}  // namespace
 
 SchedulerCheckpoint scheduler_checkpoint_from(const py::dict& dict) {
   DictReader in(dict, "state");
-  SchedulerCheckpoint v;
-  v.scheduler = scheduler_from(in.take("scheduler"));
-  v.kv = kv_from(in.take("kv"));
-  for (const py::handle item : in.take("workers")) v.workers.push_back(worker_from(item));
+  SchedulerCheckpoint v = state_from(in);
   in.finish();
   return v;
 }
@@ -403,9 +435,7 @@ EngineCheckpoint engine_checkpoint_from(const py::dict& dict) {
   DictReader in(dict, "checkpoint");
   EngineCheckpoint v;
   v.fingerprint = fingerprint_from(in.take("fingerprint"));
-  py::dict state;
-  for (const char* part : {"scheduler", "kv", "workers"}) state[part] = in.take(part);
-  v.state = scheduler_checkpoint_from(state);
+  v.state = state_from(in);
   v.outputs = value_from(in.take("outputs"));
   in.finish();
   return v;
@@ -414,8 +444,8 @@ EngineCheckpoint engine_checkpoint_from(const py::dict& dict) {
 py::dict to_python(const EngineCheckpoint& checkpoint) {
   py::dict out;
   out["fingerprint"] = checkpoint.fingerprint;
-  out["scheduler"] = scheduler_to_python(checkpoint.state.scheduler);
-  out["kv"] = kv_to_python(checkpoint.state.kv);
+  out["scheduler"] = write_fields(checkpoint.state.scheduler);
+  out["kv"] = write_fields(checkpoint.state.kv);
   out["workers"] = to_python(checkpoint.state.workers);
   out["outputs"] = to_python(checkpoint.outputs);
   return out;
@@ -425,7 +455,7 @@ KvLayout kv_layout_from(const py::dict& dict) {
   DictReader in(dict, "KV layout");
   KvLayout layout;
   in.read("num_blocks", layout.num_blocks);
-  for (const py::handle item : in.take("tensors")) {
+  for (const py::handle item : sequence_from(in.take("tensors"), "KV layout tensors")) {
     DictReader tensor_in(item, "KV layout tensor");
     KvTensor tensor;
     tensor_in.read("address", tensor.address);

@@ -23,6 +23,7 @@ Fingerprint fingerprint_from(const pybind11::handle& object);
 KvLayout kv_layout_from(const pybind11::dict& dict);
 
 pybind11::bytes to_python(const Bytes& bytes);
-Bytes bytes_from(const pybind11::handle& object);
+// InvalidArgument naming `where` for anything but bytes.
+Bytes bytes_from(const pybind11::handle& object, const std::string& where);
 
 }  // namespace torpor

@@ -40,7 +40,16 @@ class DictReader {
     try {
       value = item.cast<T>();
     } catch (const pybind11::cast_error&) {
-      fail(fmt::format("{}.{}", where_, key), fmt::format("a {} (it is {})", pybind11::type_id<T>(), pybind11::repr(item).cast<std::string>()));
+      wrong_type<T>(item, fmt::format("{}.{}", where_, key));
+    }
+  }
+  // The same for an object that is no entry of its own.
+  template <class T>
+  static void cast(const pybind11::handle& object, const std::string& where, T& value) {
+    try {
+      value = object.cast<T>();
+    } catch (const pybind11::cast_error&) {
+      wrong_type<T>(object, where);
     }
   }
   template <class T>
@@ -59,6 +68,10 @@ class DictReader {
   }
 
  private:
+  template <class T>
+  [[noreturn]] static void wrong_type(const pybind11::handle& object, const std::string& where) {
+    fail(where, fmt::format("a {} (it is {})", pybind11::type_id<T>(), pybind11::repr(object).cast<std::string>()));
+  }
   pybind11::dict dict_;
   std::string where_;
   std::vector<const char*> taken_;

@@ -37,6 +37,13 @@ def _set(values: dict, path: list, value) -> None:
         (["scheduler", "requests", 0, "sampling", "top_p"], "high", "sampling.top_p must be"),
         (["scheduler", "requests", 0, "sampling", "engine"], {"f": object()}, "object"),
         (["kv"], [], "kv must be a dict"),
+        (["scheduler", "requests"], {}, "scheduler.requests must be a list"),
+        (["scheduler", "requests", 0, "block_hashes"], "text", "block_hashes must be bytes"),
+        (["scheduler", "requests", 0, "status"], "asleep", "status must be"),
+        (["scheduler", "requests", 0, "priority"], 1 << 70, "priority must be"),
+        (["scheduler", "requests", 0, "engine"], {"n": 1 << 70}, "a number in a value must be"),
+        (["kv", "prefix_index"], [(b"key",)], "kv.prefix_index must be a list of pairs"),
+        (["kv", "blocks", "hashes"], [], "kv.blocks must be four lists"),
     ],
 )
 def test_a_wrong_entry_is_named(path, value, named):

@@ -75,7 +75,7 @@ Scenario make_scenario(uint64_t seed, Dice& dice, const std::string& directory) 
   options.token_budget = static_cast<int32_t>(dice.between(3, 24));
   options.max_running = static_cast<int32_t>(dice.between(1, 6));
   options.by_priority = dice.chance(0.3);
-  options.num_blocks = static_cast<int32_t>(dice.between(60, 140) / options.model.block_tokens);  // a request fits, all do not
+  options.num_blocks = static_cast<int32_t>(dice.between(64, scenario.exact ? 140 : 90) / options.model.block_tokens);  // a request fits, all do not
   scenario.late_copies = dice.chance(0.5);
   scenario.shuffle_seed = dice.chance(0.5) ? seed + 1 : 0;
   scenario.sleep_chance = dice.one_of({0.03, 0.1, 0.3});
@@ -101,11 +101,11 @@ Scenario make_scenario(uint64_t seed, Dice& dice, const std::string& directory) 
 
   std::vector<std::vector<int32_t>> stems(3);
   for (auto& stem : stems) {
-    for (int64_t i = dice.between(1, 20); i > 0; --i) stem.push_back(static_cast<int32_t>(dice.between(0, 99)));
+    for (int64_t i = dice.between(1, 24); i > 0; --i) stem.push_back(static_cast<int32_t>(dice.between(0, 99)));
   }
-  const int64_t requests = dice.between(3, 9);
+  const int64_t requests = scenario.exact ? dice.between(3, 9) : dice.between(5, 14);
   for (int64_t number = 0; number < requests; ++number) {
-    Arrival arrival{.step = static_cast<int>(dice.between(0, 25))};
+    Arrival arrival{.step = static_cast<int>(dice.between(0, scenario.exact ? 25 : 60))};
     ReferenceRequest& request = arrival.request;
     request.id = fmt::format("r{}", number);
     request.prompt = stems[static_cast<size_t>(dice.between(0, 2))];
@@ -116,7 +116,7 @@ Scenario make_scenario(uint64_t seed, Dice& dice, const std::string& directory) 
     request.seed = dice.between(0, 1000);
     request.salt = dice.chance(0.2) ? 7 : 0;
     if (dice.chance(0.2)) arrival.samples = 2;
-    if (dice.chance(0.1) && arrival.samples == 1) scenario.aborts[request.id] = static_cast<int>(dice.between(arrival.step, 50));
+    if (dice.chance(0.1) && arrival.samples == 1) scenario.aborts[request.id] = static_cast<int>(dice.between(arrival.step, arrival.step + 25));
     scenario.arrivals.push_back(std::move(arrival));
   }
   return scenario;

@@ -29,6 +29,7 @@ TEST_P(Simulation, I10EveryTokenIsThatOfARunToWhichNothingHappens) {
     boost::filesystem::remove_all(directory);
     sum.add(result);
   }
+  if (kSeeds / kGroups < 50) return;
   // What is to be tested did happen.
   EXPECT_GT(sum.sleeps, 0);
   EXPECT_GT(sum.new_engines, 0);

@@ -38,4 +38,26 @@ inline double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
+// work(part, parts) on every core at once.
+inline void on_all_cores(const std::function<void(uint64_t, uint64_t)>& work) {
+  const uint64_t parts = std::clamp(std::thread::hardware_concurrency(), 1u, 8u);
+  std::vector<std::thread> others;
+  for (uint64_t part = 1; part < parts; ++part) others.emplace_back(work, part, parts);
+  work(0, parts);
+  for (std::thread& thread : others) thread.join();
+}
+
+// Memory that was touched, at a multiple of 4096.
+class WarmMemory {
+ public:
+  explicit WarmMemory(uint64_t bytes) : data_(static_cast<std::byte*>(std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096)), std::free), bytes_(bytes) {
+    std::memset(data_.get(), 1, bytes);
+  }
+  std::span<std::byte> bytes() const { return {data_.get(), bytes_}; }
+
+ private:
+  std::unique_ptr<std::byte, void (*)(void*)> data_;
+  uint64_t bytes_;
+};
+
 }  // namespace torpor::bench

@@ -17,6 +17,10 @@ BENCHES = {
     "scheduler_state": "tools/bench/scheduler_state_bench.py",
     "sleep_wake": "build/release/tools/bench/sleep_wake_bench",
     "offload_pipeline": "build/release/tools/bench/offload_pipeline_bench",
+    "kv_copy": "build/release/tools/bench/kv_copy_bench",
+    "kv_copy_torch": "tools/bench/kv_copy_torch_bench.py",
+    "disk_blocks": "build/release/tools/bench/disk_blocks_bench",
+    "tier_replay": "build/release/tools/bench/tier_replay_bench",
 }
 
 

@@ -1,0 +1,190 @@
+// Scattered KV blocks from the device to host memory, as a sleep or an offload copies them: with a digest of every block.
+//
+// Ceiling: one big memcpy of as many bytes, on all cores. Baseline: block after block, each copied, awaited and hashed. And
+// what the digest costs: copying with it in one pass, beside the plain copy of the same pieces, and beside copying first and
+// hashing then. Interleaved, median of the rounds, after one that only warms; all memory is touched before.
+#include <iostream>
+#include <random>
+
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
+
+#include "allocator/host_device.h"
+#include "base/copy.h"
+#include "base/units.h"
+#include "kvcache/block_routes.h"
+#include "offload/chunk_mover.h"
+#include "tools/bench/bench.h"
+
+namespace {
+
+using namespace torpor;
+using bench::median;
+using bench::must;
+using bench::seconds;
+
+struct Model {
+  const char* name;
+  uint32_t layers;
+  uint64_t token_bytes;  // of keys and values, one layer, bfloat16
+};
+constexpr Model kSmall{"135M", 30, 3 * 64 * 2 * 2};
+constexpr Model kLarge{"70B", 80, 8 * 128 * 2 * 2};
+
+class Case {
+ public:
+  Case(const Model& model, uint64_t block_tokens, bool layer_outermost, uint64_t wanted_bytes)
+      : model_(model), block_tokens_(block_tokens), layer_outermost_(layer_outermost) {
+    const uint64_t piece = block_tokens * model.token_bytes;
+    const uint64_t block = piece * model.layers;
+    const uint64_t moved = std::max<uint64_t>(4, wanted_bytes / block);
+    const uint64_t total = 2 * moved;
+    bytes_ = moved * block;
+    device_ = must(make_host_device());
+    size_ = align_up(total * block, device_->granularity());
+    address_ = must(device_->reserve(size_));
+    memory_ = must(device_->create(size_));
+    must(device_->map(address_, memory_));
+    must(device_->set_access(address_, size_, Access::kReadWrite));
+    std::memset(reinterpret_cast<void*>(address_), 3, size_);  // NOLINT(performance-no-int-to-ptr)
+    layout_ = {.num_blocks = static_cast<uint32_t>(total),
+               .tensors = {{.address = address_, .layers = model.layers, .layer_stride = layer_outermost ? total * piece : piece, .block_stride = layer_outermost ? piece : block, .block_bytes = piece}}};
+    arena_ = must(HostArena::create());
+    host_ = must(HostBlocks::create(*arena_, {.num_blocks = static_cast<int32_t>(moved)}, block));
+    executor_ = must(TransferExecutor::create(*device_, *arena_));
+    std::vector<int32_t> ids(total);
+    for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int32_t>(i);
+    std::shuffle(ids.begin(), ids.end(), std::mt19937(1));
+    for (uint64_t slot = 0; slot < moved; ++slot) plans_.push_back(plan_of(layout_, ids[slot], host_->chunk(static_cast<int32_t>(slot))));
+    stream_ = must(device_->create_stream());
+    flat_ = std::make_unique<bench::WarmMemory>(bytes_);
+  }
+  ~Case() {
+    must(device_->destroy_stream(stream_));
+    executor_.reset();
+    must(device_->unmap(address_, size_));
+    must(device_->release(memory_));
+    must(device_->free_reservation(address_));
+  }
+
+  void torpor() {
+    ChunkMover mover(*executor_);
+    (void)must(mover.save(plans_, *host_));
+  }
+  void ceiling() {
+    bench::on_all_cores([&](uint64_t part, uint64_t parts) {
+      const uint64_t begin = bytes_ * part / parts;
+      std::memcpy(flat_->bytes().data() + begin, reinterpret_cast<std::byte*>(address_) + begin, bytes_ * (part + 1) / parts - begin);  // NOLINT(performance-no-int-to-ptr)
+    });
+  }
+  void baseline() {
+    for (size_t slot = 0; slot < plans_.size(); ++slot) {
+      SavedChunk chunk = host_->chunk(static_cast<int32_t>(slot));
+      const std::span<std::byte> place = must(host_->place(chunk));
+      uint64_t at = 0;
+      for (const DevicePiece& piece : plans_[slot].pieces) {
+        const Copy copy{piece.address, place.data() + at, piece.bytes};
+        must(device_->copy_async(stream_, Direction::kDeviceToHost, {&copy, 1}));
+        at += piece.bytes;
+      }
+      (void)device_->wait(must(device_->record(stream_)));
+      host_->remember(static_cast<int32_t>(slot), digest_of(place));
+    }
+  }
+  nlohmann::ordered_json row(int rounds) {
+    std::vector<double> ours, one, per_block;
+    for (int round = 0; round <= rounds; ++round) {
+      const double a = seconds([&] { torpor(); });
+      const double b = seconds([&] { ceiling(); });
+      const double c = seconds([&] { baseline(); });
+      if (round > 0) ours.push_back(a), one.push_back(b), per_block.push_back(c);
+    }
+    const auto rate = [&](const std::vector<double>& times) { return static_cast<double>(bytes_) / 1e9 / median(times); };
+    return {{"model", model_.name}, {"block_tokens", block_tokens_}, {"layout", layer_outermost_ ? "layer outermost" : "block outermost"}, {"blocks", plans_.size()},
+            {"piece_bytes", plans_[0].pieces[0].bytes}, {"bytes", bytes_}, {"torpor", rate(ours)}, {"baseline", rate(per_block)}, {"ceiling", rate(one)},
+            {"times_baseline", rate(ours) / rate(per_block)}, {"of_ceiling", rate(ours) / rate(one)}};
+  }
+
+ private:
+  const Model model_;
+  const uint64_t block_tokens_;
+  const bool layer_outermost_;
+  uint64_t bytes_ = 0;
+  uint64_t size_ = 0;
+  std::unique_ptr<DeviceMemory> device_;
+  DeviceAddress address_ = 0;
+  PhysicalId memory_{};
+  KvLayout layout_;
+  std::unique_ptr<HostArena> arena_;
+  std::unique_ptr<HostBlocks> host_;
+  std::unique_ptr<TransferExecutor> executor_;
+  std::vector<ChunkPlan> plans_;
+  StreamId stream_{};
+  std::unique_ptr<bench::WarmMemory> flat_;
+};
+
+// Copies of 4 MiB pieces: with the digest in one pass, plainly in the same way, and plainly with the digest taken afterwards.
+nlohmann::ordered_json digest_rows(uint64_t bytes, int rounds) {
+  const bench::WarmMemory from(bytes), to(bytes);
+  constexpr uint64_t kPiece = 4 * kMiB;
+  const auto in_pieces = [&](const std::function<void(std::span<std::byte>, std::span<const std::byte>)>& work) {
+    return seconds([&] {
+      bench::on_all_cores([&](uint64_t part, uint64_t parts) {
+        for (uint64_t at = part * kPiece; at + kPiece <= bytes; at += parts * kPiece) work(to.bytes().subspan(at, kPiece), from.bytes().subspan(at, kPiece));
+      });
+    });
+  };
+  std::vector<double> one_pass, plain, past_cache, then_hash;
+  for (int round = 0; round <= rounds; ++round) {
+    const double a = in_pieces([](auto target, auto source) {
+      StreamingDigest digest;
+      copy_with_digest(target, source, digest);
+      (void)digest.finish();
+    });
+    const double b = in_pieces([](auto target, auto source) { std::memcpy(target.data(), source.data(), source.size()); });
+    const double c = in_pieces([](auto target, auto source) { copy_past_cache(target, source); });
+    const double d = in_pieces([](auto target, auto source) {
+      std::memcpy(target.data(), source.data(), source.size());
+      (void)digest_of(target);
+    });
+    if (round > 0) one_pass.push_back(a), plain.push_back(b), past_cache.push_back(c), then_hash.push_back(d);
+  }
+  const auto rate = [&](const std::vector<double>& times) { return static_cast<double>(bytes) / 1e9 / median(times); };
+  return {{"bytes", bytes}, {"torpor", rate(one_pass)}, {"baseline_copy_then_hash", rate(then_hash)}, {"memcpy", rate(plain)}, {"ceiling_copy_past_cache", rate(past_cache)},
+          {"times_baseline", rate(one_pass) / rate(then_hash)}, {"of_memcpy", rate(one_pass) / rate(plain)}, {"of_ceiling", rate(one_pass) / rate(past_cache)}};
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app{"Scattered KV blocks to host memory, with digests, beside one memcpy and beside block after block."};
+  uint64_t mib = 256;
+  int rounds = 5;
+  bool as_json = false;
+  app.add_option("--mib", mib, "bytes moved in each case")->capture_default_str()->check(CLI::Range(16, 16384));
+  app.add_option("--rounds", rounds, "measured rounds")->capture_default_str()->check(CLI::Range(1, 1000));
+  app.add_flag("--json", as_json, "print one JSON object");
+  CLI11_PARSE(app, argc, argv);
+  nlohmann::ordered_json json = {{"rounds", rounds}, {"unit", "GB/s, median"}, {"blocks", nlohmann::ordered_json::array()}};
+  for (const Model& model : {kSmall, kLarge}) {
+    for (const uint64_t tokens : {16, 32, 128}) {
+      for (const bool layer_outermost : {true, false}) json["blocks"].push_back(Case(model, tokens, layer_outermost, mib * kMiB).row(rounds));
+    }
+  }
+  json["digest"] = digest_rows(mib * kMiB, rounds);
+  if (as_json) {
+    std::cout << json.dump(2) << '\n';
+    return 0;
+  }
+  fmt::print("scattered KV blocks to host memory with digests, {} MiB each, median of {} rounds, GB/s\n", mib, rounds);
+  fmt::print("{:>5} {:>6} {:<16} {:>9} {:>7} {:>9} {:>7}   {}\n", "model", "tokens", "layout", "piece", "torpor", "per block", "memcpy", "torpor to per block, to one memcpy");
+  for (const auto& row : json["blocks"]) {
+    fmt::print("{:>5} {:>6} {:<16} {:>7.0f} K {:>7.2f} {:>9.2f} {:>7.2f}   {:.2f} x, {:.0f} %\n", row["model"].get<std::string>(), row["block_tokens"].get<int>(), row["layout"].get<std::string>(),
+               row["piece_bytes"].get<double>() / 1024, row["torpor"].get<double>(), row["baseline"].get<double>(), row["ceiling"].get<double>(), row["times_baseline"].get<double>(), 100 * row["of_ceiling"].get<double>());
+  }
+  const auto& d = json["digest"];
+  fmt::print("copy with digest in one pass {:.2f} GB/s: {:.2f} x copy then hash ({:.2f}), {:.0f} % of memcpy ({:.2f}), {:.0f} % of copying past the cache ({:.2f})\n", d["torpor"].get<double>(),
+             d["times_baseline"].get<double>(), d["baseline_copy_then_hash"].get<double>(), 100 * d["of_memcpy"].get<double>(), d["memcpy"].get<double>(), 100 * d["of_ceiling"].get<double>(),
+             d["ceiling_copy_past_cache"].get<double>());
+  return 0;
+}
