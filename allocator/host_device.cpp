@@ -21,7 +21,7 @@
 namespace torpor {
 namespace {
 
-// One stream: copies in order on a thread of its own, or, deferred, on the thread that waits.
+// One stream: calls in order on a thread of its own, or, deferred, on the thread that waits.
 class HostStream {
  public:
   HostStream(bool deferred, uint64_t link_bytes_per_second) : deferred_(deferred), link_bytes_per_second_(link_bytes_per_second) {
@@ -38,11 +38,11 @@ class HostStream {
     worker_.join();
   }
 
-  void enqueue(Direction direction, std::span<const Copy> copies) {
+  void enqueue(Direction direction, std::vector<Copy> copies) {
     {
       const std::lock_guard lock(mutex_);
-      for (const Copy& copy : copies) queue_.push_back({direction, copy});
-      enqueued_ += copies.size();
+      queue_.push_back({direction, std::move(copies)});
+      ++enqueued_;
     }
     changed_.notify_all();
   }
@@ -52,7 +52,7 @@ class HostStream {
     return enqueued_;
   }
 
-  // Returns when the first `count` copies of this stream's life are done.
+  // Returns when the first `count` calls of this stream's life are done.
   void drain(uint64_t count) {
     std::unique_lock lock(mutex_);
     if (deferred_) {
@@ -63,9 +63,9 @@ class HostStream {
   }
 
  private:
-  struct Item {
+  struct Call {
     Direction direction;
-    Copy copy;
+    std::vector<Copy> copies;
   };
 
   void run() {
@@ -74,7 +74,6 @@ class HostStream {
       changed_.wait(lock, [&] { return ending_ || !queue_.empty(); });
       if (queue_.empty()) return;
       run_one(lock);
-      changed_.notify_all();
     }
   }
 
@@ -84,33 +83,36 @@ class HostStream {
       changed_.wait(lock);
       return;
     }
-    const Item item = queue_.front();
+    const Call call = std::move(queue_.front());
     queue_.pop_front();
     lock.unlock();
-    const auto began = std::chrono::steady_clock::now();
-    auto* device = reinterpret_cast<std::byte*>(item.copy.device);  // NOLINT(performance-no-int-to-ptr)
-    const bool down = item.direction == Direction::kDeviceToHost;
-    const std::span<std::byte> to(down ? item.copy.host : device, item.copy.bytes);
-    const std::span<const std::byte> from(down ? device : item.copy.host, item.copy.bytes);
-    if (item.copy.digest != nullptr) {
-      copy_with_digest(to, from, *item.copy.digest);
-    } else {
-      copy_past_cache(to, from);
-    }
-    if (link_bytes_per_second_ > 0) {
-      const double seconds = static_cast<double>(item.copy.bytes) / static_cast<double>(link_bytes_per_second_);
-      std::this_thread::sleep_until(began + std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds)));
-    }
+    for (const Copy& copy : call.copies) carry_out(call.direction, copy);
     lock.lock();
     ++done_;
     changed_.notify_all();
+  }
+
+  void carry_out(Direction direction, const Copy& copy) const {
+    const auto began = std::chrono::steady_clock::now();
+    auto* device = reinterpret_cast<std::byte*>(copy.device);  // NOLINT(performance-no-int-to-ptr)
+    const bool down = direction == Direction::kDeviceToHost;
+    const std::span<std::byte> to(down ? copy.host : device, copy.bytes);
+    const std::span<const std::byte> from(down ? device : copy.host, copy.bytes);
+    if (copy.digest != nullptr) {
+      copy_with_digest(to, from, *copy.digest);
+    } else {
+      copy_past_cache(to, from);
+    }
+    if (link_bytes_per_second_ == 0) return;
+    const double seconds = static_cast<double>(copy.bytes) / static_cast<double>(link_bytes_per_second_);
+    std::this_thread::sleep_until(began + std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds)));
   }
 
   const bool deferred_;
   const uint64_t link_bytes_per_second_;
   mutable std::mutex mutex_;  // guards all below
   std::condition_variable changed_;
-  std::deque<Item> queue_;
+  std::deque<Call> queue_;
   uint64_t enqueued_ = 0;
   uint64_t done_ = 0;
   bool ending_ = false;
@@ -236,15 +238,13 @@ class HostDevice final : public DeviceMemory {
   Status do_copy_async(StreamId stream, Direction direction, std::span<const Copy> copies) override {
     const std::shared_ptr<HostStream> found = stream_of(stream);
     if (found == nullptr) return unknown("stream", static_cast<uint64_t>(stream));
-    if (options_.shuffle_seed == 0) {
-      found->enqueue(direction, copies);
-      return ok();
+    std::vector<Copy> ordered(copies.begin(), copies.end());
+    if (options_.shuffle_seed != 0) {
+      std::mt19937_64 random(options_.shuffle_seed + copies.size());
+      std::shuffle(ordered.begin(), ordered.end(), random);
+      for (Copy& copy : ordered) copy.digest = nullptr;
     }
-    std::vector<Copy> shuffled(copies.begin(), copies.end());
-    for (Copy& copy : shuffled) copy.digest = nullptr;
-    std::mt19937_64 random(options_.shuffle_seed + copies.size());
-    std::shuffle(shuffled.begin(), shuffled.end(), random);
-    found->enqueue(direction, shuffled);
+    found->enqueue(direction, std::move(ordered));
     return ok();
   }
 

@@ -98,20 +98,24 @@ class Blocks {
 // The disk itself: the same bytes in the same batches from memory that is there.
 class Raw {
  public:
-  Raw(const std::string& directory, uint64_t block_bytes, int32_t count, int32_t batch) : block_bytes_(block_bytes), count_(count), batch_(batch), memory_(block_bytes * static_cast<uint64_t>(batch)) {
+  Raw(const std::string& directory, uint64_t block_bytes, int32_t count, int32_t batch) : block_bytes_(block_bytes), count_(count), batch_(batch), memory_(block_bytes * static_cast<uint64_t>(count)) {
     directory_ = must(linux_file_system().open_directory(directory, true));
     file_ = must(directory_->open_slots("raw"));
     must(file_->preallocate(block_bytes * static_cast<uint64_t>(count)));
   }
   void run(bool write) {
-    for (int32_t first = 0; first < count_; first += batch_) {
-      std::vector<FilePart> parts;
-      for (int32_t i = 0; i < std::min(batch_, count_ - first); ++i) {
-        parts.push_back({static_cast<uint64_t>(first + i) * block_bytes_, memory_.bytes().subspan(static_cast<uint64_t>(i) * block_bytes_, block_bytes_), ok()});
+    std::atomic<int32_t> next = 0;
+    bench::on_all_cores([&](uint64_t, uint64_t) {
+      for (int32_t first = next.fetch_add(batch_); first < count_; first = next.fetch_add(batch_)) {
+        std::vector<FilePart> parts;
+        for (int32_t block = first; block < std::min(first + batch_, count_); ++block) {
+          const uint64_t at = static_cast<uint64_t>(block) * block_bytes_;
+          parts.push_back({at, memory_.bytes().subspan(at, block_bytes_), ok()});
+        }
+        write ? file_->pwrite_all(parts) : file_->pread_all(parts);
+        for (const FilePart& part : parts) must(part.status);
       }
-      write ? file_->pwrite_all(parts) : file_->pread_all(parts);
-      for (const FilePart& part : parts) must(part.status);
-    }
+    });
   }
 
  private:

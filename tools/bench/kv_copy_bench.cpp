@@ -134,7 +134,7 @@ nlohmann::ordered_json digest_rows(uint64_t bytes, int rounds) {
       });
     });
   };
-  std::vector<double> one_pass, plain, past_cache, then_hash;
+  std::vector<double> one_pass, plain, past_cache, then_hash, all_then_hash;
   for (int round = 0; round <= rounds; ++round) {
     const double a = in_pieces([](auto target, auto source) {
       StreamingDigest digest;
@@ -147,11 +147,13 @@ nlohmann::ordered_json digest_rows(uint64_t bytes, int rounds) {
       std::memcpy(target.data(), source.data(), source.size());
       (void)digest_of(target);
     });
-    if (round > 0) one_pass.push_back(a), plain.push_back(b), past_cache.push_back(c), then_hash.push_back(d);
+    const double e = in_pieces([](auto target, auto source) { std::memcpy(target.data(), source.data(), source.size()); }) +
+                     in_pieces([](auto target, auto) { (void)digest_of(target); });
+    if (round > 0) one_pass.push_back(a), plain.push_back(b), past_cache.push_back(c), then_hash.push_back(d), all_then_hash.push_back(e);
   }
   const auto rate = [&](const std::vector<double>& times) { return static_cast<double>(bytes) / 1e9 / median(times); };
-  return {{"bytes", bytes}, {"torpor", rate(one_pass)}, {"baseline_copy_then_hash", rate(then_hash)}, {"memcpy", rate(plain)}, {"ceiling_copy_past_cache", rate(past_cache)},
-          {"times_baseline", rate(one_pass) / rate(then_hash)}, {"of_memcpy", rate(one_pass) / rate(plain)}, {"of_ceiling", rate(one_pass) / rate(past_cache)}};
+  return {{"bytes", bytes}, {"torpor", rate(one_pass)}, {"baseline_copy_then_hash", rate(all_then_hash)}, {"piece_by_piece_copy_then_hash", rate(then_hash)}, {"memcpy", rate(plain)}, {"ceiling_copy_past_cache", rate(past_cache)},
+          {"times_baseline", rate(one_pass) / rate(all_then_hash)}, {"times_piece_by_piece", rate(one_pass) / rate(then_hash)}, {"of_memcpy", rate(one_pass) / rate(plain)}, {"of_ceiling", rate(one_pass) / rate(past_cache)}};
 }
 
 }  // namespace
@@ -183,8 +185,9 @@ int main(int argc, char** argv) {
                row["piece_bytes"].get<double>() / 1024, row["torpor"].get<double>(), row["baseline"].get<double>(), row["ceiling"].get<double>(), row["times_baseline"].get<double>(), 100 * row["of_ceiling"].get<double>());
   }
   const auto& d = json["digest"];
-  fmt::print("copy with digest in one pass {:.2f} GB/s: {:.2f} x copy then hash ({:.2f}), {:.0f} % of memcpy ({:.2f}), {:.0f} % of copying past the cache ({:.2f})\n", d["torpor"].get<double>(),
-             d["times_baseline"].get<double>(), d["baseline_copy_then_hash"].get<double>(), 100 * d["of_memcpy"].get<double>(), d["memcpy"].get<double>(), 100 * d["of_ceiling"].get<double>(),
-             d["ceiling_copy_past_cache"].get<double>());
+  const auto number = [&](const char* key) { return d[key].get<double>(); };
+  fmt::print("copy with digest in one pass {:.2f} GB/s: {:.2f} x copy all then hash all ({:.2f}), {:.2f} x copy then hash each 4 MiB ({:.2f}),\n  {:.0f} % of memcpy ({:.2f}), {:.0f} % of copying past the cache ({:.2f})\n",
+             number("torpor"), number("times_baseline"), number("baseline_copy_then_hash"), number("times_piece_by_piece"), number("piece_by_piece_copy_then_hash"), 100 * number("of_memcpy"), number("memcpy"),
+             100 * number("of_ceiling"), number("ceiling_copy_past_cache"));
   return 0;
 }
