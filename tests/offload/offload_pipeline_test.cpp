@@ -210,20 +210,35 @@ TEST_F(OffloadPipelineTest, P3AfterTheUpgradeCancellingOnlyWaits) {
   EXPECT_EQ(handle.count(BlockOutcome::kCancelled), 0u);
 }
 
-// The deck is full, so containers queue; cancelled ones must be gone when the next batch is upgraded, whatever the sweeper did.
+// In steps, so that the container is in the queue for certain when it is cancelled; and the periodic sweep never comes.
 TEST_F(OffloadPipelineTest, P4CancelledContainersAreSweptOutImmediatelyBeforeTheUpgrade) {
-  OffloadOptions options = by_size(1, 100);
-  options.sweep_interval = 1h;  // the periodic sweep never comes
+  OffloadOptions options = by_size(6, 100);
+  options.sweep_interval = 1h;
+  options.own_threads = false;
   const auto pipeline = make(options);
-  occupy(*pipeline);
   OffloadHandle cancelled = pipeline->enqueue(blocks(10, 5));
-  const OffloadHandle kept = pipeline->enqueue(blocks(20, 5));
+  pipeline->step();
+  EXPECT_EQ(cancelled.status(), OffloadStatus::kQueued);  // too few for a batch
   cancelled.request_cancel();
-  route_.open();
-  kept.wait();
-  cancelled.wait();
+  const OffloadHandle kept = pipeline->enqueue(blocks(20, 5));
+  pipeline->step();
   EXPECT_EQ(cancelled.count(BlockOutcome::kCancelled), 5u);
   EXPECT_EQ(kept.count(BlockOutcome::kTransferred), 5u);
+  EXPECT_EQ(route_.upgraded(), (std::vector<int32_t>{20, 21, 22, 23, 24}));
+}
+
+TEST_F(OffloadPipelineTest, WithoutThreadsOfItsOwnNothingMovesButInStepsAndDrain) {
+  OffloadOptions options = by_size(100, 100);
+  options.own_threads = false;
+  auto pipeline = make(options);
+  const OffloadHandle drained = pipeline->enqueue(blocks(0, 3));
+  EXPECT_FALSE(pipeline->step());  // not a batch yet, and its time is not up
+  EXPECT_EQ(drained.status(), OffloadStatus::kQueued);
+  pipeline->drain();  // partial batches go
+  EXPECT_EQ(drained.count(BlockOutcome::kTransferred), 3u);
+  const OffloadHandle left = pipeline->enqueue(blocks(10, 2));
+  pipeline.reset();
+  EXPECT_EQ(left.count(BlockOutcome::kShutDown), 2u);
 }
 
 TEST_F(OffloadPipelineTest, P5AfterTheUpgradeAllBlocksOfABatchAreOneList) {

@@ -14,7 +14,9 @@ def check(result: dict, requests: int) -> None:
     kept = result["saved_bytes"] if result["to"] == "host" else 0
     given_back = result["rss_awake_bytes"] - result["rss_asleep_bytes"]
     assert given_back >= 0.9 * result["resident_weights_and_kv_bytes"] - kept
-    for name in ("sleep_seconds", "wake_seconds", "rss_woken_bytes"):
+    for name in ("sleep_chunks", "wake_chunks"):  # everything went through the offload core, and nothing else became of it
+        assert set(result[name]) == {"transferred"} and result[name]["transferred"] > 0
+    for name in ("sleep_seconds", "wake_seconds", "rss_woken_bytes", "tokens_per_second"):
         assert result[name] > 0
 
 

@@ -15,6 +15,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
 from pathlib import Path
 
 from screen import MARK, Screen, size
@@ -137,8 +139,11 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
 
         screen.stage("2. The run that never sleeps, to compare with")
         kinds = engine.order("add", **requests)["kinds"]
+        began = time.monotonic()
         expected = engine.order("run", steps=None)
-        screen.line(f"{len(prompts)} answers, {sum(map(len, expected['tokens'].values()))} tokens, {expected['steps']} engine steps")
+        answered = sum(map(len, expected["tokens"].values()))
+        per_second = answered / (time.monotonic() - began)
+        screen.line(f"{len(prompts)} answers, {answered} tokens, {expected['steps']} engine steps, {per_second:.0f} tokens a second")
 
         screen.stage(f"3. The same {len(prompts)} chats again")
         engine.order("add", **requests)
@@ -186,6 +191,7 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         "tokens_before_sleep": sum(map(len, before["tokens"].values())),
         "tokens": sum(map(len, tokens.values())),
         "recomputed_tokens": recomputed,
+        "tokens_per_second": per_second,
         "level": options.level,
         "to": options.to,
         "rss_awake_bytes": awake,
@@ -201,8 +207,15 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         "wake_seconds": woken["seconds"],
         "sleep_phases": slept["phases"],
         "wake_phases": woken["phases"],
+        "sleep_chunks": chunks(slept),
+        "wake_chunks": chunks(woken),
         "log": str(log),
     }
+
+
+def chunks(report: dict) -> dict[str, int]:
+    """What the offload core counted so far in the process that made this report, all ranks together."""
+    return dict(sum((Counter(ledger["chunks_by_outcome"]) for ledger in report["ledgers"]), Counter()))
 
 
 def phases(items: list[dict]) -> str:
@@ -217,6 +230,7 @@ def show(result: dict, screen: Screen) -> None:
         ("resident memory awake / asleep / woken", " / ".join(size(result[f"rss_{name}_bytes"]) for name in ("awake", "asleep", "woken"))),
         ("sleep", f"{result['sleep_seconds']:.2f} s  ({phases(result['sleep_phases'])})"),
         ("wake", f"{result['wake_seconds']:.2f} s  ({phases(result['wake_phases'])})"),
+        ("chunks through the offload core", "; ".join(f"{name} {', '.join(f'{count} {outcome}' for outcome, count in result[f'{name}_chunks'].items())}" for name in ("sleep", "wake"))),
     ]
     if result["checkpoint"]:
         parts = ", ".join(f"{name} {size(count)}" for name, count in sorted(result["checkpoint_parts"].items(), key=lambda item: -item[1]))

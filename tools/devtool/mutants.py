@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
     setup.system_packages()
     env = os.environ | {"CCACHE_DIR": str(setup.CACHE / "ccache")}
     copy_tree()
-    setup.run("Configure the mutants' tree", ["cmake", "-S", TREE / "source", "-B", TREE / "build", "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DTORPOR_BUILD_TOOLS=OFF"], env=env, log_name="configure-mutants")
+    setup.run("Configure the mutants' tree", ["cmake", "-S", TREE / "source", "-B", TREE / "build", "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DTORPOR_BUILD_TOOLS=OFF", "-DTORPOR_SIMULATION_SEEDS=200"], env=env, log_name="configure-mutants")
     programs = sorted({m["caught_by"].split()[0] for m in mutants})
     setup.run("Compile it without a fault", ["cmake", "--build", TREE / "build", "--target", *programs], env=env, log_name="compile-mutants")
     missed = sum(not caught(m, env) for m in mutants)
@@ -68,7 +68,7 @@ def run(binary, pattern: str) -> str:
         done = subprocess.run([binary, f"--gtest_filter={pattern}", "--gtest_brief=1"], capture_output=True, text=True, errors="replace", timeout=HANG_SECONDS)
     except subprocess.TimeoutExpired:
         return "hangs"
-    if "0 tests from" in done.stdout:
+    if "0 tests from 0 test suites ran" in done.stdout:
         raise SetupError(f"no test matches {pattern}")
     if done.returncode == 0:
         return ""
