@@ -1,5 +1,7 @@
 #include "kvcache/block_routes.h"
 
+#include <algorithm>
+
 #include <fmt/format.h>
 
 namespace torpor {
@@ -25,19 +27,22 @@ bool RouteIntoStore::upgrade(const BlockName& block) {
   std::optional<BlockRef> kept = source_.weak(block.id, block.generation).upgrade();
   if (!kept) return false;
   const std::lock_guard lock(mutex_);
-  kept_.insert_or_assign({block.id, block.generation}, std::move(*kept));
+  kept_.emplace_back(block, std::move(*kept));
   return true;
+}
+
+BlockRef RouteIntoStore::take_kept(const BlockName& block) {
+  const std::lock_guard lock(mutex_);
+  const auto found = std::find_if(kept_.begin(), kept_.end(), [&](const auto& entry) { return entry.first == block; });
+  BlockRef kept = std::move(found->second);
+  kept_.erase(found);
+  return kept;
 }
 
 void RouteIntoStore::transfer(std::span<const BlockName> blocks, std::span<BlockOutcome> outcomes) {
   std::vector<Move> moves;
   for (size_t i = 0; i < blocks.size(); ++i) {
-    BlockRef source;
-    {
-      const std::lock_guard lock(mutex_);
-      auto kept = kept_.extract({blocks[i].id, blocks[i].generation});
-      source = std::move(kept.mapped());
-    }
+    BlockRef source = take_kept(blocks[i]);
     if (!target_.accepting()) {
       outcomes[i] = BlockOutcome::kDegraded;
       continue;

@@ -7,11 +7,12 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <functional>
-#include <map>
 #include <mutex>
 #include <span>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "kvcache/block_store.h"
@@ -58,13 +59,14 @@ class RouteIntoStore : public BlockRoute {
   const BlockStore& target() const { return target_; }
 
  private:
+  BlockRef take_kept(const BlockName& block);
   BlockOutcome settle(Move& move, std::vector<BlockName>& registered);
 
   BlockPool& source_;
   BlockStore& target_;
   Registered registered_;
-  mutable std::mutex mutex_;                               // guards all below
-  std::map<std::pair<int32_t, uint64_t>, BlockRef> kept_;  // upgraded, by slot and generation
+  mutable std::mutex mutex_;  // guards all below
+  std::deque<std::pair<BlockName, BlockRef>> kept_;  // upgraded; transferred in nearly the same order
   int64_t quarantined_ = 0;
 };
 

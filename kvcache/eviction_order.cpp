@@ -20,7 +20,45 @@ std::string_view name(EvictionPolicy policy) {
 
 namespace {
 
-// LRU, FIFO and LFU: sorted by a rank that a block has while it stands here.
+// LRU: a list through the blocks' numbers; nothing is searched or allocated.
+class LruOrder final : public EvictionOrder {
+ public:
+  explicit LruOrder(int32_t num_blocks) : links_(static_cast<size_t>(num_blocks) + 1), end_(num_blocks) { links_.back() = {end_, end_}; }
+
+  void add(int32_t id, const Digest&, bool) override {
+    Link& last = at(end_);
+    at(id) = {last.before, end_};
+    at(last.before).after = id;
+    last.before = id;
+  }
+  void hit(int32_t id) override { discard(id); }
+  void discard(int32_t id) override {
+    at(at(id).before).after = at(id).after;
+    at(at(id).after).before = at(id).before;
+  }
+  bool empty() const override { return links_.back().after == end_; }
+  int32_t evict() override {
+    const int32_t id = at(end_).after;
+    discard(id);
+    return id;
+  }
+  std::vector<int32_t> order() const override {
+    std::vector<int32_t> ids;
+    for (int32_t id = links_.back().after; id != end_; id = links_[static_cast<size_t>(id)].after) ids.push_back(id);
+    return ids;
+  }
+
+ private:
+  struct Link {
+    int32_t before = -1;
+    int32_t after = -1;
+  };
+  Link& at(int32_t id) { return links_[static_cast<size_t>(id)]; }
+  std::vector<Link> links_;  // the last one is the ring's end: first after it, last before it
+  const int32_t end_;
+};
+
+// FIFO and LFU: sorted by a rank that a block has while it stands here.
 class RankedOrder final : public EvictionOrder {
  public:
   RankedOrder(EvictionPolicy policy, int32_t num_blocks) : policy_(policy), blocks_(static_cast<size_t>(num_blocks)) {}
@@ -29,7 +67,7 @@ class RankedOrder final : public EvictionOrder {
     Block& block = at(id);
     ++time_;
     if (fresh) block = {.born = time_};
-    block.rank = policy_ == EvictionPolicy::kLru ? Rank{0, time_} : policy_ == EvictionPolicy::kFifo ? Rank{0, block.born} : Rank{block.hits, time_};
+    block.rank = policy_ == EvictionPolicy::kFifo ? Rank{0, block.born} : Rank{block.hits, time_};
     order_.emplace(block.rank, id);
   }
   void hit(int32_t id) override {
@@ -140,6 +178,7 @@ class S3FifoOrder final : public EvictionOrder {
 }  // namespace
 
 std::unique_ptr<EvictionOrder> make_eviction_order(EvictionPolicy policy, int32_t num_blocks) {
+  if (policy == EvictionPolicy::kLru) return std::make_unique<LruOrder>(num_blocks);
   if (policy == EvictionPolicy::kS3Fifo) return std::make_unique<S3FifoOrder>(num_blocks);
   return std::make_unique<RankedOrder>(policy, num_blocks);
 }

@@ -11,8 +11,10 @@ namespace torpor {
 namespace detail {
 // What handles and preconditions reach the pipeline by, also after its end.
 struct OffloadSignals {
-  std::mutex mutex;                 // guards the pipeline and all tickets
-  std::condition_variable changed;  // something for the deciding thread, a transfer thread or drain()
+  std::mutex mutex;                // guards the pipeline and all tickets
+  std::condition_variable decide;  // something for the deciding thread
+  std::condition_variable deck;    // a batch for a transfer thread, or the end
+  std::condition_variable idle;    // for drain()
   std::vector<uint64_t> settled;    // containers whose precondition was
   std::optional<std::chrono::nanoseconds> sweep_at;
   std::chrono::nanoseconds sweep_interval{};
@@ -100,7 +102,7 @@ void OffloadHandle::request_cancel() {
     ticket_->cancelled = true;
     if (!signals.sweep_at) signals.sweep_at = signals.clock->now() + signals.sweep_interval;
   }
-  ticket_->signals->changed.notify_all();
+  ticket_->signals->decide.notify_one();
 }
 
 void OffloadHandle::cancel() {
@@ -136,7 +138,8 @@ OffloadPipeline::~OffloadPipeline() {
     const std::lock_guard lock(signals_->mutex);
     ending_ = true;
   }
-  signals_->changed.notify_all();
+  signals_->decide.notify_one();
+  signals_->deck.notify_all();
   for (std::thread& thread : threads_) thread.join();
   if (options_.own_threads) return;
   Lock lock(signals_->mutex);
@@ -169,22 +172,22 @@ OffloadHandle OffloadPipeline::enqueue(std::vector<BlockName> blocks, std::share
         const std::lock_guard lock(signals->mutex);
         signals->settled.push_back(sequence);
       }
-      signals->changed.notify_all();
+      signals->decide.notify_one();
     });
   }
-  signals_->changed.notify_all();
+  signals_->decide.notify_one();
   return handle;
 }
 
 void OffloadPipeline::drain() {
   Lock lock(signals_->mutex);
   ++draining_;
-  signals_->changed.notify_all();
+  signals_->decide.notify_one();
   while (!options_.own_threads && !idle()) {
     decide_once(lock);
     if (!on_deck_.empty()) transfer_one(lock);
   }
-  signals_->changed.wait(lock, [this] { return idle(); });
+  signals_->idle.wait(lock, [this] { return idle(); });
   --draining_;
 }
 
@@ -231,7 +234,7 @@ void OffloadPipeline::decide_once(Lock& lock) {
   take_settled();
   sweep_if_due(clock_.now());
   while (!ending_ && on_deck_.size() < static_cast<size_t>(options_.on_deck_batches) && batch_is_due(clock_.now())) commit_batch();
-  signals_->changed.notify_all();  // transfer threads, drain()
+  if (idle()) signals_->idle.notify_all();
 }
 
 // The deciding thread.
@@ -242,9 +245,9 @@ void OffloadPipeline::decide() {
     if (ending_) break;
     if (!new_.empty() || !signals_->settled.empty()) continue;
     if (const std::optional<std::chrono::nanoseconds> deadline = next_deadline()) {
-      signals_->changed.wait_for(lock, std::max(*deadline - clock_.now(), std::chrono::nanoseconds(1)));
+      signals_->decide.wait_for(lock, std::max(*deadline - clock_.now(), std::chrono::nanoseconds(1)));
     } else {
-      signals_->changed.wait(lock);
+      signals_->decide.wait(lock);
     }
   }
   shut_down();
@@ -263,7 +266,7 @@ void OffloadPipeline::shut_down() {
   in_queue_.clear();
   ages_.clear();
   in_queue_blocks_ = 0;
-  signals_->changed.notify_all();
+  signals_->idle.notify_all();
 }
 
 // Policies, without the lock; what they leave of a container goes on as one container (P1).
@@ -389,11 +392,10 @@ void OffloadPipeline::commit_batch() {
     container.ticket->committed = true;
     const size_t before = batch.blocks.size();
     for (const BlockName& block : container.blocks) {
-      const auto [key, fresh] = on_the_way_.insert(block.key);
-      if (!fresh) {
+      if (!send_off(block.key)) {
         end(container.ticket, BlockOutcome::kPresent, 1);
       } else if (!route_.upgrade(block)) {
-        on_the_way_.erase(key);
+        arrived(block.key);
         end(container.ticket, BlockOutcome::kEvicted, 1);
       } else {
         batch.blocks.push_back(block);
@@ -401,9 +403,23 @@ void OffloadPipeline::commit_batch() {
     }
     if (batch.blocks.size() > before) batch.owners.emplace_back(container.ticket, batch.blocks.size() - before);
   }
+  if (batch.blocks.empty()) return;
   report("committed", batch.blocks.size());
-  if (!batch.blocks.empty()) on_deck_.push_back(std::move(batch));
+  on_deck_.push_back(std::move(batch));
+  signals_->deck.notify_one();
 }
+
+bool OffloadPipeline::send_off(const Digest& key) {
+  if (spare_nodes_.empty()) return on_the_way_.insert(key).second;
+  auto node = std::move(spare_nodes_.back());
+  spare_nodes_.pop_back();
+  node.value() = key;
+  auto inserted = on_the_way_.insert(std::move(node));
+  if (!inserted.inserted) spare_nodes_.push_back(std::move(inserted.node));
+  return inserted.inserted;
+}
+
+void OffloadPipeline::arrived(const Digest& key) { spare_nodes_.push_back(on_the_way_.extract(key)); }
 
 std::optional<std::chrono::nanoseconds> OffloadPipeline::next_deadline() {
   std::optional<std::chrono::nanoseconds> next = signals_->sweep_at;
@@ -419,7 +435,7 @@ std::optional<std::chrono::nanoseconds> OffloadPipeline::next_deadline() {
 void OffloadPipeline::transfer() {
   Lock lock(signals_->mutex);
   while (true) {
-    signals_->changed.wait(lock, [this] { return !on_deck_.empty() || ending_; });
+    signals_->deck.wait(lock, [this] { return !on_deck_.empty() || ending_; });
     if (on_deck_.empty()) return;
     transfer_one(lock);
   }
@@ -429,7 +445,7 @@ void OffloadPipeline::transfer_one(Lock& lock) {
   const Batch batch = std::move(on_deck_.front());
   on_deck_.pop_front();
   ++transferring_;
-  signals_->changed.notify_all();  // there is room on deck
+  if (!in_queue_.empty() && on_deck_.size() <= static_cast<size_t>(options_.on_deck_batches) / 2) signals_->decide.notify_one();
   lock.unlock();
   std::vector<BlockOutcome> outcomes(batch.blocks.size(), BlockOutcome::kFailed);
   const std::chrono::nanoseconds began = clock_.now();
@@ -445,9 +461,9 @@ void OffloadPipeline::transfer_one(Lock& lock) {
   for (const auto& [ticket, count] : batch.owners) {
     for (size_t i = 0; i < count; ++i) end(ticket, *outcome++, 1);
   }
-  for (const BlockName& block : batch.blocks) on_the_way_.erase(block.key);
+  for (const BlockName& block : batch.blocks) arrived(block.key);
   --transferring_;
-  signals_->changed.notify_all();
+  if (idle()) signals_->idle.notify_all();
 }
 
 }  // namespace torpor

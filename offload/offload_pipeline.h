@@ -46,7 +46,7 @@ struct OffloadOptions {
   std::chrono::milliseconds policy_timeout{100};
   std::chrono::milliseconds sweep_interval{10};  // a cancelled container leaves its queue within this; others in the same sweep
   int32_t max_concurrent_transfers = 1;
-  int32_t on_deck_batches = 1;       // committed, waiting for a transfer thread
+  int32_t on_deck_batches = 4;       // committed, waiting for a transfer thread; refilled when it is half empty
   int64_t queue_blocks = 1 << 16;    // most blocks before commitment; beyond: kQueueFull
   bool own_threads = true;
 
@@ -131,6 +131,8 @@ class OffloadPipeline {
   void sweep();
   bool batch_is_due(std::chrono::nanoseconds now);
   void commit_batch();
+  bool send_off(const Digest& key);  // false: it is on its way already
+  void arrived(const Digest& key);
   std::optional<std::chrono::nanoseconds> next_deadline();
   void end(const std::shared_ptr<detail::OffloadTicket>& ticket, BlockOutcome outcome, uint64_t blocks);
   void end_container(const Container& container, BlockOutcome outcome);
@@ -150,6 +152,7 @@ class OffloadPipeline {
   std::set<std::pair<std::chrono::nanoseconds, QueueKey>> ages_;  // of the in-queue, oldest first
   std::deque<Batch> on_deck_;
   std::unordered_set<Digest, DigestHash> on_the_way_;  // keys of committed blocks
+  std::vector<decltype(on_the_way_)::node_type> spare_nodes_;  // of it: nothing is allocated for each block
   OutcomeCounts counts_{};
   int64_t queued_blocks_ = 0;
   int64_t in_queue_blocks_ = 0;

@@ -181,6 +181,7 @@ void TransferExecutor::save(std::span<ChunkTransfer> batch, Tier& target) {
     host = std::move(*staged);
   }
   copy_each(*borrowed.worker, Direction::kDeviceToHost, batch, host);
+  if (target.addressable()) return;
   std::vector<TierPart> parts;
   std::vector<size_t> members;
   for (size_t i = 0; i < batch.size(); ++i) {
@@ -188,7 +189,6 @@ void TransferExecutor::save(std::span<ChunkTransfer> batch, Tier& target) {
     parts.push_back({&batch[i].saved, host[i], ok()});
     members.push_back(i);
   }
-  if (target.addressable()) return;
   target.put(parts);
   for (size_t m = 0; m < members.size(); ++m) batch[members[m]].status = std::move(parts[m].status);
 }

@@ -1,4 +1,8 @@
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
 #include <fstream>
+#include <vector>
 
 #include <sys/stat.h>
 #include <unistd.h>
@@ -126,6 +130,37 @@ TEST_F(LinuxFileSystem, ListsSortedWithKinds) {
   EXPECT_EQ(entries[0].kind, EntryKind::kDirectory);
   EXPECT_EQ(entries[1].kind, EntryKind::kFile);
   EXPECT_EQ(entries[2].kind, EntryKind::kOther);
+}
+
+// Many parts at once, through whatever the system has, and through plain calls; in an order of their own.
+TEST_F(LinuxFileSystem, SlotsAreWrittenAndReadManyAtOnce) {
+  constexpr size_t kSlot = 8192;
+  constexpr size_t kSlots = 150;  // more than go at the same time
+  for (const SlotIo wish : {SlotIo::kFastest, SlotIo::kPlain}) {
+    const auto file = value_of(open()->open_slots(wish == SlotIo::kPlain ? "plain" : "fastest", wish));
+    SCOPED_TRACE(file->io());
+    EXPECT_EQ(file->io() == "plain", wish == SlotIo::kPlain);
+    const std::unique_ptr<std::byte, void (*)(void*)> memory(static_cast<std::byte*>(std::aligned_alloc(4096, kSlot * kSlots)), std::free);
+    std::vector<FilePart> parts;
+    for (size_t i = 0; i < kSlots; ++i) {
+      const std::span<std::byte> slot(memory.get() + i * kSlot, kSlot);
+      std::fill(slot.begin(), slot.end(), static_cast<std::byte>(i));
+      parts.push_back({(kSlots - 1 - i) * kSlot, slot, ok()});
+    }
+    file->pwrite_all(parts);
+    for (const FilePart& part : parts) EXPECT_SUCCEEDS(part.status);
+    EXPECT_EQ(value_of(file->size()), kSlot * kSlots);
+    std::memset(memory.get(), 0, kSlot * kSlots);
+    file->pread_all(parts);
+    for (size_t i = 0; i < kSlots; ++i) {
+      EXPECT_SUCCEEDS(parts[i].status);
+      EXPECT_EQ(parts[i].bytes[kSlot - 1], static_cast<std::byte>(i));
+    }
+    parts[3].offset = kSlots * kSlot;  // behind the end
+    file->pread_all(parts);
+    EXPECT_FAILS(parts[3].status, Code::kCorruption, "ends too early");
+    EXPECT_SUCCEEDS(parts[4].status);
+  }
 }
 
 TEST_F(LinuxFileSystem, AMissingDirectoryIsNotFound) {

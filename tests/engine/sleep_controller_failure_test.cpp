@@ -84,7 +84,7 @@ TEST_F(SleepFailure, AFeatureThatCannotBePreservedIsRefusedByNameBeforeAnythingI
   expect_untouched(slept);
 }
 
-TEST_F(SleepFailure, WhereverAHookFailsTheEngineStaysAwakeWithNothingLost) {
+TEST_F(SleepFailure, I7WhereverAHookFailsTheEngineStaysAwakeWithNothingLost) {
   for (const char* hook : {"unsupported", "quiesce", "capture", "fingerprint", "release_derived", "rank describe", "rank save", "rank detach", "rank moved"}) {
     SCOPED_TRACE(hook);
     SleepingEngine slept = make();
@@ -98,7 +98,7 @@ TEST_F(SleepFailure, WhereverAHookFailsTheEngineStaysAwakeWithNothingLost) {
   }
 }
 
-TEST_F(SleepFailure, WhereverAWakeFailsItStaysAsleepAndARetryWorks) {
+TEST_F(SleepFailure, I7WhereverAWakeFailsItStaysAsleepAndARetryWorks) {
   for (const bool disk : {false, true}) {
     for (const char* hook : {"rank attach", "rank restore", "rebuild_derived", "reconnect", "rank finish"}) {
       SCOPED_TRACE(testing::Message() << hook << (disk ? " to disk" : " to host"));
@@ -119,7 +119,7 @@ TEST_F(SleepFailure, WhereverAWakeFailsItStaysAsleepAndARetryWorks) {
 
 // The device fails at each of its calls, once: the sleep either happens, or did not happen; if what failed cannot be
 // undone the engine says that it is lost.
-TEST_F(SleepFailure, WhereverTheDeviceFailsASleepIsAllOrNothing) {
+TEST_F(SleepFailure, I7WhereverTheDeviceFailsASleepIsAllOrNothing) {
   for (const int ranks : {1, 2}) {
     const TestEngineOptions options{.ranks = ranks};
     const TestEngine::Tokens expected = uninterrupted(options);
@@ -155,7 +155,7 @@ TEST_F(SleepFailure, WhereverTheDeviceFailsASleepIsAllOrNothing) {
   }
 }
 
-TEST_F(SleepFailure, WhereverTheDeviceFailsAWakeStaysAsleepAndARetryWorks) {
+TEST_F(SleepFailure, I7WhereverTheDeviceFailsAWakeStaysAsleepAndARetryWorks) {
   for (const int ranks : {1, 2}) {
     const TestEngineOptions options{.ranks = ranks};
     const TestEngine::Tokens expected = uninterrupted(options);
@@ -179,7 +179,7 @@ TEST_F(SleepFailure, WhereverTheDeviceFailsAWakeStaysAsleepAndARetryWorks) {
   }
 }
 
-TEST_F(SleepFailure, WhereverAFileOperationFailsASleepToDiskIsAllOrNothing) {
+TEST_F(SleepFailure, I7WhereverAFileOperationFailsASleepToDiskIsAllOrNothing) {
   const TestEngine::Tokens expected = uninterrupted();
   for (const int native : {EIO, ENOSPC}) {
     for (uint64_t n = 1;; ++n) {
@@ -203,7 +203,7 @@ TEST_F(SleepFailure, WhereverAFileOperationFailsASleepToDiskIsAllOrNothing) {
   }
 }
 
-TEST_F(SleepFailure, WhereverAFileOperationFailsAWakeFromDiskStaysAsleepAndARetryWorks) {
+TEST_F(SleepFailure, I7WhereverAFileOperationFailsAWakeFromDiskStaysAsleepAndARetryWorks) {
   const TestEngine::Tokens expected = uninterrupted();
   for (uint64_t n = 1;; ++n) {
     SCOPED_TRACE(n);
@@ -310,7 +310,7 @@ TEST_F(SleepFailure, AnEngineWithRequestsTakesNoCheckpoint) {
   expect_untouched(busy);
 }
 
-TEST_F(SleepFailure, WhereverARestoreFailsTheNewEngineStaysEmptyAndUsable) {
+TEST_F(SleepFailure, I7WhereverARestoreFailsTheNewEngineStaysEmptyAndUsable) {
   const std::string path = written_checkpoint();
   for (const char* hook : {"quiesce", "fingerprint", "drop_requests", "rank load_blocks", "restore", "resume"}) {
     SCOPED_TRACE(hook);

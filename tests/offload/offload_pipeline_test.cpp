@@ -110,7 +110,7 @@ class ScriptedRoute final : public BlockRoute {
 
 // Nothing is flushed by time unless a test wants it: batches form by size alone.
 OffloadOptions by_size(int32_t min, int32_t max) {
-  return {.max_batch_size = max, .min_batch_size = min, .flush_interval = 1h, .sweep_interval = 1ms};
+  return {.max_batch_size = max, .min_batch_size = min, .flush_interval = 1h, .sweep_interval = 1ms, .on_deck_batches = 1};
 }
 
 class OffloadPipelineTest : public ::testing::Test {
@@ -145,6 +145,24 @@ TEST_F(OffloadPipelineTest, BlocksArriveInTheNextTierAndAreCounted) {
   EXPECT_TRUE(route_.present(key_of(3)));
   EXPECT_EQ(pipeline->counts()[0], 4u);
   EXPECT_EQ(pipeline->queued_blocks(), 0);
+}
+
+TEST_F(OffloadPipelineTest, WhoListensIsToldOfEachStageAndEachTransfer) {
+  class Recorder final : public EventSink {
+   public:
+    void on_offload(const OffloadEvent& event) override { blocks[std::string(event.stage)] += event.blocks; }
+    void on_transfer(const TransferEvent& event) override { transferred += event.transferred; }
+    std::map<std::string, uint64_t> blocks;
+    uint64_t transferred = 0;
+  } recorder;
+  route_.fail(2, BlockOutcome::kFailed);
+  auto pipeline = value_of(OffloadPipeline::create(route_, system_clock(), by_size(1, 8), list(make_predicate_policy([](const BlockName& name) { return name.id != 3; }, system_clock())), &recorder));
+  const auto met = std::make_shared<Precondition>();
+  met->meet();
+  pipeline->enqueue(blocks(0, 4), met).wait();
+  pipeline->drain();
+  EXPECT_EQ(recorder.blocks, (std::map<std::string, uint64_t>{{"enqueued", 4}, {"filtered", 1}, {"waiting", 3}, {"ready", 3}, {"committed", 3}, {"transferred", 2}, {"failed", 1}}));
+  EXPECT_EQ(recorder.transferred, 2u);
 }
 
 TEST_F(OffloadPipelineTest, AnEmptyEnqueueIsDone) {
