@@ -1,53 +1,80 @@
 #include "base/uring_queue.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <mutex>
+#include <utility>
 
 #include <liburing.h>
 
 namespace torpor {
+namespace {
+
+constexpr int kMostTries = 1000;  // of submitting while the kernel is short of memory and nothing is under way
+
+}  // namespace
 
 struct UringQueue::Impl {
-  std::mutex mutex;  // guards the ring
+  explicit Impl(unsigned entries) : depth(entries) { usable = ::io_uring_queue_init(depth, &ring, 0) == 0; }
+  ~Impl() { close(); }
+  void close() {
+    if (std::exchange(usable, false)) ::io_uring_queue_exit(&ring);
+  }
+  // Entries that were prepared and never submitted must not be submitted later: their memory is the callers'.
+  void start_anew() {
+    close();
+    usable = ::io_uring_queue_init(depth, &ring, 0) == 0;
+  }
+  const unsigned depth;
+  std::mutex mutex;  // guards all below
   io_uring ring{};
-  unsigned depth = 0;
+  bool usable = false;
 };
 
 UringQueue::UringQueue(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-UringQueue::~UringQueue() { ::io_uring_queue_exit(&impl_->ring); }
+UringQueue::~UringQueue() = default;
 
 std::unique_ptr<UringQueue> UringQueue::create(unsigned depth) {
-  auto impl = std::make_unique<Impl>();
-  if (::io_uring_queue_init(depth, &impl->ring, 0) != 0) return nullptr;
-  impl->depth = depth;
+  auto impl = std::make_unique<Impl>(depth);
+  if (!impl->usable) return nullptr;
   return std::unique_ptr<UringQueue>(new UringQueue(std::move(impl)));
 }
 
 void UringQueue::run(int fd, bool write, std::span<const FilePart> parts, std::span<int32_t> results) {
   const std::lock_guard lock(impl_->mutex);
-  size_t begun = 0;
+  io_uring& ring = impl_->ring;
+  std::fill(results.begin(), results.end(), -EIO);
+  size_t prepared = 0;
   size_t ended = 0;
-  while (ended < parts.size()) {
-    while (begun < parts.size() && begun - ended < impl_->depth) {
-      io_uring_sqe* entry = ::io_uring_get_sqe(&impl_->ring);
+  int under_way = 0;
+  int tries = 0;
+  while (impl_->usable && ended < parts.size()) {
+    while (prepared < parts.size() && prepared - ended < impl_->depth) {
+      io_uring_sqe* entry = ::io_uring_get_sqe(&ring);
       if (entry == nullptr) break;
-      const FilePart& part = parts[begun];
+      const FilePart& part = parts[prepared];
       const auto bytes = static_cast<unsigned>(std::min<size_t>(part.bytes.size(), 1u << 30));
       if (write) {
         ::io_uring_prep_write(entry, fd, part.bytes.data(), bytes, part.offset);
       } else {
         ::io_uring_prep_read(entry, fd, part.bytes.data(), bytes, part.offset);
       }
-      ::io_uring_sqe_set_data64(entry, begun++);
+      ::io_uring_sqe_set_data64(entry, prepared++);
     }
-    // An error of submitting (EINTR, EAGAIN) leaves entries in the ring; the next round submits them.
-    ::io_uring_submit_and_wait(&impl_->ring, 1);
+    const int submitted = ::io_uring_submit(&ring);
+    under_way += std::max(submitted, 0);
+    if (under_way == 0) {
+      if ((submitted == -EINTR || submitted == -EAGAIN || submitted == -EBUSY) && ++tries < kMostTries) continue;
+      return impl_->start_anew();  // nothing is under way; what has no result has failed
+    }
     io_uring_cqe* done = nullptr;
-    while (::io_uring_peek_cqe(&impl_->ring, &done) == 0 && done != nullptr) {
+    if (::io_uring_wait_cqe(&ring, &done) != 0) continue;  // interrupted
+    do {
       results[::io_uring_cqe_get_data64(done)] = done->res;
-      ::io_uring_cqe_seen(&impl_->ring, done);
+      ::io_uring_cqe_seen(&ring, done);
       ++ended;
-    }
+      --under_way;
+    } while (::io_uring_peek_cqe(&ring, &done) == 0 && done != nullptr);
   }
 }
 

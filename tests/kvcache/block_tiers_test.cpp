@@ -438,6 +438,16 @@ TEST_P(BlockTiersTest, ABlockThatCannotBeReadIsAMissAndTheOthersAreNot) {
   EXPECT_TRUE(disk_->pool().contains(chain[3]));
 }
 
+TEST_P(BlockTiersTest, ADirectoryThatVanishesStopsNothing) {
+  open_disk();
+  const auto chain = chain_on_disk(10, 3);
+  boost::filesystem::remove_all(temporary_.path());
+  onboard_from({disk_.get()});
+  EXPECT_EQ(value_of(onboarding_->onboard(chain)).size(), 3u);  // the open file is still there
+  disk_.reset();
+  EXPECT_FAILS(DiskBlocks::open(*directory_, {.pool = {.num_blocks = 4, .block_tokens = kTokens}, .bytes_per_block = 4096}, clock_), Code::kNotFound);
+}
+
 TEST_P(BlockTiersTest, WithoutRoomOnTheDiskItIsNotOpened) {
   directory_ = value_of(file_system_.open_directory(temporary_.path(), false));
   file_system_.plan.set(test::Fault::kError, 3, ENOSPC);  // lock, open, preallocate

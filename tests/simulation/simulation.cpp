@@ -270,7 +270,7 @@ class Run {
 
   void sleep_and_wake() {
     const bool to_disk = dice_.chance(0.5);
-    const SleepOptions options{.level = static_cast<int>(dice_.between(1, 2)), .preserve_state = true, .to_disk = to_disk, .store_weights = to_disk};
+    const SleepOptions options{.level = static_cast<int>(dice_.between(1, 2)), .preserve_state = true, .to_disk = to_disk};
     arm();
     const Result<SleepReport> slept = controller_->sleep(options);
     disarm();
