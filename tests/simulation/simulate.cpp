@@ -1,4 +1,4 @@
-// simulate: runs simulation seeds. Exit code 0: all passed; 1: some failed, their numbers are printed.
+// simulate: runs simulation seeds. Exit code 0: all passed; 1: some failed, their numbers are printed; 2: bad arguments.
 #include <algorithm>
 #include <chrono>
 #include <mutex>
@@ -24,7 +24,11 @@ int main(int argc, char** argv) {
   unsigned jobs = std::max(1u, std::thread::hardware_concurrency());
   app.add_option("--jobs", jobs, "how many at the same time")->capture_default_str()->check(CLI::Range(1, 1024));
   app.add_flag("--tell", tell, "print what happens, one seed after the other");
-  CLI11_PARSE(app, argc, argv);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& problem) {
+    return app.exit(problem) == 0 ? 0 : 2;
+  }
   if (tell) jobs = 1;
   if (!tell) log().set_level(spdlog::level::off);
 

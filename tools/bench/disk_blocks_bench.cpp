@@ -172,9 +172,12 @@ int main(int argc, char** argv) {
   CLI11_PARSE(app, argc, argv);
   const uint64_t block = block_kib / 4 * 4 * kKiB;
   const auto count = static_cast<int32_t>(mib * kMiB / block);
-  boost::filesystem::create_directories(directory);
   const std::string place = (boost::filesystem::path(directory) / boost::filesystem::unique_path("disk-%%%%-%%%%")).string();
-  boost::filesystem::create_directory(place);
+  boost::system::error_code problem;
+  if (boost::filesystem::create_directories(place, problem); problem) {
+    fmt::print(stderr, "error: --dir {}: {}\n", directory, problem.message());
+    return 2;
+  }
 
   nlohmann::ordered_json json;
   {

@@ -159,6 +159,10 @@ int main(int argc, char** argv) {
   app.add_flag("--json", as_json, "print one JSON object");
   CLI11_PARSE(app, argc, argv);
   const Trace trace = path.empty() ? made_trace() : read_trace(path);
+  if (trace.empty()) {
+    fmt::print(stderr, "error: {} has no request\n", path);
+    return 2;
+  }
   constexpr std::array<const char*, 3> kTiers = {"device", "host", "disk"};
 
   nlohmann::ordered_json json = {{"trace", path.empty() ? "made" : path}, {"requests", trace.size()}, {"blocks", sizes}, {"policies", nlohmann::ordered_json::array()}};
