@@ -23,6 +23,9 @@ ChunkPlan plan_of(const KvLayout& layout, int32_t device_block, const SavedChunk
   return plan;
 }
 
+RouteIntoStore::RouteIntoStore(std::string_view from, BlockPool& source, BlockStore& target)
+    : name_(fmt::format("{} to {}", from, target.kind())), source_(source), target_(target) {}
+
 bool RouteIntoStore::upgrade(const BlockName& block) {
   std::optional<BlockRef> kept = source_.weak(block.id, block.generation).upgrade();
   if (!kept) return false;
@@ -85,8 +88,6 @@ int64_t RouteIntoStore::quarantined() const {
   const std::lock_guard lock(mutex_);
   return quarantined_;
 }
-
-std::string_view DeviceRoute::name() const { return target().kind() == "host" ? "device to host" : "device to disk"; }
 
 void DeviceRoute::copy(std::span<Move> moves) {
   std::vector<ChunkPlan> plans;

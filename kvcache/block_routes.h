@@ -11,6 +11,7 @@
 #include <functional>
 #include <mutex>
 #include <span>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -35,6 +36,7 @@ class RouteIntoStore : public BlockRoute {
  public:
   using Registered = std::function<void(std::vector<BlockName>)>;
 
+  std::string_view name() const override { return name_; }  // "device to host", …
   bool present(const Digest& key) const override { return target_.pool().contains(key); }
   double fill() const override { return target_.fill(); }
   bool upgrade(const BlockName& block) override;
@@ -53,15 +55,15 @@ class RouteIntoStore : public BlockRoute {
     Status status;
     bool unproven = false;
   };
-  RouteIntoStore(BlockPool& source, BlockStore& target) : source_(source), target_(target) {}
+  RouteIntoStore(std::string_view from, BlockPool& source, BlockStore& target);
   virtual void copy(std::span<Move> moves) = 0;  // fills saved, status, unproven
   BlockStore& target() { return target_; }
-  const BlockStore& target() const { return target_; }
 
  private:
   BlockRef take_kept(const BlockName& block);
   BlockOutcome settle(Move& move, std::vector<BlockName>& registered);
 
+  const std::string name_;
   BlockPool& source_;
   BlockStore& target_;
   Registered registered_;
@@ -73,8 +75,7 @@ class RouteIntoStore : public BlockRoute {
 class DeviceRoute final : public RouteIntoStore {
  public:
   DeviceRoute(BlockPool& device, const KvLayout& layout, BlockStore& target, TransferExecutor& executor)
-      : RouteIntoStore(device, target), layout_(layout), executor_(executor) {}
-  std::string_view name() const override;
+      : RouteIntoStore("device", device, target), layout_(layout), executor_(executor) {}
 
  private:
   void copy(std::span<Move> moves) override;
@@ -84,8 +85,7 @@ class DeviceRoute final : public RouteIntoStore {
 
 class HostRoute final : public RouteIntoStore {
  public:
-  HostRoute(HostBlocks& host, BlockStore& target) : RouteIntoStore(host.pool(), target), host_(host) {}
-  std::string_view name() const override { return "host to disk"; }
+  HostRoute(HostBlocks& host, BlockStore& target) : RouteIntoStore(host.kind(), host.pool(), target), host_(host) {}
 
  private:
   void copy(std::span<Move> moves) override;

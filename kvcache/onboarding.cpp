@@ -1,6 +1,12 @@
 #include "kvcache/onboarding.h"
 
 namespace torpor {
+namespace {
+
+// The block itself is bad. Other failures (of the device, for want of staging memory) say nothing about it.
+bool is_damage(const Error& error) { return error.code == Code::kCorruption || error.code == Code::kIo; }
+
+}  // namespace
 
 OnboardingInfo Onboarding::info() const {
   const std::lock_guard lock(mutex_);
@@ -78,7 +84,6 @@ Result<std::vector<BlockRef>> Onboarding::onboard(std::span<const BlockIdentity>
       Source& source = sources[members[m]];
       source.status = std::move(transfers[m].status);
       source.unproven = transfers[m].unproven;
-      source.device_failed = !source.status && source.status.error().origin == Origin::kDevice;
     }
   }
 
@@ -91,7 +96,7 @@ Result<std::vector<BlockRef>> Onboarding::onboard(std::span<const BlockIdentity>
       unbroken = false;
       continue;
     }
-    if (!source.status && !source.device_failed) drop_damaged(source);
+    if (!source.status && is_damage(source.status.error())) drop_damaged(source);
     TORPOR_TRY(targets[i].compute_done());
     unbroken = unbroken && source.status.has_value();
     if (!unbroken) continue;

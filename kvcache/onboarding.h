@@ -44,7 +44,6 @@ class Onboarding {
     size_t store = 0;
     BlockRef block;
     Status status;
-    bool device_failed = false;
     bool unproven = false;
   };
   std::vector<Source> find(std::span<const BlockIdentity> chain);

@@ -26,13 +26,13 @@ class ChunkRoute final : public BlockRoute {
   // Batches are runs of neighbours: see enqueue in run().
   void transfer(std::span<const BlockName> blocks, std::span<BlockOutcome> outcomes) override {
     const std::span<ChunkTransfer> batch = std::span(transfers_).subspan(static_cast<size_t>(blocks[0].id), blocks.size());
-    if (failed_) {
+    if (failed_) {  // committed, so no longer to be cancelled; not tried any more
       std::fill(outcomes.begin(), outcomes.end(), BlockOutcome::kFailed);
       return;
     }
     work_(batch);
     for (size_t i = 0; i < batch.size(); ++i) {
-      outcomes[i] = batch[i].status ? BlockOutcome::kTransferred : BlockOutcome::kFailed;
+      outcomes[i] = batch[i].status ? BlockOutcome::kTransferred : batch[i].unproven ? BlockOutcome::kUnproven : BlockOutcome::kFailed;
       if (!batch[i].status) failed_ = true;
     }
   }

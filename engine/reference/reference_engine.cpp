@@ -107,18 +107,22 @@ Status ReferenceEngine::add(const ReferenceRequest& request, int32_t samples) {
                  .what = fmt::format("request {}: {} prompt tokens, {} to generate, {} samples", request.id, request.prompt.size(), request.max_tokens, samples),
                  .next_step = fmt::format("use 1 or more of each, and no more than {} tokens in all", most)};
   }
+  const auto id_of = [&](int32_t sample) { return samples > 1 ? fmt::format("{}/{}", request.id, sample) : request.id; };
+  for (int32_t sample = 0; sample < samples; ++sample) {
+    if (!requests_.contains(id_of(sample))) continue;
+    return Error{.code = Code::kInvalidArgument, .what = fmt::format("request {} is there already", id_of(sample)), .next_step = "use another id"};
+  }
   for (int32_t sample = 0; sample < samples; ++sample) {
     auto made = std::make_unique<Request>();
     made->asked = request;
-    if (samples > 1) made->asked.id = fmt::format("{}/{}", request.id, sample);
+    made->asked.id = id_of(sample);
     made->asked.seed += sample;
     made->tokens = request.prompt;
     made->generator = static_cast<uint64_t>(made->asked.seed);
     made->arrival = arrivals_++;
-    const std::string id = made->asked.id;
-    const auto [place, fresh] = requests_.emplace(id, std::move(made));
-    if (!fresh) return Error{.code = Code::kInvalidArgument, .what = fmt::format("request {} is there already", id), .next_step = "use another id"};
-    queue(*place->second);
+    Request& added = *made;
+    requests_.emplace(added.asked.id, std::move(made));
+    queue(added);
   }
   return ok();
 }

@@ -438,6 +438,20 @@ TEST_P(BlockTiersTest, ABlockThatCannotBeReadIsAMissAndTheOthersAreNot) {
   EXPECT_TRUE(disk_->pool().contains(chain[3]));
 }
 
+TEST_P(BlockTiersTest, WithoutStagingMemoryNothingComesUpAndNothingIsDropped) {
+  open_disk();
+  const auto chain = chain_on_disk(10, 4);
+  const auto small = value_of(HostArena::create({.budget_bytes = 4096, .slab_bytes = 4096}));
+  {
+    const auto executor = value_of(TransferExecutor::create(*device_, *small, {.threads = 1}));
+    Onboarding starved(*pool_, layout_, *executor, {disk_.get()});
+    EXPECT_TRUE(value_of(starved.onboard(chain)).empty());
+    EXPECT_EQ(starved.info().damaged, 0u);
+  }
+  onboard_from({disk_.get()});
+  EXPECT_EQ(value_of(onboarding_->onboard(chain)).size(), 4u);
+}
+
 TEST_P(BlockTiersTest, ADirectoryThatVanishesStopsNothing) {
   open_disk();
   const auto chain = chain_on_disk(10, 3);

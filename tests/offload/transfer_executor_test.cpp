@@ -144,6 +144,7 @@ TEST_P(TransferExecutorTest, AfterAnUnprovenCopyNothingMoreIsDoneAndItsMemoryIsK
   EXPECT_FALSE(mover_->digests(plans_).has_value());
   device_->drain_as(Drain::kCompleted);
   EXPECT_TRUE(executor_->quarantined());
+  EXPECT_GT(mover_->counts()[static_cast<size_t>(BlockOutcome::kUnproven)], 0u);
   const uint64_t kept = arena_->info().used_bytes;
   EXPECT_GT(kept, 0u);
   executor_->release_staging();
