@@ -13,13 +13,12 @@
 namespace torpor {
 namespace {
 
-constexpr uint64_t kAlignment = 4096;
 constexpr uint64_t kHugePage = 2 * kMiB;
 
 // Touches every page so that later use pays no page fault. Several threads, because faults of one process scale.
 void touch(std::byte* data, uint64_t size, int threads) {
   const auto run = [data](uint64_t from, uint64_t to) {
-    for (uint64_t at = from; at < to; at += kAlignment) *reinterpret_cast<volatile std::byte*>(data + at) = std::byte{0};
+    for (uint64_t at = from; at < to; at += kPage) *reinterpret_cast<volatile std::byte*>(data + at) = std::byte{0};
   };
   const uint64_t share = align_up(size / static_cast<uint64_t>(threads) + 1, kHugePage);
   std::vector<std::thread> workers;
@@ -44,7 +43,7 @@ struct HostArena::Impl {
   // Precondition: the lock is held.
   Status grow(uint64_t bytes) {
     uint64_t size = align_up(std::max(bytes, options.slab_bytes), kHugePage);
-    if (options.budget_bytes != 0 && held + size > options.budget_bytes) size = align_up(bytes, kAlignment);
+    if (options.budget_bytes != 0 && held + size > options.budget_bytes) size = align_up(bytes, kPage);
     if (options.budget_bytes != 0 && held + size > options.budget_bytes) {
       return Error{.code = Code::kResourceExhausted,
                    .what = fmt::format("host memory for saved bytes: {} more wanted, {} of the budget of {} are held, {} in use",
@@ -106,7 +105,7 @@ Result<std::unique_ptr<HostArena>> HostArena::create(HostArenaOptions options) {
 Result<HostArena::Span> HostArena::allocate(uint64_t bytes) {
   Span span;
   if (bytes == 0) return span;
-  const uint64_t size = align_up(bytes, kAlignment);
+  const uint64_t size = align_up(bytes, kPage);
   const std::lock_guard lock(impl_->mutex);
   std::byte* data = impl_->take(size);
   if (data == nullptr) {
@@ -123,7 +122,7 @@ Result<HostArena::Span> HostArena::allocate(uint64_t bytes) {
 Status HostArena::prefault(uint64_t bytes) {
   const std::lock_guard lock(impl_->mutex);
   const uint64_t free = impl_->held - impl_->used;
-  return free >= bytes ? ok() : impl_->grow(align_up(bytes - free, kAlignment));
+  return free >= bytes ? ok() : impl_->grow(align_up(bytes - free, kPage));
 }
 
 // Precondition: the lock is held.
@@ -170,7 +169,7 @@ HostArenaInfo HostArena::info() const {
 HostArena::Span::~Span() {
   if (arena_ == nullptr) return;
   const std::lock_guard lock(arena_->impl_->mutex);
-  arena_->give_back(data_, align_up(size_, kAlignment));
+  arena_->give_back(data_, align_up(size_, kPage));
 }
 
 HostArena::Span::Span(Span&& other) noexcept

@@ -12,6 +12,9 @@ inline constexpr uint64_t kKiB = uint64_t{1} << 10;
 inline constexpr uint64_t kMiB = uint64_t{1} << 20;
 inline constexpr uint64_t kGiB = uint64_t{1} << 30;
 
+// What direct I/O wants addresses, offsets and lengths to be multiples of; the arena's spans and the files' layouts keep to it.
+inline constexpr uint64_t kPage = 4 * kKiB;
+
 // `alignment` is a power of two. Precondition: value + alignment does not overflow.
 constexpr uint64_t align_up(uint64_t value, uint64_t alignment) { return (value + alignment - 1) & ~(alignment - 1); }
 constexpr bool is_aligned(uint64_t value, uint64_t alignment) { return (value & (alignment - 1)) == 0; }

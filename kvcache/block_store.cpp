@@ -5,11 +5,6 @@
 #include "base/units.h"
 
 namespace torpor {
-namespace {
-
-constexpr uint64_t kPage = 4096;
-
-}  // namespace
 
 Status BlockStore::check(uint64_t bytes_per_block) {
   if (bytes_per_block > 0) return ok();

@@ -13,7 +13,6 @@
 namespace torpor {
 namespace {
 
-constexpr uint64_t kPage = 4096;
 constexpr std::array<char, 8> kMagic = {'T', 'O', 'R', 'P', 'S', 'L', 'O', 'T'};
 constexpr uint32_t kVersion = 1;
 constexpr uint32_t kEndianness = 0x01020304;

@@ -32,42 +32,51 @@ void Onboarding::drop_damaged(const Source& source) {
   ++info_.damaged;
 }
 
-// From disk into the first store; the source is that block then. Left as it is where that store has no room.
-void Onboarding::promote(Source& source) {
-  BlockStore& from = *stores_[source.store];
+// Blocks of stores that are not addressable go into the first one, those of a store at once; the sources are those blocks then.
+// Left as they are where that store has no room.
+void Onboarding::promote(std::vector<Source>& sources) {
   BlockStore& to = *stores_[0];
-  Result<std::vector<MutableBlock>> slot = to.pool().allocate(1);
-  if (!slot || !begin_filling((*slot)[0], source.block.identity())) return;
-  MutableBlock& target = (*slot)[0];
-  SavedChunk place = to.chunk(target.id());
-  SavedChunk chunk = from.chunk(source.block.id());
-  const Result<std::span<std::byte>> bytes = to.place(place);
-  if (bytes) {
-    TierPart part{&chunk, *bytes, ok()};
-    from.get({&part, 1});
-    source.status = std::move(part.status);
-    if (source.status && digest_of(*bytes) != chunk.digest) {
-      source.status = Error{.code = Code::kCorruption, .what = "a KV block on disk does not match its digest", .next_step = "check the disk"};
+  for (size_t store = 1; store < stores_.size(); ++store) {
+    if (stores_[store]->addressable()) continue;
+    std::vector<size_t> members;
+    std::vector<MutableBlock> targets;
+    std::vector<SavedChunk> chunks;
+    std::vector<std::span<std::byte>> places;
+    for (size_t i = 0; i < sources.size(); ++i) {
+      if (sources[i].store != store) continue;
+      Result<std::vector<MutableBlock>> slot = to.pool().allocate(1);
+      if (!slot || !begin_filling((*slot)[0], sources[i].block.identity())) break;
+      places.push_back(to.view(to.chunk((*slot)[0].id())));
+      members.push_back(i);
+      targets.push_back(std::move((*slot)[0]));
+      chunks.push_back(stores_[store]->chunk(sources[i].block.id()));
+    }
+    std::vector<TierPart> parts;
+    for (size_t m = 0; m < members.size(); ++m) parts.push_back({&chunks[m], places[m], ok()});
+    stores_[store]->get(parts);
+    for (size_t m = 0; m < members.size(); ++m) {
+      Source& source = sources[members[m]];
+      source.status = std::move(parts[m].status);
+      if (source.status && digest_of(places[m]) != chunks[m].digest) {
+        source.status = Error{.code = Code::kCorruption, .what = "a KV block on disk does not match its digest", .next_step = "check the disk"};
+      }
+      if (!targets[m].compute_done() || !source.status) continue;
+      to.remember(targets[m].id(), chunks[m].digest);
+      Result<BlockRef> promoted = targets[m].register_block();
+      if (!promoted) continue;
+      source = {0, std::move(*promoted), ok()};
+      const std::lock_guard lock(mutex_);
+      ++info_.promoted;
     }
   }
-  (void)target.compute_done();
-  if (!bytes || !source.status) return;
-  to.remember(target.id(), chunk.digest);
-  Result<BlockRef> promoted = target.register_block();
-  if (!promoted) return;
-  source = {0, std::move(*promoted), ok()};
-  const std::lock_guard lock(mutex_);
-  ++info_.promoted;
 }
 
 Result<std::vector<BlockRef>> Onboarding::onboard(std::span<const BlockIdentity> chain) {
   if (executor_.quarantined()) return std::vector<BlockRef>{};  // nothing is copied any more
   std::vector<Source> sources = find(chain);
   TORPOR_ASSIGN(std::vector<MutableBlock> targets, device_.allocate(static_cast<int32_t>(sources.size())));
-  for (size_t i = 0; i < sources.size(); ++i) {
-    TORPOR_TRY(begin_filling(targets[i], sources[i].block.identity()));
-    if (mode_ == DiskOnboarding::kStaged && !stores_[sources[i].store]->addressable()) promote(sources[i]);
-  }
+  for (size_t i = 0; i < sources.size(); ++i) TORPOR_TRY(begin_filling(targets[i], sources[i].block.identity()));
+  if (mode_ == DiskOnboarding::kStaged && stores_[0]->addressable()) promote(sources);
   for (size_t store = 0; store < stores_.size(); ++store) {
     std::vector<ChunkPlan> plans;
     std::vector<size_t> members;

@@ -28,7 +28,7 @@ struct OnboardingInfo {
 
 class Onboarding {
  public:
-  // `stores`: nearest first; with kStaged the first one is addressable.
+  // `stores`: nearest first; kStaged does nothing unless the first one is addressable.
   Onboarding(BlockPool& device, const KvLayout& layout, TransferExecutor& executor, std::vector<BlockStore*> stores, DiskOnboarding mode = DiskOnboarding::kDirect)
       : device_(device), layout_(layout), executor_(executor), stores_(std::move(stores)), mode_(mode) {
     info_.onboarded.resize(stores_.size());
@@ -47,7 +47,7 @@ class Onboarding {
     bool unproven = false;
   };
   std::vector<Source> find(std::span<const BlockIdentity> chain);
-  void promote(Source& source);
+  void promote(std::vector<Source>& sources);
   void drop_damaged(const Source& source);
 
   BlockPool& device_;

@@ -11,8 +11,6 @@
 namespace torpor {
 namespace {
 
-constexpr uint64_t kPage = 4096;
-
 // Of copies that may still be running: never freed.
 std::vector<std::vector<StreamingDigest>>& unproven_digests() {
   static std::vector<std::vector<StreamingDigest>> digests;
