@@ -142,7 +142,12 @@ async def _streaming(model, directory) -> None:
     engine.shutdown()
 
     engine = make()
-    report = await engine.wake_up(from_checkpoint=path)
+    waking = asyncio.create_task(engine.wake_up(from_checkpoint=path))
+    await asyncio.sleep(0)  # its order is sent
+    waking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waking
+    report = await engine.wake_up(from_checkpoint=path)  # what the cancelled one restored is gone
     assert report.requests == len([n for n in names if delivered[n] != expected[n]])
     for name in names:
         if delivered[name] == expected[name]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator
 
@@ -12,7 +13,7 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from torpor import errors
-from torpor.errors import InvalidArgument, NotFound, TimedOut, WrongState
+from torpor.errors import Error, InvalidArgument, NotFound, TimedOut, WrongState
 from torpor.vllm import outputs as front_end
 
 _DRAIN_SECONDS = 30.0  # for outputs that the engine sent before it was frozen to be processed here
@@ -165,7 +166,13 @@ async def _sleep(side: _Blocking | _Async, level: int, mode: str, preserve_state
 
 
 async def _wake_up(side: _Blocking | _Async, values: dict) -> Report:
-    report = Report(await side.call("wake_up", values))
+    try:
+        report = Report(await side.call("wake_up", values))
+    except asyncio.CancelledError:
+        if values.get("hold"):  # the engine core goes on with it, and would hold what it restored for ever
+            with contextlib.suppress(Error):  # nothing is held if it failed
+                await side.call("end_hold", {"keep": False})
+        raise
     if values.get("hold") and report.changed:
         try:
             side.take(report)
