@@ -5,6 +5,7 @@
 #else
 #include <xxhash.h>
 #endif
+#include <sodium.h>
 
 namespace torpor {
 namespace {
@@ -31,6 +32,13 @@ std::string Digest::hex() const {
 }
 
 Digest digest_of(std::span<const std::byte> bytes) { return canonical(XXH3_128bits(bytes.data(), bytes.size())); }
+
+std::array<uint8_t, 32> sha256_of(std::span<const std::byte> bytes) {
+  static_assert(crypto_hash_sha256_BYTES == 32);
+  std::array<uint8_t, 32> hash;
+  crypto_hash_sha256(hash.data(), reinterpret_cast<const unsigned char*>(bytes.data()), bytes.size());
+  return hash;
+}
 
 struct StreamingDigest::State {
   XXH3_state_t* xxh = XXH3_createState();

@@ -1,5 +1,5 @@
-// XXH3-128 digests: they find accidents (bit rot, torn writes, wrong copies), they do not stop an attacker.
-// Library: xxHash. The 16 bytes are in XXH128's canonical (big-endian) order, so they read the same everywhere.
+// XXH3-128 digests: they find accidents (bit rot, torn writes, wrong copies), they do not stop an attacker; base/seal.h
+// does. Library: xxHash. The 16 bytes are in XXH128's canonical (big-endian) order, so they read the same everywhere.
 #pragma once
 
 #include <array>
@@ -18,6 +18,8 @@ struct Digest {
 };
 
 Digest digest_of(std::span<const std::byte> bytes);
+
+std::array<uint8_t, 32> sha256_of(std::span<const std::byte> bytes);  // library: libsodium
 
 // Digest of bytes that arrive in pieces; equal to digest_of their concatenation. Not thread-safe.
 class StreamingDigest {

@@ -1,6 +1,7 @@
 // Files through one seam: everything torpor stores goes through Directory and File, so that tests can fail, count and
 // cut any call. The real one is Linux: directory descriptors, no symbolic link is ever followed below the opened path,
-// files 0600 in directories 0700, O_CLOEXEC.
+// files 0600 in directories 0700 whatever the umask, O_CLOEXEC. Files and directories that belong to others, or that
+// others may write to, are refused (kFailedPrecondition), and so is a directory whose parent others may write to.
 //
 // Threads: File::pread/pwrite may be called from several threads at once; all else from one at a time.
 // Names are single path components; one with '/', or "." or "..", is kInvalidArgument.
@@ -45,7 +46,7 @@ class File {
   virtual std::string_view io() const { return "plain"; }  // how bytes go: "io_uring, direct", "io_uring", "direct", "plain"
 };
 
-enum class SlotIo : uint8_t { kFastest, kPlain };
+enum class FileIo : uint8_t { kFastest, kPlain };
 
 enum class EntryKind : uint8_t { kFile, kDirectory, kOther };
 struct Entry {
@@ -57,11 +58,12 @@ class Directory {
  public:
   virtual ~Directory() = default;
   virtual const std::string& path() const = 0;
-  virtual Result<std::unique_ptr<File>> create_file(std::string_view name) = 0;  // must not exist yet
-  virtual Result<std::unique_ptr<File>> open_file(std::string_view name) const = 0;  // read only; a regular file
-  // For reading and writing in place, made if absent; with direct I/O and io_uring where the system and `wish` allow them.
-  // Direct: addresses, offsets and lengths must be multiples of 4096; the owner keeps to that in any case.
-  virtual Result<std::unique_ptr<File>> open_slots(std::string_view name, SlotIo wish = SlotIo::kFastest) = 0;
+  // `wish` kFastest: with direct I/O and io_uring where the system allows them. Direct: addresses, offsets and lengths must
+  // be multiples of 4096; the owner keeps to that in any case.
+  virtual Result<std::unique_ptr<File>> create_file(std::string_view name, FileIo wish = FileIo::kPlain) = 0;  // must not exist yet
+  virtual Result<std::unique_ptr<File>> open_file(std::string_view name, FileIo wish = FileIo::kPlain) const = 0;  // read only; a regular file
+  // For reading and writing in place, made if absent.
+  virtual Result<std::unique_ptr<File>> open_slots(std::string_view name, FileIo wish = FileIo::kFastest) = 0;
   virtual Result<std::unique_ptr<Directory>> create_directory(std::string_view name) = 0;  // must not exist yet
   virtual Result<std::unique_ptr<Directory>> open_directory(std::string_view name) const = 0;
   virtual Result<std::vector<Entry>> list() const = 0;  // sorted by name, without "." and ".."
@@ -78,7 +80,7 @@ class Directory {
 class FileSystem {
  public:
   virtual ~FileSystem() = default;
-  // `create`: makes the directory and its missing parents (0700).
+  // `create`: makes the directory and its missing parents (0700), durably.
   virtual Result<std::unique_ptr<Directory>> open_directory(const std::string& path, bool create) = 0;
 };
 

@@ -21,6 +21,7 @@ namespace {
 
 constexpr mode_t kFileMode = 0600;
 constexpr mode_t kDirectoryMode = 0700;
+constexpr uint64_t kUringPiece = uint64_t{1} << 20;
 constexpr unsigned kUringDepth = 64;  // operations at once; more gain nothing on one NVMe device
 
 class Descriptor {
@@ -72,6 +73,35 @@ Status check_component(std::string_view name) {
                  .next_step = "use a name without '/'"};
   }
   return ok();
+}
+
+// What others could have put there, or could exchange meanwhile, is not believed.
+Status check_owned(const struct stat& info, const std::string& full) {
+  if (info.st_uid != ::geteuid() && info.st_uid != 0) {
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = fmt::format("{} belongs to user {}, this is user {}", full, info.st_uid, ::geteuid()),
+                 .next_step = "run as its owner, or change its owner if you trust what is in it"};
+  }
+  if ((info.st_mode & (S_IWGRP | S_IWOTH)) != 0) {
+    return Error{.code = Code::kFailedPrecondition, .what = fmt::format("others may write to {}", full), .next_step = "chmod go-w it, if you trust what is in it"};
+  }
+  return ok();
+}
+
+Status check_owned(int fd, const std::string& full) {
+  struct stat info {};
+  if (::fstat(fd, &info) != 0) return system_error(errno, fmt::format("cannot ask what {} is", full));
+  return check_owned(info, full);
+}
+
+// Whoever may rename entries of the parent may exchange the directory; with the sticky bit only its owner may.
+Status check_parent(int fd, const std::string& full) {
+  struct stat info {};
+  if (::fstatat(fd, "..", &info, 0) != 0) return system_error(errno, fmt::format("cannot ask what the parent of {} is", full));
+  if ((info.st_mode & S_IWOTH) == 0 || (info.st_mode & S_ISVTX) != 0) return ok();
+  return Error{.code = Code::kFailedPrecondition,
+               .what = fmt::format("everybody may write to the directory that holds {}", full),
+               .next_step = "use a directory below one that only you may write to"};
 }
 
 class LinuxFile : public File {
@@ -145,10 +175,10 @@ class LinuxFile : public File {
   std::string name_;
 };
 
-// A file of slots, perhaps with direct I/O, perhaps through io_uring.
-class SlotsFile final : public LinuxFile {
+// A file for large transfers: perhaps with direct I/O, perhaps through io_uring.
+class FastFile final : public LinuxFile {
  public:
-  SlotsFile(Descriptor fd, std::string name, bool direct, std::unique_ptr<UringQueue> queue)
+  FastFile(Descriptor fd, std::string name, bool direct, std::unique_ptr<UringQueue> queue)
       : LinuxFile(std::move(fd), std::move(name)), direct_(direct), queue_(std::move(queue)) {}
 
   void pread_all(std::span<FilePart> parts) const override {
@@ -165,17 +195,30 @@ class SlotsFile final : public LinuxFile {
   }
 
  private:
-  // What came back short, or was interrupted, is finished by plain calls, which also have the words for an error.
+  // Large parts go as several operations at once. What came back short, or was interrupted, is finished by plain calls,
+  // which also have the words for an error.
   template <class Finish>
   void run(std::span<FilePart> parts, bool write, Finish finish) const {
-    std::vector<int32_t> results(parts.size());
-    queue_->run(descriptor(), write, parts, results);
-    for (size_t i = 0; i < parts.size(); ++i) {
+    std::vector<FilePart> pieces;
+    std::vector<FilePart*> owner;
+    for (FilePart& part : parts) {
+      part.status = ok();
+      for (uint64_t at = 0; at < part.bytes.size(); at += kUringPiece) {
+        pieces.push_back({part.offset + at, part.bytes.subspan(at, std::min<uint64_t>(kUringPiece, part.bytes.size() - at)), ok()});
+        owner.push_back(&part);
+      }
+    }
+    std::vector<int32_t> results(pieces.size());
+    queue_->run(descriptor(), write, pieces, results);
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      const FilePart& piece = pieces[i];
+      Status& status = owner[i]->status;
+      if (!status) continue;
       const size_t done = results[i] > 0 ? static_cast<size_t>(results[i]) : 0;
       if (results[i] < 0 && results[i] != -EINTR && results[i] != -EAGAIN) {
-        parts[i].status = system_error(-results[i], fmt::format("cannot {} {}", write ? "write" : "read", name()));
-      } else {
-        parts[i].status = done == parts[i].bytes.size() ? ok() : finish(parts[i].bytes.subspan(done), parts[i].offset + done);
+        status = system_error(-results[i], fmt::format("cannot {} {}", write ? "write" : "read", name()));
+      } else if (done != piece.bytes.size()) {
+        status = finish(piece.bytes.subspan(done), piece.offset + done);
       }
     }
   }
@@ -189,33 +232,25 @@ class LinuxDirectory final : public Directory {
 
   const std::string& path() const override { return path_; }
 
-  Result<std::unique_ptr<File>> create_file(std::string_view name) override {
-    return open_as_file(name, O_RDWR | O_CREAT | O_EXCL, "create");
+  Result<std::unique_ptr<File>> create_file(std::string_view name, FileIo wish) override {
+    return open_as_file(name, O_RDWR | O_CREAT | O_EXCL, wish, "create");
   }
 
-  Result<std::unique_ptr<File>> open_file(std::string_view name) const override {
-    return open_as_file(name, O_RDONLY | O_NONBLOCK, "open");
+  Result<std::unique_ptr<File>> open_file(std::string_view name, FileIo wish) const override {
+    return open_as_file(name, O_RDONLY | O_NONBLOCK, wish, "open");
   }
 
-  Result<std::unique_ptr<File>> open_slots(std::string_view name, SlotIo wish) override {
-    TORPOR_TRY(check_component(name));
-    const std::string full = join(name);
-    const std::string doing = fmt::format("cannot open {}", full);
-    bool direct = wish == SlotIo::kFastest;
-    Result<Descriptor> fd = open_beneath(fd_.get(), std::string(name), O_RDWR | O_CREAT | (direct ? O_DIRECT : 0), kFileMode, doing);
-    if (!fd && direct && fd.error().native == EINVAL) {  // this file system has no direct I/O
-      direct = false;
-      fd = open_beneath(fd_.get(), std::string(name), O_RDWR | O_CREAT, kFileMode, doing);
-    }
-    if (!fd) return fd.error();
-    TORPOR_TRY(check_regular(fd->get(), full));
-    return std::unique_ptr<File>(std::make_unique<SlotsFile>(std::move(*fd), full, direct, wish == SlotIo::kFastest ? UringQueue::create(kUringDepth) : nullptr));
+  Result<std::unique_ptr<File>> open_slots(std::string_view name, FileIo wish) override {
+    return open_as_file(name, O_RDWR | O_CREAT, wish, "open");
   }
 
   Result<std::unique_ptr<Directory>> create_directory(std::string_view name) override {
     TORPOR_TRY(check_component(name));
     if (::mkdirat(fd_.get(), std::string(name).c_str(), kDirectoryMode) != 0) {
       return system_error(errno, fmt::format("cannot make the directory {}", join(name)), "check the directory's permissions");
+    }
+    if (::fchmodat(fd_.get(), std::string(name).c_str(), kDirectoryMode, 0) != 0) {  // a umask may have taken bits away
+      return system_error(errno, fmt::format("cannot set the permissions of {}", join(name)));
     }
     return open_directory(name);
   }
@@ -224,6 +259,7 @@ class LinuxDirectory final : public Directory {
     TORPOR_TRY(check_component(name));
     TORPOR_ASSIGN(Descriptor fd, open_beneath(fd_.get(), std::string(name), O_RDONLY | O_DIRECTORY, 0,
                                               fmt::format("cannot open the directory {}", join(name))));
+    TORPOR_TRY(check_owned(fd.get(), join(name)));
     return std::unique_ptr<Directory>(std::make_unique<LinuxDirectory>(std::move(fd), join(name)));
   }
 
@@ -289,19 +325,29 @@ class LinuxDirectory final : public Directory {
  private:
   std::string join(std::string_view name) const { return fmt::format("{}/{}", path_, name); }
 
-  Result<std::unique_ptr<File>> open_as_file(std::string_view name, int flags, std::string_view verb) const {
+  Result<std::unique_ptr<File>> open_as_file(std::string_view name, int flags, FileIo wish, std::string_view verb) const {
     TORPOR_TRY(check_component(name));
     const std::string full = join(name);
-    TORPOR_ASSIGN(Descriptor fd, open_beneath(fd_.get(), std::string(name), flags, (flags & O_CREAT) ? kFileMode : 0,
-                                              fmt::format("cannot {} {}", verb, full)));
-    TORPOR_TRY(check_regular(fd.get(), full));
-    return std::unique_ptr<File>(std::make_unique<LinuxFile>(std::move(fd), full));
+    const std::string doing = fmt::format("cannot {} {}", verb, full);
+    const mode_t mode = (flags & O_CREAT) ? kFileMode : 0;
+    bool direct = wish == FileIo::kFastest;
+    Result<Descriptor> fd = open_beneath(fd_.get(), std::string(name), flags | (direct ? O_DIRECT : 0), mode, doing);
+    if (!fd && direct && fd.error().native == EINVAL) {  // this file system has no direct I/O
+      direct = false;
+      // The failed call may have made the file all the same.
+      fd = open_beneath(fd_.get(), std::string(name), flags & ~O_EXCL, mode, doing);
+    }
+    if (!fd) return fd.error();
+    TORPOR_TRY(check_regular(fd->get(), full));
+    if ((flags & O_CREAT) && ::fchmod(fd->get(), kFileMode) != 0) return system_error(errno, fmt::format("cannot set the permissions of {}", full));
+    if (wish == FileIo::kPlain) return std::unique_ptr<File>(std::make_unique<LinuxFile>(std::move(*fd), full));
+    return std::unique_ptr<File>(std::make_unique<FastFile>(std::move(*fd), full, direct, UringQueue::create(kUringDepth)));
   }
 
   static Status check_regular(int fd, const std::string& full) {
     struct stat info {};
     if (::fstat(fd, &info) != 0) return system_error(errno, fmt::format("cannot ask what {} is", full));
-    if (S_ISREG(info.st_mode)) return ok();
+    if (S_ISREG(info.st_mode)) return check_owned(info, full);
     return Error{.code = Code::kCorruption, .what = fmt::format("{} is not a regular file", full), .next_step = "remove it"};
   }
 
@@ -358,15 +404,26 @@ class LinuxFileSystem final : public FileSystem {
     const std::string text = absolute.string();
     TORPOR_ASSIGN(Descriptor fd, guarded(::open(text.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC),
                                          fmt::format("cannot open the directory {}", text)));
+    TORPOR_TRY(check_owned(fd.get(), text));
+    TORPOR_TRY(check_parent(fd.get(), text));
     return std::unique_ptr<Directory>(std::make_unique<LinuxDirectory>(std::move(fd), text));
   }
 
  private:
+  static Status sync_directory(const std::string& path) {
+    TORPOR_ASSIGN(const Descriptor fd, guarded(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC), fmt::format("cannot open the directory {}", path)));
+    if (::fsync(fd.get()) != 0) return system_error(errno, fmt::format("cannot sync the directory {}", path));
+    return ok();
+  }
+
   static Status make_directories(const boost::filesystem::path& path) {
     boost::filesystem::path so_far;
     for (const boost::filesystem::path& component : path) {
       so_far /= component;
-      if (::mkdir(so_far.c_str(), kDirectoryMode) != 0 && errno != EEXIST && errno != EISDIR) {
+      if (::mkdir(so_far.c_str(), kDirectoryMode) == 0) {
+        if (::chmod(so_far.c_str(), kDirectoryMode) != 0) return system_error(errno, fmt::format("cannot set the permissions of {}", so_far.string()));
+        TORPOR_TRY(sync_directory(so_far.parent_path().string()));
+      } else if (errno != EEXIST && errno != EISDIR) {
         const int problem = errno;
         boost::system::error_code ignored;
         if (boost::filesystem::is_directory(so_far, ignored)) continue;  // there, but not ours to make (EROFS, EACCES)

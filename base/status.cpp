@@ -17,6 +17,7 @@ std::string_view name(Code code) {
     case Code::kAborted: return "aborted";
     case Code::kCorruption: return "corruption";
     case Code::kIncompatible: return "incompatible";
+    case Code::kUnauthenticated: return "unauthenticated";
     case Code::kUnsupported: return "unsupported";
     case Code::kTimeout: return "timeout";
     case Code::kIo: return "io";

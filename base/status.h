@@ -6,6 +6,8 @@
 #pragma once
 
 #include <cstdint>
+#include <new>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -23,6 +25,7 @@ enum class Code : uint8_t {
   kAborted,             // a larger operation was undone; start that again
   kCorruption,          // bytes do not match their digest or their own description
   kIncompatible,        // whole and well-formed, but made for something else; `what` names the field
+  kUnauthenticated,     // sealed with a key that was not given, or another one; give the right key
   kUnsupported,         // a feature in use that this version cannot do; `what` names it
   kTimeout,             // not done in the given time; nothing was changed
   kIo,                  // a system call on a file failed; `native` is errno
@@ -62,6 +65,19 @@ class [[nodiscard]] Result : public tl::expected<T, Error> {
 using Status = Result<void>;
 
 inline Status ok() { return {}; }
+
+// Runs `work`, a function that returns a Status or Result. Want of memory becomes kResourceExhausted; its words are short
+// enough to need none.
+template <class Work>
+auto catching_no_memory(Work work) noexcept -> decltype(work()) {
+  try {
+    return work();
+  } catch (const std::bad_alloc&) {
+    return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
+  } catch (const std::length_error&) {  // a container asked for more than there can be
+    return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
+  }
+}
 
 // Builds an Error from errno's value `native`: `what` gets the system's text appended, the code follows the errno
 // (ENOSPC, EDQUOT, ENOMEM, EMFILE: kResourceExhausted; ENOENT: kNotFound; others: kIo).

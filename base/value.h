@@ -22,7 +22,7 @@ using List = std::vector<Value>;
 using Dict = std::vector<std::pair<std::string, Value>>;  // in the order in which it was filled; keys differ
 
 struct Value {
-  // The order is part of the checkpoint format (docs/checkpoint-format.md).
+  // The order is part of the checkpoint format (checkpoint/FORMAT.md).
   using Data = std::variant<std::monostate, bool, int64_t, double, std::string, Bytes, IntArray, RealArray, List, Dict>;
   Data data;
 

@@ -5,7 +5,7 @@
 #include "bindings/bind_subjects.h"
 #include "bindings/bind_values.h"
 #include "bindings/dict_reader.h"
-#include "checkpoint/checkpoint_manager.h"
+#include "checkpoint/checkpoint.h"
 
 namespace py = pybind11;
 
@@ -25,24 +25,27 @@ void bind_checkpoint(py::module_& module) {
         py::list list;
         for (const Section& section : sections) list.append(py::make_tuple(section.name, to_python(section.bytes)));
         return list;
-      }, "The sections of a checkpoint, uncompressed: a list of (name, bytes).")
-      .def_static("decode", [](const py::list& list) {
+      }, "The sections of a checkpoint, uncompressed: a list of (name, bytes). The fingerprint is not among them.")
+      .def_static("decode", [](const py::list& list, const py::dict& fingerprint) {
         std::vector<Section> sections;
         for (const py::handle item : list) {
           const auto pair = py::reinterpret_borrow<py::sequence>(item);
           sections.push_back({pair[0].cast<std::string>(), bytes_from(pair[1], "a section")});
         }
-        const py::gil_scoped_release released;
-        Result<EngineCheckpoint> decoded = decode(sections);
-        const py::gil_scoped_acquire lock;
-        return value_or_raise(std::move(decoded));
-      }, py::arg("sections"))
+        Result<EngineCheckpoint> decoded = [&] {
+          const py::gil_scoped_release released;
+          return decode(sections);
+        }();
+        EngineCheckpoint checkpoint = value_or_raise(std::move(decoded));
+        checkpoint.fingerprint = fingerprint_from(fingerprint);
+        return checkpoint;
+      }, py::arg("sections"), py::arg("fingerprint") = py::dict())
       .def("__eq__", [](const EngineCheckpoint& a, const EngineCheckpoint& b) { return a == b; });
 
-  module.def("read_checkpoint", [](const std::string& path) {
-    const Checkpoint checkpoint = value_or_raise(open_checkpoint(linux_file_system(), path));
+  module.def("read_checkpoint", [](const std::string& path, const std::optional<std::string>& key_file) {
+    const Checkpoint checkpoint = value_or_raise(open_checkpoint(linux_file_system(), path, key_from(key_file)));
     return value_or_raise(checkpoint.read_state());
-  }, py::arg("path"), "The verified state of a checkpoint, or of the latest one of a directory.");
+  }, py::arg("path"), py::arg("key_file") = py::none(), "The verified state of a checkpoint, or of the latest one of a directory.");
 }
 
 }  // namespace torpor

@@ -95,7 +95,17 @@ std::unique_ptr<BoundController> make_controller(py::object hooks, const py::dic
   std::optional<std::string> directory;
   in.read_if_given("directory", directory);
   in.read_if_given("kv_budget_bytes", options.kv_budget_bytes);
-  in.read_if_given("keep_checkpoints", options.keep_checkpoints);
+  in.read_if_given("keep_checkpoints", options.retention.keep);
+  in.read_if_given("max_age_seconds", options.retention.max_age_seconds);
+  in.read_if_given("max_total_bytes", options.retention.max_total_bytes);
+  std::optional<std::string> key_file;
+  in.read_if_given("key_file", key_file);
+  options.key = key_from(key_file);
+  in.read_if_given("encrypt", options.encrypt);
+  in.read_if_given("incremental", options.incremental);
+  std::optional<int> level;
+  in.read_if_given("compression_level", level);
+  if (level) options.compression = {.level = *level};
   in.finish();
   options.directory = directory.value_or("");
   return std::make_unique<BoundController>(std::move(hooks), std::move(options));

@@ -22,6 +22,9 @@ std::unique_ptr<RankMemory> make_rank_memory(const py::dict& dict) {
   in.read_if_given("arena_budget_bytes", options.arena_budget_bytes);
   in.read_if_given("threads", options.threads);
   in.read_if_given("keep_backup", options.keep_backup);
+  std::optional<std::string> key_file;
+  in.read_if_given("key_file", key_file);
+  options.key = key_from(key_file);
   in.read_if_given("capacity_bytes", device_options.capacity_bytes);
   in.read_if_given("device", device);
   in.finish();

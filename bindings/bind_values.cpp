@@ -410,6 +410,11 @@ py::list to_python(const std::vector<WorkerSnapshot>& workers) {
   return list;
 }
 
+std::shared_ptr<const Key> key_from(const std::optional<std::string>& key_file) {
+  if (!key_file) return nullptr;
+  return std::make_shared<const Key>(value_or_raise(Key::read_file(*key_file)));
+}
+
 Fingerprint fingerprint_from(const py::handle& object) { return cast_from<Fingerprint>(object, "fingerprint"); }
 
 namespace {

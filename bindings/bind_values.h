@@ -20,6 +20,7 @@ pybind11::dict to_python(const EngineCheckpoint& checkpoint);
 pybind11::list to_python(const std::vector<WorkerSnapshot>& workers);
 EngineCheckpoint engine_checkpoint_from(const pybind11::dict& dict);
 Fingerprint fingerprint_from(const pybind11::handle& object);
+std::shared_ptr<const Key> key_from(const std::optional<std::string>& key_file);  // null for none
 KvLayout kv_layout_from(const pybind11::dict& dict);
 
 pybind11::bytes to_python(const Bytes& bytes);

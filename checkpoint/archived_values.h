@@ -1,5 +1,5 @@
 // How each value struct is laid out in an archive: its fields in this order. A change here is a change of the format:
-// raise kSectionVersion (engine_checkpoint.cpp) or kFormatVersion (manifest.h) and keep the old reader.
+// raise kSectionVersion (engine_checkpoint.cpp) or kFormatVersion (manifest.h) and keep the old reader (format_v1.h).
 #pragma once
 
 #include "checkpoint/bounded_archive.h"
@@ -86,21 +86,29 @@ template <class Archive>
 void serialize(Archive& archive, ChunkKey& v) {
   archive(checked(v.kind, ChunkKind::kKvBlock), v.tag, v.region, v.index);
 }
+template <class Archive, size_t kSize>
+void serialize(Archive& archive, std::array<uint8_t, kSize>& bytes) {  // an id, a tag
+  for (uint8_t& byte : bytes) archive(byte);
+}
 template <class Archive>
 void serialize(Archive& archive, SavedChunk& v) {
-  archive(v.key, v.bytes, v.digest, checked(v.codec, Codec::kZstd), v.offset, v.stored_bytes);
+  archive(v.key, v.bytes, v.digest, checked(v.codec, Codec::kZstd), v.offset, v.stored_bytes, v.file, v.seal);
+}
+template <class Archive>
+void serialize(Archive& archive, ChunkFile& v) {
+  archive(v.generation, v.id, v.name, v.bytes);
 }
 template <class Archive>
 void serialize(Archive& archive, RankChunks& v) {
-  archive(v.rank, v.file, v.file_bytes, v.chunks);
+  archive(v.rank, v.files, v.chunks);
 }
 template <class Archive>
 void serialize(Archive& archive, SectionInfo& v) {
-  archive(v.name, v.offset, v.stored_bytes, v.bytes, checked(v.codec, Codec::kZstd), v.digest);
+  archive(v.name, v.required, v.offset, v.stored_bytes, v.bytes, checked(v.codec, Codec::kZstd), v.digest, v.seal);
 }
 template <class Archive>
-void serialize(Archive& archive, Manifest& v) {
-  archive(v.generation, v.created_unix_seconds, v.creator, v.sections, v.ranks);
+void serialize(Archive& archive, Manifest& v) {  // the rest of it stands in the header
+  archive(v.generation, v.created_unix_seconds, v.creator, v.fingerprint, v.sections, v.ranks);
 }
 
 }  // namespace torpor

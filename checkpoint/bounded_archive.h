@@ -1,11 +1,11 @@
 // The only way from values to bytes and back: Cereal through archives of our own.
 //
 // Bytes are hostile until decoded: a length is checked against the bytes that remain before anything is allocated for
-// it, lists grow as their elements arrive, a bool is 0 or 1, enums and variants are checked against their range, trees
-// against kMaxValueDepth, and bytes left over are an error. Neither Cereal's pointers nor its polymorphic types are used:
+// it, lists grow as their elements arrive and within kMemoryPerByte, a bool is 0 or 1, enums and variants are checked
+// against their range, trees against kMaxValueDepth, and bytes left over are an error. Neither Cereal's pointers nor its polymorphic types are used:
 // with them a file could choose types and addresses.
 //
-// Layout: little-endian, fixed widths, no padding; a length is 8 bytes; see docs/checkpoint-format.md.
+// Layout: little-endian, fixed widths, no padding; a length is 8 bytes; see checkpoint/FORMAT.md.
 #pragma once
 
 #include <bit>
@@ -24,21 +24,30 @@ namespace torpor {
 
 static_assert(std::endian::native == std::endian::little, "the format is the memory of a little-endian machine");
 
+// The most memory that decoding may take for each byte of input: an element of a list may be one byte there and a Value here.
+inline constexpr uint64_t kMemoryPerByte = 64;
+
+// Appends to a buffer, or, without one, only counts: so that the buffer can be made large enough at once.
 class BoundedOutput : public cereal::OutputArchive<BoundedOutput, cereal::AllowEmptyClassElision> {
  public:
-  explicit BoundedOutput(Bytes& out) : OutputArchive(this), out_(out) {}
+  BoundedOutput() : OutputArchive(this) {}
+  explicit BoundedOutput(Bytes& out) : OutputArchive(this), out_(&out) {}
   void raw(const void* data, size_t size) {
+    bytes_ += size;
+    if (out_ == nullptr) return;
     const auto* bytes = static_cast<const uint8_t*>(data);
-    out_.insert(out_.end(), bytes, bytes + size);
+    out_->insert(out_->end(), bytes, bytes + size);
   }
+  uint64_t bytes() const { return bytes_; }
 
  private:
-  Bytes& out_;
+  Bytes* out_ = nullptr;
+  uint64_t bytes_ = 0;
 };
 
 class BoundedInput : public cereal::InputArchive<BoundedInput, cereal::AllowEmptyClassElision> {
  public:
-  explicit BoundedInput(std::span<const std::byte> in) : InputArchive(this), in_(in) {}
+  explicit BoundedInput(std::span<const std::byte> in) : InputArchive(this), in_(in), budget_((in.size() + 1) * kMemoryPerByte) {}
   uint64_t left() const { return in_.size(); }
   void raw(void* data, uint64_t size) {
     if (size > left()) throw cereal::Exception(fmt::format("{} bytes wanted, {} are left", size, left()));
@@ -49,10 +58,16 @@ class BoundedInput : public cereal::InputArchive<BoundedInput, cereal::AllowEmpt
   void expect(uint64_t count, uint64_t least) const {
     if (count > left() / least) throw cereal::Exception(fmt::format("a list of {} elements in {} bytes", count, left()));
   }
+  // Throws when `bytes` more of memory are more than this input is worth.
+  void charge(uint64_t bytes) {
+    if (bytes > budget_) throw cereal::Exception("it would take more memory than its size can mean");
+    budget_ -= bytes;
+  }
   int depth = 0;  // of the Value being read
 
  private:
   std::span<const std::byte> in_;
+  uint64_t budget_;
 };
 
 // Arithmetic types are their memory; a bool is one byte.
@@ -159,7 +174,10 @@ void CEREAL_LOAD_FUNCTION_NAME(torpor::BoundedInput& archive, std::vector<T>& li
     archive.raw(list.data(), size * sizeof(T));
   } else {
     archive.expect(size, 1);
-    for (uint64_t i = 0; i < size; ++i) archive(list.emplace_back());
+    for (uint64_t i = 0; i < size; ++i) {
+      archive.charge(sizeof(T));
+      archive(list.emplace_back());
+    }
   }
 }
 
@@ -172,12 +190,22 @@ void CEREAL_LOAD_FUNCTION_NAME(torpor::BoundedInput& archive, std::vector<T>& li
 
 namespace torpor {
 
+// The values one after the other, with `gap` zero bytes in front.
+template <class... T>
+Bytes to_bytes_after(uint64_t gap, const T&... values) {
+  BoundedOutput count;
+  count(values...);
+  Bytes bytes;
+  bytes.reserve(gap + count.bytes());
+  bytes.resize(gap);
+  BoundedOutput archive(bytes);
+  archive(values...);
+  return bytes;
+}
+
 template <class T>
 Bytes to_bytes(const T& value) {
-  Bytes bytes;
-  BoundedOutput archive(bytes);
-  archive(value);
-  return bytes;
+  return to_bytes_after(0, value);
 }
 
 // kCorruption when `bytes` are not exactly one T; `what` names them in the message.

@@ -1,19 +1,33 @@
-// Checkpoint: reading a committed one.
-#include <algorithm>
-#include <set>
+#include "checkpoint/checkpoint.h"
 
+#include <algorithm>
+
+#include <boost/filesystem.hpp>
 #include <fmt/format.h>
 
+#include "base/units.h"
 #include "checkpoint/checkpoint_manager.h"
+#include "checkpoint/format_v1.h"
 #include "checkpoint/store_names.h"
 #include "offload/codec.h"
-#include "offload/disk_tier.h"
 
 namespace torpor {
+namespace {
+
+
+Error damaged(std::string what) { return Error{.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"}; }
+
+}  // namespace
 
 struct Checkpoint::Impl {
+  FileSystem& file_system;
   std::unique_ptr<Directory> directory;
+  std::shared_ptr<const Key> key;
+  std::shared_ptr<const Seal> seal;
   Manifest manifest;
+
+  Result<OpenChunkFile> open(const ChunkFile& wanted) const;
+  Result<Section> read(const File& file, const SectionInfo& info) const;
 };
 
 Checkpoint::Checkpoint(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -24,132 +38,100 @@ Checkpoint::~Checkpoint() = default;
 const std::string& Checkpoint::path() const { return impl_->directory->path(); }
 const Manifest& Checkpoint::manifest() const { return impl_->manifest; }
 
-Result<std::unique_ptr<File>> Checkpoint::open_chunks(const RankChunks& rank) const {
-  TORPOR_ASSIGN(std::unique_ptr<File> file, impl_->directory->open_file(rank.file));
-  TORPOR_ASSIGN(const uint64_t size, file->size());
-  if (size != rank.file_bytes) {
-    return Error{.code = Code::kCorruption,
-                 .what = fmt::format("{} has {} bytes, {} were written", file->name(), size, rank.file_bytes),
-                 .next_step = "use another checkpoint"};
+Result<OpenChunkFile> Checkpoint::Impl::open(const ChunkFile& wanted) const {
+  OpenChunkFile opened{.seal = seal};
+  if (wanted.generation == 0) {
+    TORPOR_ASSIGN(opened.file, directory->open_file(wanted.name, FileIo::kFastest));
+  } else {
+    const std::string store_path = boost::filesystem::path(directory->path()).parent_path().string();
+    TORPOR_ASSIGN(const std::unique_ptr<Directory> store, file_system.open_directory(store_path, false));
+    Result<std::unique_ptr<Directory>> earlier = store->open_directory(generation_name(wanted.generation));
+    if (!earlier) return damaged(fmt::format("{} needs {}, which cannot be opened: {}", directory->path(), generation_name(wanted.generation), earlier.error().what));
+    Manifest theirs;
+    TORPOR_ASSIGN(theirs, read_manifest(**earlier, key.get(), &opened.seal));
+    if (theirs.id != wanted.id) return damaged(fmt::format("{} needs another {} than the one that is there", directory->path(), generation_name(wanted.generation)));
+    TORPOR_ASSIGN(opened.file, (*earlier)->open_file(wanted.name, FileIo::kFastest));
   }
-  return file;
+  TORPOR_ASSIGN(const uint64_t size, opened.file->size());
+  if (size != wanted.bytes) return damaged(fmt::format("{} has {} bytes, {} were written", opened.file->name(), size, wanted.bytes));
+  return opened;
 }
 
-Result<EngineCheckpoint> Checkpoint::read_state() const {
+Result<std::unique_ptr<DiskTier>> Checkpoint::open_rank(const RankChunks& rank, std::shared_ptr<ProgressMeter> progress) const {
+  std::vector<OpenChunkFile> files;
+  for (const ChunkFile& wanted : rank.files) {
+    TORPOR_ASSIGN(OpenChunkFile opened, impl_->open(wanted));
+    files.push_back(std::move(opened));
+  }
+  return DiskTier::open(std::move(files), rank.rank, std::move(progress));
+}
+
+Result<Section> Checkpoint::Impl::read(const File& file, const SectionInfo& info) const {
+  Section section{.name = info.name, .required = info.required};
+  Bytes stored(info.stored_bytes);
+  const auto bytes = std::as_writable_bytes(std::span(stored));
+  TORPOR_TRY(file.pread(bytes, info.offset));
+  if (digest_of(bytes) != info.digest) return damaged(fmt::format("the section {} of {} does not match its digest", info.name, file.name()));
+  if (seal != nullptr) TORPOR_TRY(seal->open(bytes, info.seal, section_place(info)));
+  if (info.codec == Codec::kNone && info.bytes == info.stored_bytes) {
+    section.bytes = std::move(stored);
+    return section;
+  }
+  if (info.codec == Codec::kNone || info.bytes > (info.stored_bytes + 1) * kMostExpansion) return damaged(fmt::format("the section {} of {} contradicts itself", info.name, file.name()));
+  section.bytes.resize(info.bytes);
+  if (Status done = decompress(info.codec, bytes, std::as_writable_bytes(std::span(section.bytes))); !done) {
+    return done.error().within(fmt::format("section {}", info.name));
+  }
+  return section;
+}
+
+Result<std::vector<Section>> Checkpoint::read_sections() const {
   TORPOR_ASSIGN(const std::unique_ptr<File> file, impl_->directory->open_file(kStateFile));
   TORPOR_ASSIGN(const uint64_t size, file->size());
   uint64_t expected = 0;
   for (const SectionInfo& info : impl_->manifest.sections) expected += info.stored_bytes;
-  if (size != expected) {
-    return Error{.code = Code::kCorruption,
-                 .what = fmt::format("{} has {} bytes, {} were written", file->name(), size, expected),
-                 .next_step = "use another checkpoint"};
-  }
+  if (size != expected) return damaged(fmt::format("{} has {} bytes, {} were written", file->name(), size, expected));
   std::vector<Section> sections;
   for (const SectionInfo& info : impl_->manifest.sections) {
-    Bytes stored(info.stored_bytes);
-    TORPOR_TRY(file->pread(std::as_writable_bytes(std::span(stored)), info.offset));
-    if (digest_of(std::as_bytes(std::span(stored))) != info.digest) {
-      return Error{.code = Code::kCorruption,
-                   .what = fmt::format("the section {} of {} does not match its digest", info.name, file->name()),
-                   .next_step = "use another checkpoint"};
-    }
-    if (info.codec == Codec::kNone) {
-      sections.push_back({info.name, std::move(stored)});
-      continue;
-    }
-    Section section{info.name, Bytes(info.bytes)};  // the manifest's digest vouches for the size
-    if (Status done = decompress(info.codec, std::as_bytes(std::span(stored)), std::as_writable_bytes(std::span(section.bytes))); !done) {
-      return done.error().within(fmt::format("section {}", info.name));
-    }
+    TORPOR_ASSIGN(Section section, impl_->read(*file, info));
     sections.push_back(std::move(section));
   }
-  return decode(sections);
+  return sections;
 }
 
-namespace {
-
-void verify_chunks(const Checkpoint& checkpoint, const RankChunks& rank, std::vector<Error>& problems) {
-  Result<std::unique_ptr<File>> file = checkpoint.open_chunks(rank);
-  if (!file) return problems.push_back(file.error());
-  Result<std::unique_ptr<DiskTier>> tier = DiskTier::open(std::move(*file), rank.rank);
-  if (!tier) return problems.push_back(tier.error());
-  Bytes bytes;
-  for (const SavedChunk& chunk : rank.chunks) {
-    if (chunk.codec == Codec::kNone && chunk.bytes != chunk.stored_bytes) {
-      problems.push_back(Error{.code = Code::kCorruption, .what = fmt::format("{} contradicts itself", chunk.key.to_string())});
-      continue;
-    }
-    bytes.resize(chunk.bytes);
-    if (Status done = (*tier)->get_one(chunk, std::as_writable_bytes(std::span(bytes))); !done) {
-      problems.push_back(done.error());
-    } else if (digest_of(std::as_bytes(std::span(bytes))) != chunk.digest) {
-      problems.push_back(Error{.code = Code::kCorruption,
-                               .what = fmt::format("rank {}: {} does not match its digest", rank.rank, chunk.key.to_string()),
-                               .next_step = "use another checkpoint"});
-    }
-  }
+Result<EngineCheckpoint> Checkpoint::read_state() const {
+  TORPOR_ASSIGN(const std::vector<Section> sections, read_sections());
+  if (impl_->manifest.format_version == 1) return decode_v1(sections);
+  TORPOR_ASSIGN(EngineCheckpoint checkpoint, decode(sections));
+  checkpoint.fingerprint = impl_->manifest.fingerprint;
+  return checkpoint;
 }
 
-// Every block that the state calls live must have been saved by every rank.
-void verify_blocks(const Manifest& manifest, const KvSnapshot& kv, std::vector<Error>& problems) {
-  for (const RankChunks& rank : manifest.ranks) {
-    std::set<uint64_t> saved;
-    for (const SavedChunk& chunk : rank.chunks) {
-      if (chunk.key.kind == ChunkKind::kKvBlock) saved.insert(chunk.key.index);
-    }
-    for (const KvBlock& block : kv.blocks) {
-      if (saved.contains(static_cast<uint64_t>(block.id))) continue;
-      problems.push_back(Error{.code = Code::kCorruption,
-                               .what = fmt::format("rank {}: block {} is in use but was not saved", rank.rank, block.id),
-                               .next_step = "use another checkpoint"});
-    }
-  }
-}
+SealPlace section_place(const SectionInfo& info) { return {SealPlace::Kind::kSection, 0, info.offset, info.name}; }
 
-}  // namespace
-
-Result<std::vector<Error>> Checkpoint::verify() const {
-  std::vector<Error> problems;
-  for (const RankChunks& rank : impl_->manifest.ranks) verify_chunks(*this, rank, problems);
-  const Result<EngineCheckpoint> state = read_state();
-  if (!state) {
-    problems.push_back(state.error());
-    return problems;
-  }
-  if (Status valid = state->state.validate(); !valid) problems.push_back(valid.error());
-  verify_blocks(impl_->manifest, state->state.kv, problems);
-  return problems;
-}
-
-Result<Manifest> read_manifest(Directory& directory) {
+Result<Manifest> read_manifest(Directory& directory, const Key* key, std::shared_ptr<const Seal>* seal) {
   TORPOR_ASSIGN(const std::unique_ptr<File> file, directory.open_file(kManifestFile));
   TORPOR_ASSIGN(const uint64_t size, file->size());
-  constexpr uint64_t kLargest = uint64_t{1} << 30;
-  if (size > kLargest) {
-    return Error{.code = Code::kCorruption, .what = fmt::format("{} has {} bytes", file->name(), size), .next_step = "use another checkpoint"};
-  }
+  if (size > kMaxManifestBytes) return damaged(fmt::format("{} has {} bytes", file->name(), size));
   Bytes bytes(size);
   TORPOR_TRY(file->pread(std::as_writable_bytes(std::span(bytes)), 0));
-  Result<Manifest> manifest = decode_manifest(std::as_bytes(std::span(bytes)));
+  Result<Manifest> manifest = decode_manifest(std::as_bytes(std::span(bytes)), key, seal);
   if (!manifest) return manifest.error().within(directory.path());
   return manifest;
 }
 
-Result<Checkpoint> open_checkpoint_directory(std::unique_ptr<Directory> directory) {
-  TORPOR_ASSIGN(Manifest manifest, read_manifest(*directory));
-  auto impl = std::make_unique<Checkpoint::Impl>();
-  impl->directory = std::move(directory);
-  impl->manifest = std::move(manifest);
+Result<Checkpoint> open_checkpoint_directory(FileSystem& file_system, std::unique_ptr<Directory> directory, std::shared_ptr<const Key> key) {
+  std::unique_ptr<Checkpoint::Impl> impl(new Checkpoint::Impl{.file_system = file_system, .directory = std::move(directory), .key = std::move(key)});
+  TORPOR_ASSIGN(impl->manifest, read_manifest(*impl->directory, impl->key.get(), &impl->seal));
   return Checkpoint(std::move(impl));
 }
 
-Result<Checkpoint> open_checkpoint(FileSystem& file_system, const std::string& path) {
+Result<Checkpoint> open_checkpoint(FileSystem& file_system, const std::string& path, std::shared_ptr<const Key> key) {
   TORPOR_ASSIGN(std::unique_ptr<Directory> directory, file_system.open_directory(path, false));
   TORPOR_ASSIGN(const std::vector<Entry> entries, directory->list());
   const bool is_checkpoint = std::any_of(entries.begin(), entries.end(), [](const Entry& entry) { return entry.name == kManifestFile; });
-  if (is_checkpoint) return open_checkpoint_directory(std::move(directory));
-  TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> manager, CheckpointManager::open(file_system, path));
+  if (is_checkpoint) return open_checkpoint_directory(file_system, std::move(directory), std::move(key));
+  TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> manager, CheckpointManager::open(file_system, path, {.key = std::move(key)}));
   return manager->open_latest();
 }
 

@@ -2,11 +2,14 @@
 
 #include <algorithm>
 #include <charconv>
+#include <set>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "base/log.h"
 #include "base/units.h"
+#include "checkpoint/retention.h"
 #include "checkpoint/store_names.h"
 #include "offload/codec.h"
 
@@ -38,14 +41,14 @@ Result<std::vector<uint64_t>> generations_in(const Directory& store) {
   return generations;
 }
 
-// Away from its name first, so that a half-removed checkpoint is never seen as one.
-Status remove_entry(Directory& store, const std::string& name) {
-  std::string doomed = name;
-  if (generation_of(name)) {
-    doomed = fmt::format("{}{}", kTrashPrefix, name);
-    TORPOR_TRY(store.rename_new(name, doomed));
-    TORPOR_TRY(store.sync());
-  }
+bool is_leftover(const Entry& entry) { return entry.name.starts_with(kStagingPrefix) || entry.name.starts_with(kTrashPrefix); }
+
+// Away from its name first, durably, so that a half-removed checkpoint is never seen as one.
+Status remove_generation(Directory& store, uint64_t generation) {
+  const std::string name = generation_name(generation);
+  const std::string doomed = fmt::format("{}{}", kTrashPrefix, name);
+  TORPOR_TRY(store.rename_new(name, doomed));
+  TORPOR_TRY(store.sync());
   return store.remove_tree(doomed);
 }
 
@@ -53,9 +56,56 @@ Status remove_entry(Directory& store, const std::string& name) {
 Status remove_leftovers(Directory& store) {
   TORPOR_ASSIGN(const std::vector<Entry> entries, store.list());
   for (const Entry& entry : entries) {
-    if (entry.name.starts_with(kStagingPrefix) || entry.name.starts_with(kTrashPrefix)) TORPOR_TRY(store.remove_tree(entry.name));
+    if (is_leftover(entry)) TORPOR_TRY(store.remove_tree(entry.name));
   }
   return ok();
+}
+
+CheckpointInfo info_of(Directory& store, uint64_t generation, const Key* key) {
+  CheckpointInfo info{.name = generation_name(generation)};
+  info.path = fmt::format("{}/{}", store.path(), info.name);
+  Result<Manifest> manifest = [&]() -> Result<Manifest> {
+    TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, store.open_directory(info.name));
+    info.woken = directory->open_file(kWokenFile).has_value();
+    return read_manifest(*directory, key);
+  }();
+  info.readable = manifest.has_value();
+  if (!manifest) {
+    info.problem = manifest.error();
+    return info;
+  }
+  info.bytes = manifest->total_bytes();
+  info.ranks = manifest->ranks.size();
+  std::set<uint64_t> needs;
+  for (const RankChunks& rank : manifest->ranks) {
+    for (const ChunkFile& file : rank.files) {
+      if (file.generation != 0) needs.insert(file.generation);
+    }
+  }
+  info.needs.assign(needs.begin(), needs.end());
+  info.manifest = std::move(*manifest);
+  info.manifest.sections.clear();
+  info.manifest.ranks.clear();
+  return info;
+}
+
+Result<std::vector<CheckpointInfo>> infos_in(Directory& store, const Key* key) {
+  TORPOR_ASSIGN(const std::vector<uint64_t> generations, generations_in(store));
+  std::vector<CheckpointInfo> infos;
+  for (const uint64_t generation : generations) infos.push_back(info_of(store, generation, key));
+  return infos;
+}
+
+// Precondition: the lock is held. What nobody needs goes first, so that a kill in between leaves no one incomplete.
+Result<std::vector<std::string>> retire(Directory& store, const CheckpointManagerOptions& options, bool dry_run) {
+  TORPOR_ASSIGN(const std::vector<CheckpointInfo> infos, infos_in(store, options.key.get()));
+  std::vector<uint64_t> gone = retired(infos, options.retention, options.clock->unix_seconds());
+  std::vector<std::string> names;
+  for (auto generation = gone.rbegin(); generation != gone.rend(); ++generation) {  // needs point to older ones
+    if (!dry_run) TORPOR_TRY(remove_generation(store, *generation));
+    names.push_back(generation_name(*generation));
+  }
+  return names;
 }
 
 }  // namespace
@@ -65,16 +115,27 @@ struct PendingCheckpoint::Impl {
   std::unique_ptr<Directory> staging;
   std::unique_ptr<File> lock;
   std::string staging_name;
+  CheckpointManagerOptions options;
+  ChunkWriting writing;
+  std::unique_ptr<Seal> seal;  // null: none
   Manifest manifest;
   bool committed = false;
 
   ~Impl() {
     if (committed || staging == nullptr) return;
-    staging.reset();
-    if (const Status done = store->remove_tree(staging_name); !done) {
+    const Status done = catching_no_memory([this]() -> Status {
+      staging.reset();
+      return store->remove_tree(staging_name);
+    });
+    if (done) return;
+    (void)catching_no_memory([&]() -> Status {
       log().warn("an unfinished checkpoint could not be removed, the next one will: {}", done.error().to_string());
-    }
+      return ok();
+    });
   }
+
+  Status write(std::vector<Section>& sections);
+  Result<std::string> commit();
 };
 
 PendingCheckpoint::PendingCheckpoint(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -82,148 +143,231 @@ PendingCheckpoint::PendingCheckpoint(PendingCheckpoint&&) noexcept = default;
 PendingCheckpoint& PendingCheckpoint::operator=(PendingCheckpoint&&) noexcept = default;
 PendingCheckpoint::~PendingCheckpoint() = default;
 
+uint64_t PendingCheckpoint::generation() const { return impl_->manifest.generation; }
 const std::string& PendingCheckpoint::staging_path() const { return impl_->staging->path(); }
+const ChunkWriting& PendingCheckpoint::writing() const { return impl_->writing; }
 
 Status PendingCheckpoint::write_state(const EngineCheckpoint& checkpoint) {
-  TORPOR_ASSIGN(const std::unique_ptr<File> file, impl_->staging->create_file(kStateFile));
+  return catching_no_memory([&] { return write_state(checkpoint.fingerprint, encode(checkpoint)); });
+}
+
+Status PendingCheckpoint::write_state(const Fingerprint& fingerprint, std::vector<Section> sections) {
+  return catching_no_memory([&] {
+    impl_->manifest.fingerprint = fingerprint;
+    return impl_->write(sections);
+  });
+}
+
+Status PendingCheckpoint::Impl::write(std::vector<Section>& sections) {
+  TORPOR_ASSIGN(const std::unique_ptr<File> file, staging->create_file(kStateFile));
+  uint64_t total = 0;
+  for (const Section& section : sections) total += section.bytes.size();
+  ProgressMeter progress(options.progress, "writing the state", total, *options.clock);
   uint64_t offset = 0;
-  for (Section& section : encode(checkpoint)) {
-    SectionInfo info{.name = section.name, .offset = offset, .bytes = section.bytes.size()};
-    if (std::optional<Bytes> packed = compress(std::as_bytes(std::span(section.bytes)))) {
+  for (Section& section : sections) {
+    TORPOR_TRY(progress.add(section.bytes.size()));
+    SectionInfo info{.name = section.name, .required = section.required, .offset = offset, .bytes = section.bytes.size()};
+    std::optional<Bytes> packed = compress(std::as_bytes(std::span(section.bytes)));
+    if (packed && info.bytes <= packed->size() * kMostExpansion) {
       info.codec = Codec::kZstd;
       section.bytes = std::move(*packed);
     }
-    const auto stored = std::as_bytes(std::span(section.bytes));
+    const auto stored = std::as_writable_bytes(std::span(section.bytes));
     info.stored_bytes = stored.size();
+    if (seal != nullptr) info.seal = seal->seal(stored, stored, section_place(info));
     info.digest = digest_of(stored);
     TORPOR_TRY(file->pwrite(stored, offset));
     offset += stored.size();
-    impl_->manifest.sections.push_back(std::move(info));
+    section.bytes = {};
+    manifest.sections.push_back(std::move(info));
   }
-  TORPOR_TRY(file->sync());
-  return impl_->staging->sync();
+  return file->sync();  // its entry in the directory is made durable by commit()
+}
+
+Result<std::unique_ptr<DiskTier>> PendingCheckpoint::create_chunks(int32_t rank, uint64_t expected_bytes) {
+  return catching_no_memory([&]() -> Result<std::unique_ptr<DiskTier>> {
+    TORPOR_ASSIGN(ChunkFileOptions options, chunk_file_options(impl_->writing, rank, impl_->options.key.get()));
+    if (impl_->options.progress) {
+      options.progress = std::make_shared<ProgressMeter>(impl_->options.progress, fmt::format("writing the chunks of rank {}", rank), expected_bytes, *impl_->options.clock);
+    }
+    return DiskTier::create(*impl_->staging, chunk_file_name(rank), std::move(options));
+  });
 }
 
 void PendingCheckpoint::add_rank(RankChunks chunks) { impl_->manifest.ranks.push_back(std::move(chunks)); }
 
 Result<std::string> PendingCheckpoint::commit() {
-  Manifest& manifest = impl_->manifest;
+  TORPOR_ASSIGN(std::string path, catching_no_memory([&] { return impl_->commit(); }));
+  // Durable from here on: what fails now must not look like a failed commit.
+  const Result<std::vector<std::string>> gone = catching_no_memory([&] { return retire(*impl_->store, impl_->options, false); });
+  if (!gone) log().warn("older checkpoints could not be removed, the next one will try again: {}", gone.error().to_string());
+  return path;
+}
+
+Result<std::string> PendingCheckpoint::Impl::commit() {
   if (manifest.sections.empty()) return Error{.code = Code::kInternal, .what = "commit() before write_state()"};
   std::sort(manifest.ranks.begin(), manifest.ranks.end(), [](const RankChunks& a, const RankChunks& b) { return a.rank < b.rank; });
   for (const RankChunks& rank : manifest.ranks) {
-    TORPOR_ASSIGN(const std::unique_ptr<File> file, impl_->staging->open_file(rank.file));
+    TORPOR_ASSIGN(const std::unique_ptr<File> file, staging->open_file(rank.files.at(0).name));
     TORPOR_ASSIGN(const uint64_t size, file->size());
-    if (size != rank.file_bytes) {
+    if (size != rank.files[0].bytes) {
       return Error{.code = Code::kIo,
-                   .what = fmt::format("{} has {} bytes, rank {} wrote {}", file->name(), size, rank.rank, rank.file_bytes),
+                   .what = fmt::format("{} has {} bytes, rank {} wrote {}", file->name(), size, rank.rank, rank.files[0].bytes),
                    .next_step = "all ranks must write to the same file system"};
     }
   }
-  TORPOR_ASSIGN(const std::unique_ptr<File> file, impl_->staging->create_file(kManifestFile));
-  const Bytes bytes = encode_manifest(manifest);
+  const std::string name = generation_name(manifest.generation);
+  std::string path = fmt::format("{}/{}", store->path(), name);
+  TORPOR_ASSIGN(const std::unique_ptr<File> file, staging->create_file(kManifestFile));
+  const Bytes bytes = encode_manifest(manifest, seal.get());
   TORPOR_TRY(file->pwrite(std::as_bytes(std::span(bytes)), 0));
   TORPOR_TRY(file->sync());
-  TORPOR_TRY(impl_->staging->sync());
-  const std::string name = generation_name(manifest.generation);
-  TORPOR_TRY(impl_->store->rename_new(impl_->staging_name, name));
-  if (Status synced = impl_->store->sync(); !synced) {
+  TORPOR_TRY(staging->sync());
+  TORPOR_TRY(store->rename_new(staging_name, name));
+  committed = true;
+  if (Status synced = store->sync(); !synced) {
     // Perhaps durable, perhaps not: nobody may ever believe it.
-    if (const Status removed = remove_entry(*impl_->store, name); !removed) {
-      log().error("an unacknowledged checkpoint is left at {}/{}: {}", impl_->store->path(), name, removed.error().to_string());
+    if (const Status removed = remove_generation(*store, manifest.generation); !removed) {
+      log().error("an unacknowledged checkpoint is left at {}: {}", path, removed.error().to_string());
     }
-    impl_->committed = true;
     return synced.error();
   }
-  impl_->committed = true;
-  return fmt::format("{}/{}", impl_->store->path(), name);
+  return path;
 }
 
 struct CheckpointManager::Impl {
   FileSystem& file_system;
   std::string directory;
   CheckpointManagerOptions options;
+
+  struct Locked {
+    std::unique_ptr<Directory> store;
+    std::unique_ptr<File> lock;
+  };
+  Result<Locked> lock(bool create) const {
+    Locked locked;
+    TORPOR_ASSIGN(locked.store, file_system.open_directory(directory, create));
+    TORPOR_ASSIGN(locked.lock, locked.store->lock(kLockFile));
+    return locked;
+  }
 };
 
 CheckpointManager::CheckpointManager(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 CheckpointManager::~CheckpointManager() = default;
 
 Result<std::unique_ptr<CheckpointManager>> CheckpointManager::open(FileSystem& file_system, std::string directory, CheckpointManagerOptions options) {
-  if (options.keep < 1) {
-    return Error{.code = Code::kInvalidArgument, .what = fmt::format("keep is {}", options.keep), .next_step = "keep at least 1 checkpoint"};
-  }
+  const auto invalid = [](std::string what, std::string next) { return Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = std::move(next)}; };
+  if (directory.empty()) return invalid("the directory for checkpoints is empty", "set dir (or TORPOR_DIR)");
+  if (options.retention.keep < 1) return invalid(fmt::format("{} checkpoints are to be kept", options.retention.keep), "keep at least 1");
+  if (options.retention.max_age_seconds && !(*options.retention.max_age_seconds >= 0)) return invalid("the age of checkpoints to keep is negative", "use 0 or more seconds");
+  if (options.encrypt && options.key == nullptr) return invalid("checkpoints are to be encrypted, but there is no key", "set key_file");
+  TORPOR_TRY(options.compression.validate());
   if (options.clock == nullptr) options.clock = &system_clock();
-  return std::unique_ptr<CheckpointManager>(new CheckpointManager(std::make_unique<Impl>(Impl{file_system, std::move(directory), options})));
+  return std::unique_ptr<CheckpointManager>(new CheckpointManager(std::unique_ptr<Impl>(new Impl{file_system, std::move(directory), std::move(options)})));
 }
 
 Result<PendingCheckpoint> CheckpointManager::begin(uint64_t expected_bytes) {
-  auto pending = std::make_unique<PendingCheckpoint::Impl>();
-  TORPOR_ASSIGN(pending->store, impl_->file_system.open_directory(impl_->directory, true));
-  TORPOR_ASSIGN(pending->lock, pending->store->lock(kLockFile));
-  TORPOR_TRY(remove_leftovers(*pending->store));
-  TORPOR_ASSIGN(const uint64_t free, pending->store->free_bytes());
-  if (expected_bytes > free || free - expected_bytes < kSpareBytes) {
-    return Error{.code = Code::kResourceExhausted,
-                 .what = fmt::format("the checkpoint needs {} bytes, {} has {} free", expected_bytes + kSpareBytes, impl_->directory, free),
-                 .next_step = "free disk space or choose another directory"};
-  }
-  TORPOR_ASSIGN(const std::vector<uint64_t> generations, generations_in(*pending->store));
-  pending->manifest.generation = generations.empty() ? 1 : generations.back() + 1;
-  pending->manifest.created_unix_seconds = impl_->options.clock->unix_seconds();
-  pending->manifest.creator = "torpor " TORPOR_VERSION;
-  const std::string staging_name = fmt::format("{}{:06}", kStagingPrefix, pending->manifest.generation);
-  TORPOR_ASSIGN(pending->staging, pending->store->create_directory(staging_name));
-  pending->staging_name = staging_name;
-  return PendingCheckpoint(std::move(pending));
+  return catching_no_memory([&]() -> Result<PendingCheckpoint> {
+    TORPOR_ASSIGN(Impl::Locked locked, impl_->lock(true));
+    std::unique_ptr<PendingCheckpoint::Impl> pending(new PendingCheckpoint::Impl{.store = std::move(locked.store), .lock = std::move(locked.lock), .options = impl_->options});
+    TORPOR_TRY(remove_leftovers(*pending->store));
+    TORPOR_ASSIGN(const uint64_t free, pending->store->free_bytes());
+    if (expected_bytes > free || free - expected_bytes < kSpareBytes) {
+      return Error{.code = Code::kResourceExhausted,
+                   .what = fmt::format("the checkpoint needs {} bytes, {} has {} free", expected_bytes + kSpareBytes, impl_->directory, free),
+                   .next_step = "free disk space or choose another directory"};
+    }
+    TORPOR_ASSIGN(const std::vector<uint64_t> generations, generations_in(*pending->store));
+    Manifest& manifest = pending->manifest;
+    manifest.id = random_seal_id();
+    manifest.generation = generations.empty() ? 1 : generations.back() + 1;
+    manifest.created_unix_seconds = impl_->options.clock->unix_seconds();
+    manifest.creator = "torpor " TORPOR_VERSION;
+    if (impl_->options.key != nullptr) {
+      manifest.protection = impl_->options.encrypt ? Protection::kEncrypted : Protection::kAuthenticated;
+      pending->seal = std::make_unique<Seal>(*impl_->options.key, manifest.id, manifest.protection);
+    }
+    pending->writing = {.id = manifest.id, .protection = manifest.protection, .compression = impl_->options.compression};
+    if (impl_->options.incremental && !generations.empty()) {
+      TORPOR_ASSIGN(const std::unique_ptr<Directory> base, pending->store->open_directory(generation_name(generations.back())));
+      const Result<Manifest> earlier = read_manifest(*base, impl_->options.key.get());
+      if (earlier && earlier->format_version == kFormatVersion && earlier->protection == manifest.protection) pending->writing.known = known_chunks(*earlier);
+    }
+    std::string staging_name = fmt::format("{}{:06}", kStagingPrefix, manifest.generation);
+    TORPOR_ASSIGN(pending->staging, pending->store->create_directory(staging_name));
+    pending->staging_name = std::move(staging_name);
+    return PendingCheckpoint(std::move(pending));
+  });
 }
 
 Status CheckpointManager::remove(uint64_t generation) {
-  TORPOR_ASSIGN(const std::unique_ptr<Directory> store, impl_->file_system.open_directory(impl_->directory, false));
-  TORPOR_ASSIGN(const std::unique_ptr<File> lock, store->lock(kLockFile));
-  return remove_entry(*store, generation_name(generation));
+  return catching_no_memory([&]() -> Status {
+    TORPOR_ASSIGN(const Impl::Locked locked, impl_->lock(false));
+    TORPOR_ASSIGN(const std::vector<CheckpointInfo> infos, infos_in(*locked.store, impl_->options.key.get()));
+    const auto found = std::find_if(infos.begin(), infos.end(), [&](const CheckpointInfo& info) { return info.name == generation_name(generation); });
+    if (found == infos.end()) return Error{.code = Code::kNotFound, .what = fmt::format("there is no {} in {}", generation_name(generation), impl_->directory), .next_step = "see torpor ls"};
+    for (const CheckpointInfo& info : infos) {
+      if (std::find(info.needs.begin(), info.needs.end(), generation) == info.needs.end()) continue;
+      return Error{.code = Code::kFailedPrecondition, .what = fmt::format("{} needs chunks of {}", info.name, generation_name(generation)), .next_step = fmt::format("remove {} first", info.name)};
+    }
+    return remove_generation(*locked.store, generation);
+  });
 }
 
 Status CheckpointManager::woken_from(uint64_t generation) {
-  TORPOR_ASSIGN(const std::unique_ptr<Directory> store, impl_->file_system.open_directory(impl_->directory, false));
-  TORPOR_ASSIGN(const std::unique_ptr<File> lock, store->lock(kLockFile));
-  TORPOR_ASSIGN(std::vector<uint64_t> generations, generations_in(*store));
-  const size_t kept = std::min(generations.size(), static_cast<size_t>(impl_->options.keep));
-  generations.resize(generations.size() - kept);
-  for (const uint64_t old : generations) {
-    if (old < generation) TORPOR_TRY(remove_entry(*store, generation_name(old)));
-  }
-  return ok();
+  return catching_no_memory([&]() -> Status {
+    TORPOR_ASSIGN(const Impl::Locked locked, impl_->lock(false));
+    TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, locked.store->open_directory(generation_name(generation)));
+    if (!directory->open_file(kWokenFile)) {
+      TORPOR_ASSIGN(const std::unique_ptr<File> mark, directory->create_file(kWokenFile));
+      TORPOR_TRY(mark->sync());
+      TORPOR_TRY(directory->sync());
+    }
+    TORPOR_TRY(retire(*locked.store, impl_->options, false));
+    return ok();
+  });
+}
+
+Result<std::vector<std::string>> CheckpointManager::collect(bool dry_run) {
+  return catching_no_memory([&]() -> Result<std::vector<std::string>> {
+    TORPOR_ASSIGN(const Impl::Locked locked, impl_->lock(false));
+    std::vector<std::string> gone;
+    TORPOR_ASSIGN(const std::vector<Entry> entries, locked.store->list());
+    for (const Entry& entry : entries) {
+      if (is_leftover(entry)) gone.push_back(entry.name);
+    }
+    if (!dry_run) TORPOR_TRY(remove_leftovers(*locked.store));
+    TORPOR_ASSIGN(const std::vector<std::string> retired, retire(*locked.store, impl_->options, dry_run));
+    gone.insert(gone.end(), retired.begin(), retired.end());
+    return gone;
+  });
 }
 
 Result<std::vector<CheckpointInfo>> CheckpointManager::list() const {
-  TORPOR_ASSIGN(const std::unique_ptr<Directory> store, impl_->file_system.open_directory(impl_->directory, false));
-  TORPOR_ASSIGN(const std::vector<uint64_t> generations, generations_in(*store));
-  std::vector<CheckpointInfo> infos;
-  for (const uint64_t generation : generations) {
-    CheckpointInfo info{.name = generation_name(generation)};
-    info.path = fmt::format("{}/{}", store->path(), info.name);
-    const Result<Manifest> manifest = [&]() -> Result<Manifest> {
-      TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, store->open_directory(info.name));
-      return read_manifest(*directory);
-    }();
-    info.readable = manifest.has_value();
-    if (manifest) {
-      info.manifest = *manifest;
-    } else {
-      info.problem = manifest.error();
-    }
-    infos.push_back(std::move(info));
-  }
-  return infos;
+  return catching_no_memory([&]() -> Result<std::vector<CheckpointInfo>> {
+    TORPOR_ASSIGN(const std::unique_ptr<Directory> store, impl_->file_system.open_directory(impl_->directory, false));
+    return infos_in(*store, impl_->options.key.get());
+  });
 }
 
 Result<Checkpoint> CheckpointManager::open_latest() const {
-  TORPOR_ASSIGN(const std::unique_ptr<Directory> store, impl_->file_system.open_directory(impl_->directory, false));
-  TORPOR_ASSIGN(const std::vector<uint64_t> generations, generations_in(*store));
-  if (generations.empty()) {
-    return Error{.code = Code::kNotFound, .what = fmt::format("there is no checkpoint in {}", impl_->directory), .next_step = "name a checkpoint, or a directory of checkpoints"};
-  }
-  TORPOR_ASSIGN(std::unique_ptr<Directory> directory, store->open_directory(generation_name(generations.back())));
-  return open_checkpoint_directory(std::move(directory));
+  return catching_no_memory([&]() -> Result<Checkpoint> {
+    TORPOR_ASSIGN(const std::unique_ptr<Directory> store, impl_->file_system.open_directory(impl_->directory, false));
+    TORPOR_ASSIGN(const std::vector<uint64_t> generations, generations_in(*store));
+    if (generations.empty()) {
+      return Error{.code = Code::kNotFound, .what = fmt::format("there is no checkpoint in {}", impl_->directory), .next_step = "name a checkpoint, or a directory of checkpoints"};
+    }
+    TORPOR_ASSIGN(std::unique_ptr<Directory> directory, store->open_directory(generation_name(generations.back())));
+    return open_checkpoint_directory(impl_->file_system, std::move(directory), impl_->options.key);
+  });
+}
+
+Result<Checkpoint> CheckpointManager::open_generation(uint64_t generation) const {
+  return catching_no_memory([&]() -> Result<Checkpoint> {
+    TORPOR_ASSIGN(const std::unique_ptr<Directory> store, impl_->file_system.open_directory(impl_->directory, false));
+    TORPOR_ASSIGN(std::unique_ptr<Directory> directory, store->open_directory(generation_name(generation)));
+    return open_checkpoint_directory(impl_->file_system, std::move(directory), impl_->options.key);
+  });
 }
 
 }  // namespace torpor

@@ -1,11 +1,11 @@
 // CheckpointManager: a directory of checkpoints, each written once, committed atomically, verified before it is believed.
 //
-// DIRECTORY/g-000001/{MANIFEST, STATE, chunks-r0, …}; docs/checkpoint-format.md has the bytes. A checkpoint under
-// construction is DIRECTORY/s-…; commit syncs files and directories and renames it into place. A kill at any point leaves
-// the old generations and the new one either whole or invisible; leftovers go at the next begin().
+// DIRECTORY/g-000001/{MANIFEST, STATE, chunks-r0, …}; checkpoint/FORMAT.md has the bytes. A checkpoint under construction
+// is DIRECTORY/s-…; commit syncs files and directories and renames it into place. A kill or power cut at any point leaves
+// the old generations and the new one either whole or invisible; leftovers go at the next begin() or collect().
 //
 // Owner: the engine's controller (one writer, held by a lock file that dies with its process); readers need no lock.
-// Threads: one at a time.
+// Threads: one at a time. Errors: also kResourceExhausted wherever memory ends; nothing is changed then.
 #pragma once
 
 #include <cstdint>
@@ -16,57 +16,63 @@
 
 #include "base/clock.h"
 #include "base/file_system.h"
+#include "base/progress.h"
 #include "base/status.h"
+#include "checkpoint/checkpoint.h"
+#include "checkpoint/chunk_writing.h"
 #include "checkpoint/engine_checkpoint.h"
 #include "checkpoint/manifest.h"
 
 namespace torpor {
+
+// Which committed checkpoints may go. Never the newest, nor the last one that was woken from, nor, until the newest was
+// woken from, the one before it; one whose chunks a kept one names stays with it; and all stay while one cannot be read.
+struct Retention {
+  int keep = 2;                              // the newest ones
+  std::optional<double> max_age_seconds;     // older ones go
+  std::optional<uint64_t> max_total_bytes;   // the oldest go until the rest fits
+};
+
+struct CheckpointManagerOptions {
+  Retention retention;
+  std::shared_ptr<const Key> key;  // null: neither authenticated nor encrypted
+  bool encrypt = false;            // with a key: encrypted, not only authenticated
+  CompressionOptions compression{.codec = Codec::kNone};  // of chunks; sections are always compressed where it pays
+  bool incremental = false;        // chunks that the newest checkpoint already has are named, not written
+  ProgressSink progress;           // of what this process writes; saying no ends it with kAborted, the old ones whole
+  const Clock* clock = nullptr;    // null: the system's
+};
 
 struct CheckpointInfo {  // a line of `torpor ls`
   std::string name;      // "g-000001"
   std::string path;
   bool readable = false;  // the manifest is whole
   Error problem;          // meaningful unless readable
-  Manifest manifest;      // meaningful if readable
-};
-
-struct CheckpointManagerOptions {
-  // Committed checkpoints to keep, the newest ones. The last one that was woken from is kept until its successor was.
-  int keep = 2;
-  const Clock* clock = nullptr;  // null: the system's
-};
-
-// A committed checkpoint, opened: its manifest's digest was right.
-class Checkpoint {
- public:
-  const std::string& path() const;
-  const Manifest& manifest() const;
-  // Reads and verifies the sections. kCorruption names the section.
-  Result<EngineCheckpoint> read_state() const;
-  // Reads every chunk of every rank and checks its digest; also decodes and validates the state. Returns all problems.
-  Result<std::vector<Error>> verify() const;
-  Result<std::unique_ptr<File>> open_chunks(const RankChunks& rank) const;
-
-  struct Impl;
-  explicit Checkpoint(std::unique_ptr<Impl> impl);
-  Checkpoint(Checkpoint&&) noexcept;
-  Checkpoint& operator=(Checkpoint&&) noexcept;
-  ~Checkpoint();
-
- private:
-  std::unique_ptr<Impl> impl_;
+  bool woken = false;     // it was woken from
+  // Meaningful if readable; without sections and chunks.
+  Manifest manifest;
+  uint64_t bytes = 0;            // of its files
+  size_t ranks = 0;
+  std::vector<uint64_t> needs;   // generations whose chunks it names
 };
 
 // A checkpoint under construction. Destroyed without commit(): removed, the space is given back.
 class PendingCheckpoint {
  public:
+  uint64_t generation() const;
   // Writes STATE and syncs it: durable before a device byte is touched. Once.
   Status write_state(const EngineCheckpoint& checkpoint);
-  // The directory that ranks write their chunk files into (files must be synced by their writer).
+  // The same of a base state that was encoded earlier, and a journal or other sections beside it.
+  Status write_state(const Fingerprint& fingerprint, std::vector<Section> sections);
+  // For ranks in other processes: the directory that they write their chunk files into (synced by their writer), and how.
   const std::string& staging_path() const;
+  const ChunkWriting& writing() const;
+  // For chunks of this process. After its finish(): add_rank(finished_rank(writing(), …)).
+  Result<std::unique_ptr<DiskTier>> create_chunks(int32_t rank, uint64_t expected_bytes = 0);
   void add_rank(RankChunks chunks);
-  // Checks that each named chunk file is there with the named length, writes and syncs MANIFEST, syncs the directories,
-  // renames. Only after this returns without error is the checkpoint durable. Returns its path.
+  // Checks that each chunk file is there with the named length, writes and syncs MANIFEST, syncs the directories,
+  // renames. Only after this returns without error is the checkpoint durable. Returns its path. Then retires older ones;
+  // a failure of that is only logged.
   Result<std::string> commit();
 
   struct Impl;
@@ -81,7 +87,7 @@ class PendingCheckpoint {
 
 class CheckpointManager {
  public:
-  // Makes the directory if need be. Does not lock yet.
+  // `create`: makes the directory if need be, at begin(). Does not lock yet.
   static Result<std::unique_ptr<CheckpointManager>> open(FileSystem& file_system, std::string directory,
                                                          CheckpointManagerOptions options = {});
   ~CheckpointManager();
@@ -89,20 +95,20 @@ class CheckpointManager {
   // Locks, removes leftovers, checks that `expected_bytes` fit (kResourceExhausted names both numbers).
   // kUnavailable when another process is writing here.
   Result<PendingCheckpoint> begin(uint64_t expected_bytes);
-  // Takes back a checkpoint whose sleep failed after its commit.
+  // Takes one away. kFailedPrecondition when another one needs its chunks. kNotFound.
   Status remove(uint64_t generation);
-  // After a wake from `generation`, older ones beyond `keep` may go; before that none goes that is older than it.
+  // After a wake from `generation`: marks it, then retires older ones.
   Status woken_from(uint64_t generation);
+  // Removes leftovers and what the retention lets go; returns the names. `dry_run`: only says what would go.
+  Result<std::vector<std::string>> collect(bool dry_run = false);
   Result<std::vector<CheckpointInfo>> list() const;  // oldest first
   Result<Checkpoint> open_latest() const;            // kNotFound if there is none; a damaged newest one is kCorruption
+  Result<Checkpoint> open_generation(uint64_t generation) const;
 
  private:
   struct Impl;
   explicit CheckpointManager(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };
-
-// Opens a checkpoint by its own path, or the latest one of a directory of checkpoints.
-Result<Checkpoint> open_checkpoint(FileSystem& file_system, const std::string& path);
 
 }  // namespace torpor

@@ -5,39 +5,18 @@
 #include <unordered_map>
 
 #include "checkpoint/archived_values.h"
+#include "checkpoint/journal.h"
+#include "checkpoint/section_reader.h"
 
 namespace torpor {
 namespace {
 
-constexpr uint32_t kSectionVersion = 1;
+constexpr uint32_t kSectionVersion = 2;
 
 // A section is its version, then its values in order.
 template <class... Values>
-Bytes pack(const Values&... values) {
-  Bytes bytes;
-  BoundedOutput archive(bytes);
-  archive(kSectionVersion, values...);
-  return bytes;
-}
-
-template <class... Values>
-Status unpack(std::span<const Section> sections, std::string_view name, Values&... values) {
-  const auto wrong = [name](std::string_view what, Code code = Code::kCorruption) {
-    return Error{.code = code, .what = fmt::format("section {}: {}", name, what), .next_step = "use another checkpoint"};
-  };
-  const auto found = std::find_if(sections.begin(), sections.end(), [&](const Section& section) { return section.name == name; });
-  if (found == sections.end()) return wrong("it is missing");
-  try {
-    BoundedInput archive(std::as_bytes(std::span(found->bytes)));
-    uint32_t version = 0;
-    archive(version);
-    if (version != kSectionVersion) return wrong(fmt::format("its version is {}, this torpor reads {}", version, kSectionVersion), Code::kIncompatible);
-    archive(values...);
-    if (archive.left() != 0) return wrong(fmt::format("{} bytes are left over", archive.left()));
-  } catch (const std::exception& problem) {  // cereal's, and bad_alloc
-    return wrong(problem.what());
-  }
-  return ok();
+Section pack(std::string name, const Values&... values) {
+  return {std::move(name), to_bytes_after(0, kSectionVersion, values...)};
 }
 
 Error contradiction(std::string what) {
@@ -105,13 +84,16 @@ std::vector<Section> encode(const EngineCheckpoint& checkpoint) {
   const SchedulerSnapshot& scheduler = checkpoint.state.scheduler;
   const KvSnapshot& kv = checkpoint.state.kv;
   std::vector<Section> sections;
-  sections.push_back({"fingerprint", pack(checkpoint.fingerprint)});
-  sections.push_back({"requests", pack(scheduler.requests)});
-  sections.push_back({"queues", pack(scheduler.policy, scheduler.running, scheduler.waiting, scheduler.held, scheduler.finished, scheduler.engine)});
-  sections.push_back({"blocks", pack(kv.num_blocks, kv.null_block, kv.groups, kv.blocks, kv.free_order, kv.engine)});
-  sections.push_back({"prefix_index", pack(kv.prefix_index, kv.extra_hashes)});
-  sections.push_back({"workers", pack(checkpoint.state.workers)});
-  sections.push_back({"outputs", pack(checkpoint.outputs)});
+  sections.push_back(pack("requests", scheduler.requests));
+  sections.push_back(pack("queues", scheduler.policy, scheduler.running, scheduler.waiting, scheduler.held, scheduler.finished));
+  sections.push_back(pack("block_tables", kv.groups));
+  sections.push_back(pack("blocks", kv.num_blocks, kv.null_block, kv.blocks));
+  sections.push_back(pack("free_order", kv.free_order));
+  sections.push_back(pack("prefix_index", kv.prefix_index, kv.extra_hashes));
+  sections.push_back(pack("samplers", checkpoint.state.workers));
+  sections.push_back(pack("engine", scheduler.engine, kv.engine));
+  sections.push_back(pack("outputs", checkpoint.outputs));
+  sections.insert(sections.end(), checkpoint.carried.begin(), checkpoint.carried.end());
   return sections;
 }
 
@@ -119,13 +101,26 @@ Result<EngineCheckpoint> decode(std::span<const Section> sections) {
   EngineCheckpoint checkpoint;
   SchedulerSnapshot& scheduler = checkpoint.state.scheduler;
   KvSnapshot& kv = checkpoint.state.kv;
-  TORPOR_TRY(unpack(sections, "fingerprint", checkpoint.fingerprint));
-  TORPOR_TRY(unpack(sections, "requests", scheduler.requests));
-  TORPOR_TRY(unpack(sections, "queues", scheduler.policy, scheduler.running, scheduler.waiting, scheduler.held, scheduler.finished, scheduler.engine));
-  TORPOR_TRY(unpack(sections, "blocks", kv.num_blocks, kv.null_block, kv.groups, kv.blocks, kv.free_order, kv.engine));
-  TORPOR_TRY(unpack(sections, "prefix_index", kv.prefix_index, kv.extra_hashes));
-  TORPOR_TRY(unpack(sections, "workers", checkpoint.state.workers));
-  TORPOR_TRY(unpack(sections, "outputs", checkpoint.outputs));
+  SectionReader reader(sections, kSectionVersion);
+  TORPOR_TRY(reader.take("requests", scheduler.requests));
+  TORPOR_TRY(reader.take("queues", scheduler.policy, scheduler.running, scheduler.waiting, scheduler.held, scheduler.finished));
+  TORPOR_TRY(reader.take("block_tables", kv.groups));
+  TORPOR_TRY(reader.take("blocks", kv.num_blocks, kv.null_block, kv.blocks));
+  TORPOR_TRY(reader.take("free_order", kv.free_order));
+  TORPOR_TRY(reader.take("prefix_index", kv.prefix_index, kv.extra_hashes));
+  TORPOR_TRY(reader.take("samplers", checkpoint.state.workers));
+  TORPOR_TRY(reader.take("engine", scheduler.engine, kv.engine));
+  TORPOR_TRY(reader.take("outputs", checkpoint.outputs));
+  for (const Section& section : sections) {
+    if (reader.taken(section.name)) continue;
+    if (section.name == kJournalSection) {
+      TORPOR_TRY(replay_journal(std::as_bytes(std::span(section.bytes)), checkpoint.state));
+    } else if (section.required) {
+      return Error{.code = Code::kIncompatible, .what = fmt::format("section {}: this torpor does not know it, and it is needed", section.name), .next_step = "use the version of torpor that wrote it, or a newer one"};
+    } else {
+      checkpoint.carried.push_back(section);
+    }
+  }
   return checkpoint;
 }
 

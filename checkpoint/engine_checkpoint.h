@@ -4,20 +4,17 @@
 // checkpoint: Cereal through a bounded archive, so a hostile or damaged section is an error, never a large allocation.
 #pragma once
 
-#include <map>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "base/status.h"
 #include "base/value.h"
+#include "checkpoint/manifest.h"
 #include "kvcache/kv_snapshot.h"
 #include "scheduler_state/scheduler_snapshot.h"
 
 namespace torpor {
-
-// Names and values that must be equal for tokens to be equal.
-using Fingerprint = std::map<std::string, std::string>;
 
 // kIncompatible names every field that differs, with both values.
 Status compare_fingerprints(const Fingerprint& checkpoint, const Fingerprint& engine);
@@ -33,22 +30,27 @@ struct SchedulerCheckpoint {
   Status validate() const;
 };
 
+// One named section of a checkpoint before it is stored.
+struct Section {
+  std::string name;
+  Bytes bytes;
+  bool required = true;  // a reader that does not know it must refuse; otherwise it carries it along
+  friend bool operator==(const Section&, const Section&) = default;
+};
+
 struct EngineCheckpoint {
   Fingerprint fingerprint;
   SchedulerCheckpoint state;
   Value outputs;  // the front end's part: what was already delivered of each request
+  std::vector<Section> carried;  // sections of a newer writer that are not required: kept as they are
   friend bool operator==(const EngineCheckpoint&, const EngineCheckpoint&) = default;
 };
 
-// One named section of a checkpoint before it is stored.
-struct Section {
-  std::string name;  // "fingerprint", "requests", "queues", "blocks", "prefix_index", "workers", "outputs"
-  Bytes bytes;
-  friend bool operator==(const Section&, const Section&) = default;
-};
-
+// The sections "requests", "queues", "block_tables", "blocks", "free_order", "prefix_index", "samplers", "engine",
+// "outputs", and what is carried. The fingerprint is the manifest's.
 std::vector<Section> encode(const EngineCheckpoint& checkpoint);
-// The reverse. kCorruption for a section that is missing, damaged or has bytes left over. Does not call validate().
+// The reverse, without the fingerprint; a section "journal" is replayed. kCorruption for a section that is missing,
+// damaged or has bytes left over, kIncompatible for an unknown one that is required. Does not call validate().
 Result<EngineCheckpoint> decode(std::span<const Section> sections);
 
 }  // namespace torpor

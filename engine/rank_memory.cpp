@@ -9,8 +9,8 @@
 #include <fmt/format.h>
 
 #include "base/units.h"
+#include "checkpoint/checkpoint.h"
 #include "engine/tags.h"
-#include "offload/disk_tier.h"
 
 namespace torpor {
 namespace {
@@ -180,8 +180,6 @@ void RankMemory::give_back_unused() {
   if (!*options_.keep_backup) arena_->trim();
 }
 
-std::string RankMemory::chunk_file_name() const { return fmt::format("chunks-r{}", options_.rank); }
-
 Result<std::vector<ChunkPlan>> RankMemory::plans_of(const std::string& tag, const std::vector<int32_t>& blocks) const {
   std::vector<ChunkPlan> plans;
   if (tag == kv_tag_) {
@@ -249,15 +247,15 @@ Status RankMemory::save(const RankOrder& order, RankReply& reply) {
 
 Status RankMemory::save_to_disk(const RankOrder& order, RankReply& reply) {
   TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, file_system_.open_directory(order.directory, false));
-  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, DiskTier::create(*directory, chunk_file_name(), options_.rank));
+  TORPOR_ASSIGN(ChunkFileOptions writing, chunk_file_options(order.writing, options_.rank, options_.key.get()));
+  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, DiskTier::create(*directory, chunk_file_name(options_.rank), std::move(writing)));
   std::vector<ChunkPlan> plans;
   for (const std::string& tag : order.tags) {
     TORPOR_ASSIGN(const std::vector<ChunkPlan> more, plans_of(tag, order.blocks));
     plans.insert(plans.end(), more.begin(), more.end());
   }
-  TORPOR_ASSIGN(reply.chunks.chunks, mover_->save(plans, *tier));
-  reply.chunks.file = chunk_file_name();
-  reply.chunks.file_bytes = tier->file_bytes();
+  TORPOR_ASSIGN(std::vector<SavedChunk> saved, mover_->save(plans, *tier));
+  reply.chunks = finished_rank(order.writing, options_.rank, tier->file_bytes(), std::move(saved));
   for (const std::string& tag : order.tags) {
     Backup backup{.directory = order.directory};
     std::copy_if(reply.chunks.chunks.begin(), reply.chunks.chunks.end(), std::back_inserter(backup.chunks), [&](const SavedChunk& chunk) { return chunk.key.tag == tag; });
@@ -267,11 +265,12 @@ Status RankMemory::save_to_disk(const RankOrder& order, RankReply& reply) {
   return ok();
 }
 
-Result<std::unique_ptr<Tier>> RankMemory::open_chunks(const std::string& directory) const {
-  TORPOR_ASSIGN(const std::unique_ptr<Directory> opened, file_system_.open_directory(directory, false));
-  TORPOR_ASSIGN(std::unique_ptr<File> file, opened->open_file(chunk_file_name()));
-  TORPOR_ASSIGN(std::unique_ptr<DiskTier> tier, DiskTier::open(std::move(file), options_.rank));
-  return std::unique_ptr<Tier>(std::move(tier));
+Result<std::unique_ptr<DiskTier>> RankMemory::open_chunks(const std::string& directory) const {
+  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(file_system_, directory, options_.key));
+  for (const RankChunks& rank : checkpoint.manifest().ranks) {
+    if (rank.rank == options_.rank) return checkpoint.open_rank(rank);
+  }
+  return Error{.code = Code::kIncompatible, .what = fmt::format("the checkpoint has nothing of rank {}", options_.rank), .next_step = "start the engine with as many ranks as the one that slept"};
 }
 
 Status RankMemory::restore(const RankOrder& order, RankReply& reply) {
@@ -286,7 +285,7 @@ Status RankMemory::restore(const RankOrder& order, RankReply& reply) {
     if (backup.host != nullptr) {
       TORPOR_TRY(mover_->restore(backup.chunks, plans, *backup.host));
     } else {
-      TORPOR_ASSIGN(const std::unique_ptr<Tier> tier, open_chunks(backup.directory));
+      TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, open_chunks(backup.directory));
       TORPOR_TRY(mover_->restore(backup.chunks, plans, *tier));
     }
     for (const SavedChunk& chunk : backup.chunks) reply.bytes += chunk.bytes;
@@ -341,7 +340,7 @@ Status RankMemory::load_blocks(const RankOrder& order, RankReply& reply) {
     return chunk.key.kind == ChunkKind::kKvBlock && chunk.key.tag == kv_tag_;
   });
   TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(blocks));
-  TORPOR_ASSIGN(const std::unique_ptr<Tier> tier, open_chunks(order.directory));
+  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, open_chunks(order.directory));
   TORPOR_TRY(mover_->restore(blocks, plans, *tier));
   for (const SavedChunk& chunk : blocks) reply.bytes += chunk.bytes;
   give_back_unused();

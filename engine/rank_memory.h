@@ -21,6 +21,7 @@
 #include "engine/rank_protocol.h"
 #include "kvcache/kv_layout.h"
 #include "offload/chunk_mover.h"
+#include "offload/disk_tier.h"
 #include "offload/host_tier.h"
 #include "offload/transfer_executor.h"
 
@@ -34,6 +35,7 @@ struct RankMemoryOptions {
   // After a wake the arena keeps its memory, and a backup of weights that did not change since is not copied again.
   // Worth the memory where device memory is the scarcer kind; off for the device without a GPU, where both are the same.
   std::optional<bool> keep_backup;
+  std::shared_ptr<const Key> key;  // for chunk files of sealed checkpoints; null: there is none
 };
 
 class RankMemory {
@@ -51,7 +53,7 @@ class RankMemory {
 
   // The controller's messages. `method` is one of:
   //   describe        ledger, bytes_per_block
-  //   save            {tags, blocks, directory}: content -> backup; directory empty: in the arena
+  //   save            {tags, blocks, directory, writing}: content -> backup; directory empty: in the arena
   //   cancel_save     {tags}: undoes save
   //   detach          {tags}: memory goes
   //   attach          {tags}: fresh memory under the same addresses
@@ -87,10 +89,9 @@ class RankMemory {
   Status finish(const RankOrder& order);
   Status digest(const RankOrder& order, RankReply& reply);
   Status load_blocks(const RankOrder& order, RankReply& reply);
-  Result<std::unique_ptr<Tier>> open_chunks(const std::string& directory) const;
+  Result<std::unique_ptr<DiskTier>> open_chunks(const std::string& directory) const;
   Result<std::vector<ChunkPlan>> plans_of(const std::string& tag, const std::vector<int32_t>& blocks) const;
   Result<std::vector<ChunkPlan>> plans_for(const std::vector<SavedChunk>& chunks) const;
-  std::string chunk_file_name() const;
   void fill(RankLedger& ledger) const;
   void give_back_unused();
 

@@ -9,8 +9,16 @@ void serialize(Archive& archive, Error& v) {
   archive(checked(v.code, kLastCode), v.what, v.next_step, checked(v.origin, Origin::kEngine), v.native, v.state_changed);
 }
 template <class Archive>
+void serialize(Archive& archive, CompressionOptions& v) {
+  archive(checked(v.codec, Codec::kZstd), v.level, v.long_distance);
+}
+template <class Archive>
+void serialize(Archive& archive, ChunkWriting& v) {
+  archive(v.id, checked(v.protection, Protection::kEncrypted), v.compression, v.known);
+}
+template <class Archive>
 void serialize(Archive& archive, RankOrder& v) {
-  archive(v.tags, v.blocks, v.directory, v.chunks, v.keep_backup);
+  archive(v.tags, v.blocks, v.directory, v.writing, v.chunks, v.keep_backup);
 }
 template <class Archive>
 void serialize(Archive& archive, RankLedger::Tag& v) {

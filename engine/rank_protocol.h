@@ -10,7 +10,7 @@
 
 #include "base/status.h"
 #include "base/value.h"
-#include "checkpoint/manifest.h"
+#include "checkpoint/chunk_writing.h"
 
 namespace torpor {
 
@@ -19,6 +19,7 @@ struct RankOrder {
   std::vector<std::string> tags;
   std::vector<int32_t> blocks;     // KV blocks to save
   std::string directory;           // where chunk files are: of a checkpoint under construction, or of a committed one
+  ChunkWriting writing;            // "save" to disk: how
   std::vector<RankChunks> chunks;  // what a committed checkpoint says of each rank
   bool keep_backup = false;
 };

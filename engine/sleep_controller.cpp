@@ -97,7 +97,8 @@ Result<std::vector<std::string>> SleepController::select_tags(const std::vector<
 }
 
 Result<std::unique_ptr<CheckpointManager>> SleepController::manager(const std::string& directory) const {
-  return CheckpointManager::open(file_system_, directory, {.keep = options_.keep_checkpoints, .clock = &clock_});
+  return CheckpointManager::open(file_system_, directory, 
+                                 {.retention = options_.retention, .key = options_.key, .encrypt = options_.encrypt, .compression = options_.compression, .incremental = options_.incremental, .clock = &clock_});
 }
 
 Result<Fingerprint> SleepController::fingerprint() {

@@ -32,7 +32,11 @@ class Operation;
 struct SleepControllerOptions {
   std::string directory;                         // of checkpoints; empty: sleeping to disk is refused
   std::optional<uint64_t> kv_budget_bytes;       // for cached blocks without a request, per rank; no value: keep all
-  int keep_checkpoints = 2;
+  Retention retention;                           // of checkpoints
+  std::shared_ptr<const Key> key;                // seals them, see CheckpointManagerOptions; ranks have it from their own options
+  bool encrypt = false;
+  CompressionOptions compression{.codec = Codec::kNone};  // of chunks
+  bool incremental = false;
 };
 
 class SleepController {

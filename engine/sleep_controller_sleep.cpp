@@ -177,6 +177,7 @@ Status SleepController::prepare(FallingAsleep& sleep) {
   TORPOR_ASSIGN(sleep.pending, sleep.checkpoints->begin(expected));
   TORPOR_TRY(sleep.pending->write_state(sleep.captured));
   sleep.save.directory = sleep.pending->staging_path();
+  sleep.save.writing = sleep.pending->writing();
   sleep.operation.end("commit");
   return ok();
 }
@@ -189,6 +190,7 @@ void SleepController::discard(FallingAsleep& sleep, const Error& why) {
   sleep.report.note = fmt::format("the state was discarded: {}", why.to_string());
   sleep.report.to = "host";
   sleep.save.directory.clear();
+  sleep.save.writing = {};
   sleep.save.blocks.clear();
   std::erase(sleep.save.tags, kKvCacheTag);
   if (!sleep.options.store_weights && has_tag(sleep.tags, kWeightsTag)) sleep.save.tags.insert(sleep.save.tags.begin(), kWeightsTag);
@@ -216,7 +218,7 @@ Status SleepController::prove(FallingAsleep& sleep) {
   if (sleep.pending) {
     SleepReport& report = sleep.report;
     TORPOR_ASSIGN(report.checkpoint, sleep.pending->commit());
-    TORPOR_ASSIGN(const Checkpoint committed, open_checkpoint(file_system_, report.checkpoint));
+    TORPOR_ASSIGN(const Checkpoint committed, open_checkpoint(file_system_, report.checkpoint, options_.key));
     report.checkpoint_bytes = committed.manifest().total_bytes();
     for (const SectionInfo& section : committed.manifest().sections) report.checkpoint_parts[section.name] = section.stored_bytes;
     sleep.pending.reset();  // gives the lock back

@@ -25,7 +25,7 @@ struct DiskBlocksOptions {
   BlockPoolOptions pool;
   uint64_t bytes_per_block = 0;
   Digest owner;  // of all that a block's bytes depend on beside its tokens: model, weights, layout, dtype, rank
-  SlotIo io = SlotIo::kFastest;
+  FileIo io = FileIo::kFastest;
   std::chrono::milliseconds retry_interval{10'000};
 };
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/digest.h"
+#include "base/seal.h"
 
 namespace torpor {
 
@@ -42,6 +43,8 @@ struct SavedChunk {
   Codec codec = Codec::kNone;
   uint64_t offset = 0;        // in its tier: file offset, or offset in the arena's span
   uint64_t stored_bytes = 0;  // in its tier
+  uint32_t file = 0;          // which of a rank's files it lies in; 0: the rank's own
+  SealTag seal{};             // of the stored bytes, if the checkpoint is sealed
   friend bool operator==(const SavedChunk&, const SavedChunk&) = default;
 };
 

@@ -1,6 +1,7 @@
 #include "offload/codec.h"
 
 #include <cstring>
+#include <memory>
 
 #include <fmt/format.h>
 #include <zstd.h>
@@ -8,21 +9,49 @@
 namespace torpor {
 namespace {
 
-constexpr int kLevel = 1;  // metadata is small; speed counts
-
 Error damaged(std::string what) {
   return Error{.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"};
+}
+
+// zstd's working memory, kept by each thread: making it anew costs more than compressing a small chunk.
+using Compressor = std::unique_ptr<ZSTD_CCtx, size_t (*)(ZSTD_CCtx*)>;
+using Decompressor = std::unique_ptr<ZSTD_DCtx, size_t (*)(ZSTD_DCtx*)>;
+ZSTD_CCtx* compressor() {
+  thread_local const Compressor context(ZSTD_createCCtx(), ZSTD_freeCCtx);
+  return context.get();
+}
+ZSTD_DCtx* decompressor() {
+  thread_local const Decompressor context(ZSTD_createDCtx(), ZSTD_freeDCtx);
+  return context.get();
 }
 
 }  // namespace
 
 std::string_view name(Codec codec) { return codec == Codec::kZstd ? "zstd" : "none"; }
 
-std::optional<Bytes> compress(std::span<const std::byte> bytes) {
-  Bytes packed(ZSTD_compressBound(bytes.size()));
-  const size_t size = ZSTD_compress(packed.data(), packed.size(), bytes.data(), bytes.size(), kLevel);
+Status CompressionOptions::validate() const {
+  if (level >= ZSTD_minCLevel() && level <= 19) return ok();
+  return Error{.code = Code::kInvalidArgument, .what = fmt::format("the compression level is {}", level), .next_step = "use -100 (fast) to 19 (small)"};
+}
+
+uint64_t compressed_bound(uint64_t bytes) { return ZSTD_compressBound(bytes); }
+
+std::optional<uint64_t> compress_into(std::span<const std::byte> bytes, std::span<std::byte> out, const CompressionOptions& options) {
+  ZSTD_CCtx* const context = compressor();
+  if (options.codec == Codec::kNone || context == nullptr) return std::nullopt;
+  ZSTD_CCtx_reset(context, ZSTD_reset_session_and_parameters);
+  ZSTD_CCtx_setParameter(context, ZSTD_c_compressionLevel, options.level);
+  ZSTD_CCtx_setParameter(context, ZSTD_c_enableLongDistanceMatching, options.long_distance ? 1 : 0);
+  const size_t size = ZSTD_compress2(context, out.data(), out.size(), bytes.data(), bytes.size());
   if (ZSTD_isError(size) || size >= bytes.size() - bytes.size() / 8) return std::nullopt;
-  packed.resize(size);
+  return size;
+}
+
+std::optional<Bytes> compress(std::span<const std::byte> bytes, const CompressionOptions& options) {
+  Bytes packed(compressed_bound(bytes.size()));
+  const std::optional<uint64_t> size = compress_into(bytes, std::as_writable_bytes(std::span(packed)), options);
+  if (!size) return std::nullopt;
+  packed.resize(*size);
   return packed;
 }
 
@@ -32,7 +61,9 @@ Status decompress(Codec codec, std::span<const std::byte> stored, std::span<std:
     if (!out.empty()) std::memcpy(out.data(), stored.data(), out.size());
     return ok();
   }
-  const size_t size = ZSTD_decompress(out.data(), out.size(), stored.data(), stored.size());
+  ZSTD_DCtx* const context = decompressor();
+  if (context == nullptr) return Error{.code = Code::kResourceExhausted, .what = "no memory for zstd", .next_step = "free some and try again"};
+  const size_t size = ZSTD_decompressDCtx(context, out.data(), out.size(), stored.data(), stored.size());
   if (ZSTD_isError(size)) return damaged(fmt::format("zstd: {}", ZSTD_getErrorName(size)));
   if (size != out.size()) return damaged(fmt::format("zstd gave {} bytes where {} were promised", size, out.size()));
   return ok();

@@ -14,8 +14,20 @@ namespace torpor {
 
 std::string_view name(Codec codec);  // "none", "zstd"
 
-// The compressed bytes if they are smaller than 7/8 of `bytes`, otherwise no value (store with Codec::kNone).
-std::optional<Bytes> compress(std::span<const std::byte> bytes);
+struct CompressionOptions {
+  Codec codec = Codec::kZstd;
+  int level = 1;               // zstd's: negative ones are faster, up to 19 smaller
+  bool long_distance = false;  // zstd's search for repeats far apart; pays for chunks of several MiB
+  Status validate() const;     // kInvalidArgument names the level
+};
+
+// Most that compression of `bytes` can take.
+uint64_t compressed_bound(uint64_t bytes);
+
+// Compresses into `out`, of at least compressed_bound() bytes. The size if it is smaller than 7/8 of `bytes`, otherwise no
+// value: store the bytes with Codec::kNone.
+std::optional<uint64_t> compress_into(std::span<const std::byte> bytes, std::span<std::byte> out, const CompressionOptions& options = {});
+std::optional<Bytes> compress(std::span<const std::byte> bytes, const CompressionOptions& options = {});
 
 // Decodes into exactly `out.size()` bytes, the size that the describing record promised; allocates nothing of the
 // input's choosing. kCorruption when the input is damaged or has another size.

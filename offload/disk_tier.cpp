@@ -1,12 +1,14 @@
 #include "offload/disk_tier.h"
 
+#include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include <fmt/format.h>
 
 #include "base/units.h"
-#include "offload/codec.h"
 
 namespace torpor {
 namespace {
@@ -22,67 +24,228 @@ struct Header {
   int32_t rank = 0;
 };
 
+struct alignas(kPage) Page {
+  std::array<std::byte, kPage> bytes{};
+};
+
+bool fits_direct_io(std::span<const std::byte> bytes) {
+  return is_aligned(reinterpret_cast<uintptr_t>(bytes.data()), kPage) && is_aligned(bytes.size(), kPage);
+}
+
+SealPlace place_of(int32_t rank, const SavedChunk& chunk, const std::string& what) { return {SealPlace::Kind::kChunk, rank, chunk.offset, what}; }
+
+// What the seal binds: the chunk's name and how its bytes are to be read.
+std::string sealed_name(const SavedChunk& chunk) { return fmt::format("{} of {} bytes, {}", chunk.key.to_string(), chunk.bytes, name(chunk.codec)); }
+
 }  // namespace
 
-Result<std::unique_ptr<DiskTier>> DiskTier::create(Directory& directory, std::string_view name, int32_t rank) {
-  TORPOR_ASSIGN(std::unique_ptr<File> file, directory.create_file(name));
-  std::array<std::byte, kPage> page{};
-  const Header header{.rank = rank};
-  std::memcpy(page.data(), &header, sizeof header);
-  TORPOR_TRY(file->pwrite(page, 0));
-  return std::unique_ptr<DiskTier>(new DiskTier(std::move(file), kPage));
+// Page-aligned memory for the stored form of one batch, lent to one call and kept for the next.
+class DiskTier::Scratch {
+ public:
+  class Lease {
+   public:
+    explicit Lease(DiskTier& tier) : tier_(tier) {
+      const std::lock_guard lock(tier.mutex_);
+      if (!tier.idle_.empty()) {
+        scratch_ = std::move(tier.idle_.back());
+        tier.idle_.pop_back();
+      }
+      if (scratch_ == nullptr) scratch_ = std::make_unique<Scratch>();
+    }
+    ~Lease() {
+      const std::lock_guard lock(tier_.mutex_);
+      tier_.idle_.push_back(std::move(scratch_));
+    }
+    Scratch* operator->() { return scratch_.get(); }
+
+   private:
+    DiskTier& tier_;
+    std::unique_ptr<Scratch> scratch_;
+  };
+
+  // Empty when there is no memory.
+  std::span<std::byte> room(uint64_t bytes) {
+    if (bytes > size_) {
+      memory_.reset(static_cast<std::byte*>(std::aligned_alloc(kPage, align_up(bytes, kPage))));
+      size_ = memory_ == nullptr ? 0 : align_up(bytes, kPage);
+    }
+    return {memory_.get(), size_};
+  }
+
+ private:
+  std::unique_ptr<std::byte, void (*)(void*)> memory_{nullptr, std::free};
+  uint64_t size_ = 0;
+};
+
+DiskTier::DiskTier(ChunkFileOptions options) : options_(std::move(options)) {}
+DiskTier::~DiskTier() = default;
+
+Result<std::unique_ptr<DiskTier>> DiskTier::create(Directory& directory, std::string_view name, ChunkFileOptions options) {
+  TORPOR_TRY(options.compression.validate());
+  TORPOR_ASSIGN(std::unique_ptr<File> file, directory.create_file(name, options.io));
+  Page page;
+  const Header header{.rank = options.rank};
+  std::memcpy(page.bytes.data(), &header, sizeof header);
+  TORPOR_TRY(file->pwrite(page.bytes, 0));
+  std::unique_ptr<DiskTier> tier(new DiskTier(std::move(options)));
+  for (const SavedChunk& chunk : tier->options_.known) tier->known_.emplace(chunk.key, chunk);
+  tier->sources_.push_back({{std::move(file), tier->options_.seal}, 0});
+  tier->end_ = kPage;
+  return tier;
 }
 
-Result<std::unique_ptr<DiskTier>> DiskTier::open(std::unique_ptr<File> file, int32_t rank) {
-  TORPOR_ASSIGN(const uint64_t size, file->size());
-  std::array<std::byte, kPage> page{};
-  TORPOR_TRY(file->pread(page, 0));
-  Header header;
-  std::memcpy(&header, page.data(), sizeof header);
-  if (header.magic != kMagic || header.endianness != kEndianness) {
-    return Error{.code = Code::kCorruption, .what = fmt::format("{} is not a chunk file", file->name()), .next_step = "use another checkpoint"};
+Result<std::unique_ptr<DiskTier>> DiskTier::open(std::vector<OpenChunkFile> files, int32_t rank, std::shared_ptr<ProgressMeter> progress) {
+  std::unique_ptr<DiskTier> tier(new DiskTier({.rank = rank, .progress = std::move(progress)}));
+  for (OpenChunkFile& opened : files) {
+    TORPOR_ASSIGN(const uint64_t size, opened.file->size());
+    Page page;
+    TORPOR_TRY(opened.file->pread(page.bytes, 0));
+    Header header;
+    std::memcpy(&header, page.bytes.data(), sizeof header);
+    const bool rest_is_zero = std::all_of(page.bytes.begin() + sizeof header, page.bytes.end(), [](std::byte byte) { return byte == std::byte{0}; });
+    if (header.magic != kMagic || header.endianness != kEndianness || !rest_is_zero) {
+      return Error{.code = Code::kCorruption, .what = fmt::format("{} is not a chunk file", opened.file->name()), .next_step = "use another checkpoint"};
+    }
+    if (header.version != kVersion || header.rank != rank) {
+      return Error{.code = Code::kIncompatible,
+                   .what = fmt::format("{} has version {} and rank {}, expected {} and {}", opened.file->name(), header.version, header.rank, kVersion, rank),
+                   .next_step = "wake it with the version and the ranks that wrote it"};
+    }
+    tier->sources_.push_back({std::move(opened), size});
   }
-  if (header.version != kVersion || header.rank != rank) {
-    return Error{.code = Code::kIncompatible,
-                 .what = fmt::format("{} has version {} and rank {}, expected {} and {}", file->name(), header.version, header.rank, kVersion, rank),
-                 .next_step = "wake it with the version and the ranks that wrote it"};
-  }
-  return std::unique_ptr<DiskTier>(new DiskTier(std::move(file), size));
+  return tier;
 }
 
-Status DiskTier::prepare(uint64_t bytes, uint64_t chunks) { return file_->preallocate(end_ + bytes + chunks * kPage); }
+Status DiskTier::count(uint64_t bytes) { return options_.progress == nullptr ? ok() : options_.progress->add(bytes); }
+
+Status DiskTier::prepare(uint64_t bytes, uint64_t chunks) {
+  if (options_.compression.codec != Codec::kNone || !known_.empty()) return ok();  // far less may be written
+  return sources_[0].opened.file->preallocate(end_ + bytes + chunks * kPage);
+}
+
+std::optional<SavedChunk> DiskTier::known(const SavedChunk& chunk) const {
+  const auto found = known_.find(chunk.key);
+  if (found == known_.end() || found->second.bytes != chunk.bytes || found->second.digest != chunk.digest) return std::nullopt;
+  return found->second;
+}
+
+// The stored form of a part, up to a multiple of a page: its own bytes, or in `room`. Fills codec and stored_bytes.
+std::span<std::byte> DiskTier::encode(TierPart& part, std::span<std::byte> room) const {
+  SavedChunk& chunk = *part.chunk;
+  const std::optional<uint64_t> packed = compress_into(part.bytes, room, options_.compression);
+  chunk.codec = packed ? options_.compression.codec : Codec::kNone;
+  chunk.stored_bytes = packed.value_or(part.bytes.size());
+  const uint64_t padded = align_up(chunk.stored_bytes, kPage);
+  const bool encrypts = options_.seal != nullptr && options_.seal->protection() == Protection::kEncrypted;
+  if (!packed && !encrypts && fits_direct_io({part.bytes.data(), padded})) {
+    if (padded == part.bytes.size()) return part.bytes;
+  }
+  if (!packed) std::memcpy(room.data(), part.bytes.data(), part.bytes.size());
+  std::memset(room.data() + chunk.stored_bytes, 0, padded - chunk.stored_bytes);
+  return room.first(padded);
+}
 
 void DiskTier::put(std::span<TierPart> parts) {
-  for (TierPart& part : parts) part.status = write(*part.chunk, part.bytes);
+  Scratch::Lease scratch(*this);
+  uint64_t most = 0;
+  for (const TierPart& part : parts) most += align_up(std::max<uint64_t>(compressed_bound(part.bytes.size()), part.bytes.size()), kPage);
+  std::span<std::byte> room = scratch->room(most);
+  File& file = *sources_[0].opened.file;
+  std::vector<FilePart> writes;
+  std::vector<size_t> owner;  // of each write
+  for (size_t i = 0; i < parts.size(); ++i) {
+    TierPart& part = parts[i];
+    SavedChunk& chunk = *part.chunk;
+    part.status = room.empty() ? Status(Error{.code = Code::kResourceExhausted, .what = fmt::format("no memory for {} bytes", most), .next_step = "free some and try again"})
+                               : count(part.bytes.size());
+    if (!part.status) continue;
+    if (const std::optional<SavedChunk> earlier = known(chunk)) {
+      chunk = *earlier;
+      continue;
+    }
+    std::span<std::byte> stored = encode(part, room);
+    if (stored.data() == room.data()) room = room.subspan(stored.size());
+    chunk.file = 0;
+    chunk.offset = end_.fetch_add(stored.size());
+    if (options_.seal != nullptr) {
+      const std::span<std::byte> sealed = stored.first(chunk.stored_bytes);
+      const std::string what = sealed_name(chunk);
+      chunk.seal = options_.seal->seal(sealed, sealed, place_of(options_.rank, chunk, what));
+    }
+    writes.push_back({chunk.offset, stored, ok()});
+    owner.push_back(i);
+  }
+  file.pwrite_all(writes);
+  for (size_t w = 0; w < writes.size(); ++w) {
+    parts[owner[w]].status = std::move(writes[w].status);
+  }
+}
+
+// Whether the record can be true at all; `bytes` is what the reader expects.
+Status DiskTier::check(const SavedChunk& chunk, uint64_t bytes) const {
+  if (chunk.file >= sources_.size()) {
+    return Error{.code = Code::kCorruption, .what = fmt::format("{} lies in file {} of {}", chunk.key.to_string(), chunk.file, sources_.size()), .next_step = "use another checkpoint"};
+  }
+  const Source& source = sources_[chunk.file];
+  const uint64_t file_bytes = source.bytes != 0 ? source.bytes : end_.load();
+  const std::optional<uint64_t> end = checked_add(chunk.offset, chunk.stored_bytes);
+  const bool sizes_fit = chunk.codec == Codec::kNone ? chunk.stored_bytes == bytes : chunk.stored_bytes <= compressed_bound(bytes);
+  if (end && *end <= file_bytes && is_aligned(chunk.offset, kPage) && sizes_fit) return ok();
+  return Error{.code = Code::kCorruption,
+               .what = fmt::format("{}: {} lies outside the file or has another size", source.opened.file->name(), chunk.key.to_string()),
+               .next_step = "use another checkpoint"};
+}
+
+Status DiskTier::decode(const SavedChunk& chunk, std::span<std::byte> stored, std::span<std::byte> out) const {
+  if (const auto& seal = sources_[chunk.file].opened.seal; seal != nullptr) {
+    const std::string what = sealed_name(chunk);
+    TORPOR_TRY(seal->open(stored, chunk.seal, place_of(options_.rank, chunk, what)));
+  }
+  return stored.data() == out.data() ? ok() : decompress(chunk.codec, stored, out);
 }
 
 void DiskTier::get(std::span<TierPart> parts) {
-  for (TierPart& part : parts) part.status = read(*part.chunk, part.bytes);
-}
-
-Status DiskTier::write(SavedChunk& chunk, std::span<const std::byte> bytes) {
-  chunk.codec = Codec::kNone;
-  chunk.stored_bytes = bytes.size();
-  chunk.offset = end_.fetch_add(align_up(bytes.size(), kPage));
-  return file_->pwrite(bytes, chunk.offset);
-}
-
-Status DiskTier::read(const SavedChunk& chunk, std::span<std::byte> bytes) {
-  const std::optional<uint64_t> end = checked_add(chunk.offset, chunk.stored_bytes);
-  if (!end || *end > end_ || (chunk.codec == Codec::kNone && chunk.stored_bytes != bytes.size())) {
-    return Error{.code = Code::kCorruption,
-                 .what = fmt::format("{}: {} lies outside the file or has another size", file_->name(), chunk.key.to_string()),
-                 .next_step = "use another checkpoint"};
+  Scratch::Lease scratch(*this);
+  const auto in_place = [](const TierPart& part) { return part.chunk->codec == Codec::kNone && fits_direct_io(part.bytes); };
+  uint64_t most = 0;
+  for (TierPart& part : parts) {
+    part.status = check(*part.chunk, part.bytes.size());
+    if (part.status) part.status = count(part.bytes.size());
+    if (part.status && !in_place(part)) most += align_up(part.chunk->stored_bytes, kPage);
   }
-  if (chunk.codec == Codec::kNone) return file_->pread(bytes, chunk.offset);
-  Bytes stored(chunk.stored_bytes);
-  TORPOR_TRY(file_->pread(std::as_writable_bytes(std::span(stored)), chunk.offset));
-  return decompress(chunk.codec, std::as_bytes(std::span(stored)), bytes);
+  std::span<std::byte> room = scratch->room(most);
+  std::vector<std::vector<FilePart>> reads(sources_.size());
+  std::vector<std::span<std::byte>> stored(parts.size());
+  std::vector<std::pair<size_t, size_t>> origin(parts.size());  // of each part: its file and its place in that file's reads
+  for (size_t i = 0; i < parts.size(); ++i) {
+    TierPart& part = parts[i];
+    if (!part.status) continue;
+    const SavedChunk& chunk = *part.chunk;
+    const uint64_t padded = align_up(chunk.stored_bytes, kPage);
+    if (!in_place(part) && room.size() < padded) {
+      part.status = Error{.code = Code::kResourceExhausted, .what = fmt::format("no memory for {} bytes", most), .next_step = "free some and try again"};
+      continue;
+    }
+    std::span<std::byte> whole = in_place(part) ? part.bytes : room.first(padded);
+    if (!in_place(part)) room = room.subspan(padded);
+    stored[i] = whole.first(chunk.stored_bytes);
+    origin[i] = {chunk.file, reads[chunk.file].size()};
+    reads[chunk.file].push_back({chunk.offset, whole, ok()});
+  }
+  for (size_t f = 0; f < sources_.size(); ++f) {
+    if (!reads[f].empty()) sources_[f].opened.file->pread_all(reads[f]);
+  }
+  for (size_t i = 0; i < parts.size(); ++i) {
+    if (!parts[i].status) continue;
+    parts[i].status = std::move(reads[origin[i].first][origin[i].second].status);
+    if (parts[i].status) parts[i].status = decode(*parts[i].chunk, stored[i], parts[i].bytes);
+  }
 }
 
 Status DiskTier::finish() {
-  TORPOR_TRY(file_->truncate(end_));  // what prepare() reserved too much goes; the last page is filled up
-  return file_->sync();
+  File& file = *sources_[0].opened.file;
+  TORPOR_TRY(file.truncate(end_));  // what prepare() reserved too much goes; the last page is filled up
+  return file.sync();
 }
 
 }  // namespace torpor

@@ -1,21 +1,48 @@
-// DiskTier: chunks in one file: a header page, then the chunks, each at a multiple of 4096 bytes. What is where stands in
-// the records of the one who keeps them (a checkpoint's manifest); docs/checkpoint-format.md has the bytes.
+// DiskTier: chunks in a rank's chunk file: a header page, then the chunks, each at a multiple of 4096 bytes, compressed and
+// sealed if wished. What is where stands in the records of the one who keeps them (a checkpoint's manifest);
+// checkpoint/FORMAT.md has the bytes.
+//
+// A chunk whose bytes an earlier file already holds (same key, size and digest) is not written again: its record names
+// that file. Memory beside the callers': one batch of stored bytes for each thread that calls.
 #pragma once
 
 #include <atomic>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <vector>
 
 #include "base/file_system.h"
+#include "base/progress.h"
+#include "offload/codec.h"
 #include "offload/tier.h"
 
 namespace torpor {
 
+struct ChunkFileOptions {
+  int32_t rank = 0;
+  CompressionOptions compression{.codec = Codec::kNone};
+  std::shared_ptr<const Seal> seal;            // null: neither authenticated nor encrypted
+  std::vector<SavedChunk> known;               // of earlier files; `file` of each counts from 1
+  std::shared_ptr<ProgressMeter> progress;     // may be null; a cancelled one fails put() and get() with kAborted
+  FileIo io = FileIo::kFastest;
+};
+
+// An existing chunk file and what is needed to read it.
+struct OpenChunkFile {
+  std::unique_ptr<File> file;
+  std::shared_ptr<const Seal> seal;  // null: it is not sealed
+};
+
 class DiskTier final : public Tier {
  public:
-  // A new file in `directory`, for writing (and reading back).
-  static Result<std::unique_ptr<DiskTier>> create(Directory& directory, std::string_view name, int32_t rank);
-  // An existing one, for reading. kCorruption when its header is not that of a chunk file of this rank.
-  static Result<std::unique_ptr<DiskTier>> open(std::unique_ptr<File> file, int32_t rank);
+  // A new file in `directory`, for writing (and reading back what was written to it).
+  static Result<std::unique_ptr<DiskTier>> create(Directory& directory, std::string_view name, ChunkFileOptions options);
+  // Existing ones of one rank, for reading; SavedChunk::file counts into `files`. kCorruption when a header is not that of
+  // a chunk file, kIncompatible when it is of another version or rank.
+  static Result<std::unique_ptr<DiskTier>> open(std::vector<OpenChunkFile> files, int32_t rank, std::shared_ptr<ProgressMeter> progress = nullptr);
+
+  ~DiskTier() override;
 
   std::string_view kind() const override { return "disk"; }
   bool addressable() const override { return false; }
@@ -24,14 +51,27 @@ class DiskTier final : public Tier {
   void get(std::span<TierPart> parts) override;
   Status finish() override;
 
-  uint64_t file_bytes() const { return end_; }  // exact after finish()
+  uint64_t file_bytes() const { return end_; }  // of the new file; exact after finish()
 
  private:
-  DiskTier(std::unique_ptr<File> file, uint64_t end) : file_(std::move(file)), end_(end) {}
-  Status write(SavedChunk& chunk, std::span<const std::byte> bytes);
-  Status read(const SavedChunk& chunk, std::span<std::byte> bytes);
-  std::unique_ptr<File> file_;
-  std::atomic<uint64_t> end_;  // where the next chunk goes; when reading, the file's length
+  class Scratch;
+  struct Source {
+    OpenChunkFile opened;
+    uint64_t bytes = 0;
+  };
+  explicit DiskTier(ChunkFileOptions options);
+  std::optional<SavedChunk> known(const SavedChunk& chunk) const;
+  std::span<std::byte> encode(TierPart& part, std::span<std::byte> room) const;
+  Status check(const SavedChunk& chunk, uint64_t bytes) const;
+  Status decode(const SavedChunk& chunk, std::span<std::byte> stored, std::span<std::byte> out) const;
+  Status count(uint64_t bytes);
+
+  ChunkFileOptions options_;
+  std::map<ChunkKey, SavedChunk> known_;
+  std::vector<Source> sources_;
+  std::atomic<uint64_t> end_ = 0;  // where the next chunk goes
+  std::mutex mutex_;               // guards idle_
+  std::vector<std::unique_ptr<Scratch>> idle_;
 };
 
 }  // namespace torpor

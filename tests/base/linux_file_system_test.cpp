@@ -136,10 +136,10 @@ TEST_F(LinuxFileSystem, ListsSortedWithKinds) {
 TEST_F(LinuxFileSystem, SlotsAreWrittenAndReadManyAtOnce) {
   constexpr size_t kSlot = 8192;
   constexpr size_t kSlots = 150;  // more than go at the same time
-  for (const SlotIo wish : {SlotIo::kFastest, SlotIo::kPlain}) {
-    const auto file = value_of(open()->open_slots(wish == SlotIo::kPlain ? "plain" : "fastest", wish));
+  for (const FileIo wish : {FileIo::kFastest, FileIo::kPlain}) {
+    const auto file = value_of(open()->open_slots(wish == FileIo::kPlain ? "plain" : "fastest", wish));
     SCOPED_TRACE(file->io());
-    EXPECT_EQ(file->io() == "plain", wish == SlotIo::kPlain);
+    EXPECT_EQ(file->io() == "plain", wish == FileIo::kPlain);
     const std::unique_ptr<std::byte, void (*)(void*)> memory(static_cast<std::byte*>(std::aligned_alloc(4096, kSlot * kSlots)), std::free);
     std::vector<FilePart> parts;
     for (size_t i = 0; i < kSlots; ++i) {

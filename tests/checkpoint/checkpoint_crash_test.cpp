@@ -5,6 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "checkpoint/verify.h"
 #include "tests/support/faulty_file_system.h"
 #include "tests/support/results.h"
 #include "tests/support/temporary_directory.h"
@@ -20,11 +21,11 @@ using test::value_of;
 using Workload = std::function<void(test::FaultyFileSystem&, const std::string& directory, const std::function<void(char)>& acknowledge)>;
 
 std::unique_ptr<CheckpointManager> manager(FileSystem& file_system, const std::string& directory, int keep = 2) {
-  return value_of(CheckpointManager::open(file_system, directory, {.keep = keep}));
+  return value_of(CheckpointManager::open(file_system, directory, {.retention = {.keep = keep}}));
 }
 
 void write(test::FaultyFileSystem& file_system, const std::string& directory, const std::function<void(char)>& acknowledge) {
-  if (test::write_checkpoint(file_system, *manager(file_system, directory))) acknowledge('w');
+  if (test::write_checkpoint(*manager(file_system, directory))) acknowledge('w');
 }
 
 void retire(test::FaultyFileSystem& file_system, const std::string& directory, const std::function<void(char)>& acknowledge) {
@@ -64,16 +65,16 @@ int kill_everywhere(const Workload& workload, int before, const std::function<vo
     for (uint64_t n = 1; n < 500; ++n) {
       SCOPED_TRACE(testing::Message() << "call " << n << (fault == Fault::kKillBefore ? " before" : " after"));
       const test::TemporaryDirectory temporary;
-      for (int i = 0; i < before; ++i) (void)value_of(test::write_checkpoint(linux_file_system(), *manager(linux_file_system(), temporary.path())));
+      for (int i = 0; i < before; ++i) (void)value_of(test::write_checkpoint(*manager(linux_file_system(), temporary.path())));
       std::string acknowledged;
       const bool killed = killed_at(n, fault, workload, temporary.path(), acknowledged);
       const auto found = value_of(manager(linux_file_system(), temporary.path())->list());
       for (const CheckpointInfo& info : found) {
         EXPECT_TRUE(info.readable);
-        EXPECT_TRUE(value_of(value_of(open_checkpoint(linux_file_system(), info.path)).verify()).empty());
+        EXPECT_TRUE(value_of(verify(value_of(open_checkpoint(linux_file_system(), info.path)))).problems.empty());
       }
       check(found, acknowledged);
-      EXPECT_SUCCEEDS(test::write_checkpoint(linux_file_system(), *manager(linux_file_system(), temporary.path())));
+      EXPECT_SUCCEEDS(test::write_checkpoint(*manager(linux_file_system(), temporary.path())));
       for (const auto& entry : boost::filesystem::directory_iterator(temporary.path())) {
         const std::string name = entry.path().filename().string();
         EXPECT_TRUE(name == "LOCK" || name.starts_with("g-")) << name << " is left over";

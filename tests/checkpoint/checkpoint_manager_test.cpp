@@ -2,6 +2,7 @@
 
 #include <fstream>
 
+#include "checkpoint/verify.h"
 #include "tests/support/faulty_file_system.h"
 #include "tests/support/results.h"
 #include "tests/support/temporary_directory.h"
@@ -17,9 +18,9 @@ using test::value_of;
 class CheckpointManagerTest : public ::testing::Test {
  protected:
   std::unique_ptr<CheckpointManager> manager(int keep = 2) {
-    return value_of(CheckpointManager::open(file_system_, temporary_.path(), {.keep = keep}));
+    return value_of(CheckpointManager::open(file_system_, temporary_.path(), {.retention = {.keep = keep}}));
   }
-  std::string write() { return value_of(test::write_checkpoint(file_system_, *manager())); }
+  std::string write() { return value_of(test::write_checkpoint(*manager())); }
   std::vector<std::string> names() {
     std::vector<std::string> names;
     for (const auto& entry : fs::directory_iterator(temporary_.path())) names.push_back(entry.path().filename().string());
@@ -42,7 +43,7 @@ TEST_F(CheckpointManagerTest, WhatIsWrittenIsReadBackAndWhole) {
   EXPECT_EQ(path, temporary_ / "g-000001");
   const Checkpoint checkpoint = value_of(open_checkpoint(file_system_, path));
   EXPECT_EQ(value_of(checkpoint.read_state()), example_checkpoint());
-  EXPECT_TRUE(value_of(checkpoint.verify()).empty());
+  EXPECT_TRUE(value_of(verify(checkpoint)).problems.empty());
   EXPECT_EQ(value_of(open_checkpoint(file_system_, temporary_.path())).path(), path);
   uint64_t on_disk = 0;
   for (const char* file : {"STATE", "chunks-r0"}) on_disk += fs::file_size(fs::path(path) / file);
@@ -62,13 +63,13 @@ TEST_F(CheckpointManagerTest, EveryDamagedByteOfEveryFileIsFound) {
       damage(file, at);
       ++tried;
       const Result<Checkpoint> opened = open_checkpoint(file_system_, path);
-      if (!opened || !value_of(opened->verify()).empty()) ++found;
+      if (!opened || !value_of(verify(*opened)).problems.empty()) ++found;
       damage(file, at);
     }
     EXPECT_EQ(found, tried) << name;
     EXPECT_GT(tried, 50u);
   }
-  EXPECT_TRUE(value_of(value_of(open_checkpoint(file_system_, path)).verify()).empty());
+  EXPECT_TRUE(value_of(verify(value_of(open_checkpoint(file_system_, path)))).problems.empty());
 }
 
 TEST_F(CheckpointManagerTest, EveryTruncationIsFound) {
@@ -80,7 +81,7 @@ TEST_F(CheckpointManagerTest, EveryTruncationIsFound) {
     for (const size_t cut : {size - 1, size / 2, size_t{0}}) {
       fs::resize_file(file, cut);
       const Result<Checkpoint> opened = open_checkpoint(file_system_, path);
-      EXPECT_TRUE(!opened || !value_of(opened->verify()).empty()) << name << " cut to " << cut;
+      EXPECT_TRUE(!opened || !value_of(verify(*opened)).problems.empty()) << name << " cut to " << cut;
     }
     fs::remove(file);
     fs::rename(temporary_ / "whole", file);
@@ -104,10 +105,13 @@ TEST_F(CheckpointManagerTest, ANewCheckpointNeverTouchesAnOlderOne) {
 }
 
 TEST_F(CheckpointManagerTest, OlderOnesGoOnlyAfterAWakeFromTheirSuccessor) {
-  for (int i = 0; i < 4; ++i) write();
-  EXPECT_EQ(names().size(), 5u);
-  ASSERT_SUCCEEDS(manager(2)->woken_from(2));
-  EXPECT_EQ(names(), (std::vector<std::string>{"LOCK", "g-000002", "g-000003", "g-000004"}));
+  const auto write_keeping = [&](int keep) { (void)value_of(test::write_checkpoint(*manager(keep))); };
+  write_keeping(1);
+  ASSERT_SUCCEEDS(manager(1)->woken_from(1));
+  for (int i = 0; i < 3; ++i) write_keeping(1);  // the last good one, the newest and the one before it
+  EXPECT_EQ(names(), (std::vector<std::string>{"LOCK", "g-000001", "g-000003", "g-000004"}));
+  ASSERT_SUCCEEDS(manager(1)->woken_from(3));
+  EXPECT_EQ(names(), (std::vector<std::string>{"LOCK", "g-000003", "g-000004"}));
   ASSERT_SUCCEEDS(manager(2)->woken_from(4));
   EXPECT_EQ(names(), (std::vector<std::string>{"LOCK", "g-000003", "g-000004"}));
   ASSERT_SUCCEEDS(manager(1)->woken_from(4));
@@ -136,7 +140,7 @@ TEST_F(CheckpointManagerTest, AChunkFileOfAnotherLengthIsNotCommitted) {
   PendingCheckpoint pending = value_of(manager()->begin(0));
   ASSERT_SUCCEEDS(pending.write_state(example_checkpoint()));
   std::ofstream(pending.staging_path() + "/chunks-r0") << "short";
-  pending.add_rank({.rank = 0, .file = "chunks-r0", .file_bytes = 4096});
+  pending.add_rank({.rank = 0, .files = {{.name = "chunks-r0", .bytes = 4096}}});
   EXPECT_FAILS(pending.commit(), Code::kIo, "chunks-r0");
 }
 
@@ -166,12 +170,12 @@ TEST_F(CheckpointManagerTest, WhereverAFileOperationFailsOldCheckpointsStayAndTh
       for (uint64_t n = 1;; ++n) {
         SCOPED_TRACE(std::to_string(n) + " " + std::to_string(native));
         file_system_.plan.set(test::Fault::kError, n, native, sticky);
-        const Result<std::string> written = test::write_checkpoint(file_system_, *manager());
+        const Result<std::string> written = test::write_checkpoint(*manager());
         const bool fired = file_system_.plan.fired();
         file_system_.plan.clear();
         for (const CheckpointInfo& info : value_of(manager()->list())) {
           EXPECT_TRUE(info.readable);
-          EXPECT_TRUE(value_of(value_of(open_checkpoint(file_system_, info.path)).verify()).empty());
+          EXPECT_TRUE(value_of(verify(value_of(open_checkpoint(file_system_, info.path)))).problems.empty());
         }
         EXPECT_GE(value_of(manager()->list()).size(), 1u);
         if (written) {
@@ -182,7 +186,7 @@ TEST_F(CheckpointManagerTest, WhereverAFileOperationFailsOldCheckpointsStayAndTh
       }
     }
   }
-  EXPECT_SUCCEEDS(test::write_checkpoint(file_system_, *manager()));
+  EXPECT_SUCCEEDS(test::write_checkpoint(*manager()));
 }
 
 }  // namespace

@@ -43,14 +43,14 @@ RequestState arbitrary_request(std::string id) {
 }
 
 TEST(EngineCheckpoint, WhatIsEncodedIsDecoded) {
-  EXPECT_EQ(value_of(decode(encode(example_checkpoint()))), example_checkpoint());
+  EXPECT_EQ(value_of(decode(encode(example_checkpoint()))).state, example_checkpoint().state);
   EXPECT_EQ(value_of(decode(encode(EngineCheckpoint{}))), EngineCheckpoint{});
   EXPECT_TRUE(rc::check([] {
     EngineCheckpoint checkpoint = example_checkpoint();
     const int count = *rc::gen::inRange(0, 6);
     for (int i = 0; i < count; ++i) checkpoint.state.scheduler.requests.push_back(arbitrary_request(std::to_string(i)));
     checkpoint.outputs = arbitrary_value(4);
-    checkpoint.fingerprint = *rc::gen::arbitrary<Fingerprint>();
+    checkpoint.fingerprint.clear();  // the manifest's
     checkpoint.state.kv.free_order = *rc::gen::arbitrary<std::vector<int32_t>>();
     RC_ASSERT(*decode(encode(checkpoint)) == checkpoint);
   }));
@@ -90,7 +90,7 @@ TEST(EngineCheckpoint, AnyDamagedByteIsAnErrorOrAnotherValueButNeverACrash) {
 
 TEST(EngineCheckpoint, AnotherVersionOfASectionIsIncompatible) {
   std::vector<Section> sections = encode(example_checkpoint());
-  sections[1].bytes[0] = 2;
+  sections[1].bytes[0] = 99;
   EXPECT_FAILS(decode(sections), Code::kIncompatible, "version");
 }
 

@@ -357,10 +357,10 @@ TEST_P(BlockTiersTest, ARunMayComeFromBothStoresDirectOrStaged) {
 }
 
 TEST_P(BlockTiersTest, AfterARestartTheDiskStillHasItsBlocks) {
-  for (const SlotIo io : {SlotIo::kFastest, SlotIo::kPlain}) {
+  for (const FileIo io : {FileIo::kFastest, FileIo::kPlain}) {
     open_disk({.io = io});
-    EXPECT_EQ(disk_->health().io == "plain", io == SlotIo::kPlain);
-    const auto chain = chain_on_disk(io == SlotIo::kPlain ? 10 : 20, 4);
+    EXPECT_EQ(disk_->health().io == "plain", io == FileIo::kPlain);
+    const auto chain = chain_on_disk(io == FileIo::kPlain ? 10 : 20, 4);
     open_disk({.io = io});
     EXPECT_GE(disk_->health().recovered, 4);
     onboard_from({disk_.get()});

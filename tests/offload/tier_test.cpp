@@ -5,6 +5,7 @@
 #include "base/units.h"
 #include "offload/disk_tier.h"
 #include "offload/host_tier.h"
+#include "tests/support/chunk_files.h"
 #include "tests/support/faulty_file_system.h"
 #include "tests/support/results.h"
 #include "tests/support/temporary_directory.h"
@@ -19,13 +20,13 @@ class TierContract : public ::testing::TestWithParam<bool> {
   std::unique_ptr<Tier> make() {
     if (GetParam()) return std::make_unique<HostTier>(*arena_);
     directory_ = value_of(linux_file_system().open_directory(temporary_.path(), false));
-    return value_of(DiskTier::create(*directory_, "chunks", 3));
+    return value_of(DiskTier::create(*directory_, "chunks", {.rank = 3}));
   }
   // The tier to read from: a disk tier is read by another object, as after a restart.
   std::unique_ptr<Tier> reopen(std::unique_ptr<Tier> tier) {
     if (GetParam()) return tier;
     tier.reset();
-    return value_of(DiskTier::open(value_of(directory_->open_file("chunks")), 3));
+    return value_of(test::open_chunks(*directory_, "chunks", 3));
   }
   static std::vector<std::byte> content(uint64_t index, size_t size) {
     std::vector<std::byte> bytes(size);
@@ -91,26 +92,25 @@ TEST(HostTier, BeyondTheBudgetNothingIsTaken) {
 
 class DiskTierFile : public ::testing::Test {
  protected:
-  std::unique_ptr<File> file() { return value_of(directory_->open_file("chunks")); }
   test::TemporaryDirectory temporary_;
   std::unique_ptr<Directory> directory_ = value_of(linux_file_system().open_directory(temporary_.path(), false));
 };
 
 TEST_F(DiskTierFile, AForeignHeaderIsRefused) {
-  ASSERT_SUCCEEDS(value_of(DiskTier::create(*directory_, "chunks", 3))->finish());
-  EXPECT_SUCCEEDS(DiskTier::open(file(), 3));
-  EXPECT_FAILS(DiskTier::open(file(), 4), Code::kIncompatible, "rank");
+  ASSERT_SUCCEEDS(value_of(DiskTier::create(*directory_, "chunks", {.rank = 3}))->finish());
+  EXPECT_SUCCEEDS(test::open_chunks(*directory_, "chunks", 3));
+  EXPECT_FAILS(test::open_chunks(*directory_, "chunks", 4), Code::kIncompatible, "rank");
   std::vector<std::byte> noise(4096, std::byte{0x55});
   ASSERT_SUCCEEDS(value_of(directory_->create_file("noise"))->pwrite(noise, 0));
-  EXPECT_FAILS(DiskTier::open(value_of(directory_->open_file("noise")), 3), Code::kCorruption, "noise");
+  EXPECT_FAILS(test::open_chunks(*directory_, "noise", 3), Code::kCorruption, "noise");
   ASSERT_SUCCEEDS(directory_->create_file("empty"));
-  EXPECT_FAILS(DiskTier::open(value_of(directory_->open_file("empty")), 3), Code::kCorruption);
+  EXPECT_FAILS(test::open_chunks(*directory_, "empty", 3), Code::kCorruption);
 }
 
 TEST_F(DiskTierFile, AFullDiskIsResourceExhausted) {
   test::FaultyFileSystem faulty;
   const auto directory = value_of(faulty.open_directory(temporary_.path(), false));
-  const auto tier = value_of(DiskTier::create(*directory, "full", 0));
+  const auto tier = value_of(DiskTier::create(*directory, "full", {.rank = 0}));
   faulty.plan.set(test::Fault::kError, 1, ENOSPC);
   SavedChunk chunk{.bytes = 10};
   std::vector<std::byte> bytes(10);

@@ -8,6 +8,7 @@
 #include "offload/disk_tier.h"
 #include "offload/host_tier.h"
 #include "tests/support/faulty_device.h"
+#include "tests/support/chunk_files.h"
 #include "tests/support/results.h"
 #include "tests/support/temporary_directory.h"
 
@@ -75,11 +76,11 @@ TEST_P(TransferExecutorTest, BytesComeBackThroughAFile) {
   const auto directory = value_of(linux_file_system().open_directory(temporary.path(), false));
   std::vector<SavedChunk> saved;
   {
-    const auto tier = value_of(DiskTier::create(*directory, "chunks", 0));
+    const auto tier = value_of(DiskTier::create(*directory, "chunks", {.rank = 0}));
     saved = value_of(mover_->save(plans_, *tier));
   }
   std::memset(bytes(), 0, kBytes);
-  const auto tier = value_of(DiskTier::open(value_of(directory->open_file("chunks")), 0));
+  const auto tier = value_of(test::open_chunks(*directory, "chunks", 0));
   ASSERT_SUCCEEDS(mover_->restore(saved, plans_, *tier));
   EXPECT_TRUE(content_is_original());
 }

@@ -15,7 +15,7 @@ def test_what_is_encoded_is_decoded():
     values = busy_scheduler(5, 7)
     checkpoint = EngineCheckpoint(values)
     checkpoint.validate()
-    again = EngineCheckpoint.decode(checkpoint.encode())
+    again = EngineCheckpoint.decode(checkpoint.encode(), values["fingerprint"])
     assert again == checkpoint
     assert EngineCheckpoint(again.to_dict()) == checkpoint
 

@@ -78,13 +78,13 @@ class FaultyDirectory final : public Directory {
  public:
   FaultyDirectory(std::unique_ptr<Directory> inner, FaultPlan& plan) : inner_(std::move(inner)), plan_(plan) {}
   const std::string& path() const override { return inner_->path(); }
-  Result<std::unique_ptr<File>> create_file(std::string_view name) override {
+  Result<std::unique_ptr<File>> create_file(std::string_view name, FileIo) override {  // plain, so that writes can be torn anywhere
     return file([&] { return inner_->create_file(name); });
   }
-  Result<std::unique_ptr<File>> open_file(std::string_view name) const override {
+  Result<std::unique_ptr<File>> open_file(std::string_view name, FileIo) const override {
     return file([&] { return inner_->open_file(name); });
   }
-  Result<std::unique_ptr<File>> open_slots(std::string_view name, SlotIo wish) override {
+  Result<std::unique_ptr<File>> open_slots(std::string_view name, FileIo wish) override {
     return file([&] { return inner_->open_slots(name, wish); });
   }
   Result<std::unique_ptr<Directory>> create_directory(std::string_view name) override {

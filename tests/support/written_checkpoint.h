@@ -9,13 +9,11 @@ namespace torpor::test {
 
 inline std::vector<std::byte> example_block(uint64_t block) { return std::vector<std::byte>(1000, static_cast<std::byte>(block)); }
 
-inline Result<std::string> write_checkpoint(FileSystem& file_system, CheckpointManager& manager) {
-  const EngineCheckpoint state = example_checkpoint();
+inline Result<std::string> write_checkpoint(CheckpointManager& manager, const EngineCheckpoint& state = example_checkpoint()) {
   TORPOR_ASSIGN(PendingCheckpoint pending, manager.begin(100'000));
   TORPOR_TRY(pending.write_state(state));
-  TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, file_system.open_directory(pending.staging_path(), false));
-  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, DiskTier::create(*directory, "chunks-r0", 0));
-  RankChunks rank{.rank = 0, .file = "chunks-r0"};
+  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, pending.create_chunks(0));
+  std::vector<SavedChunk> chunks;
   TORPOR_TRY(tier->prepare(4'000, 4));
   for (const KvBlock& block : state.state.kv.blocks) {
     std::vector<std::byte> bytes = example_block(static_cast<uint64_t>(block.id));
@@ -23,11 +21,10 @@ inline Result<std::string> write_checkpoint(FileSystem& file_system, CheckpointM
     TierPart part{&chunk, bytes, ok()};
     tier->put({&part, 1});
     TORPOR_TRY(part.status);
-    rank.chunks.push_back(chunk);
+    chunks.push_back(chunk);
   }
   TORPOR_TRY(tier->finish());
-  rank.file_bytes = tier->file_bytes();
-  pending.add_rank(std::move(rank));
+  pending.add_rank(finished_rank(pending.writing(), 0, tier->file_bytes(), std::move(chunks)));
   return pending.commit();
 }
 

@@ -1,80 +1,113 @@
 // torpor: looks into checkpoints, without an engine, a GPU or Python. Verbs and exit codes: tools/torpor/README.md.
+#include <csignal>
 #include <cstdio>
-#include <functional>
+#include <cstdlib>
 #include <iostream>
 #include <string>
 
-#include <CLI/CLI.hpp>
+#include <unistd.h>
 
-#include "tools/torpor/inspect.h"
-#include "tools/torpor/render.h"
+#include <CLI/CLI.hpp>
+#include <fmt/format.h>
+#include <spdlog/spdlog.h>
+
+#include "tools/torpor/manual.h"
+#include "tools/torpor/text.h"
+#include "tools/torpor/verb.h"
 
 namespace {
 
-using torpor::inspect::Json;
+using torpor::cli::Json;
 
-// Exit codes, beside CLI11's own for a command line that it cannot read, which become kUsage.
-enum Exit { kFine = 0, kDamaged = 1, kUsage = 2, kNotFound = 3, kOtherFormat = 4, kFailed = 5 };
+volatile std::sig_atomic_t interrupted = 0;
 
-Exit exit_for(torpor::Code code) {
-  switch (code) {
-    case torpor::Code::kCorruption: return kDamaged;
-    case torpor::Code::kInvalidArgument: return kUsage;
-    case torpor::Code::kNotFound: return kNotFound;
-    case torpor::Code::kIncompatible: return kOtherFormat;
-    default: return kFailed;
-  }
+// Names in a checkpoint may be any bytes; invalid UTF-8 is replaced, so that the JSON is always JSON.
+std::string dump(const Json& json) { return json.dump(2, ' ', false, Json::error_handler_t::replace) + '\n'; }
+
+// One line on a terminal's standard error, now and then; stops on an interrupt.
+torpor::ProgressSink progress_line() {
+  std::signal(SIGINT, [](int) { interrupted = 1; });
+  if (::isatty(STDERR_FILENO) == 0) return [](const torpor::Progress&) { return interrupted == 0; };
+  return [last = 0.0](const torpor::Progress& progress) mutable {
+    if (progress.seconds - last >= 0.2) {
+      last = progress.seconds;
+      const double part = progress.bytes_total > 0 ? 100.0 * static_cast<double>(progress.bytes_done) / static_cast<double>(progress.bytes_total) : 0;
+      fmt::print(stderr, "\r\x1b[K{} {:.0f} %, {}/s, {:.0f} s left", progress.phase, part, torpor::cli::size_text(progress.bytes_per_second()), progress.seconds_left());
+    }
+    if (progress.bytes_done >= progress.bytes_total && last > 0) fmt::print(stderr, "\r\x1b[K");
+    return interrupted == 0;
+  };
 }
 
-struct Verb {
-  const char* name;
-  const char* help;
-  std::function<torpor::Result<Json>(torpor::FileSystem&, const std::string&)> ask;
-  std::function<std::string(const Json&)> show;
-};
+bool write_out(std::string_view text) {
+  return std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0;
+}
 
-int run(const Verb& verb, const std::string& path, bool as_json) {
-  const torpor::Result<Json> answer = verb.ask(torpor::linux_file_system(), path);
-  // Names in a checkpoint may be any bytes; invalid UTF-8 is replaced, so that the JSON is always JSON.
-  const auto dump = [](const Json& json) { return json.dump(2, ' ', false, Json::error_handler_t::replace) + '\n'; };
-  if (!answer) {
-    const torpor::Error& error = answer.error();
-    if (as_json) std::cout << dump({{"error", torpor::inspect::to_json(error)}});
-    std::cerr << "torpor: " << torpor::render::harmless(error.to_string()) << '\n';
-    return exit_for(error.code);
+int fail(const torpor::Error& error, bool as_json) {
+  if (as_json) write_out(dump({{"error", torpor::cli::to_json(error)}}));
+  std::cerr << "torpor: " << torpor::cli::harmless(error.to_string()) << '\n';
+  return interrupted != 0 ? 130 : torpor::cli::exit_for(error.code);
+}
+
+int run(const torpor::cli::Verb& verb, const torpor::cli::Arguments& arguments, const std::string& key_file, bool as_json) {
+  torpor::cli::Context context{torpor::linux_file_system(), nullptr, progress_line(), arguments};
+  if (!key_file.empty()) {
+    torpor::Result<torpor::Key> key = torpor::Key::read_file(key_file);
+    if (!key) return fail(key.error(), as_json);
+    context.key = std::make_shared<const torpor::Key>(*key);
   }
-  std::cout << (as_json ? dump(*answer) : verb.show(*answer)) << std::flush;
-  if (!std::cout) return kFailed;
-  return answer->value("whole", true) ? kFine : kDamaged;
+  const torpor::Result<Json> answer = torpor::catching_no_memory([&] { return verb.ask(context); });
+  if (!answer) return fail(answer.error(), as_json);
+  bool written = false;
+  if (verb.raw && !as_json) {
+    const auto& bytes = (*answer)["content"].get_binary();
+    written = write_out({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
+  } else {
+    written = write_out(as_json ? dump(*answer) : verb.show(*answer));
+  }
+  return written ? verb.exit(*answer) : torpor::cli::kFailed;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  const Verb verbs[] = {
-      {"ls", "the checkpoints of a directory, oldest first", torpor::inspect::list, torpor::render::list},
-      {"info", "what a checkpoint holds and what it needs to be woken", torpor::inspect::info, torpor::render::info},
-      {"requests", "its requests: queue, progress, blocks, sampling", torpor::inspect::requests, torpor::render::requests},
-      {"verify", "reads every byte and checks every digest and cross-reference", torpor::inspect::verify, torpor::render::verify},
-  };
-  CLI::App app{"Looks into torpor's checkpoints. PATH is a checkpoint, or a directory of checkpoints, of which the latest one is taken."};
+  std::signal(SIGPIPE, SIG_DFL);  // `torpor … | head` ends quietly
+  spdlog::set_level(spdlog::level::off);
+  torpor::cli::use_colours(::isatty(STDOUT_FILENO) != 0 && std::getenv("NO_COLOR") == nullptr);
+  CLI::App app{"Looks into torpor's checkpoints: what is in them, whether they are whole, whether they may be woken here. PATH is a checkpoint, or a directory of checkpoints, of which the latest is taken. "
+               "Only repair, gc and rm write."};
+  app.name("torpor");
   app.set_version_flag("--version", TORPOR_VERSION);
   app.require_subcommand(1);
-  app.footer("Exit codes: 0 fine, 1 damaged, 2 wrong usage, 3 not found, 4 another format, 5 could not be read.");
-  std::string path;
+  std::string codes = "Exit codes:";
+  for (const auto& [code, meaning] : torpor::cli::exit_codes()) codes += fmt::format("\n  {} {}", static_cast<int>(code), meaning);
+  app.footer(codes);
+  torpor::cli::Arguments arguments;
+  std::string key_file;
+  std::string shell;
   bool as_json = false;
-  for (const Verb& verb : verbs) {
+  for (const torpor::cli::Verb& verb : torpor::cli::verbs()) {
     CLI::App* command = app.add_subcommand(verb.name, verb.help);
-    command->add_option("path", path, "a checkpoint or a directory of checkpoints")->required();
+    verb.declare(*command, arguments);
     command->add_flag("--json", as_json, "print one JSON object");
+    command->add_option("--key-file", key_file, "of sealed checkpoints: only what was sealed with it is read")->envname("TORPOR_KEY_FILE")->type_name("FILE");
   }
+  CLI::App* const man = app.add_subcommand("man", "this tool's man page; read it with: torpor man | man -l -");
+  CLI::App* const completion = app.add_subcommand("completion", "a shell's completion script: bash, zsh or fish");
+  completion->add_option("shell", shell, "bash, zsh or fish")->required();
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& problem) {
-    return app.exit(problem) == 0 ? kFine : kUsage;
+    return app.exit(problem) == 0 ? torpor::cli::kFine : torpor::cli::kUsage;
   }
-  for (const Verb& verb : verbs) {
-    if (app.got_subcommand(verb.name)) return run(verb, path, as_json);
+  if (man->parsed()) return write_out(torpor::cli::man_page(app)) ? torpor::cli::kFine : torpor::cli::kFailed;
+  if (completion->parsed()) {
+    const std::optional<std::string> script = torpor::cli::completion(app, shell);
+    if (!script) return fail({.code = torpor::Code::kInvalidArgument, .what = fmt::format("there is no completion for {}", shell), .next_step = "use bash, zsh or fish"}, false);
+    return write_out(*script) ? torpor::cli::kFine : torpor::cli::kFailed;
   }
-  return kUsage;
+  for (const torpor::cli::Verb& verb : torpor::cli::verbs()) {
+    if (app.got_subcommand(verb.name)) return run(verb, arguments, key_file, as_json);
+  }
+  return torpor::cli::kUsage;
 }

@@ -74,6 +74,12 @@ class Incompatible(Error):
     code = "incompatible"
 
 
+class Unauthenticated(Error):
+    """Sealed with a key that was not given, or another one; or a key was given and the checkpoint has no seal."""
+
+    code = "unauthenticated"
+
+
 class Unsupported(Error):
     """A feature in use that this version cannot do; the message names it."""
 

@@ -17,6 +17,9 @@ from torpor.vllm.fingerprint import fingerprint
 from torpor.vllm.options import Options
 from torpor.vllm.support import unsupported_engine, unsupported_scheduler
 
+# Options that the controller takes as they are.
+_CONTROLLER_OPTIONS = ("kv_budget_bytes", "keep_checkpoints", "max_age_seconds", "max_total_bytes", "key_file", "encrypt", "incremental", "compression_level")
+
 
 class VllmHooks:
     """EngineHooks (engine/engine_hooks.h) over one EngineCore. Called between steps, in the engine core's thread."""
@@ -123,7 +126,7 @@ class EngineSide:
         self.hooks = VllmHooks(core)
         self.controller = _core.SleepController(
             self.hooks,
-            {"directory": options.dir, "kv_budget_bytes": options.kv_budget_bytes, "keep_checkpoints": options.keep_checkpoints},
+            {"directory": options.dir} | {name: value for name in _CONTROLLER_OPTIONS if (value := getattr(options, name)) is not None},
         )
 
     def freeze(self, _: dict) -> dict:

@@ -20,8 +20,17 @@ class Options:
     kv_budget_bytes: int | None = None
     # Most host memory for saved bytes, per rank; 0: no limit.
     arena_budget_bytes: int = 0
-    # Committed checkpoints to keep.
+    # Committed checkpoints to keep: how many, how old (seconds), how large together (bytes). None: as old or large as they are.
     keep_checkpoints: int = 2
+    max_age_seconds: int | None = None
+    max_total_bytes: int | None = None
+    # File with a secret key (32 bytes): checkpoints are authenticated with it, and only such are woken. With `encrypt`, also unreadable.
+    key_file: str | None = None
+    encrypt: bool = False
+    # Level of zstd for saved memory, -100 (fast) to 19; None: stored as it is.
+    compression_level: int | None = None
+    # Memory that the newest checkpoint has already is named, not written again.
+    incremental: bool = False
 
     @staticmethod
     def of(vllm_config) -> Options:
@@ -40,9 +49,9 @@ class Options:
 
 
 def _parse(name: str, text: str):
-    if name in ("dir", "cpu_linear"):
+    if name in ("dir", "cpu_linear", "key_file"):
         return text
-    if name == "enabled":
+    if name in ("enabled", "encrypt", "incremental"):
         return text.lower() not in ("0", "false", "off", "no")
     try:
         return int(text)

@@ -1,0 +1,56 @@
+// Progress of long work, and its cancellation.
+//
+// Threads: ProgressMeter::add() from any; the sink is called under the meter's lock, by the thread that did the work.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <string>
+
+#include "base/clock.h"
+#include "base/status.h"
+
+namespace torpor {
+
+struct Progress {
+  std::string_view phase;
+  uint64_t bytes_done = 0;
+  uint64_t bytes_total = 0;  // 0: not known
+  double seconds = 0;        // since the phase began
+  double bytes_per_second() const { return seconds > 0 ? static_cast<double>(bytes_done) / seconds : 0; }
+  double seconds_left() const { return bytes_done > 0 && bytes_total > bytes_done ? static_cast<double>(bytes_total - bytes_done) / bytes_per_second() : 0; }
+};
+
+// Returns whether to go on; false cancels.
+using ProgressSink = std::function<bool(const Progress&)>;
+
+class ProgressMeter {
+ public:
+  // An empty `sink` costs nothing. `clock` outlives the meter.
+  ProgressMeter(ProgressSink sink, std::string phase, uint64_t bytes_total, const Clock& clock = system_clock())
+      : sink_(std::move(sink)), phase_(std::move(phase)), total_(bytes_total), clock_(clock), began_(clock.now()) {}
+
+  // kAborted once the sink has said no, then always.
+  Status add(uint64_t bytes) {
+    if (!sink_) return ok();
+    const std::lock_guard lock(mutex_);
+    done_ += bytes;
+    if (!cancelled_) cancelled_ = !sink_({phase_, done_, total_, seconds_between(began_, clock_.now())});
+    if (!cancelled_) return ok();
+    return Error{.code = Code::kAborted, .what = phase_ + " was cancelled", .next_step = "start it again"};
+  }
+
+ private:
+  const ProgressSink sink_;
+  const std::string phase_;
+  const uint64_t total_;
+  const Clock& clock_;
+  const std::chrono::nanoseconds began_;
+  std::mutex mutex_;  // guards all below
+  uint64_t done_ = 0;
+  bool cancelled_ = false;
+};
+
+}  // namespace torpor

@@ -1,0 +1,46 @@
+// Checkpoint: a committed one, opened for reading: its manifest was whole and, with a key, authentic.
+//
+// Owner: whoever reads. Threads: all methods from any thread. Nothing here writes.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/file_system.h"
+#include "base/progress.h"
+#include "base/status.h"
+#include "checkpoint/engine_checkpoint.h"
+#include "checkpoint/manifest.h"
+#include "offload/disk_tier.h"
+
+namespace torpor {
+
+class Checkpoint {
+ public:
+  const std::string& path() const;
+  const Manifest& manifest() const;
+  // Verified, unsealed and decompressed. kCorruption names the section.
+  Result<std::vector<Section>> read_sections() const;
+  // The sections' values with the fingerprint; not yet validated.
+  Result<EngineCheckpoint> read_state() const;
+  // For reading the chunks of `rank`: opens its file and those of earlier checkpoints that it names. kCorruption when one
+  // is missing, has another size or is of another checkpoint.
+  Result<std::unique_ptr<DiskTier>> open_rank(const RankChunks& rank, std::shared_ptr<ProgressMeter> progress = nullptr) const;
+
+  struct Impl;
+  explicit Checkpoint(std::unique_ptr<Impl> impl);
+  Checkpoint(Checkpoint&&) noexcept;
+  Checkpoint& operator=(Checkpoint&&) noexcept;
+  ~Checkpoint();
+
+ private:
+  std::unique_ptr<Impl> impl_;
+};
+
+// `file_system` outlives the result. `key` null: only checkpoints without a seal can be read. Errors: decode_manifest().
+Result<Checkpoint> open_checkpoint_directory(FileSystem& file_system, std::unique_ptr<Directory> directory, std::shared_ptr<const Key> key = nullptr);
+// By its own path, or the latest one of a directory of checkpoints.
+Result<Checkpoint> open_checkpoint(FileSystem& file_system, const std::string& path, std::shared_ptr<const Key> key = nullptr);
+
+}  // namespace torpor

@@ -1,0 +1,128 @@
+#include "checkpoint/repair.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <set>
+#include <unordered_map>
+
+#include <fmt/format.h>
+
+#include "base/units.h"
+
+namespace torpor {
+namespace {
+
+Error beyond_repair(std::string what) { return Error{.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"}; }
+
+// Requests that have one of `bad` in a table, each with the first such block.
+std::vector<DroppedRequest> hit_requests(const KvSnapshot& kv, const std::set<int32_t>& bad) {
+  std::vector<DroppedRequest> hit;
+  std::set<std::string> seen;
+  for (const KvGroup& group : kv.groups) {
+    for (const KvTable& table : group.tables) {
+      const auto block = std::find_if(table.blocks.begin(), table.blocks.end(), [&](int32_t id) { return bad.contains(id); });
+      if (block != table.blocks.end() && seen.insert(table.request).second) hit.push_back({table.request, fmt::format("its KV block {} is damaged", *block)});
+    }
+  }
+  return hit;
+}
+
+// Reads the chunks that stay and writes them anew, a few MiB at a time.
+Result<RankChunks> copy_rank(const Checkpoint& checkpoint, const RankChunks& rank, const RepairPlan& plan, PendingCheckpoint& pending) {
+  const std::set<uint64_t> bad(plan.dropped_blocks.begin(), plan.dropped_blocks.end());
+  const std::set<std::string> gone(plan.dropped_tags.begin(), plan.dropped_tags.end());
+  std::unique_ptr<DiskTier> from;  // opened when there is something to read: the file may be gone
+  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> to, pending.create_chunks(rank.rank));
+  std::vector<SavedChunk> copied;
+  std::unique_ptr<std::byte, void (*)(void*)> memory(nullptr, std::free);
+  uint64_t size = 0;
+  for (SavedChunk chunk : rank.chunks) {
+    if (chunk.key.kind == ChunkKind::kKvBlock ? bad.contains(chunk.key.index) : gone.contains(chunk.key.tag)) continue;
+    if (chunk.bytes > size) {
+      size = align_up(chunk.bytes, kPage);
+      memory.reset(static_cast<std::byte*>(std::aligned_alloc(kPage, size)));
+      if (memory == nullptr) return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
+    }
+    if (from == nullptr) {
+      TORPOR_ASSIGN(from, checkpoint.open_rank(rank));
+    }
+    const std::span<std::byte> bytes(memory.get(), chunk.bytes);
+    TORPOR_TRY(from->get_one(chunk, bytes));
+    if (digest_of(bytes) != chunk.digest) return beyond_repair(fmt::format("{} has changed meanwhile", chunk.key.to_string()));
+    TierPart part{&chunk, bytes, ok()};
+    to->put({&part, 1});
+    TORPOR_TRY(std::move(part.status));
+    copied.push_back(std::move(chunk));
+  }
+  TORPOR_TRY(to->finish());
+  return finished_rank(pending.writing(), rank.rank, to->file_bytes(), std::move(copied));
+}
+
+}  // namespace
+
+void drop_request(SchedulerCheckpoint& state, const std::string& id) {
+  SchedulerSnapshot& scheduler = state.scheduler;
+  std::erase_if(scheduler.requests, [&](const RequestState& request) { return request.id == id; });
+  for (auto* queue : {&scheduler.running, &scheduler.waiting, &scheduler.held}) std::erase(*queue, id);
+  for (WorkerSnapshot& worker : state.workers) {
+    std::erase(worker.rows, id);
+    std::erase_if(worker.generators, [&](const auto& generator) { return generator.first == id; });
+  }
+  KvSnapshot& kv = state.kv;
+  std::unordered_map<int32_t, KvBlock*> by_id;
+  for (KvBlock& block : kv.blocks) by_id.emplace(block.id, &block);
+  for (KvGroup& group : kv.groups) {
+    for (const KvTable& table : group.tables) {
+      if (table.request != id) continue;
+      for (auto block_id = table.blocks.rbegin(); block_id != table.blocks.rend(); ++block_id) {  // the last ones are taken first
+        const auto block = by_id.find(*block_id);
+        if (block != by_id.end() && --block->second->ref_count == 0) kv.free_order.push_back(*block_id);
+      }
+    }
+    std::erase_if(group.tables, [&](const KvTable& table) { return table.request == id; });
+  }
+  std::erase_if(kv.blocks, [](const KvBlock& block) { return block.ref_count == 0 && block.hash.empty(); });
+}
+
+Result<RepairPlan> plan_repair(const Checkpoint& checkpoint, const Verification& found) {
+  return catching_no_memory([&]() -> Result<RepairPlan> {
+    RepairPlan plan;
+    Result<EngineCheckpoint> state = checkpoint.read_state();
+    if (!state) return state.error().within("cannot be repaired");
+    if (const Status valid = state->state.validate(); !valid) return valid.error().within("cannot be repaired");
+    plan.state = std::move(*state);
+    plan.dropped_blocks = found.bad_blocks;
+    const std::set<int32_t> bad(found.bad_blocks.begin(), found.bad_blocks.end());
+    plan.dropped_requests = hit_requests(plan.state.state.kv, bad);
+    for (const DroppedRequest& dropped : plan.dropped_requests) drop_request(plan.state.state, dropped.id);
+    drop_hashes(plan.state.state.kv, plan.dropped_blocks);
+    const std::set<std::string> bad_chunks(found.bad_chunks.begin(), found.bad_chunks.end());
+    std::set<std::string> tags;
+    for (const RankChunks& rank : checkpoint.manifest().ranks) {
+      for (const SavedChunk& chunk : rank.chunks) {
+        if (chunk.key.kind == ChunkKind::kRegion && bad_chunks.contains(chunk.key.to_string())) tags.insert(chunk.key.tag);
+      }
+    }
+    plan.dropped_tags.assign(tags.begin(), tags.end());
+    if (const Status valid = plan.state.state.validate(); !valid) return valid.error().within("cannot be repaired");
+    return plan;
+  });
+}
+
+Result<std::string> write_repaired(const Checkpoint& checkpoint, const RepairPlan& plan, CheckpointManager& target) {
+  return catching_no_memory([&]() -> Result<std::string> {
+    uint64_t expected = 0;
+    for (const RankChunks& rank : checkpoint.manifest().ranks) {
+      for (const SavedChunk& chunk : rank.chunks) expected += align_up(chunk.bytes, kPage);
+    }
+    TORPOR_ASSIGN(PendingCheckpoint pending, target.begin(expected));
+    TORPOR_TRY(pending.write_state(plan.state));
+    for (const RankChunks& rank : checkpoint.manifest().ranks) {
+      TORPOR_ASSIGN(RankChunks copied, copy_rank(checkpoint, rank, plan, pending));
+      pending.add_rank(std::move(copied));
+    }
+    return pending.commit();
+  });
+}
+
+}  // namespace torpor

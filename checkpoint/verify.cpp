@@ -1,0 +1,264 @@
+#include "checkpoint/verify.h"
+
+#include <algorithm>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <unordered_map>
+
+#include <fmt/format.h>
+
+#include "base/units.h"
+#include "checkpoint/prefix_hash.h"
+
+namespace torpor {
+namespace {
+
+constexpr uint64_t kBatchBytes = 4 * kMiB;  // of one thread at a time
+constexpr size_t kBatchChunks = 256;
+constexpr uint64_t kLargestChunk = kGiB;  // writers make them of at most a few MiB; memory is taken for a whole one
+
+Error damaged(std::string what) { return Error{.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint, or torpor repair"}; }
+
+// Reads all chunks of one rank with several threads and checks their digests.
+class ChunkCheck {
+ public:
+  ChunkCheck(DiskTier& tier, const RankChunks& rank, Verification& found) : tier_(tier), rank_(rank), found_(found) {
+    for (const SavedChunk& chunk : rank.chunks) order_.push_back(&chunk);
+    // As they lie on disk.
+    std::sort(order_.begin(), order_.end(), [](const SavedChunk* a, const SavedChunk* b) { return std::pair(a->file, a->offset) < std::pair(b->file, b->offset); });
+  }
+
+  Status run(int threads) {
+    std::vector<std::thread> helpers;
+    const auto work = [this] {
+      const Status done = catching_no_memory([this] { return this->work(); });
+      const std::lock_guard lock(mutex_);
+      if (!done && result_) result_ = done;
+    };
+    for (int i = 1; i < threads; ++i) helpers.emplace_back(work);
+    work();
+    for (std::thread& helper : helpers) helper.join();
+    return std::move(result_);
+  }
+
+ private:
+  std::vector<const SavedChunk*> next() {
+    const std::lock_guard lock(mutex_);
+    std::vector<const SavedChunk*> batch;
+    uint64_t bytes = 0;
+    while (result_ && at_ < order_.size() && batch.size() < kBatchChunks && (batch.empty() || bytes + order_[at_]->bytes <= kBatchBytes)) {
+      bytes += order_[at_]->bytes;
+      batch.push_back(order_[at_++]);
+    }
+    return batch;
+  }
+
+  Status work() {
+    std::unique_ptr<std::byte, void (*)(void*)> memory(nullptr, std::free);
+    uint64_t size = 0;
+    for (std::vector<const SavedChunk*> batch = next(); !batch.empty(); batch = next()) {
+      std::vector<SavedChunk> chunks;
+      uint64_t bytes = 0;
+      for (const SavedChunk* chunk : batch) {
+        if (chunk->bytes > kLargestChunk) {
+          report(*chunk, damaged(fmt::format("{} says that it has {} bytes", chunk->key.to_string(), chunk->bytes)));
+          continue;
+        }
+        chunks.push_back(*chunk);
+        bytes += align_up(chunk->bytes, kPage);
+      }
+      if (bytes > size) {
+        memory.reset(static_cast<std::byte*>(std::aligned_alloc(kPage, bytes)));
+        size = memory == nullptr ? 0 : bytes;
+        if (memory == nullptr) return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
+      }
+      TORPOR_TRY(check(chunks, {memory.get(), size}));
+    }
+    return ok();
+  }
+
+  Status check(std::vector<SavedChunk>& chunks, std::span<std::byte> memory) {
+    std::vector<TierPart> parts;
+    for (SavedChunk& chunk : chunks) {
+      parts.push_back({&chunk, memory.first(chunk.bytes), ok()});
+      memory = memory.subspan(align_up(chunk.bytes, kPage));
+    }
+    tier_.get(parts);
+    for (const TierPart& part : parts) {
+      if (!part.status && part.status.error().code == Code::kAborted) return part.status.error();
+      if (!part.status) {
+        report(*part.chunk, part.status.error());
+      } else if (digest_of(part.bytes) != part.chunk->digest) {
+        report(*part.chunk, damaged(fmt::format("rank {}: {} does not match its digest", rank_.rank, part.chunk->key.to_string())));
+      }
+      const std::lock_guard lock(mutex_);
+      found_.chunks += 1;
+      found_.bytes += part.chunk->stored_bytes;
+    }
+    return ok();
+  }
+
+  void report(const SavedChunk& chunk, Error problem) {
+    const std::lock_guard lock(mutex_);
+    found_.problems.push_back(std::move(problem));
+    if (chunk.key.kind == ChunkKind::kKvBlock) {
+      found_.bad_blocks.push_back(static_cast<int32_t>(chunk.key.index));
+    } else {
+      found_.bad_chunks.push_back(chunk.key.to_string());
+    }
+  }
+
+  DiskTier& tier_;
+  const RankChunks& rank_;
+  std::vector<const SavedChunk*> order_;
+  std::mutex mutex_;  // guards all below
+  Verification& found_;
+  Status result_;
+  size_t at_ = 0;
+};
+
+// Every block that the state calls live must have been saved by every rank.
+void check_blocks(const Manifest& manifest, const KvSnapshot& kv, Verification& found) {
+  for (const RankChunks& rank : manifest.ranks) {
+    std::set<uint64_t> saved;
+    for (const SavedChunk& chunk : rank.chunks) {
+      if (chunk.key.kind == ChunkKind::kKvBlock) saved.insert(chunk.key.index);
+    }
+    for (const KvBlock& block : kv.blocks) {
+      if (saved.contains(static_cast<uint64_t>(block.id))) continue;
+      found.problems.push_back(damaged(fmt::format("rank {}: block {} is in use but was not saved", rank.rank, block.id)));
+      found.bad_blocks.push_back(block.id);
+    }
+  }
+}
+
+// The hashes of a request from its tokens; and those of its blocks, which are the request's with the group's number behind.
+class HashCheck {
+ public:
+  HashCheck(const PrefixHasher& hasher, const KvSnapshot& kv, Verification& found) : hasher_(hasher), kv_(kv), found_(found) {
+    for (const KvBlock& block : kv.blocks) blocks_.emplace(block.id, &block);
+  }
+
+  Status check(const RequestState& request) {
+    const auto size = static_cast<size_t>(request.block_hash_bytes);
+    const auto block_size = static_cast<size_t>(kv_.groups.front().block_size);
+    std::vector<int32_t> tokens = request.prompt_token_ids;
+    tokens.insert(tokens.end(), request.output_token_ids.begin(), request.output_token_ids.end());
+    const size_t count = size == 0 ? 0 : request.block_hashes.size() / size;
+    if (count * block_size > tokens.size()) return wrong(request, fmt::format("{} block hashes for {} tokens", count, tokens.size()));
+    Bytes before = hasher_.first();
+    for (size_t i = 0; i < count; ++i) {
+      const std::optional<Bytes> hash = hasher_.next(before, std::span(tokens).subspan(i * block_size, block_size), i == 0 ? request.cache_salt : std::nullopt);
+      if (!hash) {
+        found_.hashes_not_checked = "blocks of so many tokens are not recomputed here";
+        return ok();
+      }
+      const auto stored = std::span(request.block_hashes).subspan(i * size, size);
+      if (!std::equal(stored.begin(), stored.end(), hash->begin(), hash->end())) return wrong(request, fmt::format("the hash of block {} does not follow from its tokens", i));
+      before = *hash;
+      ++found_.hashes;
+    }
+    return check_tables(request, count, size);
+  }
+
+ private:
+  Status check_tables(const RequestState& request, size_t count, size_t size) {
+    for (uint32_t group = 0; group < kv_.groups.size(); ++group) {
+      for (const KvTable& table : kv_.groups[group].tables) {
+        if (table.request != request.id) continue;
+        for (size_t i = 0; i < table.blocks.size(); ++i) {
+          const auto block = blocks_.find(table.blocks[i]);
+          if (block == blocks_.end() || block->second->hash.empty()) continue;
+          if (i >= count) return wrong(request, fmt::format("block {} carries a hash beyond its full blocks", table.blocks[i]));
+          Bytes key(request.block_hashes.begin() + static_cast<std::ptrdiff_t>(i * size), request.block_hashes.begin() + static_cast<std::ptrdiff_t>((i + 1) * size));
+          for (int shift = 24; shift >= 0; shift -= 8) key.push_back(static_cast<uint8_t>(group >> shift));
+          if (key != block->second->hash) return wrong(request, fmt::format("block {} carries another hash than its tokens have", table.blocks[i]));
+        }
+      }
+    }
+    return ok();
+  }
+  static Error wrong(const RequestState& request, std::string what) { return damaged(fmt::format("request {}: {}", request.id, what)); }
+
+  const PrefixHasher& hasher_;
+  const KvSnapshot& kv_;
+  Verification& found_;
+  std::unordered_map<int32_t, const KvBlock*> blocks_;
+};
+
+void check_hashes(const EngineCheckpoint& engine, Verification& found) {
+  const KvSnapshot& kv = engine.state.kv;
+  const auto described = engine.fingerprint.find("prefix_hash");
+  const std::unique_ptr<PrefixHasher> hasher = described == engine.fingerprint.end() ? nullptr : PrefixHasher::of(described->second);
+  const bool one_size = !kv.groups.empty() && std::all_of(kv.groups.begin(), kv.groups.end(), [&](const KvGroup& group) { return group.block_size == kv.groups[0].block_size; });
+  if (hasher == nullptr) {
+    found.hashes_not_checked = "this tool does not know how the engine hashes prefixes";
+  } else if (!one_size) {
+    found.hashes_not_checked = "the groups have blocks of different sizes";
+  } else {
+    HashCheck check(*hasher, kv, found);
+    for (const RequestState& request : engine.state.scheduler.requests) {
+      if (const Status right = check.check(request); !right) found.problems.push_back(right.error());
+    }
+  }
+}
+
+Status check_state(const Checkpoint& checkpoint, Verification& found) {
+  const Result<EngineCheckpoint> state = checkpoint.read_state();
+  found.sections = checkpoint.manifest().sections.size();
+  for (const SectionInfo& info : checkpoint.manifest().sections) found.bytes += info.stored_bytes;
+  if (!state) {
+    if (state.error().code == Code::kResourceExhausted) return state.error();
+    found.problems.push_back(state.error());
+    return ok();
+  }
+  const KvSnapshot& kv = state->state.kv;
+  for (const KvGroup& group : kv.groups) {
+    for (const KvTable& table : group.tables) found.table_entries += table.blocks.size();
+  }
+  for (const KvBlock& block : kv.blocks) found.references += static_cast<uint64_t>(std::max(block.ref_count, 0));
+  if (Status valid = state->state.validate(); !valid) {
+    found.problems.push_back(valid.error());
+    return ok();
+  }
+  check_blocks(checkpoint.manifest(), kv, found);
+  check_hashes(*state, found);
+  return ok();
+}
+
+}  // namespace
+
+Result<Verification> verify(const Checkpoint& checkpoint, const VerifyOptions& options) {
+  return catching_no_memory([&]() -> Result<Verification> {
+    Verification found;
+    const int threads = options.threads > 0 ? options.threads : static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1u, 8u));
+    uint64_t total = 0;
+    for (const RankChunks& rank : checkpoint.manifest().ranks) {
+      for (const SavedChunk& chunk : rank.chunks) total += chunk.bytes;
+    }
+    const auto progress = std::make_shared<ProgressMeter>(options.progress, "verifying", total);
+    for (const RankChunks& rank : checkpoint.manifest().ranks) {
+      if (!options.contents) break;
+      const Result<std::unique_ptr<DiskTier>> tier = checkpoint.open_rank(rank, progress);
+      if (!tier) {
+        found.problems.push_back(tier.error());
+        for (const SavedChunk& chunk : rank.chunks) {
+          if (chunk.key.kind == ChunkKind::kKvBlock) {
+            found.bad_blocks.push_back(static_cast<int32_t>(chunk.key.index));
+          } else {
+            found.bad_chunks.push_back(chunk.key.to_string());
+          }
+        }
+        continue;
+      }
+      TORPOR_TRY(ChunkCheck(**tier, rank, found).run(threads));
+    }
+    TORPOR_TRY(check_state(checkpoint, found));
+    std::sort(found.bad_blocks.begin(), found.bad_blocks.end());
+    found.bad_blocks.erase(std::unique(found.bad_blocks.begin(), found.bad_blocks.end()), found.bad_blocks.end());
+    return found;
+  });
+}
+
+}  // namespace torpor

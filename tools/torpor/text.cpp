@@ -1,0 +1,66 @@
+#include "tools/torpor/text.h"
+
+#include <algorithm>
+
+#include <fmt/chrono.h>
+#include <fmt/format.h>
+
+namespace torpor::cli {
+namespace {
+
+bool colours = false;
+
+std::string coloured(const char* code, const std::string& text) { return colours ? fmt::format("\x1b[{}m{}\x1b[0m", code, text) : text; }
+
+}  // namespace
+
+void use_colours(bool on) { colours = on; }
+std::string good(const std::string& text) { return coloured("32", text); }
+std::string bad(const std::string& text) { return coloured("31", text); }
+
+std::string harmless(const std::string& text) {
+  std::string out;
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (c == '\n' || c == '\t') {
+      out += c == '\n' ? "\\n" : "\\t";
+    } else if (byte < 0x20 || byte == 0x7f) {
+      out += fmt::format("\\x{:02x}", byte);
+    } else {
+      out += c;
+    }
+  }
+  return out;
+}
+
+std::string cell(const Json& value) { return harmless(value.is_string() ? value.get<std::string>() : value.dump(-1, ' ', false, Json::error_handler_t::replace)); }
+
+std::string size_text(const Json& bytes) {
+  const auto count = bytes.get<double>();
+  if (count >= 1e9) return fmt::format("{:.2f} GB", count / 1e9);
+  if (count >= 1e6) return fmt::format("{:.1f} MB", count / 1e6);
+  if (count >= 1e3) return fmt::format("{:.1f} kB", count / 1e3);
+  return fmt::format("{:.0f} B", count);
+}
+
+std::string time_text(double unix_seconds) {
+  if (!(unix_seconds >= 0 && unix_seconds < 4e9)) return "unknown";
+  return fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(static_cast<std::time_t>(unix_seconds)));
+}
+
+std::string table(const std::vector<Row>& rows) {
+  std::vector<size_t> widths(rows.front().size());
+  for (const Row& row : rows) {
+    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+  }
+  std::string text;
+  for (const Row& row : rows) {
+    std::string line;
+    for (size_t i = 0; i < row.size(); ++i) line += fmt::format("{:<{}}  ", row[i], widths[i]);
+    line.erase(line.find_last_not_of(' ') + 1);
+    text += (&row == &rows.front() ? coloured("1", line) : line) + '\n';
+  }
+  return text;
+}
+
+}  // namespace torpor::cli

@@ -1,0 +1,89 @@
+// Verb: one word of `torpor`: what it is asked with, its answer as JSON, and that JSON as text. Tables and --json come
+// from one answer, so they cannot differ; help, man page, completion and the list in README.md come from verbs().
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
+
+#include "base/file_system.h"
+#include "base/progress.h"
+#include "base/seal.h"
+#include "base/status.h"
+
+namespace torpor::cli {
+
+using Json = nlohmann::ordered_json;  // keys in the order in which they are read
+
+// Exit codes, each with its meaning in exit_codes().
+enum Exit { kFine = 0, kDamaged = 1, kUsage = 2, kNotFound = 3, kOtherFormat = 4, kFailed = 5, kDiffers = 6, kKey = 7, kRefused = 8 };
+struct ExitCode {
+  Exit code;
+  const char* meaning;
+};
+const std::vector<ExitCode>& exit_codes();
+Exit exit_for(Code code);
+
+// All that a command line can say. A verb reads what it declared.
+struct Arguments {
+  std::string path;
+  std::string second;      // diff: the other checkpoint; show, cat, extract: what; repair: where to
+  std::string output;      // extract: file
+  std::string tokenizer;   // file tokenizer.json
+  std::string model;       // fits: a model's directory
+  std::vector<std::string> fields;  // fits: NAME=VALUE
+  uint64_t memory_bytes = 0;        // fits
+  int keep = 0;
+  double max_age_seconds = -1;
+  uint64_t max_total_bytes = 0;
+  int threads = 0;
+  bool quick = false;
+  bool dry_run = false;
+};
+
+struct Context {
+  FileSystem& file_system;
+  std::shared_ptr<const Key> key;
+  ProgressSink progress;
+  const Arguments& arguments;
+};
+
+struct Verb {
+  const char* name;
+  const char* help;
+  const char* json;  // the keys of its --json, for people
+  std::function<void(CLI::App&, Arguments&)> declare;
+  std::function<Result<Json>(const Context&)> ask;
+  std::function<std::string(const Json&)> show;
+  std::function<Exit(const Json&)> exit = [](const Json&) { return kFine; };
+  bool raw = false;  // the answer's "content" is bytes for standard output, not text
+};
+
+const std::vector<Verb>& verbs();
+
+// The verbs, by what they are about: catalogue.cpp, requests.cpp, blocks.cpp, checks.cpp, contents.cpp, changes.cpp.
+Verb ls_verb();
+Verb info_verb();
+Verb tree_verb();
+Verb du_verb();
+Verb requests_verb();
+Verb show_verb();
+Verb blocks_verb();
+Verb prefix_verb();
+Verb verify_verb();
+Verb diff_verb();
+Verb fits_verb();
+Verb cat_verb();
+Verb extract_verb();
+Verb repair_verb();
+Verb gc_verb();
+Verb rm_verb();
+
+Json to_json(const Error& error);
+void declare_path(CLI::App& app, Arguments& arguments);  // a checkpoint, or a directory of which the latest is taken
+
+}  // namespace torpor::cli
