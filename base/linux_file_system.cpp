@@ -94,10 +94,15 @@ Status check_owned(int fd, const std::string& full) {
   return check_owned(info, full);
 }
 
-// Whoever may rename entries of the parent may exchange the directory; with the sticky bit only its owner may.
+// Whoever owns the parent, or may rename its entries, may exchange the directory; with the sticky bit only its owner may.
 Status check_parent(int fd, const std::string& full) {
   struct stat info {};
   if (::fstatat(fd, "..", &info, 0) != 0) return system_error(errno, fmt::format("cannot ask what the parent of {} is", full));
+  if (info.st_uid != ::geteuid() && info.st_uid != 0) {
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = fmt::format("the directory that holds {} belongs to user {}, this is user {}", full, info.st_uid, ::geteuid()),
+                 .next_step = "use a directory below one of your own"};
+  }
   if ((info.st_mode & S_IWOTH) == 0 || (info.st_mode & S_ISVTX) != 0) return ok();
   return Error{.code = Code::kFailedPrecondition,
                .what = fmt::format("everybody may write to the directory that holds {}", full),
@@ -305,6 +310,7 @@ class LinuxDirectory final : public Directory {
     TORPOR_TRY(check_component(name));
     TORPOR_ASSIGN(Descriptor fd, open_beneath(fd_.get(), std::string(name), O_RDWR | O_CREAT, kFileMode,
                                               fmt::format("cannot open the lock {}", join(name))));
+    if (::fchmod(fd.get(), kFileMode) != 0) return system_error(errno, fmt::format("cannot set the permissions of {}", join(name)));
     // An open-file-description lock: not dropped by another close() in this process, gone when the holder is.
     struct flock request {};
     request.l_type = F_WRLCK;

@@ -39,22 +39,24 @@ std::string sealed_name(const SavedChunk& chunk) { return fmt::format("{} of {} 
 
 }  // namespace
 
-// Page-aligned memory for the stored form of one batch, lent to one call and kept for the next.
+// Page-aligned memory for the stored form of one batch, lent to one call and kept for the next. A stack, so that giving
+// it back needs no memory.
 class DiskTier::Scratch {
  public:
   class Lease {
    public:
     explicit Lease(DiskTier& tier) : tier_(tier) {
-      const std::lock_guard lock(tier.mutex_);
-      if (!tier.idle_.empty()) {
-        scratch_ = std::move(tier.idle_.back());
-        tier.idle_.pop_back();
+      {
+        const std::lock_guard lock(tier.mutex_);
+        scratch_ = std::move(tier.idle_);
+        if (scratch_ != nullptr) tier.idle_ = std::move(scratch_->below_);
       }
       if (scratch_ == nullptr) scratch_ = std::make_unique<Scratch>();
     }
     ~Lease() {
       const std::lock_guard lock(tier_.mutex_);
-      tier_.idle_.push_back(std::move(scratch_));
+      scratch_->below_ = std::move(tier_.idle_);
+      tier_.idle_ = std::move(scratch_);
     }
     Scratch* operator->() { return scratch_.get(); }
 
@@ -75,6 +77,7 @@ class DiskTier::Scratch {
  private:
   std::unique_ptr<std::byte, void (*)(void*)> memory_{nullptr, std::free};
   uint64_t size_ = 0;
+  std::unique_ptr<Scratch> below_;
 };
 
 DiskTier::DiskTier(ChunkFileOptions options) : options_(std::move(options)) {}

@@ -71,7 +71,7 @@ class DiskTier final : public Tier {
   std::vector<Source> sources_;
   std::atomic<uint64_t> end_ = 0;  // where the next chunk goes
   std::mutex mutex_;               // guards idle_
-  std::vector<std::unique_ptr<Scratch>> idle_;
+  std::unique_ptr<Scratch> idle_;
 };
 
 }  // namespace torpor

@@ -13,7 +13,7 @@
 
 namespace torpor::test {
 
-enum class Fault : uint8_t { kNone, kError, kKillBefore, kKillAfter };
+enum class Fault : uint8_t { kNone, kError, kKillBefore, kKillAfter, kKillTorn };  // torn: in the middle of a write
 
 struct FaultPlan {
   Fault fault = Fault::kNone;
@@ -50,11 +50,11 @@ class FaultyFile final : public File {
   }
   Status pwrite(std::span<const std::byte> bytes, uint64_t offset) override {
     return plan_.run([&]() -> Status {
-      // In two halves, so that a kill leaves a torn write.
-      const size_t half = bytes.size() / 2;
-      TORPOR_TRY(inner_->pwrite(bytes.first(half), offset));
-      if (plan_.fault == Fault::kKillAfter && plan_.calls == plan_.at && half > 0 && plan_.at % 2 == 0) ::kill(::getpid(), SIGKILL);
-      return inner_->pwrite(bytes.subspan(half), offset + half);
+      if (plan_.fault == Fault::kKillTorn && plan_.calls == plan_.at) {
+        (void)inner_->pwrite(bytes.first(bytes.size() / 2), offset);
+        ::kill(::getpid(), SIGKILL);
+      }
+      return inner_->pwrite(bytes, offset);
     });
   }
   Status preallocate(uint64_t size) override {

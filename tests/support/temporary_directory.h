@@ -9,8 +9,11 @@ namespace torpor::test {
 
 class TemporaryDirectory {
  public:
-  TemporaryDirectory() : path_(boost::filesystem::temp_directory_path() / boost::filesystem::unique_path("torpor-test-%%%%-%%%%-%%%%")) {
+  // `parent` null: where the system keeps temporary files.
+  explicit TemporaryDirectory(const char* parent = nullptr)
+      : path_((parent != nullptr ? boost::filesystem::path(parent) : boost::filesystem::temp_directory_path()) / boost::filesystem::unique_path("torpor-test-%%%%-%%%%-%%%%")) {
     boost::filesystem::create_directories(path_);
+    boost::filesystem::permissions(path_, boost::filesystem::owner_all);  // whatever the umask
   }
   ~TemporaryDirectory() {
     boost::system::error_code ignored;

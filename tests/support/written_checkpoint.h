@@ -9,13 +9,11 @@ namespace torpor::test {
 
 inline std::vector<std::byte> example_block(uint64_t block) { return std::vector<std::byte>(1000, static_cast<std::byte>(block)); }
 
-inline Result<std::string> write_checkpoint(CheckpointManager& manager, const EngineCheckpoint& state = example_checkpoint()) {
-  TORPOR_ASSIGN(PendingCheckpoint pending, manager.begin(100'000));
-  TORPOR_TRY(pending.write_state(state));
-  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, pending.create_chunks(0));
+inline Status write_rank(PendingCheckpoint& pending, const KvSnapshot& kv, int32_t rank) {
+  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, pending.create_chunks(rank));
   std::vector<SavedChunk> chunks;
   TORPOR_TRY(tier->prepare(4'000, 4));
-  for (const KvBlock& block : state.state.kv.blocks) {
+  for (const KvBlock& block : kv.blocks) {
     std::vector<std::byte> bytes = example_block(static_cast<uint64_t>(block.id));
     SavedChunk chunk{.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = static_cast<uint64_t>(block.id)}, .bytes = bytes.size(), .digest = digest_of(bytes)};
     TierPart part{&chunk, bytes, ok()};
@@ -24,7 +22,14 @@ inline Result<std::string> write_checkpoint(CheckpointManager& manager, const En
     chunks.push_back(chunk);
   }
   TORPOR_TRY(tier->finish());
-  pending.add_rank(finished_rank(pending.writing(), 0, tier->file_bytes(), std::move(chunks)));
+  pending.add_rank(finished_rank(pending.writing(), rank, tier->file_bytes(), std::move(chunks)));
+  return ok();
+}
+
+inline Result<std::string> write_checkpoint(CheckpointManager& manager, const EngineCheckpoint& state = example_checkpoint(), int ranks = 1) {
+  TORPOR_ASSIGN(PendingCheckpoint pending, manager.begin(100'000));
+  TORPOR_TRY(pending.write_state(state));
+  for (int32_t rank = 0; rank < ranks; ++rank) TORPOR_TRY(write_rank(pending, state.state.kv, rank));
   return pending.commit();
 }
 

@@ -1,0 +1,145 @@
+// Every allocation fails in turn, once and for ever, while a state is encoded, written, read and decoded: an error comes
+// back, nothing ends the process, nothing leaks, and the same call works afterwards.
+#include <cstdlib>
+#include <new>
+
+#include "checkpoint/verify.h"
+#include "tests/support/example_state.h"
+#include "tests/support/model_file_system.h"
+#include "tests/support/results.h"
+#include "tests/support/written_checkpoint.h"
+
+namespace {
+
+struct {
+  bool armed = false;
+  bool for_ever = false;
+  uint64_t at = 0;
+  uint64_t count = 0;
+  int64_t live = 0;
+} allocations;
+
+void* allocate(std::size_t size) {
+  if (allocations.armed) {
+    ++allocations.count;
+    if (allocations.count == allocations.at || (allocations.for_ever && allocations.count > allocations.at)) throw std::bad_alloc();
+  }
+  void* memory = std::malloc(size == 0 ? 1 : size);
+  if (memory == nullptr) throw std::bad_alloc();
+  ++allocations.live;
+  return memory;
+}
+
+void release(void* memory) noexcept {
+  if (memory != nullptr) --allocations.live;
+  std::free(memory);
+}
+
+}  // namespace
+
+void* operator new(std::size_t size) { return allocate(size); }
+void* operator new[](std::size_t size) { return allocate(size); }
+void operator delete(void* memory) noexcept { release(memory); }
+void operator delete[](void* memory) noexcept { release(memory); }
+void operator delete(void* memory, std::size_t) noexcept { release(memory); }
+void operator delete[](void* memory, std::size_t) noexcept { release(memory); }
+
+namespace torpor::proof {
+namespace {
+
+// Runs `work` until no allocation is left to fail; returns how many did.
+template <class Work>
+uint64_t fail_each(const char* what, Work work) {
+  uint64_t failed = 0;
+  for (const bool for_ever : {false, true}) {
+    for (uint64_t n = 1;; ++n) {
+      const int64_t live = allocations.live;
+      allocations = {.armed = true, .for_ever = for_ever, .at = n, .count = 0, .live = live};
+      bool right = false;
+      Code code{};
+      {
+        const auto result = work();
+        allocations.armed = false;
+        right = result.has_value();
+        if (!right) code = result.error().code;
+      }
+      const bool fired = allocations.count >= n;
+      // In some places want of memory means "not stored better", not failure; a wrong result is never given.
+      if (!right) EXPECT_TRUE(fired && (code == Code::kResourceExhausted || code == Code::kCorruption)) << what << ", allocation " << n << ": " << name(code);
+      EXPECT_EQ(allocations.live, live) << what << ", allocation " << n << " leaks";
+      if (!fired) break;
+      ++failed;
+    }
+  }
+  EXPECT_SUCCEEDS(work());
+  return failed;
+}
+
+TEST(Allocation, EveryOneFailsInEncodeAndDecode) {
+  const EngineCheckpoint state = test::example_checkpoint();
+  const std::vector<Section> sections = encode(state);
+  uint64_t failed = fail_each("encode", [&] {
+    return catching_no_memory([&]() -> Status {
+      const std::vector<Section> encoded = encode(state);
+      return encoded == sections ? ok() : Status(Error{.code = Code::kInternal});
+    });
+  });
+  failed += fail_each("decode", [&] {
+    return catching_no_memory([&]() -> Status {
+      TORPOR_ASSIGN(const EngineCheckpoint decoded, decode(sections));
+      return decoded.state == state.state ? ok() : Status(Error{.code = Code::kInternal});
+    });
+  });
+  std::printf("proof: %lu failed allocations in encode and decode, 0 leaks\n", static_cast<unsigned long>(failed));
+  EXPECT_GT(failed, 140u);
+}
+
+TEST(Allocation, EveryOneFailsWhileWritingAndReading) {
+  test::ModelFileSystem system;
+  const auto manager = test::value_of(CheckpointManager::open(system, "/store", {}));
+  ASSERT_SUCCEEDS(test::write_checkpoint(*manager));
+  const EngineCheckpoint state = test::example_checkpoint();
+  const uint64_t failed = fail_each("read", [&]() -> Status {
+    return catching_no_memory([&]() -> Status {
+      TORPOR_ASSIGN(const Checkpoint checkpoint, manager->open_latest());
+      TORPOR_ASSIGN(const EngineCheckpoint read, checkpoint.read_state());
+      TORPOR_ASSIGN(const Verification found, verify(checkpoint, {.threads = 1}));
+      return found.problems.empty() && read == state ? ok() : Status(Error{.code = Code::kCorruption});
+    });
+  });
+  EXPECT_GT(failed, 200u);
+  // Writing changes what is there, so each try begins with a new disk; the memory of the disk itself is not counted.
+  uint64_t written = 0;
+  for (const bool for_ever : {false, true}) {
+    for (uint64_t n = 1;; ++n) {
+      test::ModelFileSystem disk;
+      Result<std::string> path = Error{};
+      {
+        const auto writer = test::value_of(CheckpointManager::open(disk, "/store", {}));
+        allocations = {.armed = true, .for_ever = for_ever, .at = n, .count = 0, .live = allocations.live};
+        path = catching_no_memory([&] { return test::write_checkpoint(*writer, state); });
+        allocations.armed = false;
+      }
+      const bool fired = allocations.count >= n;
+      ASSERT_TRUE(path || fired);
+      // Whatever failed: nothing partial is visible, and the next writer works.
+      const auto next = test::value_of(CheckpointManager::open(disk, "/store", {}));
+      const Result<std::vector<CheckpointInfo>> infos = next->list();
+      if (infos) {
+        for (const CheckpointInfo& info : *infos) {
+          ASSERT_TRUE(info.readable) << n;
+          ASSERT_TRUE(test::value_of(verify(test::value_of(open_checkpoint(disk, info.path)), {.threads = 1})).problems.empty()) << n;
+        }
+      }
+      if (path) ASSERT_EQ(infos->size(), 1u);
+      ASSERT_SUCCEEDS(test::write_checkpoint(*next));
+      if (!fired) break;
+      ++written;
+    }
+  }
+  std::printf("proof: %lu failed allocations in reading, %lu in writing, 0 leaks\n", static_cast<unsigned long>(failed), static_cast<unsigned long>(written));
+  EXPECT_GT(written, 200u);
+}
+
+}  // namespace
+}  // namespace torpor::proof

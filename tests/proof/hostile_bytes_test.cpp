@@ -1,0 +1,174 @@
+// A checkpoint of 64 KiB with every bit flipped in turn, cut at every length, with sections and chunks of another one put
+// into it, sealed and not: none is believed, and the memory taken before it is authenticated stays within its size.
+#include <cstdlib>
+#include <malloc.h>
+
+#include <fmt/format.h>
+
+#include "base/units.h"
+#include "checkpoint/verify.h"
+#include "tests/proof/workloads.h"
+#include "tests/support/example_state.h"
+#include "tests/support/model_file_system.h"
+#include "tests/support/results.h"
+
+namespace torpor::proof {
+namespace {
+
+using test::ModelFileSystem;
+using test::value_of;
+
+constexpr const char* kPath = "/store/g-000001";
+
+// Chunks of whole pages, so that no byte of the files is without a meaning.
+Status write_64_kib(CheckpointManager& manager, uint8_t seed) {
+  EngineCheckpoint state = test::example_checkpoint();
+  state.fingerprint["seed"] = std::to_string(seed);
+  state.state.scheduler.requests[0].prompt_token_ids.resize(600 + seed, seed);  // so that sections differ
+  TORPOR_ASSIGN(PendingCheckpoint pending, manager.begin(0));
+  TORPOR_TRY(pending.write_state(state));
+  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, pending.create_chunks(0));
+  std::vector<SavedChunk> chunks;
+  for (uint64_t i = 1; i <= 14; ++i) {
+    std::vector<std::byte> bytes(kPage);
+    for (size_t at = 0; at < bytes.size(); ++at) bytes[at] = static_cast<std::byte>(at * 31 + i * 7 + seed);
+    SavedChunk chunk{.key = {.kind = i <= 4 ? ChunkKind::kKvBlock : ChunkKind::kRegion, .tag = i <= 4 ? "kv_cache" : "weights", .region = i <= 4 ? "" : "w", .index = i}, .bytes = bytes.size(), .digest = digest_of(bytes)};
+    TierPart part{&chunk, bytes, ok()};
+    tier->put({&part, 1});
+    TORPOR_TRY(std::move(part.status));
+    chunks.push_back(chunk);
+  }
+  TORPOR_TRY(tier->finish());
+  pending.add_rank(finished_rank(pending.writing(), 0, tier->file_bytes(), std::move(chunks)));
+  TORPOR_TRY(pending.commit());
+  return ok();
+}
+
+// Whether anything of it would be believed.
+bool believed(ModelFileSystem& system, const std::shared_ptr<const Key>& key) {
+  const Result<Checkpoint> checkpoint = open_checkpoint(system, kPath, key);
+  if (!checkpoint) return false;
+  const Result<Verification> found = verify(*checkpoint, {.threads = 1});
+  return found && found->problems.empty();
+}
+
+class HostileBytes : public ::testing::TestWithParam<int> {
+ protected:
+  const Variant& variant() const { return variants()[static_cast<size_t>(GetParam())]; }
+  void write(ModelFileSystem& system, uint8_t seed) const {
+    const auto manager = value_of(CheckpointManager::open(system, "/store", variant().options));
+    ASSERT_SUCCEEDS(write_64_kib(*manager, seed));
+  }
+  Bytes& file(ModelFileSystem& system, const std::string& name) const {
+    const int node = system.find(std::string(kPath) + "/" + name);
+    return system.disk().at(static_cast<size_t>(node)).bytes;
+  }
+  static constexpr const char* kFiles[] = {"MANIFEST", "STATE", "chunks-r0"};
+};
+INSTANTIATE_TEST_SUITE_P(Seals, HostileBytes, ::testing::Range(0, 3), [](const auto& info) { return std::string(variants()[static_cast<size_t>(info.param)].name); });
+
+TEST_P(HostileBytes, NoFlippedBitAndNoTruncationIsBelieved) {
+  ModelFileSystem system;
+  write(system, 1);
+  const auto& key = variant().options.key;
+  ASSERT_TRUE(believed(system, key));
+  uint64_t flips = 0;
+  uint64_t cuts = 0;
+  // Every bit of an unsealed one; of sealed ones every bit of the small files, and one of each byte of the chunks.
+  for (const char* name : kFiles) {
+    Bytes& bytes = file(system, name);
+    const int step = GetParam() == 0 || std::string_view(name) != "chunks-r0" || long_run() ? 1 : 8;
+    for (size_t bit = 0; bit < bytes.size() * 8; bit += static_cast<size_t>(step)) {
+      const auto mask = static_cast<uint8_t>(1u << ((bit + (step > 1 ? bit / 8 : 0)) % 8));
+      bytes[bit / 8] ^= mask;
+      ASSERT_FALSE(believed(system, key)) << name << ", bit " << bit;
+      bytes[bit / 8] ^= mask;
+      ++flips;
+    }
+    const Bytes whole = bytes;
+    for (size_t length = 0; length < whole.size(); length += whole.size() > 8192 && !long_run() ? 7 : 1) {
+      bytes.resize(length);
+      ASSERT_FALSE(believed(system, key)) << name << " cut to " << length;
+      bytes = whole;
+      ++cuts;
+    }
+  }
+  ASSERT_TRUE(believed(system, key));
+  std::printf("proof: %s: %lu flipped bits and %lu truncations, none believed\n", variant().name, static_cast<unsigned long>(flips), static_cast<unsigned long>(cuts));
+  EXPECT_GT(flips, GetParam() == 0 ? 500'000u : 70'000u);
+}
+
+TEST_P(HostileBytes, NothingSwappedOrTakenFromAnotherCheckpointIsBelieved) {
+  ModelFileSystem system;
+  ModelFileSystem other;
+  write(system, 1);
+  write(other, 2);
+  const auto& key = variant().options.key;
+  uint64_t splices = 0;
+  const auto expect_refused = [&](const std::string& what) {
+    EXPECT_FALSE(believed(system, key)) << what;
+    ++splices;
+  };
+  for (const char* name : kFiles) {
+    const Bytes whole = file(system, name);
+    file(system, name) = file(other, name);
+    expect_refused(fmt::format("{} of another one", name));
+    file(system, name) = whole;
+    // Every aligned piece of 64 bytes to 4 KiB, from elsewhere in the file and from the other one.
+    for (const size_t size : {size_t{64}, size_t{512}, size_t{4096}}) {
+      for (size_t at = 0; at + size <= whole.size(); at += size) {
+        const Bytes& theirs = file(other, name);
+        for (const Bytes* source : {&whole, &theirs}) {
+          const size_t from = source == &whole ? (at + size * 2) % (whole.size() - size + 1) : at;
+          if (from + size > source->size() || std::equal(source->begin() + static_cast<std::ptrdiff_t>(from), source->begin() + static_cast<std::ptrdiff_t>(from + size), whole.begin() + static_cast<std::ptrdiff_t>(at))) continue;
+          std::copy_n(source->begin() + static_cast<std::ptrdiff_t>(from), size, file(system, name).begin() + static_cast<std::ptrdiff_t>(at));
+          expect_refused(fmt::format("{}: {} bytes at {}", name, size, at));
+          file(system, name) = whole;
+        }
+      }
+    }
+  }
+  ASSERT_TRUE(believed(system, key));
+  std::printf("proof: %s: %lu splices, none believed\n", variant().name, static_cast<unsigned long>(splices));
+  EXPECT_GT(splices, 500u);
+}
+
+TEST_P(HostileBytes, WhatWasEncryptedCannotBeFound) {
+  if (std::string_view(variant().name) != "encrypted") GTEST_SKIP() << "only of the encrypted one";
+  ModelFileSystem system;
+  const auto manager = value_of(CheckpointManager::open(system, "/store", variant().options));
+  EngineCheckpoint state = test::example_checkpoint();
+  const std::string secret = "attack at dawn, says the prompt";
+  state.state.scheduler.requests[0].id = secret;
+  state.state.scheduler.running[0] = secret;
+  state.state.kv.groups[0].tables[0].request = secret;
+  state.state.workers[0].rows[0] = secret;
+  state.fingerprint["secret"] = secret;
+  PendingCheckpoint pending = value_of(manager->begin(0));
+  ASSERT_SUCCEEDS(pending.write_state(state));
+  ASSERT_SUCCEEDS(pending.commit());
+  for (const test::ModelNode& node : system.disk()) EXPECT_EQ(std::string(node.bytes.begin(), node.bytes.end()).find("dawn"), std::string::npos);
+  EXPECT_EQ(value_of(value_of(open_checkpoint(system, kPath, variant().options.key)).read_state()), state);
+}
+
+// A manifest that promises much more than it is.
+TEST(HostileSizes, NoMoreMemoryThanItsSizeIsTakenBeforeItIsAuthenticated) {
+  ModelFileSystem system;
+  const auto manager = value_of(CheckpointManager::open(system, "/store", variants()[1].options));
+  ASSERT_SUCCEEDS(write_64_kib(*manager, 1));
+  Bytes manifest = system.disk().at(static_cast<size_t>(system.find(std::string(kPath) + "/MANIFEST"))).bytes;
+  uint64_t tried = 0;
+  for (size_t at = 0; at + 8 <= manifest.size(); ++at) {
+    Bytes forged = manifest;
+    std::fill_n(forged.begin() + static_cast<std::ptrdiff_t>(at), 8, uint8_t{0x7f});
+    const size_t before = ::mallinfo2().uordblks;
+    const Result<Manifest> decoded = decode_manifest(std::as_bytes(std::span(forged)), variants()[1].options.key.get());
+    EXPECT_FALSE(decoded.has_value());
+    EXPECT_LE(::mallinfo2().uordblks, before + forged.size() + kMiB);
+    ++tried;
+  }
+  EXPECT_GT(tried, 500u);
+}
+
+}  // namespace
+}  // namespace torpor::proof
