@@ -1,0 +1,174 @@
+// Chunks that an earlier checkpoint has, retention that keeps what is needed, repair, progress, and prefix hashes.
+#include <fmt/format.h>
+
+#include "checkpoint/prefix_hash.h"
+#include "checkpoint/repair.h"
+#include "checkpoint/retention.h"
+#include "checkpoint/verify.h"
+#include "tests/support/model_file_system.h"
+#include "tests/support/results.h"
+#include "tests/support/written_checkpoint.h"
+
+namespace torpor {
+namespace {
+
+using test::example_checkpoint;
+using test::value_of;
+
+class Incremental : public ::testing::Test {
+ protected:
+  std::unique_ptr<CheckpointManager> manager(CheckpointManagerOptions options = {.retention = {.keep = 9}, .incremental = true}) { return value_of(CheckpointManager::open(system_, "/store", std::move(options))); }
+  Bytes& bytes(const std::string& path) { return system_.disk()[static_cast<size_t>(system_.find(path))].bytes; }
+  std::vector<std::string> names() {
+    std::vector<std::string> names;
+    for (const CheckpointInfo& info : value_of(manager()->list())) names.push_back(info.name);
+    return names;
+  }
+  test::ModelFileSystem system_;
+};
+
+TEST_F(Incremental, WhatAnEarlierOneHasIsNamedAndNotWritten) {
+  ASSERT_SUCCEEDS(test::write_checkpoint(*manager()));
+  ASSERT_SUCCEEDS(test::write_checkpoint(*manager()));
+  ASSERT_SUCCEEDS(test::write_checkpoint(*manager()));
+  const Checkpoint third = value_of(open_checkpoint(system_, "/store/g-000003"));
+  ASSERT_EQ(third.manifest().ranks[0].files.size(), 2u);
+  EXPECT_EQ(third.manifest().ranks[0].files[1].generation, 1u);  // where the bytes are, not by way of the second
+  EXPECT_EQ(bytes("/store/g-000003/chunks-r0").size(), 4096u);
+  EXPECT_TRUE(value_of(verify(third)).problems.empty());
+}
+
+TEST_F(Incremental, WhatAKeptOneNeedsIsNeverRemoved) {
+  for (int i = 0; i < 3; ++i) ASSERT_SUCCEEDS(test::write_checkpoint(*manager()));
+  ASSERT_SUCCEEDS(manager()->woken_from(3));
+  EXPECT_FAILS(manager()->remove(1), Code::kFailedPrecondition, "g-000002");
+  EXPECT_EQ(value_of(manager({.retention = {.keep = 1}})->collect(true)), (std::vector<std::string>{"g-000002"}));
+  ASSERT_SUCCEEDS(manager({.retention = {.keep = 1}})->collect());
+  EXPECT_EQ(names(), (std::vector<std::string>{"g-000001", "g-000003"}));
+  EXPECT_TRUE(value_of(verify(value_of(manager()->open_latest()))).problems.empty());
+}
+
+TEST_F(Incremental, AnotherGenerationOfThatNumberIsNotMistakenForIt) {
+  ASSERT_SUCCEEDS(test::write_checkpoint(*manager()));
+  ASSERT_SUCCEEDS(test::write_checkpoint(*manager()));
+  test::ModelFileSystem other;
+  ASSERT_SUCCEEDS(test::write_checkpoint(*value_of(CheckpointManager::open(other, "/store"))));
+  bytes("/store/g-000001/MANIFEST") = other.disk()[static_cast<size_t>(other.find("/store/g-000001/MANIFEST"))].bytes;
+  const Verification found = value_of(verify(value_of(manager()->open_latest())));
+  ASSERT_FALSE(found.problems.empty());
+  EXPECT_NE(found.problems[0].what.find("another g-000001"), std::string::npos);
+}
+
+TEST_F(Incremental, ChunksAreCompressedWhereThatPays) {
+  CheckpointManagerOptions options{.compression = {.level = 3, .long_distance = true}};
+  ASSERT_SUCCEEDS(test::write_checkpoint(*manager(options)));
+  const Checkpoint checkpoint = value_of(manager()->open_latest());
+  for (const SavedChunk& chunk : checkpoint.manifest().ranks[0].chunks) {
+    EXPECT_EQ(chunk.codec, Codec::kZstd);
+    EXPECT_LT(chunk.stored_bytes, 50u);
+  }
+  EXPECT_TRUE(value_of(verify(checkpoint)).problems.empty());
+  options.compression.level = 40;
+  EXPECT_FAILS(CheckpointManager::open(system_, "/store", options), Code::kInvalidArgument, "40");
+}
+
+TEST_F(Incremental, ProgressIsToldAndCancellingLeavesTheOldOneWhole) {
+  ASSERT_SUCCEEDS(test::write_checkpoint(*manager()));
+  std::vector<std::string> phases;
+  int left = 1000;
+  CheckpointManagerOptions options;
+  options.progress = [&](const Progress& progress) {
+    phases.emplace_back(progress.phase);
+    return --left > 0;
+  };
+  ASSERT_SUCCEEDS(test::write_checkpoint(*manager(options)));
+  EXPECT_EQ(phases.front(), "writing the state");
+  EXPECT_EQ(phases.back(), "writing the chunks of rank 0");
+  const size_t calls = phases.size();
+  for (size_t n = 1; n <= calls; ++n) {
+    left = static_cast<int>(n);
+    EXPECT_FAILS(test::write_checkpoint(*manager(options)), Code::kAborted, "cancelled");
+    EXPECT_EQ(names(), (std::vector<std::string>{"g-000001", "g-000002"}));
+  }
+}
+
+TEST(Retention, CountAgeAndSizeNeverTakeTheLastGoodOne) {
+  std::vector<CheckpointInfo> infos;
+  for (uint64_t generation = 1; generation <= 6; ++generation) {
+    CheckpointInfo info{.readable = true, .bytes = 100};
+    info.manifest.generation = generation;
+    info.manifest.created_unix_seconds = static_cast<double>(generation) * 100;
+    infos.push_back(info);
+  }
+  using Gone = std::vector<uint64_t>;
+  EXPECT_EQ(retired(infos, {.keep = 3}, 600), (Gone{1, 2, 3}));
+  EXPECT_EQ(retired(infos, {.keep = 9, .max_age_seconds = 250}, 600), (Gone{1, 2, 3}));
+  EXPECT_EQ(retired(infos, {.keep = 9, .max_total_bytes = 350}, 600), (Gone{1, 2, 3}));
+  EXPECT_EQ(retired(infos, {.keep = 1, .max_age_seconds = 0, .max_total_bytes = 0}, 1e9), (Gone{1, 2, 3, 4}));
+  infos[1].woken = true;
+  EXPECT_EQ(retired(infos, {.keep = 1}, 600), (Gone{1, 3, 4}));
+  infos[5].woken = true;
+  EXPECT_EQ(retired(infos, {.keep = 1}, 600), (Gone{1, 2, 3, 4, 5}));
+  infos[5].needs = {3};
+  EXPECT_EQ(retired(infos, {.keep = 1}, 600), (Gone{1, 2, 4, 5}));
+  infos[4].readable = false;
+  EXPECT_TRUE(retired(infos, {.keep = 1}, 600).empty());
+}
+
+TEST_F(Incremental, RepairKeepsTheRequestsThatAreWhole) {
+  ASSERT_SUCCEEDS(test::write_checkpoint(*manager()));
+  bytes("/store/g-000001/chunks-r0")[3 * 4096 + 5] ^= 1;  // of the third chunk: block 3, of the request "held"
+  const Checkpoint damaged = value_of(manager()->open_latest());
+  const Verification found = value_of(verify(damaged));
+  EXPECT_EQ(found.bad_blocks, (std::vector<int32_t>{3}));
+  const RepairPlan plan = value_of(plan_repair(damaged, found));
+  ASSERT_EQ(plan.dropped_requests.size(), 1u);
+  EXPECT_EQ(plan.dropped_requests[0].id, "held");
+  ASSERT_SUCCEEDS(write_repaired(damaged, plan, *manager({.retention = {.keep = 9}})));
+  const Checkpoint repaired = value_of(open_checkpoint(system_, "/store/g-000002"));
+  EXPECT_TRUE(value_of(verify(repaired)).problems.empty());
+  const EngineCheckpoint state = value_of(repaired.read_state());
+  ASSERT_SUCCEEDS(state.state.validate());
+  EXPECT_EQ(state.state.scheduler.requests.size(), 2u);
+  EXPECT_EQ(state.state.scheduler.running, (std::vector<std::string>{"run"}));
+  EXPECT_EQ(state.state.kv.blocks.size(), 3u);
+  EXPECT_EQ(state.outputs, example_checkpoint().outputs);
+}
+
+TEST_F(Incremental, WhatNamesNothingAnyMoreCannotBeRepaired) {
+  ASSERT_SUCCEEDS(test::write_checkpoint(*manager()));
+  bytes("/store/g-000001/STATE")[3] ^= 1;
+  const Checkpoint damaged = value_of(manager()->open_latest());
+  EXPECT_FAILS(plan_repair(damaged, value_of(verify(damaged))), Code::kCorruption, "cannot be repaired");
+}
+
+// Expected values: vLLM 0.32, hash_block_tokens() with sha256 and sha256_cbor, NONE_HASH of the seed "vllm-none-hash".
+TEST(PrefixHasher, GivesTheHashesThatVllmGives) {
+  const std::vector<int32_t> tokens = {1, 300, 70000, 255};
+  const std::vector<int32_t> few = {7, 8};
+  struct Expected {
+    const char* algorithm;
+    const char* plain;
+    const char* salted;
+    const char* second;
+  };
+  const Expected all[] = {
+      {"sha256", "2dba56d4d51c3deb70da7f576f32d5e108d598df9aa8e9970eeb7b291ecc0ae4", "7b0274a8a7e2abf456a62d1f63d13e3cc103d54d75c3a0475d09e6421653f56f", "e2107e487a89bcd90f184b852a7583e06693842baa241c69067aaad00debac8f"},
+      {"sha256_cbor", "81efe9fd9b3f4ca8c40a4eb7c121ef8e8f845e891294bd43d7d7ed87362cb9fd", "677349545477daff76a6d821ae320a4c8e312857b1fb18ad4b3fbcce34d28a2e", "59b294eb4c95249124410bfcbdd2e96edf9fca69e78ee05639f398c103cc0574"},
+  };
+  for (const Expected& expected : all) {
+    const auto hasher = PrefixHasher::of(fmt::format("{}, seed vllm-none-hash", expected.algorithm));
+    ASSERT_NE(hasher, nullptr);
+    const Bytes first = hasher->next(hasher->first(), tokens, std::nullopt).value();
+    EXPECT_EQ(hex(first), expected.plain);
+    EXPECT_EQ(hex(hasher->next(hasher->first(), tokens, "salt").value()), expected.salted);
+    EXPECT_EQ(hex(hasher->next(first, few, std::nullopt).value()), expected.second);
+  }
+  EXPECT_EQ(PrefixHasher::of("xxhash, seed 1"), nullptr);
+  EXPECT_EQ(PrefixHasher::of("nonsense"), nullptr);
+  const std::vector<int32_t> many(40'000, 70'000);
+  EXPECT_FALSE(PrefixHasher::of("sha256, seed s")->next({}, many, std::nullopt).has_value());
+}
+
+}  // namespace
+}  // namespace torpor
