@@ -15,11 +15,12 @@ namespace torpor {
 inline constexpr int kMaxValueDepth = 32;
 
 struct Value;
+struct Field;
 using Bytes = std::vector<uint8_t>;
 using IntArray = std::vector<int64_t>;
 using RealArray = std::vector<double>;
 using List = std::vector<Value>;
-using Dict = std::vector<std::pair<std::string, Value>>;  // in the order in which it was filled; keys differ
+using Dict = std::vector<Field>;  // in the order in which it was filled; keys differ
 
 struct Value {
   // The order is part of the checkpoint format (checkpoint/FORMAT.md).
@@ -27,8 +28,17 @@ struct Value {
   Data data;
 
   const Value* find(std::string_view key) const;  // the entry of a Dict, or nullptr
-  friend bool operator==(const Value&, const Value&) = default;
+  friend bool operator==(const Value& a, const Value& b);
 };
+
+struct Field {
+  std::string first;
+  Value second;
+  friend bool operator==(const Field& a, const Field& b) { return a.first == b.first && a.second == b.second; }
+};
+
+// Not defaulted inside: there Value is not yet complete, and some compilers look into its lists.
+inline bool operator==(const Value& a, const Value& b) { return a.data == b.data; }
 
 inline const Value* Value::find(std::string_view key) const {
   if (const auto* dict = std::get_if<Dict>(&data)) {

@@ -19,6 +19,11 @@ inline void CEREAL_SAVE_FUNCTION_NAME(BoundedOutput& archive, const Value& value
       value.data);
 }
 
+template <class Archive>
+void serialize(Archive& archive, Field& v) {
+  archive(v.first, v.second);
+}
+
 template <size_t kAlternative = 0>
 void load_alternative(BoundedInput& archive, Value& value, size_t wanted) {
   if constexpr (kAlternative == std::variant_size_v<Value::Data>) {

@@ -6,13 +6,17 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from devtool import checks, mutants, setup
 from devtool.setup import ROOT, SetupError, say
 
-PRESETS = ("dev", "release", "asan", "tsan")
+PRESETS = ("dev", "release", "asan", "tsan", "fuzz")
+FUZZ_RUNS_SHORT = 10_000
+FUZZ_RUNS_LONG = 10_000_000
 BENCHES = {
     "scheduler_state": "tools/bench/scheduler_state_bench.py",
     "sleep_wake": "build/release/tools/bench/sleep_wake_bench",
@@ -25,7 +29,7 @@ BENCHES = {
 
 
 def main(arguments: list[str], manual: str) -> int:
-    words = {"demo": demo, "test": test, "build": build, "bench": bench, "simulate": simulate, "mutants": mutants.main, "torpor": torpor, "python": python, "lint": lint, "setup": set_up, "clean": clean}
+    words = {"demo": demo, "test": test, "build": build, "bench": bench, "simulate": simulate, "mutants": mutants.main, "fuzz": fuzz, "proof": proof, "torpor": torpor, "python": python, "lint": lint, "setup": set_up, "clean": clean}
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(manual)
         return 0 if arguments else 2
@@ -108,6 +112,39 @@ def simulate(arguments: list[str]) -> int:
     return subprocess.run([ROOT / "build/release/tests/simulation/simulate", *arguments]).returncode
 
 
+def fuzz(arguments: list[str]) -> int:
+    """Runs every fuzz target over its corpus: RUNS executions each, two at a time. Prints one line for each."""
+    runs = int(arguments[0]) if arguments else FUZZ_RUNS_LONG
+    setup.system_packages()
+    cmake_build("fuzz", ("fuzz_manifest", "fuzz_archive", "fuzz_section"))
+    targets = sorted(p.name for p in (ROOT / "tests/fuzz/corpus").iterdir())
+
+    def one(target: str) -> tuple[str, bool, str]:
+        binary = ROOT / "build/fuzz/tests/fuzz" / (f"fuzz_{target}" if target in ("manifest", "archive") else "fuzz_section")
+        with tempfile.TemporaryDirectory() as found:  # new inputs go there, the corpus stays as it is
+            command = [binary, f"-runs={runs}", "-max_len=4096", "-timeout=10", "-rss_limit_mb=2048", f"-artifact_prefix={ROOT}/build/fuzz/", found, ROOT / "tests/fuzz/corpus" / target]
+            done = subprocess.run([str(c) for c in command], env=os.environ | {"TORPOR_FUZZ_SECTION": target}, capture_output=True, text=True)
+        return target, done.returncode == 0 and f"Done {runs} runs" in done.stderr, done.stderr
+
+    failed = 0
+    with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
+        for target, passed, log in pool.map(one, targets):
+            print(f"proof: fuzz {target}: {runs} runs, {'0 crashes' if passed else 'FAILED'}", flush=True)
+            if not passed:
+                failed += 1
+                print(log[-4000:])
+    return 1 if failed else 0
+
+
+def proof(arguments: list[str]) -> int:
+    """The long versions: a million states after power cuts, every bit flipped under every seal, the fuzzers, the mutants."""
+    setup.system_packages()
+    cmake_build("release")
+    code = subprocess.run(["ctest", "--preset", "release", "-L", "proof", "-V", "--timeout", "7200"], cwd=ROOT, env=os.environ | {"TORPOR_PROOF": "long"}).returncode
+    code |= fuzz(arguments)
+    return code | mutants.main([])
+
+
 def lint(_: list[str]) -> int:
     problems = checks.all_problems(ROOT)
     for problem in problems:
@@ -140,6 +177,9 @@ def test(arguments: list[str]) -> int:
     if not quick:
         ctest("asan")
         ctest("tsan")
+        print("\n=== Fuzzing, a short run", flush=True)
+        began = time.monotonic()
+        results.append(("Fuzzing, a short run", fuzz([str(FUZZ_RUNS_SHORT)]) == 0, time.monotonic() - began))
     env = os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"}
     step("Python tests, real engine", [python_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/python", *(["-m", "not slow"] if quick else [])], env=env)
     step("Tools and documents", [python_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/tools"], env=env)

@@ -1,0 +1,38 @@
+// Writes the seed corpus: for each target what the real encoder makes. Run once when the format changes: make_corpus DIR.
+#include <filesystem>
+#include <fstream>
+
+#include "checkpoint/journal.h"
+#include "tests/support/example_state.h"
+
+namespace {
+
+void write(const std::filesystem::path& directory, const std::string& target, const torpor::Bytes& bytes) {
+  std::filesystem::create_directories(directory / target);
+  std::ofstream(directory / target / "example", std::ios::binary).write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  using namespace torpor;
+  if (argc != 2) return 2;
+  const std::filesystem::path directory = argv[1];
+  const EngineCheckpoint state = test::example_checkpoint();
+  for (const Section& section : encode(state)) write(directory, section.name, section.bytes);
+  SchedulerCheckpoint later = state.state;
+  later.scheduler.requests[0].output_token_ids.push_back(7);
+  later.kv.free_order.push_back(3);
+  later.scheduler.requests.push_back(test::example_request("new", RequestStatus::kWaiting, 3, 0, 0));
+  Journal journal;
+  if (const auto step = step_between(state.state, later)) journal.append(*step);
+  write(directory, "journal", journal.section().bytes);
+  Manifest manifest{.generation = 3, .creator = "torpor", .fingerprint = state.fingerprint};
+  manifest.sections = {{.name = "requests", .stored_bytes = 10, .bytes = 30, .codec = Codec::kZstd}};
+  manifest.ranks = {{.files = {{.name = "chunks-r0", .bytes = 8192}, {.generation = 1, .name = "chunks-r0", .bytes = 8192}},
+                     .chunks = {{.key = {.tag = "weights", .region = "w"}, .bytes = 4000, .offset = 4096, .stored_bytes = 4000, .file = 1}}}};
+  const Bytes file = encode_manifest(manifest);
+  write(directory, "manifest", Bytes(file.begin() + 128, file.end()));
+  write(directory, "archive", {8, 1, 0, 0, 0, 0, 0, 0, 0, 2, 1, 0, 0, 0, 0, 0, 0, 0});
+  return 0;
+}
