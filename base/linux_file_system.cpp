@@ -345,6 +345,8 @@ class LinuxDirectory final : public Directory {
     }
     if (!fd) return fd.error();
     TORPOR_TRY(check_regular(fd->get(), full));
+    // Without O_NONBLOCK from here on, which kept a FIFO from blocking the open: io_uring would refuse to wait for the disk.
+    if ((flags & O_NONBLOCK) && ::fcntl(fd->get(), F_SETFL, direct ? O_DIRECT : 0) != 0) return system_error(errno, doing);
     if ((flags & O_CREAT) && ::fchmod(fd->get(), kFileMode) != 0) return system_error(errno, fmt::format("cannot set the permissions of {}", full));
     if (wish == FileIo::kPlain) return std::unique_ptr<File>(std::make_unique<LinuxFile>(std::move(*fd), full));
     return std::unique_ptr<File>(std::make_unique<FastFile>(std::move(*fd), full, direct, UringQueue::create(kUringDepth)));

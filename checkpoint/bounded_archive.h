@@ -54,6 +54,13 @@ class BoundedInput : public cereal::InputArchive<BoundedInput, cereal::AllowEmpt
     if (size > 0) std::memcpy(data, in_.data(), size);
     in_ = in_.subspan(size);
   }
+  // The next `size` bytes as they lie there.
+  std::span<const std::byte> take(uint64_t size) {
+    expect(size, 1);
+    const std::span<const std::byte> bytes = in_.first(size);
+    in_ = in_.subspan(size);
+    return bytes;
+  }
   // Throws unless `count` elements of at least `least` bytes each can still come.
   void expect(uint64_t count, uint64_t least) const {
     if (count > left() / least) throw cereal::Exception(fmt::format("a list of {} elements in {} bytes", count, left()));
@@ -168,7 +175,10 @@ void CEREAL_LOAD_FUNCTION_NAME(torpor::BoundedInput& archive, std::vector<T>& li
   uint64_t size = 0;
   archive(size);
   list.clear();
-  if constexpr (std::is_arithmetic_v<T>) {
+  if constexpr (sizeof(T) == 1 && std::is_arithmetic_v<T>) {
+    const std::span<const std::byte> bytes = archive.take(size);
+    list.assign(reinterpret_cast<const T*>(bytes.data()), reinterpret_cast<const T*>(bytes.data()) + size);
+  } else if constexpr (std::is_arithmetic_v<T>) {
     archive.expect(size, sizeof(T));
     list.resize(size);
     archive.raw(list.data(), size * sizeof(T));

@@ -14,7 +14,7 @@
 namespace torpor {
 namespace {
 
-constexpr uint64_t kBatchBytes = 4 * kMiB;  // of one thread at a time
+constexpr uint64_t kBatchBytes = 16 * kMiB;  // of one thread at a time; a disk wants many operations at once
 constexpr size_t kBatchChunks = 256;
 constexpr uint64_t kLargestChunk = kGiB;  // writers make them of at most a few MiB; memory is taken for a whole one
 

@@ -11,8 +11,12 @@
 namespace torpor {
 namespace {
 
-constexpr uint64_t kBatchBytes = 4 * kMiB;  // of small chunks together; a larger chunk goes alone
+// Of chunks together. A disk wants many operations at once, memory only enough to be worth a copy.
+constexpr uint64_t kBatchBytes = 4 * kMiB;
+constexpr uint64_t kDiskBatchBytes = 16 * kMiB;
 constexpr int32_t kBatchChunks = 64;
+
+uint64_t batch_bytes(const Tier& tier) { return tier.addressable() ? kBatchBytes : kDiskBatchBytes; }
 
 // The pipeline's blocks are places in a list of chunks.
 class ChunkRoute final : public BlockRoute {
@@ -47,14 +51,14 @@ class ChunkRoute final : public BlockRoute {
 
 }  // namespace
 
-Status ChunkMover::run(std::string_view name, std::vector<ChunkTransfer>& transfers, const Work& work) {
+Status ChunkMover::run(std::string_view name, std::vector<ChunkTransfer>& transfers, uint64_t batch_bytes, const Work& work) {
   TORPOR_TRY(executor_.usable());
   if (transfers.empty()) return ok();
   uint64_t largest = 1;
   for (const ChunkTransfer& transfer : transfers) largest = std::max(largest, transfer.plan->bytes());
   // Small enough that all workers have something to do.
   const auto share = static_cast<uint64_t>(transfers.size()) / static_cast<uint64_t>(executor_.threads());
-  const auto batch = static_cast<int32_t>(std::clamp<uint64_t>(std::min(kBatchBytes / largest, share), 1, kBatchChunks));
+  const auto batch = static_cast<int32_t>(std::clamp<uint64_t>(std::min(batch_bytes / largest, share), 1, kBatchChunks));
 
   ChunkRoute route(name, transfers, work);
   const OffloadOptions options{.max_batch_size = batch,
@@ -97,7 +101,7 @@ Result<std::vector<SavedChunk>> ChunkMover::save(std::span<const ChunkPlan> plan
     total += plans[i].bytes();
   }
   TORPOR_TRY(target.prepare(total, plans.size()));
-  TORPOR_TRY(run(fmt::format("save to {}", target.kind()), transfers, [&](std::span<ChunkTransfer> batch) { executor_.save(batch, target); }));
+  TORPOR_TRY(run(fmt::format("save to {}", target.kind()), transfers, batch_bytes(target), [&](std::span<ChunkTransfer> batch) { executor_.save(batch, target); }));
   TORPOR_TRY(target.finish());
   std::vector<SavedChunk> saved;
   for (ChunkTransfer& transfer : transfers) saved.push_back(std::move(transfer.saved));
@@ -114,13 +118,13 @@ Status ChunkMover::restore(std::span<const SavedChunk> saved, std::span<const Ch
     }
     transfers[i] = {.plan = &plans[i], .saved = saved[i], .status = ok()};
   }
-  return run(fmt::format("restore from {}", source.kind()), transfers, [&](std::span<ChunkTransfer> batch) { executor_.restore(batch, source); });
+  return run(fmt::format("restore from {}", source.kind()), transfers, batch_bytes(source), [&](std::span<ChunkTransfer> batch) { executor_.restore(batch, source); });
 }
 
 Result<std::vector<Digest>> ChunkMover::digests(std::span<const ChunkPlan> plans) {
   std::vector<ChunkTransfer> transfers(plans.size());
   for (size_t i = 0; i < plans.size(); ++i) transfers[i].plan = &plans[i];
-  TORPOR_TRY(run("digest", transfers, [&](std::span<ChunkTransfer> batch) { executor_.digest(batch); }));
+  TORPOR_TRY(run("digest", transfers, kBatchBytes, [&](std::span<ChunkTransfer> batch) { executor_.digest(batch); }));
   std::vector<Digest> digests;
   for (const ChunkTransfer& transfer : transfers) digests.push_back(transfer.saved.digest);
   return digests;

@@ -31,7 +31,7 @@ class ChunkMover {
 
  private:
   using Work = std::function<void(std::span<ChunkTransfer>)>;
-  Status run(std::string_view route, std::vector<ChunkTransfer>& transfers, const Work& work);
+  Status run(std::string_view route, std::vector<ChunkTransfer>& transfers, uint64_t batch_bytes, const Work& work);
   TransferExecutor& executor_;
   EventSink* const sink_;
   OutcomeCounts counts_{};

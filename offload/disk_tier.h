@@ -65,6 +65,7 @@ class DiskTier final : public Tier {
   Status check(const SavedChunk& chunk, uint64_t bytes) const;
   Status decode(const SavedChunk& chunk, std::span<std::byte> stored, std::span<std::byte> out) const;
   Status count(uint64_t bytes);
+  uint64_t take_place(uint64_t padded_bytes);
 
   ChunkFileOptions options_;
   std::map<ChunkKey, SavedChunk> known_;

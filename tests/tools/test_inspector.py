@@ -7,6 +7,14 @@ from pathlib import Path
 import pytest
 from conftest import inspector
 
+ROOT_OF_TESTS = Path(__file__).resolve().parents[1]
+
+
+def restrict(directory: Path) -> None:
+    """As torpor makes them: a clone's modes follow its umask."""
+    for path in [directory, *directory.rglob("*")]:
+        path.chmod(0o700 if path.is_dir() else 0o600)
+
 
 @pytest.fixture
 def damaged(shown, tmp_path) -> Path:
@@ -82,7 +90,7 @@ def test_wrong_usage_and_missing_files_have_their_own_exit_codes(arguments, code
 
 def test_a_damaged_manifest_is_listed_with_its_problem_and_refused(damaged):
     manifest = bytearray((damaged / "MANIFEST").read_bytes())
-    manifest[80] ^= 1
+    manifest[200] ^= 1
     (damaged / "MANIFEST").write_bytes(manifest)
     [entry] = as_json("ls", damaged.parent)["checkpoints"]
     assert not entry["readable"] and "digest" in entry["problem"]["what"]
@@ -98,3 +106,116 @@ def test_piped_output_has_no_escape_sequences(shown):
     for verb in ("ls", "info", "requests", "verify"):
         path = Path(shown["checkpoint"]).parent if verb == "ls" else shown["checkpoint"]
         assert "\x1b" not in inspector(verb, path).stdout
+
+
+def copied(shown, tmp_path) -> Path:
+    copy = tmp_path / "store" / "g-000001"
+    shutil.copytree(shown["checkpoint"], copy)
+    return copy
+
+
+def test_verify_recomputes_what_the_engine_hashed(shown):
+    found = as_json("verify", shown["checkpoint"])
+    assert found["checked"]["hashes"] > 0 and found["hashes_not_checked"] is None
+    assert found["checked"]["chunks"] == sum(m["chunks"] for m in as_json("info", shown["checkpoint"])["memory"])
+
+
+def test_show_blocks_prefix_and_tree_agree_about_a_request(shown):
+    request = as_json("requests", shown["checkpoint"])["requests"][0]
+    whole = as_json("show", shown["checkpoint"], request["id"])
+    assert len(whole["prompt_token_ids"]) == request["prompt_tokens"] and len(whole["output_token_ids"]) == request["output_tokens"]
+    held = [b["id"] for b in as_json("blocks", shown["checkpoint"])["blocks"] if request["id"] in b["requests"]]
+    assert sorted(whole["blocks_by_group"][0]) == held
+    [run] = [r for r in as_json("prefix", shown["checkpoint"])["tree"] if request["id"] in r["requests"]]
+    assert run["cached"] and run["hit_tokens"] == run["to_token"] <= request["computed_tokens"]
+    assert request["id"] in inspector("tree", shown["checkpoint"]).stdout
+    assert inspector("show", shown["checkpoint"], "nobody").returncode == 3
+
+
+def test_text_is_what_the_engine_said(shown):
+    import os
+
+    tokenizer = Path(os.environ["TORPOR_TEST_MODEL"]) / "tokenizer.json"
+    texts = [r["prompt_text"] for r in as_json("requests", shown["checkpoint"], "--text", tokenizer)["requests"]]
+    assert all("<|im_start|>user\n" in text for text in texts)
+    assert inspector("requests", shown["checkpoint"], "--text", "/dev/null").returncode == 2
+
+
+def test_diff_tells_what_differs_by_exit_code(shown, tmp_path):
+    assert as_json("diff", shown["checkpoint"], copied(shown, tmp_path))["equal"] is True
+    old = tmp_path / "old" / "g-000001"
+    shutil.copytree(ROOT_OF_TESTS / "golden/v2/g-000001", old)
+    restrict(tmp_path)
+    difference = as_json("diff", shown["checkpoint"], old, code=6)
+    assert difference["requests"]["removed"] and difference["requests"]["added"]
+
+
+def test_cat_and_extract_give_the_bytes(shown, tmp_path):
+    info = as_json("info", shown["checkpoint"])
+    assert as_json("cat", shown["checkpoint"], "queues")["bytes"] == next(s["bytes"] for s in info["sections"] if s["name"] == "queues")
+    assert inspector("cat", shown["checkpoint"], "nothing").returncode == 3
+    weights = tmp_path / "weights"
+    extracted = as_json("extract", shown["checkpoint"], "weights", "-o", weights)
+    assert weights.stat().st_size == extracted["bytes"] == next(m["bytes"] for m in info["memory"] if m["tag"] == "weights")
+    assert inspector("extract", shown["checkpoint"], "weights", "-o", weights).returncode == 5  # it is there already
+
+
+def test_fits_says_by_field(shown):
+    import os
+
+    assert as_json("fits", shown["checkpoint"], "--model", os.environ["TORPOR_TEST_MODEL"])["fits"] is True
+    wrong = as_json("fits", shown["checkpoint"], "--field", "dtype=torch.int3", code=6)
+    assert [c["field"] for c in wrong["checks"] if not c["fits"]] == ["dtype"]
+    assert inspector("fits", shown["checkpoint"], "--memory", "1KB").returncode == 6
+
+
+def test_repair_drops_what_is_damaged_and_the_rest_is_whole(shown, tmp_path):
+    copy = copied(shown, tmp_path)
+    request = as_json("requests", copy)["requests"][0]["id"]
+    block = next(b for b in as_json("blocks", copy)["blocks"] if request in b["requests"])
+    with open(copy / block["saved"][0]["file"], "r+b") as file:
+        file.seek(block["saved"][0]["offset"] + 7)
+        file.write(b"\xa5\x5a")
+    assert as_json("repair", copy, "--dry-run", code=1)["repaired"] is None
+    repaired = as_json("repair", copy)
+    assert [d["id"] for d in repaired["dropped_requests"]] == block["requests"] and str(block["id"]) in repaired["dropped_requests"][0]["why"]
+    assert as_json("verify", repaired["repaired"])["whole"] is True
+    assert len(as_json("requests", repaired["repaired"])["requests"]) == shown["requests"] - len(block["requests"])
+    assert as_json("verify", copy, code=1)["whole"] is False  # left as it was
+
+
+def test_gc_and_rm_keep_what_is_needed(shown, tmp_path):
+    copy = copied(shown, tmp_path)
+    (copy.parent / "s-000009").mkdir(mode=0o700)
+    assert as_json("gc", copy.parent, "--dry-run")["removed"] == ["s-000009"] and (copy.parent / "s-000009").exists()
+    assert as_json("gc", copy.parent, "--keep", "1", "--max-age", "1s")["left"] == ["g-000001"]
+    assert not (copy.parent / "s-000009").exists()
+    assert inspector("rm", copy.parent).returncode == 2
+    assert as_json("rm", copy)["removed"] == "g-000001" and not copy.exists()
+    assert inspector("rm", copy).returncode == 3
+
+
+def test_what_others_may_write_to_is_refused(shown, tmp_path):
+    copy = copied(shown, tmp_path)
+    copy.chmod(0o777)
+    done = inspector("info", copy)
+    assert done.returncode == 5 and "chmod go-w" in done.stderr
+
+
+def test_man_page_and_completion_name_every_verb():
+    verbs = ["ls", "info", "tree", "requests", "show", "blocks", "prefix", "du", "verify", "diff", "cat", "extract", "fits", "repair", "gc", "rm"]
+    page = inspector("man").stdout
+    assert all(f".SS {verb}\n" in page for verb in verbs)
+    for shell in ("bash", "zsh", "fish"):
+        script = inspector("completion", shell).stdout
+        assert all(verb in script for verb in verbs)
+    assert inspector("completion", "csh").returncode == 2
+
+
+def test_a_key_is_asked_for_and_checked(shown, tmp_path):
+    key = tmp_path / "key"
+    key.write_bytes(bytes(range(32)))
+    key.chmod(0o600)
+    assert inspector("info", shown["checkpoint"], "--key-file", key).returncode == 7  # it was written without one
+    key.chmod(0o644)
+    assert inspector("info", shown["checkpoint"], "--key-file", key).returncode == 2

@@ -37,7 +37,7 @@ def forbidden_includes(root: Path) -> list[str]:
         r"#include <(cuda|Python)\.h>": (),
         r"#include <pybind11/": ("bindings",),
         r"#include <cereal/types/(memory|polymorphic)\.hpp>": (),
-        r"#include <cereal/": ("checkpoint",),
+        r"#include <cereal/": ("checkpoint", "tools"),
     }
     problems = []
     for source in tracked(root):

@@ -25,6 +25,8 @@ BENCHES = {
     "kv_copy_torch": "tools/bench/kv_copy_torch_bench.py",
     "disk_blocks": "build/release/tools/bench/disk_blocks_bench",
     "tier_replay": "build/release/tools/bench/tier_replay_bench",
+    "checkpoint": "build/release/tools/bench/checkpoint_bench",
+    "scheduler_snapshot": "build/release/tools/bench/scheduler_snapshot_bench",
 }
 
 

@@ -1,0 +1,260 @@
+// A durable sleep to disk and the wake from it, beside raw direct I/O and plain files; `verify` beside the same reads; and
+// listing many checkpoints. Bytes are logical: as many as were in device memory.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <iostream>
+#include <memory>
+#include <random>
+#include <span>
+#include <thread>
+
+#include <CLI/CLI.hpp>
+#include <boost/filesystem.hpp>
+#include <nlohmann/json.hpp>
+
+#include "allocator/host_device.h"
+#include "base/units.h"
+#include "checkpoint/checkpoint_manager.h"
+#include "checkpoint/verify.h"
+#include "engine/rank_memory.h"
+#include "tools/bench/bench.h"
+
+using namespace torpor;
+using namespace torpor::bench;
+
+namespace {
+
+// Of a checkpoint without requests: the bytes of memory are what is measured.
+EngineCheckpoint empty_state() {
+  EngineCheckpoint state;
+  state.state.scheduler.policy = "fcfs";
+  state.state.kv.num_blocks = 2;
+  state.state.kv.free_order = {1};
+  return state;
+}
+
+// The first touch of as much fresh memory, which a wake cannot do without.
+void touch_fresh(uint64_t bytes) {
+  void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) must(Status(system_error(errno, "fresh memory")));
+  on_all_cores([&](uint64_t part, uint64_t parts) {
+    for (uint64_t at = bytes / parts * part; at < bytes / parts * (part + 1); at += 4096) static_cast<volatile char*>(memory)[at] = 1;
+  });
+  ::munmap(memory, bytes);
+}
+
+// Random; or, in each 4 KiB, the first eighth random and the rest a repeated word, as in memory that is little used.
+void fill_random(std::span<std::byte> bytes, bool compressible) {
+  auto* const words = reinterpret_cast<uint64_t*>(bytes.data());
+  std::mt19937_64 random(1);
+  for (uint64_t i = 0; i < bytes.size() / 8; ++i) words[i] = compressible && i % 512 >= 64 ? 0x3f803f803f803f80 : random();
+}
+
+// A rank with one region of weights, that sleeps to disk and wakes.
+class Sleeper {
+ public:
+  Sleeper(std::string directory, uint64_t bytes, bool compressible, int level) : directory_(std::move(directory)), bytes_(bytes) {
+    memory_ = must(RankMemory::create(must(make_host_device({})), linux_file_system()));
+    address_ = must(memory_->allocate("weights", "params", bytes));
+    fill_random({reinterpret_cast<std::byte*>(address_), bytes}, compressible);
+    CheckpointManagerOptions options{.retention = {.keep = 1}};
+    if (level != 0) options.compression = {.level = level};
+    manager_ = must(CheckpointManager::open(linux_file_system(), directory_, options));
+  }
+  void sleep() {
+    PendingCheckpoint pending = must(manager_->begin(bytes_));
+    must(pending.write_state(empty_state()));
+    const RankReply saved = call("save", {.tags = {"weights"}, .directory = pending.staging_path(), .writing = pending.writing()});
+    pending.add_rank(saved.chunks);
+    path_ = must(pending.commit());
+    call("moved", {.directory = path_});
+    call("detach", {.tags = {"weights"}});
+  }
+  void wake() {
+    call("attach", {.tags = {"weights"}});
+    call("restore", {.tags = {"weights"}});
+  }
+  void finish() {
+    call("finish", {.tags = {"weights"}});
+    must(manager_->woken_from(must(open_checkpoint(linux_file_system(), path_)).manifest().generation));
+  }
+  void verify() {
+    const Verification found = must(torpor::verify(must(open_checkpoint(linux_file_system(), path_))));
+    if (!found.problems.empty()) must(Status(found.problems[0]));
+  }
+  uint64_t stored_bytes() { return must(open_checkpoint(linux_file_system(), path_)).manifest().total_bytes(); }
+
+ private:
+  RankReply call(const char* order, const RankOrder& what) {
+    RankReply reply = must(decode_reply(memory_->call(order, encode_order(what))));
+    if (reply.error) must(Status(*reply.error));
+    return reply;
+  }
+  const std::string directory_;
+  const uint64_t bytes_;
+  std::unique_ptr<RankMemory> memory_;
+  DeviceAddress address_{};
+  std::unique_ptr<CheckpointManager> manager_;
+  std::string path_;
+};
+
+// The machine's own: the same bytes, from warm memory, 16 MiB at a time on every core, in operations of 1 MiB.
+class Raw {
+ public:
+  Raw(const std::string& directory, uint64_t bytes) : bytes_(bytes), memory_(bytes), directory_(must(linux_file_system().open_directory(directory, true))) {
+    fill_random(memory_.bytes(), false);  // a disk below may store what repeats better
+  }
+  void write() {
+    const std::string name = fmt::format("raw{}", ++number_);
+    auto file = must(directory_->create_file(name, FileIo::kFastest));
+    must(file->preallocate(bytes_));
+    each([&](FilePart& part) { file->pwrite_all({&part, 1}); });
+    must(file->sync());
+    must(directory_->sync());
+    if (number_ > 1) must(directory_->remove_file(fmt::format("raw{}", number_ - 1)));
+  }
+  void read() {
+    auto file = must(directory_->open_file(fmt::format("raw{}", number_), FileIo::kFastest));
+    each([&](FilePart& part) { file->pread_all({&part, 1}); });
+  }
+  void plain_write() {
+    const std::string path = directory_->path() + "/plain";
+    ::unlink(path.c_str());
+    const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    for (uint64_t at = 0; at < bytes_; at += kMiB) {
+      if (::pwrite(fd, memory_.bytes().data() + at, kMiB, static_cast<off_t>(at)) != static_cast<ssize_t>(kMiB)) must(Status(system_error(errno, "plain write")));
+    }
+    if (::fsync(fd) != 0) must(Status(system_error(errno, "plain fsync")));
+    ::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
+    ::close(fd);
+  }
+  void plain_read() {
+    const int fd = ::open((directory_->path() + "/plain").c_str(), O_RDONLY | O_CLOEXEC);
+    for (uint64_t at = 0; at < bytes_; at += kMiB) {
+      if (::pread(fd, memory_.bytes().data() + at, kMiB, static_cast<off_t>(at)) != static_cast<ssize_t>(kMiB)) must(Status(system_error(errno, "plain read")));
+    }
+    ::close(fd);
+  }
+
+ private:
+  void each(const std::function<void(FilePart&)>& work) {
+    std::atomic<uint64_t> next = 0;
+    on_all_cores([&](uint64_t, uint64_t) {
+      constexpr uint64_t kAtOnce = 16 * kMiB;
+      for (uint64_t at = next.fetch_add(kAtOnce); at < bytes_; at = next.fetch_add(kAtOnce)) {
+        FilePart part{at, memory_.bytes().subspan(at, std::min(kAtOnce, bytes_ - at)), ok()};
+        work(part);
+        must(part.status);
+      }
+    });
+  }
+  const uint64_t bytes_;
+  const WarmMemory memory_;
+  std::unique_ptr<Directory> directory_;
+  int number_ = 0;
+};
+
+double list_seconds(const std::string& directory, int count, int rounds) {
+  const auto manager = must(CheckpointManager::open(linux_file_system(), directory, {.retention = {.keep = 1 << 30}}));
+  {
+    const std::string path = must([&]() -> Result<std::string> {
+      TORPOR_ASSIGN(PendingCheckpoint pending, manager->begin(0));
+      TORPOR_TRY(pending.write_state(empty_state()));
+      return pending.commit();
+    }());
+    namespace fs = boost::filesystem;
+    for (int i = 2; i <= count; ++i) {
+      const fs::path copy = fs::path(directory) / fmt::format("g-{:06}", i);
+      fs::create_directory(copy);
+      fs::permissions(copy, fs::owner_all);
+      for (const char* name : {"MANIFEST", "STATE"}) fs::copy_file(fs::path(path) / name, copy / name);
+    }
+  }
+  std::vector<double> times;
+  for (int round = 0; round <= rounds; ++round) {
+    times.push_back(seconds([&] {
+      if (must(manager->list()).size() != static_cast<size_t>(count)) std::exit(2);
+    }));
+  }
+  times.erase(times.begin());
+  return median(times);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app{"A durable sleep to disk, the wake from it, verify, and ls, beside what the machine can."};
+  std::string directory = "build/bench";
+  uint64_t mib = 1024;
+  int level = -5;
+  int rounds = 5;
+  int many = 10'000;
+  bool as_json = false;
+  app.add_option("--dir", directory, "where the files go; they are removed")->capture_default_str();
+  app.add_option("--mib", mib, "bytes of memory")->capture_default_str()->check(CLI::Range(16, 65536));
+  app.add_option("--level", level, "zstd's, for the content that compresses")->capture_default_str()->check(CLI::Range(-100, 19));
+  app.add_option("--rounds", rounds, "measured rounds")->capture_default_str()->check(CLI::Range(1, 1000));
+  app.add_option("--checkpoints", many, "to list")->capture_default_str()->check(CLI::Range(1, 100'000));
+  app.add_flag("--json", as_json, "print one JSON object");
+  CLI11_PARSE(app, argc, argv);
+  const uint64_t bytes = mib * kMiB;
+  const boost::filesystem::path place = boost::filesystem::absolute(directory) / boost::filesystem::unique_path("checkpoint-%%%%-%%%%");
+  boost::system::error_code problem;
+  if (boost::filesystem::create_directories(place, problem); problem) {
+    fmt::print(stderr, "error: --dir {}: {}\n", directory, problem.message());
+    return 2;
+  }
+  nlohmann::ordered_json json;
+  {
+    Sleeper plain((place / "plain-store").string(), bytes, false, 0);
+    Sleeper packed((place / "packed-store").string(), bytes, true, level);
+    Raw raw((place / "raw").string(), bytes);
+    std::map<std::string, std::vector<double>> times;
+    uint64_t stored = 0;
+    for (int round = 0; round <= rounds; ++round) {
+      const auto time = [&](const char* name, const std::function<void()>& work) {
+        const double taken = seconds(work);
+        if (round > 0) times[name].push_back(taken);
+      };
+      time("raw write", [&] { raw.write(); });
+      time("sleep", [&] { plain.sleep(); });
+      time("plain write", [&] { raw.plain_write(); });
+      time("sleep, compresses", [&] { packed.sleep(); });
+      stored = packed.stored_bytes();
+      time("raw read", [&] { raw.read(); });
+      time("verify", [&] { plain.verify(); });
+      time("touch", [&] { touch_fresh(bytes); });
+      time("wake", [&] { plain.wake(); });
+      plain.finish();
+      time("plain read", [&] { raw.plain_read(); });
+      time("wake, compresses", [&] { packed.wake(); });
+      packed.finish();
+    }
+    const auto rate = [&](const std::string& name) { return static_cast<double>(bytes) / 1e9 / median(times[name]); };
+    json = {{"bytes", bytes}, {"rounds", rounds}, {"level", level}, {"compressed_to", static_cast<double>(stored) / static_cast<double>(bytes)}, {"unit", "GB/s of memory, median"}};
+    for (const auto& [name, direction] : {std::pair("sleep", "write"), std::pair("sleep, compresses", "write"), std::pair("wake", "read"), std::pair("wake, compresses", "read"), std::pair("verify", "read")}) {
+      const double ceiling = std::max(rate(std::string("raw ") + direction), std::string_view(direction) == "read" ? rate("plain read") : 0);
+      json[name] = {{"torpor", rate(name)}, {"baseline", rate(std::string("plain ") + direction)}, {"ceiling", ceiling}, {"times_baseline", rate(name) / rate(std::string("plain ") + direction)}, {"of_ceiling", rate(name) / ceiling}};
+    }
+    json["fresh_memory"] = rate("touch");
+    json["ls"] = {{"checkpoints", many}, {"seconds", list_seconds((place / "many").string(), many, rounds)}};
+  }
+  boost::filesystem::remove_all(place);
+  if (as_json) {
+    std::cout << json.dump(2) << '\n';
+    return 0;
+  }
+  fmt::print("{} MiB of memory, median of {} rounds, GB/s; what compresses goes to {:.0f} % at level {}\n", mib, rounds, 100 * json["compressed_to"].get<double>(), level);
+  for (const char* name : {"sleep", "sleep, compresses", "wake", "wake, compresses", "verify"}) {
+    const auto& row = json[name];
+    fmt::print("{:<18} torpor {:.2f}, plain file {:.2f}, the machine's best {:.2f}: {:.2f} x, {:.0f} %\n", name, row["torpor"].get<double>(), row["baseline"].get<double>(), row["ceiling"].get<double>(),
+               row["times_baseline"].get<double>(), 100 * row["of_ceiling"].get<double>());
+  }
+  fmt::print("first touch of fresh memory, part of every wake: {:.2f}\n", json["fresh_memory"].get<double>());
+  fmt::print("ls of {} checkpoints: {:.3f} s\n", many, json["ls"]["seconds"].get<double>());
+  return 0;
+}
