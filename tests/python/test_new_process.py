@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from requests_of_tests import final
+import pytest
+from requests_of_tests import final, run
+from vllm import SamplingParams
 
 HERE = Path(__file__).parent
 STEPS = [1, 2, 5, 12, 30, 50]
@@ -47,3 +49,26 @@ def test_a_checkpoint_without_weights_wakes_too(one, tiny_model):
     assert one.finish(answers) == one.expected
     [result] = wake_in_new_process(tiny_model, one.directory, [report.checkpoint])
     assert final(as_json(answers) | result["answers"]) == expected
+
+
+@pytest.mark.parametrize("count", [1, 256])
+def test_the_inspector_finds_a_checkpoint_of_so_many_requests_whole(one, count):
+    inspector = HERE.parents[1] / "build/release/tools/torpor/torpor"
+
+    def look(*words):
+        done = subprocess.run([inspector, *words, "--json"], capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout)
+
+    one.llm.wake_up()
+    run(one.engine)  # what another test left
+    for number in range(count):
+        one.engine.add_request(f"r{number}", f"{number} is a number that", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    run(one.engine, 37)
+    report = one.llm.sleep(level=1, preserve_state=True, to="disk")
+    found = look("verify", report.checkpoint)
+    assert found["whole"] and found["hashes_not_checked"] is None and found["checked"]["hashes"] > 0
+    requests = look("requests", report.checkpoint)["requests"]
+    assert len(requests) == count and sum(r["queue"] == "running" for r in requests) == min(count, 16)
+    one.llm.wake_up()
+    run(one.engine)

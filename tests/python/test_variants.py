@@ -13,6 +13,7 @@ VARIANTS = {
     "nothing cached is kept": {"torpor": {"kv_budget_bytes": 0}},
     "scheduling by priority, no prefix cache": {"scheduling_policy": "priority", "enable_prefix_caching": False},
     "so few blocks that requests are preempted": {"num_gpu_blocks_override": 34, "max_model_len": 1024},
+    "encrypted, compressed, naming earlier chunks": {"torpor": {"key_file": "KEY", "encrypt": True, "compression_level": 1, "incremental": True}},
     "bfloat16, large steps": {"dtype": "bfloat16", "max_num_batched_tokens": 2048},
 }
 
@@ -20,7 +21,11 @@ VARIANTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_identical_with(name, tiny_model, tmp_path):
-    done = subprocess.run([sys.executable, HERE / "variant_process.py", tiny_model, tmp_path, json.dumps(VARIANTS[name])], cwd=HERE, capture_output=True, text=True, timeout=300)
+    key = tmp_path / "key"
+    key.touch(mode=0o600)
+    key.write_bytes(bytes(range(32)))
+    options = json.dumps(VARIANTS[name]).replace("KEY", str(key))
+    done = subprocess.run([sys.executable, HERE / "variant_process.py", tiny_model, tmp_path / "store", options], cwd=HERE, capture_output=True, text=True, timeout=300)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stdout[-3000:] + done.stderr[-3000:]
     result = json.loads(lines[0].removeprefix("RESULT "))
