@@ -60,7 +60,7 @@ def elsewhere(one, monkeypatch):
 
 
 def test_a_full_disk_leaves_the_engine_awake(one, elsewhere, tmp_path):
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)]).returncode != 0:
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "tmpfs", str(tmp_path)]).returncode != 0:
         pytest.skip("needs to mount a small tmpfs")
     try:
         answers = one.begin(10)
