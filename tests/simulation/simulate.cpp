@@ -45,6 +45,7 @@ int main(int argc, char** argv) {
       lock.unlock();
       const std::string directory = fmt::format("{}/{}", temporary.path(), seed);
       boost::filesystem::create_directory(directory);
+      boost::filesystem::permissions(directory, boost::filesystem::owner_all);  // whatever the umask
       const test::SimulationResult result = test::simulate(seed, directory, tell);
       boost::filesystem::remove_all(directory);
       lock.lock();

@@ -24,6 +24,7 @@ TEST_P(Simulation, I10EveryTokenIsThatOfARunToWhichNothingHappens) {
   for (uint64_t seed = GetParam() * (kSeeds / kGroups); seed < (GetParam() + 1) * (kSeeds / kGroups); ++seed) {
     const std::string directory = fmt::format("{}/{}", temporary.path(), seed);
     boost::filesystem::create_directory(directory);
+    boost::filesystem::permissions(directory, boost::filesystem::owner_all);  // whatever the umask
     const SimulationResult result = simulate(seed, directory);
     EXPECT_FALSE(result.failure) << "seed " << seed << ": " << *result.failure << "\nagain: tools/dev simulate --first " << seed << " --seeds 1 --tell";
     boost::filesystem::remove_all(directory);
