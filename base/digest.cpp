@@ -20,14 +20,10 @@ Digest canonical(XXH128_hash_t hash) {
 
 }  // namespace
 
-std::string Digest::hex() const {
-  static constexpr char kDigits[] = "0123456789abcdef";
-  std::string text;
-  text.reserve(bytes.size() * 2);
-  for (uint8_t byte : bytes) {
-    text.push_back(kDigits[byte >> 4]);
-    text.push_back(kDigits[byte & 15]);
-  }
+std::string hex(std::span<const uint8_t> bytes) {
+  std::string text(bytes.size() * 2 + 1, '\0');  // and its end
+  sodium_bin2hex(text.data(), text.size(), bytes.data(), bytes.size());
+  text.pop_back();
   return text;
 }
 

@@ -11,9 +11,11 @@
 
 namespace torpor {
 
+std::string hex(std::span<const uint8_t> bytes);  // lower case
+
 struct Digest {
   std::array<uint8_t, 16> bytes{};
-  std::string hex() const;
+  std::string hex() const { return torpor::hex(bytes); }
   friend bool operator==(const Digest&, const Digest&) = default;
 };
 

@@ -1,7 +1,8 @@
 // Files through one seam: everything torpor stores goes through Directory and File, so that tests can fail, count and
 // cut any call. The real one is Linux: directory descriptors, no symbolic link is ever followed below the opened path,
 // files 0600 in directories 0700 whatever the umask, O_CLOEXEC. Files and directories that belong to others, or that
-// others may write to, are refused (kFailedPrecondition), and so is a directory whose parent others may write to.
+// others may write to, are refused (kFailedPrecondition); so is a directory that is opened by its path when its parent
+// belongs to others or everybody may write to it.
 //
 // Threads: File::pread/pwrite may be called from several threads at once; all else from one at a time.
 // Names are single path components; one with '/', or "." or "..", is kInvalidArgument.

@@ -21,7 +21,7 @@ namespace {
 
 constexpr mode_t kFileMode = 0600;
 constexpr mode_t kDirectoryMode = 0700;
-constexpr uint64_t kUringPiece = uint64_t{1} << 20;
+constexpr uint64_t kUringPiece = uint64_t{1} << 20;  // bytes of one operation
 constexpr unsigned kUringDepth = 64;  // operations at once; more gain nothing on one NVMe device
 
 class Descriptor {

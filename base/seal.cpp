@@ -178,11 +178,4 @@ SealId random_seal_id() {
   return id;
 }
 
-std::string hex(std::span<const uint8_t> bytes) {
-  std::string text(bytes.size() * 2 + 1, '\0');
-  sodium_bin2hex(text.data(), text.size(), bytes.data(), bytes.size());
-  text.pop_back();
-  return text;
-}
-
 }  // namespace torpor

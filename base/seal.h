@@ -83,6 +83,5 @@ class Seal {
 ManifestMac unkeyed_mac(std::span<const std::byte> header, std::span<const std::byte> body);
 
 SealId random_seal_id();
-std::string hex(std::span<const uint8_t> bytes);
 
 }  // namespace torpor

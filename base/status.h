@@ -66,8 +66,8 @@ using Status = Result<void>;
 
 inline Status ok() { return {}; }
 
-// Runs `work`, a function that returns a Status or Result. Want of memory becomes kResourceExhausted; its words are short
-// enough to need none.
+// Runs `work`, a function that returns a Status or Result. Want of memory becomes kResourceExhausted, whatever else is
+// thrown kInternal; the words are short enough to need no memory.
 template <class Work>
 auto catching_no_memory(Work work) noexcept -> decltype(work()) {
   try {
@@ -76,6 +76,8 @@ auto catching_no_memory(Work work) noexcept -> decltype(work()) {
     return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
   } catch (const std::length_error&) {  // a container asked for more than there can be
     return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
+  } catch (...) {
+    return Error{.code = Code::kInternal, .what = "an exception", .next_step = "report it"};
   }
 }
 

@@ -92,21 +92,23 @@ struct BoundController {
 std::unique_ptr<BoundController> make_controller(py::object hooks, const py::dict& dict) {
   DictReader in(dict, "SleepController options");
   SleepControllerOptions options;
+  CheckpointManagerOptions& checkpoints = options.checkpoints;
   std::optional<std::string> directory;
   in.read_if_given("directory", directory);
   in.read_if_given("kv_budget_bytes", options.kv_budget_bytes);
-  in.read_if_given("keep_checkpoints", options.retention.keep);
-  in.read_if_given("max_age_seconds", options.retention.max_age_seconds);
-  in.read_if_given("max_total_bytes", options.retention.max_total_bytes);
+  in.read_if_given("keep_checkpoints", checkpoints.retention.keep);
+  in.read_if_given("max_age_seconds", checkpoints.retention.max_age_seconds);
+  in.read_if_given("max_total_bytes", checkpoints.retention.max_total_bytes);
   std::optional<std::string> key_file;
   in.read_if_given("key_file", key_file);
-  options.key = key_from(key_file);
-  in.read_if_given("encrypt", options.encrypt);
-  in.read_if_given("incremental", options.incremental);
+  checkpoints.key = key_from(key_file);
+  in.read_if_given("encrypt", checkpoints.encrypt);
+  in.read_if_given("incremental", checkpoints.incremental);
   std::optional<int> level;
   in.read_if_given("compression_level", level);
-  if (level) options.compression = {.level = *level};
+  if (level) checkpoints.compression = {.level = *level};
   in.finish();
+  value_or_raise(checkpoints.validate());
   options.directory = directory.value_or("");
   return std::make_unique<BoundController>(std::move(hooks), std::move(options));
 }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <charconv>
-#include <set>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -61,13 +60,18 @@ Status remove_leftovers(Directory& store) {
   return ok();
 }
 
-CheckpointInfo info_of(Directory& store, uint64_t generation, const Key* key) {
+// What is only kept or removed need not be sealed with today's key: those from before it was set go their way too.
+enum class Trust : uint8_t { kThisKey, kAnySeal };
+
+CheckpointInfo info_of(Directory& store, uint64_t generation, const Key* key, Trust trust) {
   CheckpointInfo info{.name = generation_name(generation)};
   info.path = fmt::format("{}/{}", store.path(), info.name);
   Result<Manifest> manifest = [&]() -> Result<Manifest> {
     TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, store.open_directory(info.name));
     info.woken = directory->open_file(kWokenFile).has_value();
-    return read_manifest(*directory, key);
+    Result<Manifest> read = read_manifest(*directory, key);
+    if (!read && trust == Trust::kAnySeal && key != nullptr && read.error().code == Code::kUnauthenticated) read = read_manifest(*directory);
+    return read;
   }();
   info.readable = manifest.has_value();
   if (!manifest) {
@@ -76,29 +80,34 @@ CheckpointInfo info_of(Directory& store, uint64_t generation, const Key* key) {
   }
   info.bytes = manifest->total_bytes();
   info.ranks = manifest->ranks.size();
-  std::set<uint64_t> needs;
-  for (const RankChunks& rank : manifest->ranks) {
-    for (const ChunkFile& file : rank.files) {
-      if (file.generation != 0) needs.insert(file.generation);
-    }
-  }
-  info.needs.assign(needs.begin(), needs.end());
+  info.needs = manifest->needs();
   info.manifest = std::move(*manifest);
   info.manifest.sections.clear();
   info.manifest.ranks.clear();
   return info;
 }
 
-Result<std::vector<CheckpointInfo>> infos_in(Directory& store, const Key* key) {
+Result<std::vector<CheckpointInfo>> infos_in(Directory& store, const Key* key, Trust trust) {
   TORPOR_ASSIGN(const std::vector<uint64_t> generations, generations_in(store));
   std::vector<CheckpointInfo> infos;
-  for (const uint64_t generation : generations) infos.push_back(info_of(store, generation, key));
+  for (const uint64_t generation : generations) infos.push_back(info_of(store, generation, key, trust));
   return infos;
+}
+
+// The chunks of the newest checkpoint, if this one can build on it; none is no failure, all is written then.
+std::vector<RankChunks> known_in(const Directory& store, uint64_t generation, const Key* key, Protection protection) {
+  const Result<Manifest> base = [&]() -> Result<Manifest> {
+    TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, store.open_directory(generation_name(generation)));
+    return read_manifest(*directory, key);
+  }();
+  if (!base) log().warn("not incremental this time: {}", base.error().to_string());
+  const bool fits = base && base->format_version == kFormatVersion && base->protection == protection;
+  return fits ? known_chunks(*base) : std::vector<RankChunks>{};
 }
 
 // Precondition: the lock is held. What nobody needs goes first, so that a kill in between leaves no one incomplete.
 Result<std::vector<std::string>> retire(Directory& store, const CheckpointManagerOptions& options, bool dry_run) {
-  TORPOR_ASSIGN(const std::vector<CheckpointInfo> infos, infos_in(store, options.key.get()));
+  TORPOR_ASSIGN(const std::vector<CheckpointInfo> infos, infos_in(store, options.key.get(), Trust::kAnySeal));
   std::vector<uint64_t> gone = retired(infos, options.retention, options.clock->unix_seconds());
   std::vector<std::string> names;
   for (auto generation = gone.rbegin(); generation != gone.rend(); ++generation) {  // needs point to older ones
@@ -240,35 +249,44 @@ struct CheckpointManager::Impl {
   std::string directory;
   CheckpointManagerOptions options;
 
-  struct Locked {
+  struct Opened {
     std::unique_ptr<Directory> store;
-    std::unique_ptr<File> lock;
+    std::unique_ptr<File> lock;  // null: only for reading
   };
-  Result<Locked> lock(bool create) const {
-    Locked locked;
-    TORPOR_ASSIGN(locked.store, file_system.open_directory(directory, create));
-    TORPOR_ASSIGN(locked.lock, locked.store->lock(kLockFile));
-    return locked;
+  Result<Opened> for_reading() const {
+    Opened opened;
+    TORPOR_ASSIGN(opened.store, file_system.open_directory(directory, false));
+    return opened;
+  }
+  Result<Opened> locked(bool create) const {
+    Opened opened;
+    TORPOR_ASSIGN(opened.store, file_system.open_directory(directory, create));
+    TORPOR_ASSIGN(opened.lock, opened.store->lock(kLockFile));
+    return opened;
   }
 };
 
 CheckpointManager::CheckpointManager(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 CheckpointManager::~CheckpointManager() = default;
 
-Result<std::unique_ptr<CheckpointManager>> CheckpointManager::open(FileSystem& file_system, std::string directory, CheckpointManagerOptions options) {
+Status CheckpointManagerOptions::validate() const {
   const auto invalid = [](std::string what, std::string next) { return Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = std::move(next)}; };
-  if (directory.empty()) return invalid("the directory for checkpoints is empty", "set dir (or TORPOR_DIR)");
-  if (options.retention.keep < 1) return invalid(fmt::format("{} checkpoints are to be kept", options.retention.keep), "keep at least 1");
-  if (options.retention.max_age_seconds && !(*options.retention.max_age_seconds >= 0)) return invalid("the age of checkpoints to keep is negative", "use 0 or more seconds");
-  if (options.encrypt && options.key == nullptr) return invalid("checkpoints are to be encrypted, but there is no key", "set key_file");
-  TORPOR_TRY(options.compression.validate());
+  if (retention.keep < 1) return invalid(fmt::format("{} checkpoints are to be kept", retention.keep), "keep at least 1");
+  if (retention.max_age_seconds && !(*retention.max_age_seconds >= 0)) return invalid("the age of checkpoints to keep is negative", "use 0 or more seconds");
+  if (encrypt && key == nullptr) return invalid("checkpoints are to be encrypted, but there is no key", "set key_file");
+  return compression.validate();
+}
+
+Result<std::unique_ptr<CheckpointManager>> CheckpointManager::open(FileSystem& file_system, std::string directory, CheckpointManagerOptions options) {
+  if (directory.empty()) return Error{.code = Code::kInvalidArgument, .what = "the directory for checkpoints is empty", .next_step = "set dir (or TORPOR_DIR)"};
+  TORPOR_TRY(options.validate());
   if (options.clock == nullptr) options.clock = &system_clock();
   return std::unique_ptr<CheckpointManager>(new CheckpointManager(std::unique_ptr<Impl>(new Impl{file_system, std::move(directory), std::move(options)})));
 }
 
 Result<PendingCheckpoint> CheckpointManager::begin(uint64_t expected_bytes) {
   return catching_no_memory([&]() -> Result<PendingCheckpoint> {
-    TORPOR_ASSIGN(Impl::Locked locked, impl_->lock(true));
+    TORPOR_ASSIGN(Impl::Opened locked, impl_->locked(true));
     std::unique_ptr<PendingCheckpoint::Impl> pending(new PendingCheckpoint::Impl{.store = std::move(locked.store), .lock = std::move(locked.lock), .options = impl_->options});
     TORPOR_TRY(remove_leftovers(*pending->store));
     TORPOR_ASSIGN(const uint64_t free, pending->store->free_bytes());
@@ -288,11 +306,7 @@ Result<PendingCheckpoint> CheckpointManager::begin(uint64_t expected_bytes) {
       pending->seal = std::make_unique<Seal>(*impl_->options.key, manifest.id, manifest.protection);
     }
     pending->writing = {.id = manifest.id, .protection = manifest.protection, .compression = impl_->options.compression};
-    if (impl_->options.incremental && !generations.empty()) {
-      TORPOR_ASSIGN(const std::unique_ptr<Directory> base, pending->store->open_directory(generation_name(generations.back())));
-      const Result<Manifest> earlier = read_manifest(*base, impl_->options.key.get());
-      if (earlier && earlier->format_version == kFormatVersion && earlier->protection == manifest.protection) pending->writing.known = known_chunks(*earlier);
-    }
+    if (impl_->options.incremental && !generations.empty()) pending->writing.known = known_in(*pending->store, generations.back(), impl_->options.key.get(), manifest.protection);
     std::string staging_name = fmt::format("{}{:06}", kStagingPrefix, manifest.generation);
     TORPOR_ASSIGN(pending->staging, pending->store->create_directory(staging_name));
     pending->staging_name = std::move(staging_name);
@@ -300,23 +314,23 @@ Result<PendingCheckpoint> CheckpointManager::begin(uint64_t expected_bytes) {
   });
 }
 
-Status CheckpointManager::remove(uint64_t generation) {
+Status CheckpointManager::remove(uint64_t generation, bool dry_run) {
   return catching_no_memory([&]() -> Status {
-    TORPOR_ASSIGN(const Impl::Locked locked, impl_->lock(false));
-    TORPOR_ASSIGN(const std::vector<CheckpointInfo> infos, infos_in(*locked.store, impl_->options.key.get()));
+    TORPOR_ASSIGN(const Impl::Opened opened, dry_run ? impl_->for_reading() : impl_->locked(false));
+    TORPOR_ASSIGN(const std::vector<CheckpointInfo> infos, infos_in(*opened.store, impl_->options.key.get(), Trust::kAnySeal));
     const auto found = std::find_if(infos.begin(), infos.end(), [&](const CheckpointInfo& info) { return info.name == generation_name(generation); });
     if (found == infos.end()) return Error{.code = Code::kNotFound, .what = fmt::format("there is no {} in {}", generation_name(generation), impl_->directory), .next_step = "see torpor ls"};
     for (const CheckpointInfo& info : infos) {
       if (std::find(info.needs.begin(), info.needs.end(), generation) == info.needs.end()) continue;
       return Error{.code = Code::kFailedPrecondition, .what = fmt::format("{} needs chunks of {}", info.name, generation_name(generation)), .next_step = fmt::format("remove {} first", info.name)};
     }
-    return remove_generation(*locked.store, generation);
+    return dry_run ? ok() : remove_generation(*opened.store, generation);
   });
 }
 
 Status CheckpointManager::woken_from(uint64_t generation) {
   return catching_no_memory([&]() -> Status {
-    TORPOR_ASSIGN(const Impl::Locked locked, impl_->lock(false));
+    TORPOR_ASSIGN(const Impl::Opened locked, impl_->locked(false));
     TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, locked.store->open_directory(generation_name(generation)));
     if (!directory->open_file(kWokenFile)) {
       TORPOR_ASSIGN(const std::unique_ptr<File> mark, directory->create_file(kWokenFile));
@@ -330,14 +344,14 @@ Status CheckpointManager::woken_from(uint64_t generation) {
 
 Result<std::vector<std::string>> CheckpointManager::collect(bool dry_run) {
   return catching_no_memory([&]() -> Result<std::vector<std::string>> {
-    TORPOR_ASSIGN(const Impl::Locked locked, impl_->lock(false));
+    TORPOR_ASSIGN(const Impl::Opened opened, dry_run ? impl_->for_reading() : impl_->locked(false));
     std::vector<std::string> gone;
-    TORPOR_ASSIGN(const std::vector<Entry> entries, locked.store->list());
+    TORPOR_ASSIGN(const std::vector<Entry> entries, opened.store->list());
     for (const Entry& entry : entries) {
       if (is_leftover(entry)) gone.push_back(entry.name);
     }
-    if (!dry_run) TORPOR_TRY(remove_leftovers(*locked.store));
-    TORPOR_ASSIGN(const std::vector<std::string> retired, retire(*locked.store, impl_->options, dry_run));
+    if (!dry_run) TORPOR_TRY(remove_leftovers(*opened.store));
+    TORPOR_ASSIGN(const std::vector<std::string> retired, retire(*opened.store, impl_->options, dry_run));
     gone.insert(gone.end(), retired.begin(), retired.end());
     return gone;
   });
@@ -346,7 +360,7 @@ Result<std::vector<std::string>> CheckpointManager::collect(bool dry_run) {
 Result<std::vector<CheckpointInfo>> CheckpointManager::list() const {
   return catching_no_memory([&]() -> Result<std::vector<CheckpointInfo>> {
     TORPOR_ASSIGN(const std::unique_ptr<Directory> store, impl_->file_system.open_directory(impl_->directory, false));
-    return infos_in(*store, impl_->options.key.get());
+    return infos_in(*store, impl_->options.key.get(), Trust::kThisKey);
   });
 }
 

@@ -41,6 +41,7 @@ struct CheckpointManagerOptions {
   bool incremental = false;        // chunks that the newest checkpoint already has are named, not written
   ProgressSink progress;           // of what this process writes; saying no ends it with kAborted, the old ones whole
   const Clock* clock = nullptr;    // null: the system's
+  Status validate() const;         // kInvalidArgument names what is wrong
 };
 
 struct CheckpointInfo {  // a line of `torpor ls`
@@ -87,7 +88,7 @@ class PendingCheckpoint {
 
 class CheckpointManager {
  public:
-  // `create`: makes the directory if need be, at begin(). Does not lock yet.
+  // Makes the directory if need be, at begin(). Does not lock yet. kInvalidArgument: options.validate().
   static Result<std::unique_ptr<CheckpointManager>> open(FileSystem& file_system, std::string directory,
                                                          CheckpointManagerOptions options = {});
   ~CheckpointManager();
@@ -95,11 +96,12 @@ class CheckpointManager {
   // Locks, removes leftovers, checks that `expected_bytes` fit (kResourceExhausted names both numbers).
   // kUnavailable when another process is writing here.
   Result<PendingCheckpoint> begin(uint64_t expected_bytes);
-  // Takes one away. kFailedPrecondition when another one needs its chunks. kNotFound.
-  Status remove(uint64_t generation);
+  // Takes one away. kFailedPrecondition when another one needs its chunks. kNotFound. `dry_run`: only says whether it could.
+  Status remove(uint64_t generation, bool dry_run = false);
   // After a wake from `generation`: marks it, then retires older ones.
   Status woken_from(uint64_t generation);
-  // Removes leftovers and what the retention lets go; returns the names. `dry_run`: only says what would go.
+  // Removes leftovers and what the retention lets go; returns the names. `dry_run`: only says what would go, and writes
+  // nothing, not even the lock.
   Result<std::vector<std::string>> collect(bool dry_run = false);
   Result<std::vector<CheckpointInfo>> list() const;  // oldest first
   Result<Checkpoint> open_latest() const;            // kNotFound if there is none; a damaged newest one is kCorruption

@@ -65,6 +65,7 @@ struct Manifest {
   Fingerprint fingerprint;
   std::vector<SectionInfo> sections;
   std::vector<RankChunks> ranks;
+  std::vector<uint64_t> needs() const;  // generations whose chunks it names, ascending
   uint64_t total_bytes() const;  // of this checkpoint's own files, MANIFEST left out
   friend bool operator==(const Manifest&, const Manifest&) = default;
 };

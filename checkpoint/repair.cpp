@@ -1,12 +1,12 @@
 #include "checkpoint/repair.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <set>
 #include <unordered_map>
 
 #include <fmt/format.h>
 
+#include "base/page_buffer.h"
 #include "base/units.h"
 
 namespace torpor {
@@ -34,19 +34,15 @@ Result<RankChunks> copy_rank(const Checkpoint& checkpoint, const RankChunks& ran
   std::unique_ptr<DiskTier> from;  // opened when there is something to read: the file may be gone
   TORPOR_ASSIGN(const std::unique_ptr<DiskTier> to, pending.create_chunks(rank.rank));
   std::vector<SavedChunk> copied;
-  std::unique_ptr<std::byte, void (*)(void*)> memory(nullptr, std::free);
-  uint64_t size = 0;
+  PageBuffer memory;
   for (SavedChunk chunk : rank.chunks) {
     if (chunk.key.kind == ChunkKind::kKvBlock ? bad.contains(chunk.key.index) : gone.contains(chunk.key.tag)) continue;
-    if (chunk.bytes > size) {
-      size = align_up(chunk.bytes, kPage);
-      memory.reset(static_cast<std::byte*>(std::aligned_alloc(kPage, size)));
-      if (memory == nullptr) return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
-    }
+    const std::span<std::byte> room = memory.room(chunk.bytes);
+    if (room.size() < chunk.bytes) return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
     if (from == nullptr) {
       TORPOR_ASSIGN(from, checkpoint.open_rank(rank));
     }
-    const std::span<std::byte> bytes(memory.get(), chunk.bytes);
+    const std::span<std::byte> bytes = room.first(chunk.bytes);
     TORPOR_TRY(from->get_one(chunk, bytes));
     if (digest_of(bytes) != chunk.digest) return beyond_repair(fmt::format("{} has changed meanwhile", chunk.key.to_string()));
     TierPart part{&chunk, bytes, ok()};

@@ -8,6 +8,7 @@
 
 #include <fmt/format.h>
 
+#include "base/page_buffer.h"
 #include "base/units.h"
 #include "checkpoint/prefix_hash.h"
 
@@ -36,7 +37,14 @@ class ChunkCheck {
       const std::lock_guard lock(mutex_);
       if (!done && result_) result_ = done;
     };
-    for (int i = 1; i < threads; ++i) helpers.emplace_back(work);
+    helpers.reserve(static_cast<size_t>(threads));
+    for (int i = 1; i < threads; ++i) {
+      try {
+        helpers.emplace_back(work);
+      } catch (const std::exception&) {
+        break;  // fewer threads do it too
+      }
+    }
     work();
     for (std::thread& helper : helpers) helper.join();
     return std::move(result_);
@@ -55,8 +63,7 @@ class ChunkCheck {
   }
 
   Status work() {
-    std::unique_ptr<std::byte, void (*)(void*)> memory(nullptr, std::free);
-    uint64_t size = 0;
+    PageBuffer memory;
     for (std::vector<const SavedChunk*> batch = next(); !batch.empty(); batch = next()) {
       std::vector<SavedChunk> chunks;
       uint64_t bytes = 0;
@@ -68,12 +75,9 @@ class ChunkCheck {
         chunks.push_back(*chunk);
         bytes += align_up(chunk->bytes, kPage);
       }
-      if (bytes > size) {
-        memory.reset(static_cast<std::byte*>(std::aligned_alloc(kPage, bytes)));
-        size = memory == nullptr ? 0 : bytes;
-        if (memory == nullptr) return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
-      }
-      TORPOR_TRY(check(chunks, {memory.get(), size}));
+      const std::span<std::byte> room = memory.room(bytes);
+      if (room.size() < bytes) return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
+      TORPOR_TRY(check(chunks, room));
     }
     return ok();
   }

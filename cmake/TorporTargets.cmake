@@ -1,5 +1,5 @@
 # torpor_room(NAME SOURCES … USES …) makes the static library torpor::NAME of one folder.
-# torpor_test(NAME SOURCES … USES … [LABELS …]) makes a GoogleTest program and registers its cases with CTest.
+# torpor_test(NAME SOURCES … USES … [LABELS …] [TIMEOUT seconds]) makes a GoogleTest program and registers its cases with CTest.
 
 add_library(torpor_flags INTERFACE)
 target_include_directories(torpor_flags INTERFACE ${PROJECT_SOURCE_DIR})
@@ -18,9 +18,12 @@ function(torpor_room name)
 endfunction()
 
 function(torpor_test name)
-  cmake_parse_arguments(TEST "" "" "SOURCES;USES;LABELS" ${ARGN})
+  cmake_parse_arguments(TEST "" "TIMEOUT" "SOURCES;USES;LABELS" ${ARGN})
+  if(NOT TEST_TIMEOUT)
+    set(TEST_TIMEOUT 300)
+  endif()
   add_executable(${name} ${TEST_SOURCES})
   target_link_libraries(${name} PRIVATE torpor_flags ${TEST_USES} GTest::gmock GTest::gtest_main)
   include(GoogleTest)
-  gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT 300 LABELS "${TEST_LABELS}")
+  gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT ${TEST_TIMEOUT} LABELS "${TEST_LABELS}")
 endfunction()

@@ -97,8 +97,9 @@ Result<std::vector<std::string>> SleepController::select_tags(const std::vector<
 }
 
 Result<std::unique_ptr<CheckpointManager>> SleepController::manager(const std::string& directory) const {
-  return CheckpointManager::open(file_system_, directory, 
-                                 {.retention = options_.retention, .key = options_.key, .encrypt = options_.encrypt, .compression = options_.compression, .incremental = options_.incremental, .clock = &clock_});
+  CheckpointManagerOptions options = options_.checkpoints;
+  options.clock = &clock_;
+  return CheckpointManager::open(file_system_, directory, std::move(options));
 }
 
 Result<Fingerprint> SleepController::fingerprint() {

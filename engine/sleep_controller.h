@@ -32,11 +32,7 @@ class Operation;
 struct SleepControllerOptions {
   std::string directory;                         // of checkpoints; empty: sleeping to disk is refused
   std::optional<uint64_t> kv_budget_bytes;       // for cached blocks without a request, per rank; no value: keep all
-  Retention retention;                           // of checkpoints
-  std::shared_ptr<const Key> key;                // seals them, see CheckpointManagerOptions; ranks have it from their own options
-  bool encrypt = false;
-  CompressionOptions compression{.codec = Codec::kNone};  // of chunks
-  bool incremental = false;
+  CheckpointManagerOptions checkpoints;          // the clock is the controller's; ranks have the key from their own options
 };
 
 class SleepController {

@@ -218,7 +218,7 @@ Status SleepController::prove(FallingAsleep& sleep) {
   if (sleep.pending) {
     SleepReport& report = sleep.report;
     TORPOR_ASSIGN(report.checkpoint, sleep.pending->commit());
-    TORPOR_ASSIGN(const Checkpoint committed, open_checkpoint(file_system_, report.checkpoint, options_.key));
+    TORPOR_ASSIGN(const Checkpoint committed, open_checkpoint(file_system_, report.checkpoint, options_.checkpoints.key));
     report.checkpoint_bytes = committed.manifest().total_bytes();
     for (const SectionInfo& section : committed.manifest().sections) report.checkpoint_parts[section.name] = section.stored_bytes;
     sleep.pending.reset();  // gives the lock back

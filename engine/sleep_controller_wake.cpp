@@ -123,7 +123,7 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
   if (!slept_to.empty()) {
     report.checkpoint = slept_to;
     const Status retained = [&]() -> Status {
-      TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(file_system_, slept_to, options_.key));
+      TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(file_system_, slept_to, options_.checkpoints.key));
       TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> checkpoints, manager(options_.directory));
       return checkpoints->woken_from(checkpoint.manifest().generation);
     }();
@@ -162,7 +162,7 @@ Result<SleepReport> SleepController::wake_from_checkpoint(const WakeOptions& opt
   }
   const auto restore = [&]() -> Status {
     operation.begin("open");
-    TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(file_system_, options.from_checkpoint, options_.key));
+    TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(file_system_, options.from_checkpoint, options_.checkpoints.key));
     TORPOR_ASSIGN(const EngineCheckpoint state, checkpoint.read_state());
     TORPOR_TRY(state.state.validate());
     TORPOR_ASSIGN(const Fingerprint engine, fingerprint());

@@ -2,12 +2,12 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <cstring>
 #include <utility>
 
 #include <fmt/format.h>
 
+#include "base/page_buffer.h"
 #include "base/units.h"
 
 namespace torpor {
@@ -61,25 +61,16 @@ class DiskTier::Scratch {
       scratch_->below_ = std::move(tier_.idle_);
       tier_.idle_ = std::move(scratch_);
     }
-    Scratch* operator->() { return scratch_.get(); }
+    PageBuffer* operator->() { return &scratch_->memory; }
 
    private:
     DiskTier& tier_;
     std::unique_ptr<Scratch> scratch_;
   };
 
-  // Empty when there is no memory.
-  std::span<std::byte> room(uint64_t bytes) {
-    if (bytes > size_) {
-      memory_.reset(static_cast<std::byte*>(std::aligned_alloc(kPage, align_up(bytes, kPage))));
-      size_ = memory_ == nullptr ? 0 : align_up(bytes, kPage);
-    }
-    return {memory_.get(), size_};
-  }
+  PageBuffer memory;
 
  private:
-  std::unique_ptr<std::byte, void (*)(void*)> memory_{nullptr, std::free};
-  uint64_t size_ = 0;
   std::unique_ptr<Scratch> below_;
 };
 
@@ -151,9 +142,7 @@ std::span<std::byte> DiskTier::encode(TierPart& part, std::span<std::byte> room)
   chunk.stored_bytes = packed.value_or(part.bytes.size());
   const uint64_t padded = align_up(chunk.stored_bytes, kPage);
   const bool encrypts = options_.seal != nullptr && options_.seal->protection() == Protection::kEncrypted;
-  if (!packed && !encrypts && fits_direct_io({part.bytes.data(), padded})) {
-    if (padded == part.bytes.size()) return part.bytes;
-  }
+  if (!packed && !encrypts && fits_direct_io(part.bytes)) return part.bytes;
   if (!packed) std::memcpy(room.data(), part.bytes.data(), part.bytes.size());
   std::memset(room.data() + chunk.stored_bytes, 0, padded - chunk.stored_bytes);
   return room.first(padded);

@@ -65,7 +65,9 @@ uint64_t fail_each(const char* what, Work work) {
       }
       const bool fired = allocations.count >= n;
       // In some places want of memory means "not stored better", not failure; a wrong result is never given.
-      if (!right) EXPECT_TRUE(fired && (code == Code::kResourceExhausted || code == Code::kCorruption)) << what << ", allocation " << n << ": " << name(code);
+      if (!right) {
+        EXPECT_TRUE(fired && (code == Code::kResourceExhausted || code == Code::kCorruption)) << what << ", allocation " << n << ": " << name(code);
+      }
       EXPECT_EQ(allocations.live, live) << what << ", allocation " << n << " leaks";
       if (!fired) break;
       ++failed;
@@ -131,7 +133,9 @@ TEST(Allocation, EveryOneFailsWhileWritingAndReading) {
           ASSERT_TRUE(test::value_of(verify(test::value_of(open_checkpoint(disk, info.path)), {.threads = 1})).problems.empty()) << n;
         }
       }
-      if (path) ASSERT_EQ(infos->size(), 1u);
+      if (path) {
+        ASSERT_EQ(infos->size(), 1u);
+      }
       ASSERT_SUCCEEDS(test::write_checkpoint(*next));
       if (!fired) break;
       ++written;

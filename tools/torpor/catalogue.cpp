@@ -1,6 +1,5 @@
 // ls, info, tree, du: what checkpoints there are and what is in them.
 #include <map>
-#include <set>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -60,15 +59,9 @@ Json sections_of(const Manifest& manifest) {
   return sections;
 }
 
-Json needs_of(const Manifest& manifest) {
-  std::set<uint64_t> needs;
-  for (const RankChunks& rank : manifest.ranks) {
-    for (const ChunkFile& file : rank.files) {
-      if (file.generation != 0) needs.insert(file.generation);
-    }
-  }
+Json names_of(const std::vector<uint64_t>& generations) {
   Json names = Json::array();
-  for (const uint64_t generation : needs) names.push_back(generation_name(generation));
+  for (const uint64_t generation : generations) names.push_back(generation_name(generation));
   return names;
 }
 
@@ -80,9 +73,7 @@ Result<Json> ls(const Context& context) {
     Json entry = {{"name", checkpoint.name}, {"path", checkpoint.path}, {"readable", checkpoint.readable}, {"woken", checkpoint.woken}};
     if (checkpoint.readable) {
       entry.update(summary(checkpoint.manifest, checkpoint.bytes, checkpoint.ranks));
-      Json needs = Json::array();
-      for (const uint64_t generation : checkpoint.needs) needs.push_back(generation_name(generation));
-      entry["needs"] = std::move(needs);
+      entry["needs"] = names_of(checkpoint.needs);
     } else {
       entry["problem"] = to_json(checkpoint.problem);
     }
@@ -118,7 +109,7 @@ Result<Json> info(const Context& context) {
   }
   Json json = {{"path", checkpoint.path()}};
   json.update(summary(checkpoint.manifest(), checkpoint.manifest().total_bytes(), checkpoint.manifest().ranks.size()));
-  json["needs"] = needs_of(checkpoint.manifest());
+  json["needs"] = names_of(checkpoint.manifest().needs());
   json["requests"] = {{"running", scheduler.running.size()}, {"waiting", scheduler.waiting.size()}, {"held", scheduler.held.size()}, {"tokens", prompt + output}, {"prompt_tokens", prompt}, {"output_tokens", output}};
   json["kv"] = {{"num_blocks", kv.num_blocks}, {"kept_blocks", kv.blocks.size()}, {"prefix_entries", kv.prefix_index.size()}};
   json["sections"] = sections_of(checkpoint.manifest());
@@ -217,7 +208,7 @@ Json usage_of(const Checkpoint& checkpoint) {
   uint64_t sections = 0;
   for (const SectionInfo& section : checkpoint.manifest().sections) sections += section.stored_bytes;
   return {{"name", checkpoint.path().substr(checkpoint.path().rfind('/') + 1)}, {"own_bytes", checkpoint.manifest().total_bytes()}, {"state_bytes", sections}, {"chunk_bytes", chunks},
-          {"padding_bytes", padding}, {"in_earlier_bytes", earlier}, {"memory_bytes", plain}, {"needs", needs_of(checkpoint.manifest())}};
+          {"padding_bytes", padding}, {"in_earlier_bytes", earlier}, {"memory_bytes", plain}, {"needs", names_of(checkpoint.manifest().needs())}};
 }
 
 // One checkpoint, or all of a directory.

@@ -73,7 +73,7 @@ Result<Json> rm(const Context& context) {
   const std::optional<uint64_t> generation = generation_of(name);
   if (!generation) return Error{.code = Code::kInvalidArgument, .what = fmt::format("{} is not a checkpoint", path), .next_step = "name one checkpoint, as DIRECTORY/g-000001"};
   TORPOR_ASSIGN(const auto manager, CheckpointManager::open(context.file_system, slash == std::string::npos ? "." : path.substr(0, std::max<size_t>(slash, 1)), {.key = context.key}));
-  if (!context.arguments.dry_run) TORPOR_TRY(manager->remove(*generation));
+  TORPOR_TRY(manager->remove(*generation, context.arguments.dry_run));
   return Json{{"removed", name}, {"dry_run", context.arguments.dry_run}};
 }
 

@@ -1,7 +1,5 @@
 // cat, extract: the bytes themselves.
 #include <algorithm>
-#include <cstdlib>
-#include <fstream>
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -9,7 +7,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include "base/units.h"
+#include "base/page_buffer.h"
 #include "checkpoint/checkpoint.h"
 #include "tools/torpor/text.h"
 
@@ -66,6 +64,7 @@ Result<Json> extract(const Context& context) {
   TORPOR_ASSIGN(NewFile file, NewFile::create(context.arguments.output));
   uint64_t bytes = 0;
   Json chunks = Json::array();
+  PageBuffer memory;
   for (const RankChunks& rank : checkpoint.manifest().ranks) {
     std::unique_ptr<DiskTier> tier;
     for (const SavedChunk& chunk : rank.chunks) {
@@ -75,9 +74,9 @@ Result<Json> extract(const Context& context) {
       if (tier == nullptr) {
         TORPOR_ASSIGN(tier, checkpoint.open_rank(rank));
       }
-      const std::unique_ptr<std::byte, void (*)(void*)> memory(static_cast<std::byte*>(std::aligned_alloc(kPage, align_up(std::max<uint64_t>(chunk.bytes, 1), kPage))), std::free);
-      if (memory == nullptr) return Error{.code = Code::kResourceExhausted, .what = fmt::format("no memory for {}", name), .next_step = "free some"};
-      const std::span<std::byte> content(memory.get(), chunk.bytes);
+      const std::span<std::byte> room = memory.room(chunk.bytes);
+      if (room.size() < chunk.bytes) return Error{.code = Code::kResourceExhausted, .what = fmt::format("no memory for {}", name), .next_step = "free some"};
+      const std::span<std::byte> content = room.first(chunk.bytes);
       TORPOR_TRY(tier->get_one(chunk, content));
       if (digest_of(content) != chunk.digest) return Error{.code = Code::kCorruption, .what = fmt::format("{} does not match its digest", name), .next_step = "see torpor verify"};
       TORPOR_TRY(file.write(content));
