@@ -5,6 +5,7 @@ import shutil
 import subprocess
 
 import pytest
+from inspector import look
 from requests_of_tests import run
 
 from torpor import errors
@@ -146,6 +147,19 @@ def test_on_request_a_damaged_checkpoint_is_woken_without_its_state(one, checkpo
     report = one.llm.wake_up(from_checkpoint=checkpoint, on_restore_error="discard")
     assert report and "discarded" in report.note
     assert one.finish(one.begin()) == one.expected
+
+
+def test_of_several_answers_the_others_end_their_call_without_the_one_that_repair_dropped(one, checkpoint):
+    child = next(request["id"] for request in look("requests", checkpoint)["requests"] if request["id"].startswith("1_two"))
+    block = next(block for block in look("blocks", checkpoint)["blocks"] if block["requests"] == [child])
+    flip(checkpoint / block["saved"][0]["file"], block["saved"][0]["offset"] + 7)
+    repaired = look("repair", checkpoint)
+    assert [dropped["id"] for dropped in repaired["dropped_requests"]] == [child]
+    one.llm.wake_up(from_checkpoint=repaired["repaired"])
+    ended, [whole, dropped], _ = one.finish({})["two"]
+    assert ended and dropped[3] == "error" and "repair" in dropped[4]
+    assert whole == one.expected["two"][1][0]
+    assert not one.engine.output_processor.parent_requests
 
 
 def test_an_engine_with_requests_takes_no_checkpoint(one, checkpoint):

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from inspector import look
 from requests_of_tests import final, run
 from vllm import SamplingParams
 
@@ -53,13 +54,6 @@ def test_a_checkpoint_without_weights_wakes_too(one, tiny_model):
 
 @pytest.mark.parametrize("count", [1, 256])
 def test_the_inspector_finds_a_checkpoint_of_so_many_requests_whole(one, count):
-    inspector = HERE.parents[1] / "build/release/tools/torpor/torpor"
-
-    def look(*words):
-        done = subprocess.run([inspector, *words, "--json"], capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return json.loads(done.stdout)
-
     one.llm.wake_up()
     run(one.engine)  # what another test left
     for number in range(count):

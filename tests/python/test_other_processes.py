@@ -12,7 +12,7 @@ from conftest import ENGINE
 from requests_of_tests import REQUESTS, add_requests, final, run
 
 HERE = Path(__file__).parent
-LONG = 400  # tokens: the engine core runs ahead of its reader, and must not be done before it is put to sleep
+LONG = 250  # tokens: the engine core runs ahead of its reader, and must not be done before it is put to sleep
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ BENCHES = {
     "tier_replay": "build/release/tools/bench/tier_replay_bench",
     "checkpoint": "build/release/tools/bench/checkpoint_bench",
     "scheduler_snapshot": "build/release/tools/bench/scheduler_snapshot_bench",
+    "python_baselines": "tools/bench/python_baselines_bench.py",
 }
 
 
@@ -100,6 +101,7 @@ def bench(arguments: list[str]) -> int:
         path = ROOT / BENCHES[name]
         if path.suffix == ".py":
             python_path, _ = setup.everything()
+            cmake_build("release")  # some run the C++ ones
             code |= subprocess.run([python_path, path, *flags]).returncode
         else:
             setup.system_packages()

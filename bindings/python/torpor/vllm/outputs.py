@@ -5,7 +5,7 @@ Tokens and sampling parameters are not stored twice: the engine core adds its ow
 
 from __future__ import annotations
 
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 from vllm.v1.engine.parallel_sampling import ParentRequest
@@ -31,14 +31,18 @@ def restore(processor: OutputProcessor, outputs: dict, with_queues: bool) -> dic
     for item in outputs["parents"]:
         parents[item["id"]] = processor.parent_requests[item["id"]] = _parent_from_value(item)
     for item in outputs["requests"]:
-        if "token_ids" not in item:
-            continue  # it had ended already
+        if "token_ids" not in item:  # the checkpoint was repaired: the request is not in it any more
+            _end_without(item, parents)
+            continue
         state = _state_from_value(processor, item, parents)
         if with_queues:
             collector = collectors.setdefault(state.external_req_id, RequestOutputCollector(state.output_kind, state.external_req_id))
             state.queue = collector
         processor.request_states[state.request_id] = state
         processor.external_req_ids[state.external_req_id].append(state.request_id)
+    for parent in parents.values():
+        if not parent.child_requests:
+            del processor.parent_requests[parent.request_id]
     return collectors
 
 
@@ -49,6 +53,16 @@ def fail(processor: OutputProcessor, failed: list[dict]) -> list[RequestOutput]:
     """
     ends = [EngineCoreOutput(item["id"], [], finish_reason=FinishReason.ERROR, stop_reason=item["error"]) for item in failed]
     return processor.process_outputs(ends).request_outputs
+
+
+def _end_without(item: dict, parents: dict[str, ParentRequest]) -> None:
+    """Its siblings, if it was one of several answers to one prompt, end that call without it."""
+    if (parent := parents.get(item["parent"])) is not None:
+        parent.child_requests.discard(item["id"])
+        if parent.output_aggregator:
+            parent.output_aggregator[item["index"]] = CompletionOutput(
+                index=item["index"], text=item["text"], token_ids=[], cumulative_logprob=None, logprobs=None, finish_reason="error", stop_reason="dropped by torpor repair"
+            )
 
 
 def _state_to_value(state: RequestState) -> dict:
