@@ -3,6 +3,9 @@
 // Owner: one a process. Spans are move-only and return themselves; the arena must outlive them. Memory of returned spans
 // stays with the arena (that is what makes a second sleep cheap) until trim().
 // Threads: all methods are safe from any thread.
+//
+// For a device that wants it, the memory is pinned. Where that fails it is used as it is, which is slower: see
+// HostArenaInfo::unpinned_bytes. Memory that cannot be unpinned is never given back to the system.
 #pragma once
 
 #include <cstddef>
@@ -11,22 +14,38 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "base/status.h"
 
 namespace torpor {
 
+class DeviceMemory;
+
 struct HostArenaOptions {
   uint64_t budget_bytes = 0;      // most that may be held from the system; 0: no limit
   uint64_t slab_bytes = 64ull << 20;  // memory is taken from the system in pieces of at least this size
   int prefault_threads = 0;       // 0: as many as the machine has cores, at most 8
+  DeviceMemory* pin_for = nullptr;    // outlives the arena; null: nothing is pinned
 };
+
+// How fresh memory is brought up. Which way is the fastest differs from machine to machine.
+struct BringUp {
+  bool huge_pages = true;
+  bool populate = false;  // by madvise(MADV_POPULATE_WRITE), else by touching each page
+  int threads = 1;
+};
+std::string to_string(const BringUp& method);  // "huge pages, populated, 8 threads"
+// Tries the ways on some MiB each, about a tenth of a second in all, and returns the fastest.
+BringUp fastest_bring_up(int threads);
 
 struct HostArenaInfo {
   uint64_t budget_bytes = 0;
   uint64_t held_bytes = 0;  // taken from the system
   uint64_t used_bytes = 0;  // in spans
+  uint64_t unpinned_bytes = 0;  // held, but the device would not pin it
+  BringUp bring_up{};
 };
 
 class HostArena {
@@ -54,6 +73,10 @@ class HostArena {
   Result<Span> allocate(uint64_t bytes);
   // Takes memory from the system and touches it now, so that at least `bytes` are held and not in use.
   Status prefault(uint64_t bytes);
+  // The same on a thread of its own, slab by slab, in the way that a short measurement finds the fastest. Who allocates
+  // meanwhile waits for a slab at most. What could not be had is told by wait_prefault(); the arena's end stops it.
+  void prefault_in_background(uint64_t bytes);
+  Status wait_prefault();
   // The span's memory is never used again: a copy may still write into it. It counts as used for ever.
   static void quarantine(Span span) { span.arena_ = nullptr; }
   // Gives slabs without a live span back to the system; returns how many bytes.
@@ -64,6 +87,7 @@ class HostArena {
   struct Impl;
   explicit HostArena(HostArenaOptions options);
   void give_back(std::byte* data, uint64_t size);
+  Status grow_to(uint64_t bytes);
   std::unique_ptr<Impl> impl_;
 };
 

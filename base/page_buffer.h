@@ -1,5 +1,10 @@
 // PageBuffer: memory at a multiple of a page, as direct I/O wants it, that grows on demand and forgets its content then.
+//
+// Large ones ask for huge pages: a disk takes an operation apart where its memory is not contiguous, and direct reads of
+// some MiB were twice as fast into huge pages as into scattered small ones (tools/dev bench checkpoint).
 #pragma once
+
+#include <sys/mman.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -16,8 +21,11 @@ class PageBuffer {
   // At least `bytes`, a whole number of pages; empty when there is no memory.
   std::span<std::byte> room(uint64_t bytes) {
     if (bytes > size_) {
-      memory_.reset(static_cast<std::byte*>(std::aligned_alloc(kPage, align_up(bytes, kPage))));
-      size_ = memory_ == nullptr ? 0 : align_up(bytes, kPage);
+      const uint64_t alignment = bytes >= kHugePage ? kHugePage : kPage;
+      size_ = align_up(bytes, alignment);
+      memory_.reset(static_cast<std::byte*>(std::aligned_alloc(alignment, size_)));
+      if (memory_ == nullptr) size_ = 0;
+      if (alignment == kHugePage && memory_ != nullptr) ::madvise(memory_.get(), size_, MADV_HUGEPAGE);  // advice only
     }
     return {memory_.get(), size_};
   }

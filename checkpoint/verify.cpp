@@ -15,7 +15,7 @@
 namespace torpor {
 namespace {
 
-constexpr uint64_t kBatchBytes = 16 * kMiB;  // of one thread at a time; a disk wants many operations at once
+constexpr uint64_t kBatchBytes = 8 * kMiB;  // of one thread at a time; a disk wants many operations at once
 constexpr size_t kBatchChunks = 256;
 constexpr uint64_t kLargestChunk = kGiB;  // writers make them of at most a few MiB; memory is taken for a whole one
 
@@ -236,7 +236,8 @@ Status check_state(const Checkpoint& checkpoint, Verification& found) {
 Result<Verification> verify(const Checkpoint& checkpoint, const VerifyOptions& options) {
   return catching_no_memory([&]() -> Result<Verification> {
     Verification found;
-    const int threads = options.threads > 0 ? options.threads : static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1u, 8u));
+    // Twice as many as cores: some read while others take digests.
+    const int threads = options.threads > 0 ? options.threads : static_cast<int>(std::clamp(2 * std::thread::hardware_concurrency(), 2u, 16u));
     uint64_t total = 0;
     for (const RankChunks& rank : checkpoint.manifest().ranks) {
       for (const SavedChunk& chunk : rank.chunks) total += chunk.bytes;

@@ -1,6 +1,8 @@
 // What the benchmark programs share: errors end them, times are medians of rounds after one that only warms.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
@@ -12,6 +14,7 @@
 #include <fmt/format.h>
 
 #include "base/status.h"
+#include "base/units.h"
 
 namespace torpor::bench {
 
@@ -47,10 +50,11 @@ inline void on_all_cores(const std::function<void(uint64_t, uint64_t)>& work) {
   for (std::thread& thread : others) thread.join();
 }
 
-// Memory that was touched, at a multiple of 4096.
+// Memory that was touched, in huge pages where the system gives them.
 class WarmMemory {
  public:
-  explicit WarmMemory(uint64_t bytes) : data_(static_cast<std::byte*>(std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096)), std::free), bytes_(bytes) {
+  explicit WarmMemory(uint64_t bytes) : data_(static_cast<std::byte*>(std::aligned_alloc(kHugePage, align_up(bytes, kHugePage))), std::free), bytes_(bytes) {
+    ::madvise(data_.get(), align_up(bytes, kHugePage), MADV_HUGEPAGE);
     std::memset(data_.get(), 1, bytes);
   }
   std::span<std::byte> bytes() const { return {data_.get(), bytes_}; }
