@@ -45,17 +45,16 @@ Result<PhysicalId> DeviceMemory::create(uint64_t size) {
     return invalid(fmt::format("physical memory of {} bytes is not a multiple of the granularity {}", size, granularity()));
   }
   const std::lock_guard lock(mutex_);
-  uint64_t physical = 0;
-  for (const auto& [id, memory] : physical_) physical += memory.size;
-  if (capacity_bytes() != 0 && (physical > capacity_bytes() || size > capacity_bytes() - physical)) {
+  if (capacity_bytes() != 0 && (physical_bytes_ > capacity_bytes() || size > capacity_bytes() - physical_bytes_)) {
     return Error{.code = Code::kResourceExhausted,
                  .what = fmt::format("{} bytes of device memory wanted, {} of {} are free", size,
-                                     capacity_bytes() - std::min(physical, capacity_bytes()), capacity_bytes()),
+                                     capacity_bytes() - std::min(physical_bytes_, capacity_bytes()), capacity_bytes()),
                  .next_step = "free device memory and call again",
                  .origin = Origin::kDevice};
   }
   TORPOR_ASSIGN(const PhysicalId id, do_create(size));
   physical_.emplace(id, Physical{.size = size});
+  physical_bytes_ += size;
   return id;
 }
 
@@ -67,7 +66,7 @@ Status DeviceMemory::release(PhysicalId id) {
   }
   TORPOR_TRY(do_release(id));
   found->second.released = true;
-  if (found->second.mappings == 0) physical_.erase(found);
+  if (found->second.mappings == 0) forget(found);
   return ok();
 }
 
@@ -125,7 +124,7 @@ Status DeviceMemory::unmap(DeviceAddress address, uint64_t size) {
   TORPOR_TRY(do_unmap(address, size));
   for (auto at = mappings_.find(address); at != mappings_.end() && at->first < address + size;) {
     const auto memory = physical_.find(at->second.id);
-    if (--memory->second.mappings == 0 && memory->second.released) physical_.erase(memory);
+    if (--memory->second.mappings == 0 && memory->second.released) forget(memory);
     at = mappings_.erase(at);
   }
   return ok();
@@ -157,10 +156,16 @@ Result<EventId> DeviceMemory::record(StreamId stream) { return do_record(stream)
 
 DrainResult DeviceMemory::wait(EventId event) { return do_wait(event); }
 
+DrainResult DeviceMemory::drain(StreamId stream) { return do_drain(stream); }
+
+void DeviceMemory::forget(std::map<PhysicalId, Physical>::iterator physical) {
+  physical_bytes_ -= physical->second.size;
+  physical_.erase(physical);
+}
+
 DeviceMemoryInfo DeviceMemory::info() const {
   const std::lock_guard lock(mutex_);
-  DeviceMemoryInfo info{.capacity_bytes = capacity_bytes()};
-  for (const auto& [id, memory] : physical_) info.physical_bytes += memory.size;
+  DeviceMemoryInfo info{.capacity_bytes = capacity_bytes(), .physical_bytes = physical_bytes_, .used_bytes = used_bytes()};
   for (const auto& [address, mapping] : mappings_) info.mapped_bytes += mapping.size;
   for (const auto& [address, size] : reservations_) info.reserved_bytes += size;
   return info;

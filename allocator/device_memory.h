@@ -5,7 +5,7 @@
 // memory is gone once it is released and nothing maps it. Sizes and addresses are multiples of granularity().
 //
 // The public methods check what can be checked (alignment, ranges, known ids, double map, leaks) and are stricter than
-// CUDA; the do_* methods do the work. Implementations: HostDevice (no GPU; memfd and mmap). Contract suite:
+// CUDA; the do_* methods do the work. Implementations: HostDevice (no GPU; memfd and mmap), CudaDevice. Contract suite:
 // tests/contract/device_memory_contract.h.
 //
 // Threads: all methods may be called from any thread. Copies on one stream complete in order.
@@ -17,6 +17,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -48,6 +49,8 @@ struct DeviceMemoryInfo {
   uint64_t physical_bytes = 0;  // created and not yet gone
   uint64_t mapped_bytes = 0;
   uint64_t reserved_bytes = 0;
+  // Of all memory of the device in use by anybody, by the device's own count; none where it keeps none.
+  std::optional<uint64_t> used_bytes;
 };
 
 // How a wait for device work ended. After kUnproven the work may still be running: memory
@@ -76,7 +79,8 @@ class DeviceMemory {
 
   Status map(DeviceAddress address, PhysicalId id);  // whole physical memory; no access until set_access
   Status set_access(DeviceAddress address, uint64_t size, Access access);  // the range must be mapped without gaps
-  Status unmap(DeviceAddress address, uint64_t size);  // whole mappings only; the caller has proven that work is done
+  Status unmap(DeviceAddress address, uint64_t size);  // whole mappings only; the caller has proven that work is done;
+                                                       // state_changed: a part is unmapped and could not be mapped again
 
   Result<StreamId> create_stream();
   Status destroy_stream(StreamId stream);  // waits for its work
@@ -85,6 +89,15 @@ class DeviceMemory {
   Status copy_async(StreamId stream, Direction direction, std::span<const Copy> copies);
   Result<EventId> record(StreamId stream);
   DrainResult wait(EventId event);  // consumes the event
+  DrainResult drain(StreamId stream);  // waits for all work of the stream; where record() or wait() proved nothing
+
+  // Waits for all work on the device, whoever gave it: before content is read, and before memory goes.
+  Status synchronize() { return do_synchronize(); }
+
+  // Tells the device about host memory that copies will use, so that they run at the speed of the link. `host` is whole
+  // pages. After a failed unpin_host() the memory must not be freed. Devices that gain nothing from it do nothing.
+  Status pin_host(std::span<std::byte> host) { return do_pin_host(host); }
+  Status unpin_host(std::span<std::byte> host) { return do_unpin_host(host); }
 
   DeviceMemoryInfo info() const;
 
@@ -102,7 +115,12 @@ class DeviceMemory {
   virtual Status do_copy_async(StreamId stream, Direction direction, std::span<const Copy> copies) = 0;
   virtual Result<EventId> do_record(StreamId stream) = 0;
   virtual DrainResult do_wait(EventId event) = 0;
+  virtual DrainResult do_drain(StreamId stream) = 0;
+  virtual Status do_synchronize() { return ok(); }
+  virtual Status do_pin_host(std::span<std::byte>) { return ok(); }
+  virtual Status do_unpin_host(std::span<std::byte>) { return ok(); }
   virtual uint64_t capacity_bytes() const = 0;
+  virtual std::optional<uint64_t> used_bytes() const { return std::nullopt; }
 
  private:
   struct Mapping {
@@ -115,10 +133,12 @@ class DeviceMemory {
     uint64_t mappings = 0;
     bool released = false;
   };
-  mutable std::mutex mutex_;                         // guards the three maps; never held while a copy is waited for
+  void forget(std::map<PhysicalId, Physical>::iterator physical);  // the lock is held
+  mutable std::mutex mutex_;                         // guards all below; never held while a copy is waited for
   std::map<DeviceAddress, uint64_t> reservations_;   // address -> size
   std::map<DeviceAddress, Mapping> mappings_;
   std::map<PhysicalId, Physical> physical_;
+  uint64_t physical_bytes_ = 0;  // of physical_
 };
 
 }  // namespace torpor

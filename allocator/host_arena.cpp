@@ -82,7 +82,7 @@ struct HostArena::Impl {
     uint64_t size = 0;
     std::map<uint64_t, uint64_t> free;  // offset -> length; neighbours are joined
     bool pinned = false;
-    bool stuck = false;  // neither unpinned nor given back any more
+    bool stuck = false;  // a part of it is pinned: never given back
   };
   HostArenaOptions options;
   mutable std::mutex mutex;  // guards all below
@@ -129,7 +129,6 @@ struct HostArena::Impl {
     if (slab.pinned) {
       if (const Status unpinned_now = options.pin_for->unpin_host({data, slab.size}); !unpinned_now) {
         log().error("host memory stays: {}", unpinned_now.error().to_string());
-        slab.stuck = true;
         return false;
       }
     } else if (options.pin_for != nullptr) {

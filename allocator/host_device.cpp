@@ -273,6 +273,13 @@ class HostDevice final : public DeviceMemory {
     return {};
   }
 
+  DrainResult do_drain(StreamId stream) override {
+    const std::shared_ptr<HostStream> found = stream_of(stream);
+    if (found == nullptr) return {Drain::kDrainedWithError, unknown("stream", static_cast<uint64_t>(stream))};
+    found->drain(found->enqueued());
+    return {};
+  }
+
  private:
   struct Event {
     std::shared_ptr<HostStream> stream;

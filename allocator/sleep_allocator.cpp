@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <tuple>
 
 #include <fmt/format.h>
 
@@ -24,6 +25,7 @@ std::string_view name(RegionState state) {
 
 struct SleepAllocator::Region {
   RegionInfo info;
+  uint64_t number = 0;  // in order of allocation
   struct Handle {
     PhysicalId id{};
     uint64_t offset = 0;
@@ -83,7 +85,10 @@ struct RegionOperations {
   }
 
   static Status unmap(DeviceMemory& device, Region& region, UndoList& undo) {
-    TORPOR_TRY(device.unmap(region.info.address, region.info.reserved_bytes));
+    if (Status done = device.unmap(region.info.address, region.info.reserved_bytes); !done) {
+      if (done.error().state_changed) region.info.state = RegionState::kBroken;
+      return done;
+    }
     undo.add([&device, &region] { return map_again(device, region); }, [&region] { region.info.state = RegionState::kBroken; });
     return ok();
   }
@@ -108,7 +113,7 @@ Result<std::unique_ptr<SleepAllocator>> SleepAllocator::create(DeviceMemory& dev
 }
 
 SleepAllocator::~SleepAllocator() {
-  for (const auto& region : regions_) {
+  for (const auto& [address, region] : regions_) {
     const auto report = [&](const Status& done) {
       if (!done) log().error("region {}/{} was not freed: {}", region->info.tag, region->info.name, done.error().to_string());
     };
@@ -125,14 +130,11 @@ Result<DeviceAddress> SleepAllocator::allocate(std::string_view tag, std::string
                  .next_step = "give all three"};
   }
   const std::lock_guard lock(mutex_);
-  for (const auto& other : regions_) {
-    if (other->info.tag != tag) continue;
-    if (other->info.name == region_name) {
-      return Error{.code = Code::kInvalidArgument,
-                   .what = fmt::format("the region {}/{} exists already", tag, region_name),
-                   .next_step = "choose another name"};
-    }
-    if (other->info.state != RegionState::kAttached) {
+  if (names_.contains(std::pair(std::string(tag), std::string(region_name)))) {
+    return Error{.code = Code::kInvalidArgument, .what = fmt::format("the region {}/{} exists already", tag, region_name), .next_step = "choose another name"};
+  }
+  for (const auto& [other_address, other] : regions_) {
+    if (other->info.tag == tag && other->info.state != RegionState::kAttached) {
       return Error{.code = Code::kFailedPrecondition,
                    .what = fmt::format("the tag {} is {}", tag, name(other->info.state)),
                    .next_step = "wake it before allocating in it"};
@@ -149,31 +151,36 @@ Result<DeviceAddress> SleepAllocator::allocate(std::string_view tag, std::string
     error.state_changed = !undo.undo();
     return error.within(fmt::format("region {}/{}", tag, region_name));
   }
-  regions_.push_back(std::move(region));
+  names_.emplace(tag, region_name);
+  region->number = ++last_number_;
+  regions_.emplace(address, std::move(region));
   return address;
 }
 
 Status SleepAllocator::free(DeviceAddress address) {
   const std::lock_guard lock(mutex_);
-  const auto found = std::find_if(regions_.begin(), regions_.end(), [&](const auto& r) { return r->info.address == address; });
+  const auto found = regions_.find(address);
   if (found == regions_.end()) {
     return Error{.code = Code::kNotFound, .what = fmt::format("no region begins at {:#x}", address), .next_step = "free what allocate() returned"};
   }
-  Region& region = **found;
+  Region& region = *found->second;
   const RegionState state = region.info.state;
   if (state == RegionState::kSaving || state == RegionState::kAttaching || state == RegionState::kRestoring) {
     return Error{.code = Code::kFailedPrecondition,
                  .what = fmt::format("the region {}/{} is {}", region.info.tag, region.info.name, name(state)),
                  .next_step = "wait for the operation to end"};
   }
+  TORPOR_TRY(device_.synchronize());
   if (!region.handles.empty() && state != RegionState::kBroken) {
     TORPOR_TRY(device_.unmap(region.info.address, region.info.reserved_bytes));
   }
+  region.info.state = RegionState::kBroken;  // until it is gone: what fails now, free() may try again
   while (!region.handles.empty()) {
     TORPOR_TRY(device_.release(region.handles.back().id));
     region.handles.pop_back();
   }
   TORPOR_TRY(device_.free_reservation(region.info.address));
+  names_.erase({region.info.tag, region.info.name});
   regions_.erase(found);
   return ok();
 }
@@ -196,17 +203,17 @@ Error wrong_state(const RegionInfo& region, std::string_view wanted) {
 
 // Selects the regions of `tags`, all of which must be in one of `allowed`.
 struct RegionSelection {
-  static Result<std::vector<SleepAllocator::Region*>> select(const std::vector<std::unique_ptr<SleepAllocator::Region>>& regions,
+  static Result<std::vector<SleepAllocator::Region*>> select(const std::map<DeviceAddress, std::unique_ptr<SleepAllocator::Region>>& regions,
                                                              std::span<const std::string> tags,
                                                              std::initializer_list<RegionState> allowed) {
     std::vector<SleepAllocator::Region*> selected;
     for (const std::string& tag : tags) {
-      const bool known = std::any_of(regions.begin(), regions.end(), [&](const auto& r) { return r->info.tag == tag; });
+      const bool known = std::any_of(regions.begin(), regions.end(), [&](const auto& entry) { return entry.second->info.tag == tag; });
       if (!known) {
         return Error{.code = Code::kNotFound, .what = fmt::format("there is no tag \"{}\"", tag), .next_step = "see state() for the tags"};
       }
     }
-    for (const auto& region : regions) {
+    for (const auto& [address, region] : regions) {
       if (!tags.empty() && std::find(tags.begin(), tags.end(), region->info.tag) == tags.end()) continue;
       if (std::find(allowed.begin(), allowed.end(), region->info.state) == allowed.end()) {
         return wrong_state(region->info, name(*allowed.begin()));
@@ -220,6 +227,7 @@ struct RegionSelection {
 Status SleepAllocator::begin_save(std::span<const std::string> tags) {
   const std::lock_guard lock(mutex_);
   TORPOR_ASSIGN(const std::vector<Region*> selected, RegionSelection::select(regions_, tags, {RegionState::kAttached}));
+  TORPOR_TRY(device_.synchronize());  // what is saved is what the owner's work has written
   for (Region* region : selected) region->info.state = RegionState::kSaving;
   return ok();
 }
@@ -239,11 +247,12 @@ Status SleepAllocator::detach(std::span<const std::string> tags) {
 }
 
 Status SleepAllocator::take_memory(const std::vector<Region*>& selected) {
+  TORPOR_TRY(device_.synchronize());
   UndoList undo;
   for (Region* region : selected) {
     if (Status done = RegionOperations::unmap(device_, *region, undo); !done) {
       Error error = std::move(done).error();
-      error.state_changed = !undo.undo();
+      error.state_changed = !undo.undo() || error.state_changed;
       return error.within(fmt::format("detaching {}/{}", region->info.tag, region->info.name));
     }
   }
@@ -309,9 +318,11 @@ Status SleepAllocator::cancel_restore(std::span<const std::string> tags) {
 
 std::vector<RegionInfo> SleepAllocator::regions() const {
   const std::lock_guard lock(mutex_);
+  std::vector<const Region*> sorted;
+  for (const auto& [address, region] : regions_) sorted.push_back(region.get());
+  std::sort(sorted.begin(), sorted.end(), [](const Region* a, const Region* b) { return std::tie(a->info.tag, a->number) < std::tie(b->info.tag, b->number); });
   std::vector<RegionInfo> infos;
-  for (const auto& region : regions_) infos.push_back(region->info);
-  std::stable_sort(infos.begin(), infos.end(), [](const RegionInfo& a, const RegionInfo& b) { return a.tag < b.tag; });
+  for (const Region* region : sorted) infos.push_back(region->info);
   return infos;
 }
 

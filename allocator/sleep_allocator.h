@@ -16,9 +16,11 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "allocator/device_memory.h"
@@ -79,7 +81,10 @@ class SleepAllocator {
   DeviceMemory& device_;
   const SleepAllocatorOptions options_;
   mutable std::mutex mutex_;
-  std::vector<std::unique_ptr<Region>> regions_;  // guarded by mutex_
+  // Guarded by mutex_.
+  std::map<DeviceAddress, std::unique_ptr<Region>> regions_;
+  std::set<std::pair<std::string, std::string>> names_;  // tag and name of each
+  uint64_t last_number_ = 0;
 };
 
 }  // namespace torpor

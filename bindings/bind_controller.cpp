@@ -182,6 +182,8 @@ py::list to_python(const std::vector<RankLedger>& ledgers) {
     out["arena_held_bytes"] = ledger.arena_held_bytes;
     out["arena_used_bytes"] = ledger.arena_used_bytes;
     out["arena_budget_bytes"] = ledger.arena_budget_bytes;
+    out["arena_unpinned_bytes"] = ledger.arena_unpinned_bytes;
+    out["device_used_bytes"] = ledger.device_used_bytes;
     out["chunks_by_outcome"] = ledger.chunks_by_outcome;
     out["process_resident_bytes"] = ledger.process_resident_bytes;
     out["process_resident_region_bytes"] = ledger.process_resident_region_bytes;

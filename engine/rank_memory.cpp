@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include <malloc.h>
+#include <unistd.h>
 
 #include <fmt/format.h>
 
@@ -55,7 +56,12 @@ std::string combined_digest(const std::vector<SavedChunk>& chunks) {
 }  // namespace
 
 RankMemory::RankMemory(std::unique_ptr<DeviceMemory> device, FileSystem& file_system, RankMemoryOptions options)
-    : options_(options), file_system_(file_system), device_(std::move(device)) {}
+    : options_(options), file_system_(file_system), process_(::getpid()), device_(std::move(device)) {}
+
+Status RankMemory::same_process() const {
+  if (::getpid() == process_) return ok();
+  return Error{.code = Code::kFailedPrecondition, .what = fmt::format("this memory belongs to process {}, which forked", process_), .next_step = "make it in the child, or use spawn"};
+}
 
 RankMemory::~RankMemory() {
   if (executor_ == nullptr || !executor_->quarantined()) return;  // members go in reverse: executor, allocator, arena, device
@@ -70,19 +76,22 @@ RankMemory::~RankMemory() {
 Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMemory> device, FileSystem& file_system, RankMemoryOptions options) {
   if (!options.keep_backup) options.keep_backup = device->kind() != "host";
   std::unique_ptr<RankMemory> memory(new RankMemory(std::move(device), file_system, options));
-  TORPOR_ASSIGN(memory->arena_, HostArena::create({.budget_bytes = options.arena_budget_bytes, .slab_bytes = options.arena_slab_bytes}));
-  TORPOR_ASSIGN(memory->allocator_, SleepAllocator::create(*memory->device_));
+  TORPOR_ASSIGN(memory->arena_, HostArena::create({.budget_bytes = options.arena_budget_bytes, .slab_bytes = options.arena_slab_bytes, .prefault_threads = options.threads, .pin_for = memory->device_.get()}));
+  TORPOR_ASSIGN(memory->allocator_, SleepAllocator::create(*memory->device_, {.handle_bytes = options.handle_bytes}));
   TORPOR_ASSIGN(memory->executor_, TransferExecutor::create(*memory->device_, *memory->arena_, {.threads = options.threads}));
   memory->mover_ = std::make_unique<ChunkMover>(*memory->executor_);
+  if (options.arena_prefault_bytes > 0) memory->arena_->prefault_in_background(options.arena_prefault_bytes);
   return memory;
 }
 
 Result<DeviceAddress> RankMemory::allocate(std::string_view tag, std::string_view name, uint64_t size_bytes) {
+  TORPOR_TRY(same_process());
   const std::lock_guard lock(mutex_);
   return allocator_->allocate(tag, name, size_bytes);
 }
 
 Status RankMemory::free(DeviceAddress address) {
+  TORPOR_TRY(same_process());
   const std::lock_guard lock(mutex_);
   return allocator_->free(address);
 }
@@ -117,6 +126,7 @@ void RankMemory::mark_dirty(std::string_view tag) {
 Bytes RankMemory::call(const std::string& method, const Bytes& order) {
   const std::lock_guard lock(mutex_);
   const Result<RankReply> reply = [&]() -> Result<RankReply> {
+    TORPOR_TRY(same_process());
     TORPOR_ASSIGN(const RankOrder decoded, decode_order(order));
     return dispatch(method, decoded);
   }();
@@ -370,7 +380,9 @@ void RankMemory::fill(RankLedger& ledger) const {
   const HostArenaInfo arena = arena_->info();
   ledger.device_physical_bytes = device.physical_bytes;
   ledger.device_capacity_bytes = device.capacity_bytes;
+  ledger.device_used_bytes = device.used_bytes.value_or(0);
   ledger.arena_held_bytes = arena.held_bytes;
+  ledger.arena_unpinned_bytes = arena.unpinned_bytes;
   ledger.arena_used_bytes = arena.used_bytes;
   ledger.arena_budget_bytes = arena.budget_bytes;
   for (size_t outcome = 0; outcome < mover_->counts().size(); ++outcome) {

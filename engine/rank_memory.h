@@ -31,12 +31,27 @@ struct RankMemoryOptions {
   int32_t rank = 0;
   uint64_t arena_budget_bytes = 0;  // 0: no limit
   uint64_t arena_slab_bytes = 64ull << 20;  // host memory is taken from the system in pieces of this size
+  uint64_t handle_bytes = 64ull << 20;      // physical memory of the device is made in pieces of this size
+  uint64_t arena_prefault_bytes = 0;        // host memory that is brought up in the background from the start
   int threads = 0;                  // for copies; 0: as many as the machine has cores, at most 8
   // After a wake the arena keeps its memory, and a backup of weights that did not change since is not copied again.
   // Worth the memory where device memory is the scarcer kind; off for the device without a GPU, where both are the same.
   std::optional<bool> keep_backup;
   std::shared_ptr<const Key> key;  // for chunk files of sealed checkpoints; null: there is none
 };
+
+// What a sleep or wake of some tags moved, or would move.
+struct TagMove {
+  uint64_t copied_bytes = 0;    // between device memory and the arena
+  uint64_t clean_bytes = 0;     // sleep: the backup from before still holds, not copied again
+  uint64_t dropped_bytes = 0;   // sleep: freed without a copy; wake: comes back without content
+  uint64_t physical_bytes = 0;  // device memory given back, or taken
+  std::string obstacle{};       // of a plan: why it would fail, as far as can be known now; empty: it would not
+  std::vector<std::pair<std::string, double>> seconds{};  // of each phase, in their order
+};
+
+// Whether a kept backup is believed to be that of the present content.
+enum class CleanCheck : uint8_t { kTrust, kDigest };  // what the owner marked dirty is not; or: digests are taken and compared
 
 class RankMemory {
  public:
@@ -66,6 +81,12 @@ class RankMemory {
   // Failures are in the reply.
   Bytes call(const std::string& method, const Bytes& order);
 
+  // Sleep and wake of tags without a controller, for allocators below other programs. `tags` empty: all that are awake,
+  // or asleep. What is in `keep` is saved, the rest is freed without a copy. All or nothing; a retry works.
+  Result<TagMove> sleep(std::vector<std::string> tags, const std::vector<std::string>& keep, CleanCheck clean = CleanCheck::kTrust);
+  Result<TagMove> wake(std::vector<std::string> tags);
+  Result<TagMove> plan_sleep(std::vector<std::string> tags, const std::vector<std::string>& keep) const;
+  Result<TagMove> plan_wake(std::vector<std::string> tags) const;
   RankLedger ledger() const;
   // For an engine that moves KV blocks between tiers while it serves; both live as long as this object.
   TransferExecutor& executor() { return *executor_; }
@@ -93,10 +114,14 @@ class RankMemory {
   Result<std::vector<ChunkPlan>> plans_of(const std::string& tag, const std::vector<int32_t>& blocks) const;
   Result<std::vector<ChunkPlan>> plans_for(const std::vector<SavedChunk>& chunks) const;
   void fill(RankLedger& ledger) const;
+  Status same_process() const;
+  Result<std::vector<std::string>> select(std::vector<std::string> tags, RegionState wanted) const;
+  Status drop_unclean(const std::vector<std::string>& tags);
   void give_back_unused();
 
   const RankMemoryOptions options_;
   FileSystem& file_system_;
+  const int64_t process_;  // that made it: a forked child has the addresses, but not the device
   mutable std::mutex mutex_;  // one order at a time; guards all below
   std::unique_ptr<DeviceMemory> device_;
   std::unique_ptr<HostArena> arena_;

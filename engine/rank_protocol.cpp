@@ -26,7 +26,7 @@ void serialize(Archive& archive, RankLedger::Tag& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, RankLedger& v) {
-  archive(v.tags, v.device_physical_bytes, v.device_capacity_bytes, v.arena_held_bytes, v.arena_used_bytes, v.arena_budget_bytes,
+  archive(v.tags, v.device_physical_bytes, v.device_capacity_bytes, v.device_used_bytes, v.arena_held_bytes, v.arena_used_bytes, v.arena_budget_bytes, v.arena_unpinned_bytes,
           v.chunks_by_outcome, v.process_resident_bytes, v.process_resident_region_bytes);
 }
 template <class Archive>

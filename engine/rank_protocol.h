@@ -36,9 +36,11 @@ struct RankLedger {
   std::map<std::string, Tag> tags;
   uint64_t device_physical_bytes = 0;
   uint64_t device_capacity_bytes = 0;  // 0: no limit of its own
+  uint64_t device_used_bytes = 0;      // by anybody, by the device's own count; 0: it keeps none. Less the physical bytes: the unexplained rest
   uint64_t arena_held_bytes = 0;
   uint64_t arena_used_bytes = 0;
   uint64_t arena_budget_bytes = 0;
+  uint64_t arena_unpinned_bytes = 0;   // held, but the device would not pin it
   std::map<std::string, uint64_t> chunks_by_outcome;  // of all sleeps and wakes so far, as the offload pipeline counted them
   uint64_t process_resident_bytes = 0;         // VmRSS
   uint64_t process_resident_region_bytes = 0;  // the part of it that is device memory without a GPU (RssShmem)

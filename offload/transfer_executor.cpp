@@ -121,8 +121,13 @@ Status TransferExecutor::copy(Worker& worker, Direction direction, std::span<con
   const Status enqueued = device_.copy_async(worker.stream, direction, copies);
   // Even a refused batch may have begun: wait for the stream in any case.
   Result<EventId> event = device_.record(worker.stream);
-  DrainResult drained{Drain::kUnproven, event ? Error{} : event.error()};
-  if (event) drained = device_.wait(*event);
+  DrainResult drained;
+  if (event) {
+    drained = device_.wait(*event);
+  } else {
+    drained = device_.drain(worker.stream);
+    if (drained.drain == Drain::kCompleted) drained = {Drain::kDrainedWithError, event.error()};
+  }
   if (drained.drain == Drain::kUnproven) unproven = quarantined_ = true;
   if (unproven && !streaming.empty()) {
     const std::lock_guard lock(mutex_);

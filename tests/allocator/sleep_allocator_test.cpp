@@ -165,7 +165,7 @@ TEST_F(SleepAllocatorTest, AttachIsAllOrNothingWhereverTheDeviceFailsAndARetryWo
 }
 
 TEST_F(SleepAllocatorTest, WhatCannotBeUndoneIsBrokenAndRefusedByName) {
-  device_.fail_at(2, /*sticky=*/true);  // the second unmap fails, and so does mapping the first again
+  device_.fail_at(3, /*sticky=*/true);  // after the wait the second unmap fails, and so does mapping the first again
   const Status done = allocator_->detach(both_);
   device_.fail_at(0);
   ASSERT_FALSE(done.has_value());

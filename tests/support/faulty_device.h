@@ -33,6 +33,7 @@ class FaultyDevice final : public DeviceMemory {
     return fails() ? Status(injected()) : inner_->set_access(address, size, access);
   }
   Status do_unmap(DeviceAddress address, uint64_t size) override { return fails() ? Status(injected()) : inner_->unmap(address, size); }
+  Status do_synchronize() override { return fails() ? Status(injected()) : inner_->synchronize(); }
   Result<StreamId> do_create_stream() override { return inner_->create_stream(); }
   Status do_destroy_stream(StreamId stream) override { return inner_->destroy_stream(stream); }
   Status do_copy_async(StreamId stream, Direction direction, std::span<const Copy> copies) override {
@@ -41,6 +42,11 @@ class FaultyDevice final : public DeviceMemory {
   Result<EventId> do_record(StreamId stream) override { return inner_->record(stream); }
   DrainResult do_wait(EventId event) override {
     DrainResult result = inner_->wait(event);
+    if (drain_ != Drain::kCompleted) result = {drain_, injected()};
+    return result;
+  }
+  DrainResult do_drain(StreamId stream) override {
+    DrainResult result = inner_->drain(stream);
     if (drain_ != Drain::kCompleted) result = {drain_, injected()};
     return result;
   }

@@ -1,0 +1,444 @@
+#include "allocator/cuda/cuda_device.h"
+
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <optional>
+
+#include <fmt/format.h>
+
+#include "allocator/cuda/driver.h"
+#include "base/log.h"
+#include "base/units.h"
+
+namespace torpor {
+namespace {
+
+constexpr uint64_t kPinStep = kGiB;  // one registration of more holds the driver's lock for long, and 512 GiB of one fail
+
+// What takes down has no alternative, and a driver that is short of something for a moment may do it the next time.
+template <class Call>
+CUresult twice(const Call& call) {
+  const CUresult result = call();
+  return result == CUDA_SUCCESS ? result : call();
+}
+
+// Makes a context current for the time of a call.
+class Current {
+ public:
+  Current(const CudaDriver& driver, CUcontext context) : driver_(driver), result_(twice([&] { return driver.cuCtxPushCurrent(context); })) {}
+  ~Current() {
+    CUcontext popped = nullptr;
+    if (result_ == CUDA_SUCCESS) (void)twice([&] { return driver_.cuCtxPopCurrent(&popped); });
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+  CUresult result() const { return result_; }
+
+ private:
+  const CudaDriver& driver_;
+  const CUresult result_;
+};
+
+Error unknown(std::string_view what, uint64_t id) {
+  return Error{.code = Code::kInvalidArgument, .what = fmt::format("{} {} does not exist", what, id), .origin = Origin::kDevice};
+}
+
+// Runs a driver call in the device's context; returns its error from the enclosing function.
+#define TORPOR_CUDA_TRY(call, ...)                                                                                     \
+  do {                                                                                                                 \
+    if (const CUresult torpor_result = (call); torpor_result != CUDA_SUCCESS) return cuda_error(driver_, torpor_result, fmt::format(__VA_ARGS__)); \
+  } while (false)
+#define TORPOR_CUDA_CURRENT()                      \
+  const Current torpor_current(driver_, context_); \
+  TORPOR_CUDA_TRY(torpor_current.result(), "making the context of {} current", kind_)
+
+class CudaDevice final : public DeviceMemory {
+ public:
+  CudaDevice(const CudaDriver& driver, CUdevice device, CUcontext context, int ordinal)
+      : driver_(driver), device_(device), context_(context), kind_(fmt::format("cuda:{}", ordinal)) {}
+
+  ~CudaDevice() override {
+    {
+      const Current current(driver_, context_);
+      for (const auto& [id, event] : events_) (void)twice([&] { return driver_.cuEventDestroy(event.event); });
+      for (const auto& [id, stream] : streams_) (void)end(stream);
+      if (zeroing_ != nullptr) (void)end(zeroing_);
+    }
+    const DeviceMemoryInfo left = info();
+    if (left.mapped_bytes != 0 || left.physical_bytes != 0 || left.reserved_bytes != 0) {
+      log().error("{} closed with {} bytes mapped, {} created, {} reserved", kind_, left.mapped_bytes, left.physical_bytes, left.reserved_bytes);
+    }
+    (void)twice([&] { return driver_.cuDevicePrimaryCtxRelease(device_); });
+  }
+
+  Status start(const CudaDeviceOptions& options, CudaDeviceInfo& info) {
+    TORPOR_CUDA_CURRENT();
+    char name[256] = {};
+    TORPOR_CUDA_TRY(driver_.cuDeviceGetName(name, sizeof name - 1, device_), "reading the name of {}", kind_);
+    info.name = name;
+    TORPOR_CUDA_TRY(driver_.cuDriverGetVersion(&info.driver_version), "reading the driver's version");
+    info.batched_copies = driver_.cuMemcpyBatchAsync != nullptr;
+    int managed = 0;
+    TORPOR_CUDA_TRY(driver_.cuDeviceGetAttribute(&managed, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, device_), "asking {} for virtual memory management", kind_);
+    if (managed == 0) {
+      return Error{.code = Code::kUnsupported, .what = fmt::format("{} ({}) has no virtual memory management", kind_, info.name), .next_step = "use a GPU and a driver that have it", .origin = Origin::kDevice};
+    }
+    properties_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties_.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device_};
+    const auto has = [&](CUdevice_attribute attribute, bool wanted, std::string_view what) {
+      int there = 0;
+      if (!wanted) return false;
+      if (driver_.cuDeviceGetAttribute(&there, attribute, device_) == CUDA_SUCCESS && there != 0) return true;
+      info.notes.push_back(fmt::format("{} has no {}: its memory is made without", kind_, what));
+      log().warn("{}", info.notes.back());
+      return false;
+    };
+    if (has(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, options.rdma, "GPUDirect RDMA for such memory")) properties_.allocFlags.gpuDirectRDMACapable = 1;
+    if (has(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, options.exportable, "memory that can be exported as a file descriptor")) {
+      properties_.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    }
+    size_t granularity = 0;
+    TORPOR_CUDA_TRY(driver_.cuMemGetAllocationGranularity(&granularity, &properties_, CU_MEM_ALLOC_GRANULARITY_MINIMUM), "asking {} for its granularity", kind_);
+    granularity_ = granularity;
+    size_t free = 0;
+    size_t total = 0;
+    TORPOR_CUDA_TRY(driver_.cuMemGetInfo(&free, &total), "asking {} for its size", kind_);
+    capacity_ = total;
+    TORPOR_CUDA_TRY(driver_.cuStreamCreate(&zeroing_, CU_STREAM_NON_BLOCKING), "creating a stream on {}", kind_);
+    return ok();
+  }
+
+  std::string_view kind() const override { return kind_; }
+  uint64_t granularity() const override { return granularity_; }
+
+ protected:
+  uint64_t capacity_bytes() const override { return capacity_; }
+
+  std::optional<uint64_t> used_bytes() const override {
+    const Current current(driver_, context_);
+    size_t free = 0;
+    size_t total = 0;
+    if (current.result() != CUDA_SUCCESS || driver_.cuMemGetInfo(&free, &total) != CUDA_SUCCESS) return std::nullopt;
+    return total - free;
+  }
+
+  Result<DeviceAddress> do_reserve(uint64_t size) override {
+    TORPOR_CUDA_CURRENT();
+    CUdeviceptr address = 0;
+    TORPOR_CUDA_TRY(driver_.cuMemAddressReserve(&address, size, 0, 0, 0), "reserving {} bytes of addresses on {}", size, kind_);
+    return static_cast<DeviceAddress>(address);
+  }
+
+  Status do_free_reservation(DeviceAddress address, uint64_t size) override {
+    TORPOR_CUDA_CURRENT();
+    TORPOR_CUDA_TRY(twice([&] { return driver_.cuMemAddressFree(address, size); }), "freeing the addresses at {:#x} on {}", address, kind_);
+    return ok();
+  }
+
+  Result<PhysicalId> do_create(uint64_t size) override {
+    TORPOR_CUDA_CURRENT();
+    CUmemGenericAllocationHandle handle = 0;
+    TORPOR_CUDA_TRY(driver_.cuMemCreate(&handle, size, &properties_, 0), "creating {} bytes on {}", size, kind_);
+    const auto id = static_cast<PhysicalId>(++last_id_);
+    handles_.emplace(id, Handle{handle});
+    return id;
+  }
+
+  Status do_release(PhysicalId id) override {
+    TORPOR_CUDA_CURRENT();
+    const auto found = handles_.find(id);
+    TORPOR_CUDA_TRY(twice([&] { return driver_.cuMemRelease(found->second.handle); }), "releasing physical memory of {}", kind_);
+    found->second.released = true;
+    if (found->second.mappings == 0) handles_.erase(found);
+    return ok();
+  }
+
+  Status do_map(DeviceAddress address, PhysicalId id, uint64_t size) override {
+    TORPOR_CUDA_CURRENT();
+    Handle& handle = handles_.at(id);
+    TORPOR_CUDA_TRY(driver_.cuMemMap(address, size, 0, handle.handle, 0), "mapping {} bytes at {:#x} on {}", size, address, kind_);
+    mapped_.emplace(address, Mapped{id, size, Access::kNone});
+    ++handle.mappings;
+    return ok();
+  }
+
+  Status do_set_access(DeviceAddress address, uint64_t size, Access access) override {
+    TORPOR_CUDA_CURRENT();
+    TORPOR_TRY(grant(address, size, access));
+    if (access == Access::kReadWrite) {
+      if (Status zeroed = zero_fresh(address, size); !zeroed) {
+        if (!zeroing_unproven_) (void)grant(address, size, Access::kNone);  // whoever goes on regardless finds no access
+        return zeroed;
+      }
+    }
+    for (auto at = mapped_.find(address); at != mapped_.end() && at->first < address + size; ++at) at->second.access = access;
+    return ok();
+  }
+
+  // Each mapping by itself: the driver promises no more.
+  Status do_unmap(DeviceAddress address, uint64_t size) override {
+    TORPOR_CUDA_CURRENT();
+    if (zeroing_unproven_) {
+      if (const DrainResult drained = empty(zeroing_); drained.drain != Drain::kCompleted) return drained.error.within("zeroing may still run");
+      zeroing_unproven_ = false;
+    }
+    const auto first = mapped_.find(address);
+    auto at = first;
+    for (; at != mapped_.end() && at->first < address + size; ++at) {
+      const CUresult result = twice([&] { return driver_.cuMemUnmap(at->first, at->second.size); });
+      if (result == CUDA_SUCCESS) continue;
+      Error error = cuda_error(driver_, result, fmt::format("unmapping {} bytes at {:#x} on {}", at->second.size, at->first, kind_));
+      for (auto undone = first; undone != at; ++undone) {
+        const Mapped& was = undone->second;
+        const Handle& handle = handles_.at(was.id);
+        const bool back = !handle.released && driver_.cuMemMap(undone->first, was.size, 0, handle.handle, 0) == CUDA_SUCCESS && grant(undone->first, was.size, was.access);
+        error.state_changed = error.state_changed || !back;
+      }
+      return error;
+    }
+    for (auto gone = first; gone != at; gone = mapped_.erase(gone)) {
+      const auto handle = handles_.find(gone->second.id);
+      if (--handle->second.mappings == 0 && handle->second.released) handles_.erase(handle);
+    }
+    return ok();
+  }
+
+  Result<StreamId> do_create_stream() override {
+    TORPOR_CUDA_CURRENT();
+    CUstream stream = nullptr;
+    TORPOR_CUDA_TRY(driver_.cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING), "creating a stream on {}", kind_);
+    const std::lock_guard lock(mutex_);
+    const auto id = static_cast<StreamId>(++last_id_);
+    streams_.emplace(id, stream);
+    return id;
+  }
+
+  Status do_destroy_stream(StreamId id) override {
+    TORPOR_CUDA_CURRENT();
+    const CUstream stream = stream_of(id);
+    if (stream == nullptr) return unknown("stream", static_cast<uint64_t>(id));
+    TORPOR_CUDA_TRY(end(stream), "ending a stream of {}", kind_);
+    const std::lock_guard lock(mutex_);
+    streams_.erase(id);
+    return ok();
+  }
+
+  Status do_copy_async(StreamId id, Direction direction, std::span<const Copy> copies) override {
+    TORPOR_CUDA_CURRENT();
+    const CUstream stream = stream_of(id);
+    if (stream == nullptr) return unknown("stream", static_cast<uint64_t>(id));
+    if (copies.size() > 1 && driver_.cuMemcpyBatchAsync != nullptr) return copy_batch(stream, direction, copies);
+    for (const Copy& copy : copies) {
+      TORPOR_CUDA_TRY(direction == Direction::kDeviceToHost ? driver_.cuMemcpyDtoHAsync(copy.host, copy.device, copy.bytes, stream)
+                                                            : driver_.cuMemcpyHtoDAsync(copy.device, copy.host, copy.bytes, stream),
+                      "copying {} bytes at {:#x} on {}", copy.bytes, copy.device, kind_);
+    }
+    return ok();
+  }
+
+  Result<EventId> do_record(StreamId id) override {
+    TORPOR_CUDA_CURRENT();
+    const CUstream stream = stream_of(id);
+    if (stream == nullptr) return unknown("stream", static_cast<uint64_t>(id));
+    CUevent event = nullptr;
+    TORPOR_CUDA_TRY(driver_.cuEventCreate(&event, CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING), "creating an event on {}", kind_);
+    if (const CUresult result = driver_.cuEventRecord(event, stream); result != CUDA_SUCCESS) {
+      (void)twice([&] { return driver_.cuEventDestroy(event); });
+      return cuda_error(driver_, result, fmt::format("recording an event on {}", kind_));
+    }
+    const std::lock_guard lock(mutex_);
+    const auto event_id = static_cast<EventId>(++last_id_);
+    events_.emplace(event_id, Event{event, stream});
+    return event_id;
+  }
+
+  DrainResult do_wait(EventId id) override {
+    Event waited;
+    {
+      const std::lock_guard lock(mutex_);
+      const auto found = events_.find(id);
+      if (found == events_.end()) return {Drain::kDrainedWithError, unknown("event", static_cast<uint64_t>(id))};
+      waited = found->second;
+      events_.erase(found);
+    }
+    const Current current(driver_, context_);
+    const CUresult result = current.result() == CUDA_SUCCESS ? driver_.cuEventSynchronize(waited.event) : current.result();
+    DrainResult drained;
+    if (result != CUDA_SUCCESS) {
+      drained = empty(waited.stream);
+      if (drained.drain == Drain::kCompleted) drained.drain = Drain::kDrainedWithError;
+      drained.error = cuda_error(driver_, result, fmt::format("waiting for copies on {}", kind_));
+    }
+    if (twice([&] { return driver_.cuEventDestroy(waited.event); }) != CUDA_SUCCESS) {
+      const std::lock_guard lock(mutex_);
+      events_.emplace(id, waited);  // the end of the device tries again
+    }
+    return drained;
+  }
+
+  DrainResult do_drain(StreamId id) override {
+    const CUstream stream = stream_of(id);
+    if (stream == nullptr) return {Drain::kDrainedWithError, unknown("stream", static_cast<uint64_t>(id))};
+    return empty(stream);
+  }
+
+  Status do_synchronize() override {
+    TORPOR_CUDA_CURRENT();
+    TORPOR_CUDA_TRY(driver_.cuCtxSynchronize(), "waiting for all work on {}", kind_);
+    return ok();
+  }
+
+  Status do_pin_host(std::span<std::byte> host) override {
+    TORPOR_CUDA_CURRENT();
+    for (uint64_t at = 0; at < host.size(); at += kPinStep) {
+      const uint64_t bytes = std::min<uint64_t>(kPinStep, host.size() - at);
+      const CUresult result = driver_.cuMemHostRegister(host.data() + at, bytes, CU_MEMHOSTREGISTER_PORTABLE);
+      if (result == CUDA_SUCCESS) continue;
+      Error error = cuda_error(driver_, result, fmt::format("pinning {} bytes of host memory", bytes));
+      error.state_changed = at > 0 && !unpin(host.first(at));
+      return error;
+    }
+    return ok();
+  }
+
+  Status do_unpin_host(std::span<std::byte> host) override {
+    TORPOR_CUDA_CURRENT();
+    return unpin(host);
+  }
+
+ private:
+  struct Handle {
+    CUmemGenericAllocationHandle handle = 0;
+    uint64_t mappings = 0;
+    bool released = false;
+    bool fresh = true;  // never written by us: its bytes may be anybody's
+  };
+  struct Mapped {
+    PhysicalId id{};
+    uint64_t size = 0;
+    Access access = Access::kNone;
+  };
+  struct Event {
+    CUevent event = nullptr;
+    CUstream stream = nullptr;
+  };
+
+  // Whether a stream is proven to be empty now.
+  DrainResult empty(CUstream stream) {
+    const Current current(driver_, context_);
+    const CUresult result = current.result() == CUDA_SUCCESS ? twice([&] { return driver_.cuStreamSynchronize(stream); }) : current.result();
+    if (result == CUDA_SUCCESS) return {};
+    return {Drain::kUnproven, cuda_error(driver_, result, fmt::format("waiting for a stream of {}", kind_))};
+  }
+
+  // A stream that is not proven to be empty stays: what it runs goes on.
+  CUresult end(CUstream stream) {
+    const CUresult result = twice([&] { return driver_.cuStreamSynchronize(stream); });
+    return result == CUDA_SUCCESS ? twice([&] { return driver_.cuStreamDestroy(stream); }) : result;
+  }
+
+  Status grant(DeviceAddress address, uint64_t size, Access access) {
+    CUmemAccessDesc description{};
+    description.location = properties_.location;
+    description.flags = access == Access::kReadWrite ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : access == Access::kRead ? CU_MEM_ACCESS_FLAGS_PROT_READ : CU_MEM_ACCESS_FLAGS_PROT_NONE;
+    TORPOR_CUDA_TRY(driver_.cuMemSetAccess(address, size, &description, 1), "setting access to {} bytes at {:#x} on {}", size, address, kind_);
+    return ok();
+  }
+
+  Status zero_fresh(DeviceAddress address, uint64_t size) {
+    bool any = false;
+    const auto proven = [this](CUresult result) -> Status {
+      if (result == CUDA_SUCCESS) return ok();
+      zeroing_unproven_ = empty(zeroing_).drain != Drain::kCompleted;
+      return cuda_error(driver_, result, fmt::format("zeroing memory of {}", kind_));
+    };
+    for (auto at = mapped_.find(address); at != mapped_.end() && at->first < address + size; ++at) {
+      if (!handles_.at(at->second.id).fresh) continue;
+      any = true;
+      TORPOR_TRY(proven(driver_.cuMemsetD8Async(at->first, 0, at->second.size, zeroing_)));
+    }
+    if (!any) return ok();
+    TORPOR_TRY(proven(driver_.cuStreamSynchronize(zeroing_)));
+    for (auto at = mapped_.find(address); at != mapped_.end() && at->first < address + size; ++at) handles_.at(at->second.id).fresh = false;
+    return ok();
+  }
+
+  Status copy_batch(CUstream stream, Direction direction, std::span<const Copy> copies) {
+    std::vector<CUdeviceptr> device;
+    std::vector<CUdeviceptr> host;
+    std::vector<size_t> sizes;
+    for (const Copy& copy : copies) {
+      device.push_back(copy.device);
+      host.push_back(reinterpret_cast<CUdeviceptr>(copy.host));
+      sizes.push_back(copy.bytes);
+    }
+    CUmemcpyAttributes attributes{};
+    attributes.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+    size_t of_all = 0;
+    size_t failed = 0;
+    const bool down = direction == Direction::kDeviceToHost;
+    TORPOR_CUDA_TRY(driver_.cuMemcpyBatchAsync(down ? host.data() : device.data(), down ? device.data() : host.data(), sizes.data(), sizes.size(), &attributes, &of_all, 1, &failed, stream),
+                    "copying {} pieces on {}", copies.size(), kind_);
+    return ok();
+  }
+
+  Status unpin(std::span<std::byte> host) {
+    Status first;
+    for (uint64_t at = 0; at < host.size(); at += kPinStep) {
+      const CUresult result = twice([&] { return driver_.cuMemHostUnregister(host.data() + at); });
+      if (result != CUDA_SUCCESS && first) first = cuda_error(driver_, result, "unpinning host memory");
+    }
+    return first;
+  }
+
+  CUstream stream_of(StreamId id) {
+    const std::lock_guard lock(mutex_);
+    const auto found = streams_.find(id);
+    return found == streams_.end() ? nullptr : found->second;
+  }
+
+  const CudaDriver& driver_;
+  const CUdevice device_;
+  const CUcontext context_;  // retained
+  const std::string kind_;
+  CUmemAllocationProp properties_{};
+  uint64_t granularity_ = 0;
+  uint64_t capacity_ = 0;
+  CUstream zeroing_ = nullptr;
+  bool zeroing_unproven_ = false;  // it may still run: nothing is unmapped until it is proven not to; under DeviceMemory's lock
+  std::atomic<uint64_t> last_id_ = 0;
+  std::map<PhysicalId, Handle> handles_;  // these two under DeviceMemory's lock
+  std::map<DeviceAddress, Mapped> mapped_;
+  std::mutex mutex_;  // guards the two below; taken after DeviceMemory's
+  std::map<StreamId, CUstream> streams_;
+  std::map<EventId, Event> events_;
+};
+
+}  // namespace
+
+bool built_with_cuda() { return true; }
+
+Result<std::unique_ptr<DeviceMemory>> make_cuda_device(CudaDeviceOptions options, CudaDeviceInfo* info) {
+  TORPOR_ASSIGN(const CudaDriver* const driver, cuda_driver());
+  return make_cuda_device(*driver, options, info);
+}
+
+Result<std::unique_ptr<DeviceMemory>> make_cuda_device(const CudaDriver& driver, CudaDeviceOptions options, CudaDeviceInfo* info) {
+  int devices = 0;
+  if (const CUresult result = driver.cuDeviceGetCount(&devices); result != CUDA_SUCCESS) return cuda_error(driver, result, "counting GPUs");
+  if (options.ordinal < 0 || options.ordinal >= devices) {
+    return Error{.code = Code::kUnsupported, .what = fmt::format("there is no GPU {}, the driver shows {}", options.ordinal, devices), .next_step = "see nvidia-smi and CUDA_VISIBLE_DEVICES", .origin = Origin::kDevice};
+  }
+  CUdevice device = 0;
+  if (const CUresult result = driver.cuDeviceGet(&device, options.ordinal); result != CUDA_SUCCESS) return cuda_error(driver, result, fmt::format("opening GPU {}", options.ordinal));
+  CUcontext context = nullptr;
+  if (const CUresult result = driver.cuDevicePrimaryCtxRetain(&context, device); result != CUDA_SUCCESS) return cuda_error(driver, result, fmt::format("taking the context of GPU {}", options.ordinal));
+  auto made = std::make_unique<CudaDevice>(driver, device, context, options.ordinal);
+  CudaDeviceInfo found;
+  TORPOR_TRY(made->start(options, found));
+  if (info != nullptr) *info = std::move(found);
+  return std::unique_ptr<DeviceMemory>(std::move(made));
+}
+
+}  // namespace torpor

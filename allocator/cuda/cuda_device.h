@@ -1,0 +1,43 @@
+// CudaDevice: DeviceMemory on an NVIDIA GPU, over the driver's virtual memory management.
+//
+// One object a GPU. Works in the device's primary context, the one that torch and the CUDA runtime use; each call makes it
+// current and puts back what was. New memory is zeroed when it first gets write access. Copies go through the copy
+// engines, many at once in one call where the driver can.
+//
+// A wait that fails is decided by the stream: if it is proven empty, the work is over (kDrainedWithError), else nothing is
+// known (kUnproven).
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "allocator/device_memory.h"
+
+namespace torpor {
+
+struct CudaDriver;
+
+struct CudaDeviceOptions {
+  int ordinal = 0;
+  bool rdma = false;        // memory that other devices on the bus may read and write (GPUDirect RDMA)
+  bool exportable = false;  // memory that can be handed to another process as a file descriptor
+};
+
+struct CudaDeviceInfo {
+  std::string name;
+  int driver_version = 0;             // 12080 is 12.8
+  bool batched_copies = false;
+  std::vector<std::string> notes{};   // what was asked for and is not there
+};
+
+// Whether this build knows CUDA at all.
+bool built_with_cuda();
+
+// kUnsupported: no driver, no such GPU, a GPU without virtual memory management, or a build without CUDA; says which.
+// `info`, if given, is filled.
+Result<std::unique_ptr<DeviceMemory>> make_cuda_device(CudaDeviceOptions options = {}, CudaDeviceInfo* info = nullptr);
+// The same over a given table, which outlives the result; for tests.
+Result<std::unique_ptr<DeviceMemory>> make_cuda_device(const CudaDriver& driver, CudaDeviceOptions options, CudaDeviceInfo* info = nullptr);
+
+}  // namespace torpor

@@ -1,0 +1,73 @@
+#include "allocator/cuda/driver.h"
+
+#include <dlfcn.h>
+
+#include <fmt/format.h>
+
+namespace torpor {
+namespace {
+
+constexpr const char* kLibrary = "libcuda.so.1";
+
+Error missing(std::string what, std::string next_step) {
+  return Error{.code = Code::kUnsupported, .what = std::move(what), .next_step = std::move(next_step), .origin = Origin::kDevice};
+}
+
+Result<CudaDriver> load() {
+  void* const library = ::dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);  // never closed: its threads outlive any user of it
+  if (library == nullptr) {
+    return missing(fmt::format("there is no NVIDIA driver here: {}", ::dlerror()),
+                   "install the driver; in a container, start it with the GPU given to it (--gpus, NVIDIA Container Toolkit)");
+  }
+  // The driver's own look-up, of the oldest signature that is enough here; newer drivers keep it.
+  const auto look_up = reinterpret_cast<PFN_cuGetProcAddress_v11030>(::dlsym(library, "cuGetProcAddress"));
+  if (look_up == nullptr) return missing(fmt::format("{} has no cuGetProcAddress", kLibrary), "install a driver for CUDA 11.4 or newer");
+  CudaDriver driver;
+  const auto find = [look_up](const char* name, int version, auto& function) {
+    void* found = nullptr;
+    if (look_up(name, &found, version, CU_GET_PROC_ADDRESS_DEFAULT) != CUDA_SUCCESS) found = nullptr;
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(found);
+    return found != nullptr;
+  };
+#define TORPOR_CUDA_FIND(function, version) \
+  if (!find(#function, version, driver.function)) return missing(fmt::format("the NVIDIA driver has no {}", #function), "install a driver for CUDA 11.4 or newer");
+  TORPOR_CUDA_FUNCTIONS(TORPOR_CUDA_FIND)
+#undef TORPOR_CUDA_FIND
+#define TORPOR_CUDA_TRY(function, version) find(#function, version, driver.function);
+  TORPOR_CUDA_OPTIONAL_FUNCTIONS(TORPOR_CUDA_TRY)
+#undef TORPOR_CUDA_TRY
+  if (const CUresult result = driver.cuInit(0); result != CUDA_SUCCESS) {
+    Error error = cuda_error(driver, result, "starting the NVIDIA driver");
+    error.code = Code::kUnsupported;
+    error.next_step = "see whether nvidia-smi works here";
+    return error;
+  }
+  int devices = 0;
+  if (driver.cuDeviceGetCount(&devices) != CUDA_SUCCESS || devices == 0) {
+    return missing("the NVIDIA driver finds no GPU", "see whether nvidia-smi shows one, and CUDA_VISIBLE_DEVICES");
+  }
+  return driver;
+}
+
+}  // namespace
+
+Result<const CudaDriver*> cuda_driver() {
+  static const Result<CudaDriver> loaded = load();
+  if (!loaded) return loaded.error();
+  return &*loaded;
+}
+
+Error cuda_error(const CudaDriver& driver, CUresult result, std::string_view doing) {
+  const char* name = nullptr;
+  const char* text = nullptr;
+  if (driver.cuGetErrorName(result, &name) != CUDA_SUCCESS || name == nullptr) name = "an unknown error";
+  if (driver.cuGetErrorString(result, &text) != CUDA_SUCCESS || text == nullptr) text = "no description";
+  const bool memory = result == CUDA_ERROR_OUT_OF_MEMORY;
+  return Error{.code = memory ? Code::kResourceExhausted : Code::kDevice,
+               .what = fmt::format("{}: {} ({}, {})", doing, text, name, static_cast<int>(result)),
+               .next_step = memory ? "free device memory and call again" : "see the driver's log (dmesg, Xid)",
+               .origin = Origin::kDevice,
+               .native = static_cast<int64_t>(result)};
+}
+
+}  // namespace torpor

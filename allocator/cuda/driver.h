@@ -1,0 +1,74 @@
+// CudaDriver: the functions of NVIDIA's driver that torpor calls, as a plain table.
+//
+// The real table is filled at run time from libcuda.so.1, so that one binary runs with and without a GPU; nothing of CUDA
+// is linked. Tests give a table of their own: tests/support/fake_cuda_driver.h.
+//
+// Exists only where cuda.h was found at build time (TORPOR_HAS_CUDA); allocator/cuda/cuda_device.h works in any build.
+#pragma once
+
+#include <cuda.h>
+#include <cudaTypedefs.h>
+
+#include "base/status.h"
+
+#if CUDA_VERSION < 12080
+#error "torpor needs the headers of CUDA 12.8 or newer"
+#endif
+
+namespace torpor {
+
+// Name and the CUDA version whose signature is meant. All are in drivers for CUDA 11.4 and newer.
+#define TORPOR_CUDA_FUNCTIONS(F)            \
+  F(cuInit, 2000)                           \
+  F(cuDriverGetVersion, 2020)               \
+  F(cuGetErrorName, 6000)                   \
+  F(cuGetErrorString, 6000)                 \
+  F(cuDeviceGetCount, 2000)                 \
+  F(cuDeviceGet, 2000)                      \
+  F(cuDeviceGetName, 2000)                  \
+  F(cuDeviceGetAttribute, 2000)             \
+  F(cuDevicePrimaryCtxRetain, 7000)         \
+  F(cuDevicePrimaryCtxRelease, 11000)       \
+  F(cuCtxPushCurrent, 4000)                 \
+  F(cuCtxPopCurrent, 4000)                  \
+  F(cuCtxSynchronize, 2000)                 \
+  F(cuMemGetInfo, 3020)                     \
+  F(cuMemGetAllocationGranularity, 10020)   \
+  F(cuMemAddressReserve, 10020)             \
+  F(cuMemAddressFree, 10020)                \
+  F(cuMemCreate, 10020)                     \
+  F(cuMemRelease, 10020)                    \
+  F(cuMemMap, 10020)                        \
+  F(cuMemUnmap, 10020)                      \
+  F(cuMemSetAccess, 10020)                  \
+  F(cuMemHostRegister, 6050)                \
+  F(cuMemHostUnregister, 4000)              \
+  F(cuMemsetD8Async, 3020)                  \
+  F(cuMemcpyDtoHAsync, 3020)                \
+  F(cuMemcpyHtoDAsync, 3020)                \
+  F(cuStreamCreate, 2000)                   \
+  F(cuStreamDestroy, 4000)                  \
+  F(cuStreamSynchronize, 2000)              \
+  F(cuEventCreate, 2000)                    \
+  F(cuEventRecord, 2000)                    \
+  F(cuEventSynchronize, 2000)               \
+  F(cuEventDestroy, 4000)
+
+// Used where the driver has them, else something slower.
+#define TORPOR_CUDA_OPTIONAL_FUNCTIONS(F) F(cuMemcpyBatchAsync, 12080)
+
+struct CudaDriver {
+#define TORPOR_CUDA_MEMBER(function, version) PFN_##function##_v##version function = nullptr;
+  TORPOR_CUDA_FUNCTIONS(TORPOR_CUDA_MEMBER)
+  TORPOR_CUDA_OPTIONAL_FUNCTIONS(TORPOR_CUDA_MEMBER)
+#undef TORPOR_CUDA_MEMBER
+};
+
+// The table of libcuda.so.1, initialised; found once and kept for the life of the process. kUnsupported says what is
+// missing: the library, a function (an old driver), or a device.
+Result<const CudaDriver*> cuda_driver();
+
+// The error of a driver call: `doing` says what was tried. Out of memory is kResourceExhausted, all else kDevice.
+Error cuda_error(const CudaDriver& driver, CUresult result, std::string_view doing);
+
+}  // namespace torpor

@@ -1,0 +1,50 @@
+// The C ABI of torpor's memory, exported by the Python module's shared library; for torch's pluggable allocators, ctypes
+// and other programs. Nothing here ends the process: a failure is a null pointer or a code that is not 0, and
+// torpor_last_error() says what was wrong.
+//
+// TORPOR_MEMORY_DEVICE=host in the environment takes memory without a GPU; TORPOR_KEEP_BACKUPS=1 keeps saved bytes after a
+// wake, so that what did not change is not copied again (who changes memory says so with torpor_mark_dirty).
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// torch.cuda.memory.CUDAPluggableAllocator(path, "torpor_torch_malloc", "torpor_torch_free"). In the scope of this thread.
+void* torpor_torch_malloc(ssize_t bytes, int device, void* stream);
+void torpor_torch_free(void* address, ssize_t bytes, int device, void* stream);
+
+// Scopes of this thread; they nest.
+int torpor_region_begin(const char* tag, int keep);
+int torpor_region_end(void);
+
+// `tag` null: all that are awake, or asleep.
+int torpor_sleep(const char* tag);
+int torpor_wake(const char* tag);
+int torpor_mark_dirty(const char* tag);
+
+// Of the last failure in this thread; "" if there was none. Valid until the next call in this thread.
+const char* torpor_last_error(void);
+// States and bytes of each device, as JSON. Valid until the next call in this thread.
+const char* torpor_memory_json(void);
+
+// The names of torch_memory_saver's C ABI, so that its callers can load this library instead. Pausing sleeps, resuming
+// wakes; "" as a tag means all.
+void tms_set_current_tag(const char* tag);
+const char* tms_get_current_tag(void);
+void tms_set_interesting_region(bool active);
+bool tms_get_interesting_region(void);
+void tms_set_enable_cpu_backup(bool keep);
+bool tms_get_enable_cpu_backup(void);
+int tms_pause(const char* tag);
+int tms_resume(const char* tag);
+void* tms_torch_malloc(ssize_t bytes, int device, void* stream);
+void tms_torch_free(void* address, ssize_t bytes, int device, void* stream);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,61 @@
+// MemorySaver: the memory of one process for programs that have no controller: an allocator below torch, tags, sleep and
+// wake. One RankMemory for each device in use, made when it is first asked for.
+//
+// Each thread has a stack of scopes; what it allocates belongs to the tag of the innermost one. A tag's memory is kept over
+// a sleep or not, as its scope said; the same tag may have both kinds. The C ABI over this: bindings/memory_c_api.h.
+//
+// Threads: any. After a fork the child is refused by name.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "engine/rank_memory.h"
+
+namespace torpor {
+
+class MemorySaver {
+ public:
+  struct Scope {
+    std::string tag = "default";
+    bool keep = true;  // over a sleep; else the memory comes back without content
+    bool active = true;  // false: allocations fail here; they are not to be torpor's
+  };
+  using MakeDevice = std::function<Result<std::unique_ptr<DeviceMemory>>(int ordinal)>;
+
+  // `make_device` is asked once for each ordinal.
+  MemorySaver(MakeDevice make_device, RankMemoryOptions options);
+  ~MemorySaver();
+
+  static std::vector<Scope>& scopes();  // of this thread; empty: the default scope
+
+  Result<DeviceAddress> allocate(int device, uint64_t bytes);  // in the present scope
+  Status free(int device, DeviceAddress address);
+  // `tag` empty: all that are awake, or asleep. On every device that has the tag. A device that fails has undone itself;
+  // those before it stay as they then are, and a retry goes on from there.
+  Result<TagMove> sleep(const std::string& tag, CleanCheck clean = CleanCheck::kTrust);
+  Result<TagMove> wake(const std::string& tag);
+  void mark_dirty(const std::string& tag);
+  // Of each device: its name, states by tag, and what it holds.
+  std::map<std::string, std::pair<std::map<std::string, std::string>, RankLedger>> describe() const;
+
+ private:
+  struct Device {
+    std::unique_ptr<RankMemory> memory;
+    uint64_t allocations = 0;  // so far; names them
+  };
+  Result<RankMemory*> memory_of(int device);
+  Result<TagMove> each(const std::string& tag, RegionState wanted, const std::function<Result<TagMove>(RankMemory&, const std::vector<std::string>&)>& work);
+
+  const MakeDevice make_device_;
+  const RankMemoryOptions options_;
+  mutable std::mutex mutex_;  // guards devices_
+  std::map<int, Device> devices_;
+};
+
+}  // namespace torpor

@@ -1,0 +1,225 @@
+#include "allocator/cuda/cuda_device.h"
+
+#include <optional>
+#include <thread>
+
+#include "allocator/host_arena.h"
+#include "base/units.h"
+#include "tests/contract/device_memory_contract.h"
+#include "tests/support/fake_cuda_driver.h"
+
+namespace torpor {
+namespace {
+
+using test::DeviceMemoryContract;
+using test::FakeCuda;
+using test::FakeCudaOptions;
+using test::value_of;
+using Lasting = FakeCuda::Lasting;
+
+// Over the fake driver; the one before ends, and with it fails the test that misused it.
+std::unique_ptr<DeviceMemory> over_fake(FakeCudaOptions options) {
+  static std::optional<FakeCuda> fake;
+  fake.emplace(options);
+  return value_of(make_cuda_device(fake->driver(), {}));
+}
+std::unique_ptr<DeviceMemory> batched() { return over_fake({}); }
+std::unique_ptr<DeviceMemory> one_by_one() { return over_fake({.granularity_bytes = 2 * kMiB, .batched_copies = false, .seed = 2}); }
+
+INSTANTIATE_TEST_SUITE_P(FakeCuda, DeviceMemoryContract, ::testing::Values(batched, one_by_one));
+
+// The same on real ones, where there are any.
+std::vector<test::DeviceFactory> real_devices() {
+  if (!cuda_driver()) return {};
+  return {[] { return value_of(make_cuda_device()); }};
+}
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(DeviceMemoryContract);
+INSTANTIATE_TEST_SUITE_P(Cuda, DeviceMemoryContract, ::testing::ValuesIn(real_devices()));
+
+TEST(CudaDriver, WhereThereIsNoneTheErrorSaysWhatToInstall) {
+  const Result<const CudaDriver*> driver = cuda_driver();
+  if (driver) GTEST_SKIP() << "there is a driver here";
+  EXPECT_EQ(driver.error().code, Code::kUnsupported);
+  EXPECT_NE(driver.error().next_step, "");
+  EXPECT_FAILS(make_cuda_device(), Code::kUnsupported);
+}
+
+TEST(CudaDevice, SaysWhatItIs) {
+  FakeCuda fake({.devices = 2, .attributes = false});
+  CudaDeviceInfo info;
+  const auto device = value_of(make_cuda_device(fake.driver(), {.ordinal = 1, .rdma = true, .exportable = true}, &info));
+  EXPECT_EQ(device->kind(), "cuda:1");
+  EXPECT_EQ(info.name, "Fake GPU");
+  EXPECT_EQ(info.driver_version, 12080);
+  EXPECT_TRUE(info.batched_copies);
+  ASSERT_EQ(info.notes.size(), 2u);  // what was asked for and is not there
+  EXPECT_NE(info.notes[0].find("RDMA"), std::string::npos);
+  EXPECT_EQ(device->info().capacity_bytes, kGiB);
+}
+
+TEST(CudaDevice, OnesThatDoNotExistOrCannotAreRefusedAndNothingIsLeft) {
+  FakeCuda fake({.devices = 2, .virtual_memory = false});
+  EXPECT_FAILS(make_cuda_device(fake.driver(), {.ordinal = 2}), Code::kUnsupported, "GPU 2");
+  EXPECT_FAILS(make_cuda_device(fake.driver(), {.ordinal = -1}), Code::kUnsupported);
+  EXPECT_FAILS(make_cuda_device(fake.driver(), {}), Code::kUnsupported, "virtual memory management");
+  EXPECT_EQ(fake.left(), "");
+}
+
+TEST(CudaDevice, TheCallersContextIsPutBackWhateverHappens) {
+  FakeCuda fake({.devices = 2});
+  const auto device = value_of(make_cuda_device(fake.driver(), {.ordinal = 1}));
+  CUcontext own = nullptr;
+  ASSERT_EQ(fake.driver().cuDevicePrimaryCtxRetain(&own, 0), CUDA_SUCCESS);
+  ASSERT_EQ(fake.driver().cuCtxPushCurrent(own), CUDA_SUCCESS);
+  const DeviceAddress address = value_of(device->reserve(device->granularity()));
+  EXPECT_FAILS(device->create(2 * kGiB), Code::kResourceExhausted);
+  const PhysicalId id = value_of(device->create(device->granularity()));  // on its own device, or the fake complains
+  ASSERT_SUCCEEDS(device->map(address, id));
+  ASSERT_SUCCEEDS(device->set_access(address, device->granularity(), Access::kReadWrite));
+  std::thread([&] { EXPECT_TRUE(device->info().used_bytes.has_value()); }).join();  // a thread without a context
+  ASSERT_SUCCEEDS(device->unmap(address, device->granularity()));
+  ASSERT_SUCCEEDS(device->release(id));
+  ASSERT_SUCCEEDS(device->free_reservation(address));
+  CUcontext current = nullptr;
+  EXPECT_EQ(fake.contexts_of_this_thread(), 1u);
+  ASSERT_EQ(fake.driver().cuCtxPopCurrent(&current), CUDA_SUCCESS);
+  EXPECT_EQ(current, own);
+  ASSERT_EQ(fake.driver().cuDevicePrimaryCtxRelease(0), CUDA_SUCCESS);
+}
+
+TEST(CudaDevice, AnotherProcessMayHoldTheMemory) {
+  FakeCuda fake({.memory_bytes = kMiB});
+  const auto device = value_of(make_cuda_device(fake.driver(), {}));
+  CUcontext own = nullptr;
+  ASSERT_EQ(fake.driver().cuDevicePrimaryCtxRetain(&own, 0), CUDA_SUCCESS);
+  ASSERT_EQ(fake.driver().cuCtxPushCurrent(own), CUDA_SUCCESS);
+  CUmemAllocationProp properties{};
+  properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  CUmemGenericAllocationHandle other = 0;
+  ASSERT_EQ(fake.driver().cuMemCreate(&other, kMiB - 64 * kKiB, &properties, 0), CUDA_SUCCESS);
+  EXPECT_FAILS(device->create(128 * kKiB), Code::kResourceExhausted, "free device memory");
+  EXPECT_EQ(*device->info().used_bytes - device->info().physical_bytes, kMiB - 64 * kKiB);  // what is not torpor's
+  ASSERT_EQ(fake.driver().cuMemRelease(other), CUDA_SUCCESS);
+  const PhysicalId id = value_of(device->create(128 * kKiB));
+  ASSERT_SUCCEEDS(device->release(id));
+  CUcontext popped = nullptr;
+  ASSERT_EQ(fake.driver().cuCtxPopCurrent(&popped), CUDA_SUCCESS);
+  ASSERT_EQ(fake.driver().cuDevicePrimaryCtxRelease(0), CUDA_SUCCESS);
+}
+
+// A stream, and a mapped region of four physical pieces.
+class CudaDeviceTest : public ::testing::Test {
+ protected:
+  CudaDeviceTest() : device_(value_of(make_cuda_device(fake_.driver(), {}))), unit_(device_->granularity()), stream_(value_of(device_->create_stream())), address_(value_of(device_->reserve(4 * unit_))) {
+    for (uint64_t i = 0; i < 4; ++i) {
+      ids_.push_back(value_of(device_->create(unit_)));
+      EXPECT_SUCCEEDS(device_->map(address_ + i * unit_, ids_.back()));
+    }
+    EXPECT_SUCCEEDS(device_->set_access(address_, 4 * unit_, Access::kReadWrite));
+  }
+  ~CudaDeviceTest() override {
+    fake_.heal();
+    EXPECT_SUCCEEDS(device_->unmap(address_, 4 * unit_));
+    for (const PhysicalId id : ids_) EXPECT_SUCCEEDS(device_->release(id));
+    EXPECT_SUCCEEDS(device_->free_reservation(address_));
+    EXPECT_SUCCEEDS(device_->destroy_stream(stream_));
+    device_.reset();
+    EXPECT_EQ(fake_.left(), "");
+  }
+  DrainResult copy(Direction direction, std::vector<std::byte>& host) {
+    std::vector<Copy> copies;
+    for (uint64_t at = 0; at < host.size(); at += unit_) copies.push_back({address_ + at, host.data() + at, unit_});
+    EXPECT_SUCCEEDS(device_->copy_async(stream_, direction, copies));
+    return device_->wait(value_of(device_->record(stream_)));
+  }
+  FakeCuda fake_;
+  std::unique_ptr<DeviceMemory> device_;
+  uint64_t unit_;
+  StreamId stream_;
+  DeviceAddress address_;
+  std::vector<PhysicalId> ids_;
+};
+
+TEST_F(CudaDeviceTest, AnUnmapThatFailsHalfWayIsUndone) {
+  std::vector<std::byte> content(4 * unit_, std::byte{7});
+  ASSERT_EQ(copy(Direction::kHostToDevice, content).drain, Drain::kCompleted);
+  fake_.fail(4, CUDA_ERROR_UNKNOWN, Lasting::kForever);  // context, two unmaps, then the third for ever
+  const Status done = device_->unmap(address_, 4 * unit_);
+  EXPECT_EQ(fake_.failed_function(), "cuMemUnmap");
+  ASSERT_FALSE(done);
+  EXPECT_FALSE(done.error().state_changed);
+  fake_.heal();
+  std::vector<std::byte> read(4 * unit_);
+  ASSERT_EQ(copy(Direction::kDeviceToHost, read).drain, Drain::kCompleted);
+  EXPECT_EQ(read, content);
+}
+
+TEST_F(CudaDeviceTest, AWaitThatFailsIsDecidedByTheStream) {
+  std::vector<std::byte> host(4 * unit_);
+  const auto wait_failing = [&](CUresult code, Lasting lasting) {
+    std::vector<Copy> copies = {{address_, host.data(), unit_}};
+    EXPECT_SUCCEEDS(device_->copy_async(stream_, Direction::kDeviceToHost, copies));
+    const EventId event = value_of(device_->record(stream_));
+    fake_.fail(2, code, lasting);  // context, then the event
+    const DrainResult drained = device_->wait(event);
+    EXPECT_EQ(fake_.failed_function(), "cuEventSynchronize");
+    fake_.heal();
+    return drained;
+  };
+  const DrainResult once = wait_failing(CUDA_ERROR_UNKNOWN, Lasting::kOnce);
+  EXPECT_EQ(once.drain, Drain::kDrainedWithError);
+  EXPECT_EQ(once.error.native, CUDA_ERROR_UNKNOWN);
+  const DrainResult sticky = wait_failing(CUDA_ERROR_ILLEGAL_ADDRESS, Lasting::kSticky);
+  EXPECT_EQ(sticky.drain, Drain::kUnproven);
+  EXPECT_EQ(device_->drain(stream_).drain, Drain::kCompleted);  // healed: now it is proven
+}
+
+TEST_F(CudaDeviceTest, WhatIsNotProvenToBeZeroedIsNotUnmappedUntilItIs) {
+  const DeviceAddress address = value_of(device_->reserve(unit_));
+  const PhysicalId id = value_of(device_->create(unit_));
+  ASSERT_SUCCEEDS(device_->map(address, id));
+  fake_.fail(4, CUDA_ERROR_LAUNCH_FAILED, Lasting::kSticky);  // context, access, memset, then its wait
+  EXPECT_FAILS(device_->set_access(address, unit_, Access::kReadWrite), Code::kDevice, "zeroing");
+  EXPECT_EQ(fake_.failed_function(), "cuStreamSynchronize");
+  fake_.fail(2, CUDA_ERROR_LAUNCH_FAILED, Lasting::kSticky);
+  EXPECT_FAILS(device_->unmap(address, unit_), Code::kDevice);
+  fake_.heal();
+  EXPECT_SUCCEEDS(device_->unmap(address, unit_));
+  EXPECT_SUCCEEDS(device_->release(id));
+  EXPECT_SUCCEEDS(device_->free_reservation(address));
+}
+
+TEST_F(CudaDeviceTest, TheArenaIsPinnedAndUnpinnedBeforeItGoes) {
+  {
+    const auto arena = value_of(HostArena::create({.slab_bytes = 2 * kMiB, .pin_for = device_.get()}));
+    const auto span = value_of(arena->allocate(kMiB));
+    EXPECT_NE(fake_.left().find("1 pinned"), std::string::npos);
+    EXPECT_EQ(arena->info().unpinned_bytes, 0u);
+  }
+  EXPECT_EQ(fake_.left().find("pinned"), std::string::npos);
+}
+
+TEST_F(CudaDeviceTest, AnArenaThatCannotBePinnedWorksAndSaysSo) {
+  const auto arena = value_of(HostArena::create({.slab_bytes = 2 * kMiB, .pin_for = device_.get()}));
+  fake_.fail(2, CUDA_ERROR_OUT_OF_MEMORY, Lasting::kOnce);
+  {
+    const auto span = value_of(arena->allocate(kMiB));
+    EXPECT_EQ(fake_.failed_function(), "cuMemHostRegister");
+    EXPECT_EQ(arena->info().unpinned_bytes, 2 * kMiB);
+  }
+  EXPECT_EQ(arena->trim(), 2 * kMiB);
+  EXPECT_EQ(arena->info().unpinned_bytes, 0u);
+}
+
+TEST_F(CudaDeviceTest, MemoryThatCannotBeUnpinnedStays) {
+  const auto arena = value_of(HostArena::create({.slab_bytes = 2 * kMiB, .pin_for = device_.get()}));
+  (void)value_of(arena->allocate(kMiB));
+  fake_.fail(2, CUDA_ERROR_UNKNOWN, Lasting::kForever);
+  EXPECT_EQ(arena->trim(), 0u);
+  EXPECT_EQ(fake_.failed_function(), "cuMemHostUnregister");
+  EXPECT_EQ(arena->info().held_bytes, 2 * kMiB);
+  fake_.heal();
+}
+
+}  // namespace
+}  // namespace torpor

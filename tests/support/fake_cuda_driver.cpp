@@ -1,0 +1,494 @@
+#include "tests/support/fake_cuda_driver.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+namespace torpor::test {
+namespace {
+
+FakeCuda* active = nullptr;
+thread_local std::vector<CUcontext> contexts;
+
+CUcontext context_of(int device) { return reinterpret_cast<CUcontext>(static_cast<uintptr_t>(device + 1)); }
+int device_of(CUcontext context) { return static_cast<int>(reinterpret_cast<uintptr_t>(context)) - 1; }
+uint64_t number(const void* handle) { return reinterpret_cast<uint64_t>(handle); }
+template <class Handle>
+Handle handle(uint64_t number) {
+  return reinterpret_cast<Handle>(number);  // NOLINT(performance-no-int-to-ptr)
+}
+
+bool overlap(uint64_t a, uint64_t a_size, uint64_t b, uint64_t b_size) { return a < b + b_size && b < a + a_size; }
+
+}  // namespace
+
+// Counts the call, lets it fail if that was asked for, and lets work on streams go on a little.
+CUresult FakeCuda::enter(std::string function, bool needs_context) {
+  if (const size_t version = function.find("_v"); version != std::string::npos) function.resize(version);  // cuda.h's macros
+  ++counts_[function];
+  some_time_passes();
+  if (paused_) return needs_context && contexts.empty() ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
+  ++calls_;
+  if (calls_ == fail_at_) failing_ = function;
+  const bool fails = fail_at_ != 0 && calls_ >= fail_at_ &&
+                     (calls_ == fail_at_ || lasting_ == Lasting::kSticky || (lasting_ == Lasting::kForever && failing_ == function));
+  if (fails) return code_;
+  if (needs_context && contexts.empty()) return CUDA_ERROR_INVALID_CONTEXT;
+  return CUDA_SUCCESS;
+}
+
+void FakeCuda::some_time_passes() {
+  if (streams_.empty() || random_() % 4 != 0) return;
+  auto stream = streams_.begin();
+  std::advance(stream, static_cast<std::ptrdiff_t>(random_() % streams_.size()));
+  for (uint64_t i = random_() % 3; i > 0 && !stream->second.queue.empty(); --i) run_one(stream->second);
+}
+
+std::byte* FakeCuda::bytes_at(uint64_t address, uint64_t& contiguous, CUmemAccess_flags& access) {
+  auto mapping = mappings_.upper_bound(address);
+  if (mapping == mappings_.begin() || (--mapping)->first + mapping->second.size <= address) return nullptr;
+  contiguous = mapping->first + mapping->second.size - address;
+  access = mapping->second.access;
+  return physical_.at(mapping->second.handle).bytes.data() + (address - mapping->first);
+}
+
+bool FakeCuda::accessible(uint64_t address, uint64_t size, bool writing) {
+  while (size > 0) {
+    uint64_t contiguous = 0;
+    CUmemAccess_flags access = CU_MEM_ACCESS_FLAGS_PROT_NONE;
+    if (bytes_at(address, contiguous, access) == nullptr || access == CU_MEM_ACCESS_FLAGS_PROT_NONE) return false;
+    if (writing && access != CU_MEM_ACCESS_FLAGS_PROT_READWRITE) return false;
+    const uint64_t step = std::min(contiguous, size);
+    address += step;
+    size -= step;
+  }
+  return true;
+}
+
+void FakeCuda::run_one(Stream& stream) {
+  const Work work = stream.queue.front();
+  stream.queue.pop_front();
+  ++stream.done;
+  if (!accessible(work.device, work.bytes, work.kind != Work::Kind::kDown)) {
+    misuse(fmt::format("work on {:#x} ran when that was not mapped with access", work.device));
+    return;
+  }
+  uint64_t at = 0;
+  while (at < work.bytes) {
+    uint64_t contiguous = 0;
+    CUmemAccess_flags access{};
+    std::byte* const device = bytes_at(work.device + at, contiguous, access);
+    const uint64_t step = std::min(contiguous, work.bytes - at);
+    if (work.kind == Work::Kind::kDown) std::memcpy(work.host + at, device, step);
+    if (work.kind == Work::Kind::kUp) std::memcpy(device, work.host + at, step);
+    if (work.kind == Work::Kind::kSet) std::memset(device, work.value, step);
+    at += step;
+  }
+}
+
+void FakeCuda::run_until(Stream& stream, uint64_t count) {
+  while (stream.done < count) run_one(stream);
+}
+
+bool FakeCuda::in_flight(uint64_t address, uint64_t size) const {
+  for (const auto& [id, stream] : streams_) {
+    for (const Work& work : stream.queue) {
+      if (overlap(address, size, work.device, work.bytes)) return true;
+    }
+  }
+  return false;
+}
+
+bool FakeCuda::host_in_flight(const std::byte* host, uint64_t size) const {
+  for (const auto& [id, stream] : streams_) {
+    for (const Work& work : stream.queue) {
+      if (work.host != nullptr && overlap(number(host), size, number(work.host), work.bytes)) return true;
+    }
+  }
+  return false;
+}
+
+CUresult FakeCuda::enqueue(uint64_t id, const Work& work) {
+  const auto stream = streams_.find(id);
+  if (stream == streams_.end()) return CUDA_ERROR_INVALID_HANDLE;
+  if (work.bytes == 0 || !accessible(work.device, work.bytes, work.kind != Work::Kind::kDown)) return CUDA_ERROR_INVALID_VALUE;
+  for (const auto& [other_id, other] : streams_) {
+    if (other_id == id) continue;
+    for (const Work& running : other.queue) {
+      const bool both_read_host = work.kind == Work::Kind::kUp && running.kind == Work::Kind::kUp;
+      const bool same_host = work.host != nullptr && running.host != nullptr && overlap(number(work.host), work.bytes, number(running.host), running.bytes);
+      const bool both_read_device = work.kind == Work::Kind::kDown && running.kind == Work::Kind::kDown;
+      if (same_host && !both_read_host) misuse("host memory is reused while a copy on another stream uses it");
+      if (overlap(work.device, work.bytes, running.device, running.bytes) && !both_read_device) misuse("device memory is written while work on another stream uses it");
+    }
+  }
+  stream->second.queue.push_back(work);
+  ++stream->second.enqueued;
+  return CUDA_SUCCESS;
+}
+
+// The functions of the table.
+struct FakeCalls {
+  using Work = FakeCuda::Work;
+
+  // Enters `function` under the lock and returns the failure, if one was asked for; `fake` is the one at work.
+#define FAKE_ENTER(...)                          \
+  FakeCuda& fake = *active;                      \
+  const std::lock_guard lock(fake.mutex_);       \
+  if (const CUresult failed = fake.enter(__func__ __VA_OPT__(, ) __VA_ARGS__); failed != CUDA_SUCCESS) return failed
+
+  static CUresult cuInit(unsigned int) {
+    FAKE_ENTER(false);
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuDriverGetVersion(int* version) {
+    FAKE_ENTER(false);
+    *version = fake.options_.batched_copies ? 12080 : 12000;
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuGetErrorName(CUresult, const char** text) {
+    *text = "FAKE";
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuGetErrorString(CUresult, const char** text) {
+    *text = "the fake driver says no";
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuDeviceGetCount(int* count) {
+    FAKE_ENTER(false);
+    *count = fake.options_.devices;
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuDeviceGet(CUdevice* device, int ordinal) {
+    FAKE_ENTER(false);
+    if (ordinal < 0 || ordinal >= fake.options_.devices) return CUDA_ERROR_INVALID_DEVICE;
+    *device = ordinal;
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuDeviceGetName(char* name, int length, CUdevice) {
+    FAKE_ENTER(false);
+    std::snprintf(name, static_cast<size_t>(length), "Fake GPU");
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
+    FAKE_ENTER(false);
+    *value = (attribute == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED ? fake.options_.virtual_memory : fake.options_.attributes) ? 1 : 0;
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
+    FAKE_ENTER(false);
+    ++fake.retained_[device];
+    *context = context_of(device);
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
+    FAKE_ENTER(false);
+    if (fake.retained_[device] == 0) {
+      fake.misuse("a context is released that nobody holds");
+      return CUDA_ERROR_INVALID_CONTEXT;
+    }
+    --fake.retained_[device];
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuCtxPushCurrent(CUcontext context) {
+    FAKE_ENTER(false);
+    if (fake.retained_[device_of(context)] == 0) return CUDA_ERROR_INVALID_CONTEXT;
+    contexts.push_back(context);
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuCtxPopCurrent(CUcontext* context) {
+    FAKE_ENTER(true);
+    *context = contexts.back();
+    contexts.pop_back();
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuCtxSynchronize() {
+    FAKE_ENTER();
+    for (auto& [id, stream] : fake.streams_) fake.run_until(stream, stream.enqueued);
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuMemGetInfo(size_t* free, size_t* total) {
+    FAKE_ENTER();
+    *total = fake.options_.memory_bytes;
+    *free = *total - fake.used_.at(static_cast<size_t>(device_of(contexts.back())));
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuMemGetAllocationGranularity(size_t* granularity, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
+    FAKE_ENTER();
+    *granularity = fake.options_.granularity_bytes;
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuMemAddressReserve(CUdeviceptr* address, size_t size, size_t, CUdeviceptr, unsigned long long) {
+    FAKE_ENTER();
+    if (size == 0 || size % fake.options_.granularity_bytes != 0) return CUDA_ERROR_INVALID_VALUE;
+    *address = fake.next_address_;
+    fake.next_address_ += size + fake.options_.granularity_bytes;
+    fake.ranges_.emplace(*address, FakeCuda::Range{size});
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuMemAddressFree(CUdeviceptr address, size_t size) {
+    FAKE_ENTER();
+    const auto range = fake.ranges_.find(address);
+    if (range == fake.ranges_.end() || range->second.size != size) return CUDA_ERROR_INVALID_VALUE;
+    const auto mapped = fake.mappings_.lower_bound(address);
+    if (mapped != fake.mappings_.end() && mapped->first < address + size) return CUDA_ERROR_INVALID_VALUE;
+    fake.ranges_.erase(range);
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuMemCreate(CUmemGenericAllocationHandle* out, size_t size, const CUmemAllocationProp* properties, unsigned long long) {
+    FAKE_ENTER();
+    if (size == 0 || size % fake.options_.granularity_bytes != 0 || properties->type != CU_MEM_ALLOCATION_TYPE_PINNED) return CUDA_ERROR_INVALID_VALUE;
+    if (properties->location.id != device_of(contexts.back())) fake.misuse("memory is created in the context of another device");
+    uint64_t& used = fake.used_.at(static_cast<size_t>(properties->location.id));
+    if (size > fake.options_.memory_bytes - used) return CUDA_ERROR_OUT_OF_MEMORY;
+    used += size;
+    *out = fake.next_id_++;
+    fake.physical_.emplace(*out, FakeCuda::Physical{.device = properties->location.id, .bytes = std::vector<std::byte>(size, std::byte{0xcd})});
+    return CUDA_SUCCESS;
+  }
+  static void collect(FakeCuda& fake, uint64_t id) {
+    const auto physical = fake.physical_.find(id);
+    if (!physical->second.released || physical->second.maps > 0) return;
+    fake.used_.at(static_cast<size_t>(physical->second.device)) -= physical->second.bytes.size();
+    fake.physical_.erase(physical);
+  }
+  static CUresult cuMemRelease(CUmemGenericAllocationHandle id) {
+    FAKE_ENTER();
+    const auto physical = fake.physical_.find(id);
+    if (physical == fake.physical_.end() || physical->second.released) {
+      fake.misuse("physical memory is released twice");
+      return CUDA_ERROR_INVALID_VALUE;
+    }
+    physical->second.released = true;
+    collect(fake, id);
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuMemMap(CUdeviceptr address, size_t size, size_t offset, CUmemGenericAllocationHandle id, unsigned long long) {
+    FAKE_ENTER();
+    const auto physical = fake.physical_.find(id);
+    if (physical == fake.physical_.end() || physical->second.released || offset != 0 || size != physical->second.bytes.size()) return CUDA_ERROR_INVALID_VALUE;
+    auto range = fake.ranges_.upper_bound(address);
+    if (range == fake.ranges_.begin() || address + size > (--range)->first + range->second.size || address % fake.options_.granularity_bytes != 0) return CUDA_ERROR_INVALID_VALUE;
+    for (const auto& [at, mapping] : fake.mappings_) {
+      if (overlap(at, mapping.size, address, size)) return CUDA_ERROR_INVALID_VALUE;
+    }
+    fake.mappings_.emplace(address, FakeCuda::Mapping{.size = size, .handle = id});
+    ++physical->second.maps;
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuMemUnmap(CUdeviceptr address, size_t size) {
+    FAKE_ENTER();
+    const auto mapping = fake.mappings_.find(address);
+    if (mapping == fake.mappings_.end() || mapping->second.size != size) return CUDA_ERROR_INVALID_VALUE;  // one whole mapping at a time
+    if (fake.in_flight(address, size)) fake.misuse(fmt::format("{:#x} is unmapped while work uses it", address));
+    const uint64_t id = mapping->second.handle;
+    fake.mappings_.erase(mapping);
+    --fake.physical_.at(id).maps;
+    collect(fake, id);
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuMemSetAccess(CUdeviceptr address, size_t size, const CUmemAccessDesc* description, size_t count) {
+    FAKE_ENTER();
+    uint64_t reached = address;
+    std::vector<FakeCuda::Mapping*> covered;
+    for (auto at = fake.mappings_.find(address); at != fake.mappings_.end() && at->first == reached && reached < address + size; ++at) {
+      if (fake.physical_.at(at->second.handle).device != description->location.id) fake.misuse("access is given to a device that does not own the memory");
+      covered.push_back(&at->second);
+      reached += at->second.size;
+    }
+    if (count != 1 || size == 0 || reached != address + size) return CUDA_ERROR_INVALID_VALUE;
+    if (description->flags == CU_MEM_ACCESS_FLAGS_PROT_NONE && fake.in_flight(address, size)) fake.misuse("access is taken away while work uses the memory");
+    for (FakeCuda::Mapping* mapping : covered) mapping->access = description->flags;
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuMemHostRegister(void* host, size_t size, unsigned int) {
+    FAKE_ENTER();
+    for (const auto& [base, bytes] : fake.pinned_) {
+      if (overlap(number(base), bytes, number(host), size)) return CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
+    }
+    fake.pinned_.emplace(static_cast<const std::byte*>(host), size);
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuMemHostUnregister(void* host) {
+    FAKE_ENTER();
+    const auto pinned = fake.pinned_.find(static_cast<const std::byte*>(host));
+    if (pinned == fake.pinned_.end()) return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+    if (fake.host_in_flight(pinned->first, pinned->second)) fake.misuse("host memory is unpinned while a copy uses it");
+    fake.pinned_.erase(pinned);
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuMemsetD8Async(CUdeviceptr address, unsigned char value, size_t size, CUstream stream) {
+    FAKE_ENTER();
+    return fake.enqueue(number(stream), {.kind = Work::Kind::kSet, .device = address, .bytes = size, .value = value});
+  }
+  static CUresult cuMemcpyDtoHAsync(void* host, CUdeviceptr address, size_t size, CUstream stream) {
+    FAKE_ENTER();
+    return fake.enqueue(number(stream), {.kind = Work::Kind::kDown, .device = address, .host = static_cast<std::byte*>(host), .bytes = size});
+  }
+  static CUresult cuMemcpyHtoDAsync(CUdeviceptr address, const void* host, size_t size, CUstream stream) {
+    FAKE_ENTER();
+    return fake.enqueue(number(stream), {.kind = Work::Kind::kUp, .device = address, .host = static_cast<std::byte*>(const_cast<void*>(host)), .bytes = size});
+  }
+  static CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size_t* sizes, size_t count, CUmemcpyAttributes* attributes, size_t* starts, size_t kinds, size_t* failed, CUstream stream) {
+    FakeCuda& fake = *active;
+    const std::lock_guard lock(fake.mutex_);
+    const CUresult asked = fake.enter(__func__);
+    const bool named = stream != nullptr && kinds == 1 && starts[0] == 0 && attributes[0].srcAccessOrder == CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+    if (asked == CUDA_SUCCESS && (!named || count == 0)) return CUDA_ERROR_INVALID_VALUE;
+    // The copies of a batch run in any order; where the call fails, some may have begun.
+    std::vector<size_t> order(count);
+    for (size_t i = 0; i < count; ++i) order[i] = i;
+    std::shuffle(order.begin(), order.end(), fake.random_);
+    if (asked != CUDA_SUCCESS) order.resize(fake.random_() % (count + 1));
+    for (const size_t i : order) {
+      const bool down = to[i] < (uint64_t{0x7f} << 40) || to[i] >= fake.next_address_ || fake.ranges_.empty() || !in_ranges(fake, to[i]);
+      const Work work{.kind = down ? Work::Kind::kDown : Work::Kind::kUp, .device = down ? from[i] : to[i], .host = reinterpret_cast<std::byte*>(down ? to[i] : from[i]), .bytes = sizes[i]};  // NOLINT(performance-no-int-to-ptr)
+      if (const CUresult result = fake.enqueue(number(stream), work); result != CUDA_SUCCESS && asked == CUDA_SUCCESS) {
+        *failed = i;
+        return result;
+      }
+    }
+    return asked;
+  }
+  static bool in_ranges(const FakeCuda& fake, uint64_t address) {
+    auto range = fake.ranges_.upper_bound(address);
+    return range != fake.ranges_.begin() && address < (--range)->first + range->second.size;
+  }
+  static CUresult cuStreamCreate(CUstream* stream, unsigned int) {
+    FAKE_ENTER();
+    const uint64_t id = fake.next_id_++;
+    fake.streams_.emplace(id, FakeCuda::Stream{});
+    *stream = handle<CUstream>(id);
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuStreamDestroy(CUstream stream) {
+    FAKE_ENTER();
+    const auto found = fake.streams_.find(number(stream));
+    if (found == fake.streams_.end()) return CUDA_ERROR_INVALID_HANDLE;
+    if (!found->second.queue.empty()) fake.misuse("a stream is destroyed with work in it");
+    fake.streams_.erase(found);
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuStreamSynchronize(CUstream stream) {
+    FAKE_ENTER();
+    const auto found = fake.streams_.find(number(stream));
+    if (found == fake.streams_.end()) return CUDA_ERROR_INVALID_HANDLE;
+    fake.run_until(found->second, found->second.enqueued);
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuEventCreate(CUevent* event, unsigned int) {
+    FAKE_ENTER();
+    const uint64_t id = fake.next_id_++;
+    fake.events_.emplace(id, FakeCuda::Event{});
+    *event = handle<CUevent>(id);
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuEventRecord(CUevent event, CUstream stream) {
+    FAKE_ENTER();
+    const auto found = fake.events_.find(number(event));
+    const auto of = fake.streams_.find(number(stream));
+    if (found == fake.events_.end() || of == fake.streams_.end()) return CUDA_ERROR_INVALID_HANDLE;
+    found->second = {number(stream), of->second.enqueued};
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuEventSynchronize(CUevent event) {
+    FAKE_ENTER();
+    const auto found = fake.events_.find(number(event));
+    if (found == fake.events_.end()) return CUDA_ERROR_INVALID_HANDLE;
+    const auto stream = fake.streams_.find(found->second.stream);
+    if (stream != fake.streams_.end()) fake.run_until(stream->second, found->second.count);
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuEventDestroy(CUevent event) {
+    FAKE_ENTER();
+    return fake.events_.erase(number(event)) == 1 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+  }
+#undef FAKE_ENTER
+};
+
+FakeCuda::FakeCuda(FakeCudaOptions options) : options_(options), random_(options.seed), used_(static_cast<size_t>(options.devices)) {
+#define FAKE_FILL(function, version) driver_.function = FakeCalls::function;
+  TORPOR_CUDA_FUNCTIONS(FAKE_FILL)
+  if (options.batched_copies) {
+    TORPOR_CUDA_OPTIONAL_FUNCTIONS(FAKE_FILL)
+  }
+#undef FAKE_FILL
+  contexts.clear();
+  active = this;
+}
+
+FakeCuda::~FakeCuda() {
+  active = nullptr;
+  for (const std::string& what : misuses_) ADD_FAILURE() << "misuse of the driver: " << what;
+}
+
+void FakeCuda::fail(uint64_t nth_call_from_now, CUresult code, Lasting lasting) {
+  const std::lock_guard lock(mutex_);
+  calls_ = 0;
+  fail_at_ = nth_call_from_now;
+  code_ = code;
+  lasting_ = lasting;
+  failing_.clear();
+}
+
+void FakeCuda::heal() {
+  const std::lock_guard lock(mutex_);
+  fail_at_ = 0;
+}
+
+void FakeCuda::pause(bool paused) {
+  const std::lock_guard lock(mutex_);
+  paused_ = paused;
+}
+
+uint64_t FakeCuda::calls() const {
+  const std::lock_guard lock(mutex_);
+  return calls_;
+}
+
+bool FakeCuda::fired() const {
+  const std::lock_guard lock(mutex_);
+  return !failing_.empty();
+}
+
+std::string FakeCuda::failed_function() const {
+  const std::lock_guard lock(mutex_);
+  return failing_;
+}
+
+std::vector<std::string> FakeCuda::take_misuses() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(misuses_, {});
+}
+
+std::string FakeCuda::left() const {
+  const std::lock_guard lock(mutex_);
+  std::string words;
+  const auto count = [&words](size_t many, std::string_view what) {
+    if (many > 0) words += fmt::format("{}{} {}", words.empty() ? "" : ", ", many, what);
+  };
+  count(ranges_.size(), "address ranges");
+  count(physical_.size(), "physical allocations");
+  count(mappings_.size(), "maps");
+  count(streams_.size(), "streams");
+  count(events_.size(), "events");
+  count(pinned_.size(), "pinned ranges");
+  for (const auto& [device, times] : retained_) count(static_cast<size_t>(times), "retained contexts");
+  return words;
+}
+
+uint64_t FakeCuda::used_bytes(int device) const {
+  const std::lock_guard lock(mutex_);
+  return used_.at(static_cast<size_t>(device));
+}
+
+size_t FakeCuda::contexts_of_this_thread() const { return contexts.size(); }
+
+std::map<std::string, uint64_t> FakeCuda::counts() const {
+  const std::lock_guard lock(mutex_);
+  return counts_;
+}
+
+}  // namespace torpor::test

@@ -1,0 +1,127 @@
+// A strict NVIDIA driver without a GPU, for tests: the same table as the real one (allocator/cuda/driver.h).
+//
+// It models devices, contexts, address ranges, physical memory, maps, access, streams, events, pinned host memory and a
+// limit. Work on streams runs late: when something waits for it, or at some later call, in an order fixed by the seed.
+// What the real driver refuses is refused with its code; what it would punish later (unmapping, unpinning, freeing or
+// reusing memory that a copy still uses) is written down in misuses(). Any call can be made to fail.
+//
+// One at a time: the table's functions find it through a global. All functions may be called from any thread.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <mutex>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "allocator/cuda/driver.h"
+
+namespace torpor::test {
+
+struct FakeCudaOptions {
+  int devices = 1;
+  uint64_t memory_bytes = uint64_t{1} << 30;  // of each device
+  uint64_t granularity_bytes = uint64_t{64} << 10;
+  bool batched_copies = true;
+  bool attributes = true;  // GPUDirect RDMA and export of memory are there
+  bool virtual_memory = true;
+  uint64_t seed = 1;
+};
+
+class FakeCuda {
+ public:
+  // kOnce: that call. kForever: that call and later ones of the same function. kSticky: all calls from then on, as after
+  // an error that destroys the context.
+  enum class Lasting : uint8_t { kOnce, kForever, kSticky };
+
+  explicit FakeCuda(FakeCudaOptions options = {});
+  ~FakeCuda();
+  FakeCuda(const FakeCuda&) = delete;
+  FakeCuda& operator=(const FakeCuda&) = delete;
+
+  const CudaDriver& driver() const { return driver_; }
+  void fail(uint64_t nth_call_from_now, CUresult code, Lasting lasting);
+  void heal();  // no more failures; fired() and failed_function() stay
+  void pause(bool paused);  // while paused no call counts or is made to fail
+  uint64_t calls() const;                     // since the last fail() or the beginning
+  bool fired() const;
+  std::string failed_function() const;        // the first that was made to fail
+  // Taken away by the call; what is left of them at the end fails the test at work.
+  std::vector<std::string> take_misuses();
+  // Ranges, physical memory, maps, streams, events, pinned ranges and retained contexts that exist, in words; empty: none.
+  std::string left() const;
+  uint64_t used_bytes(int device = 0) const;
+  size_t contexts_of_this_thread() const;
+  // How often each function was called.
+  std::map<std::string, uint64_t> counts() const;
+
+ private:
+  friend struct FakeCalls;
+  struct Range {
+    uint64_t size = 0;
+  };
+  struct Physical {
+    int device = 0;
+    std::vector<std::byte> bytes;
+    uint64_t maps = 0;
+    bool released = false;
+  };
+  struct Mapping {
+    uint64_t size = 0;
+    uint64_t handle = 0;
+    CUmemAccess_flags access = CU_MEM_ACCESS_FLAGS_PROT_NONE;
+  };
+  struct Work {
+    enum class Kind : uint8_t { kDown, kUp, kSet } kind = Kind::kDown;
+    uint64_t device = 0;
+    std::byte* host = nullptr;
+    uint64_t bytes = 0;
+    uint8_t value = 0;
+  };
+  struct Stream {
+    std::deque<Work> queue;
+    uint64_t enqueued = 0;
+    uint64_t done = 0;
+  };
+  struct Event {
+    uint64_t stream = 0;  // 0: not recorded
+    uint64_t count = 0;
+  };
+
+  CUresult enter(std::string function, bool needs_context = true);
+  void some_time_passes();
+  void run_one(Stream& stream);
+  void run_until(Stream& stream, uint64_t count);
+  void misuse(std::string what) { misuses_.push_back(std::move(what)); }
+  bool in_flight(uint64_t address, uint64_t size) const;
+  bool host_in_flight(const std::byte* host, uint64_t size) const;
+  CUresult enqueue(uint64_t stream, const Work& work);
+  std::byte* bytes_at(uint64_t address, uint64_t& contiguous, CUmemAccess_flags& access);
+  bool accessible(uint64_t address, uint64_t size, bool writing);
+
+  const FakeCudaOptions options_;
+  CudaDriver driver_;
+  mutable std::mutex mutex_;  // guards all below
+  std::mt19937_64 random_;
+  uint64_t calls_ = 0;
+  uint64_t fail_at_ = 0;
+  bool paused_ = false;
+  CUresult code_ = CUDA_SUCCESS;
+  Lasting lasting_ = Lasting::kOnce;
+  std::string failing_;  // the function that began to fail
+  std::map<std::string, uint64_t> counts_;
+  uint64_t next_address_ = uint64_t{0x7f} << 40;
+  uint64_t next_id_ = 1;
+  std::map<uint64_t, Range> ranges_;
+  std::map<uint64_t, Physical> physical_;
+  std::map<uint64_t, Mapping> mappings_;
+  std::map<uint64_t, Stream> streams_;
+  std::map<uint64_t, Event> events_;
+  std::map<const std::byte*, uint64_t> pinned_;
+  std::map<int, int> retained_;
+  std::vector<uint64_t> used_;
+  std::vector<std::string> misuses_;
+};
+
+}  // namespace torpor::test
