@@ -97,7 +97,7 @@ struct HostArena::Impl {
 
   // Precondition: the lock is held.
   Status grow(uint64_t bytes) {
-    uint64_t size = align_up(std::max(bytes, options.slab_bytes), kHugePage);
+    uint64_t size = align_up(std::max(bytes, options.slab_bytes), options.slab_bytes >= kHugePage ? kHugePage : kPage);
     if (options.budget_bytes != 0 && held + size > options.budget_bytes) size = align_up(bytes, kPage);
     if (options.budget_bytes != 0 && held + size > options.budget_bytes) {
       return Error{.code = Code::kResourceExhausted,

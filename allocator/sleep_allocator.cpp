@@ -316,6 +316,12 @@ Status SleepAllocator::cancel_restore(std::span<const std::string> tags) {
   return take_memory(selected);
 }
 
+std::optional<RegionInfo> SleepAllocator::region_at(DeviceAddress address) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = regions_.find(address);
+  return found == regions_.end() ? std::nullopt : std::optional(found->second->info);
+}
+
 std::vector<RegionInfo> SleepAllocator::regions() const {
   const std::lock_guard lock(mutex_);
   std::vector<const Region*> sorted;

@@ -16,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <span>
 #include <string>
@@ -66,6 +67,7 @@ class SleepAllocator {
   Status finish_restore(std::span<const std::string> tags);  // restoring -> attached
   Status cancel_restore(std::span<const std::string> tags);  // restoring -> detached; where that fails, still restoring
 
+  std::optional<RegionInfo> region_at(DeviceAddress address) const;  // that begins there
   std::vector<RegionInfo> regions() const;                        // by tag, then in order of allocation
   std::vector<RegionInfo> regions_of(std::string_view tag) const;
   std::map<std::string, RegionState> states() const;  // a tag's state; kBroken if one of its regions is

@@ -475,4 +475,33 @@ KvLayout kv_layout_from(const py::dict& dict) {
   return layout;
 }
 
+py::dict to_python(const RankLedger& ledger) {
+  py::dict tags;
+  for (const auto& [tag, entry] : ledger.tags) {
+    py::dict out;
+    out["state"] = entry.state;
+    out["region_bytes"] = entry.region_bytes;
+    out["physical_bytes"] = entry.physical_bytes;
+    out["backup_host_bytes"] = entry.backup_host_bytes;
+    out["backup_disk_bytes"] = entry.backup_disk_bytes;
+    tags[py::str(tag)] = out;
+  }
+  py::dict out;
+  out["tags"] = tags;
+  out["device_physical_bytes"] = ledger.device_physical_bytes;
+  out["device_capacity_bytes"] = ledger.device_capacity_bytes;
+  out["arena_held_bytes"] = ledger.arena_held_bytes;
+  out["arena_used_bytes"] = ledger.arena_used_bytes;
+  out["arena_budget_bytes"] = ledger.arena_budget_bytes;
+  out["arena_unpinned_bytes"] = ledger.arena_unpinned_bytes;
+  out["device_used_bytes"] = ledger.device_used_bytes;
+  out["chunks_by_outcome"] = ledger.chunks_by_outcome;
+  out["process_resident_bytes"] = ledger.process_resident_bytes;
+  out["process_resident_region_bytes"] = ledger.process_resident_region_bytes;
+  // What is left of the process: interpreter, libraries, the engine's own heap.
+  const uint64_t explained = ledger.process_resident_region_bytes + ledger.arena_held_bytes;
+  out["process_other_bytes"] = ledger.process_resident_bytes > explained ? ledger.process_resident_bytes - explained : 0;
+  return out;
+}
+
 }  // namespace torpor

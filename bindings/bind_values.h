@@ -8,6 +8,7 @@
 #include <pybind11/pybind11.h>
 
 #include "checkpoint/engine_checkpoint.h"
+#include "engine/rank_protocol.h"
 #include "kvcache/kv_layout.h"
 
 namespace torpor {
@@ -18,6 +19,7 @@ pybind11::object to_python(const Value& value);
 SchedulerCheckpoint scheduler_checkpoint_from(const pybind11::dict& dict);
 pybind11::dict to_python(const EngineCheckpoint& checkpoint);
 pybind11::list to_python(const std::vector<WorkerSnapshot>& workers);
+pybind11::dict to_python(const RankLedger& ledger);
 EngineCheckpoint engine_checkpoint_from(const pybind11::dict& dict);
 Fingerprint fingerprint_from(const pybind11::handle& object);
 std::shared_ptr<const Key> key_from(const std::optional<std::string>& key_file);  // null for none

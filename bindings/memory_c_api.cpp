@@ -1,14 +1,9 @@
 #include "bindings/memory_c_api.h"
 
-#include <cstdlib>
-#include <string_view>
-
 #include <fmt/format.h>
 
-#include "allocator/cuda/cuda_device.h"
-#include "allocator/host_device.h"
 #include "base/log.h"
-#include "engine/memory_saver.h"
+#include "bindings/process_memory.h"
 
 #define TORPOR_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -16,23 +11,6 @@ namespace torpor {
 namespace {
 
 thread_local std::string last_error;
-thread_local std::string last_text;
-
-std::string_view environment(const char* name) {
-  const char* const value = std::getenv(name);
-  return value == nullptr ? "" : value;
-}
-
-// Never destroyed: what is below may free memory until the very end of the process.
-MemorySaver& saver() {
-  static MemorySaver* const made = new MemorySaver(
-      [](int ordinal) -> Result<std::unique_ptr<DeviceMemory>> {
-        if (environment("TORPOR_MEMORY_DEVICE") == "host") return make_host_device();
-        return make_cuda_device({.ordinal = ordinal});
-      },
-      {.keep_backup = environment("TORPOR_KEEP_BACKUPS") == "1"});
-  return *made;
-}
 
 // What `work` returns as a code; nothing is thrown across the C border.
 template <class Work>
@@ -48,6 +26,11 @@ int code_of(const Work& work) {
 
 std::string text(const char* tag) { return tag == nullptr ? "" : tag; }
 
+std::vector<std::string> tags(const char* tag) {
+  if (text(tag).empty()) return {};
+  return {text(tag)};
+}
+
 // The scope that torch_memory_saver's setters change, one field at a time.
 MemorySaver::Scope& scope() {
   std::vector<MemorySaver::Scope>& scopes = MemorySaver::scopes();
@@ -55,35 +38,19 @@ MemorySaver::Scope& scope() {
   return scopes.back();
 }
 
-std::string json(const MemorySaver& memory) {
-  std::string out = "{";
-  for (const auto& [device, held] : memory.describe()) {
-    const auto& [states, ledger] = held;
-    std::string tags;
-    for (const auto& [tag, state] : states) {
-      std::string quoted;
-      for (const char c : tag) quoted += c == '"' || c == '\\' || static_cast<unsigned char>(c) < 0x20 ? '?' : c;
-      tags += fmt::format("{}\"{}\": \"{}\"", tags.empty() ? "" : ", ", quoted, state);
-    }
-    out += fmt::format("{}\"{}\": {{\"tags\": {{{}}}, \"physical_bytes\": {}, \"capacity_bytes\": {}, \"used_by_all_bytes\": {}, \"arena_held_bytes\": {}, \"arena_used_bytes\": {}, \"arena_unpinned_bytes\": {}}}",
-                       out.size() == 1 ? "" : ", ", device, tags, ledger.device_physical_bytes, ledger.device_capacity_bytes, ledger.device_used_bytes, ledger.arena_held_bytes, ledger.arena_used_bytes, ledger.arena_unpinned_bytes);
-  }
-  return out + "}";
-}
-
 }  // namespace
 }  // namespace torpor
 
 using torpor::code_of;
 using torpor::MemorySaver;
-using torpor::saver;
+using torpor::memory_saver;
 using torpor::text;
 
 TORPOR_EXPORT void* torpor_torch_malloc(ssize_t bytes, int device, void*) {
   void* found = nullptr;
   code_of([&]() -> torpor::Status {
     if (bytes < 0) return torpor::Error{.code = torpor::Code::kInvalidArgument, .what = fmt::format("{} bytes are wanted", bytes), .next_step = "ask for more than 0"};
-    TORPOR_ASSIGN(const torpor::DeviceAddress address, saver().allocate(device, static_cast<uint64_t>(bytes)));
+    TORPOR_ASSIGN(const torpor::DeviceAddress address, memory_saver().allocate(device, static_cast<uint64_t>(bytes)));
     found = reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
     return torpor::ok();
   });
@@ -92,7 +59,7 @@ TORPOR_EXPORT void* torpor_torch_malloc(ssize_t bytes, int device, void*) {
 
 TORPOR_EXPORT void torpor_torch_free(void* address, ssize_t, int device, void*) {
   if (address == nullptr) return;
-  const int code = code_of([&] { return saver().free(device, reinterpret_cast<torpor::DeviceAddress>(address)); });
+  const int code = code_of([&] { return memory_saver().free(device, reinterpret_cast<torpor::DeviceAddress>(address)); });
   if (code != 0) torpor::log().error("memory was not freed: {}", torpor::last_error);  // the caller has no way to hear of it
 }
 
@@ -113,26 +80,18 @@ TORPOR_EXPORT int torpor_region_end(void) {
 }
 
 TORPOR_EXPORT int torpor_sleep(const char* tag) {
-  return code_of([&] { return saver().sleep(text(tag)); });
+  return code_of([&] { return memory_saver().sleep(torpor::tags(tag)); });
 }
 TORPOR_EXPORT int torpor_wake(const char* tag) {
-  return code_of([&] { return saver().wake(text(tag)); });
+  return code_of([&] { return memory_saver().wake(torpor::tags(tag)); });
 }
 TORPOR_EXPORT int torpor_mark_dirty(const char* tag) {
   return code_of([&]() -> torpor::Status {
-    saver().mark_dirty(text(tag));
+    memory_saver().mark_dirty(torpor::tags(tag));
     return torpor::ok();
   });
 }
 TORPOR_EXPORT const char* torpor_last_error(void) { return torpor::last_error.c_str(); }
-TORPOR_EXPORT const char* torpor_memory_json(void) {
-  code_of([]() -> torpor::Status {
-    torpor::last_text = torpor::json(saver());
-    return torpor::ok();
-  });
-  return torpor::last_text.c_str();
-}
-
 TORPOR_EXPORT void tms_set_current_tag(const char* tag) {
   code_of([&]() -> torpor::Status {
     torpor::scope().tag = text(tag);

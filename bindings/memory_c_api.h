@@ -29,8 +29,6 @@ int torpor_mark_dirty(const char* tag);
 
 // Of the last failure in this thread; "" if there was none. Valid until the next call in this thread.
 const char* torpor_last_error(void);
-// States and bytes of each device, as JSON. Valid until the next call in this thread.
-const char* torpor_memory_json(void);
 
 // The names of torch_memory_saver's C ABI, so that its callers can load this library instead. Pausing sleeps, resuming
 // wakes; "" as a tag means all.

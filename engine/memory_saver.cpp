@@ -1,6 +1,12 @@
 #include "engine/memory_saver.h"
 
+#include <algorithm>
+#include <set>
+
 #include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "engine/tags.h"
 
 namespace torpor {
 namespace {
@@ -52,72 +58,89 @@ Status MemorySaver::free(int device, DeviceAddress address) {
   return found->second.memory->free(address);
 }
 
-Result<TagMove> MemorySaver::each(const std::string& tag, RegionState wanted, const std::function<Result<TagMove>(RankMemory&, const std::vector<std::string>&)>& work) {
-  TagMove sum;
-  bool known = false;
-  bool any = false;
+Result<TagMove> MemorySaver::each(const std::vector<std::string>& wanted_tags, RegionState wanted, const std::function<Result<TagMove>(RankMemory&, const std::vector<std::string>&)>& work) {
+  std::vector<std::pair<Device*, std::vector<std::string>>> selected;
+  std::set<std::string> known;
   for (auto& [ordinal, device] : devices_) {
     if (device.memory == nullptr) continue;
     std::vector<std::string> tags;
     for (const auto& [name, state] : device.memory->states()) {
-      if (!tag.empty() && user_tag(name) != tag) continue;
-      known = true;
+      if (!wanted_tags.empty() && !has_tag(wanted_tags, user_tag(name))) continue;
+      known.insert(user_tag(name));
       const bool fits = state == wanted || state == RegionState::kBroken || (wanted == RegionState::kDetached && state == RegionState::kRestoring);
       if (fits) tags.push_back(name);
     }
-    if (tags.empty()) continue;
-    any = true;
-    TORPOR_ASSIGN(const TagMove move, work(*device.memory, tags));
+    if (!tags.empty()) selected.emplace_back(&device, std::move(tags));
+  }
+  for (const std::string& tag : wanted_tags) {
+    if (!known.contains(tag)) return Error{.code = Code::kNotFound, .what = fmt::format("there is no tag \"{}\"", tag), .next_step = "see the tags of the ledger"};
+  }
+  if (selected.empty()) {
+    const std::string what = wanted_tags.empty() ? "nothing" : fmt::format("nothing of {}", fmt::join(wanted_tags, ", "));
+    return Error{.code = Code::kFailedPrecondition, .what = fmt::format("{} is {}", what, name(wanted)), .next_step = wanted == RegionState::kAttached ? "wake it first" : "put it to sleep first"};
+  }
+  TagMove sum;
+  for (const auto& [device, tags] : selected) {
+    TORPOR_ASSIGN(TagMove move, work(*device->memory, tags));
     sum.copied_bytes += move.copied_bytes;
     sum.clean_bytes += move.clean_bytes;
     sum.dropped_bytes += move.dropped_bytes;
     sum.physical_bytes += move.physical_bytes;
-    for (const auto& [phase, seconds] : move.seconds) sum.seconds.emplace_back(fmt::format("{} on device {}", phase, ordinal), seconds);
-  }
-  if (!tag.empty() && !known) return Error{.code = Code::kNotFound, .what = fmt::format("there is no tag \"{}\"", tag), .next_step = "see the tags of the ledger"};
-  if (!any) {
-    const std::string what = tag.empty() ? "nothing" : fmt::format("nothing of the tag {}", tag);
-    return Error{.code = Code::kFailedPrecondition, .what = fmt::format("{} is {}", what, name(wanted)), .next_step = wanted == RegionState::kAttached ? "wake it first" : "put it to sleep first"};
+    if (sum.obstacle.empty()) sum.obstacle = std::move(move.obstacle);
+    std::move(move.seconds.begin(), move.seconds.end(), std::back_inserter(sum.seconds));
   }
   return sum;
 }
 
-Result<TagMove> MemorySaver::sleep(const std::string& tag, CleanCheck clean) {
-  const std::lock_guard lock(mutex_);
-  return each(tag, RegionState::kAttached, [clean](RankMemory& memory, const std::vector<std::string>& tags) {
-    std::vector<std::string> keep;
-    for (const std::string& each : tags) {
-      if (!each.ends_with(kNotKept)) keep.push_back(each);
-    }
-    return memory.sleep(tags, keep, clean);
-  });
+// Of `tags`, those whose content is saved.
+std::vector<std::string> MemorySaver::kept(const std::vector<std::string>& tags, const std::optional<std::vector<std::string>>& keep) {
+  std::vector<std::string> kept;
+  std::copy_if(tags.begin(), tags.end(), std::back_inserter(kept), [&](const std::string& tag) { return keep ? has_tag(*keep, user_tag(tag)) : !tag.ends_with(kNotKept); });
+  return kept;
 }
 
-Result<TagMove> MemorySaver::wake(const std::string& tag) {
+Result<TagMove> MemorySaver::sleep(const std::vector<std::string>& tags, const std::optional<std::vector<std::string>>& keep, CleanCheck clean) {
   const std::lock_guard lock(mutex_);
-  return each(tag, RegionState::kDetached, [](RankMemory& memory, const std::vector<std::string>& tags) { return memory.wake(tags); });
+  return each(tags, RegionState::kAttached, [&](RankMemory& memory, const std::vector<std::string>& selected) { return memory.sleep(selected, kept(selected, keep), clean); });
 }
 
-void MemorySaver::mark_dirty(const std::string& tag) {
+Result<TagMove> MemorySaver::wake(const std::vector<std::string>& tags) {
+  const std::lock_guard lock(mutex_);
+  return each(tags, RegionState::kDetached, [](RankMemory& memory, const std::vector<std::string>& selected) { return memory.wake(selected); });
+}
+
+Result<TagMove> MemorySaver::plan_sleep(const std::vector<std::string>& tags, const std::optional<std::vector<std::string>>& keep) {
+  const std::lock_guard lock(mutex_);
+  return each(tags, RegionState::kAttached, [&](RankMemory& memory, const std::vector<std::string>& selected) { return memory.plan_sleep(selected, kept(selected, keep)); });
+}
+
+Result<TagMove> MemorySaver::plan_wake(const std::vector<std::string>& tags) {
+  const std::lock_guard lock(mutex_);
+  return each(tags, RegionState::kDetached, [](RankMemory& memory, const std::vector<std::string>& selected) { return memory.plan_wake(selected); });
+}
+
+void MemorySaver::mark_dirty(const std::vector<std::string>& tags) {
   const std::lock_guard lock(mutex_);
   for (auto& [ordinal, device] : devices_) {
     if (device.memory == nullptr) continue;
     for (const auto& [name, state] : device.memory->states()) {
-      if (tag.empty() || user_tag(name) == tag) device.memory->mark_dirty(name);
+      if (tags.empty() || has_tag(tags, user_tag(name))) device.memory->mark_dirty(name);
     }
   }
 }
 
-std::map<std::string, std::pair<std::map<std::string, std::string>, RankLedger>> MemorySaver::describe() const {
+std::map<int, RankLedger> MemorySaver::ledgers() const {
   const std::lock_guard lock(mutex_);
-  std::map<std::string, std::pair<std::map<std::string, std::string>, RankLedger>> all;
+  std::map<int, RankLedger> ledgers;
   for (const auto& [ordinal, device] : devices_) {
     if (device.memory == nullptr) continue;
-    auto& [states, ledger] = all[fmt::format("{}", ordinal)];
-    for (const auto& [tag, state] : device.memory->states()) states[tag.ends_with(kNotKept) ? user_tag(tag) + " (not kept)" : tag] = name(state);
-    ledger = device.memory->ledger();
+    RankLedger ledger = device.memory->ledger();
+    std::map<std::string, RankLedger::Tag> tags;
+    for (auto& [tag, held] : ledger.tags) tags.emplace(tag.ends_with(kNotKept) ? user_tag(tag) + " (not kept)" : tag, held);
+    ledger.tags = std::move(tags);
+    ledgers.emplace(ordinal, std::move(ledger));
   }
-  return all;
+  return ledgers;
 }
 
 }  // namespace torpor

@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -36,13 +37,15 @@ class MemorySaver {
 
   Result<DeviceAddress> allocate(int device, uint64_t bytes);  // in the present scope
   Status free(int device, DeviceAddress address);
-  // `tag` empty: all that are awake, or asleep. On every device that has the tag. A device that fails has undone itself;
-  // those before it stay as they then are, and a retry goes on from there.
-  Result<TagMove> sleep(const std::string& tag, CleanCheck clean = CleanCheck::kTrust);
-  Result<TagMove> wake(const std::string& tag);
-  void mark_dirty(const std::string& tag);
-  // Of each device: its name, states by tag, and what it holds.
-  std::map<std::string, std::pair<std::map<std::string, std::string>, RankLedger>> describe() const;
+  // `tags` empty: all that are awake, or asleep. On every device that has them. `keep`: of which tags the content is saved;
+  // none: as their scopes said. A device that fails has undone itself; those before it stay as they then are, and a retry
+  // goes on from there.
+  Result<TagMove> sleep(const std::vector<std::string>& tags, const std::optional<std::vector<std::string>>& keep = {}, CleanCheck clean = CleanCheck::kTrust);
+  Result<TagMove> wake(const std::vector<std::string>& tags);
+  Result<TagMove> plan_sleep(const std::vector<std::string>& tags, const std::optional<std::vector<std::string>>& keep = {});
+  Result<TagMove> plan_wake(const std::vector<std::string>& tags);
+  void mark_dirty(const std::vector<std::string>& tags);  // empty: all
+  std::map<int, RankLedger> ledgers() const;  // of each device; states by tag in it
 
  private:
   struct Device {
@@ -50,7 +53,8 @@ class MemorySaver {
     uint64_t allocations = 0;  // so far; names them
   };
   Result<RankMemory*> memory_of(int device);
-  Result<TagMove> each(const std::string& tag, RegionState wanted, const std::function<Result<TagMove>(RankMemory&, const std::vector<std::string>&)>& work);
+  static std::vector<std::string> kept(const std::vector<std::string>& tags, const std::optional<std::vector<std::string>>& keep);
+  Result<TagMove> each(const std::vector<std::string>& tags, RegionState wanted, const std::function<Result<TagMove>(RankMemory&, const std::vector<std::string>&)>& work);
 
   const MakeDevice make_device_;
   const RankMemoryOptions options_;

@@ -87,13 +87,22 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
 Result<DeviceAddress> RankMemory::allocate(std::string_view tag, std::string_view name, uint64_t size_bytes) {
   TORPOR_TRY(same_process());
   const std::lock_guard lock(mutex_);
-  return allocator_->allocate(tag, name, size_bytes);
+  TORPOR_ASSIGN(const DeviceAddress address, allocator_->allocate(tag, name, size_bytes));
+  forget_clean(tag);  // the new region is not in it
+  return address;
 }
 
 Status RankMemory::free(DeviceAddress address) {
   TORPOR_TRY(same_process());
   const std::lock_guard lock(mutex_);
-  return allocator_->free(address);
+  const std::optional<RegionInfo> region = allocator_->region_at(address);
+  TORPOR_TRY(allocator_->free(address));
+  forget_clean(region->tag);
+  const auto backup = backups_.find(region->tag);
+  if (backup == backups_.end()) return ok();
+  std::erase_if(backup->second.chunks, [&](const SavedChunk& chunk) { return chunk.key.kind == ChunkKind::kRegion && chunk.key.region == region->name; });
+  if (backup->second.chunks.empty()) backups_.erase(backup);
+  return ok();
 }
 
 Status RankMemory::set_kv_layout(std::string tag, KvLayout layout) {
@@ -120,6 +129,11 @@ Status RankMemory::set_kv_layout(std::string tag, KvLayout layout) {
 
 void RankMemory::mark_dirty(std::string_view tag) {
   const std::lock_guard lock(mutex_);
+  forget_clean(tag);
+}
+
+// Precondition: the lock is held.
+void RankMemory::forget_clean(std::string_view tag) {
   if (const auto found = backups_.find(tag); found != backups_.end() && found->second.clean) backups_.erase(found);
 }
 

@@ -114,6 +114,7 @@ class RankMemory {
   Result<std::vector<ChunkPlan>> plans_of(const std::string& tag, const std::vector<int32_t>& blocks) const;
   Result<std::vector<ChunkPlan>> plans_for(const std::vector<SavedChunk>& chunks) const;
   void fill(RankLedger& ledger) const;
+  void forget_clean(std::string_view tag);
   Status same_process() const;
   Result<std::vector<std::string>> select(std::vector<std::string> tags, RegionState wanted) const;
   Status drop_unclean(const std::vector<std::string>& tags);

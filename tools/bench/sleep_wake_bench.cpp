@@ -4,7 +4,8 @@
 // Everything runs interleaved, round by round, after one round that only warms. The device is the one without a GPU, so
 // "device" memory is unmapped by each sleep and fresh on each wake, in all of them. The ceiling: all cores copy one large
 // region to and from a warm buffer. torpor also takes a digest of every byte on sleep and checks it on wake; the other two
-// do not.
+// do not. Besides: the first cycle of fresh contestants; a sleep of weights that did not change; how fast the arena comes up
+// beside mmap(MAP_POPULATE); and what a sleep and a wake without bytes cost, by the number of regions.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -13,6 +14,9 @@
 #include <functional>
 #include <iostream>
 #include <thread>
+
+#include <sys/mman.h>
+#include <sys/resource.h>
 
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
@@ -31,7 +35,16 @@ using bench::median;
 using bench::must;
 using bench::seconds;
 
+// `regions` of the same size; 0: as torch has its segments, half of it in 20 MiB, a quarter in 128 MiB, the rest in one.
 std::vector<uint64_t> region_sizes(uint64_t bytes, uint64_t regions) {
+  if (regions == 0) {
+    std::vector<uint64_t> sizes(bytes / 2 / (20 * kMiB), 20 * kMiB);
+    sizes.insert(sizes.end(), bytes / 4 / (128 * kMiB), 128 * kMiB);
+    uint64_t rest = bytes;
+    for (const uint64_t size : sizes) rest -= size;
+    sizes.push_back(rest);
+    return sizes;
+  }
   std::vector<uint64_t> sizes(regions, bytes / regions / kMiB * kMiB);
   sizes.back() += bytes - sizes[0] * regions;
   return sizes;
@@ -57,6 +70,8 @@ class Torpor {
     call("restore");
     call("finish");
   }
+  TagMove sleep_unchanged() { return must(memory_->sleep({}, {"weights"})); }
+  void prefault(uint64_t bytes) { must(memory_->arena().prefault(bytes)); }
 
  private:
   void call(const std::string& method) {
@@ -152,16 +167,60 @@ struct Timing {
   void forget() { sleep.clear(), wake.clear(); }
 };
 
+// Seconds to bring up `bytes` of host memory, as the arena does it and by mmap(MAP_POPULATE); and how the arena did it.
+struct BroughtUp {
+  double arena = 0;
+  double populate = 0;
+  std::string method;
+};
+BroughtUp bring_up(uint64_t bytes, int rounds) {
+  std::vector<double> arena_times, populate_times;
+  BroughtUp result;
+  for (int round = 0; round <= rounds; ++round) {
+    {
+      const auto arena = must(HostArena::create({}));
+      arena->prefault_in_background(0);  // measures which way is the fastest; once a process
+      must(arena->wait_prefault());
+      arena_times.push_back(seconds([&] { must(arena->prefault(bytes)); }));
+      result.method = to_string(arena->info().bring_up);
+    }
+    void* memory = MAP_FAILED;
+    populate_times.push_back(seconds([&] { memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0); }));
+    if (memory == MAP_FAILED) must(Status(system_error(errno, "MAP_POPULATE")));
+    ::munmap(memory, bytes);
+  }
+  arena_times.erase(arena_times.begin());
+  populate_times.erase(populate_times.begin());
+  result.arena = median(arena_times);
+  result.populate = median(populate_times);
+  return result;
+}
+
+// Seconds of a sleep and a wake of so many small regions whose content nobody keeps.
+double empty_cycle(uint64_t regions, int rounds) {
+  const auto memory = must(RankMemory::create(must(make_host_device()), linux_file_system(), {}));
+  for (uint64_t i = 0; i < regions; ++i) must(memory->allocate("scratch", std::to_string(i), 64 * kKiB));
+  std::vector<double> times;
+  for (int round = 0; round <= rounds; ++round) {
+    times.push_back(seconds([&] {
+      must(memory->sleep({}, {}));
+      must(memory->wake({}));
+    }));
+  }
+  times.erase(times.begin());
+  return median(times);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   CLI::App app{"Sleep and wake of regions in host memory, beside a loop per region and beside the machine's own copy speed."};
   uint64_t mib = 1024;
-  uint64_t regions = 64;
+  uint64_t regions = 0;
   int rounds = 5;
   bool as_json = false;
   app.add_option("--mib", mib, "size of all regions together")->capture_default_str()->check(CLI::Range(64, 1 << 20));
-  app.add_option("--regions", regions, "number of regions")->capture_default_str()->check(CLI::Range(1, 4096));
+  app.add_option("--regions", regions, "number of regions; 0: sizes as torch's segments have them")->capture_default_str()->check(CLI::Range(0, 4096));
   app.add_option("--rounds", rounds, "measured rounds")->capture_default_str()->check(CLI::Range(1, 1000));
   app.add_flag("--json", as_json, "print one JSON object");
   CLI11_PARSE(app, argc, argv);
@@ -182,9 +241,37 @@ int main(int argc, char** argv) {
     ceiling_times.run(ceiling);
     returning_times.run(returning);
   }
+  // The first cycle of each, the arena brought up before.
+  std::vector<double> armed_times, unchanged_times;
+  Timing first_torpor, first_loop;
+  for (int round = 0; round <= std::min(rounds, 3); ++round) {
+    if (round == 1) {
+      for (Timing* timing : {&first_torpor, &first_loop}) timing->forget();
+    }
+    Torpor torpor(sizes, true);
+    armed_times.push_back(seconds([&] { torpor.prefault(bytes + 64 * kMiB); }));
+    first_torpor.run(torpor);
+    Direct fresh(sizes, 1, false);
+    first_loop.run(fresh);
+  }
+  uint64_t moved = 0;
+  for (int round = 0; round <= rounds; ++round) {
+    unchanged_times.push_back(seconds([&] { moved = kept.sleep_unchanged().copied_bytes; }));
+    kept.wake();
+  }
+  const BroughtUp up = bring_up(bytes, rounds);
+  rlimit files{};
+  if (::getrlimit(RLIMIT_NOFILE, &files) == 0) {
+    files.rlim_cur = files.rlim_max;
+    ::setrlimit(RLIMIT_NOFILE, &files);
+  }
+  constexpr uint64_t kFew = 1000;
+  constexpr uint64_t kMany = 10'000;
+  const double few = empty_cycle(kFew, rounds);
+  const double many = empty_cycle(kMany, rounds);
 
   const auto rate = [&](const std::vector<double>& times) { return static_cast<double>(bytes) / 1e9 / median(times); };
-  nlohmann::ordered_json json = {{"bytes", bytes}, {"regions", regions}, {"rounds", rounds}, {"unit", "GB/s, median"}};
+  nlohmann::ordered_json json = {{"bytes", bytes}, {"regions", sizes.size()}, {"rounds", rounds}, {"unit", "GB/s, median"}};
   for (const auto& [name, member] : {std::pair("sleep", &Timing::sleep), std::pair("wake", &Timing::wake)}) {
     const double ours = rate(kept_times.*member);
     json[name] = {{"torpor", ours},
@@ -194,16 +281,26 @@ int main(int argc, char** argv) {
                   {"times_baseline", ours / rate(loop_times.*member)},
                   {"of_ceiling", ours / rate(ceiling_times.*member)}};
   }
+  json["first_sleep"] = {{"torpor", rate(first_torpor.sleep)}, {"baseline", rate(first_loop.sleep)}, {"times_baseline", rate(first_torpor.sleep) / rate(first_loop.sleep)}, {"arena_seconds_before", median(armed_times)}};
+  json["first_wake"] = {{"torpor", rate(first_torpor.wake)}, {"baseline", rate(first_loop.wake)}, {"times_baseline", rate(first_torpor.wake) / rate(first_loop.wake)}};
+  json["unchanged_sleep"] = {{"seconds", median(unchanged_times)}, {"bytes_moved", moved}, {"times_baseline", median(loop_times.sleep) / median(unchanged_times)}};
+  json["arena"] = {{"seconds", up.arena}, {"method", up.method}, {"baseline", up.populate}, {"times_baseline", up.populate / up.arena}};
+  json["no_bytes"] = {{"us_per_region_of_1000", few / kFew * 1e6}, {"us_per_region_of_10000", many / kMany * 1e6}};
   if (as_json) {
     std::cout << json.dump(2) << '\n';
     return 0;
   }
-  fmt::print("{} MiB in {} regions, median of {} rounds, GB/s\n", mib, regions, rounds);
+  fmt::print("{} MiB in {} regions, median of {} rounds, GB/s\n", mib, sizes.size(), rounds);
   fmt::print("{:<6} {:>9} {:>22} {:>9} {:>9}   {}\n", "", "torpor", "(arena given back)", "loop", "ceiling", "torpor to loop, to ceiling");
   for (const char* name : {"sleep", "wake"}) {
     const auto& row = json[name];
     fmt::print("{:<6} {:>9.2f} {:>22.2f} {:>9.2f} {:>9.2f}   {:.2f} x, {:.0f} %\n", name, row["torpor"].get<double>(), row["torpor_returning_host_memory"].get<double>(),
                row["baseline"].get<double>(), row["ceiling"].get<double>(), row["times_baseline"].get<double>(), 100 * row["of_ceiling"].get<double>());
   }
+  fmt::print("first sleep {:.2f}, loop {:.2f}: {:.2f} x, with an arena that took {:.2f} s before; first wake {:.2f}, loop {:.2f}: {:.2f} x\n", rate(first_torpor.sleep), rate(first_loop.sleep),
+             rate(first_torpor.sleep) / rate(first_loop.sleep), median(armed_times), rate(first_torpor.wake), rate(first_loop.wake), rate(first_torpor.wake) / rate(first_loop.wake));
+  fmt::print("sleep of what did not change: {:.1f} ms, {} bytes moved, {:.0f} times as fast as the loop\n", 1e3 * median(unchanged_times), moved, median(loop_times.sleep) / median(unchanged_times));
+  fmt::print("arena up in {:.3f} s ({}), MAP_POPULATE {:.3f} s: {:.1f} x\n", up.arena, up.method, up.populate, up.populate / up.arena);
+  fmt::print("a sleep and a wake without bytes: {:.1f} us a region of 1,000, {:.1f} of 10,000\n", few / kFew * 1e6, many / kMany * 1e6);
   return 0;
 }

@@ -99,6 +99,12 @@ def python_environment() -> Path:
     return python
 
 
+def use_cuda_headers(python: Path) -> None:
+    """Where CMake finds cuda.h, unless the caller says otherwise."""
+    if (found := next(iter(python.parents[1].glob("lib/python*/site-packages/nvidia/cu*/include/cuda.h")), None)) is not None:
+        os.environ.setdefault("TORPOR_CUDA_ROOT", str(found.parents[1]))
+
+
 def requirements_of(wheel: Path) -> list[str]:
     """The wheel's own requirements, without extras and without what text models do not need."""
     with zipfile.ZipFile(wheel) as archive:
@@ -149,5 +155,6 @@ def everything() -> tuple[Path, Path]:
     """All of it, in order; returns the environment's python and the model's folder."""
     system_packages()
     python = python_environment()
+    use_cuda_headers(python)
     install_torpor(python)
     return python, model(python)

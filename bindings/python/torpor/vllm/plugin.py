@@ -70,8 +70,11 @@ def _install_engine_core() -> None:
 def _install_worker() -> None:
     from vllm.platforms import current_platform
 
+    _install_sleep_backend()
+    if current_platform.is_cuda():
+        _install_gpu_worker()
     if not current_platform.is_cpu():
-        return  # memory on a GPU stays with vLLM's own allocator until torpor has its own
+        return
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     from torpor.vllm import worker
@@ -88,6 +91,31 @@ def _install_worker() -> None:
             stock_reload(self, *args, **kwargs)
 
     CPUWorker.reload_weights = reload_weights
+
+
+def _install_sleep_backend() -> None:
+    """vLLM's own sleep mode, by the option `sleep_mode_backend="torpor"`."""
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+    SleepModeBackendFactory.register_backend("torpor", "torpor.vllm.gpu_memory", "TorporBackend")
+
+
+def _install_gpu_worker() -> None:
+    """With that option, workers allocate in torpor's regions what sleeps."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    stock_context = Worker._maybe_get_memory_pool_context
+    _check(stock_context, "self", "tag")
+
+    def context(self, tag: str):
+        config = self.vllm_config.model_config
+        if config.sleep_mode_backend != "torpor" or not config.enable_sleep_mode:
+            return stock_context(self, tag)
+        from torpor.vllm.gpu_memory import TorporAllocator
+
+        return TorporAllocator.get_instance().use_memory_pool(tag)
+
+    Worker._maybe_get_memory_pool_context = context
 
 
 def _memory_context(self, tag: str):

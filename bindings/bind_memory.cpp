@@ -1,0 +1,82 @@
+// torpor.memory for Python: regions by tag, without an engine.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdlib>
+#include <string_view>
+
+#include "allocator/cuda/cuda_device.h"
+#include "allocator/host_device.h"
+#include "bindings/bind_errors.h"
+#include "bindings/bind_subjects.h"
+#include "bindings/bind_values.h"
+#include "bindings/process_memory.h"
+
+namespace py = pybind11;
+
+namespace torpor {
+namespace {
+
+using Tags = std::vector<std::string>;
+
+std::string_view environment(const char* name) {
+  const char* const value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+py::dict to_dict(const TagMove& move) {
+  py::dict out;
+  out["copied_bytes"] = move.copied_bytes;
+  out["clean_bytes"] = move.clean_bytes;
+  out["dropped_bytes"] = move.dropped_bytes;
+  out["physical_bytes"] = move.physical_bytes;
+  out["obstacle"] = move.obstacle;
+  py::list seconds;
+  for (const auto& [phase, taken] : move.seconds) seconds.append(py::make_tuple(phase, taken));
+  out["seconds"] = seconds;
+  return out;
+}
+
+// Without Python's lock: copying takes long, and another thread may be at torch.
+template <class Work>
+py::dict moved(const Work& work) {
+  Result<TagMove> move = [&] {
+    const py::gil_scoped_release released;
+    return work();
+  }();
+  return to_dict(value_or_raise(std::move(move)));
+}
+
+}  // namespace
+
+MemorySaver& memory_saver() {
+  static MemorySaver* const made = new MemorySaver(
+      [](int ordinal) -> Result<std::unique_ptr<DeviceMemory>> {
+        if (environment("TORPOR_MEMORY_DEVICE") == "host") return make_host_device();
+        return make_cuda_device({.ordinal = ordinal});
+      },
+      {.keep_backup = environment("TORPOR_KEEP_BACKUPS") == "1"});
+  return *made;
+}
+
+void bind_memory(py::module_& module) {
+  module.def("built_with_cuda", &built_with_cuda, "Whether cuda.h was there when this was built.");
+  module.def("memory_allocate", [](int device, uint64_t bytes) { return value_or_raise(memory_saver().allocate(device, bytes)); }, py::arg("device"), py::arg("bytes"));
+  module.def("memory_free", [](int device, uint64_t address) { value_or_raise(memory_saver().free(device, address)); }, py::arg("device"), py::arg("address"));
+  module.def("memory_begin", [](const std::string& tag, bool keep) { MemorySaver::scopes().push_back({.tag = tag, .keep = keep}); }, py::arg("tag"), py::arg("keep"));
+  module.def("memory_end", [] { MemorySaver::scopes().pop_back(); });
+  module.def("memory_sleep", [](const Tags& tags, const std::optional<Tags>& keep, bool check) {
+    return moved([&] { return memory_saver().sleep(tags, keep, check ? CleanCheck::kDigest : CleanCheck::kTrust); });
+  }, py::arg("tags"), py::arg("keep"), py::arg("check"));
+  module.def("memory_wake", [](const Tags& tags) { return moved([&] { return memory_saver().wake(tags); }); }, py::arg("tags"));
+  module.def("memory_plan_sleep", [](const Tags& tags, const std::optional<Tags>& keep) { return moved([&] { return memory_saver().plan_sleep(tags, keep); }); }, py::arg("tags"), py::arg("keep"));
+  module.def("memory_plan_wake", [](const Tags& tags) { return moved([&] { return memory_saver().plan_wake(tags); }); }, py::arg("tags"));
+  module.def("memory_mark_dirty", [](const Tags& tags) { memory_saver().mark_dirty(tags); }, py::arg("tags"));
+  module.def("memory_ledgers", [] {
+    py::dict out;
+    for (const auto& [device, ledger] : memory_saver().ledgers()) out[py::int_(device)] = to_python(ledger);
+    return out;
+  });
+}
+
+}  // namespace torpor

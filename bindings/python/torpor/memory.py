@@ -1,0 +1,96 @@
+"""Memory that can sleep, for programs without an engine: regions by tag, below torch's allocator.
+
+    from torpor import memory
+
+    with memory.region("weights"):              # what torch allocates on the GPU here can sleep
+        model.to("cuda")
+    memory.sleep("weights")                     # its memory is given back; the addresses stay
+    memory.wake("weights")                      # the same bytes under the same addresses: tensors and captured graphs work
+
+Each sleep and wake is all or nothing; a failure raises an error of torpor.errors, and a retry works. All work on the GPU is
+waited for before memory goes. Without a GPU, TORPOR_MEMORY_DEVICE=host in the environment and allocate() give the same.
+
+With TORPOR_KEEP_BACKUPS=1 saved bytes are kept after a wake, and what did not change is not copied again at the next sleep:
+whoever changes memory says so with mark_dirty(), or sleeps with check=True, which compares digests instead of trusting.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+from torpor import _core
+from torpor.errors import Unsupported
+
+_pools: list = []  # kept for ever: torch must not free what a sleeping region holds
+
+
+@contextmanager
+def scope(tag: str, keep: bool = True):
+    """What this thread allocates through torpor belongs to `tag`. keep=False: it comes back without content."""
+    _core.memory_begin(tag, keep)
+    try:
+        yield
+    finally:
+        _core.memory_end()
+
+
+@contextmanager
+def region(tag: str, keep: bool = True):
+    """scope(), and what torch allocates on its current GPU inside comes from torpor. Yields torch's MemPool."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Unsupported("torch has no GPU here", "use scope() and allocate() with TORPOR_MEMORY_DEVICE=host")
+    allocator = pluggable_allocator()
+    pool = torch.cuda.MemPool(allocator.allocator())
+    _pools.append((pool, allocator))
+    with scope(tag, keep), torch.cuda.use_mem_pool(pool):
+        yield pool
+
+
+def pluggable_allocator():
+    """torpor as a torch.cuda.memory.CUDAPluggableAllocator."""
+    import torch
+
+    return torch.cuda.memory.CUDAPluggableAllocator(_core.__file__, "torpor_torch_malloc", "torpor_torch_free")
+
+
+def allocate(size: int, device: int = 0) -> int:
+    """The address of `size` zeroed bytes in the present scope. Give them back with free()."""
+    return _core.memory_allocate(device, size)
+
+
+def free(address: int, device: int = 0) -> None:
+    _core.memory_free(device, address)
+
+
+def sleep(*tags: str, keep: tuple[str, ...] | None = None, check: bool = False) -> dict:
+    """Frees the memory of `tags`, or of all that is awake. Saved before is what is in `keep`, or what the scopes said.
+
+    Returns bytes (copied, clean: saved earlier and unchanged, dropped, physical: given back) and the seconds of each phase.
+    """
+    return _core.memory_sleep(list(tags), None if keep is None else list(keep), check)
+
+
+def wake(*tags: str) -> dict:
+    """Fresh memory under the old addresses, with what was saved. `tags` none: all that sleeps."""
+    return _core.memory_wake(list(tags))
+
+
+def plan_sleep(*tags: str, keep: tuple[str, ...] | None = None) -> dict:
+    """What sleep() would move and free; `obstacle` says why it would fail, "" if nothing is known against it."""
+    return _core.memory_plan_sleep(list(tags), None if keep is None else list(keep))
+
+
+def plan_wake(*tags: str) -> dict:
+    return _core.memory_plan_wake(list(tags))
+
+
+def mark_dirty(*tags: str) -> None:
+    """The owner changed memory of these tags, or of all: it has to be saved again."""
+    _core.memory_mark_dirty(list(tags))
+
+
+def ledger() -> dict[int, dict]:
+    """Of each device in use: tags with state and bytes; its physical bytes, of all processes too; the host arena's."""
+    return _core.memory_ledgers()

@@ -1,0 +1,97 @@
+"""vLLM's sleep mode on a GPU through torpor's memory: `--enable-sleep-mode --sleep-mode-backend torpor`.
+
+TorporAllocator has the calls of vLLM's MemAllocator; workers allocate through it where they would through CuMemAllocator.
+TorporBackend is vLLM's SleepModeBackend: level 1 keeps weights, runtime state and graph pools, level 2 all but the weights;
+a wake of some tags brings back every tag that may not be deferred.
+"""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+
+import torch
+from vllm.device_allocator import DEFERRABLE_TAGS
+from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
+
+from torpor import _core, memory
+from torpor.errors import WrongState
+
+ALWAYS_KEPT = ("runtime", "cudagraph")
+
+
+class TorporAllocator:
+    """One a process, as vLLM has it."""
+
+    _instance: TorporAllocator | None = None
+
+    @classmethod
+    def get_instance(cls) -> TorporAllocator:
+        if cls._instance is None:
+            cls._instance = cls()
+        return cls._instance
+
+    @contextmanager
+    def use_memory_pool(self, tag: str | None = None):
+        with memory.region(tag or "default"):
+            yield
+
+    def _tags(self, state: str, wanted) -> list[str]:
+        found = {tag for device in memory.ledger().values() for tag, held in device["tags"].items() if (held["state"] == "attached") == (state == "awake")}
+        return sorted(tag for tag in found if wanted(tag))
+
+    def sleep(self, offload_tags: tuple[str, ...] | str | None = None) -> None:
+        """Frees all that is awake; what is in `offload_tags` is saved before."""
+        kept = ("default",) if offload_tags is None else (offload_tags,) if isinstance(offload_tags, str) else tuple(offload_tags)
+        gc.collect()
+        if awake := self._tags("awake", lambda tag: True):
+            memory.sleep(*awake, keep=kept)
+        _empty_cache()
+
+    def discard(self, tags: tuple[str, ...] | str) -> None:
+        named = (tags,) if isinstance(tags, str) else tags
+        if awake := self._tags("awake", lambda tag: tag in named):
+            memory.sleep(*awake, keep=())
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        gc.collect()
+        _empty_cache()
+        if asleep := self._tags("asleep", lambda tag: tags is None or tag in tags or tag not in DEFERRABLE_TAGS):
+            memory.wake(*asleep)
+
+    def get_current_usage(self) -> int:
+        return sum(held["region_bytes"] for device in memory.ledger().values() for held in device["tags"].values())
+
+
+class TorporBackend(SleepModeBackend):
+    def suspend(self, level: int = 1) -> None:
+        if level not in (1, 2):
+            raise WrongState(f"there is no sleep level {level} for memory", "use 1 or 2")
+        TorporAllocator.get_instance().sleep(("weights", *ALWAYS_KEPT) if level == 1 else ALWAYS_KEPT)
+        self._state = "SUSPENDED"
+
+    def resume(self, tags: list[str] | None = None) -> None:
+        self._state = "RESUMING"
+        try:
+            TorporAllocator.get_instance().wake_up(tags)
+        except Exception:
+            self._state = "SUSPENDED"
+            raise
+        self._state = "RUNNING"
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        TorporAllocator.get_instance().discard(tags)
+        self._state = "SUSPENDED"
+
+    @classmethod
+    def preserves_communicators(cls) -> bool:
+        return True  # they are not in its memory
+
+    @classmethod
+    def is_supported(cls) -> bool:
+        return _core.built_with_cuda()
+
+
+def _empty_cache() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

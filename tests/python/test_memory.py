@@ -1,0 +1,202 @@
+"""Regions by tag without an engine: torpor.memory, its C ABI, and vLLM's sleep-mode backend over it. Without a GPU."""
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import pytest
+
+from torpor import _core, errors
+
+os.environ["TORPOR_MEMORY_DEVICE"] = "host"
+
+from torpor import memory  # noqa: E402
+
+
+@pytest.fixture
+def tag(request):
+    return request.node.name
+
+
+def bytes_at(address: int, size: int):
+    return (ctypes.c_ubyte * size).from_address(address)
+
+
+def test_kept_bytes_come_back_under_the_same_address_and_the_others_as_zeros(tag):
+    with memory.scope(tag):
+        kept = memory.allocate(300_000)
+    with memory.scope(tag, keep=False):
+        dropped = memory.allocate(100)
+    bytes_at(kept, 300_000)[:] = bytes(range(250)) * 1200
+    bytes_at(dropped, 100)[:] = b"x" * 100
+    plan = memory.plan_sleep(tag)
+    moved = memory.sleep(tag)
+    assert moved["copied_bytes"] == plan["copied_bytes"] == 300_000 and moved["dropped_bytes"] == plan["dropped_bytes"] == 100
+    assert plan["obstacle"] == "" and [phase for phase, _ in moved["seconds"]] == ["save", "detach"]
+    assert memory.ledger()[0]["tags"][tag]["physical_bytes"] == 0
+    assert memory.plan_wake(tag)["copied_bytes"] == memory.wake(tag)["copied_bytes"] == 300_000
+    assert bytes(bytes_at(kept, 300_000)) == bytes(range(250)) * 1200
+    assert bytes(bytes_at(dropped, 100)) == bytes(100)
+    memory.free(kept)
+    memory.free(dropped)
+
+
+def test_memory_that_is_freed_while_it_sleeps_does_not_come_back(tag):
+    with memory.scope(tag):
+        first, second, third = (memory.allocate(5_000_000) for _ in range(3))
+    bytes_at(third, 5_000_000)[:] = b"3" * 5_000_000
+    memory.sleep(tag)
+    memory.free(second)
+    moved = memory.wake(tag)
+    assert moved["copied_bytes"] == 10_000_000 and bytes(bytes_at(third, 5_000_000)) == b"3" * 5_000_000
+    with memory.scope(tag):
+        second = memory.allocate(100)  # after a wake, with a backup that may have been kept
+    bytes_at(second, 100)[:] = b"2" * 100
+    memory.sleep(tag)
+    memory.wake(tag)
+    assert bytes(bytes_at(second, 100)) == b"2" * 100
+    for address in (first, second, third):
+        memory.free(address)
+    assert tag not in memory.ledger()[0]["tags"]
+
+
+def test_mistakes_are_named(tag):
+    with pytest.raises(errors.InvalidArgument, match="0 bytes"), memory.scope(tag):
+        memory.allocate(0)
+    with pytest.raises(errors.InvalidArgument), memory.scope(tag):
+        memory.allocate(1 << 62)
+    with pytest.raises(errors.NotFound, match="nowhere"):
+        memory.sleep("nowhere")
+    with memory.scope(tag):
+        address = memory.allocate(1000)
+    with pytest.raises(errors.WrongState, match=tag):
+        memory.wake(tag)  # it is awake
+    memory.sleep(tag)
+    with pytest.raises(errors.WrongState, match="wake it first"):
+        memory.sleep(tag)
+    with pytest.raises(errors.WrongState, match="detached"), memory.scope(tag):
+        memory.allocate(1000)
+    memory.free(address)  # asleep is no hindrance
+    for foreign in (address, address + 4096, 4096):
+        with pytest.raises(errors.NotFound):
+            memory.free(foreign)
+    with pytest.raises(errors.NotFound, match="device 7"):
+        memory.free(4096, device=7)
+
+
+def test_the_c_abi_reports_failures_by_code_and_text(tag):
+    library = ctypes.CDLL(_core.__file__)
+    library.torpor_last_error.restype = ctypes.c_char_p
+    library.tms_torch_malloc.restype = ctypes.c_void_p
+    assert library.torpor_sleep(b"nowhere") != 0 and b"nowhere" in library.torpor_last_error()
+    assert library.torpor_region_end() != 0 and b"no region" in library.torpor_last_error()
+    assert library.torpor_region_begin(None, 1) != 0
+    # As torch_memory_saver's callers do it.
+    library.tms_set_current_tag(tag.encode())
+    library.tms_set_interesting_region(True)
+    library.tms_set_enable_cpu_backup(True)
+    address = library.tms_torch_malloc(ctypes.c_ssize_t(5000), 0, None)
+    bytes_at(address, 5000)[:] = b"q" * 5000
+    assert library.tms_pause(tag.encode()) == 0 and library.tms_resume(tag.encode()) == 0
+    assert bytes(bytes_at(address, 5000)) == b"q" * 5000
+    library.tms_set_interesting_region(False)
+    assert library.tms_torch_malloc(ctypes.c_ssize_t(5000), 0, None) is None and b"outside of a region" in library.torpor_last_error()
+    library.tms_torch_free(ctypes.c_void_p(address), ctypes.c_ssize_t(5000), 0, None)
+    assert library.torpor_region_end() == 0
+
+
+def test_what_vllm_asks_of_a_sleep_mode_backend():
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+    from torpor.vllm import plugin
+
+    plugin.register()
+    backend = SleepModeBackendFactory.get_backend_class("torpor")()
+    addresses = {}
+    for name in ("weights", "kv_cache", "runtime", "cudagraph", "scratch"):
+        with memory.scope(name):
+            addresses[name] = memory.allocate(70_000)
+        bytes_at(addresses[name], 70_000)[:] = name[0].encode() * 70_000
+
+    def has_content(name):
+        return bytes(bytes_at(addresses[name], 70_000)) == name[0].encode() * 70_000
+
+    def awake():
+        return {name for name, held in memory.ledger()[0]["tags"].items() if name in addresses and held["state"] == "attached"}
+
+    backend.suspend(1)
+    assert backend.state() == "SUSPENDED" and awake() == set()
+    backend.resume(["weights"])  # and all that may not be deferred
+    assert awake() == {"weights", "runtime", "cudagraph", "scratch"}
+    backend.resume(["kv_cache"])
+    assert awake() == set(addresses) and backend.state() == "RUNNING"
+    assert [name for name in addresses if has_content(name)] == ["weights", "runtime", "cudagraph"]
+    backend.discard(("kv_cache",))
+    assert awake() == set(addresses) - {"kv_cache"}
+    backend.suspend(2)
+    backend.resume()
+    assert [name for name in addresses if has_content(name)] == ["runtime", "cudagraph"]
+    with pytest.raises(errors.WrongState):
+        backend.suspend(7)
+    for address in addresses.values():
+        memory.free(address)
+
+
+CHILD = """
+import os, sys
+from torpor import errors, memory
+address = memory.allocate(1000)
+if os.fork() == 0:
+    for work in (lambda: memory.sleep(), lambda: memory.allocate(1000), lambda: memory.free(address)):
+        try:
+            work()
+            os._exit(1)
+        except errors.WrongState as problem:
+            if "forked" not in str(problem):
+                os._exit(2)
+    os._exit(0)
+_, status = os.wait()
+memory.sleep()
+memory.wake()
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_forked_child_is_refused_by_name():
+    done = subprocess.run([sys.executable, "-c", CHILD], env=os.environ | {"TORPOR_MEMORY_DEVICE": "host"}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_kept_backups_are_not_copied_again_unless_something_changed():
+    code = """
+import ctypes
+from torpor import memory
+with memory.scope("w"):
+    address = memory.allocate(1 << 20)
+assert memory.sleep("w")["copied_bytes"] == 1 << 20
+memory.wake()
+again = memory.sleep("w")
+assert (again["copied_bytes"], again["clean_bytes"]) == (0, 1 << 20), again
+memory.wake()
+ctypes.memset(address, 7, 100)
+memory.mark_dirty("w")
+assert memory.sleep("w")["copied_bytes"] == 1 << 20
+memory.wake()
+ctypes.memset(address, 9, 100)
+assert memory.sleep("w", check=True)["copied_bytes"] == 1 << 20  # nobody said so, its digest did
+memory.wake()
+assert memory.sleep("w", check=True)["copied_bytes"] == 0
+memory.wake()
+assert ctypes.string_at(address, 101) == bytes([9]) * 100 + bytes(1)
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TORPOR_MEMORY_DEVICE": "host", "TORPOR_KEEP_BACKUPS": "1"}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_a_gpu_the_gpu_is_refused_with_what_is_missing():
+    code = "from torpor import memory; memory.allocate(1000)"
+    done = subprocess.run([sys.executable, "-c", code], env={k: v for k, v in os.environ.items() if k != "TORPOR_MEMORY_DEVICE"}, capture_output=True, text=True, timeout=60)
+    if done.returncode == 0:
+        pytest.skip("there is a GPU here")
+    assert "Unsupported" in done.stderr and ("NVIDIA driver" in done.stderr or "without CUDA" in done.stderr)
