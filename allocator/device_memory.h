@@ -5,7 +5,7 @@
 // memory is gone once it is released and nothing maps it. Sizes and addresses are multiples of granularity().
 //
 // The public methods check what can be checked (alignment, ranges, known ids, double map, leaks) and are stricter than
-// CUDA; the do_* methods do the work. Implementations: HostDevice (no GPU; memfd and mmap), CudaDevice. Contract suite:
+// CUDA; the do_* methods do the work. Implementations: HostDevice (no GPU; mmap and mremap), CudaDevice. Contract suite:
 // tests/contract/device_memory_contract.h.
 //
 // Threads: all methods may be called from any thread. Copies on one stream complete in order.
@@ -100,6 +100,8 @@ class DeviceMemory {
   Status unpin_host(std::span<std::byte> host) { return do_unpin_host(host); }
 
   DeviceMemoryInfo info() const;
+  // Where mapped memory is the host's own: how much of it the system has really given. Takes a millisecond a GiB.
+  virtual std::optional<uint64_t> resident_bytes() const { return std::nullopt; }
 
  protected:
   DeviceMemory() = default;

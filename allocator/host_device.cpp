@@ -139,7 +139,7 @@ class HostDevice final : public DeviceMemory {
       log().error("host device destroyed with {} bytes mapped, {} created, {} reserved", left.mapped_bytes,
                   left.physical_bytes, left.reserved_bytes);
     }
-    for (const auto& [id, fd] : files_) ::close(fd);
+    for (const auto& [id, memory] : physical_) ::munmap(pointer(memory.parking), memory.size);
   }
 
   std::string_view kind() const override { return "host"; }
@@ -166,39 +166,39 @@ class HostDevice final : public DeviceMemory {
     return ok();
   }
 
+  // Physical memory is a private mapping at an address of its own, where it stands when it is mapped nowhere. Mapping it
+  // moves its pages (mremap), so that huge pages stay whole.
   Result<PhysicalId> do_create(uint64_t size) override {
-    const int fd = ::memfd_create("torpor", MFD_CLOEXEC);
-    if (fd < 0) return device_error(errno, fmt::format("cannot create {} bytes of memory", size));
-    if (::ftruncate(fd, static_cast<off_t>(size)) != 0) {
-      const int problem = errno;
-      ::close(fd);
-      return device_error(problem, fmt::format("cannot create {} bytes of memory", size));
-    }
+    TORPOR_ASSIGN(const DeviceAddress parking, do_reserve(size));
     const std::lock_guard lock(mutex_);
     const auto id = static_cast<PhysicalId>(++last_id_);
-    files_.emplace(id, fd);
+    physical_.emplace(id, Physical{parking, size});
     return id;
   }
 
   Status do_release(PhysicalId id) override {
     const std::lock_guard lock(mutex_);
-    const auto found = files_.find(id);
-    ::close(found->second);
-    files_.erase(found);
+    const auto found = physical_.find(id);
+    if (found->second.mapped) {
+      found->second.released = true;
+      return ok();
+    }
+    TORPOR_TRY(do_free_reservation(found->second.parking, found->second.size));
+    physical_.erase(found);
     return ok();
   }
 
   Status do_map(DeviceAddress address, PhysicalId id, uint64_t size) override {
-    int fd = -1;
-    {
-      const std::lock_guard lock(mutex_);
-      fd = files_.at(id);
+    const std::lock_guard lock(mutex_);
+    Physical& memory = physical_.at(id);
+    if (memory.mapped) {
+      return Error{.code = Code::kUnsupported, .what = "the device without a GPU maps physical memory in one place at a time", .next_step = "unmap it first", .origin = Origin::kDevice};
     }
-    if (::mmap(pointer(address), size, PROT_NONE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
-      return device_error(errno, fmt::format("cannot map {} bytes at {:#x}", size, address));
-    }
+    TORPOR_TRY(move_pages(memory.parking, address, size));
     if (options_.huge_pages) ::madvise(pointer(address), size, MADV_HUGEPAGE);  // advice only
     ::madvise(pointer(address), size, MADV_DONTDUMP);                           // prompts have no place in core files
+    memory.mapped = true;
+    mapped_.emplace(address, Mapped{id, size, PROT_NONE});
     return ok();
   }
 
@@ -206,16 +206,46 @@ class HostDevice final : public DeviceMemory {
     int protection = PROT_NONE;
     if (access == Access::kRead) protection = PROT_READ;
     if (access == Access::kReadWrite) protection = PROT_READ | PROT_WRITE;
+    const std::lock_guard lock(mutex_);
     if (::mprotect(pointer(address), size, protection) != 0) {
       return device_error(errno, fmt::format("cannot set access to {} bytes at {:#x}", size, address));
     }
+    for (auto at = mapped_.find(address); at != mapped_.end() && at->first < address + size; ++at) at->second.protection = protection;
     return ok();
   }
 
   Status do_unmap(DeviceAddress address, uint64_t size) override {
-    void* replaced = ::mmap(pointer(address), size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-    if (replaced == MAP_FAILED) return device_error(errno, fmt::format("cannot unmap {} bytes at {:#x}", size, address));
+    const std::lock_guard lock(mutex_);
+    const auto first = mapped_.find(address);
+    auto at = first;
+    for (; at != mapped_.end() && at->first < address + size; ++at) {
+      Status moved = take_back(at->first, at->second);
+      if (moved) continue;
+      Error error = moved.error();
+      for (auto undone = first; undone != at; ++undone) error.state_changed = !put_back(undone->first, undone->second) || error.state_changed;
+      return error;
+    }
+    for (auto gone = first; gone != at; gone = mapped_.erase(gone)) {
+      const auto memory = physical_.find(gone->second.id);
+      memory->second.mapped = false;
+      if (!memory->second.released) continue;
+      TORPOR_TRY(do_free_reservation(memory->second.parking, memory->second.size));
+      physical_.erase(memory);
+    }
     return ok();
+  }
+
+  std::optional<uint64_t> resident_bytes() const override {
+    const std::lock_guard lock(mutex_);
+    const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+    std::vector<unsigned char> present;
+    uint64_t pages = 0;
+    for (const auto& [address, mapping] : mapped_) {
+      present.resize(mapping.size / page);
+      if (::mincore(pointer(address), mapping.size, present.data()) != 0) return std::nullopt;
+      pages += static_cast<uint64_t>(std::count_if(present.begin(), present.end(), [](unsigned char byte) { return (byte & 1) != 0; }));
+    }
+    return pages * page;
   }
 
   Result<StreamId> do_create_stream() override {
@@ -286,6 +316,36 @@ class HostDevice final : public DeviceMemory {
     uint64_t count = 0;
   };
 
+  struct Physical {
+    DeviceAddress parking = 0;
+    uint64_t size = 0;
+    bool mapped = false;
+    bool released = false;
+  };
+  struct Mapped {
+    PhysicalId id{};
+    uint64_t size = 0;
+    int protection = PROT_NONE;
+  };
+
+  // Both ranges stay reserved; the one that is left has no pages and no access.
+  static Status move_pages(DeviceAddress from, DeviceAddress to, uint64_t size) {
+    if (::mremap(pointer(from), size, size, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, pointer(to)) == MAP_FAILED) {
+      return device_error(errno, fmt::format("cannot move {} bytes from {:#x} to {:#x}", size, from, to));
+    }
+    return ok();
+  }
+  // The lock is held.
+  Status take_back(DeviceAddress address, const Mapped& mapping) {
+    if (::mprotect(pointer(address), mapping.size, PROT_NONE) != 0) return device_error(errno, fmt::format("cannot unmap {} bytes at {:#x}", mapping.size, address));
+    const Status moved = move_pages(address, physical_.at(mapping.id).parking, mapping.size);
+    if (!moved) ::mprotect(pointer(address), mapping.size, mapping.protection);
+    return moved;
+  }
+  bool put_back(DeviceAddress address, const Mapped& mapping) {
+    return move_pages(physical_.at(mapping.id).parking, address, mapping.size) && ::mprotect(pointer(address), mapping.size, mapping.protection) == 0;
+  }
+
   static Error unknown(std::string_view what, uint64_t id) {
     return Error{.code = Code::kInvalidArgument, .what = fmt::format("{} {} does not exist", what, id), .origin = Origin::kDevice};
   }
@@ -297,9 +357,10 @@ class HostDevice final : public DeviceMemory {
   }
 
   const HostDeviceOptions options_;
-  std::mutex mutex_;  // guards all below; taken after DeviceMemory's
+  mutable std::mutex mutex_;  // guards all below; taken after DeviceMemory's
   uint64_t last_id_ = 0;
-  std::map<PhysicalId, int> files_;
+  std::map<PhysicalId, Physical> physical_;
+  std::map<DeviceAddress, Mapped> mapped_;
   std::map<StreamId, std::shared_ptr<HostStream>> streams_;
   std::map<EventId, Event> events_;
 };

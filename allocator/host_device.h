@@ -1,4 +1,4 @@
-// HostDevice: DeviceMemory without a GPU, over memfd and reserved addresses. A real product path: it gives memory back
+// HostDevice: DeviceMemory without a GPU, over private memory and reserved addresses. A real product path: it gives memory back
 // to the system on release, so an engine on the CPU can sleep too.
 //
 // Stricter than CUDA where that finds mistakes: asynchronous copies run late, on a worker thread per stream and, with

@@ -404,7 +404,7 @@ void RankMemory::fill(RankLedger& ledger) const {
     if (chunks > 0) ledger.chunks_by_outcome[std::string(name(static_cast<BlockOutcome>(outcome)))] = chunks;
   }
   ledger.process_resident_bytes = process_bytes("VmRSS");
-  ledger.process_resident_region_bytes = process_bytes("RssShmem");
+  ledger.process_resident_region_bytes = device_->resident_bytes().value_or(0);
 }
 
 }  // namespace torpor

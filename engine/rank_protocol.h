@@ -43,7 +43,7 @@ struct RankLedger {
   uint64_t arena_unpinned_bytes = 0;   // held, but the device would not pin it
   std::map<std::string, uint64_t> chunks_by_outcome;  // of all sleeps and wakes so far, as the offload pipeline counted them
   uint64_t process_resident_bytes = 0;         // VmRSS
-  uint64_t process_resident_region_bytes = 0;  // the part of it that is device memory without a GPU (RssShmem)
+  uint64_t process_resident_region_bytes = 0;  // the part of it that is device memory without a GPU
 };
 
 struct RankReply {

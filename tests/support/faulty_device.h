@@ -22,6 +22,7 @@ class FaultyDevice final : public DeviceMemory {
   std::string_view kind() const override { return inner_->kind(); }
   uint64_t granularity() const override { return inner_->granularity(); }
   bool takes_digests() const override { return inner_->takes_digests(); }
+  std::optional<uint64_t> resident_bytes() const override { return inner_->resident_bytes(); }
 
  protected:
   Result<DeviceAddress> do_reserve(uint64_t size) override { return fails() ? Result<DeviceAddress>(injected()) : inner_->reserve(size); }
