@@ -20,6 +20,7 @@ std::unique_ptr<RankMemory> make_rank_memory(const py::dict& dict) {
   std::string device = "host";
   in.read_if_given("rank", options.rank);
   in.read_if_given("arena_budget_bytes", options.arena_budget_bytes);
+  in.read_if_given("arena_prefault_bytes", options.arena_prefault_bytes);
   in.read_if_given("threads", options.threads);
   in.read_if_given("keep_backup", options.keep_backup);
   std::optional<std::string> key_file;

@@ -68,6 +68,9 @@ struct CudaDriver {
 // missing: the library, a function (an old driver), or a device.
 Result<const CudaDriver*> cuda_driver();
 
+// Another function of that library, by the driver's own look-up; null if there is none.
+void* cuda_function(const char* name, int version);
+
 // The error of a driver call: `doing` says what was tried. Out of memory is kResourceExhausted, all else kDevice.
 Error cuda_error(const CudaDriver& driver, CUresult result, std::string_view doing);
 

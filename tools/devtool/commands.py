@@ -30,9 +30,18 @@ BENCHES = {
     "python_baselines": "tools/bench/python_baselines_bench.py",
 }
 
+GPU_CHECK_RUN = """#!/bin/sh
+# The suite that every device must pass, then checks and figures; arguments go to gpu_check (--help).
+here=$(cd "$(dirname "$0")" && pwd)
+export LD_LIBRARY_PATH="$here/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+"$here/gpu_check" --help >/dev/null || exit 2
+"$here/cuda_device_test" --gtest_brief=1 >&2 || exit 1
+exec "$here/gpu_check" "$@"
+"""
+
 
 def main(arguments: list[str], manual: str) -> int:
-    words = {"demo": demo, "test": test, "build": build, "bench": bench, "simulate": simulate, "mutants": mutants.main, "fuzz": fuzz, "proof": proof, "torpor": torpor, "python": python, "lint": lint, "setup": set_up, "clean": clean}
+    words = {"demo": demo, "test": test, "build": build, "bench": bench, "simulate": simulate, "mutants": mutants.main, "fuzz": fuzz, "proof": proof, "gpu_check": gpu_check, "torpor": torpor, "python": python, "lint": lint, "setup": set_up, "clean": clean}
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(manual)
         return 0 if arguments else 2
@@ -149,6 +158,28 @@ def proof(arguments: list[str]) -> int:
     code = subprocess.run(["ctest", "--preset", "release", "-L", "proof", "-V"], cwd=ROOT, env=os.environ | {"TORPOR_PROOF": "long"}).returncode
     code |= fuzz(arguments)
     return code | mutants.main([])
+
+
+def gpu_check(_: list[str]) -> int:
+    """A bundle that runs on a machine with an NVIDIA driver: build/gpu_check.tar.gz."""
+    setup.everything()  # cuda.h comes with it
+    cmake_build("release", ("gpu_check", "cuda_device_test"))
+    bundle = ROOT / "build/gpu_check"
+    shutil.rmtree(bundle, ignore_errors=True)
+    (bundle / "lib").mkdir(parents=True)
+    programs = [ROOT / "build/release/tools/gpu_check/gpu_check", ROOT / "build/release/tests/allocator/cuda_device_test"]
+    for program in programs:
+        subprocess.run(["strip", "-o", bundle / program.name, program], check=True)
+        for line in subprocess.run(["ldd", program], check=True, capture_output=True, text=True).stdout.splitlines():
+            name, _, path = line.partition(" => ")
+            if path and not name.strip().startswith(("libc.", "libm.")):  # those are the target's own
+                shutil.copy(path.split()[0], bundle / "lib" / name.strip())
+    run = bundle / "run"
+    run.write_text(GPU_CHECK_RUN)
+    run.chmod(0o755)
+    archive = shutil.make_archive(str(bundle), "gztar", bundle.parent, bundle.name)
+    print(f"{archive}: {Path(archive).stat().st_size / 2**20:.0f} MiB; on the target: tar xf {Path(archive).name} && {bundle.name}/run")
+    return 0
 
 
 def lint(_: list[str]) -> int:

@@ -20,6 +20,8 @@ class Options:
     kv_budget_bytes: int | None = None
     # Most host memory for saved bytes, per rank; 0: no limit.
     arena_budget_bytes: int = 0
+    # Host memory for saved bytes that is brought up in the background when the engine starts, per rank: the first sleep is then as fast as later ones.
+    arena_prefault_bytes: int = 0
     # Committed checkpoints to keep: how many, how old (seconds), how large together (bytes). None: as old or large as they are.
     keep_checkpoints: int = 2
     max_age_seconds: int | None = None

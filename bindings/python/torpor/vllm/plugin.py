@@ -128,7 +128,7 @@ def _memory_context(self, tag: str):
     if not options.enabled or tag not in ("weights", "kv_cache"):
         return nullcontext()
     if not hasattr(self, "torpor_memory"):
-        ranks = _core.RankMemory({"rank": self.rank, "arena_budget_bytes": options.arena_budget_bytes, "key_file": options.key_file})
+        ranks = _core.RankMemory({"rank": self.rank, "arena_budget_bytes": options.arena_budget_bytes, "arena_prefault_bytes": options.arena_prefault_bytes, "key_file": options.key_file})
         self.torpor_memory = WorkerMemory(ranks, options.cpu_linear)
     if tag == "weights":
         return self.torpor_memory.loading_weights(self.model_runner)

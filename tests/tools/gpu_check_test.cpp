@@ -1,0 +1,21 @@
+#include "tools/gpu_check/gpu_check.h"
+
+#include "base/units.h"
+#include "tests/support/fake_cuda_driver.h"
+#include "tests/support/results.h"
+
+namespace torpor {
+namespace {
+
+// On a fake GPU, whose speed means nothing: every check runs to its end and passes, and the driver is not misused.
+TEST(GpuCheck, EveryCheckRunsOnTheFakeDriver) {
+  test::FakeCuda fake({.memory_bytes = 2 * kGiB, .granularity_bytes = 2 * kMiB});
+  const auto report = gpu_check::run(fake.driver(), {}, {.bytes = 70 * kMiB, .cycle_bytes = 128 * kMiB, .cycles = 3, .rounds = 1});
+  EXPECT_EQ(report["gpu"], "Fake GPU");
+  EXPECT_TRUE(report["passed"].get<bool>()) << report.dump(2);
+  EXPECT_EQ(report["checks"].size(), 7u);
+  EXPECT_EQ(fake.left(), "");
+}
+
+}  // namespace
+}  // namespace torpor

@@ -1,0 +1,358 @@
+#include "tools/gpu_check/gpu_check.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <thread>
+
+#include <fmt/format.h>
+
+#include "allocator/cuda/cuda_device.h"
+#include "allocator/host_arena.h"
+#include "base/units.h"
+#include "engine/rank_memory.h"
+#include "kvcache/kv_layout.h"
+#include "offload/chunk_mover.h"
+#include "offload/host_tier.h"
+#include "tools/bench/bench.h"
+
+namespace torpor::gpu_check {
+namespace {
+
+using bench::median;
+using bench::must;
+using bench::seconds;
+using Json = nlohmann::ordered_json;
+
+constexpr uint64_t kSegment = 64 * kMiB;  // regions as torch's larger segments
+
+// The device's context, current in this thread, and a stream.
+class Gpu {
+ public:
+  Gpu(const CudaDriver& driver, int ordinal) : driver_(driver) {
+    check(driver.cuDeviceGet(&device_, ordinal), "cuDeviceGet");
+    check(driver.cuDevicePrimaryCtxRetain(&context_, device_), "cuDevicePrimaryCtxRetain");
+    check(driver.cuCtxPushCurrent(context_), "cuCtxPushCurrent");
+    check(driver.cuStreamCreate(&stream_, CU_STREAM_NON_BLOCKING), "cuStreamCreate");
+  }
+  ~Gpu() {
+    CUcontext popped = nullptr;
+    driver_.cuStreamDestroy(stream_);
+    driver_.cuCtxPopCurrent(&popped);
+    driver_.cuDevicePrimaryCtxRelease(device_);
+  }
+  void check(CUresult result, const char* what) const {
+    if (result != CUDA_SUCCESS) must(Status(cuda_error(driver_, result, what)));
+  }
+  void wait() const { check(driver_.cuStreamSynchronize(stream_), "cuStreamSynchronize"); }
+  void down(void* host, CUdeviceptr device, uint64_t bytes) const {
+    check(driver_.cuMemcpyDtoHAsync(host, device, bytes, stream_), "cuMemcpyDtoHAsync");
+    wait();
+  }
+  void up(CUdeviceptr device, const void* host, uint64_t bytes) const {
+    check(driver_.cuMemcpyHtoDAsync(device, host, bytes, stream_), "cuMemcpyHtoDAsync");
+    wait();
+  }
+  void set(CUdeviceptr device, unsigned char value, uint64_t bytes) const {
+    check(driver_.cuMemsetD8Async(device, value, bytes, stream_), "cuMemsetD8Async");
+    wait();
+  }
+  uint64_t used() const {
+    size_t free = 0, total = 0;
+    check(driver_.cuMemGetInfo(&free, &total), "cuMemGetInfo");
+    return total - free;
+  }
+  CUstream stream() const { return stream_; }
+  const CudaDriver& driver() const { return driver_; }
+  CUdevice device() const { return device_; }
+
+ private:
+  const CudaDriver& driver_;
+  CUdevice device_ = 0;
+  CUcontext context_ = nullptr;
+  CUstream stream_ = nullptr;
+};
+
+std::unique_ptr<RankMemory> make_memory(const Gpu& gpu, const Options& options, bool keep_backup) {
+  return must(RankMemory::create(must(make_cuda_device(gpu.driver(), {.ordinal = options.device})), linux_file_system(), {.arena_slab_bytes = 256 * kMiB, .keep_backup = keep_backup}));
+}
+
+// Regions of kSegment, each filled with its own byte.
+std::vector<DeviceAddress> fill(const Gpu& gpu, RankMemory& memory, const std::string& tag, uint64_t bytes) {
+  std::vector<DeviceAddress> regions;
+  for (uint64_t at = 0; at < bytes; at += kSegment) {
+    regions.push_back(must(memory.allocate(tag, std::to_string(at), std::min(kSegment, bytes - at))));
+    gpu.set(regions.back(), static_cast<unsigned char>(regions.size() * 37), std::min(kSegment, bytes - at));
+  }
+  return regions;
+}
+
+// The first, middle and last MiB of each region.
+bool filled(const Gpu& gpu, const std::vector<DeviceAddress>& regions, uint64_t bytes) {
+  std::vector<unsigned char> read(std::min<uint64_t>(kMiB, bytes));
+  for (size_t i = 0; i < regions.size(); ++i) {
+    const uint64_t size = std::min(kSegment, bytes - i * kSegment);
+    const uint64_t piece = std::min<uint64_t>(read.size(), size);
+    for (const uint64_t at : {uint64_t{0}, (size - piece) / 2, size - piece}) {
+      gpu.down(read.data(), regions[i] + at, piece);
+      const auto wanted = static_cast<unsigned char>((i + 1) * 37);
+      if (std::any_of(read.begin(), read.begin() + static_cast<std::ptrdiff_t>(piece), [wanted](unsigned char byte) { return byte != wanted; })) return false;
+    }
+  }
+  return true;
+}
+
+double rate(uint64_t bytes, const std::vector<double>& times) { return static_cast<double>(bytes) / 1e9 / median(times); }
+
+// Pinned host memory in one copy: what the link gives.
+Json line_rate(const Gpu& gpu, const Options& options, double& down, double& up) {
+  const uint64_t bytes = std::min<uint64_t>(options.bytes, kGiB);
+  auto device = must(make_cuda_device(gpu.driver(), {.ordinal = options.device}));
+  const auto arena = must(HostArena::create({.slab_bytes = bytes, .pin_for = device.get()}));
+  const auto host = must(arena->allocate(bytes));
+  auto memory = make_memory(gpu, options, false);
+  const DeviceAddress address = must(memory->allocate("line", "line", bytes));
+  std::vector<double> down_times, up_times;
+  for (int round = 0; round <= options.rounds; ++round) {
+    down_times.push_back(seconds([&] { gpu.down(host.bytes().data(), address, bytes); }));
+    up_times.push_back(seconds([&] { gpu.up(address, host.bytes().data(), bytes); }));
+  }
+  down_times.erase(down_times.begin());
+  up_times.erase(up_times.begin());
+  down = rate(bytes, down_times);
+  up = rate(bytes, up_times);
+  return {{"check", "line rate, pinned"}, {"passed", arena->info().unpinned_bytes == 0}, {"device_to_host", down}, {"host_to_device", up}};
+}
+
+// A loop over allocations with host memory of its own for each; nothing is proven, nothing undone, no digests.
+class Loop {
+ public:
+  // `per_sleep`: host memory is allocated at each sleep and freed at each wake; else the first sleep's is kept.
+  Loop(const Gpu& gpu, const ExtraFunctions& extra, const Options& options, bool per_sleep) : gpu_(gpu), extra_(extra), per_sleep_(per_sleep) {
+    device_ = must(make_cuda_device(gpu.driver(), {.ordinal = options.device}));
+    for (uint64_t at = 0; at < options.bytes; at += kSegment) {
+      Region region{.bytes = align_up(std::min(kSegment, options.bytes - at), device_->granularity())};
+      region.address = must(device_->reserve(region.bytes));
+      map(region);
+      regions_.push_back(region);
+    }
+  }
+  ~Loop() {
+    for (Region& region : regions_) {
+      if (region.host != nullptr) extra_.free_host(region.host);
+      unmap(region);
+      must(device_->free_reservation(region.address));
+    }
+  }
+  void sleep() {
+    for (Region& region : regions_) {
+      if (region.host == nullptr) gpu_.check(extra_.host_alloc(&region.host, region.bytes, 0), "cuMemHostAlloc");
+      gpu_.down(region.host, region.address, region.bytes);
+      unmap(region);
+    }
+  }
+  void wake() {
+    for (Region& region : regions_) {
+      map(region);
+      gpu_.up(region.address, region.host, region.bytes);
+      if (!per_sleep_) continue;
+      extra_.free_host(region.host);
+      region.host = nullptr;
+    }
+  }
+
+ private:
+  struct Region {
+    DeviceAddress address = 0;
+    uint64_t bytes = 0;
+    PhysicalId id{};
+    void* host = nullptr;
+  };
+  void map(Region& region) {
+    region.id = must(device_->create(region.bytes));
+    must(device_->map(region.address, region.id));
+    must(device_->set_access(region.address, region.bytes, Access::kReadWrite));
+  }
+  void unmap(Region& region) {
+    must(device_->unmap(region.address, region.bytes));
+    must(device_->release(region.id));
+  }
+  const Gpu& gpu_;
+  const ExtraFunctions& extra_;
+  const bool per_sleep_;
+  std::unique_ptr<DeviceMemory> device_;
+  std::vector<Region> regions_;
+};
+
+Json bulk(const Gpu& gpu, const ExtraFunctions& extra, const Options& options, double line_down, double line_up) {
+  Json row = {{"check", "sleep and wake of weights"}, {"bytes", options.bytes}};
+  bool whole = true;
+  std::vector<double> first, armed, sleep, wake, unchanged;
+  for (int round = 0; round < options.rounds; ++round) {
+    auto memory = make_memory(gpu, options, true);
+    const std::vector<DeviceAddress> regions = fill(gpu, *memory, "weights", options.bytes);
+    armed.push_back(seconds([&] { must(memory->arena().prefault(options.bytes + kGiB / 4)); }));
+    first.push_back(seconds([&] { must(memory->sleep({}, {"weights"})); }));
+    wake.push_back(seconds([&] { must(memory->wake({})); }));
+    memory->mark_dirty("weights");
+    sleep.push_back(seconds([&] { must(memory->sleep({}, {"weights"})); }));
+    wake.push_back(seconds([&] { must(memory->wake({})); }));
+    unchanged.push_back(seconds([&] { must(memory->sleep({}, {"weights"})); }));
+    must(memory->wake({}));
+    whole = whole && filled(gpu, regions, options.bytes);
+  }
+  row["passed"] = whole;
+  row["first_sleep"] = rate(options.bytes, first);
+  row["second_sleep"] = rate(options.bytes, sleep);
+  row["wake"] = rate(options.bytes, wake);
+  row["unchanged_sleep_seconds"] = median(unchanged);
+  row["arena_seconds"] = median(armed);
+  row["sleep_of_line"] = rate(options.bytes, sleep) / line_down;
+  row["wake_of_line"] = rate(options.bytes, wake) / line_up;
+  if (extra.host_alloc == nullptr) return row;
+  for (const auto& [name, per_sleep] : {std::pair("host memory kept (as vLLM)", false), std::pair("host memory for each sleep (as torch_memory_saver)", true)}) {
+    std::vector<double> loop_first, loop_sleep, loop_wake;
+    for (int round = 0; round < std::min(options.rounds, 3); ++round) {
+      Loop loop(gpu, extra, options, per_sleep);
+      loop_first.push_back(seconds([&] { loop.sleep(); }));
+      loop_wake.push_back(seconds([&] { loop.wake(); }));
+      loop_sleep.push_back(seconds([&] { loop.sleep(); }));
+      loop_wake.push_back(seconds([&] { loop.wake(); }));
+    }
+    row["loops"].push_back({{"loop", name},
+                            {"first_sleep", rate(options.bytes, loop_first)},
+                            {"second_sleep", rate(options.bytes, loop_sleep)},
+                            {"wake", rate(options.bytes, loop_wake)},
+                            {"times_first_sleep", median(loop_first) / median(first)},
+                            {"times_second_sleep", median(loop_sleep) / median(sleep)},
+                            {"times_wake", median(loop_wake) / median(wake)}});
+  }
+  return row;
+}
+
+// Scattered KV blocks of a model with 80 layers and 8 KV heads of 128 in bfloat16, layer after layer.
+Json paged(const Gpu& gpu, const Options& options, int tokens, double line_down) {
+  constexpr uint32_t kLayers = 80;
+  const uint64_t piece = static_cast<uint64_t>(tokens) * 8 * 128 * 2 * 2;
+  const auto moved = static_cast<uint32_t>(std::max<uint64_t>(4, std::min<uint64_t>(options.bytes, kGiB) / (piece * kLayers)));
+  const uint32_t blocks = 2 * moved;
+  auto device = must(make_cuda_device(gpu.driver(), {.ordinal = options.device}));
+  const auto arena = must(HostArena::create({.slab_bytes = 256 * kMiB, .pin_for = device.get()}));
+  const auto allocator = must(SleepAllocator::create(*device));
+  const auto executor = must(TransferExecutor::create(*device, *arena));
+  ChunkMover mover(*executor);
+  const KvLayout layout{.num_blocks = blocks, .tensors = {{.address = must(allocator->allocate("kv_cache", "kv", piece * kLayers * blocks)), .layers = kLayers, .layer_stride = piece * blocks, .block_stride = piece, .block_bytes = piece}}};
+  std::vector<uint32_t> ids(blocks);
+  for (uint32_t i = 0; i < blocks; ++i) ids[i] = i;
+  std::shuffle(ids.begin(), ids.end(), std::mt19937(1));
+  std::vector<ChunkPlan> plans;
+  for (uint32_t i = 0; i < moved; ++i) {
+    ChunkPlan plan{.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = ids[i]}};
+    for (const KvPiece& part : layout.pieces_of(ids[i])) plan.pieces.push_back({part.address, part.bytes});
+    plans.push_back(std::move(plan));
+  }
+  std::vector<double> times;
+  for (int round = 0; round <= options.rounds; ++round) {
+    HostTier tier(*arena);
+    times.push_back(seconds([&] { must(mover.save(plans, tier)); }));
+  }
+  times.erase(times.begin());
+  const double found = rate(piece * kLayers * moved, times);
+  return {{"check", fmt::format("scattered KV blocks of {} tokens", tokens)}, {"passed", true}, {"piece_bytes", piece}, {"device_to_host", found}, {"of_line", found / line_down}};
+}
+
+Json cycles(const Gpu& gpu, const Options& options) {
+  size_t free = 0, total = 0;
+  gpu.check(gpu.driver().cuMemGetInfo(&free, &total), "cuMemGetInfo");
+  const uint64_t bytes = std::min<uint64_t>(options.cycle_bytes, free / 10 * 8 / kSegment * kSegment);
+  const uint64_t kept = std::min<uint64_t>(kSegment, bytes);
+  auto memory = make_memory(gpu, options, false);
+  const std::vector<DeviceAddress> regions = fill(gpu, *memory, "weights", kept);
+  fill(gpu, *memory, "kv_cache", bytes - kept);  // not kept over a sleep
+  const auto cycle = [&] {
+    must(memory->sleep({}, {"weights"}));
+    const uint64_t asleep = gpu.used();
+    must(memory->wake({}));
+    return asleep;
+  };
+  for (int i = 0; i < 10; ++i) cycle();  // what is allocated once is allocated now
+  const uint64_t awake_before = gpu.used();
+  const uint64_t asleep_before = cycle();
+  uint64_t asleep_after = asleep_before;
+  const double taken = seconds([&] {
+    for (int i = 0; i < options.cycles; ++i) asleep_after = cycle();
+  });
+  const bool grew = asleep_after > asleep_before || gpu.used() > awake_before;
+  return {{"check", fmt::format("{} cycles", options.cycles)}, {"passed", !grew && filled(gpu, regions, kept)}, {"bytes", bytes}, {"used_asleep_before", asleep_before}, {"used_asleep_after", asleep_after}, {"ms_a_cycle", 1e3 * taken / std::max(1, options.cycles)}};
+}
+
+// A captured graph copies one region into another; it must do so after every cycle, for the addresses are the same.
+Json graph(const Gpu& gpu, const ExtraFunctions& extra, const Options& options) {
+  constexpr uint64_t kBytes = 16 * kMiB;
+  auto memory = make_memory(gpu, options, false);
+  const DeviceAddress from = must(memory->allocate("weights", "from", kBytes));
+  const DeviceAddress to = must(memory->allocate("scratch", "to", kBytes));
+  gpu.set(from, 0x5a, kBytes);
+  CUgraph captured = nullptr;
+  CUgraphExec executable = nullptr;
+  gpu.check(extra.begin_capture(gpu.stream(), CU_STREAM_CAPTURE_MODE_THREAD_LOCAL), "cuStreamBeginCapture");
+  gpu.check(extra.copy_on_device(to, from, kBytes, gpu.stream()), "cuMemcpyDtoDAsync");
+  gpu.check(extra.end_capture(gpu.stream(), &captured), "cuStreamEndCapture");
+  gpu.check(extra.instantiate(&executable, captured, 0), "cuGraphInstantiateWithFlags");
+  std::vector<unsigned char> read(kBytes);
+  int right = 0;
+  for (int i = 0; i < options.graph_cycles; ++i) {
+    must(memory->sleep({}, {"weights"}));
+    must(memory->wake({}));
+    gpu.check(extra.launch(executable, gpu.stream()), "cuGraphLaunch");
+    gpu.wait();
+    gpu.down(read.data(), to, kBytes);
+    right += std::all_of(read.begin(), read.end(), [](unsigned char byte) { return byte == 0x5a; }) ? 1 : 0;
+  }
+  extra.destroy_executable(executable);
+  extra.destroy_graph(captured);
+  return {{"check", "a captured graph after each cycle"}, {"passed", right == options.graph_cycles}, {"cycles", options.graph_cycles}, {"right", right}};
+}
+
+Json arena(const Gpu& gpu, const ExtraFunctions& extra, const Options& options) {
+  auto device = must(make_cuda_device(gpu.driver(), {.ordinal = options.device}));
+  std::vector<double> ours, theirs;
+  std::string method;
+  for (int round = 0; round < options.rounds; ++round) {
+    const auto made = must(HostArena::create({.pin_for = device.get()}));
+    made->prefault_in_background(0);
+    must(made->wait_prefault());
+    method = to_string(made->info().bring_up);
+    ours.push_back(seconds([&] { must(made->prefault(options.bytes)); }));
+    if (extra.host_alloc == nullptr) continue;
+    void* host = nullptr;
+    theirs.push_back(seconds([&] { gpu.check(extra.host_alloc(&host, options.bytes, 0), "cuMemHostAlloc"); }));
+    extra.free_host(host);
+  }
+  Json row = {{"check", "pinned host memory"}, {"passed", true}, {"method", method}, {"arena", rate(options.bytes, ours)}};
+  if (!theirs.empty()) row.update({{"cuMemHostAlloc", rate(options.bytes, theirs)}, {"times", median(theirs) / median(ours)}});
+  return row;
+}
+
+}  // namespace
+
+Json run(const CudaDriver& driver, const ExtraFunctions& extra, const Options& options) {
+  CudaDeviceInfo info;
+  must(make_cuda_device(driver, {.ordinal = options.device, .rdma = true, .exportable = true}, &info));
+  const Gpu gpu(driver, options.device);
+  Json report = {{"gpu", info.name}, {"driver", info.driver_version}, {"batched_copies", info.batched_copies}, {"notes", info.notes}, {"checks", Json::array()}};
+  double down = 0;
+  double up = 0;
+  report["checks"].push_back(line_rate(gpu, options, down, up));
+  report["checks"].push_back(bulk(gpu, extra, options, down, up));
+  for (const int tokens : {16, 32, 128}) report["checks"].push_back(paged(gpu, options, tokens, down));
+  report["checks"].push_back(cycles(gpu, options));
+  if (extra.begin_capture != nullptr) report["checks"].push_back(graph(gpu, extra, options));
+  report["checks"].push_back(arena(gpu, extra, options));
+  report["passed"] = std::all_of(report["checks"].begin(), report["checks"].end(), [](const Json& row) { return row["passed"].get<bool>(); });
+  return report;
+}
+
+}  // namespace torpor::gpu_check
