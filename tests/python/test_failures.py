@@ -7,6 +7,8 @@ import subprocess
 import pytest
 from inspector import look
 from requests_of_tests import run
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from torpor import errors
 
@@ -149,16 +151,26 @@ def test_on_request_a_damaged_checkpoint_is_woken_without_its_state(one, checkpo
     assert one.finish(one.begin()) == one.expected
 
 
-def test_of_several_answers_the_others_end_their_call_without_the_one_that_repair_dropped(one, checkpoint):
-    child = next(request["id"] for request in look("requests", checkpoint)["requests"] if request["id"].startswith("1_two"))
+def test_of_several_answers_the_others_end_their_call_without_the_one_that_repair_dropped(one, tmp_path):
+    one.begin(0, ["short"])
+    run(one.engine)
+    both = SamplingParams(temperature=1.0, seed=11, n=2, max_tokens=25, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
+    one.engine.add_request("both", "Write a poem:", both)
+    run(one.engine, 10)
+    report = one.llm.sleep(level=1, preserve_state=True, to="disk")
+    checkpoint = tmp_path / "store" / "g-000001"
+    shutil.copytree(report.checkpoint, checkpoint)
+    one.llm.wake_up()
+    _, expected, _ = run(one.engine)["both"]
+    child = next(request["id"] for request in look("requests", checkpoint)["requests"] if request["id"].startswith("1_both"))
     block = next(block for block in look("blocks", checkpoint)["blocks"] if block["requests"] == [child])
     flip(checkpoint / block["saved"][0]["file"], block["saved"][0]["offset"] + 7)
     repaired = look("repair", checkpoint)
     assert [dropped["id"] for dropped in repaired["dropped_requests"]] == [child]
     one.llm.wake_up(from_checkpoint=repaired["repaired"])
-    ended, [whole, dropped], _ = one.finish({})["two"]
-    assert ended and dropped[3] == "error" and "repair" in dropped[4]
-    assert whole == one.expected["two"][1][0]
+    ended, [whole, dropped], _ = run(one.engine)["both"]
+    assert ended and whole == expected[0]
+    assert dropped[3] == "error" and "repair" in dropped[4]
     assert not one.engine.output_processor.parent_requests
 
 
