@@ -137,11 +137,13 @@ TEST_F(CheckpointManagerTest, WhatDoesNotFitIsRefusedBeforeAnythingIsWritten) {
 }
 
 TEST_F(CheckpointManagerTest, AChunkFileOfAnotherLengthIsNotCommitted) {
-  PendingCheckpoint pending = value_of(manager()->begin(0));
-  ASSERT_SUCCEEDS(pending.write_state(example_checkpoint()));
-  std::ofstream(pending.staging_path() + "/chunks-r0") << "short";
-  pending.add_rank({.rank = 0, .files = {{.name = "chunks-r0", .bytes = 4096}}});
-  EXPECT_FAILS(pending.commit(), Code::kIo, "chunks-r0");
+  for (const size_t bytes : {5, 5000}) {
+    PendingCheckpoint pending = value_of(manager()->begin(0));
+    ASSERT_SUCCEEDS(pending.write_state(example_checkpoint()));
+    std::ofstream(pending.staging_path() + "/chunks-r0") << std::string(bytes, 'x');
+    pending.add_rank({.rank = 0, .files = {{.name = "chunks-r0", .bytes = 4096}}});
+    EXPECT_FAILS(pending.commit(), Code::kIo, "chunks-r0");
+  }
 }
 
 TEST_F(CheckpointManagerTest, ForeignEntriesOfTheDirectoryAreLeftAlone) {

@@ -38,6 +38,22 @@ TEST_F(Incremental, WhatAnEarlierOneHasIsNamedAndNotWritten) {
   EXPECT_TRUE(value_of(verify(third)).problems.empty());
 }
 
+TEST_F(Incremental, WhatChangedIsWrittenAgain) {
+  ASSERT_SUCCEEDS(test::write_checkpoint(*manager()));
+  PendingCheckpoint pending = value_of(manager()->begin(0));
+  const std::unique_ptr<DiskTier> tier = value_of(pending.create_chunks(0));
+  std::vector<std::byte> same = test::example_block(1);
+  std::vector<std::byte> changed = test::example_block(77);  // as many bytes
+  for (const bool is_same : {true, false}) {
+    std::vector<std::byte>& bytes = is_same ? same : changed;
+    SavedChunk chunk{.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = 1}, .bytes = bytes.size(), .digest = digest_of(bytes)};
+    TierPart part{&chunk, bytes, ok()};
+    tier->put({&part, 1});
+    ASSERT_SUCCEEDS(part.status);
+    EXPECT_EQ(chunk.file, is_same ? 1u : 0u);  // the earlier one's, or its own
+  }
+}
+
 TEST_F(Incremental, WhatAKeptOneNeedsIsNeverRemoved) {
   for (int i = 0; i < 3; ++i) ASSERT_SUCCEEDS(test::write_checkpoint(*manager()));
   ASSERT_SUCCEEDS(manager()->woken_from(3));
