@@ -145,13 +145,17 @@ TEST_F(PublicFailures, AnErrorIsThatOfItsCallOnly) {
 
 // vLLM 36651: double release, mapping what is mapped, freeing during sleep; no state of each allocation.
 TEST_F(PublicFailures, MemoryFreedWhileItSleepsIsFreedOnce) {
+  const DeviceAddress more = value_of(memory_->allocate("weights", "more", kRegion));
+  fill(more, 'm');
   ASSERT_SUCCEEDS(memory_->sleep({}, {"weights", "kv_cache"}));
   EXPECT_FAILS(memory_->sleep({"weights"}, {}), Code::kFailedPrecondition, "detached");
-  ASSERT_SUCCEEDS(memory_->free(addresses_["kv_cache"]));
-  EXPECT_FAILS(memory_->free(addresses_["kv_cache"]), Code::kNotFound);
+  for (const char* tag : {"kv_cache", "weights"}) {  // the only region of its tag, and one of two
+    ASSERT_SUCCEEDS(memory_->free(addresses_[tag]));
+    EXPECT_FAILS(memory_->free(addresses_[tag]), Code::kNotFound);
+  }
   ASSERT_SUCCEEDS(memory_->wake({}));
   EXPECT_FAILS(memory_->wake({}), Code::kFailedPrecondition);
-  expect_content({"weights"});
+  EXPECT_EQ(read(more), std::string(kRegion, 'm'));
   EXPECT_EQ(fake_.used_bytes(), 2 * kRegion);
 }
 

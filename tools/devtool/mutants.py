@@ -22,6 +22,7 @@ def main(arguments: list[str]) -> int:
         if not mutants:
             raise SetupError(f"no mutant has {arguments[0]!r} in its name")
     setup.system_packages()
+    setup.use_cuda_headers(setup.python_environment())
     env = os.environ | {"CCACHE_DIR": str(setup.CACHE / "ccache")}
     copy_tree()
     setup.run("Configure the mutants' tree", ["cmake", "-S", TREE / "source", "-B", TREE / "build", "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DTORPOR_BUILD_TOOLS=OFF", "-DTORPOR_SIMULATION_SEEDS=200"], env=env, log_name="configure-mutants")
