@@ -63,6 +63,9 @@ Error system_error(int native, std::string what, std::string next_step) {
       code = Code::kNotFound;
       if (next_step.empty()) next_step = "check the path";
       break;
+    case ENOTDIR:
+      if (next_step.empty()) next_step = "give the path of a directory";
+      break;
     case EACCES:
     case EPERM:
     case EROFS:

@@ -6,8 +6,7 @@
 // wake, so that what did not change is not copied again (who changes memory says so with torpor_mark_dirty).
 #pragma once
 
-#include <stddef.h>
-#include <stdint.h>
+#include <stdbool.h>
 #include <sys/types.h>
 
 #ifdef __cplusplus

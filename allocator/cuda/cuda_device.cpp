@@ -16,11 +16,30 @@ namespace {
 
 constexpr uint64_t kPinStep = kGiB;  // one registration of more holds the driver's lock for long, and 512 GiB of one fail
 
-// What takes down has no alternative, and a driver that is short of something for a moment may do it the next time.
+// Errors of earlier work that any call may report, done or not; the context is lost with them.
+bool is_sticky(CUresult result) {
+  switch (result) {
+    case CUDA_ERROR_ILLEGAL_ADDRESS:
+    case CUDA_ERROR_LAUNCH_FAILED:
+    case CUDA_ERROR_LAUNCH_TIMEOUT:
+    case CUDA_ERROR_ECC_UNCORRECTABLE:
+    case CUDA_ERROR_HARDWARE_STACK_ERROR:
+    case CUDA_ERROR_ILLEGAL_INSTRUCTION:
+    case CUDA_ERROR_MISALIGNED_ADDRESS:
+    case CUDA_ERROR_INVALID_ADDRESS_SPACE:
+    case CUDA_ERROR_INVALID_PC:
+    case CUDA_ERROR_ASSERT:
+    case CUDA_ERROR_CONTEXT_IS_DESTROYED: return true;
+    default: return false;
+  }
+}
+
+// What takes down has no alternative, and a driver that is short of something for a moment may do it the next time. Not
+// after a sticky error: the call may have done its work, and what it took down must not be taken down again.
 template <class Call>
 CUresult twice(const Call& call) {
   const CUresult result = call();
-  return result == CUDA_SUCCESS ? result : call();
+  return result == CUDA_SUCCESS || is_sticky(result) ? result : call();
 }
 
 // Makes a context current for the time of a call.
@@ -61,7 +80,8 @@ class CudaDevice final : public DeviceMemory {
   ~CudaDevice() override {
     {
       const Current current(driver_, context_);
-      for (const auto& [id, event] : events_) (void)twice([&] { return driver_.cuEventDestroy(event.event); });
+      for (const auto& [id, event] : events_) leftover_events_.push_back(event.event);
+      for (const CUevent event : leftover_events_) (void)twice([&] { return driver_.cuEventDestroy(event); });
       for (const auto& [id, stream] : streams_) (void)end(stream);
       if (zeroing_ != nullptr) (void)end(zeroing_);
     }
@@ -244,7 +264,7 @@ class CudaDevice final : public DeviceMemory {
     CUevent event = nullptr;
     TORPOR_CUDA_TRY(driver_.cuEventCreate(&event, CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING), "creating an event on {}", kind_);
     if (const CUresult result = driver_.cuEventRecord(event, stream); result != CUDA_SUCCESS) {
-      (void)twice([&] { return driver_.cuEventDestroy(event); });
+      discard(event);
       return cuda_error(driver_, result, fmt::format("recording an event on {}", kind_));
     }
     const std::lock_guard lock(mutex_);
@@ -270,10 +290,7 @@ class CudaDevice final : public DeviceMemory {
       if (drained.drain == Drain::kCompleted) drained.drain = Drain::kDrainedWithError;
       drained.error = cuda_error(driver_, result, fmt::format("waiting for copies on {}", kind_));
     }
-    if (twice([&] { return driver_.cuEventDestroy(waited.event); }) != CUDA_SUCCESS) {
-      const std::lock_guard lock(mutex_);
-      events_.emplace(id, waited);  // the end of the device tries again
-    }
+    discard(waited.event);
     return drained;
   }
 
@@ -330,6 +347,13 @@ class CudaDevice final : public DeviceMemory {
     const CUresult result = current.result() == CUDA_SUCCESS ? twice([&] { return driver_.cuStreamSynchronize(stream); }) : current.result();
     if (result == CUDA_SUCCESS) return {};
     return {Drain::kUnproven, cuda_error(driver_, result, fmt::format("waiting for a stream of {}", kind_))};
+  }
+
+  void discard(CUevent event) {
+    const CUresult result = twice([&] { return driver_.cuEventDestroy(event); });
+    if (result == CUDA_SUCCESS || is_sticky(result)) return;
+    const std::lock_guard lock(mutex_);
+    leftover_events_.push_back(event);
   }
 
   // A stream that is not proven to be empty stays: what it runs goes on.
@@ -410,9 +434,10 @@ class CudaDevice final : public DeviceMemory {
   std::atomic<uint64_t> last_id_ = 0;
   std::map<PhysicalId, Handle> handles_;  // these two under DeviceMemory's lock
   std::map<DeviceAddress, Mapped> mapped_;
-  std::mutex mutex_;  // guards the two below; taken after DeviceMemory's
+  std::mutex mutex_;  // guards all below; taken after DeviceMemory's
   std::map<StreamId, CUstream> streams_;
   std::map<EventId, Event> events_;
+  std::vector<CUevent> leftover_events_;  // that the driver would not destroy; the end of the device tries again
 };
 
 }  // namespace

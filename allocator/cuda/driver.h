@@ -3,7 +3,7 @@
 // The real table is filled at run time from libcuda.so.1, so that one binary runs with and without a GPU; nothing of CUDA
 // is linked. Tests give a table of their own: tests/support/fake_cuda_driver.h.
 //
-// Exists only where cuda.h was found at build time (TORPOR_HAS_CUDA); allocator/cuda/cuda_device.h works in any build.
+// Only where cuda.h was found at build time; allocator/cuda/cuda_device.h works in any build.
 #pragma once
 
 #include <cuda.h>

@@ -169,9 +169,25 @@ TEST_F(CudaDeviceTest, AWaitThatFailsIsDecidedByTheStream) {
   const DrainResult once = wait_failing(CUDA_ERROR_UNKNOWN, Lasting::kOnce);
   EXPECT_EQ(once.drain, Drain::kDrainedWithError);
   EXPECT_EQ(once.error.native, CUDA_ERROR_UNKNOWN);
-  const DrainResult sticky = wait_failing(CUDA_ERROR_ILLEGAL_ADDRESS, Lasting::kSticky);
-  EXPECT_EQ(sticky.drain, Drain::kUnproven);
-  EXPECT_EQ(device_->drain(stream_).drain, Drain::kCompleted);  // healed: now it is proven
+  const DrainResult lasting = wait_failing(CUDA_ERROR_UNKNOWN, Lasting::kForever);
+  EXPECT_EQ(lasting.drain, Drain::kDrainedWithError);  // the event never tells, the stream does
+  fake_.fail(1, CUDA_ERROR_UNKNOWN, Lasting::kSticky);
+  EXPECT_EQ(device_->drain(stream_).drain, Drain::kUnproven);
+  fake_.heal();
+  EXPECT_EQ(device_->drain(stream_).drain, Drain::kCompleted);  // now it is proven
+}
+
+TEST_F(CudaDeviceTest, WhatAStickyErrorMayHaveTakenDownIsNotTakenDownAgain) {
+  const PhysicalId id = value_of(device_->create(unit_));
+  for (const auto& [code, calls] : {std::pair(CUDA_ERROR_ILLEGAL_ADDRESS, 1u), std::pair(CUDA_ERROR_UNKNOWN, 2u)}) {
+    const uint64_t before = fake_.counts()["cuMemRelease"];
+    fake_.fail(2, code, Lasting::kForever);  // context, then the release
+    EXPECT_FAILS(device_->release(id), Code::kDevice);
+    EXPECT_EQ(fake_.failed_function(), "cuMemRelease");
+    EXPECT_EQ(fake_.counts()["cuMemRelease"] - before, calls);
+  }
+  fake_.heal();
+  EXPECT_SUCCEEDS(device_->release(id));
 }
 
 TEST_F(CudaDeviceTest, WhatIsNotProvenToBeZeroedIsNotUnmappedUntilItIs) {

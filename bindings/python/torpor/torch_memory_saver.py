@@ -33,10 +33,8 @@ class TorchMemorySaver:
     def cuda_graph(self, *_, **__):
         raise Unsupported("memory of CUDA graphs cannot be paused this way", "capture inside region()")
 
-    @contextmanager
     def disable(self):
         raise Unsupported("there is nothing to disable: only region() takes memory here", "leave the region instead")
-        yield
 
     @property
     def enabled(self) -> bool:
