@@ -155,6 +155,10 @@ WakeOptions wake_options_from(const py::dict& dict) {
   in.read_if_given("on_restore_error", on_restore_error);
   in.read_if_given("weights_changed", options.weights_changed);
   in.read_if_given("hold", options.hold);
+  if (in.has("answers")) {
+    const Bytes packed = bytes_from(in.take("answers"), "wake_up.answers");
+    options.answers = value_or_raise(unpack_answers(std::as_bytes(std::span(packed))));
+  }
   in.finish();
   options.tags = tags.value_or(std::vector<std::string>{});
   options.from_checkpoint = from_checkpoint.value_or("");
@@ -194,6 +198,7 @@ py::dict to_python(const SleepReport& report) {
     failed.append(item);
   }
   out["failed_requests"] = failed;
+  out["rolled_forward"] = py::dict(py::arg("extended") = report.rolled.extended, py::arg("added") = report.rolled.added, py::arg("dropped") = report.rolled.dropped);
   out["outputs"] = torpor::to_python(report.outputs);
   py::list phases;
   for (const Phase& phase : report.phases) {
@@ -228,6 +233,13 @@ void bind_controller(py::module_& module) {
              const WakeOptions options = wake_options_from(dict);
              return to_python(value_or_raise(without_lock([&] { return self.controller.wake_up(options); })));
            }, py::arg("options") = py::dict())
+      .def("checkpoint", [](BoundController& self, const py::handle& outputs) {
+             const Value value = value_from(outputs);
+             return to_python(value_or_raise(without_lock([&] { return self.controller.checkpoint(value); })));
+           }, py::arg("outputs"), "A checkpoint of an engine that serves on; `outputs` is the front end's part.")
+      .def("fingerprint", [](BoundController& self) {
+             return value_or_raise(without_lock([&] { return self.controller.fingerprint(); }));
+           }, "All that must be equal for tokens to be equal, by name.")
       .def("end_hold", [](BoundController& self, bool keep) {
              value_or_raise(without_lock([&] { return self.controller.end_hold(keep); }));
            }, py::arg("keep"), "After wake_up with hold: lets the engine run, or throws away what was restored.")

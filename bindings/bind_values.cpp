@@ -410,6 +410,14 @@ py::list to_python(const std::vector<WorkerSnapshot>& workers) {
   return list;
 }
 
+RequestState request_state_from(const py::handle& object) {
+  RequestState request;
+  read(object, "request", request);
+  return request;
+}
+
+py::dict to_python(const RequestState& request) { return write_fields(request); }
+
 std::shared_ptr<const Key> key_from(const std::optional<std::string>& key_file) {
   if (!key_file) return nullptr;
   return std::make_shared<const Key>(value_or_raise(Key::read_file(*key_file)));

@@ -20,6 +20,8 @@ SchedulerCheckpoint scheduler_checkpoint_from(const pybind11::dict& dict);
 pybind11::dict to_python(const EngineCheckpoint& checkpoint);
 pybind11::list to_python(const std::vector<WorkerSnapshot>& workers);
 pybind11::dict to_python(const RankLedger& ledger);
+RequestState request_state_from(const pybind11::handle& object);
+pybind11::dict to_python(const RequestState& request);
 EngineCheckpoint engine_checkpoint_from(const pybind11::dict& dict);
 Fingerprint fingerprint_from(const pybind11::handle& object);
 std::shared_ptr<const Key> key_from(const std::optional<std::string>& key_file);  // null for none

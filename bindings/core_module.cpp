@@ -16,5 +16,6 @@ PYBIND11_MODULE(_core, module) {
   torpor::bind_rank_memory(module);
   torpor::bind_controller(module);
   torpor::bind_checkpoint(module);
+  torpor::bind_answers(module);
   torpor::bind_memory(module);
 }

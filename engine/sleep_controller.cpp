@@ -57,6 +57,13 @@ bool SleepController::is_sleeping() const {
   return state_ != State::kAwake;
 }
 
+// Whether there is an engine to put to sleep.
+Status SleepController::may_begin() const {
+  if (lost()) return Error{.code = Code::kFailedPrecondition, .what = "the engine is lost", .next_step = "start a new one and wake it from its last checkpoint"};
+  if (held_) return Error{.code = Code::kFailedPrecondition, .what = "a restored checkpoint waits for its front end", .next_step = "end the wake first"};
+  return ok();
+}
+
 Status SleepController::check(const SleepOptions& options) const {
   const auto invalid = [](std::string what, std::string next) {
     return Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = std::move(next)};

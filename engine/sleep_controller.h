@@ -42,6 +42,11 @@ class SleepController {
 
   Result<SleepReport> sleep(const SleepOptions& options);
   Result<SleepReport> wake_up(const WakeOptions& options);
+  // A checkpoint of an engine that serves on: its state and the KV of its requests. Weights are named for reload: an
+  // engine that wakes from it has loaded them. The engine stands still meanwhile; the report's seconds say how long.
+  Result<SleepReport> checkpoint(const Value& outputs);
+  // All that must be equal for tokens to be equal, the weights' digest included.
+  Result<Fingerprint> fingerprint();
   // After wake_up with `hold`: lets the engine run, or throws away what was restored.
   Status end_hold(bool keep);
   Result<SleepPlan> plan_sleep(const SleepOptions& options);
@@ -70,7 +75,7 @@ class SleepController {
   Result<SleepReport> wake_from_checkpoint(const WakeOptions& options, Operation& operation);
   Status check(const SleepOptions& options) const;
   Result<std::vector<std::string>> select_tags(const std::vector<std::string>& wanted, const RankLedger& ledger) const;
-  Result<Fingerprint> fingerprint();
+  Status may_begin() const;
   Result<std::unique_ptr<CheckpointManager>> manager(const std::string& directory) const;
   void set_state(State state);
   void remember(const std::vector<RankReply>& replies);

@@ -35,22 +35,29 @@ SchedulerCheckpoint without_requests(SchedulerCheckpoint state) {
 
 }  // namespace
 
+// A sleep in progress: what was asked, what was found out, what is under way.
+struct SleepController::FallingAsleep {
+  const SleepOptions& options;
+  Operation& operation;
+  SleepReport report{};
+  std::vector<RankReply> described{};
+  std::vector<std::string> tags{};  // that lose their memory
+  RankOrder save{};                 // what is copied before
+  bool preserved = false;           // the requests' state is kept; false after it was discarded
+  EngineCheckpoint captured{};
+  LiveBlocks live{};
+  std::shared_ptr<CheckpointManager> checkpoints{};  // shared with the step that undoes the commit
+  std::optional<PendingCheckpoint> pending{};
+};
+
 Result<SleepReport> SleepController::sleep(const SleepOptions& options) {
   const std::unique_lock busy(operation_mutex_, std::try_to_lock);
   if (!busy.owns_lock()) {
     return Error{.code = Code::kUnavailable, .what = fmt::format("the engine is {}", state().engine), .next_step = "wait for that to end"};
   }
   TORPOR_TRY(check(options));
-  State before;
-  {
-    const std::lock_guard lock(state_mutex_);
-    before = state_;
-  }
-  if (before == State::kLost) {
-    return Error{.code = Code::kFailedPrecondition, .what = "the engine is lost", .next_step = "start a new one and wake it from its last checkpoint"};
-  }
-  if (held_) return Error{.code = Code::kFailedPrecondition, .what = "a restored checkpoint waits for its front end", .next_step = "end the wake first"};
-  if (before == State::kAsleep) {
+  TORPOR_TRY(may_begin());
+  if (is_sleeping()) {
     log().warn("sleep: the engine is already asleep");
     SleepReport report;
     report.note = "already asleep";
@@ -71,21 +78,6 @@ Result<SleepReport> SleepController::sleep(const SleepOptions& options) {
   operation.fill(*report);
   return report;
 }
-
-// A sleep in progress: what was asked, what was found out, what is under way.
-struct SleepController::FallingAsleep {
-  const SleepOptions& options;
-  Operation& operation;
-  SleepReport report{};
-  std::vector<RankReply> described{};
-  std::vector<std::string> tags{};  // that lose their memory
-  RankOrder save{};                 // what is copied before
-  bool preserved = false;           // the requests' state is kept; false after it was discarded
-  EngineCheckpoint captured{};
-  LiveBlocks live{};
-  std::shared_ptr<CheckpointManager> checkpoints{};  // shared with the step that undoes the commit
-  std::optional<PendingCheckpoint> pending{};
-};
 
 Result<SleepReport> SleepController::fall_asleep(const SleepOptions& options, Operation& operation) {
   FallingAsleep sleep{.options = options, .operation = operation, .preserved = options.preserve_state};
@@ -114,6 +106,48 @@ Result<SleepReport> SleepController::fall_asleep(const SleepOptions& options, Op
   const std::lock_guard lock(state_mutex_);
   public_.level = options.level;
   public_.checkpoint = sleep.report.checkpoint;
+  return std::move(sleep.report);
+}
+
+Result<SleepReport> SleepController::checkpoint(const Value& outputs) {
+  const std::unique_lock busy(operation_mutex_, std::try_to_lock);
+  if (!busy.owns_lock()) {
+    return Error{.code = Code::kUnavailable, .what = fmt::format("the engine is {}", state().engine), .next_step = "wait for that to end"};
+  }
+  const SleepOptions options{.preserve_state = true, .to_disk = true, .store_weights = false, .outputs = outputs};
+  TORPOR_TRY(check(options));
+  TORPOR_TRY(may_begin());
+  if (is_sleeping()) return Error{.code = Code::kFailedPrecondition, .what = "the engine is asleep", .next_step = "wake it first, or let it sleep to disk"};
+  Operation operation("checkpoint", clock_, sink_, [this] { return lost(); });
+  set_state(State::kFallingAsleep);
+  FallingAsleep sleep{.options = options, .operation = operation, .preserved = true};
+  sleep.report.to = "disk";
+  sleep.report.preserve_state = true;
+  const Status written = [&]() -> Status {
+    TORPOR_TRY(admit(sleep));
+    TORPOR_TRY(quiesce(sleep));
+    TORPOR_TRY(prepare(sleep));
+    TORPOR_TRY(save(sleep));
+    return prove(sleep);
+  }();
+  if (!written) {
+    operation.undo();
+    if (!lost()) set_state(State::kAwake);
+    Error error = written.error();
+    error.state_changed = lost();
+    return error.within("checkpoint");
+  }
+  operation.keep();
+  ranks_.undo("cancel_save", {.tags = sleep.save.tags});  // the memory was only read
+  sleep.report.kept_blocks = static_cast<int64_t>(sleep.live.kept.size());
+  sleep.report.changed = true;
+  sleep.report.fully_awake = true;
+  if (const Status resumed = hooks_.resume(); !resumed) {
+    lose(resumed.error());
+    return resumed.error();
+  }
+  set_state(State::kAwake);
+  operation.fill(sleep.report);
   return std::move(sleep.report);
 }
 

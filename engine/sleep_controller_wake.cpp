@@ -7,6 +7,7 @@
 #include <fmt/ranges.h>
 
 #include "base/log.h"
+#include "checkpoint/store_names.h"
 #include "engine/operation.h"
 
 namespace torpor {
@@ -24,14 +25,15 @@ Result<SleepReport> SleepController::wake_up(const WakeOptions& options) {
   if (before == State::kLost) {
     return Error{.code = Code::kFailedPrecondition, .what = "the engine is lost", .next_step = "start a new one and wake it from its last checkpoint"};
   }
-  if (before == State::kAwake && options.from_checkpoint.empty()) {
+  const bool anew = !options.from_checkpoint.empty() || options.answers;
+  if (before == State::kAwake && !anew) {
     log().warn("wake_up: the engine is already awake");
     SleepReport report;
     report.note = "already awake";
     report.fully_awake = true;
     return report;
   }
-  if (before == State::kAsleep && !options.from_checkpoint.empty()) {
+  if (before == State::kAsleep && anew) {
     return Error{.code = Code::kFailedPrecondition,
                  .what = "this engine is asleep with a state of its own",
                  .next_step = "wake it without from_checkpoint, or wake the checkpoint in a new engine"};
@@ -162,13 +164,17 @@ Result<SleepReport> SleepController::wake_from_checkpoint(const WakeOptions& opt
   }
   const auto restore = [&]() -> Status {
     operation.begin("open");
-    TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(file_system_, options.from_checkpoint, options_.checkpoints.key));
-    TORPOR_ASSIGN(const EngineCheckpoint state, checkpoint.read_state());
-    TORPOR_TRY(state.state.validate());
-    TORPOR_ASSIGN(const Fingerprint engine, fingerprint());
-    TORPOR_TRY(compare_fingerprints(state.fingerprint, engine));
-    report.checkpoint = checkpoint.path();
-    report.checkpoint_bytes = checkpoint.manifest().total_bytes();
+    std::optional<Checkpoint> checkpoint;  // none: all is computed anew
+    EngineCheckpoint state;
+    if (!options.from_checkpoint.empty()) {
+      TORPOR_ASSIGN(checkpoint, open_checkpoint(file_system_, options.from_checkpoint, options_.checkpoints.key));
+      TORPOR_ASSIGN(state, checkpoint->read_state());
+      TORPOR_TRY(state.state.validate());
+      TORPOR_ASSIGN(const Fingerprint engine, fingerprint());
+      TORPOR_TRY(compare_fingerprints(state.fingerprint, engine));
+      report.checkpoint = checkpoint->path();
+      report.checkpoint_bytes = checkpoint->manifest().total_bytes();
+    }
     operation.end("open", report.checkpoint_bytes);
 
     operation.begin("quiesce");
@@ -180,13 +186,25 @@ Result<SleepReport> SleepController::wake_from_checkpoint(const WakeOptions& opt
     operation.begin("restore");
     // The KV pool of an engine without requests holds nothing that anybody may still read, except cached prefixes.
     TORPOR_TRY(hooks_.drop_requests("abort"));
-    TORPOR_ASSIGN(const std::vector<RankReply> loaded, ranks_.call("load_blocks", {.directory = checkpoint.path(), .chunks = checkpoint.manifest().ranks}));
-    report.restored_bytes = total_bytes(loaded);
-    report.ledgers = ledgers_of(loaded);
-    remember(loaded);
+    if (checkpoint) {
+      TORPOR_ASSIGN(const std::vector<RankReply> loaded, ranks_.call("load_blocks", {.directory = checkpoint->path(), .chunks = checkpoint->manifest().ranks}));
+      report.restored_bytes = total_bytes(loaded);
+      report.ledgers = ledgers_of(loaded);
+      remember(loaded);
+    } else {
+      TORPOR_ASSIGN(state.state, hooks_.capture());
+    }
     operation.end("restore", report.restored_bytes);
 
     operation.begin("reconnect");
+    if (options.answers) {
+      bool woken_before = false;
+      if (checkpoint) {
+        TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, file_system_.open_directory(checkpoint->path(), false));
+        woken_before = directory->open_file(kWokenFile).has_value();
+      }
+      TORPOR_ASSIGN(report.rolled, roll_forward(state.state, *options.answers, woken_before));
+    }
     operation.undo_with([this] {
       if (const Status forgotten = hooks_.forget_restored(); !forgotten) lose(forgotten.error());
     });
@@ -195,10 +213,11 @@ Result<SleepReport> SleepController::wake_from_checkpoint(const WakeOptions& opt
     report.kept_blocks = static_cast<int64_t>(state.state.kv.blocks.size());
     report.outputs = state.outputs;
     operation.end("reconnect");
+    if (!checkpoint) return ok();
     const Status retained = [&]() -> Status {
-      const size_t name_at = checkpoint.path().rfind('/');
-      TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> checkpoints, manager(checkpoint.path().substr(0, name_at)));
-      return checkpoints->woken_from(checkpoint.manifest().generation);
+      const size_t name_at = checkpoint->path().rfind('/');
+      TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> checkpoints, manager(checkpoint->path().substr(0, name_at)));
+      return checkpoints->woken_from(checkpoint->manifest().generation);
     }();
     if (!retained) log().warn("older checkpoints were not removed: {}", retained.error().to_string());
     return ok();

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/answers.h"
+#include "checkpoint/roll_forward.h"
 #include "engine/engine_hooks.h"
 #include "engine/rank_protocol.h"
 
@@ -30,6 +32,9 @@ struct WakeOptions {
   bool discard_on_restore_error = false;
   bool weights_changed = false;   // new weights were loaded: KV computed with the old ones is stale
   bool hold = false;              // restored, but not yet running: end_hold() follows
+  // What a server has given to its readers: the restored requests are rolled forward to it (checkpoint/roll_forward.h).
+  // With it, `from_checkpoint` may be empty: all is computed anew.
+  std::optional<std::vector<Answer>> answers{};
 };
 
 struct Phase {
@@ -56,6 +61,7 @@ struct SleepReport {  // also of a wake
   int64_t dropped_blocks = 0;   // cached blocks whose bytes were not kept
   std::vector<std::string> reload;  // tags that came back without content: the owner must load them
   std::vector<FailedRequest> failed_requests;
+  RolledForward rolled;         // of a wake with answers
   Value outputs;                // of a restored checkpoint
   std::vector<Phase> phases;
   double seconds = 0;

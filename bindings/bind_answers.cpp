@@ -1,0 +1,137 @@
+// The answers of a server for Python.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "bindings/bind_subjects.h"
+#include "bindings/bind_values.h"
+#include "bindings/dict_reader.h"
+#include "checkpoint/answers.h"
+
+namespace py = pybind11;
+
+namespace torpor {
+namespace {
+
+AnswerState state_from(const std::string& text) {
+  for (const AnswerState state : {AnswerState::kRunning, AnswerState::kFinished, AnswerState::kAborted, AnswerState::kFailed}) {
+    if (name(state) == text) return state;
+  }
+  DictReader::fail("state", "\"running\", \"finished\", \"aborted\" or \"failed\"");
+}
+
+py::dict to_python(const Answer& answer) {
+  py::dict out;
+  out["request"] = torpor::to_python(answer.request);
+  out["response"] = answer.response;
+  out["tenant"] = answer.tenant;
+  out["choice"] = answer.choice;
+  out["front"] = torpor::to_python(answer.front);
+  out["text"] = answer.text;
+  out["text_ends"] = answer.text_ends;
+  out["state"] = std::string(name(answer.state));
+  out["finish_reason"] = answer.finish_reason;
+  out["stop_reason"] = torpor::to_python(answer.stop_reason);
+  out["created"] = answer.created;
+  out["ended"] = answer.ended;
+  return out;
+}
+
+std::unique_ptr<Answers> open_answers(const py::dict& dict) {
+  DictReader in(dict, "Answers options");
+  AnswersOptions options{.clock = &system_clock()};
+  std::optional<std::string> directory;
+  std::optional<std::string> key_file;
+  in.read_if_given("directory", directory);
+  in.read("engine", options.engine);
+  in.read_if_given("keep_seconds", options.keep_seconds);
+  in.read_if_given("keep_bytes", options.keep_bytes);
+  in.read_if_given("file_bytes", options.file_bytes);
+  in.read_if_given("key_file", key_file);
+  in.read_if_given("encrypt", options.encrypt);
+  in.finish();
+  options.directory = directory.value_or("");
+  options.key = key_from(key_file);
+  const py::gil_scoped_release released;
+  return value_or_raise(Answers::open(linux_file_system(), std::move(options)));
+}
+
+Answer answer_from(const py::dict& dict) {
+  DictReader in(dict, "answer");
+  Answer answer;
+  answer.request = request_state_from(in.take("request"));
+  in.read("response", answer.response);
+  in.read("tenant", answer.tenant);
+  in.read("choice", answer.choice);
+  answer.front = value_from(in.take("front"));
+  in.finish();
+  return answer;
+}
+
+std::vector<AnswerStep> steps_from(const py::list& list) {
+  std::vector<AnswerStep> steps;
+  for (const py::handle item : list) {
+    DictReader in(item, "step");
+    AnswerStep& step = steps.emplace_back();
+    std::string state = "running";
+    in.read("id", step.id);
+    in.read("at", step.at);
+    in.read("tokens", step.tokens);
+    in.read("text", step.text);
+    in.read_if_given("state", state);
+    in.read_if_given("finish_reason", step.finish_reason);
+    if (in.has("stop_reason")) step.stop_reason = value_from(in.take("stop_reason"));
+    in.finish();
+    step.state = state_from(state);
+  }
+  return steps;
+}
+
+}  // namespace
+
+void bind_answers(py::module_& module) {
+  py::class_<Answers>(module, "Answers", "What each request of a server asked and was given, in memory and in a log.")
+      .def(py::init(&open_answers), py::arg("options"))
+      .def("start", [](Answers& self, const py::dict& dict) {
+             Answer answer = answer_from(dict);
+             value_or_raise(self.start(std::move(answer)));
+           }, py::arg("answer"))
+      .def("step", [](Answers& self, const py::list& list) { value_or_raise(self.step(steps_from(list))); }, py::arg("steps"), "What one engine step gave, all in one record.")
+      .def("sync", [](Answers& self) {
+             const Status synced = [&] {
+               const py::gil_scoped_release released;
+               return self.sync();
+             }();
+             value_or_raise(synced);
+           })
+      .def("close", &Answers::close, "Nothing is recorded from now on.")
+      .def("find", &Answers::find, py::arg("response"), py::arg("tenant"), "Ids of the choices of a response, in their order.")
+      .def("part", [](const Answers& self, const std::string& id, uint32_t from_token, uint32_t from_text) {
+             const AnswerPart part = value_or_raise(self.part(id, from_token, from_text));
+             py::dict out;
+             out["tokens"] = part.tokens;
+             out["text"] = part.text;
+             out["tokens_end"] = part.tokens_end;
+             out["text_end"] = part.text_end;
+             out["state"] = std::string(name(part.state));
+             out["finish_reason"] = part.finish_reason;
+             out["stop_reason"] = torpor::to_python(part.stop_reason);
+             return out;
+           }, py::arg("id"), py::arg("from_token") = 0, py::arg("from_text") = 0)
+      .def("get", [](const Answers& self, const std::string& id) -> py::object {
+             const std::optional<Answer> answer = self.get(id);
+             return answer ? py::object(to_python(*answer)) : py::none();
+           }, py::arg("id"))
+      .def("all", [](const Answers& self) {
+             py::list list;
+             for (const Answer& answer : self.all()) list.append(to_python(answer));
+             return list;
+           })
+      .def("pack", [](const Answers& self) { return torpor::to_python(pack_answers(self.all())); }, "For wake_up(answers=…) in the engine's process.")
+      .def("counts", [](const Answers& self) {
+             const Answers::Counts counts = self.counts();
+             return py::dict(py::arg("running") = counts.running, py::arg("ended") = counts.ended, py::arg("log_bytes") = counts.log_bytes, py::arg("lost_bytes") = counts.lost_bytes,
+                             py::arg("problem") = counts.problem);
+           });
+}
+
+}  // namespace torpor

@@ -1,0 +1,69 @@
+#include "checkpoint/roll_forward.h"
+
+#include <algorithm>
+#include <unordered_map>
+
+#include "checkpoint/repair.h"
+
+namespace torpor {
+namespace {
+
+// A request as a scheduler would hold it after it lost its blocks; without tokens of its own, as a new one.
+RequestState begun_again(RequestState request) {
+  request.status = request.output_token_ids.empty() ? RequestStatus::kWaiting : RequestStatus::kPreempted;
+  request.num_computed_tokens = 0;
+  request.num_preemptions = request.output_token_ids.empty() ? 0 : 1;
+  request.block_hashes.clear();
+  request.block_hash_bytes = 0;
+  return request;
+}
+
+bool begins_with(const std::vector<int32_t>& tokens, const std::vector<int32_t>& start) {
+  return tokens.size() >= start.size() && std::equal(start.begin(), start.end(), tokens.begin());
+}
+
+}  // namespace
+
+Result<RolledForward> roll_forward(SchedulerCheckpoint& state, std::span<const Answer> answers, bool forgotten) {
+  return catching_no_memory([&]() -> Result<RolledForward> {
+    RolledForward rolled;
+    std::unordered_map<std::string, RequestState*> known;
+    for (RequestState& request : state.scheduler.requests) known.emplace(request.id, &request);
+    std::vector<const Answer*> anew;
+    for (const Answer& answer : answers) {
+      const auto found = known.find(answer.request.id);
+      if (answer.state != AnswerState::kRunning) {
+        if (found != known.end()) rolled.dropped.push_back(answer.request.id);
+        continue;
+      }
+      if (found == known.end()) {
+        anew.push_back(&answer);
+        continue;
+      }
+      RequestState& request = *found->second;
+      const std::vector<int32_t>& given = answer.request.output_token_ids;
+      if (begins_with(request.output_token_ids, given)) continue;
+      if (begins_with(given, request.output_token_ids) && request.status != RequestStatus::kWaiting) {
+        request.output_token_ids = given;
+        rolled.extended.push_back(request.id);
+      } else {  // what was given counts; and a waiting request has no tokens
+        rolled.dropped.push_back(request.id);
+        anew.push_back(&answer);
+      }
+    }
+    if (forgotten) {
+      for (const Answer& answer : answers) known.erase(answer.request.id);
+      for (const auto& [id, request] : known) rolled.dropped.push_back(id);
+    }
+    for (const std::string& id : rolled.dropped) drop_request(state, id);
+    for (const Answer* answer : anew) {
+      state.scheduler.requests.push_back(begun_again(answer->request));
+      state.scheduler.waiting.push_back(answer->request.id);
+      rolled.added.push_back(answer->request.id);
+    }
+    TORPOR_TRY(state.validate());
+    return rolled;
+  });
+}
+
+}  // namespace torpor
