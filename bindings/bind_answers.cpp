@@ -36,6 +36,18 @@ py::dict to_python(const Answer& answer) {
   return out;
 }
 
+py::dict to_python(const AnswerPart& part) {
+  py::dict out;
+  out["tokens"] = part.tokens;
+  out["text"] = part.text;
+  out["tokens_end"] = part.tokens_end;
+  out["text_end"] = part.text_end;
+  out["state"] = std::string(name(part.state));
+  out["finish_reason"] = part.finish_reason;
+  out["stop_reason"] = torpor::to_python(part.stop_reason);
+  return out;
+}
+
 std::unique_ptr<Answers> open_answers(const py::dict& dict) {
   DictReader in(dict, "Answers options");
   AnswersOptions options{.clock = &system_clock()};
@@ -106,17 +118,9 @@ void bind_answers(py::module_& module) {
       .def("close", &Answers::close, "Nothing is recorded from now on.")
       .def("find", &Answers::find, py::arg("response"), py::arg("tenant"), "Ids of the choices of a response, in their order.")
       .def("part", [](const Answers& self, const std::string& id, uint32_t from_token, uint32_t from_text) {
-             const AnswerPart part = value_or_raise(self.part(id, from_token, from_text));
-             py::dict out;
-             out["tokens"] = part.tokens;
-             out["text"] = part.text;
-             out["tokens_end"] = part.tokens_end;
-             out["text_end"] = part.text_end;
-             out["state"] = std::string(name(part.state));
-             out["finish_reason"] = part.finish_reason;
-             out["stop_reason"] = torpor::to_python(part.stop_reason);
-             return out;
+             return to_python(value_or_raise(self.part(id, from_token, from_text)));
            }, py::arg("id"), py::arg("from_token") = 0, py::arg("from_text") = 0)
+      .def("position", [](const Answers& self, const std::string& id) { return to_python(value_or_raise(self.position(id))); }, py::arg("id"), "As part(), without tokens and text.")
       .def("get", [](const Answers& self, const std::string& id) -> py::object {
              const std::optional<Answer> answer = self.get(id);
              return answer ? py::object(to_python(*answer)) : py::none();

@@ -5,7 +5,7 @@
 #include "bindings/bind_subjects.h"
 #include "bindings/bind_values.h"
 #include "bindings/dict_reader.h"
-#include "checkpoint/checkpoint.h"
+#include "checkpoint/checkpoint_manager.h"
 
 namespace py = pybind11;
 
@@ -42,6 +42,28 @@ void bind_checkpoint(py::module_& module) {
       }, py::arg("sections"), py::arg("fingerprint") = py::dict())
       .def("__eq__", [](const EngineCheckpoint& a, const EngineCheckpoint& b) { return a == b; });
 
+  module.def("list_checkpoints", [](const std::string& directory, const std::optional<std::string>& key_file) {
+    CheckpointManagerOptions options;
+    options.key = key_from(key_file);
+    Result<std::vector<CheckpointInfo>> found = [&]() -> Result<std::vector<CheckpointInfo>> {
+      const py::gil_scoped_release released;
+      TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> manager, CheckpointManager::open(linux_file_system(), directory, std::move(options)));
+      return manager->list();
+    }();
+    py::list list;
+    for (const CheckpointInfo& info : value_or_raise(std::move(found))) {
+      py::dict item;
+      item["name"] = info.name;
+      item["path"] = info.path;
+      item["readable"] = info.readable;
+      item["problem"] = info.readable ? "" : info.problem.to_string();
+      item["created"] = info.manifest.created_unix_seconds;
+      item["bytes"] = info.bytes;
+      item["woken"] = info.woken;
+      list.append(item);
+    }
+    return list;
+  }, py::arg("directory"), py::arg("key_file") = py::none(), "The committed checkpoints of a directory, oldest first.");
   module.def("read_checkpoint", [](const std::string& path, const std::optional<std::string>& key_file) {
     const Checkpoint checkpoint = value_or_raise(open_checkpoint(linux_file_system(), path, key_from(key_file)));
     return value_or_raise(checkpoint.read_state());

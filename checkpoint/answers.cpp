@@ -94,6 +94,12 @@ Digest digest_at(uint64_t offset, std::span<const std::byte> record) {
 
 Error wrong_call(std::string what) { return Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = "correct the call"}; }
 
+AnswerPart end_of(const Answer& answer) {
+  return {.tokens_end = static_cast<uint32_t>(answer.request.output_token_ids.size()), .text_end = answer.text_ends.empty() ? 0 : answer.text_ends.back(), .state = answer.state, .finish_reason = answer.finish_reason, .stop_reason = answer.stop_reason};
+}
+
+Error no_answer(const std::string& id) { return {.code = Code::kNotFound, .what = fmt::format("there is no answer {}", id), .next_step = "ask for one that was begun here"}; }
+
 }  // namespace
 
 std::string_view name(AnswerState state) {
@@ -393,13 +399,20 @@ std::vector<std::string> Answers::find(std::string_view response, std::string_vi
   return ids;
 }
 
+Result<AnswerPart> Answers::position(const std::string& id) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = answers_.find(id);
+  if (found == answers_.end()) return no_answer(id);
+  return end_of(found->second);
+}
+
 Result<AnswerPart> Answers::part(const std::string& id, uint32_t from_token, uint32_t from_text) const {
   const std::lock_guard lock(mutex_);
   const auto found = answers_.find(id);
-  if (found == answers_.end()) return Error{.code = Code::kNotFound, .what = fmt::format("there is no answer {}", id), .next_step = "ask for one that was begun here"};
+  if (found == answers_.end()) return no_answer(id);
   const Answer& answer = found->second;
   const std::vector<int32_t>& tokens = answer.request.output_token_ids;
-  AnswerPart part{.tokens_end = static_cast<uint32_t>(tokens.size()), .text_end = answer.text_ends.empty() ? 0 : answer.text_ends.back(), .state = answer.state, .finish_reason = answer.finish_reason, .stop_reason = answer.stop_reason};
+  AnswerPart part = end_of(answer);
   if (from_token > part.tokens_end) return wrong_call(fmt::format("the answer has {} tokens, {} is beyond them", part.tokens_end, from_token));
   if (from_text > part.text_end) return wrong_call(fmt::format("the answer has {} characters, {} is beyond them", part.text_end, from_text));
   if (from_text > 0) {

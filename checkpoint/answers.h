@@ -102,6 +102,7 @@ class Answers {
   std::vector<std::string> find(std::string_view response, std::string_view tenant) const;
   // kNotFound: no such answer. kInvalidArgument: beyond its end. At most one of `from_token` and `from_text` is meant, the other 0.
   Result<AnswerPart> part(const std::string& id, uint32_t from_token, uint32_t from_text = 0) const;
+  Result<AnswerPart> position(const std::string& id) const;  // its ends and state, without content
   std::optional<Answer> get(const std::string& id) const;
   std::vector<Answer> all() const;  // in the order of their start
 

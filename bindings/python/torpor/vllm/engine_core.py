@@ -5,6 +5,10 @@ The controller decides; a hook asks or tells vLLM one thing.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import threading
+import time
 from concurrent.futures import Future
 
 from vllm.v1.core.sched.interface import PauseState
@@ -16,6 +20,8 @@ from torpor.vllm import scheduler_values as values
 from torpor.vllm.fingerprint import fingerprint
 from torpor.vllm.options import Options
 from torpor.vllm.support import unsupported_engine, unsupported_scheduler
+
+_WATCH_SECONDS = 0.5  # between looks whether the front end still lives
 
 # Options that the controller takes as they are.
 _CONTROLLER_OPTIONS = ("kv_budget_bytes", "keep_checkpoints", "max_age_seconds", "max_total_bytes", "key_file", "encrypt", "incremental", "compression_level")
@@ -100,7 +106,7 @@ class VllmHooks:
         values.scheduler_from_value(self.scheduler, checkpoint["scheduler"], requests)
         values.pool_from_value(self.scheduler, checkpoint["kv"], lost)
         self.scheduler.finished_req_ids |= lost  # so that the workers drop their rows at the next step
-        self._rpc("torpor_restore", checkpoint["workers"])
+        self._rpc("torpor_restore", checkpoint["workers"], values.given_since(checkpoint))
         self.restored = checkpoint
         watch_recomputation(self.scheduler)
         return failed
@@ -123,6 +129,7 @@ class EngineSide:
 
     def __init__(self, core):
         options = Options.of(core.vllm_config)
+        _end_with_front_end()
         self.hooks = VllmHooks(core)
         self.controller = _core.SleepController(
             self.hooks,
@@ -142,10 +149,17 @@ class EngineSide:
     def sleep(self, options: dict) -> dict:
         return self.controller.sleep(options)
 
+    def checkpoint(self, options: dict) -> dict:
+        return self.controller.checkpoint(options["outputs"])
+
+    def fingerprint(self, _: dict) -> dict[str, str]:
+        return self.controller.fingerprint()
+
     def wake_up(self, options: dict) -> dict:
         report = self.controller.wake_up(options)
         if self.hooks.restored is not None:
             report["outputs"] = _with_tokens(report["outputs"], self.hooks.restored)
+            report["restored"] = _restored_requests(self.hooks.restored) if "answers" in options else []
         return report
 
     def end_hold(self, options: dict) -> None:
@@ -164,7 +178,7 @@ class EngineSide:
 
 def torpor_call(core, method: str, options: dict) -> dict:
     """EngineCore's utility method. Returns {"result": …} or {"error": fields of an Error}: plain data."""
-    if method not in ("freeze", "unfreeze", "sleep", "wake_up", "end_hold", "plan_sleep", "ledger", "state"):
+    if method not in ("freeze", "unfreeze", "sleep", "wake_up", "end_hold", "checkpoint", "fingerprint", "plan_sleep", "ledger", "state"):
         return {"error": InvalidArgument(f"torpor has no method {method!r}").to_dict()}
     try:
         if not hasattr(core, "torpor_side"):
@@ -172,6 +186,20 @@ def torpor_call(core, method: str, options: dict) -> dict:
         return {"result": getattr(core.torpor_side, method)(options)}
     except Error as error:
         return {"error": error.to_dict()}
+
+
+def _end_with_front_end() -> None:
+    """An engine core whose front end was killed can be reached by nobody, and would hold its memory for ever."""
+    if multiprocessing.parent_process() is None:
+        return
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_WATCH_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="torpor-watch", daemon=True).start()
 
 
 def _with_tokens(outputs, checkpoint: dict):
@@ -188,6 +216,20 @@ def _with_tokens(outputs, checkpoint: dict):
                 "arrival_time": item["arrival_time"],
             }
     return outputs
+
+
+def _restored_requests(checkpoint: dict) -> list[dict]:
+    """For a front end that keeps its own record of what was given: each request as it goes on."""
+    return [
+        {
+            "id": item["id"],
+            "prompt_token_ids": list(item["prompt_token_ids"]),
+            "token_ids": list(item["output_token_ids"]),
+            "sampling": item["sampling"],
+            "arrival_time": item["arrival_time"],
+        }
+        for item in checkpoint["scheduler"]["requests"]
+    ]
 
 
 def watch_recomputation(scheduler: Scheduler) -> None:

@@ -140,29 +140,35 @@ class _Async:
 
 async def _sleep(side: _Blocking | _Async, level: int, mode: str, preserve_state: bool, options: dict) -> Report:
     values = sleep_options(level, mode, preserve_state, options)
-    processor, loggers = side.engine.output_processor, side.engine.logger_manager
+    loggers = side.engine.logger_manager
     if level >= 1:
         await side.clear_caches()
-    frozen = False
-    try:
-        if preserve_state and level >= 1 and (await side.call("state"))["engine"] == "awake":
-            sent = await side.call("freeze")
-            frozen = True
-            deadline = time.monotonic() + _DRAIN_SECONDS
-            while behind := side.behind(sent):
-                if time.monotonic() > deadline:
-                    raise TimedOut(f"outputs of {len(behind)} requests did not arrive", "sleep again")
-                await side.receive()
-            values["outputs"] = front_end.capture(processor)
+    if preserve_state and level >= 1 and (await side.call("state"))["engine"] == "awake":
+        report = await _frozen(side, "sleep", values)
+    else:
         report = Report(await side.call("sleep", values))
-    except BaseException:
-        if frozen:
-            await side.call("unfreeze")
-        raise
     side.slept(report, values["in_flight"])
     if report.changed and loggers is not None:
         loggers.record_sleep_state(1, level)
     return report
+
+
+async def _frozen(side: _Blocking | _Async, method: str, values: dict) -> Report:
+    """Calls `method` of an engine that stands still, with this front end's part under "outputs"."""
+    frozen = False
+    try:
+        sent = await side.call("freeze")
+        frozen = True
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        while behind := side.behind(sent):
+            if time.monotonic() > deadline:
+                raise TimedOut(f"outputs of {len(behind)} requests did not arrive", "try again")
+            await side.receive()
+        return Report(await side.call(method, values | {"outputs": front_end.capture(side.engine.output_processor)}))
+    except BaseException:
+        if frozen:
+            await side.call("unfreeze")
+        raise
 
 
 async def _wake_up(side: _Blocking | _Async, values: dict) -> Report:
@@ -221,6 +227,11 @@ def sleep(engine: LLMEngine, level: int = 1, mode: str = "abort", *, preserve_st
     return _finish(_sleep(_Blocking(engine), level, mode, preserve_state, options))
 
 
+def checkpoint(engine: LLMEngine) -> Report:
+    """A checkpoint of the running requests, without a sleep: the engine goes on. `seconds` is how long it stood still."""
+    return _finish(_frozen(_Blocking(engine), "checkpoint", {}))
+
+
 def wake_up(engine: LLMEngine, tags=None, *, from_checkpoint=None, on_restore_error="abort", weights_changed=False) -> Report:
     return _finish(_wake_up(_Blocking(engine), wake_options(tags, from_checkpoint, on_restore_error, weights_changed)))
 
@@ -258,6 +269,10 @@ async def call_async(engine: AsyncLLM, method: str, options: dict | None = None)
 
 async def sleep_async(engine: AsyncLLM, level: int = 1, mode: str = "abort", *, preserve_state: bool = False, **options) -> Report:
     return await _sleep(_Async(engine), level, mode, preserve_state, options)
+
+
+async def checkpoint_async(engine: AsyncLLM) -> Report:
+    return await _frozen(_Async(engine), "checkpoint", {})
 
 
 async def wake_up_async(engine: AsyncLLM, tags=None, *, from_checkpoint=None, on_restore_error="abort", weights_changed=False) -> Report:

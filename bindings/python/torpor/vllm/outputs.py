@@ -16,6 +16,16 @@ from torpor.vllm.values import completion_from_value, completion_to_value, posit
 _PLAIN_FIELDS = ("is_prefilling", "num_cached_tokens", "num_cache_creation_tokens", "stream_interval", "sent_tokens_offset")
 
 
+def state_to_value(state: RequestState) -> dict:
+    """One request of a front end. Raises Unsupported for what cannot be carried over."""
+    return _state_to_value(state)
+
+
+def state_from_value(processor: OutputProcessor, item: dict) -> RequestState:
+    """The reverse, for a request that answers alone. Its `text` is None where only the tokens are known."""
+    return _state_from_value(processor, item | {"parent": None}, {})
+
+
 def capture(processor: OutputProcessor) -> dict:
     """All requests that this front end waits for. Every output that the engine sent has been processed before."""
     return {
@@ -129,7 +139,7 @@ def _replay(state: RequestState, item: dict) -> None:
     if stop is not None:
         detokenizer.stop = stop
         detokenizer._last_output_text_offset = item["text_offset"]
-    if getattr(detokenizer, "output_text", "") != item["text"]:
+    if item["text"] is not None and getattr(detokenizer, "output_text", "") != item["text"]:
         raise Incompatible(f"request {item['external_id']}: this tokenizer makes another text of its tokens", "use the tokenizer of the engine that slept")
 
 

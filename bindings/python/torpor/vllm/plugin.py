@@ -167,9 +167,11 @@ def _install_front_end() -> None:
     LLMEngine.has_unfinished_requests = frontend.has_unfinished_requests
     LLMEngine.sleep = routed(LLMEngine, "sleep", frontend.sleep)
     LLMEngine.wake_up = routed(LLMEngine, "wake_up", frontend.wake_up)
+    LLMEngine.checkpoint = frontend.checkpoint
     LLMEngine.torpor = frontend.call
     AsyncLLM.sleep = routed(AsyncLLM, "sleep", frontend.sleep_async)
     AsyncLLM.wake_up = routed(AsyncLLM, "wake_up", frontend.wake_up_async)
+    AsyncLLM.checkpoint = frontend.checkpoint_async
     AsyncLLM.torpor = frontend.call_async
     stock_run = LLM._run_engine
 
@@ -181,6 +183,7 @@ def _install_front_end() -> None:
     LLM._run_engine = run_engine
     LLM.sleep = lambda self, level=1, mode="abort", **options: self.llm_engine.sleep(level=level, mode=mode, **options)
     LLM.wake_up = lambda self, tags=None, **options: self.llm_engine.wake_up(tags, **options)
+    LLM.checkpoint = lambda self: self.llm_engine.checkpoint()
     LLM.is_sleeping = lambda self: self.llm_engine.is_sleeping()
     LLM.torpor = lambda self, method, options=None: self.llm_engine.torpor(method, options)
 

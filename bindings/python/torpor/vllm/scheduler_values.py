@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request, RequestStatus
 
 from torpor.errors import Incompatible
@@ -85,7 +86,7 @@ def request_from_value(value: dict, block_hasher) -> Request:
     )
     if len(value["output_token_ids"]) > 0:
         request.append_output_token_ids(list(value["output_token_ids"]))
-    if b"".join(request.block_hashes) != value["block_hashes"]:
+    if not b"".join(request.block_hashes).startswith(value["block_hashes"]):  # tokens that were given since have more
         raise Incompatible(f"request {value['id']}: its block hashes come out otherwise in this engine", "use the same prefix caching settings and PYTHONHASHSEED")
     request.status = _STATUS_BACK[value["status"]]
     for name in ("num_computed_tokens", "num_preemptions", "max_tokens", "stop_reason"):
@@ -96,6 +97,52 @@ def request_from_value(value: dict, block_hasher) -> Request:
     for name, item in engine.items():
         setattr(request, name, item)
     return request
+
+
+def new_request_to_value(request: EngineCoreRequest) -> dict:
+    """A request on its way to the engine core, as request_to_value() would give it there before its first step."""
+    sampling = sampling_to_value(request.sampling_params)
+    value = unstarted_request(request.request_id, request.prompt_token_ids, sampling, request.arrival_time)
+    return value | {"client_index": request.client_index, "priority": request.priority, "cache_salt": request.cache_salt}
+
+
+def unstarted_request(request_id: str, prompt_token_ids: list[int], sampling: dict, arrival_time: float) -> dict:
+    return {
+        "id": request_id,
+        "client_index": 0,
+        "priority": 0,
+        "arrival_time": arrival_time,
+        "status": "waiting",
+        "prompt_token_ids": array("i", prompt_token_ids),
+        "output_token_ids": array("i"),
+        "num_computed_tokens": 0,
+        "num_preemptions": 0,
+        "max_tokens": sampling["max_tokens"],
+        "block_hashes": b"",
+        "block_hash_bytes": 0,
+        "cache_salt": None,
+        "stop_reason": None,
+        "sampling": sampling,
+        "engine": {"prefill_counted": False},
+    }
+
+
+def given_since(checkpoint: dict) -> list[dict]:
+    """Requests with more output tokens than the workers of the checkpoint know; `drawn`: how many more."""
+    known = {item["id"]: len(item["output_token_ids"]) for item in checkpoint["workers"][0]["engine"]["requests"]}
+    given = []
+    for item in checkpoint["scheduler"]["requests"]:
+        drawn = len(item["output_token_ids"]) - known.get(item["id"], 0)
+        if drawn > 0:
+            given.append({
+                "id": item["id"],
+                "prompt_token_ids": array("q", item["prompt_token_ids"]),
+                "output_token_ids": array("q", item["output_token_ids"]),
+                "sampling": item["sampling"],
+                "groups": len(checkpoint["kv"]["groups"]),
+                "drawn": drawn,
+            })  # fmt: skip
+    return given
 
 
 def scheduler_to_value(scheduler: Scheduler) -> dict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 import torch
+from vllm.sampling_params import SamplingType
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from torpor.vllm.values import logprobs_tensors_from_value, logprobs_tensors_to_value, sampling_from_value, sampling_to_value
@@ -74,16 +75,24 @@ def torpor_reconnect(self, workers: list[dict]) -> None:
             self.model_runner.requests[request_id].generator.set_state(_generator_state(state))
 
 
-def torpor_restore(self, workers: list[dict]) -> None:
-    """A new worker: the batch is rebuilt row by row as it was, then the default generator is set."""
+def torpor_restore(self, workers: list[dict], given_since: list[dict]) -> None:
+    """A new worker: the batch is rebuilt row by row as it was, then the default generator is set.
+
+    `given_since`: requests whose readers were given more tokens than this state has. They get them too, and a seeded one
+    draws as often as it did for them.
+    """
     torpor_forget(self)
     runner = self.model_runner
     value = workers[self.rank]
+    given = {item["id"]: item for item in given_since}
     for item in value["engine"]["requests"]:
         generator = None
         if item["id"] in value["generators"]:
             generator = torch.Generator(device=self.device)
             generator.set_state(_generator_state(value["generators"][item["id"]]))
+        since = given.pop(item["id"], None)
+        if since is not None and generator is not None:
+            _draw(generator, since["drawn"])
         state = CachedRequestState(
             req_id=item["id"],
             prompt_token_ids=list(item["prompt_token_ids"]),
@@ -92,10 +101,12 @@ def torpor_restore(self, workers: list[dict]) -> None:
             generator=generator,
             block_ids=tuple(list(ids) for ids in item["block_ids"]),
             num_computed_tokens=item["num_computed_tokens"],
-            output_token_ids=list(item["output_token_ids"]),
+            output_token_ids=list((since or item)["output_token_ids"]),
         )
         state.in_progress_prompt_logprobs_cpu = logprobs_tensors_from_value(item["prompt_logprobs"])
         runner.requests[item["id"]] = state
+    for item in given.values():
+        runner.requests[item["id"]] = _begun_again(item, self.device)
     for request_id in value["rows"]:
         runner.input_batch.add_request(runner.requests[request_id])
     runner.num_prompt_logprobs.update(value["engine"]["num_prompt_logprobs"])
@@ -115,6 +126,31 @@ def torpor_forget(self) -> None:
 
 def torpor_mark_dirty(self, tag: str) -> None:
     self.torpor_memory.rank_memory.mark_dirty(tag)
+
+
+def _begun_again(item: dict, device: torch.device) -> CachedRequestState:
+    """A request as the worker keeps it while the scheduler has taken its blocks away."""
+    sampling = sampling_from_value(item["sampling"])
+    generator = None
+    if sampling.sampling_type == SamplingType.RANDOM_SEED:
+        generator = torch.Generator(device=device)
+        generator.manual_seed(sampling.seed)
+        _draw(generator, item["drawn"])
+    return CachedRequestState(
+        req_id=item["id"],
+        prompt_token_ids=list(item["prompt_token_ids"]),
+        mm_features=[],
+        sampling_params=sampling,
+        generator=generator,
+        block_ids=tuple([] for _ in range(item["groups"])),
+        num_computed_tokens=0,
+        output_token_ids=list(item["output_token_ids"]),
+    )
+
+
+def _draw(generator: torch.Generator, times: int) -> None:
+    """What vLLM's sampler on the CPU draws for a seeded request, one number a token (TopKTopPSampler.forward_cpu)."""
+    torch.randint(0, 2**31, (times,), generator=generator, dtype=torch.long)
 
 
 def _generator_state(state: bytes) -> torch.Tensor:

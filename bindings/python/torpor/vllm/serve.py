@@ -1,0 +1,84 @@
+"""vLLM's OpenAI-compatible server with torpor: `python -m torpor.vllm.serve MODEL [vLLM's options] [--torpor-… options]`.
+
+The same as `vllm serve` with VLLM_PLUGINS=torpor and the options in the environment (docs/server.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import MISSING, fields
+from importlib.metadata import entry_points
+
+from torpor.errors import Error
+from torpor.vllm.options import Options
+from torpor.vllm.server.settings import Settings, variable
+
+
+def main(arguments: list[str]) -> int:
+    rest = take_options(arguments)
+    # vLLM loads routes only from plugins that are named, and then no other plugin that is not.
+    named = os.environ.get("VLLM_PLUGINS")
+    names = named.split(",") if named is not None else [point.name for point in entry_points(group="vllm.general_plugins")]
+    os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([name for name in names if name] + ["torpor"]))
+    os.environ.setdefault("PYTHONHASHSEED", "0")  # the keys of prefix blocks depend on it
+
+    import uvloop
+    from vllm.entrypoints.launchers.api_server.entry import run_server
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    parser = make_arg_parser(FlexibleArgumentParser(prog="python -m torpor.vllm.serve"))
+    options = parser.parse_args(rest)
+    if getattr(options, "model_tag", None) is not None:
+        options.model = options.model_tag
+    if (options.api_server_count or 1) > 1 or options.headless or getattr(options, "grpc", False):
+        parser.error("torpor needs one API server in this process: leave out --api-server-count, --headless and --grpc")
+    configure_logging_from_args(options)
+    validate_parsed_serve_args(options)
+    uvloop.run(run_server(options))
+    return 0
+
+
+def take_options(arguments: list[str]) -> list[str]:
+    """Puts --torpor-… into the environment, which all processes of the server share. Returns the rest, which is vLLM's."""
+    parser = argparse.ArgumentParser(prog="python -m torpor.vllm.serve", usage="%(prog)s MODEL [any option of vLLM's server] [--torpor-…]", description=__doc__.split("\n\n")[0], add_help=False, allow_abbrev=False)
+    variables: dict[str, str] = {}
+    for option in fields(Options):
+        variables[_add(parser, option.name, option.default, "of the engine, see torpor.vllm.options", ())] = f"TORPOR_{option.name.upper()}"
+    for setting in fields(Settings):
+        variables[_add(parser, setting.name, setting.default, setting.metadata["help"], setting.metadata["choices"])] = variable(setting.name)
+    if "--torpor-help" in arguments:
+        parser.print_help()
+        print("\nvLLM's own options: python -m torpor.vllm.serve --help=all")
+        sys.exit(0)
+    given, rest = parser.parse_known_args(arguments)
+    if unknown := [word for word in rest if word.startswith("--torpor-")]:
+        parser.error(f"there is no option {unknown[0].split('=')[0]}; python -m torpor.vllm.serve --torpor-help lists them")
+    for name, value in vars(given).items():
+        if value is not None:
+            os.environ[variables[name]] = str(value)
+    settings = Settings.from_environment()
+    if settings.checkpoint_every > 0:
+        os.environ.setdefault("TORPOR_INCREMENTAL", "1")
+    return rest
+
+
+def _add(parser: argparse.ArgumentParser, name: str, default, text: str, choices: tuple[str, ...]) -> str:
+    flag = f"--torpor-{name.replace('_', '-')}"
+    shown = "" if default in (None, "", MISSING) else f" (default: {default})"
+    if default is False:
+        return parser.add_argument(flag, action="store_const", const="1", help=text + shown).dest
+    return parser.add_argument(flag, choices=choices or None, metavar=None if choices else "VALUE", help=text + shown).dest
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except Error as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,334 @@
+"""The life of a server: it wakes at its start, sleeps and wakes, writes checkpoints while it serves, and ends without loss."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from http import HTTPStatus
+
+from vllm.exceptions import GracefulHTTPError
+from vllm.logger import init_logger
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from torpor import _core
+from torpor.errors import Busy, Error, NotFound, Unsupported, WrongState
+from torpor.vllm import frontend
+from torpor.vllm.frontend import Report
+from torpor.vllm.options import Options
+from torpor.vllm.server.metrics import Metrics
+from torpor.vllm.server.recorder import Nobody, Recorder
+from torpor.vllm.server.settings import Settings
+
+logger = init_logger(__name__)
+
+
+class Server:
+    """One AsyncLLM and its clients. Its methods run in the server's event loop, one operation at a time."""
+
+    def __init__(self, engine: AsyncLLM, app_state, settings: Settings, model: str):
+        self.engine, self.settings, self.model = engine, settings, model
+        self.options = Options.of(engine.vllm_config)
+        self.metrics = Metrics()
+        self.recorder: Recorder | None = None
+        self.problem: Error | None = None  # why the server failed
+        self.last_checkpoint: dict | None = None
+        self.queued = 0
+        self._app_state = app_state
+        self._operation = asyncio.Lock()
+        self._moved = asyncio.Event()  # set, and replaced, at each change of the state
+        self._adding = 0  # requests on their way into the engine
+        self._tasks: set[asyncio.Task] = set()
+        self.state = "starting"
+        self._enter("starting")
+
+    def _enter(self, state: str) -> None:
+        self.state = state
+        self.metrics.enter(state)
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
+
+    def _run(self, coroutine) -> asyncio.Task:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # --- the start ------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Wakes what an earlier server left. What fails is said on /health; nothing is served then, and nothing removed."""
+        try:
+            await self._begin()
+        except Error as problem:
+            self.problem = problem
+            self._enter("failed")
+            self.metrics.failed("wake", "disk")
+            logger.error("torpor: the server cannot go on with what it finds: %s", problem)
+        self._run(self._take_signals())
+
+    async def _begin(self) -> None:
+        if not self.engine.vllm_config.parallel_config.data_parallel_size == 1 or self.engine._client_count != 1:
+            raise Unsupported("several API servers or data parallel engines", "use one API server and one engine")
+        fingerprint = await self.engine.torpor("fingerprint")
+        directory = os.path.join(self.options.dir, "answers") if self.options.dir else None
+        answers = _core.Answers({
+            "directory": directory, "engine": fingerprint, "keep_seconds": self.settings.keep_answers,
+            "key_file": self.options.key_file, "encrypt": self.options.encrypt,
+        })  # fmt: skip
+        self.recorder = Recorder(self.engine.output_processor, answers, self.settings.log_sync == "always")
+        self._stock_add, self._stock_abort = self.engine.add_request, self.engine.abort
+        self.engine.add_request, self.engine.abort = self._add_request, self._abort
+        for answer in answers.all():
+            if answer["state"] == "running" and answer["front"]["state"] is None:
+                self.recorder.end(answer["request"]["id"], "failed", "error", f"a new process cannot go on with it: {answer['front']['lost']}")
+        if directory is not None:
+            await self._wake_at_start()
+        self._enter("awake")
+        if self.settings.log_sync == "second" and directory is not None:
+            self._run(self._sync_each_second())
+        if self.settings.checkpoint_every > 0:
+            self._run(self._checkpoint_while_serving())
+
+    async def _wake_at_start(self) -> None:
+        try:
+            report = await self._wake_new(self.settings.wake_from or self.options.dir)
+        except Error as problem:
+            nothing_there = isinstance(problem, NotFound) and not self.settings.wake_from
+            if nothing_there and self.recorder.answers.counts()["running"] == 0:
+                return
+            if nothing_there or self.settings.on_wake_error == "recompute":
+                if not nothing_there:
+                    logger.error("torpor: going on without the checkpoint: %s", problem)
+                report = await self._wake_new(None)
+            elif self.settings.on_wake_error == "discard":
+                logger.error("torpor: serving without what was there: %s", problem)
+                for answer in self.recorder.answers.all():
+                    self.recorder.end(answer["request"]["id"], "failed", "error", str(problem))
+                return
+            else:
+                raise
+        rolled = report.rolled_forward
+        logger.info(
+            "torpor: woken from %s in %.2f s: %d requests go on (%d of them rolled forward, %d computed anew, %d had ended)",
+            report.checkpoint or "the log of answers", report.seconds, report.requests, len(rolled["extended"]), len(rolled["added"]), len(rolled["dropped"]),
+        )  # fmt: skip
+
+    async def _wake_new(self, checkpoint: str | None) -> Report:
+        """A new engine goes on with the requests of a checkpoint, or of the log alone, from what was given to their readers."""
+        values = {"answers": self.recorder.answers.pack(), "hold": True} | ({"from_checkpoint": checkpoint} if checkpoint else {})
+        report = Report(await self.engine.torpor("wake_up", values))
+        try:
+            for failed in report.failed_requests:
+                self.recorder.end(failed["id"], "failed", "error", failed["error"])
+            unwanted = self.recorder.take_up(report.pop("restored"), report.pop("outputs"))
+        except BaseException:
+            frontend._forget(self.engine.output_processor)
+            await self.engine.torpor("end_hold", {"keep": False})
+            raise
+        await self.engine.torpor("end_hold", {"keep": True})
+        if unwanted:
+            await self.engine.engine_core.abort_requests_async(unwanted)
+        self.engine._run_output_handler()
+        self.metrics.record("wake", "disk", report)
+        self.metrics.restored.inc(report.requests)
+        if report.checkpoint:
+            self._remember(report)
+        return report
+
+    # --- what vLLM asks of the engine, with a look at the state -----------------------------------------------------------
+
+    async def _add_request(self, *args, **kwargs):
+        while self.state != "awake":  # it was let in just before the sleep began
+            await self._moved.wait()
+        self._adding += 1
+        try:
+            return await self._stock_add(*args, **kwargs)
+        finally:
+            self._adding -= 1
+
+    async def _abort(self, request_id, internal: bool = False) -> None:
+        """`internal`: vLLM's, because a client went away; or everybody's, because the server ends."""
+        if internal and self.state == "ending":
+            return
+        if internal and self.settings.on_disconnect == "continue":
+            for each in [request_id] if isinstance(request_id, str) else list(request_id):
+                if (state := self.engine.output_processor.request_states.get(each)) is not None:
+                    state.queue = Nobody()
+            return
+        await self._stock_abort(request_id, internal)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """Of the choices of one response, by a reader's wish."""
+        await self._stock_abort(request_ids, internal=True)
+
+    async def let_in(self) -> str | None:
+        """Returns when a new request may come in, or why it may not."""
+        if self.state == "awake":
+            return None
+        if self.state == "asleep" and self.settings.wake_on_request:
+            self._run(self._wake_for_request())
+        elif self.settings.new_requests == "refuse":
+            return self._refuse(f"the server is {self.state}")
+        if self.queued >= self.settings.queue_limit:
+            return self._refuse(f"the server is {self.state} and {self.queued} requests wait already")
+        self.queued += 1
+        self.metrics.queued.set(self.queued)
+        try:
+            while self.state not in ("awake", "failed", "ending"):
+                await self._moved.wait()
+        finally:
+            self.queued -= 1
+            self.metrics.queued.set(self.queued)
+        return None if self.state == "awake" else self._refuse(f"the server is {self.state}")
+
+    def _refuse(self, why: str) -> str:
+        self.metrics.refused.inc()
+        return why
+
+    async def _wake_for_request(self) -> None:
+        try:
+            await self.wake_up()
+        except Error as problem:
+            if self.state == "asleep":
+                logger.error("torpor: a request could not wake the engine: %s", problem)
+
+    # --- sleep, wake, checkpoint ------------------------------------------------------------------------------------------
+
+    def _only_one(self) -> asyncio.Lock:
+        if self._operation.locked():
+            raise Busy(f"the server is {self.state}, another operation is in progress", "wait for that to end")
+        if self.state in ("failed", "ending"):
+            raise WrongState(f"the server is {self.state}", str(self.problem) if self.problem else "start a new one")
+        return self._operation
+
+    async def sleep(self, level: int = 1, mode: str = "abort", preserve_state: bool = True, to: str = "host", **options) -> Report:
+        async with self._only_one():
+            before = self.state
+            self._enter("falling asleep")
+            try:
+                report = await self._sleep_now(level, mode, preserve_state, to, options)
+            except BaseException:
+                self._enter(before)
+                self.metrics.failed("sleep", to)
+                raise
+            self._enter("asleep" if report.changed else before)
+            return report
+
+    async def _sleep_now(self, level: int, mode: str, preserve_state: bool, to: str, options: dict) -> Report:
+        while self._adding > 0:
+            await asyncio.sleep(0.001)
+        if to == "disk":
+            await asyncio.to_thread(self.recorder.answers.sync)
+        report = await self.engine.sleep(level, mode, preserve_state=preserve_state, to=to, **options)
+        self.metrics.record("sleep", to, report)
+        if report.checkpoint:
+            self._remember(report)
+        return report
+
+    async def wake_up(self, tags: list[str] | None = None, weights_changed: bool = False) -> Report:
+        async with self._only_one():
+            before = self.state
+            self._enter("waking")
+            try:
+                report = await self.engine.wake_up(tags, weights_changed=weights_changed)
+            except BaseException:
+                self._enter(before)
+                self.metrics.failed("wake", "host")
+                raise
+            self._enter("awake" if report.fully_awake else "asleep")
+            self.metrics.record("wake", "host", report)
+            return report
+
+    async def checkpoint(self) -> Report:
+        async with self._only_one():
+            if self.state != "awake":
+                raise WrongState(f"the server is {self.state}", "wake it, or let it sleep to disk")
+            try:
+                await asyncio.to_thread(self.recorder.answers.sync)
+                report = await self.engine.checkpoint()
+            except BaseException:
+                self.metrics.failed("checkpoint", "disk")
+                raise
+            self.metrics.record("checkpoint", "disk", report)
+            self._remember(report)
+            return report
+
+    def _remember(self, report: Report) -> None:
+        self.last_checkpoint = {"path": report.checkpoint, "bytes": report.checkpoint_bytes, "requests": report.requests, "time": time.time()}
+        self.metrics.checkpoint_time.set_to_current_time()
+        self.metrics.checkpoint_bytes.set(report.checkpoint_bytes)
+
+    async def _checkpoint_while_serving(self) -> None:
+        known = None  # what the last one had
+        while True:
+            await asyncio.sleep(self.settings.checkpoint_every)
+            counts = self.recorder.answers.counts()
+            now = (counts["running"], counts["log_bytes"])
+            if self.state != "awake" or self._operation.locked() or now == known:
+                continue
+            try:
+                report = await self.checkpoint()
+            except Error as problem:
+                logger.error("torpor: no checkpoint was written: %s", problem)
+                continue
+            known = now
+            logger.info("torpor: checkpoint of %d requests, %.1f MB; the engine stood still for %.3f s", report.requests, report.checkpoint_bytes / 1e6, report.seconds)
+
+    async def _sync_each_second(self) -> None:
+        while True:
+            await asyncio.sleep(1)
+            try:
+                await asyncio.to_thread(self.recorder.answers.sync)
+            except Error as problem:
+                self.recorder.failures += 1
+                logger.error("torpor: the log of answers is not durable: %s", problem)
+            self.metrics.log_failures.set(self.recorder.failures)
+
+    # --- the end ----------------------------------------------------------------------------------------------------------
+
+    async def _take_signals(self) -> None:
+        """SIGTERM is ours from the moment on when vLLM's server has taken it."""
+        if self.settings.on_sigterm != "checkpoint" or not self.options.dir:
+            return
+        while not getattr(getattr(self._app_state, "server", None), "started", False):
+            await asyncio.sleep(0.05)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: self._run(self.end()))
+
+    async def end(self) -> None:
+        """Saves what can be saved in the given time, tells the clients, and lets vLLM end the process."""
+        if self.state == "ending":
+            return
+        began, before = time.monotonic(), self.state
+        running = 0 if self.recorder is None else self.recorder.answers.counts()["running"]
+        self._enter("ending")
+        if self.recorder is not None and before != "failed":
+            saving = self._run(self._save_before_end(before))
+            done, _ = await asyncio.wait({saving}, timeout=self.settings.sigterm_seconds)
+            problem = saving.exception() if done else TimeoutError(f"it takes longer than {self.settings.sigterm_seconds:g} s")
+            if problem is not None:
+                logger.error("torpor: no checkpoint on SIGTERM: %s. The KV cache of %d requests was not saved: the next server computes it anew from the log of answers.", problem, running)
+            self.recorder.answers.close()
+            await self._tell_clients()
+        logger.info("torpor: ended with %d requests to go on, in %.2f s", running, time.monotonic() - began)
+        os.kill(os.getpid(), signal.SIGINT)  # vLLM's own way out
+
+    async def _save_before_end(self, before: str) -> None:
+        async with self._operation:  # what is in progress comes to its end first
+            await asyncio.to_thread(self.recorder.answers.sync)
+            state = await self.engine.torpor("state")
+            if state["checkpoint"]:
+                return  # asleep on disk already
+            if state["engine"] != "awake":  # its memory is the only place where the state is
+                await self.engine.wake_up()
+            report = await self._sleep_now(1, "abort", True, "disk", {"weights": "reload"})
+            logger.info("torpor: checkpoint %s, %d requests, %.1f MB, in %.2f s", report.checkpoint, report.requests, report.checkpoint_bytes / 1e6, report.seconds)
+
+    async def _tell_clients(self) -> None:
+        """Their connections end. Without a word a stream that ends looks complete to some."""
+        goodbye = GracefulHTTPError("the server ends; take up this answer at /torpor/requests/{id} of the next one", HTTPStatus.SERVICE_UNAVAILABLE)
+        for state in self.engine.output_processor.request_states.values():
+            if state.queue is not None:
+                state.queue.put(goodbye)
+        await asyncio.sleep(0.1)  # for the words to be written

@@ -1,0 +1,46 @@
+"""torpor_* on vLLM's /metrics."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600)
+STATES = ("starting", "awake", "falling asleep", "asleep", "waking", "failed", "ending")
+
+
+class Metrics:
+    def __init__(self, registry=None):
+        where = {} if registry is None else {"registry": registry}
+        self.operations = Counter("torpor_operations", "Sleeps, wakes and checkpoints by outcome.", ["operation", "to", "outcome"], **where)
+        self.seconds = Histogram("torpor_operation_seconds", "How long they took; of a checkpoint, how long the engine stood still.", ["operation", "to"], buckets=_SECONDS, **where)
+        self.phase_seconds = Histogram("torpor_phase_seconds", "Their phases.", ["operation", "phase"], buckets=_SECONDS, **where)
+        self.bytes = Counter("torpor_moved_bytes", "Bytes saved, restored and given back.", ["direction"], **where)
+        self.tag_bytes = Gauge("torpor_tag_bytes", "Memory by tag: in the engine, and kept while it sleeps.", ["tag", "place"], **where)
+        self.state = Gauge("torpor_state", "1 for the state that the server is in.", ["state"], **where)
+        self.checkpoint_time = Gauge("torpor_checkpoint_timestamp_seconds", "When the last checkpoint was written.", **where)
+        self.checkpoint_bytes = Gauge("torpor_checkpoint_bytes", "Size of the last checkpoint.", **where)
+        self.restored = Counter("torpor_requests_restored", "Requests that a new process went on with.", **where)
+        self.queued = Gauge("torpor_requests_queued", "Requests that wait for a wake.", **where)
+        self.refused = Counter("torpor_requests_refused", "Requests that were answered with 503.", **where)
+        self.log_failures = Gauge("torpor_answer_log_failures", "Writes of the answers' log that failed.", **where)
+
+    def enter(self, state: str) -> None:
+        for name in STATES:
+            self.state.labels(name).set(name == state)
+
+    def record(self, operation: str, to: str, report: dict) -> None:
+        self.operations.labels(operation, to, "ok").inc()
+        self.seconds.labels(operation, to).observe(report["seconds"])
+        for phase in report["phases"]:
+            self.phase_seconds.labels(operation, phase["name"]).observe(phase["seconds"])
+        for direction in ("saved", "restored", "freed"):
+            self.bytes.labels(direction).inc(report[f"{direction}_bytes"])
+        self.ledger(report["ledgers"])
+
+    def ledger(self, ledgers: list[dict]) -> None:
+        for tag in {tag for ledger in ledgers for tag in ledger["tags"]}:
+            for place, name in (("engine", "physical_bytes"), ("host", "backup_host_bytes"), ("disk", "backup_disk_bytes")):
+                self.tag_bytes.labels(tag, place).set(sum(ledger["tags"].get(tag, {}).get(name, 0) for ledger in ledgers))
+
+    def failed(self, operation: str, to: str) -> None:
+        self.operations.labels(operation, to, "error").inc()

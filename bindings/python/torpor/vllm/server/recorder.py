@@ -1,0 +1,197 @@
+"""What each request of a server was given, recorded before it is delivered; and those who wait for more of it.
+
+The record itself is C++ (checkpoint/answers.h). This listens to vLLM's OutputProcessor, in the server's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextvars import ContextVar
+
+from vllm.logger import init_logger
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+
+from torpor import _core
+from torpor.errors import Error, Unsupported
+from torpor.vllm.outputs import state_from_value, state_to_value
+from torpor.vllm.scheduler_values import new_request_to_value, unstarted_request
+from torpor.vllm.values import unsupported_sampling
+
+logger = init_logger(__name__)
+
+tenant_of_call: ContextVar[str] = ContextVar("torpor_tenant", default="")  # set by the Gate for each call
+
+
+class Nobody:
+    """The queue of a request whose client is not connected: what goes in is in the record anyway."""
+
+    request_id = ""
+
+    def put(self, output) -> None:
+        pass
+
+
+class Recorder:
+    def __init__(self, processor: OutputProcessor, answers: _core.Answers, sync_always: bool):
+        self.answers = answers
+        self.failures = 0  # of the log
+        self._processor = processor
+        self._sync_always = sync_always
+        self._changed: dict[str, asyncio.Event] = {}
+        _note_finishes()
+        self._stock_add, self._stock_process, self._stock_abort = processor.add_request, processor.process_outputs, processor.abort_requests
+        processor.add_request, processor.process_outputs, processor.abort_requests = self._add, self._process, self._abort
+
+    # --- what the processor does, recorded ------------------------------------------------------------------------------
+
+    def _add(self, request, prompt, parent_req=None, request_index=0, queue=None) -> None:
+        self._stock_add(request, prompt, parent_req, request_index, queue)
+        state = self._processor.request_states[request.request_id]
+        if request.sampling_params is None:
+            return
+        response, prompt_index = split_response_id(state.external_req_id)
+        answer = {
+            "request": new_request_to_value(request),
+            "response": response,
+            "tenant": tenant_of_call.get(),
+            "choice": prompt_index * (parent_req or request).sampling_params.n + request_index,
+        }
+        lost = unsupported_sampling(request.sampling_params)
+        try:
+            if lost:
+                raise Unsupported(", ".join(lost), "")
+            front = {"state": state_to_value(state)}
+        except Unsupported as problem:  # it is served and recorded, but a new process cannot go on with it
+            front = {"state": None, "lost": problem.what}
+            answer["request"]["sampling"]["engine"] = {"stop_is_none": True, "stop_token_ids_is_none": True}
+        self._write(self.answers.start, answer | {"front": front})
+
+    def _process(self, outputs, *args, **kwargs):
+        states = [state for output in outputs if (state := self._processor.request_states.get(output.request_id)) is not None]
+        result = self._stock_process(outputs, *args, **kwargs)
+        self._record([step for state in states if (step := self.step_of(state)) is not None])
+        return result
+
+    def _abort(self, request_ids, internal):
+        request_ids = list(request_ids)
+        before = dict(self._processor.request_states)
+        aborted = self._stock_abort(request_ids, internal)
+        self._record([step for request_id in aborted if request_id in before and (step := self.step_of(before[request_id])) is not None])
+        return aborted
+
+    def step_of(self, state: RequestState) -> dict | None:
+        """What `state` has beyond its record."""
+        if state.detokenizer is None:
+            return None
+        try:
+            known = self.answers.position(state.request_id)
+        except Error:  # not one of ours: pooling, or from before
+            return None
+        if known["state"] != "running":
+            return None
+        tokens = list(state.detokenizer.output_token_ids)
+        finish = getattr(state, "torpor_finish", None)
+        step = {"id": state.request_id, "at": known["tokens_end"], "tokens": tokens[known["tokens_end"] :], "text": visible_text(state, finish is not None)[known["text_end"] :]}
+        if finish is not None:
+            reason, stop = finish
+            ended = {"abort": "aborted", "error": "failed"}.get(reason, "finished")
+            step |= {"state": ended, "finish_reason": reason, "stop_reason": stop}
+        return step if finish is not None or step["tokens"] or step["text"] else None
+
+    def _record(self, steps: list[dict]) -> None:
+        if not steps:
+            return
+        self._write(self.answers.step, steps)
+        if self._sync_always:
+            self._write(self.answers.sync)
+        for step in steps:
+            if (changed := self._changed.pop(step["id"], None)) is not None:
+                changed.set()
+
+    def _write(self, method, *args) -> None:
+        """A log that cannot be written stops nobody: answers go on, and the state says that they are not safe."""
+        try:
+            method(*args)
+        except Error as problem:
+            self.failures += 1
+            logger.error("torpor: the log of answers cannot be written, a crash now would lose them: %s", problem)
+
+    # --- those who read -------------------------------------------------------------------------------------------------
+
+    async def more(self, request_id: str, from_token: int, from_text: int = 0) -> dict:
+        """The answer from there on, as soon as there is any, or its end."""
+        while True:
+            part = self.answers.part(request_id, from_token, from_text)
+            if part["tokens"] or part["text"] or part["state"] != "running":
+                return part
+            await self._changed.setdefault(request_id, asyncio.Event()).wait()
+
+    def end(self, request_id: str, state: str, reason: str, why: str | None) -> None:
+        part = self.answers.position(request_id)
+        if part["state"] == "running":
+            self._record([{"id": request_id, "at": part["tokens_end"], "tokens": [], "text": "", "state": state, "finish_reason": reason, "stop_reason": why}])
+
+    # --- a new process goes on ------------------------------------------------------------------------------------------
+
+    def take_up(self, restored: list[dict], outputs: dict) -> list[str]:
+        """Fills the empty processor with requests that an engine goes on with. Returns ids of those that it should not."""
+        fronts = {item["id"]: item for item in (outputs or {}).get("requests", [])}
+        unwanted = []
+        for item in restored:
+            answer = self.answers.get(item["id"])
+            front = fronts.get(item["id"])
+            if answer is None and front is None:
+                unwanted.append(item["id"])  # nobody asked for it
+                continue
+            if answer is None:  # of an engine without a record, or from before power was lost
+                response, prompt_index = split_response_id(front["external_id"])
+                request = unstarted_request(item["id"], item["prompt_token_ids"], item["sampling"], item["arrival_time"])
+                self._write(self.answers.start, {"request": request, "response": response, "tenant": "", "choice": prompt_index + front["index"], "front": {"state": _without_outputs(front)}})
+                answer = self.answers.get(item["id"])
+            state = state_from_value(self._processor, answer["front"]["state"] | {name: item[name] for name in ("prompt_token_ids", "token_ids", "sampling", "arrival_time")} | {"text": None})
+            state.is_prefilling = not item["token_ids"]
+            if not visible_text(state, False).startswith(answer["text"]):
+                self.end(item["id"], "failed", "error", "this tokenizer makes another text of its tokens")
+                unwanted.append(item["id"])
+                continue
+            state.queue = Nobody()
+            self._processor.request_states[state.request_id] = state
+            self._processor.external_req_ids[state.external_req_id].append(state.request_id)
+            if (step := self.step_of(state)) is not None:
+                self._record([step])
+        return unwanted
+
+
+def split_response_id(external_id: str) -> tuple[str, int]:
+    """vLLM's id of a request: that of the response, and, for completions, the number of the prompt."""
+    if external_id.startswith("cmpl-"):
+        response, _, number = external_id.rpartition("-")
+        if number.isdigit():
+            return response, int(number)
+    return external_id, 0
+
+
+def visible_text(state: RequestState, finished: bool) -> str:
+    """The text that vLLM would have delivered: what may yet become a stop string is held back."""
+    text = getattr(state.detokenizer, "output_text", "")
+    held_back = 0 if finished else getattr(state.detokenizer, "stop_buffer_length", 0)
+    return text[: len(text) - held_back] if held_back < len(text) else ("" if held_back else text)
+
+
+def _without_outputs(front: dict) -> dict:
+    return {name: value for name, value in front.items() if name not in ("prompt_token_ids", "token_ids", "sampling", "arrival_time")} | {"logprobs": None, "prompt_logprobs": None, "cumulative_logprob": None}
+
+
+def _note_finishes() -> None:
+    """RequestState.make_request_output() is where every end of a request passes, with its reason."""
+    if hasattr(RequestState, "torpor_finish"):
+        return
+    stock = RequestState.make_request_output
+
+    def make_request_output(self, new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs):
+        if finish_reason is not None:
+            self.torpor_finish = (str(finish_reason), stop_reason)
+        return stock(self, new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
+
+    RequestState.torpor_finish = None
+    RequestState.make_request_output = make_request_output

@@ -1,0 +1,247 @@
+"""The server's routes: sleep and wake as vLLM's callers know them, and /torpor/*. docs/server.md lists them for users."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from typing import Annotated, Literal
+
+import vllm.envs as envs
+from fastapi import APIRouter, Depends, HTTPException, Query, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from vllm.entrypoints.serve.dev.sleep.metrics import sleep_mode_operation_metrics
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from torpor import _core, errors
+from torpor.errors import Error, InvalidArgument
+from torpor.vllm.server.gate import tenant
+from torpor.vllm.server.life import Server
+
+_STATUS = {errors.InvalidArgument: 400, errors.NotFound: 404, errors.WrongState: 409, errors.Busy: 409, errors.Unsupported: 501, errors.NotEnoughRoom: 507}
+_PROGRESS_SECONDS = 0.5
+_EVENT_STREAM = "text/event-stream"
+
+
+def routes(args: Namespace) -> APIRouter:
+    keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+    router = APIRouter()
+
+    def server(request: Request) -> Server:
+        return request.app.state.torpor
+
+    def check_key(request: Request) -> None:
+        """vLLM guards /v1 only; what is here is guarded by the same keys."""
+        given = request.headers.get("Authorization", "")
+        scheme, _, key = given.partition(" ")
+        if keys and not (scheme.lower() == "bearer" and any(secrets.compare_digest(key.encode(), known.encode()) for known in keys)):
+            raise HTTPException(401, "Unauthorized")
+
+    def may_change(request: Request) -> None:
+        check_key(request)
+        if not keys and not envs.VLLM_SERVER_DEV_MODE and not server(request).settings.allow_unauthenticated:
+            raise HTTPException(403, "anybody could put this server to sleep: start it with --api-key, or with --torpor-allow-unauthenticated")
+
+    async def answered(call, request: Request) -> Response:
+        """The result of an operation as JSON, or, when events are asked for, what it does meanwhile."""
+        if _EVENT_STREAM in request.headers.get("Accept", ""):
+            return StreamingResponse(_with_progress(asyncio.create_task(call)), media_type=_EVENT_STREAM)
+        try:
+            return JSONResponse(await call)
+        except Error as problem:
+            return refused(problem)
+
+    # --- as vLLM's callers know them --------------------------------------------------------------------------------------
+
+    @router.post("/sleep", dependencies=[Depends(may_change)])
+    async def sleep(
+        raw_request: Request,
+        level: Annotated[int, Query(ge=0, le=2)] = 1,
+        mode: Literal["abort", "keep", None] = None,
+        preserve_state: bool | None = None,
+        to: Literal["host", "disk"] = "host",
+        weights: Literal["store", "reload"] = "store",
+        tags: Annotated[list[str] | None, Query()] = None,
+    ) -> Response:
+        """Without `mode` and `preserve_state` the requests are preserved; a caller that names a mode decides otherwise."""
+        preserve = preserve_state if preserve_state is not None else mode is None and level > 0
+
+        async def call() -> dict:
+            with sleep_mode_operation_metrics().record("sleep"):
+                report = await server(raw_request).sleep(level, mode or "abort", preserve, to, weights=weights, tags=tags)
+            return {"status": "sleeping", "level": level} | summary(report)
+
+        return await answered(call(), raw_request)
+
+    @router.post("/wake_up", dependencies=[Depends(may_change)])
+    async def wake_up(raw_request: Request, tags: Annotated[list[str] | None, Query()] = None, weights_changed: bool = False) -> Response:
+        async def call() -> dict:
+            with sleep_mode_operation_metrics().record("wake"):
+                report = await server(raw_request).wake_up(tags, weights_changed)
+            return {"status": "awake" if report.fully_awake else "sleeping", "tags": tags} | summary(report)
+
+        return await answered(call(), raw_request)
+
+    @router.get("/is_sleeping")
+    async def is_sleeping(raw_request: Request) -> JSONResponse:
+        return JSONResponse({"is_sleeping": server(raw_request).state != "awake"})
+
+    @router.get("/health")
+    async def health(raw_request: Request) -> Response:
+        """Whether the process is worth keeping: also while it sleeps, not when it could not wake."""
+        life = server(raw_request)
+        if life.state == "failed":
+            return JSONResponse({"error": life.problem.to_dict(), "state": "failed"}, 503)
+        try:
+            await life.engine.check_health()
+        except EngineDeadError:
+            return Response(status_code=503)
+        return Response(status_code=200)
+
+    # --- torpor's own -----------------------------------------------------------------------------------------------------
+
+    @router.get("/torpor/ready")
+    async def ready(raw_request: Request) -> Response:
+        """Whether new requests are taken, now or after a wake of their own."""
+        life = server(raw_request)
+        taken = life.state == "awake" or (life.state == "asleep" and life.settings.wake_on_request)
+        return JSONResponse({"ready": taken, "state": life.state}, 200 if taken else 503)
+
+    @router.get("/torpor/state", dependencies=[Depends(check_key)])
+    async def state(raw_request: Request) -> JSONResponse:
+        life = server(raw_request)
+        content = {"state": life.state, "queued": life.queued, "last_checkpoint": life.last_checkpoint, "problem": life.problem.to_dict() if life.problem else None}
+        if life.recorder is not None:
+            content["answers"] = life.recorder.answers.counts() | {"log_failures": life.recorder.failures}
+        if life.state in ("awake", "asleep"):  # otherwise the engine is busy, or gone
+            content |= {"engine": await life.engine.torpor("state"), "ledger": await life.engine.torpor("ledger")}
+            life.metrics.ledger(content["ledger"])
+        return JSONResponse(content)
+
+    @router.post("/torpor/plan", dependencies=[Depends(check_key)])
+    async def plan(raw_request: Request, level: Annotated[int, Query(ge=0, le=2)] = 1, preserve_state: bool = True, to: Literal["host", "disk"] = "host") -> Response:
+        options = {"level": level, "preserve_state": preserve_state, "in_flight": "freeze" if preserve_state or level == 0 else "abort", "to": to}
+        return await answered(server(raw_request).engine.torpor("plan_sleep", options), raw_request)
+
+    @router.post("/torpor/checkpoint", dependencies=[Depends(may_change)])
+    async def checkpoint(raw_request: Request) -> Response:
+        async def call() -> dict:
+            return summary(await server(raw_request).checkpoint())
+
+        return await answered(call(), raw_request)
+
+    @router.get("/torpor/checkpoints", dependencies=[Depends(check_key)])
+    async def checkpoints(raw_request: Request) -> Response:
+        options = server(raw_request).options
+        try:
+            found = await asyncio.to_thread(_core.list_checkpoints, options.dir, options.key_file) if options.dir else []
+        except errors.NotFound:
+            found = []
+        except Error as problem:
+            return refused(problem)
+        return JSONResponse({"directory": options.dir, "checkpoints": found})
+
+    @router.get("/torpor/requests/{response}", dependencies=[Depends(check_key)])
+    async def answer(raw_request: Request, response: str) -> Response:
+        life = server(raw_request)
+        ids = choices(life, response, raw_request)
+        parts = [life.recorder.answers.part(each) for each in ids]
+        content = [
+            {"index": index, "state": part["state"], "text": part["text"], "token_ids": part["tokens"], "finish_reason": part["finish_reason"] or None, "stop_reason": part["stop_reason"]}
+            for index, part in enumerate(parts)
+        ]
+        running = any(part["state"] == "running" for part in parts)
+        return JSONResponse({"id": life.recorder.answers.get(ids[0])["response"], "object": "torpor.answer", "state": "running" if running else "ended", "choices": content})
+
+    @router.get("/torpor/requests/{response}/stream", dependencies=[Depends(check_key)])
+    async def stream(raw_request: Request, response: str, from_tokens: Annotated[str | None, Query(alias="from")] = None, from_text: str | None = None) -> Response:
+        """The rest as server-sent events. `from`: tokens that the reader has; `from_text`: characters; one number a choice, or one for all."""
+        life = server(raw_request)
+        ids = choices(life, response, raw_request)
+        if from_tokens is None and from_text is None:
+            from_tokens = raw_request.headers.get("Last-Event-ID", "0")
+        try:
+            if from_tokens is not None and from_text is not None:
+                raise InvalidArgument("both from and from_text are given", "give one of them")
+            starts = numbers(from_tokens if from_text is None else from_text, len(ids))
+            for each, start in zip(ids, starts):  # refused before the stream begins
+                life.recorder.answers.part(each, *((start, 0) if from_text is None else (0, start)))
+        except Error as problem:
+            return refused(problem)
+        return StreamingResponse(_events(life, ids, starts, from_text is not None), media_type=_EVENT_STREAM)
+
+    @router.delete("/torpor/requests/{response}", dependencies=[Depends(check_key)])
+    async def abort(raw_request: Request, response: str) -> Response:
+        life = server(raw_request)
+        ids = choices(life, response, raw_request)
+        await life.abort(ids)
+        return JSONResponse({"aborted": len(ids)})
+
+    return router
+
+
+def choices(life: Server, response: str, request: Request) -> list[str]:
+    """Ids of the choices of an answer; by the id in vLLM's response, or by the X-Request-Id that the client gave."""
+    if life.recorder is None:
+        raise HTTPException(503, f"the server is {life.state}")
+    whose = tenant(request.headers, life.settings.tenant_header)
+    for name in (response, f"chatcmpl-{response}", f"cmpl-{response}", f"resp_{response}"):
+        if ids := life.recorder.answers.find(name, whose):
+            return ids
+    raise HTTPException(404, f"there is no answer {response}; it was never begun here, is not yours, or ended too long ago")
+
+
+def numbers(text: str, count: int) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts) or len(parts) not in (1, count):
+        raise InvalidArgument(f"{text!r} is no place in an answer of {count} choices", f"give one number, or {count} with commas between them")
+    return [int(part) for part in parts] * (count if len(parts) == 1 else 1)
+
+
+async def _events(life: Server, ids: list[str], starts: list[int], by_text: bool) -> AsyncIterator[str]:
+    """Chunks as vLLM sends them, with their token ids; the id of an event is the `from` that goes on behind it."""
+    response = life.recorder.answers.get(ids[0])["response"]
+    chat = response.startswith("chatcmpl-")
+    head = {"id": response, "object": "chat.completion.chunk" if chat else "text_completion", "created": int(time.time()), "model": life.model}
+    ends = [life.recorder.answers.position(each)["tokens_end"] for each in ids] if by_text else list(starts)
+    waits = {asyncio.create_task(life.recorder.more(each, *((0, start) if by_text else (start, 0)))): index for index, (each, start) in enumerate(zip(ids, starts))}
+    try:
+        while waits:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index, part = waits.pop(task), task.result()
+                ends[index] = part["tokens_end"]
+                ended = part["state"] != "running"
+                choice = {"index": index, "token_ids": part["tokens"], "finish_reason": part["finish_reason"] or None, "stop_reason": part["stop_reason"]}
+                choice |= {"delta": {"content": part["text"]}} if chat else {"text": part["text"]}
+                yield f"id: {','.join(map(str, ends))}\ndata: {json.dumps(head | {'choices': [choice]})}\n\n"
+                if not ended:
+                    waits[asyncio.create_task(life.recorder.more(ids[index], part["tokens_end"]))] = index
+        yield "data: [DONE]\n\n"
+    finally:
+        for task in waits:
+            task.cancel()
+
+
+async def _with_progress(task: asyncio.Task) -> AsyncIterator[str]:
+    began = time.monotonic()
+    while not (await asyncio.wait({task}, timeout=_PROGRESS_SECONDS))[0]:
+        yield f"event: progress\ndata: {json.dumps({'seconds': round(time.monotonic() - began, 3)})}\n\n"
+    try:
+        result = await task
+        for phase in result.get("phases", []):
+            yield f"event: phase\ndata: {json.dumps(phase)}\n\n"
+        yield f"event: done\ndata: {json.dumps(result)}\n\n"
+    except Error as problem:
+        yield f"event: error\ndata: {json.dumps(problem.to_dict())}\n\n"
+
+
+def summary(report: dict) -> dict:
+    return {name: value for name, value in report.items() if name not in ("outputs", "restored", "level")}
+
+
+def refused(problem: Error) -> JSONResponse:
+    return JSONResponse({"error": problem.to_dict()}, _STATUS.get(type(problem), 500))

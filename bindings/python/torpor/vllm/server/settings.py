@@ -1,0 +1,54 @@
+"""What an operator may set of the server: --torpor-NAME of `python -m torpor.vllm.serve`, or TORPOR_SERVER_NAME.
+
+What concerns the engine (dir, key_file, encrypt, keep_checkpoints, …) stands in torpor.vllm.options.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields
+
+from torpor.errors import InvalidArgument
+
+
+def _setting(default, text: str, choices: tuple[str, ...] = ()):
+    return field(default=default, metadata={"help": text, "choices": choices})
+
+
+@dataclass(frozen=True)
+class Settings:
+    wake_from: str = _setting("", "a checkpoint, or a directory of them, to wake from at the start; default: the newest one in --torpor-dir")
+    on_wake_error: str = _setting("fail", "when that fails. fail: say so on /health and serve nothing; recompute: go on from the answers' log alone; discard: serve without them", ("fail", "recompute", "discard"))
+    on_sigterm: str = _setting("checkpoint", "checkpoint: sleep to disk, then end; stop: as vLLM does", ("checkpoint", "stop"))
+    sigterm_seconds: float = _setting(25.0, "most that a checkpoint on SIGTERM may take")
+    checkpoint_every: float = _setting(0.0, "seconds between checkpoints while serving; 0: none")
+    new_requests: str = _setting("queue", "while asleep: queue or refuse (503 with Retry-After)", ("queue", "refuse"))
+    queue_limit: int = _setting(256, "most requests that wait for a wake; more are refused")
+    wake_on_request: bool = _setting(False, "a request that arrives while asleep wakes the engine")
+    on_disconnect: str = _setting("abort", "when a client goes away: abort its request, as vLLM does, or continue it to be taken up", ("abort", "continue"))
+    keep_answers: float = _setting(3600.0, "seconds for which ended answers can be asked for")
+    log_sync: str = _setting("second", "when the answers' log is made durable against loss of power: always (before tokens are sent), second, never; a kill loses nothing in any case", ("always", "second", "never"))
+    tenant_header: str = _setting("", "a request header that tells tenants apart, besides the API key")
+    allow_unauthenticated: bool = _setting(False, "without an API key, let anybody who reaches the server put it to sleep")
+
+    @staticmethod
+    def from_environment() -> Settings:
+        values = {f.name: _parse(f, os.environ[variable(f.name)]) for f in fields(Settings) if variable(f.name) in os.environ}
+        return Settings(**values)
+
+
+def variable(name: str) -> str:
+    return f"TORPOR_SERVER_{name.upper()}"
+
+
+def _parse(setting, text: str):
+    kind, choices = type(setting.default), setting.metadata["choices"]
+    try:
+        value = text.lower() in ("1", "true", "yes", "on") if kind is bool else kind(text)
+    except ValueError:
+        raise InvalidArgument(f"{variable(setting.name)} is {text!r}", "use a number") from None
+    if choices and value not in choices:
+        raise InvalidArgument(f"{variable(setting.name)} is {text!r}", f"use one of {', '.join(choices)}")
+    if kind in (int, float) and not value >= 0:
+        raise InvalidArgument(f"{variable(setting.name)} is {text!r}", "use 0 or more")
+    return value
