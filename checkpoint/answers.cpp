@@ -18,7 +18,7 @@ void serialize(Archive& archive, Answer& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, AnswerStep& v) {
-  archive(v.id, v.at, v.tokens, v.text, checked(v.state, AnswerState::kFailed), v.finish_reason, v.stop_reason);
+  archive(v.id, v.at, v.tokens, v.text, checked(v.state, AnswerState::kFailed), v.finish_reason, v.stop_reason, v.time);
 }
 
 namespace {
@@ -250,7 +250,7 @@ Status Answers::apply(AnswerStep step, bool replay) {
     answer.state = step.state;
     answer.finish_reason = std::move(step.finish_reason);
     answer.stop_reason = std::move(step.stop_reason);
-    answer.ended = options_.clock->unix_seconds();
+    answer.ended = step.time;
     ended_bytes_ += size_of(answer);
   }
   return ok();
@@ -350,7 +350,8 @@ Status Answers::step(std::vector<AnswerStep> steps) {
   return catching_no_memory([&]() -> Status {
     const std::lock_guard lock(mutex_);
     if (closed_ || steps.empty()) return ok();
-    for (const AnswerStep& step : steps) {
+    for (AnswerStep& step : steps) {
+      step.time = options_.clock->unix_seconds();
       const auto found = answers_.find(step.id);
       if (found == answers_.end()) return wrong_call(fmt::format("there is no answer {}", step.id));
       if (found->second.state != AnswerState::kRunning) return wrong_call(fmt::format("the answer {} has ended", step.id));

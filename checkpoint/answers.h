@@ -58,6 +58,7 @@ struct AnswerStep {
   AnswerState state = AnswerState::kRunning;
   std::string finish_reason;
   Value stop_reason;
+  double time = 0;  // seconds since 1970; Answers sets it
 };
 
 // A part of an answer: from some token, or from some code point of its text, on.

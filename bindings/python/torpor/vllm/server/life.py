@@ -21,7 +21,7 @@ from torpor.vllm.server.metrics import Metrics
 from torpor.vllm.server.recorder import Nobody, Recorder
 from torpor.vllm.server.settings import Settings
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
 
 class Server:

@@ -17,7 +17,7 @@ from torpor.vllm.outputs import state_from_value, state_to_value
 from torpor.vllm.scheduler_values import new_request_to_value, unstarted_request
 from torpor.vllm.values import unsupported_sampling
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
 tenant_of_call: ContextVar[str] = ContextVar("torpor_tenant", default="")  # set by the Gate for each call
 

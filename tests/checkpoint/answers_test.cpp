@@ -1,0 +1,451 @@
+#include "checkpoint/answers.h"
+
+#include <fstream>
+#include <random>
+#include <set>
+
+#include "checkpoint/roll_forward.h"
+#include "tests/support/example_state.h"
+#include "tests/support/faulty_file_system.h"
+#include "tests/support/model_file_system.h"
+#include "tests/support/results.h"
+#include "tests/support/temporary_directory.h"
+
+namespace torpor {
+namespace {
+
+using test::failed_with;
+using test::succeeded;
+using test::value_of;
+
+Answer asked(const std::string& id, std::string response = "", std::string tenant = "", int32_t choice = 0) {
+  Answer answer{.request = test::example_request(id, RequestStatus::kWaiting, 3, 0, 0), .response = response.empty() ? "response-" + id : std::move(response), .tenant = std::move(tenant), .choice = choice};
+  answer.front.data = std::string("front end");
+  return answer;
+}
+
+AnswerStep given(std::string id, uint32_t at, std::vector<int32_t> tokens, std::string text) { return {.id = std::move(id), .at = at, .tokens = std::move(tokens), .text = std::move(text)}; }
+
+AnswerStep ended(std::string id, uint32_t at) { return {.id = std::move(id), .at = at, .state = AnswerState::kFinished, .finish_reason = "stop", .stop_reason = {int64_t{7}}}; }
+
+class WallClock final : public Clock {
+ public:
+  std::chrono::nanoseconds now() const override { return {}; }
+  double unix_seconds() const override { return seconds; }
+  double seconds = 1e9;
+};
+
+class AnswersTest : public ::testing::Test {
+ protected:
+  AnswersOptions options() { return {.clock = &clock_, .directory = directory_ / "answers", .engine = {{"model", "a"}}}; }
+  std::unique_ptr<Answers> open(AnswersOptions options) { return value_of(Answers::open(linux_file_system(), std::move(options))); }
+  std::unique_ptr<Answers> open() { return open(options()); }
+  std::string file() const {
+    std::string found;
+    for (const auto& entry : boost::filesystem::directory_iterator(directory_ / "answers")) {
+      if (entry.path().filename().string().starts_with("answers-")) found = entry.path().string();
+    }
+    return found;
+  }
+  static Bytes read(const std::string& path) {
+    std::ifstream in(path, std::ios::binary);
+    return {std::istreambuf_iterator<char>(in), {}};
+  }
+  static void write(const std::string& path, const Bytes& bytes) { std::ofstream(path, std::ios::binary | std::ios::trunc).write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size())); }
+
+  test::TemporaryDirectory directory_;
+  WallClock clock_;
+};
+
+TEST_F(AnswersTest, WhatWasGivenIsThereAfterTheEndOfTheProcess) {
+  {
+    const auto answers = open();
+    ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+    ASSERT_TRUE(succeeded(answers->start(asked("b"))));
+    ASSERT_TRUE(succeeded(answers->step({given("a", 0, {1, 2}, "Hé"), given("b", 0, {9}, "x")})));
+    ASSERT_TRUE(succeeded(answers->step({given("a", 2, {3}, "llo"), ended("b", 1)})));
+  }
+  const auto answers = open();
+  const Answer a = *answers->get("a");
+  EXPECT_EQ(a.request.output_token_ids, (std::vector<int32_t>{1, 2, 3}));
+  EXPECT_EQ(a.request.prompt_token_ids, asked("a").request.prompt_token_ids);
+  EXPECT_EQ(a.front, asked("a").front);
+  EXPECT_EQ(a.text, "Héllo");
+  EXPECT_EQ(a.text_ends, (std::vector<uint32_t>{0, 2, 5}));
+  EXPECT_EQ(a.state, AnswerState::kRunning);
+  const Answer b = *answers->get("b");
+  EXPECT_EQ(b.state, AnswerState::kFinished);
+  EXPECT_EQ(b.finish_reason, "stop");
+  EXPECT_EQ(b.stop_reason, Value{int64_t{7}});
+  EXPECT_EQ(answers->counts().running, 1U);
+  EXPECT_EQ(answers->counts().ended, 1U);
+  ASSERT_TRUE(succeeded(answers->step({given("a", 3, {4}, "!")})));  // and it goes on
+}
+
+TEST_F(AnswersTest, AReaderGoesOnAfterAnyTokenOrCharacter) {
+  const auto answers = open();
+  ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+  const std::vector<std::string> pieces = {"Über", "", " 東京", "🌊!", "."};
+  std::string whole;
+  for (uint32_t i = 0; i < pieces.size(); ++i) {
+    ASSERT_TRUE(succeeded(answers->step({given("a", i, {static_cast<int32_t>(i)}, pieces[i])})));
+    whole += pieces[i];
+  }
+  for (uint32_t from = 0; from <= pieces.size(); ++from) {
+    const AnswerPart part = value_of(answers->part("a", from));
+    std::string rest;
+    for (uint32_t i = from; i < pieces.size(); ++i) rest += pieces[i];
+    EXPECT_EQ(part.text, rest) << from;
+    EXPECT_EQ(part.tokens.size(), pieces.size() - from);
+  }
+  EXPECT_EQ(value_of(answers->part("a", 0, 6)).text, "京🌊!.");  // in the middle of a token: its text is not repeated …
+  EXPECT_EQ(value_of(answers->part("a", 0, 6)).tokens, (std::vector<int32_t>{2, 3, 4}));  // … its id is
+  EXPECT_EQ(value_of(answers->part("a", 0, 10)).text, "");
+  EXPECT_TRUE(failed_with(answers->part("a", 6), Code::kInvalidArgument, "5 tokens"));
+  EXPECT_TRUE(failed_with(answers->part("a", 0, 11), Code::kInvalidArgument, "10 characters"));
+  EXPECT_TRUE(failed_with(answers->part("z", 0), Code::kNotFound, "no answer z"));
+}
+
+TEST_F(AnswersTest, OnlyItsTenantFindsAnAnswerAndTheNewestOfAnIdCounts) {
+  const auto answers = open();
+  ASSERT_TRUE(succeeded(answers->start(asked("1", "r", "alice", 0))));
+  ASSERT_TRUE(succeeded(answers->start(asked("2", "r", "alice", 1))));
+  ASSERT_TRUE(succeeded(answers->start(asked("3", "r", "bob", 0))));
+  EXPECT_EQ(answers->find("r", "alice"), (std::vector<std::string>{"1", "2"}));
+  EXPECT_EQ(answers->find("r", "bob"), (std::vector<std::string>{"3"}));
+  EXPECT_TRUE(answers->find("r", "").empty());
+  EXPECT_TRUE(answers->find("other", "alice").empty());
+  ASSERT_TRUE(succeeded(answers->start(asked("4", "r", "alice", 0))));
+  EXPECT_EQ(answers->find("r", "alice"), (std::vector<std::string>{"4", "2"}));
+}
+
+TEST_F(AnswersTest, AStepThatDoesNotFitIsRefusedAndNothingOfItsRecordIsTaken) {
+  const auto answers = open();
+  ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+  ASSERT_TRUE(succeeded(answers->start(asked("b"))));
+  EXPECT_TRUE(failed_with(answers->start(asked("a")), Code::kInvalidArgument, "already"));
+  EXPECT_TRUE(failed_with(answers->step({given("a", 0, {1}, "x"), given("b", 1, {1}, "x")}), Code::kInvalidArgument, "b has 0 tokens"));
+  EXPECT_TRUE(failed_with(answers->step({given("a", 0, {1}, "x"), given("c", 0, {1}, "x")}), Code::kInvalidArgument, "no answer c"));
+  EXPECT_EQ(value_of(answers->position("a")).tokens_end, 0U);
+  ASSERT_TRUE(succeeded(answers->step({ended("a", 0)})));
+  EXPECT_TRUE(failed_with(answers->step({given("a", 0, {1}, "x")}), Code::kInvalidArgument, "has ended"));
+}
+
+TEST_F(AnswersTest, CutOffAnywhereTheLogGivesWhatStandsBeforeTheCut) {
+  std::vector<std::pair<uint64_t, uint32_t>> ends;  // of the file, and how many tokens it then has
+  {
+    const auto answers = open();
+    ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+    for (uint32_t i = 0; i < 10; ++i) {
+      ends.emplace_back(answers->counts().log_bytes, i);
+      ASSERT_TRUE(succeeded(answers->step({given("a", i, {static_cast<int32_t>(i)}, "x")})));
+    }
+  }
+  const std::string path = file();
+  const Bytes whole = read(path);
+  for (uint64_t size = ends.front().first; size < whole.size(); ++size) {
+    write(path, Bytes(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(size)));
+    const auto directory = directory_ / "copy";
+    boost::filesystem::create_directory(directory);
+    boost::filesystem::permissions(directory, boost::filesystem::owner_all);
+    write(directory + "/answers-000000000001", Bytes(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(size)));
+    boost::filesystem::permissions(directory + "/answers-000000000001", boost::filesystem::owner_read | boost::filesystem::owner_write);
+    AnswersOptions copy = options();
+    copy.directory = directory;
+    const auto answers = open(copy);
+    uint32_t expected = 0;
+    for (const auto& [end, tokens] : ends) {
+      if (end <= size) expected = tokens;
+    }
+    ASSERT_EQ(value_of(answers->position("a")).tokens_end, expected) << size;
+    boost::filesystem::remove_all(directory);
+  }
+}
+
+TEST_F(AnswersTest, NoFlippedBitIsBelieved) {
+  std::vector<int32_t> tokens;
+  {
+    const auto answers = open();
+    ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+    for (int32_t i = 0; i < 5; ++i) {
+      ASSERT_TRUE(succeeded(answers->step({given("a", static_cast<uint32_t>(i), {1000 + i}, "x")})));
+      tokens.push_back(1000 + i);
+    }
+  }
+  const std::string path = file();
+  const Bytes whole = read(path);
+  int refused = 0;
+  for (size_t at = 0; at < whole.size(); ++at) {
+    const std::string directory = directory_ / "copy";
+    boost::filesystem::create_directory(directory);
+    boost::filesystem::permissions(directory, boost::filesystem::owner_all);
+    Bytes damaged = whole;
+    damaged[at] ^= static_cast<uint8_t>(1U << (at % 8));
+    write(directory + "/answers-000000000001", damaged);
+    boost::filesystem::permissions(directory + "/answers-000000000001", boost::filesystem::owner_read | boost::filesystem::owner_write);
+    AnswersOptions copy = options();
+    copy.directory = directory;
+    const Result<std::unique_ptr<Answers>> answers = Answers::open(linux_file_system(), copy);
+    if (!answers) {
+      ++refused;  // another version, a seal without a key
+    } else if (const std::optional<Answer> a = (*answers)->get("a")) {
+      ASSERT_LE(a->request.output_token_ids.size(), tokens.size());
+      ASSERT_TRUE(std::equal(a->request.output_token_ids.begin(), a->request.output_token_ids.end(), tokens.begin())) << at;
+      ASSERT_EQ(a->request.prompt_token_ids, asked("a").request.prompt_token_ids) << at;
+      // Bytes of the head that mean nothing may differ; all others take their record with them.
+      if (at >= 64) {
+        ASSERT_LT(a->request.output_token_ids.size(), tokens.size()) << at;
+      }
+    }
+    boost::filesystem::remove_all(directory);
+  }
+  EXPECT_LT(refused, 9);
+}
+
+TEST_F(AnswersTest, ALogIsRefusedByAnotherEngineWhileAnswersRunAndByAnotherKey) {
+  {
+    const auto answers = open();
+    ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+  }
+  AnswersOptions other = options();
+  other.engine = {{"model", "b"}};
+  EXPECT_TRUE(failed_with(Answers::open(linux_file_system(), other), Code::kIncompatible, "model"));
+  const std::shared_ptr<const Key> key = std::make_shared<const Key>(std::array<uint8_t, kKeyBytes>{1});
+  AnswersOptions sealed = options();
+  sealed.key = key;
+  EXPECT_TRUE(failed_with(Answers::open(linux_file_system(), sealed), Code::kUnauthenticated, "not sealed"));
+  {
+    const auto answers = open();
+    ASSERT_TRUE(succeeded(answers->step({ended("a", 0)})));
+  }
+  const auto answers = open(other);  // text that has ended needs no engine
+  EXPECT_EQ(answers->get("a")->state, AnswerState::kFinished);
+}
+
+TEST_F(AnswersTest, ASealedLogHidesAndProvesItsContent) {
+  const auto key = std::make_shared<const Key>(std::array<uint8_t, kKeyBytes>{1});
+  AnswersOptions sealed = options();
+  sealed.key = key;
+  sealed.encrypt = true;
+  {
+    const auto answers = open(sealed);
+    ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+    ASSERT_TRUE(succeeded(answers->step({given("a", 0, {1}, "a secret sentence")})));
+  }
+  const Bytes bytes = read(file());
+  EXPECT_EQ(std::string(bytes.begin(), bytes.end()).find("secret"), std::string::npos);
+  EXPECT_TRUE(failed_with(Answers::open(linux_file_system(), options()), Code::kUnauthenticated, "is sealed"));
+  AnswersOptions wrong = sealed;
+  wrong.key = std::make_shared<const Key>(std::array<uint8_t, kKeyBytes>{2});
+  EXPECT_TRUE(failed_with(Answers::open(linux_file_system(), wrong), Code::kUnauthenticated, "another key"));
+  EXPECT_EQ(open(sealed)->get("a")->text, "a secret sentence");
+}
+
+TEST_F(AnswersTest, ADirectoryHasOneServer) {
+  const auto answers = open();
+  EXPECT_TRUE(failed_with(Answers::open(linux_file_system(), options()), Code::kUnavailable, "another server"));
+}
+
+TEST_F(AnswersTest, EndedAnswersGoByAgeAndSizeAndRunningOnesStay) {
+  AnswersOptions few = options();
+  few.keep_seconds = 10;
+  auto answers = open(few);
+  ASSERT_TRUE(succeeded(answers->start(asked("old"))));
+  ASSERT_TRUE(succeeded(answers->start(asked("runs"))));
+  ASSERT_TRUE(succeeded(answers->step({ended("old", 0)})));
+  clock_.seconds += 11;
+  ASSERT_TRUE(succeeded(answers->start(asked("new"))));
+  ASSERT_TRUE(succeeded(answers->step({ended("new", 0)})));
+  answers.reset();
+  answers = open(few);
+  EXPECT_FALSE(answers->get("old"));
+  EXPECT_TRUE(answers->find("response-old", "").empty());
+  EXPECT_TRUE(answers->get("runs"));
+  EXPECT_TRUE(answers->get("new"));
+  answers.reset();
+  few.keep_bytes = 0;
+  answers = open(few);
+  EXPECT_FALSE(answers->get("new"));
+  EXPECT_TRUE(answers->get("runs"));
+}
+
+TEST_F(AnswersTest, TheLogDoesNotGrowWithoutEnd) {
+  AnswersOptions small = options();
+  small.file_bytes = 4096;
+  small.keep_bytes = 10'000;
+  auto answers = open(small);
+  const std::string text(1000, 'x');
+  for (int i = 0; i < 15'000; ++i) {
+    const std::string id = std::to_string(i);
+    ASSERT_TRUE(succeeded(answers->start(asked(id))));
+    ASSERT_TRUE(succeeded(answers->step({given(id, 0, {1}, text)})));
+    ASSERT_TRUE(succeeded(answers->step({ended(id, 1)})));
+  }
+  EXPECT_LT(answers->counts().log_bytes, 12ULL << 20);
+  EXPECT_LT(answers->counts().ended, 100U);
+  size_t files = 0;
+  for (const auto& entry : boost::filesystem::directory_iterator(directory_ / "answers")) files += entry.path().filename().string().starts_with("answers-") ? 1 : 0;
+  EXPECT_EQ(files, 1U);
+}
+
+TEST_F(AnswersTest, ALogThatCannotBeWrittenLosesNothingInMemoryAndIsWrittenWholeLater) {
+  test::FaultyFileSystem faulty;
+  test::FaultPlan& plan = faulty.plan;
+  auto answers = value_of(Answers::open(faulty, options()));
+  ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+  plan.set(test::Fault::kError, 1, ENOSPC, true);
+  EXPECT_TRUE(failed_with(answers->step({given("a", 0, {1}, "x")}), Code::kResourceExhausted));
+  EXPECT_TRUE(succeeded(answers->step({given("a", 1, {2}, "y")})));  // said once, and in the counts
+  EXPECT_NE(answers->counts().problem, "");
+  EXPECT_EQ(answers->get("a")->text, "xy");
+  plan.clear();
+  clock_.seconds += 2;
+  ASSERT_TRUE(succeeded(answers->step({given("a", 2, {3}, "z")})));
+  EXPECT_EQ(answers->counts().problem, "");
+  answers.reset();
+  EXPECT_EQ(open()->get("a")->text, "xyz");
+}
+
+TEST_F(AnswersTest, AfterAFailedSyncAllGoesIntoANewFile) {
+  test::FaultyFileSystem faulty;
+  test::FaultPlan& plan = faulty.plan;
+  auto answers = value_of(Answers::open(faulty, options()));
+  ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+  const std::string before = file();
+  plan.set(test::Fault::kError, 1, EIO);
+  EXPECT_TRUE(failed_with(answers->sync(), Code::kIo));
+  plan.clear();
+  ASSERT_TRUE(succeeded(answers->step({given("a", 0, {1}, "x")})));
+  EXPECT_NE(file(), before);
+  answers.reset();
+  EXPECT_EQ(open()->get("a")->text, "x");
+}
+
+// Wherever power goes, what was synced is there, and what is there was given.
+TEST_F(AnswersTest, APowerCutTakesOnlyWhatWasNotSynced) {
+  test::ModelFileSystem disk;
+  AnswersOptions on_disk = options();
+  on_disk.directory = "/answers";
+  on_disk.file_bytes = 1024;  // with the 4 MiB that a file may grow, one begins anew at open only
+  {
+    auto answers = value_of(Answers::open(disk, on_disk));
+    ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+    for (int32_t i = 0; i < 12; ++i) {
+      if (i == 6) answers = nullptr, answers = value_of(Answers::open(disk, on_disk));
+      ASSERT_TRUE(succeeded(answers->step({given("a", static_cast<uint32_t>(i), {100 + i}, "x")})));
+      if (i % 3 == 2) {
+        ASSERT_TRUE(succeeded(answers->sync()));
+        disk.note("synced", i + 1);
+      }
+    }
+  }
+  test::PowerCuts cuts(disk.record, test::ModelFileSystem().disk());
+  std::mt19937_64 random(1);
+  uint64_t states = 0;
+  size_t synced = 0;
+  while (!cuts.done()) {
+    const test::ModelChange& change = disk.record[cuts.position()];
+    if (change.kind == test::ModelChange::Kind::kNote) synced = static_cast<size_t>(change.target);
+    cuts.step();
+    for (int choice = 0; choice < 20; ++choice, ++states) {
+      test::ModelFileSystem after(cuts.state(choice, random));
+      const Result<std::unique_ptr<Answers>> answers = Answers::open(after, on_disk);
+      ASSERT_TRUE(succeeded(answers)) << states;
+      const std::optional<Answer> a = (*answers)->get("a");
+      const size_t tokens = a ? a->request.output_token_ids.size() : 0;
+      ASSERT_GE(tokens, synced) << states;
+      for (size_t i = 0; i < tokens; ++i) ASSERT_EQ(a->request.output_token_ids[i], 100 + static_cast<int32_t>(i));
+    }
+  }
+  EXPECT_GT(states, 500U);
+}
+
+TEST_F(AnswersTest, NothingIsRecordedAfterClose) {
+  auto answers = open();
+  ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+  answers->close();
+  EXPECT_TRUE(succeeded(answers->step({ended("a", 0)})));
+  answers.reset();
+  EXPECT_EQ(open()->get("a")->state, AnswerState::kRunning);
+}
+
+// --- rolling forward ----------------------------------------------------------------------------------------------------
+
+Answer so_far(const RequestState& request, std::vector<int32_t> tokens, AnswerState state = AnswerState::kRunning) {
+  Answer answer{.request = request, .state = state};
+  answer.request.output_token_ids = std::move(tokens);
+  return answer;
+}
+
+TEST(RollForwardTest, RequestsGetWhatWasGivenSinceAndNewOnesBeginAgain) {
+  SchedulerCheckpoint state = test::example_checkpoint().state;
+  const RequestState run = state.scheduler.requests[0];
+  const RequestState fresh = test::example_request("fresh", RequestStatus::kWaiting, 4, 0, 0);
+  const RequestState begun = test::example_request("begun", RequestStatus::kRunning, 4, 0, 0);
+  const std::vector<Answer> answers = {so_far(run, {200, 201, 55, 56}), so_far(fresh, {}), so_far(begun, {7, 8}), so_far(test::example_request("long ago", RequestStatus::kWaiting, 1, 0, 0), {}, AnswerState::kFinished)};
+  const RolledForward rolled = value_of(roll_forward(state, answers, false));
+  EXPECT_EQ(rolled.extended, (std::vector<std::string>{"run"}));
+  EXPECT_EQ(rolled.added, (std::vector<std::string>{"fresh", "begun"}));
+  EXPECT_TRUE(rolled.dropped.empty());
+  EXPECT_EQ(state.scheduler.requests[0].output_token_ids, (std::vector<int32_t>{200, 201, 55, 56}));
+  EXPECT_EQ(state.scheduler.requests[0].num_computed_tokens, run.num_computed_tokens);
+  EXPECT_EQ(state.scheduler.waiting, (std::vector<std::string>{"wait", "fresh", "begun"}));
+  EXPECT_EQ(state.scheduler.requests[3].status, RequestStatus::kWaiting);
+  EXPECT_EQ(state.scheduler.requests[4].status, RequestStatus::kPreempted);
+  EXPECT_EQ(state.scheduler.requests[4].num_computed_tokens, 0);
+  EXPECT_TRUE(state.scheduler.requests[4].block_hashes.empty());
+}
+
+TEST(RollForwardTest, EndedRequestsGoWithTheirBlocks) {
+  SchedulerCheckpoint state = test::example_checkpoint().state;
+  const std::vector<Answer> answers = {so_far(state.scheduler.requests[0], {200, 201, 9}, AnswerState::kAborted)};
+  const RolledForward rolled = value_of(roll_forward(state, answers, false));
+  EXPECT_EQ(rolled.dropped, (std::vector<std::string>{"run"}));
+  EXPECT_EQ(state.scheduler.requests.size(), 2U);
+  EXPECT_TRUE(state.scheduler.running.empty());
+  EXPECT_TRUE(state.workers[0].rows.empty());
+  EXPECT_EQ(state.kv.groups[0].tables.size(), 1U);
+}
+
+TEST(RollForwardTest, ARequestThatTookAnotherCourseIsComputedAnewFromWhatWasGiven) {
+  SchedulerCheckpoint state = test::example_checkpoint().state;
+  const std::vector<Answer> answers = {so_far(state.scheduler.requests[0], {200, 999})};
+  const RolledForward rolled = value_of(roll_forward(state, answers, false));
+  EXPECT_EQ(rolled.added, (std::vector<std::string>{"run"}));
+  EXPECT_EQ(state.scheduler.requests.back().output_token_ids, (std::vector<int32_t>{200, 999}));
+  EXPECT_EQ(state.scheduler.requests.back().num_computed_tokens, 0);
+}
+
+TEST(RollForwardTest, AStateThatIsAheadOfTheLogStays) {
+  SchedulerCheckpoint state = test::example_checkpoint().state;
+  const SchedulerCheckpoint before = state;
+  const std::vector<Answer> answers = {so_far(state.scheduler.requests[0], {200})};
+  const RolledForward rolled = value_of(roll_forward(state, answers, false));
+  EXPECT_TRUE(rolled.extended.empty());
+  EXPECT_EQ(state, before);
+}
+
+TEST(RollForwardTest, OnlyAStateThatWasGoneOnWithLosesRequestsThatNobodyRemembers) {
+  SchedulerCheckpoint state = test::example_checkpoint().state;
+  const std::vector<Answer> answers = {so_far(state.scheduler.requests[2], state.scheduler.requests[2].output_token_ids)};
+  EXPECT_TRUE(value_of(roll_forward(state, answers, false)).dropped.empty());
+  const RolledForward rolled = value_of(roll_forward(state, answers, true));
+  EXPECT_EQ(std::set<std::string>(rolled.dropped.begin(), rolled.dropped.end()), (std::set<std::string>{"run", "wait"}));
+  ASSERT_EQ(state.scheduler.requests.size(), 1U);
+  EXPECT_EQ(state.scheduler.requests[0].id, "held");
+}
+
+TEST(RollForwardTest, AnswersTravelWhole) {
+  const std::vector<Answer> answers = {so_far(test::example_request("a", RequestStatus::kWaiting, 3, 0, 0), {1, 2}), so_far(test::example_request("b", RequestStatus::kWaiting, 3, 0, 0), {3}, AnswerState::kFinished)};
+  const Bytes packed = pack_answers(answers);
+  const std::vector<Answer> unpacked = value_of(unpack_answers(std::as_bytes(std::span(packed))));
+  ASSERT_EQ(unpacked.size(), 2U);
+  EXPECT_EQ(unpacked[0].request, answers[0].request);
+  EXPECT_EQ(unpacked[1].request.id, "b");
+  EXPECT_EQ(unpacked[1].state, AnswerState::kFinished);
+  EXPECT_TRUE(unpacked[1].request.prompt_token_ids.empty());
+  for (size_t size = 0; size < packed.size(); ++size) EXPECT_FALSE(unpack_answers(std::as_bytes(std::span(packed)).first(size)));
+}
+
+}  // namespace
+}  // namespace torpor
