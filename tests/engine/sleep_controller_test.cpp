@@ -272,7 +272,7 @@ void expect_no_contradiction(TestEngine& engine, const TestEngine::Tokens& given
 
 TEST_P(SleepControllerTest, AfterAKillRequestsGoOnFromWhatWasGivenSinceTheCheckpoint) {
   for (const int at : {0, 1, 5, 11, 19}) {
-    for (const int since : {0, 1, 4, 9}) {
+    for (const int since : {0, 1, 3, 5}) {
       SCOPED_TRACE(fmt::format("{} steps, checkpoint, {} steps", at, since));
       std::vector<RequestState> asked;
       TestEngine::Tokens given;
@@ -310,16 +310,16 @@ TEST_P(SleepControllerTest, WithoutACheckpointWhatWasGivenIsComputedAnew) {
 
 TEST_P(SleepControllerTest, ACheckpointThatFailsLeavesTheEngineServing) {
   FaultyFileSystem faulty;
-  uint64_t calls = 0;
-  for (uint64_t at = 1; at == 1 || at <= calls; ++at) {
+  uint64_t calls = 1;  // of a checkpoint; counted in round 0, which fails at none
+  for (uint64_t at = 0; at <= calls; ++at) {
     SCOPED_TRACE(at);
     test::TemporaryDirectory directory;
     SleepingEngine serving(faulty, directory.path(), options());
     add_example_requests(serving.engine);
     for (int i = 0; i < 5; ++i) serving.engine.step();
-    faulty.plan.set(Fault::kError, at);
+    faulty.plan.set(at == 0 ? Fault::kNone : Fault::kError, at);
     const Result<SleepReport> report = serving.controller.checkpoint({});
-    calls = faulty.plan.calls;
+    if (at == 0) calls = faulty.plan.calls;
     faulty.plan.clear();
     EXPECT_EQ(serving.controller.state().engine, "awake");
     ASSERT_TRUE(succeeded(serving.controller.checkpoint({}))) << (report ? "" : report.error().to_string());
