@@ -1,0 +1,22 @@
+"""Servers and clients of the server tests: tools/demo/serving.py with what all of them need."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
+
+from serving import Client, Reading, Server, ServerEnded  # noqa: E402
+
+__all__ = ["ALICE", "BOB", "Client", "Reading", "Server", "ServerEnded", "make_server", "sampling"]
+
+ALICE, BOB = "key-of-alice", "key-of-bob"
+
+
+def make_server(model: Path, directory: Path, *options: str, name: str = "server", dtype: str = "float32") -> Server:
+    environment = {"VLLM_LOGGING_LEVEL": "INFO", "OMP_NUM_THREADS": "1"}
+    return Server(model, directory, ["--dtype", dtype, *options], environment, keys=(ALICE, BOB), name=name)
+
+
+def sampling(number: int, max_tokens: int) -> dict:
+    """Greedy and seeded in turn: both have one right answer."""
+    return {"max_tokens": max_tokens} | ({"temperature": 0} if number % 2 == 0 else {"temperature": 0.8, "top_p": 0.95, "seed": number})

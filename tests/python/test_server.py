@@ -1,0 +1,291 @@
+"""One server over sleeps to host: its routes, its clients, and what it refuses."""
+
+import asyncio
+import json
+import time
+
+import httpx
+import pytest
+from servers import ALICE, BOB, Client, Reading, make_server, sampling
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server(real_model, tmp_path_factory):
+    server = make_server(real_model, tmp_path_factory.mktemp("server") / "torpor", "--torpor-queue-limit", "4", "--torpor-keep-answers", "600")
+    server.start()
+    server.wait_until_ready()
+    yield server
+    server.stop()
+
+
+def played(server, scene):
+    """Runs an async scene with Alice's client."""
+
+    async def run():
+        client = Client(server.url, ALICE)
+        try:
+            return await asyncio.wait_for(scene(client), 300)
+        finally:
+            if (await client.http.get("/is_sleeping")).json()["is_sleeping"]:
+                await client.http.post("/wake_up")
+            await client.close()
+
+    return asyncio.run(run())
+
+
+async def until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        await asyncio.sleep(0.02)
+
+
+def begin(client, request_id, prompt="Tell me about the sea.", **options) -> tuple[Reading, asyncio.Task]:
+    reading = Reading(request_id)
+    return reading, asyncio.create_task(client.chat(reading, prompt, **({"max_tokens": 60, "temperature": 0} | options)))
+
+
+def test_streams_stand_still_over_a_sleep_and_go_on_identically(server):
+    async def scene(client):
+        prompts = [f"Tell me {n} facts about the sea." for n in range(8)]
+        expected = [Reading(f"e{n}") for n in range(8)]
+        await asyncio.gather(*(client.chat(expected[n], prompts[n], **sampling(n, 60)) for n in range(8)))
+        readings = [Reading(f"s{n}") for n in range(8)]
+        tasks = [asyncio.create_task(client.chat(readings[n], prompts[n], **sampling(n, 60))) for n in range(8)]
+        await until(lambda: all(reading.text for reading in readings))
+        report = await client.post("/sleep", level=1)
+        assert report["status"] == "sleeping" and report["requests"] == 8 and report["freed_bytes"] > 1.5e9
+        assert (await client.http.get("/is_sleeping")).json() == {"is_sleeping": True}
+        before = [reading.text for reading in readings]
+        await asyncio.sleep(1)
+        assert [reading.text for reading in readings] == before
+        state = (await client.http.get("/torpor/state")).json()
+        assert state["state"] == "asleep" and set(state["engine"]["tags"].values()) == {"detached"}
+        assert (await client.http.get("/health")).status_code == 200
+        assert (await client.http.get("/torpor/ready")).status_code == 503
+        assert (await client.post("/wake_up"))["status"] == "awake"
+        await asyncio.gather(*tasks)
+        assert [reading.text for reading in readings] == [reading.text for reading in expected]
+        assert all(reading.interruptions == 0 for reading in readings)
+
+    played(server, scene)
+
+
+def test_a_named_mode_decides_about_the_requests_as_in_vllm(server):
+    async def scene(client):
+        reading, task = begin(client, "aborted")
+        await until(lambda: reading.text)
+        report = await client.post("/sleep", level=1, mode="abort")
+        assert report["preserve_state"] is False
+        await task
+        assert reading.finish_reason == "abort"
+        assert (await client.whole("aborted"))["choices"][0]["state"] == "aborted"
+
+    played(server, scene)
+
+
+def test_new_requests_wait_in_a_bounded_queue_while_it_sleeps(server):
+    async def scene(client):
+        await client.post("/sleep")
+        waiting = [begin(client, f"q{n}", max_tokens=5) for n in range(4)]
+        await asyncio.sleep(0.5)
+        answer = await client.http.post("/v1/chat/completions", json={"model": "model", "messages": [{"role": "user", "content": "Hi"}]})
+        assert answer.status_code == 503 and "4 requests wait" in answer.json()["error"]["message"] and int(answer.headers["Retry-After"]) > 0
+        assert (await client.http.get("/v1/models")).status_code == 200  # needs no engine
+        await client.post("/wake_up")
+        await asyncio.gather(*(task for _, task in waiting))
+        assert all(reading.text and reading.interruptions == 0 for reading, _ in waiting)
+
+    played(server, scene)
+
+
+def test_answers_are_there_by_request_id_for_their_tenant_only(server):
+    async def scene(client):
+        reading, task = begin(client, "mine", max_tokens=30)
+        await task
+        whole = await client.whole("mine")
+        assert whole["choices"][0]["text"] == reading.text and whole["state"] == "ended"
+        assert (await client.whole("chatcmpl-mine")) == whole  # the id in vLLM's response
+        tokens = whole["choices"][0]["token_ids"]
+        assert len(tokens) == 30
+        for start in (0, 1, 17, 30):  # each token once, from wherever a reader begins; twice is two readers
+            answer = await client.http.get("/torpor/requests/mine/stream", params={"from": start})
+            events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+            assert [token for event in events for token in event["choices"][0]["token_ids"]] == tokens[start:]
+            assert answer.text.rstrip().endswith("data: [DONE]")
+        resumed = await client.http.get("/torpor/requests/mine/stream", headers={"Last-Event-ID": "28"})
+        assert resumed.text.startswith("id: 30\n")
+        bob = httpx.AsyncClient(base_url=server.url, headers={"Authorization": f"Bearer {BOB}"})
+        nobody = httpx.AsyncClient(base_url=server.url)
+        assert (await bob.get("/torpor/requests/mine")).status_code == 404
+        assert (await bob.delete("/torpor/requests/mine")).status_code == 404
+        assert (await nobody.get("/torpor/requests/mine")).status_code == 401
+        for path in ("/torpor/state", "/torpor/checkpoints"):
+            assert (await nobody.get(path)).status_code == 401
+        for path in ("/sleep", "/wake_up", "/torpor/checkpoint", "/torpor/plan"):
+            assert (await nobody.post(path)).status_code == 401
+        for path, status in (("nobody", 404), ("mine/stream?from=31", 400), ("mine/stream?from=x", 400), ("mine/stream?from=1,2", 400), ("mine/stream?from=1&from_text=1", 400)):
+            answer = await client.http.get(f"/torpor/requests/{path}")
+            assert answer.status_code == status, (path, answer.text)
+        await bob.aclose()
+        await nobody.aclose()
+
+    played(server, scene)
+
+
+def test_several_prompts_and_choices_are_one_answer(server):
+    async def scene(client):
+        answer = await client.http.post(
+            "/v1/completions", json={"model": "model", "prompt": ["The sea", "The sky"], "n": 2, "max_tokens": 8, "seed": 3, "temperature": 0.8}, headers={"X-Request-Id": "many"}
+        )
+        texts = {choice["index"]: choice["text"] for choice in answer.json()["choices"]}
+        whole = await client.whole("many")
+        assert {choice["index"]: choice["text"] for choice in whole["choices"]} == texts and len(texts) == 4
+        stream = await client.http.get("/torpor/requests/many/stream", params={"from": "0,2,4,8"})
+        counts = dict.fromkeys(range(4), 0)
+        for line in stream.text.splitlines():
+            if line.startswith("data: {"):
+                choice = json.loads(line[6:])["choices"][0]
+                counts[choice["index"]] += len(choice["token_ids"])
+        assert counts == {0: 8, 1: 6, 2: 4, 3: 0}
+
+    played(server, scene)
+
+
+def test_stop_strings_are_held_back_from_readers_as_from_clients(server):
+    async def scene(client):
+        free, task = begin(client, "free", max_tokens=40)
+        await task
+        word = free.text.split()[12]
+        reading, task = begin(client, "stopped", max_tokens=40, stop=[word])
+        await task
+        assert reading.finish_reason == "stop" and word not in reading.text
+        choice = (await client.whole("stopped"))["choices"][0]
+        assert choice["text"] == reading.text and choice["stop_reason"] == word
+
+    played(server, scene)
+
+
+def test_clients_that_go_or_abort_or_lose_patience_while_it_sleeps(server):
+    async def scene(client):
+        gone, going = begin(client, "gone")
+        aborted, aborting = begin(client, "given-up")
+        stays, staying = begin(client, "stays")
+        await until(lambda: gone.text and aborted.text and stays.text)
+        await client.post("/sleep")
+        going.cancel()  # its connection closes
+        assert (await client.http.delete("/torpor/requests/given-up")).json() == {"aborted": 1}
+        with pytest.raises(httpx.ReadTimeout):
+            await client.http.post("/v1/completions", json={"model": "model", "prompt": "Hi", "max_tokens": 3}, timeout=0.3)
+        await asyncio.sleep(0.5)
+        await client.post("/wake_up")
+        await asyncio.gather(aborting, staying)
+        assert stays.finish_reason == "length" and aborted.finish_reason == "abort"
+        assert (await client.whole("gone"))["choices"][0]["state"] == "aborted"
+        counts = (await client.http.get("/torpor/state")).json()["answers"]
+        assert counts["running"] == 0
+
+    played(server, scene)
+
+
+def test_a_slow_reader_and_one_that_comes_late_get_every_token(server):
+    async def scene(client):
+        reading, task = begin(client, "watched", max_tokens=60)
+        await until(lambda: reading.text)
+
+        async def slow() -> str:
+            text = ""
+            async with client.http.stream("GET", "/torpor/requests/watched/stream") as answer:
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: {"):
+                        text += json.loads(line[6:])["choices"][0]["delta"]["content"]
+                        await asyncio.sleep(0.2)
+            return text
+
+        watching = asyncio.create_task(slow())
+        await client.post("/sleep")
+        late = asyncio.create_task(slow())  # comes while it sleeps
+        await asyncio.sleep(0.5)
+        await client.post("/wake_up")
+        await task
+        assert await watching == reading.text and await late == reading.text
+
+    played(server, scene)
+
+
+def test_a_thousand_open_streams_over_a_sleep(server):
+    async def scene(client):
+        readings = [Reading(f"t{n}") for n in range(1000)]
+        tasks = [asyncio.create_task(client.chat(reading, "Hi", max_tokens=2, temperature=0)) for reading in readings]
+        await until(lambda: sum(bool(reading.text) for reading in readings) > 50)
+        report = await client.post("/sleep")
+        assert report["requests"] > 500
+        await client.post("/wake_up")
+        await asyncio.gather(*tasks)
+        assert len({reading.text for reading in readings}) == 1 and all(reading.interruptions == 0 for reading in readings)
+
+    played(server, scene)
+
+
+def test_the_bad_is_refused_by_name_and_nothing_happens(server):
+    async def scene(client):
+        for path, status, words in (
+            ("/sleep?level=3", 400, "level"),
+            ("/sleep?to=cloud", 400, "to"),
+            ("/sleep?tags=nothing", 400, "there is no tag"),
+            ("/sleep?mode=wait", 400, "mode"),
+            ("/wake_up?tags=weights", 200, "awake"),
+        ):
+            answer = await client.http.post(path)
+            assert answer.status_code in (status, 422 if status == 400 else status) and words in answer.text, (path, answer.status_code, answer.text)
+            assert (await client.http.get("/is_sleeping")).json() == {"is_sleeping": False}
+        first, second = await asyncio.gather(client.http.post("/sleep"), client.http.post("/sleep"))
+        assert sorted((first.status_code, second.status_code)) == [200, 409]
+        again = await client.post("/sleep")
+        assert again["changed"] is False and "already asleep" in again["note"]
+        assert (await client.http.post("/torpor/checkpoint")).status_code == 409
+
+    played(server, scene)
+
+
+def test_a_sleep_to_disk_reports_what_it_does_and_plans_tell_the_truth(server):
+    async def scene(client):
+        reading, task = begin(client, "planned")
+        await until(lambda: reading.text)
+        plan = await client.post("/torpor/plan", to="disk")
+        assert plan["requests"] == 1 and plan["free_bytes"]["kv_cache"] > 1e9 and not plan["problems"]
+        answer = await client.http.post("/sleep", params={"to": "disk"}, headers={"Accept": "text/event-stream"})
+        events = [line[7:] for line in answer.text.splitlines() if line.startswith("event: ")]
+        assert events[-1] == "done" and "phase" in events
+        done = json.loads([line[6:] for line in answer.text.splitlines() if line.startswith("data: ")][-1])
+        assert done["freed_bytes"] == sum(plan["free_bytes"].values())
+        listed = (await client.http.get("/torpor/checkpoints")).json()["checkpoints"]
+        assert listed[-1]["path"] == done["checkpoint"] and listed[-1]["readable"]
+        await client.post("/wake_up")
+        await task
+        assert reading.interruptions == 0 and reading.finish_reason == "length"
+
+    played(server, scene)
+
+
+def test_metrics_tell_what_happened(server):
+    async def scene(client):
+        await client.post("/sleep")
+        asleep = (await client.http.get("/metrics")).text
+        await client.post("/wake_up")
+        awake = (await client.http.get("/metrics")).text
+
+        def value(text, start):
+            return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(start))
+
+        assert value(asleep, 'torpor_state{state="asleep"}') == 1 and value(awake, 'torpor_state{state="awake"}') == 1
+        assert value(awake, 'torpor_operations_total{operation="sleep",outcome="ok",to="host"}') == value(asleep, 'torpor_operations_total{operation="sleep",outcome="ok",to="host"}') > 0
+        assert value(awake, 'torpor_operations_total{operation="wake"') == value(asleep, 'torpor_operations_total{operation="wake"') + 1
+        assert value(asleep, 'torpor_tag_bytes{place="engine",tag="weights"}') == 0 < value(awake, 'torpor_tag_bytes{place="engine",tag="weights"}')
+        assert value(awake, "torpor_moved_bytes_total") > value(asleep, "torpor_moved_bytes_total")
+        sleeping = [line for line in asleep.splitlines() if line.startswith("vllm:engine_sleep_state") and 'sleep_state="awake"' in line]
+        assert sleeping and sleeping[0].endswith(" 0.0")
+
+    played(server, scene)

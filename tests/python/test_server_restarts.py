@@ -1,0 +1,210 @@
+"""Clients of a server that sleeps, is drained, is killed and comes back: each gets its whole answer, once."""
+
+import asyncio
+import os
+import random
+import shutil
+import time
+
+import pytest
+from servers import ALICE, Client, Reading, ServerEnded, make_server, sampling
+
+pytestmark = pytest.mark.slow
+
+LONG = os.environ.get("TORPOR_PROOF") == "long"
+CLIENTS, REQUESTS, TOKENS = 32, 200, 40
+PROMPTS = ["the sea", "old bridges", "how bread is made", "a lighthouse", "the moon", "a train ride", "winter", "mountains", "a small town", "rivers"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("restarts")
+
+
+@pytest.fixture(scope="module")
+def server(real_model, folder):
+    server = make_server(real_model, folder / "torpor", "--torpor-checkpoint-every", "3", "--max-num-seqs", str(CLIENTS))
+    server.start()
+    server.wait_until_ready()
+    yield server
+    server.stop()
+
+
+def prompt(number: int) -> str:
+    return f"Write number {number} of your notes about {PROMPTS[number % len(PROMPTS)]}."
+
+
+async def everybody(client: Client, readings: list[Reading], tokens: int) -> None:
+    """All requests, as many at once as there are clients."""
+    waiting = list(enumerate(readings))
+
+    async def one_client():
+        while waiting:
+            number, reading = waiting.pop(0)
+            await client.chat(reading, prompt(number), **sampling(number, tokens))
+
+    await asyncio.gather(*(one_client() for _ in range(CLIENTS)))
+
+
+async def whole_and_once(client: Client, readings: list[Reading]) -> None:
+    for reading in readings:
+        choice = (await client.whole(reading.request_id))["choices"][0]
+        assert choice["text"] == reading.text, reading.request_id
+        assert choice["state"] == "finished", (reading.request_id, choice)
+
+
+async def restarted(server, how) -> None:
+    await asyncio.to_thread(how)
+    server.start()
+    await asyncio.to_thread(server.wait_until_ready)
+
+
+def run(server, scene, seconds=1500):
+    async def play():
+        client = Client(server.url, ALICE)
+        try:
+            await asyncio.wait_for(scene(client), seconds)
+        finally:
+            await client.close()
+
+    asyncio.run(play())
+
+
+def test_every_answer_of_200_requests_is_whole_and_identical_over_10_sleeps(server):
+    """Greedy and seeded requests in float32, whose tokens do not depend on who else is in the batch here."""
+    chance = random.Random(5)
+
+    async def scene(client):
+        expected = [Reading(f"expected-{n}") for n in range(REQUESTS)]
+        await everybody(client, expected, TOKENS)
+        readings = [Reading(f"r-{n}") for n in range(REQUESTS)]
+        everything = asyncio.create_task(everybody(client, readings, TOKENS))
+        restarts = {3, 7}
+        for number in range(10):
+            await asyncio.sleep(chance.uniform(0.5, 3))
+            if everything.done():
+                break
+            if number in restarts:
+                assert await asyncio.to_thread(server.terminate) == 0
+                server.start()
+                await asyncio.to_thread(server.wait_until_ready)
+            else:
+                await client.post("/sleep", to="disk" if number % 2 else "host")
+                await asyncio.sleep(chance.uniform(0, 0.5))
+                await client.post("/wake_up")
+        assert number == 9, "the requests were over before the sleeps"
+        await everything
+        await whole_and_once(client, readings)
+        assert [reading.text for reading in readings] == [reading.text for reading in expected]
+        assert sum(bool(reading.taken_up_at) for reading in readings) > 10
+        assert sum(reading.begun_again for reading in readings) < REQUESTS  # those that came while there was no server
+
+    run(server, scene)
+
+
+def test_a_kill_of_any_process_at_any_moment_loses_nothing(server):
+    chance = random.Random(6)
+    victims = ["engine core", "front end", "all"] * (7 if LONG else 1)
+
+    async def scene(client):
+        for number, victim in enumerate(victims[:20]):
+            readings = [Reading(f"k{number}-{n}") for n in range(12)]
+            expected = [Reading(f"k{number}-expected-{n}") for n in range(12)]
+            await asyncio.gather(*(client.chat(expected[n], prompt(n), **sampling(n, 120)) for n in range(12)))
+            tasks = [asyncio.create_task(client.chat(readings[n], prompt(n), **(sampling(n, 120) if n % 3 else {"max_tokens": 120, "temperature": 0.9}))) for n in range(12)]
+            await asyncio.sleep(chance.uniform(0.5, 6))
+            began = [n for n, reading in enumerate(readings) if reading.text]
+            at_kill = [reading.text for reading in readings]
+            await restarted(server, lambda: server.kill(victim))  # noqa: B023
+            await asyncio.gather(*tasks)
+            await whole_and_once(client, readings)
+            for n, reading in enumerate(readings):
+                assert reading.text.startswith(at_kill[n])
+                if n % 3:
+                    assert reading.text == expected[n].text, (victim, n)
+            assert began, "nobody had a token when the kill came"
+
+    run(server, scene)
+
+
+def test_a_server_that_cannot_wake_says_so_and_keeps_what_is_there(server, tiny_model, folder):
+    """Continues with the directory of the server above, which is drained with requests in the middle."""
+
+    async def scene(client):
+        readings = [Reading(f"w-{n}") for n in range(6)]
+        expected = [Reading(f"w-expected-{n}") for n in range(6)]
+        await asyncio.gather(*(client.chat(expected[n], prompt(n), **sampling(n, 150)) for n in range(6)))
+        tasks = [asyncio.create_task(client.chat(readings[n], prompt(n), **sampling(n, 150))) for n in range(6)]
+        while not all(reading.text for reading in readings):
+            await asyncio.sleep(0.05)
+        assert await asyncio.to_thread(server.terminate) == 0
+        newest = sorted(path for path in (folder / "torpor").iterdir() if path.name.startswith("g-"))[-1]
+        shutil.copytree(folder / "torpor", folder / "kept")
+
+        # Another model: both are started at once, to save time.
+        other = make_server(tiny_model, folder / "kept", name="other")
+        other.start()
+        state = newest / "STATE"
+        content = bytearray(state.read_bytes())
+        content[len(content) // 2] ^= 1
+        state.write_bytes(content)
+        server.start()
+        with pytest.raises(ServerEnded, match="incompatible.*model"):
+            await asyncio.to_thread(other.wait_until_ready)
+        answer = await Client(other.url, ALICE).http.post("/v1/chat/completions", json={"model": "model", "messages": [{"role": "user", "content": "Hi"}]})
+        assert answer.status_code == 503
+        other.stop()
+        with pytest.raises(ServerEnded, match="corruption.*STATE"):
+            await asyncio.to_thread(server.wait_until_ready)
+        assert "use another checkpoint" in server.end_of_log(60)
+        assert newest.exists() and (folder / "kept" / newest.name).exists()
+        server.stop()
+
+        # What its message says to do: go on without that checkpoint, from the log of answers.
+        server.start(["--torpor-on-wake-error", "recompute"])
+        await asyncio.to_thread(server.wait_until_ready)
+        await asyncio.gather(*tasks)
+        await whole_and_once(client, readings)
+        assert [reading.text for reading in readings] == [reading.text for reading in expected]
+
+    run(server, scene)
+
+
+def test_two_servers_take_turns_on_one_machine_under_load(server, tiny_model, folder):
+    """20 swaps: one sleeps while the other serves; clients of both stream all the time."""
+    other = make_server(tiny_model, folder / "second", "--torpor-new-requests", "queue", name="second")
+    other.start()
+    other.wait_until_ready()
+
+    async def scene(client):
+        second = Client(other.url, ALICE)
+        pair, ends = [client, second], time.monotonic() + 600
+        readings = [[Reading(f"{name}-{n}") for n in range(40)] for name in ("first", "second")]
+        expected = [[Reading(f"{name}-expected-{n}") for n in range(40)] for name in ("first", "second")]
+        for side in (0, 1):
+            await asyncio.gather(*(pair[side].chat(expected[side][n], prompt(n), **sampling(n, 30)) for n in range(40)))
+
+        async def load(side):
+            for start in range(0, 40, 4):
+                await asyncio.gather(*(pair[side].chat(readings[side][n], prompt(n), **sampling(n, 30)) for n in range(start, start + 4)))
+
+        await second.post("/sleep")
+        loads = [asyncio.create_task(load(side)) for side in (0, 1)]
+        awake = 0
+        for _ in range(20):
+            await asyncio.sleep(0.4)
+            await pair[awake].post("/sleep")
+            awake = 1 - awake
+            await pair[awake].post("/wake_up")
+            assert time.monotonic() < ends
+        await pair[1 - awake].post("/wake_up")
+        await asyncio.gather(*loads)
+        for side in (0, 1):
+            assert [reading.text for reading in readings[side]] == [reading.text for reading in expected[side]]
+            assert all(reading.interruptions == 0 for reading in readings[side])
+        await second.close()
+
+    try:
+        run(server, scene)
+    finally:
+        other.stop()

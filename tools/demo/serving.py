@@ -1,0 +1,205 @@
+"""A server of torpor as a child process, and clients that lose no answer: for the demo, the benchmark and the tests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import openai
+
+START_SECONDS = 400
+KEY = "demo"
+
+
+class ServerEnded(Exception):
+    """The server's process ended, or said that it cannot serve; with what its log says."""
+
+
+class Server:
+    """`python -m torpor.vllm.serve` on a free port of this machine."""
+
+    def __init__(self, model: Path, directory: Path, options: list[str] = (), environment: dict[str, str] | None = None, keys: tuple[str, ...] = (KEY,), name: str = "server"):
+        self.log = directory.parent / f"{name}.log"
+        self.url = ""
+        self._process: subprocess.Popen | None = None
+        self._command = [
+            sys.executable, "-m", "torpor.vllm.serve", str(model), "--served-model-name", "model", "--enforce-eager", "--block-size", "32", "--max-model-len", "2048", "--max-num-seqs", "64",
+            "--max-num-batched-tokens", "512", "--api-key", *keys, "--torpor-dir", str(directory), *options,
+        ]  # fmt: skip
+        self._environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | (environment or {})
+        self._port = free_port()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def start(self, options: list[str] = ()) -> None:
+        with open(self.log, "a") as out:
+            self._process = subprocess.Popen([*self._command, "--port", str(self._port), *options], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=self._environment)
+        self.url = f"http://127.0.0.1:{self._port}"
+
+    def wait_until_ready(self) -> None:
+        """Raises ServerEnded when it ends, and when it says that it could not wake."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                answer = httpx.get(f"{self.url}/health", timeout=5)
+                if answer.status_code == 200:
+                    return
+                raise ServerEnded(answer.text)
+            except httpx.TransportError:
+                pass
+            if self._process.poll() is not None:
+                raise ServerEnded(f"exit code {self._process.returncode}. The end of {self.log}:\n{self.end_of_log()}")
+            time.sleep(0.1)
+        raise ServerEnded(f"not ready after {START_SECONDS} s: {self.log}")
+
+    def end_of_log(self, lines: int = 20) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def terminate(self) -> int:
+        """SIGTERM; the exit code."""
+        self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(timeout=120)
+
+    def kill(self, what: str = "all") -> None:
+        """SIGKILL to "front end", "engine core" or "all" processes; returns when all have ended, as they should on their own."""
+        family = [self.pid, *descendants(self.pid)]
+        victims = {"all": family, "front end": [self.pid], "engine core": [pid for pid in family if "EngineCore" in command_of(pid)]}[what]
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        self._process.wait(timeout=120)
+        deadline = time.monotonic() + 60
+        while left := [pid for pid in family if pid != self.pid and alive(pid)]:
+            if time.monotonic() > deadline:
+                raise ServerEnded(f"{len(left)} processes live on after the end of the {what}")
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        if self.running():
+            self.kill()
+
+
+@dataclass
+class Reading:
+    """What one client has of its answer."""
+
+    request_id: str
+    text: str = ""
+    finish_reason: str | None = None
+    interruptions: int = 0
+    taken_up_at: list[int] = field(default_factory=list)  # characters that it had then
+    begun_again: int = 0  # the server had never acknowledged it
+    times: list[float] = field(default_factory=list)  # of each piece of text
+
+
+class Client:
+    """Streams chats with the OpenAI client; when its connection breaks, takes up its answer by the request's id."""
+
+    def __init__(self, url: str, key: str = KEY):
+        self.url = url
+        self._openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=600)
+        self.http = httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=600, limits=httpx.Limits(max_connections=None))
+
+    async def close(self) -> None:
+        await self._openai.close()
+        await self.http.aclose()
+
+    async def chat(self, reading: Reading, prompt: str, **sampling) -> Reading:
+        """The whole answer, whatever happens to the server meanwhile, as long as one comes back."""
+        while reading.finish_reason is None:
+            try:
+                if reading.text or reading.interruptions > reading.begun_again:
+                    await self._take_up(reading)
+                else:
+                    await self._begin(reading, prompt, sampling)
+            except (openai.APIError, httpx.TransportError):
+                reading.interruptions += 1
+                await asyncio.sleep(0.2)
+        return reading
+
+    async def _begin(self, reading: Reading, prompt: str, sampling: dict) -> None:
+        stream = await self._openai.chat.completions.create(
+            model="model", messages=[{"role": "user", "content": prompt}], stream=True, extra_headers={"X-Request-Id": reading.request_id}, **sampling
+        )
+        async for chunk in stream:
+            for choice in chunk.choices:
+                self._add(reading, choice.delta.content or "", choice.finish_reason)
+
+    async def _take_up(self, reading: Reading) -> None:
+        async with self.http.stream("GET", f"/torpor/requests/{reading.request_id}/stream", params={"from_text": len(reading.text)}) as answer:
+            if answer.status_code == 404 and not reading.text:
+                reading.begun_again = reading.interruptions  # it never arrived
+                return
+            if answer.status_code != 200:
+                raise httpx.ReadError(f"{answer.status_code}: {(await answer.aread()).decode()}")
+            reading.taken_up_at.append(len(reading.text))
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    choice = json.loads(line[6:])["choices"][0]
+                    self._add(reading, choice["delta"]["content"], choice["finish_reason"])
+
+    @staticmethod
+    def _add(reading: Reading, text: str, finish_reason: str | None) -> None:
+        if text:
+            reading.text += text
+            reading.times.append(time.monotonic())
+        reading.finish_reason = finish_reason or reading.finish_reason
+
+    async def whole(self, request_id: str) -> dict:
+        answer = await self.http.get(f"/torpor/requests/{request_id}")
+        answer.raise_for_status()
+        return answer.json()
+
+    async def post(self, path: str, **parameters) -> dict:
+        answer = await self.http.post(path, params=parameters)
+        if answer.status_code != 200:
+            raise ServerEnded(f"{path}: {answer.status_code} {answer.text}")
+        return answer.json()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def descendants(pid: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                children.setdefault(int((entry / "stat").read_text().rpartition(")")[2].split()[1]), []).append(int(entry.name))
+            except OSError:
+                pass  # it has just ended
+    found = list(children.get(pid, []))
+    for child in found:
+        found += children.get(child, [])
+    return found
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def alive(pid: int) -> bool:
+    """A zombie has ended: its parent went before it could be asked."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
