@@ -11,7 +11,7 @@ def _params(**options) -> SamplingParams:
     return SamplingParams(**({"max_tokens": 40, "ignore_eos": True} | options))
 
 
-# Greedy, seeded and unseeded; shared prefixes; n > 1; stop strings; penalties; log probabilities; a prompt of many chunks.
+# Greedy, seeded and unseeded; shared prefixes; n > 1; stop strings; penalties; log probabilities; prompts of many chunks.
 REQUESTS = {
     "greedy": ("The capital of France is", _params(temperature=0)),
     "seeded": ("Once upon a time", _params(temperature=1.0, seed=7)),
@@ -23,6 +23,7 @@ REQUESTS = {
     "penalties": ("la la la la", _params(temperature=0.7, seed=5, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3)),
     "bias": ("numbers:", _params(temperature=1.0, min_p=0.01, min_tokens=5, logit_bias={100: 2.0, 200: -5.0}, logprobs=1)),
     "long": ("foo bar " * 300, _params(temperature=0, prompt_logprobs=1, max_tokens=20)),
+    "long-seeded": ("bar foo " * 200, _params(temperature=0.8, seed=13, max_tokens=15)),
     "short": ("Hi", _params(temperature=0, max_tokens=3)),
 }
 

@@ -19,7 +19,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import server_demo
 from screen import MARK, Screen, size
+from serving import ServerEnded
 
 HERE = Path(__file__).resolve().parent
 
@@ -96,12 +98,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--to", choices=("host", "disk"), default="disk", help="disk: the process is killed and a new one wakes; host: the same process wakes")
     parser.add_argument("--seed", type=int, default=1, help="of the sampled requests")
     parser.add_argument("--dir", type=Path, default=None, help="where checkpoints are left; default: a new temporary folder")
+    parser.add_argument("--server", action="store_true", help="show it with a server and its clients instead: drained with SIGTERM, taken up by the next one")
+    parser.add_argument("--drain-at", type=float, default=0.4, metavar="SHARE", help="with --server: SIGTERM when the clients have this share of their answers")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     options = parser.parse_args(arguments)
     if options.freeze_after < 1:
         parser.error(f"--freeze-after is {options.freeze_after}; use 1 or more")
     if options.max_tokens < 2:
         parser.error(f"--max-tokens is {options.max_tokens}; use 2 or more")
+    if not 0 < options.drain_at < 1:
+        parser.error(f"--drain-at is {options.drain_at}; use more than 0 and less than 1")
     return options
 
 
@@ -244,12 +250,18 @@ def main() -> int:
     options = parse(sys.argv[1:])
     screen = Screen(quiet=options.json)
     try:
-        result = run(options, screen)
-    except DemoError as problem:
+        if options.server:
+            options.dir = make_directory(options.dir)
+            result = server_demo.run(options, read_prompts(options.prompts), screen)
+        else:
+            result = run(options, screen)
+    except (DemoError, ServerEnded) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
     if options.json:
         print(json.dumps(result, indent=2))
+    elif options.server:
+        server_demo.show(result, screen)
     else:
         show(result, screen)
     return 0 if result["identical"] == result["requests"] else 1

@@ -28,6 +28,7 @@ BENCHES = {
     "checkpoint": "build/release/tools/bench/checkpoint_bench",
     "scheduler_snapshot": "build/release/tools/bench/scheduler_snapshot_bench",
     "python_baselines": "tools/bench/python_baselines_bench.py",
+    "server": "tools/bench/server_bench.py",
 }
 
 GPU_CHECK_RUN = """#!/bin/sh
@@ -109,9 +110,9 @@ def bench(arguments: list[str]) -> int:
     for name in names:
         path = ROOT / BENCHES[name]
         if path.suffix == ".py":
-            python_path, _ = setup.everything()
+            python_path, model = setup.everything()
             cmake_build("release")  # some run the C++ ones
-            code |= subprocess.run([python_path, path, *flags]).returncode
+            code |= subprocess.run([python_path, path, *flags], env=os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"}).returncode
         else:
             setup.system_packages()
             cmake_build("release", (path.name,))

@@ -91,6 +91,39 @@ def _install_worker() -> None:
             stock_reload(self, *args, **kwargs)
 
     CPUWorker.reload_weights = reload_weights
+    _install_cpu_generators()
+
+
+def _install_cpu_generators() -> None:
+    """A seeded request whose prompt is computed in several steps draws a number in each, and keeps only the last.
+
+    vLLM takes the others back by the generator's offset, which generators of the CPU do not have: the engine ends with
+    an error. Requests that are computed again after a wake run into it easily. Here their state is put back instead.
+    """
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    stock_sample, stock_bookkeeping = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
+    _check(stock_sample, "self")
+    _check(stock_bookkeeping, "self", "scheduler_output", "sampler_output")
+
+    def sample(self, *args, **kwargs):
+        discarded = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0]
+        self.torpor_before_draw = {int(row): generator.get_state() for row in discarded if (generator := self.input_batch.generators.get(int(row))) is not None}
+        return stock_sample(self, *args, **kwargs)
+
+    def bookkeeping_sync(self, *args, **kwargs):
+        batch, before = self.input_batch, getattr(self, "torpor_before_draw", {})
+        generators = batch.generators
+        for row, state in before.items():
+            generators[row].set_state(state)
+        batch.generators = {row: generator for row, generator in generators.items() if row not in before}
+        try:
+            return stock_bookkeeping(self, *args, **kwargs)
+        finally:
+            batch.generators = generators
+
+    CPUModelRunner._sample = sample
+    CPUModelRunner._bookkeeping_sync = bookkeeping_sync
 
 
 def _install_sleep_backend() -> None:
