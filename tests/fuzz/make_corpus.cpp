@@ -2,6 +2,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "checkpoint/answers.h"
 #include "checkpoint/journal.h"
 #include "tests/support/example_state.h"
 
@@ -33,6 +34,9 @@ int main(int argc, char** argv) {
                      .chunks = {{.key = {.tag = "weights", .region = "w"}, .bytes = 4000, .offset = 4096, .stored_bytes = 4000, .file = 1}}}};
   const Bytes file = encode_manifest(manifest);
   write(directory, "manifest", Bytes(file.begin() + 128, file.end()));
+  Answer answer{.request = later.scheduler.requests[0]};
+  answer.request.output_token_ids.push_back(9);
+  write(directory, "answers", pack_answers({answer, Answer{.request = {.id = "wait"}, .state = AnswerState::kFinished}, Answer{.request = test::example_request("late", RequestStatus::kWaiting, 3, 0, 0)}}));
   write(directory, "archive", {8, 1, 0, 0, 0, 0, 0, 0, 0, 2, 1, 0, 0, 0, 0, 0, 0, 0});
   return 0;
 }

@@ -1,0 +1,18 @@
+// Answers as they travel and as they stand in a log, with bytes from the fuzzer: decoded, and a state rolled forward to
+// them, which must stay whole.
+#include <cstdlib>
+
+#include "checkpoint/roll_forward.h"
+#include "tests/support/example_state.h"
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  using namespace torpor;
+  static const SchedulerCheckpoint example = test::example_checkpoint().state;
+  const Result<std::vector<Answer>> answers = unpack_answers(std::as_bytes(std::span(data, size)));
+  if (!answers) return 0;
+  for (const bool forgotten : {false, true}) {
+    SchedulerCheckpoint state = example;
+    if (roll_forward(state, *answers, forgotten) && !state.validate()) std::abort();
+  }
+  return 0;
+}
