@@ -148,7 +148,10 @@ class Client:
             reading.taken_up_at.append(len(reading.text))
             async for line in answer.aiter_lines():
                 if line.startswith("data: {"):
-                    choice = json.loads(line[6:])["choices"][0]
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        raise httpx.ReadError(str(event["error"]))
+                    choice = event["choices"][0]
                     self._add(reading, choice["delta"]["content"], choice["finish_reason"])
 
     @staticmethod

@@ -309,7 +309,7 @@ class Server:
             problem = saving.exception() if done else TimeoutError(f"it takes longer than {self.settings.sigterm_seconds:g} s")
             if problem is not None:
                 logger.error("torpor: no checkpoint on SIGTERM: %s. The KV cache of %d requests was not saved: the next server computes it anew from the log of answers.", problem, running)
-            self.recorder.answers.close()
+            self.recorder.close()
             await self._tell_clients()
         logger.info("torpor: ended with %d requests to go on, in %.2f s", running, time.monotonic() - began)
         os.kill(os.getpid(), signal.SIGINT)  # vLLM's own way out

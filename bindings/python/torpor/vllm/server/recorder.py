@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 from torpor import _core
-from torpor.errors import Error, Unsupported
+from torpor.errors import Error, Unsupported, WrongState
 from torpor.vllm.outputs import state_from_value, state_to_value
 from torpor.vllm.scheduler_values import new_request_to_value, unstarted_request
 from torpor.vllm.values import unsupported_sampling
@@ -37,10 +37,12 @@ class Recorder:
         self.failures = 0  # of the log
         self._processor = processor
         self._sync_always = sync_always
+        self._closed = False
         self._changed: dict[str, asyncio.Event] = {}
         _note_finishes()
         self._stock_add, self._stock_process, self._stock_abort = processor.add_request, processor.process_outputs, processor.abort_requests
         processor.add_request, processor.process_outputs, processor.abort_requests = self._add, self._process, self._abort
+        self._stock_error, processor.propagate_error = processor.propagate_error, self._engine_died
 
     # --- what the processor does, recorded ------------------------------------------------------------------------------
 
@@ -79,6 +81,10 @@ class Recorder:
         self._record([step for request_id in aborted if request_id in before and (step := self.step_of(before[request_id])) is not None])
         return aborted
 
+    def _engine_died(self, problem: Exception) -> None:
+        self.close()  # what vLLM does to the requests now is not their fate: the next server goes on with them
+        self._stock_error(problem)
+
     def step_of(self, state: RequestState) -> dict | None:
         """What `state` has beyond its record."""
         if state.detokenizer is None:
@@ -89,9 +95,9 @@ class Recorder:
             return None
         if known["state"] != "running":
             return None
-        tokens = list(state.detokenizer.output_token_ids)
-        finish = getattr(state, "torpor_finish", None)
-        step = {"id": state.request_id, "at": known["tokens_end"], "tokens": tokens[known["tokens_end"] :], "text": visible_text(state, finish is not None)[known["text_end"] :]}
+        finish = state.torpor_finish
+        tokens = list(state.detokenizer.output_token_ids[known["tokens_end"] :])
+        step = {"id": state.request_id, "at": known["tokens_end"], "tokens": tokens, "text": visible_text(state, finish is not None, known["text_end"])}
         if finish is not None:
             reason, stop = finish
             ended = {"abort": "aborted", "error": "failed"}.get(reason, "finished")
@@ -124,7 +130,16 @@ class Recorder:
             part = self.answers.part(request_id, from_token, from_text)
             if part["tokens"] or part["text"] or part["state"] != "running":
                 return part
+            if self._closed:
+                raise WrongState("the server ends", "take up this answer from the next one")
             await self._changed.setdefault(request_id, asyncio.Event()).wait()
+
+    def close(self) -> None:
+        """The process is about to end: nothing is recorded any more, and nobody waits."""
+        self.answers.close()
+        self._closed = True
+        for changed in self._changed.values():
+            changed.set()
 
     def end(self, request_id: str, state: str, reason: str, why: str | None) -> None:
         part = self.answers.position(request_id)
@@ -171,11 +186,11 @@ def split_response_id(external_id: str) -> tuple[str, int]:
     return external_id, 0
 
 
-def visible_text(state: RequestState, finished: bool) -> str:
-    """The text that vLLM would have delivered: what may yet become a stop string is held back."""
+def visible_text(state: RequestState, finished: bool, start: int = 0) -> str:
+    """The text that vLLM would have delivered, from `start` on: what may yet become a stop string is held back."""
     text = getattr(state.detokenizer, "output_text", "")
     held_back = 0 if finished else getattr(state.detokenizer, "stop_buffer_length", 0)
-    return text[: len(text) - held_back] if held_back < len(text) else ("" if held_back else text)
+    return text[start : max(len(text) - held_back, 0)]
 
 
 def _without_outputs(front: dict) -> dict:

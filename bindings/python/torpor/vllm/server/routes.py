@@ -221,6 +221,8 @@ async def _events(life: Server, ids: list[str], starts: list[int], by_text: bool
                 if not ended:
                     waits[asyncio.create_task(life.recorder.more(ids[index], part["tokens_end"]))] = index
         yield "data: [DONE]\n\n"
+    except Error as problem:  # the server ends; without a word the answer would look complete
+        yield f"event: error\ndata: {json.dumps({'error': problem.to_dict()})}\n\n"
     finally:
         for task in waits:
             task.cancel()
