@@ -160,7 +160,14 @@ def test_a_server_that_cannot_wake_says_so_and_keeps_what_is_there(server, tiny_
         assert newest.exists() and (folder / "kept" / newest.name).exists()
         server.stop()
 
-        # What its message says to do: go on without that checkpoint, from the log of answers.
+        # What its message says to do: go on without that checkpoint, from the log of answers. And no time to save anything.
+        server.start(["--torpor-on-wake-error", "recompute", "--torpor-sigterm-seconds", "0", "--torpor-checkpoint-every", "0"])
+        await asyncio.to_thread(server.wait_until_ready)
+        at = [len(reading.text) for reading in readings]
+        while any(len(reading.text) == before and reading.finish_reason is None for reading, before in zip(readings, at)):
+            await asyncio.sleep(0.05)
+        assert await asyncio.to_thread(server.terminate) == 0
+        assert "no checkpoint on SIGTERM" in server.log.read_text() and "requests was not saved" in server.log.read_text()
         server.start(["--torpor-on-wake-error", "recompute"])
         await asyncio.to_thread(server.wait_until_ready)
         await asyncio.gather(*tasks)
@@ -208,3 +215,35 @@ def test_two_servers_take_turns_on_one_machine_under_load(server, tiny_model, fo
         run(server, scene)
     finally:
         other.stop()
+
+
+def test_a_server_may_wake_by_itself_and_go_on_without_its_clients(tiny_model, folder):
+    options = ["--torpor-wake-on-request", "--torpor-on-disconnect", "continue", "--torpor-log-sync", "always", "--torpor-tenant-header", "X-Tenant"]
+    server = make_server(tiny_model, folder / "third", *options, name="third")
+    server.start()
+    server.wait_until_ready()
+
+    async def scene(client):
+        await client.post("/sleep")
+        assert (await client.http.get("/torpor/ready")).json() == {"ready": True, "state": "asleep"}
+        reading = await client.chat(Reading("wakes"), "Hi", max_tokens=5, temperature=0)
+        assert reading.interruptions == 0
+        assert not (await client.http.get("/is_sleeping")).json()["is_sleeping"]
+
+        body = {"model": "model", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 400, "stream": True, "ignore_eos": True}
+        async with client.http.stream("POST", "/v1/chat/completions", json=body, headers={"X-Request-Id": "left", "X-Tenant": "a"}) as answer:
+            async for _ in answer.aiter_lines():
+                break  # and goes
+        for _ in range(600):
+            whole = await client.http.get("/torpor/requests/left", headers={"X-Tenant": "a"})
+            if whole.json()["state"] == "ended":
+                break
+            await asyncio.sleep(0.1)
+        assert whole.json()["choices"][0]["state"] == "finished" and len(whole.json()["choices"][0]["token_ids"]) == 400
+        for other in ({"X-Tenant": "b"}, {}):
+            assert (await client.http.get("/torpor/requests/left", headers=other)).status_code == 404
+
+    try:
+        run(server, scene, 300)
+    finally:
+        server.stop()

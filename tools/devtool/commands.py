@@ -75,7 +75,7 @@ def python(arguments: list[str]) -> int:
 
 
 def cmake_build(preset: str, targets: tuple[str, ...] = ()) -> None:
-    env = os.environ | {"CCACHE_DIR": str(setup.CACHE / "ccache")}
+    env = os.environ | setup.compiler_cache(ROOT)
     setup.run(f"Configure {preset}", ["cmake", "--preset", preset], env=env, log_name=f"configure-{preset}")
     goal = [word for target in targets for word in ("--target", target)]
     setup.run(f"Compile {preset}", ["cmake", "--build", "--preset", preset, *goal], env=env, log_name=f"compile-{preset}")

@@ -32,6 +32,11 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def compiler_cache(root: Path) -> dict[str, str]:
+    """For the environment of compilers: what was compiled in one checkout is found again in another."""
+    return {"CCACHE_DIR": str(CACHE / "ccache"), "CCACHE_BASEDIR": str(root), "CCACHE_NOHASHDIR": "1"}
+
+
 def run(title: str, command: list, *, cwd: Path = ROOT, env: dict | None = None, log_name: str | None = None) -> None:
     """Runs a command with its output in a log file; says how long it took. SetupError shows the log's end."""
     logs = CACHE / "logs"

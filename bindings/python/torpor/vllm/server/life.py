@@ -153,9 +153,12 @@ class Server:
         if internal and self.state == "ending":
             return
         if internal and self.settings.on_disconnect == "continue":
+            processor = self.engine.output_processor
             for each in [request_id] if isinstance(request_id, str) else list(request_id):
-                if (state := self.engine.output_processor.request_states.get(each)) is not None:
-                    state.queue = Nobody()
+                parent = processor.parent_requests.get(each)
+                for one in [each] if parent is None else list(parent.child_requests):
+                    if (state := processor.request_states.get(one)) is not None:
+                        state.queue = Nobody()
             return
         await self._stock_abort(request_id, internal)
 
