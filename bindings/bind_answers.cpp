@@ -63,8 +63,11 @@ std::unique_ptr<Answers> open_answers(const py::dict& dict) {
   in.finish();
   options.directory = directory.value_or("");
   options.key = key_from(key_file);
-  const py::gil_scoped_release released;
-  return value_or_raise(Answers::open(linux_file_system(), std::move(options)));
+  Result<std::unique_ptr<Answers>> opened = [&] {
+    const py::gil_scoped_release released;
+    return Answers::open(linux_file_system(), std::move(options));
+  }();
+  return value_or_raise(std::move(opened));
 }
 
 Answer answer_from(const py::dict& dict) {

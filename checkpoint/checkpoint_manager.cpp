@@ -306,7 +306,8 @@ Result<PendingCheckpoint> CheckpointManager::begin(uint64_t expected_bytes) {
       pending->seal = std::make_unique<Seal>(*impl_->options.key, manifest.id, manifest.protection);
     }
     pending->writing = {.id = manifest.id, .protection = manifest.protection, .compression = impl_->options.compression};
-    if (impl_->options.incremental && !generations.empty()) pending->writing.known = known_in(*pending->store, generations.back(), impl_->options.key.get(), manifest.protection);
+    const bool whole = manifest.generation % kIncrementalRun == 0;
+    if (impl_->options.incremental && !generations.empty() && !whole) pending->writing.known = known_in(*pending->store, generations.back(), impl_->options.key.get(), manifest.protection);
     std::string staging_name = fmt::format("{}{:06}", kStagingPrefix, manifest.generation);
     TORPOR_ASSIGN(pending->staging, pending->store->create_directory(staging_name));
     pending->staging_name = std::move(staging_name);

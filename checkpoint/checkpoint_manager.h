@@ -44,6 +44,10 @@ struct CheckpointManagerOptions {
   Status validate() const;         // kInvalidArgument names what is wrong
 };
 
+// A checkpoint that names chunks of earlier ones keeps those, they keep what they name, and so on: after so many
+// generations one is written whole, so that this ends.
+inline constexpr uint64_t kIncrementalRun = 16;
+
 struct CheckpointInfo {  // a line of `torpor ls`
   std::string name;      // "g-000001"
   std::string path;

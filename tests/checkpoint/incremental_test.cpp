@@ -1,4 +1,6 @@
 // Chunks that an earlier checkpoint has, retention that keeps what is needed, repair, progress, and prefix hashes.
+#include <random>
+
 #include <fmt/format.h>
 
 #include "checkpoint/prefix_hash.h"
@@ -36,6 +38,40 @@ TEST_F(Incremental, WhatAnEarlierOneHasIsNamedAndNotWritten) {
   EXPECT_EQ(third.manifest().ranks[0].files[1].generation, 1u);  // where the bytes are, not by way of the second
   EXPECT_EQ(bytes("/store/g-000003/chunks-r0").size(), 4096u);
   EXPECT_TRUE(value_of(verify(third)).problems.empty());
+}
+
+TEST_F(Incremental, ChangesWithoutEndDoNotKeepEverything) {
+  CheckpointManagerOptions options{.retention = {.keep = 1}, .incremental = true};
+  uint64_t most_stored = 0;
+  size_t most_checkpoints = 0;
+  std::vector<uint64_t> content(40);  // of each block: a number that changes now and then
+  std::mt19937_64 random(3);
+  for (int round = 0; round < 300; ++round) {
+    for (int i = 0; i < 8; ++i) content[random() % content.size()] = random();
+    PendingCheckpoint pending = value_of(manager(options)->begin(0));
+    ASSERT_SUCCEEDS(pending.write_state(example_checkpoint()));
+    const std::unique_ptr<DiskTier> tier = value_of(pending.create_chunks(0));
+    std::vector<SavedChunk> chunks;
+    for (size_t i = 0; i < content.size(); ++i) {
+      std::vector<std::byte> bytes(4096);
+      std::memcpy(bytes.data(), &content[i], 8);
+      SavedChunk& chunk = chunks.emplace_back(SavedChunk{.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = i}, .bytes = bytes.size(), .digest = digest_of(bytes)});
+      TierPart part{&chunk, bytes, ok()};
+      tier->put({&part, 1});
+      ASSERT_SUCCEEDS(part.status);
+    }
+    ASSERT_SUCCEEDS(tier->finish());
+    pending.add_rank(finished_rank(pending.writing(), 0, tier->file_bytes(), chunks));
+    ASSERT_SUCCEEDS(pending.commit());
+    uint64_t stored = 0;
+    for (const std::string& name : names()) stored += bytes("/store/" + name + "/chunks-r0").size();
+    most_stored = std::max(most_stored, stored);
+    most_checkpoints = std::max(most_checkpoints, names().size());
+  }
+  // The newest and the one before it are kept, each with its run: one whole, the others with what changed, and their heads.
+  EXPECT_LE(most_stored, 2 * (40 + (kIncrementalRun - 1) * 8 + kIncrementalRun) * 4096);
+  EXPECT_LE(most_checkpoints, 2 * kIncrementalRun);
+  EXPECT_TRUE(value_of(verify(value_of(manager(options)->open_latest()))).problems.empty());
 }
 
 TEST_F(Incremental, WhatChangedIsWrittenAgain) {
