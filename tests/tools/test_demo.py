@@ -36,6 +36,16 @@ def test_to_host_with_prompts_of_the_user(tmp_path):
     assert result["checkpoint"] is None
 
 
+def test_a_drained_server_and_its_clients(tmp_path):
+    (tmp_path / "prompts").write_text("Say hello in French.\nTell me a story.\nWhat is a bridge?\nHow is bread made?\n")
+    done = demo("--json", "--server", "--prompts", tmp_path / "prompts", "--max-tokens", 48)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    assert result["requests"] == result["identical"] == result["complete"] == 4
+    assert result["interrupted"] == result["taken_up"] > 0 and result["exit_code"] == 0
+    assert 0 < result["wake_seconds"] < result["start_seconds"] and result["checkpoint_bytes"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
