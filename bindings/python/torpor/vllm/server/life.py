@@ -37,6 +37,7 @@ class Server:
         self.queued = 0
         self._app_state = app_state
         self._operation = asyncio.Lock()
+        self._own_checkpoint = False  # the operation in progress is one that nobody asked for
         self._moved = asyncio.Event()  # set, and replaced, at each change of the state
         self._adding = 0  # requests on their way into the engine
         self._tasks: set[asyncio.Task] = set()
@@ -44,6 +45,8 @@ class Server:
         self._enter("starting")
 
     def _enter(self, state: str) -> None:
+        if self.state == "ending":  # what was in progress comes to its end, the server does too
+            return
         self.state = state
         self.metrics.enter(state)
         moved, self._moved = self._moved, asyncio.Event()
@@ -200,7 +203,8 @@ class Server:
     # --- sleep, wake, checkpoint ------------------------------------------------------------------------------------------
 
     def _only_one(self) -> asyncio.Lock:
-        if self._operation.locked():
+        """Two operators do not mean the same; the server's own checkpoint is waited for."""
+        if self._operation.locked() and not self._own_checkpoint:
             raise Busy(f"the server is {self.state}, another operation is in progress", "wait for that to end")
         if self.state in ("failed", "ending"):
             raise WrongState(f"the server is {self.state}", str(self.problem) if self.problem else "start a new one")
@@ -271,11 +275,14 @@ class Server:
             now = (counts["running"], counts["log_bytes"])
             if self.state != "awake" or self._operation.locked() or now == known:
                 continue
+            self._own_checkpoint = True
             try:
                 report = await self.checkpoint()
             except Error as problem:
                 logger.error("torpor: no checkpoint was written: %s", problem)
                 continue
+            finally:
+                self._own_checkpoint = False
             known = now
             logger.info("torpor: checkpoint of %d requests, %.1f MB; the engine stood still for %.3f s", report.requests, report.checkpoint_bytes / 1e6, report.seconds)
 
