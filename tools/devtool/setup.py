@@ -152,7 +152,7 @@ def install_torpor(python: Path) -> None:
     if stamp.exists() and stamp.read_text() == digest:
         return
     command = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-build-isolation", "--force-reinstall"]
-    run("torpor (pip install .)", [*command, f"--config-settings=build-dir={ROOT / 'build/python'}", ROOT], log_name="torpor-install")
+    run("torpor (pip install .)", [*command, f"--config-settings=build-dir={ROOT / 'build/python'}", ROOT], env=os.environ | compiler_cache(ROOT), log_name="torpor-install")
     stamp.write_text(digest)
 
 
