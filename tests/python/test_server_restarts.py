@@ -12,7 +12,7 @@ from servers import ALICE, Client, Reading, ServerEnded, make_server, sampling
 pytestmark = pytest.mark.slow
 
 LONG = os.environ.get("TORPOR_PROOF") == "long"
-CLIENTS, REQUESTS, TOKENS = 32, 200, 28
+CLIENTS, REQUESTS, TOKENS = 32, 200, 18
 PROMPTS = ["the sea", "old bridges", "how bread is made", "a lighthouse", "the moon", "a train ride", "winter", "mountains", "a small town", "rivers"]
 
 
@@ -110,8 +110,8 @@ def test_a_kill_of_any_process_at_any_moment_loses_nothing(server):
         for number, victim in enumerate(victims[:20]):
             readings = [Reading(f"k{number}-{n}") for n in range(12)]
             expected = [Reading(f"k{number}-expected-{n}") for n in range(12)]
-            await asyncio.gather(*(client.chat(expected[n], prompt(n), **sampling(n, 70)) for n in range(12)))
-            tasks = [asyncio.create_task(client.chat(readings[n], prompt(n), **(sampling(n, 70) if n % 3 else {"max_tokens": 70, "temperature": 0.9}))) for n in range(12)]
+            await asyncio.gather(*(client.chat(expected[n], prompt(n), **sampling(n, 48)) for n in range(12)))
+            tasks = [asyncio.create_task(client.chat(readings[n], prompt(n), **(sampling(n, 48) if n % 3 else {"max_tokens": 48, "temperature": 0.9}))) for n in range(12)]
             await asyncio.sleep(chance.uniform(0.5, 4))
             began = [n for n, reading in enumerate(readings) if reading.text]
             at_kill = [reading.text for reading in readings]
@@ -133,8 +133,8 @@ def test_a_server_that_cannot_wake_says_so_and_keeps_what_is_there(server, tiny_
     async def scene(client):
         readings = [Reading(f"w-{n}") for n in range(6)]
         expected = [Reading(f"w-expected-{n}") for n in range(6)]
-        await asyncio.gather(*(client.chat(expected[n], prompt(n), **sampling(n, 150)) for n in range(6)))
-        tasks = [asyncio.create_task(client.chat(readings[n], prompt(n), **sampling(n, 150))) for n in range(6)]
+        await asyncio.gather(*(client.chat(expected[n], prompt(n), **sampling(n, 100)) for n in range(6)))
+        tasks = [asyncio.create_task(client.chat(readings[n], prompt(n), **sampling(n, 100))) for n in range(6)]
         while not all(reading.text for reading in readings):
             await asyncio.sleep(0.05)
         assert await asyncio.to_thread(server.terminate) == 0
