@@ -4,7 +4,7 @@
 // others may write to, are refused (kFailedPrecondition); so is a directory that is opened by its path when its parent
 // belongs to others or everybody may write to it.
 //
-// Threads: File::pread/pwrite may be called from several threads at once; all else from one at a time.
+// Threads: File::pread, pwrite and sync may be called from several threads at once; all else from one at a time.
 // Names are single path components; one with '/', or "." or "..", is kInvalidArgument.
 #pragma once
 
