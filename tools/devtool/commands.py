@@ -15,7 +15,6 @@ from devtool import checks, mutants, setup
 from devtool.setup import ROOT, SetupError, say
 
 PRESETS = ("dev", "release", "asan", "tsan", "fuzz")
-FUZZ_RUNS_SHORT = 10_000
 FUZZ_RUNS_LONG = 10_000_000
 BENCHES = {
     "scheduler_state": "tools/bench/scheduler_state_bench.py",
@@ -216,9 +215,6 @@ def test(arguments: list[str]) -> int:
     if not quick:
         ctest("asan")
         ctest("tsan")
-        print("\n=== Fuzzing, a short run", flush=True)
-        began = time.monotonic()
-        results.append(("Fuzzing, a short run", fuzz([str(FUZZ_RUNS_SHORT)]) == 0, time.monotonic() - began))
     env = os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"}
     pytest = [python_path, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     # Engines of their own take one core each; the tests of the shared one leave a core idle.
