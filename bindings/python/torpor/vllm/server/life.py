@@ -81,6 +81,7 @@ class Server:
             "key_file": self.options.key_file, "encrypt": self.options.encrypt,
         })  # fmt: skip
         self.recorder = Recorder(self.engine.output_processor, answers, self.settings.log_sync == "always")
+        self.metrics.log_failures.set_function(lambda: self.recorder.failures)  # whatever --torpor-log-sync is
         self._stock_add, self._stock_abort = self.engine.add_request, self.engine.abort
         self.engine.add_request, self.engine.abort = self._add_request, self._abort
         for answer in answers.all():
@@ -294,7 +295,6 @@ class Server:
             except Error as problem:
                 self.recorder.failures += 1
                 logger.error("torpor: the log of answers is not durable: %s", problem)
-            self.metrics.log_failures.set(self.recorder.failures)
 
     # --- the end ----------------------------------------------------------------------------------------------------------
 
