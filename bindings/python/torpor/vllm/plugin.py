@@ -185,7 +185,7 @@ def _install_front_end() -> None:
         theirs = stock[cls, name]
 
         def method(self, *args, **kwargs):
-            if _active(self.vllm_config):
+            if holds_memory_of(self.vllm_config):
                 return ours(self, *args, **kwargs)
             if set(kwargs) - {"level", "mode", "tags"}:
                 raise Unsupported("torpor does not hold this engine's memory", "it supports vLLM on the CPU; set the option enabled")
@@ -209,7 +209,7 @@ def _install_front_end() -> None:
     stock_run = LLM._run_engine
 
     def run_engine(self, *args, **kwargs):
-        if _active(self.llm_engine.vllm_config):
+        if holds_memory_of(self.llm_engine.vllm_config):
             frontend.refuse_while_asleep(self.llm_engine)
         return stock_run(self, *args, **kwargs)
 
@@ -221,7 +221,7 @@ def _install_front_end() -> None:
     LLM.torpor = lambda self, method, options=None: self.llm_engine.torpor(method, options)
 
 
-def _active(vllm_config) -> bool:
+def holds_memory_of(vllm_config) -> bool:
     from vllm.platforms import current_platform
 
     from torpor.vllm.options import Options

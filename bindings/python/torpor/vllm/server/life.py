@@ -17,6 +17,7 @@ from torpor.errors import Busy, Error, NotFound, Unsupported, WrongState
 from torpor.vllm import frontend
 from torpor.vllm.frontend import Report
 from torpor.vllm.options import Options
+from torpor.vllm.plugin import holds_memory_of
 from torpor.vllm.server.metrics import Metrics
 from torpor.vllm.server.recorder import Nobody, Recorder
 from torpor.vllm.server.settings import Settings
@@ -72,7 +73,9 @@ class Server:
         self._run(self._take_signals())
 
     async def _begin(self) -> None:
-        if not self.engine.vllm_config.parallel_config.data_parallel_size == 1 or self.engine._client_count != 1:
+        if not holds_memory_of(self.engine.vllm_config):
+            raise Unsupported("torpor does not hold this engine's memory", "serve with vLLM on the CPU and the option enabled, or without torpor's server")
+        if self.engine.vllm_config.parallel_config.data_parallel_size != 1 or self.engine._client_count != 1:
             raise Unsupported("several API servers or data parallel engines", "use one API server and one engine")
         fingerprint = await self.engine.torpor("fingerprint")
         directory = os.path.join(self.options.dir, "answers") if self.options.dir else None
