@@ -99,6 +99,9 @@ class DeviceMemory {
   Status pin_host(std::span<std::byte> host) { return do_pin_host(host); }
   Status unpin_host(std::span<std::byte> host) { return do_unpin_host(host); }
 
+  // The host's NUMA node that the device is attached to, where it knows one: memory for copies is best taken there.
+  virtual std::optional<int> host_numa_node() const { return std::nullopt; }
+
   DeviceMemoryInfo info() const;
   // Where mapped memory is the host's own: how much of it the system has really given. Takes a millisecond a GiB.
   virtual std::optional<uint64_t> resident_bytes() const { return std::nullopt; }

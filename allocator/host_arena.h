@@ -4,8 +4,9 @@
 // stays with the arena (that is what makes a second sleep cheap) until trim().
 // Threads: all methods are safe from any thread.
 //
-// For a device that wants it, the memory is pinned. Where that fails it is used as it is, which is slower: see
-// HostArenaInfo::unpinned_bytes. Memory that cannot be unpinned is never given back to the system.
+// For a device that wants it, the memory is taken from the NUMA node that the device is attached to, and pinned. Where
+// that fails it is used as it is, which is slower: see HostArenaInfo. Memory that cannot be unpinned is never given back to
+// the system.
 #pragma once
 
 #include <cstddef>
@@ -13,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -27,7 +29,7 @@ struct HostArenaOptions {
   uint64_t budget_bytes = 0;      // most that may be held from the system; 0: no limit
   uint64_t slab_bytes = 64ull << 20;  // memory is taken from the system in pieces of at least this size
   int prefault_threads = 0;       // 0: as many as the machine has cores, at most 8
-  DeviceMemory* pin_for = nullptr;    // outlives the arena; null: nothing is pinned
+  DeviceMemory* pin_for = nullptr;    // outlives the arena; null: nothing is pinned, memory comes from any node
 };
 
 // How fresh memory is brought up. Which way is the fastest differs from machine to machine.
@@ -45,6 +47,7 @@ struct HostArenaInfo {
   uint64_t held_bytes = 0;  // taken from the system
   uint64_t used_bytes = 0;  // in spans
   uint64_t unpinned_bytes = 0;  // held, but the device would not pin it
+  std::optional<int> numa_node{};  // that memory is asked for; other nodes help out when it is full
   BringUp bring_up{};
 };
 

@@ -2,8 +2,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <charconv>
 #include <cstdlib>
 #include <string_view>
+
+#include <fmt/format.h>
 
 #include "allocator/cuda/cuda_device.h"
 #include "allocator/host_device.h"
@@ -22,6 +25,16 @@ using Tags = std::vector<std::string>;
 std::string_view environment(const char* name) {
   const char* const value = std::getenv(name);
   return value == nullptr ? "" : value;
+}
+
+// See CudaDeviceOptions; 0 where it is not set.
+Result<uint64_t> gather_below_bytes() {
+  constexpr const char* kName = "TORPOR_CUDA_GATHER_BELOW_BYTES";
+  const std::string_view text = environment(kName);
+  uint64_t bytes = 0;
+  const auto [end, failed] = std::from_chars(text.data(), text.data() + text.size(), bytes);
+  if (text.empty() || (failed == std::errc() && end == text.data() + text.size())) return bytes;
+  return Error{.code = Code::kInvalidArgument, .what = fmt::format("{} is \"{}\"", kName, text), .next_step = "give a number of bytes"};
 }
 
 py::dict to_dict(const TagMove& move) {
@@ -53,7 +66,8 @@ MemorySaver& memory_saver() {
   static MemorySaver* const made = new MemorySaver(
       [](int ordinal) -> Result<std::unique_ptr<DeviceMemory>> {
         if (environment("TORPOR_MEMORY_DEVICE") == "host") return make_host_device();
-        return make_cuda_device({.ordinal = ordinal});
+        TORPOR_ASSIGN(const uint64_t gather_below, gather_below_bytes());
+        return make_cuda_device({.ordinal = ordinal, .gather_below_bytes = gather_below});
       },
       {.keep_backup = environment("TORPOR_KEEP_BACKUPS") == "1"});
   return *made;

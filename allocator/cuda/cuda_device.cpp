@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 
 #include "allocator/cuda/driver.h"
+#include "allocator/cuda/gather.h"
 #include "base/log.h"
 #include "base/units.h"
 
@@ -82,8 +83,10 @@ class CudaDevice final : public DeviceMemory {
       const Current current(driver_, context_);
       for (const auto& [id, event] : events_) leftover_events_.push_back(event.event);
       for (const CUevent event : leftover_events_) (void)twice([&] { return driver_.cuEventDestroy(event); });
-      for (const auto& [id, stream] : streams_) (void)end(stream);
+      bool idle = true;
+      for (const auto& [id, stream] : streams_) idle = end(stream) == CUDA_SUCCESS && idle;
       if (zeroing_ != nullptr) (void)end(zeroing_);
+      if (module_ != nullptr && idle) (void)twice([&] { return driver_.cuModuleUnload(module_); });
     }
     const DeviceMemoryInfo left = info();
     if (left.mapped_bytes != 0 || left.physical_bytes != 0 || left.reserved_bytes != 0) {
@@ -118,6 +121,8 @@ class CudaDevice final : public DeviceMemory {
     if (has(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, options.exportable, "memory that can be exported as a file descriptor")) {
       properties_.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
     }
+    int node = -1;  // what a machine without NUMA, or a driver older than CUDA 12.2, leaves
+    if (driver_.cuDeviceGetAttribute(&node, CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, device_) == CUDA_SUCCESS && node >= 0) host_numa_node_ = node;
     size_t granularity = 0;
     TORPOR_CUDA_TRY(driver_.cuMemGetAllocationGranularity(&granularity, &properties_, CU_MEM_ALLOC_GRANULARITY_MINIMUM), "asking {} for its granularity", kind_);
     granularity_ = granularity;
@@ -126,11 +131,18 @@ class CudaDevice final : public DeviceMemory {
     TORPOR_CUDA_TRY(driver_.cuMemGetInfo(&free, &total), "asking {} for its size", kind_);
     capacity_ = total;
     TORPOR_CUDA_TRY(driver_.cuStreamCreate(&zeroing_, CU_STREAM_NON_BLOCKING), "creating a stream on {}", kind_);
+    if (options.gather_below_bytes > 0) {
+      if (const Status loaded = load_gather(options, info); !loaded) {
+        info.notes.push_back(fmt::format("{} copies small pieces by its copy engines: {}", kind_, loaded.error().to_string()));
+        log().warn("{}", info.notes.back());
+      }
+    }
     return ok();
   }
 
   std::string_view kind() const override { return kind_; }
   uint64_t granularity() const override { return granularity_; }
+  std::optional<int> host_numa_node() const override { return host_numa_node_; }
 
  protected:
   uint64_t capacity_bytes() const override { return capacity_; }
@@ -248,6 +260,7 @@ class CudaDevice final : public DeviceMemory {
     TORPOR_CUDA_CURRENT();
     const CUstream stream = stream_of(id);
     if (stream == nullptr) return unknown("stream", static_cast<uint64_t>(id));
+    if (gathers(copies)) return gather(stream, direction, copies);
     if (copies.size() > 1 && driver_.cuMemcpyBatchAsync != nullptr) return copy_batch(stream, direction, copies);
     for (const Copy& copy : copies) {
       TORPOR_CUDA_TRY(direction == Direction::kDeviceToHost ? driver_.cuMemcpyDtoHAsync(copy.host, copy.device, copy.bytes, stream)
@@ -310,17 +323,23 @@ class CudaDevice final : public DeviceMemory {
     TORPOR_CUDA_CURRENT();
     for (uint64_t at = 0; at < host.size(); at += kPinStep) {
       const uint64_t bytes = std::min<uint64_t>(kPinStep, host.size() - at);
-      const CUresult result = driver_.cuMemHostRegister(host.data() + at, bytes, CU_MEMHOSTREGISTER_PORTABLE);
+      const CUresult result = driver_.cuMemHostRegister(host.data() + at, bytes, CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
       if (result == CUDA_SUCCESS) continue;
       Error error = cuda_error(driver_, result, fmt::format("pinning {} bytes of host memory", bytes));
       error.state_changed = at > 0 && !unpin(host.first(at));
       return error;
     }
+    const std::lock_guard lock(mutex_);
+    pinned_.emplace(host.data(), host.size());
     return ok();
   }
 
   Status do_unpin_host(std::span<std::byte> host) override {
     TORPOR_CUDA_CURRENT();
+    {
+      const std::lock_guard lock(mutex_);
+      pinned_.erase(host.data());
+    }
     return unpin(host);
   }
 
@@ -407,6 +426,55 @@ class CudaDevice final : public DeviceMemory {
     return ok();
   }
 
+  // Leaves module_ null where the kernel is not to be had.
+  Status load_gather(const CudaDeviceOptions& options, CudaDeviceInfo& info) {
+    const auto missing = [this](std::string what) { return Error{.code = Code::kUnsupported, .what = std::move(what), .origin = Origin::kDevice}; };
+    const std::span<const std::byte> image = options.gather_image.empty() ? cuda::gather_image() : options.gather_image;
+    if (image.empty()) return missing("this build has no kernel, nvcc was not found");
+    if (info.driver_version < cuda::kGatherDriver) return missing("the driver is older than CUDA 12.1");
+    int same_address = 0;
+    TORPOR_CUDA_TRY(driver_.cuDeviceGetAttribute(&same_address, CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM, device_), "asking {} how it reaches host memory", kind_);
+    if (same_address == 0) return missing("its kernels cannot use the addresses of host memory");
+    CUmodule module = nullptr;
+    TORPOR_CUDA_TRY(driver_.cuModuleLoadData(&module, image.data()), "loading a kernel on {}", kind_);
+    if (const CUresult result = driver_.cuModuleGetFunction(&gather_, module, cuda::kGatherName); result != CUDA_SUCCESS) {
+      (void)twice([&] { return driver_.cuModuleUnload(module); });
+      return cuda_error(driver_, result, fmt::format("finding a kernel on {}", kind_));
+    }
+    module_ = module;
+    gather_below_bytes_ = options.gather_below_bytes;
+    info.gathers = true;
+    return ok();
+  }
+
+  bool gathers(std::span<const Copy> copies) {
+    if (module_ == nullptr || copies.size() < 2) return false;
+    uint64_t bytes = 0;
+    const std::lock_guard lock(mutex_);
+    for (const Copy& copy : copies) {
+      bytes += copy.bytes;
+      auto pinned = pinned_.upper_bound(copy.host);
+      if (pinned == pinned_.begin() || (--pinned)->first + pinned->second < copy.host + copy.bytes) return false;
+    }
+    return bytes / copies.size() < gather_below_bytes_;
+  }
+
+  Status gather(CUstream stream, Direction direction, std::span<const Copy> copies) {
+    cuda::GatherArguments arguments;
+    void* parameters[] = {&arguments};  // copied by the launch
+    for (size_t begun = 0; begun < copies.size(); begun += arguments.count) {
+      arguments.count = std::min<uint64_t>(cuda::kGatherPieces, copies.size() - begun);
+      for (uint64_t i = 0; i < arguments.count; ++i) {
+        const Copy& copy = copies[begun + i];
+        const auto host = reinterpret_cast<uint64_t>(copy.host);
+        arguments.pieces[i] = direction == Direction::kDeviceToHost ? cuda::GatherPiece{host, copy.device, copy.bytes} : cuda::GatherPiece{copy.device, host, copy.bytes};
+      }
+      TORPOR_CUDA_TRY(driver_.cuLaunchKernel(gather_, static_cast<unsigned>(arguments.count), 1, 1, cuda::kGatherThreads, 1, 1, 0, stream, parameters, nullptr),
+                      "copying {} pieces by a kernel on {}", arguments.count, kind_);
+    }
+    return ok();
+  }
+
   Status unpin(std::span<std::byte> host) {
     Status first;
     for (uint64_t at = 0; at < host.size(); at += kPinStep) {
@@ -429,6 +497,10 @@ class CudaDevice final : public DeviceMemory {
   CUmemAllocationProp properties_{};
   uint64_t granularity_ = 0;
   uint64_t capacity_ = 0;
+  std::optional<int> host_numa_node_;
+  CUmodule module_ = nullptr;  // with the kernel that gathers; null: there is none
+  CUfunction gather_ = nullptr;
+  uint64_t gather_below_bytes_ = 0;
   CUstream zeroing_ = nullptr;
   bool zeroing_unproven_ = false;  // it may still run: nothing is unmapped until it is proven not to; under DeviceMemory's lock
   std::atomic<uint64_t> last_id_ = 0;
@@ -437,6 +509,7 @@ class CudaDevice final : public DeviceMemory {
   std::mutex mutex_;  // guards all below; taken after DeviceMemory's
   std::map<StreamId, CUstream> streams_;
   std::map<EventId, Event> events_;
+  std::map<const std::byte*, uint64_t> pinned_;  // what copies may reach from a kernel, with its size
   std::vector<CUevent> leftover_events_;  // that the driver would not destroy; the end of the device tries again
 };
 

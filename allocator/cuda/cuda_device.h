@@ -2,13 +2,14 @@
 //
 // One object a GPU. Works in the device's primary context, the one that torch and the CUDA runtime use; each call makes it
 // current and puts back what was. New memory is zeroed when it first gets write access. Copies go through the copy
-// engines, many at once in one call where the driver can.
+// engines, many at once in one call where the driver can; many small ones, if that is asked for, through a kernel.
 //
 // A wait that fails is decided by the stream: if it is proven empty, the work is over (kDrainedWithError), else nothing is
 // known (kUnproven).
 #pragma once
 
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -22,12 +23,17 @@ struct CudaDeviceOptions {
   int ordinal = 0;
   bool rdma = false;        // memory that other devices on the bus may read and write (GPUDirect RDMA)
   bool exportable = false;  // memory that can be handed to another process as a file descriptor
+  // Copies in one call that are smaller than this on average, all to or from pinned memory, are made by a kernel, while the
+  // GPU has nothing else to do. 0: by the copy engines like all others. tools/gpu_check measures which is faster where.
+  uint64_t gather_below_bytes = 0;
+  std::span<const std::byte> gather_image = {};  // of the kernel; empty: the one in this build
 };
 
 struct CudaDeviceInfo {
   std::string name;
   int driver_version = 0;             // 12080 is 12.8
   bool batched_copies = false;
+  bool gathers = false;               // by the kernel
   std::vector<std::string> notes{};   // what was asked for and is not there
 };
 

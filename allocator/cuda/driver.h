@@ -46,6 +46,10 @@ namespace torpor {
   F(cuMemsetD8Async, 3020)                  \
   F(cuMemcpyDtoHAsync, 3020)                \
   F(cuMemcpyHtoDAsync, 3020)                \
+  F(cuModuleLoadData, 2000)                 \
+  F(cuModuleGetFunction, 2000)              \
+  F(cuModuleUnload, 2000)                   \
+  F(cuLaunchKernel, 4000)                   \
   F(cuStreamCreate, 2000)                   \
   F(cuStreamDestroy, 4000)                  \
   F(cuStreamSynchronize, 2000)              \

@@ -26,6 +26,7 @@ constexpr uint32_t kBlocks = 8;
 constexpr uint64_t kBlockBytes = 8 * kKiB;
 const std::vector<std::string> kTags = {"weights", "kv_cache"};
 const std::vector<int32_t> kLive = {1, 4, 6};
+constexpr std::byte kImage[16] = {};  // the fake driver loads any; with it the blocks go through the kernel
 
 bool is_long() {
   const char* const proof = std::getenv("TORPOR_PROOF");
@@ -48,7 +49,7 @@ class Rank {
   explicit Rank(FakeCuda& fake, int threads = 1) : fake_(fake), threads_(threads) {}
 
   Status load() {
-    TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> device, make_cuda_device(fake_.driver(), {}));
+    TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> device, make_cuda_device(fake_.driver(), {.gather_below_bytes = kUnit, .gather_image = kImage}));
     device_ = device.get();
     TORPOR_ASSIGN(memory_, RankMemory::create(std::move(device), linux_file_system(), {.arena_slab_bytes = 256 * kKiB, .handle_bytes = kUnit, .threads = threads_}));
     TORPOR_ASSIGN(const DeviceAddress first, memory_->allocate("weights", "first", 3 * kUnit));
@@ -196,6 +197,8 @@ TEST(CudaFaults, WhicheverCallFailsNothingIsLost) {
     FakeCuda fake;
     ASSERT_EQ(live(fake), Outcome::kNoMatter);
     calls = fake.calls();
+    EXPECT_GT(fake.counts()["cuLaunchKernel"], 0u);
+    EXPECT_GT(fake.counts()["cuMemcpyBatchAsync"] + fake.counts()["cuMemcpyDtoHAsync"], 0u);
     EXPECT_EQ(fake.left(), "");
   }
   log().set_level(spdlog::level::off);

@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+
+#include "allocator/cuda/gather.h"
 
 namespace torpor::test {
 namespace {
@@ -18,6 +21,13 @@ uint64_t number(const void* handle) { return reinterpret_cast<uint64_t>(handle);
 template <class Handle>
 Handle handle(uint64_t number) {
   return reinterpret_cast<Handle>(number);  // NOLINT(performance-no-int-to-ptr)
+}
+
+// As all threads of a kernel's block do it.
+void copy_by_kernel(std::byte* to, const std::byte* from, uint64_t bytes) {
+  for (uint64_t thread = 0; thread < cuda::kGatherThreads; ++thread) {
+    cuda::copy_share(reinterpret_cast<unsigned char*>(to), reinterpret_cast<const unsigned char*>(from), bytes, thread, cuda::kGatherThreads);
+  }
 }
 
 bool overlap(uint64_t a, uint64_t a_size, uint64_t b, uint64_t b_size) { return a < b + b_size && b < a + a_size; }
@@ -81,8 +91,9 @@ void FakeCuda::run_one(Stream& stream) {
     CUmemAccess_flags access{};
     std::byte* const device = bytes_at(work.device + at, contiguous, access);
     const uint64_t step = std::min(contiguous, work.bytes - at);
-    if (work.kind == Work::Kind::kDown) std::memcpy(work.host + at, device, step);
-    if (work.kind == Work::Kind::kUp) std::memcpy(device, work.host + at, step);
+    const auto copy = [&work](std::byte* to, const std::byte* from, uint64_t bytes) { work.by_kernel ? copy_by_kernel(to, from, bytes) : static_cast<void>(std::memcpy(to, from, bytes)); };
+    if (work.kind == Work::Kind::kDown) copy(work.host + at, device, step);
+    if (work.kind == Work::Kind::kUp) copy(device, work.host + at, step);
     if (work.kind == Work::Kind::kSet) std::memset(device, work.value, step);
     at += step;
   }
@@ -127,6 +138,21 @@ CUresult FakeCuda::enqueue(uint64_t id, const Work& work) {
   stream->second.queue.push_back(work);
   ++stream->second.enqueued;
   return CUDA_SUCCESS;
+}
+
+// What one call begins runs in any order; where the call was made to fail, some may have begun.
+CUresult FakeCuda::enqueue_in_any_order(uint64_t id, std::vector<Work> works, CUresult asked, size_t* failed) {
+  std::vector<size_t> order(works.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::shuffle(order.begin(), order.end(), random_);
+  if (asked != CUDA_SUCCESS) order.resize(random_() % (works.size() + 1));
+  for (const size_t i : order) {
+    const CUresult result = enqueue(id, works[i]);
+    if (result == CUDA_SUCCESS || asked != CUDA_SUCCESS) continue;
+    if (failed != nullptr) *failed = i;
+    return result;
+  }
+  return asked;
 }
 
 // The functions of the table.
@@ -174,6 +200,10 @@ struct FakeCalls {
   }
   static CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
     FAKE_ENTER(false);
+    if (attribute == CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID) {
+      *value = fake.options_.host_numa_node;
+      return CUDA_SUCCESS;
+    }
     *value = (attribute == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED ? fake.options_.virtual_memory : fake.options_.attributes) ? 1 : 0;
     return CUDA_SUCCESS;
   }
@@ -337,24 +367,53 @@ struct FakeCalls {
     const CUresult asked = fake.enter(__func__);
     const bool named = stream != nullptr && kinds == 1 && starts[0] == 0 && attributes[0].srcAccessOrder == CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
     if (asked == CUDA_SUCCESS && (!named || count == 0)) return CUDA_ERROR_INVALID_VALUE;
-    // The copies of a batch run in any order; where the call fails, some may have begun.
-    std::vector<size_t> order(count);
-    for (size_t i = 0; i < count; ++i) order[i] = i;
-    std::shuffle(order.begin(), order.end(), fake.random_);
-    if (asked != CUDA_SUCCESS) order.resize(fake.random_() % (count + 1));
-    for (const size_t i : order) {
-      const bool down = to[i] < (uint64_t{0x7f} << 40) || to[i] >= fake.next_address_ || fake.ranges_.empty() || !in_ranges(fake, to[i]);
-      const Work work{.kind = down ? Work::Kind::kDown : Work::Kind::kUp, .device = down ? from[i] : to[i], .host = reinterpret_cast<std::byte*>(down ? to[i] : from[i]), .bytes = sizes[i]};  // NOLINT(performance-no-int-to-ptr)
-      if (const CUresult result = fake.enqueue(number(stream), work); result != CUDA_SUCCESS && asked == CUDA_SUCCESS) {
-        *failed = i;
-        return result;
-      }
-    }
-    return asked;
+    std::vector<Work> works;
+    for (size_t i = 0; i < count; ++i) works.push_back(work_of(fake, to[i], from[i], sizes[i]));
+    return fake.enqueue_in_any_order(number(stream), std::move(works), asked, failed);
+  }
+  static Work work_of(const FakeCuda& fake, uint64_t to, uint64_t from, uint64_t bytes) {
+    const bool down = !in_ranges(fake, to);
+    return {.kind = down ? Work::Kind::kDown : Work::Kind::kUp, .device = down ? from : to, .host = reinterpret_cast<std::byte*>(down ? to : from), .bytes = bytes};  // NOLINT(performance-no-int-to-ptr)
   }
   static bool in_ranges(const FakeCuda& fake, uint64_t address) {
     auto range = fake.ranges_.upper_bound(address);
     return range != fake.ranges_.begin() && address < (--range)->first + range->second.size;
+  }
+  static CUresult cuModuleLoadData(CUmodule* module, const void* image) {
+    FAKE_ENTER();
+    if (image == nullptr) return CUDA_ERROR_INVALID_IMAGE;
+    const uint64_t id = fake.next_id_++;
+    fake.modules_.insert(id);
+    *module = handle<CUmodule>(id);
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
+    FAKE_ENTER();
+    if (!fake.modules_.contains(number(module))) return CUDA_ERROR_INVALID_HANDLE;
+    if (std::string_view(name) != cuda::kGatherName) return CUDA_ERROR_NOT_FOUND;
+    *function = handle<CUfunction>(number(module));
+    return CUDA_SUCCESS;
+  }
+  static CUresult cuModuleUnload(CUmodule module) {
+    FAKE_ENTER();
+    for (const auto& [id, stream] : fake.streams_) {
+      if (std::any_of(stream.queue.begin(), stream.queue.end(), [](const Work& work) { return work.by_kernel; })) fake.misuse("a kernel is unloaded while it runs");
+    }
+    return fake.modules_.erase(number(module)) == 1 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+  }
+  static CUresult cuLaunchKernel(CUfunction function, unsigned int grid, unsigned int grid_y, unsigned int grid_z, unsigned int threads, unsigned int threads_y, unsigned int threads_z, unsigned int, CUstream stream, void** parameters, void**) {
+    FAKE_ENTER();
+    if (!fake.modules_.contains(number(function)) || grid_y * grid_z * threads_y * threads_z != 1 || threads != cuda::kGatherThreads) return CUDA_ERROR_INVALID_VALUE;
+    const auto& arguments = *static_cast<const cuda::GatherArguments*>(parameters[0]);
+    std::vector<Work> works;
+    for (uint64_t i = 0; i < std::min<uint64_t>(grid, arguments.count); ++i) {
+      Work work = work_of(fake, arguments.pieces[i].to, arguments.pieces[i].from, arguments.pieces[i].bytes);
+      work.by_kernel = true;
+      auto pinned = fake.pinned_.upper_bound(work.host);
+      if (pinned == fake.pinned_.begin() || (--pinned)->first + pinned->second < work.host + work.bytes) fake.misuse("a kernel uses host memory that is not pinned");
+      works.push_back(work);
+    }
+    return fake.enqueue_in_any_order(number(stream), std::move(works), CUDA_SUCCESS, nullptr);
   }
   static CUresult cuStreamCreate(CUstream* stream, unsigned int) {
     FAKE_ENTER();
@@ -475,6 +534,7 @@ std::string FakeCuda::left() const {
   count(streams_.size(), "streams");
   count(events_.size(), "events");
   count(pinned_.size(), "pinned ranges");
+  count(modules_.size(), "modules");
   for (const auto& [device, times] : retained_) count(static_cast<size_t>(times), "retained contexts");
   return words;
 }

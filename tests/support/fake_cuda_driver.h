@@ -1,7 +1,7 @@
 // A strict NVIDIA driver without a GPU, for tests: the same table as the real one (allocator/cuda/driver.h).
 //
-// It models devices, contexts, address ranges, physical memory, maps, access, streams, events, pinned host memory and a
-// limit. Work on streams runs late: when something waits for it, or at some later call, in an order fixed by the seed.
+// It models devices, contexts, address ranges, physical memory, maps, access, streams, events, pinned host memory, the
+// kernel that gathers (its own code, allocator/cuda/gather.h, thread after thread) and a limit. Work on streams runs late: when something waits for it, or at some later call, in an order fixed by the seed.
 // What the real driver refuses is refused with its code; what it would punish later (unmapping, unpinning, freeing or
 // reusing memory that a copy still uses) is written down in misuses(). Any call can be made to fail.
 //
@@ -12,6 +12,7 @@
 #include <map>
 #include <mutex>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -26,6 +27,7 @@ struct FakeCudaOptions {
   bool batched_copies = true;
   bool attributes = true;  // GPUDirect RDMA and export of memory are there
   bool virtual_memory = true;
+  int host_numa_node = -1;
   uint64_t seed = 1;
 };
 
@@ -78,6 +80,7 @@ class FakeCuda {
     std::byte* host = nullptr;
     uint64_t bytes = 0;
     uint8_t value = 0;
+    bool by_kernel = false;
   };
   struct Stream {
     std::deque<Work> queue;
@@ -97,6 +100,7 @@ class FakeCuda {
   bool in_flight(uint64_t address, uint64_t size) const;
   bool host_in_flight(const std::byte* host, uint64_t size) const;
   CUresult enqueue(uint64_t stream, const Work& work);
+  CUresult enqueue_in_any_order(uint64_t stream, std::vector<Work> works, CUresult asked, size_t* failed);
   std::byte* bytes_at(uint64_t address, uint64_t& contiguous, CUmemAccess_flags& access);
   bool accessible(uint64_t address, uint64_t size, bool writing);
 
@@ -119,6 +123,7 @@ class FakeCuda {
   std::map<uint64_t, Stream> streams_;
   std::map<uint64_t, Event> events_;
   std::map<const std::byte*, uint64_t> pinned_;
+  std::set<uint64_t> modules_;
   std::map<int, int> retained_;
   std::vector<uint64_t> used_;
   std::vector<std::string> misuses_;

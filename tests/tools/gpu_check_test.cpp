@@ -13,7 +13,7 @@ TEST(GpuCheck, EveryCheckRunsOnTheFakeDriver) {
   const auto report = gpu_check::run(fake.driver(), {}, {.bytes = 70 * kMiB, .cycle_bytes = 128 * kMiB, .cycles = 3, .rounds = 1});
   EXPECT_EQ(report["gpu"], "Fake GPU");
   EXPECT_TRUE(report["passed"].get<bool>()) << report.dump(2);
-  EXPECT_EQ(report["checks"].size(), 7u);
+  EXPECT_EQ(report["checks"].size(), 14u);
   EXPECT_EQ(fake.left(), "");
 }
 

@@ -232,18 +232,27 @@ Json bulk(const Gpu& gpu, const ExtraFunctions& extra, const Options& options, d
   return row;
 }
 
-// Scattered KV blocks of a model with 80 layers and 8 KV heads of 128 in bfloat16, layer after layer.
-Json paged(const Gpu& gpu, const Options& options, int tokens, double line_down) {
+// Scattered KV blocks of a model with 80 layers and 8 KV heads of 128 in bfloat16, layer after layer; by the kernel or by
+// the copy engines. The digests of what came down go to `digests`, or are compared with what is there.
+Json paged(const Gpu& gpu, const Options& options, int tokens, bool by_kernel, double line_down, double line_up, std::vector<Digest>& digests) {
   constexpr uint32_t kLayers = 80;
   const uint64_t piece = static_cast<uint64_t>(tokens) * 8 * 128 * 2 * 2;
   const auto moved = static_cast<uint32_t>(std::max<uint64_t>(4, std::min<uint64_t>(options.bytes, kGiB) / (piece * kLayers)));
   const uint32_t blocks = 2 * moved;
-  auto device = must(make_cuda_device(gpu.driver(), {.ordinal = options.device}));
+  CudaDeviceInfo info;
+  auto device = must(make_cuda_device(gpu.driver(), {.ordinal = options.device, .gather_below_bytes = by_kernel ? ~uint64_t{0} : 0}, &info));
+  Json row = {{"check", fmt::format("scattered KV blocks of {} tokens, by the {}", tokens, by_kernel ? "kernel" : "copy engines")}, {"passed", true}, {"piece_bytes", piece}};
+  if (by_kernel && !info.gathers) return row.update({{"note", info.notes.empty() ? "" : info.notes.back()}}), row;
   const auto arena = must(HostArena::create({.slab_bytes = 256 * kMiB, .pin_for = device.get()}));
   const auto allocator = must(SleepAllocator::create(*device));
   const auto executor = must(TransferExecutor::create(*device, *arena));
   ChunkMover mover(*executor);
-  const KvLayout layout{.num_blocks = blocks, .tensors = {{.address = must(allocator->allocate("kv_cache", "kv", piece * kLayers * blocks)), .layers = kLayers, .layer_stride = piece * blocks, .block_stride = piece, .block_bytes = piece}}};
+  const uint64_t bytes = piece * kLayers * blocks;
+  const KvLayout layout{.num_blocks = blocks, .tensors = {{.address = must(allocator->allocate("kv_cache", "kv", bytes)), .layers = kLayers, .layer_stride = piece * blocks, .block_stride = piece, .block_bytes = piece}}};
+  std::vector<uint64_t> content(bytes / sizeof(uint64_t));
+  std::mt19937_64 random(2);
+  for (uint64_t& word : content) word = random();
+  gpu.up(layout.tensors[0].address, content.data(), bytes);
   std::vector<uint32_t> ids(blocks);
   for (uint32_t i = 0; i < blocks; ++i) ids[i] = i;
   std::shuffle(ids.begin(), ids.end(), std::mt19937(1));
@@ -253,14 +262,34 @@ Json paged(const Gpu& gpu, const Options& options, int tokens, double line_down)
     for (const KvPiece& part : layout.pieces_of(ids[i])) plan.pieces.push_back({part.address, part.bytes});
     plans.push_back(std::move(plan));
   }
-  std::vector<double> times;
+  std::vector<double> down, up;
+  bool same = true;
   for (int round = 0; round <= options.rounds; ++round) {
     HostTier tier(*arena);
-    times.push_back(seconds([&] { must(mover.save(plans, tier)); }));
+    std::vector<SavedChunk> saved;
+    down.push_back(seconds([&] { saved = must(mover.save(plans, tier)); }));
+    gpu.set(layout.tensors[0].address, 0, bytes);
+    up.push_back(seconds([&] { must(mover.restore(saved, plans, tier)); }));
+    if (digests.empty()) {
+      for (const SavedChunk& chunk : saved) digests.push_back(chunk.digest);
+    }
+    for (size_t i = 0; i < saved.size(); ++i) same = same && saved[i].digest == digests.at(i);
   }
-  times.erase(times.begin());
-  const double found = rate(piece * kLayers * moved, times);
-  return {{"check", fmt::format("scattered KV blocks of {} tokens", tokens)}, {"passed", true}, {"piece_bytes", piece}, {"device_to_host", found}, {"of_line", found / line_down}};
+  std::vector<uint64_t> read(content.size());
+  gpu.down(read.data(), layout.tensors[0].address, bytes);
+  for (uint32_t i = 0; i < blocks; ++i) {
+    for (const KvPiece& part : layout.pieces_of(ids[i])) {
+      const uint64_t at = (part.address - layout.tensors[0].address) / sizeof(uint64_t);
+      const auto* const expected = content.data() + at;
+      same = same && (i < moved ? std::equal(expected, expected + piece / sizeof(uint64_t), read.data() + at) : read[at] == 0);
+    }
+  }
+  down.erase(down.begin());
+  up.erase(up.begin());
+  const double found_down = rate(piece * kLayers * moved, down);
+  const double found_up = rate(piece * kLayers * moved, up);
+  row.update({{"passed", same}, {"device_to_host", found_down}, {"host_to_device", found_up}, {"down_of_line", found_down / line_down}, {"up_of_line", found_up / line_up}});
+  return row;
 }
 
 Json cycles(const Gpu& gpu, const Options& options) {
@@ -320,18 +349,20 @@ Json arena(const Gpu& gpu, const ExtraFunctions& extra, const Options& options) 
   auto device = must(make_cuda_device(gpu.driver(), {.ordinal = options.device}));
   std::vector<double> ours, theirs;
   std::string method;
+  int node = -1;
   for (int round = 0; round < options.rounds; ++round) {
     const auto made = must(HostArena::create({.pin_for = device.get()}));
     made->prefault_in_background(0);
     must(made->wait_prefault());
     method = to_string(made->info().bring_up);
+    node = made->info().numa_node.value_or(-1);
     ours.push_back(seconds([&] { must(made->prefault(options.bytes)); }));
     if (extra.host_alloc == nullptr) continue;
     void* host = nullptr;
     theirs.push_back(seconds([&] { gpu.check(extra.host_alloc(&host, options.bytes, 0), "cuMemHostAlloc"); }));
     extra.free_host(host);
   }
-  Json row = {{"check", "pinned host memory"}, {"passed", true}, {"method", method}, {"arena", rate(options.bytes, ours)}};
+  Json row = {{"check", "pinned host memory"}, {"passed", true}, {"method", method}, {"numa_node", node}, {"arena", rate(options.bytes, ours)}};
   if (!theirs.empty()) row.update({{"cuMemHostAlloc", rate(options.bytes, theirs)}, {"times", median(theirs) / median(ours)}});
   return row;
 }
@@ -347,7 +378,10 @@ Json run(const CudaDriver& driver, const ExtraFunctions& extra, const Options& o
   double up = 0;
   report["checks"].push_back(line_rate(gpu, options, down, up));
   report["checks"].push_back(bulk(gpu, extra, options, down, up));
-  for (const int tokens : {16, 32, 128}) report["checks"].push_back(paged(gpu, options, tokens, down));
+  for (const int tokens : {1, 4, 16, 32, 128}) {
+    std::vector<Digest> digests;
+    for (const bool by_kernel : {false, true}) report["checks"].push_back(paged(gpu, options, tokens, by_kernel, down, up, digests));
+  }
   report["checks"].push_back(cycles(gpu, options));
   if (extra.begin_capture != nullptr) report["checks"].push_back(graph(gpu, extra, options));
   report["checks"].push_back(arena(gpu, extra, options));
