@@ -143,6 +143,53 @@ def test_what_vllm_asks_of_a_sleep_mode_backend():
         memory.free(address)
 
 
+def test_what_vllms_graphs_hold_is_of_a_tag_too(monkeypatch):
+    """As far as it goes without a GPU: vLLM's own capture_pool() over torpor's allocator, with a pool that is only an id."""
+    from types import SimpleNamespace
+
+    import torch
+    from vllm.compilation import cudagraph_pool
+    from vllm.config import CUDAGraphMode, VllmConfig
+    from vllm.platforms import current_platform
+
+    from torpor.vllm import plugin
+    from torpor.vllm.gpu_memory import TorporAllocator
+
+    monkeypatch.setattr(VllmConfig, "use_cumem_cudagraph_pool", VllmConfig.use_cumem_cudagraph_pool)  # put back at the end
+    monkeypatch.setattr(cudagraph_pool, "get_mem_allocator_instance", cudagraph_pool.get_mem_allocator_instance)
+    monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_customAllocator", lambda malloc, free: None, raising=False)
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: SimpleNamespace(id=(7, 1)))
+    monkeypatch.setattr(TorporAllocator, "of_this_process", None)
+    plugin._install_graph_pool()
+
+    def used(**options):
+        model = SimpleNamespace(**({"sleep_mode_backend": "torpor", "enable_sleep_mode": True, "sleep_mode_offload_cudagraph": True} | options))
+        config = SimpleNamespace(model_config=model, compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL))
+        return VllmConfig.use_cumem_cudagraph_pool.fget(config)
+
+    assert used() and used(sleep_mode_backend="cumem")
+    assert not used(enable_sleep_mode=False) and not used(sleep_mode_offload_cudagraph=False) and not used(sleep_mode_backend="other")
+    TorporAllocator.get_instance()
+    with cudagraph_pool.capture_pool(None, SimpleNamespace(use_cumem_cudagraph_pool=True)) as pool:
+        assert pool == (7, 1)
+        address = memory.allocate(5000)
+    bytes_at(address, 5000)[:] = b"g" * 5000
+    assert memory.ledger()[0]["tags"]["cudagraph"]["state"] == "attached"
+    memory.sleep("cudagraph", keep=("cudagraph",))
+    memory.wake("cudagraph")
+    assert bytes(bytes_at(address, 5000)) == b"g" * 5000
+    memory.free(address)
+
+
+def test_the_size_below_which_a_kernel_gathers_must_be_a_number():
+    code = "from torpor import errors, memory\ntry:\n    memory.allocate(1)\nexcept errors.Error as problem:\n    print(problem)"
+    environment = {k: v for k, v in os.environ.items() if k != "TORPOR_MEMORY_DEVICE"} | {"TORPOR_CUDA_GATHER_BELOW_BYTES": "32k"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert "TORPOR_CUDA_GATHER_BELOW_BYTES" in done.stdout and "number of bytes" in done.stdout, done.stdout + done.stderr
+
+
 CHILD = """
 import os, sys
 from torpor import errors, memory

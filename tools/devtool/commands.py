@@ -163,7 +163,9 @@ def proof(arguments: list[str]) -> int:
 def gpu_check(_: list[str]) -> int:
     """A bundle that runs on a machine with an NVIDIA driver: build/gpu_check.tar.gz."""
     setup.system_packages()
-    setup.use_cuda_headers(setup.python_environment())
+    python_path = setup.python_environment()
+    setup.use_cuda_headers(python_path)
+    setup.cuda_compiler(python_path)
     cmake_build("release", ("gpu_check", "cuda_device_test"))
     bundle = ROOT / "build/gpu_check"
     shutil.rmtree(bundle, ignore_errors=True)

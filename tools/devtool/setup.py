@@ -110,6 +110,13 @@ def use_cuda_headers(python: Path) -> None:
         os.environ.setdefault("TORPOR_CUDA_ROOT", str(found.parents[1]))
 
 
+def cuda_compiler(python: Path) -> None:
+    """nvcc, into the environment, unless the machine has one."""
+    places = [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc", *(f"{os.environ[name]}/bin/nvcc" for name in ("TORPOR_CUDA_ROOT", "CUDA_HOME", "CUDA_PATH") if name in os.environ)]
+    if not any(place and Path(place).exists() for place in places):
+        run("nvcc (120 MB)", [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", *read_list("cuda.txt")], log_name="nvcc")
+
+
 def requirements_of(wheel: Path) -> list[str]:
     """The wheel's own requirements, without extras and without what text models do not need."""
     with zipfile.ZipFile(wheel) as archive:

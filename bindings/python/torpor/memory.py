@@ -39,13 +39,21 @@ def region(tag: str, keep: bool = True):
     """scope(), and what torch allocates on its current GPU inside comes from torpor. Yields torch's MemPool."""
     import torch
 
+    pool = new_pool()
+    with scope(tag, keep), torch.cuda.use_mem_pool(pool):
+        yield pool
+
+
+def new_pool():
+    """A torch.cuda.MemPool whose memory is of the scope that its allocations are made in. It is never freed."""
+    import torch
+
     if not torch.cuda.is_available():
         raise Unsupported("torch has no GPU here", "use scope() and allocate() with TORPOR_MEMORY_DEVICE=host")
     allocator = pluggable_allocator()
     pool = torch.cuda.MemPool(allocator.allocator())
     _pools.append((pool, allocator))
-    with scope(tag, keep), torch.cuda.use_mem_pool(pool):
-        yield pool
+    return pool
 
 
 def pluggable_allocator():

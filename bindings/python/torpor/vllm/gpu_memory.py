@@ -23,18 +23,32 @@ ALWAYS_KEPT = ("runtime", "cudagraph")
 class TorporAllocator:
     """One a process, as vLLM has it."""
 
-    _instance: TorporAllocator | None = None
+    of_this_process: TorporAllocator | None = None
+
+    def __init__(self) -> None:
+        self._graph_pool: torch.cuda.MemPool | None = None
 
     @classmethod
     def get_instance(cls) -> TorporAllocator:
-        if cls._instance is None:
-            cls._instance = cls()
-        return cls._instance
+        if cls.of_this_process is None:
+            cls.of_this_process = cls()
+        return cls.of_this_process
 
     @contextmanager
     def use_memory_pool(self, tag: str | None = None):
         with memory.region(tag or "default"):
             yield
+
+    @contextmanager
+    def cudagraph_pool(self):
+        """What a graph captured here allocates is of the tag "cudagraph". Yields the id of its pool, one for all graphs.
+
+        The capture itself sends allocations to the pool; use_mem_pool would do it twice.
+        """
+        if self._graph_pool is None:
+            self._graph_pool = memory.new_pool()
+        with memory.scope("cudagraph"):
+            yield self._graph_pool.id
 
     def _tags(self, state: str, wanted) -> list[str]:
         found = {tag for device in memory.ledger().values() for tag, held in device["tags"].items() if (held["state"] == "attached") == (state == "awake")}

@@ -149,6 +149,33 @@ def _install_gpu_worker() -> None:
         return TorporAllocator.get_instance().use_memory_pool(tag)
 
     Worker._maybe_get_memory_pool_context = context
+    _install_graph_pool()
+
+
+def _install_graph_pool() -> None:
+    """What CUDA graphs hold sleeps with torpor's backend too; vLLM asks for that with `sleep_mode_offload_cudagraph`."""
+    from types import SimpleNamespace
+
+    from vllm.compilation import cudagraph_pool
+    from vllm.config import VllmConfig
+
+    stock_used, stock_instance = VllmConfig.use_cumem_cudagraph_pool.fget, cudagraph_pool.get_mem_allocator_instance
+    _check(cudagraph_pool.capture_pool, "pool", "vllm_config")
+
+    def used(self) -> bool:
+        model = self.model_config
+        if model is None or model.sleep_mode_backend != "torpor":
+            return stock_used(self)
+        as_stock = SimpleNamespace(sleep_mode_backend="cumem", enable_sleep_mode=model.enable_sleep_mode, sleep_mode_offload_cudagraph=model.sleep_mode_offload_cudagraph)
+        return stock_used(SimpleNamespace(model_config=as_stock, compilation_config=self.compilation_config))
+
+    def instance():
+        from torpor.vllm.gpu_memory import TorporAllocator
+
+        return TorporAllocator.of_this_process or stock_instance()  # made when weights were loaded, before any capture
+
+    VllmConfig.use_cumem_cudagraph_pool = property(used)
+    cudagraph_pool.get_mem_allocator_instance = instance
 
 
 def _memory_context(self, tag: str):
