@@ -70,16 +70,22 @@ class UndoList {
 struct RegionOperations {
   using Region = SleepAllocator::Region;
 
-  static Status create_and_map(DeviceMemory& device, Region& region, uint64_t handle_bytes, UndoList& undo) {
-    const auto broken = [&region] { region.info.state = RegionState::kBroken; };
-    undo.add([&region] { region.handles.clear(); return ok(); }, broken);
+  static Status create(DeviceMemory& device, Region& region, uint64_t handle_bytes, UndoList& undo) {
+    undo.add([&region] { region.handles.clear(); return ok(); }, [] {});
     for (uint64_t offset = 0; offset < region.info.reserved_bytes; offset += handle_bytes) {
       const uint64_t size = std::min(handle_bytes, region.info.reserved_bytes - offset);
       TORPOR_ASSIGN(const PhysicalId id, device.create(size));
-      undo.add([&device, id] { return device.release(id); }, broken);
-      TORPOR_TRY(device.map(region.info.address + offset, id));
-      undo.add([&device, &region, offset, size] { return device.unmap(region.info.address + offset, size); }, broken);
+      undo.add([&device, id] { return device.release(id); }, [&region] { region.info.state = RegionState::kBroken; });
       region.handles.push_back({id, offset, size});
+    }
+    return ok();
+  }
+
+  static Status map(DeviceMemory& device, Region& region, UndoList& undo) {
+    for (const Region::Handle& handle : region.handles) {
+      const DeviceAddress address = region.info.address + handle.offset;
+      TORPOR_TRY(device.map(address, handle.id));
+      undo.add([&device, address, size = handle.size] { return device.unmap(address, size); }, [&region] { region.info.state = RegionState::kBroken; });
     }
     return device.set_access(region.info.address, region.info.reserved_bytes, Access::kReadWrite);
   }
@@ -89,15 +95,12 @@ struct RegionOperations {
       if (done.error().state_changed) region.info.state = RegionState::kBroken;
       return done;
     }
-    undo.add([&device, &region] { return map_again(device, region); }, [&region] { region.info.state = RegionState::kBroken; });
+    const auto map_again = [&device, &region] {
+      UndoList kept;
+      return map(device, region, kept);
+    };
+    undo.add(map_again, [&region] { region.info.state = RegionState::kBroken; });
     return ok();
-  }
-
-  static Status map_again(DeviceMemory& device, Region& region) {
-    for (const Region::Handle& handle : region.handles) {
-      TORPOR_TRY(device.map(region.info.address + handle.offset, handle.id));
-    }
-    return device.set_access(region.info.address, region.info.reserved_bytes, Access::kReadWrite);
   }
 };
 
@@ -117,7 +120,7 @@ SleepAllocator::~SleepAllocator() {
     const auto report = [&](const Status& done) {
       if (!done) log().error("region {}/{} was not freed: {}", region->info.tag, region->info.name, done.error().to_string());
     };
-    if (!region->handles.empty()) report(device_.unmap(region->info.address, region->info.reserved_bytes));
+    if (!region->handles.empty() && region->info.state != RegionState::kAttaching) report(device_.unmap(region->info.address, region->info.reserved_bytes));
     for (const Region::Handle& handle : region->handles) report(device_.release(handle.id));
     report(device_.free_reservation(region->info.address));
   }
@@ -146,7 +149,9 @@ Result<DeviceAddress> SleepAllocator::allocate(std::string_view tag, std::string
   region->info = {std::string(tag), std::string(region_name), address, size_bytes, reserved, RegionState::kAttached};
   UndoList undo;
   undo.add([&] { return device_.free_reservation(address); }, [] {});
-  if (Status made = RegionOperations::create_and_map(device_, *region, options_.handle_bytes, undo); !made) {
+  Status made = RegionOperations::create(device_, *region, options_.handle_bytes, undo);
+  if (made) made = RegionOperations::map(device_, *region, undo);
+  if (!made) {
     Error error = std::move(made).error();
     error.state_changed = !undo.undo();
     return error.within(fmt::format("region {}/{}", tag, region_name));
@@ -250,6 +255,7 @@ Status SleepAllocator::take_memory(const std::vector<Region*>& selected) {
   TORPOR_TRY(device_.synchronize());
   UndoList undo;
   for (Region* region : selected) {
+    if (region->info.state == RegionState::kAttaching) continue;  // mapped nowhere
     if (Status done = RegionOperations::unmap(device_, *region, undo); !done) {
       Error error = std::move(done).error();
       error.state_changed = !undo.undo() || error.state_changed;
@@ -279,27 +285,41 @@ Status SleepAllocator::take_memory(const std::vector<Region*>& selected) {
   return ok();
 }
 
-Status SleepAllocator::attach(std::span<const std::string> tags) {
+Status SleepAllocator::begin_attach(std::span<const std::string> tags) {
   const std::lock_guard lock(mutex_);
-  TORPOR_ASSIGN(std::vector<Region*> selected, RegionSelection::select(regions_, tags, {RegionState::kDetached, RegionState::kRestoring}));
-  // Restoring: an earlier cancel_restore() could not take the memory away again. It is still there, without content.
-  std::erase_if(selected, [](const Region* region) { return region->info.state == RegionState::kRestoring; });
+  TORPOR_ASSIGN(std::vector<Region*> selected, RegionSelection::select(regions_, tags, {RegionState::kDetached, RegionState::kAttaching, RegionState::kRestoring}));
+  // The others: an earlier cancel_restore() could not take the memory away again. It is still there, without content.
+  std::erase_if(selected, [](const Region* region) { return region->info.state != RegionState::kDetached; });
   UndoList undo;
-  for (Region* region : selected) region->info.state = RegionState::kAttaching;
   for (Region* region : selected) {
-    if (Status done = RegionOperations::create_and_map(device_, *region, options_.handle_bytes, undo); !done) {
+    if (Status done = RegionOperations::create(device_, *region, options_.handle_bytes, undo); !done) {
       uint64_t missing = 0;
       for (const Region* other : selected) missing += other->info.reserved_bytes;
       Error error = std::move(done).error();
       error.state_changed = !undo.undo();
-      for (Region* other : selected) {
-        if (other->info.state == RegionState::kAttaching) other->info.state = RegionState::kDetached;
-      }
-      return error.within(fmt::format("{} bytes of device memory are needed to wake; region {}/{}", missing, region->info.tag,
-                                      region->info.name));
+      return error.within(fmt::format("{} bytes of device memory are needed to wake; region {}/{}", missing, region->info.tag, region->info.name));
     }
   }
-  for (Region* region : selected) region->info.state = RegionState::kRestoring;
+  for (Region* region : selected) region->info.state = RegionState::kAttaching;
+  return ok();
+}
+
+Status SleepAllocator::attach_region(DeviceAddress address) {
+  const std::lock_guard lock(mutex_);
+  const auto found = regions_.find(address);
+  if (found == regions_.end()) {
+    return Error{.code = Code::kNotFound, .what = fmt::format("no region begins at {:#x}", address), .next_step = "attach what allocate() returned"};
+  }
+  Region& region = *found->second;
+  if (region.info.state == RegionState::kRestoring) return ok();
+  if (region.info.state != RegionState::kAttaching) return wrong_state(region.info, name(RegionState::kAttaching));
+  UndoList undo;
+  if (Status done = RegionOperations::map(device_, region, undo); !done) {
+    Error error = std::move(done).error();
+    error.state_changed = !undo.undo();
+    return error.within(fmt::format("attaching {}/{}", region.info.tag, region.info.name));
+  }
+  region.info.state = RegionState::kRestoring;
   return ok();
 }
 
@@ -312,7 +332,7 @@ Status SleepAllocator::finish_restore(std::span<const std::string> tags) {
 
 Status SleepAllocator::cancel_restore(std::span<const std::string> tags) {
   const std::lock_guard lock(mutex_);
-  TORPOR_ASSIGN(const std::vector<Region*> selected, RegionSelection::select(regions_, tags, {RegionState::kRestoring}));
+  TORPOR_ASSIGN(const std::vector<Region*> selected, RegionSelection::select(regions_, tags, {RegionState::kRestoring, RegionState::kAttaching}));
   return take_memory(selected);
 }
 

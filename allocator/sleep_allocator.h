@@ -61,11 +61,14 @@ class SleepAllocator {
   // saving or attached -> detached. First every region is unmapped (undone by mapping the same memory, which still
   // holds the content), only then is memory released. Precondition: device work on the regions is proven done.
   Status detach(std::span<const std::string> tags);
-  // detached -> attaching -> restoring: fresh, zeroed memory under the old addresses. kResourceExhausted says how much
-  // is missing; nothing is left mapped then.
-  Status attach(std::span<const std::string> tags);  // also of tags that cancel_restore() left restoring
+  // detached -> attaching: fresh physical memory for all, mapped nowhere yet. kResourceExhausted says how much is missing.
+  // Also of tags that cancel_restore() left attaching or restoring.
+  Status begin_attach(std::span<const std::string> tags);
+  // attaching -> restoring, of one region: its memory, zeroed, under its old addresses. Nothing happens if it is there.
+  // Regions may be copied into while others are still to come.
+  Status attach_region(DeviceAddress address);
   Status finish_restore(std::span<const std::string> tags);  // restoring -> attached
-  Status cancel_restore(std::span<const std::string> tags);  // restoring -> detached; where that fails, still restoring
+  Status cancel_restore(std::span<const std::string> tags);  // attaching, restoring -> detached; where that fails, as before
 
   std::optional<RegionInfo> region_at(DeviceAddress address) const;  // that begins there
   std::vector<RegionInfo> regions() const;                        // by tag, then in order of allocation

@@ -11,12 +11,14 @@
 
 #include "base/units.h"
 #include "checkpoint/checkpoint.h"
+#include "engine/region_mapper.h"
 #include "engine/tags.h"
 
 namespace torpor {
 namespace {
 
 constexpr uint64_t kRegionChunk = 4 * kMiB;
+constexpr uint64_t kBytesBehindMapping = kGiB;  // copied at a time while mapping goes on: enough that filling the pipeline anew does not count
 
 // A line "Name:   1234 kB" of /proc/self/status, in bytes; 0 if it is not there.
 uint64_t process_bytes(std::string_view name) {
@@ -174,7 +176,7 @@ Result<RankReply> RankMemory::dispatch(const std::string& method, const RankOrde
     arena_->trim();    // what backs up stays
     ::malloc_trim(0);  // what the engine derived from the content was freed just before
   } else if (method == "attach") {
-    TORPOR_TRY(allocator_->attach(order.tags));
+    TORPOR_TRY(allocator_->begin_attach(order.tags));
   } else if (method == "restore") {
     TORPOR_TRY(restore(order, reply));
   } else if (method == "cancel_restore") {
@@ -298,6 +300,27 @@ Result<std::unique_ptr<DiskTier>> RankMemory::open_chunks(const std::string& dir
 }
 
 Status RankMemory::restore(const RankOrder& order, RankReply& reply) {
+  std::vector<DeviceAddress> regions;  // in the order in which they are copied into
+  std::map<std::pair<std::string, std::string>, size_t> end_of;  // tag and name -> how many there are up to and with that one
+  for (const std::string& tag : order.tags) {
+    for (const RegionInfo& region : allocator_->regions_of(tag)) {
+      regions.push_back(region.address);
+      end_of[{tag, region.name}] = regions.size();
+    }
+    end_of[{tag, ""}] = regions.size();  // where KV blocks need all of them
+  }
+  RegionMapper mapper(*allocator_, regions);
+  const auto copy_up = [&](const std::vector<SavedChunk>& chunks, const std::vector<ChunkPlan>& plans, Tier& source) -> Status {
+    for (size_t first = 0; first < plans.size();) {
+      size_t end = first;
+      for (uint64_t bytes = 0; end < plans.size() && (bytes < kBytesBehindMapping || mapper.finished()); ++end) bytes += plans[end].bytes();
+      TORPOR_TRY(mapper.wait(end_of.at({plans[end - 1].key.tag, plans[end - 1].key.region})));
+      const std::span<const SavedChunk> saved = std::span(chunks).subspan(std::min(first, chunks.size()));
+      TORPOR_TRY(mover_->restore(saved, std::span(plans).subspan(first, end - first), source));
+      first = end;
+    }
+    return ok();
+  };
   for (const std::string& tag : order.tags) {
     const auto found = backups_.find(tag);
     if (found == backups_.end()) {
@@ -307,14 +330,14 @@ Status RankMemory::restore(const RankOrder& order, RankReply& reply) {
     const Backup& backup = found->second;
     TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(backup.chunks));
     if (backup.host != nullptr) {
-      TORPOR_TRY(mover_->restore(backup.chunks, plans, *backup.host));
+      TORPOR_TRY(copy_up(backup.chunks, plans, *backup.host));
     } else {
       TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, open_chunks(backup.directory));
-      TORPOR_TRY(mover_->restore(backup.chunks, plans, *tier));
+      TORPOR_TRY(copy_up(backup.chunks, plans, *tier));
     }
     for (const SavedChunk& chunk : backup.chunks) reply.bytes += chunk.bytes;
   }
-  return ok();
+  return mapper.wait(regions.size());
 }
 
 Status RankMemory::finish(const RankOrder& order) {

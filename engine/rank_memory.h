@@ -71,8 +71,8 @@ class RankMemory {
   //   save            {tags, blocks, directory, writing}: content -> backup; directory empty: in the arena
   //   cancel_save     {tags}: undoes save
   //   detach          {tags}: memory goes
-  //   attach          {tags}: fresh memory under the same addresses
-  //   restore         {tags}: backup -> content, verified
+  //   attach          {tags}: fresh memory is taken
+  //   restore         {tags}: it comes under the same addresses, and backup -> content, verified
   //   cancel_restore  {tags}: undoes attach and restore; backups stay
   //   finish          {tags, keep_backup}: after a wake
   //   digest          {tags}: of the content, or of the backup of a detached tag

@@ -18,6 +18,20 @@ constexpr uint64_t kUnit = 64 * kKiB;
 
 std::byte* at(DeviceAddress address) { return reinterpret_cast<std::byte*>(address); }  // NOLINT(performance-no-int-to-ptr)
 
+// All regions of the tags, as a wake does it.
+Status attach(SleepAllocator& allocator, const Tags& tags) {
+  TORPOR_TRY(allocator.begin_attach(tags));
+  for (const std::string& tag : tags) {
+    for (const RegionInfo& region : allocator.regions_of(tag)) {
+      const Status done = allocator.attach_region(region.address);
+      if (done) continue;
+      (void)allocator.cancel_restore(tags);
+      return done;
+    }
+  }
+  return ok();
+}
+
 class SleepAllocatorTest : public ::testing::Test {
  protected:
   SleepAllocatorTest() : device_(value_of(make_host_device())), allocator_(value_of(SleepAllocator::create(device_, {.handle_bytes = kUnit}))) {
@@ -46,12 +60,34 @@ TEST_F(SleepAllocatorTest, MemoryGoesAndComesBackUnderTheSameAddresses) {
   EXPECT_EQ(device_.info().physical_bytes, 0u);
   EXPECT_EQ(device_.info().reserved_bytes, 6 * kUnit);
   EXPECT_EQ(state("weights"), RegionState::kDetached);
-  ASSERT_SUCCEEDS(allocator_->attach(both_));
+  ASSERT_SUCCEEDS(attach(*allocator_, both_));
   EXPECT_EQ(state("kv_cache"), RegionState::kRestoring);
   EXPECT_EQ(at(weights_)[0], std::byte{0});  // fresh
   at(kv_)[2 * kUnit - 1] = std::byte{9};     // writable
   ASSERT_SUCCEEDS(allocator_->finish_restore(both_));
   EXPECT_EQ(state("weights"), RegionState::kAttached);
+}
+
+TEST_F(SleepAllocatorTest, AllMemoryIsTakenBeforeRegionsComeOneAfterTheOther) {
+  ASSERT_SUCCEEDS(allocator_->detach(both_));
+  EXPECT_FAILS(allocator_->attach_region(weights_), Code::kFailedPrecondition, "detached");
+  ASSERT_SUCCEEDS(allocator_->begin_attach(both_));
+  EXPECT_EQ(device_.info().physical_bytes, 6 * kUnit);
+  EXPECT_EQ(device_.info().mapped_bytes, 0u);
+  EXPECT_EQ(state("weights"), RegionState::kAttaching);
+  ASSERT_SUCCEEDS(allocator_->attach_region(weights_));
+  ASSERT_SUCCEEDS(allocator_->attach_region(weights_));
+  at(weights_)[0] = std::byte{5};
+  EXPECT_EQ(device_.info().mapped_bytes, 3 * kUnit);
+  EXPECT_FAILS(allocator_->finish_restore(both_), Code::kFailedPrecondition, "attaching");
+  EXPECT_FAILS(allocator_->free(kv_), Code::kFailedPrecondition);
+  EXPECT_FAILS(allocator_->attach_region(12345), Code::kNotFound);
+  ASSERT_SUCCEEDS(allocator_->cancel_restore(both_));  // of a region that is there and two that are not
+  EXPECT_EQ(device_.info().physical_bytes, 0u);
+  ASSERT_SUCCEEDS(allocator_->begin_attach(both_));
+  allocator_.reset();  // in the middle
+  EXPECT_EQ(device_.info().physical_bytes, 0u);
+  EXPECT_EQ(device_.info().reserved_bytes, 0u);
 }
 
 TEST_F(SleepAllocatorTest, TagsSleepAlone) {
@@ -64,13 +100,13 @@ TEST_F(SleepAllocatorTest, TagsSleepAlone) {
 
 TEST_F(SleepAllocatorTest, EveryTransitionThatIsNotAllowedIsRefusedAndChangesNothing) {
   const Tags tags{"weights"};
-  EXPECT_FAILS(allocator_->attach(tags), Code::kFailedPrecondition, "attached");
+  EXPECT_FAILS(attach(*allocator_, tags), Code::kFailedPrecondition, "attached");
   EXPECT_FAILS(allocator_->finish_restore(tags), Code::kFailedPrecondition);
   EXPECT_FAILS(allocator_->cancel_restore(tags), Code::kFailedPrecondition);
   EXPECT_FAILS(allocator_->cancel_save(tags), Code::kFailedPrecondition);
   ASSERT_SUCCEEDS(allocator_->begin_save(tags));
   EXPECT_FAILS(allocator_->begin_save(tags), Code::kFailedPrecondition, "saving");
-  EXPECT_FAILS(allocator_->attach(tags), Code::kFailedPrecondition);
+  EXPECT_FAILS(attach(*allocator_, tags), Code::kFailedPrecondition);
   EXPECT_FAILS(allocator_->free(weights_), Code::kFailedPrecondition);
   EXPECT_FAILS(allocator_->allocate("weights", "c", 1), Code::kFailedPrecondition);
   ASSERT_SUCCEEDS(allocator_->cancel_save(tags));
@@ -81,7 +117,7 @@ TEST_F(SleepAllocatorTest, EveryTransitionThatIsNotAllowedIsRefusedAndChangesNot
   EXPECT_FAILS(allocator_->begin_save(tags), Code::kFailedPrecondition);
   EXPECT_FAILS(allocator_->detach(both_), Code::kFailedPrecondition);  // one of two is asleep: neither moves
   EXPECT_EQ(state("kv_cache"), RegionState::kAttached);
-  ASSERT_SUCCEEDS(allocator_->attach(tags));
+  ASSERT_SUCCEEDS(attach(*allocator_, tags));
   EXPECT_FAILS(allocator_->free(weights_), Code::kFailedPrecondition);
   ASSERT_SUCCEEDS(allocator_->cancel_restore(tags));
   EXPECT_EQ(state("weights"), RegionState::kDetached);
@@ -101,12 +137,12 @@ TEST_F(SleepAllocatorTest, UnknownTagsAndBadRegionsAreRefusedByName) {
 TEST_F(SleepAllocatorTest, ACancelledRestoreThatFailsCanBeTriedAgain) {
   ASSERT_SUCCEEDS(allocator_->begin_save(both_));
   ASSERT_SUCCEEDS(allocator_->detach(both_));
-  ASSERT_SUCCEEDS(allocator_->attach(both_));
+  ASSERT_SUCCEEDS(attach(*allocator_, both_));
   device_.fail_at(1);
   EXPECT_FAILS(allocator_->cancel_restore(both_), Code::kDevice);
   device_.fail_at(0);
   EXPECT_EQ(state("weights"), RegionState::kRestoring);
-  ASSERT_SUCCEEDS(allocator_->attach(both_));
+  ASSERT_SUCCEEDS(attach(*allocator_, both_));
   ASSERT_SUCCEEDS(allocator_->finish_restore(both_));
   EXPECT_EQ(state("weights"), RegionState::kAttached);
   at(weights_)[0] = std::byte{1};  // it is mapped
@@ -130,7 +166,7 @@ TEST_F(SleepAllocatorTest, DetachIsAllOrNothingWhereverTheDeviceFails) {
     const bool broken = state("weights") == RegionState::kBroken || state("kv_cache") == RegionState::kBroken;
     EXPECT_EQ(done.error().state_changed, broken);
     if (broken) {  // a release failed: the content is gone, which only the second phase may do
-      EXPECT_FAILS(allocator_->attach(both_), Code::kDevice, "broken");
+      EXPECT_FAILS(attach(*allocator_, both_), Code::kDevice, "broken");
       break;
     }
     EXPECT_EQ(state("weights"), RegionState::kAttached);
@@ -146,7 +182,7 @@ TEST_F(SleepAllocatorTest, AttachIsAllOrNothingWhereverTheDeviceFailsAndARetryWo
   for (uint64_t n = 1;; ++n) {
     SCOPED_TRACE(n);
     device_.fail_at(n);
-    const Status done = allocator_->attach(both_);
+    const Status done = attach(*allocator_, both_);
     const bool fired = device_.fired();
     device_.fail_at(0);
     if (!fired) {
@@ -200,10 +236,10 @@ TEST(SleepAllocator, NotEnoughMemoryOnWakeSaysHowMuchIsNeededAndLaterWorks) {
   const Tags tags{"weights"};
   ASSERT_SUCCEEDS(allocator->detach(tags));
   const PhysicalId other = value_of(device->create(2 * kUnit));  // somebody else took it meanwhile
-  EXPECT_FAILS(allocator->attach(tags), Code::kResourceExhausted, std::to_string(3 * kUnit));
+  EXPECT_FAILS(attach(*allocator, tags), Code::kResourceExhausted, std::to_string(3 * kUnit));
   EXPECT_EQ(allocator->states().at("weights"), RegionState::kDetached);
   ASSERT_SUCCEEDS(device->release(other));
-  EXPECT_SUCCEEDS(allocator->attach(tags));
+  EXPECT_SUCCEEDS(attach(*allocator, tags));
 }
 
 TEST(SleepAllocator, HandlesMustFitTheGranularity) {

@@ -85,12 +85,13 @@ class Rank {
     return call("finish", {.tags = kTags, .keep_backup = true});
   }
 
-  // One word for both tags: broken before all others.
+  // One word for both tags: broken before all others; restoring for what a wake that could not be undone has left.
   std::string state() const {
     std::string found;
     for (const auto& [tag, state] : memory_->states()) {
       if (state == RegionState::kBroken) return "broken";
-      found = found.empty() || found == name(state) ? std::string(name(state)) : "mixed";
+      const auto word = name(state == RegionState::kAttaching ? RegionState::kRestoring : state);
+      found = found.empty() || found == word ? std::string(word) : "mixed";
     }
     return found;
   }

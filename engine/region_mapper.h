@@ -1,0 +1,35 @@
+// RegionMapper: on a thread of its own, attaches regions one after the other while what is there is copied into already.
+#pragma once
+
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "allocator/sleep_allocator.h"
+
+namespace torpor {
+
+class RegionMapper {
+ public:
+  // `regions` are attaching, or attached already; all in `allocator`, which outlives this.
+  RegionMapper(SleepAllocator& allocator, std::vector<DeviceAddress> regions);
+  ~RegionMapper();  // ends after the region at work
+
+  // Waits until the first `count` regions are there. An error: attaching one of them, or of those after, failed.
+  Status wait(size_t count);
+  bool finished() const;  // all are there
+
+ private:
+  void run();
+  SleepAllocator& allocator_;
+  const std::vector<DeviceAddress> regions_;
+  mutable std::mutex mutex_;  // guards all below but thread_
+  std::condition_variable changed_;
+  size_t attached_ = 0;
+  Status status_;
+  bool ending_ = false;
+  std::thread thread_;
+};
+
+}  // namespace torpor
