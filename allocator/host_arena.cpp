@@ -284,12 +284,12 @@ void HostArena::give_back(std::byte* data, uint64_t size) {
   impl_->used -= size;
 }
 
-uint64_t HostArena::trim() {
+uint64_t HostArena::trim(uint64_t keep_bytes) {
   const std::lock_guard lock(impl_->mutex);
   uint64_t given = 0;
   for (auto slab = impl_->slabs.begin(); slab != impl_->slabs.end();) {
     const auto& free = slab->second.free;
-    const bool unused = free.size() == 1 && free.begin()->second == slab->second.size;
+    const bool unused = impl_->held > keep_bytes && free.size() == 1 && free.begin()->second == slab->second.size;
     if (const uint64_t size = slab->second.size; unused && impl_->drop(slab->first, slab->second)) {
       given += size;
       slab = impl_->slabs.erase(slab);

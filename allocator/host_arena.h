@@ -82,8 +82,8 @@ class HostArena {
   Status wait_prefault();
   // The span's memory is never used again: a copy may still write into it. It counts as used for ever.
   static void quarantine(Span span) { span.arena_ = nullptr; }
-  // Gives slabs without a live span back to the system; returns how many bytes.
-  uint64_t trim();
+  // Gives slabs without a live span back to the system, while more than `keep_bytes` are held; returns how many bytes.
+  uint64_t trim(uint64_t keep_bytes = 0);
   HostArenaInfo info() const;
 
  private:

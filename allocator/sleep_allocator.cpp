@@ -23,6 +23,8 @@ std::string_view name(RegionState state) {
   return "broken";
 }
 
+bool is_asleep(RegionState state) { return state == RegionState::kDetached || state == RegionState::kAttaching || state == RegionState::kRestoring; }
+
 struct SleepAllocator::Region {
   RegionInfo info;
   uint64_t number = 0;  // in order of allocation

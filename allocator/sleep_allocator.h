@@ -30,6 +30,7 @@ namespace torpor {
 
 enum class RegionState : uint8_t { kAttached, kSaving, kDetached, kAttaching, kRestoring, kBroken };
 std::string_view name(RegionState state);  // "attached" …
+bool is_asleep(RegionState state);         // detached, or left on the way by a wake that could not be undone
 
 struct RegionInfo {
   std::string tag;

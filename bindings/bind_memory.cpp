@@ -27,14 +27,29 @@ std::string_view environment(const char* name) {
   return value == nullptr ? "" : value;
 }
 
-// See CudaDeviceOptions; 0 where it is not set.
-Result<uint64_t> gather_below_bytes() {
-  constexpr const char* kName = "TORPOR_CUDA_GATHER_BELOW_BYTES";
-  const std::string_view text = environment(kName);
+// None where it is not set.
+Result<std::optional<uint64_t>> bytes_from_environment(const char* name) {
+  const std::string_view text = environment(name);
+  if (text.empty()) return std::optional<uint64_t>();
   uint64_t bytes = 0;
   const auto [end, failed] = std::from_chars(text.data(), text.data() + text.size(), bytes);
-  if (text.empty() || (failed == std::errc() && end == text.data() + text.size())) return bytes;
-  return Error{.code = Code::kInvalidArgument, .what = fmt::format("{} is \"{}\"", kName, text), .next_step = "give a number of bytes"};
+  if (failed == std::errc() && end == text.data() + text.size()) return std::optional(bytes);
+  return Error{.code = Code::kInvalidArgument, .what = fmt::format("{} is \"{}\"", name, text), .next_step = "give a number of bytes"};
+}
+
+Result<std::unique_ptr<RankMemory>> make_memory(int ordinal) {
+  TORPOR_ASSIGN(const std::optional<uint64_t> budget, bytes_from_environment("TORPOR_ARENA_BUDGET_BYTES"));
+  TORPOR_ASSIGN(const std::optional<uint64_t> prefault, bytes_from_environment("TORPOR_ARENA_PREFAULT_BYTES"));
+  TORPOR_ASSIGN(const std::optional<uint64_t> keep, bytes_from_environment("TORPOR_ARENA_KEEP_BYTES"));
+  TORPOR_ASSIGN(const std::optional<uint64_t> gather_below, bytes_from_environment("TORPOR_CUDA_GATHER_BELOW_BYTES"));
+  TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> device, environment("TORPOR_MEMORY_DEVICE") == "host" ? Result<std::unique_ptr<DeviceMemory>>(make_host_device())
+                                                                                                      : make_cuda_device({.ordinal = ordinal, .gather_below_bytes = gather_below.value_or(0)}));
+  return RankMemory::create(std::move(device), linux_file_system(),
+                            {.rank = ordinal,
+                             .arena_budget_bytes = budget.value_or(0),
+                             .arena_prefault_bytes = prefault.value_or(0),
+                             .arena_keep_bytes = keep,
+                             .keep_backup = environment("TORPOR_KEEP_BACKUPS") == "1"});
 }
 
 py::dict to_dict(const TagMove& move) {
@@ -63,13 +78,7 @@ py::dict moved(const Work& work) {
 }  // namespace
 
 MemorySaver& memory_saver() {
-  static MemorySaver* const made = new MemorySaver(
-      [](int ordinal) -> Result<std::unique_ptr<DeviceMemory>> {
-        if (environment("TORPOR_MEMORY_DEVICE") == "host") return make_host_device();
-        TORPOR_ASSIGN(const uint64_t gather_below, gather_below_bytes());
-        return make_cuda_device({.ordinal = ordinal, .gather_below_bytes = gather_below});
-      },
-      {.keep_backup = environment("TORPOR_KEEP_BACKUPS") == "1"});
+  static MemorySaver* const made = new MemorySaver(make_memory);
   return *made;
 }
 

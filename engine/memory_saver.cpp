@@ -19,7 +19,7 @@ std::string user_tag(const std::string& tag) { return tag.ends_with(kNotKept) ? 
 
 }  // namespace
 
-MemorySaver::MemorySaver(MakeDevice make_device, RankMemoryOptions options) : make_device_(std::move(make_device)), options_(std::move(options)) {}
+MemorySaver::MemorySaver(MakeMemory make_memory) : make_memory_(std::move(make_memory)) {}
 MemorySaver::~MemorySaver() = default;
 
 std::vector<MemorySaver::Scope>& MemorySaver::scopes() {
@@ -31,10 +31,7 @@ std::vector<MemorySaver::Scope>& MemorySaver::scopes() {
 Result<RankMemory*> MemorySaver::memory_of(int device) {
   Device& entry = devices_[device];
   if (entry.memory == nullptr) {
-    TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> made, make_device_(device));
-    RankMemoryOptions options = options_;
-    options.rank = device;
-    TORPOR_ASSIGN(entry.memory, RankMemory::create(std::move(made), linux_file_system(), options));
+    TORPOR_ASSIGN(entry.memory, make_memory_(device));
   }
   return entry.memory.get();
 }
@@ -67,7 +64,7 @@ Result<TagMove> MemorySaver::each(const std::vector<std::string>& wanted_tags, R
     for (const auto& [name, state] : device.memory->states()) {
       if (!wanted_tags.empty() && !has_tag(wanted_tags, user_tag(name))) continue;
       known.insert(user_tag(name));
-      const bool fits = state == wanted || state == RegionState::kBroken || (wanted == RegionState::kDetached && state == RegionState::kRestoring);
+      const bool fits = state == wanted || state == RegionState::kBroken || (wanted == RegionState::kDetached && is_asleep(state));
       if (fits) tags.push_back(name);
     }
     if (!tags.empty()) selected.emplace_back(&device, std::move(tags));

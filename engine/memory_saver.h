@@ -27,10 +27,10 @@ class MemorySaver {
     bool keep = true;  // over a sleep; else the memory comes back without content
     bool active = true;  // false: allocations fail here; they are not to be torpor's
   };
-  using MakeDevice = std::function<Result<std::unique_ptr<DeviceMemory>>(int ordinal)>;
+  using MakeMemory = std::function<Result<std::unique_ptr<RankMemory>>(int ordinal)>;
 
-  // `make_device` is asked once for each ordinal.
-  MemorySaver(MakeDevice make_device, RankMemoryOptions options);
+  // `make_memory` is asked once for the device of each ordinal.
+  explicit MemorySaver(MakeMemory make_memory);
   ~MemorySaver();
 
   static std::vector<Scope>& scopes();  // of this thread; empty: the default scope
@@ -56,8 +56,7 @@ class MemorySaver {
   static std::vector<std::string> kept(const std::vector<std::string>& tags, const std::optional<std::vector<std::string>>& keep);
   Result<TagMove> each(const std::vector<std::string>& tags, RegionState wanted, const std::function<Result<TagMove>(RankMemory&, const std::vector<std::string>&)>& work);
 
-  const MakeDevice make_device_;
-  const RankMemoryOptions options_;
+  const MakeMemory make_memory_;
   mutable std::mutex mutex_;  // guards devices_
   std::map<int, Device> devices_;
 };

@@ -76,7 +76,9 @@ RankMemory::~RankMemory() {
 }
 
 Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMemory> device, FileSystem& file_system, RankMemoryOptions options) {
-  if (!options.keep_backup) options.keep_backup = device->kind() != "host";
+  const bool other_memory = device->kind() != "host";
+  if (!options.keep_backup) options.keep_backup = other_memory;
+  if (!options.arena_keep_bytes) options.arena_keep_bytes = other_memory || *options.keep_backup ? UINT64_MAX : 0;
   std::unique_ptr<RankMemory> memory(new RankMemory(std::move(device), file_system, options));
   TORPOR_ASSIGN(memory->arena_, HostArena::create({.budget_bytes = options.arena_budget_bytes, .slab_bytes = options.arena_slab_bytes, .prefault_threads = options.threads, .pin_for = memory->device_.get()}));
   TORPOR_ASSIGN(memory->allocator_, SleepAllocator::create(*memory->device_, {.handle_bytes = options.handle_bytes}));
@@ -172,8 +174,7 @@ Result<RankReply> RankMemory::dispatch(const std::string& method, const RankOrde
     for (const std::string& tag : order.tags) {
       if (const auto found = backups_.find(tag); found != backups_.end()) found->second.clean = false;
     }
-    executor_->release_staging();
-    arena_->trim();    // what backs up stays
+    give_back_unused();
     ::malloc_trim(0);  // what the engine derived from the content was freed just before
   } else if (method == "attach") {
     TORPOR_TRY(allocator_->begin_attach(order.tags));
@@ -181,8 +182,7 @@ Result<RankReply> RankMemory::dispatch(const std::string& method, const RankOrde
     TORPOR_TRY(restore(order, reply));
   } else if (method == "cancel_restore") {
     TORPOR_TRY(allocator_->cancel_restore(order.tags));
-    executor_->release_staging();
-    arena_->trim();
+    give_back_unused();
   } else if (method == "finish") {
     TORPOR_TRY(finish(order));
   } else if (method == "digest") {
@@ -200,10 +200,9 @@ Result<RankReply> RankMemory::dispatch(const std::string& method, const RankOrde
   return reply;
 }
 
-// Where device memory and host memory are the same, none is kept for the next time.
 void RankMemory::give_back_unused() {
   executor_->release_staging();
-  if (!*options_.keep_backup) arena_->trim();
+  arena_->trim(*options_.arena_keep_bytes);  // what backs up stays
 }
 
 Result<std::vector<ChunkPlan>> RankMemory::plans_of(const std::string& tag, const std::vector<int32_t>& blocks) const {

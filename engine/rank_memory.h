@@ -33,9 +33,12 @@ struct RankMemoryOptions {
   uint64_t arena_slab_bytes = 64ull << 20;  // host memory is taken from the system in pieces of this size
   uint64_t handle_bytes = 64ull << 20;      // physical memory of the device is made in pieces of this size
   uint64_t arena_prefault_bytes = 0;        // host memory that is brought up in the background from the start
+  // Most host memory that stays held between operations, for the next sleep to find it ready; what backups need stays in
+  // any case. None: any amount; but 0 on the device without a GPU, where it is taken from the same memory.
+  std::optional<uint64_t> arena_keep_bytes;
   int threads = 0;                  // for copies; 0: as many as the machine has cores, at most 8
-  // After a wake the arena keeps its memory, and a backup of weights that did not change since is not copied again.
-  // Worth the memory where device memory is the scarcer kind; off for the device without a GPU, where both are the same.
+  // A backup of weights that did not change since is kept after a wake and not copied again. None: off for the device
+  // without a GPU, where both are the same memory.
   std::optional<bool> keep_backup;
   std::shared_ptr<const Key> key;  // for chunk files of sealed checkpoints; null: there is none
 };

@@ -38,7 +38,7 @@ uint64_t bytes_of(const std::vector<SavedChunk>& chunks) {
 // could not be undone counts as asleep; the allocator refuses broken ones by name.
 Result<std::vector<std::string>> RankMemory::select(std::vector<std::string> tags, RegionState wanted) const {
   const std::map<std::string, RegionState> states = allocator_->states();
-  const auto fits = [wanted](RegionState state) { return state == wanted || state == RegionState::kBroken || (wanted == RegionState::kDetached && (state == RegionState::kAttaching || state == RegionState::kRestoring)); };
+  const auto fits = [wanted](RegionState state) { return state == wanted || state == RegionState::kBroken || (wanted == RegionState::kDetached && is_asleep(state)); };
   if (tags.empty()) {
     for (const auto& [tag, state] : states) {
       if (fits(state)) tags.push_back(tag);

@@ -51,6 +51,21 @@ TEST_F(RankMemoryTest, WithoutAKeptBackupNoHostMemoryIsHeldWhileAwake) {
   EXPECT_EQ(sleep_and_wake(*memory).bytes, kSize);
 }
 
+TEST_F(RankMemoryTest, TheArenaKeepsForTheNextSleepWhatItMay) {
+  for (const uint64_t keep : {uint64_t{0}, 8 * kMiB, uint64_t{UINT64_MAX}}) {
+    const auto memory = value_of(RankMemory::create(value_of(make_host_device()), linux_file_system(), {.arena_slab_bytes = 4 * kMiB, .arena_keep_bytes = keep, .threads = 1}));
+    ASSERT_SUCCEEDS(memory->allocate("weights", "w", kSize));
+    uint64_t held = 0;
+    for (int cycle = 0; cycle < 3; ++cycle) {
+      const RankReply asleep = sleep_and_wake(*memory);
+      EXPECT_GE(asleep.ledger.arena_held_bytes, kSize);
+      held = memory->ledger().arena_held_bytes;
+      EXPECT_LE(held, keep);
+    }
+    if (keep > kSize) EXPECT_GE(held, kSize);  // less than a backup's piece may be too little for any
+  }
+}
+
 TEST_F(RankMemoryTest, TheLedgerNamesEveryByte) {
   const auto memory = make(false);
   EXPECT_EQ(memory->ledger().device_physical_bytes, kSize);

@@ -183,11 +183,30 @@ def test_what_vllms_graphs_hold_is_of_a_tag_too(monkeypatch):
     memory.free(address)
 
 
-def test_the_size_below_which_a_kernel_gathers_must_be_a_number():
+@pytest.mark.parametrize("name", ["TORPOR_CUDA_GATHER_BELOW_BYTES", "TORPOR_ARENA_BUDGET_BYTES", "TORPOR_ARENA_PREFAULT_BYTES", "TORPOR_ARENA_KEEP_BYTES"])
+def test_sizes_in_the_environment_must_be_numbers(name):
     code = "from torpor import errors, memory\ntry:\n    memory.allocate(1)\nexcept errors.Error as problem:\n    print(problem)"
-    environment = {k: v for k, v in os.environ.items() if k != "TORPOR_MEMORY_DEVICE"} | {"TORPOR_CUDA_GATHER_BELOW_BYTES": "32k"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
-    assert "TORPOR_CUDA_GATHER_BELOW_BYTES" in done.stdout and "number of bytes" in done.stdout, done.stdout + done.stderr
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {name: "32k"}, capture_output=True, text=True, timeout=60)
+    assert name in done.stdout and "number of bytes" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_arena_has_a_budget_and_keeps_what_it_may():
+    code = """
+from torpor import errors, memory
+with memory.scope("a"):
+    memory.allocate(20 << 20)
+memory.sleep("a"), memory.wake("a")
+print("held", memory.ledger()[0]["arena_held_bytes"] >= 20 << 20)
+with memory.scope("b"):
+    memory.allocate(200 << 20)
+try:
+    memory.sleep()
+except errors.NotEnoughRoom as problem:
+    print("refused", "budget" in str(problem), {held["state"] for held in memory.ledger()[0]["tags"].values()})
+"""
+    environment = {"TORPOR_MEMORY_DEVICE": "host", "TORPOR_ARENA_KEEP_BYTES": str(1 << 30), "TORPOR_ARENA_BUDGET_BYTES": str(128 << 20)}
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["held True", "refused True {'attached'}"], done.stdout + done.stderr
 
 
 CHILD = """
