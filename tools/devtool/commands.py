@@ -218,18 +218,20 @@ def test(arguments: list[str]) -> int:
         ctest("asan")
         ctest("tsan")
     env = os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"}
-    pytest = [python_path, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    # Engines of their own take one core each; the tests of the shared one leave a core idle.
+    pytest = [python_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "--durations-min=20"]
+    # Two at a time: the servers take as long as all others together.
+    servers = [ROOT / "tests/python" / name for name in ("test_server.py", "test_server_restarts.py")]
     with tempfile.TemporaryFile("w+") as log:
         began = time.monotonic()
-        slow = None if quick else subprocess.Popen([str(c) for c in (*pytest, "tests/python", "-m", "slow")], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env)
+        beside = None if quick else subprocess.Popen([str(c) for c in (*pytest, *servers)], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env)
         step("Python tests, real engine", [*pytest, "tests/python", "-m", "not slow"], env=env)
-        if slow is not None:
-            print("\n=== Python tests, engines of their own", flush=True)
-            code = slow.wait()
+        if beside is not None:
+            step("Python tests, engines of their own", [*pytest, "tests/python", "-m", "slow", *(f"--ignore={path}" for path in servers)], env=env)
+            print("\n=== Python tests, servers", flush=True)
+            code = beside.wait()
             log.seek(0)
             print(log.read(), flush=True)
-            results.append(("Python tests, engines of their own", code == 0, time.monotonic() - began))
+            results.append(("Python tests, servers", code == 0, time.monotonic() - began))
     step("Tools and documents", [*pytest, "tests/tools"], env=env)
 
     print("\n=== Summary")
