@@ -15,8 +15,6 @@
 namespace torpor {
 namespace {
 
-constexpr uint64_t kPinStep = kGiB;  // one registration of more holds the driver's lock for long, and 512 GiB of one fail
-
 // Errors of earlier work that any call may report, done or not; the context is lost with them.
 bool is_sticky(CUresult result) {
   switch (result) {
@@ -75,8 +73,8 @@ Error unknown(std::string_view what, uint64_t id) {
 
 class CudaDevice final : public DeviceMemory {
  public:
-  CudaDevice(const CudaDriver& driver, CUdevice device, CUcontext context, int ordinal)
-      : driver_(driver), device_(device), context_(context), kind_(fmt::format("cuda:{}", ordinal)) {}
+  CudaDevice(const CudaDriver& driver, CUdevice device, CUcontext context, const CudaDeviceOptions& options)
+      : driver_(driver), device_(device), context_(context), kind_(fmt::format("cuda:{}", options.ordinal)), pin_step_bytes_(options.pin_step_bytes) {}
 
   ~CudaDevice() override {
     {
@@ -256,10 +254,11 @@ class CudaDevice final : public DeviceMemory {
     return ok();
   }
 
-  Status do_copy_async(StreamId id, Direction direction, std::span<const Copy> copies) override {
+  Status do_copy_async(StreamId id, Direction direction, std::span<const Copy> wanted) override {
     TORPOR_CUDA_CURRENT();
     const CUstream stream = stream_of(id);
     if (stream == nullptr) return unknown("stream", static_cast<uint64_t>(id));
+    const std::vector<Copy> copies = divided(wanted);
     if (gathers(copies)) return gather(stream, direction, copies);
     if (copies.size() > 1 && driver_.cuMemcpyBatchAsync != nullptr) return copy_batch(stream, direction, copies);
     for (const Copy& copy : copies) {
@@ -321,25 +320,23 @@ class CudaDevice final : public DeviceMemory {
 
   Status do_pin_host(std::span<std::byte> host) override {
     TORPOR_CUDA_CURRENT();
-    for (uint64_t at = 0; at < host.size(); at += kPinStep) {
-      const uint64_t bytes = std::min<uint64_t>(kPinStep, host.size() - at);
+    for (uint64_t at = 0; at < host.size(); at += pin_step_bytes_) {
+      const uint64_t bytes = std::min<uint64_t>(pin_step_bytes_, host.size() - at);
       const CUresult result = driver_.cuMemHostRegister(host.data() + at, bytes, CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
-      if (result == CUDA_SUCCESS) continue;
+      if (result == CUDA_SUCCESS) {
+        const std::lock_guard lock(mutex_);
+        pinned_.emplace(host.data() + at, bytes);
+        continue;
+      }
       Error error = cuda_error(driver_, result, fmt::format("pinning {} bytes of host memory", bytes));
-      error.state_changed = at > 0 && !unpin(host.first(at));
+      error.state_changed = !unpin(host);
       return error;
     }
-    const std::lock_guard lock(mutex_);
-    pinned_.emplace(host.data(), host.size());
     return ok();
   }
 
   Status do_unpin_host(std::span<std::byte> host) override {
     TORPOR_CUDA_CURRENT();
-    {
-      const std::lock_guard lock(mutex_);
-      pinned_.erase(host.data());
-    }
     return unpin(host);
   }
 
@@ -447,6 +444,31 @@ class CudaDevice final : public DeviceMemory {
     return ok();
   }
 
+  // The driver refuses a copy whose host memory lies in two registrations, or partly in one (seen with
+  // cudaMemcpyBatchAsync, sgl-project/sglang pull request 36798): each result lies in one, or in none.
+  std::vector<Copy> divided(std::span<const Copy> copies) {
+    std::vector<Copy> pieces;
+    pieces.reserve(copies.size());
+    const std::lock_guard lock(mutex_);
+    for (Copy rest : copies) {
+      while (rest.bytes > 0) {
+        const auto next = pinned_.upper_bound(rest.host);
+        uint64_t undivided = next == pinned_.end() ? rest.bytes : static_cast<uint64_t>(next->first - rest.host);
+        if (next != pinned_.begin()) {
+          const auto& [base, size] = *std::prev(next);
+          if (rest.host < base + size) undivided = static_cast<uint64_t>(base + size - rest.host);
+        }
+        Copy piece = rest;
+        piece.bytes = std::min(rest.bytes, undivided);
+        pieces.push_back(piece);
+        rest.device += piece.bytes;
+        rest.host += piece.bytes;
+        rest.bytes -= piece.bytes;
+      }
+    }
+    return pieces;
+  }
+
   bool gathers(std::span<const Copy> copies) {
     if (module_ == nullptr || copies.size() < 2) return false;
     uint64_t bytes = 0;
@@ -475,11 +497,22 @@ class CudaDevice final : public DeviceMemory {
     return ok();
   }
 
+  // What is still registered of `host`; a failure leaves the rest to the next call.
   Status unpin(std::span<std::byte> host) {
     Status first;
-    for (uint64_t at = 0; at < host.size(); at += kPinStep) {
-      const CUresult result = twice([&] { return driver_.cuMemHostUnregister(host.data() + at); });
-      if (result != CUDA_SUCCESS && first) first = cuda_error(driver_, result, "unpinning host memory");
+    std::vector<std::byte*> registered;
+    {
+      const std::lock_guard lock(mutex_);
+      for (auto at = pinned_.lower_bound(host.data()); at != pinned_.end() && at->first < host.data() + host.size(); ++at) registered.push_back(at->first);
+    }
+    for (std::byte* const base : registered) {
+      const CUresult result = twice([&] { return driver_.cuMemHostUnregister(base); });
+      if (result == CUDA_SUCCESS) {
+        const std::lock_guard lock(mutex_);
+        pinned_.erase(base);
+      } else if (first) {
+        first = cuda_error(driver_, result, "unpinning host memory");
+      }
     }
     return first;
   }
@@ -494,6 +527,7 @@ class CudaDevice final : public DeviceMemory {
   const CUdevice device_;
   const CUcontext context_;  // retained
   const std::string kind_;
+  const uint64_t pin_step_bytes_;
   CUmemAllocationProp properties_{};
   uint64_t granularity_ = 0;
   uint64_t capacity_ = 0;
@@ -509,7 +543,7 @@ class CudaDevice final : public DeviceMemory {
   std::mutex mutex_;  // guards all below; taken after DeviceMemory's
   std::map<StreamId, CUstream> streams_;
   std::map<EventId, Event> events_;
-  std::map<const std::byte*, uint64_t> pinned_;  // what copies may reach from a kernel, with its size
+  std::map<std::byte*, uint64_t> pinned_;  // each registration of host memory, with its size
   std::vector<CUevent> leftover_events_;  // that the driver would not destroy; the end of the device tries again
 };
 
@@ -532,7 +566,7 @@ Result<std::unique_ptr<DeviceMemory>> make_cuda_device(const CudaDriver& driver,
   if (const CUresult result = driver.cuDeviceGet(&device, options.ordinal); result != CUDA_SUCCESS) return cuda_error(driver, result, fmt::format("opening GPU {}", options.ordinal));
   CUcontext context = nullptr;
   if (const CUresult result = driver.cuDevicePrimaryCtxRetain(&context, device); result != CUDA_SUCCESS) return cuda_error(driver, result, fmt::format("taking the context of GPU {}", options.ordinal));
-  auto made = std::make_unique<CudaDevice>(driver, device, context, options.ordinal);
+  auto made = std::make_unique<CudaDevice>(driver, device, context, options);
   CudaDeviceInfo found;
   TORPOR_TRY(made->start(options, found));
   if (info != nullptr) *info = std::move(found);

@@ -27,6 +27,9 @@ struct CudaDeviceOptions {
   // GPU has nothing else to do. 0: by the copy engines like all others. tools/gpu_check measures which is faster where.
   uint64_t gather_below_bytes = 0;
   std::span<const std::byte> gather_image = {};  // of the kernel; empty: the one in this build
+  // Host memory is registered in pieces of this size, whole pages: one of much more holds the driver's lock for long, and
+  // from 512 GiB on it fails.
+  uint64_t pin_step_bytes = uint64_t{1} << 30;
 };
 
 struct CudaDeviceInfo {

@@ -256,6 +256,50 @@ TEST_F(CudaDeviceTest, AnArenaThatCannotBePinnedWorksAndSaysSo) {
   EXPECT_EQ(arena->info().unpinned_bytes, 0u);
 }
 
+// SGLang 36798: host memory is registered in pieces, and a page that lay in two of them was refused by the driver.
+TEST(CudaDevice, ACopyMayCrossRegistrationsOfHostMemory) {
+  for (const uint64_t gather_below : {uint64_t{0}, kMiB}) {
+    FakeCuda fake({.granularity_bytes = 2 * kMiB});
+    constexpr std::byte image[16] = {};
+    const auto device = value_of(make_cuda_device(fake.driver(), {.gather_below_bytes = gather_below, .gather_image = image, .pin_step_bytes = 8 * kKiB}));
+    const auto arena = value_of(HostArena::create({.slab_bytes = 2 * kMiB, .pin_for = device.get()}));
+    const auto host = value_of(arena->allocate(kMiB)).bytes();
+    const DeviceAddress address = value_of(device->reserve(2 * kMiB));
+    const PhysicalId id = value_of(device->create(2 * kMiB));
+    ASSERT_SUCCEEDS(device->map(address, id));
+    ASSERT_SUCCEEDS(device->set_access(address, 2 * kMiB, Access::kReadWrite));
+    const StreamId stream = value_of(device->create_stream());
+    std::vector<std::byte> content(60 * kKiB);
+    for (size_t i = 0; i < content.size(); ++i) content[i] = static_cast<std::byte>(i * 131 >> 3);
+    std::copy(content.begin(), content.end(), host.data() + 100);
+    const std::vector<Copy> up = {{address + 5, host.data() + 100, 20 * kKiB}, {address + 5 + 20 * kKiB, host.data() + 100 + 20 * kKiB, 40 * kKiB}};
+    ASSERT_SUCCEEDS(device->copy_async(stream, Direction::kHostToDevice, up));
+    std::vector<std::byte> read(content.size());
+    const Copy down{address + 5, read.data(), read.size()};
+    ASSERT_SUCCEEDS(device->copy_async(stream, Direction::kDeviceToHost, {&down, 1}));
+    ASSERT_EQ(device->drain(stream).drain, Drain::kCompleted);
+    EXPECT_EQ(read, content);
+    EXPECT_EQ(fake.counts()["cuLaunchKernel"] > 0, gather_below > 0);
+    ASSERT_SUCCEEDS(device->unmap(address, 2 * kMiB));
+    ASSERT_SUCCEEDS(device->release(id));
+    ASSERT_SUCCEEDS(device->free_reservation(address));
+    ASSERT_SUCCEEDS(device->destroy_stream(stream));
+  }
+}
+
+TEST_F(CudaDeviceTest, WhatCouldNotBeUnpinnedIsTriedAgainAndNothingElse) {
+  const auto device = value_of(make_cuda_device(fake_.driver(), {.pin_step_bytes = kMiB}));
+  std::vector<std::byte> memory(4 * kMiB);
+  ASSERT_SUCCEEDS(device->pin_host(memory));
+  fake_.fail(3, CUDA_ERROR_ILLEGAL_ADDRESS, Lasting::kOnce);  // context, the first, then the second
+  EXPECT_FAILS(device->unpin_host(memory), Code::kDevice);
+  EXPECT_EQ(fake_.failed_function(), "cuMemHostUnregister");
+  fake_.heal();
+  EXPECT_NE(fake_.left().find("1 pinned"), std::string::npos);
+  EXPECT_SUCCEEDS(device->unpin_host(memory));
+  EXPECT_EQ(fake_.left().find("pinned"), std::string::npos);
+}
+
 TEST_F(CudaDeviceTest, MemoryThatCannotBeUnpinnedStays) {
   const auto arena = value_of(HostArena::create({.slab_bytes = 2 * kMiB, .pin_for = device_.get()}));
   (void)value_of(arena->allocate(kMiB));

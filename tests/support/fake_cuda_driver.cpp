@@ -125,6 +125,9 @@ CUresult FakeCuda::enqueue(uint64_t id, const Work& work) {
   const auto stream = streams_.find(id);
   if (stream == streams_.end()) return CUDA_ERROR_INVALID_HANDLE;
   if (work.bytes == 0 || !accessible(work.device, work.bytes, work.kind != Work::Kind::kDown)) return CUDA_ERROR_INVALID_VALUE;
+  for (const auto& [base, size] : pinned_) {  // host memory lies in one registration, or in none
+    if (work.host != nullptr && overlap(number(base), size, number(work.host), work.bytes) && (work.host < base || base + size < work.host + work.bytes)) return CUDA_ERROR_INVALID_VALUE;
+  }
   for (const auto& [other_id, other] : streams_) {
     if (other_id == id) continue;
     for (const Work& running : other.queue) {
