@@ -17,5 +17,18 @@ TEST(GpuCheck, EveryCheckRunsOnTheFakeDriver) {
   EXPECT_EQ(fake.left(), "");
 }
 
+TEST(GpuCheck, ACheckThatFailsIsARowAndTheOthersRun) {
+  test::FakeCuda fake({.memory_bytes = 96 * kMiB, .granularity_bytes = 2 * kMiB});  // the largest blocks do not fit
+  const auto report = gpu_check::run(fake.driver(), {}, {.bytes = 4 * kMiB, .cycle_bytes = 8 * kMiB, .cycles = 1, .rounds = 1});
+  EXPECT_FALSE(report["passed"].get<bool>());
+  EXPECT_EQ(report["checks"].size(), 14u);
+  for (const auto& row : report["checks"]) {
+    const bool too_large = row["check"].get<std::string>().find("of 128 tokens") != std::string::npos;
+    EXPECT_EQ(row["passed"].get<bool>(), !too_large) << row.dump();
+    EXPECT_EQ(row.contains("error"), too_large) << row.dump();
+  }
+  EXPECT_EQ(fake.left(), "");
+}
+
 }  // namespace
 }  // namespace torpor

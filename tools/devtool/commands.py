@@ -35,8 +35,12 @@ GPU_CHECK_RUN = """#!/bin/sh
 here=$(cd "$(dirname "$0")" && pwd)
 export LD_LIBRARY_PATH="$here/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 "$here/gpu_check" --help >/dev/null || exit 2
-"$here/cuda_device_test" --gtest_brief=1 >&2 || exit 1
-exec "$here/gpu_check" "$@"
+"$here/cuda_device_test" --gtest_brief=1 >&2
+suite=$?
+"$here/gpu_check" "$@"
+figures=$?
+[ "$suite" = 0 ] && exit "$figures"
+exit 1
 """
 
 

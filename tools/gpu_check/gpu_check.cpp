@@ -5,6 +5,7 @@
 #include <cstring>
 #include <functional>
 #include <random>
+#include <stdexcept>
 #include <thread>
 
 #include <fmt/format.h>
@@ -22,9 +23,18 @@ namespace torpor::gpu_check {
 namespace {
 
 using bench::median;
-using bench::must;
 using bench::seconds;
 using Json = nlohmann::ordered_json;
+
+// A failure ends its check, and no other.
+template <class T>
+T must(Result<T> result) {
+  if (!result) throw std::runtime_error(result.error().to_string());
+  return std::move(*result);
+}
+void must(const Status& status) {
+  if (!status) throw std::runtime_error(status.error().to_string());
+}
 
 constexpr uint64_t kSegment = 64 * kMiB;  // regions as torch's larger segments
 
@@ -142,8 +152,9 @@ class Loop {
   ~Loop() {
     for (Region& region : regions_) {
       if (region.host != nullptr) extra_.free_host(region.host);
-      unmap(region);
-      must(device_->free_reservation(region.address));
+      (void)device_->unmap(region.address, region.bytes);  // it may be asleep
+      (void)device_->release(region.id);
+      (void)device_->free_reservation(region.address);
     }
   }
   void sleep() {
@@ -374,17 +385,24 @@ Json run(const CudaDriver& driver, const ExtraFunctions& extra, const Options& o
   must(make_cuda_device(driver, {.ordinal = options.device, .rdma = true, .exportable = true}, &info));
   const Gpu gpu(driver, options.device);
   Json report = {{"gpu", info.name}, {"driver", info.driver_version}, {"batched_copies", info.batched_copies}, {"notes", info.notes}, {"checks", Json::array()}};
+  const auto add = [&report](const std::string& name, const std::function<Json()>& check) {
+    try {
+      report["checks"].push_back(check());
+    } catch (const std::exception& failed) {
+      report["checks"].push_back({{"check", name}, {"passed", false}, {"error", failed.what()}});
+    }
+  };
   double down = 0;
   double up = 0;
-  report["checks"].push_back(line_rate(gpu, options, down, up));
-  report["checks"].push_back(bulk(gpu, extra, options, down, up));
+  add("line rate", [&] { return line_rate(gpu, options, down, up); });
+  add("sleep and wake of weights", [&] { return bulk(gpu, extra, options, down, up); });
   for (const int tokens : {1, 4, 16, 32, 128}) {
     std::vector<Digest> digests;
-    for (const bool by_kernel : {false, true}) report["checks"].push_back(paged(gpu, options, tokens, by_kernel, down, up, digests));
+    for (const bool by_kernel : {false, true}) add(fmt::format("scattered KV blocks of {} tokens", tokens), [&] { return paged(gpu, options, tokens, by_kernel, down, up, digests); });
   }
-  report["checks"].push_back(cycles(gpu, options));
-  if (extra.begin_capture != nullptr) report["checks"].push_back(graph(gpu, extra, options));
-  report["checks"].push_back(arena(gpu, extra, options));
+  add("cycles", [&] { return cycles(gpu, options); });
+  if (extra.begin_capture != nullptr) add("a captured graph after each cycle", [&] { return graph(gpu, extra, options); });
+  add("pinned host memory", [&] { return arena(gpu, extra, options); });
   report["passed"] = std::all_of(report["checks"].begin(), report["checks"].end(), [](const Json& row) { return row["passed"].get<bool>(); });
   return report;
 }
