@@ -24,7 +24,9 @@ def test_the_checks_find_planted_problems(tmp_path):
     (tmp_path / "README.md").write_text("See `base/none.h` and [this](docs/none.md), and `base/here.h`.")
     (tmp_path / "base/here.h").write_text("#include <pybind11/pybind11.h>\n")
     (tmp_path / "base/use.py").write_text("import pickle\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/mutants.toml").write_text('[[mutant]]\nname = "stale"\nfile = "base/here.h"\nreplace = "gone"\n\n[[mutant]]\nname = "fresh"\nfile = "base/here.h"\nreplace = "pybind11/pybind11"\n')
     found = "\n".join(checks.all_problems(tmp_path))
-    for part in ("base/none.h", "docs/none.md", "pybind11", "imports pickle"):
+    for part in ("base/none.h", "docs/none.md", "pybind11", "imports pickle", "'stale'"):
         assert part in found
-    assert "names base/here.h" not in found
+    assert "names base/here.h" not in found and "'fresh'" not in found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 # A word in backticks that looks like a path inside the repository: has a slash, or a known file ending.
@@ -60,5 +61,12 @@ def uses_of_pickle(root: Path) -> list[str]:
     ]
 
 
+def stale_mutants(root: Path) -> list[str]:
+    """Faults of tests/mutants.toml whose text is not exactly once in their file: they could not be planted."""
+    mutants = tomllib.loads((root / "tests/mutants.toml").read_text())["mutant"]
+    counts = ((m, (root / m["file"]).read_text().count(m["replace"])) for m in mutants)
+    return [f"tests/mutants.toml: {m['name']!r}: {m['file']} has its text {count} times" for m, count in counts if count != 1]
+
+
 def all_problems(root: Path) -> list[str]:
-    return missing_paths(root) + forbidden_includes(root) + uses_of_pickle(root)
+    return missing_paths(root) + forbidden_includes(root) + uses_of_pickle(root) + stale_mutants(root)
