@@ -97,7 +97,7 @@ def test_every_answer_of_200_requests_is_whole_and_identical_over_10_sleeps(serv
         await whole_and_once(client, readings)
         assert [reading.text for reading in readings] == [reading.text for reading in expected]
         assert sum(bool(reading.taken_up_at) for reading in readings) > 10
-        assert sum(reading.begun_again for reading in readings) < REQUESTS  # those that came while there was no server
+        assert sum(bool(reading.begun_again) for reading in readings) < REQUESTS // 2  # those that came while there was no server
 
     run(server, scene)
 

@@ -101,7 +101,7 @@ class Reading:
     finish_reason: str | None = None
     interruptions: int = 0
     taken_up_at: list[int] = field(default_factory=list)  # characters that it had then
-    begun_again: int = 0  # the server had never acknowledged it
+    begun_again: int = 0  # of the interruptions, those after which it was begun again: the server had never acknowledged it
     times: list[float] = field(default_factory=list)  # of each piece of text
 
 
