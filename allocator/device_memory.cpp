@@ -12,14 +12,16 @@ Error invalid(std::string what, std::string next_step = "this is a mistake in th
 }
 
 Error precondition(std::string what) {
-  return Error{.code = Code::kFailedPrecondition, .what = std::move(what), .next_step = "this is a mistake in the calling code"};
+  return Error{
+      .code = Code::kFailedPrecondition, .what = std::move(what), .next_step = "this is a mistake in the calling code"};
 }
 
 }  // namespace
 
 Result<DeviceAddress> DeviceMemory::reserve(uint64_t size) {
   if (size == 0 || !is_aligned(size, granularity())) {
-    return invalid(fmt::format("a reservation of {} bytes is not a multiple of the granularity {}", size, granularity()));
+    return invalid(
+        fmt::format("a reservation of {} bytes is not a multiple of the granularity {}", size, granularity()));
   }
   const std::lock_guard lock(mutex_);
   TORPOR_ASSIGN(const DeviceAddress address, do_reserve(size));
@@ -33,7 +35,8 @@ Status DeviceMemory::free_reservation(DeviceAddress address) {
   if (found == reservations_.end()) return invalid(fmt::format("{:#x} is not the start of a reservation", address));
   const auto mapped = mappings_.lower_bound(address);
   if (mapped != mappings_.end() && mapped->first < address + found->second) {
-    return precondition(fmt::format("the reservation at {:#x} still has memory mapped at {:#x}", address, mapped->first));
+    return precondition(
+        fmt::format("the reservation at {:#x} still has memory mapped at {:#x}", address, mapped->first));
   }
   TORPOR_TRY(do_free_reservation(address, found->second));
   reservations_.erase(found);
@@ -42,7 +45,8 @@ Status DeviceMemory::free_reservation(DeviceAddress address) {
 
 Result<PhysicalId> DeviceMemory::create(uint64_t size) {
   if (size == 0 || !is_aligned(size, granularity())) {
-    return invalid(fmt::format("physical memory of {} bytes is not a multiple of the granularity {}", size, granularity()));
+    return invalid(
+        fmt::format("physical memory of {} bytes is not a multiple of the granularity {}", size, granularity()));
   }
   const std::lock_guard lock(mutex_);
   if (capacity_bytes() != 0 && (physical_bytes_ > capacity_bytes() || size > capacity_bytes() - physical_bytes_)) {
@@ -100,7 +104,8 @@ Status DeviceMemory::set_access(DeviceAddress address, uint64_t size, Access acc
   // The range must start and end with a mapping and be covered without a gap.
   std::vector<Mapping*> covered;
   uint64_t reached = address;
-  for (auto at = mappings_.find(address); at != mappings_.end() && at->first == reached && reached < address + size; ++at) {
+  for (auto at = mappings_.find(address); at != mappings_.end() && at->first == reached && reached < address + size;
+       ++at) {
     covered.push_back(&at->second);
     reached += at->second.size;
   }
@@ -115,7 +120,8 @@ Status DeviceMemory::set_access(DeviceAddress address, uint64_t size, Access acc
 Status DeviceMemory::unmap(DeviceAddress address, uint64_t size) {
   const std::lock_guard lock(mutex_);
   uint64_t reached = address;
-  for (auto at = mappings_.find(address); at != mappings_.end() && at->first == reached && reached < address + size; ++at) {
+  for (auto at = mappings_.find(address); at != mappings_.end() && at->first == reached && reached < address + size;
+       ++at) {
     reached += at->second.size;
   }
   if (size == 0 || reached != address + size) {
@@ -144,7 +150,8 @@ Status DeviceMemory::copy_async(StreamId stream, Direction direction, std::span<
       if (mapping == mappings_.begin() || (--mapping)->first + mapping->second.size <= reached ||
           mapping->second.access == Access::kNone ||
           (direction == Direction::kHostToDevice && mapping->second.access != Access::kReadWrite)) {
-        return invalid(fmt::format("copy of {} bytes at {:#x}: {:#x} is not mapped with access", copy.bytes, copy.device, reached));
+        return invalid(fmt::format("copy of {} bytes at {:#x}: {:#x} is not mapped with access", copy.bytes,
+                                   copy.device, reached));
       }
       reached = mapping->first + mapping->second.size;
     }
@@ -165,7 +172,8 @@ void DeviceMemory::forget(std::map<PhysicalId, Physical>::iterator physical) {
 
 DeviceMemoryInfo DeviceMemory::info() const {
   const std::lock_guard lock(mutex_);
-  DeviceMemoryInfo info{.capacity_bytes = capacity_bytes(), .physical_bytes = physical_bytes_, .used_bytes = used_bytes()};
+  DeviceMemoryInfo info{
+      .capacity_bytes = capacity_bytes(), .physical_bytes = physical_bytes_, .used_bytes = used_bytes()};
   for (const auto& [address, mapping] : mappings_) info.mapped_bytes += mapping.size;
   for (const auto& [address, size] : reservations_) info.reserved_bytes += size;
   return info;

@@ -5,8 +5,8 @@
 // memory is gone once it is released and nothing maps it. Sizes and addresses are multiples of granularity().
 //
 // The public methods check what can be checked (alignment, ranges, known ids, double map, leaks) and are stricter than
-// CUDA; the do_* methods do the work. Implementations: HostDevice (no GPU; mmap and mremap), CudaDevice. Contract suite:
-// tests/contract/device_memory_contract.h.
+// CUDA; the do_* methods do the work. Implementations: HostDevice (no GPU; mmap and mremap), CudaDevice. Contract
+// suite: tests/contract/device_memory_contract.h.
 //
 // Threads: all methods may be called from any thread. Copies on one stream complete in order.
 // Failure: a failed call changes nothing, except where it says otherwise.
@@ -39,8 +39,8 @@ struct Copy {
   DeviceAddress device = 0;
   std::byte* host = nullptr;
   uint64_t bytes = 0;
-  // Where takes_digests(): the copied bytes are added to it in the same pass, copies of one call in their order. Read it
-  // only after an event behind the copy completed. Otherwise it stays as it is.
+  // Where takes_digests(): the copied bytes are added to it in the same pass, copies of one call in their order. Read
+  // it only after an event behind the copy completed. Otherwise it stays as it is.
   StreamingDigest* digest = nullptr;
 };
 
@@ -79,8 +79,9 @@ class DeviceMemory {
 
   Status map(DeviceAddress address, PhysicalId id);  // whole physical memory; no access until set_access
   Status set_access(DeviceAddress address, uint64_t size, Access access);  // the range must be mapped without gaps
-  Status unmap(DeviceAddress address, uint64_t size);  // whole mappings only; the caller has proven that work is done;
-                                                       // state_changed: a part is unmapped and could not be mapped again
+  Status unmap(DeviceAddress address,
+               uint64_t size);  // whole mappings only; the caller has proven that work is done;
+                                // state_changed: a part is unmapped and could not be mapped again
 
   Result<StreamId> create_stream();
   Status destroy_stream(StreamId stream);  // waits for its work
@@ -88,7 +89,7 @@ class DeviceMemory {
   // The device side must be mapped with access for the whole time.
   Status copy_async(StreamId stream, Direction direction, std::span<const Copy> copies);
   Result<EventId> record(StreamId stream);
-  DrainResult wait(EventId event);  // consumes the event
+  DrainResult wait(EventId event);     // consumes the event
   DrainResult drain(StreamId stream);  // waits for all work of the stream; where record() or wait() proved nothing
 
   // Waits for all work on the device, whoever gave it: before content is read, and before memory goes.
@@ -139,8 +140,8 @@ class DeviceMemory {
     bool released = false;
   };
   void forget(std::map<PhysicalId, Physical>::iterator physical);  // the lock is held
-  mutable std::mutex mutex_;                         // guards all below; never held while a copy is waited for
-  std::map<DeviceAddress, uint64_t> reservations_;   // address -> size
+  mutable std::mutex mutex_;                        // guards all below; never held while a copy is waited for
+  std::map<DeviceAddress, uint64_t> reservations_;  // address -> size
   std::map<DeviceAddress, Mapping> mappings_;
   std::map<PhysicalId, Physical> physical_;
   uint64_t physical_bytes_ = 0;  // of physical_

@@ -26,24 +26,29 @@ constexpr int kTrials = 2;  // of each way; the first may meet memory that a hyp
 
 // Fresh memory at a multiple of a huge page; null when the system has none.
 std::byte* map_fresh(uint64_t size) {
-  void* const wide = ::mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* const wide =
+      ::mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (wide == MAP_FAILED) return nullptr;
   auto* const start = static_cast<std::byte*>(wide);
-  auto* const data = start + (align_up(reinterpret_cast<uintptr_t>(start), kHugePage) - reinterpret_cast<uintptr_t>(start));
+  auto* const data =
+      start + (align_up(reinterpret_cast<uintptr_t>(start), kHugePage) - reinterpret_cast<uintptr_t>(start));
   if (data > start) ::munmap(start, static_cast<size_t>(data - start));
   if (const auto tail = static_cast<size_t>(start + kHugePage - data); tail > 0) ::munmap(data + size, tail);
   ::madvise(data, size, MADV_DONTDUMP);  // prompts have no place in core files
   return data;
 }
 
-// Asks that pages of untouched memory come from a NUMA node, from others when it is full. Returns 0 or the system's error.
+// Asks that pages of untouched memory come from a NUMA node, from others when it is full. Returns 0 or the system's
+// error.
 int prefer_node(std::byte* data, uint64_t size, int node) {
   constexpr int kNodes = 1024;  // Linux's most
   constexpr size_t kBits = 8 * sizeof(unsigned long);
   unsigned long mask[kNodes / kBits] = {};
   if (node >= kNodes) return EINVAL;
   mask[static_cast<size_t>(node) / kBits] = 1ul << (static_cast<size_t>(node) % kBits);
-  return ::syscall(SYS_mbind, data, size, MPOL_PREFERRED, mask, kNodes + 1, 0) == 0 ? 0 : errno;  // it takes one bit less than it is told
+  return ::syscall(SYS_mbind, data, size, MPOL_PREFERRED, mask, kNodes + 1, 0) == 0
+             ? 0
+             : errno;  // it takes one bit less than it is told
 }
 
 // Makes every page present, so that later use pays no page fault. Several threads, because faults of one process scale.
@@ -68,7 +73,8 @@ void bring_up(std::byte* data, uint64_t size, const BringUp& method) {
 }  // namespace
 
 std::string to_string(const BringUp& method) {
-  return fmt::format("{} pages, {}, {} thread{}", method.huge_pages ? "huge" : "small", method.populate ? "populated" : "touched", method.threads, method.threads == 1 ? "" : "s");
+  return fmt::format("{} pages, {}, {} thread{}", method.huge_pages ? "huge" : "small",
+                     method.populate ? "populated" : "touched", method.threads, method.threads == 1 ? "" : "s");
 }
 
 BringUp fastest_bring_up(int threads) {
@@ -115,15 +121,19 @@ struct HostArena::Impl {
     uint64_t size = align_up(std::max(bytes, options.slab_bytes), options.slab_bytes >= kHugePage ? kHugePage : kPage);
     if (options.budget_bytes != 0 && held + size > options.budget_bytes) size = align_up(bytes, kPage);
     if (options.budget_bytes != 0 && held + size > options.budget_bytes) {
-      return Error{.code = Code::kResourceExhausted,
-                   .what = fmt::format("host memory for saved bytes: {} more wanted, {} of the budget of {} are held, {} in use",
-                                       bytes, held, options.budget_bytes, used),
-                   .next_step = "raise arena_budget_bytes, or sleep to disk"};
+      return Error{
+          .code = Code::kResourceExhausted,
+          .what = fmt::format("host memory for saved bytes: {} more wanted, {} of the budget of {} are held, {} in use",
+                              bytes, held, options.budget_bytes, used),
+          .next_step = "raise arena_budget_bytes, or sleep to disk"};
     }
     std::byte* const data = map_fresh(size);
-    if (data == nullptr) return system_error(errno, fmt::format("cannot take {} bytes of host memory", size), "free memory, or sleep to disk");
+    if (data == nullptr)
+      return system_error(errno, fmt::format("cannot take {} bytes of host memory", size),
+                          "free memory, or sleep to disk");
     if (const int failed = numa_node ? prefer_node(data, size, *numa_node) : 0; failed != 0) {
-      log().warn("host memory comes from any NUMA node, copies may be slower: node {} refused: {}", *numa_node, std::generic_category().message(failed));
+      log().warn("host memory comes from any NUMA node, copies may be slower: node {} refused: {}", *numa_node,
+                 std::generic_category().message(failed));
       numa_node.reset();
     }
     torpor::bring_up(data, size, method);
@@ -302,7 +312,12 @@ uint64_t HostArena::trim(uint64_t keep_bytes) {
 
 HostArenaInfo HostArena::info() const {
   const std::lock_guard lock(impl_->mutex);
-  return {.budget_bytes = impl_->options.budget_bytes, .held_bytes = impl_->held, .used_bytes = impl_->used, .unpinned_bytes = impl_->unpinned, .numa_node = impl_->numa_node, .bring_up = impl_->method};
+  return {.budget_bytes = impl_->options.budget_bytes,
+          .held_bytes = impl_->held,
+          .used_bytes = impl_->used,
+          .unpinned_bytes = impl_->unpinned,
+          .numa_node = impl_->numa_node,
+          .bring_up = impl_->method};
 }
 
 HostArena::Span::~Span() {
@@ -312,7 +327,9 @@ HostArena::Span::~Span() {
 }
 
 HostArena::Span::Span(Span&& other) noexcept
-    : arena_(std::exchange(other.arena_, nullptr)), data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+    : arena_(std::exchange(other.arena_, nullptr)),
+      data_(std::exchange(other.data_, nullptr)),
+      size_(std::exchange(other.size_, 0)) {}
 
 HostArena::Span& HostArena::Span::operator=(Span&& other) noexcept {
   std::swap(arena_, other.arena_);

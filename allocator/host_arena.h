@@ -1,12 +1,12 @@
 // HostArena: host memory for saved bytes and staging, pre-faulted once, reused for ever, charged against a budget.
 //
-// Owner: one a process. Spans are move-only and return themselves; the arena must outlive them. Memory of returned spans
-// stays with the arena (that is what makes a second sleep cheap) until trim().
-// Threads: all methods are safe from any thread.
+// Owner: one a process. Spans are move-only and return themselves; the arena must outlive them. Memory of returned
+// spans stays with the arena (that is what makes a second sleep cheap) until trim(). Threads: all methods are safe from
+// any thread.
 //
 // For a device that wants it, the memory is taken from the NUMA node that the device is attached to, and pinned. Where
-// that fails it is used as it is, which is slower: see HostArenaInfo. Memory that cannot be unpinned is never given back to
-// the system.
+// that fails it is used as it is, which is slower: see HostArenaInfo. Memory that cannot be unpinned is never given
+// back to the system.
 #pragma once
 
 #include <cstddef>
@@ -26,9 +26,9 @@ namespace torpor {
 class DeviceMemory;
 
 struct HostArenaOptions {
-  uint64_t budget_bytes = 0;      // most that may be held from the system; 0: no limit
+  uint64_t budget_bytes = 0;          // most that may be held from the system; 0: no limit
   uint64_t slab_bytes = 64ull << 20;  // memory is taken from the system in pieces of at least this size
-  int prefault_threads = 0;       // 0: as many as the machine has cores, at most 8
+  int prefault_threads = 0;           // 0: as many as the machine has cores, at most 8
   DeviceMemory* pin_for = nullptr;    // outlives the arena; null: nothing is pinned, memory comes from any node
 };
 
@@ -44,9 +44,9 @@ BringUp fastest_bring_up(int threads);
 
 struct HostArenaInfo {
   uint64_t budget_bytes = 0;
-  uint64_t held_bytes = 0;  // taken from the system
-  uint64_t used_bytes = 0;  // in spans
-  uint64_t unpinned_bytes = 0;  // held, but the device would not pin it
+  uint64_t held_bytes = 0;         // taken from the system
+  uint64_t used_bytes = 0;         // in spans
+  uint64_t unpinned_bytes = 0;     // held, but the device would not pin it
   std::optional<int> numa_node{};  // that memory is asked for; other nodes help out when it is full
   BringUp bring_up{};
 };
@@ -72,7 +72,8 @@ class HostArena {
   static Result<std::unique_ptr<HostArena>> create(HostArenaOptions options = {});
   ~HostArena();
 
-  // Contiguous, aligned to 4096 bytes. kResourceExhausted beyond the budget: says how much is held and how much missing.
+  // Contiguous, aligned to 4096 bytes. kResourceExhausted beyond the budget: says how much is held and how much
+  // missing.
   Result<Span> allocate(uint64_t bytes);
   // Takes memory from the system and touches it now, so that at least `bytes` are held and not in use.
   Status prefault(uint64_t bytes);

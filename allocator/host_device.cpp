@@ -24,7 +24,8 @@ namespace {
 // One stream: calls in order on a thread of its own, or, deferred, on the thread that waits.
 class HostStream {
  public:
-  HostStream(bool deferred, uint64_t link_bytes_per_second) : deferred_(deferred), link_bytes_per_second_(link_bytes_per_second) {
+  HostStream(bool deferred, uint64_t link_bytes_per_second)
+      : deferred_(deferred), link_bytes_per_second_(link_bytes_per_second) {
     if (!deferred_) worker_ = std::thread([this] { run(); });
   }
   ~HostStream() {
@@ -105,7 +106,8 @@ class HostStream {
     }
     if (link_bytes_per_second_ == 0) return;
     const double seconds = static_cast<double>(copy.bytes) / static_cast<double>(link_bytes_per_second_);
-    std::this_thread::sleep_until(began + std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds)));
+    std::this_thread::sleep_until(
+        began + std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds)));
   }
 
   const bool deferred_;
@@ -144,30 +146,35 @@ class HostDevice final : public DeviceMemory {
 
   std::string_view kind() const override { return "host"; }
   uint64_t granularity() const override { return options_.granularity_bytes; }
-  bool takes_digests() const override { return options_.shuffle_seed == 0; }  // a digest needs the copies in their order
+  bool takes_digests() const override {
+    return options_.shuffle_seed == 0;
+  }  // a digest needs the copies in their order
 
  protected:
   uint64_t capacity_bytes() const override { return options_.capacity_bytes; }
 
   Result<DeviceAddress> do_reserve(uint64_t size) override {
     // Over-reserve to place the range at a multiple of the granularity, and of a huge page when it is large enough.
-    const uint64_t alignment = std::max(granularity(), size >= 2 * kMiB && options_.huge_pages ? 2 * kMiB : uint64_t{0});
+    const uint64_t alignment =
+        std::max(granularity(), size >= 2 * kMiB && options_.huge_pages ? 2 * kMiB : uint64_t{0});
     void* base = ::mmap(nullptr, size + alignment, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (base == MAP_FAILED) return device_error(errno, fmt::format("cannot reserve {} bytes of addresses", size));
     const auto start = reinterpret_cast<uint64_t>(base);
     const uint64_t address = align_up(start, alignment);
     if (address > start) ::munmap(base, address - start);
-    if (const uint64_t tail = start + size + alignment - (address + size); tail > 0) ::munmap(pointer(address + size), tail);
+    if (const uint64_t tail = start + size + alignment - (address + size); tail > 0)
+      ::munmap(pointer(address + size), tail);
     return address;
   }
 
   Status do_free_reservation(DeviceAddress address, uint64_t size) override {
-    if (::munmap(pointer(address), size) != 0) return device_error(errno, fmt::format("cannot free the addresses at {:#x}", address));
+    if (::munmap(pointer(address), size) != 0)
+      return device_error(errno, fmt::format("cannot free the addresses at {:#x}", address));
     return ok();
   }
 
-  // Physical memory is a private mapping at an address of its own, where it stands when it is mapped nowhere. Mapping it
-  // moves its pages (mremap), so that huge pages stay whole.
+  // Physical memory is a private mapping at an address of its own, where it stands when it is mapped nowhere. Mapping
+  // it moves its pages (mremap), so that huge pages stay whole.
   Result<PhysicalId> do_create(uint64_t size) override {
     TORPOR_ASSIGN(const DeviceAddress parking, do_reserve(size));
     const std::lock_guard lock(mutex_);
@@ -192,7 +199,10 @@ class HostDevice final : public DeviceMemory {
     const std::lock_guard lock(mutex_);
     Physical& memory = physical_.at(id);
     if (memory.mapped) {
-      return Error{.code = Code::kUnsupported, .what = "the device without a GPU maps physical memory in one place at a time", .next_step = "unmap it first", .origin = Origin::kDevice};
+      return Error{.code = Code::kUnsupported,
+                   .what = "the device without a GPU maps physical memory in one place at a time",
+                   .next_step = "unmap it first",
+                   .origin = Origin::kDevice};
     }
     TORPOR_TRY(move_pages(memory.parking, address, size));
     if (options_.huge_pages) ::madvise(pointer(address), size, MADV_HUGEPAGE);  // advice only
@@ -210,7 +220,8 @@ class HostDevice final : public DeviceMemory {
     if (::mprotect(pointer(address), size, protection) != 0) {
       return device_error(errno, fmt::format("cannot set access to {} bytes at {:#x}", size, address));
     }
-    for (auto at = mapped_.find(address); at != mapped_.end() && at->first < address + size; ++at) at->second.protection = protection;
+    for (auto at = mapped_.find(address); at != mapped_.end() && at->first < address + size; ++at)
+      at->second.protection = protection;
     return ok();
   }
 
@@ -222,7 +233,8 @@ class HostDevice final : public DeviceMemory {
       Status moved = take_back(at->first, at->second);
       if (moved) continue;
       Error error = moved.error();
-      for (auto undone = first; undone != at; ++undone) error.state_changed = !put_back(undone->first, undone->second) || error.state_changed;
+      for (auto undone = first; undone != at; ++undone)
+        error.state_changed = !put_back(undone->first, undone->second) || error.state_changed;
       return error;
     }
     for (auto gone = first; gone != at; gone = mapped_.erase(gone)) {
@@ -243,7 +255,8 @@ class HostDevice final : public DeviceMemory {
     for (const auto& [address, mapping] : mapped_) {
       present.resize(mapping.size / page);
       if (::mincore(pointer(address), mapping.size, present.data()) != 0) return std::nullopt;
-      pages += static_cast<uint64_t>(std::count_if(present.begin(), present.end(), [](unsigned char byte) { return (byte & 1) != 0; }));
+      pages += static_cast<uint64_t>(
+          std::count_if(present.begin(), present.end(), [](unsigned char byte) { return (byte & 1) != 0; }));
     }
     return pages * page;
   }
@@ -330,24 +343,29 @@ class HostDevice final : public DeviceMemory {
 
   // Both ranges stay reserved; the one that is left has no pages and no access.
   static Status move_pages(DeviceAddress from, DeviceAddress to, uint64_t size) {
-    if (::mremap(pointer(from), size, size, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, pointer(to)) == MAP_FAILED) {
+    if (::mremap(pointer(from), size, size, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, pointer(to)) ==
+        MAP_FAILED) {
       return device_error(errno, fmt::format("cannot move {} bytes from {:#x} to {:#x}", size, from, to));
     }
     return ok();
   }
   // The lock is held.
   Status take_back(DeviceAddress address, const Mapped& mapping) {
-    if (::mprotect(pointer(address), mapping.size, PROT_NONE) != 0) return device_error(errno, fmt::format("cannot unmap {} bytes at {:#x}", mapping.size, address));
+    if (::mprotect(pointer(address), mapping.size, PROT_NONE) != 0)
+      return device_error(errno, fmt::format("cannot unmap {} bytes at {:#x}", mapping.size, address));
     const Status moved = move_pages(address, physical_.at(mapping.id).parking, mapping.size);
     if (!moved) ::mprotect(pointer(address), mapping.size, mapping.protection);
     return moved;
   }
   bool put_back(DeviceAddress address, const Mapped& mapping) {
-    return move_pages(physical_.at(mapping.id).parking, address, mapping.size) && ::mprotect(pointer(address), mapping.size, mapping.protection) == 0;
+    return move_pages(physical_.at(mapping.id).parking, address, mapping.size) &&
+           ::mprotect(pointer(address), mapping.size, mapping.protection) == 0;
   }
 
   static Error unknown(std::string_view what, uint64_t id) {
-    return Error{.code = Code::kInvalidArgument, .what = fmt::format("{} {} does not exist", what, id), .origin = Origin::kDevice};
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("{} {} does not exist", what, id),
+                 .origin = Origin::kDevice};
   }
 
   std::shared_ptr<HostStream> stream_of(StreamId id) {

@@ -23,7 +23,9 @@ std::string_view name(RegionState state) {
   return "broken";
 }
 
-bool is_asleep(RegionState state) { return state == RegionState::kDetached || state == RegionState::kAttaching || state == RegionState::kRestoring; }
+bool is_asleep(RegionState state) {
+  return state == RegionState::kDetached || state == RegionState::kAttaching || state == RegionState::kRestoring;
+}
 
 struct SleepAllocator::Region {
   RegionInfo info;
@@ -73,7 +75,12 @@ struct RegionOperations {
   using Region = SleepAllocator::Region;
 
   static Status create(DeviceMemory& device, Region& region, uint64_t handle_bytes, UndoList& undo) {
-    undo.add([&region] { region.handles.clear(); return ok(); }, [] {});
+    undo.add(
+        [&region] {
+          region.handles.clear();
+          return ok();
+        },
+        [] {});
     for (uint64_t offset = 0; offset < region.info.reserved_bytes; offset += handle_bytes) {
       const uint64_t size = std::min(handle_bytes, region.info.reserved_bytes - offset);
       TORPOR_ASSIGN(const PhysicalId id, device.create(size));
@@ -87,7 +94,8 @@ struct RegionOperations {
     for (const Region::Handle& handle : region.handles) {
       const DeviceAddress address = region.info.address + handle.offset;
       TORPOR_TRY(device.map(address, handle.id));
-      undo.add([&device, address, size = handle.size] { return device.unmap(address, size); }, [&region] { region.info.state = RegionState::kBroken; });
+      undo.add([&device, address, size = handle.size] { return device.unmap(address, size); },
+               [&region] { region.info.state = RegionState::kBroken; });
     }
     return device.set_access(region.info.address, region.info.reserved_bytes, Access::kReadWrite);
   }
@@ -106,7 +114,8 @@ struct RegionOperations {
   }
 };
 
-SleepAllocator::SleepAllocator(DeviceMemory& device, SleepAllocatorOptions options) : device_(device), options_(options) {}
+SleepAllocator::SleepAllocator(DeviceMemory& device, SleepAllocatorOptions options)
+    : device_(device), options_(options) {}
 
 Result<std::unique_ptr<SleepAllocator>> SleepAllocator::create(DeviceMemory& device, SleepAllocatorOptions options) {
   if (options.handle_bytes == 0 || !is_aligned(options.handle_bytes, device.granularity())) {
@@ -120,23 +129,29 @@ Result<std::unique_ptr<SleepAllocator>> SleepAllocator::create(DeviceMemory& dev
 SleepAllocator::~SleepAllocator() {
   for (const auto& [address, region] : regions_) {
     const auto report = [&](const Status& done) {
-      if (!done) log().error("region {}/{} was not freed: {}", region->info.tag, region->info.name, done.error().to_string());
+      if (!done)
+        log().error("region {}/{} was not freed: {}", region->info.tag, region->info.name, done.error().to_string());
     };
-    if (!region->handles.empty() && region->info.state != RegionState::kAttaching) report(device_.unmap(region->info.address, region->info.reserved_bytes));
+    if (!region->handles.empty() && region->info.state != RegionState::kAttaching)
+      report(device_.unmap(region->info.address, region->info.reserved_bytes));
     for (const Region::Handle& handle : region->handles) report(device_.release(handle.id));
     report(device_.free_reservation(region->info.address));
   }
 }
 
-Result<DeviceAddress> SleepAllocator::allocate(std::string_view tag, std::string_view region_name, uint64_t size_bytes) {
+Result<DeviceAddress> SleepAllocator::allocate(std::string_view tag, std::string_view region_name,
+                                               uint64_t size_bytes) {
   if (tag.empty() || region_name.empty() || size_bytes == 0 || size_bytes > (uint64_t{1} << 60)) {
     return Error{.code = Code::kInvalidArgument,
-                 .what = fmt::format("a region needs a tag, a name and a size: \"{}\", \"{}\", {} bytes", tag, region_name, size_bytes),
+                 .what = fmt::format("a region needs a tag, a name and a size: \"{}\", \"{}\", {} bytes", tag,
+                                     region_name, size_bytes),
                  .next_step = "give all three"};
   }
   const std::lock_guard lock(mutex_);
   if (names_.contains(std::pair(std::string(tag), std::string(region_name)))) {
-    return Error{.code = Code::kInvalidArgument, .what = fmt::format("the region {}/{} exists already", tag, region_name), .next_step = "choose another name"};
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("the region {}/{} exists already", tag, region_name),
+                 .next_step = "choose another name"};
   }
   for (const auto& [other_address, other] : regions_) {
     if (other->info.tag == tag && other->info.state != RegionState::kAttached) {
@@ -168,7 +183,9 @@ Status SleepAllocator::free(DeviceAddress address) {
   const std::lock_guard lock(mutex_);
   const auto found = regions_.find(address);
   if (found == regions_.end()) {
-    return Error{.code = Code::kNotFound, .what = fmt::format("no region begins at {:#x}", address), .next_step = "free what allocate() returned"};
+    return Error{.code = Code::kNotFound,
+                 .what = fmt::format("no region begins at {:#x}", address),
+                 .next_step = "free what allocate() returned"};
   }
   Region& region = *found->second;
   const RegionState state = region.info.state;
@@ -197,7 +214,8 @@ namespace {
 Error wrong_state(const RegionInfo& region, std::string_view wanted) {
   if (region.state == RegionState::kBroken) {
     return Error{.code = Code::kDevice,
-                 .what = fmt::format("the region {}/{} is broken: an earlier failure could not be undone", region.tag, region.name),
+                 .what = fmt::format("the region {}/{} is broken: an earlier failure could not be undone", region.tag,
+                                     region.name),
                  .next_step = "end this process; what was saved can be woken in a new one",
                  .origin = Origin::kDevice};
   }
@@ -210,14 +228,17 @@ Error wrong_state(const RegionInfo& region, std::string_view wanted) {
 
 // Selects the regions of `tags`, all of which must be in one of `allowed`.
 struct RegionSelection {
-  static Result<std::vector<SleepAllocator::Region*>> select(const std::map<DeviceAddress, std::unique_ptr<SleepAllocator::Region>>& regions,
-                                                             std::span<const std::string> tags,
-                                                             std::initializer_list<RegionState> allowed) {
+  static Result<std::vector<SleepAllocator::Region*>> select(
+      const std::map<DeviceAddress, std::unique_ptr<SleepAllocator::Region>>& regions,
+      std::span<const std::string> tags, std::initializer_list<RegionState> allowed) {
     std::vector<SleepAllocator::Region*> selected;
     for (const std::string& tag : tags) {
-      const bool known = std::any_of(regions.begin(), regions.end(), [&](const auto& entry) { return entry.second->info.tag == tag; });
+      const bool known =
+          std::any_of(regions.begin(), regions.end(), [&](const auto& entry) { return entry.second->info.tag == tag; });
       if (!known) {
-        return Error{.code = Code::kNotFound, .what = fmt::format("there is no tag \"{}\"", tag), .next_step = "see state() for the tags"};
+        return Error{.code = Code::kNotFound,
+                     .what = fmt::format("there is no tag \"{}\"", tag),
+                     .next_step = "see state() for the tags"};
       }
     }
     for (const auto& [address, region] : regions) {
@@ -289,7 +310,9 @@ Status SleepAllocator::take_memory(const std::vector<Region*>& selected) {
 
 Status SleepAllocator::begin_attach(std::span<const std::string> tags) {
   const std::lock_guard lock(mutex_);
-  TORPOR_ASSIGN(std::vector<Region*> selected, RegionSelection::select(regions_, tags, {RegionState::kDetached, RegionState::kAttaching, RegionState::kRestoring}));
+  TORPOR_ASSIGN(std::vector<Region*> selected,
+                RegionSelection::select(regions_, tags,
+                                        {RegionState::kDetached, RegionState::kAttaching, RegionState::kRestoring}));
   // The others: an earlier cancel_restore() could not take the memory away again. It is still there, without content.
   std::erase_if(selected, [](const Region* region) { return region->info.state != RegionState::kDetached; });
   UndoList undo;
@@ -299,7 +322,8 @@ Status SleepAllocator::begin_attach(std::span<const std::string> tags) {
       for (const Region* other : selected) missing += other->info.reserved_bytes;
       Error error = std::move(done).error();
       error.state_changed = !undo.undo();
-      return error.within(fmt::format("{} bytes of device memory are needed to wake; region {}/{}", missing, region->info.tag, region->info.name));
+      return error.within(fmt::format("{} bytes of device memory are needed to wake; region {}/{}", missing,
+                                      region->info.tag, region->info.name));
     }
   }
   for (Region* region : selected) region->info.state = RegionState::kAttaching;
@@ -310,7 +334,9 @@ Status SleepAllocator::attach_region(DeviceAddress address) {
   const std::lock_guard lock(mutex_);
   const auto found = regions_.find(address);
   if (found == regions_.end()) {
-    return Error{.code = Code::kNotFound, .what = fmt::format("no region begins at {:#x}", address), .next_step = "attach what allocate() returned"};
+    return Error{.code = Code::kNotFound,
+                 .what = fmt::format("no region begins at {:#x}", address),
+                 .next_step = "attach what allocate() returned"};
   }
   Region& region = *found->second;
   if (region.info.state == RegionState::kRestoring) return ok();
@@ -327,14 +353,16 @@ Status SleepAllocator::attach_region(DeviceAddress address) {
 
 Status SleepAllocator::finish_restore(std::span<const std::string> tags) {
   const std::lock_guard lock(mutex_);
-  TORPOR_ASSIGN(const std::vector<Region*> selected, RegionSelection::select(regions_, tags, {RegionState::kRestoring}));
+  TORPOR_ASSIGN(const std::vector<Region*> selected,
+                RegionSelection::select(regions_, tags, {RegionState::kRestoring}));
   for (Region* region : selected) region->info.state = RegionState::kAttached;
   return ok();
 }
 
 Status SleepAllocator::cancel_restore(std::span<const std::string> tags) {
   const std::lock_guard lock(mutex_);
-  TORPOR_ASSIGN(const std::vector<Region*> selected, RegionSelection::select(regions_, tags, {RegionState::kRestoring, RegionState::kAttaching}));
+  TORPOR_ASSIGN(const std::vector<Region*> selected,
+                RegionSelection::select(regions_, tags, {RegionState::kRestoring, RegionState::kAttaching}));
   return take_memory(selected);
 }
 
@@ -348,7 +376,9 @@ std::vector<RegionInfo> SleepAllocator::regions() const {
   const std::lock_guard lock(mutex_);
   std::vector<const Region*> sorted;
   for (const auto& [address, region] : regions_) sorted.push_back(region.get());
-  std::sort(sorted.begin(), sorted.end(), [](const Region* a, const Region* b) { return std::tie(a->info.tag, a->number) < std::tie(b->info.tag, b->number); });
+  std::sort(sorted.begin(), sorted.end(), [](const Region* a, const Region* b) {
+    return std::tie(a->info.tag, a->number) < std::tie(b->info.tag, b->number);
+  });
   std::vector<RegionInfo> infos;
   for (const Region* region : sorted) infos.push_back(region->info);
   return infos;

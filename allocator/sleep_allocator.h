@@ -62,17 +62,18 @@ class SleepAllocator {
   // saving or attached -> detached. First every region is unmapped (undone by mapping the same memory, which still
   // holds the content), only then is memory released. Precondition: device work on the regions is proven done.
   Status detach(std::span<const std::string> tags);
-  // detached -> attaching: fresh physical memory for all, mapped nowhere yet. kResourceExhausted says how much is missing.
-  // Also of tags that cancel_restore() left attaching or restoring.
+  // detached -> attaching: fresh physical memory for all, mapped nowhere yet. kResourceExhausted says how much is
+  // missing. Also of tags that cancel_restore() left attaching or restoring.
   Status begin_attach(std::span<const std::string> tags);
   // attaching -> restoring, of one region: its memory, zeroed, under its old addresses. Nothing happens if it is there.
   // Regions may be copied into while others are still to come.
   Status attach_region(DeviceAddress address);
   Status finish_restore(std::span<const std::string> tags);  // restoring -> attached
-  Status cancel_restore(std::span<const std::string> tags);  // attaching, restoring -> detached; where that fails, as before
+  Status cancel_restore(
+      std::span<const std::string> tags);  // attaching, restoring -> detached; where that fails, as before
 
   std::optional<RegionInfo> region_at(DeviceAddress address) const;  // that begins there
-  std::vector<RegionInfo> regions() const;                        // by tag, then in order of allocation
+  std::vector<RegionInfo> regions() const;                           // by tag, then in order of allocation
   std::vector<RegionInfo> regions_of(std::string_view tag) const;
   std::map<std::string, RegionState> states() const;  // a tag's state; kBroken if one of its regions is
   DeviceMemory& device() const { return device_; }

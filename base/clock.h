@@ -1,4 +1,5 @@
-// Time as a dependency. `now()` is monotonic (for durations and deadlines), `unix_seconds()` is wall time (for records).
+// Time as a dependency. `now()` is monotonic (for durations and deadlines), `unix_seconds()` is wall time (for
+// records).
 #pragma once
 
 #include <chrono>

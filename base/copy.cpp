@@ -11,8 +11,8 @@
 namespace torpor {
 namespace {
 
-// Measured on AVX2 machines: hashing waits for memory, copying for the write buffers; small pieces, and asking for the bytes
-// after the next while one is copied, let the two overlap.
+// Measured on AVX2 machines: hashing waits for memory, copying for the write buffers; small pieces, and asking for the
+// bytes after the next while one is copied, let the two overlap.
 constexpr size_t kPiece = 4 * 1024;
 constexpr size_t kAhead = 8 * 1024;
 constexpr size_t kWorthIt = 256 * 1024;  // less may well be read from the cache soon
@@ -27,7 +27,8 @@ void stream(std::span<std::byte> to, std::span<const std::byte> from) {
   for (; at + kLine <= to.size(); at += kLine) {
     const auto* source = reinterpret_cast<const __m128i*>(from.data() + at);
     auto* target = reinterpret_cast<__m128i*>(to.data() + at);
-    _mm_prefetch(reinterpret_cast<const char*>(from.data()) + at + kAhead, _MM_HINT_T0);  // behind the end it does nothing
+    _mm_prefetch(reinterpret_cast<const char*>(from.data()) + at + kAhead,
+                 _MM_HINT_T0);  // behind the end it does nothing
     const __m128i a = _mm_loadu_si128(source);
     const __m128i b = _mm_loadu_si128(source + 1);
     const __m128i c = _mm_loadu_si128(source + 2);
@@ -41,7 +42,9 @@ void stream(std::span<std::byte> to, std::span<const std::byte> from) {
 }
 void end_streaming() { _mm_sfence(); }
 #else
-void stream(std::span<std::byte> to, std::span<const std::byte> from) { std::memcpy(to.data(), from.data(), to.size()); }
+void stream(std::span<std::byte> to, std::span<const std::byte> from) {
+  std::memcpy(to.data(), from.data(), to.size());
+}
 void end_streaming() {}
 #endif
 

@@ -1,5 +1,6 @@
 // Who watches an operation: phases with their bytes and seconds. A null sink costs one pointer comparison.
-// Called from the thread that does the work, perhaps under a lock of its own; must not call back into the object that reports.
+// Called from the thread that does the work, perhaps under a lock of its own; must not call back into the object that
+// reports.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +22,7 @@ struct BlockEvent {  // a KV block went from one state to another
   std::string_view to;
 };
 
-struct OffloadEvent {  // blocks came to a stage of an offload pipeline, or ended
+struct OffloadEvent {      // blocks came to a stage of an offload pipeline, or ended
   std::string_view route;  // "device to host", …
   std::string_view stage;  // "enqueued", "waiting", "ready", "committed", or the name of a BlockOutcome
   uint64_t blocks = 0;

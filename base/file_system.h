@@ -40,11 +40,13 @@ class File {
   virtual void pread_all(std::span<FilePart> parts) const;
   virtual void pwrite_all(std::span<FilePart> parts);
   virtual Status preallocate(uint64_t size) = 0;  // kResourceExhausted when there is no room; a no-op where unsupported
-  virtual Status truncate(uint64_t size) = 0;  // to exactly this size
+  virtual Status truncate(uint64_t size) = 0;     // to exactly this size
   // fsync. A failure is final for this file: its content may be gone, do not call again, discard the file.
   virtual Status sync() = 0;
   virtual const std::string& name() const = 0;  // for messages: path as far as known
-  virtual std::string_view io() const { return "plain"; }  // how bytes go: "io_uring, direct", "io_uring", "direct", "plain"
+  virtual std::string_view io() const {
+    return "plain";
+  }  // how bytes go: "io_uring, direct", "io_uring", "direct", "plain"
 };
 
 enum class FileIo : uint8_t { kFastest, kPlain };
@@ -59,15 +61,17 @@ class Directory {
  public:
   virtual ~Directory() = default;
   virtual const std::string& path() const = 0;
-  // `wish` kFastest: with direct I/O and io_uring where the system allows them. Direct: addresses, offsets and lengths must
-  // be multiples of 4096; the owner keeps to that in any case.
-  virtual Result<std::unique_ptr<File>> create_file(std::string_view name, FileIo wish = FileIo::kPlain) = 0;  // must not exist yet
-  virtual Result<std::unique_ptr<File>> open_file(std::string_view name, FileIo wish = FileIo::kPlain) const = 0;  // read only; a regular file
+  // `wish` kFastest: with direct I/O and io_uring where the system allows them. Direct: addresses, offsets and lengths
+  // must be multiples of 4096; the owner keeps to that in any case.
+  virtual Result<std::unique_ptr<File>> create_file(std::string_view name,
+                                                    FileIo wish = FileIo::kPlain) = 0;  // must not exist yet
+  virtual Result<std::unique_ptr<File>> open_file(std::string_view name,
+                                                  FileIo wish = FileIo::kPlain) const = 0;  // read only; a regular file
   // For reading and writing in place, made if absent.
   virtual Result<std::unique_ptr<File>> open_slots(std::string_view name, FileIo wish = FileIo::kFastest) = 0;
   virtual Result<std::unique_ptr<Directory>> create_directory(std::string_view name) = 0;  // must not exist yet
   virtual Result<std::unique_ptr<Directory>> open_directory(std::string_view name) const = 0;
-  virtual Result<std::vector<Entry>> list() const = 0;  // sorted by name, without "." and ".."
+  virtual Result<std::vector<Entry>> list() const = 0;                        // sorted by name, without "." and ".."
   virtual Status rename_new(std::string_view from, std::string_view to) = 0;  // atomic; `to` must not exist
   virtual Status remove_file(std::string_view name) = 0;
   virtual Status remove_tree(std::string_view name) = 0;  // never leaves the tree through a link

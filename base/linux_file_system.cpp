@@ -10,8 +10,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <boost/filesystem.hpp>
 #include <fmt/format.h>
+#include <boost/filesystem.hpp>
 
 #include "base/file_system.h"
 #include "base/uring_queue.h"
@@ -22,7 +22,7 @@ namespace {
 constexpr mode_t kFileMode = 0600;
 constexpr mode_t kDirectoryMode = 0700;
 constexpr uint64_t kUringPiece = uint64_t{1} << 20;  // bytes of one operation
-constexpr unsigned kUringDepth = 64;  // operations at once; more gain nothing on one NVMe device
+constexpr unsigned kUringDepth = 64;                 // operations at once; more gain nothing on one NVMe device
 
 class Descriptor {
  public:
@@ -53,7 +53,8 @@ Result<Descriptor> guarded(int fd, const std::string& what) {
   return Descriptor(high);
 }
 
-Result<Descriptor> open_beneath(int directory, const std::string& name, int flags, mode_t mode, const std::string& what) {
+Result<Descriptor> open_beneath(int directory, const std::string& name, int flags, mode_t mode,
+                                const std::string& what) {
   open_how how{};
   how.flags = static_cast<uint64_t>(flags | O_CLOEXEC | O_NOFOLLOW);
   how.mode = mode;
@@ -83,7 +84,9 @@ Status check_owned(const struct stat& info, const std::string& full) {
                  .next_step = "run as its owner, or change its owner if you trust what is in it"};
   }
   if ((info.st_mode & (S_IWGRP | S_IWOTH)) != 0) {
-    return Error{.code = Code::kFailedPrecondition, .what = fmt::format("others may write to {}", full), .next_step = "chmod go-w it, if you trust what is in it"};
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = fmt::format("others may write to {}", full),
+                 .next_step = "chmod go-w it, if you trust what is in it"};
   }
   return ok();
 }
@@ -94,13 +97,16 @@ Status check_owned(int fd, const std::string& full) {
   return check_owned(info, full);
 }
 
-// Whoever owns the parent, or may rename its entries, may exchange the directory; with the sticky bit only its owner may.
+// Whoever owns the parent, or may rename its entries, may exchange the directory; with the sticky bit only its owner
+// may.
 Status check_parent(int fd, const std::string& full) {
   struct stat info {};
-  if (::fstatat(fd, "..", &info, 0) != 0) return system_error(errno, fmt::format("cannot ask what the parent of {} is", full));
+  if (::fstatat(fd, "..", &info, 0) != 0)
+    return system_error(errno, fmt::format("cannot ask what the parent of {} is", full));
   if (info.st_uid != ::geteuid() && info.st_uid != 0) {
     return Error{.code = Code::kFailedPrecondition,
-                 .what = fmt::format("the directory that holds {} belongs to user {}, this is user {}", full, info.st_uid, ::geteuid()),
+                 .what = fmt::format("the directory that holds {} belongs to user {}, this is user {}", full,
+                                     info.st_uid, ::geteuid()),
                  .next_step = "use a directory below one of your own"};
   }
   if ((info.st_mode & S_IWOTH) == 0 || (info.st_mode & S_ISVTX) != 0) return ok();
@@ -141,7 +147,9 @@ class LinuxFile : public File {
     while (!bytes.empty()) {
       const ssize_t put = ::pwrite(fd_.get(), bytes.data(), bytes.size(), static_cast<off_t>(offset));
       if (put < 0 && errno == EINTR) continue;
-      if (put < 0) return system_error(errno, fmt::format("cannot write {}", name_), "free disk space or choose another directory");
+      if (put < 0)
+        return system_error(errno, fmt::format("cannot write {}", name_),
+                            "free disk space or choose another directory");
       bytes = bytes.subspan(static_cast<size_t>(put));
       offset += static_cast<uint64_t>(put);
     }
@@ -166,7 +174,8 @@ class LinuxFile : public File {
   }
 
   Status sync() override {
-    if (::fsync(fd_.get()) != 0) return system_error(errno, fmt::format("cannot sync {}", name_), "the file was given up");
+    if (::fsync(fd_.get()) != 0)
+      return system_error(errno, fmt::format("cannot sync {}", name_), "the file was given up");
     return ok();
   }
 
@@ -209,7 +218,8 @@ class FastFile final : public LinuxFile {
     for (FilePart& part : parts) {
       part.status = ok();
       for (uint64_t at = 0; at < part.bytes.size(); at += kUringPiece) {
-        pieces.push_back({part.offset + at, part.bytes.subspan(at, std::min<uint64_t>(kUringPiece, part.bytes.size() - at)), ok()});
+        pieces.push_back(
+            {part.offset + at, part.bytes.subspan(at, std::min<uint64_t>(kUringPiece, part.bytes.size() - at)), ok()});
         owner.push_back(&part);
       }
     }
@@ -252,7 +262,8 @@ class LinuxDirectory final : public Directory {
   Result<std::unique_ptr<Directory>> create_directory(std::string_view name) override {
     TORPOR_TRY(check_component(name));
     if (::mkdirat(fd_.get(), std::string(name).c_str(), kDirectoryMode) != 0) {
-      return system_error(errno, fmt::format("cannot make the directory {}", join(name)), "check the directory's permissions");
+      return system_error(errno, fmt::format("cannot make the directory {}", join(name)),
+                          "check the directory's permissions");
     }
     if (::fchmodat(fd_.get(), std::string(name).c_str(), kDirectoryMode, 0) != 0) {  // a umask may have taken bits away
       return system_error(errno, fmt::format("cannot set the permissions of {}", join(name)));
@@ -269,7 +280,8 @@ class LinuxDirectory final : public Directory {
   }
 
   Result<std::vector<Entry>> list() const override {
-    TORPOR_ASSIGN(Descriptor fd, open_beneath(fd_.get(), ".", O_RDONLY | O_DIRECTORY, 0, fmt::format("cannot list {}", path_)));
+    TORPOR_ASSIGN(Descriptor fd,
+                  open_beneath(fd_.get(), ".", O_RDONLY | O_DIRECTORY, 0, fmt::format("cannot list {}", path_)));
     return list_descriptor(std::move(fd), path_);
   }
 
@@ -302,7 +314,8 @@ class LinuxDirectory final : public Directory {
 
   Result<uint64_t> free_bytes() const override {
     struct statvfs info {};
-    if (::fstatvfs(fd_.get(), &info) != 0) return system_error(errno, fmt::format("cannot ask for the free space of {}", path_));
+    if (::fstatvfs(fd_.get(), &info) != 0)
+      return system_error(errno, fmt::format("cannot ask for the free space of {}", path_));
     return static_cast<uint64_t>(info.f_bavail) * info.f_frsize;
   }
 
@@ -310,7 +323,8 @@ class LinuxDirectory final : public Directory {
     TORPOR_TRY(check_component(name));
     TORPOR_ASSIGN(Descriptor fd, open_beneath(fd_.get(), std::string(name), O_RDWR | O_CREAT, kFileMode,
                                               fmt::format("cannot open the lock {}", join(name))));
-    if (::fchmod(fd.get(), kFileMode) != 0) return system_error(errno, fmt::format("cannot set the permissions of {}", join(name)));
+    if (::fchmod(fd.get(), kFileMode) != 0)
+      return system_error(errno, fmt::format("cannot set the permissions of {}", join(name)));
     // An open-file-description lock: not dropped by another close() in this process, gone when the holder is.
     struct flock request {};
     request.l_type = F_WRLCK;
@@ -331,7 +345,8 @@ class LinuxDirectory final : public Directory {
  private:
   std::string join(std::string_view name) const { return fmt::format("{}/{}", path_, name); }
 
-  Result<std::unique_ptr<File>> open_as_file(std::string_view name, int flags, FileIo wish, std::string_view verb) const {
+  Result<std::unique_ptr<File>> open_as_file(std::string_view name, int flags, FileIo wish,
+                                             std::string_view verb) const {
     TORPOR_TRY(check_component(name));
     const std::string full = join(name);
     const std::string doing = fmt::format("cannot {} {}", verb, full);
@@ -345,18 +360,23 @@ class LinuxDirectory final : public Directory {
     }
     if (!fd) return fd.error();
     TORPOR_TRY(check_regular(fd->get(), full));
-    // Without O_NONBLOCK from here on, which kept a FIFO from blocking the open: io_uring would refuse to wait for the disk.
-    if ((flags & O_NONBLOCK) && ::fcntl(fd->get(), F_SETFL, direct ? O_DIRECT : 0) != 0) return system_error(errno, doing);
-    if ((flags & O_CREAT) && ::fchmod(fd->get(), kFileMode) != 0) return system_error(errno, fmt::format("cannot set the permissions of {}", full));
+    // Without O_NONBLOCK from here on, which kept a FIFO from blocking the open: io_uring would refuse to wait for the
+    // disk.
+    if ((flags & O_NONBLOCK) && ::fcntl(fd->get(), F_SETFL, direct ? O_DIRECT : 0) != 0)
+      return system_error(errno, doing);
+    if ((flags & O_CREAT) && ::fchmod(fd->get(), kFileMode) != 0)
+      return system_error(errno, fmt::format("cannot set the permissions of {}", full));
     if (wish == FileIo::kPlain) return std::unique_ptr<File>(std::make_unique<LinuxFile>(std::move(*fd), full));
-    return std::unique_ptr<File>(std::make_unique<FastFile>(std::move(*fd), full, direct, UringQueue::create(kUringDepth)));
+    return std::unique_ptr<File>(
+        std::make_unique<FastFile>(std::move(*fd), full, direct, UringQueue::create(kUringDepth)));
   }
 
   static Status check_regular(int fd, const std::string& full) {
     struct stat info {};
     if (::fstat(fd, &info) != 0) return system_error(errno, fmt::format("cannot ask what {} is", full));
     if (S_ISREG(info.st_mode)) return check_owned(info, full);
-    return Error{.code = Code::kCorruption, .what = fmt::format("{} is not a regular file", full), .next_step = "remove it"};
+    return Error{
+        .code = Code::kCorruption, .what = fmt::format("{} is not a regular file", full), .next_step = "remove it"};
   }
 
   static Result<std::vector<Entry>> list_descriptor(Descriptor fd, const std::string& path) {
@@ -387,13 +407,16 @@ class LinuxDirectory final : public Directory {
   static Status remove_tree_at(int parent, const std::string& name, const std::string& full) {
     if (::unlinkat(parent, name.c_str(), 0) == 0) return ok();
     if (errno != EISDIR && errno != EPERM) return system_error(errno, fmt::format("cannot remove {}", full));
-    TORPOR_ASSIGN(Descriptor fd, open_beneath(parent, name, O_RDONLY | O_DIRECTORY, 0, fmt::format("cannot open {}", full)));
-    TORPOR_ASSIGN(Descriptor listed, open_beneath(fd.get(), ".", O_RDONLY | O_DIRECTORY, 0, fmt::format("cannot list {}", full)));
+    TORPOR_ASSIGN(Descriptor fd,
+                  open_beneath(parent, name, O_RDONLY | O_DIRECTORY, 0, fmt::format("cannot open {}", full)));
+    TORPOR_ASSIGN(Descriptor listed,
+                  open_beneath(fd.get(), ".", O_RDONLY | O_DIRECTORY, 0, fmt::format("cannot list {}", full)));
     TORPOR_ASSIGN(const std::vector<Entry> entries, list_descriptor(std::move(listed), full));
     for (const Entry& entry : entries) {
       TORPOR_TRY(remove_tree_at(fd.get(), entry.name, full + "/" + entry.name));
     }
-    if (::unlinkat(parent, name.c_str(), AT_REMOVEDIR) != 0) return system_error(errno, fmt::format("cannot remove {}", full));
+    if (::unlinkat(parent, name.c_str(), AT_REMOVEDIR) != 0)
+      return system_error(errno, fmt::format("cannot remove {}", full));
     return ok();
   }
 
@@ -405,7 +428,8 @@ class LinuxFileSystem final : public FileSystem {
  public:
   Result<std::unique_ptr<Directory>> open_directory(const std::string& path, bool create) override {
     if (path.empty()) {
-      return Error{.code = Code::kInvalidArgument, .what = "the directory's path is empty", .next_step = "name a directory"};
+      return Error{
+          .code = Code::kInvalidArgument, .what = "the directory's path is empty", .next_step = "name a directory"};
     }
     const boost::filesystem::path absolute = boost::filesystem::absolute(path).lexically_normal();
     if (create) TORPOR_TRY(make_directories(absolute));
@@ -419,7 +443,8 @@ class LinuxFileSystem final : public FileSystem {
 
  private:
   static Status sync_directory(const std::string& path) {
-    TORPOR_ASSIGN(const Descriptor fd, guarded(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC), fmt::format("cannot open the directory {}", path)));
+    TORPOR_ASSIGN(const Descriptor fd, guarded(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC),
+                                               fmt::format("cannot open the directory {}", path)));
     if (::fsync(fd.get()) != 0) return system_error(errno, fmt::format("cannot sync the directory {}", path));
     return ok();
   }
@@ -429,7 +454,8 @@ class LinuxFileSystem final : public FileSystem {
     for (const boost::filesystem::path& component : path) {
       so_far /= component;
       if (::mkdir(so_far.c_str(), kDirectoryMode) == 0) {
-        if (::chmod(so_far.c_str(), kDirectoryMode) != 0) return system_error(errno, fmt::format("cannot set the permissions of {}", so_far.string()));
+        if (::chmod(so_far.c_str(), kDirectoryMode) != 0)
+          return system_error(errno, fmt::format("cannot set the permissions of {}", so_far.string()));
         TORPOR_TRY(sync_directory(so_far.parent_path().string()));
       } else if (errno != EEXIST && errno != EISDIR) {
         const int problem = errno;

@@ -1,7 +1,8 @@
-// PageBuffer: memory at a multiple of a page, as direct I/O wants it, that grows on demand and forgets its content then.
+// PageBuffer: memory at a multiple of a page, as direct I/O wants it, that grows on demand and forgets its content
+// then.
 //
-// Large ones ask for huge pages: a disk takes an operation apart where its memory is not contiguous, and direct reads of
-// some MiB were twice as fast into huge pages as into scattered small ones (tools/dev bench checkpoint).
+// Large ones ask for huge pages: a disk takes an operation apart where its memory is not contiguous, and direct reads
+// of some MiB were twice as fast into huge pages as into scattered small ones (tools/dev bench checkpoint).
 #pragma once
 
 #include <sys/mman.h>

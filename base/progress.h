@@ -20,7 +20,11 @@ struct Progress {
   uint64_t bytes_total = 0;  // 0: not known
   double seconds = 0;        // since the phase began
   double bytes_per_second() const { return seconds > 0 ? static_cast<double>(bytes_done) / seconds : 0; }
-  double seconds_left() const { return bytes_done > 0 && bytes_total > bytes_done ? static_cast<double>(bytes_total - bytes_done) / bytes_per_second() : 0; }
+  double seconds_left() const {
+    return bytes_done > 0 && bytes_total > bytes_done
+               ? static_cast<double>(bytes_total - bytes_done) / bytes_per_second()
+               : 0;
+  }
 };
 
 // Returns whether to go on; false cancels.

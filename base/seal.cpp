@@ -16,7 +16,9 @@ namespace {
 static_assert(kKeyBytes == crypto_generichash_KEYBYTES && kKeyBytes == crypto_aead_xchacha20poly1305_ietf_KEYBYTES);
 static_assert(std::tuple_size_v<SealTag> == crypto_aead_xchacha20poly1305_ietf_ABYTES);
 
-const unsigned char* raw(std::span<const std::byte> bytes) { return reinterpret_cast<const unsigned char*>(bytes.data()); }
+const unsigned char* raw(std::span<const std::byte> bytes) {
+  return reinterpret_cast<const unsigned char*>(bytes.data());
+}
 
 ManifestMac blake2b(std::span<const uint8_t> key, std::span<const std::byte> header, std::span<const std::byte> body) {
   crypto_generichash_state state;
@@ -102,7 +104,10 @@ Result<Key> Key::read_file(const std::string& path) {
     if (size == 2 * kKeyBytes + 1 && text[2 * kKeyBytes] == '\n') --size;
     size_t decoded = 0;
     const char* end = nullptr;
-    if (size != 2 * kKeyBytes || sodium_hex2bin(bytes.data(), bytes.size(), text.data(), static_cast<size_t>(size), nullptr, &decoded, &end) != 0 || decoded != kKeyBytes) {
+    if (size != 2 * kKeyBytes ||
+        sodium_hex2bin(bytes.data(), bytes.size(), text.data(), static_cast<size_t>(size), nullptr, &decoded, &end) !=
+            0 ||
+        decoded != kKeyBytes) {
       return wrong("holds neither 32 bytes nor 64 hexadecimal digits");
     }
   }
@@ -123,7 +128,9 @@ Seal::~Seal() {
   sodium_memzero(chunk_key_.data(), chunk_key_.size());
 }
 
-ManifestMac Seal::mac(std::span<const std::byte> header, std::span<const std::byte> body) const { return blake2b(mac_key_, header, body); }
+ManifestMac Seal::mac(std::span<const std::byte> header, std::span<const std::byte> body) const {
+  return blake2b(mac_key_, header, body);
+}
 
 ManifestMac unkeyed_mac(std::span<const std::byte> header, std::span<const std::byte> body) {
   prepare();
@@ -137,8 +144,9 @@ SealTag Seal::seal(std::span<const std::byte> in, std::span<std::byte> out, cons
   SealTag tag{};
   unsigned long long tag_bytes = 0;
   if (protection_ == Protection::kEncrypted) {
-    crypto_aead_xchacha20poly1305_ietf_encrypt_detached(reinterpret_cast<unsigned char*>(out.data()), tag.data(), &tag_bytes, raw(in), in.size(),
-                                                        reinterpret_cast<const unsigned char*>(extra.data()), extra.size(), nullptr, npub, chunk_key_.data());
+    crypto_aead_xchacha20poly1305_ietf_encrypt_detached(
+        reinterpret_cast<unsigned char*>(out.data()), tag.data(), &tag_bytes, raw(in), in.size(),
+        reinterpret_cast<const unsigned char*>(extra.data()), extra.size(), nullptr, npub, chunk_key_.data());
     return tag;
   }
   // Poly1305 over the bytes, with a key of this place's own and the name in front.
@@ -161,14 +169,17 @@ Status Seal::open(std::span<std::byte> bytes, const SealTag& tag, const SealPlac
     const Nonce nonce = nonce_of(place);
     const std::string extra = associated(place);
     auto* const data = reinterpret_cast<unsigned char*>(bytes.data());
-    right = crypto_aead_xchacha20poly1305_ietf_decrypt_detached(data, nullptr, data, bytes.size(), tag.data(), reinterpret_cast<const unsigned char*>(extra.data()), extra.size(),
-                                                                reinterpret_cast<const unsigned char*>(&nonce), chunk_key_.data()) == 0;
+    right = crypto_aead_xchacha20poly1305_ietf_decrypt_detached(
+                data, nullptr, data, bytes.size(), tag.data(), reinterpret_cast<const unsigned char*>(extra.data()),
+                extra.size(), reinterpret_cast<const unsigned char*>(&nonce), chunk_key_.data()) == 0;
   } else {
     const SealTag expected = seal(bytes, {}, place);
     right = sodium_memcmp(expected.data(), tag.data(), tag.size()) == 0;
   }
   if (right) return ok();
-  return Error{.code = Code::kCorruption, .what = fmt::format("{} is not what was sealed", place.what), .next_step = "use another checkpoint"};
+  return Error{.code = Code::kCorruption,
+               .what = fmt::format("{} is not what was sealed", place.what),
+               .next_step = "use another checkpoint"};
 }
 
 SealId random_seal_id() {

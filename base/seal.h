@@ -1,9 +1,10 @@
 // Seal: what makes the bytes of one checkpoint unforgeable, and, if wished, unreadable. Library: libsodium.
 //
-// A user's Key (32 bytes, from a file) and the checkpoint's random id give the checkpoint's own keys (BLAKE2b, keyed), so
-// that places within one checkpoint are enough of a nonce. The manifest carries a keyed BLAKE2b-256; every section and
-// chunk a Poly1305 tag of XChaCha20-Poly1305, over its bytes (kAuthenticated) or with its bytes encrypted (kEncrypted).
-// What the bytes are and where they lie is bound into the tag: nothing can be moved, exchanged or carried over.
+// A user's Key (32 bytes, from a file) and the checkpoint's random id give the checkpoint's own keys (BLAKE2b, keyed),
+// so that places within one checkpoint are enough of a nonce. The manifest carries a keyed BLAKE2b-256; every section
+// and chunk a Poly1305 tag of XChaCha20-Poly1305, over its bytes (kAuthenticated) or with its bytes encrypted
+// (kEncrypted). What the bytes are and where they lie is bound into the tag: nothing can be moved, exchanged or carried
+// over.
 //
 // Threads: all methods from any thread.
 #pragma once
@@ -33,8 +34,8 @@ std::string_view name(Protection protection);  // "none", "authenticated", "encr
 // A secret; its memory is wiped.
 class Key {
  public:
-  // 32 bytes as they are, or 64 hexadecimal digits. kInvalidArgument for another length, or when others than its owner may
-  // read the file.
+  // 32 bytes as they are, or 64 hexadecimal digits. kInvalidArgument for another length, or when others than its owner
+  // may read the file.
   static Result<Key> read_file(const std::string& path);
   explicit Key(const std::array<uint8_t, kKeyBytes>& bytes) : bytes_(bytes) {}
   Key(const Key&) = default;

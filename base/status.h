@@ -59,7 +59,8 @@ template <class T>
 class [[nodiscard]] Result : public tl::expected<T, Error> {
  public:
   using tl::expected<T, Error>::expected;
-  Result(Error error) : tl::expected<T, Error>(tl::unexpect, std::move(error)) {}  // NOLINT(google-explicit-constructor)
+  Result(Error error)
+      : tl::expected<T, Error>(tl::unexpect, std::move(error)) {}  // NOLINT(google-explicit-constructor)
 };
 
 using Status = Result<void>;
@@ -88,20 +89,20 @@ Error system_error(int native, std::string what, std::string next_step = {});
 }  // namespace torpor
 
 // Returns the error of `expression` (a Status or Result) from the enclosing function; otherwise goes on.
-#define TORPOR_TRY(expression)                                  \
-  do {                                                          \
+#define TORPOR_TRY(expression)                                       \
+  do {                                                               \
     if (auto torpor_try_result = (expression); !torpor_try_result) { \
-      return std::move(torpor_try_result).error();              \
-    }                                                           \
+      return std::move(torpor_try_result).error();                   \
+    }                                                                \
   } while (false)
 
 #define TORPOR_CONCAT_INNER(a, b) a##b
 #define TORPOR_CONCAT(a, b) TORPOR_CONCAT_INNER(a, b)
 
 // `TORPOR_ASSIGN(auto file, directory.open("x"));` declares `file` with the value, or returns the error.
-#define TORPOR_ASSIGN(declaration, expression)                                        \
-  auto TORPOR_CONCAT(torpor_result_, __LINE__) = (expression);                        \
-  if (!TORPOR_CONCAT(torpor_result_, __LINE__)) {                                     \
-    return std::move(TORPOR_CONCAT(torpor_result_, __LINE__)).error();                \
-  }                                                                                   \
+#define TORPOR_ASSIGN(declaration, expression)                         \
+  auto TORPOR_CONCAT(torpor_result_, __LINE__) = (expression);         \
+  if (!TORPOR_CONCAT(torpor_result_, __LINE__)) {                      \
+    return std::move(TORPOR_CONCAT(torpor_result_, __LINE__)).error(); \
+  }                                                                    \
   declaration = std::move(*TORPOR_CONCAT(torpor_result_, __LINE__))

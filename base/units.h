@@ -12,9 +12,11 @@ inline constexpr uint64_t kKiB = uint64_t{1} << 10;
 inline constexpr uint64_t kMiB = uint64_t{1} << 20;
 inline constexpr uint64_t kGiB = uint64_t{1} << 30;
 
-// What direct I/O wants addresses, offsets and lengths to be multiples of; the arena's spans and the files' layouts keep to it.
+// What direct I/O wants addresses, offsets and lengths to be multiples of; the arena's spans and the files' layouts
+// keep to it.
 inline constexpr uint64_t kPage = 4 * kKiB;
-// The larger page of x86-64 and of arm64 with 4 KiB pages; what is as large keeps to it, so that the system may use them.
+// The larger page of x86-64 and of arm64 with 4 KiB pages; what is as large keeps to it, so that the system may use
+// them.
 inline constexpr uint64_t kHugePage = 2 * kMiB;
 
 // `alignment` is a power of two. Precondition: value + alignment does not overflow.

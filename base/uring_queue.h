@@ -15,8 +15,8 @@ class UringQueue {
   // With room for `depth` operations at once. Null where the system has no io_uring or forbids it.
   static std::unique_ptr<UringQueue> create(unsigned depth);
   ~UringQueue();
-  // Reads or writes every part once and returns when none is under way any more: what the system call returned for each,
-  // bytes or -errno.
+  // Reads or writes every part once and returns when none is under way any more: what the system call returned for
+  // each, bytes or -errno.
   void run(int fd, bool write, std::span<const FilePart> parts, std::span<int32_t> results);
 
  private:

@@ -13,7 +13,8 @@ namespace torpor {
 namespace {
 
 AnswerState state_from(const std::string& text) {
-  for (const AnswerState state : {AnswerState::kRunning, AnswerState::kFinished, AnswerState::kAborted, AnswerState::kFailed}) {
+  for (const AnswerState state :
+       {AnswerState::kRunning, AnswerState::kFinished, AnswerState::kAborted, AnswerState::kFailed}) {
     if (name(state) == text) return state;
   }
   DictReader::fail("state", "\"running\", \"finished\", \"aborted\" or \"failed\"");
@@ -106,12 +107,18 @@ std::vector<AnswerStep> steps_from(const py::list& list) {
 void bind_answers(py::module_& module) {
   py::class_<Answers>(module, "Answers", "What each request of a server asked and was given, in memory and in a log.")
       .def(py::init(&open_answers), py::arg("options"))
-      .def("start", [](Answers& self, const py::dict& dict) {
-             Answer answer = answer_from(dict);
-             value_or_raise(self.start(std::move(answer)));
-           }, py::arg("answer"))
-      .def("step", [](Answers& self, const py::list& list) { value_or_raise(self.step(steps_from(list))); }, py::arg("steps"), "What one engine step gave, all in one record.")
-      .def("sync", [](Answers& self) {
+      .def(
+          "start",
+          [](Answers& self, const py::dict& dict) {
+            Answer answer = answer_from(dict);
+            value_or_raise(self.start(std::move(answer)));
+          },
+          py::arg("answer"))
+      .def(
+          "step", [](Answers& self, const py::list& list) { value_or_raise(self.step(steps_from(list))); },
+          py::arg("steps"), "What one engine step gave, all in one record.")
+      .def("sync",
+           [](Answers& self) {
              const Status synced = [&] {
                const py::gil_scoped_release released;
                return self.sync();
@@ -119,26 +126,40 @@ void bind_answers(py::module_& module) {
              value_or_raise(synced);
            })
       .def("close", &Answers::close, "Nothing is recorded from now on.")
-      .def("find", &Answers::find, py::arg("response"), py::arg("tenant"), "Ids of the choices of a response, in their order.")
-      .def("part", [](const Answers& self, const std::string& id, uint32_t from_token, uint32_t from_text) {
-             return to_python(value_or_raise(self.part(id, from_token, from_text)));
-           }, py::arg("id"), py::arg("from_token") = 0, py::arg("from_text") = 0)
-      .def("position", [](const Answers& self, const std::string& id) { return to_python(value_or_raise(self.position(id))); }, py::arg("id"), "As part(), without tokens and text.")
-      .def("get", [](const Answers& self, const std::string& id) -> py::object {
-             const std::optional<Answer> answer = self.get(id);
-             return answer ? py::object(to_python(*answer)) : py::none();
-           }, py::arg("id"))
-      .def("all", [](const Answers& self) {
+      .def("find", &Answers::find, py::arg("response"), py::arg("tenant"),
+           "Ids of the choices of a response, in their order.")
+      .def(
+          "part",
+          [](const Answers& self, const std::string& id, uint32_t from_token, uint32_t from_text) {
+            return to_python(value_or_raise(self.part(id, from_token, from_text)));
+          },
+          py::arg("id"), py::arg("from_token") = 0, py::arg("from_text") = 0)
+      .def(
+          "position",
+          [](const Answers& self, const std::string& id) { return to_python(value_or_raise(self.position(id))); },
+          py::arg("id"), "As part(), without tokens and text.")
+      .def(
+          "get",
+          [](const Answers& self, const std::string& id) -> py::object {
+            const std::optional<Answer> answer = self.get(id);
+            return answer ? py::object(to_python(*answer)) : py::none();
+          },
+          py::arg("id"))
+      .def("all",
+           [](const Answers& self) {
              py::list list;
              for (const Answer& answer : self.all()) list.append(to_python(answer));
              return list;
            })
-      .def("pack", [](const Answers& self) { return torpor::to_python(pack_answers(self.all())); }, "For wake_up(answers=…) in the engine's process.")
+      .def(
+          "pack", [](const Answers& self) { return torpor::to_python(pack_answers(self.all())); },
+          "For wake_up(answers=…) in the engine's process.")
       .def("counts", [](const Answers& self) {
-             const Answers::Counts counts = self.counts();
-             return py::dict(py::arg("running") = counts.running, py::arg("ended") = counts.ended, py::arg("log_bytes") = counts.log_bytes, py::arg("lost_bytes") = counts.lost_bytes,
-                             py::arg("problem") = counts.problem);
-           });
+        const Answers::Counts counts = self.counts();
+        return py::dict(py::arg("running") = counts.running, py::arg("ended") = counts.ended,
+                        py::arg("log_bytes") = counts.log_bytes, py::arg("lost_bytes") = counts.lost_bytes,
+                        py::arg("problem") = counts.problem);
+      });
 }
 
 }  // namespace torpor

@@ -12,62 +12,80 @@ namespace py = pybind11;
 namespace torpor {
 
 void bind_checkpoint(py::module_& module) {
-  py::class_<EngineCheckpoint>(module, "EngineCheckpoint", "All state of an engine but the bytes of its memory, as values.")
+  py::class_<EngineCheckpoint>(module, "EngineCheckpoint",
+                               "All state of an engine but the bytes of its memory, as values.")
       .def(py::init([](const py::dict& dict) { return engine_checkpoint_from(dict); }), py::arg("values"))
       .def("to_dict", [](const EngineCheckpoint& self) { return to_python(self); })
-      .def("validate", [](const EngineCheckpoint& self) { value_or_raise(self.state.validate()); }, "Raises for the first contradiction.")
-      .def("encode", [](const EngineCheckpoint& self) {
-        std::vector<Section> sections;
-        {
-          const py::gil_scoped_release released;
-          sections = encode(self);
-        }
-        py::list list;
-        for (const Section& section : sections) list.append(py::make_tuple(section.name, to_python(section.bytes)));
-        return list;
-      }, "The sections of a checkpoint, uncompressed: a list of (name, bytes). The fingerprint is not among them.")
-      .def_static("decode", [](const py::list& list, const py::dict& fingerprint) {
-        std::vector<Section> sections;
-        for (const py::handle item : list) {
-          const auto pair = py::reinterpret_borrow<py::sequence>(item);
-          sections.push_back({pair[0].cast<std::string>(), bytes_from(pair[1], "a section")});
-        }
-        Result<EngineCheckpoint> decoded = [&] {
-          const py::gil_scoped_release released;
-          return decode(sections);
-        }();
-        EngineCheckpoint checkpoint = value_or_raise(std::move(decoded));
-        checkpoint.fingerprint = fingerprint_from(fingerprint);
-        return checkpoint;
-      }, py::arg("sections"), py::arg("fingerprint") = py::dict())
+      .def(
+          "validate", [](const EngineCheckpoint& self) { value_or_raise(self.state.validate()); },
+          "Raises for the first contradiction.")
+      .def(
+          "encode",
+          [](const EngineCheckpoint& self) {
+            std::vector<Section> sections;
+            {
+              const py::gil_scoped_release released;
+              sections = encode(self);
+            }
+            py::list list;
+            for (const Section& section : sections) list.append(py::make_tuple(section.name, to_python(section.bytes)));
+            return list;
+          },
+          "The sections of a checkpoint, uncompressed: a list of (name, bytes). The fingerprint is not among them.")
+      .def_static(
+          "decode",
+          [](const py::list& list, const py::dict& fingerprint) {
+            std::vector<Section> sections;
+            for (const py::handle item : list) {
+              const auto pair = py::reinterpret_borrow<py::sequence>(item);
+              sections.push_back({pair[0].cast<std::string>(), bytes_from(pair[1], "a section")});
+            }
+            Result<EngineCheckpoint> decoded = [&] {
+              const py::gil_scoped_release released;
+              return decode(sections);
+            }();
+            EngineCheckpoint checkpoint = value_or_raise(std::move(decoded));
+            checkpoint.fingerprint = fingerprint_from(fingerprint);
+            return checkpoint;
+          },
+          py::arg("sections"), py::arg("fingerprint") = py::dict())
       .def("__eq__", [](const EngineCheckpoint& a, const EngineCheckpoint& b) { return a == b; });
 
-  module.def("list_checkpoints", [](const std::string& directory, const std::optional<std::string>& key_file) {
-    CheckpointManagerOptions options;
-    options.key = key_from(key_file);
-    Result<std::vector<CheckpointInfo>> found = [&]() -> Result<std::vector<CheckpointInfo>> {
-      const py::gil_scoped_release released;
-      TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> manager, CheckpointManager::open(linux_file_system(), directory, std::move(options)));
-      return manager->list();
-    }();
-    py::list list;
-    for (const CheckpointInfo& info : value_or_raise(std::move(found))) {
-      py::dict item;
-      item["name"] = info.name;
-      item["path"] = info.path;
-      item["readable"] = info.readable;
-      item["problem"] = info.readable ? "" : info.problem.to_string();
-      item["created"] = info.manifest.created_unix_seconds;
-      item["bytes"] = info.bytes;
-      item["woken"] = info.woken;
-      list.append(item);
-    }
-    return list;
-  }, py::arg("directory"), py::arg("key_file") = py::none(), "The committed checkpoints of a directory, oldest first.");
-  module.def("read_checkpoint", [](const std::string& path, const std::optional<std::string>& key_file) {
-    const Checkpoint checkpoint = value_or_raise(open_checkpoint(linux_file_system(), path, key_from(key_file)));
-    return value_or_raise(checkpoint.read_state());
-  }, py::arg("path"), py::arg("key_file") = py::none(), "The verified state of a checkpoint, or of the latest one of a directory.");
+  module.def(
+      "list_checkpoints",
+      [](const std::string& directory, const std::optional<std::string>& key_file) {
+        CheckpointManagerOptions options;
+        options.key = key_from(key_file);
+        Result<std::vector<CheckpointInfo>> found = [&]() -> Result<std::vector<CheckpointInfo>> {
+          const py::gil_scoped_release released;
+          TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> manager,
+                        CheckpointManager::open(linux_file_system(), directory, std::move(options)));
+          return manager->list();
+        }();
+        py::list list;
+        for (const CheckpointInfo& info : value_or_raise(std::move(found))) {
+          py::dict item;
+          item["name"] = info.name;
+          item["path"] = info.path;
+          item["readable"] = info.readable;
+          item["problem"] = info.readable ? "" : info.problem.to_string();
+          item["created"] = info.manifest.created_unix_seconds;
+          item["bytes"] = info.bytes;
+          item["woken"] = info.woken;
+          list.append(item);
+        }
+        return list;
+      },
+      py::arg("directory"), py::arg("key_file") = py::none(),
+      "The committed checkpoints of a directory, oldest first.");
+  module.def(
+      "read_checkpoint",
+      [](const std::string& path, const std::optional<std::string>& key_file) {
+        const Checkpoint checkpoint = value_or_raise(open_checkpoint(linux_file_system(), path, key_from(key_file)));
+        return value_or_raise(checkpoint.read_state());
+      },
+      py::arg("path"), py::arg("key_file") = py::none(),
+      "The verified state of a checkpoint, or of the latest one of a directory.");
 }
 
 }  // namespace torpor

@@ -47,7 +47,8 @@ class PythonHooks final : public EngineHooks {
   Result<std::vector<Bytes>> call_ranks(const std::string& method, const Bytes& payload) override {
     return guarded<std::vector<Bytes>>([&] {
       std::vector<Bytes> replies;
-      for (const py::handle reply : py::list(object_.attr("call_ranks")(method, to_python(payload)))) replies.push_back(bytes_from(reply, "the reply of a rank"));
+      for (const py::handle reply : py::list(object_.attr("call_ranks")(method, to_python(payload))))
+        replies.push_back(bytes_from(reply, "the reply of a rank"));
       return replies;
     });
   }
@@ -66,7 +67,9 @@ class PythonHooks final : public EngineHooks {
     } catch (py::error_already_set& raised) {
       return error_from(raised);
     } catch (const std::exception& problem) {  // a value of another type than promised
-      return Error{.code = Code::kInternal, .what = fmt::format("the engine's adapter: {}", problem.what()), .origin = Origin::kEngine};
+      return Error{.code = Code::kInternal,
+                   .what = fmt::format("the engine's adapter: {}", problem.what()),
+                   .origin = Origin::kEngine};
     }
   }
   template <class T, class... Arguments>
@@ -115,7 +118,9 @@ std::unique_ptr<BoundController> make_controller(py::object hooks, const py::dic
 
 bool one_of(const std::string& where, const std::string& text, const char* yes, const char* no) {
   if (text != yes && text != no) {
-    raise(Error{.code = Code::kInvalidArgument, .what = fmt::format("{} is \"{}\"", where, text), .next_step = fmt::format("use \"{}\" or \"{}\"", no, yes)});
+    raise(Error{.code = Code::kInvalidArgument,
+                .what = fmt::format("{} is \"{}\"", where, text),
+                .next_step = fmt::format("use \"{}\" or \"{}\"", no, yes)});
   }
   return text == yes;
 }
@@ -198,7 +203,8 @@ py::dict to_python(const SleepReport& report) {
     failed.append(item);
   }
   out["failed_requests"] = failed;
-  out["rolled_forward"] = py::dict(py::arg("extended") = report.rolled.extended, py::arg("added") = report.rolled.added, py::arg("dropped") = report.rolled.dropped);
+  out["rolled_forward"] = py::dict(py::arg("extended") = report.rolled.extended, py::arg("added") = report.rolled.added,
+                                   py::arg("dropped") = report.rolled.dropped);
   out["outputs"] = torpor::to_python(report.outputs);
   py::list phases;
   for (const Phase& phase : report.phases) {
@@ -223,50 +229,71 @@ auto without_lock(const Function& function) {
 }  // namespace
 
 void bind_controller(py::module_& module) {
-  py::class_<BoundController>(module, "SleepController", "Sleep and wake of one engine; lives where its scheduler lives.")
+  py::class_<BoundController>(module, "SleepController",
+                              "Sleep and wake of one engine; lives where its scheduler lives.")
       .def(py::init(&make_controller), py::arg("hooks"), py::arg("options") = py::dict())
-      .def("sleep", [](BoundController& self, const py::dict& dict) {
-             const SleepOptions options = sleep_options_from(dict);
-             return to_python(value_or_raise(without_lock([&] { return self.controller.sleep(options); })));
-           }, py::arg("options") = py::dict())
-      .def("wake_up", [](BoundController& self, const py::dict& dict) {
-             const WakeOptions options = wake_options_from(dict);
-             return to_python(value_or_raise(without_lock([&] { return self.controller.wake_up(options); })));
-           }, py::arg("options") = py::dict())
-      .def("checkpoint", [](BoundController& self, const py::handle& outputs) {
-             const Value value = value_from(outputs);
-             return to_python(value_or_raise(without_lock([&] { return self.controller.checkpoint(value); })));
-           }, py::arg("outputs"), "A checkpoint of an engine that serves on; `outputs` is the front end's part.")
-      .def("fingerprint", [](BoundController& self) {
-             return value_or_raise(without_lock([&] { return self.controller.fingerprint(); }));
-           }, "All that must be equal for tokens to be equal, by name.")
-      .def("end_hold", [](BoundController& self, bool keep) {
-             value_or_raise(without_lock([&] { return self.controller.end_hold(keep); }));
-           }, py::arg("keep"), "After wake_up with hold: lets the engine run, or throws away what was restored.")
-      .def("plan_sleep", [](BoundController& self, const py::dict& dict) {
-             const SleepOptions options = sleep_options_from(dict);
-             const SleepPlan plan = value_or_raise(without_lock([&] { return self.controller.plan_sleep(options); }));
+      .def(
+          "sleep",
+          [](BoundController& self, const py::dict& dict) {
+            const SleepOptions options = sleep_options_from(dict);
+            return to_python(value_or_raise(without_lock([&] { return self.controller.sleep(options); })));
+          },
+          py::arg("options") = py::dict())
+      .def(
+          "wake_up",
+          [](BoundController& self, const py::dict& dict) {
+            const WakeOptions options = wake_options_from(dict);
+            return to_python(value_or_raise(without_lock([&] { return self.controller.wake_up(options); })));
+          },
+          py::arg("options") = py::dict())
+      .def(
+          "checkpoint",
+          [](BoundController& self, const py::handle& outputs) {
+            const Value value = value_from(outputs);
+            return to_python(value_or_raise(without_lock([&] { return self.controller.checkpoint(value); })));
+          },
+          py::arg("outputs"), "A checkpoint of an engine that serves on; `outputs` is the front end's part.")
+      .def(
+          "fingerprint",
+          [](BoundController& self) {
+            return value_or_raise(without_lock([&] { return self.controller.fingerprint(); }));
+          },
+          "All that must be equal for tokens to be equal, by name.")
+      .def(
+          "end_hold",
+          [](BoundController& self, bool keep) {
+            value_or_raise(without_lock([&] { return self.controller.end_hold(keep); }));
+          },
+          py::arg("keep"), "After wake_up with hold: lets the engine run, or throws away what was restored.")
+      .def(
+          "plan_sleep",
+          [](BoundController& self, const py::dict& dict) {
+            const SleepOptions options = sleep_options_from(dict);
+            const SleepPlan plan = value_or_raise(without_lock([&] { return self.controller.plan_sleep(options); }));
+            py::dict out;
+            out["save_bytes"] = plan.save_bytes;
+            out["free_bytes"] = plan.free_bytes;
+            out["requests"] = plan.requests;
+            out["kept_blocks"] = plan.kept_blocks;
+            out["dropped_blocks"] = plan.dropped_blocks;
+            out["problems"] = plan.problems;
+            return out;
+          },
+          py::arg("options") = py::dict())
+      .def("ledger",
+           [](BoundController& self) {
+             return to_python(value_or_raise(without_lock([&] { return self.controller.ledgers(); })));
+           })
+      .def("state",
+           [](const BoundController& self) {
+             const ControllerState state = self.controller.state();
              py::dict out;
-             out["save_bytes"] = plan.save_bytes;
-             out["free_bytes"] = plan.free_bytes;
-             out["requests"] = plan.requests;
-             out["kept_blocks"] = plan.kept_blocks;
-             out["dropped_blocks"] = plan.dropped_blocks;
-             out["problems"] = plan.problems;
+             out["engine"] = state.engine;
+             out["tags"] = state.tags;
+             out["level"] = state.level;
+             out["checkpoint"] = state.checkpoint;
              return out;
-           }, py::arg("options") = py::dict())
-      .def("ledger", [](BoundController& self) {
-        return to_python(value_or_raise(without_lock([&] { return self.controller.ledgers(); })));
-      })
-      .def("state", [](const BoundController& self) {
-        const ControllerState state = self.controller.state();
-        py::dict out;
-        out["engine"] = state.engine;
-        out["tags"] = state.tags;
-        out["level"] = state.level;
-        out["checkpoint"] = state.checkpoint;
-        return out;
-      })
+           })
       .def("is_sleeping", [](const BoundController& self) { return self.controller.is_sleeping(); });
 }
 

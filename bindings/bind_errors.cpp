@@ -17,7 +17,10 @@ void raise(const Error& error) {
 Error error_from(py::error_already_set& raised) {
   const py::object& exception = raised.value();
   if (!py::isinstance(exception, py::module_::import("torpor.errors").attr("Error"))) {
-    return Error{.code = Code::kInternal, .what = fmt::format("the engine raised {}", raised.what()), .next_step = "see the engine's log", .origin = Origin::kEngine};
+    return Error{.code = Code::kInternal,
+                 .what = fmt::format("the engine raised {}", raised.what()),
+                 .next_step = "see the engine's log",
+                 .origin = Origin::kEngine};
   }
   Error error{.what = exception.attr("what").cast<std::string>(),
               .next_step = exception.attr("next_step").cast<std::string>(),

@@ -34,7 +34,9 @@ Result<std::optional<uint64_t>> bytes_from_environment(const char* name) {
   uint64_t bytes = 0;
   const auto [end, failed] = std::from_chars(text.data(), text.data() + text.size(), bytes);
   if (failed == std::errc() && end == text.data() + text.size()) return std::optional(bytes);
-  return Error{.code = Code::kInvalidArgument, .what = fmt::format("{} is \"{}\"", name, text), .next_step = "give a number of bytes"};
+  return Error{.code = Code::kInvalidArgument,
+               .what = fmt::format("{} is \"{}\"", name, text),
+               .next_step = "give a number of bytes"};
 }
 
 Result<std::unique_ptr<RankMemory>> make_memory(int ordinal) {
@@ -42,8 +44,10 @@ Result<std::unique_ptr<RankMemory>> make_memory(int ordinal) {
   TORPOR_ASSIGN(const std::optional<uint64_t> prefault, bytes_from_environment("TORPOR_ARENA_PREFAULT_BYTES"));
   TORPOR_ASSIGN(const std::optional<uint64_t> keep, bytes_from_environment("TORPOR_ARENA_KEEP_BYTES"));
   TORPOR_ASSIGN(const std::optional<uint64_t> gather_below, bytes_from_environment("TORPOR_CUDA_GATHER_BELOW_BYTES"));
-  TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> device, environment("TORPOR_MEMORY_DEVICE") == "host" ? Result<std::unique_ptr<DeviceMemory>>(make_host_device())
-                                                                                                      : make_cuda_device({.ordinal = ordinal, .gather_below_bytes = gather_below.value_or(0)}));
+  TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> device,
+                environment("TORPOR_MEMORY_DEVICE") == "host"
+                    ? Result<std::unique_ptr<DeviceMemory>>(make_host_device())
+                    : make_cuda_device({.ordinal = ordinal, .gather_below_bytes = gather_below.value_or(0)}));
   return RankMemory::create(std::move(device), linux_file_system(),
                             {.rank = ordinal,
                              .arena_budget_bytes = budget.value_or(0),
@@ -84,17 +88,39 @@ MemorySaver& memory_saver() {
 
 void bind_memory(py::module_& module) {
   module.def("built_with_cuda", &built_with_cuda, "Whether cuda.h was there when this was built.");
-  module.def("memory_allocate", [](int device, uint64_t bytes) { return value_or_raise(memory_saver().allocate(device, bytes)); }, py::arg("device"), py::arg("bytes"));
-  module.def("memory_free", [](int device, uint64_t address) { value_or_raise(memory_saver().free(device, address)); }, py::arg("device"), py::arg("address"));
-  module.def("memory_begin", [](const std::string& tag, bool keep) { MemorySaver::scopes().push_back({.tag = tag, .keep = keep}); }, py::arg("tag"), py::arg("keep"));
+  module.def(
+      "memory_allocate",
+      [](int device, uint64_t bytes) { return value_or_raise(memory_saver().allocate(device, bytes)); },
+      py::arg("device"), py::arg("bytes"));
+  module.def(
+      "memory_free", [](int device, uint64_t address) { value_or_raise(memory_saver().free(device, address)); },
+      py::arg("device"), py::arg("address"));
+  module.def(
+      "memory_begin",
+      [](const std::string& tag, bool keep) { MemorySaver::scopes().push_back({.tag = tag, .keep = keep}); },
+      py::arg("tag"), py::arg("keep"));
   module.def("memory_end", [] { MemorySaver::scopes().pop_back(); });
-  module.def("memory_sleep", [](const Tags& tags, const std::optional<Tags>& keep, bool check) {
-    return moved([&] { return memory_saver().sleep(tags, keep, check ? CleanCheck::kDigest : CleanCheck::kTrust); });
-  }, py::arg("tags"), py::arg("keep"), py::arg("check"));
-  module.def("memory_wake", [](const Tags& tags) { return moved([&] { return memory_saver().wake(tags); }); }, py::arg("tags"));
-  module.def("memory_plan_sleep", [](const Tags& tags, const std::optional<Tags>& keep) { return moved([&] { return memory_saver().plan_sleep(tags, keep); }); }, py::arg("tags"), py::arg("keep"));
-  module.def("memory_plan_wake", [](const Tags& tags) { return moved([&] { return memory_saver().plan_wake(tags); }); }, py::arg("tags"));
-  module.def("memory_mark_dirty", [](const Tags& tags) { memory_saver().mark_dirty(tags); }, py::arg("tags"));
+  module.def(
+      "memory_sleep",
+      [](const Tags& tags, const std::optional<Tags>& keep, bool check) {
+        return moved(
+            [&] { return memory_saver().sleep(tags, keep, check ? CleanCheck::kDigest : CleanCheck::kTrust); });
+      },
+      py::arg("tags"), py::arg("keep"), py::arg("check"));
+  module.def(
+      "memory_wake", [](const Tags& tags) { return moved([&] { return memory_saver().wake(tags); }); },
+      py::arg("tags"));
+  module.def(
+      "memory_plan_sleep",
+      [](const Tags& tags, const std::optional<Tags>& keep) {
+        return moved([&] { return memory_saver().plan_sleep(tags, keep); });
+      },
+      py::arg("tags"), py::arg("keep"));
+  module.def(
+      "memory_plan_wake", [](const Tags& tags) { return moved([&] { return memory_saver().plan_wake(tags); }); },
+      py::arg("tags"));
+  module.def(
+      "memory_mark_dirty", [](const Tags& tags) { memory_saver().mark_dirty(tags); }, py::arg("tags"));
   module.def("memory_ledgers", [] {
     py::dict out;
     for (const auto& [device, ledger] : memory_saver().ledgers()) out[py::int_(device)] = to_python(ledger);

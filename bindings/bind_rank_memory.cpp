@@ -30,39 +30,58 @@ std::unique_ptr<RankMemory> make_rank_memory(const py::dict& dict) {
   in.read_if_given("device", device);
   in.finish();
   if (device != "host") {
-    raise(Error{.code = Code::kUnsupported, .what = fmt::format("the device \"{}\" is not supported by this version", device), .next_step = "use \"host\""});
+    raise(Error{.code = Code::kUnsupported,
+                .what = fmt::format("the device \"{}\" is not supported by this version", device),
+                .next_step = "use \"host\""});
   }
-  return value_or_raise(RankMemory::create(value_or_raise(make_host_device(device_options)), linux_file_system(), options));
+  return value_or_raise(
+      RankMemory::create(value_or_raise(make_host_device(device_options)), linux_file_system(), options));
 }
 
 }  // namespace
 
 void bind_rank_memory(py::module_& module) {
-  py::class_<RankMemory>(module, "RankMemory", "The memory of one worker rank: regions by tag, and the controller's orders on them.")
+  py::class_<RankMemory>(module, "RankMemory",
+                         "The memory of one worker rank: regions by tag, and the controller's orders on them.")
       .def(py::init(&make_rank_memory), py::arg("options") = py::dict())
-      .def("allocate", [](RankMemory& self, const std::string& tag, const std::string& name, uint64_t size_bytes) {
-             return value_or_raise(self.allocate(tag, name, size_bytes));
-           }, py::arg("tag"), py::arg("name"), py::arg("size_bytes"), "A new zeroed region; returns its address, which stays valid for life.")
-      .def("free", [](RankMemory& self, uint64_t address) { value_or_raise(self.free(address)); }, py::arg("address"))
-      .def("set_kv_layout", [](RankMemory& self, const std::string& tag, const py::dict& layout) {
-             value_or_raise(self.set_kv_layout(tag, kv_layout_from(layout)));
-           }, py::arg("tag"), py::arg("layout"), "From now on `tag` holds KV blocks laid out like this.")
-      .def("mark_dirty", [](RankMemory& self, const std::string& tag) { self.mark_dirty(tag); }, py::arg("tag"),
-           "The owner changed bytes of this tag: a kept backup is no longer that of its content.")
-      .def("call", [](RankMemory& self, const std::string& method, const py::bytes& order) {
-             const Bytes payload = bytes_from(order, "an order");
-             Bytes reply;
-             {
-               const py::gil_scoped_release released;
-               reply = self.call(method, payload);
-             }
-             return to_python(reply);
-           }, py::arg("method"), py::arg("order"), "Carries out an order of the controller; a failure is in the reply.")
-      .def("states", [](const RankMemory& self) {
-        py::dict states;
-        for (const auto& [tag, state] : self.states()) states[py::str(tag)] = std::string(name(state));
-        return states;
-      }, "The state of each tag.");
+      .def(
+          "allocate",
+          [](RankMemory& self, const std::string& tag, const std::string& name, uint64_t size_bytes) {
+            return value_or_raise(self.allocate(tag, name, size_bytes));
+          },
+          py::arg("tag"), py::arg("name"), py::arg("size_bytes"),
+          "A new zeroed region; returns its address, which stays valid for life.")
+      .def(
+          "free", [](RankMemory& self, uint64_t address) { value_or_raise(self.free(address)); }, py::arg("address"))
+      .def(
+          "set_kv_layout",
+          [](RankMemory& self, const std::string& tag, const py::dict& layout) {
+            value_or_raise(self.set_kv_layout(tag, kv_layout_from(layout)));
+          },
+          py::arg("tag"), py::arg("layout"), "From now on `tag` holds KV blocks laid out like this.")
+      .def(
+          "mark_dirty", [](RankMemory& self, const std::string& tag) { self.mark_dirty(tag); }, py::arg("tag"),
+          "The owner changed bytes of this tag: a kept backup is no longer that of its content.")
+      .def(
+          "call",
+          [](RankMemory& self, const std::string& method, const py::bytes& order) {
+            const Bytes payload = bytes_from(order, "an order");
+            Bytes reply;
+            {
+              const py::gil_scoped_release released;
+              reply = self.call(method, payload);
+            }
+            return to_python(reply);
+          },
+          py::arg("method"), py::arg("order"), "Carries out an order of the controller; a failure is in the reply.")
+      .def(
+          "states",
+          [](const RankMemory& self) {
+            py::dict states;
+            for (const auto& [tag, state] : self.states()) states[py::str(tag)] = std::string(name(state));
+            return states;
+          },
+          "The state of each tag.");
 }
 
 }  // namespace torpor

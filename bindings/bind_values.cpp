@@ -25,18 +25,22 @@ namespace {
 // An array.array of `format`, filled by one copy.
 template <class T>
 py::object to_array(const char* format, const std::vector<T>& items) {
-  return py::module_::import("array").attr("array")(format, py::bytes(reinterpret_cast<const char*>(items.data()), items.size() * sizeof(T)));
+  return py::module_::import("array").attr("array")(
+      format, py::bytes(reinterpret_cast<const char*>(items.data()), items.size() * sizeof(T)));
 }
 
 template <class T>
 std::vector<T> from_buffer(const py::buffer_info& info, const std::string& where) {
-  if (info.ndim != 1 || (info.shape[0] > 0 && info.strides[0] != info.itemsize)) DictReader::fail(where, "a one-dimensional array without gaps");
+  if (info.ndim != 1 || (info.shape[0] > 0 && info.strides[0] != info.itemsize))
+    DictReader::fail(where, "a one-dimensional array without gaps");
   std::vector<T> items(static_cast<size_t>(info.shape[0]));
   if (!items.empty()) std::memcpy(items.data(), info.ptr, items.size() * sizeof(T));
   return items;
 }
 
-bool is_array(const py::handle& object) { return PyObject_CheckBuffer(object.ptr()) != 0 && !PyBytes_Check(object.ptr()); }
+bool is_array(const py::handle& object) {
+  return PyObject_CheckBuffer(object.ptr()) != 0 && !PyBytes_Check(object.ptr());
+}
 
 std::vector<int32_t> ints_from(const py::handle& object, const std::string& where) {
   if (is_array(object)) {
@@ -90,7 +94,8 @@ Value value_from(const py::handle& object, int depth) {
       DictReader::fail("an array in a value", "array('q') or array('d')");
     }
   } else {
-    DictReader::fail(fmt::format("a value of type {}", py::str(py::type::of(object)).cast<std::string>()), "plain data");
+    DictReader::fail(fmt::format("a value of type {}", py::str(py::type::of(object)).cast<std::string>()),
+                     "plain data");
   }
   return value;
 }
@@ -236,13 +241,15 @@ void read(const py::handle& object, const std::string& where, RequestStatus& v) 
   DictReader::fail(where, "\"waiting\", \"running\" or \"preempted\"");
 }
 void read(const py::handle& object, const std::string& where, std::vector<RequestState>& v) {
-  for (const py::handle item : sequence_from(object, where)) read(item, fmt::format("{}[{}]", where, v.size()), v.emplace_back());
+  for (const py::handle item : sequence_from(object, where))
+    read(item, fmt::format("{}[{}]", where, v.size()), v.emplace_back());
 }
 void read(const py::handle& object, const std::string& where, std::vector<Bytes>& v) {
   for (const py::handle item : sequence_from(object, where)) v.push_back(bytes_from(item, where));
 }
 void read(const py::handle& object, const std::string& where, std::vector<std::pair<std::string, Bytes>>& v) {
-  for (const auto& [id, bytes] : dict_from(object, where)) v.emplace_back(cast_from<std::string>(id, where), bytes_from(bytes, where));
+  for (const auto& [id, bytes] : dict_from(object, where))
+    v.emplace_back(cast_from<std::string>(id, where), bytes_from(bytes, where));
 }
 void read(const py::handle& object, const std::string& where, std::vector<KvGroup>& v) {
   for (const py::handle item : sequence_from(object, where)) {
@@ -251,14 +258,18 @@ void read(const py::handle& object, const std::string& where, std::vector<KvGrou
     in.read("block_size", group.block_size);
     const py::dict cached = dict_from(in.take("num_cached_blocks"), where + ".num_cached_blocks");
     for (const auto& [request, blocks] : dict_from(in.take("tables"), where + ".tables")) {
-      KvTable table{.request = cast_from<std::string>(request, where + ".tables"), .blocks = ints_from(blocks, where + ".tables"), .num_cached_blocks = -1};
-      if (cached.contains(request)) table.num_cached_blocks = cast_from<int32_t>(cached[request], where + ".num_cached_blocks");
+      KvTable table{.request = cast_from<std::string>(request, where + ".tables"),
+                    .blocks = ints_from(blocks, where + ".tables"),
+                    .num_cached_blocks = -1};
+      if (cached.contains(request))
+        table.num_cached_blocks = cast_from<int32_t>(cached[request], where + ".num_cached_blocks");
       group.tables.push_back(std::move(table));
     }
     in.finish();
   }
 }
-void read(const py::handle& object, const std::string& where, std::vector<KvBlock>& v) {  // columns, not rows: there are many
+void read(const py::handle& object, const std::string& where,
+          std::vector<KvBlock>& v) {  // columns, not rows: there are many
   DictReader in(object, where);
   std::vector<int32_t> ids, ref_counts, hash_tokens;
   std::vector<Bytes> hashes;
@@ -267,11 +278,13 @@ void read(const py::handle& object, const std::string& where, std::vector<KvBloc
   read(in.take("hash_tokens"), where + ".hash_tokens", hash_tokens);
   read(in.take("hashes"), where + ".hashes", hashes);
   in.finish();
-  if (ref_counts.size() != ids.size() || hash_tokens.size() != ids.size() || hashes.size() != ids.size()) DictReader::fail(where, "four lists of one length");
+  if (ref_counts.size() != ids.size() || hash_tokens.size() != ids.size() || hashes.size() != ids.size())
+    DictReader::fail(where, "four lists of one length");
   for (size_t i = 0; i < ids.size(); ++i) v.push_back({ids[i], ref_counts[i], std::move(hashes[i]), hash_tokens[i]});
 }
 template <class Pair, class First, class Second>
-void read_pairs(const py::handle& object, const std::string& where, std::vector<Pair>& v, First Pair::*first, Second Pair::*second) {
+void read_pairs(const py::handle& object, const std::string& where, std::vector<Pair>& v, First Pair::*first,
+                Second Pair::*second) {
   for (const py::handle item : sequence_from(object, where)) {
     const py::sequence pair = sequence_from(item, where);
     if (pair.size() != 2) DictReader::fail(where, "a list of pairs");
@@ -284,8 +297,12 @@ void read_pairs(const py::handle& object, const std::string& where, std::vector<
     read(pair[1], where, made.*second);
   }
 }
-void read(const py::handle& object, const std::string& where, std::vector<PrefixEntry>& v) { read_pairs(object, where, v, &PrefixEntry::hash, &PrefixEntry::blocks); }
-void read(const py::handle& object, const std::string& where, std::vector<ExtraHashes>& v) { read_pairs(object, where, v, &ExtraHashes::block, &ExtraHashes::hashes); }
+void read(const py::handle& object, const std::string& where, std::vector<PrefixEntry>& v) {
+  read_pairs(object, where, v, &PrefixEntry::hash, &PrefixEntry::blocks);
+}
+void read(const py::handle& object, const std::string& where, std::vector<ExtraHashes>& v) {
+  read_pairs(object, where, v, &ExtraHashes::block, &ExtraHashes::hashes);
+}
 
 // A field on its way in.
 struct FieldReader {
@@ -311,7 +328,9 @@ void read_fields(const py::handle& object, const std::string& where, Struct& v) 
 void read(const py::handle& object, const std::string& where, SamplingState& v) { read_fields(object, where, v); }
 void read(const py::handle& object, const std::string& where, RequestState& v) {
   PyObject* id = PyDict_Check(object.ptr()) ? PyDict_GetItemString(object.ptr(), "id") : nullptr;
-  read_fields(object, id != nullptr && PyUnicode_Check(id) ? fmt::format("request {}", py::handle(id).cast<std::string>()) : where, v);
+  read_fields(
+      object,
+      id != nullptr && PyUnicode_Check(id) ? fmt::format("request {}", py::handle(id).cast<std::string>()) : where, v);
 }
 
 // Values on their way out: write(value). What is not listed here is a plain number or text.
@@ -431,7 +450,8 @@ SchedulerCheckpoint state_from(DictReader& in) {
   SchedulerCheckpoint v;
   read_fields(in.take("scheduler"), "scheduler", v.scheduler);
   read_fields(in.take("kv"), "kv", v.kv);
-  for (const py::handle item : sequence_from(in.take("workers"), "workers")) read_fields(item, "worker", v.workers.emplace_back());
+  for (const py::handle item : sequence_from(in.take("workers"), "workers"))
+    read_fields(item, "worker", v.workers.emplace_back());
   return v;
 }
 
@@ -508,7 +528,8 @@ py::dict to_python(const RankLedger& ledger) {
   out["process_resident_region_bytes"] = ledger.process_resident_region_bytes;
   // What is left of the process: interpreter, libraries, the engine's own heap.
   const uint64_t explained = ledger.process_resident_region_bytes + ledger.arena_held_bytes;
-  out["process_other_bytes"] = ledger.process_resident_bytes > explained ? ledger.process_resident_bytes - explained : 0;
+  out["process_other_bytes"] =
+      ledger.process_resident_bytes > explained ? ledger.process_resident_bytes - explained : 0;
   return out;
 }
 

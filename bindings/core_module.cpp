@@ -9,10 +9,13 @@
 PYBIND11_MODULE(_core, module) {
   module.doc() = "torpor's C++ core: memory of a rank, the sleep controller, checkpoints.";
   module.attr("__version__") = TORPOR_VERSION;
-  module.def("digest", [](const pybind11::bytes& bytes) {
-    const torpor::Bytes content = torpor::bytes_from(bytes, "digest_of()");
-    return torpor::digest_of(std::as_bytes(std::span(content))).hex();
-  }, pybind11::arg("bytes"), "XXH3-128 of `bytes`, in hexadecimal.");
+  module.def(
+      "digest",
+      [](const pybind11::bytes& bytes) {
+        const torpor::Bytes content = torpor::bytes_from(bytes, "digest_of()");
+        return torpor::digest_of(std::as_bytes(std::span(content))).hex();
+      },
+      pybind11::arg("bytes"), "XXH3-128 of `bytes`, in hexadecimal.");
   torpor::bind_rank_memory(module);
   torpor::bind_controller(module);
   torpor::bind_checkpoint(module);

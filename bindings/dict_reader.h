@@ -22,7 +22,9 @@ class DictReader {
   }
 
   [[noreturn]] static void fail(const std::string& where, const std::string& wanted) {
-    raise(Error{.code = Code::kInvalidArgument, .what = fmt::format("{} must be {}", where, wanted), .next_step = "correct the call"});
+    raise(Error{.code = Code::kInvalidArgument,
+                .what = fmt::format("{} must be {}", where, wanted),
+                .next_step = "correct the call"});
   }
 
   bool has(const char* key) const { return PyDict_GetItemString(dict_.ptr(), key) != nullptr; }
@@ -63,7 +65,8 @@ class DictReader {
     for (const auto& [key, item] : dict_) {
       const auto text = pybind11::str(key).cast<std::string>();
       const auto is_this = [&](const char* taken) { return text == taken; };
-      if (std::none_of(taken_.begin(), taken_.end(), is_this)) fail(fmt::format("{}.{}", where_, text), "left out: there is no such entry");
+      if (std::none_of(taken_.begin(), taken_.end(), is_this))
+        fail(fmt::format("{}.{}", where_, text), "left out: there is no such entry");
     }
   }
 

@@ -42,14 +42,17 @@ MemorySaver::Scope& scope() {
 }  // namespace torpor
 
 using torpor::code_of;
-using torpor::MemorySaver;
 using torpor::memory_saver;
+using torpor::MemorySaver;
 using torpor::text;
 
 TORPOR_EXPORT void* torpor_torch_malloc(ssize_t bytes, int device, void*) {
   void* found = nullptr;
   code_of([&]() -> torpor::Status {
-    if (bytes < 0) return torpor::Error{.code = torpor::Code::kInvalidArgument, .what = fmt::format("{} bytes are wanted", bytes), .next_step = "ask for more than 0"};
+    if (bytes < 0)
+      return torpor::Error{.code = torpor::Code::kInvalidArgument,
+                           .what = fmt::format("{} bytes are wanted", bytes),
+                           .next_step = "ask for more than 0"};
     TORPOR_ASSIGN(const torpor::DeviceAddress address, memory_saver().allocate(device, static_cast<uint64_t>(bytes)));
     found = reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
     return torpor::ok();
@@ -59,13 +62,17 @@ TORPOR_EXPORT void* torpor_torch_malloc(ssize_t bytes, int device, void*) {
 
 TORPOR_EXPORT void torpor_torch_free(void* address, ssize_t, int device, void*) {
   if (address == nullptr) return;
-  const int code = code_of([&] { return memory_saver().free(device, reinterpret_cast<torpor::DeviceAddress>(address)); });
-  if (code != 0) torpor::log().error("memory was not freed: {}", torpor::last_error);  // the caller has no way to hear of it
+  const int code =
+      code_of([&] { return memory_saver().free(device, reinterpret_cast<torpor::DeviceAddress>(address)); });
+  if (code != 0)
+    torpor::log().error("memory was not freed: {}", torpor::last_error);  // the caller has no way to hear of it
 }
 
 TORPOR_EXPORT int torpor_region_begin(const char* tag, int keep) {
   return code_of([&]() -> torpor::Status {
-    if (text(tag).empty()) return torpor::Error{.code = torpor::Code::kInvalidArgument, .what = "a region has no tag", .next_step = "give it one"};
+    if (text(tag).empty())
+      return torpor::Error{
+          .code = torpor::Code::kInvalidArgument, .what = "a region has no tag", .next_step = "give it one"};
     MemorySaver::scopes().push_back({.tag = text(tag), .keep = keep != 0});
     return torpor::ok();
   });
@@ -73,7 +80,10 @@ TORPOR_EXPORT int torpor_region_begin(const char* tag, int keep) {
 
 TORPOR_EXPORT int torpor_region_end(void) {
   return code_of([]() -> torpor::Status {
-    if (MemorySaver::scopes().empty()) return torpor::Error{.code = torpor::Code::kFailedPrecondition, .what = "no region was begun in this thread", .next_step = "begin one before its end"};
+    if (MemorySaver::scopes().empty())
+      return torpor::Error{.code = torpor::Code::kFailedPrecondition,
+                           .what = "no region was begun in this thread",
+                           .next_step = "begin one before its end"};
     MemorySaver::scopes().pop_back();
     return torpor::ok();
   });
@@ -105,5 +115,9 @@ TORPOR_EXPORT void tms_set_enable_cpu_backup(bool keep) { torpor::scope().keep =
 TORPOR_EXPORT bool tms_get_enable_cpu_backup(void) { return torpor::scope().keep; }
 TORPOR_EXPORT int tms_pause(const char* tag) { return torpor_sleep(tag); }
 TORPOR_EXPORT int tms_resume(const char* tag) { return torpor_wake(tag); }
-TORPOR_EXPORT void* tms_torch_malloc(ssize_t bytes, int device, void* stream) { return torpor_torch_malloc(bytes, device, stream); }
-TORPOR_EXPORT void tms_torch_free(void* address, ssize_t bytes, int device, void* stream) { torpor_torch_free(address, bytes, device, stream); }
+TORPOR_EXPORT void* tms_torch_malloc(ssize_t bytes, int device, void* stream) {
+  return torpor_torch_malloc(bytes, device, stream);
+}
+TORPOR_EXPORT void tms_torch_free(void* address, ssize_t bytes, int device, void* stream) {
+  torpor_torch_free(address, bytes, device, stream);
+}

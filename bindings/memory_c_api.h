@@ -1,9 +1,9 @@
-// The C ABI of torpor's memory, exported by the Python module's shared library; for torch's pluggable allocators, ctypes
-// and other programs. Nothing here ends the process: a failure is a null pointer or a code that is not 0, and
+// The C ABI of torpor's memory, exported by the Python module's shared library; for torch's pluggable allocators,
+// ctypes and other programs. Nothing here ends the process: a failure is a null pointer or a code that is not 0, and
 // torpor_last_error() says what was wrong.
 //
-// TORPOR_MEMORY_DEVICE=host in the environment takes memory without a GPU; TORPOR_KEEP_BACKUPS=1 keeps saved bytes after a
-// wake, so that what did not change is not copied again (who changes memory says so with torpor_mark_dirty).
+// TORPOR_MEMORY_DEVICE=host in the environment takes memory without a GPU; TORPOR_KEEP_BACKUPS=1 keeps saved bytes
+// after a wake, so that what did not change is not copied again (who changes memory says so with torpor_mark_dirty).
 #pragma once
 
 #include <stdbool.h>
@@ -13,7 +13,8 @@
 extern "C" {
 #endif
 
-// torch.cuda.memory.CUDAPluggableAllocator(path, "torpor_torch_malloc", "torpor_torch_free"). In the scope of this thread.
+// torch.cuda.memory.CUDAPluggableAllocator(path, "torpor_torch_malloc", "torpor_torch_free"). In the scope of this
+// thread.
 void* torpor_torch_malloc(ssize_t bytes, int device, void* stream);
 void torpor_torch_free(void* address, ssize_t bytes, int device, void* stream);
 

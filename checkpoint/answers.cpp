@@ -14,7 +14,8 @@ namespace torpor {
 
 template <class Archive>
 void serialize(Archive& archive, Answer& v) {
-  archive(v.request, v.response, v.tenant, v.choice, v.front, v.text, v.text_ends, checked(v.state, AnswerState::kFailed), v.finish_reason, v.stop_reason, v.created, v.ended);
+  archive(v.request, v.response, v.tenant, v.choice, v.front, v.text, v.text_ends,
+          checked(v.state, AnswerState::kFailed), v.finish_reason, v.stop_reason, v.created, v.ended);
 }
 template <class Archive>
 void serialize(Archive& archive, AnswerStep& v) {
@@ -69,7 +70,8 @@ std::optional<uint64_t> number_of(std::string_view name) {
 }
 
 uint32_t code_points(std::string_view text) {
-  return static_cast<uint32_t>(std::count_if(text.begin(), text.end(), [](char c) { return (static_cast<uint8_t>(c) & 0xC0) != 0x80; }));
+  return static_cast<uint32_t>(
+      std::count_if(text.begin(), text.end(), [](char c) { return (static_cast<uint8_t>(c) & 0xC0) != 0x80; }));
 }
 
 // Where the code point `index` begins; the end if there are no more.
@@ -82,7 +84,9 @@ size_t offset_of(std::string_view text, uint32_t index) {
 }
 
 uint64_t size_of(const Answer& answer) {
-  return sizeof(Answer) + answer.text.size() + (answer.request.prompt_token_ids.size() + answer.request.output_token_ids.size() + answer.text_ends.size()) * sizeof(int32_t);
+  return sizeof(Answer) + answer.text.size() +
+         (answer.request.prompt_token_ids.size() + answer.request.output_token_ids.size() + answer.text_ends.size()) *
+             sizeof(int32_t);
 }
 
 Digest digest_at(uint64_t offset, std::span<const std::byte> record) {
@@ -92,13 +96,23 @@ Digest digest_at(uint64_t offset, std::span<const std::byte> record) {
   return digest.finish();
 }
 
-Error wrong_call(std::string what) { return Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = "correct the call"}; }
-
-AnswerPart end_of(const Answer& answer) {
-  return {.tokens_end = static_cast<uint32_t>(answer.request.output_token_ids.size()), .text_end = answer.text_ends.empty() ? 0 : answer.text_ends.back(), .state = answer.state, .finish_reason = answer.finish_reason, .stop_reason = answer.stop_reason};
+Error wrong_call(std::string what) {
+  return Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = "correct the call"};
 }
 
-Error no_answer(const std::string& id) { return {.code = Code::kNotFound, .what = fmt::format("there is no answer {}", id), .next_step = "ask for one that was begun here"}; }
+AnswerPart end_of(const Answer& answer) {
+  return {.tokens_end = static_cast<uint32_t>(answer.request.output_token_ids.size()),
+          .text_end = answer.text_ends.empty() ? 0 : answer.text_ends.back(),
+          .state = answer.state,
+          .finish_reason = answer.finish_reason,
+          .stop_reason = answer.stop_reason};
+}
+
+Error no_answer(const std::string& id) {
+  return {.code = Code::kNotFound,
+          .what = fmt::format("there is no answer {}", id),
+          .next_step = "ask for one that was begun here"};
+}
 
 }  // namespace
 
@@ -112,7 +126,8 @@ std::string_view name(AnswerState state) {
   return "?";
 }
 
-Answers::Answers(FileSystem& file_system, AnswersOptions options) : file_system_(file_system), options_(std::move(options)) {}
+Answers::Answers(FileSystem& file_system, AnswersOptions options)
+    : file_system_(file_system), options_(std::move(options)) {}
 Answers::~Answers() = default;
 
 Result<std::unique_ptr<Answers>> Answers::open(FileSystem& file_system, AnswersOptions options) {
@@ -126,14 +141,17 @@ Result<std::unique_ptr<Answers>> Answers::open(FileSystem& file_system, AnswersO
   });
 }
 
-// --- reading what was left ----------------------------------------------------------------------------------------------
+// --- reading what was left
+// ----------------------------------------------------------------------------------------------
 
 Status Answers::read_log() {
   TORPOR_ASSIGN(directory_, file_system_.open_directory(options_.directory, true));
   Result<std::unique_ptr<File>> lock = directory_->lock("LOCK");
   if (!lock) {
     if (lock.error().code != Code::kUnavailable) return lock.error();
-    return Error{.code = Code::kUnavailable, .what = fmt::format("another server uses {}", options_.directory), .next_step = "end it, or give this one another directory"};
+    return Error{.code = Code::kUnavailable,
+                 .what = fmt::format("another server uses {}", options_.directory),
+                 .next_step = "end it, or give this one another directory"};
   }
   lock_ = std::move(*lock);
   TORPOR_ASSIGN(const std::vector<Entry> entries, directory_->list());  // by name, so by number
@@ -157,18 +175,29 @@ Status Answers::read_file(const std::string& name) {
   FileHead head;
   if (size < sizeof head) return damaged_from(0);  // a kill at its very beginning
   TORPOR_TRY(file->pread(std::as_writable_bytes(std::span(&head, 1)), 0));
-  if (std::string_view(head.magic.data(), head.magic.size()) != kMagic || head.byte_order != kByteOrder) return damaged_from(0);
+  if (std::string_view(head.magic.data(), head.magic.size()) != kMagic || head.byte_order != kByteOrder)
+    return damaged_from(0);
   if (head.version != kVersion) {
-    return Error{.code = Code::kIncompatible, .what = fmt::format("{}: version {}, this torpor reads {}", file->name(), head.version, kVersion), .next_step = "use the version of torpor that wrote it"};
+    return Error{.code = Code::kIncompatible,
+                 .what = fmt::format("{}: version {}, this torpor reads {}", file->name(), head.version, kVersion),
+                 .next_step = "use the version of torpor that wrote it"};
   }
   std::unique_ptr<Seal> seal;
   if (head.protection != 0) {
     if (head.protection > static_cast<uint32_t>(Protection::kEncrypted)) return damaged_from(0);
-    if (options_.key == nullptr) return Error{.code = Code::kUnauthenticated, .what = fmt::format("{} is sealed", file->name()), .next_step = "give the key file that it was written with"};
+    if (options_.key == nullptr)
+      return Error{.code = Code::kUnauthenticated,
+                   .what = fmt::format("{} is sealed", file->name()),
+                   .next_step = "give the key file that it was written with"};
     seal = std::make_unique<Seal>(*options_.key, head.id, static_cast<Protection>(head.protection));
-    if (seal->key_name() != head.key) return Error{.code = Code::kUnauthenticated, .what = fmt::format("{} is sealed with another key", file->name()), .next_step = "give the key file that it was written with"};
+    if (seal->key_name() != head.key)
+      return Error{.code = Code::kUnauthenticated,
+                   .what = fmt::format("{} is sealed with another key", file->name()),
+                   .next_step = "give the key file that it was written with"};
   } else if (options_.key != nullptr) {
-    return Error{.code = Code::kUnauthenticated, .what = fmt::format("{} is not sealed, but a key was given", file->name()), .next_step = "use another directory, or no key"};
+    return Error{.code = Code::kUnauthenticated,
+                 .what = fmt::format("{} is not sealed, but a key was given", file->name()),
+                 .next_step = "use another directory, or no key"};
   }
   for (uint64_t at = sizeof head; at < size;) {
     RecordHead record;
@@ -177,14 +206,18 @@ Status Answers::read_file(const std::string& name) {
     if (record.bytes == 0 || record.bytes > size - at - sizeof record) return damaged_from(at);
     std::vector<std::byte> bytes(record.bytes);
     TORPOR_TRY(file->pread(bytes, at + sizeof record));
-    const bool whole = seal != nullptr ? seal->open(bytes, record.tag, {.kind = SealPlace::Kind::kSection, .offset = at, .what = kPlace}).has_value() : digest_at(at, bytes).bytes == record.tag;
+    const bool whole = seal != nullptr ? seal->open(bytes, record.tag,
+                                                    {.kind = SealPlace::Kind::kSection, .offset = at, .what = kPlace})
+                                             .has_value()
+                                       : digest_at(at, bytes).bytes == record.tag;
     if (!whole) return damaged_from(at);
     const auto content = std::span<const std::byte>(bytes).subspan(1);
     switch (static_cast<RecordKind>(bytes[0])) {
       case RecordKind::kEngine: {
         TORPOR_ASSIGN(const Fingerprint engine, from_bytes<Fingerprint>(content, file->name()));
         if (const Status same = compare_fingerprints(engine, options_.engine); !same) {
-          // Ended answers are text that anybody may read; running ones need the engine that began them. Judged at the end of the log.
+          // Ended answers are text that anybody may read; running ones need the engine that began them. Judged at the
+          // end of the log.
           problem_ = same.error().what;
         } else {
           problem_.clear();
@@ -212,17 +245,21 @@ Status Answers::read_file(const std::string& name) {
   if (problem_.empty()) return ok();
   const auto runs = [](const auto& entry) { return entry.second.state == AnswerState::kRunning; };
   if (std::any_of(answers_.begin(), answers_.end(), runs)) {
-    return Error{.code = Code::kIncompatible, .what = fmt::format("{} has answers of another engine: {}", options_.directory, problem_), .next_step = "start the server as the one that began them, or give another directory"};
+    return Error{.code = Code::kIncompatible,
+                 .what = fmt::format("{} has answers of another engine: {}", options_.directory, problem_),
+                 .next_step = "start the server as the one that began them, or give another directory"};
   }
   problem_.clear();
   return ok();
 }
 
-// --- the state in memory (the lock is held) -----------------------------------------------------------------------------
+// --- the state in memory (the lock is held)
+// -----------------------------------------------------------------------------
 
 void Answers::put(Answer answer) {
   const std::string id = answer.request.id;
-  if (const auto known = answers_.find(id); known != answers_.end()) {  // an older file was not yet removed: the same answer, as it is later
+  if (const auto known = answers_.find(id);
+      known != answers_.end()) {  // an older file was not yet removed: the same answer, as it is later
     if (known->second.state != AnswerState::kRunning) ended_bytes_ -= size_of(known->second);
   } else {
     order_.push_back(id);
@@ -240,7 +277,8 @@ Status Answers::apply(AnswerStep step, bool replay) {
   std::vector<int32_t>& tokens = answer.request.output_token_ids;
   if (replay && (answer.state != AnswerState::kRunning || step.at < tokens.size())) return ok();
   if (answer.state != AnswerState::kRunning) return wrong_call(fmt::format("the answer {} has ended", step.id));
-  if (step.at != tokens.size()) return wrong_call(fmt::format("the answer {} has {} tokens, a step begins at {}", step.id, tokens.size(), step.at));
+  if (step.at != tokens.size())
+    return wrong_call(fmt::format("the answer {} has {} tokens, a step begins at {}", step.id, tokens.size(), step.at));
   const uint32_t text_end = (answer.text_ends.empty() ? 0 : answer.text_ends.back());
   tokens.insert(tokens.end(), step.tokens.begin(), step.tokens.end());
   answer.text_ends.resize(tokens.size(), text_end);
@@ -270,7 +308,8 @@ void Answers::forget_old() {
   });
 }
 
-// --- writing (the lock is held, or nobody else is there yet) ------------------------------------------------------------
+// --- writing (the lock is held, or nobody else is there yet)
+// ------------------------------------------------------------
 
 Status Answers::begin_file() {
   forget_old();
@@ -282,7 +321,8 @@ Status Answers::begin_file() {
   seal_.reset();
   if (options_.key != nullptr) {
     head.id = random_seal_id();
-    seal_ = std::make_unique<Seal>(*options_.key, head.id, options_.encrypt ? Protection::kEncrypted : Protection::kAuthenticated);
+    seal_ = std::make_unique<Seal>(*options_.key, head.id,
+                                   options_.encrypt ? Protection::kEncrypted : Protection::kAuthenticated);
     head.protection = static_cast<uint32_t>(seal_->protection());
     head.key = seal_->key_name();
   }
@@ -307,7 +347,9 @@ Status Answers::record(const Bytes& bytes) {
   Bytes whole(sizeof head + bytes.size());
   std::copy(bytes.begin(), bytes.end(), whole.begin() + sizeof head);
   const auto content = std::as_writable_bytes(std::span(whole)).subspan(sizeof head);
-  head.tag = seal_ != nullptr ? seal_->seal(content, content, {.kind = SealPlace::Kind::kSection, .offset = at_, .what = kPlace}) : digest_at(at_, content).bytes;
+  head.tag = seal_ != nullptr
+                 ? seal_->seal(content, content, {.kind = SealPlace::Kind::kSection, .offset = at_, .what = kPlace})
+                 : digest_at(at_, content).bytes;
   std::memcpy(whole.data(), &head, sizeof head);
   TORPOR_TRY(file_->pwrite(std::as_bytes(std::span(whole)), at_));
   at_ += whole.size();
@@ -320,7 +362,8 @@ Status Answers::append(const Bytes& bytes) {
   const double now = options_.clock->unix_seconds();
   const bool failing = !problem_.empty();
   if (failing && now - failed_at_ < kRetrySeconds) return ok();  // reported when it began, and in counts()
-  Status written = failing || at_ > std::max(options_.file_bytes, began_with_ * 4 + kSafetyBytes) ? begin_file() : record(bytes);
+  Status written =
+      failing || at_ > std::max(options_.file_bytes, began_with_ * 4 + kSafetyBytes) ? begin_file() : record(bytes);
   if (!written) {
     problem_ = written.error().to_string();
     failed_at_ = now;
@@ -329,14 +372,16 @@ Status Answers::append(const Bytes& bytes) {
   return written;
 }
 
-// --- what a server calls ------------------------------------------------------------------------------------------------
+// --- what a server calls
+// ------------------------------------------------------------------------------------------------
 
 Status Answers::start(Answer answer) {
   return catching_no_memory([&]() -> Status {
     TORPOR_TRY(answer.request.validate());
     const std::lock_guard lock(mutex_);
     if (closed_) return ok();
-    if (answers_.contains(answer.request.id)) return wrong_call(fmt::format("there is an answer {} already", answer.request.id));
+    if (answers_.contains(answer.request.id))
+      return wrong_call(fmt::format("there is an answer {} already", answer.request.id));
     answer.text_ends.assign(answer.request.output_token_ids.size(), 0);
     answer.created = options_.clock->unix_seconds();
     const std::string id = answer.request.id;
@@ -354,9 +399,11 @@ Status Answers::step(std::vector<AnswerStep> steps) {
       step.time = options_.clock->unix_seconds();
       const auto found = answers_.find(step.id);
       if (found == answers_.end()) return wrong_call(fmt::format("there is no answer {}", step.id));
-      if (found->second.state != AnswerState::kRunning) return wrong_call(fmt::format("the answer {} has ended", step.id));
+      if (found->second.state != AnswerState::kRunning)
+        return wrong_call(fmt::format("the answer {} has ended", step.id));
       if (step.at != found->second.request.output_token_ids.size()) {
-        return wrong_call(fmt::format("the answer {} has {} tokens, a step begins at {}", step.id, found->second.request.output_token_ids.size(), step.at));
+        return wrong_call(fmt::format("the answer {} has {} tokens, a step begins at {}", step.id,
+                                      found->second.request.output_token_ids.size(), step.at));
       }
     }
     const Bytes bytes = file_ != nullptr ? record_of(RecordKind::kSteps, steps) : Bytes{};
@@ -414,10 +461,13 @@ Result<AnswerPart> Answers::part(const std::string& id, uint32_t from_token, uin
   const Answer& answer = found->second;
   const std::vector<int32_t>& tokens = answer.request.output_token_ids;
   AnswerPart part = end_of(answer);
-  if (from_token > part.tokens_end) return wrong_call(fmt::format("the answer has {} tokens, {} is beyond them", part.tokens_end, from_token));
-  if (from_text > part.text_end) return wrong_call(fmt::format("the answer has {} characters, {} is beyond them", part.text_end, from_text));
+  if (from_token > part.tokens_end)
+    return wrong_call(fmt::format("the answer has {} tokens, {} is beyond them", part.tokens_end, from_token));
+  if (from_text > part.text_end)
+    return wrong_call(fmt::format("the answer has {} characters, {} is beyond them", part.text_end, from_text));
   if (from_text > 0) {
-    from_token = static_cast<uint32_t>(std::upper_bound(answer.text_ends.begin(), answer.text_ends.end(), from_text) - answer.text_ends.begin());
+    from_token = static_cast<uint32_t>(std::upper_bound(answer.text_ends.begin(), answer.text_ends.end(), from_text) -
+                                       answer.text_ends.begin());
   } else if (from_token > 0) {
     from_text = answer.text_ends[from_token - 1];
   }
@@ -455,6 +505,8 @@ Bytes pack_answers(std::vector<Answer> answers) {
   return to_bytes(answers);
 }
 
-Result<std::vector<Answer>> unpack_answers(std::span<const std::byte> bytes) { return from_bytes<std::vector<Answer>>(bytes, "answers"); }
+Result<std::vector<Answer>> unpack_answers(std::span<const std::byte> bytes) {
+  return from_bytes<std::vector<Answer>>(bytes, "answers");
+}
 
 }  // namespace torpor

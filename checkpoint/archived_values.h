@@ -46,15 +46,16 @@ inline void CEREAL_LOAD_FUNCTION_NAME(BoundedInput& archive, Value& value) {
 
 template <class Archive>
 void serialize(Archive& archive, SamplingState& v) {
-  archive(v.n, v.temperature, v.top_p, v.top_k, v.min_p, v.presence_penalty, v.frequency_penalty, v.repetition_penalty, v.seed,
-          v.stop, v.stop_token_ids, v.max_tokens, v.min_tokens, v.ignore_eos, v.logprobs, v.prompt_logprobs, v.engine);
+  archive(v.n, v.temperature, v.top_p, v.top_k, v.min_p, v.presence_penalty, v.frequency_penalty, v.repetition_penalty,
+          v.seed, v.stop, v.stop_token_ids, v.max_tokens, v.min_tokens, v.ignore_eos, v.logprobs, v.prompt_logprobs,
+          v.engine);
 }
 
 template <class Archive>
 void serialize(Archive& archive, RequestState& v) {
-  archive(v.id, v.client_index, v.priority, v.arrival_time, checked(v.status, RequestStatus::kPreempted), v.prompt_token_ids,
-          v.output_token_ids, v.num_computed_tokens, v.num_preemptions, v.max_tokens, v.block_hashes, v.block_hash_bytes,
-          v.cache_salt, v.stop_reason, v.sampling, v.engine);
+  archive(v.id, v.client_index, v.priority, v.arrival_time, checked(v.status, RequestStatus::kPreempted),
+          v.prompt_token_ids, v.output_token_ids, v.num_computed_tokens, v.num_preemptions, v.max_tokens,
+          v.block_hashes, v.block_hash_bytes, v.cache_salt, v.stop_reason, v.sampling, v.engine);
 }
 
 template <class Archive>

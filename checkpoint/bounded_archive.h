@@ -2,8 +2,8 @@
 //
 // Bytes are hostile until decoded: a length is checked against the bytes that remain before anything is allocated for
 // it, lists grow as their elements arrive and within kMemoryPerByte, a bool is 0 or 1, enums and variants are checked
-// against their range, trees against kMaxValueDepth, and bytes left over are an error. Neither Cereal's pointers nor its polymorphic types are used:
-// with them a file could choose types and addresses.
+// against their range, trees against kMaxValueDepth, and bytes left over are an error. Neither Cereal's pointers nor
+// its polymorphic types are used: with them a file could choose types and addresses.
 //
 // Layout: little-endian, fixed widths, no padding; a length is 8 bytes; see checkpoint/FORMAT.md.
 #pragma once
@@ -14,8 +14,8 @@
 #include <string_view>
 #include <type_traits>
 
-#include <cereal/cereal.hpp>
 #include <fmt/format.h>
+#include <cereal/cereal.hpp>
 
 #include "base/status.h"
 #include "base/value.h"
@@ -24,7 +24,8 @@ namespace torpor {
 
 static_assert(std::endian::native == std::endian::little, "the format is the memory of a little-endian machine");
 
-// The most memory that decoding may take for each byte of input: an element of a list may be one byte there and a Value here.
+// The most memory that decoding may take for each byte of input: an element of a list may be one byte there and a Value
+// here.
 inline constexpr uint64_t kMemoryPerByte = 64;
 
 // Appends to a buffer, or, without one, only counts: so that the buffer can be made large enough at once.
@@ -47,7 +48,8 @@ class BoundedOutput : public cereal::OutputArchive<BoundedOutput, cereal::AllowE
 
 class BoundedInput : public cereal::InputArchive<BoundedInput, cereal::AllowEmptyClassElision> {
  public:
-  explicit BoundedInput(std::span<const std::byte> in) : InputArchive(this), in_(in), budget_((in.size() + 1) * kMemoryPerByte) {}
+  explicit BoundedInput(std::span<const std::byte> in)
+      : InputArchive(this), in_(in), budget_((in.size() + 1) * kMemoryPerByte) {}
   uint64_t left() const { return in_.size(); }
   void raw(void* data, uint64_t size) {
     if (size > left()) throw cereal::Exception(fmt::format("{} bytes wanted, {} are left", size, left()));
@@ -63,7 +65,8 @@ class BoundedInput : public cereal::InputArchive<BoundedInput, cereal::AllowEmpt
   }
   // Throws unless `count` elements of at least `least` bytes each can still come.
   void expect(uint64_t count, uint64_t least) const {
-    if (count > left() / least) throw cereal::Exception(fmt::format("a list of {} elements in {} bytes", count, left()));
+    if (count > left() / least)
+      throw cereal::Exception(fmt::format("a list of {} elements in {} bytes", count, left()));
   }
   // Throws when `bytes` more of memory are more than this input is worth.
   void charge(uint64_t bytes) {
@@ -148,7 +151,8 @@ template <class Enum>
 void CEREAL_LOAD_FUNCTION_NAME(BoundedInput& archive, CheckedEnum<Enum>& item) {
   uint8_t raw = 0;
   archive(raw);
-  if (raw > static_cast<uint8_t>(item.last)) throw cereal::Exception(fmt::format("{} is not one of {} kinds", raw, static_cast<int>(item.last) + 1));
+  if (raw > static_cast<uint8_t>(item.last))
+    throw cereal::Exception(fmt::format("{} is not one of {} kinds", raw, static_cast<int>(item.last) + 1));
   item.value = static_cast<Enum>(raw);
 }
 

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include <boost/filesystem.hpp>
 #include <fmt/format.h>
+#include <boost/filesystem.hpp>
 
 #include "base/units.h"
 #include "checkpoint/checkpoint_manager.h"
@@ -14,8 +14,9 @@
 namespace torpor {
 namespace {
 
-
-Error damaged(std::string what) { return Error{.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"}; }
+Error damaged(std::string what) {
+  return Error{.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"};
+}
 
 }  // namespace
 
@@ -46,18 +47,24 @@ Result<OpenChunkFile> Checkpoint::Impl::open(const ChunkFile& wanted) const {
     const std::string store_path = boost::filesystem::path(directory->path()).parent_path().string();
     TORPOR_ASSIGN(const std::unique_ptr<Directory> store, file_system.open_directory(store_path, false));
     Result<std::unique_ptr<Directory>> earlier = store->open_directory(generation_name(wanted.generation));
-    if (!earlier) return damaged(fmt::format("{} needs {}, which cannot be opened: {}", directory->path(), generation_name(wanted.generation), earlier.error().what));
+    if (!earlier)
+      return damaged(fmt::format("{} needs {}, which cannot be opened: {}", directory->path(),
+                                 generation_name(wanted.generation), earlier.error().what));
     Manifest theirs;
     TORPOR_ASSIGN(theirs, read_manifest(**earlier, key.get(), &opened.seal));
-    if (theirs.id != wanted.id) return damaged(fmt::format("{} needs another {} than the one that is there", directory->path(), generation_name(wanted.generation)));
+    if (theirs.id != wanted.id)
+      return damaged(fmt::format("{} needs another {} than the one that is there", directory->path(),
+                                 generation_name(wanted.generation)));
     TORPOR_ASSIGN(opened.file, (*earlier)->open_file(wanted.name, FileIo::kFastest));
   }
   TORPOR_ASSIGN(const uint64_t size, opened.file->size());
-  if (size != wanted.bytes) return damaged(fmt::format("{} has {} bytes, {} were written", opened.file->name(), size, wanted.bytes));
+  if (size != wanted.bytes)
+    return damaged(fmt::format("{} has {} bytes, {} were written", opened.file->name(), size, wanted.bytes));
   return opened;
 }
 
-Result<std::unique_ptr<DiskTier>> Checkpoint::open_rank(const RankChunks& rank, std::shared_ptr<ProgressMeter> progress) const {
+Result<std::unique_ptr<DiskTier>> Checkpoint::open_rank(const RankChunks& rank,
+                                                        std::shared_ptr<ProgressMeter> progress) const {
   std::vector<OpenChunkFile> files;
   for (const ChunkFile& wanted : rank.files) {
     TORPOR_ASSIGN(OpenChunkFile opened, impl_->open(wanted));
@@ -71,13 +78,15 @@ Result<Section> Checkpoint::Impl::read(const File& file, const SectionInfo& info
   Bytes stored(info.stored_bytes);
   const auto bytes = std::as_writable_bytes(std::span(stored));
   TORPOR_TRY(file.pread(bytes, info.offset));
-  if (digest_of(bytes) != info.digest) return damaged(fmt::format("the section {} of {} does not match its digest", info.name, file.name()));
+  if (digest_of(bytes) != info.digest)
+    return damaged(fmt::format("the section {} of {} does not match its digest", info.name, file.name()));
   if (seal != nullptr) TORPOR_TRY(seal->open(bytes, info.seal, section_place(info)));
   if (info.codec == Codec::kNone && info.bytes == info.stored_bytes) {
     section.bytes = std::move(stored);
     return section;
   }
-  if (info.codec == Codec::kNone || info.bytes > (info.stored_bytes + 1) * kMostExpansion) return damaged(fmt::format("the section {} of {} contradicts itself", info.name, file.name()));
+  if (info.codec == Codec::kNone || info.bytes > (info.stored_bytes + 1) * kMostExpansion)
+    return damaged(fmt::format("the section {} of {} contradicts itself", info.name, file.name()));
   section.bytes.resize(info.bytes);
   if (Status done = decompress(info.codec, bytes, std::as_writable_bytes(std::span(section.bytes))); !done) {
     return done.error().within(fmt::format("section {}", info.name));
@@ -120,8 +129,10 @@ Result<Manifest> read_manifest(Directory& directory, const Key* key, std::shared
   return manifest;
 }
 
-Result<Checkpoint> open_checkpoint_directory(FileSystem& file_system, std::unique_ptr<Directory> directory, std::shared_ptr<const Key> key) {
-  std::unique_ptr<Checkpoint::Impl> impl(new Checkpoint::Impl{.file_system = file_system, .directory = std::move(directory), .key = std::move(key)});
+Result<Checkpoint> open_checkpoint_directory(FileSystem& file_system, std::unique_ptr<Directory> directory,
+                                             std::shared_ptr<const Key> key) {
+  std::unique_ptr<Checkpoint::Impl> impl(
+      new Checkpoint::Impl{.file_system = file_system, .directory = std::move(directory), .key = std::move(key)});
   TORPOR_ASSIGN(impl->manifest, read_manifest(*impl->directory, impl->key.get(), &impl->seal));
   return Checkpoint(std::move(impl));
 }
@@ -129,9 +140,11 @@ Result<Checkpoint> open_checkpoint_directory(FileSystem& file_system, std::uniqu
 Result<Checkpoint> open_checkpoint(FileSystem& file_system, const std::string& path, std::shared_ptr<const Key> key) {
   TORPOR_ASSIGN(std::unique_ptr<Directory> directory, file_system.open_directory(path, false));
   TORPOR_ASSIGN(const std::vector<Entry> entries, directory->list());
-  const bool is_checkpoint = std::any_of(entries.begin(), entries.end(), [](const Entry& entry) { return entry.name == kManifestFile; });
+  const bool is_checkpoint =
+      std::any_of(entries.begin(), entries.end(), [](const Entry& entry) { return entry.name == kManifestFile; });
   if (is_checkpoint) return open_checkpoint_directory(file_system, std::move(directory), std::move(key));
-  TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> manager, CheckpointManager::open(file_system, path, {.key = std::move(key)}));
+  TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> manager,
+                CheckpointManager::open(file_system, path, {.key = std::move(key)}));
   return manager->open_latest();
 }
 

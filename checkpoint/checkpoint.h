@@ -24,9 +24,10 @@ class Checkpoint {
   Result<std::vector<Section>> read_sections() const;
   // The sections' values with the fingerprint; not yet validated.
   Result<EngineCheckpoint> read_state() const;
-  // For reading the chunks of `rank`: opens its file and those of earlier checkpoints that it names. kCorruption when one
-  // is missing, has another size or is of another checkpoint.
-  Result<std::unique_ptr<DiskTier>> open_rank(const RankChunks& rank, std::shared_ptr<ProgressMeter> progress = nullptr) const;
+  // For reading the chunks of `rank`: opens its file and those of earlier checkpoints that it names. kCorruption when
+  // one is missing, has another size or is of another checkpoint.
+  Result<std::unique_ptr<DiskTier>> open_rank(const RankChunks& rank,
+                                              std::shared_ptr<ProgressMeter> progress = nullptr) const;
 
   struct Impl;
   explicit Checkpoint(std::unique_ptr<Impl> impl);
@@ -38,9 +39,12 @@ class Checkpoint {
   std::unique_ptr<Impl> impl_;
 };
 
-// `file_system` outlives the result. `key` null: only checkpoints without a seal can be read. Errors: decode_manifest().
-Result<Checkpoint> open_checkpoint_directory(FileSystem& file_system, std::unique_ptr<Directory> directory, std::shared_ptr<const Key> key = nullptr);
+// `file_system` outlives the result. `key` null: only checkpoints without a seal can be read. Errors:
+// decode_manifest().
+Result<Checkpoint> open_checkpoint_directory(FileSystem& file_system, std::unique_ptr<Directory> directory,
+                                             std::shared_ptr<const Key> key = nullptr);
 // By its own path, or the latest one of a directory of checkpoints.
-Result<Checkpoint> open_checkpoint(FileSystem& file_system, const std::string& path, std::shared_ptr<const Key> key = nullptr);
+Result<Checkpoint> open_checkpoint(FileSystem& file_system, const std::string& path,
+                                   std::shared_ptr<const Key> key = nullptr);
 
 }  // namespace torpor

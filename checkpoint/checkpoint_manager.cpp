@@ -21,7 +21,8 @@ std::optional<uint64_t> generation_of(std::string_view entry_name) {
   uint64_t generation = 0;
   const std::string_view digits = entry_name.substr(kGenerationPrefix.size());
   const auto [end, problem] = std::from_chars(digits.data(), digits.data() + digits.size(), generation);
-  if (problem != std::errc{} || end != digits.data() + digits.size() || generation_name(generation) != entry_name) return std::nullopt;
+  if (problem != std::errc{} || end != digits.data() + digits.size() || generation_name(generation) != entry_name)
+    return std::nullopt;
   return generation;
 }
 
@@ -40,7 +41,9 @@ Result<std::vector<uint64_t>> generations_in(const Directory& store) {
   return generations;
 }
 
-bool is_leftover(const Entry& entry) { return entry.name.starts_with(kStagingPrefix) || entry.name.starts_with(kTrashPrefix); }
+bool is_leftover(const Entry& entry) {
+  return entry.name.starts_with(kStagingPrefix) || entry.name.starts_with(kTrashPrefix);
+}
 
 // Away from its name first, durably, so that a half-removed checkpoint is never seen as one.
 Status remove_generation(Directory& store, uint64_t generation) {
@@ -70,7 +73,8 @@ CheckpointInfo info_of(Directory& store, uint64_t generation, const Key* key, Tr
     TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, store.open_directory(info.name));
     info.woken = directory->open_file(kWokenFile).has_value();
     Result<Manifest> read = read_manifest(*directory, key);
-    if (!read && trust == Trust::kAnySeal && key != nullptr && read.error().code == Code::kUnauthenticated) read = read_manifest(*directory);
+    if (!read && trust == Trust::kAnySeal && key != nullptr && read.error().code == Code::kUnauthenticated)
+      read = read_manifest(*directory);
     return read;
   }();
   info.readable = manifest.has_value();
@@ -175,7 +179,8 @@ Status PendingCheckpoint::Impl::write(std::vector<Section>& sections) {
   uint64_t offset = 0;
   for (Section& section : sections) {
     TORPOR_TRY(progress.add(section.bytes.size()));
-    SectionInfo info{.name = section.name, .required = section.required, .offset = offset, .bytes = section.bytes.size()};
+    SectionInfo info{
+        .name = section.name, .required = section.required, .offset = offset, .bytes = section.bytes.size()};
     std::optional<Bytes> packed = compress(std::as_bytes(std::span(section.bytes)));
     if (packed && info.bytes <= packed->size() * kMostExpansion) {
       info.codec = Codec::kZstd;
@@ -197,7 +202,9 @@ Result<std::unique_ptr<DiskTier>> PendingCheckpoint::create_chunks(int32_t rank,
   return catching_no_memory([&]() -> Result<std::unique_ptr<DiskTier>> {
     TORPOR_ASSIGN(ChunkFileOptions options, chunk_file_options(impl_->writing, rank, impl_->options.key.get()));
     if (impl_->options.progress) {
-      options.progress = std::make_shared<ProgressMeter>(impl_->options.progress, fmt::format("writing the chunks of rank {}", rank), expected_bytes, *impl_->options.clock);
+      options.progress =
+          std::make_shared<ProgressMeter>(impl_->options.progress, fmt::format("writing the chunks of rank {}", rank),
+                                          expected_bytes, *impl_->options.clock);
     }
     return DiskTier::create(*impl_->staging, chunk_file_name(rank), std::move(options));
   });
@@ -208,21 +215,25 @@ void PendingCheckpoint::add_rank(RankChunks chunks) { impl_->manifest.ranks.push
 Result<std::string> PendingCheckpoint::commit() {
   TORPOR_ASSIGN(std::string path, catching_no_memory([&] { return impl_->commit(); }));
   // Durable from here on: what fails now must not look like a failed commit.
-  const Result<std::vector<std::string>> gone = catching_no_memory([&] { return retire(*impl_->store, impl_->options, false); });
-  if (!gone) log().warn("older checkpoints could not be removed, the next one will try again: {}", gone.error().to_string());
+  const Result<std::vector<std::string>> gone =
+      catching_no_memory([&] { return retire(*impl_->store, impl_->options, false); });
+  if (!gone)
+    log().warn("older checkpoints could not be removed, the next one will try again: {}", gone.error().to_string());
   return path;
 }
 
 Result<std::string> PendingCheckpoint::Impl::commit() {
   if (manifest.sections.empty()) return Error{.code = Code::kInternal, .what = "commit() before write_state()"};
-  std::sort(manifest.ranks.begin(), manifest.ranks.end(), [](const RankChunks& a, const RankChunks& b) { return a.rank < b.rank; });
+  std::sort(manifest.ranks.begin(), manifest.ranks.end(),
+            [](const RankChunks& a, const RankChunks& b) { return a.rank < b.rank; });
   for (const RankChunks& rank : manifest.ranks) {
     TORPOR_ASSIGN(const std::unique_ptr<File> file, staging->open_file(rank.files.at(0).name));
     TORPOR_ASSIGN(const uint64_t size, file->size());
     if (size != rank.files[0].bytes) {
-      return Error{.code = Code::kIo,
-                   .what = fmt::format("{} has {} bytes, rank {} wrote {}", file->name(), size, rank.rank, rank.files[0].bytes),
-                   .next_step = "all ranks must write to the same file system"};
+      return Error{
+          .code = Code::kIo,
+          .what = fmt::format("{} has {} bytes, rank {} wrote {}", file->name(), size, rank.rank, rank.files[0].bytes),
+          .next_step = "all ranks must write to the same file system"};
     }
   }
   const std::string name = generation_name(manifest.generation);
@@ -270,29 +281,40 @@ CheckpointManager::CheckpointManager(std::unique_ptr<Impl> impl) : impl_(std::mo
 CheckpointManager::~CheckpointManager() = default;
 
 Status CheckpointManagerOptions::validate() const {
-  const auto invalid = [](std::string what, std::string next) { return Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = std::move(next)}; };
-  if (retention.keep < 1) return invalid(fmt::format("{} checkpoints are to be kept", retention.keep), "keep at least 1");
-  if (retention.max_age_seconds && !(*retention.max_age_seconds >= 0)) return invalid("the age of checkpoints to keep is negative", "use 0 or more seconds");
+  const auto invalid = [](std::string what, std::string next) {
+    return Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = std::move(next)};
+  };
+  if (retention.keep < 1)
+    return invalid(fmt::format("{} checkpoints are to be kept", retention.keep), "keep at least 1");
+  if (retention.max_age_seconds && !(*retention.max_age_seconds >= 0))
+    return invalid("the age of checkpoints to keep is negative", "use 0 or more seconds");
   if (encrypt && key == nullptr) return invalid("checkpoints are to be encrypted, but there is no key", "set key_file");
   return compression.validate();
 }
 
-Result<std::unique_ptr<CheckpointManager>> CheckpointManager::open(FileSystem& file_system, std::string directory, CheckpointManagerOptions options) {
-  if (directory.empty()) return Error{.code = Code::kInvalidArgument, .what = "the directory for checkpoints is empty", .next_step = "set dir (or TORPOR_DIR)"};
+Result<std::unique_ptr<CheckpointManager>> CheckpointManager::open(FileSystem& file_system, std::string directory,
+                                                                   CheckpointManagerOptions options) {
+  if (directory.empty())
+    return Error{.code = Code::kInvalidArgument,
+                 .what = "the directory for checkpoints is empty",
+                 .next_step = "set dir (or TORPOR_DIR)"};
   TORPOR_TRY(options.validate());
   if (options.clock == nullptr) options.clock = &system_clock();
-  return std::unique_ptr<CheckpointManager>(new CheckpointManager(std::unique_ptr<Impl>(new Impl{file_system, std::move(directory), std::move(options)})));
+  return std::unique_ptr<CheckpointManager>(
+      new CheckpointManager(std::unique_ptr<Impl>(new Impl{file_system, std::move(directory), std::move(options)})));
 }
 
 Result<PendingCheckpoint> CheckpointManager::begin(uint64_t expected_bytes) {
   return catching_no_memory([&]() -> Result<PendingCheckpoint> {
     TORPOR_ASSIGN(Impl::Opened locked, impl_->locked(true));
-    std::unique_ptr<PendingCheckpoint::Impl> pending(new PendingCheckpoint::Impl{.store = std::move(locked.store), .lock = std::move(locked.lock), .options = impl_->options});
+    std::unique_ptr<PendingCheckpoint::Impl> pending(new PendingCheckpoint::Impl{
+        .store = std::move(locked.store), .lock = std::move(locked.lock), .options = impl_->options});
     TORPOR_TRY(remove_leftovers(*pending->store));
     TORPOR_ASSIGN(const uint64_t free, pending->store->free_bytes());
     if (expected_bytes > free || free - expected_bytes < kSpareBytes) {
       return Error{.code = Code::kResourceExhausted,
-                   .what = fmt::format("the checkpoint needs {} bytes, {} has {} free", expected_bytes + kSpareBytes, impl_->directory, free),
+                   .what = fmt::format("the checkpoint needs {} bytes, {} has {} free", expected_bytes + kSpareBytes,
+                                       impl_->directory, free),
                    .next_step = "free disk space or choose another directory"};
     }
     TORPOR_ASSIGN(const std::vector<uint64_t> generations, generations_in(*pending->store));
@@ -305,9 +327,12 @@ Result<PendingCheckpoint> CheckpointManager::begin(uint64_t expected_bytes) {
       manifest.protection = impl_->options.encrypt ? Protection::kEncrypted : Protection::kAuthenticated;
       pending->seal = std::make_unique<Seal>(*impl_->options.key, manifest.id, manifest.protection);
     }
-    pending->writing = {.id = manifest.id, .protection = manifest.protection, .compression = impl_->options.compression};
+    pending->writing = {
+        .id = manifest.id, .protection = manifest.protection, .compression = impl_->options.compression};
     const bool whole = manifest.generation % kIncrementalRun == 0;
-    if (impl_->options.incremental && !generations.empty() && !whole) pending->writing.known = known_in(*pending->store, generations.back(), impl_->options.key.get(), manifest.protection);
+    if (impl_->options.incremental && !generations.empty() && !whole)
+      pending->writing.known =
+          known_in(*pending->store, generations.back(), impl_->options.key.get(), manifest.protection);
     std::string staging_name = fmt::format("{}{:06}", kStagingPrefix, manifest.generation);
     TORPOR_ASSIGN(pending->staging, pending->store->create_directory(staging_name));
     pending->staging_name = std::move(staging_name);
@@ -318,12 +343,20 @@ Result<PendingCheckpoint> CheckpointManager::begin(uint64_t expected_bytes) {
 Status CheckpointManager::remove(uint64_t generation, bool dry_run) {
   return catching_no_memory([&]() -> Status {
     TORPOR_ASSIGN(const Impl::Opened opened, dry_run ? impl_->for_reading() : impl_->locked(false));
-    TORPOR_ASSIGN(const std::vector<CheckpointInfo> infos, infos_in(*opened.store, impl_->options.key.get(), Trust::kAnySeal));
-    const auto found = std::find_if(infos.begin(), infos.end(), [&](const CheckpointInfo& info) { return info.name == generation_name(generation); });
-    if (found == infos.end()) return Error{.code = Code::kNotFound, .what = fmt::format("there is no {} in {}", generation_name(generation), impl_->directory), .next_step = "see torpor ls"};
+    TORPOR_ASSIGN(const std::vector<CheckpointInfo> infos,
+                  infos_in(*opened.store, impl_->options.key.get(), Trust::kAnySeal));
+    const auto found = std::find_if(infos.begin(), infos.end(), [&](const CheckpointInfo& info) {
+      return info.name == generation_name(generation);
+    });
+    if (found == infos.end())
+      return Error{.code = Code::kNotFound,
+                   .what = fmt::format("there is no {} in {}", generation_name(generation), impl_->directory),
+                   .next_step = "see torpor ls"};
     for (const CheckpointInfo& info : infos) {
       if (std::find(info.needs.begin(), info.needs.end(), generation) == info.needs.end()) continue;
-      return Error{.code = Code::kFailedPrecondition, .what = fmt::format("{} needs chunks of {}", info.name, generation_name(generation)), .next_step = fmt::format("remove {} first", info.name)};
+      return Error{.code = Code::kFailedPrecondition,
+                   .what = fmt::format("{} needs chunks of {}", info.name, generation_name(generation)),
+                   .next_step = fmt::format("remove {} first", info.name)};
     }
     return dry_run ? ok() : remove_generation(*opened.store, generation);
   });
@@ -332,7 +365,8 @@ Status CheckpointManager::remove(uint64_t generation, bool dry_run) {
 Status CheckpointManager::woken_from(uint64_t generation) {
   return catching_no_memory([&]() -> Status {
     TORPOR_ASSIGN(const Impl::Opened locked, impl_->locked(false));
-    TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, locked.store->open_directory(generation_name(generation)));
+    TORPOR_ASSIGN(const std::unique_ptr<Directory> directory,
+                  locked.store->open_directory(generation_name(generation)));
     if (!directory->open_file(kWokenFile)) {
       TORPOR_ASSIGN(const std::unique_ptr<File> mark, directory->create_file(kWokenFile));
       TORPOR_TRY(mark->sync());
@@ -370,7 +404,9 @@ Result<Checkpoint> CheckpointManager::open_latest() const {
     TORPOR_ASSIGN(const std::unique_ptr<Directory> store, impl_->file_system.open_directory(impl_->directory, false));
     TORPOR_ASSIGN(const std::vector<uint64_t> generations, generations_in(*store));
     if (generations.empty()) {
-      return Error{.code = Code::kNotFound, .what = fmt::format("there is no checkpoint in {}", impl_->directory), .next_step = "name a checkpoint, or a directory of checkpoints"};
+      return Error{.code = Code::kNotFound,
+                   .what = fmt::format("there is no checkpoint in {}", impl_->directory),
+                   .next_step = "name a checkpoint, or a directory of checkpoints"};
     }
     TORPOR_ASSIGN(std::unique_ptr<Directory> directory, store->open_directory(generation_name(generations.back())));
     return open_checkpoint_directory(impl_->file_system, std::move(directory), impl_->options.key);

@@ -1,8 +1,10 @@
-// CheckpointManager: a directory of checkpoints, each written once, committed atomically, verified before it is believed.
+// CheckpointManager: a directory of checkpoints, each written once, committed atomically, verified before it is
+// believed.
 //
-// DIRECTORY/g-000001/{MANIFEST, STATE, chunks-r0, …}; checkpoint/FORMAT.md has the bytes. A checkpoint under construction
-// is DIRECTORY/s-…; commit syncs files and directories and renames it into place. A kill or power cut at any point leaves
-// the old generations and the new one either whole or invisible; leftovers go at the next begin() or collect().
+// DIRECTORY/g-000001/{MANIFEST, STATE, chunks-r0, …}; checkpoint/FORMAT.md has the bytes. A checkpoint under
+// construction is DIRECTORY/s-…; commit syncs files and directories and renames it into place. A kill or power cut at
+// any point leaves the old generations and the new one either whole or invisible; leftovers go at the next begin() or
+// collect().
 //
 // Owner: the engine's controller (one writer, held by a lock file that dies with its process); readers need no lock.
 // Threads: one at a time. Errors: also kResourceExhausted wherever memory ends; nothing is changed then.
@@ -26,22 +28,23 @@
 namespace torpor {
 
 // Which committed checkpoints may go. Never the newest, nor the last one that was woken from, nor, until the newest was
-// woken from, the one before it; one whose chunks a kept one names stays with it; and all stay while one cannot be read.
+// woken from, the one before it; one whose chunks a kept one names stays with it; and all stay while one cannot be
+// read.
 struct Retention {
-  int keep = 2;                              // the newest ones
-  std::optional<double> max_age_seconds;     // older ones go
-  std::optional<uint64_t> max_total_bytes;   // the oldest go until the rest fits
+  int keep = 2;                             // the newest ones
+  std::optional<double> max_age_seconds;    // older ones go
+  std::optional<uint64_t> max_total_bytes;  // the oldest go until the rest fits
 };
 
 struct CheckpointManagerOptions {
   Retention retention;
-  std::shared_ptr<const Key> key;  // null: neither authenticated nor encrypted
-  bool encrypt = false;            // with a key: encrypted, not only authenticated
+  std::shared_ptr<const Key> key;                         // null: neither authenticated nor encrypted
+  bool encrypt = false;                                   // with a key: encrypted, not only authenticated
   CompressionOptions compression{.codec = Codec::kNone};  // of chunks; sections are always compressed where it pays
-  bool incremental = false;        // chunks that the newest checkpoint already has are named, not written
-  ProgressSink progress;           // of what this process writes; saying no ends it with kAborted, the old ones whole
-  const Clock* clock = nullptr;    // null: the system's
-  Status validate() const;         // kInvalidArgument names what is wrong
+  bool incremental = false;      // chunks that the newest checkpoint already has are named, not written
+  ProgressSink progress;         // of what this process writes; saying no ends it with kAborted, the old ones whole
+  const Clock* clock = nullptr;  // null: the system's
+  Status validate() const;       // kInvalidArgument names what is wrong
 };
 
 // A checkpoint that names chunks of earlier ones keeps those, they keep what they name, and so on: after so many
@@ -56,9 +59,9 @@ struct CheckpointInfo {  // a line of `torpor ls`
   bool woken = false;     // it was woken from
   // Meaningful if readable; without sections and chunks.
   Manifest manifest;
-  uint64_t bytes = 0;            // of its files
+  uint64_t bytes = 0;  // of its files
   size_t ranks = 0;
-  std::vector<uint64_t> needs;   // generations whose chunks it names
+  std::vector<uint64_t> needs;  // generations whose chunks it names
 };
 
 // A checkpoint under construction. Destroyed without commit(): removed, the space is given back.
@@ -69,15 +72,16 @@ class PendingCheckpoint {
   Status write_state(const EngineCheckpoint& checkpoint);
   // The same of a base state that was encoded earlier, and a journal or other sections beside it.
   Status write_state(const Fingerprint& fingerprint, std::vector<Section> sections);
-  // For ranks in other processes: the directory that they write their chunk files into (synced by their writer), and how.
+  // For ranks in other processes: the directory that they write their chunk files into (synced by their writer), and
+  // how.
   const std::string& staging_path() const;
   const ChunkWriting& writing() const;
   // For chunks of this process. After its finish(): add_rank(finished_rank(writing(), …)).
   Result<std::unique_ptr<DiskTier>> create_chunks(int32_t rank, uint64_t expected_bytes = 0);
   void add_rank(RankChunks chunks);
   // Checks that each chunk file is there with the named length, writes and syncs MANIFEST, syncs the directories,
-  // renames. Only after this returns without error is the checkpoint durable. Returns its path. Then retires older ones;
-  // a failure of that is only logged.
+  // renames. Only after this returns without error is the checkpoint durable. Returns its path. Then retires older
+  // ones; a failure of that is only logged.
   Result<std::string> commit();
 
   struct Impl;
@@ -100,7 +104,8 @@ class CheckpointManager {
   // Locks, removes leftovers, checks that `expected_bytes` fit (kResourceExhausted names both numbers).
   // kUnavailable when another process is writing here.
   Result<PendingCheckpoint> begin(uint64_t expected_bytes);
-  // Takes one away. kFailedPrecondition when another one needs its chunks. kNotFound. `dry_run`: only says whether it could.
+  // Takes one away. kFailedPrecondition when another one needs its chunks. kNotFound. `dry_run`: only says whether it
+  // could.
   Status remove(uint64_t generation, bool dry_run = false);
   // After a wake from `generation`: marks it, then retires older ones.
   Status woken_from(uint64_t generation);

@@ -1,5 +1,6 @@
-// ChunkWriting: how the ranks of one checkpoint write their chunk files: with which seal and compression, and which chunks
-// of an earlier checkpoint need not be written again. A value, so that it can go to other processes; the key cannot.
+// ChunkWriting: how the ranks of one checkpoint write their chunk files: with which seal and compression, and which
+// chunks of an earlier checkpoint need not be written again. A value, so that it can go to other processes; the key
+// cannot.
 #pragma once
 
 #include <memory>

@@ -28,7 +28,8 @@ Error contradiction(std::string what) {
 Status compare_fingerprints(const Fingerprint& checkpoint, const Fingerprint& engine) {
   std::string differences;
   const auto differs = [&](const std::string& field, std::string_view theirs, std::string_view ours) {
-    differences += fmt::format("{}{}: checkpoint has {}, this engine has {}", differences.empty() ? "" : "; ", field, theirs, ours);
+    differences += fmt::format("{}{}: checkpoint has {}, this engine has {}", differences.empty() ? "" : "; ", field,
+                               theirs, ours);
   };
   for (const auto& [field, value] : checkpoint) {
     const auto found = engine.find(field);
@@ -42,7 +43,9 @@ Status compare_fingerprints(const Fingerprint& checkpoint, const Fingerprint& en
     if (!checkpoint.contains(field)) differs(field, "nothing", value);
   }
   if (differences.empty()) return ok();
-  return Error{.code = Code::kIncompatible, .what = std::move(differences), .next_step = "start the engine as the one that slept was started"};
+  return Error{.code = Code::kIncompatible,
+               .what = std::move(differences),
+               .next_step = "start the engine as the one that slept was started"};
 }
 
 Status SchedulerCheckpoint::validate() const {
@@ -55,11 +58,12 @@ Status SchedulerCheckpoint::validate() const {
     for (const KvTable& table : group.tables) {
       with_table.insert(table.request);
       const auto found = known.find(table.request);
-      if (found == known.end()) return contradiction(fmt::format("a block table belongs to {}, which is not a request", table.request));
+      if (found == known.end())
+        return contradiction(fmt::format("a block table belongs to {}, which is not a request", table.request));
       const RequestState* request = found->second;
       if (request->num_computed_tokens > static_cast<int64_t>(table.blocks.size()) * group.block_size) {
-        return contradiction(fmt::format("request {} has {} computed tokens in {} blocks of {}", request->id, request->num_computed_tokens,
-                                         table.blocks.size(), group.block_size));
+        return contradiction(fmt::format("request {} has {} computed tokens in {} blocks of {}", request->id,
+                                         request->num_computed_tokens, table.blocks.size(), group.block_size));
       }
     }
     for (const RequestState& request : scheduler.requests) {
@@ -70,10 +74,12 @@ Status SchedulerCheckpoint::validate() const {
   }
   for (const std::string& id : scheduler.finished) known.emplace(id, nullptr);
   for (size_t i = 0; i < workers.size(); ++i) {
-    if (workers[i].rank != static_cast<int32_t>(i)) return contradiction(fmt::format("worker {} says it is rank {}", i, workers[i].rank));
+    if (workers[i].rank != static_cast<int32_t>(i))
+      return contradiction(fmt::format("worker {} says it is rank {}", i, workers[i].rank));
     std::set<std::string_view> rows;
     for (const std::string& row : workers[i].rows) {
-      if (!known.contains(row)) return contradiction(fmt::format("rank {}: a row belongs to {}, which is not a request", i, row));
+      if (!known.contains(row))
+        return contradiction(fmt::format("rank {}: a row belongs to {}, which is not a request", i, row));
       if (!rows.insert(row).second) return contradiction(fmt::format("rank {}: request {} has two rows", i, row));
     }
   }
@@ -85,7 +91,8 @@ std::vector<Section> encode(const EngineCheckpoint& checkpoint) {
   const KvSnapshot& kv = checkpoint.state.kv;
   std::vector<Section> sections;
   sections.push_back(pack("requests", scheduler.requests));
-  sections.push_back(pack("queues", scheduler.policy, scheduler.running, scheduler.waiting, scheduler.held, scheduler.finished));
+  sections.push_back(
+      pack("queues", scheduler.policy, scheduler.running, scheduler.waiting, scheduler.held, scheduler.finished));
   sections.push_back(pack("block_tables", kv.groups));
   sections.push_back(pack("blocks", kv.num_blocks, kv.null_block, kv.blocks));
   sections.push_back(pack("free_order", kv.free_order));
@@ -103,7 +110,8 @@ Result<EngineCheckpoint> decode(std::span<const Section> sections) {
   KvSnapshot& kv = checkpoint.state.kv;
   SectionReader reader(sections, kSectionVersion);
   TORPOR_TRY(reader.take("requests", scheduler.requests));
-  TORPOR_TRY(reader.take("queues", scheduler.policy, scheduler.running, scheduler.waiting, scheduler.held, scheduler.finished));
+  TORPOR_TRY(reader.take("queues", scheduler.policy, scheduler.running, scheduler.waiting, scheduler.held,
+                         scheduler.finished));
   TORPOR_TRY(reader.take("block_tables", kv.groups));
   TORPOR_TRY(reader.take("blocks", kv.num_blocks, kv.null_block, kv.blocks));
   TORPOR_TRY(reader.take("free_order", kv.free_order));
@@ -116,7 +124,9 @@ Result<EngineCheckpoint> decode(std::span<const Section> sections) {
     if (section.name == kJournalSection) {
       TORPOR_TRY(replay_journal(std::as_bytes(std::span(section.bytes)), checkpoint.state));
     } else if (section.required) {
-      return Error{.code = Code::kIncompatible, .what = fmt::format("section {}: this torpor does not know it, and it is needed", section.name), .next_step = "use the version of torpor that wrote it, or a newer one"};
+      return Error{.code = Code::kIncompatible,
+                   .what = fmt::format("section {}: this torpor does not know it, and it is needed", section.name),
+                   .next_step = "use the version of torpor that wrote it, or a newer one"};
     } else {
       checkpoint.carried.push_back(section);
     }

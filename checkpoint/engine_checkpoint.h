@@ -41,7 +41,7 @@ struct Section {
 struct EngineCheckpoint {
   Fingerprint fingerprint;
   SchedulerCheckpoint state;
-  Value outputs;  // the front end's part: what was already delivered of each request
+  Value outputs;                 // the front end's part: what was already delivered of each request
   std::vector<Section> carried;  // sections of a newer writer that are not required: kept as they are
   friend bool operator==(const EngineCheckpoint&, const EngineCheckpoint&) = default;
 };

@@ -67,7 +67,8 @@ static_assert(sizeof(HeaderV1) == 64);
 constexpr uint32_t kSectionVersionV1 = 1;
 
 Error damaged(std::string what) {
-  return Error{.code = Code::kCorruption, .what = fmt::format("MANIFEST: {}", what), .next_step = "use another checkpoint"};
+  return Error{
+      .code = Code::kCorruption, .what = fmt::format("MANIFEST: {}", what), .next_step = "use another checkpoint"};
 }
 
 }  // namespace
@@ -78,17 +79,32 @@ Result<Manifest> decode_manifest_v1(std::span<const std::byte> file) {
   std::memcpy(&header, file.data(), sizeof header);
   const std::span<const std::byte> body = file.subspan(sizeof header);
   if (header.reserved != decltype(header.reserved){}) return damaged("its header is not whole");
-  if (body.size() != header.body_bytes) return damaged(fmt::format("it has {} bytes after the header, {} were written", body.size(), header.body_bytes));
+  if (body.size() != header.body_bytes)
+    return damaged(fmt::format("it has {} bytes after the header, {} were written", body.size(), header.body_bytes));
   if (digest_of(body) != header.body_digest) return damaged("its digest does not match");
   TORPOR_ASSIGN(ManifestV1 old, from_bytes<ManifestV1>(body, "MANIFEST"));
-  Manifest manifest{.format_version = 1, .generation = old.generation, .created_unix_seconds = old.created_unix_seconds, .creator = std::move(old.creator)};
+  Manifest manifest{.format_version = 1,
+                    .generation = old.generation,
+                    .created_unix_seconds = old.created_unix_seconds,
+                    .creator = std::move(old.creator)};
   for (SectionInfoV1& section : old.sections) {
-    manifest.sections.push_back({.name = std::move(section.name), .offset = section.offset, .stored_bytes = section.stored_bytes, .bytes = section.bytes, .codec = section.codec, .digest = section.digest});
+    manifest.sections.push_back({.name = std::move(section.name),
+                                 .offset = section.offset,
+                                 .stored_bytes = section.stored_bytes,
+                                 .bytes = section.bytes,
+                                 .codec = section.codec,
+                                 .digest = section.digest});
   }
   for (RankChunksV1& rank : old.ranks) {
-    RankChunks& chunks = manifest.ranks.emplace_back(RankChunks{.rank = rank.rank, .files = {{.name = std::move(rank.file), .bytes = rank.file_bytes}}});
+    RankChunks& chunks = manifest.ranks.emplace_back(
+        RankChunks{.rank = rank.rank, .files = {{.name = std::move(rank.file), .bytes = rank.file_bytes}}});
     for (SavedChunkV1& chunk : rank.chunks) {
-      chunks.chunks.push_back({.key = std::move(chunk.key), .bytes = chunk.bytes, .digest = chunk.digest, .codec = chunk.codec, .offset = chunk.offset, .stored_bytes = chunk.stored_bytes});
+      chunks.chunks.push_back({.key = std::move(chunk.key),
+                               .bytes = chunk.bytes,
+                               .digest = chunk.digest,
+                               .codec = chunk.codec,
+                               .offset = chunk.offset,
+                               .stored_bytes = chunk.stored_bytes});
     }
   }
   return manifest;
@@ -101,7 +117,8 @@ Result<EngineCheckpoint> decode_v1(std::span<const Section> sections) {
   SectionReader reader(sections, kSectionVersionV1);
   TORPOR_TRY(reader.take("fingerprint", checkpoint.fingerprint));
   TORPOR_TRY(reader.take("requests", scheduler.requests));
-  TORPOR_TRY(reader.take("queues", scheduler.policy, scheduler.running, scheduler.waiting, scheduler.held, scheduler.finished, scheduler.engine));
+  TORPOR_TRY(reader.take("queues", scheduler.policy, scheduler.running, scheduler.waiting, scheduler.held,
+                         scheduler.finished, scheduler.engine));
   TORPOR_TRY(reader.take("blocks", kv.num_blocks, kv.null_block, kv.groups, kv.blocks, kv.free_order, kv.engine));
   TORPOR_TRY(reader.take("prefix_index", kv.prefix_index, kv.extra_hashes));
   TORPOR_TRY(reader.take("workers", checkpoint.state.workers));

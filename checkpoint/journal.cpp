@@ -14,7 +14,8 @@ void serialize(Archive& archive, Queues& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, RequestStep& v) {
-  archive(v.id, checked(v.status, RequestStatus::kPreempted), v.output_token_ids, v.block_hashes, v.num_computed_tokens, v.num_preemptions);
+  archive(v.id, checked(v.status, RequestStatus::kPreempted), v.output_token_ids, v.block_hashes, v.num_computed_tokens,
+          v.num_preemptions);
 }
 template <class Archive>
 void serialize(Archive& archive, TableStep& v) {
@@ -22,8 +23,8 @@ void serialize(Archive& archive, TableStep& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, StateStep& v) {
-  archive(v.advanced, v.added, v.removed, v.queues, v.tables, v.blocks, v.free_taken, v.free_appended, v.free_order, v.prefix_removed,
-          v.prefix_added, v.prefix_index, v.extra_hashes, v.workers, v.scheduler_engine, v.kv_engine);
+  archive(v.advanced, v.added, v.removed, v.queues, v.tables, v.blocks, v.free_taken, v.free_appended, v.free_order,
+          v.prefix_removed, v.prefix_added, v.prefix_index, v.extra_hashes, v.workers, v.scheduler_engine, v.kv_engine);
 }
 
 namespace {
@@ -43,7 +44,11 @@ Digest chained(const Digest& before, std::span<const std::byte> record) {
   return digest.finish();
 }
 
-Error contradiction(std::string what) { return Error{.code = Code::kCorruption, .what = fmt::format("section journal: {}", what), .next_step = "use another checkpoint"}; }
+Error contradiction(std::string what) {
+  return Error{.code = Code::kCorruption,
+               .what = fmt::format("section journal: {}", what),
+               .next_step = "use another checkpoint"};
+}
 
 std::string_view text(const Bytes& bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
 
@@ -71,7 +76,8 @@ class Replay {
       requests_.erase(found);
     }
     for (RequestState& request : step.added) {
-      if (!requests_.emplace(request.id, order_.size()).second) return contradiction(fmt::format("request {} is added twice", request.id));
+      if (!requests_.emplace(request.id, order_.size()).second)
+        return contradiction(fmt::format("request {} is added twice", request.id));
       order_.push_back(std::move(request));
     }
     if (step.queues) {
@@ -115,7 +121,8 @@ class Replay {
     if (found == requests_.end()) return contradiction(fmt::format("request {} goes on, but is not there", step.id));
     RequestState& request = *order_[found->second];
     request.status = step.status;
-    request.output_token_ids.insert(request.output_token_ids.end(), step.output_token_ids.begin(), step.output_token_ids.end());
+    request.output_token_ids.insert(request.output_token_ids.end(), step.output_token_ids.begin(),
+                                    step.output_token_ids.end());
     request.block_hashes.insert(request.block_hashes.end(), step.block_hashes.begin(), step.block_hashes.end());
     request.num_computed_tokens = step.num_computed_tokens;
     request.num_preemptions = step.num_preemptions;
@@ -127,7 +134,8 @@ class Replay {
     std::vector<KvTable>& tables = state_.kv.groups[step.group].tables;
     const auto found = tables_[step.group].find(step.request);
     if (found == tables_[step.group].end()) {
-      if (step.removed || step.keep != 0) return contradiction(fmt::format("request {} has no table to change", step.request));
+      if (step.removed || step.keep != 0)
+        return contradiction(fmt::format("request {} has no table to change", step.request));
       tables_[step.group].emplace(step.request, tables.size());
       tables.push_back({step.request, std::move(step.blocks), step.num_cached_blocks});
       return ok();
@@ -138,7 +146,9 @@ class Replay {
       tables_[step.group].erase(found);
       return ok();
     }
-    if (step.keep > table.blocks.size()) return contradiction(fmt::format("request {} keeps {} of {} blocks", step.request, step.keep, table.blocks.size()));
+    if (step.keep > table.blocks.size())
+      return contradiction(
+          fmt::format("request {} keeps {} of {} blocks", step.request, step.keep, table.blocks.size()));
     table.blocks.resize(step.keep);
     table.blocks.insert(table.blocks.end(), step.blocks.begin(), step.blocks.end());
     table.num_cached_blocks = step.num_cached_blocks;
@@ -148,7 +158,8 @@ class Replay {
   Status change_free_order(StateStep& step) {
     std::vector<int32_t>& order = state_.kv.free_order;
     if (step.free_order) order = std::move(*step.free_order);
-    if (step.free_taken > order.size()) return contradiction(fmt::format("{} of {} free blocks are taken", step.free_taken, order.size()));
+    if (step.free_taken > order.size())
+      return contradiction(fmt::format("{} of {} free blocks are taken", step.free_taken, order.size()));
     order.erase(order.begin(), order.begin() + step.free_taken);
     order.insert(order.end(), step.free_appended.begin(), step.free_appended.end());
     return ok();
@@ -186,7 +197,9 @@ std::vector<T> after(const std::vector<T>& whole, size_t count) {
 
 // What a RequestStep can say of a request; no value where it must be replaced.
 std::optional<RequestStep> advance_between(const RequestState& before, const RequestState& now) {
-  if (!starts_with(now.output_token_ids, before.output_token_ids) || !starts_with(now.block_hashes, before.block_hashes)) return std::nullopt;
+  if (!starts_with(now.output_token_ids, before.output_token_ids) ||
+      !starts_with(now.block_hashes, before.block_hashes))
+    return std::nullopt;
   RequestState same = before;
   same.status = now.status;
   same.output_token_ids = now.output_token_ids;
@@ -194,7 +207,12 @@ std::optional<RequestStep> advance_between(const RequestState& before, const Req
   same.num_computed_tokens = now.num_computed_tokens;
   same.num_preemptions = now.num_preemptions;
   if (!(same == now)) return std::nullopt;
-  return RequestStep{now.id, now.status, after(now.output_token_ids, before.output_token_ids.size()), after(now.block_hashes, before.block_hashes.size()), now.num_computed_tokens, now.num_preemptions};
+  return RequestStep{now.id,
+                     now.status,
+                     after(now.output_token_ids, before.output_token_ids.size()),
+                     after(now.block_hashes, before.block_hashes.size()),
+                     now.num_computed_tokens,
+                     now.num_preemptions};
 }
 
 void requests_between(const SchedulerSnapshot& before, const SchedulerSnapshot& now, StateStep& step) {
@@ -204,7 +222,8 @@ void requests_between(const SchedulerSnapshot& before, const SchedulerSnapshot& 
   bool appending = false;  // once one is new, all after it are: the order is the engine's own
   for (const RequestState& request : now.requests) {
     const auto found = old.find(request.id);
-    const std::optional<RequestStep> advanced = found == old.end() || appending ? std::nullopt : advance_between(*found->second, request);
+    const std::optional<RequestStep> advanced =
+        found == old.end() || appending ? std::nullopt : advance_between(*found->second, request);
     if (!advanced) {
       appending = true;
       step.added.push_back(request);
@@ -237,11 +256,14 @@ void tables_between(uint32_t group, const KvGroup& before, const KvGroup& now, S
     kept.insert(table.request);
     if (*found->second == table) continue;
     const std::vector<int32_t>& was = found->second->blocks;
-    const auto keep = static_cast<size_t>(std::mismatch(was.begin(), was.end(), table.blocks.begin(), table.blocks.end()).first - was.begin());
-    changed.push_back({group, table.request, static_cast<uint32_t>(keep), after(table.blocks, keep), table.num_cached_blocks, false});
+    const auto keep = static_cast<size_t>(
+        std::mismatch(was.begin(), was.end(), table.blocks.begin(), table.blocks.end()).first - was.begin());
+    changed.push_back(
+        {group, table.request, static_cast<uint32_t>(keep), after(table.blocks, keep), table.num_cached_blocks, false});
   }
   for (const KvTable& table : before.tables) {
-    if (!kept.contains(table.request)) step.tables.push_back({.group = group, .request = table.request, .removed = true});
+    if (!kept.contains(table.request))
+      step.tables.push_back({.group = group, .request = table.request, .removed = true});
   }
   std::move(changed.begin(), changed.end(), std::back_inserter(step.tables));
 }
@@ -272,7 +294,8 @@ void free_order_between(const std::vector<int32_t>& before, const std::vector<in
   }
 }
 
-void prefix_index_between(const std::vector<PrefixEntry>& before, const std::vector<PrefixEntry>& now, StateStep& step) {
+void prefix_index_between(const std::vector<PrefixEntry>& before, const std::vector<PrefixEntry>& now,
+                          StateStep& step) {
   size_t next = 0;  // in `now`; entries that stay come first and in their old order
   for (const PrefixEntry& entry : before) {
     if (next < now.size() && now[next] == entry) {
@@ -303,13 +326,18 @@ void Journal::append(const StateStep& step) {
 Result<StateStep> step_between(const SchedulerCheckpoint& before, const SchedulerCheckpoint& now) {
   const KvSnapshot& was = before.kv;
   const KvSnapshot& is = now.kv;
-  const bool same_groups = std::equal(was.groups.begin(), was.groups.end(), is.groups.begin(), is.groups.end(), [](const KvGroup& a, const KvGroup& b) { return a.block_size == b.block_size; });
-  if (before.scheduler.policy != now.scheduler.policy || was.num_blocks != is.num_blocks || was.null_block != is.null_block || !same_groups) {
-    return Error{.code = Code::kUnsupported, .what = "the two states are not of one engine", .next_step = "begin a new base state"};
+  const bool same_groups = std::equal(was.groups.begin(), was.groups.end(), is.groups.begin(), is.groups.end(),
+                                      [](const KvGroup& a, const KvGroup& b) { return a.block_size == b.block_size; });
+  if (before.scheduler.policy != now.scheduler.policy || was.num_blocks != is.num_blocks ||
+      was.null_block != is.null_block || !same_groups) {
+    return Error{.code = Code::kUnsupported,
+                 .what = "the two states are not of one engine",
+                 .next_step = "begin a new base state"};
   }
   StateStep step;
   requests_between(before.scheduler, now.scheduler, step);
-  for (uint32_t group = 0; group < is.groups.size(); ++group) tables_between(group, was.groups[group], is.groups[group], step);
+  for (uint32_t group = 0; group < is.groups.size(); ++group)
+    tables_between(group, was.groups[group], is.groups[group], step);
   blocks_between(was, is, step);
   free_order_between(was.free_order, is.free_order, step);
   prefix_index_between(was.prefix_index, is.prefix_index, step);
@@ -325,7 +353,10 @@ Status replay_journal(std::span<const std::byte> section, SchedulerCheckpoint& s
   if (section.size() < sizeof version) return contradiction("it is too short");
   std::memcpy(&version, section.data(), sizeof version);
   if (version != kJournalVersion) {
-    return Error{.code = Code::kIncompatible, .what = fmt::format("section journal: its version is {}, this torpor reads {}", version, kJournalVersion), .next_step = "use the version of torpor that wrote it, or a newer one"};
+    return Error{
+        .code = Code::kIncompatible,
+        .what = fmt::format("section journal: its version is {}, this torpor reads {}", version, kJournalVersion),
+        .next_step = "use the version of torpor that wrote it, or a newer one"};
   }
   section = section.subspan(sizeof version);
   Replay replay(state);

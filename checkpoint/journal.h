@@ -53,12 +53,12 @@ struct StateStep {
   std::vector<std::string> removed;  // of the requests
   std::optional<Queues> queues;      // if any changed
   std::vector<TableStep> tables;
-  std::vector<KvBlock> blocks;          // as they are now; with neither reference nor hash: no longer listed
-  uint32_t free_taken = 0;              // from the front of the free order
-  std::vector<int32_t> free_appended;   // then at its end
+  std::vector<KvBlock> blocks;                     // as they are now; with neither reference nor hash: no longer listed
+  uint32_t free_taken = 0;                         // from the front of the free order
+  std::vector<int32_t> free_appended;              // then at its end
   std::optional<std::vector<int32_t>> free_order;  // the whole instead, where taking and appending does not tell it
   std::vector<Bytes> prefix_removed;
-  std::vector<PrefixEntry> prefix_added;  // at the end
+  std::vector<PrefixEntry> prefix_added;                 // at the end
   std::optional<std::vector<PrefixEntry>> prefix_index;  // the whole instead
   std::optional<std::vector<ExtraHashes>> extra_hashes;
   std::optional<std::vector<WorkerSnapshot>> workers;

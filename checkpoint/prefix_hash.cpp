@@ -32,7 +32,8 @@ class Pickle final : public PrefixHasher {
     put_text(body, seed_);
     return *framed(std::move(body));
   }
-  std::optional<Bytes> next(const Bytes& before, std::span<const int32_t> tokens, const std::optional<std::string>& salt) const override {
+  std::optional<Bytes> next(const Bytes& before, std::span<const int32_t> tokens,
+                            const std::optional<std::string>& salt) const override {
     Bytes body;
     append(body, "C");  // SHORT_BINBYTES
     append_little(body, before.size(), 1);
@@ -105,7 +106,8 @@ class Cbor final : public PrefixHasher {
     put_text(body, seed_);
     return hash(body);
   }
-  std::optional<Bytes> next(const Bytes& before, std::span<const int32_t> tokens, const std::optional<std::string>& salt) const override {
+  std::optional<Bytes> next(const Bytes& before, std::span<const int32_t> tokens,
+                            const std::optional<std::string>& salt) const override {
     Bytes body;
     put_head(body, 4, 3);
     put_head(body, 2, before.size());

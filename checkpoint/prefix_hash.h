@@ -1,8 +1,9 @@
-// Recomputes the chain of prefix hashes of a request from its tokens, as the engine that wrote the checkpoint computed it.
+// Recomputes the chain of prefix hashes of a request from its tokens, as the engine that wrote the checkpoint computed
+// it.
 //
 // Known: vLLM's "sha256" and "sha256_cbor" (vllm/utils/hashing.py, v1/core/kv_cache_utils.py): SHA-256 over the tuple
-// (hash of the block before, the block's tokens, extra keys), in Python's pickle protocol 5 or in canonical CBOR; the first
-// block's predecessor is the hash of the seed's text.
+// (hash of the block before, the block's tokens, extra keys), in Python's pickle protocol 5 or in canonical CBOR; the
+// first block's predecessor is the hash of the seed's text.
 #pragma once
 
 #include <memory>
@@ -20,8 +21,10 @@ class PrefixHasher {
   static std::unique_ptr<PrefixHasher> of(const std::string& described);
   virtual ~PrefixHasher() = default;
   virtual Bytes first() const = 0;  // what stands for the hash before the first block
-  // `salt`: of the request, for its first block only. No value: not one that can be recomputed here (very large blocks).
-  virtual std::optional<Bytes> next(const Bytes& before, std::span<const int32_t> tokens, const std::optional<std::string>& salt) const = 0;
+  // `salt`: of the request, for its first block only. No value: not one that can be recomputed here (very large
+  // blocks).
+  virtual std::optional<Bytes> next(const Bytes& before, std::span<const int32_t> tokens,
+                                    const std::optional<std::string>& salt) const = 0;
 };
 
 }  // namespace torpor

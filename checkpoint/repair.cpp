@@ -12,7 +12,9 @@
 namespace torpor {
 namespace {
 
-Error beyond_repair(std::string what) { return Error{.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"}; }
+Error beyond_repair(std::string what) {
+  return Error{.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"};
+}
 
 // Requests that have one of `bad` in a table, each with the first such block.
 std::vector<DroppedRequest> hit_requests(const KvSnapshot& kv, const std::set<int32_t>& bad) {
@@ -20,15 +22,18 @@ std::vector<DroppedRequest> hit_requests(const KvSnapshot& kv, const std::set<in
   std::set<std::string> seen;
   for (const KvGroup& group : kv.groups) {
     for (const KvTable& table : group.tables) {
-      const auto block = std::find_if(table.blocks.begin(), table.blocks.end(), [&](int32_t id) { return bad.contains(id); });
-      if (block != table.blocks.end() && seen.insert(table.request).second) hit.push_back({table.request, fmt::format("its KV block {} is damaged", *block)});
+      const auto block =
+          std::find_if(table.blocks.begin(), table.blocks.end(), [&](int32_t id) { return bad.contains(id); });
+      if (block != table.blocks.end() && seen.insert(table.request).second)
+        hit.push_back({table.request, fmt::format("its KV block {} is damaged", *block)});
     }
   }
   return hit;
 }
 
 // Reads the chunks that stay and writes them anew, a few MiB at a time.
-Result<RankChunks> copy_rank(const Checkpoint& checkpoint, const RankChunks& rank, const RepairPlan& plan, PendingCheckpoint& pending) {
+Result<RankChunks> copy_rank(const Checkpoint& checkpoint, const RankChunks& rank, const RepairPlan& plan,
+                             PendingCheckpoint& pending) {
   const std::set<uint64_t> bad(plan.dropped_blocks.begin(), plan.dropped_blocks.end());
   const std::set<std::string> gone(plan.dropped_tags.begin(), plan.dropped_tags.end());
   std::unique_ptr<DiskTier> from;  // opened when there is something to read: the file may be gone
@@ -38,13 +43,15 @@ Result<RankChunks> copy_rank(const Checkpoint& checkpoint, const RankChunks& ran
   for (SavedChunk chunk : rank.chunks) {
     if (chunk.key.kind == ChunkKind::kKvBlock ? bad.contains(chunk.key.index) : gone.contains(chunk.key.tag)) continue;
     const std::span<std::byte> room = memory.room(chunk.bytes);
-    if (room.size() < chunk.bytes) return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
+    if (room.size() < chunk.bytes)
+      return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
     if (from == nullptr) {
       TORPOR_ASSIGN(from, checkpoint.open_rank(rank));
     }
     const std::span<std::byte> bytes = room.first(chunk.bytes);
     TORPOR_TRY(from->get_one(chunk, bytes));
-    if (digest_of(bytes) != chunk.digest) return beyond_repair(fmt::format("{} has changed meanwhile", chunk.key.to_string()));
+    if (digest_of(bytes) != chunk.digest)
+      return beyond_repair(fmt::format("{} has changed meanwhile", chunk.key.to_string()));
     TierPart part{&chunk, bytes, ok()};
     to->put({&part, 1});
     TORPOR_TRY(std::move(part.status));
@@ -70,7 +77,8 @@ void drop_request(SchedulerCheckpoint& state, const std::string& id) {
   for (KvGroup& group : kv.groups) {
     for (const KvTable& table : group.tables) {
       if (table.request != id) continue;
-      for (auto block_id = table.blocks.rbegin(); block_id != table.blocks.rend(); ++block_id) {  // the last ones are taken first
+      for (auto block_id = table.blocks.rbegin(); block_id != table.blocks.rend();
+           ++block_id) {  // the last ones are taken first
         const auto block = by_id.find(*block_id);
         if (block != by_id.end() && --block->second->ref_count == 0) kv.free_order.push_back(*block_id);
       }
@@ -96,7 +104,8 @@ Result<RepairPlan> plan_repair(const Checkpoint& checkpoint, const Verification&
     std::set<std::string> tags;
     for (const RankChunks& rank : checkpoint.manifest().ranks) {
       for (const SavedChunk& chunk : rank.chunks) {
-        if (chunk.key.kind == ChunkKind::kRegion && bad_chunks.contains(chunk.key.to_string())) tags.insert(chunk.key.tag);
+        if (chunk.key.kind == ChunkKind::kRegion && bad_chunks.contains(chunk.key.to_string()))
+          tags.insert(chunk.key.tag);
       }
     }
     plan.dropped_tags.assign(tags.begin(), tags.end());

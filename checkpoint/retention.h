@@ -8,6 +8,7 @@
 namespace torpor {
 
 // Generations that may go, oldest first. `checkpoints`: oldest first.
-std::vector<uint64_t> retired(const std::vector<CheckpointInfo>& checkpoints, const Retention& retention, double now_unix_seconds);
+std::vector<uint64_t> retired(const std::vector<CheckpointInfo>& checkpoints, const Retention& retention,
+                              double now_unix_seconds);
 
 }  // namespace torpor

@@ -19,16 +19,19 @@ class SectionReader {
   template <class... Values>
   Status take(std::string_view name, Values&... values) {
     const auto wrong = [name](std::string_view what, Code code = Code::kCorruption) {
-      return Error{.code = code, .what = fmt::format("section {}: {}", name, what), .next_step = "use another checkpoint"};
+      return Error{
+          .code = code, .what = fmt::format("section {}: {}", name, what), .next_step = "use another checkpoint"};
     };
-    const auto found = std::find_if(sections_.begin(), sections_.end(), [&](const Section& section) { return section.name == name; });
+    const auto found =
+        std::find_if(sections_.begin(), sections_.end(), [&](const Section& section) { return section.name == name; });
     if (found == sections_.end()) return wrong("it is missing");
     taken_.insert(found->name);
     try {
       BoundedInput archive(std::as_bytes(std::span(found->bytes)));
       uint32_t version = 0;
       archive(version);
-      if (version != version_) return wrong(fmt::format("its version is {}, this torpor reads {}", version, version_), Code::kIncompatible);
+      if (version != version_)
+        return wrong(fmt::format("its version is {}, this torpor reads {}", version, version_), Code::kIncompatible);
       archive(values...);
       if (archive.left() != 0) return wrong(fmt::format("{} bytes are left over", archive.left()));
     } catch (const std::exception& problem) {  // cereal's, and bad_alloc

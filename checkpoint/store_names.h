@@ -13,18 +13,20 @@ namespace torpor {
 
 inline constexpr std::string_view kManifestFile = "MANIFEST";
 inline constexpr std::string_view kStateFile = "STATE";
-inline constexpr std::string_view kWokenFile = "WOKEN";      // this checkpoint was woken from, and that went well
+inline constexpr std::string_view kWokenFile = "WOKEN";  // this checkpoint was woken from, and that went well
 inline constexpr std::string_view kLockFile = "LOCK";
 inline constexpr std::string_view kGenerationPrefix = "g-";  // committed
 inline constexpr std::string_view kStagingPrefix = "s-";     // under construction
 inline constexpr std::string_view kTrashPrefix = "t-";       // being removed
 
-inline constexpr uint64_t kMostExpansion = 1024;  // of a section by decompression: a writer keeps to it, a reader refuses more
+inline constexpr uint64_t kMostExpansion =
+    1024;  // of a section by decompression: a writer keeps to it, a reader refuses more
 
-std::string generation_name(uint64_t generation);                      // "g-000042"
-std::optional<uint64_t> generation_of(std::string_view entry_name);    // no value for other names
+std::string generation_name(uint64_t generation);                    // "g-000042"
+std::optional<uint64_t> generation_of(std::string_view entry_name);  // no value for other names
 
-Result<Manifest> read_manifest(Directory& directory, const Key* key = nullptr, std::shared_ptr<const Seal>* seal = nullptr);
+Result<Manifest> read_manifest(Directory& directory, const Key* key = nullptr,
+                               std::shared_ptr<const Seal>* seal = nullptr);
 SealPlace section_place(const SectionInfo& info);
 
 }  // namespace torpor

@@ -19,7 +19,10 @@ constexpr uint64_t kBatchBytes = 8 * kMiB;  // of one thread at a time; a disk w
 constexpr size_t kBatchChunks = 256;
 constexpr uint64_t kLargestChunk = kGiB;  // writers make them of at most a few MiB; memory is taken for a whole one
 
-Error damaged(std::string what) { return Error{.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint, or torpor repair"}; }
+Error damaged(std::string what) {
+  return Error{
+      .code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint, or torpor repair"};
+}
 
 // Reads all chunks of one rank with several threads and checks their digests.
 class ChunkCheck {
@@ -27,7 +30,9 @@ class ChunkCheck {
   ChunkCheck(DiskTier& tier, const RankChunks& rank, Verification& found) : tier_(tier), rank_(rank), found_(found) {
     for (const SavedChunk& chunk : rank.chunks) order_.push_back(&chunk);
     // As they lie on disk.
-    std::sort(order_.begin(), order_.end(), [](const SavedChunk* a, const SavedChunk* b) { return std::pair(a->file, a->offset) < std::pair(b->file, b->offset); });
+    std::sort(order_.begin(), order_.end(), [](const SavedChunk* a, const SavedChunk* b) {
+      return std::pair(a->file, a->offset) < std::pair(b->file, b->offset);
+    });
   }
 
   Status run(int threads) {
@@ -55,7 +60,8 @@ class ChunkCheck {
     const std::lock_guard lock(mutex_);
     std::vector<const SavedChunk*> batch;
     uint64_t bytes = 0;
-    while (result_ && at_ < order_.size() && batch.size() < kBatchChunks && (batch.empty() || bytes + order_[at_]->bytes <= kBatchBytes)) {
+    while (result_ && at_ < order_.size() && batch.size() < kBatchChunks &&
+           (batch.empty() || bytes + order_[at_]->bytes <= kBatchBytes)) {
       bytes += order_[at_]->bytes;
       batch.push_back(order_[at_++]);
     }
@@ -76,7 +82,8 @@ class ChunkCheck {
         bytes += align_up(chunk->bytes, kPage);
       }
       const std::span<std::byte> room = memory.room(bytes);
-      if (room.size() < bytes) return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
+      if (room.size() < bytes)
+        return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
       TORPOR_TRY(check(chunks, room));
     }
     return ok();
@@ -94,7 +101,8 @@ class ChunkCheck {
       if (!part.status) {
         report(*part.chunk, part.status.error());
       } else if (digest_of(part.bytes) != part.chunk->digest) {
-        report(*part.chunk, damaged(fmt::format("rank {}: {} does not match its digest", rank_.rank, part.chunk->key.to_string())));
+        report(*part.chunk,
+               damaged(fmt::format("rank {}: {} does not match its digest", rank_.rank, part.chunk->key.to_string())));
       }
       const std::lock_guard lock(mutex_);
       found_.chunks += 1;
@@ -131,16 +139,19 @@ void check_blocks(const Manifest& manifest, const KvSnapshot& kv, Verification& 
     }
     for (const KvBlock& block : kv.blocks) {
       if (saved.contains(static_cast<uint64_t>(block.id))) continue;
-      found.problems.push_back(damaged(fmt::format("rank {}: block {} is in use but was not saved", rank.rank, block.id)));
+      found.problems.push_back(
+          damaged(fmt::format("rank {}: block {} is in use but was not saved", rank.rank, block.id)));
       found.bad_blocks.push_back(block.id);
     }
   }
 }
 
-// The hashes of a request from its tokens; and those of its blocks, which are the request's with the group's number behind.
+// The hashes of a request from its tokens; and those of its blocks, which are the request's with the group's number
+// behind.
 class HashCheck {
  public:
-  HashCheck(const PrefixHasher& hasher, const KvSnapshot& kv, Verification& found) : hasher_(hasher), kv_(kv), found_(found) {
+  HashCheck(const PrefixHasher& hasher, const KvSnapshot& kv, Verification& found)
+      : hasher_(hasher), kv_(kv), found_(found) {
     for (const KvBlock& block : kv.blocks) blocks_.emplace(block.id, &block);
   }
 
@@ -150,16 +161,19 @@ class HashCheck {
     std::vector<int32_t> tokens = request.prompt_token_ids;
     tokens.insert(tokens.end(), request.output_token_ids.begin(), request.output_token_ids.end());
     const size_t count = size == 0 ? 0 : request.block_hashes.size() / size;
-    if (count * block_size > tokens.size()) return wrong(request, fmt::format("{} block hashes for {} tokens", count, tokens.size()));
+    if (count * block_size > tokens.size())
+      return wrong(request, fmt::format("{} block hashes for {} tokens", count, tokens.size()));
     Bytes before = hasher_.first();
     for (size_t i = 0; i < count; ++i) {
-      const std::optional<Bytes> hash = hasher_.next(before, std::span(tokens).subspan(i * block_size, block_size), i == 0 ? request.cache_salt : std::nullopt);
+      const std::optional<Bytes> hash = hasher_.next(before, std::span(tokens).subspan(i * block_size, block_size),
+                                                     i == 0 ? request.cache_salt : std::nullopt);
       if (!hash) {
         found_.hashes_not_checked = "blocks of so many tokens are not recomputed here";
         return ok();
       }
       const auto stored = std::span(request.block_hashes).subspan(i * size, size);
-      if (!std::equal(stored.begin(), stored.end(), hash->begin(), hash->end())) return wrong(request, fmt::format("the hash of block {} does not follow from its tokens", i));
+      if (!std::equal(stored.begin(), stored.end(), hash->begin(), hash->end()))
+        return wrong(request, fmt::format("the hash of block {} does not follow from its tokens", i));
       before = *hash;
       ++found_.hashes;
     }
@@ -174,16 +188,21 @@ class HashCheck {
         for (size_t i = 0; i < table.blocks.size(); ++i) {
           const auto block = blocks_.find(table.blocks[i]);
           if (block == blocks_.end() || block->second->hash.empty()) continue;
-          if (i >= count) return wrong(request, fmt::format("block {} carries a hash beyond its full blocks", table.blocks[i]));
-          Bytes key(request.block_hashes.begin() + static_cast<std::ptrdiff_t>(i * size), request.block_hashes.begin() + static_cast<std::ptrdiff_t>((i + 1) * size));
+          if (i >= count)
+            return wrong(request, fmt::format("block {} carries a hash beyond its full blocks", table.blocks[i]));
+          Bytes key(request.block_hashes.begin() + static_cast<std::ptrdiff_t>(i * size),
+                    request.block_hashes.begin() + static_cast<std::ptrdiff_t>((i + 1) * size));
           for (int shift = 24; shift >= 0; shift -= 8) key.push_back(static_cast<uint8_t>(group >> shift));
-          if (key != block->second->hash) return wrong(request, fmt::format("block {} carries another hash than its tokens have", table.blocks[i]));
+          if (key != block->second->hash)
+            return wrong(request, fmt::format("block {} carries another hash than its tokens have", table.blocks[i]));
         }
       }
     }
     return ok();
   }
-  static Error wrong(const RequestState& request, std::string what) { return damaged(fmt::format("request {}: {}", request.id, what)); }
+  static Error wrong(const RequestState& request, std::string what) {
+    return damaged(fmt::format("request {}: {}", request.id, what));
+  }
 
   const PrefixHasher& hasher_;
   const KvSnapshot& kv_;
@@ -194,8 +213,11 @@ class HashCheck {
 void check_hashes(const EngineCheckpoint& engine, Verification& found) {
   const KvSnapshot& kv = engine.state.kv;
   const auto described = engine.fingerprint.find("prefix_hash");
-  const std::unique_ptr<PrefixHasher> hasher = described == engine.fingerprint.end() ? nullptr : PrefixHasher::of(described->second);
-  const bool one_size = !kv.groups.empty() && std::all_of(kv.groups.begin(), kv.groups.end(), [&](const KvGroup& group) { return group.block_size == kv.groups[0].block_size; });
+  const std::unique_ptr<PrefixHasher> hasher =
+      described == engine.fingerprint.end() ? nullptr : PrefixHasher::of(described->second);
+  const bool one_size = !kv.groups.empty() &&
+                        std::all_of(kv.groups.begin(), kv.groups.end(),
+                                    [&](const KvGroup& group) { return group.block_size == kv.groups[0].block_size; });
   if (hasher == nullptr) {
     found.hashes_not_checked = "this tool does not know how the engine hashes prefixes";
   } else if (!one_size) {
@@ -237,7 +259,9 @@ Result<Verification> verify(const Checkpoint& checkpoint, const VerifyOptions& o
   return catching_no_memory([&]() -> Result<Verification> {
     Verification found;
     // Twice as many as cores: some read while others take digests.
-    const int threads = options.threads > 0 ? options.threads : static_cast<int>(std::clamp(2 * std::thread::hardware_concurrency(), 2u, 16u));
+    const int threads = options.threads > 0
+                            ? options.threads
+                            : static_cast<int>(std::clamp(2 * std::thread::hardware_concurrency(), 2u, 16u));
     uint64_t total = 0;
     for (const RankChunks& rank : checkpoint.manifest().ranks) {
       for (const SavedChunk& chunk : rank.chunks) total += chunk.bytes;

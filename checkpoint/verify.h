@@ -19,15 +19,15 @@ struct VerifyOptions {
 struct Verification {
   std::vector<Error> problems;
   // Chunks that are damaged or missing, of any rank: blocks by number, and others by name.
-  std::vector<int32_t> bad_blocks;   // sorted
+  std::vector<int32_t> bad_blocks;  // sorted
   std::vector<std::string> bad_chunks;
-  uint64_t bytes = 0;                // stored bytes that were read
-  uint64_t sections = 0;             // that were checked, and so on
+  uint64_t bytes = 0;     // stored bytes that were read
+  uint64_t sections = 0;  // that were checked, and so on
   uint64_t chunks = 0;
   uint64_t table_entries = 0;
   uint64_t references = 0;
-  uint64_t hashes = 0;               // recomputed
-  std::string hashes_not_checked;    // why; empty if all were
+  uint64_t hashes = 0;             // recomputed
+  std::string hashes_not_checked;  // why; empty if all were
 };
 
 // An error only where nothing could be said at all (kAborted, kResourceExhausted).

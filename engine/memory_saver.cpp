@@ -39,7 +39,9 @@ Result<RankMemory*> MemorySaver::memory_of(int device) {
 Result<DeviceAddress> MemorySaver::allocate(int device, uint64_t bytes) {
   const Scope scope = scopes().empty() ? Scope{} : scopes().back();
   if (!scope.active || scope.tag.find(kNotKept) != std::string::npos) {
-    return Error{.code = Code::kFailedPrecondition, .what = "this thread is outside of a region", .next_step = "allocate inside one"};
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = "this thread is outside of a region",
+                 .next_step = "allocate inside one"};
   }
   const std::lock_guard lock(mutex_);
   TORPOR_ASSIGN(RankMemory* const memory, memory_of(device));
@@ -50,12 +52,16 @@ Status MemorySaver::free(int device, DeviceAddress address) {
   const std::lock_guard lock(mutex_);
   const auto found = devices_.find(device);
   if (found == devices_.end() || found->second.memory == nullptr) {
-    return Error{.code = Code::kNotFound, .what = fmt::format("nothing was allocated on device {}", device), .next_step = "free what was allocated here"};
+    return Error{.code = Code::kNotFound,
+                 .what = fmt::format("nothing was allocated on device {}", device),
+                 .next_step = "free what was allocated here"};
   }
   return found->second.memory->free(address);
 }
 
-Result<TagMove> MemorySaver::each(const std::vector<std::string>& wanted_tags, RegionState wanted, const std::function<Result<TagMove>(RankMemory&, const std::vector<std::string>&)>& work) {
+Result<TagMove> MemorySaver::each(
+    const std::vector<std::string>& wanted_tags, RegionState wanted,
+    const std::function<Result<TagMove>(RankMemory&, const std::vector<std::string>&)>& work) {
   std::vector<std::pair<Device*, std::vector<std::string>>> selected;
   std::set<std::string> known;
   for (auto& [ordinal, device] : devices_) {
@@ -64,17 +70,24 @@ Result<TagMove> MemorySaver::each(const std::vector<std::string>& wanted_tags, R
     for (const auto& [name, state] : device.memory->states()) {
       if (!wanted_tags.empty() && !has_tag(wanted_tags, user_tag(name))) continue;
       known.insert(user_tag(name));
-      const bool fits = state == wanted || state == RegionState::kBroken || (wanted == RegionState::kDetached && is_asleep(state));
+      const bool fits =
+          state == wanted || state == RegionState::kBroken || (wanted == RegionState::kDetached && is_asleep(state));
       if (fits) tags.push_back(name);
     }
     if (!tags.empty()) selected.emplace_back(&device, std::move(tags));
   }
   for (const std::string& tag : wanted_tags) {
-    if (!known.contains(tag)) return Error{.code = Code::kNotFound, .what = fmt::format("there is no tag \"{}\"", tag), .next_step = "see the tags of the ledger"};
+    if (!known.contains(tag))
+      return Error{.code = Code::kNotFound,
+                   .what = fmt::format("there is no tag \"{}\"", tag),
+                   .next_step = "see the tags of the ledger"};
   }
   if (selected.empty()) {
-    const std::string what = wanted_tags.empty() ? "nothing" : fmt::format("nothing of {}", fmt::join(wanted_tags, ", "));
-    return Error{.code = Code::kFailedPrecondition, .what = fmt::format("{} is {}", what, name(wanted)), .next_step = wanted == RegionState::kAttached ? "wake it first" : "put it to sleep first"};
+    const std::string what =
+        wanted_tags.empty() ? "nothing" : fmt::format("nothing of {}", fmt::join(wanted_tags, ", "));
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = fmt::format("{} is {}", what, name(wanted)),
+                 .next_step = wanted == RegionState::kAttached ? "wake it first" : "put it to sleep first"};
   }
   TagMove sum;
   for (const auto& [device, tags] : selected) {
@@ -90,30 +103,40 @@ Result<TagMove> MemorySaver::each(const std::vector<std::string>& wanted_tags, R
 }
 
 // Of `tags`, those whose content is saved.
-std::vector<std::string> MemorySaver::kept(const std::vector<std::string>& tags, const std::optional<std::vector<std::string>>& keep) {
+std::vector<std::string> MemorySaver::kept(const std::vector<std::string>& tags,
+                                           const std::optional<std::vector<std::string>>& keep) {
   std::vector<std::string> kept;
-  std::copy_if(tags.begin(), tags.end(), std::back_inserter(kept), [&](const std::string& tag) { return keep ? has_tag(*keep, user_tag(tag)) : !tag.ends_with(kNotKept); });
+  std::copy_if(tags.begin(), tags.end(), std::back_inserter(kept),
+               [&](const std::string& tag) { return keep ? has_tag(*keep, user_tag(tag)) : !tag.ends_with(kNotKept); });
   return kept;
 }
 
-Result<TagMove> MemorySaver::sleep(const std::vector<std::string>& tags, const std::optional<std::vector<std::string>>& keep, CleanCheck clean) {
+Result<TagMove> MemorySaver::sleep(const std::vector<std::string>& tags,
+                                   const std::optional<std::vector<std::string>>& keep, CleanCheck clean) {
   const std::lock_guard lock(mutex_);
-  return each(tags, RegionState::kAttached, [&](RankMemory& memory, const std::vector<std::string>& selected) { return memory.sleep(selected, kept(selected, keep), clean); });
+  return each(tags, RegionState::kAttached, [&](RankMemory& memory, const std::vector<std::string>& selected) {
+    return memory.sleep(selected, kept(selected, keep), clean);
+  });
 }
 
 Result<TagMove> MemorySaver::wake(const std::vector<std::string>& tags) {
   const std::lock_guard lock(mutex_);
-  return each(tags, RegionState::kDetached, [](RankMemory& memory, const std::vector<std::string>& selected) { return memory.wake(selected); });
+  return each(tags, RegionState::kDetached,
+              [](RankMemory& memory, const std::vector<std::string>& selected) { return memory.wake(selected); });
 }
 
-Result<TagMove> MemorySaver::plan_sleep(const std::vector<std::string>& tags, const std::optional<std::vector<std::string>>& keep) {
+Result<TagMove> MemorySaver::plan_sleep(const std::vector<std::string>& tags,
+                                        const std::optional<std::vector<std::string>>& keep) {
   const std::lock_guard lock(mutex_);
-  return each(tags, RegionState::kAttached, [&](RankMemory& memory, const std::vector<std::string>& selected) { return memory.plan_sleep(selected, kept(selected, keep)); });
+  return each(tags, RegionState::kAttached, [&](RankMemory& memory, const std::vector<std::string>& selected) {
+    return memory.plan_sleep(selected, kept(selected, keep));
+  });
 }
 
 Result<TagMove> MemorySaver::plan_wake(const std::vector<std::string>& tags) {
   const std::lock_guard lock(mutex_);
-  return each(tags, RegionState::kDetached, [](RankMemory& memory, const std::vector<std::string>& selected) { return memory.plan_wake(selected); });
+  return each(tags, RegionState::kDetached,
+              [](RankMemory& memory, const std::vector<std::string>& selected) { return memory.plan_wake(selected); });
 }
 
 void MemorySaver::mark_dirty(const std::vector<std::string>& tags) {
@@ -133,7 +156,8 @@ std::map<int, RankLedger> MemorySaver::ledgers() const {
     if (device.memory == nullptr) continue;
     RankLedger ledger = device.memory->ledger();
     std::map<std::string, RankLedger::Tag> tags;
-    for (auto& [tag, held] : ledger.tags) tags.emplace(tag.ends_with(kNotKept) ? user_tag(tag) + " (not kept)" : tag, held);
+    for (auto& [tag, held] : ledger.tags)
+      tags.emplace(tag.ends_with(kNotKept) ? user_tag(tag) + " (not kept)" : tag, held);
     ledger.tags = std::move(tags);
     ledgers.emplace(ordinal, std::move(ledger));
   }

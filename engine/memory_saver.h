@@ -1,8 +1,9 @@
-// MemorySaver: the memory of one process for programs that have no controller: an allocator below torch, tags, sleep and
-// wake. One RankMemory for each device in use, made when it is first asked for.
+// MemorySaver: the memory of one process for programs that have no controller: an allocator below torch, tags, sleep
+// and wake. One RankMemory for each device in use, made when it is first asked for.
 //
-// Each thread has a stack of scopes; what it allocates belongs to the tag of the innermost one. A tag's memory is kept over
-// a sleep or not, as its scope said; the same tag may have both kinds. The C ABI over this: bindings/memory_c_api.h.
+// Each thread has a stack of scopes; what it allocates belongs to the tag of the innermost one. A tag's memory is kept
+// over a sleep or not, as its scope said; the same tag may have both kinds. The C ABI over this:
+// bindings/memory_c_api.h.
 //
 // Threads: any. After a fork the child is refused by name.
 #pragma once
@@ -24,7 +25,7 @@ class MemorySaver {
  public:
   struct Scope {
     std::string tag = "default";
-    bool keep = true;  // over a sleep; else the memory comes back without content
+    bool keep = true;    // over a sleep; else the memory comes back without content
     bool active = true;  // false: allocations fail here; they are not to be torpor's
   };
   using MakeMemory = std::function<Result<std::unique_ptr<RankMemory>>(int ordinal)>;
@@ -37,15 +38,17 @@ class MemorySaver {
 
   Result<DeviceAddress> allocate(int device, uint64_t bytes);  // in the present scope
   Status free(int device, DeviceAddress address);
-  // `tags` empty: all that are awake, or asleep. On every device that has them. `keep`: of which tags the content is saved;
-  // none: as their scopes said. A device that fails has undone itself; those before it stay as they then are, and a retry
-  // goes on from there.
-  Result<TagMove> sleep(const std::vector<std::string>& tags, const std::optional<std::vector<std::string>>& keep = {}, CleanCheck clean = CleanCheck::kTrust);
+  // `tags` empty: all that are awake, or asleep. On every device that has them. `keep`: of which tags the content is
+  // saved; none: as their scopes said. A device that fails has undone itself; those before it stay as they then are,
+  // and a retry goes on from there.
+  Result<TagMove> sleep(const std::vector<std::string>& tags, const std::optional<std::vector<std::string>>& keep = {},
+                        CleanCheck clean = CleanCheck::kTrust);
   Result<TagMove> wake(const std::vector<std::string>& tags);
-  Result<TagMove> plan_sleep(const std::vector<std::string>& tags, const std::optional<std::vector<std::string>>& keep = {});
+  Result<TagMove> plan_sleep(const std::vector<std::string>& tags,
+                             const std::optional<std::vector<std::string>>& keep = {});
   Result<TagMove> plan_wake(const std::vector<std::string>& tags);
   void mark_dirty(const std::vector<std::string>& tags);  // empty: all
-  std::map<int, RankLedger> ledgers() const;  // of each device; states by tag in it
+  std::map<int, RankLedger> ledgers() const;              // of each device; states by tag in it
 
  private:
   struct Device {
@@ -53,8 +56,10 @@ class MemorySaver {
     uint64_t allocations = 0;  // so far; names them
   };
   Result<RankMemory*> memory_of(int device);
-  static std::vector<std::string> kept(const std::vector<std::string>& tags, const std::optional<std::vector<std::string>>& keep);
-  Result<TagMove> each(const std::vector<std::string>& tags, RegionState wanted, const std::function<Result<TagMove>(RankMemory&, const std::vector<std::string>&)>& work);
+  static std::vector<std::string> kept(const std::vector<std::string>& tags,
+                                       const std::optional<std::vector<std::string>>& keep);
+  Result<TagMove> each(const std::vector<std::string>& tags, RegionState wanted,
+                       const std::function<Result<TagMove>(RankMemory&, const std::vector<std::string>&)>& work);
 
   const MakeMemory make_memory_;
   mutable std::mutex mutex_;  // guards devices_

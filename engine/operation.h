@@ -1,5 +1,5 @@
-// Operation: one sleep or wake while it runs: its phases with their clock, and the steps that undo it, in reverse, unless
-// it is kept. Lives on the stack of the call; one thread.
+// Operation: one sleep or wake while it runs: its phases with their clock, and the steps that undo it, in reverse,
+// unless it is kept. Lives on the stack of the call; one thread.
 #pragma once
 
 #include <functional>
@@ -22,8 +22,8 @@ class Operation {
   Operation& operator=(const Operation&) = delete;
 
   void undo_with(std::function<void()> step) { undo_.push_back(std::move(step)); }
-  // Stops once the engine is lost: what is left to undo would touch memory that is not there, or take away the checkpoint
-  // that the requests can still be woken from.
+  // Stops once the engine is lost: what is left to undo would touch memory that is not there, or take away the
+  // checkpoint that the requests can still be woken from.
   void undo() {
     for (auto step = undo_.rbegin(); step != undo_.rend() && !lost_(); ++step) (*step)();
     undo_.clear();
@@ -37,7 +37,8 @@ class Operation {
   void end(std::string_view phase, uint64_t bytes = 0) {
     const double seconds = seconds_between(last_, clock_.now());
     phases_.push_back({std::string(phase), seconds, bytes});
-    if (sink_ != nullptr) sink_->on_phase({.operation = name_, .phase = phase, .finished = true, .seconds = seconds, .bytes = bytes});
+    if (sink_ != nullptr)
+      sink_->on_phase({.operation = name_, .phase = phase, .finished = true, .seconds = seconds, .bytes = bytes});
   }
   void fill(SleepReport& report) {
     report.phases = std::move(phases_);

@@ -32,7 +32,8 @@ std::vector<RankReply> RankGroup::undo(const std::string& method, const RankOrde
     return {};
   }
   for (const RankReply& reply : *replies) {
-    if (reply.error && reply.error->code != Code::kFailedPrecondition) log().error("undoing with {}: {}", method, reply.error->to_string());
+    if (reply.error && reply.error->code != Code::kFailedPrecondition)
+      log().error("undoing with {}: {}", method, reply.error->to_string());
   }
   return *replies;
 }

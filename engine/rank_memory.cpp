@@ -18,7 +18,8 @@ namespace torpor {
 namespace {
 
 constexpr uint64_t kRegionChunk = 4 * kMiB;
-constexpr uint64_t kBytesBehindMapping = kGiB;  // copied at a time while mapping goes on: enough that filling the pipeline anew does not count
+constexpr uint64_t kBytesBehindMapping =
+    kGiB;  // copied at a time while mapping goes on: enough that filling the pipeline anew does not count
 
 // A line "Name:   1234 kB" of /proc/self/status, in bytes; 0 if it is not there.
 uint64_t process_bytes(std::string_view name) {
@@ -62,11 +63,14 @@ RankMemory::RankMemory(std::unique_ptr<DeviceMemory> device, FileSystem& file_sy
 
 Status RankMemory::same_process() const {
   if (::getpid() == process_) return ok();
-  return Error{.code = Code::kFailedPrecondition, .what = fmt::format("this memory belongs to process {}, which forked", process_), .next_step = "make it in the child, or use spawn"};
+  return Error{.code = Code::kFailedPrecondition,
+               .what = fmt::format("this memory belongs to process {}, which forked", process_),
+               .next_step = "make it in the child, or use spawn"};
 }
 
 RankMemory::~RankMemory() {
-  if (executor_ == nullptr || !executor_->quarantined()) return;  // members go in reverse: executor, allocator, arena, device
+  if (executor_ == nullptr || !executor_->quarantined())
+    return;  // members go in reverse: executor, allocator, arena, device
   // A copy may still run: nothing that it reads or writes may be unmapped. The end of the process is.
   for (auto& [tag, backup] : backups_) backup.host.release();
   executor_.release();
@@ -75,14 +79,19 @@ RankMemory::~RankMemory() {
   device_.release();
 }
 
-Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMemory> device, FileSystem& file_system, RankMemoryOptions options) {
+Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMemory> device, FileSystem& file_system,
+                                                       RankMemoryOptions options) {
   const bool other_memory = device->kind() != "host";
   if (!options.keep_backup) options.keep_backup = other_memory;
   if (!options.arena_keep_bytes) options.arena_keep_bytes = other_memory || *options.keep_backup ? UINT64_MAX : 0;
   std::unique_ptr<RankMemory> memory(new RankMemory(std::move(device), file_system, options));
-  TORPOR_ASSIGN(memory->arena_, HostArena::create({.budget_bytes = options.arena_budget_bytes, .slab_bytes = options.arena_slab_bytes, .prefault_threads = options.threads, .pin_for = memory->device_.get()}));
+  TORPOR_ASSIGN(memory->arena_, HostArena::create({.budget_bytes = options.arena_budget_bytes,
+                                                   .slab_bytes = options.arena_slab_bytes,
+                                                   .prefault_threads = options.threads,
+                                                   .pin_for = memory->device_.get()}));
   TORPOR_ASSIGN(memory->allocator_, SleepAllocator::create(*memory->device_, {.handle_bytes = options.handle_bytes}));
-  TORPOR_ASSIGN(memory->executor_, TransferExecutor::create(*memory->device_, *memory->arena_, {.threads = options.threads}));
+  TORPOR_ASSIGN(memory->executor_,
+                TransferExecutor::create(*memory->device_, *memory->arena_, {.threads = options.threads}));
   memory->mover_ = std::make_unique<ChunkMover>(*memory->executor_);
   if (options.arena_prefault_bytes > 0) memory->arena_->prefault_in_background(options.arena_prefault_bytes);
   return memory;
@@ -104,7 +113,9 @@ Status RankMemory::free(DeviceAddress address) {
   forget_clean(region->tag);
   const auto backup = backups_.find(region->tag);
   if (backup == backups_.end()) return ok();
-  std::erase_if(backup->second.chunks, [&](const SavedChunk& chunk) { return chunk.key.kind == ChunkKind::kRegion && chunk.key.region == region->name; });
+  std::erase_if(backup->second.chunks, [&](const SavedChunk& chunk) {
+    return chunk.key.kind == ChunkKind::kRegion && chunk.key.region == region->name;
+  });
   if (backup->second.chunks.empty()) backups_.erase(backup);
   return ok();
 }
@@ -121,7 +132,8 @@ Status RankMemory::set_kv_layout(std::string tag, KvLayout layout) {
       });
       if (!inside) {
         return Error{.code = Code::kInvalidArgument,
-                     .what = fmt::format("the KV layout puts block {} at {:#x}, outside the regions of {}", block, piece.address, tag),
+                     .what = fmt::format("the KV layout puts block {} at {:#x}, outside the regions of {}", block,
+                                         piece.address, tag),
                      .next_step = "give the layout that the engine allocated"};
       }
     }
@@ -194,7 +206,9 @@ Result<RankReply> RankMemory::dispatch(const std::string& method, const RankOrde
       if (backup.host == nullptr) backup.directory = order.directory;
     }
   } else {
-    return Error{.code = Code::kInvalidArgument, .what = fmt::format("\"{}\" is not an order", method), .next_step = "use the same version of torpor in all processes"};
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("\"{}\" is not an order", method),
+                 .next_step = "use the same version of torpor in all processes"};
   }
   fill(reply.ledger);
   return reply;
@@ -215,14 +229,16 @@ Result<std::vector<ChunkPlan>> RankMemory::plans_of(const std::string& tag, cons
                      .next_step = "start the engine as the one that slept was started"};
       }
       ChunkPlan plan{.key = {.kind = ChunkKind::kKvBlock, .tag = tag, .index = static_cast<uint64_t>(block)}};
-      for (const KvPiece& piece : kv_layout_.pieces_of(static_cast<uint32_t>(block))) plan.pieces.push_back({piece.address, piece.bytes});
+      for (const KvPiece& piece : kv_layout_.pieces_of(static_cast<uint32_t>(block)))
+        plan.pieces.push_back({piece.address, piece.bytes});
       plans.push_back(std::move(plan));
     }
     return plans;
   }
   for (const RegionInfo& region : allocator_->regions_of(tag)) {
     for (uint64_t offset = 0; offset < region.size_bytes; offset += kRegionChunk) {
-      ChunkPlan plan{.key = {.kind = ChunkKind::kRegion, .tag = tag, .region = region.name, .index = offset / kRegionChunk}};
+      ChunkPlan plan{
+          .key = {.kind = ChunkKind::kRegion, .tag = tag, .region = region.name, .index = offset / kRegionChunk}};
       plan.pieces.push_back({region.address + offset, std::min(kRegionChunk, region.size_bytes - offset)});
       plans.push_back(std::move(plan));
     }
@@ -236,7 +252,8 @@ Result<std::vector<ChunkPlan>> RankMemory::plans_for(const std::vector<SavedChun
   std::vector<int32_t> blocks;
   for (const SavedChunk& chunk : chunks) {
     tag = chunk.key.tag;
-    if (chunk.key.kind == ChunkKind::kKvBlock) blocks.push_back(static_cast<int32_t>(std::min<uint64_t>(chunk.key.index, INT32_MAX)));
+    if (chunk.key.kind == ChunkKind::kKvBlock)
+      blocks.push_back(static_cast<int32_t>(std::min<uint64_t>(chunk.key.index, INT32_MAX)));
   }
   return plans_of(tag, blocks);
 }
@@ -246,7 +263,9 @@ Status RankMemory::save(const RankOrder& order, RankReply& reply) {
   const Status saved = [&]() -> Status {
     if (!order.directory.empty()) return save_to_disk(order, reply);
     for (const std::string& tag : order.tags) {
-      if (const auto found = backups_.find(tag); found != backups_.end() && found->second.clean && found->second.host != nullptr && tag != kv_tag_) continue;
+      if (const auto found = backups_.find(tag);
+          found != backups_.end() && found->second.clean && found->second.host != nullptr && tag != kv_tag_)
+        continue;
       backups_.erase(tag);
       TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_of(tag, order.blocks));
       Backup backup{.host = std::make_unique<HostTier>(*arena_)};
@@ -273,7 +292,8 @@ Status RankMemory::save(const RankOrder& order, RankReply& reply) {
 Status RankMemory::save_to_disk(const RankOrder& order, RankReply& reply) {
   TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, file_system_.open_directory(order.directory, false));
   TORPOR_ASSIGN(ChunkFileOptions writing, chunk_file_options(order.writing, options_.rank, options_.key.get()));
-  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, DiskTier::create(*directory, chunk_file_name(options_.rank), std::move(writing)));
+  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier,
+                DiskTier::create(*directory, chunk_file_name(options_.rank), std::move(writing)));
   std::vector<ChunkPlan> plans;
   for (const std::string& tag : order.tags) {
     TORPOR_ASSIGN(const std::vector<ChunkPlan> more, plans_of(tag, order.blocks));
@@ -283,7 +303,8 @@ Status RankMemory::save_to_disk(const RankOrder& order, RankReply& reply) {
   reply.chunks = finished_rank(order.writing, options_.rank, tier->file_bytes(), std::move(saved));
   for (const std::string& tag : order.tags) {
     Backup backup{.directory = order.directory};
-    std::copy_if(reply.chunks.chunks.begin(), reply.chunks.chunks.end(), std::back_inserter(backup.chunks), [&](const SavedChunk& chunk) { return chunk.key.tag == tag; });
+    std::copy_if(reply.chunks.chunks.begin(), reply.chunks.chunks.end(), std::back_inserter(backup.chunks),
+                 [&](const SavedChunk& chunk) { return chunk.key.tag == tag; });
     for (const SavedChunk& chunk : backup.chunks) reply.bytes += chunk.bytes;
     backups_[tag] = std::move(backup);
   }
@@ -295,12 +316,15 @@ Result<std::unique_ptr<DiskTier>> RankMemory::open_chunks(const std::string& dir
   for (const RankChunks& rank : checkpoint.manifest().ranks) {
     if (rank.rank == options_.rank) return checkpoint.open_rank(rank);
   }
-  return Error{.code = Code::kIncompatible, .what = fmt::format("the checkpoint has nothing of rank {}", options_.rank), .next_step = "start the engine with as many ranks as the one that slept"};
+  return Error{.code = Code::kIncompatible,
+               .what = fmt::format("the checkpoint has nothing of rank {}", options_.rank),
+               .next_step = "start the engine with as many ranks as the one that slept"};
 }
 
 Status RankMemory::restore(const RankOrder& order, RankReply& reply) {
   std::vector<DeviceAddress> regions;  // in the order in which they are copied into
-  std::map<std::pair<std::string, std::string>, size_t> end_of;  // tag and name -> how many there are up to and with that one
+  std::map<std::pair<std::string, std::string>, size_t>
+      end_of;  // tag and name -> how many there are up to and with that one
   for (const std::string& tag : order.tags) {
     for (const RegionInfo& region : allocator_->regions_of(tag)) {
       regions.push_back(region.address);
@@ -309,10 +333,12 @@ Status RankMemory::restore(const RankOrder& order, RankReply& reply) {
     end_of[{tag, ""}] = regions.size();  // where KV blocks need all of them
   }
   RegionMapper mapper(*allocator_, regions);
-  const auto copy_up = [&](const std::vector<SavedChunk>& chunks, const std::vector<ChunkPlan>& plans, Tier& source) -> Status {
+  const auto copy_up = [&](const std::vector<SavedChunk>& chunks, const std::vector<ChunkPlan>& plans,
+                           Tier& source) -> Status {
     for (size_t first = 0; first < plans.size();) {
       size_t end = first;
-      for (uint64_t bytes = 0; end < plans.size() && (bytes < kBytesBehindMapping || mapper.finished()); ++end) bytes += plans[end].bytes();
+      for (uint64_t bytes = 0; end < plans.size() && (bytes < kBytesBehindMapping || mapper.finished()); ++end)
+        bytes += plans[end].bytes();
       TORPOR_TRY(mapper.wait(end_of.at({plans[end - 1].key.tag, plans[end - 1].key.region})));
       const std::span<const SavedChunk> saved = std::span(chunks).subspan(std::min(first, chunks.size()));
       TORPOR_TRY(mover_->restore(saved, std::span(plans).subspan(first, end - first), source));
@@ -377,9 +403,12 @@ Status RankMemory::digest(const RankOrder& order, RankReply& reply) {
 }
 
 Status RankMemory::load_blocks(const RankOrder& order, RankReply& reply) {
-  const auto mine = std::find_if(order.chunks.begin(), order.chunks.end(), [this](const RankChunks& chunks) { return chunks.rank == options_.rank; });
+  const auto mine = std::find_if(order.chunks.begin(), order.chunks.end(),
+                                 [this](const RankChunks& chunks) { return chunks.rank == options_.rank; });
   if (mine == order.chunks.end()) {
-    return Error{.code = Code::kIncompatible, .what = fmt::format("the checkpoint has nothing of rank {}", options_.rank), .next_step = "start the engine with as many ranks as the one that slept"};
+    return Error{.code = Code::kIncompatible,
+                 .what = fmt::format("the checkpoint has nothing of rank {}", options_.rank),
+                 .next_step = "start the engine with as many ranks as the one that slept"};
   }
   std::vector<SavedChunk> blocks;
   std::copy_if(mine->chunks.begin(), mine->chunks.end(), std::back_inserter(blocks), [this](const SavedChunk& chunk) {
@@ -409,7 +438,8 @@ void RankMemory::fill(RankLedger& ledger) const {
   }
   for (const auto& [tag, backup] : backups_) {
     for (const SavedChunk& chunk : backup.chunks) {
-      (backup.host != nullptr ? ledger.tags[tag].backup_host_bytes : ledger.tags[tag].backup_disk_bytes) += chunk.stored_bytes;
+      (backup.host != nullptr ? ledger.tags[tag].backup_host_bytes : ledger.tags[tag].backup_disk_bytes) +=
+          chunk.stored_bytes;
     }
   }
   const DeviceMemoryInfo device = device_->info();

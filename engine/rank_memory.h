@@ -1,8 +1,8 @@
 // RankMemory: the memory of one worker rank: its device, its regions by tag, its arena, its copies.
 //
 // It carries out the controller's orders (call()), each all or nothing. What is saved of a tag is its backup: chunks in
-// the arena or in a checkpoint's chunk file. A KV layout makes one tag be saved block by block, only the blocks that the
-// order names; every other tag is saved region by region, whole.
+// the arena or in a checkpoint's chunk file. A KV layout makes one tag be saved block by block, only the blocks that
+// the order names; every other tag is saved region by region, whole.
 //
 // Owner: the worker process, for as long as its engine lives. Threads: one order at a time (others wait).
 #pragma once
@@ -29,14 +29,14 @@ namespace torpor {
 
 struct RankMemoryOptions {
   int32_t rank = 0;
-  uint64_t arena_budget_bytes = 0;  // 0: no limit
+  uint64_t arena_budget_bytes = 0;          // 0: no limit
   uint64_t arena_slab_bytes = 64ull << 20;  // host memory is taken from the system in pieces of this size
   uint64_t handle_bytes = 64ull << 20;      // physical memory of the device is made in pieces of this size
   uint64_t arena_prefault_bytes = 0;        // host memory that is brought up in the background from the start
-  // Most host memory that stays held between operations, for the next sleep to find it ready; what backups need stays in
-  // any case. None: any amount; but 0 on the device without a GPU, where it is taken from the same memory.
+  // Most host memory that stays held between operations, for the next sleep to find it ready; what backups need stays
+  // in any case. None: any amount; but 0 on the device without a GPU, where it is taken from the same memory.
   std::optional<uint64_t> arena_keep_bytes;
-  int threads = 0;                  // for copies; 0: as many as the machine has cores, at most 8
+  int threads = 0;  // for copies; 0: as many as the machine has cores, at most 8
   // A backup of weights that did not change since is kept after a wake and not copied again. None: off for the device
   // without a GPU, where both are the same memory.
   std::optional<bool> keep_backup;
@@ -54,11 +54,15 @@ struct TagMove {
 };
 
 // Whether a kept backup is believed to be that of the present content.
-enum class CleanCheck : uint8_t { kTrust, kDigest };  // what the owner marked dirty is not; or: digests are taken and compared
+enum class CleanCheck : uint8_t {
+  kTrust,
+  kDigest
+};  // what the owner marked dirty is not; or: digests are taken and compared
 
 class RankMemory {
  public:
-  static Result<std::unique_ptr<RankMemory>> create(std::unique_ptr<DeviceMemory> device, FileSystem& file_system, RankMemoryOptions options = {});
+  static Result<std::unique_ptr<RankMemory>> create(std::unique_ptr<DeviceMemory> device, FileSystem& file_system,
+                                                    RankMemoryOptions options = {});
   ~RankMemory();
 
   // A new zeroed region; its address is valid for the life of this object, its bytes while its tag is attached.
@@ -86,7 +90,8 @@ class RankMemory {
 
   // Sleep and wake of tags without a controller, for allocators below other programs. `tags` empty: all that are awake,
   // or asleep. What is in `keep` is saved, the rest is freed without a copy. All or nothing; a retry works.
-  Result<TagMove> sleep(std::vector<std::string> tags, const std::vector<std::string>& keep, CleanCheck clean = CleanCheck::kTrust);
+  Result<TagMove> sleep(std::vector<std::string> tags, const std::vector<std::string>& keep,
+                        CleanCheck clean = CleanCheck::kTrust);
   Result<TagMove> wake(std::vector<std::string> tags);
   Result<TagMove> plan_sleep(std::vector<std::string> tags, const std::vector<std::string>& keep) const;
   Result<TagMove> plan_wake(std::vector<std::string> tags) const;
@@ -125,7 +130,7 @@ class RankMemory {
 
   const RankMemoryOptions options_;
   FileSystem& file_system_;
-  const int64_t process_;  // that made it: a forked child has the addresses, but not the device
+  const int64_t process_;     // that made it: a forked child has the addresses, but not the device
   mutable std::mutex mutex_;  // one order at a time; guards all below
   std::unique_ptr<DeviceMemory> device_;
   std::unique_ptr<HostArena> arena_;

@@ -34,25 +34,34 @@ uint64_t bytes_of(const std::vector<SavedChunk>& chunks) {
 
 }  // namespace
 
-// The tags that are meant, each once. Named ones must be in `wanted`; of all, those are taken that are. A tag whose wake
-// could not be undone counts as asleep; the allocator refuses broken ones by name.
+// The tags that are meant, each once. Named ones must be in `wanted`; of all, those are taken that are. A tag whose
+// wake could not be undone counts as asleep; the allocator refuses broken ones by name.
 Result<std::vector<std::string>> RankMemory::select(std::vector<std::string> tags, RegionState wanted) const {
   const std::map<std::string, RegionState> states = allocator_->states();
-  const auto fits = [wanted](RegionState state) { return state == wanted || state == RegionState::kBroken || (wanted == RegionState::kDetached && is_asleep(state)); };
+  const auto fits = [wanted](RegionState state) {
+    return state == wanted || state == RegionState::kBroken || (wanted == RegionState::kDetached && is_asleep(state));
+  };
   if (tags.empty()) {
     for (const auto& [tag, state] : states) {
       if (fits(state)) tags.push_back(tag);
     }
     if (!tags.empty()) return tags;
-    return Error{.code = Code::kFailedPrecondition, .what = fmt::format("no tag is {}", name(wanted)), .next_step = "see states()"};
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = fmt::format("no tag is {}", name(wanted)),
+                 .next_step = "see states()"};
   }
   std::sort(tags.begin(), tags.end());
   tags.erase(std::unique(tags.begin(), tags.end()), tags.end());
   for (const std::string& tag : tags) {
     const auto found = states.find(tag);
-    if (found == states.end()) return Error{.code = Code::kNotFound, .what = fmt::format("there is no tag \"{}\"", tag), .next_step = "see states() for the tags"};
+    if (found == states.end())
+      return Error{.code = Code::kNotFound,
+                   .what = fmt::format("there is no tag \"{}\"", tag),
+                   .next_step = "see states() for the tags"};
     if (fits(found->second)) continue;
-    return Error{.code = Code::kFailedPrecondition, .what = fmt::format("the tag {} is {}, not {}", tag, name(found->second), name(wanted)), .next_step = "see states()"};
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = fmt::format("the tag {} is {}, not {}", tag, name(found->second), name(wanted)),
+                 .next_step = "see states()"};
   }
   return tags;
 }
@@ -64,19 +73,23 @@ Status RankMemory::drop_unclean(const std::vector<std::string>& tags) {
     if (found == backups_.end() || !found->second.clean) continue;
     TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(found->second.chunks));
     TORPOR_ASSIGN(const std::vector<Digest> digests, mover_->digests(plans));
-    const bool same = std::equal(digests.begin(), digests.end(), found->second.chunks.begin(), found->second.chunks.end(), [](const Digest& now, const SavedChunk& then) { return now == then.digest; });
+    const bool same =
+        std::equal(digests.begin(), digests.end(), found->second.chunks.begin(), found->second.chunks.end(),
+                   [](const Digest& now, const SavedChunk& then) { return now == then.digest; });
     if (!same) backups_.erase(found);
   }
   return ok();
 }
 
-Result<TagMove> RankMemory::sleep(std::vector<std::string> wanted, const std::vector<std::string>& keep, CleanCheck clean) {
+Result<TagMove> RankMemory::sleep(std::vector<std::string> wanted, const std::vector<std::string>& keep,
+                                  CleanCheck clean) {
   TORPOR_TRY(same_process());
   const std::lock_guard lock(mutex_);
   TORPOR_TRY(executor_->usable());
   TORPOR_ASSIGN(const std::vector<std::string> tags, select(std::move(wanted), RegionState::kAttached));
   std::vector<std::string> kept;
-  std::copy_if(tags.begin(), tags.end(), std::back_inserter(kept), [&](const std::string& tag) { return has_tag(keep, tag); });
+  std::copy_if(tags.begin(), tags.end(), std::back_inserter(kept),
+               [&](const std::string& tag) { return has_tag(keep, tag); });
   TagMove move;
   Phases phases(move);
   if (clean == CleanCheck::kDigest) {
@@ -148,13 +161,19 @@ Result<TagMove> RankMemory::plan_sleep(std::vector<std::string> wanted, const st
     move.physical_bytes += region.reserved_bytes;
     const auto backup = backups_.find(region.tag);
     const bool clean = backup != backups_.end() && backup->second.clean && backup->second.host != nullptr;
-    (!has_tag(keep, region.tag) ? move.dropped_bytes : clean ? move.clean_bytes : move.copied_bytes) += region.size_bytes;
-    if (region.state == RegionState::kBroken) move.obstacle = fmt::format("the region {}/{} is broken", region.tag, region.name);
+    (!has_tag(keep, region.tag) ? move.dropped_bytes
+     : clean                    ? move.clean_bytes
+                                : move.copied_bytes) += region.size_bytes;
+    if (region.state == RegionState::kBroken)
+      move.obstacle = fmt::format("the region {}/{} is broken", region.tag, region.name);
   }
   const HostArenaInfo arena = arena_->info();
   const uint64_t free = arena.held_bytes - arena.used_bytes;
-  if (arena.budget_bytes != 0 && move.copied_bytes > free && move.copied_bytes - free > arena.budget_bytes - std::min(arena.budget_bytes, arena.held_bytes)) {
-    move.obstacle = fmt::format("{} bytes of host memory are needed, {} of the budget of {} are left", move.copied_bytes, arena.budget_bytes - std::min(arena.budget_bytes, arena.used_bytes), arena.budget_bytes);
+  if (arena.budget_bytes != 0 && move.copied_bytes > free &&
+      move.copied_bytes - free > arena.budget_bytes - std::min(arena.budget_bytes, arena.held_bytes)) {
+    move.obstacle =
+        fmt::format("{} bytes of host memory are needed, {} of the budget of {} are left", move.copied_bytes,
+                    arena.budget_bytes - std::min(arena.budget_bytes, arena.used_bytes), arena.budget_bytes);
   }
   if (!executor_->usable()) move.obstacle = executor_->usable().error().to_string();
   return move;
@@ -168,16 +187,20 @@ Result<TagMove> RankMemory::plan_wake(std::vector<std::string> wanted) const {
     if (!has_tag(tags, region.tag)) continue;
     move.physical_bytes += region.reserved_bytes;
     move.dropped_bytes += region.size_bytes;
-    if (region.state == RegionState::kBroken) move.obstacle = fmt::format("the region {}/{} is broken", region.tag, region.name);
+    if (region.state == RegionState::kBroken)
+      move.obstacle = fmt::format("the region {}/{} is broken", region.tag, region.name);
   }
   for (const std::string& tag : tags) {
-    if (const auto backup = backups_.find(tag); backup != backups_.end()) move.copied_bytes += bytes_of(backup->second.chunks);
+    if (const auto backup = backups_.find(tag); backup != backups_.end())
+      move.copied_bytes += bytes_of(backup->second.chunks);
   }
   move.dropped_bytes -= move.copied_bytes;
   const DeviceMemoryInfo device = device_->info();
   const uint64_t used = std::max(device.physical_bytes, device.used_bytes.value_or(0));
-  if (device.capacity_bytes != 0 && move.physical_bytes > device.capacity_bytes - std::min(device.capacity_bytes, used)) {
-    move.obstacle = fmt::format("{} bytes of device memory are needed, {} of {} are free", move.physical_bytes, device.capacity_bytes - std::min(device.capacity_bytes, used), device.capacity_bytes);
+  if (device.capacity_bytes != 0 &&
+      move.physical_bytes > device.capacity_bytes - std::min(device.capacity_bytes, used)) {
+    move.obstacle = fmt::format("{} bytes of device memory are needed, {} of {} are free", move.physical_bytes,
+                                device.capacity_bytes - std::min(device.capacity_bytes, used), device.capacity_bytes);
   }
   if (!executor_->usable()) move.obstacle = executor_->usable().error().to_string();
   return move;

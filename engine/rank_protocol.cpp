@@ -6,7 +6,8 @@ namespace torpor {
 
 template <class Archive>
 void serialize(Archive& archive, Error& v) {
-  archive(checked(v.code, kLastCode), v.what, v.next_step, checked(v.origin, Origin::kEngine), v.native, v.state_changed);
+  archive(checked(v.code, kLastCode), v.what, v.next_step, checked(v.origin, Origin::kEngine), v.native,
+          v.state_changed);
 }
 template <class Archive>
 void serialize(Archive& archive, CompressionOptions& v) {
@@ -26,8 +27,9 @@ void serialize(Archive& archive, RankLedger::Tag& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, RankLedger& v) {
-  archive(v.tags, v.device_physical_bytes, v.device_capacity_bytes, v.device_used_bytes, v.arena_held_bytes, v.arena_used_bytes, v.arena_budget_bytes, v.arena_unpinned_bytes,
-          v.chunks_by_outcome, v.process_resident_bytes, v.process_resident_region_bytes);
+  archive(v.tags, v.device_physical_bytes, v.device_capacity_bytes, v.device_used_bytes, v.arena_held_bytes,
+          v.arena_used_bytes, v.arena_budget_bytes, v.arena_unpinned_bytes, v.chunks_by_outcome,
+          v.process_resident_bytes, v.process_resident_region_bytes);
 }
 template <class Archive>
 void serialize(Archive& archive, RankReply& v) {
@@ -37,7 +39,11 @@ void serialize(Archive& archive, RankReply& v) {
 Bytes encode_order(const RankOrder& order) { return to_bytes(order); }
 Bytes encode_reply(const RankReply& reply) { return to_bytes(reply); }
 
-Result<RankOrder> decode_order(const Bytes& bytes) { return from_bytes<RankOrder>(std::as_bytes(std::span(bytes)), "an order to a rank"); }
-Result<RankReply> decode_reply(const Bytes& bytes) { return from_bytes<RankReply>(std::as_bytes(std::span(bytes)), "the reply of a rank"); }
+Result<RankOrder> decode_order(const Bytes& bytes) {
+  return from_bytes<RankOrder>(std::as_bytes(std::span(bytes)), "an order to a rank");
+}
+Result<RankReply> decode_reply(const Bytes& bytes) {
+  return from_bytes<RankReply>(std::as_bytes(std::span(bytes)), "the reply of a rank");
+}
 
 }  // namespace torpor

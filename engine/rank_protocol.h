@@ -36,24 +36,26 @@ struct RankLedger {
   std::map<std::string, Tag> tags;
   uint64_t device_physical_bytes = 0;
   uint64_t device_capacity_bytes = 0;  // 0: no limit of its own
-  uint64_t device_used_bytes = 0;      // by anybody, by the device's own count; 0: it keeps none. Less the physical bytes: the unexplained rest
+  uint64_t device_used_bytes =
+      0;  // by anybody, by the device's own count; 0: it keeps none. Less the physical bytes: the unexplained rest
   uint64_t arena_held_bytes = 0;
   uint64_t arena_used_bytes = 0;
   uint64_t arena_budget_bytes = 0;
-  uint64_t arena_unpinned_bytes = 0;   // held, but the device would not pin it
-  std::map<std::string, uint64_t> chunks_by_outcome;  // of all sleeps and wakes so far, as the offload pipeline counted them
+  uint64_t arena_unpinned_bytes = 0;  // held, but the device would not pin it
+  std::map<std::string, uint64_t>
+      chunks_by_outcome;                       // of all sleeps and wakes so far, as the offload pipeline counted them
   uint64_t process_resident_bytes = 0;         // VmRSS
   uint64_t process_resident_region_bytes = 0;  // the part of it that is device memory without a GPU
 };
 
 struct RankReply {
   std::optional<Error> error;
-  uint64_t bytes = 0;               // moved, hashed or freed by this order
-  RankChunks chunks;                // "save" to disk
+  uint64_t bytes = 0;                          // moved, hashed or freed by this order
+  RankChunks chunks;                           // "save" to disk
   std::map<std::string, std::string> digests;  // "digest": tag -> digest of its content
   std::vector<std::string> without_content;    // "restore": tags that came back empty, since nothing was saved of them
-  uint64_t bytes_per_block = 0;     // "describe"
-  RankLedger ledger;                // "describe"
+  uint64_t bytes_per_block = 0;                // "describe"
+  RankLedger ledger;                           // "describe"
 };
 
 Bytes encode_order(const RankOrder& order);

@@ -4,7 +4,8 @@
 
 namespace torpor {
 
-RegionMapper::RegionMapper(SleepAllocator& allocator, std::vector<DeviceAddress> regions) : allocator_(allocator), regions_(std::move(regions)) {
+RegionMapper::RegionMapper(SleepAllocator& allocator, std::vector<DeviceAddress> regions)
+    : allocator_(allocator), regions_(std::move(regions)) {
   try {
     thread_ = std::thread([this] { run(); });
   } catch (const std::system_error&) {

@@ -1,4 +1,5 @@
-// RegionMapper: on a thread of its own, attaches regions one after the other while what is there is copied into already.
+// RegionMapper: on a thread of its own, attaches regions one after the other while what is there is copied into
+// already.
 #pragma once
 
 #include <condition_variable>

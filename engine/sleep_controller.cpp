@@ -9,8 +9,14 @@
 
 namespace torpor {
 
-SleepController::SleepController(EngineHooks& hooks, FileSystem& file_system, const Clock& clock, SleepControllerOptions options, EventSink* sink)
-    : hooks_(hooks), file_system_(file_system), clock_(clock), options_(std::move(options)), sink_(sink), ranks_(hooks) {
+SleepController::SleepController(EngineHooks& hooks, FileSystem& file_system, const Clock& clock,
+                                 SleepControllerOptions options, EventSink* sink)
+    : hooks_(hooks),
+      file_system_(file_system),
+      clock_(clock),
+      options_(std::move(options)),
+      sink_(sink),
+      ranks_(hooks) {
   public_.engine = "awake";
 }
 
@@ -59,8 +65,14 @@ bool SleepController::is_sleeping() const {
 
 // Whether there is an engine to put to sleep.
 Status SleepController::may_begin() const {
-  if (lost()) return Error{.code = Code::kFailedPrecondition, .what = "the engine is lost", .next_step = "start a new one and wake it from its last checkpoint"};
-  if (held_) return Error{.code = Code::kFailedPrecondition, .what = "a restored checkpoint waits for its front end", .next_step = "end the wake first"};
+  if (lost())
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = "the engine is lost",
+                 .next_step = "start a new one and wake it from its last checkpoint"};
+  if (held_)
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = "a restored checkpoint waits for its front end",
+                 .next_step = "end the wake first"};
   return ok();
 }
 
@@ -68,23 +80,29 @@ Status SleepController::check(const SleepOptions& options) const {
   const auto invalid = [](std::string what, std::string next) {
     return Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = std::move(next)};
   };
-  if (options.level < 0 || options.level > 2) return invalid(fmt::format("level is {}", options.level), "use 0, 1 or 2");
+  if (options.level < 0 || options.level > 2)
+    return invalid(fmt::format("level is {}", options.level), "use 0, 1 or 2");
   if (options.in_flight != "freeze" && options.in_flight != "abort" && options.in_flight != "recompute") {
     return invalid(fmt::format("in_flight is \"{}\"", options.in_flight), "use \"freeze\", \"abort\" or \"recompute\"");
   }
   if (options.preserve_state != (options.in_flight == "freeze") && options.level > 0) {
-    return invalid(fmt::format("preserve_state is {} and in_flight is \"{}\"", options.preserve_state, options.in_flight),
-                   "\"freeze\" goes with preserve_state, \"abort\" and \"recompute\" go without");
+    return invalid(
+        fmt::format("preserve_state is {} and in_flight is \"{}\"", options.preserve_state, options.in_flight),
+        "\"freeze\" goes with preserve_state, \"abort\" and \"recompute\" go without");
   }
-  if (options.to_disk && options.level == 0) return invalid("level 0 keeps all memory, there is nothing to write to disk", "use level 1 or 2");
+  if (options.to_disk && options.level == 0)
+    return invalid("level 0 keeps all memory, there is nothing to write to disk", "use level 1 or 2");
   if (options.to_disk && options_.directory.empty()) {
-    return invalid("no directory for checkpoints is configured", "set the option dir (or TORPOR_DIR) and start the engine again");
+    return invalid("no directory for checkpoints is configured",
+                   "set the option dir (or TORPOR_DIR) and start the engine again");
   }
-  if (options.timeout_seconds && !(*options.timeout_seconds >= 0)) return invalid(fmt::format("timeout is {} s", *options.timeout_seconds), "use 0 or more, or none");
+  if (options.timeout_seconds && !(*options.timeout_seconds >= 0))
+    return invalid(fmt::format("timeout is {} s", *options.timeout_seconds), "use 0 or more, or none");
   return ok();
 }
 
-Result<std::vector<std::string>> SleepController::select_tags(const std::vector<std::string>& wanted, const RankLedger& ledger) const {
+Result<std::vector<std::string>> SleepController::select_tags(const std::vector<std::string>& wanted,
+                                                              const RankLedger& ledger) const {
   std::vector<std::string> selected;
   for (const auto& [tag, entry] : ledger.tags) {
     if (wanted.empty() || has_tag(wanted, tag)) selected.push_back(tag);
@@ -93,7 +111,9 @@ Result<std::vector<std::string>> SleepController::select_tags(const std::vector<
     if (has_tag(selected, tag)) continue;
     std::vector<std::string> known;
     for (const auto& [name, entry] : ledger.tags) known.push_back(name);
-    return Error{.code = Code::kInvalidArgument, .what = fmt::format("there is no tag \"{}\"", tag), .next_step = fmt::format("use some of: {}", fmt::join(known, ", "))};
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("there is no tag \"{}\"", tag),
+                 .next_step = fmt::format("use some of: {}", fmt::join(known, ", "))};
   }
   // Weights first, the KV cache last: a wake that fails for want of memory then fails with less to undo.
   std::stable_sort(selected.begin(), selected.end(), [](const std::string& a, const std::string& b) {
@@ -125,14 +145,17 @@ Result<Fingerprint> SleepController::fingerprint() {
 Result<SleepPlan> SleepController::plan_sleep(const SleepOptions& options) {
   const std::unique_lock busy(operation_mutex_, std::try_to_lock);
   if (!busy.owns_lock()) {
-    return Error{.code = Code::kUnavailable, .what = fmt::format("the engine is {}", state().engine), .next_step = "wait for that to end"};
+    return Error{.code = Code::kUnavailable,
+                 .what = fmt::format("the engine is {}", state().engine),
+                 .next_step = "wait for that to end"};
   }
   SleepPlan plan;
   if (const Status valid = check(options); !valid) plan.problems.push_back(valid.error().to_string());
   if (is_sleeping()) plan.problems.push_back(fmt::format("the engine is {}", state().engine));
   if (options.preserve_state) {
     TORPOR_ASSIGN(const std::vector<std::string> unsupported, hooks_.unsupported());
-    for (const std::string& feature : unsupported) plan.problems.push_back(fmt::format("cannot be preserved: {}", feature));
+    for (const std::string& feature : unsupported)
+      plan.problems.push_back(fmt::format("cannot be preserved: {}", feature));
   }
   if (!plan.problems.empty()) return plan;
   TORPOR_ASSIGN(const std::vector<RankReply> described, ranks_.call("describe", {}));
@@ -148,9 +171,12 @@ Result<SleepPlan> SleepController::plan_sleep(const SleepOptions& options) {
   for (const std::string& tag : tags) {
     plan.free_bytes[tag] = tag_bytes(described, tag, &RankLedger::Tag::physical_bytes);
     if (tag == kKvCacheTag) {
-      plan.save_bytes[tag] = static_cast<uint64_t>(plan.kept_blocks) * described.front().bytes_per_block * described.size();
+      plan.save_bytes[tag] =
+          static_cast<uint64_t>(plan.kept_blocks) * described.front().bytes_per_block * described.size();
     } else if (tag != kWeightsTag || options.level == 1 || options.preserve_state) {
-      plan.save_bytes[tag] = tag == kWeightsTag && options.to_disk && !options.store_weights ? 0 : tag_bytes(described, tag, &RankLedger::Tag::region_bytes);
+      plan.save_bytes[tag] = tag == kWeightsTag && options.to_disk && !options.store_weights
+                                 ? 0
+                                 : tag_bytes(described, tag, &RankLedger::Tag::region_bytes);
     }
   }
   return plan;

@@ -30,15 +30,16 @@ namespace torpor {
 class Operation;
 
 struct SleepControllerOptions {
-  std::string directory;                         // of checkpoints; empty: sleeping to disk is refused
-  std::optional<uint64_t> kv_budget_bytes;       // for cached blocks without a request, per rank; no value: keep all
-  CheckpointManagerOptions checkpoints;          // the clock is the controller's; ranks have the key from their own options
+  std::string directory;                    // of checkpoints; empty: sleeping to disk is refused
+  std::optional<uint64_t> kv_budget_bytes;  // for cached blocks without a request, per rank; no value: keep all
+  CheckpointManagerOptions checkpoints;     // the clock is the controller's; ranks have the key from their own options
 };
 
 class SleepController {
  public:
   // All references outlive the controller. `sink` may be null.
-  SleepController(EngineHooks& hooks, FileSystem& file_system, const Clock& clock, SleepControllerOptions options, EventSink* sink = nullptr);
+  SleepController(EngineHooks& hooks, FileSystem& file_system, const Clock& clock, SleepControllerOptions options,
+                  EventSink* sink = nullptr);
 
   Result<SleepReport> sleep(const SleepOptions& options);
   Result<SleepReport> wake_up(const WakeOptions& options);

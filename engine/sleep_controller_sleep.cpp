@@ -53,7 +53,9 @@ struct SleepController::FallingAsleep {
 Result<SleepReport> SleepController::sleep(const SleepOptions& options) {
   const std::unique_lock busy(operation_mutex_, std::try_to_lock);
   if (!busy.owns_lock()) {
-    return Error{.code = Code::kUnavailable, .what = fmt::format("the engine is {}", state().engine), .next_step = "wait for that to end"};
+    return Error{.code = Code::kUnavailable,
+                 .what = fmt::format("the engine is {}", state().engine),
+                 .next_step = "wait for that to end"};
   }
   TORPOR_TRY(check(options));
   TORPOR_TRY(may_begin());
@@ -112,12 +114,17 @@ Result<SleepReport> SleepController::fall_asleep(const SleepOptions& options, Op
 Result<SleepReport> SleepController::checkpoint(const Value& outputs) {
   const std::unique_lock busy(operation_mutex_, std::try_to_lock);
   if (!busy.owns_lock()) {
-    return Error{.code = Code::kUnavailable, .what = fmt::format("the engine is {}", state().engine), .next_step = "wait for that to end"};
+    return Error{.code = Code::kUnavailable,
+                 .what = fmt::format("the engine is {}", state().engine),
+                 .next_step = "wait for that to end"};
   }
   const SleepOptions options{.preserve_state = true, .to_disk = true, .store_weights = false, .outputs = outputs};
   TORPOR_TRY(check(options));
   TORPOR_TRY(may_begin());
-  if (is_sleeping()) return Error{.code = Code::kFailedPrecondition, .what = "the engine is asleep", .next_step = "wake it first, or let it sleep to disk"};
+  if (is_sleeping())
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = "the engine is asleep",
+                 .next_step = "wake it first, or let it sleep to disk"};
   Operation operation("checkpoint", clock_, sink_, [this] { return lost(); });
   set_state(State::kFallingAsleep);
   FallingAsleep sleep{.options = options, .operation = operation, .preserved = true};
@@ -157,19 +164,23 @@ Status SleepController::admit(FallingAsleep& sleep) {
   TORPOR_ASSIGN(sleep.described, ranks_.call("describe", {}));
   TORPOR_ASSIGN(sleep.tags, select_tags(options.tags, sleep.described.front().ledger));
   if (options.preserve_state && options.to_disk && !has_tag(sleep.tags, kKvCacheTag)) {
-    return Error{.code = Code::kInvalidArgument, .what = "a checkpoint of running requests needs their KV", .next_step = "add \"kv_cache\" to tags"};
+    return Error{.code = Code::kInvalidArgument,
+                 .what = "a checkpoint of running requests needs their KV",
+                 .next_step = "add \"kv_cache\" to tags"};
   }
   for (const std::string& tag : sleep.tags) {
-    const bool weights_go = tag == kWeightsTag && ((options.level == 2 && !options.preserve_state) || (options.to_disk && !options.store_weights));
+    const bool weights_go = tag == kWeightsTag && ((options.level == 2 && !options.preserve_state) ||
+                                                   (options.to_disk && !options.store_weights));
     const bool kv_goes = tag == kKvCacheTag && !options.preserve_state;
     if (!weights_go && !kv_goes) sleep.save.tags.push_back(tag);
   }
   if (!options.preserve_state || options.level == 0) return ok();
   TORPOR_ASSIGN(const std::vector<std::string> unsupported, hooks_.unsupported());
   if (unsupported.empty()) return ok();
-  return Error{.code = Code::kUnsupported,
-               .what = fmt::format("the state of this engine cannot be preserved yet: {}", fmt::join(unsupported, "; ")),
-               .next_step = "sleep with preserve_state=False, or without these features"};
+  return Error{
+      .code = Code::kUnsupported,
+      .what = fmt::format("the state of this engine cannot be preserved yet: {}", fmt::join(unsupported, "; ")),
+      .next_step = "sleep with preserve_state=False, or without these features"};
 }
 
 Status SleepController::quiesce(FallingAsleep& sleep) {
@@ -227,7 +238,8 @@ void SleepController::discard(FallingAsleep& sleep, const Error& why) {
   sleep.save.writing = {};
   sleep.save.blocks.clear();
   std::erase(sleep.save.tags, kKvCacheTag);
-  if (!sleep.options.store_weights && has_tag(sleep.tags, kWeightsTag)) sleep.save.tags.insert(sleep.save.tags.begin(), kWeightsTag);
+  if (!sleep.options.store_weights && has_tag(sleep.tags, kWeightsTag))
+    sleep.save.tags.insert(sleep.save.tags.begin(), kWeightsTag);
 }
 
 // Copies what is kept to the arena or into the checkpoint under construction.
@@ -238,7 +250,8 @@ Status SleepController::save(FallingAsleep& sleep) {
   if (!saved) return saved.error();
   for (const RankReply& reply : *saved) {
     if (!sleep.pending) break;
-    for (const SavedChunk& chunk : reply.chunks.chunks) sleep.report.checkpoint_parts[chunk.key.tag] += chunk.stored_bytes;
+    for (const SavedChunk& chunk : reply.chunks.chunks)
+      sleep.report.checkpoint_parts[chunk.key.tag] += chunk.stored_bytes;
     sleep.pending->add_rank(reply.chunks);
   }
   sleep.report.saved_bytes = total_bytes(*saved);
@@ -252,12 +265,15 @@ Status SleepController::prove(FallingAsleep& sleep) {
   if (sleep.pending) {
     SleepReport& report = sleep.report;
     TORPOR_ASSIGN(report.checkpoint, sleep.pending->commit());
-    TORPOR_ASSIGN(const Checkpoint committed, open_checkpoint(file_system_, report.checkpoint, options_.checkpoints.key));
+    TORPOR_ASSIGN(const Checkpoint committed,
+                  open_checkpoint(file_system_, report.checkpoint, options_.checkpoints.key));
     report.checkpoint_bytes = committed.manifest().total_bytes();
-    for (const SectionInfo& section : committed.manifest().sections) report.checkpoint_parts[section.name] = section.stored_bytes;
+    for (const SectionInfo& section : committed.manifest().sections)
+      report.checkpoint_parts[section.name] = section.stored_bytes;
     sleep.pending.reset();  // gives the lock back
     sleep.operation.undo_with([checkpoints = sleep.checkpoints, generation = committed.manifest().generation] {
-      if (const Status removed = checkpoints->remove(generation); !removed) log().error("{}", removed.error().to_string());
+      if (const Status removed = checkpoints->remove(generation); !removed)
+        log().error("{}", removed.error().to_string());
     });
     TORPOR_TRY(ranks_.call("moved", {.directory = report.checkpoint}));
   }
@@ -297,7 +313,10 @@ Status SleepController::undo_detach(const std::vector<std::string>& tags) {
   const std::vector<RankReply> restored = ranks_.undo("restore", {.tags = tags});
   for (const RankReply& reply : restored) {
     if (!reply.error && has_tag(reply.without_content, kWeightsTag)) {
-      return Error{.code = Code::kDevice, .what = "the weights of a rank are gone, those of another are not", .next_step = "start a new engine", .origin = Origin::kDevice};
+      return Error{.code = Code::kDevice,
+                   .what = "the weights of a rank are gone, those of another are not",
+                   .next_step = "start a new engine",
+                   .origin = Origin::kDevice};
     }
   }
   ranks_.undo("finish", {.tags = tags});
@@ -307,7 +326,10 @@ Status SleepController::undo_detach(const std::vector<std::string>& tags) {
   for (const RankReply& reply : described) {
     for (const auto& [tag, entry] : reply.ledger.tags) {
       if (entry.state != "attached" && entry.state != "saving") {
-        return Error{.code = Code::kDevice, .what = fmt::format("the tag {} is {}", tag, entry.state), .next_step = "start a new engine and wake it from its last checkpoint", .origin = Origin::kDevice};
+        return Error{.code = Code::kDevice,
+                     .what = fmt::format("the tag {} is {}", tag, entry.state),
+                     .next_step = "start a new engine and wake it from its last checkpoint",
+                     .origin = Origin::kDevice};
       }
     }
   }

@@ -15,7 +15,9 @@ namespace torpor {
 Result<SleepReport> SleepController::wake_up(const WakeOptions& options) {
   const std::unique_lock busy(operation_mutex_, std::try_to_lock);
   if (!busy.owns_lock()) {
-    return Error{.code = Code::kUnavailable, .what = fmt::format("the engine is {}", state().engine), .next_step = "wait for that to end"};
+    return Error{.code = Code::kUnavailable,
+                 .what = fmt::format("the engine is {}", state().engine),
+                 .next_step = "wait for that to end"};
   }
   State before;
   {
@@ -23,7 +25,9 @@ Result<SleepReport> SleepController::wake_up(const WakeOptions& options) {
     before = state_;
   }
   if (before == State::kLost) {
-    return Error{.code = Code::kFailedPrecondition, .what = "the engine is lost", .next_step = "start a new one and wake it from its last checkpoint"};
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = "the engine is lost",
+                 .next_step = "start a new one and wake it from its last checkpoint"};
   }
   const bool anew = !options.from_checkpoint.empty() || options.answers;
   if (before == State::kAwake && !anew) {
@@ -40,7 +44,8 @@ Result<SleepReport> SleepController::wake_up(const WakeOptions& options) {
   }
   Operation operation("wake", clock_, sink_, [this] { return lost(); });
   set_state(State::kWaking);
-  Result<SleepReport> report = before == State::kAsleep ? wake_same_process(options, operation) : wake_from_checkpoint(options, operation);
+  Result<SleepReport> report =
+      before == State::kAsleep ? wake_same_process(options, operation) : wake_from_checkpoint(options, operation);
   if (!report) {
     operation.undo();
     if (!lost()) set_state(before);
@@ -148,7 +153,10 @@ void SleepController::undo_restore(const std::vector<std::string>& tags) {
   remember(*described);
   for (const auto& [tag, tag_state] : state().tags) {
     if (tag_state != "broken") continue;
-    lose({.code = Code::kDevice, .what = fmt::format("the tag {} is broken", tag), .next_step = "start a new engine and wake it from its last checkpoint", .origin = Origin::kDevice});
+    lose({.code = Code::kDevice,
+          .what = fmt::format("the tag {} is broken", tag),
+          .next_step = "start a new engine and wake it from its last checkpoint",
+          .origin = Origin::kDevice});
     return;
   }
 }
@@ -187,7 +195,9 @@ Result<SleepReport> SleepController::wake_from_checkpoint(const WakeOptions& opt
     // The KV pool of an engine without requests holds nothing that anybody may still read, except cached prefixes.
     TORPOR_TRY(hooks_.drop_requests("abort"));
     if (checkpoint) {
-      TORPOR_ASSIGN(const std::vector<RankReply> loaded, ranks_.call("load_blocks", {.directory = checkpoint->path(), .chunks = checkpoint->manifest().ranks}));
+      TORPOR_ASSIGN(
+          const std::vector<RankReply> loaded,
+          ranks_.call("load_blocks", {.directory = checkpoint->path(), .chunks = checkpoint->manifest().ranks}));
       report.restored_bytes = total_bytes(loaded);
       report.ledgers = ledgers_of(loaded);
       remember(loaded);
@@ -200,7 +210,8 @@ Result<SleepReport> SleepController::wake_from_checkpoint(const WakeOptions& opt
     if (options.answers) {
       bool woken_before = false;
       if (checkpoint) {
-        TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, file_system_.open_directory(checkpoint->path(), false));
+        TORPOR_ASSIGN(const std::unique_ptr<Directory> directory,
+                      file_system_.open_directory(checkpoint->path(), false));
         woken_before = directory->open_file(kWokenFile).has_value();
       }
       TORPOR_ASSIGN(report.rolled, roll_forward(state.state, *options.answers, woken_before));
@@ -216,7 +227,8 @@ Result<SleepReport> SleepController::wake_from_checkpoint(const WakeOptions& opt
     if (!checkpoint) return ok();
     const Status retained = [&]() -> Status {
       const size_t name_at = checkpoint->path().rfind('/');
-      TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> checkpoints, manager(checkpoint->path().substr(0, name_at)));
+      TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> checkpoints,
+                    manager(checkpoint->path().substr(0, name_at)));
       return checkpoints->woken_from(checkpoint->manifest().generation);
     }();
     if (!retained) log().warn("older checkpoints were not removed: {}", retained.error().to_string());
@@ -242,10 +254,12 @@ Result<SleepReport> SleepController::wake_from_checkpoint(const WakeOptions& opt
   return report;
 }
 
-// The restored requests are in an engine that stands still: if they can be neither dropped nor run, nothing can be said of it.
+// The restored requests are in an engine that stands still: if they can be neither dropped nor run, nothing can be said
+// of it.
 Status SleepController::end_hold(bool keep) {
   const std::lock_guard busy(operation_mutex_);
-  if (!held_) return Error{.code = Code::kFailedPrecondition, .what = "nothing is held", .next_step = "wake with hold first"};
+  if (!held_)
+    return Error{.code = Code::kFailedPrecondition, .what = "nothing is held", .next_step = "wake with hold first"};
   held_ = false;
   Status ended = keep ? ok() : hooks_.forget_restored();
   if (ended) ended = hooks_.resume();

@@ -1,4 +1,5 @@
-// What callers ask of a sleep and a wake, and what they are told. The fields for users: docs/vllm.md and docs/semantics.md.
+// What callers ask of a sleep and a wake, and what they are told. The fields for users: docs/vllm.md and
+// docs/semantics.md.
 #pragma once
 
 #include <cstdint>
@@ -15,23 +16,23 @@
 namespace torpor {
 
 struct SleepOptions {
-  int level = 1;                // 0: only pause; 1 and 2: docs/semantics.md
+  int level = 1;  // 0: only pause; 1 and 2: docs/semantics.md
   bool preserve_state = false;
   bool to_disk = false;
-  std::string in_flight = "freeze";   // without preserve_state: "abort" or "recompute"
+  std::string in_flight = "freeze";  // without preserve_state: "abort" or "recompute"
   bool discard_on_save_error = false;
-  bool store_weights = true;          // to disk: false names them for reload instead
-  std::vector<std::string> tags;      // empty: all
+  bool store_weights = true;              // to disk: false names them for reload instead
+  std::vector<std::string> tags;          // empty: all
   std::optional<double> timeout_seconds;  // for the quiesce
-  Value outputs;                      // the front end's part of the checkpoint
+  Value outputs;                          // the front end's part of the checkpoint
 };
 
 struct WakeOptions {
   std::vector<std::string> tags;  // empty: all that sleep
   std::string from_checkpoint;    // a checkpoint or a directory of checkpoints; for a new, empty engine
   bool discard_on_restore_error = false;
-  bool weights_changed = false;   // new weights were loaded: KV computed with the old ones is stale
-  bool hold = false;              // restored, but not yet running: end_hold() follows
+  bool weights_changed = false;  // new weights were loaded: KV computed with the old ones is stale
+  bool hold = false;             // restored, but not yet running: end_hold() follows
   // What a server has given to its readers: the restored requests are rolled forward to it (checkpoint/roll_forward.h).
   // With it, `from_checkpoint` may be empty: all is computed anew.
   std::optional<std::vector<Answer>> answers{};
@@ -55,14 +56,14 @@ struct SleepReport {  // also of a wake
   std::map<std::string, uint64_t> checkpoint_parts;  // section or tag -> stored bytes
   int64_t requests = 0;
   uint64_t saved_bytes = 0;
-  uint64_t freed_bytes = 0;     // device memory
+  uint64_t freed_bytes = 0;  // device memory
   uint64_t restored_bytes = 0;
   int64_t kept_blocks = 0;
-  int64_t dropped_blocks = 0;   // cached blocks whose bytes were not kept
+  int64_t dropped_blocks = 0;       // cached blocks whose bytes were not kept
   std::vector<std::string> reload;  // tags that came back without content: the owner must load them
   std::vector<FailedRequest> failed_requests;
-  RolledForward rolled;         // of a wake with answers
-  Value outputs;                // of a restored checkpoint
+  RolledForward rolled;  // of a wake with answers
+  Value outputs;         // of a restored checkpoint
   std::vector<Phase> phases;
   double seconds = 0;
   std::vector<RankLedger> ledgers;  // by rank, at the end

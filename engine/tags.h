@@ -11,6 +11,8 @@ namespace torpor {
 inline constexpr const char* kWeightsTag = "weights";
 inline constexpr const char* kKvCacheTag = "kv_cache";
 
-inline bool has_tag(const std::vector<std::string>& tags, std::string_view tag) { return std::find(tags.begin(), tags.end(), tag) != tags.end(); }
+inline bool has_tag(const std::vector<std::string>& tags, std::string_view tag) {
+  return std::find(tags.begin(), tags.end(), tag) != tags.end();
+}
 
 }  // namespace torpor

@@ -49,14 +49,16 @@ size_t BlockPool::DigestHash::operator()(const Digest& digest) const {
   return value;
 }
 
-// --- handles -------------------------------------------------------------------------------------------------------------
+// --- handles
+// -------------------------------------------------------------------------------------------------------------
 
 BlockRef::BlockRef(const BlockRef& other) : pool_(other.pool_), id_(other.id_) {
   if (pool_ == nullptr) return;
   const std::lock_guard lock(pool_->mutex_);
   pool_->keep(id_);
 }
-BlockRef::BlockRef(BlockRef&& other) noexcept : pool_(std::exchange(other.pool_, nullptr)), id_(std::exchange(other.id_, -1)) {}
+BlockRef::BlockRef(BlockRef&& other) noexcept
+    : pool_(std::exchange(other.pool_, nullptr)), id_(std::exchange(other.id_, -1)) {}
 BlockRef& BlockRef::operator=(BlockRef other) noexcept {
   std::swap(pool_, other.pool_);
   std::swap(id_, other.id_);
@@ -85,7 +87,8 @@ std::optional<BlockRef> WeakBlock::upgrade() const {
   return BlockRef(*pool_, id_);
 }
 
-MutableBlock::MutableBlock(MutableBlock&& other) noexcept : pool_(std::exchange(other.pool_, nullptr)), id_(std::exchange(other.id_, -1)) {}
+MutableBlock::MutableBlock(MutableBlock&& other) noexcept
+    : pool_(std::exchange(other.pool_, nullptr)), id_(std::exchange(other.id_, -1)) {}
 MutableBlock& MutableBlock::operator=(MutableBlock&& other) noexcept {
   std::swap(pool_, other.pool_);
   std::swap(id_, other.id_);
@@ -113,7 +116,8 @@ Status MutableBlock::initialize(const Digest& parent, uint64_t salt, int32_t gro
 }
 
 Result<int32_t> MutableBlock::add_tokens(std::span<const int32_t> tokens, bool more_to_come) {
-  if (tokens.empty()) return Error{.code = Code::kInvalidArgument, .what = "no tokens were given", .next_step = "add at least one"};
+  if (tokens.empty())
+    return Error{.code = Code::kInvalidArgument, .what = "no tokens were given", .next_step = "add at least one"};
   const std::lock_guard lock(pool_->mutex_);
   std::vector<int32_t>& held = pool_->slot(id_).identity.tokens;
   const size_t taken = std::min(tokens.size(), static_cast<size_t>(pool_->options_.block_tokens) - held.size());
@@ -149,7 +153,8 @@ Result<BlockRef> MutableBlock::register_block() {
   return BlockRef(*std::exchange(pool_, nullptr), std::exchange(id_, -1));
 }
 
-// --- the pool ------------------------------------------------------------------------------------------------------------
+// --- the pool
+// ------------------------------------------------------------------------------------------------------------
 
 BlockPool::BlockPool(BlockPoolOptions options, EventSink* sink)
     : options_(std::move(options)),
@@ -358,27 +363,35 @@ BlockPoolSnapshot BlockPool::snapshot() const {
 }
 
 Result<BlockPool::Handles> BlockPool::restore(const BlockPoolSnapshot& snapshot) {
-  const auto wrong = [](std::string what) { return Error{.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"}; };
+  const auto wrong = [](std::string what) {
+    return Error{.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"};
+  };
   std::vector<bool> registered(slots_.size()), free(slots_.size());
   for (const BlockPoolSnapshot::Block& block : snapshot.registered) {
-    if (block.id < 0 || block.id >= options_.num_blocks) return wrong(fmt::format("block {} of {}", block.id, options_.num_blocks));
+    if (block.id < 0 || block.id >= options_.num_blocks)
+      return wrong(fmt::format("block {} of {}", block.id, options_.num_blocks));
     if (registered[static_cast<size_t>(block.id)]) return wrong(fmt::format("block {} is registered twice", block.id));
-    if (block.identity.tokens.size() != static_cast<size_t>(options_.block_tokens)) return wrong(fmt::format("block {} has {} tokens", block.id, block.identity.tokens.size()));
+    if (block.identity.tokens.size() != static_cast<size_t>(options_.block_tokens))
+      return wrong(fmt::format("block {} has {} tokens", block.id, block.identity.tokens.size()));
     registered[static_cast<size_t>(block.id)] = true;
   }
   bool cached_seen = false;
   for (const int32_t id : snapshot.free_order) {
-    if (id < 0 || id >= options_.num_blocks) return wrong(fmt::format("block {} of {} is free", id, options_.num_blocks));
+    if (id < 0 || id >= options_.num_blocks)
+      return wrong(fmt::format("block {} of {} is free", id, options_.num_blocks));
     if (free[static_cast<size_t>(id)]) return wrong(fmt::format("block {} is free twice", id));
     free[static_cast<size_t>(id)] = true;
-    if (cached_seen && !registered[static_cast<size_t>(id)]) return wrong(fmt::format("block {} is empty and free behind cached ones", id));
+    if (cached_seen && !registered[static_cast<size_t>(id)])
+      return wrong(fmt::format("block {} is empty and free behind cached ones", id));
     cached_seen = registered[static_cast<size_t>(id)];
   }
   Handles handles;
   {
     const std::lock_guard lock(mutex_);
     if (!index_.empty() || empty_.size() != slots_.size()) {
-      return Error{.code = Code::kFailedPrecondition, .what = "the block pool is in use", .next_step = "restore into a new engine"};
+      return Error{.code = Code::kFailedPrecondition,
+                   .what = "the block pool is in use",
+                   .next_step = "restore into a new engine"};
     }
     empty_.clear();
     free_blocks_ = 0;
@@ -432,7 +445,9 @@ std::vector<int32_t> BlockPool::free_order() const {
 
 Status BlockPool::check() const {
   const std::lock_guard lock(mutex_);
-  const auto wrong = [](int32_t id, std::string_view what) { return Error{.code = Code::kInternal, .what = fmt::format("block {}: {}", id, what)}; };
+  const auto wrong = [](int32_t id, std::string_view what) {
+    return Error{.code = Code::kInternal, .what = fmt::format("block {}: {}", id, what)};
+  };
   size_t free = 0;
   size_t registered = 0;
   for (int32_t id = 0; id < options_.num_blocks; ++id) {
@@ -440,14 +455,17 @@ Status BlockPool::check() const {
     const bool is_registered = slot.state == BlockState::kRegistered;
     free += slot.is_free ? 1 : 0;
     registered += is_registered ? 1 : 0;
-    if (slot.is_free != (!slot.owned && !slot.quarantined && slot.references == 0)) return wrong(id, "it is free and in use, or neither");
+    if (slot.is_free != (!slot.owned && !slot.quarantined && slot.references == 0))
+      return wrong(id, "it is free and in use, or neither");
     if (slot.references > 0 && !is_registered) return wrong(id, "it is shared but not registered");
     if (slot.owned && is_registered) return wrong(id, "it is registered but owned");
-    if (slot.identity.tokens.size() > static_cast<size_t>(options_.block_tokens)) return wrong(id, "it has too many tokens");
+    if (slot.identity.tokens.size() > static_cast<size_t>(options_.block_tokens))
+      return wrong(id, "it has too many tokens");
     registered -= slot.discarded ? 1 : 0;
     if (!is_registered || slot.discarded) continue;
     const auto entry = index_.find(slot.hash);
-    if (entry == index_.end() || std::count(entry->second.begin(), entry->second.end(), id) != 1) return wrong(id, "it is registered but not in the index");
+    if (entry == index_.end() || std::count(entry->second.begin(), entry->second.end(), id) != 1)
+      return wrong(id, "it is registered but not in the index");
   }
   size_t indexed = 0;
   for (const auto& [hash, ids] : index_) indexed += ids.size();
@@ -455,7 +473,8 @@ Status BlockPool::check() const {
   for (const int32_t id : order) {
     if (!slot(id).is_free) return wrong(id, "it stands in the free queue but is not free");
   }
-  if (free != order.size() || free != static_cast<size_t>(free_blocks_)) return wrong(-1, "the free queue and the free blocks differ in number");
+  if (free != order.size() || free != static_cast<size_t>(free_blocks_))
+    return wrong(-1, "the free queue and the free blocks differ in number");
   if (indexed != registered) return wrong(-1, "the index has blocks that are not registered");
   return ok();
 }

@@ -1,8 +1,9 @@
-// BlockPool: the KV blocks of one tier: who owns which, which are shared, which may be taken again, and the prefix index.
+// BlockPool: the KV blocks of one tier: who owns which, which are shared, which may be taken again, and the prefix
+// index.
 //
-// A block that is being filled has one owner, a MutableBlock. register_block() turns it into a shared, immutable one: BlockRefs
-// keep it; WeakBlocks name it without keeping it. A registered block without a BlockRef stays in the prefix index and may be
-// evicted, in the order of the pool's policy; blocks without content are taken before any other.
+// A block that is being filled has one owner, a MutableBlock. register_block() turns it into a shared, immutable one:
+// BlockRefs keep it; WeakBlocks name it without keeping it. A registered block without a BlockRef stays in the prefix
+// index and may be evicted, in the order of the pool's policy; blocks without content are taken before any other.
 //
 // Several blocks may carry one hash (two requests computed the same prefix at the same time); each is its own block, a
 // match returns the oldest. A hit compares what it claims (parent, salt, group, tokens), not only the hash.
@@ -79,7 +80,7 @@ class BlockRef {
   ~BlockRef();
   explicit operator bool() const { return pool_ != nullptr; }
   int32_t id() const { return id_; }
-  const BlockIdentity& identity() const;  // valid as long as this
+  const BlockIdentity& identity() const;    // valid as long as this
   void never_let_go() { pool_ = nullptr; }  // a copy that was never proven over may still read the block
 
  private:
@@ -109,8 +110,8 @@ class WeakBlock {
   uint64_t generation_ = 0;
 };
 
-// The one owner of a block that is being filled. Destroyed: the block is reset and free; while Inflight it is quarantined.
-// Each method that moves the state is kFailedPrecondition, naming both, where the table does not allow it.
+// The one owner of a block that is being filled. Destroyed: the block is reset and free; while Inflight it is
+// quarantined. Each method that moves the state is kFailedPrecondition, naming both, where the table does not allow it.
 class MutableBlock {
  public:
   MutableBlock(MutableBlock&& other) noexcept;
@@ -158,8 +159,8 @@ class BlockPool {
   int32_t clear_cached();
 
   BlockPoolSnapshot snapshot() const;
-  // Makes an unused pool what `snapshot` says (exactly so with LRU), with everything that is not free in the caller's hands.
-  // kCorruption, and the pool is unchanged, where the snapshot contradicts itself or this pool's shape.
+  // Makes an unused pool what `snapshot` says (exactly so with LRU), with everything that is not free in the caller's
+  // hands. kCorruption, and the pool is unchanged, where the snapshot contradicts itself or this pool's shape.
   struct Handles {
     Handles() = default;
     Handles(Handles&&) = default;  // and not to be copied: it owns
@@ -183,10 +184,10 @@ class BlockPool {
   struct Slot {
     BlockState state = BlockState::kEmpty;
     BlockIdentity identity;
-    Digest hash;            // meaningful while registered
-    uint64_t age = 0;       // of the registration
+    Digest hash;             // meaningful while registered
+    uint64_t age = 0;        // of the registration
     int32_t references = 0;  // BlockRefs
-    bool owned = false;     // by a MutableBlock
+    bool owned = false;      // by a MutableBlock
     bool quarantined = false;
     bool discarded = false;   // registered, but no longer in the index
     bool fresh = false;       // registered, and never let go of since
@@ -219,7 +220,7 @@ class BlockPool {
   std::vector<Slot> slots_;
   std::deque<int32_t> empty_;  // free, without content; the front is taken first
   std::unique_ptr<EvictionOrder> cached_;
-  int32_t free_blocks_ = 0;  // in both
+  int32_t free_blocks_ = 0;                                             // in both
   std::unordered_map<Digest, std::vector<int32_t>, DigestHash> index_;  // hash -> registered blocks, oldest first
   uint64_t evictions_ = 0;
   uint64_t registrations_ = 0;

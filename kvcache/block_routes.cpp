@@ -19,7 +19,8 @@ Status begin_filling(MutableBlock& block, const BlockIdentity& identity) {
 
 ChunkPlan plan_of(const KvLayout& layout, int32_t device_block, const SavedChunk& chunk) {
   ChunkPlan plan{.key = chunk.key};
-  for (const KvPiece& piece : layout.pieces_of(static_cast<uint32_t>(device_block))) plan.pieces.push_back({piece.address, piece.bytes});
+  for (const KvPiece& piece : layout.pieces_of(static_cast<uint32_t>(device_block)))
+    plan.pieces.push_back({piece.address, piece.bytes});
   return plan;
 }
 

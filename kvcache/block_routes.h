@@ -1,9 +1,8 @@
-// The ways of KV blocks down, as an OffloadPipeline drives them: from the device into a store, and from host memory into the
-// next store. What was registered in the target may be sent on from there: on_registered().
+// The ways of KV blocks down, as an OffloadPipeline drives them: from the device into a store, and from host memory
+// into the next store. What was registered in the target may be sent on from there: on_registered().
 //
-// A block is registered in the target only after its copy is proven (I2). A copy that may still be running keeps both its
-// sides out of use for ever (I3).
-// Threads: as BlockRoute. Pools, layout, stores and executor outlive the routes.
+// A block is registered in the target only after its copy is proven (I2). A copy that may still be running keeps both
+// its sides out of use for ever (I3). Threads: as BlockRoute. Pools, layout, stores and executor outlive the routes.
 #pragma once
 
 #include <cstdint>
@@ -67,7 +66,7 @@ class RouteIntoStore : public BlockRoute {
   BlockPool& source_;
   BlockStore& target_;
   Registered registered_;
-  mutable std::mutex mutex_;  // guards all below
+  mutable std::mutex mutex_;                         // guards all below
   std::deque<std::pair<BlockName, BlockRef>> kept_;  // upgraded; transferred in nearly the same order
   int64_t quarantined_ = 0;
 };

@@ -2,9 +2,9 @@
 //
 //   Empty -> Partial -> ReadyForScheduling -> Inflight -> Partial (room is left) or Complete -> Registered -> Empty
 //
-// Only the owner of a block moves it (kvcache/block_pool.h). A transition that is not in the table is an error value (I1).
-// A block that is Inflight may be written by the device: nothing but the end of that work takes it out of this state (I3).
-// Source of the states: the block manager of NVIDIA Dynamo (https://github.com/ai-dynamo/dynamo, lib/llm).
+// Only the owner of a block moves it (kvcache/block_pool.h). A transition that is not in the table is an error value
+// (I1). A block that is Inflight may be written by the device: nothing but the end of that work takes it out of this
+// state (I3). Source of the states: the block manager of NVIDIA Dynamo (https://github.com/ai-dynamo/dynamo, lib/llm).
 #pragma once
 
 #include <cstdint>
@@ -17,15 +17,15 @@ enum class BlockState : uint8_t { kEmpty, kPartial, kReadyForScheduling, kInflig
 inline constexpr int kBlockStates = 6;
 
 enum class BlockTrigger : uint8_t {
-  kInitialize,       // its place in a sequence is known: salt, parent
-  kAddTokens,        // and more will come before it is computed
-  kAddLastTokens,    // these are to be computed now
+  kInitialize,     // its place in a sequence is known: salt, parent
+  kAddTokens,      // and more will come before it is computed
+  kAddLastTokens,  // these are to be computed now
   kScheduleCompute,
   kCancelSchedule,
-  kComputeDone,      // room is left
+  kComputeDone,  // room is left
   kComputeDoneFull,
   kRegister,
-  kReset,            // by its owner, or by eviction
+  kReset,  // by its owner, or by eviction
 };
 inline constexpr int kBlockTriggers = 9;
 

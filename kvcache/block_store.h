@@ -47,7 +47,8 @@ class BlockStore : public Tier {
 class HostBlocks final : public BlockStore {
  public:
   // `arena` and `sink` (may be null) outlive the result. kResourceExhausted when the arena has no room for all slots.
-  static Result<std::unique_ptr<HostBlocks>> create(HostArena& arena, BlockPoolOptions options, uint64_t bytes_per_block, EventSink* sink = nullptr);
+  static Result<std::unique_ptr<HostBlocks>> create(HostArena& arena, BlockPoolOptions options,
+                                                    uint64_t bytes_per_block, EventSink* sink = nullptr);
   std::string_view kind() const override { return "host"; }
   bool addressable() const override { return true; }
   Result<std::span<std::byte>> place(SavedChunk& chunk) override;

@@ -39,7 +39,9 @@ constexpr size_t kMostTokens = (kPage - sizeof(Header)) / sizeof(int32_t);
 // Pages at multiples of 4096, as direct I/O wants them.
 class Pages {
  public:
-  explicit Pages(size_t count) : data_(static_cast<std::byte*>(std::aligned_alloc(kPage, std::max<size_t>(count, 1) * kPage)), std::free), count_(count) {
+  explicit Pages(size_t count)
+      : data_(static_cast<std::byte*>(std::aligned_alloc(kPage, std::max<size_t>(count, 1) * kPage)), std::free),
+        count_(count) {
     std::memset(data_.get(), 0, std::max<size_t>(count, 1) * kPage);
   }
   std::span<std::byte> operator[](size_t i) const { return {data_.get() + i * kPage, kPage}; }
@@ -74,7 +76,8 @@ std::optional<Header> read_header(std::span<std::byte> page) {
 
 }  // namespace
 
-DiskBlocks::DiskBlocks(std::unique_ptr<BlockPool> pool, DiskBlocksOptions options, std::unique_ptr<File> lock, std::unique_ptr<File> file, const Clock& clock)
+DiskBlocks::DiskBlocks(std::unique_ptr<BlockPool> pool, DiskBlocksOptions options, std::unique_ptr<File> lock,
+                       std::unique_ptr<File> file, const Clock& clock)
     : BlockStore(std::move(pool), options.bytes_per_block),
       options_(std::move(options)),
       lock_(std::move(lock)),
@@ -86,7 +89,8 @@ DiskBlocks::DiskBlocks(std::unique_ptr<BlockPool> pool, DiskBlocksOptions option
 
 uint64_t DiskBlocks::stride() const { return kPage + align_up(options_.bytes_per_block, kPage); }
 
-Result<std::unique_ptr<DiskBlocks>> DiskBlocks::open(Directory& directory, DiskBlocksOptions options, const Clock& clock, EventSink* sink) {
+Result<std::unique_ptr<DiskBlocks>> DiskBlocks::open(Directory& directory, DiskBlocksOptions options,
+                                                     const Clock& clock, EventSink* sink) {
   TORPOR_TRY(check(options.bytes_per_block));
   if (options.pool.block_tokens > static_cast<int32_t>(kMostTokens)) {
     return Error{.code = Code::kInvalidArgument,
@@ -96,12 +100,14 @@ Result<std::unique_ptr<DiskBlocks>> DiskBlocks::open(Directory& directory, DiskB
   TORPOR_ASSIGN(std::unique_ptr<BlockPool> pool, BlockPool::create(options.pool, sink));
   TORPOR_ASSIGN(std::unique_ptr<File> lock, directory.lock("blocks.lock"));
   TORPOR_ASSIGN(std::unique_ptr<File> file, directory.open_slots("blocks", options.io));
-  std::unique_ptr<DiskBlocks> blocks(new DiskBlocks(std::move(pool), std::move(options), std::move(lock), std::move(file), clock));
+  std::unique_ptr<DiskBlocks> blocks(
+      new DiskBlocks(std::move(pool), std::move(options), std::move(lock), std::move(file), clock));
   const uint64_t size = static_cast<uint64_t>(blocks->options_.pool.num_blocks) * blocks->stride();
   TORPOR_TRY(blocks->file_->preallocate(size));
   TORPOR_TRY(blocks->file_->truncate(size));
   TORPOR_TRY(blocks->recover());
-  log().info("KV blocks on disk: {} slots of {} bytes through {}, {} recovered", blocks->options_.pool.num_blocks, blocks->stride(), blocks->health_.io, blocks->health_.recovered);
+  log().info("KV blocks on disk: {} slots of {} bytes through {}, {} recovered", blocks->options_.pool.num_blocks,
+             blocks->stride(), blocks->health_.io, blocks->health_.recovered);
   return blocks;
 }
 
@@ -118,8 +124,8 @@ Status DiskBlocks::recover() {
       note(parts[i].status, false);
       const std::optional<Header> header = parts[i].status ? read_header(pages[i]) : std::nullopt;
       MutableBlock& block = slots[first + i];
-      if (!header || header->slot != block.id() || header->owner != options_.owner || header->bytes != options_.bytes_per_block ||
-          header->tokens != options_.pool.block_tokens) {
+      if (!header || header->slot != block.id() || header->owner != options_.owner ||
+          header->bytes != options_.bytes_per_block || header->tokens != options_.pool.block_tokens) {
         continue;
       }
       std::vector<int32_t> tokens(static_cast<size_t>(header->tokens));
@@ -149,7 +155,13 @@ void DiskBlocks::put(std::span<TierPart> parts) {
     chunk.offset = offset(slot) + kPage;
     chunk.stored_bytes = chunk.bytes;
     write_header(headers[i],
-                 {.owner = options_.owner, .content = chunk.digest, .parent = identity.parent, .salt = identity.salt, .bytes = chunk.bytes, .slot = slot, .group = identity.group},
+                 {.owner = options_.owner,
+                  .content = chunk.digest,
+                  .parent = identity.parent,
+                  .salt = identity.salt,
+                  .bytes = chunk.bytes,
+                  .slot = slot,
+                  .group = identity.group},
                  identity.tokens);
     writes.push_back({offset(slot), headers[i], ok()});
     writes.push_back({chunk.offset, {parts[i].bytes.data(), align_up(chunk.bytes, kPage)}, ok()});
@@ -164,7 +176,9 @@ void DiskBlocks::put(std::span<TierPart> parts) {
 void DiskBlocks::get(std::span<TierPart> parts) {
   std::vector<FilePart> reads;
   for (const TierPart& part : parts) {
-    reads.push_back({offset(static_cast<int32_t>(part.chunk->key.index)) + kPage, {part.bytes.data(), align_up(part.chunk->bytes, kPage)}, ok()});
+    reads.push_back({offset(static_cast<int32_t>(part.chunk->key.index)) + kPage,
+                     {part.bytes.data(), align_up(part.chunk->bytes, kPage)},
+                     ok()});
   }
   file_->pread_all(reads);
   for (size_t i = 0; i < parts.size(); ++i) {
@@ -182,7 +196,8 @@ void DiskBlocks::note(const Status& status, bool write) {
   ++(write ? health_.write_errors : health_.read_errors);
   health_.reason = status.error().to_string();
   if (!write) return;  // a block that cannot be read is a miss, others may be well
-  if (!health_.degraded) log().warn("KV blocks on disk: {}; trying again in {} ms", health_.reason, options_.retry_interval.count());
+  if (!health_.degraded)
+    log().warn("KV blocks on disk: {}; trying again in {} ms", health_.reason, options_.retry_interval.count());
   health_.degraded = true;
   failed_at_ = clock_.now();
 }

@@ -1,7 +1,8 @@
 // DiskBlocks: KV blocks on disk: one file of fixed slots, each a header page and the block's bytes.
 //
-// A header says what is in its slot: the block's identity, the digest of its bytes, whose KV it is, and the digest of the
-// header itself. So the index is rebuilt from the file after a restart, and what does not fit is a miss, never data (I8).
+// A header says what is in its slot: the block's identity, the digest of its bytes, whose KV it is, and the digest of
+// the header itself. So the index is rebuilt from the file after a restart, and what does not fit is a miss, never data
+// (I8).
 //
 // A disk that fails does not stop the engine: puts and gets fail, the store says that it is degraded, and after
 // `retry_interval` it is tried again. Nothing is synced: after a power cut some blocks are misses.
@@ -30,19 +31,21 @@ struct DiskBlocksOptions {
 };
 
 struct DiskBlocksHealth {
-  std::string io;           // how bytes go: File::io()
+  std::string io;  // how bytes go: File::io()
   bool degraded = false;
-  std::string reason;       // the last failure
+  std::string reason;  // the last failure
   uint64_t write_errors = 0;
   uint64_t read_errors = 0;
-  int32_t recovered = 0;    // blocks that were found in the file at the start
+  int32_t recovered = 0;  // blocks that were found in the file at the start
 };
 
 class DiskBlocks final : public BlockStore {
  public:
-  // Opens or makes the file "blocks" in `directory` and registers what it holds. kResourceExhausted when the disk has no
-  // room for all slots, kUnavailable when another process uses them. `clock` and `sink` (may be null) outlive the result.
-  static Result<std::unique_ptr<DiskBlocks>> open(Directory& directory, DiskBlocksOptions options, const Clock& clock, EventSink* sink = nullptr);
+  // Opens or makes the file "blocks" in `directory` and registers what it holds. kResourceExhausted when the disk has
+  // no room for all slots, kUnavailable when another process uses them. `clock` and `sink` (may be null) outlive the
+  // result.
+  static Result<std::unique_ptr<DiskBlocks>> open(Directory& directory, DiskBlocksOptions options, const Clock& clock,
+                                                  EventSink* sink = nullptr);
 
   std::string_view kind() const override { return "disk"; }
   bool addressable() const override { return false; }
@@ -53,7 +56,8 @@ class DiskBlocks final : public BlockStore {
   DiskBlocksHealth health() const;
 
  private:
-  DiskBlocks(std::unique_ptr<BlockPool> pool, DiskBlocksOptions options, std::unique_ptr<File> lock, std::unique_ptr<File> file, const Clock& clock);
+  DiskBlocks(std::unique_ptr<BlockPool> pool, DiskBlocksOptions options, std::unique_ptr<File> lock,
+             std::unique_ptr<File> file, const Clock& clock);
   Status recover();
   uint64_t stride() const;
   uint64_t offset(int32_t slot) const { return static_cast<uint64_t>(slot) * stride(); }

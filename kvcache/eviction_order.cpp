@@ -23,7 +23,9 @@ namespace {
 // LRU: a list through the blocks' numbers; nothing is searched or allocated.
 class LruOrder final : public EvictionOrder {
  public:
-  explicit LruOrder(int32_t num_blocks) : links_(static_cast<size_t>(num_blocks) + 1), end_(num_blocks) { links_.back() = {end_, end_}; }
+  explicit LruOrder(int32_t num_blocks) : links_(static_cast<size_t>(num_blocks) + 1), end_(num_blocks) {
+    links_.back() = {end_, end_};
+  }
 
   void add(int32_t id, const Digest&, bool) override {
     Link& last = at(end_);
@@ -101,11 +103,13 @@ class RankedOrder final : public EvictionOrder {
   std::set<std::pair<Rank, int32_t>> order_;
 };
 
-// A small queue for newcomers (a tenth of the blocks), a main queue for those hit more than once or come back soon after
-// they were evicted (ghosts). A block keeps its place in its queue while somebody keeps it.
+// A small queue for newcomers (a tenth of the blocks), a main queue for those hit more than once or come back soon
+// after they were evicted (ghosts). A block keeps its place in its queue while somebody keeps it.
 class S3FifoOrder final : public EvictionOrder {
  public:
-  explicit S3FifoOrder(int32_t num_blocks) : small_share_(std::max<size_t>(1, static_cast<size_t>(num_blocks) / 10)), blocks_(static_cast<size_t>(num_blocks)) {}
+  explicit S3FifoOrder(int32_t num_blocks)
+      : small_share_(std::max<size_t>(1, static_cast<size_t>(num_blocks) / 10)),
+        blocks_(static_cast<size_t>(num_blocks)) {}
 
   void add(int32_t id, const Digest& key, bool fresh) override {
     Block& block = at(id);

@@ -36,11 +36,14 @@ uint64_t KvLayout::bytes_per_block() const {
 
 Status KvLayout::validate() const {
   if (num_blocks == 0 || tensors.empty()) {
-    return Error{.code = Code::kInvalidArgument, .what = "the KV layout has no blocks or no tensors", .next_step = "give the engine's layout"};
+    return Error{.code = Code::kInvalidArgument,
+                 .what = "the KV layout has no blocks or no tensors",
+                 .next_step = "give the engine's layout"};
   }
   for (size_t i = 0; i < tensors.size(); ++i) {
     const KvTensor& tensor = tensors[i];
-    if (tensor.address == 0 || tensor.layers == 0 || tensor.block_bytes == 0) return bad_tensor(i, "an address, a count or a size is 0");
+    if (tensor.address == 0 || tensor.layers == 0 || tensor.block_bytes == 0)
+      return bad_tensor(i, "an address, a count or a size is 0");
     const std::optional<uint64_t> layers = checked_mul(tensor.layer_stride, tensor.layers);
     const std::optional<uint64_t> blocks = checked_mul(tensor.block_stride, num_blocks);
     if (!layers || !blocks || !checked_add(*layers, *blocks) || !checked_add(tensor.address, *layers + *blocks)) {

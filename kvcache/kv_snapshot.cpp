@@ -11,7 +11,9 @@ namespace torpor {
 namespace {
 
 Error contradiction(std::string what) {
-  return Error{.code = Code::kCorruption, .what = fmt::format("KV bookkeeping: {}", what), .next_step = "use another checkpoint"};
+  return Error{.code = Code::kCorruption,
+               .what = fmt::format("KV bookkeeping: {}", what),
+               .next_step = "use another checkpoint"};
 }
 
 using BlockMap = std::unordered_map<int32_t, const KvBlock*>;
@@ -21,7 +23,8 @@ Status check_blocks(const KvSnapshot& snapshot, BlockMap& by_id) {
     if (block.id < 0 || block.id >= snapshot.num_blocks || block.id == snapshot.null_block) {
       return contradiction(fmt::format("block {} is not one of the {} blocks", block.id, snapshot.num_blocks));
     }
-    if (!by_id.emplace(block.id, &block).second) return contradiction(fmt::format("block {} is listed twice", block.id));
+    if (!by_id.emplace(block.id, &block).second)
+      return contradiction(fmt::format("block {} is listed twice", block.id));
     if (block.ref_count < 0) return contradiction(fmt::format("block {} has {} references", block.id, block.ref_count));
     if (block.ref_count == 0 && block.hash.empty()) {
       return contradiction(fmt::format("block {} is listed, but has neither a reference nor a hash", block.id));
@@ -36,13 +39,16 @@ Status check_tables(const KvSnapshot& snapshot, const BlockMap& by_id) {
     if (group.block_size <= 0) return contradiction(fmt::format("a group's block size is {}", group.block_size));
     std::set<std::string_view> requests;
     for (const KvTable& table : group.tables) {
-      if (!requests.insert(table.request).second) return contradiction(fmt::format("request {} has two tables in one group", table.request));
+      if (!requests.insert(table.request).second)
+        return contradiction(fmt::format("request {} has two tables in one group", table.request));
       if (table.num_cached_blocks < -1 || table.num_cached_blocks > static_cast<int64_t>(table.blocks.size())) {
-        return contradiction(fmt::format("request {} has {} blocks, of which {} are cached", table.request, table.blocks.size(), table.num_cached_blocks));
+        return contradiction(fmt::format("request {} has {} blocks, of which {} are cached", table.request,
+                                         table.blocks.size(), table.num_cached_blocks));
       }
       for (const int32_t id : table.blocks) {
         if (id == snapshot.null_block) continue;
-        if (!by_id.contains(id)) return contradiction(fmt::format("request {} uses block {}, which is not listed", table.request, id));
+        if (!by_id.contains(id))
+          return contradiction(fmt::format("request {} uses block {}, which is not listed", table.request, id));
         ++references[id];
       }
     }
@@ -51,7 +57,8 @@ Status check_tables(const KvSnapshot& snapshot, const BlockMap& by_id) {
     const auto found = references.find(block.id);
     const int32_t counted = found == references.end() ? 0 : found->second;
     if (counted != block.ref_count) {
-      return contradiction(fmt::format("block {} says {} references, tables hold {}", block.id, block.ref_count, counted));
+      return contradiction(
+          fmt::format("block {} says {} references, tables hold {}", block.id, block.ref_count, counted));
     }
   }
   return ok();
@@ -68,7 +75,8 @@ Status check_prefix_index(const KvSnapshot& snapshot, const BlockMap& by_id) {
   }
   std::vector<BlockKey> must_be_indexed = carried;
   for (const ExtraHashes& extra : snapshot.extra_hashes) {
-    if (!by_id.contains(extra.block)) return contradiction(fmt::format("extra hashes of block {}, which is not listed", extra.block));
+    if (!by_id.contains(extra.block))
+      return contradiction(fmt::format("extra hashes of block {}, which is not listed", extra.block));
     for (const Bytes& hash : extra.hashes) carried.emplace_back(extra.block, view(hash));
   }
   std::sort(carried.begin(), carried.end());
@@ -97,14 +105,17 @@ Status check_prefix_index(const KvSnapshot& snapshot, const BlockMap& by_id) {
 
 Status check_free_order(const KvSnapshot& snapshot, const BlockMap& by_id) {
   // Counted first: `num_blocks` may be any number, and what follows takes memory and time for each.
-  const auto used = std::count_if(snapshot.blocks.begin(), snapshot.blocks.end(), [](const KvBlock& block) { return block.ref_count > 0; });
+  const auto used = std::count_if(snapshot.blocks.begin(), snapshot.blocks.end(),
+                                  [](const KvBlock& block) { return block.ref_count > 0; });
   const int64_t expected = snapshot.num_blocks - used - (snapshot.null_block >= 0 ? 1 : 0);
   if (static_cast<int64_t>(snapshot.free_order.size()) != expected) {
-    return contradiction(fmt::format("{} blocks are in the free order, {} are free", snapshot.free_order.size(), expected));
+    return contradiction(
+        fmt::format("{} blocks are in the free order, {} are free", snapshot.free_order.size(), expected));
   }
   std::vector<bool> free(static_cast<size_t>(snapshot.num_blocks), false);
   for (const int32_t id : snapshot.free_order) {
-    if (id < 0 || id >= snapshot.num_blocks || id == snapshot.null_block) return contradiction(fmt::format("the free order names block {}", id));
+    if (id < 0 || id >= snapshot.num_blocks || id == snapshot.null_block)
+      return contradiction(fmt::format("the free order names block {}", id));
     if (free[static_cast<size_t>(id)]) return contradiction(fmt::format("the free order names block {} twice", id));
     free[static_cast<size_t>(id)] = true;
   }
@@ -113,7 +124,8 @@ Status check_free_order(const KvSnapshot& snapshot, const BlockMap& by_id) {
     const auto found = by_id.find(id);
     const bool referenced = found != by_id.end() && found->second->ref_count > 0;
     if (referenced == free[static_cast<size_t>(id)]) {
-      return contradiction(fmt::format("block {} is {}", id, referenced ? "in use and in the free order" : "neither in use nor in the free order"));
+      return contradiction(fmt::format(
+          "block {} is {}", id, referenced ? "in use and in the free order" : "neither in use nor in the free order"));
     }
   }
   return ok();
@@ -132,7 +144,8 @@ Status KvSnapshot::validate() const {
   return check_free_order(*this, by_id);
 }
 
-LiveBlocks select_live_blocks(const KvSnapshot& snapshot, uint64_t bytes_per_block, std::optional<uint64_t> budget_bytes) {
+LiveBlocks select_live_blocks(const KvSnapshot& snapshot, uint64_t bytes_per_block,
+                              std::optional<uint64_t> budget_bytes) {
   LiveBlocks live;
   std::unordered_set<int32_t> cached;
   for (const KvBlock& block : snapshot.blocks) {

@@ -1,7 +1,7 @@
 // KvSnapshot: an engine's KV bookkeeping as values: block tables, reference counts, prefix index, free order.
 //
-// It is captured while the engine is quiescent, checked with validate(), pruned to what is kept, stored, and put back as
-// it was. Block numbers are the engine's own; the null block (vLLM: 0) never appears in `blocks`.
+// It is captured while the engine is quiescent, checked with validate(), pruned to what is kept, stored, and put back
+// as it was. Block numbers are the engine's own; the null block (vLLM: 0) never appears in `blocks`.
 #pragma once
 
 #include <cstdint>
@@ -18,15 +18,16 @@ namespace torpor {
 struct KvBlock {
   int32_t id = 0;
   int32_t ref_count = 0;
-  Bytes hash;              // empty: not in the prefix cache. Otherwise the engine's key, group included
-  int32_t hash_tokens = 0; // tokens that the hash covers
+  Bytes hash;               // empty: not in the prefix cache. Otherwise the engine's key, group included
+  int32_t hash_tokens = 0;  // tokens that the hash covers
   friend bool operator==(const KvBlock&, const KvBlock&) = default;
 };
 
 struct KvTable {  // the blocks of one request in one group, in token order
   std::string request;
   std::vector<int32_t> blocks;
-  int32_t num_cached_blocks = 0;  // how many of its first blocks have been offered to the prefix cache; -1: not recorded
+  int32_t num_cached_blocks =
+      0;  // how many of its first blocks have been offered to the prefix cache; -1: not recorded
   friend bool operator==(const KvTable&, const KvTable&) = default;
 };
 
@@ -50,17 +51,17 @@ struct ExtraHashes {  // further keys under which a block is known
 
 struct KvSnapshot {
   int32_t num_blocks = 0;
-  int32_t null_block = 0;            // -1: the engine has none
+  int32_t null_block = 0;  // -1: the engine has none
   std::vector<KvGroup> groups;
-  std::vector<KvBlock> blocks;       // those with a reference or a hash, by id
+  std::vector<KvBlock> blocks;            // those with a reference or a hash, by id
   std::vector<PrefixEntry> prefix_index;  // in the engine's own order
   std::vector<ExtraHashes> extra_hashes;
-  std::vector<int32_t> free_order;   // in the order in which the engine would take them
-  Value engine;                      // what the adapter keeps beside
+  std::vector<int32_t> free_order;  // in the order in which the engine would take them
+  Value engine;                     // what the adapter keeps beside
 
-  // Every cross-reference: ids in range, tables name blocks that are listed, reference counts equal the number of tables
-  // that name the block, prefix entries and blocks agree, the free order is exactly the blocks without reference, once
-  // each. kCorruption with the first contradiction.
+  // Every cross-reference: ids in range, tables name blocks that are listed, reference counts equal the number of
+  // tables that name the block, prefix entries and blocks agree, the free order is exactly the blocks without
+  // reference, once each. kCorruption with the first contradiction.
   Status validate() const;
   friend bool operator==(const KvSnapshot&, const KvSnapshot&) = default;
 };
@@ -73,7 +74,8 @@ struct LiveBlocks {
 
 // Cached blocks without a reference are kept in the order in which they would be evicted last. `budget_bytes` bounds
 // kept bytes beyond the referenced blocks; no value: no bound.
-LiveBlocks select_live_blocks(const KvSnapshot& snapshot, uint64_t bytes_per_block, std::optional<uint64_t> budget_bytes);
+LiveBlocks select_live_blocks(const KvSnapshot& snapshot, uint64_t bytes_per_block,
+                              std::optional<uint64_t> budget_bytes);
 
 // Takes the hashes of `dropped` out of blocks, prefix index and extra hashes. Blocks left with neither go too.
 void drop_hashes(KvSnapshot& snapshot, const std::vector<int32_t>& dropped);

@@ -32,8 +32,8 @@ void Onboarding::drop_damaged(const Source& source) {
   ++info_.damaged;
 }
 
-// Blocks of stores that are not addressable go into the first one, those of a store at once; the sources are those blocks then.
-// Left as they are where that store has no room.
+// Blocks of stores that are not addressable go into the first one, those of a store at once; the sources are those
+// blocks then. Left as they are where that store has no room.
 void Onboarding::promote(std::vector<Source>& sources) {
   BlockStore& to = *stores_[0];
   for (size_t store = 1; store < stores_.size(); ++store) {
@@ -58,7 +58,9 @@ void Onboarding::promote(std::vector<Source>& sources) {
       Source& source = sources[members[m]];
       source.status = std::move(parts[m].status);
       if (source.status && digest_of(places[m]) != chunks[m].digest) {
-        source.status = Error{.code = Code::kCorruption, .what = "a KV block on disk does not match its digest", .next_step = "check the disk"};
+        source.status = Error{.code = Code::kCorruption,
+                              .what = "a KV block on disk does not match its digest",
+                              .next_step = "check the disk"};
       }
       if (!targets[m].compute_done() || !source.status) continue;
       to.remember(targets[m].id(), chunks[m].digest);
@@ -87,7 +89,8 @@ Result<std::vector<BlockRef>> Onboarding::onboard(std::span<const BlockIdentity>
     }
     if (members.empty()) continue;
     std::vector<ChunkTransfer> transfers(members.size());
-    for (size_t m = 0; m < members.size(); ++m) transfers[m] = {&plans[m], stores_[store]->chunk(sources[members[m]].block.id()), ok()};
+    for (size_t m = 0; m < members.size(); ++m)
+      transfers[m] = {&plans[m], stores_[store]->chunk(sources[members[m]].block.id()), ok()};
     executor_.restore(transfers, *stores_[store]);
     for (size_t m = 0; m < members.size(); ++m) {
       Source& source = sources[members[m]];

@@ -1,9 +1,9 @@
 // Onboarding: KV blocks on their way back up into the device, when a request's prefix is found below.
 //
-// Each block is looked for in the stores in their order. Its digest must be right, otherwise it is dropped from its store: a
-// miss, never data (I8). Blocks of a store that is not addressable (disk) go to the device directly, through staging memory,
-// or by way of an addressable store above it, which then has them too.
-// Threads: any. Pool, layout, executor and stores outlive it.
+// Each block is looked for in the stores in their order. Its digest must be right, otherwise it is dropped from its
+// store: a miss, never data (I8). Blocks of a store that is not addressable (disk) go to the device directly, through
+// staging memory, or by way of an addressable store above it, which then has them too. Threads: any. Pool, layout,
+// executor and stores outlive it.
 #pragma once
 
 #include <cstdint>
@@ -29,13 +29,15 @@ struct OnboardingInfo {
 class Onboarding {
  public:
   // `stores`: nearest first; kStaged does nothing unless the first one is addressable.
-  Onboarding(BlockPool& device, const KvLayout& layout, TransferExecutor& executor, std::vector<BlockStore*> stores, DiskOnboarding mode = DiskOnboarding::kDirect)
+  Onboarding(BlockPool& device, const KvLayout& layout, TransferExecutor& executor, std::vector<BlockStore*> stores,
+             DiskOnboarding mode = DiskOnboarding::kDirect)
       : device_(device), layout_(layout), executor_(executor), stores_(std::move(stores)), mode_(mode) {
     info_.onboarded.resize(stores_.size());
   }
 
-  // Brings the longest run of `chain` that the stores have, together, up into the device pool; returns it registered there,
-  // first block first, perhaps empty. kResourceExhausted when the device pool has no room: nothing is taken then.
+  // Brings the longest run of `chain` that the stores have, together, up into the device pool; returns it registered
+  // there, first block first, perhaps empty. kResourceExhausted when the device pool has no room: nothing is taken
+  // then.
   Result<std::vector<BlockRef>> onboard(std::span<const BlockIdentity> chain);
   OnboardingInfo info() const;
 

@@ -1,5 +1,5 @@
-// BlockRoute: one way for blocks from a tier into the next, as the pipeline sees it. The pipeline decides which blocks go
-// and when; the route knows what a block is and moves its bytes.
+// BlockRoute: one way for blocks from a tier into the next, as the pipeline sees it. The pipeline decides which blocks
+// go and when; the route knows what a block is and moves its bytes.
 #pragma once
 
 #include <cstdint>
@@ -26,12 +26,12 @@ enum class BlockOutcome : uint8_t {
   kPolicyTimeout,
   kCancelled,
   kPreconditionFailed,
-  kEvicted,      // its source was gone when it was to be kept
-  kNoRoom,       // the target tier has no room
+  kEvicted,  // its source was gone when it was to be kept
+  kNoRoom,   // the target tier has no room
   kQueueFull,
-  kDegraded,     // the target tier takes nothing for now: its medium failed
-  kFailed,       // the copy failed, and is proven over
-  kUnproven,     // the copy may still be running; both sides are quarantined
+  kDegraded,  // the target tier takes nothing for now: its medium failed
+  kFailed,    // the copy failed, and is proven over
+  kUnproven,  // the copy may still be running; both sides are quarantined
   kShutDown,
 };
 inline constexpr int kBlockOutcomes = 13;
@@ -45,11 +45,12 @@ class BlockRoute {
   virtual bool present(const Digest& key) const = 0;
   // How full the target tier is, 0 to 1.
   virtual double fill() const = 0;
-  // Weak to strong: the block is kept from now on. False: it was evicted. After true comes exactly one transfer() with it.
+  // Weak to strong: the block is kept from now on. False: it was evicted. After true comes exactly one transfer() with
+  // it.
   virtual bool upgrade(const BlockName& block) = 0;
   // Copies upgraded blocks, proves the copies, makes the good ones visible in the target and lets go of all. Fills one
-  // outcome a block: kTransferred, kPresent, kNoRoom, kDegraded, kFailed or kUnproven. The failure of one never marks another (I5).
-  // Called from one transfer thread at a time, or from as many as max_concurrent_transfers.
+  // outcome a block: kTransferred, kPresent, kNoRoom, kDegraded, kFailed or kUnproven. The failure of one never marks
+  // another (I5). Called from one transfer thread at a time, or from as many as max_concurrent_transfers.
   virtual void transfer(std::span<const BlockName> blocks, std::span<BlockOutcome> outcomes) = 0;
 };
 

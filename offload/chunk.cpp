@@ -5,7 +5,8 @@
 namespace torpor {
 
 std::string ChunkKey::to_string() const {
-  return kind == ChunkKind::kKvBlock ? fmt::format("{} block {}", tag, index) : fmt::format("{}/{}[{}]", tag, region, index);
+  return kind == ChunkKind::kKvBlock ? fmt::format("{} block {}", tag, index)
+                                     : fmt::format("{}/{}[{}]", tag, region, index);
 }
 
 uint64_t ChunkPlan::bytes() const {

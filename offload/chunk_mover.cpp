@@ -21,7 +21,8 @@ uint64_t batch_bytes(const Tier& tier) { return tier.addressable() ? kBatchBytes
 // The pipeline's blocks are places in a list of chunks.
 class ChunkRoute final : public BlockRoute {
  public:
-  ChunkRoute(std::string_view name, std::vector<ChunkTransfer>& transfers, const std::function<void(std::span<ChunkTransfer>)>& work)
+  ChunkRoute(std::string_view name, std::vector<ChunkTransfer>& transfers,
+             const std::function<void(std::span<ChunkTransfer>)>& work)
       : name_(name), transfers_(transfers), work_(work) {}
   std::string_view name() const override { return name_; }
   bool present(const Digest&) const override { return false; }
@@ -29,14 +30,17 @@ class ChunkRoute final : public BlockRoute {
   bool upgrade(const BlockName&) override { return true; }
   // Batches are runs of neighbours: see enqueue in run().
   void transfer(std::span<const BlockName> blocks, std::span<BlockOutcome> outcomes) override {
-    const std::span<ChunkTransfer> batch = std::span(transfers_).subspan(static_cast<size_t>(blocks[0].id), blocks.size());
+    const std::span<ChunkTransfer> batch =
+        std::span(transfers_).subspan(static_cast<size_t>(blocks[0].id), blocks.size());
     if (failed_) {  // committed, so no longer to be cancelled; not tried any more
       std::fill(outcomes.begin(), outcomes.end(), BlockOutcome::kFailed);
       return;
     }
     work_(batch);
     for (size_t i = 0; i < batch.size(); ++i) {
-      outcomes[i] = batch[i].status ? BlockOutcome::kTransferred : batch[i].unproven ? BlockOutcome::kUnproven : BlockOutcome::kFailed;
+      outcomes[i] = batch[i].status     ? BlockOutcome::kTransferred
+                    : batch[i].unproven ? BlockOutcome::kUnproven
+                                        : BlockOutcome::kFailed;
       if (!batch[i].status) failed_ = true;
     }
   }
@@ -51,14 +55,16 @@ class ChunkRoute final : public BlockRoute {
 
 }  // namespace
 
-Status ChunkMover::run(std::string_view name, std::vector<ChunkTransfer>& transfers, uint64_t batch_bytes, const Work& work) {
+Status ChunkMover::run(std::string_view name, std::vector<ChunkTransfer>& transfers, uint64_t batch_bytes,
+                       const Work& work) {
   TORPOR_TRY(executor_.usable());
   if (transfers.empty()) return ok();
   uint64_t largest = 1;
   for (const ChunkTransfer& transfer : transfers) largest = std::max(largest, transfer.plan->bytes());
   // Small enough that all workers have something to do.
   const auto share = static_cast<uint64_t>(transfers.size()) / static_cast<uint64_t>(executor_.threads());
-  const auto batch = static_cast<int32_t>(std::clamp<uint64_t>(std::min(batch_bytes / largest, share), 1, kBatchChunks));
+  const auto batch =
+      static_cast<int32_t>(std::clamp<uint64_t>(std::min(batch_bytes / largest, share), 1, kBatchChunks));
 
   ChunkRoute route(name, transfers, work);
   const OffloadOptions options{.max_batch_size = batch,
@@ -67,7 +73,8 @@ Status ChunkMover::run(std::string_view name, std::vector<ChunkTransfer>& transf
                                .max_concurrent_transfers = executor_.threads(),
                                .on_deck_batches = executor_.threads(),
                                .queue_blocks = static_cast<int64_t>(transfers.size())};
-  TORPOR_ASSIGN(const std::unique_ptr<OffloadPipeline> pipeline, OffloadPipeline::create(route, system_clock(), options, {}, sink_));
+  TORPOR_ASSIGN(const std::unique_ptr<OffloadPipeline> pipeline,
+                OffloadPipeline::create(route, system_clock(), options, {}, sink_));
   std::vector<OffloadHandle> handles;
   for (size_t first = 0; first < transfers.size(); first += static_cast<size_t>(batch)) {
     std::vector<BlockName> blocks;
@@ -88,7 +95,8 @@ Status ChunkMover::run(std::string_view name, std::vector<ChunkTransfer>& transf
     if (!transfer.status) return transfer.status.error();
   }
   if (ended[static_cast<size_t>(BlockOutcome::kTransferred)] != transfers.size()) {
-    return Error{.code = Code::kInternal, .what = fmt::format("{}: not all of {} chunks were moved", name, transfers.size())};
+    return Error{.code = Code::kInternal,
+                 .what = fmt::format("{}: not all of {} chunks were moved", name, transfers.size())};
   }
   return ok();
 }
@@ -101,7 +109,8 @@ Result<std::vector<SavedChunk>> ChunkMover::save(std::span<const ChunkPlan> plan
     total += plans[i].bytes();
   }
   TORPOR_TRY(target.prepare(total, plans.size()));
-  TORPOR_TRY(run(fmt::format("save to {}", target.kind()), transfers, batch_bytes(target), [&](std::span<ChunkTransfer> batch) { executor_.save(batch, target); }));
+  TORPOR_TRY(run(fmt::format("save to {}", target.kind()), transfers, batch_bytes(target),
+                 [&](std::span<ChunkTransfer> batch) { executor_.save(batch, target); }));
   TORPOR_TRY(target.finish());
   std::vector<SavedChunk> saved;
   for (ChunkTransfer& transfer : transfers) saved.push_back(std::move(transfer.saved));
@@ -118,7 +127,8 @@ Status ChunkMover::restore(std::span<const SavedChunk> saved, std::span<const Ch
     }
     transfers[i] = {.plan = &plans[i], .saved = saved[i], .status = ok()};
   }
-  return run(fmt::format("restore from {}", source.kind()), transfers, batch_bytes(source), [&](std::span<ChunkTransfer> batch) { executor_.restore(batch, source); });
+  return run(fmt::format("restore from {}", source.kind()), transfers, batch_bytes(source),
+             [&](std::span<ChunkTransfer> batch) { executor_.restore(batch, source); });
 }
 
 Result<std::vector<Digest>> ChunkMover::digests(std::span<const ChunkPlan> plans) {

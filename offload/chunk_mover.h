@@ -17,7 +17,8 @@ namespace torpor {
 
 class ChunkMover {
  public:
-  explicit ChunkMover(TransferExecutor& executor, EventSink* sink = nullptr) : executor_(executor), sink_(sink) {}  // both outlive it
+  explicit ChunkMover(TransferExecutor& executor, EventSink* sink = nullptr)
+      : executor_(executor), sink_(sink) {}  // both outlive it
 
   // Copies every chunk into `target` and finishes it. After an error the tier's content is void.
   Result<std::vector<SavedChunk>> save(std::span<const ChunkPlan> plans, Tier& target);

@@ -31,12 +31,15 @@ std::string_view name(Codec codec) { return codec == Codec::kZstd ? "zstd" : "no
 
 Status CompressionOptions::validate() const {
   if (level >= ZSTD_minCLevel() && level <= 19) return ok();
-  return Error{.code = Code::kInvalidArgument, .what = fmt::format("the compression level is {}", level), .next_step = "use -100 (fast) to 19 (small)"};
+  return Error{.code = Code::kInvalidArgument,
+               .what = fmt::format("the compression level is {}", level),
+               .next_step = "use -100 (fast) to 19 (small)"};
 }
 
 uint64_t compressed_bound(uint64_t bytes) { return ZSTD_compressBound(bytes); }
 
-std::optional<uint64_t> compress_into(std::span<const std::byte> bytes, std::span<std::byte> out, const CompressionOptions& options) {
+std::optional<uint64_t> compress_into(std::span<const std::byte> bytes, std::span<std::byte> out,
+                                      const CompressionOptions& options) {
   ZSTD_CCtx* const context = compressor();
   if (options.codec == Codec::kNone || context == nullptr) return std::nullopt;
   ZSTD_CCtx_reset(context, ZSTD_reset_session_and_parameters);
@@ -57,12 +60,15 @@ std::optional<Bytes> compress(std::span<const std::byte> bytes, const Compressio
 
 Status decompress(Codec codec, std::span<const std::byte> stored, std::span<std::byte> out) {
   if (codec == Codec::kNone) {
-    if (stored.size() != out.size()) return damaged(fmt::format("{} bytes are stored where {} were promised", stored.size(), out.size()));
+    if (stored.size() != out.size())
+      return damaged(fmt::format("{} bytes are stored where {} were promised", stored.size(), out.size()));
     if (!out.empty()) std::memcpy(out.data(), stored.data(), out.size());
     return ok();
   }
   ZSTD_DCtx* const context = decompressor();
-  if (context == nullptr) return Error{.code = Code::kResourceExhausted, .what = "no memory for zstd", .next_step = "free some and try again"};
+  if (context == nullptr)
+    return Error{
+        .code = Code::kResourceExhausted, .what = "no memory for zstd", .next_step = "free some and try again"};
   const size_t size = ZSTD_decompressDCtx(context, out.data(), out.size(), stored.data(), stored.size());
   if (ZSTD_isError(size)) return damaged(fmt::format("zstd: {}", ZSTD_getErrorName(size)));
   if (size != out.size()) return damaged(fmt::format("zstd gave {} bytes where {} were promised", size, out.size()));

@@ -24,9 +24,10 @@ struct CompressionOptions {
 // Most that compression of `bytes` can take.
 uint64_t compressed_bound(uint64_t bytes);
 
-// Compresses into `out`, of at least compressed_bound() bytes. The size if it is smaller than 7/8 of `bytes`, otherwise no
-// value: store the bytes with Codec::kNone.
-std::optional<uint64_t> compress_into(std::span<const std::byte> bytes, std::span<std::byte> out, const CompressionOptions& options = {});
+// Compresses into `out`, of at least compressed_bound() bytes. The size if it is smaller than 7/8 of `bytes`, otherwise
+// no value: store the bytes with Codec::kNone.
+std::optional<uint64_t> compress_into(std::span<const std::byte> bytes, std::span<std::byte> out,
+                                      const CompressionOptions& options = {});
 std::optional<Bytes> compress(std::span<const std::byte> bytes, const CompressionOptions& options = {});
 
 // Decodes into exactly `out.size()` bytes, the size that the describing record promised; allocates nothing of the

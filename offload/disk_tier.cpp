@@ -17,7 +17,8 @@ constexpr std::array<char, 8> kMagic = {'T', 'O', 'R', 'P', 'C', 'H', 'N', 'K'};
 constexpr uint32_t kVersion = 1;
 constexpr uint32_t kEndianness = 0x01020304;
 
-// Reads that straddle these boundaries cost twice the time on disks behind a hypervisor, so what is as large keeps to them.
+// Reads that straddle these boundaries cost twice the time on disks behind a hypervisor, so what is as large keeps to
+// them.
 constexpr uint64_t kLargeAlignment = kMiB;
 
 struct Header {
@@ -35,10 +36,14 @@ bool fits_direct_io(std::span<const std::byte> bytes) {
   return is_aligned(reinterpret_cast<uintptr_t>(bytes.data()), kPage) && is_aligned(bytes.size(), kPage);
 }
 
-SealPlace place_of(int32_t rank, const SavedChunk& chunk, const std::string& what) { return {SealPlace::Kind::kChunk, rank, chunk.offset, what}; }
+SealPlace place_of(int32_t rank, const SavedChunk& chunk, const std::string& what) {
+  return {SealPlace::Kind::kChunk, rank, chunk.offset, what};
+}
 
 // What the seal binds: the chunk's name and how its bytes are to be read.
-std::string sealed_name(const SavedChunk& chunk) { return fmt::format("{} of {} bytes, {}", chunk.key.to_string(), chunk.bytes, name(chunk.codec)); }
+std::string sealed_name(const SavedChunk& chunk) {
+  return fmt::format("{} of {} bytes, {}", chunk.key.to_string(), chunk.bytes, name(chunk.codec));
+}
 
 }  // namespace
 
@@ -77,7 +82,8 @@ class DiskTier::Scratch {
 DiskTier::DiskTier(ChunkFileOptions options) : options_(std::move(options)) {}
 DiskTier::~DiskTier() = default;
 
-Result<std::unique_ptr<DiskTier>> DiskTier::create(Directory& directory, std::string_view name, ChunkFileOptions options) {
+Result<std::unique_ptr<DiskTier>> DiskTier::create(Directory& directory, std::string_view name,
+                                                   ChunkFileOptions options) {
   TORPOR_TRY(options.compression.validate());
   TORPOR_ASSIGN(std::unique_ptr<File> file, directory.create_file(name, options.io));
   Page page;
@@ -91,7 +97,8 @@ Result<std::unique_ptr<DiskTier>> DiskTier::create(Directory& directory, std::st
   return tier;
 }
 
-Result<std::unique_ptr<DiskTier>> DiskTier::open(std::vector<OpenChunkFile> files, int32_t rank, std::shared_ptr<ProgressMeter> progress) {
+Result<std::unique_ptr<DiskTier>> DiskTier::open(std::vector<OpenChunkFile> files, int32_t rank,
+                                                 std::shared_ptr<ProgressMeter> progress) {
   std::unique_ptr<DiskTier> tier(new DiskTier({.rank = rank, .progress = std::move(progress)}));
   for (OpenChunkFile& opened : files) {
     TORPOR_ASSIGN(const uint64_t size, opened.file->size());
@@ -99,13 +106,17 @@ Result<std::unique_ptr<DiskTier>> DiskTier::open(std::vector<OpenChunkFile> file
     TORPOR_TRY(opened.file->pread(page.bytes, 0));
     Header header;
     std::memcpy(&header, page.bytes.data(), sizeof header);
-    const bool rest_is_zero = std::all_of(page.bytes.begin() + sizeof header, page.bytes.end(), [](std::byte byte) { return byte == std::byte{0}; });
+    const bool rest_is_zero = std::all_of(page.bytes.begin() + sizeof header, page.bytes.end(),
+                                          [](std::byte byte) { return byte == std::byte{0}; });
     if (header.magic != kMagic || header.endianness != kEndianness || !rest_is_zero) {
-      return Error{.code = Code::kCorruption, .what = fmt::format("{} is not a chunk file", opened.file->name()), .next_step = "use another checkpoint"};
+      return Error{.code = Code::kCorruption,
+                   .what = fmt::format("{} is not a chunk file", opened.file->name()),
+                   .next_step = "use another checkpoint"};
     }
     if (header.version != kVersion || header.rank != rank) {
       return Error{.code = Code::kIncompatible,
-                   .what = fmt::format("{} has version {} and rank {}, expected {} and {}", opened.file->name(), header.version, header.rank, kVersion, rank),
+                   .what = fmt::format("{} has version {} and rank {}, expected {} and {}", opened.file->name(),
+                                       header.version, header.rank, kVersion, rank),
                    .next_step = "wake it with the version and the ranks that wrote it"};
     }
     tier->sources_.push_back({std::move(opened), size});
@@ -123,14 +134,14 @@ Status DiskTier::prepare(uint64_t bytes, uint64_t chunks) {
 uint64_t DiskTier::take_place(uint64_t padded_bytes) {
   const uint64_t alignment = is_aligned(padded_bytes, kLargeAlignment) ? kLargeAlignment : kPage;
   uint64_t end = end_;
-  while (!end_.compare_exchange_weak(end, align_up(end, alignment) + padded_bytes)) {
-  }
+  while (!end_.compare_exchange_weak(end, align_up(end, alignment) + padded_bytes)) {}
   return align_up(end, alignment);
 }
 
 std::optional<SavedChunk> DiskTier::known(const SavedChunk& chunk) const {
   const auto found = known_.find(chunk.key);
-  if (found == known_.end() || found->second.bytes != chunk.bytes || found->second.digest != chunk.digest) return std::nullopt;
+  if (found == known_.end() || found->second.bytes != chunk.bytes || found->second.digest != chunk.digest)
+    return std::nullopt;
   return found->second;
 }
 
@@ -151,7 +162,8 @@ std::span<std::byte> DiskTier::encode(TierPart& part, std::span<std::byte> room)
 void DiskTier::put(std::span<TierPart> parts) {
   Scratch::Lease scratch(*this);
   uint64_t most = 0;
-  for (const TierPart& part : parts) most += align_up(std::max<uint64_t>(compressed_bound(part.bytes.size()), part.bytes.size()), kPage);
+  for (const TierPart& part : parts)
+    most += align_up(std::max<uint64_t>(compressed_bound(part.bytes.size()), part.bytes.size()), kPage);
   std::span<std::byte> room = scratch->room(most);
   File& file = *sources_[0].opened.file;
   std::vector<FilePart> writes;
@@ -159,7 +171,9 @@ void DiskTier::put(std::span<TierPart> parts) {
   for (size_t i = 0; i < parts.size(); ++i) {
     TierPart& part = parts[i];
     SavedChunk& chunk = *part.chunk;
-    part.status = room.empty() ? Status(Error{.code = Code::kResourceExhausted, .what = fmt::format("no memory for {} bytes", most), .next_step = "free some and try again"})
+    part.status = room.empty() ? Status(Error{.code = Code::kResourceExhausted,
+                                              .what = fmt::format("no memory for {} bytes", most),
+                                              .next_step = "free some and try again"})
                                : count(part.bytes.size());
     if (!part.status) continue;
     if (const std::optional<SavedChunk> earlier = known(chunk)) {
@@ -187,15 +201,19 @@ void DiskTier::put(std::span<TierPart> parts) {
 // Whether the record can be true at all; `bytes` is what the reader expects.
 Status DiskTier::check(const SavedChunk& chunk, uint64_t bytes) const {
   if (chunk.file >= sources_.size()) {
-    return Error{.code = Code::kCorruption, .what = fmt::format("{} lies in file {} of {}", chunk.key.to_string(), chunk.file, sources_.size()), .next_step = "use another checkpoint"};
+    return Error{.code = Code::kCorruption,
+                 .what = fmt::format("{} lies in file {} of {}", chunk.key.to_string(), chunk.file, sources_.size()),
+                 .next_step = "use another checkpoint"};
   }
   const Source& source = sources_[chunk.file];
   const uint64_t file_bytes = source.bytes != 0 ? source.bytes : end_.load();
   const std::optional<uint64_t> end = checked_add(chunk.offset, chunk.stored_bytes);
-  const bool sizes_fit = chunk.codec == Codec::kNone ? chunk.stored_bytes == bytes : chunk.stored_bytes <= compressed_bound(bytes);
+  const bool sizes_fit =
+      chunk.codec == Codec::kNone ? chunk.stored_bytes == bytes : chunk.stored_bytes <= compressed_bound(bytes);
   if (end && *end <= file_bytes && is_aligned(chunk.offset, kPage) && sizes_fit) return ok();
   return Error{.code = Code::kCorruption,
-               .what = fmt::format("{}: {} lies outside the file or has another size", source.opened.file->name(), chunk.key.to_string()),
+               .what = fmt::format("{}: {} lies outside the file or has another size", source.opened.file->name(),
+                                   chunk.key.to_string()),
                .next_step = "use another checkpoint"};
 }
 
@@ -209,7 +227,9 @@ Status DiskTier::decode(const SavedChunk& chunk, std::span<std::byte> stored, st
 
 void DiskTier::get(std::span<TierPart> parts) {
   Scratch::Lease scratch(*this);
-  const auto in_place = [](const TierPart& part) { return part.chunk->codec == Codec::kNone && fits_direct_io(part.bytes); };
+  const auto in_place = [](const TierPart& part) {
+    return part.chunk->codec == Codec::kNone && fits_direct_io(part.bytes);
+  };
   uint64_t most = 0;
   for (TierPart& part : parts) {
     part.status = check(*part.chunk, part.bytes.size());
@@ -219,14 +239,17 @@ void DiskTier::get(std::span<TierPart> parts) {
   std::span<std::byte> room = scratch->room(most);
   std::vector<std::vector<FilePart>> reads(sources_.size());
   std::vector<std::span<std::byte>> stored(parts.size());
-  std::vector<std::pair<size_t, size_t>> origin(parts.size());  // of each part: its file and its place in that file's reads
+  std::vector<std::pair<size_t, size_t>> origin(
+      parts.size());  // of each part: its file and its place in that file's reads
   for (size_t i = 0; i < parts.size(); ++i) {
     TierPart& part = parts[i];
     if (!part.status) continue;
     const SavedChunk& chunk = *part.chunk;
     const uint64_t padded = align_up(chunk.stored_bytes, kPage);
     if (!in_place(part) && room.size() < padded) {
-      part.status = Error{.code = Code::kResourceExhausted, .what = fmt::format("no memory for {} bytes", most), .next_step = "free some and try again"};
+      part.status = Error{.code = Code::kResourceExhausted,
+                          .what = fmt::format("no memory for {} bytes", most),
+                          .next_step = "free some and try again"};
       continue;
     }
     std::span<std::byte> whole = in_place(part) ? part.bytes : room.first(padded);

@@ -1,5 +1,5 @@
-// DiskTier: chunks in a rank's chunk file: a header page, then the chunks, each at a multiple of 4096 bytes, compressed and
-// sealed if wished. What is where stands in the records of the one who keeps them (a checkpoint's manifest);
+// DiskTier: chunks in a rank's chunk file: a header page, then the chunks, each at a multiple of 4096 bytes, compressed
+// and sealed if wished. What is where stands in the records of the one who keeps them (a checkpoint's manifest);
 // checkpoint/FORMAT.md has the bytes.
 //
 // A chunk whose bytes an earlier file already holds (same key, size and digest) is not written again: its record names
@@ -22,9 +22,9 @@ namespace torpor {
 struct ChunkFileOptions {
   int32_t rank = 0;
   CompressionOptions compression{.codec = Codec::kNone};
-  std::shared_ptr<const Seal> seal;            // null: neither authenticated nor encrypted
-  std::vector<SavedChunk> known;               // of earlier files; `file` of each counts from 1
-  std::shared_ptr<ProgressMeter> progress;     // may be null; a cancelled one fails put() and get() with kAborted
+  std::shared_ptr<const Seal> seal;         // null: neither authenticated nor encrypted
+  std::vector<SavedChunk> known;            // of earlier files; `file` of each counts from 1
+  std::shared_ptr<ProgressMeter> progress;  // may be null; a cancelled one fails put() and get() with kAborted
   FileIo io = FileIo::kFastest;
 };
 
@@ -37,10 +37,12 @@ struct OpenChunkFile {
 class DiskTier final : public Tier {
  public:
   // A new file in `directory`, for writing (and reading back what was written to it).
-  static Result<std::unique_ptr<DiskTier>> create(Directory& directory, std::string_view name, ChunkFileOptions options);
-  // Existing ones of one rank, for reading; SavedChunk::file counts into `files`. kCorruption when a header is not that of
-  // a chunk file, kIncompatible when it is of another version or rank.
-  static Result<std::unique_ptr<DiskTier>> open(std::vector<OpenChunkFile> files, int32_t rank, std::shared_ptr<ProgressMeter> progress = nullptr);
+  static Result<std::unique_ptr<DiskTier>> create(Directory& directory, std::string_view name,
+                                                  ChunkFileOptions options);
+  // Existing ones of one rank, for reading; SavedChunk::file counts into `files`. kCorruption when a header is not that
+  // of a chunk file, kIncompatible when it is of another version or rank.
+  static Result<std::unique_ptr<DiskTier>> open(std::vector<OpenChunkFile> files, int32_t rank,
+                                                std::shared_ptr<ProgressMeter> progress = nullptr);
 
   ~DiskTier() override;
 

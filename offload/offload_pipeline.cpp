@@ -15,7 +15,7 @@ struct OffloadSignals {
   std::condition_variable decide;  // something for the deciding thread
   std::condition_variable deck;    // a batch for a transfer thread, or the end
   std::condition_variable idle;    // for drain()
-  std::vector<uint64_t> settled;    // containers whose precondition was
+  std::vector<uint64_t> settled;   // containers whose precondition was
   std::optional<std::chrono::nanoseconds> sweep_at;
   std::chrono::nanoseconds sweep_interval{};
   const Clock* clock = nullptr;
@@ -55,7 +55,9 @@ std::string_view name(BlockOutcome outcome) {
 Status OffloadOptions::validate() const {
   const auto check = [](std::string_view option, int64_t value, int64_t least) -> Status {
     if (value >= least) return ok();
-    return Error{.code = Code::kInvalidArgument, .what = fmt::format("{} is {}", option, value), .next_step = fmt::format("use {} or more", least)};
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("{} is {}", option, value),
+                 .next_step = fmt::format("use {} or more", least)};
   };
   TORPOR_TRY(check("max_batch_size", max_batch_size, 1));
   TORPOR_TRY(check("min_batch_size", min_batch_size, 1));
@@ -73,7 +75,8 @@ Status OffloadOptions::validate() const {
   return ok();
 }
 
-// --- the handle ----------------------------------------------------------------------------------------------------------
+// --- the handle
+// ----------------------------------------------------------------------------------------------------------
 
 OffloadStatus OffloadHandle::status() const {
   const std::lock_guard lock(ticket_->signals->mutex);
@@ -110,10 +113,11 @@ void OffloadHandle::cancel() {
   wait();
 }
 
-// --- the pipeline --------------------------------------------------------------------------------------------------------
+// --- the pipeline
+// --------------------------------------------------------------------------------------------------------
 
-OffloadPipeline::OffloadPipeline(BlockRoute& route, const Clock& clock, OffloadOptions options, std::vector<std::unique_ptr<OffloadPolicy>> policies,
-                                 EventSink* sink)
+OffloadPipeline::OffloadPipeline(BlockRoute& route, const Clock& clock, OffloadOptions options,
+                                 std::vector<std::unique_ptr<OffloadPolicy>> policies, EventSink* sink)
     : route_(route),
       clock_(clock),
       options_(options),
@@ -127,8 +131,10 @@ OffloadPipeline::OffloadPipeline(BlockRoute& route, const Clock& clock, OffloadO
   for (int32_t i = 0; i < options_.max_concurrent_transfers; ++i) threads_.emplace_back([this] { transfer(); });
 }
 
-Result<std::unique_ptr<OffloadPipeline>> OffloadPipeline::create(BlockRoute& route, const Clock& clock, OffloadOptions options,
-                                                                 std::vector<std::unique_ptr<OffloadPolicy>> policies, EventSink* sink) {
+Result<std::unique_ptr<OffloadPipeline>> OffloadPipeline::create(BlockRoute& route, const Clock& clock,
+                                                                 OffloadOptions options,
+                                                                 std::vector<std::unique_ptr<OffloadPolicy>> policies,
+                                                                 EventSink* sink) {
   TORPOR_TRY(options.validate());
   return std::unique_ptr<OffloadPipeline>(new OffloadPipeline(route, clock, options, std::move(policies), sink));
 }
@@ -147,7 +153,8 @@ OffloadPipeline::~OffloadPipeline() {
   while (!on_deck_.empty()) transfer_one(lock);
 }
 
-OffloadHandle OffloadPipeline::enqueue(std::vector<BlockName> blocks, std::shared_ptr<Precondition> precondition, int32_t priority) {
+OffloadHandle OffloadPipeline::enqueue(std::vector<BlockName> blocks, std::shared_ptr<Precondition> precondition,
+                                       int32_t priority) {
   auto ticket = std::make_shared<detail::OffloadTicket>();
   ticket->signals = signals_;
   ticket->blocks = blocks.size();
@@ -209,7 +216,8 @@ int64_t OffloadPipeline::queued_blocks() const {
 }
 
 bool OffloadPipeline::idle() const {
-  return new_.empty() && waiting_.empty() && in_queue_.empty() && on_deck_.empty() && transferring_ == 0 && !evaluating_;
+  return new_.empty() && waiting_.empty() && in_queue_.empty() && on_deck_.empty() && transferring_ == 0 &&
+         !evaluating_;
 }
 
 void OffloadPipeline::report(std::string_view stage, uint64_t blocks) const {
@@ -233,7 +241,8 @@ void OffloadPipeline::decide_once(Lock& lock) {
   take_new(lock);
   take_settled();
   sweep_if_due(clock_.now());
-  while (!ending_ && on_deck_.size() < static_cast<size_t>(options_.on_deck_batches) && batch_is_due(clock_.now())) commit_batch();
+  while (!ending_ && on_deck_.size() < static_cast<size_t>(options_.on_deck_batches) && batch_is_due(clock_.now()))
+    commit_batch();
   if (idle()) signals_->idle.notify_all();
 }
 
@@ -331,7 +340,8 @@ void OffloadPipeline::take_settled() {
     if (state == Precondition::State::kMet) {
       make_ready(std::move(container));
     } else {
-      end_container(container, container.ticket->cancelled ? BlockOutcome::kCancelled : BlockOutcome::kPreconditionFailed);
+      end_container(container,
+                    container.ticket->cancelled ? BlockOutcome::kCancelled : BlockOutcome::kPreconditionFailed);
     }
   }
 }
@@ -445,16 +455,18 @@ void OffloadPipeline::transfer_one(Lock& lock) {
   const Batch batch = std::move(on_deck_.front());
   on_deck_.pop_front();
   ++transferring_;
-  if (!in_queue_.empty() && on_deck_.size() <= static_cast<size_t>(options_.on_deck_batches) / 2) signals_->decide.notify_one();
+  if (!in_queue_.empty() && on_deck_.size() <= static_cast<size_t>(options_.on_deck_batches) / 2)
+    signals_->decide.notify_one();
   lock.unlock();
   std::vector<BlockOutcome> outcomes(batch.blocks.size(), BlockOutcome::kFailed);
   const std::chrono::nanoseconds began = clock_.now();
   route_.transfer(batch.blocks, outcomes);
   if (sink_ != nullptr) {
-    sink_->on_transfer({.route = route_.name(),
-                        .blocks = batch.blocks.size(),
-                        .transferred = static_cast<uint64_t>(std::count(outcomes.begin(), outcomes.end(), BlockOutcome::kTransferred)),
-                        .seconds = seconds_between(began, clock_.now())});
+    sink_->on_transfer(
+        {.route = route_.name(),
+         .blocks = batch.blocks.size(),
+         .transferred = static_cast<uint64_t>(std::count(outcomes.begin(), outcomes.end(), BlockOutcome::kTransferred)),
+         .seconds = seconds_between(began, clock_.now())});
   }
   lock.lock();
   auto outcome = outcomes.begin();

@@ -1,6 +1,7 @@
 // OffloadPipeline: blocks on their way from one tier into the next, while the engine serves.
 //
-//   enqueue -> policies -> precondition -> in-queue (weak, by priority) -> sweep, upgrade -> on deck (strong) -> transfer
+//   enqueue -> policies -> precondition -> in-queue (weak, by priority) -> sweep, upgrade -> on deck (strong) ->
+//   transfer
 //
 // Its rules, by the numbers of the offload design (NVIDIA Dynamo, offload module):
 //   P1 a container (the blocks of one enqueue) is the unit of cancellation; it is never split before it is committed
@@ -10,10 +11,11 @@
 //   P5 after the upgrade all blocks of a batch are one flat list
 //   P6 a container that waits for its precondition can be cancelled while it waits
 //
-// Threads: all methods from any. One thread decides; max_concurrent_transfers threads transfer. Nothing polls: the deciding
-// thread sleeps until something is enqueued, met or finished, or a partial batch or a sweep is due. With own_threads off
-// nothing happens but in step() and drain(), on the thread that calls them: for simulations that must replay exactly.
-// Failure: each block ends with one counted outcome (I6); a queue that is full refuses at once and says so (I9).
+// Threads: all methods from any. One thread decides; max_concurrent_transfers threads transfer. Nothing polls: the
+// deciding thread sleeps until something is enqueued, met or finished, or a partial batch or a sweep is due. With
+// own_threads off nothing happens but in step() and drain(), on the thread that calls them: for simulations that must
+// replay exactly. Failure: each block ends with one counted outcome (I6); a queue that is full refuses at once and says
+// so (I9).
 #pragma once
 
 #include <array>
@@ -44,10 +46,11 @@ struct OffloadOptions {
   int32_t min_batch_size = 8;   // a smaller batch waits for more, but no longer than flush_interval
   std::chrono::milliseconds flush_interval{10};
   std::chrono::milliseconds policy_timeout{100};
-  std::chrono::milliseconds sweep_interval{10};  // a cancelled container leaves its queue within this; others in the same sweep
+  std::chrono::milliseconds sweep_interval{
+      10};  // a cancelled container leaves its queue within this; others in the same sweep
   int32_t max_concurrent_transfers = 1;
-  int32_t on_deck_batches = 4;       // committed, waiting for a transfer thread; refilled when it is half empty
-  int64_t queue_blocks = 1 << 16;    // most blocks before commitment; beyond: kQueueFull
+  int32_t on_deck_batches = 4;     // committed, waiting for a transfer thread; refilled when it is half empty
+  int64_t queue_blocks = 1 << 16;  // most blocks before commitment; beyond: kQueueFull
   bool own_threads = true;
 
   Status validate() const;  // kInvalidArgument names the option
@@ -85,16 +88,20 @@ class OffloadPipeline {
  public:
   // `route`, `clock` and `sink` (may be null) outlive the pipeline.
   static Result<std::unique_ptr<OffloadPipeline>> create(BlockRoute& route, const Clock& clock, OffloadOptions options,
-                                                         std::vector<std::unique_ptr<OffloadPolicy>> policies = {}, EventSink* sink = nullptr);
+                                                         std::vector<std::unique_ptr<OffloadPolicy>> policies = {},
+                                                         EventSink* sink = nullptr);
   // Committed batches are finished; all others end as kShutDown.
   ~OffloadPipeline();
 
-  // Blocks of the source tier, held weakly. Higher priorities go first, equal ones in order; a lower one waits for as long as
-  // higher ones keep coming. Never blocks.
-  OffloadHandle enqueue(std::vector<BlockName> blocks, std::shared_ptr<Precondition> precondition = nullptr, int32_t priority = 0);
-  // Until nothing is queued or under way; partial batches go at once. Containers whose precondition is pending keep it waiting.
+  // Blocks of the source tier, held weakly. Higher priorities go first, equal ones in order; a lower one waits for as
+  // long as higher ones keep coming. Never blocks.
+  OffloadHandle enqueue(std::vector<BlockName> blocks, std::shared_ptr<Precondition> precondition = nullptr,
+                        int32_t priority = 0);
+  // Until nothing is queued or under way; partial batches go at once. Containers whose precondition is pending keep it
+  // waiting.
   void drain();
-  // Without own_threads: one round of deciding and at most one transfer. Returns whether anything is left that could go now.
+  // Without own_threads: one round of deciding and at most one transfer. Returns whether anything is left that could go
+  // now.
   bool step();
 
   OutcomeCounts counts() const;  // of all blocks that ever ended
@@ -110,13 +117,14 @@ class OffloadPipeline {
     std::chrono::nanoseconds ready_since{};  // when it came into the in-queue
   };
   using QueueKey = std::pair<int64_t, uint64_t>;  // priority turned round, sequence
-  struct Batch {  // flat (P5)
+  struct Batch {                                  // flat (P5)
     std::vector<BlockName> blocks;
     std::vector<std::pair<std::shared_ptr<detail::OffloadTicket>, size_t>> owners;  // whose the next so many blocks are
   };
 
   using Lock = std::unique_lock<std::mutex>;
-  OffloadPipeline(BlockRoute& route, const Clock& clock, OffloadOptions options, std::vector<std::unique_ptr<OffloadPolicy>> policies, EventSink* sink);
+  OffloadPipeline(BlockRoute& route, const Clock& clock, OffloadOptions options,
+                  std::vector<std::unique_ptr<OffloadPolicy>> policies, EventSink* sink);
   void decide();
   void transfer();
   // All below: the lock is held; those that take it give it back for the time of policies and copies.
@@ -151,7 +159,7 @@ class OffloadPipeline {
   std::map<QueueKey, Container> in_queue_;           // highest priority first, then in order
   std::set<std::pair<std::chrono::nanoseconds, QueueKey>> ages_;  // of the in-queue, oldest first
   std::deque<Batch> on_deck_;
-  std::unordered_set<Digest, DigestHash> on_the_way_;  // keys of committed blocks
+  std::unordered_set<Digest, DigestHash> on_the_way_;          // keys of committed blocks
   std::vector<decltype(on_the_way_)::node_type> spare_nodes_;  // of it: nothing is allocated for each block
   OutcomeCounts counts_{};
   int64_t queued_blocks_ = 0;

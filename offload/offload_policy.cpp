@@ -50,9 +50,11 @@ class WatermarkPolicy final : public OffloadPolicy {
 
 class PredicatePolicy final : public OffloadPolicy {
  public:
-  PredicatePolicy(std::function<bool(const BlockName&)> wanted, const Clock& clock) : wanted_(std::move(wanted)), clock_(clock) {}
+  PredicatePolicy(std::function<bool(const BlockName&)> wanted, const Clock& clock)
+      : wanted_(std::move(wanted)), clock_(clock) {}
   std::string_view name() const override { return "predicate"; }
-  bool evaluate(std::span<const BlockName> blocks, std::span<uint8_t> wanted, std::chrono::nanoseconds deadline) override {
+  bool evaluate(std::span<const BlockName> blocks, std::span<uint8_t> wanted,
+                std::chrono::nanoseconds deadline) override {
     for (size_t i = 0; i < blocks.size(); ++i) {
       if (clock_.now() > deadline) return false;
       if (wanted[i] != 0 && !wanted_(blocks[i])) wanted[i] = 0;
@@ -68,8 +70,12 @@ class PredicatePolicy final : public OffloadPolicy {
 }  // namespace
 
 std::unique_ptr<OffloadPolicy> make_all_policy() { return std::make_unique<AllPolicy>(); }
-std::unique_ptr<OffloadPolicy> make_presence_policy(const BlockRoute& route) { return std::make_unique<PresencePolicy>(route); }
-std::unique_ptr<OffloadPolicy> make_watermark_policy(const BlockRoute& route, double limit) { return std::make_unique<WatermarkPolicy>(route, limit); }
+std::unique_ptr<OffloadPolicy> make_presence_policy(const BlockRoute& route) {
+  return std::make_unique<PresencePolicy>(route);
+}
+std::unique_ptr<OffloadPolicy> make_watermark_policy(const BlockRoute& route, double limit) {
+  return std::make_unique<WatermarkPolicy>(route, limit);
+}
 std::unique_ptr<OffloadPolicy> make_predicate_policy(std::function<bool(const BlockName&)> wanted, const Clock& clock) {
   return std::make_unique<PredicatePolicy>(std::move(wanted), clock);
 }

@@ -27,7 +27,8 @@ class OffloadPolicy {
   virtual std::string_view name() const = 0;
   // Clears `wanted[i]` (not 0 on entry) for each block that should not go. Looks at `deadline` now and then and returns
   // false when it passed; then no block of this call goes.
-  virtual bool evaluate(std::span<const BlockName> blocks, std::span<uint8_t> wanted, std::chrono::nanoseconds deadline) = 0;
+  virtual bool evaluate(std::span<const BlockName> blocks, std::span<uint8_t> wanted,
+                        std::chrono::nanoseconds deadline) = 0;
 };
 
 // Everything goes. What a pipeline without policies does.
@@ -44,7 +45,8 @@ class FrequencyPolicy final : public OffloadPolicy {
   void used(const Digest& key);
   void forget(const Digest& key);  // evicted everywhere
   std::string_view name() const override { return "frequency"; }
-  bool evaluate(std::span<const BlockName> blocks, std::span<uint8_t> wanted, std::chrono::nanoseconds deadline) override;
+  bool evaluate(std::span<const BlockName> blocks, std::span<uint8_t> wanted,
+                std::chrono::nanoseconds deadline) override;
 
  private:
   const uint32_t minimum_;
@@ -58,7 +60,8 @@ class RetentionPolicy final : public OffloadPolicy {
   RetentionPolicy(int32_t minimum_priority, const Clock& clock) : minimum_(minimum_priority), clock_(clock) {}
   void retain(const Digest& key, int32_t priority, std::chrono::nanoseconds duration);
   std::string_view name() const override { return "retention"; }
-  bool evaluate(std::span<const BlockName> blocks, std::span<uint8_t> wanted, std::chrono::nanoseconds deadline) override;
+  bool evaluate(std::span<const BlockName> blocks, std::span<uint8_t> wanted,
+                std::chrono::nanoseconds deadline) override;
 
  private:
   struct Retention {

@@ -1,4 +1,5 @@
-// Precondition: what must have happened before blocks may be read: usually the end of the forward pass that writes them.
+// Precondition: what must have happened before blocks may be read: usually the end of the forward pass that writes
+// them.
 //
 // Signalled once, from any thread; whoever waits is called back, nobody polls.
 #pragma once

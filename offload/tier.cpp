@@ -8,7 +8,8 @@ namespace torpor {
 namespace {
 
 Error not_there(const Tier& tier, const SavedChunk& chunk) {
-  return Error{.code = Code::kInternal, .what = fmt::format("{} is not in the {} tier", chunk.key.to_string(), tier.kind())};
+  return Error{.code = Code::kInternal,
+               .what = fmt::format("{} is not in the {} tier", chunk.key.to_string(), tier.kind())};
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
-// Tier: a place below device memory where chunks are put and found again. Implementations: HostTier and HostBlocks in the
-// arena, DiskTier (a checkpoint's chunk file) and DiskBlocks (slots) on disk. A remote tier fits behind the same verbs.
+// Tier: a place below device memory where chunks are put and found again. Implementations: HostTier and HostBlocks in
+// the arena, DiskTier (a checkpoint's chunk file) and DiskBlocks (slots) on disk. A remote tier fits behind the same
+// verbs.
 //
 // Threads: all methods but prepare() and finish() may be called from several threads at once, for different chunks.
 #pragma once
@@ -17,7 +18,8 @@ namespace torpor {
 // One chunk on its way into a tier or out of it, with its bytes outside of the tier, and what became of it.
 struct TierPart {
   SavedChunk* chunk = nullptr;
-  std::span<std::byte> bytes;  // chunk->bytes many. For DiskBlocks: at a multiple of 4096, in memory up to the next multiple
+  std::span<std::byte>
+      bytes;  // chunk->bytes many. For DiskBlocks: at a multiple of 4096, in memory up to the next multiple
   Status status;
 };
 
@@ -29,8 +31,8 @@ class Tier {
   virtual bool addressable() const = 0;
   // Makes room for `chunks` chunks of `bytes` in all. kResourceExhausted before anything is written.
   virtual Status prepare(uint64_t bytes, uint64_t chunks) = 0;
-  // Addressable: memory into which the chunk's bytes may be written, which then counts as put(); fills codec, offset and
-  // stored_bytes.
+  // Addressable: memory into which the chunk's bytes may be written, which then counts as put(); fills codec, offset
+  // and stored_bytes.
   virtual Result<std::span<std::byte>> place(SavedChunk& chunk);
   // Addressable: the chunk's bytes inside the tier's memory; empty if it is not there.
   virtual std::span<std::byte> view(const SavedChunk& chunk);

@@ -52,11 +52,15 @@ TransferExecutor::TransferExecutor(DeviceMemory& device, HostArena& arena, std::
   for (const auto& worker : workers_) idle_.push_back(worker.get());
 }
 
-Result<std::unique_ptr<TransferExecutor>> TransferExecutor::create(DeviceMemory& device, HostArena& arena, TransferExecutorOptions options) {
+Result<std::unique_ptr<TransferExecutor>> TransferExecutor::create(DeviceMemory& device, HostArena& arena,
+                                                                   TransferExecutorOptions options) {
   if (options.threads < 0) {
-    return Error{.code = Code::kInvalidArgument, .what = fmt::format("threads is {}", options.threads), .next_step = "use 0 for the machine's own number"};
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("threads is {}", options.threads),
+                 .next_step = "use 0 for the machine's own number"};
   }
-  const int threads = options.threads != 0 ? options.threads : static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1u, 8u));
+  const int threads = options.threads != 0 ? options.threads
+                                           : static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1u, 8u));
   std::vector<std::unique_ptr<Worker>> workers;
   for (int i = 0; i < threads; ++i) {
     auto worker = std::make_unique<Worker>();
@@ -72,7 +76,8 @@ TransferExecutor::~TransferExecutor() {
       HostArena::quarantine(std::move(worker->staging));
       continue;
     }
-    if (const Status done = device_.destroy_stream(worker->stream); !done) log().error("stream: {}", done.error().to_string());
+    if (const Status done = device_.destroy_stream(worker->stream); !done)
+      log().error("stream: {}", done.error().to_string());
   }
 }
 
@@ -90,7 +95,8 @@ void TransferExecutor::release_staging() {
   for (Worker* worker : idle_) worker->staging = {};
 }
 
-Result<std::vector<std::span<std::byte>>> TransferExecutor::stage(Worker& worker, std::span<const ChunkTransfer> batch) {
+Result<std::vector<std::span<std::byte>>> TransferExecutor::stage(Worker& worker,
+                                                                  std::span<const ChunkTransfer> batch) {
   uint64_t bytes = 0;
   for (const ChunkTransfer& transfer : batch) bytes += align_up(transfer.saved.bytes, kPage);
   if (worker.staging.bytes().size() < bytes) {
@@ -106,7 +112,9 @@ Result<std::vector<std::span<std::byte>>> TransferExecutor::stage(Worker& worker
   return host;
 }
 
-Status TransferExecutor::copy(Worker& worker, Direction direction, std::span<const ChunkPlan* const> plans, std::span<const std::span<std::byte>> host, std::vector<Digest>* digests, bool& unproven) {
+Status TransferExecutor::copy(Worker& worker, Direction direction, std::span<const ChunkPlan* const> plans,
+                              std::span<const std::span<std::byte>> host, std::vector<Digest>* digests,
+                              bool& unproven) {
   TORPOR_TRY(usable());
   std::vector<StreamingDigest> streaming(digests != nullptr && device_.takes_digests() ? plans.size() : 0);
   std::vector<Copy> copies;
@@ -117,7 +125,8 @@ Status TransferExecutor::copy(Worker& worker, Direction direction, std::span<con
       at += piece.bytes;
     }
   }
-  const std::string doing = fmt::format("copying {}{}", plans[0]->key.to_string(), plans.size() > 1 ? fmt::format(" and {} more", plans.size() - 1) : "");
+  const std::string doing = fmt::format("copying {}{}", plans[0]->key.to_string(),
+                                        plans.size() > 1 ? fmt::format(" and {} more", plans.size() - 1) : "");
   const Status enqueued = device_.copy_async(worker.stream, direction, copies);
   // Even a refused batch may have begun: wait for the stream in any case.
   Result<EventId> event = device_.record(worker.stream);
@@ -137,11 +146,13 @@ Status TransferExecutor::copy(Worker& worker, Direction direction, std::span<con
   if (!enqueued) return enqueued.error().within(doing);
   if (digests == nullptr) return ok();
   digests->clear();
-  for (size_t i = 0; i < plans.size(); ++i) digests->push_back(streaming.empty() ? digest_of(host[i]) : streaming[i].finish());
+  for (size_t i = 0; i < plans.size(); ++i)
+    digests->push_back(streaming.empty() ? digest_of(host[i]) : streaming[i].finish());
   return ok();
 }
 
-void TransferExecutor::copy_each(Worker& worker, Direction direction, std::span<ChunkTransfer> batch, std::span<const std::span<std::byte>> host) {
+void TransferExecutor::copy_each(Worker& worker, Direction direction, std::span<ChunkTransfer> batch,
+                                 std::span<const std::span<std::byte>> host) {
   std::vector<const ChunkPlan*> plans;
   std::vector<std::span<std::byte>> places;
   std::vector<size_t> members;
@@ -161,7 +172,9 @@ void TransferExecutor::copy_each(Worker& worker, Direction direction, std::span<
   for (size_t m = 0; m < members.size(); ++m) {
     ChunkTransfer& transfer = batch[members[m]];
     transfer.unproven = unproven;
-    transfer.status = unproven || members.size() == 1 ? together : copy(worker, direction, {&plans[m], 1}, {&places[m], 1}, wanted, transfer.unproven);
+    transfer.status = unproven || members.size() == 1
+                          ? together
+                          : copy(worker, direction, {&plans[m], 1}, {&places[m], 1}, wanted, transfer.unproven);
     if (transfer.status && !digests.empty()) transfer.saved.digest = digests[0];
   }
 }
@@ -216,10 +229,13 @@ void TransferExecutor::restore(std::span<ChunkTransfer> batch, Tier& source) {
     if (source.addressable()) transfer.status = ok();
     if (!transfer.status) continue;
     if (host[i].size() != transfer.saved.bytes) {
-      transfer.status = Error{.code = Code::kInternal, .what = fmt::format("{} is not in the {} tier", transfer.saved.key.to_string(), source.kind())};
+      transfer.status =
+          Error{.code = Code::kInternal,
+                .what = fmt::format("{} is not in the {} tier", transfer.saved.key.to_string(), source.kind())};
     } else if (digest_of(host[i]) != transfer.saved.digest) {
       transfer.status = Error{.code = Code::kCorruption,
-                              .what = fmt::format("the saved bytes of {} do not match their digest {}", transfer.saved.key.to_string(), transfer.saved.digest.hex()),
+                              .what = fmt::format("the saved bytes of {} do not match their digest {}",
+                                                  transfer.saved.key.to_string(), transfer.saved.digest.hex()),
                               .next_step = "use another checkpoint"};
     }
   }

@@ -1,8 +1,9 @@
 // TransferExecutor: the one way in which bytes leave device memory and come back.
 //
-// A chunk is copied to host memory, its completion is proven by an event, its digest is taken (in the same pass where the
-// device can, else from the host copy), and it is put into a tier; on the way back the digest of the host copy must be right before a byte goes up. A batch of chunks
-// is one list of copies with one event; if that fails, its chunks are tried one by one, so that one marks no other (I5).
+// A chunk is copied to host memory, its completion is proven by an event, its digest is taken (in the same pass where
+// the device can, else from the host copy), and it is put into a tier; on the way back the digest of the host copy must
+// be right before a byte goes up. A batch of chunks is one list of copies with one event; if that fails, its chunks are
+// tried one by one, so that one marks no other (I5).
 //
 // A transfer ends in one of three ways (Drain in allocator/device_memory.h). After kUnproven this executor keeps its
 // staging memory for ever and refuses further work: quarantined() says so, and nothing may be unmapped.
@@ -40,7 +41,8 @@ struct ChunkTransfer {
 class TransferExecutor {
  public:
   // `device` and `arena` outlive the result.
-  static Result<std::unique_ptr<TransferExecutor>> create(DeviceMemory& device, HostArena& arena, TransferExecutorOptions options = {});
+  static Result<std::unique_ptr<TransferExecutor>> create(DeviceMemory& device, HostArena& arena,
+                                                          TransferExecutorOptions options = {});
   ~TransferExecutor();
 
   // Each returns when nothing of the batch is running any more, or after kUnproven.
@@ -59,8 +61,10 @@ class TransferExecutor {
   struct Worker;
   struct Borrowed;
   TransferExecutor(DeviceMemory& device, HostArena& arena, std::vector<std::unique_ptr<Worker>> workers);
-  Status copy(Worker& worker, Direction direction, std::span<const ChunkPlan* const> plans, std::span<const std::span<std::byte>> host, std::vector<Digest>* digests, bool& unproven);
-  void copy_each(Worker& worker, Direction direction, std::span<ChunkTransfer> batch, std::span<const std::span<std::byte>> host);
+  Status copy(Worker& worker, Direction direction, std::span<const ChunkPlan* const> plans,
+              std::span<const std::span<std::byte>> host, std::vector<Digest>* digests, bool& unproven);
+  void copy_each(Worker& worker, Direction direction, std::span<ChunkTransfer> batch,
+                 std::span<const std::span<std::byte>> host);
   // Staging for the chunks of `batch`, each at a multiple of 4096.
   Result<std::vector<std::span<std::byte>>> stage(Worker& worker, std::span<const ChunkTransfer> batch);
 

@@ -18,7 +18,9 @@ std::string_view name(RequestStatus status) {
 
 Status RequestState::validate() const {
   const auto wrong = [this](std::string what) {
-    return Error{.code = Code::kCorruption, .what = fmt::format("request {}: {}", id, what), .next_step = "use another checkpoint"};
+    return Error{.code = Code::kCorruption,
+                 .what = fmt::format("request {}: {}", id, what),
+                 .next_step = "use another checkpoint"};
   };
   if (id.empty()) return wrong("its id is empty");
   if (prompt_token_ids.empty()) return wrong("it has no prompt tokens");
@@ -39,8 +41,8 @@ Status RequestState::validate() const {
       (block_hash_bytes > 0 && block_hashes.size() % static_cast<size_t>(block_hash_bytes) != 0)) {
     return wrong(fmt::format("{} bytes of block hashes of {} bytes each", block_hashes.size(), block_hash_bytes));
   }
-  for (const double value : {arrival_time, sampling.temperature, sampling.top_p, sampling.min_p, sampling.presence_penalty,
-                             sampling.frequency_penalty, sampling.repetition_penalty}) {
+  for (const double value : {arrival_time, sampling.temperature, sampling.top_p, sampling.min_p,
+                             sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty}) {
     if (!std::isfinite(value)) return wrong("a number is not finite");
   }
   return ok();

@@ -28,8 +28,8 @@ struct SchedulerSnapshot {
 // The sampler of one worker rank: what the next draw depends on.
 struct WorkerSnapshot {
   int32_t rank = 0;
-  std::vector<std::string> rows;  // requests by row of the batch, in row order
-  Bytes default_generator;        // state of the generator that unseeded requests share
+  std::vector<std::string> rows;                          // requests by row of the batch, in row order
+  Bytes default_generator;                                // state of the generator that unseeded requests share
   std::vector<std::pair<std::string, Bytes>> generators;  // state of each seeded request's own generator
   Value engine;
   friend bool operator==(const WorkerSnapshot&, const WorkerSnapshot&) = default;

@@ -44,7 +44,8 @@ CUresult twice(const Call& call) {
 // Makes a context current for the time of a call.
 class Current {
  public:
-  Current(const CudaDriver& driver, CUcontext context) : driver_(driver), result_(twice([&] { return driver.cuCtxPushCurrent(context); })) {}
+  Current(const CudaDriver& driver, CUcontext context)
+      : driver_(driver), result_(twice([&] { return driver.cuCtxPushCurrent(context); })) {}
   ~Current() {
     CUcontext popped = nullptr;
     if (result_ == CUDA_SUCCESS) (void)twice([&] { return driver_.cuCtxPopCurrent(&popped); });
@@ -59,13 +60,15 @@ class Current {
 };
 
 Error unknown(std::string_view what, uint64_t id) {
-  return Error{.code = Code::kInvalidArgument, .what = fmt::format("{} {} does not exist", what, id), .origin = Origin::kDevice};
+  return Error{
+      .code = Code::kInvalidArgument, .what = fmt::format("{} {} does not exist", what, id), .origin = Origin::kDevice};
 }
 
 // Runs a driver call in the device's context; returns its error from the enclosing function.
-#define TORPOR_CUDA_TRY(call, ...)                                                                                     \
-  do {                                                                                                                 \
-    if (const CUresult torpor_result = (call); torpor_result != CUDA_SUCCESS) return cuda_error(driver_, torpor_result, fmt::format(__VA_ARGS__)); \
+#define TORPOR_CUDA_TRY(call, ...)                                            \
+  do {                                                                        \
+    if (const CUresult torpor_result = (call); torpor_result != CUDA_SUCCESS) \
+      return cuda_error(driver_, torpor_result, fmt::format(__VA_ARGS__));    \
   } while (false)
 #define TORPOR_CUDA_CURRENT()                      \
   const Current torpor_current(driver_, context_); \
@@ -74,7 +77,11 @@ Error unknown(std::string_view what, uint64_t id) {
 class CudaDevice final : public DeviceMemory {
  public:
   CudaDevice(const CudaDriver& driver, CUdevice device, CUcontext context, const CudaDeviceOptions& options)
-      : driver_(driver), device_(device), context_(context), kind_(fmt::format("cuda:{}", options.ordinal)), pin_step_bytes_(options.pin_step_bytes) {}
+      : driver_(driver),
+        device_(device),
+        context_(context),
+        kind_(fmt::format("cuda:{}", options.ordinal)),
+        pin_step_bytes_(options.pin_step_bytes) {}
 
   ~CudaDevice() override {
     {
@@ -88,7 +95,8 @@ class CudaDevice final : public DeviceMemory {
     }
     const DeviceMemoryInfo left = info();
     if (left.mapped_bytes != 0 || left.physical_bytes != 0 || left.reserved_bytes != 0) {
-      log().error("{} closed with {} bytes mapped, {} created, {} reserved", kind_, left.mapped_bytes, left.physical_bytes, left.reserved_bytes);
+      log().error("{} closed with {} bytes mapped, {} created, {} reserved", kind_, left.mapped_bytes,
+                  left.physical_bytes, left.reserved_bytes);
     }
     (void)twice([&] { return driver_.cuDevicePrimaryCtxRelease(device_); });
   }
@@ -101,9 +109,14 @@ class CudaDevice final : public DeviceMemory {
     TORPOR_CUDA_TRY(driver_.cuDriverGetVersion(&info.driver_version), "reading the driver's version");
     info.batched_copies = driver_.cuMemcpyBatchAsync != nullptr;
     int managed = 0;
-    TORPOR_CUDA_TRY(driver_.cuDeviceGetAttribute(&managed, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, device_), "asking {} for virtual memory management", kind_);
+    TORPOR_CUDA_TRY(
+        driver_.cuDeviceGetAttribute(&managed, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, device_),
+        "asking {} for virtual memory management", kind_);
     if (managed == 0) {
-      return Error{.code = Code::kUnsupported, .what = fmt::format("{} ({}) has no virtual memory management", kind_, info.name), .next_step = "use a GPU and a driver that have it", .origin = Origin::kDevice};
+      return Error{.code = Code::kUnsupported,
+                   .what = fmt::format("{} ({}) has no virtual memory management", kind_, info.name),
+                   .next_step = "use a GPU and a driver that have it",
+                   .origin = Origin::kDevice};
     }
     properties_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     properties_.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device_};
@@ -115,14 +128,19 @@ class CudaDevice final : public DeviceMemory {
       log().warn("{}", info.notes.back());
       return false;
     };
-    if (has(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, options.rdma, "GPUDirect RDMA for such memory")) properties_.allocFlags.gpuDirectRDMACapable = 1;
-    if (has(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, options.exportable, "memory that can be exported as a file descriptor")) {
+    if (has(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, options.rdma,
+            "GPUDirect RDMA for such memory"))
+      properties_.allocFlags.gpuDirectRDMACapable = 1;
+    if (has(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, options.exportable,
+            "memory that can be exported as a file descriptor")) {
       properties_.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
     }
     int node = -1;  // what a machine without NUMA, or a driver older than CUDA 12.2, leaves
-    if (driver_.cuDeviceGetAttribute(&node, CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, device_) == CUDA_SUCCESS && node >= 0) host_numa_node_ = node;
+    if (driver_.cuDeviceGetAttribute(&node, CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, device_) == CUDA_SUCCESS && node >= 0)
+      host_numa_node_ = node;
     size_t granularity = 0;
-    TORPOR_CUDA_TRY(driver_.cuMemGetAllocationGranularity(&granularity, &properties_, CU_MEM_ALLOC_GRANULARITY_MINIMUM), "asking {} for its granularity", kind_);
+    TORPOR_CUDA_TRY(driver_.cuMemGetAllocationGranularity(&granularity, &properties_, CU_MEM_ALLOC_GRANULARITY_MINIMUM),
+                    "asking {} for its granularity", kind_);
     granularity_ = granularity;
     size_t free = 0;
     size_t total = 0;
@@ -131,7 +149,8 @@ class CudaDevice final : public DeviceMemory {
     TORPOR_CUDA_TRY(driver_.cuStreamCreate(&zeroing_, CU_STREAM_NON_BLOCKING), "creating a stream on {}", kind_);
     if (options.gather_below_bytes > 0) {
       if (const Status loaded = load_gather(options, info); !loaded) {
-        info.notes.push_back(fmt::format("{} copies small pieces by its copy engines: {}", kind_, loaded.error().to_string()));
+        info.notes.push_back(
+            fmt::format("{} copies small pieces by its copy engines: {}", kind_, loaded.error().to_string()));
         log().warn("{}", info.notes.back());
       }
     }
@@ -156,13 +175,15 @@ class CudaDevice final : public DeviceMemory {
   Result<DeviceAddress> do_reserve(uint64_t size) override {
     TORPOR_CUDA_CURRENT();
     CUdeviceptr address = 0;
-    TORPOR_CUDA_TRY(driver_.cuMemAddressReserve(&address, size, 0, 0, 0), "reserving {} bytes of addresses on {}", size, kind_);
+    TORPOR_CUDA_TRY(driver_.cuMemAddressReserve(&address, size, 0, 0, 0), "reserving {} bytes of addresses on {}", size,
+                    kind_);
     return static_cast<DeviceAddress>(address);
   }
 
   Status do_free_reservation(DeviceAddress address, uint64_t size) override {
     TORPOR_CUDA_CURRENT();
-    TORPOR_CUDA_TRY(twice([&] { return driver_.cuMemAddressFree(address, size); }), "freeing the addresses at {:#x} on {}", address, kind_);
+    TORPOR_CUDA_TRY(twice([&] { return driver_.cuMemAddressFree(address, size); }),
+                    "freeing the addresses at {:#x} on {}", address, kind_);
     return ok();
   }
 
@@ -178,7 +199,8 @@ class CudaDevice final : public DeviceMemory {
   Status do_release(PhysicalId id) override {
     TORPOR_CUDA_CURRENT();
     const auto found = handles_.find(id);
-    TORPOR_CUDA_TRY(twice([&] { return driver_.cuMemRelease(found->second.handle); }), "releasing physical memory of {}", kind_);
+    TORPOR_CUDA_TRY(twice([&] { return driver_.cuMemRelease(found->second.handle); }),
+                    "releasing physical memory of {}", kind_);
     found->second.released = true;
     if (found->second.mappings == 0) handles_.erase(found);
     return ok();
@@ -187,7 +209,8 @@ class CudaDevice final : public DeviceMemory {
   Status do_map(DeviceAddress address, PhysicalId id, uint64_t size) override {
     TORPOR_CUDA_CURRENT();
     Handle& handle = handles_.at(id);
-    TORPOR_CUDA_TRY(driver_.cuMemMap(address, size, 0, handle.handle, 0), "mapping {} bytes at {:#x} on {}", size, address, kind_);
+    TORPOR_CUDA_TRY(driver_.cuMemMap(address, size, 0, handle.handle, 0), "mapping {} bytes at {:#x} on {}", size,
+                    address, kind_);
     mapped_.emplace(address, Mapped{id, size, Access::kNone});
     ++handle.mappings;
     return ok();
@@ -198,11 +221,13 @@ class CudaDevice final : public DeviceMemory {
     TORPOR_TRY(grant(address, size, access));
     if (access == Access::kReadWrite) {
       if (Status zeroed = zero_fresh(address, size); !zeroed) {
-        if (!zeroing_unproven_) (void)grant(address, size, Access::kNone);  // whoever goes on regardless finds no access
+        if (!zeroing_unproven_)
+          (void)grant(address, size, Access::kNone);  // whoever goes on regardless finds no access
         return zeroed;
       }
     }
-    for (auto at = mapped_.find(address); at != mapped_.end() && at->first < address + size; ++at) at->second.access = access;
+    for (auto at = mapped_.find(address); at != mapped_.end() && at->first < address + size; ++at)
+      at->second.access = access;
     return ok();
   }
 
@@ -210,7 +235,8 @@ class CudaDevice final : public DeviceMemory {
   Status do_unmap(DeviceAddress address, uint64_t size) override {
     TORPOR_CUDA_CURRENT();
     if (zeroing_unproven_) {
-      if (const DrainResult drained = empty(zeroing_); drained.drain != Drain::kCompleted) return drained.error.within("zeroing may still run");
+      if (const DrainResult drained = empty(zeroing_); drained.drain != Drain::kCompleted)
+        return drained.error.within("zeroing may still run");
       zeroing_unproven_ = false;
     }
     const auto first = mapped_.find(address);
@@ -218,11 +244,14 @@ class CudaDevice final : public DeviceMemory {
     for (; at != mapped_.end() && at->first < address + size; ++at) {
       const CUresult result = twice([&] { return driver_.cuMemUnmap(at->first, at->second.size); });
       if (result == CUDA_SUCCESS) continue;
-      Error error = cuda_error(driver_, result, fmt::format("unmapping {} bytes at {:#x} on {}", at->second.size, at->first, kind_));
+      Error error = cuda_error(driver_, result,
+                               fmt::format("unmapping {} bytes at {:#x} on {}", at->second.size, at->first, kind_));
       for (auto undone = first; undone != at; ++undone) {
         const Mapped& was = undone->second;
         const Handle& handle = handles_.at(was.id);
-        const bool back = !handle.released && driver_.cuMemMap(undone->first, was.size, 0, handle.handle, 0) == CUDA_SUCCESS && grant(undone->first, was.size, was.access);
+        const bool back = !handle.released &&
+                          driver_.cuMemMap(undone->first, was.size, 0, handle.handle, 0) == CUDA_SUCCESS &&
+                          grant(undone->first, was.size, was.access);
         error.state_changed = error.state_changed || !back;
       }
       return error;
@@ -262,8 +291,9 @@ class CudaDevice final : public DeviceMemory {
     if (gathers(copies)) return gather(stream, direction, copies);
     if (copies.size() > 1 && driver_.cuMemcpyBatchAsync != nullptr) return copy_batch(stream, direction, copies);
     for (const Copy& copy : copies) {
-      TORPOR_CUDA_TRY(direction == Direction::kDeviceToHost ? driver_.cuMemcpyDtoHAsync(copy.host, copy.device, copy.bytes, stream)
-                                                            : driver_.cuMemcpyHtoDAsync(copy.device, copy.host, copy.bytes, stream),
+      TORPOR_CUDA_TRY(direction == Direction::kDeviceToHost
+                          ? driver_.cuMemcpyDtoHAsync(copy.host, copy.device, copy.bytes, stream)
+                          : driver_.cuMemcpyHtoDAsync(copy.device, copy.host, copy.bytes, stream),
                       "copying {} bytes at {:#x} on {}", copy.bytes, copy.device, kind_);
     }
     return ok();
@@ -274,7 +304,8 @@ class CudaDevice final : public DeviceMemory {
     const CUstream stream = stream_of(id);
     if (stream == nullptr) return unknown("stream", static_cast<uint64_t>(id));
     CUevent event = nullptr;
-    TORPOR_CUDA_TRY(driver_.cuEventCreate(&event, CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING), "creating an event on {}", kind_);
+    TORPOR_CUDA_TRY(driver_.cuEventCreate(&event, CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING),
+                    "creating an event on {}", kind_);
     if (const CUresult result = driver_.cuEventRecord(event, stream); result != CUDA_SUCCESS) {
       discard(event);
       return cuda_error(driver_, result, fmt::format("recording an event on {}", kind_));
@@ -295,7 +326,8 @@ class CudaDevice final : public DeviceMemory {
       events_.erase(found);
     }
     const Current current(driver_, context_);
-    const CUresult result = current.result() == CUDA_SUCCESS ? driver_.cuEventSynchronize(waited.event) : current.result();
+    const CUresult result =
+        current.result() == CUDA_SUCCESS ? driver_.cuEventSynchronize(waited.event) : current.result();
     DrainResult drained;
     if (result != CUDA_SUCCESS) {
       drained = empty(waited.stream);
@@ -322,7 +354,8 @@ class CudaDevice final : public DeviceMemory {
     TORPOR_CUDA_CURRENT();
     for (uint64_t at = 0; at < host.size(); at += pin_step_bytes_) {
       const uint64_t bytes = std::min<uint64_t>(pin_step_bytes_, host.size() - at);
-      const CUresult result = driver_.cuMemHostRegister(host.data() + at, bytes, CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
+      const CUresult result = driver_.cuMemHostRegister(host.data() + at, bytes,
+                                                        CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
       if (result == CUDA_SUCCESS) {
         const std::lock_guard lock(mutex_);
         pinned_.emplace(host.data() + at, bytes);
@@ -360,7 +393,9 @@ class CudaDevice final : public DeviceMemory {
   // Whether a stream is proven to be empty now.
   DrainResult empty(CUstream stream) {
     const Current current(driver_, context_);
-    const CUresult result = current.result() == CUDA_SUCCESS ? twice([&] { return driver_.cuStreamSynchronize(stream); }) : current.result();
+    const CUresult result = current.result() == CUDA_SUCCESS
+                                ? twice([&] { return driver_.cuStreamSynchronize(stream); })
+                                : current.result();
     if (result == CUDA_SUCCESS) return {};
     return {Drain::kUnproven, cuda_error(driver_, result, fmt::format("waiting for a stream of {}", kind_))};
   }
@@ -381,8 +416,11 @@ class CudaDevice final : public DeviceMemory {
   Status grant(DeviceAddress address, uint64_t size, Access access) {
     CUmemAccessDesc description{};
     description.location = properties_.location;
-    description.flags = access == Access::kReadWrite ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : access == Access::kRead ? CU_MEM_ACCESS_FLAGS_PROT_READ : CU_MEM_ACCESS_FLAGS_PROT_NONE;
-    TORPOR_CUDA_TRY(driver_.cuMemSetAccess(address, size, &description, 1), "setting access to {} bytes at {:#x} on {}", size, address, kind_);
+    description.flags = access == Access::kReadWrite ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+                        : access == Access::kRead    ? CU_MEM_ACCESS_FLAGS_PROT_READ
+                                                     : CU_MEM_ACCESS_FLAGS_PROT_NONE;
+    TORPOR_CUDA_TRY(driver_.cuMemSetAccess(address, size, &description, 1), "setting access to {} bytes at {:#x} on {}",
+                    size, address, kind_);
     return ok();
   }
 
@@ -400,7 +438,8 @@ class CudaDevice final : public DeviceMemory {
     }
     if (!any) return ok();
     TORPOR_TRY(proven(driver_.cuStreamSynchronize(zeroing_)));
-    for (auto at = mapped_.find(address); at != mapped_.end() && at->first < address + size; ++at) handles_.at(at->second.id).fresh = false;
+    for (auto at = mapped_.find(address); at != mapped_.end() && at->first < address + size; ++at)
+      handles_.at(at->second.id).fresh = false;
     return ok();
   }
 
@@ -418,23 +457,29 @@ class CudaDevice final : public DeviceMemory {
     size_t of_all = 0;
     size_t failed = 0;
     const bool down = direction == Direction::kDeviceToHost;
-    TORPOR_CUDA_TRY(driver_.cuMemcpyBatchAsync(down ? host.data() : device.data(), down ? device.data() : host.data(), sizes.data(), sizes.size(), &attributes, &of_all, 1, &failed, stream),
+    TORPOR_CUDA_TRY(driver_.cuMemcpyBatchAsync(down ? host.data() : device.data(), down ? device.data() : host.data(),
+                                               sizes.data(), sizes.size(), &attributes, &of_all, 1, &failed, stream),
                     "copying {} pieces on {}", copies.size(), kind_);
     return ok();
   }
 
   // Leaves module_ null where the kernel is not to be had.
   Status load_gather(const CudaDeviceOptions& options, CudaDeviceInfo& info) {
-    const auto missing = [this](std::string what) { return Error{.code = Code::kUnsupported, .what = std::move(what), .origin = Origin::kDevice}; };
+    const auto missing = [this](std::string what) {
+      return Error{.code = Code::kUnsupported, .what = std::move(what), .origin = Origin::kDevice};
+    };
     const std::span<const std::byte> image = options.gather_image.empty() ? cuda::gather_image() : options.gather_image;
     if (image.empty()) return missing("this build has no kernel, nvcc was not found");
     if (info.driver_version < cuda::kGatherDriver) return missing("the driver is older than CUDA 12.1");
     int same_address = 0;
-    TORPOR_CUDA_TRY(driver_.cuDeviceGetAttribute(&same_address, CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM, device_), "asking {} how it reaches host memory", kind_);
+    TORPOR_CUDA_TRY(driver_.cuDeviceGetAttribute(&same_address,
+                                                 CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM, device_),
+                    "asking {} how it reaches host memory", kind_);
     if (same_address == 0) return missing("its kernels cannot use the addresses of host memory");
     CUmodule module = nullptr;
     TORPOR_CUDA_TRY(driver_.cuModuleLoadData(&module, image.data()), "loading a kernel on {}", kind_);
-    if (const CUresult result = driver_.cuModuleGetFunction(&gather_, module, cuda::kGatherName); result != CUDA_SUCCESS) {
+    if (const CUresult result = driver_.cuModuleGetFunction(&gather_, module, cuda::kGatherName);
+        result != CUDA_SUCCESS) {
       (void)twice([&] { return driver_.cuModuleUnload(module); });
       return cuda_error(driver_, result, fmt::format("finding a kernel on {}", kind_));
     }
@@ -489,9 +534,11 @@ class CudaDevice final : public DeviceMemory {
       for (uint64_t i = 0; i < arguments.count; ++i) {
         const Copy& copy = copies[begun + i];
         const auto host = reinterpret_cast<uint64_t>(copy.host);
-        arguments.pieces[i] = direction == Direction::kDeviceToHost ? cuda::GatherPiece{host, copy.device, copy.bytes} : cuda::GatherPiece{copy.device, host, copy.bytes};
+        arguments.pieces[i] = direction == Direction::kDeviceToHost ? cuda::GatherPiece{host, copy.device, copy.bytes}
+                                                                    : cuda::GatherPiece{copy.device, host, copy.bytes};
       }
-      TORPOR_CUDA_TRY(driver_.cuLaunchKernel(gather_, static_cast<unsigned>(arguments.count), 1, 1, cuda::kGatherThreads, 1, 1, 0, stream, parameters, nullptr),
+      TORPOR_CUDA_TRY(driver_.cuLaunchKernel(gather_, static_cast<unsigned>(arguments.count), 1, 1,
+                                             cuda::kGatherThreads, 1, 1, 0, stream, parameters, nullptr),
                       "copying {} pieces by a kernel on {}", arguments.count, kind_);
     }
     return ok();
@@ -503,7 +550,9 @@ class CudaDevice final : public DeviceMemory {
     std::vector<std::byte*> registered;
     {
       const std::lock_guard lock(mutex_);
-      for (auto at = pinned_.lower_bound(host.data()); at != pinned_.end() && at->first < host.data() + host.size(); ++at) registered.push_back(at->first);
+      for (auto at = pinned_.lower_bound(host.data()); at != pinned_.end() && at->first < host.data() + host.size();
+           ++at)
+        registered.push_back(at->first);
     }
     for (std::byte* const base : registered) {
       const CUresult result = twice([&] { return driver_.cuMemHostUnregister(base); });
@@ -536,7 +585,8 @@ class CudaDevice final : public DeviceMemory {
   CUfunction gather_ = nullptr;
   uint64_t gather_below_bytes_ = 0;
   CUstream zeroing_ = nullptr;
-  bool zeroing_unproven_ = false;  // it may still run: nothing is unmapped until it is proven not to; under DeviceMemory's lock
+  bool zeroing_unproven_ =
+      false;  // it may still run: nothing is unmapped until it is proven not to; under DeviceMemory's lock
   std::atomic<uint64_t> last_id_ = 0;
   std::map<PhysicalId, Handle> handles_;  // these two under DeviceMemory's lock
   std::map<DeviceAddress, Mapped> mapped_;
@@ -544,7 +594,7 @@ class CudaDevice final : public DeviceMemory {
   std::map<StreamId, CUstream> streams_;
   std::map<EventId, Event> events_;
   std::map<std::byte*, uint64_t> pinned_;  // each registration of host memory, with its size
-  std::vector<CUevent> leftover_events_;  // that the driver would not destroy; the end of the device tries again
+  std::vector<CUevent> leftover_events_;   // that the driver would not destroy; the end of the device tries again
 };
 
 }  // namespace
@@ -556,16 +606,23 @@ Result<std::unique_ptr<DeviceMemory>> make_cuda_device(CudaDeviceOptions options
   return make_cuda_device(*driver, options, info);
 }
 
-Result<std::unique_ptr<DeviceMemory>> make_cuda_device(const CudaDriver& driver, CudaDeviceOptions options, CudaDeviceInfo* info) {
+Result<std::unique_ptr<DeviceMemory>> make_cuda_device(const CudaDriver& driver, CudaDeviceOptions options,
+                                                       CudaDeviceInfo* info) {
   int devices = 0;
-  if (const CUresult result = driver.cuDeviceGetCount(&devices); result != CUDA_SUCCESS) return cuda_error(driver, result, "counting GPUs");
+  if (const CUresult result = driver.cuDeviceGetCount(&devices); result != CUDA_SUCCESS)
+    return cuda_error(driver, result, "counting GPUs");
   if (options.ordinal < 0 || options.ordinal >= devices) {
-    return Error{.code = Code::kUnsupported, .what = fmt::format("there is no GPU {}, the driver shows {}", options.ordinal, devices), .next_step = "see nvidia-smi and CUDA_VISIBLE_DEVICES", .origin = Origin::kDevice};
+    return Error{.code = Code::kUnsupported,
+                 .what = fmt::format("there is no GPU {}, the driver shows {}", options.ordinal, devices),
+                 .next_step = "see nvidia-smi and CUDA_VISIBLE_DEVICES",
+                 .origin = Origin::kDevice};
   }
   CUdevice device = 0;
-  if (const CUresult result = driver.cuDeviceGet(&device, options.ordinal); result != CUDA_SUCCESS) return cuda_error(driver, result, fmt::format("opening GPU {}", options.ordinal));
+  if (const CUresult result = driver.cuDeviceGet(&device, options.ordinal); result != CUDA_SUCCESS)
+    return cuda_error(driver, result, fmt::format("opening GPU {}", options.ordinal));
   CUcontext context = nullptr;
-  if (const CUresult result = driver.cuDevicePrimaryCtxRetain(&context, device); result != CUDA_SUCCESS) return cuda_error(driver, result, fmt::format("taking the context of GPU {}", options.ordinal));
+  if (const CUresult result = driver.cuDevicePrimaryCtxRetain(&context, device); result != CUDA_SUCCESS)
+    return cuda_error(driver, result, fmt::format("taking the context of GPU {}", options.ordinal));
   auto made = std::make_unique<CudaDevice>(driver, device, context, options);
   CudaDeviceInfo found;
   TORPOR_TRY(made->start(options, found));

@@ -1,11 +1,11 @@
 // CudaDevice: DeviceMemory on an NVIDIA GPU, over the driver's virtual memory management.
 //
-// One object a GPU. Works in the device's primary context, the one that torch and the CUDA runtime use; each call makes it
-// current and puts back what was. New memory is zeroed when it first gets write access. Copies go through the copy
+// One object a GPU. Works in the device's primary context, the one that torch and the CUDA runtime use; each call makes
+// it current and puts back what was. New memory is zeroed when it first gets write access. Copies go through the copy
 // engines, many at once in one call where the driver can; many small ones, if that is asked for, through a kernel.
 //
-// A wait that fails is decided by the stream: if it is proven empty, the work is over (kDrainedWithError), else nothing is
-// known (kUnproven).
+// A wait that fails is decided by the stream: if it is proven empty, the work is over (kDrainedWithError), else nothing
+// is known (kUnproven).
 #pragma once
 
 #include <memory>
@@ -23,21 +23,22 @@ struct CudaDeviceOptions {
   int ordinal = 0;
   bool rdma = false;        // memory that other devices on the bus may read and write (GPUDirect RDMA)
   bool exportable = false;  // memory that can be handed to another process as a file descriptor
-  // Copies in one call that are smaller than this on average, all to or from pinned memory, are made by a kernel, while the
-  // GPU has nothing else to do. 0: by the copy engines like all others. tools/gpu_check measures which is faster where.
+  // Copies in one call that are smaller than this on average, all to or from pinned memory, are made by a kernel, while
+  // the GPU has nothing else to do. 0: by the copy engines like all others. tools/gpu_check measures which is faster
+  // where.
   uint64_t gather_below_bytes = 0;
   std::span<const std::byte> gather_image = {};  // of the kernel; empty: the one in this build
-  // Host memory is registered in pieces of this size, whole pages: one of much more holds the driver's lock for long, and
-  // from 512 GiB on it fails.
+  // Host memory is registered in pieces of this size, whole pages: one of much more holds the driver's lock for long,
+  // and from 512 GiB on it fails.
   uint64_t pin_step_bytes = uint64_t{1} << 30;
 };
 
 struct CudaDeviceInfo {
   std::string name;
-  int driver_version = 0;             // 12080 is 12.8
+  int driver_version = 0;  // 12080 is 12.8
   bool batched_copies = false;
-  bool gathers = false;               // by the kernel
-  std::vector<std::string> notes{};   // what was asked for and is not there
+  bool gathers = false;              // by the kernel
+  std::vector<std::string> notes{};  // what was asked for and is not there
 };
 
 // Whether this build knows CUDA at all.
@@ -47,6 +48,7 @@ bool built_with_cuda();
 // `info`, if given, is filled.
 Result<std::unique_ptr<DeviceMemory>> make_cuda_device(CudaDeviceOptions options = {}, CudaDeviceInfo* info = nullptr);
 // The same over a given table, which outlives the result; for tests.
-Result<std::unique_ptr<DeviceMemory>> make_cuda_device(const CudaDriver& driver, CudaDeviceOptions options, CudaDeviceInfo* info = nullptr);
+Result<std::unique_ptr<DeviceMemory>> make_cuda_device(const CudaDriver& driver, CudaDeviceOptions options,
+                                                       CudaDeviceInfo* info = nullptr);
 
 }  // namespace torpor

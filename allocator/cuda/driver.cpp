@@ -10,33 +10,41 @@ namespace {
 constexpr const char* kLibrary = "libcuda.so.1";
 
 Error missing(std::string what, std::string next_step) {
-  return Error{.code = Code::kUnsupported, .what = std::move(what), .next_step = std::move(next_step), .origin = Origin::kDevice};
+  return Error{.code = Code::kUnsupported,
+               .what = std::move(what),
+               .next_step = std::move(next_step),
+               .origin = Origin::kDevice};
 }
 
 PFN_cuGetProcAddress_v11030 look_up_function = nullptr;  // once the library is loaded
 
 void* look_up(const char* name, int version) {
   void* found = nullptr;
-  if (look_up_function == nullptr || look_up_function(name, &found, version, CU_GET_PROC_ADDRESS_DEFAULT) != CUDA_SUCCESS) return nullptr;
+  if (look_up_function == nullptr ||
+      look_up_function(name, &found, version, CU_GET_PROC_ADDRESS_DEFAULT) != CUDA_SUCCESS)
+    return nullptr;
   return found;
 }
 
 Result<CudaDriver> load() {
   void* const library = ::dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);  // never closed: its threads outlive any user of it
   if (library == nullptr) {
-    return missing(fmt::format("there is no NVIDIA driver here: {}", ::dlerror()),
-                   "install the driver; in a container, start it with the GPU given to it (--gpus, NVIDIA Container Toolkit)");
+    return missing(
+        fmt::format("there is no NVIDIA driver here: {}", ::dlerror()),
+        "install the driver; in a container, start it with the GPU given to it (--gpus, NVIDIA Container Toolkit)");
   }
   // The driver's own look-up, of the oldest signature that is enough here; newer drivers keep it.
   look_up_function = reinterpret_cast<PFN_cuGetProcAddress_v11030>(::dlsym(library, "cuGetProcAddress"));
-  if (look_up_function == nullptr) return missing(fmt::format("{} has no cuGetProcAddress", kLibrary), "install a driver for CUDA 11.4 or newer");
+  if (look_up_function == nullptr)
+    return missing(fmt::format("{} has no cuGetProcAddress", kLibrary), "install a driver for CUDA 11.4 or newer");
   CudaDriver driver;
   const auto find = [](const char* name, int version, auto& function) {
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(look_up(name, version));
     return function != nullptr;
   };
-#define TORPOR_CUDA_FIND(function, version) \
-  if (!find(#function, version, driver.function)) return missing(fmt::format("the NVIDIA driver has no {}", #function), "install a driver for CUDA 11.4 or newer");
+#define TORPOR_CUDA_FIND(function, version)       \
+  if (!find(#function, version, driver.function)) \
+    return missing(fmt::format("the NVIDIA driver has no {}", #function), "install a driver for CUDA 11.4 or newer");
   TORPOR_CUDA_FUNCTIONS(TORPOR_CUDA_FIND)
 #undef TORPOR_CUDA_FIND
 #define TORPOR_CUDA_TRY(function, version) find(#function, version, driver.function);

@@ -1,7 +1,7 @@
 // CudaDriver: the functions of NVIDIA's driver that torpor calls, as a plain table.
 //
-// The real table is filled at run time from libcuda.so.1, so that one binary runs with and without a GPU; nothing of CUDA
-// is linked. Tests give a table of their own: tests/support/fake_cuda_driver.h.
+// The real table is filled at run time from libcuda.so.1, so that one binary runs with and without a GPU; nothing of
+// CUDA is linked. Tests give a table of their own: tests/support/fake_cuda_driver.h.
 //
 // Only where cuda.h was found at build time; allocator/cuda/cuda_device.h works in any build.
 #pragma once
@@ -18,44 +18,44 @@
 namespace torpor {
 
 // Name and the CUDA version whose signature is meant. All are in drivers for CUDA 11.4 and newer.
-#define TORPOR_CUDA_FUNCTIONS(F)            \
-  F(cuInit, 2000)                           \
-  F(cuDriverGetVersion, 2020)               \
-  F(cuGetErrorName, 6000)                   \
-  F(cuGetErrorString, 6000)                 \
-  F(cuDeviceGetCount, 2000)                 \
-  F(cuDeviceGet, 2000)                      \
-  F(cuDeviceGetName, 2000)                  \
-  F(cuDeviceGetAttribute, 2000)             \
-  F(cuDevicePrimaryCtxRetain, 7000)         \
-  F(cuDevicePrimaryCtxRelease, 11000)       \
-  F(cuCtxPushCurrent, 4000)                 \
-  F(cuCtxPopCurrent, 4000)                  \
-  F(cuCtxSynchronize, 2000)                 \
-  F(cuMemGetInfo, 3020)                     \
-  F(cuMemGetAllocationGranularity, 10020)   \
-  F(cuMemAddressReserve, 10020)             \
-  F(cuMemAddressFree, 10020)                \
-  F(cuMemCreate, 10020)                     \
-  F(cuMemRelease, 10020)                    \
-  F(cuMemMap, 10020)                        \
-  F(cuMemUnmap, 10020)                      \
-  F(cuMemSetAccess, 10020)                  \
-  F(cuMemHostRegister, 6050)                \
-  F(cuMemHostUnregister, 4000)              \
-  F(cuMemsetD8Async, 3020)                  \
-  F(cuMemcpyDtoHAsync, 3020)                \
-  F(cuMemcpyHtoDAsync, 3020)                \
-  F(cuModuleLoadData, 2000)                 \
-  F(cuModuleGetFunction, 2000)              \
-  F(cuModuleUnload, 2000)                   \
-  F(cuLaunchKernel, 4000)                   \
-  F(cuStreamCreate, 2000)                   \
-  F(cuStreamDestroy, 4000)                  \
-  F(cuStreamSynchronize, 2000)              \
-  F(cuEventCreate, 2000)                    \
-  F(cuEventRecord, 2000)                    \
-  F(cuEventSynchronize, 2000)               \
+#define TORPOR_CUDA_FUNCTIONS(F)          \
+  F(cuInit, 2000)                         \
+  F(cuDriverGetVersion, 2020)             \
+  F(cuGetErrorName, 6000)                 \
+  F(cuGetErrorString, 6000)               \
+  F(cuDeviceGetCount, 2000)               \
+  F(cuDeviceGet, 2000)                    \
+  F(cuDeviceGetName, 2000)                \
+  F(cuDeviceGetAttribute, 2000)           \
+  F(cuDevicePrimaryCtxRetain, 7000)       \
+  F(cuDevicePrimaryCtxRelease, 11000)     \
+  F(cuCtxPushCurrent, 4000)               \
+  F(cuCtxPopCurrent, 4000)                \
+  F(cuCtxSynchronize, 2000)               \
+  F(cuMemGetInfo, 3020)                   \
+  F(cuMemGetAllocationGranularity, 10020) \
+  F(cuMemAddressReserve, 10020)           \
+  F(cuMemAddressFree, 10020)              \
+  F(cuMemCreate, 10020)                   \
+  F(cuMemRelease, 10020)                  \
+  F(cuMemMap, 10020)                      \
+  F(cuMemUnmap, 10020)                    \
+  F(cuMemSetAccess, 10020)                \
+  F(cuMemHostRegister, 6050)              \
+  F(cuMemHostUnregister, 4000)            \
+  F(cuMemsetD8Async, 3020)                \
+  F(cuMemcpyDtoHAsync, 3020)              \
+  F(cuMemcpyHtoDAsync, 3020)              \
+  F(cuModuleLoadData, 2000)               \
+  F(cuModuleGetFunction, 2000)            \
+  F(cuModuleUnload, 2000)                 \
+  F(cuLaunchKernel, 4000)                 \
+  F(cuStreamCreate, 2000)                 \
+  F(cuStreamDestroy, 4000)                \
+  F(cuStreamSynchronize, 2000)            \
+  F(cuEventCreate, 2000)                  \
+  F(cuEventRecord, 2000)                  \
+  F(cuEventSynchronize, 2000)             \
   F(cuEventDestroy, 4000)
 
 // Used where the driver has them, else something slower.

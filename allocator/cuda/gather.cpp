@@ -4,7 +4,8 @@
 // The file that nvcc made, as it is.
 asm(".pushsection .rodata\n"
     ".balign 16\n"
-    "torpor_gather_image_begin: .incbin \"" TORPOR_GATHER_IMAGE "\"\n"
+    "torpor_gather_image_begin: .incbin \"" TORPOR_GATHER_IMAGE
+    "\"\n"
     "torpor_gather_image_end:\n"
     ".popsection\n");
 extern "C" const std::byte torpor_gather_image_begin[];

@@ -1,5 +1,6 @@
 // The kernel that copies many small pieces between device memory and pinned host memory in one launch, where the copy
-// engines would pay for each piece. Compiled by nvcc into an image (gather.cu) that the driver loads; optional in a build.
+// engines would pay for each piece. Compiled by nvcc into an image (gather.cu) that the driver loads; optional in a
+// build.
 //
 // The pieces travel as the kernel's arguments, so that no table has to live until the kernel ends.
 #pragma once
@@ -36,7 +37,8 @@ constexpr const char* kGatherName = "torpor_gather";
 constexpr unsigned kGatherThreads = 512;  // of the block that copies a piece; one block a piece
 
 // What thread `thread` of `threads` copies of a piece: 16 bytes at a time where both sides are aligned alike.
-TORPOR_DEVICE_TOO inline void copy_share(unsigned char* to, const unsigned char* from, uint64_t bytes, uint64_t thread, uint64_t threads) {
+TORPOR_DEVICE_TOO inline void copy_share(unsigned char* to, const unsigned char* from, uint64_t bytes, uint64_t thread,
+                                         uint64_t threads) {
   struct alignas(16) Wide {
     uint64_t words[2];
   };

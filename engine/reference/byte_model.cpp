@@ -13,7 +13,8 @@ void ByteModel::load_weights(uint64_t seed) {
 std::span<std::byte> ByteModel::kv(std::span<const int32_t> table, int32_t at, uint32_t layer) const {
   const KvTensor& tensor = layout_.tensors[0];
   const auto block = static_cast<uint64_t>(table[static_cast<size_t>(at / shape_.block_tokens)]);
-  const uint64_t address = tensor.address + layer * tensor.layer_stride + block * tensor.block_stride + static_cast<uint64_t>(at % shape_.block_tokens) * shape_.token_bytes;
+  const uint64_t address = tensor.address + layer * tensor.layer_stride + block * tensor.block_stride +
+                           static_cast<uint64_t>(at % shape_.block_tokens) * shape_.token_bytes;
   return {reinterpret_cast<std::byte*>(address), shape_.token_bytes};  // NOLINT(performance-no-int-to-ptr)
 }
 
@@ -27,7 +28,8 @@ void ByteModel::forward(std::span<const int32_t> table, int32_t at, int32_t toke
     if (at > 0) digest.update(kv(table, at - 1, layer));
     const Digest value = digest.finish();
     const std::span<std::byte> place = kv(table, at, layer);
-    for (size_t i = 0; i < place.size(); i += value.bytes.size()) std::memcpy(place.data() + i, value.bytes.data(), value.bytes.size());
+    for (size_t i = 0; i < place.size(); i += value.bytes.size())
+      std::memcpy(place.data() + i, value.bytes.data(), value.bytes.size());
   }
 }
 

@@ -1,6 +1,6 @@
-// ByteModel: not a language model. The next token is a hash over every byte of KV that the request may attend to, and the KV
-// of a token is a hash over the weights, the token and the KV of the token before it: one byte that is lost, stale or
-// misplaced changes the stream.
+// ByteModel: not a language model. The next token is a hash over every byte of KV that the request may attend to, and
+// the KV of a token is a hash over the weights, the token and the KV of the token before it: one byte that is lost,
+// stale or misplaced changes the stream.
 //
 // Threads: one at a time.
 #pragma once
@@ -24,7 +24,8 @@ struct ByteModelShape {
 class ByteModel {
  public:
   // `weights` is device memory; `layout` says where KV blocks are, one tensor, layer-outermost. Both stay valid.
-  ByteModel(ByteModelShape shape, std::span<std::byte> weights, const KvLayout& layout) : shape_(shape), weights_(weights), layout_(layout) {}
+  ByteModel(ByteModelShape shape, std::span<std::byte> weights, const KvLayout& layout)
+      : shape_(shape), weights_(weights), layout_(layout) {}
 
   void load_weights(uint64_t seed);
   // What is made of the weights and lies outside their region; a forward pass needs it.

@@ -24,10 +24,14 @@ ReferenceEngine::~ReferenceEngine() {
   for (const auto& [id, request] : requests_) release(*request);
 }
 
-Result<std::unique_ptr<ReferenceEngine>> ReferenceEngine::create(std::unique_ptr<DeviceMemory> device, FileSystem& file_system, const Clock& clock, ReferenceOptions options,
-                                                                 EventSink* sink) {
-  if (options.token_budget < 1 || options.max_running < 1 || options.model.token_bytes % 16 != 0 || options.model.token_bytes == 0) {
-    return Error{.code = Code::kInvalidArgument, .what = "token_budget, max_running or token_bytes is too small or odd", .next_step = "use at least 1, 1 and 16"};
+Result<std::unique_ptr<ReferenceEngine>> ReferenceEngine::create(std::unique_ptr<DeviceMemory> device,
+                                                                 FileSystem& file_system, const Clock& clock,
+                                                                 ReferenceOptions options, EventSink* sink) {
+  if (options.token_budget < 1 || options.max_running < 1 || options.model.token_bytes % 16 != 0 ||
+      options.model.token_bytes == 0) {
+    return Error{.code = Code::kInvalidArgument,
+                 .what = "token_budget, max_running or token_bytes is too small or odd",
+                 .next_step = "use at least 1, 1 and 16"};
   }
   std::unique_ptr<ReferenceEngine> engine(new ReferenceEngine(file_system, clock, std::move(options), sink));
   TORPOR_TRY(engine->build(std::move(device)));
@@ -37,15 +41,21 @@ Result<std::unique_ptr<ReferenceEngine>> ReferenceEngine::create(std::unique_ptr
 
 Status ReferenceEngine::build(std::unique_ptr<DeviceMemory> device) {
   TORPOR_ASSIGN(pool_, BlockPool::create({.num_blocks = options_.num_blocks, .block_tokens = block_tokens()}, sink_));
-  TORPOR_ASSIGN(memory_, RankMemory::create(std::move(device), file_system_, {.arena_slab_bytes = 1 * kMiB, .threads = options_.transfer_threads}));
+  TORPOR_ASSIGN(memory_, RankMemory::create(std::move(device), file_system_,
+                                            {.arena_slab_bytes = 1 * kMiB, .threads = options_.transfer_threads}));
   const ByteModelShape& shape = options_.model;
   const uint64_t block_bytes = static_cast<uint64_t>(shape.block_tokens) * shape.token_bytes;
   const uint64_t layer_bytes = static_cast<uint64_t>(options_.num_blocks) * block_bytes;
   TORPOR_ASSIGN(const DeviceAddress weights, memory_->allocate("weights", kOnlyRegion, options_.weight_bytes));
   TORPOR_ASSIGN(const DeviceAddress kv, memory_->allocate("kv_cache", kOnlyRegion, shape.layers * layer_bytes));
   TORPOR_TRY(memory_->set_kv_layout("kv_cache", {.num_blocks = static_cast<uint32_t>(options_.num_blocks),
-                                                 .tensors = {{.address = kv, .layers = shape.layers, .layer_stride = layer_bytes, .block_stride = block_bytes, .block_bytes = block_bytes}}}));
-  model_ = std::make_unique<ByteModel>(shape, std::span(reinterpret_cast<std::byte*>(weights), options_.weight_bytes), memory_->kv_layout());  // NOLINT(performance-no-int-to-ptr)
+                                                 .tensors = {{.address = kv,
+                                                              .layers = shape.layers,
+                                                              .layer_stride = layer_bytes,
+                                                              .block_stride = block_bytes,
+                                                              .block_bytes = block_bytes}}}));
+  model_ = std::make_unique<ByteModel>(shape, std::span(reinterpret_cast<std::byte*>(weights), options_.weight_bytes),
+                                       memory_->kv_layout());  // NOLINT(performance-no-int-to-ptr)
   model_->load_weights(options_.weights_seed);
   memory_->mark_dirty("weights");
   model_->prepare();
@@ -58,7 +68,11 @@ Status ReferenceEngine::build_tiers() {
   const uint64_t bytes = memory_->kv_layout().bytes_per_block();
   std::vector<BlockStore*> stores;
   if (tiers.host_blocks > 0) {
-    TORPOR_ASSIGN(host_, HostBlocks::create(memory_->arena(), {.num_blocks = tiers.host_blocks, .block_tokens = block_tokens(), .eviction = tiers.eviction}, bytes));
+    TORPOR_ASSIGN(
+        host_,
+        HostBlocks::create(
+            memory_->arena(),
+            {.num_blocks = tiers.host_blocks, .block_tokens = block_tokens(), .eviction = tiers.eviction}, bytes));
     stores.push_back(host_.get());
   }
   if (tiers.disk_blocks > 0) {
@@ -70,9 +84,14 @@ Status ReferenceEngine::build_tiers() {
     }
     owner.update(std::as_bytes(std::span(&options_.weights_seed, 1)));
     TORPOR_ASSIGN(disk_directory_, file_system_.open_directory(tiers.disk_directory, true));
-    TORPOR_ASSIGN(disk_, DiskBlocks::open(*disk_directory_,
-                                          {.pool = {.num_blocks = tiers.disk_blocks, .block_tokens = block_tokens(), .eviction = tiers.eviction}, .bytes_per_block = bytes, .owner = owner.finish()},
-                                          clock_));
+    TORPOR_ASSIGN(
+        disk_,
+        DiskBlocks::open(
+            *disk_directory_,
+            {.pool = {.num_blocks = tiers.disk_blocks, .block_tokens = block_tokens(), .eviction = tiers.eviction},
+             .bytes_per_block = bytes,
+             .owner = owner.finish()},
+            clock_));
     stores.push_back(disk_.get());
   }
   if (stores.empty()) return ok();
@@ -84,10 +103,12 @@ Status ReferenceEngine::build_tiers() {
   for (const auto& route : routes_) {
     std::vector<std::unique_ptr<OffloadPolicy>> policies;
     policies.push_back(make_presence_policy(*route));
-    TORPOR_ASSIGN(std::unique_ptr<OffloadPipeline> pipeline, OffloadPipeline::create(*route, clock_, tiers.offload, std::move(policies), sink_));
+    TORPOR_ASSIGN(std::unique_ptr<OffloadPipeline> pipeline,
+                  OffloadPipeline::create(*route, clock_, tiers.offload, std::move(policies), sink_));
     pipelines_.push_back(std::move(pipeline));
   }
-  onboarding_ = std::make_unique<Onboarding>(*pool_, memory_->kv_layout(), memory_->executor(), stores, host_ && disk_ ? tiers.disk_onboarding : DiskOnboarding::kDirect);
+  onboarding_ = std::make_unique<Onboarding>(*pool_, memory_->kv_layout(), memory_->executor(), stores,
+                                             host_ && disk_ ? tiers.disk_onboarding : DiskOnboarding::kDirect);
   return ok();
 }
 
@@ -98,19 +119,26 @@ bool ReferenceEngine::step_offload() {
   return more;
 }
 
-// --- requests ------------------------------------------------------------------------------------------------------------
+// --- requests
+// ------------------------------------------------------------------------------------------------------------
 
 Status ReferenceEngine::add(const ReferenceRequest& request, int32_t samples) {
   const int64_t most = static_cast<int64_t>(options_.num_blocks) * block_tokens();
-  if (request.prompt.empty() || request.max_tokens < 1 || samples < 1 || static_cast<int64_t>(request.prompt.size()) + request.max_tokens > most) {
+  if (request.prompt.empty() || request.max_tokens < 1 || samples < 1 ||
+      static_cast<int64_t>(request.prompt.size()) + request.max_tokens > most) {
     return Error{.code = Code::kInvalidArgument,
-                 .what = fmt::format("request {}: {} prompt tokens, {} to generate, {} samples", request.id, request.prompt.size(), request.max_tokens, samples),
+                 .what = fmt::format("request {}: {} prompt tokens, {} to generate, {} samples", request.id,
+                                     request.prompt.size(), request.max_tokens, samples),
                  .next_step = fmt::format("use 1 or more of each, and no more than {} tokens in all", most)};
   }
-  const auto id_of = [&](int32_t sample) { return samples > 1 ? fmt::format("{}/{}", request.id, sample) : request.id; };
+  const auto id_of = [&](int32_t sample) {
+    return samples > 1 ? fmt::format("{}/{}", request.id, sample) : request.id;
+  };
   for (int32_t sample = 0; sample < samples; ++sample) {
     if (!requests_.contains(id_of(sample))) continue;
-    return Error{.code = Code::kInvalidArgument, .what = fmt::format("request {} is there already", id_of(sample)), .next_step = "use another id"};
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("request {} is there already", id_of(sample)),
+                 .next_step = "use another id"};
   }
   for (int32_t sample = 0; sample < samples; ++sample) {
     auto made = std::make_unique<Request>();
@@ -148,7 +176,8 @@ bool ReferenceEngine::comes_before(const Request& a, const Request& b) const {
 }
 
 void ReferenceEngine::queue(Request& request) {
-  const auto place = std::find_if(waiting_.begin(), waiting_.end(), [&](const Request* other) { return comes_before(request, *other); });
+  const auto place = std::find_if(waiting_.begin(), waiting_.end(),
+                                  [&](const Request* other) { return comes_before(request, *other); });
   waiting_.insert(place, &request);
 }
 
@@ -171,13 +200,16 @@ std::vector<BlockIdentity> ReferenceEngine::chain_of(const Request& request) con
   std::vector<BlockIdentity> chain;
   Digest parent;
   for (int32_t at = 0; at + block_tokens() < request.length(); at += block_tokens()) {
-    chain.push_back({.parent = parent, .salt = request.asked.salt, .tokens = {request.tokens.begin() + at, request.tokens.begin() + at + block_tokens()}});
+    chain.push_back({.parent = parent,
+                     .salt = request.asked.salt,
+                     .tokens = {request.tokens.begin() + at, request.tokens.begin() + at + block_tokens()}});
     parent = chain.back().hash();
   }
   return chain;
 }
 
-// --- one step ------------------------------------------------------------------------------------------------------------
+// --- one step
+// ------------------------------------------------------------------------------------------------------------
 
 void ReferenceEngine::take_prefix(Request& request) {
   const std::vector<BlockIdentity> chain = chain_of(request);
@@ -223,7 +255,8 @@ std::vector<ReferenceEngine::Scheduled> ReferenceEngine::schedule() {
     const int32_t tokens = std::min(budget, request.length() - request.computed);
     std::optional<std::vector<MutableBlock>> fresh = allocate_for(request, tokens);
     while (!fresh) {  // the one that would be served last makes room
-      Request* last = *std::max_element(running_.begin(), running_.end(), [this](const Request* a, const Request* b) { return comes_before(*a, *b); });
+      Request* last = *std::max_element(running_.begin(), running_.end(),
+                                        [this](const Request* a, const Request* b) { return comes_before(*a, *b); });
       const auto last_row = static_cast<size_t>(std::find(running_.begin(), running_.end(), last) - running_.begin());
       preempt(*last, scheduled, budget);
       if (last_row <= row) --row;  // wraps at 0, and ++row wraps back
@@ -234,7 +267,8 @@ std::vector<ReferenceEngine::Scheduled> ReferenceEngine::schedule() {
     scheduled.push_back({&request, tokens, std::move(*fresh)});
     budget -= tokens;
   }
-  while (!waiting_.empty() && budget > 0 && running_.size() < static_cast<size_t>(options_.max_running) && counts_.preemptions == preempted_before) {
+  while (!waiting_.empty() && budget > 0 && running_.size() < static_cast<size_t>(options_.max_running) &&
+         counts_.preemptions == preempted_before) {
     Request& request = *waiting_.front();
     take_prefix(request);
     const int32_t tokens = std::min(budget, request.length() - request.computed);
@@ -259,13 +293,16 @@ void ReferenceEngine::compute(Scheduled& scheduled) {
   while (request.computed < end) {
     if (!request.partial) {
       request.partial = std::move(*fresh++);
-      (void)request.partial->initialize(request.full.empty() ? Digest{} : request.full.back().identity().hash(), request.asked.salt);
+      (void)request.partial->initialize(request.full.empty() ? Digest{} : request.full.back().identity().hash(),
+                                        request.asked.salt);
     }
     const int32_t count = std::min(end - request.computed, block_tokens() - request.computed % block_tokens());
-    (void)request.partial->add_tokens(std::span(request.tokens).subspan(static_cast<size_t>(request.computed), static_cast<size_t>(count)));
+    (void)request.partial->add_tokens(
+        std::span(request.tokens).subspan(static_cast<size_t>(request.computed), static_cast<size_t>(count)));
     (void)request.partial->schedule_compute();
     const std::vector<int32_t> table = request.table();
-    for (int32_t i = 0; i < count; ++i, ++request.computed) model_->forward(table, request.computed, request.tokens[static_cast<size_t>(request.computed)]);
+    for (int32_t i = 0; i < count; ++i, ++request.computed)
+      model_->forward(table, request.computed, request.tokens[static_cast<size_t>(request.computed)]);
     (void)request.partial->compute_done();
     if (request.computed % block_tokens() != 0) continue;
     Result<BlockRef> block = request.partial->register_block();

@@ -1,5 +1,6 @@
-// ReferenceEngine: a small continuous-batching engine on torpor's own block pool, tiers and values: chunked prefill, prefix
-// caching, priorities, preemption, greedy, seeded and unseeded sampling, parallel samples. Its model is a ByteModel.
+// ReferenceEngine: a small continuous-batching engine on torpor's own block pool, tiers and values: chunked prefill,
+// prefix caching, priorities, preemption, greedy, seeded and unseeded sampling, parallel samples. Its model is a
+// ByteModel.
 //
 // It is the oracle of the simulation and the example for who integrates another engine: reference_engine.cpp serves,
 // reference_hooks.cpp is all that a sleep needs of it.
@@ -42,7 +43,7 @@ struct ReferenceOptions {
   int32_t num_blocks = 64;
   int32_t token_budget = 16;  // tokens a step, all requests together
   int32_t max_running = 8;
-  bool by_priority = false;   // else first come, first served
+  bool by_priority = false;  // else first come, first served
   TierOptions tiers;
   int transfer_threads = 1;
 };
@@ -55,8 +56,8 @@ struct ReferenceRequest {
   int32_t max_tokens = 1;
   int32_t priority = 0;  // lower first, as in vLLM
   Sampling sampling = Sampling::kGreedy;
-  int64_t seed = 0;      // of kSeeded
-  uint64_t salt = 0;     // its blocks are shared only with the same salt
+  int64_t seed = 0;   // of kSeeded
+  uint64_t salt = 0;  // its blocks are shared only with the same salt
 };
 
 struct ReferenceOutput {
@@ -76,12 +77,13 @@ struct ReferenceCounts {
 class ReferenceEngine final : public EngineHooks {
  public:
   // `file_system`, `clock` and `sink` (may be null) outlive the result.
-  static Result<std::unique_ptr<ReferenceEngine>> create(std::unique_ptr<DeviceMemory> device, FileSystem& file_system, const Clock& clock, ReferenceOptions options,
+  static Result<std::unique_ptr<ReferenceEngine>> create(std::unique_ptr<DeviceMemory> device, FileSystem& file_system,
+                                                         const Clock& clock, ReferenceOptions options,
                                                          EventSink* sink = nullptr);
   ~ReferenceEngine() override;
 
-  // `samples` > 1: as many requests "ID/0", "ID/1", … that share the prompt's blocks and differ in their seed. kInvalidArgument
-  // for a prompt that can never fit, or a known id.
+  // `samples` > 1: as many requests "ID/0", "ID/1", … that share the prompt's blocks and differ in their seed.
+  // kInvalidArgument for a prompt that can never fit, or a known id.
   Status add(const ReferenceRequest& request, int32_t samples = 1);
   bool abort(const std::string& id);  // false: unknown
   // One forward pass over as many tokens as the budget allows. Nothing while frozen or idle.
@@ -170,9 +172,9 @@ class ReferenceEngine final : public EngineHooks {
   std::vector<OffloadHandle> offloads_;
 
   std::map<std::string, std::unique_ptr<Request>> requests_;
-  std::vector<Request*> running_;  // row order
-  std::deque<Request*> waiting_;   // front first
-  std::vector<BlockName> registered_;  // in this step: offered to the tiers at its end
+  std::vector<Request*> running_;         // row order
+  std::deque<Request*> waiting_;          // front first
+  std::vector<BlockName> registered_;     // in this step: offered to the tiers at its end
   uint64_t generator_ = kFreshGenerator;  // that unseeded requests share
   uint64_t arrivals_ = 0;
   bool frozen_ = false;

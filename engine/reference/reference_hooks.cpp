@@ -1,4 +1,5 @@
-// What a sleep needs of an engine, for the reference engine: to stand still, to hand its state over as values, to take it back.
+// What a sleep needs of an engine, for the reference engine: to stand still, to hand its state over as values, to take
+// it back.
 #include <algorithm>
 #include <cstring>
 #include <set>
@@ -24,7 +25,9 @@ uint64_t to_number(const Bytes& bytes) {
 
 Bytes to_bytes(const Digest& digest) { return {digest.bytes.begin(), digest.bytes.end()}; }
 
-Error damaged(std::string what) { return {.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"}; }
+Error damaged(std::string what) {
+  return {.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"};
+}
 
 // A registered block's identity, which the engine-neutral part of a snapshot does not have.
 Value to_value(const BlockPoolSnapshot::Block& block) {
@@ -39,8 +42,10 @@ Result<BlockPoolSnapshot::Block> to_block(const Value& value) {
   const auto* parent = value.find("parent") != nullptr ? std::get_if<Bytes>(&value.find("parent")->data) : nullptr;
   const auto* salt = value.find("salt") != nullptr ? std::get_if<Bytes>(&value.find("salt")->data) : nullptr;
   const auto* tokens = value.find("tokens") != nullptr ? std::get_if<IntArray>(&value.find("tokens")->data) : nullptr;
-  if (id == nullptr || parent == nullptr || salt == nullptr || tokens == nullptr || parent->size() != 16) return damaged("a block's identity is incomplete");
-  BlockPoolSnapshot::Block block{.id = static_cast<int32_t>(*id), .identity = {.salt = to_number(*salt), .tokens = {tokens->begin(), tokens->end()}}};
+  if (id == nullptr || parent == nullptr || salt == nullptr || tokens == nullptr || parent->size() != 16)
+    return damaged("a block's identity is incomplete");
+  BlockPoolSnapshot::Block block{.id = static_cast<int32_t>(*id),
+                                 .identity = {.salt = to_number(*salt), .tokens = {tokens->begin(), tokens->end()}}};
   std::copy(parent->begin(), parent->end(), block.identity.parent.bytes.begin());
   return block;
 }
@@ -49,7 +54,8 @@ Result<BlockPoolSnapshot::Block> to_block(const Value& value) {
 
 Result<std::vector<std::string>> ReferenceEngine::unsupported() {
   std::vector<std::string> features;
-  if (const int32_t blocks = pool_->info().quarantined; blocks > 0) features.push_back(fmt::format("{} KV blocks whose copies were never proven over", blocks));
+  if (const int32_t blocks = pool_->info().quarantined; blocks > 0)
+    features.push_back(fmt::format("{} KV blocks whose copies were never proven over", blocks));
   return features;
 }
 
@@ -67,9 +73,11 @@ Status ReferenceEngine::resume() {
 Result<Fingerprint> ReferenceEngine::fingerprint() {
   const ByteModelShape& shape = options_.model;
   return Fingerprint{{"engine", "reference"},
-                     {"kv", fmt::format("{} blocks of {} tokens, {} layers of {} bytes a token", options_.num_blocks, shape.block_tokens, shape.layers, shape.token_bytes)},
+                     {"kv", fmt::format("{} blocks of {} tokens, {} layers of {} bytes a token", options_.num_blocks,
+                                        shape.block_tokens, shape.layers, shape.token_bytes)},
                      {"vocabulary", std::to_string(shape.vocabulary)},
-                     {"scheduler", fmt::format("{} tokens, {} requests, {}", options_.token_budget, options_.max_running, options_.by_priority ? "priority" : "fcfs")}};
+                     {"scheduler", fmt::format("{} tokens, {} requests, {}", options_.token_budget,
+                                               options_.max_running, options_.by_priority ? "priority" : "fcfs")}};
 }
 
 Result<SchedulerCheckpoint> ReferenceEngine::capture() {
@@ -85,16 +93,20 @@ Result<SchedulerCheckpoint> ReferenceEngine::capture() {
   for (const auto& [id, request] : requests_) {
     const bool running = std::find(running_.begin(), running_.end(), request.get()) != running_.end();
     const ReferenceRequest& asked = request->asked;
-    scheduler.requests.push_back({.id = id,
-                                  .priority = asked.priority,
-                                  .status = running ? RequestStatus::kRunning : request->preemptions > 0 ? RequestStatus::kPreempted : RequestStatus::kWaiting,
-                                  .prompt_token_ids = asked.prompt,
-                                  .output_token_ids = {request->tokens.begin() + static_cast<std::ptrdiff_t>(asked.prompt.size()), request->tokens.end()},
-                                  .num_computed_tokens = request->computed,
-                                  .num_preemptions = request->preemptions,
-                                  .max_tokens = asked.max_tokens,
-                                  .sampling = {.temperature = asked.sampling == Sampling::kGreedy ? 0.0 : 1.0, .max_tokens = asked.max_tokens},
-                                  .engine = {Dict{{"arrival", {static_cast<int64_t>(request->arrival)}}, {"salt", {to_bytes(asked.salt)}}}}});
+    scheduler.requests.push_back(
+        {.id = id,
+         .priority = asked.priority,
+         .status = running                    ? RequestStatus::kRunning
+                   : request->preemptions > 0 ? RequestStatus::kPreempted
+                                              : RequestStatus::kWaiting,
+         .prompt_token_ids = asked.prompt,
+         .output_token_ids = {request->tokens.begin() + static_cast<std::ptrdiff_t>(asked.prompt.size()),
+                              request->tokens.end()},
+         .num_computed_tokens = request->computed,
+         .num_preemptions = request->preemptions,
+         .max_tokens = asked.max_tokens,
+         .sampling = {.temperature = asked.sampling == Sampling::kGreedy ? 0.0 : 1.0, .max_tokens = asked.max_tokens},
+         .engine = {Dict{{"arrival", {static_cast<int64_t>(request->arrival)}}, {"salt", {to_bytes(asked.salt)}}}}});
     if (asked.sampling == Sampling::kSeeded) {
       scheduler.requests.back().sampling.seed = asked.seed;
       worker.generators.emplace_back(id, to_bytes(request->generator));
@@ -119,7 +131,8 @@ Result<SchedulerCheckpoint> ReferenceEngine::capture() {
     entry.id = block.id;
     entry.hash = hash;
     entry.hash_tokens = block_tokens();
-    const auto same = std::find_if(kv.prefix_index.begin(), kv.prefix_index.end(), [&](const PrefixEntry& known) { return known.hash == hash; });
+    const auto same = std::find_if(kv.prefix_index.begin(), kv.prefix_index.end(),
+                                   [&](const PrefixEntry& known) { return known.hash == hash; });
     if (same == kv.prefix_index.end()) {
       kv.prefix_index.push_back({hash, {block.id}});
     } else {
@@ -172,7 +185,8 @@ Status ReferenceEngine::reconnect(const std::vector<WorkerSnapshot>& workers) {
 
 Result<std::vector<FailedRequest>> ReferenceEngine::restore(const EngineCheckpoint& checkpoint) {
   const SchedulerCheckpoint& state = checkpoint.state;
-  if (state.workers.size() != 1 || state.kv.groups.size() != 1) return damaged("this is not the checkpoint of a reference engine");
+  if (state.workers.size() != 1 || state.kv.groups.size() != 1)
+    return damaged("this is not the checkpoint of a reference engine");
   const WorkerSnapshot& worker = state.workers[0];
 
   BlockPoolSnapshot pool;
@@ -189,7 +203,8 @@ Result<std::vector<FailedRequest>> ReferenceEngine::restore(const EngineCheckpoi
   if (!hashed.empty()) return damaged(fmt::format("block {} has a hash and no identity", *hashed.begin()));
   pool.free_order = state.kv.free_order;
   std::stable_partition(pool.free_order.begin(), pool.free_order.end(), [&](int32_t id) {
-    return std::none_of(pool.registered.begin(), pool.registered.end(), [id](const BlockPoolSnapshot::Block& block) { return block.id == id; });
+    return std::none_of(pool.registered.begin(), pool.registered.end(),
+                        [id](const BlockPoolSnapshot::Block& block) { return block.id == id; });
   });
   TORPOR_ASSIGN(BlockPool::Handles handles, pool_->restore(pool));
 
@@ -197,15 +212,19 @@ Result<std::vector<FailedRequest>> ReferenceEngine::restore(const EngineCheckpoi
   for (const KvTable& table : state.kv.groups[0].tables) tables[table.request] = table.blocks;
   for (const RequestState& saved : state.scheduler.requests) {
     auto request = std::make_unique<Request>();
-    request->asked = {.id = saved.id, .prompt = saved.prompt_token_ids, .max_tokens = saved.max_tokens, .priority = saved.priority};
-    request->asked.sampling = saved.sampling.temperature == 0 ? Sampling::kGreedy : saved.sampling.seed ? Sampling::kSeeded : Sampling::kUnseeded;
+    request->asked = {
+        .id = saved.id, .prompt = saved.prompt_token_ids, .max_tokens = saved.max_tokens, .priority = saved.priority};
+    request->asked.sampling = saved.sampling.temperature == 0 ? Sampling::kGreedy
+                              : saved.sampling.seed           ? Sampling::kSeeded
+                                                              : Sampling::kUnseeded;
     request->asked.seed = saved.sampling.seed.value_or(0);
     request->tokens = saved.prompt_token_ids;
     request->tokens.insert(request->tokens.end(), saved.output_token_ids.begin(), saved.output_token_ids.end());
     request->preemptions = saved.num_preemptions;
     const Value* arrival = saved.engine.find("arrival");
     const Value* salt = saved.engine.find("salt");
-    if (arrival == nullptr || salt == nullptr || !std::holds_alternative<int64_t>(arrival->data) || !std::holds_alternative<Bytes>(salt->data)) {
+    if (arrival == nullptr || salt == nullptr || !std::holds_alternative<int64_t>(arrival->data) ||
+        !std::holds_alternative<Bytes>(salt->data)) {
       return damaged(fmt::format("request {} has no arrival or no salt", saved.id));
     }
     request->arrival = static_cast<uint64_t>(std::get<int64_t>(arrival->data));
@@ -228,13 +247,18 @@ Result<std::vector<FailedRequest>> ReferenceEngine::restore(const EngineCheckpoi
       }
     }
     request->computed = saved.num_computed_tokens;
-    const auto in_partial = static_cast<size_t>(request->computed) - request->full.size() * static_cast<size_t>(block_tokens());
-    if (request->computed > request->length() || (request->partial ? in_partial == 0 || in_partial >= static_cast<size_t>(block_tokens()) : in_partial != 0)) {
-      return damaged(fmt::format("request {} has {} computed tokens in {} blocks", saved.id, request->computed, request->table().size()));
+    const auto in_partial =
+        static_cast<size_t>(request->computed) - request->full.size() * static_cast<size_t>(block_tokens());
+    if (request->computed > request->length() ||
+        (request->partial ? in_partial == 0 || in_partial >= static_cast<size_t>(block_tokens()) : in_partial != 0)) {
+      return damaged(fmt::format("request {} has {} computed tokens in {} blocks", saved.id, request->computed,
+                                 request->table().size()));
     }
     if (request->partial) {
-      const std::span<const int32_t> held = std::span(request->tokens).subspan(static_cast<size_t>(request->computed) - in_partial, in_partial);
-      TORPOR_TRY(request->partial->initialize(request->full.empty() ? Digest{} : request->full.back().identity().hash(), request->asked.salt));
+      const std::span<const int32_t> held =
+          std::span(request->tokens).subspan(static_cast<size_t>(request->computed) - in_partial, in_partial);
+      TORPOR_TRY(request->partial->initialize(request->full.empty() ? Digest{} : request->full.back().identity().hash(),
+                                              request->asked.salt));
       TORPOR_TRY(request->partial->add_tokens(held));
       TORPOR_TRY(request->partial->schedule_compute());
       TORPOR_TRY(request->partial->compute_done());

@@ -30,14 +30,17 @@ std::unique_ptr<DeviceMemory> over_fake(FakeCudaOptions options) {
   return value_of(make_cuda_device(fake->driver(), {}));
 }
 std::unique_ptr<DeviceMemory> batched() { return over_fake({}); }
-std::unique_ptr<DeviceMemory> one_by_one() { return over_fake({.granularity_bytes = 2 * kMiB, .batched_copies = false, .seed = 2}); }
+std::unique_ptr<DeviceMemory> one_by_one() {
+  return over_fake({.granularity_bytes = 2 * kMiB, .batched_copies = false, .seed = 2});
+}
 
 INSTANTIATE_TEST_SUITE_P(FakeCuda, DeviceMemoryContract, ::testing::Values(batched, one_by_one));
 
 // The same on real ones, where there are any.
 std::vector<test::DeviceFactory> real_devices() {
   if (!cuda_driver()) return {};
-  return {[] { return value_of(make_cuda_device()); }, [] { return value_of(make_cuda_device({.gather_below_bytes = kMiB})); }};
+  return {[] { return value_of(make_cuda_device()); },
+          [] { return value_of(make_cuda_device({.gather_below_bytes = kMiB})); }};
 }
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(DeviceMemoryContract);
 INSTANTIATE_TEST_SUITE_P(Cuda, DeviceMemoryContract, ::testing::ValuesIn(real_devices()));
@@ -53,7 +56,8 @@ TEST(CudaDriver, WhereThereIsNoneTheErrorSaysWhatToInstall) {
 TEST(CudaDevice, SaysWhatItIs) {
   FakeCuda fake({.devices = 2, .attributes = false});
   CudaDeviceInfo info;
-  const auto device = value_of(make_cuda_device(fake.driver(), {.ordinal = 1, .rdma = true, .exportable = true}, &info));
+  const auto device =
+      value_of(make_cuda_device(fake.driver(), {.ordinal = 1, .rdma = true, .exportable = true}, &info));
   EXPECT_EQ(device->kind(), "cuda:1");
   EXPECT_EQ(info.name, "Fake GPU");
   EXPECT_EQ(info.driver_version, 12080);
@@ -116,7 +120,11 @@ TEST(CudaDevice, AnotherProcessMayHoldTheMemory) {
 // A stream, and a mapped region of four physical pieces.
 class CudaDeviceTest : public ::testing::Test {
  protected:
-  CudaDeviceTest() : device_(value_of(make_cuda_device(fake_.driver(), {}))), unit_(device_->granularity()), stream_(value_of(device_->create_stream())), address_(value_of(device_->reserve(4 * unit_))) {
+  CudaDeviceTest()
+      : device_(value_of(make_cuda_device(fake_.driver(), {}))),
+        unit_(device_->granularity()),
+        stream_(value_of(device_->create_stream())),
+        address_(value_of(device_->reserve(4 * unit_))) {
     for (uint64_t i = 0; i < 4; ++i) {
       ids_.push_back(value_of(device_->create(unit_)));
       EXPECT_SUCCEEDS(device_->map(address_ + i * unit_, ids_.back()));
@@ -228,7 +236,8 @@ TEST(CudaDevice, TheArenaAsksForMemoryOfItsNumaNode) {
   const auto span = value_of(arena->allocate(kMiB));
   int policy = -1;
   unsigned long nodes[16] = {};
-  if (::syscall(SYS_get_mempolicy, &policy, nodes, 8 * sizeof nodes, span.bytes().data(), MPOL_F_ADDR) != 0) GTEST_SKIP() << "this kernel knows no NUMA";
+  if (::syscall(SYS_get_mempolicy, &policy, nodes, 8 * sizeof nodes, span.bytes().data(), MPOL_F_ADDR) != 0)
+    GTEST_SKIP() << "this kernel knows no NUMA";
   EXPECT_EQ(policy, MPOL_PREFERRED);
   EXPECT_EQ(nodes[0], 1u);
   EXPECT_EQ(arena->info().numa_node, 0);
@@ -261,7 +270,8 @@ TEST(CudaDevice, ACopyMayCrossRegistrationsOfHostMemory) {
   for (const uint64_t gather_below : {uint64_t{0}, kMiB}) {
     FakeCuda fake({.granularity_bytes = 2 * kMiB});
     constexpr std::byte image[16] = {};
-    const auto device = value_of(make_cuda_device(fake.driver(), {.gather_below_bytes = gather_below, .gather_image = image, .pin_step_bytes = 8 * kKiB}));
+    const auto device = value_of(make_cuda_device(
+        fake.driver(), {.gather_below_bytes = gather_below, .gather_image = image, .pin_step_bytes = 8 * kKiB}));
     const auto arena = value_of(HostArena::create({.slab_bytes = 2 * kMiB, .pin_for = device.get()}));
     const auto host = value_of(arena->allocate(kMiB)).bytes();
     const DeviceAddress address = value_of(device->reserve(2 * kMiB));
@@ -272,7 +282,8 @@ TEST(CudaDevice, ACopyMayCrossRegistrationsOfHostMemory) {
     std::vector<std::byte> content(60 * kKiB);
     for (size_t i = 0; i < content.size(); ++i) content[i] = static_cast<std::byte>(i * 131 >> 3);
     std::copy(content.begin(), content.end(), host.data() + 100);
-    const std::vector<Copy> up = {{address + 5, host.data() + 100, 20 * kKiB}, {address + 5 + 20 * kKiB, host.data() + 100 + 20 * kKiB, 40 * kKiB}};
+    const std::vector<Copy> up = {{address + 5, host.data() + 100, 20 * kKiB},
+                                  {address + 5 + 20 * kKiB, host.data() + 100 + 20 * kKiB, 40 * kKiB}};
     ASSERT_SUCCEEDS(device->copy_async(stream, Direction::kHostToDevice, up));
     std::vector<std::byte> read(content.size());
     const Copy down{address + 5, read.data(), read.size()};
@@ -316,8 +327,13 @@ constexpr std::byte kImage[16] = {};  // the fake driver loads any
 class CudaGatherTest : public ::testing::Test {
  protected:
   static constexpr uint64_t kBytes = 4 * kMiB;
-  CudaGatherTest() : device_(value_of(make_cuda_device(fake_.driver(), {.gather_below_bytes = 16 * kKiB, .gather_image = kImage}))), arena_(value_of(HostArena::create({.slab_bytes = 2 * kBytes, .pin_for = device_.get()}))),
-                     host_(value_of(arena_->allocate(kBytes))), stream_(value_of(device_->create_stream())), address_(value_of(device_->reserve(kBytes))), id_(value_of(device_->create(kBytes))) {
+  CudaGatherTest()
+      : device_(value_of(make_cuda_device(fake_.driver(), {.gather_below_bytes = 16 * kKiB, .gather_image = kImage}))),
+        arena_(value_of(HostArena::create({.slab_bytes = 2 * kBytes, .pin_for = device_.get()}))),
+        host_(value_of(arena_->allocate(kBytes))),
+        stream_(value_of(device_->create_stream())),
+        address_(value_of(device_->reserve(kBytes))),
+        id_(value_of(device_->create(kBytes))) {
     EXPECT_SUCCEEDS(device_->map(address_, id_));
     EXPECT_SUCCEEDS(device_->set_access(address_, kBytes, Access::kReadWrite));
   }
@@ -368,22 +384,27 @@ TEST_F(CudaGatherTest, PiecesOfAnySizeAndAlignmentGoThereAndBack) {
   std::vector<std::byte> wanted(content.size());
   for (const Copy& piece : copies) {
     const auto at = static_cast<size_t>(piece.host - host_.bytes().data());
-    std::copy_n(content.begin() + static_cast<std::ptrdiff_t>(at), piece.bytes, wanted.begin() + static_cast<std::ptrdiff_t>(at));
+    std::copy_n(content.begin() + static_cast<std::ptrdiff_t>(at), piece.bytes,
+                wanted.begin() + static_cast<std::ptrdiff_t>(at));
   }
   EXPECT_TRUE(std::equal(wanted.begin(), wanted.end(), host_.bytes().begin()));
   // What the engines read is what the kernel wrote.
   std::vector<std::byte> whole(kBytes);
   copy(Direction::kDeviceToHost, {{address_, whole.data(), kBytes}});
-  for (const Copy& piece : copies) ASSERT_TRUE(std::equal(whole.data() + (piece.device - address_), whole.data() + (piece.device - address_) + piece.bytes, piece.host));
+  for (const Copy& piece : copies)
+    ASSERT_TRUE(std::equal(whole.data() + (piece.device - address_),
+                           whole.data() + (piece.device - address_) + piece.bytes, piece.host));
 }
 
 TEST_F(CudaGatherTest, OnlySmallPiecesInPinnedMemoryGoThatWay) {
   std::vector<std::byte> unpinned(kMiB);
   copy(Direction::kDeviceToHost, {{address_, unpinned.data(), 512}, {address_ + 512, unpinned.data() + 512, 512}});
-  copy(Direction::kDeviceToHost, {{address_, host_.bytes().data(), 512}});                                                                     // one
-  copy(Direction::kDeviceToHost, {{address_, host_.bytes().data(), 16 * kKiB}, {address_ + kMiB, host_.bytes().data() + kMiB, 16 * kKiB}});  // not small
+  copy(Direction::kDeviceToHost, {{address_, host_.bytes().data(), 512}});  // one
+  copy(Direction::kDeviceToHost, {{address_, host_.bytes().data(), 16 * kKiB},
+                                  {address_ + kMiB, host_.bytes().data() + kMiB, 16 * kKiB}});  // not small
   EXPECT_EQ(launches(), 0u);
-  copy(Direction::kDeviceToHost, {{address_, host_.bytes().data(), 512}, {address_ + kMiB, host_.bytes().data() + kMiB, 16 * kKiB}});
+  copy(Direction::kDeviceToHost,
+       {{address_, host_.bytes().data(), 512}, {address_ + kMiB, host_.bytes().data() + kMiB, 16 * kKiB}});
   EXPECT_EQ(launches(), 1u);
   std::vector<Copy> partly = {{address_, host_.bytes().data(), 512}, {address_ + 512, unpinned.data(), 512}};
   copy(Direction::kDeviceToHost, partly);
@@ -413,7 +434,8 @@ TEST(CudaGather, AKernelThatCannotBeLoadedIsSaidAndNothingIsLeft) {
       ASSERT_LT(nth, 40u) << function;
       device.reset();
       fake.fail(nth, CUDA_ERROR_NO_BINARY_FOR_GPU, Lasting::kOnce);
-      if (auto made = make_cuda_device(fake.driver(), {.gather_below_bytes = kKiB, .gather_image = kImage}, &info)) device = std::move(*made);
+      if (auto made = make_cuda_device(fake.driver(), {.gather_below_bytes = kKiB, .gather_image = kImage}, &info))
+        device = std::move(*made);
     }
     EXPECT_NE(device, nullptr);
     EXPECT_FALSE(info.gathers);

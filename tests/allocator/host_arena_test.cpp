@@ -66,7 +66,8 @@ TEST(HostArena, RandomSpansNeverOverlapAndAllMemoryComesBack) {
       std::memset(spans.back().first.bytes().data(), mark, spans.back().first.bytes().size());
     } else {
       std::swap(spans[random() % spans.size()], spans.back());
-      for (const std::byte byte : spans.back().first.bytes()) ASSERT_EQ(byte, static_cast<std::byte>(spans.back().second));
+      for (const std::byte byte : spans.back().first.bytes())
+        ASSERT_EQ(byte, static_cast<std::byte>(spans.back().second));
       spans.pop_back();
     }
   }
@@ -92,7 +93,9 @@ TEST(HostArena, ManyThreadsShareOneArena) {
   EXPECT_EQ(arena->info().used_bytes, 0u);
 }
 
-TEST(HostArena, ANegativeThreadCountIsRefused) { EXPECT_FAILS(HostArena::create({.prefault_threads = -1}), Code::kInvalidArgument); }
+TEST(HostArena, ANegativeThreadCountIsRefused) {
+  EXPECT_FAILS(HostArena::create({.prefault_threads = -1}), Code::kInvalidArgument);
+}
 
 }  // namespace
 }  // namespace torpor

@@ -16,8 +16,12 @@ using test::value_of;
 
 std::unique_ptr<DeviceMemory> at_once() { return value_of(make_host_device()); }
 std::unique_ptr<DeviceMemory> deferred() { return value_of(make_host_device({.defer_copies = true})); }
-std::unique_ptr<DeviceMemory> shuffled() { return value_of(make_host_device({.defer_copies = true, .shuffle_seed = 7})); }
-std::unique_ptr<DeviceMemory> like_a_gpu() { return value_of(make_host_device({.granularity_bytes = 2 * kMiB, .capacity_bytes = 64 * kMiB})); }
+std::unique_ptr<DeviceMemory> shuffled() {
+  return value_of(make_host_device({.defer_copies = true, .shuffle_seed = 7}));
+}
+std::unique_ptr<DeviceMemory> like_a_gpu() {
+  return value_of(make_host_device({.granularity_bytes = 2 * kMiB, .capacity_bytes = 64 * kMiB}));
+}
 
 INSTANTIATE_TEST_SUITE_P(HostDevice, DeviceMemoryContract, ::testing::Values(at_once, deferred, shuffled, like_a_gpu));
 

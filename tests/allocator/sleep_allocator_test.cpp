@@ -16,7 +16,9 @@ using Tags = std::vector<std::string>;
 
 constexpr uint64_t kUnit = 64 * kKiB;
 
-std::byte* at(DeviceAddress address) { return reinterpret_cast<std::byte*>(address); }  // NOLINT(performance-no-int-to-ptr)
+std::byte* at(DeviceAddress address) {
+  return reinterpret_cast<std::byte*>(address);
+}  // NOLINT(performance-no-int-to-ptr)
 
 // All regions of the tags, as a wake does it.
 Status attach(SleepAllocator& allocator, const Tags& tags) {
@@ -34,7 +36,9 @@ Status attach(SleepAllocator& allocator, const Tags& tags) {
 
 class SleepAllocatorTest : public ::testing::Test {
  protected:
-  SleepAllocatorTest() : device_(value_of(make_host_device())), allocator_(value_of(SleepAllocator::create(device_, {.handle_bytes = kUnit}))) {
+  SleepAllocatorTest()
+      : device_(value_of(make_host_device())),
+        allocator_(value_of(SleepAllocator::create(device_, {.handle_bytes = kUnit}))) {
     weights_ = value_of(allocator_->allocate("weights", "a", 3 * kUnit));
     more_weights_ = value_of(allocator_->allocate("weights", "b", 100));
     kv_ = value_of(allocator_->allocate("kv_cache", "kv", 2 * kUnit));
@@ -148,7 +152,8 @@ TEST_F(SleepAllocatorTest, ACancelledRestoreThatFailsCanBeTriedAgain) {
   at(weights_)[0] = std::byte{1};  // it is mapped
 }
 
-// Every device call of a detach fails once: either everything is as it was, or what could not be undone is broken, by name.
+// Every device call of a detach fails once: either everything is as it was, or what could not be undone is broken, by
+// name.
 TEST_F(SleepAllocatorTest, DetachIsAllOrNothingWhereverTheDeviceFails) {
   uint64_t points = 0;
   for (uint64_t n = 1;; ++n) {

@@ -27,9 +27,12 @@ TEST(Copy, EveryByteArrivesAndNoneBesideAndTheDigestIsThatOfTheBytes) {
           } else {
             copy_past_cache(place, bytes);
           }
-          ASSERT_TRUE(std::equal(bytes.begin(), bytes.end(), place.begin())) << size << " from " << from << " to " << to;
-          ASSERT_TRUE(std::all_of(target.begin(), target.begin() + static_cast<std::ptrdiff_t>(to), [](std::byte b) { return b == std::byte{0xee}; }));
-          ASSERT_TRUE(std::all_of(target.begin() + static_cast<std::ptrdiff_t>(to + size), target.end(), [](std::byte b) { return b == std::byte{0xee}; }));
+          ASSERT_TRUE(std::equal(bytes.begin(), bytes.end(), place.begin()))
+              << size << " from " << from << " to " << to;
+          ASSERT_TRUE(std::all_of(target.begin(), target.begin() + static_cast<std::ptrdiff_t>(to),
+                                  [](std::byte b) { return b == std::byte{0xee}; }));
+          ASSERT_TRUE(std::all_of(target.begin() + static_cast<std::ptrdiff_t>(to + size), target.end(),
+                                  [](std::byte b) { return b == std::byte{0xee}; }));
         }
       }
     }

@@ -17,7 +17,8 @@ TEST(Digest, InPiecesEqualsInOne) {
   for (size_t i = 0; i < text.size(); ++i) text[i] = static_cast<char>(i * 131);
   for (const size_t piece : {1u, 7u, 1024u, 65536u}) {
     StreamingDigest streaming;
-    for (size_t at = 0; at < text.size(); at += piece) streaming.update(bytes_of(text).subspan(at, std::min(piece, text.size() - at)));
+    for (size_t at = 0; at < text.size(); at += piece)
+      streaming.update(bytes_of(text).subspan(at, std::min(piece, text.size() - at)));
     EXPECT_EQ(streaming.finish(), digest_of(bytes_of(text))) << piece;
   }
 }

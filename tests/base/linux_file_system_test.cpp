@@ -140,7 +140,8 @@ TEST_F(LinuxFileSystem, SlotsAreWrittenAndReadManyAtOnce) {
     const auto file = value_of(open()->open_slots(wish == FileIo::kPlain ? "plain" : "fastest", wish));
     SCOPED_TRACE(file->io());
     EXPECT_EQ(file->io() == "plain", wish == FileIo::kPlain);
-    const std::unique_ptr<std::byte, void (*)(void*)> memory(static_cast<std::byte*>(std::aligned_alloc(4096, kSlot * kSlots)), std::free);
+    const std::unique_ptr<std::byte, void (*)(void*)> memory(
+        static_cast<std::byte*>(std::aligned_alloc(4096, kSlot * kSlots)), std::free);
     std::vector<FilePart> parts;
     for (size_t i = 0; i < kSlots; ++i) {
       const std::span<std::byte> slot(memory.get() + i * kSlot, kSlot);

@@ -19,14 +19,25 @@ using test::succeeded;
 using test::value_of;
 
 Answer asked(const std::string& id, std::string response = "", std::string tenant = "", int32_t choice = 0) {
-  Answer answer{.request = test::example_request(id, RequestStatus::kWaiting, 3, 0, 0), .response = response.empty() ? "response-" + id : std::move(response), .tenant = std::move(tenant), .choice = choice};
+  Answer answer{.request = test::example_request(id, RequestStatus::kWaiting, 3, 0, 0),
+                .response = response.empty() ? "response-" + id : std::move(response),
+                .tenant = std::move(tenant),
+                .choice = choice};
   answer.front.data = std::string("front end");
   return answer;
 }
 
-AnswerStep given(std::string id, uint32_t at, std::vector<int32_t> tokens, std::string text) { return {.id = std::move(id), .at = at, .tokens = std::move(tokens), .text = std::move(text)}; }
+AnswerStep given(std::string id, uint32_t at, std::vector<int32_t> tokens, std::string text) {
+  return {.id = std::move(id), .at = at, .tokens = std::move(tokens), .text = std::move(text)};
+}
 
-AnswerStep ended(std::string id, uint32_t at) { return {.id = std::move(id), .at = at, .state = AnswerState::kFinished, .finish_reason = "stop", .stop_reason = {int64_t{7}}}; }
+AnswerStep ended(std::string id, uint32_t at) {
+  return {.id = std::move(id),
+          .at = at,
+          .state = AnswerState::kFinished,
+          .finish_reason = "stop",
+          .stop_reason = {int64_t{7}}};
+}
 
 class WallClock final : public Clock {
  public:
@@ -37,8 +48,12 @@ class WallClock final : public Clock {
 
 class AnswersTest : public ::testing::Test {
  protected:
-  AnswersOptions options() { return {.clock = &clock_, .directory = directory_ / "answers", .engine = {{"model", "a"}}}; }
-  std::unique_ptr<Answers> open(AnswersOptions options) { return value_of(Answers::open(linux_file_system(), std::move(options))); }
+  AnswersOptions options() {
+    return {.clock = &clock_, .directory = directory_ / "answers", .engine = {{"model", "a"}}};
+  }
+  std::unique_ptr<Answers> open(AnswersOptions options) {
+    return value_of(Answers::open(linux_file_system(), std::move(options)));
+  }
   std::unique_ptr<Answers> open() { return open(options()); }
   std::string file() const {
     std::string found;
@@ -51,7 +66,10 @@ class AnswersTest : public ::testing::Test {
     std::ifstream in(path, std::ios::binary);
     return {std::istreambuf_iterator<char>(in), {}};
   }
-  static void write(const std::string& path, const Bytes& bytes) { std::ofstream(path, std::ios::binary | std::ios::trunc).write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size())); }
+  static void write(const std::string& path, const Bytes& bytes) {
+    std::ofstream(path, std::ios::binary | std::ios::trunc)
+        .write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
+  }
 
   test::TemporaryDirectory directory_;
   WallClock clock_;
@@ -124,8 +142,10 @@ TEST_F(AnswersTest, AStepThatDoesNotFitIsRefusedAndNothingOfItsRecordIsTaken) {
   ASSERT_TRUE(succeeded(answers->start(asked("a"))));
   ASSERT_TRUE(succeeded(answers->start(asked("b"))));
   EXPECT_TRUE(failed_with(answers->start(asked("a")), Code::kInvalidArgument, "already"));
-  EXPECT_TRUE(failed_with(answers->step({given("a", 0, {1}, "x"), given("b", 1, {1}, "x")}), Code::kInvalidArgument, "b has 0 tokens"));
-  EXPECT_TRUE(failed_with(answers->step({given("a", 0, {1}, "x"), given("c", 0, {1}, "x")}), Code::kInvalidArgument, "no answer c"));
+  EXPECT_TRUE(failed_with(answers->step({given("a", 0, {1}, "x"), given("b", 1, {1}, "x")}), Code::kInvalidArgument,
+                          "b has 0 tokens"));
+  EXPECT_TRUE(failed_with(answers->step({given("a", 0, {1}, "x"), given("c", 0, {1}, "x")}), Code::kInvalidArgument,
+                          "no answer c"));
   EXPECT_EQ(value_of(answers->position("a")).tokens_end, 0U);
   ASSERT_TRUE(succeeded(answers->step({ended("a", 0)})));
   EXPECT_TRUE(failed_with(answers->step({given("a", 0, {1}, "x")}), Code::kInvalidArgument, "has ended"));
@@ -149,7 +169,8 @@ TEST_F(AnswersTest, CutOffAnywhereTheLogGivesWhatStandsBeforeTheCut) {
     boost::filesystem::create_directory(directory);
     boost::filesystem::permissions(directory, boost::filesystem::owner_all);
     write(directory + "/answers-000000000001", Bytes(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(size)));
-    boost::filesystem::permissions(directory + "/answers-000000000001", boost::filesystem::owner_read | boost::filesystem::owner_write);
+    boost::filesystem::permissions(directory + "/answers-000000000001",
+                                   boost::filesystem::owner_read | boost::filesystem::owner_write);
     AnswersOptions copy = options();
     copy.directory = directory;
     const auto answers = open(copy);
@@ -182,7 +203,8 @@ TEST_F(AnswersTest, NoFlippedBitIsBelieved) {
     Bytes damaged = whole;
     damaged[at] ^= static_cast<uint8_t>(1U << (at % 8));
     write(directory + "/answers-000000000001", damaged);
-    boost::filesystem::permissions(directory + "/answers-000000000001", boost::filesystem::owner_read | boost::filesystem::owner_write);
+    boost::filesystem::permissions(directory + "/answers-000000000001",
+                                   boost::filesystem::owner_read | boost::filesystem::owner_write);
     AnswersOptions copy = options();
     copy.directory = directory;
     const Result<std::unique_ptr<Answers>> answers = Answers::open(linux_file_system(), copy);
@@ -190,7 +212,8 @@ TEST_F(AnswersTest, NoFlippedBitIsBelieved) {
       ++refused;  // another version, a seal without a key
     } else if (const std::optional<Answer> a = (*answers)->get("a")) {
       ASSERT_LE(a->request.output_token_ids.size(), tokens.size());
-      ASSERT_TRUE(std::equal(a->request.output_token_ids.begin(), a->request.output_token_ids.end(), tokens.begin())) << at;
+      ASSERT_TRUE(std::equal(a->request.output_token_ids.begin(), a->request.output_token_ids.end(), tokens.begin()))
+          << at;
       ASSERT_EQ(a->request.prompt_token_ids, asked("a").request.prompt_token_ids) << at;
       // Bytes of the head that mean nothing may differ; all others take their record with them.
       if (at >= 64) {
@@ -284,7 +307,8 @@ TEST_F(AnswersTest, TheLogDoesNotGrowWithoutEnd) {
   EXPECT_LT(answers->counts().log_bytes, 12ULL << 20);
   EXPECT_LT(answers->counts().ended, 100U);
   size_t files = 0;
-  for (const auto& entry : boost::filesystem::directory_iterator(directory_ / "answers")) files += entry.path().filename().string().starts_with("answers-") ? 1 : 0;
+  for (const auto& entry : boost::filesystem::directory_iterator(directory_ / "answers"))
+    files += entry.path().filename().string().starts_with("answers-") ? 1 : 0;
   EXPECT_EQ(files, 1U);
 }
 
@@ -369,7 +393,8 @@ TEST_F(AnswersTest, NothingIsRecordedAfterClose) {
   EXPECT_EQ(open()->get("a")->state, AnswerState::kRunning);
 }
 
-// --- rolling forward ----------------------------------------------------------------------------------------------------
+// --- rolling forward
+// ----------------------------------------------------------------------------------------------------
 
 Answer so_far(const RequestState& request, std::vector<int32_t> tokens, AnswerState state = AnswerState::kRunning) {
   Answer answer{.request = request, .state = state};
@@ -382,7 +407,9 @@ TEST(RollForwardTest, RequestsGetWhatWasGivenSinceAndNewOnesBeginAgain) {
   const RequestState run = state.scheduler.requests[0];
   const RequestState fresh = test::example_request("fresh", RequestStatus::kWaiting, 4, 0, 0);
   const RequestState begun = test::example_request("begun", RequestStatus::kRunning, 4, 0, 0);
-  const std::vector<Answer> answers = {so_far(run, {200, 201, 55, 56}), so_far(fresh, {}), so_far(begun, {7, 8}), so_far(test::example_request("long ago", RequestStatus::kWaiting, 1, 0, 0), {}, AnswerState::kFinished)};
+  const std::vector<Answer> answers = {
+      so_far(run, {200, 201, 55, 56}), so_far(fresh, {}), so_far(begun, {7, 8}),
+      so_far(test::example_request("long ago", RequestStatus::kWaiting, 1, 0, 0), {}, AnswerState::kFinished)};
   const RolledForward rolled = value_of(roll_forward(state, answers, false));
   EXPECT_EQ(rolled.extended, (std::vector<std::string>{"run"}));
   EXPECT_EQ(rolled.added, (std::vector<std::string>{"fresh", "begun"}));
@@ -427,16 +454,20 @@ TEST(RollForwardTest, AStateThatIsAheadOfTheLogStays) {
 
 TEST(RollForwardTest, OnlyAStateThatWasGoneOnWithLosesRequestsThatNobodyRemembers) {
   SchedulerCheckpoint state = test::example_checkpoint().state;
-  const std::vector<Answer> answers = {so_far(state.scheduler.requests[2], state.scheduler.requests[2].output_token_ids)};
+  const std::vector<Answer> answers = {
+      so_far(state.scheduler.requests[2], state.scheduler.requests[2].output_token_ids)};
   EXPECT_TRUE(value_of(roll_forward(state, answers, false)).dropped.empty());
   const RolledForward rolled = value_of(roll_forward(state, answers, true));
-  EXPECT_EQ(std::set<std::string>(rolled.dropped.begin(), rolled.dropped.end()), (std::set<std::string>{"run", "wait"}));
+  EXPECT_EQ(std::set<std::string>(rolled.dropped.begin(), rolled.dropped.end()),
+            (std::set<std::string>{"run", "wait"}));
   ASSERT_EQ(state.scheduler.requests.size(), 1U);
   EXPECT_EQ(state.scheduler.requests[0].id, "held");
 }
 
 TEST(RollForwardTest, AnswersTravelWhole) {
-  const std::vector<Answer> answers = {so_far(test::example_request("a", RequestStatus::kWaiting, 3, 0, 0), {1, 2}), so_far(test::example_request("b", RequestStatus::kWaiting, 3, 0, 0), {3}, AnswerState::kFinished)};
+  const std::vector<Answer> answers = {
+      so_far(test::example_request("a", RequestStatus::kWaiting, 3, 0, 0), {1, 2}),
+      so_far(test::example_request("b", RequestStatus::kWaiting, 3, 0, 0), {3}, AnswerState::kFinished)};
   const Bytes packed = pack_answers(answers);
   const std::vector<Answer> unpacked = value_of(unpack_answers(std::as_bytes(std::span(packed))));
   ASSERT_EQ(unpacked.size(), 2U);
@@ -444,7 +475,8 @@ TEST(RollForwardTest, AnswersTravelWhole) {
   EXPECT_EQ(unpacked[1].request.id, "b");
   EXPECT_EQ(unpacked[1].state, AnswerState::kFinished);
   EXPECT_TRUE(unpacked[1].request.prompt_token_ids.empty());
-  for (size_t size = 0; size < packed.size(); ++size) EXPECT_FALSE(unpack_answers(std::as_bytes(std::span(packed)).first(size)));
+  for (size_t size = 0; size < packed.size(); ++size)
+    EXPECT_FALSE(unpack_answers(std::as_bytes(std::span(packed)).first(size)));
 }
 
 }  // namespace

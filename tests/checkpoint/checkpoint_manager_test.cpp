@@ -23,7 +23,8 @@ class CheckpointManagerTest : public ::testing::Test {
   std::string write() { return value_of(test::write_checkpoint(*manager())); }
   std::vector<std::string> names() {
     std::vector<std::string> names;
-    for (const auto& entry : fs::directory_iterator(temporary_.path())) names.push_back(entry.path().filename().string());
+    for (const auto& entry : fs::directory_iterator(temporary_.path()))
+      names.push_back(entry.path().filename().string());
     std::sort(names.begin(), names.end());
     return names;
   }
@@ -57,7 +58,7 @@ TEST_F(CheckpointManagerTest, EveryDamagedByteOfEveryFileIsFound) {
     const size_t size = fs::file_size(file);
     size_t found = 0;
     size_t tried = 0;
-    for (size_t at = 0; at < size; at += size > 4096 ? 37 : 1) {
+    for (size_t at = 0; at<size; at += size> 4096 ? 37 : 1) {
       // Padding between chunks means nothing.
       if (std::string_view(name) == "chunks-r0" && (at % 4096 >= 1000 || (at < 4096 && at >= 20))) continue;
       damage(file, at);

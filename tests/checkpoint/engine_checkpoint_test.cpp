@@ -103,7 +103,8 @@ TEST(EngineCheckpoint, ContradictionsBetweenThePartsAreFound) {
   EXPECT_SUCCEEDS(damaged([](auto&) {}));
   EXPECT_FAILS(damaged([](auto& s) { s.kv.groups[0].tables[0].request = "nobody"; }), Code::kCorruption, "nobody");
   EXPECT_FAILS(damaged([](auto& s) { s.kv.groups[0].block_size = 2; }), Code::kCorruption, "computed tokens in");
-  EXPECT_FAILS(damaged([](auto& s) { s.scheduler.requests[1].num_computed_tokens = 2; }), Code::kCorruption, "no blocks");
+  EXPECT_FAILS(damaged([](auto& s) { s.scheduler.requests[1].num_computed_tokens = 2; }), Code::kCorruption,
+               "no blocks");
   EXPECT_FAILS(damaged([](auto& s) { s.workers[0].rows = {"nobody"}; }), Code::kCorruption, "nobody");
   EXPECT_FAILS(damaged([](auto& s) { s.workers[0].rows = {"run", "run"}; }), Code::kCorruption, "two rows");
   EXPECT_FAILS(damaged([](auto& s) { s.workers[0].rank = 1; }), Code::kCorruption, "rank");
@@ -115,7 +116,8 @@ TEST(Fingerprint, EveryDifferenceIsNamedWithBothValues) {
   const Fingerprint theirs{{"model", "b"}, {"dtype", "bf16"}, {"other", "2"}};
   EXPECT_SUCCEEDS(compare_fingerprints(ours, ours));
   const Status compared = compare_fingerprints(theirs, ours);
-  for (const char* part : {"model: checkpoint has b, this engine has a", "other", "extra"}) EXPECT_FAILS(compared, Code::kIncompatible, part);
+  for (const char* part : {"model: checkpoint has b, this engine has a", "other", "extra"})
+    EXPECT_FAILS(compared, Code::kIncompatible, part);
   EXPECT_EQ(compared.error().what.find("dtype"), std::string::npos);
 }
 

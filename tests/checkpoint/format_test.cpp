@@ -1,4 +1,5 @@
-// The format over time and under lock and key: older checkpoints are read, unknown sections kept or refused, seals hold.
+// The format over time and under lock and key: older checkpoints are read, unknown sections kept or refused, seals
+// hold.
 #include <filesystem>
 
 #include "checkpoint/checkpoint_manager.h"
@@ -23,13 +24,15 @@ std::shared_ptr<const Key> key_of(uint8_t byte) {
 
 // Checkpoints that earlier versions wrote, kept in the repository. Copied first: a clone's modes follow its umask.
 class Golden : public ::testing::TestWithParam<const char*> {};
-INSTANTIATE_TEST_SUITE_P(Versions, Golden, ::testing::Values("v1", "v2"), [](const auto& info) { return std::string(info.param); });
+INSTANTIATE_TEST_SUITE_P(Versions, Golden, ::testing::Values("v1", "v2"),
+                         [](const auto& info) { return std::string(info.param); });
 
 TEST_P(Golden, IsReadWholeAndVerified) {
   const test::TemporaryDirectory temporary;
   const std::string copy = temporary / "g-000001";
   fs::copy(fs::path(TORPOR_SOURCE_DIR) / "tests/golden" / GetParam() / "g-000001", copy, fs::copy_options::recursive);
-  for (const auto& entry : fs::directory_iterator(copy)) fs::permissions(entry.path(), fs::perms::owner_read | fs::perms::owner_write);
+  for (const auto& entry : fs::directory_iterator(copy))
+    fs::permissions(entry.path(), fs::perms::owner_read | fs::perms::owner_write);
   fs::permissions(copy, fs::perms::owner_all);
   const Checkpoint checkpoint = value_of(open_checkpoint(linux_file_system(), copy));
   EXPECT_EQ("v" + std::to_string(checkpoint.manifest().format_version), GetParam());
@@ -55,10 +58,13 @@ TEST(Sections, AnUnknownOneIsCarriedOrRefusedByItsOwnWord) {
 class Sealed : public ::testing::TestWithParam<bool> {
  protected:
   CheckpointManagerOptions options(uint8_t key) const { return {.key = key_of(key), .encrypt = GetParam()}; }
-  std::unique_ptr<CheckpointManager> manager(CheckpointManagerOptions options) { return value_of(CheckpointManager::open(system_, "/store", std::move(options))); }
+  std::unique_ptr<CheckpointManager> manager(CheckpointManagerOptions options) {
+    return value_of(CheckpointManager::open(system_, "/store", std::move(options)));
+  }
   test::ModelFileSystem system_;
 };
-INSTANTIATE_TEST_SUITE_P(Protections, Sealed, ::testing::Bool(), [](const auto& info) { return info.param ? "Encrypted" : "Authenticated"; });
+INSTANTIATE_TEST_SUITE_P(Protections, Sealed, ::testing::Bool(),
+                         [](const auto& info) { return info.param ? "Encrypted" : "Authenticated"; });
 
 TEST_P(Sealed, IsReadWithItsKeyOnly) {
   ASSERT_SUCCEEDS(test::write_checkpoint(*manager(options(1))));
@@ -83,7 +89,9 @@ TEST_P(Sealed, FilesOfAnotherCheckpointOfTheSameKeyAreRefused) {
   EngineCheckpoint other = example_checkpoint();
   other.state.scheduler.requests[0].priority = 5;
   ASSERT_SUCCEEDS(test::write_checkpoint(*manager(many), other));
-  const auto bytes = [&](const std::string& path) -> Bytes& { return system_.disk()[static_cast<size_t>(system_.find(path))].bytes; };
+  const auto bytes = [&](const std::string& path) -> Bytes& {
+    return system_.disk()[static_cast<size_t>(system_.find(path))].bytes;
+  };
   for (const char* name : {"STATE", "chunks-r0"}) {
     const Bytes whole = bytes("/store/g-000002/" + std::string(name));
     const Bytes theirs = bytes("/store/g-000001/" + std::string(name));
@@ -112,7 +120,8 @@ TEST(KeyFile, IsCheckedBeforeItIsUsed) {
   EXPECT_EQ(hexadecimal.bytes()[0], 0x11);
   EXPECT_FAILS(Key::read_file(write(std::string(31, 'x'), own)), Code::kInvalidArgument, "32 bytes");
   EXPECT_FAILS(Key::read_file(write(std::string(64, 'z'), own)), Code::kInvalidArgument, "hexadecimal");
-  EXPECT_FAILS(Key::read_file(write(std::string(32, 'x'), own | fs::perms::group_read)), Code::kInvalidArgument, "others");
+  EXPECT_FAILS(Key::read_file(write(std::string(32, 'x'), own | fs::perms::group_read)), Code::kInvalidArgument,
+               "others");
   EXPECT_FAILS(Key::read_file(temporary / "none"), Code::kNotFound, "none");
 }
 

@@ -19,7 +19,10 @@ using test::value_of;
 
 class Incremental : public ::testing::Test {
  protected:
-  std::unique_ptr<CheckpointManager> manager(CheckpointManagerOptions options = {.retention = {.keep = 9}, .incremental = true}) { return value_of(CheckpointManager::open(system_, "/store", std::move(options))); }
+  std::unique_ptr<CheckpointManager> manager(CheckpointManagerOptions options = {.retention = {.keep = 9},
+                                                                                 .incremental = true}) {
+    return value_of(CheckpointManager::open(system_, "/store", std::move(options)));
+  }
   Bytes& bytes(const std::string& path) { return system_.disk()[static_cast<size_t>(system_.find(path))].bytes; }
   std::vector<std::string> names() {
     std::vector<std::string> names;
@@ -55,7 +58,10 @@ TEST_F(Incremental, ChangesWithoutEndDoNotKeepEverything) {
     for (size_t i = 0; i < content.size(); ++i) {
       std::vector<std::byte> bytes(4096);
       std::memcpy(bytes.data(), &content[i], 8);
-      SavedChunk& chunk = chunks.emplace_back(SavedChunk{.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = i}, .bytes = bytes.size(), .digest = digest_of(bytes)});
+      SavedChunk& chunk =
+          chunks.emplace_back(SavedChunk{.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = i},
+                                         .bytes = bytes.size(),
+                                         .digest = digest_of(bytes)});
       TierPart part{&chunk, bytes, ok()};
       tier->put({&part, 1});
       ASSERT_SUCCEEDS(part.status);
@@ -68,7 +74,8 @@ TEST_F(Incremental, ChangesWithoutEndDoNotKeepEverything) {
     most_stored = std::max(most_stored, stored);
     most_checkpoints = std::max(most_checkpoints, names().size());
   }
-  // The newest and the one before it are kept, each with its run: one whole, the others with what changed, and their heads.
+  // The newest and the one before it are kept, each with its run: one whole, the others with what changed, and their
+  // heads.
   EXPECT_LE(most_stored, 2 * (40 + (kIncrementalRun - 1) * 8 + kIncrementalRun) * 4096);
   EXPECT_LE(most_checkpoints, 2 * kIncrementalRun);
   EXPECT_TRUE(value_of(verify(value_of(manager(options)->open_latest()))).problems.empty());
@@ -82,7 +89,9 @@ TEST_F(Incremental, WhatChangedIsWrittenAgain) {
   std::vector<std::byte> changed = test::example_block(77);  // as many bytes
   for (const bool is_same : {true, false}) {
     std::vector<std::byte>& bytes = is_same ? same : changed;
-    SavedChunk chunk{.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = 1}, .bytes = bytes.size(), .digest = digest_of(bytes)};
+    SavedChunk chunk{.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = 1},
+                     .bytes = bytes.size(),
+                     .digest = digest_of(bytes)};
     TierPart part{&chunk, bytes, ok()};
     tier->put({&part, 1});
     ASSERT_SUCCEEDS(part.status);
@@ -205,8 +214,12 @@ TEST(PrefixHasher, GivesTheHashesThatVllmGives) {
     const char* second;
   };
   const Expected all[] = {
-      {"sha256", "2dba56d4d51c3deb70da7f576f32d5e108d598df9aa8e9970eeb7b291ecc0ae4", "7b0274a8a7e2abf456a62d1f63d13e3cc103d54d75c3a0475d09e6421653f56f", "e2107e487a89bcd90f184b852a7583e06693842baa241c69067aaad00debac8f"},
-      {"sha256_cbor", "81efe9fd9b3f4ca8c40a4eb7c121ef8e8f845e891294bd43d7d7ed87362cb9fd", "677349545477daff76a6d821ae320a4c8e312857b1fb18ad4b3fbcce34d28a2e", "59b294eb4c95249124410bfcbdd2e96edf9fca69e78ee05639f398c103cc0574"},
+      {"sha256", "2dba56d4d51c3deb70da7f576f32d5e108d598df9aa8e9970eeb7b291ecc0ae4",
+       "7b0274a8a7e2abf456a62d1f63d13e3cc103d54d75c3a0475d09e6421653f56f",
+       "e2107e487a89bcd90f184b852a7583e06693842baa241c69067aaad00debac8f"},
+      {"sha256_cbor", "81efe9fd9b3f4ca8c40a4eb7c121ef8e8f845e891294bd43d7d7ed87362cb9fd",
+       "677349545477daff76a6d821ae320a4c8e312857b1fb18ad4b3fbcce34d28a2e",
+       "59b294eb4c95249124410bfcbdd2e96edf9fca69e78ee05639f398c103cc0574"},
   };
   for (const Expected& expected : all) {
     const auto hasher = PrefixHasher::of(fmt::format("{}, seed vllm-none-hash", expected.algorithm));

@@ -10,7 +10,8 @@ namespace {
 
 using test::value_of;
 
-// Changes a state as an engine might, at random: requests come, go on, are preempted and end; blocks are taken and freed.
+// Changes a state as an engine might, at random: requests come, go on, are preempted and end; blocks are taken and
+// freed.
 class RandomEngine {
  public:
   explicit RandomEngine(uint64_t seed) : random_(seed), state_(test::example_checkpoint().state) {
@@ -45,11 +46,13 @@ class RandomEngine {
     const int32_t block = state_.kv.free_order.front();
     state_.kv.free_order.erase(state_.kv.free_order.begin());
     std::vector<KvTable>& tables = state_.kv.groups[0].tables;
-    const auto table = std::find_if(tables.begin(), tables.end(), [&](const KvTable& each) { return each.request == id; });
+    const auto table =
+        std::find_if(tables.begin(), tables.end(), [&](const KvTable& each) { return each.request == id; });
     (table == tables.end() ? tables.emplace_back(KvTable{.request = id}) : *table).blocks.push_back(block);
     std::erase_if(state_.kv.blocks, [&](const KvBlock& each) { return each.id == block; });
     state_.kv.blocks.push_back({block, 1, one_in(2) ? Bytes{static_cast<uint8_t>(block)} : Bytes{}, 4});
-    std::sort(state_.kv.blocks.begin(), state_.kv.blocks.end(), [](const KvBlock& a, const KvBlock& b) { return a.id < b.id; });
+    std::sort(state_.kv.blocks.begin(), state_.kv.blocks.end(),
+              [](const KvBlock& a, const KvBlock& b) { return a.id < b.id; });
   }
   void add() {
     const std::string id = "new" + std::to_string(random_() % 100000);
@@ -59,9 +62,11 @@ class RandomEngine {
   void remove() {
     const std::string id = state_.scheduler.requests[random_() % state_.scheduler.requests.size()].id;
     std::erase_if(state_.scheduler.requests, [&](const RequestState& request) { return request.id == id; });
-    for (auto* queue : {&state_.scheduler.running, &state_.scheduler.waiting, &state_.scheduler.held}) std::erase(*queue, id);
+    for (auto* queue : {&state_.scheduler.running, &state_.scheduler.waiting, &state_.scheduler.held})
+      std::erase(*queue, id);
     for (const KvTable& table : state_.kv.groups[0].tables) {
-      if (table.request == id) state_.kv.free_order.insert(state_.kv.free_order.end(), table.blocks.begin(), table.blocks.end());
+      if (table.request == id)
+        state_.kv.free_order.insert(state_.kv.free_order.end(), table.blocks.begin(), table.blocks.end());
     }
     std::erase_if(state_.kv.groups[0].tables, [&](const KvTable& table) { return table.request == id; });
   }
@@ -105,7 +110,10 @@ TEST(Journal, ALostRepeatedExchangedOrDamagedRecordIsFound) {
     ends.push_back(journal.section().bytes.size());
   }
   const Bytes whole = journal.section().bytes;
-  const auto part = [&](size_t i) { return Bytes(whole.begin() + static_cast<std::ptrdiff_t>(i == 0 ? 0 : ends[i - 1]), whole.begin() + static_cast<std::ptrdiff_t>(ends[i])); };
+  const auto part = [&](size_t i) {
+    return Bytes(whole.begin() + static_cast<std::ptrdiff_t>(i == 0 ? 0 : ends[i - 1]),
+                 whole.begin() + static_cast<std::ptrdiff_t>(ends[i]));
+  };
   const auto replay = [&](std::initializer_list<size_t> parts) {
     Bytes bytes;
     for (const size_t i : parts) {

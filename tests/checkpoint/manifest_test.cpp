@@ -11,11 +11,16 @@ Manifest example() {
   Manifest manifest{.generation = 7, .created_unix_seconds = 1.5e9, .creator = "torpor test"};
   manifest.sections = {{.name = "requests", .offset = 0, .stored_bytes = 10, .bytes = 30, .codec = Codec::kZstd},
                        {.name = "queues", .offset = 10, .stored_bytes = 5, .bytes = 5}};
-  manifest.ranks = {{.rank = 0, .files = {{.name = "chunks-r0", .bytes = 8192}}, .chunks = {{.key = {.tag = "weights", .region = "w"}, .bytes = 4000, .offset = 4096, .stored_bytes = 4000}}}};
+  manifest.ranks = {
+      {.rank = 0,
+       .files = {{.name = "chunks-r0", .bytes = 8192}},
+       .chunks = {{.key = {.tag = "weights", .region = "w"}, .bytes = 4000, .offset = 4096, .stored_bytes = 4000}}}};
   return manifest;
 }
 
-TEST(Manifest, WhatIsEncodedIsDecoded) { EXPECT_EQ(test::value_of(decode_manifest(view(encode_manifest(example())))), example()); }
+TEST(Manifest, WhatIsEncodedIsDecoded) {
+  EXPECT_EQ(test::value_of(decode_manifest(view(encode_manifest(example())))), example());
+}
 
 TEST(Manifest, EveryFlippedBitIsFound) {
   const Bytes bytes = encode_manifest(example());
@@ -24,14 +29,17 @@ TEST(Manifest, EveryFlippedBitIsFound) {
     damaged[bit / 8] ^= static_cast<uint8_t>(1 << (bit % 8));
     const Result<Manifest> decoded = decode_manifest(view(damaged));
     ASSERT_FALSE(decoded.has_value()) << "bit " << bit;
-    EXPECT_TRUE(decoded.error().code == Code::kCorruption || decoded.error().code == Code::kIncompatible || decoded.error().code == Code::kUnauthenticated);
+    EXPECT_TRUE(decoded.error().code == Code::kCorruption || decoded.error().code == Code::kIncompatible ||
+                decoded.error().code == Code::kUnauthenticated);
   }
 }
 
 TEST(Manifest, EveryTruncationAndAppendedByteIsFound) {
   const Bytes bytes = encode_manifest(example());
   for (size_t cut = 0; cut < bytes.size(); ++cut) {
-    EXPECT_FAILS(decode_manifest(view(Bytes(bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(cut)))), Code::kCorruption) << cut;
+    EXPECT_FAILS(decode_manifest(view(Bytes(bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(cut)))),
+                 Code::kCorruption)
+        << cut;
   }
   Bytes longer = bytes;
   longer.push_back(0);

@@ -32,7 +32,9 @@ class DeviceMemoryContract : public ::testing::TestWithParam<DeviceFactory> {
     run(Direction::kDeviceToHost, {address, host.data(), bytes});
     return host;
   }
-  void write(DeviceAddress address, std::vector<std::byte> host) { run(Direction::kHostToDevice, {address, host.data(), host.size()}); }
+  void write(DeviceAddress address, std::vector<std::byte> host) {
+    run(Direction::kHostToDevice, {address, host.data(), host.size()});
+  }
   void run(Direction direction, Copy copy) {
     ASSERT_SUCCEEDS(device_->copy_async(stream_, direction, {&copy, 1}));
     EXPECT_EQ(device_->wait(value_of(device_->record(stream_))).drain, Drain::kCompleted);

@@ -1,6 +1,8 @@
-// Failures of other systems' sleep and wake that are public, each as a test, on a fake GPU. Where a test lies elsewhere:
+// Failures of other systems' sleep and wake that are public, each as a test, on a fake GPU. Where a test lies
+// elsewhere:
 //   a request that comes in while the engine sleeps (vLLM 15483)            tests/python/test_levels.py
-//   a process that is killed after a wake hangs its host (cuda-checkpoint 53)  tests/python/killed_process.py: nothing of the
+//   a process that is killed after a wake hangs its host (cuda-checkpoint 53)  tests/python/killed_process.py: nothing
+//   of the
 //                                                                           driver's state is ever restored
 //   a restore reports success and its cache is never used (llama.cpp 26676)    tests/python/test_identity.py
 #include <cstring>
@@ -33,12 +35,15 @@ class PublicFailures : public ::testing::Test {
     }
   }
   std::unique_ptr<RankMemory> make() {
-    return value_of(RankMemory::create(value_of(make_cuda_device(fake_.driver(), {})), linux_file_system(), {.arena_slab_bytes = 2 * kMiB, .handle_bytes = 2 * kUnit, .threads = 2, .keep_backup = false}));
+    return value_of(RankMemory::create(
+        value_of(make_cuda_device(fake_.driver(), {})), linux_file_system(),
+        {.arena_slab_bytes = 2 * kMiB, .handle_bytes = 2 * kUnit, .threads = 2, .keep_backup = false}));
   }
   // As an engine's kernel would: on a stream of its own, and without waiting.
   void write_later(DeviceAddress address, char byte) {
     push();
-    ASSERT_EQ(fake_.driver().cuMemsetD8Async(address, static_cast<unsigned char>(byte), kRegion, stream_), CUDA_SUCCESS);
+    ASSERT_EQ(fake_.driver().cuMemsetD8Async(address, static_cast<unsigned char>(byte), kRegion, stream_),
+              CUDA_SUCCESS);
     pop();
   }
   void fill(DeviceAddress address, char byte) {

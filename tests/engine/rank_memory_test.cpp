@@ -14,7 +14,8 @@ using test::value_of;
 class RankMemoryTest : public ::testing::Test {
  protected:
   std::unique_ptr<RankMemory> make(bool keep_backup) {
-    auto memory = value_of(RankMemory::create(value_of(make_host_device()), linux_file_system(), {.threads = 2, .keep_backup = keep_backup}));
+    auto memory = value_of(RankMemory::create(value_of(make_host_device()), linux_file_system(),
+                                              {.threads = 2, .keep_backup = keep_backup}));
     address_ = value_of(memory->allocate("weights", "w", kSize));
     std::memset(reinterpret_cast<void*>(address_), 5, kSize);  // NOLINT(performance-no-int-to-ptr)
     return memory;
@@ -53,7 +54,9 @@ TEST_F(RankMemoryTest, WithoutAKeptBackupNoHostMemoryIsHeldWhileAwake) {
 
 TEST_F(RankMemoryTest, TheArenaKeepsForTheNextSleepWhatItMay) {
   for (const uint64_t keep : {uint64_t{0}, 8 * kMiB, uint64_t{UINT64_MAX}}) {
-    const auto memory = value_of(RankMemory::create(value_of(make_host_device()), linux_file_system(), {.arena_slab_bytes = 4 * kMiB, .arena_keep_bytes = keep, .threads = 1}));
+    const auto memory =
+        value_of(RankMemory::create(value_of(make_host_device()), linux_file_system(),
+                                    {.arena_slab_bytes = 4 * kMiB, .arena_keep_bytes = keep, .threads = 1}));
     ASSERT_SUCCEEDS(memory->allocate("weights", "w", kSize));
     uint64_t held = 0;
     for (int cycle = 0; cycle < 3; ++cycle) {
@@ -98,7 +101,12 @@ TEST_F(RankMemoryTest, ALayoutThatReachesOutsideItsRegionsIsRefused) {
   const auto memory = make(false);
   const DeviceAddress kv = value_of(memory->allocate("kv_cache", "kv", 1000));
   const auto layout = [&](uint64_t address, uint64_t block_bytes) {
-    return KvLayout{.num_blocks = 10, .tensors = {{.address = address, .layers = 1, .layer_stride = 1, .block_stride = block_bytes, .block_bytes = block_bytes}}};
+    return KvLayout{.num_blocks = 10,
+                    .tensors = {{.address = address,
+                                 .layers = 1,
+                                 .layer_stride = 1,
+                                 .block_stride = block_bytes,
+                                 .block_bytes = block_bytes}}};
   };
   EXPECT_SUCCEEDS(memory->set_kv_layout("kv_cache", layout(kv, 100)));
   EXPECT_FAILS(memory->set_kv_layout("kv_cache", layout(kv, 101)), Code::kInvalidArgument, "outside");
@@ -115,9 +123,16 @@ TEST_F(RankMemoryTest, HostileAndUnknownOrdersAreErrorsInTheReply) {
     ASSERT_TRUE(reply.error.has_value());
     EXPECT_EQ(reply.error->code, Code::kCorruption);
   }
-  ASSERT_SUCCEEDS(memory->set_kv_layout("kv_cache", {.num_blocks = 10, .tensors = {{.address = value_of(memory->allocate("kv_cache", "kv", 1000)), .layers = 1, .layer_stride = 1, .block_stride = 100, .block_bytes = 100}}}));
+  ASSERT_SUCCEEDS(
+      memory->set_kv_layout("kv_cache", {.num_blocks = 10,
+                                         .tensors = {{.address = value_of(memory->allocate("kv_cache", "kv", 1000)),
+                                                      .layers = 1,
+                                                      .layer_stride = 1,
+                                                      .block_stride = 100,
+                                                      .block_bytes = 100}}}));
   for (const int32_t block : {-1, 10, INT32_MAX}) {
-    const RankReply reply = value_of(decode_reply(memory->call("save", encode_order({.tags = {"kv_cache"}, .blocks = {block}}))));
+    const RankReply reply =
+        value_of(decode_reply(memory->call("save", encode_order({.tags = {"kv_cache"}, .blocks = {block}}))));
     ASSERT_TRUE(reply.error.has_value()) << block;
     EXPECT_EQ(reply.error->code, Code::kIncompatible);
   }

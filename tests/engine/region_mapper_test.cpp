@@ -12,8 +12,11 @@ using test::value_of;
 
 class RegionMapperTest : public ::testing::Test {
  protected:
-  RegionMapperTest() : device_(value_of(make_host_device())), allocator_(value_of(SleepAllocator::create(device_, {.handle_bytes = 64 * kKiB}))) {
-    for (int i = 0; i < 20; ++i) regions_.push_back(value_of(allocator_->allocate("weights", std::to_string(i), 64 * kKiB)));
+  RegionMapperTest()
+      : device_(value_of(make_host_device())),
+        allocator_(value_of(SleepAllocator::create(device_, {.handle_bytes = 64 * kKiB}))) {
+    for (int i = 0; i < 20; ++i)
+      regions_.push_back(value_of(allocator_->allocate("weights", std::to_string(i), 64 * kKiB)));
     EXPECT_SUCCEEDS(allocator_->detach(tags_));
     EXPECT_SUCCEEDS(allocator_->begin_attach(tags_));
   }
@@ -50,7 +53,9 @@ TEST_F(RegionMapperTest, AFailureEndsItAndIsToldToWhoeverWaits) {
 
 TEST_F(RegionMapperTest, ItCanBeGivenUpAtAnyMoment) {
   for (int i = 0; i < 50; ++i) {
-    { const RegionMapper mapper(*allocator_, regions_); }
+    {
+      const RegionMapper mapper(*allocator_, regions_);
+    }
     ASSERT_SUCCEEDS(allocator_->cancel_restore(tags_));
     ASSERT_SUCCEEDS(allocator_->begin_attach(tags_));
   }

@@ -12,7 +12,9 @@ using namespace test;
 
 class SleepFailure : public ::testing::Test {
  protected:
-  SleepingEngine make(TestEngineOptions options = {}) { return SleepingEngine(file_system_, temporary_.path(), options); }
+  SleepingEngine make(TestEngineOptions options = {}) {
+    return SleepingEngine(file_system_, temporary_.path(), options);
+  }
   static void begin(TestEngine& engine, int steps = 6) {
     add_example_requests(engine);
     for (int i = 0; i < steps; ++i) engine.step();
@@ -60,10 +62,14 @@ TEST_F(SleepFailure, WrongArgumentsAreRefusedByName) {
   EXPECT_FAILS(slept.controller.sleep(with([](auto& o) { o.level = 3; })), Code::kInvalidArgument, "level is 3");
   EXPECT_FAILS(slept.controller.sleep(with([](auto& o) { o.level = -1; })), Code::kInvalidArgument, "level");
   EXPECT_FAILS(slept.controller.sleep(with([](auto& o) { o.tags = {"wieghts"}; })), Code::kInvalidArgument, "wieghts");
-  EXPECT_FAILS(slept.controller.sleep(with([](auto& o) { o.in_flight = "explode"; })), Code::kInvalidArgument, "explode");
-  EXPECT_FAILS(slept.controller.sleep(with([](auto& o) { o.in_flight = "abort"; })), Code::kInvalidArgument, "preserve_state");
-  EXPECT_FAILS(slept.controller.sleep(with([](auto& o) { o.timeout_seconds = -1; })), Code::kInvalidArgument, "timeout");
-  EXPECT_FAILS(slept.controller.sleep(with([](auto& o) { o.to_disk = true, o.tags = {"weights"}; })), Code::kInvalidArgument, "kv_cache");
+  EXPECT_FAILS(slept.controller.sleep(with([](auto& o) { o.in_flight = "explode"; })), Code::kInvalidArgument,
+               "explode");
+  EXPECT_FAILS(slept.controller.sleep(with([](auto& o) { o.in_flight = "abort"; })), Code::kInvalidArgument,
+               "preserve_state");
+  EXPECT_FAILS(slept.controller.sleep(with([](auto& o) { o.timeout_seconds = -1; })), Code::kInvalidArgument,
+               "timeout");
+  EXPECT_FAILS(slept.controller.sleep(with([](auto& o) { o.to_disk = true, o.tags = {"weights"}; })),
+               Code::kInvalidArgument, "kv_cache");
   EXPECT_FAILS(slept.controller.sleep({.level = 0, .to_disk = true}), Code::kInvalidArgument, "level 0");
   SleepingEngine without_directory(file_system_, "");
   EXPECT_FAILS(without_directory.controller.sleep(to_disk()), Code::kInvalidArgument, "directory");
@@ -78,14 +84,17 @@ TEST_F(SleepFailure, AFeatureThatCannotBePreservedIsRefusedByNameBeforeAnythingI
   SleepingEngine slept = make();
   begin(slept.engine);
   slept.engine.unsupported_features = {"LoRA", "speculative decoding"};
-  slept.engine.before_hook = [](const std::string& hook) { EXPECT_TRUE(hook == "unsupported" || hook == "rank describe") << hook; };
+  slept.engine.before_hook = [](const std::string& hook) {
+    EXPECT_TRUE(hook == "unsupported" || hook == "rank describe") << hook;
+  };
   EXPECT_FAILS(slept.controller.sleep(to_host()), Code::kUnsupported, "LoRA; speculative decoding");
   slept.engine.before_hook = nullptr;
   expect_untouched(slept);
 }
 
 TEST_F(SleepFailure, I7WhereverAHookFailsTheEngineStaysAwakeWithNothingLost) {
-  for (const char* hook : {"unsupported", "quiesce", "capture", "fingerprint", "release_derived", "rank describe", "rank save", "rank detach", "rank moved"}) {
+  for (const char* hook : {"unsupported", "quiesce", "capture", "fingerprint", "release_derived", "rank describe",
+                           "rank save", "rank detach", "rank moved"}) {
     SCOPED_TRACE(hook);
     SleepingEngine slept = make();
     begin(slept.engine);
@@ -151,7 +160,7 @@ TEST_F(SleepFailure, I7WhereverTheDeviceFailsASleepIsAllOrNothing) {
       if (!fired) break;
     }
     EXPECT_GE(undone, 3);  // a failed copy of several chunks is mended by trying each again
-    EXPECT_EQ(lost, 2);  // the two releases: memory that the device will not give up
+    EXPECT_EQ(lost, 2);    // the two releases: memory that the device will not give up
   }
 }
 
@@ -280,7 +289,8 @@ TEST_F(SleepFailure, ADamagedCheckpointIsRefusedAndOnRequestWokenWithoutItsState
   {
     const Checkpoint checkpoint = value_of(open_checkpoint(linux_file_system(), path));
     const auto& chunks = checkpoint.manifest().ranks[0].chunks;
-    const auto block = std::find_if(chunks.begin(), chunks.end(), [](const SavedChunk& chunk) { return chunk.key.kind == ChunkKind::kKvBlock; });
+    const auto block = std::find_if(chunks.begin(), chunks.end(),
+                                    [](const SavedChunk& chunk) { return chunk.key.kind == ChunkKind::kKvBlock; });
     std::fstream file(path + "/chunks-r0", std::ios::in | std::ios::out | std::ios::binary);
     file.seekg(static_cast<std::streamoff>(block->offset) + 10);
     const char byte = static_cast<char>(file.get() ^ 1);
@@ -290,7 +300,8 @@ TEST_F(SleepFailure, ADamagedCheckpointIsRefusedAndOnRequestWokenWithoutItsState
   SleepingEngine woken = make();
   EXPECT_FAILS(woken.controller.wake_up({.from_checkpoint = path}), Code::kCorruption, "kv_cache block");
   EXPECT_FALSE(woken.controller.is_sleeping());
-  const SleepReport report = value_of(woken.controller.wake_up({.from_checkpoint = path, .discard_on_restore_error = true}));
+  const SleepReport report =
+      value_of(woken.controller.wake_up({.from_checkpoint = path, .discard_on_restore_error = true}));
   EXPECT_NE(report.note.find("discarded"), std::string::npos);
   begin(woken.engine);
   expect_untouched(woken);
@@ -363,7 +374,8 @@ TEST_F(SleepFailure, WhatCannotBeTakenOutAgainLosesTheEngine) {
     woken.engine.before_hook = [&](const std::string& hook) {
       if (hook == "forget_restored") woken.engine.fail_hook(hook);
     };
-    const Result<SleepReport> report = woken.controller.wake_up({.from_checkpoint = path, .discard_on_restore_error = discard});
+    const Result<SleepReport> report =
+        woken.controller.wake_up({.from_checkpoint = path, .discard_on_restore_error = discard});
     EXPECT_FAILS(report, Code::kInternal, "restore");
     EXPECT_TRUE(report.error().state_changed);
     EXPECT_EQ(woken.controller.state().engine, "lost");

@@ -24,12 +24,17 @@ struct Variant {
 class SleepControllerTest : public ::testing::TestWithParam<Variant> {
  protected:
   TestEngineOptions options() const { return {.ranks = GetParam().ranks, .defer_copies = GetParam().defer_copies}; }
-  SleepingEngine make(std::optional<uint64_t> kv_budget = {}) { return SleepingEngine(linux_file_system(), temporary_.path(), options(), kv_budget); }
+  SleepingEngine make(std::optional<uint64_t> kv_budget = {}) {
+    return SleepingEngine(linux_file_system(), temporary_.path(), options(), kv_budget);
+  }
   TestEngine::Tokens expected() const { return uninterrupted(options()); }
   test::TemporaryDirectory temporary_;
 };
-INSTANTIATE_TEST_SUITE_P(Engines, SleepControllerTest, ::testing::Values(Variant{1, false}, Variant{1, true}, Variant{2, false}),
-                         [](const auto& info) { return std::string(info.param.ranks == 2 ? "TwoRanks" : info.param.defer_copies ? "CopiesLate" : "OneRank"); });
+INSTANTIATE_TEST_SUITE_P(
+    Engines, SleepControllerTest, ::testing::Values(Variant{1, false}, Variant{1, true}, Variant{2, false}),
+    [](const auto& info) {
+      return std::string(info.param.ranks == 2 ? "TwoRanks" : info.param.defer_copies ? "CopiesLate" : "OneRank");
+    });
 
 TEST_P(SleepControllerTest, AfterASleepAtAnyStepEveryTokenIsTheSame) {
   for (const bool to_disk : {false, true}) {
@@ -248,8 +253,10 @@ std::vector<Answer> answers_of(const std::vector<RequestState>& asked, const Tes
   std::vector<Answer> answers;
   for (const RequestState& request : asked) {
     Answer& answer = answers.emplace_back(Answer{.request = request});
-    if (const auto tokens = given.find(request.id); tokens != given.end()) answer.request.output_token_ids = tokens->second;
-    if (static_cast<int32_t>(answer.request.output_token_ids.size()) == request.max_tokens) answer.state = AnswerState::kFinished;
+    if (const auto tokens = given.find(request.id); tokens != given.end())
+      answer.request.output_token_ids = tokens->second;
+    if (static_cast<int32_t>(answer.request.output_token_ids.size()) == request.max_tokens)
+      answer.state = AnswerState::kFinished;
   }
   return answers;
 }
@@ -287,7 +294,8 @@ TEST_P(SleepControllerTest, AfterAKillRequestsGoOnFromWhatWasGivenSinceTheCheckp
         given = killed.engine.tokens();
       }
       SleepingEngine woken = make();
-      const SleepReport report = value_of(woken.controller.wake_up({.from_checkpoint = path, .answers = answers_of(asked, given)}));
+      const SleepReport report =
+          value_of(woken.controller.wake_up({.from_checkpoint = path, .answers = answers_of(asked, given)}));
       EXPECT_EQ(report.rolled.extended.empty(), since == 0 || at == 0);
       expect_no_contradiction(woken.engine, given, expected());
     }
@@ -302,7 +310,8 @@ TEST_P(SleepControllerTest, WithoutACheckpointWhatWasGivenIsComputedAnew) {
     const std::vector<RequestState> asked = value_of(killed.engine.capture()).scheduler.requests;
     for (int i = 0; i < at; ++i) killed.engine.step();
     SleepingEngine woken = make();
-    const SleepReport report = value_of(woken.controller.wake_up({.answers = answers_of(asked, killed.engine.tokens())}));
+    const SleepReport report =
+        value_of(woken.controller.wake_up({.answers = answers_of(asked, killed.engine.tokens())}));
     EXPECT_EQ(report.checkpoint, "");
     expect_no_contradiction(woken.engine, killed.engine.tokens(), expected());
   }

@@ -1,5 +1,5 @@
-// MANIFEST. A checksum would keep the fuzzer out, so the body is also given a right one; with every other input the header
-// is the fuzzer's too.
+// MANIFEST. A checksum would keep the fuzzer out, so the body is also given a right one; with every other input the
+// header is the fuzzer's too.
 #include <cstdlib>
 #include <cstring>
 

@@ -1,5 +1,5 @@
-// One section of a checkpoint, named by the environment's TORPOR_FUZZ_SECTION, with bytes from the fuzzer and the others as they should be: decoded,
-// validated, and, if it was believed, encoded and decoded again to the same.
+// One section of a checkpoint, named by the environment's TORPOR_FUZZ_SECTION, with bytes from the fuzzer and the
+// others as they should be: decoded, validated, and, if it was believed, encoded and decoded again to the same.
 #include <cstdlib>
 
 #include "checkpoint/engine_checkpoint.h"

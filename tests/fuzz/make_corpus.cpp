@@ -1,4 +1,5 @@
-// Writes the seed corpus: for each target what the real encoder makes. Run once when the format changes: make_corpus DIR.
+// Writes the seed corpus: for each target what the real encoder makes. Run once when the format changes: make_corpus
+// DIR.
 #include <filesystem>
 #include <fstream>
 
@@ -10,7 +11,8 @@ namespace {
 
 void write(const std::filesystem::path& directory, const std::string& target, const torpor::Bytes& bytes) {
   std::filesystem::create_directories(directory / target);
-  std::ofstream(directory / target / "example", std::ios::binary).write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
+  std::ofstream(directory / target / "example", std::ios::binary)
+      .write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
 }
 
 }  // namespace
@@ -30,13 +32,20 @@ int main(int argc, char** argv) {
   write(directory, "journal", journal.section().bytes);
   Manifest manifest{.generation = 3, .creator = "torpor", .fingerprint = state.fingerprint};
   manifest.sections = {{.name = "requests", .stored_bytes = 10, .bytes = 30, .codec = Codec::kZstd}};
-  manifest.ranks = {{.files = {{.name = "chunks-r0", .bytes = 8192}, {.generation = 1, .name = "chunks-r0", .bytes = 8192}},
-                     .chunks = {{.key = {.tag = "weights", .region = "w"}, .bytes = 4000, .offset = 4096, .stored_bytes = 4000, .file = 1}}}};
+  manifest.ranks = {
+      {.files = {{.name = "chunks-r0", .bytes = 8192}, {.generation = 1, .name = "chunks-r0", .bytes = 8192}},
+       .chunks = {{.key = {.tag = "weights", .region = "w"},
+                   .bytes = 4000,
+                   .offset = 4096,
+                   .stored_bytes = 4000,
+                   .file = 1}}}};
   const Bytes file = encode_manifest(manifest);
   write(directory, "manifest", Bytes(file.begin() + 128, file.end()));
   Answer answer{.request = later.scheduler.requests[0]};
   answer.request.output_token_ids.push_back(9);
-  write(directory, "answers", pack_answers({answer, Answer{.request = {.id = "wait"}, .state = AnswerState::kFinished}, Answer{.request = test::example_request("late", RequestStatus::kWaiting, 3, 0, 0)}}));
+  write(directory, "answers",
+        pack_answers({answer, Answer{.request = {.id = "wait"}, .state = AnswerState::kFinished},
+                      Answer{.request = test::example_request("late", RequestStatus::kWaiting, 3, 0, 0)}}));
   write(directory, "archive", {8, 1, 0, 0, 0, 0, 0, 0, 0, 2, 1, 0, 0, 0, 0, 0, 0, 0});
   return 0;
 }

@@ -57,7 +57,8 @@ TEST(BlockState, I1EveryTransitionOfTheTableAndNoOther) {
       const auto state = static_cast<BlockState>(s);
       const auto trigger = static_cast<BlockTrigger>(t);
       const auto found = allowed.find({state, trigger});
-      EXPECT_EQ(next_state(state, trigger), found == allowed.end() ? std::nullopt : std::optional(found->second)) << name(state) << ", " << name(trigger);
+      EXPECT_EQ(next_state(state, trigger), found == allowed.end() ? std::nullopt : std::optional(found->second))
+          << name(state) << ", " << name(trigger);
     }
   }
 }
@@ -75,7 +76,7 @@ TEST(BlockPool, ABlockGoesThroughItsLifeTokenByToken) {
   EXPECT_EQ(value_of(block.add_tokens(std::vector<int32_t>{3})), 1);
   ASSERT_SUCCEEDS(block.schedule_compute());
   ASSERT_SUCCEEDS(block.compute_done());
-  EXPECT_EQ(block.state(), kPartial);  // room is left
+  EXPECT_EQ(block.state(), kPartial);                                       // room is left
   EXPECT_EQ(value_of(block.add_tokens(std::vector<int32_t>{4, 5, 6})), 1);  // one fits
   ASSERT_SUCCEEDS(block.schedule_compute());
   ASSERT_SUCCEEDS(block.compute_done());
@@ -247,7 +248,8 @@ TEST(BlockPool, BadSizesAreRefused) {
   EXPECT_FAILS(BlockPool::create({.num_blocks = 1, .block_tokens = 0}), Code::kInvalidArgument, "block_tokens");
 }
 
-// Random lives of many blocks, on several threads: the books always agree, and a block that somebody holds is never another.
+// Random lives of many blocks, on several threads: the books always agree, and a block that somebody holds is never
+// another.
 TEST(BlockPool, UnderRandomUseByManyThreadsTheBooksAgree) {
   const auto pool = make(64);
   std::vector<std::thread> threads;
@@ -300,8 +302,10 @@ TEST(BlockPool, ASnapshotPutsAnUnusedPoolIntoTheSameState) {
     const auto pool = make(24);
     std::vector<BlockRef> kept;
     for (int i = 0; i < 60; ++i) {
-      if (random() % 3 != 0 && pool->info().free > 4) kept.push_back(registered(*pool, static_cast<int32_t>(random() % 40)));
-      if (random() % 2 == 0 && !kept.empty()) kept.erase(kept.begin() + static_cast<std::ptrdiff_t>(random() % kept.size()));
+      if (random() % 3 != 0 && pool->info().free > 4)
+        kept.push_back(registered(*pool, static_cast<int32_t>(random() % 40)));
+      if (random() % 2 == 0 && !kept.empty())
+        kept.erase(kept.begin() + static_cast<std::ptrdiff_t>(random() % kept.size()));
     }
     auto filling = value_of(pool->allocate(2));
     const int32_t first = filling[0].id(), second = filling[1].id();
@@ -344,7 +348,8 @@ TEST(BlockPool, ASnapshotThatContradictsItselfIsRefused) {
   EXPECT_FAILS(with([](auto& s) { s.registered[0].identity.tokens.push_back(1); }), Code::kCorruption, "5 tokens");
   EXPECT_FAILS(with([](auto& s) { s.free_order.push_back(s.free_order[0]); }), Code::kCorruption, "free twice");
   EXPECT_FAILS(with([](auto& s) { s.free_order[0] = 7; }), Code::kCorruption, "block 7");
-  EXPECT_FAILS(with([](auto& s) { std::reverse(s.free_order.begin(), s.free_order.end()); }), Code::kCorruption, "behind");
+  EXPECT_FAILS(with([](auto& s) { std::reverse(s.free_order.begin(), s.free_order.end()); }), Code::kCorruption,
+               "behind");
 }
 
 }  // namespace

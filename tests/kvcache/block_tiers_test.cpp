@@ -39,7 +39,12 @@ class BlockTiersTest : public ::testing::TestWithParam<bool> {
     memory_ = value_of(device_->create(bytes_));
     ASSERT_SUCCEEDS(device_->map(address_, memory_));
     ASSERT_SUCCEEDS(device_->set_access(address_, bytes_, Access::kReadWrite));
-    layout_ = {.num_blocks = kDeviceBlocks, .tensors = {{.address = address_, .layers = kLayers, .layer_stride = kDeviceBlocks * kPieceBytes, .block_stride = kPieceBytes, .block_bytes = kPieceBytes}}};
+    layout_ = {.num_blocks = kDeviceBlocks,
+               .tensors = {{.address = address_,
+                            .layers = kLayers,
+                            .layer_stride = kDeviceBlocks * kPieceBytes,
+                            .block_stride = kPieceBytes,
+                            .block_bytes = kPieceBytes}}};
     ASSERT_SUCCEEDS(layout_.validate());
     arena_ = value_of(HostArena::create());
     executor_ = value_of(TransferExecutor::create(*device_, *arena_, {.threads = 2}));
@@ -49,7 +54,8 @@ class BlockTiersTest : public ::testing::TestWithParam<bool> {
   void use_host_blocks(int32_t count) {
     onboarding_.reset();
     to_host_.reset();
-    host_ = value_of(HostBlocks::create(*arena_, {.num_blocks = count, .block_tokens = kTokens}, layout_.bytes_per_block()));
+    host_ = value_of(
+        HostBlocks::create(*arena_, {.num_blocks = count, .block_tokens = kTokens}, layout_.bytes_per_block()));
     to_host_ = std::make_unique<DeviceRoute>(*pool_, layout_, *host_, *executor_);
     onboard_from({host_.get()});
   }
@@ -85,7 +91,8 @@ class BlockTiersTest : public ::testing::TestWithParam<bool> {
     return bytes;
   }
   uint8_t* piece(int32_t slot, uint32_t layer) {
-    return reinterpret_cast<uint8_t*>(address_ + (layer * kDeviceBlocks + static_cast<uint64_t>(slot)) * kPieceBytes);  // NOLINT(performance-no-int-to-ptr)
+    return reinterpret_cast<uint8_t*>(address_ + (layer * kDeviceBlocks + static_cast<uint64_t>(slot)) *
+                                                     kPieceBytes);  // NOLINT(performance-no-int-to-ptr)
   }
   // A chain of computed, registered blocks in the device.
   std::vector<BlockRef> compute(int32_t seed, int count) {
@@ -100,7 +107,8 @@ class BlockTiersTest : public ::testing::TestWithParam<bool> {
       const int32_t slot = block.id();
       blocks.push_back(value_of(block.register_block()));
       parent = blocks.back().identity().hash();
-      for (uint32_t layer = 0; layer < kLayers; ++layer) std::memcpy(piece(slot, layer), content(blocks.back().identity(), layer).data(), kPieceBytes);
+      for (uint32_t layer = 0; layer < kLayers; ++layer)
+        std::memcpy(piece(slot, layer), content(blocks.back().identity(), layer).data(), kPieceBytes);
     }
     return blocks;
   }
@@ -117,7 +125,8 @@ class BlockTiersTest : public ::testing::TestWithParam<bool> {
   void expect_content(const std::vector<BlockRef>& blocks) {
     for (const BlockRef& block : blocks) {
       for (uint32_t layer = 0; layer < kLayers; ++layer) {
-        EXPECT_EQ(std::memcmp(piece(block.id(), layer), content(block.identity(), layer).data(), kPieceBytes), 0) << "block " << block.id() << " layer " << layer;
+        EXPECT_EQ(std::memcmp(piece(block.id(), layer), content(block.identity(), layer).data(), kPieceBytes), 0)
+            << "block " << block.id() << " layer " << layer;
       }
     }
   }
@@ -177,7 +186,8 @@ class BlockTiersTest : public ::testing::TestWithParam<bool> {
   std::unique_ptr<Onboarding> onboarding_;
   std::map<BlockRoute*, std::unique_ptr<OffloadPipeline>> pipelines_;  // end before what they use
 };
-INSTANTIATE_TEST_SUITE_P(Device, BlockTiersTest, ::testing::Bool(), [](const auto& info) { return info.param ? "CopiesLate" : "CopiesAtOnce"; });
+INSTANTIATE_TEST_SUITE_P(Device, BlockTiersTest, ::testing::Bool(),
+                         [](const auto& info) { return info.param ? "CopiesLate" : "CopiesAtOnce"; });
 
 TEST_P(BlockTiersTest, BlocksGoDownAndComeBackUpByteForByte) {
   std::vector<BlockRef> blocks = compute(10, 6);
@@ -248,7 +258,7 @@ TEST_P(BlockTiersTest, I3AfterAnUnprovenCopyBothSidesAreNeverUsedAgain) {
   blocks.clear();
   EXPECT_EQ(to_host_->quarantined(), 2);
   EXPECT_EQ(pool_->clear_cached(), 0);
-  EXPECT_EQ(pool_->info().shared, 2);            // the device blocks are kept for ever
+  EXPECT_EQ(pool_->info().shared, 2);  // the device blocks are kept for ever
   EXPECT_EQ(host_->pool().info().quarantined, 2);
 }
 
@@ -310,7 +320,8 @@ TEST_P(BlockTiersTest, UnderRandomUseWhatComesBackIsAlwaysRight) {
   EXPECT_GT(hits, 50u);
 }
 
-// --- the disk ------------------------------------------------------------------------------------------------------------
+// --- the disk
+// ------------------------------------------------------------------------------------------------------------
 
 TEST_P(BlockTiersTest, RegistrationInTheHostSendsBlocksOnToTheDisk) {
   open_disk();
@@ -380,12 +391,16 @@ TEST_P(BlockTiersTest, BlocksOfAnotherModelAreNotThere) {
 
 TEST_P(BlockTiersTest, TwoProcessesDoNotShareSlots) {
   open_disk();
-  EXPECT_FAILS(DiskBlocks::open(*directory_, {.pool = {.num_blocks = 4, .block_tokens = kTokens}, .bytes_per_block = 4096}, clock_), Code::kUnavailable);
+  EXPECT_FAILS(DiskBlocks::open(*directory_,
+                                {.pool = {.num_blocks = 4, .block_tokens = kTokens}, .bytes_per_block = 4096}, clock_),
+               Code::kUnavailable);
 }
 
 TEST_P(BlockTiersTest, I8WhateverByteOfASlotIsWrongItIsAMiss) {
   const uint64_t used = 112 + kTokens * 4;  // of the header page
-  for (const uint64_t offset : {uint64_t{0}, uint64_t{9}, uint64_t{20}, uint64_t{50}, uint64_t{70}, uint64_t{90}, used - 1, uint64_t{4000}, uint64_t{4096}, uint64_t{4096} + layout_.bytes_per_block() - 1}) {
+  for (const uint64_t offset :
+       {uint64_t{0}, uint64_t{9}, uint64_t{20}, uint64_t{50}, uint64_t{70}, uint64_t{90}, used - 1, uint64_t{4000},
+        uint64_t{4096}, uint64_t{4096} + layout_.bytes_per_block() - 1}) {
     SCOPED_TRACE(offset);
     open_disk();
     const auto chain = chain_on_disk(static_cast<int32_t>(10 + offset), 3);
@@ -412,7 +427,7 @@ TEST_P(BlockTiersTest, ADiskThatFailsIsReportedAndServingGoesOn) {
     EXPECT_TRUE(disk_->health().degraded);
     EXPECT_NE(disk_->health().reason.find("injected"), std::string::npos);
     EXPECT_EQ(disk_->health().write_errors, 3u);
-    EXPECT_EQ(disk_->pool().info().cached, native == EIO ? 0 : 3);  // those of the round before
+    EXPECT_EQ(disk_->pool().info().cached, native == EIO ? 0 : 3);                   // those of the round before
     EXPECT_EQ(offload(names(blocks), &to_disk).count(BlockOutcome::kDegraded), 3u);  // not tried
     clock_.advance(10s);
     EXPECT_EQ(offload(names(blocks), &to_disk).count(BlockOutcome::kFailed), 3u);
@@ -459,13 +474,17 @@ TEST_P(BlockTiersTest, ADirectoryThatVanishesStopsNothing) {
   onboard_from({disk_.get()});
   EXPECT_EQ(value_of(onboarding_->onboard(chain)).size(), 3u);  // the open file is still there
   disk_.reset();
-  EXPECT_FAILS(DiskBlocks::open(*directory_, {.pool = {.num_blocks = 4, .block_tokens = kTokens}, .bytes_per_block = 4096}, clock_), Code::kNotFound);
+  EXPECT_FAILS(DiskBlocks::open(*directory_,
+                                {.pool = {.num_blocks = 4, .block_tokens = kTokens}, .bytes_per_block = 4096}, clock_),
+               Code::kNotFound);
 }
 
 TEST_P(BlockTiersTest, WithoutRoomOnTheDiskItIsNotOpened) {
   directory_ = value_of(file_system_.open_directory(temporary_.path(), false));
   file_system_.plan.set(test::Fault::kError, 3, ENOSPC);  // lock, open, preallocate
-  EXPECT_FAILS(DiskBlocks::open(*directory_, {.pool = {.num_blocks = 4, .block_tokens = kTokens}, .bytes_per_block = 4096}, clock_), Code::kResourceExhausted);
+  EXPECT_FAILS(DiskBlocks::open(*directory_,
+                                {.pool = {.num_blocks = 4, .block_tokens = kTokens}, .bytes_per_block = 4096}, clock_),
+               Code::kResourceExhausted);
 }
 
 }  // namespace

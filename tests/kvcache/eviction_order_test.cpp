@@ -37,7 +37,8 @@ TEST(EvictionOrder, EachPolicyHasItsOrder) {
   EXPECT_EQ(evict_all(*example(EvictionPolicy::kLru)), (std::vector<int32_t>{2, 1, 0}));
   EXPECT_EQ(evict_all(*example(EvictionPolicy::kFifo)), (std::vector<int32_t>{0, 1, 2}));
   EXPECT_EQ(evict_all(*example(EvictionPolicy::kLfu)), (std::vector<int32_t>{2, 1, 0}));
-  EXPECT_EQ(evict_all(*example(EvictionPolicy::kS3Fifo)), (std::vector<int32_t>{1, 0, 2}));  // 0 went on to the main queue; 2 is within the small one's share
+  EXPECT_EQ(evict_all(*example(EvictionPolicy::kS3Fifo)),
+            (std::vector<int32_t>{1, 0, 2}));  // 0 went on to the main queue; 2 is within the small one's share
 }
 
 TEST(EvictionOrder, LfuCountsHitsBeforeAge) {
@@ -81,7 +82,8 @@ TEST(EvictionOrder, S3FifoRemembersWhatItEvictedTooEarly) {
 }
 
 TEST(EvictionOrder, UnderRandomUseEveryBlockIsInItOnce) {
-  for (const EvictionPolicy policy : {EvictionPolicy::kLru, EvictionPolicy::kFifo, EvictionPolicy::kLfu, EvictionPolicy::kS3Fifo}) {
+  for (const EvictionPolicy policy :
+       {EvictionPolicy::kLru, EvictionPolicy::kFifo, EvictionPolicy::kLfu, EvictionPolicy::kS3Fifo}) {
     SCOPED_TRACE(name(policy));
     std::mt19937 random(1);
     auto order = make_eviction_order(policy, 32);

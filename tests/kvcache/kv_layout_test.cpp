@@ -7,8 +7,14 @@
 namespace torpor {
 namespace {
 
-KvLayout layers_outermost() { return {.num_blocks = 4, .tensors = {{.address = 1000, .layers = 3, .layer_stride = 400, .block_stride = 100, .block_bytes = 100}}}; }
-KvLayout blocks_outermost() { return {.num_blocks = 4, .tensors = {{.address = 1000, .layers = 3, .layer_stride = 100, .block_stride = 300, .block_bytes = 100}}}; }
+KvLayout layers_outermost() {
+  return {.num_blocks = 4,
+          .tensors = {{.address = 1000, .layers = 3, .layer_stride = 400, .block_stride = 100, .block_bytes = 100}}};
+}
+KvLayout blocks_outermost() {
+  return {.num_blocks = 4,
+          .tensors = {{.address = 1000, .layers = 3, .layer_stride = 100, .block_stride = 300, .block_bytes = 100}}};
+}
 
 TEST(KvLayout, PiecesCoverEveryByteOfTheTensorOnce) {
   for (const KvLayout& layout : {layers_outermost(), blocks_outermost()}) {
@@ -46,8 +52,10 @@ TEST(KvLayout, WhatCannotBeIsRefused) {
   EXPECT_FAILS(changed([](KvLayout&, KvTensor& t) { t.block_bytes = 0; }), Code::kInvalidArgument);
   EXPECT_FAILS(changed([](KvLayout&, KvTensor& t) { t.block_bytes = 101; }), Code::kInvalidArgument, "overlap");
   EXPECT_FAILS(changed([](KvLayout&, KvTensor& t) { t.layer_stride = 399; }), Code::kInvalidArgument, "overlap");
-  EXPECT_FAILS(changed([](KvLayout&, KvTensor& t) { t.layer_stride = UINT64_MAX / 2; }), Code::kInvalidArgument, "too large");
-  EXPECT_FAILS(changed([](KvLayout&, KvTensor& t) { t.address = UINT64_MAX - 10; }), Code::kInvalidArgument, "too large");
+  EXPECT_FAILS(changed([](KvLayout&, KvTensor& t) { t.layer_stride = UINT64_MAX / 2; }), Code::kInvalidArgument,
+               "too large");
+  EXPECT_FAILS(changed([](KvLayout&, KvTensor& t) { t.address = UINT64_MAX - 10; }), Code::kInvalidArgument,
+               "too large");
 }
 
 }  // namespace

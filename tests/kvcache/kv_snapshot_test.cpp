@@ -34,12 +34,21 @@ TEST(KvSnapshot, EachContradictionIsFound) {
       {"block size", [](KvSnapshot& kv) { kv.groups[0].block_size = 0; }},
       {"two tables", [](KvSnapshot& kv) { kv.groups[0].tables[1].request = "run"; }},
       {"are cached", [](KvSnapshot& kv) { kv.groups[0].tables[0].num_cached_blocks = 3; }},
-      {"not listed", [](KvSnapshot& kv) { kv.groups[0].tables[0].blocks = {1, 7}; }},
+      {"not listed",
+       [](KvSnapshot& kv) {
+         kv.groups[0].tables[0].blocks = {1, 7};
+       }},
       {"prefix index", [](KvSnapshot& kv) { kv.prefix_index[0].blocks = {2}; }},
       {"prefix index", [](KvSnapshot& kv) { kv.prefix_index.pop_back(); }},
-      {"twice", [](KvSnapshot& kv) { kv.prefix_index[0].blocks = {1, 1}; }},
+      {"twice",
+       [](KvSnapshot& kv) {
+         kv.prefix_index[0].blocks = {1, 1};
+       }},
       {"empty", [](KvSnapshot& kv) { kv.prefix_index[0].blocks.clear(); }},
-      {"extra hashes", [](KvSnapshot& kv) { kv.extra_hashes = {{7, {{1}}}}; }},
+      {"extra hashes",
+       [](KvSnapshot& kv) {
+         kv.extra_hashes = {{7, {{1}}}};
+       }},
       {"free order", [](KvSnapshot& kv) { kv.free_order.pop_back(); }},
       {"free order", [](KvSnapshot& kv) { kv.free_order[0] = 0; }},
       {"twice", [](KvSnapshot& kv) { kv.free_order[0] = 6; }},
@@ -93,7 +102,8 @@ TEST(LiveBlocks, AfterDroppingEveryHashHasItsBytes) {
       if (hashed) {
         block.hash = {static_cast<uint8_t>(*rc::gen::inRange(0, 20))};  // some blocks share one
         block.hash_tokens = 4;
-        const auto entry = std::find_if(kv.prefix_index.begin(), kv.prefix_index.end(), [&](const PrefixEntry& e) { return e.hash == block.hash; });
+        const auto entry = std::find_if(kv.prefix_index.begin(), kv.prefix_index.end(),
+                                        [&](const PrefixEntry& e) { return e.hash == block.hash; });
         if (entry == kv.prefix_index.end()) {
           kv.prefix_index.push_back({block.hash, {id}});
         } else {

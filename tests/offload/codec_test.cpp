@@ -32,12 +32,14 @@ TEST(Codec, DamagedOrOtherwiseSizedInputIsCorruption) {
   Bytes packed = *compress(view(bytes));
   for (const size_t size : {size_t{0}, size_t{4'999}, size_t{5'001}}) {
     Bytes out(size);
-    EXPECT_FAILS(decompress(Codec::kZstd, view(packed), std::as_writable_bytes(std::span(out))), Code::kCorruption) << size;
+    EXPECT_FAILS(decompress(Codec::kZstd, view(packed), std::as_writable_bytes(std::span(out))), Code::kCorruption)
+        << size;
   }
   Bytes out(5'000);
   for (size_t cut = 0; cut < packed.size(); ++cut) {
     const Bytes part(packed.begin(), packed.begin() + static_cast<std::ptrdiff_t>(cut));
-    EXPECT_FAILS(decompress(Codec::kZstd, view(part), std::as_writable_bytes(std::span(out))), Code::kCorruption) << cut;
+    EXPECT_FAILS(decompress(Codec::kZstd, view(part), std::as_writable_bytes(std::span(out))), Code::kCorruption)
+        << cut;
   }
 }
 

@@ -110,12 +110,14 @@ class ScriptedRoute final : public BlockRoute {
 
 // Nothing is flushed by time unless a test wants it: batches form by size alone.
 OffloadOptions by_size(int32_t min, int32_t max) {
-  return {.max_batch_size = max, .min_batch_size = min, .flush_interval = 1h, .sweep_interval = 1ms, .on_deck_batches = 1};
+  return {
+      .max_batch_size = max, .min_batch_size = min, .flush_interval = 1h, .sweep_interval = 1ms, .on_deck_batches = 1};
 }
 
 class OffloadPipelineTest : public ::testing::Test {
  protected:
-  std::unique_ptr<OffloadPipeline> make(OffloadOptions options, std::vector<std::unique_ptr<OffloadPolicy>> policies = {}) {
+  std::unique_ptr<OffloadPipeline> make(OffloadOptions options,
+                                        std::vector<std::unique_ptr<OffloadPolicy>> policies = {}) {
     return value_of(OffloadPipeline::create(route_, system_clock(), options, std::move(policies)));
   }
   template <class... Policies>
@@ -124,7 +126,8 @@ class OffloadPipelineTest : public ::testing::Test {
     (all.push_back(std::move(policies)), ...);
     return all;
   }
-  // One batch (block 0) in transfer, held at the gate, one (block 1) on deck: whatever comes now stays in the queue until open().
+  // One batch (block 0) in transfer, held at the gate, one (block 1) on deck: whatever comes now stays in the queue
+  // until open().
   void occupy(OffloadPipeline& pipeline) {
     route_.close();
     pipeline.enqueue(blocks(0, 1));
@@ -156,12 +159,20 @@ TEST_F(OffloadPipelineTest, WhoListensIsToldOfEachStageAndEachTransfer) {
     uint64_t transferred = 0;
   } recorder;
   route_.fail(2, BlockOutcome::kFailed);
-  auto pipeline = value_of(OffloadPipeline::create(route_, system_clock(), by_size(1, 8), list(make_predicate_policy([](const BlockName& name) { return name.id != 3; }, system_clock())), &recorder));
+  auto pipeline = value_of(OffloadPipeline::create(
+      route_, system_clock(), by_size(1, 8),
+      list(make_predicate_policy([](const BlockName& name) { return name.id != 3; }, system_clock())), &recorder));
   const auto met = std::make_shared<Precondition>();
   met->meet();
   pipeline->enqueue(blocks(0, 4), met).wait();
   pipeline->drain();
-  EXPECT_EQ(recorder.blocks, (std::map<std::string, uint64_t>{{"enqueued", 4}, {"filtered", 1}, {"waiting", 3}, {"ready", 3}, {"committed", 3}, {"transferred", 2}, {"failed", 1}}));
+  EXPECT_EQ(recorder.blocks, (std::map<std::string, uint64_t>{{"enqueued", 4},
+                                                              {"filtered", 1},
+                                                              {"waiting", 3},
+                                                              {"ready", 3},
+                                                              {"committed", 3},
+                                                              {"transferred", 2},
+                                                              {"failed", 1}}));
   EXPECT_EQ(recorder.transferred, 2u);
 }
 
@@ -182,7 +193,8 @@ TEST_F(OffloadPipelineTest, P1AContainerIsNeverSplitBeforeItIsCommitted) {
     for (const int32_t id : batch) {
       const int32_t begin = id >= 1000 ? 1000 : id >= 100 ? id / 10 * 10 : id;
       const int32_t count = id >= 1000 ? 20 : id >= 100 ? 5 : 1;
-      for (int32_t other = begin; other < begin + count; ++other) EXPECT_NE(std::find(batch.begin(), batch.end(), other), batch.end()) << id << " without " << other;
+      for (int32_t other = begin; other < begin + count; ++other)
+        EXPECT_NE(std::find(batch.begin(), batch.end(), other), batch.end()) << id << " without " << other;
     }
   }
 }
@@ -325,7 +337,8 @@ TEST_F(OffloadPipelineTest, I5TheFailureOfOneBlockMarksNoOther) {
   const auto pipeline = make(by_size(1, 8));
   const OffloadHandle handle = pipeline->enqueue(blocks(0, 8));
   handle.wait();
-  for (const auto outcome : {BlockOutcome::kFailed, BlockOutcome::kUnproven, BlockOutcome::kNoRoom, BlockOutcome::kEvicted}) {
+  for (const auto outcome :
+       {BlockOutcome::kFailed, BlockOutcome::kUnproven, BlockOutcome::kNoRoom, BlockOutcome::kEvicted}) {
     EXPECT_EQ(handle.count(outcome), 1u) << name(outcome);
   }
   EXPECT_EQ(handle.count(BlockOutcome::kTransferred), 4u);
@@ -383,7 +396,9 @@ TEST_F(OffloadPipelineTest, AHandleThatOutlivesThePipelineCanStillBeCancelledAnd
 TEST_F(OffloadPipelineTest, PoliciesFilterInsideAContainerAndAllMustAgree) {
   auto frequency = std::make_unique<FrequencyPolicy>(2);
   for (const int32_t id : {1, 1, 2, 3, 3, 3}) frequency->used(key_of(id));
-  const auto pipeline = make(by_size(1, 8), list(std::move(frequency), make_predicate_policy([](const BlockName& name) { return name.id != 3; }, system_clock())));
+  const auto pipeline = make(
+      by_size(1, 8), list(std::move(frequency),
+                          make_predicate_policy([](const BlockName& name) { return name.id != 3; }, system_clock())));
   const OffloadHandle handle = pipeline->enqueue(blocks(0, 5));
   handle.wait();
   EXPECT_EQ(handle.count(BlockOutcome::kFiltered), 4u);
@@ -422,7 +437,12 @@ TEST(OffloadPolicy, APolicyThatIsTooSlowLetsNothingGoAndIsCounted) {
   ManualClock clock;
   ScriptedRoute route;
   std::vector<std::unique_ptr<OffloadPolicy>> policies;
-  policies.push_back(make_predicate_policy([&](const BlockName&) { clock.advance(60ms); return true; }, clock));
+  policies.push_back(make_predicate_policy(
+      [&](const BlockName&) {
+        clock.advance(60ms);
+        return true;
+      },
+      clock));
   const auto pipeline = value_of(OffloadPipeline::create(route, clock, by_size(1, 8), std::move(policies)));
   const OffloadHandle slow = pipeline->enqueue(blocks(0, 3));
   slow.wait();
@@ -433,7 +453,9 @@ TEST(OffloadPolicy, APolicyThatIsTooSlowLetsNothingGoAndIsCounted) {
 }
 
 TEST(OffloadOptions, EachBadOptionIsRefusedByName) {
-  const auto refused = [](OffloadOptions options, std::string_view part) { EXPECT_FAILS(options.validate(), Code::kInvalidArgument, part); };
+  const auto refused = [](OffloadOptions options, std::string_view part) {
+    EXPECT_FAILS(options.validate(), Code::kInvalidArgument, part);
+  };
   EXPECT_SUCCEEDS(OffloadOptions{}.validate());
   refused({.max_batch_size = 0}, "max_batch_size is 0");
   refused({.min_batch_size = 0}, "min_batch_size is 0");
@@ -446,11 +468,16 @@ TEST(OffloadOptions, EachBadOptionIsRefusedByName) {
   refused({.queue_blocks = 0}, "queue_blocks");
 }
 
-// I4 and I6 under load: many threads enqueue, cancel, meet and fail preconditions. Every block ends once, under one reason; a
-// cancelled container goes as a whole or not at all.
+// I4 and I6 under load: many threads enqueue, cancel, meet and fail preconditions. Every block ends once, under one
+// reason; a cancelled container goes as a whole or not at all.
 TEST_F(OffloadPipelineTest, I4I6UnderRandomUseEveryBlockEndsOnceAndCancellationIsExact) {
-  OffloadOptions options{.max_batch_size = 16, .min_batch_size = 4, .flush_interval = 1ms, .sweep_interval = 1ms, .max_concurrent_transfers = 2};
-  const auto pipeline = make(options, list(make_predicate_policy([](const BlockName& name) { return name.id % 7 != 0; }, system_clock())));
+  OffloadOptions options{.max_batch_size = 16,
+                         .min_batch_size = 4,
+                         .flush_interval = 1ms,
+                         .sweep_interval = 1ms,
+                         .max_concurrent_transfers = 2};
+  const auto pipeline = make(
+      options, list(make_predicate_policy([](const BlockName& name) { return name.id % 7 != 0; }, system_clock())));
   std::atomic<uint64_t> enqueued = 0;
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; ++t) {
@@ -460,7 +487,8 @@ TEST_F(OffloadPipelineTest, I4I6UnderRandomUseEveryBlockEndsOnceAndCancellationI
         const auto count = static_cast<int32_t>(1 + random() % 20);
         const int32_t first = (t * 300 + i) * 20;
         const auto precondition = random() % 2 == 0 ? std::make_shared<Precondition>() : nullptr;
-        OffloadHandle handle = pipeline->enqueue(blocks(first, count), precondition, static_cast<int32_t>(random() % 3));
+        OffloadHandle handle =
+            pipeline->enqueue(blocks(first, count), precondition, static_cast<int32_t>(random() % 3));
         enqueued += static_cast<uint64_t>(count);
         const bool cancel = random() % 3 == 0;
         if (precondition != nullptr && random() % 4 != 0) precondition->meet();

@@ -42,7 +42,8 @@ class TierContract : public ::testing::TestWithParam<bool> {
   std::unique_ptr<HostArena> arena_ = value_of(HostArena::create({.slab_bytes = kMiB}));
   std::unique_ptr<Directory> directory_;
 };
-INSTANTIATE_TEST_SUITE_P(Tiers, TierContract, ::testing::Bool(), [](const auto& info) { return info.param ? "Host" : "Disk"; });
+INSTANTIATE_TEST_SUITE_P(Tiers, TierContract, ::testing::Bool(),
+                         [](const auto& info) { return info.param ? "Host" : "Disk"; });
 
 TEST_P(TierContract, ChunksOfAnySizePutByManyThreadsComeBack) {
   std::unique_ptr<Tier> tier = make();

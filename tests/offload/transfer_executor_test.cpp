@@ -7,8 +7,8 @@
 #include "base/units.h"
 #include "offload/disk_tier.h"
 #include "offload/host_tier.h"
-#include "tests/support/faulty_device.h"
 #include "tests/support/chunk_files.h"
+#include "tests/support/faulty_device.h"
 #include "tests/support/results.h"
 #include "tests/support/temporary_directory.h"
 
@@ -36,7 +36,8 @@ class TransferExecutorTest : public ::testing::TestWithParam<bool> {
     for (uint64_t i = 0; i < kBytes; ++i) bytes()[i] = static_cast<std::byte>(i * 2654435761u >> 13);
     for (uint64_t i = 0; i < kChunks; ++i) {
       const uint64_t half = kBytes / kChunks / 2;
-      plans_.push_back({.key = {.tag = "t", .region = "r", .index = i}, .pieces = {{address_ + i * half, half}, {address_ + kBytes / 2 + i * half, half}}});
+      plans_.push_back({.key = {.tag = "t", .region = "r", .index = i},
+                        .pieces = {{address_ + i * half, half}, {address_ + kBytes / 2 + i * half, half}}});
     }
     original_.assign(bytes(), bytes() + kBytes);
   }
@@ -59,7 +60,8 @@ class TransferExecutorTest : public ::testing::TestWithParam<bool> {
   std::vector<ChunkPlan> plans_;
   std::vector<std::byte> original_;
 };
-INSTANTIATE_TEST_SUITE_P(Device, TransferExecutorTest, ::testing::Bool(), [](const auto& info) { return info.param ? "CopiesLate" : "CopiesAtOnce"; });
+INSTANTIATE_TEST_SUITE_P(Device, TransferExecutorTest, ::testing::Bool(),
+                         [](const auto& info) { return info.param ? "CopiesLate" : "CopiesAtOnce"; });
 
 TEST_P(TransferExecutorTest, BytesComeBackThroughTheHostTier) {
   HostTier tier(*arena_);

@@ -1,5 +1,5 @@
-// Every allocation fails in turn, once and for ever, while a state is encoded, written, read and decoded: an error comes
-// back, nothing ends the process, nothing leaks, and the same call works afterwards.
+// Every allocation fails in turn, once and for ever, while a state is encoded, written, read and decoded: an error
+// comes back, nothing ends the process, nothing leaks, and the same call works afterwards.
 #include <cstdlib>
 #include <new>
 
@@ -22,7 +22,8 @@ struct {
 void* allocate(std::size_t size) {
   if (allocations.armed) {
     ++allocations.count;
-    if (allocations.count == allocations.at || (allocations.for_ever && allocations.count > allocations.at)) throw std::bad_alloc();
+    if (allocations.count == allocations.at || (allocations.for_ever && allocations.count > allocations.at))
+      throw std::bad_alloc();
   }
   void* memory = std::malloc(size == 0 ? 1 : size);
   if (memory == nullptr) throw std::bad_alloc();
@@ -66,7 +67,8 @@ uint64_t fail_each(const char* what, Work work) {
       const bool fired = allocations.count >= n;
       // In some places want of memory means "not stored better", not failure; a wrong result is never given.
       if (!right) {
-        EXPECT_TRUE(fired && (code == Code::kResourceExhausted || code == Code::kCorruption)) << what << ", allocation " << n << ": " << name(code);
+        EXPECT_TRUE(fired && (code == Code::kResourceExhausted || code == Code::kCorruption))
+            << what << ", allocation " << n << ": " << name(code);
       }
       EXPECT_EQ(allocations.live, live) << what << ", allocation " << n << " leaks";
       if (!fired) break;
@@ -130,7 +132,9 @@ TEST(Allocation, EveryOneFailsWhileWritingAndReading) {
       if (infos) {
         for (const CheckpointInfo& info : *infos) {
           ASSERT_TRUE(info.readable) << n;
-          ASSERT_TRUE(test::value_of(verify(test::value_of(open_checkpoint(disk, info.path)), {.threads = 1})).problems.empty()) << n;
+          ASSERT_TRUE(
+              test::value_of(verify(test::value_of(open_checkpoint(disk, info.path)), {.threads = 1})).problems.empty())
+              << n;
         }
       }
       if (path) {
@@ -141,7 +145,8 @@ TEST(Allocation, EveryOneFailsWhileWritingAndReading) {
       ++written;
     }
   }
-  std::printf("proof: %lu failed allocations in reading, %lu in writing, 0 leaks\n", static_cast<unsigned long>(failed), static_cast<unsigned long>(written));
+  std::printf("proof: %lu failed allocations in reading, %lu in writing, 0 leaks\n", static_cast<unsigned long>(failed),
+              static_cast<unsigned long>(written));
   EXPECT_GT(written, 200u);
 }
 

@@ -21,7 +21,8 @@ struct Ending {
   Promise promise;
 };
 
-Ending run_killed(const Workload& workload, const Variant& variant, const std::string& directory, Fault fault, uint64_t n) {
+Ending run_killed(const Workload& workload, const Variant& variant, const std::string& directory, Fault fault,
+                  uint64_t n) {
   int channel[2];
   EXPECT_EQ(::pipe(channel), 0);
   const pid_t child = ::fork();
@@ -37,7 +38,8 @@ Ending run_killed(const Workload& workload, const Variant& variant, const std::s
   ::close(channel[1]);
   Ending ending;
   char said[2];
-  while (::read(channel[0], said, 2) == 2) ending.promise.hear(static_cast<Word>(said[0]), static_cast<uint64_t>(said[1]));
+  while (::read(channel[0], said, 2) == 2)
+    ending.promise.hear(static_cast<Word>(said[0]), static_cast<uint64_t>(said[1]));
   ::close(channel[0]);
   int status = 0;
   EXPECT_EQ(::waitpid(child, &status, 0), child);
@@ -56,8 +58,10 @@ INSTANTIATE_TEST_SUITE_P(Workloads, Crash, ::testing::Range(0, 8), [](const auto
 TEST_P(Crash, AcknowledgedIsThereAndPartialIsInvisible) {
   const Workload& workload = workloads()[static_cast<size_t>(GetParam())];
   int points = 0;
-  // In memory where there is such a file system: a killed process loses nothing that it wrote, so the disk has no part in this.
-  const char* const memory = std::filesystem::is_directory("/dev/shm") && ::access("/dev/shm", W_OK) == 0 ? "/dev/shm" : nullptr;
+  // In memory where there is such a file system: a killed process loses nothing that it wrote, so the disk has no part
+  // in this.
+  const char* const memory =
+      std::filesystem::is_directory("/dev/shm") && ::access("/dev/shm", W_OK) == 0 ? "/dev/shm" : nullptr;
   for (const Variant& variant : variants()) {
     const uint64_t calls = [&] {
       const test::TemporaryDirectory temporary(memory);

@@ -1,6 +1,7 @@
-// Every call of the driver, in turn, fails in a full life of a rank's memory over the fake driver: load, sleep, wake, sleep,
-// wake, unload. After each the memory is awake with identical bytes, or asleep with a complete backup, or says by name that
-// it is broken; a retry without the fault succeeds; nothing is left behind, and nothing was done to memory in use.
+// Every call of the driver, in turn, fails in a full life of a rank's memory over the fake driver: load, sleep, wake,
+// sleep, wake, unload. After each the memory is awake with identical bytes, or asleep with a complete backup, or says
+// by name that it is broken; a retry without the fault succeeds; nothing is left behind, and nothing was done to memory
+// in use.
 #include <cstdlib>
 #include <cstring>
 #include <random>
@@ -49,14 +50,24 @@ class Rank {
   explicit Rank(FakeCuda& fake, int threads = 1) : fake_(fake), threads_(threads) {}
 
   Status load() {
-    TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> device, make_cuda_device(fake_.driver(), {.gather_below_bytes = kUnit, .gather_image = kImage}));
+    TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> device,
+                  make_cuda_device(fake_.driver(), {.gather_below_bytes = kUnit, .gather_image = kImage}));
     device_ = device.get();
-    TORPOR_ASSIGN(memory_, RankMemory::create(std::move(device), linux_file_system(), {.arena_slab_bytes = 256 * kKiB, .handle_bytes = kUnit, .threads = threads_}));
+    TORPOR_ASSIGN(memory_,
+                  RankMemory::create(std::move(device), linux_file_system(),
+                                     {.arena_slab_bytes = 256 * kKiB, .handle_bytes = kUnit, .threads = threads_}));
     TORPOR_ASSIGN(const DeviceAddress first, memory_->allocate("weights", "first", 3 * kUnit));
     TORPOR_ASSIGN(const DeviceAddress second, memory_->allocate("weights", "second", kUnit + 100));
     TORPOR_ASSIGN(const DeviceAddress kv, memory_->allocate("kv_cache", "kv", kBlocks * kBlockBytes));
-    regions_ = {{first, content_of(1, 3 * kUnit)}, {second, content_of(2, kUnit + 100)}, {kv, content_of(3, kBlocks * kBlockBytes)}};
-    TORPOR_TRY(memory_->set_kv_layout("kv_cache", KvLayout{.num_blocks = kBlocks, .tensors = {{.address = kv, .layers = 1, .layer_stride = kBlocks * kBlockBytes, .block_stride = kBlockBytes, .block_bytes = kBlockBytes}}}));
+    regions_ = {{first, content_of(1, 3 * kUnit)},
+                {second, content_of(2, kUnit + 100)},
+                {kv, content_of(3, kBlocks * kBlockBytes)}};
+    TORPOR_TRY(memory_->set_kv_layout("kv_cache", KvLayout{.num_blocks = kBlocks,
+                                                           .tensors = {{.address = kv,
+                                                                        .layers = 1,
+                                                                        .layer_stride = kBlocks * kBlockBytes,
+                                                                        .block_stride = kBlockBytes,
+                                                                        .block_bytes = kBlockBytes}}}));
     for (auto& [address, content] : regions_) TORPOR_TRY(copy(Direction::kHostToDevice, address, content));
     return ok();
   }
@@ -110,7 +121,8 @@ class Rank {
       }
       for (const int32_t block : kLive) {
         const auto at = static_cast<std::ptrdiff_t>(static_cast<uint64_t>(block) * kBlockBytes);
-        EXPECT_TRUE(std::equal(read.begin() + at, read.begin() + at + kBlockBytes, regions_[2].second.begin() + at)) << "block " << block;
+        EXPECT_TRUE(std::equal(read.begin() + at, read.begin() + at + kBlockBytes, regions_[2].second.begin() + at))
+            << "block " << block;
       }
     }
     fake_.pause(false);
@@ -122,7 +134,8 @@ class Rank {
     const Copy piece{address, host.data(), host.size()};
     const Status begun = device_->copy_async(stream, direction, {&piece, 1});
     DrainResult drained = device_->drain(stream);
-    if (drained.drain == Drain::kUnproven) fake_.heal(), drained = device_->drain(stream);  // this host memory is about to go
+    if (drained.drain == Drain::kUnproven)
+      fake_.heal(), drained = device_->drain(stream);  // this host memory is about to go
     const Status ended = device_->destroy_stream(stream);
     TORPOR_TRY(begun);
     if (drained.drain != Drain::kCompleted) return drained.error;
@@ -138,7 +151,9 @@ class Rank {
 };
 
 enum class Outcome : uint8_t { kNoMatter, kNotLoaded, kUndoneAwake, kAsleepRetried, kBroken };
-constexpr const char* kOutcomes[] = {"went on regardless", "not loaded, said why", "awake, undone; retry slept and woke", "asleep, backup whole; retry woke", "broken, refused by name"};
+constexpr const char* kOutcomes[] = {"went on regardless", "not loaded, said why",
+                                     "awake, undone; retry slept and woke", "asleep, backup whole; retry woke",
+                                     "broken, refused by name"};
 
 // The whole life; what the fault made of it. `fake` is armed from the first call on.
 Outcome live(FakeCuda& fake) {
@@ -188,11 +203,32 @@ Outcome live(FakeCuda& fake) {
 }
 
 TEST(CudaFaults, WhicheverCallFailsNothingIsLost) {
-  const std::vector<CUresult> codes = {CUDA_ERROR_INVALID_VALUE,  CUDA_ERROR_OUT_OF_MEMORY,   CUDA_ERROR_DEINITIALIZED,  CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE,     CUDA_ERROR_NOT_PERMITTED,
-                                       CUDA_ERROR_NOT_SUPPORTED,  CUDA_ERROR_ILLEGAL_ADDRESS, CUDA_ERROR_LAUNCH_FAILED,  CUDA_ERROR_ECC_UNCORRECTABLE, CUDA_ERROR_SYSTEM_NOT_READY, CUDA_ERROR_UNKNOWN,
-                                       CUDA_ERROR_NOT_INITIALIZED, CUDA_ERROR_CONTEXT_IS_DESTROYED, CUDA_ERROR_NOT_FOUND,    CUDA_ERROR_NOT_READY, CUDA_ERROR_LAUNCH_TIMEOUT, CUDA_ERROR_ASSERT,
-                                       CUDA_ERROR_HARDWARE_STACK_ERROR, CUDA_ERROR_ILLEGAL_STATE, CUDA_ERROR_OPERATING_SYSTEM, CUDA_ERROR_TIMEOUT};
-  const std::set<CUresult> sticky = {CUDA_ERROR_ILLEGAL_ADDRESS, CUDA_ERROR_LAUNCH_FAILED, CUDA_ERROR_LAUNCH_TIMEOUT, CUDA_ERROR_ECC_UNCORRECTABLE, CUDA_ERROR_HARDWARE_STACK_ERROR, CUDA_ERROR_ASSERT, CUDA_ERROR_CONTEXT_IS_DESTROYED};
+  const std::vector<CUresult> codes = {CUDA_ERROR_INVALID_VALUE,
+                                       CUDA_ERROR_OUT_OF_MEMORY,
+                                       CUDA_ERROR_DEINITIALIZED,
+                                       CUDA_ERROR_INVALID_CONTEXT,
+                                       CUDA_ERROR_INVALID_HANDLE,
+                                       CUDA_ERROR_NOT_PERMITTED,
+                                       CUDA_ERROR_NOT_SUPPORTED,
+                                       CUDA_ERROR_ILLEGAL_ADDRESS,
+                                       CUDA_ERROR_LAUNCH_FAILED,
+                                       CUDA_ERROR_ECC_UNCORRECTABLE,
+                                       CUDA_ERROR_SYSTEM_NOT_READY,
+                                       CUDA_ERROR_UNKNOWN,
+                                       CUDA_ERROR_NOT_INITIALIZED,
+                                       CUDA_ERROR_CONTEXT_IS_DESTROYED,
+                                       CUDA_ERROR_NOT_FOUND,
+                                       CUDA_ERROR_NOT_READY,
+                                       CUDA_ERROR_LAUNCH_TIMEOUT,
+                                       CUDA_ERROR_ASSERT,
+                                       CUDA_ERROR_HARDWARE_STACK_ERROR,
+                                       CUDA_ERROR_ILLEGAL_STATE,
+                                       CUDA_ERROR_OPERATING_SYSTEM,
+                                       CUDA_ERROR_TIMEOUT};
+  const std::set<CUresult> sticky = {CUDA_ERROR_ILLEGAL_ADDRESS,      CUDA_ERROR_LAUNCH_FAILED,
+                                     CUDA_ERROR_LAUNCH_TIMEOUT,       CUDA_ERROR_ECC_UNCORRECTABLE,
+                                     CUDA_ERROR_HARDWARE_STACK_ERROR, CUDA_ERROR_ASSERT,
+                                     CUDA_ERROR_CONTEXT_IS_DESTROYED};
   uint64_t calls = 0;
   {
     FakeCuda fake;
@@ -213,23 +249,28 @@ TEST(CudaFaults, WhicheverCallFailsNothingIsLost) {
         const Outcome outcome = live(fake);
         ++table[{lasting, outcome}];
         ++cases;
-        // One failure never breaks anything, unless its code says that the context is lost. Nothing is left either, unless the
-        // fault lasted while all was taken down.
+        // One failure never breaks anything, unless its code says that the context is lost. Nothing is left either,
+        // unless the fault lasted while all was taken down.
         if (lasting == Lasting::kOnce && !sticky.contains(codes[c])) {
           EXPECT_NE(outcome, Outcome::kBroken);
           EXPECT_EQ(fake.left(), "");
-        } else if (!sticky.contains(codes[c]) && (outcome == Outcome::kUndoneAwake || outcome == Outcome::kAsleepRetried)) {
+        } else if (!sticky.contains(codes[c]) &&
+                   (outcome == Outcome::kUndoneAwake || outcome == Outcome::kAsleepRetried)) {
           EXPECT_EQ(fake.left(), "");
         }
         const std::vector<std::string> misuses = fake.take_misuses();
         EXPECT_TRUE(misuses.empty()) << misuses[0];
-        ASSERT_FALSE(HasFailure()) << "call " << n << " of " << calls << ", " << fake.failed_function() << " fails with " << codes[c] << ", lasting " << static_cast<int>(lasting);
+        ASSERT_FALSE(HasFailure()) << "call " << n << " of " << calls << ", " << fake.failed_function()
+                                   << " fails with " << codes[c] << ", lasting " << static_cast<int>(lasting);
       }
     }
   }
-  std::cout << "proof: driver faults: " << calls << " calls x " << codes.size() << " codes x 3 = " << cases << " cases\n";
+  std::cout << "proof: driver faults: " << calls << " calls x " << codes.size() << " codes x 3 = " << cases
+            << " cases\n";
   for (const auto& [key, count] : table) {
-    const char* const lasting = key.first == Lasting::kOnce ? "once" : key.first == Lasting::kForever ? "for ever" : "sticky";
+    const char* const lasting = key.first == Lasting::kOnce      ? "once"
+                                : key.first == Lasting::kForever ? "for ever"
+                                                                 : "sticky";
     std::cout << "  " << lasting << ": " << kOutcomes[static_cast<size_t>(key.second)] << ": " << count << "\n";
   }
   EXPECT_GE(cases, 30'000u);
@@ -249,7 +290,11 @@ TEST(CudaFaults, NoMemoryIsTakenAwayReusedOrUnpinnedWhileWorkUsesIt) {
       ASSERT_SUCCEEDS(rank.load());
       bool slept = false;
       for (int i = 0; i < 20 && rank.state() != "broken" && !rank.quarantined(); ++i) {
-        if (random() % 2 == 0) fake.fail(1 + random() % 200, random() % 2 == 0 ? CUDA_ERROR_UNKNOWN : CUDA_ERROR_ILLEGAL_ADDRESS, random() % 4 != 0 ? Lasting::kOnce : random() % 2 == 0 ? Lasting::kForever : Lasting::kSticky);
+        if (random() % 2 == 0)
+          fake.fail(1 + random() % 200, random() % 2 == 0 ? CUDA_ERROR_UNKNOWN : CUDA_ERROR_ILLEGAL_ADDRESS,
+                    random() % 4 != 0   ? Lasting::kOnce
+                    : random() % 2 == 0 ? Lasting::kForever
+                                        : Lasting::kSticky);
         const bool awake = rank.state() == "attached";
         if ((awake ? rank.sleep() : rank.wake()) && awake) slept = true;
         steps += fake.calls();
@@ -268,7 +313,8 @@ TEST(CudaFaults, NoMemoryIsTakenAwayReusedOrUnpinnedWhileWorkUsesIt) {
     ASSERT_TRUE(misuses.empty()) << "seed " << seed << ": " << misuses[0];
     ASSERT_FALSE(HasFailure()) << "seed " << seed;
   }
-  std::cout << "proof: random sleeps and wakes on a fake GPU: " << steps << " driver calls in " << lives << " lives, none touched memory in use\n";
+  std::cout << "proof: random sleeps and wakes on a fake GPU: " << steps << " driver calls in " << lives
+            << " lives, none touched memory in use\n";
 }
 
 }  // namespace

@@ -45,9 +45,14 @@ ssize_t pwrite(int fd, const void* bytes, size_t count, off_t offset) {
 namespace torpor::proof {
 namespace {
 
-size_t open_descriptors() { return static_cast<size_t>(std::distance(std::filesystem::directory_iterator("/proc/self/fd"), std::filesystem::directory_iterator())); }
+size_t open_descriptors() {
+  return static_cast<size_t>(
+      std::distance(std::filesystem::directory_iterator("/proc/self/fd"), std::filesystem::directory_iterator()));
+}
 
-const char* in_memory() { return std::filesystem::is_directory("/dev/shm") && ::access("/dev/shm", W_OK) == 0 ? "/dev/shm" : nullptr; }
+const char* in_memory() {
+  return std::filesystem::is_directory("/dev/shm") && ::access("/dev/shm", W_OK) == 0 ? "/dev/shm" : nullptr;
+}
 
 TEST(Faults, EveryFileOperationFailsWithEveryError) {
   const size_t descriptors = open_descriptors();
@@ -62,7 +67,9 @@ TEST(Faults, EveryFileOperationFailsWithEveryError) {
           test::FaultyFileSystem file_system;
           file_system.plan.set(test::Fault::kError, n, native, for_ever);
           Promise promise;
-          const Status done = workload.run({file_system, directory, [&](Word word, uint64_t generation) { promise.hear(word, generation); }}, variant);
+          const Status done = workload.run(
+              {file_system, directory, [&](Word word, uint64_t generation) { promise.hear(word, generation); }},
+              variant);
           const bool fired = file_system.plan.fired();
           file_system.plan.clear();
           if (!done) {
@@ -70,7 +77,8 @@ TEST(Faults, EveryFileOperationFailsWithEveryError) {
             EXPECT_FALSE(done.error().next_step.empty()) << done.error().to_string();
           }
           const std::string problem = broken_promise(file_system, directory, variant, promise);
-          ASSERT_EQ(problem, "") << workload.name << ", call " << n << ", errno " << native << (for_ever ? ", for ever" : ", once");
+          ASSERT_EQ(problem, "") << workload.name << ", call " << n << ", errno " << native
+                                 << (for_ever ? ", for ever" : ", once");
           if (!fired) break;
           ++injections;
         }
@@ -90,14 +98,16 @@ TEST(Faults, ShortAndInterruptedSystemCallsChangeNothing) {
       test::FaultyFileSystem file_system;  // for its plain files, whose calls pass through here
       Promise promise;
       short_calls.on = true;
-      const Status done = workload.run({file_system, directory, [&](Word word, uint64_t generation) { promise.hear(word, generation); }}, variant);
+      const Status done = workload.run(
+          {file_system, directory, [&](Word word, uint64_t generation) { promise.hear(word, generation); }}, variant);
       const std::string problem = broken_promise(file_system, directory, variant, promise);
       short_calls.on = false;
       EXPECT_SUCCEEDS(done);
       EXPECT_EQ(problem, "") << workload.name << ", " << variant.name;
     }
   }
-  std::printf("proof: %lu short or interrupted system calls, 0 broken promises\n", static_cast<unsigned long>(short_calls.calls));
+  std::printf("proof: %lu short or interrupted system calls, 0 broken promises\n",
+              static_cast<unsigned long>(short_calls.calls));
   EXPECT_GT(short_calls.calls, 5'000u);
 }
 

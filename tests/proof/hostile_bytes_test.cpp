@@ -1,7 +1,7 @@
-// A checkpoint of 64 KiB with every bit flipped in turn, cut at every length, with sections and chunks of another one put
-// into it, sealed and not: none is believed, and the memory taken before it is authenticated stays within its size.
-#include <cstdlib>
+// A checkpoint of 64 KiB with every bit flipped in turn, cut at every length, with sections and chunks of another one
+// put into it, sealed and not: none is believed, and the memory taken before it is authenticated stays within its size.
 #include <malloc.h>
+#include <cstdlib>
 
 #include <fmt/format.h>
 
@@ -32,7 +32,12 @@ Status write_64_kib(CheckpointManager& manager, uint8_t seed) {
   for (uint64_t i = 1; i <= 14; ++i) {
     std::vector<std::byte> bytes(kPage);
     for (size_t at = 0; at < bytes.size(); ++at) bytes[at] = static_cast<std::byte>(at * 31 + i * 7 + seed);
-    SavedChunk chunk{.key = {.kind = i <= 4 ? ChunkKind::kKvBlock : ChunkKind::kRegion, .tag = i <= 4 ? "kv_cache" : "weights", .region = i <= 4 ? "" : "w", .index = i}, .bytes = bytes.size(), .digest = digest_of(bytes)};
+    SavedChunk chunk{.key = {.kind = i <= 4 ? ChunkKind::kKvBlock : ChunkKind::kRegion,
+                             .tag = i <= 4 ? "kv_cache" : "weights",
+                             .region = i <= 4 ? "" : "w",
+                             .index = i},
+                     .bytes = bytes.size(),
+                     .digest = digest_of(bytes)};
     TierPart part{&chunk, bytes, ok()};
     tier->put({&part, 1});
     TORPOR_TRY(std::move(part.status));
@@ -65,7 +70,9 @@ class HostileBytes : public ::testing::TestWithParam<int> {
   }
   static constexpr const char* kFiles[] = {"MANIFEST", "STATE", "chunks-r0"};
 };
-INSTANTIATE_TEST_SUITE_P(Seals, HostileBytes, ::testing::Range(0, 3), [](const auto& info) { return std::string(variants()[static_cast<size_t>(info.param)].name); });
+INSTANTIATE_TEST_SUITE_P(Seals, HostileBytes, ::testing::Range(0, 3), [](const auto& info) {
+  return std::string(variants()[static_cast<size_t>(info.param)].name);
+});
 
 TEST_P(HostileBytes, NoFlippedBitAndNoTruncationIsBelieved) {
   ModelFileSystem system;
@@ -86,7 +93,7 @@ TEST_P(HostileBytes, NoFlippedBitAndNoTruncationIsBelieved) {
       ++flips;
     }
     const Bytes whole = bytes;
-    for (size_t length = 0; length < whole.size(); length += whole.size() > 8192 && !long_run() ? 7 : 1) {
+    for (size_t length = 0; length<whole.size(); length += whole.size()> 8192 && !long_run() ? 7 : 1) {
       bytes.resize(length);
       ASSERT_FALSE(believed(system, key)) << name << " cut to " << length;
       bytes = whole;
@@ -94,7 +101,8 @@ TEST_P(HostileBytes, NoFlippedBitAndNoTruncationIsBelieved) {
     }
   }
   ASSERT_TRUE(believed(system, key));
-  std::printf("proof: %s: %lu flipped bits and %lu truncations, none believed\n", variant().name, static_cast<unsigned long>(flips), static_cast<unsigned long>(cuts));
+  std::printf("proof: %s: %lu flipped bits and %lu truncations, none believed\n", variant().name,
+              static_cast<unsigned long>(flips), static_cast<unsigned long>(cuts));
   EXPECT_GT(flips, GetParam() == 0 ? 500'000u : 70'000u);
 }
 
@@ -120,8 +128,12 @@ TEST_P(HostileBytes, NothingSwappedOrTakenFromAnotherCheckpointIsBelieved) {
         const Bytes& theirs = file(other, name);
         for (const Bytes* source : {&whole, &theirs}) {
           const size_t from = source == &whole ? (at + size * 2) % (whole.size() - size + 1) : at;
-          if (from + size > source->size() || std::equal(source->begin() + static_cast<std::ptrdiff_t>(from), source->begin() + static_cast<std::ptrdiff_t>(from + size), whole.begin() + static_cast<std::ptrdiff_t>(at))) continue;
-          std::copy_n(source->begin() + static_cast<std::ptrdiff_t>(from), size, file(system, name).begin() + static_cast<std::ptrdiff_t>(at));
+          if (from + size > source->size() || std::equal(source->begin() + static_cast<std::ptrdiff_t>(from),
+                                                         source->begin() + static_cast<std::ptrdiff_t>(from + size),
+                                                         whole.begin() + static_cast<std::ptrdiff_t>(at)))
+            continue;
+          std::copy_n(source->begin() + static_cast<std::ptrdiff_t>(from), size,
+                      file(system, name).begin() + static_cast<std::ptrdiff_t>(at));
           expect_refused(fmt::format("{}: {} bytes at {}", name, size, at));
           file(system, name) = whole;
         }
@@ -147,7 +159,8 @@ TEST_P(HostileBytes, WhatWasEncryptedCannotBeFound) {
   PendingCheckpoint pending = value_of(manager->begin(0));
   ASSERT_SUCCEEDS(pending.write_state(state));
   ASSERT_SUCCEEDS(pending.commit());
-  for (const test::ModelNode& node : system.disk()) EXPECT_EQ(std::string(node.bytes.begin(), node.bytes.end()).find("dawn"), std::string::npos);
+  for (const test::ModelNode& node : system.disk())
+    EXPECT_EQ(std::string(node.bytes.begin(), node.bytes.end()).find("dawn"), std::string::npos);
   EXPECT_EQ(value_of(value_of(open_checkpoint(system, kPath, variant().options.key)).read_state()), state);
 }
 

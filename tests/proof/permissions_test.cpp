@@ -30,23 +30,28 @@ TEST(Permissions, UnderEveryUmaskFilesAre0600AndDirectories0700) {
   for (mode_t mask = 0; mask < 01000; ++mask) {
     const test::TemporaryDirectory temporary;
     const mode_t before = ::umask(mask);
-    const auto manager = CheckpointManager::open(linux_file_system(), temporary / "a/store", {.retention = {.keep = 2}});
+    const auto manager =
+        CheckpointManager::open(linux_file_system(), temporary / "a/store", {.retention = {.keep = 2}});
     const Result<std::string> written = test::write_checkpoint(**manager);
     const Status woken = (*manager)->woken_from(1);
     ::umask(before);
     ASSERT_SUCCEEDS(written) << mask;
     ASSERT_SUCCEEDS(woken);
     for (const auto& entry : fs::recursive_directory_iterator(temporary / "a")) {
-      ASSERT_EQ(mode_of(entry.path()), entry.is_directory() ? 0700u : 0600u) << entry.path() << std::oct << ", umask " << mask;
+      ASSERT_EQ(mode_of(entry.path()), entry.is_directory() ? 0700u : 0600u)
+          << entry.path() << std::oct << ", umask " << mask;
       ++checked;
     }
   }
-  std::printf("proof: 512 umasks, %lu files and directories with the right mode\n", static_cast<unsigned long>(checked));
+  std::printf("proof: 512 umasks, %lu files and directories with the right mode\n",
+              static_cast<unsigned long>(checked));
 }
 
 class Foreign : public ::testing::Test {
  protected:
-  void SetUp() override { value_of(test::write_checkpoint(*value_of(CheckpointManager::open(linux_file_system(), store_)))); }
+  void SetUp() override {
+    value_of(test::write_checkpoint(*value_of(CheckpointManager::open(linux_file_system(), store_))));
+  }
   Status use() {
     TORPOR_TRY(value_of(CheckpointManager::open(linux_file_system(), store_))->list());
     return ok();
@@ -88,7 +93,8 @@ TEST_F(Foreign, WhatBelongsToAnotherUserIsRefused) {
   EXPECT_SUCCEEDS(read());
 }
 
-// Somebody exchanges entries for links to what lies outside, all the time, while checkpoints are read, removed and written.
+// Somebody exchanges entries for links to what lies outside, all the time, while checkpoints are read, removed and
+// written.
 TEST_F(Foreign, LinksSwappedInMeanwhileLeadNowhere) {
   const std::string outside = temporary_ / "outside";
   fs::create_directory(outside);
@@ -131,7 +137,8 @@ TEST_F(Foreign, LinksSwappedInMeanwhileLeadNowhere) {
     EXPECT_EQ(content, "precious") << name;
   }
   EXPECT_EQ(std::distance(fs::directory_iterator(outside), fs::directory_iterator()), 2);
-  std::printf("proof: %lu links swapped in over %d rounds, nothing outside was touched\n", static_cast<unsigned long>(swaps), rounds);
+  std::printf("proof: %lu links swapped in over %d rounds, nothing outside was touched\n",
+              static_cast<unsigned long>(swaps), rounds);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// The power goes after any change that a workload made; what the disk may then hold, by all that POSIX allows, is tried.
-// And planted mistakes in the order of syncs and renames are all found, so that the trials can be believed.
+// The power goes after any change that a workload made; what the disk may then hold, by all that POSIX allows, is
+// tried. And planted mistakes in the order of syncs and renames are all found, so that the trials can be believed.
 #include <fmt/format.h>
 
 #include "tests/proof/workloads.h"
@@ -16,16 +16,20 @@ using Kind = ModelChange::Kind;
 constexpr const char* kStore = "/disk/store";
 
 // The workload's record, with its words as notes in it.
-std::vector<ModelChange> recorded(const Workload& workload, const Variant& variant, std::function<bool(const ModelChange&)> ignored = {}) {
+std::vector<ModelChange> recorded(const Workload& workload, const Variant& variant,
+                                  std::function<bool(const ModelChange&)> ignored = {}) {
   ModelFileSystem system;
   system.ignored = std::move(ignored);
-  const World world{system, kStore, [&](Word word, uint64_t generation) { system.note(std::string(1, static_cast<char>(word)), static_cast<int>(generation)); }};
+  const World world{system, kStore, [&](Word word, uint64_t generation) {
+                      system.note(std::string(1, static_cast<char>(word)), static_cast<int>(generation));
+                    }};
   EXPECT_SUCCEEDS(workload.run(world, variant));
   return std::move(system.record);
 }
 
 // Tries `tries` states after every change; returns the first problem, and how many states were tried.
-std::string cut_everywhere(const std::vector<ModelChange>& record, const Variant& variant, int tries, uint64_t seed, uint64_t& states) {
+std::string cut_everywhere(const std::vector<ModelChange>& record, const Variant& variant, int tries, uint64_t seed,
+                           uint64_t& states) {
   test::PowerCuts cuts(record, test::ModelDisk(1, {.is_directory = true}));
   Promise promise;
   std::mt19937_64 random(seed);
@@ -33,7 +37,8 @@ std::string cut_everywhere(const std::vector<ModelChange>& record, const Variant
     for (int choice = 0; choice < tries; ++choice) {
       ModelFileSystem system(cuts.state(choice, random));
       ++states;
-      if (std::string problem = broken_promise(system, kStore, variant, promise); !problem.empty()) return fmt::format("after change {}, choice {}: {}", cuts.position(), choice, problem);
+      if (std::string problem = broken_promise(system, kStore, variant, promise); !problem.empty())
+        return fmt::format("after change {}, choice {}: {}", cuts.position(), choice, problem);
     }
     if (cuts.done()) return "";
     const ModelChange& next = record[cuts.position()];
@@ -65,31 +70,47 @@ struct Mistake {
   std::function<bool(const ModelChange&)> ignored;  // the change that is left out
 };
 
-bool is_sync_of(const ModelChange& change, Kind kind, std::string_view end) { return change.kind == kind && change.name.ends_with(end); }
+bool is_sync_of(const ModelChange& change, Kind kind, std::string_view end) {
+  return change.kind == kind && change.name.ends_with(end);
+}
 
 // Left out at its n-th occurrence only.
 std::function<bool(const ModelChange&)> nth(int number, std::function<bool(const ModelChange&)> which) {
-  return [number, seen = 0, which = std::move(which)](const ModelChange& change) mutable { return which(change) && ++seen == number; };
+  return [number, seen = 0, which = std::move(which)](const ModelChange& change) mutable {
+    return which(change) && ++seen == number;
+  };
 }
 
 std::vector<Mistake> mistakes() {
   std::vector<Mistake> all;
-  const auto file_sync = [](std::string_view name) { return [name](const ModelChange& c) { return is_sync_of(c, Kind::kSyncFile, name); }; };
-  const auto directory_sync = [](std::string_view name) { return [name](const ModelChange& c) { return is_sync_of(c, Kind::kSyncDirectory, name); }; };
+  const auto file_sync = [](std::string_view name) {
+    return [name](const ModelChange& c) { return is_sync_of(c, Kind::kSyncFile, name); };
+  };
+  const auto directory_sync = [](std::string_view name) {
+    return [name](const ModelChange& c) { return is_sync_of(c, Kind::kSyncDirectory, name); };
+  };
   all.push_back({"no file is synced", [](const ModelChange& c) { return c.kind == Kind::kSyncFile; }});
   all.push_back({"no directory is synced", [](const ModelChange& c) { return c.kind == Kind::kSyncDirectory; }});
   all.push_back({"STATE is not synced", file_sync("STATE")});
   all.push_back({"MANIFEST is not synced", file_sync("MANIFEST")});
   all.push_back({"chunk files are not synced", file_sync("chunks-r0")});
   all.push_back({"the second rank's chunk file is not synced", file_sync("chunks-r1")});
-  all.push_back({"the directory under construction is not synced", [](const ModelChange& c) { return c.kind == Kind::kSyncDirectory && c.name.find("/s-") != std::string::npos; }});
+  all.push_back({"the directory under construction is not synced", [](const ModelChange& c) {
+                   return c.kind == Kind::kSyncDirectory && c.name.find("/s-") != std::string::npos;
+                 }});
   all.push_back({"the directory of checkpoints is not synced", directory_sync("/store")});
   all.push_back({"the new directory of checkpoints is not made durable", directory_sync("/disk")});
   for (int n = 1; n <= 4; ++n) {
-    static constexpr const char* kStates[] = {"STATE of the 1st is not synced", "STATE of the 2nd is not synced", "STATE of the 3rd is not synced", "STATE of the 4th is not synced"};
-    static constexpr const char* kManifests[] = {"MANIFEST of the 1st is not synced", "MANIFEST of the 2nd is not synced", "MANIFEST of the 3rd is not synced", "MANIFEST of the 4th is not synced"};
-    static constexpr const char* kChunks[] = {"chunks of the 1st are not synced", "chunks of the 2nd are not synced", "chunks of the 3rd are not synced", "chunks of the 4th are not synced"};
-    static constexpr const char* kStore1[] = {"the 1st sync of the directory is left out", "the 2nd sync of the directory is left out", "the 3rd sync of the directory is left out", "the 4th sync of the directory is left out"};
+    static constexpr const char* kStates[] = {"STATE of the 1st is not synced", "STATE of the 2nd is not synced",
+                                              "STATE of the 3rd is not synced", "STATE of the 4th is not synced"};
+    static constexpr const char* kManifests[] = {
+        "MANIFEST of the 1st is not synced", "MANIFEST of the 2nd is not synced", "MANIFEST of the 3rd is not synced",
+        "MANIFEST of the 4th is not synced"};
+    static constexpr const char* kChunks[] = {"chunks of the 1st are not synced", "chunks of the 2nd are not synced",
+                                              "chunks of the 3rd are not synced", "chunks of the 4th are not synced"};
+    static constexpr const char* kStore1[] = {
+        "the 1st sync of the directory is left out", "the 2nd sync of the directory is left out",
+        "the 3rd sync of the directory is left out", "the 4th sync of the directory is left out"};
     if (n <= 3) {
       all.push_back({kStates[n - 1], nth(n, file_sync("STATE"))});
       all.push_back({kManifests[n - 1], nth(n, file_sync("MANIFEST"))});
@@ -101,13 +122,16 @@ std::vector<Mistake> mistakes() {
 }
 
 // The same record with things in another order: what a hasty writer would do.
-std::vector<ModelChange> reordered(std::vector<ModelChange> record, const std::function<bool(const ModelChange&)>& early, const std::function<bool(const ModelChange&)>& before) {
+std::vector<ModelChange> reordered(std::vector<ModelChange> record,
+                                   const std::function<bool(const ModelChange&)>& early,
+                                   const std::function<bool(const ModelChange&)>& before) {
   // Each change that is `early` goes before the nearest earlier change that is `before`.
   for (size_t i = 0; i < record.size(); ++i) {
     if (!early(record[i])) continue;
     for (size_t j = i; j-- > 0;) {
       if (!before(record[j])) continue;
-      std::rotate(record.begin() + static_cast<std::ptrdiff_t>(j), record.begin() + static_cast<std::ptrdiff_t>(i), record.begin() + static_cast<std::ptrdiff_t>(i) + 1);
+      std::rotate(record.begin() + static_cast<std::ptrdiff_t>(j), record.begin() + static_cast<std::ptrdiff_t>(i),
+                  record.begin() + static_cast<std::ptrdiff_t>(i) + 1);
       break;
     }
   }
@@ -129,7 +153,10 @@ bool found_somewhere(const std::function<std::vector<ModelChange>(const Workload
 TEST(PowerLoss, EveryPlantedMistakeIsFound) {
   int planted = 0;
   for (const Mistake& mistake : mistakes()) {
-    EXPECT_TRUE(found_somewhere([&](const Workload& workload, const Variant& variant) { return recorded(workload, variant, mistake.ignored); })) << mistake.name << " was not found";
+    EXPECT_TRUE(found_somewhere([&](const Workload& workload, const Variant& variant) {
+      return recorded(workload, variant, mistake.ignored);
+    })) << mistake.name
+        << " was not found";
     ++planted;
   }
   const auto is_rename = [](const ModelChange& c) { return c.kind == Kind::kRename; };
@@ -137,7 +164,11 @@ TEST(PowerLoss, EveryPlantedMistakeIsFound) {
   const auto is_removal = [](const ModelChange& c) { return c.kind == Kind::kRename && c.to.starts_with("t-"); };
   const auto is_ack = [](const ModelChange& c) { return c.kind == Kind::kNote && c.name == "m"; };
   const auto is_unlink = [](const ModelChange& c) { return c.kind == Kind::kUnlink; };
-  const auto syncs = [](Kind kind, std::string part) { return [kind, part = std::move(part)](const ModelChange& c) { return c.kind == kind && c.name.find(part) != std::string::npos; }; };
+  const auto syncs = [](Kind kind, std::string part) {
+    return [kind, part = std::move(part)](const ModelChange& c) {
+      return c.kind == kind && c.name.find(part) != std::string::npos;
+    };
+  };
   const auto writes = [](const ModelChange& c) { return c.kind == Kind::kWrite; };
   struct Order {
     const char* name;
@@ -159,7 +190,10 @@ TEST(PowerLoss, EveryPlantedMistakeIsFound) {
       {"chunks synced before they are written", syncs(Kind::kSyncFile, "chunks"), writes},
   };
   for (const Order& order : orders) {
-    EXPECT_TRUE(found_somewhere([&](const Workload& workload, const Variant& variant) { return reordered(recorded(workload, variant), order.early, order.before); })) << order.name << " was not found";
+    EXPECT_TRUE(found_somewhere([&](const Workload& workload, const Variant& variant) {
+      return reordered(recorded(workload, variant), order.early, order.before);
+    })) << order.name
+        << " was not found";
     ++planted;
   }
   std::printf("proof: %d mistakes planted in the protocol, each found\n", planted);

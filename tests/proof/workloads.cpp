@@ -11,7 +11,9 @@ namespace {
 
 constexpr int kKeepAll = 1 << 20;
 
-Result<std::unique_ptr<CheckpointManager>> manager_of(const World& world, const Variant& variant, Retention retention = {.keep = kKeepAll}, bool incremental = false) {
+Result<std::unique_ptr<CheckpointManager>> manager_of(const World& world, const Variant& variant,
+                                                      Retention retention = {.keep = kKeepAll},
+                                                      bool incremental = false) {
   CheckpointManagerOptions options = variant.options;
   options.retention = retention;
   options.incremental = incremental;
@@ -43,8 +45,8 @@ Status second(const World& world, const Variant& variant) {
   return write(world, *manager, variant, 2);
 }
 
-// The second and third name chunks of the first; with keep 1 the second goes and the first stays, as the third needs it:
-// else that would not be whole. (Where the first cannot be read, the second is written in full and needs nothing.)
+// The second and third name chunks of the first; with keep 1 the second goes and the first stays, as the third needs
+// it: else that would not be whole. (Where the first cannot be read, the second is written in full and needs nothing.)
 Status incremental(const World& world, const Variant& variant) {
   TORPOR_ASSIGN(const auto manager, manager_of(world, variant, {.keep = kKeepAll}, true));
   TORPOR_TRY(write(world, *manager, variant, 1));
@@ -81,7 +83,8 @@ Status repair(const World& world, const Variant& variant) {
   TORPOR_ASSIGN(const Verification found, verify(checkpoint, {.threads = 1}));
   TORPOR_ASSIGN(const RepairPlan plan, plan_repair(checkpoint, found));
   // Others may have gone with it where their blocks could not be read just then.
-  const bool dropped = std::any_of(plan.dropped_requests.begin(), plan.dropped_requests.end(), [](const DroppedRequest& request) { return request.id == "run"; });
+  const bool dropped = std::any_of(plan.dropped_requests.begin(), plan.dropped_requests.end(),
+                                   [](const DroppedRequest& request) { return request.id == "run"; });
   if (!dropped) return wrong("the repair kept a damaged request");
   TORPOR_TRY(write_repaired(checkpoint, plan, *manager));
   world.tell(Word::kMust, 2);
@@ -108,7 +111,8 @@ Status abandon(const World& world, const Variant& variant) {
   cancelled.progress = [](const Progress& progress) { return progress.phase == "writing the state"; };
   TORPOR_ASSIGN(const auto impatient, CheckpointManager::open(world.file_system, world.directory, cancelled));
   const Result<std::string> written = test::write_checkpoint(*impatient, state_of(2), variant.ranks);
-  if (written || written.error().code != Code::kAborted) return written ? Status(wrong("it was not cancelled")) : Status(written.error());
+  if (written || written.error().code != Code::kAborted)
+    return written ? Status(wrong("it was not cancelled")) : Status(written.error());
   return write(world, *manager, variant, 2);
 }
 
@@ -153,8 +157,10 @@ const std::vector<Variant>& variants() {
 }
 
 const std::vector<Workload>& workloads() {
-  static const std::vector<Workload> all = {{"first commit", first}, {"second generation", second}, {"incremental", incremental}, {"gc", collect},
-                                            {"repair", repair},      {"rm", remove},                {"abort", abandon},           {"concurrent reader", with_reader}};
+  static const std::vector<Workload> all = {{"first commit", first},      {"second generation", second},
+                                            {"incremental", incremental}, {"gc", collect},
+                                            {"repair", repair},           {"rm", remove},
+                                            {"abort", abandon},           {"concurrent reader", with_reader}};
   return all;
 }
 
@@ -164,7 +170,8 @@ void Promise::hear(Word word, uint64_t generation) {
   if (word == Word::kDamaged) damaged.insert(generation), must.erase(generation);
 }
 
-std::string broken_promise(FileSystem& file_system, const std::string& directory, const Variant& variant, const Promise& promise) {
+std::string broken_promise(FileSystem& file_system, const std::string& directory, const Variant& variant,
+                           const Promise& promise) {
   const World world{file_system, directory, [](Word, uint64_t) {}};
   const auto manager = manager_of(world, variant);
   if (!manager) return manager.error().to_string();
@@ -180,11 +187,13 @@ std::string broken_promise(FileSystem& file_system, const std::string& directory
       if (promise.damaged.contains(generation)) continue;
       const Result<Verification> found = verify(*checkpoint, {.threads = 1});
       if (!found) return found.error().to_string();
-      if (!found->problems.empty()) return fmt::format("{} is visible, but: {}", info.name, found->problems[0].to_string());
+      if (!found->problems.empty())
+        return fmt::format("{} is visible, but: {}", info.name, found->problems[0].to_string());
       whole.insert(generation);
     }
     for (const uint64_t generation : promise.must) {
-      if (!whole.contains(generation)) return fmt::format("generation {} was acknowledged and is not there", generation);
+      if (!whole.contains(generation))
+        return fmt::format("generation {} was acknowledged and is not there", generation);
     }
     return "";
   };

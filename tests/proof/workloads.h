@@ -48,9 +48,10 @@ struct Promise {
   void hear(Word word, uint64_t generation);
 };
 
-// Every visible checkpoint is whole, but those damaged on purpose; all that must be there are. Then a writer comes, works,
-// and leaves nothing behind but whole checkpoints. Empty: all right.
-std::string broken_promise(FileSystem& file_system, const std::string& directory, const Variant& variant, const Promise& promise);
+// Every visible checkpoint is whole, but those damaged on purpose; all that must be there are. Then a writer comes,
+// works, and leaves nothing behind but whole checkpoints. Empty: all right.
+std::string broken_promise(FileSystem& file_system, const std::string& directory, const Variant& variant,
+                           const Promise& promise);
 
 inline bool long_run() {
   const char* wanted = std::getenv("TORPOR_PROOF");

@@ -1,13 +1,14 @@
-// simulate: runs simulation seeds. Exit code 0: all passed; 1: some failed, their numbers are printed; 2: bad arguments.
+// simulate: runs simulation seeds. Exit code 0: all passed; 1: some failed, their numbers are printed; 2: bad
+// arguments.
 #include <algorithm>
 #include <chrono>
 #include <mutex>
 #include <thread>
 #include <vector>
 
-#include <boost/filesystem.hpp>
-#include <CLI/CLI.hpp>
 #include <fmt/format.h>
+#include <CLI/CLI.hpp>
+#include <boost/filesystem.hpp>
 
 #include "base/log.h"
 #include "tests/simulation/simulation.h"
@@ -15,7 +16,8 @@
 
 int main(int argc, char** argv) {
   using namespace torpor;
-  CLI::App app{"Simulates engines that sleep, wake, offload and fail, one seed each, against twins to which nothing happens."};
+  CLI::App app{
+      "Simulates engines that sleep, wake, offload and fail, one seed each, against twins to which nothing happens."};
   uint64_t seeds = 1000;
   uint64_t first = 0;
   bool tell = false;
@@ -52,7 +54,8 @@ int main(int argc, char** argv) {
       sum.add(result);
       if (!result.failure) continue;
       ++failed;
-      fmt::print("seed {} failed: {}\n  again: tools/dev simulate --first {} --seeds 1 --tell\n", seed, *result.failure, seed);
+      fmt::print("seed {} failed: {}\n  again: tools/dev simulate --first {} --seeds 1 --tell\n", seed, *result.failure,
+                 seed);
     }
   };
   std::vector<std::thread> threads;
@@ -60,7 +63,10 @@ int main(int argc, char** argv) {
   work();
   for (std::thread& thread : threads) thread.join();
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
-  fmt::print("{} seeds, {} failed, {:.1f} s: {} tokens compared over {} sleeps ({} woken by a new engine), {} failed and undone, {} engines lost to faults,\n{} blocks offloaded, {} tokens onboarded, {} preemptions\n",
-             seeds, failed, seconds, sum.tokens, sum.sleeps, sum.new_engines, sum.refused, sum.lost, sum.offloaded, sum.onboarded, sum.preemptions);
+  fmt::print(
+      "{} seeds, {} failed, {:.1f} s: {} tokens compared over {} sleeps ({} woken by a new engine), {} failed and "
+      "undone, {} engines lost to faults,\n{} blocks offloaded, {} tokens onboarded, {} preemptions\n",
+      seeds, failed, seconds, sum.tokens, sum.sleeps, sum.new_engines, sum.refused, sum.lost, sum.offloaded,
+      sum.onboarded, sum.preemptions);
   return failed == 0 ? 0 : 1;
 }

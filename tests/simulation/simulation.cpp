@@ -46,13 +46,15 @@ struct Scenario {
   double sleep_chance = 0;
   double fault_chance = 0;  // of a step, a sleep or a wake
   double cancel_chance = 0;
-  bool unproven = false;    // one copy is never proven over
+  bool unproven = false;  // one copy is never proven over
 };
 
 class Dice {
  public:
   explicit Dice(uint64_t seed) : random_(seed) {}
-  int64_t between(int64_t low, int64_t high) { return low + static_cast<int64_t>(random_() % static_cast<uint64_t>(high - low + 1)); }
+  int64_t between(int64_t low, int64_t high) {
+    return low + static_cast<int64_t>(random_() % static_cast<uint64_t>(high - low + 1));
+  }
   bool chance(double share) { return static_cast<double>(random_() >> 11) * 0x1.0p-53 < share; }
   template <class T>
   T one_of(std::initializer_list<T> items) {
@@ -75,7 +77,8 @@ Scenario make_scenario(uint64_t seed, Dice& dice, const std::string& directory) 
   options.token_budget = static_cast<int32_t>(dice.between(3, 24));
   options.max_running = static_cast<int32_t>(dice.between(1, 6));
   options.by_priority = dice.chance(0.3);
-  options.num_blocks = static_cast<int32_t>(dice.between(64, scenario.exact ? 140 : 90) / options.model.block_tokens);  // a request fits, all do not
+  options.num_blocks = static_cast<int32_t>(dice.between(64, scenario.exact ? 140 : 90) /
+                                            options.model.block_tokens);  // a request fits, all do not
   scenario.late_copies = dice.chance(0.5);
   scenario.shuffle_seed = dice.chance(0.5) ? seed + 1 : 0;
   scenario.sleep_chance = dice.one_of({0.03, 0.1, 0.3});
@@ -88,7 +91,8 @@ Scenario make_scenario(uint64_t seed, Dice& dice, const std::string& directory) 
     if (dice.chance(0.8)) tiers.host_blocks = static_cast<int32_t>(dice.between(4, 60));
     if (dice.chance(0.5)) tiers.disk_blocks = static_cast<int32_t>(dice.between(4, 60));
     tiers.disk_directory = directory + "/tier";
-    tiers.eviction = dice.one_of({EvictionPolicy::kLru, EvictionPolicy::kFifo, EvictionPolicy::kLfu, EvictionPolicy::kS3Fifo});
+    tiers.eviction =
+        dice.one_of({EvictionPolicy::kLru, EvictionPolicy::kFifo, EvictionPolicy::kLfu, EvictionPolicy::kS3Fifo});
     tiers.disk_onboarding = dice.one_of({DiskOnboarding::kDirect, DiskOnboarding::kStaged});
     tiers.offload = {.max_batch_size = static_cast<int32_t>(dice.between(1, 16)),
                      .min_batch_size = 1,
@@ -109,14 +113,17 @@ Scenario make_scenario(uint64_t seed, Dice& dice, const std::string& directory) 
     ReferenceRequest& request = arrival.request;
     request.id = fmt::format("r{}", number);
     request.prompt = stems[static_cast<size_t>(dice.between(0, 2))];
-    for (int64_t i = dice.between(0, 12); i > 0; --i) request.prompt.push_back(static_cast<int32_t>(dice.between(0, 99)));
+    for (int64_t i = dice.between(0, 12); i > 0; --i)
+      request.prompt.push_back(static_cast<int32_t>(dice.between(0, 99)));
     request.max_tokens = static_cast<int32_t>(dice.between(1, 20));
     request.priority = static_cast<int32_t>(dice.between(0, 2));
-    request.sampling = scenario.exact ? dice.one_of({Sampling::kGreedy, Sampling::kSeeded, Sampling::kUnseeded}) : dice.one_of({Sampling::kGreedy, Sampling::kSeeded});
+    request.sampling = scenario.exact ? dice.one_of({Sampling::kGreedy, Sampling::kSeeded, Sampling::kUnseeded})
+                                      : dice.one_of({Sampling::kGreedy, Sampling::kSeeded});
     request.seed = dice.between(0, 1000);
     request.salt = dice.chance(0.2) ? 7 : 0;
     if (dice.chance(0.2)) arrival.samples = 2;
-    if (dice.chance(0.1) && arrival.samples == 1) scenario.aborts[request.id] = static_cast<int>(dice.between(arrival.step, arrival.step + 25));
+    if (dice.chance(0.1) && arrival.samples == 1)
+      scenario.aborts[request.id] = static_cast<int>(dice.between(arrival.step, arrival.step + 25));
     scenario.arrivals.push_back(std::move(arrival));
   }
   return scenario;
@@ -144,7 +151,8 @@ Twin run_twin(const Scenario& scenario) {
   ReferenceOptions options = scenario.options;
   options.tiers = {};
   if (!scenario.exact) options.num_blocks = 1000;  // roomy and simple
-  const auto engine = must(ReferenceEngine::create(must(make_host_device(), "device"), linux_file_system(), clock, options), "twin");
+  const auto engine =
+      must(ReferenceEngine::create(must(make_host_device(), "device"), linux_file_system(), clock, options), "twin");
   Twin twin;
   for (int step = 0; step < 10'000; ++step) {
     bool more = !engine->idle();
@@ -170,7 +178,11 @@ Twin run_twin(const Scenario& scenario) {
 class Run {
  public:
   Run(Scenario scenario, Twin twin, Dice& dice, std::string directory, bool tell)
-      : scenario_(std::move(scenario)), twin_(std::move(twin)), dice_(dice), directory_(std::move(directory)), tell_(tell) {
+      : scenario_(std::move(scenario)),
+        twin_(std::move(twin)),
+        dice_(dice),
+        directory_(std::move(directory)),
+        tell_(tell) {
     result_.exact = scenario_.exact;
   }
 
@@ -213,10 +225,13 @@ class Run {
     count_tiers();
     controller_.reset();
     engine_.reset();
-    auto device = std::make_unique<FaultyDevice>(must(make_host_device({.defer_copies = scenario_.late_copies, .shuffle_seed = scenario_.shuffle_seed}), "device"));
+    auto device = std::make_unique<FaultyDevice>(must(
+        make_host_device({.defer_copies = scenario_.late_copies, .shuffle_seed = scenario_.shuffle_seed}), "device"));
     device_ = device.get();
     engine_ = must(ReferenceEngine::create(std::move(device), files_, clock_, scenario_.options), "engine");
-    controller_ = std::make_unique<SleepController>(*engine_, files_, clock_, SleepControllerOptions{.directory = directory_ + "/checkpoints", .kv_budget_bytes = scenario_.kv_budget});
+    controller_ = std::make_unique<SleepController>(
+        *engine_, files_, clock_,
+        SleepControllerOptions{.directory = directory_ + "/checkpoints", .kv_budget_bytes = scenario_.kv_budget});
   }
 
   void one_step() {
@@ -226,13 +241,16 @@ class Run {
     if (scenario_.exact) {
       std::vector<std::pair<std::string, int32_t>> made;
       for (const ReferenceOutput& output : outputs) made.emplace_back(output.id, output.token);
-      if (static_cast<size_t>(step_) >= twin_.steps.size() || made != twin_.steps[static_cast<size_t>(step_)]) throw Failed{"the step put out other tokens than the twin's, or for other requests"};
+      if (static_cast<size_t>(step_) >= twin_.steps.size() || made != twin_.steps[static_cast<size_t>(step_)])
+        throw Failed{"the step put out other tokens than the twin's, or for other requests"};
     }
     for (const ReferenceOutput& output : outputs) {
       std::vector<int32_t>& stream = streams_[output.id];
       const std::vector<int32_t>& expected = twin_.streams[output.id];
       if (stream.size() >= expected.size()) throw Failed{fmt::format("request {} goes on after its end", output.id)};
-      if (output.token != expected[stream.size()]) throw Failed{fmt::format("request {}: token {} is {}, the twin's is {}", output.id, stream.size(), output.token, expected[stream.size()])};
+      if (output.token != expected[stream.size()])
+        throw Failed{fmt::format("request {}: token {} is {}, the twin's is {}", output.id, stream.size(), output.token,
+                                 expected[stream.size()])};
       stream.push_back(output.token);
       ++result_.tokens;
     }
@@ -256,7 +274,8 @@ class Run {
       if (dice_.chance(0.5)) {
         device_->fail_at(static_cast<uint64_t>(dice_.between(1, 30)), dice_.chance(0.3));
       } else {
-        files_.plan.set(Fault::kError, static_cast<uint64_t>(dice_.between(1, 40)), dice_.one_of({EIO, ENOSPC}), dice_.chance(0.3));
+        files_.plan.set(Fault::kError, static_cast<uint64_t>(dice_.between(1, 40)), dice_.one_of({EIO, ENOSPC}),
+                        dice_.chance(0.3));
       }
     }
   }
@@ -270,13 +289,15 @@ class Run {
 
   void sleep_and_wake() {
     const bool to_disk = dice_.chance(0.5);
-    const SleepOptions options{.level = static_cast<int>(dice_.between(1, 2)), .preserve_state = true, .to_disk = to_disk};
+    const SleepOptions options{
+        .level = static_cast<int>(dice_.between(1, 2)), .preserve_state = true, .to_disk = to_disk};
     arm();
     const Result<SleepReport> slept = controller_->sleep(options);
     disarm();
     if (!slept) {
       say("sleep: {}", slept.error().to_string());
-      if (!faulted_ && !engine_->memory().executor().quarantined() && slept.error().code != Code::kUnsupported) throw Failed{"a sleep without a fault failed: " + slept.error().to_string()};
+      if (!faulted_ && !engine_->memory().executor().quarantined() && slept.error().code != Code::kUnsupported)
+        throw Failed{"a sleep without a fault failed: " + slept.error().to_string()};
       if (engine_is_lost()) return lose();
       if (engine_->frozen() || controller_->is_sleeping()) throw Failed{"a sleep that failed left the engine asleep"};
       ++result_.refused;
@@ -312,8 +333,10 @@ class Run {
         return;
       }
       say("wake by a new engine: {}", woken.error().to_string());
-      if (!faulted_ && !engine_->memory().executor().quarantined()) throw Failed{"a wake by a new engine without a fault failed: " + woken.error().to_string()};
-      if (controller_->state().engine != "lost" && !engine_->idle()) throw Failed{"a wake that failed left requests in the new engine"};
+      if (!faulted_ && !engine_->memory().executor().quarantined())
+        throw Failed{"a wake by a new engine without a fault failed: " + woken.error().to_string()};
+      if (controller_->state().engine != "lost" && !engine_->idle())
+        throw Failed{"a wake that failed left requests in the new engine"};
       ++result_.refused;
     }
   }
@@ -333,12 +356,14 @@ class Run {
     if (!engine_) return;
     result_.onboarded += engine_->counts().onboarded_tokens;
     result_.preemptions += engine_->counts().preemptions;
-    for (const auto& pipeline : engine_->pipelines()) result_.offloaded += static_cast<int64_t>(pipeline->counts()[static_cast<size_t>(BlockOutcome::kTransferred)]);
+    for (const auto& pipeline : engine_->pipelines())
+      result_.offloaded += static_cast<int64_t>(pipeline->counts()[static_cast<size_t>(BlockOutcome::kTransferred)]);
   }
 
   void check_end() {
     for (const auto& [id, expected] : twin_.streams) {
-      if (!scenario_.aborts.contains(id) && streams_[id] != expected) throw Failed{fmt::format("request {} ended after {} of {} tokens", id, streams_[id].size(), expected.size())};
+      if (!scenario_.aborts.contains(id) && streams_[id] != expected)
+        throw Failed{fmt::format("request {} ended after {} of {} tokens", id, streams_[id].size(), expected.size())};
     }
     for (const auto& pipeline : engine_->pipelines()) pipeline->drain();
     std::vector<const BlockPool*> pools = {&engine_->pool()};
@@ -348,7 +373,10 @@ class Run {
       must(pool->check(), "pool");
       const BlockPoolInfo info = pool->info();
       const bool quarantine = engine_->memory().executor().quarantined();
-      if (!quarantine && (info.owned != 0 || info.shared != 0 || info.quarantined != 0 || info.free != pool->num_blocks())) throw Failed{fmt::format("blocks leaked: {} owned, {} shared, {} quarantined", info.owned, info.shared, info.quarantined)};
+      if (!quarantine &&
+          (info.owned != 0 || info.shared != 0 || info.quarantined != 0 || info.free != pool->num_blocks()))
+        throw Failed{fmt::format("blocks leaked: {} owned, {} shared, {} quarantined", info.owned, info.shared,
+                                 info.quarantined)};
     }
   }
 

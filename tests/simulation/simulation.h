@@ -1,12 +1,13 @@
-// Deterministic simulation: one number fixes an engine's shape, its requests, and everything that happens to it: steps, offload
-// steps, cancellations, aborts, faults of the device and of the disk, sleeps to host and to disk, wakes in the same and in a
-// new engine. Each token is compared with that of a twin to which none of this happens.
+// Deterministic simulation: one number fixes an engine's shape, its requests, and everything that happens to it: steps,
+// offload steps, cancellations, aborts, faults of the device and of the disk, sleeps to host and to disk, wakes in the
+// same and in a new engine. Each token is compared with that of a twin to which none of this happens.
 //
-// Two kinds of seeds. In exact ones only sleeps happen, and whole steps are compared, unseeded sampling included. In the others
-// tiers, faults and budgets change which tokens are computed when, so unseeded requests, which share one generator, are left
-// out, and each request's stream is compared for itself.
+// Two kinds of seeds. In exact ones only sleeps happen, and whole steps are compared, unseeded sampling included. In
+// the others tiers, faults and budgets change which tokens are computed when, so unseeded requests, which share one
+// generator, are left out, and each request's stream is compared for itself.
 //
-// Everything runs on one thread in one order (the threads of a sleep's own pipeline take turns), so a seed replays exactly.
+// Everything runs on one thread in one order (the threads of a sleep's own pipeline take turns), so a seed replays
+// exactly.
 #pragma once
 
 #include <cstdint>

@@ -1,9 +1,9 @@
 // The seeds of the normal run. More: tools/dev simulate --seeds N.
 #include "tests/simulation/simulation.h"
 
-#include <boost/filesystem.hpp>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <boost/filesystem.hpp>
 
 #include "base/log.h"
 #include "tests/support/temporary_directory.h"
@@ -26,7 +26,8 @@ TEST_P(Simulation, I10EveryTokenIsThatOfARunToWhichNothingHappens) {
     boost::filesystem::create_directory(directory);
     boost::filesystem::permissions(directory, boost::filesystem::owner_all);  // whatever the umask
     const SimulationResult result = simulate(seed, directory);
-    EXPECT_FALSE(result.failure) << "seed " << seed << ": " << *result.failure << "\nagain: tools/dev simulate --first " << seed << " --seeds 1 --tell";
+    EXPECT_FALSE(result.failure) << "seed " << seed << ": " << *result.failure << "\nagain: tools/dev simulate --first "
+                                 << seed << " --seeds 1 --tell";
     boost::filesystem::remove_all(directory);
     sum.add(result);
   }

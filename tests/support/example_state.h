@@ -7,7 +7,8 @@
 namespace torpor::test {
 
 inline RequestState example_request(std::string id, RequestStatus status, int prompt, int output, int computed) {
-  RequestState request{.id = std::move(id), .arrival_time = 1.5e9, .status = status, .num_computed_tokens = computed, .max_tokens = 100};
+  RequestState request{
+      .id = std::move(id), .arrival_time = 1.5e9, .status = status, .num_computed_tokens = computed, .max_tokens = 100};
   for (int i = 0; i < prompt; ++i) request.prompt_token_ids.push_back(100 + i);
   for (int i = 0; i < output; ++i) request.output_token_ids.push_back(200 + i);
   request.block_hashes = {1, 2, 3, 4};
@@ -24,7 +25,8 @@ inline EngineCheckpoint example_checkpoint() {
   checkpoint.fingerprint = {{"model", "example"}, {"block_size", "4"}};
   SchedulerSnapshot& scheduler = checkpoint.state.scheduler;
   scheduler.policy = "fcfs";
-  scheduler.requests = {example_request("run", RequestStatus::kRunning, 5, 2, 6), example_request("wait", RequestStatus::kWaiting, 3, 0, 0),
+  scheduler.requests = {example_request("run", RequestStatus::kRunning, 5, 2, 6),
+                        example_request("wait", RequestStatus::kWaiting, 3, 0, 0),
                         example_request("held", RequestStatus::kPreempted, 6, 1, 5)};
   scheduler.running = {"run"};
   scheduler.waiting = {"wait"};
@@ -36,7 +38,8 @@ inline EngineCheckpoint example_checkpoint() {
   kv.blocks = {{1, 2, {11}, 4}, {2, 1, {}, 0}, {3, 1, {}, 0}, {4, 0, {44}, 4}};
   kv.prefix_index = {{{11}, {1}}, {{44}, {4}}};
   kv.free_order = {5, 6, 7, 4};
-  checkpoint.state.workers = {{.rank = 0, .rows = {"run"}, .default_generator = {1, 2, 3}, .generators = {{"run", {4, 5}}}}};
+  checkpoint.state.workers = {
+      {.rank = 0, .rows = {"run"}, .default_generator = {1, 2, 3}, .generators = {{"run", {4, 5}}}}};
   checkpoint.outputs.data = Dict{{"text", {std::string("Once upon a time")}}};
   return checkpoint;
 }

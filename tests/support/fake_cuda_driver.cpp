@@ -26,7 +26,8 @@ Handle handle(uint64_t number) {
 // As all threads of a kernel's block do it.
 void copy_by_kernel(std::byte* to, const std::byte* from, uint64_t bytes) {
   for (uint64_t thread = 0; thread < cuda::kGatherThreads; ++thread) {
-    cuda::copy_share(reinterpret_cast<unsigned char*>(to), reinterpret_cast<const unsigned char*>(from), bytes, thread, cuda::kGatherThreads);
+    cuda::copy_share(reinterpret_cast<unsigned char*>(to), reinterpret_cast<const unsigned char*>(from), bytes, thread,
+                     cuda::kGatherThreads);
   }
 }
 
@@ -36,14 +37,16 @@ bool overlap(uint64_t a, uint64_t a_size, uint64_t b, uint64_t b_size) { return 
 
 // Counts the call, lets it fail if that was asked for, and lets work on streams go on a little.
 CUresult FakeCuda::enter(std::string function, bool needs_context) {
-  if (const size_t version = function.find("_v"); version != std::string::npos) function.resize(version);  // cuda.h's macros
+  if (const size_t version = function.find("_v"); version != std::string::npos)
+    function.resize(version);  // cuda.h's macros
   ++counts_[function];
   some_time_passes();
   if (paused_) return needs_context && contexts.empty() ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
   ++calls_;
   if (calls_ == fail_at_) failing_ = function;
-  const bool fails = fail_at_ != 0 && calls_ >= fail_at_ &&
-                     (calls_ == fail_at_ || lasting_ == Lasting::kSticky || (lasting_ == Lasting::kForever && failing_ == function));
+  const bool fails =
+      fail_at_ != 0 && calls_ >= fail_at_ &&
+      (calls_ == fail_at_ || lasting_ == Lasting::kSticky || (lasting_ == Lasting::kForever && failing_ == function));
   if (fails) return code_;
   if (needs_context && contexts.empty()) return CUDA_ERROR_INVALID_CONTEXT;
   return CUDA_SUCCESS;
@@ -91,7 +94,9 @@ void FakeCuda::run_one(Stream& stream) {
     CUmemAccess_flags access{};
     std::byte* const device = bytes_at(work.device + at, contiguous, access);
     const uint64_t step = std::min(contiguous, work.bytes - at);
-    const auto copy = [&work](std::byte* to, const std::byte* from, uint64_t bytes) { work.by_kernel ? copy_by_kernel(to, from, bytes) : static_cast<void>(std::memcpy(to, from, bytes)); };
+    const auto copy = [&work](std::byte* to, const std::byte* from, uint64_t bytes) {
+      work.by_kernel ? copy_by_kernel(to, from, bytes) : static_cast<void>(std::memcpy(to, from, bytes));
+    };
     if (work.kind == Work::Kind::kDown) copy(work.host + at, device, step);
     if (work.kind == Work::Kind::kUp) copy(device, work.host + at, step);
     if (work.kind == Work::Kind::kSet) std::memset(device, work.value, step);
@@ -124,18 +129,23 @@ bool FakeCuda::host_in_flight(const std::byte* host, uint64_t size) const {
 CUresult FakeCuda::enqueue(uint64_t id, const Work& work) {
   const auto stream = streams_.find(id);
   if (stream == streams_.end()) return CUDA_ERROR_INVALID_HANDLE;
-  if (work.bytes == 0 || !accessible(work.device, work.bytes, work.kind != Work::Kind::kDown)) return CUDA_ERROR_INVALID_VALUE;
+  if (work.bytes == 0 || !accessible(work.device, work.bytes, work.kind != Work::Kind::kDown))
+    return CUDA_ERROR_INVALID_VALUE;
   for (const auto& [base, size] : pinned_) {  // host memory lies in one registration, or in none
-    if (work.host != nullptr && overlap(number(base), size, number(work.host), work.bytes) && (work.host < base || base + size < work.host + work.bytes)) return CUDA_ERROR_INVALID_VALUE;
+    if (work.host != nullptr && overlap(number(base), size, number(work.host), work.bytes) &&
+        (work.host < base || base + size < work.host + work.bytes))
+      return CUDA_ERROR_INVALID_VALUE;
   }
   for (const auto& [other_id, other] : streams_) {
     if (other_id == id) continue;
     for (const Work& running : other.queue) {
       const bool both_read_host = work.kind == Work::Kind::kUp && running.kind == Work::Kind::kUp;
-      const bool same_host = work.host != nullptr && running.host != nullptr && overlap(number(work.host), work.bytes, number(running.host), running.bytes);
+      const bool same_host = work.host != nullptr && running.host != nullptr &&
+                             overlap(number(work.host), work.bytes, number(running.host), running.bytes);
       const bool both_read_device = work.kind == Work::Kind::kDown && running.kind == Work::Kind::kDown;
       if (same_host && !both_read_host) misuse("host memory is reused while a copy on another stream uses it");
-      if (overlap(work.device, work.bytes, running.device, running.bytes) && !both_read_device) misuse("device memory is written while work on another stream uses it");
+      if (overlap(work.device, work.bytes, running.device, running.bytes) && !both_read_device)
+        misuse("device memory is written while work on another stream uses it");
     }
   }
   stream->second.queue.push_back(work);
@@ -163,9 +173,9 @@ struct FakeCalls {
   using Work = FakeCuda::Work;
 
   // Enters `function` under the lock and returns the failure, if one was asked for; `fake` is the one at work.
-#define FAKE_ENTER(...)                          \
-  FakeCuda& fake = *active;                      \
-  const std::lock_guard lock(fake.mutex_);       \
+#define FAKE_ENTER(...)                    \
+  FakeCuda& fake = *active;                \
+  const std::lock_guard lock(fake.mutex_); \
   if (const CUresult failed = fake.enter(__func__ __VA_OPT__(, ) __VA_ARGS__); failed != CUDA_SUCCESS) return failed
 
   static CUresult cuInit(unsigned int) {
@@ -207,7 +217,10 @@ struct FakeCalls {
       *value = fake.options_.host_numa_node;
       return CUDA_SUCCESS;
     }
-    *value = (attribute == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED ? fake.options_.virtual_memory : fake.options_.attributes) ? 1 : 0;
+    *value = (attribute == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED ? fake.options_.virtual_memory
+                                                                                   : fake.options_.attributes)
+                 ? 1
+                 : 0;
     return CUDA_SUCCESS;
   }
   static CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
@@ -248,7 +261,8 @@ struct FakeCalls {
     *free = *total - fake.used_.at(static_cast<size_t>(device_of(contexts.back())));
     return CUDA_SUCCESS;
   }
-  static CUresult cuMemGetAllocationGranularity(size_t* granularity, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
+  static CUresult cuMemGetAllocationGranularity(size_t* granularity, const CUmemAllocationProp*,
+                                                CUmemAllocationGranularity_flags) {
     FAKE_ENTER();
     *granularity = fake.options_.granularity_bytes;
     return CUDA_SUCCESS;
@@ -270,15 +284,19 @@ struct FakeCalls {
     fake.ranges_.erase(range);
     return CUDA_SUCCESS;
   }
-  static CUresult cuMemCreate(CUmemGenericAllocationHandle* out, size_t size, const CUmemAllocationProp* properties, unsigned long long) {
+  static CUresult cuMemCreate(CUmemGenericAllocationHandle* out, size_t size, const CUmemAllocationProp* properties,
+                              unsigned long long) {
     FAKE_ENTER();
-    if (size == 0 || size % fake.options_.granularity_bytes != 0 || properties->type != CU_MEM_ALLOCATION_TYPE_PINNED) return CUDA_ERROR_INVALID_VALUE;
-    if (properties->location.id != device_of(contexts.back())) fake.misuse("memory is created in the context of another device");
+    if (size == 0 || size % fake.options_.granularity_bytes != 0 || properties->type != CU_MEM_ALLOCATION_TYPE_PINNED)
+      return CUDA_ERROR_INVALID_VALUE;
+    if (properties->location.id != device_of(contexts.back()))
+      fake.misuse("memory is created in the context of another device");
     uint64_t& used = fake.used_.at(static_cast<size_t>(properties->location.id));
     if (size > fake.options_.memory_bytes - used) return CUDA_ERROR_OUT_OF_MEMORY;
     used += size;
     *out = fake.next_id_++;
-    fake.physical_.emplace(*out, FakeCuda::Physical{.device = properties->location.id, .bytes = std::vector<std::byte>(size, std::byte{0xcd})});
+    fake.physical_.emplace(*out, FakeCuda::Physical{.device = properties->location.id,
+                                                    .bytes = std::vector<std::byte>(size, std::byte{0xcd})});
     return CUDA_SUCCESS;
   }
   static void collect(FakeCuda& fake, uint64_t id) {
@@ -298,12 +316,17 @@ struct FakeCalls {
     collect(fake, id);
     return CUDA_SUCCESS;
   }
-  static CUresult cuMemMap(CUdeviceptr address, size_t size, size_t offset, CUmemGenericAllocationHandle id, unsigned long long) {
+  static CUresult cuMemMap(CUdeviceptr address, size_t size, size_t offset, CUmemGenericAllocationHandle id,
+                           unsigned long long) {
     FAKE_ENTER();
     const auto physical = fake.physical_.find(id);
-    if (physical == fake.physical_.end() || physical->second.released || offset != 0 || size != physical->second.bytes.size()) return CUDA_ERROR_INVALID_VALUE;
+    if (physical == fake.physical_.end() || physical->second.released || offset != 0 ||
+        size != physical->second.bytes.size())
+      return CUDA_ERROR_INVALID_VALUE;
     auto range = fake.ranges_.upper_bound(address);
-    if (range == fake.ranges_.begin() || address + size > (--range)->first + range->second.size || address % fake.options_.granularity_bytes != 0) return CUDA_ERROR_INVALID_VALUE;
+    if (range == fake.ranges_.begin() || address + size > (--range)->first + range->second.size ||
+        address % fake.options_.granularity_bytes != 0)
+      return CUDA_ERROR_INVALID_VALUE;
     for (const auto& [at, mapping] : fake.mappings_) {
       if (overlap(at, mapping.size, address, size)) return CUDA_ERROR_INVALID_VALUE;
     }
@@ -314,7 +337,8 @@ struct FakeCalls {
   static CUresult cuMemUnmap(CUdeviceptr address, size_t size) {
     FAKE_ENTER();
     const auto mapping = fake.mappings_.find(address);
-    if (mapping == fake.mappings_.end() || mapping->second.size != size) return CUDA_ERROR_INVALID_VALUE;  // one whole mapping at a time
+    if (mapping == fake.mappings_.end() || mapping->second.size != size)
+      return CUDA_ERROR_INVALID_VALUE;  // one whole mapping at a time
     if (fake.in_flight(address, size)) fake.misuse(fmt::format("{:#x} is unmapped while work uses it", address));
     const uint64_t id = mapping->second.handle;
     fake.mappings_.erase(mapping);
@@ -326,13 +350,16 @@ struct FakeCalls {
     FAKE_ENTER();
     uint64_t reached = address;
     std::vector<FakeCuda::Mapping*> covered;
-    for (auto at = fake.mappings_.find(address); at != fake.mappings_.end() && at->first == reached && reached < address + size; ++at) {
-      if (fake.physical_.at(at->second.handle).device != description->location.id) fake.misuse("access is given to a device that does not own the memory");
+    for (auto at = fake.mappings_.find(address);
+         at != fake.mappings_.end() && at->first == reached && reached < address + size; ++at) {
+      if (fake.physical_.at(at->second.handle).device != description->location.id)
+        fake.misuse("access is given to a device that does not own the memory");
       covered.push_back(&at->second);
       reached += at->second.size;
     }
     if (count != 1 || size == 0 || reached != address + size) return CUDA_ERROR_INVALID_VALUE;
-    if (description->flags == CU_MEM_ACCESS_FLAGS_PROT_NONE && fake.in_flight(address, size)) fake.misuse("access is taken away while work uses the memory");
+    if (description->flags == CU_MEM_ACCESS_FLAGS_PROT_NONE && fake.in_flight(address, size))
+      fake.misuse("access is taken away while work uses the memory");
     for (FakeCuda::Mapping* mapping : covered) mapping->access = description->flags;
     return CUDA_SUCCESS;
   }
@@ -358,17 +385,25 @@ struct FakeCalls {
   }
   static CUresult cuMemcpyDtoHAsync(void* host, CUdeviceptr address, size_t size, CUstream stream) {
     FAKE_ENTER();
-    return fake.enqueue(number(stream), {.kind = Work::Kind::kDown, .device = address, .host = static_cast<std::byte*>(host), .bytes = size});
+    return fake.enqueue(
+        number(stream),
+        {.kind = Work::Kind::kDown, .device = address, .host = static_cast<std::byte*>(host), .bytes = size});
   }
   static CUresult cuMemcpyHtoDAsync(CUdeviceptr address, const void* host, size_t size, CUstream stream) {
     FAKE_ENTER();
-    return fake.enqueue(number(stream), {.kind = Work::Kind::kUp, .device = address, .host = static_cast<std::byte*>(const_cast<void*>(host)), .bytes = size});
+    return fake.enqueue(number(stream), {.kind = Work::Kind::kUp,
+                                         .device = address,
+                                         .host = static_cast<std::byte*>(const_cast<void*>(host)),
+                                         .bytes = size});
   }
-  static CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size_t* sizes, size_t count, CUmemcpyAttributes* attributes, size_t* starts, size_t kinds, size_t* failed, CUstream stream) {
+  static CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size_t* sizes, size_t count,
+                                     CUmemcpyAttributes* attributes, size_t* starts, size_t kinds, size_t* failed,
+                                     CUstream stream) {
     FakeCuda& fake = *active;
     const std::lock_guard lock(fake.mutex_);
     const CUresult asked = fake.enter(__func__);
-    const bool named = stream != nullptr && kinds == 1 && starts[0] == 0 && attributes[0].srcAccessOrder == CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+    const bool named = stream != nullptr && kinds == 1 && starts[0] == 0 &&
+                       attributes[0].srcAccessOrder == CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
     if (asked == CUDA_SUCCESS && (!named || count == 0)) return CUDA_ERROR_INVALID_VALUE;
     std::vector<Work> works;
     for (size_t i = 0; i < count; ++i) works.push_back(work_of(fake, to[i], from[i], sizes[i]));
@@ -376,7 +411,10 @@ struct FakeCalls {
   }
   static Work work_of(const FakeCuda& fake, uint64_t to, uint64_t from, uint64_t bytes) {
     const bool down = !in_ranges(fake, to);
-    return {.kind = down ? Work::Kind::kDown : Work::Kind::kUp, .device = down ? from : to, .host = reinterpret_cast<std::byte*>(down ? to : from), .bytes = bytes};  // NOLINT(performance-no-int-to-ptr)
+    return {.kind = down ? Work::Kind::kDown : Work::Kind::kUp,
+            .device = down ? from : to,
+            .host = reinterpret_cast<std::byte*>(down ? to : from),
+            .bytes = bytes};  // NOLINT(performance-no-int-to-ptr)
   }
   static bool in_ranges(const FakeCuda& fake, uint64_t address) {
     auto range = fake.ranges_.upper_bound(address);
@@ -400,20 +438,26 @@ struct FakeCalls {
   static CUresult cuModuleUnload(CUmodule module) {
     FAKE_ENTER();
     for (const auto& [id, stream] : fake.streams_) {
-      if (std::any_of(stream.queue.begin(), stream.queue.end(), [](const Work& work) { return work.by_kernel; })) fake.misuse("a kernel is unloaded while it runs");
+      if (std::any_of(stream.queue.begin(), stream.queue.end(), [](const Work& work) { return work.by_kernel; }))
+        fake.misuse("a kernel is unloaded while it runs");
     }
     return fake.modules_.erase(number(module)) == 1 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
   }
-  static CUresult cuLaunchKernel(CUfunction function, unsigned int grid, unsigned int grid_y, unsigned int grid_z, unsigned int threads, unsigned int threads_y, unsigned int threads_z, unsigned int, CUstream stream, void** parameters, void**) {
+  static CUresult cuLaunchKernel(CUfunction function, unsigned int grid, unsigned int grid_y, unsigned int grid_z,
+                                 unsigned int threads, unsigned int threads_y, unsigned int threads_z, unsigned int,
+                                 CUstream stream, void** parameters, void**) {
     FAKE_ENTER();
-    if (!fake.modules_.contains(number(function)) || grid_y * grid_z * threads_y * threads_z != 1 || threads != cuda::kGatherThreads) return CUDA_ERROR_INVALID_VALUE;
+    if (!fake.modules_.contains(number(function)) || grid_y * grid_z * threads_y * threads_z != 1 ||
+        threads != cuda::kGatherThreads)
+      return CUDA_ERROR_INVALID_VALUE;
     const auto& arguments = *static_cast<const cuda::GatherArguments*>(parameters[0]);
     std::vector<Work> works;
     for (uint64_t i = 0; i < std::min<uint64_t>(grid, arguments.count); ++i) {
       Work work = work_of(fake, arguments.pieces[i].to, arguments.pieces[i].from, arguments.pieces[i].bytes);
       work.by_kernel = true;
       auto pinned = fake.pinned_.upper_bound(work.host);
-      if (pinned == fake.pinned_.begin() || (--pinned)->first + pinned->second < work.host + work.bytes) fake.misuse("a kernel uses host memory that is not pinned");
+      if (pinned == fake.pinned_.begin() || (--pinned)->first + pinned->second < work.host + work.bytes)
+        fake.misuse("a kernel uses host memory that is not pinned");
       works.push_back(work);
     }
     return fake.enqueue_in_any_order(number(stream), std::move(works), CUDA_SUCCESS, nullptr);
@@ -470,7 +514,8 @@ struct FakeCalls {
 #undef FAKE_ENTER
 };
 
-FakeCuda::FakeCuda(FakeCudaOptions options) : options_(options), random_(options.seed), used_(static_cast<size_t>(options.devices)) {
+FakeCuda::FakeCuda(FakeCudaOptions options)
+    : options_(options), random_(options.seed), used_(static_cast<size_t>(options.devices)) {
 #define FAKE_FILL(function, version) driver_.function = FakeCalls::function;
   TORPOR_CUDA_FUNCTIONS(FAKE_FILL)
   if (options.batched_copies) {

@@ -1,9 +1,10 @@
 // A strict NVIDIA driver without a GPU, for tests: the same table as the real one (allocator/cuda/driver.h).
 //
 // It models devices, contexts, address ranges, physical memory, maps, access, streams, events, pinned host memory, the
-// kernel that gathers (its own code, allocator/cuda/gather.h, thread after thread) and a limit. Work on streams runs late: when something waits for it, or at some later call, in an order fixed by the seed.
-// What the real driver refuses is refused with its code; what it would punish later (unmapping, unpinning, freeing or
-// reusing memory that a copy still uses) is written down in misuses(). Any call can be made to fail.
+// kernel that gathers (its own code, allocator/cuda/gather.h, thread after thread) and a limit. Work on streams runs
+// late: when something waits for it, or at some later call, in an order fixed by the seed. What the real driver refuses
+// is refused with its code; what it would punish later (unmapping, unpinning, freeing or reusing memory that a copy
+// still uses) is written down in misuses(). Any call can be made to fail.
 //
 // One at a time: the table's functions find it through a global. All functions may be called from any thread.
 #pragma once
@@ -33,8 +34,8 @@ struct FakeCudaOptions {
 
 class FakeCuda {
  public:
-  // kOnce: that call. kForever: that call and later ones of the same function. kSticky: all calls from then on, as after
-  // an error that destroys the context.
+  // kOnce: that call. kForever: that call and later ones of the same function. kSticky: all calls from then on, as
+  // after an error that destroys the context.
   enum class Lasting : uint8_t { kOnce, kForever, kSticky };
 
   explicit FakeCuda(FakeCudaOptions options = {});
@@ -44,14 +45,15 @@ class FakeCuda {
 
   const CudaDriver& driver() const { return driver_; }
   void fail(uint64_t nth_call_from_now, CUresult code, Lasting lasting);
-  void heal();  // no more failures; fired() and failed_function() stay
+  void heal();              // no more failures; fired() and failed_function() stay
   void pause(bool paused);  // while paused no call counts or is made to fail
-  uint64_t calls() const;                     // since the last fail() or the beginning
+  uint64_t calls() const;   // since the last fail() or the beginning
   bool fired() const;
-  std::string failed_function() const;        // the first that was made to fail
+  std::string failed_function() const;  // the first that was made to fail
   // Taken away by the call; what is left of them at the end fails the test at work.
   std::vector<std::string> take_misuses();
-  // Ranges, physical memory, maps, streams, events, pinned ranges and retained contexts that exist, in words; empty: none.
+  // Ranges, physical memory, maps, streams, events, pinned ranges and retained contexts that exist, in words; empty:
+  // none.
   std::string left() const;
   uint64_t used_bytes(int device = 0) const;
   size_t contexts_of_this_thread() const;

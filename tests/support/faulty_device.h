@@ -1,4 +1,5 @@
-// A DeviceMemory that fails on command: the n-th call that can fail, once or from then on; or a wait that proves nothing.
+// A DeviceMemory that fails on command: the n-th call that can fail, once or from then on; or a wait that proves
+// nothing.
 #pragma once
 
 #include <atomic>
@@ -25,15 +26,25 @@ class FaultyDevice final : public DeviceMemory {
   std::optional<uint64_t> resident_bytes() const override { return inner_->resident_bytes(); }
 
  protected:
-  Result<DeviceAddress> do_reserve(uint64_t size) override { return fails() ? Result<DeviceAddress>(injected()) : inner_->reserve(size); }
-  Status do_free_reservation(DeviceAddress address, uint64_t) override { return fails() ? Status(injected()) : inner_->free_reservation(address); }
-  Result<PhysicalId> do_create(uint64_t size) override { return fails() ? Result<PhysicalId>(injected()) : inner_->create(size); }
+  Result<DeviceAddress> do_reserve(uint64_t size) override {
+    return fails() ? Result<DeviceAddress>(injected()) : inner_->reserve(size);
+  }
+  Status do_free_reservation(DeviceAddress address, uint64_t) override {
+    return fails() ? Status(injected()) : inner_->free_reservation(address);
+  }
+  Result<PhysicalId> do_create(uint64_t size) override {
+    return fails() ? Result<PhysicalId>(injected()) : inner_->create(size);
+  }
   Status do_release(PhysicalId id) override { return fails() ? Status(injected()) : inner_->release(id); }
-  Status do_map(DeviceAddress address, PhysicalId id, uint64_t) override { return fails() ? Status(injected()) : inner_->map(address, id); }
+  Status do_map(DeviceAddress address, PhysicalId id, uint64_t) override {
+    return fails() ? Status(injected()) : inner_->map(address, id);
+  }
   Status do_set_access(DeviceAddress address, uint64_t size, Access access) override {
     return fails() ? Status(injected()) : inner_->set_access(address, size, access);
   }
-  Status do_unmap(DeviceAddress address, uint64_t size) override { return fails() ? Status(injected()) : inner_->unmap(address, size); }
+  Status do_unmap(DeviceAddress address, uint64_t size) override {
+    return fails() ? Status(injected()) : inner_->unmap(address, size);
+  }
   Status do_synchronize() override { return fails() ? Status(injected()) : inner_->synchronize(); }
   Result<StreamId> do_create_stream() override { return inner_->create_stream(); }
   Status do_destroy_stream(StreamId stream) override { return inner_->destroy_stream(stream); }
@@ -59,7 +70,11 @@ class FaultyDevice final : public DeviceMemory {
     return fail_at_ != 0 && (sticky_ ? call >= fail_at_ : call == fail_at_);
   }
   static Error injected() {
-    return Error{.code = Code::kDevice, .what = "injected device failure", .next_step = "none", .origin = Origin::kDevice, .native = 999};
+    return Error{.code = Code::kDevice,
+                 .what = "injected device failure",
+                 .next_step = "none",
+                 .origin = Origin::kDevice,
+                 .native = 999};
   }
 
   std::unique_ptr<DeviceMemory> inner_;

@@ -22,7 +22,9 @@ struct FaultPlan {
   bool sticky = false;  // kError: all later calls fail too
   std::atomic<uint64_t> calls = 0;
 
-  void set(Fault what, uint64_t n, int error = EIO, bool all_after = false) { calls = 0, fault = what, at = n, native = error, sticky = all_after; }
+  void set(Fault what, uint64_t n, int error = EIO, bool all_after = false) {
+    calls = 0, fault = what, at = n, native = error, sticky = all_after;
+  }
   void clear() { set(Fault::kNone, 0); }
   bool fired() const { return fault != Fault::kNone && calls >= at; }
 
@@ -78,7 +80,8 @@ class FaultyDirectory final : public Directory {
  public:
   FaultyDirectory(std::unique_ptr<Directory> inner, FaultPlan& plan) : inner_(std::move(inner)), plan_(plan) {}
   const std::string& path() const override { return inner_->path(); }
-  Result<std::unique_ptr<File>> create_file(std::string_view name, FileIo) override {  // plain, so that writes can be torn anywhere
+  Result<std::unique_ptr<File>> create_file(std::string_view name,
+                                            FileIo) override {  // plain, so that writes can be torn anywhere
     return file([&] { return inner_->create_file(name); });
   }
   Result<std::unique_ptr<File>> open_file(std::string_view name, FileIo) const override {
@@ -134,7 +137,8 @@ class FaultyFileSystem final : public FileSystem {
  public:
   FaultPlan plan;
   Result<std::unique_ptr<Directory>> open_directory(const std::string& path, bool create) override {
-    TORPOR_ASSIGN(std::unique_ptr<Directory> inner, plan.run([&] { return linux_file_system().open_directory(path, create); }));
+    TORPOR_ASSIGN(std::unique_ptr<Directory> inner,
+                  plan.run([&] { return linux_file_system().open_directory(path, create); }));
     return std::unique_ptr<Directory>(std::make_unique<FaultyDirectory>(std::move(inner), plan));
   }
 };

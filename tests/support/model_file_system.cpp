@@ -29,14 +29,16 @@ std::vector<std::string> components(const std::string& path) {
 
 class ModelFile final : public File {
  public:
-  ModelFile(ModelFileSystem& system, int node, std::string name, bool lock) : system_(system), node_(node), name_(std::move(name)), lock_(lock) {}
+  ModelFile(ModelFileSystem& system, int node, std::string name, bool lock)
+      : system_(system), node_(node), name_(std::move(name)), lock_(lock) {}
   ~ModelFile() override {
     if (lock_) system_.locked_.erase(node_);
   }
   Result<uint64_t> size() const override { return system_.disk_[static_cast<size_t>(node_)].bytes.size(); }
   Status pread(std::span<std::byte> bytes, uint64_t offset) const override {
     const Bytes& content = system_.disk_[static_cast<size_t>(node_)].bytes;
-    if (offset > content.size() || bytes.size() > content.size() - offset) return Error{.code = Code::kCorruption, .what = fmt::format("{} ends too early", name_)};
+    if (offset > content.size() || bytes.size() > content.size() - offset)
+      return Error{.code = Code::kCorruption, .what = fmt::format("{} ends too early", name_)};
     if (!bytes.empty()) std::memcpy(bytes.data(), content.data() + offset, bytes.size());
     return ok();
   }
@@ -65,7 +67,8 @@ class ModelFile final : public File {
 
 class ModelDirectory final : public Directory {
  public:
-  ModelDirectory(ModelFileSystem& system, int node, std::string path) : system_(system), node_(node), path_(std::move(path)) {}
+  ModelDirectory(ModelFileSystem& system, int node, std::string path)
+      : system_(system), node_(node), path_(std::move(path)) {}
   const std::string& path() const override { return path_; }
   Result<std::unique_ptr<File>> create_file(std::string_view name, FileIo) override {
     if (entry(name)) return system_error(EEXIST, fmt::format("cannot create {}", join(name)));
@@ -76,7 +79,9 @@ class ModelDirectory final : public Directory {
     if (!found || system_.disk_[static_cast<size_t>(*found)].is_directory) return not_found(join(name));
     return file(*found, name);
   }
-  Result<std::unique_ptr<File>> open_slots(std::string_view name, FileIo) override { return file(entry(name) ? *entry(name) : make(name, {}), name); }
+  Result<std::unique_ptr<File>> open_slots(std::string_view name, FileIo) override {
+    return file(entry(name) ? *entry(name) : make(name, {}), name);
+  }
   Result<std::unique_ptr<Directory>> create_directory(std::string_view name) override {
     if (entry(name)) return system_error(EEXIST, fmt::format("cannot make {}", join(name)));
     make(name, {.is_directory = true});
@@ -89,12 +94,20 @@ class ModelDirectory final : public Directory {
   }
   Result<std::vector<Entry>> list() const override {
     std::vector<Entry> entries;
-    for (const auto& [name, node] : self().entries) entries.push_back({name, system_.disk_[static_cast<size_t>(node)].is_directory ? EntryKind::kDirectory : EntryKind::kFile});
+    for (const auto& [name, node] : self().entries)
+      entries.push_back(
+          {name, system_.disk_[static_cast<size_t>(node)].is_directory ? EntryKind::kDirectory : EntryKind::kFile});
     return entries;
   }
   Status rename_new(std::string_view from, std::string_view to) override {
-    if (!entry(from) || entry(to)) return system_error(entry(to) ? EEXIST : ENOENT, fmt::format("cannot rename {}", join(from)));
-    system_.apply({.kind = Kind::kRename, .node = node_, .name = std::string(from), .to = std::string(to), .target = *entry(from), .directory = system_.disk_[static_cast<size_t>(*entry(from))].is_directory});
+    if (!entry(from) || entry(to))
+      return system_error(entry(to) ? EEXIST : ENOENT, fmt::format("cannot rename {}", join(from)));
+    system_.apply({.kind = Kind::kRename,
+                   .node = node_,
+                   .name = std::string(from),
+                   .to = std::string(to),
+                   .target = *entry(from),
+                   .directory = system_.disk_[static_cast<size_t>(*entry(from))].is_directory});
     return ok();
   }
   Status remove_file(std::string_view name) override {
@@ -132,11 +145,14 @@ class ModelDirectory final : public Directory {
     return found == self().entries.end() ? std::nullopt : std::optional(found->second);
   }
   std::string join(std::string_view name) const { return fmt::format("{}/{}", path_, name); }
-  std::unique_ptr<File> file(int node, std::string_view name) const { return std::make_unique<ModelFile>(system_, node, join(name), false); }
+  std::unique_ptr<File> file(int node, std::string_view name) const {
+    return std::make_unique<ModelFile>(system_, node, join(name), false);
+  }
   int make(std::string_view name, ModelNode node) {
     const bool directory = node.is_directory;
     const int made = system_.add(std::move(node));
-    system_.apply({.kind = Kind::kLink, .node = node_, .name = std::string(name), .target = made, .directory = directory});
+    system_.apply(
+        {.kind = Kind::kLink, .node = node_, .name = std::string(name), .target = made, .directory = directory});
     return made;
   }
   ModelFileSystem& system_;
@@ -187,13 +203,16 @@ Result<std::unique_ptr<Directory>> ModelFileSystem::open_directory(const std::st
 }
 
 void apply_change(ModelDisk& disk, const ModelChange& change) {
-  const auto most = static_cast<size_t>(std::max(change.node, change.kind == Kind::kLink || change.kind == Kind::kRename ? change.target : 0));
+  const auto most = static_cast<size_t>(
+      std::max(change.node, change.kind == Kind::kLink || change.kind == Kind::kRename ? change.target : 0));
   if (disk.size() <= most) disk.resize(most + 1);
   ModelNode& node = disk[static_cast<size_t>(change.node)];
   switch (change.kind) {
     case Kind::kWrite:
-      if (node.bytes.size() < change.offset + change.bytes.size()) node.bytes.resize(change.offset + change.bytes.size());
-      std::copy(change.bytes.begin(), change.bytes.end(), node.bytes.begin() + static_cast<std::ptrdiff_t>(change.offset));
+      if (node.bytes.size() < change.offset + change.bytes.size())
+        node.bytes.resize(change.offset + change.bytes.size());
+      std::copy(change.bytes.begin(), change.bytes.end(),
+                node.bytes.begin() + static_cast<std::ptrdiff_t>(change.offset));
       break;
     case Kind::kTruncate: node.bytes.resize(change.offset); break;
     case Kind::kLink:
@@ -204,7 +223,9 @@ void apply_change(ModelDisk& disk, const ModelChange& change) {
     case Kind::kRename:
       disk[static_cast<size_t>(change.target)].is_directory = change.directory;
       node.entries[change.to] = change.target;  // it moves the thing, whatever became of its old name
-      if (const auto found = node.entries.find(change.name); found != node.entries.end() && found->second == change.target) node.entries.erase(found);
+      if (const auto found = node.entries.find(change.name);
+          found != node.entries.end() && found->second == change.target)
+        node.entries.erase(found);
       break;
     default: break;
   }
@@ -237,8 +258,10 @@ ModelDisk PowerCuts::state(int choice, std::mt19937_64& random) const {
         for (uint64_t at = 0; at < change->bytes.size(); at += sector) {
           if (half()) continue;
           const auto begin = change->bytes.begin() + static_cast<std::ptrdiff_t>(at);
-          const auto end = change->bytes.begin() + static_cast<std::ptrdiff_t>(std::min<uint64_t>(at + sector, change->bytes.size()));
-          apply_change(disk, {.kind = Kind::kWrite, .node = node, .offset = change->offset + at, .bytes = Bytes(begin, end)});
+          const auto end = change->bytes.begin() +
+                           static_cast<std::ptrdiff_t>(std::min<uint64_t>(at + sector, change->bytes.size()));
+          apply_change(disk,
+                       {.kind = Kind::kWrite, .node = node, .offset = change->offset + at, .bytes = Bytes(begin, end)});
         }
       }
     }

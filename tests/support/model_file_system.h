@@ -2,8 +2,8 @@
 // found after a power cut: what was synced is there; of what was not, any part.
 //
 // What may happen to unsynced things, as POSIX allows it: each write is kept, lost, or torn at 512 bytes or 4 KiB, each
-// sector by itself and in any order; each change of a directory (a name made, removed, moved) is kept or lost. fsync of a
-// file makes its bytes durable, not its name; fsync of a directory makes the names in it durable.
+// sector by itself and in any order; each change of a directory (a name made, removed, moved) is kept or lost. fsync of
+// a file makes its bytes durable, not its name; fsync of a directory makes the names in it durable.
 #pragma once
 
 #include <cstring>
@@ -35,9 +35,9 @@ struct ModelChange {
   int node = 0;         // the file, or the directory whose entries change
   uint64_t offset = 0;  // kTruncate: the new size
   Bytes bytes;
-  std::string name;     // of the entry; kNote: a word of the workload's own
-  std::string to;       // kRename
-  int target = 0;       // kLink, kRename: the node; kNote: a number
+  std::string name;        // of the entry; kNote: a word of the workload's own
+  std::string to;          // kRename
+  int target = 0;          // kLink, kRename: the node; kNote: a number
   bool directory = false;  // kLink, kRename: what the target is
 };
 

@@ -22,8 +22,10 @@ template <class T>
 ::testing::AssertionResult failed_with(const Result<T>& result, Code code, std::string_view part = {}) {
   if (result.has_value()) return ::testing::AssertionFailure() << "no error, expected " << name(code);
   const Error& error = result.error();
-  if (error.code != code) return ::testing::AssertionFailure() << "expected " << name(code) << ", got " << error.to_string();
-  if (error.to_string().find(part) == std::string::npos) return ::testing::AssertionFailure() << "\"" << part << "\" is not in: " << error.to_string();
+  if (error.code != code)
+    return ::testing::AssertionFailure() << "expected " << name(code) << ", got " << error.to_string();
+  if (error.to_string().find(part) == std::string::npos)
+    return ::testing::AssertionFailure() << "\"" << part << "\" is not in: " << error.to_string();
   return ::testing::AssertionSuccess();
 }
 

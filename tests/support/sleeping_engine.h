@@ -16,11 +16,16 @@ inline void add_example_requests(TestEngine& engine) {
   engine.add("c", std::vector<int32_t>(18, 5), 12);
   engine.add("d", {8}, 3, /*seeded=*/false);
 }
-inline void add_late_request(TestEngine& engine) { engine.add("late", {1, 2, 3, 4, 5, 6, 7, 8, 9}, 10); }  // hits the prefix of "a"
+inline void add_late_request(TestEngine& engine) {
+  engine.add("late", {1, 2, 3, 4, 5, 6, 7, 8, 9}, 10);
+}  // hits the prefix of "a"
 
 struct SleepingEngine {
-  explicit SleepingEngine(FileSystem& file_system, std::string directory, TestEngineOptions options = {}, std::optional<uint64_t> kv_budget = {})
-      : engine(file_system, options), controller(engine, file_system, system_clock(), {.directory = std::move(directory), .kv_budget_bytes = kv_budget}) {}
+  explicit SleepingEngine(FileSystem& file_system, std::string directory, TestEngineOptions options = {},
+                          std::optional<uint64_t> kv_budget = {})
+      : engine(file_system, options),
+        controller(engine, file_system, system_clock(),
+                   {.directory = std::move(directory), .kv_budget_bytes = kv_budget}) {}
   TestEngine engine;
   SleepController controller;
 };

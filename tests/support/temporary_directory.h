@@ -11,7 +11,8 @@ class TemporaryDirectory {
  public:
   // `parent` null: where the system keeps temporary files.
   explicit TemporaryDirectory(const char* parent = nullptr)
-      : path_((parent != nullptr ? boost::filesystem::path(parent) : boost::filesystem::temp_directory_path()) / boost::filesystem::unique_path("torpor-test-%%%%-%%%%-%%%%")) {
+      : path_((parent != nullptr ? boost::filesystem::path(parent) : boost::filesystem::temp_directory_path()) /
+              boost::filesystem::unique_path("torpor-test-%%%%-%%%%-%%%%")) {
     boost::filesystem::create_directories(path_);
     boost::filesystem::permissions(path_, boost::filesystem::owner_all);  // whatever the umask
   }

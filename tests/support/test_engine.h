@@ -1,5 +1,5 @@
-// A small engine whose every token depends on every byte that a sleep must keep: on the weights, on the KV of all tokens
-// before it on all ranks, on block tables and prefix hits, on batch order and on a shared generator.
+// A small engine whose every token depends on every byte that a sleep must keep: on the weights, on the KV of all
+// tokens before it on all ranks, on block tables and prefix hits, on batch order and on a shared generator.
 //
 // One step schedules every request, first in first out. The next token of a request is a digest over its KV, mixed with
 // a draw of the engine's generator if the request is unseeded. A byte that is lost, stale or misplaced changes tokens.
@@ -44,14 +44,22 @@ class TestEngine final : public EngineHooks {
   explicit TestEngine(FileSystem& file_system, Options options = {}) : options_(options) {
     for (int rank = 0; rank < options_.ranks; ++rank) {
       Rank& made = ranks_.emplace_back();
-      auto device = std::make_unique<FaultyDevice>(value_of(make_host_device({.capacity_bytes = options_.device_capacity_bytes, .defer_copies = options_.defer_copies})));
+      auto device = std::make_unique<FaultyDevice>(value_of(
+          make_host_device({.capacity_bytes = options_.device_capacity_bytes, .defer_copies = options_.defer_copies})));
       made.device = device.get();
-      made.memory = value_of(RankMemory::create(std::move(device), file_system, {.rank = rank, .arena_budget_bytes = options_.arena_budget_bytes, .threads = 2}));
+      made.memory =
+          value_of(RankMemory::create(std::move(device), file_system,
+                                      {.rank = rank, .arena_budget_bytes = options_.arena_budget_bytes, .threads = 2}));
       made.weights = value_of(made.memory->allocate("weights", "w", kWeightBytes));
       const uint64_t kv_bytes = kKvLayers * static_cast<uint64_t>(options_.num_blocks) * kBlockBytes;
       made.kv = value_of(made.memory->allocate("kv_cache", "kv", kv_bytes));
-      must(made.memory->set_kv_layout("kv_cache", {.num_blocks = static_cast<uint32_t>(options_.num_blocks),
-                                                   .tensors = {{.address = made.kv, .layers = kKvLayers, .layer_stride = static_cast<uint64_t>(options_.num_blocks) * kBlockBytes, .block_stride = kBlockBytes, .block_bytes = kBlockBytes}}}));
+      must(made.memory->set_kv_layout(
+          "kv_cache", {.num_blocks = static_cast<uint32_t>(options_.num_blocks),
+                       .tensors = {{.address = made.kv,
+                                    .layers = kKvLayers,
+                                    .layer_stride = static_cast<uint64_t>(options_.num_blocks) * kBlockBytes,
+                                    .block_stride = kBlockBytes,
+                                    .block_bytes = kBlockBytes}}}));
     }
     load_weights(options_.weights_seed);
     for (int32_t block = 1; block < options_.num_blocks; ++block) free_.push_back(block);
@@ -59,11 +67,13 @@ class TestEngine final : public EngineHooks {
     hashes_.resize(static_cast<size_t>(options_.num_blocks));
   }
 
-  // --- what a user does -------------------------------------------------------------------------------------------------
+  // --- what a user does
+  // -------------------------------------------------------------------------------------------------
 
   void load_weights(uint64_t seed) {
     for (Rank& rank : ranks_) {
-      for (uint64_t i = 0; i < kWeightBytes; ++i) byte_at(rank.weights + i) = static_cast<std::byte>((i * 2654435761u + seed * 97) >> 7);
+      for (uint64_t i = 0; i < kWeightBytes; ++i)
+        byte_at(rank.weights + i) = static_cast<std::byte>((i * 2654435761u + seed * 97) >> 7);
       rank.memory->mark_dirty("weights");
     }
     must(rebuild_derived());
@@ -89,8 +99,7 @@ class TestEngine final : public EngineHooks {
     return true;
   }
   void run() {
-    while (step()) {
-    }
+    while (step()) {}
   }
   const Tokens& tokens() const { return tokens_; }
   void set_tokens(Tokens tokens) { tokens_ = std::move(tokens); }  // what the front end has already
@@ -101,10 +110,11 @@ class TestEngine final : public EngineHooks {
   // The named hook fails once (or always, until cleared).
   void fail_hook(std::string name, bool always = false) { failing_ = std::move(name), failing_always_ = always; }
   std::vector<std::string> unsupported_features;
-  std::string invalid_request;                                  // restore() refuses this one
-  std::function<void(const std::string& hook)> before_hook;     // runs inside each hook
+  std::string invalid_request;                               // restore() refuses this one
+  std::function<void(const std::string& hook)> before_hook;  // runs inside each hook
 
-  // --- EngineHooks ------------------------------------------------------------------------------------------------------
+  // --- EngineHooks
+  // ------------------------------------------------------------------------------------------------------
 
   Result<std::vector<std::string>> unsupported() override {
     TORPOR_TRY(enter("unsupported"));
@@ -136,7 +146,8 @@ class TestEngine final : public EngineHooks {
                                           .max_tokens = request.max_tokens,
                                           .engine = {request.seeded}});
       (running ? state.scheduler.running : state.scheduler.waiting).push_back(request.id);
-      if (!request.table.empty()) group.tables.push_back({.request = request.id, .blocks = request.table, .num_cached_blocks = -1});
+      if (!request.table.empty())
+        group.tables.push_back({.request = request.id, .blocks = request.table, .num_cached_blocks = -1});
     }
     state.kv.num_blocks = options_.num_blocks;
     state.kv.groups = {group};
@@ -146,7 +157,8 @@ class TestEngine final : public EngineHooks {
     }
     for (const auto& [key, block] : index_) state.kv.prefix_index.push_back({key, {block}});
     state.kv.free_order.assign(free_.begin(), free_.end());
-    for (size_t rank = 0; rank < ranks_.size(); ++rank) state.workers.push_back({.rank = static_cast<int32_t>(rank), .default_generator = generator_bytes()});
+    for (size_t rank = 0; rank < ranks_.size(); ++rank)
+      state.workers.push_back({.rank = static_cast<int32_t>(rank), .default_generator = generator_bytes()});
     return state;
   }
   Result<Fingerprint> fingerprint() override {
@@ -195,8 +207,12 @@ class TestEngine final : public EngineHooks {
     free_.assign(kv.free_order.begin(), kv.free_order.end());
     std::vector<FailedRequest> failed;
     for (const RequestState& state : checkpoint.state.scheduler.requests) {
-      Request request{.id = state.id, .prompt = state.prompt_token_ids, .output = state.output_token_ids, .computed = state.num_computed_tokens,
-                      .max_tokens = state.max_tokens, .seeded = std::get<bool>(state.engine.data)};
+      Request request{.id = state.id,
+                      .prompt = state.prompt_token_ids,
+                      .output = state.output_token_ids,
+                      .computed = state.num_computed_tokens,
+                      .max_tokens = state.max_tokens,
+                      .seeded = std::get<bool>(state.engine.data)};
       for (const KvTable& table : kv.groups[0].tables) {
         if (table.request == state.id) request.table = table.blocks;
       }
@@ -240,11 +256,16 @@ class TestEngine final : public EngineHooks {
     int32_t max_tokens = 0;
     bool seeded = true;
     int32_t reached = 0;  // highest `computed` so far
-    int32_t token(int32_t at) const { return at < static_cast<int32_t>(prompt.size()) ? prompt[static_cast<size_t>(at)] : output[static_cast<size_t>(at) - prompt.size()]; }
+    int32_t token(int32_t at) const {
+      return at < static_cast<int32_t>(prompt.size()) ? prompt[static_cast<size_t>(at)]
+                                                      : output[static_cast<size_t>(at) - prompt.size()];
+    }
     int32_t length() const { return static_cast<int32_t>(prompt.size() + output.size()); }
   };
   static void must(const Status& status) { ASSERT_SUCCEEDS(status); }
-  static std::byte& byte_at(DeviceAddress address) { return *reinterpret_cast<std::byte*>(address); }  // NOLINT(performance-no-int-to-ptr)
+  static std::byte& byte_at(DeviceAddress address) {
+    return *reinterpret_cast<std::byte*>(address);
+  }  // NOLINT(performance-no-int-to-ptr)
   static bool done(const Request& request) { return static_cast<int32_t>(request.output.size()) >= request.max_tokens; }
 
   Status enter(const std::string& hook) {
@@ -300,7 +321,8 @@ class TestEngine final : public EngineHooks {
   // One layer's KV of the token at `at`, on one rank.
   std::span<std::byte> kv(const Rank& rank, const Request& request, int32_t at, uint32_t layer) {
     const auto block = static_cast<uint64_t>(request.table[static_cast<size_t>(at / kBlockTokens)]);
-    const uint64_t offset = (layer * static_cast<uint64_t>(options_.num_blocks) + block) * kBlockBytes + static_cast<uint64_t>(at % kBlockTokens) * kKvTokenBytes;
+    const uint64_t offset = (layer * static_cast<uint64_t>(options_.num_blocks) + block) * kBlockBytes +
+                            static_cast<uint64_t>(at % kBlockTokens) * kKvTokenBytes;
     return {&byte_at(rank.kv + offset), kKvTokenBytes};
   }
   void compute(Request& request) {

@@ -7,7 +7,9 @@
 
 namespace torpor::test {
 
-inline std::vector<std::byte> example_block(uint64_t block) { return std::vector<std::byte>(1000, static_cast<std::byte>(block)); }
+inline std::vector<std::byte> example_block(uint64_t block) {
+  return std::vector<std::byte>(1000, static_cast<std::byte>(block));
+}
 
 inline Status write_rank(PendingCheckpoint& pending, const KvSnapshot& kv, int32_t rank) {
   TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, pending.create_chunks(rank));
@@ -15,7 +17,9 @@ inline Status write_rank(PendingCheckpoint& pending, const KvSnapshot& kv, int32
   TORPOR_TRY(tier->prepare(4'000, 4));
   for (const KvBlock& block : kv.blocks) {
     std::vector<std::byte> bytes = example_block(static_cast<uint64_t>(block.id));
-    SavedChunk chunk{.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = static_cast<uint64_t>(block.id)}, .bytes = bytes.size(), .digest = digest_of(bytes)};
+    SavedChunk chunk{.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = static_cast<uint64_t>(block.id)},
+                     .bytes = bytes.size(),
+                     .digest = digest_of(bytes)};
     TierPart part{&chunk, bytes, ok()};
     tier->put({&part, 1});
     TORPOR_TRY(part.status);
@@ -26,7 +30,8 @@ inline Status write_rank(PendingCheckpoint& pending, const KvSnapshot& kv, int32
   return ok();
 }
 
-inline Result<std::string> write_checkpoint(CheckpointManager& manager, const EngineCheckpoint& state = example_checkpoint(), int ranks = 1) {
+inline Result<std::string> write_checkpoint(CheckpointManager& manager,
+                                            const EngineCheckpoint& state = example_checkpoint(), int ranks = 1) {
   TORPOR_ASSIGN(PendingCheckpoint pending, manager.begin(100'000));
   TORPOR_TRY(pending.write_state(state));
   for (int32_t rank = 0; rank < ranks; ++rank) TORPOR_TRY(write_rank(pending, state.state.kv, rank));

@@ -10,7 +10,8 @@ namespace {
 // On a fake GPU, whose speed means nothing: every check runs to its end and passes, and the driver is not misused.
 TEST(GpuCheck, EveryCheckRunsOnTheFakeDriver) {
   test::FakeCuda fake({.memory_bytes = 2 * kGiB, .granularity_bytes = 2 * kMiB});
-  const auto report = gpu_check::run(fake.driver(), {}, {.bytes = 70 * kMiB, .cycle_bytes = 128 * kMiB, .cycles = 3, .rounds = 1});
+  const auto report =
+      gpu_check::run(fake.driver(), {}, {.bytes = 70 * kMiB, .cycle_bytes = 128 * kMiB, .cycles = 3, .rounds = 1});
   EXPECT_EQ(report["gpu"], "Fake GPU");
   EXPECT_TRUE(report["passed"].get<bool>()) << report.dump(2);
   EXPECT_EQ(report["checks"].size(), 14u);
@@ -19,7 +20,8 @@ TEST(GpuCheck, EveryCheckRunsOnTheFakeDriver) {
 
 TEST(GpuCheck, ACheckThatFailsIsARowAndTheOthersRun) {
   test::FakeCuda fake({.memory_bytes = 96 * kMiB, .granularity_bytes = 2 * kMiB});  // the largest blocks do not fit
-  const auto report = gpu_check::run(fake.driver(), {}, {.bytes = 4 * kMiB, .cycle_bytes = 8 * kMiB, .cycles = 1, .rounds = 1});
+  const auto report =
+      gpu_check::run(fake.driver(), {}, {.bytes = 4 * kMiB, .cycle_bytes = 8 * kMiB, .cycles = 1, .rounds = 1});
   EXPECT_FALSE(report["passed"].get<bool>());
   EXPECT_EQ(report["checks"].size(), 14u);
   for (const auto& row : report["checks"]) {

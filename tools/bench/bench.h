@@ -53,7 +53,9 @@ inline void on_all_cores(const std::function<void(uint64_t, uint64_t)>& work) {
 // Memory that was touched, in huge pages where the system gives them.
 class WarmMemory {
  public:
-  explicit WarmMemory(uint64_t bytes) : data_(static_cast<std::byte*>(std::aligned_alloc(kHugePage, align_up(bytes, kHugePage))), std::free), bytes_(bytes) {
+  explicit WarmMemory(uint64_t bytes)
+      : data_(static_cast<std::byte*>(std::aligned_alloc(kHugePage, align_up(bytes, kHugePage))), std::free),
+        bytes_(bytes) {
     ::madvise(data_.get(), align_up(bytes, kHugePage), MADV_HUGEPAGE);
     std::memset(data_.get(), 1, bytes);
   }

@@ -1,5 +1,5 @@
-// A durable sleep to disk and the wake from it, beside raw direct I/O and plain files; `verify` beside the same reads; and
-// listing many checkpoints. Bytes are logical: as many as were in device memory.
+// A durable sleep to disk and the wake from it, beside raw direct I/O and plain files; `verify` beside the same reads;
+// and listing many checkpoints. Bytes are logical: as many as were in device memory.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -37,14 +37,15 @@ EngineCheckpoint empty_state() {
   return state;
 }
 
-// The first touch of as much fresh memory, which a wake cannot do without. Before each wake it also makes a hypervisor back
-// what an earlier sleep gave back, or the wake would measure that.
+// The first touch of as much fresh memory, which a wake cannot do without. Before each wake it also makes a hypervisor
+// back what an earlier sleep gave back, or the wake would measure that.
 void touch_fresh(uint64_t bytes) {
   void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) must(Status(system_error(errno, "fresh memory")));
   ::madvise(memory, bytes, MADV_HUGEPAGE);
   on_all_cores([&](uint64_t part, uint64_t parts) {
-    for (uint64_t at = bytes / parts * part; at < bytes / parts * (part + 1); at += 4096) static_cast<volatile char*>(memory)[at] = 1;
+    for (uint64_t at = bytes / parts * part; at < bytes / parts * (part + 1); at += 4096)
+      static_cast<volatile char*>(memory)[at] = 1;
   });
   ::munmap(memory, bytes);
 }
@@ -53,13 +54,15 @@ void touch_fresh(uint64_t bytes) {
 void fill_random(std::span<std::byte> bytes, bool compressible) {
   auto* const words = reinterpret_cast<uint64_t*>(bytes.data());
   std::mt19937_64 random(1);
-  for (uint64_t i = 0; i < bytes.size() / 8; ++i) words[i] = compressible && i % 512 >= 64 ? 0x3f803f803f803f80 : random();
+  for (uint64_t i = 0; i < bytes.size() / 8; ++i)
+    words[i] = compressible && i % 512 >= 64 ? 0x3f803f803f803f80 : random();
 }
 
 // A rank with one region of weights, that sleeps to disk and wakes.
 class Sleeper {
  public:
-  Sleeper(std::string directory, uint64_t bytes, bool compressible, int level) : directory_(std::move(directory)), bytes_(bytes) {
+  Sleeper(std::string directory, uint64_t bytes, bool compressible, int level)
+      : directory_(std::move(directory)), bytes_(bytes) {
     memory_ = must(RankMemory::create(must(make_host_device({})), linux_file_system()));
     address_ = must(memory_->allocate("weights", "params", bytes));
     fill_random({reinterpret_cast<std::byte*>(address_), bytes}, compressible);
@@ -70,7 +73,8 @@ class Sleeper {
   void sleep() {
     PendingCheckpoint pending = must(manager_->begin(bytes_));
     must(pending.write_state(empty_state()));
-    const RankReply saved = call("save", {.tags = {"weights"}, .directory = pending.staging_path(), .writing = pending.writing()});
+    const RankReply saved =
+        call("save", {.tags = {"weights"}, .directory = pending.staging_path(), .writing = pending.writing()});
     pending.add_rank(saved.chunks);
     path_ = must(pending.commit());
     call("moved", {.directory = path_});
@@ -107,7 +111,8 @@ class Sleeper {
 // The machine's own: the same bytes, from warm memory, 16 MiB at a time on every core, in operations of 1 MiB.
 class Raw {
  public:
-  Raw(const std::string& directory, uint64_t bytes) : bytes_(bytes), memory_(bytes), directory_(must(linux_file_system().open_directory(directory, true))) {
+  Raw(const std::string& directory, uint64_t bytes)
+      : bytes_(bytes), memory_(bytes), directory_(must(linux_file_system().open_directory(directory, true))) {
     fill_random(memory_.bytes(), false);  // a disk below may store what repeats better
   }
   void write() {
@@ -128,7 +133,8 @@ class Raw {
     ::unlink(path.c_str());
     const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     for (uint64_t at = 0; at < bytes_; at += kMiB) {
-      if (::pwrite(fd, memory_.bytes().data() + at, kMiB, static_cast<off_t>(at)) != static_cast<ssize_t>(kMiB)) must(Status(system_error(errno, "plain write")));
+      if (::pwrite(fd, memory_.bytes().data() + at, kMiB, static_cast<off_t>(at)) != static_cast<ssize_t>(kMiB))
+        must(Status(system_error(errno, "plain write")));
     }
     if (::fsync(fd) != 0) must(Status(system_error(errno, "plain fsync")));
     ::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
@@ -137,7 +143,8 @@ class Raw {
   void plain_read() {
     const int fd = ::open((directory_->path() + "/plain").c_str(), O_RDONLY | O_CLOEXEC);
     for (uint64_t at = 0; at < bytes_; at += kMiB) {
-      if (::pread(fd, memory_.bytes().data() + at, kMiB, static_cast<off_t>(at)) != static_cast<ssize_t>(kMiB)) must(Status(system_error(errno, "plain read")));
+      if (::pread(fd, memory_.bytes().data() + at, kMiB, static_cast<off_t>(at)) != static_cast<ssize_t>(kMiB))
+        must(Status(system_error(errno, "plain read")));
     }
     ::close(fd);
   }
@@ -198,13 +205,16 @@ int main(int argc, char** argv) {
   bool as_json = false;
   app.add_option("--dir", directory, "where the files go; they are removed")->capture_default_str();
   app.add_option("--mib", mib, "bytes of memory")->capture_default_str()->check(CLI::Range(16, 65536));
-  app.add_option("--level", level, "zstd's, for the content that compresses")->capture_default_str()->check(CLI::Range(-100, 19));
+  app.add_option("--level", level, "zstd's, for the content that compresses")
+      ->capture_default_str()
+      ->check(CLI::Range(-100, 19));
   app.add_option("--rounds", rounds, "measured rounds")->capture_default_str()->check(CLI::Range(1, 1000));
   app.add_option("--checkpoints", many, "to list")->capture_default_str()->check(CLI::Range(1, 100'000));
   app.add_flag("--json", as_json, "print one JSON object");
   CLI11_PARSE(app, argc, argv);
   const uint64_t bytes = mib * kMiB;
-  const boost::filesystem::path place = boost::filesystem::absolute(directory) / boost::filesystem::unique_path("checkpoint-%%%%-%%%%");
+  const boost::filesystem::path place =
+      boost::filesystem::absolute(directory) / boost::filesystem::unique_path("checkpoint-%%%%-%%%%");
   boost::system::error_code problem;
   if (boost::filesystem::create_directories(place, problem); problem) {
     fmt::print(stderr, "error: --dir {}: {}\n", directory, problem.message());
@@ -239,10 +249,21 @@ int main(int argc, char** argv) {
       packed.finish();
     }
     const auto rate = [&](const std::string& name) { return static_cast<double>(bytes) / 1e9 / median(times[name]); };
-    json = {{"bytes", bytes}, {"rounds", rounds}, {"level", level}, {"compressed_to", static_cast<double>(stored) / static_cast<double>(bytes)}, {"unit", "GB/s of memory, median"}};
-    for (const auto& [name, direction] : {std::pair("sleep", "write"), std::pair("sleep, compresses", "write"), std::pair("wake", "read"), std::pair("wake, compresses", "read"), std::pair("verify", "read")}) {
-      const double ceiling = std::max(rate(std::string("raw ") + direction), std::string_view(direction) == "read" ? rate("plain read") : 0);
-      json[name] = {{"torpor", rate(name)}, {"baseline", rate(std::string("plain ") + direction)}, {"ceiling", ceiling}, {"times_baseline", rate(name) / rate(std::string("plain ") + direction)}, {"of_ceiling", rate(name) / ceiling}};
+    json = {{"bytes", bytes},
+            {"rounds", rounds},
+            {"level", level},
+            {"compressed_to", static_cast<double>(stored) / static_cast<double>(bytes)},
+            {"unit", "GB/s of memory, median"}};
+    for (const auto& [name, direction] :
+         {std::pair("sleep", "write"), std::pair("sleep, compresses", "write"), std::pair("wake", "read"),
+          std::pair("wake, compresses", "read"), std::pair("verify", "read")}) {
+      const double ceiling = std::max(rate(std::string("raw ") + direction),
+                                      std::string_view(direction) == "read" ? rate("plain read") : 0);
+      json[name] = {{"torpor", rate(name)},
+                    {"baseline", rate(std::string("plain ") + direction)},
+                    {"ceiling", ceiling},
+                    {"times_baseline", rate(name) / rate(std::string("plain ") + direction)},
+                    {"of_ceiling", rate(name) / ceiling}};
     }
     json["fresh_memory"] = rate("touch");
     json["ls"] = {{"checkpoints", many}, {"seconds", list_seconds((place / "many").string(), many, rounds)}};
@@ -252,10 +273,12 @@ int main(int argc, char** argv) {
     std::cout << json.dump(2) << '\n';
     return 0;
   }
-  fmt::print("{} MiB of memory, median of {} rounds, GB/s; what compresses goes to {:.0f} % at level {}\n", mib, rounds, 100 * json["compressed_to"].get<double>(), level);
+  fmt::print("{} MiB of memory, median of {} rounds, GB/s; what compresses goes to {:.0f} % at level {}\n", mib, rounds,
+             100 * json["compressed_to"].get<double>(), level);
   for (const char* name : {"sleep", "sleep, compresses", "wake", "wake, compresses", "verify"}) {
     const auto& row = json[name];
-    fmt::print("{:<18} torpor {:.2f}, plain file {:.2f}, the machine's best {:.2f}: {:.2f} x, {:.0f} %\n", name, row["torpor"].get<double>(), row["baseline"].get<double>(), row["ceiling"].get<double>(),
+    fmt::print("{:<18} torpor {:.2f}, plain file {:.2f}, the machine's best {:.2f}: {:.2f} x, {:.0f} %\n", name,
+               row["torpor"].get<double>(), row["baseline"].get<double>(), row["ceiling"].get<double>(),
                row["times_baseline"].get<double>(), 100 * row["of_ceiling"].get<double>());
   }
   fmt::print("first touch of fresh memory, part of every wake: {:.2f}\n", json["fresh_memory"].get<double>());

@@ -1,6 +1,6 @@
-// KV blocks from the device to slots on disk and back, digests taken and checked, beside the disk itself: direct I/O of the
-// same sizes and the same depth into a file of the same kind. Baseline: plain pwrite and pread of block after block through
-// the page cache, synced at the end of the writing, the cache dropped before the reading.
+// KV blocks from the device to slots on disk and back, digests taken and checked, beside the disk itself: direct I/O of
+// the same sizes and the same depth into a file of the same kind. Baseline: plain pwrite and pread of block after block
+// through the page cache, synced at the end of the writing, the cache dropped before the reading.
 //
 // Interleaved, median of the rounds, after one that only warms (and allocates the files' blocks).
 #include <fcntl.h>
@@ -10,8 +10,8 @@
 #include <iostream>
 #include <map>
 
-#include <boost/filesystem.hpp>
 #include <CLI/CLI.hpp>
+#include <boost/filesystem.hpp>
 #include <nlohmann/json.hpp>
 
 #include "allocator/host_device.h"
@@ -30,7 +30,8 @@ using bench::seconds;
 // What a DeviceRoute and Onboarding do with a batch, without the bookkeeping of blocks.
 class Blocks {
  public:
-  Blocks(const std::string& directory, uint64_t block_bytes, int32_t count, int32_t batch) : block_bytes_(block_bytes), count_(count), batch_(batch) {
+  Blocks(const std::string& directory, uint64_t block_bytes, int32_t count, int32_t batch)
+      : block_bytes_(block_bytes), count_(count), batch_(batch) {
     device_ = must(make_host_device());
     size_ = align_up(block_bytes * static_cast<uint64_t>(count), device_->granularity());
     address_ = must(device_->reserve(size_));
@@ -41,8 +42,12 @@ class Blocks {
     arena_ = must(HostArena::create());
     executor_ = must(TransferExecutor::create(*device_, *arena_));
     directory_ = must(linux_file_system().open_directory(directory, true));
-    disk_ = must(DiskBlocks::open(*directory_, {.pool = {.num_blocks = count, .block_tokens = 1}, .bytes_per_block = block_bytes}, system_clock()));
-    for (int32_t slot = 0; slot < count; ++slot) plans_.push_back({.key = disk_->chunk(slot).key, .pieces = {{address_ + static_cast<uint64_t>(slot) * block_bytes, block_bytes}}});
+    disk_ = must(DiskBlocks::open(*directory_,
+                                  {.pool = {.num_blocks = count, .block_tokens = 1}, .bytes_per_block = block_bytes},
+                                  system_clock()));
+    for (int32_t slot = 0; slot < count; ++slot)
+      plans_.push_back({.key = disk_->chunk(slot).key,
+                        .pieces = {{address_ + static_cast<uint64_t>(slot) * block_bytes, block_bytes}}});
   }
   ~Blocks() {
     executor_.reset();
@@ -64,7 +69,8 @@ class Blocks {
   }
   void read() {
     each_batch([this](std::span<ChunkTransfer> batch) {
-      for (ChunkTransfer& transfer : batch) transfer.saved = disk_->chunk(static_cast<int32_t>(transfer.plan->key.index));
+      for (ChunkTransfer& transfer : batch)
+        transfer.saved = disk_->chunk(static_cast<int32_t>(transfer.plan->key.index));
       executor_->restore(batch, *disk_);
       for (const ChunkTransfer& transfer : batch) must(transfer.status);
     });
@@ -77,7 +83,8 @@ class Blocks {
     std::atomic<int32_t> next = 0;
     bench::on_all_cores([&](uint64_t, uint64_t) {
       for (int32_t first = next.fetch_add(batch_); first < count_; first = next.fetch_add(batch_)) {
-        work(std::span(transfers).subspan(static_cast<size_t>(first), static_cast<size_t>(std::min(batch_, count_ - first))));
+        work(std::span(transfers).subspan(static_cast<size_t>(first),
+                                          static_cast<size_t>(std::min(batch_, count_ - first))));
       }
     });
   }
@@ -98,7 +105,8 @@ class Blocks {
 // The disk itself: the same bytes in the same batches from memory that is there.
 class Raw {
  public:
-  Raw(const std::string& directory, uint64_t block_bytes, int32_t count, int32_t batch) : block_bytes_(block_bytes), count_(count), batch_(batch), memory_(block_bytes * static_cast<uint64_t>(count)) {
+  Raw(const std::string& directory, uint64_t block_bytes, int32_t count, int32_t batch)
+      : block_bytes_(block_bytes), count_(count), batch_(batch), memory_(block_bytes * static_cast<uint64_t>(count)) {
     directory_ = must(linux_file_system().open_directory(directory, true));
     file_ = must(directory_->open_slots("raw"));
     must(file_->preallocate(block_bytes * static_cast<uint64_t>(count)));
@@ -129,18 +137,21 @@ class Raw {
 
 class Plain {
  public:
-  Plain(const std::string& directory, uint64_t block_bytes, int32_t count) : block_bytes_(block_bytes), count_(count), memory_(block_bytes) {
+  Plain(const std::string& directory, uint64_t block_bytes, int32_t count)
+      : block_bytes_(block_bytes), count_(count), memory_(block_bytes) {
     fd_ = ::open((directory + "/plain").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     if (fd_ < 0) must(system_error(errno, "cannot open " + directory + "/plain"));
   }
   ~Plain() { ::close(fd_); }
   void write() {
-    for (int32_t i = 0; i < count_; ++i) check(::pwrite(fd_, memory_.bytes().data(), block_bytes_, static_cast<off_t>(block_bytes_) * i));
+    for (int32_t i = 0; i < count_; ++i)
+      check(::pwrite(fd_, memory_.bytes().data(), block_bytes_, static_cast<off_t>(block_bytes_) * i));
     check(::fdatasync(fd_) == 0 ? static_cast<ssize_t>(block_bytes_) : -1);
   }
   void drop() { ::posix_fadvise(fd_, 0, 0, POSIX_FADV_DONTNEED); }
   void read() {
-    for (int32_t i = 0; i < count_; ++i) check(::pread(fd_, memory_.bytes().data(), block_bytes_, static_cast<off_t>(block_bytes_) * i));
+    for (int32_t i = 0; i < count_; ++i)
+      check(::pread(fd_, memory_.bytes().data(), block_bytes_, static_cast<off_t>(block_bytes_) * i));
   }
 
  private:
@@ -165,14 +176,17 @@ int main(int argc, char** argv) {
   bool as_json = false;
   app.add_option("--dir", directory, "where the files go; they are removed")->capture_default_str();
   app.add_option("--mib", mib, "bytes moved")->capture_default_str()->check(CLI::Range(16, 65536));
-  app.add_option("--block-kib", block_kib, "size of a block, a multiple of 4")->capture_default_str()->check(CLI::Range(4, 65536));
+  app.add_option("--block-kib", block_kib, "size of a block, a multiple of 4")
+      ->capture_default_str()
+      ->check(CLI::Range(4, 65536));
   app.add_option("--batch", batch, "blocks at once")->capture_default_str()->check(CLI::Range(1, 64));
   app.add_option("--rounds", rounds, "measured rounds")->capture_default_str()->check(CLI::Range(1, 1000));
   app.add_flag("--json", as_json, "print one JSON object");
   CLI11_PARSE(app, argc, argv);
   const uint64_t block = block_kib / 4 * 4 * kKiB;
   const auto count = static_cast<int32_t>(mib * kMiB / block);
-  const std::string place = (boost::filesystem::path(directory) / boost::filesystem::unique_path("disk-%%%%-%%%%")).string();
+  const std::string place =
+      (boost::filesystem::path(directory) / boost::filesystem::unique_path("disk-%%%%-%%%%")).string();
   boost::system::error_code problem;
   if (boost::filesystem::create_directories(place, problem); problem) {
     fmt::print(stderr, "error: --dir {}: {}\n", directory, problem.message());
@@ -198,10 +212,21 @@ int main(int argc, char** argv) {
       time("read", [&] { ours.read(); });
       time("plain read", [&] { plain.read(); });
     }
-    const auto rate = [&](const std::string& name) { return static_cast<double>(block) * count / 1e9 / median(times[name]); };
-    json = {{"bytes", block * static_cast<uint64_t>(count)}, {"block_bytes", block}, {"batch", batch}, {"rounds", rounds}, {"io", ours.io()}, {"unit", "GB/s, median"}};
+    const auto rate = [&](const std::string& name) {
+      return static_cast<double>(block) * count / 1e9 / median(times[name]);
+    };
+    json = {{"bytes", block * static_cast<uint64_t>(count)},
+            {"block_bytes", block},
+            {"batch", batch},
+            {"rounds", rounds},
+            {"io", ours.io()},
+            {"unit", "GB/s, median"}};
     for (const std::string name : {"write", "read"}) {
-      json[name] = {{"torpor", rate(name)}, {"baseline", rate("plain " + name)}, {"ceiling", rate("raw " + name)}, {"times_baseline", rate(name) / rate("plain " + name)}, {"of_ceiling", rate(name) / rate("raw " + name)}};
+      json[name] = {{"torpor", rate(name)},
+                    {"baseline", rate("plain " + name)},
+                    {"ceiling", rate("raw " + name)},
+                    {"times_baseline", rate(name) / rate("plain " + name)},
+                    {"of_ceiling", rate(name) / rate("raw " + name)}};
     }
   }
   boost::filesystem::remove_all(place);
@@ -209,10 +234,12 @@ int main(int argc, char** argv) {
     std::cout << json.dump(2) << '\n';
     return 0;
   }
-  fmt::print("{} MiB in blocks of {} KiB, {} at once, through {}, median of {} rounds, GB/s\n", mib, block_kib, batch, json["io"].get<std::string>(), rounds);
+  fmt::print("{} MiB in blocks of {} KiB, {} at once, through {}, median of {} rounds, GB/s\n", mib, block_kib, batch,
+             json["io"].get<std::string>(), rounds);
   for (const char* name : {"write", "read"}) {
     const auto& row = json[name];
-    fmt::print("{:<6} torpor {:.2f}, plain file {:.2f}, raw direct I/O {:.2f}: {:.2f} x, {:.0f} %\n", name, row["torpor"].get<double>(), row["baseline"].get<double>(), row["ceiling"].get<double>(),
+    fmt::print("{:<6} torpor {:.2f}, plain file {:.2f}, raw direct I/O {:.2f}: {:.2f} x, {:.0f} %\n", name,
+               row["torpor"].get<double>(), row["baseline"].get<double>(), row["ceiling"].get<double>(),
                row["times_baseline"].get<double>(), 100 * row["of_ceiling"].get<double>());
   }
   return 0;

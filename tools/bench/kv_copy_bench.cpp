@@ -1,8 +1,9 @@
-// Scattered KV blocks from the device to host memory, as a sleep or an offload copies them: with a digest of every block.
+// Scattered KV blocks from the device to host memory, as a sleep or an offload copies them: with a digest of every
+// block.
 //
-// Ceiling: one big memcpy of as many bytes, on all cores. Baseline: block after block, each copied, awaited and hashed. And
-// what the digest costs: copying with it in one pass, beside the plain copy of the same pieces, and beside copying first and
-// hashing then. Interleaved, median of the rounds, after one that only warms; all memory is touched before.
+// Ceiling: one big memcpy of as many bytes, on all cores. Baseline: block after block, each copied, awaited and hashed.
+// And what the digest costs: copying with it in one pass, beside the plain copy of the same pieces, and beside copying
+// first and hashing then. Interleaved, median of the rounds, after one that only warms; all memory is touched before.
 #include <iostream>
 #include <random>
 
@@ -48,14 +49,19 @@ class Case {
     must(device_->set_access(address_, size_, Access::kReadWrite));
     std::memset(reinterpret_cast<void*>(address_), 3, size_);  // NOLINT(performance-no-int-to-ptr)
     layout_ = {.num_blocks = static_cast<uint32_t>(total),
-               .tensors = {{.address = address_, .layers = model.layers, .layer_stride = layer_outermost ? total * piece : piece, .block_stride = layer_outermost ? piece : block, .block_bytes = piece}}};
+               .tensors = {{.address = address_,
+                            .layers = model.layers,
+                            .layer_stride = layer_outermost ? total * piece : piece,
+                            .block_stride = layer_outermost ? piece : block,
+                            .block_bytes = piece}}};
     arena_ = must(HostArena::create());
     host_ = must(HostBlocks::create(*arena_, {.num_blocks = static_cast<int32_t>(moved)}, block));
     executor_ = must(TransferExecutor::create(*device_, *arena_));
     std::vector<int32_t> ids(total);
     for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int32_t>(i);
     std::shuffle(ids.begin(), ids.end(), std::mt19937(1));
-    for (uint64_t slot = 0; slot < moved; ++slot) plans_.push_back(plan_of(layout_, ids[slot], host_->chunk(static_cast<int32_t>(slot))));
+    for (uint64_t slot = 0; slot < moved; ++slot)
+      plans_.push_back(plan_of(layout_, ids[slot], host_->chunk(static_cast<int32_t>(slot))));
     stream_ = must(device_->create_stream());
     flat_ = std::make_unique<bench::WarmMemory>(bytes_);
   }
@@ -74,7 +80,8 @@ class Case {
   void ceiling() {
     bench::on_all_cores([&](uint64_t part, uint64_t parts) {
       const uint64_t begin = bytes_ * part / parts;
-      std::memcpy(flat_->bytes().data() + begin, reinterpret_cast<std::byte*>(address_) + begin, bytes_ * (part + 1) / parts - begin);  // NOLINT(performance-no-int-to-ptr)
+      std::memcpy(flat_->bytes().data() + begin, reinterpret_cast<std::byte*>(address_) + begin,
+                  bytes_ * (part + 1) / parts - begin);  // NOLINT(performance-no-int-to-ptr)
     });
   }
   void baseline() {
@@ -99,10 +106,20 @@ class Case {
       const double c = seconds([&] { baseline(); });
       if (round > 0) ours.push_back(a), one.push_back(b), per_block.push_back(c);
     }
-    const auto rate = [&](const std::vector<double>& times) { return static_cast<double>(bytes_) / 1e9 / median(times); };
-    return {{"model", model_.name}, {"block_tokens", block_tokens_}, {"layout", layer_outermost_ ? "layer outermost" : "block outermost"}, {"blocks", plans_.size()},
-            {"piece_bytes", plans_[0].pieces[0].bytes}, {"bytes", bytes_}, {"torpor", rate(ours)}, {"baseline", rate(per_block)}, {"ceiling", rate(one)},
-            {"times_baseline", rate(ours) / rate(per_block)}, {"of_ceiling", rate(ours) / rate(one)}};
+    const auto rate = [&](const std::vector<double>& times) {
+      return static_cast<double>(bytes_) / 1e9 / median(times);
+    };
+    return {{"model", model_.name},
+            {"block_tokens", block_tokens_},
+            {"layout", layer_outermost_ ? "layer outermost" : "block outermost"},
+            {"blocks", plans_.size()},
+            {"piece_bytes", plans_[0].pieces[0].bytes},
+            {"bytes", bytes_},
+            {"torpor", rate(ours)},
+            {"baseline", rate(per_block)},
+            {"ceiling", rate(one)},
+            {"times_baseline", rate(ours) / rate(per_block)},
+            {"of_ceiling", rate(ours) / rate(one)}};
   }
 
  private:
@@ -123,14 +140,16 @@ class Case {
   std::unique_ptr<bench::WarmMemory> flat_;
 };
 
-// Copies of 4 MiB pieces: with the digest in one pass, plainly in the same way, and plainly with the digest taken afterwards.
+// Copies of 4 MiB pieces: with the digest in one pass, plainly in the same way, and plainly with the digest taken
+// afterwards.
 nlohmann::ordered_json digest_rows(uint64_t bytes, int rounds) {
   const bench::WarmMemory from(bytes), to(bytes);
   constexpr uint64_t kPiece = 4 * kMiB;
   const auto in_pieces = [&](const std::function<void(std::span<std::byte>, std::span<const std::byte>)>& work) {
     return seconds([&] {
       bench::on_all_cores([&](uint64_t part, uint64_t parts) {
-        for (uint64_t at = part * kPiece; at + kPiece <= bytes; at += parts * kPiece) work(to.bytes().subspan(at, kPiece), from.bytes().subspan(at, kPiece));
+        for (uint64_t at = part * kPiece; at + kPiece <= bytes; at += parts * kPiece)
+          work(to.bytes().subspan(at, kPiece), from.bytes().subspan(at, kPiece));
       });
     });
   };
@@ -141,19 +160,31 @@ nlohmann::ordered_json digest_rows(uint64_t bytes, int rounds) {
       copy_with_digest(target, source, digest);
       (void)digest.finish();
     });
-    const double b = in_pieces([](auto target, auto source) { std::memcpy(target.data(), source.data(), source.size()); });
+    const double b =
+        in_pieces([](auto target, auto source) { std::memcpy(target.data(), source.data(), source.size()); });
     const double c = in_pieces([](auto target, auto source) { copy_past_cache(target, source); });
     const double d = in_pieces([](auto target, auto source) {
       std::memcpy(target.data(), source.data(), source.size());
       (void)digest_of(target);
     });
-    const double e = in_pieces([](auto target, auto source) { std::memcpy(target.data(), source.data(), source.size()); }) +
-                     in_pieces([](auto target, auto) { (void)digest_of(target); });
-    if (round > 0) one_pass.push_back(a), plain.push_back(b), past_cache.push_back(c), then_hash.push_back(d), all_then_hash.push_back(e);
+    const double e =
+        in_pieces([](auto target, auto source) { std::memcpy(target.data(), source.data(), source.size()); }) +
+        in_pieces([](auto target, auto) { (void)digest_of(target); });
+    if (round > 0)
+      one_pass.push_back(a), plain.push_back(b), past_cache.push_back(c), then_hash.push_back(d),
+          all_then_hash.push_back(e);
   }
   const auto rate = [&](const std::vector<double>& times) { return static_cast<double>(bytes) / 1e9 / median(times); };
-  return {{"bytes", bytes}, {"torpor", rate(one_pass)}, {"baseline_copy_then_hash", rate(all_then_hash)}, {"piece_by_piece_copy_then_hash", rate(then_hash)}, {"memcpy", rate(plain)}, {"ceiling_copy_past_cache", rate(past_cache)},
-          {"times_baseline", rate(one_pass) / rate(all_then_hash)}, {"times_piece_by_piece", rate(one_pass) / rate(then_hash)}, {"of_memcpy", rate(one_pass) / rate(plain)}, {"of_ceiling", rate(one_pass) / rate(past_cache)}};
+  return {{"bytes", bytes},
+          {"torpor", rate(one_pass)},
+          {"baseline_copy_then_hash", rate(all_then_hash)},
+          {"piece_by_piece_copy_then_hash", rate(then_hash)},
+          {"memcpy", rate(plain)},
+          {"ceiling_copy_past_cache", rate(past_cache)},
+          {"times_baseline", rate(one_pass) / rate(all_then_hash)},
+          {"times_piece_by_piece", rate(one_pass) / rate(then_hash)},
+          {"of_memcpy", rate(one_pass) / rate(plain)},
+          {"of_ceiling", rate(one_pass) / rate(past_cache)}};
 }
 
 }  // namespace
@@ -167,10 +198,12 @@ int main(int argc, char** argv) {
   app.add_option("--rounds", rounds, "measured rounds")->capture_default_str()->check(CLI::Range(1, 1000));
   app.add_flag("--json", as_json, "print one JSON object");
   CLI11_PARSE(app, argc, argv);
-  nlohmann::ordered_json json = {{"rounds", rounds}, {"unit", "GB/s, median"}, {"blocks", nlohmann::ordered_json::array()}};
+  nlohmann::ordered_json json = {
+      {"rounds", rounds}, {"unit", "GB/s, median"}, {"blocks", nlohmann::ordered_json::array()}};
   for (const Model& model : {kSmall, kLarge}) {
     for (const uint64_t tokens : {16, 32, 128}) {
-      for (const bool layer_outermost : {true, false}) json["blocks"].push_back(Case(model, tokens, layer_outermost, mib * kMiB).row(rounds));
+      for (const bool layer_outermost : {true, false})
+        json["blocks"].push_back(Case(model, tokens, layer_outermost, mib * kMiB).row(rounds));
     }
   }
   json["digest"] = digest_rows(mib * kMiB, rounds);
@@ -179,15 +212,22 @@ int main(int argc, char** argv) {
     return 0;
   }
   fmt::print("scattered KV blocks to host memory with digests, {} MiB each, median of {} rounds, GB/s\n", mib, rounds);
-  fmt::print("{:>5} {:>6} {:<16} {:>9} {:>7} {:>9} {:>7}   {}\n", "model", "tokens", "layout", "piece", "torpor", "per block", "memcpy", "torpor to per block, to one memcpy");
+  fmt::print("{:>5} {:>6} {:<16} {:>9} {:>7} {:>9} {:>7}   {}\n", "model", "tokens", "layout", "piece", "torpor",
+             "per block", "memcpy", "torpor to per block, to one memcpy");
   for (const auto& row : json["blocks"]) {
-    fmt::print("{:>5} {:>6} {:<16} {:>7.0f} K {:>7.2f} {:>9.2f} {:>7.2f}   {:.2f} x, {:.0f} %\n", row["model"].get<std::string>(), row["block_tokens"].get<int>(), row["layout"].get<std::string>(),
-               row["piece_bytes"].get<double>() / 1024, row["torpor"].get<double>(), row["baseline"].get<double>(), row["ceiling"].get<double>(), row["times_baseline"].get<double>(), 100 * row["of_ceiling"].get<double>());
+    fmt::print("{:>5} {:>6} {:<16} {:>7.0f} K {:>7.2f} {:>9.2f} {:>7.2f}   {:.2f} x, {:.0f} %\n",
+               row["model"].get<std::string>(), row["block_tokens"].get<int>(), row["layout"].get<std::string>(),
+               row["piece_bytes"].get<double>() / 1024, row["torpor"].get<double>(), row["baseline"].get<double>(),
+               row["ceiling"].get<double>(), row["times_baseline"].get<double>(),
+               100 * row["of_ceiling"].get<double>());
   }
   const auto& d = json["digest"];
   const auto number = [&](const char* key) { return d[key].get<double>(); };
-  fmt::print("copy with digest in one pass {:.2f} GB/s: {:.2f} x copy all then hash all ({:.2f}), {:.2f} x copy then hash each 4 MiB ({:.2f}),\n  {:.0f} % of memcpy ({:.2f}), {:.0f} % of copying past the cache ({:.2f})\n",
-             number("torpor"), number("times_baseline"), number("baseline_copy_then_hash"), number("times_piece_by_piece"), number("piece_by_piece_copy_then_hash"), 100 * number("of_memcpy"), number("memcpy"),
-             100 * number("of_ceiling"), number("ceiling_copy_past_cache"));
+  fmt::print(
+      "copy with digest in one pass {:.2f} GB/s: {:.2f} x copy all then hash all ({:.2f}), {:.2f} x copy then hash "
+      "each 4 MiB ({:.2f}),\n  {:.0f} % of memcpy ({:.2f}), {:.0f} % of copying past the cache ({:.2f})\n",
+      number("torpor"), number("times_baseline"), number("baseline_copy_then_hash"), number("times_piece_by_piece"),
+      number("piece_by_piece_copy_then_hash"), 100 * number("of_memcpy"), number("memcpy"), 100 * number("of_ceiling"),
+      number("ceiling_copy_past_cache"));
   return 0;
 }

@@ -1,8 +1,9 @@
-// What the offload pipeline costs per block when no bytes move: blocks of a pool are named weakly, go through the pipeline in
-// containers of 64, are upgraded, handed to a route that does nothing, and counted.
+// What the offload pipeline costs per block when no bytes move: blocks of a pool are named weakly, go through the
+// pipeline in containers of 64, are upgraded, handed to a route that does nothing, and counted.
 //
-// Baseline: the same blocks one by one through a queue with a mutex and a condition variable. Ceiling: naming and upgrading
-// them without a pipeline. Interleaved, median of the rounds, after one that only warms; for pools of several sizes.
+// Baseline: the same blocks one by one through a queue with a mutex and a condition variable. Ceiling: naming and
+// upgrading them without a pipeline. Interleaved, median of the rounds, after one that only warms; for pools of several
+// sizes.
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -13,8 +14,8 @@
 #include <mutex>
 #include <thread>
 
-#include <CLI/CLI.hpp>
 #include <fmt/format.h>
+#include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
 #include "kvcache/block_routes.h"
@@ -37,7 +38,9 @@ class NullRoute final : public BlockRoute {
   bool present(const Digest&) const override { return false; }
   double fill() const override { return 0; }
   bool upgrade(const BlockName& block) override { return pool_.weak(block.id, block.generation).upgrade().has_value(); }
-  void transfer(std::span<const BlockName>, std::span<BlockOutcome> outcomes) override { std::fill(outcomes.begin(), outcomes.end(), BlockOutcome::kTransferred); }
+  void transfer(std::span<const BlockName>, std::span<BlockOutcome> outcomes) override {
+    std::fill(outcomes.begin(), outcomes.end(), BlockOutcome::kTransferred);
+  }
 
  private:
   BlockPool& pool_;
@@ -60,7 +63,8 @@ std::vector<BlockName> registered_blocks(BlockPool& pool, int32_t count) {
 void through_pipeline(OffloadPipeline& pipeline, const std::vector<BlockName>& names) {
   for (size_t at = 0; at < names.size(); at += kContainer) {
     const size_t end = std::min(at + kContainer, names.size());
-    pipeline.enqueue({names.begin() + static_cast<std::ptrdiff_t>(at), names.begin() + static_cast<std::ptrdiff_t>(end)});
+    pipeline.enqueue(
+        {names.begin() + static_cast<std::ptrdiff_t>(at), names.begin() + static_cast<std::ptrdiff_t>(end)});
   }
   pipeline.drain();
 }
@@ -101,12 +105,14 @@ nlohmann::ordered_json measure(int32_t blocks, int rounds) {
   const auto pool = must(BlockPool::create({.num_blocks = blocks, .block_tokens = 1}));
   const std::vector<BlockName> names = registered_blocks(*pool, blocks);
   NullRoute route(*pool);
-  const auto pipeline = must(OffloadPipeline::create(route, system_clock(), {.max_batch_size = kContainer, .queue_blocks = int64_t{1} << 40}));
+  const auto pipeline = must(
+      OffloadPipeline::create(route, system_clock(), {.max_batch_size = kContainer, .queue_blocks = int64_t{1} << 40}));
   std::vector<double> ours, queue, direct;
   for (int round = 0; round <= rounds; ++round) {
     const double a = seconds([&] { through_pipeline(*pipeline, names); });
     const double b = seconds([&] { through_queue(route, names); });
-    const double c = seconds([&] { std::for_each(names.begin(), names.end(), [&](const BlockName& name) { route.upgrade(name); }); });
+    const double c = seconds(
+        [&] { std::for_each(names.begin(), names.end(), [&](const BlockName& name) { route.upgrade(name); }); });
     if (round == 0) continue;
     ours.push_back(a), queue.push_back(b), direct.push_back(c);
   }
@@ -130,16 +136,23 @@ int main(int argc, char** argv) {
   app.add_option("--rounds", rounds, "measured rounds")->capture_default_str()->check(CLI::Range(1, 1000));
   app.add_flag("--json", as_json, "print one JSON object");
   CLI11_PARSE(app, argc, argv);
-  nlohmann::ordered_json json = {{"container", kContainer}, {"rounds", rounds}, {"unit", "ns per block, median"}, {"pools", nlohmann::ordered_json::array()}};
+  nlohmann::ordered_json json = {{"container", kContainer},
+                                 {"rounds", rounds},
+                                 {"unit", "ns per block, median"},
+                                 {"pools", nlohmann::ordered_json::array()}};
   for (const int32_t blocks : sizes) json["pools"].push_back(measure(blocks, rounds));
   if (as_json) {
     std::cout << json.dump(2) << '\n';
     return 0;
   }
-  fmt::print("containers of {} blocks, median of {} rounds, ns per block\n{:>10} {:>9} {:>9} {:>9}   queue to pipeline, upgrade alone to pipeline\n", kContainer, rounds, "blocks", "pipeline", "queue", "upgrade");
+  fmt::print(
+      "containers of {} blocks, median of {} rounds, ns per block\n{:>10} {:>9} {:>9} {:>9}   queue to pipeline, "
+      "upgrade alone to pipeline\n",
+      kContainer, rounds, "blocks", "pipeline", "queue", "upgrade");
   for (const auto& row : json["pools"]) {
-    fmt::print("{:>10} {:>9.0f} {:>9.0f} {:>9.0f}   {:.2f} x, {:.0f} %\n", row["registered_blocks"].get<int32_t>(), row["pipeline_ns"].get<double>(), row["baseline_ns"].get<double>(),
-               row["ceiling_ns"].get<double>(), row["times_baseline"].get<double>(), 100 * row["of_ceiling"].get<double>());
+    fmt::print("{:>10} {:>9.0f} {:>9.0f} {:>9.0f}   {:.2f} x, {:.0f} %\n", row["registered_blocks"].get<int32_t>(),
+               row["pipeline_ns"].get<double>(), row["baseline_ns"].get<double>(), row["ceiling_ns"].get<double>(),
+               row["times_baseline"].get<double>(), 100 * row["of_ceiling"].get<double>());
   }
   return 0;
 }

@@ -1,5 +1,5 @@
-// The state of a busy scheduler to bytes and back, C++ values on both sides, beside plain Cereal; and one step appended to
-// a journal beside encoding the whole again. Ceiling: copying as many bytes.
+// The state of a busy scheduler to bytes and back, C++ values on both sides, beside plain Cereal; and one step appended
+// to a journal beside encoding the whole again. Ceiling: copying as many bytes.
 #include <malloc.h>
 
 #include <cstring>
@@ -55,8 +55,11 @@ SchedulerCheckpoint busy(int running, int waiting, int entries) {
   KvGroup group{.block_size = kBlock};
   int32_t next = 1;
   for (int i = 0; i < running + waiting; ++i) {
-    RequestState request{.id = fmt::format("{}-{:08x}", i, random() & 0xffffffff), .status = i < running ? RequestStatus::kRunning : RequestStatus::kWaiting, .max_tokens = 4096};
-    request.prompt_token_ids.resize(static_cast<size_t>(2048 * std::pow(16.0, static_cast<double>(random() % 10000) / 10000)));
+    RequestState request{.id = fmt::format("{}-{:08x}", i, random() & 0xffffffff),
+                         .status = i < running ? RequestStatus::kRunning : RequestStatus::kWaiting,
+                         .max_tokens = 4096};
+    request.prompt_token_ids.resize(
+        static_cast<size_t>(2048 * std::pow(16.0, static_cast<double>(random() % 10000) / 10000)));
     for (int32_t& token : request.prompt_token_ids) token = static_cast<int32_t>(random() % 128000);
     const size_t full = request.prompt_token_ids.size() / kBlock;
     request.block_hash_bytes = 32;
@@ -68,7 +71,9 @@ SchedulerCheckpoint busy(int running, int waiting, int entries) {
       for (size_t b = 0; b < full; ++b) {
         table.blocks.push_back(next);
         const bool indexed = static_cast<int>(state.kv.prefix_index.size()) < entries;
-        const Bytes hash = indexed ? Bytes(request.block_hashes.begin() + static_cast<std::ptrdiff_t>(b * 32), request.block_hashes.begin() + static_cast<std::ptrdiff_t>(b * 32 + 32)) : Bytes{};
+        const Bytes hash = indexed ? Bytes(request.block_hashes.begin() + static_cast<std::ptrdiff_t>(b * 32),
+                                           request.block_hashes.begin() + static_cast<std::ptrdiff_t>(b * 32 + 32))
+                                   : Bytes{};
         state.kv.blocks.push_back({next, 1, hash, indexed ? static_cast<int32_t>(b + 1) * kBlock : 0});
         if (indexed) state.kv.prefix_index.push_back({hash, {next}});
         ++next;
@@ -91,10 +96,15 @@ StateStep one_step(const SchedulerCheckpoint& state) {
   StateStep step;
   for (size_t i = 0; i < state.scheduler.running.size(); ++i) {
     const RequestState& request = state.scheduler.requests[i];
-    step.advanced.push_back({.id = request.id, .output_token_ids = {static_cast<int32_t>(i)}, .num_computed_tokens = request.num_computed_tokens + 1});
+    step.advanced.push_back({.id = request.id,
+                             .output_token_ids = {static_cast<int32_t>(i)},
+                             .num_computed_tokens = request.num_computed_tokens + 1});
     if (i % kBlock != 0) continue;
     const KvTable& table = state.kv.groups[0].tables[i];
-    step.tables.push_back({.request = request.id, .keep = static_cast<uint32_t>(table.blocks.size()), .blocks = {state.kv.free_order[step.free_taken]}, .num_cached_blocks = table.num_cached_blocks});
+    step.tables.push_back({.request = request.id,
+                           .keep = static_cast<uint32_t>(table.blocks.size()),
+                           .blocks = {state.kv.free_order[step.free_taken]},
+                           .num_cached_blocks = table.num_cached_blocks});
     step.blocks.push_back({.id = state.kv.free_order[step.free_taken++], .ref_count = 1});
   }
   return step;
@@ -104,7 +114,8 @@ template <class Archive>
 void all(Archive& archive, SchedulerCheckpoint& state) {
   SchedulerSnapshot& s = state.scheduler;
   KvSnapshot& kv = state.kv;
-  archive(s.policy, s.requests, s.running, s.waiting, s.held, s.finished, s.engine, kv.num_blocks, kv.null_block, kv.groups, kv.blocks, kv.free_order, kv.prefix_index, kv.extra_hashes, kv.engine, state.workers);
+  archive(s.policy, s.requests, s.running, s.waiting, s.held, s.finished, s.engine, kv.num_blocks, kv.null_block,
+          kv.groups, kv.blocks, kv.free_order, kv.prefix_index, kv.extra_hashes, kv.engine, state.workers);
 }
 
 }  // namespace
@@ -173,17 +184,32 @@ int main(int argc, char** argv) {
   const auto ms = [&](const char* name) { return 1e3 * median(times[name]); };
   const double append = ms("100 steps") / 100;
   const double both = ms("encode") + ms("decode");
-  nlohmann::ordered_json json = {{"requests", running + waiting}, {"tokens", tokens}, {"bytes", bytes}, {"rounds", rounds}, {"unit", "ms, median"},
-                                 {"encode", ms("encode")}, {"decode", ms("decode")}, {"cereal_encode", ms("cereal encode")}, {"cereal_decode", ms("cereal decode")}, {"copy", ms("copy")},
-                                 {"times_baseline", (ms("cereal encode") + ms("cereal decode")) / both}, {"of_ceiling", 2 * ms("copy") / both},
-                                 {"journal", {{"append", append}, {"bytes", step_bytes}, {"times_baseline", ms("encode") / append}}}};
+  nlohmann::ordered_json json = {
+      {"requests", running + waiting},
+      {"tokens", tokens},
+      {"bytes", bytes},
+      {"rounds", rounds},
+      {"unit", "ms, median"},
+      {"encode", ms("encode")},
+      {"decode", ms("decode")},
+      {"cereal_encode", ms("cereal encode")},
+      {"cereal_decode", ms("cereal decode")},
+      {"copy", ms("copy")},
+      {"times_baseline", (ms("cereal encode") + ms("cereal decode")) / both},
+      {"of_ceiling", 2 * ms("copy") / both},
+      {"journal", {{"append", append}, {"bytes", step_bytes}, {"times_baseline", ms("encode") / append}}}};
   if (as_json) {
     std::cout << json.dump(2) << '\n';
     return 0;
   }
-  fmt::print("{} requests, {:.1f} M tokens, {} prefix entries, {:.0f} MB, median of {} rounds\n", running + waiting, static_cast<double>(tokens) / 1e6, entries, static_cast<double>(bytes) / 1e6, rounds);
-  fmt::print("encode {:.1f} ms, decode {:.1f} ms; plain Cereal {:.1f} and {:.1f}: {:.1f} x; two copies of the bytes {:.1f}: {:.0f} %\n", ms("encode"), ms("decode"), ms("cereal encode"), ms("cereal decode"),
-             json["times_baseline"].get<double>(), 2 * ms("copy"), 100 * json["of_ceiling"].get<double>());
-  fmt::print("one step of a journal: {:.3f} ms, {} bytes; encoding the whole takes {:.0f} times as long\n", append, step_bytes, ms("encode") / append);
+  fmt::print("{} requests, {:.1f} M tokens, {} prefix entries, {:.0f} MB, median of {} rounds\n", running + waiting,
+             static_cast<double>(tokens) / 1e6, entries, static_cast<double>(bytes) / 1e6, rounds);
+  fmt::print(
+      "encode {:.1f} ms, decode {:.1f} ms; plain Cereal {:.1f} and {:.1f}: {:.1f} x; two copies of the bytes {:.1f}: "
+      "{:.0f} %\n",
+      ms("encode"), ms("decode"), ms("cereal encode"), ms("cereal decode"), json["times_baseline"].get<double>(),
+      2 * ms("copy"), 100 * json["of_ceiling"].get<double>());
+  fmt::print("one step of a journal: {:.3f} ms, {} bytes; encoding the whole takes {:.0f} times as long\n", append,
+             step_bytes, ms("encode") / append);
   return 0;
 }

@@ -2,10 +2,10 @@
 // copies and unmaps, and beside the machine's own speed for the same bytes.
 //
 // Everything runs interleaved, round by round, after one round that only warms. The device is the one without a GPU, so
-// "device" memory is unmapped by each sleep and fresh on each wake, in all of them. The ceiling: all cores copy one large
-// region to and from a warm buffer. torpor also takes a digest of every byte on sleep and checks it on wake; the other two
-// do not. Besides: the first cycle of fresh contestants; a sleep of weights that did not change; how fast the arena comes up
-// beside mmap(MAP_POPULATE); and what a sleep and a wake without bytes cost, by the number of regions.
+// "device" memory is unmapped by each sleep and fresh on each wake, in all of them. The ceiling: all cores copy one
+// large region to and from a warm buffer. torpor also takes a digest of every byte on sleep and checks it on wake; the
+// other two do not. Besides: the first cycle of fresh contestants; a sleep of weights that did not change; how fast the
+// arena comes up beside mmap(MAP_POPULATE); and what a sleep and a wake without bytes cost, by the number of regions.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -18,8 +18,8 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 
-#include <CLI/CLI.hpp>
 #include <fmt/format.h>
+#include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
 #include "allocator/host_device.h"
@@ -35,7 +35,8 @@ using bench::median;
 using bench::must;
 using bench::seconds;
 
-// `regions` of the same size; 0: as torch has its segments, half of it in 20 MiB, a quarter in 128 MiB, the rest in one.
+// `regions` of the same size; 0: as torch has its segments, half of it in 20 MiB, a quarter in 128 MiB, the rest in
+// one.
 std::vector<uint64_t> region_sizes(uint64_t bytes, uint64_t regions) {
   if (regions == 0) {
     std::vector<uint64_t> sizes(bytes / 2 / (20 * kMiB), 20 * kMiB);
@@ -57,7 +58,8 @@ class Torpor {
     memory_ = must(RankMemory::create(must(make_host_device()), linux_file_system(), {.keep_backup = keep}));
     for (size_t i = 0; i < sizes.size(); ++i) {
       const DeviceAddress address = must(memory_->allocate("weights", fmt::format("region {}", i), sizes[i]));
-      std::memset(reinterpret_cast<void*>(address), static_cast<int>(i + 1), sizes[i]);  // NOLINT(performance-no-int-to-ptr)
+      std::memset(reinterpret_cast<void*>(address), static_cast<int>(i + 1),
+                  sizes[i]);  // NOLINT(performance-no-int-to-ptr)
     }
   }
   void sleep() {
@@ -75,14 +77,15 @@ class Torpor {
 
  private:
   void call(const std::string& method) {
-    const RankReply reply = must(decode_reply(memory_->call(method, encode_order({.tags = {"weights"}, .keep_backup = true}))));
+    const RankReply reply =
+        must(decode_reply(memory_->call(method, encode_order({.tags = {"weights"}, .keep_backup = true}))));
     if (reply.error) must(Status(*reply.error));
   }
   std::unique_ptr<RankMemory> memory_;
 };
 
-// Regions moved without torpor, on the same kind of device: nothing is proven, nothing undone. The baseline has `threads`
-// 1 and fresh host memory at each sleep; the ceiling all cores, one region and one warm buffer.
+// Regions moved without torpor, on the same kind of device: nothing is proven, nothing undone. The baseline has
+// `threads` 1 and fresh host memory at each sleep; the ceiling all cores, one region and one warm buffer.
 class Direct {
  public:
   Direct(const std::vector<uint64_t>& sizes, unsigned threads, bool keep_host_memory)
@@ -126,7 +129,9 @@ class Direct {
     PhysicalId id;
     std::byte* backup;
   };
-  static std::byte* pointer(const Region& region) { return reinterpret_cast<std::byte*>(region.address); }  // NOLINT(performance-no-int-to-ptr)
+  static std::byte* pointer(const Region& region) {
+    return reinterpret_cast<std::byte*>(region.address);
+  }  // NOLINT(performance-no-int-to-ptr)
   void copy(std::byte* to, const std::byte* from, uint64_t bytes) const {
     const auto part = [&](unsigned i) {
       const uint64_t begin = bytes * i / threads_;
@@ -185,7 +190,9 @@ BroughtUp bring_up(uint64_t bytes, int rounds) {
       result.method = to_string(arena->info().bring_up);
     }
     void* memory = MAP_FAILED;
-    populate_times.push_back(seconds([&] { memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0); }));
+    populate_times.push_back(seconds([&] {
+      memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+    }));
     if (memory == MAP_FAILED) must(Status(system_error(errno, "MAP_POPULATE")));
     ::munmap(memory, bytes);
   }
@@ -214,13 +221,16 @@ double empty_cycle(uint64_t regions, int rounds) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app{"Sleep and wake of regions in host memory, beside a loop per region and beside the machine's own copy speed."};
+  CLI::App app{
+      "Sleep and wake of regions in host memory, beside a loop per region and beside the machine's own copy speed."};
   uint64_t mib = 1024;
   uint64_t regions = 0;
   int rounds = 5;
   bool as_json = false;
   app.add_option("--mib", mib, "size of all regions together")->capture_default_str()->check(CLI::Range(64, 1 << 20));
-  app.add_option("--regions", regions, "number of regions; 0: sizes as torch's segments have them")->capture_default_str()->check(CLI::Range(0, 4096));
+  app.add_option("--regions", regions, "number of regions; 0: sizes as torch's segments have them")
+      ->capture_default_str()
+      ->check(CLI::Range(0, 4096));
   app.add_option("--rounds", rounds, "measured rounds")->capture_default_str()->check(CLI::Range(1, 1000));
   app.add_flag("--json", as_json, "print one JSON object");
   CLI11_PARSE(app, argc, argv);
@@ -271,7 +281,8 @@ int main(int argc, char** argv) {
   const double many = empty_cycle(kMany, rounds);
 
   const auto rate = [&](const std::vector<double>& times) { return static_cast<double>(bytes) / 1e9 / median(times); };
-  nlohmann::ordered_json json = {{"bytes", bytes}, {"regions", sizes.size()}, {"rounds", rounds}, {"unit", "GB/s, median"}};
+  nlohmann::ordered_json json = {
+      {"bytes", bytes}, {"regions", sizes.size()}, {"rounds", rounds}, {"unit", "GB/s, median"}};
   for (const auto& [name, member] : {std::pair("sleep", &Timing::sleep), std::pair("wake", &Timing::wake)}) {
     const double ours = rate(kept_times.*member);
     json[name] = {{"torpor", ours},
@@ -281,26 +292,46 @@ int main(int argc, char** argv) {
                   {"times_baseline", ours / rate(loop_times.*member)},
                   {"of_ceiling", ours / rate(ceiling_times.*member)}};
   }
-  json["first_sleep"] = {{"torpor", rate(first_torpor.sleep)}, {"baseline", rate(first_loop.sleep)}, {"times_baseline", rate(first_torpor.sleep) / rate(first_loop.sleep)}, {"arena_seconds_before", median(armed_times)}};
-  json["first_wake"] = {{"torpor", rate(first_torpor.wake)}, {"baseline", rate(first_loop.wake)}, {"times_baseline", rate(first_torpor.wake) / rate(first_loop.wake)}};
-  json["unchanged_sleep"] = {{"seconds", median(unchanged_times)}, {"bytes_moved", moved}, {"times_baseline", median(loop_times.sleep) / median(unchanged_times)}};
-  json["arena"] = {{"seconds", up.arena}, {"method", up.method}, {"baseline", up.populate}, {"times_baseline", up.populate / up.arena}};
+  json["first_sleep"] = {{"torpor", rate(first_torpor.sleep)},
+                         {"baseline", rate(first_loop.sleep)},
+                         {"times_baseline", rate(first_torpor.sleep) / rate(first_loop.sleep)},
+                         {"arena_seconds_before", median(armed_times)}};
+  json["first_wake"] = {{"torpor", rate(first_torpor.wake)},
+                        {"baseline", rate(first_loop.wake)},
+                        {"times_baseline", rate(first_torpor.wake) / rate(first_loop.wake)}};
+  json["unchanged_sleep"] = {{"seconds", median(unchanged_times)},
+                             {"bytes_moved", moved},
+                             {"times_baseline", median(loop_times.sleep) / median(unchanged_times)}};
+  json["arena"] = {{"seconds", up.arena},
+                   {"method", up.method},
+                   {"baseline", up.populate},
+                   {"times_baseline", up.populate / up.arena}};
   json["no_bytes"] = {{"us_per_region_of_1000", few / kFew * 1e6}, {"us_per_region_of_10000", many / kMany * 1e6}};
   if (as_json) {
     std::cout << json.dump(2) << '\n';
     return 0;
   }
   fmt::print("{} MiB in {} regions, median of {} rounds, GB/s\n", mib, sizes.size(), rounds);
-  fmt::print("{:<6} {:>9} {:>22} {:>9} {:>9}   {}\n", "", "torpor", "(arena given back)", "loop", "ceiling", "torpor to loop, to ceiling");
+  fmt::print("{:<6} {:>9} {:>22} {:>9} {:>9}   {}\n", "", "torpor", "(arena given back)", "loop", "ceiling",
+             "torpor to loop, to ceiling");
   for (const char* name : {"sleep", "wake"}) {
     const auto& row = json[name];
-    fmt::print("{:<6} {:>9.2f} {:>22.2f} {:>9.2f} {:>9.2f}   {:.2f} x, {:.0f} %\n", name, row["torpor"].get<double>(), row["torpor_returning_host_memory"].get<double>(),
-               row["baseline"].get<double>(), row["ceiling"].get<double>(), row["times_baseline"].get<double>(), 100 * row["of_ceiling"].get<double>());
+    fmt::print("{:<6} {:>9.2f} {:>22.2f} {:>9.2f} {:>9.2f}   {:.2f} x, {:.0f} %\n", name, row["torpor"].get<double>(),
+               row["torpor_returning_host_memory"].get<double>(), row["baseline"].get<double>(),
+               row["ceiling"].get<double>(), row["times_baseline"].get<double>(),
+               100 * row["of_ceiling"].get<double>());
   }
-  fmt::print("first sleep {:.2f}, loop {:.2f}: {:.2f} x, with an arena that took {:.2f} s before; first wake {:.2f}, loop {:.2f}: {:.2f} x\n", rate(first_torpor.sleep), rate(first_loop.sleep),
-             rate(first_torpor.sleep) / rate(first_loop.sleep), median(armed_times), rate(first_torpor.wake), rate(first_loop.wake), rate(first_torpor.wake) / rate(first_loop.wake));
-  fmt::print("sleep of what did not change: {:.1f} ms, {} bytes moved, {:.0f} times as fast as the loop\n", 1e3 * median(unchanged_times), moved, median(loop_times.sleep) / median(unchanged_times));
-  fmt::print("arena up in {:.3f} s ({}), MAP_POPULATE {:.3f} s: {:.1f} x\n", up.arena, up.method, up.populate, up.populate / up.arena);
-  fmt::print("a sleep and a wake without bytes: {:.1f} us a region of 1,000, {:.1f} of 10,000\n", few / kFew * 1e6, many / kMany * 1e6);
+  fmt::print(
+      "first sleep {:.2f}, loop {:.2f}: {:.2f} x, with an arena that took {:.2f} s before; first wake {:.2f}, loop "
+      "{:.2f}: {:.2f} x\n",
+      rate(first_torpor.sleep), rate(first_loop.sleep), rate(first_torpor.sleep) / rate(first_loop.sleep),
+      median(armed_times), rate(first_torpor.wake), rate(first_loop.wake),
+      rate(first_torpor.wake) / rate(first_loop.wake));
+  fmt::print("sleep of what did not change: {:.1f} ms, {} bytes moved, {:.0f} times as fast as the loop\n",
+             1e3 * median(unchanged_times), moved, median(loop_times.sleep) / median(unchanged_times));
+  fmt::print("arena up in {:.3f} s ({}), MAP_POPULATE {:.3f} s: {:.1f} x\n", up.arena, up.method, up.populate,
+             up.populate / up.arena);
+  fmt::print("a sleep and a wake without bytes: {:.1f} us a region of 1,000, {:.1f} of 10,000\n", few / kFew * 1e6,
+             many / kMany * 1e6);
   return 0;
 }

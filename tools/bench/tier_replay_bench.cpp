@@ -1,9 +1,9 @@
-// A trace of requests through block pools in three tiers (device, host, disk): which share of the prompts' blocks is found,
-// where, and how that depends on the eviction policy. Beside it what no policy can beat: Belady's offline optimum for one
-// cache of all three together.
+// A trace of requests through block pools in three tiers (device, host, disk): which share of the prompts' blocks is
+// found, where, and how that depends on the eviction policy. Beside it what no policy can beat: Belady's offline
+// optimum for one cache of all three together.
 //
-// Trace: JSON lines with "hash_ids", the prefix-chained ids of a request's blocks (Mooncake, FAST 2025). Without one, prompts
-// drawn from a Zipf distribution over conversations that grow. No bytes move; blocks are the pools' own.
+// Trace: JSON lines with "hash_ids", the prefix-chained ids of a request's blocks (Mooncake, FAST 2025). Without one,
+// prompts drawn from a Zipf distribution over conversations that grow. No bytes move; blocks are the pools' own.
 #include <array>
 #include <cmath>
 #include <fstream>
@@ -12,8 +12,8 @@
 #include <set>
 #include <unordered_map>
 
-#include <CLI/CLI.hpp>
 #include <fmt/ranges.h>
+#include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
 #include "kvcache/block_routes.h"
@@ -87,13 +87,14 @@ struct Hits {
   double rate(size_t tier) const { return static_cast<double>(by_tier[tier]) / static_cast<double>(blocks); }
 };
 
-// Each request: the longest run that the tiers have together, in the order of the tiers for each block; then all its blocks
-// are in the device, and go down from there.
+// Each request: the longest run that the tiers have together, in the order of the tiers for each block; then all its
+// blocks are in the device, and go down from there.
 Hits replay(const Trace& trace, const std::vector<int32_t>& sizes, EvictionPolicy policy) {
   std::vector<std::unique_ptr<BlockPool>> tiers;
   for (size_t tier = 0; tier < sizes.size(); ++tier) {
     // The device's pool is the engine's and evicts as engines do.
-    tiers.push_back(must(BlockPool::create({.num_blocks = sizes[tier], .block_tokens = 1, .eviction = tier == 0 ? EvictionPolicy::kLru : policy})));
+    tiers.push_back(must(BlockPool::create(
+        {.num_blocks = sizes[tier], .block_tokens = 1, .eviction = tier == 0 ? EvictionPolicy::kLru : policy})));
   }
   Hits hits{.by_tier = std::vector<uint64_t>(tiers.size())};
   for (const std::vector<int32_t>& ids : trace) {
@@ -108,7 +109,8 @@ Hits replay(const Trace& trace, const std::vector<int32_t>& sizes, EvictionPolic
       if (!found) break;
     }
     for (const auto& pool : tiers) {
-      for (auto identity = chain.rbegin(); identity != chain.rend(); ++identity) {  // the end is evicted before the beginning
+      for (auto identity = chain.rbegin(); identity != chain.rend();
+           ++identity) {  // the end is evicted before the beginning
         put(*pool, *identity);
       }
     }
@@ -150,12 +152,16 @@ double optimum(const Trace& trace, size_t capacity) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app{"Hit rates of a request trace in device, host and disk tiers, by eviction policy, beside the offline optimum."};
+  CLI::App app{
+      "Hit rates of a request trace in device, host and disk tiers, by eviction policy, beside the offline optimum."};
   std::string path;
   std::vector<int32_t> sizes = {1'000, 5'000, 20'000};
   bool as_json = false;
   app.add_option("--trace", path, "JSON lines with \"hash_ids\"; without it a trace is made")->check(CLI::ExistingFile);
-  app.add_option("--blocks", sizes, "blocks of device, host and disk")->capture_default_str()->expected(1, 3)->check(CLI::Range(1, 100'000'000));
+  app.add_option("--blocks", sizes, "blocks of device, host and disk")
+      ->capture_default_str()
+      ->expected(1, 3)
+      ->check(CLI::Range(1, 100'000'000));
   app.add_flag("--json", as_json, "print one JSON object");
   CLI11_PARSE(app, argc, argv);
   const Trace trace = path.empty() ? made_trace() : read_trace(path);
@@ -165,13 +171,17 @@ int main(int argc, char** argv) {
   }
   constexpr std::array<const char*, 3> kTiers = {"device", "host", "disk"};
 
-  nlohmann::ordered_json json = {{"trace", path.empty() ? "made" : path}, {"requests", trace.size()}, {"blocks", sizes}, {"policies", nlohmann::ordered_json::array()}};
+  nlohmann::ordered_json json = {{"trace", path.empty() ? "made" : path},
+                                 {"requests", trace.size()},
+                                 {"blocks", sizes},
+                                 {"policies", nlohmann::ordered_json::array()}};
   // What goes down is kept above as well, so the largest tier holds what all hold together, or more.
   size_t distinct = 0;
   for (const int32_t size : sizes) distinct += static_cast<size_t>(size);
   const double best = optimum(trace, distinct);
   const double unbounded = optimum(trace, SIZE_MAX);
-  for (const EvictionPolicy policy : {EvictionPolicy::kLru, EvictionPolicy::kFifo, EvictionPolicy::kLfu, EvictionPolicy::kS3Fifo}) {
+  for (const EvictionPolicy policy :
+       {EvictionPolicy::kLru, EvictionPolicy::kFifo, EvictionPolicy::kLfu, EvictionPolicy::kS3Fifo}) {
     const Hits hits = replay(trace, sizes, policy);
     nlohmann::ordered_json row = {{"policy", name(policy)}};
     double all = 0;
@@ -189,7 +199,8 @@ int main(int argc, char** argv) {
     std::cout << json.dump(2) << '\n';
     return 0;
   }
-  fmt::print("{} requests; share of their blocks found, by tier ({} blocks)\n{:<8}", trace.size(), fmt::join(sizes, ", "), "policy");
+  fmt::print("{} requests; share of their blocks found, by tier ({} blocks)\n{:<8}", trace.size(),
+             fmt::join(sizes, ", "), "policy");
   for (size_t tier = 0; tier < sizes.size(); ++tier) fmt::print("{:>9}", kTiers[tier]);
   fmt::print("{:>9}   of the optimum\n", "all");
   for (const auto& row : json["policies"]) {
@@ -197,6 +208,7 @@ int main(int argc, char** argv) {
     for (size_t tier = 0; tier < sizes.size(); ++tier) fmt::print("{:>8.1f}%", 100 * row[kTiers[tier]].get<double>());
     fmt::print("{:>8.1f}%   {:.0f} %\n", 100 * row["all"].get<double>(), 100 * row["of_optimum"].get<double>());
   }
-  fmt::print("optimum {:.1f} % (Belady, one cache of {} blocks); without a bound {:.1f} %\n", 100 * best, distinct, 100 * unbounded);
+  fmt::print("optimum {:.1f} % (Belady, one cache of {} blocks); without a bound {:.1f} %\n", 100 * best, distinct,
+             100 * unbounded);
   return 0;
 }

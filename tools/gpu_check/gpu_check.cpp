@@ -86,7 +86,8 @@ class Gpu {
 };
 
 std::unique_ptr<RankMemory> make_memory(const Gpu& gpu, const Options& options, bool keep_backup) {
-  return must(RankMemory::create(must(make_cuda_device(gpu.driver(), {.ordinal = options.device})), linux_file_system(), {.arena_slab_bytes = 256 * kMiB, .keep_backup = keep_backup}));
+  return must(RankMemory::create(must(make_cuda_device(gpu.driver(), {.ordinal = options.device})), linux_file_system(),
+                                 {.arena_slab_bytes = 256 * kMiB, .keep_backup = keep_backup}));
 }
 
 // Regions of kSegment, each filled with its own byte.
@@ -108,13 +109,17 @@ bool filled(const Gpu& gpu, const std::vector<DeviceAddress>& regions, uint64_t 
     for (const uint64_t at : {uint64_t{0}, (size - piece) / 2, size - piece}) {
       gpu.down(read.data(), regions[i] + at, piece);
       const auto wanted = static_cast<unsigned char>((i + 1) * 37);
-      if (std::any_of(read.begin(), read.begin() + static_cast<std::ptrdiff_t>(piece), [wanted](unsigned char byte) { return byte != wanted; })) return false;
+      if (std::any_of(read.begin(), read.begin() + static_cast<std::ptrdiff_t>(piece),
+                      [wanted](unsigned char byte) { return byte != wanted; }))
+        return false;
     }
   }
   return true;
 }
 
-double rate(uint64_t bytes, const std::vector<double>& times) { return static_cast<double>(bytes) / 1e9 / median(times); }
+double rate(uint64_t bytes, const std::vector<double>& times) {
+  return static_cast<double>(bytes) / 1e9 / median(times);
+}
 
 // Pinned host memory in one copy: what the link gives.
 Json line_rate(const Gpu& gpu, const Options& options, double& down, double& up) {
@@ -133,14 +138,18 @@ Json line_rate(const Gpu& gpu, const Options& options, double& down, double& up)
   up_times.erase(up_times.begin());
   down = rate(bytes, down_times);
   up = rate(bytes, up_times);
-  return {{"check", "line rate, pinned"}, {"passed", arena->info().unpinned_bytes == 0}, {"device_to_host", down}, {"host_to_device", up}};
+  return {{"check", "line rate, pinned"},
+          {"passed", arena->info().unpinned_bytes == 0},
+          {"device_to_host", down},
+          {"host_to_device", up}};
 }
 
 // A loop over allocations with host memory of its own for each; nothing is proven, nothing undone, no digests.
 class Loop {
  public:
   // `per_sleep`: host memory is allocated at each sleep and freed at each wake; else the first sleep's is kept.
-  Loop(const Gpu& gpu, const ExtraFunctions& extra, const Options& options, bool per_sleep) : gpu_(gpu), extra_(extra), per_sleep_(per_sleep) {
+  Loop(const Gpu& gpu, const ExtraFunctions& extra, const Options& options, bool per_sleep)
+      : gpu_(gpu), extra_(extra), per_sleep_(per_sleep) {
     device_ = must(make_cuda_device(gpu.driver(), {.ordinal = options.device}));
     for (uint64_t at = 0; at < options.bytes; at += kSegment) {
       Region region{.bytes = align_up(std::min(kSegment, options.bytes - at), device_->granularity())};
@@ -223,7 +232,8 @@ Json bulk(const Gpu& gpu, const ExtraFunctions& extra, const Options& options, d
   row["sleep_of_line"] = rate(options.bytes, sleep) / line_down;
   row["wake_of_line"] = rate(options.bytes, wake) / line_up;
   if (extra.host_alloc == nullptr) return row;
-  for (const auto& [name, per_sleep] : {std::pair("host memory kept (as vLLM)", false), std::pair("host memory for each sleep (as torch_memory_saver)", true)}) {
+  for (const auto& [name, per_sleep] : {std::pair("host memory kept (as vLLM)", false),
+                                        std::pair("host memory for each sleep (as torch_memory_saver)", true)}) {
     std::vector<double> loop_first, loop_sleep, loop_wake;
     for (int round = 0; round < std::min(options.rounds, 3); ++round) {
       Loop loop(gpu, extra, options, per_sleep);
@@ -243,23 +253,34 @@ Json bulk(const Gpu& gpu, const ExtraFunctions& extra, const Options& options, d
   return row;
 }
 
-// Scattered KV blocks of a model with 80 layers and 8 KV heads of 128 in bfloat16, layer after layer; by the kernel or by
-// the copy engines. The digests of what came down go to `digests`, or are compared with what is there.
-Json paged(const Gpu& gpu, const Options& options, int tokens, bool by_kernel, double line_down, double line_up, std::vector<Digest>& digests) {
+// Scattered KV blocks of a model with 80 layers and 8 KV heads of 128 in bfloat16, layer after layer; by the kernel or
+// by the copy engines. The digests of what came down go to `digests`, or are compared with what is there.
+Json paged(const Gpu& gpu, const Options& options, int tokens, bool by_kernel, double line_down, double line_up,
+           std::vector<Digest>& digests) {
   constexpr uint32_t kLayers = 80;
   const uint64_t piece = static_cast<uint64_t>(tokens) * 8 * 128 * 2 * 2;
-  const auto moved = static_cast<uint32_t>(std::max<uint64_t>(4, std::min<uint64_t>(options.bytes, kGiB) / (piece * kLayers)));
+  const auto moved =
+      static_cast<uint32_t>(std::max<uint64_t>(4, std::min<uint64_t>(options.bytes, kGiB) / (piece * kLayers)));
   const uint32_t blocks = 2 * moved;
   CudaDeviceInfo info;
-  auto device = must(make_cuda_device(gpu.driver(), {.ordinal = options.device, .gather_below_bytes = by_kernel ? ~uint64_t{0} : 0}, &info));
-  Json row = {{"check", fmt::format("scattered KV blocks of {} tokens, by the {}", tokens, by_kernel ? "kernel" : "copy engines")}, {"passed", true}, {"piece_bytes", piece}};
+  auto device = must(make_cuda_device(
+      gpu.driver(), {.ordinal = options.device, .gather_below_bytes = by_kernel ? ~uint64_t{0} : 0}, &info));
+  Json row = {{"check", fmt::format("scattered KV blocks of {} tokens, by the {}", tokens,
+                                    by_kernel ? "kernel" : "copy engines")},
+              {"passed", true},
+              {"piece_bytes", piece}};
   if (by_kernel && !info.gathers) return row.update({{"note", info.notes.empty() ? "" : info.notes.back()}}), row;
   const auto arena = must(HostArena::create({.slab_bytes = 256 * kMiB, .pin_for = device.get()}));
   const auto allocator = must(SleepAllocator::create(*device));
   const auto executor = must(TransferExecutor::create(*device, *arena));
   ChunkMover mover(*executor);
   const uint64_t bytes = piece * kLayers * blocks;
-  const KvLayout layout{.num_blocks = blocks, .tensors = {{.address = must(allocator->allocate("kv_cache", "kv", bytes)), .layers = kLayers, .layer_stride = piece * blocks, .block_stride = piece, .block_bytes = piece}}};
+  const KvLayout layout{.num_blocks = blocks,
+                        .tensors = {{.address = must(allocator->allocate("kv_cache", "kv", bytes)),
+                                     .layers = kLayers,
+                                     .layer_stride = piece * blocks,
+                                     .block_stride = piece,
+                                     .block_bytes = piece}}};
   std::vector<uint64_t> content(bytes / sizeof(uint64_t));
   std::mt19937_64 random(2);
   for (uint64_t& word : content) word = random();
@@ -292,14 +313,19 @@ Json paged(const Gpu& gpu, const Options& options, int tokens, bool by_kernel, d
     for (const KvPiece& part : layout.pieces_of(ids[i])) {
       const uint64_t at = (part.address - layout.tensors[0].address) / sizeof(uint64_t);
       const auto* const expected = content.data() + at;
-      same = same && (i < moved ? std::equal(expected, expected + piece / sizeof(uint64_t), read.data() + at) : read[at] == 0);
+      same = same &&
+             (i < moved ? std::equal(expected, expected + piece / sizeof(uint64_t), read.data() + at) : read[at] == 0);
     }
   }
   down.erase(down.begin());
   up.erase(up.begin());
   const double found_down = rate(piece * kLayers * moved, down);
   const double found_up = rate(piece * kLayers * moved, up);
-  row.update({{"passed", same}, {"device_to_host", found_down}, {"host_to_device", found_up}, {"down_of_line", found_down / line_down}, {"up_of_line", found_up / line_up}});
+  row.update({{"passed", same},
+              {"device_to_host", found_down},
+              {"host_to_device", found_up},
+              {"down_of_line", found_down / line_down},
+              {"up_of_line", found_up / line_up}});
   return row;
 }
 
@@ -325,7 +351,12 @@ Json cycles(const Gpu& gpu, const Options& options) {
     for (int i = 0; i < options.cycles; ++i) asleep_after = cycle();
   });
   const bool grew = asleep_after > asleep_before || gpu.used() > awake_before;
-  return {{"check", fmt::format("{} cycles", options.cycles)}, {"passed", !grew && filled(gpu, regions, kept)}, {"bytes", bytes}, {"used_asleep_before", asleep_before}, {"used_asleep_after", asleep_after}, {"ms_a_cycle", 1e3 * taken / std::max(1, options.cycles)}};
+  return {{"check", fmt::format("{} cycles", options.cycles)},
+          {"passed", !grew && filled(gpu, regions, kept)},
+          {"bytes", bytes},
+          {"used_asleep_before", asleep_before},
+          {"used_asleep_after", asleep_after},
+          {"ms_a_cycle", 1e3 * taken / std::max(1, options.cycles)}};
 }
 
 // A captured graph copies one region into another; it must do so after every cycle, for the addresses are the same.
@@ -353,7 +384,10 @@ Json graph(const Gpu& gpu, const ExtraFunctions& extra, const Options& options) 
   }
   extra.destroy_executable(executable);
   extra.destroy_graph(captured);
-  return {{"check", "a captured graph after each cycle"}, {"passed", right == options.graph_cycles}, {"cycles", options.graph_cycles}, {"right", right}};
+  return {{"check", "a captured graph after each cycle"},
+          {"passed", right == options.graph_cycles},
+          {"cycles", options.graph_cycles},
+          {"right", right}};
 }
 
 Json arena(const Gpu& gpu, const ExtraFunctions& extra, const Options& options) {
@@ -373,8 +407,13 @@ Json arena(const Gpu& gpu, const ExtraFunctions& extra, const Options& options) 
     theirs.push_back(seconds([&] { gpu.check(extra.host_alloc(&host, options.bytes, 0), "cuMemHostAlloc"); }));
     extra.free_host(host);
   }
-  Json row = {{"check", "pinned host memory"}, {"passed", true}, {"method", method}, {"numa_node", node}, {"arena", rate(options.bytes, ours)}};
-  if (!theirs.empty()) row.update({{"cuMemHostAlloc", rate(options.bytes, theirs)}, {"times", median(theirs) / median(ours)}});
+  Json row = {{"check", "pinned host memory"},
+              {"passed", true},
+              {"method", method},
+              {"numa_node", node},
+              {"arena", rate(options.bytes, ours)}};
+  if (!theirs.empty())
+    row.update({{"cuMemHostAlloc", rate(options.bytes, theirs)}, {"times", median(theirs) / median(ours)}});
   return row;
 }
 
@@ -384,7 +423,11 @@ Json run(const CudaDriver& driver, const ExtraFunctions& extra, const Options& o
   CudaDeviceInfo info;
   must(make_cuda_device(driver, {.ordinal = options.device, .rdma = true, .exportable = true}, &info));
   const Gpu gpu(driver, options.device);
-  Json report = {{"gpu", info.name}, {"driver", info.driver_version}, {"batched_copies", info.batched_copies}, {"notes", info.notes}, {"checks", Json::array()}};
+  Json report = {{"gpu", info.name},
+                 {"driver", info.driver_version},
+                 {"batched_copies", info.batched_copies},
+                 {"notes", info.notes},
+                 {"checks", Json::array()}};
   const auto add = [&report](const std::string& name, const std::function<Json()>& check) {
     try {
       report["checks"].push_back(check());
@@ -398,12 +441,16 @@ Json run(const CudaDriver& driver, const ExtraFunctions& extra, const Options& o
   add("sleep and wake of weights", [&] { return bulk(gpu, extra, options, down, up); });
   for (const int tokens : {1, 4, 16, 32, 128}) {
     std::vector<Digest> digests;
-    for (const bool by_kernel : {false, true}) add(fmt::format("scattered KV blocks of {} tokens", tokens), [&] { return paged(gpu, options, tokens, by_kernel, down, up, digests); });
+    for (const bool by_kernel : {false, true})
+      add(fmt::format("scattered KV blocks of {} tokens", tokens),
+          [&] { return paged(gpu, options, tokens, by_kernel, down, up, digests); });
   }
   add("cycles", [&] { return cycles(gpu, options); });
-  if (extra.begin_capture != nullptr) add("a captured graph after each cycle", [&] { return graph(gpu, extra, options); });
+  if (extra.begin_capture != nullptr)
+    add("a captured graph after each cycle", [&] { return graph(gpu, extra, options); });
   add("pinned host memory", [&] { return arena(gpu, extra, options); });
-  report["passed"] = std::all_of(report["checks"].begin(), report["checks"].end(), [](const Json& row) { return row["passed"].get<bool>(); });
+  report["passed"] = std::all_of(report["checks"].begin(), report["checks"].end(),
+                                 [](const Json& row) { return row["passed"].get<bool>(); });
   return report;
 }
 

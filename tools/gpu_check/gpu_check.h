@@ -22,7 +22,7 @@ struct ExtraFunctions {
 
 struct Options {
   int device = 0;
-  uint64_t bytes = uint64_t{8} << 30;        // moved in each throughput check
+  uint64_t bytes = uint64_t{8} << 30;         // moved in each throughput check
   uint64_t cycle_bytes = uint64_t{32} << 30;  // asleep and awake in each of the cycles
   int cycles = 1000;
   int graph_cycles = 20;

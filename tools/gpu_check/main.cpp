@@ -16,8 +16,12 @@ int main(int argc, char** argv) {
   bool as_json = false;
   app.add_option("--device", options.device, "which GPU")->capture_default_str();
   app.add_option("--gib", gib, "moved in each measurement")->capture_default_str()->check(CLI::Range(0.125, 512.0));
-  app.add_option("--cycle-gib", cycle_gib, "asleep and awake in each cycle, at most 80 % of what is free")->capture_default_str()->check(CLI::Range(0.125, 4096.0));
-  app.add_option("--cycles", options.cycles, "sleeps and wakes that must not grow")->capture_default_str()->check(CLI::Range(1, 1'000'000));
+  app.add_option("--cycle-gib", cycle_gib, "asleep and awake in each cycle, at most 80 % of what is free")
+      ->capture_default_str()
+      ->check(CLI::Range(0.125, 4096.0));
+  app.add_option("--cycles", options.cycles, "sleeps and wakes that must not grow")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1'000'000));
   app.add_option("--rounds", options.rounds, "of each measurement")->capture_default_str()->check(CLI::Range(1, 1000));
   app.add_flag("--json", as_json, "print one JSON object");
   CLI11_PARSE(app, argc, argv);
@@ -29,7 +33,9 @@ int main(int argc, char** argv) {
     return 3;
   }
   gpu_check::ExtraFunctions extra;
-  const auto find = [](const char* name, int version, auto& function) { function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(cuda_function(name, version)); };
+  const auto find = [](const char* name, int version, auto& function) {
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(cuda_function(name, version));
+  };
   find("cuMemHostAlloc", 2020, extra.host_alloc);
   find("cuMemFreeHost", 2000, extra.free_host);
   find("cuMemcpyDtoDAsync", 3020, extra.copy_on_device);

@@ -27,26 +27,42 @@ Result<Json> blocks(const Context& context) {
     for (const SavedChunk& chunk : rank.chunks) {
       if (chunk.key.kind != ChunkKind::kKvBlock) continue;
       const ChunkFile& file = rank.files[chunk.file];
-      saved[chunk.key.index].push_back({{"rank", rank.rank}, {"file", file.name}, {"generation", file.generation == 0 ? checkpoint.manifest().generation : file.generation}, {"offset", chunk.offset}, {"bytes", chunk.bytes},
-                                        {"stored_bytes", chunk.stored_bytes}, {"digest", chunk.digest.hex()}});
+      saved[chunk.key.index].push_back(
+          {{"rank", rank.rank},
+           {"file", file.name},
+           {"generation", file.generation == 0 ? checkpoint.manifest().generation : file.generation},
+           {"offset", chunk.offset},
+           {"bytes", chunk.bytes},
+           {"stored_bytes", chunk.stored_bytes},
+           {"digest", chunk.digest.hex()}});
     }
   }
   Json list = Json::array();
   for (const KvBlock& block : kv.blocks) {
     const auto places = saved.find(static_cast<uint64_t>(block.id));
-    list.push_back({{"id", block.id}, {"references", block.ref_count}, {"hash", hex(block.hash)}, {"requests", holders[block.id]}, {"saved", places == saved.end() ? Json::array() : places->second}});
+    list.push_back({{"id", block.id},
+                    {"references", block.ref_count},
+                    {"hash", hex(block.hash)},
+                    {"requests", holders[block.id]},
+                    {"saved", places == saved.end() ? Json::array() : places->second}});
   }
-  return Json{{"path", checkpoint.path()}, {"num_blocks", kv.num_blocks}, {"free_blocks", kv.free_order.size()}, {"blocks", std::move(list)}};
+  return Json{{"path", checkpoint.path()},
+              {"num_blocks", kv.num_blocks},
+              {"free_blocks", kv.free_order.size()},
+              {"blocks", std::move(list)}};
 }
 
 std::string show_blocks(const Json& json) {
   std::vector<Row> rows = {{"BLOCK", "REFS", "HASH", "SAVED", "REQUESTS"}};
   for (const Json& block : json["blocks"]) {
     const auto hash = block["hash"].get<std::string>();
-    rows.push_back({cell(block["id"]), cell(block["references"]), hash.empty() ? "-" : hash.substr(0, 16), block["saved"].empty() ? bad("no") : size_text(block["saved"][0]["bytes"]),
+    rows.push_back({cell(block["id"]), cell(block["references"]), hash.empty() ? "-" : hash.substr(0, 16),
+                    block["saved"].empty() ? bad("no") : size_text(block["saved"][0]["bytes"]),
                     harmless(fmt::format("{}", fmt::join(block["requests"].get<std::vector<std::string>>(), " ")))});
   }
-  return fmt::format("{} of {} blocks in use or cached, {} free\n", json["blocks"].size(), cell(json["num_blocks"]), cell(json["free_blocks"])) + table(rows);
+  return fmt::format("{} of {} blocks in use or cached, {} free\n", json["blocks"].size(), cell(json["num_blocks"]),
+                     cell(json["free_blocks"])) +
+         table(rows);
 }
 
 // A radix tree over the requests' chains of block hashes.
@@ -69,7 +85,9 @@ Json runs(const Node& node, size_t depth, int32_t block_size, bool cached_so_far
       held.push_back(last->blocks);
       cached = cached && !last->blocks.empty();
       if (cached) hit_blocks = blocks;
-      if (last->children.size() != 1 || last->children.begin()->second->requests != last->requests || last->children.begin()->second->blocks.empty() != last->blocks.empty()) break;
+      if (last->children.size() != 1 || last->children.begin()->second->requests != last->requests ||
+          last->children.begin()->second->blocks.empty() != last->blocks.empty())
+        break;
       last = last->children.begin()->second.get();
       ++blocks;
     }
@@ -100,7 +118,8 @@ Result<Json> prefix(const Context& context) {
       std::unique_ptr<Node>& child = at->children[hash];
       if (child == nullptr) {
         child = std::make_unique<Node>();
-        for (const std::string& key : {hash, hash + "00000000"}) {  // alone, or with the number of the first group behind
+        for (const std::string& key :
+             {hash, hash + "00000000"}) {  // alone, or with the number of the first group behind
           const auto found = index.find(key);
           if (found == index.end()) continue;
           child->blocks = found->second->blocks;
@@ -112,20 +131,27 @@ Result<Json> prefix(const Context& context) {
     }
   }
   const int32_t block_size = kv.groups.empty() ? 0 : kv.groups[0].block_size;
-  return Json{{"path", checkpoint.path()}, {"entries", kv.prefix_index.size()}, {"of_no_request", kv.prefix_index.size() - used.size()}, {"block_size", block_size}, {"tree", runs(root, 0, block_size, true)}};
+  return Json{{"path", checkpoint.path()},
+              {"entries", kv.prefix_index.size()},
+              {"of_no_request", kv.prefix_index.size() - used.size()},
+              {"block_size", block_size},
+              {"tree", runs(root, 0, block_size, true)}};
 }
 
 void show_runs(const Json& list, const std::string& indent, std::string& text) {
   for (const Json& run : list) {
     const auto requests = run["requests"].get<std::vector<std::string>>();
-    const std::string names = requests.size() > 4 ? fmt::format("{} requests", requests.size()) : harmless(fmt::format("{}", fmt::join(requests, " ")));
-    text += fmt::format("{}tokens {}–{}  {}  {}\n", indent, cell(run["from_token"]), cell(run["to_token"]), run["cached"] ? good(fmt::format("hit {}", cell(run["hit_tokens"]))) : "not cached", names);
+    const std::string names = requests.size() > 4 ? fmt::format("{} requests", requests.size())
+                                                  : harmless(fmt::format("{}", fmt::join(requests, " ")));
+    text += fmt::format("{}tokens {}–{}  {}  {}\n", indent, cell(run["from_token"]), cell(run["to_token"]),
+                        run["cached"] ? good(fmt::format("hit {}", cell(run["hit_tokens"]))) : "not cached", names);
     show_runs(run["children"], indent + "  ", text);
   }
 }
 
 std::string show_prefix(const Json& json) {
-  std::string text = fmt::format("{} cached prefixes in blocks of {} tokens; {} belong to no request any more\n", cell(json["entries"]), cell(json["block_size"]), cell(json["of_no_request"]));
+  std::string text = fmt::format("{} cached prefixes in blocks of {} tokens; {} belong to no request any more\n",
+                                 cell(json["entries"]), cell(json["block_size"]), cell(json["of_no_request"]));
   show_runs(json["tree"], "", text);
   return text;
 }
@@ -133,12 +159,24 @@ std::string show_prefix(const Json& json) {
 }  // namespace
 
 Verb blocks_verb() {
-  return {.name = "blocks", .help = "the KV blocks: references, hash, who holds them, where they are saved",
-          .json = "path, num_blocks, free_blocks, blocks: [{id, references, hash, requests, saved: [{rank, file, generation, offset, bytes, stored_bytes, digest}]}]", .declare = declare_path, .ask = blocks, .show = show_blocks};
+  return {.name = "blocks",
+          .help = "the KV blocks: references, hash, who holds them, where they are saved",
+          .json =
+              "path, num_blocks, free_blocks, blocks: [{id, references, hash, requests, saved: [{rank, file, "
+              "generation, offset, bytes, stored_bytes, digest}]}]",
+          .declare = declare_path,
+          .ask = blocks,
+          .show = show_blocks};
 }
 Verb prefix_verb() {
-  return {.name = "prefix", .help = "the tree of prefixes that requests share, with the tokens that a later request would find",
-          .json = "path, entries, of_no_request, block_size, tree: [{from_token, to_token, hit_tokens, cached, blocks, requests, children}]", .declare = declare_path, .ask = prefix, .show = show_prefix};
+  return {.name = "prefix",
+          .help = "the tree of prefixes that requests share, with the tokens that a later request would find",
+          .json =
+              "path, entries, of_no_request, block_size, tree: [{from_token, to_token, hit_tokens, cached, blocks, "
+              "requests, children}]",
+          .declare = declare_path,
+          .ask = prefix,
+          .show = show_prefix};
 }
 
 }  // namespace torpor::cli

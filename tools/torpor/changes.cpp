@@ -14,10 +14,12 @@ std::string parent_of(const std::string& path) { return path.substr(0, path.rfin
 Result<Json> repair(const Context& context) {
   const Arguments& arguments = context.arguments;
   TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(context.file_system, arguments.path, context.key));
-  TORPOR_ASSIGN(const Verification found, verify(checkpoint, {.threads = arguments.threads, .progress = context.progress}));
+  TORPOR_ASSIGN(const Verification found,
+                verify(checkpoint, {.threads = arguments.threads, .progress = context.progress}));
   TORPOR_ASSIGN(const RepairPlan plan, plan_repair(checkpoint, found));
   Json dropped = Json::array();
-  for (const DroppedRequest& request : plan.dropped_requests) dropped.push_back({{"id", request.id}, {"why", request.why}});
+  for (const DroppedRequest& request : plan.dropped_requests)
+    dropped.push_back({{"id", request.id}, {"why", request.why}});
   Json json = {{"path", checkpoint.path()},
                {"damaged", !found.problems.empty()},
                {"kept_requests", plan.state.state.scheduler.requests.size()},
@@ -28,16 +30,24 @@ Result<Json> repair(const Context& context) {
   if (found.problems.empty() || arguments.dry_run) return json;
   const std::string target = arguments.second.empty() ? parent_of(checkpoint.path()) : arguments.second;
   // Nothing is retired by a repair: what is damaged may be wanted again.
-  TORPOR_ASSIGN(const auto manager, CheckpointManager::open(context.file_system, target, {.retention = {.keep = INT32_MAX}, .key = context.key, .encrypt = checkpoint.manifest().protection == Protection::kEncrypted, .progress = context.progress}));
+  TORPOR_ASSIGN(const auto manager,
+                CheckpointManager::open(context.file_system, target,
+                                        {.retention = {.keep = INT32_MAX},
+                                         .key = context.key,
+                                         .encrypt = checkpoint.manifest().protection == Protection::kEncrypted,
+                                         .progress = context.progress}));
   TORPOR_ASSIGN(json["repaired"], write_repaired(checkpoint, plan, *manager));
   return json;
 }
 
 std::string show_repair(const Json& json) {
   if (!json["damaged"]) return fmt::format("{}: {}, nothing to repair\n", cell(json["path"]), good("whole"));
-  std::string text = fmt::format("{} requests kept, {} dropped; {} blocks dropped\n", cell(json["kept_requests"]), json["dropped_requests"].size(), json["dropped_blocks"].size());
-  for (const Json& request : json["dropped_requests"]) text += fmt::format("  {}: {}\n", cell(request["id"]), cell(request["why"]));
-  for (const Json& tag : json["dropped_tags"]) text += fmt::format("  saved memory of {} dropped: a new engine has its own\n", cell(tag));
+  std::string text = fmt::format("{} requests kept, {} dropped; {} blocks dropped\n", cell(json["kept_requests"]),
+                                 json["dropped_requests"].size(), json["dropped_blocks"].size());
+  for (const Json& request : json["dropped_requests"])
+    text += fmt::format("  {}: {}\n", cell(request["id"]), cell(request["why"]));
+  for (const Json& tag : json["dropped_tags"])
+    text += fmt::format("  saved memory of {} dropped: a new engine has its own\n", cell(tag));
   if (json["repaired"].is_null()) return text + "nothing was written (--dry-run)\n";
   return text + fmt::format("written: {}\n", cell(json["repaired"]));
 }
@@ -51,17 +61,22 @@ CheckpointManagerOptions manager_options(const Context& context) {
 }
 
 Result<Json> gc(const Context& context) {
-  TORPOR_ASSIGN(const auto manager, CheckpointManager::open(context.file_system, context.arguments.path, manager_options(context)));
+  TORPOR_ASSIGN(const auto manager,
+                CheckpointManager::open(context.file_system, context.arguments.path, manager_options(context)));
   TORPOR_ASSIGN(const std::vector<std::string> gone, manager->collect(context.arguments.dry_run));
   TORPOR_ASSIGN(const std::vector<CheckpointInfo> left, manager->list());
   Json kept = Json::array();
   for (const CheckpointInfo& info : left) kept.push_back(info.name);
-  return Json{{"directory", context.arguments.path}, {"dry_run", context.arguments.dry_run}, {"removed", gone}, {"left", std::move(kept)}};
+  return Json{{"directory", context.arguments.path},
+              {"dry_run", context.arguments.dry_run},
+              {"removed", gone},
+              {"left", std::move(kept)}};
 }
 
 std::string show_gc(const Json& json) {
   std::string text;
-  for (const Json& name : json["removed"]) text += fmt::format("{} {}\n", json["dry_run"] ? "would remove" : "removed", cell(name));
+  for (const Json& name : json["removed"])
+    text += fmt::format("{} {}\n", json["dry_run"] ? "would remove" : "removed", cell(name));
   return text + fmt::format("{} checkpoints {}\n", json["left"].size(), json["dry_run"] ? "are there" : "are left");
 }
 
@@ -71,8 +86,14 @@ Result<Json> rm(const Context& context) {
   const size_t slash = path.rfind('/');
   const std::string name = slash == std::string::npos ? path : path.substr(slash + 1);
   const std::optional<uint64_t> generation = generation_of(name);
-  if (!generation) return Error{.code = Code::kInvalidArgument, .what = fmt::format("{} is not a checkpoint", path), .next_step = "name one checkpoint, as DIRECTORY/g-000001"};
-  TORPOR_ASSIGN(const auto manager, CheckpointManager::open(context.file_system, slash == std::string::npos ? "." : path.substr(0, std::max<size_t>(slash, 1)), {.key = context.key}));
+  if (!generation)
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("{} is not a checkpoint", path),
+                 .next_step = "name one checkpoint, as DIRECTORY/g-000001"};
+  TORPOR_ASSIGN(const auto manager,
+                CheckpointManager::open(context.file_system,
+                                        slash == std::string::npos ? "." : path.substr(0, std::max<size_t>(slash, 1)),
+                                        {.key = context.key}));
   TORPOR_TRY(manager->remove(*generation, context.arguments.dry_run));
   return Json{{"removed", name}, {"dry_run", context.arguments.dry_run}};
 }
@@ -80,35 +101,58 @@ Result<Json> rm(const Context& context) {
 }  // namespace
 
 Verb repair_verb() {
-  return {.name = "repair", .help = "writes a new checkpoint with the requests that are whole, and says which are not; the damaged one stays",
-          .json = "path, damaged, kept_requests, dropped_requests: [{id, why}], dropped_blocks, dropped_tags, repaired",
-          .declare = [](CLI::App& app, Arguments& a) {
+  return {
+      .name = "repair",
+      .help = "writes a new checkpoint with the requests that are whole, and says which are not; the damaged one stays",
+      .json = "path, damaged, kept_requests, dropped_requests: [{id, why}], dropped_blocks, dropped_tags, repaired",
+      .declare =
+          [](CLI::App& app, Arguments& a) {
             declare_path(app, a);
-            app.add_option("--to", a.second, "directory of checkpoints for the new one; default: the same")->type_name("DIRECTORY");
+            app.add_option("--to", a.second, "directory of checkpoints for the new one; default: the same")
+                ->type_name("DIRECTORY");
             app.add_flag("-n,--dry-run", a.dry_run, "only says what would be kept");
             app.add_option("--threads", a.threads, "that read and hash")->check(CLI::Range(0, 256));
           },
-          .ask = repair, .show = show_repair, .exit = [](const Json& json) { return json["damaged"] && json["repaired"].is_null() ? kDamaged : kFine; }};
+      .ask = repair,
+      .show = show_repair,
+      .exit = [](const Json& json) { return json["damaged"] && json["repaired"].is_null() ? kDamaged : kFine; }};
 }
 Verb gc_verb() {
-  return {.name = "gc", .help = "removes leftovers, and checkpoints that are not to be kept; never what a kept one needs, nor the last good one", .json = "directory, dry_run, removed, left",
-          .declare = [](CLI::App& app, Arguments& a) {
-            a.keep = 1 << 30;
-            app.add_option("directory", a.path, "a directory of checkpoints")->required();
-            app.add_option("--keep", a.keep, "so many of the newest; default: all")->check(CLI::Range(1, 1 << 30));
-            app.add_option("--max-age", a.max_age_seconds, "seconds, or 36h, 7d; older ones go")->transform(CLI::AsNumberWithUnit(std::map<std::string, double>{{"s", 1}, {"m", 60}, {"h", 3600}, {"d", 86400}}, CLI::AsNumberWithUnit::CASE_SENSITIVE, "TIME"));
-            app.add_option("--max-bytes", a.max_total_bytes, "or 500GB; the oldest go until the rest fits")->transform(CLI::AsSizeValue(false));
-            app.add_flag("-n,--dry-run", a.dry_run, "only says what would go");
-          },
-          .ask = gc, .show = show_gc};
+  return {.name = "gc",
+          .help =
+              "removes leftovers, and checkpoints that are not to be kept; never what a kept one needs, nor the last "
+              "good one",
+          .json = "directory, dry_run, removed, left",
+          .declare =
+              [](CLI::App& app, Arguments& a) {
+                a.keep = 1 << 30;
+                app.add_option("directory", a.path, "a directory of checkpoints")->required();
+                app.add_option("--keep", a.keep, "so many of the newest; default: all")->check(CLI::Range(1, 1 << 30));
+                app.add_option("--max-age", a.max_age_seconds, "seconds, or 36h, 7d; older ones go")
+                    ->transform(CLI::AsNumberWithUnit(
+                        std::map<std::string, double>{{"s", 1}, {"m", 60}, {"h", 3600}, {"d", 86400}},
+                        CLI::AsNumberWithUnit::CASE_SENSITIVE, "TIME"));
+                app.add_option("--max-bytes", a.max_total_bytes, "or 500GB; the oldest go until the rest fits")
+                    ->transform(CLI::AsSizeValue(false));
+                app.add_flag("-n,--dry-run", a.dry_run, "only says what would go");
+              },
+          .ask = gc,
+          .show = show_gc};
 }
 Verb rm_verb() {
-  return {.name = "rm", .help = "removes one checkpoint; refused while another one needs its chunks", .json = "removed, dry_run",
-          .declare = [](CLI::App& app, Arguments& a) {
-            app.add_option("path", a.path, "the checkpoint, DIRECTORY/g-000001")->required();
-            app.add_flag("-n,--dry-run", a.dry_run, "only says what would go");
-          },
-          .ask = rm, .show = [](const Json& json) { return fmt::format("{} {}\n", json["dry_run"] ? "would remove" : "removed", cell(json["removed"])); }};
+  return {.name = "rm",
+          .help = "removes one checkpoint; refused while another one needs its chunks",
+          .json = "removed, dry_run",
+          .declare =
+              [](CLI::App& app, Arguments& a) {
+                app.add_option("path", a.path, "the checkpoint, DIRECTORY/g-000001")->required();
+                app.add_flag("-n,--dry-run", a.dry_run, "only says what would go");
+              },
+          .ask = rm,
+          .show =
+              [](const Json& json) {
+                return fmt::format("{} {}\n", json["dry_run"] ? "would remove" : "removed", cell(json["removed"]));
+              }};
 }
 
 }  // namespace torpor::cli

@@ -7,9 +7,9 @@
 
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
+#include <CLI/CLI.hpp>
 
 #include "tools/torpor/manual.h"
 #include "tools/torpor/text.h"
@@ -31,8 +31,11 @@ torpor::ProgressSink progress_line() {
   return [last = 0.0](const torpor::Progress& progress) mutable {
     if (progress.seconds - last >= 0.2) {
       last = progress.seconds;
-      const double part = progress.bytes_total > 0 ? 100.0 * static_cast<double>(progress.bytes_done) / static_cast<double>(progress.bytes_total) : 0;
-      fmt::print(stderr, "\r\x1b[K{} {:.0f} %, {}/s, {:.0f} s left", progress.phase, part, torpor::cli::size_text(progress.bytes_per_second()), progress.seconds_left());
+      const double part = progress.bytes_total > 0 ? 100.0 * static_cast<double>(progress.bytes_done) /
+                                                         static_cast<double>(progress.bytes_total)
+                                                   : 0;
+      fmt::print(stderr, "\r\x1b[K{} {:.0f} %, {}/s, {:.0f} s left", progress.phase, part,
+                 torpor::cli::size_text(progress.bytes_per_second()), progress.seconds_left());
     }
     if (progress.bytes_done >= progress.bytes_total && last > 0) fmt::print(stderr, "\r\x1b[K");
     return interrupted == 0;
@@ -49,7 +52,8 @@ int fail(const torpor::Error& error, bool as_json) {
   return interrupted != 0 ? 130 : torpor::cli::exit_for(error.code);
 }
 
-int run(const torpor::cli::Verb& verb, const torpor::cli::Arguments& arguments, const std::string& key_file, bool as_json) {
+int run(const torpor::cli::Verb& verb, const torpor::cli::Arguments& arguments, const std::string& key_file,
+        bool as_json) {
   torpor::cli::Context context{torpor::linux_file_system(), nullptr, progress_line(), arguments};
   if (!key_file.empty()) {
     torpor::Result<torpor::Key> key = torpor::Key::read_file(key_file);
@@ -74,13 +78,16 @@ int main(int argc, char** argv) {
   std::signal(SIGPIPE, SIG_DFL);  // `torpor … | head` ends quietly
   spdlog::set_level(spdlog::level::off);
   torpor::cli::use_colours(::isatty(STDOUT_FILENO) != 0 && std::getenv("NO_COLOR") == nullptr);
-  CLI::App app{"Looks into torpor's checkpoints: what is in them, whether they are whole, whether they may be woken here. PATH is a checkpoint, or a directory of checkpoints, of which the latest is taken. "
-               "Only repair, gc and rm write."};
+  CLI::App app{
+      "Looks into torpor's checkpoints: what is in them, whether they are whole, whether they may be woken here. PATH "
+      "is a checkpoint, or a directory of checkpoints, of which the latest is taken. "
+      "Only repair, gc and rm write."};
   app.name("torpor");
   app.set_version_flag("--version", TORPOR_VERSION);
   app.require_subcommand(1);
   std::string codes = "Exit codes:";
-  for (const auto& [code, meaning] : torpor::cli::exit_codes()) codes += fmt::format("\n  {} {}", static_cast<int>(code), meaning);
+  for (const auto& [code, meaning] : torpor::cli::exit_codes())
+    codes += fmt::format("\n  {} {}", static_cast<int>(code), meaning);
   app.footer(codes);
   torpor::cli::Arguments arguments;
   std::string key_file;
@@ -90,7 +97,9 @@ int main(int argc, char** argv) {
     CLI::App* command = app.add_subcommand(verb.name, verb.help);
     verb.declare(*command, arguments);
     command->add_flag("--json", as_json, "print one JSON object");
-    command->add_option("--key-file", key_file, "of sealed checkpoints: only what was sealed with it is read")->envname("TORPOR_KEY_FILE")->type_name("FILE");
+    command->add_option("--key-file", key_file, "of sealed checkpoints: only what was sealed with it is read")
+        ->envname("TORPOR_KEY_FILE")
+        ->type_name("FILE");
   }
   CLI::App* const man = app.add_subcommand("man", "this tool's man page; read it with: torpor man | man -l -");
   CLI::App* const completion = app.add_subcommand("completion", "a shell's completion script: bash, zsh or fish");
@@ -103,7 +112,11 @@ int main(int argc, char** argv) {
   if (man->parsed()) return write_out(torpor::cli::man_page(app)) ? torpor::cli::kFine : torpor::cli::kFailed;
   if (completion->parsed()) {
     const std::optional<std::string> script = torpor::cli::completion(app, shell);
-    if (!script) return fail({.code = torpor::Code::kInvalidArgument, .what = fmt::format("there is no completion for {}", shell), .next_step = "use bash, zsh or fish"}, false);
+    if (!script)
+      return fail({.code = torpor::Code::kInvalidArgument,
+                   .what = fmt::format("there is no completion for {}", shell),
+                   .next_step = "use bash, zsh or fish"},
+                  false);
     return write_out(*script) ? torpor::cli::kFine : torpor::cli::kFailed;
   }
   for (const torpor::cli::Verb& verb : torpor::cli::verbs()) {

@@ -8,7 +8,8 @@
 
 namespace torpor::cli {
 
-std::string man_page(const CLI::App& app);                                             // troff
-std::optional<std::string> completion(const CLI::App& app, const std::string& shell);  // bash, zsh, fish; no value for others
+std::string man_page(const CLI::App& app);  // troff
+std::optional<std::string> completion(const CLI::App& app,
+                                      const std::string& shell);  // bash, zsh, fish; no value for others
 
 }  // namespace torpor::cli

@@ -10,7 +10,9 @@ namespace {
 
 bool colours = false;
 
-std::string coloured(const char* code, const std::string& text) { return colours ? fmt::format("\x1b[{}m{}\x1b[0m", code, text) : text; }
+std::string coloured(const char* code, const std::string& text) {
+  return colours ? fmt::format("\x1b[{}m{}\x1b[0m", code, text) : text;
+}
 
 }  // namespace
 
@@ -33,7 +35,10 @@ std::string harmless(const std::string& text) {
   return out;
 }
 
-std::string cell(const Json& value) { return harmless(value.is_string() ? value.get<std::string>() : value.dump(-1, ' ', false, Json::error_handler_t::replace)); }
+std::string cell(const Json& value) {
+  return harmless(value.is_string() ? value.get<std::string>()
+                                    : value.dump(-1, ' ', false, Json::error_handler_t::replace));
+}
 
 std::string size_text(const Json& bytes) {
   const auto count = bytes.get<double>();

@@ -17,7 +17,8 @@ std::unordered_map<char32_t, char> byte_characters() {
   std::unordered_map<char32_t, char> map;
   char32_t next = 0x100;
   for (int byte = 0; byte < 256; ++byte) {
-    const bool printable = (byte >= '!' && byte <= '~') || (byte >= 0xa1 && byte <= 0xac) || (byte >= 0xae && byte <= 0xff);
+    const bool printable =
+        (byte >= '!' && byte <= '~') || (byte >= 0xa1 && byte <= 0xac) || (byte >= 0xae && byte <= 0xff);
     map.emplace(printable ? static_cast<char32_t>(byte) : next++, static_cast<char>(byte));
   }
   return map;
@@ -28,7 +29,8 @@ char32_t take_character(std::string_view& text) {
   const auto first = static_cast<unsigned char>(text[0]);
   const size_t length = first < 0x80 ? 1 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : 4;
   char32_t character = length == 1 ? first : first & (0xff >> (length + 1));
-  for (size_t i = 1; i < length && i < text.size(); ++i) character = character << 6 | (static_cast<unsigned char>(text[i]) & 0x3f);
+  for (size_t i = 1; i < length && i < text.size(); ++i)
+    character = character << 6 | (static_cast<unsigned char>(text[i]) & 0x3f);
   text.remove_prefix(std::min(length, text.size()));
   return character;
 }
@@ -50,10 +52,12 @@ std::string from_byte_level(std::string_view piece) {
 
 // "<0x0A>" is a byte, "▁" a space.
 std::string from_byte_fallback(std::string_view piece) {
-  if (piece.size() == 6 && piece.starts_with("<0x") && piece.back() == '>') return {static_cast<char>(std::strtol(std::string(piece.substr(3, 2)).c_str(), nullptr, 16))};
+  if (piece.size() == 6 && piece.starts_with("<0x") && piece.back() == '>')
+    return {static_cast<char>(std::strtol(std::string(piece.substr(3, 2)).c_str(), nullptr, 16))};
   constexpr std::string_view kSpace = "\xe2\x96\x81";
   std::string out(piece);
-  for (size_t at = out.find(kSpace); at != std::string::npos; at = out.find(kSpace, at)) out.replace(at, kSpace.size(), " ");
+  for (size_t at = out.find(kSpace); at != std::string::npos; at = out.find(kSpace, at))
+    out.replace(at, kSpace.size(), " ");
   return out;
 }
 
@@ -68,22 +72,30 @@ bool has_decoder(const Json& decoder, std::string_view type) {
 
 Result<Tokenizer> Tokenizer::read_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
-  if (!file) return Error{.code = Code::kNotFound, .what = fmt::format("cannot open {}", path), .next_step = "give the tokenizer.json of the model"};
+  if (!file)
+    return Error{.code = Code::kNotFound,
+                 .what = fmt::format("cannot open {}", path),
+                 .next_step = "give the tokenizer.json of the model"};
   const auto wrong = [&](std::string_view what, Code code = Code::kInvalidArgument) {
-    return Error{.code = code, .what = fmt::format("{}: {}", path, what), .next_step = "give the tokenizer.json of the model"};
+    return Error{
+        .code = code, .what = fmt::format("{}: {}", path, what), .next_step = "give the tokenizer.json of the model"};
   };
   const Json json = Json::parse(file, nullptr, false);
-  if (!json.is_object() || !json.contains("model") || !json["model"].contains("vocab") || !json["model"]["vocab"].is_object()) return wrong("it is not a tokenizer.json with a vocabulary of pieces");
+  if (!json.is_object() || !json.contains("model") || !json["model"].contains("vocab") ||
+      !json["model"]["vocab"].is_object())
+    return wrong("it is not a tokenizer.json with a vocabulary of pieces");
   const Json decoder = json.value("decoder", Json());
   const bool byte_level = has_decoder(decoder, "ByteLevel");
-  if (!byte_level && !has_decoder(decoder, "ByteFallback") && !has_decoder(decoder, "Metaspace")) return wrong("its decoder is none of ByteLevel, ByteFallback, Metaspace", Code::kUnsupported);
+  if (!byte_level && !has_decoder(decoder, "ByteFallback") && !has_decoder(decoder, "Metaspace"))
+    return wrong("its decoder is none of ByteLevel, ByteFallback, Metaspace", Code::kUnsupported);
   Tokenizer tokenizer;
   for (const auto& [piece, id] : json["model"]["vocab"].items()) {
     if (!id.is_number_integer()) return wrong("its vocabulary has an id that is not a number");
     tokenizer.pieces_[id.get<int32_t>()] = byte_level ? from_byte_level(piece) : from_byte_fallback(piece);
   }
   for (const Json& added : json.value("added_tokens", Json::array())) {
-    if (added.is_object() && added.contains("id") && added["id"].is_number_integer()) tokenizer.pieces_[added["id"].get<int32_t>()] = added.value("content", "");
+    if (added.is_object() && added.contains("id") && added["id"].is_number_integer())
+      tokenizer.pieces_[added["id"].get<int32_t>()] = added.value("content", "");
   }
   return tokenizer;
 }

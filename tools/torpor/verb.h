@@ -20,7 +20,17 @@ namespace torpor::cli {
 using Json = nlohmann::ordered_json;  // keys in the order in which they are read
 
 // Exit codes, each with its meaning in exit_codes().
-enum Exit { kFine = 0, kDamaged = 1, kUsage = 2, kNotFound = 3, kOtherFormat = 4, kFailed = 5, kDiffers = 6, kKey = 7, kRefused = 8 };
+enum Exit {
+  kFine = 0,
+  kDamaged = 1,
+  kUsage = 2,
+  kNotFound = 3,
+  kOtherFormat = 4,
+  kFailed = 5,
+  kDiffers = 6,
+  kKey = 7,
+  kRefused = 8
+};
 struct ExitCode {
   Exit code;
   const char* meaning;
@@ -31,10 +41,10 @@ Exit exit_for(Code code);
 // All that a command line can say. A verb reads what it declared.
 struct Arguments {
   std::string path;
-  std::string second;      // diff: the other checkpoint; show, cat, extract: what; repair: where to
-  std::string output;      // extract: file
-  std::string tokenizer;   // file tokenizer.json
-  std::string model;       // fits: a model's directory
+  std::string second;               // diff: the other checkpoint; show, cat, extract: what; repair: where to
+  std::string output;               // extract: file
+  std::string tokenizer;            // file tokenizer.json
+  std::string model;                // fits: a model's directory
   std::vector<std::string> fields;  // fits: NAME=VALUE
   uint64_t memory_bytes = 0;        // fits
   int keep = 0;

@@ -3,21 +3,23 @@
 namespace torpor::cli {
 
 const std::vector<Verb>& verbs() {
-  static const std::vector<Verb> all = {ls_verb(), info_verb(), tree_verb(), requests_verb(), show_verb(), blocks_verb(), prefix_verb(), du_verb(),
-                                        verify_verb(), diff_verb(), cat_verb(), extract_verb(), fits_verb(), repair_verb(), gc_verb(), rm_verb()};
+  static const std::vector<Verb> all = {
+      ls_verb(),     info_verb(), tree_verb(), requests_verb(), show_verb(), blocks_verb(), prefix_verb(), du_verb(),
+      verify_verb(), diff_verb(), cat_verb(),  extract_verb(),  fits_verb(), repair_verb(), gc_verb(),     rm_verb()};
   return all;
 }
 
 const std::vector<ExitCode>& exit_codes() {
-  static const std::vector<ExitCode> codes = {{kFine, "fine"},
-                                              {kDamaged, "damaged"},
-                                              {kUsage, "wrong usage"},
-                                              {kNotFound, "not found"},
-                                              {kOtherFormat, "of another format, version or kind"},
-                                              {kFailed, "could not be read or written, or is not to be trusted (its owner, who may write to it)"},
-                                              {kDiffers, "diff: they differ; fits: it does not fit"},
-                                              {kKey, "the key is missing, or another one"},
-                                              {kRefused, "refused: another process is writing, another checkpoint needs it, or there is no room or memory"}};
+  static const std::vector<ExitCode> codes = {
+      {kFine, "fine"},
+      {kDamaged, "damaged"},
+      {kUsage, "wrong usage"},
+      {kNotFound, "not found"},
+      {kOtherFormat, "of another format, version or kind"},
+      {kFailed, "could not be read or written, or is not to be trusted (its owner, who may write to it)"},
+      {kDiffers, "diff: they differ; fits: it does not fit"},
+      {kKey, "the key is missing, or another one"},
+      {kRefused, "refused: another process is writing, another checkpoint needs it, or there is no room or memory"}};
   return codes;
 }
 
@@ -36,8 +38,13 @@ Exit exit_for(Code code) {
   }
 }
 
-Json to_json(const Error& error) { return {{"code", name(error.code)}, {"what", error.what}, {"next_step", error.next_step}}; }
+Json to_json(const Error& error) {
+  return {{"code", name(error.code)}, {"what", error.what}, {"next_step", error.next_step}};
+}
 
-void declare_path(CLI::App& app, Arguments& arguments) { app.add_option("path", arguments.path, "a checkpoint, or a directory of checkpoints, of which the latest is taken")->required(); }
+void declare_path(CLI::App& app, Arguments& arguments) {
+  app.add_option("path", arguments.path, "a checkpoint, or a directory of checkpoints, of which the latest is taken")
+      ->required();
+}
 
 }  // namespace torpor::cli
