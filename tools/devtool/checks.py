@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -52,6 +53,68 @@ def forbidden_includes(root: Path) -> list[str]:
     return problems
 
 
+_INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)
+_ROOM = re.compile(r"^(\w+)/ +.*?(knows nobody|→ ([\w, ]+))$", re.M)
+
+
+def arrows(root: Path) -> dict[str, set[str]]:
+    """Which rooms each room may include, itself among them, as the picture in docs/architecture.md says."""
+    allowed: dict[str, set[str]] = {}
+    document = root / "docs/architecture.md"
+    for room, _, named in _ROOM.findall(document.read_text() if document.exists() else ""):
+        names = {name.strip() for name in named.split(",") if name.strip()}
+        if "all of the above" in names or "engine and below" in names:
+            names = set(allowed) - {"bindings", "tools"}
+        allowed[room] = names | {room}
+    return allowed
+
+
+def includes(root: Path) -> dict[str, list[str]]:
+    """Every C++ source with the sources of the project that it includes."""
+    sources = [p for p in tracked(root) if p.suffix in (".h", ".cpp", ".cu")]
+    return {str(p.relative_to(root)): _INCLUDE.findall(p.read_text()) for p in sources}
+
+
+def wrong_arrows(root: Path) -> list[str]:
+    """Includes that go against the arrows. Tests may include everything."""
+    allowed = arrows(root)
+    return [
+        f"{source}: includes {name}, but {room} may include only {', '.join(sorted(allowed[room]))}"
+        for source, names in includes(root).items()
+        for name in names
+        if (room := source.split("/")[0]) in allowed
+        if (target := name.split("/")[0]) in allowed and target not in allowed[room]
+    ]
+
+
+def include_cycles(root: Path) -> list[str]:
+    """Cycles between the files of a room, where NAME.h and NAME.cpp are one file: each is told once, by its first name."""
+    edges: dict[str, set[str]] = {}
+    for source, names in includes(root).items():
+        stem = source.rsplit(".", 1)[0]
+        edges.setdefault(stem, set()).update(n.rsplit(".", 1)[0] for n in names if n.split("/")[0] == source.split("/")[0])
+    problems = []
+    for start in sorted(edges):
+        path = _way_back(edges, start)
+        if path and start == min(path):
+            problems.append(f"files include each other: {' → '.join([*path, start])}")
+    return problems
+
+
+def _way_back(edges: dict[str, set[str]], start: str) -> list[str]:
+    """The shortest way from `start` to itself, or nothing."""
+    ways = [[start]]
+    seen = {start}
+    for way in ways:
+        for following in sorted(edges.get(way[-1], ())):
+            if following == start and len(way) > 1:
+                return way
+            if following not in seen:
+                seen.add(following)
+                ways.append([*way, following])
+    return []
+
+
 def uses_of_pickle(root: Path) -> list[str]:
     """Nothing of torpor pickles; benchmarks that compare with pickle are the exception."""
     return [
@@ -68,5 +131,16 @@ def stale_mutants(root: Path) -> list[str]:
     return [f"tests/mutants.toml: {m['name']!r}: {m['file']} has its text {count} times" for m, count in counts if count != 1]
 
 
+def unformatted(root: Path) -> list[str]:
+    """C++ that clang-format would lay out differently; asked of the version that the setup installs."""
+    if shutil.which("clang-format-16") is None or not (root / ".clang-format").exists():
+        return []
+    sources = [p for p in tracked(root) if p.suffix in (".h", ".cpp", ".cu")]
+    done = subprocess.run(["clang-format-16", "--dry-run", *sources], cwd=root, capture_output=True, text=True)
+    named = dict.fromkeys(line.split(":")[0] for line in done.stderr.splitlines() if "[-Wclang-format-violations]" in line)
+    return [f"{Path(name).relative_to(root)}: run tools/dev format" for name in named]
+
+
 def all_problems(root: Path) -> list[str]:
-    return missing_paths(root) + forbidden_includes(root) + uses_of_pickle(root) + stale_mutants(root)
+    checks = (missing_paths, forbidden_includes, wrong_arrows, include_cycles, uses_of_pickle, stale_mutants, unformatted)
+    return [problem for check in checks for problem in check(root)]

@@ -78,10 +78,9 @@ def python(arguments: list[str]) -> int:
 
 
 def cmake_build(preset: str, targets: tuple[str, ...] = ()) -> None:
-    env = os.environ | setup.compiler_cache(ROOT)
-    setup.run(f"Configure {preset}", ["cmake", "--preset", preset], env=env, log_name=f"configure-{preset}")
+    setup.run(f"Configure {preset}", ["cmake", "--preset", preset], log_name=f"configure-{preset}")
     goal = [word for target in targets for word in ("--target", target)]
-    setup.run(f"Compile {preset}", ["cmake", "--build", "--preset", preset, *goal], env=env, log_name=f"compile-{preset}")
+    setup.run(f"Compile {preset}", ["cmake", "--build", "--preset", preset, *goal], log_name=f"compile-{preset}")
 
 
 def build(arguments: list[str]) -> int:

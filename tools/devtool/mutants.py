@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
             raise SetupError(f"no mutant has {arguments[0]!r} in its name")
     setup.system_packages()
     setup.use_cuda_headers(setup.python_environment())
-    env = os.environ | setup.compiler_cache(TREE)
+    env = dict(os.environ)
     copy_tree()
     setup.run("Configure the mutants' tree", ["cmake", "-S", TREE / "source", "-B", TREE / "build", "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DTORPOR_BUILD_TOOLS=OFF", "-DTORPOR_SIMULATION_SEEDS=200"], env=env, log_name="configure-mutants")
     programs = sorted({m["caught_by"].split()[0] for m in mutants})

