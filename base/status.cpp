@@ -48,6 +48,39 @@ std::string Error::to_string() const {
                            : fmt::format("{}: {} ({})", name(code), what, next_step);
 }
 
+Error error_in_flight() noexcept {
+  // These words are short enough to need no memory.
+  const auto no_memory = [] {
+    return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
+  };
+  try {
+    throw;
+  } catch (const std::bad_alloc&) {
+    return no_memory();
+  } catch (const std::length_error&) {  // a container asked for more than there can be
+    return no_memory();
+  } catch (const std::system_error& thrown) {
+    const bool no_thread = thrown.code() == std::errc::resource_unavailable_try_again;
+    try {
+      return Error{.code = no_thread ? Code::kResourceExhausted : Code::kInternal,
+                   .what = fmt::format("{}: {}", no_thread ? "no thread to be had" : "an exception", thrown.what()),
+                   .next_step = no_thread ? "raise the limit of threads, or end some" : "report it",
+                   .origin = Origin::kSystem,
+                   .native = thrown.code().value()};
+    } catch (...) {
+      return no_memory();
+    }
+  } catch (const std::exception& thrown) {
+    try {
+      return Error{.what = fmt::format("an exception: {}", thrown.what()), .next_step = "report it"};
+    } catch (...) {
+      return no_memory();
+    }
+  } catch (...) {
+    return Error{.what = "an exception", .next_step = "report it"};
+  }
+}
+
 Error system_error(int native, std::string what, std::string next_step) {
   Code code = Code::kIo;
   switch (native) {

@@ -5,6 +5,7 @@
 // only at the Python border (bindings/).
 #pragma once
 
+#include <cxxabi.h>
 #include <cstdint>
 #include <new>
 #include <stdexcept>
@@ -79,6 +80,23 @@ auto catching_no_memory(Work work) noexcept -> decltype(work()) {
     return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
   } catch (...) {
     return Error{.code = Code::kInternal, .what = "an exception", .next_step = "report it"};
+  }
+}
+
+// Call it inside a catch block: the exception in flight as a value. Want of memory or of threads is kResourceExhausted,
+// all else kInternal with the words that came with it.
+Error error_in_flight() noexcept;
+
+// Runs `work`, a function that returns a Status or Result; whatever it throws comes back as an Error. Only the end of
+// a thread from outside (pthread_exit, as Python's interpreter does it when it ends) passes through.
+template <class Work>
+auto catching(Work&& work) -> decltype(work()) {
+  try {
+    return work();
+  } catch (const abi::__forced_unwind&) {
+    throw;
+  } catch (...) {
+    return error_in_flight();
   }
 }
 

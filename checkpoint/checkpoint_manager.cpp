@@ -132,6 +132,7 @@ struct PendingCheckpoint::Impl {
   ChunkWriting writing;
   std::unique_ptr<Seal> seal;  // null: none
   Manifest manifest;
+  bool visible = false;  // or perhaps: the call that makes it so was begun
   bool committed = false;
 
   ~Impl() {
@@ -222,6 +223,15 @@ Result<std::string> PendingCheckpoint::commit() {
   return path;
 }
 
+Status PendingCheckpoint::withdraw() {
+  if (!impl_->visible) return ok();
+  return catching_no_memory([this]() -> Status {
+    const Status removed = remove_generation(*impl_->store, impl_->manifest.generation);
+    if (removed || removed.error().code != Code::kNotFound) return removed;
+    return impl_->store->sync();  // it is out of sight; is that durable?
+  });
+}
+
 Result<std::string> PendingCheckpoint::Impl::commit() {
   if (manifest.sections.empty()) return Error{.code = Code::kInternal, .what = "commit() before write_state()"};
   std::sort(manifest.ranks.begin(), manifest.ranks.end(),
@@ -243,6 +253,7 @@ Result<std::string> PendingCheckpoint::Impl::commit() {
   TORPOR_TRY(file->pwrite(std::as_bytes(std::span(bytes)), 0));
   TORPOR_TRY(file->sync());
   TORPOR_TRY(staging->sync());
+  visible = true;
   TORPOR_TRY(store->rename_new(staging_name, name));
   committed = true;
   if (Status synced = store->sync(); !synced) {

@@ -83,6 +83,9 @@ class PendingCheckpoint {
   // renames. Only after this returns without error is the checkpoint durable. Returns its path. Then retires older
   // ones; a failure of that is only logged.
   Result<std::string> commit();
+  // Takes a committed checkpoint away again, while nobody else can have relied on it: this object holds the lock of its
+  // directory. Nothing happens without commit(). After an error it may still be there.
+  Status withdraw();
 
   struct Impl;
   explicit PendingCheckpoint(std::unique_ptr<Impl> impl);

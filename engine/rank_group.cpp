@@ -1,9 +1,5 @@
 #include "engine/rank_group.h"
 
-#include <algorithm>
-
-#include "base/log.h"
-
 namespace torpor {
 
 Result<std::vector<RankReply>> RankGroup::send(const std::string& method, const RankOrder& order) {
@@ -11,6 +7,11 @@ Result<std::vector<RankReply>> RankGroup::send(const std::string& method, const 
   if (raw.empty()) return Error{.code = Code::kInternal, .what = "no worker rank answered", .origin = Origin::kEngine};
   std::vector<RankReply> replies;
   for (const Bytes& bytes : raw) {
+    if (bytes.empty()) {
+      return Error{.code = Code::kResourceExhausted,
+                   .what = "a worker rank had no memory for its answer",
+                   .next_step = "free some and try again"};
+    }
     TORPOR_ASSIGN(RankReply reply, decode_reply(bytes));
     replies.push_back(std::move(reply));
   }
@@ -25,17 +26,17 @@ Result<std::vector<RankReply>> RankGroup::call(const std::string& method, const 
   return replies;
 }
 
-std::vector<RankReply> RankGroup::undo(const std::string& method, const RankOrder& order) {
-  const Result<std::vector<RankReply>> replies = send(method, order);
-  if (!replies) {
-    log().error("undoing with {}: {}", method, replies.error().to_string());
-    return {};
-  }
-  for (const RankReply& reply : *replies) {
-    if (reply.error && reply.error->code != Code::kFailedPrecondition)
-      log().error("undoing with {}: {}", method, reply.error->to_string());
-  }
-  return *replies;
+Result<std::vector<RankReply>> RankGroup::undo(const std::string& method, const RankOrder& order) {
+  const auto attempt = [&]() -> Result<std::vector<RankReply>> {
+    TORPOR_ASSIGN(std::vector<RankReply> replies, send(method, order));
+    for (const RankReply& reply : replies) {
+      if (reply.error && reply.error->code != Code::kFailedPrecondition) return *reply.error;
+    }
+    return replies;
+  };
+  Result<std::vector<RankReply>> undone = catching(attempt);
+  if (!undone) undone = catching(attempt);
+  return undone;
 }
 
 uint64_t total_bytes(const std::vector<RankReply>& replies) {

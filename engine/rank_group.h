@@ -17,8 +17,9 @@ class RankGroup {
   // The replies of all ranks, by rank. If one failed: its error. Then other ranks may have carried the order out; the
   // caller sends the order that undoes it, which a rank that has nothing to undo refuses without harm: see undo().
   Result<std::vector<RankReply>> call(const std::string& method, const RankOrder& order);
-  // Sends an undoing order and ignores refusals of ranks in another state. Their replies, as far as there are any.
-  std::vector<RankReply> undo(const std::string& method, const RankOrder& order);
+  // Sends an undoing order. A rank in another state refuses it (kFailedPrecondition) and has nothing to undo; any other
+  // failure is tried once more, then it is the result's error.
+  Result<std::vector<RankReply>> undo(const std::string& method, const RankOrder& order);
 
  private:
   Result<std::vector<RankReply>> send(const std::string& method, const RankOrder& order);

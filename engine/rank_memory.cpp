@@ -154,14 +154,20 @@ void RankMemory::forget_clean(std::string_view tag) {
 }
 
 Bytes RankMemory::call(const std::string& method, const Bytes& order) {
-  const std::lock_guard lock(mutex_);
-  const Result<RankReply> reply = [&]() -> Result<RankReply> {
+  const auto carry_out = [&]() -> Result<Bytes> {
+    const std::lock_guard lock(mutex_);
     TORPOR_TRY(same_process());
     TORPOR_ASSIGN(const RankOrder decoded, decode_order(order));
-    return dispatch(method, decoded);
-  }();
-  if (reply) return encode_reply(*reply);
-  return encode_reply(RankReply{.error = reply.error().within(fmt::format("rank {}", options_.rank))});
+    TORPOR_ASSIGN(RankReply reply, dispatch(method, decoded));
+    fill(reply.ledger);
+    return encode_reply(reply);
+  };
+  Result<Bytes> answer = catching(carry_out);
+  if (answer) return std::move(*answer);
+  Result<Bytes> failure = catching([&]() -> Result<Bytes> {
+    return encode_reply(RankReply{.error = answer.error().within(fmt::format("rank {}", options_.rank))});
+  });
+  return failure ? std::move(*failure) : Bytes{};
 }
 
 Result<RankReply> RankMemory::dispatch(const std::string& method, const RankOrder& order) {
@@ -210,13 +216,16 @@ Result<RankReply> RankMemory::dispatch(const std::string& method, const RankOrde
                  .what = fmt::format("\"{}\" is not an order", method),
                  .next_step = "use the same version of torpor in all processes"};
   }
-  fill(reply.ledger);
   return reply;
 }
 
-void RankMemory::give_back_unused() {
-  executor_->release_staging();
-  arena_->trim(*options_.arena_keep_bytes);  // what backs up stays
+// What cannot be given back now is at the next operation.
+void RankMemory::give_back_unused() noexcept {
+  (void)catching([this]() -> Status {
+    executor_->release_staging();
+    arena_->trim(*options_.arena_keep_bytes);  // what backs up stays
+    return ok();
+  });
 }
 
 Result<std::vector<ChunkPlan>> RankMemory::plans_of(const std::string& tag, const std::vector<int32_t>& blocks) const {
@@ -260,7 +269,7 @@ Result<std::vector<ChunkPlan>> RankMemory::plans_for(const std::vector<SavedChun
 
 Status RankMemory::save(const RankOrder& order, RankReply& reply) {
   TORPOR_TRY(allocator_->begin_save(order.tags));
-  const Status saved = [&]() -> Status {
+  const Status saved = catching([&]() -> Status {
     if (!order.directory.empty()) return save_to_disk(order, reply);
     for (const std::string& tag : order.tags) {
       if (const auto found = backups_.find(tag);
@@ -269,7 +278,7 @@ Status RankMemory::save(const RankOrder& order, RankReply& reply) {
       backups_.erase(tag);
       TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_of(tag, order.blocks));
       Backup backup{.host = std::make_unique<HostTier>(*arena_)};
-      Result<std::vector<SavedChunk>> saved = mover_->save(plans, *backup.host);
+      Result<std::vector<SavedChunk>> saved = catching([&] { return mover_->save(plans, *backup.host); });
       if (!saved) {
         if (executor_->quarantined()) backup.host.release();  // a copy may still write there
         return saved.error();
@@ -279,7 +288,7 @@ Status RankMemory::save(const RankOrder& order, RankReply& reply) {
       backups_[tag] = std::move(backup);
     }
     return ok();
-  }();
+  });
   if (saved) return ok();
   for (const std::string& tag : order.tags) {
     if (const auto found = backups_.find(tag); found != backups_.end() && !found->second.clean) backups_.erase(found);
@@ -365,8 +374,15 @@ Status RankMemory::restore(const RankOrder& order, RankReply& reply) {
   return mapper.wait(regions.size());
 }
 
+// Repeated after an answer that was lost on the way: tags that are attached already stay so.
 Status RankMemory::finish(const RankOrder& order) {
-  TORPOR_TRY(allocator_->finish_restore(order.tags));
+  const std::map<std::string, RegionState> states = allocator_->states();
+  std::vector<std::string> unfinished;
+  for (const std::string& tag : order.tags) {
+    const auto state = states.find(tag);
+    if (state == states.end() || state->second != RegionState::kAttached) unfinished.push_back(tag);
+  }
+  if (!unfinished.empty()) TORPOR_TRY(allocator_->finish_restore(unfinished));
   for (const std::string& tag : order.tags) {
     const auto found = backups_.find(tag);
     if (found == backups_.end()) continue;

@@ -81,11 +81,12 @@ class RankMemory {
   //   attach          {tags}: fresh memory is taken
   //   restore         {tags}: it comes under the same addresses, and backup -> content, verified
   //   cancel_restore  {tags}: undoes attach and restore; backups stay
-  //   finish          {tags, keep_backup}: after a wake
+  //   finish          {tags, keep_backup}: after a wake; may be repeated
   //   digest          {tags}: of the content, or of the backup of a detached tag
   //   load_blocks     {directory, chunks}: KV blocks of a committed checkpoint -> attached memory, verified
   //   moved           {directory}: a checkpoint under construction was committed to this path
-  // Failures are in the reply.
+  // Failures, exceptions too, are in the reply; no bytes at all: there was not even memory for it. An order that failed
+  // may have been carried out all the same, when there was no memory to say so: send the one that undoes it.
   Bytes call(const std::string& method, const Bytes& order);
 
   // Sleep and wake of tags without a controller, for allocators below other programs. `tags` empty: all that are awake,
@@ -112,6 +113,9 @@ class RankMemory {
 
   RankMemory(std::unique_ptr<DeviceMemory> device, FileSystem& file_system, RankMemoryOptions options);
   Result<RankReply> dispatch(const std::string& method, const RankOrder& order);
+  Result<RankReply> carry_out(const char* method, const RankOrder& order);  // dispatch(); it throws nothing
+  Result<TagMove> sleep_tags(std::vector<std::string> tags, const std::vector<std::string>& keep, CleanCheck clean);
+  Result<TagMove> wake_tags(std::vector<std::string> tags);
   Status save(const RankOrder& order, RankReply& reply);
   Status save_to_disk(const RankOrder& order, RankReply& reply);
   Status restore(const RankOrder& order, RankReply& reply);
@@ -126,7 +130,7 @@ class RankMemory {
   Status same_process() const;
   Result<std::vector<std::string>> select(std::vector<std::string> tags, RegionState wanted) const;
   Status drop_unclean(const std::vector<std::string>& tags);
-  void give_back_unused();
+  void give_back_unused() noexcept;
 
   const RankMemoryOptions options_;
   FileSystem& file_system_;

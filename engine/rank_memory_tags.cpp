@@ -14,14 +14,16 @@ namespace {
 // Seconds of one phase after the other.
 class Phases {
  public:
-  explicit Phases(TagMove& move) : move_(move) {}
-  void done(std::string phase) {
+  explicit Phases(TagMove& move) : move_(move) { move_.seconds.reserve(kMost); }
+  // Takes no memory: there is room for all of them, and their names are short.
+  void done(const char* phase) {
     const auto now = std::chrono::steady_clock::now();
-    move_.seconds.emplace_back(std::move(phase), std::chrono::duration<double>(now - began_).count());
+    move_.seconds.emplace_back(phase, std::chrono::duration<double>(now - began_).count());
     began_ = now;
   }
 
  private:
+  static constexpr size_t kMost = 3;
   TagMove& move_;
   std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
 };
@@ -81,8 +83,17 @@ Status RankMemory::drop_unclean(const std::vector<std::string>& tags) {
   return ok();
 }
 
+Result<RankReply> RankMemory::carry_out(const char* method, const RankOrder& order) {
+  return catching([&] { return dispatch(method, order); });
+}
+
 Result<TagMove> RankMemory::sleep(std::vector<std::string> wanted, const std::vector<std::string>& keep,
                                   CleanCheck clean) {
+  return catching([&] { return sleep_tags(std::move(wanted), keep, clean); });
+}
+
+Result<TagMove> RankMemory::sleep_tags(std::vector<std::string> wanted, const std::vector<std::string>& keep,
+                                       CleanCheck clean) {
   TORPOR_TRY(same_process());
   const std::lock_guard lock(mutex_);
   TORPOR_TRY(executor_->usable());
@@ -92,61 +103,73 @@ Result<TagMove> RankMemory::sleep(std::vector<std::string> wanted, const std::ve
                [&](const std::string& tag) { return has_tag(keep, tag); });
   TagMove move;
   Phases phases(move);
+  uint64_t content = 0;
+  for (const RegionInfo& region : allocator_->regions()) {
+    if (has_tag(tags, region.tag)) content += region.size_bytes;
+  }
   if (clean == CleanCheck::kDigest) {
     TORPOR_TRY(device_->synchronize());
     TORPOR_TRY(drop_unclean(kept));
     phases.done("check");
   }
+  const RankOrder saving{.tags = kept};
+  const RankOrder leaving{.tags = tags};
   if (!kept.empty()) {
-    TORPOR_ASSIGN(const RankReply saved, dispatch("save", {.tags = kept}));
+    TORPOR_ASSIGN(const RankReply saved, carry_out("save", saving));
     move.copied_bytes = saved.bytes;
     phases.done("save");
   }
-  // What was kept of the others is of no use: they come back without content.
+  // From here on nothing but the orders themselves can fail. What was kept of the others is of no use: they come back
+  // without content.
   std::map<std::string, Backup, std::less<>> dropped;
   for (const std::string& tag : tags) {
     if (!has_tag(kept, tag)) dropped.insert(backups_.extract(tag));
   }
-  const Result<RankReply> detached = dispatch("detach", {.tags = tags});
+  const Result<RankReply> detached = carry_out("detach", leaving);
   if (!detached) {
     backups_.merge(dropped);
-    if (!kept.empty() && !detached.error().state_changed) (void)dispatch("cancel_save", {.tags = kept});
+    if (!kept.empty() && !detached.error().state_changed) (void)carry_out("cancel_save", saving);
     return detached.error();
   }
   phases.done("detach");
   move.physical_bytes = detached->bytes;
-  uint64_t content = 0;
-  for (const RegionInfo& region : allocator_->regions()) {
-    if (has_tag(tags, region.tag)) content += region.size_bytes;
-  }
   uint64_t backed_up = 0;
-  for (const std::string& tag : kept) backed_up += bytes_of(backups_[tag].chunks);
+  for (const std::string& tag : kept) {
+    if (const auto backup = backups_.find(tag); backup != backups_.end()) backed_up += bytes_of(backup->second.chunks);
+  }
   move.clean_bytes = backed_up - move.copied_bytes;
   move.dropped_bytes = content - backed_up;
   return move;
 }
 
 Result<TagMove> RankMemory::wake(std::vector<std::string> wanted) {
+  return catching([&] { return wake_tags(std::move(wanted)); });
+}
+
+Result<TagMove> RankMemory::wake_tags(std::vector<std::string> wanted) {
   TORPOR_TRY(same_process());
   const std::lock_guard lock(mutex_);
   TORPOR_ASSIGN(const std::vector<std::string> tags, select(std::move(wanted), RegionState::kDetached));
   TagMove move;
   Phases phases(move);
-  TORPOR_TRY(dispatch("attach", {.tags = tags}));
-  phases.done("attach");
-  const Result<RankReply> restored = dispatch("restore", {.tags = tags});
-  if (!restored) {
-    (void)dispatch("cancel_restore", {.tags = tags});
-    return restored.error();
-  }
-  phases.done("restore");
-  TORPOR_TRY(dispatch("finish", {.tags = tags, .keep_backup = true}));
-  phases.done("finish");
-  move.copied_bytes = restored->bytes;
   for (const RegionInfo& region : allocator_->regions()) {
     if (!has_tag(tags, region.tag)) continue;
     move.physical_bytes += region.reserved_bytes;
     move.dropped_bytes += region.size_bytes;
+  }
+  const RankOrder order{.tags = tags, .keep_backup = true};
+  TORPOR_TRY(carry_out("attach", order));
+  phases.done("attach");
+  Result<RankReply> restored = carry_out("restore", order);
+  phases.done("restore");
+  if (restored) {
+    move.copied_bytes = restored->bytes;
+    restored = carry_out("finish", order);
+    phases.done("finish");
+  }
+  if (!restored) {
+    (void)carry_out("cancel_restore", order);
+    return restored.error();
   }
   move.dropped_bytes -= move.copied_bytes;
   return move;

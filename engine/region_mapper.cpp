@@ -1,16 +1,14 @@
 #include "engine/region_mapper.h"
 
-#include <system_error>
-
 namespace torpor {
 
 RegionMapper::RegionMapper(SleepAllocator& allocator, std::vector<DeviceAddress> regions)
     : allocator_(allocator), regions_(std::move(regions)) {
-  try {
+  const Status started = catching([this]() -> Status {
     thread_ = std::thread([this] { run(); });
-  } catch (const std::system_error&) {
-    run();  // no thread to be had
-  }
+    return ok();
+  });
+  if (!started) run();  // no thread to be had
 }
 
 RegionMapper::~RegionMapper() {

@@ -16,46 +16,56 @@ SleepController::SleepController(EngineHooks& hooks, FileSystem& file_system, co
       clock_(clock),
       options_(std::move(options)),
       sink_(sink),
-      ranks_(hooks) {
-  public_.engine = "awake";
-}
+      ranks_(hooks_) {}
 
-void SleepController::set_state(State state) {
+void SleepController::set_state(State state) noexcept {
   const std::lock_guard lock(state_mutex_);
   state_ = state;
-  switch (state) {
-    case State::kAwake: public_.engine = "awake"; break;
-    case State::kFallingAsleep: public_.engine = "falling asleep"; break;
-    case State::kAsleep: public_.engine = "asleep"; break;
-    case State::kWaking: public_.engine = "waking"; break;
-    case State::kLost: public_.engine = "lost"; break;
-  }
 }
 
-bool SleepController::lost() const {
+bool SleepController::lost() const noexcept {
   const std::lock_guard lock(state_mutex_);
   return state_ == State::kLost;
 }
 
-void SleepController::lose(const Error& error) {
-  log().critical("the engine is lost: {}", error.to_string());
+void SleepController::lose(const Error& error) noexcept {
   set_state(State::kLost);
+  (void)catching([&]() -> Status {
+    log().critical("the engine is lost: {}", error.to_string());
+    return ok();
+  });
 }
 
-void SleepController::remember(const std::vector<RankReply>& replies) {
+// Takes no memory but for tags that were not known, so that what is recorded of the known ones is always right.
+void SleepController::remember(const std::vector<RankReply>& replies) noexcept {
   const std::lock_guard lock(state_mutex_);
-  public_.tags.clear();
-  for (const RankReply& reply : replies) {
-    for (const auto& [tag, entry] : reply.ledger.tags) {
-      const auto [known, fresh] = public_.tags.try_emplace(tag, entry.state);
-      if (!fresh && known->second != entry.state) known->second = entry.state == "broken" ? "broken" : known->second;
+  std::erase_if(public_.tags, [&](const auto& known) {
+    return std::none_of(replies.begin(), replies.end(),
+                        [&](const RankReply& reply) { return reply.ledger.tags.contains(known.first); });
+  });
+  for (auto& [tag, state] : public_.tags) state.clear();
+  (void)catching([&]() -> Status {
+    for (const RankReply& reply : replies) {
+      for (const auto& [tag, entry] : reply.ledger.tags) {
+        std::string& state = public_.tags[tag];
+        if (state.empty() || entry.state == "broken") state = entry.state;  // short: kept without memory of its own
+      }
     }
-  }
+    return ok();
+  });
 }
 
 ControllerState SleepController::state() const {
   const std::lock_guard lock(state_mutex_);
-  return public_;
+  ControllerState state = public_;
+  switch (state_) {
+    case State::kAwake: state.engine = "awake"; break;
+    case State::kFallingAsleep: state.engine = "falling asleep"; break;
+    case State::kAsleep: state.engine = "asleep"; break;
+    case State::kWaking: state.engine = "waking"; break;
+    case State::kLost: state.engine = "lost"; break;
+  }
+  return state;
 }
 
 bool SleepController::is_sleeping() const {
@@ -130,6 +140,10 @@ Result<std::unique_ptr<CheckpointManager>> SleepController::manager(const std::s
 }
 
 Result<Fingerprint> SleepController::fingerprint() {
+  return catching([this] { return fingerprint_now(); });
+}
+
+Result<Fingerprint> SleepController::fingerprint_now() {
   TORPOR_ASSIGN(Fingerprint fields, hooks_.fingerprint());
   TORPOR_ASSIGN(const std::vector<RankReply> described, ranks_.call("describe", {}));
   fields["ranks"] = std::to_string(described.size());
@@ -143,6 +157,10 @@ Result<Fingerprint> SleepController::fingerprint() {
 }
 
 Result<SleepPlan> SleepController::plan_sleep(const SleepOptions& options) {
+  return catching([&] { return plan_sleep_now(options); });
+}
+
+Result<SleepPlan> SleepController::plan_sleep_now(const SleepOptions& options) {
   const std::unique_lock busy(operation_mutex_, std::try_to_lock);
   if (!busy.owns_lock()) {
     return Error{.code = Code::kUnavailable,
@@ -183,9 +201,11 @@ Result<SleepPlan> SleepController::plan_sleep(const SleepOptions& options) {
 }
 
 Result<std::vector<RankLedger>> SleepController::ledgers() {
-  TORPOR_ASSIGN(const std::vector<RankReply> described, ranks_.call("describe", {}));
-  remember(described);
-  return ledgers_of(described);
+  return catching([this]() -> Result<std::vector<RankLedger>> {
+    TORPOR_ASSIGN(const std::vector<RankReply> described, ranks_.call("describe", {}));
+    remember(described);
+    return ledgers_of(described);
+  });
 }
 
 }  // namespace torpor

@@ -2,7 +2,8 @@
 //
 // It lives where the scheduler lives, asks the engine through EngineHooks, and orders the memory of all worker ranks.
 // States: awake -> falling asleep -> asleep -> waking -> awake; lost after a failure that cannot be undone.
-// A failed call undoes exactly its own steps, in reverse; docs/semantics.md has every case.
+// A failed call undoes exactly its own steps, in reverse; docs/semantics.md has every case. Nothing is thrown: whatever
+// a hook throws, and want of memory or of threads anywhere, is an error like any other.
 //
 // Threads: one operation at a time, a second one is kUnavailable at once; state() and is_sleeping() at any time.
 #pragma once
@@ -21,13 +22,13 @@
 #include "base/file_system.h"
 #include "checkpoint/checkpoint_manager.h"
 #include "engine/engine_hooks.h"
+#include "engine/guarded_hooks.h"
+#include "engine/operation.h"
 #include "engine/rank_group.h"
 #include "engine/sleep_report.h"
 #include "engine/tags.h"
 
 namespace torpor {
-
-class Operation;
 
 struct SleepControllerOptions {
   std::string directory;                    // of checkpoints; empty: sleeping to disk is refused
@@ -35,7 +36,7 @@ struct SleepControllerOptions {
   CheckpointManagerOptions checkpoints;     // the clock is the controller's; ranks have the key from their own options
 };
 
-class SleepController {
+class SleepController final : private Operation::Owner {
  public:
   // All references outlive the controller. `sink` may be null.
   SleepController(EngineHooks& hooks, FileSystem& file_system, const Clock& clock, SleepControllerOptions options,
@@ -48,7 +49,8 @@ class SleepController {
   Result<SleepReport> checkpoint(const Value& outputs);
   // All that must be equal for tokens to be equal, the weights' digest included.
   Result<Fingerprint> fingerprint();
-  // After wake_up with `hold`: lets the engine run, or throws away what was restored.
+  // After wake_up with `hold`: lets the engine run, or throws away what was restored. Only when it runs does the
+  // checkpoint count as woken from.
   Status end_hold(bool keep);
   Result<SleepPlan> plan_sleep(const SleepOptions& options);
   Result<std::vector<RankLedger>> ledgers();
@@ -59,31 +61,48 @@ class SleepController {
   enum class State : uint8_t { kAwake, kFallingAsleep, kAsleep, kWaking, kLost };
   struct FallingAsleep;
 
+  struct RestoredFrom {  // a checkpoint that is marked as woken from once the engine runs
+    std::string directory;
+    uint64_t generation = 0;
+  };
+
   // sleep(), in this order (sleep_controller_sleep.cpp).
-  Result<SleepReport> fall_asleep(const SleepOptions& options, Operation& operation);
+  Status fall_asleep(FallingAsleep& sleep);
   Status admit(FallingAsleep& sleep);
   Status quiesce(FallingAsleep& sleep);
   Status prepare(FallingAsleep& sleep);
   void discard(FallingAsleep& sleep, const Error& why);
   Status save(FallingAsleep& sleep);
   Status prove(FallingAsleep& sleep);
+  Status drop(FallingAsleep& sleep);
   Status detach(FallingAsleep& sleep);
   Status undo_detach(const std::vector<std::string>& tags);
-  void undo_restore(const std::vector<std::string>& tags);
+  Error undone(FallingAsleep& sleep, std::string_view call, Error error) noexcept;
+  Result<SleepReport> sleep_now(const SleepOptions& options);
+  Result<SleepReport> checkpoint_now(const Value& outputs);
 
   // wake_up() (sleep_controller_wake.cpp).
+  Result<SleepReport> wake_now(const WakeOptions& options);
   Result<SleepReport> wake_same_process(const WakeOptions& options, Operation& operation);
   Result<SleepReport> wake_from_checkpoint(const WakeOptions& options, Operation& operation);
+  Status restore(const WakeOptions& options, Operation& operation, SleepReport& report);
+  Status finish(const std::vector<std::string>& tags, bool keep_backup, std::vector<RankLedger>& ledgers);
+  Status undo_restore(const std::vector<std::string>& tags);
+  void mark_woken(const RestoredFrom& from) noexcept;
+  Status end_hold_now(bool keep);
+
+  Result<Fingerprint> fingerprint_now();
+  Result<SleepPlan> plan_sleep_now(const SleepOptions& options);
   Status check(const SleepOptions& options) const;
   Result<std::vector<std::string>> select_tags(const std::vector<std::string>& wanted, const RankLedger& ledger) const;
   Status may_begin() const;
   Result<std::unique_ptr<CheckpointManager>> manager(const std::string& directory) const;
-  void set_state(State state);
-  void remember(const std::vector<RankReply>& replies);
-  void lose(const Error& error);
-  bool lost() const;
+  void set_state(State state) noexcept;
+  void remember(const std::vector<RankReply>& replies) noexcept;
+  void lose(const Error& error) noexcept override;
+  bool lost() const noexcept override;
 
-  EngineHooks& hooks_;
+  GuardedHooks hooks_;
   FileSystem& file_system_;
   const Clock& clock_;
   const SleepControllerOptions options_;
@@ -96,6 +115,7 @@ class SleepController {
   std::vector<WorkerSnapshot> workers_;
   bool preserved_ = false;
   bool held_ = false;
+  std::optional<RestoredFrom> restored_from_;  // what this sleep, or this wake on hold, is of; none: no checkpoint
   bool derived_released_ = false;
 
   mutable std::mutex state_mutex_;  // guards all below; never held while calling out

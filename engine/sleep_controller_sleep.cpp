@@ -7,7 +7,6 @@
 #include <fmt/ranges.h>
 
 #include "base/log.h"
-#include "engine/operation.h"
 
 namespace torpor {
 namespace {
@@ -35,10 +34,14 @@ SchedulerCheckpoint without_requests(SchedulerCheckpoint state) {
 
 }  // namespace
 
-// A sleep in progress: what was asked, what was found out, what is under way.
+// A sleep or checkpoint in progress: what was asked, what was found out, what is under way.
 struct SleepController::FallingAsleep {
+  FallingAsleep(SleepController& controller, std::string_view name, const SleepOptions& asked)
+      : options(asked),
+        preserved(asked.preserve_state),
+        operation(name, controller.clock_, controller.sink_, controller) {}
+
   const SleepOptions& options;
-  Operation& operation;
   SleepReport report{};
   std::vector<RankReply> described{};
   std::vector<std::string> tags{};  // that lose their memory
@@ -46,11 +49,36 @@ struct SleepController::FallingAsleep {
   bool preserved = false;           // the requests' state is kept; false after it was discarded
   EngineCheckpoint captured{};
   LiveBlocks live{};
-  std::shared_ptr<CheckpointManager> checkpoints{};  // shared with the step that undoes the commit
-  std::optional<PendingCheckpoint> pending{};
+  std::unique_ptr<CheckpointManager> checkpoints{};
+  std::optional<PendingCheckpoint> pending{};  // kept to the end: with its lock a commit can be taken back
+  bool checkpoint_stays = false;               // it was committed, and not taken back
+  Operation operation;                         // last: its undo needs all of the above
 };
 
+// Undoes a failed sleep or checkpoint; the error says what of it stays all the same.
+Error SleepController::undone(FallingAsleep& sleep, std::string_view call, Error error) noexcept {
+  sleep.operation.undo();
+  if (!lost()) set_state(State::kAwake);
+  const std::string_view irreversible = sleep.operation.irreversible();
+  error.state_changed = lost() || sleep.checkpoint_stays || !irreversible.empty();
+  (void)catching([&]() -> Status {
+    std::string what = fmt::format("{}: {}", call, error.what);
+    if (!irreversible.empty()) what += fmt::format("; {}", irreversible);
+    if (sleep.checkpoint_stays) {
+      what += sleep.report.checkpoint.empty() ? "; a checkpoint may be left behind"
+                                              : fmt::format("; its checkpoint is {}", sleep.report.checkpoint);
+    }
+    error.what = std::move(what);
+    return ok();
+  });
+  return error;
+}
+
 Result<SleepReport> SleepController::sleep(const SleepOptions& options) {
+  return catching([&] { return sleep_now(options); });
+}
+
+Result<SleepReport> SleepController::sleep_now(const SleepOptions& options) {
   const std::unique_lock busy(operation_mutex_, std::try_to_lock);
   if (!busy.owns_lock()) {
     return Error{.code = Code::kUnavailable,
@@ -66,25 +94,18 @@ Result<SleepReport> SleepController::sleep(const SleepOptions& options) {
     report.level = state().level;
     return report;
   }
-  Operation operation("sleep", clock_, sink_, [this] { return lost(); });
+  FallingAsleep sleep(*this, "sleep", options);
   set_state(State::kFallingAsleep);
-  Result<SleepReport> report = fall_asleep(options, operation);
-  if (!report) {
-    operation.undo();
-    if (!lost()) set_state(State::kAwake);
-    Error error = std::move(report).error();
-    error.state_changed = lost();
-    return error.within("sleep");
-  }
-  operation.keep();
-  operation.fill(*report);
-  return report;
+  if (Status asleep = catching([&] { return fall_asleep(sleep); }); !asleep)
+    return undone(sleep, "sleep", std::move(asleep).error());
+  return std::move(sleep.report);
 }
 
-Result<SleepReport> SleepController::fall_asleep(const SleepOptions& options, Operation& operation) {
-  FallingAsleep sleep{.options = options, .operation = operation, .preserved = options.preserve_state};
-  sleep.report.level = options.level;
-  sleep.report.to = options.to_disk ? "disk" : "host";
+Status SleepController::fall_asleep(FallingAsleep& sleep) {
+  const SleepOptions& options = sleep.options;
+  SleepReport& report = sleep.report;
+  report.level = options.level;
+  report.to = options.to_disk ? "disk" : "host";
   TORPOR_TRY(admit(sleep));
   TORPOR_TRY(quiesce(sleep));
   if (options.level > 0) {
@@ -94,24 +115,34 @@ Result<SleepReport> SleepController::fall_asleep(const SleepOptions& options, Op
     }
     TORPOR_TRY(save(sleep));
     TORPOR_TRY(prove(sleep));
-    // Requests are dropped last, when nothing but the release of memory is left to fail.
-    if (!sleep.preserved) TORPOR_TRY(hooks_.drop_requests(options.in_flight == "freeze" ? "abort" : options.in_flight));
-    TORPOR_TRY(detach(sleep));
   }
-  sleep.report.changed = true;
-  sleep.report.preserve_state = sleep.preserved;
+  std::string checkpoint = report.checkpoint;
+  std::optional<RestoredFrom> from;
+  if (sleep.pending) from = {.directory = options_.directory, .generation = sleep.pending->generation()};
+  if (options.level > 0) TORPOR_TRY(detach(sleep));
+  // From here on nothing fails: the memory is gone.
+  sleep.operation.keep();
+  report.changed = true;
+  report.preserve_state = sleep.preserved;
   preserved_ = sleep.preserved;
   derived_released_ = options.level > 0;
-  sleeping_tags_ = options.level > 0 ? sleep.tags : std::vector<std::string>{};
+  sleeping_tags_.clear();
+  if (options.level > 0) sleeping_tags_ = std::move(sleep.tags);
   workers_ = std::move(sleep.captured.state.workers);
-  set_state(State::kAsleep);
+  restored_from_ = std::move(from);
+  sleep.operation.fill(report);
   const std::lock_guard lock(state_mutex_);
+  state_ = State::kAsleep;
   public_.level = options.level;
-  public_.checkpoint = sleep.report.checkpoint;
-  return std::move(sleep.report);
+  public_.checkpoint = std::move(checkpoint);
+  return ok();
 }
 
 Result<SleepReport> SleepController::checkpoint(const Value& outputs) {
+  return catching([&] { return checkpoint_now(outputs); });
+}
+
+Result<SleepReport> SleepController::checkpoint_now(const Value& outputs) {
   const std::unique_lock busy(operation_mutex_, std::try_to_lock);
   if (!busy.owns_lock()) {
     return Error{.code = Code::kUnavailable,
@@ -125,43 +156,39 @@ Result<SleepReport> SleepController::checkpoint(const Value& outputs) {
     return Error{.code = Code::kFailedPrecondition,
                  .what = "the engine is asleep",
                  .next_step = "wake it first, or let it sleep to disk"};
-  Operation operation("checkpoint", clock_, sink_, [this] { return lost(); });
+  FallingAsleep sleep(*this, "checkpoint", options);
+  SleepReport& report = sleep.report;
   set_state(State::kFallingAsleep);
-  FallingAsleep sleep{.options = options, .operation = operation, .preserved = true};
-  sleep.report.to = "disk";
-  sleep.report.preserve_state = true;
-  const Status written = [&]() -> Status {
+  Status written = catching([&]() -> Status {
+    report.to = "disk";
+    report.preserve_state = true;
     TORPOR_TRY(admit(sleep));
     TORPOR_TRY(quiesce(sleep));
     TORPOR_TRY(prepare(sleep));
     TORPOR_TRY(save(sleep));
-    return prove(sleep);
-  }();
-  if (!written) {
-    operation.undo();
-    if (!lost()) set_state(State::kAwake);
-    Error error = written.error();
-    error.state_changed = lost();
-    return error.within("checkpoint");
-  }
-  operation.keep();
-  ranks_.undo("cancel_save", {.tags = sleep.save.tags});  // the memory was only read
-  sleep.report.kept_blocks = static_cast<int64_t>(sleep.live.kept.size());
-  sleep.report.changed = true;
-  sleep.report.fully_awake = true;
-  if (const Status resumed = hooks_.resume(); !resumed) {
+    TORPOR_TRY(prove(sleep));
+    TORPOR_TRY(ranks_.undo("cancel_save", {.tags = sleep.save.tags}));  // the memory was only read
+    return ok();
+  });
+  if (!written) return undone(sleep, "checkpoint", std::move(written).error());
+  sleep.operation.keep();
+  if (Status resumed = hooks_.resume(); !resumed) {
     lose(resumed.error());
-    return resumed.error();
+    return undone(sleep, "checkpoint", std::move(resumed).error());
   }
   set_state(State::kAwake);
-  operation.fill(sleep.report);
-  return std::move(sleep.report);
+  report.kept_blocks = static_cast<int64_t>(sleep.live.kept.size());
+  report.changed = true;
+  report.fully_awake = true;
+  sleep.operation.fill(report);
+  return std::move(report);
 }
 
 // Refuses what cannot be done, before anything is touched.
 Status SleepController::admit(FallingAsleep& sleep) {
   const SleepOptions& options = sleep.options;
   TORPOR_ASSIGN(sleep.described, ranks_.call("describe", {}));
+  remember(sleep.described);
   TORPOR_ASSIGN(sleep.tags, select_tags(options.tags, sleep.described.front().ledger));
   if (options.preserve_state && options.to_disk && !has_tag(sleep.tags, kKvCacheTag)) {
     return Error{.code = Code::kInvalidArgument,
@@ -185,10 +212,8 @@ Status SleepController::admit(FallingAsleep& sleep) {
 
 Status SleepController::quiesce(FallingAsleep& sleep) {
   sleep.operation.begin("quiesce");
+  sleep.operation.undo_with([this] { return hooks_.resume(); });
   TORPOR_TRY(hooks_.quiesce(sleep.options.timeout_seconds));
-  sleep.operation.undo_with([this] {
-    if (const Status resumed = hooks_.resume(); !resumed) lose(resumed.error());
-  });
   TORPOR_ASSIGN(sleep.report.requests, hooks_.unfinished_requests());
   sleep.operation.end("quiesce");
   return ok();
@@ -245,16 +270,18 @@ void SleepController::discard(FallingAsleep& sleep, const Error& why) {
 // Copies what is kept to the arena or into the checkpoint under construction.
 Status SleepController::save(FallingAsleep& sleep) {
   sleep.operation.begin("save");
-  Result<std::vector<RankReply>> saved = ranks_.call("save", sleep.save);
-  sleep.operation.undo_with([this, tags = sleep.save.tags] { ranks_.undo("cancel_save", {.tags = tags}); });
-  if (!saved) return saved.error();
-  for (const RankReply& reply : *saved) {
+  sleep.operation.undo_with([this, &sleep]() -> Status {
+    TORPOR_TRY(ranks_.undo("cancel_save", {.tags = sleep.save.tags}));
+    return ok();
+  });
+  TORPOR_ASSIGN(const std::vector<RankReply> saved, ranks_.call("save", sleep.save));
+  for (const RankReply& reply : saved) {
     if (!sleep.pending) break;
     for (const SavedChunk& chunk : reply.chunks.chunks)
       sleep.report.checkpoint_parts[chunk.key.tag] += chunk.stored_bytes;
     sleep.pending->add_rank(reply.chunks);
   }
-  sleep.report.saved_bytes = total_bytes(*saved);
+  sleep.report.saved_bytes = total_bytes(saved);
   sleep.operation.end("save", sleep.report.saved_bytes);
   return ok();
 }
@@ -264,53 +291,58 @@ Status SleepController::prove(FallingAsleep& sleep) {
   sleep.operation.begin("prove");
   if (sleep.pending) {
     SleepReport& report = sleep.report;
+    sleep.operation.undo_with([&sleep]() -> Status {
+      if (sleep.pending->withdraw() || sleep.pending->withdraw()) sleep.checkpoint_stays = false;
+      return ok();  // else the error says that it is there
+    });
+    sleep.checkpoint_stays = true;
     TORPOR_ASSIGN(report.checkpoint, sleep.pending->commit());
     TORPOR_ASSIGN(const Checkpoint committed,
                   open_checkpoint(file_system_, report.checkpoint, options_.checkpoints.key));
     report.checkpoint_bytes = committed.manifest().total_bytes();
     for (const SectionInfo& section : committed.manifest().sections)
       report.checkpoint_parts[section.name] = section.stored_bytes;
-    sleep.pending.reset();  // gives the lock back
-    sleep.operation.undo_with([checkpoints = sleep.checkpoints, generation = committed.manifest().generation] {
-      if (const Status removed = checkpoints->remove(generation); !removed)
-        log().error("{}", removed.error().to_string());
-    });
     TORPOR_TRY(ranks_.call("moved", {.directory = report.checkpoint}));
   }
   sleep.operation.end("prove");
   return ok();
 }
 
+// What goes with the memory. Last of all that can fail but the release itself: requests that were ended stay so.
+Status SleepController::drop(FallingAsleep& sleep) {
+  if (!sleep.preserved) {
+    const std::string& in_flight = sleep.options.in_flight;
+    const bool recompute = in_flight == "recompute";
+    if (sleep.report.requests > 0)
+      sleep.operation.irreversible(recompute ? "its requests are computed again" : "its requests were ended");
+    return hooks_.drop_requests(recompute ? "recompute" : "abort");
+  }
+  // Hashes of bytes that are not kept must not be hit after the wake.
+  return sleep.live.dropped.empty() ? ok() : hooks_.drop_prefix(sleep.live.dropped);
+}
+
 Status SleepController::detach(FallingAsleep& sleep) {
   sleep.operation.begin("detach");
-  TORPOR_TRY(hooks_.release_derived());
-  sleep.operation.undo_with([this] {
-    if (const Status rebuilt = hooks_.rebuild_derived(); !rebuilt) lose(rebuilt.error());
-  });
-  Result<std::vector<RankReply>> detached = ranks_.call("detach", {.tags = sleep.tags});
-  if (!detached) {
-    if (const Status undone = undo_detach(sleep.tags); !undone) lose(undone.error());
-    return detached.error();
-  }
   SleepReport& report = sleep.report;
-  report.freed_bytes = total_bytes(*detached);
-  report.ledgers = ledgers_of(*detached);
-  remember(*detached);
-  sleep.operation.end("detach", report.freed_bytes);
-
+  sleep.operation.undo_with([this] { return hooks_.rebuild_derived(); });
+  TORPOR_TRY(hooks_.release_derived());
+  TORPOR_TRY(drop(sleep));
   report.dropped_blocks = static_cast<int64_t>(sleep.live.dropped.size());
-  if (!sleep.preserved) return ok();
-  report.kept_blocks = static_cast<int64_t>(sleep.live.kept.size());
-  if (sleep.live.dropped.empty()) return ok();
-  const Status dropped = hooks_.drop_prefix(sleep.live.dropped);
-  if (!dropped) lose(dropped.error());  // the memory is gone: hashes of bytes that no longer exist would be hit
-  return dropped;
+  if (sleep.preserved) report.kept_blocks = static_cast<int64_t>(sleep.live.kept.size());
+
+  sleep.operation.undo_with([this, &sleep] { return undo_detach(sleep.tags); });
+  TORPOR_ASSIGN(const std::vector<RankReply> detached, ranks_.call("detach", {.tags = sleep.tags}));
+  report.freed_bytes = total_bytes(detached);
+  report.ledgers = ledgers_of(detached);
+  remember(detached);
+  sleep.operation.end("detach", report.freed_bytes);
+  return ok();
 }
 
 // After a detach that failed on some rank: bring the others back from their backups.
 Status SleepController::undo_detach(const std::vector<std::string>& tags) {
-  ranks_.undo("attach", {.tags = tags});
-  const std::vector<RankReply> restored = ranks_.undo("restore", {.tags = tags});
+  TORPOR_TRY(ranks_.undo("attach", {.tags = tags}));
+  TORPOR_ASSIGN(const std::vector<RankReply> restored, ranks_.undo("restore", {.tags = tags}));
   for (const RankReply& reply : restored) {
     if (!reply.error && has_tag(reply.without_content, kWeightsTag)) {
       return Error{.code = Code::kDevice,
@@ -319,13 +351,12 @@ Status SleepController::undo_detach(const std::vector<std::string>& tags) {
                    .origin = Origin::kDevice};
     }
   }
-  ranks_.undo("finish", {.tags = tags});
-  ranks_.undo("cancel_save", {.tags = tags});
+  TORPOR_TRY(ranks_.undo("finish", {.tags = tags}));
   TORPOR_ASSIGN(const std::vector<RankReply> described, ranks_.call("describe", {}));
   remember(described);
   for (const RankReply& reply : described) {
     for (const auto& [tag, entry] : reply.ledger.tags) {
-      if (entry.state != "attached" && entry.state != "saving") {
+      if (has_tag(tags, tag) && entry.state != "attached" && entry.state != "saving") {
         return Error{.code = Code::kDevice,
                      .what = fmt::format("the tag {} is {}", tag, entry.state),
                      .next_step = "start a new engine and wake it from its last checkpoint",

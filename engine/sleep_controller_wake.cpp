@@ -8,11 +8,14 @@
 
 #include "base/log.h"
 #include "checkpoint/store_names.h"
-#include "engine/operation.h"
 
 namespace torpor {
 
 Result<SleepReport> SleepController::wake_up(const WakeOptions& options) {
+  return catching([&] { return wake_now(options); });
+}
+
+Result<SleepReport> SleepController::wake_now(const WakeOptions& options) {
   const std::unique_lock busy(operation_mutex_, std::try_to_lock);
   if (!busy.owns_lock()) {
     return Error{.code = Code::kUnavailable,
@@ -42,20 +45,32 @@ Result<SleepReport> SleepController::wake_up(const WakeOptions& options) {
                  .what = "this engine is asleep with a state of its own",
                  .next_step = "wake it without from_checkpoint, or wake the checkpoint in a new engine"};
   }
-  Operation operation("wake", clock_, sink_, [this] { return lost(); });
-  set_state(State::kWaking);
-  Result<SleepReport> report =
-      before == State::kAsleep ? wake_same_process(options, operation) : wake_from_checkpoint(options, operation);
-  if (!report) {
-    operation.undo();
-    if (!lost()) set_state(before);
-    Error error = std::move(report).error();
-    error.state_changed = lost();
-    return error.within("wake");
+  if (held_) {
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = "a restored checkpoint waits for its front end",
+                 .next_step = "end the wake first"};
   }
-  operation.keep();
-  operation.fill(*report);
-  return report;
+  Operation operation("wake", clock_, sink_, *this);
+  set_state(State::kWaking);
+  Result<SleepReport> report = catching([&] {
+    return before == State::kAsleep ? wake_same_process(options, operation) : wake_from_checkpoint(options, operation);
+  });
+  if (report) {
+    operation.fill(*report);
+    return report;
+  }
+  operation.undo();
+  if (!lost()) set_state(before);
+  Error error = std::move(report).error();
+  const std::string_view irreversible = operation.irreversible();
+  error.state_changed = lost() || !irreversible.empty();
+  (void)catching([&]() -> Status {
+    std::string what = fmt::format("wake: {}", error.what);
+    if (!irreversible.empty()) what += fmt::format("; {}", irreversible);
+    error.what = std::move(what);
+    return ok();
+  });
+  return error;
 }
 
 Result<SleepReport> SleepController::wake_same_process(const WakeOptions& options, Operation& operation) {
@@ -68,13 +83,13 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
                  .next_step = fmt::format("use some of: {}", fmt::join(tags, ", "))};
   }
   if (!options.tags.empty()) std::erase_if(tags, [&](const std::string& tag) { return !has_tag(options.tags, tag); });
-  const bool last = tags.size() == sleeping_tags_.size();
+  std::vector<std::string> still_asleep = sleeping_tags_;
+  std::erase_if(still_asleep, [&](const std::string& tag) { return has_tag(tags, tag); });
 
   if (!tags.empty()) {
     operation.begin("attach");
-    Result<std::vector<RankReply>> attached = ranks_.call("attach", {.tags = tags});
-    operation.undo_with([this, tags] { undo_restore(tags); });
-    if (!attached) return attached.error();
+    operation.undo_with([this, tags] { return undo_restore(tags); });
+    TORPOR_TRY(ranks_.call("attach", {.tags = tags}));
     operation.end("attach");
     operation.begin("restore");
     TORPOR_ASSIGN(const std::vector<RankReply> restored, ranks_.call("restore", {.tags = tags}));
@@ -84,81 +99,117 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
     }
     operation.end("restore", report.restored_bytes);
   }
-  std::vector<RankReply> finished;
-  const auto finish = [&]() -> Status {
-    if (tags.empty()) return ok();
-    TORPOR_ASSIGN(finished, ranks_.call("finish", {.tags = tags, .keep_backup = !options.weights_changed}));
-    remember(finished);
-    report.ledgers = ledgers_of(finished);
-    return ok();
-  };
-  if (!last) {
-    TORPOR_TRY(finish());
-    std::erase_if(sleeping_tags_, [&](const std::string& tag) { return has_tag(tags, tag); });
+  if (!still_asleep.empty()) {
     report.changed = !tags.empty();
-    report.note = fmt::format("still asleep: {}", fmt::join(sleeping_tags_, ", "));
+    report.note = fmt::format("still asleep: {}", fmt::join(still_asleep, ", "));
+    if (!tags.empty()) TORPOR_TRY(finish(tags, !options.weights_changed, report.ledgers));
+    operation.keep();
+    sleeping_tags_ = std::move(still_asleep);
     set_state(State::kAsleep);
     return report;
   }
 
   operation.begin("reconnect");
   if (derived_released_) {
-    operation.undo_with([this] {
+    operation.undo_with([this]() -> Status {
+      // It takes some memory until the next wake makes it again; the engine can be woken all the same.
       if (const Status released = hooks_.release_derived(); !released) log().error("{}", released.error().to_string());
+      return ok();
     });
     TORPOR_TRY(hooks_.rebuild_derived());
   }
   if (preserved_) TORPOR_TRY(hooks_.reconnect(workers_));
-  if (options.weights_changed) TORPOR_TRY(hooks_.drop_requests("recompute"));
-  TORPOR_TRY(finish());
-  // From here on the backups are gone; only the engine's own resume is left.
+  TORPOR_ASSIGN(report.requests, hooks_.unfinished_requests());
+  if (options.weights_changed) {
+    if (report.requests > 0) operation.irreversible("its requests are computed again");
+    TORPOR_TRY(hooks_.drop_requests("recompute"));
+  }
+  if (!tags.empty()) TORPOR_TRY(finish(tags, !options.weights_changed, report.ledgers));
+  // From here on the backups are gone; only the engine's own resume can still fail.
   operation.keep();
   if (const Status resumed = hooks_.resume(); !resumed) {
     lose(resumed.error());
     return resumed.error();
   }
   operation.end("reconnect");
-
-  TORPOR_ASSIGN(report.requests, hooks_.unfinished_requests());
-  std::string slept_to;
-  {
-    const std::lock_guard lock(state_mutex_);
-    slept_to = public_.checkpoint;
-    public_.level = -1;
-    public_.checkpoint.clear();
-  }
-  if (!slept_to.empty()) {
-    report.checkpoint = slept_to;
-    const Status retained = [&]() -> Status {
-      TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(file_system_, slept_to, options_.checkpoints.key));
-      TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> checkpoints, manager(options_.directory));
-      return checkpoints->woken_from(checkpoint.manifest().generation);
-    }();
-    if (!retained) log().warn("older checkpoints were not removed: {}", retained.error().to_string());
-  }
   sleeping_tags_.clear();
   workers_.clear();
   derived_released_ = false;
   report.changed = true;
   report.fully_awake = true;
-  set_state(State::kAwake);
+  {
+    const std::lock_guard lock(state_mutex_);
+    state_ = State::kAwake;
+    report.checkpoint = std::move(public_.checkpoint);
+    public_.level = -1;
+    public_.checkpoint.clear();
+  }
+  if (restored_from_) mark_woken(*restored_from_);
+  restored_from_.reset();
   return report;
 }
 
+// The last order of a wake. A rank that has carried it out has no way back: then all must, or the engine is lost.
+Status SleepController::finish(const std::vector<std::string>& tags, bool keep_backup,
+                               std::vector<RankLedger>& ledgers) {
+  const RankOrder order{.tags = tags, .keep_backup = keep_backup};
+  const auto attempt = [&]() -> Status {
+    TORPOR_ASSIGN(const std::vector<RankReply> finished, ranks_.call("finish", order));
+    std::vector<RankLedger> after = ledgers_of(finished);
+    remember(finished);
+    ledgers = std::move(after);
+    return ok();
+  };
+  const Status first = catching(attempt);
+  if (first) return first;
+  const Result<bool> none_finished = catching([&]() -> Result<bool> {
+    TORPOR_ASSIGN(const std::vector<RankReply> described, ranks_.call("describe", {}));
+    return std::none_of(described.begin(), described.end(), [&](const RankReply& reply) {
+      return std::any_of(tags.begin(), tags.end(), [&](const std::string& tag) {
+        const auto entry = reply.ledger.tags.find(tag);
+        return entry != reply.ledger.tags.end() && entry->second.state == "attached";
+      });
+    });
+  });
+  if (none_finished && *none_finished) return first;
+  const Status second = catching(attempt);
+  if (!second) lose(second.error());
+  return second;
+}
+
 // Memory that can be neither mapped nor given back cannot be woken again; its content is safe where it was saved.
-void SleepController::undo_restore(const std::vector<std::string>& tags) {
-  ranks_.undo("cancel_restore", {.tags = tags});
-  const Result<std::vector<RankReply>> described = ranks_.call("describe", {});
-  if (!described) return;
+Status SleepController::undo_restore(const std::vector<std::string>& tags) {
+  // What stays on the way is taken up by the next wake.
+  if (const auto cancelled = ranks_.undo("cancel_restore", {.tags = tags}); !cancelled)
+    log().error("undoing a wake: {}", cancelled.error().to_string());
+  const Result<std::vector<RankReply>> described = ranks_.undo("describe", {});
+  if (!described) return ok();
   remember(*described);
-  for (const auto& [tag, tag_state] : state().tags) {
-    if (tag_state != "broken") continue;
-    lose({.code = Code::kDevice,
-          .what = fmt::format("the tag {} is broken", tag),
-          .next_step = "start a new engine and wake it from its last checkpoint",
-          .origin = Origin::kDevice});
-    return;
+  for (const RankReply& reply : *described) {
+    for (const auto& [tag, entry] : reply.ledger.tags) {
+      if (entry.state != "broken") continue;
+      return Error{.code = Code::kDevice,
+                   .what = fmt::format("the tag {} is broken", tag),
+                   .next_step = "start a new engine and wake it from its last checkpoint",
+                   .origin = Origin::kDevice};
+    }
   }
+  return ok();
+}
+
+// The checkpoint that a running engine came from; other checkpoints may go now.
+void SleepController::mark_woken(const RestoredFrom& from) noexcept {
+  const auto mark = [&]() -> Status {
+    TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> checkpoints, manager(from.directory));
+    return checkpoints->woken_from(from.generation);
+  };
+  Status marked = catching(mark);
+  if (!marked) marked = catching(mark);
+  if (marked) return;
+  (void)catching([&]() -> Status {
+    log().warn("older checkpoints were not removed: {}", marked.error().to_string());
+    return ok();
+  });
 }
 
 Result<SleepReport> SleepController::wake_from_checkpoint(const WakeOptions& options, Operation& operation) {
@@ -170,104 +221,112 @@ Result<SleepReport> SleepController::wake_from_checkpoint(const WakeOptions& opt
                  .what = fmt::format("this engine has {} requests of its own", unfinished),
                  .next_step = "wake the checkpoint in an engine without requests"};
   }
-  const auto restore = [&]() -> Status {
-    operation.begin("open");
-    std::optional<Checkpoint> checkpoint;  // none: all is computed anew
-    EngineCheckpoint state;
-    if (!options.from_checkpoint.empty()) {
-      TORPOR_ASSIGN(checkpoint, open_checkpoint(file_system_, options.from_checkpoint, options_.checkpoints.key));
-      TORPOR_ASSIGN(state, checkpoint->read_state());
-      TORPOR_TRY(state.state.validate());
-      TORPOR_ASSIGN(const Fingerprint engine, fingerprint());
-      TORPOR_TRY(compare_fingerprints(state.fingerprint, engine));
-      report.checkpoint = checkpoint->path();
-      report.checkpoint_bytes = checkpoint->manifest().total_bytes();
-    }
-    operation.end("open", report.checkpoint_bytes);
-
-    operation.begin("quiesce");
-    TORPOR_TRY(hooks_.quiesce(std::nullopt));
-    operation.undo_with([this] {
-      if (const Status resumed = hooks_.resume(); !resumed) lose(resumed.error());
-    });
-    operation.end("quiesce");
-    operation.begin("restore");
-    // The KV pool of an engine without requests holds nothing that anybody may still read, except cached prefixes.
-    TORPOR_TRY(hooks_.drop_requests("abort"));
-    if (checkpoint) {
-      TORPOR_ASSIGN(
-          const std::vector<RankReply> loaded,
-          ranks_.call("load_blocks", {.directory = checkpoint->path(), .chunks = checkpoint->manifest().ranks}));
-      report.restored_bytes = total_bytes(loaded);
-      report.ledgers = ledgers_of(loaded);
-      remember(loaded);
-    } else {
-      TORPOR_ASSIGN(state.state, hooks_.capture());
-    }
-    operation.end("restore", report.restored_bytes);
-
-    operation.begin("reconnect");
-    if (options.answers) {
-      bool woken_before = false;
-      if (checkpoint) {
-        TORPOR_ASSIGN(const std::unique_ptr<Directory> directory,
-                      file_system_.open_directory(checkpoint->path(), false));
-        woken_before = directory->open_file(kWokenFile).has_value();
-      }
-      TORPOR_ASSIGN(report.rolled, roll_forward(state.state, *options.answers, woken_before));
-    }
-    operation.undo_with([this] {
-      if (const Status forgotten = hooks_.forget_restored(); !forgotten) lose(forgotten.error());
-    });
-    TORPOR_ASSIGN(report.failed_requests, hooks_.restore(state));
-    report.requests = static_cast<int64_t>(state.state.scheduler.requests.size() - report.failed_requests.size());
-    report.kept_blocks = static_cast<int64_t>(state.state.kv.blocks.size());
-    report.outputs = state.outputs;
-    operation.end("reconnect");
-    if (!checkpoint) return ok();
-    const Status retained = [&]() -> Status {
-      const size_t name_at = checkpoint->path().rfind('/');
-      TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> checkpoints,
-                    manager(checkpoint->path().substr(0, name_at)));
-      return checkpoints->woken_from(checkpoint->manifest().generation);
-    }();
-    if (!retained) log().warn("older checkpoints were not removed: {}", retained.error().to_string());
-    return ok();
-  };
-  if (Status restored = restore(); !restored) {
+  restored_from_.reset();
+  if (Status restored = catching([&] { return restore(options, operation, report); }); !restored) {
     if (!options.discard_on_restore_error) return restored.error();
     operation.undo();
     if (lost()) return restored.error();
     log().error("waking without the state: {}", restored.error().to_string());
-    report.note = fmt::format("the state was discarded: {}", restored.error().to_string());
+    SleepReport discarded{.fully_awake = true, .checkpoint = std::move(report.checkpoint)};
+    discarded.note = fmt::format("the state was discarded: {}", restored.error().to_string());
     set_state(State::kAwake);
-    return report;
+    return discarded;
   }
   report.changed = true;
   if (options.hold) {
+    operation.keep();
     held_ = true;
-    set_state(State::kWaking);
     return report;
   }
   TORPOR_TRY(hooks_.resume());
+  operation.keep();
   set_state(State::kAwake);
+  if (restored_from_) mark_woken(*restored_from_);
+  restored_from_.reset();
   return report;
+}
+
+Status SleepController::restore(const WakeOptions& options, Operation& operation, SleepReport& report) {
+  operation.begin("open");
+  std::optional<Checkpoint> checkpoint;  // none: all is computed anew
+  EngineCheckpoint state;
+  if (!options.from_checkpoint.empty()) {
+    TORPOR_ASSIGN(checkpoint, open_checkpoint(file_system_, options.from_checkpoint, options_.checkpoints.key));
+    TORPOR_ASSIGN(state, checkpoint->read_state());
+    TORPOR_TRY(state.state.validate());
+    TORPOR_ASSIGN(const Fingerprint engine, fingerprint());
+    TORPOR_TRY(compare_fingerprints(state.fingerprint, engine));
+    report.checkpoint = checkpoint->path();
+    report.checkpoint_bytes = checkpoint->manifest().total_bytes();
+  }
+  operation.end("open", report.checkpoint_bytes);
+
+  operation.begin("quiesce");
+  operation.undo_with([this] { return hooks_.resume(); });
+  TORPOR_TRY(hooks_.quiesce(std::nullopt));
+  operation.end("quiesce");
+  operation.begin("restore");
+  // The KV pool of an engine without requests holds nothing that anybody may still read, except cached prefixes.
+  TORPOR_TRY(hooks_.drop_requests("abort"));
+  if (checkpoint) {
+    TORPOR_ASSIGN(
+        const std::vector<RankReply> loaded,
+        ranks_.call("load_blocks", {.directory = checkpoint->path(), .chunks = checkpoint->manifest().ranks}));
+    report.restored_bytes = total_bytes(loaded);
+    report.ledgers = ledgers_of(loaded);
+    remember(loaded);
+  } else {
+    TORPOR_ASSIGN(state.state, hooks_.capture());
+  }
+  operation.end("restore", report.restored_bytes);
+
+  operation.begin("reconnect");
+  if (options.answers) {
+    bool woken_before = false;
+    if (checkpoint) {
+      TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, file_system_.open_directory(checkpoint->path(), false));
+      const Result<std::unique_ptr<File>> mark = directory->open_file(kWokenFile);
+      if (!mark && mark.error().code != Code::kNotFound) return mark.error();
+      woken_before = mark.has_value();
+    }
+    TORPOR_ASSIGN(report.rolled, roll_forward(state.state, *options.answers, woken_before));
+  }
+  operation.undo_with([this] { return hooks_.forget_restored(); });
+  TORPOR_ASSIGN(report.failed_requests, hooks_.restore(state));
+  report.requests = static_cast<int64_t>(state.state.scheduler.requests.size() - report.failed_requests.size());
+  report.kept_blocks = static_cast<int64_t>(state.state.kv.blocks.size());
+  report.outputs = state.outputs;
+  operation.end("reconnect");
+  if (checkpoint) {
+    restored_from_ = {.directory = checkpoint->path().substr(0, checkpoint->path().rfind('/')),
+                      .generation = checkpoint->manifest().generation};
+  }
+  return ok();
 }
 
 // The restored requests are in an engine that stands still: if they can be neither dropped nor run, nothing can be said
 // of it.
 Status SleepController::end_hold(bool keep) {
+  return catching([&] { return end_hold_now(keep); });
+}
+
+Status SleepController::end_hold_now(bool keep) {
   const std::lock_guard busy(operation_mutex_);
   if (!held_)
     return Error{.code = Code::kFailedPrecondition, .what = "nothing is held", .next_step = "wake with hold first"};
   held_ = false;
+  const std::optional<RestoredFrom> from = std::move(restored_from_);
+  restored_from_.reset();
   Status ended = keep ? ok() : hooks_.forget_restored();
   if (ended) ended = hooks_.resume();
   if (!ended) {
     lose(ended.error());
-    return ended;
+    Error error = std::move(ended).error();
+    error.state_changed = true;
+    return error;
   }
   set_state(State::kAwake);
+  if (keep && from) mark_woken(*from);
   return ok();
 }
 

@@ -65,7 +65,9 @@ TEST_F(RankMemoryTest, TheArenaKeepsForTheNextSleepWhatItMay) {
       held = memory->ledger().arena_held_bytes;
       EXPECT_LE(held, keep);
     }
-    if (keep > kSize) EXPECT_GE(held, kSize);  // less than a backup's piece may be too little for any
+    if (keep > kSize) {
+      EXPECT_GE(held, kSize);  // less than a backup's piece may be too little for any
+    }
   }
 }
 

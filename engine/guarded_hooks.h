@@ -1,0 +1,77 @@
+// GuardedHooks: an engine's hooks, whose exceptions are errors like any other. The one border between the controller
+// and code that may throw.
+#pragma once
+
+#include "engine/engine_hooks.h"
+
+namespace torpor {
+
+class GuardedHooks final : public EngineHooks {
+ public:
+  explicit GuardedHooks(EngineHooks& hooks) : hooks_(hooks) {}  // `hooks` outlives it
+
+  Result<std::vector<std::string>> unsupported() override {
+    return guard("unsupported", [&] { return hooks_.unsupported(); });
+  }
+  Result<int64_t> unfinished_requests() override {
+    return guard("unfinished_requests", [&] { return hooks_.unfinished_requests(); });
+  }
+  Status quiesce(std::optional<double> timeout_seconds) override {
+    return guard("quiesce", [&] { return hooks_.quiesce(timeout_seconds); });
+  }
+  Status resume() override {
+    return guard("resume", [&] { return hooks_.resume(); });
+  }
+  Result<SchedulerCheckpoint> capture() override {
+    return guard("capture", [&] { return hooks_.capture(); });
+  }
+  Result<Fingerprint> fingerprint() override {
+    return guard("fingerprint", [&] { return hooks_.fingerprint(); });
+  }
+  Status drop_requests(const std::string& mode) override {
+    return guard("drop_requests", [&] { return hooks_.drop_requests(mode); });
+  }
+  Status drop_prefix(const std::vector<int32_t>& blocks) override {
+    return guard("drop_prefix", [&] { return hooks_.drop_prefix(blocks); });
+  }
+  Status release_derived() override {
+    return guard("release_derived", [&] { return hooks_.release_derived(); });
+  }
+  Status rebuild_derived() override {
+    return guard("rebuild_derived", [&] { return hooks_.rebuild_derived(); });
+  }
+  Status reconnect(const std::vector<WorkerSnapshot>& workers) override {
+    return guard("reconnect", [&] { return hooks_.reconnect(workers); });
+  }
+  Result<std::vector<FailedRequest>> restore(const EngineCheckpoint& checkpoint) override {
+    return guard("restore", [&] { return hooks_.restore(checkpoint); });
+  }
+  Status forget_restored() override {
+    return guard("forget_restored", [&] { return hooks_.forget_restored(); });
+  }
+  Result<std::vector<Bytes>> call_ranks(const std::string& method, const Bytes& payload) override {
+    return guard("call_ranks", [&] { return hooks_.call_ranks(method, payload); });
+  }
+
+ private:
+  template <class Call>
+  static auto guard(const char* hook, const Call& call) -> decltype(call()) {
+    bool thrown = true;
+    auto result = catching([&] {
+      auto returned = call();
+      thrown = false;
+      return returned;
+    });
+    if (!thrown) return result;
+    // Say which hook it was, if there is memory for that.
+    return catching([&]() -> decltype(call()) {
+      Error error = result.error().within(hook);
+      error.origin = Origin::kEngine;
+      return error;
+    });
+  }
+
+  EngineHooks& hooks_;
+};
+
+}  // namespace torpor
