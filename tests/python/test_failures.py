@@ -23,7 +23,6 @@ from torpor import errors
         ({"level": 1, "mode": "explode"}, "explode"),
         ({"level": 1, "on_save_error": "shrug"}, "shrug"),
         ({"level": 1, "timeout": -2.0}, "timeout"),
-        ({"level": 1, "speed": 9}, "speed"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(one, options, named):

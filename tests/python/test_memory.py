@@ -152,7 +152,8 @@ def test_what_vllms_graphs_hold_is_of_a_tag_too(monkeypatch):
     from vllm.config import CUDAGraphMode, VllmConfig
     from vllm.platforms import current_platform
 
-    from torpor.vllm import plugin
+    from torpor.vllm.compat import v0_32_patches
+    from torpor.vllm.compat.patching import Patches
     from torpor.vllm.gpu_memory import TorporAllocator
 
     monkeypatch.setattr(VllmConfig, "use_cumem_cudagraph_pool", VllmConfig.use_cumem_cudagraph_pool)  # put back at the end
@@ -162,7 +163,7 @@ def test_what_vllms_graphs_hold_is_of_a_tag_too(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_customAllocator", lambda malloc, free: None, raising=False)
     monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: SimpleNamespace(id=(7, 1)))
     monkeypatch.setattr(TorporAllocator, "of_this_process", None)
-    plugin._install_graph_pool()
+    v0_32_patches._graph_pool(Patches())
 
     def used(**options):
         model = SimpleNamespace(**({"sleep_mode_backend": "torpor", "enable_sleep_mode": True, "sleep_mode_offload_cudagraph": True} | options))

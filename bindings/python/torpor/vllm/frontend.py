@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -35,16 +36,20 @@ class Report(dict):
         return self["fully_awake"]
 
 
-def sleep_options(level: int, mode: str, preserve_state: bool, options: dict) -> dict:
+def sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights) -> dict:
     """Options for the controller. `mode` is vLLM's name for what becomes of requests without preserve_state."""
-    allowed = {"to", "in_flight", "on_save_error", "tags", "timeout", "weights"}
-    if unknown := sorted(set(options) - allowed):
-        raise InvalidArgument(f"sleep() has no argument {', '.join(unknown)}", f"there are level, mode, preserve_state, {', '.join(sorted(allowed))}")
     in_flight = {"abort": "abort", "keep": "recompute"}.get(mode)
     if in_flight is None:
         raise InvalidArgument(f"mode is {mode!r}", 'use "abort" or "keep"; finish the requests before sleeping instead of "wait"')
-    values = {"level": level, "preserve_state": preserve_state, "in_flight": "freeze" if preserve_state or level == 0 else in_flight}
-    return values | {name: _plain(value) for name, value in options.items() if value is not None}
+    values = {
+        "level": level, "preserve_state": preserve_state, "to": to, "on_save_error": on_save_error, "weights": weights,
+        "in_flight": "freeze" if preserve_state or level == 0 else in_flight,
+    }  # fmt: skip
+    if tags is not None:
+        values["tags"] = list(tags)
+    if timeout is not None:
+        values["timeout"] = float(timeout)
+    return values
 
 
 def wake_options(tags, from_checkpoint, on_restore_error: str, weights_changed: bool) -> dict:
@@ -54,12 +59,6 @@ def wake_options(tags, from_checkpoint, on_restore_error: str, weights_changed: 
     if from_checkpoint is not None:
         values |= {"from_checkpoint": str(from_checkpoint), "hold": True}
     return values
-
-
-def _plain(value):
-    if isinstance(value, (str, int, float, bool)):
-        return value
-    return list(value)
 
 
 def _unwrap(reply: dict):
@@ -138,12 +137,12 @@ class _Async:
         pass
 
 
-async def _sleep(side: _Blocking | _Async, level: int, mode: str, preserve_state: bool, options: dict) -> Report:
-    values = sleep_options(level, mode, preserve_state, options)
+async def _sleep(side: _Blocking | _Async, values: dict) -> Report:
+    level = values["level"]
     loggers = side.engine.logger_manager
     if level >= 1:
         await side.clear_caches()
-    if preserve_state and level >= 1 and (await side.call("state"))["engine"] == "awake":
+    if values["preserve_state"] and level >= 1 and (await side.call("state"))["engine"] == "awake":
         report = await _frozen(side, "sleep", values)
     else:
         report = Report(await side.call("sleep", values))
@@ -223,19 +222,6 @@ def _finish(coroutine):
     raise AssertionError("a coroutine of _Blocking waited")
 
 
-def sleep(engine: LLMEngine, level: int = 1, mode: str = "abort", *, preserve_state: bool = False, **options) -> Report:
-    return _finish(_sleep(_Blocking(engine), level, mode, preserve_state, options))
-
-
-def checkpoint(engine: LLMEngine) -> Report:
-    """A checkpoint of the running requests, without a sleep: the engine goes on. `seconds` is how long it stood still."""
-    return _finish(_frozen(_Blocking(engine), "checkpoint", {}))
-
-
-def wake_up(engine: LLMEngine, tags=None, *, from_checkpoint=None, on_restore_error="abort", weights_changed=False) -> Report:
-    return _finish(_wake_up(_Blocking(engine), wake_options(tags, from_checkpoint, on_restore_error, weights_changed)))
-
-
 def step(engine: LLMEngine) -> list:
     """LLMEngine.step(): what arrived during a sleep comes first; while the engine is asleep there is nothing."""
     if stash := getattr(engine, "torpor_stash", None):
@@ -267,18 +253,6 @@ async def call_async(engine: AsyncLLM, method: str, options: dict | None = None)
     return _unwrap(await engine.engine_core.call_utility_async("torpor_call", method, options or {}))
 
 
-async def sleep_async(engine: AsyncLLM, level: int = 1, mode: str = "abort", *, preserve_state: bool = False, **options) -> Report:
-    return await _sleep(_Async(engine), level, mode, preserve_state, options)
-
-
-async def checkpoint_async(engine: AsyncLLM) -> Report:
-    return await _frozen(_Async(engine), "checkpoint", {})
-
-
-async def wake_up_async(engine: AsyncLLM, tags=None, *, from_checkpoint=None, on_restore_error="abort", weights_changed=False) -> Report:
-    return await _wake_up(_Async(engine), wake_options(tags, from_checkpoint, on_restore_error, weights_changed))
-
-
 async def attach(engine: AsyncLLM, request_id: str) -> AsyncGenerator[RequestOutput, None]:
     """Goes on with a request that was restored by `wake_up(from_checkpoint=…)`: its outputs from the next token on.
 
@@ -292,3 +266,132 @@ async def attach(engine: AsyncLLM, request_id: str) -> AsyncGenerator[RequestOut
         output = collector.get_nowait() or await collector.get()
         finished = output.finished
         yield output
+
+
+# --- methods that vLLM's classes get -------------------------------------------------------------------------------------
+
+_SLEEP = """Gives the engine's memory back and returns when it is free. What each combination means: docs/semantics.md.
+
+    level: 0 only pauses; 1 frees weights and KV cache, weights are copied first; 2 frees weights without a copy.
+    mode: what becomes of running requests without preserve_state. "abort" ends them, "keep" computes them again after
+        the wake.
+    preserve_state: keep requests, their KV blocks, prefix cache and samplers; after the wake they go on without recompute.
+    to: where saved bytes go, "host" (memory) or "disk" (a checkpoint in the option `dir`, which survives the process).
+    on_save_error: "abort" stays awake when saving fails, "discard" sleeps without the state.
+    tags: only these of "weights" and "kv_cache"; None: both.
+    timeout: most seconds to wait for the step that is running; None: without bound.
+    weights: to disk only. "store" writes them into the checkpoint, "reload" leaves them out: the wake names them.
+
+    Returns a Report. Raises an error of torpor.errors: InvalidArgument for arguments that are wrong, Unsupported (by name)
+    for what cannot be preserved, TimedOut, NotEnoughRoom, FileError. Unless the error says otherwise (`state_changed`)
+    the engine stays awake and nothing is lost.
+    """
+
+_WAKE_UP = """Brings the memory back, and the requests with it. Returns when it is back.
+
+    tags: wake only these; the engine takes no step until all are back. None: all.
+    from_checkpoint: path of a checkpoint, or of a directory whose newest is taken, for a new engine without requests.
+    on_restore_error: with from_checkpoint. "abort" raises, "discard" wakes without the checkpoint.
+    weights_changed: new weights were loaded while the KV cache slept; KV of the old ones is computed again.
+
+    Returns a Report, which is true if the engine is fully awake. Raises Incompatible (by field) for a checkpoint of another
+    model or configuration, Damaged, Unauthenticated, NotFound, NotEnoughRoom; the engine stays as it was.
+    """
+
+_CHECKPOINT = """Writes a checkpoint of the running requests to the option `dir`, and goes on without a sleep.
+
+    Returns a Report; `seconds` is how long the engine stood still. Raises as sleep(to="disk") does.
+    """
+
+_TORPOR = """Asks torpor in the engine core: "state", "ledger", or "plan_sleep" with the options of sleep()."""
+
+
+def _documented(text: str):
+    def add(function):
+        function.__doc__ = text
+        return function
+
+    return add
+
+
+class Blocking:
+    """Of LLM and LLMEngine. They return when they are done."""
+
+    @_documented(_SLEEP)
+    def sleep(
+        self,
+        level: int = 1,
+        mode: str = "abort",
+        *,
+        preserve_state: bool = False,
+        to: str = "host",
+        on_save_error: str = "abort",
+        tags: Iterable[str] | None = None,
+        timeout: float | None = None,
+        weights: str = "store",
+    ) -> Report:
+        values = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights)
+        return _finish(_sleep(_Blocking(_engine(self)), values))
+
+    @_documented(_WAKE_UP)
+    def wake_up(
+        self,
+        tags: Iterable[str] | None = None,
+        *,
+        from_checkpoint: str | os.PathLike | None = None,
+        on_restore_error: str = "abort",
+        weights_changed: bool = False,
+    ) -> Report:
+        values = wake_options(tags, from_checkpoint, on_restore_error, weights_changed)
+        return _finish(_wake_up(_Blocking(_engine(self)), values))
+
+    @_documented(_CHECKPOINT)
+    def checkpoint(self) -> Report:
+        return _finish(_frozen(_Blocking(_engine(self)), "checkpoint", {}))
+
+    @_documented(_TORPOR)
+    def torpor(self, method: str, options: dict | None = None):
+        return call(_engine(self), method, options)
+
+
+class Awaited:
+    """Of AsyncLLM."""
+
+    @_documented(_SLEEP)
+    async def sleep(
+        self,
+        level: int = 1,
+        mode: str = "abort",
+        *,
+        preserve_state: bool = False,
+        to: str = "host",
+        on_save_error: str = "abort",
+        tags: Iterable[str] | None = None,
+        timeout: float | None = None,
+        weights: str = "store",
+    ) -> Report:
+        values = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights)
+        return await _sleep(_Async(self), values)
+
+    @_documented(_WAKE_UP)
+    async def wake_up(
+        self,
+        tags: Iterable[str] | None = None,
+        *,
+        from_checkpoint: str | os.PathLike | None = None,
+        on_restore_error: str = "abort",
+        weights_changed: bool = False,
+    ) -> Report:
+        return await _wake_up(_Async(self), wake_options(tags, from_checkpoint, on_restore_error, weights_changed))
+
+    @_documented(_CHECKPOINT)
+    async def checkpoint(self) -> Report:
+        return await _frozen(_Async(self), "checkpoint", {})
+
+    @_documented(_TORPOR)
+    async def torpor(self, method: str, options: dict | None = None):
+        return await call_async(self, method, options)
+
+
+def _engine(front_end) -> LLMEngine:
+    return getattr(front_end, "llm_engine", front_end)

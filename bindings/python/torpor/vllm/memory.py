@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch.overrides import TorchFunctionMode
 
+from torpor.errors import Unsupported
+
 _ALIGNMENT = 64
 
 
@@ -29,12 +31,13 @@ class WorkerMemory:
         self.rank_memory = rank_memory
         self.cpu_linear = cpu_linear
         self._packed: list[PackedLinear] = []
-        self.kv_address = 0
+        self.kv_address = self._kv_bytes = 0
 
     @contextmanager
     def loading_weights(self, model_runner):
         with replaced_dispatch(self._pack_first):
             yield
+        self._all_packed_here(model_runner.model)
         self._move_parameters(model_runner.model)
 
     @contextmanager
@@ -49,13 +52,18 @@ class WorkerMemory:
     def allocating_kv(self):
         with _KvFromRegion(self):
             yield
+        if not self.kv_address:
+            raise _other_allocation("no torch.zeros(bytes, dtype=int8) allocated the KV cache")
 
     def allocate_kv(self, size: int) -> torch.Tensor:
         self.kv_address = self.rank_memory.allocate("kv_cache", "kv", size)
+        self._kv_bytes = size
         return region_tensor(self.kv_address, size).view(torch.int8)
 
-    def describe_kv(self, kv_cache_config) -> None:
+    def describe_kv(self, model_runner) -> None:
         """Tells the core where each block lies (KVCacheTensor: offset + layer * layer_stride + block * block_stride)."""
+        kv_cache_config = model_runner.kv_cache_config
+        self.check_kv(model_runner.kv_caches, kv_cache_config.kv_cache_tensors)
         tensors = []
         for tensor in kv_cache_config.kv_cache_tensors:
             group = next(g for g in kv_cache_config.kv_cache_groups if tensor.layers[0] in g.layer_names)
@@ -67,6 +75,16 @@ class WorkerMemory:
                 "block_bytes": group.kv_cache_spec.page_size_bytes,
             })  # fmt: skip
         self.rank_memory.set_kv_layout("kv_cache", {"num_blocks": kv_cache_config.num_blocks, "tensors": tensors})
+
+    def check_kv(self, caches: list[torch.Tensor], described: list) -> None:
+        """All KV that attention reads and writes lies in the region, as described."""
+        end = self.kv_address + self._kv_bytes
+        for cache in caches:
+            if not self.kv_address <= cache.data_ptr() < end:
+                raise _other_allocation("KV cache tensors lie outside of torpor's region")
+        for tensor in described:
+            if tensor.size > self._kv_bytes:
+                raise _other_allocation(f"a KV cache of {tensor.size} bytes, allocated were {self._kv_bytes}")
 
     def release_derived(self) -> None:
         for linear in self._packed:
@@ -90,6 +108,14 @@ class WorkerMemory:
         linear = next(known for known in self._packed if known.layer is layer)
         linear.plain.copy_(layer.weight.data)
         stock(layer, remove_weight)
+
+    def _all_packed_here(self, model: torch.nn.Module) -> None:
+        """Weights that were packed without _pack_first() are gone: they could be neither saved nor packed again."""
+        ours = {id(linear.layer) for linear in self._packed}
+        for name, layer in model.named_modules():
+            weight = getattr(layer, "weight", None)
+            if getattr(layer, "cpu_linear", None) is not None and id(layer) not in ours and weight is not None and weight.numel() == 0:
+                raise _other_allocation(f"the weights of {name} were packed by other code than dispatch_cpu_unquantized_gemm()")
 
     def _move_parameters(self, model: torch.nn.Module) -> None:
         """Every parameter, and the plain weights of packed layers, into one region, sharing storages as they did."""
@@ -155,20 +181,15 @@ def replaced_dispatch(ours):
         else:
             ours(layer, remove_weight, stock)
 
-    users = [layer_utils] + [m for m in _modules_that_imported("dispatch_cpu_unquantized_gemm", stock) if m is not layer_utils]
-    for module in users:
-        module.dispatch_cpu_unquantized_gemm = dispatch
+    layer_utils.dispatch_cpu_unquantized_gemm = dispatch  # its users look it up when they call it
     try:
         yield
     finally:
-        for module in users:
-            module.dispatch_cpu_unquantized_gemm = stock
+        layer_utils.dispatch_cpu_unquantized_gemm = stock
 
 
-def _modules_that_imported(name: str, function) -> list:
-    import sys
-
-    return [module for module in list(sys.modules.values()) if getattr(module, "__dict__", {}).get(name) is function]
+def _other_allocation(what: str) -> Unsupported:
+    return Unsupported(f"vLLM allocates otherwise than torpor expects: {what}", "set TORPOR_ENABLED=0 to run without torpor")
 
 
 class _KvFromRegion(TorchFunctionMode):

@@ -50,6 +50,18 @@ class Options:
         return options
 
 
+def holds_memory_of(vllm_config) -> bool:
+    """Whether torpor holds the memory of an engine with this configuration: on the CPU, unless it is switched off."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu() and Options.of(vllm_config).enabled
+
+
+def switched_off() -> bool:
+    """By TORPOR_ENABLED in the environment: for every engine of this process."""
+    return "TORPOR_ENABLED" in os.environ and not _parse("enabled", os.environ["TORPOR_ENABLED"])
+
+
 def _parse(name: str, text: str):
     if name in ("dir", "cpu_linear", "key_file"):
         return text

@@ -11,8 +11,9 @@ import sys
 from dataclasses import MISSING, fields
 from importlib.metadata import entry_points
 
-from torpor.errors import Error
+from torpor.errors import Error, Unsupported
 from torpor.vllm.options import Options
+from torpor.vllm.server import holds_memory_by
 from torpor.vllm.server.settings import Settings, variable
 
 
@@ -24,6 +25,9 @@ def main(arguments: list[str]) -> int:
     os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([name for name in names if name] + ["torpor"]))
     os.environ.setdefault("PYTHONHASHSEED", "0")  # the keys of prefix blocks depend on it
 
+    from torpor.vllm.plugin import require
+
+    require("server")
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -38,6 +42,8 @@ def main(arguments: list[str]) -> int:
         options.model = options.model_tag
     if (options.api_server_count or 1) > 1 or options.headless or getattr(options, "grpc", False):
         parser.error("torpor needs one API server in this process: leave out --api-server-count, --headless and --grpc")
+    if not holds_memory_by(options.additional_config):
+        raise Unsupported("torpor does not hold this engine's memory", "serve with vLLM on the CPU and the option enabled, or use vllm serve")
     configure_logging_from_args(options)
     validate_parsed_serve_args(options)
     uvloop.run(run_server(options))

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 from array import array
+from contextlib import nullcontext
 
 import torch
 from vllm.sampling_params import SamplingType
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
+from torpor import _core
+from torpor.vllm.memory import WorkerMemory
+from torpor.vllm.options import Options
 from torpor.vllm.values import logprobs_tensors_from_value, logprobs_tensors_to_value, sampling_from_value, sampling_to_value
+
+
+def memory_context(self, tag: str):
+    """CPUWorker._maybe_get_memory_pool_context: where vLLM is about to allocate weights or KV, it does so in regions."""
+    if not hasattr(self, "torpor_memory"):
+        options = Options.of(self.vllm_config)
+        rank_options = {name: getattr(options, name) for name in ("arena_budget_bytes", "arena_prefault_bytes", "key_file")}
+        self.torpor_memory = WorkerMemory(_core.RankMemory({"rank": self.rank} | rank_options), options.cpu_linear)
+    if tag == "weights":
+        return self.torpor_memory.loading_weights(self.model_runner)
+    return self.torpor_memory.allocating_kv() if tag == "kv_cache" else nullcontext()
 
 
 def torpor_rank(self, method: str, order: bytes) -> bytes:
     """Passes an order of the controller to this rank's memory. A failure is in the reply."""
     memory = self.torpor_memory
     if memory.kv_address and not getattr(self, "_torpor_kv_described", False):
-        memory.describe_kv(self.model_runner.kv_cache_config)
+        memory.describe_kv(self.model_runner)
         self._torpor_kv_described = True
     return memory.rank_memory.call(method, order)
 

@@ -14,6 +14,8 @@ class ServerPlugin:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
+        if not wanted(app.state.args):
+            return
         from torpor.vllm.server.gate import Gate
         from torpor.vllm.server.routes import routes
 
@@ -21,8 +23,25 @@ class ServerPlugin:
         app.add_middleware(Gate, state=app.state)
 
     async def init_state(self, engine_client, state, args: Namespace) -> None:
+        if not wanted(args):
+            return
         from torpor.vllm.server.life import Server
         from torpor.vllm.server.settings import Settings
 
         state.torpor = Server(engine_client, state, Settings.from_environment(), state.openai_serving_models.base_model_paths[0].name)
         await state.torpor.start()
+
+
+def wanted(args: Namespace) -> bool:
+    """Whether torpor serves here. Otherwise, as where vLLM is unknown to it, this is vLLM's server without torpor."""
+    from torpor.vllm import plugin
+
+    return plugin.fits("server") and holds_memory_by(args.additional_config)
+
+
+def holds_memory_by(additional_config) -> bool:
+    from types import SimpleNamespace
+
+    from torpor.vllm.options import holds_memory_of
+
+    return holds_memory_of(SimpleNamespace(additional_config=additional_config))

@@ -39,7 +39,6 @@ class Recorder:
         self._sync_always = sync_always
         self._closed = False
         self._changed: dict[str, asyncio.Event] = {}
-        _note_finishes()
         self._stock_add, self._stock_process, self._stock_abort = processor.add_request, processor.process_outputs, processor.abort_requests
         processor.add_request, processor.process_outputs, processor.abort_requests = self._add, self._process, self._abort
         self._stock_error, processor.propagate_error = processor.propagate_error, self._engine_died
@@ -195,18 +194,3 @@ def visible_text(state: RequestState, finished: bool, start: int = 0) -> str:
 
 def _without_outputs(front: dict) -> dict:
     return {name: value for name, value in front.items() if name not in ("prompt_token_ids", "token_ids", "sampling", "arrival_time")} | {"logprobs": None, "prompt_logprobs": None, "cumulative_logprob": None}
-
-
-def _note_finishes() -> None:
-    """RequestState.make_request_output() is where every end of a request passes, with its reason."""
-    if hasattr(RequestState, "torpor_finish"):
-        return
-    stock = RequestState.make_request_output
-
-    def make_request_output(self, new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs):
-        if finish_reason is not None:
-            self.torpor_finish = (str(finish_reason), stop_reason)
-        return stock(self, new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
-
-    RequestState.torpor_finish = None
-    RequestState.make_request_output = make_request_output

@@ -1,0 +1,33 @@
+"""Which vLLM this is, and whether it is as torpor expects. One module a version: its manifest and its patches."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+from torpor.errors import Unsupported
+from torpor.vllm.compat import guards
+
+VERSIONS = {"0.32": "v0_32"}  # of vLLM, without the patch level: the module here
+
+
+def manifest(version: str) -> ModuleType:
+    """The manifest for this version of vLLM. Raises Unsupported for a version that torpor does not know."""
+    known = ".".join(version.split("+")[0].split(".")[:2])
+    if known not in VERSIONS:
+        raise Unsupported(f"torpor is for vLLM {', '.join(VERSIONS)}, this is {version}", "install the torpor that fits it")
+    return import_module(f"torpor.vllm.compat.{VERSIONS[known]}")
+
+
+def patches(version: str) -> ModuleType:
+    """What is replaced in this version of vLLM. To be imported only after its guards have passed."""
+    return import_module(f"{manifest(version).__name__}_patches")
+
+
+def check(version: str, *parts: str) -> None:
+    """Raises Unsupported, naming what differs, unless the installed vLLM is as the manifest says of these parts."""
+    described = manifest(version)
+    found = [problem for part in parts for problem in guards.problems(described.PARTS[part])]
+    if found:
+        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+        raise Unsupported(f"vLLM {version} is not as expected: {found[0]}{more}", "install the torpor that fits it")

@@ -1,0 +1,843 @@
+"""vLLM 0.32: all of it that torpor imports, calls, replaces, reads or sets, each with its guard.
+
+Where `exact` is set, a field that does not stand here would be state that a sleep loses: torpor then stays inactive. What
+replaces parts of vLLM is in v0_32_patches.py. A name that the adapter imports and that is missing here fails a test
+(tests/python/test_compat.py).
+"""
+
+from torpor.vllm.compat.guards import Class, Module
+
+# Front ends, engine core, scheduler, block pool: in every process.
+ENGINE = (
+    Module(
+        "vllm",
+        names=("__version__",),
+        classes=(
+            Class(
+                "LLM",
+                calls={
+                    "sleep": "self, level=1, mode='abort'",
+                    "wake_up": "self, tags=None",
+                    "_run_engine": "self, output_type, *, use_tqdm=True",
+                },
+                fields="llm_engine",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.engine.llm_engine",
+        classes=(
+            Class(
+                "LLMEngine",
+                calls={
+                    "sleep": "self, level=1, mode='abort'",
+                    "wake_up": "self, tags=None",
+                    "step": "self",
+                    "has_unfinished_requests": "self",
+                    "is_sleeping": "self",
+                },
+                fields="engine_core output_processor renderer logger_manager vllm_config",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.engine.async_llm",
+        classes=(
+            Class(
+                "AsyncLLM",
+                calls={
+                    "sleep": "self, level=1, mode='abort'",
+                    "wake_up": "self, tags=None",
+                    "is_sleeping": "self",
+                    "add_request": (
+                        "self, request_id, prompt, params, arrival_time=None, lora_request=None, "
+                        "tokenization_kwargs=None, trace_headers=None, priority=0, data_parallel_rank=None, "
+                        "session_id=None, prompt_text=None, reasoning_ended=None, reasoning_parser_kwargs=None, "
+                        "kv_hints=None"
+                    ),
+                    "abort": "self, request_id, internal=False",
+                    "_run_output_handler": "self",
+                },
+                fields="engine_core output_processor renderer logger_manager vllm_config _client_count",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.engine.core_client",
+        classes=(
+            Class(
+                "InprocClient",
+                fields="engine_core",
+            ),
+            Class(
+                "SyncMPClient",
+                calls={
+                    "call_utility": "self, method, *args",
+                },
+                fields="outputs_queue",
+            ),
+            Class(
+                "AsyncMPClient",
+                calls={
+                    "call_utility_async": "self, method, *args",
+                    "abort_requests_async": "self, request_ids",
+                },
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.engine.core",
+        classes=(
+            Class(
+                "EngineCore",
+                calls={
+                    "pause_scheduler": "self, mode='abort', clear_cache=True",
+                    "collective_rpc": "self, method, timeout=None, args=(), kwargs=None",
+                },
+                fields="vllm_config scheduler model_executor batch_queue request_block_hasher _weight_version",
+            ),
+            Class(
+                "EngineCoreProc",
+                calls={
+                    "pause_scheduler": "self, mode='abort', clear_cache=True",
+                },
+                fields="_idle_state_callbacks",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.engine",
+        classes=(
+            Class(
+                "EngineCoreRequest",
+                fields="""
+                    abort_immediately arrival_time cache_salt client_index current_wave
+                    data_parallel_rank external_req_id kv_hints lora_request mm_features
+                    pooling_params priority prompt_embeds prompt_is_token_ids prompt_token_ids
+                    reasoning_ended reasoning_parser_kwargs request_id resumable sampling_params
+                    session_id trace_headers
+                """,
+                exact=True,
+            ),
+            Class(
+                "EngineCoreOutput",
+                fields="request_id new_token_ids finish_reason stop_reason",
+            ),
+            Class(
+                "FinishReason",
+                members="ERROR",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.engine.output_processor",
+        classes=(
+            Class(
+                "OutputProcessor",
+                calls={
+                    "add_request": "self, request, prompt, parent_req=None, request_index=0, queue=None",
+                    "process_outputs": (
+                        "self, engine_core_outputs, engine_core_timestamp=None, iteration_stats=None, "
+                        "weight_version=None"
+                    ),
+                    "abort_requests": "self, request_ids, internal",
+                    "propagate_error": "self, e",
+                },
+                fields="""
+                    admission_stats external_req_ids log_stats lora_states parent_requests
+                    request_states stream_interval tokenizer tracing_enabled
+                """,
+                exact=True,
+            ),
+            Class(
+                "OutputProcessorOutput",
+                fields="request_outputs",
+            ),
+            Class(
+                "RequestState",
+                calls={
+                    "from_new_request": (
+                        "cls, tokenizer, request, prompt, parent_req, request_index, queue, log_stats, "
+                        "stream_interval"
+                    ),
+                    "make_request_output": (
+                        "self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params=None, "
+                        "ec_transfer_params=None, error=None"
+                    ),
+                },
+                fields="""
+                    detokenizer external_req_id input_chunk_queue is_prefilling
+                    logprobs_processor lora_name lora_request max_tokens_param n
+                    num_cache_creation_tokens num_cached_tokens output_kind parent_req prompt
+                    prompt_embeds prompt_len prompt_token_ids queue remote_prefill_cached_tokens
+                    request_id request_index routed_experts_chunks sampling_mask_chunks
+                    sent_tokens_offset spec_decode_metrics stats stream_interval streaming_input
+                    temperature top_p weight_version_starts
+                """,
+                exact=True,
+            ),
+            Class(
+                "RequestOutputCollector",
+                calls={
+                    "__init__": "self, output_kind, request_id",
+                    "put": "self, output",
+                    "get": "self",
+                    "get_nowait": "self",
+                },
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.engine.detokenizer",
+        classes=(
+            Class(
+                "IncrementalDetokenizer",
+                calls={
+                    "num_output_tokens": "self",
+                    "update": "self, new_token_ids, stop_terminated",
+                },
+                fields="token_ids",
+                exact=True,
+                properties="output_token_ids",
+            ),
+            Class(
+                "FastIncrementalDetokenizer",
+                fields="""
+                    _last_output_text_offset added_token_ids include_stop_str_in_output
+                    last_special min_tokens output_text request_id skip_special_tokens
+                    spaces_between_special_tokens stop stop_buffer_length stream token_ids
+                    tokenizer
+                """,
+                exact=True,
+            ),
+            Class(
+                "SlowIncrementalDetokenizer",
+                fields="""
+                    _last_output_text_offset include_stop_str_in_output min_tokens output_text
+                    prefix_offset prompt_len read_offset skip_special_tokens
+                    spaces_between_special_tokens stop stop_buffer_length token_ids tokenizer
+                    tokens
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.engine.logprobs",
+        classes=(
+            Class(
+                "LogprobsProcessor",
+                fields="""
+                    cumulative_logprob logprobs num_logprobs num_prompt_logprobs prompt_logprobs
+                    prompt_token_id_logprobs tokenizer
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.engine.parallel_sampling",
+        classes=(
+            Class(
+                "ParentRequest",
+                fields="""
+                    cached_child_sampling_params child_requests external_req_id
+                    max_num_generation_tokens output_aggregator request_id sampling_params
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.metrics.loggers",
+        classes=(
+            Class(
+                "StatLoggerManager",
+                calls={
+                    "record_sleep_state": "self, sleep=0, level=0",
+                },
+            ),
+        ),
+    ),
+    Module(
+        "vllm.renderers.base",
+        classes=(
+            Class(
+                "BaseRenderer",
+                calls={
+                    "clear_mm_cache": "self",
+                    "clear_mm_cache_async": "self",
+                },
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.request",
+        classes=(
+            Class(
+                "Request",
+                calls={
+                    "__init__": (
+                        "self, request_id, prompt_token_ids, sampling_params, pooling_params, client_index=0, "
+                        "arrival_time=None, prompt_embeds=None, prompt_is_token_ids=None, mm_features=None, "
+                        "lora_request=None, cache_salt=None, priority=0, trace_headers=None, block_hasher=None, "
+                        "resumable=False, session_id=None, reasoning_ended=None, reasoning_parser_kwargs=None, "
+                        "abort_immediately=False, kv_hints=None"
+                    ),
+                    "append_output_token_ids": "self, token_ids",
+                },
+                fields="""
+                    _all_token_ids _block_hasher _output_token_ids
+                    _prompt_embeds_per_block_hashes abort_immediately all_token_ids arrival_time
+                    block_hashes cache_salt client_index drop_stale_output ec_transfer_params
+                    events is_prefill_chunk kv_cache_report_mode kv_hints kv_transfer_params
+                    last_sched_seq lora_request max_tokens mm_features next_decode_eligible_step
+                    num_computed_tokens num_in_flight_tokens num_nans_in_logits
+                    num_output_placeholders num_preemptions num_prompt_tokens
+                    num_stale_output_tokens output_token_ids pooling_params prefill_stats
+                    priority prompt_embeds prompt_is_token_ids prompt_token_ids replay_start
+                    request_id resumable sampling_params session_id shared_prefix_boundary
+                    skip_reading_prefix_cache spec_decode_metrics spec_token_ids status
+                    stop_reason streaming_queue structured_output_request trace_headers
+                """,
+                exact=True,
+            ),
+            Class(
+                "RequestStatus",
+                members="WAITING RUNNING PREEMPTED",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.sampling_params",
+        classes=(
+            Class(
+                "SamplingParams",
+                fields="""
+                    _all_stop_token_ids _bad_words_token_ids _eos_token_id _watermarking_skipped
+                    allowed_token_ids bad_words detokenize extra_args flat_logprobs
+                    frequency_penalty ignore_eos include_stop_str_in_output logit_bias
+                    logprob_token_ids logprobs max_tokens min_p min_tokens n output_kind
+                    output_text_buffer_length presence_penalty prompt_logprob_start
+                    prompt_logprob_token_ids prompt_logprobs repetition_detection
+                    repetition_penalty routed_experts_prompt_start seed skip_clone
+                    skip_reading_prefix_cache skip_special_tokens spaces_between_special_tokens
+                    stop stop_token_ids stream_interval structured_outputs temperature
+                    thinking_token_budget top_k top_p trace_decode_token_ids watermarking
+                """,
+                exact=True,
+                properties="sampling_type",
+            ),
+            Class(
+                "SamplingType",
+                members="RANDOM_SEED",
+            ),
+            Class(
+                "RequestOutputKind",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.outputs",
+        classes=(
+            Class(
+                "CompletionOutput",
+                fields="""
+                    cumulative_logprob finish_reason index logprobs lora_request routed_experts
+                    sampling_mask spec_decode_metrics stop_reason text token_ids weight_versions
+                """,
+                exact=True,
+            ),
+            Class(
+                "RequestOutput",
+                fields="finished outputs",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.logprobs",
+        classes=(
+            Class(
+                "Logprob",
+                fields="decoded_token logprob rank",
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.outputs",
+        classes=(
+            Class(
+                "LogprobsTensors",
+                fields="""
+                    cu_num_generated_tokens cu_num_generated_tokens_tensor logprob_token_ids
+                    logprobs selected_token_ranks
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.core.sched.interface",
+        classes=(
+            Class(
+                "PauseState",
+                members="UNPAUSED PAUSED_ALL",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.core.sched.request_queue",
+        classes=(
+            Class(
+                "RequestQueue",
+                calls={
+                    "add_request": "self, request",
+                    "remove_requests": "self, requests",
+                },
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.core.sched.scheduler",
+        classes=(
+            Class(
+                "Scheduler",
+                calls={
+                    "schedule": "self, throttle_prefills=False",
+                    "has_requests": "self",
+                    "set_pause_state": "self, pause_state",
+                },
+                fields="""
+                    _inflight_prefills _kv_fetch_counts _kv_fetch_stages _pause_state
+                    _spec_decode_step_blocks adaptive_long_prefill_threshold
+                    aux_output_connector block_size cache_config connector
+                    connector_prefix_cache_stats current_step dcp_world_size defer_block_free
+                    deferred_frees deferred_waiting dynamic_sd_lookup ec_connector
+                    enable_kv_cache_events encoder_cache_manager encoder_cache_mismatch_reqs
+                    failed_recving_kv_req_ids finished_recving_kv_req_ids finished_req_ids
+                    finished_req_ids_dict grammar_compile_error_reqs has_mamba_layers
+                    hash_block_size is_encoder_decoder is_mm_encoder_only kv_cache_config
+                    kv_cache_manager kv_event_publisher kv_events_config kv_holding_waiting
+                    kv_metrics_collector log_stats lora_config
+                    mamba_has_prefill_checkpoint_blocks mamba_partial_cache_hit
+                    mamba_prefill_checkpoint_alignment mamba_shared_prefix_checkpoint
+                    max_model_len max_num_active_reqs max_num_encoder_input_tokens
+                    max_num_running_reqs max_num_scheduled_tokens model_uses_mrope
+                    need_mamba_block_aligned_split needs_kv_cache_zeroing num_lookahead_tokens
+                    num_prefill_lookahead num_sampled_tokens_per_step num_spec_tokens
+                    num_waiting_for_streaming_input observability_config parallel_config
+                    pcp_world_size perf_metrics policy prefill_capacity_bound
+                    prefix_replay_group_ids prefix_replay_tokens prev_step_scheduled_req_ids
+                    processed_step_seq recompute_kv_load_failures requests requires_kv_delivery
+                    reset_preempted_req_ids return_sampling_mask running sched_step_seq
+                    scheduler_config scheduler_reserve_full_isl spec_decode_metrics_level
+                    structured_output_manager use_eagle use_eagle_block_drop use_pp
+                    use_v2_model_runner vllm_config waiting
+                """,
+                exact=True,
+                properties="pause_state",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.core.sched.output",
+        classes=(
+            Class(
+                "SchedulerOutput",
+                fields="num_scheduled_tokens",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.core.kv_cache_manager",
+        classes=(
+            Class(
+                "KVCacheManager",
+                fields="""
+                    block_pool coordinator empty_kv_cache_blocks enable_caching
+                    enable_kv_cache_events kv_cache_config kv_cache_event_metadata log_stats
+                    mamba_shared_prefix_checkpoint max_model_len metrics_collector
+                    num_kv_cache_groups prefix_cache_stats retained_hit_group_ids use_eagle
+                    watermark_blocks
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.core.kv_cache_coordinator",
+        classes=(
+            Class(
+                "KVCacheCoordinator",
+                fields="""
+                    block_pool eagle_group_ids group_block_sizes kv_cache_config
+                    num_reprefillable_tokens retention_interval scheduler_block_size
+                    single_type_managers
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.core.single_type_kv_cache_manager",
+        classes=(
+            Class(
+                "FullAttentionManager",
+                fields="""
+                    _null_block _partial_hit_reqs _pending_boundary_state_offloads
+                    _pending_cow_copies _record_new_block_ids block_pool block_size
+                    cache_hit_alignment_tokens dcp_world_size enable_caching kv_cache_group_id
+                    kv_cache_spec max_admission_blocks_per_request new_block_ids
+                    num_cached_block pcp_world_size req_to_blocks scheduler_block_size
+                    shared_prefix_checkpoint use_eagle
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.core.block_pool",
+        classes=(
+            Class(
+                "BlockPool",
+                calls={
+                    "free_blocks": "self, ordered_blocks",
+                    "_maybe_evict_cached_block": "self, block",
+                },
+                fields="""
+                    _reuse_watchers blocks cached_block_hash_to_block
+                    cached_block_hashes_by_block enable_caching enable_kv_cache_events
+                    free_block_queue hash_block_size kv_event_queue medium metrics_collector
+                    null_block num_gpu_blocks
+                """,
+                exact=True,
+            ),
+            Class(
+                "BlockHashToBlockMap",
+                fields="_cache",
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.core.kv_cache_utils",
+        functions={
+            "get_none_hash_seed": "",
+        },
+        classes=(
+            Class(
+                "FreeKVCacheBlockQueue",
+                calls={
+                    "append_n": "self, blocks",
+                    "get_all_free_blocks": "self",
+                },
+                fields="fake_free_list_head fake_free_list_tail num_free_blocks",
+                exact=True,
+            ),
+            Class(
+                "KVCacheBlock",
+                fields="""
+                    _block_hash _block_hash_num_tokens block_id is_null next_free_block pool
+                    prev_free_block ref_cnt
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.kv_cache_interface",
+        classes=(
+            Class(
+                "KVCacheConfig",
+                fields="num_blocks kv_cache_tensors kv_cache_groups",
+            ),
+            Class(
+                "KVCacheTensor",
+                fields="block_stride host_resident layer_stride layers offset size",
+                exact=True,
+            ),
+            Class(
+                "KVCacheGroupSpec",
+                fields="layer_names kv_cache_spec",
+            ),
+            Class(
+                "KVCacheSpec",
+                fields="block_size",
+                properties="page_size_bytes",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.config",
+        classes=(
+            Class(
+                "VllmConfig",
+                fields="""
+                    additional_config model_config cache_config parallel_config scheduler_config
+                    compilation_config lora_config speculative_config kv_transfer_config
+                    ec_transfer_config kv_events_config
+                """,
+            ),
+            Class(
+                "ModelConfig",
+                fields="hf_config dtype quantization max_model_len runner_type",
+                properties="is_multimodal_model is_encoder_decoder",
+            ),
+            Class(
+                "CacheConfig",
+                fields="cache_dtype enable_prefix_caching prefix_caching_hash_algo",
+            ),
+            Class(
+                "ParallelConfig",
+                fields="""
+                    tensor_parallel_size pipeline_parallel_size data_parallel_size
+                    decode_context_parallel_size prefill_context_parallel_size
+                """,
+            ),
+            Class(
+                "SchedulerConfig",
+                fields="policy max_num_seqs max_num_batched_tokens enable_chunked_prefill async_scheduling",
+            ),
+            Class(
+                "CompilationConfig",
+                fields="mode",
+            ),
+            Class(
+                "KVEventsConfig",
+                fields="enable_kv_cache_events",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.platforms",
+        names=("current_platform",),
+    ),
+    Module(
+        "vllm.device_allocator",
+        names=("DEFERRABLE_TAGS",),
+    ),
+    Module(
+        "vllm.device_allocator.sleep_mode_backend",
+        classes=(
+            Class(
+                "SleepModeBackendFactory",
+                calls={
+                    "register_backend": "cls, name, module_path, class_name",
+                },
+            ),
+            Class(
+                "SleepModeBackend",
+                calls={
+                    "__init__": "self",
+                    "suspend": "self, level=1",
+                    "resume": "self, tags=None",
+                    "discard": "self, tags",
+                    "preserves_communicators": "cls",
+                    "is_supported": "cls",
+                },
+                fields="_state",
+            ),
+        ),
+    ),
+)
+
+# Workers on the CPU.
+CPU_WORKER = (
+    Module(
+        "vllm.v1.worker.cpu_worker",
+        classes=(
+            Class(
+                "CPUWorker",
+                calls={
+                    "_maybe_get_memory_pool_context": "self, tag",
+                    "reload_weights": "self, *args, **kwargs",
+                },
+                fields="vllm_config rank device model_runner use_v2_model_runner",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.worker.cpu_model_runner",
+        classes=(
+            Class(
+                "CPUModelRunner",
+                calls={
+                    "_sample": "self, logits, spec_decode_metadata",
+                    "_bookkeeping_sync": (
+                        "self, scheduler_output, sampler_output, logits, hidden_states, num_scheduled_tokens"
+                    ),
+                },
+                fields="""
+                    model requests input_batch num_prompt_logprobs kv_cache_config kv_caches
+                    discard_request_mask vllm_config
+                """,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.worker.gpu_input_batch",
+        classes=(
+            Class(
+                "InputBatch",
+                calls={
+                    "add_request": "self, request",
+                    "remove_request": "self, req_id",
+                    "condense": "self",
+                    "refresh_metadata": "self",
+                },
+                fields="""
+                    _req_ids allowed_token_ids_mask allowed_token_ids_mask_cpu_tensor
+                    async_copy_ready_event bad_words_token_ids batch_update_builder block_table
+                    device frequency_penalties frequency_penalties_cpu
+                    frequency_penalties_cpu_tensor frequency_penalties_reqs generators
+                    greedy_reqs has_allowed_token_ids is_pooling_model is_token_ids
+                    is_token_ids_tensor logits_processing_needs_token_ids logitsprocs
+                    logitsprocs_need_output_token_ids logprob_token_ids lora_id_to_lora_request
+                    lora_id_to_request_ids max_model_len max_num_batched_tokens max_num_reqs
+                    num_accepted_tokens_cpu num_accepted_tokens_cpu_tensor
+                    num_computed_tokens_cpu num_computed_tokens_cpu_tensor num_logprobs
+                    num_prompt_tokens num_prompt_tokens_cpu_tensor num_tokens_no_spec
+                    num_tokens_no_spec_cpu_tensor pooling_params pooling_states
+                    presence_penalties presence_penalties_cpu presence_penalties_cpu_tensor
+                    presence_penalties_reqs prev_req_id_to_index prev_sampled_token_ids
+                    random_reqs repetition_penalties repetition_penalties_cpu
+                    repetition_penalties_cpu_tensor repetition_penalties_reqs
+                    replayssm_decode_base replayssm_decode_base_cpu_tensor req_id_to_index
+                    req_output_token_ids req_prompt_embeds request_lora_mapping
+                    sampled_token_ids_cpu sampling_metadata spec_token_ids temperature
+                    temperature_cpu temperature_cpu_tensor thinking_budget_state_holder
+                    thinking_token_budget_reqs token_ids_cpu token_ids_cpu_tensor top_k
+                    top_k_cpu top_k_cpu_tensor top_k_reqs top_p top_p_cpu top_p_cpu_tensor
+                    top_p_reqs use_replayssm vocab_size
+                """,
+                exact=True,
+                properties="req_ids num_reqs",
+            ),
+            Class(
+                "CachedRequestState",
+                fields="""
+                    block_ids generator in_progress_prompt_logprobs_cpu lora_request mm_features
+                    mrope_position_delta mrope_positions num_computed_tokens num_prompt_tokens
+                    output_token_ids pooling_params pooling_states prev_num_draft_len
+                    prompt_embeds prompt_is_token_ids prompt_token_ids req_id sampling_params
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.model_executor.layers.utils",
+        functions={
+            "dispatch_cpu_unquantized_gemm": "layer, remove_weight",
+        },
+    ),
+)
+
+# Workers on a GPU, for vLLM's own sleep mode.
+CUDA_WORKER = (
+    Module(
+        "vllm.v1.worker.gpu_worker",
+        classes=(
+            Class(
+                "Worker",
+                calls={
+                    "_maybe_get_memory_pool_context": "self, tag",
+                },
+                fields="vllm_config",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.compilation.cudagraph_pool",
+        functions={
+            "capture_pool": "pool, vllm_config",
+            "get_mem_allocator_instance": "",
+        },
+    ),
+    Module(
+        "vllm.config",
+        classes=(
+            Class(
+                "VllmConfig",
+                fields="model_config compilation_config",
+                properties="use_cumem_cudagraph_pool",
+            ),
+            Class(
+                "ModelConfig",
+                fields="enable_sleep_mode sleep_mode_backend sleep_mode_offload_cudagraph",
+            ),
+        ),
+    ),
+)
+
+# vLLM's OpenAI-compatible server.
+SERVER = (
+    Module(
+        "vllm.envs",
+        names=("VLLM_API_KEY", "VLLM_SERVER_DEV_MODE",),
+    ),
+    Module(
+        "vllm.exceptions",
+        classes=(
+            Class(
+                "GracefulHTTPError",
+                calls={
+                    "__init__": "self, message, http_status",
+                },
+            ),
+        ),
+    ),
+    Module(
+        "vllm.logger",
+        functions={
+            "init_logger": "name",
+            "configure_logging_from_args": "args",
+        },
+    ),
+    Module(
+        "vllm.v1.engine.exceptions",
+        names=("EngineDeadError",),
+    ),
+    Module(
+        "vllm.entrypoints.serve.dev.sleep.metrics",
+        functions={
+            "sleep_mode_operation_metrics": "",
+        },
+    ),
+    Module(
+        "vllm.entrypoints.launchers.api_server.entry",
+        functions={
+            "run_server": "args, **uvicorn_kwargs",
+        },
+    ),
+    Module(
+        "vllm.entrypoints.launchers.cli_args",
+        functions={
+            "make_arg_parser": "parser",
+            "validate_parsed_serve_args": "args",
+        },
+    ),
+    Module(
+        "vllm.entrypoints.serve.utils.api_utils",
+        functions={
+            "cli_env_setup": "",
+        },
+    ),
+    Module(
+        "vllm.utils.argparse_utils",
+        names=("FlexibleArgumentParser",),
+    ),
+    Module(
+        "vllm.entrypoints.openai.models.serving",
+        classes=(
+            Class(
+                "OpenAIServingModels",
+                fields="base_model_paths",
+            ),
+        ),
+    ),
+)
+
+# What a manifest is looked up by.
+PARTS = {"engine": ENGINE, "cpu": CPU_WORKER, "cuda": CUDA_WORKER, "server": SERVER}

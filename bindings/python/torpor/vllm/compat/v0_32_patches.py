@@ -1,0 +1,251 @@
+"""What torpor replaces in vLLM 0.32, all on classes and none in files; the guards of v0_32.py have passed before.
+
+Each replacement does what vLLM does, unless torpor holds the memory of the engine that it is called for.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+from torpor.errors import Unsupported
+from torpor.vllm import frontend
+from torpor.vllm.compat.patching import Patches
+from torpor.vllm.options import Options, holds_memory_of
+
+
+def install(patches: Patches, parts: tuple[str, ...]) -> None:
+    """`parts` as in the manifest. A failure leaves undoing to the caller, who has `patches`."""
+    _scheduler(patches)
+    _engine_core(patches)
+    _front_ends(patches)
+    _finish_reasons(patches)
+    if "cpu" in parts:
+        _cpu_worker(patches)
+        _cpu_generators(patches)
+    if "cuda" in parts:
+        _gpu_worker(patches)
+        _graph_pool(patches)
+    _sleep_backend()
+
+
+# --- scheduler and engine core -------------------------------------------------------------------------------------------
+
+
+def _scheduler(patches: Patches) -> None:
+    """It can be frozen (vLLM's own pause still runs an empty step that reorders the batch), and counts recomputed tokens."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from torpor.vllm.engine_core import count_recomputed
+
+    stock_has_requests, stock_schedule = Scheduler.has_requests, Scheduler.schedule
+
+    def has_requests(self) -> bool:
+        return not self.torpor_frozen and stock_has_requests(self)
+
+    def schedule(self, *args, **kwargs):
+        output = stock_schedule(self, *args, **kwargs)
+        count_recomputed(self, output.num_scheduled_tokens)
+        return output
+
+    patches.set(Scheduler, "torpor_frozen", False)
+    patches.set(Scheduler, "has_requests", has_requests)
+    patches.set(Scheduler, "schedule", schedule)
+
+
+def _engine_core(patches: Patches) -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    from torpor.vllm.engine_core import torpor_call
+
+    patches.set(EngineCore, "torpor_call", torpor_call)
+
+
+# --- front ends ----------------------------------------------------------------------------------------------------------
+
+
+def _front_ends(patches: Patches) -> None:
+    from vllm import LLM
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    patches.set(LLMEngine, "torpor_stock_step", LLMEngine.step)
+    patches.set(LLMEngine, "torpor_stock_has_unfinished_requests", LLMEngine.has_unfinished_requests)
+    patches.set(LLMEngine, "step", frontend.step)
+    patches.set(LLMEngine, "has_unfinished_requests", frontend.has_unfinished_requests)
+    for cls, ours in ((LLM, frontend.Blocking), (LLMEngine, frontend.Blocking), (AsyncLLM, frontend.Awaited)):
+        for name in ("sleep", "wake_up", "checkpoint", "torpor"):
+            patches.set(cls, name, _routed(getattr(ours, name), getattr(cls, name, None)))
+    patches.set(LLM, "is_sleeping", lambda self: self.llm_engine.is_sleeping())
+    stock_run = LLM._run_engine
+
+    def run_engine(self, *args, **kwargs):
+        if holds_memory_of(self.llm_engine.vllm_config):
+            frontend.refuse_while_asleep(self.llm_engine)
+        return stock_run(self, *args, **kwargs)
+
+    patches.set(LLM, "_run_engine", run_engine)
+
+
+def _routed(ours, theirs):
+    """`ours` where torpor holds the memory; `theirs` otherwise, which knows none of torpor's own arguments."""
+    parameters = inspect.signature(ours).parameters.values()
+    own = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+    def is_ours(front_end) -> bool:
+        return holds_memory_of(getattr(front_end, "llm_engine", front_end).vllm_config)
+
+    def stock_arguments(given: dict) -> dict:
+        asked = [name for name in given if name in own and given[name] != own[name]]
+        if theirs is None or asked:
+            what = f"{ours.__name__}({', '.join(f'{name}=…' for name in asked)})"
+            raise Unsupported(f"{what}: torpor does not hold this engine's memory", "it needs vLLM on the CPU, with the option enabled")
+        return {name: value for name, value in given.items() if name not in own}
+
+    if inspect.iscoroutinefunction(ours):
+
+        @functools.wraps(ours)
+        async def method(self, *args, **kwargs):
+            if is_ours(self):
+                return await ours(self, *args, **kwargs)
+            return await theirs(self, *args, **stock_arguments(kwargs)) if theirs else stock_arguments(kwargs)
+
+    else:
+
+        @functools.wraps(ours)
+        def method(self, *args, **kwargs):
+            if is_ours(self):
+                return ours(self, *args, **kwargs)
+            return theirs(self, *args, **stock_arguments(kwargs)) if theirs else stock_arguments(kwargs)
+
+    return method
+
+
+def _finish_reasons(patches: Patches) -> None:
+    """RequestState.make_request_output() is where every end of a request passes, with its reason; a server records it."""
+    from vllm.v1.engine.output_processor import RequestState
+
+    stock = RequestState.make_request_output
+
+    def make_request_output(self, new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs):
+        if finish_reason is not None:
+            self.torpor_finish = (str(finish_reason), stop_reason)
+        return stock(self, new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
+
+    patches.set(RequestState, "torpor_finish", None)
+    patches.set(RequestState, "make_request_output", make_request_output)
+
+
+# --- workers on the CPU --------------------------------------------------------------------------------------------------
+
+
+def _cpu_worker(patches: Patches) -> None:
+    """They allocate weights and KV in torpor's regions, and have the methods of torpor.vllm.worker."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    from torpor.vllm import worker
+
+    for name in vars(worker):
+        if name.startswith("torpor_"):
+            patches.set(CPUWorker, name, getattr(worker, name))
+    stock_context, stock_reload = CPUWorker._maybe_get_memory_pool_context, CPUWorker.reload_weights
+
+    def memory_context(self, tag: str):
+        if tag not in ("weights", "kv_cache") or not Options.of(self.vllm_config).enabled:
+            return stock_context(self, tag)
+        return worker.memory_context(self, tag)
+
+    def reload_weights(self, *args, **kwargs) -> None:
+        with self.torpor_memory.reloading_weights() if hasattr(self, "torpor_memory") else nullcontext():
+            stock_reload(self, *args, **kwargs)
+
+    patches.set(CPUWorker, "_maybe_get_memory_pool_context", memory_context)
+    patches.set(CPUWorker, "reload_weights", reload_weights)
+
+
+def _cpu_generators(patches: Patches) -> None:
+    """A seeded request whose prompt is computed in several steps draws a number in each, and keeps only the last.
+
+    vLLM takes the others back by the generator's offset, which generators of the CPU do not have: the engine ends with
+    an error. Requests that are computed again after a wake run into it easily. Here their state is put back instead.
+    """
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    stock_sample, stock_bookkeeping = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
+
+    def sample(self, *args, **kwargs):
+        if Options.of(self.vllm_config).enabled:
+            discarded = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0]
+            generators = ((int(row), self.input_batch.generators.get(int(row))) for row in discarded)
+            self.torpor_before_draw = {row: drawn.get_state() for row, drawn in generators if drawn is not None}
+        return stock_sample(self, *args, **kwargs)
+
+    def bookkeeping_sync(self, *args, **kwargs):
+        batch, before = self.input_batch, getattr(self, "torpor_before_draw", {})
+        generators = batch.generators
+        for row, state in before.items():
+            generators[row].set_state(state)
+        batch.generators = {row: generator for row, generator in generators.items() if row not in before}
+        try:
+            return stock_bookkeeping(self, *args, **kwargs)
+        finally:
+            batch.generators = generators
+
+    patches.set(CPUModelRunner, "_sample", sample)
+    patches.set(CPUModelRunner, "_bookkeeping_sync", bookkeeping_sync)
+
+
+# --- vLLM's own sleep mode, by the option sleep_mode_backend="torpor" ------------------------------------------------------
+
+
+def _sleep_backend() -> None:
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+    SleepModeBackendFactory.register_backend("torpor", "torpor.vllm.gpu_memory", "TorporBackend")
+
+
+def _gpu_worker(patches: Patches) -> None:
+    """With that option, workers allocate in torpor's regions what sleeps."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    stock_context = Worker._maybe_get_memory_pool_context
+
+    def context(self, tag: str):
+        config = self.vllm_config.model_config
+        if config.sleep_mode_backend != "torpor" or not config.enable_sleep_mode:
+            return stock_context(self, tag)
+        from torpor.vllm.gpu_memory import TorporAllocator
+
+        return TorporAllocator.get_instance().use_memory_pool(tag)
+
+    patches.set(Worker, "_maybe_get_memory_pool_context", context)
+
+
+def _graph_pool(patches: Patches) -> None:
+    """What CUDA graphs hold sleeps too; vLLM asks for that with `sleep_mode_offload_cudagraph`."""
+    from vllm.compilation import cudagraph_pool
+    from vllm.config import VllmConfig
+
+    stock_used = VllmConfig.use_cumem_cudagraph_pool.fget
+    stock_instance = cudagraph_pool.get_mem_allocator_instance
+
+    def used(self) -> bool:
+        model = self.model_config
+        if model is None or model.sleep_mode_backend != "torpor":
+            return stock_used(self)
+        as_stock = SimpleNamespace(
+            sleep_mode_backend="cumem",
+            enable_sleep_mode=model.enable_sleep_mode,
+            sleep_mode_offload_cudagraph=model.sleep_mode_offload_cudagraph,
+        )
+        return stock_used(SimpleNamespace(model_config=as_stock, compilation_config=self.compilation_config))
+
+    def instance():
+        from torpor.vllm.gpu_memory import TorporAllocator
+
+        return TorporAllocator.of_this_process or stock_instance()  # made when weights were loaded, before any capture
+
+    patches.set(VllmConfig, "use_cumem_cudagraph_pool", property(used))
+    patches.set(cudagraph_pool, "get_mem_allocator_instance", instance)

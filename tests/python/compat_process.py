@@ -1,0 +1,93 @@
+"""Started by test_compat.py: lets torpor meet several vLLMs, each in a fork of this process, which has the stock one.
+
+Reads a JSON list of cases from its input, {"change": code, "environment": {}}; prints a list of what was seen.
+"""
+
+import asyncio
+import importlib
+import io
+import json
+import logging
+import os
+import sys
+import threading
+from argparse import Namespace
+
+import vllm
+from fastapi import FastAPI
+from vllm.plugins import load_general_plugins
+
+from torpor import errors
+from torpor.vllm import compat, plugin, serve
+from torpor.vllm.compat import guards
+from torpor.vllm.server import ServerPlugin
+
+
+def vllms_own() -> list:
+    """Every module and class of vLLM that the manifest names."""
+    found = []
+    for part in compat.manifest("0.32.0").PARTS.values():
+        for module in part:
+            loaded = importlib.import_module(module.name)
+            found += [loaded, *(getattr(loaded, cls.name) for cls in module.classes)]
+            if any(cls.exact for cls in module.classes):
+                guards._class_bodies(module.name)  # read once, for all forks
+    return found
+
+
+def look(case: dict) -> dict:
+    os.environ.update(case["environment"])
+    exec(case["change"], {"vllm": vllm})
+    before = [(owner, dict(vars(owner))) for owner in vllms_own()]
+    log = io.StringIO()
+    logging.getLogger("vllm.torpor").addHandler(logging.StreamHandler(log))
+    load_general_plugins()
+    plugin.register()
+    touched = [
+        f"{owner.__name__}.{name}"
+        for owner, names in before
+        for name in {*names, *vars(owner)} - {"__warningregistry__"}
+        if vars(owner).get(name) is not names.get(name)
+    ]
+    app = FastAPI()
+    app.state.args = Namespace(additional_config=case["additional_config"], api_key=None)
+    stock_routes = len(app.routes)
+    server = ServerPlugin()
+    server.attach_router(app)
+    routes = len(app.routes) - stock_routes + len(app.user_middleware)
+    if not routes:
+        asyncio.run(server.init_state(None, app.state, app.state.args))  # touches nothing, or it would fail without an engine
+    refused = []
+    calls = [lambda: plugin.require("server"), lambda: importlib.import_module("torpor.vllm").attach]
+    if plugin.inactive():
+        calls.append(lambda: serve.main(["some-model"]))
+    for call in calls:
+        try:
+            call()
+        except errors.Unsupported as problem:
+            refused.append(str(problem))
+    said = log.getvalue().splitlines()
+    return {"touched": touched, "said": said, "inactive": plugin.inactive(), "routes": routes, "refused": refused}
+
+
+def forked(case: dict) -> dict:
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        os.close(reader)
+        try:
+            seen = look(case)
+        except BaseException as problem:
+            seen = {"failed": f"{type(problem).__name__}: {problem}"}
+        os.write(writer, json.dumps(seen).encode())  # short: a pipe holds it
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as text:
+        seen = json.load(text)
+    os.waitpid(child, 0)
+    return seen
+
+
+if __name__ == "__main__":
+    vllms_own()
+    assert threading.active_count() == 1, threading.enumerate()
+    print(json.dumps([forked(case) for case in json.load(sys.stdin)]))

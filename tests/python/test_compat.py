@@ -1,0 +1,288 @@
+"""The manifest of vLLM against the installed one, without an engine; and torpor beside a vLLM that it does not know."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import vllm
+from vllm.v1.engine.async_llm import AsyncLLM
+
+import torpor
+from torpor import errors
+from torpor.vllm import compat, frontend
+from torpor.vllm.compat import guards
+from torpor.vllm.compat.guards import Class, Module
+from torpor.vllm.compat.patching import Patches
+
+MANIFEST = compat.manifest(vllm.__version__)
+ADAPTER = Path(torpor.__file__).parent
+EVERYTHING = [module for part in MANIFEST.PARTS.values() for module in part]
+
+
+# --- the contract --------------------------------------------------------------------------------------------------------
+
+
+def test_the_installed_vllm_is_as_the_manifest_says(seen):
+    """In a process of its own: here, engines of other tests have let torpor change vLLM."""
+    assert seen["fits"]["inactive"] is None
+
+
+def test_the_guards_take_a_moment():
+    began = time.process_time()
+    guards.problems(EVERYTHING)
+    assert time.process_time() - began < 10
+
+
+def imports_of(path: Path) -> set[tuple[str, str]]:
+    """(module, name) of each import from vLLM in a file; the name is "" where the module itself is imported."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "vllm":
+            found |= {(node.module, alias.name) for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {(alias.name, "") for alias in node.names if alias.name.split(".")[0] == "vllm"}
+    return found
+
+
+def test_every_name_that_the_adapter_imports_from_vllm_stands_in_the_manifest():
+    known = {(module.name, name) for module in EVERYTHING for name in (*module.imported(), "")}
+    known |= {(module.name.rpartition(".")[0], module.name.rpartition(".")[2]) for module in EVERYTHING}
+    for path in sorted(ADAPTER.rglob("*.py")):
+        missing = imports_of(path) - known
+        assert not missing, f"{path.name} imports {sorted(missing)}: add them to compat/v0_32.py, with a guard"
+
+
+def test_every_private_attribute_that_the_adapter_reads_of_another_stands_in_the_manifest():
+    known = {name for module in EVERYTHING for cls in module.classes for name in cls.touched()}
+    for path in sorted((ADAPTER / "vllm").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+        own |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_self(node)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__") and not is_self(node):
+                assert node.attr in known | own | OTHERS, f"{path.name}:{node.lineno} reads .{node.attr}: add it to compat/v0_32.py"
+
+
+# Private names that are not vLLM's: of torpor's own modules and of the standard library.
+OTHERS = {"_core", "_exit", "_forget"}
+
+
+def is_self(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def test_the_fields_of_a_request_that_are_saved_are_those_of_the_manifest():
+    from torpor.vllm.scheduler_values import _KNOWN_FIELDS
+
+    [request] = [cls for module in EVERYTHING for cls in module.classes if (module.name, cls.name) == ("vllm.v1.request", "Request")]
+    assert set(request.fields.split()) <= _KNOWN_FIELDS
+
+
+# --- differences are found, by name --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "named"),
+    [
+        (Module("vllm.v1.nowhere"), "vllm.v1.nowhere cannot be used: ModuleNotFoundError"),
+        (Module("vllm.v1.request", names=("Wish",)), "vllm.v1.request has no Wish"),
+        (Module("vllm.v1.request", classes=(Class("Wish"),)), "vllm.v1.request has no Wish"),
+        (
+            Module("vllm.v1.core.kv_cache_utils", functions={"get_none_hash_seed": "seed=None"}),
+            "vllm.v1.core.kv_cache_utils.get_none_hash_seed takes (), torpor expects (seed=None)",
+        ),
+        (
+            Module("vllm.v1.core.block_pool", classes=(Class("BlockPool", {"free_blocks": "self, ordered_blocks, prepend=False"}),)),
+            "BlockPool.free_blocks takes (self, ordered_blocks",
+        ),
+        (Module("vllm.v1.core.block_pool", classes=(Class("BlockPool", {"free_all": "self"}),)), "BlockPool.free_all does not exist"),
+        (Module("vllm.v1.request", classes=(Class("Request", fields="request_id wishes"),)), "Request has no field wishes"),
+        (Module("vllm.v1.request", classes=(Class("RequestStatus", members="WISHING"),)), "RequestStatus has no WISHING"),
+        (Module("vllm.v1.request", classes=(Class("Request", properties="append_output_token_ids"),)), "append_output_token_ids is no property"),
+    ],
+)
+def test_what_is_missing_or_changed_is_named(module, named):
+    [problem] = guards.problems([module])
+    assert named in problem
+
+
+@pytest.mark.parametrize(
+    ("module", "cls"),
+    [(module.name, cls) for module in EVERYTHING for cls in module.classes if cls.exact],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_a_field_that_the_manifest_does_not_know_is_named(module, cls):
+    *rest, last = cls.fields.split()
+    problems = guards.problems([Module(module, classes=(Class(cls.name, fields=" ".join(rest) or " ", exact=True),))])
+    assert [f"{module}.{cls.name} has a field {last} that torpor does not know"] == [p for p in problems if "does not know" in p]
+
+
+def test_fields_are_found_wherever_a_class_declares_or_assigns_them():
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    assert "ref_cnt" in guards.fields_of(KVCacheBlock)  # a dataclass
+    assert "kv_hints" in guards.fields_of(EngineCoreRequest)  # msgspec
+    assert "selected_token_ranks" in guards.fields_of(LogprobsTensors)  # a named tuple
+    assert "input_batch" in guards.fields_of(CPUModelRunner)  # assigned in a base
+
+
+# --- all patches or none -------------------------------------------------------------------------------------------------
+
+
+def test_patches_are_taken_back_in_full():
+    class Base:
+        def inherited(self):
+            return "base"
+
+    class Stock(Base):
+        def own(self):
+            return "stock"
+
+    own = vars(Stock)["own"]
+    patches = Patches()
+    patches.set(Stock, "own", lambda self: "ours")
+    patches.set(Stock, "own", lambda self: "ours again")
+    patches.set(Stock, "inherited", lambda self: "ours")
+    patches.set(Stock, "new", 1)
+    assert (Stock().own(), Stock().inherited(), Stock.new) == ("ours again", "ours", 1)
+    patches.undo()
+    assert vars(Stock)["own"] is own and Stock().inherited() == "base"
+    assert "inherited" not in vars(Stock) and not hasattr(Stock, "new")
+
+
+# --- beside a vLLM that torpor does not know -----------------------------------------------------------------------------
+
+OTHER_VERSION = 'vllm.__version__ = "0.33.1"'
+OTHER_SIGNATURE = """
+from vllm.v1.engine.core import EngineCore
+def pause_scheduler(self, mode="abort", clear_cache=True, drain=False): pass
+EngineCore.pause_scheduler = pause_scheduler
+"""
+OTHER_FIELD = """
+import dataclasses
+from vllm.v1.worker import gpu_input_batch
+stock = gpu_input_batch.CachedRequestState
+gpu_input_batch.CachedRequestState = dataclasses.make_dataclass("CachedRequestState", [("brand_new", int, 0)], bases=(stock,))
+gpu_input_batch.CachedRequestState.__module__ = "vllm.v1.worker.gpu_input_batch"
+"""
+FAILS_HALF_WAY = """
+from torpor.vllm.compat import v0_32_patches
+def fail(patches): raise RuntimeError("half\\nway")
+v0_32_patches._cpu_generators = fail
+"""
+OTHER_SERVER = "from vllm.entrypoints.launchers.api_server import entry\ndel entry.run_server"
+
+CASES = {
+    "version": {"change": OTHER_VERSION},
+    "signature": {"change": OTHER_SIGNATURE},
+    "missing": {"change": "from vllm.v1.engine import output_processor\ndel output_processor.RequestOutputCollector.get_nowait"},
+    "field": {"change": OTHER_FIELD},
+    "half way": {"change": FAILS_HALF_WAY},
+    "off": {"environment": {"TORPOR_ENABLED": "0"}},
+    "off for this engine": {"additional_config": {"torpor": {"enabled": False}}},
+    "server": {"change": OTHER_SERVER},
+    "fits": {},
+}
+
+
+def python(*arguments: str, input: str = "") -> str:
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_PLUGINS": "torpor"}
+    done = subprocess.run([sys.executable, *arguments], env=environment, input=input, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, dict]:
+    """What each of CASES showed, by its name."""
+    cases = [{"change": "", "environment": {}, "additional_config": {}} | case for case in CASES.values()]
+    found = json.loads(python(str(Path(__file__).with_name("compat_process.py")), input=json.dumps(cases)).splitlines()[-1])
+    return dict(zip(CASES, found))
+
+
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        ("version", "torpor is for vLLM 0.32, this is 0.33.1"),
+        ("signature", "EngineCore.pause_scheduler takes (self, mode='abort', clear_cache=True, drain=False)"),
+        ("missing", "RequestOutputCollector.get_nowait does not exist"),
+        ("field", "CachedRequestState has a field brand_new that torpor does not know"),
+        ("half way", "RuntimeError: half way"),
+    ],
+)
+def test_beside_another_vllm_nothing_is_changed_and_one_line_says_so(seen, case, named):
+    found = seen[case]
+    assert found["touched"] == [], found
+    assert len(found["said"]) == 1 and "torpor is inactive in this process" in found["said"][0] and named in found["said"][0], found
+    assert found["routes"] == 0
+    assert len(found["refused"]) == 3 and all(named in text for text in found["refused"]), found
+
+
+def test_switched_off_nothing_is_changed_and_nothing_is_said(seen):
+    assert seen["off"]["touched"] == [] and seen["off"]["said"] == [] and seen["off"]["routes"] == 0, seen["off"]
+    assert all("TORPOR_ENABLED" in text for text in seen["off"]["refused"])
+
+
+def test_switched_off_for_one_engine_its_server_is_vllms_own(seen):
+    found = seen["off for this engine"]
+    assert found["inactive"] is None and found["said"] == [] and found["routes"] == 0, found
+
+
+def test_where_only_the_server_differs_the_engine_has_torpor_and_its_server_has_not(seen):
+    found = seen["server"]
+    assert found["inactive"] is None and "Scheduler.schedule" in found["touched"] and found["routes"] == 0
+    [line] = found["said"]
+    assert "run_server" in line
+
+
+def test_where_it_fits_it_is_active(seen):
+    found = seen["fits"]
+    assert found["inactive"] is None and found["said"] == [] and found["refused"] == [] and found["routes"] > 0
+    assert {"LLM.sleep", "LLMEngine.step", "AsyncLLM.wake_up", "EngineCore.torpor_call", "CPUWorker.torpor_capture"} <= set(found["touched"])
+
+
+# --- the arguments are visible -------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_argument_is_refused_and_named(one):
+    with pytest.raises(TypeError, match="speed"):
+        one.llm.sleep(level=1, speed=9)
+    assert not one.llm.is_sleeping()
+
+
+SEMANTICS = (Path(__file__).parents[2] / "docs/semantics.md").read_text()
+
+
+@pytest.mark.parametrize("methods", [frontend.Blocking, frontend.Awaited])
+@pytest.mark.parametrize("name", ["sleep", "wake_up", "checkpoint"])
+def test_signatures_are_those_of_the_document(methods, name):
+    [documented] = [line for line in SEMANTICS.split("```")[1].splitlines() if line.startswith(f"{name}(")]
+    found = guards.signature_text(getattr(methods, name)).removeprefix("self").removeprefix(", ")
+    assert f"{name}({found})".replace("'", '"') == documented
+    parameters = list(inspect.signature(getattr(methods, name)).parameters)[1:]
+    for parameter in parameters:
+        assert f"\n    {parameter}: " in getattr(methods, name).__doc__, f"{name}() does not say what {parameter} is"
+
+
+def test_what_the_classes_of_vllm_got_shows_its_arguments(one):
+    for cls, methods in ((type(one.llm), frontend.Blocking), (type(one.engine), frontend.Blocking), (AsyncLLM, frontend.Awaited)):
+        for name in ("sleep", "wake_up", "checkpoint"):
+            assert inspect.signature(getattr(cls, name)) == inspect.signature(getattr(methods, name))
+            assert getattr(cls, name).__doc__ and getattr(cls, name).__name__ == name
+    assert inspect.iscoroutinefunction(AsyncLLM.sleep)
+
+
+def test_a_version_that_is_not_known_is_named():
+    with pytest.raises(errors.Unsupported, match="0.31.4"):
+        compat.manifest("0.31.4")

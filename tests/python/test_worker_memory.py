@@ -1,0 +1,59 @@
+"""A worker's memory without an engine: what vLLM allocates otherwise than expected is noticed, not used."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import vllm.model_executor.layers.utils as layer_utils
+
+from torpor import _core, errors
+from torpor.vllm.memory import WorkerMemory
+
+
+@pytest.fixture
+def worker_memory() -> WorkerMemory:
+    return WorkerMemory(_core.RankMemory({"rank": 0}), "packed")
+
+
+def test_the_kv_cache_comes_from_the_region(worker_memory):
+    with worker_memory.allocating_kv():
+        cache = torch.zeros(1 << 16, dtype=torch.int8)
+    assert cache.data_ptr() == worker_memory.kv_address
+    worker_memory.check_kv([cache.view(torch.float32)[256:]], [SimpleNamespace(size=1 << 16)])
+
+
+def test_a_kv_cache_that_is_allocated_otherwise_is_refused(worker_memory):
+    with pytest.raises(errors.Unsupported, match="no torch.zeros"), worker_memory.allocating_kv():
+        torch.zeros((16, 4096), dtype=torch.int8)
+
+
+def test_kv_outside_of_the_region_is_refused(worker_memory):
+    with worker_memory.allocating_kv():
+        inside = torch.zeros(1 << 16, dtype=torch.int8)
+    with pytest.raises(errors.Unsupported, match="outside of torpor's region"):
+        worker_memory.check_kv([inside, torch.zeros(8, dtype=torch.int8)], [])
+    with pytest.raises(errors.Unsupported, match="a KV cache of 131072 bytes, allocated were 65536"):
+        worker_memory.check_kv([inside], [SimpleNamespace(size=1 << 17)])
+
+
+def model_of_one_linear() -> torch.nn.Module:
+    model = torch.nn.Module()
+    model.linear = torch.nn.Linear(64, 64, bias=False)
+    return model
+
+
+def test_linear_weights_are_kept_before_they_are_packed(worker_memory):
+    model = model_of_one_linear()
+    plain = model.linear.weight.detach().clone()
+    with worker_memory.loading_weights(SimpleNamespace(model=model)):
+        layer_utils.dispatch_cpu_unquantized_gemm(model.linear, remove_weight=True)
+    [linear] = worker_memory._packed
+    assert torch.equal(linear.plain, plain)
+
+
+def test_weights_that_were_packed_by_other_code_are_refused(worker_memory):
+    model = model_of_one_linear()
+    stock = layer_utils.dispatch_cpu_unquantized_gemm  # as a module would have it that imported the name at its start
+    with pytest.raises(errors.Unsupported, match="the weights of linear were packed"):
+        with worker_memory.loading_weights(SimpleNamespace(model=model)):
+            stock(model.linear, remove_weight=True)
