@@ -1,7 +1,8 @@
 // EngineHooks: what an inference engine does for the controller. Implementations: vLLM's adapter through the Python
 // bindings, and the small engine of the tests.
 //
-// The controller calls them from the thread that called it, one at a time, never with a lock of its own held. Hooks
+// The controller calls them from the thread that called it, one at a time, holding only the lock that keeps a second
+// operation out: a hook must not call sleep(), wake_up() or checkpoint(); state() and is_sleeping() it may. Hooks
 // translate between the engine's objects and values; they do not decide, copy device memory, or write files.
 #pragma once
 

@@ -71,7 +71,7 @@ Status RankMemory::same_process() const {
 RankMemory::~RankMemory() {
   if (executor_ == nullptr || !executor_->quarantined())
     return;  // members go in reverse: executor, allocator, arena, device
-  // A copy may still run: nothing that it reads or writes may be unmapped. The end of the process is.
+  // A copy may still run, so nothing that it reads or writes may be unmapped: it is leaked until the process ends.
   for (auto& [tag, backup] : backups_) backup.host.release();
   executor_.release();
   allocator_.release();

@@ -1,7 +1,7 @@
 // BlockStore: a tier of KV blocks below the device: a pool of slots, the bytes of each, and their digests.
 //
-// A slot is owned through its MutableBlock: claim() it, put() its bytes, remember() what was put, register it. What is
-// registered may be got by anybody who keeps the block.
+// A slot is owned through its MutableBlock: claim() it, put() its bytes, remember() what was put, register it. Once it
+// is registered, everyone who holds a reference to the block may get() its bytes.
 // Threads: as Tier; a slot's owner alone claims and remembers.
 #pragma once
 

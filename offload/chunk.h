@@ -41,7 +41,7 @@ struct SavedChunk {
   uint64_t bytes = 0;  // in device memory
   Digest digest;       // of these bytes
   Codec codec = Codec::kNone;
-  uint64_t offset = 0;        // in its tier: file offset, or offset in the arena's span
+  uint64_t offset = 0;        // in its tier: an offset in its file; in the host tier, its index there
   uint64_t stored_bytes = 0;  // in its tier
   uint32_t file = 0;          // which of a rank's files it lies in; 0: the rank's own
   SealTag seal{};             // of the stored bytes, if the checkpoint is sealed

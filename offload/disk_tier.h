@@ -1,6 +1,6 @@
 // DiskTier: chunks in a rank's chunk file: a header page, then the chunks, each at a multiple of 4096 bytes, compressed
-// and sealed if wished. What is where stands in the records of the one who keeps them (a checkpoint's manifest);
-// checkpoint/FORMAT.md has the bytes.
+// and sealed if wished. The file has no index: the caller keeps each chunk's SavedChunk (a checkpoint: in its manifest)
+// and needs it to read the chunk back. checkpoint/FORMAT.md has the bytes.
 //
 // A chunk whose bytes an earlier file already holds (same key, size and digest) is not written again: its record names
 // that file. Memory beside the callers': one batch of stored bytes for each thread that calls.
