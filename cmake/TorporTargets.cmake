@@ -1,5 +1,7 @@
 # torpor_room(NAME SOURCES … USES …) makes the static library torpor::NAME of one folder.
-# torpor_test(NAME SOURCES … USES … [LABELS …] [TIMEOUT seconds]) makes a GoogleTest program and registers its cases with CTest.
+# torpor_test(NAME SOURCES … USES … [LABELS …] [TIMEOUT seconds] [SHARDS n]) makes a GoogleTest program and registers it
+# with CTest, its cases divided among n processes. Of each label ("unit" unless said otherwise) the target LABEL_tests
+# builds all programs.
 
 # Line tables suffice for stack traces; everything that -g adds to them takes a third of the time of a compile.
 string(REGEX REPLACE "-g( |$)" "-g1\\1" CMAKE_CXX_FLAGS_RELWITHDEBINFO "${CMAKE_CXX_FLAGS_RELWITHDEBINFO}")
@@ -21,12 +23,32 @@ function(torpor_room name)
 endfunction()
 
 function(torpor_test name)
-  cmake_parse_arguments(TEST "" "TIMEOUT" "SOURCES;USES;LABELS" ${ARGN})
+  cmake_parse_arguments(TEST "" "TIMEOUT;SHARDS" "SOURCES;USES;LABELS" ${ARGN})
   if(NOT TEST_TIMEOUT)
-    set(TEST_TIMEOUT 300)
+    set(TEST_TIMEOUT 600)
+  endif()
+  if(NOT TEST_LABELS)
+    set(TEST_LABELS unit)
+  endif()
+  if(NOT TEST_SHARDS)
+    set(TEST_SHARDS 1)
   endif()
   add_executable(${name} ${TEST_SOURCES})
   target_link_libraries(${name} PRIVATE torpor_flags ${TEST_USES} GTest::gmock GTest::gtest_main)
-  include(GoogleTest)
-  gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT ${TEST_TIMEOUT} LABELS "${TEST_LABELS}")
+  foreach(label ${TEST_LABELS})
+    if(NOT TARGET ${label}_tests)
+      add_custom_target(${label}_tests)
+    endif()
+    add_dependencies(${label}_tests ${name})
+  endforeach()
+  math(EXPR last "${TEST_SHARDS} - 1")
+  foreach(shard RANGE ${last})
+    set(test ${name})
+    if(last GREATER 0)
+      set(test ${name}.${shard})
+    endif()
+    add_test(NAME ${test} COMMAND ${name} --gtest_brief=1)
+    set_tests_properties(${test} PROPERTIES TIMEOUT ${TEST_TIMEOUT} LABELS "${TEST_LABELS}" COST ${TEST_TIMEOUT}
+      ENVIRONMENT "GTEST_TOTAL_SHARDS=${TEST_SHARDS};GTEST_SHARD_INDEX=${shard}")
+  endforeach()
 endfunction()

@@ -7,12 +7,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from devtool import checks, mutants, setup
-from devtool.setup import ROOT, SetupError, say
+from devtool import checks, mutants, setup, testing
+from devtool.setup import ROOT, SetupError, cmake_build, say
 
 PRESETS = ("dev", "release", "asan", "tsan", "fuzz")
 FUZZ_RUNS_LONG = 10_000_000
@@ -45,7 +44,7 @@ exit 1
 
 
 def main(arguments: list[str], manual: str) -> int:
-    words = {"demo": demo, "test": test, "build": build, "bench": bench, "simulate": simulate, "mutants": mutants.main, "fuzz": fuzz, "proof": proof, "gpu_check": gpu_check, "torpor": torpor, "python": python, "lint": lint, "setup": set_up, "clean": clean}
+    words = {"demo": demo, "test": testing.main, "build": build, "bench": bench, "simulate": simulate, "mutants": mutants.main, "fuzz": fuzz, "proof": proof, "gpu_check": gpu_check, "torpor": torpor, "python": python, "lint": lint, "format": format_sources, "setup": set_up, "clean": clean}
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(manual)
         return 0 if arguments else 2
@@ -75,12 +74,6 @@ def set_up(_: list[str]) -> int:
 def python(arguments: list[str]) -> int:
     python_path, model = setup.everything()
     return subprocess.run([python_path, *arguments], env=os.environ | {"TORPOR_TEST_MODEL": str(model)}).returncode
-
-
-def cmake_build(preset: str, targets: tuple[str, ...] = ()) -> None:
-    setup.run(f"Configure {preset}", ["cmake", "--preset", preset], log_name=f"configure-{preset}")
-    goal = [word for target in targets for word in ("--target", target)]
-    setup.run(f"Compile {preset}", ["cmake", "--build", "--preset", preset, *goal], log_name=f"compile-{preset}")
 
 
 def build(arguments: list[str]) -> int:
@@ -196,48 +189,13 @@ def lint(_: list[str]) -> int:
     return 1 if problems else 0
 
 
+def format_sources(_: list[str]) -> int:
+    """Lays out all C++ as .clang-format says."""
+    setup.system_packages()
+    sources = [p for p in checks.tracked(ROOT) if p.suffix in (".h", ".cpp", ".cu")]
+    return subprocess.run(["clang-format-16", "-i", *sources]).returncode
+
+
 def clean(_: list[str]) -> int:
     shutil.rmtree(ROOT / "build", ignore_errors=True)
     return 0
-
-
-def test(arguments: list[str]) -> int:
-    quick = "--quick" in arguments
-    python_path, model = setup.everything()
-    results: list[tuple[str, bool, float]] = []
-
-    def step(title: str, command: list, **options) -> None:
-        print(f"\n=== {title}", flush=True)
-        began = time.monotonic()
-        code = subprocess.run([str(c) for c in command], cwd=ROOT, stdin=subprocess.DEVNULL, **options).returncode
-        results.append((title, code == 0, time.monotonic() - began))
-
-    def ctest(preset: str) -> None:
-        cmake_build(preset)
-        step(f"C++ tests, {preset}", ["ctest", "--preset", preset, "-j", os.cpu_count() or 2])
-
-    ctest("release")
-    if not quick:
-        ctest("asan")
-        ctest("tsan")
-    env = os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"}
-    pytest = [python_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "--durations-min=20"]
-    # Two at a time: the servers take as long as all others together.
-    servers = [ROOT / "tests/python" / name for name in ("test_server.py", "test_server_restarts.py")]
-    with tempfile.TemporaryFile("w+") as log:
-        began = time.monotonic()
-        beside = None if quick else subprocess.Popen([str(c) for c in (*pytest, *servers)], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env)
-        step("Python tests, real engine", [*pytest, "tests/python", "-m", "not slow"], env=env)
-        if beside is not None:
-            step("Python tests, engines of their own", [*pytest, "tests/python", "-m", "slow", *(f"--ignore={path}" for path in servers)], env=env)
-            print("\n=== Python tests, servers", flush=True)
-            code = beside.wait()
-            log.seek(0)
-            print(log.read(), flush=True)
-            results.append(("Python tests, servers", code == 0, time.monotonic() - began))
-    step("Tools and documents", [*pytest, "tests/tools"], env=env)
-
-    print("\n=== Summary")
-    for title, passed, seconds in results:
-        print(f"{'passed' if passed else 'FAILED'}  {seconds:6.0f} s  {title}")
-    return 0 if all(passed for _, passed, _ in results) else 1

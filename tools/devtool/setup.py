@@ -165,6 +165,12 @@ def install_torpor(python: Path) -> None:
     stamp.write_text(digest)
 
 
+def cmake_build(preset: str, targets: tuple[str, ...] = ()) -> None:
+    run(f"Configure {preset}", ["cmake", "--preset", preset], log_name=f"configure-{preset}")
+    goal = [word for target in targets for word in ("--target", target)]
+    run(f"Compile {preset}", ["cmake", "--build", "--preset", preset, *goal], log_name=f"compile-{preset}")
+
+
 def everything() -> tuple[Path, Path]:
     """All of it, in order; returns the environment's python and the model's folder."""
     system_packages()
