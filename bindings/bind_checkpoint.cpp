@@ -6,6 +6,7 @@
 #include "bindings/bind_values.h"
 #include "bindings/dict_reader.h"
 #include "checkpoint/checkpoint_manager.h"
+#include "checkpoint/state_sections.h"
 
 namespace py = pybind11;
 

@@ -8,6 +8,8 @@
 #include "base/units.h"
 #include "checkpoint/checkpoint_manager.h"
 #include "checkpoint/format_v1.h"
+#include "checkpoint/manifest_codec.h"
+#include "checkpoint/state_sections.h"
 #include "checkpoint/store_names.h"
 #include "offload/codec.h"
 

@@ -8,7 +8,9 @@
 
 #include "base/log.h"
 #include "base/units.h"
+#include "checkpoint/manifest_codec.h"
 #include "checkpoint/retention.h"
+#include "checkpoint/state_sections.h"
 #include "checkpoint/store_names.h"
 #include "offload/codec.h"
 

@@ -4,20 +4,10 @@
 #include <set>
 #include <unordered_map>
 
-#include "checkpoint/archived_values.h"
-#include "checkpoint/journal.h"
-#include "checkpoint/section_reader.h"
+#include <fmt/format.h>
 
 namespace torpor {
 namespace {
-
-constexpr uint32_t kSectionVersion = 2;
-
-// A section is its version, then its values in order.
-template <class... Values>
-Section pack(std::string name, const Values&... values) {
-  return {std::move(name), to_bytes_after(0, kSectionVersion, values...)};
-}
 
 Error contradiction(std::string what) {
   return Error{.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"};
@@ -84,54 +74,6 @@ Status SchedulerCheckpoint::validate() const {
     }
   }
   return ok();
-}
-
-std::vector<Section> encode(const EngineCheckpoint& checkpoint) {
-  const SchedulerSnapshot& scheduler = checkpoint.state.scheduler;
-  const KvSnapshot& kv = checkpoint.state.kv;
-  std::vector<Section> sections;
-  sections.push_back(pack("requests", scheduler.requests));
-  sections.push_back(
-      pack("queues", scheduler.policy, scheduler.running, scheduler.waiting, scheduler.held, scheduler.finished));
-  sections.push_back(pack("block_tables", kv.groups));
-  sections.push_back(pack("blocks", kv.num_blocks, kv.null_block, kv.blocks));
-  sections.push_back(pack("free_order", kv.free_order));
-  sections.push_back(pack("prefix_index", kv.prefix_index, kv.extra_hashes));
-  sections.push_back(pack("samplers", checkpoint.state.workers));
-  sections.push_back(pack("engine", scheduler.engine, kv.engine));
-  sections.push_back(pack("outputs", checkpoint.outputs));
-  sections.insert(sections.end(), checkpoint.carried.begin(), checkpoint.carried.end());
-  return sections;
-}
-
-Result<EngineCheckpoint> decode(std::span<const Section> sections) {
-  EngineCheckpoint checkpoint;
-  SchedulerSnapshot& scheduler = checkpoint.state.scheduler;
-  KvSnapshot& kv = checkpoint.state.kv;
-  SectionReader reader(sections, kSectionVersion);
-  TORPOR_TRY(reader.take("requests", scheduler.requests));
-  TORPOR_TRY(reader.take("queues", scheduler.policy, scheduler.running, scheduler.waiting, scheduler.held,
-                         scheduler.finished));
-  TORPOR_TRY(reader.take("block_tables", kv.groups));
-  TORPOR_TRY(reader.take("blocks", kv.num_blocks, kv.null_block, kv.blocks));
-  TORPOR_TRY(reader.take("free_order", kv.free_order));
-  TORPOR_TRY(reader.take("prefix_index", kv.prefix_index, kv.extra_hashes));
-  TORPOR_TRY(reader.take("samplers", checkpoint.state.workers));
-  TORPOR_TRY(reader.take("engine", scheduler.engine, kv.engine));
-  TORPOR_TRY(reader.take("outputs", checkpoint.outputs));
-  for (const Section& section : sections) {
-    if (reader.taken(section.name)) continue;
-    if (section.name == kJournalSection) {
-      TORPOR_TRY(replay_journal(std::as_bytes(std::span(section.bytes)), checkpoint.state));
-    } else if (section.required) {
-      return Error{.code = Code::kIncompatible,
-                   .what = fmt::format("section {}: this torpor does not know it, and it is needed", section.name),
-                   .next_step = "use the version of torpor that wrote it, or a newer one"};
-    } else {
-      checkpoint.carried.push_back(section);
-    }
-  }
-  return checkpoint;
 }
 
 }  // namespace torpor

@@ -1,10 +1,9 @@
 // EngineCheckpoint and SchedulerCheckpoint: everything of a sleeping engine except the bytes of its memory.
 //
-// Values only; the structs of the interruptible-inference design. encode/decode turn them into the sections of a
-// checkpoint: Cereal through a bounded archive, so a hostile or damaged section is an error, never a large allocation.
+// Values only; the structs of the interruptible-inference design. checkpoint/state_sections.h turns them into the
+// sections of a checkpoint.
 #pragma once
 
-#include <span>
 #include <string>
 #include <vector>
 
@@ -45,12 +44,5 @@ struct EngineCheckpoint {
   std::vector<Section> carried;  // sections of a newer writer that are not required: kept as they are
   friend bool operator==(const EngineCheckpoint&, const EngineCheckpoint&) = default;
 };
-
-// The sections "requests", "queues", "block_tables", "blocks", "free_order", "prefix_index", "samplers", "engine",
-// "outputs", and what is carried. The fingerprint is the manifest's.
-std::vector<Section> encode(const EngineCheckpoint& checkpoint);
-// The reverse, without the fingerprint; a section "journal" is replayed. kCorruption for a section that is missing,
-// damaged or has bytes left over, kIncompatible for an unknown one that is required. Does not call validate().
-Result<EngineCheckpoint> decode(std::span<const Section> sections);
 
 }  // namespace torpor

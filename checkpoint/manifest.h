@@ -1,13 +1,9 @@
-// Manifest: the table of contents of a checkpoint, and the file MANIFEST that holds it. Bytes: checkpoint/FORMAT.md.
-//
-// The file describes itself: magic, format version, byte order, length, id, and a BLAKE2b-256 over header and body,
-// keyed if the checkpoint is sealed. It is written last; a checkpoint without a whole manifest does not exist.
+// Manifest: the table of contents of a checkpoint. checkpoint/manifest_codec.h turns it into the file MANIFEST and
+// back.
 #pragma once
 
 #include <cstdint>
 #include <map>
-#include <optional>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -21,7 +17,6 @@ namespace torpor {
 
 inline constexpr uint32_t kFormatVersion = 2;
 inline constexpr uint32_t kOldestFormatVersion = 1;  // that is still read
-inline constexpr uint64_t kMaxManifestBytes = uint64_t{1} << 30;
 
 // Names and values that must be equal for tokens to be equal.
 using Fingerprint = std::map<std::string, std::string>;
@@ -69,15 +64,5 @@ struct Manifest {
   uint64_t total_bytes() const;         // of this checkpoint's own files, MANIFEST left out
   friend bool operator==(const Manifest&, const Manifest&) = default;
 };
-
-// `seal`: null, or of manifest.protection and manifest.id.
-Bytes encode_manifest(const Manifest& manifest, const Seal* seal = nullptr);
-
-// With a key, nothing but the header of fixed size is looked at before the whole is authenticated. `seal`, if not null,
-// receives the seal of a sealed checkpoint. kCorruption: damaged. kIncompatible: another format version or byte order.
-// kUnauthenticated: sealed and there is no key or another one, or a key is given and it is not sealed.
-// Also checks that sections and chunks do not contradict each other (names unique, no chunk twice, sizes add up).
-Result<Manifest> decode_manifest(std::span<const std::byte> file, const Key* key = nullptr,
-                                 std::shared_ptr<const Seal>* seal = nullptr);
 
 }  // namespace torpor

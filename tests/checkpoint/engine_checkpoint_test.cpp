@@ -1,4 +1,5 @@
 #include "checkpoint/engine_checkpoint.h"
+#include "checkpoint/state_sections.h"
 
 #include <rapidcheck.h>
 

@@ -3,6 +3,7 @@
 #include <filesystem>
 
 #include "checkpoint/checkpoint_manager.h"
+#include "checkpoint/state_sections.h"
 #include "checkpoint/verify.h"
 #include "tests/support/model_file_system.h"
 #include "tests/support/results.h"

@@ -1,4 +1,5 @@
 #include "checkpoint/journal.h"
+#include "checkpoint/state_sections.h"
 
 #include <random>
 

@@ -1,4 +1,5 @@
 #include "checkpoint/manifest.h"
+#include "checkpoint/manifest_codec.h"
 
 #include "tests/support/results.h"
 

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "checkpoint/manifest.h"
+#include "checkpoint/manifest_codec.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace torpor;

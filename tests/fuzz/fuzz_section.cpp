@@ -3,6 +3,7 @@
 #include <cstdlib>
 
 #include "checkpoint/engine_checkpoint.h"
+#include "checkpoint/state_sections.h"
 #include "tests/support/example_state.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {

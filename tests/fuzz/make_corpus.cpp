@@ -5,6 +5,8 @@
 
 #include "checkpoint/answers.h"
 #include "checkpoint/journal.h"
+#include "checkpoint/manifest_codec.h"
+#include "checkpoint/state_sections.h"
 #include "tests/support/example_state.h"
 
 namespace {

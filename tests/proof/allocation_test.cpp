@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <new>
 
+#include "checkpoint/state_sections.h"
 #include "checkpoint/verify.h"
 #include "tests/support/example_state.h"
 #include "tests/support/model_file_system.h"

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "base/units.h"
+#include "checkpoint/manifest_codec.h"
 #include "checkpoint/verify.h"
 #include "tests/proof/workloads.h"
 #include "tests/support/example_state.h"

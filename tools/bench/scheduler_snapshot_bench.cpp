@@ -17,6 +17,7 @@
 
 #include "checkpoint/archived_values.h"
 #include "checkpoint/journal.h"
+#include "checkpoint/state_sections.h"
 #include "tools/bench/bench.h"
 
 // The same values through Cereal's own binary archive.

@@ -1,0 +1,192 @@
+#include "checkpoint/manifest_codec.h"
+
+#include <array>
+#include <set>
+
+#include "checkpoint/archived_values.h"
+#include "checkpoint/format_v1.h"
+
+namespace torpor {
+namespace {
+
+constexpr std::array<char, 8> kMagic = {'T', 'O', 'R', 'P', 'O', 'R', 'C', 'K'};
+constexpr uint32_t kEndianness = 0x01020304;
+constexpr uint64_t kMaxSectionBytes = uint64_t{1} << 36;
+
+// What all versions begin with.
+struct Beginning {
+  std::array<char, 8> magic = kMagic;
+  uint32_t format_version = kFormatVersion;
+  uint32_t endianness = kEndianness;
+};
+
+struct Header {
+  Beginning beginning;
+  uint64_t body_bytes = 0;
+  uint32_t protection = 0;
+  uint32_t zero = 0;
+  SealId id{};
+  KeyName key_name{};
+  SealTag body_seal{};  // of an encrypted body
+  std::array<uint8_t, 24> reserved{};
+  ManifestMac mac{};  // over this header with zeros here, and the body
+};
+static_assert(sizeof(Header) == 128);
+
+constexpr SealPlace kBodyPlace{.kind = SealPlace::Kind::kManifest, .what = "MANIFEST"};
+
+Error damaged(std::string what) {
+  return Error{
+      .code = Code::kCorruption, .what = fmt::format("MANIFEST: {}", what), .next_step = "use another checkpoint"};
+}
+
+Error unauthenticated(std::string what, std::string next_step) {
+  return Error{
+      .code = Code::kUnauthenticated, .what = fmt::format("MANIFEST: {}", what), .next_step = std::move(next_step)};
+}
+
+bool plain_name(const std::string& name) {
+  return !name.empty() && name != "." && name != ".." && name.find('/') == std::string::npos &&
+         name.find('\0') == std::string::npos;
+}
+
+Status check(const RankChunks& rank, uint64_t generation) {
+  if (rank.files.empty() || rank.files[0].generation != 0)
+    return damaged(fmt::format("rank {} has no file of its own", rank.rank));
+  std::set<std::pair<uint64_t, std::string_view>> names;
+  for (size_t i = 0; i < rank.files.size(); ++i) {
+    const ChunkFile& file = rank.files[i];
+    if (!plain_name(file.name)) return damaged("the name of a chunk file is not a plain name");
+    if (!names.emplace(file.generation, file.name).second)
+      return damaged(fmt::format("the file {} is listed twice", file.name));
+    if ((file.generation == 0) != (i == 0) || file.generation >= std::max<uint64_t>(generation, 1)) {
+      return damaged(fmt::format("rank {}: file {} is of generation {}", rank.rank, i, file.generation));
+    }
+  }
+  std::set<ChunkKey> keys;
+  for (const SavedChunk& chunk : rank.chunks) {
+    if (!keys.insert(chunk.key).second) return damaged(fmt::format("{} is listed twice", chunk.key.to_string()));
+    if (chunk.file >= rank.files.size())
+      return damaged(fmt::format("{} lies in a file that is not listed", chunk.key.to_string()));
+    const ChunkFile& file = rank.files[chunk.file];
+    if (chunk.offset > file.bytes || chunk.stored_bytes > file.bytes - chunk.offset) {
+      return damaged(fmt::format("{} lies outside {}", chunk.key.to_string(), file.name));
+    }
+  }
+  return ok();
+}
+
+Status check(const Manifest& manifest) {
+  std::set<std::string_view> names;
+  uint64_t offset = 0;
+  for (const SectionInfo& section : manifest.sections) {
+    if (!names.insert(section.name).second) return damaged(fmt::format("the section {} is listed twice", section.name));
+    if (section.offset != offset || section.stored_bytes > kMaxSectionBytes)
+      return damaged(fmt::format("the section {} is misplaced", section.name));
+    offset += section.stored_bytes;
+  }
+  std::set<int32_t> ranks;
+  for (const RankChunks& rank : manifest.ranks) {
+    if (rank.rank < 0 || !ranks.insert(rank.rank).second)
+      return damaged(fmt::format("the rank {} is listed twice", rank.rank));
+    TORPOR_TRY(check(rank, manifest.generation));
+  }
+  return ok();
+}
+
+// The header alone: what can be said before anything is authenticated.
+Status check(const Header& header, uint64_t body_bytes, const Key* key) {
+  if (header.protection > static_cast<uint32_t>(Protection::kEncrypted) || header.zero != 0 ||
+      header.reserved != decltype(header.reserved){}) {
+    return damaged("its header is not whole");
+  }
+  if (body_bytes != header.body_bytes)
+    return damaged(fmt::format("it has {} bytes after the header, {} were written", body_bytes, header.body_bytes));
+  const auto protection = static_cast<Protection>(header.protection);
+  if (protection != Protection::kNone && key == nullptr)
+    return unauthenticated(fmt::format("the checkpoint is {}", name(protection)),
+                           "give the key file that it was written with");
+  if (protection == Protection::kNone && key != nullptr)
+    return unauthenticated("a key was given, but the checkpoint was written without one",
+                           "leave the key out if you trust the checkpoint");
+  return ok();
+}
+
+}  // namespace
+
+Bytes encode_manifest(const Manifest& manifest, const Seal* seal) {
+  Header header{.protection = static_cast<uint32_t>(manifest.protection), .id = manifest.id};
+  Bytes file = to_bytes_after(sizeof header, manifest);
+  const auto body = std::as_writable_bytes(std::span(file)).subspan(sizeof header);
+  header.body_bytes = body.size();
+  if (seal != nullptr) {
+    header.key_name = seal->key_name();
+    if (seal->protection() == Protection::kEncrypted) header.body_seal = seal->seal(body, body, kBodyPlace);
+  }
+  const auto plain = std::as_bytes(std::span(&header, 1));
+  header.mac = seal != nullptr ? seal->mac(plain, body) : unkeyed_mac(plain, body);
+  std::memcpy(file.data(), &header, sizeof header);
+  return file;
+}
+
+Result<Manifest> decode_manifest(std::span<const std::byte> file, const Key* key,
+                                 std::shared_ptr<const Seal>* seal_out) {
+  Beginning beginning;
+  if (file.size() < sizeof beginning)
+    return damaged(fmt::format("it has {} bytes, fewer than its header", file.size()));
+  std::memcpy(&beginning, file.data(), sizeof beginning);
+  if (beginning.magic != kMagic) return damaged("it does not begin as a manifest does");
+  if (beginning.endianness != kEndianness) {
+    return Error{.code = Code::kIncompatible,
+                 .what = "MANIFEST: the checkpoint was written with another byte order",
+                 .next_step = "wake it on the kind of machine that wrote it"};
+  }
+  if (beginning.format_version < kOldestFormatVersion || beginning.format_version > kFormatVersion) {
+    return Error{.code = Code::kIncompatible,
+                 .what = fmt::format("MANIFEST: format_version is {}, this torpor reads {} to {}",
+                                     beginning.format_version, kOldestFormatVersion, kFormatVersion),
+                 .next_step = "use the version of torpor that wrote it, or a newer one"};
+  }
+  if (beginning.format_version == 1) {
+    if (key != nullptr)
+      return unauthenticated("a key was given, but the checkpoint was written without one",
+                             "leave the key out if you trust the checkpoint");
+    TORPOR_ASSIGN(Manifest manifest, decode_manifest_v1(file));
+    TORPOR_TRY(check(manifest));
+    return manifest;
+  }
+  Header header;
+  if (file.size() < sizeof header) return damaged(fmt::format("it has {} bytes, fewer than its header", file.size()));
+  std::memcpy(&header, file.data(), sizeof header);
+  const std::span<const std::byte> body = file.subspan(sizeof header);
+  TORPOR_TRY(check(header, body.size(), key));
+  const auto protection = static_cast<Protection>(header.protection);
+  std::shared_ptr<const Seal> seal;
+  if (protection != Protection::kNone) {
+    seal = std::make_shared<Seal>(*key, header.id, protection);
+    if (seal->key_name() != header.key_name)
+      return unauthenticated("the key is not the one that the checkpoint was written with",
+                             "give the key file that it was written with");
+  }
+  Header unsigned_header = header;
+  unsigned_header.mac = {};
+  const auto plain = std::as_bytes(std::span(&unsigned_header, 1));
+  if ((seal != nullptr ? seal->mac(plain, body) : unkeyed_mac(plain, body)) != header.mac)
+    return damaged("its digest does not match");
+  Bytes decrypted;
+  std::span<const std::byte> clear = body;
+  if (protection == Protection::kEncrypted) {
+    decrypted.resize(body.size());
+    std::memcpy(decrypted.data(), body.data(), body.size());
+    TORPOR_TRY(seal->open(std::as_writable_bytes(std::span(decrypted)), header.body_seal, kBodyPlace));
+    clear = std::as_bytes(std::span(decrypted));
+  }
+  TORPOR_ASSIGN(Manifest manifest, from_bytes<Manifest>(clear, "MANIFEST"));
+  manifest.protection = protection;
+  manifest.id = header.id;
+  TORPOR_TRY(check(manifest));
+  if (seal_out != nullptr) *seal_out = std::move(seal);
+  return manifest;
+}
+
+}  // namespace torpor

@@ -1,0 +1,20 @@
+// An EngineCheckpoint as the sections of a checkpoint, and back: Cereal through a bounded archive, so that a hostile or
+// damaged section is an error, never a large allocation. The bytes: checkpoint/FORMAT.md.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "base/status.h"
+#include "checkpoint/engine_checkpoint.h"
+
+namespace torpor {
+
+// The sections "requests", "queues", "block_tables", "blocks", "free_order", "prefix_index", "samplers", "engine",
+// "outputs", and what is carried. The fingerprint is the manifest's.
+std::vector<Section> encode(const EngineCheckpoint& checkpoint);
+// The reverse, without the fingerprint; a section "journal" is replayed. kCorruption for a section that is missing,
+// damaged or has bytes left over, kIncompatible for an unknown one that is required. Does not call validate().
+Result<EngineCheckpoint> decode(std::span<const Section> sections);
+
+}  // namespace torpor
