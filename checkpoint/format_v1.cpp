@@ -66,7 +66,7 @@ static_assert(sizeof(HeaderV1) == 64);
 
 constexpr uint32_t kSectionVersionV1 = 1;
 
-Error damaged(std::string what) {
+Error damaged_v1(std::string what) {
   return Error{
       .code = Code::kCorruption, .what = fmt::format("MANIFEST: {}", what), .next_step = "use another checkpoint"};
 }
@@ -75,13 +75,14 @@ Error damaged(std::string what) {
 
 Result<Manifest> decode_manifest_v1(std::span<const std::byte> file) {
   HeaderV1 header;
-  if (file.size() < sizeof header) return damaged(fmt::format("it has {} bytes, fewer than its header", file.size()));
+  if (file.size() < sizeof header)
+    return damaged_v1(fmt::format("it has {} bytes, fewer than its header", file.size()));
   std::memcpy(&header, file.data(), sizeof header);
   const std::span<const std::byte> body = file.subspan(sizeof header);
-  if (header.reserved != decltype(header.reserved){}) return damaged("its header is not whole");
+  if (header.reserved != decltype(header.reserved){}) return damaged_v1("its header is not whole");
   if (body.size() != header.body_bytes)
-    return damaged(fmt::format("it has {} bytes after the header, {} were written", body.size(), header.body_bytes));
-  if (digest_of(body) != header.body_digest) return damaged("its digest does not match");
+    return damaged_v1(fmt::format("it has {} bytes after the header, {} were written", body.size(), header.body_bytes));
+  if (digest_of(body) != header.body_digest) return damaged_v1("its digest does not match");
   TORPOR_ASSIGN(ManifestV1 old, from_bytes<ManifestV1>(body, "MANIFEST"));
   Manifest manifest{.format_version = 1,
                     .generation = old.generation,

@@ -31,11 +31,11 @@ namespace {
 
 constexpr uint32_t kJournalVersion = 1;
 
-struct RecordHead {
+struct StepHead {
   uint32_t bytes = 0;
   Digest digest;  // of the digest before it and the record
 };
-static_assert(sizeof(RecordHead) == 20);
+static_assert(sizeof(StepHead) == 20);
 
 Digest chained(const Digest& before, std::span<const std::byte> record) {
   StreamingDigest digest;
@@ -44,7 +44,7 @@ Digest chained(const Digest& before, std::span<const std::byte> record) {
   return digest.finish();
 }
 
-Error contradiction(std::string what) {
+Error damaged_journal(std::string what) {
   return Error{.code = Code::kCorruption,
                .what = fmt::format("section journal: {}", what),
                .next_step = "use another checkpoint"};
@@ -71,13 +71,13 @@ class Replay {
     for (RequestStep& advanced : step.advanced) TORPOR_TRY(advance(advanced));
     for (const std::string& id : step.removed) {
       const auto found = requests_.find(id);
-      if (found == requests_.end()) return contradiction(fmt::format("request {} is removed, but is not there", id));
+      if (found == requests_.end()) return damaged_journal(fmt::format("request {} is removed, but is not there", id));
       order_[found->second].reset();
       requests_.erase(found);
     }
     for (RequestState& request : step.added) {
       if (!requests_.emplace(request.id, order_.size()).second)
-        return contradiction(fmt::format("request {} is added twice", request.id));
+        return damaged_journal(fmt::format("request {} is added twice", request.id));
       order_.push_back(std::move(request));
     }
     if (step.queues) {
@@ -118,7 +118,7 @@ class Replay {
  private:
   Status advance(RequestStep& step) {
     const auto found = requests_.find(step.id);
-    if (found == requests_.end()) return contradiction(fmt::format("request {} goes on, but is not there", step.id));
+    if (found == requests_.end()) return damaged_journal(fmt::format("request {} goes on, but is not there", step.id));
     RequestState& request = *order_[found->second];
     request.status = step.status;
     request.output_token_ids.insert(request.output_token_ids.end(), step.output_token_ids.begin(),
@@ -130,12 +130,12 @@ class Replay {
   }
 
   Status change(TableStep& step) {
-    if (step.group >= tables_.size()) return contradiction(fmt::format("there is no group {}", step.group));
+    if (step.group >= tables_.size()) return damaged_journal(fmt::format("there is no group {}", step.group));
     std::vector<KvTable>& tables = state_.kv.groups[step.group].tables;
     const auto found = tables_[step.group].find(step.request);
     if (found == tables_[step.group].end()) {
       if (step.removed || step.keep != 0)
-        return contradiction(fmt::format("request {} has no table to change", step.request));
+        return damaged_journal(fmt::format("request {} has no table to change", step.request));
       tables_[step.group].emplace(step.request, tables.size());
       tables.push_back({step.request, std::move(step.blocks), step.num_cached_blocks});
       return ok();
@@ -147,7 +147,7 @@ class Replay {
       return ok();
     }
     if (step.keep > table.blocks.size())
-      return contradiction(
+      return damaged_journal(
           fmt::format("request {} keeps {} of {} blocks", step.request, step.keep, table.blocks.size()));
     table.blocks.resize(step.keep);
     table.blocks.insert(table.blocks.end(), step.blocks.begin(), step.blocks.end());
@@ -159,7 +159,7 @@ class Replay {
     std::vector<int32_t>& order = state_.kv.free_order;
     if (step.free_order) order = std::move(*step.free_order);
     if (step.free_taken > order.size())
-      return contradiction(fmt::format("{} of {} free blocks are taken", step.free_taken, order.size()));
+      return damaged_journal(fmt::format("{} of {} free blocks are taken", step.free_taken, order.size()));
     order.erase(order.begin(), order.begin() + step.free_taken);
     order.insert(order.end(), step.free_appended.begin(), step.free_appended.end());
     return ok();
@@ -313,12 +313,12 @@ Journal::Journal() : bytes_(to_bytes(kJournalVersion)) {}
 
 void Journal::append(const StateStep& step) {
   const size_t begin = bytes_.size();
-  bytes_.resize(begin + sizeof(RecordHead));
+  bytes_.resize(begin + sizeof(StepHead));
   BoundedOutput archive(bytes_);
   archive(step);
-  const auto record = std::as_bytes(std::span(bytes_)).subspan(begin + sizeof(RecordHead));
+  const auto record = std::as_bytes(std::span(bytes_)).subspan(begin + sizeof(StepHead));
   last_ = chained(last_, record);
-  const RecordHead head{static_cast<uint32_t>(record.size()), last_};
+  const StepHead head{static_cast<uint32_t>(record.size()), last_};
   std::memcpy(bytes_.data() + begin, &head, sizeof head);
   ++steps_;
 }
@@ -350,7 +350,7 @@ Result<StateStep> step_between(const SchedulerCheckpoint& before, const Schedule
 
 Status replay_journal(std::span<const std::byte> section, SchedulerCheckpoint& state) {
   uint32_t version = 0;
-  if (section.size() < sizeof version) return contradiction("it is too short");
+  if (section.size() < sizeof version) return damaged_journal("it is too short");
   std::memcpy(&version, section.data(), sizeof version);
   if (version != kJournalVersion) {
     return Error{
@@ -362,13 +362,13 @@ Status replay_journal(std::span<const std::byte> section, SchedulerCheckpoint& s
   Replay replay(state);
   Digest last;
   for (uint64_t number = 0; !section.empty(); ++number) {
-    RecordHead head;
-    if (section.size() < sizeof head) return contradiction(fmt::format("record {} is cut off", number));
+    StepHead head;
+    if (section.size() < sizeof head) return damaged_journal(fmt::format("record {} is cut off", number));
     std::memcpy(&head, section.data(), sizeof head);
-    if (section.size() - sizeof head < head.bytes) return contradiction(fmt::format("record {} is cut off", number));
+    if (section.size() - sizeof head < head.bytes) return damaged_journal(fmt::format("record {} is cut off", number));
     const std::span<const std::byte> record = section.subspan(sizeof head, head.bytes);
     last = chained(last, record);
-    if (last != head.digest) return contradiction(fmt::format("record {} does not match its digest", number));
+    if (last != head.digest) return damaged_journal(fmt::format("record {} does not match its digest", number));
     TORPOR_ASSIGN(StateStep step, from_bytes<StateStep>(record, fmt::format("section journal: record {}", number)));
     TORPOR_TRY(replay.apply(step));
     section = section.subspan(sizeof head + head.bytes);

@@ -9,13 +9,13 @@
 namespace torpor {
 namespace {
 
-constexpr std::array<char, 8> kMagic = {'T', 'O', 'R', 'P', 'O', 'R', 'C', 'K'};
+constexpr std::array<char, 8> kManifestMagic = {'T', 'O', 'R', 'P', 'O', 'R', 'C', 'K'};
 constexpr uint32_t kEndianness = 0x01020304;
 constexpr uint64_t kMaxSectionBytes = uint64_t{1} << 36;
 
 // What all versions begin with.
 struct Beginning {
-  std::array<char, 8> magic = kMagic;
+  std::array<char, 8> magic = kManifestMagic;
   uint32_t format_version = kFormatVersion;
   uint32_t endianness = kEndianness;
 };
@@ -35,7 +35,7 @@ static_assert(sizeof(Header) == 128);
 
 constexpr SealPlace kBodyPlace{.kind = SealPlace::Kind::kManifest, .what = "MANIFEST"};
 
-Error damaged(std::string what) {
+Error damaged_manifest(std::string what) {
   return Error{
       .code = Code::kCorruption, .what = fmt::format("MANIFEST: {}", what), .next_step = "use another checkpoint"};
 }
@@ -52,25 +52,26 @@ bool plain_name(const std::string& name) {
 
 Status check(const RankChunks& rank, uint64_t generation) {
   if (rank.files.empty() || rank.files[0].generation != 0)
-    return damaged(fmt::format("rank {} has no file of its own", rank.rank));
+    return damaged_manifest(fmt::format("rank {} has no file of its own", rank.rank));
   std::set<std::pair<uint64_t, std::string_view>> names;
   for (size_t i = 0; i < rank.files.size(); ++i) {
     const ChunkFile& file = rank.files[i];
-    if (!plain_name(file.name)) return damaged("the name of a chunk file is not a plain name");
+    if (!plain_name(file.name)) return damaged_manifest("the name of a chunk file is not a plain name");
     if (!names.emplace(file.generation, file.name).second)
-      return damaged(fmt::format("the file {} is listed twice", file.name));
+      return damaged_manifest(fmt::format("the file {} is listed twice", file.name));
     if ((file.generation == 0) != (i == 0) || file.generation >= std::max<uint64_t>(generation, 1)) {
-      return damaged(fmt::format("rank {}: file {} is of generation {}", rank.rank, i, file.generation));
+      return damaged_manifest(fmt::format("rank {}: file {} is of generation {}", rank.rank, i, file.generation));
     }
   }
   std::set<ChunkKey> keys;
   for (const SavedChunk& chunk : rank.chunks) {
-    if (!keys.insert(chunk.key).second) return damaged(fmt::format("{} is listed twice", chunk.key.to_string()));
+    if (!keys.insert(chunk.key).second)
+      return damaged_manifest(fmt::format("{} is listed twice", chunk.key.to_string()));
     if (chunk.file >= rank.files.size())
-      return damaged(fmt::format("{} lies in a file that is not listed", chunk.key.to_string()));
+      return damaged_manifest(fmt::format("{} lies in a file that is not listed", chunk.key.to_string()));
     const ChunkFile& file = rank.files[chunk.file];
     if (chunk.offset > file.bytes || chunk.stored_bytes > file.bytes - chunk.offset) {
-      return damaged(fmt::format("{} lies outside {}", chunk.key.to_string(), file.name));
+      return damaged_manifest(fmt::format("{} lies outside {}", chunk.key.to_string(), file.name));
     }
   }
   return ok();
@@ -80,15 +81,16 @@ Status check(const Manifest& manifest) {
   std::set<std::string_view> names;
   uint64_t offset = 0;
   for (const SectionInfo& section : manifest.sections) {
-    if (!names.insert(section.name).second) return damaged(fmt::format("the section {} is listed twice", section.name));
+    if (!names.insert(section.name).second)
+      return damaged_manifest(fmt::format("the section {} is listed twice", section.name));
     if (section.offset != offset || section.stored_bytes > kMaxSectionBytes)
-      return damaged(fmt::format("the section {} is misplaced", section.name));
+      return damaged_manifest(fmt::format("the section {} is misplaced", section.name));
     offset += section.stored_bytes;
   }
   std::set<int32_t> ranks;
   for (const RankChunks& rank : manifest.ranks) {
     if (rank.rank < 0 || !ranks.insert(rank.rank).second)
-      return damaged(fmt::format("the rank {} is listed twice", rank.rank));
+      return damaged_manifest(fmt::format("the rank {} is listed twice", rank.rank));
     TORPOR_TRY(check(rank, manifest.generation));
   }
   return ok();
@@ -98,10 +100,11 @@ Status check(const Manifest& manifest) {
 Status check(const Header& header, uint64_t body_bytes, const Key* key) {
   if (header.protection > static_cast<uint32_t>(Protection::kEncrypted) || header.zero != 0 ||
       header.reserved != decltype(header.reserved){}) {
-    return damaged("its header is not whole");
+    return damaged_manifest("its header is not whole");
   }
   if (body_bytes != header.body_bytes)
-    return damaged(fmt::format("it has {} bytes after the header, {} were written", body_bytes, header.body_bytes));
+    return damaged_manifest(
+        fmt::format("it has {} bytes after the header, {} were written", body_bytes, header.body_bytes));
   const auto protection = static_cast<Protection>(header.protection);
   if (protection != Protection::kNone && key == nullptr)
     return unauthenticated(fmt::format("the checkpoint is {}", name(protection)),
@@ -133,9 +136,9 @@ Result<Manifest> decode_manifest(std::span<const std::byte> file, const Key* key
                                  std::shared_ptr<const Seal>* seal_out) {
   Beginning beginning;
   if (file.size() < sizeof beginning)
-    return damaged(fmt::format("it has {} bytes, fewer than its header", file.size()));
+    return damaged_manifest(fmt::format("it has {} bytes, fewer than its header", file.size()));
   std::memcpy(&beginning, file.data(), sizeof beginning);
-  if (beginning.magic != kMagic) return damaged("it does not begin as a manifest does");
+  if (beginning.magic != kManifestMagic) return damaged_manifest("it does not begin as a manifest does");
   if (beginning.endianness != kEndianness) {
     return Error{.code = Code::kIncompatible,
                  .what = "MANIFEST: the checkpoint was written with another byte order",
@@ -156,7 +159,8 @@ Result<Manifest> decode_manifest(std::span<const std::byte> file, const Key* key
     return manifest;
   }
   Header header;
-  if (file.size() < sizeof header) return damaged(fmt::format("it has {} bytes, fewer than its header", file.size()));
+  if (file.size() < sizeof header)
+    return damaged_manifest(fmt::format("it has {} bytes, fewer than its header", file.size()));
   std::memcpy(&header, file.data(), sizeof header);
   const std::span<const std::byte> body = file.subspan(sizeof header);
   TORPOR_TRY(check(header, body.size(), key));
@@ -172,7 +176,7 @@ Result<Manifest> decode_manifest(std::span<const std::byte> file, const Key* key
   unsigned_header.mac = {};
   const auto plain = std::as_bytes(std::span(&unsigned_header, 1));
   if ((seal != nullptr ? seal->mac(plain, body) : unkeyed_mac(plain, body)) != header.mac)
-    return damaged("its digest does not match");
+    return damaged_manifest("its digest does not match");
   Bytes decrypted;
   std::span<const std::byte> clear = body;
   if (protection == Protection::kEncrypted) {

@@ -19,7 +19,7 @@ constexpr uint64_t kBatchBytes = 8 * kMiB;  // of one thread at a time; a disk w
 constexpr size_t kBatchChunks = 256;
 constexpr uint64_t kLargestChunk = kGiB;  // writers make them of at most a few MiB; memory is taken for a whole one
 
-Error damaged(std::string what) {
+Error damage(std::string what) {
   return Error{
       .code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint, or torpor repair"};
 }
@@ -75,7 +75,7 @@ class ChunkCheck {
       uint64_t bytes = 0;
       for (const SavedChunk* chunk : batch) {
         if (chunk->bytes > kLargestChunk) {
-          report(*chunk, damaged(fmt::format("{} says that it has {} bytes", chunk->key.to_string(), chunk->bytes)));
+          report(*chunk, damage(fmt::format("{} says that it has {} bytes", chunk->key.to_string(), chunk->bytes)));
           continue;
         }
         chunks.push_back(*chunk);
@@ -102,7 +102,7 @@ class ChunkCheck {
         report(*part.chunk, part.status.error());
       } else if (digest_of(part.bytes) != part.chunk->digest) {
         report(*part.chunk,
-               damaged(fmt::format("rank {}: {} does not match its digest", rank_.rank, part.chunk->key.to_string())));
+               damage(fmt::format("rank {}: {} does not match its digest", rank_.rank, part.chunk->key.to_string())));
       }
       const std::lock_guard lock(mutex_);
       found_.chunks += 1;
@@ -140,7 +140,7 @@ void check_blocks(const Manifest& manifest, const KvSnapshot& kv, Verification& 
     for (const KvBlock& block : kv.blocks) {
       if (saved.contains(static_cast<uint64_t>(block.id))) continue;
       found.problems.push_back(
-          damaged(fmt::format("rank {}: block {} is in use but was not saved", rank.rank, block.id)));
+          damage(fmt::format("rank {}: block {} is in use but was not saved", rank.rank, block.id)));
       found.bad_blocks.push_back(block.id);
     }
   }
@@ -201,7 +201,7 @@ class HashCheck {
     return ok();
   }
   static Error wrong(const RequestState& request, std::string what) {
-    return damaged(fmt::format("request {}: {}", request.id, what));
+    return damage(fmt::format("request {}: {}", request.id, what));
   }
 
   const PrefixHasher& hasher_;

@@ -1,5 +1,5 @@
-# torpor_room(NAME SOURCES … USES …) makes the static library torpor::NAME of one folder.
-# torpor_test(NAME SOURCES … USES … [LABELS …] [TIMEOUT seconds] [SHARDS n]) makes a GoogleTest program and registers it
+# torpor_room(NAME SOURCES … [APART …] USES …) makes the static library torpor::NAME of one folder.
+# torpor_test(NAME SOURCES … [APART …] USES … [LABELS …] [TIMEOUT seconds] [SHARDS n]) makes a GoogleTest program and registers it
 # with CTest, its cases divided among n processes. Of each label ("unit" unless said otherwise) the target LABEL_tests
 # builds all programs.
 
@@ -10,20 +10,56 @@ add_library(torpor_flags INTERFACE)
 target_include_directories(torpor_flags INTERFACE ${PROJECT_SOURCE_DIR})
 target_compile_definitions(torpor_flags INTERFACE TORPOR_VERSION="${PROJECT_VERSION}")
 target_compile_options(torpor_flags INTERFACE -Wall -Wextra -Wno-missing-field-initializers -Wnon-virtual-dtor -Woverloaded-virtual)
+if(TORPOR_UNITY AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  target_compile_options(torpor_flags INTERFACE -Wno-subobject-linkage)  # it takes every included source for a header
+endif()
 if(TORPOR_SANITIZE)
   target_compile_options(torpor_flags INTERFACE -fsanitize=${TORPOR_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all)
   target_link_options(torpor_flags INTERFACE -fsanitize=${TORPOR_SANITIZE})
 endif()
 
+# What to compile for these sources: they themselves or, with TORPOR_UNITY, files that include some of them each: headers
+# and templates then cost once instead of once a source, a third of the time in all. (CMake's own unity files hold
+# absolute paths, by which the compiler's cache would miss in another checkout.) Sources that define the same name in
+# their unnamed namespaces cannot share a file: APART names those that stay alone.
+function(torpor_sources result name)
+  cmake_parse_arguments(UNITY "" "" "APART" ${ARGN})
+  set(sources ${UNITY_UNPARSED_ARGUMENTS})
+  if(NOT TORPOR_UNITY)
+    set(${result} ${sources} ${UNITY_APART} PARENT_SCOPE)
+    return()
+  endif()
+  list(LENGTH sources count)
+  math(EXPR files "(${count} + 6) / 7")
+  set(made "")
+  set(at 0)
+  foreach(index RANGE 1 ${files})
+    math(EXPR take "(${count} - ${at} + ${files} - ${index}) / (${files} - ${index} + 1)")
+    list(SUBLIST sources ${at} ${take} some)
+    math(EXPR at "${at} + ${take}")
+    set(text "")
+    foreach(source ${some})
+      file(REAL_PATH ${source} path BASE_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR})
+      file(RELATIVE_PATH path ${PROJECT_SOURCE_DIR} ${path})
+      string(APPEND text "#include \"${path}\"\n")
+    endforeach()
+    set(file ${CMAKE_CURRENT_BINARY_DIR}/${name}_${index}.cpp)
+    file(CONFIGURE OUTPUT ${file} CONTENT "${text}" @ONLY)
+    list(APPEND made ${file})
+  endforeach()
+  set(${result} ${made} ${UNITY_APART} PARENT_SCOPE)
+endfunction()
+
 function(torpor_room name)
-  cmake_parse_arguments(ROOM "" "" "SOURCES;USES;PRIVATE_USES" ${ARGN})
-  add_library(torpor_${name} STATIC ${ROOM_SOURCES})
+  cmake_parse_arguments(ROOM "" "" "SOURCES;APART;USES;PRIVATE_USES" ${ARGN})
+  torpor_sources(sources torpor_${name} ${ROOM_SOURCES} APART ${ROOM_APART})
+  add_library(torpor_${name} STATIC ${sources})
   add_library(torpor::${name} ALIAS torpor_${name})
   target_link_libraries(torpor_${name} PUBLIC torpor_flags ${ROOM_USES} PRIVATE ${ROOM_PRIVATE_USES})
 endfunction()
 
 function(torpor_test name)
-  cmake_parse_arguments(TEST "" "TIMEOUT;SHARDS" "SOURCES;USES;LABELS" ${ARGN})
+  cmake_parse_arguments(TEST "" "TIMEOUT;SHARDS" "SOURCES;APART;USES;LABELS" ${ARGN})
   if(NOT TEST_TIMEOUT)
     set(TEST_TIMEOUT 600)
   endif()
@@ -33,7 +69,8 @@ function(torpor_test name)
   if(NOT TEST_SHARDS)
     set(TEST_SHARDS 1)
   endif()
-  add_executable(${name} ${TEST_SOURCES})
+  torpor_sources(sources ${name} ${TEST_SOURCES} APART ${TEST_APART})
+  add_executable(${name} ${sources})
   target_link_libraries(${name} PRIVATE torpor_flags ${TEST_USES} GTest::gmock GTest::gtest_main)
   foreach(label ${TEST_LABELS})
     if(NOT TARGET ${label}_tests)

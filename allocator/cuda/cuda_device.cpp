@@ -465,7 +465,7 @@ class CudaDevice final : public DeviceMemory {
 
   // Leaves module_ null where the kernel is not to be had.
   Status load_gather(const CudaDeviceOptions& options, CudaDeviceInfo& info) {
-    const auto missing = [this](std::string what) {
+    const auto missing = [](std::string what) {
       return Error{.code = Code::kUnsupported, .what = std::move(what), .origin = Origin::kDevice};
     };
     const std::span<const std::byte> image = options.gather_image.empty() ? cuda::gather_image() : options.gather_image;

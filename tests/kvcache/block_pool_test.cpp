@@ -15,7 +15,7 @@ using test::value_of;
 using enum BlockState;
 using enum BlockTrigger;
 
-constexpr int32_t kTokens = 4;
+constexpr int32_t kBlockTokens = 4;
 
 std::vector<int32_t> tokens_of(int32_t seed) { return {seed, seed + 1, seed + 2, seed + 3}; }
 
@@ -23,7 +23,7 @@ std::vector<int32_t> tokens_of(int32_t seed) { return {seed, seed + 1, seed + 2,
 BlockRef registered(BlockPool& pool, int32_t seed, const Digest& parent = {}, uint64_t salt = 0) {
   MutableBlock block = std::move(value_of(pool.allocate(1))[0]);
   EXPECT_SUCCEEDS(block.initialize(parent, salt));
-  EXPECT_EQ(value_of(block.add_tokens(tokens_of(seed))), kTokens);
+  EXPECT_EQ(value_of(block.add_tokens(tokens_of(seed))), kBlockTokens);
   EXPECT_SUCCEEDS(block.schedule_compute());
   EXPECT_SUCCEEDS(block.compute_done());
   return value_of(block.register_block());
@@ -31,7 +31,7 @@ BlockRef registered(BlockPool& pool, int32_t seed, const Digest& parent = {}, ui
 
 std::unique_ptr<BlockPool> make(int32_t blocks, BlockPoolOptions options = {}) {
   options.num_blocks = blocks;
-  options.block_tokens = kTokens;
+  options.block_tokens = kBlockTokens;
   return value_of(BlockPool::create(options));
 }
 
@@ -105,7 +105,7 @@ TEST(BlockPool, I1ACallThatDoesNotFitTheStateIsAnErrorAndChangesNothing) {
   EXPECT_FAILS(block.reset(), Code::kFailedPrecondition, "in flight");  // I3: the device may write into it
   EXPECT_FAILS(block.cancel_schedule(), Code::kFailedPrecondition);
   EXPECT_FAILS(block.register_block(), Code::kFailedPrecondition);
-  EXPECT_EQ(block.tokens(), kTokens);
+  EXPECT_EQ(block.tokens(), kBlockTokens);
   EXPECT_SUCCEEDS(block.compute_done());
 }
 
@@ -237,7 +237,7 @@ TEST(BlockPool, EachTransitionIsAnEvent) {
     std::string seen;
     void on_block(const BlockEvent& event) override { seen += std::string(event.to) + ","; }
   } recorder;
-  const auto pool = value_of(BlockPool::create({.num_blocks = 1, .block_tokens = kTokens}, &recorder));
+  const auto pool = value_of(BlockPool::create({.num_blocks = 1, .block_tokens = kBlockTokens}, &recorder));
   { const BlockRef block = registered(*pool, 1); }
   ASSERT_SUCCEEDS(pool->allocate(1));
   EXPECT_EQ(recorder.seen, "partial,ready for scheduling,in flight,complete,registered,empty,empty,");

@@ -23,7 +23,7 @@ std::vector<int32_t> evict_all(EvictionOrder& order) {
 }
 
 // 0, 1 and 2 come in; 0 is hit twice, 1 once, and both come back.
-std::unique_ptr<EvictionOrder> example(EvictionPolicy policy) {
+std::unique_ptr<EvictionOrder> small_order(EvictionPolicy policy) {
   auto order = make_eviction_order(policy, 8);
   for (const int32_t id : {0, 1, 2}) order->add(id, key(id), true);
   for (const int32_t id : {0, 1, 0}) {
@@ -34,10 +34,10 @@ std::unique_ptr<EvictionOrder> example(EvictionPolicy policy) {
 }
 
 TEST(EvictionOrder, EachPolicyHasItsOrder) {
-  EXPECT_EQ(evict_all(*example(EvictionPolicy::kLru)), (std::vector<int32_t>{2, 1, 0}));
-  EXPECT_EQ(evict_all(*example(EvictionPolicy::kFifo)), (std::vector<int32_t>{0, 1, 2}));
-  EXPECT_EQ(evict_all(*example(EvictionPolicy::kLfu)), (std::vector<int32_t>{2, 1, 0}));
-  EXPECT_EQ(evict_all(*example(EvictionPolicy::kS3Fifo)),
+  EXPECT_EQ(evict_all(*small_order(EvictionPolicy::kLru)), (std::vector<int32_t>{2, 1, 0}));
+  EXPECT_EQ(evict_all(*small_order(EvictionPolicy::kFifo)), (std::vector<int32_t>{0, 1, 2}));
+  EXPECT_EQ(evict_all(*small_order(EvictionPolicy::kLfu)), (std::vector<int32_t>{2, 1, 0}));
+  EXPECT_EQ(evict_all(*small_order(EvictionPolicy::kS3Fifo)),
             (std::vector<int32_t>{1, 0, 2}));  // 0 went on to the main queue; 2 is within the small one's share
 }
 
