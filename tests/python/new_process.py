@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from conftest import InProcess
-from requests_of_tests import run
+from requests_of_tests import answer
 
 
 def main() -> None:
@@ -14,8 +14,14 @@ def main() -> None:
     results = []
     for path in paths:
         report = one.llm.wake_up(from_checkpoint=path)
-        answers = run(one.engine)
-        results.append({"answers": answers, "requests": report.requests, "failed": report.failed_requests, "recomputed": one.llm.torpor("state")["recomputed_tokens"]})
+        version = one.engine.get_weight_version()
+        answers, spans = {}, {}
+        while one.engine.has_unfinished_requests():
+            for output in one.engine.step():
+                answers[output.request_id] = answer(output)
+                if output.finished:
+                    spans[output.request_id] = [[(s.version, s.start, s.end) for s in c.weight_versions or []] for c in output.outputs]
+        results.append({"version": version, "spans": spans, "answers": answers, "requests": report.requests, "failed": report.failed_requests, "recomputed": one.llm.torpor("state")["recomputed_tokens"]})
     print("RESULT " + json.dumps(results), flush=True)
 
 

@@ -1,7 +1,7 @@
 """Levels, tags and what becomes of requests without preserve_state."""
 
 import pytest
-from requests_of_tests import REQUESTS
+from requests_of_tests import REQUESTS, final, run
 from tiny_model import make_tiny_llama
 
 from torpor import errors
@@ -37,6 +37,60 @@ def test_without_preserve_state_requests_can_be_recomputed(one):
     for name in names:
         [_, tokens, text, *_] = finished[name][1][0]
         assert (tokens, text) == tuple(one.expected[name][1][0][1:3]), name
+
+
+@pytest.mark.parametrize("options", [{"level": 0}, {"level": 1}, {"level": 1, "preserve_state": True, "to": "disk"}])
+def test_running_requests_can_be_finished_first(one, options):
+    """vLLM's mode "wait": what runs ends before the sleep, what is queued stays queued and runs after the wake."""
+    expected = one.expected
+    answers = one.begin(20)
+    prompt, params = REQUESTS["greedy"]
+    one.engine.add_request("late", prompt, params)
+    report = one.llm.sleep(mode="wait", **options)
+    assert report.changed and one.llm.is_sleeping()
+    assert [request_id.split("-")[0] for request_id in one.core.scheduler.requests] == ["late"]
+    answers |= run(one.engine, 1)  # what ended before the sleep
+    assert final(answers) == expected
+    assert one.engine.step() == []
+    assert one.llm.wake_up()
+    assert one.finish({})["late"] == expected["greedy"]
+    assert one.core.scheduler.pause_state.name == "UNPAUSED"
+
+
+def test_a_wait_that_takes_too_long_is_given_up_and_nothing_is_lost(one):
+    answers = one.begin(10)
+    with pytest.raises(errors.TimedOut, match="13 requests") as caught:
+        one.llm.sleep(mode="wait", timeout=0)
+    assert "abort" in caught.value.next_step and not caught.value.state_changed
+    assert not one.llm.is_sleeping() and one.core.scheduler.pause_state.name == "UNPAUSED"
+    assert one.finish(answers) == one.expected
+
+
+def test_wrong_arguments_are_refused_before_it_waits(one):
+    answers = one.begin(10)
+    for options in ({"level": 7}, {"tags": ["wieghts"]}, {"timeout": -1}, {"to": "tape"}):
+        with pytest.raises(errors.InvalidArgument):
+            one.llm.sleep(mode="wait", **options)
+    assert len(one.core.scheduler.running) == 13 and one.core.scheduler.pause_state.name == "UNPAUSED"
+    assert one.finish(answers) == one.expected
+
+
+def test_a_sleep_that_fails_after_the_wait_leaves_the_engine_awake(one, tmp_path, monkeypatch):
+    from torpor import _core
+
+    one.llm.torpor("state")
+    side = one.core.torpor_side
+    blocked = tmp_path / "a file"
+    blocked.write_text("")
+    monkeypatch.setattr(side, "controller", _core.SleepController(side.hooks, {"directory": str(blocked)}))
+    answers = one.begin(10)
+    with pytest.raises(errors.Error):
+        one.llm.sleep(mode="wait", preserve_state=True, to="disk")
+    assert one.core.scheduler.pause_state.name == "UNPAUSED" and not one.core.scheduler.torpor_frozen
+    prompt, params = REQUESTS["short"]
+    one.engine.add_request("late", prompt, params)
+    finished = one.finish(answers)
+    assert finished.pop("late") == one.expected["short"] and finished == one.expected
 
 
 def test_level_2_says_what_to_reload(one):

@@ -52,6 +52,50 @@ def test_a_checkpoint_without_weights_wakes_too(one, tiny_model):
     assert final(as_json(answers) | result["answers"]) == expected
 
 
+def test_the_version_of_the_weights_goes_with_them(one, tiny_model, monkeypatch):
+    """vLLM's label of the weights, and which tokens of an answer they drew; a checkpoint from before has no label."""
+    version = one.engine.get_weight_version()
+    try:
+        one.begin(8, ["greedy"])
+        one.engine.add_request("pair", "a b a b", SamplingParams(n=2, temperature=1.0, seed=5, max_tokens=20, ignore_eos=True))
+        run(one.engine, 2)
+        one.engine.set_weight_version("17")
+        run(one.engine, 3)
+        path = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
+        one.llm.wake_up()
+        side, capture = one.core.torpor_side, type(one.core.torpor_side.hooks).capture
+
+        def capture_as_before(hooks):
+            state = capture(hooks)
+            del state["scheduler"]["engine"]["weight_version"]
+            return state
+
+        monkeypatch.setattr(type(side.hooks), "capture", capture_as_before)
+        old = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
+        one.llm.wake_up()
+    finally:
+        one.engine.set_weight_version(version)
+    run(one.engine)
+    before, result = wake_in_new_process(tiny_model, one.directory, [old, path])
+    assert before["version"] == version and before["failed"] == []
+    assert result["version"] == "17"
+    assert result["spans"]["greedy"] == [[[version, 0, 10], ["17", 10, 40]]]
+    assert [spans[-1] for spans in result["spans"]["pair"]] == [["17", 2, 20]]  # of the choice that ended last
+
+
+def test_the_version_of_the_weights_stays_with_an_answer_that_has_ended_beside_others():
+    from vllm.outputs import CompletionOutput, WeightVersionSpan
+
+    from torpor.vllm.values import completion_from_value, completion_to_value
+
+    spans = [WeightVersionSpan("a", 0, 2), WeightVersionSpan("b", 2, 5)]
+    output = CompletionOutput(0, "text", [1, 2], None, None, finish_reason="stop", weight_versions=spans)
+    value = completion_to_value(output)
+    assert completion_from_value(as_json(value)) == output
+    del value["weight_versions"]  # a checkpoint from before
+    assert completion_from_value(value).weight_versions is None
+
+
 @pytest.mark.parametrize("count", [1, 256])
 def test_the_inspector_finds_a_checkpoint_of_so_many_requests_whole(one, count):
     one.llm.wake_up()

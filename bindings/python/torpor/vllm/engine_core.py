@@ -34,6 +34,8 @@ class VllmHooks:
         self.core = core
         self.scheduler: Scheduler = core.scheduler
         self._was_paused = PauseState.UNPAUSED
+        self._before_drain: PauseState | None = None  # while running requests end and no other is begun
+        self._own_weight_version: str | None = None  # of this engine, before it was restored
         self.restored: dict | None = None  # the checkpoint that a new process was restored from, until its front end has it
 
     def unsupported(self) -> list[str]:
@@ -52,12 +54,26 @@ class VllmHooks:
         # the empty one that vLLM would take to hand over the ids of finished requests: it would move rows of the batch.
         if self.scheduler.torpor_frozen:
             return
-        self._was_paused = self.scheduler.pause_state
+        self._was_paused = self.scheduler.pause_state if self._before_drain is None else self._before_drain
+        self._before_drain = None
         self.scheduler.torpor_frozen = True
         pending = self.core.pause_scheduler("keep", False)
         if isinstance(pending, Future) and not pending.done():
             self.resume()
             raise TimedOut("a batch is still in flight", "sleep again when it has ended")
+
+    def drain(self) -> int:
+        """No queued request is begun from now on. Returns how many that were begun have not ended."""
+        if self._before_drain is None:
+            self._before_drain = self.scheduler.pause_state
+            self.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        unfinished = self.scheduler.get_num_unfinished_requests()
+        return unfinished or int(self.scheduler.has_requests() or bool(self.core.batch_queue))
+
+    def end_drain(self) -> None:
+        if self._before_drain is not None:
+            self.scheduler.set_pause_state(self._before_drain)
+            self._before_drain = None
 
     def resume(self) -> None:
         self.scheduler.torpor_frozen = False
@@ -69,6 +85,7 @@ class VllmHooks:
             "kv": values.pool_to_value(self.scheduler),
             "workers": self._rpc("torpor_capture"),
         }
+        state["scheduler"]["engine"]["weight_version"] = self.core.get_weight_version()
         watch_recomputation(self.scheduler)
         return state
 
@@ -107,11 +124,21 @@ class VllmHooks:
         values.pool_from_value(self.scheduler, checkpoint["kv"], lost)
         self.scheduler.finished_req_ids |= lost  # so that the workers drop their rows at the next step
         self._rpc("torpor_restore", checkpoint["workers"], values.given_since(checkpoint))
+        self._take_weight_version(checkpoint["scheduler"]["engine"].get("weight_version"))
         self.restored = checkpoint
         watch_recomputation(self.scheduler)
         return failed
 
+    def _take_weight_version(self, version: str | None) -> None:
+        """vLLM's label of the weights; checkpoints from before it was saved have none."""
+        self._own_weight_version = self.core.get_weight_version()
+        if version is not None:
+            self.core.set_weight_version(version)
+
     def forget_restored(self) -> None:
+        if self._own_weight_version is not None:
+            self.core.set_weight_version(self._own_weight_version)
+            self._own_weight_version = None
         values.empty_scheduler(self.scheduler)
         values.empty_pool(self.scheduler)
         self._rpc("torpor_forget")
@@ -146,6 +173,16 @@ class EngineSide:
         if not self.controller.is_sleeping():
             self.hooks.resume()
 
+    def drain(self, options: dict) -> int:
+        """Before a sleep with these options: how many requests have still to end. Called until none has."""
+        if self.hooks._before_drain is None and (problems := self.controller.plan_sleep(options)["problems"]):
+            raise InvalidArgument(problems[0])
+        return self.hooks.drain()
+
+    def end_drain(self, _: dict) -> None:
+        """The sleep did not come about."""
+        self.hooks.end_drain()
+
     def sleep(self, options: dict) -> dict:
         return self.controller.sleep(options)
 
@@ -178,7 +215,7 @@ class EngineSide:
 
 def torpor_call(core, method: str, options: dict) -> dict:
     """EngineCore's utility method. Returns {"result": …} or {"error": fields of an Error}: plain data."""
-    if method not in ("freeze", "unfreeze", "sleep", "wake_up", "end_hold", "checkpoint", "fingerprint", "plan_sleep", "ledger", "state"):
+    if method not in ("drain", "end_drain", "freeze", "unfreeze", "sleep", "wake_up", "end_hold", "checkpoint", "fingerprint", "plan_sleep", "ledger", "state"):
         return {"error": InvalidArgument(f"torpor has no method {method!r}").to_dict()}
     try:
         if not hasattr(core, "torpor_side"):

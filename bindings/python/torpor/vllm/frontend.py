@@ -38,9 +38,9 @@ class Report(dict):
 
 def sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights) -> dict:
     """Options for the controller. `mode` is vLLM's name for what becomes of requests without preserve_state."""
-    in_flight = {"abort": "abort", "keep": "recompute"}.get(mode)
+    in_flight = {"abort": "abort", "keep": "recompute", "wait": "recompute"}.get(mode)  # "wait" has ended what ran
     if in_flight is None:
-        raise InvalidArgument(f"mode is {mode!r}", 'use "abort" or "keep"; finish the requests before sleeping instead of "wait"')
+        raise InvalidArgument(f"mode is {mode!r}", 'use "abort", "wait" or "keep"')
     values = {
         "level": level, "preserve_state": preserve_state, "to": to, "on_save_error": on_save_error, "weights": weights,
         "in_flight": "freeze" if preserve_state or level == 0 else in_flight,
@@ -90,7 +90,17 @@ class _Blocking:
         if self.engine.engine_core.outputs_queue.empty():
             time.sleep(0.001)
         else:
-            self.engine.torpor_stash = getattr(self.engine, "torpor_stash", []) + self.engine.torpor_stock_step()
+            self._step()
+
+    async def advance(self) -> None:
+        """Lets the engine take a step, or receives what it does in its own process."""
+        if isinstance(self.engine.engine_core, InprocClient):
+            self._step()
+        else:
+            await self.receive()
+
+    def _step(self) -> None:
+        self.engine.torpor_stash = getattr(self.engine, "torpor_stash", []) + self.engine.torpor_stock_step()
 
     def take(self, report: Report) -> None:
         front_end.restore(self.engine.output_processor, report.pop("outputs"), with_queues=False)
@@ -125,6 +135,9 @@ class _Async:
     async def receive(self) -> None:
         await asyncio.sleep(0.001)
 
+    async def advance(self) -> None:
+        await asyncio.sleep(0.001)
+
     def take(self, report: Report) -> None:
         self.engine.torpor_collectors = front_end.restore(self.engine.output_processor, report.pop("outputs"), with_queues=True)
         front_end.fail(self.engine.output_processor, report.failed_requests)
@@ -137,19 +150,39 @@ class _Async:
         pass
 
 
-async def _sleep(side: _Blocking | _Async, values: dict) -> Report:
+async def _sleep(side: _Blocking | _Async, mode: str, values: dict) -> Report:
     level = values["level"]
     loggers = side.engine.logger_manager
     if level >= 1:
         await side.clear_caches()
-    if values["preserve_state"] and level >= 1 and (await side.call("state"))["engine"] == "awake":
-        report = await _frozen(side, "sleep", values)
-    else:
-        report = Report(await side.call("sleep", values))
+    frozen = values["preserve_state"] and level >= 1
+    awake = (frozen or mode == "wait") and (await side.call("state"))["engine"] == "awake"
+    if mode == "wait" and awake:
+        await _finish_running(side, values)
+    try:
+        report = await _frozen(side, "sleep", values) if frozen and awake else Report(await side.call("sleep", values))
+    except BaseException:
+        if mode == "wait":
+            await side.call("end_drain")
+        raise
     side.slept(report, values["in_flight"])
     if report.changed and loggers is not None:
         loggers.record_sleep_state(1, level)
     return report
+
+
+async def _finish_running(side: _Blocking | _Async, values: dict) -> None:
+    """Running requests end, queued ones stay queued. Outputs are processed meanwhile."""
+    deadline = None if values.get("timeout") is None else time.monotonic() + values["timeout"]
+    planned = values | {"preserve_state": False, "in_flight": "freeze" if values["level"] == 0 else "recompute"}
+    try:
+        while unfinished := await side.call("drain", planned):
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimedOut(f"{unfinished} requests have not ended", 'wait longer, or sleep with mode="abort" or "keep"')
+            await side.advance()
+    except BaseException:
+        await side.call("end_drain")
+        raise
 
 
 async def _frozen(side: _Blocking | _Async, method: str, values: dict) -> Report:
@@ -273,13 +306,13 @@ async def attach(engine: AsyncLLM, request_id: str) -> AsyncGenerator[RequestOut
 _SLEEP = """Gives the engine's memory back and returns when it is free. What each combination means: docs/semantics.md.
 
     level: 0 only pauses; 1 frees weights and KV cache, weights are copied first; 2 frees weights without a copy.
-    mode: what becomes of running requests without preserve_state. "abort" ends them, "keep" computes them again after
-        the wake.
+    mode: what becomes of requests without preserve_state. "abort" ends them, "keep" computes them again after the wake,
+        "wait" lets those that run end before the sleep (with preserve_state too); queued ones stay queued until the wake.
     preserve_state: keep requests, their KV blocks, prefix cache and samplers; after the wake they go on without recompute.
     to: where saved bytes go, "host" (memory) or "disk" (a checkpoint in the option `dir`, which survives the process).
     on_save_error: "abort" stays awake when saving fails, "discard" sleeps without the state.
     tags: only these of "weights" and "kv_cache"; None: both.
-    timeout: most seconds to wait for the step that is running; None: without bound.
+    timeout: most seconds to wait for the step that is running, and with mode="wait" for requests to end; None: no bound.
     weights: to disk only. "store" writes them into the checkpoint, "reload" leaves them out: the wake names them.
 
     Returns a Report. Raises an error of torpor.errors: InvalidArgument for arguments that are wrong, Unsupported (by name)
@@ -331,7 +364,7 @@ class Blocking:
         weights: str = "store",
     ) -> Report:
         values = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights)
-        return _finish(_sleep(_Blocking(_engine(self)), values))
+        return _finish(_sleep(_Blocking(_engine(self)), mode, values))
 
     @_documented(_WAKE_UP)
     def wake_up(
@@ -371,7 +404,7 @@ class Awaited:
         weights: str = "store",
     ) -> Report:
         values = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights)
-        return await _sleep(_Async(self), values)
+        return await _sleep(_Async(self), mode, values)
 
     @_documented(_WAKE_UP)
     async def wake_up(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from vllm.logprobs import Logprob
-from vllm.outputs import CompletionOutput
+from vllm.outputs import CompletionOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 
@@ -116,10 +116,15 @@ def completion_to_value(output: CompletionOutput | None) -> dict | None:
         "logprobs": positions_to_value(output.logprobs),
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
+        "weight_versions": None if output.weight_versions is None else [[s.version, s.start, s.end] for s in output.weight_versions],
     }
 
 
 def completion_from_value(value: dict | None) -> CompletionOutput | None:
     if value is None:
         return None
-    return CompletionOutput(**(value | {"logprobs": positions_from_value(value["logprobs"])}))
+    versions = value.get("weight_versions")  # checkpoints from before they were saved have none
+    return CompletionOutput(**(value | {
+        "logprobs": positions_from_value(value["logprobs"]),
+        "weight_versions": None if versions is None else [WeightVersionSpan(*span) for span in versions],
+    }))  # fmt: skip

@@ -92,9 +92,11 @@ ENGINE = (
                 "EngineCore",
                 calls={
                     "pause_scheduler": "self, mode='abort', clear_cache=True",
+                    "get_weight_version": "self",
+                    "set_weight_version": "self, weight_version",
                     "collective_rpc": "self, method, timeout=None, args=(), kwargs=None",
                 },
-                fields="vllm_config scheduler model_executor batch_queue request_block_hasher _weight_version",
+                fields="vllm_config scheduler model_executor batch_queue request_block_hasher",
             ),
             Class(
                 "EngineCoreProc",
@@ -340,6 +342,7 @@ ENGINE = (
     Module(
         "vllm.outputs",
         classes=(
+            Class("WeightVersionSpan", fields="end start version", exact=True),
             Class(
                 "CompletionOutput",
                 fields="""
@@ -382,7 +385,7 @@ ENGINE = (
         classes=(
             Class(
                 "PauseState",
-                members="UNPAUSED PAUSED_ALL",
+                members="UNPAUSED PAUSED_NEW PAUSED_ALL",
             ),
         ),
     ),
@@ -407,6 +410,7 @@ ENGINE = (
                     "schedule": "self, throttle_prefills=False",
                     "has_requests": "self",
                     "set_pause_state": "self, pause_state",
+                    "get_num_unfinished_requests": "self",
                 },
                 fields="""
                     _inflight_prefills _kv_fetch_counts _kv_fetch_stages _pause_state

@@ -60,7 +60,7 @@ def routes(args: Namespace) -> APIRouter:
     async def sleep(
         raw_request: Request,
         level: Annotated[int, Query(ge=0, le=2)] = 1,
-        mode: Literal["abort", "keep", None] = None,
+        mode: Literal["abort", "wait", "keep", None] = None,
         preserve_state: bool | None = None,
         to: Literal["host", "disk"] = "host",
         weights: Literal["store", "reload"] = "store",
