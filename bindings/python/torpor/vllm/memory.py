@@ -113,6 +113,7 @@ class WorkerMemory:
         """Weights that were packed without _pack_first() are gone: they could be neither saved nor packed again."""
         ours = {id(linear.layer) for linear in self._packed}
         for name, layer in model.named_modules():
+            layer = getattr(layer, "base_layer", layer)  # of a LoRA layer, which shows its base's attributes as its own
             weight = getattr(layer, "weight", None)
             if getattr(layer, "cpu_linear", None) is not None and id(layer) not in ours and weight is not None and weight.numel() == 0:
                 raise _other_allocation(f"the weights of {name} were packed by other code than dispatch_cpu_unquantized_gemm()")
