@@ -148,6 +148,8 @@ class Server:
 
     async def _add_request(self, *args, **kwargs):
         while self.state != "awake":  # it was let in just before the sleep began
+            if self.state in ("failed", "ending"):
+                raise GracefulHTTPError(self._refuse(f"the server is {self.state}"), HTTPStatus.SERVICE_UNAVAILABLE)
             await self._moved.wait()
         self._adding += 1
         try:
