@@ -95,6 +95,7 @@ class VllmHooks:
         return fingerprint(self.core.vllm_config, self.scheduler, [w | {"cpu_linear": cpu_linear} for w in workers])
 
     def drop_requests(self, mode: str) -> None:
+        watch_recomputation(self.scheduler)
         self.core.pause_scheduler("abort" if mode == "abort" else "keep", True)
 
     def drop_prefix(self, block_ids: list[int]) -> None:
