@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
 
-os.environ.update({"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "PYTHONHASHSEED": "0", "VLLM_NO_USAGE_STATS": "1"})
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest  # noqa: E402
-import torch  # noqa: E402
-from requests_of_tests import add_requests, final, run  # noqa: E402
-from tiny_model import make_tiny_llama  # noqa: E402
+from tiny_model import make_model  # noqa: E402
+from zygote import ENVIRONMENT, Zygote, shared  # noqa: E402
 
-ENGINE = {"enforce_eager": True, "block_size": 32, "max_model_len": 2048, "max_num_seqs": 16, "max_num_batched_tokens": 128, "seed": 0, "dtype": "float32"}
+os.environ.update(ENVIRONMENT)
+
+# torch and vLLM, seconds of imports, are imported where they are used: not all tests need them in this process.
+
+ENGINE = {
+    "enforce_eager": True, "block_size": 32, "max_model_len": 2048, "max_num_seqs": 16, "max_num_batched_tokens": 128,
+    "seed": 0, "dtype": "float32",
+}  # fmt: skip
 
 
 def pytest_configure(config):
@@ -35,7 +41,20 @@ def real_model() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory, real_model) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("tiny"), tokenizer_from=real_model)
+    return make_model(tmp_path_factory.mktemp("tiny"), real_model)
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Zygote:
+    """Starts further processes; they have imported vLLM already."""
+    return shared()
+
+
+def result_of(done):
+    """What a process of the tests printed after "RESULT"."""
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads(lines[0].removeprefix("RESULT "))
 
 
 class InProcess:
@@ -61,6 +80,9 @@ class InProcess:
 
     def begin(self, steps: int = 0, names=None) -> dict:
         """The requests (or those of `names`), from the same start each time; runs `steps` steps."""
+        import torch
+        from requests_of_tests import add_requests, run
+
         if self.llm.is_sleeping():
             self.llm.wake_up()
         run(self.engine)
@@ -70,6 +92,8 @@ class InProcess:
         return run(self.engine, steps)
 
     def finish(self, answers: dict) -> dict:
+        from requests_of_tests import final, run
+
         return final(answers | run(self.engine))
 
     @property

@@ -22,8 +22,8 @@ REQUESTS = {
     "stops": ("one two three", _params(temperature=1.0, seed=3, stop=["e", "zz"], logprobs=3, max_tokens=60, min_tokens=12)),
     "penalties": ("la la la la", _params(temperature=0.7, seed=5, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3)),
     "bias": ("numbers:", _params(temperature=1.0, min_p=0.01, min_tokens=5, logit_bias={100: 2.0, 200: -5.0}, logprobs=1)),
-    "long": ("foo bar " * 300, _params(temperature=0, prompt_logprobs=1, max_tokens=20)),
-    "long-seeded": ("bar foo " * 200, _params(temperature=0.8, seed=13, max_tokens=15)),
+    "long": ("foo bar " * 150, _params(temperature=0, prompt_logprobs=1, max_tokens=20)),
+    "long-seeded": ("bar foo " * 100, _params(temperature=0.8, seed=13, max_tokens=15)),
     "short": ("Hi", _params(temperature=0, max_tokens=3)),
 }
 

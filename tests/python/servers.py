@@ -6,15 +6,23 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
 
 from serving import Client, Reading, Server, ServerEnded  # noqa: E402
+from zygote import shared  # noqa: E402
 
 __all__ = ["ALICE", "BOB", "Client", "Reading", "Server", "ServerEnded", "make_server", "sampling"]
 
 ALICE, BOB = "key-of-alice", "key-of-bob"
 
 
+class ForkedServer(Server):
+    """A server whose processes are forked from one that has vLLM. tools/dev demo --server starts a real one."""
+
+    def _launch(self, command, out):
+        return shared().popen(command[1:], env=self._environment, stdout=out, stderr=out)
+
+
 def make_server(model: Path, directory: Path, *options: str, name: str = "server", dtype: str = "float32") -> Server:
     environment = {"VLLM_LOGGING_LEVEL": "INFO", "OMP_NUM_THREADS": "1"}
-    return Server(model, directory, ["--dtype", dtype, *options], environment, keys=(ALICE, BOB), name=name)
+    return ForkedServer(model, directory, ["--dtype", dtype, *options], environment, keys=(ALICE, BOB), name=name)
 
 
 def sampling(number: int, max_tokens: int) -> dict:

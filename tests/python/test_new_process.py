@@ -1,11 +1,10 @@
 """The process that slept is gone; another goes on from its checkpoint."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from conftest import result_of
 from inspector import look
 from requests_of_tests import final, run
 from vllm import SamplingParams
@@ -18,28 +17,26 @@ def as_json(value):
     return json.loads(json.dumps(value))
 
 
-def wake_in_new_process(model, directory, paths) -> list[dict]:
-    done = subprocess.run([sys.executable, HERE / "new_process.py", model, directory, *paths], capture_output=True, text=True, cwd=HERE, timeout=300)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-3000:] + done.stderr[-3000:]
-    return json.loads(lines[0].removeprefix("RESULT "))
+def wake_in_new_process(zygote, model, directory, paths) -> list[dict]:
+    return result_of(zygote.run([HERE / "new_process.py", model, directory, *paths], timeout=300))
 
 
-def test_a_new_process_goes_on_with_the_very_next_token(one, tiny_model):
+def test_a_new_process_goes_on_with_the_very_next_token(one, zygote, tiny_model):
     expected = as_json(one.expected)
     delivered, paths = [], []
     for steps in STEPS:
         delivered.append(as_json(one.begin(steps)))
         paths.append(one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint)
         one.llm.wake_up()
-    for steps, answers, result in zip(STEPS, delivered, wake_in_new_process(tiny_model, one.directory, paths), strict=True):
+    results = wake_in_new_process(zygote, tiny_model, one.directory, paths)
+    for steps, answers, result in zip(STEPS, delivered, results, strict=True):
         assert final(answers | result["answers"]) == expected, f"differs after {steps} steps"
         assert result["recomputed"] == 0
         assert result["failed"] == []
         assert result["requests"] == len([a for a in expected if not answers.get(a, [False])[0]]) + (0 if answers.get("two", [False])[0] else 1)
 
 
-def test_a_checkpoint_without_weights_wakes_too(one, tiny_model):
+def test_a_checkpoint_without_weights_wakes_too(one, zygote, tiny_model):
     expected = as_json(one.expected)
     answers = one.begin(15)
     report = one.llm.sleep(level=1, preserve_state=True, to="disk", weights="reload")
@@ -48,7 +45,7 @@ def test_a_checkpoint_without_weights_wakes_too(one, tiny_model):
     assert woken.reload == ["weights"]  # in this process the weights are gone: the caller loads them
     one.llm.collective_rpc("reload_weights")
     assert one.finish(answers) == one.expected
-    [result] = wake_in_new_process(tiny_model, one.directory, [report.checkpoint])
+    [result] = wake_in_new_process(zygote, tiny_model, one.directory, [report.checkpoint])
     assert final(as_json(answers) | result["answers"]) == expected
 
 

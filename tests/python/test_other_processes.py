@@ -1,14 +1,15 @@
-"""Engine cores in other processes: LLM as it is by default, AsyncLLM with streaming readers, tensor parallel 2."""
+"""Engine cores in other processes: LLM as it is by default, AsyncLLM with streaming readers, tensor parallel 2.
+
+The first engine of each kind is started as vLLM does it, with new interpreters; its successor's processes come from the
+zygote (zygote.py), which saves the imports.
+"""
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import ENGINE
+from conftest import ENGINE, result_of
 from requests_of_tests import REQUESTS, add_requests, final, run
 
 from torpor import errors
@@ -41,7 +42,9 @@ def written(answers: dict) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(in_other_processes, tiny_model, tmp_path, monkeypatch, ranks):
+def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
+    in_other_processes, zygote, tiny_model, tmp_path, monkeypatch, ranks
+):  # fmt: skip
     if ranks == 2:
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     names = [name for name in REQUESTS if name not in ("unseeded", "bias", "prefix-b")]  # their draws depend on the timing of arrivals
@@ -78,7 +81,8 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(in_other_pr
         assert run(llm.llm_engine, 1) == {}
     finally:
         stop(llm)
-    llm = start(tiny_model, tmp_path, tensor_parallel_size=ranks)
+    with zygote.spawning():
+        llm = start(tiny_model, tmp_path, tensor_parallel_size=ranks)
     try:
         report = llm.wake_up(from_checkpoint=path)
         assert report.requests > 0 and report.failed_requests == []
@@ -89,11 +93,13 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(in_other_pr
 
 
 @pytest.mark.slow
-def test_streaming_readers_stay_connected_over_a_sleep_and_take_up_their_answers_after_a_restart(in_other_processes, tiny_model, tmp_path):
-    asyncio.run(_streaming(tiny_model, tmp_path))
+def test_streaming_readers_stay_connected_over_a_sleep_and_take_up_their_answers_after_a_restart(
+    in_other_processes, zygote, tiny_model, tmp_path
+):  # fmt: skip
+    asyncio.run(_streaming(zygote, tiny_model, tmp_path))
 
 
-async def _streaming(model, directory) -> None:
+async def _streaming(zygote, model, directory) -> None:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -170,7 +176,8 @@ async def _streaming(model, directory) -> None:
     delivered = {name: list(value) for name, value in answers.items()}
     engine.shutdown()
 
-    engine = make()
+    with zygote.spawning():
+        engine = make()
     waking = asyncio.create_task(engine.wake_up(from_checkpoint=path))
     await asyncio.sleep(0)  # its order is sent
     waking.cancel()
@@ -190,19 +197,14 @@ async def _streaming(model, directory) -> None:
 
 
 @pytest.mark.slow
-def test_killed_while_it_falls_asleep_and_while_it_wakes_a_whole_checkpoint_is_left(tiny_model, tmp_path):
+def test_killed_while_it_falls_asleep_and_while_it_wakes_a_whole_checkpoint_is_left(zygote, tiny_model, tmp_path):
     """SIGKILL at some moments of a second sleep, and of a wake: the first checkpoint or the second can be woken."""
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-
     def child(*arguments):
-        command = [sys.executable, HERE / "killed_process.py", tiny_model, *arguments]
-        return subprocess.run([str(c) for c in command], cwd=HERE, env=environment, capture_output=True, text=True, timeout=200)
+        return zygote.run([HERE / "killed_process.py", tiny_model, *arguments], timeout=200)
 
     left_by = {"save": "g-000001", "prove": "g-000002", "restore": "g-000001"}
     for phase in left_by:
         done = child(phase, tmp_path / phase)
         assert done.returncode == -9, done.stdout[-2000:] + done.stderr[-2000:]
     done = child("wake", *(tmp_path / phase for phase in left_by))
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-2000:]
-    assert json.loads(lines[0].removeprefix("RESULT ")) == [{"identical": True, "checkpoint": name} for name in left_by.values()]
+    assert result_of(done) == [{"identical": True, "checkpoint": name} for name in left_by.values()]

@@ -12,8 +12,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def server(real_model, tmp_path_factory):
-    server = make_server(real_model, tmp_path_factory.mktemp("server") / "torpor", "--torpor-queue-limit", "4", "--torpor-keep-answers", "600")
+def server(tiny_model, tmp_path_factory):
+    options = ["--torpor-queue-limit", "4", "--torpor-keep-answers", "600", "--max-num-seqs", "16"]
+    server = make_server(tiny_model, tmp_path_factory.mktemp("server") / "torpor", *options)
     server.start()
     server.wait_until_ready()
     yield server
@@ -44,19 +45,20 @@ async def until(condition, seconds=60):
 
 def begin(client, request_id, prompt="Tell me about the sea.", **options) -> tuple[Reading, asyncio.Task]:
     reading = Reading(request_id)
-    return reading, asyncio.create_task(client.chat(reading, prompt, **({"max_tokens": 60, "temperature": 0} | options)))
+    options = {"max_tokens": 300, "temperature": 0} | options
+    return reading, asyncio.create_task(client.chat(reading, prompt, **options))
 
 
 def test_streams_stand_still_over_a_sleep_and_go_on_identically(server):
     async def scene(client):
         prompts = [f"Tell me {n} facts about the sea." for n in range(8)]
         expected = [Reading(f"e{n}") for n in range(8)]
-        await asyncio.gather(*(client.chat(expected[n], prompts[n], **sampling(n, 60)) for n in range(8)))
+        await asyncio.gather(*(client.chat(expected[n], prompts[n], **sampling(n, 200)) for n in range(8)))
         readings = [Reading(f"s{n}") for n in range(8)]
-        tasks = [asyncio.create_task(client.chat(readings[n], prompts[n], **sampling(n, 60))) for n in range(8)]
+        tasks = [asyncio.create_task(client.chat(readings[n], prompts[n], **sampling(n, 200))) for n in range(8)]
         await until(lambda: all(reading.text for reading in readings))
         report = await client.post("/sleep", level=1)
-        assert report["status"] == "sleeping" and report["requests"] == 8 and report["freed_bytes"] > 1.5e9
+        assert report["status"] == "sleeping" and report["requests"] == 8 and report["freed_bytes"] > 1e9
         assert (await client.http.get("/is_sleeping")).json() == {"is_sleeping": True}
         before = [reading.text for reading in readings]
         await asyncio.sleep(1)
@@ -192,7 +194,7 @@ def test_clients_that_go_or_abort_or_lose_patience_while_it_sleeps(server):
 
 def test_a_slow_reader_and_one_that_comes_late_get_every_token(server):
     async def scene(client):
-        reading, task = begin(client, "watched", max_tokens=60)
+        reading, task = begin(client, "watched", max_tokens=150)
         await until(lambda: reading.text)
 
         async def slow() -> str:
@@ -201,7 +203,7 @@ def test_a_slow_reader_and_one_that_comes_late_get_every_token(server):
                 async for line in answer.aiter_lines():
                     if line.startswith("data: {"):
                         text += json.loads(line[6:])["choices"][0]["delta"]["content"]
-                        await asyncio.sleep(0.2)
+                        await asyncio.sleep(0.02)
             return text
 
         watching = asyncio.create_task(slow())
@@ -217,12 +219,20 @@ def test_a_slow_reader_and_one_that_comes_late_get_every_token(server):
 
 def test_a_thousand_open_streams_over_a_sleep(server):
     async def scene(client):
+        def sleep_among_them() -> dict:
+            """In a thread: the event loop of so many clients lags behind."""
+            with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {ALICE}"}, timeout=100) as other:
+                deadline = time.monotonic() + 100
+                while other.get("/torpor/state").json()["answers"]["running"] < 600:
+                    assert time.monotonic() < deadline, "they are over before they were all there"
+                report = other.post("/sleep").json()
+                other.post("/wake_up")
+                return report
+
+        sleeping = asyncio.create_task(asyncio.to_thread(sleep_among_them))
         readings = [Reading(f"t{n}") for n in range(1000)]
-        tasks = [asyncio.create_task(client.chat(reading, "Hi", max_tokens=2, temperature=0)) for reading in readings]
-        await until(lambda: sum(bool(reading.text) for reading in readings) > 50)
-        report = await client.post("/sleep")
-        assert report["requests"] > 500
-        await client.post("/wake_up")
+        tasks = [asyncio.create_task(client.chat(reading, "Hi", max_tokens=16, temperature=0)) for reading in readings]
+        assert (await sleeping)["requests"] > 500
         await asyncio.gather(*tasks)
         assert len({reading.text for reading in readings}) == 1 and all(reading.interruptions == 0 for reading in readings)
 

@@ -1,21 +1,39 @@
-"""A random tiny Llama, made on the spot: fast enough for wide test matrices."""
+"""A random tiny Llama with a tokenizer of 2,048 tokens, made on the spot: fast enough for wide test matrices."""
 
+import json
 import shutil
+import sys
 from pathlib import Path
 
+from zygote import shared
 
-def make_tiny_llama(folder: Path, tokenizer_from: Path, seed: int = 7) -> Path:
-    """Writes a Llama of 4 layers, hidden size 128, with the vocabulary and tokenizer of the model in `tokenizer_from`."""
+VOCABULARY = 2048
+SPECIAL = 17  # its first tokens
+
+
+def make_model(folder: Path, tokenizer_from: Path, seed: int = 7, layers: int = 4) -> Path:
+    """The same as make_tiny_llama(), by the zygote where this process has not imported torch."""
+    if "torch" in sys.modules:
+        return make_tiny_llama(folder, tokenizer_from, seed, layers)
+    done = shared().run([__file__, folder, tokenizer_from, seed, layers], timeout=100)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def make_tiny_llama(folder: Path, tokenizer_from: Path, seed: int = 7, layers: int = 4) -> Path:
+    """Writes a Llama of `layers` layers, hidden size 128.
+
+    Its tokenizer is the one in `tokenizer_from`, cut to its first tokens.
+    """
     import torch
-    from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    vocabulary = AutoConfig.from_pretrained(tokenizer_from).vocab_size
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=vocabulary,
+        vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=64,
@@ -26,7 +44,23 @@ def make_tiny_llama(folder: Path, tokenizer_from: Path, seed: int = 7) -> Path:
         eos_token_id=2,
     )
     model = LlamaForCausalLM(config)
+    # Special tokens never come, so answers have the length asked for.
+    model.model.embed_tokens.weight.data[:SPECIAL] = 0
     model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    _write_tokenizer(folder / "tokenizer.json", json.loads((tokenizer_from / "tokenizer.json").read_text()))
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tokenizer_from / name, folder / name)
     return folder
+
+
+def _write_tokenizer(path: Path, tokenizer: dict) -> None:
+    """The first tokens of a byte-level BPE: special ones, bytes, then what the first merges make."""
+    model = tokenizer["model"]
+    kept = {token: number for token, number in model["vocab"].items() if number < VOCABULARY}
+    model["merges"] = [pair for pair in model["merges"] if {*pair, "".join(pair)} <= kept.keys()]
+    model["vocab"] = kept
+    path.write_text(json.dumps(tokenizer))
+
+
+if __name__ == "__main__":
+    make_tiny_llama(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

@@ -44,8 +44,11 @@ class Server:
 
     def start(self, options: list[str] = ()) -> None:
         with open(self.log, "a") as out:
-            self._process = subprocess.Popen([*self._command, "--port", str(self._port), *options], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=self._environment)
+            self._process = self._launch([*self._command, "--port", str(self._port), *options], out)
         self.url = f"http://127.0.0.1:{self._port}"
+
+    def _launch(self, command: list[str], out) -> subprocess.Popen:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=self._environment)
 
     def wait_until_ready(self) -> None:
         """Raises ServerEnded when it ends, and when it says that it could not wake."""
@@ -78,6 +81,8 @@ class Server:
         """SIGKILL to "front end", "engine core" or "all" processes; returns when all have ended, as they should on their own."""
         family = [self.pid, *descendants(self.pid)]
         victims = {"all": family, "front end": [self.pid], "engine core": [pid for pid in family if "EngineCore" in command_of(pid)]}[what]
+        if not victims:
+            raise ServerEnded(f"no process of the server is its {what}")
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
         self._process.wait(timeout=120)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from devtool import setup
@@ -68,20 +69,25 @@ def main(arguments: list[str]) -> int:
         parts.ctest(preset)
     env = os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"}
     pytest = [python_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "--durations-min=20"]
-    # Two at a time: the servers take as long as all others together.
     servers = [ROOT / "tests/python" / name for name in ("test_server.py", "test_server_restarts.py")]
-    with tempfile.TemporaryFile("w+") as log:
-        began = time.monotonic()
+    if quick:
+        parts.run("Python tests", [*pytest, "tests/python", "-m", "not slow"], env=env)
+        parts.run("Tools and documents", [*pytest, "tests/tools"], env=env)
+        return parts.summary()
+    # Two at a time: servers and the demo take about as long as all others together.
+    began = time.monotonic()
+    with tempfile.TemporaryFile("w+") as log, ThreadPoolExecutor(1) as beside:
         options = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT, "env": env}
-        beside = None if quick else subprocess.Popen([str(c) for c in (*pytest, *servers)], **options)
-        parts.run("Python tests, real engine", [*pytest, "tests/python", "-m", "not slow"], env=env)
-        if beside is not None:
-            others = [f"--ignore={path}" for path in servers]
-            parts.run("Python tests, engines of their own", [*pytest, "tests/python", "-m", "slow", *others], env=env)
-            print("\n=== Python tests, servers", flush=True)
-            code = beside.wait()
-            log.seek(0)
-            print(log.read(), flush=True)
-            parts.add("Python tests, servers", code == 0, time.monotonic() - began)
-    parts.run("Tools and documents", [*pytest, "tests/tools"], env=env)
+
+        def in_turn(*commands: list) -> list[int]:
+            return [subprocess.run([str(word) for word in command], **options).returncode for command in commands]
+
+        others = beside.submit(in_turn, [*pytest, *servers], [*pytest, "tests/tools"])
+        engines = ["tests/python", *(f"--ignore={path}" for path in servers)]
+        parts.run("Python tests, engines", [*pytest, *engines], env=env)
+        codes = others.result()
+        log.seek(0)
+        print("\n=== Python tests, servers; tools and documents\n" + log.read(), flush=True)
+    beside_it = "Python tests, servers; tools and documents (beside the one before)"
+    parts.add(beside_it, codes == [0, 0], time.monotonic() - began)
     return parts.summary()

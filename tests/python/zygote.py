@@ -1,0 +1,336 @@
+"""Starts processes that use vLLM in a fraction of a second: they are forked from one that has imported it, the zygote.
+
+    zygote = Zygote()                                      # starts `python zygote.py FD`, which imports vLLM once
+    process = zygote.popen(["script.py", "an argument"], env=…, stdout=file, stderr=file)
+    process = zygote.popen(["-m", "torpor.vllm.serve", …], …)
+
+The zygote has one thread and has made nothing but imports: no engine, no event loop, no memory of torpor. A process
+that it forks gets its own environment, directory, files and arguments, and runs its script as `__main__`. Where such a
+process starts further ones with multiprocessing's "spawn", as vLLM does for engine cores and workers, those are forked
+too, from a twin of the zygote that stays beside it; multiprocessing hands them their work as to a new interpreter.
+
+A forked process becomes a child of the one that asked for it: the zygote forks twice, and who asks is a subreaper
+(prctl(2)) and so inherits the orphan. It can be waited for and killed like any child.
+
+What an interpreter reads once, at its start, is the zygote's: the module path, the hash seed, and the variables of
+ENVIRONMENT that libraries look at when they are loaded.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import functools
+import gc
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from multiprocessing import util
+from pathlib import Path
+
+# Of all tests, before vLLM is imported.
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+    "PYTHONHASHSEED": "0", "VLLM_NO_USAGE_STATS": "1",
+    "TORCH_COMPILE_DISABLE": "1",  # vLLM compiles small functions of its sampler when they are first used: seconds each
+}  # fmt: skip
+
+_PR_SET_CHILD_SUBREAPER = 36
+_MAX_ORDER_BYTES = 1 << 17
+_asking = threading.Lock()
+
+# What vLLM imports until an engine and a server are up. Importing them must start no thread; main() looks.
+_IMPORTS = (
+    "vllm.entrypoints.llm",
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+    "transformers.models.llama.modeling_llama",
+    "uvloop",
+)
+
+
+class Process:
+    """A forked process; has what the tests use of subprocess.Popen."""
+
+    def __init__(self, pid: int):
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self._reap(os.WNOHANG)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout is None:
+            return self._reap(0)
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            time.sleep(0.005)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _reap(self, flags: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, flags)
+            if pid == self.pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+class Zygote:
+    """Of the process that starts it, and of its threads."""
+
+    def __init__(self, python: Path | str = sys.executable, env: dict | None = None):
+        _adopt_orphans()
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [python, __file__, str(theirs.fileno())]
+            self._process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+
+    def popen(
+        self, words: list, *, env: dict | None = None, cwd: Path | None = None, stdout=None, stderr=None
+    ) -> Process:
+        """`words` is what follows `python` on a command line; None stands for what this process has."""
+        environment = dict(os.environ if env is None else env)
+        order = {"words": [str(word) for word in words], "env": environment, "cwd": str(cwd or Path.cwd())}
+        files = [file if isinstance(file, int) else file.fileno() for file in (stdout or 1, stderr or 2)]
+        return Process(_ask(self._orders, order, dict(zip((1, 2), files))))
+
+    def run(
+        self, words: list, *, timeout: float, env: dict | None = None, cwd: Path | None = None
+    ) -> subprocess.CompletedProcess:
+        """As subprocess.run() with its output captured as text."""
+        text = {"mode": "w+", "errors": "replace"}
+        with tempfile.TemporaryFile(**text) as out, tempfile.TemporaryFile(**text) as err:
+            process = self.popen(words, env=env, cwd=cwd, stdout=out, stderr=err)
+            try:
+                process.wait(timeout)
+            except BaseException:
+                process.kill()
+                process.wait()
+                raise
+            for file in (out, err):
+                file.seek(0)
+            return subprocess.CompletedProcess(words, process.returncode, out.read(), err.read())
+
+    @contextlib.contextmanager
+    def spawning(self):
+        """Meanwhile what this process starts by multiprocessing's "spawn" is forked from the zygote."""
+        stock = util.spawnv_passfds
+        _fork_what_is_spawned(self._orders)
+        try:
+            yield
+        finally:
+            util.spawnv_passfds = stock
+
+    def close(self) -> None:
+        self._orders.close()
+        self._process.wait(timeout=30)
+
+
+@functools.cache
+def shared() -> Zygote:
+    """One for all tests of this process; ends with it."""
+    return Zygote()
+
+
+# --- both sides ---
+
+
+def _adopt_orphans() -> None:
+    """Orphans among this process's descendants become its children."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def _ask(orders: socket.socket, order: dict, files: dict[int, int]) -> int:
+    """Has a process forked in which the file descriptors `files` (there: here) are open. Returns its id."""
+    content = json.dumps(order | {"fds": list(files)}).encode()
+    assert len(content) < _MAX_ORDER_BYTES
+    with _asking:
+        orders.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_ORDER_BYTES)
+        socket.send_fds(orders, [content], list(files.values()))
+        answer = orders.recv(100)
+    if not answer:
+        raise RuntimeError("the zygote has ended; its output says why")
+    return int(answer)
+
+
+def _fork_what_is_spawned(orders: socket.socket) -> None:
+    stock = util.spawnv_passfds
+
+    def spawnv_passfds(path, words, passfds):
+        words = [os.fsdecode(word) for word in words]
+        if "--multiprocessing-fork" not in words:
+            return stock(path, words, passfds)  # multiprocessing's resource tracker: it imports next to nothing
+        code = words[words.index("-c") + 1]
+        files = {fd: fd for fd in (1, 2, *passfds)}
+        order = {"words": ["-c", code, "--multiprocessing-fork"], "env": dict(os.environ), "cwd": os.getcwd()}
+        return _ask(orders, order, files)
+
+    util.spawnv_passfds = spawnv_passfds
+
+
+# --- the zygote ---
+
+
+def _serve(orders: socket.socket) -> dict | None:
+    """Forks as it is told until the other side is gone. In a forked process it returns that process's order."""
+    while True:
+        content, fds, _, _ = socket.recv_fds(orders, _MAX_ORDER_BYTES, 64)
+        if not content:
+            return None
+        said, saying = os.pipe()
+        middle = os.fork()
+        if middle == 0:
+            parent = os.getpid()
+            child = os.fork()
+            if child == 0:
+                while os.getppid() == parent:  # soon it is the one that asked
+                    time.sleep(0.001)
+                order = json.loads(content)
+                orders.close()
+                os.close(said)
+                os.close(saying)
+                _open_at(dict(zip(order["fds"], fds, strict=True)))
+                return order
+            os.write(saying, str(child).encode())
+            os._exit(0)
+        os.waitpid(middle, 0)  # from here on the child is an orphan, and so the caller's
+        orders.send(os.read(said, 100))
+        for fd in (said, saying, *fds):
+            os.close(fd)
+
+
+def _open_at(files: dict[int, int]) -> None:
+    """Moves open files to other numbers, which may be those of one another."""
+    above = max([*files, *files.values(), 2]) + 1
+    aside = {}
+    for there, here in files.items():
+        aside[there] = fcntl.fcntl(here, fcntl.F_DUPFD_CLOEXEC, above)
+        os.close(here)
+    for there, fd in aside.items():
+        os.dup2(fd, there, inheritable=there <= 2)
+        os.close(fd)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+
+
+def _become(order: dict) -> None:
+    """What a new interpreter would have from its parent."""
+    os.environ.clear()
+    os.environ.update(order["env"])
+    os.chdir(order["cwd"])
+    sys.stdout.reconfigure(line_buffering=True)
+    _adopt_orphans()
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:  # the twin; what its sibling was given is not for those that it forks
+        mine.close()
+        for fd in order["fds"]:
+            if fd > 2:
+                os.close(fd)
+        if (order := _serve(theirs)) is None:
+            os._exit(0)
+        _become(order)
+        _run(order["words"])
+    theirs.close()
+    _fork_what_is_spawned(mine)
+    gc.enable()
+    from vllm.logger import _configure_vllm_root_logger
+
+    _configure_vllm_root_logger()  # by the environment that has just come
+
+
+def _run(words: list[str]) -> None:
+    """As `python WORDS` would; ends the process."""
+    code = 1
+    try:
+        first, *rest = words
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        if first == "-c":
+            sys.argv = ["-c", *rest[1:]]
+            exec(rest[0], vars(sys.modules["__main__"]))
+        elif first == "-m":
+            sys.argv = rest
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            sys.path.insert(0, str(Path(first).parent))
+            runpy.run_path(first, run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            threading._shutdown()
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+def _wait_without_spinning() -> None:
+    """vLLM's workers and engine cores spin for a second for each other's next message, which takes a core each.
+
+    Here they look every two milliseconds. (They are sent a word too, but it may get lost, as vLLM knows.)
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    assert shm_broadcast.SpinCondition.__init__.__defaults__ == (1,)
+    assert shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS > 2
+    shm_broadcast.SpinCondition.__init__.__defaults__ = (0,)
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 2
+
+
+def main() -> None:
+    import setproctitle  # of vLLM: its processes are known by their titles
+
+    orders = socket.socket(fileno=int(sys.argv[1]))
+    gc.disable()
+    for name in _IMPORTS:
+        __import__(name)
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, f"{len(threads)} threads: what is forked now could wait for their locks for ever"
+    _wait_without_spinning()
+    setproctitle.getproctitle()  # looks for the title's place, which is found only while the environment is as it was
+    gc.collect()
+    gc.freeze()  # what is here now is not looked at again by any forked process
+    sys.path.remove(str(Path(__file__).parent))
+    with contextlib.suppress(KeyboardInterrupt):
+        if (order := _serve(orders)) is not None:
+            _become(order)
+            _run(order["words"])
+    os._exit(0)  # nothing to tidy up; ending all that was imported takes a second
+
+
+if __name__ == "__main__":
+    main()
