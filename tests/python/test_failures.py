@@ -1,6 +1,7 @@
 """Bad input and failures on the real engine: a clear error, nothing lost, and the same tokens as if nothing had been asked."""
 
 import os
+import resource
 import shutil
 import subprocess
 
@@ -62,7 +63,8 @@ def elsewhere(one, monkeypatch):
 
 
 def test_a_full_disk_leaves_the_engine_awake(one, elsewhere, tmp_path):
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "tmpfs", str(tmp_path)]).returncode != 0:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m,mode=700", "tmpfs", tmp_path]
+    if os.geteuid() != 0 or subprocess.run(mount).returncode != 0:
         pytest.skip("needs to mount a small tmpfs")
     try:
         answers = one.begin(10)
@@ -74,6 +76,24 @@ def test_a_full_disk_leaves_the_engine_awake(one, elsewhere, tmp_path):
         assert one.finish(answers) == one.expected
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_disk_that_takes_no_more_in_the_middle_of_a_save_leaves_the_engine_awake(one, elsewhere, tmp_path):
+    """There seems to be room, and then a write fails: here by the largest size that this process may give a file."""
+    answers = one.begin(10)
+    elsewhere(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(errors.Error, match="chunks-r0") as caught:
+            one.llm.sleep(level=1, preserve_state=True, to="disk")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not caught.value.state_changed and not one.llm.is_sleeping()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("g-")]
+    assert one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint  # with room it is written
+    one.llm.wake_up()
+    assert one.finish(answers) == one.expected
 
 
 def test_a_directory_that_cannot_be_made_leaves_the_engine_awake(one, elsewhere, tmp_path):

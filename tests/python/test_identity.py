@@ -26,6 +26,31 @@ def test_a_sleep_at_any_step_changes_nothing(one, steps, to):
     assert one.llm.torpor("state")["recomputed_tokens"] == 0
 
 
+@pytest.mark.parametrize("steps", [3, 20])
+def test_a_checkpoint_puts_an_engine_that_has_nothing_left_back_to_where_it_was(one, steps):
+    """As in a new process, and besides the answers everything that the adapter captures is the same again."""
+    from torpor.vllm import scheduler_values as values
+
+    answers = one.begin(steps)
+    report = one.llm.sleep(level=1, preserve_state=True, to="disk")
+    before = _captured(one, values)
+    one.llm.wake_up()
+    run(one.engine)
+    one.llm.reset_prefix_cache()
+    assert one.llm.wake_up(from_checkpoint=report.checkpoint)
+    after = _captured(one, values)
+    assert after["scheduler"] == before["scheduler"]
+    for name, value in before["pool"].items():
+        assert after["pool"][name] == value, name
+    assert one.finish(answers) == one.expected
+    assert one.llm.torpor("state")["recomputed_tokens"] == 0
+
+
+def _captured(one, values) -> dict:
+    scheduler = one.core.scheduler
+    return {"scheduler": values.scheduler_to_value(scheduler), "pool": values.pool_to_value(scheduler)}
+
+
 def test_a_sleep_after_every_step_changes_nothing(one):
     expected = one.expected
     answers = one.begin()

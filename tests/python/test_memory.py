@@ -239,7 +239,11 @@ def test_what_vllm_asks_of_a_sleep_mode_backend():
 
 
 def test_what_vllms_graphs_hold_is_of_a_tag_too(monkeypatch):
-    """As far as it goes without a GPU: vLLM's own capture_pool() over torpor's allocator, with a pool that is only an id."""
+    """Real here: vLLM's condition and its capture_pool(), torpor's answer to both, and memory of the tag "cudagraph".
+
+    Not real: torch's pool is only an id. That torch takes its memory from it, and that a graph runs after a wake, is
+    not shown; both need a GPU.
+    """
     from types import SimpleNamespace
 
     import torch

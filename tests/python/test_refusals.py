@@ -1,14 +1,18 @@
 """What cannot be preserved yet is refused by its name before anything is touched, and the engine serves on."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import result_of
 from requests_of_tests import run
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from torpor import errors
 from torpor.vllm.support import unsupported_engine, unsupported_scheduler
+
+HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
@@ -75,6 +79,16 @@ def test_a_configuration_with_such_a_feature_is_named(one, path, value, named):
     assert unsupported_engine(config) == []
     [found] = unsupported_engine(changed(config, path, value))
     assert named in found
+
+
+@pytest.mark.slow
+def test_an_engine_with_such_features_names_all_of_them_and_serves_on(zygote, tiny_model, tmp_path):
+    """The same on a real engine, which has two of them."""
+    result = result_of(zygote.run([HERE / "refused_process.py", tiny_model, tmp_path / "store"], timeout=300))
+    for named in ("LoRA", "KV cache events"):
+        assert named in result["what"]
+    assert "preserve_state=False" in result["next_step"] and not result["state_changed"] and not result["asleep"]
+    assert result["served_on"] and result["without_state"] and result["woken"]
 
 
 def test_a_field_of_vllm_that_the_adapter_does_not_know_is_named(one):

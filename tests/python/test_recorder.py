@@ -1,0 +1,54 @@
+"""The record of answers beside an engine in this process: it has what clients were given, no more and no less."""
+
+import pytest
+from requests_of_tests import run
+
+from torpor import _core
+from torpor.vllm.server.recorder import Nobody, Recorder
+
+
+@pytest.fixture
+def recorder(one):
+    """Listens to the engine's output processor for one test."""
+    processor = one.engine.output_processor
+    replaced = ("add_request", "process_outputs", "abort_requests", "propagate_error")
+    stock = {name: getattr(processor, name) for name in replaced}
+    answers = _core.Answers({"directory": None, "engine": one.llm.torpor("fingerprint"), "keep_seconds": 600})
+    yield Recorder(processor, answers, False)
+    for name, method in stock.items():
+        setattr(processor, name, method)
+
+
+def of(recorder, name: str) -> list[dict]:
+    """The recorded choices of a request, in their order."""
+    return [recorder.answers.get(request_id) for request_id in recorder.answers.find(name, "")]
+
+
+def test_it_has_each_token_and_the_text_that_was_delivered(one, recorder):
+    delivered = one.begin()
+    while one.engine.has_unfinished_requests():
+        delivered |= run(one.engine, 1)
+        for name, (_, completions, _) in delivered.items():
+            recorded = [recorder.answers.part(request_id) for request_id in recorder.answers.find(name, "")]
+            for index, tokens, text, *_ in completions:
+                assert recorded[index]["tokens"] == tokens and recorded[index]["text"] == text, name
+    assert delivered == one.expected
+    for name, (_, completions, _) in delivered.items():
+        choices = of(recorder, name)
+        for index, tokens, _, finish_reason, stop_reason, *_ in completions:
+            choice = choices[index]
+            assert (choice["choice"], choice["state"]) == (index, "finished")
+            assert (choice["finish_reason"], choice["stop_reason"]) == (finish_reason, stop_reason)
+            assert list(choice["request"]["output_token_ids"]) == tokens
+
+
+def test_what_is_aborted_keeps_what_it_had(one, recorder):
+    had = one.begin(12, ["greedy", "long"])["greedy"][1][0]
+    for state in one.engine.output_processor.request_states.values():
+        state.queue = Nobody()  # as in a server: each has its reader
+    one.engine.abort_request(["greedy"])
+    [choice] = of(recorder, "greedy")
+    assert (choice["state"], choice["finish_reason"], choice["text"]) == ("aborted", "abort", had[2])
+    assert recorder.answers.counts()["running"] == 1
+    run(one.engine)
+    assert recorder.answers.counts()["running"] == 0
