@@ -1,18 +1,24 @@
-"""tools/dev mutants: plants each fault of tests/mutants.toml in a copy of the tree and sees whether its test catches it."""
+"""tools/dev mutants: plants each fault of tests/mutants.toml in a copy of the tree; its test must catch it.
+
+`caught_by` is a program of the C++ tests and a pattern of its cases, or `pytest` and a node, for faults of the adapter.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import sys
 import time
 import tomllib
+from pathlib import Path
 
 from devtool import setup
 from devtool.setup import ROOT, SetupError, say
 
 TREE = ROOT / "build" / "mutants"
 HANG_SECONDS = 60  # a fault that makes its test wait for ever is caught too
+PYTHON_HANG_SECONDS = 300  # an engine starts first
 
 
 def main(arguments: list[str]) -> int:
@@ -21,16 +27,68 @@ def main(arguments: list[str]) -> int:
         mutants = [m for m in mutants if any(word in m["name"] for word in arguments)]
         if not mutants:
             raise SetupError(f"no mutant has {arguments[0]!r} in its name")
+    copy_tree()
+    in_python = [m for m in mutants if m["caught_by"].startswith("pytest ")]
+    compiled = [m for m in mutants if m not in in_python]
+    missed = missed_compiled(compiled) if compiled else 0
+    missed += missed_by_pytest(in_python, *setup.everything()) if in_python else 0
+    say(f"{len(mutants) - missed} of {len(mutants)} caught")
+    return 1 if missed else 0
+
+
+def missed_compiled(mutants: list[dict]) -> int:
     setup.system_packages()
     setup.use_cuda_headers(setup.python_environment())
     env = dict(os.environ)
-    copy_tree()
     setup.run("Configure the mutants' tree", ["cmake", "-S", TREE / "source", "-B", TREE / "build", "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DTORPOR_BUILD_TOOLS=OFF", "-DTORPOR_SIMULATION_SEEDS=200"], env=env, log_name="configure-mutants")
     programs = sorted({m["caught_by"].split()[0] for m in mutants})
     setup.run("Compile it without a fault", ["cmake", "--build", TREE / "build", "--target", *programs], env=env, log_name="compile-mutants")
-    missed = sum(not caught(m, env) for m in mutants)
-    say(f"{len(mutants) - missed} of {len(mutants)} caught")
-    return 1 if missed else 0
+
+    def caught_by(mutant: dict) -> str:
+        program, pattern = mutant["caught_by"].split()
+        build = ["cmake", "--build", TREE / "build", "--target", program]
+        built = subprocess.run(build, env=env, capture_output=True, text=True)
+        if built.returncode != 0:
+            raise SetupError(f"the mutant {mutant['name']!r} does not compile:\n{built.stdout[-3000:]}")
+        return run(next((TREE / "build/tests").rglob(program)), pattern)
+
+    return sum(not caught(m, caught_by) for m in mutants)
+
+
+def missed_by_pytest(mutants: list[dict], python: Path, model: Path) -> int:
+    """Each in a process that is forked from one with vLLM, and imports the adapter from the copy."""
+    source = TREE / "source"
+    where = [python, "-c", "from torpor import _core; print(_core.__file__)"]
+    found = subprocess.run(where, capture_output=True, text=True, check=True).stdout.strip()
+    shutil.copy2(found, source / "bindings/python/torpor")
+    sys.path.insert(0, str(ROOT / "tests/python"))
+    from zygote import ENVIRONMENT, Zygote
+
+    env = os.environ | ENVIRONMENT | {"TORPOR_TEST_MODEL": str(model), "PYTHONDONTWRITEBYTECODE": "1"}
+    env["PYTHONPATH"] = str(source / "bindings/python")
+    zygote = Zygote(python, env)
+
+    def pytest(*nodes: str) -> subprocess.CompletedProcess:
+        words = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *nodes]
+        return zygote.run(words, env=env, cwd=source, timeout=PYTHON_HANG_SECONDS)
+
+    def caught_by(mutant: dict) -> str:
+        try:
+            done = pytest(mutant["caught_by"].split()[1])
+        except subprocess.TimeoutExpired:
+            return "hangs"
+        if done.returncode > 1:  # no such test, or nothing that pytest could run
+            raise SetupError(f"the mutant {mutant['name']!r} cannot be tried:\n{done.stdout[-3000:]}")
+        return {0: "", 1: "fails"}.get(done.returncode, "crashes")
+
+    try:
+        without = pytest(*sorted({m["caught_by"].split()[1] for m in mutants}))
+        if without.returncode != 0:
+            said = without.stdout[-3000:] + without.stderr[-1000:]
+            raise SetupError(f"the tests of mutants fail without a fault:\n{said}")
+        return sum(not caught(m, caught_by) for m in mutants)
+    finally:
+        zygote.close()
 
 
 def copy_tree() -> None:
@@ -44,22 +102,20 @@ def copy_tree() -> None:
             shutil.copy2(ROOT / name, target)
 
 
-def caught(mutant: dict, env: dict) -> bool:
+def caught(mutant: dict, caught_by) -> bool:
+    """Plants it, asks `caught_by` how it was noticed, and takes it out again."""
     path = TREE / "source" / mutant["file"]
     original = path.read_text()
     if original.count(mutant["replace"]) != 1:
         raise SetupError(f"{mutant['file']} has the text of the mutant {mutant['name']!r} {original.count(mutant['replace'])} times; mend tests/mutants.toml")
-    program, pattern = mutant["caught_by"].split()
     began = time.monotonic()
     try:
         path.write_text(original.replace(mutant["replace"], mutant["by"]))
-        built = subprocess.run(["cmake", "--build", TREE / "build", "--target", program], env=env, capture_output=True, text=True)
-        if built.returncode != 0:
-            raise SetupError(f"the mutant {mutant['name']!r} does not compile:\n{built.stdout[-3000:]}")
-        found = run(next((TREE / "build/tests").rglob(program)), pattern)
+        found = caught_by(mutant)
     finally:
         path.write_text(original)
-    say(f"{found if found else 'MISSED':<8} {time.monotonic() - began:4.0f} s  {mutant['name']}  ({pattern})")
+    where = mutant["caught_by"].split()[1]
+    say(f"{found if found else 'MISSED':<8} {time.monotonic() - began:4.0f} s  {mutant['name']}  ({where})")
     return found != ""
 
 
