@@ -49,7 +49,7 @@ def test_a_checkpoint_without_weights_wakes_too(one, zygote, tiny_model):
     assert final(as_json(answers) | result["answers"]) == expected
 
 
-def test_the_version_of_the_weights_goes_with_them(one, tiny_model, monkeypatch):
+def test_the_version_of_the_weights_goes_with_them(one, zygote, tiny_model, monkeypatch):
     """vLLM's label of the weights, and which tokens of an answer they drew; a checkpoint from before has no label."""
     version = one.engine.get_weight_version()
     try:
@@ -73,7 +73,7 @@ def test_the_version_of_the_weights_goes_with_them(one, tiny_model, monkeypatch)
     finally:
         one.engine.set_weight_version(version)
     run(one.engine)
-    before, result = wake_in_new_process(tiny_model, one.directory, [old, path])
+    before, result = wake_in_new_process(zygote, tiny_model, one.directory, [old, path])
     assert before["version"] == version and before["failed"] == []
     assert result["version"] == "17"
     assert result["spans"]["greedy"] == [[[version, 0, 10], ["17", 10, 40]]]

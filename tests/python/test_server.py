@@ -245,7 +245,7 @@ def test_the_bad_is_refused_by_name_and_nothing_happens(server):
             ("/sleep?level=3", 400, "level"),
             ("/sleep?to=cloud", 400, "to"),
             ("/sleep?tags=nothing", 400, "there is no tag"),
-            ("/sleep?mode=wait", 400, "mode"),
+            ("/sleep?mode=explode", 400, "mode"),
             ("/wake_up?tags=weights", 200, "awake"),
         ):
             answer = await client.http.post(path)
