@@ -29,6 +29,7 @@ class PythonHooks final : public EngineHooks {
   }
   Status drop_requests(const std::string& mode) override { return call<void>("drop_requests", mode); }
   Status drop_prefix(const std::vector<int32_t>& blocks) override { return call<void>("drop_prefix", blocks); }
+  Status retire_prefix() override { return call<void>("retire_prefix"); }
   Status release_derived() override { return call<void>("release_derived"); }
   Status rebuild_derived() override { return call<void>("rebuild_derived"); }
   Status reconnect(const std::vector<WorkerSnapshot>& workers) override {

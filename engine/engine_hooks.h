@@ -42,6 +42,9 @@ class EngineHooks {
   virtual Status drop_requests(const std::string& mode) = 0;
   // Forgets the hashes of these blocks: their bytes are not kept.
   virtual Status drop_prefix(const std::vector<int32_t>& blocks) = 0;
+  // The weights are others now, and running requests keep the KV that they have: from now on no other request may find
+  // KV that was computed so far, in any tier, nor what these requests compute on top of it. May be called again.
+  virtual Status retire_prefix() = 0;
 
   // Just before memory goes: drop what was derived from it outside the regions (packed copies of weights).
   virtual Status release_derived() = 0;

@@ -34,6 +34,9 @@ class GuardedHooks final : public EngineHooks {
   Status drop_prefix(const std::vector<int32_t>& blocks) override {
     return guard("drop_prefix", [&] { return hooks_.drop_prefix(blocks); });
   }
+  Status retire_prefix() override {
+    return guard("retire_prefix", [&] { return hooks_.retire_prefix(); });
+  }
   Status release_derived() override {
     return guard("release_derived", [&] { return hooks_.release_derived(); });
   }

@@ -39,8 +39,11 @@ class Operation {
   void undo_with(std::function<Status()> step) { undo_.push_back(std::move(step)); }
   // Stops once the engine is lost: what is left to undo would touch memory that is not there, or take away the
   // checkpoint that the requests can still be woken from.
-  void undo() noexcept {
-    while (!undo_.empty()) {
+  void undo() noexcept { undo_to(0); }
+  // Undoes all but the first so many steps.
+  size_t steps() const noexcept { return undo_.size(); }
+  void undo_to(size_t steps) noexcept {
+    while (undo_.size() > steps) {
       const std::function<Status()> step = std::move(undo_.back());
       undo_.pop_back();
       if (owner_.lost()) continue;

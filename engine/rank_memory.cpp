@@ -18,6 +18,9 @@ namespace torpor {
 namespace {
 
 constexpr uint64_t kRegionChunk = 4 * kMiB;
+// To notice that a tag was written: so many bytes at so many places, a few milliseconds for any size.
+constexpr uint64_t kSampleBytes = 64;
+constexpr uint64_t kSamplePlaces = 16'384;
 constexpr uint64_t kBytesBehindMapping =
     kGiB;  // copied at a time while mapping goes on: enough that filling the pipeline anew does not count
 
@@ -145,7 +148,45 @@ Status RankMemory::set_kv_layout(std::string tag, KvLayout layout) {
 
 void RankMemory::mark_dirty(std::string_view tag) {
   const std::lock_guard lock(mutex_);
+  note_write(tag);
+}
+
+// Precondition: the lock is held.
+void RankMemory::note_write(std::string_view tag) {
   forget_clean(tag);
+  Content& content = contents_[std::string(tag)];
+  ++content.writes;
+  content.missing = false;
+  content.sample.reset();  // taken anew when it is described next
+}
+
+// A digest of some bytes all over the tag; none where looking is not cheap. Precondition: it is attached.
+std::optional<Digest> RankMemory::sample(const std::string& tag) const {
+  if (device_->kind() != "host") return std::nullopt;
+  const std::vector<RegionInfo> regions = allocator_->regions_of(tag);
+  uint64_t all = 0;
+  for (const RegionInfo& region : regions) all += region.size_bytes;
+  const uint64_t stride = std::max<uint64_t>(4 * kKiB, all / kSamplePlaces);
+  StreamingDigest digest;
+  for (const RegionInfo& region : regions) {
+    for (uint64_t at = 0; at < region.size_bytes; at += stride) {
+      const auto* bytes = reinterpret_cast<const std::byte*>(region.address + at);  // NOLINT(performance-no-int-to-ptr)
+      digest.update({bytes, std::min(kSampleBytes, region.size_bytes - at)});
+    }
+  }
+  return digest.finish();
+}
+
+// Looks at all tags that have content now. Who wrote without a word is found out, unless every place that is looked at
+// was left as it was.
+void RankMemory::notice_writes() {
+  for (const auto& [tag, state] : allocator_->states()) {
+    if (state != RegionState::kAttached || tag == kv_tag_) continue;
+    const std::optional<Digest> now = sample(tag);
+    const std::optional<Digest> before = contents_[tag].sample;
+    if (before && now != before) note_write(tag);
+    contents_[tag].sample = now;
+  }
 }
 
 // Precondition: the lock is held.
@@ -174,11 +215,18 @@ Result<RankReply> RankMemory::dispatch(const std::string& method, const RankOrde
   RankReply reply;
   reply.chunks.rank = options_.rank;
   if (method == "describe") {
+    notice_writes();
     reply.bytes_per_block = kv_layout_.bytes_per_block();
+    for (const auto& [tag, content] : contents_) {
+      reply.writes[tag] = content.writes;
+      if (content.missing) reply.without_content.push_back(tag);
+    }
+  } else if (method == "written") {
+    for (const std::string& tag : order.tags) note_write(tag);
   } else if (method == "save") {
     TORPOR_TRY(save(order, reply));
   } else if (method == "cancel_save") {
-    TORPOR_TRY(allocator_->cancel_save(order.tags));
+    if (!order.tags.empty()) TORPOR_TRY(allocator_->cancel_save(order.tags));  // the allocator takes none for all
     for (const std::string& tag : order.tags) {
       if (const auto found = backups_.find(tag); found != backups_.end() && !found->second.clean) backups_.erase(found);
     }
@@ -268,7 +316,7 @@ Result<std::vector<ChunkPlan>> RankMemory::plans_for(const std::vector<SavedChun
 }
 
 Status RankMemory::save(const RankOrder& order, RankReply& reply) {
-  TORPOR_TRY(allocator_->begin_save(order.tags));
+  if (!order.tags.empty()) TORPOR_TRY(allocator_->begin_save(order.tags));
   const Status saved = catching([&]() -> Status {
     if (!order.directory.empty()) return save_to_disk(order, reply);
     for (const std::string& tag : order.tags) {
@@ -293,7 +341,7 @@ Status RankMemory::save(const RankOrder& order, RankReply& reply) {
   for (const std::string& tag : order.tags) {
     if (const auto found = backups_.find(tag); found != backups_.end() && !found->second.clean) backups_.erase(found);
   }
-  TORPOR_TRY(allocator_->cancel_save(order.tags));
+  if (!order.tags.empty()) TORPOR_TRY(allocator_->cancel_save(order.tags));
   give_back_unused();
   return saved.error();
 }
@@ -357,10 +405,11 @@ Status RankMemory::restore(const RankOrder& order, RankReply& reply) {
   };
   for (const std::string& tag : order.tags) {
     const auto found = backups_.find(tag);
-    if (found == backups_.end()) {
+    if (found == backups_.end() && tag != kv_tag_) contents_[tag].missing = true;
+    const auto content = contents_.find(tag);
+    if (found == backups_.end() || (content != contents_.end() && content->second.missing))
       reply.without_content.push_back(tag);
-      continue;
-    }
+    if (found == backups_.end()) continue;
     const Backup& backup = found->second;
     TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(backup.chunks));
     if (backup.host != nullptr) {
@@ -385,7 +434,10 @@ Status RankMemory::finish(const RankOrder& order) {
   if (!unfinished.empty()) TORPOR_TRY(allocator_->finish_restore(unfinished));
   for (const std::string& tag : order.tags) {
     const auto found = backups_.find(tag);
-    if (found == backups_.end()) continue;
+    if (found == backups_.end()) {  // from here on, what it is without content is compared with
+      if (tag != kv_tag_) contents_[tag].sample = sample(tag);
+      continue;
+    }
     if (*options_.keep_backup && order.keep_backup && found->second.host != nullptr && tag != kv_tag_) {
       found->second.clean = true;
     } else {

@@ -70,11 +70,13 @@ class RankMemory {
   Status free(DeviceAddress address);
   // From now on `tag` holds KV blocks laid out like this.
   Status set_kv_layout(std::string tag, KvLayout layout);
-  // The owner changed bytes of `tag`: a kept backup is no longer that of its content.
+  // The owner changed bytes of `tag`: a kept backup is no longer that of its content. On the device without a GPU most
+  // changes are noticed without it, when the tag is described next: a sample of its bytes is compared.
   void mark_dirty(std::string_view tag);
 
   // The controller's messages. `method` is one of:
-  //   describe        ledger, bytes_per_block
+  //   describe        ledger, bytes_per_block, writes, without_content
+  //   written         {tags}: as mark_dirty()
   //   save            {tags, blocks, directory, writing}: content -> backup; directory empty: in the arena
   //   cancel_save     {tags}: undoes save
   //   detach          {tags}: memory goes
@@ -127,6 +129,9 @@ class RankMemory {
   Result<std::vector<ChunkPlan>> plans_for(const std::vector<SavedChunk>& chunks) const;
   void fill(RankLedger& ledger) const;
   void forget_clean(std::string_view tag);
+  void note_write(std::string_view tag);
+  void notice_writes();
+  std::optional<Digest> sample(const std::string& tag) const;
   Status same_process() const;
   Result<std::vector<std::string>> select(std::vector<std::string> tags, RegionState wanted) const;
   Status drop_unclean(const std::vector<std::string>& tags);
@@ -144,6 +149,13 @@ class RankMemory {
   std::string kv_tag_;
   KvLayout kv_layout_;
   std::map<std::string, Backup, std::less<>> backups_;
+  // Of each tag but that of the KV cache.
+  struct Content {
+    uint64_t writes = 0;           // how often it was seen to be another
+    std::optional<Digest> sample;  // of its bytes, when they were looked at last; none: never
+    bool missing = false;          // it came back from a sleep without any, and was not written since
+  };
+  std::map<std::string, Content, std::less<>> contents_;
 };
 
 }  // namespace torpor

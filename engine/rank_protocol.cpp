@@ -33,7 +33,7 @@ void serialize(Archive& archive, RankLedger& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, RankReply& v) {
-  archive(v.error, v.bytes, v.chunks, v.digests, v.without_content, v.bytes_per_block, v.ledger);
+  archive(v.error, v.bytes, v.chunks, v.digests, v.without_content, v.writes, v.bytes_per_block, v.ledger);
 }
 
 Bytes encode_order(const RankOrder& order) { return to_bytes(order); }

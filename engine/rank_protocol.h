@@ -53,9 +53,11 @@ struct RankReply {
   uint64_t bytes = 0;                          // moved, hashed or freed by this order
   RankChunks chunks;                           // "save" to disk
   std::map<std::string, std::string> digests;  // "digest": tag -> digest of its content
-  std::vector<std::string> without_content;    // "restore": tags that came back empty, since nothing was saved of them
-  uint64_t bytes_per_block = 0;                // "describe"
-  RankLedger ledger;                           // "describe"
+  // "restore": tags that came back empty, since nothing was saved of them. "describe": those still not written since.
+  std::vector<std::string> without_content;
+  std::map<std::string, uint64_t> writes;  // "describe": tag -> how often it was seen to have other content
+  uint64_t bytes_per_block = 0;            // "describe"
+  RankLedger ledger;                       // "describe"
 };
 
 Bytes encode_order(const RankOrder& order);

@@ -125,11 +125,7 @@ Result<std::vector<std::string>> SleepController::select_tags(const std::vector<
                  .what = fmt::format("there is no tag \"{}\"", tag),
                  .next_step = fmt::format("use some of: {}", fmt::join(known, ", "))};
   }
-  // Weights first, the KV cache last: a wake that fails for want of memory then fails with less to undo.
-  std::stable_sort(selected.begin(), selected.end(), [](const std::string& a, const std::string& b) {
-    const auto order = [](const std::string& tag) { return tag == kWeightsTag ? 0 : tag == kKvCacheTag ? 2 : 1; };
-    return order(a) < order(b);
-  });
+  sort_for_wake(selected);
   return selected;
 }
 
@@ -169,7 +165,8 @@ Result<SleepPlan> SleepController::plan_sleep_now(const SleepOptions& options) {
   }
   SleepPlan plan;
   if (const Status valid = check(options); !valid) plan.problems.push_back(valid.error().to_string());
-  if (is_sleeping()) plan.problems.push_back(fmt::format("the engine is {}", state().engine));
+  const bool asleep = state().engine == "asleep";
+  if (is_sleeping() && !asleep) plan.problems.push_back(fmt::format("the engine is {}", state().engine));
   if (options.preserve_state) {
     TORPOR_ASSIGN(const std::vector<std::string> unsupported, hooks_.unsupported());
     for (const std::string& feature : unsupported)
@@ -177,10 +174,12 @@ Result<SleepPlan> SleepController::plan_sleep_now(const SleepOptions& options) {
   }
   if (!plan.problems.empty()) return plan;
   TORPOR_ASSIGN(const std::vector<RankReply> described, ranks_.call("describe", {}));
-  TORPOR_ASSIGN(const std::vector<std::string> tags, select_tags(options.tags, described.front().ledger));
+  TORPOR_ASSIGN(std::vector<std::string> tags, select_tags(options.tags, described.front().ledger));
+  std::erase_if(tags, [&](const std::string& tag) { return has_tag(sleeping_tags_, tag); });
+  if (asleep && (tags.empty() || options.level == 0)) plan.problems.push_back("already asleep");
   TORPOR_ASSIGN(plan.requests, hooks_.unfinished_requests());
   if (options.level == 0) return plan;
-  if (options.preserve_state) {
+  if (options.preserve_state && has_tag(tags, kKvCacheTag)) {
     TORPOR_ASSIGN(const SchedulerCheckpoint state, hooks_.capture());
     const LiveBlocks live = select_live_blocks(state.kv, described.front().bytes_per_block, options_.kv_budget_bytes);
     plan.kept_blocks = static_cast<int64_t>(live.kept.size());
@@ -191,10 +190,8 @@ Result<SleepPlan> SleepController::plan_sleep_now(const SleepOptions& options) {
     if (tag == kKvCacheTag) {
       plan.save_bytes[tag] =
           static_cast<uint64_t>(plan.kept_blocks) * described.front().bytes_per_block * described.size();
-    } else if (tag != kWeightsTag || options.level == 1 || options.preserve_state) {
-      plan.save_bytes[tag] = tag == kWeightsTag && options.to_disk && !options.store_weights
-                                 ? 0
-                                 : tag_bytes(described, tag, &RankLedger::Tag::region_bytes);
+    } else if (!options.drops(tag)) {
+      plan.save_bytes[tag] = tag_bytes(described, tag, &RankLedger::Tag::region_bytes);
     }
   }
   return plan;

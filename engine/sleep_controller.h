@@ -70,8 +70,9 @@ class SleepController final : private Operation::Owner {
   Status fall_asleep(FallingAsleep& sleep);
   Status admit(FallingAsleep& sleep);
   Status quiesce(FallingAsleep& sleep);
+  Status keep(FallingAsleep& sleep);
+  void fall_back(FallingAsleep& sleep, const Error& why);
   Status prepare(FallingAsleep& sleep);
-  void discard(FallingAsleep& sleep, const Error& why);
   Status save(FallingAsleep& sleep);
   Status prove(FallingAsleep& sleep);
   Status drop(FallingAsleep& sleep);
@@ -79,6 +80,7 @@ class SleepController final : private Operation::Owner {
   Status undo_detach(const std::vector<std::string>& tags);
   Error undone(FallingAsleep& sleep, std::string_view call, Error error) noexcept;
   Result<SleepReport> sleep_now(const SleepOptions& options);
+  Result<bool> frees_more(const SleepOptions& options);
   Result<SleepReport> checkpoint_now(const Value& outputs);
 
   // wake_up() (sleep_controller_wake.cpp).
@@ -88,6 +90,7 @@ class SleepController final : private Operation::Owner {
   Status restore(const WakeOptions& options, Operation& operation, SleepReport& report);
   Status finish(const std::vector<std::string>& tags, bool keep_backup, std::vector<RankLedger>& ledgers);
   Status undo_restore(const std::vector<std::string>& tags);
+  Result<bool> look_at_weights(const WakeOptions& options, SleepReport& report);
   void mark_woken(const RestoredFrom& from) noexcept;
   Status end_hold_now(bool keep);
 
@@ -113,6 +116,8 @@ class SleepController final : private Operation::Owner {
   // Of the sleep in force; only the operation in progress touches them.
   std::vector<std::string> sleeping_tags_;
   std::vector<WorkerSnapshot> workers_;
+  std::vector<std::map<std::string, uint64_t>>
+      writes_;  // of each rank, when the engine fell asleep (RankReply::writes)
   bool preserved_ = false;
   bool held_ = false;
   std::optional<RestoredFrom> restored_from_;  // what this sleep, or this wake on hold, is of; none: no checkpoint

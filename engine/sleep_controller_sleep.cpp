@@ -39,6 +39,7 @@ struct SleepController::FallingAsleep {
   FallingAsleep(SleepController& controller, std::string_view name, const SleepOptions& asked)
       : options(asked),
         preserved(asked.preserve_state),
+        to_disk(asked.to_disk),
         operation(name, controller.clock_, controller.sink_, controller) {}
 
   const SleepOptions& options;
@@ -46,7 +47,9 @@ struct SleepController::FallingAsleep {
   std::vector<RankReply> described{};
   std::vector<std::string> tags{};  // that lose their memory
   RankOrder save{};                 // what is copied before
+  bool deeper = false;              // the engine is asleep already, and stays so if this fails
   bool preserved = false;           // the requests' state is kept; false after it was discarded
+  bool to_disk = false;             // false after that failed
   EngineCheckpoint captured{};
   LiveBlocks live{};
   std::unique_ptr<CheckpointManager> checkpoints{};
@@ -58,7 +61,7 @@ struct SleepController::FallingAsleep {
 // Undoes a failed sleep or checkpoint; the error says what of it stays all the same.
 Error SleepController::undone(FallingAsleep& sleep, std::string_view call, Error error) noexcept {
   sleep.operation.undo();
-  if (!lost()) set_state(State::kAwake);
+  if (!lost()) set_state(sleep.deeper ? State::kAsleep : State::kAwake);
   const std::string_view irreversible = sleep.operation.irreversible();
   error.state_changed = lost() || sleep.checkpoint_stays || !irreversible.empty();
   (void)catching([&]() -> Status {
@@ -87,18 +90,33 @@ Result<SleepReport> SleepController::sleep_now(const SleepOptions& options) {
   }
   TORPOR_TRY(check(options));
   TORPOR_TRY(may_begin());
-  if (is_sleeping()) {
-    log().warn("sleep: the engine is already asleep");
-    SleepReport report;
-    report.note = "already asleep";
-    report.level = state().level;
-    return report;
+  const bool asleep = is_sleeping();
+  if (asleep) {
+    TORPOR_ASSIGN(const bool more, frees_more(options));
+    if (!more) {
+      log().warn("sleep: the engine is already asleep");
+      SleepReport report;
+      report.level = state().level;
+      report.note = "already asleep";
+      if (options.level > report.level)
+        report.note += fmt::format(" at level {}; what it saved stays: wake it to sleep deeper", report.level);
+      return report;
+    }
   }
   FallingAsleep sleep(*this, "sleep", options);
+  sleep.deeper = asleep;
   set_state(State::kFallingAsleep);
   if (Status asleep = catching([&] { return fall_asleep(sleep); }); !asleep)
     return undone(sleep, "sleep", std::move(asleep).error());
   return std::move(sleep.report);
+}
+
+// Of an engine that is asleep: whether there is memory left that this sleep would free.
+Result<bool> SleepController::frees_more(const SleepOptions& options) {
+  if (options.level == 0) return false;
+  TORPOR_ASSIGN(const std::vector<RankReply> described, ranks_.call("describe", {}));
+  TORPOR_ASSIGN(const std::vector<std::string> tags, select_tags(options.tags, described.front().ledger));
+  return std::any_of(tags.begin(), tags.end(), [&](const std::string& tag) { return !has_tag(sleeping_tags_, tag); });
 }
 
 Status SleepController::fall_asleep(FallingAsleep& sleep) {
@@ -108,15 +126,24 @@ Status SleepController::fall_asleep(FallingAsleep& sleep) {
   report.to = options.to_disk ? "disk" : "host";
   TORPOR_TRY(admit(sleep));
   TORPOR_TRY(quiesce(sleep));
-  if (options.level > 0) {
-    if (Status prepared = prepare(sleep); !prepared) {
-      if (!options.discard_on_save_error) return prepared.error();
-      discard(sleep, prepared.error());
-    }
-    TORPOR_TRY(save(sleep));
-    TORPOR_TRY(prove(sleep));
+  while (options.level > 0) {
+    const size_t steps = sleep.operation.steps();
+    const Status kept = catching([&] { return keep(sleep); });
+    if (kept) break;
+    // Beyond the requests there is nothing that may be discarded: level 1 promises to keep the weights.
+    if (!options.discard_on_save_error || (!sleep.to_disk && !sleep.preserved)) return kept.error();
+    sleep.operation.undo_to(steps);
+    if (lost()) return kept.error();
+    fall_back(sleep, kept.error());
   }
   std::string checkpoint = report.checkpoint;
+  std::vector<std::string> sleeping = sleeping_tags_;
+  if (options.level > 0) sleeping.insert(sleeping.end(), sleep.tags.begin(), sleep.tags.end());
+  sort_for_wake(sleeping);
+  std::vector<std::map<std::string, uint64_t>> writes;
+  for (const RankReply& reply : sleep.described) writes.push_back(reply.writes);
+  // The generators are where they were when the requests were first kept.
+  const bool same_workers = sleep.deeper && preserved_ && sleep.preserved;
   std::optional<RestoredFrom> from;
   if (sleep.pending) from = {.directory = options_.directory, .generation = sleep.pending->generation()};
   if (options.level > 0) TORPOR_TRY(detach(sleep));
@@ -124,17 +151,17 @@ Status SleepController::fall_asleep(FallingAsleep& sleep) {
   sleep.operation.keep();
   report.changed = true;
   report.preserve_state = sleep.preserved;
-  preserved_ = sleep.preserved;
+  preserved_ = sleep.preserved && options.level > 0;
   derived_released_ = options.level > 0;
-  sleeping_tags_.clear();
-  if (options.level > 0) sleeping_tags_ = std::move(sleep.tags);
-  workers_ = std::move(sleep.captured.state.workers);
-  restored_from_ = std::move(from);
+  sleeping_tags_ = std::move(sleeping);
+  if (!same_workers) workers_ = std::move(sleep.captured.state.workers);
+  if (!sleep.deeper) writes_ = std::move(writes);
+  if (!sleep.deeper || from) restored_from_ = std::move(from);
   sleep.operation.fill(report);
   const std::lock_guard lock(state_mutex_);
   state_ = State::kAsleep;
-  public_.level = options.level;
-  public_.checkpoint = std::move(checkpoint);
+  public_.level = std::max(public_.level, options.level);
+  if (!sleep.deeper || !checkpoint.empty()) public_.checkpoint = std::move(checkpoint);
   return ok();
 }
 
@@ -190,16 +217,27 @@ Status SleepController::admit(FallingAsleep& sleep) {
   TORPOR_ASSIGN(sleep.described, ranks_.call("describe", {}));
   remember(sleep.described);
   TORPOR_ASSIGN(sleep.tags, select_tags(options.tags, sleep.described.front().ledger));
+  if (options.to_disk && !sleeping_tags_.empty()) {
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = fmt::format("{} asleep already: a checkpoint is made of memory that is there",
+                                     fmt::join(sleeping_tags_, ", ")),
+                 .next_step = "wake it first, or sleep to host"};
+  }
+  for (const RankReply& reply : sleep.described) {
+    if (!options.to_disk || reply.without_content.empty()) continue;
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = fmt::format("{} came back without content and were not loaded since",
+                                     fmt::join(reply.without_content, ", ")),
+                 .next_step = "load them, so that the checkpoint names what its tokens come from"};
+  }
+  std::erase_if(sleep.tags, [&](const std::string& tag) { return has_tag(sleeping_tags_, tag); });
   if (options.preserve_state && options.to_disk && !has_tag(sleep.tags, kKvCacheTag)) {
     return Error{.code = Code::kInvalidArgument,
                  .what = "a checkpoint of running requests needs their KV",
                  .next_step = "add \"kv_cache\" to tags"};
   }
   for (const std::string& tag : sleep.tags) {
-    const bool weights_go = tag == kWeightsTag && ((options.level == 2 && !options.preserve_state) ||
-                                                   (options.to_disk && !options.store_weights));
-    const bool kv_goes = tag == kKvCacheTag && !options.preserve_state;
-    if (!weights_go && !kv_goes) sleep.save.tags.push_back(tag);
+    if (!options.drops(tag)) sleep.save.tags.push_back(tag);
   }
   if (!options.preserve_state || options.level == 0) return ok();
   TORPOR_ASSIGN(const std::vector<std::string> unsupported, hooks_.unsupported());
@@ -212,31 +250,68 @@ Status SleepController::admit(FallingAsleep& sleep) {
 
 Status SleepController::quiesce(FallingAsleep& sleep) {
   sleep.operation.begin("quiesce");
-  sleep.operation.undo_with([this] { return hooks_.resume(); });
-  TORPOR_TRY(hooks_.quiesce(sleep.options.timeout_seconds));
+  if (!sleep.deeper) {
+    sleep.operation.undo_with([this] { return hooks_.resume(); });
+    TORPOR_TRY(hooks_.quiesce(sleep.options.timeout_seconds));
+  }
   TORPOR_ASSIGN(sleep.report.requests, hooks_.unfinished_requests());
   sleep.operation.end("quiesce");
   return ok();
 }
 
+// All that is kept, in memory or on disk.
+Status SleepController::keep(FallingAsleep& sleep) {
+  TORPOR_TRY(prepare(sleep));
+  TORPOR_TRY(save(sleep));
+  return prove(sleep);
+}
+
+// on_save_error="discard": what cannot go to disk is kept in host memory, requests that have no room there are dropped.
+// Precondition: what was done to keep it is undone.
+void SleepController::fall_back(FallingAsleep& sleep, const Error& why) {
+  SleepReport& report = sleep.report;
+  const std::string what = sleep.to_disk ? "it is kept in host memory, not on disk" : "the state was discarded";
+  log().error("sleep: {}: {}", what, why.to_string());
+  if (!report.note.empty()) report.note += "; ";
+  report.note += fmt::format("{}: {}", what, why.to_string());
+  if (std::exchange(sleep.checkpoint_stays, false)) report.note += "; a checkpoint may be left behind";
+  if (std::exchange(sleep.to_disk, false)) {
+    report.to = "host";
+  } else {
+    sleep.preserved = false;
+    std::erase(sleep.save.tags, kKvCacheTag);
+  }
+  sleep.pending.reset();
+  sleep.captured = {};
+  sleep.live = {};
+  sleep.save.directory.clear();
+  sleep.save.writing = {};
+  sleep.save.blocks.clear();
+  report.checkpoint.clear();
+  report.checkpoint_bytes = 0;
+  report.checkpoint_parts.clear();
+}
+
 // The state as values and, to disk, that part of the checkpoint: durable before memory is touched.
 Status SleepController::prepare(FallingAsleep& sleep) {
   const SleepOptions& options = sleep.options;
-  if (!options.preserve_state && !options.to_disk) return ok();
+  const bool with_kv = has_tag(sleep.tags, kKvCacheTag);
+  if (!sleep.preserved && !sleep.to_disk) return ok();
+  if (sleep.deeper && preserved_ && !with_kv) return ok();  // it was captured then
   sleep.operation.begin("capture");
   TORPOR_ASSIGN(sleep.captured.state, hooks_.capture());
-  if (!options.preserve_state) sleep.captured.state = without_requests(std::move(sleep.captured.state));
+  if (!sleep.preserved) sleep.captured.state = without_requests(std::move(sleep.captured.state));
   TORPOR_TRY(sleep.captured.state.validate());
   sleep.captured.outputs = options.outputs;
   const uint64_t bytes_per_block = sleep.described.front().bytes_per_block;
-  sleep.live = select_live_blocks(sleep.captured.state.kv, bytes_per_block, options_.kv_budget_bytes);
+  if (with_kv) sleep.live = select_live_blocks(sleep.captured.state.kv, bytes_per_block, options_.kv_budget_bytes);
   drop_hashes(sleep.captured.state.kv, sleep.live.dropped);
   sleep.save.blocks = sleep.live.kept;
-  if (options.to_disk) {
+  if (sleep.to_disk) {
     TORPOR_ASSIGN(sleep.captured.fingerprint, fingerprint());
   }
   sleep.operation.end("capture");
-  if (!options.to_disk) return ok();
+  if (!sleep.to_disk) return ok();
 
   sleep.operation.begin("commit");
   uint64_t expected = sleep.live.kept.size() * bytes_per_block * sleep.described.size();
@@ -250,21 +325,6 @@ Status SleepController::prepare(FallingAsleep& sleep) {
   sleep.save.writing = sleep.pending->writing();
   sleep.operation.end("commit");
   return ok();
-}
-
-// on_save_error="discard": the sleep goes on without the state, to host.
-void SleepController::discard(FallingAsleep& sleep, const Error& why) {
-  log().error("sleeping without the state: {}", why.to_string());
-  sleep.pending.reset();
-  sleep.preserved = false;
-  sleep.report.note = fmt::format("the state was discarded: {}", why.to_string());
-  sleep.report.to = "host";
-  sleep.save.directory.clear();
-  sleep.save.writing = {};
-  sleep.save.blocks.clear();
-  std::erase(sleep.save.tags, kKvCacheTag);
-  if (!sleep.options.store_weights && has_tag(sleep.tags, kWeightsTag))
-    sleep.save.tags.insert(sleep.save.tags.begin(), kWeightsTag);
 }
 
 // Copies what is kept to the arena or into the checkpoint under construction.
@@ -324,7 +384,7 @@ Status SleepController::drop(FallingAsleep& sleep) {
 Status SleepController::detach(FallingAsleep& sleep) {
   sleep.operation.begin("detach");
   SleepReport& report = sleep.report;
-  sleep.operation.undo_with([this] { return hooks_.rebuild_derived(); });
+  if (!derived_released_) sleep.operation.undo_with([this] { return hooks_.rebuild_derived(); });
   TORPOR_TRY(hooks_.release_derived());
   TORPOR_TRY(drop(sleep));
   report.dropped_blocks = static_cast<int64_t>(sleep.live.dropped.size());

@@ -94,11 +94,14 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
     operation.begin("restore");
     TORPOR_ASSIGN(const std::vector<RankReply> restored, ranks_.call("restore", {.tags = tags}));
     report.restored_bytes = total_bytes(restored);
-    for (const std::string& tag : restored.front().without_content) {
-      if (tag != kKvCacheTag) report.reload.push_back(tag);
+    for (const RankReply& reply : restored) {
+      for (const std::string& tag : reply.without_content) {
+        if (tag != kKvCacheTag && !has_tag(report.reload, tag)) report.reload.push_back(tag);
+      }
     }
     operation.end("restore", report.restored_bytes);
   }
+  const bool reload_first = !report.reload.empty();
   if (!still_asleep.empty()) {
     report.changed = !tags.empty();
     report.note = fmt::format("still asleep: {}", fmt::join(still_asleep, ", "));
@@ -109,6 +112,17 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
     return report;
   }
 
+  TORPOR_ASSIGN(const bool written, look_at_weights(options, report));
+  if (preserved_ && !report.reload.empty() && (reload_first || !options.weights_changed)) {
+    report.changed = !tags.empty();
+    report.note = fmt::format("nothing runs before {} loaded: load what is missing, then call wake_up() again",
+                              fmt::join(report.reload, ", "));
+    if (!tags.empty()) TORPOR_TRY(finish(tags, !options.weights_changed, report.ledgers));
+    operation.keep();
+    sleeping_tags_.clear();
+    set_state(State::kAsleep);
+    return report;
+  }
   operation.begin("reconnect");
   if (derived_released_) {
     operation.undo_with([this]() -> Status {
@@ -119,6 +133,11 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
     TORPOR_TRY(hooks_.rebuild_derived());
   }
   if (preserved_) TORPOR_TRY(hooks_.reconnect(workers_));
+  if (written && !options.weights_changed && (preserved_ || !derived_released_)) {  // there is KV of old weights
+    TORPOR_TRY(hooks_.retire_prefix());
+    report.note =
+        "the weights were written meanwhile: running requests keep their KV, cached prefixes are found no more";
+  }
   TORPOR_ASSIGN(report.requests, hooks_.unfinished_requests());
   if (options.weights_changed) {
     if (report.requests > 0) operation.irreversible("its requests are computed again");
@@ -147,6 +166,20 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
   if (restored_from_) mark_woken(*restored_from_);
   restored_from_.reset();
   return report;
+}
+
+// Adds to `report` what must still be loaded. Returns whether weights were written since the engine fell asleep.
+Result<bool> SleepController::look_at_weights(const WakeOptions& options, SleepReport& report) {
+  if (options.weights_changed) TORPOR_TRY(ranks_.call("written", {.tags = {kWeightsTag}}));
+  TORPOR_ASSIGN(const std::vector<RankReply> described, ranks_.call("describe", {}));
+  bool written = described.size() != writes_.size();
+  for (size_t rank = 0; rank < described.size() && !written; ++rank) written = described[rank].writes != writes_[rank];
+  for (const RankReply& reply : described) {
+    for (const std::string& tag : reply.without_content) {
+      if (tag != kKvCacheTag && !has_tag(report.reload, tag)) report.reload.push_back(tag);
+    }
+  }
+  return written;
 }
 
 // The last order of a wake. A rank that has carried it out has no way back: then all must, or the engine is lost.

@@ -12,26 +12,32 @@
 #include "checkpoint/roll_forward.h"
 #include "engine/engine_hooks.h"
 #include "engine/rank_protocol.h"
+#include "engine/tags.h"
 
 namespace torpor {
 
 struct SleepOptions {
   int level = 1;  // 0: only pause; 1 and 2: docs/semantics.md
   bool preserve_state = false;
-  bool to_disk = false;
-  std::string in_flight = "freeze";  // without preserve_state: "abort" or "recompute"
-  bool discard_on_save_error = false;
-  bool store_weights = true;              // to disk: false names them for reload instead
+  bool to_disk = false;                   // not where tags are asleep already
+  std::string in_flight = "freeze";       // without preserve_state: "abort" or "recompute"
+  bool discard_on_save_error = false;     // keep in host memory what cannot go to disk, drop what has no room there
+  bool store_weights = true;              // false, or level 2: they are not kept but named for reload
   std::vector<std::string> tags;          // empty: all
   std::optional<double> timeout_seconds;  // for the quiesce
   Value outputs;                          // the front end's part of the checkpoint
+
+  // Whether the memory of `tag` goes without a copy.
+  bool drops(const std::string& tag) const {
+    return (tag == kWeightsTag && (level == 2 || !store_weights)) || (tag == kKvCacheTag && !preserve_state);
+  }
 };
 
 struct WakeOptions {
   std::vector<std::string> tags;  // empty: all that sleep
   std::string from_checkpoint;    // a checkpoint or a directory of checkpoints; for a new, empty engine
   bool discard_on_restore_error = false;
-  bool weights_changed = false;  // new weights were loaded: KV computed with the old ones is stale
+  bool weights_changed = false;  // new weights were loaded: KV computed with the old ones is computed again
   bool hold = false;             // restored, but not yet running: end_hold() follows
   // What a server has given to its readers: the restored requests are rolled forward to it (checkpoint/roll_forward.h).
   // With it, `from_checkpoint` may be empty: all is computed anew.
@@ -47,7 +53,7 @@ struct Phase {
 struct SleepReport {  // also of a wake
   bool changed = false;
   bool fully_awake = false;
-  std::string note;  // why nothing changed, or what was discarded
+  std::string note;  // why nothing changed, what was discarded, or what to do next
   int level = 0;
   bool preserve_state = false;
   std::string to;          // "host" or "disk"
@@ -59,8 +65,9 @@ struct SleepReport {  // also of a wake
   uint64_t freed_bytes = 0;  // device memory
   uint64_t restored_bytes = 0;
   int64_t kept_blocks = 0;
-  int64_t dropped_blocks = 0;       // cached blocks whose bytes were not kept
-  std::vector<std::string> reload;  // tags that came back without content: the owner must load them
+  int64_t dropped_blocks = 0;  // cached blocks whose bytes were not kept
+  // Tags that came back without content: the owner must load them. Where requests were kept, nothing runs before that.
+  std::vector<std::string> reload;
   std::vector<FailedRequest> failed_requests;
   RolledForward rolled;  // of a wake with answers
   Value outputs;         // of a restored checkpoint

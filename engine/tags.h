@@ -15,4 +15,11 @@ inline bool has_tag(const std::vector<std::string>& tags, std::string_view tag) 
   return std::find(tags.begin(), tags.end(), tag) != tags.end();
 }
 
+// Weights wake first, the KV cache last: a wake that fails for want of memory then fails with less to undo.
+inline void sort_for_wake(std::vector<std::string>& tags) {
+  const auto order = [](const std::string& tag) { return tag == kWeightsTag ? 0 : tag == kKvCacheTag ? 2 : 1; };
+  std::stable_sort(tags.begin(), tags.end(),
+                   [&](const std::string& a, const std::string& b) { return order(a) < order(b); });
+}
+
 }  // namespace torpor

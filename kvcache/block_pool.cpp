@@ -327,6 +327,18 @@ void BlockPool::discard(const BlockRef& block) {
   ++slot.generation;
 }
 
+void BlockPool::rename(const BlockRef& block, BlockIdentity identity) {
+  const std::lock_guard lock(mutex_);
+  Slot& slot = this->slot(block.id());
+  const Digest hash = options_.hash(identity);
+  if (slot.discarded || (slot.hash == hash && slot.identity == identity)) return;
+  take_out_of_index(block.id());
+  slot.identity = std::move(identity);
+  slot.hash = hash;
+  ++slot.generation;
+  index_[slot.hash].push_back(block.id());
+}
+
 void BlockPool::evict(const std::vector<int32_t>& blocks) {
   const std::lock_guard lock(mutex_);
   for (const int32_t id : blocks) {

@@ -153,6 +153,9 @@ class BlockPool {
   WeakBlock weak(int32_t id, uint64_t generation) { return {*this, id, generation}; }
   // Its content is not to be trusted: nobody finds or upgrades it any more. Those who keep it go on keeping it.
   void discard(const BlockRef& block);
+  // From now on it is found under this identity, and under its old one no more; those who named it do not find it
+  // again.
+  void rename(const BlockRef& block, BlockIdentity identity);
   // Evicts those of `blocks` that are cached.
   void evict(const std::vector<int32_t>& blocks);
   // Evicts every cached block. Returns how many.

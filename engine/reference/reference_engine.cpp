@@ -62,6 +62,12 @@ Status ReferenceEngine::build(std::unique_ptr<DeviceMemory> device) {
   return ok();
 }
 
+void ReferenceEngine::load_weights(uint64_t seed) {
+  model_->load_weights(seed);
+  memory_->mark_dirty("weights");
+  if (model_->prepared()) model_->prepare();
+}
+
 // device -> host -> disk, or the part of it that there is; what arrives in the host goes on to the disk.
 Status ReferenceEngine::build_tiers() {
   const TierOptions& tiers = options_.tiers;

@@ -86,6 +86,8 @@ class ReferenceEngine final : public EngineHooks {
   // kInvalidArgument for a prompt that can never fit, or a known id.
   Status add(const ReferenceRequest& request, int32_t samples = 1);
   bool abort(const std::string& id);  // false: unknown
+  // Other weights from now on. Who keeps KV over it says so to the controller, or sleeps over it.
+  void load_weights(uint64_t seed);
   // One forward pass over as many tokens as the budget allows. Nothing while frozen or idle.
   std::vector<ReferenceOutput> step();
   bool idle() const { return requests_.empty(); }
@@ -112,6 +114,7 @@ class ReferenceEngine final : public EngineHooks {
   Result<Fingerprint> fingerprint() override;
   Status drop_requests(const std::string& mode) override;
   Status drop_prefix(const std::vector<int32_t>& blocks) override;
+  Status retire_prefix() override;
   Status release_derived() override;
   Status rebuild_derived() override;
   Status reconnect(const std::vector<WorkerSnapshot>& workers) override;

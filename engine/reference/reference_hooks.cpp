@@ -168,6 +168,38 @@ Status ReferenceEngine::drop_prefix(const std::vector<int32_t>& blocks) {
   return ok();
 }
 
+// What running requests hold gets a name that only they can make: their salt is hashed once more, the same for those
+// that share blocks.
+Status ReferenceEngine::retire_prefix() {
+  pool_->clear_cached();
+  if (host_) host_->pool().clear_cached();
+  if (disk_) disk_->pool().clear_cached();
+  for (const auto& [id, request] : requests_) {
+    if (request->full.empty() && !request->partial) continue;
+    const Digest salted = digest_of(std::as_bytes(std::span(&request->asked.salt, 1)));
+    std::memcpy(&request->asked.salt, salted.bytes.data(), sizeof request->asked.salt);
+    Digest parent;
+    for (const BlockRef& block : request->full) {
+      BlockIdentity identity = block.identity();
+      identity.parent = parent;
+      identity.salt = request->asked.salt;
+      parent = identity.hash();
+      pool_->rename(block, std::move(identity));
+    }
+    if (!request->partial) continue;
+    const auto held =
+        static_cast<size_t>(request->computed) - request->full.size() * static_cast<size_t>(block_tokens());
+    const std::span<const int32_t> tokens =
+        std::span(request->tokens).subspan(static_cast<size_t>(request->computed) - held, held);
+    TORPOR_TRY(request->partial->reset());
+    TORPOR_TRY(request->partial->initialize(parent, request->asked.salt));
+    TORPOR_TRY(request->partial->add_tokens(tokens));
+    TORPOR_TRY(request->partial->schedule_compute());
+    TORPOR_TRY(request->partial->compute_done());
+  }
+  return ok();
+}
+
 Status ReferenceEngine::release_derived() {
   model_->forget();
   return ok();

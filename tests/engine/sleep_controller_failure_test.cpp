@@ -19,6 +19,7 @@ class SleepFailure : public ::testing::Test {
     add_example_requests(engine);
     for (int i = 0; i < steps; ++i) engine.step();
   }
+  static constexpr uint64_t kRoomForWeightsOnly = 204'800;  // and not a page more
   static constexpr SleepOptions to_host() { return {.preserve_state = true}; }
   static constexpr SleepOptions to_disk() { return {.preserve_state = true, .to_disk = true}; }
   // It serves on as if nothing had been asked.
@@ -233,10 +234,181 @@ TEST_F(SleepFailure, I7WhereverAFileOperationFailsAWakeFromDiskStaysAsleepAndARe
   }
 }
 
+TEST_F(SleepFailure, I7WhereverADeeperSleepFailsTheEngineStaysAsAsleepAsItWas) {
+  struct Case {
+    const char* name;
+    SleepOptions first;
+    std::vector<const char*> hooks;
+  };
+  const std::vector<Case> cases = {
+      {"paused",
+       {.level = 0},
+       {"unsupported", "capture", "rank describe", "rank save", "release_derived", "rank detach"}},
+      {"KV asleep", {.preserve_state = true, .tags = {"kv_cache"}}, {"rank describe", "rank save", "rank detach"}},
+      {"weights asleep", {.preserve_state = true, .tags = {"weights"}}, {"capture", "rank save", "rank detach"}},
+  };
+  for (const Case& with : cases) {
+    for (const char* hook : with.hooks) {
+      SCOPED_TRACE(testing::Message() << with.name << ", " << hook);
+      SleepingEngine slept = make();
+      begin(slept.engine);
+      ASSERT_SUCCEEDS(slept.controller.sleep(with.first));
+      ASSERT_SUCCEEDS(slept.controller.ledgers());
+      const ControllerState before = slept.controller.state();
+      slept.engine.fail_hook(hook);
+      const Result<SleepReport> report = slept.controller.sleep(to_host());
+      EXPECT_FAILS(report, Code::kInternal, hook);
+      EXPECT_FALSE(report.error().state_changed);
+      ASSERT_SUCCEEDS(slept.controller.ledgers());
+      EXPECT_EQ(slept.controller.state().engine, "asleep");
+      EXPECT_EQ(slept.controller.state().tags, before.tags);
+      EXPECT_EQ(slept.controller.state().level, before.level);
+      EXPECT_FALSE(slept.engine.step());
+      EXPECT_TRUE(value_of(slept.controller.sleep(to_host())).changed);
+      ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+      expect_untouched(slept);
+    }
+  }
+}
+
+TEST_F(SleepFailure, MemoryThatSleepsAlreadyCannotGoToDisk) {
+  SleepingEngine slept = make();
+  begin(slept.engine);
+  ASSERT_SUCCEEDS(slept.controller.sleep({.preserve_state = true, .tags = {"weights"}}));
+  EXPECT_FAILS(slept.controller.sleep(to_disk()), Code::kFailedPrecondition, "weights");
+  ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+  expect_untouched(slept);
+}
+
+TEST_F(SleepFailure, NoCheckpointIsMadeOfWeightsThatWereNeverLoaded) {
+  for (const bool serving : {false, true}) {
+    SleepingEngine slept = make();
+    begin(slept.engine);
+    if (serving) {
+      ASSERT_SUCCEEDS(slept.controller.sleep({.level = 2, .in_flight = "recompute"}));
+    } else {
+      ASSERT_SUCCEEDS(slept.controller.sleep({.level = 2, .preserve_state = true}));
+    }
+    ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+    EXPECT_FAILS(slept.controller.sleep(to_disk()), Code::kFailedPrecondition, "not loaded");
+    slept.engine.load_weights(1);
+    EXPECT_TRUE(value_of(slept.controller.sleep(to_disk())).changed);
+    ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+    EXPECT_EQ(finish(slept.engine), uninterrupted());
+  }
+}
+
+TEST_F(SleepFailure, IfOldPrefixesCannotBeForgottenTheWakeFailsAndARetryWorks) {
+  SleepingEngine slept = make();
+  begin(slept.engine);
+  ASSERT_SUCCEEDS(slept.controller.sleep({.level = 2, .preserve_state = true}));
+  ASSERT_SUCCEEDS(slept.controller.wake_up({.tags = {"weights"}}));
+  slept.engine.load_weights(1);
+  slept.engine.fail_hook("retire_prefix");
+  EXPECT_FAILS(slept.controller.wake_up({}), Code::kInternal, "retire_prefix");
+  EXPECT_TRUE(slept.controller.is_sleeping());
+  bool retired = false;
+  slept.engine.before_hook = [&](const std::string& hook) { retired |= hook == "retire_prefix"; };
+  ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+  EXPECT_TRUE(retired);
+  slept.engine.before_hook = nullptr;
+  expect_untouched(slept);
+}
+
+// on_save_error="discard": what cannot go to disk is kept in host memory; only what has no room there either is
+// dropped.
+TEST_F(SleepFailure, OnRequestWhateverFailsOfACheckpointTheRequestsAreKeptInHostMemory) {
+  const TestEngine::Tokens expected = uninterrupted();
+  SleepOptions options = to_disk();
+  options.discard_on_save_error = true;
+  int kept_in_host = 0;
+  for (const bool sticky : {false, true}) {
+    for (uint64_t n = 1;; n += sticky ? 17 : 5) {
+      SCOPED_TRACE(testing::Message() << "call " << n << (sticky ? " and all after" : ""));
+      test::TemporaryDirectory directory;
+      SleepingEngine slept(file_system_, directory.path());
+      begin(slept.engine);
+      file_system_.plan.set(Fault::kError, n, ENOSPC, sticky);
+      const Result<SleepReport> report = slept.controller.sleep(options);
+      const bool fired = file_system_.plan.fired();
+      file_system_.plan.clear();
+      ASSERT_SUCCEEDS(report);
+      EXPECT_TRUE(report->changed && report->preserve_state);
+      if (report->to == "host") {
+        ++kept_in_host;
+        EXPECT_NE(report->note.find("host memory"), std::string::npos) << report->note;
+        EXPECT_EQ(report->checkpoint, "");
+        EXPECT_TRUE(report->checkpoint_parts.empty());
+      } else {
+        EXPECT_EQ(report->note, "");
+        EXPECT_NE(report->checkpoint, "");
+      }
+      for (const RankLedger& ledger : report->ledgers) EXPECT_EQ(ledger.device_physical_bytes, 0U);
+      ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+      EXPECT_EQ(finish(slept.engine), expected);
+      EXPECT_EQ(slept.engine.recomputed(), 0);
+      if (!fired) break;
+      ASSERT_LT(n, 300U);
+    }
+  }
+  EXPECT_GT(kept_in_host, 10);
+}
+
+TEST_F(SleepFailure, OnRequestWhateverHookFailsTheRequestsAreKeptInHostMemory) {
+  for (const char* hook : {"capture", "fingerprint", "rank save", "rank moved", "rank digest"}) {
+    SCOPED_TRACE(hook);
+    SleepingEngine slept = make();
+    begin(slept.engine);
+    slept.engine.fail_hook(hook);
+    SleepOptions options = to_disk();
+    options.discard_on_save_error = true;
+    const SleepReport report = value_of(slept.controller.sleep(options));
+    EXPECT_TRUE(report.preserve_state);
+    EXPECT_EQ(report.to, "host");
+    EXPECT_NE(report.note.find(hook), std::string::npos) << report.note;
+    EXPECT_FAILS(open_checkpoint(linux_file_system(), temporary_.path()), Code::kNotFound);  // none is left behind
+    ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+    expect_untouched(slept);
+  }
+}
+
+TEST_F(SleepFailure, OnRequestOnlyRequestsThatFitNowhereAreDropped) {
+  for (const bool disk : {false, true}) {
+    SCOPED_TRACE(disk);
+    SleepingEngine slept = make({.arena_budget_bytes = kRoomForWeightsOnly});
+    begin(slept.engine);
+    SleepOptions options = disk ? to_disk() : to_host();
+    options.discard_on_save_error = true;
+    const SleepReport report = value_of(slept.controller.sleep(options));
+    EXPECT_TRUE(report.changed);
+    EXPECT_FALSE(report.preserve_state);
+    EXPECT_EQ(report.to, "host");
+    EXPECT_NE(report.note.find("arena_budget_bytes"), std::string::npos) << report.note;
+    EXPECT_EQ(report.note.find("not on disk") != std::string::npos, disk) << report.note;
+    EXPECT_EQ(report.kept_blocks, 0);
+    ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+    EXPECT_EQ(value_of(slept.engine.unfinished_requests()), 0);
+    add_late_request(slept.engine);
+    slept.engine.run();
+    EXPECT_EQ(slept.engine.tokens().at("late"), uninterrupted().at("late"));  // the weights are right
+  }
+}
+
+TEST_F(SleepFailure, IfNotEvenTheWeightsFitNothingIsDropped) {
+  SleepingEngine slept = make({.arena_budget_bytes = 100'000});
+  begin(slept.engine);
+  SleepOptions options = to_host();
+  options.discard_on_save_error = true;
+  const Result<SleepReport> report = slept.controller.sleep(options);
+  EXPECT_FAILS(report, Code::kResourceExhausted, "arena_budget_bytes");
+  EXPECT_FALSE(report.error().state_changed);
+  expect_untouched(slept);
+}
+
 TEST_F(SleepFailure, OnRequestASleepGoesOnWithoutTheStateThatCouldNotBeSaved) {
   SleepingEngine slept = make();
   begin(slept.engine);
-  slept.engine.fail_hook("capture");
+  slept.engine.fail_hook("capture", /*always=*/true);
   SleepOptions options = to_disk();
   options.discard_on_save_error = true;
   const SleepReport report = value_of(slept.controller.sleep(options));

@@ -172,6 +172,18 @@ TEST_P(SleepControllerTest, OnlyTheKvCacheMaySleep) {
   EXPECT_EQ(finish(slept.engine), expected());
 }
 
+TEST_P(SleepControllerTest, WhereNothingIsSavedOnlyTheTagsThatWereNamedSleep) {
+  SleepingEngine slept = make();
+  add_example_requests(slept.engine);
+  slept.engine.step();
+  SleepOptions options = dropping(1, "recompute");
+  options.tags = {"kv_cache"};
+  ASSERT_SUCCEEDS(slept.controller.sleep(options));
+  EXPECT_EQ(slept.controller.state().tags.at("weights"), "attached");
+  ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+  EXPECT_EQ(finish(slept.engine), expected());
+}
+
 TEST_P(SleepControllerTest, NewWeightsMakeOldKvStaleAndItIsRecomputed) {
   TestEngineOptions other = options();
   SleepingEngine slept = make();
@@ -193,6 +205,180 @@ TEST_P(SleepControllerTest, NewWeightsMakeOldKvStaleAndItIsRecomputed) {
   std::vector<int32_t> expected_tokens = before.at("a");
   expected_tokens.insert(expected_tokens.end(), oracle.tokens().at("a").begin(), oracle.tokens().at("a").end());
   EXPECT_EQ(slept.engine.tokens().at("a"), expected_tokens);
+}
+
+// Requests that run go on with the KV that they have; what others may find is gone, and so is what those requests
+// compute from now on, since it rests on old KV.
+TEST_P(SleepControllerTest, NewRequestsNeverFindKvOfOldWeightsThatRunningOnesKeep) {
+  const std::vector<int32_t> prompt = {1, 2, 3, 4, 5, 6, 7, 8, 9};
+  for (const bool paused_only : {false, true}) {
+    for (const bool told : {false, true}) {
+      SCOPED_TRACE(fmt::format("{}, {}", paused_only ? "paused" : "asleep", told ? "told" : "not told"));
+      SleepingEngine slept = make();
+      slept.engine.add("a", prompt, 20);
+      for (int i = 0; i < 4; ++i) slept.engine.step();
+      ASSERT_SUCCEEDS(slept.controller.sleep({.level = paused_only ? 0 : 1, .preserve_state = true}));
+      if (!paused_only) {
+        ASSERT_SUCCEEDS(slept.controller.wake_up({.tags = {"weights"}}));
+      }
+      slept.engine.load_weights(2, told);
+      const SleepReport woken = value_of(slept.controller.wake_up({}));
+      EXPECT_NE(woken.note.find("written"), std::string::npos) << woken.note;
+      slept.engine.add("same", prompt, 3);
+      slept.engine.run();
+      EXPECT_EQ(slept.engine.recomputed(), 0);
+      std::vector<int32_t> longer = prompt;
+      longer.insert(longer.end(), slept.engine.tokens().at("a").begin(), slept.engine.tokens().at("a").end());
+      slept.engine.add("longer", longer, 3);
+      slept.engine.run();
+      TestEngineOptions other = options();
+      other.weights_seed = 2;
+      TestEngine oracle(linux_file_system(), other);
+      oracle.add("same", prompt, 3);
+      oracle.add("longer", longer, 3);
+      oracle.run();
+      EXPECT_EQ(slept.engine.tokens().at("same"), oracle.tokens().at("same"));
+      EXPECT_EQ(slept.engine.tokens().at("longer"), oracle.tokens().at("longer"));
+    }
+  }
+}
+
+TEST_P(SleepControllerTest, UnchangedWeightsKeepThePrefixCache) {
+  SleepingEngine slept = make();
+  add_example_requests(slept.engine);
+  slept.engine.run();
+  slept.engine.before_hook = [](const std::string& hook) { EXPECT_NE(hook, "retire_prefix"); };
+  for (const int level : {0, 1}) {
+    ASSERT_SUCCEEDS(slept.controller.sleep({.level = level, .preserve_state = true}));
+    EXPECT_EQ(value_of(slept.controller.wake_up({})).note, "");
+  }
+}
+
+TEST_P(SleepControllerTest, RequestsAreKeptWhileTheirWeightsAreDropped) {
+  for (const bool level_2 : {true, false}) {
+    for (const bool told : {true, false}) {
+      SCOPED_TRACE(fmt::format("{}, {}", level_2 ? "level 2" : "reload", told ? "told" : "not told"));
+      SleepingEngine slept = make();
+      add_example_requests(slept.engine);
+      for (int i = 0; i < 6; ++i) slept.engine.step();
+      const SleepOptions options{.level = level_2 ? 2 : 1, .preserve_state = true, .store_weights = level_2};
+      const SleepPlan plan = value_of(slept.controller.plan_sleep(options));
+      const SleepReport report = value_of(slept.controller.sleep(options));
+      EXPECT_EQ(report.saved_bytes, static_cast<uint64_t>(report.kept_blocks) * kBlockBytes * kKvLayers *
+                                        static_cast<uint64_t>(GetParam().ranks));
+      EXPECT_EQ(plan.save_bytes.contains("weights") ? plan.save_bytes.at("weights") : 0, 0U);
+      // All memory is back, but nothing runs on weights that are not there.
+      const SleepReport woken = value_of(slept.controller.wake_up({}));
+      EXPECT_EQ(woken.reload, (std::vector<std::string>{"weights"}));
+      EXPECT_TRUE(woken.changed);
+      EXPECT_FALSE(woken.fully_awake);
+      EXPECT_FALSE(slept.engine.step());
+      const SleepReport again = value_of(slept.controller.wake_up({}));
+      EXPECT_EQ(again.reload, (std::vector<std::string>{"weights"}));
+      EXPECT_FALSE(again.changed);
+      EXPECT_TRUE(slept.controller.is_sleeping());
+      slept.engine.load_weights(1, told);
+      EXPECT_TRUE(value_of(slept.controller.wake_up({})).fully_awake);
+      EXPECT_EQ(finish(slept.engine), expected());
+      EXPECT_EQ(slept.engine.recomputed(), 0);
+    }
+  }
+}
+
+TEST_P(SleepControllerTest, WeightsThatWereNotReloadedAreNotTakenForContentByALaterSleep) {
+  SleepingEngine slept = make();
+  add_example_requests(slept.engine);
+  for (int i = 0; i < 6; ++i) slept.engine.step();
+  ASSERT_SUCCEEDS(slept.controller.sleep({.level = 2, .preserve_state = true}));
+  ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+  ASSERT_SUCCEEDS(slept.controller.sleep(preserving(false)));
+  EXPECT_EQ(value_of(slept.controller.wake_up({})).reload, (std::vector<std::string>{"weights"}));
+  EXPECT_FALSE(slept.engine.step());
+  slept.engine.load_weights(1);
+  ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+  EXPECT_EQ(finish(slept.engine), expected());
+}
+
+TEST_P(SleepControllerTest, ADeeperSleepFreesWhatItSays) {
+  const auto freed = [](const SleepReport& report, const char* tag) {
+    uint64_t bytes = 0;
+    for (const RankLedger& ledger : report.ledgers) bytes += ledger.tags.at(tag).physical_bytes;
+    return bytes == 0;
+  };
+  struct Case {
+    const char* name;
+    SleepOptions first, second;
+  };
+  const std::vector<Case> cases = {
+      {"pause, then to host", {.level = 0}, preserving(false)},
+      {"pause, then to disk", {.level = 0}, preserving(true)},
+      {"pause with state, then to host", {.level = 0, .preserve_state = true}, preserving(false)},
+      {"KV, then weights",
+       {.preserve_state = true, .tags = {"kv_cache"}},
+       {.preserve_state = true, .tags = {"weights"}}},
+      {"KV, then all", {.preserve_state = true, .tags = {"kv_cache"}}, preserving(false)},
+      {"weights, then KV",
+       {.preserve_state = true, .tags = {"weights"}},
+       {.preserve_state = true, .tags = {"kv_cache"}}},
+      {"weights, then all", {.preserve_state = true, .tags = {"weights"}}, preserving(false)},
+  };
+  for (const Case& with : cases) {
+    SCOPED_TRACE(with.name);
+    SleepingEngine slept = make();
+    add_example_requests(slept.engine);
+    for (int i = 0; i < 6; ++i) slept.engine.step();
+    ASSERT_SUCCEEDS(slept.controller.sleep(with.first));
+    const SleepPlan plan = value_of(slept.controller.plan_sleep(with.second));
+    EXPECT_TRUE(plan.problems.empty());
+    const SleepReport report = value_of(slept.controller.sleep(with.second));
+    EXPECT_TRUE(report.changed);
+    EXPECT_TRUE(freed(report, "weights") && freed(report, "kv_cache"));
+    EXPECT_GT(report.freed_bytes, 0U);
+    uint64_t planned = 0;
+    for (const auto& [tag, bytes] : plan.free_bytes) planned += bytes;
+    EXPECT_EQ(planned, report.freed_bytes);
+    EXPECT_EQ(slept.controller.state().level, 1);
+    EXPECT_EQ(slept.controller.state().checkpoint, report.checkpoint);
+    // A third time there is nothing left to free; neither is there for a shallower one.
+    for (const SleepOptions& same : {with.second, SleepOptions{.level = 0}}) {
+      const SleepReport repeated = value_of(slept.controller.sleep(same));
+      EXPECT_FALSE(repeated.changed);
+      EXPECT_EQ(repeated.note, "already asleep");
+      EXPECT_EQ(repeated.level, 1);
+    }
+    EXPECT_FALSE(value_of(slept.controller.wake_up({.tags = {"weights"}})).fully_awake);
+    EXPECT_FALSE(slept.engine.step());
+    EXPECT_TRUE(value_of(slept.controller.wake_up({.tags = {"kv_cache"}})).fully_awake);
+    EXPECT_EQ(finish(slept.engine), expected());
+    EXPECT_EQ(slept.engine.recomputed(), 0);
+  }
+}
+
+TEST_P(SleepControllerTest, ADeeperSleepDropsRequestsIfItSaysSo) {
+  for (const int level : {0, 1}) {
+    SleepingEngine slept = make();
+    add_example_requests(slept.engine);
+    for (int i = 0; i < 6; ++i) slept.engine.step();
+    ASSERT_SUCCEEDS(slept.controller.sleep({.level = level, .preserve_state = true, .tags = {"kv_cache"}}));
+    EXPECT_TRUE(value_of(slept.controller.sleep(dropping(1, "abort"))).changed);
+    ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+    EXPECT_EQ(value_of(slept.engine.unfinished_requests()), 0);
+    add_late_request(slept.engine);
+    slept.engine.run();
+    EXPECT_EQ(slept.engine.tokens().at("late"), expected().at("late"));
+  }
+}
+
+TEST_P(SleepControllerTest, TagsThatWereWokenCanSleepAgainBeforeTheOthersWake) {
+  SleepingEngine slept = make();
+  add_example_requests(slept.engine);
+  for (int i = 0; i < 6; ++i) slept.engine.step();
+  ASSERT_SUCCEEDS(slept.controller.sleep(preserving(false)));
+  ASSERT_SUCCEEDS(slept.controller.wake_up({.tags = {"weights"}}));
+  EXPECT_TRUE(value_of(slept.controller.sleep(preserving(false))).changed);
+  EXPECT_EQ(slept.controller.state().tags.at("weights"), "detached");
+  EXPECT_TRUE(value_of(slept.controller.wake_up({})).fully_awake);
+  EXPECT_EQ(finish(slept.engine), expected());
 }
 
 TEST_P(SleepControllerTest, PlanningChangesNothingAndTellsTheTruth) {

@@ -70,11 +70,11 @@ class TestEngine final : public EngineHooks {
   // --- what a user does
   // -------------------------------------------------------------------------------------------------
 
-  void load_weights(uint64_t seed) {
+  void load_weights(uint64_t seed, bool tell = true) {
     for (Rank& rank : ranks_) {
       for (uint64_t i = 0; i < kWeightBytes; ++i)
         byte_at(rank.weights + i) = static_cast<std::byte>((i * 2654435761u + seed * 97) >> 7);
-      rank.memory->mark_dirty("weights");
+      if (tell) rank.memory->mark_dirty("weights");
     }
     must(rebuild_derived());
   }
@@ -182,6 +182,13 @@ class TestEngine final : public EngineHooks {
     for (const int32_t block : blocks) forget_hash(block);
     return ok();
   }
+  Status retire_prefix() override {
+    TORPOR_TRY(enter("retire_prefix"));
+    for (Bytes& hash : hashes_) hash.clear();
+    index_.clear();
+    for (Request& request : requests_) ++request.salt;
+    return ok();
+  }
   Status release_derived() override {
     TORPOR_TRY(enter("release_derived"));
     derived_.reset();
@@ -256,6 +263,7 @@ class TestEngine final : public EngineHooks {
     int32_t max_tokens = 0;
     bool seeded = true;
     int32_t reached = 0;  // highest `computed` so far
+    int32_t salt = 0;     // more for each time that its KV was kept over new weights
     int32_t token(int32_t at) const {
       return at < static_cast<int32_t>(prompt.size()) ? prompt[static_cast<size_t>(at)]
                                                       : output[static_cast<size_t>(at) - prompt.size()];
@@ -296,6 +304,7 @@ class TestEngine final : public EngineHooks {
   // The key of the first `count` tokens.
   static Bytes key_of(const Request& request, int32_t count) {
     StreamingDigest digest;
+    if (request.salt > 0) digest.update(std::as_bytes(std::span(&request.salt, 1)));
     for (int32_t at = 0; at < count; ++at) {
       const int32_t token = request.token(at);
       digest.update(std::as_bytes(std::span(&token, 1)));

@@ -1,0 +1,113 @@
+// The reference engine over an update of its weights: KV of the old ones is in the device, in host memory and on disk.
+#include <list>
+#include <map>
+
+#include "allocator/host_device.h"
+#include "engine/reference/reference_engine.h"
+#include "engine/sleep_controller.h"
+#include "tests/support/results.h"
+#include "tests/support/temporary_directory.h"
+
+namespace torpor {
+namespace {
+
+using namespace test;
+using namespace reference;
+
+class WeightUpdate : public ::testing::Test {
+ protected:
+  std::unique_ptr<ReferenceEngine> make(uint64_t seed) {
+    ReferenceOptions options{.weights_seed = seed};
+    options.tiers = {.host_blocks = 48, .disk_blocks = 48, .disk_directory = directories_.emplace_back().path()};
+    options.tiers.offload = {.min_batch_size = 1, .flush_interval = std::chrono::milliseconds(0), .own_threads = false};
+    return value_of(
+        ReferenceEngine::create(value_of(make_host_device({})), linux_file_system(), system_clock(), options));
+  }
+  static void add(ReferenceEngine& engine, const std::string& id, std::vector<int32_t> prompt, int32_t tokens) {
+    ASSERT_SUCCEEDS(engine.add({.id = id, .prompt = std::move(prompt), .max_tokens = tokens}));
+  }
+  void step(ReferenceEngine& engine) {
+    for (const ReferenceOutput& output : engine.step()) tokens_[&engine][output.id].push_back(output.token);
+  }
+  void run(ReferenceEngine& engine) {
+    while (!engine.idle()) step(engine);
+    while (engine.step_offload()) {}
+  }
+  std::list<TemporaryDirectory> directories_;
+  std::map<const ReferenceEngine*, std::map<std::string, std::vector<int32_t>>> tokens_;
+};
+
+TEST_F(WeightUpdate, NewRequestsFindKvOfOldWeightsInNoTierAndRunningOnesGoOn) {
+  std::vector<int32_t> prompt(22);
+  for (size_t i = 0; i < prompt.size(); ++i) prompt[i] = static_cast<int32_t>(i * 7);
+  for (const int level : {0, 1}) {
+    SCOPED_TRACE(level);
+    tokens_.clear();
+    const auto engine = make(1);
+    SleepController controller(*engine, linux_file_system(), system_clock(),
+                               {.directory = directories_.emplace_back().path()});
+    add(*engine, "before", prompt, 4);
+    run(*engine);
+    EXPECT_GT(engine->host_blocks()->pool().info().cached, 0);
+    EXPECT_GT(engine->disk_blocks()->pool().info().cached, 0);
+    add(*engine, "kept", prompt, 30);
+    add(*engine, "kept too", prompt, 30);  // shares its blocks
+    for (int i = 0; i < 9; ++i) step(*engine);
+    const int64_t computed = engine->counts().computed_tokens;
+    ASSERT_SUCCEEDS(controller.sleep({.level = level, .preserve_state = true}));
+    if (level > 0) {
+      ASSERT_SUCCEEDS(controller.wake_up({.tags = {"weights"}}));
+    }
+    engine->load_weights(2);
+    ASSERT_SUCCEEDS(controller.wake_up({}));
+    ASSERT_SUCCEEDS(engine->pool().check());
+    step(*engine);
+    EXPECT_EQ(engine->counts().computed_tokens, computed + 2);  // nothing again
+    ASSERT_SUCCEEDS(engine->pool().check());
+    add(*engine, "same", prompt, 4);
+    run(*engine);
+    std::vector<int32_t> longer = prompt;
+    const std::vector<int32_t>& kept = tokens_[engine.get()]["kept"];
+    longer.insert(longer.end(), kept.begin(), kept.end());
+    add(*engine, "longer", longer, 4);
+    run(*engine);
+
+    const auto oracle = make(2);
+    add(*oracle, "same", prompt, 4);
+    add(*oracle, "longer", longer, 4);
+    run(*oracle);
+    for (const char* id : {"same", "longer"}) EXPECT_EQ(tokens_[engine.get()][id], tokens_[oracle.get()][id]) << id;
+    EXPECT_EQ(kept.size(), 30U);
+    EXPECT_EQ(kept, tokens_[engine.get()]["kept too"]);
+  }
+}
+
+// What was renamed is saved and restored like any other block.
+TEST_F(WeightUpdate, RequestsThatKeptTheirKvGoToDiskAndIntoANewEngine) {
+  const std::vector<int32_t> prompt(19, 3);
+  const auto engine = make(1);
+  const std::string directory = directories_.emplace_back().path();
+  SleepController controller(*engine, linux_file_system(), system_clock(), {.directory = directory});
+  add(*engine, "kept", prompt, 40);
+  for (int i = 0; i < 6; ++i) step(*engine);
+  ASSERT_SUCCEEDS(controller.sleep({.level = 0}));
+  engine->load_weights(2);
+  ASSERT_SUCCEEDS(controller.wake_up({}));
+  for (int i = 0; i < 6; ++i) step(*engine);
+  ASSERT_SUCCEEDS(controller.sleep({.preserve_state = true, .to_disk = true}));
+  ASSERT_SUCCEEDS(controller.wake_up({}));
+  const size_t so_far = tokens_[engine.get()]["kept"].size();
+  run(*engine);
+
+  const auto fresh = make(2);
+  SleepController other(*fresh, linux_file_system(), system_clock(), {.directory = directory});
+  ASSERT_SUCCEEDS(other.wake_up({.from_checkpoint = directory}));
+  run(*fresh);
+  const std::vector<int32_t>& whole = tokens_[engine.get()]["kept"];
+  EXPECT_EQ(whole.size(), 40U);
+  EXPECT_EQ(tokens_[fresh.get()]["kept"],
+            std::vector<int32_t>(whole.begin() + static_cast<std::ptrdiff_t>(so_far), whole.end()));
+}
+
+}  // namespace
+}  // namespace torpor
