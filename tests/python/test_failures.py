@@ -105,14 +105,29 @@ def test_a_directory_that_cannot_be_made_leaves_the_engine_awake(one, elsewhere,
     assert one.finish(answers) == one.expected
 
 
-def test_on_request_it_sleeps_without_the_state_that_could_not_be_saved(one, elsewhere, tmp_path):
+def test_on_request_what_cannot_go_to_disk_is_kept_in_host_memory(one, elsewhere, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    answers = one.begin(10)
+    elsewhere(tmp_path / "file" / "checkpoints")
+    report = one.llm.sleep(level=1, preserve_state=True, to="disk", on_save_error="discard")
+    assert report.changed and report.preserve_state and report.to == "host" and not report.checkpoint
+    assert "host memory" in report.note and "file" in report.note
+    one.llm.wake_up()
+    assert one.finish(answers) == one.expected
+
+
+def test_on_request_requests_that_can_be_kept_nowhere_are_dropped(one, elsewhere, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     one.begin(10)
     elsewhere(tmp_path / "file" / "checkpoints")
-    report = one.llm.sleep(level=1, preserve_state=True, to="disk", on_save_error="discard")
-    assert report.changed and not report.preserve_state and "discarded" in report.note
+    side = one.core.torpor_side
+    with monkeypatch.context() as broken:
+        broken.setattr(side.hooks, "capture", lambda: (_ for _ in ()).throw(RuntimeError("broken on purpose")))
+        report = one.llm.sleep(level=1, preserve_state=True, to="disk", on_save_error="discard")
+    assert report.changed and not report.preserve_state and report.to == "host"
+    assert "discarded" in report.note and "broken on purpose" in report.note
     one.llm.wake_up()
-    run(one.engine)
+    assert not one.engine.has_unfinished_requests()
     assert one.finish(one.begin()) == one.expected
 
 

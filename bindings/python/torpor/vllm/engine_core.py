@@ -21,6 +21,7 @@ from torpor.vllm.fingerprint import fingerprint
 from torpor.vllm.options import Options
 from torpor.vllm.support import unsupported_engine, unsupported_scheduler
 
+_KEPT_OVER_NEW_WEIGHTS = "\0kept"  # once for each time, after a request's own salt
 _WATCH_SECONDS = 0.5  # between looks whether the front end still lives
 
 # Options that the controller takes as they are.
@@ -40,8 +41,12 @@ class VllmHooks:
 
     def unsupported(self) -> list[str]:
         found = unsupported_engine(self.core.vllm_config) + unsupported_scheduler(self.scheduler)
-        if any(w["v2"] for w in self._rpc("torpor_describe")):
+        workers = self._rpc("torpor_describe")
+        if any(w["v2"] for w in workers):
             found.append("model runner V2")
+        if elsewhere := sorted({name for w in workers for name in w.get("elsewhere", ())}):
+            more = f" and {len(elsewhere) - 1} more" if len(elsewhere) > 1 else ""
+            found.append(f"the parameter {elsewhere[0]}{more}, replaced by a tensor of its own: copy into it, or use load_weights()")
         if self.core.batch_queue:
             found.append("batches in flight")
         return found
@@ -79,6 +84,10 @@ class VllmHooks:
         self.scheduler.torpor_frozen = False
         self.scheduler.set_pause_state(self._was_paused)
 
+    def resume_paused(self) -> None:
+        """The next resume() ends a pause from before too, as vLLM's wake_up() does."""
+        self._was_paused = PauseState.UNPAUSED
+
     def capture(self) -> dict:
         state = {
             "scheduler": values.scheduler_to_value(self.scheduler),
@@ -102,6 +111,16 @@ class VllmHooks:
         pool = self.scheduler.kv_cache_manager.block_pool
         for block_id in block_ids:
             pool._maybe_evict_cached_block(pool.blocks[block_id])
+
+    def retire_prefix(self) -> None:
+        pool = self.scheduler.kv_cache_manager.block_pool
+        for block in pool.blocks:
+            pool._maybe_evict_cached_block(block)
+        for request in self.scheduler.requests.values():
+            if request.num_computed_tokens > 0:  # what it computes on top of old KV is found by nobody else either
+                request.cache_salt = f"{request.cache_salt or ''}{_KEPT_OVER_NEW_WEIGHTS}"
+                request.block_hashes.clear()
+                request.update_block_hashes()
 
     def release_derived(self) -> None:
         self._rpc("torpor_release_derived")
@@ -214,14 +233,29 @@ class EngineSide:
         return self.controller.state() | {"recomputed_tokens": getattr(self.hooks.scheduler, "torpor_recomputed", 0)}
 
 
+def release_kv_cache_memory(core) -> None:
+    """EngineCore.release_kv_cache_memory(): of a paused engine. Its requests are computed again after the wake."""
+    if not core.is_scheduler_paused() or core.scheduler.has_requests() or core.batch_queue:
+        raise RuntimeError("release_kv_cache_memory() requires a completed pause first")
+    side = _side(core)
+    if set(side.controller.state()["tags"].values()) - {"attached"}:
+        raise RuntimeError("release_kv_cache_memory() requires all executor memory to be resident")
+    side.controller.sleep({"level": 1, "in_flight": "recompute", "tags": ["kv_cache"]})
+    side.hooks.resume_paused()
+
+
+def _side(core) -> EngineSide:
+    if not hasattr(core, "torpor_side"):
+        core.torpor_side = EngineSide(core)
+    return core.torpor_side
+
+
 def torpor_call(core, method: str, options: dict) -> dict:
     """EngineCore's utility method. Returns {"result": …} or {"error": fields of an Error}: plain data."""
     if method not in ("drain", "end_drain", "freeze", "unfreeze", "sleep", "wake_up", "end_hold", "checkpoint", "fingerprint", "plan_sleep", "ledger", "state"):
         return {"error": InvalidArgument(f"torpor has no method {method!r}").to_dict()}
     try:
-        if not hasattr(core, "torpor_side"):
-            core.torpor_side = EngineSide(core)
-        return {"result": getattr(core.torpor_side, method)(options)}
+        return {"result": getattr(_side(core), method)(options)}
     except Error as error:
         return {"error": error.to_dict()}
 

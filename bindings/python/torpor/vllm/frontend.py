@@ -156,11 +156,12 @@ async def _sleep(side: _Blocking | _Async, mode: str, values: dict) -> Report:
     if level >= 1:
         await side.clear_caches()
     frozen = values["preserve_state"] and level >= 1
-    awake = (frozen or mode == "wait") and (await side.call("state"))["engine"] == "awake"
-    if mode == "wait" and awake:
+    state = await side.call("state") if frozen or mode == "wait" else {"engine": "", "level": 0}
+    if mode == "wait" and state["engine"] == "awake":
         await _finish_running(side, values)
+    with_outputs = frozen and state["engine"] in ("awake", "asleep") and state["level"] <= 0  # awake, or only paused
     try:
-        report = await _frozen(side, "sleep", values) if frozen and awake else Report(await side.call("sleep", values))
+        report = await _frozen(side, "sleep", values) if with_outputs else Report(await side.call("sleep", values))
     except BaseException:
         if mode == "wait":
             await side.call("end_drain")
@@ -310,10 +311,11 @@ _SLEEP = """Gives the engine's memory back and returns when it is free. What eac
         "wait" lets those that run end before the sleep (with preserve_state too); queued ones stay queued until the wake.
     preserve_state: keep requests, their KV blocks, prefix cache and samplers; after the wake they go on without recompute.
     to: where saved bytes go, "host" (memory) or "disk" (a checkpoint in the option `dir`, which survives the process).
-    on_save_error: "abort" stays awake when saving fails, "discard" sleeps without the state.
+    on_save_error: "abort" stays awake when saving fails. "discard" sleeps anyway: what cannot go to disk is kept in host
+        memory, and only requests that have no room there are dropped; the report's `to` and `note` say so.
     tags: only these of "weights" and "kv_cache"; None: both.
     timeout: most seconds to wait for the step that is running, and with mode="wait" for requests to end; None: no bound.
-    weights: to disk only. "store" writes them into the checkpoint, "reload" leaves them out: the wake names them.
+    weights: "store" keeps them, "reload" does not: the wake names them, and kept requests wait until they are loaded.
 
     Returns a Report. Raises an error of torpor.errors: InvalidArgument for arguments that are wrong, Unsupported (by name)
     for what cannot be preserved, TimedOut, NotEnoughRoom, FileError. Unless the error says otherwise (`state_changed`)
@@ -325,7 +327,8 @@ _WAKE_UP = """Brings the memory back, and the requests with it. Returns when it 
     tags: wake only these; the engine takes no step until all are back. None: all.
     from_checkpoint: path of a checkpoint, or of a directory whose newest is taken, for a new engine without requests.
     on_restore_error: with from_checkpoint. "abort" raises, "discard" wakes without the checkpoint.
-    weights_changed: new weights were loaded while the KV cache slept; KV of the old ones is computed again.
+    weights_changed: new weights were loaded meanwhile; KV of the old ones is computed again. Without it running requests
+        keep the KV that they have, and new requests do not find it.
 
     Returns a Report, which is true if the engine is fully awake. Raises Incompatible (by field) for a checkpoint of another
     model or configuration, Damaged, Unauthenticated, NotFound, NotEnoughRoom; the engine stays as it was.

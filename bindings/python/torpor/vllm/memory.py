@@ -4,17 +4,21 @@ vLLM enters `Worker._maybe_get_memory_pool_context(tag)` around loading the mode
 cache ("kv_cache"); on the CPU it does nothing there. Here the KV allocation is answered from a region, and after loading
 every parameter is moved into one. Linear layers that vLLM packs for oneDNN keep their plain weights in the region, since
 the packed bytes cannot be read out; they are packed again after a wake.
+
+New weights come by vLLM's reload_weights(), or straight by the model's load_weights(), as trainers call it: then packed
+layers have their plain weights back while it runs.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from contextlib import contextmanager
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from torpor.errors import Unsupported
+from torpor.errors import Unsupported, WrongState
 
 _ALIGNMENT = 64
 
@@ -31,6 +35,9 @@ class WorkerMemory:
         self.rank_memory = rank_memory
         self.cpu_linear = cpu_linear
         self._packed: list[PackedLinear] = []
+        self._derived = True  # packed weights exist
+        self._reloading = False
+        self._weights_address = self._weights_bytes = 0
         self.kv_address = self._kv_bytes = 0
 
     @contextmanager
@@ -39,14 +46,79 @@ class WorkerMemory:
             yield
         self._all_packed_here(model_runner.model)
         self._move_parameters(model_runner.model)
+        self._install_load_weights(model_runner.model)
 
     @contextmanager
     def reloading_weights(self):
         """Around vLLM's reload_weights: the region gets the new weights too, and everything is packed from it again."""
-        with replaced_dispatch(self._pack_again):
-            yield
+        self._check_awake("reload_weights()")
+        self._reloading = True
+        try:
+            with replaced_dispatch(self._pack_again):
+                yield
+        finally:
+            self._reloading = False
+            self.rank_memory.mark_dirty("weights")
         self.rebuild_derived()
-        self.rank_memory.mark_dirty("weights")
+
+    def _install_load_weights(self, model: torch.nn.Module) -> None:
+        """Trainers call model.load_weights() themselves, often once for each parameter."""
+        stock = getattr(model, "load_weights", None)
+        if stock is None:
+            return
+
+        @functools.wraps(stock)
+        def load_weights(weights, *args, **kwargs):
+            if self._reloading:
+                return stock(weights, *args, **kwargs)
+            self._check_awake("load_weights()")
+            with self._plain_weights():
+                try:
+                    loaded = stock(weights, *args, **kwargs)
+                finally:
+                    self.rank_memory.mark_dirty("weights")
+                written = self._written(model, loaded)
+            for linear in self._packed:
+                if self._derived and (written is None or linear.plain.data_ptr() in written):
+                    linear.pack()
+            return loaded
+
+        model.load_weights = load_weights
+
+    @contextmanager
+    def _plain_weights(self):
+        """Packed layers have the parameters that they were loaded with: those know how to load."""
+        emptied = [(linear, linear.layer.weight) for linear in self._packed if linear.remove_weight]
+        for linear, _ in emptied:
+            linear.layer.weight = linear.parameter
+        try:
+            yield
+        finally:
+            for linear, empty in emptied:
+                linear.layer.weight = empty
+
+    @staticmethod
+    def _written(model: torch.nn.Module, loaded) -> set[int] | None:
+        """Addresses of the parameters that load_weights() says it has loaded; None: any of them."""
+        if not isinstance(loaded, (set, frozenset)):
+            return None
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        if not loaded <= parameters.keys():
+            return None
+        return {parameters[name].data_ptr() for name in loaded}
+
+    def _check_awake(self, what: str) -> None:
+        if (state := self.rank_memory.states().get("weights", "attached")) != "attached":
+            raise WrongState(f"{what}: the weights are {state}", 'call wake_up(tags=["weights"]) first')
+
+    def elsewhere(self, model: torch.nn.Module) -> list[str]:
+        """Parameters that somebody has put out of the region: they would be neither freed nor saved."""
+        end = self._weights_address + self._weights_bytes
+        return [
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.numel() > 0 and not self._weights_address <= parameter.data_ptr() < end
+        ]
 
     @contextmanager
     def allocating_kv(self):
@@ -87,20 +159,22 @@ class WorkerMemory:
                 raise _other_allocation(f"a KV cache of {tensor.size} bytes, allocated were {self._kv_bytes}")
 
     def release_derived(self) -> None:
+        self._derived = False
         for linear in self._packed:
             linear.release()
 
     def rebuild_derived(self) -> None:
         for linear in self._packed:
             linear.pack()
+        self._derived = True
 
     def _pack_first(self, layer: torch.nn.Module, remove_weight: bool, stock) -> None:
         if self.cpu_linear == "plain":
             layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias)
             return
-        plain = layer.weight.data
+        parameter = layer.weight
         stock(layer, remove_weight)
-        self._packed.append(PackedLinear(layer, plain, remove_weight, stock))
+        self._packed.append(PackedLinear(layer, parameter, remove_weight, stock))
 
     def _pack_again(self, layer: torch.nn.Module, remove_weight: bool, stock) -> None:
         if self.cpu_linear == "plain":
@@ -131,7 +205,8 @@ class WorkerMemory:
                 size += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
         if size == 0:
             return
-        region = region_tensor(self.rank_memory.allocate("weights", "parameters", size), size)
+        self._weights_address, self._weights_bytes = self.rank_memory.allocate("weights", "parameters", size), size
+        region = region_tensor(self._weights_address, size)
         copied = set()
         moved: dict[int, torch.Tensor] = {}
         for tensor in tensors:
@@ -149,14 +224,16 @@ class WorkerMemory:
                 tensor.data = moved[id(tensor)]
         for linear in self._packed:
             linear.plain = moved[id(linear.plain)]
+            linear.parameter.data = linear.plain
 
 
 class PackedLinear:
     """A linear layer whose weights vLLM has packed for the CPU's matrix kernels."""
 
-    def __init__(self, layer: torch.nn.Module, plain: torch.Tensor, remove_weight: bool, dispatch):
+    def __init__(self, layer: torch.nn.Module, parameter: torch.nn.Parameter, remove_weight: bool, dispatch):
         self.layer = layer
-        self.plain = plain  # as loaded: what is saved, and packed again
+        self.parameter = parameter  # as loaded, with vLLM's loader
+        self.plain = parameter.data  # what is saved, and packed again
         self.remove_weight = remove_weight
         self._dispatch = dispatch
 
@@ -165,7 +242,7 @@ class PackedLinear:
 
     def pack(self) -> None:
         if self.remove_weight:
-            self.layer.weight = torch.nn.Parameter(self.plain, requires_grad=False)
+            self.layer.weight = self.parameter
         self._dispatch(self.layer, self.remove_weight)
 
 

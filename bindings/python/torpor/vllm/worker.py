@@ -51,6 +51,7 @@ def torpor_describe(self) -> dict:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "runner": type(runner).__name__,
         "v2": bool(getattr(self, "use_v2_model_runner", False)),
+        "elsewhere": self.torpor_memory.elsewhere(runner.model),
         "batch_rows": len(runner.input_batch.req_ids) if hasattr(runner, "input_batch") else -1,
     }
 

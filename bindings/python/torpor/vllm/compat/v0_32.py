@@ -95,6 +95,8 @@ ENGINE = (
                     "get_weight_version": "self",
                     "set_weight_version": "self, weight_version",
                     "collective_rpc": "self, method, timeout=None, args=(), kwargs=None",
+                    "is_scheduler_paused": "self",
+                    "release_kv_cache_memory": "self",
                 },
                 fields="vllm_config scheduler model_executor batch_queue request_block_hasher",
             ),
@@ -287,6 +289,7 @@ ENGINE = (
                         "abort_immediately=False, kv_hints=None"
                     ),
                     "append_output_token_ids": "self, token_ids",
+                    "update_block_hashes": "self",
                 },
                 fields="""
                     _all_token_ids _block_hasher _output_token_ids
@@ -648,6 +651,17 @@ ENGINE = (
 
 # Workers on the CPU.
 CPU_WORKER = (
+    Module(
+        "vllm.platforms.cpu",
+        classes=(
+            Class(
+                "CpuPlatform",
+                calls={
+                    "is_sleep_mode_available": "self",
+                },
+            ),
+        ),
+    ),
     Module(
         "vllm.v1.worker.cpu_worker",
         classes=(

@@ -58,9 +58,15 @@ def _scheduler(patches: Patches) -> None:
 def _engine_core(patches: Patches) -> None:
     from vllm.v1.engine.core import EngineCore
 
-    from torpor.vllm.engine_core import torpor_call
+    from torpor.vllm.engine_core import release_kv_cache_memory, torpor_call
 
     patches.set(EngineCore, "torpor_call", torpor_call)
+    stock_release = EngineCore.release_kv_cache_memory
+
+    def release(self) -> None:
+        (release_kv_cache_memory if holds_memory_of(self.vllm_config) else stock_release)(self)
+
+    patches.set(EngineCore, "release_kv_cache_memory", release)
 
 
 # --- front ends ----------------------------------------------------------------------------------------------------------
@@ -143,9 +149,12 @@ def _finish_reasons(patches: Patches) -> None:
 
 def _cpu_worker(patches: Patches) -> None:
     """They allocate weights and KV in torpor's regions, and have the methods of torpor.vllm.worker."""
+    from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     from torpor.vllm import worker
+
+    patches.set(CpuPlatform, "is_sleep_mode_available", lambda self: True)  # vLLM's enable_sleep_mode asks
 
     for name in vars(worker):
         if name.startswith("torpor_"):
