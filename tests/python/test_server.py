@@ -30,7 +30,7 @@ def played(server, scene):
             return await asyncio.wait_for(scene(client), 300)
         finally:
             if (await client.http.get("/is_sleeping")).json()["is_sleeping"]:
-                await client.http.post("/wake_up")
+                await client.admin.post("/wake_up")
             await client.close()
 
     return asyncio.run(run())
@@ -88,6 +88,30 @@ def test_a_named_mode_decides_about_the_requests_as_in_vllm(server):
     played(server, scene)
 
 
+def test_by_wait_it_falls_asleep_when_its_requests_have_ended(server):
+    async def scene(client):
+        reading, task = begin(client, "awaited", max_tokens=40)
+        await until(lambda: reading.text)
+        falling = asyncio.create_task(client.post("/sleep", level=1, mode="wait"))
+        await until_sleeping(client)
+        late, waits = begin(client, "late", max_tokens=3)  # comes meanwhile: waits for the wake
+        report = await falling
+        await task
+        assert reading.finish_reason == "length" and reading.interruptions == 0
+        assert report["status"] == "sleeping" and report["requests"] == 0 and report["freed_bytes"] > 1.5e9
+        assert not late.text
+        await client.post("/wake_up")
+        await waits
+        assert late.finish_reason == "length" and late.interruptions == 0
+
+    played(server, scene)
+
+
+async def until_sleeping(client):
+    while not (await client.http.get("/is_sleeping")).json()["is_sleeping"]:
+        await asyncio.sleep(0.02)
+
+
 def test_new_requests_wait_in_a_bounded_queue_while_it_sleeps(server):
     async def scene(client):
         await client.post("/sleep")
@@ -96,6 +120,13 @@ def test_new_requests_wait_in_a_bounded_queue_while_it_sleeps(server):
         answer = await client.http.post("/v1/chat/completions", json={"model": "model", "messages": [{"role": "user", "content": "Hi"}]})
         assert answer.status_code == 503 and "4 requests wait" in answer.json()["error"]["message"] and int(answer.headers["Retry-After"]) > 0
         assert (await client.http.get("/v1/models")).status_code == 200  # needs no engine
+        for path in ("/v1/responses/resp_none/cancel", "/v1/completions/render"):
+            answer = await client.http.post(path, timeout=10)
+            assert answer.status_code in (403, 404), (path, answer.text)  # vLLM's answer: it was not held
+        nobody = httpx.AsyncClient(base_url=server.url)
+        for path in ("/invocations", "/generative_scoring", "/v1/systemone"):
+            assert (await nobody.post(path, json={}, timeout=10)).status_code == 401, path
+        await nobody.aclose()
         await client.post("/wake_up")
         await asyncio.gather(*(task for _, task in waiting))
         assert all(reading.text and reading.interruptions == 0 for reading, _ in waiting)
@@ -241,6 +272,9 @@ def test_a_thousand_open_streams_over_a_sleep(server):
 
 def test_the_bad_is_refused_by_name_and_nothing_happens(server):
     async def scene(client):
+        for path in ("/sleep", "/wake_up", "/torpor/checkpoint"):
+            answer = await client.http.post(path)  # with a client's key
+            assert answer.status_code == 403 and "admin key" in answer.text, path
         for path, status, words in (
             ("/sleep?level=3", 400, "level"),
             ("/sleep?to=cloud", 400, "to"),
@@ -248,14 +282,14 @@ def test_the_bad_is_refused_by_name_and_nothing_happens(server):
             ("/sleep?mode=explode", 400, "mode"),
             ("/wake_up?tags=weights", 200, "awake"),
         ):
-            answer = await client.http.post(path)
+            answer = await client.admin.post(path)
             assert answer.status_code in (status, 422 if status == 400 else status) and words in answer.text, (path, answer.status_code, answer.text)
             assert (await client.http.get("/is_sleeping")).json() == {"is_sleeping": False}
-        first, second = await asyncio.gather(client.http.post("/sleep"), client.http.post("/sleep"))
+        first, second = await asyncio.gather(client.admin.post("/sleep"), client.admin.post("/sleep"))
         assert sorted((first.status_code, second.status_code)) == [200, 409]
         again = await client.post("/sleep")
         assert again["changed"] is False and "already asleep" in again["note"]
-        assert (await client.http.post("/torpor/checkpoint")).status_code == 409
+        assert (await client.admin.post("/torpor/checkpoint")).status_code == 409
 
     played(server, scene)
 
@@ -266,7 +300,7 @@ def test_a_sleep_to_disk_reports_what_it_does_and_plans_tell_the_truth(server):
         await until(lambda: reading.text)
         plan = await client.post("/torpor/plan", to="disk")
         assert plan["requests"] == 1 and plan["free_bytes"]["kv_cache"] > 1e9 and not plan["problems"]
-        answer = await client.http.post("/sleep", params={"to": "disk"}, headers={"Accept": "text/event-stream"})
+        answer = await client.admin.post("/sleep", params={"to": "disk"}, headers={"Accept": "text/event-stream"})
         events = [line[7:] for line in answer.text.splitlines() if line.startswith("event: ")]
         assert events[-1] == "done" and "phase" in events
         done = json.loads([line[6:] for line in answer.text.splitlines() if line.startswith("data: ")][-1])
@@ -297,5 +331,7 @@ def test_metrics_tell_what_happened(server):
         assert value(awake, "torpor_moved_bytes_total") > value(asleep, "torpor_moved_bytes_total")
         sleeping = [line for line in asleep.splitlines() if line.startswith("vllm:engine_sleep_state") and 'sleep_state="awake"' in line]
         assert sleeping and sleeping[0].endswith(" 0.0")
+        assert value(awake, "torpor_answer_log_bytes ") > 0 and value(awake, "torpor_requests_failed_total ") == 0
+        assert "torpor_queue_seconds_count " in awake and 'le="+Inf"' in awake
 
     played(server, scene)

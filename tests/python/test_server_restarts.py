@@ -164,8 +164,12 @@ def test_a_server_that_cannot_wake_says_so_and_keeps_what_is_there(server, real_
         server.start()
         with pytest.raises(ServerEnded, match="incompatible.*model"):
             await asyncio.to_thread(other.wait_until_ready)
-        answer = await Client(other.url, ALICE).http.post("/v1/chat/completions", json={"model": "model", "messages": [{"role": "user", "content": "Hi"}]})
-        assert answer.status_code == 503
+        at_other = Client(other.url, ALICE)
+        body = {"model": "model", "messages": [{"role": "user", "content": "Hi"}]}
+        assert (await at_other.http.post("/v1/chat/completions", json=body)).status_code == 503
+        alive = await at_other.http.get("/health")  # a new process of it would meet the same checkpoint
+        assert alive.status_code == 200 and alive.json()["error"]["code"] == "incompatible", alive.text
+        await at_other.close()
         other.stop()
         with pytest.raises(ServerEnded, match="corruption.*STATE"):
             await asyncio.to_thread(server.wait_until_ready)

@@ -17,7 +17,7 @@ import httpx
 import openai
 
 START_SECONDS = 400
-KEY = "demo"
+KEY, ADMIN_KEY = "demo", "demo-admin"
 
 
 class ServerEnded(Exception):
@@ -35,7 +35,8 @@ class Server:
             sys.executable, "-m", "torpor.vllm.serve", str(model), "--served-model-name", "model", "--enforce-eager", "--block-size", "32", "--max-model-len", "2048", "--max-num-seqs", "64",
             "--max-num-batched-tokens", "512", "--api-key", *keys, "--torpor-dir", str(directory), *options,
         ]  # fmt: skip
-        self._environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | (environment or {})
+        own = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        self._environment = os.environ | own | {"TORPOR_ADMIN_KEY": ADMIN_KEY} | (environment or {})
         self._port = free_port()
 
     @property
@@ -55,7 +56,9 @@ class Server:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             try:
-                answer = httpx.get(f"{self.url}/health", timeout=5)
+                answer = httpx.get(f"{self.url}/torpor/ready", timeout=5)
+                if answer.status_code == 404:  # vLLM's own server
+                    answer = httpx.get(f"{self.url}/health", timeout=5)
                 if answer.status_code == 200:
                     return
                 raise ServerEnded(answer.text)
@@ -111,16 +114,28 @@ class Reading:
 
 
 class Client:
-    """Streams chats with the OpenAI client; when its connection breaks, takes up its answer by the request's id."""
+    """Streams chats with the OpenAI client; when its connection breaks, takes up its answer by the request's id.
 
-    def __init__(self, url: str, key: str = KEY):
+    `http` asks as the client, `admin` and post() as the operator.
+    """
+
+    def __init__(self, url: str, key: str = KEY, admin_key: str = ADMIN_KEY):
         self.url = url
         self._openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=600)
-        self.http = httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=600, limits=httpx.Limits(max_connections=None))
+        self.http, self.admin = (
+            httpx.AsyncClient(
+                base_url=url,
+                headers={"Authorization": f"Bearer {each}"},
+                timeout=600,
+                limits=httpx.Limits(max_connections=None),
+            )
+            for each in (key, admin_key)
+        )
 
     async def close(self) -> None:
         await self._openai.close()
         await self.http.aclose()
+        await self.admin.aclose()
 
     async def chat(self, reading: Reading, prompt: str, **sampling) -> Reading:
         """The whole answer, whatever happens to the server meanwhile, as long as one comes back."""
@@ -172,7 +187,7 @@ class Client:
         return answer.json()
 
     async def post(self, path: str, **parameters) -> dict:
-        answer = await self.http.post(path, params=parameters)
+        answer = await self.admin.post(path, params=parameters)
         if answer.status_code != 200:
             raise ServerEnded(f"{path}: {answer.status_code} {answer.text}")
         return answer.json()

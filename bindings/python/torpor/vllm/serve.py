@@ -57,7 +57,8 @@ def take_options(arguments: list[str]) -> list[str]:
     for option in fields(Options):
         variables[_add(parser, option.name, option.default, "of the engine, see torpor.vllm.options", ())] = f"TORPOR_{option.name.upper()}"
     for setting in fields(Settings):
-        variables[_add(parser, setting.name, setting.default, setting.metadata["help"], setting.metadata["choices"])] = variable(setting.name)
+        added = _add(parser, setting.name, setting.default, setting.metadata["help"], setting.metadata["choices"])
+        variables[added] = variable(setting)
     if "--torpor-help" in arguments:
         parser.print_help()
         print("\nvLLM's own options: python -m torpor.vllm.serve --help=all")
@@ -69,6 +70,7 @@ def take_options(arguments: list[str]) -> list[str]:
         if value is not None:
             os.environ[variables[name]] = str(value)
     settings = Settings.from_environment()
+    settings.admin()  # said now if it cannot be had, not after the engine's start
     if settings.checkpoint_every > 0:
         os.environ.setdefault("TORPOR_INCREMENTAL", "1")
     return rest

@@ -1,4 +1,4 @@
-"""torpor in vLLM's OpenAI-compatible server: the entry point `vllm.endpoint_plugins`. docs/server.md is for its operators."""
+"""torpor in vLLM's OpenAI-compatible server: the entry point `vllm.endpoint_plugins`. See docs/server.md."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ class ServerPlugin:
     def attach_router(self, app: FastAPI) -> None:
         if not wanted(app.state.args):
             return
+        from torpor.vllm.server.access import Access, let_admin_be_client
         from torpor.vllm.server.gate import Gate
         from torpor.vllm.server.routes import routes
+        from torpor.vllm.server.settings import Settings
 
-        app.include_router(routes(app.state.args))
-        app.add_middleware(Gate, state=app.state)
+        settings = Settings.from_environment()
+        access = Access.of(app.state.args, settings)
+        let_admin_be_client(app.state.args, settings)  # before vLLM adds its guard, around the gate
+        app.include_router(routes())
+        app.add_middleware(Gate, access=access)
 
     async def init_state(self, engine_client, state, args: Namespace) -> None:
         if not wanted(args):
@@ -28,7 +33,8 @@ class ServerPlugin:
         from torpor.vllm.server.life import Server
         from torpor.vllm.server.settings import Settings
 
-        state.torpor = Server(engine_client, state, Settings.from_environment(), state.openai_serving_models.base_model_paths[0].name)
+        model = state.openai_serving_models.base_model_paths[0].name
+        state.torpor = Server(engine_client, state, Settings.from_environment(), model)
         await state.torpor.start()
 
 

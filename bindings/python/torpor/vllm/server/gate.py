@@ -1,39 +1,69 @@
-"""The way into a server that may be asleep: ASGI middleware that lets a request through, holds it, or answers 503."""
+"""The way into a server that may be asleep: ASGI middleware that by its route lets a call in, holds or refuses it."""
 
 from __future__ import annotations
 
-import hashlib
-
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
+from starlette.routing import Match, get_route_path
+from vllm.logger import init_logger
 
+from torpor.vllm.server.access import Access
 from torpor.vllm.server.recorder import tenant_of_call
+from torpor.vllm.server.route_table import UNKNOWN, Asleep, Rule, rule_of
 
-# Calls that begin a request of the engine; others (models, tokenize, health, metrics) need no engine.
-_WORK = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate", "/generative_scoring", "/cohere", "/invocations")
+logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
+
 _RETRY_AFTER_SECONDS = "5"
+_TYPES = {401: "Unauthorized", 403: "PermissionDeniedError", 409: "ConflictError", 503: "ServiceUnavailableError"}
 
 
 class Gate:
-    def __init__(self, app, state):
+    def __init__(self, app, access: Access):
         self.app = app
-        self.state = state  # of the application; its `torpor` is the Server
+        self.access = access
+        self._said: set[str] = set()  # unknown routes that the log names
 
     async def __call__(self, scope, receive, send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        server = self.state.torpor
-        tenant_of_call.set(tenant(Headers(scope=scope), server.settings.tenant_header))
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if scope["method"] == "POST" and path.startswith(_WORK) and (refusal := await server.let_in()) is not None:
-            response = JSONResponse({"error": {"message": refusal, "type": "ServiceUnavailableError", "code": 503}}, 503, {"Retry-After": _RETRY_AFTER_SECONDS})
-            return await response(scope, receive, send)
+        if scope["type"] in ("http", "websocket") and (rule := self._rule(scope)) is not None:
+            server = scope["app"].state.torpor
+            headers = Headers(scope=scope)
+            tenant_of_call.set(server.tenant(headers))
+            refusal = self.access.refusal(rule.who, headers) or await self._refusal_by_state(rule, server)
+            if refusal is not None:
+                return await _refuse(scope, receive, send, *refusal)
         return await self.app(scope, receive, send)
 
+    def _rule(self, scope) -> Rule | None:
+        """None: there is no such route, vLLM says so."""
+        route = next((route for route in scope["app"].routes if route.matches(scope)[0] is Match.FULL), None)
+        if route is None:
+            return None
+        rule = rule_of("WEBSOCKET" if scope["type"] == "websocket" else scope["method"], get_route_path(scope))
+        if rule is not None:
+            return rule
+        name = getattr(route, "path", type(route).__name__)
+        if name not in self._said:
+            self._said.add(name)
+            logger.warning("torpor does not know the route %s: it is refused while the engine is not awake", name)
+        return UNKNOWN
 
-def tenant(headers: Headers, tenant_header: str) -> str:
-    """Who asks, by API key and by the header that the operator named; nothing of either can be read from it."""
-    parts = [headers.get("Authorization", "")]
-    if tenant_header:
-        parts.append(headers.get(tenant_header, ""))
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest() if any(parts) else ""
+    async def _refusal_by_state(self, rule: Rule, server) -> tuple[int, str] | None:
+        match rule.asleep:
+            case Asleep.HELD:
+                why = await server.let_in()
+                return None if why is None else (503, why)
+            case Asleep.NEEDS_WEIGHTS if not await server.has_weights():
+                return 409, f"the server is {server.state}; POST /wake_up?tags=weights first"
+            case Asleep.REFUSED if server.state != "awake":
+                return 409, f"the server is {server.state}; wake it first (POST /wake_up)"
+            case Asleep.UNKNOWN if server.state != "awake":
+                return 503, f"the server is {server.state}, and torpor does not know what this route needs"
+        return None
+
+
+async def _refuse(scope, receive, send, status: int, why: str) -> None:
+    if scope["type"] == "websocket":
+        return await send({"type": "websocket.close", "code": 1013 if status == 503 else 1008, "reason": why[:120]})
+    retry = {"Retry-After": _RETRY_AFTER_SECONDS} if status == 503 else {}
+    content = {"error": {"message": why, "type": _TYPES[status], "code": status}}
+    await JSONResponse(content, status, retry)(scope, receive, send)

@@ -6,11 +6,14 @@ import asyncio
 import os
 import signal
 import time
+from contextvars import ContextVar
 from http import HTTPStatus
 
+from starlette.datastructures import Headers
 from vllm.exceptions import GracefulHTTPError
 from vllm.logger import init_logger
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from torpor import _core
 from torpor.errors import Busy, Error, NotFound, Unsupported, WrongState
@@ -18,11 +21,17 @@ from torpor.vllm import frontend
 from torpor.vllm.frontend import Report
 from torpor.vllm.options import Options
 from torpor.vllm.plugin import holds_memory_of
+from torpor.vllm.server import access
 from torpor.vllm.server.metrics import Metrics
 from torpor.vllm.server.recorder import Nobody, Recorder
 from torpor.vllm.server.settings import Settings
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
+
+_let_in: ContextVar[bool] = ContextVar("torpor_let_in", default=False)  # this call has been through let_in()
+
+# A new process would meet the same: the checkpoint, the key or the configuration is what has to change.
+_RESTART_CANNOT_HELP = ("incompatible", "corruption", "unauthenticated", "unsupported", "invalid_argument", "not_found")
 
 
 class Server:
@@ -36,6 +45,7 @@ class Server:
         self.problem: Error | None = None  # why the server failed
         self.last_checkpoint: dict | None = None
         self.queued = 0
+        self._tenant_secret = access.tenant_secret(None)  # until the answers' own is known
         self._app_state = app_state
         self._operation = asyncio.Lock()
         self._own_checkpoint = False  # the operation in progress is one that nobody asked for
@@ -62,15 +72,21 @@ class Server:
     # --- the start ------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Wakes what an earlier server left. What fails is said on /health; nothing is served then, and nothing removed."""
+        """Wakes what an earlier server left. What fails is said on /torpor/ready; nothing is served then, nor removed."""
         try:
             await self._begin()
         except Error as problem:
-            self.problem = problem
-            self._enter("failed")
+            self._fail(problem)
             self.metrics.failed("wake", "disk")
             logger.error("torpor: the server cannot go on with what it finds: %s", problem)
         self._run(self._take_signals())
+
+    def _fail(self, problem: Error) -> None:
+        self.problem = problem
+        self._enter("failed")
+
+    def restart_may_help(self) -> bool:
+        return self.problem is not None and self.problem.code not in _RESTART_CANNOT_HELP
 
     async def _begin(self) -> None:
         if not holds_memory_of(self.engine.vllm_config):
@@ -83,13 +99,15 @@ class Server:
             "directory": directory, "engine": fingerprint, "keep_seconds": self.settings.keep_answers,
             "key_file": self.options.key_file, "encrypt": self.options.encrypt,
         })  # fmt: skip
+        self._tenant_secret = access.tenant_secret(directory)
         self.recorder = Recorder(self.engine.output_processor, answers, self.settings.log_sync == "always")
         self.metrics.log_failures.set_function(lambda: self.recorder.failures)  # whatever --torpor-log-sync is
+        self.metrics.log_bytes.set_function(lambda: self.recorder.answers.counts()["log_bytes"])
         self._stock_add, self._stock_abort = self.engine.add_request, self.engine.abort
         self.engine.add_request, self.engine.abort = self._add_request, self._abort
         for answer in answers.all():
             if answer["state"] == "running" and answer["front"]["state"] is None:
-                self.recorder.end(answer["request"]["id"], "failed", "error", f"a new process cannot go on with it: {answer['front']['lost']}")
+                self._end_failed(answer["request"]["id"], f"a new process cannot go on with it: {answer['front']['lost']}")
         if directory is not None:
             await self._wake_at_start()
         self._enter("awake")
@@ -112,11 +130,12 @@ class Server:
             elif self.settings.on_wake_error == "discard":
                 logger.error("torpor: serving without what was there: %s", problem)
                 for answer in self.recorder.answers.all():
-                    self.recorder.end(answer["request"]["id"], "failed", "error", str(problem))
+                    self._end_failed(answer["request"]["id"], str(problem))
                 return
             else:
                 raise
         rolled = report.rolled_forward
+        self.metrics.roll_forward(rolled)
         logger.info(
             "torpor: woken from %s in %.2f s: %d requests go on (%d of them rolled forward, %d computed anew, %d had ended)",
             report.checkpoint or "the log of answers", report.seconds, report.requests, len(rolled["extended"]), len(rolled["added"]), len(rolled["dropped"]),
@@ -128,7 +147,7 @@ class Server:
         report = Report(await self.engine.torpor("wake_up", values))
         try:
             for failed in report.failed_requests:
-                self.recorder.end(failed["id"], "failed", "error", failed["error"])
+                self._end_failed(failed["id"], failed["error"])
             unwanted = self.recorder.take_up(report.pop("restored"), report.pop("outputs"))
         except BaseException:
             frontend._forget(self.engine.output_processor)
@@ -144,9 +163,15 @@ class Server:
             self._remember(report)
         return report
 
+    def _end_failed(self, request_id: str, why: str) -> None:
+        self.recorder.end(request_id, "failed", "error", why)
+        self.metrics.failed_requests.inc()
+
     # --- what vLLM asks of the engine, with a look at the state -----------------------------------------------------------
 
     async def _add_request(self, *args, **kwargs):
+        if not _let_in.get() and (why := await self.let_in()) is not None:  # it came by a way without the gate
+            raise GracefulHTTPError(why, HTTPStatus.SERVICE_UNAVAILABLE)
         while self.state != "awake":  # it was let in just before the sleep began
             if self.state in ("failed", "ending"):
                 raise GracefulHTTPError(self._refuse(f"the server is {self.state}"), HTTPStatus.SERVICE_UNAVAILABLE)
@@ -177,8 +202,11 @@ class Server:
 
     async def let_in(self) -> str | None:
         """Returns when a new request may come in, or why it may not."""
+        _let_in.set(True)
         if self.state == "awake":
             return None
+        if self.state in ("failed", "ending"):
+            return self._refuse(f"the server is {self.state}")
         if self.state == "asleep" and self.settings.wake_on_request:
             self._run(self._wake_for_request())
         elif self.settings.new_requests == "refuse":
@@ -187,10 +215,12 @@ class Server:
             return self._refuse(f"the server is {self.state} and {self.queued} requests wait already")
         self.queued += 1
         self.metrics.queued.set(self.queued)
+        began = time.monotonic()
         try:
             while self.state not in ("awake", "failed", "ending"):
                 await self._moved.wait()
         finally:
+            self.metrics.waited.observe(time.monotonic() - began)
             self.queued -= 1
             self.metrics.queued.set(self.queued)
         return None if self.state == "awake" else self._refuse(f"the server is {self.state}")
@@ -205,6 +235,15 @@ class Server:
         except Error as problem:
             if self.state == "asleep":
                 logger.error("torpor: a request could not wake the engine: %s", problem)
+
+    def tenant(self, headers: Headers) -> str:
+        return access.tenant(headers, self.settings.tenant_header, self._tenant_secret)
+
+    async def has_weights(self) -> bool:
+        """Whether they are in the engine: between two wakes by tags, too."""
+        if self.state != "asleep":
+            return self.state == "awake"
+        return (await self.engine.torpor("state"))["tags"].get("weights") == "attached"
 
     # --- sleep, wake, checkpoint ------------------------------------------------------------------------------------------
 
@@ -222,9 +261,9 @@ class Server:
             self._enter("falling asleep")
             try:
                 report = await self._sleep_now(level, mode, preserve_state, to, options)
-            except BaseException:
-                self._enter(before)
+            except BaseException as problem:
                 self.metrics.failed("sleep", to)
+                await self._after_failure(problem, before)
                 raise
             self._enter("asleep" if report.changed else before)
             return report
@@ -246,13 +285,26 @@ class Server:
             self._enter("waking")
             try:
                 report = await self.engine.wake_up(tags, weights_changed=weights_changed)
-            except BaseException:
-                self._enter(before)
+            except BaseException as problem:
                 self.metrics.failed("wake", "host")
+                await self._after_failure(problem, before)
                 raise
             self._enter("awake" if report.fully_awake else "asleep")
             self.metrics.record("wake", "host", report)
             return report
+
+    async def _after_failure(self, problem: BaseException, before: str) -> None:
+        """An engine that could not undo what failed runs no more; a new process goes on from its checkpoint and log."""
+        lost = False
+        try:
+            lost = isinstance(problem, Error) and (await self.engine.torpor("state"))["engine"] == "lost"
+        except EngineDeadError:
+            pass  # /health says so
+        finally:
+            if lost:
+                self._fail(WrongState(f"the engine is lost: {problem}", "restart the server"))
+            else:
+                self._enter(before)
 
     async def checkpoint(self) -> Report:
         async with self._only_one():

@@ -20,6 +20,20 @@ class Metrics:
         self.checkpoint_time = Gauge("torpor_checkpoint_timestamp_seconds", "When the last checkpoint was written.", **where)
         self.checkpoint_bytes = Gauge("torpor_checkpoint_bytes", "Size of the last checkpoint.", **where)
         self.restored = Counter("torpor_requests_restored", "Requests that a new process went on with.", **where)
+        self.failed_requests = Counter(
+            "torpor_requests_failed", "Requests that a wake could not go on with; their clients are told why.", **where
+        )
+        self.rolled_forward = Counter(
+            "torpor_requests_rolled_forward",
+            "Requests of a checkpoint that were brought to where their readers are: extended by tokens that were given "
+            "since, added because they began since, dropped because they have ended.",
+            ["how"],
+            **where,
+        )
+        self.waited = Histogram(
+            "torpor_queue_seconds", "How long requests waited for a wake, of those that did.", buckets=_SECONDS, **where
+        )
+        self.log_bytes = Gauge("torpor_answer_log_bytes", "Size of the answers' log.", **where)
         self.queued = Gauge("torpor_requests_queued", "Requests that wait for a wake.", **where)
         self.refused = Counter("torpor_requests_refused", "Requests that were answered with 503.", **where)
         self.log_failures = Gauge("torpor_answer_log_failures", "Writes of the answers' log that failed.", **where)
@@ -41,6 +55,10 @@ class Metrics:
         for tag in {tag for ledger in ledgers for tag in ledger["tags"]}:
             for place, name in (("engine", "physical_bytes"), ("host", "backup_host_bytes"), ("disk", "backup_disk_bytes")):
                 self.tag_bytes.labels(tag, place).set(sum(ledger["tags"].get(tag, {}).get(name, 0) for ledger in ledgers))
+
+    def roll_forward(self, rolled: dict) -> None:
+        for how in ("extended", "added", "dropped"):
+            self.rolled_forward.labels(how).inc(len(rolled[how]))
 
     def failed(self, operation: str, to: str) -> None:
         self.operations.labels(operation, to, "error").inc()

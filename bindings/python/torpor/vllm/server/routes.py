@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import time
-from argparse import Namespace
 from collections.abc import AsyncIterator
 from typing import Annotated, Literal
 
-import vllm.envs as envs
-from fastapi import APIRouter, Depends, HTTPException, Query, Request
+from fastapi import APIRouter, HTTPException, Query, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from vllm.entrypoints.serve.dev.sleep.metrics import sleep_mode_operation_metrics
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from torpor import _core, errors
 from torpor.errors import Error, InvalidArgument
-from torpor.vllm.server.gate import tenant
 from torpor.vllm.server.life import Server
 
 _STATUS = {errors.InvalidArgument: 400, errors.NotFound: 404, errors.WrongState: 409, errors.Busy: 409, errors.Unsupported: 501, errors.NotEnoughRoom: 507}
@@ -26,24 +22,12 @@ _PROGRESS_SECONDS = 0.5
 _EVENT_STREAM = "text/event-stream"
 
 
-def routes(args: Namespace) -> APIRouter:
-    keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+def routes() -> APIRouter:
+    """Who may call them is decided by the Gate, from route_table.py."""
     router = APIRouter()
 
     def server(request: Request) -> Server:
         return request.app.state.torpor
-
-    def check_key(request: Request) -> None:
-        """vLLM guards /v1 only; what is here is guarded by the same keys."""
-        given = request.headers.get("Authorization", "")
-        scheme, _, key = given.partition(" ")
-        if keys and not (scheme.lower() == "bearer" and any(secrets.compare_digest(key.encode(), known.encode()) for known in keys)):
-            raise HTTPException(401, "Unauthorized")
-
-    def may_change(request: Request) -> None:
-        check_key(request)
-        if not keys and not envs.VLLM_SERVER_DEV_MODE and not server(request).settings.allow_unauthenticated:
-            raise HTTPException(403, "anybody could put this server to sleep: start it with --api-key, or with --torpor-allow-unauthenticated")
 
     async def answered(call, request: Request) -> Response:
         """The result of an operation as JSON, or, when events are asked for, what it does meanwhile."""
@@ -56,7 +40,7 @@ def routes(args: Namespace) -> APIRouter:
 
     # --- as vLLM's callers know them --------------------------------------------------------------------------------------
 
-    @router.post("/sleep", dependencies=[Depends(may_change)])
+    @router.post("/sleep")
     async def sleep(
         raw_request: Request,
         level: Annotated[int, Query(ge=0, le=2)] = 1,
@@ -76,7 +60,7 @@ def routes(args: Namespace) -> APIRouter:
 
         return await answered(call(), raw_request)
 
-    @router.post("/wake_up", dependencies=[Depends(may_change)])
+    @router.post("/wake_up")
     async def wake_up(raw_request: Request, tags: Annotated[list[str] | None, Query()] = None, weights_changed: bool = False) -> Response:
         async def call() -> dict:
             with sleep_mode_operation_metrics().record("wake"):
@@ -91,14 +75,14 @@ def routes(args: Namespace) -> APIRouter:
 
     @router.get("/health")
     async def health(raw_request: Request) -> Response:
-        """Whether the process is worth keeping: also while it sleeps, not when it could not wake."""
+        """Whether the process is worth keeping: also while it sleeps, and where a new one would meet the same problem."""
         life = server(raw_request)
-        if life.state == "failed":
-            return JSONResponse({"error": life.problem.to_dict(), "state": "failed"}, 503)
         try:
             await life.engine.check_health()
         except EngineDeadError:
             return Response(status_code=503)
+        if life.state == "failed":
+            return JSONResponse(failure(life), 503 if life.restart_may_help() else 200)
         return Response(status_code=200)
 
     # --- torpor's own -----------------------------------------------------------------------------------------------------
@@ -108,9 +92,10 @@ def routes(args: Namespace) -> APIRouter:
         """Whether new requests are taken, now or after a wake of their own."""
         life = server(raw_request)
         taken = life.state == "awake" or (life.state == "asleep" and life.settings.wake_on_request)
-        return JSONResponse({"ready": taken, "state": life.state}, 200 if taken else 503)
+        content = failure(life) if life.state == "failed" else {"state": life.state}
+        return JSONResponse({"ready": taken} | content, 200 if taken else 503)
 
-    @router.get("/torpor/state", dependencies=[Depends(check_key)])
+    @router.get("/torpor/state")
     async def state(raw_request: Request) -> JSONResponse:
         life = server(raw_request)
         content = {"state": life.state, "queued": life.queued, "last_checkpoint": life.last_checkpoint, "problem": life.problem.to_dict() if life.problem else None}
@@ -121,19 +106,19 @@ def routes(args: Namespace) -> APIRouter:
             life.metrics.ledger(content["ledger"])
         return JSONResponse(content)
 
-    @router.post("/torpor/plan", dependencies=[Depends(check_key)])
+    @router.post("/torpor/plan")
     async def plan(raw_request: Request, level: Annotated[int, Query(ge=0, le=2)] = 1, preserve_state: bool = True, to: Literal["host", "disk"] = "host") -> Response:
         options = {"level": level, "preserve_state": preserve_state, "in_flight": "freeze" if preserve_state or level == 0 else "abort", "to": to}
         return await answered(server(raw_request).engine.torpor("plan_sleep", options), raw_request)
 
-    @router.post("/torpor/checkpoint", dependencies=[Depends(may_change)])
+    @router.post("/torpor/checkpoint")
     async def checkpoint(raw_request: Request) -> Response:
         async def call() -> dict:
             return summary(await server(raw_request).checkpoint())
 
         return await answered(call(), raw_request)
 
-    @router.get("/torpor/checkpoints", dependencies=[Depends(check_key)])
+    @router.get("/torpor/checkpoints")
     async def checkpoints(raw_request: Request) -> Response:
         options = server(raw_request).options
         try:
@@ -144,7 +129,7 @@ def routes(args: Namespace) -> APIRouter:
             return refused(problem)
         return JSONResponse({"directory": options.dir, "checkpoints": found})
 
-    @router.get("/torpor/requests/{response}", dependencies=[Depends(check_key)])
+    @router.get("/torpor/requests/{response}")
     async def answer(raw_request: Request, response: str) -> Response:
         life = server(raw_request)
         ids = choices(life, response, raw_request)
@@ -156,7 +141,7 @@ def routes(args: Namespace) -> APIRouter:
         running = any(part["state"] == "running" for part in parts)
         return JSONResponse({"id": life.recorder.answers.get(ids[0])["response"], "object": "torpor.answer", "state": "running" if running else "ended", "choices": content})
 
-    @router.get("/torpor/requests/{response}/stream", dependencies=[Depends(check_key)])
+    @router.get("/torpor/requests/{response}/stream")
     async def stream(raw_request: Request, response: str, from_tokens: Annotated[str | None, Query(alias="from")] = None, from_text: str | None = None) -> Response:
         """The rest as server-sent events. `from`: tokens that the reader has; `from_text`: characters; one number a choice, or one for all."""
         life = server(raw_request)
@@ -173,7 +158,7 @@ def routes(args: Namespace) -> APIRouter:
             return refused(problem)
         return StreamingResponse(_events(life, ids, starts, from_text is not None), media_type=_EVENT_STREAM)
 
-    @router.delete("/torpor/requests/{response}", dependencies=[Depends(check_key)])
+    @router.delete("/torpor/requests/{response}")
     async def abort(raw_request: Request, response: str) -> Response:
         life = server(raw_request)
         ids = choices(life, response, raw_request)
@@ -183,11 +168,15 @@ def routes(args: Namespace) -> APIRouter:
     return router
 
 
+def failure(life: Server) -> dict:
+    return {"state": life.state, "error": life.problem.to_dict(), "restart_may_help": life.restart_may_help()}
+
+
 def choices(life: Server, response: str, request: Request) -> list[str]:
     """Ids of the choices of an answer; by the id in vLLM's response, or by the X-Request-Id that the client gave."""
     if life.recorder is None:
         raise HTTPException(503, f"the server is {life.state}")
-    whose = tenant(request.headers, life.settings.tenant_header)
+    whose = life.tenant(request.headers)
     for name in (response, f"chatcmpl-{response}", f"cmpl-{response}", f"resp_{response}"):
         if ids := life.recorder.answers.find(name, whose):
             return ids

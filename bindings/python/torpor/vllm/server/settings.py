@@ -1,4 +1,5 @@
-"""What an operator may set of the server: --torpor-NAME of `python -m torpor.vllm.serve`, or TORPOR_SERVER_NAME.
+"""What an operator may set of the server: --torpor-NAME of `python -m torpor.vllm.serve`, or TORPOR_SERVER_NAME (of the
+admin key: TORPOR_ADMIN_KEY, TORPOR_ADMIN_KEY_FILE).
 
 What concerns the engine (dir, key_file, encrypt, keep_checkpoints, …) stands in torpor.vllm.options.
 """
@@ -10,15 +11,22 @@ from dataclasses import dataclass, field, fields
 
 from torpor.errors import InvalidArgument
 
+_MOST_KEY_CHARACTERS = 4096
 
-def _setting(default, text: str, choices: tuple[str, ...] = ()):
-    return field(default=default, metadata={"help": text, "choices": choices})
+
+def _setting(default, text: str, choices: tuple[str, ...] = (), *, variable: str = "", secret: bool = False):
+    return field(default=default, repr=not secret, metadata={"help": text, "choices": choices, "variable": variable})
 
 
 @dataclass(frozen=True)
 class Settings:
     wake_from: str = _setting("", "a checkpoint, or a directory of them, to wake from at the start; default: the newest one in --torpor-dir")
-    on_wake_error: str = _setting("fail", "when that fails. fail: say so on /health and serve nothing; recompute: go on from the answers' log alone; discard: serve without them", ("fail", "recompute", "discard"))
+    on_wake_error: str = _setting(
+        "fail",
+        "when that fails. fail: say so on /torpor/ready and serve nothing; recompute: go on from the answers' log "
+        "alone; discard: serve without them",
+        ("fail", "recompute", "discard"),
+    )
     on_sigterm: str = _setting("checkpoint", "checkpoint: sleep to disk, then end; stop: as vLLM does", ("checkpoint", "stop"))
     sigterm_seconds: float = _setting(25.0, "most that a checkpoint on SIGTERM may take")
     checkpoint_every: float = _setting(0.0, "seconds between checkpoints while serving; 0: none")
@@ -29,16 +37,47 @@ class Settings:
     keep_answers: float = _setting(3600.0, "seconds for which ended answers can be asked for")
     log_sync: str = _setting("second", "when the answers' log is made durable against loss of power: always (before tokens are sent), second, never; a kill loses nothing in any case", ("always", "second", "never"))
     tenant_header: str = _setting("", "a request header that tells tenants apart, besides the API key")
-    allow_unauthenticated: bool = _setting(False, "without an API key, let anybody who reaches the server put it to sleep")
+    admin_key: str = _setting(
+        "",
+        "key for what changes the engine: sleep, wake, checkpoints, and vLLM's routes of that kind. Who may list "
+        "processes can read it here: better use the environment (TORPOR_ADMIN_KEY) or a file",
+        variable="TORPOR_ADMIN_KEY",
+        secret=True,
+    )
+    admin_key_file: str = _setting("", "a file with that key", variable="TORPOR_ADMIN_KEY_FILE")
+    allow_unauthenticated: bool = _setting(
+        False, "without any key, let whoever reaches the server change the engine; with one it means nothing"
+    )
 
     @staticmethod
     def from_environment() -> Settings:
-        values = {f.name: _parse(f, os.environ[variable(f.name)]) for f in fields(Settings) if variable(f.name) in os.environ}
+        values = {f.name: _parse(f, os.environ[variable(f)]) for f in fields(Settings) if variable(f) in os.environ}
         return Settings(**values)
 
+    def admin(self) -> str:
+        """The admin key, from wherever it was given; empty: there is none."""
+        if not self.admin_key_file:
+            return _checked(self.admin_key, "the admin key") if self.admin_key else ""
+        if self.admin_key:
+            raise InvalidArgument("both an admin key and a file with it are given", "give one of them")
+        try:
+            with open(self.admin_key_file, encoding="utf-8") as file:
+                content = file.read(_MOST_KEY_CHARACTERS)
+        except (OSError, UnicodeDecodeError) as problem:
+            raise InvalidArgument(f"the admin key's file cannot be read: {problem}", "name a readable file") from None
+        return _checked(content.strip(), self.admin_key_file)
 
-def variable(name: str) -> str:
-    return f"TORPOR_SERVER_{name.upper()}"
+
+def variable(setting) -> str:
+    return setting.metadata["variable"] or f"TORPOR_SERVER_{setting.name.upper()}"
+
+
+def _checked(key: str, where: str) -> str:
+    if not key:
+        raise InvalidArgument(f"there is no key in {where}", "write one into it")
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise InvalidArgument(f"{where} has white space or other than ASCII characters", "use a key without")
+    return key
 
 
 def _parse(setting, text: str):
@@ -46,9 +85,9 @@ def _parse(setting, text: str):
     try:
         value = text.lower() in ("1", "true", "yes", "on") if kind is bool else kind(text)
     except ValueError:
-        raise InvalidArgument(f"{variable(setting.name)} is {text!r}", "use a number") from None
+        raise InvalidArgument(f"{variable(setting)} is {text!r}", "use a number") from None
     if choices and value not in choices:
-        raise InvalidArgument(f"{variable(setting.name)} is {text!r}", f"use one of {', '.join(choices)}")
+        raise InvalidArgument(f"{variable(setting)} is {text!r}", f"use one of {', '.join(choices)}")
     if kind in (int, float) and not value >= 0:
-        raise InvalidArgument(f"{variable(setting.name)} is {text!r}", "use 0 or more")
+        raise InvalidArgument(f"{variable(setting)} is {text!r}", "use 0 or more")
     return value

@@ -1,0 +1,154 @@
+"""The server without an engine: its real life, gate and routes over routes that only say that they were reached."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import httpx
+from fastapi import FastAPI, WebSocket
+from prometheus_client import CollectorRegistry
+
+from torpor.errors import NotFound
+
+CLIENT, OTHER_CLIENT, ADMIN = "key-of-a-client", "key-of-another", "key-of-the-operator"
+
+
+class Engine:
+    """What life.Server asks of an AsyncLLM. `wakes_with`: the error of a wake in a new process."""
+
+    def __init__(self, directory=None, wakes_with: Exception | None = None):
+        options = {"torpor": {"dir": None if directory is None else str(directory)}}
+        parallel = SimpleNamespace(data_parallel_size=1)
+        self.vllm_config = SimpleNamespace(additional_config=options, parallel_config=parallel)
+        self._client_count = 1
+        self.wakes_with = wakes_with
+        self.fails_with: Exception | None = None  # the next sleep or wake
+        self.alive = True
+        self.tags = {"weights": "attached", "kv_cache": "attached"}
+        self.state = "awake"
+        self.calls: list[tuple] = []
+        self.output_processor = SimpleNamespace(
+            request_states={}, parent_requests={}, external_req_ids={},
+            add_request=None, process_outputs=None, abort_requests=None, propagate_error=None,
+        )  # fmt: skip
+
+    async def torpor(self, method: str, options: dict | None = None):
+        self.calls.append((method, options))
+        if method == "fingerprint":
+            return {"model": "tiny"}
+        if method == "wake_up" and self.wakes_with is not None:
+            raise self.wakes_with
+        if method == "state":
+            return {"engine": self.state, "tags": dict(self.tags), "checkpoint": None}
+        if method == "wake_up":
+            raise NotFound("there is no checkpoint")
+        return [] if method == "ledger" else {}
+
+    async def checkpoint(self):
+        self.calls.append(("checkpoint",))
+        return report(checkpoint="g-000001", checkpoint_bytes=1)
+
+    async def sleep(self, level, mode, **options):
+        self.calls.append(("sleep", level, mode, options))
+        self._fail()
+        self.state, self.tags = "asleep", dict.fromkeys(self.tags, "detached")
+        return report(freed_bytes=1)
+
+    async def wake_up(self, tags=None, **options):
+        self.calls.append(("wake_up", tags, options))
+        self._fail()
+        self.tags |= dict.fromkeys(tags or self.tags, "attached")
+        awake = set(self.tags.values()) == {"attached"}
+        self.state = "awake" if awake else "asleep"
+        return report(fully_awake=awake)
+
+    def _fail(self):
+        if self.fails_with is not None:
+            raise self.fails_with
+
+    async def check_health(self):
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if not self.alive:
+            raise EngineDeadError
+
+    async def add_request(self, *args, **kwargs):
+        self.calls.append(("add_request", *args))
+
+    async def abort(self, *args, **kwargs):
+        self.calls.append(("abort", *args))
+
+
+def report(**values):
+    from torpor.vllm.frontend import Report
+
+    usual = {"changed": True, "fully_awake": True, "seconds": 0.1, "phases": [], "ledgers": [], "requests": 0}
+    moved = {"saved_bytes": 0, "restored_bytes": 0, "freed_bytes": 0, "checkpoint": None}
+    return Report(usual | moved | values)
+
+
+def arguments(*words: str):
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return make_arg_parser(FlexibleArgumentParser()).parse_args(list(words))
+
+
+def build(monkeypatch, routes: list[tuple[str, str]], *words: str, engine: Engine | None = None, **settings):
+    """An application with torpor's gate and routes, layered as vLLM does it, and its life.Server."""
+    from torpor.vllm.server import ServerPlugin, life, metrics
+    from torpor.vllm.server.settings import Settings
+    from vllm import plugins
+    from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
+    from vllm.plugins.endpoint_plugins.interface import attach_endpoint_plugins
+
+    monkeypatch.setattr(plugins, "load_endpoint_plugins", lambda tasks: [ServerPlugin()])
+    monkeypatch.setattr(life, "Metrics", lambda: metrics.Metrics(CollectorRegistry()))
+    monkeypatch.setattr(life, "holds_memory_of", lambda config: True)
+    app = FastAPI()
+    app.state.args = arguments(*words)
+    for method, path in routes:
+        add_echo(app, method, path)
+    attach_endpoint_plugins(app, ("generate",))
+    init_entrypoints_middleware(app.state.args, app, ("generate",))
+    app.state.torpor = life.Server(engine or Engine(), app.state, Settings(**settings), "model")
+    return app, app.state.torpor
+
+
+def add_echo(app: FastAPI, method: str, path: str) -> None:
+    if method == "WEBSOCKET":
+
+        @app.websocket(path)
+        async def accept(websocket: WebSocket):
+            await websocket.accept()
+            await websocket.close()
+
+    elif method == "MOUNT":
+        inner = FastAPI()
+        inner.add_api_route("/{rest:path}", lambda: {"reached": path}, methods=["GET"])
+        app.mount(path, inner)
+    else:
+        app.add_api_route(path, lambda: {"reached": path}, methods=[method])
+
+
+async def started(server) -> None:
+    """As the plugin starts it, without its tasks."""
+    server._run = lambda coroutine: coroutine.close()
+    await server.start()
+    del server._run
+
+
+def client(app, key: str | None = CLIENT, **headers) -> httpx.AsyncClient:
+    authorization = {} if key is None else {"Authorization": f"Bearer {key}"}
+    transport = httpx.ASGITransport(app)
+    return httpx.AsyncClient(transport=transport, base_url="http://server", headers=authorization | headers)
+
+
+def run(scene, seconds: float = 10):
+    return asyncio.run(asyncio.wait_for(scene, seconds))
+
+
+def concrete(path: str) -> str:
+    """A path that the template matches."""
+    return path.replace("{response_id}", "resp_1").replace("{adapter_name}", "one").replace("{response}", "r")
