@@ -24,7 +24,7 @@ class Engine:
         self._client_count = 1
         self.wakes_with = wakes_with
         self.fails_with: Exception | None = None  # the next sleep or wake
-        self.alive = True
+        self.alive, self.errored = True, False
         self.tags = {"weights": "attached", "kv_cache": "attached"}
         self.state = "awake"
         self.calls: list[tuple] = []
@@ -108,6 +108,7 @@ def build(monkeypatch, routes: list[tuple[str, str]], *words: str, engine: Engin
     monkeypatch.setattr(life, "holds_memory_of", lambda config: True)
     app = FastAPI()
     app.state.args = arguments(*words)
+    app.root_path = app.state.args.root_path
     for method, path in routes:
         add_echo(app, method, path)
     attach_endpoint_plugins(app, ("generate",))

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from fastapi import Request
 from server_stubs import ADMIN, CLIENT, OTHER_CLIENT, Engine, add_echo, arguments, build, client, concrete, run, started
 
 KEYS = ("--api-key", CLIENT, OTHER_CLIENT)
@@ -169,6 +170,94 @@ def test_a_call_without_a_key_neither_wakes_the_engine_nor_waits(monkeypatch):
                 for caller in (http, wrong):
                     assert (await asyncio.wait_for(caller.post(path), 5)).status_code == 401, path
             assert server.state == "asleep" and server.queued == 0
+
+    run(scene())
+
+
+def test_the_path_below_which_a_proxy_mounts_the_server_is_no_way_around(monkeypatch):
+    async def scene():
+        app, server = build(monkeypatch, EVERYTHING, *KEYS, "--root-path", "/llm", new_requests="refuse")
+        await started(server)
+        async with client(app) as http:
+            await server.sleep()
+            for path in ("/v1/systemone", "/llm/v1/systemone", "/invocations", "/llm/invocations"):
+                assert (await http.post(path)).status_code == 503, path
+            assert (await http.post("/llm/sleep")).status_code == 403
+
+    run(scene())
+
+
+def test_a_client_that_goes_gives_its_place_in_the_queue_back(monkeypatch):
+    async def scene():
+        app, server = build(monkeypatch, [], queue_limit=1)
+        await started(server)
+        read = []
+
+        async def echo(request: Request):
+            read.append(await request.body())
+
+        app.add_api_route("/v1/completions", echo, methods=["POST"])
+        await server.sleep()
+
+        async def post(body: list[bytes], gone: asyncio.Event) -> list[int]:
+            parts = [{"type": "http.request", "body": part, "more_body": part is not body[-1]} for part in body]
+            statuses = []
+
+            async def receive():
+                if parts:
+                    return parts.pop(0)
+                await gone.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message):
+                statuses.append(message.get("status"))
+
+            scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+            await app(scope, receive, send)
+            return statuses
+
+        goes, stays = asyncio.Event(), asyncio.Event()
+        first = asyncio.create_task(post([b"a", b"b"], goes))
+        while server.queued == 0:
+            await asyncio.sleep(0)
+        assert 503 in await post([b"x"], stays)  # the queue is full
+        goes.set()
+        assert await first == [] and server.queued == 0
+        second = asyncio.create_task(post([b"c", b"d", b"e"], stays))
+        while server.queued == 0:
+            await asyncio.sleep(0)
+        large = asyncio.create_task(post([b"l" * (1 << 19)] * 4, stays))
+        assert 503 in await large
+        await server.wake_up()
+        assert 200 in await second
+        assert read == [b"cde"]  # nothing was sent by those who had gone, and nothing was lost on the way
+
+    run(scene())
+
+
+def test_a_large_request_is_not_kept_without_bound_while_it_waits(monkeypatch):
+    async def scene():
+        from torpor.vllm.server.gate import _MOST_KEPT_BYTES, _Held
+
+        _, server = build(monkeypatch, [])
+        await started(server)
+        await server.sleep()
+        taken = 0
+
+        async def receive():
+            nonlocal taken
+            taken += 1 << 16
+            return {"type": "http.request", "body": b"l" * (1 << 16), "more_body": True}
+
+        held = _Held(receive, True)
+        waiting = asyncio.create_task(held.until_let_in(server))
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert taken == _MOST_KEPT_BYTES and not waiting.done()
+        await server.wake_up()
+        assert await waiting is None
+        for _ in range(100):
+            assert (await held())["body"]
 
     run(scene())
 
@@ -604,6 +693,44 @@ def test_the_modes_of_vllm_reach_the_engine(monkeypatch, mode):
             assert answer.status_code == 200, answer.text
         call = next(call for call in server.engine.calls if call[0] == "sleep")
         assert call[2] == mode and call[3]["preserve_state"] is False
+
+    run(scene())
+
+
+def test_by_wait_running_requests_end_first_and_new_ones_wait(monkeypatch):
+    async def scene():
+        app, server = build(monkeypatch, EVERYTHING)
+        await started(server)
+        server.engine.output_processor.request_states["running"] = object()
+        falling = asyncio.create_task(server.sleep(1, "wait", False))
+        async with client(app) as http:
+            await asyncio.sleep(0.05)
+            late = asyncio.create_task(http.post("/v1/completions"))
+            await asyncio.sleep(0.05)
+            assert server.state == "falling asleep" and not late.done() and not falling.done()
+            assert not any(call[0] == "sleep" for call in server.engine.calls)
+            server.engine.output_processor.request_states.clear()
+            await falling
+            assert server.state == "asleep" and not late.done()
+            await server.wake_up()
+            assert (await late).status_code == 200
+
+    run(scene())
+
+
+def test_a_server_that_ends_does_not_wait_for_requests_to_end(monkeypatch):
+    async def scene():
+        from torpor.errors import WrongState
+
+        _, server = build(monkeypatch, [])
+        await started(server)
+        server.engine.output_processor.request_states["running"] = object()
+        falling = asyncio.create_task(server.sleep(1, "wait", False))
+        await asyncio.sleep(0.05)
+        server._enter("ending")
+        with pytest.raises(WrongState, match="ends"):
+            await falling
+        assert not server._operation.locked()
 
     run(scene())
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.routing import Match, get_route_path
 from vllm.logger import init_logger
 
 from torpor.vllm.server.access import Access
+from torpor.vllm.server.life import let_in
 from torpor.vllm.server.recorder import tenant_of_call
 from torpor.vllm.server.route_table import UNKNOWN, Asleep, Rule, rule_of
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
 _RETRY_AFTER_SECONDS = "5"
+_MOST_KEPT_BYTES = 1 << 20  # of what a request sends while it waits; then it is no longer seen whether its client goes
 _TYPES = {401: "Unauthorized", 403: "PermissionDeniedError", 409: "ConflictError", 503: "ServiceUnavailableError"}
 
 
@@ -28,7 +32,15 @@ class Gate:
             server = scope["app"].state.torpor
             headers = Headers(scope=scope)
             tenant_of_call.set(server.tenant(headers))
-            refusal = self.access.refusal(rule.who, headers) or await self._refusal_by_state(rule, server)
+            refusal = self.access.refusal(rule.who, headers)
+            if refusal is None and rule.asleep is Asleep.HELD:
+                receive = _Held(receive, scope["type"] == "http")
+                refusal = await receive.until_let_in(server)
+                if receive.gone:
+                    return
+                let_in.set(True)
+            elif refusal is None:
+                refusal = await self._refusal_by_state(rule, server)
             if refusal is not None:
                 return await _refuse(scope, receive, send, *refusal)
         return await self.app(scope, receive, send)
@@ -49,9 +61,6 @@ class Gate:
 
     async def _refusal_by_state(self, rule: Rule, server) -> tuple[int, str] | None:
         match rule.asleep:
-            case Asleep.HELD:
-                why = await server.let_in()
-                return None if why is None else (503, why)
             case Asleep.NEEDS_WEIGHTS if not await server.has_weights():
                 return 409, f"the server is {server.state}; POST /wake_up?tags=weights first"
             case Asleep.REFUSED if server.state != "awake":
@@ -59,6 +68,46 @@ class Gate:
             case Asleep.UNKNOWN if server.state != "awake":
                 return 503, f"the server is {server.state}, and torpor does not know what this route needs"
         return None
+
+
+class _Held:
+    """A request that waits, as long as its client does: what it sends meanwhile is kept for the application."""
+
+    def __init__(self, receive, watch: bool):
+        self.gone = False
+        self._receive = receive
+        self._watch = watch
+        self._kept: list[dict] = []
+        self._next: asyncio.Task | None = None
+
+    async def __call__(self) -> dict:
+        if self._kept:
+            return self._kept.pop(0)
+        if self._next is not None:
+            task, self._next = self._next, None
+            return await task
+        return await self._receive()
+
+    async def until_let_in(self, server) -> tuple[int, str] | None:
+        """Why it is not, or None."""
+        entering = asyncio.ensure_future(server.let_in())
+        try:
+            await asyncio.sleep(0)
+            kept_bytes = 0
+            while self._watch and not entering.done() and kept_bytes < _MOST_KEPT_BYTES:
+                self._next = self._next or asyncio.ensure_future(self._receive())
+                await asyncio.wait({entering, self._next}, return_when=asyncio.FIRST_COMPLETED)
+                if self._next.done():
+                    message, self._next = self._next.result(), None
+                    if message["type"] == "http.disconnect":
+                        self.gone = True
+                        return None
+                    self._kept.append(message)
+                    kept_bytes += len(message.get("body", b""))
+            why = await entering
+            return None if why is None else (503, why)
+        finally:
+            entering.cancel()
 
 
 async def _refuse(scope, receive, send, status: int, why: str) -> None:

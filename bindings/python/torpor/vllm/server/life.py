@@ -28,7 +28,8 @@ from torpor.vllm.server.settings import Settings
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
-_let_in: ContextVar[bool] = ContextVar("torpor_let_in", default=False)  # this call has been through let_in()
+let_in: ContextVar[bool] = ContextVar("torpor_let_in", default=False)  # set by the Gate for a call that it let in
+_WAIT_SECONDS = 0.01  # between looks whether requests have ended
 
 # A new process would meet the same: the checkpoint, the key or the configuration is what has to change.
 _RESTART_CANNOT_HELP = ("incompatible", "corruption", "unauthenticated", "unsupported", "invalid_argument", "not_found")
@@ -170,7 +171,7 @@ class Server:
     # --- what vLLM asks of the engine, with a look at the state -----------------------------------------------------------
 
     async def _add_request(self, *args, **kwargs):
-        if not _let_in.get() and (why := await self.let_in()) is not None:  # it came by a way without the gate
+        if not let_in.get() and (why := await self.let_in()) is not None:  # it came by a way without the gate
             raise GracefulHTTPError(why, HTTPStatus.SERVICE_UNAVAILABLE)
         while self.state != "awake":  # it was let in just before the sleep began
             if self.state in ("failed", "ending"):
@@ -202,7 +203,6 @@ class Server:
 
     async def let_in(self) -> str | None:
         """Returns when a new request may come in, or why it may not."""
-        _let_in.set(True)
         if self.state == "awake":
             return None
         if self.state in ("failed", "ending"):
@@ -271,6 +271,8 @@ class Server:
     async def _sleep_now(self, level: int, mode: str, preserve_state: bool, to: str, options: dict) -> Report:
         while self._adding > 0:
             await asyncio.sleep(0.001)
+        if mode == "wait" and not preserve_state:
+            await self._requests_ended()
         if to == "disk":
             await asyncio.to_thread(self.recorder.answers.sync)
         report = await self.engine.sleep(level, mode, preserve_state=preserve_state, to=to, **options)
@@ -278,6 +280,13 @@ class Server:
         if report.checkpoint:
             self._remember(report)
         return report
+
+    async def _requests_ended(self) -> None:
+        """Those that run; new ones wait at the gate. A server that is to end saves them instead."""
+        while self.engine.output_processor.request_states and not self.engine.errored:
+            if self.state == "ending":
+                raise WrongState("the server ends", "its checkpoint has the requests")
+            await asyncio.sleep(_WAIT_SECONDS)
 
     async def wake_up(self, tags: list[str] | None = None, weights_changed: bool = False) -> Report:
         async with self._only_one():
