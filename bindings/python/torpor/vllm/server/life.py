@@ -273,6 +273,7 @@ class Server:
             await asyncio.sleep(0.001)
         if mode == "wait" and not preserve_state:
             await self._requests_ended()
+            mode = "abort"  # there is none left
         if to == "disk":
             await asyncio.to_thread(self.recorder.answers.sync)
         report = await self.engine.sleep(level, mode, preserve_state=preserve_state, to=to, **options)
