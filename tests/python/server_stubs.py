@@ -24,7 +24,7 @@ class Engine:
         self._client_count = 1
         self.wakes_with = wakes_with
         self.fails_with: Exception | None = None  # the next sleep or wake
-        self.alive, self.errored = True, False
+        self.alive, self.errored, self.paused = True, False, False
         self.tags = {"weights": "attached", "kv_cache": "attached"}
         self.state = "awake"
         self.calls: list[tuple] = []
@@ -72,6 +72,9 @@ class Engine:
 
         if not self.alive:
             raise EngineDeadError
+
+    async def is_paused(self):
+        return self.paused
 
     async def add_request(self, *args, **kwargs):
         self.calls.append(("add_request", *args))
@@ -146,7 +149,7 @@ def client(app, key: str | None = CLIENT, **headers) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://server", headers=authorization | headers)
 
 
-def run(scene, seconds: float = 10):
+def run(scene, seconds: float = 60):
     return asyncio.run(asyncio.wait_for(scene, seconds))
 
 

@@ -719,6 +719,25 @@ def test_by_wait_running_requests_end_first_and_new_ones_wait(monkeypatch):
     run(scene())
 
 
+@pytest.mark.parametrize("still", ["asleep", "paused"])
+def test_requests_that_cannot_end_are_not_waited_for(monkeypatch, still):
+    async def scene():
+        monkeypatch.setenv("TORPOR_ADMIN_KEY", ADMIN)
+        app, server = build(monkeypatch, [])
+        await started(server)
+        server.engine.output_processor.request_states["running"] = object()
+        if still == "asleep":
+            await server.sleep()
+        server.engine.paused = still == "paused"
+        before = server.state
+        async with client(app, ADMIN) as http:
+            answer = await asyncio.wait_for(http.post("/sleep", params={"mode": "wait"}), 5)
+            assert answer.status_code == 409 and "stands still" in answer.text
+        assert server.state == before
+
+    run(scene())
+
+
 def test_a_server_that_ends_does_not_wait_for_requests_to_end(monkeypatch):
     async def scene():
         from torpor.errors import WrongState

@@ -260,6 +260,9 @@ class Server:
             before = self.state
             self._enter("falling asleep")
             try:
+                if mode == "wait" and not preserve_state:
+                    await self._requests_ended(before)
+                    mode = "abort"  # there is none left
                 report = await self._sleep_now(level, mode, preserve_state, to, options)
             except BaseException as problem:
                 self.metrics.failed("sleep", to)
@@ -271,9 +274,6 @@ class Server:
     async def _sleep_now(self, level: int, mode: str, preserve_state: bool, to: str, options: dict) -> Report:
         while self._adding > 0:
             await asyncio.sleep(0.001)
-        if mode == "wait" and not preserve_state:
-            await self._requests_ended()
-            mode = "abort"  # there is none left
         if to == "disk":
             await asyncio.to_thread(self.recorder.answers.sync)
         report = await self.engine.sleep(level, mode, preserve_state=preserve_state, to=to, **options)
@@ -282,8 +282,12 @@ class Server:
             self._remember(report)
         return report
 
-    async def _requests_ended(self) -> None:
+    async def _requests_ended(self, state: str) -> None:
         """Those that run; new ones wait at the gate. A server that is to end saves them instead."""
+        while self._adding > 0:
+            await asyncio.sleep(_WAIT_SECONDS)
+        if self.engine.output_processor.request_states and (state != "awake" or await self.engine.is_paused()):
+            raise WrongState("the engine stands still, so its requests do not end", "wake or resume it first")
         while self.engine.output_processor.request_states and not self.engine.errored:
             if self.state == "ending":
                 raise WrongState("the server ends", "its checkpoint has the requests")
