@@ -73,7 +73,7 @@ class Server:
     # --- the start ------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Wakes what an earlier server left. What fails is said on /torpor/ready; nothing is served then, nor removed."""
+        """Wakes what an earlier server left. A failure is said on /torpor/ready; nothing is served or removed then."""
         try:
             await self._begin()
         except Error as problem:
@@ -108,7 +108,8 @@ class Server:
         self.engine.add_request, self.engine.abort = self._add_request, self._abort
         for answer in answers.all():
             if answer["state"] == "running" and answer["front"]["state"] is None:
-                self._end_failed(answer["request"]["id"], f"a new process cannot go on with it: {answer['front']['lost']}")
+                why = f"a new process cannot go on with it: {answer['front']['lost']}"
+                self._end_failed(answer["request"]["id"], why)
         if directory is not None:
             await self._wake_at_start()
         self._enter("awake")

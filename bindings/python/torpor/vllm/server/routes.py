@@ -75,7 +75,7 @@ def routes() -> APIRouter:
 
     @router.get("/health")
     async def health(raw_request: Request) -> Response:
-        """Whether the process is worth keeping: also while it sleeps, and where a new one would meet the same problem."""
+        """Whether the process is worth keeping: also asleep, and where a new one would meet the same problem."""
         life = server(raw_request)
         try:
             await life.engine.check_health()
