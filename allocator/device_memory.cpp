@@ -16,6 +16,14 @@ Error precondition(std::string what) {
       .code = Code::kFailedPrecondition, .what = std::move(what), .next_step = "this is a mistake in the calling code"};
 }
 
+// An entry of a map, made before the device is asked: what the device has done is then written down without fail.
+template <class Map>
+typename Map::node_type entry(const Map&, typename Map::mapped_type value) {
+  Map made;
+  made.emplace(typename Map::key_type{}, std::move(value));
+  return made.extract(made.begin());
+}
+
 }  // namespace
 
 Result<DeviceAddress> DeviceMemory::reserve(uint64_t size) {
@@ -23,24 +31,36 @@ Result<DeviceAddress> DeviceMemory::reserve(uint64_t size) {
     return invalid(
         fmt::format("a reservation of {} bytes is not a multiple of the granularity {}", size, granularity()));
   }
-  const std::lock_guard lock(mutex_);
+  auto fresh = entry(std::map<DeviceAddress, Reservation>(), {.size = size});
   TORPOR_ASSIGN(const DeviceAddress address, do_reserve(size));
-  reservations_.emplace(address, size);
+  fresh.key() = address;
+  const MutexLock lock(mutex_);
+  reservations_.insert(std::move(fresh));
   return address;
 }
 
 Status DeviceMemory::free_reservation(DeviceAddress address) {
-  const std::lock_guard lock(mutex_);
-  const auto found = reservations_.find(address);
+  MutexLock lock(mutex_);
+  auto found = reservations_.find(address);
+  while (found != reservations_.end() && found->second.busy) {
+    changed_.wait(mutex_);
+    found = reservations_.find(address);
+  }
   if (found == reservations_.end()) return invalid(fmt::format("{:#x} is not the start of a reservation", address));
+  const uint64_t size = found->second.size;
   const auto mapped = mappings_.lower_bound(address);
-  if (mapped != mappings_.end() && mapped->first < address + found->second) {
+  if (mapped != mappings_.end() && mapped->first < address + size) {
     return precondition(
         fmt::format("the reservation at {:#x} still has memory mapped at {:#x}", address, mapped->first));
   }
-  TORPOR_TRY(do_free_reservation(address, found->second));
-  reservations_.erase(found);
-  return ok();
+  found->second.busy = true;
+  lock.unlock();
+  Status done = catching_no_memory([&] { return do_free_reservation(address, size); });
+  lock.lock();
+  found->second.busy = false;
+  if (done) reservations_.erase(found);
+  changed_.notify_all();
+  return done;
 }
 
 Result<PhysicalId> DeviceMemory::create(uint64_t size) {
@@ -48,44 +68,70 @@ Result<PhysicalId> DeviceMemory::create(uint64_t size) {
     return invalid(
         fmt::format("physical memory of {} bytes is not a multiple of the granularity {}", size, granularity()));
   }
-  const std::lock_guard lock(mutex_);
-  if (capacity_bytes() != 0 && (physical_bytes_ > capacity_bytes() || size > capacity_bytes() - physical_bytes_)) {
-    return Error{.code = Code::kResourceExhausted,
-                 .what = fmt::format("{} bytes of device memory wanted, {} of {} are free", size,
-                                     capacity_bytes() - std::min(physical_bytes_, capacity_bytes()), capacity_bytes()),
-                 .next_step = "free device memory and call again",
-                 .origin = Origin::kDevice};
+  const uint64_t capacity = capacity_bytes();
+  auto fresh = entry(std::map<PhysicalId, Physical>(), {.size = size});
+  {
+    const MutexLock lock(mutex_);
+    if (capacity != 0 && (physical_bytes_ > capacity || size > capacity - physical_bytes_)) {
+      return Error{.code = Code::kResourceExhausted,
+                   .what = fmt::format("{} bytes of device memory wanted, {} of {} are free", size,
+                                       capacity - std::min(physical_bytes_, capacity), capacity),
+                   .next_step = "free device memory and call again",
+                   .origin = Origin::kDevice};
+    }
+    physical_bytes_ += size;
   }
-  TORPOR_ASSIGN(const PhysicalId id, do_create(size));
-  physical_.emplace(id, Physical{.size = size});
-  physical_bytes_ += size;
+  Result<PhysicalId> id = catching_no_memory([&] { return do_create(size); });
+  const MutexLock lock(mutex_);
+  if (!id) {
+    physical_bytes_ -= size;
+    return id;
+  }
+  fresh.key() = *id;
+  physical_.insert(std::move(fresh));
   return id;
 }
 
 Status DeviceMemory::release(PhysicalId id) {
-  const std::lock_guard lock(mutex_);
-  const auto found = physical_.find(id);
+  MutexLock lock(mutex_);
+  auto found = physical_.find(id);
+  while (found != physical_.end() && found->second.busy) {
+    changed_.wait(mutex_);
+    found = physical_.find(id);
+  }
   if (found == physical_.end() || found->second.released) {
     return invalid(fmt::format("physical memory {} is unknown or already released", static_cast<uint64_t>(id)));
   }
-  TORPOR_TRY(do_release(id));
-  found->second.released = true;
-  if (found->second.mappings == 0) forget(found);
-  return ok();
+  found->second.busy = true;
+  lock.unlock();
+  Status done = catching_no_memory([&] { return do_release(id); });
+  lock.lock();
+  found->second.busy = false;
+  found->second.released = done.has_value();
+  forget_if_gone(found);
+  changed_.notify_all();
+  return done;
 }
 
 Status DeviceMemory::map(DeviceAddress address, PhysicalId id) {
-  const std::lock_guard lock(mutex_);
-  const auto memory = physical_.find(id);
-  if (memory == physical_.end() || memory->second.released) {
-    return invalid(fmt::format("physical memory {} is unknown or already released", static_cast<uint64_t>(id)));
+  auto fresh = entry(std::map<DeviceAddress, Mapping>(), {.id = id});
+  MutexLock lock(mutex_);
+  PhysicalAt memory = physical_.find(id);
+  auto reservation = reservations_.end();
+  while (true) {
+    if (memory == physical_.end() || memory->second.released) {
+      return invalid(fmt::format("physical memory {} is unknown or already released", static_cast<uint64_t>(id)));
+    }
+    reservation = reservations_.upper_bound(address);
+    if (!is_aligned(address, granularity()) || reservation == reservations_.begin() ||
+        address + memory->second.size > (--reservation)->first + reservation->second.size) {
+      return invalid(fmt::format("{} bytes at {:#x} do not lie inside one reservation", memory->second.size, address));
+    }
+    if (!memory->second.busy && !reservation->second.busy) break;
+    changed_.wait(mutex_);
+    memory = physical_.find(id);
   }
   const uint64_t size = memory->second.size;
-  auto reservation = reservations_.upper_bound(address);
-  if (!is_aligned(address, granularity()) || reservation == reservations_.begin() ||
-      address + size > (--reservation)->first + reservation->second) {
-    return invalid(fmt::format("{} bytes at {:#x} do not lie inside one reservation", size, address));
-  }
   const auto next = mappings_.lower_bound(address);
   const bool overlaps_next = next != mappings_.end() && next->first < address + size;
   const bool overlaps_previous =
@@ -93,70 +139,126 @@ Status DeviceMemory::map(DeviceAddress address, PhysicalId id) {
   if (overlaps_next || overlaps_previous) {
     return precondition(fmt::format("something is already mapped in the {} bytes at {:#x}", size, address));
   }
-  TORPOR_TRY(do_map(address, id, size));
-  mappings_.emplace(address, Mapping{.id = id, .size = size});
-  ++memory->second.mappings;
-  return ok();
+  fresh.key() = address;
+  fresh.mapped().size = size;
+  const MappingAt mapping = mappings_.insert(std::move(fresh)).position;  // nobody else maps there meanwhile
+  memory->second.busy = true;
+  lock.unlock();
+  Status done = catching_no_memory([&] { return do_map(address, id, size); });
+  lock.lock();
+  memory->second.busy = false;
+  if (done) {
+    ++memory->second.mappings;
+  } else {
+    mappings_.erase(mapping);
+  }
+  changed_.notify_all();
+  return done;
+}
+
+std::vector<DeviceMemory::MappingAt> DeviceMemory::take(DeviceAddress address, uint64_t size) {
+  std::vector<MappingAt> covered;
+  while (true) {
+    covered.clear();
+    bool in_use = false;
+    uint64_t reached = address;
+    for (auto at = mappings_.find(address); at != mappings_.end() && at->first == reached && reached < address + size;
+         ++at) {
+      covered.push_back(at);
+      in_use = in_use || at->second.copies > 0 || physical_.at(at->second.id).busy;
+      reached += at->second.size;
+    }
+    if (size == 0 || reached != address + size) return {};
+    if (!in_use) break;
+    changed_.wait(mutex_);
+  }
+  for (const MappingAt at : covered) physical_.at(at->second.id).busy = true;
+  return covered;
+}
+
+void DeviceMemory::give_back(const std::vector<MappingAt>& taken) {
+  for (const MappingAt at : taken) physical_.at(at->second.id).busy = false;
+  changed_.notify_all();
 }
 
 Status DeviceMemory::set_access(DeviceAddress address, uint64_t size, Access access) {
-  const std::lock_guard lock(mutex_);
-  // The range must start and end with a mapping and be covered without a gap.
-  std::vector<Mapping*> covered;
-  uint64_t reached = address;
-  for (auto at = mappings_.find(address); at != mappings_.end() && at->first == reached && reached < address + size;
-       ++at) {
-    covered.push_back(&at->second);
-    reached += at->second.size;
-  }
-  if (size == 0 || reached != address + size) {
+  MutexLock lock(mutex_);
+  const std::vector<MappingAt> taken = take(address, size);
+  if (taken.empty())
     return invalid(fmt::format("the {} bytes at {:#x} are not exactly covered by mappings", size, address));
+  lock.unlock();
+  Status done = catching_no_memory([&] { return do_set_access(address, size, access); });
+  lock.lock();
+  if (done) {
+    for (const MappingAt at : taken) at->second.access = access;
   }
-  TORPOR_TRY(do_set_access(address, size, access));
-  for (Mapping* mapping : covered) mapping->access = access;
-  return ok();
+  give_back(taken);
+  return done;
 }
 
 Status DeviceMemory::unmap(DeviceAddress address, uint64_t size) {
-  const std::lock_guard lock(mutex_);
-  uint64_t reached = address;
-  for (auto at = mappings_.find(address); at != mappings_.end() && at->first == reached && reached < address + size;
-       ++at) {
-    reached += at->second.size;
+  MutexLock lock(mutex_);
+  const std::vector<MappingAt> taken = take(address, size);
+  if (taken.empty()) return invalid(fmt::format("the {} bytes at {:#x} are not whole mappings", size, address));
+  lock.unlock();
+  Status done = catching_no_memory([&] { return do_unmap(address, size); });
+  lock.lock();
+  give_back(taken);
+  if (!done) return done;
+  for (const MappingAt at : taken) {
+    const PhysicalAt memory = physical_.find(at->second.id);
+    --memory->second.mappings;
+    mappings_.erase(at);
+    forget_if_gone(memory);
   }
-  if (size == 0 || reached != address + size) {
-    return invalid(fmt::format("the {} bytes at {:#x} are not whole mappings", size, address));
-  }
-  TORPOR_TRY(do_unmap(address, size));
-  for (auto at = mappings_.find(address); at != mappings_.end() && at->first < address + size;) {
-    const auto memory = physical_.find(at->second.id);
-    if (--memory->second.mappings == 0 && memory->second.released) forget(memory);
-    at = mappings_.erase(at);
-  }
-  return ok();
+  return done;
 }
 
 Result<StreamId> DeviceMemory::create_stream() { return do_create_stream(); }
 
 Status DeviceMemory::destroy_stream(StreamId stream) { return do_destroy_stream(stream); }
 
-Status DeviceMemory::copy_async(StreamId stream, Direction direction, std::span<const Copy> copies) {
-  const std::lock_guard lock(mutex_);
+Result<bool> DeviceMemory::find_for_copies(Direction direction, std::span<const Copy> copies,
+                                           std::vector<MappingAt>& touched) {
+  touched.clear();
+  bool in_use = false;
   for (const Copy& copy : copies) {
-    if (copy.bytes == 0 || copy.host == nullptr) return invalid("a copy of no bytes, or without host memory");
     uint64_t reached = copy.device;
     while (reached < copy.device + copy.bytes) {
-      auto mapping = mappings_.upper_bound(reached);
-      if (mapping == mappings_.begin() || (--mapping)->first + mapping->second.size <= reached ||
-          mapping->second.access == Access::kNone ||
-          (direction == Direction::kHostToDevice && mapping->second.access != Access::kReadWrite)) {
+      MappingAt mapping = mappings_.upper_bound(reached);
+      const bool there = mapping != mappings_.begin() && (--mapping)->first + mapping->second.size > reached;
+      if (there && physical_.at(mapping->second.id).busy) {  // judged by what it is when that call has ended
+        in_use = true;
+      } else if (!there || mapping->second.access == Access::kNone ||
+                 (direction == Direction::kHostToDevice && mapping->second.access != Access::kReadWrite)) {
         return invalid(fmt::format("copy of {} bytes at {:#x}: {:#x} is not mapped with access", copy.bytes,
                                    copy.device, reached));
       }
+      if (touched.empty() || touched.back() != mapping) touched.push_back(mapping);
       reached = mapping->first + mapping->second.size;
     }
   }
-  return do_copy_async(stream, direction, copies);
+  return !in_use;
+}
+
+Status DeviceMemory::copy_async(StreamId stream, Direction direction, std::span<const Copy> copies) {
+  for (const Copy& copy : copies) {
+    if (copy.bytes == 0 || copy.host == nullptr) return invalid("a copy of no bytes, or without host memory");
+  }
+  std::vector<MappingAt> touched;
+  MutexLock lock(mutex_);
+  while (true) {
+    TORPOR_ASSIGN(const bool free, find_for_copies(direction, copies, touched));
+    if (free) break;
+    changed_.wait(mutex_);
+  }
+  for (const MappingAt at : touched) ++at->second.copies;
+  lock.unlock();
+  Status done = catching_no_memory([&] { return do_copy_async(stream, direction, copies); });
+  lock.lock();
+  for (const MappingAt at : touched) --at->second.copies;
+  changed_.notify_all();
+  return done;
 }
 
 Result<EventId> DeviceMemory::record(StreamId stream) { return do_record(stream); }
@@ -165,17 +267,18 @@ DrainResult DeviceMemory::wait(EventId event) { return do_wait(event); }
 
 DrainResult DeviceMemory::drain(StreamId stream) { return do_drain(stream); }
 
-void DeviceMemory::forget(std::map<PhysicalId, Physical>::iterator physical) {
+void DeviceMemory::forget_if_gone(PhysicalAt physical) {
+  if (!physical->second.released || physical->second.mappings > 0) return;
   physical_bytes_ -= physical->second.size;
   physical_.erase(physical);
 }
 
 DeviceMemoryInfo DeviceMemory::info() const {
-  const std::lock_guard lock(mutex_);
-  DeviceMemoryInfo info{
-      .capacity_bytes = capacity_bytes(), .physical_bytes = physical_bytes_, .used_bytes = used_bytes()};
+  DeviceMemoryInfo info{.capacity_bytes = capacity_bytes(), .used_bytes = used_bytes()};
+  const MutexLock lock(mutex_);
+  info.physical_bytes = physical_bytes_;
   for (const auto& [address, mapping] : mappings_) info.mapped_bytes += mapping.size;
-  for (const auto& [address, size] : reservations_) info.reserved_bytes += size;
+  for (const auto& [address, reservation] : reservations_) info.reserved_bytes += reservation.size;
   return info;
 }
 

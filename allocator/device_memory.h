@@ -8,7 +8,9 @@
 // CUDA; the do_* methods do the work. Implementations: HostDevice (no GPU; mmap and mremap), CudaDevice. Contract
 // suite: tests/contract/device_memory_contract.h.
 //
-// Threads: all methods may be called from any thread. Copies on one stream complete in order.
+// Threads: all methods may be called from any thread. Copies on one stream complete in order. A call that takes its
+// time (zeroing, a copy of pageable memory) holds up only calls about the same memory: no lock is held while a do_*
+// method runs, what it works on is marked. do_* methods of different memory run at once.
 // Failure: a failed call changes nothing, except where it says otherwise.
 #pragma once
 
@@ -16,7 +18,6 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <string_view>
@@ -24,6 +25,7 @@
 
 #include "base/digest.h"
 #include "base/status.h"
+#include "base/thread_annotations.h"
 
 namespace torpor {
 
@@ -133,18 +135,34 @@ class DeviceMemory {
     PhysicalId id{};
     uint64_t size = 0;
     Access access = Access::kNone;
+    uint64_t copies = 0;  // being given to the device
   };
   struct Physical {
     uint64_t size = 0;
     uint64_t mappings = 0;
     bool released = false;
+    bool busy = false;  // a call is at work on it, or on a mapping of it
   };
-  void forget(std::map<PhysicalId, Physical>::iterator physical);  // the lock is held
-  mutable std::mutex mutex_;                        // guards all below; never held while a copy is waited for
-  std::map<DeviceAddress, uint64_t> reservations_;  // address -> size
-  std::map<DeviceAddress, Mapping> mappings_;
-  std::map<PhysicalId, Physical> physical_;
-  uint64_t physical_bytes_ = 0;  // of physical_
+  struct Reservation {
+    uint64_t size = 0;
+    bool busy = false;
+  };
+  using MappingAt = std::map<DeviceAddress, Mapping>::iterator;
+  using PhysicalAt = std::map<PhysicalId, Physical>::iterator;
+  // The mappings that are exactly the range, marked; waits for calls that are at work on them. Empty: there are none.
+  std::vector<MappingAt> take(DeviceAddress address, uint64_t size) TORPOR_REQUIRES(mutex_);
+  void give_back(const std::vector<MappingAt>& taken) TORPOR_REQUIRES(mutex_);
+  // The mappings that `copies` touch; false: another call is at work on one of them.
+  Result<bool> find_for_copies(Direction direction, std::span<const Copy> copies, std::vector<MappingAt>& touched)
+      TORPOR_REQUIRES(mutex_);
+  void forget_if_gone(PhysicalAt physical) TORPOR_REQUIRES(mutex_);
+
+  mutable Mutex mutex_;  // never held while a do_* method runs
+  CondVar changed_;      // a call has ended its work on something
+  std::map<DeviceAddress, Reservation> reservations_ TORPOR_GUARDED_BY(mutex_);
+  std::map<DeviceAddress, Mapping> mappings_ TORPOR_GUARDED_BY(mutex_);
+  std::map<PhysicalId, Physical> physical_ TORPOR_GUARDED_BY(mutex_);
+  uint64_t physical_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;  // of physical_, and being created
 };
 
 }  // namespace torpor

@@ -16,6 +16,7 @@
 
 #include "allocator/device_memory.h"
 #include "base/log.h"
+#include "base/thread_annotations.h"
 #include "base/units.h"
 
 namespace torpor {
@@ -103,90 +104,160 @@ struct HostArena::Impl {
     std::map<uint64_t, uint64_t> free;  // offset -> length; neighbours are joined
     bool pinned = false;
     bool stuck = false;  // a part of it is pinned: never given back
+    bool unused() const { return free.size() == 1 && free.begin()->second == size; }
   };
-  HostArenaOptions options;
-  mutable std::mutex mutex;  // guards all below
-  std::map<std::byte*, Slab> slabs;
-  uint64_t held = 0;
-  uint64_t used = 0;
-  uint64_t unpinned = 0;
-  BringUp method;
-  std::optional<int> numa_node;
-  bool ending = false;
-  std::thread background;
-  Status background_result;
+  using Slabs = std::map<std::byte*, Slab>;
 
-  // Precondition: the lock is held.
-  Status grow(uint64_t bytes) {
+  HostArenaOptions options;
+  mutable Mutex mutex;  // not held while memory is taken, touched, pinned, unpinned or given back
+  CondVar changed;      // memory came, came back, or went
+  Slabs slabs TORPOR_GUARDED_BY(mutex);
+  uint64_t held TORPOR_GUARDED_BY(mutex) = 0;  // of slabs, and of those on their way
+  uint64_t used TORPOR_GUARDED_BY(mutex) = 0;
+  uint64_t unpinned TORPOR_GUARDED_BY(mutex) = 0;
+  BringUp method TORPOR_GUARDED_BY(mutex);
+  std::optional<int> numa_node TORPOR_GUARDED_BY(mutex);
+  uint64_t growing TORPOR_GUARDED_BY(mutex) = 0;   // bytes that are being brought up; one slab at a time
+  uint64_t dropping TORPOR_GUARDED_BY(mutex) = 0;  // bytes that are being given back
+  bool ending TORPOR_GUARDED_BY(mutex) = false;
+  bool prefaulting TORPOR_GUARDED_BY(mutex) = false;
+  std::thread background TORPOR_GUARDED_BY(mutex);  // joined by the next one, or the end
+  Status background_result TORPOR_GUARDED_BY(mutex);
+
+  // Memory that nobody has, and that is not on its way out.
+  uint64_t free_bytes() const TORPOR_REQUIRES(mutex) { return held - used - growing - dropping; }
+
+  // Takes another slab from the system, of at least `bytes`. Waits for a slab that is on its way instead: the caller
+  // looks again then. Gives the lock back meanwhile.
+  Status grow(uint64_t bytes) TORPOR_REQUIRES(mutex) {
+    if (growing > 0) {
+      changed.wait(mutex);
+      return ok();
+    }
     uint64_t size = align_up(std::max(bytes, options.slab_bytes), options.slab_bytes >= kHugePage ? kHugePage : kPage);
     if (options.budget_bytes != 0 && held + size > options.budget_bytes) size = align_up(bytes, kPage);
     if (options.budget_bytes != 0 && held + size > options.budget_bytes) {
+      if (dropping > 0) {  // some of it goes
+        changed.wait(mutex);
+        return ok();
+      }
       return Error{
           .code = Code::kResourceExhausted,
           .what = fmt::format("host memory for saved bytes: {} more wanted, {} of the budget of {} are held, {} in use",
                               bytes, held, options.budget_bytes, used),
           .next_step = "raise arena_budget_bytes, or sleep to disk"};
     }
-    std::byte* const data = map_fresh(size);
-    if (data == nullptr)
-      return system_error(errno, fmt::format("cannot take {} bytes of host memory", size),
-                          "free memory, or sleep to disk");
-    if (const int failed = numa_node ? prefer_node(data, size, *numa_node) : 0; failed != 0) {
-      log().warn("host memory comes from any NUMA node, copies may be slower: node {} refused: {}", *numa_node,
-                 std::generic_category().message(failed));
-      numa_node.reset();
-    }
-    torpor::bring_up(data, size, method);
-    Slab slab{.size = size, .free = {{0, size}}};
-    if (options.pin_for != nullptr) {
-      const Status pinned = options.pin_for->pin_host({data, size});
-      slab.pinned = pinned.has_value();
-      if (!pinned) {
-        log().warn("host memory is used unpinned, copies are slower: {}", pinned.error().to_string());
-        unpinned += size;
-        slab.stuck = pinned.error().state_changed;
-      }
-    }
+    Slabs fresh;
+    Slab& slab = fresh.emplace(nullptr, Slab{.size = size, .free = {{0, size}}}).first->second;
+    const BringUp how = method;
+    std::optional<int> node = numa_node;
+    growing = size;
     held += size;
-    slabs.emplace(data, std::move(slab));
+    mutex.unlock();
+    std::byte* data = nullptr;
+    const Status taken = catching_no_memory([&] { return take_slab(slab, how, node, data); });
+    mutex.lock();
+    growing = 0;
+    if (taken) {
+      auto entry = fresh.extract(fresh.begin());
+      entry.key() = data;
+      if (options.pin_for != nullptr && !slab.pinned) unpinned += size;
+      numa_node = node;
+      slabs.insert(std::move(entry));
+    } else {
+      held -= size;
+    }
+    changed.notify_all();
+    return taken;
+  }
+
+  // Without the lock. After a failure nothing is taken.
+  Status take_slab(Slab& slab, const BringUp& how, std::optional<int>& node, std::byte*& data) const {
+    data = map_fresh(slab.size);
+    if (data == nullptr)
+      return system_error(errno, fmt::format("cannot take {} bytes of host memory", slab.size),
+                          "free memory, or sleep to disk");
+    if (const int failed = node ? prefer_node(data, slab.size, *node) : 0; failed != 0) {
+      log().warn("host memory comes from any NUMA node, copies may be slower: node {} refused: {}", *node,
+                 std::generic_category().message(failed));
+      node.reset();
+    }
+    torpor::bring_up(data, slab.size, how);
+    if (options.pin_for == nullptr) return ok();
+    const Status pinned = catching_no_memory([&] { return options.pin_for->pin_host({data, slab.size}); });
+    slab.pinned = pinned.has_value();
+    if (pinned) return ok();
+    slab.stuck = pinned.error().state_changed;
+    log().warn("host memory is used unpinned, copies are slower: {}", pinned.error().to_string());
     return ok();
   }
 
-  // Gives a slab without a live span back. False: it must stay, for the device may still know it. The lock is held.
-  bool drop(std::byte* data, Slab& slab) {
+  // Gives a slab without a live span back to the system, without the lock. False: it must stay, for the device may
+  // still know it.
+  bool drop(std::byte* data, const Slab& slab) const {
     if (slab.stuck) return false;
     if (slab.pinned) {
-      if (const Status unpinned_now = options.pin_for->unpin_host({data, slab.size}); !unpinned_now) {
-        log().error("host memory stays: {}", unpinned_now.error().to_string());
+      const Status done = catching_no_memory([&] { return options.pin_for->unpin_host({data, slab.size}); });
+      if (!done) {
+        log().error("host memory stays: {}", done.error().to_string());
         return false;
       }
-    } else if (options.pin_for != nullptr) {
-      unpinned -= slab.size;
     }
     ::munmap(data, slab.size);
-    held -= slab.size;
     return true;
   }
 
-  // The smallest free range that fits. Precondition: the lock is held.
-  std::byte* take(uint64_t bytes) {
+  // The smallest free range that fits; null: there is none. `range`, of any content, becomes the span's own.
+  std::byte* take(uint64_t bytes, FreeRange& range) TORPOR_REQUIRES(mutex) {
     Slab* best_slab = nullptr;
     std::byte* best_base = nullptr;
     std::map<uint64_t, uint64_t>::iterator best;
     for (auto& [base, slab] : slabs) {
-      for (auto range = slab.free.begin(); range != slab.free.end(); ++range) {
-        if (range->second >= bytes && (best_slab == nullptr || range->second < best->second)) {
+      for (auto free = slab.free.begin(); free != slab.free.end(); ++free) {
+        if (free->second >= bytes && (best_slab == nullptr || free->second < best->second)) {
           best_slab = &slab;
           best_base = base;
-          best = range;
+          best = free;
         }
       }
     }
     if (best_slab == nullptr) return nullptr;
     const auto [offset, length] = *best;
-    best_slab->free.erase(best);
-    if (length > bytes) best_slab->free.emplace(offset + bytes, length - bytes);
+    if (length > bytes) {
+      range.key() = offset + bytes;
+      range.mapped() = length - bytes;
+      best_slab->free.insert(std::move(range));
+    }
+    range = best_slab->free.extract(best);
     return best_base + offset;
+  }
+
+  void give_back(std::byte* data, uint64_t size, FreeRange own) TORPOR_REQUIRES(mutex) {
+    auto slab = slabs.upper_bound(data);
+    --slab;
+    std::map<uint64_t, uint64_t>& free = slab->second.free;
+    own.key() = static_cast<uint64_t>(data - slab->first);
+    own.mapped() = size;
+    auto range = free.insert(std::move(own)).position;
+    if (const auto next = std::next(range); next != free.end() && range->first + range->second == next->first) {
+      range->second += next->second;
+      free.erase(next);
+    }
+    if (range != free.begin()) {
+      if (const auto previous = std::prev(range); previous->first + previous->second == range->first) {
+        previous->second += range->second;
+        free.erase(range);
+      }
+    }
+    used -= size;
+    changed.notify_all();
+  }
+
+  Status grow_to(uint64_t bytes, uint64_t most_at_once) {
+    const MutexLock lock(mutex);
+    while (!ending && free_bytes() < bytes)
+      TORPOR_TRY(grow(std::min(align_up(bytes - free_bytes(), kPage), most_at_once)));
+    return ok();
   }
 };
 
@@ -194,11 +265,11 @@ HostArena::HostArena(HostArenaOptions options) : impl_(std::make_unique<Impl>())
 
 HostArena::~HostArena() {
   {
-    const std::lock_guard lock(impl_->mutex);
+    const MutexLock lock(impl_->mutex);
     impl_->ending = true;
   }
   if (impl_->background.joinable()) impl_->background.join();
-  for (auto& [base, slab] : impl_->slabs) (void)impl_->drop(base, slab);
+  for (const auto& [base, slab] : impl_->slabs) (void)impl_->drop(base, slab);
 }
 
 Result<std::unique_ptr<HostArena>> HostArena::create(HostArenaOptions options) {
@@ -211,6 +282,7 @@ Result<std::unique_ptr<HostArena>> HostArena::create(HostArenaOptions options) {
     options.prefault_threads = static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1u, 8u));
   }
   std::unique_ptr<HostArena> arena(new HostArena(options));
+  const MutexLock lock(arena->impl_->mutex);
   arena->impl_->method.threads = options.prefault_threads;
   if (options.pin_for != nullptr) arena->impl_->numa_node = options.pin_for->host_numa_node();
   return arena;
@@ -220,100 +292,93 @@ Result<HostArena::Span> HostArena::allocate(uint64_t bytes) {
   Span span;
   if (bytes == 0) return span;
   const uint64_t size = align_up(bytes, kPage);
-  const std::lock_guard lock(impl_->mutex);
-  std::byte* data = impl_->take(size);
-  if (data == nullptr) {
-    TORPOR_TRY(impl_->grow(size));
-    data = impl_->take(size);
-  }
-  impl_->used += size;
+  std::map<uint64_t, uint64_t> made{{0, 0}};
+  FreeRange range = made.extract(made.begin());
+  Impl& impl = *impl_;
+  const MutexLock lock(impl.mutex);
+  std::byte* data = nullptr;
+  while ((data = impl.take(size, range)) == nullptr) TORPOR_TRY(impl.grow(size));
+  impl.used += size;
   span.arena_ = this;
   span.data_ = data;
   span.size_ = bytes;
+  span.range_ = std::move(range);
   return span;
 }
 
-Status HostArena::prefault(uint64_t bytes) {
-  const std::lock_guard lock(impl_->mutex);
-  const uint64_t free = impl_->held - impl_->used;
-  return free >= bytes ? ok() : impl_->grow(align_up(bytes - free, kPage));
-}
-
-Status HostArena::grow_to(uint64_t bytes) {
-  while (true) {
-    const std::lock_guard lock(impl_->mutex);
-    const uint64_t free = impl_->held - impl_->used;
-    if (impl_->ending || free >= bytes) return ok();
-    TORPOR_TRY(impl_->grow(std::min(align_up(bytes - free, kPage), std::max(impl_->options.slab_bytes, kPage))));
-  }
-}
+Status HostArena::prefault(uint64_t bytes) { return impl_->grow_to(bytes, std::numeric_limits<uint64_t>::max()); }
 
 void HostArena::prefault_in_background(uint64_t bytes) {
-  if (impl_->background.joinable()) impl_->background.join();
-  const auto work = [this, bytes] {
+  Impl& impl = *impl_;
+  const auto work = [&impl, bytes] {
     const Status done = catching_no_memory([&]() -> Status {
-      const BringUp method = fastest_bring_up(impl_->options.prefault_threads);
+      const BringUp method = fastest_bring_up(impl.options.prefault_threads);
       {
-        const std::lock_guard lock(impl_->mutex);
-        impl_->method = method;
+        const MutexLock lock(impl.mutex);
+        impl.method = method;
       }
-      return grow_to(bytes);
+      return impl.grow_to(bytes, std::max(impl.options.slab_bytes, kPage));
     });
-    const std::lock_guard lock(impl_->mutex);
-    impl_->background_result = done;
+    const MutexLock lock(impl.mutex);
+    impl.background_result = done;
+    impl.prefaulting = false;
+    impl.changed.notify_all();
   };
-  try {
-    impl_->background = std::thread(work);
-  } catch (const std::exception&) {
-    work();
+  {
+    const MutexLock lock(impl.mutex);
+    while (impl.prefaulting) impl.changed.wait(impl.mutex);
+    impl.prefaulting = true;
+    if (impl.background.joinable()) impl.background.join();  // its work is done
+    try {
+      impl.background = std::thread(work);
+      return;
+    } catch (const std::exception& error) {
+      log().warn("host memory is brought up without a thread of its own: {}", error.what());
+    }
   }
+  work();
 }
 
 Status HostArena::wait_prefault() {
-  if (impl_->background.joinable()) impl_->background.join();
-  const std::lock_guard lock(impl_->mutex);
+  const MutexLock lock(impl_->mutex);
+  while (impl_->prefaulting) impl_->changed.wait(impl_->mutex);
   return impl_->background_result;
 }
 
-// Precondition: the lock is held.
-void HostArena::give_back(std::byte* data, uint64_t size) {
-  auto slab = impl_->slabs.upper_bound(data);
-  --slab;
-  std::map<uint64_t, uint64_t>& free = slab->second.free;
-  auto range = free.emplace(static_cast<uint64_t>(data - slab->first), size).first;
-  if (const auto next = std::next(range); next != free.end() && range->first + range->second == next->first) {
-    range->second += next->second;
-    free.erase(next);
-  }
-  if (range != free.begin()) {
-    if (const auto previous = std::prev(range); previous->first + previous->second == range->first) {
-      previous->second += range->second;
-      free.erase(range);
-    }
-  }
-  impl_->used -= size;
-}
-
 uint64_t HostArena::trim(uint64_t keep_bytes) {
-  const std::lock_guard lock(impl_->mutex);
+  Impl& impl = *impl_;
   uint64_t given = 0;
-  for (auto slab = impl_->slabs.begin(); slab != impl_->slabs.end();) {
-    const auto& free = slab->second.free;
-    const bool unused = impl_->held > keep_bytes && free.size() == 1 && free.begin()->second == slab->second.size;
-    if (const uint64_t size = slab->second.size; unused && impl_->drop(slab->first, slab->second)) {
+  const MutexLock lock(impl.mutex);
+  Impl::Slabs stay;  // those that could not be given back
+  while (true) {
+    auto slab = impl.slabs.begin();
+    while (slab != impl.slabs.end() && (slab->second.stuck || !slab->second.unused())) ++slab;
+    if (slab == impl.slabs.end() || impl.held - impl.growing - impl.dropping <= keep_bytes) break;
+    // Out of reach of everybody else while it is given back.
+    auto entry = impl.slabs.extract(slab);
+    const uint64_t size = entry.mapped().size;
+    impl.dropping += size;
+    impl.mutex.unlock();
+    const bool gone = impl.drop(entry.key(), entry.mapped());
+    impl.mutex.lock();
+    impl.dropping -= size;
+    if (gone) {
+      impl.held -= size;
       given += size;
-      slab = impl_->slabs.erase(slab);
+      if (impl.options.pin_for != nullptr && !entry.mapped().pinned) impl.unpinned -= size;
     } else {
-      ++slab;
+      stay.insert(std::move(entry));
     }
+    impl.changed.notify_all();
   }
+  impl.slabs.merge(stay);
   return given;
 }
 
 HostArenaInfo HostArena::info() const {
-  const std::lock_guard lock(impl_->mutex);
+  const MutexLock lock(impl_->mutex);
   return {.budget_bytes = impl_->options.budget_bytes,
-          .held_bytes = impl_->held,
+          .held_bytes = impl_->held - impl_->growing,
           .used_bytes = impl_->used,
           .unpinned_bytes = impl_->unpinned,
           .numa_node = impl_->numa_node,
@@ -322,19 +387,21 @@ HostArenaInfo HostArena::info() const {
 
 HostArena::Span::~Span() {
   if (arena_ == nullptr) return;
-  const std::lock_guard lock(arena_->impl_->mutex);
-  arena_->give_back(data_, align_up(size_, kPage));
+  const MutexLock lock(arena_->impl_->mutex);
+  arena_->impl_->give_back(data_, align_up(size_, kPage), std::move(range_));
 }
 
 HostArena::Span::Span(Span&& other) noexcept
     : arena_(std::exchange(other.arena_, nullptr)),
       data_(std::exchange(other.data_, nullptr)),
-      size_(std::exchange(other.size_, 0)) {}
+      size_(std::exchange(other.size_, 0)),
+      range_(std::move(other.range_)) {}
 
 HostArena::Span& HostArena::Span::operator=(Span&& other) noexcept {
   std::swap(arena_, other.arena_);
   std::swap(data_, other.data_);
   std::swap(size_, other.size_);
+  std::swap(range_, other.range_);
   return *this;
 }
 

@@ -2,7 +2,8 @@
 //
 // Owner: one a process. Spans are move-only and return themselves; the arena must outlive them. Memory of returned
 // spans stays with the arena (that is what makes a second sleep cheap) until trim(). Threads: all methods are safe from
-// any thread.
+// any thread. While memory is brought up and pinned, or unpinned and given back, what is there can be had; only who
+// needs more than that waits.
 //
 // For a device that wants it, the memory is taken from the NUMA node that the device is attached to, and pinned. Where
 // that fails it is used as it is, which is slower: see HostArenaInfo. Memory that cannot be unpinned is never given
@@ -52,6 +53,8 @@ struct HostArenaInfo {
 };
 
 class HostArena {
+  using FreeRange = std::map<uint64_t, uint64_t>::node_type;
+
  public:
   class Span {
    public:
@@ -67,6 +70,7 @@ class HostArena {
     HostArena* arena_ = nullptr;
     std::byte* data_ = nullptr;
     uint64_t size_ = 0;
+    FreeRange range_;  // to be put back with: giving memory back needs none
   };
 
   static Result<std::unique_ptr<HostArena>> create(HostArenaOptions options = {});
@@ -77,8 +81,9 @@ class HostArena {
   Result<Span> allocate(uint64_t bytes);
   // Takes memory from the system and touches it now, so that at least `bytes` are held and not in use.
   Status prefault(uint64_t bytes);
-  // The same on a thread of its own, slab by slab, in the way that a short measurement finds the fastest. Who allocates
-  // meanwhile waits for a slab at most. What could not be had is told by wait_prefault(); the arena's end stops it.
+  // The same on a thread of its own, slab by slab, in the way that a short measurement finds the fastest. Who needs
+  // more than there is meanwhile waits for a slab at most. What could not be had is told by wait_prefault(); the
+  // arena's end stops it.
   void prefault_in_background(uint64_t bytes);
   Status wait_prefault();
   // The span's memory is never used again: a copy may still write into it. It counts as used for ever.
@@ -90,8 +95,6 @@ class HostArena {
  private:
   struct Impl;
   explicit HostArena(HostArenaOptions options);
-  void give_back(std::byte* data, uint64_t size);
-  Status grow_to(uint64_t bytes);
   std::unique_ptr<Impl> impl_;
 };
 

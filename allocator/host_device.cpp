@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <random>
@@ -16,6 +15,7 @@
 
 #include "base/copy.h"
 #include "base/log.h"
+#include "base/thread_annotations.h"
 #include "base/units.h"
 
 namespace torpor {
@@ -25,23 +25,36 @@ namespace {
 class HostStream {
  public:
   HostStream(bool deferred, uint64_t link_bytes_per_second)
-      : deferred_(deferred), link_bytes_per_second_(link_bytes_per_second) {
-    if (!deferred_) worker_ = std::thread([this] { run(); });
-  }
+      : deferred_(deferred), link_bytes_per_second_(link_bytes_per_second) {}
   ~HostStream() {
-    drain(enqueued());
-    if (deferred_) return;
-    {
-      const std::lock_guard lock(mutex_);
-      ending_ = true;
+    if (deferred_) {
+      (void)drain(enqueued());
+    } else if (worker_.joinable()) {
+      {
+        const MutexLock lock(mutex_);
+        ending_ = true;
+      }
+      changed_.notify_all();
+      worker_.join();  // does what is queued first
     }
-    changed_.notify_all();
-    worker_.join();
+  }
+
+  // The thread of one that is not deferred.
+  Status start() {
+    try {
+      worker_ = std::thread([this] { run(); });
+      return ok();
+    } catch (const std::exception& error) {
+      return Error{.code = Code::kResourceExhausted,
+                   .what = fmt::format("a stream of the host device needs a thread: {}", error.what()),
+                   .next_step = "raise the limit of threads, or end some",
+                   .origin = Origin::kSystem};
+    }
   }
 
   void enqueue(Direction direction, std::vector<Copy> copies) {
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       queue_.push_back({direction, std::move(copies)});
       ++enqueued_;
     }
@@ -49,18 +62,23 @@ class HostStream {
   }
 
   uint64_t enqueued() const {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return enqueued_;
   }
 
-  // Returns when the first `count` calls of this stream's life are done.
-  void drain(uint64_t count) {
-    std::unique_lock lock(mutex_);
-    if (deferred_) {
-      while (done_ < count) run_one(lock);
-    } else {
-      changed_.wait(lock, [&] { return done_ >= count; });
+  // Returns when the first `count` calls of this stream's life are done. An error: a copy threw.
+  DrainResult drain(uint64_t count) {
+    const MutexLock lock(mutex_);
+    while (done_ < count) {
+      if (deferred_ && !queue_.empty()) {
+        run_one();
+      } else {
+        changed_.wait(mutex_);
+      }
     }
+    if (!failed_) return {};
+    return {Drain::kDrainedWithError,
+            Error{.code = Code::kDevice, .what = "a copy of the host device failed", .origin = Origin::kDevice}};
   }
 
  private:
@@ -70,25 +88,25 @@ class HostStream {
   };
 
   void run() {
-    std::unique_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     while (true) {
-      changed_.wait(lock, [&] { return ending_ || !queue_.empty(); });
+      while (!ending_ && queue_.empty()) changed_.wait(mutex_);
       if (queue_.empty()) return;
-      run_one(lock);
+      run_one();
     }
   }
 
-  // Precondition: the queue is not empty, or another waiter is at work on it. Releases the lock while it copies.
-  void run_one(std::unique_lock<std::mutex>& lock) {
-    if (queue_.empty()) {
-      changed_.wait(lock);
-      return;
-    }
+  // Precondition: the queue is not empty. Gives the lock back while it copies.
+  void run_one() TORPOR_REQUIRES(mutex_) {
     const Call call = std::move(queue_.front());
     queue_.pop_front();
-    lock.unlock();
-    for (const Copy& copy : call.copies) carry_out(call.direction, copy);
-    lock.lock();
+    mutex_.unlock();
+    const Status copied = catching_no_memory([&] {
+      for (const Copy& copy : call.copies) carry_out(call.direction, copy);
+      return ok();
+    });
+    mutex_.lock();
+    failed_ = failed_ || !copied;
     ++done_;
     changed_.notify_all();
   }
@@ -112,13 +130,14 @@ class HostStream {
 
   const bool deferred_;
   const uint64_t link_bytes_per_second_;
-  mutable std::mutex mutex_;  // guards all below
-  std::condition_variable changed_;
-  std::deque<Call> queue_;
-  uint64_t enqueued_ = 0;
-  uint64_t done_ = 0;
-  bool ending_ = false;
   std::thread worker_;
+  mutable Mutex mutex_;  // not held while bytes are copied
+  CondVar changed_;
+  std::deque<Call> queue_ TORPOR_GUARDED_BY(mutex_);
+  uint64_t enqueued_ TORPOR_GUARDED_BY(mutex_) = 0;
+  uint64_t done_ TORPOR_GUARDED_BY(mutex_) = 0;
+  bool failed_ TORPOR_GUARDED_BY(mutex_) = false;
+  bool ending_ TORPOR_GUARDED_BY(mutex_) = false;
 };
 
 void* pointer(DeviceAddress address) { return reinterpret_cast<void*>(address); }  // NOLINT(performance-no-int-to-ptr)
@@ -176,39 +195,54 @@ class HostDevice final : public DeviceMemory {
   // Physical memory is a private mapping at an address of its own, where it stands when it is mapped nowhere. Mapping
   // it moves its pages (mremap), so that huge pages stay whole.
   Result<PhysicalId> do_create(uint64_t size) override {
-    TORPOR_ASSIGN(const DeviceAddress parking, do_reserve(size));
-    const std::lock_guard lock(mutex_);
+    std::map<PhysicalId, Physical> made;
+    Physical& memory = made.emplace(PhysicalId{}, Physical{.size = size}).first->second;
+    TORPOR_ASSIGN(memory.parking, do_reserve(size));
+    auto node = made.extract(made.begin());
+    const MutexLock lock(mutex_);
     const auto id = static_cast<PhysicalId>(++last_id_);
-    physical_.emplace(id, Physical{parking, size});
+    node.key() = id;
+    physical_.insert(std::move(node));
     return id;
   }
 
   Status do_release(PhysicalId id) override {
-    const std::lock_guard lock(mutex_);
-    const auto found = physical_.find(id);
-    if (found->second.mapped) {
-      found->second.released = true;
-      return ok();
+    Physical memory;
+    {
+      const MutexLock lock(mutex_);
+      Physical& found = physical_.at(id);
+      if (found.mapped) {
+        found.released = true;
+        return ok();
+      }
+      memory = found;
     }
-    TORPOR_TRY(do_free_reservation(found->second.parking, found->second.size));
-    physical_.erase(found);
+    TORPOR_TRY(do_free_reservation(memory.parking, memory.size));
+    const MutexLock lock(mutex_);
+    physical_.erase(id);
     return ok();
   }
 
   Status do_map(DeviceAddress address, PhysicalId id, uint64_t size) override {
-    const std::lock_guard lock(mutex_);
-    Physical& memory = physical_.at(id);
-    if (memory.mapped) {
-      return Error{.code = Code::kUnsupported,
-                   .what = "the device without a GPU maps physical memory in one place at a time",
-                   .next_step = "unmap it first",
-                   .origin = Origin::kDevice};
+    std::map<DeviceAddress, Mapped> made{{address, Mapped{.id = id, .size = size}}};
+    DeviceAddress parking = 0;
+    {
+      const MutexLock lock(mutex_);
+      const Physical& memory = physical_.at(id);
+      if (memory.mapped) {
+        return Error{.code = Code::kUnsupported,
+                     .what = "the device without a GPU maps physical memory in one place at a time",
+                     .next_step = "unmap it first",
+                     .origin = Origin::kDevice};
+      }
+      parking = memory.parking;
     }
-    TORPOR_TRY(move_pages(memory.parking, address, size));
+    TORPOR_TRY(move_pages(parking, address, size));
     if (options_.huge_pages) ::madvise(pointer(address), size, MADV_HUGEPAGE);  // advice only
     ::madvise(pointer(address), size, MADV_DONTDUMP);                           // prompts have no place in core files
-    memory.mapped = true;
-    mapped_.emplace(address, Mapped{id, size, PROT_NONE});
+    const MutexLock lock(mutex_);
+    physical_.at(id).mapped = true;
+    mapped_.merge(made);
     return ok();
   }
 
@@ -216,45 +250,70 @@ class HostDevice final : public DeviceMemory {
     int protection = PROT_NONE;
     if (access == Access::kRead) protection = PROT_READ;
     if (access == Access::kReadWrite) protection = PROT_READ | PROT_WRITE;
-    const std::lock_guard lock(mutex_);
     if (::mprotect(pointer(address), size, protection) != 0) {
       return device_error(errno, fmt::format("cannot set access to {} bytes at {:#x}", size, address));
     }
+    const MutexLock lock(mutex_);
     for (auto at = mapped_.find(address); at != mapped_.end() && at->first < address + size; ++at)
       at->second.protection = protection;
     return ok();
   }
 
   Status do_unmap(DeviceAddress address, uint64_t size) override {
-    const std::lock_guard lock(mutex_);
-    const auto first = mapped_.find(address);
-    auto at = first;
-    for (; at != mapped_.end() && at->first < address + size; ++at) {
-      Status moved = take_back(at->first, at->second);
-      if (moved) continue;
+    struct Piece {
+      DeviceAddress address = 0;
+      Mapped* mapping = nullptr;  // the caller alone is at work on it
+      Physical memory;
+    };
+    std::vector<Piece> pieces;
+    {
+      const MutexLock lock(mutex_);
+      for (auto at = mapped_.find(address); at != mapped_.end() && at->first < address + size; ++at)
+        pieces.push_back({at->first, &at->second, physical_.at(at->second.id)});
+    }
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      const Piece& piece = pieces[i];
+      if (piece.mapping->gone) continue;
+      Status moved = take_back(piece.address, *piece.mapping, piece.memory.parking);
+      if (moved) {
+        piece.mapping->gone = true;
+        continue;
+      }
       Error error = moved.error();
-      for (auto undone = first; undone != at; ++undone)
-        error.state_changed = !put_back(undone->first, undone->second) || error.state_changed;
+      for (size_t undone = 0; undone < i; ++undone) {
+        const bool back = put_back(pieces[undone].address, *pieces[undone].mapping, pieces[undone].memory.parking);
+        pieces[undone].mapping->gone = !back;
+        error.state_changed = error.state_changed || !back;
+      }
       return error;
     }
-    for (auto gone = first; gone != at; gone = mapped_.erase(gone)) {
-      const auto memory = physical_.find(gone->second.id);
+    for (const Piece& piece : pieces) {
+      if (!piece.memory.released) continue;
+      if (const Status freed = do_free_reservation(piece.memory.parking, piece.memory.size); !freed)
+        log().error("addresses stay reserved: {}", freed.error().to_string());
+    }
+    const MutexLock lock(mutex_);
+    for (const Piece& piece : pieces) {
+      const auto memory = physical_.find(piece.mapping->id);
       memory->second.mapped = false;
-      if (!memory->second.released) continue;
-      TORPOR_TRY(do_free_reservation(memory->second.parking, memory->second.size));
-      physical_.erase(memory);
+      if (memory->second.released) physical_.erase(memory);
+      mapped_.erase(piece.address);
     }
     return ok();
   }
 
   std::optional<uint64_t> resident_bytes() const override {
-    const std::lock_guard lock(mutex_);
     const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+    std::vector<std::pair<DeviceAddress, uint64_t>> mapped;
+    {
+      const MutexLock lock(mutex_);
+      for (const auto& [address, mapping] : mapped_) mapped.emplace_back(address, mapping.size);
+    }
     std::vector<unsigned char> present;
     uint64_t pages = 0;
-    for (const auto& [address, mapping] : mapped_) {
-      present.resize(mapping.size / page);
-      if (::mincore(pointer(address), mapping.size, present.data()) != 0) return std::nullopt;
+    for (const auto& [address, size] : mapped) {
+      present.resize(size / page);
+      if (::mincore(pointer(address), size, present.data()) != 0) return std::nullopt;
       pages += static_cast<uint64_t>(
           std::count_if(present.begin(), present.end(), [](unsigned char byte) { return (byte & 1) != 0; }));
     }
@@ -262,15 +321,17 @@ class HostDevice final : public DeviceMemory {
   }
 
   Result<StreamId> do_create_stream() override {
-    const std::lock_guard lock(mutex_);
+    auto stream = std::make_shared<HostStream>(options_.defer_copies, options_.link_bytes_per_second);
+    if (!options_.defer_copies) TORPOR_TRY(stream->start());
+    const MutexLock lock(mutex_);
     const auto id = static_cast<StreamId>(++last_id_);
-    streams_.emplace(id, std::make_shared<HostStream>(options_.defer_copies, options_.link_bytes_per_second));
+    streams_.emplace(id, std::move(stream));
     return id;
   }
 
   Status do_destroy_stream(StreamId stream) override {
     std::shared_ptr<HostStream> doomed;  // its destructor drains; not under the lock
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const auto found = streams_.find(stream);
     if (found == streams_.end()) return unknown("stream", static_cast<uint64_t>(stream));
     doomed = std::move(found->second);
@@ -295,7 +356,7 @@ class HostDevice final : public DeviceMemory {
     const std::shared_ptr<HostStream> found = stream_of(stream);
     if (found == nullptr) return unknown("stream", static_cast<uint64_t>(stream));
     const uint64_t count = found->enqueued();
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const auto id = static_cast<EventId>(++last_id_);
     events_.emplace(id, Event{found, count});
     return id;
@@ -304,7 +365,7 @@ class HostDevice final : public DeviceMemory {
   DrainResult do_wait(EventId event) override {
     Event waited;
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       const auto found = events_.find(event);
       if (found == events_.end()) {
         return {Drain::kDrainedWithError, unknown("event", static_cast<uint64_t>(event))};
@@ -312,15 +373,13 @@ class HostDevice final : public DeviceMemory {
       waited = std::move(found->second);
       events_.erase(found);
     }
-    waited.stream->drain(waited.count);
-    return {};
+    return waited.stream->drain(waited.count);
   }
 
   DrainResult do_drain(StreamId stream) override {
     const std::shared_ptr<HostStream> found = stream_of(stream);
     if (found == nullptr) return {Drain::kDrainedWithError, unknown("stream", static_cast<uint64_t>(stream))};
-    found->drain(found->enqueued());
-    return {};
+    return found->drain(found->enqueued());
   }
 
  private:
@@ -339,6 +398,7 @@ class HostDevice final : public DeviceMemory {
     PhysicalId id{};
     uint64_t size = 0;
     int protection = PROT_NONE;
+    bool gone = false;  // unmapped by a call that failed and could not map it again
   };
 
   // Both ranges stay reserved; the one that is left has no pages and no access.
@@ -349,16 +409,15 @@ class HostDevice final : public DeviceMemory {
     }
     return ok();
   }
-  // The lock is held.
-  Status take_back(DeviceAddress address, const Mapped& mapping) {
+  static Status take_back(DeviceAddress address, const Mapped& mapping, DeviceAddress parking) {
     if (::mprotect(pointer(address), mapping.size, PROT_NONE) != 0)
       return device_error(errno, fmt::format("cannot unmap {} bytes at {:#x}", mapping.size, address));
-    const Status moved = move_pages(address, physical_.at(mapping.id).parking, mapping.size);
+    const Status moved = move_pages(address, parking, mapping.size);
     if (!moved) ::mprotect(pointer(address), mapping.size, mapping.protection);
     return moved;
   }
-  bool put_back(DeviceAddress address, const Mapped& mapping) {
-    return move_pages(physical_.at(mapping.id).parking, address, mapping.size) &&
+  static bool put_back(DeviceAddress address, const Mapped& mapping, DeviceAddress parking) {
+    return move_pages(parking, address, mapping.size) &&
            ::mprotect(pointer(address), mapping.size, mapping.protection) == 0;
   }
 
@@ -369,18 +428,19 @@ class HostDevice final : public DeviceMemory {
   }
 
   std::shared_ptr<HostStream> stream_of(StreamId id) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const auto found = streams_.find(id);
     return found == streams_.end() ? nullptr : found->second;
   }
 
   const HostDeviceOptions options_;
-  mutable std::mutex mutex_;  // guards all below; taken after DeviceMemory's
-  uint64_t last_id_ = 0;
-  std::map<PhysicalId, Physical> physical_;
-  std::map<DeviceAddress, Mapped> mapped_;
-  std::map<StreamId, std::shared_ptr<HostStream>> streams_;
-  std::map<EventId, Event> events_;
+  mutable Mutex mutex_;  // never held over a system call or a copy
+  uint64_t last_id_ TORPOR_GUARDED_BY(mutex_) = 0;
+  // DeviceMemory lets one call at a time at an entry of these two.
+  std::map<PhysicalId, Physical> physical_ TORPOR_GUARDED_BY(mutex_);
+  std::map<DeviceAddress, Mapped> mapped_ TORPOR_GUARDED_BY(mutex_);
+  std::map<StreamId, std::shared_ptr<HostStream>> streams_ TORPOR_GUARDED_BY(mutex_);
+  std::map<EventId, Event> events_ TORPOR_GUARDED_BY(mutex_);
 };
 
 }  // namespace

@@ -1,7 +1,6 @@
 #include "allocator/sleep_allocator.h"
 
 #include <algorithm>
-#include <functional>
 #include <tuple>
 
 #include <fmt/format.h>
@@ -28,91 +27,127 @@ bool is_asleep(RegionState state) {
 }
 
 struct SleepAllocator::Region {
-  RegionInfo info;
+  RegionInfo info;      // `state` is guarded by the allocator's lock, the rest never changes
   uint64_t number = 0;  // in order of allocation
   struct Handle {
     PhysicalId id{};
     uint64_t offset = 0;
     uint64_t size = 0;
+    bool mapped = false;  // also where a failed call left that open
   };
-  std::vector<Handle> handles;  // created; mapped unless a call is between its two phases
-};
+  // All below belongs to the call that holds the tag. What is done is written down at once, so that it can be undone,
+  // or tried again, wherever something fails.
+  std::vector<Handle> handles;  // created and not released
+  bool broken = false;          // what failed could not be undone
 
-namespace {
-
-// What a call has done so far; unless kept, destroyed in reverse.
-class UndoList {
- public:
-  void add(std::function<Status()> step, std::function<void()> on_failure) {
-    steps_.push_back({std::move(step), std::move(on_failure)});
+  bool mapped() const {
+    return std::any_of(handles.begin(), handles.end(), [](const Handle& handle) { return handle.mapped; });
   }
-  // True if every step was undone.
-  bool undo() {
-    bool whole = true;
-    for (auto step = steps_.rbegin(); step != steps_.rend(); ++step) {
-      if (const Status done = step->undo(); !done) {
-        log().error("cannot undo: {}", done.error().to_string());
-        step->on_failure();
-        whole = false;
+
+  // Each of these changes nothing if it fails, or makes the region broken.
+  Status create(DeviceMemory& device, uint64_t handle_bytes) {
+    const Status done = catching_no_memory([&]() -> Status {
+      handles.reserve(info.reserved_bytes / handle_bytes + 1);
+      for (uint64_t offset = 0; offset < info.reserved_bytes; offset += handle_bytes) {
+        const uint64_t size = std::min(handle_bytes, info.reserved_bytes - offset);
+        TORPOR_ASSIGN(const PhysicalId id, device.create(size));
+        handles.push_back({id, offset, size});
       }
-    }
-    steps_.clear();
-    return whole;
+      return ok();
+    });
+    if (!done) (void)release(device);
+    return done;
   }
 
- private:
-  struct Step {
-    std::function<Status()> undo;
-    std::function<void()> on_failure;
-  };
-  std::vector<Step> steps_;
-};
-
-}  // namespace
-
-// The operations below need the lock and the private Region, so they live in one helper.
-struct RegionOperations {
-  using Region = SleepAllocator::Region;
-
-  static Status create(DeviceMemory& device, Region& region, uint64_t handle_bytes, UndoList& undo) {
-    undo.add(
-        [&region] {
-          region.handles.clear();
-          return ok();
-        },
-        [] {});
-    for (uint64_t offset = 0; offset < region.info.reserved_bytes; offset += handle_bytes) {
-      const uint64_t size = std::min(handle_bytes, region.info.reserved_bytes - offset);
-      TORPOR_ASSIGN(const PhysicalId id, device.create(size));
-      undo.add([&device, id] { return device.release(id); }, [&region] { region.info.state = RegionState::kBroken; });
-      region.handles.push_back({id, offset, size});
-    }
-    return ok();
+  Status map(DeviceMemory& device) {
+    const Status done = catching_no_memory([&]() -> Status {
+      for (Handle& handle : handles) {
+        TORPOR_TRY(device.map(info.address + handle.offset, handle.id));
+        handle.mapped = true;
+      }
+      return device.set_access(info.address, info.reserved_bytes, Access::kReadWrite);
+    });
+    if (!done && !unmap_each(device)) broken = true;
+    return done;
   }
 
-  static Status map(DeviceMemory& device, Region& region, UndoList& undo) {
-    for (const Region::Handle& handle : region.handles) {
-      const DeviceAddress address = region.info.address + handle.offset;
-      TORPOR_TRY(device.map(address, handle.id));
-      undo.add([&device, address, size = handle.size] { return device.unmap(address, size); },
-               [&region] { region.info.state = RegionState::kBroken; });
-    }
-    return device.set_access(region.info.address, region.info.reserved_bytes, Access::kReadWrite);
-  }
-
-  static Status unmap(DeviceMemory& device, Region& region, UndoList& undo) {
-    if (Status done = device.unmap(region.info.address, region.info.reserved_bytes); !done) {
-      if (done.error().state_changed) region.info.state = RegionState::kBroken;
+  Status unmap(DeviceMemory& device) {
+    Status done = catching_no_memory([&] { return device.unmap(info.address, info.reserved_bytes); });
+    if (!done) {
+      broken = broken || done.error().state_changed;
       return done;
     }
-    const auto map_again = [&device, &region] {
-      UndoList kept;
-      return map(device, region, kept);
-    };
-    undo.add(map_again, [&region] { region.info.state = RegionState::kBroken; });
-    return ok();
+    for (Handle& handle : handles) handle.mapped = false;
+    return done;
+  }
+
+  // What is mapped of it, in reverse; as much as the device lets go.
+  Status unmap_each(DeviceMemory& device) {
+    Status first;
+    for (auto handle = handles.rbegin(); handle != handles.rend(); ++handle) {
+      if (!handle->mapped) continue;
+      Status done = catching_no_memory([&] { return device.unmap(info.address + handle->offset, handle->size); });
+      if (done) {
+        handle->mapped = false;
+      } else if (first) {
+        first = std::move(done);
+      }
+    }
+    return first;
+  }
+
+  // As much as the device releases; the rest stays in `handles`, and the region is broken.
+  Status release(DeviceMemory& device) {
+    Status first;
+    std::erase_if(handles, [&](const Handle& handle) {
+      Status done = catching_no_memory([&] { return device.release(handle.id); });
+      if (done) return true;
+      if (first) first = std::move(done);
+      return false;
+    });
+    if (!first) broken = true;
+    return first;
   }
 };
+
+// Some tags (none named: all) for the time of one call. Others that want one of them wait.
+class SleepAllocator::Hold {
+ public:
+  Hold(SleepAllocator& allocator, Tags tags) : allocator_(allocator), tags_(std::move(tags)) {
+    Tags named = tags_;
+    const MutexLock lock(allocator_.mutex_);
+    while (allocator_.in_use(tags_)) allocator_.let_go_.wait(allocator_.mutex_);
+    if (tags_.empty()) allocator_.all_held_ = true;
+    allocator_.held_.merge(named);
+  }
+  Hold(SleepAllocator& allocator, std::span<const std::string> tags)
+      : Hold(allocator, Tags(tags.begin(), tags.end())) {}
+  ~Hold() {
+    const MutexLock lock(allocator_.mutex_);
+    if (tags_.empty()) allocator_.all_held_ = false;
+    for (const std::string& tag : tags_) allocator_.held_.erase(tag);
+    allocator_.let_go_.notify_all();
+  }
+  Hold(const Hold&) = delete;
+  Hold& operator=(const Hold&) = delete;
+
+ private:
+  SleepAllocator& allocator_;
+  const Tags tags_;
+};
+
+bool SleepAllocator::in_use(const Tags& tags) const {
+  if (all_held_ || tags.empty()) return all_held_ || !held_.empty();
+  for (const std::string& tag : tags) {
+    if (held_.contains(tag)) return true;
+  }
+  return false;
+}
+
+void SleepAllocator::settle(std::span<Region* const> regions, RegionState state) {
+  const MutexLock lock(mutex_);
+  for (Region* const region : regions) region->info.state = region->broken ? RegionState::kBroken : state;
+}
 
 SleepAllocator::SleepAllocator(DeviceMemory& device, SleepAllocatorOptions options)
     : device_(device), options_(options) {}
@@ -132,9 +167,8 @@ SleepAllocator::~SleepAllocator() {
       if (!done)
         log().error("region {}/{} was not freed: {}", region->info.tag, region->info.name, done.error().to_string());
     };
-    if (!region->handles.empty() && region->info.state != RegionState::kAttaching)
-      report(device_.unmap(region->info.address, region->info.reserved_bytes));
-    for (const Region::Handle& handle : region->handles) report(device_.release(handle.id));
+    report(region->unmap_each(device_));
+    report(region->release(device_));
     report(device_.free_reservation(region->info.address));
   }
 }
@@ -147,65 +181,87 @@ Result<DeviceAddress> SleepAllocator::allocate(std::string_view tag, std::string
                                      region_name, size_bytes),
                  .next_step = "give all three"};
   }
-  const std::lock_guard lock(mutex_);
-  if (names_.contains(std::pair(std::string(tag), std::string(region_name)))) {
-    return Error{.code = Code::kInvalidArgument,
-                 .what = fmt::format("the region {}/{} exists already", tag, region_name),
-                 .next_step = "choose another name"};
-  }
-  for (const auto& [other_address, other] : regions_) {
-    if (other->info.tag == tag && other->info.state != RegionState::kAttached) {
-      return Error{.code = Code::kFailedPrecondition,
-                   .what = fmt::format("the tag {} is {}", tag, name(other->info.state)),
-                   .next_step = "wake it before allocating in it"};
+  const Hold hold(*this, Tags{std::string(tag)});
+  {
+    const MutexLock lock(mutex_);
+    if (names_.contains(std::pair(std::string(tag), std::string(region_name)))) {
+      return Error{.code = Code::kInvalidArgument,
+                   .what = fmt::format("the region {}/{} exists already", tag, region_name),
+                   .next_step = "choose another name"};
+    }
+    for (const auto& [other_address, other] : regions_) {
+      if (other->info.tag == tag && other->info.state != RegionState::kAttached) {
+        return Error{.code = Code::kFailedPrecondition,
+                     .what = fmt::format("the tag {} is {}", tag, name(other->info.state)),
+                     .next_step = "wake it before allocating in it"};
+      }
     }
   }
-  auto region = std::make_unique<Region>();
+  // All that is written down is made before the device is asked.
+  std::set<std::pair<std::string, std::string>> fresh_name{{std::string(tag), std::string(region_name)}};
+  std::map<DeviceAddress, std::unique_ptr<Region>> fresh;
+  Region& region = *fresh.emplace(0, std::make_unique<Region>()).first->second;
   const uint64_t reserved = align_up(size_bytes, device_.granularity());
+  region.info = {std::string(tag), std::string(region_name), 0, size_bytes, reserved, RegionState::kAttached};
   TORPOR_ASSIGN(const DeviceAddress address, device_.reserve(reserved));
-  region->info = {std::string(tag), std::string(region_name), address, size_bytes, reserved, RegionState::kAttached};
-  UndoList undo;
-  undo.add([&] { return device_.free_reservation(address); }, [] {});
-  Status made = RegionOperations::create(device_, *region, options_.handle_bytes, undo);
-  if (made) made = RegionOperations::map(device_, *region, undo);
+  region.info.address = address;
+  Status made = region.create(device_, options_.handle_bytes);
+  if (made && !(made = region.map(device_))) (void)region.release(device_);
   if (!made) {
     Error error = std::move(made).error();
-    error.state_changed = !undo.undo();
+    const Status undone = catching_no_memory([&] { return device_.free_reservation(address); });
+    error.state_changed = region.broken || !undone;
+    if (error.state_changed)
+      log().error("memory of the region {}/{}, which was not made, stays with the device", tag, region_name);
     return error.within(fmt::format("region {}/{}", tag, region_name));
   }
-  names_.emplace(tag, region_name);
-  region->number = ++last_number_;
-  regions_.emplace(address, std::move(region));
+  auto node = fresh.extract(fresh.begin());
+  node.key() = address;
+  const MutexLock lock(mutex_);
+  names_.merge(fresh_name);
+  region.number = ++last_number_;
+  regions_.insert(std::move(node));
   return address;
 }
 
 Status SleepAllocator::free(DeviceAddress address) {
-  const std::lock_guard lock(mutex_);
-  const auto found = regions_.find(address);
-  if (found == regions_.end()) {
+  const std::optional<RegionInfo> wanted = region_at(address);
+  const auto unknown = [&] {
     return Error{.code = Code::kNotFound,
                  .what = fmt::format("no region begins at {:#x}", address),
                  .next_step = "free what allocate() returned"};
+  };
+  if (!wanted) return unknown();
+  const Hold hold(*this, Tags{wanted->tag});
+  Region* region = nullptr;
+  RegionState state{};
+  {
+    const MutexLock lock(mutex_);
+    const auto found = regions_.find(address);
+    if (found == regions_.end() || found->second->info.tag != wanted->tag) return unknown();
+    region = found->second.get();
+    state = region->info.state;
   }
-  Region& region = *found->second;
-  const RegionState state = region.info.state;
   if (state == RegionState::kSaving || state == RegionState::kAttaching || state == RegionState::kRestoring) {
     return Error{.code = Code::kFailedPrecondition,
-                 .what = fmt::format("the region {}/{} is {}", region.info.tag, region.info.name, name(state)),
+                 .what = fmt::format("the region {}/{} is {}", region->info.tag, region->info.name, name(state)),
                  .next_step = "wait for the operation to end"};
   }
   TORPOR_TRY(device_.synchronize());
-  if (!region.handles.empty() && state != RegionState::kBroken) {
-    TORPOR_TRY(device_.unmap(region.info.address, region.info.reserved_bytes));
+  if (region->mapped() && !region->broken) {
+    if (Status done = region->unmap(device_); !done) {
+      settle({&region, 1}, state);
+      return done;
+    }
   }
-  region.info.state = RegionState::kBroken;  // until it is gone: what fails now, free() may try again
-  while (!region.handles.empty()) {
-    TORPOR_TRY(device_.release(region.handles.back().id));
-    region.handles.pop_back();
-  }
-  TORPOR_TRY(device_.free_reservation(region.info.address));
-  names_.erase({region.info.tag, region.info.name});
-  regions_.erase(found);
+  region->broken = true;  // until it is gone: what fails now, free() may try again
+  settle({&region, 1}, state);
+  TORPOR_TRY(region->unmap_each(device_));
+  TORPOR_TRY(region->release(device_));
+  TORPOR_TRY(device_.free_reservation(address));
+  const MutexLock lock(mutex_);
+  names_.erase({region->info.tag, region->info.name});
+  regions_.erase(address);
   return ok();
 }
 
@@ -226,154 +282,175 @@ Error wrong_state(const RegionInfo& region, std::string_view wanted) {
 
 }  // namespace
 
-// Selects the regions of `tags`, all of which must be in one of `allowed`.
-struct RegionSelection {
-  static Result<std::vector<SleepAllocator::Region*>> select(
-      const std::map<DeviceAddress, std::unique_ptr<SleepAllocator::Region>>& regions,
-      std::span<const std::string> tags, std::initializer_list<RegionState> allowed) {
-    std::vector<SleepAllocator::Region*> selected;
-    for (const std::string& tag : tags) {
-      const bool known =
-          std::any_of(regions.begin(), regions.end(), [&](const auto& entry) { return entry.second->info.tag == tag; });
-      if (!known) {
-        return Error{.code = Code::kNotFound,
-                     .what = fmt::format("there is no tag \"{}\"", tag),
-                     .next_step = "see state() for the tags"};
-      }
+Result<std::vector<SleepAllocator::Region*>> SleepAllocator::select(std::span<const std::string> tags,
+                                                                    std::initializer_list<RegionState> allowed) const {
+  const MutexLock lock(mutex_);
+  std::vector<Region*> selected;
+  for (const std::string& tag : tags) {
+    const bool known =
+        std::any_of(regions_.begin(), regions_.end(), [&](const auto& entry) { return entry.second->info.tag == tag; });
+    if (!known) {
+      return Error{.code = Code::kNotFound,
+                   .what = fmt::format("there is no tag \"{}\"", tag),
+                   .next_step = "see state() for the tags"};
     }
-    for (const auto& [address, region] : regions) {
-      if (!tags.empty() && std::find(tags.begin(), tags.end(), region->info.tag) == tags.end()) continue;
-      if (std::find(allowed.begin(), allowed.end(), region->info.state) == allowed.end()) {
-        return wrong_state(region->info, name(*allowed.begin()));
-      }
-      selected.push_back(region.get());
-    }
-    return selected;
   }
-};
+  for (const auto& [address, region] : regions_) {
+    if (!tags.empty() && std::find(tags.begin(), tags.end(), region->info.tag) == tags.end()) continue;
+    if (std::find(allowed.begin(), allowed.end(), region->info.state) == allowed.end()) {
+      return wrong_state(region->info, name(*allowed.begin()));
+    }
+    selected.push_back(region.get());
+  }
+  return selected;
+}
 
 Status SleepAllocator::begin_save(std::span<const std::string> tags) {
-  const std::lock_guard lock(mutex_);
-  TORPOR_ASSIGN(const std::vector<Region*> selected, RegionSelection::select(regions_, tags, {RegionState::kAttached}));
+  const Hold hold(*this, tags);
+  TORPOR_ASSIGN(const std::vector<Region*> selected, select(tags, {RegionState::kAttached}));
   TORPOR_TRY(device_.synchronize());  // what is saved is what the owner's work has written
-  for (Region* region : selected) region->info.state = RegionState::kSaving;
+  settle(selected, RegionState::kSaving);
   return ok();
 }
 
 Status SleepAllocator::cancel_save(std::span<const std::string> tags) {
-  const std::lock_guard lock(mutex_);
-  TORPOR_ASSIGN(const std::vector<Region*> selected, RegionSelection::select(regions_, tags, {RegionState::kSaving}));
-  for (Region* region : selected) region->info.state = RegionState::kAttached;
+  const Hold hold(*this, tags);
+  TORPOR_ASSIGN(const std::vector<Region*> selected, select(tags, {RegionState::kSaving}));
+  settle(selected, RegionState::kAttached);
   return ok();
 }
 
 Status SleepAllocator::detach(std::span<const std::string> tags) {
-  const std::lock_guard lock(mutex_);
-  TORPOR_ASSIGN(const std::vector<Region*> selected,
-                RegionSelection::select(regions_, tags, {RegionState::kAttached, RegionState::kSaving}));
+  const Hold hold(*this, tags);
+  TORPOR_ASSIGN(const std::vector<Region*> selected, select(tags, {RegionState::kAttached, RegionState::kSaving}));
   return take_memory(selected);
 }
 
 Status SleepAllocator::take_memory(const std::vector<Region*>& selected) {
+  std::vector<Region*> unmapped;
+  unmapped.reserve(selected.size());
   TORPOR_TRY(device_.synchronize());
-  UndoList undo;
-  for (Region* region : selected) {
-    if (region->info.state == RegionState::kAttaching) continue;  // mapped nowhere
-    if (Status done = RegionOperations::unmap(device_, *region, undo); !done) {
-      Error error = std::move(done).error();
-      error.state_changed = !undo.undo() || error.state_changed;
-      return error.within(fmt::format("detaching {}/{}", region->info.tag, region->info.name));
+  for (Region* const region : selected) {
+    if (!region->mapped()) continue;  // attaching
+    Status done = region->unmap(device_);
+    if (done) {
+      unmapped.push_back(region);
+      continue;
     }
-  }
-  // From here on content goes. A handle that will not be released makes its region broken, the others are detached.
-  std::string broken;
-  Error first;
-  for (Region* region : selected) {
-    region->info.state = RegionState::kDetached;
-    for (const Region::Handle& handle : region->handles) {
-      if (Status done = device_.release(handle.id); !done) {
-        if (broken.empty()) first = std::move(done).error();
-        broken += fmt::format("{}{}/{}", broken.empty() ? "" : ", ", region->info.tag, region->info.name);
-        region->info.state = RegionState::kBroken;
-        break;
+    bool changed = region->broken;
+    for (auto undone = unmapped.rbegin(); undone != unmapped.rend(); ++undone) {
+      const Status back = (*undone)->map(device_);
+      if (back) continue;
+      (*undone)->broken = changed = true;
+      log().error("cannot undo: {}", back.error().to_string());
+    }
+    {
+      const MutexLock lock(mutex_);
+      for (Region* const each : selected) {
+        if (each->broken) each->info.state = RegionState::kBroken;
       }
     }
-    if (region->info.state == RegionState::kDetached) region->handles.clear();
+    Error error = std::move(done).error();
+    error.state_changed = changed;
+    return error.within(fmt::format("detaching {}/{}", region->info.tag, region->info.name));
   }
-  if (!broken.empty()) {
-    first.state_changed = true;
-    first.next_step = "end this process; what was saved can be woken in a new one";
-    return first.within(fmt::format("memory was not released, now broken: {}", broken));
+  // From here on content goes. A handle that will not be released makes its region broken, the others are detached.
+  Status first;
+  for (Region* const region : selected) {
+    Status released = region->release(device_);
+    if (!released && first) first = std::move(released);
   }
-  return ok();
+  settle(selected, RegionState::kDetached);
+  if (first) return ok();
+  std::string broken;
+  for (const Region* region : selected) {
+    if (region->broken)
+      broken += fmt::format("{}{}/{}", broken.empty() ? "" : ", ", region->info.tag, region->info.name);
+  }
+  Error error = std::move(first).error();
+  error.state_changed = true;
+  error.next_step = "end this process; what was saved can be woken in a new one";
+  return error.within(fmt::format("memory was not released, now broken: {}", broken));
 }
 
 Status SleepAllocator::begin_attach(std::span<const std::string> tags) {
-  const std::lock_guard lock(mutex_);
+  const Hold hold(*this, tags);
   TORPOR_ASSIGN(std::vector<Region*> selected,
-                RegionSelection::select(regions_, tags,
-                                        {RegionState::kDetached, RegionState::kAttaching, RegionState::kRestoring}));
-  // The others: an earlier cancel_restore() could not take the memory away again. It is still there, without content.
-  std::erase_if(selected, [](const Region* region) { return region->info.state != RegionState::kDetached; });
-  UndoList undo;
-  for (Region* region : selected) {
-    if (Status done = RegionOperations::create(device_, *region, options_.handle_bytes, undo); !done) {
-      uint64_t missing = 0;
-      for (const Region* other : selected) missing += other->info.reserved_bytes;
-      Error error = std::move(done).error();
-      error.state_changed = !undo.undo();
-      return error.within(fmt::format("{} bytes of device memory are needed to wake; region {}/{}", missing,
-                                      region->info.tag, region->info.name));
-    }
+                select(tags, {RegionState::kDetached, RegionState::kAttaching, RegionState::kRestoring}));
+  {  // The others: an earlier cancel_restore() could not take the memory away again. It is still there, without
+     // content.
+    const MutexLock lock(mutex_);
+    std::erase_if(selected, [](const Region* region) { return region->info.state != RegionState::kDetached; });
   }
-  for (Region* region : selected) region->info.state = RegionState::kAttaching;
+  for (size_t made = 0; made < selected.size(); ++made) {
+    Status done = selected[made]->create(device_, options_.handle_bytes);
+    if (done) continue;
+    for (size_t undone = made; undone-- > 0;) (void)selected[undone]->release(device_);
+    settle(selected, RegionState::kDetached);
+    uint64_t missing = 0;
+    bool changed = false;
+    for (const Region* region : selected) {
+      missing += region->info.reserved_bytes;
+      changed = changed || region->broken;
+    }
+    Error error = std::move(done).error();
+    error.state_changed = changed;
+    return error.within(fmt::format("{} bytes of device memory are needed to wake; region {}/{}", missing,
+                                    selected[made]->info.tag, selected[made]->info.name));
+  }
+  settle(selected, RegionState::kAttaching);
   return ok();
 }
 
 Status SleepAllocator::attach_region(DeviceAddress address) {
-  const std::lock_guard lock(mutex_);
-  const auto found = regions_.find(address);
-  if (found == regions_.end()) {
+  const std::optional<RegionInfo> wanted = region_at(address);
+  const auto unknown = [&] {
     return Error{.code = Code::kNotFound,
                  .what = fmt::format("no region begins at {:#x}", address),
                  .next_step = "attach what allocate() returned"};
+  };
+  if (!wanted) return unknown();
+  const Hold hold(*this, Tags{wanted->tag});
+  Region* region = nullptr;
+  {
+    const MutexLock lock(mutex_);
+    const auto found = regions_.find(address);
+    if (found == regions_.end() || found->second->info.tag != wanted->tag) return unknown();
+    region = found->second.get();
+    if (region->info.state == RegionState::kRestoring) return ok();
+    if (region->info.state != RegionState::kAttaching) return wrong_state(region->info, name(RegionState::kAttaching));
   }
-  Region& region = *found->second;
-  if (region.info.state == RegionState::kRestoring) return ok();
-  if (region.info.state != RegionState::kAttaching) return wrong_state(region.info, name(RegionState::kAttaching));
-  UndoList undo;
-  if (Status done = RegionOperations::map(device_, region, undo); !done) {
+  if (Status done = region->map(device_); !done) {
+    settle({&region, 1}, RegionState::kAttaching);
     Error error = std::move(done).error();
-    error.state_changed = !undo.undo();
-    return error.within(fmt::format("attaching {}/{}", region.info.tag, region.info.name));
+    error.state_changed = region->broken;
+    return error.within(fmt::format("attaching {}/{}", region->info.tag, region->info.name));
   }
-  region.info.state = RegionState::kRestoring;
+  settle({&region, 1}, RegionState::kRestoring);
   return ok();
 }
 
 Status SleepAllocator::finish_restore(std::span<const std::string> tags) {
-  const std::lock_guard lock(mutex_);
-  TORPOR_ASSIGN(const std::vector<Region*> selected,
-                RegionSelection::select(regions_, tags, {RegionState::kRestoring}));
-  for (Region* region : selected) region->info.state = RegionState::kAttached;
+  const Hold hold(*this, tags);
+  TORPOR_ASSIGN(const std::vector<Region*> selected, select(tags, {RegionState::kRestoring}));
+  settle(selected, RegionState::kAttached);
   return ok();
 }
 
 Status SleepAllocator::cancel_restore(std::span<const std::string> tags) {
-  const std::lock_guard lock(mutex_);
-  TORPOR_ASSIGN(const std::vector<Region*> selected,
-                RegionSelection::select(regions_, tags, {RegionState::kRestoring, RegionState::kAttaching}));
+  const Hold hold(*this, tags);
+  TORPOR_ASSIGN(const std::vector<Region*> selected, select(tags, {RegionState::kRestoring, RegionState::kAttaching}));
   return take_memory(selected);
 }
 
 std::optional<RegionInfo> SleepAllocator::region_at(DeviceAddress address) const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = regions_.find(address);
   return found == regions_.end() ? std::nullopt : std::optional(found->second->info);
 }
 
 std::vector<RegionInfo> SleepAllocator::regions() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   std::vector<const Region*> sorted;
   for (const auto& [address, region] : regions_) sorted.push_back(region.get());
   std::sort(sorted.begin(), sorted.end(), [](const Region* a, const Region* b) {

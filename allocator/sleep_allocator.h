@@ -6,16 +6,17 @@
 // finish_restore(), the owner (engine/rank_memory.h) copies through offload.
 //
 // Each call is all or nothing over all regions of all its tags: on failure it undoes exactly what it did, in reverse.
-// What cannot be undone makes its region kBroken; broken tags are refused afterwards, by name.
+// What cannot be undone makes its region kBroken; broken tags are refused afterwards, by name. What is still mapped or
+// not released of a broken region is known exactly: free() may be tried again.
 //
-// Ownership: regions belong to the allocator; callers hold addresses. Threads: all methods are safe from any thread;
-// lock order: mutex_, then the device's.
+// Ownership: regions belong to the allocator; callers hold addresses. Threads: all methods are safe from any thread. A
+// call that changes something has its tags to itself until it ends, others that want one of them wait; those that only
+// look never wait. No lock is held while the device works.
 #pragma once
 
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <set>
 #include <span>
@@ -25,6 +26,7 @@
 #include <vector>
 
 #include "allocator/device_memory.h"
+#include "base/thread_annotations.h"
 
 namespace torpor {
 
@@ -54,7 +56,8 @@ class SleepAllocator {
   // A new zeroed region, attached. kInvalidArgument: empty tag or name, size 0, name taken in this tag.
   // kFailedPrecondition: the tag is not attached. kResourceExhausted: no room.
   Result<DeviceAddress> allocate(std::string_view tag, std::string_view name, uint64_t size_bytes);
-  Status free(DeviceAddress address);  // in any state but kSaving, kAttaching and kRestoring
+  // In any state but kSaving, kAttaching and kRestoring. After a failure the rest may be freed by another call.
+  Status free(DeviceAddress address);
 
   // `tags` empty: all tags that exist. An unknown tag is kNotFound.
   Status begin_save(std::span<const std::string> tags);   // attached -> saving
@@ -80,18 +83,26 @@ class SleepAllocator {
 
  private:
   struct Region;
-  Status take_memory(const std::vector<Region*>& selected);  // the lock is held
-  friend struct RegionOperations;
-  friend struct RegionSelection;
+  class Hold;
+  using Tags = std::set<std::string>;
   explicit SleepAllocator(DeviceMemory& device, SleepAllocatorOptions options);
+  // Selects the regions of `tags` (empty: all), all of which must be in one of `allowed`.
+  Result<std::vector<Region*>> select(std::span<const std::string> tags,
+                                      std::initializer_list<RegionState> allowed) const;
+  // The caller holds the tags of `selected`.
+  Status take_memory(const std::vector<Region*>& selected);
+  void settle(std::span<Region* const> regions, RegionState state);  // broken ones are broken
+  bool in_use(const Tags& tags) const TORPOR_REQUIRES(mutex_);
 
   DeviceMemory& device_;
   const SleepAllocatorOptions options_;
-  mutable std::mutex mutex_;
-  // Guarded by mutex_.
-  std::map<DeviceAddress, std::unique_ptr<Region>> regions_;
-  std::set<std::pair<std::string, std::string>> names_;  // tag and name of each
-  uint64_t last_number_ = 0;
+  mutable Mutex mutex_;                  // never held while the device works
+  CondVar let_go_;                       // a call has ended
+  Tags held_ TORPOR_GUARDED_BY(mutex_);  // by calls that are at work
+  bool all_held_ TORPOR_GUARDED_BY(mutex_) = false;
+  std::map<DeviceAddress, std::unique_ptr<Region>> regions_ TORPOR_GUARDED_BY(mutex_);
+  std::set<std::pair<std::string, std::string>> names_ TORPOR_GUARDED_BY(mutex_);  // tag and name of each
+  uint64_t last_number_ TORPOR_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace torpor

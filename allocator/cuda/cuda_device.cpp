@@ -2,7 +2,6 @@
 
 #include <atomic>
 #include <map>
-#include <mutex>
 #include <optional>
 
 #include <fmt/format.h>
@@ -10,6 +9,7 @@
 #include "allocator/cuda/driver.h"
 #include "allocator/cuda/gather.h"
 #include "base/log.h"
+#include "base/thread_annotations.h"
 #include "base/units.h"
 
 namespace torpor {
@@ -189,18 +189,22 @@ class CudaDevice final : public DeviceMemory {
 
   Result<PhysicalId> do_create(uint64_t size) override {
     TORPOR_CUDA_CURRENT();
-    CUmemGenericAllocationHandle handle = 0;
-    TORPOR_CUDA_TRY(driver_.cuMemCreate(&handle, size, &properties_, 0), "creating {} bytes on {}", size, kind_);
+    std::map<PhysicalId, Handle> made;
     const auto id = static_cast<PhysicalId>(++last_id_);
-    handles_.emplace(id, Handle{handle});
+    Handle& handle = made[id];
+    TORPOR_CUDA_TRY(driver_.cuMemCreate(&handle.handle, size, &properties_, 0), "creating {} bytes on {}", size, kind_);
+    const MutexLock lock(mutex_);
+    handles_.merge(made);
     return id;
   }
 
   Status do_release(PhysicalId id) override {
     TORPOR_CUDA_CURRENT();
+    const Handle handle = handle_of(id);
+    TORPOR_CUDA_TRY(twice([&] { return driver_.cuMemRelease(handle.handle); }), "releasing physical memory of {}",
+                    kind_);
+    const MutexLock lock(mutex_);
     const auto found = handles_.find(id);
-    TORPOR_CUDA_TRY(twice([&] { return driver_.cuMemRelease(found->second.handle); }),
-                    "releasing physical memory of {}", kind_);
     found->second.released = true;
     if (found->second.mappings == 0) handles_.erase(found);
     return ok();
@@ -208,11 +212,12 @@ class CudaDevice final : public DeviceMemory {
 
   Status do_map(DeviceAddress address, PhysicalId id, uint64_t size) override {
     TORPOR_CUDA_CURRENT();
-    Handle& handle = handles_.at(id);
-    TORPOR_CUDA_TRY(driver_.cuMemMap(address, size, 0, handle.handle, 0), "mapping {} bytes at {:#x} on {}", size,
-                    address, kind_);
-    mapped_.emplace(address, Mapped{id, size, Access::kNone});
-    ++handle.mappings;
+    std::map<DeviceAddress, Mapped> made{{address, Mapped{.id = id, .size = size}}};
+    TORPOR_CUDA_TRY(driver_.cuMemMap(address, size, 0, handle_of(id).handle, 0), "mapping {} bytes at {:#x} on {}",
+                    size, address, kind_);
+    const MutexLock lock(mutex_);
+    mapped_.merge(made);
+    ++handles_.at(id).mappings;
     return ok();
   }
 
@@ -221,11 +226,12 @@ class CudaDevice final : public DeviceMemory {
     TORPOR_TRY(grant(address, size, access));
     if (access == Access::kReadWrite) {
       if (Status zeroed = zero_fresh(address, size); !zeroed) {
-        if (!zeroing_unproven_)
+        if (zeroing_unproven_ == 0)
           (void)grant(address, size, Access::kNone);  // whoever goes on regardless finds no access
         return zeroed;
       }
     }
+    const MutexLock lock(mutex_);
     for (auto at = mapped_.find(address); at != mapped_.end() && at->first < address + size; ++at)
       at->second.access = access;
     return ok();
@@ -234,42 +240,52 @@ class CudaDevice final : public DeviceMemory {
   // Each mapping by itself: the driver promises no more.
   Status do_unmap(DeviceAddress address, uint64_t size) override {
     TORPOR_CUDA_CURRENT();
-    if (zeroing_unproven_) {
+    if (uint64_t unproven = zeroing_unproven_; unproven != 0) {
       if (const DrainResult drained = empty(zeroing_); drained.drain != Drain::kCompleted)
         return drained.error.within("zeroing may still run");
-      zeroing_unproven_ = false;
+      zeroing_unproven_.compare_exchange_strong(unproven, 0);  // what became unproven meanwhile stays so
     }
-    const auto first = mapped_.find(address);
-    auto at = first;
-    for (; at != mapped_.end() && at->first < address + size; ++at) {
-      const CUresult result = twice([&] { return driver_.cuMemUnmap(at->first, at->second.size); });
-      if (result == CUDA_SUCCESS) continue;
-      Error error = cuda_error(driver_, result,
-                               fmt::format("unmapping {} bytes at {:#x} on {}", at->second.size, at->first, kind_));
-      for (auto undone = first; undone != at; ++undone) {
-        const Mapped& was = undone->second;
-        const Handle& handle = handles_.at(was.id);
-        const bool back = !handle.released &&
-                          driver_.cuMemMap(undone->first, was.size, 0, handle.handle, 0) == CUDA_SUCCESS &&
-                          grant(undone->first, was.size, was.access);
-        error.state_changed = error.state_changed || !back;
-      }
+    std::vector<std::pair<DeviceAddress, Mapped*>> mappings;  // the caller alone is at work on them
+    {
+      const MutexLock lock(mutex_);
+      for (auto at = mapped_.find(address); at != mapped_.end() && at->first < address + size; ++at)
+        mappings.emplace_back(at->first, &at->second);
+    }
+    size_t done = 0;
+    CUresult failed = CUDA_SUCCESS;
+    for (; done < mappings.size(); ++done) {
+      const auto& [at, mapping] = mappings[done];
+      if (mapping->gone) continue;
+      failed = twice([&, at = at, bytes = mapping->size] { return driver_.cuMemUnmap(at, bytes); });
+      if (failed != CUDA_SUCCESS) break;
+      mapping->gone = true;
+    }
+    if (done < mappings.size()) {
+      bool whole = true;
+      for (size_t i = 0; i < done; ++i) whole = put_back(mappings[i].first, *mappings[i].second) && whole;
+      const auto& [at, mapping] = mappings[done];
+      Error error =
+          cuda_error(driver_, failed, fmt::format("unmapping {} bytes at {:#x} on {}", mapping->size, at, kind_));
+      error.state_changed = !whole;
       return error;
     }
-    for (auto gone = first; gone != at; gone = mapped_.erase(gone)) {
-      const auto handle = handles_.find(gone->second.id);
+    const MutexLock lock(mutex_);
+    for (const auto& [at, mapping] : mappings) {
+      const auto handle = handles_.find(mapping->id);
       if (--handle->second.mappings == 0 && handle->second.released) handles_.erase(handle);
+      mapped_.erase(at);
     }
     return ok();
   }
 
   Result<StreamId> do_create_stream() override {
     TORPOR_CUDA_CURRENT();
-    CUstream stream = nullptr;
-    TORPOR_CUDA_TRY(driver_.cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING), "creating a stream on {}", kind_);
-    const std::lock_guard lock(mutex_);
+    std::map<StreamId, CUstream> made;
     const auto id = static_cast<StreamId>(++last_id_);
-    streams_.emplace(id, stream);
+    CUstream& stream = made[id];
+    TORPOR_CUDA_TRY(driver_.cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING), "creating a stream on {}", kind_);
+    const MutexLock lock(mutex_);
+    streams_.merge(made);
     return id;
   }
 
@@ -278,7 +294,7 @@ class CudaDevice final : public DeviceMemory {
     const CUstream stream = stream_of(id);
     if (stream == nullptr) return unknown("stream", static_cast<uint64_t>(id));
     TORPOR_CUDA_TRY(end(stream), "ending a stream of {}", kind_);
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     streams_.erase(id);
     return ok();
   }
@@ -303,23 +319,25 @@ class CudaDevice final : public DeviceMemory {
     TORPOR_CUDA_CURRENT();
     const CUstream stream = stream_of(id);
     if (stream == nullptr) return unknown("stream", static_cast<uint64_t>(id));
-    CUevent event = nullptr;
+    std::map<EventId, Event> made;
+    const auto event_id = static_cast<EventId>(++last_id_);
+    CUevent& event = made[event_id].event;
+    made[event_id].stream = stream;
     TORPOR_CUDA_TRY(driver_.cuEventCreate(&event, CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING),
                     "creating an event on {}", kind_);
     if (const CUresult result = driver_.cuEventRecord(event, stream); result != CUDA_SUCCESS) {
       discard(event);
       return cuda_error(driver_, result, fmt::format("recording an event on {}", kind_));
     }
-    const std::lock_guard lock(mutex_);
-    const auto event_id = static_cast<EventId>(++last_id_);
-    events_.emplace(event_id, Event{event, stream});
+    const MutexLock lock(mutex_);
+    events_.merge(made);
     return event_id;
   }
 
   DrainResult do_wait(EventId id) override {
     Event waited;
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       const auto found = events_.find(id);
       if (found == events_.end()) return {Drain::kDrainedWithError, unknown("event", static_cast<uint64_t>(id))};
       waited = found->second;
@@ -354,11 +372,12 @@ class CudaDevice final : public DeviceMemory {
     TORPOR_CUDA_CURRENT();
     for (uint64_t at = 0; at < host.size(); at += pin_step_bytes_) {
       const uint64_t bytes = std::min<uint64_t>(pin_step_bytes_, host.size() - at);
+      std::map<std::byte*, uint64_t> made{{host.data() + at, bytes}};
       const CUresult result = driver_.cuMemHostRegister(host.data() + at, bytes,
                                                         CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
       if (result == CUDA_SUCCESS) {
-        const std::lock_guard lock(mutex_);
-        pinned_.emplace(host.data() + at, bytes);
+        const MutexLock lock(mutex_);
+        pinned_.merge(made);
         continue;
       }
       Error error = cuda_error(driver_, result, fmt::format("pinning {} bytes of host memory", bytes));
@@ -384,11 +403,25 @@ class CudaDevice final : public DeviceMemory {
     PhysicalId id{};
     uint64_t size = 0;
     Access access = Access::kNone;
+    bool gone = false;  // unmapped by a call that failed and could not map it again
   };
   struct Event {
     CUevent event = nullptr;
     CUstream stream = nullptr;
   };
+
+  Handle handle_of(PhysicalId id) {
+    const MutexLock lock(mutex_);
+    return handles_.at(id);
+  }
+
+  // Maps memory again that this call, or one before, unmapped. False: it is as good as gone.
+  bool put_back(DeviceAddress address, Mapped& mapping) {
+    const Handle handle = handle_of(mapping.id);
+    if (handle.released || driver_.cuMemMap(address, mapping.size, 0, handle.handle, 0) != CUDA_SUCCESS) return false;
+    mapping.gone = false;
+    return grant(address, mapping.size, mapping.access).has_value();
+  }
 
   // Whether a stream is proven to be empty now.
   DrainResult empty(CUstream stream) {
@@ -403,7 +436,7 @@ class CudaDevice final : public DeviceMemory {
   void discard(CUevent event) {
     const CUresult result = twice([&] { return driver_.cuEventDestroy(event); });
     if (result == CUDA_SUCCESS || is_sticky(result)) return;
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     leftover_events_.push_back(event);
   }
 
@@ -425,21 +458,23 @@ class CudaDevice final : public DeviceMemory {
   }
 
   Status zero_fresh(DeviceAddress address, uint64_t size) {
-    bool any = false;
     const auto proven = [this](CUresult result) -> Status {
       if (result == CUDA_SUCCESS) return ok();
-      zeroing_unproven_ = empty(zeroing_).drain != Drain::kCompleted;
+      if (empty(zeroing_).drain != Drain::kCompleted) zeroing_unproven_ = ++last_id_;
       return cuda_error(driver_, result, fmt::format("zeroing memory of {}", kind_));
     };
-    for (auto at = mapped_.find(address); at != mapped_.end() && at->first < address + size; ++at) {
-      if (!handles_.at(at->second.id).fresh) continue;
-      any = true;
-      TORPOR_TRY(proven(driver_.cuMemsetD8Async(at->first, 0, at->second.size, zeroing_)));
+    std::vector<std::pair<DeviceAddress, Mapped>> fresh;
+    {
+      const MutexLock lock(mutex_);
+      for (auto at = mapped_.find(address); at != mapped_.end() && at->first < address + size; ++at) {
+        if (handles_.at(at->second.id).fresh) fresh.emplace_back(*at);
+      }
     }
-    if (!any) return ok();
+    if (fresh.empty()) return ok();
+    for (const auto& [at, mapping] : fresh) TORPOR_TRY(proven(driver_.cuMemsetD8Async(at, 0, mapping.size, zeroing_)));
     TORPOR_TRY(proven(driver_.cuStreamSynchronize(zeroing_)));
-    for (auto at = mapped_.find(address); at != mapped_.end() && at->first < address + size; ++at)
-      handles_.at(at->second.id).fresh = false;
+    const MutexLock lock(mutex_);
+    for (const auto& [at, mapping] : fresh) handles_.at(mapping.id).fresh = false;
     return ok();
   }
 
@@ -494,7 +529,7 @@ class CudaDevice final : public DeviceMemory {
   std::vector<Copy> divided(std::span<const Copy> copies) {
     std::vector<Copy> pieces;
     pieces.reserve(copies.size());
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     for (Copy rest : copies) {
       while (rest.bytes > 0) {
         const auto next = pinned_.upper_bound(rest.host);
@@ -517,7 +552,7 @@ class CudaDevice final : public DeviceMemory {
   bool gathers(std::span<const Copy> copies) {
     if (module_ == nullptr || copies.size() < 2) return false;
     uint64_t bytes = 0;
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     for (const Copy& copy : copies) {
       bytes += copy.bytes;
       auto pinned = pinned_.upper_bound(copy.host);
@@ -549,7 +584,7 @@ class CudaDevice final : public DeviceMemory {
     Status first;
     std::vector<std::byte*> registered;
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       for (auto at = pinned_.lower_bound(host.data()); at != pinned_.end() && at->first < host.data() + host.size();
            ++at)
         registered.push_back(at->first);
@@ -557,7 +592,7 @@ class CudaDevice final : public DeviceMemory {
     for (std::byte* const base : registered) {
       const CUresult result = twice([&] { return driver_.cuMemHostUnregister(base); });
       if (result == CUDA_SUCCESS) {
-        const std::lock_guard lock(mutex_);
+        const MutexLock lock(mutex_);
         pinned_.erase(base);
       } else if (first) {
         first = cuda_error(driver_, result, "unpinning host memory");
@@ -567,7 +602,7 @@ class CudaDevice final : public DeviceMemory {
   }
 
   CUstream stream_of(StreamId id) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const auto found = streams_.find(id);
     return found == streams_.end() ? nullptr : found->second;
   }
@@ -585,16 +620,19 @@ class CudaDevice final : public DeviceMemory {
   CUfunction gather_ = nullptr;
   uint64_t gather_below_bytes_ = 0;
   CUstream zeroing_ = nullptr;
-  bool zeroing_unproven_ =
-      false;  // it may still run: nothing is unmapped until it is proven not to; under DeviceMemory's lock
+  // Not 0: it may still run, and nothing is unmapped until it is proven not to. A new number each time.
+  std::atomic<uint64_t> zeroing_unproven_ = 0;
   std::atomic<uint64_t> last_id_ = 0;
-  std::map<PhysicalId, Handle> handles_;  // these two under DeviceMemory's lock
-  std::map<DeviceAddress, Mapped> mapped_;
-  std::mutex mutex_;  // guards all below; taken after DeviceMemory's
-  std::map<StreamId, CUstream> streams_;
-  std::map<EventId, Event> events_;
-  std::map<std::byte*, uint64_t> pinned_;  // each registration of host memory, with its size
-  std::vector<CUevent> leftover_events_;   // that the driver would not destroy; the end of the device tries again
+  Mutex mutex_;  // never held while the driver is called
+  // DeviceMemory lets one call at a time at an entry of these two.
+  std::map<PhysicalId, Handle> handles_ TORPOR_GUARDED_BY(mutex_);
+  std::map<DeviceAddress, Mapped> mapped_ TORPOR_GUARDED_BY(mutex_);
+  std::map<StreamId, CUstream> streams_ TORPOR_GUARDED_BY(mutex_);
+  std::map<EventId, Event> events_ TORPOR_GUARDED_BY(mutex_);
+  // Each registration of host memory, with its size.
+  std::map<std::byte*, uint64_t> pinned_ TORPOR_GUARDED_BY(mutex_);
+  // That the driver would not destroy; the end of the device tries again.
+  std::vector<CUevent> leftover_events_ TORPOR_GUARDED_BY(mutex_);
 };
 
 }  // namespace

@@ -93,6 +93,24 @@ TEST(HostArena, ManyThreadsShareOneArena) {
   EXPECT_EQ(arena->info().used_bytes, 0u);
 }
 
+TEST(HostArena, ManyThreadsMayWaitForTheSamePrefault) {
+  for (int round = 0; round < 20; ++round) {
+    const auto arena = value_of(HostArena::create({.slab_bytes = 2 * kMiB, .prefault_threads = 1}));
+    arena->prefault_in_background(4 * kMiB);
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 8; ++t) {
+      threads.emplace_back([&] {
+        EXPECT_SUCCEEDS(arena->wait_prefault());
+        EXPECT_GE(arena->info().held_bytes, 4 * kMiB);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    arena->prefault_in_background(6 * kMiB);
+    EXPECT_SUCCEEDS(arena->wait_prefault());
+    EXPECT_GE(arena->info().held_bytes, 6 * kMiB);
+  }
+}
+
 TEST(HostArena, ANegativeThreadCountIsRefused) {
   EXPECT_FAILS(HostArena::create({.prefault_threads = -1}), Code::kInvalidArgument);
 }

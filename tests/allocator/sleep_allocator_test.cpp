@@ -216,6 +216,35 @@ TEST_F(SleepAllocatorTest, WhatCannotBeUndoneIsBrokenAndRefusedByName) {
   EXPECT_FAILS(allocator_->begin_save(both_), Code::kDevice, "broken");
 }
 
+// Memory that the device would not release stays in the books, exactly: nothing is released twice, nothing is
+// forgotten.
+TEST(SleepAllocator, WhatWasNotReleasedIsReleasedByATryLater) {
+  const Tags tags{"weights"};
+  uint64_t points = 0;
+  for (uint64_t n = 1;; ++n) {
+    SCOPED_TRACE(n);
+    FaultyDevice device(value_of(make_host_device()));
+    const auto allocator = value_of(SleepAllocator::create(device, {.handle_bytes = kUnit}));
+    const DeviceAddress first = value_of(allocator->allocate("weights", "a", 3 * kUnit));
+    const DeviceAddress second = value_of(allocator->allocate("weights", "b", 3 * kUnit));
+    device.fail_at(n);
+    const Status done = allocator->detach(tags);
+    const bool fired = device.fired();
+    device.fail_at(0);
+    if (!fired) break;
+    ASSERT_FALSE(done.has_value());
+    if (!done.error().state_changed) continue;
+    ++points;
+    EXPECT_EQ(device.info().physical_bytes, kUnit);  // the one that failed, and no other
+    EXPECT_EQ(device.info().mapped_bytes, 0u);
+    EXPECT_SUCCEEDS(allocator->free(first));
+    EXPECT_SUCCEEDS(allocator->free(second));
+    EXPECT_EQ(device.info().physical_bytes, 0u);
+    EXPECT_EQ(device.info().reserved_bytes, 0u);
+  }
+  EXPECT_EQ(points, 6u);
+}
+
 TEST_F(SleepAllocatorTest, AllocateUndoesItselfWhereverTheDeviceFails) {
   const DeviceMemoryInfo before = device_.info();
   for (uint64_t n = 1;; ++n) {

@@ -33,12 +33,42 @@ void copy_by_kernel(std::byte* to, const std::byte* from, uint64_t bytes) {
 
 bool overlap(uint64_t a, uint64_t a_size, uint64_t b, uint64_t b_size) { return a < b + b_size && b < a + a_size; }
 
+// cuda.h's macros give some functions another name.
+std::string plain(std::string function) {
+  if (const size_t version = function.find("_v"); version != std::string::npos) function.resize(version);
+  return function;
+}
+
 }  // namespace
+
+void FakeCuda::hold(std::string function) {
+  const std::lock_guard lock(gate_mutex_);
+  gate_of_ = std::move(function);
+  held_ = false;
+}
+
+void FakeCuda::wait_until_held() {
+  std::unique_lock lock(gate_mutex_);
+  gate_changed_.wait(lock, [this] { return held_; });
+}
+
+void FakeCuda::let_go() {
+  const std::lock_guard lock(gate_mutex_);
+  gate_of_.clear();
+  gate_changed_.notify_all();
+}
+
+void FakeCuda::pass_gate(std::string function) {
+  std::unique_lock lock(gate_mutex_);
+  if (gate_of_.empty() || held_ || gate_of_ != plain(std::move(function))) return;
+  held_ = true;
+  gate_changed_.notify_all();
+  gate_changed_.wait(lock, [this] { return gate_of_.empty(); });
+}
 
 // Counts the call, lets it fail if that was asked for, and lets work on streams go on a little.
 CUresult FakeCuda::enter(std::string function, bool needs_context) {
-  if (const size_t version = function.find("_v"); version != std::string::npos)
-    function.resize(version);  // cuda.h's macros
+  function = plain(std::move(function));
   ++counts_[function];
   some_time_passes();
   if (paused_) return needs_context && contexts.empty() ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
@@ -175,6 +205,7 @@ struct FakeCalls {
   // Enters `function` under the lock and returns the failure, if one was asked for; `fake` is the one at work.
 #define FAKE_ENTER(...)                    \
   FakeCuda& fake = *active;                \
+  fake.pass_gate(__func__);                \
   const std::lock_guard lock(fake.mutex_); \
   if (const CUresult failed = fake.enter(__func__ __VA_OPT__(, ) __VA_ARGS__); failed != CUDA_SUCCESS) return failed
 
@@ -400,6 +431,7 @@ struct FakeCalls {
                                      CUmemcpyAttributes* attributes, size_t* starts, size_t kinds, size_t* failed,
                                      CUstream stream) {
     FakeCuda& fake = *active;
+    fake.pass_gate(__func__);
     const std::lock_guard lock(fake.mutex_);
     const CUresult asked = fake.enter(__func__);
     const bool named = stream != nullptr && kinds == 1 && starts[0] == 0 &&

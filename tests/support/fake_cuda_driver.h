@@ -9,6 +9,7 @@
 // One at a time: the table's functions find it through a global. All functions may be called from any thread.
 #pragma once
 
+#include <condition_variable>
 #include <deque>
 #include <map>
 #include <mutex>
@@ -50,6 +51,10 @@ class FakeCuda {
   uint64_t calls() const;   // since the last fail() or the beginning
   bool fired() const;
   std::string failed_function() const;  // the first that was made to fail
+  // A driver that takes its time: the next call of `function` stands still, before it does anything, until let_go().
+  void hold(std::string function);
+  void wait_until_held();
+  void let_go();
   // Taken away by the call; what is left of them at the end fails the test at work.
   std::vector<std::string> take_misuses();
   // Ranges, physical memory, maps, streams, events, pinned ranges and retained contexts that exist, in words; empty:
@@ -94,6 +99,7 @@ class FakeCuda {
     uint64_t count = 0;
   };
 
+  void pass_gate(std::string function);
   CUresult enter(std::string function, bool needs_context = true);
   void some_time_passes();
   void run_one(Stream& stream);
@@ -129,6 +135,11 @@ class FakeCuda {
   std::map<int, int> retained_;
   std::vector<uint64_t> used_;
   std::vector<std::string> misuses_;
+
+  std::mutex gate_mutex_;  // guards all below
+  std::condition_variable gate_changed_;
+  std::string gate_of_;  // empty: all pass
+  bool held_ = false;
 };
 
 }  // namespace torpor::test
