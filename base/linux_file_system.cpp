@@ -351,19 +351,15 @@ class LinuxDirectory final : public Directory {
     const std::string full = join(name);
     const std::string doing = fmt::format("cannot {} {}", verb, full);
     const mode_t mode = (flags & O_CREAT) ? kFileMode : 0;
-    bool direct = wish == FileIo::kFastest;
-    Result<Descriptor> fd = open_beneath(fd_.get(), std::string(name), flags | (direct ? O_DIRECT : 0), mode, doing);
-    if (!fd && direct && fd.error().native == EINVAL) {  // this file system has no direct I/O
-      direct = false;
-      // The failed call may have made the file all the same.
-      fd = open_beneath(fd_.get(), std::string(name), flags & ~O_EXCL, mode, doing);
-    }
+    // Direct I/O is asked for afterwards: where the file system has none, open() fails after it has made the file, and
+    // who then opens once more may get a file that somebody else has put there.
+    Result<Descriptor> fd = open_beneath(fd_.get(), std::string(name), flags, mode, doing);
     if (!fd) return fd.error();
     TORPOR_TRY(check_regular(fd->get(), full));
+    const bool direct = wish == FileIo::kFastest && ::fcntl(fd->get(), F_SETFL, O_DIRECT) == 0;
     // Without O_NONBLOCK from here on, which kept a FIFO from blocking the open: io_uring would refuse to wait for the
     // disk.
-    if ((flags & O_NONBLOCK) && ::fcntl(fd->get(), F_SETFL, direct ? O_DIRECT : 0) != 0)
-      return system_error(errno, doing);
+    if ((flags & O_NONBLOCK) && !direct && ::fcntl(fd->get(), F_SETFL, 0) != 0) return system_error(errno, doing);
     if ((flags & O_CREAT) && ::fchmod(fd->get(), kFileMode) != 0)
       return system_error(errno, fmt::format("cannot set the permissions of {}", full));
     if (wish == FileIo::kPlain) return std::unique_ptr<File>(std::make_unique<LinuxFile>(std::move(*fd), full));

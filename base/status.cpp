@@ -102,6 +102,7 @@ Error system_error(int native, std::string what, std::string next_step) {
     case EACCES:
     case EPERM:
     case EROFS:
+      code = Code::kFailedPrecondition;
       if (next_step.empty()) next_step = "check the permissions of the path";
       break;
     default:

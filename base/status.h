@@ -101,7 +101,8 @@ auto catching(Work&& work) -> decltype(work()) {
 }
 
 // Builds an Error from errno's value `native`: `what` gets the system's text appended, the code follows the errno
-// (ENOSPC, EDQUOT, ENOMEM, EMFILE: kResourceExhausted; ENOENT: kNotFound; others: kIo).
+// (ENOSPC, EDQUOT, ENOMEM, EMFILE: kResourceExhausted; ENOENT: kNotFound; EACCES, EPERM, EROFS: kFailedPrecondition;
+// others: kIo).
 Error system_error(int native, std::string what, std::string next_step = {});
 
 }  // namespace torpor

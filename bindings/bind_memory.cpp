@@ -99,7 +99,14 @@ void bind_memory(py::module_& module) {
       "memory_begin",
       [](const std::string& tag, bool keep) { MemorySaver::scopes().push_back({.tag = tag, .keep = keep}); },
       py::arg("tag"), py::arg("keep"));
-  module.def("memory_end", [] { MemorySaver::scopes().pop_back(); });
+  module.def("memory_end", [] {
+    if (MemorySaver::scopes().empty()) {
+      value_or_raise(Status(Error{.code = Code::kFailedPrecondition,
+                                  .what = "no tag was begun on this thread",
+                                  .next_step = "end a tag on the thread that began it"}));
+    }
+    MemorySaver::scopes().pop_back();
+  });
   module.def(
       "memory_sleep",
       [](const Tags& tags, const std::optional<Tags>& keep, bool check) {

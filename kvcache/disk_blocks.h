@@ -4,20 +4,24 @@
 // the header itself. So the index is rebuilt from the file after a restart, and what does not fit is a miss, never data
 // (I8).
 //
+// Whose KV it is: the owner that the caller names, and the epoch, a random number in the file "blocks.epoch". A new
+// epoch makes all that was written before a miss, for ever: forget_all(), when the weights change.
+//
 // A disk that fails does not stop the engine: puts and gets fail, the store says that it is degraded, and after
 // `retry_interval` it is tried again. Nothing is synced: after a power cut some blocks are misses.
 //
 // Byte order and layout are the machine's; a file of another kind of machine is not recognized and its slots are empty.
 #pragma once
 
-#include <atomic>
+#include <array>
 #include <chrono>
-#include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/clock.h"
 #include "base/file_system.h"
+#include "base/thread_annotations.h"
 #include "kvcache/block_store.h"
 
 namespace torpor {
@@ -41,9 +45,9 @@ struct DiskBlocksHealth {
 
 class DiskBlocks final : public BlockStore {
  public:
-  // Opens or makes the file "blocks" in `directory` and registers what it holds. kResourceExhausted when the disk has
-  // no room for all slots, kUnavailable when another process uses them. `clock` and `sink` (may be null) outlive the
-  // result.
+  // Opens or makes the files "blocks" and "blocks.epoch" in `directory` and registers what it holds. kResourceExhausted
+  // when the disk has no room for all slots, kUnavailable when another process uses them. `clock` and `sink` (may be
+  // null) outlive the result.
   static Result<std::unique_ptr<DiskBlocks>> open(Directory& directory, DiskBlocksOptions options, const Clock& clock,
                                                   EventSink* sink = nullptr);
 
@@ -55,9 +59,18 @@ class DiskBlocks final : public BlockStore {
   void get(std::span<TierPart> parts) override;
   DiskBlocksHealth health() const;
 
+  // Something changed that blocks depend on: those in the slots are never found again, after a restart neither. Blocks
+  // from now on belong to `owner`; none: nobody can say of which weights they are, so a restart finds none of them.
+  // Durable when it returns. After an error nothing is found either, and nothing is put until the new epoch is durable
+  // (tried again as after other failures; for good where its fsync failed). Precondition: no block is on its way here.
+  Status forget_all(std::optional<Digest> owner = {});
+
  private:
+  using Epoch = std::array<std::byte, 16>;
   DiskBlocks(std::unique_ptr<BlockPool> pool, DiskBlocksOptions options, std::unique_ptr<File> lock,
-             std::unique_ptr<File> file, const Clock& clock);
+             std::unique_ptr<File> file, std::unique_ptr<File> epoch, const Clock& clock);
+  Status read_epoch();
+  Status make_epoch_durable();
   Status recover();
   uint64_t stride() const;
   uint64_t offset(int32_t slot) const { return static_cast<uint64_t>(slot) * stride(); }
@@ -66,11 +79,16 @@ class DiskBlocks final : public BlockStore {
   const DiskBlocksOptions options_;
   const std::unique_ptr<File> lock_;
   const std::unique_ptr<File> file_;
+  const std::unique_ptr<File> epoch_file_;
   const Clock& clock_;
   std::vector<BlockIdentity> claims_;  // by slot; its owner's
-  mutable std::mutex mutex_;           // guards all below
-  DiskBlocksHealth health_;
-  std::chrono::nanoseconds failed_at_{};
+  mutable Mutex mutex_;                // never held over a read, a write or a sync
+  Epoch epoch_ TORPOR_GUARDED_BY(mutex_){};
+  Digest owner_ TORPOR_GUARDED_BY(mutex_);  // the caller's, and the epoch
+  bool epoch_is_durable_ TORPOR_GUARDED_BY(mutex_) = false;
+  bool epoch_is_lost_ TORPOR_GUARDED_BY(mutex_) = false;  // an fsync of it failed
+  DiskBlocksHealth health_ TORPOR_GUARDED_BY(mutex_);
+  std::chrono::nanoseconds failed_at_ TORPOR_GUARDED_BY(mutex_){};
 };
 
 }  // namespace torpor

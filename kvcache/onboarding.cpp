@@ -6,6 +6,29 @@ namespace {
 // The block itself is bad. Other failures (of the device, for want of staging memory) say nothing about it.
 bool is_damage(const Error& error) { return error.code == Code::kCorruption || error.code == Code::kIo; }
 
+// Blocks on their way: however that ends, those whose copy is over go back to their pool; one that is still Inflight
+// when its owner goes would never be used again.
+class Filling {
+ public:
+  explicit Filling(std::vector<MutableBlock>& targets) : targets_(targets), filled_(targets.size()) {}
+  ~Filling() {
+    for (size_t i = 0; i < targets_.size(); ++i) {
+      if (!filled_[i]) (void)catching_no_memory([&] { return targets_[i].compute_done(); });
+    }
+  }
+  Filling(const Filling&) = delete;
+  Filling& operator=(const Filling&) = delete;
+  Status done(size_t i) {
+    filled_[i] = true;
+    return targets_[i].compute_done();
+  }
+  void never_done(size_t i) { filled_[i] = true; }  // its copy was not proven over
+
+ private:
+  std::vector<MutableBlock>& targets_;
+  std::vector<bool> filled_;
+};
+
 }  // namespace
 
 OnboardingInfo Onboarding::info() const {
@@ -77,6 +100,7 @@ Result<std::vector<BlockRef>> Onboarding::onboard(std::span<const BlockIdentity>
   if (executor_.quarantined()) return std::vector<BlockRef>{};  // nothing is copied any more
   std::vector<Source> sources = find(chain);
   TORPOR_ASSIGN(std::vector<MutableBlock> targets, device_.allocate(static_cast<int32_t>(sources.size())));
+  Filling filling(targets);
   for (size_t i = 0; i < sources.size(); ++i) TORPOR_TRY(begin_filling(targets[i], sources[i].block.identity()));
   if (mode_ == DiskOnboarding::kStaged && stores_[0]->addressable()) promote(sources);
   for (size_t store = 0; store < stores_.size(); ++store) {
@@ -105,11 +129,12 @@ Result<std::vector<BlockRef>> Onboarding::onboard(std::span<const BlockIdentity>
     Source& source = sources[i];
     if (source.unproven) {  // both sides stay out of use
       source.block.never_let_go();
+      filling.never_done(i);
       unbroken = false;
       continue;
     }
     if (!source.status && is_damage(source.status.error())) drop_damaged(source);
-    TORPOR_TRY(targets[i].compute_done());
+    TORPOR_TRY(filling.done(i));
     unbroken = unbroken && source.status.has_value();
     if (!unbroken) continue;
     TORPOR_ASSIGN(BlockRef registered, targets[i].register_block());

@@ -36,7 +36,12 @@ class ChunkRoute final : public BlockRoute {
       std::fill(outcomes.begin(), outcomes.end(), BlockOutcome::kFailed);
       return;
     }
-    work_(batch);
+    try {
+      work_(batch);
+    } catch (...) {
+      const Status thrown = error_in_flight();
+      for (ChunkTransfer& transfer : batch) transfer.status = thrown;
+    }
     for (size_t i = 0; i < batch.size(); ++i) {
       outcomes[i] = batch[i].status     ? BlockOutcome::kTransferred
                     : batch[i].unproven ? BlockOutcome::kUnproven
@@ -94,6 +99,7 @@ Status ChunkMover::run(std::string_view name, std::vector<ChunkTransfer>& transf
   for (const ChunkTransfer& transfer : transfers) {
     if (!transfer.status) return transfer.status.error();
   }
+  TORPOR_TRY(pipeline->usable());
   if (ended[static_cast<size_t>(BlockOutcome::kTransferred)] != transfers.size()) {
     return Error{.code = Code::kInternal,
                  .what = fmt::format("{}: not all of {} chunks were moved", name, transfers.size())};

@@ -1,35 +1,25 @@
 #include "offload/offload_pipeline.h"
 
 #include <algorithm>
-#include <condition_variable>
-#include <mutex>
 
 #include <fmt/format.h>
+
+#include "base/log.h"
 
 namespace torpor {
 
 namespace detail {
-// What handles and preconditions reach the pipeline by, also after its end.
-struct OffloadSignals {
-  std::mutex mutex;                // guards the pipeline and all tickets
-  std::condition_variable decide;  // something for the deciding thread
-  std::condition_variable deck;    // a batch for a transfer thread, or the end
-  std::condition_variable idle;    // for drain()
-  std::vector<uint64_t> settled;   // containers whose precondition was
-  std::optional<std::chrono::nanoseconds> sweep_at;
-  std::chrono::nanoseconds sweep_interval{};
-  const Clock* clock = nullptr;
-};
-
 // One enqueue: its token, its counts, and how the caller waits for it. Guarded by the pipeline's mutex.
 struct OffloadTicket {
   std::shared_ptr<OffloadSignals> signals;
-  std::condition_variable done;
+  CondVar done;
   bool cancelled = false;
   bool committed = false;
   uint64_t blocks = 0;
   uint64_t ended = 0;
+  uint64_t under_way = 0;  // on deck, or being transferred
   OutcomeCounts counts{};
+  std::list<std::shared_ptr<OffloadTicket>>::iterator in_open;  // its place, until it has ended
 };
 }  // namespace detail
 
@@ -79,28 +69,36 @@ Status OffloadOptions::validate() const {
 // ----------------------------------------------------------------------------------------------------------
 
 OffloadStatus OffloadHandle::status() const {
-  const std::lock_guard lock(ticket_->signals->mutex);
+  const MutexLock lock(ticket_->signals->mutex);
   if (ticket_->ended == ticket_->blocks) return OffloadStatus::kDone;
   return ticket_->committed ? OffloadStatus::kCommitted : OffloadStatus::kQueued;
 }
 
 OutcomeCounts OffloadHandle::counts() const {
-  const std::lock_guard lock(ticket_->signals->mutex);
+  const MutexLock lock(ticket_->signals->mutex);
   return ticket_->counts;
 }
 
 bool OffloadHandle::wait(std::optional<std::chrono::milliseconds> timeout) const {
-  std::unique_lock lock(ticket_->signals->mutex);
-  const auto ended = [this] { return ticket_->ended == ticket_->blocks; };
-  if (timeout) return ticket_->done.wait_for(lock, *timeout, ended);
-  ticket_->done.wait(lock, ended);
+  const auto deadline = std::chrono::steady_clock::now() + timeout.value_or(std::chrono::milliseconds(0));
+  detail::OffloadSignals& signals = *ticket_->signals;
+  const MutexLock lock(signals.mutex);
+  while (ticket_->ended != ticket_->blocks) {
+    if (!timeout) {
+      ticket_->done.wait(signals.mutex);
+      continue;
+    }
+    const auto left = deadline - std::chrono::steady_clock::now();
+    if (left <= std::chrono::nanoseconds(0)) return false;
+    ticket_->done.wait_for(signals.mutex, left);
+  }
   return true;
 }
 
 void OffloadHandle::request_cancel() {
   {
     detail::OffloadSignals& signals = *ticket_->signals;
-    const std::lock_guard lock(signals.mutex);
+    const MutexLock lock(signals.mutex);
     if (ticket_->ended == ticket_->blocks) return;  // the pipeline and its clock may be gone
     ticket_->cancelled = true;
     if (!signals.sweep_at) signals.sweep_at = signals.clock->now() + signals.sweep_interval;
@@ -126,9 +124,25 @@ OffloadPipeline::OffloadPipeline(BlockRoute& route, const Clock& clock, OffloadO
       signals_(std::make_shared<detail::OffloadSignals>()) {
   signals_->sweep_interval = options_.sweep_interval;
   signals_->clock = &clock_;
-  if (!options_.own_threads) return;
-  threads_.emplace_back([this] { decide(); });
-  for (int32_t i = 0; i < options_.max_concurrent_transfers; ++i) threads_.emplace_back([this] { transfer(); });
+}
+
+// One thread that decides and one that transfers are needed; of the others as many as there are to be had.
+Status OffloadPipeline::start() {
+  try {
+    threads_.reserve(1 + static_cast<size_t>(options_.max_concurrent_transfers));
+    threads_.emplace_back([this] { decide(); });
+    for (int32_t i = 0; i < options_.max_concurrent_transfers; ++i) threads_.emplace_back([this] { transfer(); });
+  } catch (const std::exception& error) {
+    if (threads_.size() < 2) {
+      return Error{.code = Code::kResourceExhausted,
+                   .what = fmt::format("{} needs two threads: {}", route_.name(), error.what()),
+                   .next_step = "raise the limit of threads, or end some",
+                   .origin = Origin::kSystem};
+    }
+    log().warn("{} transfers with {} threads instead of {}: {}", route_.name(), threads_.size() - 1,
+               options_.max_concurrent_transfers, error.what());
+  }
+  return ok();
 }
 
 Result<std::unique_ptr<OffloadPipeline>> OffloadPipeline::create(BlockRoute& route, const Clock& clock,
@@ -136,21 +150,24 @@ Result<std::unique_ptr<OffloadPipeline>> OffloadPipeline::create(BlockRoute& rou
                                                                  std::vector<std::unique_ptr<OffloadPolicy>> policies,
                                                                  EventSink* sink) {
   TORPOR_TRY(options.validate());
-  return std::unique_ptr<OffloadPipeline>(new OffloadPipeline(route, clock, options, std::move(policies), sink));
+  std::unique_ptr<OffloadPipeline> pipeline(new OffloadPipeline(route, clock, options, std::move(policies), sink));
+  if (options.own_threads) TORPOR_TRY(pipeline->start());
+  return pipeline;
 }
 
-OffloadPipeline::~OffloadPipeline() {
+OffloadPipeline::~OffloadPipeline() { stop(); }
+
+void OffloadPipeline::stop() {
   {
-    const std::lock_guard lock(signals_->mutex);
+    const MutexLock lock(signals_->mutex);
     ending_ = true;
   }
   signals_->decide.notify_one();
   signals_->deck.notify_all();
   for (std::thread& thread : threads_) thread.join();
-  if (options_.own_threads) return;
-  Lock lock(signals_->mutex);
+  const MutexLock lock(signals_->mutex);
   shut_down();
-  while (!on_deck_.empty()) transfer_one(lock);
+  while (!on_deck_.empty()) transfer_one();
 }
 
 OffloadHandle OffloadPipeline::enqueue(std::vector<BlockName> blocks, std::shared_ptr<Precondition> precondition,
@@ -162,56 +179,80 @@ OffloadHandle OffloadPipeline::enqueue(std::vector<BlockName> blocks, std::share
   const auto count = static_cast<int64_t>(blocks.size());
   uint64_t sequence = 0;
   {
-    const std::lock_guard lock(signals_->mutex);
+    const MutexLock lock(signals_->mutex);
     sequence = next_sequence_++;
-    Container container{std::move(blocks), precondition, ticket, priority, sequence};
-    queued_blocks_ += count;
+  }
+  // Before it is queued: it is looked at once then, so nothing is missed.
+  if (precondition != nullptr) {
+    precondition->on_settled([signals = signals_, sequence] {
+      {
+        const MutexLock lock(signals->mutex);
+        try {
+          signals->settled.push_back(sequence);
+        } catch (const std::bad_alloc&) {
+          signals->any_settled = true;
+        }
+      }
+      signals->decide.notify_one();
+    });
+  }
+  {
+    const MutexLock lock(signals_->mutex);
+    Container container{std::move(blocks), std::move(precondition), ticket, priority, sequence};
+    if (count > 0) ticket->in_open = open_.insert(open_.end(), ticket);
     report("enqueued", container.blocks.size());
+    queued_blocks_ += count;
+    if (!usable_) {
+      end_container(container, BlockOutcome::kFailed);
+      return handle;
+    }
     if (queued_blocks_ > options_.queue_blocks) {
       end_container(container, BlockOutcome::kQueueFull);
       return handle;
     }
-    new_.push_back(std::move(container));
-  }
-  if (precondition != nullptr) {
-    precondition->on_settled([signals = signals_, sequence] {
-      {
-        const std::lock_guard lock(signals->mutex);
-        signals->settled.push_back(sequence);
-      }
-      signals->decide.notify_one();
-    });
+    try {
+      new_.push_back(std::move(container));
+    } catch (...) {
+      queued_blocks_ -= count;
+      if (count > 0) open_.erase(ticket->in_open);
+      throw;
+    }
   }
   signals_->decide.notify_one();
   return handle;
 }
 
 void OffloadPipeline::drain() {
-  Lock lock(signals_->mutex);
+  const MutexLock lock(signals_->mutex);
   ++draining_;
   signals_->decide.notify_one();
   while (!options_.own_threads && !idle()) {
-    decide_once(lock);
-    if (!on_deck_.empty()) transfer_one(lock);
+    decide_once();
+    if (!on_deck_.empty()) transfer_one();
   }
-  signals_->idle.wait(lock, [this] { return idle(); });
+  while (!idle()) signals_->idle.wait(signals_->mutex);
   --draining_;
 }
 
 bool OffloadPipeline::step() {
-  Lock lock(signals_->mutex);
-  decide_once(lock);
-  if (!on_deck_.empty()) transfer_one(lock);
+  const MutexLock lock(signals_->mutex);
+  decide_once();
+  if (!on_deck_.empty()) transfer_one();
   return !new_.empty() || !signals_->settled.empty() || !on_deck_.empty() || batch_is_due(clock_.now());
 }
 
 OutcomeCounts OffloadPipeline::counts() const {
-  const std::lock_guard lock(signals_->mutex);
+  const MutexLock lock(signals_->mutex);
   return counts_;
 }
 
+Status OffloadPipeline::usable() const {
+  const MutexLock lock(signals_->mutex);
+  return usable_;
+}
+
 int64_t OffloadPipeline::queued_blocks() const {
-  const std::lock_guard lock(signals_->mutex);
+  const MutexLock lock(signals_->mutex);
   return queued_blocks_;
 }
 
@@ -220,8 +261,14 @@ bool OffloadPipeline::idle() const {
          !evaluating_;
 }
 
+// Who listens and throws loses the event, nothing else.
 void OffloadPipeline::report(std::string_view stage, uint64_t blocks) const {
-  if (sink_ != nullptr && blocks > 0) sink_->on_offload({.route = route_.name(), .stage = stage, .blocks = blocks});
+  if (sink_ == nullptr || blocks == 0) return;
+  try {
+    sink_->on_offload({.route = route_.name(), .stage = stage, .blocks = blocks});
+  } catch (...) {
+    log().warn("{}: an event was lost, its receiver threw", route_.name());
+  }
 }
 
 void OffloadPipeline::end(const std::shared_ptr<detail::OffloadTicket>& ticket, BlockOutcome outcome, uint64_t blocks) {
@@ -229,7 +276,10 @@ void OffloadPipeline::end(const std::shared_ptr<detail::OffloadTicket>& ticket, 
   ticket->counts[static_cast<size_t>(outcome)] += blocks;
   ticket->ended += blocks;
   report(name(outcome), blocks);
-  if (ticket->ended == ticket->blocks) ticket->done.notify_all();
+  if (ticket->ended != ticket->blocks || blocks == 0) return;
+  ticket->done.notify_all();
+  const std::shared_ptr<detail::OffloadTicket> kept = ticket;
+  open_.erase(kept->in_open);
 }
 
 void OffloadPipeline::end_container(const Container& container, BlockOutcome outcome) {
@@ -237,26 +287,53 @@ void OffloadPipeline::end_container(const Container& container, BlockOutcome out
   end(container.ticket, outcome, container.blocks.size());
 }
 
-void OffloadPipeline::decide_once(Lock& lock) {
-  take_new(lock);
+void OffloadPipeline::decide_once() {
+  try {
+    decide_now();
+  } catch (...) {
+    fail(error_in_flight());
+  }
+  if (idle()) signals_->idle.notify_all();
+}
+
+void OffloadPipeline::decide_now() {
+  take_new();
   take_settled();
   sweep_if_due(clock_.now());
   while (!ending_ && on_deck_.size() < static_cast<size_t>(options_.on_deck_batches) && batch_is_due(clock_.now()))
     commit_batch();
-  if (idle()) signals_->idle.notify_all();
+}
+
+// All that is not on deck ends, wherever deciding left it.
+void OffloadPipeline::fail(const Status& failure) {
+  log().error("{} is over, blocks that are offered to it fail: {}", route_.name(), failure.error().what);
+  if (usable_) {
+    usable_ = catching_no_memory([&]() -> Status { return failure.error().within(route_.name()); });
+  }
+  new_.clear();
+  waiting_.clear();
+  in_queue_.clear();
+  ages_.clear();
+  in_queue_blocks_ = queued_blocks_ = 0;
+  evaluating_ = false;
+  for (auto next = open_.begin(); next != open_.end();) {
+    const std::shared_ptr<detail::OffloadTicket> ticket = *next++;
+    const uint64_t rest = ticket->blocks - ticket->ended - ticket->under_way;
+    if (rest > 0) end(ticket, BlockOutcome::kFailed, rest);
+  }
 }
 
 // The deciding thread.
 void OffloadPipeline::decide() {
-  Lock lock(signals_->mutex);
+  const MutexLock lock(signals_->mutex);
   while (true) {
-    decide_once(lock);
+    decide_once();
     if (ending_) break;
-    if (!new_.empty() || !signals_->settled.empty()) continue;
+    if (!new_.empty() || !signals_->settled.empty() || signals_->any_settled) continue;
     if (const std::optional<std::chrono::nanoseconds> deadline = next_deadline()) {
-      signals_->decide.wait_for(lock, std::max(*deadline - clock_.now(), std::chrono::nanoseconds(1)));
+      signals_->decide.wait_for(signals_->mutex, std::max(*deadline - clock_.now(), std::chrono::nanoseconds(1)));
     } else {
-      signals_->decide.wait(lock);
+      signals_->decide.wait(signals_->mutex);
     }
   }
   shut_down();
@@ -264,7 +341,7 @@ void OffloadPipeline::decide() {
 
 // Ends all that is not committed.
 void OffloadPipeline::shut_down() {
-  const auto end_here = [this](const Container& container) {
+  const auto end_here = [this](const Container& container) TORPOR_REQUIRES(signals_->mutex) {
     end_container(container, container.ticket->cancelled ? BlockOutcome::kCancelled : BlockOutcome::kShutDown);
   };
   for (const Container& container : new_) end_here(container);
@@ -279,22 +356,29 @@ void OffloadPipeline::shut_down() {
 }
 
 // Policies, without the lock; what they leave of a container goes on as one container (P1).
-void OffloadPipeline::take_new(Lock& lock) {
+void OffloadPipeline::take_new() {
   std::deque<Container> arrived;
   arrived.swap(new_);
   if (arrived.empty()) return;
-  evaluating_ = true;
-  lock.unlock();
+  enum class Verdict : uint8_t { kGood, kLate, kThrew };
   std::vector<std::vector<uint8_t>> wanted(arrived.size());
-  std::vector<bool> in_time(arrived.size(), true);
+  std::vector<Verdict> verdicts(arrived.size(), Verdict::kGood);
+  for (size_t i = 0; i < arrived.size(); ++i) wanted[i].assign(arrived[i].blocks.size(), 1);
+  evaluating_ = true;
+  signals_->mutex.unlock();
   for (size_t i = 0; i < arrived.size(); ++i) {
-    wanted[i].assign(arrived[i].blocks.size(), 1);
     const std::chrono::nanoseconds deadline = clock_.now() + options_.policy_timeout;
-    for (const auto& policy : policies_) {
-      in_time[i] = in_time[i] && policy->evaluate(arrived[i].blocks, wanted[i], deadline) && clock_.now() <= deadline;
+    try {
+      for (const auto& policy : policies_) {
+        if (policy->evaluate(arrived[i].blocks, wanted[i], deadline) && clock_.now() <= deadline) continue;
+        verdicts[i] = Verdict::kLate;
+        break;
+      }
+    } catch (...) {
+      verdicts[i] = Verdict::kThrew;
     }
   }
-  lock.lock();
+  signals_->mutex.lock();
   evaluating_ = false;
   for (size_t i = 0; i < arrived.size(); ++i) {
     Container& container = arrived[i];
@@ -302,8 +386,9 @@ void OffloadPipeline::take_new(Lock& lock) {
       end_container(container, BlockOutcome::kCancelled);
       continue;
     }
-    if (!in_time[i]) {
-      end_container(container, BlockOutcome::kPolicyTimeout);
+    if (verdicts[i] != Verdict::kGood) {
+      if (verdicts[i] == Verdict::kThrew) log().error("{}: a policy threw, its blocks fail", route_.name());
+      end_container(container, verdicts[i] == Verdict::kLate ? BlockOutcome::kPolicyTimeout : BlockOutcome::kFailed);
       continue;
     }
     size_t kept = 0;
@@ -330,6 +415,10 @@ void OffloadPipeline::take_new(Lock& lock) {
 void OffloadPipeline::take_settled() {
   std::vector<uint64_t> settled;
   settled.swap(signals_->settled);
+  if (signals_->any_settled) {
+    for (const auto& [sequence, container] : waiting_) settled.push_back(sequence);
+    signals_->any_settled = false;
+  }
   for (const uint64_t sequence : settled) {
     const auto found = waiting_.find(sequence);
     if (found == waiting_.end()) continue;
@@ -370,11 +459,14 @@ void OffloadPipeline::sweep_if_due(std::chrono::nanoseconds now) {
 // Cancelled containers leave, also those that wait for their precondition (P6).
 void OffloadPipeline::sweep() {
   signals_->sweep_at.reset();
-  std::erase_if(waiting_, [this](const auto& entry) {
-    if (!entry.second.ticket->cancelled) return false;
-    end_container(entry.second, BlockOutcome::kCancelled);
-    return true;
-  });
+  for (auto entry = waiting_.begin(); entry != waiting_.end();) {
+    if (!entry->second.ticket->cancelled) {
+      ++entry;
+      continue;
+    }
+    end_container(entry->second, BlockOutcome::kCancelled);
+    entry = waiting_.erase(entry);
+  }
   for (auto entry = in_queue_.begin(); entry != in_queue_.end();) {
     const auto next = std::next(entry);
     if (entry->second.ticket->cancelled) end_container(take_from_queue(entry), BlockOutcome::kCancelled);
@@ -391,32 +483,50 @@ bool OffloadPipeline::batch_is_due(std::chrono::nanoseconds now) {
 // The commitment (P3): sweep (P4), upgrade, one flat batch (P5). Whole containers only (P1).
 void OffloadPipeline::commit_batch() {
   if (signals_->sweep_at) sweep();
-  Batch batch;
   size_t blocks = 0;
-  while (!in_queue_.empty()) {
-    const size_t size = in_queue_.begin()->second.blocks.size();
+  size_t containers = 0;
+  for (const auto& [key, container] : in_queue_) {
+    const size_t size = container.blocks.size();
     if (blocks > 0 && blocks + size > static_cast<size_t>(options_.max_batch_size)) break;
-    const Container container = take_from_queue(in_queue_.begin());
     blocks += size;
-    queued_blocks_ -= static_cast<int64_t>(size);
-    container.ticket->committed = true;
-    const size_t before = batch.blocks.size();
-    for (const BlockName& block : container.blocks) {
-      if (!send_off(block.key)) {
-        end(container.ticket, BlockOutcome::kPresent, 1);
-      } else if (!route_.upgrade(block)) {
-        arrived(block.key);
-        end(container.ticket, BlockOutcome::kEvicted, 1);
-      } else {
-        batch.blocks.push_back(block);
+    ++containers;
+  }
+  // In its place from the beginning, with room for all: what is upgraded is transferred, even if the rest fails.
+  Batch& batch = on_deck_.emplace_back();
+  Status all;
+  try {
+    batch.blocks.reserve(blocks);
+    batch.owners.reserve(containers);
+    batch.outcomes.assign(blocks, BlockOutcome::kFailed);
+    for (; containers > 0; --containers) {
+      const Container container = take_from_queue(in_queue_.begin());
+      queued_blocks_ -= static_cast<int64_t>(container.blocks.size());
+      container.ticket->committed = true;
+      batch.owners.emplace_back(container.ticket, 0);
+      for (const BlockName& block : container.blocks) {
+        if (!send_off(block.key)) {
+          end(container.ticket, BlockOutcome::kPresent, 1);
+        } else if (!route_.upgrade(block)) {
+          arrived(block.key);
+          end(container.ticket, BlockOutcome::kEvicted, 1);
+        } else {
+          batch.blocks.push_back(block);
+          ++batch.owners.back().second;
+          ++container.ticket->under_way;
+        }
       }
     }
-    if (batch.blocks.size() > before) batch.owners.emplace_back(container.ticket, batch.blocks.size() - before);
+  } catch (...) {
+    all = error_in_flight();
   }
-  if (batch.blocks.empty()) return;
-  report("committed", batch.blocks.size());
-  on_deck_.push_back(std::move(batch));
-  signals_->deck.notify_one();
+  if (batch.blocks.empty()) {
+    on_deck_.pop_back();
+  } else {
+    batch.outcomes.resize(batch.blocks.size());
+    report("committed", batch.blocks.size());
+    signals_->deck.notify_one();
+  }
+  if (!all) fail(all);
 }
 
 bool OffloadPipeline::send_off(const Digest& key) {
@@ -429,7 +539,12 @@ bool OffloadPipeline::send_off(const Digest& key) {
   return inserted.inserted;
 }
 
-void OffloadPipeline::arrived(const Digest& key) { spare_nodes_.push_back(on_the_way_.extract(key)); }
+void OffloadPipeline::arrived(const Digest& key) {
+  try {
+    spare_nodes_.push_back(on_the_way_.extract(key));
+  } catch (const std::bad_alloc&) {  // one less to spare
+  }
+}
 
 std::optional<std::chrono::nanoseconds> OffloadPipeline::next_deadline() {
   std::optional<std::chrono::nanoseconds> next = signals_->sweep_at;
@@ -443,34 +558,44 @@ std::optional<std::chrono::nanoseconds> OffloadPipeline::next_deadline() {
 
 // A transfer thread.
 void OffloadPipeline::transfer() {
-  Lock lock(signals_->mutex);
+  const MutexLock lock(signals_->mutex);
   while (true) {
-    signals_->deck.wait(lock, [this] { return !on_deck_.empty() || ending_; });
+    while (on_deck_.empty() && !ending_) signals_->deck.wait(signals_->mutex);
     if (on_deck_.empty()) return;
-    transfer_one(lock);
+    transfer_one();
   }
 }
 
-void OffloadPipeline::transfer_one(Lock& lock) {
-  const Batch batch = std::move(on_deck_.front());
+void OffloadPipeline::transfer_one() {
+  Batch batch = std::move(on_deck_.front());
   on_deck_.pop_front();
   ++transferring_;
   if (!in_queue_.empty() && on_deck_.size() <= static_cast<size_t>(options_.on_deck_batches) / 2)
     signals_->decide.notify_one();
-  lock.unlock();
-  std::vector<BlockOutcome> outcomes(batch.blocks.size(), BlockOutcome::kFailed);
+  signals_->mutex.unlock();
   const std::chrono::nanoseconds began = clock_.now();
-  route_.transfer(batch.blocks, outcomes);
-  if (sink_ != nullptr) {
-    sink_->on_transfer(
-        {.route = route_.name(),
-         .blocks = batch.blocks.size(),
-         .transferred = static_cast<uint64_t>(std::count(outcomes.begin(), outcomes.end(), BlockOutcome::kTransferred)),
-         .seconds = seconds_between(began, clock_.now())});
+  try {
+    route_.transfer(batch.blocks, batch.outcomes);
+  } catch (const std::exception& error) {  // what has no outcome yet has failed
+    log().error("{}: a transfer of {} blocks threw: {}", route_.name(), batch.blocks.size(), error.what());
+  } catch (...) {
+    log().error("{}: a transfer of {} blocks threw", route_.name(), batch.blocks.size());
   }
-  lock.lock();
-  auto outcome = outcomes.begin();
+  if (sink_ != nullptr) {
+    try {
+      const auto transferred = std::count(batch.outcomes.begin(), batch.outcomes.end(), BlockOutcome::kTransferred);
+      sink_->on_transfer({.route = route_.name(),
+                          .blocks = batch.blocks.size(),
+                          .transferred = static_cast<uint64_t>(transferred),
+                          .seconds = seconds_between(began, clock_.now())});
+    } catch (...) {
+      log().warn("{}: an event was lost, its receiver threw", route_.name());
+    }
+  }
+  signals_->mutex.lock();
+  auto outcome = batch.outcomes.begin();
   for (const auto& [ticket, count] : batch.owners) {
+    ticket->under_way -= count;
     for (size_t i = 0; i < count; ++i) end(ticket, *outcome++, 1);
   }
   for (const BlockName& block : batch.blocks) arrived(block.key);

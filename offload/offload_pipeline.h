@@ -15,16 +15,17 @@
 // deciding thread sleeps until something is enqueued, met or finished, or a partial batch or a sweep is due. With
 // own_threads off nothing happens but in step() and drain(), on the thread that calls them: for simulations that must
 // replay exactly. Failure: each block ends with one counted outcome (I6); a queue that is full refuses at once and says
-// so (I9).
+// so (I9). A route or policy that throws fails the blocks it was at work on. Where deciding itself fails (no memory),
+// what was committed is transferred, all else ends as kFailed, at once also what is enqueued later: usable() says why.
 #pragma once
 
 #include <array>
 #include <chrono>
 #include <cstdint>
 #include <deque>
+#include <list>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <set>
 #include <thread>
@@ -33,8 +34,10 @@
 #include <utility>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/event_sink.h"
 #include "base/status.h"
+#include "base/thread_annotations.h"
 #include "offload/block_route.h"
 #include "offload/offload_policy.h"
 #include "offload/precondition.h"
@@ -61,8 +64,20 @@ using OutcomeCounts = std::array<uint64_t, kBlockOutcomes>;  // by BlockOutcome
 enum class OffloadStatus : uint8_t { kQueued, kCommitted, kDone };
 
 namespace detail {
-struct OffloadSignals;
 struct OffloadTicket;
+
+// What handles and preconditions reach the pipeline by, also after its end.
+struct OffloadSignals {
+  Mutex mutex;                                             // guards the pipeline and all tickets
+  CondVar decide;                                          // something for the deciding thread
+  CondVar deck;                                            // a batch for a transfer thread, or the end
+  CondVar idle;                                            // for drain()
+  std::vector<uint64_t> settled TORPOR_GUARDED_BY(mutex);  // containers whose precondition was
+  bool any_settled TORPOR_GUARDED_BY(mutex) = false;       // and perhaps others: there was no memory to say which
+  std::optional<std::chrono::nanoseconds> sweep_at TORPOR_GUARDED_BY(mutex);
+  std::chrono::nanoseconds sweep_interval{};
+  const Clock* clock = nullptr;
+};
 }  // namespace detail
 
 // What the caller holds of one enqueue. Copies are the same. Letting go of it changes nothing.
@@ -105,6 +120,7 @@ class OffloadPipeline {
   bool step();
 
   OutcomeCounts counts() const;  // of all blocks that ever ended
+  Status usable() const;         // the failure that ended all deciding
   int64_t queued_blocks() const;
 
  private:
@@ -120,31 +136,35 @@ class OffloadPipeline {
   struct Batch {                                  // flat (P5)
     std::vector<BlockName> blocks;
     std::vector<std::pair<std::shared_ptr<detail::OffloadTicket>, size_t>> owners;  // whose the next so many blocks are
+    std::vector<BlockOutcome> outcomes;
   };
 
-  using Lock = std::unique_lock<std::mutex>;
   OffloadPipeline(BlockRoute& route, const Clock& clock, OffloadOptions options,
                   std::vector<std::unique_ptr<OffloadPolicy>> policies, EventSink* sink);
+  Status start();
+  void stop();
   void decide();
   void transfer();
-  // All below: the lock is held; those that take it give it back for the time of policies and copies.
-  void decide_once(Lock& lock);
-  void transfer_one(Lock& lock);
-  void shut_down();
-  void take_new(Lock& lock);
-  void take_settled();
-  void make_ready(Container container);
-  Container take_from_queue(std::map<QueueKey, Container>::iterator entry);
-  void sweep_if_due(std::chrono::nanoseconds now);
-  void sweep();
-  bool batch_is_due(std::chrono::nanoseconds now);
-  void commit_batch();
-  bool send_off(const Digest& key);  // false: it is on its way already
-  void arrived(const Digest& key);
-  std::optional<std::chrono::nanoseconds> next_deadline();
-  void end(const std::shared_ptr<detail::OffloadTicket>& ticket, BlockOutcome outcome, uint64_t blocks);
-  void end_container(const Container& container, BlockOutcome outcome);
-  bool idle() const;
+  void decide_once() TORPOR_REQUIRES(signals_->mutex);  // fails the pipeline where it throws
+  void decide_now() TORPOR_REQUIRES(signals_->mutex);
+  void transfer_one() TORPOR_REQUIRES(signals_->mutex);  // throws nothing; gives the lock back while it copies
+  void fail(const Status& failure) TORPOR_REQUIRES(signals_->mutex);
+  void shut_down() TORPOR_REQUIRES(signals_->mutex);
+  void take_new() TORPOR_REQUIRES(signals_->mutex);  // gives the lock back while policies are asked
+  void take_settled() TORPOR_REQUIRES(signals_->mutex);
+  void make_ready(Container container) TORPOR_REQUIRES(signals_->mutex);
+  Container take_from_queue(std::map<QueueKey, Container>::iterator entry) TORPOR_REQUIRES(signals_->mutex);
+  void sweep_if_due(std::chrono::nanoseconds now) TORPOR_REQUIRES(signals_->mutex);
+  void sweep() TORPOR_REQUIRES(signals_->mutex);
+  bool batch_is_due(std::chrono::nanoseconds now) TORPOR_REQUIRES(signals_->mutex);
+  void commit_batch() TORPOR_REQUIRES(signals_->mutex);
+  bool send_off(const Digest& key) TORPOR_REQUIRES(signals_->mutex);  // false: it is on its way already
+  void arrived(const Digest& key) TORPOR_REQUIRES(signals_->mutex);
+  std::optional<std::chrono::nanoseconds> next_deadline() TORPOR_REQUIRES(signals_->mutex);
+  void end(const std::shared_ptr<detail::OffloadTicket>& ticket, BlockOutcome outcome, uint64_t blocks)
+      TORPOR_REQUIRES(signals_->mutex);
+  void end_container(const Container& container, BlockOutcome outcome) TORPOR_REQUIRES(signals_->mutex);
+  bool idle() const TORPOR_REQUIRES(signals_->mutex);
   void report(std::string_view stage, uint64_t blocks) const;
 
   BlockRoute& route_;
@@ -153,22 +173,27 @@ class OffloadPipeline {
   const std::vector<std::unique_ptr<OffloadPolicy>> policies_;
   EventSink* const sink_;
 
-  std::shared_ptr<detail::OffloadSignals> signals_;  // shared with handles; its mutex guards all below and every ticket
-  std::deque<Container> new_;                        // not evaluated yet
-  std::unordered_map<uint64_t, Container> waiting_;  // for their precondition, by sequence
-  std::map<QueueKey, Container> in_queue_;           // highest priority first, then in order
-  std::set<std::pair<std::chrono::nanoseconds, QueueKey>> ages_;  // of the in-queue, oldest first
-  std::deque<Batch> on_deck_;
-  std::unordered_set<Digest, DigestHash> on_the_way_;          // keys of committed blocks
-  std::vector<decltype(on_the_way_)::node_type> spare_nodes_;  // of it: nothing is allocated for each block
-  OutcomeCounts counts_{};
-  int64_t queued_blocks_ = 0;
-  int64_t in_queue_blocks_ = 0;
-  uint64_t next_sequence_ = 0;
-  int32_t transferring_ = 0;
-  int32_t draining_ = 0;  // callers of drain()
-  bool evaluating_ = false;
-  bool ending_ = false;
+  const std::shared_ptr<detail::OffloadSignals> signals_;  // shared with handles; its mutex guards every ticket, too
+  std::deque<Container> new_ TORPOR_GUARDED_BY(signals_->mutex);  // not evaluated yet
+  // For their precondition, by sequence.
+  std::unordered_map<uint64_t, Container> waiting_ TORPOR_GUARDED_BY(signals_->mutex);
+  std::map<QueueKey, Container> in_queue_ TORPOR_GUARDED_BY(signals_->mutex);  // highest priority first, then in order
+  // Of the in-queue, oldest first.
+  std::set<std::pair<std::chrono::nanoseconds, QueueKey>> ages_ TORPOR_GUARDED_BY(signals_->mutex);
+  std::deque<Batch> on_deck_ TORPOR_GUARDED_BY(signals_->mutex);
+  std::list<std::shared_ptr<detail::OffloadTicket>> open_ TORPOR_GUARDED_BY(signals_->mutex);  // not ended
+  std::unordered_set<Digest, DigestHash> on_the_way_ TORPOR_GUARDED_BY(signals_->mutex);  // keys of committed blocks
+  // Of it: nothing is allocated for each block.
+  std::vector<std::unordered_set<Digest, DigestHash>::node_type> spare_nodes_ TORPOR_GUARDED_BY(signals_->mutex);
+  OutcomeCounts counts_ TORPOR_GUARDED_BY(signals_->mutex){};
+  int64_t queued_blocks_ TORPOR_GUARDED_BY(signals_->mutex) = 0;
+  int64_t in_queue_blocks_ TORPOR_GUARDED_BY(signals_->mutex) = 0;
+  uint64_t next_sequence_ TORPOR_GUARDED_BY(signals_->mutex) = 0;
+  int32_t transferring_ TORPOR_GUARDED_BY(signals_->mutex) = 0;
+  int32_t draining_ TORPOR_GUARDED_BY(signals_->mutex) = 0;  // callers of drain()
+  bool evaluating_ TORPOR_GUARDED_BY(signals_->mutex) = false;
+  bool ending_ TORPOR_GUARDED_BY(signals_->mutex) = false;
+  Status usable_ TORPOR_GUARDED_BY(signals_->mutex);
 
   std::vector<std::thread> threads_;  // last: they use all above
 };

@@ -11,14 +11,11 @@
 namespace torpor {
 namespace {
 
-// Of copies that may still be running: never freed.
-std::vector<std::vector<StreamingDigest>>& unproven_digests() {
-  static std::vector<std::vector<StreamingDigest>> digests;
-  return digests;
-}
-
-void fail_all(std::span<ChunkTransfer> batch, const Error& error) {
-  for (ChunkTransfer& transfer : batch) transfer.status = error;
+void fail_all(std::span<ChunkTransfer> batch, const Error& error, bool unproven = false) {
+  for (ChunkTransfer& transfer : batch) {
+    transfer.status = error;
+    transfer.unproven = transfer.unproven || unproven;
+  }
 }
 
 }  // namespace
@@ -31,14 +28,14 @@ struct TransferExecutor::Worker {
 // A worker for the time of one batch.
 struct TransferExecutor::Borrowed {
   explicit Borrowed(TransferExecutor& executor) : executor(executor) {
-    std::unique_lock lock(executor.mutex_);
-    executor.returned_.wait(lock, [&] { return !executor.idle_.empty(); });
+    const MutexLock lock(executor.mutex_);
+    while (executor.idle_.empty()) executor.returned_.wait(executor.mutex_);
     worker = executor.idle_.back();
     executor.idle_.pop_back();
   }
   ~Borrowed() {
     {
-      const std::lock_guard lock(executor.mutex_);
+      const MutexLock lock(executor.mutex_);
       executor.idle_.push_back(worker);
     }
     executor.returned_.notify_one();
@@ -48,7 +45,11 @@ struct TransferExecutor::Borrowed {
 };
 
 TransferExecutor::TransferExecutor(DeviceMemory& device, HostArena& arena, std::vector<std::unique_ptr<Worker>> workers)
-    : device_(device), arena_(arena), workers_(std::move(workers)) {
+    : device_(device),
+      arena_(arena),
+      workers_(std::move(workers)),
+      unproven_digests_(new std::vector<std::vector<StreamingDigest>>()) {
+  idle_.reserve(workers_.size());  // a worker always comes back
   for (const auto& worker : workers_) idle_.push_back(worker.get());
 }
 
@@ -62,9 +63,18 @@ Result<std::unique_ptr<TransferExecutor>> TransferExecutor::create(DeviceMemory&
   const int threads = options.threads != 0 ? options.threads
                                            : static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1u, 8u));
   std::vector<std::unique_ptr<Worker>> workers;
+  workers.reserve(static_cast<size_t>(threads));
   for (int i = 0; i < threads; ++i) {
     auto worker = std::make_unique<Worker>();
-    TORPOR_ASSIGN(worker->stream, device.create_stream());
+    Result<StreamId> stream = device.create_stream();
+    if (!stream) {
+      for (const auto& made : workers) {
+        if (const Status done = device.destroy_stream(made->stream); !done)
+          log().error("stream: {}", done.error().to_string());
+      }
+      return stream.error();
+    }
+    worker->stream = *stream;
     workers.push_back(std::move(worker));
   }
   return std::unique_ptr<TransferExecutor>(new TransferExecutor(device, arena, std::move(workers)));
@@ -79,6 +89,7 @@ TransferExecutor::~TransferExecutor() {
     if (const Status done = device_.destroy_stream(worker->stream); !done)
       log().error("stream: {}", done.error().to_string());
   }
+  if (!quarantined_) delete unproven_digests_;
 }
 
 Status TransferExecutor::usable() const {
@@ -91,7 +102,7 @@ Status TransferExecutor::usable() const {
 
 void TransferExecutor::release_staging() {
   if (quarantined_) return;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (Worker* worker : idle_) worker->staging = {};
 }
 
@@ -127,20 +138,34 @@ Status TransferExecutor::copy(Worker& worker, Direction direction, std::span<con
   }
   const std::string doing = fmt::format("copying {}{}", plans[0]->key.to_string(),
                                         plans.size() > 1 ? fmt::format(" and {} more", plans.size() - 1) : "");
-  const Status enqueued = device_.copy_async(worker.stream, direction, copies);
-  // Even a refused batch may have begun: wait for the stream in any case.
-  Result<EventId> event = device_.record(worker.stream);
-  DrainResult drained;
-  if (event) {
-    drained = device_.wait(*event);
-  } else {
-    drained = device_.drain(worker.stream);
-    if (drained.drain == Drain::kCompleted) drained = {Drain::kDrainedWithError, event.error()};
+  if (!streaming.empty()) {  // room for what a copy that is never proven would go on writing
+    const MutexLock lock(mutex_);
+    unproven_digests_->reserve(unproven_digests_->size() + workers_.size());
   }
-  if (drained.drain == Drain::kUnproven) unproven = quarantined_ = true;
-  if (unproven && !streaming.empty()) {
-    const std::lock_guard lock(mutex_);
-    unproven_digests().push_back(std::move(streaming));
+  // From here on nothing but the wait may end this: a copy may be running.
+  const Status enqueued = catching_no_memory([&] { return device_.copy_async(worker.stream, direction, copies); });
+  // Even a refused batch may have begun: wait for the stream in any case.
+  DrainResult drained{.drain = Drain::kUnproven};
+  try {
+    Result<EventId> event = device_.record(worker.stream);
+    if (event) {
+      drained = device_.wait(*event);
+    } else {
+      drained = device_.drain(worker.stream);
+      if (drained.drain == Drain::kCompleted) drained = {Drain::kDrainedWithError, event.error()};
+    }
+  } catch (...) {
+    drained = {Drain::kUnproven, error_in_flight()};
+    try {
+      if (device_.drain(worker.stream).drain == Drain::kCompleted) drained.drain = Drain::kDrainedWithError;
+    } catch (...) {  // stays unproven
+    }
+  }
+  if (drained.drain == Drain::kUnproven) {
+    unproven = true;
+    quarantined_ = true;
+    const MutexLock lock(mutex_);
+    if (!streaming.empty()) unproven_digests_->push_back(std::move(streaming));
   }
   if (drained.drain != Drain::kCompleted) return drained.error.within(doing);
   if (!enqueued) return enqueued.error().within(doing);
@@ -181,6 +206,32 @@ void TransferExecutor::copy_each(Worker& worker, Direction direction, std::span<
 
 void TransferExecutor::save(std::span<ChunkTransfer> batch, Tier& target) {
   const Borrowed borrowed(*this);
+  try {
+    save_now(*borrowed.worker, batch, target);
+  } catch (...) {
+    fail_all(batch, error_in_flight(), quarantined_);
+  }
+}
+
+void TransferExecutor::restore(std::span<ChunkTransfer> batch, Tier& source) {
+  const Borrowed borrowed(*this);
+  try {
+    restore_now(*borrowed.worker, batch, source);
+  } catch (...) {
+    fail_all(batch, error_in_flight(), quarantined_);
+  }
+}
+
+void TransferExecutor::digest(std::span<ChunkTransfer> batch) {
+  const Borrowed borrowed(*this);
+  try {
+    digest_now(*borrowed.worker, batch);
+  } catch (...) {
+    fail_all(batch, error_in_flight(), quarantined_);
+  }
+}
+
+void TransferExecutor::save_now(Worker& worker, std::span<ChunkTransfer> batch, Tier& target) {
   if (const Status can = usable(); !can) return fail_all(batch, can.error());
   std::vector<std::span<std::byte>> host;
   for (ChunkTransfer& transfer : batch) {
@@ -192,11 +243,11 @@ void TransferExecutor::save(std::span<ChunkTransfer> batch, Tier& target) {
     host.push_back(place ? *place : std::span<std::byte>{});
   }
   if (!target.addressable()) {
-    Result<std::vector<std::span<std::byte>>> staged = stage(*borrowed.worker, batch);
+    Result<std::vector<std::span<std::byte>>> staged = stage(worker, batch);
     if (!staged) return fail_all(batch, staged.error());
     host = std::move(*staged);
   }
-  copy_each(*borrowed.worker, Direction::kDeviceToHost, batch, host);
+  copy_each(worker, Direction::kDeviceToHost, batch, host);
   if (target.addressable()) return;
   std::vector<TierPart> parts;
   std::vector<size_t> members;
@@ -209,14 +260,13 @@ void TransferExecutor::save(std::span<ChunkTransfer> batch, Tier& target) {
   for (size_t m = 0; m < members.size(); ++m) batch[members[m]].status = std::move(parts[m].status);
 }
 
-void TransferExecutor::restore(std::span<ChunkTransfer> batch, Tier& source) {
-  const Borrowed borrowed(*this);
+void TransferExecutor::restore_now(Worker& worker, std::span<ChunkTransfer> batch, Tier& source) {
   if (const Status can = usable(); !can) return fail_all(batch, can.error());
   std::vector<std::span<std::byte>> host;
   if (source.addressable()) {
     for (ChunkTransfer& transfer : batch) host.push_back(source.view(transfer.saved));
   } else {
-    Result<std::vector<std::span<std::byte>>> staged = stage(*borrowed.worker, batch);
+    Result<std::vector<std::span<std::byte>>> staged = stage(worker, batch);
     if (!staged) return fail_all(batch, staged.error());
     host = std::move(*staged);
     std::vector<TierPart> parts;
@@ -239,19 +289,18 @@ void TransferExecutor::restore(std::span<ChunkTransfer> batch, Tier& source) {
                               .next_step = "use another checkpoint"};
     }
   }
-  copy_each(*borrowed.worker, Direction::kHostToDevice, batch, host);
+  copy_each(worker, Direction::kHostToDevice, batch, host);
 }
 
-void TransferExecutor::digest(std::span<ChunkTransfer> batch) {
-  const Borrowed borrowed(*this);
+void TransferExecutor::digest_now(Worker& worker, std::span<ChunkTransfer> batch) {
   if (const Status can = usable(); !can) return fail_all(batch, can.error());
   for (ChunkTransfer& transfer : batch) {
     transfer.saved = {.key = transfer.plan->key, .bytes = transfer.plan->bytes()};
     transfer.status = ok();
   }
-  const Result<std::vector<std::span<std::byte>>> host = stage(*borrowed.worker, batch);
+  const Result<std::vector<std::span<std::byte>>> host = stage(worker, batch);
   if (!host) return fail_all(batch, host.error());
-  copy_each(*borrowed.worker, Direction::kDeviceToHost, batch, *host);
+  copy_each(worker, Direction::kDeviceToHost, batch, *host);
 }
 
 }  // namespace torpor

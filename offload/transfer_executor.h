@@ -8,19 +8,19 @@
 // A transfer ends in one of three ways (Drain in allocator/device_memory.h). After kUnproven this executor keeps its
 // staging memory for ever and refuses further work: quarantined() says so, and nothing may be unmapped.
 //
-// Threads: as many batches at once as it has workers; more callers wait for one.
+// Threads: as many batches at once as it has workers; more callers wait for one. Want of memory fails the batch, and no
+// copy is left running by it.
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <vector>
 
 #include "allocator/device_memory.h"
 #include "allocator/host_arena.h"
 #include "base/status.h"
+#include "base/thread_annotations.h"
 #include "offload/chunk.h"
 #include "offload/tier.h"
 
@@ -61,6 +61,9 @@ class TransferExecutor {
   struct Worker;
   struct Borrowed;
   TransferExecutor(DeviceMemory& device, HostArena& arena, std::vector<std::unique_ptr<Worker>> workers);
+  void save_now(Worker& worker, std::span<ChunkTransfer> batch, Tier& target);
+  void restore_now(Worker& worker, std::span<ChunkTransfer> batch, Tier& source);
+  void digest_now(Worker& worker, std::span<ChunkTransfer> batch);
   Status copy(Worker& worker, Direction direction, std::span<const ChunkPlan* const> plans,
               std::span<const std::span<std::byte>> host, std::vector<Digest>* digests, bool& unproven);
   void copy_each(Worker& worker, Direction direction, std::span<ChunkTransfer> batch,
@@ -70,10 +73,12 @@ class TransferExecutor {
 
   DeviceMemory& device_;
   HostArena& arena_;
-  std::mutex mutex_;  // guards idle_
-  std::condition_variable returned_;
-  std::vector<std::unique_ptr<Worker>> workers_;
-  std::vector<Worker*> idle_;
+  const std::vector<std::unique_ptr<Worker>> workers_;
+  Mutex mutex_;
+  CondVar returned_;
+  std::vector<Worker*> idle_ TORPOR_GUARDED_BY(mutex_);
+  // Of copies that may still be running: never freed.
+  std::vector<std::vector<StreamingDigest>>* const unproven_digests_ TORPOR_PT_GUARDED_BY(mutex_);
   std::atomic<bool> quarantined_ = false;
 };
 

@@ -6,6 +6,7 @@
 
 #include <fmt/format.h>
 
+#include "base/log.h"
 #include "engine/reference/reference_engine.h"
 
 namespace torpor::reference {
@@ -159,7 +160,9 @@ Status ReferenceEngine::drop_requests(const std::string& mode) {
   // Weights may be others from now on: nothing that was computed is of use.
   pool_->clear_cached();
   if (host_) host_->pool().clear_cached();
-  if (disk_) disk_->pool().clear_cached();
+  if (!disk_) return ok();
+  if (const Status forgotten = disk_->forget_all(); !forgotten)  // it takes nothing until it has
+    log().error("KV blocks on disk: {}", forgotten.error().to_string());
   return ok();
 }
 

@@ -1,15 +1,46 @@
 #include <algorithm>
+#include <cerrno>
+#include <cstdarg>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <vector>
 
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <linux/openat2.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "base/file_system.h"
 #include "tests/support/results.h"
 #include "tests/support/temporary_directory.h"
+
+namespace {
+
+// Where an open with O_DIRECT finds a file of another process, and fails; empty: as usual.
+std::string direct_open_meets;
+
+}  // namespace
+
+// The system's own, as this program calls it.
+extern "C" long syscall(long number, ...) noexcept {
+  using Call = long (*)(long, ...);
+  static const auto real = reinterpret_cast<Call>(::dlsym(RTLD_NEXT, "syscall"));
+  va_list list;
+  va_start(list, number);
+  long given[6];
+  for (long& value : given) value = va_arg(list, long);
+  va_end(list);
+  if (number == SYS_openat2 && !direct_open_meets.empty() &&
+      (reinterpret_cast<const open_how*>(given[2])->flags & O_DIRECT) != 0) {  // NOLINT(performance-no-int-to-ptr)
+    std::ofstream(std::exchange(direct_open_meets, {})) << "not yours";
+    errno = EINVAL;
+    return -1;
+  }
+  return real(number, given[0], given[1], given[2], given[3], given[4], given[5]);
+}
 
 namespace torpor {
 namespace {
@@ -161,6 +192,18 @@ TEST_F(LinuxFileSystem, SlotsAreWrittenAndReadManyAtOnce) {
     file->pread_all(parts);
     EXPECT_FAILS(parts[3].status, Code::kCorruption, "ends too early");
     EXPECT_SUCCEEDS(parts[4].status);
+  }
+}
+
+// A file system without direct I/O refuses it after it has made the file; meanwhile another process puts its own there.
+TEST_F(LinuxFileSystem, AFileThatIsToBeNewIsNeverOneOfSomebodyElse) {
+  const auto directory = open();
+  direct_open_meets = temporary_ / "new";
+  const Result<std::unique_ptr<File>> made = directory->create_file("new", FileIo::kFastest);
+  const bool met = std::exchange(direct_open_meets, {}).empty();
+  if (made) {
+    EXPECT_FALSE(met);
+    EXPECT_EQ(value_of((*made)->size()), 0u);
   }
 }
 

@@ -42,6 +42,8 @@ TEST(Status, SystemErrorsGetTheirCodeFromErrno) {
   EXPECT_EQ(system_error(EDQUOT, "x").code, Code::kResourceExhausted);
   EXPECT_EQ(system_error(ENOENT, "x").code, Code::kNotFound);
   EXPECT_EQ(system_error(EIO, "x").code, Code::kIo);
+  for (const int native : {EACCES, EPERM, EROFS})  // nothing is broken, something is to be allowed
+    EXPECT_FAILS(Status(system_error(native, "x")), Code::kFailedPrecondition, "permissions");
   EXPECT_EQ(system_error(EIO, "x").native, EIO);
 }
 

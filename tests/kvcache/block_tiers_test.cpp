@@ -1,5 +1,8 @@
 // Blocks go down through a pipeline and come back up; every byte is compared.
+#include <atomic>
 #include <fstream>
+
+#include <dlfcn.h>
 
 #include "kvcache/block_routes.h"
 #include "kvcache/disk_blocks.h"
@@ -16,6 +19,17 @@
 #include "tests/support/manual_clock.h"
 #include "tests/support/results.h"
 #include "tests/support/temporary_directory.h"
+
+namespace {
+std::atomic<bool> no_aligned_memory = false;
+}
+
+// The system's own, as this program calls it.
+extern "C" void* aligned_alloc(size_t alignment, size_t size) {
+  using Allocate = void* (*)(size_t, size_t);
+  static const auto real = reinterpret_cast<Allocate>(::dlsym(RTLD_NEXT, "aligned_alloc"));
+  return no_aligned_memory ? nullptr : real(alignment, size);
+}
 
 namespace torpor {
 namespace {
@@ -387,6 +401,91 @@ TEST_P(BlockTiersTest, BlocksOfAnotherModelAreNotThere) {
   open_disk({.owner = digest_of({})});
   EXPECT_EQ(disk_->health().recovered, 0);
   EXPECT_FALSE(disk_->pool().contains(chain[0]));
+}
+
+TEST_P(BlockTiersTest, BlocksOfOtherWeightsAreNeverFoundAgainAfterARestartNeither) {
+  open_disk();
+  const auto before = chain_on_disk(10, 4);
+  ASSERT_SUCCEEDS(disk_->forget_all());  // other weights, of which nobody knows the name
+  EXPECT_FALSE(disk_->pool().contains(before[0]));
+  const auto after = chain_on_disk(20, 3);
+  onboard_from({disk_.get()});
+  EXPECT_EQ(value_of(onboarding_->onboard(after)).size(), 3u);
+  wipe_device();
+  open_disk();  // with the owner's old name: with the weights that it stands for
+  EXPECT_EQ(disk_->health().recovered, 0);
+  ASSERT_SUCCEEDS(disk_->forget_all(digest_of({})));  // weights with a name
+  const auto named = chain_on_disk(30, 2);
+  open_disk();
+  EXPECT_EQ(disk_->health().recovered, 0);
+  open_disk({.owner = digest_of({})});
+  EXPECT_EQ(disk_->health().recovered, 2);
+  EXPECT_TRUE(disk_->pool().contains(named[1]));
+}
+
+TEST_P(BlockTiersTest, NothingIsPutBeforeTheNewEpochIsOnTheDisk) {
+  open_disk();
+  DeviceRoute to_disk(*pool_, layout_, *disk_, *executor_);
+  const auto blocks = compute(10, 2);
+  ASSERT_EQ(offload(names(blocks), &to_disk).count(BlockOutcome::kTransferred), 2u);
+  file_system_.plan.set(test::Fault::kError, 1);  // the epoch is not written
+  EXPECT_FAILS(disk_->forget_all(), Code::kIo);
+  EXPECT_FALSE(disk_->pool().contains(blocks[0].identity()));
+  EXPECT_EQ(offload(names(blocks), &to_disk).count(BlockOutcome::kDegraded), 2u);
+  clock_.advance(10s);
+  file_system_.plan.set(test::Fault::kError, 2);  // now it is, and not synced: for good
+  EXPECT_EQ(offload(names(blocks), &to_disk).count(BlockOutcome::kFailed), 2u);
+  file_system_.plan.clear();
+  clock_.advance(10s);
+  EXPECT_EQ(offload(names(blocks), &to_disk).count(BlockOutcome::kFailed), 2u);
+  EXPECT_NE(disk_->health().reason.find("blocks.epoch"), std::string::npos);
+  pipelines_.clear();
+}
+
+TEST_P(BlockTiersTest, AnEpochThatIsDamagedIsANewOne) {
+  open_disk();
+  (void)chain_on_disk(10, 4);
+  disk_.reset();
+  {
+    std::fstream file(temporary_.path() + "/blocks.epoch", std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(12);
+    file.put('x');
+  }
+  open_disk();
+  EXPECT_EQ(disk_->health().recovered, 0);
+}
+
+TEST_P(BlockTiersTest, WithoutMemoryForHeadersPutsFailAndTheDiskIsTriedAgain) {
+  open_disk();
+  DeviceRoute to_disk(*pool_, layout_, *disk_, *executor_);
+  const auto blocks = compute(10, 3);
+  no_aligned_memory = true;
+  EXPECT_EQ(offload(names(blocks), &to_disk).count(BlockOutcome::kFailed), 3u);
+  no_aligned_memory = false;
+  EXPECT_NE(disk_->health().reason.find("no memory"), std::string::npos);
+  clock_.advance(10s);
+  EXPECT_EQ(offload(names(blocks), &to_disk).count(BlockOutcome::kTransferred), 3u);
+  pipelines_.clear();
+}
+
+// The second block of the chain is in a store with larger blocks: it does not fit, and the first is not lost for it.
+TEST_P(BlockTiersTest, AnOnboardingThatIsGivenUpLosesNoDeviceBlock) {
+  const auto small = compute(10, 1);
+  ASSERT_EQ(offload(names(small)).count(BlockOutcome::kTransferred), 1u);
+  std::vector<BlockIdentity> chain = identities(small);
+  const auto large =
+      value_of(HostBlocks::create(*arena_, {.num_blocks = 2, .block_tokens = 2 * kTokens}, layout_.bytes_per_block()));
+  chain.push_back({.parent = chain[0].hash(), .tokens = {1, 2, 3, 4, 5, 6, 7, 8}});
+  MutableBlock slot = std::move(value_of(large->pool().allocate(1))[0]);
+  ASSERT_SUCCEEDS(begin_filling(slot, chain[1]));
+  ASSERT_SUCCEEDS(slot.compute_done());
+  ASSERT_SUCCEEDS(slot.register_block());
+  wipe_device();
+  onboard_from({host_.get(), large.get()});
+  EXPECT_FALSE(onboarding_->onboard(chain).has_value());
+  EXPECT_EQ(pool_->info().quarantined, 0);
+  onboard_from({host_.get()});
+  EXPECT_EQ(value_of(onboarding_->onboard(chain)).size(), 1u);
 }
 
 TEST_P(BlockTiersTest, TwoProcessesDoNotShareSlots) {

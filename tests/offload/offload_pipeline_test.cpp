@@ -11,6 +11,7 @@
 #include <set>
 #include <thread>
 
+#include "tests/support/failing_threads.h"
 #include "tests/support/manual_clock.h"
 #include "tests/support/results.h"
 
@@ -45,6 +46,7 @@ class ScriptedRoute final : public BlockRoute {
   bool upgrade(const BlockName& name) override {
     const std::lock_guard lock(mutex_);
     if (evicted_.contains(name.id)) return false;
+    if (name.id == throwing_upgrade_) throw std::bad_alloc();
     upgraded_.push_back(name.id);
     ++kept_;
     return true;
@@ -57,6 +59,10 @@ class ScriptedRoute final : public BlockRoute {
     --waiting_;
     std::vector<int32_t> batch;
     for (size_t i = 0; i < blocks.size(); ++i) {
+      if (blocks[i].id == throwing_) {
+        kept_ -= static_cast<int64_t>(blocks.size() - i);
+        throw std::runtime_error("a route that throws");
+      }
       batch.push_back(blocks[i].id);
       const auto failing = failing_.find(blocks[i].id);
       outcomes[i] = failing == failing_.end() ? BlockOutcome::kTransferred : failing->second;
@@ -77,6 +83,9 @@ class ScriptedRoute final : public BlockRoute {
     evicted_.insert(id);
   }
   void fail(int32_t id, BlockOutcome outcome) { failing_[id] = outcome; }
+  // The transfer of this block throws, its upgrade too if asked for.
+  void throw_at(int32_t id) { throwing_ = id; }
+  void throw_in_upgrade_of(int32_t id) { throwing_upgrade_ = id; }
   std::vector<std::vector<int32_t>> batches() const {
     const std::lock_guard lock(mutex_);
     return batches_;
@@ -100,6 +109,8 @@ class ScriptedRoute final : public BlockRoute {
   std::condition_variable changed_;
   bool open_ = true;
   int waiting_ = 0;
+  std::atomic<int32_t> throwing_ = -1;
+  std::atomic<int32_t> throwing_upgrade_ = -1;
   std::set<int32_t> evicted_;
   std::map<int32_t, BlockOutcome> failing_;
   std::set<std::array<uint8_t, 16>> present_;
@@ -341,6 +352,87 @@ TEST_F(OffloadPipelineTest, I5TheFailureOfOneBlockMarksNoOther) {
        {BlockOutcome::kFailed, BlockOutcome::kUnproven, BlockOutcome::kNoRoom, BlockOutcome::kEvicted}) {
     EXPECT_EQ(handle.count(outcome), 1u) << name(outcome);
   }
+  EXPECT_EQ(handle.count(BlockOutcome::kTransferred), 4u);
+}
+
+TEST_F(OffloadPipelineTest, WhereNoThreadStartsThereIsNoPipelineAndWithFewerItGoesOn) {
+  for (const uint64_t n : {1, 2}) {  // the deciding one, the first that transfers
+    test::fail_thread_start(n);
+    EXPECT_FAILS(OffloadPipeline::create(route_, system_clock(), {.max_concurrent_transfers = 3}),
+                 Code::kResourceExhausted, "thread");
+  }
+  test::fail_thread_start(3);
+  const auto pipeline = value_of(OffloadPipeline::create(route_, system_clock(), {.max_concurrent_transfers = 3}));
+  test::fail_thread_start(0);
+  OffloadHandle handle = pipeline->enqueue(blocks(0, 10));
+  EXPECT_TRUE(handle.wait(20s));
+  EXPECT_EQ(handle.count(BlockOutcome::kTransferred), 10u);
+}
+
+TEST_F(OffloadPipelineTest, ATransferThatThrowsFailsItsBlocksAndTheNextOnesGo) {
+  const auto pipeline = make(by_size(1, 4));
+  route_.throw_at(2);
+  OffloadHandle thrown = pipeline->enqueue(blocks(0, 4));
+  ASSERT_TRUE(thrown.wait(20s));
+  EXPECT_EQ(thrown.count(BlockOutcome::kTransferred), 2u);  // those that had arrived
+  EXPECT_EQ(thrown.count(BlockOutcome::kFailed), 2u);
+  EXPECT_SUCCEEDS(pipeline->usable());
+  route_.throw_at(-1);
+  OffloadHandle again = pipeline->enqueue(blocks(2, 4));
+  ASSERT_TRUE(again.wait(20s));
+  EXPECT_EQ(again.count(BlockOutcome::kTransferred), 4u);
+}
+
+class ThrowingPolicy final : public OffloadPolicy {
+ public:
+  std::string_view name() const override { return "throwing"; }
+  bool evaluate(std::span<const BlockName> blocks, std::span<uint8_t>, std::chrono::nanoseconds) override {
+    if (blocks[0].id == 7) throw std::runtime_error("a policy that throws");
+    return true;
+  }
+};
+
+TEST_F(OffloadPipelineTest, APolicyThatThrowsFailsItsContainerAndNoOther) {
+  const auto pipeline = make(by_size(1, 4), list(std::make_unique<ThrowingPolicy>()));
+  OffloadHandle thrown = pipeline->enqueue(blocks(7, 2));
+  OffloadHandle other = pipeline->enqueue(blocks(1, 2));
+  ASSERT_TRUE(thrown.wait(20s));
+  ASSERT_TRUE(other.wait(20s));
+  EXPECT_EQ(thrown.count(BlockOutcome::kFailed), 2u);
+  EXPECT_EQ(other.count(BlockOutcome::kTransferred), 2u);
+}
+
+// What decides fails half-way through a batch: what was committed is transferred, all else ends, and it says so.
+TEST_F(OffloadPipelineTest, APipelineThatCannotDecideEndsEveryBlockAndSaysThatItIsOver) {
+  const auto pipeline = make(by_size(4, 8));
+  route_.throw_in_upgrade_of(2);
+  const auto never = std::make_shared<Precondition>();
+  OffloadHandle waiting = pipeline->enqueue(blocks(20, 2), never);
+  OffloadHandle half = pipeline->enqueue(blocks(0, 4));
+  ASSERT_TRUE(half.wait(20s));
+  ASSERT_TRUE(waiting.wait(20s));
+  EXPECT_EQ(half.count(BlockOutcome::kTransferred), 2u);
+  EXPECT_EQ(half.count(BlockOutcome::kFailed), 2u);
+  EXPECT_EQ(waiting.count(BlockOutcome::kFailed), 2u);
+  EXPECT_FAILS(pipeline->usable(), Code::kResourceExhausted, "scripted");
+  OffloadHandle late = pipeline->enqueue(blocks(10, 2));
+  ASSERT_TRUE(late.wait(20s));
+  EXPECT_EQ(late.count(BlockOutcome::kFailed), 2u);
+  pipeline->drain();
+  EXPECT_EQ(pipeline->queued_blocks(), 0);
+}
+
+class ThrowingSink final : public EventSink {
+ public:
+  void on_offload(const OffloadEvent&) override { throw std::runtime_error("a sink that throws"); }
+  void on_transfer(const TransferEvent&) override { throw std::runtime_error("a sink that throws"); }
+};
+
+TEST_F(OffloadPipelineTest, WhoListensAndThrowsStopsNothing) {
+  ThrowingSink sink;
+  const auto pipeline = value_of(OffloadPipeline::create(route_, system_clock(), by_size(1, 4), {}, &sink));
+  OffloadHandle handle = pipeline->enqueue(blocks(0, 4));
+  ASSERT_TRUE(handle.wait(20s));
   EXPECT_EQ(handle.count(BlockOutcome::kTransferred), 4u);
 }
 
