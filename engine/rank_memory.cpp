@@ -128,15 +128,18 @@ Status RankMemory::set_kv_layout(std::string tag, KvLayout layout) {
   const std::lock_guard lock(mutex_);
   // Every piece must lie inside a region of the tag, so that a block number from a file can never reach elsewhere.
   const std::vector<RegionInfo> regions = allocator_->regions_of(tag);
-  for (const uint32_t block : {uint32_t{0}, layout.num_blocks - 1}) {
-    for (const KvPiece& piece : layout.pieces_of(block)) {
+  // Blocks lie at equal distances, so those between the first and the last are inside where both are in one region.
+  for (const KvTensor& tensor : layout.tensors) {
+    for (uint64_t layer = 0; layer < tensor.layers; ++layer) {
+      const uint64_t begin = tensor.address + layer * tensor.layer_stride;
+      const uint64_t end = begin + (layout.num_blocks - 1) * tensor.block_stride + tensor.block_bytes;
       const bool inside = std::any_of(regions.begin(), regions.end(), [&](const RegionInfo& region) {
-        return piece.address >= region.address && piece.address + piece.bytes <= region.address + region.size_bytes;
+        return begin >= region.address && end <= region.address + region.size_bytes;
       });
       if (!inside) {
         return Error{.code = Code::kInvalidArgument,
-                     .what = fmt::format("the KV layout puts block {} at {:#x}, outside the regions of {}", block,
-                                         piece.address, tag),
+                     .what = fmt::format("the KV layout puts {} blocks at {:#x} to {:#x}, outside the regions of {}",
+                                         layout.num_blocks, begin, end, tag),
                      .next_step = "give the layout that the engine allocated"};
       }
     }

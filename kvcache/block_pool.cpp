@@ -54,7 +54,7 @@ size_t BlockPool::DigestHash::operator()(const Digest& digest) const {
 
 BlockRef::BlockRef(const BlockRef& other) : pool_(other.pool_), id_(other.id_) {
   if (pool_ == nullptr) return;
-  const std::lock_guard lock(pool_->mutex_);
+  const MutexLock lock(pool_->mutex_);
   pool_->keep(id_);
 }
 BlockRef::BlockRef(BlockRef&& other) noexcept
@@ -66,7 +66,7 @@ BlockRef& BlockRef::operator=(BlockRef other) noexcept {
 }
 BlockRef::~BlockRef() {
   if (pool_ == nullptr) return;
-  const std::lock_guard lock(pool_->mutex_);
+  const MutexLock lock(pool_->mutex_);
   pool_->let_go(id_);
 }
 // No lock: the identity of a block does not change while somebody keeps it.
@@ -74,12 +74,12 @@ const BlockIdentity& BlockRef::identity() const { return pool_->slot(id_).identi
 
 WeakBlock::WeakBlock(const BlockRef& block) : pool_(block.pool_), id_(block.id_) {
   if (pool_ == nullptr) return;
-  const std::lock_guard lock(pool_->mutex_);
+  const MutexLock lock(pool_->mutex_);
   generation_ = pool_->slot(id_).generation;
 }
 std::optional<BlockRef> WeakBlock::upgrade() const {
   if (pool_ == nullptr) return std::nullopt;
-  const std::lock_guard lock(pool_->mutex_);
+  const MutexLock lock(pool_->mutex_);
   if (id_ < 0 || id_ >= pool_->options_.num_blocks) return std::nullopt;
   const BlockPool::Slot& slot = pool_->slot(id_);
   if (slot.generation != generation_ || slot.state != BlockState::kRegistered) return std::nullopt;
@@ -96,20 +96,20 @@ MutableBlock& MutableBlock::operator=(MutableBlock&& other) noexcept {
 }
 MutableBlock::~MutableBlock() {
   if (pool_ == nullptr) return;
-  const std::lock_guard lock(pool_->mutex_);
+  const MutexLock lock(pool_->mutex_);
   pool_->end_ownership(id_);
 }
 BlockState MutableBlock::state() const {
-  const std::lock_guard lock(pool_->mutex_);
+  const MutexLock lock(pool_->mutex_);
   return pool_->slot(id_).state;
 }
 int32_t MutableBlock::tokens() const {
-  const std::lock_guard lock(pool_->mutex_);
+  const MutexLock lock(pool_->mutex_);
   return static_cast<int32_t>(pool_->slot(id_).identity.tokens.size());
 }
 
 Status MutableBlock::initialize(const Digest& parent, uint64_t salt, int32_t group) {
-  const std::lock_guard lock(pool_->mutex_);
+  const MutexLock lock(pool_->mutex_);
   TORPOR_TRY(pool_->move(id_, BlockTrigger::kInitialize));
   pool_->slot(id_).identity = {.parent = parent, .salt = salt, .group = group, .tokens = {}};
   return ok();
@@ -118,7 +118,7 @@ Status MutableBlock::initialize(const Digest& parent, uint64_t salt, int32_t gro
 Result<int32_t> MutableBlock::add_tokens(std::span<const int32_t> tokens, bool more_to_come) {
   if (tokens.empty())
     return Error{.code = Code::kInvalidArgument, .what = "no tokens were given", .next_step = "add at least one"};
-  const std::lock_guard lock(pool_->mutex_);
+  const MutexLock lock(pool_->mutex_);
   std::vector<int32_t>& held = pool_->slot(id_).identity.tokens;
   const size_t taken = std::min(tokens.size(), static_cast<size_t>(pool_->options_.block_tokens) - held.size());
   TORPOR_TRY(pool_->move(id_, more_to_come ? BlockTrigger::kAddTokens : BlockTrigger::kAddLastTokens));
@@ -127,27 +127,27 @@ Result<int32_t> MutableBlock::add_tokens(std::span<const int32_t> tokens, bool m
 }
 
 Status MutableBlock::schedule_compute() {
-  const std::lock_guard lock(pool_->mutex_);
+  const MutexLock lock(pool_->mutex_);
   return pool_->move(id_, BlockTrigger::kScheduleCompute);
 }
 Status MutableBlock::cancel_schedule() {
-  const std::lock_guard lock(pool_->mutex_);
+  const MutexLock lock(pool_->mutex_);
   return pool_->move(id_, BlockTrigger::kCancelSchedule);
 }
 Status MutableBlock::compute_done() {
-  const std::lock_guard lock(pool_->mutex_);
+  const MutexLock lock(pool_->mutex_);
   const bool full = pool_->slot(id_).identity.tokens.size() == static_cast<size_t>(pool_->options_.block_tokens);
   return pool_->move(id_, full ? BlockTrigger::kComputeDoneFull : BlockTrigger::kComputeDone);
 }
 Status MutableBlock::reset() {
-  const std::lock_guard lock(pool_->mutex_);
+  const MutexLock lock(pool_->mutex_);
   TORPOR_TRY(pool_->move(id_, BlockTrigger::kReset));
   pool_->slot(id_).identity = {};
   return ok();
 }
 
 Result<BlockRef> MutableBlock::register_block() {
-  const std::lock_guard lock(pool_->mutex_);
+  const MutexLock lock(pool_->mutex_);
   TORPOR_TRY(pool_->move(id_, BlockTrigger::kRegister));
   pool_->make_registered(id_);
   return BlockRef(*std::exchange(pool_, nullptr), std::exchange(id_, -1));
@@ -272,7 +272,7 @@ void BlockPool::end_ownership(int32_t id) {
 }
 
 Result<std::vector<MutableBlock>> BlockPool::allocate(int32_t count) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (count < 0 || count > free_blocks_) {
     return Error{.code = Code::kResourceExhausted,
                  .what = fmt::format("{} blocks wanted, {} of {} are free", count, free_blocks_, options_.num_blocks),
@@ -299,7 +299,7 @@ std::optional<int32_t> BlockPool::find(const BlockIdentity& identity) const {
 
 std::vector<BlockRef> BlockPool::match(std::span<const BlockIdentity> chain) {
   std::vector<BlockRef> found;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (const BlockIdentity& identity : chain) {
     const std::optional<int32_t> id = find(identity);
     if (!id) break;
@@ -310,17 +310,17 @@ std::vector<BlockRef> BlockPool::match(std::span<const BlockIdentity> chain) {
 }
 
 bool BlockPool::contains(const BlockIdentity& identity) const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return find(identity).has_value();
 }
 
 bool BlockPool::contains(const Digest& hash) const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return index_.contains(hash);
 }
 
 void BlockPool::discard(const BlockRef& block) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   Slot& slot = this->slot(block.id());
   if (std::exchange(slot.discarded, true)) return;
   take_out_of_index(block.id());
@@ -340,7 +340,7 @@ void BlockPool::rename(const BlockRef& block, BlockIdentity identity) {
 }
 
 void BlockPool::evict(const std::vector<int32_t>& blocks) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (const int32_t id : blocks) {
     if (id < 0 || id >= options_.num_blocks || !slot(id).is_free || slot(id).state != BlockState::kRegistered) continue;
     cached_->discard(id);
@@ -350,7 +350,7 @@ void BlockPool::evict(const std::vector<int32_t>& blocks) {
 }
 
 int32_t BlockPool::clear_cached() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   int32_t cleared = 0;
   std::vector<int32_t> ids;
   while (!cached_->empty()) ids.push_back(cached_->evict());
@@ -363,7 +363,7 @@ int32_t BlockPool::clear_cached() {
 }
 
 BlockPoolSnapshot BlockPool::snapshot() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   BlockPoolSnapshot snapshot{.registered = {}, .free_order = free_order_locked()};
   std::vector<std::pair<uint64_t, int32_t>> by_age;
   for (int32_t id = 0; id < options_.num_blocks; ++id) {
@@ -399,7 +399,7 @@ Result<BlockPool::Handles> BlockPool::restore(const BlockPoolSnapshot& snapshot)
   }
   Handles handles;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (!index_.empty() || empty_.size() != slots_.size()) {
       return Error{.code = Code::kFailedPrecondition,
                    .what = "the block pool is in use",
@@ -433,7 +433,7 @@ Result<BlockPool::Handles> BlockPool::restore(const BlockPoolSnapshot& snapshot)
 }
 
 BlockPoolInfo BlockPool::info() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   BlockPoolInfo info{.free = free_blocks_, .evictions = evictions_};
   for (const Slot& slot : slots_) {
     if (slot.quarantined) ++info.quarantined;
@@ -451,12 +451,12 @@ std::vector<int32_t> BlockPool::free_order_locked() const {
 }
 
 std::vector<int32_t> BlockPool::free_order() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return free_order_locked();
 }
 
 Status BlockPool::check() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto wrong = [](int32_t id, std::string_view what) {
     return Error{.code = Code::kInternal, .what = fmt::format("block {}: {}", id, what)};
   };

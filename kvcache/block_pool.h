@@ -17,7 +17,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <unordered_map>
@@ -26,6 +25,7 @@
 #include "base/digest.h"
 #include "base/event_sink.h"
 #include "base/status.h"
+#include "base/thread_annotations.h"
 #include "kvcache/block_state.h"
 #include "kvcache/eviction_order.h"
 
@@ -202,31 +202,31 @@ class BlockPool {
   };
 
   BlockPool(BlockPoolOptions options, EventSink* sink);
-  Slot& slot(int32_t id) { return slots_[static_cast<size_t>(id)]; }
-  const Slot& slot(int32_t id) const { return slots_[static_cast<size_t>(id)]; }
-  // All below: the lock is held.
-  Status move(int32_t id, BlockTrigger trigger);
-  void empty(int32_t id);
-  void take_out_of_index(int32_t id);
-  void add_to_free(int32_t id);
-  int32_t take_free();
-  void make_registered(int32_t id);
-  void keep(int32_t id);
-  void let_go(int32_t id);
-  void end_ownership(int32_t id);
-  std::optional<int32_t> find(const BlockIdentity& identity) const;
-  std::vector<int32_t> free_order_locked() const;
+  Slot& slot(int32_t id) TORPOR_REQUIRES(mutex_) { return slots_[static_cast<size_t>(id)]; }
+  const Slot& slot(int32_t id) const TORPOR_REQUIRES(mutex_) { return slots_[static_cast<size_t>(id)]; }
+  Status move(int32_t id, BlockTrigger trigger) TORPOR_REQUIRES(mutex_);
+  void empty(int32_t id) TORPOR_REQUIRES(mutex_);
+  void take_out_of_index(int32_t id) TORPOR_REQUIRES(mutex_);
+  void add_to_free(int32_t id) TORPOR_REQUIRES(mutex_);
+  int32_t take_free() TORPOR_REQUIRES(mutex_);
+  void make_registered(int32_t id) TORPOR_REQUIRES(mutex_);
+  void keep(int32_t id) TORPOR_REQUIRES(mutex_);
+  void let_go(int32_t id) TORPOR_REQUIRES(mutex_);
+  void end_ownership(int32_t id) TORPOR_REQUIRES(mutex_);
+  std::optional<int32_t> find(const BlockIdentity& identity) const TORPOR_REQUIRES(mutex_);
+  std::vector<int32_t> free_order_locked() const TORPOR_REQUIRES(mutex_);
 
   const BlockPoolOptions options_;
   EventSink* const sink_;
-  mutable std::mutex mutex_;  // guards all below
-  std::vector<Slot> slots_;
-  std::deque<int32_t> empty_;  // free, without content; the front is taken first
-  std::unique_ptr<EvictionOrder> cached_;
-  int32_t free_blocks_ = 0;                                             // in both
-  std::unordered_map<Digest, std::vector<int32_t>, DigestHash> index_;  // hash -> registered blocks, oldest first
-  uint64_t evictions_ = 0;
-  uint64_t registrations_ = 0;
+  mutable Mutex mutex_;
+  std::vector<Slot> slots_ TORPOR_GUARDED_BY(mutex_);
+  std::deque<int32_t> empty_ TORPOR_GUARDED_BY(mutex_);  // free, without content; the front is taken first
+  std::unique_ptr<EvictionOrder> cached_ TORPOR_GUARDED_BY(mutex_) TORPOR_PT_GUARDED_BY(mutex_);
+  int32_t free_blocks_ TORPOR_GUARDED_BY(mutex_) = 0;  // in both
+  // Hash -> registered blocks, oldest first.
+  std::unordered_map<Digest, std::vector<int32_t>, DigestHash> index_ TORPOR_GUARDED_BY(mutex_);
+  uint64_t evictions_ TORPOR_GUARDED_BY(mutex_) = 0;
+  uint64_t registrations_ TORPOR_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace torpor

@@ -30,13 +30,13 @@ RouteIntoStore::RouteIntoStore(std::string_view from, BlockPool& source, BlockSt
 bool RouteIntoStore::upgrade(const BlockName& block) {
   std::optional<BlockRef> kept = source_.weak(block.id, block.generation).upgrade();
   if (!kept) return false;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   kept_.emplace_back(block, std::move(*kept));
   return true;
 }
 
 BlockRef RouteIntoStore::take_kept(const BlockName& block) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = std::find_if(kept_.begin(), kept_.end(), [&](const auto& entry) { return entry.first == block; });
   BlockRef kept = std::move(found->second);
   kept_.erase(found);
@@ -73,7 +73,7 @@ void RouteIntoStore::transfer(std::span<const BlockName> blocks, std::span<Block
 BlockOutcome RouteIntoStore::settle(Move& move, std::vector<BlockName>& registered) {
   if (move.unproven) {  // the target stays Inflight, which its pool never uses again
     move.source.never_let_go();
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     ++quarantined_;
     return BlockOutcome::kUnproven;
   }
@@ -86,7 +86,7 @@ BlockOutcome RouteIntoStore::settle(Move& move, std::vector<BlockName>& register
 }
 
 int64_t RouteIntoStore::quarantined() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return quarantined_;
 }
 

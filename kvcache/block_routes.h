@@ -8,13 +8,13 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "base/thread_annotations.h"
 #include "kvcache/block_store.h"
 #include "kvcache/kv_layout.h"
 #include "offload/block_route.h"
@@ -66,9 +66,10 @@ class RouteIntoStore : public BlockRoute {
   BlockPool& source_;
   BlockStore& target_;
   Registered registered_;
-  mutable std::mutex mutex_;                         // guards all below
-  std::deque<std::pair<BlockName, BlockRef>> kept_;  // upgraded; transferred in nearly the same order
-  int64_t quarantined_ = 0;
+  mutable Mutex mutex_;
+  // Upgraded; transferred in nearly the same order.
+  std::deque<std::pair<BlockName, BlockRef>> kept_ TORPOR_GUARDED_BY(mutex_);
+  int64_t quarantined_ TORPOR_GUARDED_BY(mutex_) = 0;
 };
 
 class DeviceRoute final : public RouteIntoStore {

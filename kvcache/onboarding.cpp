@@ -32,7 +32,7 @@ class Filling {
 }  // namespace
 
 OnboardingInfo Onboarding::info() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return info_;
 }
 
@@ -51,7 +51,7 @@ std::vector<Onboarding::Source> Onboarding::find(std::span<const BlockIdentity> 
 
 void Onboarding::drop_damaged(const Source& source) {
   stores_[source.store]->pool().discard(source.block);
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   ++info_.damaged;
 }
 
@@ -90,7 +90,7 @@ void Onboarding::promote(std::vector<Source>& sources) {
       Result<BlockRef> promoted = targets[m].register_block();
       if (!promoted) continue;
       source = {0, std::move(*promoted), ok()};
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       ++info_.promoted;
     }
   }
@@ -139,7 +139,7 @@ Result<std::vector<BlockRef>> Onboarding::onboard(std::span<const BlockIdentity>
     if (!unbroken) continue;
     TORPOR_ASSIGN(BlockRef registered, targets[i].register_block());
     up.push_back(std::move(registered));
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     ++info_.onboarded[source.store];
   }
   return up;

@@ -7,10 +7,10 @@
 #pragma once
 
 #include <cstdint>
-#include <mutex>
 #include <span>
 #include <vector>
 
+#include "base/thread_annotations.h"
 #include "kvcache/block_routes.h"
 #include "kvcache/block_store.h"
 #include "kvcache/kv_layout.h"
@@ -57,8 +57,8 @@ class Onboarding {
   TransferExecutor& executor_;
   const std::vector<BlockStore*> stores_;
   const DiskOnboarding mode_;
-  mutable std::mutex mutex_;  // guards info_
-  OnboardingInfo info_;
+  mutable Mutex mutex_;
+  OnboardingInfo info_ TORPOR_GUARDED_BY(mutex_);
 };
 
 }  // namespace torpor

@@ -55,14 +55,14 @@ class DiskTier::Scratch {
    public:
     explicit Lease(DiskTier& tier) : tier_(tier) {
       {
-        const std::lock_guard lock(tier.mutex_);
+        const MutexLock lock(tier.mutex_);
         scratch_ = std::move(tier.idle_);
         if (scratch_ != nullptr) tier.idle_ = std::move(scratch_->below_);
       }
       if (scratch_ == nullptr) scratch_ = std::make_unique<Scratch>();
     }
     ~Lease() {
-      const std::lock_guard lock(tier_.mutex_);
+      const MutexLock lock(tier_.mutex_);
       scratch_->below_ = std::move(tier_.idle_);
       tier_.idle_ = std::move(scratch_);
     }

@@ -9,11 +9,11 @@
 #include <atomic>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "base/file_system.h"
 #include "base/progress.h"
+#include "base/thread_annotations.h"
 #include "offload/codec.h"
 #include "offload/tier.h"
 
@@ -73,8 +73,8 @@ class DiskTier final : public Tier {
   std::map<ChunkKey, SavedChunk> known_;
   std::vector<Source> sources_;
   std::atomic<uint64_t> end_ = 0;  // where the next chunk goes
-  std::mutex mutex_;               // guards idle_
-  std::unique_ptr<Scratch> idle_;
+  Mutex mutex_;
+  std::unique_ptr<Scratch> idle_ TORPOR_GUARDED_BY(mutex_);
 };
 
 }  // namespace torpor

@@ -9,7 +9,7 @@ Status HostTier::prepare(uint64_t bytes, uint64_t chunks) { return arena_.prefau
 Result<std::span<std::byte>> HostTier::place(SavedChunk& chunk) {
   TORPOR_ASSIGN(HostArena::Span span, arena_.allocate(chunk.bytes));
   const std::span<std::byte> bytes = span.bytes();
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   chunk.offset = spans_.size();
   chunk.stored_bytes = chunk.bytes;
   chunk.codec = Codec::kNone;
@@ -18,7 +18,7 @@ Result<std::span<std::byte>> HostTier::place(SavedChunk& chunk) {
 }
 
 std::span<std::byte> HostTier::view(const SavedChunk& chunk) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (chunk.offset >= spans_.size() || spans_[chunk.offset].bytes().size() != chunk.bytes) return {};
   return spans_[chunk.offset].bytes();
 }

@@ -1,10 +1,10 @@
 // HostTier: chunks in the host arena, one span each. Destroying it gives the memory back to the arena.
 #pragma once
 
-#include <mutex>
 #include <vector>
 
 #include "allocator/host_arena.h"
+#include "base/thread_annotations.h"
 #include "offload/tier.h"
 
 namespace torpor {
@@ -21,8 +21,8 @@ class HostTier final : public Tier {
 
  private:
   HostArena& arena_;
-  std::mutex mutex_;
-  std::vector<HostArena::Span> spans_;  // guarded by mutex_; SavedChunk::offset is the position in it
+  Mutex mutex_;
+  std::vector<HostArena::Span> spans_ TORPOR_GUARDED_BY(mutex_);  // SavedChunk::offset is the position in it
 };
 
 }  // namespace torpor

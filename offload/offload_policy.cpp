@@ -81,15 +81,15 @@ std::unique_ptr<OffloadPolicy> make_predicate_policy(std::function<bool(const Bl
 }
 
 void FrequencyPolicy::used(const Digest& key) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   ++uses_[key];
 }
 void FrequencyPolicy::forget(const Digest& key) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   uses_.erase(key);
 }
 bool FrequencyPolicy::evaluate(std::span<const BlockName> blocks, std::span<uint8_t> wanted, std::chrono::nanoseconds) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (size_t i = 0; i < blocks.size(); ++i) {
     const auto found = uses_.find(blocks[i].key);
     if (found == uses_.end() || found->second < minimum_) wanted[i] = 0;
@@ -98,12 +98,12 @@ bool FrequencyPolicy::evaluate(std::span<const BlockName> blocks, std::span<uint
 }
 
 void RetentionPolicy::retain(const Digest& key, int32_t priority, std::chrono::nanoseconds duration) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   retained_[key] = {priority, clock_.now() + duration};
 }
 bool RetentionPolicy::evaluate(std::span<const BlockName> blocks, std::span<uint8_t> wanted, std::chrono::nanoseconds) {
   const std::chrono::nanoseconds now = clock_.now();
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (size_t i = 0; i < blocks.size(); ++i) {
     const auto found = retained_.find(blocks[i].key);
     if (found == retained_.end() || found->second.priority < minimum_) {

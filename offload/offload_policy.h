@@ -7,12 +7,12 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <unordered_map>
 #include <vector>
 
 #include "base/clock.h"
+#include "base/thread_annotations.h"
 #include "offload/block_route.h"
 
 namespace torpor {
@@ -50,8 +50,8 @@ class FrequencyPolicy final : public OffloadPolicy {
 
  private:
   const uint32_t minimum_;
-  std::mutex mutex_;
-  std::unordered_map<Digest, uint32_t, DigestHash> uses_;  // guarded by mutex_
+  Mutex mutex_;
+  std::unordered_map<Digest, uint32_t, DigestHash> uses_ TORPOR_GUARDED_BY(mutex_);
 };
 
 // A block goes while its retention lasts and is important enough.
@@ -70,8 +70,8 @@ class RetentionPolicy final : public OffloadPolicy {
   };
   const int32_t minimum_;
   const Clock& clock_;
-  std::mutex mutex_;
-  std::unordered_map<Digest, Retention, DigestHash> retained_;  // guarded by mutex_
+  Mutex mutex_;
+  std::unordered_map<Digest, Retention, DigestHash> retained_ TORPOR_GUARDED_BY(mutex_);
 };
 
 // Nothing goes while the target tier is fuller than `limit` (0 to 1).

@@ -5,9 +5,10 @@
 #pragma once
 
 #include <functional>
-#include <mutex>
 #include <utility>
 #include <vector>
+
+#include "base/thread_annotations.h"
 
 namespace torpor {
 
@@ -16,7 +17,7 @@ class Precondition {
   enum class State : uint8_t { kPending, kMet, kFailed };
 
   State state() const {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return state_;
   }
   void meet() { settle(State::kMet); }
@@ -25,7 +26,7 @@ class Precondition {
   // Calls `wake` when it is settled; at once if it is already. `wake` must not call back into this object.
   void on_settled(std::function<void()> wake) {
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       if (state_ == State::kPending) {
         waiting_.push_back(std::move(wake));
         return;
@@ -38,7 +39,7 @@ class Precondition {
   void settle(State state) {
     std::vector<std::function<void()>> waiting;
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       if (state_ != State::kPending) return;
       state_ = state;
       waiting.swap(waiting_);
@@ -46,9 +47,9 @@ class Precondition {
     for (const auto& wake : waiting) wake();
   }
 
-  mutable std::mutex mutex_;  // guards both
-  State state_ = State::kPending;
-  std::vector<std::function<void()>> waiting_;
+  mutable Mutex mutex_;
+  State state_ TORPOR_GUARDED_BY(mutex_) = State::kPending;
+  std::vector<std::function<void()>> waiting_ TORPOR_GUARDED_BY(mutex_);
 };
 
 }  // namespace torpor

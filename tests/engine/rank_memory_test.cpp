@@ -113,6 +113,14 @@ TEST_F(RankMemoryTest, ALayoutThatReachesOutsideItsRegionsIsRefused) {
   EXPECT_SUCCEEDS(memory->set_kv_layout("kv_cache", layout(kv, 100)));
   EXPECT_FAILS(memory->set_kv_layout("kv_cache", layout(kv, 101)), Code::kInvalidArgument, "outside");
   EXPECT_FAILS(memory->set_kv_layout("kv_cache", layout(address_, 100)), Code::kInvalidArgument, "outside");
+  // The first and the last block lie in regions of the tag, what is between them does not.
+  ASSERT_SUCCEEDS(memory->allocate("weights", "between", kMiB));
+  const DeviceAddress other = value_of(memory->allocate("kv_cache", "other", 100'000));
+  KvLayout apart = layout(std::min(kv, other), 3);
+  apart.num_blocks = 3;
+  apart.tensors[0].block_stride = (std::max(kv, other) - std::min(kv, other)) / 2;
+  ASSERT_GT(apart.tensors[0].block_stride, 200'000u);
+  EXPECT_FAILS(memory->set_kv_layout("kv_cache", apart), Code::kInvalidArgument, "outside");
 }
 
 TEST_F(RankMemoryTest, HostileAndUnknownOrdersAreErrorsInTheReply) {

@@ -468,20 +468,26 @@ TEST_P(BlockTiersTest, WithoutMemoryForHeadersPutsFailAndTheDiskIsTriedAgain) {
   pipelines_.clear();
 }
 
-// The second block of the chain is in a store with larger blocks: it does not fit, and the first is not lost for it.
+// The second block of the chain is of a store with smaller blocks, and cannot be registered: those behind it are not
+// lost for that.
 TEST_P(BlockTiersTest, AnOnboardingThatIsGivenUpLosesNoDeviceBlock) {
-  const auto small = compute(10, 1);
-  ASSERT_EQ(offload(names(small)).count(BlockOutcome::kTransferred), 1u);
-  std::vector<BlockIdentity> chain = identities(small);
-  const auto large =
-      value_of(HostBlocks::create(*arena_, {.num_blocks = 2, .block_tokens = 2 * kTokens}, layout_.bytes_per_block()));
-  chain.push_back({.parent = chain[0].hash(), .tokens = {1, 2, 3, 4, 5, 6, 7, 8}});
-  MutableBlock slot = std::move(value_of(large->pool().allocate(1))[0]);
-  ASSERT_SUCCEEDS(begin_filling(slot, chain[1]));
-  ASSERT_SUCCEEDS(slot.compute_done());
-  ASSERT_SUCCEEDS(slot.register_block());
+  const auto first = compute(10, 1);
+  ASSERT_EQ(offload(names(first)).count(BlockOutcome::kTransferred), 1u);
+  const auto small =
+      value_of(HostBlocks::create(*arena_, {.num_blocks = 2, .block_tokens = kTokens / 2}, layout_.bytes_per_block()));
+  std::vector<BlockIdentity> chain = identities(first);
+  const auto put = [&](HostBlocks& store, const BlockIdentity& identity) {
+    MutableBlock slot = std::move(value_of(store.pool().allocate(1))[0]);
+    ASSERT_SUCCEEDS(begin_filling(slot, identity));
+    ASSERT_SUCCEEDS(slot.compute_done());
+    store.remember(slot.id(), digest_of(store.view(store.chunk(slot.id()))));
+    ASSERT_SUCCEEDS(slot.register_block());
+    chain.push_back(identity);
+  };
+  put(*small, {.parent = chain[0].hash(), .tokens = {1, 2}});
+  put(*host_, {.parent = chain[1].hash(), .tokens = {1, 2, 3, 4}});
   wipe_device();
-  onboard_from({host_.get(), large.get()});
+  onboard_from({host_.get(), small.get()});
   EXPECT_FALSE(onboarding_->onboard(chain).has_value());
   EXPECT_EQ(pool_->info().quarantined, 0);
   onboard_from({host_.get()});

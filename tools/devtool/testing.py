@@ -63,6 +63,7 @@ def main(arguments: list[str]) -> int:
     python_path, model = setup.everything()
     parts = Parts()
     parts.compile("release", "unit_tests", "proof_tests", "tools")
+    parts.run("Unguarded access, clang", ["cmake", "--build", ROOT / "build/release", "--target", "thread_safety"])
     parts.ctest("release", *(["-L", "unit"] if quick else []))
     for preset in () if quick else ("asan", "tsan"):
         parts.compile(preset)

@@ -1,0 +1,87 @@
+// While one region is mapped and zeroed by a driver that takes its time, chunks go up into another that is there; and
+// the other way round.
+#include <cstring>
+#include <future>
+
+#include "allocator/cuda/cuda_device.h"
+#include "base/units.h"
+#include "engine/region_mapper.h"
+#include "offload/chunk_mover.h"
+#include "offload/host_tier.h"
+#include "tests/support/fake_cuda_driver.h"
+#include "tests/support/results.h"
+
+namespace torpor {
+namespace {
+
+using test::FakeCuda;
+using test::value_of;
+using namespace std::chrono_literals;
+
+constexpr uint64_t kBytes = 256 * kKiB;
+
+class MappingOverlapTest : public ::testing::Test {
+ protected:
+  MappingOverlapTest()
+      : device_(value_of(make_cuda_device(fake_.driver(), {}))),
+        allocator_(value_of(SleepAllocator::create(*device_, {.handle_bytes = 64 * kKiB}))),
+        arena_(value_of(HostArena::create({.slab_bytes = 2 * kMiB}))),
+        executor_(value_of(TransferExecutor::create(*device_, *arena_, {.threads = 1}))),
+        mover_(*executor_),
+        backup_(*arena_) {
+    for (const char* const name : {"a", "b"}) {
+      regions_.push_back(value_of(allocator_->allocate("weights", name, kBytes)));
+      plans_.push_back({.key = {.tag = "weights", .region = name}, .pieces = {{regions_.back(), kBytes}}});
+    }
+    saved_ = value_of(mover_.save(plans_, backup_));
+    EXPECT_SUCCEEDS(allocator_->detach(tags_));
+    EXPECT_SUCCEEDS(allocator_->begin_attach(tags_));
+  }
+  Status restore(size_t region) {
+    return mover_.restore(std::span(saved_).subspan(region, 1), std::span(plans_).subspan(region, 1), backup_);
+  }
+  FakeCuda fake_;
+  std::unique_ptr<DeviceMemory> device_;
+  std::unique_ptr<SleepAllocator> allocator_;
+  std::unique_ptr<HostArena> arena_;
+  std::unique_ptr<TransferExecutor> executor_;
+  ChunkMover mover_;
+  HostTier backup_;
+  const std::vector<std::string> tags_{"weights"};
+  std::vector<DeviceAddress> regions_;
+  std::vector<ChunkPlan> plans_;
+  std::vector<SavedChunk> saved_;
+};
+
+TEST_F(MappingOverlapTest, ChunksGoUpWhileTheNextRegionIsZeroed) {
+  ASSERT_SUCCEEDS(allocator_->attach_region(regions_[0]));
+  fake_.hold("cuMemsetD8Async");  // of the second region
+  RegionMapper mapper(*allocator_, regions_);
+  ASSERT_SUCCEEDS(mapper.wait(1));
+  fake_.wait_until_held();
+  std::future<Status> first = std::async(std::launch::async, [&] { return restore(0); });
+  EXPECT_EQ(first.wait_for(20s), std::future_status::ready) << "copies wait for the mapping";
+  fake_.let_go();
+  EXPECT_SUCCEEDS(first.get());
+  ASSERT_SUCCEEDS(mapper.wait(2));
+  EXPECT_SUCCEEDS(restore(1));
+  EXPECT_SUCCEEDS(allocator_->finish_restore(tags_));
+}
+
+TEST_F(MappingOverlapTest, TheNextRegionIsMappedWhileACopyBlocks) {
+  ASSERT_SUCCEEDS(allocator_->attach_region(regions_[0]));
+  fake_.hold("cuMemcpyHtoDAsync");
+  std::future<Status> first = std::async(std::launch::async, [&] { return restore(0); });
+  fake_.wait_until_held();
+  RegionMapper mapper(*allocator_, regions_);
+  std::future<Status> mapped = std::async(std::launch::async, [&] { return mapper.wait(2); });
+  EXPECT_EQ(mapped.wait_for(20s), std::future_status::ready) << "the mapping waits for copies";
+  fake_.let_go();
+  EXPECT_SUCCEEDS(mapped.get());
+  EXPECT_SUCCEEDS(first.get());
+  EXPECT_SUCCEEDS(restore(1));
+  EXPECT_SUCCEEDS(allocator_->finish_restore(tags_));
+}
+
+}  // namespace
+}  // namespace torpor
