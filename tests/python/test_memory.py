@@ -83,6 +83,8 @@ def test_mistakes_are_named(tag):
             memory.free(foreign)
     with pytest.raises(errors.NotFound, match="device 7"):
         memory.free(4096, device=7)
+    with pytest.raises(errors.WrongState, match="no tag was begun"):
+        _core.memory_end()
 
 
 def test_the_c_abi_reports_failures_by_code_and_text(tag):
