@@ -6,11 +6,11 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <string>
 
 #include "base/clock.h"
 #include "base/status.h"
+#include "base/thread_annotations.h"
 
 namespace torpor {
 
@@ -39,7 +39,7 @@ class ProgressMeter {
   // kAborted once the sink has said no, then always.
   Status add(uint64_t bytes) {
     if (!sink_) return ok();
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     done_ += bytes;
     if (!cancelled_) cancelled_ = !sink_({phase_, done_, total_, seconds_between(began_, clock_.now())});
     if (!cancelled_) return ok();
@@ -52,9 +52,9 @@ class ProgressMeter {
   const uint64_t total_;
   const Clock& clock_;
   const std::chrono::nanoseconds began_;
-  std::mutex mutex_;  // guards all below
-  uint64_t done_ = 0;
-  bool cancelled_ = false;
+  Mutex mutex_;
+  uint64_t done_ TORPOR_GUARDED_BY(mutex_) = 0;
+  bool cancelled_ TORPOR_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace torpor
