@@ -56,7 +56,9 @@ def look(case: dict) -> dict:
     server.attach_router(app)
     routes = len(app.routes) - stock_routes + len(app.user_middleware)
     if not routes:
-        asyncio.run(server.init_state(None, app.state, app.state.args))  # touches nothing, or it would fail without an engine
+        asyncio.run(
+            server.init_state(None, app.state, app.state.args)
+        )  # touches nothing, or it would fail without an engine
     refused = []
     calls = [lambda: plugin.require("server"), lambda: importlib.import_module("torpor.vllm").attach]
     if plugin.inactive():

@@ -20,8 +20,13 @@ def main() -> None:
             for output in one.engine.step():
                 answers[output.request_id] = answer(output)
                 if output.finished:
-                    spans[output.request_id] = [[(s.version, s.start, s.end) for s in c.weight_versions or []] for c in output.outputs]
-        results.append({"version": version, "spans": spans, "answers": answers, "requests": report.requests, "failed": report.failed_requests, "recomputed": one.llm.torpor("state")["recomputed_tokens"]})
+                    versions = [choice.weight_versions or [] for choice in output.outputs]
+                    spans[output.request_id] = [[(s.version, s.start, s.end) for s in each] for each in versions]
+        recomputed = one.llm.torpor("state")["recomputed_tokens"]
+        results.append({
+            "version": version, "spans": spans, "answers": answers, "requests": report.requests,
+            "failed": report.failed_requests, "recomputed": recomputed,
+        })  # fmt: skip
     print("RESULT " + json.dumps(results), flush=True)
 
 

@@ -6,6 +6,7 @@ import ast
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -27,7 +28,7 @@ ADAPTER = Path(torpor.__file__).parent
 EVERYTHING = [module for part in MANIFEST.PARTS.values() for module in part]
 
 
-# --- the contract --------------------------------------------------------------------------------------------------------
+# --- the contract -----------------------------------------------------------------------------------------------------
 
 
 def test_the_installed_vllm_is_as_the_manifest_says(seen):
@@ -67,8 +68,15 @@ def test_every_private_attribute_that_the_adapter_reads_of_another_stands_in_the
         own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
         own |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_self(node)}
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__") and not is_self(node):
-                assert node.attr in known | own | OTHERS, f"{path.name}:{node.lineno} reads .{node.attr}: add it to compat/v0_32.py"
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr.startswith("_")
+                and not node.attr.startswith("__")
+                and not is_self(node)
+            ):
+                assert node.attr in known | own | OTHERS, (
+                    f"{path.name}:{node.lineno} reads .{node.attr}: add it to compat/v0_32.py"
+                )
 
 
 # Private names that are not vLLM's: of torpor's own modules and of the standard library.
@@ -82,11 +90,16 @@ def is_self(node: ast.Attribute) -> bool:
 def test_the_fields_of_a_request_that_are_saved_are_those_of_the_manifest():
     from torpor.vllm.scheduler_values import _KNOWN_FIELDS
 
-    [request] = [cls for module in EVERYTHING for cls in module.classes if (module.name, cls.name) == ("vllm.v1.request", "Request")]
+    [request] = [
+        cls
+        for module in EVERYTHING
+        for cls in module.classes
+        if (module.name, cls.name) == ("vllm.v1.request", "Request")
+    ]
     assert set(request.fields.split()) <= _KNOWN_FIELDS
 
 
-# --- differences are found, by name --------------------------------------------------------------------------------------
+# --- differences are found, by name -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -100,13 +113,28 @@ def test_the_fields_of_a_request_that_are_saved_are_those_of_the_manifest():
             "vllm.v1.core.kv_cache_utils.get_none_hash_seed takes (), torpor expects (seed=None)",
         ),
         (
-            Module("vllm.v1.core.block_pool", classes=(Class("BlockPool", {"free_blocks": "self, ordered_blocks, prepend=False"}),)),
+            Module(
+                "vllm.v1.core.block_pool",
+                classes=(Class("BlockPool", {"free_blocks": "self, ordered_blocks, prepend=False"}),),
+            ),
             "BlockPool.free_blocks takes (self, ordered_blocks",
         ),
-        (Module("vllm.v1.core.block_pool", classes=(Class("BlockPool", {"free_all": "self"}),)), "BlockPool.free_all does not exist"),
-        (Module("vllm.v1.request", classes=(Class("Request", fields="request_id wishes"),)), "Request has no field wishes"),
-        (Module("vllm.v1.request", classes=(Class("RequestStatus", members="WISHING"),)), "RequestStatus has no WISHING"),
-        (Module("vllm.v1.request", classes=(Class("Request", properties="append_output_token_ids"),)), "append_output_token_ids is no property"),
+        (
+            Module("vllm.v1.core.block_pool", classes=(Class("BlockPool", {"free_all": "self"}),)),
+            "BlockPool.free_all does not exist",
+        ),
+        (
+            Module("vllm.v1.request", classes=(Class("Request", fields="request_id wishes"),)),
+            "Request has no field wishes",
+        ),
+        (
+            Module("vllm.v1.request", classes=(Class("RequestStatus", members="WISHING"),)),
+            "RequestStatus has no WISHING",
+        ),
+        (
+            Module("vllm.v1.request", classes=(Class("Request", properties="append_output_token_ids"),)),
+            "append_output_token_ids is no property",
+        ),
     ],
 )
 def test_what_is_missing_or_changed_is_named(module, named):
@@ -122,7 +150,9 @@ def test_what_is_missing_or_changed_is_named(module, named):
 def test_a_field_that_the_manifest_does_not_know_is_named(module, cls):
     *rest, last = cls.fields.split()
     problems = guards.problems([Module(module, classes=(Class(cls.name, fields=" ".join(rest) or " ", exact=True),))])
-    assert [f"{module}.{cls.name} has a field {last} that torpor does not know"] == [p for p in problems if "does not know" in p]
+    assert [f"{module}.{cls.name} has a field {last} that torpor does not know"] == [
+        p for p in problems if "does not know" in p
+    ]
 
 
 def test_fields_are_found_wherever_a_class_declares_or_assigns_them():
@@ -137,7 +167,7 @@ def test_fields_are_found_wherever_a_class_declares_or_assigns_them():
     assert "input_batch" in guards.fields_of(CPUModelRunner)  # assigned in a base
 
 
-# --- all patches or none -------------------------------------------------------------------------------------------------
+# --- all patches or none ----------------------------------------------------------------------------------------------
 
 
 def test_patches_are_taken_back_in_full():
@@ -161,7 +191,7 @@ def test_patches_are_taken_back_in_full():
     assert "inherited" not in vars(Stock) and not hasattr(Stock, "new")
 
 
-# --- beside a vLLM that torpor does not know -----------------------------------------------------------------------------
+# --- beside a vLLM that torpor does not know --------------------------------------------------------------------------
 
 OTHER_VERSION = 'vllm.__version__ = "0.33.1"'
 OTHER_SIGNATURE = """
@@ -173,7 +203,8 @@ OTHER_FIELD = """
 import dataclasses
 from vllm.v1.worker import gpu_input_batch
 stock = gpu_input_batch.CachedRequestState
-gpu_input_batch.CachedRequestState = dataclasses.make_dataclass("CachedRequestState", [("brand_new", int, 0)], bases=(stock,))
+fields = [("brand_new", int, 0)]
+gpu_input_batch.CachedRequestState = dataclasses.make_dataclass("CachedRequestState", fields, bases=(stock,))
 gpu_input_batch.CachedRequestState.__module__ = "vllm.v1.worker.gpu_input_batch"
 """
 FAILS_HALF_WAY = """
@@ -186,7 +217,9 @@ OTHER_SERVER = "from vllm.entrypoints.launchers.api_server import entry\ndel ent
 CASES = {
     "version": {"change": OTHER_VERSION},
     "signature": {"change": OTHER_SIGNATURE},
-    "missing": {"change": "from vllm.v1.engine import output_processor\ndel output_processor.RequestOutputCollector.get_nowait"},
+    "missing": {
+        "change": "from vllm.v1.engine import output_processor\ndel output_processor.RequestOutputCollector.get_nowait"
+    },
     "field": {"change": OTHER_FIELD},
     "half way": {"change": FAILS_HALF_WAY},
     "off": {"environment": {"TORPOR_ENABLED": "0"}},
@@ -198,7 +231,9 @@ CASES = {
 
 def python(*arguments: str, input: str = "") -> str:
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_PLUGINS": "torpor"}
-    done = subprocess.run([sys.executable, *arguments], env=environment, input=input, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, input=input, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -207,7 +242,9 @@ def python(*arguments: str, input: str = "") -> str:
 def seen() -> dict[str, dict]:
     """What each of CASES showed, by its name."""
     cases = [{"change": "", "environment": {}, "additional_config": {}} | case for case in CASES.values()]
-    found = json.loads(python(str(Path(__file__).with_name("compat_process.py")), input=json.dumps(cases)).splitlines()[-1])
+    found = json.loads(
+        python(str(Path(__file__).with_name("compat_process.py")), input=json.dumps(cases)).splitlines()[-1]
+    )
     return dict(zip(CASES, found))
 
 
@@ -224,7 +261,11 @@ def seen() -> dict[str, dict]:
 def test_beside_another_vllm_nothing_is_changed_and_one_line_says_so(seen, case, named):
     found = seen[case]
     assert found["touched"] == [], found
-    assert len(found["said"]) == 1 and "torpor is inactive in this process" in found["said"][0] and named in found["said"][0], found
+    assert (
+        len(found["said"]) == 1
+        and "torpor is inactive in this process" in found["said"][0]
+        and named in found["said"][0]
+    ), found
     assert found["routes"] == 0
     assert len(found["refused"]) == 3 and all(named in text for text in found["refused"]), found
 
@@ -249,10 +290,16 @@ def test_where_only_the_server_differs_the_engine_has_torpor_and_its_server_has_
 def test_where_it_fits_it_is_active(seen):
     found = seen["fits"]
     assert found["inactive"] is None and found["said"] == [] and found["refused"] == [] and found["routes"] > 0
-    assert {"LLM.sleep", "LLMEngine.step", "AsyncLLM.wake_up", "EngineCore.torpor_call", "CPUWorker.torpor_capture"} <= set(found["touched"])
+    assert {
+        "LLM.sleep",
+        "LLMEngine.step",
+        "AsyncLLM.wake_up",
+        "EngineCore.torpor_call",
+        "CPUWorker.torpor_capture",
+    } <= set(found["touched"])
 
 
-# --- the arguments are visible -------------------------------------------------------------------------------------------
+# --- the arguments are visible ----------------------------------------------------------------------------------------
 
 
 def test_an_unknown_argument_is_refused_and_named(one):
@@ -262,12 +309,13 @@ def test_an_unknown_argument_is_refused_and_named(one):
 
 
 SEMANTICS = (Path(__file__).parents[2] / "docs/semantics.md").read_text()
+CALLS = re.sub(r"\n +", " ", SEMANTICS.split("```")[1])  # one a line
 
 
 @pytest.mark.parametrize("methods", [frontend.Blocking, frontend.Awaited])
 @pytest.mark.parametrize("name", ["sleep", "wake_up", "checkpoint"])
 def test_signatures_are_those_of_the_document(methods, name):
-    [documented] = [line for line in SEMANTICS.split("```")[1].splitlines() if line.startswith(f"{name}(")]
+    [documented] = [line for line in CALLS.splitlines() if line.startswith(f"{name}(")]
     found = guards.signature_text(getattr(methods, name)).removeprefix("self").removeprefix(", ")
     assert f"{name}({found})".replace("'", '"') == documented
     parameters = list(inspect.signature(getattr(methods, name)).parameters)[1:]
@@ -276,7 +324,11 @@ def test_signatures_are_those_of_the_document(methods, name):
 
 
 def test_what_the_classes_of_vllm_got_shows_its_arguments(one):
-    for cls, methods in ((type(one.llm), frontend.Blocking), (type(one.engine), frontend.Blocking), (AsyncLLM, frontend.Awaited)):
+    for cls, methods in (
+        (type(one.llm), frontend.Blocking),
+        (type(one.engine), frontend.Blocking),
+        (AsyncLLM, frontend.Awaited),
+    ):
         for name in ("sleep", "wake_up", "checkpoint"):
             assert inspect.signature(getattr(cls, name)) == inspect.signature(getattr(methods, name))
             assert getattr(cls, name).__doc__ and getattr(cls, name).__name__ == name

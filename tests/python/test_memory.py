@@ -200,7 +200,7 @@ def test_graphs_of_torch_memory_saver_are_refused_by_name():
     from torpor.torch_memory_saver import torch_memory_saver
 
     with pytest.raises(errors.Unsupported, match="CUDA graphs"):
-        torch_memory_saver.cuda_graph(None, pool=None, stream=None, capture_error_mode="global", tag="g", enable_cpu_backup=False)
+        torch_memory_saver.cuda_graph(None, pool=None, stream=None, capture_error_mode="global", tag="g")
 
 
 def test_what_vllm_asks_of_a_sleep_mode_backend():

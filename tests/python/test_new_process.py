@@ -54,7 +54,8 @@ def test_the_version_of_the_weights_goes_with_them(one, zygote, tiny_model, monk
     version = one.engine.get_weight_version()
     try:
         one.begin(8, ["greedy"])
-        one.engine.add_request("pair", "a b a b", SamplingParams(n=2, temperature=1.0, seed=5, max_tokens=20, ignore_eos=True))
+        params = SamplingParams(n=2, temperature=1.0, seed=5, max_tokens=20, ignore_eos=True)
+        one.engine.add_request("pair", "a b a b", params)
         run(one.engine, 2)
         one.engine.set_weight_version("17")
         run(one.engine, 3)

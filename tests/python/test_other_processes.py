@@ -153,7 +153,8 @@ async def _streaming(zygote, model, directory) -> None:
     waiting = asyncio.create_task(engine.sleep(level=1, mode="wait"))
     await asyncio.sleep(0.01)
     late: dict = {}
-    late_reader = asyncio.create_task(read(engine.generate(*REQUESTS["greedy"], "late"), late.setdefault("late", [[], ""])))
+    into = late.setdefault("late", [[], ""])
+    late_reader = asyncio.create_task(read(engine.generate(*REQUESTS["greedy"], "late"), into))
     assert (await waiting).changed and await engine.is_sleeping()
     await asyncio.gather(*readers)
     assert answers == expected, "what ran was to be finished"

@@ -7,6 +7,7 @@ import time
 import httpx
 import pytest
 from servers import ALICE, BOB, Client, Reading, make_server, sampling
+from serving import ADMIN_KEY
 
 pytestmark = pytest.mark.slow
 
@@ -252,12 +253,13 @@ def test_a_thousand_open_streams_over_a_sleep(server):
     async def scene(client):
         def sleep_among_them() -> dict:
             """In a thread: the event loop of so many clients lags behind."""
+            as_admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
             with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {ALICE}"}, timeout=100) as other:
                 deadline = time.monotonic() + 100
                 while other.get("/torpor/state").json()["answers"]["running"] < 600:
                     assert time.monotonic() < deadline, "they are over before they were all there"
-                report = other.post("/sleep").json()
-                other.post("/wake_up")
+                report = other.post("/sleep", headers=as_admin).json()
+                other.post("/wake_up", headers=as_admin)
                 return report
 
         sleeping = asyncio.create_task(asyncio.to_thread(sleep_among_them))

@@ -1,4 +1,4 @@
-"""The calls of torch_memory_saver (0.0.10) over torpor's memory: region, pause, resume, cpu backup; for callers that know those.
+"""The calls of torch_memory_saver (0.0.10) over torpor's memory: region, pause, resume, cpu backup.
 
     from torpor.torch_memory_saver import torch_memory_saver     # or install() first, and import it under its own name
 
@@ -48,7 +48,7 @@ class TorchMemorySaver:
             yield
 
     def pause(self, tag: str | None = None) -> None:
-        """Gives back what was allocated under `tag`, or all that is not paused. Nothing if there is nothing of that tag.
+        """Gives back what was allocated under `tag`, or all that is not paused. Nothing if that tag has no memory.
 
         Raises WrongState for a tag that is paused already, where torch_memory_saver ends the process.
         """

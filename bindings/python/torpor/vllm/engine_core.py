@@ -252,7 +252,11 @@ def _side(core) -> EngineSide:
 
 def torpor_call(core, method: str, options: dict) -> dict:
     """EngineCore's utility method. Returns {"result": …} or {"error": fields of an Error}: plain data."""
-    if method not in ("drain", "end_drain", "freeze", "unfreeze", "sleep", "wake_up", "end_hold", "checkpoint", "fingerprint", "plan_sleep", "ledger", "state"):
+    known = (
+        "drain", "end_drain", "freeze", "unfreeze", "sleep", "wake_up", "end_hold", "checkpoint", "fingerprint",
+        "plan_sleep", "ledger", "state",
+    )  # fmt: skip
+    if method not in known:
         return {"error": InvalidArgument(f"torpor has no method {method!r}").to_dict()}
     try:
         return {"result": getattr(_side(core), method)(options)}

@@ -179,7 +179,8 @@ async def _finish_running(side: _Blocking | _Async, values: dict) -> None:
     try:
         while unfinished := await side.call("drain", planned):
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimedOut(f"{unfinished} requests have not ended", 'wait longer, or sleep with mode="abort" or "keep"')
+                what = f"{unfinished} requests have not ended"
+                raise TimedOut(what, 'wait longer, or sleep with mode="abort" or "keep"')
             await side.advance()
     except BaseException:
         await side.call("end_drain")
@@ -302,23 +303,23 @@ async def attach(engine: AsyncLLM, request_id: str) -> AsyncGenerator[RequestOut
         yield output
 
 
-# --- methods that vLLM's classes get -------------------------------------------------------------------------------------
+# --- methods that vLLM's classes get ----------------------------------------------------------------------------------
 
 _SLEEP = """Gives the engine's memory back and returns when it is free. What each combination means: docs/semantics.md.
 
     level: 0 only pauses; 1 frees weights and KV cache, weights are copied first; 2 frees weights without a copy.
     mode: what becomes of requests without preserve_state. "abort" ends them, "keep" computes them again after the wake,
-        "wait" lets those that run end before the sleep (with preserve_state too); queued ones stay queued until the wake.
-    preserve_state: keep requests, their KV blocks, prefix cache and samplers; after the wake they go on without recompute.
+        "wait" lets those that run end first (with preserve_state too); queued ones stay queued until the wake.
+    preserve_state: keep requests, their KV blocks, prefix cache and samplers; they go on without recompute.
     to: where saved bytes go, "host" (memory) or "disk" (a checkpoint in the option `dir`, which survives the process).
     on_save_error: "abort" stays awake when saving fails. "discard" sleeps anyway: what cannot go to disk is kept in host
         memory, and only requests that have no room there are dropped; the report's `to` and `note` say so.
     tags: only these of "weights" and "kv_cache"; None: both.
-    timeout: most seconds to wait for the step that is running, and with mode="wait" for requests to end; None: no bound.
+    timeout: most seconds to wait for the running step, and with mode="wait" for requests to end; None: no bound.
     weights: "store" keeps them, "reload" does not: the wake names them, and kept requests wait until they are loaded.
 
-    Returns a Report. Raises an error of torpor.errors: InvalidArgument for arguments that are wrong, Unsupported (by name)
-    for what cannot be preserved, TimedOut, NotEnoughRoom, FileError. Unless the error says otherwise (`state_changed`)
+    Returns a Report. Raises an error of torpor.errors: InvalidArgument for wrong arguments, Unsupported (by name) for
+    what cannot be preserved, TimedOut, NotEnoughRoom, FileError. Unless the error says otherwise (`state_changed`)
     the engine stays awake and nothing is lost.
     """
 
@@ -330,7 +331,7 @@ _WAKE_UP = """Brings the memory back, and the requests with it. Returns when it 
     weights_changed: new weights were loaded meanwhile; KV of the old ones is computed again. Without it running requests
         keep the KV that they have, and new requests do not find it.
 
-    Returns a Report, which is true if the engine is fully awake. Raises Incompatible (by field) for a checkpoint of another
+    Returns a Report, true if the engine is fully awake. Raises Incompatible (by field) for a checkpoint of another
     model or configuration, Damaged, Unauthenticated, NotFound, NotEnoughRoom; the engine stays as it was.
     """
 

@@ -189,8 +189,9 @@ class WorkerMemory:
         for name, layer in model.named_modules():
             layer = getattr(layer, "base_layer", layer)  # of a LoRA layer, which shows its base's attributes as its own
             weight = getattr(layer, "weight", None)
-            if getattr(layer, "cpu_linear", None) is not None and id(layer) not in ours and weight is not None and weight.numel() == 0:
-                raise _other_allocation(f"the weights of {name} were packed by other code than dispatch_cpu_unquantized_gemm()")
+            packed = getattr(layer, "cpu_linear", None) is not None and weight is not None and weight.numel() == 0
+            if packed and id(layer) not in ours:
+                raise _other_allocation(f"the weights of {name} were packed by other code than expected")
 
     def _move_parameters(self, model: torch.nn.Module) -> None:
         """Every parameter, and the plain weights of packed layers, into one region, sharing storages as they did."""
@@ -267,7 +268,8 @@ def replaced_dispatch(ours):
 
 
 def _other_allocation(what: str) -> Unsupported:
-    return Unsupported(f"vLLM allocates otherwise than torpor expects: {what}", "set TORPOR_ENABLED=0 to run without torpor")
+    what = f"vLLM allocates otherwise than torpor expects: {what}"
+    return Unsupported(what, "set TORPOR_ENABLED=0 to run without torpor")
 
 
 class _KvFromRegion(TorchFunctionMode):

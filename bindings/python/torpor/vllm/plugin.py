@@ -1,6 +1,6 @@
 """The entry point `vllm.general_plugins`. vLLM calls register() in every process, before its classes are built.
 
-What torpor changes in vLLM stands in torpor.vllm.compat, with a guard for each thing that it relies on. All guards pass,
+What torpor changes in vLLM stands in torpor.vllm.compat, with a guard for each thing that it relies on. All guards pass
 or nothing is changed at all: beside a vLLM that torpor does not know, vLLM runs as if torpor were not there.
 """
 
@@ -65,7 +65,9 @@ def require(*parts: str) -> None:
     """For calls of torpor's own: raises Unsupported, saying why, if torpor is inactive or these parts do not fit."""
     register()
     if _reason is not None:
-        raise Unsupported(f"torpor is inactive: {_reason}", "install the torpor that fits this vLLM, or leave torpor's arguments out")
+        raise Unsupported(
+            f"torpor is inactive: {_reason}", "install the torpor that fits this vLLM, or leave torpor's arguments out"
+        )
     import vllm
 
     compat.check(vllm.__version__, *parts)
@@ -77,7 +79,9 @@ def _activate() -> None:
     compat.check(vllm.__version__, "engine")
     from vllm.platforms import current_platform
 
-    parts = tuple(part for part, here in (("cpu", current_platform.is_cpu()), ("cuda", current_platform.is_cuda())) if here)
+    parts = tuple(
+        part for part, here in (("cpu", current_platform.is_cpu()), ("cuda", current_platform.is_cuda())) if here
+    )
     compat.check(vllm.__version__, *parts)
     patches = Patches()
     try:

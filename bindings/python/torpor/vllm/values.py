@@ -108,6 +108,7 @@ def positions_from_value(value: list | None):
 def completion_to_value(output: CompletionOutput | None) -> dict | None:
     if output is None:
         return None
+    versions = output.weight_versions
     return {
         "index": output.index,
         "text": output.text,
@@ -116,7 +117,7 @@ def completion_to_value(output: CompletionOutput | None) -> dict | None:
         "logprobs": positions_to_value(output.logprobs),
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
-        "weight_versions": None if output.weight_versions is None else [[s.version, s.start, s.end] for s in output.weight_versions],
+        "weight_versions": None if versions is None else [[s.version, s.start, s.end] for s in versions],
     }
 
 

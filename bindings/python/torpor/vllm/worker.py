@@ -16,10 +16,11 @@ from torpor.vllm.values import logprobs_tensors_from_value, logprobs_tensors_to_
 
 
 def memory_context(self, tag: str):
-    """CPUWorker._maybe_get_memory_pool_context: where vLLM is about to allocate weights or KV, it does so in regions."""
+    """CPUWorker._maybe_get_memory_pool_context: where vLLM is about to allocate weights or KV, in regions."""
     if not hasattr(self, "torpor_memory"):
         options = Options.of(self.vllm_config)
-        rank_options = {name: getattr(options, name) for name in ("arena_budget_bytes", "arena_prefault_bytes", "key_file")}
+        names = ("arena_budget_bytes", "arena_prefault_bytes", "key_file")
+        rank_options = {name: getattr(options, name) for name in names}
         self.torpor_memory = WorkerMemory(_core.RankMemory({"rank": self.rank} | rank_options), options.cpu_linear)
     if tag == "weights":
         return self.torpor_memory.loading_weights(self.model_runner)

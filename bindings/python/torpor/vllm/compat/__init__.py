@@ -15,7 +15,9 @@ def manifest(version: str) -> ModuleType:
     """The manifest for this version of vLLM. Raises Unsupported for a version that torpor does not know."""
     known = ".".join(version.split("+")[0].split(".")[:2])
     if known not in VERSIONS:
-        raise Unsupported(f"torpor is for vLLM {', '.join(VERSIONS)}, this is {version}", "install the torpor that fits it")
+        raise Unsupported(
+            f"torpor is for vLLM {', '.join(VERSIONS)}, this is {version}", "install the torpor that fits it"
+        )
     return import_module(f"torpor.vllm.compat.{VERSIONS[known]}")
 
 

@@ -78,7 +78,9 @@ def _class_problems(where: str, expected: Class, cls) -> list[str]:
         if not hasattr(cls, name):
             found.append(f"{where} has no {name}")
     for name in expected.properties.split():
-        if hasattr(cls, name) and not isinstance(inspect.getattr_static(cls, name), (property, functools.cached_property)):
+        if hasattr(cls, name) and not isinstance(
+            inspect.getattr_static(cls, name), (property, functools.cached_property)
+        ):
             found.append(f"{where}.{name} is no property")
     if not expected.fields:
         return found
@@ -110,7 +112,7 @@ def signature_text(function) -> str:
 
 
 def fields_of(cls) -> set[str]:
-    """Fields of instances: declared (dataclass, msgspec, named tuple, slots) or assigned to self in the class or a base."""
+    """Fields of instances: declared (dataclass, msgspec, named tuple, slots) or assigned to self, here or in a base."""
     return _declared(cls).union(*(_assigned_to_self(base) for base in _bases(cls)))
 
 
@@ -134,7 +136,12 @@ def _assigned_to_self(cls) -> set[str]:
         raise LookupError(f"the source of {cls.__module__}.{cls.__qualname__} is not there")
     found = set()
     for function in ast.walk(body):
-        if isinstance(function, ast.Attribute) and isinstance(function.ctx, ast.Store) and isinstance(function.value, ast.Name) and function.value.id == "self":
+        if (
+            isinstance(function, ast.Attribute)
+            and isinstance(function.ctx, ast.Store)
+            and isinstance(function.value, ast.Name)
+            and function.value.id == "self"
+        ):
             found.add(function.attr)
     return found
 

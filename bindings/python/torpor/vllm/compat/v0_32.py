@@ -1,8 +1,8 @@
 """vLLM 0.32: all of it that torpor imports, calls, replaces, reads or sets, each with its guard.
 
-Where `exact` is set, a field that does not stand here would be state that a sleep loses: torpor then stays inactive. What
-replaces parts of vLLM is in v0_32_patches.py. A name that the adapter imports and that is missing here fails a test
-(tests/python/test_compat.py).
+Where `exact` is set, a field that does not stand here would be state that a sleep loses: torpor then stays inactive.
+What replaces parts of vLLM is in v0_32_patches.py. A name that the adapter imports and that is missing here fails a
+test (tests/python/test_compat.py).
 """
 
 from torpor.vllm.compat.guards import Class, Module

@@ -31,11 +31,11 @@ def install(patches: Patches, parts: tuple[str, ...]) -> None:
     _sleep_backend()
 
 
-# --- scheduler and engine core -------------------------------------------------------------------------------------------
+# --- scheduler and engine core ----------------------------------------------------------------------------------------
 
 
 def _scheduler(patches: Patches) -> None:
-    """It can be frozen (vLLM's own pause still runs an empty step that reorders the batch), and counts recomputed tokens."""
+    """It can be frozen (vLLM's own pause still runs a step that reorders the batch), and counts recomputed tokens."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from torpor.vllm.engine_core import count_recomputed
@@ -69,7 +69,7 @@ def _engine_core(patches: Patches) -> None:
     patches.set(EngineCore, "release_kv_cache_memory", release)
 
 
-# --- front ends ----------------------------------------------------------------------------------------------------------
+# --- front ends -------------------------------------------------------------------------------------------------------
 
 
 def _front_ends(patches: Patches) -> None:
@@ -107,7 +107,10 @@ def _routed(ours, theirs):
         asked = [name for name in given if name in own and given[name] != own[name]]
         if theirs is None or asked:
             what = f"{ours.__name__}({', '.join(f'{name}=…' for name in asked)})"
-            raise Unsupported(f"{what}: torpor does not hold this engine's memory", "it needs vLLM on the CPU, with the option enabled")
+            raise Unsupported(
+                f"{what}: torpor does not hold this engine's memory",
+                "it needs vLLM on the CPU, with the option enabled",
+            )
         return {name: value for name, value in given.items() if name not in own}
 
     if inspect.iscoroutinefunction(ours):
@@ -130,7 +133,7 @@ def _routed(ours, theirs):
 
 
 def _finish_reasons(patches: Patches) -> None:
-    """RequestState.make_request_output() is where every end of a request passes, with its reason; a server records it."""
+    """RequestState.make_request_output() is where every end of a request passes, with its reason."""
     from vllm.v1.engine.output_processor import RequestState
 
     stock = RequestState.make_request_output
@@ -144,7 +147,7 @@ def _finish_reasons(patches: Patches) -> None:
     patches.set(RequestState, "make_request_output", make_request_output)
 
 
-# --- workers on the CPU --------------------------------------------------------------------------------------------------
+# --- workers on the CPU -----------------------------------------------------------------------------------------------
 
 
 def _cpu_worker(patches: Patches) -> None:
@@ -206,7 +209,7 @@ def _cpu_generators(patches: Patches) -> None:
     patches.set(CPUModelRunner, "_bookkeeping_sync", bookkeeping_sync)
 
 
-# --- vLLM's own sleep mode, by the option sleep_mode_backend="torpor" ------------------------------------------------------
+# --- vLLM's own sleep mode, by the option sleep_mode_backend="torpor" -------------------------------------------------
 
 
 def _sleep_backend() -> None:
