@@ -6,7 +6,7 @@ if(NOT TORPOR_CLANG)
   return()
 endif()
 
-set(flags -std=c++20 -fsyntax-only -w -Wthread-safety -Werror=thread-safety -I${PROJECT_SOURCE_DIR} -DTORPOR_VERSION="")
+set(flags -std=c++20 -fsyntax-only -Wno-everything -Wthread-safety -Werror=thread-safety -I${PROJECT_SOURCE_DIR} -DTORPOR_VERSION="")
 if(TORPOR_CUDA_INCLUDE)
   list(APPEND flags -isystem ${TORPOR_CUDA_INCLUDE})
 endif()

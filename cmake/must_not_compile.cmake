@@ -3,7 +3,7 @@
 execute_process(COMMAND ${COMPILER} ${FLAGS} ${FILE} RESULT_VARIABLE failed ERROR_VARIABLE said)
 file(STRINGS ${FILE} wrong REGEX "// unguarded")
 list(LENGTH wrong expected)
-string(REGEX MATCHALL "error: [^\n]*\\[-Werror,-Wthread-safety" found "${said}")
+string(REGEX MATCHALL "Werror,-Wthread-safety" found "${said}")
 list(LENGTH found count)
 if(failed EQUAL 0 OR NOT count EQUAL expected)
   message(FATAL_ERROR "${count} of ${expected} unguarded accesses were found in ${FILE}:\n${said}")

@@ -70,7 +70,7 @@ BlockRef::~BlockRef() {
   pool_->let_go(id_);
 }
 // No lock: the identity of a block does not change while somebody keeps it.
-const BlockIdentity& BlockRef::identity() const { return pool_->slot(id_).identity; }
+const BlockIdentity& BlockRef::identity() const TORPOR_NO_THREAD_SAFETY_ANALYSIS { return pool_->slot(id_).identity; }
 
 WeakBlock::WeakBlock(const BlockRef& block) : pool_(block.pool_), id_(block.id_) {
   if (pool_ == nullptr) return;
@@ -328,7 +328,7 @@ void BlockPool::discard(const BlockRef& block) {
 }
 
 void BlockPool::rename(const BlockRef& block, BlockIdentity identity) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   Slot& slot = this->slot(block.id());
   const Digest hash = options_.hash(identity);
   if (slot.discarded || (slot.hash == hash && slot.identity == identity)) return;
@@ -378,7 +378,8 @@ Result<BlockPool::Handles> BlockPool::restore(const BlockPoolSnapshot& snapshot)
   const auto wrong = [](std::string what) {
     return Error{.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"};
   };
-  std::vector<bool> registered(slots_.size()), free(slots_.size());
+  const auto count = static_cast<size_t>(options_.num_blocks);
+  std::vector<bool> registered(count), free(count);
   for (const BlockPoolSnapshot::Block& block : snapshot.registered) {
     if (block.id < 0 || block.id >= options_.num_blocks)
       return wrong(fmt::format("block {} of {}", block.id, options_.num_blocks));
