@@ -47,6 +47,14 @@ TEST(Status, SystemErrorsGetTheirCodeFromErrno) {
   EXPECT_EQ(system_error(EIO, "x").native, EIO);
 }
 
+// Calling again does not help, nor is the disk broken: permissions have to be changed first.
+TEST(Status, WhatThePermissionsForbidIsAPreconditionAndNoFailureOfTheDisk) {
+  for (const int native : {EACCES, EPERM, EROFS}) {
+    EXPECT_EQ(system_error(native, "x").code, Code::kFailedPrecondition) << native;
+    EXPECT_EQ(system_error(native, "x").next_step, "check the permissions of the path") << native;
+  }
+}
+
 TEST(Status, TextNamesCodeCauseContextAndNextStep) {
   const Error error{.code = Code::kNotFound, .what = "no file", .next_step = "make one"};
   EXPECT_EQ(error.within("opening").to_string(), "not_found: opening: no file (make one)");
