@@ -16,6 +16,20 @@ class Clock {
 // The machine's clocks. Lives for the whole process; safe from any thread.
 const Clock& system_clock();
 
+// Wall time that goes on evenly from what it was when this was made, whatever the machine's is set to meanwhile; for
+// ages. Monotonic time is that of `clock`, which outlives this.
+class UnsteppedClock final : public Clock {
+ public:
+  explicit UnsteppedClock(const Clock& clock) : clock_(clock), wall_(clock.unix_seconds()), at_(clock.now()) {}
+  std::chrono::nanoseconds now() const override { return clock_.now(); }
+  double unix_seconds() const override { return wall_ + std::chrono::duration<double>(clock_.now() - at_).count(); }
+
+ private:
+  const Clock& clock_;
+  const double wall_;
+  const std::chrono::nanoseconds at_;
+};
+
 // Seconds between two values of `now()`.
 inline double seconds_between(std::chrono::nanoseconds from, std::chrono::nanoseconds to) {
   return std::chrono::duration<double>(to - from).count();

@@ -1,73 +1,19 @@
 #include "checkpoint/answers.h"
 
 #include <algorithm>
-#include <cstring>
+#include <set>
 
 #include <fmt/format.h>
 
-#include "base/digest.h"
 #include "base/log.h"
-#include "checkpoint/archived_values.h"
 #include "checkpoint/engine_checkpoint.h"
 
 namespace torpor {
-
-template <class Archive>
-void serialize(Archive& archive, Answer& v) {
-  archive(v.request, v.response, v.tenant, v.choice, v.front, v.text, v.text_ends,
-          checked(v.state, AnswerState::kFailed), v.finish_reason, v.stop_reason, v.created, v.ended);
-}
-template <class Archive>
-void serialize(Archive& archive, AnswerStep& v) {
-  archive(v.id, v.at, v.tokens, v.text, checked(v.state, AnswerState::kFailed), v.finish_reason, v.stop_reason, v.time);
-}
-
 namespace {
 
-constexpr std::string_view kMagic = "TORPANSW";
-constexpr uint32_t kVersion = 1;
-constexpr uint32_t kByteOrder = 0x01020304;
 constexpr uint64_t kSafetyBytes = 4ull << 20;  // a file is not replaced before it grew by as much
 constexpr double kRetrySeconds = 1;            // after a write that failed
-constexpr std::string_view kPlace = "answers";
-
-struct FileHead {
-  std::array<char, 8> magic{};
-  uint32_t version = 0;
-  uint32_t byte_order = 0;
-  uint32_t protection = 0;
-  uint32_t zero = 0;
-  SealId id{};
-  KeyName key{};
-  std::array<uint8_t, 16> zeros{};
-};
-static_assert(sizeof(FileHead) == 64);
-
-struct RecordHead {
-  uint32_t bytes = 0;
-  std::array<uint8_t, 16> tag{};  // of the seal, or XXH3-128 over the offset and the record
-};
-static_assert(sizeof(RecordHead) == 20);
-
-enum class RecordKind : uint8_t { kEngine, kAnswer, kSteps };  // whose tokens these are; an answer as it is now; steps
-
-template <class T>
-Bytes record_of(RecordKind kind, const T& value) {
-  return to_bytes_after(0, static_cast<uint8_t>(kind), value);
-}
-
-std::string file_name(uint64_t number) { return fmt::format("answers-{:012}", number); }
-
-std::optional<uint64_t> number_of(std::string_view name) {
-  constexpr std::string_view kStart = "answers-";
-  if (name.size() != kStart.size() + 12 || !name.starts_with(kStart)) return std::nullopt;
-  uint64_t number = 0;
-  for (const char digit : name.substr(kStart.size())) {
-    if (digit < '0' || digit > '9') return std::nullopt;
-    number = number * 10 + static_cast<uint64_t>(digit - '0');
-  }
-  return number;
-}
+constexpr int kTailRounds = 8;                 // each takes up what was recorded during the one before
 
 uint32_t code_points(std::string_view text) {
   return static_cast<uint32_t>(
@@ -89,13 +35,6 @@ uint64_t size_of(const Answer& answer) {
              sizeof(int32_t);
 }
 
-Digest digest_at(uint64_t offset, std::span<const std::byte> record) {
-  StreamingDigest digest;
-  digest.update(std::as_bytes(std::span(&offset, 1)));
-  digest.update(record);
-  return digest.finish();
-}
-
 Error wrong_call(std::string what) {
   return Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = "correct the call"};
 }
@@ -105,7 +44,8 @@ AnswerPart end_of(const Answer& answer) {
           .text_end = answer.text_ends.empty() ? 0 : answer.text_ends.back(),
           .state = answer.state,
           .finish_reason = answer.finish_reason,
-          .stop_reason = answer.stop_reason};
+          .stop_reason = answer.stop_reason,
+          .call = answer.call};
 }
 
 Error no_answer(const std::string& id) {
@@ -116,33 +56,38 @@ Error no_answer(const std::string& id) {
 
 }  // namespace
 
-std::string_view name(AnswerState state) {
-  switch (state) {
-    case AnswerState::kRunning: return "running";
-    case AnswerState::kFinished: return "finished";
-    case AnswerState::kAborted: return "aborted";
-    case AnswerState::kFailed: return "failed";
-  }
-  return "?";
-}
-
 Answers::Answers(FileSystem& file_system, AnswersOptions options)
-    : file_system_(file_system), options_(std::move(options)) {}
-Answers::~Answers() = default;
+    : file_system_(file_system), options_(std::move(options)), clock_(*options_.clock) {}
+
+Answers::~Answers() {
+  {
+    const std::lock_guard lock(mutex_);
+    ends_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
 
 Result<std::unique_ptr<Answers>> Answers::open(FileSystem& file_system, AnswersOptions options) {
   return catching_no_memory([&]() -> Result<std::unique_ptr<Answers>> {
     std::unique_ptr<Answers> answers(new Answers(file_system, std::move(options)));
-    if (!answers->options_.directory.empty()) {
-      TORPOR_TRY(answers->read_log());
-      TORPOR_TRY(answers->begin_file());
+    if (answers->options_.directory.empty()) return answers;
+    TORPOR_TRY(answers->read_log());
+    answers->forget_old();
+    TORPOR_TRY(answers->rotate());
+    if (!answers->options_.own_thread) return answers;
+    try {
+      answers->thread_ = std::thread([&self = *answers] { self.run(); });
+    } catch (const std::system_error& problem) {
+      return Error{.code = Code::kResourceExhausted,
+                   .what = fmt::format("no thread for the log of answers: {}", problem.what()),
+                   .next_step = "let this user have more threads"};
     }
     return answers;
   });
 }
 
-// --- reading what was left
-// ----------------------------------------------------------------------------------------------
+// --- reading what was left -------------------------------------------------------------------------------------------
 
 Status Answers::read_log() {
   TORPOR_ASSIGN(directory_, file_system_.open_directory(options_.directory, true));
@@ -154,152 +99,131 @@ Status Answers::read_log() {
                  .next_step = "end it, or give this one another directory"};
   }
   lock_ = std::move(*lock);
-  TORPOR_ASSIGN(const std::vector<Entry> entries, directory_->list());  // by name, so by number
+  std::vector<uint64_t> numbers;  // ascending, as list() is
+  TORPOR_ASSIGN(const std::vector<Entry> entries, directory_->list());
   for (const Entry& entry : entries) {
-    const std::optional<uint64_t> number = number_of(entry.name);
-    if (!number || entry.kind != EntryKind::kFile) continue;
-    number_ = *number;
-    TORPOR_TRY(read_file(entry.name));
+    const std::optional<uint64_t> number = answers_file_number(entry.name);
+    if (number && entry.kind == EntryKind::kFile) numbers.push_back(*number);
+  }
+  if (numbers.empty()) return ok();
+  number_ = numbers.back();
+  Fingerprint engine = options_.engine;
+  const AnswersSink sink = {
+      .engine = [&](Fingerprint read) { engine = std::move(read); },
+      .answer =
+          [&](Answer answer) {
+            if (answers_.contains(answer.request.id)) return false;
+            answer.ended = std::min(answer.ended, clock_.unix_seconds());  // by a clock that was ahead
+            put(std::move(answer));
+            return true;
+          },
+      .steps =
+          [&](std::vector<AnswerStep> steps) {
+            if (!prepare(steps)) return false;
+            for (AnswerStep& step : steps) {
+              step.time = std::min(step.time, clock_.unix_seconds());
+              apply(step);
+            }
+            return true;
+          },
+  };
+  // The newest whole one. If none is, of the oldest what can be read: those after it were begun when it was whole.
+  bool whole = false;
+  for (auto number = numbers.rbegin(); number != numbers.rend() && !whole; ++number) {
+    clear();
+    engine = options_.engine;
+    TORPOR_ASSIGN(const AnswersFileRead read,
+                  read_answers_file(*directory_, answers_file_name(*number), options_.key.get(), sink));
+    whole = read.whole;
+    lost_bytes_ = read.lost_bytes;
   }
   if (lost_bytes_ > 0) log().warn("{}: {} bytes behind damage were left out", options_.directory, lost_bytes_);
-  return ok();
-}
-
-Status Answers::read_file(const std::string& name) {
-  TORPOR_ASSIGN(const std::unique_ptr<File> file, directory_->open_file(name));
-  TORPOR_ASSIGN(const uint64_t size, file->size());
-  const auto damaged_from = [&](uint64_t offset) {
-    lost_bytes_ += size - offset;
-    return ok();
-  };
-  FileHead head;
-  if (size < sizeof head) return damaged_from(0);  // a kill at its very beginning
-  TORPOR_TRY(file->pread(std::as_writable_bytes(std::span(&head, 1)), 0));
-  if (std::string_view(head.magic.data(), head.magic.size()) != kMagic || head.byte_order != kByteOrder)
-    return damaged_from(0);
-  if (head.version != kVersion) {
-    return Error{.code = Code::kIncompatible,
-                 .what = fmt::format("{}: version {}, this torpor reads {}", file->name(), head.version, kVersion),
-                 .next_step = "use the version of torpor that wrote it"};
-  }
-  std::unique_ptr<Seal> seal;
-  if (head.protection != 0) {
-    if (head.protection > static_cast<uint32_t>(Protection::kEncrypted)) return damaged_from(0);
-    if (options_.key == nullptr)
-      return Error{.code = Code::kUnauthenticated,
-                   .what = fmt::format("{} is sealed", file->name()),
-                   .next_step = "give the key file that it was written with"};
-    seal = std::make_unique<Seal>(*options_.key, head.id, static_cast<Protection>(head.protection));
-    if (seal->key_name() != head.key)
-      return Error{.code = Code::kUnauthenticated,
-                   .what = fmt::format("{} is sealed with another key", file->name()),
-                   .next_step = "give the key file that it was written with"};
-  } else if (options_.key != nullptr) {
-    return Error{.code = Code::kUnauthenticated,
-                 .what = fmt::format("{} is not sealed, but a key was given", file->name()),
-                 .next_step = "use another directory, or no key"};
-  }
-  for (uint64_t at = sizeof head; at < size;) {
-    RecordHead record;
-    if (size - at < sizeof record) return damaged_from(at);
-    TORPOR_TRY(file->pread(std::as_writable_bytes(std::span(&record, 1)), at));
-    if (record.bytes == 0 || record.bytes > size - at - sizeof record) return damaged_from(at);
-    std::vector<std::byte> bytes(record.bytes);
-    TORPOR_TRY(file->pread(bytes, at + sizeof record));
-    const bool whole = seal != nullptr ? seal->open(bytes, record.tag,
-                                                    {.kind = SealPlace::Kind::kSection, .offset = at, .what = kPlace})
-                                             .has_value()
-                                       : digest_at(at, bytes).bytes == record.tag;
-    if (!whole) return damaged_from(at);
-    const auto content = std::span<const std::byte>(bytes).subspan(1);
-    switch (static_cast<RecordKind>(bytes[0])) {
-      case RecordKind::kEngine: {
-        TORPOR_ASSIGN(const Fingerprint engine, from_bytes<Fingerprint>(content, file->name()));
-        if (const Status same = compare_fingerprints(engine, options_.engine); !same) {
-          // Ended answers are text that anybody may read; running ones need the engine that began them. Judged at the
-          // end of the log.
-          problem_ = same.error().what;
-        } else {
-          problem_.clear();
-        }
-        break;
-      }
-      case RecordKind::kAnswer: {
-        TORPOR_ASSIGN(Answer answer, from_bytes<Answer>(content, file->name()));
-        TORPOR_TRY(answer.request.validate());
-        if (answer.text_ends.size() != answer.request.output_token_ids.size()) return damaged_from(at);
-        put(std::move(answer));
-        break;
-      }
-      case RecordKind::kSteps: {
-        TORPOR_ASSIGN(std::vector<AnswerStep> steps, from_bytes<std::vector<AnswerStep>>(content, file->name()));
-        for (AnswerStep& step : steps) {
-          if (const Status applied = apply(std::move(step), true); !applied) return damaged_from(at);
-        }
-        break;
-      }
-      default: return damaged_from(at);
-    }
-    at += sizeof record + record.bytes;
-  }
-  if (problem_.empty()) return ok();
+  // Ended answers are text that anybody may read; running ones need the engine that began them.
+  const Status same = compare_fingerprints(engine, options_.engine);
   const auto runs = [](const auto& entry) { return entry.second.state == AnswerState::kRunning; };
-  if (std::any_of(answers_.begin(), answers_.end(), runs)) {
-    return Error{.code = Code::kIncompatible,
-                 .what = fmt::format("{} has answers of another engine: {}", options_.directory, problem_),
-                 .next_step = "start the server as the one that began them, or give another directory"};
+  if (same || std::none_of(answers_.begin(), answers_.end(), runs)) return ok();
+  return Error{.code = Code::kIncompatible,
+               .what = fmt::format("{} has answers of another engine: {}", options_.directory, same.error().what),
+               .next_step = "start the server as the one that began them, or give another directory"};
+}
+
+// --- the state in memory ---------------------------------------------------------------------------------------------
+
+void Answers::clear() {
+  order_.clear();
+  answers_.clear();
+  by_response_.clear();
+  ended_bytes_ = 0;
+}
+
+// Room for `more` elements, so that they can be added without memory.
+template <class Sequence>
+void make_room(Sequence& in, size_t more) {
+  if (in.capacity() - in.size() < more) in.reserve(std::max(in.capacity() * 2, in.size() + more));
+}
+
+// A new one: all of it or, for want of memory, nothing.
+void Answers::put(Answer answer) {
+  std::string id = answer.request.id;
+  make_room(order_, 1);
+  const uint64_t bytes = answer.state != AnswerState::kRunning ? size_of(answer) : 0;
+  const auto entry = by_response_.emplace(std::pair(answer.tenant, answer.response), id);
+  try {
+    answers_.emplace(id, std::move(answer));
+  } catch (...) {
+    by_response_.erase(entry);
+    throw;
   }
-  problem_.clear();
+  order_.push_back(std::move(id));
+  ended_bytes_ += bytes;
+}
+
+// Whether the steps fit, and room for them: once they are in the log, they can be applied.
+Status Answers::prepare(const std::vector<AnswerStep>& steps) {
+  std::set<std::string_view> ids;
+  for (const AnswerStep& step : steps) {
+    const auto found = answers_.find(step.id);
+    if (found == answers_.end()) return wrong_call(fmt::format("there is no answer {}", step.id));
+    Answer& answer = found->second;
+    const size_t known = answer.request.output_token_ids.size();
+    if (answer.state != AnswerState::kRunning) return wrong_call(fmt::format("the answer {} has ended", step.id));
+    if (step.at != known)
+      return wrong_call(fmt::format("the answer {} has {} tokens, a step begins at {}", step.id, known, step.at));
+    if (!ids.insert(step.id).second) return wrong_call(fmt::format("two steps of the answer {} at once", step.id));
+    make_room(answer.request.output_token_ids, step.tokens.size());
+    make_room(answer.text_ends, step.tokens.size());
+    make_room(answer.text, step.text.size());
+  }
   return ok();
 }
 
-// --- the state in memory (the lock is held)
-// -----------------------------------------------------------------------------
-
-void Answers::put(Answer answer) {
-  const std::string id = answer.request.id;
-  if (const auto known = answers_.find(id);
-      known != answers_.end()) {  // an older file was not yet removed: the same answer, as it is later
-    if (known->second.state != AnswerState::kRunning) ended_bytes_ -= size_of(known->second);
-  } else {
-    order_.push_back(id);
-    by_response_.emplace(std::pair(answer.tenant, answer.response), id);
-  }
-  if (answer.state != AnswerState::kRunning) ended_bytes_ += size_of(answer);
-  answers_[id] = std::move(answer);
-}
-
-// In a replay, what an older file has already is skipped.
-Status Answers::apply(AnswerStep step, bool replay) {
-  const auto found = answers_.find(step.id);
-  if (found == answers_.end()) return wrong_call(fmt::format("there is no answer {}", step.id));
-  Answer& answer = found->second;
+void Answers::apply(AnswerStep& step) {
+  Answer& answer = answers_.at(step.id);
   std::vector<int32_t>& tokens = answer.request.output_token_ids;
-  if (replay && (answer.state != AnswerState::kRunning || step.at < tokens.size())) return ok();
-  if (answer.state != AnswerState::kRunning) return wrong_call(fmt::format("the answer {} has ended", step.id));
-  if (step.at != tokens.size())
-    return wrong_call(fmt::format("the answer {} has {} tokens, a step begins at {}", step.id, tokens.size(), step.at));
   const uint32_t text_end = (answer.text_ends.empty() ? 0 : answer.text_ends.back());
   tokens.insert(tokens.end(), step.tokens.begin(), step.tokens.end());
   answer.text_ends.resize(tokens.size(), text_end);
   answer.text += step.text;
   if (!answer.text_ends.empty()) answer.text_ends.back() = text_end + code_points(step.text);
-  if (step.state != AnswerState::kRunning) {
-    answer.state = step.state;
-    answer.finish_reason = std::move(step.finish_reason);
-    answer.stop_reason = std::move(step.stop_reason);
-    answer.ended = step.time;
-    ended_bytes_ += size_of(answer);
-  }
-  return ok();
+  if (step.state == AnswerState::kRunning) return;
+  answer.state = step.state;
+  answer.finish_reason = std::move(step.finish_reason);
+  answer.stop_reason = std::move(step.stop_reason);
+  answer.ended = step.time;
+  ended_bytes_ += size_of(answer);
+}
+
+bool Answers::too_old(const Answer& answer, double now) const {
+  return answer.state != AnswerState::kRunning && now - answer.ended > options_.keep_seconds;
 }
 
 void Answers::forget_old() {
-  const double now = options_.clock->unix_seconds();
+  forget_ = false;
+  const double now = clock_.unix_seconds();
   std::erase_if(order_, [&](const std::string& id) {
     const Answer& answer = answers_.at(id);
     if (answer.state == AnswerState::kRunning) return false;
-    if (now - answer.ended <= options_.keep_seconds && ended_bytes_ <= options_.keep_bytes) return false;
+    if (!too_old(answer, now) && ended_bytes_ <= options_.keep_bytes) return false;
     ended_bytes_ -= size_of(answer);
     const auto [first, last] = by_response_.equal_range(std::pair(answer.tenant, answer.response));
     by_response_.erase(std::find_if(first, last, [&](const auto& entry) { return entry.second == id; }));
@@ -308,125 +232,246 @@ void Answers::forget_old() {
   });
 }
 
-// --- writing (the lock is held, or nobody else is there yet)
-// ------------------------------------------------------------
+// --- a new file ------------------------------------------------------------------------------------------------------
 
-Status Answers::begin_file() {
-  forget_old();
-  const std::string name = file_name(number_ + 1);
-  TORPOR_ASSIGN(std::shared_ptr<File> file, directory_->create_file(name));
-  ++number_;  // also after a failure below: the name is taken
-  FileHead head{.version = kVersion, .byte_order = kByteOrder};
-  std::copy(kMagic.begin(), kMagic.end(), head.magic.begin());
-  seal_.reset();
-  if (options_.key != nullptr) {
-    head.id = random_seal_id();
-    seal_ = std::make_unique<Seal>(*options_.key, head.id,
-                                   options_.encrypt ? Protection::kEncrypted : Protection::kAuthenticated);
-    head.protection = static_cast<uint32_t>(seal_->protection());
-    head.key = seal_->key_name();
+bool Answers::due() const {
+  if (file_ == nullptr || closed_ || rotation_ || clock_.now() < retry_at_) return false;
+  return !problem_.empty() || log_bytes_ > std::max(options_.file_bytes, began_with_ * 4 + kSafetyBytes);
+}
+
+bool Answers::rotation_due() const {
+  const std::lock_guard lock(mutex_);
+  return due();
+}
+
+void Answers::failed(const Error& why, double retry_seconds) {
+  retry_at_ = clock_.now() + std::chrono::nanoseconds(static_cast<int64_t>(retry_seconds * 1e9));
+  changed_.notify_all();
+  problem_ = why.to_string();
+}
+
+void Answers::run() {
+  std::unique_lock lock(mutex_);
+  while (!ends_) {
+    if (due()) {
+      lock.unlock();
+      (void)rotate();  // a failure is in the log, and tried again
+      lock.lock();
+    } else if (problem_.empty() && clock_.now() >= retry_at_) {
+      changed_.wait(lock);
+    } else {
+      changed_.wait_for(lock, std::chrono::duration<double>(kRetrySeconds));
+    }
   }
-  TORPOR_TRY(file->pwrite(std::as_bytes(std::span(&head, 1)), 0));
-  file_ = file;
-  at_ = sizeof head;
-  TORPOR_TRY(record(record_of(RecordKind::kEngine, options_.engine)));
-  for (const std::string& id : order_) TORPOR_TRY(record(record_of(RecordKind::kAnswer, answers_.at(id))));
-  TORPOR_TRY(file->sync());
-  TORPOR_TRY(directory_->sync());
-  began_with_ = at_;
+}
+
+Status Answers::rotate() {
+  return catching_no_memory([this]() -> Status {
+    uint64_t number = 0;
+    {
+      const std::lock_guard lock(mutex_);
+      if (directory_ == nullptr) return ok();
+      if (rotation_) {
+        return Error{.code = Code::kUnavailable,
+                     .what = "the log of answers is being written anew",
+                     .next_step = "wait for that to end"};
+      }
+      rotation_.emplace();
+      number = ++number_;  // also after a failure: the name is taken
+    }
+    bool in_use = false;
+    const Status done = catching_no_memory([&]() -> Status {
+      TORPOR_ASSIGN(const std::shared_ptr<AnswersFile> file, write_beside(number));
+      TORPOR_TRY(switch_to(file));
+      in_use = true;
+      // What went into the older file and was synced there, and all since.
+      TORPOR_TRY(file->sync());
+      return remove_older(number);
+    });
+    const std::lock_guard lock(mutex_);
+    rotation_.reset();
+    changed_.notify_all();
+    if (done) return ok();
+    if (in_use) {
+      failed(done.error(), 0);
+    } else {
+      retry_at_ = clock_.now() + std::chrono::nanoseconds(static_cast<int64_t>(kRetrySeconds * 1e9));
+    }
+    log().warn("{}: no new file of the log: {}", options_.directory, done.error().to_string());
+    return done;
+  });
+}
+
+Result<std::shared_ptr<AnswersFile>> Answers::write_beside(uint64_t number) {
+  {
+    const std::lock_guard lock(mutex_);
+    const double now = clock_.unix_seconds();
+    for (const std::string& id : order_) {
+      if (!too_old(answers_.at(id), now)) rotation_->ids.push_back(id);
+    }
+    rotation_->written.reserve(rotation_->ids.size());
+    forget_ = true;
+  }
+  TORPOR_ASSIGN(const std::shared_ptr<AnswersFile> file,
+                AnswersFile::create(*directory_, number, options_.key.get(), options_.encrypt));
+  const Status written = [&]() -> Status {
+    TORPOR_TRY(file->append(engine_record(options_.engine)));
+    for (const std::string& id : rotation_->ids) {  // nobody else changes them
+      Bytes record;
+      {
+        const std::lock_guard lock(mutex_);
+        if (ends_) return Error{.code = Code::kAborted, .what = "the answers end", .next_step = "open them again"};
+        const auto found = answers_.find(id);
+        if (found == answers_.end()) continue;  // forgotten since
+        record = answer_record(found->second);
+        rotation_->written.insert(id);
+      }
+      TORPOR_TRY(file->append(record));
+    }
+    TORPOR_TRY(append_tail(*file));
+    TORPOR_TRY(file->sync());
+    TORPOR_TRY(directory_->sync());  // a sync() of the file alone is enough from here on
+    return append_tail(*file);
+  }();
+  if (written) return file;
+  (void)directory_->remove_file(answers_file_name(number));  // not whole: a reader passes it over in any case
+  return written.error();
+}
+
+// What was recorded since, so that little is left for when writers wait.
+Status Answers::append_tail(AnswersFile& file) {
+  for (int round = 0; round < kTailRounds; ++round) {
+    std::vector<Bytes> tail;
+    {
+      const std::lock_guard lock(mutex_);
+      tail.swap(rotation_->tail);
+    }
+    if (tail.empty()) break;
+    for (const Bytes& record : tail) TORPOR_TRY(file.append(record));
+  }
+  return ok();
+}
+
+Status Answers::switch_to(const std::shared_ptr<AnswersFile>& file) {
+  std::shared_ptr<AnswersFile> closed_last = file;  // the older one, closed without a lock
+  const std::lock_guard writing(writer_);
+  TORPOR_TRY(append_tail(*file));
+  if (rotation_->incomplete)
+    return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
+  TORPOR_TRY(file->append(whole_record()));
+  const std::lock_guard lock(mutex_);
+  file_.swap(closed_last);
+  log_bytes_ = began_with_ = file->bytes();
   problem_.clear();
+  writable_ = true;
+  rotation_->switched = true;
+  return ok();
+}
+
+Status Answers::remove_older(uint64_t number) {
   TORPOR_ASSIGN(const std::vector<Entry> entries, directory_->list());
   for (const Entry& entry : entries) {
-    if (number_of(entry.name).value_or(number_) < number_) TORPOR_TRY(directory_->remove_file(entry.name));
+    if (answers_file_number(entry.name).value_or(number) >= number) continue;
+    if (const Status removed = directory_->remove_file(entry.name); !removed)
+      log().warn("{}: an old file of the log stays: {}", options_.directory, removed.error().to_string());
   }
   return ok();
 }
 
-Status Answers::record(const Bytes& bytes) {
-  RecordHead head{.bytes = static_cast<uint32_t>(bytes.size())};
-  Bytes whole(sizeof head + bytes.size());
-  std::copy(bytes.begin(), bytes.end(), whole.begin() + sizeof head);
-  const auto content = std::as_writable_bytes(std::span(whole)).subspan(sizeof head);
-  head.tag = seal_ != nullptr
-                 ? seal_->seal(content, content, {.kind = SealPlace::Kind::kSection, .offset = at_, .what = kPlace})
-                 : digest_at(at_, content).bytes;
-  std::memcpy(whole.data(), &head, sizeof head);
-  TORPOR_TRY(file_->pwrite(std::as_bytes(std::span(whole)), at_));
-  at_ += whole.size();
-  return ok();
-}
+// --- what a server calls ---------------------------------------------------------------------------------------------
 
 // A write that fails leaves the record out; a new file with the whole state is tried a second later.
-Status Answers::append(const Bytes& bytes) {
-  if (file_ == nullptr) return ok();
-  const double now = options_.clock->unix_seconds();
-  const bool failing = !problem_.empty();
-  if (failing && now - failed_at_ < kRetrySeconds) return ok();  // reported when it began, and in counts()
-  Status written =
-      failing || at_ > std::max(options_.file_bytes, began_with_ * 4 + kSafetyBytes) ? begin_file() : record(bytes);
-  if (!written) {
-    problem_ = written.error().to_string();
-    failed_at_ = now;
-    if (failing) return ok();
-  }
+Status Answers::append(const Bytes& record) {
+  if (file_ == nullptr || !writable_) return ok();  // reported when it began, and in counts()
+  const Status written = catching_no_memory([&] { return file_->append(record); });
+  writable_ = written.has_value();
+  const std::lock_guard lock(mutex_);
+  log_bytes_ = file_->bytes();
+  if (!written) failed(written.error(), kRetrySeconds);
+  if (due()) changed_.notify_all();
   return written;
 }
 
-// --- what a server calls
-// ------------------------------------------------------------------------------------------------
+void Answers::note(const std::function<Bytes()>& record) {
+  if (!rotation_ || rotation_->switched) return;
+  try {
+    if (Bytes bytes = record(); !bytes.empty()) rotation_->tail.push_back(std::move(bytes));
+  } catch (const std::bad_alloc&) {
+    rotation_->incomplete = true;
+  }
+}
 
 Status Answers::start(Answer answer) {
   return catching_no_memory([&]() -> Status {
     TORPOR_TRY(answer.request.validate());
-    const std::lock_guard lock(mutex_);
-    if (closed_) return ok();
-    if (answers_.contains(answer.request.id))
-      return wrong_call(fmt::format("there is an answer {} already", answer.request.id));
+    const std::lock_guard writing(writer_);
     answer.text_ends.assign(answer.request.output_token_ids.size(), 0);
-    answer.created = options_.clock->unix_seconds();
-    const std::string id = answer.request.id;
-    put(std::move(answer));
-    if (ended_bytes_ > options_.keep_bytes) forget_old();
-    return append(record_of(RecordKind::kAnswer, answers_.at(id)));
+    answer.created = clock_.unix_seconds();
+    {
+      const std::lock_guard lock(mutex_);
+      if (closed_) return ok();
+      if (answers_.contains(answer.request.id))
+        return wrong_call(fmt::format("there is an answer {} already", answer.request.id));
+    }
+    const Bytes record = file_ != nullptr ? answer_record(answer) : Bytes{};
+    {
+      const std::lock_guard lock(mutex_);
+      const std::string id = answer.request.id;
+      put(std::move(answer));
+      if (forget_ || ended_bytes_ > options_.keep_bytes) forget_old();
+      note([&] {
+        rotation_->written.insert(id);
+        return record;
+      });
+    }
+    return append(record);
   });
 }
 
 Status Answers::step(std::vector<AnswerStep> steps) {
   return catching_no_memory([&]() -> Status {
-    const std::lock_guard lock(mutex_);
-    if (closed_ || steps.empty()) return ok();
-    for (AnswerStep& step : steps) {
-      step.time = options_.clock->unix_seconds();
-      const auto found = answers_.find(step.id);
-      if (found == answers_.end()) return wrong_call(fmt::format("there is no answer {}", step.id));
-      if (found->second.state != AnswerState::kRunning)
-        return wrong_call(fmt::format("the answer {} has ended", step.id));
-      if (step.at != found->second.request.output_token_ids.size()) {
-        return wrong_call(fmt::format("the answer {} has {} tokens, a step begins at {}", step.id,
-                                      found->second.request.output_token_ids.size(), step.at));
-      }
+    const std::lock_guard writing(writer_);
+    for (AnswerStep& step : steps) step.time = clock_.unix_seconds();
+    {
+      const std::lock_guard lock(mutex_);
+      if (closed_ || steps.empty()) return ok();
+      TORPOR_TRY(prepare(steps));
     }
-    const Bytes bytes = file_ != nullptr ? record_of(RecordKind::kSteps, steps) : Bytes{};
-    for (AnswerStep& step : steps) TORPOR_TRY(apply(std::move(step), false));
-    return append(bytes);
+    const Bytes record = file_ != nullptr ? steps_record(steps) : Bytes{};
+    const Status written = append(record);
+    const std::lock_guard lock(mutex_);
+    note([&]() -> Bytes {  // of what the new file has already; the rest goes into it as it is then
+      std::vector<AnswerStep> known;
+      for (const AnswerStep& step : steps) {
+        if (rotation_->written.contains(step.id)) known.push_back(step);
+      }
+      if (known.size() == steps.size()) return record;
+      return known.empty() ? Bytes{} : steps_record(known);
+    });
+    for (AnswerStep& step : steps) apply(step);
+    return written;
   });
 }
 
 Status Answers::sync() {
-  std::shared_ptr<File> file;
-  {
+  return catching_no_memory([this]() -> Status {
+    std::shared_ptr<AnswersFile> file;
+    bool failing = false;
+    {
+      std::unique_lock lock(mutex_);
+      // A record is missing in the file, or a sync of it failed: only a new file can be durable.
+      if (!problem_.empty()) changed_.wait(lock, [this] { return !rotation_; });
+      file = file_;
+      failing = !problem_.empty();
+    }
+    if (file == nullptr) return ok();
+    if (failing) return rotate();
+    const Status synced = file->sync();
+    if (synced) return synced;
     const std::lock_guard lock(mutex_);
-    file = file_;
-  }
-  if (file == nullptr) return ok();
-  Status synced = file->sync();
-  if (synced) return synced;
-  const std::lock_guard lock(mutex_);
-  if (file == file_) {  // what was written to it may be gone: all goes into a new one
-    problem_ = synced.error().to_string();
-    failed_at_ = 0;
-  }
-  return synced;
+    if (file == file_) failed(synced.error(), 0);  // what was written to it may be gone: all goes into a new one
+    return synced;
+  });
 }
 
 void Answers::close() {
@@ -436,14 +481,17 @@ void Answers::close() {
 
 std::vector<std::string> Answers::find(std::string_view response, std::string_view tenant) const {
   const std::lock_guard lock(mutex_);
-  std::map<int32_t, const Answer*> choices;
   const auto [first, last] = by_response_.equal_range(std::pair(std::string(tenant), std::string(response)));
-  for (auto entry = first; entry != last; ++entry) {  // in the order of their start
+  if (first == last) return {};
+  const uint64_t call =
+      answers_.at(std::prev(last)->second).call;  // of the newest: they are in the order of their start
+  std::map<int32_t, std::string> choices;
+  for (auto entry = first; entry != last; ++entry) {
     const Answer& answer = answers_.at(entry->second);
-    choices[answer.choice] = &answer;
+    if (answer.call == call) choices[answer.choice] = answer.request.id;
   }
   std::vector<std::string> ids;
-  for (const auto& [choice, answer] : choices) ids.push_back(answer->request.id);
+  for (auto& [choice, id] : choices) ids.push_back(std::move(id));
   return ids;
 }
 
@@ -491,22 +539,9 @@ std::vector<Answer> Answers::all() const {
 
 Answers::Counts Answers::counts() const {
   const std::lock_guard lock(mutex_);
-  Counts counts{.log_bytes = at_, .lost_bytes = lost_bytes_, .problem = problem_};
+  Counts counts{.log_bytes = log_bytes_, .lost_bytes = lost_bytes_, .problem = problem_};
   for (const auto& [id, answer] : answers_) ++(answer.state == AnswerState::kRunning ? counts.running : counts.ended);
   return counts;
-}
-
-Bytes pack_answers(std::vector<Answer> answers) {
-  for (Answer& answer : answers) {
-    answer.front = {};
-    if (answer.state == AnswerState::kRunning) continue;
-    answer = Answer{.request = {.id = answer.request.id}, .state = answer.state};
-  }
-  return to_bytes(answers);
-}
-
-Result<std::vector<Answer>> unpack_answers(std::span<const std::byte> bytes) {
-  return from_bytes<std::vector<Answer>>(bytes, "answers");
 }
 
 }  // namespace torpor

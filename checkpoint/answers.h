@@ -4,63 +4,41 @@
 // A server records here before it delivers, so that after a crash every request can go on from what was delivered, and
 // readers that lost their connection can take up their answers. One directory holds the log of one server at a time.
 //
-// The log is a numbered file of records (checkpoint/FORMAT.md). When it has grown to several times what is still
-// wanted, and at each start, a new file begins with the present state and the older ones go. A record that is cut off
-// or damaged ends the reading of its file: a kill or power loss takes the last records with it, never those before.
+// The log is a numbered file of records (checkpoint/answers_log.h). When it has grown to several times what is still
+// wanted, when it could not be written, and at each start, rotate() begins a new one beside it: the state, answer by
+// answer; then what was recorded meanwhile; fsync; what was recorded during that, and the mark that makes the file
+// whole, while writers wait; from then on records go into the new file; fsync; and the older files go. Until the mark
+// is there the older file counts, and has everything. A kill or power loss takes the last records with it, never those
+// before.
 //
-// Threads: all methods from any thread. sync() lets others go on while it waits for the disk.
+// Time: answers end by a wall clock that goes on from where it was at the start, whatever is done to the machine's.
+//
+// Threads: all methods from any thread. Nobody who reads waits for a file; who records waits for the write of earlier
+// records, never for an fsync or a new file. A thread of its own rotates.
 #pragma once
 
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <span>
 #include <string>
+#include <string_view>
+#include <thread>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "base/clock.h"
 #include "base/file_system.h"
 #include "base/seal.h"
-#include "checkpoint/manifest.h"
-#include "scheduler_state/request_state.h"
+#include "checkpoint/answer.h"
+#include "checkpoint/answers_log.h"
 
 namespace torpor {
-
-enum class AnswerState : uint8_t { kRunning, kFinished, kAborted, kFailed };
-std::string_view name(AnswerState state);  // "running", "finished", "aborted", "failed"
-
-// One choice of one response.
-struct Answer {
-  RequestState
-      request;  // what was asked; output_token_ids: what was given. Its status and computed tokens mean nothing here.
-  std::string response;  // the id that clients know
-  std::string tenant;    // who may see it; empty: anybody
-  int32_t choice = 0;
-  Value front;                      // what the adapter's front end keeps beside
-  std::string text;                 // given so far, UTF-8
-  std::vector<uint32_t> text_ends;  // for each token: code points of `text` after it
-  AnswerState state = AnswerState::kRunning;
-  std::string finish_reason;
-  Value stop_reason;
-  double created = 0;  // seconds since 1970
-  double ended = 0;
-  friend bool operator==(const Answer&, const Answer&) = default;
-};
-
-// What one engine step gave to one answer.
-struct AnswerStep {
-  std::string id;
-  uint32_t at = 0;  // tokens that were given before
-  std::vector<int32_t> tokens;
-  std::string text;
-  AnswerState state = AnswerState::kRunning;
-  std::string finish_reason;
-  Value stop_reason;
-  double time = 0;  // seconds since 1970; Answers sets it
-};
 
 // A part of an answer: from some token, or from some code point of its text, on.
 struct AnswerPart {
@@ -71,10 +49,11 @@ struct AnswerPart {
   AnswerState state = AnswerState::kRunning;
   std::string finish_reason;
   Value stop_reason;
+  uint64_t call = 0;
 };
 
 struct AnswersOptions {
-  const Clock* clock = nullptr;  // required; of the wall
+  const Clock* clock = nullptr;  // required
   std::string directory;         // made if absent; empty: in memory only
   Fingerprint engine;            // of the engine that serves: answers that still run are only taken up by an equal one
   double keep_seconds = 3600;    // ended answers
@@ -83,6 +62,7 @@ struct AnswersOptions {
       64ull << 20;                 // a file of the log is replaced when it is larger, and four times what it began with
   std::shared_ptr<const Key> key;  // seals the log
   bool encrypt = false;
+  bool own_thread = true;  // false: the owner calls rotate() when rotation_due()
 };
 
 class Answers {
@@ -94,17 +74,22 @@ class Answers {
 
   // A new answer. kInvalidArgument: the id is in use.
   Status start(Answer answer);
-  // All in one record. Unknown ids and steps that do not begin where the answer ends are kInvalidArgument; nothing is
-  // recorded then.
+  // All in one record. Unknown ids, two steps of one answer and steps that do not begin where the answer ends are
+  // kInvalidArgument; nothing is recorded then.
   Status step(std::vector<AnswerStep> steps);
   // What was recorded before is durable when this returns.
   Status sync();
+  // Whether the log should begin anew: it has grown, or could not be written a while ago.
+  bool rotation_due() const;
+  // Begins it anew; returns when that is durable and the older files are gone. kUnavailable: it is being done already.
+  // After another failure the log is as it was, and what could not be written stays in memory only.
+  Status rotate();
   // Nothing is recorded from now on: the process is about to end, and what happens to the requests meanwhile is not
   // their fate.
   void close();
 
-  // Ids of the choices of a response, in their order; the newest where an id was used again. Empty: no such answer, or
-  // not of this tenant.
+  // Ids of the choices of a response, in their order; of the newest call where a client used an id again. Empty: no
+  // such answer, or not of this tenant.
   std::vector<std::string> find(std::string_view response, std::string_view tenant) const;
   // kNotFound: no such answer. kInvalidArgument: beyond its end. At most one of `from_token` and `from_text` is meant,
   // the other 0.
@@ -123,40 +108,68 @@ class Answers {
   Counts counts() const;
 
  private:
+  // A new file in the making. What is recorded of answers that it has already is kept for its end.
+  struct Rotation {
+    std::vector<std::string> ids;  // in their order
+    std::unordered_set<std::string> written;
+    std::vector<Bytes> tail;
+    bool incomplete = false;  // there was no memory for the tail
+    bool switched = false;    // the new file is in use
+  };
+
   Answers(FileSystem& file_system, AnswersOptions options);
   Status read_log();
-  Status read_file(const std::string& name);
-  Status begin_file();                // with the present state; older files go
-  Status record(const Bytes& bytes);  // into the present file
-  Status append(const Bytes& bytes);
-  Status apply(AnswerStep step, bool replay);
+  void run();  // the thread
+
+  // `writer_` is held.
+  Status append(const Bytes& record);
+
+  // `mutex_` is held.
+  Status prepare(const std::vector<AnswerStep>& steps);
+  void apply(AnswerStep& step);  // prepare() said yes
   void put(Answer answer);
+  bool too_old(const Answer& answer, double now) const;
   void forget_old();
+  void clear();
+  bool due() const;
+  void failed(const Error& why, double retry_seconds);
+  void note(const std::function<Bytes()>& record);
+
+  // Neither is held.
+  Result<std::shared_ptr<AnswersFile>> write_beside(uint64_t number);
+  Status append_tail(AnswersFile& file);
+  Status switch_to(const std::shared_ptr<AnswersFile>& file);
+  Status remove_older(uint64_t number);
 
   FileSystem& file_system_;
   const AnswersOptions options_;
-  std::unique_ptr<Directory> directory_;
+  const UnsteppedClock clock_;
+  std::unique_ptr<Directory> directory_;  // used by rotate() only, after open()
   std::unique_ptr<File> lock_;
 
-  mutable std::mutex mutex_;        // guards all below
-  std::vector<std::string> order_;  // ids, in the order of their start
-  std::unordered_map<std::string, Answer> answers_;
+  // Held by who records, from the check over the write to the change in memory; taken before mutex_.
+  std::mutex writer_;
+  bool writable_ = true;  // guarded by writer_. False: a record is missing in the file, no other may follow
+
+  mutable std::mutex mutex_;                         // guards all below; never held over a call of a file
+  std::vector<std::string> order_;                   // ids, in the order of their start
+  std::unordered_map<std::string, Answer> answers_;  // changed with writer_ held, too
   std::multimap<std::pair<std::string, std::string>, std::string> by_response_;  // (tenant, response) -> id
   uint64_t ended_bytes_ = 0;
-  std::shared_ptr<File> file_;  // null: in memory only, or closed
-  std::unique_ptr<Seal> seal_;
-  uint64_t number_ = 0;      // of the file
-  uint64_t at_ = 0;          // its end
+  bool forget_ = false;  // at the next start(): so that nothing goes between two calls of the one who records
+  std::shared_ptr<AnswersFile> file_;  // null: in memory only; changed with writer_ held, too
+  std::optional<Rotation> rotation_;
+  uint64_t number_ = 0;      // of the newest file that was begun
+  uint64_t log_bytes_ = 0;   // of file_
   uint64_t began_with_ = 0;  // bytes of the state it began with
   uint64_t lost_bytes_ = 0;
-  double failed_at_ = 0;  // when writing last failed
   std::string problem_;
+  std::chrono::nanoseconds retry_at_{0};  // no rotation before, by Clock::now()
   bool closed_ = false;
-};
+  bool ends_ = false;
 
-// What a new engine needs to let the requests go on, as bytes for the way to the process of the engine; of ended ones,
-// that they have ended.
-Bytes pack_answers(std::vector<Answer> answers);
-Result<std::vector<Answer>> unpack_answers(std::span<const std::byte> bytes);
+  std::condition_variable changed_;  // of what rotation_due() looks at, and of ends_
+  std::thread thread_;
+};
 
 }  // namespace torpor

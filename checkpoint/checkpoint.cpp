@@ -6,7 +6,6 @@
 #include <boost/filesystem.hpp>
 
 #include "base/units.h"
-#include "checkpoint/checkpoint_manager.h"
 #include "checkpoint/format_v1.h"
 #include "checkpoint/manifest_codec.h"
 #include "checkpoint/state_sections.h"
@@ -118,19 +117,6 @@ Result<EngineCheckpoint> Checkpoint::read_state() const {
   return checkpoint;
 }
 
-SealPlace section_place(const SectionInfo& info) { return {SealPlace::Kind::kSection, 0, info.offset, info.name}; }
-
-Result<Manifest> read_manifest(Directory& directory, const Key* key, std::shared_ptr<const Seal>* seal) {
-  TORPOR_ASSIGN(const std::unique_ptr<File> file, directory.open_file(kManifestFile));
-  TORPOR_ASSIGN(const uint64_t size, file->size());
-  if (size > kMaxManifestBytes) return damaged(fmt::format("{} has {} bytes", file->name(), size));
-  Bytes bytes(size);
-  TORPOR_TRY(file->pread(std::as_writable_bytes(std::span(bytes)), 0));
-  Result<Manifest> manifest = decode_manifest(std::as_bytes(std::span(bytes)), key, seal);
-  if (!manifest) return manifest.error().within(directory.path());
-  return manifest;
-}
-
 Result<Checkpoint> open_checkpoint_directory(FileSystem& file_system, std::unique_ptr<Directory> directory,
                                              std::shared_ptr<const Key> key) {
   std::unique_ptr<Checkpoint::Impl> impl(
@@ -139,15 +125,24 @@ Result<Checkpoint> open_checkpoint_directory(FileSystem& file_system, std::uniqu
   return Checkpoint(std::move(impl));
 }
 
+Result<Checkpoint> open_latest(FileSystem& file_system, const Directory& store, std::shared_ptr<const Key> key) {
+  TORPOR_ASSIGN(const std::vector<uint64_t> generations, generations_in(store));
+  if (generations.empty()) {
+    return Error{.code = Code::kNotFound,
+                 .what = fmt::format("there is no checkpoint in {}", store.path()),
+                 .next_step = "name a checkpoint, or a directory of checkpoints"};
+  }
+  TORPOR_ASSIGN(std::unique_ptr<Directory> directory, store.open_directory(generation_name(generations.back())));
+  return open_checkpoint_directory(file_system, std::move(directory), std::move(key));
+}
+
 Result<Checkpoint> open_checkpoint(FileSystem& file_system, const std::string& path, std::shared_ptr<const Key> key) {
   TORPOR_ASSIGN(std::unique_ptr<Directory> directory, file_system.open_directory(path, false));
   TORPOR_ASSIGN(const std::vector<Entry> entries, directory->list());
   const bool is_checkpoint =
       std::any_of(entries.begin(), entries.end(), [](const Entry& entry) { return entry.name == kManifestFile; });
   if (is_checkpoint) return open_checkpoint_directory(file_system, std::move(directory), std::move(key));
-  TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> manager,
-                CheckpointManager::open(file_system, path, {.key = std::move(key)}));
-  return manager->open_latest();
+  return open_latest(file_system, *directory, std::move(key));
 }
 
 }  // namespace torpor

@@ -43,6 +43,9 @@ class Checkpoint {
 // decode_manifest().
 Result<Checkpoint> open_checkpoint_directory(FileSystem& file_system, std::unique_ptr<Directory> directory,
                                              std::shared_ptr<const Key> key = nullptr);
+// The latest one of a directory of checkpoints. kNotFound if there is none; a damaged newest one is kCorruption.
+Result<Checkpoint> open_latest(FileSystem& file_system, const Directory& store,
+                               std::shared_ptr<const Key> key = nullptr);
 // By its own path, or the latest one of a directory of checkpoints.
 Result<Checkpoint> open_checkpoint(FileSystem& file_system, const std::string& path,
                                    std::shared_ptr<const Key> key = nullptr);

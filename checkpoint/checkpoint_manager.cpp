@@ -1,7 +1,6 @@
 #include "checkpoint/checkpoint_manager.h"
 
 #include <algorithm>
-#include <charconv>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -16,32 +15,9 @@
 
 namespace torpor {
 
-std::string generation_name(uint64_t generation) { return fmt::format("{}{:06}", kGenerationPrefix, generation); }
-
-std::optional<uint64_t> generation_of(std::string_view entry_name) {
-  if (!entry_name.starts_with(kGenerationPrefix)) return std::nullopt;
-  uint64_t generation = 0;
-  const std::string_view digits = entry_name.substr(kGenerationPrefix.size());
-  const auto [end, problem] = std::from_chars(digits.data(), digits.data() + digits.size(), generation);
-  if (problem != std::errc{} || end != digits.data() + digits.size() || generation_name(generation) != entry_name)
-    return std::nullopt;
-  return generation;
-}
-
 namespace {
 
 constexpr uint64_t kSpareBytes = 4 * kMiB;  // for directories, the manifest and what a file system needs itself
-
-Result<std::vector<uint64_t>> generations_in(const Directory& store) {
-  TORPOR_ASSIGN(const std::vector<Entry> entries, store.list());
-  std::vector<uint64_t> generations;
-  for (const Entry& entry : entries) {
-    if (entry.kind != EntryKind::kDirectory) continue;
-    if (const std::optional<uint64_t> generation = generation_of(entry.name)) generations.push_back(*generation);
-  }
-  std::sort(generations.begin(), generations.end());
-  return generations;
-}
 
 bool is_leftover(const Entry& entry) {
   return entry.name.starts_with(kStagingPrefix) || entry.name.starts_with(kTrashPrefix);
@@ -415,14 +391,7 @@ Result<std::vector<CheckpointInfo>> CheckpointManager::list() const {
 Result<Checkpoint> CheckpointManager::open_latest() const {
   return catching_no_memory([&]() -> Result<Checkpoint> {
     TORPOR_ASSIGN(const std::unique_ptr<Directory> store, impl_->file_system.open_directory(impl_->directory, false));
-    TORPOR_ASSIGN(const std::vector<uint64_t> generations, generations_in(*store));
-    if (generations.empty()) {
-      return Error{.code = Code::kNotFound,
-                   .what = fmt::format("there is no checkpoint in {}", impl_->directory),
-                   .next_step = "name a checkpoint, or a directory of checkpoints"};
-    }
-    TORPOR_ASSIGN(std::unique_ptr<Directory> directory, store->open_directory(generation_name(generations.back())));
-    return open_checkpoint_directory(impl_->file_system, std::move(directory), impl_->options.key);
+    return torpor::open_latest(impl_->file_system, *store, impl_->options.key);
   });
 }
 

@@ -24,17 +24,9 @@
 #include "checkpoint/chunk_writing.h"
 #include "checkpoint/engine_checkpoint.h"
 #include "checkpoint/manifest.h"
+#include "checkpoint/retention.h"
 
 namespace torpor {
-
-// Which committed checkpoints may go. Never the newest, nor the last one that was woken from, nor, until the newest was
-// woken from, the one before it; one whose chunks a kept one names stays with it; and all stay while one cannot be
-// read.
-struct Retention {
-  int keep = 2;                             // the newest ones
-  std::optional<double> max_age_seconds;    // older ones go
-  std::optional<uint64_t> max_total_bytes;  // the oldest go until the rest fits
-};
 
 struct CheckpointManagerOptions {
   Retention retention;
@@ -50,19 +42,6 @@ struct CheckpointManagerOptions {
 // A checkpoint that names chunks of earlier ones keeps those, they keep what they name, and so on: after so many
 // generations one is written whole, so that this ends.
 inline constexpr uint64_t kIncrementalRun = 16;
-
-struct CheckpointInfo {  // a line of `torpor ls`
-  std::string name;      // "g-000001"
-  std::string path;
-  bool readable = false;  // the manifest is whole
-  Error problem;          // meaningful unless readable
-  bool woken = false;     // it was woken from
-  // Meaningful if readable; without sections and chunks.
-  Manifest manifest;
-  uint64_t bytes = 0;  // of its files
-  size_t ranks = 0;
-  std::vector<uint64_t> needs;  // generations whose chunks it names
-};
 
 // A checkpoint under construction. Destroyed without commit(): removed, the space is given back.
 class PendingCheckpoint {

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/answers.h"
+#include "checkpoint/answer.h"
 #include "checkpoint/engine_checkpoint.h"
 
 namespace torpor {

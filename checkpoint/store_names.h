@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "base/file_system.h"
 #include "checkpoint/manifest.h"
@@ -25,6 +26,7 @@ inline constexpr uint64_t kMostExpansion =
 std::string generation_name(uint64_t generation);                    // "g-000042"
 std::optional<uint64_t> generation_of(std::string_view entry_name);  // no value for other names
 
+Result<std::vector<uint64_t>> generations_in(const Directory& store);  // committed, oldest first
 Result<Manifest> read_manifest(Directory& directory, const Key* key = nullptr,
                                std::shared_ptr<const Seal>* seal = nullptr);
 SealPlace section_place(const SectionInfo& info);

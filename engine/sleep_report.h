@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/answers.h"
+#include "checkpoint/answer.h"
 #include "checkpoint/roll_forward.h"
 #include "engine/engine_hooks.h"
 #include "engine/rank_protocol.h"

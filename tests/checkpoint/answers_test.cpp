@@ -1,9 +1,18 @@
 #include "checkpoint/answers.h"
 
+#include <array>
+#include <atomic>
 #include <fstream>
+#include <future>
 #include <random>
 #include <set>
 
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <fmt/format.h>
+
+#include "base/watched_file_system.h"
 #include "checkpoint/roll_forward.h"
 #include "tests/support/example_state.h"
 #include "tests/support/faulty_file_system.h"
@@ -39,22 +48,30 @@ AnswerStep ended(std::string id, uint32_t at) {
           .stop_reason = {int64_t{7}}};
 }
 
-class WallClock final : public Clock {
+// Both clocks, moved by hand: time passes on both, the wall may be set to anything.
+class TwoClocks final : public Clock {
  public:
-  std::chrono::nanoseconds now() const override { return {}; }
-  double unix_seconds() const override { return seconds; }
-  double seconds = 1e9;
+  std::chrono::nanoseconds now() const override { return monotonic; }
+  double unix_seconds() const override { return wall; }
+  void pass(double seconds) {
+    monotonic += std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
+    wall += seconds;
+  }
+  std::chrono::nanoseconds monotonic{1};
+  double wall = 1e9;
 };
 
 class AnswersTest : public ::testing::Test {
  protected:
   AnswersOptions options() {
-    return {.clock = &clock_, .directory = directory_ / "answers", .engine = {{"model", "a"}}};
+    return {.clock = &clock_, .directory = directory_ / "answers", .engine = {{"model", "a"}}, .own_thread = false};
   }
   std::unique_ptr<Answers> open(AnswersOptions options) {
     return value_of(Answers::open(linux_file_system(), std::move(options)));
   }
   std::unique_ptr<Answers> open() { return open(options()); }
+  // What the thread of the answers does.
+  static Status rotate_if_due(Answers& answers) { return answers.rotation_due() ? answers.rotate() : ok(); }
   std::string file() const {
     std::string found;
     for (const auto& entry : boost::filesystem::directory_iterator(directory_ / "answers")) {
@@ -72,7 +89,7 @@ class AnswersTest : public ::testing::Test {
   }
 
   test::TemporaryDirectory directory_;
-  WallClock clock_;
+  TwoClocks clock_;
 };
 
 TEST_F(AnswersTest, WhatWasGivenIsThereAfterTheEndOfTheProcess) {
@@ -135,6 +152,24 @@ TEST_F(AnswersTest, OnlyItsTenantFindsAnAnswerAndTheNewestOfAnIdCounts) {
   EXPECT_TRUE(answers->find("other", "alice").empty());
   ASSERT_TRUE(succeeded(answers->start(asked("4", "r", "alice", 0))));
   EXPECT_EQ(answers->find("r", "alice"), (std::vector<std::string>{"4", "2"}));
+}
+
+TEST_F(AnswersTest, ChoicesOfAnotherCallUnderTheSameIdAreNotMixedIn) {
+  const auto begin = [](Answers& answers, const std::string& id, int32_t choice, uint64_t call) {
+    Answer answer = asked(id, "r", "", choice);
+    answer.call = call;
+    ASSERT_TRUE(succeeded(answers.start(answer)));
+  };
+  auto answers = open();
+  for (const int32_t choice : {0, 1}) begin(*answers, "old-" + std::to_string(choice), choice, 1);
+  begin(*answers, "new-1", 1, 2);
+  EXPECT_EQ(answers->find("r", ""), (std::vector<std::string>{"new-1"}));
+  begin(*answers, "new-0", 0, 2);
+  EXPECT_EQ(answers->find("r", ""), (std::vector<std::string>{"new-0", "new-1"}));
+  answers.reset();
+  answers = open();
+  EXPECT_EQ(answers->find("r", ""), (std::vector<std::string>{"new-0", "new-1"}));
+  EXPECT_EQ(value_of(answers->position("new-0")).call, 2U);
 }
 
 TEST_F(AnswersTest, AStepThatDoesNotFitIsRefusedAndNothingOfItsRecordIsTaken) {
@@ -276,7 +311,7 @@ TEST_F(AnswersTest, EndedAnswersGoByAgeAndSizeAndRunningOnesStay) {
   ASSERT_TRUE(succeeded(answers->start(asked("old"))));
   ASSERT_TRUE(succeeded(answers->start(asked("runs"))));
   ASSERT_TRUE(succeeded(answers->step({ended("old", 0)})));
-  clock_.seconds += 11;
+  clock_.pass(11);
   ASSERT_TRUE(succeeded(answers->start(asked("new"))));
   ASSERT_TRUE(succeeded(answers->step({ended("new", 0)})));
   answers.reset();
@@ -303,6 +338,7 @@ TEST_F(AnswersTest, TheLogDoesNotGrowWithoutEnd) {
     ASSERT_TRUE(succeeded(answers->start(asked(id))));
     ASSERT_TRUE(succeeded(answers->step({given(id, 0, {1}, text)})));
     ASSERT_TRUE(succeeded(answers->step({ended(id, 1)})));
+    ASSERT_TRUE(succeeded(rotate_if_due(*answers)));
   }
   EXPECT_LT(answers->counts().log_bytes, 12ULL << 20);
   EXPECT_LT(answers->counts().ended, 100U);
@@ -323,11 +359,136 @@ TEST_F(AnswersTest, ALogThatCannotBeWrittenLosesNothingInMemoryAndIsWrittenWhole
   EXPECT_NE(answers->counts().problem, "");
   EXPECT_EQ(answers->get("a")->text, "xy");
   plan.clear();
-  clock_.seconds += 2;
+  EXPECT_FALSE(answers->rotation_due());  // not a second later yet
+  clock_.pass(2);
   ASSERT_TRUE(succeeded(answers->step({given("a", 2, {3}, "z")})));
+  ASSERT_TRUE(answers->rotation_due());
+  ASSERT_TRUE(succeeded(answers->rotate()));
   EXPECT_EQ(answers->counts().problem, "");
   answers.reset();
   EXPECT_EQ(open()->get("a")->text, "xyz");
+}
+
+TEST_F(AnswersTest, AClockThatIsSetBackDoesNotKeepALogThatFailedFromBeingWrittenAgain) {
+  test::FaultyFileSystem faulty;
+  auto answers = value_of(Answers::open(faulty, options()));
+  ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+  faulty.plan.set(test::Fault::kError, 1, ENOSPC, true);
+  EXPECT_TRUE(failed_with(answers->step({given("a", 0, {1}, "x")}), Code::kResourceExhausted));
+  faulty.plan.clear();
+  clock_.pass(2);
+  clock_.wall -= 86400;
+  ASSERT_TRUE(succeeded(answers->step({given("a", 1, {2}, "y")})));
+  ASSERT_TRUE(succeeded(rotate_if_due(*answers)));
+  EXPECT_EQ(answers->counts().problem, "");
+  answers.reset();
+  EXPECT_EQ(open()->get("a")->text, "xy");
+}
+
+TEST_F(AnswersTest, AClockThatIsSetForwardTakesNoAnswerAwayBeforeItsTime) {
+  AnswersOptions few = options();
+  few.keep_seconds = 10;
+  few.keep_bytes = 27'000;  // of two
+  const auto answers = open(few);
+  for (const std::string id : {"1", "2", "3"}) {
+    ASSERT_TRUE(succeeded(answers->start(asked(id))));
+    ASSERT_TRUE(succeeded(answers->step({given(id, 0, {1}, std::string(10'000, 'x'))})));
+    if (id == "3") clock_.wall += 86400;
+    ASSERT_TRUE(succeeded(answers->step({ended(id, 1)})));
+  }
+  ASSERT_TRUE(succeeded(answers->start(asked("4"))));
+  EXPECT_FALSE(answers->get("1"));  // for want of room
+  EXPECT_TRUE(answers->get("2"));
+  EXPECT_TRUE(answers->get("3"));
+}
+
+TEST_F(AnswersTest, AnAnswerThatEndedInTheFutureIsForgottenInItsTimeAllTheSame) {
+  AnswersOptions few = options();
+  few.keep_seconds = 10;
+  clock_.wall += 86400;  // a clock that is set right later
+  {
+    const auto answers = open(few);
+    ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+    ASSERT_TRUE(succeeded(answers->step({ended("a", 0)})));
+  }
+  clock_.wall -= 86400;
+  EXPECT_TRUE(open(few)->get("a"));
+  clock_.pass(11);
+  EXPECT_FALSE(open(few)->get("a"));
+}
+
+TEST_F(AnswersTest, NobodyWaitsForANewFileOfTheLog) {
+  std::promise<void> begun, go_on, gone;
+  std::atomic<int> syncs = 0;
+  const auto watched =
+      make_watched_file_system(linux_file_system(), [&](std::string_view call, const std::string& name) {
+        if (call == "sync" && name.ends_with("answers-000000000002") && ++syncs == 1) {
+          begun.set_value();
+          go_on.get_future().wait();
+        }
+        if (call == "remove_file" && name.ends_with("answers-000000000001")) gone.set_value();
+        return ok();
+      });
+  AnswersOptions small = options();
+  small.file_bytes = 1024;
+  small.own_thread = true;
+  auto answers = value_of(Answers::open(*watched, small));
+  ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+  uint32_t at = 0;
+  for (; at < 6; ++at) ASSERT_TRUE(succeeded(answers->step({given("a", at, {1}, std::string(1 << 20, 'x'))})));
+  begun.get_future().wait();  // the new file is being synced, and that takes long
+  auto others = std::async(std::launch::async, [&]() -> Status {
+    TORPOR_TRY(answers->start(asked("b")));
+    TORPOR_TRY(answers->step({given("a", at, {2}, "y"), given("b", 0, {1}, "x")}));
+    TORPOR_TRY(answers->part("b", 0));
+    (void)answers->counts();
+    return answers->sync();
+  });
+  EXPECT_EQ(others.wait_for(std::chrono::seconds(30)), std::future_status::ready);
+  go_on.set_value();
+  EXPECT_TRUE(succeeded(others.get()));
+  gone.get_future().wait();
+  answers.reset();
+  EXPECT_TRUE(file().ends_with("answers-000000000002"));
+  answers = open();
+  EXPECT_EQ(answers->get("a")->request.output_token_ids.size(), at + 1);
+  EXPECT_EQ(answers->get("b")->text, "x");
+}
+
+// Also while it rotates, and also while a rotation fails.
+TEST_F(AnswersTest, NoLockIsHeldOverASyncOrAnythingElseOfANewFile) {
+  Answers* answers = nullptr;
+  int readers = 0;
+  const auto watched = make_watched_file_system(linux_file_system(), [&](std::string_view, const std::string&) {
+    if (answers == nullptr) return ok();
+    auto reads =
+        std::async(std::launch::async, [&] { return answers->counts().running + answers->find("r", "").size(); });
+    if (reads.wait_for(std::chrono::seconds(20)) != std::future_status::ready) {
+      std::printf("a reader waits for a file\n");
+      ::_exit(1);  // it would wait for ever: so does this thread then
+    }
+    ++readers;
+    return ok();
+  });
+  const auto opened = value_of(Answers::open(*watched, options()));
+  answers = opened.get();
+  ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+  ASSERT_TRUE(succeeded(answers->step({given("a", 0, {1}, "x")})));
+  ASSERT_TRUE(succeeded(answers->sync()));
+  ASSERT_TRUE(succeeded(answers->rotate()));
+  answers = nullptr;
+  EXPECT_GT(readers, 10);
+}
+
+TEST_F(AnswersTest, OneRecordHasOneStepOfAnAnswer) {
+  {
+    const auto answers = open();
+    ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+    EXPECT_TRUE(failed_with(answers->step({given("a", 0, {1}, "x"), given("a", 0, {2}, "y")}), Code::kInvalidArgument));
+    EXPECT_EQ(answers->get("a")->text, "");
+    ASSERT_TRUE(succeeded(answers->step({given("a", 0, {3}, "z")})));
+  }
+  EXPECT_EQ(open()->get("a")->text, "z");
 }
 
 TEST_F(AnswersTest, AfterAFailedSyncAllGoesIntoANewFile) {
@@ -340,48 +501,169 @@ TEST_F(AnswersTest, AfterAFailedSyncAllGoesIntoANewFile) {
   EXPECT_TRUE(failed_with(answers->sync(), Code::kIo));
   plan.clear();
   ASSERT_TRUE(succeeded(answers->step({given("a", 0, {1}, "x")})));
+  EXPECT_TRUE(answers->rotation_due());
+  ASSERT_TRUE(succeeded(answers->sync()));  // not of the same file again
   EXPECT_NE(file(), before);
   answers.reset();
   EXPECT_EQ(open()->get("a")->text, "x");
 }
+
+// Three answers get steps, of which some are synced; files are begun anew, and while that goes on there are steps, new
+// answers and syncs too, between all calls of files that are made without a lock.
+class Rotations {
+ public:
+  Rotations(test::ModelFileSystem& disk, AnswersOptions options) : disk_(disk), options_(std::move(options)) {}
+
+  void run() {
+    answers_ = value_of(Answers::open(disk_, options_));
+    disk_.ignored = [this](const test::ModelChange& change) { return between(change); };
+    for (const std::string id : {"a", "b", "c"}) begin(id);
+    for (int round = 0; round < 3; ++round) {
+      more(2);
+      sync();
+      more(1);
+      rotating_ = true, writes_ = 0;
+      ASSERT_TRUE(succeeded(answers_->rotate()));
+      rotating_ = false;
+    }
+    more(1);
+    answers_.reset();
+    answers_ = value_of(Answers::open(disk_, options_));
+    more(1);
+    sync();
+    answers_.reset();
+    disk_.ignored = nullptr;
+  }
+  // What had been given when the note `synced` was made.
+  const std::map<std::string, size_t>& synced(int note) const { return synced_.at(static_cast<size_t>(note)); }
+
+ private:
+  bool between(const test::ModelChange& change) {
+    using Kind = test::ModelChange::Kind;
+    if (!rotating_ || inside_) return false;
+    if (change.kind == Kind::kWrite && ++writes_ > 4)
+      return false;  // the head, the engine, two answers; no lock is held
+    if (change.kind != Kind::kWrite && change.kind != Kind::kSyncFile && change.kind != Kind::kSyncDirectory)
+      return false;
+    inside_ = true;
+    more(1);
+    if (change.kind != Kind::kWrite) begin("during-" + std::to_string(given_.size()));
+    sync();
+    more(1);
+    inside_ = false;
+    return false;
+  }
+  void begin(const std::string& id) {
+    ASSERT_TRUE(succeeded(answers_->start(asked(id))));
+    given_[id] = 0;
+  }
+  void more(int steps) {
+    for (int i = 0; i < steps; ++i) {
+      std::vector<AnswerStep> all;
+      for (auto& [id, count] : given_) {
+        all.push_back(given(id, static_cast<uint32_t>(count), {100 + static_cast<int32_t>(count)}, "x"));
+        ++count;
+      }
+      ASSERT_TRUE(succeeded(answers_->step(all)));
+    }
+  }
+  void sync() {
+    ASSERT_TRUE(succeeded(answers_->sync()));
+    disk_.note("synced", static_cast<int>(synced_.size()));
+    synced_.push_back(given_);
+  }
+
+  test::ModelFileSystem& disk_;
+  const AnswersOptions options_;
+  std::unique_ptr<Answers> answers_;
+  std::map<std::string, size_t> given_;
+  std::vector<std::map<std::string, size_t>> synced_;
+  bool rotating_ = false;
+  bool inside_ = false;
+  int writes_ = 0;
+};
 
 // Wherever power goes, what was synced is there, and what is there was given.
 TEST_F(AnswersTest, APowerCutTakesOnlyWhatWasNotSynced) {
   test::ModelFileSystem disk;
   AnswersOptions on_disk = options();
   on_disk.directory = "/answers";
-  on_disk.file_bytes = 1024;  // with the 4 MiB that a file may grow, one begins anew at open only
-  {
-    auto answers = value_of(Answers::open(disk, on_disk));
-    ASSERT_TRUE(succeeded(answers->start(asked("a"))));
-    for (int32_t i = 0; i < 12; ++i) {
-      if (i == 6) answers = nullptr, answers = value_of(Answers::open(disk, on_disk));
-      ASSERT_TRUE(succeeded(answers->step({given("a", static_cast<uint32_t>(i), {100 + i}, "x")})));
-      if (i % 3 == 2) {
-        ASSERT_TRUE(succeeded(answers->sync()));
-        disk.note("synced", i + 1);
-      }
-    }
-  }
+  Rotations workload(disk, on_disk);
+  workload.run();
   test::PowerCuts cuts(disk.record, test::ModelFileSystem().disk());
   std::mt19937_64 random(1);
   uint64_t states = 0;
-  size_t synced = 0;
+  std::map<std::string, size_t> synced;
   while (!cuts.done()) {
     const test::ModelChange& change = disk.record[cuts.position()];
-    if (change.kind == test::ModelChange::Kind::kNote) synced = static_cast<size_t>(change.target);
+    if (change.kind == test::ModelChange::Kind::kNote) synced = workload.synced(change.target);
     cuts.step();
     for (int choice = 0; choice < 20; ++choice, ++states) {
       test::ModelFileSystem after(cuts.state(choice, random));
       const Result<std::unique_ptr<Answers>> answers = Answers::open(after, on_disk);
       ASSERT_TRUE(succeeded(answers)) << states;
-      const std::optional<Answer> a = (*answers)->get("a");
-      const size_t tokens = a ? a->request.output_token_ids.size() : 0;
-      ASSERT_GE(tokens, synced) << states;
-      for (size_t i = 0; i < tokens; ++i) ASSERT_EQ(a->request.output_token_ids[i], 100 + static_cast<int32_t>(i));
+      for (const auto& [id, count] : synced) {
+        const std::optional<Answer> answer = (*answers)->get(id);
+        ASSERT_TRUE(answer) << id << ", state " << states;
+        ASSERT_GE(answer->request.output_token_ids.size(), count) << id << ", state " << states;
+      }
+      for (const Answer& answer : (*answers)->all()) {
+        const std::vector<int32_t>& tokens = answer.request.output_token_ids;
+        for (size_t i = 0; i < tokens.size(); ++i) ASSERT_EQ(tokens[i], 100 + static_cast<int32_t>(i)) << states;
+        ASSERT_EQ(answer.text, std::string(tokens.size(), 'x')) << states;
+      }
     }
   }
-  EXPECT_GT(states, 500U);
+  EXPECT_GT(states, 3000U);
+}
+
+// A kill takes nothing that was recorded, wherever the log stands at that moment: all calls of files have been made,
+// one of them perhaps halfway.
+TEST_F(AnswersTest, AKillAtAnyMomentTakesNothingThatWasRecorded) {
+  uint64_t killed = 0;
+  for (const test::Fault fault : {test::Fault::kKillBefore, test::Fault::kKillAfter, test::Fault::kKillTorn}) {
+    for (uint64_t call = 1;; ++call) {
+      AnswersOptions own = options();
+      own.directory = directory_ / fmt::format("{}-{}", static_cast<int>(fault), call);
+      std::array<int, 2> pipe{};
+      ASSERT_EQ(::pipe(pipe.data()), 0);
+      const pid_t child = ::fork();
+      ASSERT_GE(child, 0);
+      if (child == 0) {
+        test::FaultyFileSystem faulty;
+        auto answers = value_of(Answers::open(faulty, own));
+        faulty.plan.set(fault, call);
+        (void)answers->start(asked("a"));
+        uint32_t at = 0;
+        const auto more = [&] {
+          if (answers->step({given("a", at, {100 + static_cast<int32_t>(at)}, "x")})) ++at;
+          (void)!::write(pipe[1], &at, sizeof at);
+        };
+        more();
+        more();
+        (void)answers->rotate();
+        more();
+        const bool fired = faulty.plan.fired();  // what is no write cannot be torn
+        faulty.plan.clear();
+        ::_exit(fired ? 1 : 0);
+      }
+      ::close(pipe[1]);
+      uint32_t recorded = 0;
+      while (::read(pipe[0], &recorded, sizeof recorded) == sizeof recorded) continue;
+      ::close(pipe[0]);
+      int status = 0;
+      ASSERT_EQ(::waitpid(child, &status, 0), child);
+      const auto answers = open(own);
+      if (const std::optional<Answer> a = answers->get("a")) {
+        ASSERT_GE(a->request.output_token_ids.size(), recorded) << call;
+      } else {
+        ASSERT_EQ(recorded, 0U) << call;
+      }
+      if (WIFEXITED(status) && WEXITSTATUS(status) == 0) break;
+      killed += WIFSIGNALED(status) ? 1 : 0;
+    }
+  }
+  EXPECT_GT(killed, 30U);
 }
 
 TEST_F(AnswersTest, NothingIsRecordedAfterClose) {

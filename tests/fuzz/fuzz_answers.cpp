@@ -2,6 +2,7 @@
 // them, which must stay whole.
 #include <cstdlib>
 
+#include "checkpoint/answers_log.h"
 #include "checkpoint/roll_forward.h"
 #include "tests/support/example_state.h"
 

@@ -3,7 +3,7 @@
 #include <filesystem>
 #include <fstream>
 
-#include "checkpoint/answers.h"
+#include "checkpoint/answers_log.h"
 #include "checkpoint/journal.h"
 #include "checkpoint/manifest_codec.h"
 #include "checkpoint/state_sections.h"

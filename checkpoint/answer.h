@@ -1,0 +1,56 @@
+// Answer: what one request of a server asked, and what its readers were given so far. Values only.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "scheduler_state/request_state.h"
+
+namespace torpor {
+
+enum class AnswerState : uint8_t { kRunning, kFinished, kAborted, kFailed };
+
+inline std::string_view name(AnswerState state) {
+  switch (state) {
+    case AnswerState::kRunning: return "running";
+    case AnswerState::kFinished: return "finished";
+    case AnswerState::kAborted: return "aborted";
+    case AnswerState::kFailed: return "failed";
+  }
+  return "?";
+}
+
+// One choice of one response.
+struct Answer {
+  RequestState
+      request;  // what was asked; output_token_ids: what was given. Its status and computed tokens mean nothing here.
+  std::string response;  // the id that clients know
+  std::string tenant;    // who may see it; empty: anybody
+  uint64_t call = 0;     // of the client that asked: the choices of one call belong together. 0: not known
+  int32_t choice = 0;
+  Value front;                      // what the adapter's front end keeps beside
+  std::string text;                 // given so far, UTF-8
+  std::vector<uint32_t> text_ends;  // for each token: code points of `text` after it
+  AnswerState state = AnswerState::kRunning;
+  std::string finish_reason;
+  Value stop_reason;
+  double created = 0;  // seconds since 1970
+  double ended = 0;
+  friend bool operator==(const Answer&, const Answer&) = default;
+};
+
+// What one engine step gave to one answer.
+struct AnswerStep {
+  std::string id;
+  uint32_t at = 0;  // tokens that were given before
+  std::vector<int32_t> tokens;
+  std::string text;
+  AnswerState state = AnswerState::kRunning;
+  std::string finish_reason;
+  Value stop_reason;
+  double time = 0;  // seconds since 1970; Answers sets it
+};
+
+}  // namespace torpor
