@@ -5,6 +5,7 @@
 #include "bindings/bind_subjects.h"
 #include "bindings/bind_values.h"
 #include "bindings/dict_reader.h"
+#include "bindings/module_files.h"
 #include "checkpoint/answers.h"
 
 namespace py = pybind11;
@@ -46,6 +47,7 @@ py::dict to_python(const AnswerPart& part) {
   out["state"] = std::string(name(part.state));
   out["finish_reason"] = part.finish_reason;
   out["stop_reason"] = torpor::to_python(part.stop_reason);
+  out["call"] = part.call;
   return out;
 }
 
@@ -64,11 +66,7 @@ std::unique_ptr<Answers> open_answers(const py::dict& dict) {
   in.finish();
   options.directory = directory.value_or("");
   options.key = key_from(key_file);
-  Result<std::unique_ptr<Answers>> opened = [&] {
-    const py::gil_scoped_release released;
-    return Answers::open(linux_file_system(), std::move(options));
-  }();
-  return value_or_raise(std::move(opened));
+  return value_or_raise(without_lock([&] { return Answers::open(module_files(), std::move(options)); }));
 }
 
 Answer answer_from(const py::dict& dict) {
@@ -78,6 +76,7 @@ Answer answer_from(const py::dict& dict) {
   in.read("response", answer.response);
   in.read("tenant", answer.tenant);
   in.read("choice", answer.choice);
+  in.read_if_given("call", answer.call);
   answer.front = value_from(in.take("front"));
   in.finish();
   return answer;
@@ -105,26 +104,25 @@ std::vector<AnswerStep> steps_from(const py::list& list) {
 }  // namespace
 
 void bind_answers(py::module_& module) {
-  py::class_<Answers>(module, "Answers", "What each request of a server asked and was given, in memory and in a log.")
+  // The other methods only look into memory, over which Answers holds no lock while it calls a file.
+  py::class_<Answers>(module, "Answers", "What each request of a server asked and was given, in memory and in a log.",
+                      py::release_gil_before_calling_cpp_dtor())
       .def(py::init(&open_answers), py::arg("options"))
       .def(
           "start",
           [](Answers& self, const py::dict& dict) {
             Answer answer = answer_from(dict);
-            value_or_raise(self.start(std::move(answer)));
+            value_or_raise(without_lock([&] { return self.start(std::move(answer)); }));
           },
           py::arg("answer"))
       .def(
-          "step", [](Answers& self, const py::list& list) { value_or_raise(self.step(steps_from(list))); },
+          "step",
+          [](Answers& self, const py::list& list) {
+            std::vector<AnswerStep> steps = steps_from(list);
+            value_or_raise(without_lock([&] { return self.step(std::move(steps)); }));
+          },
           py::arg("steps"), "What one engine step gave, all in one record.")
-      .def("sync",
-           [](Answers& self) {
-             const Status synced = [&] {
-               const py::gil_scoped_release released;
-               return self.sync();
-             }();
-             value_or_raise(synced);
-           })
+      .def("sync", [](Answers& self) { value_or_raise(without_lock([&] { return self.sync(); })); })
       .def("close", &Answers::close, "Nothing is recorded from now on.")
       .def("find", &Answers::find, py::arg("response"), py::arg("tenant"),
            "Ids of the choices of a response, in their order.")
@@ -152,7 +150,8 @@ void bind_answers(py::module_& module) {
              return list;
            })
       .def(
-          "pack", [](const Answers& self) { return torpor::to_python(pack_answers(self.all())); },
+          "pack",
+          [](const Answers& self) { return torpor::to_python(without_lock([&] { return pack_answers(self.all()); })); },
           "For wake_up(answers=…) in the engine's process.")
       .def("counts", [](const Answers& self) {
         const Answers::Counts counts = self.counts();

@@ -5,6 +5,7 @@
 #include "bindings/bind_subjects.h"
 #include "bindings/bind_values.h"
 #include "bindings/dict_reader.h"
+#include "bindings/module_files.h"
 #include "checkpoint/checkpoint_manager.h"
 #include "checkpoint/state_sections.h"
 
@@ -57,12 +58,11 @@ void bind_checkpoint(py::module_& module) {
       [](const std::string& directory, const std::optional<std::string>& key_file) {
         CheckpointManagerOptions options;
         options.key = key_from(key_file);
-        Result<std::vector<CheckpointInfo>> found = [&]() -> Result<std::vector<CheckpointInfo>> {
-          const py::gil_scoped_release released;
+        Result<std::vector<CheckpointInfo>> found = without_lock([&]() -> Result<std::vector<CheckpointInfo>> {
           TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> manager,
-                        CheckpointManager::open(linux_file_system(), directory, std::move(options)));
+                        CheckpointManager::open(module_files(), directory, std::move(options)));
           return manager->list();
-        }();
+        });
         py::list list;
         for (const CheckpointInfo& info : value_or_raise(std::move(found))) {
           py::dict item;
@@ -82,8 +82,11 @@ void bind_checkpoint(py::module_& module) {
   module.def(
       "read_checkpoint",
       [](const std::string& path, const std::optional<std::string>& key_file) {
-        const Checkpoint checkpoint = value_or_raise(open_checkpoint(linux_file_system(), path, key_from(key_file)));
-        return value_or_raise(checkpoint.read_state());
+        const std::shared_ptr<const Key> key = key_from(key_file);
+        return value_or_raise(without_lock([&]() -> Result<EngineCheckpoint> {
+          TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(module_files(), path, key));
+          return checkpoint.read_state();
+        }));
       },
       py::arg("path"), py::arg("key_file") = py::none(),
       "The verified state of a checkpoint, or of the latest one of a directory.");

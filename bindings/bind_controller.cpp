@@ -5,6 +5,8 @@
 #include "bindings/bind_subjects.h"
 #include "bindings/bind_values.h"
 #include "bindings/dict_reader.h"
+#include "bindings/module_files.h"
+#include "checkpoint/answers_log.h"
 #include "engine/sleep_controller.h"
 
 namespace py = pybind11;
@@ -87,10 +89,11 @@ class PythonHooks final : public EngineHooks {
 // Hooks, then the controller that refers to them.
 struct BoundController {
   PythonHooks hooks;
+  UnsteppedClock clock{system_clock()};  // the age of checkpoints does not jump when somebody sets the machine's
   SleepController controller;
 
   BoundController(py::object object, SleepControllerOptions options)
-      : hooks(std::move(object)), controller(hooks, linux_file_system(), system_clock(), std::move(options)) {}
+      : hooks(std::move(object)), controller(hooks, module_files(), clock, std::move(options)) {}
 };
 
 std::unique_ptr<BoundController> make_controller(py::object hooks, const py::dict& dict) {
@@ -219,12 +222,6 @@ py::dict to_python(const SleepReport& report) {
   out["seconds"] = report.seconds;
   out["ledgers"] = to_python(report.ledgers);
   return out;
-}
-
-template <class Function>
-auto without_lock(const Function& function) {
-  const py::gil_scoped_release released;
-  return function();
 }
 
 }  // namespace

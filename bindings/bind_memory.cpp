@@ -13,6 +13,7 @@
 #include "bindings/bind_errors.h"
 #include "bindings/bind_subjects.h"
 #include "bindings/bind_values.h"
+#include "bindings/module_files.h"
 #include "bindings/process_memory.h"
 
 namespace py = pybind11;
@@ -48,7 +49,7 @@ Result<std::unique_ptr<RankMemory>> make_memory(int ordinal) {
                 environment("TORPOR_MEMORY_DEVICE") == "host"
                     ? Result<std::unique_ptr<DeviceMemory>>(make_host_device())
                     : make_cuda_device({.ordinal = ordinal, .gather_below_bytes = gather_below.value_or(0)}));
-  return RankMemory::create(std::move(device), linux_file_system(),
+  return RankMemory::create(std::move(device), module_files(),
                             {.rank = ordinal,
                              .arena_budget_bytes = budget.value_or(0),
                              .arena_prefault_bytes = prefault.value_or(0),
@@ -90,10 +91,15 @@ void bind_memory(py::module_& module) {
   module.def("built_with_cuda", &built_with_cuda, "Whether cuda.h was there when this was built.");
   module.def(
       "memory_allocate",
-      [](int device, uint64_t bytes) { return value_or_raise(memory_saver().allocate(device, bytes)); },
+      [](int device, uint64_t bytes) {
+        return value_or_raise(without_lock([&] { return memory_saver().allocate(device, bytes); }));
+      },
       py::arg("device"), py::arg("bytes"));
   module.def(
-      "memory_free", [](int device, uint64_t address) { value_or_raise(memory_saver().free(device, address)); },
+      "memory_free",
+      [](int device, uint64_t address) {
+        value_or_raise(without_lock([&] { return memory_saver().free(device, address); }));
+      },
       py::arg("device"), py::arg("address"));
   module.def(
       "memory_begin",
@@ -127,10 +133,12 @@ void bind_memory(py::module_& module) {
       "memory_plan_wake", [](const Tags& tags) { return moved([&] { return memory_saver().plan_wake(tags); }); },
       py::arg("tags"));
   module.def(
-      "memory_mark_dirty", [](const Tags& tags) { memory_saver().mark_dirty(tags); }, py::arg("tags"));
+      "memory_mark_dirty", [](const Tags& tags) { without_lock([&] { memory_saver().mark_dirty(tags); }); },
+      py::arg("tags"));
   module.def("memory_ledgers", [] {
     py::dict out;
-    for (const auto& [device, ledger] : memory_saver().ledgers()) out[py::int_(device)] = to_python(ledger);
+    for (const auto& [device, ledger] : without_lock([] { return memory_saver().ledgers(); }))
+      out[py::int_(device)] = to_python(ledger);
     return out;
   });
 }

@@ -6,6 +6,7 @@
 #include "bindings/bind_subjects.h"
 #include "bindings/bind_values.h"
 #include "bindings/dict_reader.h"
+#include "bindings/module_files.h"
 #include "engine/rank_memory.h"
 
 namespace py = pybind11;
@@ -34,34 +35,42 @@ std::unique_ptr<RankMemory> make_rank_memory(const py::dict& dict) {
                 .what = fmt::format("the device \"{}\" is not supported by this version", device),
                 .next_step = "use \"host\""});
   }
-  return value_or_raise(
-      RankMemory::create(value_or_raise(make_host_device(device_options)), linux_file_system(), options));
+  return value_or_raise(without_lock([&]() -> Result<std::unique_ptr<RankMemory>> {
+    TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> made, make_host_device(device_options));
+    return RankMemory::create(std::move(made), module_files(), options);
+  }));
 }
 
 }  // namespace
 
+// Every method waits for the order in progress, which may write or read files for long: so none holds the
+// interpreter's lock.
 void bind_rank_memory(py::module_& module) {
   py::class_<RankMemory>(module, "RankMemory",
-                         "The memory of one worker rank: regions by tag, and the controller's orders on them.")
+                         "The memory of one worker rank: regions by tag, and the controller's orders on them.",
+                         py::release_gil_before_calling_cpp_dtor())
       .def(py::init(&make_rank_memory), py::arg("options") = py::dict())
       .def(
           "allocate",
           [](RankMemory& self, const std::string& tag, const std::string& name, uint64_t size_bytes) {
-            return value_or_raise(self.allocate(tag, name, size_bytes));
+            return value_or_raise(without_lock([&] { return self.allocate(tag, name, size_bytes); }));
           },
           py::arg("tag"), py::arg("name"), py::arg("size_bytes"),
           "A new zeroed region; returns its address, which stays valid for life.")
       .def(
-          "free", [](RankMemory& self, uint64_t address) { value_or_raise(self.free(address)); }, py::arg("address"))
+          "free",
+          [](RankMemory& self, uint64_t address) { value_or_raise(without_lock([&] { return self.free(address); })); },
+          py::arg("address"))
       .def(
           "set_kv_layout",
           [](RankMemory& self, const std::string& tag, const py::dict& layout) {
-            value_or_raise(self.set_kv_layout(tag, kv_layout_from(layout)));
+            const KvLayout wanted = kv_layout_from(layout);
+            value_or_raise(without_lock([&] { return self.set_kv_layout(tag, wanted); }));
           },
           py::arg("tag"), py::arg("layout"), "From now on `tag` holds KV blocks laid out like this.")
       .def(
-          "mark_dirty", [](RankMemory& self, const std::string& tag) { self.mark_dirty(tag); }, py::arg("tag"),
-          "The owner changed bytes of this tag: a kept backup is no longer that of its content.")
+          "mark_dirty", [](RankMemory& self, const std::string& tag) { without_lock([&] { self.mark_dirty(tag); }); },
+          py::arg("tag"), "The owner changed bytes of this tag: a kept backup is no longer that of its content.")
       .def(
           "call",
           [](RankMemory& self, const std::string& method, const py::bytes& order) {
@@ -78,7 +87,8 @@ void bind_rank_memory(py::module_& module) {
           "states",
           [](const RankMemory& self) {
             py::dict states;
-            for (const auto& [tag, state] : self.states()) states[py::str(tag)] = std::string(name(state));
+            for (const auto& [tag, state] : without_lock([&] { return self.states(); }))
+              states[py::str(tag)] = std::string(name(state));
             return states;
           },
           "The state of each tag.");

@@ -7,6 +7,7 @@
 
 #include "bindings/bind_errors.h"
 #include "bindings/dict_reader.h"
+#include "bindings/module_files.h"
 
 namespace py = pybind11;
 
@@ -439,7 +440,11 @@ py::dict to_python(const RequestState& request) { return write_fields(request); 
 
 std::shared_ptr<const Key> key_from(const std::optional<std::string>& key_file) {
   if (!key_file) return nullptr;
-  return std::make_shared<const Key>(value_or_raise(Key::read_file(*key_file)));
+  Result<Key> key = without_lock([&]() -> Result<Key> {
+    TORPOR_TRY(check_file_call("read", *key_file));
+    return Key::read_file(*key_file);
+  });
+  return std::make_shared<const Key>(value_or_raise(std::move(key)));
 }
 
 Fingerprint fingerprint_from(const py::handle& object) { return cast_from<Fingerprint>(object, "fingerprint"); }

@@ -43,6 +43,7 @@ from pathlib import Path
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
     "PYTHONHASHSEED": "0", "VLLM_NO_USAGE_STATS": "1",
+    "TORPOR_CHECK_FILE_CALLS": "1",  # of a thread that holds the interpreter's lock: none (bindings/module_files.h)
     "TORCH_COMPILE_DISABLE": "1",  # vLLM compiles small functions of its sampler when they are first used: seconds each
 }  # fmt: skip
 
