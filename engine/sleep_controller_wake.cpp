@@ -280,6 +280,14 @@ Result<SleepReport> SleepController::wake_from_checkpoint(const WakeOptions& opt
 }
 
 Status SleepController::restore(const WakeOptions& options, Operation& operation, SleepReport& report) {
+  // What such an engine was given could not be preserved, nor can it go on with what another one was given.
+  TORPOR_ASSIGN(const std::vector<std::string> unsupported, hooks_.unsupported());
+  if (!unsupported.empty()) {
+    return Error{
+        .code = Code::kUnsupported,
+        .what = fmt::format("this engine cannot go on with saved requests yet: {}", fmt::join(unsupported, "; ")),
+        .next_step = "wake them in an engine without these features"};
+  }
   operation.begin("open");
   std::optional<Checkpoint> checkpoint;  // none: all is computed anew
   EngineCheckpoint state;

@@ -93,6 +93,25 @@ TEST_F(SleepFailure, AFeatureThatCannotBePreservedIsRefusedByNameBeforeAnythingI
   expect_untouched(slept);
 }
 
+TEST_F(SleepFailure, AnEngineWithAFeatureThatCannotBePreservedDoesNotGoOnWithWhatAnotherOneWasGiven) {
+  std::string path;
+  {
+    SleepingEngine slept = make();
+    begin(slept.engine);
+    path = value_of(slept.controller.sleep(to_disk())).checkpoint;
+  }
+  SleepingEngine woken = make();
+  woken.engine.unsupported_features = {"LoRA"};
+  woken.engine.before_hook = [](const std::string& hook) {
+    EXPECT_TRUE(hook == "unsupported" || hook == "unfinished_requests") << hook;
+  };
+  EXPECT_FAILS(woken.controller.wake_up({.from_checkpoint = path}), Code::kUnsupported, "LoRA");
+  EXPECT_FAILS(woken.controller.wake_up({.answers = std::vector<Answer>{}}), Code::kUnsupported, "LoRA");
+  woken.engine.before_hook = nullptr;
+  woken.engine.unsupported_features.clear();
+  EXPECT_SUCCEEDS(woken.controller.wake_up({.from_checkpoint = path}));
+}
+
 TEST_F(SleepFailure, I7WhereverAHookFailsTheEngineStaysAwakeWithNothingLost) {
   for (const char* hook : {"unsupported", "quiesce", "capture", "fingerprint", "release_derived", "rank describe",
                            "rank save", "rank detach", "rank moved"}) {
