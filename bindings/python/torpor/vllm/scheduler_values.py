@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from array import array
 
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request, RequestStatus
 
 from torpor.errors import Incompatible
-from torpor.vllm.values import sampling_from_value, sampling_to_value
+from torpor.vllm.values import sampling_from_value, sampling_to_value, unsupported_sampling
 
 _STATUS = {RequestStatus.WAITING: "waiting", RequestStatus.RUNNING: "running", RequestStatus.PREEMPTED: "preempted"}
 _STATUS_BACK = {text: status for status, text in _STATUS.items()}
@@ -47,6 +48,46 @@ def unsupported_fields(request: Request) -> list[str]:
     if request.status not in _STATUS:
         found.append(f"a request in the status {request.status.name}")
     return found
+
+
+# Fields of a request on its way to the engine core: those of which a new process makes the same request again, …
+_CARRIED_NEW_FIELDS = {
+    "request_id", "external_req_id", "prompt_token_ids", "sampling_params", "arrival_time", "cache_salt", "client_index", "priority",
+    "session_id",
+}  # fmt: skip
+# … those that say nothing about its tokens: tracing, and what only data parallel engines look at, …
+_IRRELEVANT_NEW_FIELDS = {"trace_headers", "current_wave"}
+# … and those with which it would be another request, or another model's, if a new process went on without them.
+_LOST_NEW_FIELDS = {
+    "mm_features": "its images, sounds or videos", "pooling_params": "pooling", "lora_request": "its LoRA adapter",
+    "data_parallel_rank": "its data parallel rank", "prompt_embeds": "its prompt as embeddings",
+    "prompt_is_token_ids": "its prompt as embeddings", "resumable": "its prompt that comes in pieces",
+    "reasoning_ended": "its reasoning parser", "reasoning_parser_kwargs": "its reasoning parser",
+    "abort_immediately": "its transfer of KV", "kv_hints": "its hints for the KV cache",
+}  # fmt: skip
+
+
+def unrecordable(request: EngineCoreRequest) -> list[str]:
+    """What this new request has that a new process cannot give it, by name; also fields that this adapter does not know."""
+    found = set()
+    for name, default in _new_request_defaults().items():
+        if name in _CARRIED_NEW_FIELDS or name in _IRRELEVANT_NEW_FIELDS:
+            continue
+        item = getattr(request, name)
+        if item is default or (isinstance(item, (list, dict, bool)) and not item):
+            continue
+        found.add(_LOST_NEW_FIELDS.get(name, f"the unknown field {name} of vLLM's EngineCoreRequest"))
+    if not request.prompt_token_ids:
+        found.add("a prompt without token ids")
+    if request.sampling_params is not None:
+        found.update(unsupported_sampling(request.sampling_params))
+    return sorted(found)
+
+
+def _new_request_defaults() -> dict:
+    """Each field with the value that means nothing; None for those that must be given."""
+    fields, defaults = EngineCoreRequest.__struct_fields__, EngineCoreRequest.__struct_defaults__
+    return dict.fromkeys(fields) | dict(zip(fields[len(fields) - len(defaults) :], defaults))
 
 
 def request_to_value(request: Request) -> dict:
@@ -103,7 +144,14 @@ def new_request_to_value(request: EngineCoreRequest) -> dict:
     """A request on its way to the engine core, as request_to_value() would give it there before its first step."""
     sampling = sampling_to_value(request.sampling_params)
     value = unstarted_request(request.request_id, request.prompt_token_ids, sampling, request.arrival_time)
+    value["engine"]["session_id"] = request.session_id
     return value | {"client_index": request.client_index, "priority": request.priority, "cache_salt": request.cache_salt}
+
+
+def unrestorable_request_to_value(request: EngineCoreRequest) -> dict:
+    """Enough to tell which request it was, for one that is not begun again: nothing of it may be missing by mistake."""
+    sampling = sampling_to_value(SamplingParams(max_tokens=request.sampling_params.max_tokens))
+    return unstarted_request(request.request_id, request.prompt_token_ids or [0], sampling, request.arrival_time)
 
 
 def unstarted_request(request_id: str, prompt_token_ids: list[int], sampling: dict, arrival_time: float) -> dict:

@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 
 from torpor.vllm.server.access import Access
 from torpor.vllm.server.life import let_in
-from torpor.vllm.server.recorder import tenant_of_call
+from torpor.vllm.server.recorder import call_of_client, new_call, tenant_of_call
 from torpor.vllm.server.route_table import UNKNOWN, Asleep, Rule, rule_of
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
@@ -32,6 +32,7 @@ class Gate:
             server = scope["app"].state.torpor
             headers = Headers(scope=scope)
             tenant_of_call.set(server.tenant(headers))
+            call_of_client.set(new_call())
             refusal = self.access.refusal(rule.who, headers)
             if refusal is None and rule.asleep is Asleep.HELD:
                 receive = _Held(receive, scope["type"] == "http")
@@ -39,6 +40,9 @@ class Gate:
                 if receive.gone:
                     return
                 let_in.set(True)
+                if refusal is None and server.recorder is not None and (given_id := headers.get("X-Request-Id")):
+                    why = server.recorder.used_request_id(given_id)
+                    refusal = None if why is None else (409, why)
             elif refusal is None:
                 refusal = await self._refusal_by_state(rule, server)
             if refusal is not None:

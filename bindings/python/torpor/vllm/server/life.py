@@ -101,8 +101,8 @@ class Server:
             "key_file": self.options.key_file, "encrypt": self.options.encrypt,
         })  # fmt: skip
         self._tenant_secret = access.tenant_secret(directory)
-        self.recorder = Recorder(self.engine.output_processor, answers, self.settings.log_sync == "always")
-        self.metrics.log_failures.set_function(lambda: self.recorder.failures)  # whatever --torpor-log-sync is
+        always = self.settings.log_sync == "always"
+        self.recorder = Recorder(self.engine.output_processor, answers, always, self.metrics.log_failures.inc)
         self.metrics.log_bytes.set_function(lambda: self.recorder.answers.counts()["log_bytes"])
         self._stock_add, self._stock_abort = self.engine.add_request, self.engine.abort
         self.engine.add_request, self.engine.abort = self._add_request, self._abort
@@ -362,11 +362,7 @@ class Server:
     async def _sync_each_second(self) -> None:
         while True:
             await asyncio.sleep(1)
-            try:
-                await asyncio.to_thread(self.recorder.answers.sync)
-            except Error as problem:
-                self.recorder.failures += 1
-                logger.error("torpor: the log of answers is not durable: %s", problem)
+            await self.recorder.sync()
 
     # --- the end ----------------------------------------------------------------------------------------------------------
 

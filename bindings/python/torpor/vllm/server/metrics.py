@@ -36,7 +36,7 @@ class Metrics:
         self.log_bytes = Gauge("torpor_answer_log_bytes", "Size of the answers' log.", **where)
         self.queued = Gauge("torpor_requests_queued", "Requests that wait for a wake.", **where)
         self.refused = Counter("torpor_requests_refused", "Requests that were answered with 503.", **where)
-        self.log_failures = Gauge("torpor_answer_log_failures", "Writes of the answers' log that failed.", **where)
+        self.log_failures = Counter("torpor_answer_log_failures", "Writes of the answers' log that failed.", **where)
 
     def enter(self, state: str) -> None:
         for name in STATES:

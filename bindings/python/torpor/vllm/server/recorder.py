@@ -1,25 +1,37 @@
 """What each request of a server was given, recorded before it is delivered; and those who wait for more of it.
 
-The record itself is C++ (checkpoint/answers.h). This listens to vLLM's OutputProcessor, in the server's event loop.
+The record itself is C++ (checkpoint/answers.h). This listens to vLLM's OutputProcessor, in the server's event loop. A step
+is written there; an fsync, where the operator wants one before tokens are sent, is waited for in another thread, and the
+outputs are delivered after it, in their order.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from contextvars import ContextVar
+from http import HTTPStatus
 
+from vllm.exceptions import GracefulHTTPError
 from vllm.logger import init_logger
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 from torpor import _core
-from torpor.errors import Error, Unsupported, WrongState
+from torpor.errors import Error, InvalidArgument, Unsupported, WrongState
 from torpor.vllm.outputs import state_from_value, state_to_value
-from torpor.vllm.scheduler_values import new_request_to_value, unstarted_request
-from torpor.vllm.values import unsupported_sampling
+from torpor.vllm.scheduler_values import new_request_to_value, unrecordable, unrestorable_request_to_value, unstarted_request
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
 tenant_of_call: ContextVar[str] = ContextVar("torpor_tenant", default="")  # set by the Gate for each call
+call_of_client: ContextVar[int] = ContextVar("torpor_call", default=0)  # a number of its own for each call, by the Gate
+
+# What may stand before a client's X-Request-Id in the id of its response.
+RESPONSE_ID_STARTS = ("chatcmpl-", "cmpl-", "resp_", "generate-tokens-")
+
+
+def new_call() -> int:
+    return secrets.randbits(63) | 1
 
 
 class Nobody:
@@ -31,14 +43,29 @@ class Nobody:
         pass
 
 
+class Held:
+    """The queue of a request, whose outputs wait until they are durable."""
+
+    def __init__(self, queue, recorder: Recorder):
+        self.request_id = queue.request_id
+        self._queue, self._recorder = queue, recorder
+
+    def put(self, output) -> None:
+        self._recorder.deliver_when_durable(self._queue.put, output)
+
+
 class Recorder:
-    def __init__(self, processor: OutputProcessor, answers: _core.Answers, sync_always: bool):
+    def __init__(self, processor: OutputProcessor, answers: _core.Answers, sync_always: bool, count_failure=None):
+        """`count_failure` is called at each write of the log that fails."""
         self.answers = answers
         self.failures = 0  # of the log
+        self._count_failure = count_failure
         self._processor = processor
         self._sync_always = sync_always
         self._closed = False
         self._changed: dict[str, asyncio.Event] = {}
+        self._undelivered: list[tuple] = []  # (function, argument), in their order
+        self._syncing: asyncio.Task | None = None
         self._stock_add, self._stock_process, self._stock_abort = processor.add_request, processor.process_outputs, processor.abort_requests
         processor.add_request, processor.process_outputs, processor.abort_requests = self._add, self._process, self._abort
         self._stock_error, processor.propagate_error = processor.propagate_error, self._engine_died
@@ -46,26 +73,53 @@ class Recorder:
     # --- what the processor does, recorded ------------------------------------------------------------------------------
 
     def _add(self, request, prompt, parent_req=None, request_index=0, queue=None) -> None:
+        if request.sampling_params is None or request.request_id in self._processor.request_states:  # the next piece of a prompt
+            return self._stock_add(request, prompt, parent_req, request_index, queue)
+        response, prompt_index = split_response_id(request.external_req_id or request.request_id)
+        if (why := self.used_id(response)) is not None:
+            raise GracefulHTTPError(why, HTTPStatus.CONFLICT)
+        if self._sync_always and queue is not None:
+            queue = Held(queue, self)
         self._stock_add(request, prompt, parent_req, request_index, queue)
-        state = self._processor.request_states[request.request_id]
-        if request.sampling_params is None:
-            return
-        response, prompt_index = split_response_id(state.external_req_id)
         answer = {
-            "request": new_request_to_value(request),
             "response": response,
             "tenant": tenant_of_call.get(),
+            "call": call_of_client.get(),
             "choice": prompt_index * (parent_req or request).sampling_params.n + request_index,
         }
-        lost = unsupported_sampling(request.sampling_params)
+        lost = unrecordable(request)
+        if not lost:
+            try:
+                front = {"state": state_to_value(self._processor.request_states[request.request_id])}
+                return self._start(answer | {"request": new_request_to_value(request), "front": front})
+            except (Unsupported, InvalidArgument) as problem:  # InvalidArgument: something of it is no plain value
+                lost = [problem.what]
+        # It is served and recorded, but a new process must not go on with it: it would be another request.
+        front = {"state": None, "lost": ", ".join(lost)}
+        self._write(self._start, answer | {"request": unrestorable_request_to_value(request), "front": front})
+
+    def _start(self, answer: dict) -> None:
         try:
-            if lost:
-                raise Unsupported(", ".join(lost), "")
-            front = {"state": state_to_value(state)}
-        except Unsupported as problem:  # it is served and recorded, but a new process cannot go on with it
-            front = {"state": None, "lost": problem.what}
-            answer["request"]["sampling"]["engine"] = {"stop_is_none": True, "stop_token_ids_is_none": True}
-        self._write(self.answers.start, answer | {"front": front})
+            self.answers.start(answer)
+        except InvalidArgument:
+            raise
+        except Error as problem:
+            self._failed(problem)
+
+    def used_id(self, response: str) -> str | None:
+        """Why the present call may not begin an answer under this id: a reader would be given two answers as one.
+
+        An answer that was aborted or has failed may be asked for again under its id.
+        """
+        parts = [self.answers.position(each) for each in self.answers.find(response, tenant_of_call.get())]
+        if not parts or parts[0]["call"] == call_of_client.get() or all(part["state"] in ("aborted", "failed") for part in parts):
+            return None
+        how = "is being given" if any(part["state"] == "running" for part in parts) else "was given"
+        return f"an answer with the id {response} {how}: take it up at /torpor/requests/{response}/stream, or ask again with another id"
+
+    def used_request_id(self, request_id: str) -> str | None:
+        """The same for an X-Request-Id, before vLLM has made a response's id of it."""
+        return next((why for start in RESPONSE_ID_STARTS if (why := self.used_id(start + request_id)) is not None), None)
 
     def _process(self, outputs, *args, **kwargs):
         states = [state for output in outputs if (state := self._processor.request_states.get(output.request_id)) is not None]
@@ -107,8 +161,6 @@ class Recorder:
         if not steps:
             return
         self._write(self.answers.step, steps)
-        if self._sync_always:
-            self._write(self.answers.sync)
         for step in steps:
             if (changed := self._changed.pop(step["id"], None)) is not None:
                 changed.set()
@@ -118,8 +170,47 @@ class Recorder:
         try:
             method(*args)
         except Error as problem:
-            self.failures += 1
-            logger.error("torpor: the log of answers cannot be written, a crash now would lose them: %s", problem)
+            self._failed(problem)
+
+    def _failed(self, problem: Error) -> None:
+        self.failures += 1
+        if self._count_failure is not None:
+            self._count_failure()
+        logger.error("torpor: the log of answers cannot be written, a crash now would lose them: %s", problem)
+
+    # --- nothing is delivered before it is durable ------------------------------------------------------------------------
+
+    def deliver_when_durable(self, deliver, output) -> None:
+        """Calls deliver(output) when all that is recorded by now is durable, and after what waits already."""
+        self._undelivered.append((deliver, output))
+        if self._syncing is None:
+            self._syncing = asyncio.get_running_loop().create_task(self._sync_and_deliver())
+
+    async def _sync_and_deliver(self) -> None:
+        try:
+            while self._undelivered:
+                # process_outputs() fills the queues before its step is recorded. This runs after it, and what comes in
+                # from here on waits for the next round.
+                waiting, self._undelivered = self._undelivered, []
+                await self.sync()
+                for deliver, output in waiting:
+                    deliver(output)
+        finally:
+            self._syncing = None
+
+    async def sync(self) -> None:
+        """Returns when all that is recorded by now is durable, or cannot be; the event loop goes on meanwhile."""
+        try:
+            await asyncio.to_thread(self.answers.sync)
+        except Error as problem:
+            self._failed(problem)
+
+    async def durable(self) -> None:
+        """For those who read elsewhere than in their queue: where nothing is sent before it is durable, waits for that."""
+        if self._sync_always:
+            done = asyncio.get_running_loop().create_future()
+            self.deliver_when_durable(lambda _: done.done() or done.set_result(None), None)
+            await done
 
     # --- those who read -------------------------------------------------------------------------------------------------
 
@@ -128,6 +219,7 @@ class Recorder:
         while True:
             part = self.answers.part(request_id, from_token, from_text)
             if part["tokens"] or part["text"] or part["state"] != "running":
+                await self.durable()
                 return part
             if self._closed:
                 raise WrongState("the server ends", "take up this answer from the next one")

@@ -134,6 +134,7 @@ def routes() -> APIRouter:
         life = server(raw_request)
         ids = choices(life, response, raw_request)
         parts = [life.recorder.answers.part(each) for each in ids]
+        await life.recorder.durable()
         content = [
             {"index": index, "state": part["state"], "text": part["text"], "token_ids": part["tokens"], "finish_reason": part["finish_reason"] or None, "stop_reason": part["stop_reason"]}
             for index, part in enumerate(parts)

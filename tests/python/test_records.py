@@ -1,0 +1,237 @@
+"""The server's recorder over vLLM's own OutputProcessor, without an engine: what is recorded, what is refused, what waits."""
+
+import asyncio
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.exceptions import GracefulHTTPError
+from vllm.lora.request import LoRARequest
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.tokenizers import get_tokenizer
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
+
+from torpor import _core
+from torpor.errors import FileError
+from torpor.vllm import plugin
+from torpor.vllm.scheduler_values import unrecordable
+from torpor.vllm.server.metrics import Metrics
+from torpor.vllm.server.recorder import Recorder, call_of_client, new_call, tenant_of_call
+
+plugin.register()  # as vLLM does in every process
+
+
+@pytest.fixture(scope="module")
+def tokenizer(real_model):
+    return get_tokenizer(str(real_model))
+
+
+def new_request(number=0, response="chatcmpl-r", **fields) -> EngineCoreRequest:
+    defaults = {
+        "request_id": f"{response}-{number:08x}", "external_req_id": response, "prompt_token_ids": [1, 2, 3], "mm_features": None,
+        "sampling_params": SamplingParams(max_tokens=20, output_kind=RequestOutputKind.DELTA), "pooling_params": None,
+        "arrival_time": 1.0, "lora_request": None, "cache_salt": None, "data_parallel_rank": None,
+    }  # fmt: skip
+    return EngineCoreRequest(**(defaults | fields))
+
+
+class Scene:
+    """A recorder; `answers` may stand in for the record."""
+
+    def __init__(self, tokenizer, directory=None, sync_always=False, wrap=lambda answers: answers):
+        self.processor = OutputProcessor(tokenizer, log_stats=False)
+        options = {"engine": {"model": "a"}} | ({"directory": str(directory)} if directory else {})
+        self.answers = wrap(_core.Answers(options))
+        self.counted = 0
+        self.recorder = Recorder(self.processor, self.answers, sync_always, self._count)
+
+    def _count(self):
+        self.counted += 1
+
+    def add(self, request, call=None, **options):
+        call_of_client.set(call or new_call())
+        collector = RequestOutputCollector(RequestOutputKind.DELTA, request.request_id)
+        self.processor.add_request(request, "prompt", queue=collector, **options)
+        return collector
+
+    def give(self, request, *tokens, finish=None):
+        self.processor.process_outputs([EngineCoreOutput(request.request_id, list(tokens), finish_reason=finish)])
+
+
+# Whatever a record cannot carry, and the words for it. With any of these a new process would go on as another request.
+LOST = {
+    "its LoRA adapter": {"lora_request": LoRARequest("adapter", 1, "/adapter")},
+    "its images, sounds or videos": {"mm_features": [SimpleNamespace(modality="image")]},
+    "its prompt as embeddings": {"prompt_embeds": torch.zeros(3, 8)},
+    "pooling": {"pooling_params": PoolingParams()},
+    "its data parallel rank": {"data_parallel_rank": 1},
+    "its prompt that comes in pieces": {"resumable": True},
+    "its reasoning parser": {"reasoning_parser_kwargs": {"a": 1}},
+    "its transfer of KV": {"abort_immediately": True},
+    "its hints for the KV cache": {"kv_hints": SimpleNamespace()},
+    "sampling parameter structured_outputs": {"sampling_params": SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(json="{}"))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", LOST)
+def test_a_request_that_a_record_cannot_carry_is_not_begun_again_as_another(words, tokenizer, tmp_path):
+    scene = Scene(tokenizer, tmp_path / "answers")
+    request = new_request(**LOST[words])
+    scene.add(request)
+    assert scene.counted == 0
+    kept = scene.answers.get(request.request_id)
+    assert kept["front"]["state"] is None and words in kept["front"]["lost"]
+    scene.give(request, 5)  # it is served and recorded all the same
+    assert scene.answers.get(request.request_id)["request"]["output_token_ids"].tolist() == [5]
+
+
+def test_a_prompt_of_embeddings_alone_is_recorded_as_lost(tokenizer):
+    scene = Scene(tokenizer)
+    request = new_request(prompt_token_ids=None, prompt_embeds=torch.zeros(3, 8))
+    scene.add(request)
+    assert "its prompt as embeddings" in scene.answers.get(request.request_id)["front"]["lost"]
+
+
+def test_what_is_no_plain_value_is_recorded_as_lost(tokenizer):
+    scene = Scene(tokenizer)
+    request = new_request()
+    request.sampling_params.bad_words = [object()]
+    scene.add(request)
+    assert scene.counted == 0
+    assert scene.answers.get(request.request_id)["front"]["state"] is None
+
+
+def test_what_a_record_carries_comes_back(tokenizer):
+    scene = Scene(tokenizer)
+    request = new_request(cache_salt="salt", priority=3, session_id="s", trace_headers={"traceparent": "0"})
+    scene.add(request)
+    kept = scene.answers.get(request.request_id)
+    assert kept["front"]["state"] is not None
+    assert (kept["request"]["cache_salt"], kept["request"]["priority"], kept["request"]["engine"]["session_id"]) == ("salt", 3, "s")
+
+
+def test_every_field_of_vllms_requests_is_decided_upon():
+    """A field that a newer vLLM adds is refused by name as soon as a request uses it; here it is noticed before."""
+    from torpor.vllm import scheduler_values as values
+
+    known = values._CARRIED_NEW_FIELDS | values._IRRELEVANT_NEW_FIELDS | set(values._LOST_NEW_FIELDS)
+    assert set(EngineCoreRequest.__struct_fields__) == known
+    assert unrecordable(new_request()) == []
+
+
+def test_an_id_is_of_one_call_until_its_answer_has_failed(tokenizer):
+    scene = Scene(tokenizer)
+    first = new_request(1)
+    scene.add(first)
+    for state in ("is being given", "was given"):
+        with pytest.raises(GracefulHTTPError, match=f"chatcmpl-r {state}.*/torpor/requests/chatcmpl-r/stream") as refused:
+            scene.add(new_request(2))
+        assert refused.value.http_status == 409
+        assert scene.recorder.used_request_id("r") is not None and scene.recorder.used_request_id("other") is None
+        assert new_request(2).request_id not in scene.processor.request_states
+        if state == "is being given":
+            scene.give(first, 5, finish=FinishReason.STOP)
+    tenant_of_call.set("another tenant")
+    assert scene.recorder.used_request_id("r") is None
+    tenant_of_call.set("")
+
+    aborted = new_request(3, "chatcmpl-again")
+    scene.add(aborted)
+    scene.processor.abort_requests([aborted.request_id], internal=True)
+    again = new_request(4, "chatcmpl-again")
+    scene.add(again)
+    assert scene.answers.find("chatcmpl-again", "") == [again.request_id]
+
+
+def test_choices_of_two_calls_are_not_mixed(tokenizer):
+    scene = Scene(tokenizer)
+    call, both = new_call(), SamplingParams(n=2, max_tokens=20)
+    parent = ParentRequest(new_request(0, sampling_params=both))
+    children = [new_request(number, sampling_params=both) for number in (1, 2)]
+    for index, child in enumerate(children):
+        scene.add(child, call, parent_req=parent, request_index=index)
+    assert scene.answers.find("chatcmpl-r", "") == [child.request_id for child in children]
+    scene.processor.abort_requests([child.request_id for child in children], internal=True)
+    again = new_request(3)
+    scene.add(again)
+    assert scene.answers.find("chatcmpl-r", "") == [again.request_id]
+
+
+class SlowSync:
+    """A record whose sync waits, or fails, as the test wants."""
+
+    def __init__(self, answers):
+        self.answers, self.synced, self.may_end, self.problem = answers, 0, None, None
+
+    def __getattr__(self, name):
+        return getattr(self.answers, name)
+
+    def sync(self):
+        asyncio.run_coroutine_threadsafe(self.may_end.wait(), self.loop).result(60)
+        self.synced += 1
+        if self.problem is not None:
+            raise self.problem
+
+
+def test_with_log_sync_always_nothing_is_delivered_before_it_is_durable_and_the_loop_goes_on(tokenizer):
+    async def scene_of_outputs():
+        scene = Scene(tokenizer, sync_always=True, wrap=SlowSync)
+        disk = scene.answers
+        disk.loop, disk.may_end = asyncio.get_running_loop(), asyncio.Event()
+        first, second = new_request(1, "chatcmpl-1"), new_request(2, "chatcmpl-2")
+        queues = [scene.add(first), scene.add(second)]
+        scene.give(first, 5)
+        scene.give(second, 6)
+        scene.give(first, 7)
+        reader = asyncio.create_task(scene.recorder.more(first.request_id, 0))
+        turns = 0
+        while turns < 20:  # the loop is not blocked by the disk, and nothing comes before it
+            await asyncio.sleep(0)
+            turns += 1
+        assert disk.synced == 0 and not reader.done()
+        assert all(queue.get_nowait() is None for queue in queues)
+        disk.may_end.set()
+        outputs = [await asyncio.wait_for(queue.get(), 60) for queue in queues]
+        assert list(outputs[0].outputs[0].token_ids) == [5, 7] and list(outputs[1].outputs[0].token_ids) == [6]
+        assert (await asyncio.wait_for(reader, 60))["tokens"] == [5, 7]
+        assert disk.synced >= 1
+
+        disk.problem = FileError("the disk is broken")
+        scene.give(first, 8, finish=FinishReason.STOP)  # a log that cannot be written stops nobody
+        assert list((await asyncio.wait_for(queues[0].get(), 60)).outputs[0].token_ids) == [8]
+        assert scene.counted == scene.recorder.failures == 1
+
+    asyncio.run(asyncio.wait_for(scene_of_outputs(), 120))
+
+
+def test_failures_of_the_log_are_a_counter():
+    from prometheus_client import CollectorRegistry
+
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    metrics.log_failures.inc()
+    assert registry.get_sample_value("torpor_answer_log_failures_total") == 1
+
+
+def test_a_failed_write_is_counted(tokenizer, caplog):
+    class Full:
+        def __init__(self, answers):
+            self.answers = answers
+
+        def __getattr__(self, name):
+            return getattr(self.answers, name)
+
+        def step(self, steps):
+            self.answers.step(steps)
+            raise FileError("the disk is full")
+
+    scene = Scene(tokenizer, wrap=Full)
+    request = new_request()
+    queue = scene.add(request)
+    with caplog.at_level(logging.ERROR):
+        scene.give(request, 5)
+    assert scene.counted == 1 and queue.get_nowait() is not None
