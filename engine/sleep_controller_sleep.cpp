@@ -371,11 +371,13 @@ Status SleepController::prove(FallingAsleep& sleep) {
 // What goes with the memory. Last of all that can fail but the release itself: requests that were ended stay so.
 Status SleepController::drop(FallingAsleep& sleep) {
   if (!sleep.preserved) {
-    const std::string& in_flight = sleep.options.in_flight;
-    const bool recompute = in_flight == "recompute";
-    if (sleep.report.requests > 0)
-      sleep.operation.irreversible(recompute ? "its requests are computed again" : "its requests were ended");
-    return hooks_.drop_requests(recompute ? "recompute" : "abort");
+    const bool recompute = sleep.options.in_flight == "recompute";
+    const bool any = sleep.report.requests > 0;
+    if (any)
+      sleep.operation.irreversible(recompute ? "its requests may be computed again" : "its requests may be ended");
+    TORPOR_TRY(hooks_.drop_requests(recompute ? "recompute" : "abort"));
+    if (any) sleep.operation.irreversible(recompute ? "its requests are computed again" : "its requests were ended");
+    return ok();
   }
   // Hashes of bytes that are not kept must not be hit after the wake.
   return sleep.live.dropped.empty() ? ok() : hooks_.drop_prefix(sleep.live.dropped);

@@ -140,8 +140,9 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
   }
   TORPOR_ASSIGN(report.requests, hooks_.unfinished_requests());
   if (options.weights_changed) {
-    if (report.requests > 0) operation.irreversible("its requests are computed again");
+    if (report.requests > 0) operation.irreversible("its requests may be computed again");
     TORPOR_TRY(hooks_.drop_requests("recompute"));
+    if (report.requests > 0) operation.irreversible("its requests are computed again");
   }
   if (!tags.empty()) TORPOR_TRY(finish(tags, !options.weights_changed, report.ledgers));
   // From here on the backups are gone; only the engine's own resume can still fail.

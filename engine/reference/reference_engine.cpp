@@ -27,39 +27,68 @@ ReferenceEngine::~ReferenceEngine() {
 Result<std::unique_ptr<ReferenceEngine>> ReferenceEngine::create(std::unique_ptr<DeviceMemory> device,
                                                                  FileSystem& file_system, const Clock& clock,
                                                                  ReferenceOptions options, EventSink* sink) {
+  std::vector<std::unique_ptr<DeviceMemory>> devices;
+  devices.push_back(std::move(device));
+  return create(std::move(devices), file_system, clock, std::move(options), sink);
+}
+
+Result<std::unique_ptr<ReferenceEngine>> ReferenceEngine::create(std::vector<std::unique_ptr<DeviceMemory>> devices,
+                                                                 FileSystem& file_system, const Clock& clock,
+                                                                 ReferenceOptions options, EventSink* sink) {
   if (options.token_budget < 1 || options.max_running < 1 || options.model.token_bytes % 16 != 0 ||
       options.model.token_bytes == 0) {
     return Error{.code = Code::kInvalidArgument,
                  .what = "token_budget, max_running or token_bytes is too small or odd",
                  .next_step = "use at least 1, 1 and 16"};
   }
+  if (devices.empty() || (devices.size() > 1 && (options.tiers.host_blocks > 0 || options.tiers.disk_blocks > 0))) {
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("{} ranks, with tiers for {} and {} blocks", devices.size(),
+                                     options.tiers.host_blocks, options.tiers.disk_blocks),
+                 .next_step = "use one device, or several without tiers"};
+  }
   std::unique_ptr<ReferenceEngine> engine(new ReferenceEngine(file_system, clock, std::move(options), sink));
-  TORPOR_TRY(engine->build(std::move(device)));
+  TORPOR_TRY(engine->build(std::move(devices)));
   TORPOR_TRY(engine->build_tiers());
   return engine;
 }
 
-Status ReferenceEngine::build(std::unique_ptr<DeviceMemory> device) {
+Status ReferenceEngine::build(std::vector<std::unique_ptr<DeviceMemory>> devices) {
   TORPOR_ASSIGN(pool_, BlockPool::create({.num_blocks = options_.num_blocks, .block_tokens = block_tokens()}, sink_));
-  TORPOR_ASSIGN(memory_, RankMemory::create(std::move(device), file_system_,
-                                            {.arena_slab_bytes = 1 * kMiB, .threads = options_.transfer_threads}));
+  for (std::unique_ptr<DeviceMemory>& device : devices) {
+    TORPOR_ASSIGN(Rank rank, make_rank(static_cast<int32_t>(ranks_.size()), std::move(device)));
+    ranks_.push_back(std::move(rank));
+  }
+  return ok();
+}
+
+Result<ReferenceEngine::Rank> ReferenceEngine::make_rank(int32_t rank, std::unique_ptr<DeviceMemory> device) {
+  Rank made;
+  TORPOR_ASSIGN(made.memory,
+                RankMemory::create(std::move(device), file_system_,
+                                   {.rank = rank, .arena_slab_bytes = 1 * kMiB, .threads = options_.transfer_threads}));
   const ByteModelShape& shape = options_.model;
   const uint64_t block_bytes = static_cast<uint64_t>(shape.block_tokens) * shape.token_bytes;
   const uint64_t layer_bytes = static_cast<uint64_t>(options_.num_blocks) * block_bytes;
-  TORPOR_ASSIGN(const DeviceAddress weights, memory_->allocate("weights", kOnlyRegion, options_.weight_bytes));
-  TORPOR_ASSIGN(const DeviceAddress kv, memory_->allocate("kv_cache", kOnlyRegion, shape.layers * layer_bytes));
-  TORPOR_TRY(memory_->set_kv_layout("kv_cache", {.num_blocks = static_cast<uint32_t>(options_.num_blocks),
-                                                 .tensors = {{.address = kv,
-                                                              .layers = shape.layers,
-                                                              .layer_stride = layer_bytes,
-                                                              .block_stride = block_bytes,
-                                                              .block_bytes = block_bytes}}}));
-  model_ = std::make_unique<ByteModel>(shape, std::span(reinterpret_cast<std::byte*>(weights), options_.weight_bytes),
-                                       memory_->kv_layout());  // NOLINT(performance-no-int-to-ptr)
-  model_->load_weights(options_.weights_seed);
-  memory_->mark_dirty("weights");
-  model_->prepare();
-  return ok();
+  TORPOR_ASSIGN(const DeviceAddress weights, made.memory->allocate("weights", kOnlyRegion, options_.weight_bytes));
+  TORPOR_ASSIGN(const DeviceAddress kv, made.memory->allocate("kv_cache", kOnlyRegion, shape.layers * layer_bytes));
+  TORPOR_TRY(made.memory->set_kv_layout("kv_cache", {.num_blocks = static_cast<uint32_t>(options_.num_blocks),
+                                                     .tensors = {{.address = kv,
+                                                                  .layers = shape.layers,
+                                                                  .layer_stride = layer_bytes,
+                                                                  .block_stride = block_bytes,
+                                                                  .block_bytes = block_bytes}}}));
+  made.model =
+      std::make_unique<ByteModel>(shape, std::span(reinterpret_cast<std::byte*>(weights), options_.weight_bytes),
+                                  made.memory->kv_layout());  // NOLINT(performance-no-int-to-ptr)
+  made.model->load_weights(options_.weights_seed + static_cast<uint64_t>(rank));
+  made.memory->mark_dirty("weights");
+  made.model->prepare();
+  return made;
+}
+
+bool ReferenceEngine::prepared() const {
+  return std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.model->prepared(); });
 }
 
 void ReferenceEngine::load_weights(uint64_t seed) {
@@ -71,13 +100,14 @@ void ReferenceEngine::load_weights(uint64_t seed) {
 // device -> host -> disk, or the part of it that there is; what arrives in the host goes on to the disk.
 Status ReferenceEngine::build_tiers() {
   const TierOptions& tiers = options_.tiers;
-  const uint64_t bytes = memory_->kv_layout().bytes_per_block();
+  RankMemory& memory = *ranks_[0].memory;
+  const uint64_t bytes = memory.kv_layout().bytes_per_block();
   std::vector<BlockStore*> stores;
   if (tiers.host_blocks > 0) {
     TORPOR_ASSIGN(
         host_,
         HostBlocks::create(
-            memory_->arena(),
+            memory.arena(),
             {.num_blocks = tiers.host_blocks, .block_tokens = block_tokens(), .eviction = tiers.eviction}, bytes));
     stores.push_back(host_.get());
   }
@@ -101,7 +131,7 @@ Status ReferenceEngine::build_tiers() {
     stores.push_back(disk_.get());
   }
   if (stores.empty()) return ok();
-  routes_.push_back(std::make_unique<DeviceRoute>(*pool_, memory_->kv_layout(), *stores[0], memory_->executor()));
+  routes_.push_back(std::make_unique<DeviceRoute>(*pool_, memory.kv_layout(), *stores[0], memory.executor()));
   if (host_ && disk_) {
     routes_.push_back(std::make_unique<HostRoute>(*host_, *disk_));
     routes_[0]->on_registered([this](std::vector<BlockName> blocks) { pipelines_[1]->enqueue(std::move(blocks)); });
@@ -113,7 +143,7 @@ Status ReferenceEngine::build_tiers() {
                   OffloadPipeline::create(*route, clock_, tiers.offload, std::move(policies), sink_));
     pipelines_.push_back(std::move(pipeline));
   }
-  onboarding_ = std::make_unique<Onboarding>(*pool_, memory_->kv_layout(), memory_->executor(), stores,
+  onboarding_ = std::make_unique<Onboarding>(*pool_, memory.kv_layout(), memory.executor(), stores,
                                              host_ && disk_ ? tiers.disk_onboarding : DiskOnboarding::kDirect);
   return ok();
 }
@@ -308,7 +338,8 @@ void ReferenceEngine::compute(Scheduled& scheduled) {
     (void)request.partial->schedule_compute();
     const std::vector<int32_t> table = request.table();
     for (int32_t i = 0; i < count; ++i, ++request.computed)
-      model_->forward(table, request.computed, request.tokens[static_cast<size_t>(request.computed)]);
+      for (const Rank& rank : ranks_)
+        rank.model->forward(table, request.computed, request.tokens[static_cast<size_t>(request.computed)]);
     (void)request.partial->compute_done();
     if (request.computed % block_tokens() != 0) continue;
     Result<BlockRef> block = request.partial->register_block();
@@ -323,12 +354,18 @@ int32_t ReferenceEngine::sample(Request& request) {
   uint64_t number = 0;
   if (request.asked.sampling == Sampling::kSeeded) number = draw(request.generator);
   if (request.asked.sampling == Sampling::kUnseeded) number = draw(generator_);
-  return model_->sample(request.table(), request.computed, number);
+  // Each rank draws with what the one before it said, so that the last one's answer depends on all.
+  int32_t token = 0;
+  for (size_t rank = 0; rank < ranks_.size(); ++rank) {
+    token = ranks_[rank].model->sample(request.table(), request.computed, number);
+    number = number * 31 + static_cast<uint64_t>(token);
+  }
+  return token;
 }
 
 std::vector<ReferenceOutput> ReferenceEngine::step() {
   std::vector<ReferenceOutput> outputs;
-  if (frozen_ || requests_.empty() || !model_->prepared()) return outputs;
+  if (frozen_ || requests_.empty() || !prepared()) return outputs;
   ++counts_.steps;
   std::vector<Scheduled> scheduled = schedule();
   for (Scheduled& entry : scheduled) compute(entry);

@@ -2,6 +2,9 @@
 // prefix caching, priorities, preemption, greedy, seeded and unseeded sampling, parallel samples. Its model is a
 // ByteModel.
 //
+// It may have several worker ranks: each has a device, weights and KV of its own, and the next token depends on the KV
+// of all of them. Tiers need a single one.
+//
 // It is the oracle of the simulation and the example for who integrates another engine: reference_engine.cpp serves,
 // reference_hooks.cpp is all that a sleep needs of it.
 //
@@ -80,6 +83,10 @@ class ReferenceEngine final : public EngineHooks {
   static Result<std::unique_ptr<ReferenceEngine>> create(std::unique_ptr<DeviceMemory> device, FileSystem& file_system,
                                                          const Clock& clock, ReferenceOptions options,
                                                          EventSink* sink = nullptr);
+  // With a rank for each of `devices`. kInvalidArgument: none, or several and tiers.
+  static Result<std::unique_ptr<ReferenceEngine>> create(std::vector<std::unique_ptr<DeviceMemory>> devices,
+                                                         FileSystem& file_system, const Clock& clock,
+                                                         ReferenceOptions options, EventSink* sink = nullptr);
   ~ReferenceEngine() override;
 
   // `samples` > 1: as many requests "ID/0", "ID/1", … that share the prompt's blocks and differ in their seed.
@@ -98,7 +105,7 @@ class ReferenceEngine final : public EngineHooks {
   std::vector<OffloadHandle>& offloads() { return offloads_; }  // those not ended yet, oldest first
 
   ReferenceCounts counts() const { return counts_; }
-  RankMemory& memory() { return *memory_; }
+  RankMemory& memory(size_t rank = 0) { return *ranks_[rank].memory; }
   BlockPool& pool() { return *pool_; }
   HostBlocks* host_blocks() { return host_.get(); }
   DiskBlocks* disk_blocks() { return disk_.get(); }
@@ -137,6 +144,10 @@ class ReferenceEngine final : public EngineHooks {
     int32_t length() const { return static_cast<int32_t>(tokens.size()); }
     std::vector<int32_t> table() const;
   };
+  struct Rank {
+    std::unique_ptr<RankMemory> memory;
+    std::unique_ptr<ByteModel> model;
+  };
   struct Scheduled {
     Request* request = nullptr;
     int32_t tokens = 0;
@@ -144,7 +155,8 @@ class ReferenceEngine final : public EngineHooks {
   };
 
   ReferenceEngine(FileSystem& file_system, const Clock& clock, ReferenceOptions options, EventSink* sink);
-  Status build(std::unique_ptr<DeviceMemory> device);
+  Status build(std::vector<std::unique_ptr<DeviceMemory>> devices);
+  Result<Rank> make_rank(int32_t rank, std::unique_ptr<DeviceMemory> device);
   Status build_tiers();
   std::vector<Scheduled> schedule();
   std::optional<std::vector<MutableBlock>> allocate_for(const Request& request, int32_t tokens);
@@ -153,6 +165,7 @@ class ReferenceEngine final : public EngineHooks {
   void preempt(Request& request, std::vector<Scheduled>& scheduled, int32_t& budget);
   void compute(Scheduled& scheduled);
   int32_t sample(Request& request);
+  bool prepared() const;
   void release(Request& request);
   void queue(Request& request);
   void finish(const std::string& id);
@@ -163,8 +176,7 @@ class ReferenceEngine final : public EngineHooks {
   const Clock& clock_;
   const ReferenceOptions options_;
   EventSink* const sink_;
-  std::unique_ptr<RankMemory> memory_;
-  std::unique_ptr<ByteModel> model_;
+  std::vector<Rank> ranks_;
   std::unique_ptr<BlockPool> pool_;
   std::unique_ptr<HostBlocks> host_;
   std::unique_ptr<Directory> disk_directory_;

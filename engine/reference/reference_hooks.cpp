@@ -86,7 +86,7 @@ Result<SchedulerCheckpoint> ReferenceEngine::capture() {
   SchedulerSnapshot& scheduler = state.scheduler;
   scheduler.policy = options_.by_priority ? "priority" : "fcfs";
   KvGroup group{.block_size = block_tokens()};
-  WorkerSnapshot worker{.default_generator = to_bytes(generator_)};
+  WorkerSnapshot worker{.default_generator = to_bytes(generator_)};  // of each rank the same
   std::map<int32_t, int32_t> references;
   for (const Request* request : running_) scheduler.running.push_back(request->asked.id);
   for (const Request* request : waiting_) scheduler.waiting.push_back(request->asked.id);
@@ -143,20 +143,24 @@ Result<SchedulerCheckpoint> ReferenceEngine::capture() {
   }
   for (auto& [id, block] : blocks) kv.blocks.push_back(std::move(block));
   kv.engine = {std::move(identities)};
-  state.workers = {std::move(worker)};
+  for (size_t rank = 0; rank < ranks_.size(); ++rank) {
+    worker.rank = static_cast<int32_t>(rank);
+    state.workers.push_back(worker);
+  }
   return state;
 }
 
 Status ReferenceEngine::drop_requests(const std::string& mode) {
-  for (const auto& [id, request] : requests_) {
-    release(*request);
-    if (std::find(running_.begin(), running_.end(), request.get()) != running_.end()) queue(*request);
+  std::deque<Request*> again;  // made first: what follows takes no memory
+  if (mode != "abort") {
+    again = waiting_;
+    again.insert(again.end(), running_.begin(), running_.end());
+    std::sort(again.begin(), again.end(), [this](const Request* a, const Request* b) { return comes_before(*a, *b); });
   }
+  for (const auto& [id, request] : requests_) release(*request);
   running_.clear();
-  if (mode == "abort") {
-    waiting_.clear();
-    requests_.clear();
-  }
+  waiting_.swap(again);
+  if (mode == "abort") requests_.clear();
   // Weights may be others from now on: nothing that was computed is of use.
   pool_->clear_cached();
   if (host_) host_->pool().clear_cached();
@@ -204,12 +208,12 @@ Status ReferenceEngine::retire_prefix() {
 }
 
 Status ReferenceEngine::release_derived() {
-  model_->forget();
+  for (const Rank& rank : ranks_) rank.model->forget();
   return ok();
 }
 
 Status ReferenceEngine::rebuild_derived() {
-  model_->prepare();
+  for (const Rank& rank : ranks_) rank.model->prepare();
   return ok();
 }
 
@@ -220,7 +224,7 @@ Status ReferenceEngine::reconnect(const std::vector<WorkerSnapshot>& workers) {
 
 Result<std::vector<FailedRequest>> ReferenceEngine::restore(const EngineCheckpoint& checkpoint) {
   const SchedulerCheckpoint& state = checkpoint.state;
-  if (state.workers.size() != 1 || state.kv.groups.size() != 1)
+  if (state.workers.size() != ranks_.size() || state.kv.groups.size() != 1)
     return damaged("this is not the checkpoint of a reference engine");
   const WorkerSnapshot& worker = state.workers[0];
 
@@ -313,7 +317,10 @@ Status ReferenceEngine::forget_restored() {
 }
 
 Result<std::vector<Bytes>> ReferenceEngine::call_ranks(const std::string& method, const Bytes& payload) {
-  return std::vector<Bytes>{memory_->call(method, payload)};
+  std::vector<Bytes> replies;
+  replies.reserve(ranks_.size());
+  for (const Rank& rank : ranks_) replies.push_back(rank.memory->call(method, payload));
+  return replies;
 }
 
 }  // namespace torpor::reference
