@@ -24,7 +24,18 @@ using Dict = std::vector<Field>;  // in the order in which it was filled; keys d
 
 struct Value {
   // The order is part of the checkpoint format (checkpoint/FORMAT.md).
-  using Data = std::variant<std::monostate, bool, int64_t, double, std::string, Bytes, IntArray, RealArray, List, Dict>;
+  using Alternatives =
+      std::variant<std::monostate, bool, int64_t, double, std::string, Bytes, IntArray, RealArray, List, Dict>;
+  // Its copies are made aside: when a copy of these throws, libstdc++ (seen in GCC 12) destroys what was never made.
+  struct Data : Alternatives {
+    using Alternatives::Alternatives;
+    using Alternatives::operator=;
+    Data() = default;
+    Data(const Data& other);
+    Data(Data&&) noexcept = default;
+    Data& operator=(const Data& other);
+    Data& operator=(Data&&) noexcept = default;
+  };
   Data data;
 
   const Value* find(std::string_view key) const;  // the entry of a Dict, or nullptr
@@ -36,6 +47,13 @@ struct Field {
   Value second;
   friend bool operator==(const Field& a, const Field& b) { return a.first == b.first && a.second == b.second; }
 };
+
+inline Value::Data::Data(const Data& other)
+    : Alternatives(std::visit(
+          [](const auto& held) { return Alternatives(std::in_place_type<std::remove_cvref_t<decltype(held)>>, held); },
+          static_cast<const Alternatives&>(other))) {}
+
+inline Value::Data& Value::Data::operator=(const Data& other) { return *this = Data(other); }
 
 // Not defaulted inside: there Value is not yet complete, and some compilers look into its lists.
 inline bool operator==(const Value& a, const Value& b) { return a.data == b.data; }
