@@ -57,23 +57,42 @@ class PythonHooks final : public EngineHooks {
   }
 
  private:
+  // Whatever Python raises, KeyboardInterrupt too, is an error of the hook: the controller then undoes what it did.
   template <class T, class Function>
   Result<T> guarded(const Function& function) {
-    const py::gil_scoped_acquire lock;
-    try {
-      if constexpr (std::is_void_v<T>) {
-        function();
-        return {};
-      } else {
-        return function();
+    return catching([&]() -> Result<T> {
+      if (interpreter_ends()) {
+        return Error{.code = Code::kUnavailable,
+                     .what = "Python's interpreter is ending",
+                     .next_step = "wake the last checkpoint in a new process",
+                     .origin = Origin::kEngine};
       }
-    } catch (py::error_already_set& raised) {
-      return error_from(raised);
-    } catch (const std::exception& problem) {  // a value of another type than promised
-      return Error{.code = Code::kInternal,
-                   .what = fmt::format("the engine's adapter: {}", problem.what()),
-                   .origin = Origin::kEngine};
-    }
+      const py::gil_scoped_acquire lock;
+      try {
+        if constexpr (std::is_void_v<T>) {
+          function();
+          return {};
+        } else {
+          return function();
+        }
+      } catch (py::error_already_set& raised) {
+        return error_from(raised);
+      } catch (const std::bad_alloc&) {
+        throw;
+      } catch (const std::exception& problem) {  // a value of another type than promised
+        return Error{.code = Code::kInternal,
+                     .what = fmt::format("the engine's adapter: {}", problem.what()),
+                     .origin = Origin::kEngine};
+      }
+    });
+  }
+  // Then a thread that asks for the interpreter's lock would be ended where it stands.
+  static bool interpreter_ends() {
+#if PY_VERSION_HEX >= 0x030D0000
+    return Py_IsFinalizing() != 0;
+#else
+    return _Py_IsFinalizing() != 0;
+#endif
   }
   template <class T, class... Arguments>
   Result<T> call(const char* method, const Arguments&... arguments) {

@@ -4,6 +4,9 @@
 // The controller calls them from the thread that called it, one at a time, holding only the lock that keeps a second
 // operation out: a hook must not call sleep(), wake_up() or checkpoint(); state() and is_sleeping() it may. Hooks
 // translate between the engine's objects and values; they do not decide, copy device memory, or write files.
+//
+// A hook may throw: it counts as failed then. What undoes (resume, rebuild_derived, forget_restored) is also called
+// where what it undoes failed half-way or was never begun, and does no harm then.
 #pragma once
 
 #include <cstdint>

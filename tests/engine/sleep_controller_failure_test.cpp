@@ -585,5 +585,105 @@ TEST_F(SleepFailure, AHoldThatCannotBeEndedLosesTheEngine) {
   }
 }
 
+// Whatever is thrown is an error, and what was done until then is undone; tests/proof/engine_faults_test.cpp has all.
+TEST_F(SleepFailure, I7WhateverAHookThrowsIsAnErrorAndUndone) {
+  for (const char* hook : {"unsupported", "quiesce", "capture", "rank save", "release_derived", "rank detach"}) {
+    SCOPED_TRACE(hook);
+    SleepingEngine slept = make();
+    begin(slept.engine);
+    slept.engine.before_hook = [&](const std::string& entered) {
+      if (entered == hook) throw std::runtime_error("thrown by a hook");
+    };
+    EXPECT_FAILS(slept.controller.sleep(to_host()), Code::kInternal, "thrown by a hook");
+    slept.engine.before_hook = nullptr;
+    EXPECT_EQ(slept.controller.state().engine, "awake");
+    ASSERT_SUCCEEDS(slept.controller.sleep(to_host()));
+    ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+    expect_untouched(slept);
+  }
+}
+
+TEST_F(SleepFailure, NothingThatFailsAfterTheEngineRunsAgainLeavesItRecordedAsAsleep) {
+  SleepingEngine slept = make();
+  begin(slept.engine);
+  ASSERT_SUCCEEDS(slept.controller.sleep(to_host()));
+  slept.engine.before_hook = [&](const std::string& hook) {
+    if (hook == "resume") slept.engine.fail_hook("unfinished_requests", true);
+  };
+  const Result<SleepReport> woken = slept.controller.wake_up({});
+  EXPECT_EQ(slept.controller.is_sleeping(), slept.engine.frozen());
+  slept.engine.before_hook = nullptr;
+  slept.engine.fail_hook("");
+  ASSERT_SUCCEEDS(woken);
+  expect_untouched(slept);
+}
+
+TEST_F(SleepFailure, RequestsThatWereEndedBeforeTheFailureAreAChange) {
+  for (const char* in_flight : {"abort", "recompute"}) {
+    SCOPED_TRACE(in_flight);
+    SleepingEngine slept = make();
+    begin(slept.engine);
+    slept.engine.fail_hook("rank detach");
+    const Result<SleepReport> report = slept.controller.sleep({.in_flight = in_flight});
+    EXPECT_FAILS(report, Code::kInternal, in_flight == std::string("abort") ? "requests were ended" : "computed again");
+    EXPECT_TRUE(report.error().state_changed);
+    EXPECT_EQ(slept.controller.state().engine, "awake");
+    // Nothing was dropped yet when what comes before fails.
+    SleepingEngine early = make();
+    begin(early.engine);
+    early.engine.fail_hook("release_derived");
+    const Result<SleepReport> undone = early.controller.sleep({.in_flight = in_flight});
+    EXPECT_FAILS(undone, Code::kInternal, "release_derived");
+    EXPECT_FALSE(undone.error().state_changed);
+    expect_untouched(early);
+  }
+}
+
+TEST_F(SleepFailure, ACommittedCheckpointWhoseReportFailedIsTakenBack) {
+  const test::TemporaryDirectory in_memory("/dev/shm");
+  for (const bool checkpoint_only : {false, true}) {
+    for (uint64_t n = 1;; ++n) {
+      SCOPED_TRACE(testing::Message() << (checkpoint_only ? "checkpoint" : "sleep") << ", call " << n);
+      const std::string directory = in_memory / std::to_string(n) + (checkpoint_only ? "-checkpoint" : "-sleep");
+      SleepingEngine slept(file_system_, directory);
+      slept.engine.add("a", {1, 2, 3, 4, 5}, 3);
+      slept.engine.step();
+      file_system_.plan.set(Fault::kError, n);
+      const Result<SleepReport> report =
+          checkpoint_only ? slept.controller.checkpoint({}) : slept.controller.sleep(to_disk());
+      const bool fired = file_system_.plan.fired();
+      file_system_.plan.clear();
+      if (!report) {
+        EXPECT_FALSE(report.error().state_changed);
+        EXPECT_FAILS(open_checkpoint(linux_file_system(), directory), Code::kNotFound);
+      }
+      if (!fired) break;
+      ASSERT_LT(n, 300u);
+    }
+  }
+}
+
+// What is on hold has not gone on: a crash now must find the checkpoint as it was.
+TEST_F(SleepFailure, ACheckpointIsMarkedAsWokenFromOnlyWhenItsEngineRuns) {
+  const std::string path = written_checkpoint();
+  const auto marked = [&] { return std::ifstream(path + "/WOKEN").good(); };
+  {
+    SleepingEngine thrown_away = make();
+    ASSERT_SUCCEEDS(thrown_away.controller.wake_up({.from_checkpoint = path, .hold = true}));
+    EXPECT_FALSE(marked());
+    ASSERT_SUCCEEDS(thrown_away.controller.end_hold(false));
+    EXPECT_FALSE(marked());
+  }
+  SleepingEngine woken = make();
+  woken.engine.fail_hook("resume");
+  EXPECT_FAILS(woken.controller.wake_up({.from_checkpoint = path}), Code::kInternal, "resume");
+  EXPECT_FALSE(marked());
+  ASSERT_SUCCEEDS(woken.controller.wake_up({.from_checkpoint = path, .hold = true}));
+  EXPECT_FALSE(marked());
+  EXPECT_FAILS(woken.controller.wake_up({.from_checkpoint = path}), Code::kFailedPrecondition, "front end");
+  ASSERT_SUCCEEDS(woken.controller.end_hold(true));
+  EXPECT_TRUE(marked());
+}
+
 }  // namespace
 }  // namespace torpor

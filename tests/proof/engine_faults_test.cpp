@@ -460,5 +460,52 @@ TEST_F(EngineFaults, EveryHookThrows) {
   }
 }
 
+// The same of tags without a controller (RankMemory::sleep and wake).
+TEST_F(EngineFaults, EveryAllocationFailsInTheMemoryOfTags) {
+  constexpr uint64_t kSize = 64 * 1024;
+  Counts counts;
+  for (const bool waking : {false, true}) {
+    for (const bool for_ever : {false, true}) {
+      for (uint64_t n = 1;; ++n) {
+        SCOPED_TRACE(testing::Message() << (waking ? "wake" : "sleep") << ", allocation " << n);
+        const auto memory =
+            test::value_of(RankMemory::create(test::value_of(make_host_device()), linux_file_system(), {.threads = 1}));
+        const std::vector<std::string> kept{"kept"};
+        const DeviceAddress address = test::value_of(memory->allocate("kept", "x", kSize));
+        test::value_of(memory->allocate("other", "x", kSize));
+        auto* const bytes = reinterpret_cast<unsigned char*>(address);  // NOLINT(performance-no-int-to-ptr)
+        for (uint64_t i = 0; i < kSize; ++i) bytes[i] = static_cast<unsigned char>(i * 7);
+        if (waking) {
+          ASSERT_SUCCEEDS(memory->sleep({}, kept));
+        }
+        allocations.arm(n, for_ever);
+        Result<TagMove> moved = waking ? memory->wake({}) : memory->sleep({}, kept);
+        const bool fired = allocations.disarm();
+        for (const auto& [tag, state] : memory->states()) {
+          ASSERT_EQ(is_asleep(state), waking == !moved) << tag << " is " << name(state);
+          ASSERT_TRUE(is_asleep(state) || state == RegionState::kAttached) << tag << " is " << name(state);
+        }
+        if (!moved) {
+          ASSERT_TRUE(fired);
+          ASSERT_FALSE(moved.error().state_changed);
+          ++counts.undone;
+          moved = waking ? memory->wake({}) : memory->sleep({}, kept);
+          ASSERT_SUCCEEDS(moved);
+        } else if (fired) {
+          ++counts.absorbed;
+        }
+        if (!waking) {
+          ASSERT_SUCCEEDS(memory->wake({}));
+        }
+        for (uint64_t i = 0; i < kSize; ++i) ASSERT_EQ(bytes[i], static_cast<unsigned char>(i * 7)) << i;
+        if (!fired) break;
+        ++counts.tried;
+      }
+    }
+  }
+  print("allocations failed in the memory of tags", counts);
+  EXPECT_GT(counts.undone, 100u);
+}
+
 }  // namespace
 }  // namespace torpor::proof

@@ -120,7 +120,10 @@ class TestEngine final : public EngineHooks {
     TORPOR_TRY(enter("unsupported"));
     return unsupported_features;
   }
-  Result<int64_t> unfinished_requests() override { return static_cast<int64_t>(requests_.size()); }
+  Result<int64_t> unfinished_requests() override {
+    TORPOR_TRY(enter("unfinished_requests"));
+    return static_cast<int64_t>(requests_.size());
+  }
   Status quiesce(std::optional<double>) override {
     TORPOR_TRY(enter("quiesce"));
     frozen_ = true;

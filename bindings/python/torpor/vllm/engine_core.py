@@ -81,6 +81,8 @@ class VllmHooks:
             self._before_drain = None
 
     def resume(self) -> None:
+        if not self.scheduler.torpor_frozen:  # called to undo a quiesce() that did not come so far
+            return
         self.scheduler.torpor_frozen = False
         self.scheduler.set_pause_state(self._was_paused)
 
