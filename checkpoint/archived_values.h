@@ -26,7 +26,7 @@ void serialize(Archive& archive, Field& v) {
 
 template <size_t kAlternative = 0>
 void load_alternative(BoundedInput& archive, Value& value, size_t wanted) {
-  if constexpr (kAlternative == std::variant_size_v<Value::Data>) {
+  if constexpr (kAlternative == std::variant_size_v<Value::Alternatives>) {
     throw cereal::Exception(fmt::format("{} is not a kind of value", wanted));
   } else if (kAlternative == wanted) {
     auto& content = value.data.template emplace<kAlternative>();

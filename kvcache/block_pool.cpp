@@ -352,11 +352,11 @@ void BlockPool::evict(const std::vector<int32_t>& blocks) {
 int32_t BlockPool::clear_cached() {
   const MutexLock lock(mutex_);
   int32_t cleared = 0;
-  std::vector<int32_t> ids;
-  while (!cached_->empty()) ids.push_back(cached_->evict());
-  for (const int32_t id : ids) {
+  while (!cached_->empty()) {
+    empty_.push_back(0);  // room first: a block that left the one list must come into the other
+    const int32_t id = cached_->evict();
+    empty_.back() = id;
     empty(id);
-    empty_.push_back(id);
     ++cleared;
   }
   return cleared;
