@@ -92,9 +92,11 @@ bool ReferenceEngine::prepared() const {
 }
 
 void ReferenceEngine::load_weights(uint64_t seed) {
-  model_->load_weights(seed);
-  memory_->mark_dirty("weights");
-  if (model_->prepared()) model_->prepare();
+  for (const Rank& rank : ranks_) {
+    rank.model->load_weights(seed++);
+    rank.memory->mark_dirty("weights");
+    if (rank.model->prepared()) rank.model->prepare();
+  }
 }
 
 // device -> host -> disk, or the part of it that there is; what arrives in the host goes on to the disk.

@@ -121,6 +121,9 @@ class ThrowingHooks final : public EngineHooks {
   Status drop_requests(const std::string& mode) override {
     return run([&] { return inner_.drop_requests(mode); });
   }
+  Status retire_prefix() override {
+    return run([&] { return inner_.retire_prefix(); });
+  }
   Status drop_prefix(const std::vector<int32_t>& blocks) override {
     return run([&] { return inner_.drop_prefix(blocks); });
   }
