@@ -13,7 +13,6 @@
 namespace torpor {
 namespace {
 
-namespace fs = std::filesystem;
 using test::example_checkpoint;
 using test::value_of;
 
@@ -31,10 +30,12 @@ INSTANTIATE_TEST_SUITE_P(Versions, Golden, ::testing::Values("v1", "v2"),
 TEST_P(Golden, IsReadWholeAndVerified) {
   const test::TemporaryDirectory temporary;
   const std::string copy = temporary / "g-000001";
-  fs::copy(fs::path(TORPOR_SOURCE_DIR) / "tests/golden" / GetParam() / "g-000001", copy, fs::copy_options::recursive);
-  for (const auto& entry : fs::directory_iterator(copy))
-    fs::permissions(entry.path(), fs::perms::owner_read | fs::perms::owner_write);
-  fs::permissions(copy, fs::perms::owner_all);
+  std::filesystem::copy(std::filesystem::path(TORPOR_SOURCE_DIR) / "tests/golden" / GetParam() / "g-000001", copy,
+                        std::filesystem::copy_options::recursive);
+  for (const auto& entry : std::filesystem::directory_iterator(copy))
+    std::filesystem::permissions(entry.path(),
+                                 std::filesystem::perms::owner_read | std::filesystem::perms::owner_write);
+  std::filesystem::permissions(copy, std::filesystem::perms::owner_all);
   const Checkpoint checkpoint = value_of(open_checkpoint(linux_file_system(), copy));
   EXPECT_EQ("v" + std::to_string(checkpoint.manifest().format_version), GetParam());
   EXPECT_EQ(checkpoint.manifest().creator, "torpor 0.1.0");
@@ -106,23 +107,23 @@ TEST_P(Sealed, FilesOfAnotherCheckpointOfTheSameKeyAreRefused) {
 
 TEST(KeyFile, IsCheckedBeforeItIsUsed) {
   const test::TemporaryDirectory temporary;
-  const auto write = [&](const std::string& text, fs::perms perms) {
+  const auto write = [&](const std::string& text, std::filesystem::perms perms) {
     const std::string path = temporary / "key";
-    fs::remove(path);
+    std::filesystem::remove(path);
     FILE* file = std::fopen(path.c_str(), "wb");
     std::fwrite(text.data(), 1, text.size(), file);
     std::fclose(file);
-    fs::permissions(path, perms);
+    std::filesystem::permissions(path, perms);
     return path;
   };
-  const auto own = fs::perms::owner_read | fs::perms::owner_write;
+  const auto own = std::filesystem::perms::owner_read | std::filesystem::perms::owner_write;
   EXPECT_SUCCEEDS(Key::read_file(write(std::string(32, '\x01'), own)));
   const Key hexadecimal = value_of(Key::read_file(write(std::string(64, '1') + "\n", own)));
   EXPECT_EQ(hexadecimal.bytes()[0], 0x11);
   EXPECT_FAILS(Key::read_file(write(std::string(31, 'x'), own)), Code::kInvalidArgument, "32 bytes");
   EXPECT_FAILS(Key::read_file(write(std::string(64, 'z'), own)), Code::kInvalidArgument, "hexadecimal");
-  EXPECT_FAILS(Key::read_file(write(std::string(32, 'x'), own | fs::perms::group_read)), Code::kInvalidArgument,
-               "others");
+  EXPECT_FAILS(Key::read_file(write(std::string(32, 'x'), own | std::filesystem::perms::group_read)),
+               Code::kInvalidArgument, "others");
   EXPECT_FAILS(Key::read_file(temporary / "none"), Code::kNotFound, "none");
 }
 
