@@ -276,7 +276,7 @@ Status Answers::rotate() {
                      .what = "the log of answers is being written anew",
                      .next_step = "wait for that to end"};
       }
-      rotation_.emplace();
+      rotation_ = Rotation{};
       number = ++number_;  // also after a failure: the name is taken
     }
     bool in_use = false;

@@ -113,8 +113,8 @@ class Answers {
     std::vector<std::string> ids;  // in their order
     std::unordered_set<std::string> written;
     std::vector<Bytes> tail;
-    bool incomplete = false;  // there was no memory for the tail
-    bool switched = false;    // the new file is in use
+    bool incomplete;  // there was no memory for the tail
+    bool switched;    // the new file is in use
   };
 
   Answers(FileSystem& file_system, AnswersOptions options);

@@ -434,13 +434,16 @@ Status RankMemory::finish(const RankOrder& order) {
     const auto state = states.find(tag);
     if (state == states.end() || state->second != RegionState::kAttached) unfinished.push_back(tag);
   }
+  // Writes from here on show against what a tag is without content. Looked at first: after the next line nothing fails.
+  std::vector<std::pair<Content*, std::optional<Digest>>> without_content;
+  for (const std::string& tag : order.tags) {
+    if (tag != kv_tag_ && !backups_.contains(tag)) without_content.emplace_back(&contents_[tag], sample(tag));
+  }
   if (!unfinished.empty()) TORPOR_TRY(allocator_->finish_restore(unfinished));
+  for (const auto& [content, sample] : without_content) content->sample = sample;
   for (const std::string& tag : order.tags) {
     const auto found = backups_.find(tag);
-    if (found == backups_.end()) {  // from here on, what it is without content is compared with
-      if (tag != kv_tag_) contents_[tag].sample = sample(tag);
-      continue;
-    }
+    if (found == backups_.end()) continue;
     if (*options_.keep_backup && order.keep_backup && found->second.host != nullptr && tag != kv_tag_) {
       found->second.clean = true;
     } else {

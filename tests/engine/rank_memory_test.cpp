@@ -119,7 +119,7 @@ TEST_F(RankMemoryTest, ALayoutThatReachesOutsideItsRegionsIsRefused) {
   KvLayout apart = layout(std::min(kv, other), 3);
   apart.num_blocks = 3;
   apart.tensors[0].block_stride = (std::max(kv, other) - std::min(kv, other)) / 2;
-  ASSERT_GT(apart.tensors[0].block_stride, 200'000u);
+  ASSERT_GT(apart.tensors[0].block_stride, 100'000u);  // the block in the middle is in neither
   EXPECT_FAILS(memory->set_kv_layout("kv_cache", apart), Code::kInvalidArgument, "outside");
 }
 

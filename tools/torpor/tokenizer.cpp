@@ -9,8 +9,6 @@
 namespace torpor::cli {
 namespace {
 
-using Json = nlohmann::json;
-
 // GPT-2's bytes_to_unicode (openai/gpt-2, src/encoder.py): printable bytes stand for themselves, the others for
 // characters from U+0100 on, in order. Here the reverse: character -> byte.
 std::unordered_map<char32_t, char> byte_characters() {
@@ -61,11 +59,11 @@ std::string from_byte_fallback(std::string_view piece) {
   return out;
 }
 
-bool has_decoder(const Json& decoder, std::string_view type) {
+bool has_decoder(const nlohmann::json& decoder, std::string_view type) {
   if (!decoder.is_object()) return false;
   if (decoder.value("type", "") == type) return true;
-  const Json inner = decoder.value("decoders", Json::array());
-  return std::any_of(inner.begin(), inner.end(), [&](const Json& each) { return has_decoder(each, type); });
+  const nlohmann::json inner = decoder.value("decoders", nlohmann::json::array());
+  return std::any_of(inner.begin(), inner.end(), [&](const nlohmann::json& each) { return has_decoder(each, type); });
 }
 
 }  // namespace
@@ -80,11 +78,11 @@ Result<Tokenizer> Tokenizer::read_file(const std::string& path) {
     return Error{
         .code = code, .what = fmt::format("{}: {}", path, what), .next_step = "give the tokenizer.json of the model"};
   };
-  const Json json = Json::parse(file, nullptr, false);
+  const nlohmann::json json = nlohmann::json::parse(file, nullptr, false);
   if (!json.is_object() || !json.contains("model") || !json["model"].contains("vocab") ||
       !json["model"]["vocab"].is_object())
     return wrong("it is not a tokenizer.json with a vocabulary of pieces");
-  const Json decoder = json.value("decoder", Json());
+  const nlohmann::json decoder = json.value("decoder", nlohmann::json());
   const bool byte_level = has_decoder(decoder, "ByteLevel");
   if (!byte_level && !has_decoder(decoder, "ByteFallback") && !has_decoder(decoder, "Metaspace"))
     return wrong("its decoder is none of ByteLevel, ByteFallback, Metaspace", Code::kUnsupported);
@@ -93,7 +91,7 @@ Result<Tokenizer> Tokenizer::read_file(const std::string& path) {
     if (!id.is_number_integer()) return wrong("its vocabulary has an id that is not a number");
     tokenizer.pieces_[id.get<int32_t>()] = byte_level ? from_byte_level(piece) : from_byte_fallback(piece);
   }
-  for (const Json& added : json.value("added_tokens", Json::array())) {
+  for (const nlohmann::json& added : json.value("added_tokens", nlohmann::json::array())) {
     if (added.is_object() && added.contains("id") && added["id"].is_number_integer())
       tokenizer.pieces_[added["id"].get<int32_t>()] = added.value("content", "");
   }
