@@ -382,6 +382,7 @@ Result<std::unique_ptr<DiskTier>> RankMemory::open_chunks(const std::string& dir
 }
 
 Status RankMemory::restore(const RankOrder& order, RankReply& reply) {
+  const std::map<std::string, RegionState> states = allocator_->states();
   std::vector<DeviceAddress> regions;  // in the order in which they are copied into
   std::map<std::pair<std::string, std::string>, size_t>
       end_of;  // tag and name -> how many there are up to and with that one
@@ -408,9 +409,13 @@ Status RankMemory::restore(const RankOrder& order, RankReply& reply) {
   };
   for (const std::string& tag : order.tags) {
     const auto found = backups_.find(tag);
-    if (found == backups_.end() && tag != kv_tag_) contents_[tag].missing = true;
+    // A tag that never went, as where a detach was undone, has its content.
+    const auto state = states.find(tag);
+    const bool went =
+        state != states.end() && state->second != RegionState::kAttached && state->second != RegionState::kSaving;
+    if (found == backups_.end() && tag != kv_tag_ && went) contents_[tag].missing = true;
     const auto content = contents_.find(tag);
-    if (found == backups_.end() || (content != contents_.end() && content->second.missing))
+    if ((found == backups_.end() && went) || (content != contents_.end() && content->second.missing))
       reply.without_content.push_back(tag);
     if (found == backups_.end()) continue;
     const Backup& backup = found->second;

@@ -15,11 +15,12 @@ class WithoutWords(Exception):
 class Hooks:
     """An engine without requests on one rank. `raising` is raised by the hook `name`, once."""
 
+    name, raising = "", None
+
     def __init__(self):
         self.memory = _core.RankMemory({"threads": 1})
         self.memory.allocate("weights", "w", 1 << 16)
         self.frozen = False
-        self.name, self.raising = "", None
 
     def __getattribute__(self, name):
         if name == object.__getattribute__(self, "name"):
@@ -40,6 +41,9 @@ class Hooks:
         self.frozen = False
 
     def drop_requests(self, mode: str) -> None:
+        pass
+
+    def retire_prefix(self) -> None:
         pass
 
     def release_derived(self) -> None:

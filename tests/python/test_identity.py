@@ -58,7 +58,7 @@ def test_a_sleep_after_every_step_changes_nothing(one):
         if not one.engine.has_unfinished_requests():
             break
         answers |= run(one.engine, 1)
-        one.llm.sleep(level=1 + number % 2, preserve_state=True, to="host" if number % 3 else "disk")
+        one.llm.sleep(level=1, preserve_state=True, to="host" if number % 3 else "disk")
         assert one.llm.wake_up()
     assert one.finish(answers) == expected
 
