@@ -44,6 +44,7 @@ def test_a_checkpoint_without_weights_wakes_too(one, zygote, tiny_model):
     woken = one.llm.wake_up()
     assert woken.reload == ["weights"]  # in this process the weights are gone: the caller loads them
     one.llm.collective_rpc("reload_weights")
+    assert one.llm.wake_up()
     assert one.finish(answers) == one.expected
     [result] = wake_in_new_process(zygote, tiny_model, one.directory, [report.checkpoint])
     assert final(as_json(answers) | result["answers"]) == expected

@@ -54,7 +54,8 @@ def test_new_requests_do_not_find_kv_of_old_weights_that_running_ones_keep(one, 
     assert report and "written" in report.note
     finished = run(one.engine)["prefix-a"][1][0][1]
     assert one.llm.torpor("state")["recomputed_tokens"] == 0
-    assert finished[:12] == half_done["prefix-a"][1][0][1]
+    before = half_done["prefix-a"][1][0][1]
+    assert len(before) > 5 and finished[: len(before)] == before
     # A prompt that others have begun; then one that reaches into what the kept request computed since.
     tokenizer = one.llm.get_tokenizer()
     longer = {"prompt_token_ids": tokenizer(REQUESTS["prefix-a"][0]).input_ids + finished}

@@ -83,7 +83,11 @@ class Engine:
         return dict(self._llm.sleep(level=level, preserve_state=True, to=to))
 
     def wake(self, from_checkpoint: str | None) -> dict:
-        return dict(self._llm.wake_up(from_checkpoint=from_checkpoint))
+        woken = self._llm.wake_up(from_checkpoint=from_checkpoint)
+        if woken.reload and not woken.fully_awake:  # level 2 let go of the weights; requests wait for them
+            self._llm.collective_rpc("reload_weights")
+            self._llm.wake_up()
+        return dict(woken)
 
     def ledger(self) -> list:
         return self._llm.torpor("ledger")

@@ -40,7 +40,7 @@ def missed_compiled(mutants: list[dict]) -> int:
     setup.system_packages()
     setup.use_cuda_headers(setup.python_environment())
     env = dict(os.environ)
-    setup.run("Configure the mutants' tree", ["cmake", "-S", TREE / "source", "-B", TREE / "build", "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DTORPOR_BUILD_TOOLS=OFF", "-DTORPOR_SIMULATION_SEEDS=200"], env=env, log_name="configure-mutants")
+    setup.run("Configure the mutants' tree", ["cmake", "-S", TREE / "source", "-B", TREE / "build", "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DTORPOR_UNITY=OFF", "-DTORPOR_BUILD_TOOLS=OFF", "-DTORPOR_SIMULATION_SEEDS=200"], env=env, log_name="configure-mutants")
     programs = sorted({m["caught_by"].split()[0] for m in mutants})
     setup.run("Compile it without a fault", ["cmake", "--build", TREE / "build", "--target", *programs], env=env, log_name="compile-mutants")
 
