@@ -20,12 +20,13 @@ foreach(room base allocator offload kvcache scheduler_state checkpoint engine)
       continue()
     endif()
     get_filename_component(file ${source} ABSOLUTE BASE_DIR ${folder})
-    string(REPLACE "/" "_" name ${room}/${source})
+    get_filename_component(short ${source} NAME)
+    string(REPLACE "/" "_" name ${room}/${short})
     set(stamp ${CMAKE_BINARY_DIR}/thread_safety/${name}.checked)
     add_custom_command(OUTPUT ${stamp}
       COMMAND ${TORPOR_CLANG} ${flags} -MD -MF ${stamp}.d -MT ${stamp} ${file}
       COMMAND ${CMAKE_COMMAND} -E touch ${stamp}
-      DEPENDS ${file} DEPFILE ${stamp}.d COMMENT "Looking for unguarded access in ${room}/${source}" VERBATIM)
+      DEPENDS ${file} DEPFILE ${stamp}.d COMMENT "Looking for unguarded access in ${room}/${short}" VERBATIM)
     list(APPEND stamps ${stamp})
   endforeach()
 endforeach()
