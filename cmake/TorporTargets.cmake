@@ -1,6 +1,6 @@
 # torpor_room(NAME SOURCES … [APART …] USES …) makes the static library torpor::NAME of one folder.
 # torpor_test(NAME SOURCES … [APART …] USES … [LABELS …] [TIMEOUT seconds] [SHARDS n]) makes a GoogleTest program and registers it
-# with CTest, its cases divided among n processes. Of each label ("unit" unless said otherwise) the target LABEL_tests
+# with CTest, its cases divided among n processes; what has the longest time is begun first. Of each label ("unit" unless said otherwise) the target LABEL_tests
 # builds all programs.
 
 # Line tables suffice for stack traces; everything that -g adds to them takes a third of the time of a compile.
