@@ -12,7 +12,6 @@ import pytest
 from conftest import ENGINE, result_of
 from requests_of_tests import REQUESTS, add_requests, final, run
 
-from torpor import errors
 
 HERE = Path(__file__).parent
 LONG = 250  # tokens: the engine core runs ahead of its reader, and must not be done before it is put to sleep
@@ -63,15 +62,6 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
             assert llm.wake_up()
             assert written(answers | run(llm.llm_engine)) == expected
             assert llm.llm_engine.torpor("state")["recomputed_tokens"] == 0
-        # mode="wait": what runs ends first; its last outputs come from step() while it sleeps.
-        llm.reset_prefix_cache()
-        add_requests(llm.llm_engine, names, LONG)
-        answers = run(llm.llm_engine, 6)
-        with pytest.raises(errors.TimedOut):
-            llm.sleep(mode="wait", timeout=0)
-        assert llm.sleep(level=1, mode="wait").changed
-        assert written(answers | run(llm.llm_engine)) == expected
-        assert llm.is_sleeping() and llm.wake_up()
         # And once more in a new engine.
         llm.reset_prefix_cache()
         add_requests(llm.llm_engine, names, LONG)
@@ -103,7 +93,7 @@ async def _streaming(zygote, model, directory) -> None:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from torpor.errors import NotFound, TimedOut
+    from torpor.errors import NotFound
     from torpor.vllm import attach
 
     names = ["greedy", "seeded", "prefix-a", "stops", "long"]
@@ -146,25 +136,6 @@ async def _streaming(zygote, model, directory) -> None:
     assert await engine.wake_up()
     await asyncio.gather(*readers)
     assert answers == expected
-
-    answers = {}
-    readers = await ask(engine, answers)
-    await some_tokens(answers)
-    waiting = asyncio.create_task(engine.sleep(level=1, mode="wait"))
-    await asyncio.sleep(0.01)
-    late: dict = {}
-    into = late.setdefault("late", [[], ""])
-    late_reader = asyncio.create_task(read(engine.generate(*REQUESTS["greedy"], "late"), into))
-    assert (await waiting).changed and await engine.is_sleeping()
-    await asyncio.gather(*readers)
-    assert answers == expected, "what ran was to be finished"
-    assert not late_reader.done()
-    assert await engine.wake_up()
-    await late_reader
-    with pytest.raises(TimedOut):
-        readers = await ask(engine, {})
-        await engine.sleep(level=1, mode="wait", timeout=0)
-    await asyncio.gather(*readers)
 
     answers = {}
     readers = await ask(engine, answers)
