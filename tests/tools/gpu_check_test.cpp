@@ -25,7 +25,9 @@ TEST(GpuCheck, ACheckThatFailsIsARowAndTheOthersRun) {
   EXPECT_FALSE(report["passed"].get<bool>());
   EXPECT_EQ(report["checks"].size(), 14u);
   for (const auto& row : report["checks"]) {
-    const bool too_large = row["check"].get<std::string>().find("of 128 tokens") != std::string::npos;
+    const bool without_kernel = row.contains("note");  // nothing to copy with: this build found no nvcc
+    const bool too_large =
+        !without_kernel && row["check"].get<std::string>().find("of 128 tokens") != std::string::npos;
     EXPECT_EQ(row["passed"].get<bool>(), !too_large) << row.dump();
     EXPECT_EQ(row.contains("error"), too_large) << row.dump();
   }
