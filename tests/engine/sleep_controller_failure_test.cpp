@@ -3,6 +3,7 @@
 
 #include "engine/sleep_controller.h"
 #include "tests/support/results.h"
+#include "tests/support/sanitizers.h"
 #include "tests/support/sleeping_engine.h"
 
 namespace torpor {
@@ -211,7 +212,7 @@ TEST_F(SleepFailure, I7WhereverTheDeviceFailsAWakeStaysAsleepAndARetryWorks) {
 TEST_F(SleepFailure, I7WhereverAFileOperationFailsASleepToDiskIsAllOrNothing) {
   const TestEngine::Tokens expected = uninterrupted();
   for (const int native : {EIO, ENOSPC}) {
-    for (uint64_t n = 1;; ++n) {
+    for (uint64_t n = 1;; n += test::kNextFailure) {
       SCOPED_TRACE(testing::Message() << "call " << n << ", errno " << native);
       SleepingEngine slept = make();
       begin(slept.engine);
@@ -234,7 +235,7 @@ TEST_F(SleepFailure, I7WhereverAFileOperationFailsASleepToDiskIsAllOrNothing) {
 
 TEST_F(SleepFailure, I7WhereverAFileOperationFailsAWakeFromDiskStaysAsleepAndARetryWorks) {
   const TestEngine::Tokens expected = uninterrupted();
-  for (uint64_t n = 1;; ++n) {
+  for (uint64_t n = 1;; n += test::kNextFailure) {
     SCOPED_TRACE(n);
     SleepingEngine slept = make();
     begin(slept.engine);
@@ -642,7 +643,7 @@ TEST_F(SleepFailure, RequestsThatWereEndedBeforeTheFailureAreAChange) {
 TEST_F(SleepFailure, ACommittedCheckpointWhoseReportFailedIsTakenBack) {
   const test::TemporaryDirectory in_memory("/dev/shm");
   for (const bool checkpoint_only : {false, true}) {
-    for (uint64_t n = 1;; ++n) {
+    for (uint64_t n = 1;; n += test::kNextFailure) {
       SCOPED_TRACE(testing::Message() << (checkpoint_only ? "checkpoint" : "sleep") << ", call " << n);
       const std::string directory = in_memory / std::to_string(n) + (checkpoint_only ? "-checkpoint" : "-sleep");
       SleepingEngine slept(file_system_, directory);

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "tests/support/results.h"
+#include "tests/support/sanitizers.h"
 #include "tests/support/sleeping_engine.h"
 
 namespace torpor {
@@ -506,7 +507,7 @@ TEST_P(SleepControllerTest, WithoutACheckpointWhatWasGivenIsComputedAnew) {
 TEST_P(SleepControllerTest, ACheckpointThatFailsLeavesTheEngineServing) {
   FaultyFileSystem faulty;
   uint64_t calls = 1;  // of a checkpoint; counted in round 0, which fails at none
-  for (uint64_t at = 0; at <= calls; ++at) {
+  for (uint64_t at = 0; at <= calls; at += test::kNextFailure) {
     SCOPED_TRACE(at);
     test::TemporaryDirectory directory;
     SleepingEngine serving(faulty, directory.path(), options());

@@ -171,10 +171,16 @@ def cmake_build(preset: str, targets: tuple[str, ...] = ()) -> None:
     run(f"Compile {preset}", ["cmake", "--build", "--preset", preset, *goal], log_name=f"compile-{preset}")
 
 
-def everything() -> tuple[Path, Path]:
-    """All of it, in order; returns the environment's python and the model's folder."""
+def prerequisites() -> tuple[Path, Path]:
+    """What torpor needs, in order; returns the environment's python and the model's folder."""
     system_packages()
     python = python_environment()
     use_cuda_headers(python)
-    install_torpor(python)
     return python, model(python)
+
+
+def everything() -> tuple[Path, Path]:
+    """Those, and torpor itself."""
+    python, folder = prerequisites()
+    install_torpor(python)
+    return python, folder
