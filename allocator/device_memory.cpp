@@ -55,7 +55,7 @@ Status DeviceMemory::free_reservation(DeviceAddress address) {
   }
   found->second.busy = true;
   lock.unlock();
-  Status done = catching_no_memory([&] { return do_free_reservation(address, size); });
+  Status done = catching([&] { return do_free_reservation(address, size); });
   lock.lock();
   found->second.busy = false;
   if (done) reservations_.erase(found);
@@ -81,7 +81,7 @@ Result<PhysicalId> DeviceMemory::create(uint64_t size) {
     }
     physical_bytes_ += size;
   }
-  Result<PhysicalId> id = catching_no_memory([&] { return do_create(size); });
+  Result<PhysicalId> id = catching([&] { return do_create(size); });
   const MutexLock lock(mutex_);
   if (!id) {
     physical_bytes_ -= size;
@@ -104,7 +104,7 @@ Status DeviceMemory::release(PhysicalId id) {
   }
   found->second.busy = true;
   lock.unlock();
-  Status done = catching_no_memory([&] { return do_release(id); });
+  Status done = catching([&] { return do_release(id); });
   lock.lock();
   found->second.busy = false;
   found->second.released = done.has_value();
@@ -144,7 +144,7 @@ Status DeviceMemory::map(DeviceAddress address, PhysicalId id) {
   const MappingAt mapping = mappings_.insert(std::move(fresh)).position;  // nobody else maps there meanwhile
   memory->second.busy = true;
   lock.unlock();
-  Status done = catching_no_memory([&] { return do_map(address, id, size); });
+  Status done = catching([&] { return do_map(address, id, size); });
   lock.lock();
   memory->second.busy = false;
   if (done) {
@@ -187,7 +187,7 @@ Status DeviceMemory::set_access(DeviceAddress address, uint64_t size, Access acc
   if (taken.empty())
     return invalid(fmt::format("the {} bytes at {:#x} are not exactly covered by mappings", size, address));
   lock.unlock();
-  Status done = catching_no_memory([&] { return do_set_access(address, size, access); });
+  Status done = catching([&] { return do_set_access(address, size, access); });
   lock.lock();
   if (done) {
     for (const MappingAt at : taken) at->second.access = access;
@@ -201,7 +201,7 @@ Status DeviceMemory::unmap(DeviceAddress address, uint64_t size) {
   const std::vector<MappingAt> taken = take(address, size);
   if (taken.empty()) return invalid(fmt::format("the {} bytes at {:#x} are not whole mappings", size, address));
   lock.unlock();
-  Status done = catching_no_memory([&] { return do_unmap(address, size); });
+  Status done = catching([&] { return do_unmap(address, size); });
   lock.lock();
   give_back(taken);
   if (!done) return done;
@@ -254,7 +254,7 @@ Status DeviceMemory::copy_async(StreamId stream, Direction direction, std::span<
   }
   for (const MappingAt at : touched) ++at->second.copies;
   lock.unlock();
-  Status done = catching_no_memory([&] { return do_copy_async(stream, direction, copies); });
+  Status done = catching([&] { return do_copy_async(stream, direction, copies); });
   lock.lock();
   for (const MappingAt at : touched) --at->second.copies;
   changed_.notify_all();

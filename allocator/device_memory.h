@@ -24,8 +24,8 @@
 #include <vector>
 
 #include "base/digest.h"
+#include "base/mutex.h"
 #include "base/status.h"
-#include "base/thread_annotations.h"
 
 namespace torpor {
 

@@ -16,7 +16,7 @@
 
 #include "allocator/device_memory.h"
 #include "base/log.h"
-#include "base/thread_annotations.h"
+#include "base/mutex.h"
 #include "base/units.h"
 
 namespace torpor {
@@ -155,7 +155,7 @@ struct HostArena::Impl {
     held += size;
     mutex.unlock();
     std::byte* data = nullptr;
-    const Status taken = catching_no_memory([&] { return take_slab(slab, how, node, data); });
+    const Status taken = catching([&] { return take_slab(slab, how, node, data); });
     mutex.lock();
     growing = 0;
     if (taken) {
@@ -184,7 +184,7 @@ struct HostArena::Impl {
     }
     torpor::bring_up(data, slab.size, how);
     if (options.pin_for == nullptr) return ok();
-    const Status pinned = catching_no_memory([&] { return options.pin_for->pin_host({data, slab.size}); });
+    const Status pinned = catching([&] { return options.pin_for->pin_host({data, slab.size}); });
     slab.pinned = pinned.has_value();
     if (pinned) return ok();
     slab.stuck = pinned.error().state_changed;
@@ -197,7 +197,7 @@ struct HostArena::Impl {
   bool drop(std::byte* data, const Slab& slab) const {
     if (slab.stuck) return false;
     if (slab.pinned) {
-      const Status done = catching_no_memory([&] { return options.pin_for->unpin_host({data, slab.size}); });
+      const Status done = catching([&] { return options.pin_for->unpin_host({data, slab.size}); });
       if (!done) {
         log().error("host memory stays: {}", done.error().to_string());
         return false;
@@ -311,7 +311,7 @@ Status HostArena::prefault(uint64_t bytes) { return impl_->grow_to(bytes, std::n
 void HostArena::prefault_in_background(uint64_t bytes) {
   Impl& impl = *impl_;
   const auto work = [&impl, bytes] {
-    const Status done = catching_no_memory([&]() -> Status {
+    const Status done = catching([&]() -> Status {
       const BringUp method = fastest_bring_up(impl.options.prefault_threads);
       {
         const MutexLock lock(impl.mutex);

@@ -15,7 +15,7 @@
 
 #include "base/copy.h"
 #include "base/log.h"
-#include "base/thread_annotations.h"
+#include "base/mutex.h"
 #include "base/units.h"
 
 namespace torpor {
@@ -101,7 +101,7 @@ class HostStream {
     const Call call = std::move(queue_.front());
     queue_.pop_front();
     mutex_.unlock();
-    const Status copied = catching_no_memory([&] {
+    const Status copied = catching([&] {
       for (const Copy& copy : call.copies) carry_out(call.direction, copy);
       return ok();
     });

@@ -46,7 +46,7 @@ struct SleepAllocator::Region {
 
   // Each of these changes nothing if it fails, or makes the region broken.
   Status create(DeviceMemory& device, uint64_t handle_bytes) {
-    const Status done = catching_no_memory([&]() -> Status {
+    const Status done = catching([&]() -> Status {
       handles.reserve(info.reserved_bytes / handle_bytes + 1);
       for (uint64_t offset = 0; offset < info.reserved_bytes; offset += handle_bytes) {
         const uint64_t size = std::min(handle_bytes, info.reserved_bytes - offset);
@@ -60,7 +60,7 @@ struct SleepAllocator::Region {
   }
 
   Status map(DeviceMemory& device) {
-    const Status done = catching_no_memory([&]() -> Status {
+    const Status done = catching([&]() -> Status {
       for (Handle& handle : handles) {
         TORPOR_TRY(device.map(info.address + handle.offset, handle.id));
         handle.mapped = true;
@@ -72,7 +72,7 @@ struct SleepAllocator::Region {
   }
 
   Status unmap(DeviceMemory& device) {
-    Status done = catching_no_memory([&] { return device.unmap(info.address, info.reserved_bytes); });
+    Status done = catching([&] { return device.unmap(info.address, info.reserved_bytes); });
     if (!done) {
       broken = broken || done.error().state_changed;
       return done;
@@ -86,7 +86,7 @@ struct SleepAllocator::Region {
     Status first;
     for (auto handle = handles.rbegin(); handle != handles.rend(); ++handle) {
       if (!handle->mapped) continue;
-      Status done = catching_no_memory([&] { return device.unmap(info.address + handle->offset, handle->size); });
+      Status done = catching([&] { return device.unmap(info.address + handle->offset, handle->size); });
       if (done) {
         handle->mapped = false;
       } else if (first) {
@@ -100,7 +100,7 @@ struct SleepAllocator::Region {
   Status release(DeviceMemory& device) {
     Status first;
     std::erase_if(handles, [&](const Handle& handle) {
-      Status done = catching_no_memory([&] { return device.release(handle.id); });
+      Status done = catching([&] { return device.release(handle.id); });
       if (done) return true;
       if (first) first = std::move(done);
       return false;
@@ -209,7 +209,7 @@ Result<DeviceAddress> SleepAllocator::allocate(std::string_view tag, std::string
   if (made && !(made = region.map(device_))) (void)region.release(device_);
   if (!made) {
     Error error = std::move(made).error();
-    const Status undone = catching_no_memory([&] { return device_.free_reservation(address); });
+    const Status undone = catching([&] { return device_.free_reservation(address); });
     error.state_changed = region.broken || !undone;
     if (error.state_changed)
       log().error("memory of the region {}/{}, which was not made, stays with the device", tag, region_name);

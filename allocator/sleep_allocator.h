@@ -26,7 +26,7 @@
 #include <vector>
 
 #include "allocator/device_memory.h"
-#include "base/thread_annotations.h"
+#include "base/mutex.h"
 
 namespace torpor {
 

@@ -9,8 +9,8 @@
 #include <string>
 
 #include "base/clock.h"
+#include "base/mutex.h"
 #include "base/status.h"
-#include "base/thread_annotations.h"
 
 namespace torpor {
 

@@ -1,6 +1,8 @@
 #include "base/status.h"
 
 #include <cerrno>
+#include <new>
+#include <stdexcept>
 #include <system_error>
 
 #include <fmt/format.h>
@@ -48,7 +50,7 @@ std::string Error::to_string() const {
                            : fmt::format("{}: {} ({})", name(code), what, next_step);
 }
 
-Error error_in_flight() noexcept {
+Error detail::error_in_flight() noexcept {
   // These words are short enough to need no memory.
   const auto no_memory = [] {
     return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};

@@ -7,13 +7,13 @@
 
 #include <cxxabi.h>
 #include <cstdint>
-#include <new>
-#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <utility>
 
 #include <tl/expected.hpp>
+
+#include "base/thread_annotations.h"
 
 namespace torpor {
 
@@ -68,35 +68,23 @@ using Status = Result<void>;
 
 inline Status ok() { return {}; }
 
-// Runs `work`, a function that returns a Status or Result. Want of memory becomes kResourceExhausted, whatever else is
-// thrown kInternal; the words are short enough to need no memory.
-template <class Work>
-auto catching_no_memory(Work work) noexcept -> decltype(work()) {
-  try {
-    return work();
-  } catch (const std::bad_alloc&) {
-    return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
-  } catch (const std::length_error&) {  // a container asked for more than there can be
-    return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
-  } catch (...) {
-    return Error{.code = Code::kInternal, .what = "an exception", .next_step = "report it"};
-  }
+namespace detail {
+Error error_in_flight() noexcept;  // inside a catch block: what was thrown, as a value
 }
 
-// Call it inside a catch block: the exception in flight as a value. Want of memory or of threads is kResourceExhausted,
-// all else kInternal with the words that came with it.
-Error error_in_flight() noexcept;
-
-// Runs `work`, a function that returns a Status or Result; whatever it throws comes back as an Error. Only the end of
-// a thread from outside (pthread_exit, as Python's interpreter does it when it ends) passes through.
+// Runs `work`, a function that returns a Status or Result; whatever it throws comes back as an Error: want of memory or
+// of threads as kResourceExhausted, all else as kInternal with the words that came with it. Takes no memory itself.
+// Only the end of a thread from outside (pthread_exit, as Python's interpreter does it when it ends) passes through.
+//
+// A lock that `work` needs is written at the lambda (TORPOR_REQUIRES); that it is held here, clang cannot follow.
 template <class Work>
-auto catching(Work&& work) -> decltype(work()) {
+TORPOR_NO_THREAD_SAFETY_ANALYSIS auto catching(Work&& work) -> decltype(work()) {
   try {
     return work();
   } catch (const abi::__forced_unwind&) {
     throw;
   } catch (...) {
-    return error_in_flight();
+    return detail::error_in_flight();
   }
 }
 

@@ -15,7 +15,7 @@ thread_local std::string last_error;
 // What `work` returns as a code; nothing is thrown across the C border.
 template <class Work>
 int code_of(const Work& work) {
-  const Status done = catching_no_memory([&]() -> Status {
+  const Status done = catching([&]() -> Status {
     TORPOR_TRY(work());
     return ok();
   });

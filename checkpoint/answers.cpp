@@ -69,7 +69,7 @@ Answers::~Answers() {
 }
 
 Result<std::unique_ptr<Answers>> Answers::open(FileSystem& file_system, AnswersOptions options) {
-  return catching_no_memory([&]() -> Result<std::unique_ptr<Answers>> {
+  return catching([&]() -> Result<std::unique_ptr<Answers>> {
     std::unique_ptr<Answers> answers(new Answers(file_system, std::move(options)));
     if (answers->options_.directory.empty()) return answers;
     TORPOR_TRY(answers->read_log());
@@ -266,7 +266,7 @@ void Answers::run() {
 }
 
 Status Answers::rotate() {
-  return catching_no_memory([this]() -> Status {
+  return catching([this]() -> Status {
     uint64_t number = 0;
     {
       const std::lock_guard lock(mutex_);
@@ -280,7 +280,7 @@ Status Answers::rotate() {
       number = ++number_;  // also after a failure: the name is taken
     }
     bool in_use = false;
-    const Status done = catching_no_memory([&]() -> Status {
+    const Status done = catching([&]() -> Status {
       TORPOR_ASSIGN(const std::shared_ptr<AnswersFile> file, write_beside(number));
       TORPOR_TRY(switch_to(file));
       in_use = true;
@@ -383,7 +383,7 @@ Status Answers::remove_older(uint64_t number) {
 // A write that fails leaves the record out; a new file with the whole state is tried a second later.
 Status Answers::append(const Bytes& record) {
   if (file_ == nullptr || !writable_) return ok();  // reported when it began, and in counts()
-  const Status written = catching_no_memory([&] { return file_->append(record); });
+  const Status written = catching([&] { return file_->append(record); });
   writable_ = written.has_value();
   const std::lock_guard lock(mutex_);
   log_bytes_ = file_->bytes();
@@ -402,7 +402,7 @@ void Answers::note(const std::function<Bytes()>& record) {
 }
 
 Status Answers::start(Answer answer) {
-  return catching_no_memory([&]() -> Status {
+  return catching([&]() -> Status {
     TORPOR_TRY(answer.request.validate());
     const std::lock_guard writing(writer_);
     answer.text_ends.assign(answer.request.output_token_ids.size(), 0);
@@ -429,7 +429,7 @@ Status Answers::start(Answer answer) {
 }
 
 Status Answers::step(std::vector<AnswerStep> steps) {
-  return catching_no_memory([&]() -> Status {
+  return catching([&]() -> Status {
     const std::lock_guard writing(writer_);
     for (AnswerStep& step : steps) step.time = clock_.unix_seconds();
     {
@@ -454,7 +454,7 @@ Status Answers::step(std::vector<AnswerStep> steps) {
 }
 
 Status Answers::sync() {
-  return catching_no_memory([this]() -> Status {
+  return catching([this]() -> Status {
     std::shared_ptr<AnswersFile> file;
     bool failing = false;
     {

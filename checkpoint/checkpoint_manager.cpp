@@ -115,12 +115,12 @@ struct PendingCheckpoint::Impl {
 
   ~Impl() {
     if (committed || staging == nullptr) return;
-    const Status done = catching_no_memory([this]() -> Status {
+    const Status done = catching([this]() -> Status {
       staging.reset();
       return store->remove_tree(staging_name);
     });
     if (done) return;
-    (void)catching_no_memory([&]() -> Status {
+    (void)catching([&]() -> Status {
       log().warn("an unfinished checkpoint could not be removed, the next one will: {}", done.error().to_string());
       return ok();
     });
@@ -140,11 +140,11 @@ const std::string& PendingCheckpoint::staging_path() const { return impl_->stagi
 const ChunkWriting& PendingCheckpoint::writing() const { return impl_->writing; }
 
 Status PendingCheckpoint::write_state(const EngineCheckpoint& checkpoint) {
-  return catching_no_memory([&] { return write_state(checkpoint.fingerprint, encode(checkpoint)); });
+  return catching([&] { return write_state(checkpoint.fingerprint, encode(checkpoint)); });
 }
 
 Status PendingCheckpoint::write_state(const Fingerprint& fingerprint, std::vector<Section> sections) {
-  return catching_no_memory([&] {
+  return catching([&] {
     impl_->manifest.fingerprint = fingerprint;
     return impl_->write(sections);
   });
@@ -178,7 +178,7 @@ Status PendingCheckpoint::Impl::write(std::vector<Section>& sections) {
 }
 
 Result<std::unique_ptr<DiskTier>> PendingCheckpoint::create_chunks(int32_t rank, uint64_t expected_bytes) {
-  return catching_no_memory([&]() -> Result<std::unique_ptr<DiskTier>> {
+  return catching([&]() -> Result<std::unique_ptr<DiskTier>> {
     TORPOR_ASSIGN(ChunkFileOptions options, chunk_file_options(impl_->writing, rank, impl_->options.key.get()));
     if (impl_->options.progress) {
       options.progress =
@@ -192,10 +192,9 @@ Result<std::unique_ptr<DiskTier>> PendingCheckpoint::create_chunks(int32_t rank,
 void PendingCheckpoint::add_rank(RankChunks chunks) { impl_->manifest.ranks.push_back(std::move(chunks)); }
 
 Result<std::string> PendingCheckpoint::commit() {
-  TORPOR_ASSIGN(std::string path, catching_no_memory([&] { return impl_->commit(); }));
+  TORPOR_ASSIGN(std::string path, catching([&] { return impl_->commit(); }));
   // Durable from here on: what fails now must not look like a failed commit.
-  const Result<std::vector<std::string>> gone =
-      catching_no_memory([&] { return retire(*impl_->store, impl_->options, false); });
+  const Result<std::vector<std::string>> gone = catching([&] { return retire(*impl_->store, impl_->options, false); });
   if (!gone)
     log().warn("older checkpoints could not be removed, the next one will try again: {}", gone.error().to_string());
   return path;
@@ -203,7 +202,7 @@ Result<std::string> PendingCheckpoint::commit() {
 
 Status PendingCheckpoint::withdraw() {
   if (!impl_->visible) return ok();
-  return catching_no_memory([this]() -> Status {
+  return catching([this]() -> Status {
     const Status removed = remove_generation(*impl_->store, impl_->manifest.generation);
     if (removed || removed.error().code != Code::kNotFound) return removed;
     return impl_->store->sync();  // it is out of sight; is that durable?
@@ -294,7 +293,7 @@ Result<std::unique_ptr<CheckpointManager>> CheckpointManager::open(FileSystem& f
 }
 
 Result<PendingCheckpoint> CheckpointManager::begin(uint64_t expected_bytes) {
-  return catching_no_memory([&]() -> Result<PendingCheckpoint> {
+  return catching([&]() -> Result<PendingCheckpoint> {
     TORPOR_ASSIGN(Impl::Opened locked, impl_->locked(true));
     std::unique_ptr<PendingCheckpoint::Impl> pending(new PendingCheckpoint::Impl{
         .store = std::move(locked.store), .lock = std::move(locked.lock), .options = impl_->options});
@@ -330,7 +329,7 @@ Result<PendingCheckpoint> CheckpointManager::begin(uint64_t expected_bytes) {
 }
 
 Status CheckpointManager::remove(uint64_t generation, bool dry_run) {
-  return catching_no_memory([&]() -> Status {
+  return catching([&]() -> Status {
     TORPOR_ASSIGN(const Impl::Opened opened, dry_run ? impl_->for_reading() : impl_->locked(false));
     TORPOR_ASSIGN(const std::vector<CheckpointInfo> infos,
                   infos_in(*opened.store, impl_->options.key.get(), Trust::kAnySeal));
@@ -352,7 +351,7 @@ Status CheckpointManager::remove(uint64_t generation, bool dry_run) {
 }
 
 Status CheckpointManager::woken_from(uint64_t generation) {
-  return catching_no_memory([&]() -> Status {
+  return catching([&]() -> Status {
     TORPOR_ASSIGN(const Impl::Opened locked, impl_->locked(false));
     TORPOR_ASSIGN(const std::unique_ptr<Directory> directory,
                   locked.store->open_directory(generation_name(generation)));
@@ -367,7 +366,7 @@ Status CheckpointManager::woken_from(uint64_t generation) {
 }
 
 Result<std::vector<std::string>> CheckpointManager::collect(bool dry_run) {
-  return catching_no_memory([&]() -> Result<std::vector<std::string>> {
+  return catching([&]() -> Result<std::vector<std::string>> {
     TORPOR_ASSIGN(const Impl::Opened opened, dry_run ? impl_->for_reading() : impl_->locked(false));
     std::vector<std::string> gone;
     TORPOR_ASSIGN(const std::vector<Entry> entries, opened.store->list());
@@ -382,21 +381,21 @@ Result<std::vector<std::string>> CheckpointManager::collect(bool dry_run) {
 }
 
 Result<std::vector<CheckpointInfo>> CheckpointManager::list() const {
-  return catching_no_memory([&]() -> Result<std::vector<CheckpointInfo>> {
+  return catching([&]() -> Result<std::vector<CheckpointInfo>> {
     TORPOR_ASSIGN(const std::unique_ptr<Directory> store, impl_->file_system.open_directory(impl_->directory, false));
     return infos_in(*store, impl_->options.key.get(), Trust::kThisKey);
   });
 }
 
 Result<Checkpoint> CheckpointManager::open_latest() const {
-  return catching_no_memory([&]() -> Result<Checkpoint> {
+  return catching([&]() -> Result<Checkpoint> {
     TORPOR_ASSIGN(const std::unique_ptr<Directory> store, impl_->file_system.open_directory(impl_->directory, false));
     return torpor::open_latest(impl_->file_system, *store, impl_->options.key);
   });
 }
 
 Result<Checkpoint> CheckpointManager::open_generation(uint64_t generation) const {
-  return catching_no_memory([&]() -> Result<Checkpoint> {
+  return catching([&]() -> Result<Checkpoint> {
     TORPOR_ASSIGN(const std::unique_ptr<Directory> store, impl_->file_system.open_directory(impl_->directory, false));
     TORPOR_ASSIGN(std::unique_ptr<Directory> directory, store->open_directory(generation_name(generation)));
     return open_checkpoint_directory(impl_->file_system, std::move(directory), impl_->options.key);

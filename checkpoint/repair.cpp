@@ -89,7 +89,7 @@ void drop_request(SchedulerCheckpoint& state, const std::string& id) {
 }
 
 Result<RepairPlan> plan_repair(const Checkpoint& checkpoint, const Verification& found) {
-  return catching_no_memory([&]() -> Result<RepairPlan> {
+  return catching([&]() -> Result<RepairPlan> {
     RepairPlan plan;
     Result<EngineCheckpoint> state = checkpoint.read_state();
     if (!state) return state.error().within("cannot be repaired");
@@ -115,7 +115,7 @@ Result<RepairPlan> plan_repair(const Checkpoint& checkpoint, const Verification&
 }
 
 Result<std::string> write_repaired(const Checkpoint& checkpoint, const RepairPlan& plan, CheckpointManager& target) {
-  return catching_no_memory([&]() -> Result<std::string> {
+  return catching([&]() -> Result<std::string> {
     uint64_t expected = 0;
     for (const RankChunks& rank : checkpoint.manifest().ranks) {
       for (const SavedChunk& chunk : rank.chunks) expected += align_up(chunk.bytes, kPage);

@@ -25,7 +25,7 @@ bool begins_with(const std::vector<int32_t>& tokens, const std::vector<int32_t>&
 }  // namespace
 
 Result<RolledForward> roll_forward(SchedulerCheckpoint& state, std::span<const Answer> answers, bool forgotten) {
-  return catching_no_memory([&]() -> Result<RolledForward> {
+  return catching([&]() -> Result<RolledForward> {
     RolledForward rolled;
     std::unordered_map<std::string, RequestState*> known;
     for (RequestState& request : state.scheduler.requests) known.emplace(request.id, &request);

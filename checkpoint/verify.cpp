@@ -38,7 +38,7 @@ class ChunkCheck {
   Status run(int threads) {
     std::vector<std::thread> helpers;
     const auto work = [this] {
-      const Status done = catching_no_memory([this] { return this->work(); });
+      const Status done = catching([this] { return this->work(); });
       const std::lock_guard lock(mutex_);
       if (!done && result_) result_ = done;
     };
@@ -256,7 +256,7 @@ Status check_state(const Checkpoint& checkpoint, Verification& found) {
 }  // namespace
 
 Result<Verification> verify(const Checkpoint& checkpoint, const VerifyOptions& options) {
-  return catching_no_memory([&]() -> Result<Verification> {
+  return catching([&]() -> Result<Verification> {
     Verification found;
     // Twice as many as cores: some read while others take digests.
     const int threads = options.threads > 0

@@ -1,5 +1,5 @@
 # The target `thread_safety`: clang looks at every source of the rooms for fields that are touched without their lock
-# (base/thread_annotations.h). Nothing is compiled, so it takes seconds a file. It also looks at a source that does touch one,
+# (base/thread_annotations.h, base/mutex.h). Nothing is compiled, so it takes seconds a file. It also looks at a source that does touch one,
 # and must complain about that.
 find_program(TORPOR_CLANG clang++-16)
 if(NOT TORPOR_CLANG)
@@ -36,7 +36,7 @@ set(stamp ${CMAKE_BINARY_DIR}/thread_safety/unguarded_access.found)
 add_custom_command(OUTPUT ${stamp}
   COMMAND ${CMAKE_COMMAND} -DCOMPILER=${TORPOR_CLANG} "-DFLAGS=${flags}" -DFILE=${unguarded} -P ${CMAKE_CURRENT_LIST_DIR}/must_not_compile.cmake
   COMMAND ${CMAKE_COMMAND} -E touch ${stamp}
-  DEPENDS ${unguarded} ${PROJECT_SOURCE_DIR}/base/thread_annotations.h ${CMAKE_CURRENT_LIST_DIR}/must_not_compile.cmake
+  DEPENDS ${unguarded} ${PROJECT_SOURCE_DIR}/base/thread_annotations.h ${PROJECT_SOURCE_DIR}/base/mutex.h ${CMAKE_CURRENT_LIST_DIR}/must_not_compile.cmake
   COMMENT "Looking whether unguarded access is found" VERBATIM)
 file(MAKE_DIRECTORY ${CMAKE_BINARY_DIR}/thread_safety)
 add_custom_target(thread_safety DEPENDS ${stamps} ${stamp})

@@ -25,7 +25,7 @@ void RegionMapper::run() {
       const std::lock_guard lock(mutex_);
       if (ending_) return;
     }
-    Status done = catching_no_memory([&]() -> Status { return allocator_.attach_region(region); });
+    Status done = catching([&]() -> Status { return allocator_.attach_region(region); });
     const std::lock_guard lock(mutex_);
     if (done) ++attached_;
     status_ = std::move(done);

@@ -24,8 +24,8 @@
 
 #include "base/digest.h"
 #include "base/event_sink.h"
+#include "base/mutex.h"
 #include "base/status.h"
-#include "base/thread_annotations.h"
 #include "kvcache/block_state.h"
 #include "kvcache/eviction_order.h"
 

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/thread_annotations.h"
+#include "base/mutex.h"
 #include "kvcache/block_store.h"
 #include "kvcache/kv_layout.h"
 #include "offload/block_route.h"

@@ -21,7 +21,7 @@
 
 #include "base/clock.h"
 #include "base/file_system.h"
-#include "base/thread_annotations.h"
+#include "base/mutex.h"
 #include "kvcache/block_store.h"
 
 namespace torpor {

@@ -13,7 +13,7 @@ class Filling {
   explicit Filling(std::vector<MutableBlock>& targets) : targets_(targets), filled_(targets.size()) {}
   ~Filling() {
     for (size_t i = 0; i < targets_.size(); ++i) {
-      if (!filled_[i]) (void)catching_no_memory([&] { return targets_[i].compute_done(); });
+      if (!filled_[i]) (void)catching([&] { return targets_[i].compute_done(); });
     }
   }
   Filling(const Filling&) = delete;

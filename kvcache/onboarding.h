@@ -10,7 +10,7 @@
 #include <span>
 #include <vector>
 
-#include "base/thread_annotations.h"
+#include "base/mutex.h"
 #include "kvcache/block_routes.h"
 #include "kvcache/block_store.h"
 #include "kvcache/kv_layout.h"

@@ -36,11 +36,12 @@ class ChunkRoute final : public BlockRoute {
       std::fill(outcomes.begin(), outcomes.end(), BlockOutcome::kFailed);
       return;
     }
-    try {
+    const Status worked = catching([&] {
       work_(batch);
-    } catch (...) {
-      const Status thrown = error_in_flight();
-      for (ChunkTransfer& transfer : batch) transfer.status = thrown;
+      return ok();
+    });
+    if (!worked) {
+      for (ChunkTransfer& transfer : batch) transfer.status = worked;
     }
     for (size_t i = 0; i < batch.size(); ++i) {
       outcomes[i] = batch[i].status     ? BlockOutcome::kTransferred

@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "base/file_system.h"
+#include "base/mutex.h"
 #include "base/progress.h"
-#include "base/thread_annotations.h"
 #include "offload/codec.h"
 #include "offload/tier.h"
 

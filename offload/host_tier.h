@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "allocator/host_arena.h"
-#include "base/thread_annotations.h"
+#include "base/mutex.h"
 #include "offload/tier.h"
 
 namespace torpor {

@@ -288,11 +288,11 @@ void OffloadPipeline::end_container(const Container& container, BlockOutcome out
 }
 
 void OffloadPipeline::decide_once() {
-  try {
+  const Status decided = catching([this]() TORPOR_REQUIRES(signals_->mutex) {
     decide_now();
-  } catch (...) {
-    fail(error_in_flight());
-  }
+    return ok();
+  });
+  if (!decided) fail(decided);
   if (idle()) signals_->idle.notify_all();
 }
 
@@ -308,7 +308,7 @@ void OffloadPipeline::decide_now() {
 void OffloadPipeline::fail(const Status& failure) {
   log().error("{} is over, blocks that are offered to it fail: {}", route_.name(), failure.error().what);
   if (usable_) {
-    usable_ = catching_no_memory([&]() -> Status { return failure.error().within(route_.name()); });
+    usable_ = catching([&]() -> Status { return failure.error().within(route_.name()); });
   }
   new_.clear();
   waiting_.clear();
@@ -493,8 +493,7 @@ void OffloadPipeline::commit_batch() {
   }
   // In its place from the beginning, with room for all: what is upgraded is transferred, even if the rest fails.
   Batch& batch = on_deck_.emplace_back();
-  Status all;
-  try {
+  const Status all = catching([&]() TORPOR_REQUIRES(signals_->mutex) {
     batch.blocks.reserve(blocks);
     batch.owners.reserve(containers);
     batch.outcomes.assign(blocks, BlockOutcome::kFailed);
@@ -516,9 +515,8 @@ void OffloadPipeline::commit_batch() {
         }
       }
     }
-  } catch (...) {
-    all = error_in_flight();
-  }
+    return ok();
+  });
   if (batch.blocks.empty()) {
     on_deck_.pop_back();
   } else {

@@ -36,8 +36,8 @@
 
 #include "base/clock.h"
 #include "base/event_sink.h"
+#include "base/mutex.h"
 #include "base/status.h"
-#include "base/thread_annotations.h"
 #include "offload/block_route.h"
 #include "offload/offload_policy.h"
 #include "offload/precondition.h"

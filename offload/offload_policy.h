@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "base/thread_annotations.h"
+#include "base/mutex.h"
 #include "offload/block_route.h"
 
 namespace torpor {

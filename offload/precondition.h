@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/thread_annotations.h"
+#include "base/mutex.h"
 
 namespace torpor {
 

@@ -153,10 +153,10 @@ Status TransferExecutor::copy(Worker& worker, Direction direction, std::span<con
     unproven_digests_->reserve(unproven_digests_->size() + workers_.size());
   }
   // From here on nothing but the wait may end this: a copy may be running.
-  const Status enqueued = catching_no_memory([&] { return device_.copy_async(worker.stream, direction, copies); });
+  const Status enqueued = catching([&] { return device_.copy_async(worker.stream, direction, copies); });
   // Even a refused batch may have begun: wait for the stream in any case.
   DrainResult drained{.drain = Drain::kUnproven};
-  try {
+  Status waited = catching([&] {
     Result<EventId> event = device_.record(worker.stream);
     if (event) {
       drained = device_.wait(*event);
@@ -164,12 +164,14 @@ Status TransferExecutor::copy(Worker& worker, Direction direction, std::span<con
       drained = device_.drain(worker.stream);
       if (drained.drain == Drain::kCompleted) drained = {Drain::kDrainedWithError, event.error()};
     }
-  } catch (...) {
-    drained = {Drain::kUnproven, error_in_flight()};
-    try {
+    return ok();
+  });
+  if (!waited) {
+    drained = {Drain::kUnproven, std::move(waited).error()};
+    (void)catching([&] {  // where that throws too, it stays unproven
       if (device_.drain(worker.stream).drain == Drain::kCompleted) drained.drain = Drain::kDrainedWithError;
-    } catch (...) {  // stays unproven
-    }
+      return ok();
+    });
   }
   if (drained.drain == Drain::kUnproven) {
     unproven = true;
@@ -216,29 +218,29 @@ void TransferExecutor::copy_each(Worker& worker, Direction direction, std::span<
 
 void TransferExecutor::save(std::span<ChunkTransfer> batch, Tier& target) {
   const Borrowed borrowed(*this);
-  try {
+  const Status done = catching([&] {
     save_now(*borrowed.worker, batch, target);
-  } catch (...) {
-    fail_all(batch, error_in_flight(), quarantined_);
-  }
+    return ok();
+  });
+  if (!done) fail_all(batch, done.error(), quarantined_);
 }
 
 void TransferExecutor::restore(std::span<ChunkTransfer> batch, Tier& source) {
   const Borrowed borrowed(*this);
-  try {
+  const Status done = catching([&] {
     restore_now(*borrowed.worker, batch, source);
-  } catch (...) {
-    fail_all(batch, error_in_flight(), quarantined_);
-  }
+    return ok();
+  });
+  if (!done) fail_all(batch, done.error(), quarantined_);
 }
 
 void TransferExecutor::digest(std::span<ChunkTransfer> batch) {
   const Borrowed borrowed(*this);
-  try {
+  const Status done = catching([&] {
     digest_now(*borrowed.worker, batch);
-  } catch (...) {
-    fail_all(batch, error_in_flight(), quarantined_);
-  }
+    return ok();
+  });
+  if (!done) fail_all(batch, done.error(), quarantined_);
 }
 
 void TransferExecutor::save_now(Worker& worker, std::span<ChunkTransfer> batch, Tier& target) {

@@ -19,8 +19,8 @@
 
 #include "allocator/device_memory.h"
 #include "allocator/host_arena.h"
+#include "base/mutex.h"
 #include "base/status.h"
-#include "base/thread_annotations.h"
 #include "offload/chunk.h"
 #include "offload/tier.h"
 

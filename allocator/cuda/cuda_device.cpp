@@ -9,7 +9,7 @@
 #include "allocator/cuda/driver.h"
 #include "allocator/cuda/gather.h"
 #include "base/log.h"
-#include "base/thread_annotations.h"
+#include "base/mutex.h"
 #include "base/units.h"
 
 namespace torpor {

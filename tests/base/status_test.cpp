@@ -1,5 +1,12 @@
+#include <pthread.h>
+
 #include <cerrno>
+#include <memory>
+#include <new>
 #include <set>
+#include <stdexcept>
+#include <system_error>
+#include <thread>
 
 #include "base/status.h"
 #include "base/units.h"
@@ -58,6 +65,44 @@ TEST(Status, WhatThePermissionsForbidIsAPreconditionAndNoFailureOfTheDisk) {
 TEST(Status, TextNamesCodeCauseContextAndNextStep) {
   const Error error{.code = Code::kNotFound, .what = "no file", .next_step = "make one"};
   EXPECT_EQ(error.within("opening").to_string(), "not_found: opening: no file (make one)");
+}
+
+template <class Thrown>
+Status caught(const Thrown& thrown) {
+  return catching([&]() -> Status { throw thrown; });
+}
+
+TEST(Status, WhateverIsThrownIsAnErrorOfItsKind) {
+  EXPECT_FAILS(caught(std::bad_alloc()), Code::kResourceExhausted, "no memory");
+  EXPECT_FAILS(caught(std::length_error("too long")), Code::kResourceExhausted, "no memory");
+  const auto no_thread = std::make_error_code(std::errc::resource_unavailable_try_again);
+  EXPECT_FAILS(caught(std::system_error(no_thread)), Code::kResourceExhausted, "no thread to be had");
+  EXPECT_EQ(caught(std::system_error(no_thread)).error().native, EAGAIN);
+  EXPECT_FAILS(caught(std::system_error(EIO, std::generic_category())), Code::kInternal, "an exception");
+  EXPECT_FAILS(caught(std::runtime_error("words of its own")), Code::kInternal, "words of its own");
+  EXPECT_FAILS(caught(7), Code::kInternal, "an exception");
+}
+
+TEST(Status, WhatIsReturnedIsLeftAsItIs) {
+  EXPECT_EQ(test::value_of(catching([] { return half(8); })), 4);
+  EXPECT_FAILS(catching([] { return half(7); }), Code::kInvalidArgument, "odd");
+  EXPECT_EQ(*test::value_of(catching([]() -> Result<std::unique_ptr<int>> { return std::make_unique<int>(3); })), 3);
+}
+
+// As Python's interpreter ends threads that ask for its lock too late: nothing may hold that up.
+TEST(Status, AThreadThatIsEndedFromOutsideEnds) {
+  bool unwound = false;
+  bool went_on = false;
+  std::thread([&] {
+    struct Guard {
+      bool& gone;
+      ~Guard() { gone = true; }
+    } const guard{unwound};
+    (void)catching([]() -> Status { ::pthread_exit(nullptr); });
+    went_on = true;
+  }).join();
+  EXPECT_TRUE(unwound);
+  EXPECT_FALSE(went_on);
 }
 
 TEST(Units, ArithmeticThatWouldWrapHasNoValue) {

@@ -84,13 +84,13 @@ TEST(Allocation, EveryOneFailsInEncodeAndDecode) {
   const EngineCheckpoint state = test::example_checkpoint();
   const std::vector<Section> sections = encode(state);
   uint64_t failed = fail_each("encode", [&] {
-    return catching_no_memory([&]() -> Status {
+    return catching([&]() -> Status {
       const std::vector<Section> encoded = encode(state);
       return encoded == sections ? ok() : Status(Error{.code = Code::kInternal});
     });
   });
   failed += fail_each("decode", [&] {
-    return catching_no_memory([&]() -> Status {
+    return catching([&]() -> Status {
       TORPOR_ASSIGN(const EngineCheckpoint decoded, decode(sections));
       return decoded.state == state.state ? ok() : Status(Error{.code = Code::kInternal});
     });
@@ -105,7 +105,7 @@ TEST(Allocation, EveryOneFailsWhileWritingAndReading) {
   ASSERT_SUCCEEDS(test::write_checkpoint(*manager));
   const EngineCheckpoint state = test::example_checkpoint();
   const uint64_t failed = fail_each("read", [&]() -> Status {
-    return catching_no_memory([&]() -> Status {
+    return catching([&]() -> Status {
       TORPOR_ASSIGN(const Checkpoint checkpoint, manager->open_latest());
       TORPOR_ASSIGN(const EngineCheckpoint read, checkpoint.read_state());
       TORPOR_ASSIGN(const Verification found, verify(checkpoint, {.threads = 1}));
@@ -122,7 +122,7 @@ TEST(Allocation, EveryOneFailsWhileWritingAndReading) {
       {
         const auto writer = test::value_of(CheckpointManager::open(disk, "/store", {}));
         allocations = {.armed = true, .for_ever = for_ever, .at = n, .count = 0, .live = allocations.live};
-        path = catching_no_memory([&] { return test::write_checkpoint(*writer, state); });
+        path = catching([&] { return test::write_checkpoint(*writer, state); });
         allocations.armed = false;
       }
       const bool fired = allocations.count >= n;

@@ -1,5 +1,5 @@
 // Touches what a lock guards without it, in the ways that the target `thread_safety` must find. Never linked.
-#include "base/thread_annotations.h"
+#include "base/mutex.h"
 
 namespace torpor::test {
 

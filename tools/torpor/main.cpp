@@ -60,7 +60,7 @@ int run(const torpor::cli::Verb& verb, const torpor::cli::Arguments& arguments, 
     if (!key) return fail(key.error(), as_json);
     context.key = std::make_shared<const torpor::Key>(*key);
   }
-  const torpor::Result<Json> answer = torpor::catching_no_memory([&] { return verb.ask(context); });
+  const torpor::Result<Json> answer = torpor::catching([&] { return verb.ask(context); });
   if (!answer) return fail(answer.error(), as_json);
   bool written = false;
   if (verb.raw && !as_json) {
