@@ -160,6 +160,7 @@ BlockPool::BlockPool(BlockPoolOptions options, EventSink* sink)
     : options_(std::move(options)),
       sink_(sink),
       slots_(static_cast<size_t>(options_.num_blocks)),
+      empty_(options_.num_blocks),
       cached_(make_eviction_order(options_.eviction, options_.num_blocks)),
       free_blocks_(options_.num_blocks) {
   for (int32_t id = 0; id < options_.num_blocks; ++id) {
@@ -228,8 +229,7 @@ int32_t BlockPool::take_free() {
     id = cached_->evict();
     empty(id);
   } else {
-    id = empty_.front();
-    empty_.pop_front();
+    id = empty_.pop_front();
   }
   slot(id).is_free = false;
   return id;
@@ -353,10 +353,9 @@ int32_t BlockPool::clear_cached() {
   const MutexLock lock(mutex_);
   int32_t cleared = 0;
   while (!cached_->empty()) {
-    empty_.push_back(0);  // room first: a block that left the one list must come into the other
     const int32_t id = cached_->evict();
-    empty_.back() = id;
     empty(id);
+    empty_.push_back(id);
     ++cleared;
   }
   return cleared;
@@ -375,6 +374,10 @@ BlockPoolSnapshot BlockPool::snapshot() const {
 }
 
 Result<BlockPool::Handles> BlockPool::restore(const BlockPoolSnapshot& snapshot) {
+  return catching([&] { return restore_now(snapshot); });
+}
+
+Result<BlockPool::Handles> BlockPool::restore_now(const BlockPoolSnapshot& snapshot) {
   const auto wrong = [](std::string what) {
     return Error{.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"};
   };
@@ -398,39 +401,68 @@ Result<BlockPool::Handles> BlockPool::restore(const BlockPoolSnapshot& snapshot)
       return wrong(fmt::format("block {} is empty and free behind cached ones", id));
     cached_seen = registered[static_cast<size_t>(id)];
   }
+  // Made aside, with handles that have no pool as yet: what fails here has touched nothing.
+  BlockPool aside(options_, nullptr);
   Handles handles;
   {
-    const MutexLock lock(mutex_);
-    if (!index_.empty() || empty_.size() != slots_.size()) {
-      return Error{.code = Code::kFailedPrecondition,
-                   .what = "the block pool is in use",
-                   .next_step = "restore into a new engine"};
-    }
-    empty_.clear();
-    free_blocks_ = 0;
-    for (Slot& slot : slots_) slot.is_free = false;
-    for (const BlockPoolSnapshot::Block& block : snapshot.registered) {
-      slot(block.id).identity = block.identity;
-      slot(block.id).state = BlockState::kRegistered;
-      make_registered(block.id);
-    }
-    for (auto id = snapshot.free_order.rbegin(); id != snapshot.free_order.rend(); ++id) {
-      if (!registered[static_cast<size_t>(*id)]) add_to_free(*id);  // the last one added is taken first
-    }
-    for (const int32_t id : snapshot.free_order) {
-      if (registered[static_cast<size_t>(id)]) let_go(id);
-    }
-    for (int32_t id = 0; id < options_.num_blocks; ++id) {
-      if (free[static_cast<size_t>(id)]) continue;
-      if (registered[static_cast<size_t>(id)]) {
-        handles.shared.emplace(id, BlockRef(*this, id));
-      } else {
-        slot(id).owned = true;
-        handles.owned.emplace(id, MutableBlock(*this, id));
-      }
+    const MutexLock lock(aside.mutex_);
+    aside.fill(snapshot);
+  }
+  for (int32_t id = 0; id < options_.num_blocks; ++id) {
+    if (free[static_cast<size_t>(id)]) continue;
+    if (registered[static_cast<size_t>(id)]) {
+      handles.shared.emplace(id, BlockRef());
+    } else {
+      handles.owned.emplace(id, MutableBlock());
     }
   }
+  const MutexLock lock(mutex_);
+  if (!index_.empty() || empty_.size() != slots_.size()) {
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = "the block pool is in use",
+                 .next_step = "restore into a new engine"};
+  }
+  // From here on nothing fails.
+  const MutexLock other(aside.mutex_);
+  for (int32_t id = 0; id < options_.num_blocks; ++id) aside.slot(id).generation = slot(id).generation;
+  std::swap(slots_, aside.slots_);
+  std::swap(empty_, aside.empty_);
+  std::swap(cached_, aside.cached_);
+  std::swap(index_, aside.index_);
+  free_blocks_ = aside.free_blocks_;
+  registrations_ = aside.registrations_;
+  for (auto& [id, block] : handles.shared) {
+    block.pool_ = this;
+    block.id_ = id;
+  }
+  for (auto& [id, block] : handles.owned) {
+    block.pool_ = this;
+    block.id_ = id;
+  }
   return handles;
+}
+
+// Makes this unused pool what a checked snapshot says; what is not free in it has its owner yet to come.
+void BlockPool::fill(const BlockPoolSnapshot& snapshot) {
+  empty_.clear();
+  free_blocks_ = 0;
+  for (Slot& slot : slots_) {
+    slot.is_free = false;
+    slot.owned = true;
+  }
+  for (const BlockPoolSnapshot::Block& block : snapshot.registered) {
+    slot(block.id).identity = block.identity;
+    slot(block.id).state = BlockState::kRegistered;
+    make_registered(block.id);
+  }
+  for (auto id = snapshot.free_order.rbegin(); id != snapshot.free_order.rend(); ++id) {
+    if (slot(*id).state == BlockState::kRegistered) continue;
+    slot(*id).owned = false;
+    add_to_free(*id);  // the last one added is taken first
+  }
+  for (const int32_t id : snapshot.free_order) {
+    if (slot(id).state == BlockState::kRegistered) let_go(id);
+  }
 }
 
 BlockPoolInfo BlockPool::info() const {
@@ -445,7 +477,7 @@ BlockPoolInfo BlockPool::info() const {
 }
 
 std::vector<int32_t> BlockPool::free_order_locked() const {
-  std::vector<int32_t> order(empty_.begin(), empty_.end());
+  std::vector<int32_t> order = empty_.ids();
   const std::vector<int32_t> cached = cached_->order();
   order.insert(order.end(), cached.begin(), cached.end());
   return order;

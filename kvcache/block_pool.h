@@ -13,7 +13,6 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -26,6 +25,7 @@
 #include "base/event_sink.h"
 #include "base/mutex.h"
 #include "base/status.h"
+#include "kvcache/block_list.h"
 #include "kvcache/block_state.h"
 #include "kvcache/eviction_order.h"
 
@@ -133,6 +133,7 @@ class MutableBlock {
 
  private:
   friend class BlockPool;
+  MutableBlock() = default;  // of no block
   MutableBlock(BlockPool& pool, int32_t id) : pool_(&pool), id_(id) {}
   BlockPool* pool_ = nullptr;
   int32_t id_ = -1;
@@ -163,7 +164,8 @@ class BlockPool {
 
   BlockPoolSnapshot snapshot() const;
   // Makes an unused pool what `snapshot` says (exactly so with LRU), with everything that is not free in the caller's
-  // hands. kCorruption, and the pool is unchanged, where the snapshot contradicts itself or this pool's shape.
+  // hands. kCorruption where the snapshot contradicts itself or this pool's shape, kResourceExhausted for want of
+  // memory; the pool is unchanged then.
   struct Handles {
     Handles() = default;
     Handles(Handles&&) = default;  // and not to be copied: it owns
@@ -215,12 +217,14 @@ class BlockPool {
   void end_ownership(int32_t id) TORPOR_REQUIRES(mutex_);
   std::optional<int32_t> find(const BlockIdentity& identity) const TORPOR_REQUIRES(mutex_);
   std::vector<int32_t> free_order_locked() const TORPOR_REQUIRES(mutex_);
+  void fill(const BlockPoolSnapshot& snapshot) TORPOR_REQUIRES(mutex_);
+  Result<Handles> restore_now(const BlockPoolSnapshot& snapshot);
 
   const BlockPoolOptions options_;
   EventSink* const sink_;
   mutable Mutex mutex_;
   std::vector<Slot> slots_ TORPOR_GUARDED_BY(mutex_);
-  std::deque<int32_t> empty_ TORPOR_GUARDED_BY(mutex_);  // free, without content; the front is taken first
+  BlockList empty_ TORPOR_GUARDED_BY(mutex_);  // free, without content; the front is taken first
   std::unique_ptr<EvictionOrder> cached_ TORPOR_GUARDED_BY(mutex_) TORPOR_PT_GUARDED_BY(mutex_);
   int32_t free_blocks_ TORPOR_GUARDED_BY(mutex_) = 0;  // in both
   // Hash -> registered blocks, oldest first.

@@ -6,6 +6,8 @@
 #include <set>
 #include <unordered_set>
 
+#include "kvcache/block_list.h"
+
 namespace torpor {
 
 std::string_view name(EvictionPolicy policy) {
@@ -20,44 +22,19 @@ std::string_view name(EvictionPolicy policy) {
 
 namespace {
 
-// LRU: a list through the blocks' numbers; nothing is searched or allocated.
+// LRU: nothing is searched or allocated.
 class LruOrder final : public EvictionOrder {
  public:
-  explicit LruOrder(int32_t num_blocks) : links_(static_cast<size_t>(num_blocks) + 1), end_(num_blocks) {
-    links_.back() = {end_, end_};
-  }
-
-  void add(int32_t id, const Digest&, bool) override {
-    Link& last = at(end_);
-    at(id) = {last.before, end_};
-    at(last.before).after = id;
-    last.before = id;
-  }
-  void hit(int32_t id) override { discard(id); }
-  void discard(int32_t id) override {
-    at(at(id).before).after = at(id).after;
-    at(at(id).after).before = at(id).before;
-  }
-  bool empty() const override { return links_.back().after == end_; }
-  int32_t evict() override {
-    const int32_t id = at(end_).after;
-    discard(id);
-    return id;
-  }
-  std::vector<int32_t> order() const override {
-    std::vector<int32_t> ids;
-    for (int32_t id = links_.back().after; id != end_; id = links_[static_cast<size_t>(id)].after) ids.push_back(id);
-    return ids;
-  }
+  explicit LruOrder(int32_t num_blocks) : blocks_(num_blocks) {}
+  void add(int32_t id, const Digest&, bool) override { blocks_.push_back(id); }
+  void hit(int32_t id) override { blocks_.remove(id); }
+  void discard(int32_t id) override { blocks_.remove(id); }
+  bool empty() const override { return blocks_.empty(); }
+  int32_t evict() override { return blocks_.pop_front(); }
+  std::vector<int32_t> order() const override { return blocks_.ids(); }
 
  private:
-  struct Link {
-    int32_t before = -1;
-    int32_t after = -1;
-  };
-  Link& at(int32_t id) { return links_[static_cast<size_t>(id)]; }
-  std::vector<Link> links_;  // the last one is the ring's end: first after it, last before it
-  const int32_t end_;
+  BlockList blocks_;
 };
 
 // FIFO and LFU: sorted by a rank that a block has while it stands here.

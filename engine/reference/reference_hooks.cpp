@@ -151,16 +151,19 @@ Result<SchedulerCheckpoint> ReferenceEngine::capture() {
 }
 
 Status ReferenceEngine::drop_requests(const std::string& mode) {
-  std::deque<Request*> again;  // made first: what follows takes no memory
-  if (mode != "abort") {
-    again = waiting_;
+  const bool abort = mode == "abort";
+  if (!abort) {  // first: what follows takes no memory
+    std::deque<Request*> again = waiting_;
     again.insert(again.end(), running_.begin(), running_.end());
     std::sort(again.begin(), again.end(), [this](const Request* a, const Request* b) { return comes_before(*a, *b); });
+    waiting_.swap(again);
   }
   for (const auto& [id, request] : requests_) release(*request);
   running_.clear();
-  waiting_.swap(again);
-  if (mode == "abort") requests_.clear();
+  if (abort) {
+    waiting_.clear();
+    requests_.clear();
+  }
   // Weights may be others from now on: nothing that was computed is of use.
   pool_->clear_cached();
   if (host_) host_->pool().clear_cached();

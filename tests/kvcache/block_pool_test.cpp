@@ -331,6 +331,22 @@ TEST(BlockPool, ASnapshotPutsAnUnusedPoolIntoTheSameState) {
   }
 }
 
+// A name from before the restore must not find what it brought.
+TEST(BlockPool, ANameFromBeforeARestoreFindsNothing) {
+  const auto pool = make(2);
+  WeakBlock before;
+  {
+    const BlockRef block = registered(*pool, 1);
+    before = WeakBlock(block);
+  }
+  EXPECT_EQ(pool->clear_cached(), 1);
+  const BlockPoolSnapshot snapshot{.registered = {{before.id(), {.tokens = tokens_of(7)}}}, .free_order = {}};
+  const BlockPool::Handles handles = value_of(pool->restore(snapshot));
+  EXPECT_EQ(handles.shared.count(before.id()), 1u);
+  EXPECT_FALSE(before.upgrade().has_value());
+  EXPECT_TRUE(WeakBlock(handles.shared.at(before.id())).upgrade().has_value());
+}
+
 TEST(BlockPool, ASnapshotThatContradictsItselfIsRefused) {
   const auto with = [](auto change) {
     const auto pool = make(4);

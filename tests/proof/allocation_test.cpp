@@ -5,6 +5,7 @@
 
 #include "checkpoint/state_sections.h"
 #include "checkpoint/verify.h"
+#include "kvcache/block_pool.h"
 #include "tests/support/example_state.h"
 #include "tests/support/model_file_system.h"
 #include "tests/support/results.h"
@@ -149,6 +150,56 @@ TEST(Allocation, EveryOneFailsWhileWritingAndReading) {
   std::printf("proof: %lu failed allocations in reading, %lu in writing, 0 leaks\n", static_cast<unsigned long>(failed),
               static_cast<unsigned long>(written));
   EXPECT_GT(written, 200u);
+}
+
+// Whatever failed, the pool is as unused as it was, and takes the same snapshot afterwards.
+TEST(Allocation, EveryOneFailsInTheRestoreOfABlockPool) {
+  constexpr int32_t kBlocks = 300;  // 100 registered and held, 100 registered and free, 50 owned, 50 empty
+  BlockPoolSnapshot snapshot;
+  for (int32_t id = 0; id < 200; ++id)
+    snapshot.registered.push_back({.id = id, .identity = {.salt = static_cast<uint64_t>(id), .tokens = {id, 1, 2, 3}}});
+  for (int32_t id = 250; id < kBlocks; ++id) snapshot.free_order.push_back(id);
+  for (int32_t id = 100; id < 200; ++id) snapshot.free_order.push_back(id);
+  uint64_t failed = 0;
+  for (const EvictionPolicy policy : {EvictionPolicy::kLru, EvictionPolicy::kLfu, EvictionPolicy::kS3Fifo}) {
+    for (const bool for_ever : {false, true}) {
+      for (uint64_t n = 1;; ++n) {
+        SCOPED_TRACE(testing::Message() << name(policy) << ", allocation " << n << (for_ever ? " and all after" : ""));
+        const auto pool = test::value_of(
+            BlockPool::create({.num_blocks = kBlocks, .block_tokens = 4, .eviction = policy, .hash = {}}));
+        const std::vector<int32_t> before = pool->free_order();
+        const int64_t live = allocations.live;
+        bool fired = false;
+        {
+          allocations = {.armed = true, .for_ever = for_ever, .at = n, .count = 0, .live = live};
+          const Result<BlockPool::Handles> restored = pool->restore(snapshot);
+          allocations.armed = false;
+          fired = allocations.count >= n;
+          ASSERT_EQ(restored.has_value(), !fired);
+          if (restored) break;
+          ASSERT_EQ(restored.error().code, Code::kResourceExhausted);
+        }
+        ASSERT_EQ(allocations.live, live);
+        ++failed;
+        ASSERT_SUCCEEDS(pool->check());
+        ASSERT_EQ(pool->free_order(), before);
+        ASSERT_FALSE(pool->contains(snapshot.registered[0].identity));
+        if (n % 10 != 1) continue;
+        {
+          const BlockPool::Handles handles = test::value_of(pool->restore(snapshot));
+          ASSERT_SUCCEEDS(pool->check());
+          ASSERT_EQ(pool->free_order(), snapshot.free_order);
+          ASSERT_EQ(handles.shared.size(), 100u);
+          ASSERT_EQ(handles.owned.size(), 50u);
+        }
+        ASSERT_SUCCEEDS(pool->check());
+        ASSERT_EQ(pool->info().free, kBlocks);
+      }
+    }
+  }
+  std::printf("proof: %lu failed allocations in the restore of a block pool, 0 leaks\n",
+              static_cast<unsigned long>(failed));
+  EXPECT_GT(failed, 3000u);
 }
 
 }  // namespace

@@ -137,13 +137,7 @@ class ThrowingHooks final : public EngineHooks {
     return run([&] { return inner_.reconnect(workers); });
   }
   Result<std::vector<FailedRequest>> restore(const EngineCheckpoint& checkpoint) override {
-    return run([&] {
-      // Allocations of the reference engine's block pool are left out here: its restore() cannot be tried again yet.
-      const bool armed = allocations.armed.exchange(false);
-      auto failed = inner_.restore(checkpoint);
-      allocations.armed = armed;
-      return failed;
-    });
+    return run([&] { return inner_.restore(checkpoint); });
   }
   Status forget_restored() override {
     return run([&] { return inner_.forget_restored(); });
