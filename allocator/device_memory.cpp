@@ -156,61 +156,54 @@ Status DeviceMemory::map(DeviceAddress address, PhysicalId id) {
   return done;
 }
 
-std::vector<DeviceMemory::MappingAt> DeviceMemory::take(DeviceAddress address, uint64_t size) {
-  std::vector<MappingAt> covered;
+bool DeviceMemory::take(DeviceAddress address, uint64_t size) {
   while (true) {
-    covered.clear();
     bool in_use = false;
     uint64_t reached = address;
     for (auto at = mappings_.find(address); at != mappings_.end() && at->first == reached && reached < address + size;
          ++at) {
-      covered.push_back(at);
       in_use = in_use || at->second.copies > 0 || physical_.at(at->second.id).busy;
       reached += at->second.size;
     }
-    if (size == 0 || reached != address + size) return {};
+    if (size == 0 || reached != address + size) return false;
     if (!in_use) break;
     changed_.wait(mutex_);
   }
-  for (const MappingAt at : covered) physical_.at(at->second.id).busy = true;
-  return covered;
+  each_in(address, size, [this](MappingAt at) TORPOR_REQUIRES(mutex_) { physical_.at(at->second.id).busy = true; });
+  return true;
 }
 
-void DeviceMemory::give_back(const std::vector<MappingAt>& taken) {
-  for (const MappingAt at : taken) physical_.at(at->second.id).busy = false;
+void DeviceMemory::give_back(DeviceAddress address, uint64_t size) {
+  each_in(address, size, [this](MappingAt at) TORPOR_REQUIRES(mutex_) { physical_.at(at->second.id).busy = false; });
   changed_.notify_all();
 }
 
 Status DeviceMemory::set_access(DeviceAddress address, uint64_t size, Access access) {
   MutexLock lock(mutex_);
-  const std::vector<MappingAt> taken = take(address, size);
-  if (taken.empty())
+  if (!take(address, size))
     return invalid(fmt::format("the {} bytes at {:#x} are not exactly covered by mappings", size, address));
   lock.unlock();
   Status done = catching([&] { return do_set_access(address, size, access); });
   lock.lock();
-  if (done) {
-    for (const MappingAt at : taken) at->second.access = access;
-  }
-  give_back(taken);
+  if (done) each_in(address, size, [access](MappingAt at) { at->second.access = access; });
+  give_back(address, size);
   return done;
 }
 
 Status DeviceMemory::unmap(DeviceAddress address, uint64_t size) {
   MutexLock lock(mutex_);
-  const std::vector<MappingAt> taken = take(address, size);
-  if (taken.empty()) return invalid(fmt::format("the {} bytes at {:#x} are not whole mappings", size, address));
+  if (!take(address, size)) return invalid(fmt::format("the {} bytes at {:#x} are not whole mappings", size, address));
   lock.unlock();
   Status done = catching([&] { return do_unmap(address, size); });
   lock.lock();
-  give_back(taken);
+  give_back(address, size);
   if (!done) return done;
-  for (const MappingAt at : taken) {
+  each_in(address, size, [this](MappingAt at) TORPOR_REQUIRES(mutex_) {
     const PhysicalAt memory = physical_.find(at->second.id);
     --memory->second.mappings;
     mappings_.erase(at);
     forget_if_gone(memory);
-  }
+  });
   return done;
 }
 

@@ -81,9 +81,9 @@ class DeviceMemory {
 
   Status map(DeviceAddress address, PhysicalId id);  // whole physical memory; no access until set_access
   Status set_access(DeviceAddress address, uint64_t size, Access access);  // the range must be mapped without gaps
-  Status unmap(DeviceAddress address,
-               uint64_t size);  // whole mappings only; the caller has proven that work is done;
-                                // state_changed: a part is unmapped and could not be mapped again
+  // Whole mappings only; the caller has proven that work is done. state_changed: a part is unmapped and could not be
+  // mapped again. Neither this nor release() takes memory of the process: for want of it nothing stays half done.
+  Status unmap(DeviceAddress address, uint64_t size);
 
   Result<StreamId> create_stream();
   Status destroy_stream(StreamId stream);  // waits for its work
@@ -149,9 +149,14 @@ class DeviceMemory {
   };
   using MappingAt = std::map<DeviceAddress, Mapping>::iterator;
   using PhysicalAt = std::map<PhysicalId, Physical>::iterator;
-  // The mappings that are exactly the range, marked; waits for calls that are at work on them. Empty: there are none.
-  std::vector<MappingAt> take(DeviceAddress address, uint64_t size) TORPOR_REQUIRES(mutex_);
-  void give_back(const std::vector<MappingAt>& taken) TORPOR_REQUIRES(mutex_);
+  // Marks the mappings that are exactly the range; waits for calls that are at work on them. False: there are none.
+  bool take(DeviceAddress address, uint64_t size) TORPOR_REQUIRES(mutex_);
+  void give_back(DeviceAddress address, uint64_t size) TORPOR_REQUIRES(mutex_);
+  // Calls `use` for each mapping that begins in the range; `use` may take it away.
+  template <class Use>
+  void each_in(DeviceAddress address, uint64_t size, const Use& use) TORPOR_REQUIRES(mutex_) {
+    for (auto at = mappings_.lower_bound(address); at != mappings_.end() && at->first < address + size;) use(at++);
+  }
   // The mappings that `copies` touch; false: another call is at work on one of them.
   Result<bool> find_for_copies(Direction direction, std::span<const Copy> copies, std::vector<MappingAt>& touched)
       TORPOR_REQUIRES(mutex_);

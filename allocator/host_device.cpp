@@ -260,40 +260,32 @@ class HostDevice final : public DeviceMemory {
   }
 
   Status do_unmap(DeviceAddress address, uint64_t size) override {
-    struct Piece {
-      DeviceAddress address = 0;
-      Mapped* mapping = nullptr;  // the caller alone is at work on it
-      Physical memory;
-    };
-    std::vector<Piece> pieces;
-    {
-      const MutexLock lock(mutex_);
-      for (auto at = mapped_.find(address); at != mapped_.end() && at->first < address + size; ++at)
-        pieces.push_back({at->first, &at->second, physical_.at(at->second.id)});
-    }
-    for (size_t i = 0; i < pieces.size(); ++i) {
-      const Piece& piece = pieces[i];
+    const DeviceAddress end = address + size;
+    for (Piece piece = next_piece(address, end); piece.mapping != nullptr; piece = next_piece(piece.end(), end)) {
       if (piece.mapping->gone) continue;
       Status moved = take_back(piece.address, *piece.mapping, piece.memory.parking);
       if (moved) {
         piece.mapping->gone = true;
         continue;
       }
-      Error error = moved.error();
-      for (size_t undone = 0; undone < i; ++undone) {
-        const bool back = put_back(pieces[undone].address, *pieces[undone].mapping, pieces[undone].memory.parking);
-        pieces[undone].mapping->gone = !back;
+      Error error = std::move(moved).error();
+      for (Piece undone = next_piece(address, piece.address); undone.mapping != nullptr;
+           undone = next_piece(undone.end(), piece.address)) {
+        const bool back = put_back(undone.address, *undone.mapping, undone.memory.parking);
+        undone.mapping->gone = !back;
         error.state_changed = error.state_changed || !back;
       }
       return error;
     }
-    for (const Piece& piece : pieces) {
-      if (!piece.memory.released) continue;
-      if (const Status freed = do_free_reservation(piece.memory.parking, piece.memory.size); !freed)
-        log().error("addresses stay reserved: {}", freed.error().to_string());
-    }
-    const MutexLock lock(mutex_);
-    for (const Piece& piece : pieces) {
+    for (Piece piece = next_piece(address, end); piece.mapping != nullptr; piece = next_piece(piece.end(), end)) {
+      if (piece.memory.released) {
+        (void)catching([&] {
+          const Status freed = do_free_reservation(piece.memory.parking, piece.memory.size);
+          if (!freed) log().error("addresses stay reserved: {}", freed.error().to_string());
+          return ok();
+        });
+      }
+      const MutexLock lock(mutex_);
       const auto memory = physical_.find(piece.mapping->id);
       memory->second.mapped = false;
       if (memory->second.released) physical_.erase(memory);
@@ -400,6 +392,20 @@ class HostDevice final : public DeviceMemory {
     int protection = PROT_NONE;
     bool gone = false;  // unmapped by a call that failed and could not map it again
   };
+
+  struct Piece {
+    DeviceAddress address = 0;
+    Mapped* mapping = nullptr;  // the caller alone is at work on it
+    Physical memory;
+    DeviceAddress end() const { return address + memory.size; }
+  };
+  // The first mapping in the range; none: `mapping` is null.
+  Piece next_piece(DeviceAddress from, DeviceAddress to) {
+    const MutexLock lock(mutex_);
+    const auto at = mapped_.lower_bound(from);
+    if (at == mapped_.end() || at->first >= to) return {};
+    return {at->first, &at->second, physical_.at(at->second.id)};
+  }
 
   // Both ranges stay reserved; the one that is left has no pages and no access.
   static Status move_pages(DeviceAddress from, DeviceAddress to, uint64_t size) {

@@ -136,7 +136,8 @@ class SleepAllocator::Hold {
   const Tags tags_;
 };
 
-bool SleepAllocator::in_use(const Tags& tags) const {
+template <class Some>
+bool SleepAllocator::in_use(const Some& tags) const {
   if (all_held_ || tags.empty()) return all_held_ || !held_.empty();
   for (const std::string& tag : tags) {
     if (held_.contains(tag)) return true;
@@ -285,7 +286,16 @@ Error wrong_state(const RegionInfo& region, std::string_view wanted) {
 Result<std::vector<SleepAllocator::Region*>> SleepAllocator::select(std::span<const std::string> tags,
                                                                     std::initializer_list<RegionState> allowed) const {
   const MutexLock lock(mutex_);
+  TORPOR_TRY(check(tags, allowed));
   std::vector<Region*> selected;
+  for (const auto& [address, region] : regions_) {
+    if (is_of(tags, *region)) selected.push_back(region.get());
+  }
+  return selected;
+}
+
+// Takes memory only for what it refuses.
+Status SleepAllocator::check(std::span<const std::string> tags, std::initializer_list<RegionState> allowed) const {
   for (const std::string& tag : tags) {
     const bool known =
         std::any_of(regions_.begin(), regions_.end(), [&](const auto& entry) { return entry.second->info.tag == tag; });
@@ -296,13 +306,14 @@ Result<std::vector<SleepAllocator::Region*>> SleepAllocator::select(std::span<co
     }
   }
   for (const auto& [address, region] : regions_) {
-    if (!tags.empty() && std::find(tags.begin(), tags.end(), region->info.tag) == tags.end()) continue;
-    if (std::find(allowed.begin(), allowed.end(), region->info.state) == allowed.end()) {
+    if (is_of(tags, *region) && std::find(allowed.begin(), allowed.end(), region->info.state) == allowed.end())
       return wrong_state(region->info, name(*allowed.begin()));
-    }
-    selected.push_back(region.get());
   }
-  return selected;
+  return ok();
+}
+
+bool SleepAllocator::is_of(std::span<const std::string> tags, const Region& region) {
+  return tags.empty() || std::find(tags.begin(), tags.end(), region.info.tag) != tags.end();
 }
 
 Status SleepAllocator::begin_save(std::span<const std::string> tags) {
@@ -314,9 +325,12 @@ Status SleepAllocator::begin_save(std::span<const std::string> tags) {
 }
 
 Status SleepAllocator::cancel_save(std::span<const std::string> tags) {
-  const Hold hold(*this, tags);
-  TORPOR_ASSIGN(const std::vector<Region*> selected, select(tags, {RegionState::kSaving}));
-  settle(selected, RegionState::kAttached);
+  const MutexLock lock(mutex_);
+  while (in_use(tags)) let_go_.wait(mutex_);
+  TORPOR_TRY(check(tags, {RegionState::kSaving}));
+  for (const auto& [address, region] : regions_) {
+    if (is_of(tags, *region)) region->info.state = RegionState::kAttached;
+  }
   return ok();
 }
 
@@ -342,7 +356,10 @@ Status SleepAllocator::take_memory(const std::vector<Region*>& selected) {
       const Status back = (*undone)->map(device_);
       if (back) continue;
       (*undone)->broken = changed = true;
-      log().error("cannot undo: {}", back.error().to_string());
+      (void)catching([&] {
+        log().error("cannot undo: {}", back.error().to_string());
+        return ok();
+      });
     }
     {
       const MutexLock lock(mutex_);
@@ -352,7 +369,11 @@ Status SleepAllocator::take_memory(const std::vector<Region*>& selected) {
     }
     Error error = std::move(done).error();
     error.state_changed = changed;
-    return error.within(fmt::format("detaching {}/{}", region->info.tag, region->info.name));
+    (void)catching([&] {
+      error = error.within(fmt::format("detaching {}/{}", region->info.tag, region->info.name));
+      return ok();
+    });
+    return error;
   }
   // From here on content goes. A handle that will not be released makes its region broken, the others are detached.
   Status first;
@@ -362,15 +383,19 @@ Status SleepAllocator::take_memory(const std::vector<Region*>& selected) {
   }
   settle(selected, RegionState::kDetached);
   if (first) return ok();
-  std::string broken;
-  for (const Region* region : selected) {
-    if (region->broken)
-      broken += fmt::format("{}{}/{}", broken.empty() ? "" : ", ", region->info.tag, region->info.name);
-  }
   Error error = std::move(first).error();
   error.state_changed = true;
-  error.next_step = "end this process; what was saved can be woken in a new one";
-  return error.within(fmt::format("memory was not released, now broken: {}", broken));
+  (void)catching([&] {
+    std::string broken;
+    for (const Region* region : selected) {
+      if (region->broken)
+        broken += fmt::format("{}{}/{}", broken.empty() ? "" : ", ", region->info.tag, region->info.name);
+    }
+    error.next_step = "end this process; what was saved can be woken in a new one";
+    error = error.within(fmt::format("memory was not released, now broken: {}", broken));
+    return ok();
+  });
+  return error;
 }
 
 Status SleepAllocator::begin_attach(std::span<const std::string> tags) {

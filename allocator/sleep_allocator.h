@@ -60,8 +60,9 @@ class SleepAllocator {
   Status free(DeviceAddress address);
 
   // `tags` empty: all tags that exist. An unknown tag is kNotFound.
-  Status begin_save(std::span<const std::string> tags);   // attached -> saving
-  Status cancel_save(std::span<const std::string> tags);  // saving -> attached
+  Status begin_save(std::span<const std::string> tags);  // attached -> saving
+  // saving -> attached. Takes no memory, so that it can undo where there is none.
+  Status cancel_save(std::span<const std::string> tags);
   // saving or attached -> detached. First every region is unmapped (undone by mapping the same memory, which still
   // holds the content), only then is memory released. Precondition: device work on the regions is proven done.
   Status detach(std::span<const std::string> tags);
@@ -92,7 +93,11 @@ class SleepAllocator {
   // The caller holds the tags of `selected`.
   Status take_memory(const std::vector<Region*>& selected);
   void settle(std::span<Region* const> regions, RegionState state);  // broken ones are broken
-  bool in_use(const Tags& tags) const TORPOR_REQUIRES(mutex_);
+  Status check(std::span<const std::string> tags, std::initializer_list<RegionState> allowed) const
+      TORPOR_REQUIRES(mutex_);
+  static bool is_of(std::span<const std::string> tags, const Region& region);
+  template <class Some>
+  bool in_use(const Some& tags) const TORPOR_REQUIRES(mutex_);
 
   DeviceMemory& device_;
   const SleepAllocatorOptions options_;

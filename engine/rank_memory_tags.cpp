@@ -112,10 +112,11 @@ Result<TagMove> RankMemory::sleep_tags(std::vector<std::string> wanted, const st
     TORPOR_TRY(drop_unclean(kept));
     phases.done("check");
   }
-  const RankOrder saving{.tags = kept};
   const RankOrder leaving{.tags = tags};
+  std::vector<RankOrder> savings;  // tag by tag: one that is broken now is no reason to leave another as it is
+  for (const std::string& tag : kept) savings.push_back({.tags = {tag}});
   if (!kept.empty()) {
-    TORPOR_ASSIGN(const RankReply saved, carry_out("save", saving));
+    TORPOR_ASSIGN(const RankReply saved, carry_out("save", {.tags = kept}));
     move.copied_bytes = saved.bytes;
     phases.done("save");
   }
@@ -125,11 +126,11 @@ Result<TagMove> RankMemory::sleep_tags(std::vector<std::string> wanted, const st
   for (const std::string& tag : tags) {
     if (!has_tag(kept, tag)) dropped.insert(backups_.extract(tag));
   }
-  const Result<RankReply> detached = carry_out("detach", leaving);
+  Result<RankReply> detached = carry_out("detach", leaving);
   if (!detached) {
     backups_.merge(dropped);
-    if (!kept.empty() && !detached.error().state_changed) (void)carry_out("cancel_save", saving);
-    return detached.error();
+    for (const RankOrder& saving : savings) (void)carry_out("cancel_save", saving);  // refused where it went
+    return std::move(detached).error();
   }
   phases.done("detach");
   move.physical_bytes = detached->bytes;

@@ -245,35 +245,34 @@ class CudaDevice final : public DeviceMemory {
         return drained.error.within("zeroing may still run");
       zeroing_unproven_.compare_exchange_strong(unproven, 0);  // what became unproven meanwhile stays so
     }
-    std::vector<std::pair<DeviceAddress, Mapped*>> mappings;  // the caller alone is at work on them
-    {
-      const MutexLock lock(mutex_);
-      for (auto at = mapped_.find(address); at != mapped_.end() && at->first < address + size; ++at)
-        mappings.emplace_back(at->first, &at->second);
-    }
-    size_t done = 0;
-    CUresult failed = CUDA_SUCCESS;
-    for (; done < mappings.size(); ++done) {
-      const auto& [at, mapping] = mappings[done];
-      if (mapping->gone) continue;
-      failed = twice([&, at = at, bytes = mapping->size] { return driver_.cuMemUnmap(at, bytes); });
-      if (failed != CUDA_SUCCESS) break;
-      mapping->gone = true;
-    }
-    if (done < mappings.size()) {
-      bool whole = true;
-      for (size_t i = 0; i < done; ++i) whole = put_back(mappings[i].first, *mappings[i].second) && whole;
-      const auto& [at, mapping] = mappings[done];
-      Error error =
-          cuda_error(driver_, failed, fmt::format("unmapping {} bytes at {:#x} on {}", mapping->size, at, kind_));
-      error.state_changed = !whole;
+    const DeviceAddress end = address + size;
+    for (Piece piece = next_piece(address, end); piece.mapping != nullptr; piece = next_piece(piece.end(), end)) {
+      if (piece.mapping->gone) continue;
+      const CUresult result = twice([&] { return driver_.cuMemUnmap(piece.address, piece.size); });
+      if (result == CUDA_SUCCESS) {
+        piece.mapping->gone = true;
+        continue;
+      }
+      Error error{
+          .code = Code::kDevice, .what = "no unmapping", .origin = Origin::kDevice};  // where no words can be had
+      for (Piece undone = next_piece(address, piece.address); undone.mapping != nullptr;
+           undone = next_piece(undone.end(), piece.address)) {
+        if (!put_back(undone.address, *undone.mapping)) error.state_changed = true;
+      }
+      (void)catching([&] {
+        const bool changed = error.state_changed;
+        error = cuda_error(driver_, result,
+                           fmt::format("unmapping {} bytes at {:#x} on {}", piece.size, piece.address, kind_));
+        error.state_changed = changed;
+        return ok();
+      });
       return error;
     }
-    const MutexLock lock(mutex_);
-    for (const auto& [at, mapping] : mappings) {
-      const auto handle = handles_.find(mapping->id);
+    for (Piece piece = next_piece(address, end); piece.mapping != nullptr; piece = next_piece(piece.end(), end)) {
+      const MutexLock lock(mutex_);
+      const auto handle = handles_.find(piece.mapping->id);
       if (--handle->second.mappings == 0 && handle->second.released) handles_.erase(handle);
-      mapped_.erase(at);
+      mapped_.erase(piece.address);
     }
     return ok();
   }
@@ -405,10 +404,24 @@ class CudaDevice final : public DeviceMemory {
     Access access = Access::kNone;
     bool gone = false;  // unmapped by a call that failed and could not map it again
   };
+  struct Piece {
+    DeviceAddress address = 0;
+    uint64_t size = 0;
+    Mapped* mapping = nullptr;  // the caller alone is at work on it
+    DeviceAddress end() const { return address + size; }
+  };
   struct Event {
     CUevent event = nullptr;
     CUstream stream = nullptr;
   };
+
+  // The first mapping in the range; none: `mapping` is null.
+  Piece next_piece(DeviceAddress from, DeviceAddress to) {
+    const MutexLock lock(mutex_);
+    const auto at = mapped_.lower_bound(from);
+    if (at == mapped_.end() || at->first >= to) return {};
+    return {at->first, at->second.size, &at->second};
+  }
 
   Handle handle_of(PhysicalId id) {
     const MutexLock lock(mutex_);

@@ -480,14 +480,15 @@ TEST_F(EngineFaults, EveryAllocationFailsInTheMemoryOfTags) {
   constexpr uint64_t kSize = 64 * 1024;
   Counts counts;
   for (const bool waking : {false, true}) {
-    for (const bool for_ever : {false}) {
+    for (const bool for_ever : {false, true}) {
       for (uint64_t n = 1;; ++n) {
-        SCOPED_TRACE(testing::Message() << (waking ? "wake" : "sleep") << ", allocation " << n);
-        const auto memory =
-            test::value_of(RankMemory::create(test::value_of(make_host_device()), linux_file_system(), {.threads = 1}));
+        SCOPED_TRACE(testing::Message() << (waking ? "wake" : "sleep") << ", allocation " << n
+                                        << (for_ever ? " and all after" : ""));
+        const auto memory = test::value_of(RankMemory::create(test::value_of(make_host_device()), linux_file_system(),
+                                                              {.arena_slab_bytes = 1 << 20, .threads = 1}));
         const std::vector<std::string> kept{"kept"};
         const DeviceAddress address = test::value_of(memory->allocate("kept", "x", kSize));
-        test::value_of(memory->allocate("other", "x", kSize));
+        for (const char* tag : {"kept", "other"}) test::value_of(memory->allocate(tag, "y", kSize));
         auto* const bytes = reinterpret_cast<unsigned char*>(address);  // NOLINT(performance-no-int-to-ptr)
         for (uint64_t i = 0; i < kSize; ++i) bytes[i] = static_cast<unsigned char>(i * 7);
         if (waking) {
