@@ -192,12 +192,16 @@ Result<std::unique_ptr<DiskTier>> PendingCheckpoint::create_chunks(int32_t rank,
 void PendingCheckpoint::add_rank(RankChunks chunks) { impl_->manifest.ranks.push_back(std::move(chunks)); }
 
 Result<std::string> PendingCheckpoint::commit() {
-  TORPOR_ASSIGN(std::string path, catching([&] { return impl_->commit(); }));
-  // Durable from here on: what fails now must not look like a failed commit.
+  return catching([&] { return impl_->commit(); });
+}
+
+void PendingCheckpoint::retire_older() noexcept {
   const Result<std::vector<std::string>> gone = catching([&] { return retire(*impl_->store, impl_->options, false); });
-  if (!gone)
+  if (gone) return;
+  (void)catching([&]() -> Status {
     log().warn("older checkpoints could not be removed, the next one will try again: {}", gone.error().to_string());
-  return path;
+    return ok();
+  });
 }
 
 Status PendingCheckpoint::withdraw() {

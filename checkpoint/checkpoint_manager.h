@@ -59,12 +59,14 @@ class PendingCheckpoint {
   Result<std::unique_ptr<DiskTier>> create_chunks(int32_t rank, uint64_t expected_bytes = 0);
   void add_rank(RankChunks chunks);
   // Checks that each chunk file is there with the named length, writes and syncs MANIFEST, syncs the directories,
-  // renames. Only after this returns without error is the checkpoint durable. Returns its path. Then retires older
-  // ones; a failure of that is only logged.
+  // renames. Only after this returns without error is the checkpoint durable. Returns its path. Older ones stay.
   Result<std::string> commit();
   // Takes a committed checkpoint away again, while nobody else can have relied on it: this object holds the lock of its
   // directory. Nothing happens without commit(). After an error it may still be there.
   Status withdraw();
+  // Removes what the retention lets go, now that the committed checkpoint stays: not before withdraw() is out of the
+  // question. A failure is only logged, the next one tries again.
+  void retire_older() noexcept;
 
   struct Impl;
   explicit PendingCheckpoint(std::unique_ptr<Impl> impl);

@@ -30,7 +30,8 @@ Result<RepairPlan> plan_repair(const Checkpoint& checkpoint, const Verification&
 // Takes a request out of everything that names it; its blocks become free.
 void drop_request(SchedulerCheckpoint& state, const std::string& id);
 
-// Writes what `plan` leaves of `checkpoint` as a new generation of `target`; returns its path. Nothing is taken away.
+// Writes what `plan` leaves of `checkpoint` as a new generation of `target`; returns its path. Nothing is
+// taken away: what is damaged may be wanted again.
 Result<std::string> write_repaired(const Checkpoint& checkpoint, const RepairPlan& plan, CheckpointManager& target);
 
 }  // namespace torpor

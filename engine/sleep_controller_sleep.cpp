@@ -53,7 +53,8 @@ struct SleepController::FallingAsleep {
   EngineCheckpoint captured{};
   LiveBlocks live{};
   std::unique_ptr<CheckpointManager> checkpoints{};
-  std::optional<PendingCheckpoint> pending{};  // kept to the end: with its lock a commit can be taken back
+  std::optional<PendingCheckpoint> pending{};  // kept to the end: with its lock a commit can be taken back, or older
+                                               // ones can go
   bool checkpoint_stays = false;               // it was committed, and not taken back
   Operation operation;                         // last: its undo needs all of the above
 };
@@ -108,6 +109,7 @@ Result<SleepReport> SleepController::sleep_now(const SleepOptions& options) {
   set_state(State::kFallingAsleep);
   if (Status asleep = catching([&] { return fall_asleep(sleep); }); !asleep)
     return undone(sleep, "sleep", std::move(asleep).error());
+  if (sleep.pending) sleep.pending->retire_older();
   return std::move(sleep.report);
 }
 
@@ -208,6 +210,7 @@ Result<SleepReport> SleepController::checkpoint_now(const Value& outputs) {
   report.changed = true;
   report.fully_awake = true;
   sleep.operation.fill(report);
+  sleep.pending->retire_older();  // while the engine runs again
   return std::move(report);
 }
 

@@ -69,6 +69,7 @@ TEST_F(Incremental, ChangesWithoutEndDoNotKeepEverything) {
     ASSERT_SUCCEEDS(tier->finish());
     pending.add_rank(finished_rank(pending.writing(), 0, tier->file_bytes(), chunks));
     ASSERT_SUCCEEDS(pending.commit());
+    pending.retire_older();
     uint64_t stored = 0;
     for (const std::string& name : names()) stored += bytes("/store/" + name + "/chunks-r0").size();
     most_stored = std::max(most_stored, stored);

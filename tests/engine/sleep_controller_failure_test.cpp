@@ -664,6 +664,92 @@ TEST_F(SleepFailure, ACommittedCheckpointWhoseReportFailedIsTakenBack) {
   }
 }
 
+std::vector<std::string> checkpoints_in(const std::string& directory) {
+  std::vector<std::string> names;
+  for (const CheckpointInfo& info : value_of(value_of(CheckpointManager::open(linux_file_system(), directory))->list()))
+    names.push_back(info.name);
+  return names;
+}
+
+// The third makes the first one superfluous, but only once it is known to stay.
+TEST_F(SleepFailure, OlderCheckpointsGoOnlyWhenTheNewOneStays) {
+  const std::vector<std::string> before{"g-000001", "g-000002"};
+  const std::vector<std::string> after{"g-000002", "g-000003"};
+  for (const bool checkpoint_only : {false, true}) {
+    const std::vector<const char*> hooks =
+        checkpoint_only ? std::vector{"rank moved", "rank cancel_save", "resume"}
+                        : std::vector{"rank moved", "release_derived", "drop_prefix", "rank detach"};
+    for (const char* hook : hooks) {
+      SCOPED_TRACE(testing::Message() << (checkpoint_only ? "checkpoint, " : "sleep, ") << hook);
+      const std::string directory = temporary_ / hook + (checkpoint_only ? " of a checkpoint" : " of a sleep");
+      SleepingEngine slept(file_system_, directory, {}, /*kv_budget=*/0);
+      begin(slept.engine, 15);  // one request has ended: what it left in the prefix cache is not kept
+      for (int i = 0; i < 2; ++i) ASSERT_SUCCEEDS(slept.controller.checkpoint({}));
+      ASSERT_EQ(checkpoints_in(directory), before);
+      const auto write = [&] {
+        return checkpoint_only ? slept.controller.checkpoint({}) : slept.controller.sleep(to_disk());
+      };
+      bool failed = false;
+      slept.engine.before_hook = [&](const std::string& entered) {
+        if (entered != hook) return;
+        if (checkpoints_in(directory).size() == 2) return;  // an earlier call of it, before the commit
+        failed = true;
+        slept.engine.fail_hook(hook, /*always=*/std::string_view(hook) == "resume");
+      };
+      EXPECT_FAILS(write(), Code::kInternal, hook);
+      ASSERT_TRUE(failed);
+      slept.engine.before_hook = nullptr;
+      slept.engine.fail_hook("");
+      if (slept.controller.state().engine == "lost") {  // its last state is on disk, and stays with all others
+        EXPECT_EQ(checkpoints_in(directory), (std::vector<std::string>{"g-000001", "g-000002", "g-000003"}));
+        continue;
+      }
+      EXPECT_EQ(checkpoints_in(directory), before);
+      ASSERT_SUCCEEDS(write());
+      EXPECT_EQ(checkpoints_in(directory), after);
+    }
+  }
+}
+
+// Removing is the last step, and no reason to fail.
+TEST_F(SleepFailure, WhateverFailsWhileOlderCheckpointsGoTheNewOneStays) {
+  for (const bool checkpoint_only : {false, true}) {
+    const test::TemporaryDirectory in_memory("/dev/shm");
+    SleepingEngine slept(file_system_, in_memory.path());
+    slept.engine.add("a", {1, 2, 3, 4, 5}, 3);
+    slept.engine.step();
+    for (int i = 0; i < 2; ++i) ASSERT_SUCCEEDS(slept.controller.checkpoint({}));
+    int one_more_stayed = 0;
+    for (uint64_t n = 1;; ++n) {
+      SCOPED_TRACE(testing::Message() << (checkpoint_only ? "checkpoint" : "sleep") << ", call " << n);
+      const std::vector<std::string> before = checkpoints_in(in_memory.path());
+      ASSERT_EQ(before.size(), 2u);
+      file_system_.plan.set(Fault::kError, n);
+      const Result<SleepReport> report =
+          checkpoint_only ? slept.controller.checkpoint({}) : slept.controller.sleep(to_disk());
+      const bool fired = file_system_.plan.fired();
+      file_system_.plan.clear();
+      const std::vector<std::string> after = checkpoints_in(in_memory.path());
+      if (!report) {
+        ASSERT_EQ(after, before);
+        continue;
+      }
+      EXPECT_EQ(after.back(), report->checkpoint.substr(report->checkpoint.rfind('/') + 1));
+      one_more_stayed += after.size() == 3 ? 1 : 0;
+      if (!checkpoint_only) {
+        ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+      }
+      if (!fired) {
+        EXPECT_EQ(after, (std::vector<std::string>{before.back(), after.back()}));
+        break;
+      }
+      ASSERT_SUCCEEDS(value_of(CheckpointManager::open(linux_file_system(), in_memory.path()))->collect());
+      ASSERT_LT(n, 300u);
+    }
+    EXPECT_GT(one_more_stayed, 3);
+  }
+}
+
 // What is on hold has not gone on: a crash now must find the checkpoint as it was.
 TEST_F(SleepFailure, ACheckpointIsMarkedAsWokenFromOnlyWhenItsEngineRuns) {
   const std::string path = written_checkpoint();

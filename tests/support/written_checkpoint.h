@@ -35,7 +35,9 @@ inline Result<std::string> write_checkpoint(CheckpointManager& manager,
   TORPOR_ASSIGN(PendingCheckpoint pending, manager.begin(100'000));
   TORPOR_TRY(pending.write_state(state));
   for (int32_t rank = 0; rank < ranks; ++rank) TORPOR_TRY(write_rank(pending, state.state.kv, rank));
-  return pending.commit();
+  TORPOR_ASSIGN(std::string path, pending.commit());
+  pending.retire_older();
+  return path;
 }
 
 }  // namespace torpor::test

@@ -79,6 +79,7 @@ class Sleeper {
     path_ = must(pending.commit());
     call("moved", {.directory = path_});
     call("detach", {.tags = {"weights"}});
+    pending.retire_older();
   }
   void wake() {
     call("attach", {.tags = {"weights"}});

@@ -29,11 +29,9 @@ Result<Json> repair(const Context& context) {
                {"repaired", nullptr}};
   if (found.problems.empty() || arguments.dry_run) return json;
   const std::string target = arguments.second.empty() ? parent_of(checkpoint.path()) : arguments.second;
-  // Nothing is retired by a repair: what is damaged may be wanted again.
   TORPOR_ASSIGN(const auto manager,
                 CheckpointManager::open(context.file_system, target,
-                                        {.retention = {.keep = INT32_MAX},
-                                         .key = context.key,
+                                        {.key = context.key,
                                          .encrypt = checkpoint.manifest().protection == Protection::kEncrypted,
                                          .progress = context.progress}));
   TORPOR_ASSIGN(json["repaired"], write_repaired(checkpoint, plan, *manager));
