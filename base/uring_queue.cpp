@@ -2,10 +2,11 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <mutex>
 #include <utility>
 
 #include <liburing.h>
+
+#include "base/mutex.h"
 
 namespace torpor {
 namespace {
@@ -17,18 +18,18 @@ constexpr int kMostTries = 1000;  // of submitting while the kernel is short of 
 struct UringQueue::Impl {
   explicit Impl(unsigned entries) : depth(entries) { usable = ::io_uring_queue_init(depth, &ring, 0) == 0; }
   ~Impl() { close(); }
-  void close() {
+  void close() TORPOR_REQUIRES(mutex) {
     if (std::exchange(usable, false)) ::io_uring_queue_exit(&ring);
   }
   // Entries that were prepared and never submitted must not be submitted later: their memory is the callers'.
-  void start_anew() {
+  void start_anew() TORPOR_REQUIRES(mutex) {
     close();
     usable = ::io_uring_queue_init(depth, &ring, 0) == 0;
   }
   const unsigned depth;
-  std::mutex mutex;  // guards all below
-  io_uring ring{};
-  bool usable = false;
+  Mutex mutex;
+  io_uring ring TORPOR_GUARDED_BY(mutex){};
+  bool usable TORPOR_GUARDED_BY(mutex) = false;
 };
 
 UringQueue::UringQueue(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -36,12 +37,15 @@ UringQueue::~UringQueue() = default;
 
 std::unique_ptr<UringQueue> UringQueue::create(unsigned depth) {
   auto impl = std::make_unique<Impl>(depth);
-  if (!impl->usable) return nullptr;
+  {
+    const MutexLock lock(impl->mutex);
+    if (!impl->usable) return nullptr;
+  }
   return std::unique_ptr<UringQueue>(new UringQueue(std::move(impl)));
 }
 
 void UringQueue::run(int fd, bool write, std::span<const FilePart> parts, std::span<int32_t> results) {
-  const std::lock_guard lock(impl_->mutex);
+  const MutexLock lock(impl_->mutex);
   io_uring& ring = impl_->ring;
   std::fill(results.begin(), results.end(), -EIO);
   size_t prepared = 0;

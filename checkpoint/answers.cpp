@@ -12,7 +12,7 @@ namespace torpor {
 namespace {
 
 constexpr uint64_t kSafetyBytes = 4ull << 20;  // a file is not replaced before it grew by as much
-constexpr double kRetrySeconds = 1;            // after a write that failed
+constexpr std::chrono::seconds kRetry(1);      // after a write that failed
 constexpr int kTailRounds = 8;                 // each takes up what was recorded during the one before
 
 uint32_t code_points(std::string_view text) {
@@ -61,7 +61,7 @@ Answers::Answers(FileSystem& file_system, AnswersOptions options)
 
 Answers::~Answers() {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     ends_ = true;
   }
   changed_.notify_all();
@@ -72,8 +72,11 @@ Result<std::unique_ptr<Answers>> Answers::open(FileSystem& file_system, AnswersO
   return catching([&]() -> Result<std::unique_ptr<Answers>> {
     std::unique_ptr<Answers> answers(new Answers(file_system, std::move(options)));
     if (answers->options_.directory.empty()) return answers;
-    TORPOR_TRY(answers->read_log());
-    answers->forget_old();
+    {  // over calls of files, too: nobody else knows it yet
+      const MutexLock lock(answers->mutex_);
+      TORPOR_TRY(answers->read_log());
+      answers->forget_old();
+    }
     TORPOR_TRY(answers->rotate());
     if (!answers->options_.own_thread) return answers;
     try {
@@ -111,14 +114,14 @@ Status Answers::read_log() {
   const AnswersSink sink = {
       .engine = [&](Fingerprint read) { engine = std::move(read); },
       .answer =
-          [&](Answer answer) {
+          [&](Answer answer) TORPOR_REQUIRES(mutex_) {
             if (answers_.contains(answer.request.id)) return false;
             answer.ended = std::min(answer.ended, clock_.unix_seconds());  // by a clock that was ahead
             put(std::move(answer));
             return true;
           },
       .steps =
-          [&](std::vector<AnswerStep> steps) {
+          [&](std::vector<AnswerStep> steps) TORPOR_REQUIRES(mutex_) {
             if (!prepare(steps)) return false;
             for (AnswerStep& step : steps) {
               step.time = std::min(step.time, clock_.unix_seconds());
@@ -220,7 +223,7 @@ bool Answers::too_old(const Answer& answer, double now) const {
 void Answers::forget_old() {
   forget_ = false;
   const double now = clock_.unix_seconds();
-  std::erase_if(order_, [&](const std::string& id) {
+  std::erase_if(order_, [&](const std::string& id) TORPOR_REQUIRES(mutex_) {
     const Answer& answer = answers_.at(id);
     if (answer.state == AnswerState::kRunning) return false;
     if (!too_old(answer, now) && ended_bytes_ <= options_.keep_bytes) return false;
@@ -240,27 +243,27 @@ bool Answers::due() const {
 }
 
 bool Answers::rotation_due() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return due();
 }
 
-void Answers::failed(const Error& why, double retry_seconds) {
-  retry_at_ = clock_.now() + std::chrono::nanoseconds(static_cast<int64_t>(retry_seconds * 1e9));
+void Answers::failed(const Error& why, std::chrono::nanoseconds retry) {
+  retry_at_ = clock_.now() + retry;
   changed_.notify_all();
   problem_ = why.to_string();
 }
 
 void Answers::run() {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   while (!ends_) {
     if (due()) {
       lock.unlock();
       (void)rotate();  // a failure is in the log, and tried again
       lock.lock();
     } else if (problem_.empty() && clock_.now() >= retry_at_) {
-      changed_.wait(lock);
+      changed_.wait(mutex_);
     } else {
-      changed_.wait_for(lock, std::chrono::duration<double>(kRetrySeconds));
+      changed_.wait_for(mutex_, kRetry);
     }
   }
 }
@@ -269,7 +272,7 @@ Status Answers::rotate() {
   return catching([this]() -> Status {
     uint64_t number = 0;
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       if (directory_ == nullptr) return ok();
       if (rotation_) {
         return Error{.code = Code::kUnavailable,
@@ -288,14 +291,14 @@ Status Answers::rotate() {
       TORPOR_TRY(file->sync());
       return remove_older(number);
     });
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     rotation_.reset();
     changed_.notify_all();
     if (done) return ok();
     if (in_use) {
-      failed(done.error(), 0);
+      failed(done.error(), {});
     } else {
-      retry_at_ = clock_.now() + std::chrono::nanoseconds(static_cast<int64_t>(kRetrySeconds * 1e9));
+      retry_at_ = clock_.now() + kRetry;
     }
     log().warn("{}: no new file of the log: {}", options_.directory, done.error().to_string());
     return done;
@@ -303,23 +306,24 @@ Status Answers::rotate() {
 }
 
 Result<std::shared_ptr<AnswersFile>> Answers::write_beside(uint64_t number) {
+  std::vector<std::string> ids;  // in their order
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const double now = clock_.unix_seconds();
     for (const std::string& id : order_) {
-      if (!too_old(answers_.at(id), now)) rotation_->ids.push_back(id);
+      if (!too_old(answers_.at(id), now)) ids.push_back(id);
     }
-    rotation_->written.reserve(rotation_->ids.size());
+    rotation_->written.reserve(ids.size());
     forget_ = true;
   }
   TORPOR_ASSIGN(const std::shared_ptr<AnswersFile> file,
                 AnswersFile::create(*directory_, number, options_.key.get(), options_.encrypt));
   const Status written = [&]() -> Status {
     TORPOR_TRY(file->append(engine_record(options_.engine)));
-    for (const std::string& id : rotation_->ids) {  // nobody else changes them
+    for (const std::string& id : ids) {
       Bytes record;
       {
-        const std::lock_guard lock(mutex_);
+        const MutexLock lock(mutex_);
         if (ends_) return Error{.code = Code::kAborted, .what = "the answers end", .next_step = "open them again"};
         const auto found = answers_.find(id);
         if (found == answers_.end()) continue;  // forgotten since
@@ -343,7 +347,7 @@ Status Answers::append_tail(AnswersFile& file) {
   for (int round = 0; round < kTailRounds; ++round) {
     std::vector<Bytes> tail;
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       tail.swap(rotation_->tail);
     }
     if (tail.empty()) break;
@@ -354,12 +358,15 @@ Status Answers::append_tail(AnswersFile& file) {
 
 Status Answers::switch_to(const std::shared_ptr<AnswersFile>& file) {
   std::shared_ptr<AnswersFile> closed_last = file;  // the older one, closed without a lock
-  const std::lock_guard writing(writer_);
+  const MutexLock writing(writer_);
   TORPOR_TRY(append_tail(*file));
-  if (rotation_->incomplete)
-    return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
+  {
+    const MutexLock lock(mutex_);
+    if (rotation_->incomplete)
+      return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
+  }
   TORPOR_TRY(file->append(whole_record()));
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   file_.swap(closed_last);
   log_bytes_ = began_with_ = file->bytes();
   problem_.clear();
@@ -380,14 +387,20 @@ Status Answers::remove_older(uint64_t number) {
 
 // --- what a server calls ---------------------------------------------------------------------------------------------
 
+std::shared_ptr<AnswersFile> Answers::file() const {
+  const MutexLock lock(mutex_);
+  return file_;
+}
+
 // A write that fails leaves the record out; a new file with the whole state is tried a second later.
 Status Answers::append(const Bytes& record) {
-  if (file_ == nullptr || !writable_) return ok();  // reported when it began, and in counts()
-  const Status written = catching([&] { return file_->append(record); });
+  const std::shared_ptr<AnswersFile> file = this->file();
+  if (file == nullptr || !writable_) return ok();  // reported when it began, and in counts()
+  const Status written = catching([&] { return file->append(record); });
   writable_ = written.has_value();
-  const std::lock_guard lock(mutex_);
-  log_bytes_ = file_->bytes();
-  if (!written) failed(written.error(), kRetrySeconds);
+  const MutexLock lock(mutex_);
+  log_bytes_ = file->bytes();
+  if (!written) failed(written.error(), kRetry);
   if (due()) changed_.notify_all();
   return written;
 }
@@ -404,22 +417,22 @@ void Answers::note(const std::function<Bytes()>& record) {
 Status Answers::start(Answer answer) {
   return catching([&]() -> Status {
     TORPOR_TRY(answer.request.validate());
-    const std::lock_guard writing(writer_);
+    const MutexLock writing(writer_);
     answer.text_ends.assign(answer.request.output_token_ids.size(), 0);
     answer.created = clock_.unix_seconds();
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       if (closed_) return ok();
       if (answers_.contains(answer.request.id))
         return wrong_call(fmt::format("there is an answer {} already", answer.request.id));
     }
-    const Bytes record = file_ != nullptr ? answer_record(answer) : Bytes{};
+    const Bytes record = file() != nullptr ? answer_record(answer) : Bytes{};
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       const std::string id = answer.request.id;
       put(std::move(answer));
       if (forget_ || ended_bytes_ > options_.keep_bytes) forget_old();
-      note([&] {
+      note([&]() TORPOR_REQUIRES(mutex_) {
         rotation_->written.insert(id);
         return record;
       });
@@ -430,17 +443,18 @@ Status Answers::start(Answer answer) {
 
 Status Answers::step(std::vector<AnswerStep> steps) {
   return catching([&]() -> Status {
-    const std::lock_guard writing(writer_);
+    const MutexLock writing(writer_);
     for (AnswerStep& step : steps) step.time = clock_.unix_seconds();
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       if (closed_ || steps.empty()) return ok();
       TORPOR_TRY(prepare(steps));
     }
-    const Bytes record = file_ != nullptr ? steps_record(steps) : Bytes{};
+    const Bytes record = file() != nullptr ? steps_record(steps) : Bytes{};
     const Status written = append(record);
-    const std::lock_guard lock(mutex_);
-    note([&]() -> Bytes {  // of what the new file has already; the rest goes into it as it is then
+    const MutexLock lock(mutex_);
+    note([&]() TORPOR_REQUIRES(
+             mutex_) -> Bytes {  // of what the new file has already; the rest goes into it as it is then
       std::vector<AnswerStep> known;
       for (const AnswerStep& step : steps) {
         if (rotation_->written.contains(step.id)) known.push_back(step);
@@ -458,9 +472,10 @@ Status Answers::sync() {
     std::shared_ptr<AnswersFile> file;
     bool failing = false;
     {
-      std::unique_lock lock(mutex_);
+      const MutexLock lock(mutex_);
       // A record is missing in the file, or a sync of it failed: only a new file can be durable.
-      if (!problem_.empty()) changed_.wait(lock, [this] { return !rotation_; });
+      const bool behind = !problem_.empty();
+      while (behind && rotation_) changed_.wait(mutex_);
       file = file_;
       failing = !problem_.empty();
     }
@@ -468,19 +483,19 @@ Status Answers::sync() {
     if (failing) return rotate();
     const Status synced = file->sync();
     if (synced) return synced;
-    const std::lock_guard lock(mutex_);
-    if (file == file_) failed(synced.error(), 0);  // what was written to it may be gone: all goes into a new one
+    const MutexLock lock(mutex_);
+    if (file == file_) failed(synced.error(), {});  // what was written to it may be gone: all goes into a new one
     return synced;
   });
 }
 
 void Answers::close() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   closed_ = true;
 }
 
 std::vector<std::string> Answers::find(std::string_view response, std::string_view tenant) const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto [first, last] = by_response_.equal_range(std::pair(std::string(tenant), std::string(response)));
   if (first == last) return {};
   const uint64_t call =
@@ -496,14 +511,14 @@ std::vector<std::string> Answers::find(std::string_view response, std::string_vi
 }
 
 Result<AnswerPart> Answers::position(const std::string& id) const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = answers_.find(id);
   if (found == answers_.end()) return no_answer(id);
   return end_of(found->second);
 }
 
 Result<AnswerPart> Answers::part(const std::string& id, uint32_t from_token, uint32_t from_text) const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = answers_.find(id);
   if (found == answers_.end()) return no_answer(id);
   const Answer& answer = found->second;
@@ -525,20 +540,20 @@ Result<AnswerPart> Answers::part(const std::string& id, uint32_t from_token, uin
 }
 
 std::optional<Answer> Answers::get(const std::string& id) const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = answers_.find(id);
   return found == answers_.end() ? std::nullopt : std::optional(found->second);
 }
 
 std::vector<Answer> Answers::all() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   std::vector<Answer> all;
   for (const std::string& id : order_) all.push_back(answers_.at(id));
   return all;
 }
 
 Answers::Counts Answers::counts() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   Counts counts{.log_bytes = log_bytes_, .lost_bytes = lost_bytes_, .problem = problem_};
   for (const auto& [id, answer] : answers_) ++(answer.state == AnswerState::kRunning ? counts.running : counts.ended);
   return counts;

@@ -18,12 +18,10 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -34,6 +32,7 @@
 
 #include "base/clock.h"
 #include "base/file_system.h"
+#include "base/mutex.h"
 #include "base/seal.h"
 #include "checkpoint/answer.h"
 #include "checkpoint/answers_log.h"
@@ -110,36 +109,33 @@ class Answers {
  private:
   // A new file in the making. What is recorded of answers that it has already is kept for its end.
   struct Rotation {
-    std::vector<std::string> ids;  // in their order
     std::unordered_set<std::string> written;
     std::vector<Bytes> tail;
-    bool incomplete;  // there was no memory for the tail
-    bool switched;    // the new file is in use
+    bool incomplete = false;  // there was no memory for the tail
+    bool switched = false;    // the new file is in use
   };
 
   Answers(FileSystem& file_system, AnswersOptions options);
-  Status read_log();
   void run();  // the thread
 
-  // `writer_` is held.
-  Status append(const Bytes& record);
+  Status append(const Bytes& record) TORPOR_REQUIRES(writer_);
 
-  // `mutex_` is held.
-  Status prepare(const std::vector<AnswerStep>& steps);
-  void apply(AnswerStep& step);  // prepare() said yes
-  void put(Answer answer);
+  Status read_log() TORPOR_REQUIRES(mutex_);
+  Status prepare(const std::vector<AnswerStep>& steps) TORPOR_REQUIRES(mutex_);
+  void apply(AnswerStep& step) TORPOR_REQUIRES(mutex_);  // prepare() said yes
+  void put(Answer answer) TORPOR_REQUIRES(mutex_);
   bool too_old(const Answer& answer, double now) const;
-  void forget_old();
-  void clear();
-  bool due() const;
-  void failed(const Error& why, double retry_seconds);
-  void note(const std::function<Bytes()>& record);
+  void forget_old() TORPOR_REQUIRES(mutex_);
+  void clear() TORPOR_REQUIRES(mutex_);
+  bool due() const TORPOR_REQUIRES(mutex_);
+  void failed(const Error& why, std::chrono::nanoseconds retry) TORPOR_REQUIRES(mutex_);
+  void note(const std::function<Bytes()>& record) TORPOR_REQUIRES(mutex_);
 
-  // Neither is held.
-  Result<std::shared_ptr<AnswersFile>> write_beside(uint64_t number);
-  Status append_tail(AnswersFile& file);
-  Status switch_to(const std::shared_ptr<AnswersFile>& file);
-  Status remove_older(uint64_t number);
+  std::shared_ptr<AnswersFile> file() const TORPOR_EXCLUDES(mutex_);
+  Result<std::shared_ptr<AnswersFile>> write_beside(uint64_t number) TORPOR_EXCLUDES(writer_, mutex_);
+  Status append_tail(AnswersFile& file) TORPOR_EXCLUDES(mutex_);
+  Status switch_to(const std::shared_ptr<AnswersFile>& file) TORPOR_EXCLUDES(writer_, mutex_);
+  Status remove_older(uint64_t number) TORPOR_EXCLUDES(writer_, mutex_);
 
   FileSystem& file_system_;
   const AnswersOptions options_;
@@ -148,27 +144,31 @@ class Answers {
   std::unique_ptr<File> lock_;
 
   // Held by who records, from the check over the write to the change in memory; taken before mutex_.
-  std::mutex writer_;
-  bool writable_ = true;  // guarded by writer_. False: a record is missing in the file, no other may follow
+  Mutex writer_;
+  bool writable_ TORPOR_GUARDED_BY(writer_) = true;  // false: a record is missing in the file, no other may follow
 
-  mutable std::mutex mutex_;                         // guards all below; never held over a call of a file
-  std::vector<std::string> order_;                   // ids, in the order of their start
-  std::unordered_map<std::string, Answer> answers_;  // changed with writer_ held, too
-  std::multimap<std::pair<std::string, std::string>, std::string> by_response_;  // (tenant, response) -> id
-  uint64_t ended_bytes_ = 0;
-  bool forget_ = false;  // at the next start(): so that nothing goes between two calls of the one who records
-  std::shared_ptr<AnswersFile> file_;  // null: in memory only; changed with writer_ held, too
-  std::optional<Rotation> rotation_;
-  uint64_t number_ = 0;      // of the newest file that was begun
-  uint64_t log_bytes_ = 0;   // of file_
-  uint64_t began_with_ = 0;  // bytes of the state it began with
-  uint64_t lost_bytes_ = 0;
-  std::string problem_;
-  std::chrono::nanoseconds retry_at_{0};  // no rotation before, by Clock::now()
-  bool closed_ = false;
-  bool ends_ = false;
+  mutable Mutex mutex_;                                       // never held over a call of a file
+  std::vector<std::string> order_ TORPOR_GUARDED_BY(mutex_);  // ids, in the order of their start
+  // Changed with writer_ held, too.
+  std::unordered_map<std::string, Answer> answers_ TORPOR_GUARDED_BY(mutex_);
+  // (tenant, response) -> id
+  std::multimap<std::pair<std::string, std::string>, std::string> by_response_ TORPOR_GUARDED_BY(mutex_);
+  uint64_t ended_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;
+  // At the next start(): so that nothing goes between two calls of the one who records.
+  bool forget_ TORPOR_GUARDED_BY(mutex_) = false;
+  // Null: in memory only. Changed with writer_ held, too.
+  std::shared_ptr<AnswersFile> file_ TORPOR_GUARDED_BY(mutex_);
+  std::optional<Rotation> rotation_ TORPOR_GUARDED_BY(mutex_);
+  uint64_t number_ TORPOR_GUARDED_BY(mutex_) = 0;      // of the newest file that was begun
+  uint64_t log_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;   // of file_
+  uint64_t began_with_ TORPOR_GUARDED_BY(mutex_) = 0;  // bytes of the state it began with
+  uint64_t lost_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;
+  std::string problem_ TORPOR_GUARDED_BY(mutex_);
+  std::chrono::nanoseconds retry_at_ TORPOR_GUARDED_BY(mutex_){0};  // no rotation before, by Clock::now()
+  bool closed_ TORPOR_GUARDED_BY(mutex_) = false;
+  bool ends_ TORPOR_GUARDED_BY(mutex_) = false;
 
-  std::condition_variable changed_;  // of what rotation_due() looks at, and of ends_
+  CondVar changed_;  // of what rotation_due() looks at, and of ends_
   std::thread thread_;
 };
 

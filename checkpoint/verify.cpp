@@ -1,13 +1,13 @@
 #include "checkpoint/verify.h"
 
 #include <algorithm>
-#include <mutex>
 #include <set>
 #include <thread>
 #include <unordered_map>
 
 #include <fmt/format.h>
 
+#include "base/mutex.h"
 #include "base/page_buffer.h"
 #include "base/units.h"
 #include "checkpoint/prefix_hash.h"
@@ -39,7 +39,7 @@ class ChunkCheck {
     std::vector<std::thread> helpers;
     const auto work = [this] {
       const Status done = catching([this] { return this->work(); });
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       if (!done && result_) result_ = done;
     };
     helpers.reserve(static_cast<size_t>(threads));
@@ -52,12 +52,13 @@ class ChunkCheck {
     }
     work();
     for (std::thread& helper : helpers) helper.join();
+    const MutexLock lock(mutex_);
     return std::move(result_);
   }
 
  private:
   std::vector<const SavedChunk*> next() {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     std::vector<const SavedChunk*> batch;
     uint64_t bytes = 0;
     while (result_ && at_ < order_.size() && batch.size() < kBatchChunks &&
@@ -104,7 +105,7 @@ class ChunkCheck {
         report(*part.chunk,
                damage(fmt::format("rank {}: {} does not match its digest", rank_.rank, part.chunk->key.to_string())));
       }
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       found_.chunks += 1;
       found_.bytes += part.chunk->stored_bytes;
     }
@@ -112,7 +113,7 @@ class ChunkCheck {
   }
 
   void report(const SavedChunk& chunk, Error problem) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     found_.problems.push_back(std::move(problem));
     if (chunk.key.kind == ChunkKind::kKvBlock) {
       found_.bad_blocks.push_back(static_cast<int32_t>(chunk.key.index));
@@ -124,10 +125,10 @@ class ChunkCheck {
   DiskTier& tier_;
   const RankChunks& rank_;
   std::vector<const SavedChunk*> order_;
-  std::mutex mutex_;  // guards all below
-  Verification& found_;
-  Status result_;
-  size_t at_ = 0;
+  Mutex mutex_;
+  Verification& found_ TORPOR_GUARDED_BY(mutex_);
+  Status result_ TORPOR_GUARDED_BY(mutex_);
+  size_t at_ TORPOR_GUARDED_BY(mutex_) = 0;
 };
 
 // Every block that the state calls live must have been saved by every rank.

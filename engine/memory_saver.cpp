@@ -27,7 +27,6 @@ std::vector<MemorySaver::Scope>& MemorySaver::scopes() {
   return scopes;
 }
 
-// Precondition: the lock is held.
 Result<RankMemory*> MemorySaver::memory_of(int device) {
   Device& entry = devices_[device];
   if (entry.memory == nullptr) {
@@ -43,13 +42,13 @@ Result<DeviceAddress> MemorySaver::allocate(int device, uint64_t bytes) {
                  .what = "this thread is outside of a region",
                  .next_step = "allocate inside one"};
   }
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   TORPOR_ASSIGN(RankMemory* const memory, memory_of(device));
   return memory->allocate(tag_of(scope), std::to_string(++devices_[device].allocations), bytes);
 }
 
 Status MemorySaver::free(int device, DeviceAddress address) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = devices_.find(device);
   if (found == devices_.end() || found->second.memory == nullptr) {
     return Error{.code = Code::kNotFound,
@@ -113,34 +112,34 @@ std::vector<std::string> MemorySaver::kept(const std::vector<std::string>& tags,
 
 Result<TagMove> MemorySaver::sleep(const std::vector<std::string>& tags,
                                    const std::optional<std::vector<std::string>>& keep, CleanCheck clean) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return each(tags, RegionState::kAttached, [&](RankMemory& memory, const std::vector<std::string>& selected) {
     return memory.sleep(selected, kept(selected, keep), clean);
   });
 }
 
 Result<TagMove> MemorySaver::wake(const std::vector<std::string>& tags) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return each(tags, RegionState::kDetached,
               [](RankMemory& memory, const std::vector<std::string>& selected) { return memory.wake(selected); });
 }
 
 Result<TagMove> MemorySaver::plan_sleep(const std::vector<std::string>& tags,
                                         const std::optional<std::vector<std::string>>& keep) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return each(tags, RegionState::kAttached, [&](RankMemory& memory, const std::vector<std::string>& selected) {
     return memory.plan_sleep(selected, kept(selected, keep));
   });
 }
 
 Result<TagMove> MemorySaver::plan_wake(const std::vector<std::string>& tags) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return each(tags, RegionState::kDetached,
               [](RankMemory& memory, const std::vector<std::string>& selected) { return memory.plan_wake(selected); });
 }
 
 void MemorySaver::mark_dirty(const std::vector<std::string>& tags) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (auto& [ordinal, device] : devices_) {
     if (device.memory == nullptr) continue;
     for (const auto& [name, state] : device.memory->states()) {
@@ -150,7 +149,7 @@ void MemorySaver::mark_dirty(const std::vector<std::string>& tags) {
 }
 
 std::map<int, RankLedger> MemorySaver::ledgers() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   std::map<int, RankLedger> ledgers;
   for (const auto& [ordinal, device] : devices_) {
     if (device.memory == nullptr) continue;

@@ -12,11 +12,11 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "engine/rank_memory.h"
 
 namespace torpor {
@@ -55,15 +55,16 @@ class MemorySaver {
     std::unique_ptr<RankMemory> memory;
     uint64_t allocations = 0;  // so far; names them
   };
-  Result<RankMemory*> memory_of(int device);
+  Result<RankMemory*> memory_of(int device) TORPOR_REQUIRES(mutex_);
   static std::vector<std::string> kept(const std::vector<std::string>& tags,
                                        const std::optional<std::vector<std::string>>& keep);
   Result<TagMove> each(const std::vector<std::string>& tags, RegionState wanted,
-                       const std::function<Result<TagMove>(RankMemory&, const std::vector<std::string>&)>& work);
+                       const std::function<Result<TagMove>(RankMemory&, const std::vector<std::string>&)>& work)
+      TORPOR_REQUIRES(mutex_);
 
   const MakeMemory make_memory_;
-  mutable std::mutex mutex_;  // guards devices_
-  std::map<int, Device> devices_;
+  mutable Mutex mutex_;
+  std::map<int, Device> devices_ TORPOR_GUARDED_BY(mutex_);
 };
 
 }  // namespace torpor

@@ -102,7 +102,7 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
 
 Result<DeviceAddress> RankMemory::allocate(std::string_view tag, std::string_view name, uint64_t size_bytes) {
   TORPOR_TRY(same_process());
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   TORPOR_ASSIGN(const DeviceAddress address, allocator_->allocate(tag, name, size_bytes));
   forget_clean(tag);  // the new region is not in it
   return address;
@@ -110,7 +110,7 @@ Result<DeviceAddress> RankMemory::allocate(std::string_view tag, std::string_vie
 
 Status RankMemory::free(DeviceAddress address) {
   TORPOR_TRY(same_process());
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const std::optional<RegionInfo> region = allocator_->region_at(address);
   TORPOR_TRY(allocator_->free(address));
   forget_clean(region->tag);
@@ -125,7 +125,7 @@ Status RankMemory::free(DeviceAddress address) {
 
 Status RankMemory::set_kv_layout(std::string tag, KvLayout layout) {
   TORPOR_TRY(layout.validate());
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   // Every piece must lie inside a region of the tag, so that a block number from a file can never reach elsewhere.
   const std::vector<RegionInfo> regions = allocator_->regions_of(tag);
   // Blocks lie at equal distances, so those between the first and the last are inside where both are in one region.
@@ -150,11 +150,10 @@ Status RankMemory::set_kv_layout(std::string tag, KvLayout layout) {
 }
 
 void RankMemory::mark_dirty(std::string_view tag) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   note_write(tag);
 }
 
-// Precondition: the lock is held.
 void RankMemory::note_write(std::string_view tag) {
   forget_clean(tag);
   Content& content = contents_[std::string(tag)];
@@ -192,14 +191,13 @@ void RankMemory::notice_writes() {
   }
 }
 
-// Precondition: the lock is held.
 void RankMemory::forget_clean(std::string_view tag) {
   if (const auto found = backups_.find(tag); found != backups_.end() && found->second.clean) backups_.erase(found);
 }
 
 Bytes RankMemory::call(const std::string& method, const Bytes& order) {
   const auto carry_out = [&]() -> Result<Bytes> {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     TORPOR_TRY(same_process());
     TORPOR_ASSIGN(const RankOrder decoded, decode_order(order));
     TORPOR_ASSIGN(RankReply reply, dispatch(method, decoded));
@@ -320,7 +318,7 @@ Result<std::vector<ChunkPlan>> RankMemory::plans_for(const std::vector<SavedChun
 
 Status RankMemory::save(const RankOrder& order, RankReply& reply) {
   if (!order.tags.empty()) TORPOR_TRY(allocator_->begin_save(order.tags));
-  const Status saved = catching([&]() -> Status {
+  const Status saved = catching([&]() TORPOR_REQUIRES(mutex_) -> Status {
     if (!order.directory.empty()) return save_to_disk(order, reply);
     for (const std::string& tag : order.tags) {
       if (const auto found = backups_.find(tag);
@@ -329,7 +327,8 @@ Status RankMemory::save(const RankOrder& order, RankReply& reply) {
       backups_.erase(tag);
       TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_of(tag, order.blocks));
       Backup backup{.host = std::make_unique<HostTier>(*arena_)};
-      Result<std::vector<SavedChunk>> saved = catching([&] { return mover_->save(plans, *backup.host); });
+      Result<std::vector<SavedChunk>> saved =
+          catching([&]() TORPOR_REQUIRES(mutex_) { return mover_->save(plans, *backup.host); });
       if (!saved) {
         if (executor_->quarantined()) backup.host.release();  // a copy may still write there
         return saved.error();
@@ -394,8 +393,8 @@ Status RankMemory::restore(const RankOrder& order, RankReply& reply) {
     end_of[{tag, ""}] = regions.size();  // where KV blocks need all of them
   }
   RegionMapper mapper(*allocator_, regions);
-  const auto copy_up = [&](const std::vector<SavedChunk>& chunks, const std::vector<ChunkPlan>& plans,
-                           Tier& source) -> Status {
+  const auto copy_up = [&](const std::vector<SavedChunk>& chunks, const std::vector<ChunkPlan>& plans, Tier& source)
+                           TORPOR_REQUIRES(mutex_) -> Status {
     for (size_t first = 0; first < plans.size();) {
       size_t end = first;
       for (uint64_t bytes = 0; end < plans.size() && (bytes < kBytesBehindMapping || mapper.finished()); ++end)
@@ -490,9 +489,10 @@ Status RankMemory::load_blocks(const RankOrder& order, RankReply& reply) {
                  .next_step = "start the engine with as many ranks as the one that slept"};
   }
   std::vector<SavedChunk> blocks;
-  std::copy_if(mine->chunks.begin(), mine->chunks.end(), std::back_inserter(blocks), [this](const SavedChunk& chunk) {
-    return chunk.key.kind == ChunkKind::kKvBlock && chunk.key.tag == kv_tag_;
-  });
+  std::copy_if(mine->chunks.begin(), mine->chunks.end(), std::back_inserter(blocks),
+               [this](const SavedChunk& chunk) TORPOR_REQUIRES(mutex_) {
+                 return chunk.key.kind == ChunkKind::kKvBlock && chunk.key.tag == kv_tag_;
+               });
   TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(blocks));
   TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, open_chunks(order.directory));
   TORPOR_TRY(mover_->restore(blocks, plans, *tier));
@@ -502,7 +502,7 @@ Status RankMemory::load_blocks(const RankOrder& order, RankReply& reply) {
 }
 
 RankLedger RankMemory::ledger() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   RankLedger ledger;
   fill(ledger);
   return ledger;

@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -18,6 +17,7 @@
 #include "allocator/host_arena.h"
 #include "allocator/sleep_allocator.h"
 #include "base/file_system.h"
+#include "base/mutex.h"
 #include "engine/rank_protocol.h"
 #include "kvcache/kv_layout.h"
 #include "offload/chunk_mover.h"
@@ -102,7 +102,8 @@ class RankMemory {
   // For an engine that moves KV blocks between tiers while it serves; both live as long as this object.
   TransferExecutor& executor() { return *executor_; }
   HostArena& arena() { return *arena_; }
-  const KvLayout& kv_layout() const { return kv_layout_; }  // after set_kv_layout()
+  // After set_kv_layout(). No lock: it does not change while an engine serves.
+  const KvLayout& kv_layout() const TORPOR_NO_THREAD_SAFETY_ANALYSIS { return kv_layout_; }
   std::map<std::string, RegionState> states() const { return allocator_->states(); }
 
  private:
@@ -114,48 +115,51 @@ class RankMemory {
   };
 
   RankMemory(std::unique_ptr<DeviceMemory> device, FileSystem& file_system, RankMemoryOptions options);
-  Result<RankReply> dispatch(const std::string& method, const RankOrder& order);
-  Result<RankReply> carry_out(const char* method, const RankOrder& order);  // dispatch(); it throws nothing
+  Result<RankReply> dispatch(const std::string& method, const RankOrder& order) TORPOR_REQUIRES(mutex_);
+  // dispatch(); it throws nothing
+  Result<RankReply> carry_out(const char* method, const RankOrder& order) TORPOR_REQUIRES(mutex_);
   Result<TagMove> sleep_tags(std::vector<std::string> tags, const std::vector<std::string>& keep, CleanCheck clean);
   Result<TagMove> wake_tags(std::vector<std::string> tags);
-  Status save(const RankOrder& order, RankReply& reply);
-  Status save_to_disk(const RankOrder& order, RankReply& reply);
-  Status restore(const RankOrder& order, RankReply& reply);
-  Status finish(const RankOrder& order);
-  Status digest(const RankOrder& order, RankReply& reply);
-  Status load_blocks(const RankOrder& order, RankReply& reply);
+  Status save(const RankOrder& order, RankReply& reply) TORPOR_REQUIRES(mutex_);
+  Status save_to_disk(const RankOrder& order, RankReply& reply) TORPOR_REQUIRES(mutex_);
+  Status restore(const RankOrder& order, RankReply& reply) TORPOR_REQUIRES(mutex_);
+  Status finish(const RankOrder& order) TORPOR_REQUIRES(mutex_);
+  Status digest(const RankOrder& order, RankReply& reply) TORPOR_REQUIRES(mutex_);
+  Status load_blocks(const RankOrder& order, RankReply& reply) TORPOR_REQUIRES(mutex_);
   Result<std::unique_ptr<DiskTier>> open_chunks(const std::string& directory) const;
-  Result<std::vector<ChunkPlan>> plans_of(const std::string& tag, const std::vector<int32_t>& blocks) const;
-  Result<std::vector<ChunkPlan>> plans_for(const std::vector<SavedChunk>& chunks) const;
-  void fill(RankLedger& ledger) const;
-  void forget_clean(std::string_view tag);
-  void note_write(std::string_view tag);
-  void notice_writes();
+  Result<std::vector<ChunkPlan>> plans_of(const std::string& tag, const std::vector<int32_t>& blocks) const
+      TORPOR_REQUIRES(mutex_);
+  Result<std::vector<ChunkPlan>> plans_for(const std::vector<SavedChunk>& chunks) const TORPOR_REQUIRES(mutex_);
+  void fill(RankLedger& ledger) const TORPOR_REQUIRES(mutex_);
+  void forget_clean(std::string_view tag) TORPOR_REQUIRES(mutex_);
+  void note_write(std::string_view tag) TORPOR_REQUIRES(mutex_);
+  void notice_writes() TORPOR_REQUIRES(mutex_);
   std::optional<Digest> sample(const std::string& tag) const;
   Status same_process() const;
   Result<std::vector<std::string>> select(std::vector<std::string> tags, RegionState wanted) const;
-  Status drop_unclean(const std::vector<std::string>& tags);
+  Status drop_unclean(const std::vector<std::string>& tags) TORPOR_REQUIRES(mutex_);
   void give_back_unused() noexcept;
 
   const RankMemoryOptions options_;
   FileSystem& file_system_;
-  const int64_t process_;     // that made it: a forked child has the addresses, but not the device
-  mutable std::mutex mutex_;  // one order at a time; guards all below
+  const int64_t process_;  // that made it: a forked child has the addresses, but not the device
+  mutable Mutex mutex_;    // one order at a time
+  // Made by create(), and safe from any thread.
   std::unique_ptr<DeviceMemory> device_;
   std::unique_ptr<HostArena> arena_;
   std::unique_ptr<SleepAllocator> allocator_;
   std::unique_ptr<TransferExecutor> executor_;
-  std::unique_ptr<ChunkMover> mover_;
-  std::string kv_tag_;
-  KvLayout kv_layout_;
-  std::map<std::string, Backup, std::less<>> backups_;
+  std::unique_ptr<ChunkMover> mover_ TORPOR_PT_GUARDED_BY(mutex_);  // but this one
+  std::string kv_tag_ TORPOR_GUARDED_BY(mutex_);
+  KvLayout kv_layout_ TORPOR_GUARDED_BY(mutex_);
+  std::map<std::string, Backup, std::less<>> backups_ TORPOR_GUARDED_BY(mutex_);
   // Of each tag but that of the KV cache.
   struct Content {
     uint64_t writes = 0;           // how often it was seen to be another
     std::optional<Digest> sample;  // of its bytes, when they were looked at last; none: never
     bool missing = false;          // it came back from a sleep without any, and was not written since
   };
-  std::map<std::string, Content, std::less<>> contents_;
+  std::map<std::string, Content, std::less<>> contents_ TORPOR_GUARDED_BY(mutex_);
 };
 
 }  // namespace torpor

@@ -84,7 +84,7 @@ Status RankMemory::drop_unclean(const std::vector<std::string>& tags) {
 }
 
 Result<RankReply> RankMemory::carry_out(const char* method, const RankOrder& order) {
-  return catching([&] { return dispatch(method, order); });
+  return catching([&]() TORPOR_REQUIRES(mutex_) { return dispatch(method, order); });
 }
 
 Result<TagMove> RankMemory::sleep(std::vector<std::string> wanted, const std::vector<std::string>& keep,
@@ -95,7 +95,7 @@ Result<TagMove> RankMemory::sleep(std::vector<std::string> wanted, const std::ve
 Result<TagMove> RankMemory::sleep_tags(std::vector<std::string> wanted, const std::vector<std::string>& keep,
                                        CleanCheck clean) {
   TORPOR_TRY(same_process());
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   TORPOR_TRY(executor_->usable());
   TORPOR_ASSIGN(const std::vector<std::string> tags, select(std::move(wanted), RegionState::kAttached));
   std::vector<std::string> kept;
@@ -149,7 +149,7 @@ Result<TagMove> RankMemory::wake(std::vector<std::string> wanted) {
 
 Result<TagMove> RankMemory::wake_tags(std::vector<std::string> wanted) {
   TORPOR_TRY(same_process());
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   TORPOR_ASSIGN(const std::vector<std::string> tags, select(std::move(wanted), RegionState::kDetached));
   TagMove move;
   Phases phases(move);
@@ -177,7 +177,7 @@ Result<TagMove> RankMemory::wake_tags(std::vector<std::string> wanted) {
 }
 
 Result<TagMove> RankMemory::plan_sleep(std::vector<std::string> wanted, const std::vector<std::string>& keep) const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   TORPOR_ASSIGN(const std::vector<std::string> tags, select(std::move(wanted), RegionState::kAttached));
   TagMove move;
   for (const RegionInfo& region : allocator_->regions()) {
@@ -204,7 +204,7 @@ Result<TagMove> RankMemory::plan_sleep(std::vector<std::string> wanted, const st
 }
 
 Result<TagMove> RankMemory::plan_wake(std::vector<std::string> wanted) const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   TORPOR_ASSIGN(const std::vector<std::string> tags, select(std::move(wanted), RegionState::kDetached));
   TagMove move;
   for (const RegionInfo& region : allocator_->regions()) {

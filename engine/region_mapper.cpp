@@ -13,7 +13,7 @@ RegionMapper::RegionMapper(SleepAllocator& allocator, std::vector<DeviceAddress>
 
 RegionMapper::~RegionMapper() {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     ending_ = true;
   }
   if (thread_.joinable()) thread_.join();
@@ -22,11 +22,11 @@ RegionMapper::~RegionMapper() {
 void RegionMapper::run() {
   for (const DeviceAddress region : regions_) {
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       if (ending_) return;
     }
     Status done = catching([&]() -> Status { return allocator_.attach_region(region); });
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (done) ++attached_;
     status_ = std::move(done);
     changed_.notify_all();
@@ -35,13 +35,13 @@ void RegionMapper::run() {
 }
 
 Status RegionMapper::wait(size_t count) {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return attached_ >= count || !status_; });
+  const MutexLock lock(mutex_);
+  while (attached_ < count && status_) changed_.wait(mutex_);
   return status_;
 }
 
 bool RegionMapper::finished() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return attached_ == regions_.size();
 }
 

@@ -2,12 +2,11 @@
 // already.
 #pragma once
 
-#include <condition_variable>
-#include <mutex>
 #include <thread>
 #include <vector>
 
 #include "allocator/sleep_allocator.h"
+#include "base/mutex.h"
 
 namespace torpor {
 
@@ -25,11 +24,11 @@ class RegionMapper {
   void run();
   SleepAllocator& allocator_;
   const std::vector<DeviceAddress> regions_;
-  mutable std::mutex mutex_;  // guards all below but thread_
-  std::condition_variable changed_;
-  size_t attached_ = 0;
-  Status status_;
-  bool ending_ = false;
+  mutable Mutex mutex_;
+  CondVar changed_;
+  size_t attached_ TORPOR_GUARDED_BY(mutex_) = 0;
+  Status status_ TORPOR_GUARDED_BY(mutex_);
+  bool ending_ TORPOR_GUARDED_BY(mutex_) = false;
   std::thread thread_;
 };
 

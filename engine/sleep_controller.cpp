@@ -19,12 +19,12 @@ SleepController::SleepController(EngineHooks& hooks, FileSystem& file_system, co
       ranks_(hooks_) {}
 
 void SleepController::set_state(State state) noexcept {
-  const std::lock_guard lock(state_mutex_);
+  const MutexLock lock(state_mutex_);
   state_ = state;
 }
 
 bool SleepController::lost() const noexcept {
-  const std::lock_guard lock(state_mutex_);
+  const MutexLock lock(state_mutex_);
   return state_ == State::kLost;
 }
 
@@ -38,13 +38,13 @@ void SleepController::lose(const Error& error) noexcept {
 
 // Takes no memory but for tags that were not known, so that what is recorded of the known ones is always right.
 void SleepController::remember(const std::vector<RankReply>& replies) noexcept {
-  const std::lock_guard lock(state_mutex_);
+  const MutexLock lock(state_mutex_);
   std::erase_if(public_.tags, [&](const auto& known) {
     return std::none_of(replies.begin(), replies.end(),
                         [&](const RankReply& reply) { return reply.ledger.tags.contains(known.first); });
   });
   for (auto& [tag, state] : public_.tags) state.clear();
-  (void)catching([&]() -> Status {
+  (void)catching([&]() TORPOR_REQUIRES(state_mutex_) -> Status {
     for (const RankReply& reply : replies) {
       for (const auto& [tag, entry] : reply.ledger.tags) {
         std::string& state = public_.tags[tag];
@@ -56,7 +56,7 @@ void SleepController::remember(const std::vector<RankReply>& replies) noexcept {
 }
 
 ControllerState SleepController::state() const {
-  const std::lock_guard lock(state_mutex_);
+  const MutexLock lock(state_mutex_);
   ControllerState state = public_;
   switch (state_) {
     case State::kAwake: state.engine = "awake"; break;
@@ -69,8 +69,14 @@ ControllerState SleepController::state() const {
 }
 
 bool SleepController::is_sleeping() const {
-  const std::lock_guard lock(state_mutex_);
+  const MutexLock lock(state_mutex_);
   return state_ != State::kAwake;
+}
+
+Error SleepController::busy() const {
+  return {.code = Code::kUnavailable,
+          .what = fmt::format("the engine is {}", state().engine),
+          .next_step = "wait for that to end"};
 }
 
 // Whether there is an engine to put to sleep.
@@ -157,12 +163,8 @@ Result<SleepPlan> SleepController::plan_sleep(const SleepOptions& options) {
 }
 
 Result<SleepPlan> SleepController::plan_sleep_now(const SleepOptions& options) {
-  const std::unique_lock busy(operation_mutex_, std::try_to_lock);
-  if (!busy.owns_lock()) {
-    return Error{.code = Code::kUnavailable,
-                 .what = fmt::format("the engine is {}", state().engine),
-                 .next_step = "wait for that to end"};
-  }
+  if (!operation_mutex_.try_lock()) return busy();
+  const MutexLock in_progress(operation_mutex_, std::adopt_lock);
   SleepPlan plan;
   if (const Status valid = check(options); !valid) plan.problems.push_back(valid.error().to_string());
   const bool asleep = state().engine == "asleep";
@@ -175,7 +177,8 @@ Result<SleepPlan> SleepController::plan_sleep_now(const SleepOptions& options) {
   if (!plan.problems.empty()) return plan;
   TORPOR_ASSIGN(const std::vector<RankReply> described, ranks_.call("describe", {}));
   TORPOR_ASSIGN(std::vector<std::string> tags, select_tags(options.tags, described.front().ledger));
-  std::erase_if(tags, [&](const std::string& tag) { return has_tag(sleeping_tags_, tag); });
+  std::erase_if(tags,
+                [&](const std::string& tag) TORPOR_REQUIRES(operation_mutex_) { return has_tag(sleeping_tags_, tag); });
   if (asleep && (tags.empty() || options.level == 0)) plan.problems.push_back("already asleep");
   TORPOR_ASSIGN(plan.requests, hooks_.unfinished_requests());
   if (options.level == 0) return plan;

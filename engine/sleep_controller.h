@@ -12,7 +12,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -20,6 +19,7 @@
 #include "base/clock.h"
 #include "base/event_sink.h"
 #include "base/file_system.h"
+#include "base/mutex.h"
 #include "checkpoint/checkpoint_manager.h"
 #include "engine/engine_hooks.h"
 #include "engine/guarded_hooks.h"
@@ -67,38 +67,42 @@ class SleepController final : private Operation::Owner {
   };
 
   // sleep(), in this order (sleep_controller_sleep.cpp).
-  Status fall_asleep(FallingAsleep& sleep);
-  Status admit(FallingAsleep& sleep);
+  Status fall_asleep(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
+  Status admit(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
   Status quiesce(FallingAsleep& sleep);
-  Status keep(FallingAsleep& sleep);
+  Status keep(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
   void fall_back(FallingAsleep& sleep, const Error& why);
-  Status prepare(FallingAsleep& sleep);
+  Status prepare(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
   Status save(FallingAsleep& sleep);
   Status prove(FallingAsleep& sleep);
   Status drop(FallingAsleep& sleep);
-  Status detach(FallingAsleep& sleep);
+  Status detach(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
   Status undo_detach(const std::vector<std::string>& tags);
   Error undone(FallingAsleep& sleep, std::string_view call, Error error) noexcept;
   Result<SleepReport> sleep_now(const SleepOptions& options);
-  Result<bool> frees_more(const SleepOptions& options);
+  Result<bool> frees_more(const SleepOptions& options) TORPOR_REQUIRES(operation_mutex_);
   Result<SleepReport> checkpoint_now(const Value& outputs);
 
   // wake_up() (sleep_controller_wake.cpp).
   Result<SleepReport> wake_now(const WakeOptions& options);
-  Result<SleepReport> wake_same_process(const WakeOptions& options, Operation& operation);
-  Result<SleepReport> wake_from_checkpoint(const WakeOptions& options, Operation& operation);
-  Status restore(const WakeOptions& options, Operation& operation, SleepReport& report);
+  Result<SleepReport> wake_same_process(const WakeOptions& options, Operation& operation)
+      TORPOR_REQUIRES(operation_mutex_);
+  Result<SleepReport> wake_from_checkpoint(const WakeOptions& options, Operation& operation)
+      TORPOR_REQUIRES(operation_mutex_);
+  Status restore(const WakeOptions& options, Operation& operation, SleepReport& report)
+      TORPOR_REQUIRES(operation_mutex_);
   Status finish(const std::vector<std::string>& tags, bool keep_backup, std::vector<RankLedger>& ledgers);
   Status undo_restore(const std::vector<std::string>& tags);
-  Result<bool> look_at_weights(const WakeOptions& options, SleepReport& report);
+  Result<bool> look_at_weights(const WakeOptions& options, SleepReport& report) TORPOR_REQUIRES(operation_mutex_);
   void mark_woken(const RestoredFrom& from) noexcept;
   Status end_hold_now(bool keep);
 
   Result<Fingerprint> fingerprint_now();
   Result<SleepPlan> plan_sleep_now(const SleepOptions& options);
+  Error busy() const;  // another operation is in progress
   Status check(const SleepOptions& options) const;
   Result<std::vector<std::string>> select_tags(const std::vector<std::string>& wanted, const RankLedger& ledger) const;
-  Status may_begin() const;
+  Status may_begin() const TORPOR_REQUIRES(operation_mutex_);
   Result<std::unique_ptr<CheckpointManager>> manager(const std::string& directory) const;
   void set_state(State state) noexcept;
   void remember(const std::vector<RankReply>& replies) noexcept;
@@ -112,20 +116,21 @@ class SleepController final : private Operation::Owner {
   EventSink* const sink_;
   RankGroup ranks_;
 
-  std::mutex operation_mutex_;  // held by the operation in progress; first in the lock order
-  // Of the sleep in force; only the operation in progress touches them.
-  std::vector<std::string> sleeping_tags_;
-  std::vector<WorkerSnapshot> workers_;
-  std::vector<std::map<std::string, uint64_t>>
-      writes_;  // of each rank, when the engine fell asleep (RankReply::writes)
-  bool preserved_ = false;
-  bool held_ = false;
-  std::optional<RestoredFrom> restored_from_;  // what this sleep, or this wake on hold, is of; none: no checkpoint
-  bool derived_released_ = false;
+  Mutex operation_mutex_;  // held by the operation in progress; first in the lock order
+  // Of the sleep in force.
+  std::vector<std::string> sleeping_tags_ TORPOR_GUARDED_BY(operation_mutex_);
+  std::vector<WorkerSnapshot> workers_ TORPOR_GUARDED_BY(operation_mutex_);
+  // Of each rank, when the engine fell asleep (RankReply::writes).
+  std::vector<std::map<std::string, uint64_t>> writes_ TORPOR_GUARDED_BY(operation_mutex_);
+  bool preserved_ TORPOR_GUARDED_BY(operation_mutex_) = false;
+  bool held_ TORPOR_GUARDED_BY(operation_mutex_) = false;
+  // What this sleep, or this wake on hold, is of; none: no checkpoint.
+  std::optional<RestoredFrom> restored_from_ TORPOR_GUARDED_BY(operation_mutex_);
+  bool derived_released_ TORPOR_GUARDED_BY(operation_mutex_) = false;
 
-  mutable std::mutex state_mutex_;  // guards all below; never held while calling out
-  State state_ = State::kAwake;
-  ControllerState public_;
+  mutable Mutex state_mutex_;  // never held while calling out
+  State state_ TORPOR_GUARDED_BY(state_mutex_) = State::kAwake;
+  ControllerState public_ TORPOR_GUARDED_BY(state_mutex_);
 };
 
 }  // namespace torpor

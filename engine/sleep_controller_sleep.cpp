@@ -83,12 +83,8 @@ Result<SleepReport> SleepController::sleep(const SleepOptions& options) {
 }
 
 Result<SleepReport> SleepController::sleep_now(const SleepOptions& options) {
-  const std::unique_lock busy(operation_mutex_, std::try_to_lock);
-  if (!busy.owns_lock()) {
-    return Error{.code = Code::kUnavailable,
-                 .what = fmt::format("the engine is {}", state().engine),
-                 .next_step = "wait for that to end"};
-  }
+  if (!operation_mutex_.try_lock()) return busy();
+  const MutexLock in_progress(operation_mutex_, std::adopt_lock);
   TORPOR_TRY(check(options));
   TORPOR_TRY(may_begin());
   const bool asleep = is_sleeping();
@@ -107,7 +103,7 @@ Result<SleepReport> SleepController::sleep_now(const SleepOptions& options) {
   FallingAsleep sleep(*this, "sleep", options);
   sleep.deeper = asleep;
   set_state(State::kFallingAsleep);
-  if (Status asleep = catching([&] { return fall_asleep(sleep); }); !asleep)
+  if (Status asleep = catching([&]() TORPOR_REQUIRES(operation_mutex_) { return fall_asleep(sleep); }); !asleep)
     return undone(sleep, "sleep", std::move(asleep).error());
   if (sleep.pending) sleep.pending->retire_older();
   return std::move(sleep.report);
@@ -118,7 +114,9 @@ Result<bool> SleepController::frees_more(const SleepOptions& options) {
   if (options.level == 0) return false;
   TORPOR_ASSIGN(const std::vector<RankReply> described, ranks_.call("describe", {}));
   TORPOR_ASSIGN(const std::vector<std::string> tags, select_tags(options.tags, described.front().ledger));
-  return std::any_of(tags.begin(), tags.end(), [&](const std::string& tag) { return !has_tag(sleeping_tags_, tag); });
+  return std::any_of(tags.begin(), tags.end(), [&](const std::string& tag) TORPOR_REQUIRES(operation_mutex_) {
+    return !has_tag(sleeping_tags_, tag);
+  });
 }
 
 Status SleepController::fall_asleep(FallingAsleep& sleep) {
@@ -130,7 +128,7 @@ Status SleepController::fall_asleep(FallingAsleep& sleep) {
   TORPOR_TRY(quiesce(sleep));
   while (options.level > 0) {
     const size_t steps = sleep.operation.steps();
-    const Status kept = catching([&] { return keep(sleep); });
+    const Status kept = catching([&]() TORPOR_REQUIRES(operation_mutex_) { return keep(sleep); });
     if (kept) break;
     // Beyond the requests there is nothing that may be discarded: level 1 promises to keep the weights.
     if (!options.discard_on_save_error || (!sleep.to_disk && !sleep.preserved)) return kept.error();
@@ -160,7 +158,7 @@ Status SleepController::fall_asleep(FallingAsleep& sleep) {
   if (!sleep.deeper) writes_ = std::move(writes);
   if (!sleep.deeper || from) restored_from_ = std::move(from);
   sleep.operation.fill(report);
-  const std::lock_guard lock(state_mutex_);
+  const MutexLock lock(state_mutex_);
   state_ = State::kAsleep;
   public_.level = std::max(public_.level, options.level);
   if (!sleep.deeper || !checkpoint.empty()) public_.checkpoint = std::move(checkpoint);
@@ -172,12 +170,8 @@ Result<SleepReport> SleepController::checkpoint(const Value& outputs) {
 }
 
 Result<SleepReport> SleepController::checkpoint_now(const Value& outputs) {
-  const std::unique_lock busy(operation_mutex_, std::try_to_lock);
-  if (!busy.owns_lock()) {
-    return Error{.code = Code::kUnavailable,
-                 .what = fmt::format("the engine is {}", state().engine),
-                 .next_step = "wait for that to end"};
-  }
+  if (!operation_mutex_.try_lock()) return busy();
+  const MutexLock in_progress(operation_mutex_, std::adopt_lock);
   const SleepOptions options{.preserve_state = true, .to_disk = true, .store_weights = false, .outputs = outputs};
   TORPOR_TRY(check(options));
   TORPOR_TRY(may_begin());
@@ -188,7 +182,7 @@ Result<SleepReport> SleepController::checkpoint_now(const Value& outputs) {
   FallingAsleep sleep(*this, "checkpoint", options);
   SleepReport& report = sleep.report;
   set_state(State::kFallingAsleep);
-  Status written = catching([&]() -> Status {
+  Status written = catching([&]() TORPOR_REQUIRES(operation_mutex_) -> Status {
     report.to = "disk";
     report.preserve_state = true;
     TORPOR_TRY(admit(sleep));
@@ -233,7 +227,8 @@ Status SleepController::admit(FallingAsleep& sleep) {
                                      fmt::join(reply.without_content, ", ")),
                  .next_step = "load them, so that the checkpoint names what its tokens come from"};
   }
-  std::erase_if(sleep.tags, [&](const std::string& tag) { return has_tag(sleeping_tags_, tag); });
+  std::erase_if(sleep.tags,
+                [&](const std::string& tag) TORPOR_REQUIRES(operation_mutex_) { return has_tag(sleeping_tags_, tag); });
   if (options.preserve_state && options.to_disk && !has_tag(sleep.tags, kKvCacheTag)) {
     return Error{.code = Code::kInvalidArgument,
                  .what = "a checkpoint of running requests needs their KV",

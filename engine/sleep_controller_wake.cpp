@@ -16,15 +16,11 @@ Result<SleepReport> SleepController::wake_up(const WakeOptions& options) {
 }
 
 Result<SleepReport> SleepController::wake_now(const WakeOptions& options) {
-  const std::unique_lock busy(operation_mutex_, std::try_to_lock);
-  if (!busy.owns_lock()) {
-    return Error{.code = Code::kUnavailable,
-                 .what = fmt::format("the engine is {}", state().engine),
-                 .next_step = "wait for that to end"};
-  }
+  if (!operation_mutex_.try_lock()) return busy();
+  const MutexLock in_progress(operation_mutex_, std::adopt_lock);
   State before;
   {
-    const std::lock_guard lock(state_mutex_);
+    const MutexLock lock(state_mutex_);
     before = state_;
   }
   if (before == State::kLost) {
@@ -52,7 +48,7 @@ Result<SleepReport> SleepController::wake_now(const WakeOptions& options) {
   }
   Operation operation("wake", clock_, sink_, *this);
   set_state(State::kWaking);
-  Result<SleepReport> report = catching([&] {
+  Result<SleepReport> report = catching([&]() TORPOR_REQUIRES(operation_mutex_) {
     return before == State::kAsleep ? wake_same_process(options, operation) : wake_from_checkpoint(options, operation);
   });
   if (report) {
@@ -158,7 +154,7 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
   report.changed = true;
   report.fully_awake = true;
   {
-    const std::lock_guard lock(state_mutex_);
+    const MutexLock lock(state_mutex_);
     state_ = State::kAwake;
     report.checkpoint = std::move(public_.checkpoint);
     public_.level = -1;
@@ -256,7 +252,9 @@ Result<SleepReport> SleepController::wake_from_checkpoint(const WakeOptions& opt
                  .next_step = "wake the checkpoint in an engine without requests"};
   }
   restored_from_.reset();
-  if (Status restored = catching([&] { return restore(options, operation, report); }); !restored) {
+  if (Status restored =
+          catching([&]() TORPOR_REQUIRES(operation_mutex_) { return restore(options, operation, report); });
+      !restored) {
     if (!options.discard_on_restore_error) return restored.error();
     operation.undo();
     if (lost()) return restored.error();
@@ -353,7 +351,7 @@ Status SleepController::end_hold(bool keep) {
 }
 
 Status SleepController::end_hold_now(bool keep) {
-  const std::lock_guard busy(operation_mutex_);
+  const MutexLock in_progress(operation_mutex_);
   if (!held_)
     return Error{.code = Code::kFailedPrecondition, .what = "nothing is held", .next_step = "wake with hold first"};
   held_ = false;
