@@ -1,6 +1,7 @@
 // Answer: what one request of a server asked, and what its readers were given so far. Values only.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -20,6 +21,11 @@ inline std::string_view name(AnswerState state) {
     case AnswerState::kFailed: return "failed";
   }
   return "?";
+}
+
+inline uint32_t code_points(std::string_view text) {
+  return static_cast<uint32_t>(
+      std::count_if(text.begin(), text.end(), [](char c) { return (static_cast<uint8_t>(c) & 0xC0) != 0x80; }));
 }
 
 // One choice of one response.

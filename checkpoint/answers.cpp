@@ -15,11 +15,6 @@ constexpr uint64_t kSafetyBytes = 4ull << 20;  // a file is not replaced before 
 constexpr std::chrono::seconds kRetry(1);      // after a write that failed
 constexpr int kTailRounds = 8;                 // each takes up what was recorded during the one before
 
-uint32_t code_points(std::string_view text) {
-  return static_cast<uint32_t>(
-      std::count_if(text.begin(), text.end(), [](char c) { return (static_cast<uint8_t>(c) & 0xC0) != 0x80; }));
-}
-
 // Where the code point `index` begins; the end if there are no more.
 size_t offset_of(std::string_view text, uint32_t index) {
   size_t at = 0;
@@ -192,6 +187,12 @@ Status Answers::prepare(const std::vector<AnswerStep>& steps) {
     if (answer.state != AnswerState::kRunning) return wrong_call(fmt::format("the answer {} has ended", step.id));
     if (step.at != known)
       return wrong_call(fmt::format("the answer {} has {} tokens, a step begins at {}", step.id, known, step.at));
+    const auto most = static_cast<size_t>(std::max(answer.request.max_tokens, 0));
+    if (known > most || step.tokens.size() > most - known)
+      return wrong_call(fmt::format("the answer {} may have {} tokens, a step brings it to {}", step.id, most,
+                                    known + step.tokens.size()));
+    if (std::any_of(step.tokens.begin(), step.tokens.end(), [](int32_t token) { return token < 0; }))
+      return wrong_call(fmt::format("a step of the answer {} has a negative token", step.id));
     if (!ids.insert(step.id).second) return wrong_call(fmt::format("two steps of the answer {} at once", step.id));
     make_room(answer.request.output_token_ids, step.tokens.size());
     make_room(answer.text_ends, step.tokens.size());

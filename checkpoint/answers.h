@@ -73,8 +73,8 @@ class Answers {
 
   // A new answer. kInvalidArgument: the id is in use.
   Status start(Answer answer);
-  // All in one record. Unknown ids, two steps of one answer and steps that do not begin where the answer ends are
-  // kInvalidArgument; nothing is recorded then.
+  // All in one record. Unknown ids, two steps of one answer, steps that do not begin where the answer ends or bring it
+  // beyond its max_tokens are kInvalidArgument; nothing is recorded then.
   Status step(std::vector<AnswerStep> steps);
   // What was recorded before is durable when this returns.
   Status sync();

@@ -95,7 +95,10 @@ Result<bool> take(RecordKind kind, std::span<const std::byte> content, const std
     case RecordKind::kAnswer: {
       TORPOR_ASSIGN(Answer answer, from_bytes<Answer>(content, name));
       TORPOR_TRY(answer.request.validate());
-      if (answer.text_ends.size() != answer.request.output_token_ids.size()) return false;
+      const std::vector<uint32_t>& ends = answer.text_ends;
+      if (ends.size() != answer.request.output_token_ids.size() || !std::is_sorted(ends.begin(), ends.end()) ||
+          (!ends.empty() && ends.back() > code_points(answer.text)))
+        return false;
       return sink.answer(std::move(answer));
     }
     case RecordKind::kSteps: {

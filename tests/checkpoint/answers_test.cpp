@@ -182,8 +182,46 @@ TEST_F(AnswersTest, AStepThatDoesNotFitIsRefusedAndNothingOfItsRecordIsTaken) {
   EXPECT_TRUE(failed_with(answers->step({given("a", 0, {1}, "x"), given("c", 0, {1}, "x")}), Code::kInvalidArgument,
                           "no answer c"));
   EXPECT_EQ(value_of(answers->position("a")).tokens_end, 0U);
+  EXPECT_TRUE(failed_with(answers->step({given("a", 0, {1, -1}, "x")}), Code::kInvalidArgument, "negative"));
+  Answer short_one = asked("short");
+  short_one.request.max_tokens = 2;
+  ASSERT_TRUE(succeeded(answers->start(short_one)));
+  ASSERT_TRUE(succeeded(answers->step({given("short", 0, {1}, "x")})));
+  EXPECT_TRUE(failed_with(answers->step({given("short", 1, {2, 3}, "yz")}), Code::kInvalidArgument,
+                          "may have 2 tokens, a step brings it to 3"));
+  ASSERT_TRUE(succeeded(answers->step({given("short", 1, {2}, "y")})));
   ASSERT_TRUE(succeeded(answers->step({ended("a", 0)})));
   EXPECT_TRUE(failed_with(answers->step({given("a", 0, {1}, "x")}), Code::kInvalidArgument, "has ended"));
+}
+
+// Digests are right where the writer was wrong: what was given must be of one piece all the same.
+TEST_F(AnswersTest, TokensThatDoNotFitTheirTextAreDamage) {
+  const auto with = [&](const std::vector<uint32_t>& text_ends) {
+    Answer answer = asked("b");
+    answer.request.output_token_ids.assign(text_ends.size(), 5);
+    answer.text = "zw\xc3\xb6lf";
+    answer.text_ends = text_ends;
+    return answer;
+  };
+  const auto read = [&](const Answer& answer) {
+    const test::TemporaryDirectory directory;
+    {
+      const auto opened = value_of(linux_file_system().open_directory(directory.path(), false));
+      const auto file = value_of(AnswersFile::create(*opened, 1, nullptr, false));
+      for (const Bytes& record : {engine_record({{"model", "a"}}), answer_record(asked("a")), answer_record(answer)})
+        EXPECT_TRUE(succeeded(file->append(record)));
+    }
+    AnswersOptions options = this->options();
+    options.directory = directory.path();
+    const auto answers = open(options);
+    EXPECT_TRUE(answers->get("a").has_value());
+    EXPECT_EQ(answers->counts().lost_bytes == 0, answers->get("b").has_value());
+    return answers->get("b").has_value();
+  };
+  EXPECT_TRUE(read(with({})));
+  EXPECT_TRUE(read(with({2, 2, 5})));
+  EXPECT_FALSE(read(with({3, 2, 5})));  // text that is taken back
+  EXPECT_FALSE(read(with({2, 6})));     // and text that is not there: its bytes are six, its code points five
 }
 
 TEST_F(AnswersTest, CutOffAnywhereTheLogGivesWhatStandsBeforeTheCut) {

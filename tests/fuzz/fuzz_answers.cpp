@@ -1,5 +1,5 @@
-// Answers as they travel and as they stand in a log, with bytes from the fuzzer: decoded, and a state rolled forward to
-// them, which must stay whole.
+// Answers as they travel, with bytes from the fuzzer: decoded, and a state rolled forward to them, which must stay
+// whole.
 #include <cstdlib>
 
 #include "checkpoint/answers_log.h"

@@ -48,6 +48,21 @@ int main(int argc, char** argv) {
   write(directory, "answers",
         pack_answers({answer, Answer{.request = {.id = "wait"}, .state = AnswerState::kFinished},
                       Answer{.request = test::example_request("late", RequestStatus::kWaiting, 3, 0, 0)}}));
+  const Answer asked{.request = test::example_request("asked", RequestStatus::kWaiting, 3, 0, 0), .response = "r"};
+  Answer given{
+      .request = test::example_request("given", RequestStatus::kWaiting, 3, 2, 0), .response = "r", .choice = 1};
+  given.text = "zw\xc3\xb6lf";
+  given.text_ends = {2, 5};
+  Bytes log{1};
+  for (const Bytes& record :
+       {engine_record({{"model", "a"}}), answer_record(asked), answer_record(given), whole_record(),
+        steps_record({{.id = "asked", .tokens = {1, 2}, .text = "two"}}),
+        steps_record({{.id = "asked", .at = 2, .tokens = {3}, .state = AnswerState::kFinished}})}) {
+    log.push_back(static_cast<uint8_t>(record.size() % 256));
+    log.push_back(static_cast<uint8_t>(record.size() / 256));
+    log.insert(log.end(), record.begin(), record.end());
+  }
+  write(directory, "answers_log", log);
   write(directory, "archive", {8, 1, 0, 0, 0, 0, 0, 0, 0, 2, 1, 0, 0, 0, 0, 0, 0, 0});
   return 0;
 }
