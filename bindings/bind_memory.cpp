@@ -15,6 +15,7 @@
 #include "bindings/bind_values.h"
 #include "bindings/module_files.h"
 #include "bindings/process_memory.h"
+#include "bindings/rank_memory_options.h"
 
 namespace py = pybind11;
 
@@ -40,15 +41,17 @@ Result<std::optional<uint64_t>> bytes_from_environment(const char* name) {
                .next_step = "give a number of bytes"};
 }
 
+Result<std::unique_ptr<DeviceMemory>> make_device(int ordinal) {
+  if (environment("TORPOR_MEMORY_DEVICE") == "host") return make_host_device();
+  TORPOR_ASSIGN(const std::optional<uint64_t> gather_below, bytes_from_environment("TORPOR_CUDA_GATHER_BELOW_BYTES"));
+  return make_cuda_device({.ordinal = ordinal, .gather_below_bytes = gather_below.value_or(0)});
+}
+
 Result<std::unique_ptr<RankMemory>> make_memory(int ordinal) {
   TORPOR_ASSIGN(const std::optional<uint64_t> budget, bytes_from_environment("TORPOR_ARENA_BUDGET_BYTES"));
   TORPOR_ASSIGN(const std::optional<uint64_t> prefault, bytes_from_environment("TORPOR_ARENA_PREFAULT_BYTES"));
   TORPOR_ASSIGN(const std::optional<uint64_t> keep, bytes_from_environment("TORPOR_ARENA_KEEP_BYTES"));
-  TORPOR_ASSIGN(const std::optional<uint64_t> gather_below, bytes_from_environment("TORPOR_CUDA_GATHER_BELOW_BYTES"));
-  TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> device,
-                environment("TORPOR_MEMORY_DEVICE") == "host"
-                    ? Result<std::unique_ptr<DeviceMemory>>(make_host_device())
-                    : make_cuda_device({.ordinal = ordinal, .gather_below_bytes = gather_below.value_or(0)}));
+  TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> device, make_device(ordinal));
   return RankMemory::create(std::move(device), module_files(),
                             {.rank = ordinal,
                              .arena_budget_bytes = budget.value_or(0),
@@ -101,6 +104,18 @@ void bind_memory(py::module_& module) {
         value_or_raise(without_lock([&] { return memory_saver().free(device, address); }));
       },
       py::arg("device"), py::arg("address"));
+  module.def(
+      "memory_of",
+      [](int device, const py::dict& dict) {
+        const RankMemoryOptions options = rank_memory_options_from(dict);
+        const auto make = [&](int ordinal) -> Result<std::unique_ptr<RankMemory>> {
+          TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> made, make_device(ordinal));
+          return RankMemory::create(std::move(made), module_files(), options);
+        };
+        return value_or_raise(without_lock([&] { return memory_saver().memory_of(device, make); }));
+      },
+      py::arg("device"), py::arg("options"), py::return_value_policy::reference,
+      "The RankMemory that torch's allocations on this device come from; made with these options if there is none yet.");
   module.def(
       "memory_begin",
       [](const std::string& tag, bool keep) { MemorySaver::scopes().push_back({.tag = tag, .keep = keep}); },

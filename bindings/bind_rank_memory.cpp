@@ -7,6 +7,7 @@
 #include "bindings/bind_values.h"
 #include "bindings/dict_reader.h"
 #include "bindings/module_files.h"
+#include "bindings/rank_memory_options.h"
 #include "engine/rank_memory.h"
 
 namespace py = pybind11;
@@ -14,19 +15,13 @@ namespace py = pybind11;
 namespace torpor {
 namespace {
 
+constexpr const char* kWhere = "RankMemory options";
+
 std::unique_ptr<RankMemory> make_rank_memory(const py::dict& dict) {
-  DictReader in(dict, "RankMemory options");
-  RankMemoryOptions options;
+  DictReader in(dict, kWhere);
+  const RankMemoryOptions options = rank_memory_options_from(in);
   HostDeviceOptions device_options;
   std::string device = "host";
-  in.read_if_given("rank", options.rank);
-  in.read_if_given("arena_budget_bytes", options.arena_budget_bytes);
-  in.read_if_given("arena_prefault_bytes", options.arena_prefault_bytes);
-  in.read_if_given("threads", options.threads);
-  in.read_if_given("keep_backup", options.keep_backup);
-  std::optional<std::string> key_file;
-  in.read_if_given("key_file", key_file);
-  options.key = key_from(key_file);
   in.read_if_given("capacity_bytes", device_options.capacity_bytes);
   in.read_if_given("device", device);
   in.finish();
@@ -42,6 +37,26 @@ std::unique_ptr<RankMemory> make_rank_memory(const py::dict& dict) {
 }
 
 }  // namespace
+
+RankMemoryOptions rank_memory_options_from(DictReader& in) {
+  RankMemoryOptions options;
+  in.read_if_given("rank", options.rank);
+  in.read_if_given("arena_budget_bytes", options.arena_budget_bytes);
+  in.read_if_given("arena_prefault_bytes", options.arena_prefault_bytes);
+  in.read_if_given("threads", options.threads);
+  in.read_if_given("keep_backup", options.keep_backup);
+  std::optional<std::string> key_file;
+  in.read_if_given("key_file", key_file);
+  options.key = key_from(key_file);
+  return options;
+}
+
+RankMemoryOptions rank_memory_options_from(const py::dict& dict) {
+  DictReader in(dict, kWhere);
+  RankMemoryOptions options = rank_memory_options_from(in);
+  in.finish();
+  return options;
+}
 
 // Every method waits for the order in progress, which may write or read files for long: so none holds the
 // interpreter's lock.

@@ -27,12 +27,17 @@ std::vector<MemorySaver::Scope>& MemorySaver::scopes() {
   return scopes;
 }
 
-Result<RankMemory*> MemorySaver::memory_of(int device) {
+Result<RankMemory*> MemorySaver::find_or_make(int device, const MakeMemory& make) {
   Device& entry = devices_[device];
   if (entry.memory == nullptr) {
-    TORPOR_ASSIGN(entry.memory, make_memory_(device));
+    TORPOR_ASSIGN(entry.memory, make(device));
   }
   return entry.memory.get();
+}
+
+Result<RankMemory*> MemorySaver::memory_of(int device, const MakeMemory& make) {
+  const MutexLock lock(mutex_);
+  return find_or_make(device, make ? make : make_memory_);
 }
 
 Result<DeviceAddress> MemorySaver::allocate(int device, uint64_t bytes) {
@@ -43,7 +48,7 @@ Result<DeviceAddress> MemorySaver::allocate(int device, uint64_t bytes) {
                  .next_step = "allocate inside one"};
   }
   const MutexLock lock(mutex_);
-  TORPOR_ASSIGN(RankMemory* const memory, memory_of(device));
+  TORPOR_ASSIGN(RankMemory* const memory, find_or_make(device, make_memory_));
   return memory->allocate(tag_of(scope), std::to_string(++devices_[device].allocations), bytes);
 }
 

@@ -38,6 +38,9 @@ class MemorySaver {
 
   Result<DeviceAddress> allocate(int device, uint64_t bytes);  // in the present scope
   Status free(int device, DeviceAddress address);
+  // The memory of this device, for a controller above it; lives as long as this object. The first who asks for it, or
+  // allocates there, makes it: `make`, if it is given, instead of what the constructor got.
+  Result<RankMemory*> memory_of(int device, const MakeMemory& make = {});
   // `tags` empty: all that are awake, or asleep. On every device that has them. `keep`: of which tags the content is
   // saved; none: as their scopes said. A device that fails has undone itself; those before it stay as they then are,
   // and a retry goes on from there.
@@ -55,7 +58,7 @@ class MemorySaver {
     std::unique_ptr<RankMemory> memory;
     uint64_t allocations = 0;  // so far; names them
   };
-  Result<RankMemory*> memory_of(int device) TORPOR_REQUIRES(mutex_);
+  Result<RankMemory*> find_or_make(int device, const MakeMemory& make) TORPOR_REQUIRES(mutex_);
   static std::vector<std::string> kept(const std::vector<std::string>& tags,
                                        const std::optional<std::vector<std::string>>& keep);
   Result<TagMove> each(const std::vector<std::string>& tags, RegionState wanted,

@@ -70,7 +70,6 @@ def changed(config, path: str, value):
         ("model_config.is_multimodal_model", True, "multimodal"),
         ("model_config.is_encoder_decoder", True, "encoder-decoder"),
         ("model_config.runner_type", "pooling", "pooling"),
-        ("scheduler_config.async_scheduling", True, "async scheduling"),
         ("cache_config.prefix_caching_hash_algo", "xxhash_cbor", "xxhash"),
     ],
 )

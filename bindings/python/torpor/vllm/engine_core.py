@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import threading
 import time
-from concurrent.futures import Future
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -42,13 +41,14 @@ class VllmHooks:
     def unsupported(self) -> list[str]:
         found = unsupported_engine(self.core.vllm_config) + unsupported_scheduler(self.scheduler)
         workers = self._rpc("torpor_describe")
-        if any(w["v2"] for w in workers):
-            found.append("model runner V2")
+        if any(not w["v2"] and w["device_type"] != "cpu" for w in workers):
+            found.append("model runner V1 on a GPU")
+        if any(not w["v2"] for w in workers) and self.core.vllm_config.scheduler_config.async_scheduling:
+            found.append("async scheduling with model runner V1")
+        found += sorted({name for w in workers for name in w["unsupported"]})
         if elsewhere := sorted({name for w in workers for name in w.get("elsewhere", ())}):
             more = f" and {len(elsewhere) - 1} more" if len(elsewhere) > 1 else ""
             found.append(f"the parameter {elsewhere[0]}{more}, replaced by a tensor of its own: copy into it, or use load_weights()")
-        if self.core.batch_queue:
-            found.append("batches in flight")
         return found
 
     def unfinished_requests(self) -> int:
@@ -62,10 +62,22 @@ class VllmHooks:
         self._was_paused = self.scheduler.pause_state if self._before_drain is None else self._before_drain
         self._before_drain = None
         self.scheduler.torpor_frozen = True
-        pending = self.core.pause_scheduler("keep", False)
-        if isinstance(pending, Future) and not pending.done():
+        try:
+            self._finish_batches(None if timeout is None else time.monotonic() + timeout)
+            self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            self._rpc("torpor_synchronize")
+        except BaseException:
             self.resume()
-            raise TimedOut("a batch is still in flight", "sleep again when it has ended")
+            raise
+
+    def _finish_batches(self, deadline: float | None) -> None:
+        """With async scheduling batches are in flight between steps: their tokens are given to their readers."""
+        while self.core.batch_queue:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimedOut(f"{len(self.core.batch_queue)} batches are still in flight", "give it more time")
+            outputs, executed = self.core.step_fn()  # it schedules nothing: the scheduler says that it has no requests
+            deliver(self.core, outputs)
+            self.core.post_step(executed)
 
     def drain(self) -> int:
         """No queued request is begun from now on. Returns how many that were begun have not ended."""
@@ -91,10 +103,13 @@ class VllmHooks:
         self._was_paused = PauseState.UNPAUSED
 
     def capture(self) -> dict:
+        values.assert_quiet(self.scheduler)
+        scheduler = values.scheduler_to_value(self.scheduler)
+        sampling = {item["id"]: item["sampling"] for item in scheduler["requests"]}
         state = {
-            "scheduler": values.scheduler_to_value(self.scheduler),
+            "scheduler": scheduler,
             "kv": values.pool_to_value(self.scheduler),
-            "workers": self._rpc("torpor_capture"),
+            "workers": self._rpc("torpor_capture", sampling),
         }
         state["scheduler"]["engine"]["weight_version"] = self.core.get_weight_version()
         watch_recomputation(self.scheduler)
@@ -171,6 +186,15 @@ class VllmHooks:
 
     def _rpc(self, method: str, *arguments) -> list:
         return self.core.collective_rpc(method, args=arguments)
+
+
+def deliver(core, outputs: dict | None) -> None:
+    """Outputs of a step that nobody asked for, on their way to the front ends as if the engine had taken it itself."""
+    for client, output in (outputs or {}).items():
+        if hasattr(core, "output_queue"):  # of a core in its own process
+            core.output_queue.put_nowait((client, output))
+        else:
+            core.torpor_outputs = [*getattr(core, "torpor_outputs", ()), output]
 
 
 class EngineSide:

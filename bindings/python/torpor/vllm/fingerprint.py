@@ -7,6 +7,7 @@ from importlib import metadata
 import torch
 import vllm
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from torpor import _core
 
@@ -38,7 +39,11 @@ def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
         "compilation": f"{vllm_config.compilation_config.mode}",
         "cpu_linear": workers[0]["cpu_linear"],
         "threads": ",".join(str(w["threads"]) for w in workers),
-        "cpu_capability": ",".join(sorted({w["cpu_capability"] for w in workers})),
-        "model_runner": ",".join(sorted({w["runner"] for w in workers})),
+        "model_runner": ",".join(sorted({w["runner"] + (" V2" if w["v2"] else "") for w in workers})),
     }
+    if type(scheduler) is not Scheduler:
+        fields["scheduler"] = type(scheduler).__name__
+    for of_workers in ("device", "attention"):
+        for name in sorted({name for w in workers for name in w[of_workers]}):
+            fields[name] = ",".join(sorted({w[of_workers].get(name, "nothing") for w in workers}))
     return {name: str(value) for name, value in fields.items()}

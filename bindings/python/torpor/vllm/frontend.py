@@ -83,21 +83,19 @@ class _Blocking:
         self.engine.renderer.clear_mm_cache()
 
     def behind(self, sent: dict[str, int]) -> list[str]:
-        return [] if isinstance(self.engine.engine_core, InprocClient) else _behind(self.engine.output_processor, sent)
+        return _behind(self.engine.output_processor, sent)
 
     async def receive(self) -> None:
         """Processes an output if one is there. Results come first from the next step()."""
-        if self.engine.engine_core.outputs_queue.empty():
+        client = self.engine.engine_core
+        if not isinstance(client, InprocClient) and client.outputs_queue.empty():
             time.sleep(0.001)
         else:
             self._step()
 
     async def advance(self) -> None:
         """Lets the engine take a step, or receives what it does in its own process."""
-        if isinstance(self.engine.engine_core, InprocClient):
-            self._step()
-        else:
-            await self.receive()
+        await self.receive()
 
     def _step(self) -> None:
         self.engine.torpor_stash = getattr(self.engine, "torpor_stash", []) + self.engine.torpor_stock_step()
@@ -109,8 +107,12 @@ class _Blocking:
 
     def slept(self, report: Report, in_flight: str) -> None:
         self.engine.torpor_asleep = report.changed or not report.fully_awake
+        if not isinstance(self.engine.engine_core, InprocClient):
+            return
+        while getattr(self.engine.engine_core.engine_core, "torpor_outputs", None):  # some may have ended
+            self._step()
         aborted = report.changed and report.level >= 1 and not report.preserve_state and in_flight != "recompute"
-        if aborted and isinstance(self.engine.engine_core, InprocClient):  # other engine cores send word of it
+        if aborted:  # other engine cores send word of it
             self.engine.output_processor.abort_requests(list(self.engine.output_processor.request_states), internal=True)
 
     def woken(self, report: Report) -> None:
@@ -228,8 +230,12 @@ async def _wake_up(side: _Blocking | _Async, values: dict) -> Report:
 
 
 def _behind(processor, sent: dict[str, int]) -> list[str]:
-    """Requests of which the front end has processed fewer tokens than the engine put out."""
-    return [i for i, count in sent.items() if i in processor.request_states and processor.request_states[i].detokenizer.num_output_tokens() < count]
+    """Requests of which the front end has processed less than the engine put out.
+
+    One that the engine has no more has ended: its last output is on the way.
+    """
+    states = processor.request_states.items()
+    return [i for i, state in states if i not in sent or state.detokenizer.num_output_tokens() < sent[i]]
 
 
 def _forget(processor) -> None:

@@ -3,6 +3,9 @@
 TorporAllocator has the calls of vLLM's MemAllocator; workers allocate through it where they would through CuMemAllocator.
 TorporBackend is vLLM's SleepModeBackend: level 1 keeps weights, runtime state and graph pools, level 2 all but the weights;
 a wake of some tags brings back every tag that may not be deferred.
+
+With the option gpu_preserve_state the controller takes their place: GpuWorkerMemory is to it what WorkerMemory is on
+the CPU, over the same regions.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from vllm.device_allocator import DEFERRABLE_TAGS
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 
 from torpor import _core, memory
-from torpor.errors import WrongState
+from torpor.errors import Unsupported, WrongState
+from torpor.vllm import kv_layout
 
 ALWAYS_KEPT = ("runtime", "cudagraph")
 
@@ -104,6 +108,54 @@ class TorporBackend(SleepModeBackend):
     @classmethod
     def is_supported(cls) -> bool:
         return _core.built_with_cuda()
+
+
+class GpuWorkerMemory:
+    """One a worker: the regions below torch's allocations on its device."""
+
+    def __init__(self, device: torch.device, options: dict):
+        self.rank_memory = _core.memory_of(device.index or 0, options)
+        self._model: torch.nn.Module | None = None
+        self._buffers: dict[str, torch.Tensor] = {}  # on the host, while the weights are away
+
+    @contextmanager
+    def allocating(self, tag: str, model_runner):
+        with TorporAllocator.get_instance().use_memory_pool(tag):
+            yield
+        if tag == "weights":
+            self._model = model_runner.model
+
+    @contextmanager
+    def reloading_weights(self):
+        try:
+            yield
+        finally:
+            self.rank_memory.mark_dirty("weights")
+
+    def elsewhere(self, model: torch.nn.Module) -> list[str]:
+        return []  # the allocator sees all that torch allocates
+
+    def describe_kv(self, model_runner) -> None:
+        """Tells the core where each block lies."""
+        kv_cache_config = model_runner.kv_cache_config
+        if kv_layout.scattered_blocks(kv_cache_config):  # it sleeps whole; preserve_state is refused
+            return
+        addresses = {cache.untyped_storage().data_ptr() for cache in model_runner.kv_caches}
+        if len(addresses) != 1:
+            raise Unsupported(f"the KV cache lies in {len(addresses)} allocations", "switch gpu_preserve_state off")
+        self.rank_memory.set_kv_layout("kv_cache", kv_layout.to_value(kv_cache_config, addresses.pop()))
+
+    def release_derived(self) -> None:
+        """Weight files have no buffers, and a sleep may not keep the weights."""
+        self._buffers = {name: buffer.to("cpu", copy=True) for name, buffer in self._model.named_buffers()}
+        gc.collect()
+        _empty_cache()
+
+    def rebuild_derived(self) -> None:
+        for name, buffer in self._model.named_buffers():
+            if name in self._buffers:
+                buffer.copy_(self._buffers[name])
+        self._buffers = {}
 
 
 def _empty_cache() -> None:

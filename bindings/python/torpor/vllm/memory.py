@@ -19,6 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torpor.errors import Unsupported, WrongState
+from torpor.vllm import kv_layout
 
 _ALIGNMENT = 64
 
@@ -133,20 +134,11 @@ class WorkerMemory:
         return region_tensor(self.kv_address, size).view(torch.int8)
 
     def describe_kv(self, model_runner) -> None:
-        """Tells the core where each block lies (KVCacheTensor: offset + layer * layer_stride + block * block_stride)."""
+        """Tells the core where each block lies."""
         kv_cache_config = model_runner.kv_cache_config
         self.check_kv(model_runner.kv_caches, kv_cache_config.kv_cache_tensors)
-        tensors = []
-        for tensor in kv_cache_config.kv_cache_tensors:
-            group = next(g for g in kv_cache_config.kv_cache_groups if tensor.layers[0] in g.layer_names)
-            tensors.append({
-                "address": self.kv_address + tensor.offset,
-                "layers": len(tensor.layers),
-                "layer_stride": tensor.layer_stride,
-                "block_stride": tensor.block_stride,
-                "block_bytes": group.kv_cache_spec.page_size_bytes,
-            })  # fmt: skip
-        self.rank_memory.set_kv_layout("kv_cache", {"num_blocks": kv_cache_config.num_blocks, "tensors": tensors})
+        if not kv_layout.scattered_blocks(kv_cache_config):  # else it sleeps whole; preserve_state is refused
+            self.rank_memory.set_kv_layout("kv_cache", kv_layout.to_value(kv_cache_config, self.kv_address))
 
     def check_kv(self, caches: list[torch.Tensor], described: list) -> None:
         """All KV that attention reads and writes lies in the region, as described."""

@@ -31,6 +31,9 @@ class Options:
     encrypt: bool = False
     # Level of zstd for saved memory, -100 (fast) to 19; None: stored as it is.
     compression_level: int | None = None
+    # On a GPU: preserve_state and checkpoints too, with enable_sleep_mode and sleep_mode_backend="torpor". Proved on
+    # CPU tensors only: no GPU has run it yet. Without it torpor is vLLM's sleep mode there, and no more.
+    gpu_preserve_state: bool = False
     # Memory that the newest checkpoint has already is named, not written again.
     incremental: bool = False
 
@@ -51,10 +54,24 @@ class Options:
 
 
 def holds_memory_of(vllm_config) -> bool:
-    """Whether torpor holds the memory of an engine with this configuration: on the CPU, unless it is switched off."""
+    """Whether torpor's controller holds the memory of an engine with this configuration."""
     from vllm.platforms import current_platform
 
-    return current_platform.is_cpu() and Options.of(vllm_config).enabled
+    options = Options.of(vllm_config)
+    if current_platform.is_cpu():
+        return options.enabled
+    return (
+        current_platform.is_cuda()
+        and options.enabled
+        and options.gpu_preserve_state
+        and has_torpor_backend(vllm_config)
+    )
+
+
+def has_torpor_backend(vllm_config) -> bool:
+    """Whether vLLM's own sleep mode is on and asks for torpor's memory, on a GPU."""
+    model = vllm_config.model_config
+    return model is not None and model.enable_sleep_mode and model.sleep_mode_backend == "torpor"
 
 
 def switched_off() -> bool:
@@ -65,7 +82,7 @@ def switched_off() -> bool:
 def _parse(name: str, text: str):
     if name in ("dir", "cpu_linear", "key_file"):
         return text
-    if name in ("enabled", "encrypt", "incremental"):
+    if name in ("enabled", "encrypt", "incremental", "gpu_preserve_state"):
         return text.lower() not in ("0", "false", "off", "no")
     try:
         return int(text)

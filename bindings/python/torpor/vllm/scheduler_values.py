@@ -9,7 +9,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request, RequestStatus
 
-from torpor.errors import Incompatible
+from torpor.errors import Incompatible, Unsupported
 from torpor.vllm.values import sampling_from_value, sampling_to_value, unsupported_sampling
 
 _STATUS = {RequestStatus.WAITING: "waiting", RequestStatus.RUNNING: "running", RequestStatus.PREEMPTED: "preempted"}
@@ -35,10 +35,12 @@ _DERIVED_FIELDS = {
 _EMPTY_FIELDS = {
     "pooling_params": None, "lora_request": None, "structured_output_request": None, "kv_transfer_params": None,
     "ec_transfer_params": None, "prompt_embeds": None, "prompt_is_token_ids": None, "mm_features": [],
-    "num_output_placeholders": 0, "num_in_flight_tokens": 0, "spec_token_ids": [], "trace_headers": None, "kv_hints": None,
+    "spec_token_ids": [], "trace_headers": None, "kv_hints": None,
     "spec_decode_metrics": None, "resumable": False, "streaming_queue": None,
 }  # fmt: skip
-_KNOWN_FIELDS = _NEUTRAL_FIELDS | set(_ENGINE_FIELDS) | _DERIVED_FIELDS | set(_EMPTY_FIELDS)
+# Tokens that are being computed: none while the engine stands still.
+_IN_FLIGHT_FIELDS = ("num_output_placeholders", "num_in_flight_tokens")
+_KNOWN_FIELDS = _NEUTRAL_FIELDS | {*_ENGINE_FIELDS, *_DERIVED_FIELDS, *_EMPTY_FIELDS, *_IN_FLIGHT_FIELDS}
 
 
 def unsupported_fields(request: Request) -> list[str]:
@@ -48,6 +50,14 @@ def unsupported_fields(request: Request) -> list[str]:
     if request.status not in _STATUS:
         found.append(f"a request in the status {request.status.name}")
     return found
+
+
+def assert_quiet(scheduler: Scheduler) -> None:
+    """Raises Unsupported, naming the request, if tokens are in flight although the engine stands still."""
+    for request in scheduler.requests.values():
+        for name in _IN_FLIGHT_FIELDS:
+            if getattr(request, name) != 0:
+                raise Unsupported(f"request {request.request_id} has tokens in flight ({name})", "sleep again")
 
 
 # Fields of a request on its way to the engine core: those of which a new process makes the same request again, …

@@ -67,6 +67,7 @@ ENGINE = (
         classes=(
             Class(
                 "InprocClient",
+                calls={"get_output": "self"},
                 fields="engine_core",
             ),
             Class(
@@ -97,15 +98,17 @@ ENGINE = (
                     "collective_rpc": "self, method, timeout=None, args=(), kwargs=None",
                     "is_scheduler_paused": "self",
                     "release_kv_cache_memory": "self",
+                    "step_with_batch_queue": "self",
+                    "post_step": "self, model_executed",
                 },
-                fields="vllm_config scheduler model_executor batch_queue request_block_hasher",
+                fields="vllm_config scheduler model_executor batch_queue step_fn request_block_hasher",
             ),
             Class(
                 "EngineCoreProc",
                 calls={
                     "pause_scheduler": "self, mode='abort', clear_cache=True",
                 },
-                fields="_idle_state_callbacks",
+                fields="output_queue",
             ),
         ),
     ),
@@ -448,6 +451,42 @@ ENGINE = (
         ),
     ),
     Module(
+        "vllm.v1.core.sched.async_scheduler",
+        classes=(
+            Class(
+                "AsyncScheduler",
+                fields="""
+                    _inflight_prefills _kv_fetch_counts _kv_fetch_stages _pause_state
+                    _spec_decode_step_blocks _spec_token_placeholders
+                    adaptive_long_prefill_threshold aux_output_connector block_size cache_config
+                    connector connector_prefix_cache_stats current_step dcp_world_size
+                    decode_stagger defer_block_free deferred_frees deferred_waiting
+                    dynamic_sd_lookup ec_connector enable_kv_cache_events encoder_cache_manager
+                    encoder_cache_mismatch_reqs failed_recving_kv_req_ids
+                    finished_recving_kv_req_ids finished_req_ids finished_req_ids_dict
+                    grammar_compile_error_reqs has_mamba_layers hash_block_size
+                    is_encoder_decoder is_mm_encoder_only kv_cache_config kv_cache_manager
+                    kv_event_publisher kv_events_config kv_holding_waiting kv_metrics_collector
+                    log_stats lora_config mamba_has_prefill_checkpoint_blocks
+                    mamba_partial_cache_hit mamba_prefill_checkpoint_alignment
+                    mamba_shared_prefix_checkpoint max_model_len max_num_active_reqs
+                    max_num_encoder_input_tokens max_num_running_reqs max_num_scheduled_tokens
+                    model_uses_mrope need_mamba_block_aligned_split needs_kv_cache_zeroing
+                    num_lookahead_tokens num_prefill_lookahead num_sampled_tokens_per_step
+                    num_spec_tokens num_waiting_for_streaming_input observability_config
+                    parallel_config pcp_world_size perf_metrics policy pp_size
+                    prefill_capacity_bound prefix_replay_group_ids prefix_replay_tokens
+                    prev_step_scheduled_req_ids processed_step_seq recompute_kv_load_failures
+                    requests requires_kv_delivery reset_preempted_req_ids return_sampling_mask
+                    running sched_step_seq scheduler_config scheduler_reserve_full_isl
+                    spec_decode_metrics_level structured_output_manager use_eagle
+                    use_eagle_block_drop use_pp use_v2_model_runner vllm_config waiting
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
         "vllm.v1.core.sched.output",
         classes=(
             Class(
@@ -557,7 +596,7 @@ ENGINE = (
         classes=(
             Class(
                 "KVCacheConfig",
-                fields="num_blocks kv_cache_tensors kv_cache_groups",
+                fields="num_blocks kv_cache_tensors kv_cache_groups kv_cache_layout",
             ),
             Class(
                 "KVCacheTensor",
@@ -572,6 +611,21 @@ ENGINE = (
                 "KVCacheSpec",
                 fields="block_size",
                 properties="page_size_bytes",
+            ),
+            Class(
+                "UniformTypeKVCacheSpecs",
+                fields="kv_cache_specs",
+                properties="page_size_bytes",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.kv_cache_layout",
+        classes=(
+            Class(
+                "KVCacheLayout",
+                properties="is_block_compact",
+                members="BHLNC",
             ),
         ),
     ),
@@ -599,7 +653,7 @@ ENGINE = (
                 "ParallelConfig",
                 fields="""
                     tensor_parallel_size pipeline_parallel_size data_parallel_size
-                    decode_context_parallel_size prefill_context_parallel_size
+                    decode_context_parallel_size prefill_context_parallel_size enable_eplb
                 """,
             ),
             Class(
@@ -649,8 +703,23 @@ ENGINE = (
     ),
 )
 
+_WORKER = Module(
+    "vllm.v1.worker.gpu_worker",
+    classes=(
+        Class(
+            "Worker",
+            calls={
+                "_maybe_get_memory_pool_context": "self, tag",
+                "reload_weights": "self, *args, **kwargs",
+            },
+            fields="vllm_config rank device model_runner use_v2_model_runner",
+        ),
+    ),
+)
+
 # Workers on the CPU.
 CPU_WORKER = (
+    _WORKER,
     Module(
         "vllm.platforms.cpu",
         classes=(
@@ -669,7 +738,6 @@ CPU_WORKER = (
                 "CPUWorker",
                 calls={
                     "_maybe_get_memory_pool_context": "self, tag",
-                    "reload_weights": "self, *args, **kwargs",
                 },
                 fields="vllm_config rank device model_runner use_v2_model_runner",
             ),
@@ -752,19 +820,238 @@ CPU_WORKER = (
     ),
 )
 
-# Workers on a GPU, for vLLM's own sleep mode.
-CUDA_WORKER = (
+# Model runner V2, on any device: looked at when a worker has it.
+V2_RUNNER = (
     Module(
-        "vllm.v1.worker.gpu_worker",
+        "vllm.v1.worker.gpu.model_runner",
         classes=(
             Class(
-                "Worker",
+                "GPUModelRunner",
                 calls={
-                    "_maybe_get_memory_pool_context": "self, tag",
+                    "add_requests": "self, scheduler_output",
+                    "_remove_request": "self, req_id",
                 },
-                fields="vllm_config",
+                fields="""
+                    _draft_workspace_lane adaptive_verification attn_groups aux_output_connector
+                    batch_sharder block_tables cache_config check_ep_fault compilation_config
+                    cp_interleave cudagraph_manager dcp_rank dcp_size decode_query_len device
+                    draft_tokens_handler dtype ec_connector encoder_cache eplb
+                    execute_model_state fast_prefill input_buffers intermediate_tensors
+                    is_encoder_decoder is_first_pp_rank is_last_pp_rank is_pooling_model
+                    jit_warmup_registry kernel_block_sizes kv_block_zeroer kv_cache_config
+                    kv_cache_dtype kv_caches kv_connector load_config lora_capture_cases
+                    lora_config lora_manager lora_state max_model_len max_num_reqs
+                    max_num_tokens mm_registry model model_config model_memory_usage model_state
+                    num_speculative_steps observability_config output_copy_stream
+                    parallel_config pcp_manager pooling_runner pp_handler prompt_logprobs_worker
+                    rejection_sampler req_states sampler scheduler_config speculative_config
+                    speculator step_timing structured_outputs_worker supports_mm_inputs
+                    ubatch_runner use_aux_hidden_state_outputs use_dcp use_pp uses_inputs_embeds
+                    vllm_config vocab_size
+                """,
+                exact=True,
             ),
         ),
+    ),
+    Module(
+        "vllm.v1.worker.gpu.states",
+        classes=(
+            Class(
+                "RequestState",
+                calls={
+                    "apply_staged_writes": "self",
+                },
+                fields="""
+                    all_token_ids device draft_tokens free_indices index_to_req_id
+                    last_sampled_tokens max_model_len max_num_batched_tokens max_num_reqs
+                    max_seq_len next_prefill_tokens num_computed_prefill_tokens
+                    num_computed_tokens num_computed_tokens_np num_speculative_steps prefill_len
+                    prompt_len req_id_to_index total_len vocab_size
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.worker.gpu.block_table",
+        classes=(
+            Class(
+                "BlockTables",
+                calls={
+                    "apply_staged_writes": "self",
+                },
+                fields="""
+                    _slot_mapping_enabled block_sizes block_sizes_tensor block_table_ptrs
+                    block_table_strides block_tables cp_interleave cp_rank cp_size dcp_sharded
+                    device fused_writer input_block_table_ptrs input_block_tables
+                    max_num_batched_tokens max_num_reqs num_blocks num_kv_cache_groups
+                    slot_mapping_enabled slot_mappings
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.worker.gpu.buffer_utils",
+        classes=(
+            Class(
+                "StagedWriteTensor",
+                fields="""
+                    _staged_write_contents _staged_write_cu_lens _staged_write_indices
+                    _staged_write_starts _uva_buf device dtype gpu max_concurrency num_rows
+                    write_contents write_cu_lens write_indices write_starts
+                """,
+                exact=True,
+            ),
+            Class(
+                "UvaBackedTensor",
+                fields="""
+                    cpu dtype gpu np pool
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.worker.gpu.sample.sampler",
+        classes=(
+            Class(
+                "Sampler",
+                calls={
+                    "apply_staged_writes": "self",
+                },
+                fields="""
+                    compute_nans logits_processors logprob_token_ids_state logprobs_mode
+                    needs_logits_processing num_speculative_tokens penalties_state req_states
+                    return_sampling_mask sampling_states thinking_budget_state
+                    trace_replay_state use_flashinfer use_fp64_gumbel use_xpu_sampler
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.worker.gpu.sample.states",
+        classes=(
+            Class(
+                "SamplingStates",
+                fields="""
+                    max_num_reqs min_p num_logprobs seeds seeds_set temperature top_k top_p
+                    vocab_size
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.worker.gpu.sample.penalties",
+        classes=(
+            Class(
+                "PenaltiesState",
+                fields="""
+                    _new_penalties_reqs device frequency_penalty output_bin_counts
+                    presence_penalty prompt_bin_mask repetition_penalty req_states use_penalty
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.worker.gpu.sample.logit_bias",
+        classes=(
+            Class(
+                "LogitBiasState",
+                fields="""
+                    allowed_token_ids logit_bias logit_bias_token_ids min_lens
+                    num_allowed_token_ids num_logit_bias num_stop_token_ids prompt_len_np
+                    restore_when_all_masked stop_token_ids use_logit_bias
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.worker.gpu.sample.bad_words",
+        classes=(
+            Class(
+                "BadWordsState",
+                fields="""
+                    bad_word_offsets bad_word_token_ids num_bad_words req_states
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.worker.gpu.sample.logprob",
+        classes=(
+            Class(
+                "LogprobTokenIdsState",
+                fields="""
+                    max_num_reqs num_token_ids token_ids
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.worker.gpu.sample.prompt_logprob",
+        classes=(
+            Class(
+                "PromptLogprobsWorker",
+                fields="""
+                    device in_progress_prompt_logprobs logprobs_mode max_num_reqs
+                    num_prompt_logprobs token_id_scores uses_prompt_logprobs
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.worker.gpu.model_states.default",
+        classes=(
+            Class(
+                "DefaultModelState",
+                fields="""
+                    device dtype encoder_cache encoder_runner inputs_embeds inputs_embeds_size
+                    max_num_reqs max_num_tokens mm_pruner model model_config prompt_embeds_state
+                    rope_state scheduler_config supports_mm_inputs vllm_config
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.core.sched.output",
+        classes=(
+            Class(
+                "SchedulerOutput",
+                calls={
+                    "make_empty": "cls",
+                },
+                fields="""
+                    scheduled_new_reqs
+                """,
+            ),
+            Class(
+                "NewRequestData",
+                fields="""
+                    block_ids lora_request mm_features num_computed_tokens pooling_params
+                    prefill_token_ids prompt_embeds prompt_is_token_ids prompt_token_ids
+                    replay_start req_id sampling_params
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+)
+
+# Workers on a GPU.
+CUDA_WORKER = (
+    _WORKER,
+    Module(
+        "vllm.third_party",
+        names=("pynvml",),
     ),
     Module(
         "vllm.compilation.cudagraph_pool",
@@ -858,4 +1145,4 @@ SERVER = (
 )
 
 # What a manifest is looked up by.
-PARTS = {"engine": ENGINE, "cpu": CPU_WORKER, "cuda": CUDA_WORKER, "server": SERVER}
+PARTS = {"engine": ENGINE, "cpu": CPU_WORKER, "cuda": CUDA_WORKER, "v2": V2_RUNNER, "server": SERVER}

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from torpor.errors import Unsupported
 from torpor.vllm import frontend
 from torpor.vllm.compat.patching import Patches
-from torpor.vllm.options import Options, holds_memory_of
+from torpor.vllm.options import Options, has_torpor_backend, holds_memory_of
 
 
 def install(patches: Patches, parts: tuple[str, ...]) -> None:
@@ -23,9 +23,11 @@ def install(patches: Patches, parts: tuple[str, ...]) -> None:
     _front_ends(patches)
     _finish_reasons(patches)
     if "cpu" in parts:
+        _worker(patches)
         _cpu_worker(patches)
         _cpu_generators(patches)
     if "cuda" in parts:
+        _worker(patches)
         _gpu_worker(patches)
         _graph_pool(patches)
     _sleep_backend()
@@ -67,6 +69,20 @@ def _engine_core(patches: Patches) -> None:
         (release_kv_cache_memory if holds_memory_of(self.vllm_config) else stock_release)(self)
 
     patches.set(EngineCore, "release_kv_cache_memory", release)
+    _outputs_of_drained_batches(patches)
+
+
+def _outputs_of_drained_batches(patches: Patches) -> None:
+    """In this process nothing sends outputs to the front end: it takes them, and those of a drain come first."""
+    from vllm.v1.engine.core_client import InprocClient
+
+    stock_output = InprocClient.get_output
+
+    def get_output(self):
+        drained = getattr(self.engine_core, "torpor_outputs", None)
+        return drained.pop(0) if drained else stock_output(self)
+
+    patches.set(InprocClient, "get_output", get_output)
 
 
 # --- front ends -------------------------------------------------------------------------------------------------------
@@ -109,7 +125,7 @@ def _routed(ours, theirs):
             what = f"{ours.__name__}({', '.join(f'{name}=…' for name in asked)})"
             raise Unsupported(
                 f"{what}: torpor does not hold this engine's memory",
-                "it needs vLLM on the CPU, with the option enabled",
+                "it needs vLLM on the CPU with the option enabled, or on a GPU with gpu_preserve_state",
             )
         return {name: value for name, value in given.items() if name not in own}
 
@@ -150,31 +166,40 @@ def _finish_reasons(patches: Patches) -> None:
 # --- workers on the CPU -----------------------------------------------------------------------------------------------
 
 
+def _worker(patches: Patches) -> None:
+    """The methods of torpor.vllm.worker, on workers of every device."""
+    from vllm.v1.worker.gpu_worker import Worker  # what CPUWorker derives from
+
+    from torpor.vllm import worker
+
+    for name in vars(worker):
+        if name.startswith("torpor_"):
+            patches.set(Worker, name, getattr(worker, name))
+    stock_reload = Worker.reload_weights
+
+    def reload_weights(self, *args, **kwargs) -> None:
+        with self.torpor_memory.reloading_weights() if hasattr(self, "torpor_memory") else nullcontext():
+            stock_reload(self, *args, **kwargs)
+
+    patches.set(Worker, "reload_weights", reload_weights)
+
+
 def _cpu_worker(patches: Patches) -> None:
-    """They allocate weights and KV in torpor's regions, and have the methods of torpor.vllm.worker."""
+    """They allocate weights and KV in torpor's regions."""
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     from torpor.vllm import worker
 
     patches.set(CpuPlatform, "is_sleep_mode_available", lambda self: True)  # vLLM's enable_sleep_mode asks
-
-    for name in vars(worker):
-        if name.startswith("torpor_"):
-            patches.set(CPUWorker, name, getattr(worker, name))
-    stock_context, stock_reload = CPUWorker._maybe_get_memory_pool_context, CPUWorker.reload_weights
+    stock_context = CPUWorker._maybe_get_memory_pool_context
 
     def memory_context(self, tag: str):
         if tag not in ("weights", "kv_cache") or not Options.of(self.vllm_config).enabled:
             return stock_context(self, tag)
         return worker.memory_context(self, tag)
 
-    def reload_weights(self, *args, **kwargs) -> None:
-        with self.torpor_memory.reloading_weights() if hasattr(self, "torpor_memory") else nullcontext():
-            stock_reload(self, *args, **kwargs)
-
     patches.set(CPUWorker, "_maybe_get_memory_pool_context", memory_context)
-    patches.set(CPUWorker, "reload_weights", reload_weights)
 
 
 def _cpu_generators(patches: Patches) -> None:
@@ -222,12 +247,15 @@ def _gpu_worker(patches: Patches) -> None:
     """With that option, workers allocate in torpor's regions what sleeps."""
     from vllm.v1.worker.gpu_worker import Worker
 
+    from torpor.vllm import worker
+
     stock_context = Worker._maybe_get_memory_pool_context
 
     def context(self, tag: str):
-        config = self.vllm_config.model_config
-        if config.sleep_mode_backend != "torpor" or not config.enable_sleep_mode:
+        if not has_torpor_backend(self.vllm_config):
             return stock_context(self, tag)
+        if holds_memory_of(self.vllm_config):
+            return worker.memory_context(self, tag)
         from torpor.vllm.gpu_memory import TorporAllocator
 
         return TorporAllocator.get_instance().use_memory_pool(tag)

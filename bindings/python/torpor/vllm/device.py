@@ -1,0 +1,47 @@
+"""What depends on the device of a worker: waiting for it, its default generator, what of it can change tokens."""
+
+from __future__ import annotations
+
+import torch
+
+
+def synchronize(device: torch.device) -> None:
+    """Returns when all work that was queued on the device has ended, on every stream."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def generator_state(device: torch.device) -> bytes:
+    """Of the generator that requests without a seed share."""
+    state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+    return state.numpy().tobytes()
+
+
+def set_generator_state(device: torch.device, state: bytes) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state_tensor(state))
+    else:
+        torch.cuda.set_rng_state(state_tensor(state), device)
+
+
+def state_tensor(state: bytes) -> torch.Tensor:
+    """The state of a torch.Generator from its bytes."""
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """Fields of the fingerprint: which kernels run here, and so how they round."""
+    if device.type == "cpu":
+        return {"cpu_capability": torch.backends.cpu.get_cpu_capability()}
+    from vllm.third_party import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        driver = pynvml.nvmlSystemGetDriverVersion()
+    finally:
+        pynvml.nvmlShutdown()
+    found = torch.cuda.get_device_properties(device)
+    return {
+        "gpu": f"{found.name}, compute capability {found.major}.{found.minor}",
+        "cuda": f"{torch.version.cuda}, driver {driver}",
+    }

@@ -1,0 +1,45 @@
+"""Where the bytes of each KV block lie, from vLLM's description of its KV cache."""
+
+from __future__ import annotations
+
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+
+def to_value(kv_cache_config, address: int) -> dict:
+    """For RankMemory.set_kv_layout(). `address`: of the one allocation that all KV tensors lie in. Sizes in bytes."""
+    return {
+        "num_blocks": kv_cache_config.num_blocks,
+        "tensors": [_tensor_to_value(kv_cache_config, tensor, address) for tensor in kv_cache_config.kv_cache_tensors],
+    }
+
+
+def scattered_blocks(kv_cache_config) -> str | None:
+    """The name of the layout, if a block of a layer is not one run of bytes in it."""
+    layout = _layout(kv_cache_config)
+    if layout is None or layout.is_block_compact or layout is KVCacheLayout.BHLNC:
+        return None
+    return layout.name
+
+
+def _tensor_to_value(kv_cache_config, tensor, address: int) -> dict:
+    """KVCacheTensor: layer l of block b begins at offset + l * layer_stride + b * block_stride."""
+    group = next(g for g in kv_cache_config.kv_cache_groups if tensor.layers[0] in g.layer_names)
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        spec = spec.kv_cache_specs[tensor.layers[0]]
+    layers, layer_stride, block_bytes = len(tensor.layers), tensor.layer_stride, spec.page_size_bytes
+    if _layout(kv_cache_config) is KVCacheLayout.BHLNC:  # layers alternate inside a block: it is one run of all of them
+        layers, layer_stride, block_bytes = 1, tensor.block_stride, layers * block_bytes
+    return {
+        "address": address + tensor.offset,
+        "layers": layers,
+        "layer_stride": layer_stride,
+        "block_stride": tensor.block_stride,
+        "block_bytes": block_bytes,
+    }
+
+
+def _layout(kv_cache_config) -> KVCacheLayout | None:
+    name = kv_cache_config.kv_cache_layout
+    return None if name is None else KVCacheLayout[name]

@@ -1,0 +1,130 @@
+"""Model runner V1, which vLLM uses on the CPU: its state as values and back.
+
+Its batch is kept row by row; each seeded request has a generator of its own.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+from vllm.sampling_params import SamplingType
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+from torpor.vllm import device
+from torpor.vllm.values import (
+    logprobs_tensors_from_value,
+    logprobs_tensors_to_value,
+    sampling_from_value,
+    sampling_to_value,
+)
+
+
+def attention(runner) -> dict[str, str]:
+    """Fields of the fingerprint that only V2 has."""
+    return {}
+
+
+def unsupported(runner) -> list[str]:
+    return []
+
+
+def capture(runner, sampling: dict[str, dict]) -> dict:
+    """Rows, generators and cached requests. It keeps sampling parameters itself, of finished requests too."""
+    generators = {}
+    requests = []
+    for request_id, state in runner.requests.items():
+        if state.generator is not None:
+            generators[request_id] = state.generator.get_state().numpy().tobytes()
+        requests.append({
+            "id": request_id,
+            "prompt_token_ids": array("q", state.prompt_token_ids),
+            "output_token_ids": array("q", state.output_token_ids),
+            "sampling": sampling_to_value(state.sampling_params),
+            "block_ids": [array("q", ids) for ids in state.block_ids],
+            "num_computed_tokens": state.num_computed_tokens,
+            "prompt_logprobs": logprobs_tensors_to_value(state.in_progress_prompt_logprobs_cpu),
+        })  # fmt: skip
+    return {
+        "rows": list(runner.input_batch.req_ids),
+        "default_generator": device.generator_state(runner.device),
+        "generators": generators,
+        "engine": {"requests": requests, "num_prompt_logprobs": dict(runner.num_prompt_logprobs)},
+    }
+
+
+def reconnect(runner, value: dict) -> None:
+    """Generators go back to where they were."""
+    device.set_generator_state(runner.device, value["default_generator"])
+    for request_id, state in value["generators"].items():
+        if request_id in runner.requests:
+            runner.requests[request_id].generator.set_state(device.state_tensor(state))
+
+
+def restore(runner, value: dict, given_since: list[dict]) -> None:
+    """The batch is rebuilt row by row as it was, then the default generator is set.
+
+    A seeded request of `given_since` draws as often as it did for what was given.
+    """
+    forget(runner)
+    given = {item["id"]: item for item in given_since}
+    for item in value["engine"]["requests"]:
+        generator = None
+        if item["id"] in value["generators"]:
+            generator = torch.Generator(device=runner.device)
+            generator.set_state(device.state_tensor(value["generators"][item["id"]]))
+        since = given.pop(item["id"], None)
+        if since is not None and generator is not None:
+            _draw(generator, since["drawn"])
+        state = CachedRequestState(
+            req_id=item["id"],
+            prompt_token_ids=list(item["prompt_token_ids"]),
+            mm_features=[],
+            sampling_params=sampling_from_value(item["sampling"]),
+            generator=generator,
+            block_ids=tuple(list(ids) for ids in item["block_ids"]),
+            num_computed_tokens=item["num_computed_tokens"],
+            output_token_ids=list((since or item)["output_token_ids"]),
+        )
+        state.in_progress_prompt_logprobs_cpu = logprobs_tensors_from_value(item["prompt_logprobs"])
+        runner.requests[item["id"]] = state
+    for item in given.values():
+        runner.requests[item["id"]] = _begun_again(item, runner.device)
+    for request_id in value["rows"]:
+        runner.input_batch.add_request(runner.requests[request_id])
+    runner.num_prompt_logprobs.update(value["engine"]["num_prompt_logprobs"])
+    device.set_generator_state(runner.device, value["default_generator"])
+
+
+def forget(runner) -> None:
+    for request_id in list(runner.input_batch.req_ids):
+        runner.input_batch.remove_request(request_id)
+    runner.input_batch.condense()
+    runner.input_batch.refresh_metadata()
+    runner.requests.clear()
+    runner.num_prompt_logprobs.clear()
+
+
+def _begun_again(item: dict, on: torch.device) -> CachedRequestState:
+    """A request as the worker keeps it while the scheduler has taken its blocks away."""
+    sampling = sampling_from_value(item["sampling"])
+    generator = None
+    if sampling.sampling_type == SamplingType.RANDOM_SEED:
+        generator = torch.Generator(device=on)
+        generator.manual_seed(sampling.seed)
+        _draw(generator, item["drawn"])
+    return CachedRequestState(
+        req_id=item["id"],
+        prompt_token_ids=list(item["prompt_token_ids"]),
+        mm_features=[],
+        sampling_params=sampling,
+        generator=generator,
+        block_ids=tuple([] for _ in range(item["groups"])),
+        num_computed_tokens=0,
+        output_token_ids=list(item["output_token_ids"]),
+    )
+
+
+def _draw(generator: torch.Generator, times: int) -> None:
+    """What vLLM's sampler on the CPU draws for a seeded request, one number a token (TopKTopPSampler.forward_cpu)."""
+    torch.randint(0, 2**31, (times,), generator=generator, dtype=torch.long)
