@@ -91,6 +91,14 @@ class InProcess:
         add_requests(self.engine, names)
         return run(self.engine, steps)
 
+    def stopped(self) -> dict:
+        """Answers to what was in flight when the engine was paused or fell asleep; after them nothing comes."""
+        from requests_of_tests import run
+
+        answers = run(self.engine, 1)
+        assert self.engine.step() == []
+        return answers
+
     def finish(self, answers: dict) -> dict:
         from requests_of_tests import final, run
 
