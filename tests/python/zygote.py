@@ -65,6 +65,7 @@ _IMPORTS = (
     "transformers.models.llama.modeling_llama",
     "uvloop",
 )
+_IMPORTS_OF_V2 = ("vllm.v1.worker.cpu.model_runner",)
 
 
 class Process:
@@ -317,7 +318,7 @@ def main() -> None:
 
     orders = socket.socket(fileno=int(sys.argv[1]))
     gc.disable()
-    for name in _IMPORTS:
+    for name in _IMPORTS + (_IMPORTS_OF_V2 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else ()):
         __import__(name)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads: what is forked now could wait for their locks for ever"

@@ -24,6 +24,7 @@ from screen import MARK, Screen, size
 from serving import ServerEnded
 
 HERE = Path(__file__).resolve().parent
+RIG = HERE.parents[1] / "tests/rig"
 
 
 class DemoError(Exception):
@@ -33,12 +34,12 @@ class DemoError(Exception):
 class EngineProcess:
     """The child with the engine (engine_process.py)."""
 
-    def __init__(self, model: Path, directory: Path, log: Path):
+    def __init__(self, model: Path, directory: Path, log: Path, environment: dict[str, str]):
         self._log = log
         order_out, self._order = os.pipe()
         self._answer, answer_in = os.pipe()
         # One thread count and one hash seed for both processes: they are part of what makes tokens equal.
-        environment = os.environ | {
+        environment = os.environ | environment | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
@@ -98,10 +99,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--to", choices=("host", "disk"), default="disk", help="disk: the process is killed and a new one wakes; host: the same process wakes")
     parser.add_argument("--seed", type=int, default=1, help="of the sampled requests")
     parser.add_argument("--dir", type=Path, default=None, help="where checkpoints are left; default: a new temporary folder")
+    parser.add_argument("--gpu-path", action="store_true", help="vLLM as it runs on a GPU (model runner V2, async scheduling), on CPU tensors; a tiny random model")
     parser.add_argument("--server", action="store_true", help="show it with a server and its clients instead: drained with SIGTERM, taken up by the next one")
     parser.add_argument("--drain-at", type=float, default=0.4, metavar="SHARE", help="with --server: SIGTERM when the clients have this share of their answers")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     options = parser.parse_args(arguments)
+    if options.gpu_path and options.server:
+        parser.error("--gpu-path and --server do not go together; leave one out")
     if options.freeze_after < 1:
         parser.error(f"--freeze-after is {options.freeze_after}; use 1 or more")
     if options.max_tokens < 2:
@@ -132,14 +136,24 @@ def make_directory(path: Path | None) -> Path:
     return path.resolve()
 
 
+def gpu_path(directory: Path) -> tuple[Path, dict[str, str]]:
+    """A model small enough for interpreted kernels, and the environment of an engine that runs them."""
+    sys.path.append(str(RIG))
+    import rig
+    from rig.model import make_model
+
+    return make_model(directory / "model"), rig.environment()
+
+
 def run(options: argparse.Namespace, screen: Screen) -> dict:
     prompts = read_prompts(options.prompts)
     directory = make_directory(options.dir)
     log = directory / "engine.log"
+    model, environment = gpu_path(directory) if options.gpu_path else (options.model, {})
     engine = None
     try:
-        screen.stage("1. An engine starts (vLLM on the CPU)")
-        engine = EngineProcess(options.model, directory, log)
+        screen.stage("1. An engine starts (vLLM's GPU path, on CPU tensors)" if options.gpu_path else "1. An engine starts (vLLM on the CPU)")
+        engine = EngineProcess(model, directory, log, environment)
         engine.wait_until_ready()
         requests = {"prompts": prompts, "max_tokens": options.max_tokens, "seed": options.seed}
 
@@ -162,7 +176,9 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         regions = engine.order("ledger")[0]["process_resident_region_bytes"]
         slept_at = {number: len(text) for number, text in before["texts"].items() if number not in before["finished"]}
 
-        screen.stage(f"4. Sleep, in the middle of {unfinished} sentences, to {options.to}")
+        path = engine.order("path")
+        in_flight = f", with {path['batches_in_flight']} step in flight" if path["batches_in_flight"] else ""
+        screen.stage(f"4. Sleep, in the middle of {unfinished} sentences{in_flight}, to {options.to}")
         slept = engine.order("sleep", level=options.level, to=options.to)
         asleep = engine.resident_bytes()
         screen.line(f"{size(awake)} resident before, {size(asleep)} asleep: {size(slept['freed_bytes'])} of weights and KV given back")
@@ -170,7 +186,7 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
             screen.line(f"checkpoint: {slept['checkpoint']}")
             screen.stage("5. kill -9, and a new process wakes from the checkpoint")
             engine.kill()
-            engine = EngineProcess(options.model, directory, log)
+            engine = EngineProcess(model, directory, log, environment)
             engine.wait_until_ready()
             woken = engine.order("wake", from_checkpoint=slept["checkpoint"])
         else:
@@ -189,6 +205,7 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
     screen.answers(texts, slept_at)
     same = [tokens.get(str(i)) == expected["tokens"][str(i)] and texts.get(str(i)) == expected["texts"][str(i)] for i in range(len(prompts))]
     return {
+        **path,
         "requests": len(prompts),
         "identical": sum(same),
         "differing": [i for i, equal in enumerate(same) if not equal],

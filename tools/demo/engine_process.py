@@ -13,7 +13,12 @@ import sys
 
 
 def best_dtype() -> str:
-    """bfloat16 where the CPU multiplies it natively; elsewhere float32 is more than twice as fast."""
+    """bfloat16 where the CPU multiplies it natively; elsewhere float32 is more than twice as fast.
+
+    Triton's interpreter has no bfloat16 of its own.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "float32"
     flags = set()
     with open("/proc/cpuinfo") as info:
         for line in info:
@@ -25,10 +30,8 @@ def best_dtype() -> str:
 
 class Engine:
     def __init__(self, model: str, directory: str):
-        import torch
         from vllm import LLM
 
-        self._torch = torch
         self._llm = LLM(
             model,
             dtype=best_dtype(),
@@ -48,9 +51,10 @@ class Engine:
     def add(self, prompts: list[str], max_tokens: int, seed: int) -> dict:
         """A greedy, a seeded and an unseeded request in turn; the unseeded ones draw from one generator, set here."""
         from vllm import SamplingParams
+        from vllm.utils.torch_utils import set_random_seed
 
         self._llm.reset_prefix_cache()
-        self._torch.manual_seed(seed)
+        set_random_seed(seed)
         tokenizer = self._llm.get_tokenizer()
         kinds = []
         for number, prompt in enumerate(prompts):
@@ -78,6 +82,17 @@ class Engine:
             made += 1
             tell({"event": "texts", "texts": self._texts})
         return {"steps": made, "tokens": self._tokens, "texts": self._texts, "finished": sorted(self._finished)}
+
+    def path(self) -> dict:
+        core = self._engine.engine_core.engine_core
+        runner = type(core.model_executor.driver_worker.worker.model_runner)
+        v2 = any(kind.__module__ == "vllm.v1.worker.gpu.model_runner" for kind in runner.__mro__)
+        return {
+            "runner": "V2" if v2 else "V1",
+            "scheduler": type(core.scheduler).__name__,
+            "async_scheduling": core.async_scheduling,
+            "batches_in_flight": len(core.batch_queue or ()),
+        }
 
     def sleep(self, level: int, to: str) -> dict:
         return dict(self._llm.sleep(level=level, preserve_state=True, to=to))

@@ -1,0 +1,115 @@
+"""A process of the tests, on the rig: an engine of one of four kinds. Prints what is in force in it and its answers."""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+from conftest import ENGINE, InProcess
+from requests_of_tests import REQUESTS, add_requests, answer, final, run
+
+# Those that an engine in another process answers the same each time: one choice, and no draw of the engine's own.
+CERTAIN = [name for name, (_, p) in REQUESTS.items() if p.n == 1 and (p.seed is not None or p.temperature == 0)]
+
+
+def in_this_process(model: Path, directory: Path) -> dict:
+    from rig.plugin import report
+
+    one = InProcess(model, directory)
+    result = {"before": report(one.core), "runs": [], "delivered": []}
+    for _ in range(2):
+        answers = one.begin(3)
+        result["in_flight"] = report(one.core)["batches_in_flight"]
+        result["delivered"].append({name: value[1][0][1] for name, value in answers.items()})
+        result["runs"].append(one.finish(answers))
+    if os.environ.get("TORPOR_RIG_SLOW_COPIES") == "1":
+        result |= without_waiting(one)
+    return result
+
+
+def without_waiting(one: InProcess) -> dict:
+    """What is seen of a step whose end nobody waits for."""
+    from rig import slow_copies
+
+    one.begin(3, CERTAIN)
+    sampled = one.runner.req_states.last_sampled_tokens
+    before = sampled.clone()
+    one.core.model_executor.driver_worker.worker.synchronize_device()
+    late = int((sampled != before).sum())
+    one.finish({})
+    stock, slow_copies.Event.synchronize = slow_copies.Event.synchronize, lambda event: None
+    try:
+        unawaited = one.finish(one.begin(0, CERTAIN))
+    except Exception as problem:
+        unawaited = {"problem": repr(problem)}
+    finally:
+        slow_copies.Event.synchronize = stock
+    return {"late": late, "unawaited": unawaited}
+
+
+def in_other_processes(model: Path, directory: Path, ranks: int) -> dict:
+    from vllm import LLM
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    torpor = {"torpor": {"dir": str(directory)}}
+    llm = LLM(str(model), additional_config=torpor, tensor_parallel_size=ranks, **ENGINE)
+    client = llm.llm_engine.engine_core
+    try:
+        result = {"before": client.call_utility("rig_report"), "runs": []}
+        for _ in range(2):
+            llm.reset_prefix_cache()
+            add_requests(llm.llm_engine, CERTAIN)
+            answers = run(llm.llm_engine, 2)
+            result["in_flight"] = client.call_utility("rig_report")["batches_in_flight"]
+            result["runs"].append(final(answers | run(llm.llm_engine)))
+    finally:
+        client.shutdown()
+    return result
+
+
+async def asynchronously(model: Path, directory: Path) -> dict:
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    torpor = {"torpor": {"dir": str(directory)}}
+    arguments = AsyncEngineArgs(model=str(model), additional_config=torpor, disable_log_stats=True, **ENGINE)
+    engine = AsyncLLM.from_engine_args(arguments)
+    begun = asyncio.Event()
+
+    async def read(name: str) -> list:
+        prompt, params = REQUESTS[name]
+        async for output in engine.generate(prompt, params.clone(), name):
+            last = output
+            begun.set()
+        return last
+
+    try:
+        result = {"before": await engine.engine_core.call_utility_async("rig_report"), "runs": []}
+        for _ in range(2):
+            await engine.reset_prefix_cache()
+            begun.clear()
+            readers = [asyncio.create_task(read(name)) for name in CERTAIN]
+            await begun.wait()
+            result["in_flight"] = (await engine.engine_core.call_utility_async("rig_report"))["batches_in_flight"]
+            outputs = await asyncio.gather(*readers)
+            result["runs"].append({name: answer(output) for name, output in zip(CERTAIN, outputs)})
+    finally:
+        engine.shutdown()
+    return result
+
+
+def main() -> None:
+    kind, model, directory = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    if kind == "in-process":
+        result = in_this_process(model, directory)
+    elif kind == "async":
+        result = asyncio.run(asynchronously(model, directory))
+    else:
+        result = in_other_processes(model, directory, {"own-core": 1, "two-ranks": 2}[kind])
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The rig (tests/rig): vLLM's default GPU path is in force on it, and it answers the same each time."""
+
+import os
+from pathlib import Path
+
+import pytest
+import rig
+from conftest import result_of
+
+HERE = Path(__file__).parent
+IN_FORCE = {
+    "runner": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
+    "triton": True,
+    "scheduler": "AsyncScheduler",
+    "async_scheduling": True,
+    "step": "step_with_batch_queue",
+    "batches_at_most": 2,
+    "batches_in_flight": 0,
+}
+
+
+@pytest.fixture(scope="session")
+def on_rig(rig_zygote, rig_model, tmp_path_factory):
+    """Runs rig_process.py with an engine of this kind."""
+
+    def start(kind: str, variables: dict | None = None, **options) -> dict:
+        words = [HERE / "rig_process.py", kind, rig_model, tmp_path_factory.mktemp("checkpoints")]
+        environment = os.environ | rig.environment(**options) | (variables or {})
+        return result_of(rig_zygote.run(words, timeout=300, env=environment))
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def in_process(on_rig) -> dict:
+    return on_rig("in-process")
+
+
+def tokens(answers: dict, names=None) -> dict:
+    return {name: [completion[1] for completion in answers[name][1]] for name in names or answers}
+
+
+def check_in_force(result: dict, workers: int = 1, kv_layout: str = "LBHNC") -> None:
+    """The runner, the scheduler and the way of a step; and a batch is in flight when a step returns."""
+    assert result["before"] == IN_FORCE | {"workers": workers, "kv_layout": kv_layout}
+    assert result["in_flight"] == 1
+
+
+def test_the_gpu_path_is_in_force_and_answers_the_same_twice(in_process):
+    check_in_force(in_process)
+    first, second = in_process["runs"]
+    assert first == second
+    texts = [completion[2] for _, completions, _ in first.values() for completion in completions]
+    assert all(text.isascii() and text.isprintable() for text in texts) and len(set(texts)) == len(texts)
+    lengths = {name: len(completions[0][1]) for name, (_, completions, _) in first.items() if name != "stops"}
+    assert lengths["greedy"] == lengths["unseeded"] == lengths["bias"] == 40, "a special token came"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "workers"), [("own-core", 1), ("async", 1), ("two-ranks", 2)])
+def test_the_gpu_path_is_in_force_in_other_processes(on_rig, in_process, kind, workers):
+    result = on_rig(kind, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if workers == 2 else None)
+    check_in_force(result, workers)
+    first, second = result["runs"]
+    assert tokens(first) == tokens(second)
+    if workers == 1:  # sums over two ranks are other sums
+        assert tokens(first) == tokens(in_process["runs"][0], first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [layout for layout in rig.KV_LAYOUTS if layout != "LBHNC"])
+def test_every_kv_layout_answers_the_same(on_rig, in_process, layout):
+    result = on_rig("in-process", kv_layout=layout)
+    check_in_force(result, kv_layout=layout)
+    assert result["runs"] == in_process["runs"]
+
+
+@pytest.mark.slow
+def test_with_slow_copies_who_waits_sees_the_same_and_who_does_not_sees_garbage(on_rig, in_process):
+    result = on_rig("in-process", slow_copies=True)
+    check_in_force(result)
+    assert result["runs"] == in_process["runs"]
+    assert result["late"] > 0, "nothing of the step was left to the device"
+    assert result["unawaited"] != {}
+    assert all(result["unawaited"].get(name) != answer for name, answer in result["runs"][0].items())

@@ -1,0 +1,41 @@
+"""vLLM's default GPU path on CPU tensors, for tests and the demo; see ../README.md.
+
+    subprocess.run([sys.executable, "script.py"], env=os.environ | rig.environment())
+
+vLLM finds the rig by its entry points, wherever its folder is on the module path; it does nothing unless TORPOR_RIG says so.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[1]
+# Of vLLM 0.32, as VLLM_KV_CACHE_LAYOUT names them: L layers, B blocks, H heads, N tokens of a block, C content.
+KV_LAYOUTS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC")
+
+
+def environment(*, kv_layout: str | None = None, slow_copies: bool = False) -> dict[str, str]:
+    """The variables that put a new process, and those that it starts, on the rig.
+
+    A running process cannot get onto it: Triton looks at its variable when vLLM is imported.
+    """
+    paths = [str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {
+        "TORPOR_RIG": "1",
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(os.pathsep.join(paths).split(os.pathsep))),
+        "TRITON_INTERPRET": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+    }
+    if kv_layout is not None:
+        if kv_layout not in KV_LAYOUTS:
+            raise ValueError(f"there is no KV layout {kv_layout!r}; there are {', '.join(KV_LAYOUTS)}")
+        variables["VLLM_KV_CACHE_LAYOUT"] = kv_layout
+    if slow_copies:
+        variables["TORPOR_RIG_SLOW_COPIES"] = "1"
+    return variables
+
+
+def active() -> bool:
+    """Whether this process is on the rig."""
+    return os.environ.get("TORPOR_RIG") == "1"

@@ -1,0 +1,33 @@
+"""Kernels that PyTorch stands in for, because the interpreter takes too long for them: each is a function of the logits
+alone. All that keep the runner's state (staged writes, block tables, penalties, sampling by seed and position) are run.
+"""
+
+from __future__ import annotations
+
+
+def install() -> None:
+    from vllm.v1.sample.ops import topk_topp_sampler
+    from vllm.v1.worker.gpu.sample import logprob
+
+    topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch
+    logprob._topk_log_softmax_kernel = _Instead(_log_probabilities)
+    logprob._ranks_kernel = _Instead(_ranks)
+
+
+class _Instead:
+    """Is launched as a kernel; needs no grid."""
+
+    def __init__(self, function):
+        self._function = function
+
+    def __getitem__(self, grid):
+        return self._function
+
+
+def _log_probabilities(output, logits, logits_stride, token_ids, *_, **__) -> None:
+    output.copy_(logits.float().log_softmax(-1).gather(-1, token_ids))
+
+
+def _ranks(output, logits, logits_stride, token_ids, *_, **__) -> None:
+    """How many words are as likely as the sampled one, itself included."""
+    output.copy_((logits >= logits.gather(-1, token_ids.unsqueeze(-1))).sum(-1))

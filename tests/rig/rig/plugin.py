@@ -1,0 +1,76 @@
+"""The entry points: vLLM calls both in every process, the platform's first."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+from rig import active, interpreter, kernels
+
+
+def platform() -> str | None:
+    """vLLM asks before it looks whether Triton can be used."""
+    if not active():
+        return None
+    interpreter.offer_backend()
+    return "rig.platform.RigPlatform"
+
+
+@functools.cache
+def install() -> None:
+    """The rest, once a process: vLLM's modules can be imported now."""
+    if not active():
+        return
+    interpreter.install()
+    kernels.install()
+    _any_kv_layout()
+    _reports()
+    if os.environ.get("TORPOR_RIG_SLOW_COPIES") == "1":
+        from rig import slow_copies
+
+        slow_copies.install()
+
+
+def _any_kv_layout() -> None:
+    """VLLM_KV_CACHE_LAYOUT may name each layout in which a head's tokens of a block lie together; vLLM allows one."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    stock = CPUAttentionBackend.supported_kv_cache_layouts()
+    others = tuple(layout for layout in KVCacheLayout if layout not in stock)
+    CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda cls: stock + others)
+
+
+def _reports() -> None:
+    """`rig_report` of engine cores and workers: what is in force there, for tests that have them in other processes."""
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    EngineCore.rig_report = report
+    WorkerBase.rig_report = _report_of_worker
+
+
+def report(core) -> dict:
+    """Which of vLLM's ways an engine core goes."""
+    [worker, *others] = core.collective_rpc("rig_report")
+    assert all(other == worker for other in others), f"workers differ: {[worker, *others]}"
+    return worker | {
+        "workers": 1 + len(others),
+        "scheduler": type(core.scheduler).__name__,
+        "async_scheduling": core.vllm_config.scheduler_config.async_scheduling,
+        "step": core.step_fn.__name__,
+        "batches_at_most": core.batch_queue_size,
+        "batches_in_flight": len(core.batch_queue or ()),
+    }
+
+
+def _report_of_worker(worker) -> dict:
+    """The runner by the class of vLLM's that it is or derives from, outside of vLLM's package for CPUs."""
+    from vllm.triton_utils import HAS_TRITON
+
+    names = [f"{kind.__module__}.{kind.__name__}" for kind in type(worker.model_runner).__mro__]
+    return {
+        "runner": next(name for name in names if not name.startswith("vllm.v1.worker.cpu")),
+        "triton": HAS_TRITON,
+        "kv_layout": worker.vllm_config.cache_config.kv_cache_layout,
+    }
