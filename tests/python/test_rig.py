@@ -40,7 +40,7 @@ def tokens(answers: dict, names=None) -> dict:
     return {name: [completion[1] for completion in answers[name][1]] for name in names or answers}
 
 
-def check_in_force(result: dict, workers: int = 1, kv_layout: str = "LBHNC") -> None:
+def check_in_force(result: dict, workers: int = 1, kv_layout: str = "LBNHC") -> None:
     """The runner, the scheduler and the way of a step; and a batch is in flight when a step returns."""
     assert result["before"] == IN_FORCE | {"workers": workers, "kv_layout": kv_layout}
     assert result["in_flight"] == 1
@@ -68,7 +68,7 @@ def test_the_gpu_path_is_in_force_in_other_processes(on_rig, in_process, kind, w
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [layout for layout in rig.KV_LAYOUTS if layout != "LBHNC"])
+@pytest.mark.parametrize("layout", [layout for layout in rig.KV_LAYOUTS if layout != "LBNHC"])
 def test_every_kv_layout_answers_the_same(on_rig, in_process, layout):
     result = on_rig("in-process", kv_layout=layout)
     check_in_force(result, kv_layout=layout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 
-from rig import active, interpreter, kernels
+from rig import active, interpreter, kernels, kv_layouts
 
 
 def platform() -> str | None:
@@ -23,22 +23,12 @@ def install() -> None:
         return
     interpreter.install()
     kernels.install()
-    _any_kv_layout()
+    kv_layouts.install()
     _reports()
     if os.environ.get("TORPOR_RIG_SLOW_COPIES") == "1":
         from rig import slow_copies
 
         slow_copies.install()
-
-
-def _any_kv_layout() -> None:
-    """VLLM_KV_CACHE_LAYOUT may name each layout in which a head's tokens of a block lie together; vLLM allows one."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-    from vllm.v1.kv_cache_layout import KVCacheLayout
-
-    stock = CPUAttentionBackend.supported_kv_cache_layouts()
-    others = tuple(layout for layout in KVCacheLayout if layout not in stock)
-    CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda cls: stock + others)
 
 
 def _reports() -> None:

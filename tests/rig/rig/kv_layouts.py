@@ -1,0 +1,33 @@
+"""Every KV cache layout of vLLM, named by VLLM_KV_CACHE_LAYOUT; without it that of a GPU, LBNHC.
+
+Where a block of a layer lies is as on a GPU. Inside of it vLLM's attention for CPUs has heads outside and tokens inside,
+whatever the layout; where they should be the other way round, it is shown the same bytes as it wants them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def install() -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+
+    stock_forward, stock_update = CPUAttentionBackendImpl.forward, CPUAttentionBackendImpl.do_kv_cache_update
+
+    def forward(self, layer, query, key, value, kv_cache, *others, **named):
+        return stock_forward(self, layer, query, key, value, _heads_outside(kv_cache), *others, **named)
+
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
+        stock_update(self, layer, key, value, _heads_outside(kv_cache), slot_mapping)
+
+    CPUAttentionBackendImpl.forward = forward
+    CPUAttentionBackendImpl.do_kv_cache_update = do_kv_cache_update
+    CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda cls: None)  # any, the GPU's first
+
+
+def _heads_outside(cache: torch.Tensor) -> torch.Tensor:
+    """`cache`: [blocks, heads, tokens, content]. With tokens outside, a block is in one piece."""
+    blocks, heads, tokens, content = cache.shape
+    if cache.stride(1) >= cache.stride(2):
+        return cache
+    return cache.as_strided(cache.shape, (cache.stride(0), tokens * content, content, 1))
