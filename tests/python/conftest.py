@@ -42,11 +42,8 @@ def real_model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(request, tmp_path_factory) -> Path:
-    """On the rig its model: with more words each step would take longer."""
-    if rig.active():
-        return request.getfixturevalue("rig_model")
-    return make_model(tmp_path_factory.mktemp("tiny"), request.getfixturevalue("real_model"))
+def tiny_model(tmp_path_factory, real_model) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny"), real_model)
 
 
 @pytest.fixture(scope="session")

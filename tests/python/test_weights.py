@@ -4,7 +4,7 @@ import pytest
 import torch
 from requests_of_tests import REQUESTS, SHARED, run
 from safetensors.torch import load_file
-from tiny_model import make_tiny_llama
+from tiny_model import make_model
 from vllm import SamplingParams
 
 from torpor import errors
@@ -14,7 +14,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def other_model(real_model, tmp_path_factory):
-    return make_tiny_llama(tmp_path_factory.mktemp("other"), real_model, seed=8)
+    return make_model(tmp_path_factory.mktemp("other"), real_model, seed=8)
 
 
 @pytest.fixture
@@ -124,6 +124,8 @@ def test_vllm_releases_its_kv_cache_memory(one, by_pause):
     answers = one.begin(20, names)
     if by_pause:
         one.core.pause_scheduler("keep", False)
+        while one.core.batch_queue:
+            answers |= run(one.engine, 1)
     else:
         one.llm.sleep(level=0)
     one.llm.release_kv_cache_memory()

@@ -5,6 +5,8 @@ import shutil
 import sys
 from pathlib import Path
 
+import rig
+from rig import model as rig_model
 from zygote import shared
 
 VOCABULARY = 2048
@@ -12,7 +14,9 @@ SPECIAL = 17  # its first tokens
 
 
 def make_model(folder: Path, tokenizer_from: Path, seed: int = 7, layers: int = 4) -> Path:
-    """The same as make_tiny_llama(), by the zygote where this process has not imported torch."""
+    """The same as make_tiny_llama(), by the zygote where this process has not imported torch; on the rig, its model."""
+    if rig.active():
+        return rig_model.make_model(folder, seed)
     if "torch" in sys.modules:
         return make_tiny_llama(folder, tokenizer_from, seed, layers)
     done = shared().run([__file__, folder, tokenizer_from, seed, layers], timeout=100)

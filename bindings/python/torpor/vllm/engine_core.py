@@ -103,7 +103,8 @@ class VllmHooks:
         self._was_paused = PauseState.UNPAUSED
 
     def capture(self) -> dict:
-        values.assert_quiet(self.scheduler)
+        if self.scheduler.torpor_frozen:  # else it is for a plan, and need not be exact
+            values.assert_quiet(self.scheduler)
         scheduler = values.scheduler_to_value(self.scheduler)
         sampling = {item["id"]: item["sampling"] for item in scheduler["requests"]}
         state = {
