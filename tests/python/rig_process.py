@@ -1,4 +1,4 @@
-"""A process of the tests, on the rig: an engine of one of four kinds. Prints what is in force in it and its answers."""
+"""A process of the tests, on the rig: an engine in it, or in processes of its own. Prints what is in force in it and its answers."""
 
 import asyncio
 import json
@@ -13,15 +13,14 @@ from requests_of_tests import REQUESTS, add_requests, answer, final, run
 CERTAIN = [name for name, (_, p) in REQUESTS.items() if p.n == 1 and (p.seed is not None or p.temperature == 0)]
 
 
-def in_this_process(model: Path, directory: Path) -> dict:
+def in_this_process(model: Path, directory: Path, runs: int, names=None) -> dict:
     from rig.plugin import report
 
     one = InProcess(model, directory)
-    result = {"before": report(one.core), "runs": [], "delivered": []}
-    for _ in range(2):
-        answers = one.begin(3)
+    result = {"before": report(one.core), "runs": []}
+    for _ in range(runs):
+        answers = one.begin(3, names)
         result["in_flight"] = report(one.core)["batches_in_flight"]
-        result["delivered"].append({name: value[1][0][1] for name, value in answers.items()})
         result["runs"].append(one.finish(answers))
     if os.environ.get("TORPOR_RIG_SLOW_COPIES") == "1":
         result |= without_waiting(one)
@@ -40,9 +39,7 @@ def without_waiting(one: InProcess) -> dict:
     one.finish({})
     stock, slow_copies.Event.synchronize = slow_copies.Event.synchronize, lambda event: None
     try:
-        unawaited = one.finish(one.begin(0, CERTAIN))
-    except Exception as problem:
-        unawaited = {"problem": repr(problem)}
+        unawaited = one.finish(one.begin(0, ["greedy", "seeded"]))
     finally:
         slow_copies.Event.synchronize = stock
     return {"late": late, "unawaited": unawaited}
@@ -103,7 +100,9 @@ async def asynchronously(model: Path, directory: Path) -> dict:
 def main() -> None:
     kind, model, directory = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     if kind == "in-process":
-        result = in_this_process(model, directory)
+        result = in_this_process(model, directory, 2)
+    elif kind == "briefly":
+        result = in_this_process(model, directory, 1, ["greedy", "seeded", "penalties", "long"])
     elif kind == "async":
         result = asyncio.run(asynchronously(model, directory))
     else:

@@ -70,9 +70,10 @@ def test_the_gpu_path_is_in_force_in_other_processes(on_rig, in_process, kind, w
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [layout for layout in rig.KV_LAYOUTS if layout != "LBNHC"])
 def test_every_kv_layout_answers_the_same(on_rig, in_process, layout):
-    result = on_rig("in-process", kv_layout=layout)
+    result = on_rig("briefly", kv_layout=layout)
     check_in_force(result, kv_layout=layout)
-    assert result["runs"] == in_process["runs"]
+    [answers] = result["runs"]
+    assert tokens(answers) == tokens(in_process["runs"][0], answers) and len(answers) == 4
 
 
 @pytest.mark.slow
@@ -81,5 +82,4 @@ def test_with_slow_copies_who_waits_sees_the_same_and_who_does_not_sees_garbage(
     check_in_force(result)
     assert result["runs"] == in_process["runs"]
     assert result["late"] > 0, "nothing of the step was left to the device"
-    assert result["unawaited"] != {}
-    assert all(result["unawaited"].get(name) != answer for name, answer in result["runs"][0].items())
+    assert tokens(result["unawaited"]) == {"greedy": [[1] * 40], "seeded": [[1] * 40]}

@@ -139,7 +139,7 @@ def _to_or_later(tensor: torch.Tensor, *args, **kwargs) -> torch.Tensor:
 
 def _copy_later(source: torch.Tensor) -> torch.Tensor:
     """The source is read when the copy runs: who writes over it before has to wait as well."""
-    garbage = float("nan") if source.is_floating_point() else 0  # no token is sampled, and no request samples none
+    garbage = float("nan") if source.is_floating_point() else 1  # one sampled token each, and one that never comes
     target = torch.full_like(source, garbage)
     current_stream().issue(functools.partial(target.copy_, source))
     return target
