@@ -36,6 +36,15 @@ def test_to_host_with_prompts_of_the_user(tmp_path):
     assert result["checkpoint"] is None
 
 
+def test_on_the_gpu_path_with_a_step_in_flight(tmp_path):
+    done = demo("--json", "--gpu-path", "--dir", tmp_path, "--max-tokens", 48, "--freeze-after", 20)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    check(result, 8)
+    in_force = {"runner": "V2", "scheduler": "AsyncScheduler", "async_scheduling": True, "batches_in_flight": 1}
+    assert {name: result[name] for name in in_force} == in_force
+
+
 def test_a_drained_server_and_its_clients(tmp_path):
     (tmp_path / "prompts").write_text("Say hello in French.\nTell me a story.\nWhat is a bridge?\nHow is bread made?\n")
     done = demo("--json", "--server", "--prompts", tmp_path / "prompts", "--max-tokens", 48)
@@ -52,6 +61,7 @@ def test_a_drained_server_and_its_clients(tmp_path):
         (["--freeze-after", "0"], "freeze-after"),
         (["--to", "tape"], "tape"),
         (["--level", "7"], "level"),
+        (["--gpu-path", "--server"], "--gpu-path"),
         (["--prompts", "/nowhere/prompts"], "/nowhere/prompts"),
         (["--prompts", "/dev/null"], "no prompt"),
         (["--dir", "/dev/null/x"], "/dev/null/x"),
