@@ -22,9 +22,29 @@ def in_this_process(model: Path, directory: Path, runs: int, names=None) -> dict
         answers = one.begin(3, names)
         result["in_flight"] = report(one.core)["batches_in_flight"]
         result["runs"].append(one.finish(answers))
+    result["kernels"] = differences_of_kernels()
     if os.environ.get("TORPOR_RIG_SLOW_COPIES") == "1":
         result |= without_waiting(one)
     return result
+
+
+def differences_of_kernels() -> list[float]:
+    """Between what PyTorch does on the rig and vLLM's kernels, interpreted: log probabilities, ranks."""
+    import torch
+    from vllm.v1.worker.gpu.sample import logprob
+
+    draws = torch.Generator().manual_seed(5)
+    logits = 6 * torch.randn(9, 512, generator=draws)
+    logits[:, 40:60] = float("-inf")  # as a processor of logits leaves them
+    logits[3, 100:110] = logits[3, 7]
+    sampled = torch.tensor([7, 9, 300, 7, 500, 1, 2, 100, 11])
+    ours = logprob.compute_topk_scores(logits, 5, sampled)
+    instead = logprob._topk_log_softmax_kernel, logprob._ranks_kernel
+    logprob._topk_log_softmax_kernel, logprob._ranks_kernel = (each.kernel for each in instead)
+    theirs = logprob.compute_topk_scores(logits, 5, sampled)
+    logprob._topk_log_softmax_kernel, logprob._ranks_kernel = instead
+    pairs = zip((ours.logprobs, ours.selected_token_ranks), (theirs.logprobs, theirs.selected_token_ranks), strict=True)
+    return [float((one - other).abs().max()) for one, other in pairs]
 
 
 def without_waiting(one: InProcess) -> dict:

@@ -56,6 +56,11 @@ def test_the_gpu_path_is_in_force_and_answers_the_same_twice(in_process):
     assert lengths["greedy"] == lengths["unseeded"] == lengths["bias"] == 40, "a special token came"
 
 
+def test_what_stands_in_for_kernels_does_what_they_do(in_process):
+    log_probabilities, ranks = in_process["kernels"]
+    assert log_probabilities < 1e-5 and ranks == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "workers"), [("own-core", 1), ("async", 1), ("two-ranks", 2)])
 def test_the_gpu_path_is_in_force_in_other_processes(on_rig, in_process, kind, workers):

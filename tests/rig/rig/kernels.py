@@ -1,5 +1,6 @@
-"""Kernels that PyTorch stands in for, because the interpreter takes too long for them: each is a function of the logits
-alone. All that keep the runner's state (staged writes, block tables, penalties, sampling by seed and position) are run.
+"""Kernels that PyTorch stands in for: one that the interpreter cannot run, and two that it takes longest for. Each is a
+function of the logits alone. All that keep the runner's state (staged writes, block tables, penalties) and the one that
+samples by seed and position are run as they are.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ def install() -> None:
     from vllm.v1.worker.gpu.sample import logprob
 
     topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch
-    logprob._topk_log_softmax_kernel = _Instead(_log_probabilities)
-    logprob._ranks_kernel = _Instead(_ranks)
+    logprob._topk_log_softmax_kernel = Instead(_log_probabilities, logprob._topk_log_softmax_kernel)
+    logprob._ranks_kernel = Instead(_ranks, logprob._ranks_kernel)
 
 
-class _Instead:
-    """Is launched as a kernel; needs no grid."""
+class Instead:
+    """Is launched as the kernel; needs no grid."""
 
-    def __init__(self, function):
+    def __init__(self, function, kernel):
         self._function = function
+        self.kernel = kernel
 
     def __getitem__(self, grid):
         return self._function
