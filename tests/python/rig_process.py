@@ -23,9 +23,22 @@ def in_this_process(model: Path, directory: Path, runs: int, names=None) -> dict
         result["in_flight"] = report(one.core)["batches_in_flight"]
         result["runs"].append(one.finish(answers))
     result["kernels"] = differences_of_kernels()
+    result["by_grammar"] = by_grammar(one)
     if os.environ.get("TORPOR_RIG_SLOW_COPIES") == "1":
         result |= without_waiting(one)
     return result
+
+
+def by_grammar(one: InProcess) -> str:
+    """What a grammar leaves of the words; its kernel computes masks, and its steps are sampled late."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    grammar = StructuredOutputsParams(regex="[abc]{8}d")
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=3, structured_outputs=grammar)
+    one.engine.add_request("grammar", "la la la la", params)
+    [[_, [[_, _, text, *_]], _]] = run(one.engine).values()
+    return text
 
 
 def differences_of_kernels() -> list[float]:

@@ -1,6 +1,7 @@
 """The rig (tests/rig): vLLM's default GPU path is in force on it, and it answers the same each time."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,10 @@ def test_the_gpu_path_is_in_force_and_answers_the_same_twice(in_process):
     assert all(text.isascii() and text.isprintable() for text in texts) and len(set(texts)) == len(texts)
     lengths = {name: len(completions[0][1]) for name, (_, completions, _) in first.items() if name != "stops"}
     assert lengths["greedy"] == lengths["unseeded"] == lengths["bias"] == 40, "a special token came"
+
+
+def test_a_grammar_is_followed(in_process):
+    assert re.fullmatch("[abc]{8}d", in_process["by_grammar"])
 
 
 def test_what_stands_in_for_kernels_does_what_they_do(in_process):
