@@ -9,12 +9,13 @@ import json
 from pathlib import Path
 
 import pytest
+import rig
 from conftest import ENGINE, result_of
 from requests_of_tests import REQUESTS, add_requests, final, run
 
 
 HERE = Path(__file__).parent
-LONG = 250  # tokens: the engine core runs ahead of its reader, and must not be done before it is put to sleep
+LONG = 60 if rig.active() else 250  # tokens: the engine core runs ahead of its reader, and must not be done before it sleeps
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 
-def synchronize(device: torch.device) -> None:
-    """Returns when all work that was queued on the device has ended, on every stream."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+def synchronize() -> None:
+    """Returns when all work that was queued on this process's device has ended, on every stream."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 def generator_state(device: torch.device) -> bytes:

@@ -138,7 +138,7 @@ def restore(runner, value: dict, given_since: list[dict]) -> None:
     name, keys, position, has_gauss, gauss = engine["numpy"]
     np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), position, has_gauss, gauss))
     device.set_generator_state(runner.device, value["default_generator"])
-    device.synchronize(runner.device)
+    device.synchronize()
 
 
 def forget(runner) -> None:

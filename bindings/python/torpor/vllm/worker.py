@@ -70,7 +70,7 @@ def torpor_describe(self) -> dict:
 
 def torpor_synchronize(self) -> None:
     """Returns when the device has nothing left to do."""
-    device.synchronize(self.device)
+    device.synchronize()
 
 
 def torpor_capture(self, sampling: dict[str, dict]) -> dict:
