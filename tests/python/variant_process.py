@@ -1,5 +1,5 @@
-"""A process of the tests: an engine with other options, put to sleep at some steps. Prints what differed from its own
-uninterrupted run, and how often requests were preempted."""
+"""A process of the tests: an engine with other options, put to sleep at some steps (the option "sleep_at"). Prints
+what differed from its own uninterrupted run, how often requests were preempted, and what torpor refuses."""
 
 import json
 import sys
@@ -7,11 +7,15 @@ from pathlib import Path
 
 from conftest import InProcess
 
+from torpor.errors import Unsupported
+
 
 def main() -> None:
     model, directory, options = sys.argv[1:]
-    one = InProcess(Path(model), Path(directory), **json.loads(options))
-    result = {"differing": [], "preemptions": 0, "recomputed": 0, "answers": len(one.expected)}
+    options = json.loads(options)
+    sleep_at = options.pop("sleep_at", (4, 15, 30))
+    one = InProcess(Path(model), Path(directory), **options)
+    result = {"differing": [], "preemptions": 0, "recomputed": 0, "refused": "", "answers": len(one.expected)}
     stock_preempt = type(one.core.scheduler)._preempt_request
 
     def counted(*args, **kwargs):
@@ -19,10 +23,13 @@ def main() -> None:
         return stock_preempt(*args, **kwargs)
 
     type(one.core.scheduler)._preempt_request = counted
-    for steps in (4, 15, 30):
+    for steps in sleep_at:
         for to in ("host", "disk"):
             answers = one.begin(steps)
-            one.llm.sleep(level=1, preserve_state=True, to=to)
+            try:
+                one.llm.sleep(level=1, preserve_state=True, to=to)
+            except Unsupported as problem:
+                result["refused"] = problem.what
             one.llm.wake_up()
             if one.finish(answers) != one.expected:
                 result["differing"].append([steps, to])

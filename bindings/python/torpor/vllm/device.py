@@ -1,14 +1,8 @@
-"""What depends on the device of a worker: waiting for it, its default generator, what of it can change tokens."""
+"""What depends on the device of a worker: its default generator, and what of it can change tokens."""
 
 from __future__ import annotations
 
 import torch
-
-
-def synchronize() -> None:
-    """Returns when all work that was queued on this process's device has ended, on every stream."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
 
 
 def generator_state(device: torch.device) -> bytes:

@@ -65,7 +65,7 @@ class VllmHooks:
         try:
             self._finish_batches(None if timeout is None else time.monotonic() + timeout)
             self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-            self._rpc("torpor_synchronize")
+            self._rpc("synchronize_device")
         except BaseException:
             self.resume()
             raise

@@ -45,7 +45,7 @@ def attention(runner) -> dict[str, str]:
 
 def unsupported(runner) -> list[str]:
     """What it has that keeps state of requests which is not preserved, by name."""
-    found = _as_expected()
+    found = [*_as_expected()]
     sampler = runner.sampler
     if sampler is not None:
         if type(sampler) is not Sampler:
@@ -138,7 +138,6 @@ def restore(runner, value: dict, given_since: list[dict]) -> None:
     name, keys, position, has_gauss, gauss = engine["numpy"]
     np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), position, has_gauss, gauss))
     device.set_generator_state(runner.device, value["default_generator"])
-    device.synchronize()
 
 
 def forget(runner) -> None:

@@ -68,11 +68,6 @@ def torpor_describe(self) -> dict:
     }
 
 
-def torpor_synchronize(self) -> None:
-    """Returns when the device has nothing left to do."""
-    device.synchronize()
-
-
 def torpor_capture(self, sampling: dict[str, dict]) -> dict:
     """The batch, generators and requests of this worker, as values.
 
@@ -84,6 +79,7 @@ def torpor_capture(self, sampling: dict[str, dict]) -> dict:
 def torpor_reconnect(self, workers: list[dict]) -> None:
     """The same worker lives on: back to where it was, whatever ran in this process meanwhile."""
     _runner(self).reconnect(self.model_runner, workers[self.rank])
+    self.synchronize_device()
 
 
 def torpor_restore(self, workers: list[dict], given_since: list[dict]) -> None:
@@ -92,6 +88,7 @@ def torpor_restore(self, workers: list[dict], given_since: list[dict]) -> None:
     `given_since`: requests whose readers were given more tokens than this state has. They get them too.
     """
     _runner(self).restore(self.model_runner, workers[self.rank], given_since)
+    self.synchronize_device()
 
 
 def torpor_forget(self) -> None:

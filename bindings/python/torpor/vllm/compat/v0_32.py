@@ -711,6 +711,7 @@ _WORKER = Module(
             calls={
                 "_maybe_get_memory_pool_context": "self, tag",
                 "reload_weights": "self, *args, **kwargs",
+                "synchronize_device": "self",
             },
             fields="vllm_config rank device model_runner use_v2_model_runner",
         ),

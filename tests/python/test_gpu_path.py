@@ -1,0 +1,196 @@
+"""What only vLLM's default GPU path has, on the rig: batches in flight, slots, seeds; and what shows that they matter.
+
+The oracle of a run that stood still once is its twin that did nothing else: a drain lets the scheduler see finished
+requests a step earlier than a run that never stops, and on a GPU other batches may round otherwise.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import rig
+from conftest import result_of
+from requests_of_tests import REQUESTS, run
+
+from torpor import errors
+from torpor.vllm import runner_v2
+
+pytestmark = [pytest.mark.rig, pytest.mark.skipif(not rig.active(), reason="the rig is another process's")]
+HERE = Path(__file__).parent
+
+
+def paused(one, steps: int) -> dict:
+    """The answers of a run that only stood still after so many steps."""
+    answers = one.begin(steps)
+    one.llm.sleep(level=0)
+    answers |= one.stopped()
+    one.llm.wake_up()
+    return one.finish(answers)
+
+
+@pytest.mark.parametrize("steps", [2, 9, 19, 20, 21, 22])
+def test_a_sleep_with_a_batch_in_flight_is_its_paused_twin(one, steps):
+    """Around step 20 some requests end in the batch that is in flight."""
+    twin = paused(one, steps)
+    answers = one.begin(steps)
+    assert len(one.core.batch_queue) == 1
+    made = {request_id: request.num_output_tokens for request_id, request in one.core.scheduler.requests.items()}
+    path = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
+    assert not one.core.batch_queue
+    left = one.core.scheduler.requests
+    grown = [i for i, count in made.items() if i not in left or left[i].num_output_tokens > count]
+    assert grown, "the batch in flight gave nobody a token"
+    answers |= one.stopped()
+    one.llm.wake_up()
+    run(one.engine)
+    one.llm.reset_prefix_cache()
+    assert one.llm.wake_up(from_checkpoint=path)
+    assert one.finish(answers) == twin
+    assert one.llm.torpor("state")["recomputed_tokens"] == 0
+
+
+def test_no_output_of_a_batch_in_flight_is_lost_or_comes_twice(one):
+    for steps in (3, 20):
+        one.begin(0)
+        tokens = {}
+        for number in range(200):
+            if not one.engine.has_unfinished_requests():
+                break
+            if number % steps == steps - 1:
+                one.llm.sleep(level=0)
+                one.llm.wake_up()
+            for output in one.engine.step():
+                for choice in output.outputs:
+                    name, given = (output.request_id, choice.index), list(choice.token_ids)
+                    assert len(given) > len(tokens.get(name, ())) or output.finished
+                    tokens[name] = given
+        assert tokens == {(name, c[0]): c[1] for name, value in one.expected.items() for c in value[1]}
+
+
+def test_a_request_that_is_aborted_with_its_batch_in_flight_is_gone(one):
+    answers = one.begin(12)
+    one.engine.abort_request(["greedy", "long"])
+    assert one.core.batch_queue
+    path = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
+    answers |= one.stopped()
+    one.llm.wake_up()
+    run(one.engine)
+    assert len(one.runner.req_states.free_indices) + len(one.runner.req_states.req_id_to_index) == 16
+    one.llm.reset_prefix_cache()
+    one.llm.wake_up(from_checkpoint=path)
+    finished = one.finish(answers)
+    assert not finished.keys() & {"greedy", "long"}
+    assert finished["seeded"] == one.expected["seeded"]
+
+
+def test_no_time_for_the_batches_in_flight_changes_nothing(one):
+    answers = one.begin(12)
+    with pytest.raises(errors.TimedOut, match="in flight") as caught:
+        one.llm.torpor("sleep", {"level": 1, "preserve_state": False, "in_flight": "recompute", "timeout": 0.0})
+    assert not caught.value.state_changed and not one.llm.is_sleeping()
+    assert not one.core.scheduler.torpor_frozen and one.core.scheduler.pause_state.name == "UNPAUSED"
+    assert one.core.batch_queue
+    assert one.finish(answers) == one.expected
+
+
+def test_what_vllm_keeps_beside_the_weights_is_rebuilt_after_level_2(one, tiny_model):
+    """Penalty counts, bias tables and the rest of the sampler lie in the pool of the weights, on a GPU."""
+    answers = one.begin(12)
+    one.llm.sleep(level=2, preserve_state=True)
+    answers |= one.stopped()
+    sampler, states = one.runner.sampler, one.runner.req_states
+    bias, penalties, bad_words = sampler.logits_processors
+    lost = [penalties.prompt_bin_mask, penalties.output_bin_counts, bias.logit_bias_token_ids.gpu, bias.logit_bias.gpu]
+    lost += [bias.stop_token_ids.gpu, bias.allowed_token_ids.gpu, bad_words.bad_word_token_ids.gpu]
+    lost += [sampler.logprob_token_ids_state.token_ids.gpu, states.last_sampled_tokens, states.next_prefill_tokens]
+    for tensor in lost:
+        tensor.fill_(7)
+    one.llm.wake_up()
+    one.llm.collective_rpc("reload_weights")
+    assert one.llm.wake_up()
+    assert one.finish(answers) == one.expected
+
+
+@pytest.mark.parametrize("layout", [layout for layout in rig.KV_LAYOUTS if layout not in ("LBNHC", "LHBNC")])
+@pytest.mark.slow
+def test_every_kv_layout_sleeps(zygote, tiny_model, tmp_path, layout):
+    result = variant(zygote, tiny_model, tmp_path, {}, rig.environment(kv_layout=layout))
+    assert result["differing"] == [] and result["recomputed"] == 0
+
+
+@pytest.mark.slow
+def test_a_layout_whose_blocks_are_scattered_is_refused_by_name(zygote, tiny_model, tmp_path):
+    result = variant(zygote, tiny_model, tmp_path, {}, rig.environment(kv_layout="LHBNC"))
+    assert "the KV cache layout LHBNC" in result["refused"]
+
+
+@pytest.mark.slow
+def test_nothing_is_read_before_the_device_has_written_it(zygote, tiny_model, tmp_path):
+    result = variant(zygote, tiny_model, tmp_path, {}, rig.environment(slow_copies=True))
+    assert result["differing"] == [] and result["recomputed"] == 0
+
+
+def variant(zygote, model, folder, options: dict, variables: dict) -> dict:
+    words = [HERE / "variant_process.py", model, folder / "store", json.dumps(options | {"sleep_at": [9]})]
+    return result_of(zygote.run(words, env=os.environ | variables, timeout=200))
+
+
+def test_state_that_is_not_preserved_is_refused_by_name(one):
+    class CustomProcessor:
+        pass
+
+    answers = one.begin(5)
+    processors = one.runner.sampler.logits_processors
+    processors.append(CustomProcessor())
+    try:
+        with pytest.raises(errors.Unsupported, match="the logits processor CustomProcessor"):
+            one.llm.torpor("sleep", {"level": 1, "preserve_state": True, "to": "host", "in_flight": "freeze"})
+    finally:
+        processors.pop()
+    assert one.finish(answers) == one.expected
+
+
+# --- what shows that the comparisons above can fail ---------------------------------------------------------------------
+
+
+def seeds(runner, slot):
+    runner.sampler.sampling_states.seeds.np[slot] += 1
+
+
+def last_tokens(runner, slot):
+    runner.req_states.last_sampled_tokens[slot] = 300
+
+
+@pytest.mark.parametrize("lost", [seeds, last_tokens])
+def test_control_a_slot_that_comes_back_otherwise_changes_tokens(one, monkeypatch, lost):
+    correct = runner_v2._correct_slot
+
+    def spoil(runner, slot, item, given):
+        correct(runner, slot, item, given)
+        lost(runner, slot)
+
+    monkeypatch.setattr(runner_v2, "_correct_slot", spoil)
+    answers = one.begin(12)
+    one.llm.sleep(level=1, preserve_state=True)
+    answers |= one.stopped()
+    one.llm.wake_up()
+    assert one.finish(answers) != one.expected
+
+
+def test_control_a_lost_state_of_numpy_changes_requests_that_have_not_begun(one):
+    import numpy
+
+    def late(spoil: bool) -> list:
+        answers = one.begin(5, ["greedy"])
+        prompt, params = REQUESTS["unseeded"]
+        one.engine.add_request("late", prompt, params)
+        one.llm.sleep(level=1, preserve_state=True)
+        answers |= one.stopped()
+        numpy.random.seed(99)
+        one.llm.wake_up()
+        if spoil:
+            numpy.random.seed(98)
+        return one.finish(answers)["late"]
+
+    assert late(False) == late(False) != late(True)
