@@ -9,6 +9,7 @@ import rig
 from conftest import result_of
 
 HERE = Path(__file__).parent
+pytestmark = pytest.mark.slow  # each starts an engine
 IN_FORCE = {
     "runner": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
     "triton": True,
@@ -66,7 +67,6 @@ def test_what_stands_in_for_kernels_does_what_they_do(in_process):
     assert log_probabilities < 1e-5 and ranks == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "workers"), [("own-core", 1), ("async", 1), ("two-ranks", 2)])
 def test_the_gpu_path_is_in_force_in_other_processes(on_rig, in_process, kind, workers):
     result = on_rig(kind, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if workers == 2 else None)
@@ -77,7 +77,6 @@ def test_the_gpu_path_is_in_force_in_other_processes(on_rig, in_process, kind, w
         assert tokens(first) == tokens(in_process["runs"][0], first)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", [layout for layout in rig.KV_LAYOUTS if layout != "LBNHC"])
 def test_every_kv_layout_answers_the_same(on_rig, in_process, layout):
     result = on_rig("briefly", kv_layout=layout)
@@ -86,7 +85,6 @@ def test_every_kv_layout_answers_the_same(on_rig, in_process, layout):
     assert tokens(answers) == tokens(in_process["runs"][0], answers) and len(answers) == 4
 
 
-@pytest.mark.slow
 def test_with_slow_copies_who_waits_sees_the_same_and_who_does_not_sees_garbage(on_rig, in_process):
     result = on_rig("in-process", slow_copies=True)
     check_in_force(result)

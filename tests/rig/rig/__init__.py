@@ -2,7 +2,8 @@
 
     subprocess.run([sys.executable, "script.py"], env=os.environ | rig.environment())
 
-vLLM finds the rig by its entry points, wherever its folder is on the module path; it does nothing unless TORPOR_RIG says so.
+vLLM finds the rig by its entry points, wherever its folder is on the module path; it does nothing unless TORPOR_RIG
+says so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Triton's interpreter, which runs the kernels of vLLM's GPU path on CPU tensors: what it needs for that, and for speed.
+"""Triton's interpreter, which runs the kernels of vLLM's GPU path on CPU tensors: what it needs for it, and for speed.
 
 Kernels mean what they meant; a step takes less than half as long.
 """
@@ -21,7 +21,7 @@ def offer_backend() -> None:
 
 def install() -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError("TORPOR_RIG is set, TRITON_INTERPRET is not: start the process with all of rig.environment()")
+        raise RuntimeError("TORPOR_RIG is set, TRITON_INTERPRET is not: start processes with all of rig.environment()")
     from triton.runtime import interpreter
 
     _boolean_masks(interpreter)

@@ -1,7 +1,7 @@
 """Every KV cache layout of vLLM, named by VLLM_KV_CACHE_LAYOUT; without it that of a GPU, LBNHC.
 
-Where a block of a layer lies is as on a GPU. Inside of it vLLM's attention for CPUs has heads outside and tokens inside,
-whatever the layout; where they should be the other way round, it is shown the same bytes as it wants them.
+Where a block of a layer lies is as on a GPU. Inside of it vLLM's attention for CPUs has heads outside and tokens
+inside, whatever the layout; where they should be the other way round, it is shown the same bytes as it wants them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A random Llama of 512 words and its byte-level tokenizer, written in a moment: neither torch nor another model is asked.
+"""A random Llama of 512 words and its byte-level tokenizer, written in a moment: needs neither torch nor a model.
 
 Its answers are no sentences, but text: whatever it samples is a printable character or the beginning of a word.
 """
@@ -17,9 +17,9 @@ HIDDEN, HEADS, HEAD = 128, 2, 64
 
 # Each beginning of a word is a token, until the vocabulary is full.
 _WORDS = (
-    "the and that there then they a an as at of on one in is it to two three town foo bar la once upon time said she he "
-    "had her his have who what when where with was were would by be but been old clock maker sea small lived never late "
-    "for from anything capital"
+    "the and that there then they a an as at of on one in is it to two three town foo bar la once upon time said she "
+    "he had her his have who what when where with was were would by be but been old clock maker sea small lived never "
+    "late for from anything capital"
 ).split()
 
 
