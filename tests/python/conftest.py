@@ -27,6 +27,8 @@ ENGINE = {
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: more than a few seconds for itself")
+    config.addinivalue_line("markers", "rig: for vLLM's GPU path too (tests/rig); the others are, in tools/dev proof")
+    config.addinivalue_line("markers", "long: only in tools/dev proof")
 
 
 def pytest_collection_modifyitems(items):

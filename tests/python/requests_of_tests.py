@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import rig
 from vllm import SamplingParams
 
 SHARED = "In a small town by the sea there lived an old clock maker who had never once been late for anything. " * 4
 
 
 def _params(**options) -> SamplingParams:
-    return SamplingParams(**({"max_tokens": 40, "ignore_eos": True} | options))
+    values = {"max_tokens": 40, "ignore_eos": True} | options
+    if rig.active():  # each step takes longer there
+        values["max_tokens"] = values["max_tokens"] * 3 // 5
+    return SamplingParams(**values)
 
 
 # Greedy, seeded and unseeded; shared prefixes; n > 1; stop strings; penalties; log probabilities; prompts of many chunks.

@@ -1,10 +1,12 @@
 """The oracle: an uninterrupted run. After a sleep at any step, of any kind, every answer is the same to the last digit."""
 
 import pytest
+import rig
 import torch
 from requests_of_tests import REQUESTS, run
 
-STEPS = [1, 3, 8, 20, 47]
+STEPS = [1, 8, 20] if rig.active() else [1, 3, 8, 20, 47]
+pytestmark = pytest.mark.rig
 
 
 def test_two_uninterrupted_runs_are_the_same(one):

@@ -7,6 +7,7 @@ from tiny_model import make_model
 from torpor import errors
 
 
+@pytest.mark.rig
 def test_level_0_only_pauses(one):
     answers = one.begin(10)
     report = one.llm.sleep(level=0)
@@ -27,6 +28,7 @@ def test_without_preserve_state_requests_are_aborted(one, to):
     assert one.finish(one.begin()) == one.expected  # the weights are right
 
 
+@pytest.mark.rig
 def test_without_preserve_state_requests_can_be_recomputed(one):
     """vLLM's mode "keep": their KV is dropped and computed again."""
     names = ("greedy", "prefix-a", "long", "short")  # stock vLLM on the CPU cannot resume a seeded request in chunks
@@ -43,6 +45,7 @@ def test_without_preserve_state_requests_can_be_recomputed(one):
 
 
 @pytest.mark.parametrize("options", [{"level": 0}, {"level": 1}, {"level": 1, "preserve_state": True, "to": "disk"}])
+@pytest.mark.rig
 def test_running_requests_can_be_finished_first(one, options):
     """vLLM's mode "wait": what runs ends before the sleep, what is queued stays queued and runs after the wake."""
     expected = one.expected
@@ -96,6 +99,7 @@ def test_a_sleep_that_fails_after_the_wait_leaves_the_engine_awake(one, tmp_path
     assert finished.pop("late") == one.expected["short"] and finished == one.expected
 
 
+@pytest.mark.rig
 def test_level_2_says_what_to_reload(one):
     one.begin(5)
     report = one.llm.sleep(level=2)
@@ -106,6 +110,7 @@ def test_level_2_says_what_to_reload(one):
     assert one.finish(one.begin()) == one.expected
 
 
+@pytest.mark.rig
 def test_tags_wake_one_by_one(one):
     answers = one.begin(10)
     one.llm.sleep(level=1, preserve_state=True)
@@ -148,6 +153,7 @@ def test_an_idle_engine_sleeps_too(one):
     assert one.finish(one.begin()) == one.expected
 
 
+@pytest.mark.rig
 def test_a_plan_tells_what_a_sleep_would_do(one):
     answers = one.begin(10)
     plan = one.llm.torpor("plan_sleep", {"level": 1, "preserve_state": True})
@@ -159,6 +165,7 @@ def test_a_plan_tells_what_a_sleep_would_do(one):
     assert one.finish(answers) == one.expected
 
 
+@pytest.mark.rig
 def test_requests_that_come_in_while_asleep_wait(one):
     answers = one.begin(10)
     one.llm.sleep(level=1, preserve_state=True)
@@ -171,6 +178,7 @@ def test_requests_that_come_in_while_asleep_wait(one):
     assert finished["greedy"] == one.expected["greedy"]
 
 
+@pytest.mark.rig
 def test_requests_can_be_aborted_while_asleep(one):
     answers = one.begin(10)
     one.llm.sleep(level=1, preserve_state=True)
@@ -181,6 +189,7 @@ def test_requests_can_be_aborted_while_asleep(one):
     assert finished["seeded"] == one.expected["seeded"]
 
 
+@pytest.mark.rig
 def test_new_weights_loaded_while_the_kv_sleeps_go_on_from_the_tokens_so_far(one, tiny_model, real_model, tmp_path):
     """The loop of RL: rollouts sleep half-done, weights change, rollouts go on; KV of the old weights is never used."""
     names = ["greedy", "prefix-a"]

@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import rig
 from conftest import result_of
 from inspector import look
 from requests_of_tests import final, run
 from vllm import SamplingParams
 
 HERE = Path(__file__).parent
-STEPS = [1, 2, 5, 12, 30, 50]
+STEPS = [2, 12] if rig.active() else [1, 2, 5, 12, 30, 50]
 
 
 def as_json(value):
@@ -21,6 +22,7 @@ def wake_in_new_process(zygote, model, directory, paths) -> list[dict]:
     return result_of(zygote.run([HERE / "new_process.py", model, directory, *paths], timeout=300))
 
 
+@pytest.mark.rig
 def test_a_new_process_goes_on_with_the_very_next_token(one, zygote, tiny_model):
     expected = as_json(one.expected)
     delivered, paths = [], []

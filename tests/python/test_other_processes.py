@@ -41,7 +41,7 @@ def written(answers: dict) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.rig)])
 def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
     in_other_processes, zygote, tiny_model, tmp_path, monkeypatch, ranks
 ):  # fmt: skip
@@ -84,6 +84,7 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
 
 
 @pytest.mark.slow
+@pytest.mark.rig
 def test_streaming_readers_stay_connected_over_a_sleep_and_take_up_their_answers_after_a_restart(
     in_other_processes, zygote, tiny_model, tmp_path
 ):  # fmt: skip

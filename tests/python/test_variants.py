@@ -20,13 +20,17 @@ VARIANTS = {
 }
 
 
+ON_RIG = ("scheduling by priority, no prefix cache", "so few blocks that requests are preempted")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.rig) if n in ON_RIG else n for n in VARIANTS])
 def test_identical_with(name, zygote, tiny_model, tmp_path):
     key = tmp_path / "key"
     key.touch(mode=0o600)
     key.write_bytes(bytes(range(32)))
-    options = json.dumps(VARIANTS[name]).replace("KEY", str(key))
+    sleep_at = {"sleep_at": [3, 15]} if rig.active() else {}
+    options = json.dumps(VARIANTS[name] | sleep_at).replace("KEY", str(key))
     result = result_of(zygote.run([HERE / "variant_process.py", tiny_model, tmp_path / "store", options], timeout=300))
     assert result["differing"] == []
     assert result["answers"] == len(REQUESTS)

@@ -44,6 +44,7 @@ def generate(one, prompt):
 
 
 @pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.rig
 def test_new_requests_do_not_find_kv_of_old_weights_that_running_ones_keep(one, weights, other_model, level):
     half_done = one.begin(12, ["prefix-a"])
     one.llm.sleep(level=level, preserve_state=True)
@@ -67,6 +68,7 @@ def test_new_requests_do_not_find_kv_of_old_weights_that_running_ones_keep(one, 
 
 
 @pytest.mark.parametrize("options", [{"level": 2}, {"level": 1, "weights": "reload"}])
+@pytest.mark.rig
 def test_requests_are_kept_while_their_weights_are_dropped(one, weights, tiny_model, options):
     answers = one.begin(10)
     report = one.llm.sleep(preserve_state=True, **options)

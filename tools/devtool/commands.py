@@ -152,6 +152,7 @@ def proof(arguments: list[str]) -> int:
     setup.system_packages()
     cmake_build("release")
     code = subprocess.run(["ctest", "--preset", "release", "-L", "proof", "-V"], cwd=ROOT, env=os.environ | {"TORPOR_PROOF": "long"}).returncode
+    code |= testing.whole_gpu_path()
     code |= fuzz(arguments)
     return code | mutants.main([])
 

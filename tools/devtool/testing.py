@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +13,9 @@ from devtool import setup
 from devtool.setup import ROOT, cmake_build
 
 CORES = os.cpu_count() or 2
+PYTEST_OPTIONS = ("-q", "-p", "no:cacheprovider", "--durations=5", "--durations-min=20")
+# Files of tests/python that put engines to sleep, whatever model runner they have.
+ENGINES = ("identity", "levels", "weights", "new_process", "failures", "refusals", "variants", "other_processes", "gpu_path")
 
 
 class Parts:
@@ -21,6 +24,7 @@ class Parts:
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._done: list[tuple[str, bool, float]] = []
+        self._printing = threading.Lock()
 
     def install(self, python: Path) -> None:
         began = time.monotonic()
@@ -38,6 +42,23 @@ class Parts:
         began = time.monotonic()
         code = subprocess.run([str(c) for c in command], cwd=ROOT, stdin=subprocess.DEVNULL, **options).returncode
         self.add(title, code == 0, time.monotonic() - began)
+
+    def two_at_a_time(self, jobs: dict[str, tuple[list, dict]]) -> None:
+        """Each is a command with its environment; its output is shown when it has ended."""
+
+        def run(title: str, command: list, env: dict) -> None:
+            began = time.monotonic()
+            words = [str(word) for word in command]
+            done = subprocess.run(
+                words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+            with self._printing:
+                print(f"\n=== {title}\n{done.stdout.decode(errors='replace')}", flush=True)
+                self.add(f"{title} (beside another)", done.returncode == 0, time.monotonic() - began)
+
+        with ThreadPoolExecutor(2) as pool:
+            for job in [pool.submit(run, title, *job) for title, job in jobs.items()]:
+                job.result()
 
     def add(self, title: str, passed: bool, seconds: float) -> None:
         self._done.append((title, passed, seconds))
@@ -63,6 +84,23 @@ def proof_lines(log: Path) -> list[str]:
     return sorted({line.strip() for line in text.splitlines() if line.lstrip().startswith("proof: ")})
 
 
+def pytest_on_rig(python: Path, *words: str) -> list:
+    return [python, "-m", "rig", "-m", "pytest", *PYTEST_OPTIONS, *words]
+
+
+def rig_environment() -> dict[str, str]:
+    """Where the package of tests/rig is found, besides what is found already."""
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests/rig"), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def whole_gpu_path() -> int:
+    """All tests of engines on the rig, and those that are too long for `test`."""
+    python, model = setup.everything()
+    env = os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"} | rig_environment()
+    files = [f"tests/python/test_{name}.py" for name in ENGINES]
+    return subprocess.run([str(w) for w in pytest_on_rig(python, *files)], cwd=ROOT, env=env).returncode
+
+
 def main(arguments: list[str]) -> int:
     quick = "--quick" in arguments
     python_path, model = setup.prerequisites()
@@ -75,28 +113,23 @@ def main(arguments: list[str]) -> int:
         parts.compile(preset)
         parts.ctest(preset)
     env = os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"}
-    pytest = [python_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "--durations-min=20"]
-    # The gate first: vLLM keeps what the environment says of its routes once an engine has run in the process.
-    names = ("test_server_gate.py", "test_server.py", "test_server_restarts.py")
-    servers = [ROOT / "tests/python" / name for name in names]
+    pytest = [python_path, "-m", "pytest", *PYTEST_OPTIONS]
     if quick:
-        parts.run("Python tests", [*pytest, "tests/python", "-m", "not slow"], env=env)
+        parts.run("Python tests", [*pytest, "tests/python", "-m", "not slow and not long"], env=env)
         parts.run("Tools and documents", [*pytest, "tests/tools"], env=env)
         return parts.summary()
-    # Two at a time: servers and the demo take about as long as all others together.
-    began = time.monotonic()
-    with tempfile.TemporaryFile("w+") as log, ThreadPoolExecutor(1) as beside:
-        options = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT, "env": env}
-
-        def in_turn(*commands: list) -> list[int]:
-            return [subprocess.run([str(word) for word in command], **options).returncode for command in commands]
-
-        others = beside.submit(in_turn, [*pytest, *servers], [*pytest, "tests/tools"])
-        engines = ["tests/python", *(f"--ignore={path}" for path in servers)]
-        parts.run("Python tests, engines", [*pytest, *engines], env=env)
-        codes = others.result()
-        log.seek(0)
-        print("\n=== Python tests, servers; tools and documents\n" + log.read(), flush=True)
-    beside_it = "Python tests, servers; tools and documents (beside the one before)"
-    parts.add(beside_it, codes == [0, 0], time.monotonic() - began)
+    # The gate first: vLLM keeps what the environment says of its routes once an engine has run in the process.
+    servers = [f"tests/python/{name}.py" for name in ("test_server_gate", "test_server", "test_server_restarts")]
+    engines = ["tests/python", "-m", "not long", *(f"--ignore={path}" for path in servers)]
+    parts.two_at_a_time(
+        {
+            "Python tests, engines": ([*pytest, *engines], env),
+            "Python tests, vLLM's GPU path": (
+                pytest_on_rig(python_path, "tests/python", "-m", "rig and not long"),
+                env | rig_environment(),
+            ),
+            "Python tests, servers": ([*pytest, *servers], env),
+            "Tools and documents": ([*pytest, "tests/tools"], env),
+        }
+    )
     return parts.summary()
