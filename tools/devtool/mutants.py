@@ -1,6 +1,7 @@
 """tools/dev mutants: plants each fault of tests/mutants.toml in a copy of the tree; its test must catch it.
 
-`caught_by` is a program of the C++ tests and a pattern of its cases, or `pytest` and a node, for faults of the adapter.
+`caught_by` is a program of the C++ tests and a pattern of its cases, or, for faults of the adapter, `pytest` and a node,
+or `rig` and one that runs on vLLM's GPU path (tests/rig).
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ def main(arguments: list[str]) -> int:
             raise SetupError(f"no mutant has {arguments[0]!r} in its name")
     copy_tree()
     in_python = [m for m in mutants if m["caught_by"].startswith("pytest ")]
-    compiled = [m for m in mutants if m not in in_python]
+    on_rig = [m for m in mutants if m["caught_by"].startswith("rig ")]
+    compiled = [m for m in mutants if m not in in_python and m not in on_rig]
     missed = missed_compiled(compiled) if compiled else 0
-    missed += missed_by_pytest(in_python, *setup.everything()) if in_python else 0
+    missed += missed_by_pytest(in_python, {}, *setup.everything()) if in_python else 0
+    missed += missed_by_pytest(on_rig, rig_environment(), *setup.everything()) if on_rig else 0
     say(f"{len(mutants) - missed} of {len(mutants)} caught")
     return 1 if missed else 0
 
@@ -55,7 +58,14 @@ def missed_compiled(mutants: list[dict]) -> int:
     return sum(not caught(m, caught_by) for m in mutants)
 
 
-def missed_by_pytest(mutants: list[dict], python: Path, model: Path) -> int:
+def rig_environment() -> dict[str, str]:
+    sys.path.insert(0, str(ROOT / "tests/rig"))
+    import rig
+
+    return rig.environment()
+
+
+def missed_by_pytest(mutants: list[dict], more: dict[str, str], python: Path, model: Path) -> int:
     """Each in a process that is forked from one with vLLM, and imports the adapter from the copy."""
     source = TREE / "source"
     where = [python, "-c", "from torpor import _core; print(_core.__file__)"]
@@ -64,8 +74,8 @@ def missed_by_pytest(mutants: list[dict], python: Path, model: Path) -> int:
     sys.path.insert(0, str(ROOT / "tests/python"))
     from zygote import ENVIRONMENT, Zygote
 
-    env = os.environ | ENVIRONMENT | {"TORPOR_TEST_MODEL": str(model), "PYTHONDONTWRITEBYTECODE": "1"}
-    env["PYTHONPATH"] = str(source / "bindings/python")
+    env = os.environ | ENVIRONMENT | more | {"TORPOR_TEST_MODEL": str(model), "PYTHONDONTWRITEBYTECODE": "1"}
+    env["PYTHONPATH"] = os.pathsep.join([str(source / "bindings/python"), str(source / "tests/rig")])
     zygote = Zygote(python, env)
 
     def pytest(*nodes: str) -> subprocess.CompletedProcess:
