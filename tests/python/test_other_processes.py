@@ -63,6 +63,16 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
             assert llm.wake_up()
             assert written(answers | run(llm.llm_engine)) == expected
             assert llm.llm_engine.torpor("state")["recomputed_tokens"] == 0
+        if ranks == 1:  # vLLM's mode "wait": what runs ends before the sleep, what is queued runs after the wake
+            llm.reset_prefix_cache()
+            add_requests(llm.llm_engine, names, LONG)
+            answers = run(llm.llm_engine, 20)
+            report = llm.sleep(mode="wait")
+            assert report.changed and llm.is_sleeping()
+            answers |= run(llm.llm_engine, 1)  # what ended before it slept
+            assert final(answers)
+            assert llm.wake_up()
+            assert written(answers | run(llm.llm_engine)) == expected
         # And once more in a new engine.
         llm.reset_prefix_cache()
         add_requests(llm.llm_engine, names, LONG)
