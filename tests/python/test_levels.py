@@ -32,7 +32,7 @@ def test_without_preserve_state_requests_are_aborted(one, to):
 def test_without_preserve_state_requests_can_be_recomputed(one):
     """vLLM's mode "keep": their KV is dropped and computed again."""
     names = ("greedy", "prefix-a", "long", "short")  # stock vLLM on the CPU cannot resume a seeded request in chunks
-    answers = one.begin(20, names)
+    answers = one.begin(10, names)
     computed = sum(request.num_computed_tokens for request in one.core.scheduler.requests.values())
     one.llm.sleep(level=1, mode="keep")
     assert one.engine.has_unfinished_requests()

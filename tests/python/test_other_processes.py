@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import rig
+import vllm
 from conftest import ENGINE, result_of
 from requests_of_tests import REQUESTS, add_requests, final, run
 
@@ -20,6 +21,7 @@ LONG = 60 if rig.active() else 250  # tokens: the engine core runs ahead of its 
 
 @pytest.fixture
 def in_other_processes(monkeypatch):
+    vllm.envs.disable_envs_cache()  # an engine in this process has switched it on
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 

@@ -36,5 +36,5 @@ def test_identical_with(name, zygote, tiny_model, tmp_path):
     assert result["answers"] == len(REQUESTS)
     preempted = "preempted" in name
     assert (result["preemptions"] > 0) == preempted
-    # vLLM computes the KV of a preempted request again, with a sleep or without.
-    assert (result["recomputed"] > 0) == preempted
+    # vLLM computes the KV of a preempted request again, with a sleep or without; on the rig all of it is still cached.
+    assert (result["recomputed"] > 0) == (preempted and not rig.active())
