@@ -115,7 +115,8 @@ void bind_memory(py::module_& module) {
         return value_or_raise(without_lock([&] { return memory_saver().memory_of(device, make); }));
       },
       py::arg("device"), py::arg("options"), py::return_value_policy::reference,
-      "The RankMemory that torch's allocations on this device come from; made with these options if there is none yet.");
+      "The RankMemory that torch's allocations on this device come from; made with these options if there is none "
+      "yet.");
   module.def(
       "memory_begin",
       [](const std::string& tag, bool keep) { MemorySaver::scopes().push_back({.tag = tag, .keep = keep}); },

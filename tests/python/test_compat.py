@@ -295,7 +295,7 @@ def test_where_it_fits_it_is_active(seen):
         "LLMEngine.step",
         "AsyncLLM.wake_up",
         "EngineCore.torpor_call",
-        "CPUWorker.torpor_capture",
+        "Worker.torpor_capture",
     } <= set(found["touched"])
 
 
