@@ -27,13 +27,20 @@ def main() -> None:
         for to in ("host", "disk"):
             answers = one.begin(steps)
             try:
-                one.llm.sleep(level=1, preserve_state=True, to=to)
+                report = one.llm.sleep(level=1, preserve_state=True, to=to)
             except Unsupported as problem:
                 result["refused"] = problem.what
+                continue
+            answers |= one.stopped()
             one.llm.wake_up()
             if one.finish(answers) != one.expected:
                 result["differing"].append([steps, to])
             result["recomputed"] += one.llm.torpor("state")["recomputed_tokens"]
+            if to == "disk":  # nothing of this engine's own state is left by now
+                one.llm.reset_prefix_cache()
+                one.llm.wake_up(from_checkpoint=report.checkpoint)
+                if one.finish(answers) != one.expected:
+                    result["differing"].append([steps, "checkpoint"])
     one.begin(5)
     one.llm.sleep(level=2)
     one.llm.wake_up()
