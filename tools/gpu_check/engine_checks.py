@@ -1,0 +1,251 @@
+#!/usr/bin/env python3
+"""Whether an engine that sleeps and wakes answers as one that only stood still, on vLLM's default GPU path.
+
+Needs vLLM's CUDA build and torpor, and a model; --rig runs the same here, without a GPU. Each row says what was
+expected, what was seen, and a verdict: passed, failed, or not here. Rows go to standard output as JSON lines, a table
+of them to standard error at the end. Exit codes: 0 none failed, 1 some did, 2 it could not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from functools import partial
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+RIG = HERE.parents[1] / "tests/rig"  # of a checkout; not in the bundle
+
+SAME = "tokens, texts and log probabilities of the paused twin, nothing recomputed"
+
+
+class NotHere(Exception):
+    """Why a check cannot be done on this machine."""
+
+
+class Part:
+    """Checks that share one engine, in a process of its own. Each is (title, expected, name of its function, options)."""
+
+    def __init__(self, name: str, checks: list[tuple], absent: str = "", variables: dict | None = None, **options):
+        self.name, self.checks, self.options = name, checks, options
+        self.absent = absent  # why not here; empty: it is run
+        self.variables = variables or {}
+
+
+def parts(options) -> list[Part]:
+    """All checks, on the rig or on CUDA."""
+    rig, here = options.rig, _here(options)
+    graphs = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
+    no_device = "needs a GPU" if rig else ""
+    no_flashinfer = no_device or ("" if here["flashinfer"] else "FlashInfer is not installed")
+    found = [
+        Part("eager", [
+            ("1 deterministic without a sleep", "two runs give the same", "repeats", {}),
+            ("2 sleep and wake, eager, host", SAME, "sleeps", {}),
+            ("2 sleep and wake, eager, disk", SAME, "sleeps", {"to": "disk"}),
+            ("4 addresses over a sleep", "weights and KV stay where they are", "addresses", {}),
+            ("6 generators, unseeded top-k and top-p", "the twin's tokens, generators disturbed", "generators", {}),
+            ("7 level 2, reload_weights", "penalties and bias rebuilt: the twin's tokens", "rebuilt", {}),
+            ("8 KV blocks", "each block hashes as before", "kv_bytes", {}),
+            ("9 sleep right after a step", f"{options.sleeps} times the twin's tokens", "after_each_step", {}),
+            ("10 unified buffers", "valid after a wake, on both sides", "host_buffers", {}),
+            ("11 two steps in flight", "ended before the sleep: the twin's tokens", "two_in_flight", {}),
+            ("15 memory and time", "at least 90 % is given back", "memory_back", {}),
+            ("5 checkpoint for a new process", "one is committed", "leaves_checkpoint", {}),
+        ], variables={} if rig else {"VLLM_USE_FLASHINFER_SAMPLER": "0"}),
+        Part("new process", [("5 new process", SAME, "wakes_checkpoint", {})],
+             variables={} if rig else {"VLLM_USE_FLASHINFER_SAMPLER": "0"}),
+        Part("graphs", [
+            ("3 sleep and wake, CUDA graphs, host", SAME, "sleeps", {}),
+            ("3 sleep and wake, CUDA graphs, disk", SAME, "sleeps", {"to": "disk"}),
+            ("4 addresses, graphs replay", "none is captured again", "addresses", {}),
+            ("5 checkpoint, CUDA graphs", "one is committed", "leaves_checkpoint", {}),
+        ], no_device, **graphs),
+        Part("graphs, new process", [("5 new process, graphs captured again", SAME, "wakes_checkpoint", {})],
+             no_device, **graphs),
+        Part("no autotuning", [("5 checkpoint, no autotuning", "one is committed", "leaves_checkpoint", {})],
+             no_flashinfer, enable_flashinfer_autotune=False, **graphs),
+        Part("no autotuning, new process", [("5 new process, no autotuning", SAME, "wakes_checkpoint", {})],
+             no_flashinfer, enable_flashinfer_autotune=False, **graphs),
+        Part("FlashInfer", [
+            ("6 generators, FlashInfer", "the twin's tokens, generators disturbed", "generators", {"flashinfer": True}),
+        ], no_flashinfer, {"VLLM_USE_FLASHINFER_SAMPLER": "1"}),
+    ]  # fmt: skip
+    for layout in ("BLHNC", "BHLNC") if rig else ("LBNHC", "LBHNC", "BLHNC"):  # the rig's own is in "eager"
+        check = (f"8 KV blocks, layout {layout}", "each block hashes as before", "kv_bytes", {"layout": layout})
+        found.append(Part(f"layout {layout}", [check], "", {"VLLM_KV_CACHE_LAYOUT": layout}))
+    one_device = "" if rig or here["devices"] > 1 else "needs two GPUs"
+    sizes = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if rig else {}
+    found += [
+        Part("two ranks", [("12 tensor parallel, two ranks", SAME, "ranks", {})], one_device, sizes,
+             tensor_parallel_size=2),
+        Part("NCCL", [("12 NCCL and custom all-reduce", SAME, "ranks", {})],
+             no_device or one_device, tensor_parallel_size=2, **graphs),
+        Part("FP8", [("13 FP8 KV", SAME, "sleeps", {})], no_device, kv_cache_dtype="fp8"),
+        Part("MLA", [("13 MLA", SAME, "sleeps", {})],
+             no_device or ("" if options.mla_model else "--mla-model names none")),
+        Part("drafts", [("14 EAGLE, probabilistic drafts", "the twin's tokens", "", {})],
+             "torpor refuses speculative decoding by name"),
+    ]  # fmt: skip
+    return found
+
+
+def _here(options) -> dict:
+    """What this machine has."""
+    if options.rig:
+        return {"flashinfer": False, "devices": 0}
+    import torch
+
+    return {"flashinfer": importlib.util.find_spec("flashinfer") is not None, "devices": torch.cuda.device_count()}
+
+
+def row(check: tuple, seen: str, verdict: str) -> dict:
+    return {"check": check[0], "expected": check[1], "seen": seen, "verdict": verdict}
+
+
+def wanted(options, check: tuple) -> bool:
+    return not options.only or int(check[0].split()[0]) in options.only
+
+
+def run_part(part: Part, options) -> None:
+    """In the part's own process: starts the engine and prints the row of each check when it is done."""
+    chosen = [check for check in part.checks if wanted(options, check)]
+    try:
+        import checks
+        from checked_engine import CheckedEngine
+
+        model = options.mla_model if part.name == "MLA" else options.model
+        one = CheckedEngine(model, options.dir, options.rig, part.options)
+    except Exception as problem:
+        absent = "VLLM_KV_CACHE_LAYOUT" in part.variables and "does not satisfy every" in str(problem)
+        for check in chosen:
+            print(json.dumps(row(check, _told(problem), "not here" if absent else "failed")), flush=True)
+        traceback.print_exc()
+        return
+    for check in chosen:
+        try:
+            seen, verdict = getattr(checks, check[2])(one, options, **check[3]), "passed"
+        except checks.Failed as problem:
+            seen, verdict = str(problem), "failed"
+        except Exception as problem:
+            traceback.print_exc()
+            seen, verdict = _told(problem), "failed"
+        print(json.dumps(row(check, seen, verdict)), flush=True)
+
+
+def _told(problem: Exception) -> str:
+    return f"{type(problem).__name__}: {problem}"[:400]
+
+
+def in_own_process(part: Part, options, program: list[str]) -> list[dict]:
+    """The rows of a part. A process that ends before it told them all has failed the rest."""
+    words = [*program, "--part", part.name, "--dir", options.dir, "--model", options.model, "--sleeps", options.sleeps]
+    words += ["--rig"] * options.rig + ["--mla-model", options.mla_model] * bool(options.mla_model)
+    words += ["--only", *options.only] if options.only else []
+    log = Path(options.dir) / "log"
+    with open(log, "a") as errors:
+        errors.write(f"\n=== {part.name}\n")
+        errors.flush()
+        command = [sys.executable, *map(str, words)]
+        process = subprocess.Popen(command, env=environment(part, options), stdout=subprocess.PIPE, stderr=errors, text=True)
+        rows = {}
+        for line in process.stdout:
+            if line.startswith('{"check"'):
+                told = json.loads(line)
+                rows[told["check"]] = told
+                print(line, end="", flush=True)
+            else:
+                errors.write(line)
+        code = process.wait()
+    for check in part.checks:
+        if wanted(options, check) and check[0] not in rows:
+            rows[check[0]] = row(check, f"the process ended with {code}; see {log}", "failed")
+            print(json.dumps(rows[check[0]]), flush=True)
+    return list(rows.values())
+
+
+def environment(part: Part, options) -> dict[str, str]:
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONHASHSEED": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+    if options.rig:
+        sys.path.append(str(RIG))
+        import rig
+
+        variables |= rig.environment(slow_copies=True)
+        variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+        variables |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    return os.environ | variables | part.variables
+
+
+def table(rows: list[dict]) -> str:
+    width = max(len(each["check"]) for each in rows)
+    lines = [f"{each['verdict']:8}  {each['check']:{width}}  {each['seen']}" for each in rows]
+    counts = {verdict: sum(each["verdict"] == verdict for each in rows) for verdict in ("passed", "failed", "not here")}
+    return "\n".join([*lines, ", ".join(f"{count} {verdict}" for verdict, count in counts.items())])
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="engine_checks.py", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rig", action="store_true", help="on CPU tensors, in a checkout of torpor")
+    parser.add_argument("--model", default="", help="a folder or a name that vLLM knows; on the rig a random one is made")
+    parser.add_argument("--mla-model", default="", help="one with multi-head latent attention, for check 13")
+    parser.add_argument("--sleeps", type=int, help="of check 9; 1,000, or 20 on the rig")
+    parser.add_argument("--only", type=int, nargs="+", default=[], metavar="N", help="checks with these numbers")
+    parser.add_argument("--dir", help="where checkpoints, the engines' log and the rig's model are left; else they are not")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    options.sleeps = options.sleeps or (20 if options.rig else 1000)
+    if unknown := [number for number in options.only if not 1 <= number <= 15]:
+        parser.error(f"--only {unknown[0]}: there are the checks 1 to 15")
+    if options.sleeps < 1:
+        parser.error(f"--sleeps is {options.sleeps}; use 1 or more")
+    if options.rig and not (RIG / "rig").is_dir():
+        parser.error(f"--rig needs a checkout of torpor: there is no {RIG}")
+    if not options.rig:
+        if not options.model:
+            parser.error("name a model with --model, or use --rig")
+        if _here(options)["devices"] == 0:
+            parser.error("torch finds no CUDA device here; use --rig")
+    return options
+
+
+def main(arguments: list[str], program: list[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.part:
+        run_part(next(part for part in parts(options) if part.name == options.part), options)
+        return 0
+    if options.dir is None:
+        with tempfile.TemporaryDirectory(prefix="engine-checks-") as folder:
+            return run_all(options, folder, program)
+    return run_all(options, options.dir, program)
+
+
+def run_all(options, folder: str, program: list[str] | None) -> int:
+    options.dir = str(Path(folder).resolve())
+    Path(options.dir).mkdir(parents=True, exist_ok=True)
+    if options.rig and not options.model:
+        sys.path.append(str(RIG))
+        from rig.model import make_model
+
+        options.model = str(make_model(Path(options.dir) / "model"))
+    rows = []
+    for part in parts(options):
+        chosen = [check for check in part.checks if wanted(options, check)]
+        if chosen and not part.absent:
+            rows += in_own_process(part, options, program or [__file__])
+        for check in chosen if part.absent else ():
+            rows.append(row(check, part.absent, "not here"))
+            print(json.dumps(rows[-1]), flush=True)
+    rows.sort(key=lambda each: int(each["check"].split()[0]))
+    print(table(rows), file=sys.stderr)
+    return 1 if any(each["verdict"] == "failed" for each in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
