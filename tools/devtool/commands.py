@@ -29,6 +29,7 @@ BENCHES = {
     "server": "tools/bench/server_bench.py",
 }
 
+ENGINE_CHECKS = ROOT / "tools/gpu_check"
 GPU_CHECK_RUN = """#!/bin/sh
 # The suite that every device must pass, then checks and figures; arguments go to gpu_check (--help).
 here=$(cd "$(dirname "$0")" && pwd)
@@ -157,8 +158,13 @@ def proof(arguments: list[str]) -> int:
     return code | mutants.main([])
 
 
-def gpu_check(_: list[str]) -> int:
-    """A bundle that runs on a machine with an NVIDIA driver: build/gpu_check.tar.gz."""
+def gpu_check(arguments: list[str]) -> int:
+    """A bundle that runs on a machine with an NVIDIA driver: build/gpu_check.tar.gz. --rig: its checks of an engine, here."""
+    if "--rig" in arguments:
+        python_path, _ = setup.everything()
+        return subprocess.run([python_path, ENGINE_CHECKS / "engine_checks.py", *arguments]).returncode
+    if arguments:
+        raise SetupError(f"tools/dev gpu_check makes a bundle, without {arguments[0]!r}; with --rig it checks an engine here")
     setup.system_packages()
     python_path = setup.python_environment()
     setup.use_cuda_headers(python_path)
@@ -174,12 +180,20 @@ def gpu_check(_: list[str]) -> int:
             name, _, path = line.partition(" => ")
             if path and not name.strip().startswith(("libc.", "libm.")):  # those are the target's own
                 shutil.copy(path.split()[0], bundle / "lib" / name.strip())
+    add_engine_checks(bundle)
     run = bundle / "run"
     run.write_text(GPU_CHECK_RUN)
     run.chmod(0o755)
     archive = shutil.make_archive(str(bundle), "gztar", bundle.parent, bundle.name)
     print(f"{archive}: {Path(archive).stat().st_size / 2**20:.0f} MiB; on the target: tar xf {Path(archive).name} && {bundle.name}/run")
     return 0
+
+
+def add_engine_checks(bundle: Path) -> None:
+    """What checks an engine on the target, and what tells how."""
+    for source in ENGINE_CHECKS.glob("*.py"):
+        shutil.copy(source, bundle / source.name)
+    shutil.copy(ENGINE_CHECKS / "on_the_target.md", bundle / "README.md")
 
 
 def lint(_: list[str]) -> int:

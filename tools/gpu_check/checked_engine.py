@@ -41,7 +41,8 @@ class CheckedEngine:
         torpor = {"dir": directory, "keep_checkpoints": 100} | ({} if rig else {"gpu_preserve_state": True})
         self.rig = rig
         self.directory = directory
-        self.llm = LLM(model, additional_config={"torpor": torpor}, **(OPTIONS | (ON_RIG if rig else ON_CUDA) | options))
+        options = OPTIONS | (ON_RIG if rig else ON_CUDA) | options
+        self.llm = LLM(model, additional_config={"torpor": torpor}, **options)
         self.engine = self.llm.llm_engine
         self._twins: dict[int, dict] = {}
         self._uninterrupted: dict | None = None

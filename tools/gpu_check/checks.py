@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import time
@@ -191,20 +190,14 @@ def after_each_step(one: CheckedEngine, options) -> str:
                 done += 1
         return {name: value for name, value in answers.items() if value[0]}, done
 
-    @functools.cache
-    def twin(most: int) -> dict:
-        return run(pause, most)[0]
-
-    made = runs = 0
+    made, (twin, whole) = 0, run(pause, options.sleeps)
     while made < options.sleeps:
-        most = min(TWIN_STEPS, options.sleeps - made)
-        answers, done = run(preserved(), most)
-        _same(answers, twin(most), f"in sleeps {made + 1} to {made + done}")
-        made, runs = made + done, runs + 1
-    return f"{made} sleeps in {runs} runs, each run equal to its twin"
-
-
-TWIN_STEPS = 1000  # more than a run has
+        if options.sleeps - made < whole:  # the last run sleeps after fewer steps
+            twin, whole = run(pause, options.sleeps - made)
+        answers, done = run(preserved(), whole)
+        _same(answers, twin, f"in sleeps {made + 1} to {made + done}")
+        made += done
+    return f"{made} sleeps, up to {whole} in each run: all answers equal"
 
 
 def host_buffers(one: CheckedEngine, options) -> str:
@@ -224,7 +217,7 @@ def host_buffers(one: CheckedEngine, options) -> str:
     def found(slots: list[int]) -> dict[str, list]:
         """Of each slot in use, as the host has it and as the device sees it."""
         both = {name: (buffer.np, buffer.gpu.cpu().numpy()) for name, buffer in buffers.items()}
-        return {name: [each.take(slots, each.ndim - 1).tolist() for each in arrays] for name, arrays in both.items()}
+        return {name: [of.take(slots, of.ndim - 1).tolist() for of in arrays] for name, arrays in both.items()}
 
     answers = one.begin(9)
     one.llm.sleep(level=0)

@@ -12,26 +12,23 @@ import argparse
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import traceback
-from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 RIG = HERE.parents[1] / "tests/rig"  # of a checkout; not in the bundle
 
+LOG = "engines.log"
 SAME = "tokens, texts and log probabilities of the paused twin, nothing recomputed"
 
 
-class NotHere(Exception):
-    """Why a check cannot be done on this machine."""
-
-
 class Part:
-    """Checks that share one engine, in a process of its own. Each is (title, expected, name of its function, options)."""
+    """Checks that share one engine, in a process of its own. Each: title, what is expected, function, its options."""
 
     def __init__(self, name: str, checks: list[tuple], absent: str = "", variables: dict | None = None, **options):
         self.name, self.checks, self.options = name, checks, options
@@ -82,9 +79,9 @@ def parts(options) -> list[Part]:
         check = (f"8 KV blocks, layout {layout}", "each block hashes as before", "kv_bytes", {"layout": layout})
         found.append(Part(f"layout {layout}", [check], "", {"VLLM_KV_CACHE_LAYOUT": layout}))
     one_device = "" if rig or here["devices"] > 1 else "needs two GPUs"
-    sizes = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if rig else {}
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if rig else {}
     found += [
-        Part("two ranks", [("12 tensor parallel, two ranks", SAME, "ranks", {})], one_device, sizes,
+        Part("two ranks", [("12 tensor parallel, two ranks", SAME, "ranks", {})], one_device, cores,
              tensor_parallel_size=2),
         Part("NCCL", [("12 NCCL and custom all-reduce", SAME, "ranks", {})],
              no_device or one_device, tensor_parallel_size=2, **graphs),
@@ -149,12 +146,13 @@ def in_own_process(part: Part, options, program: list[str]) -> list[dict]:
     words = [*program, "--part", part.name, "--dir", options.dir, "--model", options.model, "--sleeps", options.sleeps]
     words += ["--rig"] * options.rig + ["--mla-model", options.mla_model] * bool(options.mla_model)
     words += ["--only", *options.only] if options.only else []
-    log = Path(options.dir) / "log"
+    log = Path(options.dir) / LOG
     with open(log, "a") as errors:
         errors.write(f"\n=== {part.name}\n")
         errors.flush()
         command = [sys.executable, *map(str, words)]
-        process = subprocess.Popen(command, env=environment(part, options), stdout=subprocess.PIPE, stderr=errors, text=True)
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors}
+        process = subprocess.Popen(command, env=environment(part, options), text=True, **pipes)
         rows = {}
         for line in process.stdout:
             if line.startswith('{"check"'):
@@ -166,7 +164,7 @@ def in_own_process(part: Part, options, program: list[str]) -> list[dict]:
         code = process.wait()
     for check in part.checks:
         if wanted(options, check) and check[0] not in rows:
-            rows[check[0]] = row(check, f"the process ended with {code}; see {log}", "failed")
+            rows[check[0]] = row(check, f"the process ended with {code}; see {LOG}", "failed")
             print(json.dumps(rows[check[0]]), flush=True)
     return list(rows.values())
 
@@ -197,16 +195,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--mla-model", default="", help="one with multi-head latent attention, for check 13")
     parser.add_argument("--sleeps", type=int, help="of check 9; 1,000, or 20 on the rig")
     parser.add_argument("--only", type=int, nargs="+", default=[], metavar="N", help="checks with these numbers")
-    parser.add_argument("--dir", help="where checkpoints, the engines' log and the rig's model are left; else they are not")
+    parser.add_argument("--dir", help="where checkpoints and the engines' log are left; else only if a check failed")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    options.sleeps = options.sleeps or (20 if options.rig else 1000)
+    if options.sleeps is None:
+        options.sleeps = 20 if options.rig else 1000
     if unknown := [number for number in options.only if not 1 <= number <= 15]:
         parser.error(f"--only {unknown[0]}: there are the checks 1 to 15")
     if options.sleeps < 1:
         parser.error(f"--sleeps is {options.sleeps}; use 1 or more")
     if options.rig and not (RIG / "rig").is_dir():
         parser.error(f"--rig needs a checkout of torpor: there is no {RIG}")
+    if missing := [name for name in ("torch", "vllm", "torpor") if importlib.util.find_spec(name) is None]:
+        parser.error(f"{' and '.join(missing)} cannot be imported here: install it, or name its folder in PYTHONPATH")
     if not options.rig:
         if not options.model:
             parser.error("name a model with --model, or use --rig")
@@ -220,14 +221,19 @@ def main(arguments: list[str], program: list[str] | None = None) -> int:
     if options.part:
         run_part(next(part for part in parts(options) if part.name == options.part), options)
         return 0
-    if options.dir is None:
-        with tempfile.TemporaryDirectory(prefix="engine-checks-") as folder:
-            return run_all(options, folder, program)
-    return run_all(options, options.dir, program)
+    rows = run_all(options, program or [__file__])
+    print(table(rows), file=sys.stderr)
+    failed = any(each["verdict"] == "failed" for each in rows)
+    if options.temporary and not failed:
+        shutil.rmtree(options.dir)
+    elif failed:
+        print(f"the engines' log: {Path(options.dir, LOG)}", file=sys.stderr)
+    return 1 if failed else 0
 
 
-def run_all(options, folder: str, program: list[str] | None) -> int:
-    options.dir = str(Path(folder).resolve())
+def run_all(options, program: list[str]) -> list[dict]:
+    options.temporary = options.dir is None
+    options.dir = str(Path(options.dir or tempfile.mkdtemp(prefix="engine-checks-")).resolve())
     Path(options.dir).mkdir(parents=True, exist_ok=True)
     if options.rig and not options.model:
         sys.path.append(str(RIG))
@@ -238,13 +244,11 @@ def run_all(options, folder: str, program: list[str] | None) -> int:
     for part in parts(options):
         chosen = [check for check in part.checks if wanted(options, check)]
         if chosen and not part.absent:
-            rows += in_own_process(part, options, program or [__file__])
+            rows += in_own_process(part, options, program)
         for check in chosen if part.absent else ():
             rows.append(row(check, part.absent, "not here"))
             print(json.dumps(rows[-1]), flush=True)
-    rows.sort(key=lambda each: int(each["check"].split()[0]))
-    print(table(rows), file=sys.stderr)
-    return 1 if any(each["verdict"] == "failed" for each in rows) else 0
+    return sorted(rows, key=lambda each: int(each["check"].split()[0]))
 
 
 if __name__ == "__main__":

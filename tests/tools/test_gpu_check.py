@@ -1,0 +1,96 @@
+"""The checks of an engine for a machine with a GPU, on the rig."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from devtool import commands
+
+HERE = Path(__file__).parent
+CHECKS = ROOT / "tools/gpu_check/engine_checks.py"
+PASSED = {
+    "1 deterministic without a sleep", "2 sleep and wake, eager, host", "2 sleep and wake, eager, disk",
+    "4 addresses over a sleep", "5 checkpoint for a new process", "5 new process",
+    "6 generators, unseeded top-k and top-p", "7 level 2, reload_weights", "8 KV blocks",
+    "8 KV blocks, layout BLHNC", "8 KV blocks, layout BHLNC", "9 sleep right after a step", "10 unified buffers",
+    "11 two steps in flight", "12 tensor parallel, two ranks", "15 memory and time",
+}  # fmt: skip
+NOT_HERE = {
+    "3 sleep and wake, CUDA graphs, host", "3 sleep and wake, CUDA graphs, disk", "4 addresses, graphs replay",
+    "5 checkpoint, CUDA graphs", "5 new process, graphs captured again", "5 checkpoint, no autotuning",
+    "5 new process, no autotuning", "6 generators, FlashInfer", "12 NCCL and custom all-reduce", "13 FP8 KV", "13 MLA",
+    "14 EAGLE, probabilistic drafts",
+}  # fmt: skip
+
+
+def run(program: Path, *words) -> subprocess.CompletedProcess:
+    command = [sys.executable, program, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=500)
+
+
+def rows(done: subprocess.CompletedProcess) -> dict[str, dict]:
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert all(set(each) == {"check", "expected", "seen", "verdict"} and each["seen"] for each in found)
+    assert len({each["check"] for each in found}) == len(found)
+    return {each["check"]: each for each in found}
+
+
+def verdicts(found: dict[str, dict]) -> dict[str, str]:
+    return {name: each["verdict"] for name, each in found.items()}
+
+
+def test_every_check_that_needs_no_gpu_passes_and_no_other_does(tmp_path):
+    done = run(CHECKS, "--rig", "--dir", tmp_path)
+    found = rows(done)
+    assert verdicts(found) == dict.fromkeys(PASSED, "passed") | dict.fromkeys(NOT_HERE, "not here"), done.stderr
+    assert done.returncode == 0
+    assert f"{len(PASSED)} passed, 0 failed, {len(NOT_HERE)} not here" in done.stderr
+    assert found["9 sleep right after a step"]["seen"].startswith("20 sleeps")
+    assert "speculative decoding" in found["14 EAGLE, probabilistic drafts"]["seen"]
+
+
+def test_a_fault_is_a_failed_row_and_the_other_checks_run(tmp_path):
+    done = run(HERE / "engine_with_faults.py", "--rig", "--dir", tmp_path, "--only", 1, 2, 4, 6)
+    found = rows(done)
+    failed = {
+        "1 deterministic without a sleep": "RuntimeError: planted",
+        "2 sleep and wake, eager, host": "slept after step 2: greedy: from token",
+        "2 sleep and wake, eager, disk": "slept after step 2: greedy: from token",
+        "6 generators, unseeded top-k and top-p": "the process ended with 3",
+    }
+    assert verdicts(found) == dict.fromkeys(failed, "failed") | {
+        "4 addresses over a sleep": "passed",
+        "4 addresses, graphs replay": "not here",
+        "6 generators, FlashInfer": "not here",
+    }, done.stderr
+    assert all(found[name]["seen"].startswith(seen) for name, seen in failed.items()), done.stdout
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--rig", "--only", "16"], "--only 16"),
+        (["--rig", "--sleeps", "0"], "--sleeps is 0"),
+        ([], "--model"),
+        (["--model", "x"], "no CUDA device"),
+    ],
+)
+def test_bad_input_is_named_and_ends_with_2(words, named):
+    done = run(CHECKS, *words)
+    assert done.returncode == 2 and named in done.stderr and done.stdout == ""
+
+
+def test_the_bundle_has_what_its_readme_names(tmp_path):
+    commands.add_engine_checks(tmp_path)
+    assert "engine_checks.py --model" in (tmp_path / "README.md").read_text()
+    assert run(tmp_path / "engine_checks.py", "--help").returncode == 0
+    done = run(tmp_path / "engine_checks.py", "--rig")
+    assert done.returncode == 2 and "needs a checkout" in done.stderr
+    for name in ("checks", "checked_engine"):
+        assert (tmp_path / f"{name}.py").exists()
