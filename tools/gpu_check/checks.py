@@ -9,7 +9,7 @@ from pathlib import Path
 
 from checked_engine import REQUESTS, UNSEEDED, CheckedEngine, differing, pause
 
-STEPS = (2, 9, 14, 22)  # in the long prompt's chunks; later; around the end of its answer; shortly before all end
+STEPS = (2, 14, 22)  # in the long prompt's chunks; around the end of its answer; shortly before all end
 NOTES = "to_wake.json"  # in the directory: a checkpoint for a new process, and the answers that it must give
 
 
@@ -174,7 +174,8 @@ def kv_bytes(one: CheckedEngine, options, layout: str | None = None) -> str:
     if changed or before.keys() != after.keys() or not before:
         raise Failed(f"{len(before)} blocks before, {len(after)} after, changed: {changed[:8]}")
     _same(one.finish(answers), one.twin(9), "afterwards")
-    return f"{len(before)} blocks equal, {len(set(before.values()))} different contents, layout {config.kv_cache_layout}"
+    contents = len(set(before.values()))
+    return f"{len(before)} blocks equal, {contents} different contents, layout {config.kv_cache_layout}"
 
 
 def after_each_step(one: CheckedEngine, options) -> str:

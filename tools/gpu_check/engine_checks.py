@@ -191,7 +191,7 @@ def table(rows: list[dict]) -> str:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="engine_checks.py", description=__doc__.split("\n\n")[0])
     parser.add_argument("--rig", action="store_true", help="on CPU tensors, in a checkout of torpor")
-    parser.add_argument("--model", default="", help="a folder or a name that vLLM knows; on the rig a random one is made")
+    parser.add_argument("--model", default="", help="a folder or a name that vLLM knows; not needed on the rig")
     parser.add_argument("--mla-model", default="", help="one with multi-head latent attention, for check 13")
     parser.add_argument("--sleeps", type=int, help="of check 9; 1,000, or 20 on the rig")
     parser.add_argument("--only", type=int, nargs="+", default=[], metavar="N", help="checks with these numbers")
