@@ -27,7 +27,7 @@ def preserved(to: str = "host"):
 
 
 def repeats(one: CheckedEngine, options) -> str:
-    """1"""
+    """Check 1."""
     core = one.core
     names = [type(core.scheduler).__name__, core.step_fn.__name__, type(one.runner).__module__]
     if names[:2] != ["AsyncScheduler", "step_with_batch_queue"] or core.batch_queue_size != 2:
@@ -37,7 +37,7 @@ def repeats(one: CheckedEngine, options) -> str:
 
 
 def sleeps(one: CheckedEngine, options, to: str = "host") -> str:
-    """2, 3"""
+    """Check 2, 3."""
     recomputed = 0
     for steps in STEPS:
         _same(one.slept(one.begin(steps), preserved(to)), one.twin(steps), f"slept after step {steps}")
@@ -50,7 +50,7 @@ def sleeps(one: CheckedEngine, options, to: str = "host") -> str:
 
 
 def addresses(one: CheckedEngine, options) -> str:
-    """4"""
+    """Check 4."""
 
     def found() -> dict[str, int]:
         tensors = dict(one.runner.model.named_parameters()) | {
@@ -72,7 +72,7 @@ def addresses(one: CheckedEngine, options) -> str:
 
 
 def leaves_checkpoint(one: CheckedEngine, options) -> str:
-    """5, the first process"""
+    """Check 5, the first process."""
     steps = 9
     answers = one.begin(steps)
     report = one.llm.sleep(level=1, preserve_state=True, to="disk")
@@ -84,7 +84,7 @@ def leaves_checkpoint(one: CheckedEngine, options) -> str:
 
 
 def wakes_checkpoint(one: CheckedEngine, options) -> str:
-    """5, the second process"""
+    """Check 5, the second process."""
     notes = json.loads(Path(one.directory, NOTES).read_text())
     one.llm.wake_up(from_checkpoint=notes["checkpoint"])
     answers = json.loads(json.dumps(one.finish({})))
@@ -95,7 +95,7 @@ def wakes_checkpoint(one: CheckedEngine, options) -> str:
 
 
 def generators(one: CheckedEngine, options, flashinfer: bool = False) -> str:
-    """6"""
+    """Check 6."""
     import numpy
     import torch
 
@@ -123,7 +123,7 @@ def generators(one: CheckedEngine, options, flashinfer: bool = False) -> str:
 
 
 def rebuilt(one: CheckedEngine, options) -> str:
-    """7"""
+    """Check 7."""
     sampler, states = one.runner.sampler, one.runner.req_states
     bias, penalties, bad_words = sampler.logits_processors
     lost = [penalties.prompt_bin_mask, penalties.output_bin_counts, bias.logit_bias_token_ids.gpu, bias.logit_bias.gpu]
@@ -145,7 +145,7 @@ def rebuilt(one: CheckedEngine, options) -> str:
 
 
 def kv_bytes(one: CheckedEngine, options, layout: str | None = None) -> str:
-    """8"""
+    """Check 8."""
     pool = one.core.scheduler.kv_cache_manager.block_pool
     config = one.runner.kv_cache_config
     if layout is not None and config.kv_cache_layout != layout:
@@ -179,7 +179,7 @@ def kv_bytes(one: CheckedEngine, options, layout: str | None = None) -> str:
 
 
 def after_each_step(one: CheckedEngine, options) -> str:
-    """9"""
+    """Check 9."""
 
     def run(sleep, most: int) -> tuple[dict, int]:
         answers, done = one.begin(0), 0
@@ -202,7 +202,7 @@ def after_each_step(one: CheckedEngine, options) -> str:
 
 
 def host_buffers(one: CheckedEngine, options) -> str:
-    """10"""
+    """Check 10."""
     from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 
     runner = one.runner
@@ -235,7 +235,7 @@ def host_buffers(one: CheckedEngine, options) -> str:
 
 
 def two_in_flight(one: CheckedEngine, options) -> str:
-    """11"""
+    """Check 11."""
     core = one.core
 
     def run(sleep) -> dict:
@@ -260,7 +260,7 @@ def two_in_flight(one: CheckedEngine, options) -> str:
 
 
 def ranks(one: CheckedEngine, options) -> str:
-    """12"""
+    """Check 12."""
     # Other processes draw seeds for what has none: this one cannot give their generators the same start each time.
     seeded = {name: request for name, request in REQUESTS.items() if name != "unseeded"}
     twin = one.slept(one.begin(9, seeded), pause)
@@ -273,7 +273,7 @@ def ranks(one: CheckedEngine, options) -> str:
 
 
 def memory_back(one: CheckedEngine, options) -> str:
-    """15"""
+    """Check 15."""
     answers = one.begin(9)
     awake = _held(one)
     report = one.llm.sleep(level=1, preserve_state=True)
