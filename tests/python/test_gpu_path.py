@@ -68,6 +68,27 @@ def test_no_output_of_a_batch_in_flight_is_lost_or_comes_twice(one):
         assert {name: tokens.get(name) for name in expected} == expected
 
 
+def test_requests_that_were_preempted_with_a_batch_in_flight_sleep(one):
+    """vLLM takes their slots away; they get others when they run again, and requests without a seed draw new ones."""
+
+    def preempted(to: str | None) -> dict:
+        answers = one.begin(9)
+        one.core.reset_prefix_cache(reset_running_requests=True)
+        assert one.core.batch_queue and not one.core.scheduler.running
+        report = one.llm.sleep(level=1, preserve_state=True, to=to) if to else one.llm.sleep(level=0)
+        answers |= one.stopped()
+        one.llm.wake_up()
+        if to == "disk":
+            run(one.engine)
+            one.llm.reset_prefix_cache()
+            one.llm.wake_up(from_checkpoint=report.checkpoint)
+        return one.finish(answers)
+
+    twin = preempted(None)
+    assert preempted("host") == twin and preempted("disk") == twin
+    assert twin["greedy"] == one.expected["greedy"]
+
+
 def test_a_request_that_is_aborted_with_its_batch_in_flight_is_gone(one):
     answers = one.begin(12)
     one.engine.abort_request(["greedy", "long"])

@@ -14,6 +14,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "long: only in tools/dev proof")
+
+
 def demo(*arguments) -> subprocess.CompletedProcess:
     model = os.environ["TORPOR_TEST_MODEL"]
     return subprocess.run([sys.executable, ROOT / "tools/demo/demo.py", "--model", model, *map(str, arguments)], capture_output=True, text=True, timeout=400)

@@ -44,6 +44,7 @@ def verdicts(found: dict[str, dict]) -> dict[str, str]:
     return {name: each["verdict"] for name, each in found.items()}
 
 
+@pytest.mark.long
 def test_every_check_that_needs_no_gpu_passes_and_no_other_does(tmp_path):
     done = run(CHECKS, "--rig", "--dir", tmp_path)
     found = rows(done)
@@ -52,6 +53,12 @@ def test_every_check_that_needs_no_gpu_passes_and_no_other_does(tmp_path):
     assert f"{len(PASSED)} passed, 0 failed, {len(NOT_HERE)} not here" in done.stderr
     assert found["9 sleep right after a step"]["seen"].startswith("20 sleeps")
     assert "speculative decoding" in found["14 EAGLE, probabilistic drafts"]["seen"]
+
+
+def test_checks_of_one_engine_pass(tmp_path):
+    done = run(CHECKS, "--rig", "--dir", tmp_path, "--only", 2, 7, 11)
+    found = verdicts(rows(done))
+    assert found and set(found.values()) == {"passed"} and done.returncode == 0, done.stderr
 
 
 def test_a_fault_is_a_failed_row_and_the_other_checks_run(tmp_path):

@@ -97,8 +97,10 @@ def whole_gpu_path() -> int:
     """All tests of engines on the rig, and those that are too long for `test`."""
     python, model = setup.everything()
     env = os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"} | rig_environment()
-    files = [f"tests/python/test_{name}.py" for name in ENGINES]
-    return subprocess.run([str(w) for w in pytest_on_rig(python, *files)], cwd=ROOT, env=env).returncode
+    engines = pytest_on_rig(python, *(f"tests/python/test_{name}.py" for name in ENGINES))
+    too_long = [python, "-m", "pytest", *PYTEST_OPTIONS, "-m", "long"]
+    commands = engines, [*too_long, "tests/python"], [*too_long, "tests/tools"]
+    return max(subprocess.run([str(word) for word in words], cwd=ROOT, env=env).returncode for words in commands)
 
 
 def main(arguments: list[str]) -> int:
@@ -116,7 +118,7 @@ def main(arguments: list[str]) -> int:
     pytest = [python_path, "-m", "pytest", *PYTEST_OPTIONS]
     if quick:
         parts.run("Python tests", [*pytest, "tests/python", "-m", "not slow and not long"], env=env)
-        parts.run("Tools and documents", [*pytest, "tests/tools"], env=env)
+        parts.run("Tools and documents", [*pytest, "tests/tools", "-m", "not long"], env=env)
         return parts.summary()
     # The gate first: vLLM keeps what the environment says of its routes once an engine has run in the process.
     servers = [f"tests/python/{name}.py" for name in ("test_server_gate", "test_server", "test_server_restarts")]
@@ -129,7 +131,7 @@ def main(arguments: list[str]) -> int:
                 env | rig_environment(),
             ),
             "Python tests, servers": ([*pytest, *servers], env),
-            "Tools and documents": ([*pytest, "tests/tools"], env),
+            "Tools and documents": ([*pytest, "tests/tools", "-m", "not long"], env),
         }
     )
     return parts.summary()
