@@ -1,9 +1,11 @@
 #include "engine/rank_memory.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "allocator/host_device.h"
 #include "base/units.h"
+#include "tests/support/faulty_device.h"
 #include "tests/support/results.h"
 
 namespace torpor {
@@ -121,6 +123,56 @@ TEST_F(RankMemoryTest, ALayoutThatReachesOutsideItsRegionsIsRefused) {
   apart.tensors[0].block_stride = (std::max(kv, other) - std::min(kv, other)) / 2;
   ASSERT_GT(apart.tensors[0].block_stride, 100'000u);  // the block in the middle is in neither
   EXPECT_FAILS(memory->set_kv_layout("kv_cache", apart), Code::kInvalidArgument, "outside");
+}
+
+// Where the device fails at all from some call on, what was begun cannot be undone for every tag: but each is attached,
+// detached or broken, and those that are not broken go on.
+TEST_F(RankMemoryTest, NoTagStaysOnTheWayWhereverTheDeviceFailsDuringASleep) {
+  const std::vector<std::string> tags{"a", "b", "c"};
+  int broken = 0;
+  int attached_beside_broken = 0;
+  for (const bool sticky : {false, true}) {
+    for (uint64_t n = 1;; ++n) {
+      SCOPED_TRACE(testing::Message() << "call " << n << (sticky ? " and all after" : ""));
+      auto owned = std::make_unique<test::FaultyDevice>(value_of(make_host_device()));
+      test::FaultyDevice& device = *owned;
+      const auto memory =
+          value_of(RankMemory::create(std::move(owned), linux_file_system(), {.arena_slab_bytes = kMiB, .threads = 1}));
+      std::map<std::string, std::byte*> content;
+      for (const std::string& tag : tags) {
+        content[tag] = reinterpret_cast<std::byte*>(value_of(memory->allocate(tag, "x", 4096)));
+        std::memset(content[tag], tag[0], 4096);
+      }
+      device.fail_at(n, sticky);
+      const Result<TagMove> slept = memory->sleep({}, tags);
+      const bool fired = device.fired();
+      device.fail_at(0);
+      const std::map<std::string, RegionState> states = memory->states();
+      const bool any_broken =
+          std::any_of(states.begin(), states.end(), [](const auto& tag) { return tag.second == RegionState::kBroken; });
+      if (!slept) {
+        EXPECT_EQ(slept.error().state_changed, any_broken);
+      }
+      for (const std::string& tag : tags) {
+        SCOPED_TRACE(tag);
+        const RegionState state = states.at(tag);
+        if (state == RegionState::kBroken) {
+          ++broken;
+          continue;
+        }
+        ASSERT_TRUE(state == RegionState::kAttached || state == RegionState::kDetached) << name(state);
+        if (state == RegionState::kAttached) {
+          attached_beside_broken += any_broken ? 1 : 0;
+          ASSERT_SUCCEEDS(memory->sleep({tag}, {tag}));
+        }
+        ASSERT_SUCCEEDS(memory->wake({tag}));
+        for (size_t at = 0; at < 4096; ++at) ASSERT_EQ(content[tag][at], static_cast<std::byte>(tag[0])) << at;
+      }
+      if (!fired) break;
+    }
+  }
+  EXPECT_GT(broken, 0);
+  EXPECT_GT(attached_beside_broken, 0);
 }
 
 TEST_F(RankMemoryTest, HostileAndUnknownOrdersAreErrorsInTheReply) {
