@@ -105,10 +105,11 @@ def test_a_request_that_is_aborted_with_its_batch_in_flight_is_gone(one):
     assert finished["seeded"] == one.expected["seeded"]
 
 
-def test_no_time_for_the_batches_in_flight_changes_nothing(one):
+@pytest.mark.parametrize("options", [{"preserve_state": True}, {"mode": "keep"}])
+def test_no_time_for_the_batches_in_flight_changes_nothing(one, options):
     answers = one.begin(12)
     with pytest.raises(errors.TimedOut, match="in flight") as caught:
-        one.llm.torpor("sleep", {"level": 1, "preserve_state": False, "in_flight": "recompute", "timeout": 0.0})
+        one.llm.sleep(level=1, timeout=0, **options)
     assert not caught.value.state_changed and not one.llm.is_sleeping()
     assert not one.core.scheduler.torpor_frozen and one.core.scheduler.pause_state.name == "UNPAUSED"
     assert one.core.batch_queue

@@ -210,10 +210,14 @@ class EngineSide:
             {"directory": options.dir} | {name: value for name in _CONTROLLER_OPTIONS if (value := getattr(options, name)) is not None},
         )
 
-    def freeze(self, _: dict) -> dict:
-        """Before the front end captures its part: no step from now on. Returns how many tokens each request has put out."""
+    def freeze(self, options: dict) -> dict:
+        """Before the front end captures its part: no step from now on. Returns how many tokens each request has put out.
+
+        A negative `timeout` is none here: the controller refuses it.
+        """
+        timeout = options.get("timeout")
         if not self.controller.is_sleeping():
-            self.hooks.quiesce(None)
+            self.hooks.quiesce(None if timeout is None or timeout < 0 else timeout)
         return {request_id: len(request._output_token_ids) for request_id, request in self.hooks.scheduler.requests.items()}
 
     def unfreeze(self, _: dict) -> None:

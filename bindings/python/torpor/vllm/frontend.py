@@ -193,7 +193,7 @@ async def _frozen(side: _Blocking | _Async, method: str, values: dict) -> Report
     """Calls `method` of an engine that stands still, with this front end's part under "outputs"."""
     frozen = False
     try:
-        sent = await side.call("freeze")
+        sent = await side.call("freeze", {name: values[name] for name in ("timeout",) if name in values})
         frozen = True
         deadline = time.monotonic() + _DRAIN_SECONDS
         while behind := side.behind(sent):

@@ -119,11 +119,11 @@ class GpuWorkerMemory:
         self._buffers: dict[str, torch.Tensor] = {}  # on the host, while the weights are away
 
     @contextmanager
-    def allocating(self, tag: str, model_runner):
+    def allocating(self, tag: str, worker):
         with TorporAllocator.get_instance().use_memory_pool(tag):
             yield
         if tag == "weights":
-            self._model = model_runner.model
+            self._model = worker.model_runner.model
 
     @contextmanager
     def reloading_weights(self):

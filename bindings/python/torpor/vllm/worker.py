@@ -15,7 +15,7 @@ from torpor.vllm.options import Options
 def memory_context(self, tag: str):
     """Worker._maybe_get_memory_pool_context: where vLLM is about to allocate weights, KV or else, in regions."""
     if self.device.type != "cpu":
-        return _memory(self).allocating(tag, self.model_runner)
+        return _memory(self).allocating(tag, self)
     if tag == "weights":
         return _memory(self).loading_weights(self.model_runner)
     return _memory(self).allocating_kv() if tag == "kv_cache" else nullcontext()
