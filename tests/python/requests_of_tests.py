@@ -23,9 +23,18 @@ REQUESTS = {
     "prefix-a": (SHARED + "He said", _params(temperature=0, max_tokens=30)),
     "prefix-b": (SHARED + "She said", _params(temperature=0.9, top_k=50, top_p=0.9)),
     "two": ("Write a poem:", _params(temperature=1.0, n=2, seed=11, max_tokens=25)),
-    "stops": ("one two three", _params(temperature=1.0, seed=3, stop=["e", "zz"], logprobs=3, max_tokens=60, min_tokens=12)),
-    "penalties": ("la la la la", _params(temperature=0.7, seed=5, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3)),
-    "bias": ("numbers:", _params(temperature=1.0, min_p=0.01, min_tokens=5, logit_bias={100: 2.0, 200: -5.0}, logprobs=1)),
+    "stops": (
+        "one two three",
+        _params(temperature=1.0, seed=3, stop=["e", "zz"], logprobs=3, max_tokens=60, min_tokens=12),
+    ),
+    "penalties": (
+        "la la la la",
+        _params(temperature=0.7, seed=5, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3),
+    ),
+    "bias": (
+        "numbers:",
+        _params(temperature=1.0, min_p=0.01, min_tokens=5, logit_bias={100: 2.0, 200: -5.0}, logprobs=1),
+    ),
     "long": ("foo bar " * 150, _params(temperature=0, prompt_logprobs=1, max_tokens=20)),
     "long-seeded": ("bar foo " * 100, _params(temperature=0.8, seed=13, max_tokens=15)),
     "short": ("Hi", _params(temperature=0, max_tokens=3)),
@@ -33,14 +42,26 @@ REQUESTS = {
 
 
 def _position(entry) -> dict | None:
-    return None if entry is None else {token: (item.logprob, item.rank, item.decoded_token) for token, item in entry.items()}
+    return (
+        None
+        if entry is None
+        else {token: (item.logprob, item.rank, item.decoded_token) for token, item in entry.items()}
+    )
 
 
 def answer(output) -> list:
     """All of a RequestOutput that its reader sees, as plain values that survive JSON."""
     prompt = None if output.prompt_logprobs is None else [_position(entry) for entry in output.prompt_logprobs]
     completions = [
-        [c.index, list(c.token_ids), c.text, c.finish_reason, c.stop_reason, c.cumulative_logprob, c.logprobs and [_position(e) for e in c.logprobs]]
+        [
+            c.index,
+            list(c.token_ids),
+            c.text,
+            c.finish_reason,
+            c.stop_reason,
+            c.cumulative_logprob,
+            c.logprobs and [_position(e) for e in c.logprobs],
+        ]
         for c in output.outputs
     ]
     return [output.finished, sorted(completions, key=lambda c: c[0]), prompt]

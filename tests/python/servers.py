@@ -27,4 +27,6 @@ def make_server(model: Path, directory: Path, *options: str, name: str = "server
 
 def sampling(number: int, max_tokens: int) -> dict:
     """Greedy and seeded in turn: both have one right answer."""
-    return {"max_tokens": max_tokens} | ({"temperature": 0} if number % 2 == 0 else {"temperature": 0.8, "top_p": 0.95, "seed": number})
+    return {"max_tokens": max_tokens} | (
+        {"temperature": 0} if number % 2 == 0 else {"temperature": 0.8, "top_p": 0.95, "seed": number}
+    )

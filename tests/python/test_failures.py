@@ -56,7 +56,9 @@ def elsewhere(one, monkeypatch):
         from torpor import _core
 
         side = one.core.torpor_side
-        monkeypatch.setattr(side, "controller", _core.SleepController(side.hooks, {"directory": str(directory), "keep_checkpoints": 2}))
+        monkeypatch.setattr(
+            side, "controller", _core.SleepController(side.hooks, {"directory": str(directory), "keep_checkpoints": 2})
+        )
 
     one.llm.torpor("state")
     return use
@@ -189,7 +191,9 @@ def test_on_request_a_damaged_checkpoint_is_woken_without_its_state(one, checkpo
 def test_of_several_answers_the_others_end_their_call_without_the_one_that_repair_dropped(one, tmp_path):
     one.begin(0, ["short"])
     run(one.engine)
-    both = SamplingParams(temperature=1.0, seed=11, n=2, max_tokens=25, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
+    both = SamplingParams(
+        temperature=1.0, seed=11, n=2, max_tokens=25, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+    )
     one.engine.add_request("both", "Write a poem:", both)
     run(one.engine, 10)
     report = one.llm.sleep(level=1, preserve_state=True, to="disk")
@@ -197,7 +201,9 @@ def test_of_several_answers_the_others_end_their_call_without_the_one_that_repai
     shutil.copytree(report.checkpoint, checkpoint)
     one.llm.wake_up()
     _, expected, _ = run(one.engine)["both"]
-    child = next(request["id"] for request in look("requests", checkpoint)["requests"] if request["id"].startswith("1_both"))
+    child = next(
+        request["id"] for request in look("requests", checkpoint)["requests"] if request["id"].startswith("1_both")
+    )
     block = next(block for block in look("blocks", checkpoint)["blocks"] if block["requests"] == [child])
     flip(checkpoint / block["saved"][0]["file"], block["saved"][0]["offset"] + 7)
     repaired = look("repair", checkpoint)

@@ -215,7 +215,9 @@ def test_new_weights_loaded_while_the_kv_sleeps_go_on_from_the_tokens_so_far(one
             one.llm.reset_prefix_cache()
             rest = params.clone()
             rest.max_tokens = params.max_tokens - len(so_far)
-            [output] = one.llm.generate([{"prompt_token_ids": tokenizer(prompt).input_ids + so_far}], rest, use_tqdm=False)
+            [output] = one.llm.generate(
+                [{"prompt_token_ids": tokenizer(prompt).input_ids + so_far}], rest, use_tqdm=False
+            )
             assert tokens[len(so_far) :] == list(output.outputs[0].token_ids), name
         assert {n: finished[n] for n in names} != {n: expected[n] for n in names}
     finally:

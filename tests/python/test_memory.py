@@ -32,7 +32,10 @@ def test_kept_bytes_come_back_under_the_same_address_and_the_others_as_zeros(tag
     bytes_at(dropped, 100)[:] = b"x" * 100
     plan = memory.plan_sleep(tag)
     moved = memory.sleep(tag)
-    assert moved["copied_bytes"] == plan["copied_bytes"] == 300_000 and moved["dropped_bytes"] == plan["dropped_bytes"] == 100
+    assert (
+        moved["copied_bytes"] == plan["copied_bytes"] == 300_000
+        and moved["dropped_bytes"] == plan["dropped_bytes"] == 100
+    )
     assert plan["obstacle"] == "" and [phase for phase, _ in moved["seconds"]] == ["save", "detach"]
     assert memory.ledger()[0]["tags"][tag]["physical_bytes"] == 0
     assert memory.plan_wake(tag)["copied_bytes"] == memory.wake(tag)["copied_bytes"] == 300_000
@@ -103,7 +106,10 @@ def test_the_c_abi_reports_failures_by_code_and_text(tag):
     assert library.tms_pause(tag.encode()) == 0 and library.tms_resume(tag.encode()) == 0
     assert bytes(bytes_at(address, 5000)) == b"q" * 5000
     library.tms_set_interesting_region(False)
-    assert library.tms_torch_malloc(ctypes.c_ssize_t(5000), 0, None) is None and b"outside of a region" in library.torpor_last_error()
+    assert (
+        library.tms_torch_malloc(ctypes.c_ssize_t(5000), 0, None) is None
+        and b"outside of a region" in library.torpor_last_error()
+    )
     library.tms_torch_free(ctypes.c_void_p(address), ctypes.c_ssize_t(5000), 0, None)
     assert library.torpor_region_end() == 0
 
@@ -220,7 +226,11 @@ def test_what_vllm_asks_of_a_sleep_mode_backend():
         return bytes(bytes_at(addresses[name], 70_000)) == name[0].encode() * 70_000
 
     def awake():
-        return {name for name, held in memory.ledger()[0]["tags"].items() if name in addresses and held["state"] == "attached"}
+        return {
+            name
+            for name, held in memory.ledger()[0]["tags"].items()
+            if name in addresses and held["state"] == "attached"
+        }
 
     backend.suspend(1)
     assert backend.state() == "SUSPENDED" and awake() == set()
@@ -257,7 +267,9 @@ def test_what_vllms_graphs_hold_is_of_a_tag_too(monkeypatch):
     from torpor.vllm.compat.patching import Patches
     from torpor.vllm.gpu_memory import TorporAllocator
 
-    monkeypatch.setattr(VllmConfig, "use_cumem_cudagraph_pool", VllmConfig.use_cumem_cudagraph_pool)  # put back at the end
+    monkeypatch.setattr(
+        VllmConfig, "use_cumem_cudagraph_pool", VllmConfig.use_cumem_cudagraph_pool
+    )  # put back at the end
     monkeypatch.setattr(cudagraph_pool, "get_mem_allocator_instance", cudagraph_pool.get_mem_allocator_instance)
     monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -267,12 +279,23 @@ def test_what_vllms_graphs_hold_is_of_a_tag_too(monkeypatch):
     v0_32_patches._graph_pool(Patches())
 
     def used(**options):
-        model = SimpleNamespace(**({"sleep_mode_backend": "torpor", "enable_sleep_mode": True, "sleep_mode_offload_cudagraph": True} | options))
-        config = SimpleNamespace(model_config=model, compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL))
+        model = SimpleNamespace(
+            **(
+                {"sleep_mode_backend": "torpor", "enable_sleep_mode": True, "sleep_mode_offload_cudagraph": True}
+                | options
+            )
+        )
+        config = SimpleNamespace(
+            model_config=model, compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL)
+        )
         return VllmConfig.use_cumem_cudagraph_pool.fget(config)
 
     assert used() and used(sleep_mode_backend="cumem")
-    assert not used(enable_sleep_mode=False) and not used(sleep_mode_offload_cudagraph=False) and not used(sleep_mode_backend="other")
+    assert (
+        not used(enable_sleep_mode=False)
+        and not used(sleep_mode_offload_cudagraph=False)
+        and not used(sleep_mode_backend="other")
+    )
     TorporAllocator.get_instance()
     with cudagraph_pool.capture_pool(None, SimpleNamespace(use_cumem_cudagraph_pool=True)) as pool:
         assert pool == (7, 1)
@@ -285,10 +308,20 @@ def test_what_vllms_graphs_hold_is_of_a_tag_too(monkeypatch):
     memory.free(address)
 
 
-@pytest.mark.parametrize("name", ["TORPOR_CUDA_GATHER_BELOW_BYTES", "TORPOR_ARENA_BUDGET_BYTES", "TORPOR_ARENA_PREFAULT_BYTES", "TORPOR_ARENA_KEEP_BYTES"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "TORPOR_CUDA_GATHER_BELOW_BYTES",
+        "TORPOR_ARENA_BUDGET_BYTES",
+        "TORPOR_ARENA_PREFAULT_BYTES",
+        "TORPOR_ARENA_KEEP_BYTES",
+    ],
+)
 def test_sizes_in_the_environment_must_be_numbers(name):
     code = "from torpor import errors, memory\ntry:\n    memory.allocate(1)\nexcept errors.Error as problem:\n    print(problem)"
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {name: "32k"}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {name: "32k"}, capture_output=True, text=True, timeout=60
+    )
     assert name in done.stdout and "number of bytes" in done.stdout, done.stdout + done.stderr
 
 
@@ -306,8 +339,14 @@ try:
 except errors.NotEnoughRoom as problem:
     print("refused", "budget" in str(problem), {held["state"] for held in memory.ledger()[0]["tags"].values()})
 """
-    environment = {"TORPOR_MEMORY_DEVICE": "host", "TORPOR_ARENA_KEEP_BYTES": str(1 << 30), "TORPOR_ARENA_BUDGET_BYTES": str(128 << 20)}
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=60)
+    environment = {
+        "TORPOR_MEMORY_DEVICE": "host",
+        "TORPOR_ARENA_KEEP_BYTES": str(1 << 30),
+        "TORPOR_ARENA_BUDGET_BYTES": str(128 << 20),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.splitlines() == ["held True", "refused True {'attached'}"], done.stdout + done.stderr
 
 
@@ -332,7 +371,13 @@ sys.exit(os.waitstatus_to_exitcode(status))
 
 
 def test_a_forked_child_is_refused_by_name():
-    done = subprocess.run([sys.executable, "-c", CHILD], env=os.environ | {"TORPOR_MEMORY_DEVICE": "host"}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD],
+        env=os.environ | {"TORPOR_MEMORY_DEVICE": "host"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -358,13 +403,25 @@ assert memory.sleep("w", check=True)["copied_bytes"] == 0
 memory.wake()
 assert ctypes.string_at(address, 101) == bytes([9]) * 100 + bytes(1)
 """
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TORPOR_MEMORY_DEVICE": "host", "TORPOR_KEEP_BACKUPS": "1"}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"TORPOR_MEMORY_DEVICE": "host", "TORPOR_KEEP_BACKUPS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_without_a_gpu_the_gpu_is_refused_with_what_is_missing():
     code = "from torpor import memory; memory.allocate(1000)"
-    done = subprocess.run([sys.executable, "-c", code], env={k: v for k, v in os.environ.items() if k != "TORPOR_MEMORY_DEVICE"}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={k: v for k, v in os.environ.items() if k != "TORPOR_MEMORY_DEVICE"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     if done.returncode == 0:
         pytest.skip("there is a GPU here")
     assert "Unsupported" in done.stderr and ("NVIDIA driver" in done.stderr or "without CUDA" in done.stderr)

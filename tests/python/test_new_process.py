@@ -35,7 +35,9 @@ def test_a_new_process_goes_on_with_the_very_next_token(one, zygote, tiny_model)
         assert final(answers | result["answers"]) == expected, f"differs after {steps} steps"
         assert result["recomputed"] == 0
         assert result["failed"] == []
-        assert result["requests"] == len([a for a in expected if not answers.get(a, [False])[0]]) + (0 if answers.get("two", [False])[0] else 1)
+        assert result["requests"] == len([a for a in expected if not answers.get(a, [False])[0]]) + (
+            0 if answers.get("two", [False])[0] else 1
+        )
 
 
 def test_a_checkpoint_without_weights_wakes_too(one, zygote, tiny_model):
@@ -102,7 +104,9 @@ def test_the_inspector_finds_a_checkpoint_of_so_many_requests_whole(one, count):
     one.llm.wake_up()
     run(one.engine)  # what another test left
     for number in range(count):
-        one.engine.add_request(f"r{number}", f"{number} is a number that", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+        one.engine.add_request(
+            f"r{number}", f"{number} is a number that", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        )
     run(one.engine, 37)
     report = one.llm.sleep(level=1, preserve_state=True, to="disk")
     found = look("verify", report.checkpoint)

@@ -16,7 +16,9 @@ from requests_of_tests import REQUESTS, add_requests, final, run
 
 
 HERE = Path(__file__).parent
-LONG = 60 if rig.active() else 250  # tokens: the engine core runs ahead of its reader, and must not be done before it sleeps
+LONG = (
+    60 if rig.active() else 250
+)  # tokens: the engine core runs ahead of its reader, and must not be done before it sleeps
 
 
 @pytest.fixture
@@ -29,7 +31,9 @@ def in_other_processes(monkeypatch):
 def start(model, directory, **options):
     from vllm import LLM
 
-    return LLM(str(model), additional_config={"torpor": {"dir": str(directory), "keep_checkpoints": 100}}, **(ENGINE | options))
+    return LLM(
+        str(model), additional_config={"torpor": {"dir": str(directory), "keep_checkpoints": 100}}, **(ENGINE | options)
+    )
 
 
 def stop(llm) -> None:
@@ -39,7 +43,9 @@ def stop(llm) -> None:
 def written(answers: dict) -> dict:
     """Tokens and text of finished answers. Log probabilities are left out: prompts arrive at other moments in each run, are
     cut into other chunks, and their last digits differ, with a sleep or without."""
-    return {name: [completion[1:4] for completion in completions] for name, (_, completions, _) in final(answers).items()}
+    return {
+        name: [completion[1:4] for completion in completions] for name, (_, completions, _) in final(answers).items()
+    }
 
 
 @pytest.mark.slow
@@ -49,7 +55,9 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
 ):  # fmt: skip
     if ranks == 2:
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    names = [name for name in REQUESTS if name not in ("unseeded", "bias", "prefix-b")]  # their draws depend on the timing of arrivals
+    names = [
+        name for name in REQUESTS if name not in ("unseeded", "bias", "prefix-b")
+    ]  # their draws depend on the timing of arrivals
     llm = start(tiny_model, tmp_path, tensor_parallel_size=ranks)
     try:
         add_requests(llm.llm_engine, names, LONG)
@@ -80,7 +88,9 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
         add_requests(llm.llm_engine, names, LONG)
         answers = run(llm.llm_engine, 6)
         path = llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
-        answers |= run(llm.llm_engine, 1)  # what had arrived before it slept; the next one finds nothing and does not wait
+        answers |= run(
+            llm.llm_engine, 1
+        )  # what had arrived before it slept; the next one finds nothing and does not wait
         assert run(llm.llm_engine, 1) == {}
     finally:
         stop(llm)
@@ -113,7 +123,9 @@ async def _streaming(zygote, model, directory) -> None:
     names = ["greedy", "seeded", "prefix-a", "stops", "long"]
 
     def make():
-        arguments = AsyncEngineArgs(model=str(model), additional_config={"torpor": {"dir": str(directory)}}, disable_log_stats=True, **ENGINE)
+        arguments = AsyncEngineArgs(
+            model=str(model), additional_config={"torpor": {"dir": str(directory)}}, disable_log_stats=True, **ENGINE
+        )
         return AsyncLLM.from_engine_args(arguments)
 
     async def read(stream, into):
@@ -185,6 +197,7 @@ async def _streaming(zygote, model, directory) -> None:
 @pytest.mark.slow
 def test_killed_while_it_falls_asleep_and_while_it_wakes_a_whole_checkpoint_is_left(zygote, tiny_model, tmp_path):
     """SIGKILL at some moments of a second sleep, and of a wake: the first checkpoint or the second can be woken."""
+
     def child(*arguments):
         return zygote.run([HERE / "killed_process.py", tiny_model, *arguments], timeout=200)
 

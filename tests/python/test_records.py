@@ -111,7 +111,11 @@ def test_what_a_record_carries_comes_back(tokenizer):
     scene.add(request)
     kept = scene.answers.get(request.request_id)
     assert kept["front"]["state"] is not None
-    assert (kept["request"]["cache_salt"], kept["request"]["priority"], kept["request"]["engine"]["session_id"]) == ("salt", 3, "s")
+    assert (kept["request"]["cache_salt"], kept["request"]["priority"], kept["request"]["engine"]["session_id"]) == (
+        "salt",
+        3,
+        "s",
+    )
 
 
 def test_every_field_of_vllms_requests_is_decided_upon():
@@ -128,7 +132,9 @@ def test_an_id_is_of_one_call_until_its_answer_has_failed(tokenizer):
     first = new_request(1)
     scene.add(first)
     for state in ("is being given", "was given"):
-        with pytest.raises(GracefulHTTPError, match=f"chatcmpl-r {state}.*/torpor/requests/chatcmpl-r/stream") as refused:
+        with pytest.raises(
+            GracefulHTTPError, match=f"chatcmpl-r {state}.*/torpor/requests/chatcmpl-r/stream"
+        ) as refused:
             scene.add(new_request(2))
         assert refused.value.http_status == 409
         assert scene.recorder.used_request_id("r") is not None and scene.recorder.used_request_id("other") is None

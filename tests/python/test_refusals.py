@@ -18,7 +18,10 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize(
     ("params", "named"),
     [
-        (SamplingParams(max_tokens=30, structured_outputs=StructuredOutputsParams(regex="[ab]+")), "structured_outputs"),
+        (
+            SamplingParams(max_tokens=30, structured_outputs=StructuredOutputsParams(regex="[ab]+")),
+            "structured_outputs",
+        ),
         (SamplingParams(max_tokens=30, temperature=0, extra_args={"x": 1}), "extra_args"),
         (SamplingParams(max_tokens=30, temperature=0, logprobs=1, flat_logprobs=True), "flat_logprobs"),
     ],

@@ -118,8 +118,14 @@ def test_new_requests_wait_in_a_bounded_queue_while_it_sleeps(server):
         await client.post("/sleep")
         waiting = [begin(client, f"q{n}", max_tokens=5) for n in range(4)]
         await asyncio.sleep(0.5)
-        answer = await client.http.post("/v1/chat/completions", json={"model": "model", "messages": [{"role": "user", "content": "Hi"}]})
-        assert answer.status_code == 503 and "4 requests wait" in answer.json()["error"]["message"] and int(answer.headers["Retry-After"]) > 0
+        answer = await client.http.post(
+            "/v1/chat/completions", json={"model": "model", "messages": [{"role": "user", "content": "Hi"}]}
+        )
+        assert (
+            answer.status_code == 503
+            and "4 requests wait" in answer.json()["error"]["message"]
+            and int(answer.headers["Retry-After"]) > 0
+        )
         assert (await client.http.get("/v1/models")).status_code == 200  # needs no engine
         for path in ("/v1/responses/resp_none/cancel", "/v1/completions/render"):
             answer = await client.http.post(path, timeout=10)
@@ -160,7 +166,13 @@ def test_answers_are_there_by_request_id_for_their_tenant_only(server):
             assert (await nobody.get(path)).status_code == 401
         for path in ("/sleep", "/wake_up", "/torpor/checkpoint", "/torpor/plan"):
             assert (await nobody.post(path)).status_code == 401
-        for path, status in (("nobody", 404), ("mine/stream?from=31", 400), ("mine/stream?from=x", 400), ("mine/stream?from=1,2", 400), ("mine/stream?from=1&from_text=1", 400)):
+        for path, status in (
+            ("nobody", 404),
+            ("mine/stream?from=31", 400),
+            ("mine/stream?from=x", 400),
+            ("mine/stream?from=1,2", 400),
+            ("mine/stream?from=1&from_text=1", 400),
+        ):
             answer = await client.http.get(f"/torpor/requests/{path}")
             assert answer.status_code == status, (path, answer.text)
         await bob.aclose()
@@ -172,7 +184,16 @@ def test_answers_are_there_by_request_id_for_their_tenant_only(server):
 def test_several_prompts_and_choices_are_one_answer(server):
     async def scene(client):
         answer = await client.http.post(
-            "/v1/completions", json={"model": "model", "prompt": ["The sea", "The sky"], "n": 2, "max_tokens": 8, "seed": 3, "temperature": 0.8}, headers={"X-Request-Id": "many"}
+            "/v1/completions",
+            json={
+                "model": "model",
+                "prompt": ["The sea", "The sky"],
+                "n": 2,
+                "max_tokens": 8,
+                "seed": 3,
+                "temperature": 0.8,
+            },
+            headers={"X-Request-Id": "many"},
         )
         texts = {choice["index"]: choice["text"] for choice in answer.json()["choices"]}
         whole = await client.whole("many")
@@ -212,7 +233,9 @@ def test_clients_that_go_or_abort_or_lose_patience_while_it_sleeps(server):
         going.cancel()  # its connection closes
         assert (await client.http.delete("/torpor/requests/given-up")).json() == {"aborted": 1}
         with pytest.raises(httpx.ReadTimeout):
-            await client.http.post("/v1/completions", json={"model": "model", "prompt": "Hi", "max_tokens": 3}, timeout=0.3)
+            await client.http.post(
+                "/v1/completions", json={"model": "model", "prompt": "Hi", "max_tokens": 3}, timeout=0.3
+            )
         await asyncio.sleep(0.5)
         await client.post("/wake_up")
         await asyncio.gather(aborting, staying)
@@ -267,7 +290,9 @@ def test_a_thousand_open_streams_over_a_sleep(server):
         tasks = [asyncio.create_task(client.chat(reading, "Hi", max_tokens=16, temperature=0)) for reading in readings]
         assert (await sleeping)["requests"] > 500
         await asyncio.gather(*tasks)
-        assert len({reading.text for reading in readings}) == 1 and all(reading.interruptions == 0 for reading in readings)
+        assert len({reading.text for reading in readings}) == 1 and all(
+            reading.interruptions == 0 for reading in readings
+        )
 
     played(server, scene)
 
@@ -285,7 +310,11 @@ def test_the_bad_is_refused_by_name_and_nothing_happens(server):
             ("/wake_up?tags=weights", 200, "awake"),
         ):
             answer = await client.admin.post(path)
-            assert answer.status_code in (status, 422 if status == 400 else status) and words in answer.text, (path, answer.status_code, answer.text)
+            assert answer.status_code in (status, 422 if status == 400 else status) and words in answer.text, (
+                path,
+                answer.status_code,
+                answer.text,
+            )
             assert (await client.http.get("/is_sleeping")).json() == {"is_sleeping": False}
         first, second = await asyncio.gather(client.admin.post("/sleep"), client.admin.post("/sleep"))
         assert sorted((first.status_code, second.status_code)) == [200, 409]
@@ -327,11 +356,26 @@ def test_metrics_tell_what_happened(server):
             return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(start))
 
         assert value(asleep, 'torpor_state{state="asleep"}') == 1 and value(awake, 'torpor_state{state="awake"}') == 1
-        assert value(awake, 'torpor_operations_total{operation="sleep",outcome="ok",to="host"}') == value(asleep, 'torpor_operations_total{operation="sleep",outcome="ok",to="host"}') > 0
-        assert value(awake, 'torpor_operations_total{operation="wake"') == value(asleep, 'torpor_operations_total{operation="wake"') + 1
-        assert value(asleep, 'torpor_tag_bytes{place="engine",tag="weights"}') == 0 < value(awake, 'torpor_tag_bytes{place="engine",tag="weights"}')
+        assert (
+            value(awake, 'torpor_operations_total{operation="sleep",outcome="ok",to="host"}')
+            == value(asleep, 'torpor_operations_total{operation="sleep",outcome="ok",to="host"}')
+            > 0
+        )
+        assert (
+            value(awake, 'torpor_operations_total{operation="wake"')
+            == value(asleep, 'torpor_operations_total{operation="wake"') + 1
+        )
+        assert (
+            value(asleep, 'torpor_tag_bytes{place="engine",tag="weights"}')
+            == 0
+            < value(awake, 'torpor_tag_bytes{place="engine",tag="weights"}')
+        )
         assert value(awake, "torpor_moved_bytes_total") > value(asleep, "torpor_moved_bytes_total")
-        sleeping = [line for line in asleep.splitlines() if line.startswith("vllm:engine_sleep_state") and 'sleep_state="awake"' in line]
+        sleeping = [
+            line
+            for line in asleep.splitlines()
+            if line.startswith("vllm:engine_sleep_state") and 'sleep_state="awake"' in line
+        ]
         assert sleeping and sleeping[0].endswith(" 0.0")
         assert value(awake, "torpor_answer_log_bytes ") > 0 and value(awake, "torpor_requests_failed_total ") == 0
         assert "torpor_queue_seconds_count " in awake and 'le="+Inf"' in awake

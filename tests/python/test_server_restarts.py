@@ -14,7 +14,18 @@ pytestmark = pytest.mark.slow
 
 LONG = os.environ.get("TORPOR_PROOF") == "long"
 CLIENTS, REQUESTS, TOKENS = 32, 200, 40
-PROMPTS = ["the sea", "old bridges", "how bread is made", "a lighthouse", "the moon", "a train ride", "winter", "mountains", "a small town", "rivers"]
+PROMPTS = [
+    "the sea",
+    "old bridges",
+    "how bread is made",
+    "a lighthouse",
+    "the moon",
+    "a train ride",
+    "winter",
+    "mountains",
+    "a small town",
+    "rivers",
+]
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +115,9 @@ def test_every_answer_of_200_requests_is_whole_and_identical_over_10_sleeps(serv
         await whole_and_once(client, readings)
         assert [reading.text for reading in readings] == [reading.text for reading in expected]
         assert sum(bool(reading.taken_up_at) for reading in readings) > 10
-        assert sum(bool(reading.begun_again) for reading in readings) < REQUESTS // 2  # those that came while there was no server
+        assert (
+            sum(bool(reading.begun_again) for reading in readings) < REQUESTS // 2
+        )  # those that came while there was no server
 
     run(server, scene)
 
@@ -133,8 +146,13 @@ def test_a_kill_of_any_process_at_any_moment_loses_nothing(server):
                 if n % 3:
                     assert reading.text == expected[n].text, (victim, n)
             begun_at_kills.append(len(began))
-            print(f"kill {number + 1}, of {victim}: {len(began)} of {len(readings)} answers had begun; all whole", flush=True)
-        assert sum(begun > 0 for begun in begun_at_kills) * 2 > len(victims), begun_at_kills  # kills came while answers were read
+            print(
+                f"kill {number + 1}, of {victim}: {len(began)} of {len(readings)} answers had begun; all whole",
+                flush=True,
+            )
+        assert sum(begun > 0 for begun in begun_at_kills) * 2 > len(victims), (
+            begun_at_kills
+        )  # kills came while answers were read
 
     run(server, scene, seconds=200 * len(victims))
 
@@ -178,13 +196,19 @@ def test_a_server_that_cannot_wake_says_so_and_keeps_what_is_there(server, real_
         server.stop()
 
         # What its message says to do: go on without that checkpoint, from the log of answers. And no time to save anything.
-        server.start(["--torpor-on-wake-error", "recompute", "--torpor-sigterm-seconds", "0", "--torpor-checkpoint-every", "0"])
+        server.start(
+            ["--torpor-on-wake-error", "recompute", "--torpor-sigterm-seconds", "0", "--torpor-checkpoint-every", "0"]
+        )
         await asyncio.to_thread(server.wait_until_ready)
         at = [len(reading.text) for reading in readings]
-        while any(len(reading.text) == before and reading.finish_reason is None for reading, before in zip(readings, at)):
+        while any(
+            len(reading.text) == before and reading.finish_reason is None for reading, before in zip(readings, at)
+        ):
             await asyncio.sleep(0.05)
         assert await asyncio.to_thread(server.terminate) == 0
-        assert "no checkpoint on SIGTERM" in server.log.read_text() and "requests was not saved" in server.log.read_text()
+        assert (
+            "no checkpoint on SIGTERM" in server.log.read_text() and "requests was not saved" in server.log.read_text()
+        )
         server.start(["--torpor-on-wake-error", "recompute"])
         await asyncio.to_thread(server.wait_until_ready)
         await asyncio.gather(*tasks)
@@ -236,7 +260,15 @@ def test_two_servers_take_turns_on_one_machine_under_load(server, tiny_model, fo
 
 
 def test_a_server_may_wake_by_itself_and_go_on_without_its_clients(tiny_model, folder):
-    options = ["--torpor-wake-on-request", "--torpor-on-disconnect", "continue", "--torpor-log-sync", "always", "--torpor-tenant-header", "X-Tenant"]
+    options = [
+        "--torpor-wake-on-request",
+        "--torpor-on-disconnect",
+        "continue",
+        "--torpor-log-sync",
+        "always",
+        "--torpor-tenant-header",
+        "X-Tenant",
+    ]
     server = make_server(tiny_model, folder / "third", *options, name="third")
     server.start()
     server.wait_until_ready()
@@ -248,8 +280,16 @@ def test_a_server_may_wake_by_itself_and_go_on_without_its_clients(tiny_model, f
         assert reading.interruptions == 0
         assert not (await client.http.get("/is_sleeping")).json()["is_sleeping"]
 
-        body = {"model": "model", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 400, "stream": True, "ignore_eos": True}
-        async with client.http.stream("POST", "/v1/chat/completions", json=body, headers={"X-Request-Id": "left", "X-Tenant": "a"}) as answer:
+        body = {
+            "model": "model",
+            "messages": [{"role": "user", "content": "Hi"}],
+            "max_tokens": 400,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        async with client.http.stream(
+            "POST", "/v1/chat/completions", json=body, headers={"X-Request-Id": "left", "X-Tenant": "a"}
+        ) as answer:
             async for _ in answer.aiter_lines():
                 break  # and goes
         for _ in range(600):

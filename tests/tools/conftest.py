@@ -20,11 +20,18 @@ def pytest_configure(config):
 
 def demo(*arguments) -> subprocess.CompletedProcess:
     model = os.environ["TORPOR_TEST_MODEL"]
-    return subprocess.run([sys.executable, ROOT / "tools/demo/demo.py", "--model", model, *map(str, arguments)], capture_output=True, text=True, timeout=400)
+    return subprocess.run(
+        [sys.executable, ROOT / "tools/demo/demo.py", "--model", model, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
 
 
 def inspector(*arguments) -> subprocess.CompletedProcess:
-    return subprocess.run([ROOT / "build/release/tools/torpor/torpor", *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [ROOT / "build/release/tools/torpor/torpor", *map(str, arguments)], capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.fixture(scope="session")

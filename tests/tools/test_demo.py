@@ -14,7 +14,10 @@ def check(result: dict, requests: int) -> None:
     kept = result["saved_bytes"] if result["to"] == "host" else 0
     given_back = result["rss_awake_bytes"] - result["rss_asleep_bytes"]
     assert given_back >= 0.9 * result["resident_weights_and_kv_bytes"] - kept
-    for name in ("sleep_chunks", "wake_chunks"):  # everything went through the offload core, and nothing else became of it
+    for name in (
+        "sleep_chunks",
+        "wake_chunks",
+    ):  # everything went through the offload core, and nothing else became of it
         assert set(result[name]) == {"transferred"} and result[name]["transferred"] > 0
     for name in ("sleep_seconds", "wake_seconds", "rss_woken_bytes", "tokens_per_second"):
         assert result[name] > 0
@@ -29,7 +32,21 @@ def test_to_disk_with_a_killed_process(shown):
 
 def test_to_host_with_prompts_of_the_user(tmp_path):
     (tmp_path / "prompts").write_text("Say hello in French.\n\nÜber die Brücke ging 東京 \U0001f600?\nOne word:\n")
-    done = demo("--json", "--to", "host", "--level", 2, "--prompts", tmp_path / "prompts", "--freeze-after", 5, "--max-tokens", 24, "--seed", 3)
+    done = demo(
+        "--json",
+        "--to",
+        "host",
+        "--level",
+        2,
+        "--prompts",
+        tmp_path / "prompts",
+        "--freeze-after",
+        5,
+        "--max-tokens",
+        24,
+        "--seed",
+        3,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     check(result, 3)

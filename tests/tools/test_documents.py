@@ -11,7 +11,9 @@ def test_documents_and_sources_are_in_order():
 
 
 def test_every_folder_has_a_readme():
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     rooms = {name.split("/")[0] for name in tracked if "/" in name and not name.startswith(".")} - {"docs", "cmake"}
     rooms |= {"tools/" + name.split("/")[1] for name in tracked if name.startswith("tools/") and name.count("/") > 1}
     missing = [room for room in sorted(rooms) if not (ROOT / room / "README.md").exists()]
@@ -25,7 +27,9 @@ def test_the_checks_find_planted_problems(tmp_path):
     (tmp_path / "base/here.h").write_text("#include <pybind11/pybind11.h>\n")
     (tmp_path / "base/use.py").write_text("import pickle\n")
     (tmp_path / "tests").mkdir()
-    (tmp_path / "tests/mutants.toml").write_text('[[mutant]]\nname = "stale"\nfile = "base/here.h"\nreplace = "gone"\n\n[[mutant]]\nname = "fresh"\nfile = "base/here.h"\nreplace = "pybind11/pybind11"\n')
+    (tmp_path / "tests/mutants.toml").write_text(
+        '[[mutant]]\nname = "stale"\nfile = "base/here.h"\nreplace = "gone"\n\n[[mutant]]\nname = "fresh"\nfile = "base/here.h"\nreplace = "pybind11/pybind11"\n'
+    )
     found = "\n".join(checks.all_problems(tmp_path))
     for part in ("base/none.h", "docs/none.md", "pybind11", "imports pickle", "'stale'"):
         assert part in found

@@ -57,7 +57,12 @@ def test_requests_lists_each_with_its_progress(shown):
     requests = as_json("requests", shown["checkpoint"])["requests"]
     assert len(requests) == 8
     assert sum(r["output_tokens"] for r in requests) == shown["tokens_before_sleep"]
-    assert all(r["queue"] == "running" and r["blocks"] > 0 and r["computed_tokens"] == r["prompt_tokens"] + r["output_tokens"] - 1 for r in requests)
+    assert all(
+        r["queue"] == "running"
+        and r["blocks"] > 0
+        and r["computed_tokens"] == r["prompt_tokens"] + r["output_tokens"] - 1
+        for r in requests
+    )
     assert len(inspector("requests", shown["checkpoint"]).stdout.splitlines()) == 9
 
 
@@ -123,7 +128,10 @@ def test_verify_recomputes_what_the_engine_hashed(shown):
 def test_show_blocks_prefix_and_tree_agree_about_a_request(shown):
     request = as_json("requests", shown["checkpoint"])["requests"][0]
     whole = as_json("show", shown["checkpoint"], request["id"])
-    assert len(whole["prompt_token_ids"]) == request["prompt_tokens"] and len(whole["output_token_ids"]) == request["output_tokens"]
+    assert (
+        len(whole["prompt_token_ids"]) == request["prompt_tokens"]
+        and len(whole["output_token_ids"]) == request["output_tokens"]
+    )
     held = [b["id"] for b in as_json("blocks", shown["checkpoint"])["blocks"] if request["id"] in b["requests"]]
     assert sorted(whole["blocks_by_group"][0]) == held
     [run] = [r for r in as_json("prefix", shown["checkpoint"])["tree"] if request["id"] in r["requests"]]
@@ -152,11 +160,17 @@ def test_diff_tells_what_differs_by_exit_code(shown, tmp_path):
 
 def test_cat_and_extract_give_the_bytes(shown, tmp_path):
     info = as_json("info", shown["checkpoint"])
-    assert as_json("cat", shown["checkpoint"], "queues")["bytes"] == next(s["bytes"] for s in info["sections"] if s["name"] == "queues")
+    assert as_json("cat", shown["checkpoint"], "queues")["bytes"] == next(
+        s["bytes"] for s in info["sections"] if s["name"] == "queues"
+    )
     assert inspector("cat", shown["checkpoint"], "nothing").returncode == 3
     weights = tmp_path / "weights"
     extracted = as_json("extract", shown["checkpoint"], "weights", "-o", weights)
-    assert weights.stat().st_size == extracted["bytes"] == next(m["bytes"] for m in info["memory"] if m["tag"] == "weights")
+    assert (
+        weights.stat().st_size
+        == extracted["bytes"]
+        == next(m["bytes"] for m in info["memory"] if m["tag"] == "weights")
+    )
     assert inspector("extract", shown["checkpoint"], "weights", "-o", weights).returncode == 5  # it is there already
 
 
@@ -178,7 +192,9 @@ def test_repair_drops_what_is_damaged_and_the_rest_is_whole(shown, tmp_path):
         file.write(b"\xa5\x5a")
     assert as_json("repair", copy, "--dry-run", code=1)["repaired"] is None
     repaired = as_json("repair", copy)
-    assert [d["id"] for d in repaired["dropped_requests"]] == block["requests"] and str(block["id"]) in repaired["dropped_requests"][0]["why"]
+    assert [d["id"] for d in repaired["dropped_requests"]] == block["requests"] and str(block["id"]) in repaired[
+        "dropped_requests"
+    ][0]["why"]
     assert as_json("verify", repaired["repaired"])["whole"] is True
     assert len(as_json("requests", repaired["repaired"])["requests"]) == shown["requests"] - len(block["requests"])
     assert as_json("verify", copy, code=1)["whole"] is False  # left as it was
@@ -203,7 +219,24 @@ def test_what_others_may_write_to_is_refused(shown, tmp_path):
 
 
 def test_man_page_and_completion_name_every_verb():
-    verbs = ["ls", "info", "tree", "requests", "show", "blocks", "prefix", "du", "verify", "diff", "cat", "extract", "fits", "repair", "gc", "rm"]
+    verbs = [
+        "ls",
+        "info",
+        "tree",
+        "requests",
+        "show",
+        "blocks",
+        "prefix",
+        "du",
+        "verify",
+        "diff",
+        "cat",
+        "extract",
+        "fits",
+        "repair",
+        "gc",
+        "rm",
+    ]
     page = inspector("man").stdout
     assert all(f".SS {verb}\n" in page for verb in verbs)
     for shell in ("bash", "zsh", "fish"):

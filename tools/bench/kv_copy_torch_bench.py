@@ -41,8 +41,15 @@ def row(model: str, tokens: int, layer_outermost: bool, wanted: int, rounds: int
                 times[name].append(time.perf_counter() - began)
     size = out.numel() * 2
     rate = {name: size / 1e9 / statistics.median(taken) for name, taken in times.items()}
-    return {"model": model, "block_tokens": tokens, "layout": "layer outermost" if layer_outermost else "block outermost", "bytes": size,
-            "index_select": rate["index_select"], "advanced_indexing": rate["advanced indexing"], "ceiling": rate["copy"]}
+    return {
+        "model": model,
+        "block_tokens": tokens,
+        "layout": "layer outermost" if layer_outermost else "block outermost",
+        "bytes": size,
+        "index_select": rate["index_select"],
+        "advanced_indexing": rate["advanced indexing"],
+        "ceiling": rate["copy"],
+    }
 
 
 def main() -> None:
@@ -51,14 +58,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    rows = [row(model, tokens, layer, options.mib << 20, options.rounds) for model in MODELS for tokens in (16, 32, 128) for layer in (True, False)]
+    rows = [
+        row(model, tokens, layer, options.mib << 20, options.rounds)
+        for model in MODELS
+        for tokens in (16, 32, 128)
+        for layer in (True, False)
+    ]
     if options.json:
         print(json.dumps({"rounds": options.rounds, "unit": "GB/s, median", "blocks": rows}, indent=2))
         return
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {options.mib} MiB each, median of {options.rounds} rounds, GB/s")
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {options.mib} MiB each, median of {options.rounds} rounds, GB/s"
+    )
     print(f"{'model':>5} {'tokens':>6} {'layout':<16} {'index_select':>12} {'advanced':>9} {'copy':>6}")
     for r in rows:
-        print(f"{r['model']:>5} {r['block_tokens']:>6} {r['layout']:<16} {r['index_select']:>12.2f} {r['advanced_indexing']:>9.2f} {r['ceiling']:>6.2f}")
+        print(
+            f"{r['model']:>5} {r['block_tokens']:>6} {r['layout']:<16} {r['index_select']:>12.2f} {r['advanced_indexing']:>9.2f} {r['ceiling']:>6.2f}"
+        )
 
 
 if __name__ == "__main__":

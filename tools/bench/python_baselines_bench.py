@@ -59,7 +59,16 @@ def busy_scheduler(running: int, waiting: int) -> list[Request]:
         full = len(tokens) // BLOCK
         blocks = list(range(next_block, next_block + full)) if number < running else []
         next_block += len(blocks)
-        requests.append(Request(f"{number}", int(number < running), tokens, [rng.randbytes(HASH_BYTES) for _ in range(full)], blocks, full * BLOCK))
+        requests.append(
+            Request(
+                f"{number}",
+                int(number < running),
+                tokens,
+                [rng.randbytes(HASH_BYTES) for _ in range(full)],
+                blocks,
+                full * BLOCK,
+            )
+        )
     return requests
 
 
@@ -91,7 +100,9 @@ class Rounds:
 
 
 def torpor(name: str, *arguments) -> dict:
-    done = subprocess.run([BENCHES / name, "--json", "--rounds", "1", *map(str, arguments)], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [BENCHES / name, "--json", "--rounds", "1", *map(str, arguments)], check=True, capture_output=True, text=True
+    )
     return json.loads(done.stdout)
 
 
@@ -159,7 +170,10 @@ def main() -> None:
     options = parser.parse_args()
     options.dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.dir.resolve()) as directory:
-        result = {"memory": memory(options.mib, options.rounds, Path(directory)), "scheduler": scheduler(options.running, options.waiting, options.rounds)}
+        result = {
+            "memory": memory(options.mib, options.rounds, Path(directory)),
+            "scheduler": scheduler(options.running, options.waiting, options.rounds),
+        }
     if options.json:
         print(json.dumps(result, indent=2))
         return
@@ -167,10 +181,16 @@ def main() -> None:
     print(f"{options.mib} MiB of memory, median of {options.rounds} rounds, GB/s")
     for ours, theirs in (("sleep", "torch.save"), ("wake", "torch.load")):
         ratio = result["memory"][ours]
-        print(f"{ours:<6} torpor {rate[ours]:.2f}, {theirs} {rate[theirs]:.2f}, the machine's best {rate[ours + ' ceiling']:.2f}: {ratio['times_baseline']:.2f} x, {100 * ratio['of_ceiling']:.0f} %")
-    print(f"{result['scheduler']['requests']} requests, {result['scheduler']['bytes'] / 1e6:.0f} MB, there and back, ms")
+        print(
+            f"{ours:<6} torpor {rate[ours]:.2f}, {theirs} {rate[theirs]:.2f}, the machine's best {rate[ours + ' ceiling']:.2f}: {ratio['times_baseline']:.2f} x, {100 * ratio['of_ceiling']:.0f} %"
+        )
+    print(
+        f"{result['scheduler']['requests']} requests, {result['scheduler']['bytes'] / 1e6:.0f} MB, there and back, ms"
+    )
     print("  ".join(f"{name} {1e3 * value:.0f}" for name, value in seconds.items()))
-    print(f"{result['scheduler']['times_pickle']:.1f} x pickle, {result['scheduler']['times_msgpack']:.2f} x msgpack, {100 * result['scheduler']['of_ceiling']:.0f} % of the copies")
+    print(
+        f"{result['scheduler']['times_pickle']:.1f} x pickle, {result['scheduler']['times_msgpack']:.2f} x msgpack, {100 * result['scheduler']['of_ceiling']:.0f} % of the copies"
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,12 @@ HASH_BYTES = 36
 def busy_scheduler(running: int, waiting: int, seed: int = 1) -> dict:
     """EngineCheckpoint values of a vLLM engine with this many requests."""
     rng = random.Random(seed)
-    requests, tables, blocks, index = [], {}, {"ids": array("i"), "ref_counts": array("i"), "hashes": [], "hash_tokens": array("i")}, []
+    requests, tables, blocks, index = (
+        [],
+        {},
+        {"ids": array("i"), "ref_counts": array("i"), "hashes": [], "hash_tokens": array("i")},
+        [],
+    )
     next_block = 1
     for number in range(running + waiting):
         is_running = number < running
@@ -82,7 +87,9 @@ def timed(work):
 
 
 def measure(values: dict, rounds: int) -> dict:
-    times: dict[str, list[float]] = {name: [] for name in ("torpor_write", "torpor_read", "pickle_write", "pickle_read", "copy")}
+    times: dict[str, list[float]] = {
+        name: [] for name in ("torpor_write", "torpor_read", "pickle_write", "pickle_read", "copy")
+    }
     for round_number in range(rounds + 1):
         if round_number == 1:
             for taken in times.values():
@@ -113,8 +120,14 @@ def measure(values: dict, rounds: int) -> dict:
         "pickle_bytes": len(pickled),
         "rounds": rounds,
         "seconds": median,
-        "write": {"times_baseline": median["pickle_write"] / median["torpor_write"], "of_ceiling": median["copy"] / median["torpor_write"]},
-        "read": {"times_baseline": median["pickle_read"] / median["torpor_read"], "of_ceiling": median["copy"] / median["torpor_read"]},
+        "write": {
+            "times_baseline": median["pickle_write"] / median["torpor_write"],
+            "of_ceiling": median["copy"] / median["torpor_write"],
+        },
+        "read": {
+            "times_baseline": median["pickle_read"] / median["torpor_read"],
+            "of_ceiling": median["copy"] / median["torpor_read"],
+        },
     }
 
 
@@ -125,7 +138,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
-    result = {"running": options.running, "waiting": options.waiting} | measure(busy_scheduler(options.running, options.waiting), options.rounds)
+    result = {"running": options.running, "waiting": options.waiting} | measure(
+        busy_scheduler(options.running, options.waiting), options.rounds
+    )
     if options.json:
         print(json.dumps(result, indent=2))
         return
@@ -133,7 +148,9 @@ def main() -> None:
     print(f"{'':<6} {'torpor':>10} {'pickle 5':>10} {'copy':>10}   torpor to pickle, to a copy of its bytes")
     for name in ("write", "read"):
         seconds = result["seconds"]
-        print(f"{name:<6} {seconds[f'torpor_{name}'] * 1e3:>7.2f} ms {seconds[f'pickle_{name}'] * 1e3:>7.2f} ms {seconds['copy'] * 1e3:>7.2f} ms   {result[name]['times_baseline']:.2f} x, {100 * result[name]['of_ceiling']:.1f} %")
+        print(
+            f"{name:<6} {seconds[f'torpor_{name}'] * 1e3:>7.2f} ms {seconds[f'pickle_{name}'] * 1e3:>7.2f} ms {seconds['copy'] * 1e3:>7.2f} ms   {result[name]['times_baseline']:.2f} x, {100 * result[name]['of_ceiling']:.1f} %"
+        )
     print(f"bytes  {result['torpor_bytes']:>10,} {result['pickle_bytes']:>10,}")
 
 

@@ -54,7 +54,9 @@ class Load:
         for turn in range(10**6):
             reading = Reading(f"{self._name}-{number}-{turn}")
             self.readings.append(reading)
-            await self._client.chat(reading, f"Count up from {number}.", max_tokens=700, temperature=0, extra_body={"ignore_eos": True})
+            await self._client.chat(
+                reading, f"Count up from {number}.", max_tokens=700, temperature=0, extra_body={"ignore_eos": True}
+            )
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -82,10 +84,23 @@ async def pauses(client: Client, streams: int, rounds: int) -> dict[str, dict]:
             if number == 0:
                 continue  # the first one warms
             own[kind].append(seconds)
-            gaps[kind].append(statistics.median(longest_gap(reading, moment - 0.1, moment + seconds + 0.9) for reading in load.readings if reading.times and reading.finish_reason is None))
+            gaps[kind].append(
+                statistics.median(
+                    longest_gap(reading, moment - 0.1, moment + seconds + 0.9)
+                    for reading in load.readings
+                    if reading.times and reading.finish_reason is None
+                )
+            )
         usual += [b - a for reading in load.readings for a, b in zip(reading.times, reading.times[1:])]
     await load.stop()
-    return {kind: {"pause_seconds": statistics.median(gaps[kind]), "own_seconds": statistics.median(own[kind]), "usual_gap_seconds": statistics.median(usual)} for kind in gaps}
+    return {
+        kind: {
+            "pause_seconds": statistics.median(gaps[kind]),
+            "own_seconds": statistics.median(own[kind]),
+            "usual_gap_seconds": statistics.median(usual),
+        }
+        for kind in gaps
+    }
 
 
 def longest_gap(reading: Reading, start: float, end: float) -> float:
@@ -105,13 +120,19 @@ async def tokens_in(client: Client, checkpoints: bool) -> float:
 
 async def generated(client: Client) -> float:
     text = (await client.http.get("/metrics")).text
-    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith("vllm:generation_tokens_total"))
+    return sum(
+        float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith("vllm:generation_tokens_total")
+    )
 
 
 async def throughput(server: Server, stock: Server, rounds: int) -> dict[str, float]:
     rates: dict[str, list[float]] = {"with checkpoints": [], "without": [], "stock": []}
     for number in range(rounds + 1):
-        for name, which, checkpoints in (("stock", stock, False), ("without", server, False), ("with checkpoints", server, True)):
+        for name, which, checkpoints in (
+            ("stock", stock, False),
+            ("without", server, False),
+            ("with checkpoints", server, True),
+        ):
             client = Client(which.url)
             load = Load(client, LOAD, f"load-{name}-{time.time()}")
             await asyncio.sleep(2)
@@ -125,14 +146,20 @@ async def throughput(server: Server, stock: Server, rounds: int) -> dict[str, fl
 
 async def play(options: argparse.Namespace) -> dict:
     directory = Path(tempfile.mkdtemp(prefix="torpor-bench-"))
-    server, stock = Server(options.model, directory / "torpor", ["--dtype", best_dtype()], {"TORPOR_INCREMENTAL": "1"}), Stock(options.model, directory / "none")
+    server, stock = (
+        Server(options.model, directory / "torpor", ["--dtype", best_dtype()], {"TORPOR_INCREMENTAL": "1"}),
+        Stock(options.model, directory / "none"),
+    )
     try:
         for each in (server, stock):
             each.start()
         for each in (server, stock):
             await asyncio.to_thread(each.wait_until_ready)
         client = Client(server.url)
-        result = {"rounds": options.rounds, "pauses": {streams: await pauses(client, streams, options.rounds) for streams in STREAMS}}
+        result = {
+            "rounds": options.rounds,
+            "pauses": {streams: await pauses(client, streams, options.rounds) for streams in STREAMS},
+        }
         await client.close()
         return result | {"tokens_per_second": await throughput(server, stock, options.rounds)}
     finally:
@@ -152,14 +179,20 @@ def main() -> int:
     if options.json:
         print(json.dumps(result, indent=2))
         return 0
-    print(f"pause seen by clients, median of {options.rounds} rounds (usual: between two pieces of text; own: what the operations report)")
+    print(
+        f"pause seen by clients, median of {options.rounds} rounds (usual: between two pieces of text; own: what the operations report)"
+    )
     for streams, kinds in result["pauses"].items():
         for kind, item in kinds.items():
             name = "sleep to host and wake" if kind == "sleep" else "checkpoint while serving"
-            print(f"  {streams:>3} streams  {name:<25} {item['pause_seconds']:.3f} s   usual {item['usual_gap_seconds']:.3f} s   own {item['own_seconds']:.3f} s   pause/own {item['pause_seconds'] / item['own_seconds']:.2f}")
+            print(
+                f"  {streams:>3} streams  {name:<25} {item['pause_seconds']:.3f} s   usual {item['usual_gap_seconds']:.3f} s   own {item['own_seconds']:.3f} s   pause/own {item['pause_seconds'] / item['own_seconds']:.2f}"
+            )
     rates = result["tokens_per_second"]
     print(f"tokens a second, {LOAD} streams")
-    print(f"  with a checkpoint every {EVERY_SECONDS:g} s {rates['with checkpoints']:.0f}   without {rates['without']:.0f} (ratio {rates['with checkpoints'] / rates['without']:.2f})   vLLM's own server {rates['stock']:.0f} (ratio {rates['with checkpoints'] / rates['stock']:.2f}, without checkpoints {rates['without'] / rates['stock']:.2f})")
+    print(
+        f"  with a checkpoint every {EVERY_SECONDS:g} s {rates['with checkpoints']:.0f}   without {rates['without']:.0f} (ratio {rates['with checkpoints'] / rates['without']:.2f})   vLLM's own server {rates['stock']:.0f} (ratio {rates['with checkpoints'] / rates['stock']:.2f}, without checkpoints {rates['without'] / rates['stock']:.2f})"
+    )
     return 0
 
 

@@ -39,15 +39,37 @@ class EngineProcess:
         order_out, self._order = os.pipe()
         self._answer, answer_in = os.pipe()
         # One thread count and one hash seed for both processes: they are part of what makes tokens equal.
-        environment = os.environ | environment | {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONHASHSEED": "0",
-        }
-        command = [sys.executable, HERE / "engine_process.py", "--model", model, "--dir", directory, "--orders", order_out, "--answers", answer_in]
+        environment = (
+            os.environ
+            | environment
+            | {
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "HF_HUB_OFFLINE": "1",
+                "PYTHONHASHSEED": "0",
+            }
+        )
+        command = [
+            sys.executable,
+            HERE / "engine_process.py",
+            "--model",
+            model,
+            "--dir",
+            directory,
+            "--orders",
+            order_out,
+            "--answers",
+            answer_in,
+        ]
         with open(log, "a") as out:
-            self._process = subprocess.Popen([str(c) for c in command], stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=(order_out, answer_in), env=environment)
+            self._process = subprocess.Popen(
+                [str(c) for c in command],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                pass_fds=(order_out, answer_in),
+                env=environment,
+            )
         os.close(order_out)
         os.close(answer_in)
         self._answers = os.fdopen(self._answer)
@@ -90,18 +112,43 @@ class EngineProcess:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="tools/dev demo", description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="tools/dev demo",
+        description=__doc__.split("\n\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("--model", type=Path, required=True, help=argparse.SUPPRESS)
     parser.add_argument("--prompts", type=Path, default=HERE / "prompts.txt", help="one prompt a line")
     parser.add_argument("--max-tokens", type=int, default=72, help="of each answer")
     parser.add_argument("--freeze-after", type=int, default=30, metavar="N", help="engine steps before the sleep")
     parser.add_argument("--level", type=int, choices=(1, 2), default=1, help="of the sleep")
-    parser.add_argument("--to", choices=("host", "disk"), default="disk", help="disk: the process is killed and a new one wakes; host: the same process wakes")
+    parser.add_argument(
+        "--to",
+        choices=("host", "disk"),
+        default="disk",
+        help="disk: the process is killed and a new one wakes; host: the same process wakes",
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the sampled requests")
-    parser.add_argument("--dir", type=Path, default=None, help="where checkpoints are left; default: a new temporary folder")
-    parser.add_argument("--gpu-path", action="store_true", help="vLLM as it runs on a GPU (model runner V2, async scheduling), on CPU tensors; a tiny random model")
-    parser.add_argument("--server", action="store_true", help="show it with a server and its clients instead: drained with SIGTERM, taken up by the next one")
-    parser.add_argument("--drain-at", type=float, default=0.4, metavar="SHARE", help="with --server: SIGTERM when the clients have this share of their answers")
+    parser.add_argument(
+        "--dir", type=Path, default=None, help="where checkpoints are left; default: a new temporary folder"
+    )
+    parser.add_argument(
+        "--gpu-path",
+        action="store_true",
+        help="vLLM as it runs on a GPU (model runner V2, async scheduling), on CPU tensors; a tiny random model",
+    )
+    parser.add_argument(
+        "--server",
+        action="store_true",
+        help="show it with a server and its clients instead: drained with SIGTERM, taken up by the next one",
+    )
+    parser.add_argument(
+        "--drain-at",
+        type=float,
+        default=0.4,
+        metavar="SHARE",
+        help="with --server: SIGTERM when the clients have this share of their answers",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     options = parser.parse_args(arguments)
     if options.gpu_path and options.server:
@@ -152,7 +199,11 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
     model, environment = gpu_path(directory) if options.gpu_path else (options.model, {})
     engine = None
     try:
-        screen.stage("1. An engine starts (vLLM's GPU path, on CPU tensors)" if options.gpu_path else "1. An engine starts (vLLM on the CPU)")
+        screen.stage(
+            "1. An engine starts (vLLM's GPU path, on CPU tensors)"
+            if options.gpu_path
+            else "1. An engine starts (vLLM on the CPU)"
+        )
         engine = EngineProcess(model, directory, log, environment)
         engine.wait_until_ready()
         requests = {"prompts": prompts, "max_tokens": options.max_tokens, "seed": options.seed}
@@ -163,7 +214,9 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         expected = engine.order("run", steps=None)
         answered = sum(map(len, expected["tokens"].values()))
         per_second = answered / (time.monotonic() - began)
-        screen.line(f"{len(prompts)} answers, {answered} tokens, {expected['steps']} engine steps, {per_second:.0f} tokens a second")
+        screen.line(
+            f"{len(prompts)} answers, {answered} tokens, {expected['steps']} engine steps, {per_second:.0f} tokens a second"
+        )
 
         screen.stage(f"3. The same {len(prompts)} chats again")
         engine.order("add", **requests)
@@ -171,7 +224,9 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         screen.chats(before["texts"], final=True)
         unfinished = len(prompts) - len(before["finished"])
         if unfinished == 0:
-            raise DemoError(f"after {options.freeze_after} steps no chat was left to put to sleep; give a smaller --freeze-after")
+            raise DemoError(
+                f"after {options.freeze_after} steps no chat was left to put to sleep; give a smaller --freeze-after"
+            )
         awake = engine.resident_bytes()
         regions = engine.order("ledger")[0]["process_resident_region_bytes"]
         slept_at = {number: len(text) for number, text in before["texts"].items() if number not in before["finished"]}
@@ -181,7 +236,9 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         screen.stage(f"4. Sleep, in the middle of {unfinished} sentences{in_flight}, to {options.to}")
         slept = engine.order("sleep", level=options.level, to=options.to)
         asleep = engine.resident_bytes()
-        screen.line(f"{size(awake)} resident before, {size(asleep)} asleep: {size(slept['freed_bytes'])} of weights and KV given back")
+        screen.line(
+            f"{size(awake)} resident before, {size(asleep)} asleep: {size(slept['freed_bytes'])} of weights and KV given back"
+        )
         if options.to == "disk":
             screen.line(f"checkpoint: {slept['checkpoint']}")
             screen.stage("5. kill -9, and a new process wakes from the checkpoint")
@@ -193,7 +250,9 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
             screen.stage("5. The same process wakes")
             woken = engine.order("wake", from_checkpoint=None)
 
-        after = engine.order("run", lambda message: screen.chats(before["texts"] | message["texts"], slept_at), steps=None)
+        after = engine.order(
+            "run", lambda message: screen.chats(before["texts"] | message["texts"], slept_at), steps=None
+        )
         resident_woken = engine.resident_bytes()
         tokens, texts = before["tokens"] | after["tokens"], before["texts"] | after["texts"]
         recomputed = engine.order("state")["recomputed_tokens"]
@@ -203,7 +262,10 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
 
     screen.stage(f"6. The answers; {MARK} is where the engine slept")
     screen.answers(texts, slept_at)
-    same = [tokens.get(str(i)) == expected["tokens"][str(i)] and texts.get(str(i)) == expected["texts"][str(i)] for i in range(len(prompts))]
+    same = [
+        tokens.get(str(i)) == expected["tokens"][str(i)] and texts.get(str(i)) == expected["texts"][str(i)]
+        for i in range(len(prompts))
+    ]
     return {
         **path,
         "requests": len(prompts),
@@ -250,14 +312,30 @@ def show(result: dict, screen: Screen) -> None:
     rows = [
         ("identical to the run that never slept", f"{result['identical']} of {result['requests']}"),
         ("tokens recomputed", str(result["recomputed_tokens"])),
-        ("resident memory awake / asleep / woken", " / ".join(size(result[f"rss_{name}_bytes"]) for name in ("awake", "asleep", "woken"))),
+        (
+            "resident memory awake / asleep / woken",
+            " / ".join(size(result[f"rss_{name}_bytes"]) for name in ("awake", "asleep", "woken")),
+        ),
         ("sleep", f"{result['sleep_seconds']:.2f} s  ({phases(result['sleep_phases'])})"),
         ("wake", f"{result['wake_seconds']:.2f} s  ({phases(result['wake_phases'])})"),
-        ("chunks through the offload core", "; ".join(f"{name} {', '.join(f'{count} {outcome}' for outcome, count in result[f'{name}_chunks'].items())}" for name in ("sleep", "wake"))),
+        (
+            "chunks through the offload core",
+            "; ".join(
+                f"{name} {', '.join(f'{count} {outcome}' for outcome, count in result[f'{name}_chunks'].items())}"
+                for name in ("sleep", "wake")
+            ),
+        ),
     ]
     if result["checkpoint"]:
-        parts = ", ".join(f"{name} {size(count)}" for name, count in sorted(result["checkpoint_parts"].items(), key=lambda item: -item[1]))
-        rows += [("checkpoint", f"{size(result['checkpoint_bytes'])}  ({parts})"), ("", result["checkpoint"]), ("look inside", f"tools/dev torpor info {result['checkpoint']}")]
+        parts = ", ".join(
+            f"{name} {size(count)}"
+            for name, count in sorted(result["checkpoint_parts"].items(), key=lambda item: -item[1])
+        )
+        rows += [
+            ("checkpoint", f"{size(result['checkpoint_bytes'])}  ({parts})"),
+            ("", result["checkpoint"]),
+            ("look inside", f"tools/dev torpor info {result['checkpoint']}"),
+        ]
     screen.table(rows)
     for number in result["differing"]:
         screen.line(f"chat {number + 1} ({result['sampling'][number]}) DIFFERS")

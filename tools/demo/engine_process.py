@@ -64,7 +64,9 @@ class Engine:
                 "seeded": {"temperature": 0.8, "top_p": 0.95, "seed": seed + number},
                 "unseeded": {"temperature": 0.8, "top_p": 0.95},
             }[kind]
-            text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+            )
             self._engine.add_request(str(number), text, SamplingParams(max_tokens=max_tokens, **params))
             kinds.append(kind)
         self._tokens, self._texts, self._finished = {}, {}, set()

@@ -18,7 +18,11 @@ class Screen:
 
     def stage(self, text: str) -> None:
         self._painted = 0
-        print(f"\n{self._bold(text)}" if not self._quiet else text, file=sys.stderr if self._quiet else sys.stdout, flush=True)
+        print(
+            f"\n{self._bold(text)}" if not self._quiet else text,
+            file=sys.stderr if self._quiet else sys.stdout,
+            flush=True,
+        )
 
     def line(self, text: str) -> None:
         if not self._quiet:
@@ -58,4 +62,10 @@ class Screen:
 
 
 def size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
+    return (
+        f"{count / 1e9:.2f} GB"
+        if count >= 1e9
+        else f"{count / 1e6:.1f} MB"
+        if count >= 1e6
+        else f"{count / 1e3:.1f} kB"
+    )

@@ -17,7 +17,11 @@ _REPAINT_SECONDS = 0.2
 
 def kinds_of(number: int, seed: int) -> tuple[str, dict]:
     """Greedy and seeded in turn: those have one right answer, whoever else is in the batch."""
-    return ("greedy", {"temperature": 0}) if number % 2 == 0 else ("seeded", {"temperature": 0.8, "top_p": 0.95, "seed": seed + number})
+    return (
+        ("greedy", {"temperature": 0})
+        if number % 2 == 0
+        else ("seeded", {"temperature": 0.8, "top_p": 0.95, "seed": seed + number})
+    )
 
 
 async def play(options: argparse.Namespace, prompts: list[str], directory: Path, screen: Screen) -> dict:
@@ -33,7 +37,10 @@ async def play(options: argparse.Namespace, prompts: list[str], directory: Path,
 
         async def everybody(prefix: str) -> tuple[list[Reading], asyncio.Future]:
             readings = [Reading(f"{prefix}-{number}") for number in range(len(prompts))]
-            chats = [client.chat(reading, prompt, max_tokens=options.max_tokens, **kinds_of(number, options.seed)[1]) for number, (reading, prompt) in enumerate(zip(readings, prompts))]
+            chats = [
+                client.chat(reading, prompt, max_tokens=options.max_tokens, **kinds_of(number, options.seed)[1])
+                for number, (reading, prompt) in enumerate(zip(readings, prompts))
+            ]
             return readings, asyncio.gather(*chats)
 
         screen.stage("2. Its clients' answers when nothing happens, to compare with")
@@ -43,7 +50,10 @@ async def play(options: argparse.Namespace, prompts: list[str], directory: Path,
 
         screen.stage(f"3. The same {len(prompts)} clients again (the OpenAI client, each with an X-Request-Id)")
         readings, answering = await everybody("demo")
-        while sum(len(reading.text) for reading in readings) < sum(len(reading.text) for reading in expected) * options.drain_at:
+        while (
+            sum(len(reading.text) for reading in readings)
+            < sum(len(reading.text) for reading in expected) * options.drain_at
+        ):
             screen.chats({str(n): reading.text for n, reading in enumerate(readings)})
             await asyncio.sleep(_REPAINT_SECONDS)
         screen.chats({str(n): reading.text for n, reading in enumerate(readings)}, final=True)
@@ -53,7 +63,9 @@ async def play(options: argparse.Namespace, prompts: list[str], directory: Path,
         began = time.monotonic()
         code = await asyncio.to_thread(server.terminate)
         drained = time.monotonic() - began
-        screen.line(f"exit code {code} after {drained:.1f} s; {len(before)} answers are not complete; no process is left")
+        screen.line(
+            f"exit code {code} after {drained:.1f} s; {len(before)} answers are not complete; no process is left"
+        )
 
         screen.stage("5. A new server starts with the same --torpor-dir, and wakes before it says that it is ready")
         began = time.monotonic()
@@ -62,9 +74,13 @@ async def play(options: argparse.Namespace, prompts: list[str], directory: Path,
         started = time.monotonic() - began
         state = (await client.http.get("/torpor/state")).json()
         woken = metric(await client.http.get("/metrics"), 'torpor_operation_seconds_sum{operation="wake"')
-        screen.line(f"ready after {started:.0f} s, {woken:.2f} of them to wake {state['last_checkpoint']['requests']} requests from {state['last_checkpoint']['path']} ({size(state['last_checkpoint']['bytes'])})")
+        screen.line(
+            f"ready after {started:.0f} s, {woken:.2f} of them to wake {state['last_checkpoint']['requests']} requests from {state['last_checkpoint']['path']} ({size(state['last_checkpoint']['bytes'])})"
+        )
 
-        screen.stage("6. The clients take up their streams by their request ids: GET /torpor/requests/{id}/stream?from_text=N")
+        screen.stage(
+            "6. The clients take up their streams by their request ids: GET /torpor/requests/{id}/stream?from_text=N"
+        )
         while not answering.done():
             screen.chats({str(n): reading.text for n, reading in enumerate(readings)}, before)
             await asyncio.sleep(_REPAINT_SECONDS)
@@ -79,7 +95,9 @@ async def play(options: argparse.Namespace, prompts: list[str], directory: Path,
     return {
         "requests": len(prompts),
         "identical": sum(reading.text == other.text for reading, other in zip(readings, expected)),
-        "complete": sum(choice["state"] == "finished" and choice["text"] == reading.text for choice, reading in zip(whole, readings)),
+        "complete": sum(
+            choice["state"] == "finished" and choice["text"] == reading.text for choice, reading in zip(whole, readings)
+        ),
         "differing": [n for n, (reading, other) in enumerate(zip(readings, expected)) if reading.text != other.text],
         "sampling": [kinds_of(n, options.seed)[0] for n in range(len(prompts))],
         "interrupted": len(before),

@@ -27,7 +27,15 @@ class ServerEnded(Exception):
 class Server:
     """`python -m torpor.vllm.serve` on a free port of this machine."""
 
-    def __init__(self, model: Path, directory: Path, options: list[str] = (), environment: dict[str, str] | None = None, keys: tuple[str, ...] = (KEY,), name: str = "server"):
+    def __init__(
+        self,
+        model: Path,
+        directory: Path,
+        options: list[str] = (),
+        environment: dict[str, str] | None = None,
+        keys: tuple[str, ...] = (KEY,),
+        name: str = "server",
+    ):
         self.log = directory.parent / f"{name}.log"
         self.url = ""
         self._process: subprocess.Popen | None = None
@@ -83,7 +91,11 @@ class Server:
     def kill(self, what: str = "all") -> None:
         """SIGKILL to "front end", "engine core" or "all" processes; returns when all have ended, as they should on their own."""
         family = [self.pid, *descendants(self.pid)]
-        victims = {"all": family, "front end": [self.pid], "engine core": [pid for pid in family if "EngineCore" in command_of(pid)]}[what]
+        victims = {
+            "all": family,
+            "front end": [self.pid],
+            "engine core": [pid for pid in family if "EngineCore" in command_of(pid)],
+        }[what]
         if not victims:
             raise ServerEnded(f"no process of the server is its {what}")
         for pid in victims:
@@ -109,7 +121,9 @@ class Reading:
     finish_reason: str | None = None
     interruptions: int = 0
     taken_up_at: list[int] = field(default_factory=list)  # characters that it had then
-    begun_again: int = 0  # of the interruptions, those after which it was begun again: the server had never acknowledged it
+    begun_again: int = (
+        0  # of the interruptions, those after which it was begun again: the server had never acknowledged it
+    )
     times: list[float] = field(default_factory=list)  # of each piece of text
 
 
@@ -152,14 +166,20 @@ class Client:
 
     async def _begin(self, reading: Reading, prompt: str, sampling: dict) -> None:
         stream = await self._openai.chat.completions.create(
-            model="model", messages=[{"role": "user", "content": prompt}], stream=True, extra_headers={"X-Request-Id": reading.request_id}, **sampling
+            model="model",
+            messages=[{"role": "user", "content": prompt}],
+            stream=True,
+            extra_headers={"X-Request-Id": reading.request_id},
+            **sampling,
         )
         async for chunk in stream:
             for choice in chunk.choices:
                 self._add(reading, choice.delta.content or "", choice.finish_reason)
 
     async def _take_up(self, reading: Reading) -> None:
-        async with self.http.stream("GET", f"/torpor/requests/{reading.request_id}/stream", params={"from_text": len(reading.text)}) as answer:
+        async with self.http.stream(
+            "GET", f"/torpor/requests/{reading.request_id}/stream", params={"from_text": len(reading.text)}
+        ) as answer:
             if answer.status_code == 404 and not reading.text:
                 reading.begun_again = reading.interruptions  # it never arrived
                 return
@@ -204,7 +224,9 @@ def descendants(pid: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                children.setdefault(int((entry / "stat").read_text().rpartition(")")[2].split()[1]), []).append(int(entry.name))
+                children.setdefault(int((entry / "stat").read_text().rpartition(")")[2].split()[1]), []).append(
+                    int(entry.name)
+                )
             except OSError:
                 pass  # it has just ended
     found = list(children.get(pid, []))

@@ -9,13 +9,30 @@ import tomllib
 from pathlib import Path
 
 # A word in backticks that looks like a path inside the repository: has a slash, or a known file ending.
-_PATH = re.compile(r"`([A-Za-z0-9_.][A-Za-z0-9_./-]*/[A-Za-z0-9_./-]*|[A-Za-z0-9_]+\.(?:h|cpp|py|md|txt|json|cmake|toml))`")
+_PATH = re.compile(
+    r"`([A-Za-z0-9_.][A-Za-z0-9_./-]*/[A-Za-z0-9_./-]*|[A-Za-z0-9_]+\.(?:h|cpp|py|md|txt|json|cmake|toml))`"
+)
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
-_TOPS = {"base", "allocator", "offload", "kvcache", "scheduler_state", "checkpoint", "engine", "bindings", "tools", "tests", "docs", "cmake"}
+_TOPS = {
+    "base",
+    "allocator",
+    "offload",
+    "kvcache",
+    "scheduler_state",
+    "checkpoint",
+    "engine",
+    "bindings",
+    "tools",
+    "tests",
+    "docs",
+    "cmake",
+}
 
 
 def tracked(root: Path) -> list[Path]:
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=root, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=root, capture_output=True, text=True, check=True
+    ).stdout
     return [root / name for name in listed.splitlines() if (root / name).is_file()]
 
 
@@ -92,7 +109,9 @@ def include_cycles(root: Path) -> list[str]:
     edges: dict[str, set[str]] = {}
     for source, names in includes(root).items():
         stem = source.rsplit(".", 1)[0]
-        edges.setdefault(stem, set()).update(n.rsplit(".", 1)[0] for n in names if n.split("/")[0] == source.split("/")[0])
+        edges.setdefault(stem, set()).update(
+            n.rsplit(".", 1)[0] for n in names if n.split("/")[0] == source.split("/")[0]
+        )
     problems = []
     for start in sorted(edges):
         path = _way_back(edges, start)
@@ -120,15 +139,23 @@ def uses_of_pickle(root: Path) -> list[str]:
     return [
         f"{source.relative_to(root)}: imports pickle"
         for source in tracked(root)
-        if source.suffix == ".py" and source.relative_to(root).parts[:2] != ("tools", "bench") and re.search(r"^\s*(import|from) (pickle|cloudpickle)", source.read_text(), re.M)
+        if source.suffix == ".py"
+        and source.relative_to(root).parts[:2] != ("tools", "bench")
+        and re.search(r"^\s*(import|from) (pickle|cloudpickle)", source.read_text(), re.M)
     ]
 
 
 def stale_mutants(root: Path) -> list[str]:
     """Faults of tests/mutants.toml whose text is not exactly once in their file: they could not be planted."""
     mutants = tomllib.loads((root / "tests/mutants.toml").read_text())["mutant"]
-    counts = ((m, (root / m["file"]).read_text().count(m["replace"]) if (root / m["file"]).is_file() else 0) for m in mutants)
-    return [f"tests/mutants.toml: {m['name']!r}: {m['file']} has its text {count} times" for m, count in counts if count != 1]
+    counts = (
+        (m, (root / m["file"]).read_text().count(m["replace"]) if (root / m["file"]).is_file() else 0) for m in mutants
+    )
+    return [
+        f"tests/mutants.toml: {m['name']!r}: {m['file']} has its text {count} times"
+        for m, count in counts
+        if count != 1
+    ]
 
 
 def unformatted(root: Path) -> list[str]:
@@ -137,10 +164,20 @@ def unformatted(root: Path) -> list[str]:
         return []
     sources = [p for p in tracked(root) if p.suffix in (".h", ".cpp", ".cu")]
     done = subprocess.run(["clang-format-16", "--dry-run", *sources], cwd=root, capture_output=True, text=True)
-    named = dict.fromkeys(line.split(":")[0] for line in done.stderr.splitlines() if "[-Wclang-format-violations]" in line)
+    named = dict.fromkeys(
+        line.split(":")[0] for line in done.stderr.splitlines() if "[-Wclang-format-violations]" in line
+    )
     return [f"{Path(name).relative_to(root)}: run tools/dev format" for name in named]
 
 
 def all_problems(root: Path) -> list[str]:
-    checks = (missing_paths, forbidden_includes, wrong_arrows, include_cycles, uses_of_pickle, stale_mutants, unformatted)
+    checks = (
+        missing_paths,
+        forbidden_includes,
+        wrong_arrows,
+        include_cycles,
+        uses_of_pickle,
+        stale_mutants,
+        unformatted,
+    )
     return [problem for check in checks for problem in check(root)]

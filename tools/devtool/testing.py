@@ -15,7 +15,17 @@ from devtool.setup import ROOT, cmake_build
 CORES = os.cpu_count() or 2
 PYTEST_OPTIONS = ("-q", "-p", "no:cacheprovider", "--durations=5", "--durations-min=20")
 # Files of tests/python that put engines to sleep, whatever model runner they have.
-ENGINES = ("identity", "levels", "weights", "new_process", "failures", "refusals", "variants", "other_processes", "gpu_path")
+ENGINES = (
+    "identity",
+    "levels",
+    "weights",
+    "new_process",
+    "failures",
+    "refusals",
+    "variants",
+    "other_processes",
+    "gpu_path",
+)
 
 
 class Parts:

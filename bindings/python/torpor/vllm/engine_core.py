@@ -24,7 +24,16 @@ _KEPT_OVER_NEW_WEIGHTS = "\0kept"  # once for each time, after a request's own s
 _WATCH_SECONDS = 0.5  # between looks whether the front end still lives
 
 # Options that the controller takes as they are.
-_CONTROLLER_OPTIONS = ("kv_budget_bytes", "keep_checkpoints", "max_age_seconds", "max_total_bytes", "key_file", "encrypt", "incremental", "compression_level")
+_CONTROLLER_OPTIONS = (
+    "kv_budget_bytes",
+    "keep_checkpoints",
+    "max_age_seconds",
+    "max_total_bytes",
+    "key_file",
+    "encrypt",
+    "incremental",
+    "compression_level",
+)
 
 
 class VllmHooks:
@@ -36,7 +45,9 @@ class VllmHooks:
         self._was_paused = PauseState.UNPAUSED
         self._before_drain: PauseState | None = None  # while running requests end and no other is begun
         self._own_weight_version: str | None = None  # of this engine, before it was restored
-        self.restored: dict | None = None  # the checkpoint that a new process was restored from, until its front end has it
+        self.restored: dict | None = (
+            None  # the checkpoint that a new process was restored from, until its front end has it
+        )
 
     def unsupported(self) -> list[str]:
         found = unsupported_engine(self.core.vllm_config) + unsupported_scheduler(self.scheduler)
@@ -48,7 +59,9 @@ class VllmHooks:
         found += sorted({name for w in workers for name in w["unsupported"]})
         if elsewhere := sorted({name for w in workers for name in w.get("elsewhere", ())}):
             more = f" and {len(elsewhere) - 1} more" if len(elsewhere) > 1 else ""
-            found.append(f"the parameter {elsewhere[0]}{more}, replaced by a tensor of its own: copy into it, or use load_weights()")
+            found.append(
+                f"the parameter {elsewhere[0]}{more}, replaced by a tensor of its own: copy into it, or use load_weights()"
+            )
         return found
 
     def unfinished_requests(self) -> int:
@@ -207,7 +220,8 @@ class EngineSide:
         self.hooks = VllmHooks(core)
         self.controller = _core.SleepController(
             self.hooks,
-            {"directory": options.dir} | {name: value for name in _CONTROLLER_OPTIONS if (value := getattr(options, name)) is not None},
+            {"directory": options.dir}
+            | {name: value for name in _CONTROLLER_OPTIONS if (value := getattr(options, name)) is not None},
         )
 
     def freeze(self, options: dict) -> dict:
@@ -218,7 +232,9 @@ class EngineSide:
         timeout = options.get("timeout")
         if not self.controller.is_sleeping():
             self.hooks.quiesce(None if timeout is None or timeout < 0 else timeout)
-        return {request_id: len(request._output_token_ids) for request_id, request in self.hooks.scheduler.requests.items()}
+        return {
+            request_id: len(request._output_token_ids) for request_id, request in self.hooks.scheduler.requests.items()
+        }
 
     def unfreeze(self, _: dict) -> None:
         if not self.controller.is_sleeping():
@@ -341,7 +357,9 @@ def _restored_requests(checkpoint: dict) -> list[dict]:
 
 def watch_recomputation(scheduler: Scheduler) -> None:
     """From now on counts every token position that is scheduled although its KV exists at this moment."""
-    scheduler.torpor_computed = {request_id: request.num_computed_tokens for request_id, request in scheduler.requests.items()}
+    scheduler.torpor_computed = {
+        request_id: request.num_computed_tokens for request_id, request in scheduler.requests.items()
+    }
     scheduler.torpor_recomputed = 0
 
 

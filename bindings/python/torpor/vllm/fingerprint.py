@@ -13,7 +13,12 @@ from torpor import _core
 
 
 def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
-    model, cache, parallel, scheduling = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config, vllm_config.scheduler_config
+    model, cache, parallel, scheduling = (
+        vllm_config.model_config,
+        vllm_config.cache_config,
+        vllm_config.parallel_config,
+        vllm_config.scheduler_config,
+    )
     tensors = scheduler.kv_cache_config.kv_cache_tensors
     fields = {
         "vllm_version": vllm.__version__,

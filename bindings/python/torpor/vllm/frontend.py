@@ -113,7 +113,9 @@ class _Blocking:
             self._step()
         aborted = report.changed and report.level >= 1 and not report.preserve_state and in_flight != "recompute"
         if aborted:  # other engine cores send word of it
-            self.engine.output_processor.abort_requests(list(self.engine.output_processor.request_states), internal=True)
+            self.engine.output_processor.abort_requests(
+                list(self.engine.output_processor.request_states), internal=True
+            )
 
     def woken(self, report: Report) -> None:
         self.engine.torpor_asleep = not report.fully_awake
@@ -141,7 +143,9 @@ class _Async:
         await asyncio.sleep(0.001)
 
     def take(self, report: Report) -> None:
-        self.engine.torpor_collectors = front_end.restore(self.engine.output_processor, report.pop("outputs"), with_queues=True)
+        self.engine.torpor_collectors = front_end.restore(
+            self.engine.output_processor, report.pop("outputs"), with_queues=True
+        )
         front_end.fail(self.engine.output_processor, report.failed_requests)
         self.engine._run_output_handler()
 
@@ -269,7 +273,11 @@ def step(engine: LLMEngine) -> list:
         engine.torpor_stash = []
         return stash
     client = engine.engine_core
-    if getattr(engine, "torpor_asleep", False) and not isinstance(client, InprocClient) and client.outputs_queue.empty():
+    if (
+        getattr(engine, "torpor_asleep", False)
+        and not isinstance(client, InprocClient)
+        and client.outputs_queue.empty()
+    ):
         return []  # the stock step would wait for an engine that sleeps
     return engine.torpor_stock_step()
 
@@ -301,7 +309,9 @@ async def attach(engine: AsyncLLM, request_id: str) -> AsyncGenerator[RequestOut
     """
     collector = getattr(engine, "torpor_collectors", {}).pop(request_id, None)
     if collector is None:
-        raise NotFound(f"no restored request {request_id!r} waits here", "attach once, by the id that the request was made with")
+        raise NotFound(
+            f"no restored request {request_id!r} waits here", "attach once, by the id that the request was made with"
+        )
     finished = False
     while not finished:
         output = collector.get_nowait() or await collector.get()

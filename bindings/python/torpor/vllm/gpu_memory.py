@@ -55,12 +55,23 @@ class TorporAllocator:
             yield self._graph_pool.id
 
     def _tags(self, state: str, wanted) -> list[str]:
-        found = {tag for device in memory.ledger().values() for tag, held in device["tags"].items() if (held["state"] == "attached") == (state == "awake")}
+        found = {
+            tag
+            for device in memory.ledger().values()
+            for tag, held in device["tags"].items()
+            if (held["state"] == "attached") == (state == "awake")
+        }
         return sorted(tag for tag in found if wanted(tag))
 
     def sleep(self, offload_tags: tuple[str, ...] | str | None = None) -> None:
         """Frees all that is awake; what is in `offload_tags` is saved before."""
-        kept = ("default",) if offload_tags is None else (offload_tags,) if isinstance(offload_tags, str) else tuple(offload_tags)
+        kept = (
+            ("default",)
+            if offload_tags is None
+            else (offload_tags,)
+            if isinstance(offload_tags, str)
+            else tuple(offload_tags)
+        )
         gc.collect()
         if awake := self._tags("awake", lambda tag: True):
             memory.sleep(*awake, keep=kept)

@@ -273,6 +273,12 @@ class _KvFromRegion(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.zeros and len(args) == 1 and isinstance(args[0], int) and kwargs.get("dtype") is torch.int8 and not self._memory.kv_address:
+        if (
+            func is torch.zeros
+            and len(args) == 1
+            and isinstance(args[0], int)
+            and kwargs.get("dtype") is torch.int8
+            and not self._memory.kv_address
+        ):
             return self._memory.allocate_kv(args[0])
         return func(*args, **kwargs)

@@ -39,14 +39,24 @@ class Options:
 
     @staticmethod
     def of(vllm_config) -> Options:
-        given = (vllm_config.additional_config or {}).get("torpor", {}) if isinstance(vllm_config.additional_config, dict) else {}
+        given = (
+            (vllm_config.additional_config or {}).get("torpor", {})
+            if isinstance(vllm_config.additional_config, dict)
+            else {}
+        )
         if not isinstance(given, dict):
             raise InvalidArgument(f"additional_config['torpor'] is {given!r}", "give a dict of options")
-        values = {f.name: _parse(f.name, os.environ[f"TORPOR_{f.name.upper()}"]) for f in fields(Options) if f"TORPOR_{f.name.upper()}" in os.environ}
+        values = {
+            f.name: _parse(f.name, os.environ[f"TORPOR_{f.name.upper()}"])
+            for f in fields(Options)
+            if f"TORPOR_{f.name.upper()}" in os.environ
+        }
         values |= given
         known = {f.name for f in fields(Options)}
         if unknown := sorted(set(values) - known):
-            raise InvalidArgument(f"unknown torpor option {', '.join(unknown)}", f"the options are {', '.join(sorted(known))}")
+            raise InvalidArgument(
+                f"unknown torpor option {', '.join(unknown)}", f"the options are {', '.join(sorted(known))}"
+            )
         options = Options(**values)
         if options.cpu_linear not in ("packed", "plain"):
             raise InvalidArgument(f"cpu_linear is {options.cpu_linear!r}", 'use "packed" or "plain"')

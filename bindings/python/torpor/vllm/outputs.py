@@ -11,9 +11,22 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from torpor.errors import Incompatible, Unsupported
-from torpor.vllm.values import completion_from_value, completion_to_value, positions_from_value, positions_to_value, sampling_from_value, sampling_to_value
+from torpor.vllm.values import (
+    completion_from_value,
+    completion_to_value,
+    positions_from_value,
+    positions_to_value,
+    sampling_from_value,
+    sampling_to_value,
+)
 
-_PLAIN_FIELDS = ("is_prefilling", "num_cached_tokens", "num_cache_creation_tokens", "stream_interval", "sent_tokens_offset")
+_PLAIN_FIELDS = (
+    "is_prefilling",
+    "num_cached_tokens",
+    "num_cache_creation_tokens",
+    "stream_interval",
+    "sent_tokens_offset",
+)
 
 
 def state_to_value(state: RequestState) -> dict:
@@ -46,7 +59,9 @@ def restore(processor: OutputProcessor, outputs: dict, with_queues: bool) -> dic
             continue
         state = _state_from_value(processor, item, parents)
         if with_queues:
-            collector = collectors.setdefault(state.external_req_id, RequestOutputCollector(state.output_kind, state.external_req_id))
+            collector = collectors.setdefault(
+                state.external_req_id, RequestOutputCollector(state.output_kind, state.external_req_id)
+            )
             state.queue = collector
         processor.request_states[state.request_id] = state
         processor.external_req_ids[state.external_req_id].append(state.request_id)
@@ -61,7 +76,9 @@ def fail(processor: OutputProcessor, failed: list[dict]) -> list[RequestOutput]:
 
     Their last outputs go into their queues, or are returned where they have none.
     """
-    ends = [EngineCoreOutput(item["id"], [], finish_reason=FinishReason.ERROR, stop_reason=item["error"]) for item in failed]
+    ends = [
+        EngineCoreOutput(item["id"], [], finish_reason=FinishReason.ERROR, stop_reason=item["error"]) for item in failed
+    ]
     return processor.process_outputs(ends).request_outputs
 
 
@@ -71,7 +88,13 @@ def _end_without(item: dict, parents: dict[str, ParentRequest]) -> None:
         parent.child_requests.discard(item["id"])
         if parent.output_aggregator:
             parent.output_aggregator[item["index"]] = CompletionOutput(
-                index=item["index"], text=item["text"], token_ids=[], cumulative_logprob=None, logprobs=None, finish_reason="error", stop_reason="dropped by torpor repair"
+                index=item["index"],
+                text=item["text"],
+                token_ids=[],
+                cumulative_logprob=None,
+                logprobs=None,
+                finish_reason="error",
+                stop_reason="dropped by torpor repair",
             )
 
 
@@ -140,7 +163,10 @@ def _replay(state: RequestState, item: dict) -> None:
         detokenizer.stop = stop
         detokenizer._last_output_text_offset = item["text_offset"]
     if item["text"] is not None and getattr(detokenizer, "output_text", "") != item["text"]:
-        raise Incompatible(f"request {item['external_id']}: this tokenizer makes another text of its tokens", "use the tokenizer of the engine that slept")
+        raise Incompatible(
+            f"request {item['external_id']}: this tokenizer makes another text of its tokens",
+            "use the tokenizer of the engine that slept",
+        )
 
 
 def _parent_to_value(parent: ParentRequest) -> dict:

@@ -118,7 +118,8 @@ def request_to_value(request: Request) -> dict:
         "cache_salt": request.cache_salt,
         "stop_reason": request.stop_reason,
         "sampling": sampling_to_value(request.sampling_params),
-        "engine": {name: getattr(request, name) for name in _ENGINE_FIELDS if hasattr(request, name)} | {"prefill_counted": request.prefill_stats is None},
+        "engine": {name: getattr(request, name) for name in _ENGINE_FIELDS if hasattr(request, name)}
+        | {"prefill_counted": request.prefill_stats is None},
     }
 
 
@@ -138,7 +139,10 @@ def request_from_value(value: dict, block_hasher) -> Request:
     if len(value["output_token_ids"]) > 0:
         request.append_output_token_ids(list(value["output_token_ids"]))
     if not b"".join(request.block_hashes).startswith(value["block_hashes"]):  # tokens that were given since have more
-        raise Incompatible(f"request {value['id']}: its block hashes come out otherwise in this engine", "use the same prefix caching settings and PYTHONHASHSEED")
+        raise Incompatible(
+            f"request {value['id']}: its block hashes come out otherwise in this engine",
+            "use the same prefix caching settings and PYTHONHASHSEED",
+        )
     request.status = _STATUS_BACK[value["status"]]
     for name in ("num_computed_tokens", "num_preemptions", "max_tokens", "stop_reason"):
         setattr(request, name, value[name])
@@ -155,7 +159,11 @@ def new_request_to_value(request: EngineCoreRequest) -> dict:
     sampling = sampling_to_value(request.sampling_params)
     value = unstarted_request(request.request_id, request.prompt_token_ids, sampling, request.arrival_time)
     value["engine"]["session_id"] = request.session_id
-    return value | {"client_index": request.client_index, "priority": request.priority, "cache_salt": request.cache_salt}
+    return value | {
+        "client_index": request.client_index,
+        "priority": request.priority,
+        "cache_salt": request.cache_salt,
+    }
 
 
 def unrestorable_request_to_value(request: EngineCoreRequest) -> dict:
@@ -230,7 +238,9 @@ def scheduler_from_value(scheduler: Scheduler, value: dict, requests: dict[str, 
         return [requests[request_id] for request_id in ids if request_id in requests]
 
     engine = value["engine"]
-    scheduler.requests.update((item["id"], requests[item["id"]]) for item in value["requests"] if item["id"] in requests)
+    scheduler.requests.update(
+        (item["id"], requests[item["id"]]) for item in value["requests"] if item["id"] in requests
+    )
     scheduler.running.extend(alive(value["running"]))
     for request in alive(value["waiting"]):
         scheduler.waiting.add_request(request)
@@ -265,7 +275,10 @@ def pool_to_value(scheduler: Scheduler) -> dict:
         "groups": [
             {
                 "block_size": manager.block_size,
-                "tables": {request_id: array("i", [b.block_id for b in held]) for request_id, held in manager.req_to_blocks.items()},
+                "tables": {
+                    request_id: array("i", [b.block_id for b in held])
+                    for request_id, held in manager.req_to_blocks.items()
+                },
                 "num_cached_blocks": dict(manager.num_cached_block),
             }
             for manager in scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -276,8 +289,13 @@ def pool_to_value(scheduler: Scheduler) -> dict:
             "hashes": [b._block_hash or b"" for b in blocks],
             "hash_tokens": array("i", [b._block_hash_num_tokens or 0 for b in blocks]),
         },
-        "extra_hashes": [(block_id, sorted(hashes)) for block_id, hashes in pool.cached_block_hashes_by_block.items() if hashes],
-        "prefix_index": [(key, list(found) if isinstance(found, dict) else [found.block_id]) for key, found in pool.cached_block_hash_to_block._cache.items()],
+        "extra_hashes": [
+            (block_id, sorted(hashes)) for block_id, hashes in pool.cached_block_hashes_by_block.items() if hashes
+        ],
+        "prefix_index": [
+            (key, list(found) if isinstance(found, dict) else [found.block_id])
+            for key, found in pool.cached_block_hash_to_block._cache.items()
+        ],
         "free_order": array("i", [b.block_id for b in pool.free_block_queue.get_all_free_blocks()]),
         "engine": {},
     }
@@ -289,7 +307,9 @@ def pool_from_value(scheduler: Scheduler, value: dict, lost_requests: set[str]) 
     pool = manager.block_pool
     _reset_blocks(pool)
     blocks = value["blocks"]
-    for block_id, ref_count, key, tokens in zip(blocks["ids"], blocks["ref_counts"], blocks["hashes"], blocks["hash_tokens"]):
+    for block_id, ref_count, key, tokens in zip(
+        blocks["ids"], blocks["ref_counts"], blocks["hashes"], blocks["hash_tokens"]
+    ):
         block = pool.blocks[block_id]
         block.ref_cnt = ref_count
         if key:

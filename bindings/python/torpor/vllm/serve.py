@@ -21,7 +21,9 @@ def main(arguments: list[str]) -> int:
     rest = take_options(arguments)
     # vLLM loads routes only from plugins that are named, and then no other plugin that is not.
     named = os.environ.get("VLLM_PLUGINS")
-    names = named.split(",") if named is not None else [point.name for point in entry_points(group="vllm.general_plugins")]
+    names = (
+        named.split(",") if named is not None else [point.name for point in entry_points(group="vllm.general_plugins")]
+    )
     os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([name for name in names if name] + ["torpor"]))
     os.environ.setdefault("PYTHONHASHSEED", "0")  # the keys of prefix blocks depend on it
 
@@ -53,10 +55,18 @@ def main(arguments: list[str]) -> int:
 
 def take_options(arguments: list[str]) -> list[str]:
     """Puts --torpor-… into the environment, which all processes of the server share. Returns the rest, which is vLLM's."""
-    parser = argparse.ArgumentParser(prog="python -m torpor.vllm.serve", usage="%(prog)s MODEL [any option of vLLM's server] [--torpor-…]", description=__doc__.split("\n\n")[0], add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m torpor.vllm.serve",
+        usage="%(prog)s MODEL [any option of vLLM's server] [--torpor-…]",
+        description=__doc__.split("\n\n")[0],
+        add_help=False,
+        allow_abbrev=False,
+    )
     variables: dict[str, str] = {}
     for option in fields(Options):
-        variables[_add(parser, option.name, option.default, "of the engine, see torpor.vllm.options", ())] = f"TORPOR_{option.name.upper()}"
+        variables[_add(parser, option.name, option.default, "of the engine, see torpor.vllm.options", ())] = (
+            f"TORPOR_{option.name.upper()}"
+        )
     for setting in fields(Settings):
         added = _add(parser, setting.name, setting.default, setting.metadata["help"], setting.metadata["choices"])
         variables[added] = variable(setting)
@@ -66,7 +76,9 @@ def take_options(arguments: list[str]) -> list[str]:
         sys.exit(0)
     given, rest = parser.parse_known_args(arguments)
     if unknown := [word for word in rest if word.startswith("--torpor-")]:
-        parser.error(f"there is no option {unknown[0].split('=')[0]}; python -m torpor.vllm.serve --torpor-help lists them")
+        parser.error(
+            f"there is no option {unknown[0].split('=')[0]}; python -m torpor.vllm.serve --torpor-help lists them"
+        )
     for name, value in vars(given).items():
         if value is not None:
             os.environ[variables[name]] = str(value)
@@ -82,7 +94,9 @@ def _add(parser: argparse.ArgumentParser, name: str, default, text: str, choices
     shown = "" if default in (None, "", MISSING) else f" (default: {default})"
     if default is False:
         return parser.add_argument(flag, action="store_const", const="1", help=text + shown).dest
-    return parser.add_argument(flag, choices=choices or None, metavar=None if choices else "VALUE", help=text + shown).dest
+    return parser.add_argument(
+        flag, choices=choices or None, metavar=None if choices else "VALUE", help=text + shown
+    ).dest
 
 
 if __name__ == "__main__":

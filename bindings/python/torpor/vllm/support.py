@@ -21,11 +21,13 @@ def unsupported_engine(vllm_config) -> list[str]:
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         "a KV connector": vllm_config.kv_transfer_config is not None,
         "an encoder cache connector": vllm_config.ec_transfer_config is not None,
-        "KV cache events": vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events,
+        "KV cache events": vllm_config.kv_events_config is not None
+        and vllm_config.kv_events_config.enable_kv_cache_events,
         "multimodal models": vllm_config.model_config.is_multimodal_model,
         "encoder-decoder models": vllm_config.model_config.is_encoder_decoder,
         "pooling models": vllm_config.model_config.runner_type != "generate",
-        "prefix hashes by xxhash (their seed differs in each process)": "xxhash" in vllm_config.cache_config.prefix_caching_hash_algo,
+        "prefix hashes by xxhash (their seed differs in each process)": "xxhash"
+        in vllm_config.cache_config.prefix_caching_hash_algo,
     }
     return [name for name, found in checks.items() if found]
 

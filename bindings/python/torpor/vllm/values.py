@@ -63,7 +63,14 @@ def sampling_from_value(value: dict) -> SamplingParams:
 def unsupported_sampling(params: SamplingParams) -> list[str]:
     """Names of parameters that cannot be carried over yet."""
     found = []
-    for name in ("structured_outputs", "extra_args", "repetition_detection", "thinking_token_budget", "trace_decode_token_ids", "prompt_logprob_token_ids"):
+    for name in (
+        "structured_outputs",
+        "extra_args",
+        "repetition_detection",
+        "thinking_token_budget",
+        "trace_decode_token_ids",
+        "prompt_logprob_token_ids",
+    ):
         if getattr(params, name) is not None:
             found.append(f"sampling parameter {name}")
     if params.flat_logprobs:
@@ -84,7 +91,9 @@ def logprobs_tensors_to_value(tensors: LogprobsTensors | None) -> list | None:
     if tensors is None:
         return None
     if tensors.cu_num_generated_tokens is not None or tensors.cu_num_generated_tokens_tensor is not None:
-        raise Unsupported("prompt log probabilities with token boundaries are in progress", "sleep after this prompt was processed")
+        raise Unsupported(
+            "prompt log probabilities with token boundaries are in progress", "sleep after this prompt was processed"
+        )
     return [tensor_to_value(t) for t in tensors[:3]]
 
 
@@ -96,13 +105,18 @@ def positions_to_value(positions) -> list | None:
     """Log probabilities by position: each None, or a list of [token, logprob, rank, text]."""
     if positions is None:
         return None
-    return [None if p is None else [[token, item.logprob, item.rank, item.decoded_token] for token, item in p.items()] for p in positions]
+    return [
+        None if p is None else [[token, item.logprob, item.rank, item.decoded_token] for token, item in p.items()]
+        for p in positions
+    ]
 
 
 def positions_from_value(value: list | None):
     if value is None:
         return None
-    return [None if p is None else {token: Logprob(logprob, rank, text) for token, logprob, rank, text in p} for p in value]
+    return [
+        None if p is None else {token: Logprob(logprob, rank, text) for token, logprob, rank, text in p} for p in value
+    ]
 
 
 def completion_to_value(output: CompletionOutput | None) -> dict | None:

@@ -91,7 +91,10 @@ class Server:
 
     async def _begin(self) -> None:
         if not holds_memory_of(self.engine.vllm_config):
-            raise Unsupported("torpor does not hold this engine's memory", "serve with vLLM on the CPU and the option enabled, or without torpor's server")
+            raise Unsupported(
+                "torpor does not hold this engine's memory",
+                "serve with vLLM on the CPU and the option enabled, or without torpor's server",
+            )
         if self.engine.vllm_config.parallel_config.data_parallel_size != 1 or self.engine._client_count != 1:
             raise Unsupported("several API servers or data parallel engines", "use one API server and one engine")
         fingerprint = await self.engine.torpor("fingerprint")
@@ -145,7 +148,9 @@ class Server:
 
     async def _wake_new(self, checkpoint: str | None) -> Report:
         """A new engine goes on with the requests of a checkpoint, or of the log alone, from what was given to their readers."""
-        values = {"answers": self.recorder.answers.pack(), "hold": True} | ({"from_checkpoint": checkpoint} if checkpoint else {})
+        values = {"answers": self.recorder.answers.pack(), "hold": True} | (
+            {"from_checkpoint": checkpoint} if checkpoint else {}
+        )
         report = Report(await self.engine.torpor("wake_up", values))
         try:
             for failed in report.failed_requests:
@@ -256,7 +261,9 @@ class Server:
             raise WrongState(f"the server is {self.state}", str(self.problem) if self.problem else "start a new one")
         return self._operation
 
-    async def sleep(self, level: int = 1, mode: str = "abort", preserve_state: bool = True, to: str = "host", **options) -> Report:
+    async def sleep(
+        self, level: int = 1, mode: str = "abort", preserve_state: bool = True, to: str = "host", **options
+    ) -> Report:
         async with self._only_one():
             before = self.state
             self._enter("falling asleep")
@@ -336,7 +343,12 @@ class Server:
             return report
 
     def _remember(self, report: Report) -> None:
-        self.last_checkpoint = {"path": report.checkpoint, "bytes": report.checkpoint_bytes, "requests": report.requests, "time": time.time()}
+        self.last_checkpoint = {
+            "path": report.checkpoint,
+            "bytes": report.checkpoint_bytes,
+            "requests": report.requests,
+            "time": time.time(),
+        }
         self.metrics.checkpoint_time.set_to_current_time()
         self.metrics.checkpoint_bytes.set(report.checkpoint_bytes)
 
@@ -357,7 +369,12 @@ class Server:
             finally:
                 self._own_checkpoint = False
             known = now
-            logger.info("torpor: checkpoint of %d requests, %.1f MB; the engine stood still for %.3f s", report.requests, report.checkpoint_bytes / 1e6, report.seconds)
+            logger.info(
+                "torpor: checkpoint of %d requests, %.1f MB; the engine stood still for %.3f s",
+                report.requests,
+                report.checkpoint_bytes / 1e6,
+                report.seconds,
+            )
 
     async def _sync_each_second(self) -> None:
         while True:
@@ -384,9 +401,17 @@ class Server:
         if self.recorder is not None and before != "failed":
             saving = self._run(self._save_before_end(before))
             done, _ = await asyncio.wait({saving}, timeout=self.settings.sigterm_seconds)
-            problem = saving.exception() if done else TimeoutError(f"it takes longer than {self.settings.sigterm_seconds:g} s")
+            problem = (
+                saving.exception()
+                if done
+                else TimeoutError(f"it takes longer than {self.settings.sigterm_seconds:g} s")
+            )
             if problem is not None:
-                logger.error("torpor: no checkpoint on SIGTERM: %s. The KV cache of %d requests was not saved: the next server computes it anew from the log of answers.", problem, running)
+                logger.error(
+                    "torpor: no checkpoint on SIGTERM: %s. The KV cache of %d requests was not saved: the next server computes it anew from the log of answers.",
+                    problem,
+                    running,
+                )
             self.recorder.close()
             await self._tell_clients()
         logger.info("torpor: ended with %d requests to go on, in %.2f s", running, time.monotonic() - began)
@@ -401,11 +426,20 @@ class Server:
             if state["engine"] != "awake":  # its memory is the only place where the state is
                 await self.engine.wake_up()
             report = await self._sleep_now(1, "abort", True, "disk", {"weights": "reload"})
-            logger.info("torpor: checkpoint %s, %d requests, %.1f MB, in %.2f s", report.checkpoint, report.requests, report.checkpoint_bytes / 1e6, report.seconds)
+            logger.info(
+                "torpor: checkpoint %s, %d requests, %.1f MB, in %.2f s",
+                report.checkpoint,
+                report.requests,
+                report.checkpoint_bytes / 1e6,
+                report.seconds,
+            )
 
     async def _tell_clients(self) -> None:
         """Their connections end. Without a word a stream that ends looks complete to some."""
-        goodbye = GracefulHTTPError("the server ends; take up this answer at /torpor/requests/{id} of the next one", HTTPStatus.SERVICE_UNAVAILABLE)
+        goodbye = GracefulHTTPError(
+            "the server ends; take up this answer at /torpor/requests/{id} of the next one",
+            HTTPStatus.SERVICE_UNAVAILABLE,
+        )
         for state in self.engine.output_processor.request_states.values():
             if state.queue is not None:
                 state.queue.put(goodbye)

@@ -11,13 +11,27 @@ STATES = ("starting", "awake", "falling asleep", "asleep", "waking", "failed", "
 class Metrics:
     def __init__(self, registry=None):
         where = {} if registry is None else {"registry": registry}
-        self.operations = Counter("torpor_operations", "Sleeps, wakes and checkpoints by outcome.", ["operation", "to", "outcome"], **where)
-        self.seconds = Histogram("torpor_operation_seconds", "How long they took; of a checkpoint, how long the engine stood still.", ["operation", "to"], buckets=_SECONDS, **where)
-        self.phase_seconds = Histogram("torpor_phase_seconds", "Their phases.", ["operation", "phase"], buckets=_SECONDS, **where)
+        self.operations = Counter(
+            "torpor_operations", "Sleeps, wakes and checkpoints by outcome.", ["operation", "to", "outcome"], **where
+        )
+        self.seconds = Histogram(
+            "torpor_operation_seconds",
+            "How long they took; of a checkpoint, how long the engine stood still.",
+            ["operation", "to"],
+            buckets=_SECONDS,
+            **where,
+        )
+        self.phase_seconds = Histogram(
+            "torpor_phase_seconds", "Their phases.", ["operation", "phase"], buckets=_SECONDS, **where
+        )
         self.bytes = Counter("torpor_moved_bytes", "Bytes saved, restored and given back.", ["direction"], **where)
-        self.tag_bytes = Gauge("torpor_tag_bytes", "Memory by tag: in the engine, and kept while it sleeps.", ["tag", "place"], **where)
+        self.tag_bytes = Gauge(
+            "torpor_tag_bytes", "Memory by tag: in the engine, and kept while it sleeps.", ["tag", "place"], **where
+        )
         self.state = Gauge("torpor_state", "1 for the state that the server is in.", ["state"], **where)
-        self.checkpoint_time = Gauge("torpor_checkpoint_timestamp_seconds", "When the last checkpoint was written.", **where)
+        self.checkpoint_time = Gauge(
+            "torpor_checkpoint_timestamp_seconds", "When the last checkpoint was written.", **where
+        )
         self.checkpoint_bytes = Gauge("torpor_checkpoint_bytes", "Size of the last checkpoint.", **where)
         self.restored = Counter("torpor_requests_restored", "Requests that a new process went on with.", **where)
         self.failed_requests = Counter(
@@ -53,8 +67,14 @@ class Metrics:
 
     def ledger(self, ledgers: list[dict]) -> None:
         for tag in {tag for ledger in ledgers for tag in ledger["tags"]}:
-            for place, name in (("engine", "physical_bytes"), ("host", "backup_host_bytes"), ("disk", "backup_disk_bytes")):
-                self.tag_bytes.labels(tag, place).set(sum(ledger["tags"].get(tag, {}).get(name, 0) for ledger in ledgers))
+            for place, name in (
+                ("engine", "physical_bytes"),
+                ("host", "backup_host_bytes"),
+                ("disk", "backup_disk_bytes"),
+            ):
+                self.tag_bytes.labels(tag, place).set(
+                    sum(ledger["tags"].get(tag, {}).get(name, 0) for ledger in ledgers)
+                )
 
     def roll_forward(self, rolled: dict) -> None:
         for how in ("extended", "added", "dropped"):

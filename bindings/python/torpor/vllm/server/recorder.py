@@ -19,7 +19,12 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from torpor import _core
 from torpor.errors import Error, InvalidArgument, Unsupported, WrongState
 from torpor.vllm.outputs import state_from_value, state_to_value
-from torpor.vllm.scheduler_values import new_request_to_value, unrecordable, unrestorable_request_to_value, unstarted_request
+from torpor.vllm.scheduler_values import (
+    new_request_to_value,
+    unrecordable,
+    unrestorable_request_to_value,
+    unstarted_request,
+)
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
@@ -66,14 +71,24 @@ class Recorder:
         self._changed: dict[str, asyncio.Event] = {}
         self._undelivered: list[tuple] = []  # (function, argument), in their order
         self._syncing: asyncio.Task | None = None
-        self._stock_add, self._stock_process, self._stock_abort = processor.add_request, processor.process_outputs, processor.abort_requests
-        processor.add_request, processor.process_outputs, processor.abort_requests = self._add, self._process, self._abort
+        self._stock_add, self._stock_process, self._stock_abort = (
+            processor.add_request,
+            processor.process_outputs,
+            processor.abort_requests,
+        )
+        processor.add_request, processor.process_outputs, processor.abort_requests = (
+            self._add,
+            self._process,
+            self._abort,
+        )
         self._stock_error, processor.propagate_error = processor.propagate_error, self._engine_died
 
     # --- what the processor does, recorded ------------------------------------------------------------------------------
 
     def _add(self, request, prompt, parent_req=None, request_index=0, queue=None) -> None:
-        if request.sampling_params is None or request.request_id in self._processor.request_states:  # the next piece of a prompt
+        if (
+            request.sampling_params is None or request.request_id in self._processor.request_states
+        ):  # the next piece of a prompt
             return self._stock_add(request, prompt, parent_req, request_index, queue)
         response, prompt_index = split_response_id(request.external_req_id or request.request_id)
         if (why := self.used_id(response)) is not None:
@@ -112,17 +127,25 @@ class Recorder:
         An answer that was aborted or has failed may be asked for again under its id.
         """
         parts = [self.answers.position(each) for each in self.answers.find(response, tenant_of_call.get())]
-        if not parts or parts[0]["call"] == call_of_client.get() or all(part["state"] in ("aborted", "failed") for part in parts):
+        if (
+            not parts
+            or parts[0]["call"] == call_of_client.get()
+            or all(part["state"] in ("aborted", "failed") for part in parts)
+        ):
             return None
         how = "is being given" if any(part["state"] == "running" for part in parts) else "was given"
         return f"an answer with the id {response} {how}: take it up at /torpor/requests/{response}/stream, or ask again with another id"
 
     def used_request_id(self, request_id: str) -> str | None:
         """The same for an X-Request-Id, before vLLM has made a response's id of it."""
-        return next((why for start in RESPONSE_ID_STARTS if (why := self.used_id(start + request_id)) is not None), None)
+        return next(
+            (why for start in RESPONSE_ID_STARTS if (why := self.used_id(start + request_id)) is not None), None
+        )
 
     def _process(self, outputs, *args, **kwargs):
-        states = [state for output in outputs if (state := self._processor.request_states.get(output.request_id)) is not None]
+        states = [
+            state for output in outputs if (state := self._processor.request_states.get(output.request_id)) is not None
+        ]
         result = self._stock_process(outputs, *args, **kwargs)
         self._record([step for state in states if (step := self.step_of(state)) is not None])
         return result
@@ -131,7 +154,13 @@ class Recorder:
         request_ids = list(request_ids)
         before = dict(self._processor.request_states)
         aborted = self._stock_abort(request_ids, internal)
-        self._record([step for request_id in aborted if request_id in before and (step := self.step_of(before[request_id])) is not None])
+        self._record(
+            [
+                step
+                for request_id in aborted
+                if request_id in before and (step := self.step_of(before[request_id])) is not None
+            ]
+        )
         return aborted
 
     def _engine_died(self, problem: Exception) -> None:
@@ -150,7 +179,12 @@ class Recorder:
             return None
         finish = state.torpor_finish
         tokens = list(state.detokenizer.output_token_ids[known["tokens_end"] :])
-        step = {"id": state.request_id, "at": known["tokens_end"], "tokens": tokens, "text": visible_text(state, finish is not None, known["text_end"])}
+        step = {
+            "id": state.request_id,
+            "at": known["tokens_end"],
+            "tokens": tokens,
+            "text": visible_text(state, finish is not None, known["text_end"]),
+        }
         if finish is not None:
             reason, stop = finish
             ended = {"abort": "aborted", "error": "failed"}.get(reason, "finished")
@@ -235,7 +269,19 @@ class Recorder:
     def end(self, request_id: str, state: str, reason: str, why: str | None) -> None:
         part = self.answers.position(request_id)
         if part["state"] == "running":
-            self._record([{"id": request_id, "at": part["tokens_end"], "tokens": [], "text": "", "state": state, "finish_reason": reason, "stop_reason": why}])
+            self._record(
+                [
+                    {
+                        "id": request_id,
+                        "at": part["tokens_end"],
+                        "tokens": [],
+                        "text": "",
+                        "state": state,
+                        "finish_reason": reason,
+                        "stop_reason": why,
+                    }
+                ]
+            )
 
     # --- a new process goes on ------------------------------------------------------------------------------------------
 
@@ -251,10 +297,26 @@ class Recorder:
                 continue
             if answer is None:  # of an engine without a record, or from before power was lost
                 response, prompt_index = split_response_id(front["external_id"])
-                request = unstarted_request(item["id"], item["prompt_token_ids"], item["sampling"], item["arrival_time"])
-                self._write(self.answers.start, {"request": request, "response": response, "tenant": "", "choice": prompt_index + front["index"], "front": {"state": _without_outputs(front)}})
+                request = unstarted_request(
+                    item["id"], item["prompt_token_ids"], item["sampling"], item["arrival_time"]
+                )
+                self._write(
+                    self.answers.start,
+                    {
+                        "request": request,
+                        "response": response,
+                        "tenant": "",
+                        "choice": prompt_index + front["index"],
+                        "front": {"state": _without_outputs(front)},
+                    },
+                )
                 answer = self.answers.get(item["id"])
-            state = state_from_value(self._processor, answer["front"]["state"] | {name: item[name] for name in ("prompt_token_ids", "token_ids", "sampling", "arrival_time")} | {"text": None})
+            state = state_from_value(
+                self._processor,
+                answer["front"]["state"]
+                | {name: item[name] for name in ("prompt_token_ids", "token_ids", "sampling", "arrival_time")}
+                | {"text": None},
+            )
             state.is_prefilling = not item["token_ids"]
             if not visible_text(state, False).startswith(answer["text"]):
                 self.end(item["id"], "failed", "error", "this tokenizer makes another text of its tokens")
@@ -285,4 +347,8 @@ def visible_text(state: RequestState, finished: bool, start: int = 0) -> str:
 
 
 def _without_outputs(front: dict) -> dict:
-    return {name: value for name, value in front.items() if name not in ("prompt_token_ids", "token_ids", "sampling", "arrival_time")} | {"logprobs": None, "prompt_logprobs": None, "cumulative_logprob": None}
+    return {
+        name: value
+        for name, value in front.items()
+        if name not in ("prompt_token_ids", "token_ids", "sampling", "arrival_time")
+    } | {"logprobs": None, "prompt_logprobs": None, "cumulative_logprob": None}

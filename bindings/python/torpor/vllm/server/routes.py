@@ -17,7 +17,14 @@ from torpor import _core, errors
 from torpor.errors import Error, InvalidArgument
 from torpor.vllm.server.life import Server
 
-_STATUS = {errors.InvalidArgument: 400, errors.NotFound: 404, errors.WrongState: 409, errors.Busy: 409, errors.Unsupported: 501, errors.NotEnoughRoom: 507}
+_STATUS = {
+    errors.InvalidArgument: 400,
+    errors.NotFound: 404,
+    errors.WrongState: 409,
+    errors.Busy: 409,
+    errors.Unsupported: 501,
+    errors.NotEnoughRoom: 507,
+}
 _PROGRESS_SECONDS = 0.5
 _EVENT_STREAM = "text/event-stream"
 
@@ -55,13 +62,17 @@ def routes() -> APIRouter:
 
         async def call() -> dict:
             with sleep_mode_operation_metrics().record("sleep"):
-                report = await server(raw_request).sleep(level, mode or "abort", preserve, to, weights=weights, tags=tags)
+                report = await server(raw_request).sleep(
+                    level, mode or "abort", preserve, to, weights=weights, tags=tags
+                )
             return {"status": "sleeping", "level": level} | summary(report)
 
         return await answered(call(), raw_request)
 
     @router.post("/wake_up")
-    async def wake_up(raw_request: Request, tags: Annotated[list[str] | None, Query()] = None, weights_changed: bool = False) -> Response:
+    async def wake_up(
+        raw_request: Request, tags: Annotated[list[str] | None, Query()] = None, weights_changed: bool = False
+    ) -> Response:
         async def call() -> dict:
             with sleep_mode_operation_metrics().record("wake"):
                 report = await server(raw_request).wake_up(tags, weights_changed)
@@ -98,7 +109,12 @@ def routes() -> APIRouter:
     @router.get("/torpor/state")
     async def state(raw_request: Request) -> JSONResponse:
         life = server(raw_request)
-        content = {"state": life.state, "queued": life.queued, "last_checkpoint": life.last_checkpoint, "problem": life.problem.to_dict() if life.problem else None}
+        content = {
+            "state": life.state,
+            "queued": life.queued,
+            "last_checkpoint": life.last_checkpoint,
+            "problem": life.problem.to_dict() if life.problem else None,
+        }
         if life.recorder is not None:
             content["answers"] = life.recorder.answers.counts() | {"log_failures": life.recorder.failures}
         if life.state in ("awake", "asleep"):  # otherwise the engine is busy, or gone
@@ -107,8 +123,18 @@ def routes() -> APIRouter:
         return JSONResponse(content)
 
     @router.post("/torpor/plan")
-    async def plan(raw_request: Request, level: Annotated[int, Query(ge=0, le=2)] = 1, preserve_state: bool = True, to: Literal["host", "disk"] = "host") -> Response:
-        options = {"level": level, "preserve_state": preserve_state, "in_flight": "freeze" if preserve_state or level == 0 else "abort", "to": to}
+    async def plan(
+        raw_request: Request,
+        level: Annotated[int, Query(ge=0, le=2)] = 1,
+        preserve_state: bool = True,
+        to: Literal["host", "disk"] = "host",
+    ) -> Response:
+        options = {
+            "level": level,
+            "preserve_state": preserve_state,
+            "in_flight": "freeze" if preserve_state or level == 0 else "abort",
+            "to": to,
+        }
         return await answered(server(raw_request).engine.torpor("plan_sleep", options), raw_request)
 
     @router.post("/torpor/checkpoint")
@@ -122,7 +148,9 @@ def routes() -> APIRouter:
     async def checkpoints(raw_request: Request) -> Response:
         options = server(raw_request).options
         try:
-            found = await asyncio.to_thread(_core.list_checkpoints, options.dir, options.key_file) if options.dir else []
+            found = (
+                await asyncio.to_thread(_core.list_checkpoints, options.dir, options.key_file) if options.dir else []
+            )
         except errors.NotFound:
             found = []
         except Error as problem:
@@ -136,14 +164,33 @@ def routes() -> APIRouter:
         parts = [life.recorder.answers.part(each) for each in ids]
         await life.recorder.durable()
         content = [
-            {"index": index, "state": part["state"], "text": part["text"], "token_ids": part["tokens"], "finish_reason": part["finish_reason"] or None, "stop_reason": part["stop_reason"]}
+            {
+                "index": index,
+                "state": part["state"],
+                "text": part["text"],
+                "token_ids": part["tokens"],
+                "finish_reason": part["finish_reason"] or None,
+                "stop_reason": part["stop_reason"],
+            }
             for index, part in enumerate(parts)
         ]
         running = any(part["state"] == "running" for part in parts)
-        return JSONResponse({"id": life.recorder.answers.get(ids[0])["response"], "object": "torpor.answer", "state": "running" if running else "ended", "choices": content})
+        return JSONResponse(
+            {
+                "id": life.recorder.answers.get(ids[0])["response"],
+                "object": "torpor.answer",
+                "state": "running" if running else "ended",
+                "choices": content,
+            }
+        )
 
     @router.get("/torpor/requests/{response}/stream")
-    async def stream(raw_request: Request, response: str, from_tokens: Annotated[str | None, Query(alias="from")] = None, from_text: str | None = None) -> Response:
+    async def stream(
+        raw_request: Request,
+        response: str,
+        from_tokens: Annotated[str | None, Query(alias="from")] = None,
+        from_text: str | None = None,
+    ) -> Response:
         """The rest as server-sent events. `from`: tokens that the reader has; `from_text`: characters; one number a choice, or one for all."""
         life = server(raw_request)
         ids = choices(life, response, raw_request)
@@ -181,13 +228,18 @@ def choices(life: Server, response: str, request: Request) -> list[str]:
     for name in (response, f"chatcmpl-{response}", f"cmpl-{response}", f"resp_{response}"):
         if ids := life.recorder.answers.find(name, whose):
             return ids
-    raise HTTPException(404, f"there is no answer {response}; it was never begun here, is not yours, or ended too long ago")
+    raise HTTPException(
+        404, f"there is no answer {response}; it was never begun here, is not yours, or ended too long ago"
+    )
 
 
 def numbers(text: str, count: int) -> list[int]:
     parts = text.split(",")
     if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts) or len(parts) not in (1, count):
-        raise InvalidArgument(f"{text!r} is no place in an answer of {count} choices", f"give one number, or {count} with commas between them")
+        raise InvalidArgument(
+            f"{text!r} is no place in an answer of {count} choices",
+            f"give one number, or {count} with commas between them",
+        )
     return [int(part) for part in parts] * (count if len(parts) == 1 else 1)
 
 
@@ -195,9 +247,17 @@ async def _events(life: Server, ids: list[str], starts: list[int], by_text: bool
     """Chunks as vLLM sends them, with their token ids; the id of an event is the `from` that goes on behind it."""
     response = life.recorder.answers.get(ids[0])["response"]
     chat = response.startswith("chatcmpl-")
-    head = {"id": response, "object": "chat.completion.chunk" if chat else "text_completion", "created": int(time.time()), "model": life.model}
+    head = {
+        "id": response,
+        "object": "chat.completion.chunk" if chat else "text_completion",
+        "created": int(time.time()),
+        "model": life.model,
+    }
     ends = [life.recorder.answers.position(each)["tokens_end"] for each in ids] if by_text else list(starts)
-    waits = {asyncio.create_task(life.recorder.more(each, *((0, start) if by_text else (start, 0)))): index for index, (each, start) in enumerate(zip(ids, starts))}
+    waits = {
+        asyncio.create_task(life.recorder.more(each, *((0, start) if by_text else (start, 0)))): index
+        for index, (each, start) in enumerate(zip(ids, starts))
+    }
     try:
         while waits:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -205,7 +265,12 @@ async def _events(life: Server, ids: list[str], starts: list[int], by_text: bool
                 index, part = waits.pop(task), task.result()
                 ends[index] = part["tokens_end"]
                 ended = part["state"] != "running"
-                choice = {"index": index, "token_ids": part["tokens"], "finish_reason": part["finish_reason"] or None, "stop_reason": part["stop_reason"]}
+                choice = {
+                    "index": index,
+                    "token_ids": part["tokens"],
+                    "finish_reason": part["finish_reason"] or None,
+                    "stop_reason": part["stop_reason"],
+                }
                 choice |= {"delta": {"content": part["text"]}} if chat else {"text": part["text"]}
                 yield f"id: {','.join(map(str, ends))}\ndata: {json.dumps(head | {'choices': [choice]})}\n\n"
                 if not ended:

@@ -20,22 +20,34 @@ def _setting(default, text: str, choices: tuple[str, ...] = (), *, variable: str
 
 @dataclass(frozen=True)
 class Settings:
-    wake_from: str = _setting("", "a checkpoint, or a directory of them, to wake from at the start; default: the newest one in --torpor-dir")
+    wake_from: str = _setting(
+        "", "a checkpoint, or a directory of them, to wake from at the start; default: the newest one in --torpor-dir"
+    )
     on_wake_error: str = _setting(
         "fail",
         "when that fails. fail: say so on /torpor/ready and serve nothing; recompute: go on from the answers' log "
         "alone; discard: serve without them",
         ("fail", "recompute", "discard"),
     )
-    on_sigterm: str = _setting("checkpoint", "checkpoint: sleep to disk, then end; stop: as vLLM does", ("checkpoint", "stop"))
+    on_sigterm: str = _setting(
+        "checkpoint", "checkpoint: sleep to disk, then end; stop: as vLLM does", ("checkpoint", "stop")
+    )
     sigterm_seconds: float = _setting(25.0, "most that a checkpoint on SIGTERM may take")
     checkpoint_every: float = _setting(0.0, "seconds between checkpoints while serving; 0: none")
     new_requests: str = _setting("queue", "while asleep: queue or refuse (503 with Retry-After)", ("queue", "refuse"))
     queue_limit: int = _setting(256, "most requests that wait for a wake; more are refused")
     wake_on_request: bool = _setting(False, "a request that arrives while asleep wakes the engine")
-    on_disconnect: str = _setting("abort", "when a client goes away: abort its request, as vLLM does, or continue it to be taken up", ("abort", "continue"))
+    on_disconnect: str = _setting(
+        "abort",
+        "when a client goes away: abort its request, as vLLM does, or continue it to be taken up",
+        ("abort", "continue"),
+    )
     keep_answers: float = _setting(3600.0, "seconds for which ended answers can be asked for")
-    log_sync: str = _setting("second", "when the answers' log is made durable against loss of power: always (before tokens are sent), second, never; a kill loses nothing in any case", ("always", "second", "never"))
+    log_sync: str = _setting(
+        "second",
+        "when the answers' log is made durable against loss of power: always (before tokens are sent), second, never; a kill loses nothing in any case",
+        ("always", "second", "never"),
+    )
     tenant_header: str = _setting("", "a request header that tells tenants apart, besides the API key")
     admin_key: str = _setting(
         "",
