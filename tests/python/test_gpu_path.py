@@ -160,6 +160,17 @@ def variant(zygote, model, folder, options: dict, variables: dict) -> dict:
     return result_of(zygote.run(words, env=os.environ | variables, timeout=200))
 
 
+def test_slots_that_contradict_each_other_are_refused(one):
+    """A new engine takes none of such a checkpoint."""
+    answers = one.begin(9, ["greedy", "seeded"])
+    [value] = one.core.collective_rpc("torpor_capture", args=({},))
+    greedy, seeded = value["rows"]
+    value["engine"]["slots"][greedy] = value["engine"]["slots"][seeded]
+    with pytest.raises(errors.Incompatible, match="slots"):
+        runner_v2.restore(one.runner, value, [])
+    assert one.finish(answers)["greedy"] == one.expected["greedy"]
+
+
 def test_state_that_is_not_preserved_is_refused_by_name(one):
     class CustomProcessor:
         pass

@@ -52,3 +52,28 @@ def test_what_is_aborted_keeps_what_it_had(one, recorder):
     assert recorder.answers.counts()["running"] == 1
     run(one.engine)
     assert recorder.answers.counts()["running"] == 0
+
+
+@pytest.mark.rig
+@pytest.mark.parametrize("since", [0, 2, 9])
+def test_a_new_engine_goes_on_from_what_was_given_since_the_checkpoint(one, recorder, since):
+    """As after a kill: no token that a reader has is drawn again, and the next ones are those that would have come."""
+    names = ("greedy", "seeded", "prefix-a", "long", "penalties")
+    one.begin(9, names)
+    path = one.llm.checkpoint().checkpoint
+    run(one.engine, since)
+    given = {name: list(of(recorder, name)[0]["request"]["output_token_ids"]) for name in names}
+    packed = recorder.answers.pack()
+    recorder.close()  # the process is gone
+    run(one.engine)
+    one.llm.reset_prefix_cache()
+    report = one.llm.torpor("wake_up", {"from_checkpoint": path, "answers": packed, "hold": True})
+    assert recorder.take_up(report["restored"], report["outputs"]) == []
+    one.llm.torpor("end_hold", {"keep": True})
+    for state in one.engine.output_processor.request_states.values():
+        assert list(state.detokenizer.output_token_ids) == given[state.external_req_id]
+        state.queue = None  # step() returns what comes
+    finished = one.finish({})
+    for name in names:
+        if of(recorder, name)[0]["state"] == "running":
+            assert finished[name][1][0][1] == one.expected[name][1][0][1], name

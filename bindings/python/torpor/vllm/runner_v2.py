@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from torpor.errors import Unsupported
+from torpor.errors import Incompatible, Unsupported
 from torpor.vllm import compat, device
 from torpor.vllm.values import logprobs_tensors_from_value, logprobs_tensors_to_value, sampling_from_value
 
@@ -112,11 +112,14 @@ def restore(runner, value: dict, given_since: list[dict]) -> None:
     One of `given_since` computes what was given as if it belonged to its prompt; those without a slot get one from
     the scheduler.
     """
-    forget(runner)
-    states = runner.req_states
-    engine = value["engine"]
-    given = {item["id"]: item for item in given_since}
+    states, engine = runner.req_states, value["engine"]
     slots = {request_id: engine["slots"][request_id] for request_id in value["rows"]}
+    freed = [slot for request_id, slot in engine["slots"].items() if request_id not in slots]
+    free = [*engine["free_slots"], *freed]
+    if sorted([*slots.values(), *free]) != list(range(runner.max_num_reqs)):
+        raise Incompatible("the slots of its requests are not those of this runner", "use another checkpoint")
+    forget(runner)
+    given = {item["id"]: item for item in given_since}
     items = [item for item in engine["requests"] if item["id"] in slots]
     new = SchedulerOutput.make_empty()
     new.scheduled_new_reqs = [_as_new(item, given.get(item["id"])) for item in items]
@@ -129,8 +132,7 @@ def restore(runner, value: dict, given_since: list[dict]) -> None:
     for request_id, slot in slots.items():  # of finished requests too
         states.req_id_to_index[request_id] = slot
         states.index_to_req_id[slot] = request_id
-    freed = [slot for request_id, slot in engine["slots"].items() if request_id not in slots]
-    states.free_indices = [*engine["free_slots"], *freed]
+    states.free_indices = free
     runner.block_tables.apply_staged_writes()
     states.apply_staged_writes()
     if runner.sampler is not None:
