@@ -6,6 +6,7 @@
 #include <set>
 #include <unordered_set>
 
+#include "base/status.h"
 #include "kvcache/block_list.h"
 
 namespace torpor {
@@ -37,34 +38,64 @@ class LruOrder final : public EvictionOrder {
   BlockList blocks_;
 };
 
+// A sorted set of blocks with room for all of them from the beginning: they come and go without memory, in destructors,
+// too.
+template <class Rank>
+class SortedBlocks {
+ public:
+  using Entry = std::pair<Rank, int32_t>;
+  explicit SortedBlocks(int32_t num_blocks) {
+    for (int32_t id = 0; id < num_blocks; ++id) sorted_.emplace(Rank{}, id);
+    spare_.reserve(sorted_.size());
+    while (!sorted_.empty()) spare_.push_back(sorted_.extract(sorted_.begin()));
+  }
+  bool empty() const { return sorted_.empty(); }
+  auto begin() const { return sorted_.begin(); }
+  auto end() const { return sorted_.end(); }
+  auto first_from(const Rank& rank) const { return sorted_.lower_bound({rank, 0}); }
+  void add(const Rank& rank, int32_t id) {
+    auto node = std::move(spare_.back());
+    spare_.pop_back();
+    node.value() = {rank, id};
+    sorted_.insert(std::move(node));
+  }
+  void remove(const Rank& rank, int32_t id) { spare_.push_back(sorted_.extract({rank, id})); }
+  std::vector<int32_t> ids() const {
+    std::vector<int32_t> ids;
+    for (const auto& [rank, id] : sorted_) ids.push_back(id);
+    return ids;
+  }
+
+ private:
+  std::set<Entry> sorted_;
+  std::vector<typename std::set<Entry>::node_type> spare_;
+};
+
 // FIFO and LFU: sorted by a rank that a block has while it stands here.
 class RankedOrder final : public EvictionOrder {
  public:
-  RankedOrder(EvictionPolicy policy, int32_t num_blocks) : policy_(policy), blocks_(static_cast<size_t>(num_blocks)) {}
+  RankedOrder(EvictionPolicy policy, int32_t num_blocks)
+      : policy_(policy), blocks_(static_cast<size_t>(num_blocks)), order_(num_blocks) {}
 
   void add(int32_t id, const Digest&, bool fresh) override {
     Block& block = at(id);
     ++time_;
     if (fresh) block = {.born = time_};
     block.rank = policy_ == EvictionPolicy::kFifo ? Rank{0, block.born} : Rank{block.hits, time_};
-    order_.emplace(block.rank, id);
+    order_.add(block.rank, id);
   }
   void hit(int32_t id) override {
     ++at(id).hits;
-    order_.erase({at(id).rank, id});
+    order_.remove(at(id).rank, id);
   }
-  void discard(int32_t id) override { order_.erase({at(id).rank, id}); }
+  void discard(int32_t id) override { order_.remove(at(id).rank, id); }
   bool empty() const override { return order_.empty(); }
   int32_t evict() override {
     const int32_t id = order_.begin()->second;
-    order_.erase(order_.begin());
+    order_.remove(at(id).rank, id);
     return id;
   }
-  std::vector<int32_t> order() const override {
-    std::vector<int32_t> ids;
-    for (const auto& [rank, id] : order_) ids.push_back(id);
-    return ids;
-  }
+  std::vector<int32_t> order() const override { return order_.ids(); }
 
  private:
   using Rank = std::pair<uint64_t, uint64_t>;
@@ -77,7 +108,7 @@ class RankedOrder final : public EvictionOrder {
   const EvictionPolicy policy_;
   uint64_t time_ = 0;
   std::vector<Block> blocks_;
-  std::set<std::pair<Rank, int32_t>> order_;
+  SortedBlocks<Rank> order_;
 };
 
 // A small queue for newcomers (a tenth of the blocks), a main queue for those hit more than once or come back soon
@@ -86,47 +117,43 @@ class S3FifoOrder final : public EvictionOrder {
  public:
   explicit S3FifoOrder(int32_t num_blocks)
       : small_share_(std::max<size_t>(1, static_cast<size_t>(num_blocks) / 10)),
-        blocks_(static_cast<size_t>(num_blocks)) {}
+        blocks_(static_cast<size_t>(num_blocks)),
+        queues_(num_blocks) {}
 
   void add(int32_t id, const Digest& key, bool fresh) override {
     Block& block = at(id);
     if (fresh) block = {.place = ++time_, .key = key, .main = ghosts_.erase(hash(key)) > 0};
-    queue(block).emplace(block.place, id);
+    enter(id);
   }
   void hit(int32_t id) override {
     Block& block = at(id);
     block.hits = std::min(block.hits + 1, 3);
-    queue(block).erase({block.place, id});
+    leave(id);
   }
-  void discard(int32_t id) override { queue(at(id)).erase({at(id).place, id}); }
-  bool empty() const override { return small_.empty() && main_.empty(); }
+  void discard(int32_t id) override { leave(id); }
+  bool empty() const override { return queues_.empty(); }
   int32_t evict() override {
     while (true) {
-      const bool from_small = !small_.empty() && (small_.size() > small_share_ || main_.empty());
-      std::set<Entry>& from = from_small ? small_ : main_;
-      const int32_t id = from.begin()->second;
-      from.erase(from.begin());
+      const auto main = queues_.first_from({true, 0});
+      const bool from_small = small_blocks_ > 0 && (small_blocks_ > small_share_ || main == queues_.end());
+      const int32_t id = (from_small ? queues_.begin() : main)->second;
+      leave(id);
       Block& block = at(id);
       if (from_small ? block.hits > 1 : block.hits > 0) {  // another round, in the main queue
         block.hits = from_small ? 0 : block.hits - 1;
         block.main = true;
         block.place = ++time_;
-        main_.emplace(block.place, id);
+        enter(id);
         continue;
       }
       if (from_small) remember(block.key);
       return id;
     }
   }
-  std::vector<int32_t> order() const override {
-    std::vector<int32_t> ids;
-    for (const auto& [place, id] : small_) ids.push_back(id);
-    for (const auto& [place, id] : main_) ids.push_back(id);
-    return ids;
-  }
+  std::vector<int32_t> order() const override { return queues_.ids(); }
 
  private:
-  using Entry = std::pair<uint64_t, int32_t>;
+  using Rank = std::pair<bool, uint64_t>;  // in the main queue, which comes last; place in its queue
   struct Block {
     uint64_t place = 0;
     Digest key;
@@ -138,20 +165,36 @@ class S3FifoOrder final : public EvictionOrder {
     std::memcpy(&value, key.bytes.data(), sizeof value);
     return value;
   }
+  void enter(int32_t id) {
+    queues_.add({at(id).main, at(id).place}, id);
+    if (!at(id).main) ++small_blocks_;
+  }
+  void leave(int32_t id) {
+    queues_.remove({at(id).main, at(id).place}, id);
+    if (!at(id).main) --small_blocks_;
+  }
+  // Where there is no memory, it is forgotten.
   void remember(const Digest& key) {
-    if (!ghosts_.insert(hash(key)).second) return;
-    ghost_order_.push_back(hash(key));
+    (void)catching([&] {
+      const auto [ghost, fresh] = ghosts_.insert(hash(key));
+      if (!fresh) return ok();
+      const Status queued = catching([&] {
+        ghost_order_.push_back(hash(key));
+        return ok();
+      });
+      if (!queued) ghosts_.erase(ghost);
+      return ok();
+    });
     if (ghost_order_.size() <= blocks_.size()) return;
     ghosts_.erase(ghost_order_.front());
     ghost_order_.pop_front();
   }
-  std::set<Entry>& queue(const Block& block) { return block.main ? main_ : small_; }
   Block& at(int32_t id) { return blocks_[static_cast<size_t>(id)]; }
   const size_t small_share_;
   uint64_t time_ = 0;
   std::vector<Block> blocks_;
-  std::set<Entry> small_;
-  std::set<Entry> main_;
+  SortedBlocks<Rank> queues_;
+  size_t small_blocks_ = 0;
   std::unordered_set<uint64_t> ghosts_;
   std::deque<uint64_t> ghost_order_;
 };

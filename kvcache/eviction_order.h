@@ -1,7 +1,7 @@
 // EvictionOrder: which of the cached blocks of a pool is taken next when room is needed.
 //
 // Only blocks that nobody keeps stand in it. All of them forget a block when it is evicted, except for S3-FIFO's
-// ghosts. Threads: the owner's lock guards it.
+// ghosts. Only its making takes memory: what is kept is let go of in destructors. Threads: the owner's lock guards it.
 #pragma once
 
 #include <cstdint>

@@ -202,5 +202,36 @@ TEST(Allocation, EveryOneFailsInTheRestoreOfABlockPool) {
   EXPECT_GT(failed, 3000u);
 }
 
+// Who lets go of a block is often a destructor: nothing may fail there.
+TEST(Allocation, BlocksAreLetGoOfAndTakenWithoutMemory) {
+  constexpr int32_t kBlocks = 600;
+  for (const EvictionPolicy policy :
+       {EvictionPolicy::kLru, EvictionPolicy::kFifo, EvictionPolicy::kLfu, EvictionPolicy::kS3Fifo}) {
+    SCOPED_TRACE(name(policy));
+    const auto pool =
+        test::value_of(BlockPool::create({.num_blocks = kBlocks, .block_tokens = 4, .eviction = policy, .hash = {}}));
+    BlockPoolSnapshot snapshot;
+    for (int32_t id = 0; id < kBlocks / 2; ++id)
+      snapshot.registered.push_back({.id = id, .identity = {.tokens = {id, 1, 2, 3}}});
+    const std::vector<BlockIdentity> chain{snapshot.registered[0].identity};
+    std::optional<BlockPool::Handles> handles = test::value_of(pool->restore(snapshot));
+    std::vector<BlockRef> found;
+    allocations = {.armed = true, .for_ever = true, .at = 1, .count = 0, .live = allocations.live};
+    handles.reset();  // half of them are cached now, half are empty
+    allocations.armed = false;
+    ASSERT_SUCCEEDS(pool->check());
+    ASSERT_EQ(pool->info().cached, kBlocks / 2);
+    found = pool->match(chain);
+    ASSERT_EQ(found.size(), 1u);
+    allocations.armed = true;
+    found.clear();
+    const int32_t cleared = pool->clear_cached();
+    allocations.armed = false;
+    EXPECT_EQ(cleared, kBlocks / 2);
+    ASSERT_SUCCEEDS(pool->check());
+    EXPECT_EQ(pool->info().free, kBlocks);
+  }
+}
+
 }  // namespace
 }  // namespace torpor::proof
