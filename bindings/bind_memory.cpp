@@ -42,8 +42,8 @@ Result<std::optional<uint64_t>> bytes_from_environment(const char* name) {
 }
 
 Result<std::unique_ptr<DeviceMemory>> make_device(int ordinal) {
-  if (environment("TORPOR_MEMORY_DEVICE") == "host") return make_host_device();
   TORPOR_ASSIGN(const std::optional<uint64_t> gather_below, bytes_from_environment("TORPOR_CUDA_GATHER_BELOW_BYTES"));
+  if (environment("TORPOR_MEMORY_DEVICE") == "host") return make_host_device();
   return make_cuda_device({.ordinal = ordinal, .gather_below_bytes = gather_below.value_or(0)});
 }
 
