@@ -53,8 +53,11 @@ class Parts:
         code = subprocess.run([str(c) for c in command], cwd=ROOT, stdin=subprocess.DEVNULL, **options).returncode
         self.add(title, code == 0, time.monotonic() - began)
 
-    def two_at_a_time(self, jobs: dict[str, tuple[list, dict]]) -> None:
-        """Each is a command with its environment; its output is shown when it has ended."""
+    def beside_each_other(self, jobs: dict[str, tuple[list, dict]]) -> None:
+        """Each is a command with its environment; its output is shown when it has ended.
+
+        One more than there are cores: each waits for processes much of the time.
+        """
 
         def run(title: str, command: list, env: dict) -> None:
             began = time.monotonic()
@@ -64,9 +67,9 @@ class Parts:
             )
             with self._printing:
                 print(f"\n=== {title}\n{done.stdout.decode(errors='replace')}", flush=True)
-                self.add(f"{title} (beside another)", done.returncode == 0, time.monotonic() - began)
+                self.add(f"{title} (beside others)", done.returncode == 0, time.monotonic() - began)
 
-        with ThreadPoolExecutor(2) as pool:
+        with ThreadPoolExecutor(CORES + 1) as pool:
             for job in [pool.submit(run, title, *job) for title, job in jobs.items()]:
                 job.result()
 
@@ -133,7 +136,7 @@ def main(arguments: list[str]) -> int:
     # The gate first: vLLM keeps what the environment says of its routes once an engine has run in the process.
     servers = [f"tests/python/{name}.py" for name in ("test_server_gate", "test_server", "test_server_restarts")]
     engines = ["tests/python", "-m", "not long", *(f"--ignore={path}" for path in servers)]
-    parts.two_at_a_time(
+    parts.beside_each_other(
         {
             "Python tests, engines": ([*pytest, *engines], env),
             "Python tests, vLLM's GPU path": (
