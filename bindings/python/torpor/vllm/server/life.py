@@ -93,7 +93,7 @@ class Server:
         if not holds_memory_of(self.engine.vllm_config):
             raise Unsupported(
                 "torpor does not hold this engine's memory",
-                "serve with vLLM on the CPU and the option enabled, or without torpor's server",
+                "serve on the CPU with the option enabled, on a GPU with gpu_preserve_state, or without torpor's server",
             )
         if self.engine.vllm_config.parallel_config.data_parallel_size != 1 or self.engine._client_count != 1:
             raise Unsupported("several API servers or data parallel engines", "use one API server and one engine")
