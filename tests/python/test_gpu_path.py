@@ -216,16 +216,20 @@ def test_control_a_slot_that_comes_back_otherwise_changes_tokens(one, monkeypatc
 def test_control_a_lost_state_of_numpy_changes_requests_that_have_not_begun(one):
     import numpy
 
-    def late(spoil: bool) -> list:
+    def late(options: dict, asleep: int | None, awake: int | None) -> list:
+        """The answer of a request that had no slot yet; numpy is seeded otherwise meanwhile, and after the wake."""
         answers = one.begin(5, ["greedy"])
         prompt, params = REQUESTS["unseeded"]
         one.engine.add_request("late", prompt, params)
-        one.llm.sleep(level=1, preserve_state=True)
+        one.llm.sleep(**options)
         answers |= one.stopped()
-        numpy.random.seed(99)
+        if asleep is not None:
+            numpy.random.seed(asleep)
         one.llm.wake_up()
-        if spoil:
-            numpy.random.seed(98)
+        if awake is not None:
+            numpy.random.seed(awake)
         return one.finish(answers)["late"]
 
-    assert late(False) == late(False) != late(True)
+    preserved = {"level": 1, "preserve_state": True}
+    twin = late({"level": 0}, None, None)
+    assert late(preserved, 99, None) == twin != late(preserved, 99, 98)
