@@ -8,6 +8,7 @@ from pathlib import Path
 
 import rig
 from feature_models import ADAPTERS, beside, with_adapters, with_draft_model, with_eagle_head
+from grouped_models import MODELS
 from tiny_model import REASONING, make_model
 
 WAYS = ("in process", "new process", "take-over")
@@ -121,6 +122,20 @@ def _with_adapters(model: Path) -> dict:
     }
 
 
+def _long_and_shared(_: Path) -> dict:
+    """Prompts of several steps and many blocks; two share most of theirs."""
+    from requests_of_tests import SHARED
+
+    return _plain(_) | {
+        "shared-a": (SHARED + "He said", _params(temperature=0)),
+        "shared-b": (SHARED + "She said", _params(temperature=0.9, seed=4)),
+    }
+
+
+def _made(kind: str):
+    return lambda folder, _: MODELS[kind](folder)
+
+
 def _drafting(method: str, name: str):
     return lambda model: {
         "speculative_config": {"method": method, "model": str(beside(model, name)), "num_speculative_tokens": 2}
@@ -160,5 +175,11 @@ FEATURES = {
         lambda model: {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 3},
         model=with_adapters,
     ),
+    "sliding windows and full attention": Feature(_long_and_shared, model=_made("windows")),
+    "attention in chunks and full attention": Feature(_long_and_shared, model=_made("chunks")),
+    "Mamba and attention, without a prefix cache": Feature(
+        _long_and_shared, lambda model: {"enable_prefix_caching": False}, model=_made("states")
+    ),
+    "short convolutions and attention, with a prefix cache": Feature(_long_and_shared, model=_made("convolutions")),
     "KV cache events": Feature(_plain, lambda model: {"kv_events_config": {"enable_kv_cache_events": True}}),
 }
