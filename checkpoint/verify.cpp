@@ -237,6 +237,10 @@ size_t tokens_of_a_hash(const EngineCheckpoint& engine) {
 
 void check_hashes(const EngineCheckpoint& engine, Verification& found) {
   const KvSnapshot& kv = engine.state.kv;
+  const std::vector<RequestState>& requests = engine.state.scheduler.requests;
+  if (std::all_of(kv.blocks.begin(), kv.blocks.end(), [](const KvBlock& block) { return block.hash.empty(); }) &&
+      std::all_of(requests.begin(), requests.end(), [](const RequestState& r) { return r.block_hashes.empty(); }))
+    return;
   const auto described = engine.fingerprint.find("prefix_hash");
   const std::unique_ptr<PrefixHasher> hasher =
       described == engine.fingerprint.end() ? nullptr : PrefixHasher::of(described->second);
@@ -247,7 +251,7 @@ void check_hashes(const EngineCheckpoint& engine, Verification& found) {
     found.hashes_not_checked = "the groups have blocks of different sizes";
   } else {
     HashCheck check(*hasher, tokens, kv, found);
-    for (const RequestState& request : engine.state.scheduler.requests) {
+    for (const RequestState& request : requests) {
       if (const Status right = check.check(request); !right) found.problems.push_back(right.error());
     }
   }
