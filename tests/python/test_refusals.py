@@ -64,8 +64,7 @@ def changed(config, path: str, value):
     [
         ("lora_config", object(), "LoRA"),
         ("speculative_config", object(), "speculative decoding"),
-        ("parallel_config.pipeline_parallel_size", 2, "pipeline parallelism"),
-        ("parallel_config.data_parallel_size", 2, "data parallelism"),
+        ("parallel_config.data_parallel_size", 2, "data parallelism with experts"),
         ("parallel_config.decode_context_parallel_size", 2, "context parallelism"),
         ("kv_transfer_config", object(), "KV connector"),
         ("ec_transfer_config", object(), "encoder cache connector"),

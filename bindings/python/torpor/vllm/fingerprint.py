@@ -19,7 +19,6 @@ def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
         vllm_config.parallel_config,
         vllm_config.scheduler_config,
     )
-    tensors = scheduler.kv_cache_config.kv_cache_tensors
     fields = {
         "vllm_version": vllm.__version__,
         "torch_version": torch.__version__,
@@ -32,7 +31,7 @@ def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
         "kv_cache_dtype": cache.cache_dtype,
         "kv_num_blocks": scheduler.kv_cache_config.num_blocks,
         "kv_block_sizes": ",".join(str(g.kv_cache_spec.block_size) for g in scheduler.kv_cache_config.kv_cache_groups),
-        "kv_layout": ";".join(f"{t.offset},{len(t.layers)},{t.layer_stride},{t.block_stride}" for t in tensors),
+        "kv_layout": " | ".join(dict.fromkeys(w["kv_layout"] for w in workers)),
         "prefix_caching": cache.enable_prefix_caching,
         "prefix_hash": f"{cache.prefix_caching_hash_algo}, seed {get_none_hash_seed()}",
         "tensor_parallel_size": parallel.tensor_parallel_size,
@@ -46,6 +45,8 @@ def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
         "threads": ",".join(str(w["threads"]) for w in workers),
         "model_runner": ",".join(sorted({w["runner"] + (" V2" if w["v2"] else "") for w in workers})),
     }
+    if parallel.pipeline_parallel_size > 1:
+        fields["pipeline_stages"] = _core.digest("|".join(w["layers"] for w in workers).encode())
     if type(scheduler) is not Scheduler:
         fields["scheduler"] = type(scheduler).__name__
     for of_workers in ("device", "attention"):

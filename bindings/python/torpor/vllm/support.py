@@ -16,8 +16,7 @@ def unsupported_engine(vllm_config) -> list[str]:
     checks = {
         "LoRA": vllm_config.lora_config is not None,
         "speculative decoding": vllm_config.speculative_config is not None,
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "data parallelism": parallel.data_parallel_size > 1,
+        "data parallelism with experts": parallel.data_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         "a KV connector": vllm_config.kv_transfer_config is not None,
         "an encoder cache connector": vllm_config.ec_transfer_config is not None,
@@ -30,6 +29,13 @@ def unsupported_engine(vllm_config) -> list[str]:
         in vllm_config.cache_config.prefix_caching_hash_algo,
     }
     return [name for name, found in checks.items() if found]
+
+
+def cannot_stand_still(vllm_config) -> str | None:
+    """Why no sleep of any kind is possible. Engine cores without experts are independent, and say that they are one."""
+    if vllm_config.parallel_config.data_parallel_size == 1:
+        return None
+    return "data parallelism with experts: an engine that stands still keeps computing empty batches for the others"
 
 
 def unsupported_scheduler(scheduler: Scheduler) -> list[str]:
