@@ -8,10 +8,11 @@ import pytest
 import rig
 from conftest import ENGINE
 from requests_of_tests import REQUESTS
-from test_other_processes import LONG, in_other_processes  # noqa: F401
+from test_other_processes import in_other_processes  # noqa: F401
 from vllm import SamplingParams
 
 NAMES = ["greedy", "seeded", "prefix-a", "penalties", "two", "long-seeded"]
+TOKENS = 50 if rig.active() else 150  # the engine cores run ahead of the readers, and must not be done before they sleep
 
 
 def make(model, directory, **options):
@@ -39,7 +40,7 @@ def ask(engine, into: dict) -> list:
     for number, name in enumerate(NAMES):
         prompt, params = REQUESTS[name]
         params = params.clone()
-        params.max_tokens = LONG
+        params.max_tokens = TOKENS
         into[name] = {}
         rank = None if params.n > 1 else number % 2
         stream = engine.generate(prompt, params, name, data_parallel_rank=rank)
@@ -93,10 +94,10 @@ async def _all_or_none(zygote, model, directory) -> None:
     # One of them cannot: none sleeps.
     answers = {}
     readers = ask(engine, answers)
-    special = SamplingParams(max_tokens=LONG, temperature=0, ignore_eos=True, extra_args={"x": 1})
-    readers.append(asyncio.create_task(read(engine.generate("a b", special, "special", data_parallel_rank=1), {})))
-    await some_tokens(answers)
-    with pytest.raises(errors.Unsupported, match="data parallel rank 1.*extra_args") as caught:
+    special, also = SamplingParams(max_tokens=2 * TOKENS, ignore_eos=True, logprobs=1, flat_logprobs=True), {}
+    readers.append(asyncio.create_task(read(engine.generate("a b", special, "special", data_parallel_rank=1), also)))
+    await some_tokens(answers | {"special": also}, 2)
+    with pytest.raises(errors.Unsupported, match="data parallel rank 1.*flat_logprobs") as caught:
         await engine.sleep(level=1, preserve_state=True, to="disk")
     assert not caught.value.state_changed and not await engine.is_sleeping()
     assert not any(checkpoints(directory).values())
@@ -165,3 +166,141 @@ async def _all_or_none(zygote, model, directory) -> None:
     assert again == expected
     assert sum(client.engine_inflight.values()) == 0 and not client.reqs_in_flight
     engine.shutdown()
+
+
+# --- without engines: what is asked of them, and in which order ----------------------------------------------------------
+
+
+class Core:
+    """An engine core that answers as it is told; what it was asked stands in `asked`."""
+
+    def __init__(self, directory, rank: int):
+        self.path = directory / f"rank-{rank}-of-2" / "g-000001"
+        self.asked: list[tuple] = []
+        self.errors: dict[tuple, object] = {}  # by (method, keep)
+        self.slow = asyncio.Event()
+
+    async def call(self, method: str, options: dict) -> dict:
+        what = (method, options["keep"]) if "keep" in options else method
+        self.asked.append(what)
+        await self.slow.wait()
+        if (error := self.errors.get(what)) is not None:
+            return {"error": error.to_dict()}
+        report = {
+            "changed": what == ("end_sleep", True), "fully_awake": False, "note": "", "checkpoint_parts": {},
+            "reload": [], "failed_requests": [], "phases": [], "seconds": 1.0, "ledgers": [{}], "requests": 2,
+            "saved_bytes": 5, "freed_bytes": 7, "restored_bytes": 0, "kept_blocks": 1, "dropped_blocks": 0,
+            "checkpoint_bytes": 3, "checkpoint": str(self.path) if options.get("to") == "disk" else "",
+        }  # fmt: skip
+        return {"result": report | ({"held": True} if method == "sleep" else {})}
+
+
+class Client:
+    core_engines = [b"\0\0", b"\1\0"]
+
+    def __init__(self, directory):
+        self.cores = [Core(directory, rank) for rank in range(2)]
+        for core in self.cores:
+            core.slow.set()
+
+    async def _call_utility_async(self, name: str, method: str, options: dict, engine: bytes):
+        assert name == "torpor_call"
+        return await self.cores[self.core_engines.index(engine)].call(method, options)
+
+
+@pytest.fixture
+def ranks(tmp_path, monkeypatch):
+    """Ranks over two such cores; what becomes of the set of their checkpoints stands in `ranks.sets`."""
+    from types import SimpleNamespace
+
+    from torpor import _core
+    from torpor.vllm.data_parallel import Ranks
+
+    client = Client(tmp_path)
+    made = Ranks(client, SimpleNamespace(additional_config={"torpor": {"dir": str(tmp_path)}}))
+    made.cores, made.sets = client.cores, []
+
+    class Set:
+        path = str(tmp_path / "g-000001")
+
+        def keep(self):
+            made.sets.append("kept")
+
+        def withdraw(self):
+            made.sets.append("withdrawn")
+
+    def commit_set(directory, paths, options):
+        assert (directory, paths) == (str(tmp_path), [str(core.path) for core in client.cores])
+        made.sets.append("committed")
+        if (error := client.cores[0].errors.get("commit_set")) is not None:
+            raise error
+        return Set()
+
+    monkeypatch.setattr(_core, "commit_set", commit_set)
+    return made
+
+
+TO_DISK = {"level": 1, "preserve_state": True, "to": "disk", "in_flight": "freeze", "on_save_error": "abort"}
+
+
+def test_memory_goes_once_all_ranks_have_kept_theirs(ranks):
+    report = asyncio.run(ranks.call("sleep", TO_DISK))
+    assert [core.asked for core in ranks.cores] == [["sleep", ("end_sleep", True)]] * 2
+    assert ranks.sets == ["committed", "kept"]
+    assert report["checkpoint"].endswith("g-000001") and report["requests"] == 4 and report["freed_bytes"] == 14
+    assert report["changed"] and len(report["ledgers"]) == 2
+
+
+def test_one_that_cannot_keep_it_leaves_the_others_awake(ranks):
+    from torpor import errors
+
+    ranks.cores[1].errors["sleep"] = errors.NotEnoughRoom("the disk is full", "free some")
+    with pytest.raises(errors.NotEnoughRoom, match="data parallel rank 1: the disk is full") as caught:
+        asyncio.run(ranks.call("sleep", TO_DISK))
+    assert not caught.value.state_changed
+    assert [core.asked for core in ranks.cores] == [["sleep", ("end_sleep", False)], ["sleep"]] and ranks.sets == []
+
+
+def test_a_set_that_cannot_be_written_leaves_all_awake(ranks):
+    from torpor import errors
+
+    ranks.cores[0].errors["commit_set"] = errors.FileError("no")
+    with pytest.raises(errors.FileError):
+        asyncio.run(ranks.call("sleep", TO_DISK))
+    assert [core.asked for core in ranks.cores] == [["sleep", ("end_sleep", False)]] * 2
+
+
+def test_one_that_cannot_let_go_of_its_memory_wakes_the_others(ranks):
+    from torpor import errors
+
+    ranks.cores[0].errors["end_sleep", True] = errors.DeviceError("broken")
+    with pytest.raises(errors.DeviceError, match="data parallel rank 0"):
+        asyncio.run(ranks.call("sleep", TO_DISK))
+    assert ranks.cores[1].asked == ["sleep", ("end_sleep", True), "wake_up"]
+    assert ranks.cores[0].asked == ["sleep", ("end_sleep", True)] and ranks.sets == ["committed", "withdrawn"]
+
+
+def test_a_sleep_whose_caller_is_cancelled_goes_to_its_end(ranks):
+    async def cancelled():
+        ranks.cores[1].slow.clear()
+        task = asyncio.create_task(ranks.call("sleep", TO_DISK))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        later = asyncio.create_task(ranks.call("unfreeze", {}))  # as its caller does then
+        await asyncio.sleep(0.01)
+        ranks.cores[1].slow.set()
+        await later
+
+    asyncio.run(cancelled())
+    assert [core.asked for core in ranks.cores] == [["sleep", ("end_sleep", True), "unfreeze"]] * 2
+
+
+def test_a_wake_that_fails_on_one_rank_says_which_are_awake(ranks):
+    from torpor import errors
+
+    ranks.cores[1].errors["wake_up"] = errors.NotEnoughRoom("no memory", "free some")
+    with pytest.raises(errors.NotEnoughRoom, match="data parallel rank 1: no memory; awake: 0") as caught:
+        asyncio.run(ranks.call("wake_up", {}))
+    assert caught.value.state_changed

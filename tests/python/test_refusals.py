@@ -71,6 +71,20 @@ def test_a_configuration_with_such_a_feature_is_named(one, path, value, named):
     assert named in found
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("speculative_config", object(), "speculative decoding in a pipeline"),
+        ("lora_config", object(), "LoRA in a pipeline"),
+        ("model_config.is_multimodal_model", True, "multimodal models in a pipeline"),
+    ],
+)
+def test_what_is_preserved_only_without_a_pipeline_is_named(one, path, value, named):
+    staged = changed(one.core.vllm_config, "parallel_config.pipeline_parallel_size", 2)
+    assert unsupported_engine(staged) == []
+    assert unsupported_engine(changed(staged, path, value)) == [named]
+
+
 @pytest.mark.slow
 def test_an_engine_with_such_a_feature_names_it_and_serves_on(zygote, tiny_model, tmp_path):
     """The same on a real engine, which has one of them."""

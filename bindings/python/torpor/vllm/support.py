@@ -13,7 +13,11 @@ from torpor.vllm.values import unsupported_sampling
 def unsupported_engine(vllm_config) -> list[str]:
     """Features of the configuration."""
     parallel = vllm_config.parallel_config
+    staged = parallel.pipeline_parallel_size > 1
     checks = {
+        "speculative decoding in a pipeline": staged and vllm_config.speculative_config is not None,
+        "LoRA in a pipeline": staged and vllm_config.lora_config is not None,
+        "multimodal models in a pipeline": staged and vllm_config.model_config.is_multimodal_model,
         "data parallelism with experts": parallel.data_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         "a KV connector": vllm_config.kv_transfer_config is not None,
