@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
-from tiny_model import make_model
+from tiny_model import SPECIAL, make_model
 
 RANK = 4
 ADAPTERS = ("first", "second", "third")
@@ -72,6 +72,42 @@ def with_eagle_head(folder: Path, tokenizer_from: Path) -> Path:
     draws = np.random.default_rng(9)
     tensors["fc.weight"] = draws.normal(0, 0.1, (hidden, 2 * hidden)).astype(np.float32)
     save_file(tensors, head / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def with_vision(folder: Path, tokenizer_from: Path) -> Path:
+    """A tiny Idefics3 with the tokenizer of the tiny model: a picture is 144 tokens, more than a chunk of a prompt."""
+    import torch
+    from transformers import (
+        AutoTokenizer,
+        Idefics3Config,
+        Idefics3ForConditionalGeneration,
+        Idefics3ImageProcessor,
+        Idefics3Processor,
+    )
+
+    make_model(folder, tokenizer_from)
+    text = json.loads((folder / "config.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    side, patch, scale = 336, 14, 2
+    torch.manual_seed(5)
+    config = Idefics3Config(
+        vision_config={
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "image_size": side, "patch_size": patch, "initializer_range": 0.6,
+        },
+        text_config=text | {"num_hidden_layers": 2, "initializer_range": 0.6},
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=scale,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    model = Idefics3ForConditionalGeneration(config)
+    model.get_input_embeddings().weight.data[:SPECIAL] = 0  # these never come
+    shutil.rmtree(folder)
+    model.save_pretrained(folder)
+    edge = {"longest_edge": side}
+    images = Idefics3ImageProcessor(size=edge, max_image_size=edge, do_image_splitting=False)
+    Idefics3Processor(images, tokenizer, image_seq_len=(side // patch // scale) ** 2).save_pretrained(folder)
     return folder
 
 

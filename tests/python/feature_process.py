@@ -1,6 +1,7 @@
 """A process of the tests: an engine with a feature of features.py.
 
     feature_process.py first NAME FOLDER TOKENIZER    sleeps and wakes in this process, leaves a checkpoint
+    feature_process.py only NAME FOLDER TOKENIZER     only leaves a checkpoint
     feature_process.py second NAME FOLDER CHECKPOINT  a new process, which goes on from it
 
 Prints its answers and what differed from its own run that never slept.
@@ -23,10 +24,10 @@ def engine(name: str, folder: Path) -> InProcess:
     return InProcess(model, folder / "store", requests=feature.requests(model), **feature.options(model))
 
 
-def first(name: str, folder: Path) -> dict:
+def first(name: str, folder: Path, only_leave: bool) -> dict:
     feature, one = FEATURES[name], engine(name, folder)
     result = {"differing": [], "recomputed": 0, "expected": one.expected}
-    for steps in feature.steps:
+    for steps in () if only_leave else feature.steps:
         answers = one.begin(steps)
         one.llm.sleep(level=1, preserve_state=True)
         answers |= one.stopped()
@@ -40,7 +41,7 @@ def first(name: str, folder: Path) -> dict:
         one.llm.reset_prefix_cache()
         one.llm.wake_up(from_checkpoint=path)
         seen(result, one, answers, [steps, "disk"])
-    if "take-over" in feature.ways:
+    if "take-over" in feature.ways and not only_leave:
         result["taken_over"] = taken_over(one, 3, 4, feature.certain)
     result["given"] = one.begin(feature.steps[-1])
     result["checkpoint"] = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
@@ -69,6 +70,7 @@ def taken_over(one: InProcess, steps: int, since: int, certain: tuple[str, ...])
     run(one.engine)
     one.llm.reset_prefix_cache()
     report = one.llm.torpor("wake_up", {"from_checkpoint": path, "answers": packed, "hold": True})
+    one.engine.renderer.clear_mm_cache()  # as a new process has it
     lost = recorder.take_up(report["restored"], report["outputs"])
     one.llm.torpor("end_hold", {"keep": True})
     for state in processor.request_states.values():
@@ -92,9 +94,9 @@ def second(name: str, folder: Path, checkpoint: str) -> dict:
 
 def main() -> None:
     which, name, folder, argument = sys.argv[1:]
-    if which == "first":
+    if which in ("first", "only"):
         FEATURES[name].model(Path(folder) / "model", Path(argument))
-        result = first(name, Path(folder))
+        result = first(name, Path(folder), which == "only")
     else:
         result = second(name, Path(folder), argument)
     print("RESULT " + json.dumps(result), flush=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import rig
-from feature_models import ADAPTERS, beside, with_adapters, with_draft_model, with_eagle_head
-from tiny_model import REASONING, make_model
+from feature_models import ADAPTERS, beside, with_adapters, with_draft_model, with_eagle_head, with_vision
+from tiny_model import NAMED, make_model
 
 WAYS = ("in process", "new process", "take-over")
 
@@ -89,7 +89,7 @@ def _by_grammar(_: Path) -> dict:
 
 def _after_reasoning(_: Path) -> dict:
     """The grammar begins where the reasoning ends, at a token that comes sooner or later."""
-    end = rig_tokens()["</think>"] if rig.active() else REASONING["</think>"]
+    end = special_tokens()["</think>"]
 
     def request(seed: int, bias: float) -> tuple:
         params = {"logit_bias": {end: bias}, "structured_outputs": _structured(regex="(ab|cd){4,30}")}
@@ -98,10 +98,11 @@ def _after_reasoning(_: Path) -> dict:
     return {"soon": request(1, 14.0), "later": request(2, 9.0), "never": request(3, -100.0), "free": _plain(_)["greedy"]}
 
 
-def rig_tokens() -> dict[str, int]:
+def special_tokens() -> dict[str, int]:
+    """By name, of this runner's model."""
     from rig.model import SPECIAL
 
-    return {token: number for number, token in enumerate(SPECIAL)}
+    return {token: number for number, token in enumerate(SPECIAL)} if rig.active() else NAMED
 
 
 def _with_adapters(model: Path) -> dict:
@@ -124,6 +125,31 @@ def _with_adapters(model: Path) -> dict:
 def _drafting(method: str, name: str):
     return lambda model: {
         "speculative_config": {"method": method, "model": str(beside(model, name)), "num_speculative_tokens": 2}
+    }
+
+
+def _with_images(_: Path) -> dict:
+    """Pictures in prompts; each fills more than a chunk, one of them comes twice."""
+    import numpy
+    from PIL import Image
+
+    tokens = special_tokens()
+
+    def picture(seed: int, side: int):
+        pixels = numpy.random.default_rng(seed).integers(0, 255, (side, side, 3), dtype=numpy.uint8)
+        return Image.fromarray(pixels)
+
+    def prompt(before: list[int], *pictures) -> dict:
+        return {
+            "prompt_token_ids": before + [tokens["<image>"], 90] * len(pictures) + [100, 101],
+            "multi_modal_data": {"image": list(pictures)},
+        }
+
+    return {
+        "text": ("The capital of France is", _params(temperature=0)),
+        "picture": (prompt([50, 51], picture(1, 56)), _params(temperature=0)),
+        "same": (prompt([60], picture(1, 56)), _params(temperature=1.0, seed=3)),
+        "two": (prompt([70] * 40, picture(2, 168), picture(3, 200)), _params(temperature=0, max_tokens=12)),
     }
 
 
@@ -159,6 +185,9 @@ FEATURES = {
         _with_adapters,
         lambda model: {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 3},
         model=with_adapters,
+    ),
+    "images": Feature(
+        _with_images, lambda model: {"limit_mm_per_prompt": {"image": 2}}, model=with_vision, steps=(3, 9)
     ),
     "KV cache events": Feature(_plain, lambda model: {"kv_events_config": {"enable_kv_cache_events": True}}),
 }

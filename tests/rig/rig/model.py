@@ -12,7 +12,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 VOCABULARY = 512
-SPECIAL = ("<pad>", "<s>", "</s>", "<think>", "</think>")
+SPECIAL = (
+    "<pad>", "<s>", "</s>", "<think>", "</think>", "<image>", "<fake_token_around_image>", "<end_of_utterance>",
+    "<global-img>",
+)  # fmt: skip
 HIDDEN, HEADS, HEAD = 128, 2, 64
 
 # Each beginning of a word is a token, until the vocabulary is full.

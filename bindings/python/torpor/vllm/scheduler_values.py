@@ -72,12 +72,13 @@ def assert_quiet(scheduler: Scheduler) -> None:
 _CARRIED_NEW_FIELDS = {
     "request_id", "external_req_id", "prompt_token_ids", "sampling_params", "arrival_time", "cache_salt", "client_index", "priority",
     "session_id", "reasoning_ended", "reasoning_parser_kwargs", "lora_request",
+    "mm_features",  # by a checkpoint; a record of answers has only that there are some
 }  # fmt: skip
 # … those that say nothing about its tokens: tracing, and what only data parallel engines look at, …
 _IRRELEVANT_NEW_FIELDS = {"trace_headers", "current_wave"}
 # … and those with which it would be another request, or another model's, if a new process went on without them.
 _LOST_NEW_FIELDS = {
-    "mm_features": "its images, sounds or videos", "pooling_params": "pooling",
+    "pooling_params": "pooling",
     "data_parallel_rank": "its data parallel rank", "prompt_embeds": "its prompt as embeddings",
     "prompt_is_token_ids": "its prompt as embeddings", "resumable": "its prompt that comes in pieces",
     "abort_immediately": "its transfer of KV", "kv_hints": "its hints for the KV cache",
@@ -145,6 +146,8 @@ def request_from_value(value: dict, block_hasher) -> Request:
     engine = dict(value["engine"])
     added = ("structured", "adapter", "features")  # absent in older checkpoints
     structured, adapter, features = (engine.pop(name, None) for name in added)
+    if engine.pop("features_elsewhere", False):
+        raise Incompatible(f"request {value['id']}: its images are in no checkpoint", "send it again")
     request = Request(
         request_id=value["id"],
         prompt_token_ids=list(value["prompt_token_ids"]),
@@ -185,6 +188,7 @@ def new_request_to_value(request: EngineCoreRequest) -> dict:
         "session_id": request.session_id,
         "structured": grammar.new_to_value(request),
         "adapter": adapters.to_value(request.lora_request),
+        "features_elsewhere": bool(request.mm_features),
     }
     return value | {
         "client_index": request.client_index,
