@@ -50,8 +50,8 @@ void bind_checkpoint_set(py::module_& module) {
       .def(
           "keep", [](BoundSet& self) { without_lock([&] { self.keep(); }); }, "It stays; older ones may go.")
       .def(
-          "withdraw",
-          [](BoundSet& self) { value_or_raise(without_lock([&] { return self.withdraw(); })); }, "It goes again.");
+          "withdraw", [](BoundSet& self) { value_or_raise(without_lock([&] { return self.withdraw(); })); },
+          "It goes again.");
   module.def(
       "commit_set",
       [](const std::string& directory, const std::vector<std::string>& paths, const py::dict& dict) {

@@ -6,6 +6,7 @@
 
 #include "checkpoint/archived_values.h"
 #include "checkpoint/section_reader.h"
+#include "checkpoint/state_sections.h"
 #include "checkpoint/store_names.h"
 
 namespace torpor {
@@ -28,9 +29,10 @@ Status check_name(const SetMember& member, size_t rank, size_t ranks) {
 Result<std::vector<SetMember>> read_members(const Checkpoint& set) {
   TORPOR_ASSIGN(const std::vector<Section> sections, set.read_sections());
   if (std::none_of(sections.begin(), sections.end(), [](const Section& s) { return s.name == kSetSection; })) {
-    return Error{.code = Code::kIncompatible,
-                 .what = fmt::format("{} is the checkpoint of one engine, not of several data parallel ranks", set.path()),
-                 .next_step = "wake it in one engine, or name a set"};
+    return Error{
+        .code = Code::kIncompatible,
+        .what = fmt::format("{} is the checkpoint of one engine, not of several data parallel ranks", set.path()),
+        .next_step = "wake it in one engine, or name a set"};
   }
   std::vector<SetMember> members;
   SectionReader reader(sections, kSetVersion);

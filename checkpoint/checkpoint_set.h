@@ -9,7 +9,6 @@
 #pragma once
 
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "base/file_system.h"
@@ -17,8 +16,6 @@
 #include "checkpoint/checkpoint_manager.h"
 
 namespace torpor {
-
-inline constexpr std::string_view kSetSection = "set";
 
 struct SetMember {
   std::string name;  // below the set's directory: "rank-0-of-2/g-000007"

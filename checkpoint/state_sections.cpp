@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "checkpoint/archived_values.h"
-#include "checkpoint/checkpoint_set.h"
 #include "checkpoint/journal.h"
 #include "checkpoint/section_reader.h"
 

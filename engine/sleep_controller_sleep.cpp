@@ -206,7 +206,8 @@ Status SleepController::let_go(FallingAsleep& sleep) {
   // The generators are where they were when the requests were first kept.
   const bool same_workers = sleep.deeper && preserved_ && sleep.preserved;
   std::optional<RestoredFrom> from;
-  if (sleep.pending) from = {.directory = directory_of(options.data_parallel), .generation = sleep.pending->generation()};
+  if (sleep.pending)
+    from = {.directory = directory_of(options.data_parallel), .generation = sleep.pending->generation()};
   if (options.level > 0) TORPOR_TRY(detach(sleep));
   // From here on nothing fails: the memory is gone.
   sleep.operation.keep();

@@ -16,8 +16,8 @@ using test::value_of;
 class CheckpointSetTest : public ::testing::Test {
  protected:
   std::string write_rank(int rank, int ranks = 2) {
-    return value_of(test::write_checkpoint(*value_of(
-        CheckpointManager::open(file_system_, rank_directory(temporary_.path(), rank, ranks), options_))));
+    return value_of(test::write_checkpoint(
+        *value_of(CheckpointManager::open(file_system_, rank_directory(temporary_.path(), rank, ranks), options_))));
   }
   std::vector<std::string> write_ranks() { return {write_rank(0), write_rank(1)}; }
   Result<CommittedSet> commit(const std::vector<std::string>& paths) {

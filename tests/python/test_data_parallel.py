@@ -58,6 +58,7 @@ def checkpoints(directory) -> dict[str, list[str]]:
     return {n: sorted(e.name for e in p.glob("g-*")) for n, p in places.items() if p.is_dir()}
 
 
+@pytest.mark.feature("data parallel ranks", "in process", "new process")
 @pytest.mark.slow
 @pytest.mark.rig
 def test_all_ranks_sleep_or_none_and_a_checkpoint_is_of_all_of_them(

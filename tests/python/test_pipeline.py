@@ -13,6 +13,7 @@ STEPS = [3, 14] if rig.active() else [3, 16, 31]
 DEPTH = 3 if rig.active() else 2  # batches at most, and one less between steps
 
 
+@pytest.mark.feature("pipeline stages", "in process", "new process", "take-over")
 @pytest.mark.slow
 @pytest.mark.rig
 def test_two_stages_sleep_and_a_new_process_goes_on(zygote, tiny_model, tmp_path):
