@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include <fmt/format.h>
+#include <boost/filesystem.hpp>
 
 #include "checkpoint/archived_values.h"
 #include "checkpoint/section_reader.h"
@@ -15,6 +16,14 @@ namespace {
 constexpr uint32_t kSetVersion = 1;
 
 std::string rank_directory_name(size_t rank, size_t ranks) { return fmt::format("rank-{}-of-{}", rank, ranks); }
+
+// The last two components of `path`, if what is before them is `directory`; else nothing.
+std::string name_below(const std::string& directory, const std::string& path) {
+  namespace fs = boost::filesystem;
+  const fs::path whole = fs::absolute(path).lexically_normal();
+  const std::string name = fmt::format("{}/{}", whole.parent_path().filename().string(), whole.filename().string());
+  return (fs::absolute(directory) / name).lexically_normal() == whole ? name : std::string();
+}
 
 // A name that a writer gives: nothing in a file may lead elsewhere.
 Status check_name(const SetMember& member, size_t rank, size_t ranks) {
@@ -79,15 +88,13 @@ Result<CommittedSet> commit_set(FileSystem& file_system, const std::string& dire
     TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> manager,
                   CheckpointManager::open(file_system, directory, std::move(options)));
     TORPOR_ASSIGN(PendingCheckpoint pending, manager->begin(0));
-    const std::string store = pending.staging_path().substr(0, pending.staging_path().rfind('/'));
     std::vector<SetMember> members;
     for (size_t rank = 0; rank < paths.size(); ++rank) {
-      SetMember member;
-      if (paths[rank].starts_with(store + "/")) member.name = paths[rank].substr(store.size() + 1);
+      SetMember member{.name = name_below(directory, paths[rank])};
       if (!check_name(member, rank, paths.size())) {
         return Error{.code = Code::kInvalidArgument,
-                     .what = fmt::format("the checkpoint {} of rank {} does not lie in {}", paths[rank], rank,
-                                         rank_directory(store, static_cast<int>(rank), static_cast<int>(paths.size()))),
+                     .what = fmt::format("the checkpoint {} of rank {} does not lie in {}/{}", paths[rank], rank,
+                                         directory, rank_directory_name(rank, paths.size())),
                      .next_step = "write it there"};
       }
       TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(file_system, paths[rank], key));

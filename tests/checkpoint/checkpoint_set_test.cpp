@@ -48,6 +48,15 @@ TEST_F(CheckpointSetTest, NamesTheCheckpointOfEachRank) {
   }
 }
 
+TEST_F(CheckpointSetTest, ADirectoryMayBeWrittenInOtherWays) {
+  const std::vector<std::string> paths = write_ranks();
+  for (const std::string& directory :
+       {temporary_ / "", temporary_ / "rank-0-of-2/..", fs::relative(temporary_.path(), fs::current_path()).string()}) {
+    EXPECT_EQ(value_of(open(value_of(commit_set(file_system_, directory, options_, paths)).path)).members.size(), 2u)
+        << directory;
+  }
+}
+
 TEST_F(CheckpointSetTest, AMissingCheckpointIsNamed) {
   const std::string path = write();
   fs::remove_all(temporary_ / "rank-1-of-2/g-000001");

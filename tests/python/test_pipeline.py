@@ -9,7 +9,7 @@ from conftest import result_of
 from requests_of_tests import final
 
 HERE = Path(__file__).parent
-STEPS = [3, 14] if rig.active() else [3, 16, 31]
+STEPS = [9] if rig.active() else [3, 16]
 DEPTH = 3 if rig.active() else 2  # batches at most, and one less between steps
 
 
