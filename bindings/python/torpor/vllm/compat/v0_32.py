@@ -1239,6 +1239,27 @@ CUDA_WORKER = (
 # vLLM's OpenAI-compatible server.
 SERVER = (
     Module(
+        "vllm.entrypoints.openai.models.serving",
+        classes=(
+            Class(
+                "OpenAIServingModels",
+                fields="base_model_paths lora_id_counter",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.utils.counter",
+        classes=(
+            Class(
+                "AtomicCounter",
+                calls={
+                    "inc": "self, num=1",
+                },
+                properties="value",
+            ),
+        ),
+    ),
+    Module(
         "vllm.envs",
         names=("VLLM_API_KEY", "VLLM_SERVER_DEV_MODE",),
     ),
@@ -1292,15 +1313,6 @@ SERVER = (
     Module(
         "vllm.utils.argparse_utils",
         names=("FlexibleArgumentParser",),
-    ),
-    Module(
-        "vllm.entrypoints.openai.models.serving",
-        classes=(
-            Class(
-                "OpenAIServingModels",
-                fields="base_model_paths",
-            ),
-        ),
     ),
 )
 
