@@ -191,7 +191,8 @@ class HashCheck {
         for (size_t i = 0; i < table.blocks.size(); ++i) {
           const auto block = blocks_.find(table.blocks[i]);
           if (block == blocks_.end() || block->second->hash.empty()) continue;
-          // Which of the chain is its last; where blocks are larger than what a hash covers, they may be cached in part.
+          // Which of the chain is its last; where blocks are larger than what a hash covers, they may be cached in
+          // part.
           const size_t last = (block_hashes == 1 ? i + 1 : covered(*block->second)) - 1;
           if (last >= count)
             return wrong(request, fmt::format("block {} carries a hash beyond its full blocks", table.blocks[i]));
@@ -218,7 +219,8 @@ class HashCheck {
   std::unordered_map<int32_t, const KvBlock*> blocks_;
 };
 
-// The tokens that each hash of a chain covers: what the engine says, or a whole block where there is one size. 0: unknown.
+// The tokens that each hash of a chain covers: what the engine says, or a whole block where there is one size. 0:
+// unknown.
 size_t tokens_of_a_hash(const EngineCheckpoint& engine) {
   const std::vector<KvGroup>& groups = engine.state.kv.groups;
   if (groups.empty()) return 0;

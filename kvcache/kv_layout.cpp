@@ -51,8 +51,8 @@ bool mixes_blocks(const KvTensor& one, const KvTensor& other, uint32_t num_block
       const bool behind = layer_address(one, i) >= layer_address(other, j);
       const KvTensor& front = behind ? one : other;  // the tensor whose block 0 has the higher address in this pair
       const KvTensor& back = behind ? other : one;
-      const uint64_t distance = behind ? layer_address(one, i) - layer_address(other, j)
-                                       : layer_address(other, j) - layer_address(one, i);
+      const uint64_t distance =
+          behind ? layer_address(one, i) - layer_address(other, j) : layer_address(other, j) - layer_address(one, i);
       // No piece is longer than the stride: block 0 of `front` can only touch these two blocks of `back`.
       const uint64_t block = distance / stride;
       const uint64_t rest = distance % stride;

@@ -32,8 +32,8 @@ struct KvLayout {
   std::vector<KvTensor> tensors;
 
   uint64_t bytes_per_block() const;  // over all layers of all tensors, as often as they name them
-  // Refuses zero sizes, pieces of a tensor that overlap each other, tensors whose pieces lie over those of another block,
-  // and sums that wrap (kInvalidArgument, names the tensor).
+  // Refuses zero sizes, pieces of a tensor that overlap each other, tensors whose pieces lie over those of another
+  // block, and sums that wrap (kInvalidArgument, names the tensor).
   Status validate() const;
   // The same bytes, each in one piece only: tensors that lie over others are put together. A layout in which none does
   // comes back as it is. Precondition: validate().

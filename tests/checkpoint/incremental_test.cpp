@@ -278,7 +278,8 @@ EngineCheckpoint hashed_example() {
     return key;
   };
   KvSnapshot& kv = checkpoint.state.kv;
-  kv.groups = {{.block_size = 4, .tables = {{"run", {0, 2, 3, 4}, 3}}}, {.block_size = 8, .tables = {{"run", {5, 6}, 1}}}};
+  kv.groups = {{.block_size = 4, .tables = {{"run", {0, 2, 3, 4}, 3}}},
+               {.block_size = 8, .tables = {{"run", {5, 6}, 1}}}};
   // Block 6 is cached in part: the first half of it.
   kv.blocks = {{2, 1, key(2, 0), 8}, {3, 1, key(3, 0), 12}, {4, 1, {}, 0}, {5, 1, key(2, 1), 8}, {6, 1, key(3, 1), 12}};
   kv.prefix_index.clear();

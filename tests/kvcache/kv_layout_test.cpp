@@ -77,7 +77,8 @@ std::vector<KvLayout> groups_over_one_another() {
   two_layers.layers = 2;
   one_short_layer.layers = 1;
   one_short_layer.block_bytes = 60;  // in pages as large as the others'
-  const KvTensor interleaved{.address = 1000, .layers = 3, .layer_stride = 100, .block_stride = 400, .block_bytes = 100};
+  const KvTensor interleaved{
+      .address = 1000, .layers = 3, .layer_stride = 100, .block_stride = 400, .block_bytes = 100};
   const KvTensor one_large{.address = 1000, .layers = 1, .layer_stride = 1, .block_stride = 400, .block_bytes = 350};
   const KvTensor shifted{.address = 1050, .layers = 2, .layer_stride = 170, .block_stride = 400, .block_bytes = 170};
   return {{.num_blocks = 4, .tensors = {three_layers, three_layers, two_layers, one_short_layer}},
@@ -114,8 +115,7 @@ TEST(KvLayout, WithoutGroupsOverOneAnotherMergingChangesNothing) {
       {.address = 2200, .layers = 2, .layer_stride = 40, .block_stride = 10, .block_bytes = 10});
   KvLayout in_gaps = blocks_outermost();
   in_gaps.tensors[0].block_stride = 400;
-  in_gaps.tensors.push_back(
-      {.address = 1300, .layers = 1, .layer_stride = 1, .block_stride = 400, .block_bytes = 100});
+  in_gaps.tensors.push_back({.address = 1300, .layers = 1, .layer_stride = 1, .block_stride = 400, .block_bytes = 100});
   for (const KvLayout& layout : {layers_outermost(), blocks_outermost(), side_by_side, in_gaps}) {
     ASSERT_SUCCEEDS(layout.validate());
     EXPECT_EQ(layout.merged(), layout);

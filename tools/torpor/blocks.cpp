@@ -105,7 +105,8 @@ Json runs(const Node& node, size_t depth, int32_t block_size, bool cached_so_far
 using Index = std::map<std::string, const PrefixEntry*>;  // by key
 
 // The blocks that hold a piece of a prefix, of all groups. A key is the hash alone, or with the group's number behind.
-std::vector<int32_t> blocks_with(const std::string& hash, size_t groups, const Index& index, std::set<std::string>& used) {
+std::vector<int32_t> blocks_with(const std::string& hash, size_t groups, const Index& index,
+                                 std::set<std::string>& used) {
   std::vector<std::string> keys = {hash};
   for (size_t group = 0; group < groups; ++group) keys.push_back(hash + fmt::format("{:08x}", group));
   std::vector<int32_t> blocks;
