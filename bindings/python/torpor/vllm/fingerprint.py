@@ -8,6 +8,7 @@ import torch
 import vllm
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from torpor import _core
 
@@ -56,10 +57,28 @@ def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
         fields["lora"] = f"{lora.max_loras} of rank {lora.max_lora_rank}, {lora.lora_dtype}"
     if type(scheduler) is not Scheduler:
         fields["scheduler"] = type(scheduler).__name__
+    fields |= _of_groups(scheduler, cache)
     for of_workers in ("device", "attention"):
         for name in sorted({name for w in workers for name in w[of_workers]}):
             fields[name] = ",".join(sorted({w[of_workers].get(name, "nothing") for w in workers}))
     return {name: str(value) for name, value in fields.items()}
+
+
+def _of_groups(scheduler, cache) -> dict:
+    """Only of engines with more than full attention: checkpoints of others have none of these."""
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    if [type(manager) for manager in managers] == [FullAttentionManager]:
+        return {}
+    kinds = zip(managers, groups)
+    fields = {
+        "kv_groups": ",".join(f"{type(manager).__name__} of {len(group.layer_names)}" for manager, group in kinds),
+        "prefix_hash_tokens": scheduler.hash_block_size,
+        "prefix_retention": scheduler.kv_cache_config.prefix_cache_retention_interval,
+    }
+    if scheduler.has_mamba_layers:
+        fields["mamba_cache"] = f"{cache.mamba_cache_mode}, {cache.mamba_cache_dtype}, {cache.mamba_ssm_cache_dtype}"
+    return fields
 
 
 def _speculation(config) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
+from torpor.vllm import kv_groups
 from torpor.vllm.kv_layout import scattered_blocks
 from torpor.vllm.scheduler_values import unsupported_fields
 from torpor.vllm.values import unsupported_sampling
@@ -24,6 +24,7 @@ def unsupported_engine(vllm_config) -> list[str]:
         "an encoder cache connector": vllm_config.ec_transfer_config is not None,
         "encoder-decoder models": vllm_config.model_config.is_encoder_decoder,
         "pooling models": vllm_config.model_config.runner_type != "generate",
+        "ReplaySSM": vllm_config.cache_config.use_replayssm,
     }
     return [name for name, found in checks.items() if found]
 
@@ -37,16 +38,9 @@ def cannot_stand_still(vllm_config) -> str | None:
 
 def unsupported_scheduler(scheduler: Scheduler) -> list[str]:
     """Features in use by the requests and the KV cache at this moment."""
-    found = []
-    for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
-        if type(manager) is not FullAttentionManager:
-            found.append(f"KV caches of the kind {type(manager).__name__}")
-    if len(scheduler.kv_cache_manager.coordinator.single_type_managers) != 1:
-        found.append("several KV cache groups")
+    found = kv_groups.unsupported(scheduler.kv_cache_manager.coordinator.single_type_managers)
     if layout := scattered_blocks(scheduler.kv_cache_config):
         found.append(f"the KV cache layout {layout}")
-    if any(manager.new_block_ids for manager in scheduler.kv_cache_manager.coordinator.single_type_managers):
-        found.append("new KV blocks that were not zeroed yet")
     if scheduler.deferred_frees:
         found.append("blocks that are freed when a step has ended")
     if scheduler.finished_recving_kv_req_ids or scheduler.failed_recving_kv_req_ids:
