@@ -44,7 +44,7 @@ Result<EngineCheckpoint> decode(std::span<const Section> sections) {
   if (std::any_of(sections.begin(), sections.end(), [](const Section& s) { return s.name == kSetSection; })) {
     return Error{.code = Code::kIncompatible,
                  .what = "it is a set of checkpoints of several data parallel ranks",
-                 .next_step = "wake it with as many data parallel ranks"};
+                 .next_step = "wake it with as many data parallel ranks, or look at the checkpoint of each"};
   }
   SectionReader reader(sections, kSectionVersion);
   TORPOR_TRY(reader.take("requests", scheduler.requests));

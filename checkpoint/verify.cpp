@@ -12,6 +12,7 @@
 #include "base/page_buffer.h"
 #include "base/units.h"
 #include "checkpoint/prefix_hash.h"
+#include "checkpoint/state_sections.h"
 
 namespace torpor {
 namespace {
@@ -259,10 +260,21 @@ void check_hashes(const EngineCheckpoint& engine, Verification& found) {
   }
 }
 
+// A set has no state of its own; the checkpoints that it names lie beside it.
+bool is_set(const Manifest& manifest) {
+  return std::any_of(manifest.sections.begin(), manifest.sections.end(),
+                     [](const SectionInfo& section) { return section.name == kSetSection; });
+}
+
 Status check_state(const Checkpoint& checkpoint, Verification& found) {
-  const Result<EngineCheckpoint> state = checkpoint.read_state();
   found.sections = checkpoint.manifest().sections.size();
   for (const SectionInfo& info : checkpoint.manifest().sections) found.bytes += info.stored_bytes;
+  if (is_set(checkpoint.manifest())) {
+    if (const auto sections = checkpoint.read_sections(); !sections) found.problems.push_back(sections.error());
+    found.hashes_not_checked = "it is a set: verify the checkpoint of each rank";
+    return ok();
+  }
+  const Result<EngineCheckpoint> state = checkpoint.read_state();
   if (!state) {
     if (state.error().code == Code::kResourceExhausted) return state.error();
     found.problems.push_back(state.error());

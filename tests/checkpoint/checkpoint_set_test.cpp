@@ -2,6 +2,7 @@
 
 #include <boost/filesystem.hpp>
 
+#include "checkpoint/verify.h"
 #include "tests/support/faulty_file_system.h"
 #include "tests/support/results.h"
 #include "tests/support/temporary_directory.h"
@@ -110,7 +111,10 @@ TEST_F(CheckpointSetTest, CheckpointsThatLieElsewhereAreRefused) {
 
 TEST_F(CheckpointSetTest, ASetIsNoCheckpointOfAnEngineNorTheOtherWayRound) {
   const std::string path = write();
-  EXPECT_FAILS(value_of(open_checkpoint(file_system_, path)).read_state(), Code::kIncompatible, "data parallel");
+  const Checkpoint set = value_of(open_checkpoint(file_system_, path));
+  EXPECT_FAILS(set.read_state(), Code::kIncompatible, "data parallel");
+  EXPECT_TRUE(value_of(verify(set)).problems.empty());
+  EXPECT_NE(value_of(verify(set)).hashes_not_checked.find("each rank"), std::string::npos);
   EXPECT_FAILS(open(temporary_ / "rank-0-of-2"), Code::kIncompatible, "one engine");
 }
 
