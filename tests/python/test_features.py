@@ -25,7 +25,7 @@ def _marked():
         if "rig" in feature.on:
             marks.append(pytest.mark.rig)
         if "CPU" in feature.on or rig.active():
-            yield pytest.param(name, marks=marks)
+            yield pytest.param(name, marks=marks, id=name.replace(",", "").replace(" ", "-"))
 
 
 @pytest.mark.slow

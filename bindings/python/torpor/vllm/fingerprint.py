@@ -23,7 +23,6 @@ def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
     hash_algorithm, hash_seed = cache.prefix_caching_hash_algo, get_none_hash_seed()
     if "xxhash" in hash_algorithm:  # collisions can be made by those who know the seed
         hash_seed = _core.digest(hash_seed.encode())
-    tensors = scheduler.kv_cache_config.kv_cache_tensors
     fields = {
         "vllm_version": vllm.__version__,
         "torch_version": torch.__version__,
@@ -36,7 +35,7 @@ def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
         "kv_cache_dtype": cache.cache_dtype,
         "kv_num_blocks": scheduler.kv_cache_config.num_blocks,
         "kv_block_sizes": ",".join(str(g.kv_cache_spec.block_size) for g in scheduler.kv_cache_config.kv_cache_groups),
-        "kv_layout": ";".join(f"{t.offset},{len(t.layers)},{t.layer_stride},{t.block_stride}" for t in tensors),
+        "kv_layout": " | ".join(dict.fromkeys(w["kv_layout"] for w in workers)),
         "prefix_caching": cache.enable_prefix_caching,
         "prefix_hash": f"{hash_algorithm}, seed {hash_seed}",
         "tensor_parallel_size": parallel.tensor_parallel_size,
@@ -50,6 +49,8 @@ def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
         "threads": ",".join(str(w["threads"]) for w in workers),
         "model_runner": ",".join(sorted({w["runner"] + (" V2" if w["v2"] else "") for w in workers})),
     }
+    if parallel.pipeline_parallel_size > 1:
+        fields["pipeline_stages"] = _core.digest("|".join(w["layers"] for w in workers).encode())
     if (speculation := vllm_config.speculative_config) is not None:
         fields["speculation"] = _speculation(speculation)
     if (lora := vllm_config.lora_config) is not None:

@@ -29,6 +29,10 @@ def unsupported(runner) -> list[str]:
     return []
 
 
+def settle(runner) -> None:
+    """Nothing is left to do between steps."""
+
+
 def capture(runner, sampling: dict[str, dict]) -> dict:
     """Rows, generators and cached requests. It keeps sampling parameters itself, of finished requests too."""
     generators = {}

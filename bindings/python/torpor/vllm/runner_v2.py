@@ -90,6 +90,13 @@ def _as_expected() -> list[str]:
     return []
 
 
+def settle(runner) -> None:
+    """A stage of a pipeline before the last hears which tokens were sampled, and notes them some steps later: now."""
+    if runner.pp_handler is not None:
+        for _ in range(len(runner.pp_handler.queue)):
+            runner.update_pp_decode_requests()
+
+
 def capture(runner, sampling: dict[str, dict]) -> dict:
     """Slots, seeds and counters. `sampling`: parameters of the unfinished requests, as values; the runner keeps none.
 

@@ -225,8 +225,11 @@ def unstarted_request(request_id: str, prompt_token_ids: list[int], sampling: di
 
 
 def given_since(checkpoint: dict) -> list[dict]:
-    """Requests with more output tokens than the workers of the checkpoint know; `drawn`: how many more."""
-    known = {item["id"]: len(item["output_token_ids"]) for item in checkpoint["workers"][0]["engine"]["requests"]}
+    """Requests with more output tokens than the workers of the checkpoint know; `drawn`: how many more.
+
+    The last worker is of the last stage of a pipeline, which samples; others may hear of tokens a step later.
+    """
+    known = {item["id"]: len(item["output_token_ids"]) for item in checkpoint["workers"][-1]["engine"]["requests"]}
     given = []
     for item in checkpoint["scheduler"]["requests"]:
         drawn = len(item["output_token_ids"]) - known.get(item["id"], 0)

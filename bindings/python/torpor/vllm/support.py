@@ -13,9 +13,12 @@ from torpor.vllm.values import unsupported_sampling
 def unsupported_engine(vllm_config) -> list[str]:
     """Features of the configuration."""
     parallel = vllm_config.parallel_config
+    staged = parallel.pipeline_parallel_size > 1
     checks = {
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "data parallelism": parallel.data_parallel_size > 1,
+        "speculative decoding in a pipeline": staged and vllm_config.speculative_config is not None,
+        "LoRA in a pipeline": staged and vllm_config.lora_config is not None,
+        "multimodal models in a pipeline": staged and vllm_config.model_config.is_multimodal_model,
+        "data parallelism with experts": parallel.data_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         "a KV connector": vllm_config.kv_transfer_config is not None,
         "an encoder cache connector": vllm_config.ec_transfer_config is not None,
@@ -24,6 +27,13 @@ def unsupported_engine(vllm_config) -> list[str]:
         "ReplaySSM": vllm_config.cache_config.use_replayssm,
     }
     return [name for name, found in checks.items() if found]
+
+
+def cannot_stand_still(vllm_config) -> str | None:
+    """Why no sleep of any kind is possible. Engine cores without experts are independent, and say that they are one."""
+    if vllm_config.parallel_config.data_parallel_size == 1:
+        return None
+    return "data parallelism with experts: an engine that stands still keeps computing empty batches for the others"
 
 
 def unsupported_scheduler(scheduler: Scheduler) -> list[str]:

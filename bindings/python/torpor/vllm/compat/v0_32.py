@@ -81,9 +81,11 @@ ENGINE = (
                 "AsyncMPClient",
                 calls={
                     "call_utility_async": "self, method, *args",
+                    "_call_utility_async": "self, method, *args, engine",
                     "abort_requests_async": "self, request_ids",
                 },
             ),
+            Class("DPLBAsyncMPClient", fields="core_engines reqs_in_flight engine_inflight"),
         ),
     ),
     Module(
@@ -848,7 +850,7 @@ _WORKER = Module(
                 "reload_weights": "self, *args, **kwargs",
                 "synchronize_device": "self",
             },
-            fields="vllm_config rank device model_runner use_v2_model_runner",
+            fields="vllm_config rank device model_runner use_v2_model_runner _pp_send_work",
         ),
     ),
 )
@@ -1007,6 +1009,19 @@ CPU_WORKER = (
 # Model runner V2, on any device: looked at when a worker has it.
 V2_RUNNER = (
     Module(
+        "vllm.v1.worker.gpu.pp_utils",
+        classes=(
+            Class(
+                "PPHandler",
+                fields="""
+                    aux_hidden_state_relay_keys broadcast_group broadcast_stream device is_last_rank
+                    last_rank main_stream max_sample_len num_speculative_steps queue req_idx_gen_np
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
         "vllm.v1.worker.gpu.model_runner",
         classes=(
             Class(
@@ -1014,6 +1029,7 @@ V2_RUNNER = (
                 calls={
                     "add_requests": "self, scheduler_output",
                     "_remove_request": "self, req_id",
+                    "update_pp_decode_requests": "self",
                     "reset_encoder_cache": "self",
                 },
                 fields="""
