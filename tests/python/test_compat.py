@@ -19,7 +19,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 import torpor
 from torpor import errors
 from torpor.vllm import compat, frontend
-from torpor.vllm.compat import guards
+from torpor.vllm.compat import guards, imported
 from torpor.vllm.compat.guards import Class, Module
 from torpor.vllm.compat.patching import Patches
 
@@ -156,15 +156,13 @@ def test_a_field_that_the_manifest_does_not_know_is_named(module, cls):
 
 
 def test_fields_are_found_wherever_a_class_declares_or_assigns_them():
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.engine import EngineCoreRequest
-    from vllm.v1.outputs import LogprobsTensors
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    def fields(module: str, name: str) -> set[str]:
+        return imported.module(module).cls(name).fields()
 
-    assert "ref_cnt" in guards.fields_of(KVCacheBlock)  # a dataclass
-    assert "kv_hints" in guards.fields_of(EngineCoreRequest)  # msgspec
-    assert "selected_token_ranks" in guards.fields_of(LogprobsTensors)  # a named tuple
-    assert "input_batch" in guards.fields_of(CPUModelRunner)  # assigned in a base
+    assert "ref_cnt" in fields("vllm.v1.core.kv_cache_utils", "KVCacheBlock")  # a dataclass
+    assert "cache_salt" in fields("vllm.v1.engine", "EngineCoreRequest")  # msgspec
+    assert "selected_token_ranks" in fields("vllm.v1.outputs", "LogprobsTensors")  # a named tuple
+    assert "input_batch" in fields("vllm.v1.worker.cpu_model_runner", "CPUModelRunner")  # assigned in a base
 
 
 # --- all patches or none ----------------------------------------------------------------------------------------------
@@ -316,7 +314,7 @@ CALLS = re.sub(r"\n +", " ", SEMANTICS.split("```")[1])  # one a line
 @pytest.mark.parametrize("name", ["sleep", "wake_up", "checkpoint"])
 def test_signatures_are_those_of_the_document(methods, name):
     [documented] = [line for line in CALLS.splitlines() if line.startswith(f"{name}(")]
-    found = guards.signature_text(getattr(methods, name)).removeprefix("self").removeprefix(", ")
+    found = imported.signature_text(getattr(methods, name)).removeprefix("self").removeprefix(", ")
     assert f"{name}({found})".replace("'", '"') == documented
     parameters = list(inspect.signature(getattr(methods, name)).parameters)[1:]
     for parameter in parameters:

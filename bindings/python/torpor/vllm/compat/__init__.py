@@ -13,12 +13,20 @@ VERSIONS = {"0.32": "v0_32"}  # of vLLM, without the patch level: the module her
 
 def manifest(version: str) -> ModuleType:
     """The manifest for this version of vLLM. Raises Unsupported for a version that torpor does not know."""
-    known = ".".join(version.split("+")[0].split(".")[:2])
+    known = _minor(version)
     if known not in VERSIONS:
         raise Unsupported(
             f"torpor is for vLLM {', '.join(VERSIONS)}, this is {version}", "install the torpor that fits it"
         )
     return import_module(f"torpor.vllm.compat.{VERSIONS[known]}")
+
+
+def nearest(version: str) -> str:
+    """The version in VERSIONS that one which need not be there is best compared with: itself, the next older, or any."""
+    of = {tuple(int(number) for number in known.split(".")): known for known in VERSIONS}
+    numbers = [number for number in _minor(version).split(".") if number.isdecimal()]
+    older = [known for known in of if len(numbers) < 2 or known <= (int(numbers[0]), int(numbers[1]))]
+    return of[max(older) if older else min(of)]
 
 
 def patches(version: str) -> ModuleType:
@@ -33,3 +41,7 @@ def check(version: str, *parts: str) -> None:
     if found:
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
         raise Unsupported(f"vLLM {version} is not as expected: {found[0]}{more}", "install the torpor that fits it")
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])
