@@ -191,7 +191,7 @@ def test_patches_are_taken_back_in_full():
 
 # --- beside a vLLM that torpor does not know --------------------------------------------------------------------------
 
-OTHER_VERSION = 'vllm.__version__ = "0.33.1"'
+OTHER_VERSION = 'vllm.__version__ = "0.99.1"'
 OTHER_SIGNATURE = """
 from vllm.v1.engine.core import EngineCore
 def pause_scheduler(self, mode="abort", clear_cache=True, drain=False): pass
@@ -249,7 +249,7 @@ def seen() -> dict[str, dict]:
 @pytest.mark.parametrize(
     ("case", "named"),
     [
-        ("version", "torpor is for vLLM 0.32, this is 0.33.1"),
+        ("version", "torpor is for vLLM 0.31, 0.32, 0.33, this is 0.99.1"),
         ("signature", "EngineCore.pause_scheduler takes (self, mode='abort', clear_cache=True, drain=False)"),
         ("missing", "RequestOutputCollector.get_nowait does not exist"),
         ("field", "CachedRequestState has a field brand_new that torpor does not know"),
@@ -334,5 +334,5 @@ def test_what_the_classes_of_vllm_got_shows_its_arguments(one):
 
 
 def test_a_version_that_is_not_known_is_named():
-    with pytest.raises(errors.Unsupported, match="0.31.4"):
-        compat.manifest("0.31.4")
+    with pytest.raises(errors.Unsupported, match="0.30.4"):
+        compat.manifest("0.30.4")

@@ -108,7 +108,7 @@ def _state_to_value(state: RequestState) -> dict:
         "parent": state.parent_req.request_id if state.parent_req is not None else None,
         "index": state.request_index,
         "prompt": state.prompt,
-        "weight_versions": [[version, start] for version, start in state.weight_version_starts],
+        "weight_versions": [[version, start] for version, start in getattr(state, "weight_version_starts", ())],
         "text": getattr(state.detokenizer, "output_text", ""),
         "text_offset": getattr(state.detokenizer, "_last_output_text_offset", 0),
         "logprobs": positions_to_value(logprobs.logprobs),
@@ -142,7 +142,8 @@ def _state_from_value(processor: OutputProcessor, item: dict, parents: dict[str,
     )
     for name in _PLAIN_FIELDS:
         setattr(state, name, item[name])
-    state.weight_version_starts = [(version, start) for version, start in item["weight_versions"]]
+    if hasattr(state, "weight_version_starts"):
+        state.weight_version_starts = [(version, start) for version, start in item["weight_versions"]]
     _replay(state, item)
     logprobs = state.logprobs_processor
     logprobs.logprobs = positions_from_value(item["logprobs"])

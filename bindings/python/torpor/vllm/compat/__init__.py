@@ -1,4 +1,7 @@
-"""Which vLLM this is, and whether it is as torpor expects. One module a version: its manifest and its patches."""
+"""Which vLLM this is, and whether it is as torpor expects. One module a version: its manifest.
+
+v0_32.py is whole; those of other versions say what differs from it.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ from importlib import import_module
 from types import ModuleType
 
 from torpor.errors import Unsupported
-from torpor.vllm.compat import guards
+from torpor.vllm.compat import changes, guards
 
-VERSIONS = {"0.32": "v0_32"}  # of vLLM, without the patch level: the module here
+VERSIONS = {"0.31": "v0_31", "0.32": "v0_32", "0.33": "v0_33"}  # of vLLM, without the patch level: the module here
 
 
 def manifest(version: str) -> ModuleType:
@@ -30,8 +33,16 @@ def nearest(version: str) -> str:
 
 
 def patches(version: str) -> ModuleType:
-    """What is replaced in this version of vLLM. To be imported only after its guards have passed."""
-    return import_module(f"{manifest(version).__name__}_patches")
+    """What is replaced in this version of vLLM: the same in all so far. To be imported only after its guards have passed."""
+    manifest(version)
+    return import_module("torpor.vllm.compat.v0_32_patches")
+
+
+def lookup(module: str, name: str):
+    """What vLLM 0.32 has as `name` in `module`, from wherever the installed version has it; None where it has it not."""
+    import vllm
+
+    return changes.find(getattr(manifest(vllm.__version__), "CHANGES", {}), module, name)
 
 
 def check(version: str, *parts: str) -> None:
