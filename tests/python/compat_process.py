@@ -22,11 +22,13 @@ from torpor.vllm import compat, plugin, serve
 from torpor.vllm.compat import imported
 from torpor.vllm.server import ServerPlugin
 
+STOCK = vllm.__version__  # a case may change it
+
 
 def vllms_own() -> list:
     """Every module and class of vLLM that the manifest names."""
     found = []
-    for part in compat.manifest(vllm.__version__).PARTS.values():
+    for part in compat.manifest(STOCK).PARTS.values():
         for module in part:
             loaded = importlib.import_module(module.name)
             found += [loaded, *(getattr(loaded, cls.name) for cls in module.classes)]

@@ -19,13 +19,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 import torpor
 from torpor import errors
 from torpor.vllm import compat, frontend
-from torpor.vllm.compat import guards, imported
+from torpor.vllm.compat import changes, guards, imported, v0_32
 from torpor.vllm.compat.guards import Class, Module
 from torpor.vllm.compat.patching import Patches
 
 MANIFEST = compat.manifest(vllm.__version__)
 ADAPTER = Path(torpor.__file__).parent
 EVERYTHING = [module for part in MANIFEST.PARTS.values() for module in part]
+WHOLE = [module for part in v0_32.PARTS.values() for module in part]  # that others are written by
 
 
 # --- the contract -----------------------------------------------------------------------------------------------------
@@ -43,9 +44,11 @@ def test_the_guards_take_a_moment():
 
 
 def imports_of(path: Path) -> set[tuple[str, str]]:
-    """(module, name) of each import from vLLM in a file; the name is "" where the module itself is imported."""
+    """(module, name) of each import or lookup() from vLLM in a file; the name is "" for the module itself."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("lookup", "compat.lookup"):
+            found.add(tuple(argument.value for argument in node.args))
         if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "vllm":
             found |= {(node.module, alias.name) for alias in node.names}
         elif isinstance(node, ast.Import):
@@ -54,15 +57,33 @@ def imports_of(path: Path) -> set[tuple[str, str]]:
 
 
 def test_every_name_that_the_adapter_imports_from_vllm_stands_in_the_manifest():
-    known = {(module.name, name) for module in EVERYTHING for name in (*module.imported(), "")}
-    known |= {(module.name.rpartition(".")[0], module.name.rpartition(".")[2]) for module in EVERYTHING}
+    known = {(module.name, name) for module in WHOLE for name in (*module.imported(), "")}
+    known |= {(module.name.rpartition(".")[0], module.name.rpartition(".")[2]) for module in WHOLE}
     for path in sorted(ADAPTER.rglob("*.py")):
         missing = imports_of(path) - known
         assert not missing, f"{path.name} imports {sorted(missing)}: add them to compat/v0_32.py, with a guard"
 
 
+@pytest.mark.parametrize("known", compat.VERSIONS)
+def test_what_has_another_place_in_a_version_is_looked_up(known):
+    """Where a name is absent or elsewhere, a plain import of it would end the engine."""
+    elsewhere = {
+        full
+        for full, change in getattr(compat.manifest(known), "CHANGES", {}).items()
+        if change is changes.ABSENT or isinstance(change, changes.Moved)
+    }
+    allowed = {("v0_32_patches.py", "vllm.compilation.cudagraph_pool")}  # after it asked by a lookup
+    for path in sorted(ADAPTER.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                named = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+                assert {(path.name, name) for name in named & elsewhere} <= allowed, f"{path.name} imports {named}"
+
+
 def test_every_private_attribute_that_the_adapter_reads_of_another_stands_in_the_manifest():
-    known = {name for module in EVERYTHING for cls in module.classes for name in cls.touched()}
+    manifests = [compat.manifest(version) for version in compat.VERSIONS]
+    modules = [module for manifest in manifests for part in manifest.PARTS.values() for module in part]
+    known = {name for module in modules for cls in module.classes for name in cls.touched()}
     for path in sorted((ADAPTER / "vllm").rglob("*.py")):
         tree = ast.parse(path.read_text())
         own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}

@@ -10,6 +10,9 @@ from inspector import look
 from requests_of_tests import final, run
 from vllm import SamplingParams
 
+from torpor.vllm.compat import lookup
+
+SPANS = lookup("vllm.outputs", "WeightVersionSpan")  # from vLLM 0.32 on
 HERE = Path(__file__).parent
 STEPS = [2, 12] if rig.active() else [1, 2, 5, 12, 30, 50]
 
@@ -82,16 +85,19 @@ def test_the_version_of_the_weights_goes_with_them(one, zygote, tiny_model, monk
     before, result = wake_in_new_process(zygote, tiny_model, one.directory, [old, path])
     assert before["version"] == version and before["failed"] == []
     assert result["version"] == "17"
+    if SPANS is None:
+        return
     assert result["spans"]["greedy"] == [[[version, 0, 10], ["17", 10, 40]]]
     assert [spans[-1] for spans in result["spans"]["pair"]] == [["17", 2, 20]]  # of the choice that ended last
 
 
+@pytest.mark.skipif(SPANS is None, reason="this vLLM does not say which weights drew a token")
 def test_the_version_of_the_weights_stays_with_an_answer_that_has_ended_beside_others():
-    from vllm.outputs import CompletionOutput, WeightVersionSpan
+    from vllm.outputs import CompletionOutput
 
     from torpor.vllm.values import completion_from_value, completion_to_value
 
-    spans = [WeightVersionSpan("a", 0, 2), WeightVersionSpan("b", 2, 5)]
+    spans = [SPANS("a", 0, 2), SPANS("b", 2, 5)]
     output = CompletionOutput(0, "text", [1, 2], None, None, finish_reason="stop", weight_versions=spans)
     value = completion_to_value(output)
     assert completion_from_value(as_json(value)) == output
