@@ -13,6 +13,7 @@ import vllm
 
 from torpor.vllm import compat
 from torpor.vllm.compat import guards, imported
+from torpor.vllm.compat.changes import ABSENT, Changed, Moved, changed, find
 from torpor.vllm.compat.guards import Class, Module
 from torpor.vllm.compat.source import SourceTree
 
@@ -269,6 +270,62 @@ def test_what_is_not_there_is_named(toy):
         "torpor_toy.shapes.value cannot be called",
         "torpor_toy.shapes.Record has a field d that torpor does not know",
     ]
+
+
+# --- a manifest by what differs from another one's -------------------------------------------------------------------
+
+OLD = {
+    "engine": (
+        Module("torpor_toy.shapes", {"fallback": "a, b", "waits": "a"}, (Class("Plain", fields="slot gone", exact=True),)),
+        Module("torpor_toy.old", names=("starred", "here")),
+        Module("torpor_toy.gone", names=("anything",)),
+    ),
+    "cpu": (Module("torpor_toy.shapes", classes=(Class("Plain", {"many": "self"}, "slot", members="CONSTANT"),)),),
+}
+CHANGES = {
+    "torpor_toy.shapes.waits": ABSENT,
+    "torpor_toy.shapes.Plain": Changed({"many": "self, a"}, without="gone", also="new"),
+    "torpor_toy.old.starred": Moved("torpor_toy.stars.starred"),
+    "torpor_toy.gone": ABSENT,
+}
+
+
+def test_a_manifest_is_written_by_its_changes():
+    assert changed(OLD, CHANGES) == {
+        "engine": (
+            Module("torpor_toy.shapes", {"fallback": "a, b"}, (Class("Plain", fields="slot new", exact=True),)),
+            Module("torpor_toy.old", names=("here",)),
+            Module("torpor_toy.stars", names=("starred",)),
+        ),
+        "cpu": (Module("torpor_toy.shapes", classes=(Class("Plain", {"many": "self, a"}, "slot", members="CONSTANT"),)),),
+    }
+    moved = changed(OLD, {"torpor_toy.old": Moved("torpor_toy.new")})["engine"][1]
+    assert moved == Module("torpor_toy.new", names=("starred", "here"))
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [("torpor_toy.typo", ABSENT), ("torpor_toy.shapes.Typo", Changed()), ("torpor_toy.shapes.Plain", Changed(without="typo"))],
+)
+def test_a_change_of_nothing_is_a_mistake(name, change):
+    with pytest.raises(ValueError, match="typo|Typo"):
+        changed(OLD, CHANGES | {name: change})
+
+
+def test_what_has_another_place_is_found_there(toy):
+    changes = CHANGES | {"torpor_toy.whole": Moved("torpor_toy.shapes")}
+    assert find(changes, "torpor_toy.old", "starred").__module__ == "torpor_toy.stars"
+    assert find(changes, "torpor_toy.whole", "value") == find(changes, "torpor_toy.shapes", "value") == 5
+    assert find(changes, "torpor_toy.shapes", "waits") is find(changes, "torpor_toy.gone", "anything") is None
+
+
+@pytest.mark.parametrize(
+    "version, expected",
+    [("0.32.5", "0.32"), ("0.32.0+cpu", "0.32"), ("0.99.0", max(compat.VERSIONS)), ("0.1", min(compat.VERSIONS)),
+     ("1.0", max(compat.VERSIONS)), ("unknown", max(compat.VERSIONS)), ("dev", max(compat.VERSIONS))],
+)  # fmt: skip
+def test_an_unknown_version_is_compared_with_the_nearest(version, expected):
+    assert compat.nearest(version) == expected
 
 
 # --- tools/dev contract -----------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ def wake_in_new_process(zygote, model, directory, paths) -> list[dict]:
 
 
 @pytest.mark.rig
+@pytest.mark.core
 def test_a_new_process_goes_on_with_the_very_next_token(one, zygote, tiny_model):
     expected = as_json(one.expected)
     delivered, paths = [], []

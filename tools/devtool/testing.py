@@ -103,6 +103,20 @@ def rig_environment() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests/rig"), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
+def core_with_older_vllm() -> dict[str, tuple[list, dict]]:
+    """The core of the Python tests with the older vLLM, on either path."""
+    older, model = setup.older_environment(), setup.model(setup.python_environment())
+    env = os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"}
+    core = ("tests/python", "-m", "core")
+    return {
+        f"Python tests, core, {setup.OLDER_VLLM_WHEEL}": ([older, "-m", "pytest", *PYTEST_OPTIONS, *core], env),
+        f"Python tests, core, {setup.OLDER_VLLM_WHEEL}, GPU path": (
+            pytest_on_rig(older, "tests/python/test_gpu_path.py", "-m", "core"),
+            env | rig_environment(),
+        ),
+    }
+
+
 def whole_gpu_path() -> int:
     """All tests of engines on the rig, and those that are too long for `test`."""
     python, model = setup.everything()
