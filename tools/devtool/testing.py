@@ -9,7 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from devtool import setup
+from devtool import other_vllm, setup
 from devtool.setup import ROOT, cmake_build
 
 CORES = os.cpu_count() or 2
@@ -103,18 +103,24 @@ def rig_environment() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests/rig"), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
-def core_with_older_vllm() -> dict[str, tuple[list, dict]]:
-    """The core of the Python tests with the older vLLM, on either path."""
-    older, model = setup.older_environment(), setup.model(setup.python_environment())
-    env = os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"}
-    core = ("tests/python", "-m", "core")
+def core_with(python: Path, version: str, env: dict[str, str]) -> dict[str, tuple[list, dict]]:
+    """Jobs: the core of the Python tests with another vLLM, on the CPU's path and on the GPU's."""
+    core = [python, "-m", "pytest", *PYTEST_OPTIONS, "tests/python", "-m", "core"]
+    on_rig = pytest_on_rig(python, "tests/python/test_gpu_path.py", "-m", "core")
     return {
-        f"Python tests, core, {setup.OLDER_VLLM_WHEEL}": ([older, "-m", "pytest", *PYTEST_OPTIONS, *core], env),
-        f"Python tests, core, {setup.OLDER_VLLM_WHEEL}, GPU path": (
-            pytest_on_rig(older, "tests/python/test_gpu_path.py", "-m", "core"),
-            env | rig_environment(),
-        ),
+        f"Python tests, core, vLLM {version}": (core, env),
+        f"Python tests, core, vLLM {version}, GPU path": (on_rig, env | rig_environment()),
     }
+
+
+def other_versions() -> int:
+    """The core of the Python tests with each other vLLM that is known."""
+    _, model = setup.everything()
+    env = os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"}
+    parts = Parts()
+    parts.beside_each_other(core_with(other_vllm.older_environment(), "0.31", env))
+    parts.beside_each_other(core_with(other_vllm.newer_environment(), "0.33, compiled parts of 0.32", env))
+    return parts.summary()
 
 
 def whole_gpu_path() -> int:
