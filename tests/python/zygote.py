@@ -24,7 +24,6 @@ import ctypes
 import fcntl
 import functools
 import gc
-import importlib.util
 import json
 import os
 import runpy
@@ -322,8 +321,9 @@ def main() -> None:
     gc.disable()
     for name in _IMPORTS + (_IMPORTS_OF_V2 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else ()):
         __import__(name)
-    for name in filter(importlib.util.find_spec, _IMPORTS_IF_THERE):
-        __import__(name)
+    for name in _IMPORTS_IF_THERE:
+        with contextlib.suppress(ModuleNotFoundError):
+            __import__(name)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads: what is forked now could wait for their locks for ever"
     _wait_without_spinning()

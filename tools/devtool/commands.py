@@ -198,6 +198,7 @@ def proof(arguments: list[str]) -> int:
         ["ctest", "--preset", "release", "-L", "proof", "-V"], cwd=ROOT, env=os.environ | {"TORPOR_PROOF": "long"}
     ).returncode
     code |= testing.whole_gpu_path()
+    code |= testing.other_versions()
     code |= fuzz(arguments)
     return code | mutants.main([])
 

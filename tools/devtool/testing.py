@@ -26,6 +26,8 @@ ENGINES = (
     "other_processes",
     "gpu_path",
 )
+# Files of tests/python with tests that are marked as the core, for every vLLM that is known; test_gpu_path.py has some too.
+CORE = ("identity", "new_process", "server")
 
 
 class Parts:
@@ -105,7 +107,8 @@ def rig_environment() -> dict[str, str]:
 
 def core_with(python: Path, version: str, env: dict[str, str]) -> dict[str, tuple[list, dict]]:
     """Jobs: the core of the Python tests with another vLLM, on the CPU's path and on the GPU's."""
-    core = [python, "-m", "pytest", *PYTEST_OPTIONS, "tests/python", "-m", "core"]
+    files = [f"tests/python/test_{name}.py" for name in CORE]
+    core = [python, "-m", "pytest", *PYTEST_OPTIONS, *files, "-m", "core"]
     on_rig = pytest_on_rig(python, "tests/python/test_gpu_path.py", "-m", "core")
     return {
         f"Python tests, core, vLLM {version}": (core, env),
@@ -163,5 +166,6 @@ def main(arguments: list[str]) -> int:
             "Python tests, servers": ([*pytest, *servers], env),
             "Tools and documents": ([*pytest, "tests/tools", "-m", "not long"], env),
         }
+        | core_with(other_vllm.older_environment(), "0.31", env)
     )
     return parts.summary()
