@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -25,15 +26,21 @@ ENGINE = {
 }  # fmt: skip
 
 
+COLLECTED = pytest.StashKey[list]()  # of each mark "feature": the test's file, the row, its ways
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: more than a few seconds for itself")
     config.addinivalue_line("markers", "rig: for vLLM's GPU path too (tests/rig); the others are, in tools/dev proof")
     config.addinivalue_line("markers", "long: only in tools/dev proof")
     config.addinivalue_line("markers", "core: with the older vLLM too")
+    config.addinivalue_line("markers", "feature(row, *ways): makes the table of features in docs/vllm.md")
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
     """Slow tests last: ending an engine in other processes takes vLLM's process groups of this one with it."""
+    config.stash[COLLECTED] = [(item.path, *mark.args) for item in items for mark in item.iter_markers("feature")]
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
 
 
@@ -85,6 +92,7 @@ class InProcess:
 
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         torpor = {"dir": str(directory), "keep_checkpoints": 100} | options.pop("torpor", {})
+        self.requests: dict | None = options.pop("requests", None)  # of add_requests()
         self.llm = LLM(str(model), additional_config={"torpor": torpor}, **(ENGINE | options))
         self.engine = self.llm.llm_engine
         self.directory = directory
@@ -110,7 +118,10 @@ class InProcess:
         self.llm.reset_prefix_cache()
         torch.manual_seed(3)
         numpy.random.seed(3)  # model runner V2 draws seeds for unseeded requests
-        add_requests(self.engine, names)
+        add_requests(self.engine, names, requests=self.requests)
+        for request in self.core.scheduler.requests.values():
+            while request.use_structured_output and not request.structured_output_request.is_grammar_ready:
+                time.sleep(0.002)  # when it is compiled decides about its first batch
         return run(self.engine, steps)
 
     def stopped(self) -> dict:

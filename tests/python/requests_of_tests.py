@@ -67,13 +67,15 @@ def answer(output) -> list:
     return [output.finished, sorted(completions, key=lambda c: c[0]), prompt]
 
 
-def add_requests(engine, names=None, max_tokens: int | None = None) -> None:
-    for name in names or REQUESTS:
-        prompt, params = REQUESTS[name]
+def add_requests(engine, names=None, max_tokens: int | None = None, requests: dict | None = None) -> None:
+    """`requests`: by name, each a prompt, its parameters and, if there are any, further arguments of add_request()."""
+    requests = requests or REQUESTS
+    for name in names or requests:
+        prompt, params, *further = requests[name]
         if max_tokens is not None:
             params = params.clone()
             params.max_tokens = max_tokens
-        engine.add_request(name, prompt, params)
+        engine.add_request(name, prompt, params, **(further[0] if further else {}))
 
 
 def run(engine, steps: int | None = None) -> dict:

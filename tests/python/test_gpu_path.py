@@ -175,7 +175,7 @@ def test_slots_that_contradict_each_other_are_refused(one):
     greedy, seeded = value["rows"]
     value["engine"]["slots"][greedy] = value["engine"]["slots"][seeded]
     with pytest.raises(errors.Incompatible, match="slots"):
-        runner_v2.restore(one.runner, value, [])
+        runner_v2.restore(one.runner, value, [], {})
     assert one.finish(answers)["greedy"] == one.expected["greedy"]
 
 

@@ -1,6 +1,7 @@
 """The server's recorder over vLLM's own OutputProcessor, without an engine: what is recorded, what is refused, what waits."""
 
 import asyncio
+import json
 import logging
 from types import SimpleNamespace
 
@@ -16,9 +17,9 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from torpor import _core
-from torpor.errors import FileError
+from torpor.errors import FileError, Incompatible
 from torpor.vllm import plugin
-from torpor.vllm.scheduler_values import unrecordable
+from torpor.vllm.scheduler_values import request_from_value, unrecordable
 from torpor.vllm.server.metrics import Metrics
 from torpor.vllm.server.recorder import Recorder, call_of_client, new_call, tenant_of_call
 
@@ -64,16 +65,14 @@ class Scene:
 
 # Whatever a record cannot carry, and the words for it. With any of these a new process would go on as another request.
 LOST = {
-    "its LoRA adapter": {"lora_request": LoRARequest("adapter", 1, "/adapter")},
-    "its images, sounds or videos": {"mm_features": [SimpleNamespace(modality="image")]},
     "its prompt as embeddings": {"prompt_embeds": torch.zeros(3, 8)},
     "pooling": {"pooling_params": PoolingParams()},
     "its data parallel rank": {"data_parallel_rank": 1},
     "its prompt that comes in pieces": {"resumable": True},
-    "its reasoning parser": {"reasoning_parser_kwargs": {"a": 1}},
+    "options of a reasoning parser": {"reasoning_parser_kwargs": {"a": object()}},
     "its transfer of KV": {"abort_immediately": True},
     "its hints for the KV cache": {"kv_hints": SimpleNamespace()},
-    "sampling parameter structured_outputs": {"sampling_params": SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(json="{}"))},
+    "sampling parameter flat_logprobs": {"sampling_params": SamplingParams(max_tokens=20, logprobs=1, flat_logprobs=True)},
 }  # fmt: skip
 
 
@@ -116,6 +115,34 @@ def test_what_a_record_carries_comes_back(tokenizer):
         3,
         "s",
     )
+
+
+def test_what_its_grammar_and_its_adapter_are_comes_back(tokenizer):
+    grammar = StructuredOutputsParams(json={"type": "object", "maxProperties": 2})
+    grammar._backend = "xgrammar"
+    scene = Scene(tokenizer)
+    request = new_request(
+        sampling_params=SamplingParams(max_tokens=20, structured_outputs=grammar),
+        lora_request=LoRARequest("adapter", 2, "/adapter"),
+        reasoning_ended=False,
+        reasoning_parser_kwargs={"chat_template_kwargs": {"enable_thinking": True}},
+    )
+    scene.add(request)
+    made = request_from_value(scene.answers.get(request.request_id)["request"], None)
+    assert made.lora_request.lora_path == "/adapter" and made.status.name == "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"
+    structured = made.structured_output_request
+    assert structured.structured_output_key[1] == json.dumps(grammar.json) and structured.params._backend == "xgrammar"
+    assert (structured.reasoning_ended, structured.reasoning_parser_kwargs) == (False, request.reasoning_parser_kwargs)
+
+
+def test_images_are_not_in_the_record_and_a_checkpoint_must_have_them(tokenizer):
+    scene = Scene(tokenizer)
+    request = new_request(mm_features=[SimpleNamespace(modality="image")])
+    scene.add(request)
+    kept = scene.answers.get(request.request_id)
+    assert kept["front"]["state"] is not None
+    with pytest.raises(Incompatible, match="its images are in no checkpoint"):
+        request_from_value(kept["request"], None)
 
 
 def test_every_field_of_vllms_requests_is_decided_upon():

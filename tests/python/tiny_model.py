@@ -13,6 +13,10 @@ from zygote import shared  # noqa: E402
 
 VOCABULARY = 2048
 SPECIAL = 17  # its first tokens
+# What some of them are called; on the rig they have other numbers, see rig/model.py.
+NAMED = {
+    "<think>": 5, "</think>": 6, "<image>": 7, "<fake_token_around_image>": 8, "<end_of_utterance>": 9, "<global-img>": 10,
+}  # fmt: skip
 
 
 def make_model(folder: Path, tokenizer_from: Path, seed: int = 7, layers: int = 4) -> Path:
@@ -65,6 +69,10 @@ def _write_tokenizer(path: Path, tokenizer: dict) -> None:
     kept = {token: number for token, number in model["vocab"].items() if number < VOCABULARY}
     model["merges"] = [pair for pair in model["merges"] if {*pair, "".join(pair)} <= kept.keys()]
     model["vocab"] = kept
+    for token, number in NAMED.items():
+        kept.pop(next(known for known, place in kept.items() if place == number))
+        kept[token] = number
+        next(added for added in tokenizer["added_tokens"] if added["id"] == number)["content"] = token
     path.write_text(json.dumps(tokenizer))
 
 

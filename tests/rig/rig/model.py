@@ -12,7 +12,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 VOCABULARY = 512
-SPECIAL = ("<pad>", "<s>", "</s>")
+SPECIAL = (
+    "<pad>", "<s>", "</s>", "<think>", "</think>", "<image>", "<fake_token_around_image>", "<end_of_utterance>",
+    "<global-img>",
+)  # fmt: skip
 HIDDEN, HEADS, HEAD = 128, 2, 64
 
 # Each beginning of a word is a token, until the vocabulary is full.
@@ -89,7 +92,7 @@ def _weights(vocabulary: dict[str, int], seed: int, layers: int) -> dict[str, np
 
 def _descriptions(vocabulary: dict[str, int], merges: list[list[str]], layers: int) -> dict[str, dict]:
     """What stands beside the weights, by file."""
-    pad, begin, end = SPECIAL
+    pad, begin, end, *_ = SPECIAL
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {

@@ -12,9 +12,11 @@ import time
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from torpor import _core
-from torpor.errors import Error, InvalidArgument, TimedOut
+from torpor.errors import Error, Incompatible, InvalidArgument, TimedOut
+from torpor.vllm import grammar, multimodal
 from torpor.vllm import scheduler_values as values
 from torpor.vllm.fingerprint import fingerprint
 from torpor.vllm.options import Options
@@ -163,22 +165,69 @@ class VllmHooks:
         self._rpc("torpor_reconnect", workers)
 
     def restore(self, checkpoint: dict) -> list[dict]:
-        requests, failed = {}, []
-        for item in checkpoint["scheduler"]["requests"]:
-            try:
-                requests[item["id"]] = values.request_from_value(item, self.core.request_block_hasher)
-            except Exception as problem:  # this request alone is lost; its client is told why
-                failed.append({"id": item["id"], "error": str(problem)})
+        given = values.given_since(checkpoint)
+        requests, failed = self._make_requests(checkpoint, {item["id"] for item in given})
         lost = {item["id"] for item in failed}
         values.empty_scheduler(self.scheduler)
         values.scheduler_from_value(self.scheduler, checkpoint["scheduler"], requests)
         values.pool_from_value(self.scheduler, checkpoint["kv"], lost)
+        values.announce_blocks(self.scheduler)
         self.scheduler.finished_req_ids |= lost  # so that the workers drop their rows at the next step
-        self._rpc("torpor_restore", checkpoint["workers"], values.given_since(checkpoint))
+        features = {i: multimodal.to_value(request.mm_features) for i, request in requests.items() if request.mm_features}
+        self._rpc("torpor_restore", checkpoint["workers"], given, features)
         self._take_weight_version(checkpoint["scheduler"]["engine"].get("weight_version"))
         self.restored = checkpoint
         watch_recomputation(self.scheduler)
         return failed
+
+    def _make_requests(self, checkpoint: dict, given: set[str]) -> tuple[dict, list[dict]]:
+        """Requests by id; and those that cannot be made, each with why. They alone are lost.
+
+        `given`: those that have more tokens than the workers know. What was drafted for them is of no use.
+        """
+        requests, failed = {}, []
+        grammars = self.core.structured_output_manager
+        unusable = self._load_adapters(checkpoint)
+        for item in checkpoint["scheduler"]["requests"]:
+            try:
+                request = values.request_from_value(item, self.core.request_block_hasher)
+                if request.lora_request is not None and (why := unusable.get(request.lora_request.lora_int_id)):
+                    raise Incompatible(why, "give it the adapter that it began with")
+                if request.request_id in given:
+                    request.spec_token_ids = []
+                grammars.grammar_init(request)
+                requests[request.request_id] = request
+            except Exception as problem:
+                failed.append({"id": item["id"], "error": str(problem)})
+        for request in [r for r in requests.values() if r.use_structured_output]:  # all compile meanwhile
+            try:
+                if request.status is not RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+                    grammar.replay(grammars, request)
+            except Exception as problem:
+                failed.append({"id": request.request_id, "error": str(problem)})
+                del requests[request.request_id]
+        return requests, failed
+
+    def _load_adapters(self, checkpoint: dict) -> dict[int, str]:
+        """LoRA adapters of the requests, the most recently used last. Returns which cannot be used, and why."""
+        known = {each["id"]: each["digest"] for each in checkpoint["workers"][0]["engine"].get("adapters", ())}
+        recency = list(known)
+        named, begun = {}, set()
+        for item in checkpoint["scheduler"]["requests"]:
+            if (adapter := item["engine"].get("adapter")) is not None:
+                number = adapter["lora_int_id"]
+                named[number] = adapter
+                if len(item["output_token_ids"]) > 0:
+                    begun.add(number)
+        unusable = {}
+        for number in sorted(named, key=lambda n: recency.index(n) if n in known else len(recency)):
+            if number in begun and number not in known:  # nothing says which weights its tokens come from
+                unusable[number] = f"its LoRA adapter {named[number]['lora_name']} is in no checkpoint"
+                continue
+            problems = self._rpc("torpor_load_adapter", named[number], known.get(number))
+            if why := next(filter(None, problems), None):
+                unusable[number] = why
+        return unusable
 
     def _take_weight_version(self, version: str | None) -> None:
         """vLLM's label of the weights; checkpoints from before it was saved have none."""

@@ -19,6 +19,9 @@ def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
         vllm_config.parallel_config,
         vllm_config.scheduler_config,
     )
+    hash_algorithm, hash_seed = cache.prefix_caching_hash_algo, get_none_hash_seed()
+    if "xxhash" in hash_algorithm:  # collisions can be made by those who know the seed
+        hash_seed = _core.digest(hash_seed.encode())
     tensors = scheduler.kv_cache_config.kv_cache_tensors
     fields = {
         "vllm_version": vllm.__version__,
@@ -34,7 +37,7 @@ def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
         "kv_block_sizes": ",".join(str(g.kv_cache_spec.block_size) for g in scheduler.kv_cache_config.kv_cache_groups),
         "kv_layout": ";".join(f"{t.offset},{len(t.layers)},{t.layer_stride},{t.block_stride}" for t in tensors),
         "prefix_caching": cache.enable_prefix_caching,
-        "prefix_hash": f"{cache.prefix_caching_hash_algo}, seed {get_none_hash_seed()}",
+        "prefix_hash": f"{hash_algorithm}, seed {hash_seed}",
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
         "scheduling_policy": scheduling.policy,
@@ -46,9 +49,22 @@ def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
         "threads": ",".join(str(w["threads"]) for w in workers),
         "model_runner": ",".join(sorted({w["runner"] + (" V2" if w["v2"] else "") for w in workers})),
     }
+    if (speculation := vllm_config.speculative_config) is not None:
+        fields["speculation"] = _speculation(speculation)
+    if (lora := vllm_config.lora_config) is not None:
+        fields["lora"] = f"{lora.max_loras} of rank {lora.max_lora_rank}, {lora.lora_dtype}"
     if type(scheduler) is not Scheduler:
         fields["scheduler"] = type(scheduler).__name__
     for of_workers in ("device", "attention"):
         for name in sorted({name for w in workers for name in w[of_workers]}):
             fields[name] = ",".join(sorted({w[of_workers].get(name, "nothing") for w in workers}))
     return {name: str(value) for name, value in fields.items()}
+
+
+def _speculation(config) -> str:
+    """How tokens are drafted, and by which model: its configuration by digest."""
+    drafter = getattr(config, "draft_model_config", None)
+    words = [config.method, str(config.num_speculative_tokens), str(config.draft_sample_method)]
+    words += [f"{config.prompt_lookup_min} to {config.prompt_lookup_max}"] if "ngram" in config.method else []
+    words += [_core.digest(drafter.hf_config.to_json_string().encode())] if drafter is not None else []
+    return ", ".join(words)

@@ -221,6 +221,7 @@ async def _wake_up(side: _Blocking | _Async, values: dict) -> Report:
         raise
     if values.get("hold") and report.changed:
         try:
+            await side.clear_caches()  # of images: the engine core has cleared its own
             side.take(report)
         except BaseException:
             _forget(side.engine.output_processor)

@@ -45,6 +45,7 @@ class WorkerMemory:
     def loading_weights(self, model_runner):
         with replaced_dispatch(self._pack_first):
             yield
+        self._keep_layers_of(model_runner.model)
         self._all_packed_here(model_runner.model)
         self._move_parameters(model_runner.model)
         self._install_load_weights(model_runner.model)
@@ -174,6 +175,11 @@ class WorkerMemory:
         linear = next(known for known in self._packed if known.layer is layer)
         linear.plain.copy_(layer.weight.data)
         stock(layer, remove_weight)
+
+    def _keep_layers_of(self, model: torch.nn.Module) -> None:
+        """A draft model's weights stay where they are: vLLM does not load them again with the model's."""
+        layers = {id(layer) for layer in model.modules()}
+        self._packed = [linear for linear in self._packed if id(linear.layer) in layers]
 
     def _all_packed_here(self, model: torch.nn.Module) -> None:
         """Weights that were packed without _pack_first() are gone: they could be neither saved nor packed again."""

@@ -11,6 +11,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from torpor.errors import Incompatible, Unsupported
+from torpor.vllm import adapters
 from torpor.vllm.values import (
     completion_from_value,
     completion_to_value,
@@ -107,6 +108,7 @@ def _state_to_value(state: RequestState) -> dict:
         "external_id": state.external_req_id,
         "parent": state.parent_req.request_id if state.parent_req is not None else None,
         "index": state.request_index,
+        "adapter": adapters.to_value(state.lora_request),
         "prompt": state.prompt,
         "weight_versions": [[version, start] for version, start in getattr(state, "weight_version_starts", ())],
         "text": getattr(state.detokenizer, "output_text", ""),
@@ -125,7 +127,7 @@ def _state_from_value(processor: OutputProcessor, item: dict, parents: dict[str,
         sampling_params=sampling_from_value(item["sampling"]),
         pooling_params=None,
         arrival_time=item["arrival_time"],
-        lora_request=None,
+        lora_request=adapters.from_value(item.get("adapter")),
         cache_salt=None,
         data_parallel_rank=None,
         external_req_id=item["external_id"],

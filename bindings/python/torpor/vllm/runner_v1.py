@@ -11,7 +11,7 @@ import torch
 from vllm.sampling_params import SamplingType
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from torpor.vllm import device
+from torpor.vllm import adapters, device
 from torpor.vllm.values import (
     logprobs_tensors_from_value,
     logprobs_tensors_to_value,
@@ -41,6 +41,7 @@ def capture(runner, sampling: dict[str, dict]) -> dict:
             "prompt_token_ids": array("q", state.prompt_token_ids),
             "output_token_ids": array("q", state.output_token_ids),
             "sampling": sampling_to_value(state.sampling_params),
+            "adapter": adapters.to_value(state.lora_request),
             "block_ids": [array("q", ids) for ids in state.block_ids],
             "num_computed_tokens": state.num_computed_tokens,
             "prompt_logprobs": logprobs_tensors_to_value(state.in_progress_prompt_logprobs_cpu),
@@ -61,10 +62,10 @@ def reconnect(runner, value: dict) -> None:
             runner.requests[request_id].generator.set_state(device.state_tensor(state))
 
 
-def restore(runner, value: dict, given_since: list[dict]) -> None:
+def restore(runner, value: dict, given_since: list[dict], features: dict[str, list]) -> None:
     """The batch is rebuilt row by row as it was, then the default generator is set.
 
-    A seeded request of `given_since` draws as often as it did for what was given.
+    A seeded request of `given_since` draws as often as it did for what was given. `features`: see worker.py.
     """
     forget(runner)
     given = {item["id"]: item for item in given_since}
@@ -79,17 +80,21 @@ def restore(runner, value: dict, given_since: list[dict]) -> None:
         state = CachedRequestState(
             req_id=item["id"],
             prompt_token_ids=list(item["prompt_token_ids"]),
-            mm_features=[],
+            mm_features=features.get(item["id"], []),
             sampling_params=sampling_from_value(item["sampling"]),
             generator=generator,
             block_ids=tuple(list(ids) for ids in item["block_ids"]),
             num_computed_tokens=item["num_computed_tokens"],
             output_token_ids=list((since or item)["output_token_ids"]),
+            lora_request=adapters.from_value(item.get("adapter")),
         )
         state.in_progress_prompt_logprobs_cpu = logprobs_tensors_from_value(item["prompt_logprobs"])
         runner.requests[item["id"]] = state
     for item in given.values():
-        runner.requests[item["id"]] = _begun_again(item, runner.device)
+        runner.requests[item["id"]] = _begun_again(item, features.get(item["id"], []), runner.device)
+    if runner.uses_mrope:  # positions of rotary embeddings, by image and text
+        for state in runner.requests.values():
+            runner._init_mrope_positions(state)
     for request_id in value["rows"]:
         runner.input_batch.add_request(runner.requests[request_id])
     runner.num_prompt_logprobs.update(value["engine"]["num_prompt_logprobs"])
@@ -105,7 +110,7 @@ def forget(runner) -> None:
     runner.num_prompt_logprobs.clear()
 
 
-def _begun_again(item: dict, on: torch.device) -> CachedRequestState:
+def _begun_again(item: dict, features: list, on: torch.device) -> CachedRequestState:
     """A request as the worker keeps it while the scheduler has taken its blocks away."""
     sampling = sampling_from_value(item["sampling"])
     generator = None
@@ -116,12 +121,13 @@ def _begun_again(item: dict, on: torch.device) -> CachedRequestState:
     return CachedRequestState(
         req_id=item["id"],
         prompt_token_ids=list(item["prompt_token_ids"]),
-        mm_features=[],
+        mm_features=features,
         sampling_params=sampling,
         generator=generator,
         block_ids=tuple([] for _ in range(item["groups"])),
         num_computed_tokens=0,
         output_token_ids=list(item["output_token_ids"]),
+        lora_request=adapters.from_value(item["adapter"]),
     )
 
 

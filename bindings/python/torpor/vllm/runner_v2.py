@@ -23,10 +23,18 @@ from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from torpor.errors import Incompatible, Unsupported
-from torpor.vllm import compat, device
-from torpor.vllm.values import logprobs_tensors_from_value, logprobs_tensors_to_value, sampling_from_value
+from torpor.vllm import adapters, compat, device
+from torpor.vllm.values import (
+    logprobs_tensors_from_value,
+    logprobs_tensors_to_value,
+    sampling_from_value,
+    tensor_from_value,
+    tensor_to_value,
+)
 
 _LOGITS_PROCESSORS = (LogitBiasState, PenaltiesState, BadWordsState)  # they keep nothing but what tokens tell
+# Speculators that keep nothing of a request but the drafts of its slot; what they compute from lies in the KV cache.
+_SPECULATORS = ("NgramGPUSpeculator", "StandaloneARSpeculator", "EagleSpeculator", "MTPSpeculator")
 # Counters of a slot that RequestState keeps in host memory, by name of the attribute.
 _HOST_COUNTERS = ("max_seq_len", "num_computed_tokens_np", "num_computed_prefill_tokens")
 
@@ -55,6 +63,12 @@ def unsupported(runner) -> list[str]:
                 found.append(f"the logits processor {type(processor).__name__}")
     if type(runner.model_state) is not DefaultModelState:
         found.append(f"the model state {type(runner.model_state).__name__}")
+    speculator = runner.speculator
+    if speculator is not None:
+        if type(speculator).__name__ not in _SPECULATORS:
+            found.append(f"speculation by {type(speculator).__name__}")
+        if getattr(speculator, "draft_watermarker", None) is not None:
+            found.append("watermarked drafts")
     if runner.adaptive_verification is not None:
         found.append("adaptive verification")
     if runner.parallel_config.enable_eplb:
@@ -103,14 +117,16 @@ def capture(runner, sampling: dict[str, dict]) -> dict:
 
 def reconnect(runner, value: dict) -> None:
     """As restore(): what vLLM allocates with the weights is gone when they were not kept."""
-    restore(runner, value, [])
+    features = {} if runner.encoder_cache is None else dict(runner.encoder_cache.mm_features)
+    restore(runner, value, [], features)
+    adapters.place(runner, adapters.slots(runner))  # their memory may have been given back with the weights
 
 
-def restore(runner, value: dict, given_since: list[dict]) -> None:
+def restore(runner, value: dict, given_since: list[dict], features: dict[str, list]) -> None:
     """Every request goes back into its slot.
 
     One of `given_since` computes what was given as if it belonged to its prompt; those without a slot get one from
-    the scheduler.
+    the scheduler. `features`: see worker.py.
     """
     states, engine = runner.req_states, value["engine"]
     slots = {request_id: engine["slots"][request_id] for request_id in value["rows"]}
@@ -122,7 +138,7 @@ def restore(runner, value: dict, given_since: list[dict]) -> None:
     given = {item["id"]: item for item in given_since}
     items = [item for item in engine["requests"] if item["id"] in slots]
     new = SchedulerOutput.make_empty()
-    new.scheduled_new_reqs = [_as_new(item, given.get(item["id"])) for item in items]
+    new.scheduled_new_reqs = [_as_new(item, given.get(item["id"]), features.get(item["id"], [])) for item in items]
     states.free_indices = [slots[item["id"]] for item in reversed(items)]  # it takes them from the end
     runner.add_requests(new)
     for item in items:
@@ -157,6 +173,7 @@ def _slot_to_value(runner, slot: int) -> dict:
     held = [int(count) for count in tables.num_blocks.np[:, slot]]
     parts = getattr(tables, "blocks_per_kv_block", [1] * len(held))  # vLLM 0.31 has the attention kernel's blocks there
     value = {
+        "adapter": adapters.to_value(runner.lora_state.lora_requests.get(states.index_to_req_id[slot])),
         "prompt_token_ids": array("q", tokens[:prompt].tobytes()),
         "output_token_ids": array("q", tokens[prompt:].tobytes()),
         "block_ids": [
@@ -167,6 +184,7 @@ def _slot_to_value(runner, slot: int) -> dict:
         "prefill_len": int(states.prefill_len.np[slot]),
         "last_sampled": [int(token) for token in states.last_sampled_tokens[slot].cpu()],
         "next_prefill": [int(token) for token in states.next_prefill_tokens[:, slot].cpu()],
+        "drafts": _drafts_to_value(runner, slot),
     } | {name: int(getattr(states, name)[slot]) for name in _HOST_COUNTERS}
     if runner.sampler is not None:
         seeds = runner.sampler.sampling_states
@@ -174,18 +192,18 @@ def _slot_to_value(runner, slot: int) -> dict:
     return value
 
 
-def _as_new(item: dict, since: dict | None) -> NewRequestData:
+def _as_new(item: dict, since: dict | None, features: list) -> NewRequestData:
     """As the scheduler would send it with all its tokens: bias, penalties and bad words are counted from them."""
     prompt = list(item["prompt_token_ids"])
     return NewRequestData(
         req_id=item["id"],
         prompt_token_ids=prompt,
-        mm_features=[],
+        mm_features=features,
         sampling_params=sampling_from_value(item["sampling"]),
         pooling_params=None,
         block_ids=tuple(list(ids) for ids in item["block_ids"]),
         num_computed_tokens=item["num_computed_tokens"],
-        lora_request=None,
+        lora_request=adapters.from_value(item["adapter"]),
         prefill_token_ids=[*prompt, *(since or item)["output_token_ids"]],
     )
 
@@ -199,9 +217,29 @@ def _correct_slot(runner, slot: int, item: dict, given: bool) -> None:
         getattr(states, name)[slot] = item[name]
     states.last_sampled_tokens[slot] = torch.tensor(item["last_sampled"], device=runner.device)
     states.next_prefill_tokens[:, slot] = torch.tensor(item["next_prefill"], device=runner.device)
+    if not given and item["drafts"] is not None:
+        _set_drafts(runner, slot, item["drafts"])
     if runner.sampler is not None:
         seeds = runner.sampler.sampling_states
         seeds.seeds.np[slot], seeds.seeds_set[slot] = item["seed"], item["seed_set"]
+
+
+def _drafts_to_value(runner, slot: int) -> dict | None:
+    """Speculation: the tokens that were proposed for the next step, and the logits that they were drawn from, if any."""
+    if runner.speculator is None:
+        return None
+    logits = getattr(runner.speculator, "draft_logits", None)
+    return {
+        "tokens": [int(token) for token in runner.req_states.draft_tokens[slot].cpu()],
+        "logits": None if logits is None else tensor_to_value(logits[slot].view(torch.uint8)),
+    }
+
+
+def _set_drafts(runner, slot: int, value: dict) -> None:
+    runner.req_states.draft_tokens[slot] = torch.tensor(value["tokens"], device=runner.device)
+    if value["logits"] is not None:
+        logits = runner.speculator.draft_logits[slot]
+        logits.copy_(tensor_from_value(value["logits"]).view(logits.dtype))
 
 
 def _prompt_logprobs(runner) -> dict[str, list]:

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from array import array
 
+from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request, RequestStatus
 
 from torpor.errors import Incompatible, Unsupported
-from torpor.vllm.values import sampling_from_value, sampling_to_value, unsupported_sampling
+from torpor.vllm import adapters, grammar, multimodal
+from torpor.vllm.values import are_plain, sampling_from_value, sampling_to_value, unsupported_sampling
 
 _STATUS = {RequestStatus.WAITING: "waiting", RequestStatus.RUNNING: "running", RequestStatus.PREEMPTED: "preempted"}
 _STATUS_BACK = {text: status for status, text in _STATUS.items()}
+_COMPILING = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR  # waiting, too: made again it compiles again
 
 # Fields of Request that are values of their own in the checkpoint, …
 _NEUTRAL_FIELDS = {
     "request_id", "client_index", "priority", "arrival_time", "status", "prompt_token_ids", "_output_token_ids",
     "num_computed_tokens", "num_preemptions", "max_tokens", "block_hashes", "cache_salt", "stop_reason", "sampling_params",
+    "structured_output_request", "lora_request", "mm_features",
 }  # fmt: skip
 # … that are copied as they are, …
 _ENGINE_FIELDS = (
     "next_decode_eligible_step", "last_sched_seq", "is_prefill_chunk", "shared_prefix_boundary", "replay_start",
     "num_nans_in_logits", "skip_reading_prefix_cache", "abort_immediately", "session_id", "kv_cache_report_mode",
-    "num_stale_output_tokens", "drop_stale_output",
+    "num_stale_output_tokens", "drop_stale_output", "spec_token_ids",
 )  # fmt: skip
 # … that follow from others or are made anew, …
 _DERIVED_FIELDS = {
@@ -33,13 +37,13 @@ _DERIVED_FIELDS = {
 }  # fmt: skip
 # … and that must have this value, or the request cannot be preserved yet.
 _EMPTY_FIELDS = {
-    "pooling_params": None, "lora_request": None, "structured_output_request": None, "kv_transfer_params": None,
-    "ec_transfer_params": None, "prompt_embeds": None, "prompt_is_token_ids": None, "mm_features": [],
-    "spec_token_ids": [], "trace_headers": None, "kv_hints": None,
-    "spec_decode_metrics": None, "resumable": False, "streaming_queue": None,
+    "pooling_params": None, "kv_transfer_params": None, "ec_transfer_params": None,
+    "prompt_embeds": None, "prompt_is_token_ids": None,
+    "trace_headers": None, "kv_hints": None, "spec_decode_metrics": None, "resumable": False, "streaming_queue": None,
 }  # fmt: skip
 # Tokens that are being computed: none while the engine stands still.
 _IN_FLIGHT_FIELDS = ("num_output_placeholders", "num_in_flight_tokens")
+_ODD_PARSER = "options of a reasoning parser that are no plain values"
 _KNOWN_FIELDS = _NEUTRAL_FIELDS | {*_ENGINE_FIELDS, *_DERIVED_FIELDS, *_EMPTY_FIELDS, *_IN_FLIGHT_FIELDS}
 
 
@@ -47,7 +51,11 @@ def unsupported_fields(request: Request) -> list[str]:
     """What this request has that cannot be preserved, by name; also fields that this adapter does not know."""
     found = [f"{name} of a request" for name, empty in _EMPTY_FIELDS.items() if getattr(request, name) != empty]
     found += [f"unknown field {name} of vLLM's Request" for name in sorted(set(vars(request)) - _KNOWN_FIELDS)]
-    if request.status not in _STATUS:
+    found += multimodal.unsupported(request.mm_features)
+    structured = request.structured_output_request
+    if structured is not None and not are_plain(structured.reasoning_parser_kwargs):
+        found.append(_ODD_PARSER)
+    if request.status not in _STATUS and request.status is not _COMPILING:
         found.append(f"a request in the status {request.status.name}")
     return found
 
@@ -63,16 +71,16 @@ def assert_quiet(scheduler: Scheduler) -> None:
 # Fields of a request on its way to the engine core: those of which a new process makes the same request again, …
 _CARRIED_NEW_FIELDS = {
     "request_id", "external_req_id", "prompt_token_ids", "sampling_params", "arrival_time", "cache_salt", "client_index", "priority",
-    "session_id",
+    "session_id", "reasoning_ended", "reasoning_parser_kwargs", "lora_request",
+    "mm_features",  # by a checkpoint; a record of answers has only that there are some
 }  # fmt: skip
 # … those that say nothing about its tokens: tracing, and what only data parallel engines look at, …
 _IRRELEVANT_NEW_FIELDS = {"trace_headers", "current_wave"}
 # … and those with which it would be another request, or another model's, if a new process went on without them.
 _LOST_NEW_FIELDS = {
-    "mm_features": "its images, sounds or videos", "pooling_params": "pooling", "lora_request": "its LoRA adapter",
+    "pooling_params": "pooling",
     "data_parallel_rank": "its data parallel rank", "prompt_embeds": "its prompt as embeddings",
     "prompt_is_token_ids": "its prompt as embeddings", "resumable": "its prompt that comes in pieces",
-    "reasoning_ended": "its reasoning parser", "reasoning_parser_kwargs": "its reasoning parser",
     "abort_immediately": "its transfer of KV", "kv_hints": "its hints for the KV cache",
 }  # fmt: skip
 
@@ -89,6 +97,8 @@ def unrecordable(request: EngineCoreRequest) -> list[str]:
         found.add(_LOST_NEW_FIELDS.get(name, f"the unknown field {name} of vLLM's EngineCoreRequest"))
     if not request.prompt_token_ids:
         found.add("a prompt without token ids")
+    if not are_plain(request.reasoning_parser_kwargs):
+        found.add(_ODD_PARSER)
     if request.sampling_params is not None:
         found.update(unsupported_sampling(request.sampling_params))
     return sorted(found)
@@ -107,7 +117,7 @@ def request_to_value(request: Request) -> dict:
         "client_index": request.client_index,
         "priority": request.priority,
         "arrival_time": request.arrival_time,
-        "status": _STATUS[request.status],
+        "status": "waiting" if request.status is _COMPILING else _STATUS[request.status],
         "prompt_token_ids": array("i", request.prompt_token_ids),
         "output_token_ids": array("i", request._output_token_ids),
         "num_computed_tokens": request.num_computed_tokens,
@@ -119,12 +129,25 @@ def request_to_value(request: Request) -> dict:
         "stop_reason": request.stop_reason,
         "sampling": sampling_to_value(request.sampling_params),
         "engine": {name: getattr(request, name) for name in _ENGINE_FIELDS if hasattr(request, name)}
-        | {"prefill_counted": request.prefill_stats is None},
+        | {
+            "prefill_counted": request.prefill_stats is None,
+            "structured": grammar.to_value(request, request.status is _COMPILING),
+            "adapter": adapters.to_value(request.lora_request),
+            "features": multimodal.to_value(request.mm_features),
+        },
     }
 
 
 def request_from_value(value: dict, block_hasher) -> Request:
-    """A new Request. Raises Incompatible when its block hashes come out otherwise than they were."""
+    """A new Request, its grammar not compiled yet.
+
+    Raises Incompatible when its block hashes come out otherwise than they were.
+    """
+    engine = dict(value["engine"])
+    added = ("structured", "adapter", "features")  # absent in older checkpoints
+    structured, adapter, features = (engine.pop(name, None) for name in added)
+    if engine.pop("features_elsewhere", False):
+        raise Incompatible(f"request {value['id']}: its images are in no checkpoint", "send it again")
     request = Request(
         request_id=value["id"],
         prompt_token_ids=list(value["prompt_token_ids"]),
@@ -135,6 +158,9 @@ def request_from_value(value: dict, block_hasher) -> Request:
         cache_salt=value["cache_salt"],
         priority=value["priority"],
         block_hasher=block_hasher,
+        mm_features=multimodal.from_value(features),
+        lora_request=adapters.from_value(adapter),
+        **grammar.from_value(structured),
     )
     if len(value["output_token_ids"]) > 0:
         request.append_output_token_ids(list(value["output_token_ids"]))
@@ -143,10 +169,10 @@ def request_from_value(value: dict, block_hasher) -> Request:
             f"request {value['id']}: its block hashes come out otherwise in this engine",
             "use the same prefix caching settings and PYTHONHASHSEED",
         )
-    request.status = _STATUS_BACK[value["status"]]
+    if structured is None or not structured["compiling"] or request.num_output_tokens > 0:
+        request.status = _STATUS_BACK[value["status"]]
     for name in ("num_computed_tokens", "num_preemptions", "max_tokens", "stop_reason"):
         setattr(request, name, value[name])
-    engine = dict(value["engine"])
     if engine.pop("prefill_counted"):
         request.prefill_stats = None
     for name, item in engine.items():
@@ -158,7 +184,12 @@ def new_request_to_value(request: EngineCoreRequest) -> dict:
     """A request on its way to the engine core, as request_to_value() would give it there before its first step."""
     sampling = sampling_to_value(request.sampling_params)
     value = unstarted_request(request.request_id, request.prompt_token_ids, sampling, request.arrival_time)
-    value["engine"]["session_id"] = request.session_id
+    value["engine"] |= {
+        "session_id": request.session_id,
+        "structured": grammar.new_to_value(request),
+        "adapter": adapters.to_value(request.lora_request),
+        "features_elsewhere": bool(request.mm_features),
+    }
     return value | {
         "client_index": request.client_index,
         "priority": request.priority,
@@ -205,6 +236,7 @@ def given_since(checkpoint: dict) -> list[dict]:
                 "prompt_token_ids": array("q", item["prompt_token_ids"]),
                 "output_token_ids": array("q", item["output_token_ids"]),
                 "sampling": item["sampling"],
+                "adapter": item["engine"].get("adapter"),
                 "groups": len(checkpoint["kv"]["groups"]),
                 "drawn": drawn,
             })  # fmt: skip
@@ -231,6 +263,8 @@ def scheduler_to_value(scheduler: Scheduler) -> dict:
             "prev_step_scheduled": sorted(scheduler.prev_step_scheduled_req_ids),
             "reset_preempted": sorted(scheduler.reset_preempted_req_ids),
             "inflight_prefills": [request.request_id for request in scheduler._inflight_prefills],
+            "spec_token_placeholders": getattr(scheduler, "_spec_token_placeholders", None),
+            "deferred": sorted(request.request_id for request in scheduler.deferred_waiting),
         },
     }
 
@@ -257,6 +291,9 @@ def scheduler_from_value(scheduler: Scheduler, value: dict, requests: dict[str, 
     scheduler.prev_step_scheduled_req_ids.update(engine["prev_step_scheduled"])
     scheduler.reset_preempted_req_ids.update(engine["reset_preempted"])
     scheduler._inflight_prefills.update(alive(engine["inflight_prefills"]))
+    scheduler.deferred_waiting.update(alive(engine.get("deferred", ())))  # absent in older checkpoints, as is the next
+    if (placeholders := engine.get("spec_token_placeholders")) is not None:
+        scheduler._spec_token_placeholders = list(placeholders)
 
 
 def empty_scheduler(scheduler: Scheduler) -> None:
@@ -269,6 +306,8 @@ def empty_scheduler(scheduler: Scheduler) -> None:
     scheduler.prev_step_scheduled_req_ids.clear()
     scheduler.reset_preempted_req_ids.clear()
     scheduler._inflight_prefills.clear()
+    scheduler.deferred_waiting.clear()
+    scheduler.reset_encoder_cache()
 
 
 def pool_to_value(scheduler: Scheduler) -> dict:
@@ -336,6 +375,18 @@ def pool_from_value(scheduler: Scheduler, value: dict, lost_requests: set[str]) 
                     single.num_cached_block[request_id] = group["num_cached_blocks"][request_id]
 
 
+def announce_blocks(scheduler: Scheduler) -> None:
+    """KV cache events for the restored blocks of the requests, of which the tokens are known.
+
+    Cached blocks without a request are not announced: an event names their tokens, which nobody has any more.
+    """
+    pool = scheduler.kv_cache_manager.block_pool
+    for group, single in enumerate(scheduler.kv_cache_manager.coordinator.single_type_managers):
+        for request_id, count in single.num_cached_block.items():
+            if not any(block.is_null for block in single.req_to_blocks[request_id][:count]):
+                pool.emit_cached_block_events(scheduler.requests[request_id], count, single.block_size, group)
+
+
 def empty_pool(scheduler: Scheduler) -> None:
     """All blocks free and without a hash, in the order of their numbers."""
     pool = scheduler.kv_cache_manager.block_pool
@@ -352,6 +403,8 @@ def _reset_blocks(pool) -> None:
         if not block.is_null:
             block.ref_cnt = 0
             block._block_hash = block._block_hash_num_tokens = None
+    if pool.enable_kv_cache_events and pool.cached_block_hash_to_block._cache:
+        pool.kv_event_queue.append(AllBlocksCleared())
     pool.cached_block_hash_to_block._cache.clear()
     pool.cached_block_hashes_by_block.clear()
 

@@ -14,20 +14,13 @@ def unsupported_engine(vllm_config) -> list[str]:
     """Features of the configuration."""
     parallel = vllm_config.parallel_config
     checks = {
-        "LoRA": vllm_config.lora_config is not None,
-        "speculative decoding": vllm_config.speculative_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "data parallelism": parallel.data_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         "a KV connector": vllm_config.kv_transfer_config is not None,
         "an encoder cache connector": vllm_config.ec_transfer_config is not None,
-        "KV cache events": vllm_config.kv_events_config is not None
-        and vllm_config.kv_events_config.enable_kv_cache_events,
-        "multimodal models": vllm_config.model_config.is_multimodal_model,
         "encoder-decoder models": vllm_config.model_config.is_encoder_decoder,
         "pooling models": vllm_config.model_config.runner_type != "generate",
-        "prefix hashes by xxhash (their seed differs in each process)": "xxhash"
-        in vllm_config.cache_config.prefix_caching_hash_algo,
     }
     return [name for name, found in checks.items() if found]
 
@@ -44,8 +37,8 @@ def unsupported_scheduler(scheduler: Scheduler) -> list[str]:
         found.append(f"the KV cache layout {layout}")
     if any(manager.new_block_ids for manager in scheduler.kv_cache_manager.coordinator.single_type_managers):
         found.append("new KV blocks that were not zeroed yet")
-    if scheduler.deferred_waiting or scheduler.deferred_frees:
-        found.append("deferred requests or frees")
+    if scheduler.deferred_frees:
+        found.append("blocks that are freed when a step has ended")
     if getattr(scheduler, "deferred_loads", None):  # of a KV connector, since vLLM 0.33
         found.append("deferred loads")
     if getattr(scheduler, "_pending_encoder_input_ids", None):  # since vLLM 0.33

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+
 import numpy as np
 import torch
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 
 from torpor.errors import Unsupported
+from torpor.vllm import grammar
 from torpor.vllm.compat import lookup
 
 WeightVersionSpan = lookup("vllm.outputs", "WeightVersionSpan")
@@ -40,6 +44,12 @@ def sampling_to_value(params: SamplingParams) -> dict:
             item = sorted(item)
         elif name == "logit_bias":
             item = [[token, bias] for token, bias in item.items()]
+        elif name == "structured_outputs":
+            item = grammar.params_to_value(item)
+        elif name == "repetition_detection":
+            item = asdict(item)
+        elif name == "extra_args":
+            item = json.dumps(item)
         engine[name] = item
     return value | {"engine": engine}
 
@@ -59,6 +69,12 @@ def sampling_from_value(value: dict) -> SamplingParams:
             item = set(item)
         elif name == "logit_bias":
             item = {token: bias for token, bias in item}
+        elif name == "structured_outputs":
+            item = grammar.params_from_value(item)
+        elif name == "repetition_detection":
+            item = RepetitionDetectionParams(**item)
+        elif name == "extra_args":
+            item = json.loads(item)
         setattr(params, name, item)
     return params
 
@@ -67,18 +83,25 @@ def unsupported_sampling(params: SamplingParams) -> list[str]:
     """Names of parameters that cannot be carried over yet."""
     found = []
     for name in (
-        "structured_outputs",
-        "extra_args",
-        "repetition_detection",
         "thinking_token_budget",
         "trace_decode_token_ids",
         "prompt_logprob_token_ids",
     ):
         if getattr(params, name) is not None:
             found.append(f"sampling parameter {name}")
+    if not are_plain(params.extra_args):
+        found.append("sampling parameter extra_args with what is no plain value")
     if params.flat_logprobs:
         found.append("sampling parameter flat_logprobs")
     return found
+
+
+def are_plain(options: dict | None) -> bool:
+    """Whether JSON brings them back as they are."""
+    try:
+        return options is None or json.loads(json.dumps(options)) == options
+    except (TypeError, ValueError):
+        return False
 
 
 def tensor_to_value(tensor: torch.Tensor) -> dict:

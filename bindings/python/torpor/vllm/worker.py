@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import torch
 
 from torpor import _core
-from torpor.vllm import device
+from torpor.vllm import adapters, device, multimodal
 from torpor.vllm.memory import WorkerMemory
 from torpor.vllm.options import Options
 
@@ -24,6 +24,7 @@ def memory_context(self, tag: str):
 def _memory(self):
     """This worker's memory; made when it is first asked for."""
     if not hasattr(self, "torpor_memory"):
+        self.torpor_threads = torch.get_num_threads()  # drafting by n-grams changes it
         options = Options.of(self.vllm_config)
         names = ("arena_budget_bytes", "arena_prefault_bytes", "key_file")
         of_rank = {"rank": self.rank} | {name: getattr(options, name) for name in names}
@@ -57,7 +58,7 @@ def torpor_describe(self) -> dict:
     """What of this process can change tokens, and what torpor must know of its runner."""
     runner = self.model_runner
     return {
-        "threads": torch.get_num_threads(),
+        "threads": self.torpor_threads,
         "device": device.describe(self.device),
         "device_type": self.device.type,
         "runner": type(runner).__name__,
@@ -73,7 +74,10 @@ def torpor_capture(self, sampling: dict[str, dict]) -> dict:
 
     `sampling`: the parameters of each unfinished request, by id, as values.
     """
-    return {"rank": self.rank} | _runner(self).capture(self.model_runner, sampling)
+    state = {"rank": self.rank} | _runner(self).capture(self.model_runner, sampling)
+    state["engine"]["adapters"] = adapters.loaded(self.model_runner)
+    state["engine"]["adapter_slots"] = adapters.slots(self.model_runner)
+    return state
 
 
 def torpor_reconnect(self, workers: list[dict]) -> None:
@@ -82,13 +86,22 @@ def torpor_reconnect(self, workers: list[dict]) -> None:
     self.synchronize_device()
 
 
-def torpor_restore(self, workers: list[dict], given_since: list[dict]) -> None:
+def torpor_restore(self, workers: list[dict], given_since: list[dict], features: dict[str, bytes]) -> None:
     """A new worker: the batch is rebuilt as it was.
 
     `given_since`: requests whose readers were given more tokens than this state has. They get them too.
+    `features`: images and the like of requests, by id, as values.
     """
-    _runner(self).restore(self.model_runner, workers[self.rank], given_since)
+    self.model_runner.reset_encoder_cache()  # the scheduler's knows of nothing
+    of_requests = {request_id: multimodal.from_value(value) for request_id, value in features.items()}
+    _runner(self).restore(self.model_runner, workers[self.rank], given_since, of_requests)
+    adapters.place(self.model_runner, workers[self.rank]["engine"].get("adapter_slots", []))
     self.synchronize_device()
+
+
+def torpor_load_adapter(self, adapter: dict, digest: str | None) -> str | None:
+    """Loads a LoRA adapter. Returns why it is not the one with this digest, or cannot be loaded; None if it is."""
+    return adapters.load(self.model_runner, adapter, digest)
 
 
 def torpor_forget(self) -> None:

@@ -101,7 +101,10 @@ ENGINE = (
                     "step_with_batch_queue": "self",
                     "post_step": "self, model_executed",
                 },
-                fields="vllm_config scheduler model_executor batch_queue step_fn request_block_hasher",
+                fields="""
+                    vllm_config scheduler model_executor batch_queue step_fn request_block_hasher
+                    structured_output_manager
+                """,
             ),
             Class(
                 "EngineCoreProc",
@@ -312,13 +315,101 @@ ENGINE = (
             ),
             Class(
                 "RequestStatus",
-                members="WAITING RUNNING PREEMPTED",
+                members="WAITING WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR RUNNING PREEMPTED",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.lora.request",
+        classes=(
+            Class(
+                "LoRARequest",
+                fields="base_model_name is_3d_lora_weight load_inplace lora_int_id lora_name lora_path",
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.lora.lora_model",
+        classes=(
+            Class(
+                "LoRAModel",
+                fields="id is_3d_lora_weight loras modules_to_save rank",
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.multimodal.inputs",
+        classes=(
+            Class(
+                "MultiModalFeatureSpec",
+                fields="data identifier mm_hash mm_position modality",
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.serial_utils",
+        classes=(
+            Class(
+                "MsgpackEncoder",
+                calls={
+                    "__init__": "self, size_threshold=None, oob_tensor_consumer=None",
+                    "encode": "self, obj",
+                },
+            ),
+            Class(
+                "MsgpackDecoder",
+                calls={
+                    "decode": "self, bufs",
+                },
+            ),
+        ),
+    ),
+    Module(
+        "vllm.distributed.kv_events",
+        names=("AllBlocksCleared",),
+    ),
+    Module(
+        "vllm.v1.structured_output",
+        classes=(
+            Class(
+                "StructuredOutputManager",
+                calls={
+                    "grammar_init": "self, request",
+                    "accept_tokens": "self, request, new_token_ids",
+                },
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.structured_output.request",
+        classes=(
+            Class(
+                "StructuredOutputRequest",
+                fields="_grammar params reasoner reasoning_ended reasoning_parser_kwargs",
+                exact=True,
+                properties="grammar is_grammar_ready",
             ),
         ),
     ),
     Module(
         "vllm.sampling_params",
         classes=(
+            Class(
+                "RepetitionDetectionParams",
+                fields="max_pattern_size min_count min_pattern_size",
+                exact=True,
+            ),
+            Class(
+                "StructuredOutputsParams",
+                fields="""
+                    _backend _backend_was_auto choice disable_additional_properties disable_any_whitespace
+                    grammar json json_object regex structural_tag whitespace_pattern
+                """,
+                exact=True,
+            ),
             Class(
                 "SamplingParams",
                 fields="""
@@ -416,6 +507,7 @@ ENGINE = (
                     "schedule": "self, throttle_prefills=False",
                     "has_requests": "self",
                     "set_pause_state": "self, pause_state",
+                    "reset_encoder_cache": "self",
                     "get_num_unfinished_requests": "self",
                 },
                 fields="""
@@ -550,6 +642,7 @@ ENGINE = (
                 calls={
                     "free_blocks": "self, ordered_blocks",
                     "_maybe_evict_cached_block": "self, block",
+                    "emit_cached_block_events": "self, request, num_cached_blocks, block_size, kv_cache_group_id",
                 },
                 fields="""
                     _reuse_watchers blocks cached_block_hash_to_block
@@ -718,9 +811,55 @@ _WORKER = Module(
     ),
 )
 
+# LoRA adapters, in workers of every device.
+_ADAPTERS = (
+    Module(
+        "vllm.lora.worker_manager",
+        classes=(
+            Class(
+                "WorkerLoRAManager",
+                calls={
+                    "_load_adapter": "self, lora_request",
+                },
+                fields="_adapter_manager",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.lora.model_manager",
+        classes=(
+            Class(
+                "LoRAModelManager",
+                calls={
+                    "activate_adapter": "self, lora_id",
+                    "deactivate_adapter": "self, adapter_id",
+                    "list_adapters": "self",
+                },
+                fields="lora_index_to_id",
+                properties="lora_slots",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.worker.lora_model_runner_mixin",
+        classes=(
+            Class(
+                "LoRAModelRunnerMixin",
+                calls={
+                    "add_lora": "self, lora_request",
+                    "remove_lora": "self, lora_id",
+                    "list_loras": "self",
+                },
+                fields="lora_manager",
+            ),
+        ),
+    ),
+)
+
 # Workers on the CPU.
 CPU_WORKER = (
     _WORKER,
+    *_ADAPTERS,
     Module(
         "vllm.platforms.cpu",
         classes=(
@@ -754,10 +893,12 @@ CPU_WORKER = (
                     "_bookkeeping_sync": (
                         "self, scheduler_output, sampler_output, logits, hidden_states, num_scheduled_tokens"
                     ),
+                    "_init_mrope_positions": "self, req_state",
+                    "reset_encoder_cache": "self",
                 },
                 fields="""
                     model requests input_batch num_prompt_logprobs kv_cache_config kv_caches
-                    discard_request_mask vllm_config
+                    discard_request_mask vllm_config uses_mrope
                 """,
             ),
         ),
@@ -831,6 +972,7 @@ V2_RUNNER = (
                 calls={
                     "add_requests": "self, scheduler_output",
                     "_remove_request": "self, req_id",
+                    "reset_encoder_cache": "self",
                 },
                 fields="""
                     _draft_workspace_lane adaptive_verification attn_groups aux_output_connector
@@ -1050,6 +1192,7 @@ V2_RUNNER = (
 # Workers on a GPU.
 CUDA_WORKER = (
     _WORKER,
+    *_ADAPTERS,
     Module(
         "vllm.third_party",
         names=("pynvml",),

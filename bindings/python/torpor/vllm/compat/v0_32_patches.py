@@ -20,15 +20,18 @@ from torpor.vllm.options import Options, has_torpor_backend, holds_memory_of
 def install(patches: Patches, parts: tuple[str, ...]) -> None:
     """`parts` as in the manifest. A failure leaves undoing to the caller, who has `patches`."""
     _scheduler(patches)
+    _grammars(patches)
     _engine_core(patches)
     _front_ends(patches)
     _finish_reasons(patches)
     if "cpu" in parts:
         _worker(patches)
+        _adapters(patches)
         _cpu_worker(patches)
         _cpu_generators(patches)
     if "cuda" in parts:
         _worker(patches)
+        _adapters(patches)
         _gpu_worker(patches)
         _graph_pool(patches)
     _sleep_backend()
@@ -56,6 +59,21 @@ def _scheduler(patches: Patches) -> None:
     patches.set(Scheduler, "torpor_frozen", False)
     patches.set(Scheduler, "has_requests", has_requests)
     patches.set(Scheduler, "schedule", schedule)
+
+
+def _grammars(patches: Patches) -> None:
+    """Where the reasoning of a request stood when its grammar was asked for is remembered."""
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from torpor.vllm.grammar import remember_beginning
+
+    stock_init = StructuredOutputManager.grammar_init
+
+    def grammar_init(self, request) -> None:
+        remember_beginning(request)
+        stock_init(self, request)
+
+    patches.set(StructuredOutputManager, "grammar_init", grammar_init)
 
 
 def _engine_core(patches: Patches) -> None:
@@ -233,6 +251,20 @@ def _cpu_generators(patches: Patches) -> None:
 
     patches.set(CPUModelRunner, "_sample", sample)
     patches.set(CPUModelRunner, "_bookkeeping_sync", bookkeeping_sync)
+
+
+def _adapters(patches: Patches) -> None:
+    """Each LoRA adapter that a worker reads is known by the digest of its weights."""
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    from torpor.vllm.adapters import remember_digest
+
+    stock_load = WorkerLoRAManager._load_adapter
+    patches.set(
+        WorkerLoRAManager,
+        "_load_adapter",
+        lambda self, lora_request: remember_digest(stock_load(self, lora_request)),
+    )
 
 
 # --- vLLM's own sleep mode, by the option sleep_mode_backend="torpor" -------------------------------------------------

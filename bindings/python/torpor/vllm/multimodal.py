@@ -1,0 +1,22 @@
+"""Images, sounds and videos of a request: their processed inputs. What an encoder made of them is computed again."""
+
+from __future__ import annotations
+
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+_INLINE = 1 << 62  # bytes: all tensors stand in the one buffer
+
+
+def to_value(features: list[MultiModalFeatureSpec]) -> bytes | None:
+    """As vLLM sends them to its engine core."""
+    return bytes(MsgpackEncoder(size_threshold=_INLINE).encode(features)[0]) if features else None
+
+
+def from_value(value: bytes | None) -> list[MultiModalFeatureSpec]:
+    return [] if value is None else MsgpackDecoder(list[MultiModalFeatureSpec]).decode(value)
+
+
+def unsupported(features: list[MultiModalFeatureSpec]) -> list[str]:
+    """What of them cannot be preserved, by name."""
+    return ["inputs of an encoder that are not in this process"] if any(f.data is None for f in features) else []

@@ -1,0 +1,106 @@
+"""A process of the tests: an engine with a feature of features.py.
+
+    feature_process.py first NAME FOLDER TOKENIZER    sleeps and wakes in this process, leaves a checkpoint
+    feature_process.py only NAME FOLDER TOKENIZER     only leaves a checkpoint
+    feature_process.py second NAME FOLDER CHECKPOINT  a new process, which goes on from it
+
+Prints its answers and what differed from its own run that never slept.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from conftest import InProcess
+from features import FEATURES
+from requests_of_tests import run
+
+from torpor import _core
+from torpor.vllm.server.recorder import Recorder
+
+
+def engine(name: str, folder: Path) -> InProcess:
+    feature, model = FEATURES[name], folder / "model"
+    return InProcess(model, folder / "store", requests=feature.requests(model), **feature.options(model))
+
+
+def first(name: str, folder: Path, only_leave: bool) -> dict:
+    feature, one = FEATURES[name], engine(name, folder)
+    result = {"differing": [], "recomputed": 0, "expected": one.expected}
+    for steps in () if only_leave else feature.steps:
+        answers = one.begin(steps)
+        one.llm.sleep(level=1, preserve_state=True)
+        answers |= one.stopped()
+        one.llm.wake_up()
+        seen(result, one, answers, [steps, "host"])
+        answers = one.begin(steps)
+        path = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
+        answers |= one.stopped()
+        one.llm.wake_up()
+        run(one.engine)
+        one.llm.reset_prefix_cache()
+        one.llm.wake_up(from_checkpoint=path)
+        seen(result, one, answers, [steps, "disk"])
+    if "take-over" in feature.ways and not only_leave:
+        result["taken_over"] = taken_over(one, 3, 4, feature.certain)
+    result["given"] = one.begin(feature.steps[-1])
+    result["checkpoint"] = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
+    result["given"] |= one.stopped()
+    return result
+
+
+def seen(result: dict, one: InProcess, answers: dict, where: list) -> None:
+    finished = one.finish(answers)
+    result["differing"] += [[*where, name] for name in one.expected if finished.get(name) != one.expected[name]]
+    result["recomputed"] += one.llm.torpor("state")["recomputed_tokens"]
+
+
+def taken_over(one: InProcess, steps: int, since: int, certain: tuple[str, ...]) -> list[str]:
+    """Requests that go on otherwise after their readers were given more than a checkpoint has, as after a kill."""
+    processor = one.engine.output_processor
+    replaced = ("add_request", "process_outputs", "abort_requests", "propagate_error")
+    stock = {name: getattr(processor, name) for name in replaced}
+    answers = _core.Answers({"directory": None, "engine": one.llm.torpor("fingerprint"), "keep_seconds": 600})
+    recorder = Recorder(processor, answers, False)
+    answers = one.begin(steps)
+    path = one.llm.checkpoint().checkpoint
+    answers |= run(one.engine, since)
+    packed = recorder.answers.pack()
+    recorder.close()
+    run(one.engine)
+    one.llm.reset_prefix_cache()
+    report = one.llm.torpor("wake_up", {"from_checkpoint": path, "answers": packed, "hold": True})
+    one.engine.renderer.clear_mm_cache()  # as a new process has it
+    lost = recorder.take_up(report["restored"], report["outputs"])
+    one.llm.torpor("end_hold", {"keep": True})
+    for state in processor.request_states.values():
+        state.queue = None  # step() returns what comes
+    finished = one.finish(answers)
+    for name, method in stock.items():
+        setattr(processor, name, method)
+    tokens = {name: [choice[1] for choice in answer[1]] for name, answer in finished.items()}
+    expected = {name: [choice[1] for choice in answer[1]] for name, answer in one.expected.items()}
+    different = [name for name in certain or expected if tokens.get(name) != expected[name]]
+    return [f"{name}: {tokens.get(name)} instead of {expected[name]}, lost {lost}" for name in different]
+
+
+def second(name: str, folder: Path, checkpoint: str) -> dict:
+    one = engine(name, folder)
+    report = one.llm.wake_up(from_checkpoint=checkpoint)
+    answers = one.finish({})
+    recomputed = one.llm.torpor("state")["recomputed_tokens"]
+    return {"answers": answers, "failed": report.failed_requests, "recomputed": recomputed}
+
+
+def main() -> None:
+    which, name, folder, argument = sys.argv[1:]
+    if which in ("first", "only"):
+        FEATURES[name].model(Path(folder) / "model", Path(argument))
+        result = first(name, Path(folder), which == "only")
+    else:
+        result = second(name, Path(folder), argument)
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""What of vLLM changes the state that an engine keeps of its requests: how it is switched on, and requests that use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import rig
+from feature_models import ADAPTERS, beside, with_adapters, with_draft_model, with_eagle_head, with_vision
+from tiny_model import NAMED, make_model
+
+WAYS = ("in process", "new process", "take-over")
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One engine with the feature, and its requests."""
+
+    requests: Callable[[Path], dict]  # of the model's folder: as add_requests() takes them
+    options: Callable[[Path], dict] = lambda model: {}  # of the engine, over conftest.ENGINE
+    model: Callable[[Path, Path], Path] = make_model  # (folder, one with the tokenizer): writes what is needed
+    steps: tuple[int, ...] = (12,) if rig.active() else (3, 12)  # after so many it falls asleep
+    certain: tuple[str, ...] = ()  # requests that go on with the same tokens after a take-over; none said: all
+    on: tuple[str, ...] = ("CPU", "rig")  # "CPU": model runner V1; "rig": V2 with async scheduling
+    ways: tuple[str, ...] = WAYS
+    row: str = ""  # of the table in docs/vllm.md; its name, unless said
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def _params(**options):
+    from vllm import SamplingParams
+
+    return SamplingParams(**({"max_tokens": 24, "ignore_eos": True} | options))
+
+
+def _plain(_: Path) -> dict:
+    return {
+        "greedy": ("The capital of France is", _params(temperature=0)),
+        "seeded": ("Once upon a time", _params(temperature=1.0, seed=7)),
+        "long": ("foo bar " * 100, _params(temperature=0.8, seed=13, max_tokens=15)),
+    }
+
+
+def _repeating(_: Path) -> dict:
+    """What is drafted is often right. On the CPU only greedy: others come out otherwise each time, without torpor too."""
+    requests = {
+        "greedy": ("The capital of France is", _params(temperature=0)),
+        "repeating": ("la la la la la la", _params(temperature=0)),
+        "long": ("foo bar " * 100, _params(temperature=0, max_tokens=15)),
+    }
+    seeded = {
+        "seeded": ("once once once once", _params(temperature=0.6, seed=7)),
+        "penalties": ("bar bar bar bar", _params(temperature=0.8, seed=3, repetition_penalty=1.1)),
+    }
+    return requests | (seeded if rig.active() else {})
+
+
+_GREEDY = ("greedy", "repeating", "long")
+
+
+def _structured(**options):
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return StructuredOutputsParams(**options)
+
+
+_SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "string", "maxLength": 12}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+def _by_grammar(_: Path) -> dict:
+    def request(prompt: str, seed: int, **grammar) -> tuple:
+        params = {"temperature": 1.0, "seed": seed, "ignore_eos": False, "structured_outputs": _structured(**grammar)}
+        return prompt, _params(**params)
+
+    return {
+        "schema": request("An object:", 5, json=_SCHEMA),
+        "regex": request("Letters:", 6, regex="(ab|cd){8,12}"),
+        "choice": request("Which one?", 7, choice=["a sea of troubles", "a small town by the sea", "the old clock"]),
+        "two": ("Two of them:", _params(n=2, seed=3, temperature=1.0, structured_outputs=_structured(regex="[a-f]{18}"))),
+        "free": ("The capital of France is", _params(temperature=0)),
+    }
+
+
+def _after_reasoning(_: Path) -> dict:
+    """The grammar begins where the reasoning ends, at a token that comes sooner or later."""
+    end = special_tokens()["</think>"]
+
+    def request(seed: int, bias: float) -> tuple:
+        params = {"logit_bias": {end: bias}, "structured_outputs": _structured(regex="(ab|cd){4,30}")}
+        return "Think: <think>", _params(temperature=1.0, seed=seed, **params)
+
+    return {"soon": request(1, 14.0), "later": request(2, 9.0), "never": request(3, -100.0), "free": _plain(_)["greedy"]}
+
+
+def special_tokens() -> dict[str, int]:
+    """By name, of this runner's model."""
+    from rig.model import SPECIAL
+
+    return {token: number for number, token in enumerate(SPECIAL)} if rig.active() else NAMED
+
+
+def _with_adapters(model: Path) -> dict:
+    """Two adapters fit beside each other: requests of the third wait for a place."""
+    from vllm.lora.request import LoRARequest
+
+    def adapter(number: int) -> dict:
+        name = ADAPTERS[number]
+        return {"lora_request": LoRARequest(name, number + 1, str(beside(model, name)))}
+
+    return {
+        "bare": ("The capital of France is", _params(temperature=0)),
+        "first": ("The capital of France is", _params(temperature=0), adapter(0)),
+        "second": ("The capital of France is", _params(temperature=0, max_tokens=15), adapter(1)),
+        "seeded": ("Once upon a time", _params(temperature=1.0, seed=7), adapter(0)),
+        "third": ("The capital of France is", _params(temperature=0, max_tokens=15), adapter(2)),
+    }
+
+
+def _drafting(method: str, name: str):
+    return lambda model: {
+        "speculative_config": {"method": method, "model": str(beside(model, name)), "num_speculative_tokens": 2}
+    }
+
+
+def _with_images(_: Path) -> dict:
+    """Pictures in prompts; each fills more than a chunk, one of them comes twice."""
+    import numpy
+    from PIL import Image
+
+    tokens = special_tokens()
+
+    def picture(seed: int, side: int):
+        pixels = numpy.random.default_rng(seed).integers(0, 255, (side, side, 3), dtype=numpy.uint8)
+        return Image.fromarray(pixels)
+
+    def prompt(before: list[int], *pictures) -> dict:
+        return {
+            "prompt_token_ids": before + [tokens["<image>"], 90] * len(pictures) + [100, 101],
+            "multi_modal_data": {"image": list(pictures)},
+        }
+
+    return {
+        "text": ("The capital of France is", _params(temperature=0)),
+        "picture": (prompt([50, 51], picture(1, 56)), _params(temperature=0)),
+        "same": (prompt([60], picture(1, 56)), _params(temperature=1.0, seed=3)),
+        "two": (prompt([70] * 40, picture(2, 168), picture(3, 200)), _params(temperature=0, max_tokens=12)),
+    }
+
+
+FEATURES = {
+    "structured output, xgrammar": Feature(
+        _by_grammar, lambda model: {"structured_outputs_config": {"backend": "xgrammar"}}
+    ),
+    "structured output, guidance": Feature(
+        _by_grammar, lambda model: {"structured_outputs_config": {"backend": "guidance"}}
+    ),
+    "structured output after reasoning": Feature(
+        _after_reasoning,
+        lambda model: {"structured_outputs_config": {"backend": "xgrammar"}, "reasoning_parser": "deepseek_r1"},
+    ),
+    "prefix hashes by xxhash": Feature(_plain, lambda model: {"prefix_caching_hash_algo": "xxhash"}),
+    "speculation, n-gram": Feature(
+        _repeating,
+        lambda model: {
+            "speculative_config": {
+                "method": "ngram_gpu" if rig.active() else "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_max": 3,
+                "prompt_lookup_min": 1,
+            }
+        },
+        certain=_GREEDY,
+    ),
+    "speculation, draft model": Feature(
+        _repeating, _drafting("draft_model", "draft"), model=with_draft_model, certain=_GREEDY
+    ),
+    "speculation, EAGLE": Feature(_repeating, _drafting("eagle", "eagle"), model=with_eagle_head, certain=_GREEDY),
+    "LoRA": Feature(
+        _with_adapters,
+        lambda model: {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 3},
+        model=with_adapters,
+    ),
+    "images": Feature(
+        _with_images, lambda model: {"limit_mm_per_prompt": {"image": 2}}, model=with_vision, steps=(3, 9)
+    ),
+    "KV cache events": Feature(_plain, lambda model: {"kv_events_config": {"enable_kv_cache_events": True}}),
+}
