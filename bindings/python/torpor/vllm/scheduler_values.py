@@ -52,6 +52,8 @@ def unsupported_fields(request: Request) -> list[str]:
     found = [f"{name} of a request" for name, empty in _EMPTY_FIELDS.items() if getattr(request, name) != empty]
     found += [f"unknown field {name} of vLLM's Request" for name in sorted(set(vars(request)) - _KNOWN_FIELDS)]
     found += multimodal.unsupported(request.mm_features)
+    if getattr(request.lora_request, "tensorizer_config_dict", None):  # until vLLM 0.31
+        found.append("a LoRA adapter that a tensorizer loads")
     structured = request.structured_output_request
     if structured is not None and not are_plain(structured.reasoning_parser_kwargs):
         found.append(_ODD_PARSER)

@@ -27,6 +27,7 @@ CHANGES: Changes = {
     "vllm.sampling_params.SamplingParams": Changed(without="_watermarking_skipped"),
     "vllm.v1.core.sched.scheduler.Scheduler": _SCHEDULER,
     "vllm.v1.core.sched.async_scheduler.AsyncScheduler": _SCHEDULER,
+    "vllm.lora.request.LoRARequest": Changed(also="tensorizer_config_dict"),
     # A table has the blocks of the attention kernel, which may be smaller.
     "vllm.v1.worker.gpu.block_table.BlockTables": Changed(
         also="blocks_per_kv_block kernel_block_sizes kernel_block_sizes_tensor"

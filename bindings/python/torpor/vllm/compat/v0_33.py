@@ -15,6 +15,8 @@ CHANGES: Changes = {
     "vllm.v1.core.sched.async_scheduler.AsyncScheduler": _SCHEDULER,
     "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator": Changed(also="drop_eagle_group_ids"),
     "vllm.v1.core.block_pool.BlockPool": Changed(also="num_hash_lookahead_tokens"),
+    # Follows from the grammar and the reasoning parser, and is computed when it is first used.
+    "vllm.v1.structured_output.request.StructuredOutputRequest": Changed(also="masked_reasoning_end_ids"),
     # What a step reads beside the tables is written anew for each step.
     "vllm.v1.worker.gpu.block_table.BlockTables": Changed(
         also="_num_dirty_rows _sliding_window_reach has_sliding_window_groups sliding_window_reach"
