@@ -41,4 +41,5 @@ CHANGES: Changes = {
     "vllm.entrypoints.serve.dev.sleep.metrics": ABSENT,
 }  # fmt: skip
 
+CPU_SAMPLER_DRAWS = "a number a word"
 PARTS = changed(v0_32.PARTS, CHANGES)

@@ -26,4 +26,5 @@ CHANGES: Changes = {
     "vllm.entrypoints.serve.utils.api_utils.cli_env_setup": Moved("vllm.entrypoints.common.startup.cli_env_setup"),
 }
 
+CPU_SAMPLER_DRAWS = v0_32.CPU_SAMPLER_DRAWS
 PARTS = changed(v0_32.PARTS, CHANGES)
