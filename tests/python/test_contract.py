@@ -130,6 +130,8 @@ TOY = {
             def alone(self, another): self.own: int = 1
 
         class Last(Derived, Plain): pass
+        class Beside(Plain): pass
+        class Diamond(Beside, Derived): pass
 
         class Kind(enum.Enum):
             ONE = 1
@@ -192,6 +194,7 @@ CLASSES = {
     ),
     "Derived": Class("Derived", dict.fromkeys(["alone", "many"], "")),
     "Last": Class("Last", {"alone": ""}),
+    "Diamond": Class("Diamond", {"alone": ""}),
     "Kind": Class("Kind", members="ONE TWO"),
     "Alias": Class("Alias"),
 } | {

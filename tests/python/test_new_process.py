@@ -2,14 +2,17 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import rig
+import torch
 from conftest import result_of
 from inspector import look
 from requests_of_tests import final, run
 from vllm import SamplingParams
 
+from torpor.vllm import runner_v1
 from torpor.vllm.compat import lookup
 
 SPANS = lookup("vllm.outputs", "WeightVersionSpan")  # from vLLM 0.32 on
@@ -104,6 +107,20 @@ def test_the_version_of_the_weights_stays_with_an_answer_that_has_ended_beside_o
     assert completion_from_value(as_json(value)) == output
     del value["weight_versions"]  # a checkpoint from before
     assert completion_from_value(value).weight_versions is None
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("precise", [False, True])
+def test_a_seeded_request_that_was_given_more_draws_what_vllm_drew_for_it(one, precise):
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    sampler, words = TopKTopPSampler(use_fp64_gumbel=precise), 97
+    theirs, ours = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
+    for _ in range(3):
+        sampler.forward_cpu(torch.randn(1, words), {0: theirs}, None, None)
+    batch = SimpleNamespace(vocab_size=words)
+    runner_v1._draw(SimpleNamespace(sampler=SimpleNamespace(topk_topp_sampler=sampler), input_batch=batch), ours, 3)
+    assert torch.equal(ours.get_state(), theirs.get_state())
 
 
 @pytest.mark.parametrize("count", [1, 256])

@@ -27,7 +27,7 @@ ENGINES = (
     "gpu_path",
 )
 # Files of tests/python with tests that are marked as the core, for every vLLM that is known; test_gpu_path.py has some too.
-CORE = ("identity", "new_process", "server")
+CORE = ("identity", "new_process", "features", "server")
 
 
 class Parts:

@@ -43,8 +43,6 @@ def unsupported_scheduler(scheduler: Scheduler) -> list[str]:
         found.append("deferred loads")
     if getattr(scheduler, "_pending_encoder_input_ids", None):  # since vLLM 0.33
         found.append("images, sounds or videos whose content the workers have")
-    if getattr(scheduler, "num_hash_lookahead_tokens", 0):  # since vLLM 0.33, with an EAGLE head
-        found.append("hashes of blocks that cover tokens after them: set disable_lookahead_block_hashes")
     if scheduler.finished_recving_kv_req_ids or scheduler.failed_recving_kv_req_ids:
         found.append("KV transfers in flight")
     for request in scheduler.requests.values():
