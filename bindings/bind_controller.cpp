@@ -4,6 +4,7 @@
 
 #include "bindings/bind_subjects.h"
 #include "bindings/bind_values.h"
+#include "bindings/checkpoint_options.h"
 #include "bindings/dict_reader.h"
 #include "bindings/module_files.h"
 #include "checkpoint/answers_log.h"
@@ -118,23 +119,12 @@ struct BoundController {
 std::unique_ptr<BoundController> make_controller(py::object hooks, const py::dict& dict) {
   DictReader in(dict, "SleepController options");
   SleepControllerOptions options;
-  CheckpointManagerOptions& checkpoints = options.checkpoints;
   std::optional<std::string> directory;
   in.read_if_given("directory", directory);
   in.read_if_given("kv_budget_bytes", options.kv_budget_bytes);
-  in.read_if_given("keep_checkpoints", checkpoints.retention.keep);
-  in.read_if_given("max_age_seconds", checkpoints.retention.max_age_seconds);
-  in.read_if_given("max_total_bytes", checkpoints.retention.max_total_bytes);
-  std::optional<std::string> key_file;
-  in.read_if_given("key_file", key_file);
-  checkpoints.key = key_from(key_file);
-  in.read_if_given("encrypt", checkpoints.encrypt);
-  in.read_if_given("incremental", checkpoints.incremental);
-  std::optional<int> level;
-  in.read_if_given("compression_level", level);
-  if (level) checkpoints.compression = {.level = *level};
+  options.checkpoints = checkpoint_options_from(in);
   in.finish();
-  value_or_raise(checkpoints.validate());
+  value_or_raise(options.checkpoints.validate());
   options.directory = directory.value_or("");
   return std::make_unique<BoundController>(std::move(hooks), std::move(options));
 }
@@ -146,6 +136,13 @@ bool one_of(const std::string& where, const std::string& text, const char* yes, 
                 .next_step = fmt::format("use \"{}\" or \"{}\"", no, yes)});
   }
   return text == yes;
+}
+
+// (rank, size)
+DataParallel data_parallel_from(const py::handle& object) {
+  std::pair<int, int> place;
+  DictReader::cast(object, "data_parallel", place);
+  return {.rank = place.first, .size = place.second};
 }
 
 SleepOptions sleep_options_from(const py::dict& dict) {
@@ -163,6 +160,7 @@ SleepOptions sleep_options_from(const py::dict& dict) {
   in.read_if_given("tags", tags);
   in.read_if_given("timeout", options.timeout_seconds);
   in.read_if_given("weights", weights);
+  if (in.has("data_parallel")) options.data_parallel = data_parallel_from(in.take("data_parallel"));
   if (in.has("outputs")) options.outputs = value_from(in.take("outputs"));
   in.finish();
   options.to_disk = one_of("to", to, "disk", "host");
@@ -203,6 +201,7 @@ py::list to_python(const std::vector<RankLedger>& ledgers) {
 py::dict to_python(const SleepReport& report) {
   py::dict out;
   out["changed"] = report.changed;
+  if (report.held) out["held"] = true;
   out["fully_awake"] = report.fully_awake;
   out["note"] = report.note;
   out["level"] = report.level;
@@ -265,11 +264,19 @@ void bind_controller(py::module_& module) {
           py::arg("options") = py::dict())
       .def(
           "checkpoint",
-          [](BoundController& self, const py::handle& outputs) {
+          [](BoundController& self, const py::handle& outputs, const std::pair<int, int>& place) {
             const Value value = value_from(outputs);
-            return to_python(value_or_raise(without_lock([&] { return self.controller.checkpoint(value); })));
+            const DataParallel of = {.rank = place.first, .size = place.second};
+            return to_python(value_or_raise(without_lock([&] { return self.controller.checkpoint(value, of); })));
           },
-          py::arg("outputs"), "A checkpoint of an engine that serves on; `outputs` is the front end's part.")
+          py::arg("outputs"), py::arg("data_parallel") = std::pair(0, 1),
+          "A checkpoint of an engine that serves on; `outputs` is the front end's part.")
+      .def(
+          "end_sleep",
+          [](BoundController& self, bool keep) {
+            return to_python(value_or_raise(without_lock([&] { return self.controller.end_sleep(keep); })));
+          },
+          py::arg("keep"), "After a sleep or checkpoint that is held: carries it out, or undoes it.")
       .def(
           "fingerprint",
           [](BoundController& self) {

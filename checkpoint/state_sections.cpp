@@ -1,5 +1,7 @@
 #include "checkpoint/state_sections.h"
 
+#include <algorithm>
+
 #include "checkpoint/archived_values.h"
 #include "checkpoint/journal.h"
 #include "checkpoint/section_reader.h"
@@ -39,6 +41,11 @@ Result<EngineCheckpoint> decode(std::span<const Section> sections) {
   EngineCheckpoint checkpoint;
   SchedulerSnapshot& scheduler = checkpoint.state.scheduler;
   KvSnapshot& kv = checkpoint.state.kv;
+  if (std::any_of(sections.begin(), sections.end(), [](const Section& s) { return s.name == kSetSection; })) {
+    return Error{.code = Code::kIncompatible,
+                 .what = "it is a set of checkpoints of several data parallel ranks",
+                 .next_step = "wake it with as many data parallel ranks"};
+  }
   SectionReader reader(sections, kSectionVersion);
   TORPOR_TRY(reader.take("requests", scheduler.requests));
   TORPOR_TRY(reader.take("queues", scheduler.policy, scheduler.running, scheduler.waiting, scheduler.held,

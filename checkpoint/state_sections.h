@@ -3,12 +3,15 @@
 #pragma once
 
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "base/status.h"
 #include "checkpoint/engine_checkpoint.h"
 
 namespace torpor {
+
+inline constexpr std::string_view kSetSection = "set";  // of checkpoint_set.h; no state of an engine
 
 // The sections "requests", "queues", "block_tables", "blocks", "free_order", "prefix_index", "samplers", "engine",
 // "outputs", and what is carried. The fingerprint is the manifest's.

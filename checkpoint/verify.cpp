@@ -1,6 +1,7 @@
 #include "checkpoint/verify.h"
 
 #include <algorithm>
+#include <charconv>
 #include <set>
 #include <thread>
 #include <unordered_map>
@@ -151,22 +152,22 @@ void check_blocks(const Manifest& manifest, const KvSnapshot& kv, Verification& 
 // behind.
 class HashCheck {
  public:
-  HashCheck(const PrefixHasher& hasher, const KvSnapshot& kv, Verification& found)
-      : hasher_(hasher), kv_(kv), found_(found) {
+  // `tokens`: that each hash covers beyond the one before; it divides the block size of every group.
+  HashCheck(const PrefixHasher& hasher, size_t tokens, const KvSnapshot& kv, Verification& found)
+      : hasher_(hasher), tokens_(tokens), kv_(kv), found_(found) {
     for (const KvBlock& block : kv.blocks) blocks_.emplace(block.id, &block);
   }
 
   Status check(const RequestState& request) {
     const auto size = static_cast<size_t>(request.block_hash_bytes);
-    const auto block_size = static_cast<size_t>(kv_.groups.front().block_size);
     std::vector<int32_t> tokens = request.prompt_token_ids;
     tokens.insert(tokens.end(), request.output_token_ids.begin(), request.output_token_ids.end());
     const size_t count = size == 0 ? 0 : request.block_hashes.size() / size;
-    if (count * block_size > tokens.size())
+    if (count > tokens.size() / tokens_)
       return wrong(request, fmt::format("{} block hashes for {} tokens", count, tokens.size()));
     Bytes before = hasher_.first();
     for (size_t i = 0; i < count; ++i) {
-      const std::optional<Bytes> hash = hasher_.next(before, std::span(tokens).subspan(i * block_size, block_size),
+      const std::optional<Bytes> hash = hasher_.next(before, std::span(tokens).subspan(i * tokens_, tokens_),
                                                      i == 0 ? request.cache_salt : std::nullopt);
       if (!hash) {
         found_.hashes_not_checked = "blocks of so many tokens are not recomputed here";
@@ -184,15 +185,19 @@ class HashCheck {
  private:
   Status check_tables(const RequestState& request, size_t count, size_t size) {
     for (uint32_t group = 0; group < kv_.groups.size(); ++group) {
+      const size_t block_hashes = static_cast<size_t>(kv_.groups[group].block_size) / tokens_;
       for (const KvTable& table : kv_.groups[group].tables) {
         if (table.request != request.id) continue;
         for (size_t i = 0; i < table.blocks.size(); ++i) {
           const auto block = blocks_.find(table.blocks[i]);
           if (block == blocks_.end() || block->second->hash.empty()) continue;
-          if (i >= count)
+          // Which of the chain is its last; where blocks are larger than what a hash covers, they may be cached in
+          // part.
+          const size_t last = (block_hashes == 1 ? i + 1 : covered(*block->second)) - 1;
+          if (last >= count)
             return wrong(request, fmt::format("block {} carries a hash beyond its full blocks", table.blocks[i]));
-          Bytes key(request.block_hashes.begin() + static_cast<std::ptrdiff_t>(i * size),
-                    request.block_hashes.begin() + static_cast<std::ptrdiff_t>((i + 1) * size));
+          Bytes key(request.block_hashes.begin() + static_cast<std::ptrdiff_t>(last * size),
+                    request.block_hashes.begin() + static_cast<std::ptrdiff_t>((last + 1) * size));
           for (int shift = 24; shift >= 0; shift -= 8) key.push_back(static_cast<uint8_t>(group >> shift));
           if (key != block->second->hash)
             return wrong(request, fmt::format("block {} carries another hash than its tokens have", table.blocks[i]));
@@ -201,31 +206,54 @@ class HashCheck {
     }
     return ok();
   }
+  // How many of the chain a block's hash covers; 0 becomes too many.
+  size_t covered(const KvBlock& block) const { return static_cast<size_t>(std::max(block.hash_tokens, 0)) / tokens_; }
   static Error wrong(const RequestState& request, std::string what) {
     return damage(fmt::format("request {}: {}", request.id, what));
   }
 
   const PrefixHasher& hasher_;
+  const size_t tokens_;
   const KvSnapshot& kv_;
   Verification& found_;
   std::unordered_map<int32_t, const KvBlock*> blocks_;
 };
 
+// The tokens that each hash of a chain covers: what the engine says, or a whole block where there is one size. 0:
+// unknown.
+size_t tokens_of_a_hash(const EngineCheckpoint& engine) {
+  const std::vector<KvGroup>& groups = engine.state.kv.groups;
+  if (groups.empty()) return 0;
+  int32_t tokens = groups.front().block_size;
+  const auto told = engine.fingerprint.find("prefix_hash_tokens");
+  if (told != engine.fingerprint.end()) {
+    const char* end = told->second.data() + told->second.size();
+    const auto parsed = std::from_chars(told->second.data(), end, tokens);
+    if (parsed.ec != std::errc() || parsed.ptr != end || tokens <= 0) return 0;
+  }
+  const bool fits = std::all_of(groups.begin(), groups.end(), [&](const KvGroup& group) {
+    return told == engine.fingerprint.end() ? group.block_size == tokens : group.block_size % tokens == 0;
+  });
+  return fits ? static_cast<size_t>(tokens) : 0;
+}
+
 void check_hashes(const EngineCheckpoint& engine, Verification& found) {
   const KvSnapshot& kv = engine.state.kv;
+  const std::vector<RequestState>& requests = engine.state.scheduler.requests;
+  if (std::all_of(kv.blocks.begin(), kv.blocks.end(), [](const KvBlock& block) { return block.hash.empty(); }) &&
+      std::all_of(requests.begin(), requests.end(), [](const RequestState& r) { return r.block_hashes.empty(); }))
+    return;
   const auto described = engine.fingerprint.find("prefix_hash");
   const std::unique_ptr<PrefixHasher> hasher =
       described == engine.fingerprint.end() ? nullptr : PrefixHasher::of(described->second);
-  const bool one_size = !kv.groups.empty() &&
-                        std::all_of(kv.groups.begin(), kv.groups.end(),
-                                    [&](const KvGroup& group) { return group.block_size == kv.groups[0].block_size; });
+  const size_t tokens = tokens_of_a_hash(engine);
   if (hasher == nullptr) {
     found.hashes_not_checked = "this tool does not know how the engine hashes prefixes";
-  } else if (!one_size) {
+  } else if (tokens == 0) {
     found.hashes_not_checked = "the groups have blocks of different sizes";
   } else {
-    HashCheck check(*hasher, kv, found);
-    for (const RequestState& request : engine.state.scheduler.requests) {
+    HashCheck check(*hasher, tokens, kv, found);
+    for (const RequestState& request : requests) {
       if (const Status right = check.check(request); !right) found.problems.push_back(right.error());
     }
   }

@@ -1,5 +1,7 @@
 #include "engine/rank_group.h"
 
+#include <algorithm>
+
 namespace torpor {
 
 Result<std::vector<RankReply>> RankGroup::send(const std::string& method, const RankOrder& order) {
@@ -51,6 +53,15 @@ uint64_t tag_bytes(const std::vector<RankReply>& replies, const std::string& tag
     if (const auto found = reply.ledger.tags.find(tag); found != reply.ledger.tags.end()) sum += found->second.*field;
   }
   return sum;
+}
+
+BlockBytes block_bytes(const std::vector<RankReply>& described) {
+  BlockBytes bytes;
+  for (const RankReply& reply : described) {
+    bytes.all += reply.bytes_per_block;
+    bytes.most = std::max(bytes.most, reply.bytes_per_block);
+  }
+  return bytes;
 }
 
 std::vector<RankLedger> ledgers_of(const std::vector<RankReply>& replies) {

@@ -29,6 +29,12 @@ class RankGroup {
 uint64_t total_bytes(const std::vector<RankReply>& replies);
 // The sum of one field of a tag's ledger over all ranks.
 uint64_t tag_bytes(const std::vector<RankReply>& replies, const std::string& tag, uint64_t RankLedger::Tag::*field);
+// Of one KV block: stages of a pipeline have different layers.
+struct BlockBytes {
+  uint64_t all = 0;   // on all ranks together
+  uint64_t most = 0;  // on the rank that needs most for it
+};
+BlockBytes block_bytes(const std::vector<RankReply>& described);
 std::vector<RankLedger> ledgers_of(const std::vector<RankReply>& replies);
 
 }  // namespace torpor

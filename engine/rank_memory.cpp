@@ -145,7 +145,7 @@ Status RankMemory::set_kv_layout(std::string tag, KvLayout layout) {
     }
   }
   kv_tag_ = std::move(tag);
-  kv_layout_ = std::move(layout);
+  kv_layout_ = layout.merged();
   return ok();
 }
 

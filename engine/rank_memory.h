@@ -102,7 +102,7 @@ class RankMemory {
   // For an engine that moves KV blocks between tiers while it serves; both live as long as this object.
   TransferExecutor& executor() { return *executor_; }
   HostArena& arena() { return *arena_; }
-  // After set_kv_layout(). No lock: it does not change while an engine serves.
+  // After set_kv_layout(), merged. No lock: it does not change while an engine serves.
   const KvLayout& kv_layout() const TORPOR_NO_THREAD_SAFETY_ANALYSIS { return kv_layout_; }
   std::map<std::string, RegionState> states() const { return allocator_->states(); }
 

@@ -6,6 +6,7 @@
 #include <fmt/ranges.h>
 
 #include "base/log.h"
+#include "checkpoint/checkpoint_set.h"
 
 namespace torpor {
 
@@ -85,6 +86,10 @@ Status SleepController::may_begin() const {
     return Error{.code = Code::kFailedPrecondition,
                  .what = "the engine is lost",
                  .next_step = "start a new one and wake it from its last checkpoint"};
+  if (held_sleep_ != nullptr)
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = "a sleep waits for the word of its front end",
+                 .next_step = "end it first"};
   if (held_)
     return Error{.code = Code::kFailedPrecondition,
                  .what = "a restored checkpoint waits for its front end",
@@ -112,9 +117,16 @@ Status SleepController::check(const SleepOptions& options) const {
     return invalid("no directory for checkpoints is configured",
                    "set the option dir (or TORPOR_DIR) and start the engine again");
   }
+  const DataParallel& place = options.data_parallel;
+  if (place.size < 1 || place.rank < 0 || place.rank >= place.size)
+    return invalid(fmt::format("data parallel rank {} of {}", place.rank, place.size), "use a rank below the size");
   if (options.timeout_seconds && !(*options.timeout_seconds >= 0))
     return invalid(fmt::format("timeout is {} s", *options.timeout_seconds), "use 0 or more, or none");
   return ok();
+}
+
+std::string SleepController::directory_of(const DataParallel& place) const {
+  return place.size > 1 ? rank_directory(options_.directory, place.rank, place.size) : options_.directory;
 }
 
 Result<std::vector<std::string>> SleepController::select_tags(const std::vector<std::string>& wanted,
@@ -184,15 +196,14 @@ Result<SleepPlan> SleepController::plan_sleep_now(const SleepOptions& options) {
   if (options.level == 0) return plan;
   if (options.preserve_state && has_tag(tags, kKvCacheTag)) {
     TORPOR_ASSIGN(const SchedulerCheckpoint state, hooks_.capture());
-    const LiveBlocks live = select_live_blocks(state.kv, described.front().bytes_per_block, options_.kv_budget_bytes);
+    const LiveBlocks live = select_live_blocks(state.kv, block_bytes(described).most, options_.kv_budget_bytes);
     plan.kept_blocks = static_cast<int64_t>(live.kept.size());
     plan.dropped_blocks = static_cast<int64_t>(live.dropped.size());
   }
   for (const std::string& tag : tags) {
     plan.free_bytes[tag] = tag_bytes(described, tag, &RankLedger::Tag::physical_bytes);
     if (tag == kKvCacheTag) {
-      plan.save_bytes[tag] =
-          static_cast<uint64_t>(plan.kept_blocks) * described.front().bytes_per_block * described.size();
+      plan.save_bytes[tag] = static_cast<uint64_t>(plan.kept_blocks) * block_bytes(described).all;
     } else if (!options.drops(tag)) {
       plan.save_bytes[tag] = tag_bytes(described, tag, &RankLedger::Tag::region_bytes);
     }

@@ -41,12 +41,16 @@ class SleepController final : private Operation::Owner {
   // All references outlive the controller. `sink` may be null.
   SleepController(EngineHooks& hooks, FileSystem& file_system, const Clock& clock, SleepControllerOptions options,
                   EventSink* sink = nullptr);
+  ~SleepController();
 
   Result<SleepReport> sleep(const SleepOptions& options);
   Result<SleepReport> wake_up(const WakeOptions& options);
   // A checkpoint of an engine that serves on: its state and the KV of its requests. Weights are named for reload: an
   // engine that wakes from it has loaded them. The engine stands still meanwhile; the report's seconds say how long.
-  Result<SleepReport> checkpoint(const Value& outputs);
+  Result<SleepReport> checkpoint(const Value& outputs, DataParallel data_parallel = {});
+  // After a sleep or checkpoint of a data parallel rank whose report says that it is held: all is kept, nothing is gone
+  // yet, and the engine stands still. Carries it out, or undoes it, as the others could sleep, too, or not.
+  Result<SleepReport> end_sleep(bool keep);
   // All that must be equal for tokens to be equal, the weights' digest included.
   Result<Fingerprint> fingerprint();
   // After wake_up with `hold`: lets the engine run, or throws away what was restored. Only when it runs does the
@@ -60,6 +64,7 @@ class SleepController final : private Operation::Owner {
  private:
   enum class State : uint8_t { kAwake, kFallingAsleep, kAsleep, kWaking, kLost };
   struct FallingAsleep;
+  struct HeldSleep;
 
   struct RestoredFrom {  // a checkpoint that is marked as woken from once the engine runs
     std::string directory;
@@ -67,7 +72,8 @@ class SleepController final : private Operation::Owner {
   };
 
   // sleep(), in this order (sleep_controller_sleep.cpp).
-  Status fall_asleep(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
+  Status keep_all(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
+  Status let_go(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
   Status admit(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
   Status quiesce(FallingAsleep& sleep);
   Status keep(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
@@ -81,7 +87,11 @@ class SleepController final : private Operation::Owner {
   Error undone(FallingAsleep& sleep, std::string_view call, Error error) noexcept;
   Result<SleepReport> sleep_now(const SleepOptions& options);
   Result<bool> frees_more(const SleepOptions& options) TORPOR_REQUIRES(operation_mutex_);
-  Result<SleepReport> checkpoint_now(const Value& outputs);
+  Result<SleepReport> fall_asleep(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
+  Result<SleepReport> checkpoint_now(const Value& outputs, DataParallel data_parallel);
+  Result<SleepReport> serve_on(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
+  Result<SleepReport> hold_sleep(std::unique_ptr<HeldSleep> sleep) TORPOR_REQUIRES(operation_mutex_);
+  Result<SleepReport> end_sleep_now(bool keep);
 
   // wake_up() (sleep_controller_wake.cpp).
   Result<SleepReport> wake_now(const WakeOptions& options);
@@ -101,6 +111,7 @@ class SleepController final : private Operation::Owner {
   Result<SleepPlan> plan_sleep_now(const SleepOptions& options);
   Error busy() const;  // another operation is in progress
   Status check(const SleepOptions& options) const;
+  std::string directory_of(const DataParallel& place) const;
   Result<std::vector<std::string>> select_tags(const std::vector<std::string>& wanted, const RankLedger& ledger) const;
   Status may_begin() const TORPOR_REQUIRES(operation_mutex_);
   Result<std::unique_ptr<CheckpointManager>> manager(const std::string& directory) const;
@@ -124,6 +135,7 @@ class SleepController final : private Operation::Owner {
   std::vector<std::map<std::string, uint64_t>> writes_ TORPOR_GUARDED_BY(operation_mutex_);
   bool preserved_ TORPOR_GUARDED_BY(operation_mutex_) = false;
   bool held_ TORPOR_GUARDED_BY(operation_mutex_) = false;
+  std::unique_ptr<HeldSleep> held_sleep_ TORPOR_GUARDED_BY(operation_mutex_);
   // What this sleep, or this wake on hold, is of; none: no checkpoint.
   std::optional<RestoredFrom> restored_from_ TORPOR_GUARDED_BY(operation_mutex_);
   bool derived_released_ TORPOR_GUARDED_BY(operation_mutex_) = false;

@@ -59,6 +59,19 @@ struct SleepController::FallingAsleep {
   Operation operation;                         // last: its undo needs all of the above
 };
 
+// One that waits for end_sleep(), with what it was asked for.
+struct SleepController::HeldSleep {
+  HeldSleep(SleepController& controller, std::string_view name, const SleepOptions& asked, bool checkpoint)
+      : options(asked), only_checkpoint(checkpoint), sleep(controller, name, options) {}
+
+  const SleepOptions options;
+  const bool only_checkpoint;
+  FallingAsleep sleep;
+};
+
+// What is held is undone: the requests go on, if anybody can still ask for them.
+SleepController::~SleepController() { held_sleep_.reset(); }
+
 // Undoes a failed sleep or checkpoint; the error says what of it stays all the same.
 Error SleepController::undone(FallingAsleep& sleep, std::string_view call, Error error) noexcept {
   sleep.operation.undo();
@@ -100,13 +113,53 @@ Result<SleepReport> SleepController::sleep_now(const SleepOptions& options) {
       return report;
     }
   }
+  const auto begin = [&](FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_) {
+    sleep.deeper = asleep;
+    set_state(State::kFallingAsleep);
+    return catching([&]() TORPOR_REQUIRES(operation_mutex_) { return keep_all(sleep); });
+  };
+  if (options.data_parallel.size > 1) {
+    auto held = std::make_unique<HeldSleep>(*this, "sleep", options, false);
+    if (Status kept = begin(held->sleep); !kept) return undone(held->sleep, "sleep", std::move(kept).error());
+    return hold_sleep(std::move(held));
+  }
   FallingAsleep sleep(*this, "sleep", options);
-  sleep.deeper = asleep;
-  set_state(State::kFallingAsleep);
-  if (Status asleep = catching([&]() TORPOR_REQUIRES(operation_mutex_) { return fall_asleep(sleep); }); !asleep)
+  if (Status kept = begin(sleep); !kept) return undone(sleep, "sleep", std::move(kept).error());
+  return fall_asleep(sleep);
+}
+
+Result<SleepReport> SleepController::fall_asleep(FallingAsleep& sleep) {
+  if (Status asleep = catching([&]() TORPOR_REQUIRES(operation_mutex_) { return let_go(sleep); }); !asleep)
     return undone(sleep, "sleep", std::move(asleep).error());
   if (sleep.pending) sleep.pending->retire_older();
   return std::move(sleep.report);
+}
+
+Result<SleepReport> SleepController::hold_sleep(std::unique_ptr<HeldSleep> sleep) {
+  Result<SleepReport> report = catching([&]() -> Result<SleepReport> { return sleep->sleep.report; });
+  if (!report) return undone(sleep->sleep, "sleep", std::move(report).error());
+  report->held = true;
+  held_sleep_ = std::move(sleep);
+  return report;
+}
+
+Result<SleepReport> SleepController::end_sleep(bool keep) {
+  return catching([&] { return end_sleep_now(keep); });
+}
+
+Result<SleepReport> SleepController::end_sleep_now(bool keep) {
+  const MutexLock in_progress(operation_mutex_);
+  if (held_sleep_ == nullptr)
+    return Error{.code = Code::kFailedPrecondition, .what = "no sleep is held", .next_step = "sleep with hold first"};
+  const std::unique_ptr<HeldSleep> held = std::move(held_sleep_);
+  if (keep) return held->only_checkpoint ? serve_on(held->sleep) : fall_asleep(held->sleep);
+  const std::string_view call = held->only_checkpoint ? "checkpoint" : "sleep";
+  Error error = undone(held->sleep, call, {.code = Code::kAborted, .what = "it was taken back", .next_step = "none"});
+  if (error.state_changed) return error;
+  SleepReport report;
+  report.note = "taken back";
+  report.fully_awake = !is_sleeping();
+  return report;
 }
 
 // Of an engine that is asleep: whether there is memory left that this sleep would free.
@@ -119,7 +172,8 @@ Result<bool> SleepController::frees_more(const SleepOptions& options) {
   });
 }
 
-Status SleepController::fall_asleep(FallingAsleep& sleep) {
+// All of a sleep that can be undone without a trace.
+Status SleepController::keep_all(FallingAsleep& sleep) {
   const SleepOptions& options = sleep.options;
   SleepReport& report = sleep.report;
   report.level = options.level;
@@ -136,6 +190,13 @@ Status SleepController::fall_asleep(FallingAsleep& sleep) {
     if (lost()) return kept.error();
     fall_back(sleep, kept.error());
   }
+  return ok();
+}
+
+// The memory goes.
+Status SleepController::let_go(FallingAsleep& sleep) {
+  const SleepOptions& options = sleep.options;
+  SleepReport& report = sleep.report;
   std::string checkpoint = report.checkpoint;
   std::vector<std::string> sleeping = sleeping_tags_;
   if (options.level > 0) sleeping.insert(sleeping.end(), sleep.tags.begin(), sleep.tags.end());
@@ -145,7 +206,8 @@ Status SleepController::fall_asleep(FallingAsleep& sleep) {
   // The generators are where they were when the requests were first kept.
   const bool same_workers = sleep.deeper && preserved_ && sleep.preserved;
   std::optional<RestoredFrom> from;
-  if (sleep.pending) from = {.directory = options_.directory, .generation = sleep.pending->generation()};
+  if (sleep.pending)
+    from = {.directory = directory_of(options.data_parallel), .generation = sleep.pending->generation()};
   if (options.level > 0) TORPOR_TRY(detach(sleep));
   // From here on nothing fails: the memory is gone.
   sleep.operation.keep();
@@ -165,35 +227,53 @@ Status SleepController::fall_asleep(FallingAsleep& sleep) {
   return ok();
 }
 
-Result<SleepReport> SleepController::checkpoint(const Value& outputs) {
-  return catching([&] { return checkpoint_now(outputs); });
+Result<SleepReport> SleepController::checkpoint(const Value& outputs, DataParallel data_parallel) {
+  return catching([&] { return checkpoint_now(outputs, data_parallel); });
 }
 
-Result<SleepReport> SleepController::checkpoint_now(const Value& outputs) {
+Result<SleepReport> SleepController::checkpoint_now(const Value& outputs, DataParallel data_parallel) {
   if (!operation_mutex_.try_lock()) return busy();
   const MutexLock in_progress(operation_mutex_, std::adopt_lock);
-  const SleepOptions options{.preserve_state = true, .to_disk = true, .store_weights = false, .outputs = outputs};
+  const SleepOptions options{.preserve_state = true,
+                             .to_disk = true,
+                             .store_weights = false,
+                             .outputs = outputs,
+                             .data_parallel = data_parallel};
   TORPOR_TRY(check(options));
   TORPOR_TRY(may_begin());
   if (is_sleeping())
     return Error{.code = Code::kFailedPrecondition,
                  .what = "the engine is asleep",
                  .next_step = "wake it first, or let it sleep to disk"};
+  const auto write = [&](FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_) {
+    set_state(State::kFallingAsleep);
+    return catching([&]() TORPOR_REQUIRES(operation_mutex_) -> Status {
+      sleep.report.to = "disk";
+      sleep.report.preserve_state = true;
+      TORPOR_TRY(admit(sleep));
+      TORPOR_TRY(quiesce(sleep));
+      return keep(sleep);
+    });
+  };
+  if (data_parallel.size > 1) {
+    auto held = std::make_unique<HeldSleep>(*this, "checkpoint", options, true);
+    if (Status written = write(held->sleep); !written)
+      return undone(held->sleep, "checkpoint", std::move(written).error());
+    return hold_sleep(std::move(held));
+  }
   FallingAsleep sleep(*this, "checkpoint", options);
+  if (Status written = write(sleep); !written) return undone(sleep, "checkpoint", std::move(written).error());
+  return serve_on(sleep);
+}
+
+// The checkpoint is whole, and the engine goes on.
+Result<SleepReport> SleepController::serve_on(FallingAsleep& sleep) {
   SleepReport& report = sleep.report;
-  set_state(State::kFallingAsleep);
-  Status written = catching([&]() TORPOR_REQUIRES(operation_mutex_) -> Status {
-    report.to = "disk";
-    report.preserve_state = true;
-    TORPOR_TRY(admit(sleep));
-    TORPOR_TRY(quiesce(sleep));
-    TORPOR_TRY(prepare(sleep));
-    TORPOR_TRY(save(sleep));
-    TORPOR_TRY(prove(sleep));
+  const Status released = catching([&]() -> Status {
     TORPOR_TRY(ranks_.undo("cancel_save", {.tags = sleep.save.tags}));  // the memory was only read
     return ok();
   });
-  if (!written) return undone(sleep, "checkpoint", std::move(written).error());
+  if (!released) return undone(sleep, "checkpoint", released.error());
   sleep.operation.keep();
   if (Status resumed = hooks_.resume(); !resumed) {
     lose(resumed.error());
@@ -301,8 +381,8 @@ Status SleepController::prepare(FallingAsleep& sleep) {
   if (!sleep.preserved) sleep.captured.state = without_requests(std::move(sleep.captured.state));
   TORPOR_TRY(sleep.captured.state.validate());
   sleep.captured.outputs = options.outputs;
-  const uint64_t bytes_per_block = sleep.described.front().bytes_per_block;
-  if (with_kv) sleep.live = select_live_blocks(sleep.captured.state.kv, bytes_per_block, options_.kv_budget_bytes);
+  const BlockBytes block = block_bytes(sleep.described);
+  if (with_kv) sleep.live = select_live_blocks(sleep.captured.state.kv, block.most, options_.kv_budget_bytes);
   drop_hashes(sleep.captured.state.kv, sleep.live.dropped);
   sleep.save.blocks = sleep.live.kept;
   if (sleep.to_disk) {
@@ -312,11 +392,11 @@ Status SleepController::prepare(FallingAsleep& sleep) {
   if (!sleep.to_disk) return ok();
 
   sleep.operation.begin("commit");
-  uint64_t expected = sleep.live.kept.size() * bytes_per_block * sleep.described.size();
+  uint64_t expected = sleep.live.kept.size() * block.all;
   for (const std::string& tag : sleep.save.tags) {
     if (tag != kKvCacheTag) expected += tag_bytes(sleep.described, tag, &RankLedger::Tag::region_bytes);
   }
-  TORPOR_ASSIGN(sleep.checkpoints, manager(options_.directory));
+  TORPOR_ASSIGN(sleep.checkpoints, manager(directory_of(options.data_parallel)));
   TORPOR_ASSIGN(sleep.pending, sleep.checkpoints->begin(expected));
   TORPOR_TRY(sleep.pending->write_state(sleep.captured));
   sleep.save.directory = sleep.pending->staging_path();

@@ -28,6 +28,10 @@ Result<SleepReport> SleepController::wake_now(const WakeOptions& options) {
                  .what = "the engine is lost",
                  .next_step = "start a new one and wake it from its last checkpoint"};
   }
+  if (held_sleep_ != nullptr)
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = "a sleep waits for the word of its front end",
+                 .next_step = "end it first"};
   const bool anew = !options.from_checkpoint.empty() || options.answers;
   if (before == State::kAwake && !anew) {
     log().warn("wake_up: the engine is already awake");

@@ -16,6 +16,12 @@
 
 namespace torpor {
 
+// One of several engines behind one front end; none sleeps unless all can.
+struct DataParallel {
+  int rank = 0;
+  int size = 1;  // above 1: its checkpoints lie in rank_directory(), and a sleep is held until end_sleep()
+};
+
 struct SleepOptions {
   int level = 1;  // 0: only pause; 1 and 2: docs/semantics.md
   bool preserve_state = false;
@@ -26,6 +32,7 @@ struct SleepOptions {
   std::vector<std::string> tags;          // empty: all
   std::optional<double> timeout_seconds;  // for the quiesce
   Value outputs;                          // the front end's part of the checkpoint
+  DataParallel data_parallel;
 
   // Whether the memory of `tag` goes without a copy.
   bool drops(const std::string& tag) const {
@@ -52,6 +59,7 @@ struct Phase {
 
 struct SleepReport {  // also of a wake
   bool changed = false;
+  bool held = false;  // end_sleep() is to follow
   bool fully_awake = false;
   std::string note;  // why nothing changed, what was discarded, or what to do next
   int level = 0;

@@ -26,6 +26,52 @@ bool overlaps(const KvTensor& tensor, uint32_t num_blocks) {
   return inner < tensor.block_bytes || !run || outer < *run + tensor.block_bytes;
 }
 
+uint64_t layer_address(const KvTensor& tensor, uint32_t layer) { return tensor.address + layer * tensor.layer_stride; }
+
+// Past the last byte of any block.
+uint64_t end_of(const KvTensor& tensor, uint32_t num_blocks) {
+  return layer_address(tensor, tensor.layers - 1) + (num_blocks - 1) * tensor.block_stride + tensor.block_bytes;
+}
+
+bool apart(const KvTensor& one, const KvTensor& other, uint32_t num_blocks) {
+  return end_of(one, num_blocks) <= other.address || end_of(other, num_blocks) <= one.address;
+}
+
+bool touch(uint64_t begin, uint64_t bytes, uint64_t other, uint64_t other_bytes) {
+  return begin < other + other_bytes && other < begin + bytes;
+}
+
+// True if a piece of one tensor lies over a piece of the other that is of another block. Both are valid.
+bool mixes_blocks(const KvTensor& one, const KvTensor& other, uint32_t num_blocks) {
+  if (num_blocks == 1 || apart(one, other, num_blocks)) return false;
+  if (one.block_stride != other.block_stride) return true;
+  const uint64_t stride = one.block_stride;
+  for (uint32_t i = 0; i < one.layers; ++i) {
+    for (uint32_t j = 0; j < other.layers; ++j) {
+      const bool behind = layer_address(one, i) >= layer_address(other, j);
+      const KvTensor& front = behind ? one : other;  // the tensor whose block 0 has the higher address in this pair
+      const KvTensor& back = behind ? other : one;
+      const uint64_t distance =
+          behind ? layer_address(one, i) - layer_address(other, j) : layer_address(other, j) - layer_address(one, i);
+      // No piece is longer than the stride: block 0 of `front` can only touch these two blocks of `back`.
+      const uint64_t block = distance / stride;
+      const uint64_t rest = distance % stride;
+      if (block >= 1 && block < num_blocks && rest < back.block_bytes) return true;
+      if (block + 1 < num_blocks && stride - rest < front.block_bytes) return true;
+    }
+  }
+  return false;
+}
+
+bool shares_bytes(const KvTensor& one, const KvTensor& other) {
+  for (uint32_t i = 0; i < one.layers; ++i) {
+    for (uint32_t j = 0; j < other.layers; ++j) {
+      if (touch(layer_address(one, i), one.block_bytes, layer_address(other, j), other.block_bytes)) return true;
+    }
+  }
+  return false;
+}
+
 }  // namespace
 
 uint64_t KvLayout::bytes_per_block() const {
@@ -50,8 +96,42 @@ Status KvLayout::validate() const {
       return bad_tensor(i, "its sizes are too large");
     }
     if (overlaps(tensor, num_blocks)) return bad_tensor(i, "its pieces overlap");
+    for (size_t before = 0; before < i; ++before) {
+      if (mixes_blocks(tensors[before], tensor, num_blocks))
+        return bad_tensor(i, fmt::format("its blocks lie over other blocks of tensor {}", before));
+    }
   }
   return ok();
+}
+
+KvLayout KvLayout::merged() const {
+  KvLayout merged{.num_blocks = num_blocks, .tensors = {}};
+  std::vector<KvTensor> shared;  // single layers
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto over = [&](const KvTensor& other) { return &other != &tensors[i] && shares_bytes(tensors[i], other); };
+    if (std::none_of(tensors.begin(), tensors.end(), over)) {
+      merged.tensors.push_back(tensors[i]);
+      continue;
+    }
+    for (uint32_t layer = 0; layer < tensors[i].layers; ++layer) {
+      KvTensor single = tensors[i];
+      single.address = layer_address(tensors[i], layer);
+      single.layers = 1;
+      single.layer_stride = single.block_bytes;
+      shared.push_back(single);
+    }
+  }
+  std::sort(shared.begin(), shared.end(), [](const KvTensor& a, const KvTensor& b) { return a.address < b.address; });
+  for (const KvTensor& single : shared) {
+    KvTensor* last = merged.tensors.empty() ? nullptr : &merged.tensors.back();
+    if (&single != &shared.front() && single.address < last->address + last->block_bytes) {
+      const uint64_t end = std::max(last->address + last->block_bytes, single.address + single.block_bytes);
+      last->block_bytes = last->layer_stride = end - last->address;
+    } else {
+      merged.tensors.push_back(single);
+    }
+  }
+  return merged;
 }
 
 std::vector<KvPiece> KvLayout::pieces_of(uint32_t block) const {

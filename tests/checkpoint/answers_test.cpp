@@ -754,6 +754,18 @@ TEST(RollForwardTest, EndedRequestsGoWithTheirBlocks) {
   EXPECT_EQ(state.kv.groups[0].tables.size(), 1U);
 }
 
+TEST(RollForwardTest, EndedRequestsGoWithTheirBlocksOfEveryGroup) {
+  SchedulerCheckpoint state = test::example_of_two_groups().state;
+  const std::vector<Answer> answers = {so_far(state.scheduler.requests[0], {200, 201, 9}, AnswerState::kAborted),
+                                       so_far(state.scheduler.requests[2], {200, 55})};
+  const RolledForward rolled = value_of(roll_forward(state, answers, false));
+  EXPECT_EQ(rolled.dropped, (std::vector<std::string>{"run"}));
+  EXPECT_EQ(rolled.extended, (std::vector<std::string>{"held"}));
+  for (const KvGroup& group : state.kv.groups) EXPECT_EQ(group.tables.size(), 1U);
+  EXPECT_EQ(state.kv.groups[1].tables[0].blocks, (std::vector<int32_t>{0, 6}));
+  EXPECT_EQ(state.kv.free_order, (std::vector<int32_t>{7, 4, 2, 5}));
+}
+
 TEST(RollForwardTest, ARequestThatTookAnotherCourseIsComputedAnewFromWhatWasGiven) {
   SchedulerCheckpoint state = test::example_checkpoint().state;
   const std::vector<Answer> answers = {so_far(state.scheduler.requests[0], {200, 999})};

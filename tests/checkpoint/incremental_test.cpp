@@ -197,6 +197,24 @@ TEST_F(Incremental, RepairKeepsTheRequestsThatAreWhole) {
   EXPECT_EQ(state.outputs, example_checkpoint().outputs);
 }
 
+TEST_F(Incremental, RepairDropsARequestForABlockOfAnyGroup) {
+  ASSERT_SUCCEEDS(test::write_checkpoint(*manager(), test::example_of_two_groups()));
+  bytes("/store/g-000001/chunks-r0")[5 * 4096 + 5] ^= 1;  // of the fifth chunk: block 5, of the window of "run"
+  const Checkpoint damaged = value_of(manager()->open_latest());
+  const Verification found = value_of(verify(damaged));
+  EXPECT_EQ(found.bad_blocks, (std::vector<int32_t>{5}));
+  const RepairPlan plan = value_of(plan_repair(damaged, found));
+  ASSERT_EQ(plan.dropped_requests.size(), 1u);
+  EXPECT_EQ(plan.dropped_requests[0].id, "run");
+  ASSERT_SUCCEEDS(write_repaired(damaged, plan, *manager({.retention = {.keep = 9}})));
+  const Checkpoint repaired = value_of(open_checkpoint(system_, "/store/g-000002"));
+  EXPECT_TRUE(value_of(verify(repaired)).problems.empty());
+  const EngineCheckpoint state = value_of(repaired.read_state());
+  ASSERT_SUCCEEDS(state.state.validate());
+  for (const KvGroup& group : state.state.kv.groups) EXPECT_EQ(group.tables.size(), 1u);
+  EXPECT_EQ(state.state.kv.blocks.size(), 4u);  // 1, 3, 6 of "held"; 4
+}
+
 TEST_F(Incremental, WhatNamesNothingAnyMoreCannotBeRepaired) {
   ASSERT_SUCCEEDS(test::write_checkpoint(*manager()));
   bytes("/store/g-000001/STATE")[3] ^= 1;
@@ -234,6 +252,78 @@ TEST(PrefixHasher, GivesTheHashesThatVllmGives) {
   EXPECT_EQ(PrefixHasher::of("nonsense"), nullptr);
   const std::vector<int32_t> many(40'000, 70'000);
   EXPECT_FALSE(PrefixHasher::of("sha256, seed s")->next({}, many, std::nullopt).has_value());
+}
+
+// A state whose hashes follow from its tokens: two groups, of 4 and of 8 tokens a block, 4 tokens a hash.
+EngineCheckpoint hashed_example() {
+  EngineCheckpoint checkpoint = example_checkpoint();
+  const std::string seed = "sha256, seed s";
+  checkpoint.fingerprint = {{"prefix_hash", seed}, {"prefix_hash_tokens", "4"}};
+  SchedulerSnapshot& scheduler = checkpoint.state.scheduler;
+  scheduler.requests = {test::example_request("run", RequestStatus::kRunning, 13, 0, 13)};
+  scheduler.waiting = scheduler.held = {};
+  RequestState& request = scheduler.requests[0];
+  const auto hasher = PrefixHasher::of(seed);
+  std::vector<Bytes> chain = {hasher->first()};
+  request.block_hashes.clear();
+  for (size_t i = 0; i < 3; ++i) {
+    const auto tokens = std::span(request.prompt_token_ids).subspan(i * 4, 4);
+    chain.push_back(hasher->next(chain.back(), tokens, std::nullopt).value());
+    request.block_hashes.insert(request.block_hashes.end(), chain.back().begin(), chain.back().end());
+  }
+  request.block_hash_bytes = 32;
+  const auto key = [&](size_t hash, uint8_t group) {
+    Bytes key = chain[hash];
+    for (const uint8_t byte : {uint8_t{0}, uint8_t{0}, uint8_t{0}, group}) key.push_back(byte);
+    return key;
+  };
+  KvSnapshot& kv = checkpoint.state.kv;
+  kv.groups = {{.block_size = 4, .tables = {{"run", {0, 2, 3, 4}, 3}}},
+               {.block_size = 8, .tables = {{"run", {5, 6}, 1}}}};
+  // Block 6 is cached in part: the first half of it.
+  kv.blocks = {{2, 1, key(2, 0), 8}, {3, 1, key(3, 0), 12}, {4, 1, {}, 0}, {5, 1, key(2, 1), 8}, {6, 1, key(3, 1), 12}};
+  kv.prefix_index.clear();
+  for (const KvBlock& block : kv.blocks) {
+    if (!block.hash.empty()) kv.prefix_index.push_back({block.hash, {block.id}});
+  }
+  kv.free_order = {1, 7};
+  return checkpoint;
+}
+
+TEST_F(Incremental, HashesAreCheckedInGroupsWithBlocksOfDifferentSizes) {
+  const auto verified = [&](const EngineCheckpoint& state) {
+    const std::string path = value_of(test::write_checkpoint(*manager({.retention = {.keep = 9}}), state));
+    return value_of(verify(value_of(open_checkpoint(system_, path))));
+  };
+  const auto rekeyed = [](EngineCheckpoint state, size_t block, Bytes hash) {
+    for (PrefixEntry& entry : state.state.kv.prefix_index) {
+      if (entry.hash == state.state.kv.blocks[block].hash) entry.hash = hash;
+    }
+    state.state.kv.blocks[block].hash = std::move(hash);
+    return state;
+  };
+  const EngineCheckpoint whole = hashed_example();
+  EXPECT_EQ(verified(whole).hashes_not_checked, "");
+  EXPECT_TRUE(verified(whole).problems.empty());
+  EXPECT_EQ(verified(whole).hashes, 3u);
+  for (const size_t block : {0u, 1u, 3u, 4u}) {
+    Bytes hash = whole.state.kv.blocks[block].hash;
+    hash.back() = 2;  // the key of another group
+    const Verification found = verified(rekeyed(whole, block, hash));
+    ASSERT_EQ(found.problems.size(), 1u) << block;
+    EXPECT_NE(found.problems[0].what.find("another hash than its tokens have"), std::string::npos);
+  }
+  EngineCheckpoint beyond = whole;
+  beyond.state.kv.blocks[4].hash_tokens = 16;
+  EXPECT_EQ(verified(beyond).problems.size(), 1u);
+  EngineCheckpoint untold = whole;
+  untold.fingerprint.erase("prefix_hash_tokens");
+  EXPECT_NE(verified(untold).hashes_not_checked, "");
+  for (const char* told : {"0", "-4", "3", "four", "99999999999", "4 "}) {
+    EngineCheckpoint wrong = whole;
+    wrong.fingerprint["prefix_hash_tokens"] = told;
+    EXPECT_NE(verified(wrong).hashes_not_checked, "") << told;
+  }
 }
 
 }  // namespace

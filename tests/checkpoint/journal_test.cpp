@@ -15,7 +15,7 @@ using test::value_of;
 // freed.
 class RandomEngine {
  public:
-  explicit RandomEngine(uint64_t seed) : random_(seed), state_(test::example_checkpoint().state) {
+  explicit RandomEngine(uint64_t seed) : random_(seed), state_(test::example_of_two_groups().state) {
     state_.kv.num_blocks = 64;
     for (int32_t id = 8; id < 64; ++id) state_.kv.free_order.push_back(id);
   }
@@ -46,7 +46,7 @@ class RandomEngine {
     if (state_.kv.free_order.empty()) return;
     const int32_t block = state_.kv.free_order.front();
     state_.kv.free_order.erase(state_.kv.free_order.begin());
-    std::vector<KvTable>& tables = state_.kv.groups[0].tables;
+    std::vector<KvTable>& tables = state_.kv.groups[random_() % state_.kv.groups.size()].tables;
     const auto table =
         std::find_if(tables.begin(), tables.end(), [&](const KvTable& each) { return each.request == id; });
     (table == tables.end() ? tables.emplace_back(KvTable{.request = id}) : *table).blocks.push_back(block);
@@ -65,11 +65,13 @@ class RandomEngine {
     std::erase_if(state_.scheduler.requests, [&](const RequestState& request) { return request.id == id; });
     for (auto* queue : {&state_.scheduler.running, &state_.scheduler.waiting, &state_.scheduler.held})
       std::erase(*queue, id);
-    for (const KvTable& table : state_.kv.groups[0].tables) {
-      if (table.request == id)
-        state_.kv.free_order.insert(state_.kv.free_order.end(), table.blocks.begin(), table.blocks.end());
+    for (KvGroup& group : state_.kv.groups) {
+      for (const KvTable& table : group.tables) {
+        if (table.request == id)
+          state_.kv.free_order.insert(state_.kv.free_order.end(), table.blocks.begin(), table.blocks.end());
+      }
+      std::erase_if(group.tables, [&](const KvTable& table) { return table.request == id; });
     }
-    std::erase_if(state_.kv.groups[0].tables, [&](const KvTable& table) { return table.request == id; });
   }
   std::mt19937_64 random_;
   SchedulerCheckpoint state_;

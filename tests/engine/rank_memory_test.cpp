@@ -125,6 +125,25 @@ TEST_F(RankMemoryTest, ALayoutThatReachesOutsideItsRegionsIsRefused) {
   EXPECT_FAILS(memory->set_kv_layout("kv_cache", apart), Code::kInvalidArgument, "outside");
 }
 
+// A block of any group is saved with all its bytes, and those that groups share are moved once.
+TEST_F(RankMemoryTest, BlocksOfGroupsThatLieOverOneAnotherAreSavedOnce) {
+  const auto memory = make(false);
+  const DeviceAddress kv = value_of(memory->allocate("kv_cache", "kv", 3000));
+  auto* bytes = reinterpret_cast<std::byte*>(kv);  // NOLINT(performance-no-int-to-ptr)
+  for (int i = 0; i < 3000; ++i) bytes[i] = static_cast<std::byte>(i % 251);
+  const KvTensor attention{.address = kv, .layers = 2, .layer_stride = 1000, .block_stride = 100, .block_bytes = 100};
+  const KvTensor states{.address = kv, .layers = 3, .layer_stride = 1000, .block_stride = 100, .block_bytes = 70};
+  ASSERT_SUCCEEDS(memory->set_kv_layout("kv_cache", {.num_blocks = 10, .tensors = {attention, states}}));
+  EXPECT_EQ(memory->kv_layout().bytes_per_block(), 270u);
+  EXPECT_EQ(call(*memory, "save", {.tags = {"kv_cache"}, .blocks = {3, 7}}).bytes, 2 * 270u);
+  for (const char* method : {"detach", "attach", "restore", "finish"}) call(*memory, method, {.tags = {"kv_cache"}});
+  for (int i = 0; i < 3000; ++i) {
+    const int layer = i / 1000, block = i % 1000 / 100, within = i % 100;
+    const bool saved = (block == 3 || block == 7) && (layer < 2 || within < 70);
+    EXPECT_EQ(bytes[i], saved ? static_cast<std::byte>(i % 251) : std::byte{0}) << i;
+  }
+}
+
 // Where the device fails at all from some call on, what was begun cannot be undone for every tag: but each is attached,
 // detached or broken, and those that are not broken go on.
 TEST_F(RankMemoryTest, NoTagStaysOnTheWayWhereverTheDeviceFailsDuringASleep) {

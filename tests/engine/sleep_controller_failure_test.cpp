@@ -53,6 +53,84 @@ TEST_F(SleepFailure, AlreadyAsleepOrAwakeIsANoOp) {
   expect_untouched(slept);
 }
 
+// --- one of several engines: it sleeps once the others can ---------------------------------------------------------
+
+TEST_F(SleepFailure, AHeldSleepHasKeptAllAndFreedNothing) {
+  for (const bool disk : {false, true}) {
+    SleepingEngine slept = make();
+    begin(slept.engine);
+    SleepOptions options = disk ? to_disk() : to_host();
+    options.data_parallel = {.rank = 1, .size = 2};
+    const SleepReport held = value_of(slept.controller.sleep(options));
+    EXPECT_TRUE(held.held);
+    EXPECT_FALSE(held.changed);
+    EXPECT_EQ(held.checkpoint, disk ? temporary_ / "rank-1-of-2/g-000001" : "");
+    EXPECT_TRUE(slept.engine.frozen());
+    const std::vector<RankLedger> ledgers = value_of(slept.controller.ledgers());
+    for (const auto& [tag, entry] : ledgers.front().tags) EXPECT_GT(entry.physical_bytes, 0u) << tag;
+    EXPECT_FAILS(slept.controller.sleep(options), Code::kFailedPrecondition, "front end");
+    EXPECT_FAILS(slept.controller.checkpoint({}), Code::kFailedPrecondition, "front end");
+    EXPECT_FAILS(slept.controller.wake_up({}), Code::kFailedPrecondition, "front end");
+    const SleepReport asleep = value_of(slept.controller.end_sleep(true));
+    EXPECT_TRUE(asleep.changed);
+    EXPECT_FALSE(asleep.held);
+    EXPECT_GT(asleep.freed_bytes, 0u);
+    EXPECT_EQ(asleep.checkpoint, held.checkpoint);
+    EXPECT_FAILS(slept.controller.end_sleep(true), Code::kFailedPrecondition, "no sleep is held");
+    ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+    expect_untouched(slept);
+  }
+}
+
+TEST_F(SleepFailure, AHeldSleepThatIsTakenBackLeavesNoTrace) {
+  for (const bool disk : {false, true}) {
+    SleepingEngine slept = make();
+    begin(slept.engine);
+    SleepOptions options = disk ? to_disk() : to_host();
+    options.data_parallel = {.rank = 1, .size = 2};
+    const std::string path = value_of(slept.controller.sleep(options)).checkpoint;
+    EXPECT_TRUE(value_of(slept.controller.end_sleep(false)).fully_awake);
+    if (disk) {
+      EXPECT_FAILS(open_checkpoint(file_system_, path), Code::kNotFound);
+    }
+    expect_untouched(slept);
+  }
+}
+
+TEST_F(SleepFailure, AHeldSleepWithoutItsRequestsHasNotEndedThem) {
+  SleepingEngine slept = make();
+  begin(slept.engine);
+  EXPECT_TRUE(value_of(slept.controller.sleep({.level = 2, .in_flight = "abort", .data_parallel = {.size = 2}})).held);
+  ASSERT_SUCCEEDS(slept.controller.end_sleep(false));
+  expect_untouched(slept);
+}
+
+TEST_F(SleepFailure, AHeldCheckpointIsKeptOrTakenBack) {
+  SleepingEngine slept = make();
+  begin(slept.engine);
+  const std::string first = value_of(slept.controller.checkpoint({}, {.size = 2})).checkpoint;
+  EXPECT_TRUE(slept.engine.frozen());
+  const SleepReport written = value_of(slept.controller.end_sleep(true));
+  EXPECT_TRUE(written.fully_awake && written.changed);
+  EXPECT_EQ(written.checkpoint, first);
+  const std::string second = value_of(slept.controller.checkpoint({}, {.size = 2})).checkpoint;
+  ASSERT_SUCCEEDS(slept.controller.end_sleep(false));
+  EXPECT_SUCCEEDS(open_checkpoint(file_system_, first));
+  EXPECT_FAILS(open_checkpoint(file_system_, second), Code::kNotFound);
+  expect_untouched(slept);
+}
+
+TEST_F(SleepFailure, AHeldSleepIsUndoneWithItsController) {
+  SleepingEngine slept = make();
+  begin(slept.engine);
+  {
+    SleepController other(slept.engine, file_system_, system_clock(), {.directory = temporary_.path()});
+    ASSERT_SUCCEEDS(other.sleep({.preserve_state = true, .to_disk = true, .data_parallel = {.size = 2}}));
+  }
+  EXPECT_FAILS(open_checkpoint(file_system_, temporary_ / "rank-0-of-2"), Code::kNotFound);
+  expect_untouched(slept);
+}
+
 TEST_F(SleepFailure, WrongArgumentsAreRefusedByName) {
   SleepingEngine slept = make();
   begin(slept.engine);

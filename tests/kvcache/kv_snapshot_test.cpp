@@ -62,6 +62,21 @@ TEST(KvSnapshot, EachContradictionIsFound) {
   }
 }
 
+TEST(KvSnapshot, BlocksOfAllGroupsAreCounted) {
+  const KvSnapshot two = test::example_of_two_groups().state.kv;
+  ASSERT_SUCCEEDS(two.validate());
+  EXPECT_EQ(select_live_blocks(two, 10, 0).kept, (std::vector<int32_t>{1, 2, 3, 5, 6}));
+  KvSnapshot kv = two;
+  kv.groups[1].tables[0].blocks[0] = 7;
+  EXPECT_FAILS(kv.validate(), Code::kCorruption, "block 7, which is not listed");
+  kv = two;
+  kv.groups[1].tables[0].blocks[0] = 2;  // a block belongs to one group; here two tables hold it
+  EXPECT_FAILS(kv.validate(), Code::kCorruption, "block 2 says 1 references, tables hold 2");
+  kv = two;
+  kv.groups[1].tables[1].blocks[1] = kv.null_block;
+  EXPECT_FAILS(kv.validate(), Code::kCorruption, "block 6 says 1 references, tables hold 0");
+}
+
 TEST(LiveBlocks, ReferencedBlocksAreAlwaysKept) {
   const LiveBlocks live = select_live_blocks(example(), 10, 0);
   EXPECT_EQ(live.kept, (std::vector<int32_t>{1, 2, 3}));

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
 from tiny_model import SPECIAL, make_model
 
-RANK = 4
+sys.path.append(str(Path(__file__).parents[2] / "tools/demo"))
+
+from kinds import write_adapter  # noqa: E402
+
 ADAPTERS = ("first", "second", "third")
 
 
@@ -23,23 +27,8 @@ def with_adapters(folder: Path, tokenizer_from: Path) -> Path:
     """Three LoRA adapters of the attention's projections, as PEFT writes them."""
     make_model(folder, tokenizer_from)
     for number, name in enumerate(ADAPTERS):
-        write_adapter(beside(folder, name), json.loads((folder / "config.json").read_text()), 50 + number)
+        write_adapter(beside(folder, name), json.loads((folder / "config.json").read_text()), 50 + number, 0.5)
     return folder
-
-
-def write_adapter(folder: Path, model: dict, seed: int) -> None:
-    draws = np.random.default_rng(seed)
-    hidden, heads, head = model["hidden_size"], model["num_attention_heads"], model["head_dim"]
-    tensors = {}
-    for layer in range(model["num_hidden_layers"]):
-        for projection, rows, columns in (("q_proj", heads * head, hidden), ("o_proj", hidden, heads * head)):
-            name = f"base_model.model.model.layers.{layer}.self_attn.{projection}"
-            tensors[f"{name}.lora_A.weight"] = draws.normal(0, 0.5, (RANK, columns)).astype(np.float32)
-            tensors[f"{name}.lora_B.weight"] = draws.normal(0, 0.5, (rows, RANK)).astype(np.float32)
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj"], "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 def with_draft_model(folder: Path, tokenizer_from: Path) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import rig
 from feature_models import ADAPTERS, beside, with_adapters, with_draft_model, with_eagle_head, with_vision
+from grouped_models import MODELS
 from tiny_model import NAMED, make_model
 
 WAYS = ("in process", "new process", "take-over")
@@ -122,6 +123,20 @@ def _with_adapters(model: Path) -> dict:
     }
 
 
+def _long_and_shared(_: Path) -> dict:
+    """Prompts of several steps and many blocks; two share most of theirs."""
+    from requests_of_tests import SHARED
+
+    return _plain(_) | {
+        "shared-a": (SHARED + "He said", _params(temperature=0)),
+        "shared-b": (SHARED + "She said", _params(temperature=0.9, seed=4)),
+    }
+
+
+def _made(kind: str):
+    return lambda folder, _: MODELS[kind](folder)
+
+
 def _drafting(method: str, name: str):
     return lambda model: {
         "speculative_config": {"method": method, "model": str(beside(model, name)), "num_speculative_tokens": 2}
@@ -189,5 +204,11 @@ FEATURES = {
     "images": Feature(
         _with_images, lambda model: {"limit_mm_per_prompt": {"image": 2}}, model=with_vision, steps=(3, 9)
     ),
+    "sliding windows and full attention": Feature(_long_and_shared, model=_made("windows")),
+    "attention in chunks and full attention": Feature(_long_and_shared, model=_made("chunks")),
+    "Mamba and attention, without a prefix cache": Feature(
+        _long_and_shared, lambda model: {"enable_prefix_caching": False}, model=_made("states")
+    ),
+    "short convolutions and attention, with a prefix cache": Feature(_long_and_shared, model=_made("convolutions")),
     "KV cache events": Feature(_plain, lambda model: {"kv_events_config": {"enable_kv_cache_events": True}}),
 }

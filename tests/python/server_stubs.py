@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import httpx
 from fastapi import FastAPI, WebSocket
 from prometheus_client import CollectorRegistry
+from vllm.utils.counter import AtomicCounter
 
 from torpor.errors import NotFound
 
@@ -116,6 +117,7 @@ def build(monkeypatch, routes: list[tuple[str, str]], *words: str, engine: Engin
         add_echo(app, method, path)
     attach_endpoint_plugins(app, ("generate",))
     init_entrypoints_middleware(app.state.args, app, ("generate",))
+    app.state.openai_serving_models = SimpleNamespace(lora_id_counter=AtomicCounter())
     app.state.torpor = life.Server(engine or Engine(), app.state, Settings(**settings), "model")
     return app, app.state.torpor
 

@@ -27,7 +27,7 @@ def _marked():
         if name == "prefix hashes by xxhash":  # it has a take-over, and little else
             marks.append(pytest.mark.core)
         if "CPU" in feature.on or rig.active():
-            yield pytest.param(name, marks=marks)
+            yield pytest.param(name, marks=marks, id=name.replace(",", "").replace(" ", "-"))
 
 
 @pytest.mark.slow
@@ -50,7 +50,7 @@ def test_an_adapter_that_is_gone_or_another_ends_its_requests_alone(zygote, real
     process = HERE / "feature_process.py"
     before = result_of(zygote.run([process, "only", "LoRA", tmp_path, real_model], timeout=100))
     model = json.loads((tmp_path / "model/config.json").read_text())
-    write_adapter(tmp_path / "first", model, 99)
+    write_adapter(tmp_path / "first", model, 99, 0.5)
     shutil.rmtree(tmp_path / "third")
     after = result_of(zygote.run([process, "second", "LoRA", tmp_path, before["checkpoint"]], timeout=100))
     why = {problem["id"].rsplit("-", 1)[0]: problem["error"] for problem in after["failed"]}

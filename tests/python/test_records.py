@@ -12,6 +12,7 @@ from vllm.lora.request import LoRARequest
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.tokenizers import get_tokenizer
+from vllm.utils.counter import AtomicCounter
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
@@ -20,6 +21,7 @@ from torpor import _core
 from torpor.errors import FileError, Incompatible
 from torpor.vllm import plugin
 from torpor.vllm.scheduler_values import request_from_value, unrecordable
+from torpor.vllm.server.life import Server
 from torpor.vllm.server.metrics import Metrics
 from torpor.vllm.server.recorder import Recorder, call_of_client, new_call, tenant_of_call
 
@@ -133,6 +135,17 @@ def test_what_its_grammar_and_its_adapter_are_comes_back(tokenizer):
     structured = made.structured_output_request
     assert structured.structured_output_key[1] == json.dumps(grammar.json) and structured.params._backend == "xgrammar"
     assert (structured.reasoning_ended, structured.reasoning_parser_kwargs) == (False, request.reasoning_parser_kwargs)
+
+
+def test_an_adapter_that_is_loaded_later_gets_another_number_than_those_in_use(tokenizer):
+    scene = Scene(tokenizer)
+    scene.add(new_request(lora_request=LoRARequest("adapter", 5, "/adapter")))
+    models = SimpleNamespace(lora_id_counter=AtomicCounter(2))
+    server = SimpleNamespace(recorder=scene.recorder, _app_state=SimpleNamespace(openai_serving_models=models))
+    Server._reserve_adapter_numbers(server)
+    assert models.lora_id_counter.inc() == 6
+    Server._reserve_adapter_numbers(server)
+    assert models.lora_id_counter.inc() == 7
 
 
 def test_images_are_not_in_the_record_and_a_checkpoint_must_have_them(tokenizer):

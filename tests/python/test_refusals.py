@@ -1,6 +1,7 @@
 """What cannot be preserved yet is refused by its name before anything is touched, and the engine serves on."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import result_of
@@ -8,6 +9,7 @@ from requests_of_tests import run
 from vllm import SamplingParams
 
 from torpor import errors
+from torpor.vllm.engine_core import torpor_call
 from torpor.vllm.support import unsupported_engine, unsupported_scheduler
 
 HERE = Path(__file__).parent
@@ -56,8 +58,7 @@ def changed(config, path: str, value):
 @pytest.mark.parametrize(
     ("path", "value", "named"),
     [
-        ("parallel_config.pipeline_parallel_size", 2, "pipeline parallelism"),
-        ("parallel_config.data_parallel_size", 2, "data parallelism"),
+        ("parallel_config.data_parallel_size", 2, "data parallelism with experts"),
         ("parallel_config.decode_context_parallel_size", 2, "context parallelism"),
         ("kv_transfer_config", object(), "KV connector"),
         ("ec_transfer_config", object(), "encoder cache connector"),
@@ -70,6 +71,29 @@ def test_a_configuration_with_such_a_feature_is_named(one, path, value, named):
     assert unsupported_engine(config) == []
     [found] = unsupported_engine(changed(config, path, value))
     assert named in found
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("speculative_config", object(), "speculative decoding in a pipeline"),
+        ("lora_config", object(), "LoRA in a pipeline"),
+        ("model_config.is_multimodal_model", True, "multimodal models in a pipeline"),
+    ],
+)
+def test_what_is_preserved_only_without_a_pipeline_is_named(one, path, value, named):
+    staged = changed(one.core.vllm_config, "parallel_config.pipeline_parallel_size", 2)
+    assert unsupported_engine(staged) == []
+    assert unsupported_engine(changed(staged, path, value)) == [named]
+
+
+def test_ranks_that_compute_for_each_other_are_not_stopped(one):
+    """With experts: whatever would have one of them stand still is refused before anything is touched."""
+    config = changed(one.core.vllm_config, "parallel_config.data_parallel_size", 2)
+    core = SimpleNamespace(vllm_config=config)
+    for method in ("freeze", "drain", "sleep", "checkpoint", "wake_up"):
+        error = torpor_call(core, method, {"level": 1})["error"]
+        assert error["code"] == "unsupported" and "data parallelism with experts" in error["what"]
 
 
 @pytest.mark.slow

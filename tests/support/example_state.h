@@ -44,4 +44,17 @@ inline EngineCheckpoint example_checkpoint() {
   return checkpoint;
 }
 
+// The same with a second KV group, a window of 4 tokens: of "run" block 5 is left, of "held" block 6. What lies before
+// the window is the null block. Keys have the group's number behind.
+inline EngineCheckpoint example_of_two_groups() {
+  EngineCheckpoint checkpoint = example_checkpoint();
+  KvSnapshot& kv = checkpoint.state.kv;
+  kv.groups.push_back({.block_size = 4, .tables = {{"run", {0, 5}, 1}, {"held", {0, 6}, 1}}});
+  kv.blocks.push_back({5, 1, {}, 0});
+  kv.blocks.push_back({6, 1, {66, 1}, 4});
+  kv.prefix_index.push_back({{66, 1}, {6}});
+  kv.free_order = {7, 4};
+  return checkpoint;
+}
+
 }  // namespace torpor::test

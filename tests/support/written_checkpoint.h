@@ -14,7 +14,7 @@ inline std::vector<std::byte> example_block(uint64_t block) {
 inline Status write_rank(PendingCheckpoint& pending, const KvSnapshot& kv, int32_t rank) {
   TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, pending.create_chunks(rank));
   std::vector<SavedChunk> chunks;
-  TORPOR_TRY(tier->prepare(4'000, 4));
+  TORPOR_TRY(tier->prepare(1'000 * kv.blocks.size(), kv.blocks.size()));
   for (const KvBlock& block : kv.blocks) {
     std::vector<std::byte> bytes = example_block(static_cast<uint64_t>(block.id));
     SavedChunk chunk{.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = static_cast<uint64_t>(block.id)},

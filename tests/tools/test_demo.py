@@ -62,6 +62,15 @@ def test_on_the_gpu_path_with_a_step_in_flight(tmp_path):
     assert {name: result[name] for name in in_force} == in_force
 
 
+@pytest.mark.parametrize("where", [[], pytest.param(["--gpu-path"], marks=pytest.mark.long)])
+def test_one_request_of_each_kind(tmp_path, where):
+    done = demo("--json", "--features", *where, "--dir", tmp_path, "--max-tokens", 32, "--freeze-after", 12)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    check(result, 5 if where else 7)
+    assert {"JSON schema", "regular expression", "choice"} <= set(result["sampling"])
+
+
 def test_a_drained_server_and_its_clients(tmp_path):
     (tmp_path / "prompts").write_text("Say hello in French.\nTell me a story.\nWhat is a bridge?\nHow is bread made?\n")
     done = demo("--json", "--server", "--prompts", tmp_path / "prompts", "--max-tokens", 48)
@@ -79,6 +88,7 @@ def test_a_drained_server_and_its_clients(tmp_path):
         (["--to", "tape"], "tape"),
         (["--level", "7"], "level"),
         (["--gpu-path", "--server"], "--gpu-path"),
+        (["--features", "--server"], "--features"),
         (["--prompts", "/nowhere/prompts"], "/nowhere/prompts"),
         (["--prompts", "/dev/null"], "no prompt"),
         (["--dir", "/dev/null/x"], "/dev/null/x"),

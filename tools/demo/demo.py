@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import kinds
 import server_demo
 from screen import MARK, Screen, size
 from serving import ServerEnded
@@ -34,7 +35,7 @@ class DemoError(Exception):
 class EngineProcess:
     """The child with the engine (engine_process.py)."""
 
-    def __init__(self, model: Path, directory: Path, log: Path, environment: dict[str, str]):
+    def __init__(self, model: Path, directory: Path, log: Path, environment: dict[str, str], with_features: bool):
         self._log = log
         order_out, self._order = os.pipe()
         self._answer, answer_in = os.pipe()
@@ -48,6 +49,7 @@ class EngineProcess:
                 "HF_HUB_OFFLINE": "1",
                 "PYTHONHASHSEED": "0",
             }
+            | ({"TORCH_COMPILE_DISABLE": "1"} if with_features else {})  # vLLM compiles for each new shape, for minutes
         )
         command = [
             sys.executable,
@@ -60,6 +62,7 @@ class EngineProcess:
             order_out,
             "--answers",
             answer_in,
+            *(["--features"] if with_features else []),
         ]
         with open(log, "a") as out:
             self._process = subprocess.Popen(
@@ -138,6 +141,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="vLLM as it runs on a GPU (model runner V2, async scheduling), on CPU tensors; a tiny random model",
     )
     parser.add_argument(
+        "--features",
+        action="store_true",
+        help="one request of each kind instead, in one engine: grammars, LoRA; with --gpu-path grammars and speculation",
+    )
+    parser.add_argument(
         "--server",
         action="store_true",
         help="show it with a server and its clients instead: drained with SIGTERM, taken up by the next one",
@@ -153,6 +161,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.gpu_path and options.server:
         parser.error("--gpu-path and --server do not go together; leave one out")
+    if options.features and options.server:
+        parser.error("--features and --server do not go together; leave one out")
     if options.freeze_after < 1:
         parser.error(f"--freeze-after is {options.freeze_after}; use 1 or more")
     if options.max_tokens < 2:
@@ -193,7 +203,10 @@ def gpu_path(directory: Path) -> tuple[Path, dict[str, str]]:
 
 
 def run(options: argparse.Namespace, screen: Screen) -> dict:
-    prompts = read_prompts(options.prompts)
+    if options.features:
+        prompts = [prompt for _, prompt, *_ in kinds.shown(options.gpu_path)]
+    else:
+        prompts = read_prompts(options.prompts)
     directory = make_directory(options.dir)
     log = directory / "engine.log"
     model, environment = gpu_path(directory) if options.gpu_path else (options.model, {})
@@ -204,12 +217,12 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
             if options.gpu_path
             else "1. An engine starts (vLLM on the CPU)"
         )
-        engine = EngineProcess(model, directory, log, environment)
+        engine = EngineProcess(model, directory, log, environment, options.features)
         engine.wait_until_ready()
         requests = {"prompts": prompts, "max_tokens": options.max_tokens, "seed": options.seed}
 
         screen.stage("2. The run that never sleeps, to compare with")
-        kinds = engine.order("add", **requests)["kinds"]
+        sampling = engine.order("add", **requests)["kinds"]
         began = time.monotonic()
         expected = engine.order("run", steps=None)
         answered = sum(map(len, expected["tokens"].values()))
@@ -243,7 +256,7 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
             screen.line(f"checkpoint: {slept['checkpoint']}")
             screen.stage("5. kill -9, and a new process wakes from the checkpoint")
             engine.kill()
-            engine = EngineProcess(model, directory, log, environment)
+            engine = EngineProcess(model, directory, log, environment, options.features)
             engine.wait_until_ready()
             woken = engine.order("wake", from_checkpoint=slept["checkpoint"])
         else:
@@ -261,7 +274,7 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
             engine.kill()
 
     screen.stage(f"6. The answers; {MARK} is where the engine slept")
-    screen.answers(texts, slept_at)
+    screen.answers(texts, slept_at, sampling if options.features else None)
     same = [
         tokens.get(str(i)) == expected["tokens"][str(i)] and texts.get(str(i)) == expected["texts"][str(i)]
         for i in range(len(prompts))
@@ -271,7 +284,7 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         "requests": len(prompts),
         "identical": sum(same),
         "differing": [i for i, equal in enumerate(same) if not equal],
-        "sampling": kinds,
+        "sampling": sampling,
         "asleep_requests": unfinished,
         "tokens_before_sleep": sum(map(len, before["tokens"].values())),
         "tokens": sum(map(len, tokens.values())),

@@ -10,6 +10,14 @@ import argparse
 import json
 import os
 import sys
+import time
+
+import kinds
+
+
+def on_gpu_path() -> bool:
+    """vLLM's GPU path on CPU tensors: its kernels are interpreted."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def best_dtype() -> str:
@@ -17,7 +25,7 @@ def best_dtype() -> str:
 
     Triton's interpreter has no bfloat16 of its own.
     """
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if on_gpu_path():
         return "float32"
     flags = set()
     with open("/proc/cpuinfo") as info:
@@ -29,9 +37,10 @@ def best_dtype() -> str:
 
 
 class Engine:
-    def __init__(self, model: str, directory: str):
+    def __init__(self, model: str, directory: str, with_features: bool):
         from vllm import LLM
 
+        self._directory, self._with_features = directory, with_features
         self._llm = LLM(
             model,
             dtype=best_dtype(),
@@ -42,6 +51,7 @@ class Engine:
             max_num_batched_tokens=512,
             seed=0,
             additional_config={"torpor": {"dir": directory}},
+            **(kinds.options(model, directory, on_gpu_path()) if with_features else {}),
         )
         self._engine = self._llm.llm_engine
         self._tokens: dict[str, list[int]] = {}
@@ -49,28 +59,33 @@ class Engine:
         self._finished: set[str] = set()
 
     def add(self, prompts: list[str], max_tokens: int, seed: int) -> dict:
-        """A greedy, a seeded and an unseeded request in turn; the unseeded ones draw from one generator, set here."""
-        from vllm import SamplingParams
+        """Puts the requests to the engine, from the same start each time. With features they have prompts of their own.
+
+        Unseeded requests draw from one generator, which is set here.
+        """
         from vllm.utils.torch_utils import set_random_seed
 
         self._llm.reset_prefix_cache()
         set_random_seed(seed)
         tokenizer = self._llm.get_tokenizer()
-        kinds = []
-        for number, prompt in enumerate(prompts):
-            kind = ("greedy", "seeded", "unseeded")[number % 3]
-            params = {
-                "greedy": {"temperature": 0},
-                "seeded": {"temperature": 0.8, "top_p": 0.95, "seed": seed + number},
-                "unseeded": {"temperature": 0.8, "top_p": 0.95},
-            }[kind]
+        if self._with_features:
+            requests = kinds.requests(self._directory, max_tokens, on_gpu_path())
+        else:
+            requests = chats(prompts, max_tokens, seed)
+        for number, (_, prompt, params, further) in enumerate(requests):
             text = tokenizer.apply_chat_template(
                 [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
             )
-            self._engine.add_request(str(number), text, SamplingParams(max_tokens=max_tokens, **params))
-            kinds.append(kind)
+            self._engine.add_request(str(number), text, params, **further)
+        self._wait_for_grammars()
         self._tokens, self._texts, self._finished = {}, {}, set()
-        return {"kinds": kinds}
+        return {"kinds": [kind for kind, *_ in requests]}
+
+    def _wait_for_grammars(self) -> None:
+        """When one is compiled decides about the batches, and they about the last digits."""
+        for request in self._engine.engine_core.engine_core.scheduler.requests.values():
+            while request.use_structured_output and not request.structured_output_request.is_grammar_ready:
+                time.sleep(0.01)
 
     def run(self, steps: int | None, tell) -> dict:
         """Steps until `steps` were made or nothing is left to do."""
@@ -113,10 +128,27 @@ class Engine:
         return self._llm.torpor("state")
 
 
+def chats(prompts: list[str], max_tokens: int, seed: int) -> list[tuple]:
+    """A greedy, a seeded and an unseeded request in turn: kind, prompt, SamplingParams, nothing further."""
+    from vllm import SamplingParams
+
+    made = []
+    for number, prompt in enumerate(prompts):
+        kind = ("greedy", "seeded", "unseeded")[number % 3]
+        params = {
+            "greedy": {"temperature": 0},
+            "seeded": {"temperature": 0.8, "top_p": 0.95, "seed": seed + number},
+            "unseeded": {"temperature": 0.8, "top_p": 0.95},
+        }[kind]
+        made.append((kind, prompt, SamplingParams(max_tokens=max_tokens, **params), {}))
+    return made
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--dir", required=True)
+    parser.add_argument("--features", action="store_true")
     parser.add_argument("--orders", type=int, required=True)
     parser.add_argument("--answers", type=int, required=True)
     arguments = parser.parse_args()
@@ -127,7 +159,7 @@ def main() -> None:
 
     engine = None
     try:
-        engine = Engine(arguments.model, arguments.dir)
+        engine = Engine(arguments.model, arguments.dir, arguments.features)
         tell({"done": {}})
         for line in orders:
             order = json.loads(line)

@@ -42,9 +42,11 @@ class Screen:
         self._painted = len(texts)
         sys.stdout.flush()
 
-    def answers(self, texts: dict[str, str], slept_at: dict[str, int]) -> None:
+    def answers(self, texts: dict[str, str], slept_at: dict[str, int], kinds: list[str] | None = None) -> None:
+        """`kinds`: what is special about each, to be shown before it."""
         for number in sorted(texts, key=int):
-            self.line(f"{int(number) + 1:>3}  {self._marked(texts[number], slept_at.get(number))}")
+            kind = f"{kinds[int(number)]}: " if kinds else ""
+            self.line(f"{int(number) + 1:>3}  {kind}{self._marked(texts[number], slept_at.get(number))}")
 
     def table(self, rows: list[tuple[str, str]]) -> None:
         width = max(len(name) for name, _ in rows)

@@ -102,11 +102,28 @@ Json runs(const Node& node, size_t depth, int32_t block_size, bool cached_so_far
   return list;
 }
 
+using Index = std::map<std::string, const PrefixEntry*>;  // by key
+
+// The blocks that hold a piece of a prefix, of all groups. A key is the hash alone, or with the group's number behind.
+std::vector<int32_t> blocks_with(const std::string& hash, size_t groups, const Index& index,
+                                 std::set<std::string>& used) {
+  std::vector<std::string> keys = {hash};
+  for (size_t group = 0; group < groups; ++group) keys.push_back(hash + fmt::format("{:08x}", group));
+  std::vector<int32_t> blocks;
+  for (const std::string& key : keys) {
+    const auto found = index.find(key);
+    if (found == index.end()) continue;
+    blocks.insert(blocks.end(), found->second->blocks.begin(), found->second->blocks.end());
+    used.insert(key);
+  }
+  return blocks;
+}
+
 Result<Json> prefix(const Context& context) {
   TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(context.file_system, context.arguments.path, context.key));
   TORPOR_ASSIGN(const EngineCheckpoint engine, checkpoint.read_state());
   const KvSnapshot& kv = engine.state.kv;
-  std::map<std::string, const PrefixEntry*> index;
+  Index index;
   for (const PrefixEntry& entry : kv.prefix_index) index.emplace(hex(entry.hash), &entry);
   Node root;
   std::set<std::string> used;
@@ -118,13 +135,7 @@ Result<Json> prefix(const Context& context) {
       std::unique_ptr<Node>& child = at->children[hash];
       if (child == nullptr) {
         child = std::make_unique<Node>();
-        for (const std::string& key :
-             {hash, hash + "00000000"}) {  // alone, or with the number of the first group behind
-          const auto found = index.find(key);
-          if (found == index.end()) continue;
-          child->blocks = found->second->blocks;
-          used.insert(key);
-        }
+        child->blocks = blocks_with(hash, kv.groups.size(), index, used);
       }
       child->requests.push_back(request.id);
       at = child.get();
@@ -170,7 +181,9 @@ Verb blocks_verb() {
 }
 Verb prefix_verb() {
   return {.name = "prefix",
-          .help = "the tree of prefixes that requests share, with the tokens that a later request would find",
+          .help =
+              "the tree of prefixes that requests share, with the tokens that a later request would find (with several "
+              "KV groups at most so many: one group may have let go of what another still holds)",
           .json =
               "path, entries, of_no_request, block_size, tree: [{from_token, to_token, hit_tokens, cached, blocks, "
               "requests, children}]",

@@ -28,12 +28,30 @@ _WORDS = (
 
 def make_model(folder: Path, seed: int = 7, layers: int = 2) -> Path:
     """Writes model and tokenizer into `folder`."""
+    return write(folder, _weights(seed, layers), {"num_hidden_layers": layers})
+
+
+def write(folder: Path, weights: dict[str, np.ndarray], config: dict) -> Path:
+    """A model with these weights and this tokenizer; `config`: what differs from the Llama's."""
     folder.mkdir(parents=True, exist_ok=True)
-    vocabulary, merges = _tokens()
-    save_file(_weights(vocabulary, seed, layers), folder / "model.safetensors", metadata={"format": "pt"})
-    for name, content in _descriptions(vocabulary, merges, layers).items():
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    for name, content in _descriptions(*_tokens(), config).items():
         (folder / name).write_text(json.dumps(content))
     return folder
+
+
+def embeddings(draws: np.random.Generator) -> np.ndarray:
+    """Words and logits have the same vectors: with zeros a token never comes.
+
+    So answers have the length asked for, and are text.
+    """
+    vocabulary, _ = _tokens()
+    vectors = draws.normal(0, 0.6, (VOCABULARY, HIDDEN)).astype(np.float32)
+    letters = {character for byte, character in _bytes().items() if ord(" ") <= byte <= ord("~")}
+    for token, number in vocabulary.items():
+        if token in SPECIAL or not letters.issuperset(token):
+            vectors[number] = 0
+    return vectors
 
 
 def _bytes() -> dict[int, str]:
@@ -59,7 +77,7 @@ def _tokens() -> tuple[dict[str, int], list[list[str]]]:
     return {token: number for number, token in enumerate(tokens)}, merges
 
 
-def _weights(vocabulary: dict[str, int], seed: int, layers: int) -> dict[str, np.ndarray]:
+def _weights(seed: int, layers: int) -> dict[str, np.ndarray]:
     draws = np.random.default_rng(seed)
 
     def drawn(rows: int, columns: int) -> np.ndarray:
@@ -68,14 +86,7 @@ def _weights(vocabulary: dict[str, int], seed: int, layers: int) -> dict[str, np
     def ones() -> np.ndarray:
         return np.ones(HIDDEN, np.float32)
 
-    embeddings = drawn(VOCABULARY, HIDDEN)
-    # Words and logits have the same vectors: with zeros a token never comes. So answers have the length asked for,
-    # and are text.
-    letters = {character for byte, character in _bytes().items() if ord(" ") <= byte <= ord("~")}
-    for token, number in vocabulary.items():
-        if token in SPECIAL or not letters.issuperset(token):
-            embeddings[number] = 0
-    weights = {"model.embed_tokens.weight": embeddings, "model.norm.weight": ones()}
+    weights = {"model.embed_tokens.weight": embeddings(draws), "model.norm.weight": ones()}
     shapes = {
         "self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (HIDDEN, HIDDEN),
         "self_attn.v_proj": (HIDDEN, HIDDEN), "self_attn.o_proj": (HIDDEN, HIDDEN),
@@ -90,7 +101,7 @@ def _weights(vocabulary: dict[str, int], seed: int, layers: int) -> dict[str, np
     return weights
 
 
-def _descriptions(vocabulary: dict[str, int], merges: list[list[str]], layers: int) -> dict[str, dict]:
+def _descriptions(vocabulary: dict[str, int], merges: list[list[str]], config: dict) -> dict[str, dict]:
     """What stands beside the weights, by file."""
     pad, begin, end, *_ = SPECIAL
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -99,10 +110,10 @@ def _descriptions(vocabulary: dict[str, int], merges: list[list[str]], layers: i
         "config.json": {
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32",
             "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN,
-            "num_hidden_layers": layers, "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": HEAD,
+            "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": HEAD,
             "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "tie_word_embeddings": True,
             "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-        },
+        } | config,
         "tokenizer.json": {
             "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
             "added_tokens": [{"id": i, "content": token} | flags for i, token in enumerate(SPECIAL)],

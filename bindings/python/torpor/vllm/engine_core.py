@@ -15,14 +15,15 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from torpor import _core
-from torpor.errors import Error, Incompatible, InvalidArgument, TimedOut
+from torpor.errors import Error, Incompatible, InvalidArgument, TimedOut, Unsupported
 from torpor.vllm import grammar, multimodal
 from torpor.vllm import scheduler_values as values
 from torpor.vllm.fingerprint import fingerprint
 from torpor.vllm.options import Options
-from torpor.vllm.support import unsupported_engine, unsupported_scheduler
+from torpor.vllm.support import cannot_stand_still, unsupported_engine, unsupported_scheduler
 
 _KEPT_OVER_NEW_WEIGHTS = "\0kept"  # once for each time, after a request's own salt
+_ONLY_LOOK = ("fingerprint", "plan_sleep", "ledger", "state")
 _WATCH_SECONDS = 0.5  # between looks whether the front end still lives
 
 # Options that the controller takes as they are.
@@ -80,7 +81,7 @@ class VllmHooks:
         try:
             self._finish_batches(None if timeout is None else time.monotonic() + timeout)
             self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-            self._rpc("synchronize_device")
+            self._rpc("torpor_settle")
         except BaseException:
             self.resume()
             raise
@@ -303,7 +304,11 @@ class EngineSide:
         return self.controller.sleep(options)
 
     def checkpoint(self, options: dict) -> dict:
-        return self.controller.checkpoint(options["outputs"])
+        return self.controller.checkpoint(options["outputs"], options.get("data_parallel", (0, 1)))
+
+    def end_sleep(self, options: dict) -> dict:
+        """Of one of several engines, which has kept all and waits: it sleeps, or it is as if nothing had been asked."""
+        return self.controller.end_sleep(options["keep"])
 
     def fingerprint(self, _: dict) -> dict[str, str]:
         return self.controller.fingerprint()
@@ -349,11 +354,13 @@ def _side(core) -> EngineSide:
 def torpor_call(core, method: str, options: dict) -> dict:
     """EngineCore's utility method. Returns {"result": …} or {"error": fields of an Error}: plain data."""
     known = (
-        "drain", "end_drain", "freeze", "unfreeze", "sleep", "wake_up", "end_hold", "checkpoint", "fingerprint",
-        "plan_sleep", "ledger", "state",
+        "drain", "end_drain", "freeze", "unfreeze", "sleep", "end_sleep", "wake_up", "end_hold", "checkpoint",
+        "fingerprint", "plan_sleep", "ledger", "state",
     )  # fmt: skip
     if method not in known:
         return {"error": InvalidArgument(f"torpor has no method {method!r}").to_dict()}
+    if method not in _ONLY_LOOK and (why := cannot_stand_still(core.vllm_config)) is not None:
+        return {"error": Unsupported(why, "use one engine, or data parallelism without experts").to_dict()}
     try:
         return {"result": getattr(_side(core), method)(options)}
     except Error as error:

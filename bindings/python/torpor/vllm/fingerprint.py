@@ -8,6 +8,7 @@ import torch
 import vllm
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from torpor import _core
 
@@ -22,7 +23,6 @@ def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
     hash_algorithm, hash_seed = cache.prefix_caching_hash_algo, get_none_hash_seed()
     if "xxhash" in hash_algorithm:  # collisions can be made by those who know the seed
         hash_seed = _core.digest(hash_seed.encode())
-    tensors = scheduler.kv_cache_config.kv_cache_tensors
     fields = {
         "vllm_version": vllm.__version__,
         "torch_version": torch.__version__,
@@ -35,7 +35,7 @@ def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
         "kv_cache_dtype": cache.cache_dtype,
         "kv_num_blocks": scheduler.kv_cache_config.num_blocks,
         "kv_block_sizes": ",".join(str(g.kv_cache_spec.block_size) for g in scheduler.kv_cache_config.kv_cache_groups),
-        "kv_layout": ";".join(f"{t.offset},{len(t.layers)},{t.layer_stride},{t.block_stride}" for t in tensors),
+        "kv_layout": " | ".join(dict.fromkeys(w["kv_layout"] for w in workers)),
         "prefix_caching": cache.enable_prefix_caching,
         "prefix_hash": f"{hash_algorithm}, seed {hash_seed}",
         "tensor_parallel_size": parallel.tensor_parallel_size,
@@ -49,16 +49,36 @@ def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
         "threads": ",".join(str(w["threads"]) for w in workers),
         "model_runner": ",".join(sorted({w["runner"] + (" V2" if w["v2"] else "") for w in workers})),
     }
+    if parallel.pipeline_parallel_size > 1:
+        fields["pipeline_stages"] = _core.digest("|".join(w["layers"] for w in workers).encode())
     if (speculation := vllm_config.speculative_config) is not None:
         fields["speculation"] = _speculation(speculation)
     if (lora := vllm_config.lora_config) is not None:
         fields["lora"] = f"{lora.max_loras} of rank {lora.max_lora_rank}, {lora.lora_dtype}"
     if type(scheduler) is not Scheduler:
         fields["scheduler"] = type(scheduler).__name__
+    fields |= _of_groups(scheduler, cache)
     for of_workers in ("device", "attention"):
         for name in sorted({name for w in workers for name in w[of_workers]}):
             fields[name] = ",".join(sorted({w[of_workers].get(name, "nothing") for w in workers}))
     return {name: str(value) for name, value in fields.items()}
+
+
+def _of_groups(scheduler, cache) -> dict:
+    """Only of engines with more than full attention: checkpoints of others have none of these."""
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    if [type(manager) for manager in managers] == [FullAttentionManager]:
+        return {}
+    kinds = zip(managers, groups)
+    fields = {
+        "kv_groups": ",".join(f"{type(manager).__name__} of {len(group.layer_names)}" for manager, group in kinds),
+        "prefix_hash_tokens": scheduler.hash_block_size,
+        "prefix_retention": scheduler.kv_cache_config.prefix_cache_retention_interval,
+    }
+    if scheduler.has_mamba_layers:
+        fields["mamba_cache"] = f"{cache.mamba_cache_mode}, {cache.mamba_cache_dtype}, {cache.mamba_ssm_cache_dtype}"
+    return fields
 
 
 def _speculation(config) -> str:

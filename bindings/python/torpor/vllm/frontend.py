@@ -14,7 +14,8 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from torpor import errors
-from torpor.errors import Error, InvalidArgument, NotFound, TimedOut, WrongState
+from torpor.errors import Error, InvalidArgument, NotFound, TimedOut, Unsupported, WrongState
+from torpor.vllm import data_parallel
 from torpor.vllm import outputs as front_end
 
 _DRAIN_SECONDS = 30.0  # for outputs that the engine sent before it was frozen to be processed here
@@ -256,6 +257,10 @@ def call(engine: LLMEngine, method: str, options: dict | None = None):
     client = engine.engine_core
     if isinstance(client, InprocClient):
         return _unwrap(client.engine_core.torpor_call(method, options or {}))
+    if data_parallel.has_several(client):
+        raise Unsupported(
+            "data parallel engines behind an LLMEngine: vLLM gives requests to the first of them only", "use AsyncLLM"
+        )
     return _unwrap(client.call_utility("torpor_call", method, options or {}))
 
 
@@ -300,6 +305,10 @@ def has_unfinished_requests(engine: LLMEngine) -> bool:
 
 
 async def call_async(engine: AsyncLLM, method: str, options: dict | None = None):
+    if data_parallel.has_several(engine.engine_core):
+        if not hasattr(engine, "torpor_ranks"):
+            engine.torpor_ranks = data_parallel.Ranks(engine.engine_core, engine.vllm_config)
+        return await engine.torpor_ranks.call(method, options or {})
     return _unwrap(await engine.engine_core.call_utility_async("torpor_call", method, options or {}))
 
 

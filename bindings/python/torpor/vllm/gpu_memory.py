@@ -160,7 +160,10 @@ class GpuWorkerMemory:
 
     def release_derived(self) -> None:
         """Weight files have no buffers, and a sleep may not keep the weights."""
-        self._buffers = {name: buffer.to("cpu", copy=True) for name, buffer in self._model.named_buffers()}
+        views = views_of_parameters(self._model)  # new weights must not be written over with old ones
+        self._buffers = {
+            name: buffer.to("cpu", copy=True) for name, buffer in self._model.named_buffers() if name not in views
+        }
         gc.collect()
         _empty_cache()
 

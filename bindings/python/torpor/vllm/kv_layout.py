@@ -14,6 +14,17 @@ def to_value(kv_cache_config, address: int) -> dict:
     }
 
 
+def description(kv_cache_config) -> str:
+    """For the fingerprint: where layers and blocks of a worker lie."""
+    tensors = kv_cache_config.kv_cache_tensors
+    return ";".join(f"{t.offset},{len(t.layers)},{t.layer_stride},{t.block_stride}" for t in tensors)
+
+
+def layers(kv_cache_config) -> str:
+    """For the fingerprint: the layers of a worker that have KV."""
+    return ",".join(name for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers)
+
+
 def scattered_blocks(kv_cache_config) -> str | None:
     """The name of the layout, if a block of a layer is not one run of bytes in it."""
     layout = _layout(kv_cache_config)

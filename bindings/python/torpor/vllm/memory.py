@@ -29,6 +29,16 @@ def region_tensor(address: int, size: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
 
 
+def views_of_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that are no tensors of their own, as those of Mamba layers that show the weights of a convolution."""
+    storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters() if parameter.numel() > 0}
+    return {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if buffer.numel() > 0 and buffer.untyped_storage().data_ptr() in storages
+    }
+
+
 class WorkerMemory:
     """One a worker: which parameters and linear layers live in which region."""
 
@@ -194,6 +204,8 @@ class WorkerMemory:
     def _move_parameters(self, model: torch.nn.Module) -> None:
         """Every parameter, and the plain weights of packed layers, into one region, sharing storages as they did."""
         tensors = [p for _, p in model.named_parameters(remove_duplicate=False) if p.numel() > 0]
+        views = list(views_of_parameters(model).values())
+        tensors += views
         tensors += [linear.plain for linear in self._packed]
         offsets: dict[int, int] = {}
         size = 0
@@ -221,6 +233,8 @@ class WorkerMemory:
         for tensor in tensors:
             if isinstance(tensor, torch.nn.Parameter):
                 tensor.data = moved[id(tensor)]
+        for view in views:
+            view.data = moved[id(view)]
         for linear in self._packed:
             linear.plain = moved[id(linear.plain)]
             linear.parameter.data = linear.plain

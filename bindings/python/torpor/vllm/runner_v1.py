@@ -30,6 +30,10 @@ def unsupported(runner) -> list[str]:
     return []
 
 
+def settle(runner) -> None:
+    """Nothing is left to do between steps."""
+
+
 def capture(runner, sampling: dict[str, dict]) -> dict:
     """Rows, generators and cached requests. It keeps sampling parameters itself, of finished requests too."""
     generators = {}
@@ -51,7 +55,8 @@ def capture(runner, sampling: dict[str, dict]) -> dict:
         "rows": list(runner.input_batch.req_ids),
         "default_generator": device.generator_state(runner.device),
         "generators": generators,
-        "engine": {"requests": requests, "num_prompt_logprobs": dict(runner.num_prompt_logprobs)},
+        "engine": {"requests": requests, "num_prompt_logprobs": dict(runner.num_prompt_logprobs)}
+        | ({"mamba_state_blocks": dict(runner.mamba_state_idx)} if runner.mamba_state_idx else {}),
     }
 
 
@@ -99,6 +104,7 @@ def restore(runner, value: dict, given_since: list[dict], features: dict[str, li
     for request_id in value["rows"]:
         runner.input_batch.add_request(runner.requests[request_id])
     runner.num_prompt_logprobs.update(value["engine"]["num_prompt_logprobs"])
+    runner.mamba_state_idx.update(value["engine"].get("mamba_state_blocks", {}))
     device.set_generator_state(runner.device, value["default_generator"])
 
 
@@ -109,6 +115,7 @@ def forget(runner) -> None:
     runner.input_batch.refresh_metadata()
     runner.requests.clear()
     runner.num_prompt_logprobs.clear()
+    runner.mamba_state_idx.clear()
 
 
 def _begun_again(runner, item: dict, features: list) -> CachedRequestState:

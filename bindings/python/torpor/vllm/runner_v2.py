@@ -17,6 +17,7 @@ import vllm
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
@@ -61,8 +62,10 @@ def unsupported(runner) -> list[str]:
         for processor in sampler.logits_processors:
             if type(processor) not in _LOGITS_PROCESSORS:
                 found.append(f"the logits processor {type(processor).__name__}")
-    if type(runner.model_state) is not DefaultModelState:
+    if type(runner.model_state) not in (DefaultModelState, MambaHybridModelState):
         found.append(f"the model state {type(runner.model_state).__name__}")
+    elif getattr(runner.model_state, "recoverssm", None) is not None:
+        found.append("RecoverSSM")
     speculator = runner.speculator
     if speculator is not None:
         if type(speculator).__name__ not in _SPECULATORS:
@@ -85,6 +88,13 @@ def _as_expected() -> list[str]:
     except Unsupported as problem:
         return [f"this model runner V2: {problem.what}"]
     return []
+
+
+def settle(runner) -> None:
+    """A stage of a pipeline before the last hears which tokens were sampled, and notes them some steps later: now."""
+    if runner.pp_handler is not None:
+        for _ in range(len(runner.pp_handler.queue)):
+            runner.update_pp_decode_requests()
 
 
 def capture(runner, sampling: dict[str, dict]) -> dict:
@@ -186,6 +196,8 @@ def _slot_to_value(runner, slot: int) -> dict:
         "next_prefill": [int(token) for token in states.next_prefill_tokens[:, slot].cpu()],
         "drafts": _drafts_to_value(runner, slot),
     } | {name: int(getattr(states, name)[slot]) for name in _HOST_COUNTERS}
+    if isinstance(runner.model_state, MambaHybridModelState):
+        value["mamba"] = {name: int(tensor[slot]) for name, tensor in _mamba_slots(runner.model_state).items()}
     if runner.sampler is not None:
         seeds = runner.sampler.sampling_states
         value |= {"seed": int(seeds.seeds.np[slot]), "seed_set": bool(seeds.seeds_set[slot])}
@@ -217,11 +229,20 @@ def _correct_slot(runner, slot: int, item: dict, given: bool) -> None:
         getattr(states, name)[slot] = item[name]
     states.last_sampled_tokens[slot] = torch.tensor(item["last_sampled"], device=runner.device)
     states.next_prefill_tokens[:, slot] = torch.tensor(item["next_prefill"], device=runner.device)
+    if "mamba" in item:
+        for name, tensor in _mamba_slots(runner.model_state).items():
+            tensor[slot] = item["mamba"][name]
     if not given and item["drafts"] is not None:
         _set_drafts(runner, slot, item["drafts"])
     if runner.sampler is not None:
         seeds = runner.sampler.sampling_states
         seeds.seeds.np[slot], seeds.seeds_set[slot] = item["seed"], item["seed_set"]
+
+
+def _mamba_slots(state: MambaHybridModelState) -> dict[str, torch.Tensor]:
+    """What a model with Mamba layers keeps of each slot from one step to the next; the states are KV blocks."""
+    slots = {"accepted_tokens": state.num_accepted_tokens_gpu}
+    return slots | ({"state_block": state._mamba_state_idx_gpu} if state._align_mode else {})
 
 
 def _drafts_to_value(runner, slot: int) -> dict | None:

@@ -11,7 +11,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request, RequestStatus
 
 from torpor.errors import Incompatible, Unsupported
-from torpor.vllm import adapters, grammar, multimodal
+from torpor.vllm import adapters, grammar, kv_groups, multimodal
 from torpor.vllm.values import are_plain, sampling_from_value, sampling_to_value, unsupported_sampling
 
 _STATUS = {RequestStatus.WAITING: "waiting", RequestStatus.RUNNING: "running", RequestStatus.PREEMPTED: "preempted"}
@@ -227,8 +227,11 @@ def unstarted_request(request_id: str, prompt_token_ids: list[int], sampling: di
 
 
 def given_since(checkpoint: dict) -> list[dict]:
-    """Requests with more output tokens than the workers of the checkpoint know; `drawn`: how many more."""
-    known = {item["id"]: len(item["output_token_ids"]) for item in checkpoint["workers"][0]["engine"]["requests"]}
+    """Requests with more output tokens than the workers of the checkpoint know; `drawn`: how many more.
+
+    The last worker is of the last stage of a pipeline, which samples; others may hear of tokens a step later.
+    """
+    known = {item["id"]: len(item["output_token_ids"]) for item in checkpoint["workers"][-1]["engine"]["requests"]}
     given = []
     for item in checkpoint["scheduler"]["requests"]:
         drawn = len(item["output_token_ids"]) - known.get(item["id"], 0)
@@ -314,7 +317,9 @@ def empty_scheduler(scheduler: Scheduler) -> None:
 
 def pool_to_value(scheduler: Scheduler) -> dict:
     pool = scheduler.kv_cache_manager.block_pool
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     blocks = [b for b in pool.blocks if not b.is_null and (b.ref_cnt > 0 or b._block_hash is not None)]
+    beside = [kv_groups.to_value(manager) for manager in managers]
     return {
         "num_blocks": pool.num_gpu_blocks,
         "null_block": pool.null_block.block_id,
@@ -327,7 +332,7 @@ def pool_to_value(scheduler: Scheduler) -> dict:
                 },
                 "num_cached_blocks": dict(manager.num_cached_block),
             }
-            for manager in scheduler.kv_cache_manager.coordinator.single_type_managers
+            for manager in managers
         ],
         "blocks": {
             "ids": array("i", [b.block_id for b in blocks]),
@@ -343,7 +348,7 @@ def pool_to_value(scheduler: Scheduler) -> dict:
             for key, found in pool.cached_block_hash_to_block._cache.items()
         ],
         "free_order": array("i", [b.block_id for b in pool.free_block_queue.get_all_free_blocks()]),
-        "engine": {},
+        "engine": {"groups": beside} if any(beside) else {},
     }
 
 
@@ -375,6 +380,8 @@ def pool_from_value(scheduler: Scheduler, value: dict, lost_requests: set[str]) 
                 single.req_to_blocks[request_id] = held
                 if request_id in group["num_cached_blocks"]:
                     single.num_cached_block[request_id] = group["num_cached_blocks"][request_id]
+    for single, beside in zip(manager.coordinator.single_type_managers, value["engine"].get("groups", ())):
+        kv_groups.from_value(single, beside)
 
 
 def announce_blocks(scheduler: Scheduler) -> None:
@@ -385,7 +392,7 @@ def announce_blocks(scheduler: Scheduler) -> None:
     pool = scheduler.kv_cache_manager.block_pool
     for group, single in enumerate(scheduler.kv_cache_manager.coordinator.single_type_managers):
         for request_id, count in single.num_cached_block.items():
-            if not any(block.is_null for block in single.req_to_blocks[request_id][:count]):
+            if all(block._block_hash is not None for block in single.req_to_blocks[request_id][:count]):
                 pool.emit_cached_block_events(scheduler.requests[request_id], count, single.block_size, group)
 
 
@@ -395,8 +402,7 @@ def empty_pool(scheduler: Scheduler) -> None:
     _reset_blocks(pool)
     _link_free(pool, [b.block_id for b in pool.blocks if not b.is_null])
     for single in scheduler.kv_cache_manager.coordinator.single_type_managers:
-        single.req_to_blocks.clear()
-        single.num_cached_block.clear()
+        kv_groups.forget(single)
 
 
 def _reset_blocks(pool) -> None:

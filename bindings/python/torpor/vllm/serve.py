@@ -44,6 +44,8 @@ def main(arguments: list[str]) -> int:
         options.model = options.model_tag
     if (options.api_server_count or 1) > 1 or options.headless or getattr(options, "grpc", False):
         parser.error("torpor needs one API server in this process: leave out --api-server-count, --headless and --grpc")
+    if (options.data_parallel_size or 1) > 1:
+        parser.error("torpor needs one engine: leave out --data-parallel-size, or serve with vLLM's own server")
     if not holds_memory_by(options.additional_config):
         next_step = "serve on the CPU with the option enabled, on a GPU with gpu_preserve_state, or use vllm serve"
         raise Unsupported("torpor does not hold this engine's memory", next_step)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
+from torpor.vllm import kv_groups
 from torpor.vllm.kv_layout import scattered_blocks
 from torpor.vllm.scheduler_values import unsupported_fields
 from torpor.vllm.values import unsupported_sampling
@@ -13,30 +13,34 @@ from torpor.vllm.values import unsupported_sampling
 def unsupported_engine(vllm_config) -> list[str]:
     """Features of the configuration."""
     parallel = vllm_config.parallel_config
+    staged = parallel.pipeline_parallel_size > 1
     checks = {
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "data parallelism": parallel.data_parallel_size > 1,
+        "speculative decoding in a pipeline": staged and vllm_config.speculative_config is not None,
+        "LoRA in a pipeline": staged and vllm_config.lora_config is not None,
+        "multimodal models in a pipeline": staged and vllm_config.model_config.is_multimodal_model,
+        "data parallelism with experts": parallel.data_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         "a KV connector": vllm_config.kv_transfer_config is not None,
         "an encoder cache connector": vllm_config.ec_transfer_config is not None,
         "encoder-decoder models": vllm_config.model_config.is_encoder_decoder,
         "pooling models": vllm_config.model_config.runner_type != "generate",
+        "ReplaySSM": vllm_config.cache_config.use_replayssm,
     }
     return [name for name, found in checks.items() if found]
 
 
+def cannot_stand_still(vllm_config) -> str | None:
+    """Why no sleep of any kind is possible. Engine cores without experts are independent, and say that they are one."""
+    if vllm_config.parallel_config.data_parallel_size == 1:
+        return None
+    return "data parallelism with experts: an engine that stands still keeps computing empty batches for the others"
+
+
 def unsupported_scheduler(scheduler: Scheduler) -> list[str]:
     """Features in use by the requests and the KV cache at this moment."""
-    found = []
-    for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
-        if type(manager) is not FullAttentionManager:
-            found.append(f"KV caches of the kind {type(manager).__name__}")
-    if len(scheduler.kv_cache_manager.coordinator.single_type_managers) != 1:
-        found.append("several KV cache groups")
+    found = kv_groups.unsupported(scheduler.kv_cache_manager.coordinator.single_type_managers)
     if layout := scattered_blocks(scheduler.kv_cache_config):
         found.append(f"the KV cache layout {layout}")
-    if any(manager.new_block_ids for manager in scheduler.kv_cache_manager.coordinator.single_type_managers):
-        found.append("new KV blocks that were not zeroed yet")
     if scheduler.deferred_frees:
         found.append("blocks that are freed when a step has ended")
     if getattr(scheduler, "deferred_loads", None):  # of a KV connector, since vLLM 0.33

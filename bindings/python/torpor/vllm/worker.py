@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import torch
 
 from torpor import _core
-from torpor.vllm import adapters, device, multimodal
+from torpor.vllm import adapters, device, kv_layout, multimodal
 from torpor.vllm.memory import WorkerMemory
 from torpor.vllm.options import Options
 
@@ -54,6 +54,15 @@ def torpor_rebuild_derived(self) -> None:
     self.torpor_memory.rebuild_derived()
 
 
+def torpor_settle(self) -> None:
+    """After the last batch in flight: what this worker still sends or waits for is done."""
+    for handle in self._pp_send_work:  # to the next stage of a pipeline
+        handle.wait()
+    self._pp_send_work = []
+    _runner(self).settle(self.model_runner)
+    self.synchronize_device()
+
+
 def torpor_describe(self) -> dict:
     """What of this process can change tokens, and what torpor must know of its runner."""
     runner = self.model_runner
@@ -66,6 +75,8 @@ def torpor_describe(self) -> dict:
         "attention": _runner(self).attention(runner),
         "unsupported": _runner(self).unsupported(runner),
         "elsewhere": self.torpor_memory.elsewhere(runner.model),
+        "kv_layout": kv_layout.description(runner.kv_cache_config),
+        "layers": kv_layout.layers(runner.kv_cache_config),
     }
 
 

@@ -81,9 +81,11 @@ ENGINE = (
                 "AsyncMPClient",
                 calls={
                     "call_utility_async": "self, method, *args",
+                    "_call_utility_async": "self, method, *args, engine",
                     "abort_requests_async": "self, request_ids",
                 },
             ),
+            Class("DPLBAsyncMPClient", fields="core_engines reqs_in_flight engine_inflight"),
         ),
     ),
     Module(
@@ -632,6 +634,45 @@ ENGINE = (
                 """,
                 exact=True,
             ),
+            Class(
+                "SlidingWindowManager",
+                fields="""
+                    _null_block _partial_hit_reqs _pending_boundary_state_offloads
+                    _pending_cow_copies _record_new_block_ids block_pool block_size
+                    cache_hit_alignment_tokens dcp_world_size enable_caching extra_retained_tokens
+                    kv_cache_group_id kv_cache_spec max_admission_blocks_per_request new_block_ids
+                    num_cached_block pcp_world_size req_to_blocks scheduler_block_size
+                    shared_prefix_checkpoint sliding_window use_eagle
+                """,
+                exact=True,
+            ),
+            Class(
+                "ChunkedLocalAttentionManager",
+                fields="""
+                    _null_block _partial_hit_reqs _pending_boundary_state_offloads
+                    _pending_cow_copies _record_new_block_ids attention_chunk_size block_pool
+                    block_size cache_hit_alignment_tokens dcp_world_size enable_caching
+                    kv_cache_group_id kv_cache_spec max_admission_blocks_per_request new_block_ids
+                    num_cached_block pcp_world_size req_to_blocks scheduler_block_size
+                    shared_prefix_checkpoint use_eagle
+                """,
+                exact=True,
+            ),
+            Class(
+                "MambaManager",
+                fields="""
+                    _allocated_block_reqs _checkpoints _null_block _num_retired_blocks
+                    _partial_hit_reqs _pending_boundary_state_offloads _pending_cow_copies
+                    _producer_partial_tail_reqs _record_new_block_ids block_pool block_size
+                    cache_hit_alignment_tokens cached_blocks_this_step dcp_world_size
+                    drop_eagle_checkpoint_block enable_caching has_prefill_checkpoint_blocks
+                    kv_cache_group_id kv_cache_spec last_state_block_idx mamba_cache_mode
+                    max_admission_blocks_per_request new_block_ids num_cached_block
+                    num_speculative_blocks pcp_world_size req_to_blocks scheduler_block_size
+                    shared_prefix_checkpoint use_eagle
+                """,
+                exact=True,
+            ),
         ),
     ),
     Module(
@@ -689,7 +730,7 @@ ENGINE = (
         classes=(
             Class(
                 "KVCacheConfig",
-                fields="num_blocks kv_cache_tensors kv_cache_groups kv_cache_layout",
+                fields="num_blocks kv_cache_tensors kv_cache_groups kv_cache_layout prefix_cache_retention_interval",
             ),
             Class(
                 "KVCacheTensor",
@@ -740,7 +781,10 @@ ENGINE = (
             ),
             Class(
                 "CacheConfig",
-                fields="cache_dtype enable_prefix_caching prefix_caching_hash_algo",
+                fields="""
+                    cache_dtype enable_prefix_caching prefix_caching_hash_algo mamba_cache_mode
+                    mamba_cache_dtype mamba_ssm_cache_dtype use_replayssm
+                """,
             ),
             Class(
                 "ParallelConfig",
@@ -806,7 +850,7 @@ _WORKER = Module(
                 "reload_weights": "self, *args, **kwargs",
                 "synchronize_device": "self",
             },
-            fields="vllm_config rank device model_runner use_v2_model_runner",
+            fields="vllm_config rank device model_runner use_v2_model_runner _pp_send_work",
         ),
     ),
 )
@@ -898,7 +942,7 @@ CPU_WORKER = (
                 },
                 fields="""
                     model requests input_batch num_prompt_logprobs kv_cache_config kv_caches
-                    discard_request_mask vllm_config uses_mrope sampler
+                    discard_request_mask vllm_config mamba_state_idx uses_mrope sampler
                 """,
             ),
         ),
@@ -973,6 +1017,19 @@ CPU_WORKER = (
 # Model runner V2, on any device: looked at when a worker has it.
 V2_RUNNER = (
     Module(
+        "vllm.v1.worker.gpu.pp_utils",
+        classes=(
+            Class(
+                "PPHandler",
+                fields="""
+                    aux_hidden_state_relay_keys broadcast_group broadcast_stream device is_last_rank
+                    last_rank main_stream max_sample_len num_speculative_steps queue req_idx_gen_np
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
         "vllm.v1.worker.gpu.model_runner",
         classes=(
             Class(
@@ -980,6 +1037,7 @@ V2_RUNNER = (
                 calls={
                     "add_requests": "self, scheduler_output",
                     "_remove_request": "self, req_id",
+                    "update_pp_decode_requests": "self",
                     "reset_encoder_cache": "self",
                 },
                 fields="""
@@ -1173,6 +1231,23 @@ V2_RUNNER = (
         ),
     ),
     Module(
+        "vllm.v1.worker.gpu.model_states.mamba_hybrid",
+        classes=(
+            Class(
+                "MambaHybridModelState",
+                fields="""
+                    _align_mode _mamba_ctx _mamba_group_ids _mamba_spec _mamba_src_col_gpu
+                    _mamba_src_off_gpu _mamba_state_copy_funcs _mamba_state_idx_gpu cache_config
+                    device dtype encoder_cache encoder_runner inputs_embeds inputs_embeds_size
+                    max_num_reqs max_num_tokens mm_pruner model model_config
+                    num_accepted_tokens_gpu prompt_embeds_state recoverssm rope_state
+                    scheduler_config supports_mm_inputs vllm_config
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
         "vllm.v1.core.sched.output",
         classes=(
             Class(
@@ -1231,6 +1306,27 @@ CUDA_WORKER = (
 # vLLM's OpenAI-compatible server.
 SERVER = (
     Module(
+        "vllm.entrypoints.openai.models.serving",
+        classes=(
+            Class(
+                "OpenAIServingModels",
+                fields="base_model_paths lora_id_counter",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.utils.counter",
+        classes=(
+            Class(
+                "AtomicCounter",
+                calls={
+                    "inc": "self, num=1",
+                },
+                properties="value",
+            ),
+        ),
+    ),
+    Module(
         "vllm.envs",
         names=("VLLM_API_KEY", "VLLM_SERVER_DEV_MODE",),
     ),
@@ -1284,15 +1380,6 @@ SERVER = (
     Module(
         "vllm.utils.argparse_utils",
         names=("FlexibleArgumentParser",),
-    ),
-    Module(
-        "vllm.entrypoints.openai.models.serving",
-        classes=(
-            Class(
-                "OpenAIServingModels",
-                fields="base_model_paths",
-            ),
-        ),
     ),
 )
 

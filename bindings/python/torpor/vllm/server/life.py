@@ -115,11 +115,21 @@ class Server:
                 self._end_failed(answer["request"]["id"], why)
         if directory is not None:
             await self._wake_at_start()
+            self._reserve_adapter_numbers()
         self._enter("awake")
         if self.settings.log_sync == "second" and directory is not None:
             self._run(self._sync_each_second())
         if self.settings.checkpoint_every > 0:
             self._run(self._checkpoint_while_serving())
+
+    def _reserve_adapter_numbers(self) -> None:
+        """LoRA adapters that are loaded later get other numbers than those of the answers that go on."""
+        running = [answer for answer in self.recorder.answers.all() if answer["state"] == "running"]
+        named = filter(None, (answer["request"]["engine"].get("adapter") for answer in running))
+        counter = self._app_state.openai_serving_models.lora_id_counter
+        highest = max((adapter["lora_int_id"] for adapter in named), default=0)
+        if highest > counter.value:
+            counter.inc(highest - counter.value)
 
     async def _wake_at_start(self) -> None:
         try:

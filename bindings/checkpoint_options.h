@@ -1,0 +1,29 @@
+// How checkpoints are written, from a Python dict: the same entries wherever they are taken.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "bindings/bind_values.h"
+#include "bindings/dict_reader.h"
+#include "checkpoint/checkpoint_manager.h"
+
+namespace torpor {
+
+inline CheckpointManagerOptions checkpoint_options_from(DictReader& in) {
+  CheckpointManagerOptions checkpoints;
+  in.read_if_given("keep_checkpoints", checkpoints.retention.keep);
+  in.read_if_given("max_age_seconds", checkpoints.retention.max_age_seconds);
+  in.read_if_given("max_total_bytes", checkpoints.retention.max_total_bytes);
+  std::optional<std::string> key_file;
+  in.read_if_given("key_file", key_file);
+  checkpoints.key = key_from(key_file);
+  in.read_if_given("encrypt", checkpoints.encrypt);
+  in.read_if_given("incremental", checkpoints.incremental);
+  std::optional<int> level;
+  in.read_if_given("compression_level", level);
+  if (level) checkpoints.compression = {.level = *level};
+  return checkpoints;
+}
+
+}  // namespace torpor

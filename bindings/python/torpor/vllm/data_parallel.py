@@ -1,0 +1,275 @@
+"""Several engine cores behind one AsyncLLM: data parallel ranks, each an engine of its own with its own requests.
+
+All of them are asked and all replies gathered. They sleep together or not at all: each keeps what it must keep and
+waits, and only when all have done so does their memory go. Their checkpoints are one (a set, written by C++ when the
+last is whole); a wake from it restores all ranks, or none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from vllm.v1.engine.core_client import DPLBAsyncMPClient
+
+from torpor import _core, errors
+from torpor.errors import Error, Incompatible, WrongState
+from torpor.vllm.options import Options
+
+_SET_OPTIONS = ("keep_checkpoints", "max_age_seconds", "max_total_bytes", "key_file", "encrypt")
+_SUMS = (
+    "requests", "saved_bytes", "freed_bytes", "restored_bytes", "kept_blocks", "dropped_blocks", "checkpoint_bytes",
+)  # fmt: skip
+
+
+def has_several(client) -> bool:
+    """Whether this client of engine cores has more than one."""
+    return len(getattr(client, "core_engines", ())) > 1
+
+
+class Ranks:
+    """The engine cores of a DPLBAsyncMPClient, called as if they were one."""
+
+    def __init__(self, client: DPLBAsyncMPClient, vllm_config):
+        self._client = client
+        self._options = Options.of(vllm_config)
+        self._size = len(client.core_engines)
+        self._rank_of: dict[str, int] = {}  # requests, when the engines were frozen or restored
+        self._woken_set: dict | None = None  # until its requests run
+        self._one_at_a_time = asyncio.Lock()
+
+    async def call(self, method: str, options: dict):
+        """As torpor_call() of one engine core; raises what one of them has failed with.
+
+        Goes to its end also when its caller is cancelled: no engine waits for ever for a word that does not come.
+        """
+        return await asyncio.shield(asyncio.ensure_future(self._call(method, options)))
+
+    async def _call(self, method: str, options: dict):
+        special = {"freeze": self._freeze, "sleep": self._sleep, "checkpoint": self._sleep, "wake_up": self._wake_up}
+        async with self._one_at_a_time:
+            if method in special:
+                return await special[method](method, options)
+            results = _all(await self._ask(method, [options] * self._size))
+            if method == "end_hold":
+                await self._end_hold(options["keep"])
+            return _MERGED.get(method, _first)(results)
+
+    async def _ask(self, method: str, options: list[dict], ranks=None) -> list:
+        """The result of each rank, or its error."""
+        ranks = range(self._size) if ranks is None else ranks
+        calls = (
+            self._client._call_utility_async(
+                "torpor_call", method, options[rank], engine=self._client.core_engines[rank]
+            )
+            for rank in ranks
+        )
+        replies = await asyncio.gather(*calls, return_exceptions=True)
+        return [_unwrapped(rank, reply) for rank, reply in zip(ranks, replies, strict=True)]
+
+    # --- sleep ---
+
+    async def _freeze(self, method: str, options: dict) -> dict[str, int]:
+        replies = await self._ask(method, [options] * self._size)
+        if any(isinstance(reply, BaseException) for reply in replies):
+            await self._ask("unfreeze", [{}] * self._size)
+        sent = _all(replies)
+        self._rank_of = {request_id: rank for rank, of_rank in enumerate(sent) for request_id in of_rank}
+        return {request_id: count for of_rank in sent for request_id, count in of_rank.items()}
+
+    async def _sleep(self, method: str, options: dict) -> dict:
+        asked = [options | {"data_parallel": [rank, self._size]} for rank in range(self._size)]
+        if "outputs" in options:
+            for rank, of_rank in enumerate(self._split(options["outputs"])):
+                asked[rank]["outputs"] = of_rank
+        replies = await self._ask(method, asked)
+        held = [rank for rank, reply in enumerate(replies) if isinstance(reply, dict) and reply.get("held")]
+        written = None
+        try:
+            reports = _all(replies)
+            written = await self._commit_set(reports, options)
+        except BaseException:
+            await self._take_back(held)
+            raise
+        ended = await self._ask("end_sleep", [{"keep": True}] * self._size, held)
+        try:
+            reports = [*_all(ended), *(reports[rank] for rank in range(self._size) if rank not in held)]
+        except BaseException:
+            if written is not None:
+                await asyncio.to_thread(written.withdraw)
+            await self._wake_those_asleep(held, ended)
+            raise
+        report = _merged_reports(reports) | {"checkpoint": ""}
+        if written is not None:
+            report["checkpoint"] = written.path
+            await asyncio.to_thread(written.keep)
+        return report
+
+    async def _commit_set(self, reports: list[dict], options: dict) -> _core.CheckpointSet | None:
+        """One checkpoint of all, once each rank has written its own. None if one of them keeps its state in memory."""
+        paths = [report["checkpoint"] if report.get("held") else "" for report in reports]
+        if all(paths):
+            return await asyncio.to_thread(_core.commit_set, self._options.dir, paths, self._set_options())
+        if any(paths) and options.get("on_save_error") != "discard":
+            without = paths.index("")
+            raise WrongState(
+                f"data parallel rank {without} has no checkpoint: {reports[without]['note']}", "wake it first"
+            )
+        return None
+
+    async def _take_back(self, held: list[int]) -> None:
+        taken = await self._ask("end_sleep", [{"keep": False}] * self._size, held)
+        for failed in (reply for reply in taken if isinstance(reply, BaseException)):
+            raise failed
+
+    async def _wake_those_asleep(self, held: list[int], ended: list) -> None:
+        """After a rank could not let go of its memory. What cannot be woken either stays asleep, and can be later."""
+        asleep = [rank for rank, reply in zip(held, ended, strict=True) if isinstance(reply, dict)]
+        await self._ask("wake_up", [{}] * self._size, asleep)
+
+    def _split(self, outputs: dict) -> list[dict]:
+        """The front end's part of each rank: of its own requests."""
+        parts = []
+        for rank in range(self._size):
+            requests = [entry for entry in outputs["requests"] if self._rank_of.get(entry["id"]) == rank]
+            parents = {entry["parent"] for entry in requests}
+            parts.append({
+                "requests": requests,
+                "parents": [parent for parent in outputs["parents"] if parent["id"] in parents],
+            })  # fmt: skip
+        return parts
+
+    # --- wake ---
+
+    async def _wake_up(self, method: str, options: dict) -> dict:
+        if "from_checkpoint" not in options:
+            replies = await self._ask(method, [options] * self._size)
+            try:
+                return _merged_reports(_all(replies))
+            except Error as problem:  # their requests have nothing to do with each other
+                awake = [str(rank) for rank, reply in enumerate(replies) if isinstance(reply, dict)]
+                raise type(problem)(
+                    f"{problem.what}; awake: {', '.join(awake) or 'none'}",
+                    problem.next_step,
+                    state_changed=problem.state_changed or bool(awake),
+                ) from problem
+        try:
+            return await self._restore(method, options | {"on_restore_error": "abort"})
+        except Error as problem:
+            if options["on_restore_error"] != "discard" or problem.state_changed:
+                raise
+            return _NOTHING_RESTORED | {
+                "note": f"the state was discarded: {problem}",
+                "checkpoint": options["from_checkpoint"],
+            }
+
+    async def _restore(self, method: str, options: dict) -> dict:
+        found = await asyncio.to_thread(_core.open_set, options["from_checkpoint"], self._options.key_file)
+        if len(found["members"]) != self._size:
+            raise Incompatible(
+                f"{found['path']} is of {len(found['members'])} data parallel ranks, there are {self._size}",
+                f"wake it with data_parallel_size={len(found['members'])}",
+            )
+        replies = await self._ask(method, [options | {"from_checkpoint": path} for path in found["members"]])
+        if any(isinstance(reply, BaseException) for reply in replies):
+            restored = [rank for rank, reply in enumerate(replies) if isinstance(reply, dict) and reply["changed"]]
+            await self._ask("end_hold", [{"keep": False}] * self._size, restored)
+        reports = _all(replies)
+        self._rank_of = {
+            entry["id"]: rank for rank, report in enumerate(reports) for entry in report["outputs"]["requests"]
+        }
+        self._woken_set = found
+        return _merged_reports(reports) | {"checkpoint": found["path"], "outputs": _merged_outputs(reports)}
+
+    async def _end_hold(self, keep: bool) -> None:
+        """The restored requests run: what comes for them, and that they are to be aborted, goes to the engine that has
+        them."""
+        found, self._woken_set = self._woken_set, None
+        if not keep or found is None:
+            return
+        for request_id, rank in self._rank_of.items():
+            engine = self._client.core_engines[rank]
+            if self._client.reqs_in_flight.setdefault(request_id, engine) is engine:
+                self._client.engine_inflight[engine] += 1
+        place = found["directory"], found["generation"]
+        await asyncio.to_thread(_core.set_woken_from, *place, self._set_options())
+
+    def _set_options(self) -> dict:
+        return {name: value for name in _SET_OPTIONS if (value := getattr(self._options, name)) is not None}
+
+
+def _unwrapped(rank: int, reply):
+    """The result in a reply of a rank, or its error, which names the rank."""
+    if isinstance(reply, BaseException) or "error" not in reply:
+        return reply if isinstance(reply, BaseException) else reply["result"]
+    error = reply["error"]
+    return errors.from_dict(error | {"what": f"data parallel rank {rank}: {error['what']}"})
+
+
+def _all(replies: list) -> list:
+    """The results of all ranks. Raises the first error; it has changed something if any of them has."""
+    failed = [reply for reply in replies if isinstance(reply, BaseException)]
+    if not failed:
+        return replies
+    if isinstance(failed[0], Error):
+        failed[0].state_changed = any(getattr(reply, "state_changed", False) for reply in failed)
+    raise failed[0]
+
+
+def _first(results: list):
+    return results[0]
+
+
+def _merged_reports(reports: list[dict]) -> dict:
+    slowest = max(reports, key=lambda report: report["seconds"])
+    parts: dict[str, int] = {}
+    for report in reports:
+        for name, size in report["checkpoint_parts"].items():
+            parts[name] = parts.get(name, 0) + size
+    return reports[0] | {
+        "changed": any(report["changed"] for report in reports),
+        "fully_awake": all(report["fully_awake"] for report in reports),
+        "note": "; ".join(dict.fromkeys(report["note"] for report in reports if report["note"])),
+        "checkpoint_parts": parts,
+        "reload": sorted({tag for report in reports for tag in report["reload"]}),
+        "failed_requests": [item for report in reports for item in report["failed_requests"]],
+        "phases": slowest["phases"],
+        "seconds": slowest["seconds"],
+        "ledgers": [ledger for report in reports for ledger in report["ledgers"]],
+    } | {name: sum(report[name] for report in reports) for name in _SUMS}  # fmt: skip
+
+
+def _merged_outputs(reports: list[dict]) -> dict:
+    """Answers to one prompt may come from several ranks: each has the prompt's own entry."""
+    return {
+        "requests": [entry for report in reports for entry in report["outputs"]["requests"]],
+        "parents": list({parent["id"]: parent for report in reports for parent in report["outputs"]["parents"]}.values()),
+    }  # fmt: skip
+
+
+def _merged_states(states: list[dict]) -> dict:
+    """Of engines in different states, one that is awake: there is something left to sleep."""
+    shown = next((state for state in states if state["engine"] != "asleep"), states[0])
+    return shown | {"recomputed_tokens": sum(state["recomputed_tokens"] for state in states)}
+
+
+def _merged_plans(plans: list[dict]) -> dict:
+    def summed(name: str) -> dict:
+        return {tag: sum(plan[name].get(tag, 0) for plan in plans) for plan in plans for tag in plan[name]}
+
+    return {
+        "save_bytes": summed("save_bytes"),
+        "free_bytes": summed("free_bytes"),
+        "problems": [problem for plan in plans for problem in plan["problems"]],
+    } | {name: sum(plan[name] for plan in plans) for name in ("requests", "kept_blocks", "dropped_blocks")}
+
+
+_NOTHING_RESTORED = dict.fromkeys(_SUMS, 0) | {
+    "changed": False, "fully_awake": True, "level": 0, "preserve_state": False, "to": "", "seconds": 0.0,
+    "outputs": None, "checkpoint_parts": {}, "reload": [], "failed_requests": [], "phases": [], "ledgers": [],
+}  # fmt: skip
+_MERGED = {
+    "drain": sum,
+    "state": _merged_states,
+    "ledger": lambda ledgers: [ledger for of_rank in ledgers for ledger in of_rank],
+    "plan_sleep": _merged_plans,
+}

@@ -1,0 +1,128 @@
+#include "checkpoint/checkpoint_set.h"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+#include <boost/filesystem.hpp>
+
+#include "checkpoint/archived_values.h"
+#include "checkpoint/section_reader.h"
+#include "checkpoint/state_sections.h"
+#include "checkpoint/store_names.h"
+
+namespace torpor {
+namespace {
+
+constexpr uint32_t kSetVersion = 1;
+
+std::string rank_directory_name(size_t rank, size_t ranks) { return fmt::format("rank-{}-of-{}", rank, ranks); }
+
+// The last two components of `path`, if what is before them is `directory`; else nothing.
+std::string name_below(const std::string& directory, const std::string& path) {
+  namespace fs = boost::filesystem;
+  const fs::path whole = fs::absolute(path).lexically_normal();
+  const std::string name = fmt::format("{}/{}", whole.parent_path().filename().string(), whole.filename().string());
+  return (fs::absolute(directory) / name).lexically_normal() == whole ? name : std::string();
+}
+
+// A name that a writer gives: nothing in a file may lead elsewhere.
+Status check_name(const SetMember& member, size_t rank, size_t ranks) {
+  const std::string expected = rank_directory_name(rank, ranks) + "/";
+  if (member.name.starts_with(expected) && generation_of(std::string_view(member.name).substr(expected.size())))
+    return ok();
+  return Error{.code = Code::kCorruption,
+               .what = fmt::format("the set names \"{}\" for rank {}", member.name, rank),
+               .next_step = "use another checkpoint"};
+}
+
+Result<std::vector<SetMember>> read_members(const Checkpoint& set) {
+  TORPOR_ASSIGN(const std::vector<Section> sections, set.read_sections());
+  if (std::none_of(sections.begin(), sections.end(), [](const Section& s) { return s.name == kSetSection; })) {
+    return Error{
+        .code = Code::kIncompatible,
+        .what = fmt::format("{} is the checkpoint of one engine, not of several data parallel ranks", set.path()),
+        .next_step = "wake it in one engine, or name a set"};
+  }
+  std::vector<SetMember> members;
+  SectionReader reader(sections, kSetVersion);
+  TORPOR_TRY(reader.take(kSetSection, members));
+  for (size_t rank = 0; rank < members.size(); ++rank) TORPOR_TRY(check_name(members[rank], rank, members.size()));
+  return members;
+}
+
+Status check_member(FileSystem& file_system, const std::string& path, const SetMember& member, size_t rank,
+                    const std::shared_ptr<const Key>& key) {
+  const std::string which = fmt::format("rank {}'s checkpoint {}", rank, path);
+  const auto is_there = [&]() -> Result<Manifest> {
+    TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, file_system.open_directory(path, false));
+    return read_manifest(*directory, key.get());
+  };
+  const Result<Manifest> manifest = is_there();
+  if (!manifest && manifest.error().code == Code::kNotFound) {
+    return Error{.code = Code::kNotFound,
+                 .what = fmt::format("{} is missing", which),
+                 .next_step = "put it back, or use another checkpoint"};
+  }
+  if (!manifest) return manifest.error().within(which);
+  if (manifest->id == member.id) return ok();
+  return Error{.code = Code::kIncompatible,
+               .what = fmt::format("{} is not the one that was written with the others", which),
+               .next_step = "put that one back, or use another checkpoint"};
+}
+
+}  // namespace
+
+template <class Archive>
+void serialize(Archive& archive, SetMember& v) {
+  archive(v.name, v.id);
+}
+
+std::string rank_directory(const std::string& directory, int rank, int ranks) {
+  return fmt::format("{}/{}", directory, rank_directory_name(static_cast<size_t>(rank), static_cast<size_t>(ranks)));
+}
+
+Result<CommittedSet> commit_set(FileSystem& file_system, const std::string& directory, CheckpointManagerOptions options,
+                                const std::vector<std::string>& paths) {
+  return catching([&]() -> Result<CommittedSet> {
+    const std::shared_ptr<const Key> key = options.key;
+    TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> manager,
+                  CheckpointManager::open(file_system, directory, std::move(options)));
+    TORPOR_ASSIGN(PendingCheckpoint pending, manager->begin(0));
+    std::vector<SetMember> members;
+    for (size_t rank = 0; rank < paths.size(); ++rank) {
+      SetMember member{.name = name_below(directory, paths[rank])};
+      if (!check_name(member, rank, paths.size())) {
+        return Error{.code = Code::kInvalidArgument,
+                     .what = fmt::format("the checkpoint {} of rank {} does not lie in {}/{}", paths[rank], rank,
+                                         directory, rank_directory_name(rank, paths.size())),
+                     .next_step = "write it there"};
+      }
+      TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(file_system, paths[rank], key));
+      member.id = checkpoint.manifest().id;
+      members.push_back(std::move(member));
+    }
+    std::vector<Section> sections;
+    sections.push_back({std::string(kSetSection), to_bytes_after(0, kSetVersion, members)});
+    TORPOR_TRY(pending.write_state(Fingerprint{{"data_parallel_size", std::to_string(paths.size())}}, sections));
+    TORPOR_ASSIGN(std::string path, pending.commit());
+    return CommittedSet{.pending = std::move(pending), .path = std::move(path)};
+  });
+}
+
+Result<CheckpointSet> open_set(FileSystem& file_system, const std::string& path, std::shared_ptr<const Key> key) {
+  return catching([&]() -> Result<CheckpointSet> {
+    TORPOR_ASSIGN(const Checkpoint set, open_checkpoint(file_system, path, key));
+    TORPOR_ASSIGN(const std::vector<SetMember> members, read_members(set));
+    CheckpointSet found{.path = set.path(),
+                        .directory = set.path().substr(0, set.path().rfind('/')),
+                        .generation = set.manifest().generation};
+    for (size_t rank = 0; rank < members.size(); ++rank) {
+      found.members.push_back(fmt::format("{}/{}", found.directory, members[rank].name));
+      if (Status there = check_member(file_system, found.members.back(), members[rank], rank, key); !there)
+        return std::move(there).error().within(fmt::format("the set {}", found.path));
+    }
+    return found;
+  });
+}
+
+}  // namespace torpor

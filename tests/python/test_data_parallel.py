@@ -1,0 +1,307 @@
+"""Data parallel engines behind one AsyncLLM: each has requests of its own; they sleep and are checkpointed together."""
+
+import asyncio
+import json
+import os
+
+import pytest
+import rig
+from conftest import ENGINE
+from requests_of_tests import REQUESTS
+from test_other_processes import in_other_processes  # noqa: F401
+from vllm import SamplingParams
+
+NAMES = ["greedy", "seeded", "prefix-a", "penalties", "two", "long-seeded"]
+TOKENS = 50 if rig.active() else 150  # the engine cores run ahead of the readers, and must not be done before they sleep
+
+
+def make(model, directory, **options):
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = AsyncEngineArgs(
+        model=str(model), additional_config={"torpor": {"dir": str(directory)}}, disable_log_stats=True,
+        data_parallel_size=2, **(ENGINE | options),
+    )  # fmt: skip
+    return AsyncLLM.from_engine_args(arguments)
+
+
+async def read(stream, into: dict) -> None:
+    async for output in stream:
+        for choice in output.outputs:
+            tokens, _ = into.get(choice.index, ([], ""))
+            assert len(choice.token_ids) > len(tokens) or output.finished, "a token came twice"
+            into[choice.index] = (list(choice.token_ids), choice.text)
+
+
+def ask(engine, into: dict) -> list:
+    """All requests, each on a rank of its own choice; the choices of one prompt on both."""
+    tasks = []
+    for number, name in enumerate(NAMES):
+        prompt, params = REQUESTS[name]
+        params = params.clone()
+        params.max_tokens = TOKENS
+        into[name] = {}
+        rank = None if params.n > 1 else number % 2
+        stream = engine.generate(prompt, params, name, data_parallel_rank=rank)
+        tasks.append(asyncio.create_task(read(stream, into[name])))
+    return tasks
+
+
+async def some_tokens(into: dict, count: int = 8) -> None:
+    while not all(choices and all(len(tokens) >= count for tokens, _ in choices.values()) for choices in into.values()):
+        await asyncio.sleep(0.002)
+
+
+def checkpoints(directory) -> dict[str, list[str]]:
+    places = {"": directory} | {name: directory / name for name in ("rank-0-of-2", "rank-1-of-2")}
+    return {n: sorted(e.name for e in p.glob("g-*")) for n, p in places.items() if p.is_dir()}
+
+
+@pytest.mark.feature("data parallel ranks", "in process", "new process")
+@pytest.mark.slow
+@pytest.mark.rig
+def test_all_ranks_sleep_or_none_and_a_checkpoint_is_of_all_of_them(
+    in_other_processes, zygote, tiny_model, tmp_path, monkeypatch  # noqa: F811
+):  # fmt: skip
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    asyncio.run(_all_or_none(zygote, tiny_model, tmp_path))
+
+
+async def _all_or_none(zygote, model, directory) -> None:
+    from torpor import errors
+    from torpor.vllm import attach
+
+    with zygote.spawning():
+        engine = make(model, directory)
+    expected: dict = {}
+    await asyncio.gather(*ask(engine, expected))
+
+    # To host, in the same process.
+    answers: dict = {}
+    readers = ask(engine, answers)
+    await some_tokens(answers)
+    report = await engine.sleep(level=1, preserve_state=True)
+    assert report.changed and await engine.is_sleeping() and report.requests == 7
+    assert len(report.ledgers) == 2 and all(ledger["device_physical_bytes"] == 0 for ledger in report.ledgers)
+    frozen = json.dumps(answers)
+    await asyncio.sleep(0.2)
+    assert json.dumps(answers) == frozen, "a token came while the engines slept"
+    assert await engine.wake_up()
+    await asyncio.gather(*readers)
+    assert answers == expected
+    assert (await engine.torpor("state"))["recomputed_tokens"] == 0
+
+    # One of them cannot: none sleeps.
+    answers = {}
+    readers = ask(engine, answers)
+    special, also = SamplingParams(max_tokens=2 * TOKENS, ignore_eos=True, logprobs=1, flat_logprobs=True), {}
+    readers.append(asyncio.create_task(read(engine.generate("a b", special, "special", data_parallel_rank=1), also)))
+    await some_tokens(answers | {"special": also}, 2)
+    with pytest.raises(errors.Unsupported, match="data parallel rank 1.*flat_logprobs") as caught:
+        await engine.sleep(level=1, preserve_state=True, to="disk")
+    assert not caught.value.state_changed and not await engine.is_sleeping()
+    assert not any(checkpoints(directory).values())
+    await asyncio.gather(*readers)
+    assert answers == expected
+
+    # One of them cannot write its checkpoint: the other's goes again.
+    os.rename(directory / "rank-1-of-2", directory / "aside") if (directory / "rank-1-of-2").exists() else None
+    (directory / "rank-1-of-2").write_text("in the way")
+    answers = {}
+    readers = ask(engine, answers)
+    await some_tokens(answers)
+    for call in (engine.sleep(level=1, preserve_state=True, to="disk"), engine.checkpoint()):
+        with pytest.raises(errors.Error, match="data parallel rank 1"):
+            await call
+        assert not any(checkpoints(directory).values()) and not await engine.is_sleeping()
+    (directory / "rank-1-of-2").unlink()
+
+    # A checkpoint while serving, then one of a sleep, and new engines.
+    first = (await engine.checkpoint()).checkpoint
+    assert first == str(directory / "g-000001")
+    await asyncio.gather(*readers)
+    assert answers == expected
+    answers = {}
+    readers = ask(engine, answers)
+    await some_tokens(answers)
+    report = await engine.sleep(level=1, preserve_state=True, to="disk")
+    assert checkpoints(directory) == dict.fromkeys(("", "rank-0-of-2", "rank-1-of-2"), ["g-000001", "g-000002"])
+    assert report.checkpoint == str(directory / "g-000002")
+    for reader in readers:
+        reader.cancel()
+    engine.shutdown()
+
+    with zygote.spawning():
+        engine = make(model, directory)
+    ours, others = directory / "rank-1-of-2" / "g-000002", directory / "rank-0-of-2" / "g-000002"
+    os.rename(ours, directory / "aside")
+    with pytest.raises(errors.NotFound, match="rank 1's checkpoint .* is missing"):
+        await engine.wake_up(from_checkpoint=report.checkpoint)
+    os.rename(others, ours)
+    os.rename(directory / "aside", others)
+    with pytest.raises(errors.Incompatible, match="rank 0's checkpoint .* not the one"):
+        await engine.wake_up(from_checkpoint=report.checkpoint)
+    os.rename(others, directory / "aside")
+    os.rename(ours, others)
+    os.rename(directory / "aside", ours)
+    with pytest.raises(errors.Incompatible, match="one engine"):
+        await engine.wake_up(from_checkpoint=others)
+    os.rename(ours / "chunks-r0", directory / "aside")
+    with pytest.raises(errors.Error, match="data parallel rank 1"):  # the other one had restored its requests
+        await engine.wake_up(from_checkpoint=directory)
+    os.rename(directory / "aside", ours / "chunks-r0")
+    woken = await engine.wake_up(from_checkpoint=directory)
+    assert woken.requests == report.requests and woken.failed_requests == []
+    client = engine.engine_core
+    ranks = {name: client.core_engines.index(e) for name, e in client.reqs_in_flight.items()}
+    assert sorted(ranks.values()) == sorted(client.core_engines.index(e) for e in client.reqs_in_flight.values())
+    assert sum(client.engine_inflight.values()) == report.requests
+    await engine.abort("long-seeded")  # goes to the engine that has it
+    assert (await engine.torpor("plan_sleep", {"level": 0}))["requests"] <= report.requests - 1
+    for name in NAMES[:-1]:
+        await read(attach(engine, name), answers[name])
+        assert answers[name] == expected[name], name
+    again: dict = {}
+    await asyncio.gather(*ask(engine, again))
+    assert again == expected
+    assert sum(client.engine_inflight.values()) == 0 and not client.reqs_in_flight
+    engine.shutdown()
+
+
+# --- without engines: what is asked of them, and in which order ----------------------------------------------------------
+
+
+class Core:
+    """An engine core that answers as it is told; what it was asked stands in `asked`."""
+
+    def __init__(self, directory, rank: int):
+        self.path = directory / f"rank-{rank}-of-2" / "g-000001"
+        self.asked: list[tuple] = []
+        self.errors: dict[tuple, object] = {}  # by (method, keep)
+        self.slow = asyncio.Event()
+
+    async def call(self, method: str, options: dict) -> dict:
+        what = (method, options["keep"]) if "keep" in options else method
+        self.asked.append(what)
+        await self.slow.wait()
+        if (error := self.errors.get(what)) is not None:
+            return {"error": error.to_dict()}
+        report = {
+            "changed": what == ("end_sleep", True), "fully_awake": False, "note": "", "checkpoint_parts": {},
+            "reload": [], "failed_requests": [], "phases": [], "seconds": 1.0, "ledgers": [{}], "requests": 2,
+            "saved_bytes": 5, "freed_bytes": 7, "restored_bytes": 0, "kept_blocks": 1, "dropped_blocks": 0,
+            "checkpoint_bytes": 3, "checkpoint": str(self.path) if options.get("to") == "disk" else "",
+        }  # fmt: skip
+        return {"result": report | ({"held": True} if method == "sleep" else {})}
+
+
+class Client:
+    core_engines = [b"\0\0", b"\1\0"]
+
+    def __init__(self, directory):
+        self.cores = [Core(directory, rank) for rank in range(2)]
+        for core in self.cores:
+            core.slow.set()
+
+    async def _call_utility_async(self, name: str, method: str, options: dict, engine: bytes):
+        assert name == "torpor_call"
+        return await self.cores[self.core_engines.index(engine)].call(method, options)
+
+
+@pytest.fixture
+def ranks(tmp_path, monkeypatch):
+    """Ranks over two such cores; what becomes of the set of their checkpoints stands in `ranks.sets`."""
+    from types import SimpleNamespace
+
+    from torpor import _core
+    from torpor.vllm.data_parallel import Ranks
+
+    client = Client(tmp_path)
+    made = Ranks(client, SimpleNamespace(additional_config={"torpor": {"dir": str(tmp_path)}}))
+    made.cores, made.sets = client.cores, []
+
+    class Set:
+        path = str(tmp_path / "g-000001")
+
+        def keep(self):
+            made.sets.append("kept")
+
+        def withdraw(self):
+            made.sets.append("withdrawn")
+
+    def commit_set(directory, paths, options):
+        assert (directory, paths) == (str(tmp_path), [str(core.path) for core in client.cores])
+        made.sets.append("committed")
+        if (error := client.cores[0].errors.get("commit_set")) is not None:
+            raise error
+        return Set()
+
+    monkeypatch.setattr(_core, "commit_set", commit_set)
+    return made
+
+
+TO_DISK = {"level": 1, "preserve_state": True, "to": "disk", "in_flight": "freeze", "on_save_error": "abort"}
+
+
+def test_memory_goes_once_all_ranks_have_kept_theirs(ranks):
+    report = asyncio.run(ranks.call("sleep", TO_DISK))
+    assert [core.asked for core in ranks.cores] == [["sleep", ("end_sleep", True)]] * 2
+    assert ranks.sets == ["committed", "kept"]
+    assert report["checkpoint"].endswith("g-000001") and report["requests"] == 4 and report["freed_bytes"] == 14
+    assert report["changed"] and len(report["ledgers"]) == 2
+
+
+def test_one_that_cannot_keep_it_leaves_the_others_awake(ranks):
+    from torpor import errors
+
+    ranks.cores[1].errors["sleep"] = errors.NotEnoughRoom("the disk is full", "free some")
+    with pytest.raises(errors.NotEnoughRoom, match="data parallel rank 1: the disk is full") as caught:
+        asyncio.run(ranks.call("sleep", TO_DISK))
+    assert not caught.value.state_changed
+    assert [core.asked for core in ranks.cores] == [["sleep", ("end_sleep", False)], ["sleep"]] and ranks.sets == []
+
+
+def test_a_set_that_cannot_be_written_leaves_all_awake(ranks):
+    from torpor import errors
+
+    ranks.cores[0].errors["commit_set"] = errors.FileError("no")
+    with pytest.raises(errors.FileError):
+        asyncio.run(ranks.call("sleep", TO_DISK))
+    assert [core.asked for core in ranks.cores] == [["sleep", ("end_sleep", False)]] * 2
+
+
+def test_one_that_cannot_let_go_of_its_memory_wakes_the_others(ranks):
+    from torpor import errors
+
+    ranks.cores[0].errors["end_sleep", True] = errors.DeviceError("broken")
+    with pytest.raises(errors.DeviceError, match="data parallel rank 0"):
+        asyncio.run(ranks.call("sleep", TO_DISK))
+    assert ranks.cores[1].asked == ["sleep", ("end_sleep", True), "wake_up"]
+    assert ranks.cores[0].asked == ["sleep", ("end_sleep", True)] and ranks.sets == ["committed", "withdrawn"]
+
+
+def test_a_sleep_whose_caller_is_cancelled_goes_to_its_end(ranks):
+    async def cancelled():
+        ranks.cores[1].slow.clear()
+        task = asyncio.create_task(ranks.call("sleep", TO_DISK))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        later = asyncio.create_task(ranks.call("unfreeze", {}))  # as its caller does then
+        await asyncio.sleep(0.01)
+        ranks.cores[1].slow.set()
+        await later
+
+    asyncio.run(cancelled())
+    assert [core.asked for core in ranks.cores] == [["sleep", ("end_sleep", True), "unfreeze"]] * 2
+
+
+def test_a_wake_that_fails_on_one_rank_says_which_are_awake(ranks):
+    from torpor import errors
+
+    ranks.cores[1].errors["wake_up"] = errors.NotEnoughRoom("no memory", "free some")
+    with pytest.raises(errors.NotEnoughRoom, match="data parallel rank 1: no memory; awake: 0") as caught:
+        asyncio.run(ranks.call("wake_up", {}))
+    assert caught.value.state_changed

@@ -1,0 +1,67 @@
+"""Models with several KV groups: windows, states. What is in the tables of a sleeping engine, and found after its wake.
+
+That they go on with the same tokens is in test_features.py, too.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import rig
+from conftest import result_of
+from grouped_models import MODELS
+from inspector import look
+
+HERE = Path(__file__).parent
+# Kinds of models, options, what their groups are.
+KINDS = {
+    "windows": ({}, ["SlidingWindowManager", "SlidingWindowManager", "FullAttentionManager"]),
+    "states": ({"enable_prefix_caching": False}, ["MambaManager", "MambaManager", "FullAttentionManager"]),
+    "chunks": ({}, ["ChunkedLocalAttentionManager", "ChunkedLocalAttentionManager", "FullAttentionManager"]),
+    "convolutions": ({"prefix_match_unit": 16}, ["MambaManager", "MambaManager", "FullAttentionManager"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.rig
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.long) if k == "chunks" else k for k in KINDS])
+def test_tables_and_prefixes_of_all_groups_survive(kind, zygote, tmp_path):
+    options, managers = KINDS[kind]
+    words = [HERE / "groups_process.py", kind, tmp_path, json.dumps(options)]
+    result = result_of(zygote.run(words, timeout=280))
+    groups = result["tables"]
+    assert [group["manager"] for group in groups] == managers
+    if kind != "states":  # there each request has the one block of its state, where it always was
+        assert groups[0]["null"] > 0 and groups[1]["null"] > 0 and groups[0]["longest"] == groups[2]["longest"] > 6
+    assert groups[2]["null"] == 0
+    for name in ("kept", "preempted"):
+        paused = result[name]["pause"]
+        assert len(paused["answers"]) == 6
+        for way, run in result[name].items():
+            assert run == paused | {"recomputed": 0}, (name, way)
+        assert (paused["found"]["later"] > 0) == (kind != "states")
+    if "in part" in result:
+        paused = result["in part"]["pause"]
+        assert all(run == paused for run in result["in part"].values())
+        assert paused["second"]["found"]["second"] == 112  # not a whole number of blocks
+    found = look("verify", result["checkpoint"])
+    assert found["whole"] and found["hashes_not_checked"] is None
+    assert (found["checked"]["hashes"] > 0) == (kind != "states")
+    [request] = [r for r in look("requests", result["checkpoint"])["requests"] if r["id"].startswith("prefix-a")]
+    shown = look("show", result["checkpoint"], request["id"])
+    assert len(shown["blocks_by_group"]) == 3
+    if kind == "states":  # layers see these weights as tensors of their own, too
+        assert result["convolutions"] == {"layers": 2, "loaded": [True, True], "shared": [True, True]}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(rig.active(), reason="preempted requests there: the test above")
+@pytest.mark.parametrize(
+    ("kind", "blocks"), [pytest.param("windows", 44, marks=pytest.mark.long), ("convolutions", 34)]
+)
+def test_so_few_blocks_that_requests_of_all_groups_are_preempted(kind, blocks, zygote, tmp_path):
+    model = MODELS[kind](tmp_path / "model")
+    options = json.dumps({"num_gpu_blocks_override": blocks, "max_model_len": 704})
+    result = result_of(zygote.run([HERE / "variant_process.py", model, tmp_path / "store", options], timeout=280))
+    assert result["differing"] == [] and result["preemptions"] > 0
+    assert result["recomputed"] > 0  # vLLM computes the KV of a preempted request again, with a sleep or without

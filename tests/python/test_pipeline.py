@@ -1,0 +1,31 @@
+"""A model in two stages of a pipeline, each in a process of its own; only the last one samples."""
+
+import json
+from pathlib import Path
+
+import pytest
+import rig
+from conftest import result_of
+from requests_of_tests import final
+
+HERE = Path(__file__).parent
+STEPS = [9] if rig.active() else [3, 16]
+DEPTH = 3 if rig.active() else 2  # batches at most, and one less between steps
+
+
+@pytest.mark.feature("pipeline stages", "in process", "new process", "take-over")
+@pytest.mark.slow
+@pytest.mark.rig
+def test_two_stages_sleep_and_a_new_process_goes_on(zygote, tiny_model, tmp_path):
+    def process(what, values):
+        words = [HERE / "pipeline_process.py", what, tiny_model, tmp_path / "store", json.dumps(values)]
+        return result_of(zygote.run(words, timeout=280))
+
+    slept = process("sleep", STEPS)
+    assert slept["differing"] == [] and slept["recomputed"] == 0 and slept["reloaded"]
+    assert max(slept["in_flight"]) == DEPTH - 1
+    assert all(slept["taken_over"].values()), slept["taken_over"]
+    woken = process("wake", slept["paths"])
+    for twin, delivered, result in zip(slept["twins"], slept["delivered"], woken, strict=True):
+        assert final(delivered | result["answers"]) == twin
+        assert result["failed"] == [] and result["recomputed"] == 0
