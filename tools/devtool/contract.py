@@ -38,11 +38,13 @@ def main(arguments: list[str]) -> int:
 
 
 def summary(version: str, origin: str, expected: str, parts: dict, differences: int) -> str:
-    modules = {id(module): module for part in parts.values() for module in part}.values()
-    classes = [cls for module in modules for cls in module.classes]
-    signatures = sum(len(item.functions) for item in modules) + sum(len(cls.calls) for cls in classes)
-    fields = sum(len(cls.fields.split()) for cls in classes)
-    looked_at = f"{len(classes)} classes, {signatures} signatures, {fields} fields"
+    modules = [module for part in parts.values() for module in part]
+    classes = [(f"{module.name}.{cls.name}", cls) for module in modules for cls in module.classes]
+    functions = {f"{module.name}.{name}" for module in modules for name in module.functions}
+    methods = {f"{where}.{name}" for where, cls in classes for name in cls.calls}
+    fields = {f"{where}.{name}" for where, cls in classes for name in cls.fields.split()}
+    names = len({where for where, _ in classes})
+    looked_at = f"{names} classes, {len(functions | methods)} signatures, {len(fields)} fields"
     return f"vLLM {version} ({origin}) beside the manifest of {expected}: {looked_at}; {differences} differences"
 
 

@@ -21,6 +21,7 @@ CHANGES: Changes = {
     "vllm.v1.worker.gpu.block_table.BlockTables": Changed(
         also="_num_dirty_rows _sliding_window_reach has_sliding_window_groups sliding_window_reach"
     ),
+    "vllm.v1.worker.gpu.pp_utils.PPHandler": Changed(also="sampled_tokens_broadcast"),
     "vllm.v1.worker.gpu.buffer_utils.StagedWriteTensor": Changed(also="_staged_write_max_len"),
     "vllm.entrypoints.launchers.cli_args": Moved("vllm.entrypoints.common.cli_args"),
     "vllm.entrypoints.serve.utils.api_utils.cli_env_setup": Moved("vllm.entrypoints.common.startup.cli_env_setup"),
