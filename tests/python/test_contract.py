@@ -1,4 +1,4 @@
-"""The source of vLLM as it is read without importing it: equal to what the imported one shows; and tools/dev contract."""
+"""The source of vLLM, read without importing it: equal to what the imported one shows; and tools/dev contract."""
 
 from __future__ import annotations
 
@@ -200,7 +200,8 @@ CLASSES = {
 } | {
     name: Class(name)
     for name in (
-        "Record", "MoreRecord", "NoRecord", "ByOurDecorator", "ByOurDecoratorWithOptions", "Tuple", "Struct", "MoreStruct",
+        "Record", "MoreRecord", "NoRecord", "ByOurDecorator", "ByOurDecoratorWithOptions", "Tuple", "Struct",
+        "MoreStruct",
     )
 }  # fmt: skip
 
@@ -262,7 +263,9 @@ def test_what_is_not_there_is_named(toy):
     found = guards.problems(
         [
             Module("torpor_toy.nowhere"),
-            Module("torpor_toy.shapes", {"value": ""}, (Class("Gone"), Class("Record", fields="a", exact=True)), ("gone",)),
+            Module(
+                "torpor_toy.shapes", {"value": ""}, (Class("Gone"), Class("Record", fields="a", exact=True)), ("gone",)
+            ),
         ],
         toy,
     )

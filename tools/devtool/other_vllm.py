@@ -1,4 +1,4 @@
-"""Environments with another vLLM than the one that all else is tested with: an older one, and a newer one without a build for CPUs.
+"""Environments with another vLLM than the one that all tests run with: an older, and a newer one without a build for CPUs.
 
 Each is a virtual environment of its own that finds in python_environment()'s what fits both.
 """
@@ -46,22 +46,18 @@ def newer_environment() -> Path:
         return python
     source, _, _ = contract.download(NEWER)
     own = _begin(folder, of_base)
-    for tree, taken in ((source, lambda name: name.endswith(".py")), (of_base / "vllm", _is_compiled_or_data)):
-        for path in tree.rglob("*"):
-            if path.is_file() and taken(path.name):
-                link = own / "vllm" / path.relative_to(tree)
-                link.parent.mkdir(parents=True, exist_ok=True)
-                os.symlink(path, link)
+    shutil.copytree(source, own / "vllm")
+    for path in (of_base / "vllm").rglob("*"):
+        if path.is_file() and path.suffix not in (".py", ".pyc"):  # compiled, or data
+            link = own / "vllm" / path.relative_to(of_base / "vllm")
+            link.parent.mkdir(parents=True, exist_ok=True)
+            os.symlink(path, link)
     described = own / f"vllm-{NEWER}.dist-info"
     described.mkdir()
     (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {NEWER}+cpu\n")
     run("What it needs besides", [python, "-m", "pip", "install", "--no-deps", *NEWER_NEEDS], log_name="newer-vllm")
     (folder / "complete").touch()
     return python
-
-
-def _is_compiled_or_data(name: str) -> bool:
-    return not name.endswith((".py", ".pyc"))
 
 
 def _folder(name: str, version: str) -> tuple[Path, Path, Path]:

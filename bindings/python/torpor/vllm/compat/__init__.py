@@ -25,7 +25,7 @@ def manifest(version: str) -> ModuleType:
 
 
 def nearest(version: str) -> str:
-    """The version in VERSIONS that one which need not be there is best compared with: itself, the next older, or any."""
+    """The version in VERSIONS that any version is best compared with: itself, or else the next older, or the oldest."""
     of = {tuple(int(number) for number in known.split(".")): known for known in VERSIONS}
     numbers = [number for number in _minor(version).split(".") if number.isdecimal()]
     older = [known for known in of if len(numbers) < 2 or known <= (int(numbers[0]), int(numbers[1]))]
@@ -33,13 +33,13 @@ def nearest(version: str) -> str:
 
 
 def patches(version: str) -> ModuleType:
-    """What is replaced in this version of vLLM: the same in all so far. To be imported only after its guards have passed."""
+    """What is replaced in this version of vLLM: so far the same in all. To be imported after its guards have passed."""
     manifest(version)
     return import_module("torpor.vllm.compat.v0_32_patches")
 
 
 def lookup(module: str, name: str):
-    """What vLLM 0.32 has as `name` in `module`, from wherever the installed version has it; None where it has it not."""
+    """What vLLM 0.32 has as `name` in `module`, wherever the installed version has it; None if it does not."""
     import vllm
 
     return changes.find(getattr(manifest(vllm.__version__), "CHANGES", {}), module, name)

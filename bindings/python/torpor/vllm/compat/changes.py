@@ -41,7 +41,7 @@ def changed(parts: dict[str, tuple[Module, ...]], changes: Changes) -> dict[str,
 
 
 def find(changes: Changes, module: str, name: str):
-    """What the other version has as `name` in `module`, from wherever this one has it; None where it has it not."""
+    """What the other version has as `name` in `module`, wherever this one has it; None if it does not."""
     change = changes.get(f"{module}.{name}")
     if change is ABSENT or changes.get(module) is ABSENT:
         return None
@@ -59,7 +59,8 @@ class _Writer:
 
     def all_names(self) -> set[str]:
         """Every change, and every name that a class is without."""
-        without = {f"{full}.{name}" for full, c in self._changes.items() if isinstance(c, Changed) for name in c.without.split()}
+        classes = {full: change for full, change in self._changes.items() if isinstance(change, Changed)}
+        without = {f"{full}.{name}" for full, change in classes.items() for name in change.without.split()}
         return {*self._changes, *without}
 
     def modules(self, modules: tuple[Module, ...]) -> tuple[Module, ...]:

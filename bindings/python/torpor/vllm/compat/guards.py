@@ -54,7 +54,7 @@ class ClassReader(Protocol):
         """Fields that are found without reading what methods do; some of fields(), and quicker."""
 
     def fields(self) -> set[str]:
-        """Fields of instances: declared (dataclass, msgspec, named tuple, slots) or assigned to self, here or in a base."""
+        """Of instances: declared (dataclass, msgspec, named tuple, slots) or assigned to self, here or in a base."""
 
 
 class ModuleReader(Protocol):
