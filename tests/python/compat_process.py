@@ -19,19 +19,21 @@ from vllm.plugins import load_general_plugins
 
 from torpor import errors
 from torpor.vllm import compat, plugin, serve
-from torpor.vllm.compat import guards
+from torpor.vllm.compat import imported
 from torpor.vllm.server import ServerPlugin
+
+STOCK = vllm.__version__  # a case may change it
 
 
 def vllms_own() -> list:
     """Every module and class of vLLM that the manifest names."""
     found = []
-    for part in compat.manifest("0.32.0").PARTS.values():
+    for part in compat.manifest(STOCK).PARTS.values():
         for module in part:
             loaded = importlib.import_module(module.name)
             found += [loaded, *(getattr(loaded, cls.name) for cls in module.classes)]
             if any(cls.exact for cls in module.classes):
-                guards._class_bodies(module.name)  # read once, for all forks
+                imported._class_bodies(module.name)  # read once, for all forks
     return found
 
 

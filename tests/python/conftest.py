@@ -33,6 +33,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: more than a few seconds for itself")
     config.addinivalue_line("markers", "rig: for vLLM's GPU path too (tests/rig); the others are, in tools/dev proof")
     config.addinivalue_line("markers", "long: only in tools/dev proof")
+    config.addinivalue_line("markers", "core: with the older vLLM too")
     config.addinivalue_line("markers", "feature(row, *ways): makes the table of features in docs/vllm.md")
 
 

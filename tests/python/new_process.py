@@ -20,7 +20,7 @@ def main() -> None:
             for output in one.engine.step():
                 answers[output.request_id] = answer(output)
                 if output.finished:
-                    versions = [choice.weight_versions or [] for choice in output.outputs]
+                    versions = [getattr(choice, "weight_versions", None) or [] for choice in output.outputs]  # none in 0.31
                     spans[output.request_id] = [[(s.version, s.start, s.end) for s in each] for each in versions]
         recomputed = one.llm.torpor("state")["recomputed_tokens"]
         results.append({

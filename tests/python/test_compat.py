@@ -19,13 +19,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 import torpor
 from torpor import errors
 from torpor.vllm import compat, frontend
-from torpor.vllm.compat import guards
+from torpor.vllm.compat import changes, guards, imported, v0_32
 from torpor.vllm.compat.guards import Class, Module
 from torpor.vllm.compat.patching import Patches
 
 MANIFEST = compat.manifest(vllm.__version__)
 ADAPTER = Path(torpor.__file__).parent
 EVERYTHING = [module for part in MANIFEST.PARTS.values() for module in part]
+WHOLE = [module for part in v0_32.PARTS.values() for module in part]  # that others are written by
 
 
 # --- the contract -----------------------------------------------------------------------------------------------------
@@ -43,9 +44,11 @@ def test_the_guards_take_a_moment():
 
 
 def imports_of(path: Path) -> set[tuple[str, str]]:
-    """(module, name) of each import from vLLM in a file; the name is "" where the module itself is imported."""
+    """(module, name) of each import or lookup() from vLLM in a file; the name is "" for the module itself."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("lookup", "compat.lookup"):
+            found.add(tuple(argument.value for argument in node.args))
         if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "vllm":
             found |= {(node.module, alias.name) for alias in node.names}
         elif isinstance(node, ast.Import):
@@ -54,15 +57,33 @@ def imports_of(path: Path) -> set[tuple[str, str]]:
 
 
 def test_every_name_that_the_adapter_imports_from_vllm_stands_in_the_manifest():
-    known = {(module.name, name) for module in EVERYTHING for name in (*module.imported(), "")}
-    known |= {(module.name.rpartition(".")[0], module.name.rpartition(".")[2]) for module in EVERYTHING}
+    known = {(module.name, name) for module in WHOLE for name in (*module.imported(), "")}
+    known |= {(module.name.rpartition(".")[0], module.name.rpartition(".")[2]) for module in WHOLE}
     for path in sorted(ADAPTER.rglob("*.py")):
         missing = imports_of(path) - known
         assert not missing, f"{path.name} imports {sorted(missing)}: add them to compat/v0_32.py, with a guard"
 
 
+@pytest.mark.parametrize("known", compat.VERSIONS)
+def test_what_has_another_place_in_a_version_is_looked_up(known):
+    """Where a name is absent or elsewhere, a plain import of it would end the engine."""
+    elsewhere = {
+        full
+        for full, change in getattr(compat.manifest(known), "CHANGES", {}).items()
+        if change is changes.ABSENT or isinstance(change, changes.Moved)
+    }
+    allowed = {("v0_32_patches.py", "vllm.compilation.cudagraph_pool")}  # after it asked by a lookup
+    for path in sorted(ADAPTER.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                named = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+                assert {(path.name, name) for name in named & elsewhere} <= allowed, f"{path.name} imports {named}"
+
+
 def test_every_private_attribute_that_the_adapter_reads_of_another_stands_in_the_manifest():
-    known = {name for module in EVERYTHING for cls in module.classes for name in cls.touched()}
+    manifests = [compat.manifest(version) for version in compat.VERSIONS]
+    modules = [module for manifest in manifests for part in manifest.PARTS.values() for module in part]
+    known = {name for module in modules for cls in module.classes for name in cls.touched()}
     for path in sorted((ADAPTER / "vllm").rglob("*.py")):
         tree = ast.parse(path.read_text())
         own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
@@ -156,15 +177,13 @@ def test_a_field_that_the_manifest_does_not_know_is_named(module, cls):
 
 
 def test_fields_are_found_wherever_a_class_declares_or_assigns_them():
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.engine import EngineCoreRequest
-    from vllm.v1.outputs import LogprobsTensors
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    def fields(module: str, name: str) -> set[str]:
+        return imported.module(module).cls(name).fields()
 
-    assert "ref_cnt" in guards.fields_of(KVCacheBlock)  # a dataclass
-    assert "kv_hints" in guards.fields_of(EngineCoreRequest)  # msgspec
-    assert "selected_token_ranks" in guards.fields_of(LogprobsTensors)  # a named tuple
-    assert "input_batch" in guards.fields_of(CPUModelRunner)  # assigned in a base
+    assert "ref_cnt" in fields("vllm.v1.core.kv_cache_utils", "KVCacheBlock")  # a dataclass
+    assert "cache_salt" in fields("vllm.v1.engine", "EngineCoreRequest")  # msgspec
+    assert "selected_token_ranks" in fields("vllm.v1.outputs", "LogprobsTensors")  # a named tuple
+    assert "input_batch" in fields("vllm.v1.worker.cpu_model_runner", "CPUModelRunner")  # assigned in a base
 
 
 # --- all patches or none ----------------------------------------------------------------------------------------------
@@ -193,7 +212,7 @@ def test_patches_are_taken_back_in_full():
 
 # --- beside a vLLM that torpor does not know --------------------------------------------------------------------------
 
-OTHER_VERSION = 'vllm.__version__ = "0.33.1"'
+OTHER_VERSION = 'vllm.__version__ = "0.99.1"'
 OTHER_SIGNATURE = """
 from vllm.v1.engine.core import EngineCore
 def pause_scheduler(self, mode="abort", clear_cache=True, drain=False): pass
@@ -251,7 +270,7 @@ def seen() -> dict[str, dict]:
 @pytest.mark.parametrize(
     ("case", "named"),
     [
-        ("version", "torpor is for vLLM 0.32, this is 0.33.1"),
+        ("version", "torpor is for vLLM 0.31, 0.32, 0.33, this is 0.99.1"),
         ("signature", "EngineCore.pause_scheduler takes (self, mode='abort', clear_cache=True, drain=False)"),
         ("missing", "RequestOutputCollector.get_nowait does not exist"),
         ("field", "CachedRequestState has a field brand_new that torpor does not know"),
@@ -316,7 +335,7 @@ CALLS = re.sub(r"\n +", " ", SEMANTICS.split("```")[1])  # one a line
 @pytest.mark.parametrize("name", ["sleep", "wake_up", "checkpoint"])
 def test_signatures_are_those_of_the_document(methods, name):
     [documented] = [line for line in CALLS.splitlines() if line.startswith(f"{name}(")]
-    found = guards.signature_text(getattr(methods, name)).removeprefix("self").removeprefix(", ")
+    found = imported.signature_text(getattr(methods, name)).removeprefix("self").removeprefix(", ")
     assert f"{name}({found})".replace("'", '"') == documented
     parameters = list(inspect.signature(getattr(methods, name)).parameters)[1:]
     for parameter in parameters:
@@ -336,5 +355,5 @@ def test_what_the_classes_of_vllm_got_shows_its_arguments(one):
 
 
 def test_a_version_that_is_not_known_is_named():
-    with pytest.raises(errors.Unsupported, match="0.31.4"):
-        compat.manifest("0.31.4")
+    with pytest.raises(errors.Unsupported, match="0.30.4"):
+        compat.manifest("0.30.4")

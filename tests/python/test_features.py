@@ -24,6 +24,8 @@ def _marked():
         marks = [pytest.mark.feature(feature.row or name, *feature.ways)]
         if "rig" in feature.on:
             marks.append(pytest.mark.rig)
+        if name == "prefix hashes by xxhash":  # it has a take-over, and little else
+            marks.append(pytest.mark.core)
         if "CPU" in feature.on or rig.active():
             yield pytest.param(name, marks=marks, id=name.replace(",", "").replace(" ", "-"))
 

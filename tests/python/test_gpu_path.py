@@ -29,6 +29,7 @@ def paused(one, steps: int) -> dict:
     return one.finish(answers)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("steps", [2, 15, 16, 17])
 def test_a_sleep_with_a_batch_in_flight_is_its_paused_twin(one, steps):
     twin = paused(one, steps)
@@ -147,6 +148,13 @@ def test_every_kv_layout_sleeps(zygote, tiny_model, tmp_path, layout):
 def test_a_layout_whose_blocks_are_scattered_is_refused_by_name(zygote, tiny_model, tmp_path):
     result = variant(zygote, tiny_model, tmp_path, {}, rig.environment(kv_layout="LHBNC"))
     assert "the KV cache layout LHBNC" in result["refused"]
+
+
+@pytest.mark.core
+@pytest.mark.slow
+def test_blocks_that_attention_divides_sleep(zygote, tiny_model, tmp_path):
+    result = variant(zygote, tiny_model, tmp_path, {"block_size": 64}, rig.environment(kernel_block=32))
+    assert result["differing"] == [] and result["recomputed"] == 0
 
 
 @pytest.mark.slow

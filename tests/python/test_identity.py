@@ -6,7 +6,7 @@ import torch
 from requests_of_tests import REQUESTS, run
 
 STEPS = [1, 8, 20] if rig.active() else [1, 3, 8, 20, 47]
-pytestmark = pytest.mark.rig
+pytestmark = [pytest.mark.rig, pytest.mark.core]
 
 
 def test_two_uninterrupted_runs_are_the_same(one):

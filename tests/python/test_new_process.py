@@ -2,14 +2,20 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import rig
+import torch
 from conftest import result_of
 from inspector import look
 from requests_of_tests import final, run
 from vllm import SamplingParams
 
+from torpor.vllm import runner_v1
+from torpor.vllm.compat import lookup
+
+SPANS = lookup("vllm.outputs", "WeightVersionSpan")  # from vLLM 0.32 on
 HERE = Path(__file__).parent
 STEPS = [2, 12] if rig.active() else [1, 2, 5, 12, 30, 50]
 
@@ -23,6 +29,7 @@ def wake_in_new_process(zygote, model, directory, paths) -> list[dict]:
 
 
 @pytest.mark.rig
+@pytest.mark.core
 def test_a_new_process_goes_on_with_the_very_next_token(one, zygote, tiny_model):
     expected = as_json(one.expected)
     delivered, paths = [], []
@@ -82,21 +89,38 @@ def test_the_version_of_the_weights_goes_with_them(one, zygote, tiny_model, monk
     before, result = wake_in_new_process(zygote, tiny_model, one.directory, [old, path])
     assert before["version"] == version and before["failed"] == []
     assert result["version"] == "17"
+    if SPANS is None:
+        return
     assert result["spans"]["greedy"] == [[[version, 0, 10], ["17", 10, 40]]]
     assert [spans[-1] for spans in result["spans"]["pair"]] == [["17", 2, 20]]  # of the choice that ended last
 
 
+@pytest.mark.skipif(SPANS is None, reason="this vLLM does not say which weights drew a token")
 def test_the_version_of_the_weights_stays_with_an_answer_that_has_ended_beside_others():
-    from vllm.outputs import CompletionOutput, WeightVersionSpan
+    from vllm.outputs import CompletionOutput
 
     from torpor.vllm.values import completion_from_value, completion_to_value
 
-    spans = [WeightVersionSpan("a", 0, 2), WeightVersionSpan("b", 2, 5)]
+    spans = [SPANS("a", 0, 2), SPANS("b", 2, 5)]
     output = CompletionOutput(0, "text", [1, 2], None, None, finish_reason="stop", weight_versions=spans)
     value = completion_to_value(output)
     assert completion_from_value(as_json(value)) == output
     del value["weight_versions"]  # a checkpoint from before
     assert completion_from_value(value).weight_versions is None
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("precise", [False, True])
+def test_a_seeded_request_that_was_given_more_draws_what_vllm_drew_for_it(one, precise):
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    sampler, words = TopKTopPSampler(use_fp64_gumbel=precise), 97
+    theirs, ours = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
+    for _ in range(3):
+        sampler.forward_cpu(torch.randn(1, words), {0: theirs}, None, None)
+    batch = SimpleNamespace(vocab_size=words)
+    runner_v1._draw(SimpleNamespace(sampler=SimpleNamespace(topk_topp_sampler=sampler), input_batch=batch), ours, 3)
+    assert torch.equal(ours.get_state(), theirs.get_state())
 
 
 @pytest.mark.parametrize("count", [1, 256])

@@ -50,6 +50,7 @@ def begin(client, request_id, prompt="Tell me about the sea.", **options) -> tup
     return reading, asyncio.create_task(client.chat(reading, prompt, **options))
 
 
+@pytest.mark.core
 def test_streams_stand_still_over_a_sleep_and_go_on_identically(server):
     async def scene(client):
         prompts = [f"Tell me {n} facts about the sea." for n in range(8)]

@@ -5,9 +5,11 @@ import shutil
 import sys
 from pathlib import Path
 
-import rig
-from rig import model as rig_model
-from zygote import shared
+sys.path.append(str(Path(__file__).parents[1] / "rig"))  # it is a script too
+
+import rig  # noqa: E402
+from rig import model as rig_model  # noqa: E402
+from zygote import shared  # noqa: E402
 
 VOCABULARY = 2048
 SPECIAL = 17  # its first tokens

@@ -55,7 +55,6 @@ _asking = threading.Lock()
 _IMPORTS = (
     "vllm.entrypoints.llm",
     "vllm.entrypoints.launchers.api_server.entry",
-    "vllm.entrypoints.launchers.cli_args",
     "vllm.entrypoints.openai.api_server",
     "vllm.model_executor.models.llama",
     "vllm.v1.engine.async_llm",
@@ -65,6 +64,8 @@ _IMPORTS = (
     "transformers.models.llama.modeling_llama",
     "uvloop",
 )
+# Where a server's options are, by version.
+_IMPORTS_IF_THERE = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.common.cli_args")
 _IMPORTS_OF_V2 = ("vllm.v1.worker.cpu.model_runner",)
 
 
@@ -320,6 +321,9 @@ def main() -> None:
     gc.disable()
     for name in _IMPORTS + (_IMPORTS_OF_V2 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else ()):
         __import__(name)
+    for name in _IMPORTS_IF_THERE:
+        with contextlib.suppress(ModuleNotFoundError):
+            __import__(name)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads: what is forked now could wait for their locks for ever"
     _wait_without_spinning()

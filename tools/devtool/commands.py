@@ -10,7 +10,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from devtool import checks, mutants, setup, testing
+from devtool import checks, contract, mutants, setup, testing
 from devtool.setup import ROOT, SetupError, cmake_build, say
 
 PRESETS = ("dev", "release", "asan", "tsan", "fuzz")
@@ -54,6 +54,7 @@ def main(arguments: list[str], manual: str) -> int:
         "mutants": mutants.main,
         "fuzz": fuzz,
         "proof": proof,
+        "contract": contract.main,
         "gpu_check": gpu_check,
         "torpor": torpor,
         "python": python,
@@ -197,6 +198,7 @@ def proof(arguments: list[str]) -> int:
         ["ctest", "--preset", "release", "-L", "proof", "-V"], cwd=ROOT, env=os.environ | {"TORPOR_PROOF": "long"}
     ).returncode
     code |= testing.whole_gpu_path()
+    code |= testing.other_versions()
     code |= fuzz(arguments)
     return code | mutants.main([])
 

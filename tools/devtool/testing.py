@@ -9,7 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from devtool import setup
+from devtool import other_vllm, setup
 from devtool.setup import ROOT, cmake_build
 
 CORES = os.cpu_count() or 2
@@ -26,6 +26,8 @@ ENGINES = (
     "other_processes",
     "gpu_path",
 )
+# Files of tests/python with tests that are marked as the core, for every vLLM that is known; test_gpu_path.py has some too.
+CORE = ("identity", "new_process", "features", "server")
 
 
 class Parts:
@@ -103,6 +105,27 @@ def rig_environment() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests/rig"), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
+def core_with(python: Path, version: str, env: dict[str, str]) -> dict[str, tuple[list, dict]]:
+    """Jobs: the core of the Python tests with another vLLM, on the CPU's path and on the GPU's."""
+    files = [f"tests/python/test_{name}.py" for name in CORE]
+    core = [python, "-m", "pytest", *PYTEST_OPTIONS, *files, "-m", "core"]
+    on_rig = pytest_on_rig(python, "tests/python/test_gpu_path.py", "-m", "core")
+    return {
+        f"Python tests, core, vLLM {version}": (core, env),
+        f"Python tests, core, vLLM {version}, GPU path": (on_rig, env | rig_environment()),
+    }
+
+
+def other_versions() -> int:
+    """The core of the Python tests with each other vLLM that is known."""
+    _, model = setup.everything()
+    env = os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"}
+    parts = Parts()
+    parts.beside_each_other(core_with(other_vllm.older_environment(), "0.31", env))
+    parts.beside_each_other(core_with(other_vllm.newer_environment(), "0.33, compiled parts of 0.32", env))
+    return parts.summary()
+
+
 def whole_gpu_path() -> int:
     """All tests of engines on the rig, and those that are too long for `test`."""
     python, model = setup.everything()
@@ -143,5 +166,6 @@ def main(arguments: list[str]) -> int:
             "Python tests, servers": ([*pytest, *servers], env),
             "Tools and documents": ([*pytest, "tests/tools", "-m", "not long"], env),
         }
+        | core_with(other_vllm.older_environment(), "0.31", env)
     )
     return parts.summary()

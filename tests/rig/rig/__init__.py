@@ -16,7 +16,9 @@ FOLDER = Path(__file__).resolve().parents[1]
 KV_LAYOUTS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC")
 
 
-def environment(*, kv_layout: str | None = None, slow_copies: bool = False) -> dict[str, str]:
+def environment(
+    *, kv_layout: str | None = None, kernel_block: int | None = None, slow_copies: bool = False
+) -> dict[str, str]:
     """The variables that put a new process, and those that it starts, on the rig.
 
     A running process cannot get onto it: Triton looks at its variable when vLLM is imported.
@@ -32,6 +34,8 @@ def environment(*, kv_layout: str | None = None, slow_copies: bool = False) -> d
         if kv_layout not in KV_LAYOUTS:
             raise ValueError(f"there is no KV layout {kv_layout!r}; there are {', '.join(KV_LAYOUTS)}")
         variables["VLLM_KV_CACHE_LAYOUT"] = kv_layout
+    if kernel_block is not None:
+        variables["TORPOR_RIG_KERNEL_BLOCK"] = str(kernel_block)
     if slow_copies:
         variables["TORPOR_RIG_SLOW_COPIES"] = "1"
     return variables

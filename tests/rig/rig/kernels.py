@@ -10,9 +10,16 @@ def install() -> None:
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.gpu.sample import logprob
 
-    topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch
+    topk_topp_sampler.apply_top_k_top_p_triton = _top_k_top_p
     logprob._topk_log_softmax_kernel = Instead(_log_probabilities, logprob._topk_log_softmax_kernel)
     logprob._ranks_kernel = Instead(_ranks, logprob._ranks_kernel)
+
+
+def _top_k_top_p(logits, k, p, **_):
+    """What further arguments say is there for speed."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    return apply_top_k_top_p_pytorch(logits, k, p)
 
 
 class Instead:

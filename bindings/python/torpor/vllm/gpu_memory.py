@@ -14,13 +14,15 @@ import gc
 from contextlib import contextmanager
 
 import torch
-from vllm.device_allocator import DEFERRABLE_TAGS
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 
 from torpor import _core, memory
 from torpor.errors import Unsupported, WrongState
 from torpor.vllm import kv_layout
+from torpor.vllm.compat import lookup
 
+# A wake of some tags brings back all others.
+DEFERRABLE_TAGS = lookup("vllm.device_allocator", "DEFERRABLE_TAGS") or ("weights", "kv_cache")
 ALWAYS_KEPT = ("runtime", "cudagraph")
 
 

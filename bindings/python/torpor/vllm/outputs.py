@@ -112,7 +112,7 @@ def _state_to_value(state: RequestState) -> dict:
         "index": state.request_index,
         "adapter": adapters.to_value(state.lora_request),
         "prompt": state.prompt,
-        "weight_versions": [[version, start] for version, start in state.weight_version_starts],
+        "weight_versions": [[version, start] for version, start in getattr(state, "weight_version_starts", ())],
         "text": getattr(state.detokenizer, "output_text", ""),
         "text_offset": getattr(state.detokenizer, "_last_output_text_offset", 0),
         "logprobs": positions_to_value(logprobs.logprobs),
@@ -162,7 +162,8 @@ def _state_from_value(processor: OutputProcessor, item: dict, parents: dict[str,
         return state
     for name in _PLAIN_FIELDS:
         setattr(state, name, item[name])
-    state.weight_version_starts = [(version, start) for version, start in item["weight_versions"]]
+    if hasattr(state, "weight_version_starts"):
+        state.weight_version_starts = [(version, start) for version, start in item["weight_versions"]]
     _replay(state, item)
     logprobs = state.logprobs_processor
     logprobs.logprobs = positions_from_value(item["logprobs"])

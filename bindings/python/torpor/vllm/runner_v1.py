@@ -8,10 +8,11 @@ from __future__ import annotations
 from array import array
 
 import torch
+import vllm
 from vllm.sampling_params import SamplingType
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from torpor.vllm import adapters, device
+from torpor.vllm import adapters, compat, device
 from torpor.vllm.values import (
     logprobs_tensors_from_value,
     logprobs_tensors_to_value,
@@ -83,7 +84,7 @@ def restore(runner, value: dict, given_since: list[dict], features: dict[str, li
             generator.set_state(device.state_tensor(value["generators"][item["id"]]))
         since = given.pop(item["id"], None)
         if since is not None and generator is not None:
-            _draw(generator, since["drawn"])
+            _draw(runner, generator, since["drawn"])
         state = CachedRequestState(
             req_id=item["id"],
             prompt_token_ids=list(item["prompt_token_ids"]),
@@ -98,7 +99,7 @@ def restore(runner, value: dict, given_since: list[dict], features: dict[str, li
         state.in_progress_prompt_logprobs_cpu = logprobs_tensors_from_value(item["prompt_logprobs"])
         runner.requests[item["id"]] = state
     for item in given.values():
-        runner.requests[item["id"]] = _begun_again(item, features.get(item["id"], []), runner.device)
+        runner.requests[item["id"]] = _begun_again(runner, item, features.get(item["id"], []))
     if runner.uses_mrope:  # positions of rotary embeddings, by image and text
         for state in runner.requests.values():
             runner._init_mrope_positions(state)
@@ -119,14 +120,14 @@ def forget(runner) -> None:
     runner.mamba_state_idx.clear()
 
 
-def _begun_again(item: dict, features: list, on: torch.device) -> CachedRequestState:
+def _begun_again(runner, item: dict, features: list) -> CachedRequestState:
     """A request as the worker keeps it while the scheduler has taken its blocks away."""
     sampling = sampling_from_value(item["sampling"])
     generator = None
     if sampling.sampling_type == SamplingType.RANDOM_SEED:
-        generator = torch.Generator(device=on)
+        generator = torch.Generator(device=runner.device)
         generator.manual_seed(sampling.seed)
-        _draw(generator, item["drawn"])
+        _draw(runner, generator, item["drawn"])
     return CachedRequestState(
         req_id=item["id"],
         prompt_token_ids=list(item["prompt_token_ids"]),
@@ -140,6 +141,12 @@ def _begun_again(item: dict, features: list, on: torch.device) -> CachedRequestS
     )
 
 
-def _draw(generator: torch.Generator, times: int) -> None:
-    """What vLLM's sampler on the CPU draws for a seeded request, one number a token (TopKTopPSampler.forward_cpu)."""
-    torch.randint(0, 2**31, (times,), generator=generator, dtype=torch.long)
+def _draw(runner, generator: torch.Generator, times: int) -> None:
+    """What vLLM's sampler on the CPU draws for a seeded request, for so many tokens (TopKTopPSampler.forward_cpu)."""
+    precise = runner.sampler.topk_topp_sampler.use_fp64_gumbel
+    if not precise and compat.manifest(vllm.__version__).CPU_SAMPLER_DRAWS == "a number":
+        torch.randint(0, 2**31, (times,), generator=generator, dtype=torch.long)
+        return
+    words = torch.empty(runner.input_batch.vocab_size, dtype=torch.float64 if precise else torch.float32)
+    for _ in range(times):
+        words.exponential_(generator=generator)

@@ -181,13 +181,14 @@ def _slot_to_value(runner, slot: int) -> dict:
     prompt = int(states.prompt_len.np[slot])
     tokens = states.all_token_ids.gpu[slot, :total].cpu().numpy().astype(np.int64)
     held = [int(count) for count in tables.num_blocks.np[:, slot]]
+    parts = getattr(tables, "blocks_per_kv_block", [1] * len(held))  # vLLM 0.31 has the attention kernel's blocks there
     value = {
         "adapter": adapters.to_value(runner.lora_state.lora_requests.get(states.index_to_req_id[slot])),
         "prompt_token_ids": array("q", tokens[:prompt].tobytes()),
         "output_token_ids": array("q", tokens[prompt:].tobytes()),
         "block_ids": [
-            array("q", table.gpu[slot, :count].cpu().numpy().astype(np.int64).tobytes())
-            for table, count in zip(tables.block_tables, held)
+            array("q", (table.gpu[slot, :count:part].cpu().numpy().astype(np.int64) // part).tobytes())
+            for table, count, part in zip(tables.block_tables, held, parts)
         ],
         "num_computed_tokens": int(states.num_computed_tokens.gpu[slot]),
         "prefill_len": int(states.prefill_len.np[slot]),

@@ -54,6 +54,8 @@ def unsupported_fields(request: Request) -> list[str]:
     found += [f"unknown field {name} of vLLM's Request" for name in sorted(set(vars(request)) - _KNOWN_FIELDS)]
     found += multimodal.unsupported(request.mm_features)
     found += pooling.unsupported(request.pooling_params)
+    if getattr(request.lora_request, "tensorizer_config_dict", None):  # until vLLM 0.31
+        found.append("a LoRA adapter that a tensorizer loads")
     structured = request.structured_output_request
     if structured is not None and not are_plain(structured.reasoning_parser_kwargs):
         found.append(_ODD_PARSER)
@@ -274,6 +276,13 @@ def given_since(checkpoint: dict) -> list[dict]:
     return given
 
 
+# Counters of the scheduler that decide about later steps; not every version of vLLM has all.
+_COUNTERS = (
+    "current_step", "sched_step_seq", "processed_step_seq", "prefill_capacity_bound", "last_prefill_step",
+    "num_executed_steps",
+)  # fmt: skip
+
+
 def scheduler_to_value(scheduler: Scheduler) -> dict:
     return {
         "policy": scheduler.policy.value,
@@ -282,11 +291,8 @@ def scheduler_to_value(scheduler: Scheduler) -> dict:
         "waiting": [request.request_id for request in scheduler.waiting],
         "held": [request.request_id for request in scheduler.kv_holding_waiting],
         "finished": sorted(scheduler.finished_req_ids),
-        "engine": {
-            "current_step": scheduler.current_step,
-            "sched_step_seq": scheduler.sched_step_seq,
-            "processed_step_seq": scheduler.processed_step_seq,
-            "prefill_capacity_bound": scheduler.prefill_capacity_bound,
+        "engine": {name: getattr(scheduler, name) for name in _COUNTERS if hasattr(scheduler, name)}
+        | {
             "prev_step_scheduled": sorted(scheduler.prev_step_scheduled_req_ids),
             "reset_preempted": sorted(scheduler.reset_preempted_req_ids),
             "inflight_prefills": [request.request_id for request in scheduler._inflight_prefills],
@@ -312,8 +318,9 @@ def scheduler_from_value(scheduler: Scheduler, value: dict, requests: dict[str, 
     for request in alive(value["held"]):
         scheduler.kv_holding_waiting.add_request(request)
     scheduler.finished_req_ids.update(value["finished"])
-    for name in ("current_step", "sched_step_seq", "processed_step_seq", "prefill_capacity_bound"):
-        setattr(scheduler, name, engine[name])
+    for name in _COUNTERS:
+        if name in engine:
+            setattr(scheduler, name, engine[name])
     scheduler.prev_step_scheduled_req_ids.update(engine["prev_step_scheduled"])
     scheduler.reset_preempted_req_ids.update(engine["reset_preempted"])
     scheduler._inflight_prefills.update(alive(engine["inflight_prefills"]))

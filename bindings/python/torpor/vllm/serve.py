@@ -32,13 +32,13 @@ def main(arguments: list[str]) -> int:
     require("server")
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    cli_env_setup()
-    parser = make_arg_parser(FlexibleArgumentParser(prog="python -m torpor.vllm.serve"))
+    from torpor.vllm.compat import lookup
+
+    lookup("vllm.entrypoints.serve.utils.api_utils", "cli_env_setup")()
+    parser = lookup("vllm.entrypoints.launchers.cli_args", "make_arg_parser")(FlexibleArgumentParser(prog="python -m torpor.vllm.serve"))
     options = parser.parse_args(rest)
     if getattr(options, "model_tag", None) is not None:
         options.model = options.model_tag
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
         next_step = "serve on the CPU with the option enabled, on a GPU with gpu_preserve_state, or use vllm serve"
         raise Unsupported("torpor does not hold this engine's memory", next_step)
     configure_logging_from_args(options)
-    validate_parsed_serve_args(options)
+    lookup("vllm.entrypoints.launchers.cli_args", "validate_parsed_serve_args")(options)
     uvloop.run(run_server(options))
     return 0
 

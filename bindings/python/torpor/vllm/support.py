@@ -42,6 +42,10 @@ def unsupported_scheduler(scheduler: Scheduler) -> list[str]:
         found.append(f"the KV cache layout {layout}")
     if scheduler.deferred_frees:
         found.append("blocks that are freed when a step has ended")
+    if getattr(scheduler, "deferred_loads", None):  # of a KV connector, since vLLM 0.33
+        found.append("deferred loads")
+    if getattr(scheduler, "_pending_encoder_input_ids", None):  # since vLLM 0.33
+        found.append("images, sounds or videos whose content the workers have")
     if scheduler.finished_recving_kv_req_ids or scheduler.failed_recving_kv_req_ids:
         found.append("KV transfers in flight")
     for request in scheduler.requests.values():

@@ -8,12 +8,15 @@ from dataclasses import asdict
 import numpy as np
 import torch
 from vllm.logprobs import Logprob
-from vllm.outputs import CompletionOutput, WeightVersionSpan
+from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 
 from torpor.errors import Unsupported
 from torpor.vllm import grammar
+from torpor.vllm.compat import lookup
+
+WeightVersionSpan = lookup("vllm.outputs", "WeightVersionSpan")
 
 # Fields of SamplingParams that torpor knows by the same name, with what stands for vLLM's None.
 _NEUTRAL = {
@@ -145,7 +148,7 @@ def positions_from_value(value: list | None):
 def completion_to_value(output: CompletionOutput | None) -> dict | None:
     if output is None:
         return None
-    versions = output.weight_versions
+    versions = getattr(output, "weight_versions", None)
     return {
         "index": output.index,
         "text": output.text,
@@ -161,8 +164,8 @@ def completion_to_value(output: CompletionOutput | None) -> dict | None:
 def completion_from_value(value: dict | None) -> CompletionOutput | None:
     if value is None:
         return None
-    versions = value.get("weight_versions")  # checkpoints from before they were saved have none
-    return CompletionOutput(**(value | {
-        "logprobs": positions_from_value(value["logprobs"]),
-        "weight_versions": None if versions is None else [WeightVersionSpan(*span) for span in versions],
-    }))  # fmt: skip
+    fields = value | {"logprobs": positions_from_value(value["logprobs"])}
+    versions = fields.pop("weight_versions", None)  # checkpoints from before they were saved have none
+    if versions is not None:
+        fields["weight_versions"] = [WeightVersionSpan(*span) for span in versions]
+    return CompletionOutput(**fields)

@@ -1,4 +1,7 @@
-"""Which vLLM this is, and whether it is as torpor expects. One module a version: its manifest and its patches."""
+"""Which vLLM this is, and whether it is as torpor expects. One module a version: its manifest.
+
+v0_32.py is whole; those of other versions say what differs from it.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,14 @@ from importlib import import_module
 from types import ModuleType
 
 from torpor.errors import Unsupported
-from torpor.vllm.compat import guards
+from torpor.vllm.compat import changes, guards
 
-VERSIONS = {"0.32": "v0_32"}  # of vLLM, without the patch level: the module here
+VERSIONS = {"0.31": "v0_31", "0.32": "v0_32", "0.33": "v0_33"}  # of vLLM, without the patch level: the module here
 
 
 def manifest(version: str) -> ModuleType:
     """The manifest for this version of vLLM. Raises Unsupported for a version that torpor does not know."""
-    known = ".".join(version.split("+")[0].split(".")[:2])
+    known = _minor(version)
     if known not in VERSIONS:
         raise Unsupported(
             f"torpor is for vLLM {', '.join(VERSIONS)}, this is {version}", "install the torpor that fits it"
@@ -21,9 +24,25 @@ def manifest(version: str) -> ModuleType:
     return import_module(f"torpor.vllm.compat.{VERSIONS[known]}")
 
 
+def nearest(version: str) -> str:
+    """The version in VERSIONS that any version is best compared with: itself, or else the next older, or the oldest."""
+    of = {tuple(int(number) for number in known.split(".")): known for known in VERSIONS}
+    numbers = [number for number in _minor(version).split(".") if number.isdecimal()]
+    older = [known for known in of if len(numbers) < 2 or known <= (int(numbers[0]), int(numbers[1]))]
+    return of[max(older) if older else min(of)]
+
+
 def patches(version: str) -> ModuleType:
-    """What is replaced in this version of vLLM. To be imported only after its guards have passed."""
-    return import_module(f"{manifest(version).__name__}_patches")
+    """What is replaced in this version of vLLM: so far the same in all. To be imported after its guards have passed."""
+    manifest(version)
+    return import_module("torpor.vllm.compat.v0_32_patches")
+
+
+def lookup(module: str, name: str):
+    """What vLLM 0.32 has as `name` in `module`, wherever the installed version has it; None if it does not."""
+    import vllm
+
+    return changes.find(getattr(manifest(vllm.__version__), "CHANGES", {}), module, name)
 
 
 def check(version: str, *parts: str) -> None:
@@ -33,3 +52,7 @@ def check(version: str, *parts: str) -> None:
     if found:
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
         raise Unsupported(f"vLLM {version} is not as expected: {found[0]}{more}", "install the torpor that fits it")
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])

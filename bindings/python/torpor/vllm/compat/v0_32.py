@@ -943,10 +943,18 @@ CPU_WORKER = (
                 },
                 fields="""
                     model requests input_batch num_prompt_logprobs kv_cache_config kv_caches
-                    discard_request_mask vllm_config mamba_state_idx uses_mrope
+                    discard_request_mask vllm_config mamba_state_idx uses_mrope sampler
                 """,
             ),
         ),
+    ),
+    Module(
+        "vllm.v1.sample.sampler",
+        classes=(Class("Sampler", fields="topk_topp_sampler"),),
+    ),
+    Module(
+        "vllm.v1.sample.ops.topk_topp_sampler",
+        classes=(Class("TopKTopPSampler", fields="use_fp64_gumbel"),),
     ),
     Module(
         "vllm.v1.worker.gpu_input_batch",
@@ -1375,6 +1383,9 @@ SERVER = (
         names=("FlexibleArgumentParser",),
     ),
 )
+
+# For each token of a seeded request: "a number", or "a number a word" of the vocabulary.
+CPU_SAMPLER_DRAWS = "a number"
 
 # What a manifest is looked up by.
 PARTS = {"engine": ENGINE, "cpu": CPU_WORKER, "cuda": CUDA_WORKER, "v2": V2_RUNNER, "server": SERVER}

@@ -1,4 +1,4 @@
-"""What torpor replaces in vLLM 0.32, all on classes and none in files; the guards of v0_32.py have passed before.
+"""What torpor replaces in vLLM, all on classes and none in files; the guards of its version have passed before.
 
 Each replacement does what vLLM does, unless torpor holds the memory of the engine that it is called for.
 """
@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 from torpor.errors import Unsupported
 from torpor.vllm import frontend
+from torpor.vllm.compat import lookup
 from torpor.vllm.compat.patching import Patches
 from torpor.vllm.options import Options, has_torpor_backend, holds_memory_of
 
@@ -296,7 +297,9 @@ def _gpu_worker(patches: Patches) -> None:
 
 
 def _graph_pool(patches: Patches) -> None:
-    """What CUDA graphs hold sleeps too; vLLM asks for that with `sleep_mode_offload_cudagraph`."""
+    """What CUDA graphs hold sleeps too; vLLM asks for that with `sleep_mode_offload_cudagraph`, if it can."""
+    if lookup("vllm.compilation.cudagraph_pool", "capture_pool") is None:
+        return
     from vllm.compilation import cudagraph_pool
     from vllm.config import VllmConfig
 

@@ -6,17 +6,19 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, HTTPException, Query, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from vllm.entrypoints.serve.dev.sleep.metrics import sleep_mode_operation_metrics
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from torpor import _core, errors
 from torpor.errors import Error, InvalidArgument
+from torpor.vllm.compat import lookup
 from torpor.vllm.server.life import Server
 
+sleep_mode_operation_metrics = lookup("vllm.entrypoints.serve.dev.sleep.metrics", "sleep_mode_operation_metrics")
 _STATUS = {
     errors.InvalidArgument: 400,
     errors.NotFound: 404,
@@ -27,6 +29,11 @@ _STATUS = {
 }
 _PROGRESS_SECONDS = 0.5
 _EVENT_STREAM = "text/event-stream"
+
+
+def recorded(operation: str):
+    """In vLLM's own metrics of its sleep mode, if it has any."""
+    return nullcontext() if sleep_mode_operation_metrics is None else sleep_mode_operation_metrics().record(operation)
 
 
 def routes() -> APIRouter:
@@ -61,7 +68,7 @@ def routes() -> APIRouter:
         preserve = preserve_state if preserve_state is not None else mode is None and level > 0
 
         async def call() -> dict:
-            with sleep_mode_operation_metrics().record("sleep"):
+            with recorded("sleep"):
                 report = await server(raw_request).sleep(
                     level, mode or "abort", preserve, to, weights=weights, tags=tags
                 )
@@ -74,7 +81,7 @@ def routes() -> APIRouter:
         raw_request: Request, tags: Annotated[list[str] | None, Query()] = None, weights_changed: bool = False
     ) -> Response:
         async def call() -> dict:
-            with sleep_mode_operation_metrics().record("wake"):
+            with recorded("wake"):
                 report = await server(raw_request).wake_up(tags, weights_changed)
             return {"status": "awake" if report.fully_awake else "sleeping", "tags": tags} | summary(report)
 

@@ -1,0 +1,31 @@
+"""vLLM 0.33, by what differs from 0.32. How to read it: changes.py. It was checked on source and never run."""
+
+from torpor.vllm.compat import v0_32
+from torpor.vllm.compat.changes import Changed, Changes, Moved, changed
+
+_SCHEDULER = Changed(
+    also="""
+        _pending_encoder_input_ids can_skip_drafts defer_async_loads deferred_loads last_prefill_step
+        local_prefill_interval num_executed_steps num_hash_lookahead_tokens
+    """
+)
+
+CHANGES: Changes = {
+    "vllm.v1.core.sched.scheduler.Scheduler": _SCHEDULER,
+    "vllm.v1.core.sched.async_scheduler.AsyncScheduler": _SCHEDULER,
+    "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator": Changed(also="drop_eagle_group_ids"),
+    "vllm.v1.core.block_pool.BlockPool": Changed(also="num_hash_lookahead_tokens"),
+    # Follows from the grammar and the reasoning parser, and is computed when it is first used.
+    "vllm.v1.structured_output.request.StructuredOutputRequest": Changed(also="masked_reasoning_end_ids"),
+    # What a step reads beside the tables is written anew for each step.
+    "vllm.v1.worker.gpu.block_table.BlockTables": Changed(
+        also="_num_dirty_rows _sliding_window_reach has_sliding_window_groups sliding_window_reach"
+    ),
+    "vllm.v1.worker.gpu.pp_utils.PPHandler": Changed(also="sampled_tokens_broadcast"),
+    "vllm.v1.worker.gpu.buffer_utils.StagedWriteTensor": Changed(also="_staged_write_max_len"),
+    "vllm.entrypoints.launchers.cli_args": Moved("vllm.entrypoints.common.cli_args"),
+    "vllm.entrypoints.serve.utils.api_utils.cli_env_setup": Moved("vllm.entrypoints.common.startup.cli_env_setup"),
+}
+
+CPU_SAMPLER_DRAWS = v0_32.CPU_SAMPLER_DRAWS
+PARTS = changed(v0_32.PARTS, CHANGES)

