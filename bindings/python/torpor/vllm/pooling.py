@@ -21,6 +21,8 @@ def unsupported(params: PoolingParams | None) -> list[str]:
         return []
     if params.late_interaction_params is not None:
         return ["scores by late interaction: a worker keeps their queries"]
+    if getattr(params, "late_chunking_params", None) is not None:  # since vLLM 0.33
+        return ["pooling by late chunking"]
     try:
         msgspec.json.encode(params)
     except (TypeError, ValueError):

@@ -342,6 +342,19 @@ ENGINE = (
         ),
     ),
     Module(
+        "vllm.pooling_params",
+        classes=(
+            Class(
+                "PoolingParams",
+                fields="""
+                    dimensions extra_kwargs late_interaction_params output_kind requires_token_ids returned_token_ids
+                    skip_reading_prefix_cache step_tag_id task use_activation
+                """,
+                exact=True,
+            ),
+        ),
+    ),
+    Module(
         "vllm.multimodal.inputs",
         classes=(
             Class(

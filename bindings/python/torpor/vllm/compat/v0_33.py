@@ -15,6 +15,7 @@ CHANGES: Changes = {
     "vllm.v1.core.sched.async_scheduler.AsyncScheduler": _SCHEDULER,
     "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator": Changed(also="drop_eagle_group_ids"),
     "vllm.v1.core.block_pool.BlockPool": Changed(also="num_hash_lookahead_tokens"),
+    "vllm.pooling_params.PoolingParams": Changed(also="late_chunking_params"),
     # Follows from the grammar and the reasoning parser, and is computed when it is first used.
     "vllm.v1.structured_output.request.StructuredOutputRequest": Changed(also="masked_reasoning_end_ids"),
     # What a step reads beside the tables is written anew for each step.
