@@ -10,15 +10,6 @@
 
 namespace torpor {
 
-SleepController::SleepController(EngineHooks& hooks, FileSystem& file_system, const Clock& clock,
-                                 SleepControllerOptions options, EventSink* sink)
-    : hooks_(hooks),
-      file_system_(file_system),
-      clock_(clock),
-      options_(std::move(options)),
-      sink_(sink),
-      ranks_(hooks_) {}
-
 void SleepController::set_state(State state) noexcept {
   const MutexLock lock(state_mutex_);
   state_ = state;
