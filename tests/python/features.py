@@ -168,6 +168,21 @@ def _with_images(_: Path) -> dict:
     }
 
 
+def _embeddings(_: Path) -> dict:
+    """Prompts of one chunk and of many; some wait."""
+    from vllm import PoolingParams
+
+    def request(prompt: str) -> tuple:
+        return prompt, PoolingParams(task="embed")
+
+    return {
+        "short": request("The capital of France is"),
+        "long": request("foo bar " * 150),
+        "longer": request("la la once upon a time " * 60),
+        "last": request("My name is"),
+    }
+
+
 FEATURES = {
     "structured output, xgrammar": Feature(
         _by_grammar, lambda model: {"structured_outputs_config": {"backend": "xgrammar"}}
@@ -210,5 +225,8 @@ FEATURES = {
         _long_and_shared, lambda model: {"enable_prefix_caching": False}, model=_made("states")
     ),
     "short convolutions and attention, with a prefix cache": Feature(_long_and_shared, model=_made("convolutions")),
+    "pooling, begun again": Feature(
+        _embeddings, lambda model: {"runner": "pooling", "convert": "embed"}, steps=(2,), ways=WAYS[:2]
+    ),
     "KV cache events": Feature(_plain, lambda model: {"kv_events_config": {"enable_kv_cache_events": True}}),
 }

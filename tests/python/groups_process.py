@@ -5,10 +5,11 @@ import json
 import sys
 from pathlib import Path
 
-import rig
-from conftest import InProcess
+from conftest import InProcess, rig
 from grouped_models import MODELS
 from requests_of_tests import REQUESTS, SHARED, answer, final, run
+
+from torpor.vllm.scheduler_values import pool_to_value
 
 LATER = ("later", SHARED + "It said", REQUESTS["prefix-a"][1])
 WAYS = ("pause", "disk") if rig.active() else ("pause", "host", "disk")
@@ -51,6 +52,7 @@ def stood_still(one: InProcess, steps: int, way: str, preempt: bool = False) -> 
 def slept(one: InProcess, answers: dict, way: str, later: tuple = ()) -> dict:
     report = one.llm.sleep(level=0) if way == "pause" else one.llm.sleep(level=1, preserve_state=True, to=way)
     answers |= one.stopped()
+    before = pool_to_value(one.core.scheduler)
     if way == "disk":
         one.llm.wake_up()
         run(one.engine)
@@ -58,6 +60,7 @@ def slept(one: InProcess, answers: dict, way: str, later: tuple = ()) -> dict:
         one.llm.wake_up(from_checkpoint=report.checkpoint)
     else:
         one.llm.wake_up()
+    assert pool_to_value(one.core.scheduler) == before, f"{way}: the groups have other notes of their blocks"
     done = to_the_end(one, answers, later)
     return done | {"recomputed": 0 if way == "pause" else one.llm.torpor("state")["recomputed_tokens"]}
 
@@ -66,8 +69,8 @@ def with_a_part_of_a_block(one: InProcess, way: str) -> dict:
     """As stood_still(), at the step between the one that cached a part of a block and the one that writes over it."""
     from vllm import SamplingParams
 
-    prompt = {"prompt_token_ids": [260 + number * 7 % 200 for number in range(116)]}
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompt = {"prompt_token_ids": [260 + number * 7 % 200 for number in range(114)]}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
     managers = one.core.scheduler.kv_cache_manager.coordinator.single_type_managers
     one.begin(0, NAMES)
     run(one.engine)

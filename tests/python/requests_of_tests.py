@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import rig
-from vllm import SamplingParams
+from vllm import PoolingRequestOutput, SamplingParams
 
 SHARED = "In a small town by the sea there lived an old clock maker who had never once been late for anything. " * 4
 
@@ -50,7 +50,12 @@ def _position(entry) -> dict | None:
 
 
 def answer(output) -> list:
-    """All of a RequestOutput that its reader sees, as plain values that survive JSON."""
+    """All of a RequestOutput that its reader sees, as plain values that survive JSON.
+
+    Of a pooling request its vector: batches decide about the last digits, which are left out.
+    """
+    if isinstance(output, PoolingRequestOutput):
+        return [output.finished, [[0, [round(number, 4) for number in output.outputs.data.tolist()]]], None]
     prompt = None if output.prompt_logprobs is None else [_position(entry) for entry in output.prompt_logprobs]
     completions = [
         [

@@ -5,12 +5,16 @@ That they go on with the same tokens is in test_features.py, too.
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import rig
 from conftest import result_of
 from grouped_models import MODELS
 from inspector import look
+
+from torpor import errors
+from torpor.vllm import kv_groups
 
 HERE = Path(__file__).parent
 # Kinds of models, options, what their groups are.
@@ -65,3 +69,24 @@ def test_so_few_blocks_that_requests_of_all_groups_are_preempted(kind, blocks, z
     result = result_of(zygote.run([HERE / "variant_process.py", model, tmp_path / "store", options], timeout=280))
     assert result["differing"] == [] and result["preemptions"] > 0
     assert result["recomputed"] > 0  # vLLM computes the KV of a preempted request again, with a sleep or without
+
+
+def manager_of(**attributes) -> SimpleNamespace:
+    """A manager with one request of two blocks, and nothing of a step."""
+    nothing = dict.fromkeys(kv_groups._OF_ONE_STEP, ())
+    return SimpleNamespace(req_to_blocks={"r": ["first", "second"]}, _partial_hit_reqs={}, **(nothing | attributes))
+
+
+def test_notes_of_a_block_that_a_request_does_not_have_are_refused():
+    manager = manager_of()
+    kv_groups.from_value(manager, {"partial_hits": {"r": 1, "gone": 7}})
+    assert manager._partial_hit_reqs == {"r": (1, "second")}
+    for index in (2, -1):
+        with pytest.raises(errors.Incompatible, match="no block"):
+            kv_groups.from_value(manager, {"partial_hits": {"r": index}})
+
+
+def test_other_kinds_of_groups_and_what_is_on_its_way_are_refused_by_name():
+    assert kv_groups.unsupported([manager_of()]) == ["KV caches of the kind SimpleNamespace"]
+    for name, what in kv_groups._OF_ONE_STEP.items():
+        assert what in kv_groups.unsupported([manager_of(**{name: [1]})])

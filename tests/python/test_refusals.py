@@ -63,7 +63,6 @@ def changed(config, path: str, value):
         ("kv_transfer_config", object(), "KV connector"),
         ("ec_transfer_config", object(), "encoder cache connector"),
         ("model_config.is_encoder_decoder", True, "encoder-decoder"),
-        ("model_config.runner_type", "pooling", "pooling"),
     ],
 )
 def test_a_configuration_with_such_a_feature_is_named(one, path, value, named):

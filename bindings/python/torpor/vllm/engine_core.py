@@ -121,8 +121,11 @@ class VllmHooks:
     def capture(self) -> dict:
         if self.scheduler.torpor_frozen:  # else it is for a plan, and need not be exact
             values.assert_quiet(self.scheduler)
+            values.put_pooling_back(self.scheduler)
         scheduler = values.scheduler_to_value(self.scheduler)
-        sampling = {item["id"]: item["sampling"] for item in scheduler["requests"]}
+        sampling = {
+            item["id"]: None if item["engine"].get("pooling") else item["sampling"] for item in scheduler["requests"]
+        }
         state = {
             "scheduler": scheduler,
             "kv": values.pool_to_value(self.scheduler),
@@ -393,6 +396,7 @@ def _with_tokens(outputs, checkpoint: dict):
                 "token_ids": list(item["output_token_ids"]),
                 "sampling": item["sampling"],
                 "arrival_time": item["arrival_time"],
+                "pooling": item["engine"].get("pooling"),
             }
     return outputs
 

@@ -240,8 +240,11 @@ def _behind(processor, sent: dict[str, int]) -> list[str]:
 
     One that the engine has no more has ended: its last output is on the way.
     """
-    states = processor.request_states.items()
-    return [i for i, state in states if i not in sent or state.detokenizer.num_output_tokens() < sent[i]]
+    return [
+        i
+        for i, state in processor.request_states.items()
+        if i not in sent or (state.detokenizer is not None and state.detokenizer.num_output_tokens() < sent[i])
+    ]
 
 
 def _forget(processor) -> None:

@@ -11,7 +11,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from torpor.errors import Incompatible, Unsupported
-from torpor.vllm import adapters
+from torpor.vllm import adapters, pooling
 from torpor.vllm.values import (
     completion_from_value,
     completion_to_value,
@@ -100,7 +100,9 @@ def _end_without(item: dict, parents: dict[str, ParentRequest]) -> None:
 
 
 def _state_to_value(state: RequestState) -> dict:
-    if state.detokenizer is None or state.routed_experts_chunks or state.sampling_mask_chunks or state.streaming_input:
+    if state.detokenizer is None:
+        return _pooling_to_value(state)
+    if state.routed_experts_chunks or state.sampling_mask_chunks or state.streaming_input:
         raise Unsupported(f"request {state.external_req_id}: its outputs cannot be preserved yet", "sleep without it")
     logprobs = state.logprobs_processor
     return {
@@ -119,13 +121,27 @@ def _state_to_value(state: RequestState) -> dict:
     } | {name: getattr(state, name) for name in _PLAIN_FIELDS}
 
 
+def _pooling_to_value(state: RequestState) -> dict:
+    """Nothing was delivered of it."""
+    return {
+        "id": state.request_id,
+        "external_id": state.external_req_id,
+        "parent": None,
+        "index": state.request_index,
+        "adapter": adapters.to_value(state.lora_request),
+        "prompt": state.prompt,
+        "text": None,
+    }
+
+
 def _state_from_value(processor: OutputProcessor, item: dict, parents: dict[str, ParentRequest]) -> RequestState:
+    pooled = pooling.from_value(item.get("pooling"))
     request = EngineCoreRequest(
         request_id=item["id"],
         prompt_token_ids=item["prompt_token_ids"],
         mm_features=None,
-        sampling_params=sampling_from_value(item["sampling"]),
-        pooling_params=None,
+        sampling_params=None if pooled else sampling_from_value(item["sampling"]),
+        pooling_params=pooled,
         arrival_time=item["arrival_time"],
         lora_request=adapters.from_value(item.get("adapter")),
         cache_salt=None,
@@ -142,6 +158,8 @@ def _state_from_value(processor: OutputProcessor, item: dict, parents: dict[str,
         log_stats=processor.log_stats,
         stream_interval=processor.stream_interval,
     )
+    if pooled is not None:
+        return state
     for name in _PLAIN_FIELDS:
         setattr(state, name, item[name])
     state.weight_version_starts = [(version, start) for version, start in item["weight_versions"]]

@@ -38,6 +38,8 @@ def capture(runner, sampling: dict[str, dict]) -> dict:
     generators = {}
     requests = []
     for request_id, state in runner.requests.items():
+        if state.pooling_params is not None:  # begins again
+            continue
         if state.generator is not None:
             generators[request_id] = state.generator.get_state().numpy().tobytes()
         requests.append({
@@ -51,7 +53,7 @@ def capture(runner, sampling: dict[str, dict]) -> dict:
             "prompt_logprobs": logprobs_tensors_to_value(state.in_progress_prompt_logprobs_cpu),
         })  # fmt: skip
     return {
-        "rows": list(runner.input_batch.req_ids),
+        "rows": [i for i in runner.input_batch.req_ids if runner.requests[i].pooling_params is None],
         "default_generator": device.generator_state(runner.device),
         "generators": generators,
         "engine": {"requests": requests, "num_prompt_logprobs": dict(runner.num_prompt_logprobs)}

@@ -106,14 +106,14 @@ def capture(runner, sampling: dict[str, dict]) -> dict:
     states = runner.req_states
     requests = []
     for request_id, slot in states.req_id_to_index.items():
-        if request_id in sampling:
+        if sampling.get(request_id) is not None:
             requests.append({"id": request_id, "sampling": sampling[request_id]} | _slot_to_value(runner, slot))
             requests[-1]["prompt_logprobs"] = [
                 logprobs_tensors_to_value(tensors) for tensors in _prompt_logprobs(runner).get(request_id, ())
             ]
     name, keys, position, has_gauss, gauss = np.random.get_state()
     return {
-        "rows": sorted(states.req_id_to_index, key=states.req_id_to_index.get),
+        "rows": [i for i in sorted(states.req_id_to_index, key=states.req_id_to_index.get) if sampling.get(i, True)],
         "default_generator": device.generator_state(runner.device),
         "generators": {},
         "engine": {

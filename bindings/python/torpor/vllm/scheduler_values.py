@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 
 from vllm.distributed.kv_events import AllBlocksCleared
@@ -11,7 +12,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request, RequestStatus
 
 from torpor.errors import Incompatible, Unsupported
-from torpor.vllm import adapters, grammar, kv_groups, multimodal
+from torpor.vllm import adapters, grammar, kv_groups, multimodal, pooling
 from torpor.vllm.values import are_plain, sampling_from_value, sampling_to_value, unsupported_sampling
 
 _STATUS = {RequestStatus.WAITING: "waiting", RequestStatus.RUNNING: "running", RequestStatus.PREEMPTED: "preempted"}
@@ -22,7 +23,7 @@ _COMPILING = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR  # waiting, too
 _NEUTRAL_FIELDS = {
     "request_id", "client_index", "priority", "arrival_time", "status", "prompt_token_ids", "_output_token_ids",
     "num_computed_tokens", "num_preemptions", "max_tokens", "block_hashes", "cache_salt", "stop_reason", "sampling_params",
-    "structured_output_request", "lora_request", "mm_features",
+    "structured_output_request", "lora_request", "mm_features", "pooling_params",
 }  # fmt: skip
 # … that are copied as they are, …
 _ENGINE_FIELDS = (
@@ -37,7 +38,7 @@ _DERIVED_FIELDS = {
 }  # fmt: skip
 # … and that must have this value, or the request cannot be preserved yet.
 _EMPTY_FIELDS = {
-    "pooling_params": None, "kv_transfer_params": None, "ec_transfer_params": None,
+    "kv_transfer_params": None, "ec_transfer_params": None,
     "prompt_embeds": None, "prompt_is_token_ids": None,
     "trace_headers": None, "kv_hints": None, "spec_decode_metrics": None, "resumable": False, "streaming_queue": None,
 }  # fmt: skip
@@ -52,6 +53,7 @@ def unsupported_fields(request: Request) -> list[str]:
     found = [f"{name} of a request" for name, empty in _EMPTY_FIELDS.items() if getattr(request, name) != empty]
     found += [f"unknown field {name} of vLLM's Request" for name in sorted(set(vars(request)) - _KNOWN_FIELDS)]
     found += multimodal.unsupported(request.mm_features)
+    found += pooling.unsupported(request.pooling_params)
     structured = request.structured_output_request
     if structured is not None and not are_plain(structured.reasoning_parser_kwargs):
         found.append(_ODD_PARSER)
@@ -111,6 +113,8 @@ def _new_request_defaults() -> dict:
 
 
 def request_to_value(request: Request) -> dict:
+    if request.pooling_params is not None:
+        return _pooling_to_value(request)
     hashes = request.block_hashes
     return {
         "id": request.request_id,
@@ -138,21 +142,45 @@ def request_to_value(request: Request) -> dict:
     }
 
 
+def put_pooling_back(scheduler: Scheduler) -> None:
+    """Pooling requests that run wait again, without KV, as if vLLM had lacked blocks for them."""
+    for request in [request for request in scheduler.running if request.pooling_params is not None][::-1]:
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, time.monotonic())
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+
+
+def _pooling_to_value(request: Request) -> dict:
+    """What it was asked: a new process begins it again."""
+    sampling = sampling_to_value(SamplingParams(max_tokens=request.max_tokens))
+    value = unstarted_request(request.request_id, request.prompt_token_ids, sampling, request.arrival_time)
+    value["engine"] |= {
+        "pooling": pooling.to_value(request.pooling_params),
+        "adapter": adapters.to_value(request.lora_request),
+        "features": multimodal.to_value(request.mm_features),
+    }
+    return value | {
+        "client_index": request.client_index,
+        "priority": request.priority,
+        "cache_salt": request.cache_salt,
+    }
+
+
 def request_from_value(value: dict, block_hasher) -> Request:
     """A new Request, its grammar not compiled yet.
 
     Raises Incompatible when its block hashes come out otherwise than they were.
     """
     engine = dict(value["engine"])
-    added = ("structured", "adapter", "features")  # absent in older checkpoints
-    structured, adapter, features = (engine.pop(name, None) for name in added)
+    added = ("structured", "adapter", "features", "pooling")  # absent in older checkpoints
+    structured, adapter, features, pooled = (engine.pop(name, None) for name in added)
     if engine.pop("features_elsewhere", False):
         raise Incompatible(f"request {value['id']}: its images are in no checkpoint", "send it again")
     request = Request(
         request_id=value["id"],
         prompt_token_ids=list(value["prompt_token_ids"]),
-        sampling_params=sampling_from_value(value["sampling"]),
-        pooling_params=None,
+        sampling_params=None if pooled else sampling_from_value(value["sampling"]),
+        pooling_params=pooling.from_value(pooled),
         client_index=value["client_index"],
         arrival_time=value["arrival_time"],
         cache_salt=value["cache_salt"],

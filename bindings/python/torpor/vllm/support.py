@@ -23,7 +23,6 @@ def unsupported_engine(vllm_config) -> list[str]:
         "a KV connector": vllm_config.kv_transfer_config is not None,
         "an encoder cache connector": vllm_config.ec_transfer_config is not None,
         "encoder-decoder models": vllm_config.model_config.is_encoder_decoder,
-        "pooling models": vllm_config.model_config.runner_type != "generate",
         "ReplaySSM": vllm_config.cache_config.use_replayssm,
     }
     return [name for name, found in checks.items() if found]

@@ -83,7 +83,7 @@ def torpor_describe(self) -> dict:
 def torpor_capture(self, sampling: dict[str, dict]) -> dict:
     """The batch, generators and requests of this worker, as values.
 
-    `sampling`: the parameters of each unfinished request, by id, as values.
+    `sampling`: the parameters of each unfinished request, by id, as values; None for one that begins again.
     """
     state = {"rank": self.rank} | _runner(self).capture(self.model_runner, sampling)
     state["engine"]["adapters"] = adapters.loaded(self.model_runner)

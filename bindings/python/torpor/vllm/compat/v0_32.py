@@ -510,6 +510,7 @@ ENGINE = (
                     "has_requests": "self",
                     "set_pause_state": "self, pause_state",
                     "reset_encoder_cache": "self",
+                    "_preempt_request": "self, request, timestamp, drop_stale_output=False",
                     "get_num_unfinished_requests": "self",
                 },
                 fields="""
