@@ -18,8 +18,8 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from torpor import _core
-from torpor.errors import FileError, Incompatible
-from torpor.vllm import plugin
+from torpor.errors import FileError, Incompatible, Unsupported
+from torpor.vllm import multimodal, plugin
 from torpor.vllm.scheduler_values import request_from_value, unrecordable
 from torpor.vllm.server.life import Server
 from torpor.vllm.server.metrics import Metrics
@@ -146,6 +146,14 @@ def test_an_adapter_that_is_loaded_later_gets_another_number_than_those_in_use(t
     assert models.lora_id_counter.inc() == 6
     Server._reserve_adapter_numbers(server)
     assert models.lora_id_counter.inc() == 7
+
+
+def test_images_are_not_read_where_vllm_would_unpickle(monkeypatch):
+    assert multimodal.from_value(multimodal.to_value([])) == []
+    monkeypatch.setattr(multimodal.envs, "VLLM_ALLOW_INSECURE_SERIALIZATION", True, raising=False)
+    with pytest.raises(Unsupported, match="unpickle"):
+        multimodal.from_value(b"\x90")
+    assert "unpickle" in multimodal.unsupported([SimpleNamespace(data=b"")])[0]
 
 
 def test_images_are_not_in_the_record_and_a_checkpoint_must_have_them(tokenizer):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import vllm.envs as envs
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from torpor.errors import Unsupported
+
+_UNSAFE = "images where vLLM may unpickle (VLLM_ALLOW_INSECURE_SERIALIZATION)"
 _INLINE = 1 << 62  # bytes: all tensors stand in the one buffer
 
 
@@ -14,9 +18,16 @@ def to_value(features: list[MultiModalFeatureSpec]) -> bytes | None:
 
 
 def from_value(value: bytes | None) -> list[MultiModalFeatureSpec]:
-    return [] if value is None else MsgpackDecoder(list[MultiModalFeatureSpec]).decode(value)
+    """Raises Unsupported where vLLM would unpickle: the bytes come from a file."""
+    if value is None:
+        return []
+    if envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
+        raise Unsupported(_UNSAFE, "start the engine without VLLM_ALLOW_INSECURE_SERIALIZATION")
+    return MsgpackDecoder(list[MultiModalFeatureSpec]).decode(value)
 
 
 def unsupported(features: list[MultiModalFeatureSpec]) -> list[str]:
     """What of them cannot be preserved, by name."""
+    if features and envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
+        return [_UNSAFE]
     return ["inputs of an encoder that are not in this process"] if any(f.data is None for f in features) else []

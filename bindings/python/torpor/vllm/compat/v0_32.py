@@ -342,6 +342,10 @@ ENGINE = (
         ),
     ),
     Module(
+        "vllm.envs",
+        names=("VLLM_ALLOW_INSECURE_SERIALIZATION",),
+    ),
+    Module(
         "vllm.pooling_params",
         classes=(
             Class(
