@@ -51,6 +51,8 @@ def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
     }
     if parallel.pipeline_parallel_size > 1:
         fields["pipeline_stages"] = _core.digest("|".join(w["layers"] for w in workers).encode())
+    if model.use_fp64_gumbel:
+        fields["noise"] = "fp64"
     if model.runner_type != "generate":
         fields["runner_type"] = f"{model.runner_type}, {model.convert_type}"
     if (speculation := vllm_config.speculative_config) is not None:

@@ -794,8 +794,19 @@ ENGINE = (
             ),
             Class(
                 "ModelConfig",
-                fields="hf_config dtype quantization max_model_len runner_type",
+                fields="hf_config dtype quantization max_model_len runner_type convert_type use_fp64_gumbel",
                 properties="is_multimodal_model is_encoder_decoder",
+            ),
+            Class(
+                "SpeculativeConfig",
+                fields="""
+                    method num_speculative_tokens draft_sample_method draft_model_config
+                    prompt_lookup_min prompt_lookup_max
+                """,
+            ),
+            Class(
+                "LoRAConfig",
+                fields="max_loras max_lora_rank lora_dtype",
             ),
             Class(
                 "CacheConfig",

@@ -1,4 +1,4 @@
-"""vLLM 0.33, by what differs from 0.32. How to read it: changes.py. It was checked on source and never run."""
+"""vLLM 0.33, by what differs from 0.32. How to read it: changes.py. What of it was run: docs/vllm.md."""
 
 from torpor.vllm.compat import v0_32
 from torpor.vllm.compat.changes import Changed, Changes, Moved, changed
