@@ -22,6 +22,7 @@ class Feature:
     options: Callable[[Path], dict] = lambda model: {}  # of the engine, over conftest.ENGINE
     model: Callable[[Path, Path], Path] = make_model  # (folder, one with the tokenizer): writes what is needed
     steps: tuple[int, ...] = (12,) if rig.active() else (3, 12)  # after so many it falls asleep
+    shown: Callable[[dict], bool] = lambda expected: True  # whether its answers have what makes them special
     certain: tuple[str, ...] = ()  # requests that go on with the same tokens after a take-over; none said: all
     on: tuple[str, ...] = ("CPU", "rig")  # "CPU": model runner V1; "rig": V2 with async scheduling
     ways: tuple[str, ...] = WAYS
@@ -96,7 +97,21 @@ def _after_reasoning(_: Path) -> dict:
         params = {"logit_bias": {end: bias}, "structured_outputs": _structured(regex="(ab|cd){4,30}")}
         return "Think: <think>", _params(temperature=1.0, seed=seed, **params)
 
-    return {"soon": request(1, 14.0), "later": request(2, 9.0), "never": request(3, -100.0), "free": _plain(_)["greedy"]}
+    bias = 20.0 if rig.active() else 21.0  # about as likely as all other tokens together
+    return {
+        "at once": request(1, 28.0),
+        "soon": request(2 if rig.active() else 20, bias),
+        "later": request(15, bias),
+        "never": request(3, -100.0),
+        "free": _plain(_)["greedy"],
+    }
+
+
+def _reasoning_ended_before_the_sleep(expected: dict) -> bool:
+    """And not with the first token."""
+    end = special_tokens()["</think>"]
+    places = {tokens.index(end) for _, [[_, tokens, *_]], _ in expected.values() if end in tokens}
+    return any(0 < place < 10 for place in places)
 
 
 def special_tokens() -> dict[str, int]:
@@ -193,6 +208,7 @@ FEATURES = {
     "structured output after reasoning": Feature(
         _after_reasoning,
         lambda model: {"structured_outputs_config": {"backend": "xgrammar"}, "reasoning_parser": "deepseek_r1"},
+        shown=_reasoning_ended_before_the_sleep,
     ),
     "prefix hashes by xxhash": Feature(_plain, lambda model: {"prefix_caching_hash_algo": "xxhash"}),
     "speculation, n-gram": Feature(

@@ -37,6 +37,7 @@ def test_identical_with(name, zygote, real_model, tmp_path):
     process = HERE / "feature_process.py"
     before = result_of(zygote.run([process, "first", name, tmp_path, real_model], timeout=250, env=env))
     expected = before["expected"]
+    assert FEATURES[name].shown(expected)
     assert before["differing"] == [] and before["recomputed"] == 0
     assert before.get("taken_over", []) == []
     after = result_of(zygote.run([process, "second", name, tmp_path, before["checkpoint"]], timeout=100, env=env))
