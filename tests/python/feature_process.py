@@ -70,6 +70,8 @@ def taken_over(one: InProcess, steps: int, since: int, certain: tuple[str, ...])
     run(one.engine)
     one.llm.reset_prefix_cache()
     report = one.llm.torpor("wake_up", {"from_checkpoint": path, "answers": packed, "hold": True})
+    if report["failed_requests"]:
+        return [problem["error"] for problem in report["failed_requests"]]
     one.engine.renderer.clear_mm_cache()  # as a new process has it
     lost = recorder.take_up(report["restored"], report["outputs"])
     one.llm.torpor("end_hold", {"keep": True})
