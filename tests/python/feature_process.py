@@ -37,9 +37,11 @@ def first(name: str, folder: Path, only_leave: bool) -> dict:
         path = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
         answers |= one.stopped()
         one.llm.wake_up()
+        drafted = drafts(one)
         run(one.engine)
         one.llm.reset_prefix_cache()
         one.llm.wake_up(from_checkpoint=path)
+        result["drafts"] = [drafted, drafts(one)]
         seen(result, one, answers, [steps, "disk"])
     if "take-over" in feature.ways and not only_leave:
         result["taken_over"] = taken_over(one, 3, 4, feature.certain)
@@ -47,6 +49,12 @@ def first(name: str, folder: Path, only_leave: bool) -> dict:
     result["checkpoint"] = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
     result["given"] |= one.stopped()
     return result
+
+
+def drafts(one: InProcess) -> dict[str, list[int]]:
+    """The tokens that model runner V2 has drafted for each request's next step."""
+    state = one.core.torpor_side.hooks.capture()["workers"][0]["engine"]["requests"]
+    return {item["id"]: item["drafts"]["tokens"] for item in state if item.get("drafts")}
 
 
 def seen(result: dict, one: InProcess, answers: dict, where: list) -> None:

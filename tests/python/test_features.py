@@ -40,6 +40,10 @@ def test_identical_with(name, zygote, real_model, tmp_path):
     assert FEATURES[name].shown(expected)
     assert before["differing"] == [] and before["recomputed"] == 0
     assert before.get("taken_over", []) == []
+    woken, restored = before["drafts"]
+    assert woken == restored
+    if rig.active() and name.startswith("speculation"):
+        assert any(any(tokens) for tokens in woken.values())
     after = result_of(zygote.run([process, "second", name, tmp_path, before["checkpoint"]], timeout=100, env=env))
     assert after["failed"] == [] and after["recomputed"] == 0
     assert {n: a for n, a in before["given"].items() if a[0]} | after["answers"] == expected
