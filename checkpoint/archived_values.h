@@ -1,5 +1,5 @@
 // How each value struct is laid out in an archive: its fields in this order. A change here is a change of the format:
-// raise kSectionVersion (state_sections.cpp) or kFormatVersion (manifest.h) and keep the old reader (format_v1.h).
+// raise kSectionVersion (state_sections.cpp) or kFormatVersion (manifest.h); checkpoint/FORMAT.md says what then.
 #pragma once
 
 #include "checkpoint/bounded_archive.h"
