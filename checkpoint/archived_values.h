@@ -4,7 +4,7 @@
 
 #include "checkpoint/bounded_archive.h"
 #include "checkpoint/manifest.h"
-#include "kvcache/kv_snapshot.h"
+#include "scheduler_state/kv_snapshot.h"
 #include "scheduler_state/scheduler_snapshot.h"
 
 namespace torpor {

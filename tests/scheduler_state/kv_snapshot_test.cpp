@@ -1,4 +1,4 @@
-#include "kvcache/kv_snapshot.h"
+#include "scheduler_state/kv_snapshot.h"
 
 #include <algorithm>
 #include <functional>
