@@ -164,7 +164,7 @@ TEST_F(OffloadPipelineTest, BlocksArriveInTheNextTierAndAreCounted) {
 TEST_F(OffloadPipelineTest, WhoListensIsToldOfEachStageAndEachTransfer) {
   class Recorder final : public EventSink {
    public:
-    void on_offload(const OffloadEvent& event) override { blocks[std::string(event.stage)] += event.blocks; }
+    void on_stage(const StageEvent& event) override { blocks[std::string(event.stage)] += event.items; }
     void on_transfer(const TransferEvent& event) override { transferred += event.transferred; }
     std::map<std::string, uint64_t> blocks;
     uint64_t transferred = 0;
@@ -424,7 +424,7 @@ TEST_F(OffloadPipelineTest, APipelineThatCannotDecideEndsEveryBlockAndSaysThatIt
 
 class ThrowingSink final : public EventSink {
  public:
-  void on_offload(const OffloadEvent&) override { throw std::runtime_error("a sink that throws"); }
+  void on_stage(const StageEvent&) override { throw std::runtime_error("a sink that throws"); }
   void on_transfer(const TransferEvent&) override { throw std::runtime_error("a sink that throws"); }
 };
 
