@@ -12,7 +12,7 @@ namespace torpor {
 struct PhaseEvent {
   std::string_view operation;
   std::string_view phase;
-  bool finished = false;       // false: begins now; the two numbers are 0 then
+  bool finished = false;  // false: begins now; the two numbers are 0 then
   double seconds = 0;
   uint64_t bytes = 0;
 };

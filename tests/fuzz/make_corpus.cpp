@@ -3,9 +3,9 @@
 #include <filesystem>
 #include <fstream>
 
-#include "checkpoint/answers_log.h"
 #include "checkpoint/manifest_codec.h"
 #include "checkpoint/state_sections.h"
+#include "engine/delivery/delivery_log_file.h"
 #include "tests/support/example_state.h"
 
 namespace {
@@ -54,7 +54,7 @@ int main(int argc, char** argv) {
     log.push_back(static_cast<uint8_t>(record.size() / 256));
     log.insert(log.end(), record.begin(), record.end());
   }
-  write(directory, "answers_log", log);
+  write(directory, "delivery_log", log);
   write(directory, "archive", {8, 1, 0, 0, 0, 0, 0, 0, 0, 2, 1, 0, 0, 0, 0, 0, 0, 0});
   return 0;
 }

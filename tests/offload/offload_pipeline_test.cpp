@@ -192,9 +192,7 @@ TEST_F(OffloadPipelineTest, WhoListensIsToldOfEachStageAndEachTransfer) {
     uint64_t transferred = 0;
   } recorder;
   route_.fail(2, BlockOutcome::kFailed);
-  auto pipeline = value_of(OffloadPipeline::create(
-      route_, system_clock(), by_size(1, 8),
-      list(all_but(3)), &recorder));
+  auto pipeline = value_of(OffloadPipeline::create(route_, system_clock(), by_size(1, 8), list(all_but(3)), &recorder));
   const auto met = std::make_shared<Precondition>();
   met->meet();
   pipeline->enqueue(blocks(0, 4), met).wait();
@@ -248,7 +246,8 @@ TEST_F(OffloadPipelineTest, P1CancellingTakesAllBlocksOfAContainerAndNoOther) {
 
 TEST_F(OffloadPipelineTest, P2TheTokenTravelsThroughEveryStage) {
   const auto gate = std::make_shared<Precondition>();
-  const auto pipeline = make(by_size(100, 200), list(std::make_unique<ScriptedPolicy>([](const BlockName&) { return true; })));
+  const auto pipeline =
+      make(by_size(100, 200), list(std::make_unique<ScriptedPolicy>([](const BlockName&) { return true; })));
   OffloadHandle waiting = pipeline->enqueue(blocks(0, 3), gate);
   OffloadHandle queued = pipeline->enqueue(blocks(10, 3));
   waiting.cancel();  // while it waits for its precondition

@@ -156,19 +156,18 @@ int main(int argc, char** argv) {
   }
   const auto ms = [&](const char* name) { return 1e3 * median(times[name]); };
   const double both = ms("encode") + ms("decode");
-  nlohmann::ordered_json json = {
-      {"requests", running + waiting},
-      {"tokens", tokens},
-      {"bytes", bytes},
-      {"rounds", rounds},
-      {"unit", "ms, median"},
-      {"encode", ms("encode")},
-      {"decode", ms("decode")},
-      {"cereal_encode", ms("cereal encode")},
-      {"cereal_decode", ms("cereal decode")},
-      {"copy", ms("copy")},
-      {"times_baseline", (ms("cereal encode") + ms("cereal decode")) / both},
-      {"of_ceiling", 2 * ms("copy") / both}};
+  nlohmann::ordered_json json = {{"requests", running + waiting},
+                                 {"tokens", tokens},
+                                 {"bytes", bytes},
+                                 {"rounds", rounds},
+                                 {"unit", "ms, median"},
+                                 {"encode", ms("encode")},
+                                 {"decode", ms("decode")},
+                                 {"cereal_encode", ms("cereal encode")},
+                                 {"cereal_decode", ms("cereal decode")},
+                                 {"copy", ms("copy")},
+                                 {"times_baseline", (ms("cereal encode") + ms("cereal decode")) / both},
+                                 {"of_ceiling", 2 * ms("copy") / both}};
   if (as_json) {
     std::cout << json.dump(2) << '\n';
     return 0;
