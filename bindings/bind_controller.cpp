@@ -7,7 +7,8 @@
 #include "bindings/checkpoint_options.h"
 #include "bindings/dict_reader.h"
 #include "bindings/module_files.h"
-#include "checkpoint/answers_log.h"
+#include "engine/delivery/delivery_log_file.h"
+#include "engine/delivery/roll_forward.h"
 #include "engine/sleep_controller.h"
 
 namespace py = pybind11;
@@ -170,7 +171,8 @@ SleepOptions sleep_options_from(const py::dict& dict) {
   return options;
 }
 
-WakeOptions wake_options_from(const py::dict& dict) {
+// `rolled` outlives the wake: it receives what was done to catch up with a server's answers.
+WakeOptions wake_options_from(const py::dict& dict, RolledForward& rolled) {
   DictReader in(dict, "wake_up");
   WakeOptions options;
   std::string on_restore_error = "abort";
@@ -183,7 +185,7 @@ WakeOptions wake_options_from(const py::dict& dict) {
   in.read_if_given("hold", options.hold);
   if (in.has("answers")) {
     const Bytes packed = bytes_from(in.take("answers"), "wake_up.answers");
-    options.answers = value_or_raise(unpack_answers(std::as_bytes(std::span(packed))));
+    options.catch_up = catch_up_with(value_or_raise(unpack_answers(std::as_bytes(std::span(packed)))), rolled);
   }
   in.finish();
   options.tags = tags.value_or(std::vector<std::string>{});
@@ -198,7 +200,7 @@ py::list to_python(const std::vector<RankLedger>& ledgers) {
   return list;
 }
 
-py::dict to_python(const SleepReport& report) {
+py::dict to_python(const SleepReport& report, const RolledForward& rolled = {}) {
   py::dict out;
   out["changed"] = report.changed;
   if (report.held) out["held"] = true;
@@ -225,8 +227,8 @@ py::dict to_python(const SleepReport& report) {
     failed.append(item);
   }
   out["failed_requests"] = failed;
-  out["rolled_forward"] = py::dict(py::arg("extended") = report.rolled.extended, py::arg("added") = report.rolled.added,
-                                   py::arg("dropped") = report.rolled.dropped);
+  out["rolled_forward"] = py::dict(py::arg("extended") = rolled.extended, py::arg("added") = rolled.added,
+                                   py::arg("dropped") = rolled.dropped);
   out["outputs"] = torpor::to_python(report.outputs);
   py::list phases;
   for (const Phase& phase : report.phases) {
@@ -258,8 +260,10 @@ void bind_controller(py::module_& module) {
       .def(
           "wake_up",
           [](BoundController& self, const py::dict& dict) {
-            const WakeOptions options = wake_options_from(dict);
-            return to_python(value_or_raise(without_lock([&] { return self.controller.wake_up(options); })));
+            RolledForward rolled;
+            const WakeOptions options = wake_options_from(dict, rolled);
+            const SleepReport report = value_or_raise(without_lock([&] { return self.controller.wake_up(options); }));
+            return to_python(report, rolled);
           },
           py::arg("options") = py::dict())
       .def(

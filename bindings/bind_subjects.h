@@ -9,7 +9,7 @@ void bind_rank_memory(pybind11::module_& module);
 void bind_controller(pybind11::module_& module);
 void bind_checkpoint(pybind11::module_& module);
 void bind_checkpoint_set(pybind11::module_& module);
-void bind_answers(pybind11::module_& module);
+void bind_delivery(pybind11::module_& module);
 void bind_memory(pybind11::module_& module);
 
 }  // namespace torpor

@@ -20,6 +20,6 @@ PYBIND11_MODULE(_core, module) {
   torpor::bind_controller(module);
   torpor::bind_checkpoint(module);
   torpor::bind_checkpoint_set(module);
-  torpor::bind_answers(module);
+  torpor::bind_delivery(module);
   torpor::bind_memory(module);
 }

@@ -1,10 +1,10 @@
 // How each value struct is laid out in an archive: its fields in this order. A change here is a change of the format:
-// raise kSectionVersion (state_sections.cpp) or kFormatVersion (manifest.h) and keep the old reader (format_v1.h).
+// raise kSectionVersion (state_sections.cpp) or kFormatVersion (manifest.h); checkpoint/FORMAT.md says what then.
 #pragma once
 
 #include "checkpoint/bounded_archive.h"
 #include "checkpoint/manifest.h"
-#include "kvcache/kv_snapshot.h"
+#include "scheduler_state/kv_snapshot.h"
 #include "scheduler_state/scheduler_snapshot.h"
 
 namespace torpor {

@@ -6,7 +6,6 @@
 #include <boost/filesystem.hpp>
 
 #include "base/units.h"
-#include "checkpoint/format_v1.h"
 #include "checkpoint/manifest_codec.h"
 #include "checkpoint/state_sections.h"
 #include "checkpoint/store_names.h"
@@ -111,7 +110,6 @@ Result<std::vector<Section>> Checkpoint::read_sections() const {
 
 Result<EngineCheckpoint> Checkpoint::read_state() const {
   TORPOR_ASSIGN(const std::vector<Section> sections, read_sections());
-  if (impl_->manifest.format_version == 1) return decode_v1(sections);
   TORPOR_ASSIGN(EngineCheckpoint checkpoint, decode(sections));
   checkpoint.fingerprint = impl_->manifest.fingerprint;
   return checkpoint;

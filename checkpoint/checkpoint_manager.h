@@ -49,7 +49,7 @@ class PendingCheckpoint {
   uint64_t generation() const;
   // Writes STATE and syncs it: durable before a device byte is touched. Once.
   Status write_state(const EngineCheckpoint& checkpoint);
-  // The same of a base state that was encoded earlier, and a journal or other sections beside it.
+  // The same of any sections.
   Status write_state(const Fingerprint& fingerprint, std::vector<Section> sections);
   // For ranks in other processes: the directory that they write their chunk files into (synced by their writer), and
   // how.

@@ -10,7 +10,7 @@
 #include "base/status.h"
 #include "base/value.h"
 #include "checkpoint/manifest.h"
-#include "kvcache/kv_snapshot.h"
+#include "scheduler_state/kv_snapshot.h"
 #include "scheduler_state/scheduler_snapshot.h"
 
 namespace torpor {

@@ -16,7 +16,6 @@
 namespace torpor {
 
 inline constexpr uint32_t kFormatVersion = 2;
-inline constexpr uint32_t kOldestFormatVersion = 1;  // that is still read
 
 // Names and values that must be equal for tokens to be equal.
 using Fingerprint = std::map<std::string, std::string>;
@@ -53,7 +52,7 @@ struct SectionInfo {
 struct Manifest {
   uint32_t format_version = kFormatVersion;
   Protection protection = Protection::kNone;
-  SealId id{};  // random; all zero in version 1
+  SealId id{};  // random
   uint64_t generation = 0;
   double created_unix_seconds = 0;
   std::string creator;  // "torpor 0.1.0"

@@ -4,7 +4,6 @@
 #include <set>
 
 #include "checkpoint/archived_values.h"
-#include "checkpoint/format_v1.h"
 
 namespace torpor {
 namespace {
@@ -144,19 +143,11 @@ Result<Manifest> decode_manifest(std::span<const std::byte> file, const Key* key
                  .what = "MANIFEST: the checkpoint was written with another byte order",
                  .next_step = "wake it on the kind of machine that wrote it"};
   }
-  if (beginning.format_version < kOldestFormatVersion || beginning.format_version > kFormatVersion) {
+  if (beginning.format_version != kFormatVersion) {
     return Error{.code = Code::kIncompatible,
-                 .what = fmt::format("MANIFEST: format_version is {}, this torpor reads {} to {}",
-                                     beginning.format_version, kOldestFormatVersion, kFormatVersion),
-                 .next_step = "use the version of torpor that wrote it, or a newer one"};
-  }
-  if (beginning.format_version == 1) {
-    if (key != nullptr)
-      return unauthenticated("a key was given, but the checkpoint was written without one",
-                             "leave the key out if you trust the checkpoint");
-    TORPOR_ASSIGN(Manifest manifest, decode_manifest_v1(file));
-    TORPOR_TRY(check(manifest));
-    return manifest;
+                 .what = fmt::format("MANIFEST: the checkpoint has format version {}, this torpor reads version {}",
+                                     beginning.format_version, kFormatVersion),
+                 .next_step = "use the version of torpor that wrote it"};
   }
   Header header;
   if (file.size() < sizeof header)

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "checkpoint/archived_values.h"
-#include "checkpoint/journal.h"
 #include "checkpoint/section_reader.h"
 
 namespace torpor {
@@ -59,15 +58,12 @@ Result<EngineCheckpoint> decode(std::span<const Section> sections) {
   TORPOR_TRY(reader.take("outputs", checkpoint.outputs));
   for (const Section& section : sections) {
     if (reader.taken(section.name)) continue;
-    if (section.name == kJournalSection) {
-      TORPOR_TRY(replay_journal(std::as_bytes(std::span(section.bytes)), checkpoint.state));
-    } else if (section.required) {
+    if (section.required) {
       return Error{.code = Code::kIncompatible,
                    .what = fmt::format("section {}: this torpor does not know it, and it is needed", section.name),
                    .next_step = "use the version of torpor that wrote it, or a newer one"};
-    } else {
-      checkpoint.carried.push_back(section);
     }
+    checkpoint.carried.push_back(section);
   }
   return checkpoint;
 }

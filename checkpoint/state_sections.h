@@ -16,8 +16,8 @@ inline constexpr std::string_view kSetSection = "set";  // of checkpoint_set.h; 
 // The sections "requests", "queues", "block_tables", "blocks", "free_order", "prefix_index", "samplers", "engine",
 // "outputs", and what is carried. The fingerprint is the manifest's.
 std::vector<Section> encode(const EngineCheckpoint& checkpoint);
-// The reverse, without the fingerprint; a section "journal" is replayed. kCorruption for a section that is missing,
-// damaged or has bytes left over, kIncompatible for an unknown one that is required. Does not call validate().
+// The reverse, without the fingerprint. kCorruption for a section that is missing, damaged or has bytes left over,
+// kIncompatible for an unknown one that is required. Does not call validate().
 Result<EngineCheckpoint> decode(std::span<const Section> sections);
 
 }  // namespace torpor

@@ -32,7 +32,7 @@ Result<SleepReport> SleepController::wake_now(const WakeOptions& options) {
     return Error{.code = Code::kFailedPrecondition,
                  .what = "a sleep waits for the word of its front end",
                  .next_step = "end it first"};
-  const bool anew = !options.from_checkpoint.empty() || options.answers;
+  const bool anew = !options.from_checkpoint.empty() || options.catch_up;
   if (before == State::kAwake && !anew) {
     log().warn("wake_up: the engine is already awake");
     SleepReport report;
@@ -325,7 +325,7 @@ Status SleepController::restore(const WakeOptions& options, Operation& operation
   operation.end("restore", report.restored_bytes);
 
   operation.begin("reconnect");
-  if (options.answers) {
+  if (options.catch_up) {
     bool woken_before = false;
     if (checkpoint) {
       TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, file_system_.open_directory(checkpoint->path(), false));
@@ -333,7 +333,7 @@ Status SleepController::restore(const WakeOptions& options, Operation& operation
       if (!mark && mark.error().code != Code::kNotFound) return mark.error();
       woken_before = mark.has_value();
     }
-    TORPOR_ASSIGN(report.rolled, roll_forward(state.state, *options.answers, woken_before));
+    TORPOR_TRY(options.catch_up(state.state, woken_before));
   }
   operation.undo_with([this] { return hooks_.forget_restored(); });
   TORPOR_ASSIGN(report.failed_requests, hooks_.restore(state));

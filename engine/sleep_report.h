@@ -3,13 +3,13 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "checkpoint/answer.h"
-#include "checkpoint/roll_forward.h"
+#include "checkpoint/engine_checkpoint.h"
 #include "engine/engine_hooks.h"
 #include "engine/rank_protocol.h"
 #include "engine/tags.h"
@@ -46,9 +46,10 @@ struct WakeOptions {
   bool discard_on_restore_error = false;
   bool weights_changed = false;  // new weights were loaded: KV computed with the old ones is computed again
   bool hold = false;             // restored, but not yet running: end_hold() follows
-  // What a server has given to its readers: the restored requests are rolled forward to it (checkpoint/roll_forward.h).
-  // With it, `from_checkpoint` may be empty: all is computed anew.
-  std::optional<std::vector<Answer>> answers{};
+  // Brings the values of the checkpoint to what has happened since, before they are put in; `woken_before`: an engine
+  // has gone on from them. With it, `from_checkpoint` may be empty: it is then given the values of the empty engine. A
+  // server passes catch_up_with() its answers (engine/delivery/roll_forward.h).
+  std::function<Status(SchedulerCheckpoint& state, bool woken_before)> catch_up{};
 };
 
 struct Phase {
@@ -77,8 +78,7 @@ struct SleepReport {  // also of a wake
   // Tags that came back without content: the owner must load them. Where requests were kept, nothing runs before that.
   std::vector<std::string> reload;
   std::vector<FailedRequest> failed_requests;
-  RolledForward rolled;  // of a wake with answers
-  Value outputs;         // of a restored checkpoint
+  Value outputs;  // of a restored checkpoint
   std::vector<Phase> phases;
   double seconds = 0;
   std::vector<RankLedger> ledgers;  // by rank, at the end

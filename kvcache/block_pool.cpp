@@ -188,7 +188,7 @@ Status BlockPool::move(int32_t id, BlockTrigger trigger) {
                  .next_step = "this is a mistake in the calling code"};
   }
   const BlockState before = std::exchange(slot.state, *next);
-  if (sink_ != nullptr) sink_->on_block({.block = id, .from = name(before), .to = name(*next)});
+  if (sink_ != nullptr) sink_->on_state({.item = id, .from = name(before), .to = name(*next)});
   return ok();
 }
 

@@ -141,7 +141,7 @@ class MutableBlock {
 
 class BlockPool {
  public:
-  // `sink` may be null; it outlives the pool.
+  // `sink` may be null; it outlives the pool, and is told of each state of each block.
   static Result<std::unique_ptr<BlockPool>> create(BlockPoolOptions options, EventSink* sink = nullptr);
 
   // `count` empty blocks, evicting from the front of the free queue; all or none. kResourceExhausted has both numbers.

@@ -37,7 +37,6 @@ class RouteIntoStore : public BlockRoute {
 
   std::string_view name() const override { return name_; }  // "device to host", …
   bool present(const Digest& key) const override { return target_.pool().contains(key); }
-  double fill() const override { return target_.fill(); }
   bool upgrade(const BlockName& block) override;
   void transfer(std::span<const BlockName> blocks, std::span<BlockOutcome> outcomes) override;
 

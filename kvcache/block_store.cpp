@@ -13,11 +13,6 @@ Status BlockStore::check(uint64_t bytes_per_block) {
                .next_step = "give the size of a block over all layers"};
 }
 
-double BlockStore::fill() const {
-  const BlockPoolInfo info = pool_->info();
-  return static_cast<double>(info.cached + info.shared + info.owned + info.quarantined) / pool_->num_blocks();
-}
-
 SavedChunk BlockStore::chunk(int32_t slot) const {
   return {.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = static_cast<uint64_t>(slot)},
           .bytes = bytes_per_block_,

@@ -19,7 +19,6 @@ class BlockStore : public Tier {
   BlockPool& pool() { return *pool_; }
   const BlockPool& pool() const { return *pool_; }
   uint64_t bytes_per_block() const { return bytes_per_block_; }
-  double fill() const;  // 0 to 1; of slots with something in them
 
   // What identity the block has that the slot's owner is about to put.
   virtual void claim(int32_t, const BlockIdentity&) {}

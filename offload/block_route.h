@@ -43,8 +43,6 @@ class BlockRoute {
   virtual std::string_view name() const = 0;  // "device to host"
   // Is the content in the target tier? Called by the deciding thread.
   virtual bool present(const Digest& key) const = 0;
-  // How full the target tier is, 0 to 1.
-  virtual double fill() const = 0;
   // Weak to strong: the block is kept from now on. False: it was evicted. After true comes exactly one transfer() with
   // it.
   virtual bool upgrade(const BlockName& block) = 0;

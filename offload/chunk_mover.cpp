@@ -26,7 +26,6 @@ class ChunkRoute final : public BlockRoute {
       : name_(name), transfers_(transfers), work_(work) {}
   std::string_view name() const override { return name_; }
   bool present(const Digest&) const override { return false; }
-  double fill() const override { return 0; }
   bool upgrade(const BlockName&) override { return true; }
   // Batches are runs of neighbours: see enqueue in run().
   void transfer(std::span<const BlockName> blocks, std::span<BlockOutcome> outcomes) override {

@@ -265,7 +265,7 @@ bool OffloadPipeline::idle() const {
 void OffloadPipeline::report(std::string_view stage, uint64_t blocks) const {
   if (sink_ == nullptr || blocks == 0) return;
   try {
-    sink_->on_offload({.route = route_.name(), .stage = stage, .blocks = blocks});
+    sink_->on_stage({.route = route_.name(), .stage = stage, .items = blocks});
   } catch (...) {
     log().warn("{}: an event was lost, its receiver threw", route_.name());
   }
@@ -583,7 +583,7 @@ void OffloadPipeline::transfer_one() {
     try {
       const auto transferred = std::count(batch.outcomes.begin(), batch.outcomes.end(), BlockOutcome::kTransferred);
       sink_->on_transfer({.route = route_.name(),
-                          .blocks = batch.blocks.size(),
+                          .items = batch.blocks.size(),
                           .transferred = static_cast<uint64_t>(transferred),
                           .seconds = seconds_between(began, clock_.now())});
     } catch (...) {

@@ -101,7 +101,8 @@ class OffloadHandle {
 
 class OffloadPipeline {
  public:
-  // `route`, `clock` and `sink` (may be null) outlive the pipeline.
+  // `route`, `clock` and `sink` (may be null) outlive the pipeline. The sink is told of blocks by stage ("enqueued",
+  // "waiting", "ready", "committed", or the name of their outcome) and of each transfer.
   static Result<std::unique_ptr<OffloadPipeline>> create(BlockRoute& route, const Clock& clock, OffloadOptions options,
                                                          std::vector<std::unique_ptr<OffloadPolicy>> policies = {},
                                                          EventSink* sink = nullptr);

@@ -5,13 +5,11 @@
 
 #include <chrono>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <span>
 #include <unordered_map>
 #include <vector>
 
-#include "base/clock.h"
 #include "base/mutex.h"
 #include "offload/block_route.h"
 
@@ -30,9 +28,6 @@ class OffloadPolicy {
   virtual bool evaluate(std::span<const BlockName> blocks, std::span<uint8_t> wanted,
                         std::chrono::nanoseconds deadline) = 0;
 };
-
-// Everything goes. What a pipeline without policies does.
-std::unique_ptr<OffloadPolicy> make_all_policy();
 
 // What the target tier has already stays away. `route` outlives the policy. (A block on its way is never sent twice,
 // whatever the policies say.)
@@ -53,31 +48,5 @@ class FrequencyPolicy final : public OffloadPolicy {
   Mutex mutex_;
   std::unordered_map<Digest, uint32_t, DigestHash> uses_ TORPOR_GUARDED_BY(mutex_);
 };
-
-// A block goes while its retention lasts and is important enough.
-class RetentionPolicy final : public OffloadPolicy {
- public:
-  RetentionPolicy(int32_t minimum_priority, const Clock& clock) : minimum_(minimum_priority), clock_(clock) {}
-  void retain(const Digest& key, int32_t priority, std::chrono::nanoseconds duration);
-  std::string_view name() const override { return "retention"; }
-  bool evaluate(std::span<const BlockName> blocks, std::span<uint8_t> wanted,
-                std::chrono::nanoseconds deadline) override;
-
- private:
-  struct Retention {
-    int32_t priority = 0;
-    std::chrono::nanoseconds until{};
-  };
-  const int32_t minimum_;
-  const Clock& clock_;
-  Mutex mutex_;
-  std::unordered_map<Digest, Retention, DigestHash> retained_ TORPOR_GUARDED_BY(mutex_);
-};
-
-// Nothing goes while the target tier is fuller than `limit` (0 to 1).
-std::unique_ptr<OffloadPolicy> make_watermark_policy(const BlockRoute& route, double limit);
-
-// The caller decides, block by block.
-std::unique_ptr<OffloadPolicy> make_predicate_policy(std::function<bool(const BlockName&)> wanted, const Clock& clock);
 
 }  // namespace torpor

@@ -1,6 +1,9 @@
-// The format over time and under lock and key: older checkpoints are read, unknown sections kept or refused, seals
-// hold.
+// The format over time and under lock and key: kept checkpoints are read, other versions refused, unknown sections kept
+// or refused, seals hold.
 #include <filesystem>
+#include <fstream>
+
+#include <fmt/format.h>
 
 #include "checkpoint/checkpoint_manager.h"
 #include "checkpoint/state_sections.h"
@@ -22,22 +25,23 @@ std::shared_ptr<const Key> key_of(uint8_t byte) {
   return std::make_shared<const Key>(bytes);
 }
 
-// Checkpoints that earlier versions wrote, kept in the repository. Copied first: a clone's modes follow its umask.
-class Golden : public ::testing::TestWithParam<const char*> {};
-INSTANTIATE_TEST_SUITE_P(Versions, Golden, ::testing::Values("v1", "v2"),
-                         [](const auto& info) { return std::string(info.param); });
-
-TEST_P(Golden, IsReadWholeAndVerified) {
-  const test::TemporaryDirectory temporary;
+// A checkpoint that is kept in the repository, copied: a clone's modes follow its umask.
+std::string copy_of_golden(const test::TemporaryDirectory& temporary, const std::string& version) {
   const std::string copy = temporary / "g-000001";
-  std::filesystem::copy(std::filesystem::path(TORPOR_SOURCE_DIR) / "tests/golden" / GetParam() / "g-000001", copy,
+  std::filesystem::copy(std::filesystem::path(TORPOR_SOURCE_DIR) / "tests/golden" / version / "g-000001", copy,
                         std::filesystem::copy_options::recursive);
   for (const auto& entry : std::filesystem::directory_iterator(copy))
     std::filesystem::permissions(entry.path(),
                                  std::filesystem::perms::owner_read | std::filesystem::perms::owner_write);
   std::filesystem::permissions(copy, std::filesystem::perms::owner_all);
+  return copy;
+}
+
+TEST(Format, TheGoldenCheckpointIsReadWholeAndVerified) {
+  const test::TemporaryDirectory temporary;
+  const std::string copy = copy_of_golden(temporary, "v2");
   const Checkpoint checkpoint = value_of(open_checkpoint(linux_file_system(), copy));
-  EXPECT_EQ("v" + std::to_string(checkpoint.manifest().format_version), GetParam());
+  EXPECT_EQ(checkpoint.manifest().format_version, 2u);
   EXPECT_EQ(checkpoint.manifest().creator, "torpor 0.1.0");
   EXPECT_EQ(checkpoint.manifest().created_unix_seconds, 1.79e9);
   EXPECT_EQ(value_of(checkpoint.read_state()), example_checkpoint());
@@ -45,6 +49,23 @@ TEST_P(Golden, IsReadWholeAndVerified) {
   EXPECT_TRUE(found.problems.empty());
   EXPECT_EQ(found.chunks, 4u);
   EXPECT_FAILS(open_checkpoint(linux_file_system(), copy, key_of(1)), Code::kUnauthenticated, "without one");
+}
+
+TEST(Format, OtherVersionsAreRefusedByTheirNumber) {
+  const test::TemporaryDirectory temporary;
+  const std::string copy = copy_of_golden(temporary, "v2");
+  for (const uint32_t version : {0u, 1u, 3u}) {
+    std::fstream file(copy + "/MANIFEST", std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(8);  // behind the magic
+    file.write(reinterpret_cast<const char*>(&version), sizeof version);
+    file.close();
+    const std::string refused = fmt::format("format version {}, this torpor reads version 2", version);
+    for (const auto& key : {std::shared_ptr<const Key>(), key_of(1)}) {
+      const auto opened = open_checkpoint(linux_file_system(), copy, key);
+      ASSERT_TRUE(test::failed_with(opened, Code::kIncompatible, refused));
+      EXPECT_EQ(opened.error().next_step, "use the version of torpor that wrote it");
+    }
+  }
 }
 
 TEST(Sections, AnUnknownOneIsCarriedOrRefusedByItsOwnWord) {

@@ -5,6 +5,7 @@
 
 #include <fmt/format.h>
 
+#include "engine/delivery/roll_forward.h"
 #include "tests/support/results.h"
 #include "tests/support/sanitizers.h"
 #include "tests/support/sleeping_engine.h"
@@ -481,9 +482,10 @@ TEST_P(SleepControllerTest, AfterAKillRequestsGoOnFromWhatWasGivenSinceTheCheckp
         given = killed.engine.tokens();
       }
       SleepingEngine woken = make();
-      const SleepReport report =
-          value_of(woken.controller.wake_up({.from_checkpoint = path, .answers = answers_of(asked, given)}));
-      EXPECT_EQ(report.rolled.extended.empty(), since == 0 || at == 0);
+      RolledForward rolled;
+      value_of(woken.controller.wake_up(
+          {.from_checkpoint = path, .catch_up = catch_up_with(answers_of(asked, given), rolled)}));
+      EXPECT_EQ(rolled.extended.empty(), since == 0 || at == 0);
       expect_no_contradiction(woken.engine, given, expected());
     }
   }
@@ -497,8 +499,9 @@ TEST_P(SleepControllerTest, WithoutACheckpointWhatWasGivenIsComputedAnew) {
     const std::vector<RequestState> asked = value_of(killed.engine.capture()).scheduler.requests;
     for (int i = 0; i < at; ++i) killed.engine.step();
     SleepingEngine woken = make();
-    const SleepReport report =
-        value_of(woken.controller.wake_up({.answers = answers_of(asked, killed.engine.tokens())}));
+    RolledForward rolled;
+    const SleepReport report = value_of(
+        woken.controller.wake_up({.catch_up = catch_up_with(answers_of(asked, killed.engine.tokens()), rolled)}));
     EXPECT_EQ(report.checkpoint, "");
     expect_no_contradiction(woken.engine, killed.engine.tokens(), expected());
   }

@@ -2,8 +2,8 @@
 // whole.
 #include <cstdlib>
 
-#include "checkpoint/answers_log.h"
-#include "checkpoint/roll_forward.h"
+#include "engine/delivery/delivery_log_file.h"
+#include "engine/delivery/roll_forward.h"
 #include "tests/support/example_state.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {

@@ -3,10 +3,9 @@
 #include <filesystem>
 #include <fstream>
 
-#include "checkpoint/answers_log.h"
-#include "checkpoint/journal.h"
 #include "checkpoint/manifest_codec.h"
 #include "checkpoint/state_sections.h"
+#include "engine/delivery/delivery_log_file.h"
 #include "tests/support/example_state.h"
 
 namespace {
@@ -25,13 +24,6 @@ int main(int argc, char** argv) {
   const std::filesystem::path directory = argv[1];
   const EngineCheckpoint state = test::example_checkpoint();
   for (const Section& section : encode(state)) write(directory, section.name, section.bytes);
-  SchedulerCheckpoint later = state.state;
-  later.scheduler.requests[0].output_token_ids.push_back(7);
-  later.kv.free_order.push_back(3);
-  later.scheduler.requests.push_back(test::example_request("new", RequestStatus::kWaiting, 3, 0, 0));
-  Journal journal;
-  if (const auto step = step_between(state.state, later)) journal.append(*step);
-  write(directory, "journal", journal.section().bytes);
   Manifest manifest{.generation = 3, .creator = "torpor", .fingerprint = state.fingerprint};
   manifest.sections = {{.name = "requests", .stored_bytes = 10, .bytes = 30, .codec = Codec::kZstd}};
   manifest.ranks = {
@@ -43,8 +35,8 @@ int main(int argc, char** argv) {
                    .file = 1}}}};
   const Bytes file = encode_manifest(manifest);
   write(directory, "manifest", Bytes(file.begin() + 128, file.end()));
-  Answer answer{.request = later.scheduler.requests[0]};
-  answer.request.output_token_ids.push_back(9);
+  Answer answer{.request = state.state.scheduler.requests[0]};
+  answer.request.output_token_ids.insert(answer.request.output_token_ids.end(), {7, 9});
   write(directory, "answers",
         pack_answers({answer, Answer{.request = {.id = "wait"}, .state = AnswerState::kFinished},
                       Answer{.request = test::example_request("late", RequestStatus::kWaiting, 3, 0, 0)}}));
@@ -62,7 +54,7 @@ int main(int argc, char** argv) {
     log.push_back(static_cast<uint8_t>(record.size() / 256));
     log.insert(log.end(), record.begin(), record.end());
   }
-  write(directory, "answers_log", log);
+  write(directory, "delivery_log", log);
   write(directory, "archive", {8, 1, 0, 0, 0, 0, 0, 0, 0, 2, 1, 0, 0, 0, 0, 0, 0, 0});
   return 0;
 }

@@ -235,7 +235,7 @@ TEST(BlockPool, ClearingForgetsWhatNobodyKeeps) {
 TEST(BlockPool, EachTransitionIsAnEvent) {
   struct Recorder final : EventSink {
     std::string seen;
-    void on_block(const BlockEvent& event) override { seen += std::string(event.to) + ","; }
+    void on_state(const StateEvent& event) override { seen += std::string(event.to) + ","; }
   } recorder;
   const auto pool = value_of(BlockPool::create({.num_blocks = 1, .block_tokens = kBlockTokens}, &recorder));
   { const BlockRef block = registered(*pool, 1); }

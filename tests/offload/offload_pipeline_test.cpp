@@ -4,6 +4,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <numeric>
@@ -42,7 +43,6 @@ class ScriptedRoute final : public BlockRoute {
     const std::lock_guard lock(mutex_);
     return present_.contains(key.bytes);
   }
-  double fill() const override { return fill_; }
   bool upgrade(const BlockName& name) override {
     const std::lock_guard lock(mutex_);
     if (evicted_.contains(name.id)) return false;
@@ -95,7 +95,6 @@ class ScriptedRoute final : public BlockRoute {
     return upgraded_;
   }
   int64_t kept() const { return kept_; }
-  std::atomic<double> fill_ = 0;
 
  private:
   void set_open(bool open) {
@@ -118,6 +117,29 @@ class ScriptedRoute final : public BlockRoute {
   std::vector<std::vector<int32_t>> batches_;
   std::atomic<int64_t> kept_ = 0;
 };
+
+// Wants what the test says, block by block; looks at its clock after each.
+class ScriptedPolicy final : public OffloadPolicy {
+ public:
+  explicit ScriptedPolicy(std::function<bool(const BlockName&)> wants, const Clock& clock = system_clock())
+      : wants_(std::move(wants)), clock_(clock) {}
+  std::string_view name() const override { return "scripted"; }
+  bool evaluate(std::span<const BlockName> blocks, std::span<uint8_t> wanted,
+                std::chrono::nanoseconds deadline) override {
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      if (wanted[i] != 0 && !wants_(blocks[i])) wanted[i] = 0;
+      if (clock_.now() > deadline) return false;
+    }
+    return true;
+  }
+
+ private:
+  const std::function<bool(const BlockName&)> wants_;
+  const Clock& clock_;
+};
+std::unique_ptr<OffloadPolicy> all_but(int32_t id) {
+  return std::make_unique<ScriptedPolicy>([id](const BlockName& name) { return name.id != id; });
+}
 
 // Nothing is flushed by time unless a test wants it: batches form by size alone.
 OffloadOptions by_size(int32_t min, int32_t max) {
@@ -164,15 +186,13 @@ TEST_F(OffloadPipelineTest, BlocksArriveInTheNextTierAndAreCounted) {
 TEST_F(OffloadPipelineTest, WhoListensIsToldOfEachStageAndEachTransfer) {
   class Recorder final : public EventSink {
    public:
-    void on_offload(const OffloadEvent& event) override { blocks[std::string(event.stage)] += event.blocks; }
+    void on_stage(const StageEvent& event) override { blocks[std::string(event.stage)] += event.items; }
     void on_transfer(const TransferEvent& event) override { transferred += event.transferred; }
     std::map<std::string, uint64_t> blocks;
     uint64_t transferred = 0;
   } recorder;
   route_.fail(2, BlockOutcome::kFailed);
-  auto pipeline = value_of(OffloadPipeline::create(
-      route_, system_clock(), by_size(1, 8),
-      list(make_predicate_policy([](const BlockName& name) { return name.id != 3; }, system_clock())), &recorder));
+  auto pipeline = value_of(OffloadPipeline::create(route_, system_clock(), by_size(1, 8), list(all_but(3)), &recorder));
   const auto met = std::make_shared<Precondition>();
   met->meet();
   pipeline->enqueue(blocks(0, 4), met).wait();
@@ -226,7 +246,8 @@ TEST_F(OffloadPipelineTest, P1CancellingTakesAllBlocksOfAContainerAndNoOther) {
 
 TEST_F(OffloadPipelineTest, P2TheTokenTravelsThroughEveryStage) {
   const auto gate = std::make_shared<Precondition>();
-  const auto pipeline = make(by_size(100, 200), list(make_all_policy()));
+  const auto pipeline =
+      make(by_size(100, 200), list(std::make_unique<ScriptedPolicy>([](const BlockName&) { return true; })));
   OffloadHandle waiting = pipeline->enqueue(blocks(0, 3), gate);
   OffloadHandle queued = pipeline->enqueue(blocks(10, 3));
   waiting.cancel();  // while it waits for its precondition
@@ -424,7 +445,7 @@ TEST_F(OffloadPipelineTest, APipelineThatCannotDecideEndsEveryBlockAndSaysThatIt
 
 class ThrowingSink final : public EventSink {
  public:
-  void on_offload(const OffloadEvent&) override { throw std::runtime_error("a sink that throws"); }
+  void on_stage(const StageEvent&) override { throw std::runtime_error("a sink that throws"); }
   void on_transfer(const TransferEvent&) override { throw std::runtime_error("a sink that throws"); }
 };
 
@@ -488,48 +509,27 @@ TEST_F(OffloadPipelineTest, AHandleThatOutlivesThePipelineCanStillBeCancelledAnd
 TEST_F(OffloadPipelineTest, PoliciesFilterInsideAContainerAndAllMustAgree) {
   auto frequency = std::make_unique<FrequencyPolicy>(2);
   for (const int32_t id : {1, 1, 2, 3, 3, 3}) frequency->used(key_of(id));
-  const auto pipeline = make(
-      by_size(1, 8), list(std::move(frequency),
-                          make_predicate_policy([](const BlockName& name) { return name.id != 3; }, system_clock())));
+  const auto pipeline = make(by_size(1, 8), list(std::unique_ptr<OffloadPolicy>(std::move(frequency)), all_but(3)));
   const OffloadHandle handle = pipeline->enqueue(blocks(0, 5));
   handle.wait();
   EXPECT_EQ(handle.count(BlockOutcome::kFiltered), 4u);
   EXPECT_EQ(route_.batches(), (std::vector<std::vector<int32_t>>{{1}}));
 }
 
-TEST_F(OffloadPipelineTest, PresenceAndWatermarkLookAtTheTarget) {
-  const auto pipeline = make(by_size(1, 8), list(make_presence_policy(route_), make_watermark_policy(route_, 0.9)));
+TEST_F(OffloadPipelineTest, PresenceLooksAtTheTarget) {
+  const auto pipeline = make(by_size(1, 8), list(make_presence_policy(route_)));
   pipeline->enqueue(blocks(0, 2)).wait();
   const OffloadHandle again = pipeline->enqueue(blocks(0, 3));
   again.wait();
   EXPECT_EQ(again.count(BlockOutcome::kFiltered), 2u);
   EXPECT_EQ(again.count(BlockOutcome::kTransferred), 1u);
-  route_.fill_ = 0.95;
-  const OffloadHandle full = pipeline->enqueue(blocks(10, 3));
-  full.wait();
-  EXPECT_EQ(full.count(BlockOutcome::kFiltered), 3u);
-}
-
-TEST(OffloadPolicy, RetentionLastsForItsDurationAndCountsFromItsPriority) {
-  ManualClock clock;
-  RetentionPolicy policy(10, clock);
-  policy.retain(key_of(1), 10, 1s);
-  policy.retain(key_of(2), 9, 1s);
-  const auto wanted = [&] {
-    std::vector<uint8_t> wanted(4, 1);
-    EXPECT_TRUE(policy.evaluate(blocks(0, 4), wanted, 1h));
-    return wanted;
-  };
-  EXPECT_EQ(wanted(), (std::vector<uint8_t>{0, 1, 0, 0}));
-  clock.advance(2s);
-  EXPECT_EQ(wanted(), (std::vector<uint8_t>{0, 0, 0, 0}));
 }
 
 TEST(OffloadPolicy, APolicyThatIsTooSlowLetsNothingGoAndIsCounted) {
   ManualClock clock;
   ScriptedRoute route;
   std::vector<std::unique_ptr<OffloadPolicy>> policies;
-  policies.push_back(make_predicate_policy(
+  policies.push_back(std::make_unique<ScriptedPolicy>(
       [&](const BlockName&) {
         clock.advance(60ms);
         return true;
@@ -568,8 +568,8 @@ TEST_F(OffloadPipelineTest, I4I6UnderRandomUseEveryBlockEndsOnceAndCancellationI
                          .flush_interval = 1ms,
                          .sweep_interval = 1ms,
                          .max_concurrent_transfers = 2};
-  const auto pipeline = make(
-      options, list(make_predicate_policy([](const BlockName& name) { return name.id % 7 != 0; }, system_clock())));
+  const auto pipeline =
+      make(options, list(std::make_unique<ScriptedPolicy>([](const BlockName& name) { return name.id % 7 != 0; })));
   std::atomic<uint64_t> enqueued = 0;
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; ++t) {

@@ -68,7 +68,7 @@ def taken_over(one: InProcess, steps: int, since: int, certain: tuple[str, ...])
     processor = one.engine.output_processor
     replaced = ("add_request", "process_outputs", "abort_requests", "propagate_error")
     stock = {name: getattr(processor, name) for name in replaced}
-    answers = _core.Answers({"directory": None, "engine": one.llm.torpor("fingerprint"), "keep_seconds": 600})
+    answers = _core.DeliveryLog({"directory": None, "engine": one.llm.torpor("fingerprint"), "keep_seconds": 600})
     recorder = Recorder(processor, answers, False)
     answers = one.begin(steps)
     path = one.llm.checkpoint().checkpoint

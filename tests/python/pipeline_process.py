@@ -85,7 +85,7 @@ def take_over(one: InProcess, steps: int, more: int) -> dict:
     begin(one, steps, TAKEN_OVER)
     one.llm.checkpoint()
     twin = one.finish({})
-    recorder = Recorder(one.engine.output_processor, _core.Answers({"engine": {}}), False)
+    recorder = Recorder(one.engine.output_processor, _core.DeliveryLog({"engine": {}}), False)
     begin(one, steps, TAKEN_OVER)
     path = one.llm.checkpoint().checkpoint
     run(one.engine, more)

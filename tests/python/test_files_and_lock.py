@@ -22,8 +22,8 @@ def request(request_id: str) -> dict:
     return busy_scheduler(0, 1)["scheduler"]["requests"][0] | {"id": request_id}
 
 
-def answers(tmp_path, **options) -> _core.Answers:
-    return _core.Answers({"directory": str(tmp_path / "answers"), "engine": {"model": "a"}} | options)
+def answers(tmp_path, **options) -> _core.DeliveryLog:
+    return _core.DeliveryLog({"directory": str(tmp_path / "answers"), "engine": {"model": "a"}} | options)
 
 
 def answer(request_id: str) -> dict:

@@ -13,7 +13,7 @@ def recorder(one):
     processor = one.engine.output_processor
     replaced = ("add_request", "process_outputs", "abort_requests", "propagate_error")
     stock = {name: getattr(processor, name) for name in replaced}
-    answers = _core.Answers({"directory": None, "engine": one.llm.torpor("fingerprint"), "keep_seconds": 600})
+    answers = _core.DeliveryLog({"directory": None, "engine": one.llm.torpor("fingerprint"), "keep_seconds": 600})
     yield Recorder(processor, answers, False)
     for name, method in stock.items():
         setattr(processor, name, method)

@@ -48,7 +48,7 @@ class Scene:
     def __init__(self, tokenizer, directory=None, sync_always=False, wrap=lambda answers: answers):
         self.processor = OutputProcessor(tokenizer, log_stats=False)
         options = {"engine": {"model": "a"}} | ({"directory": str(directory)} if directory else {})
-        self.answers = wrap(_core.Answers(options))
+        self.answers = wrap(_core.DeliveryLog(options))
         self.counted = 0
         self.recorder = Recorder(self.processor, self.answers, sync_always, self._count)
 

@@ -36,7 +36,6 @@ class NullRoute final : public BlockRoute {
   explicit NullRoute(BlockPool& pool) : pool_(pool) {}
   std::string_view name() const override { return "nowhere"; }
   bool present(const Digest&) const override { return false; }
-  double fill() const override { return 0; }
   bool upgrade(const BlockName& block) override { return pool_.weak(block.id, block.generation).upgrade().has_value(); }
   void transfer(std::span<const BlockName>, std::span<BlockOutcome> outcomes) override {
     std::fill(outcomes.begin(), outcomes.end(), BlockOutcome::kTransferred);

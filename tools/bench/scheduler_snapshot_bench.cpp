@@ -1,5 +1,5 @@
-// The state of a busy scheduler to bytes and back, C++ values on both sides, beside plain Cereal; and one step appended
-// to a journal beside encoding the whole again. Ceiling: copying as many bytes.
+// The state of a busy scheduler to bytes and back, C++ values on both sides, beside plain Cereal. Ceiling: copying as
+// many bytes.
 #include <malloc.h>
 
 #include <cstring>
@@ -16,7 +16,6 @@
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/archived_values.h"
-#include "checkpoint/journal.h"
 #include "checkpoint/state_sections.h"
 #include "tools/bench/bench.h"
 
@@ -92,25 +91,6 @@ SchedulerCheckpoint busy(int running, int waiting, int entries) {
   return state;
 }
 
-// What one engine step changes: a token of every running request, a new block of every sixteenth.
-StateStep one_step(const SchedulerCheckpoint& state) {
-  StateStep step;
-  for (size_t i = 0; i < state.scheduler.running.size(); ++i) {
-    const RequestState& request = state.scheduler.requests[i];
-    step.advanced.push_back({.id = request.id,
-                             .output_token_ids = {static_cast<int32_t>(i)},
-                             .num_computed_tokens = request.num_computed_tokens + 1});
-    if (i % kBlock != 0) continue;
-    const KvTable& table = state.kv.groups[0].tables[i];
-    step.tables.push_back({.request = request.id,
-                           .keep = static_cast<uint32_t>(table.blocks.size()),
-                           .blocks = {state.kv.free_order[step.free_taken]},
-                           .num_cached_blocks = table.num_cached_blocks});
-    step.blocks.push_back({.id = state.kv.free_order[step.free_taken++], .ref_count = 1});
-  }
-  return step;
-}
-
 template <class Archive>
 void all(Archive& archive, SchedulerCheckpoint& state) {
   SchedulerSnapshot& s = state.scheduler;
@@ -122,7 +102,7 @@ void all(Archive& archive, SchedulerCheckpoint& state) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app{"A busy scheduler's state to bytes and back, and one step of a journal."};
+  CLI::App app{"A busy scheduler's state to bytes and back."};
   int running = 256;
   int waiting = 1000;
   int entries = 50'000;
@@ -139,13 +119,11 @@ int main(int argc, char** argv) {
   EngineCheckpoint engine;
   engine.state = busy(running, waiting, entries);
   must(engine.state.validate());
-  const StateStep step = one_step(engine.state);
   uint64_t tokens = 0;
   for (const RequestState& request : engine.state.scheduler.requests) tokens += request.prompt_token_ids.size();
 
   std::map<std::string, std::vector<double>> times;
   uint64_t bytes = 0;
-  uint64_t step_bytes = 0;
   for (int round = 0; round <= rounds; ++round) {
     const auto time = [&](const char* name, const std::function<void()>& work) {
       const double taken = seconds(work);
@@ -175,30 +153,21 @@ int main(int argc, char** argv) {
       all(archive, again);
     });
     if (!(again == engine.state)) return 2;
-    Journal journal;
-    constexpr int kSteps = 100;
-    time("100 steps", [&] {
-      for (int i = 0; i < kSteps; ++i) journal.append(step);
-    });
-    step_bytes = journal.section().bytes.size() / kSteps;
   }
   const auto ms = [&](const char* name) { return 1e3 * median(times[name]); };
-  const double append = ms("100 steps") / 100;
   const double both = ms("encode") + ms("decode");
-  nlohmann::ordered_json json = {
-      {"requests", running + waiting},
-      {"tokens", tokens},
-      {"bytes", bytes},
-      {"rounds", rounds},
-      {"unit", "ms, median"},
-      {"encode", ms("encode")},
-      {"decode", ms("decode")},
-      {"cereal_encode", ms("cereal encode")},
-      {"cereal_decode", ms("cereal decode")},
-      {"copy", ms("copy")},
-      {"times_baseline", (ms("cereal encode") + ms("cereal decode")) / both},
-      {"of_ceiling", 2 * ms("copy") / both},
-      {"journal", {{"append", append}, {"bytes", step_bytes}, {"times_baseline", ms("encode") / append}}}};
+  nlohmann::ordered_json json = {{"requests", running + waiting},
+                                 {"tokens", tokens},
+                                 {"bytes", bytes},
+                                 {"rounds", rounds},
+                                 {"unit", "ms, median"},
+                                 {"encode", ms("encode")},
+                                 {"decode", ms("decode")},
+                                 {"cereal_encode", ms("cereal encode")},
+                                 {"cereal_decode", ms("cereal decode")},
+                                 {"copy", ms("copy")},
+                                 {"times_baseline", (ms("cereal encode") + ms("cereal decode")) / both},
+                                 {"of_ceiling", 2 * ms("copy") / both}};
   if (as_json) {
     std::cout << json.dump(2) << '\n';
     return 0;
@@ -210,7 +179,5 @@ int main(int argc, char** argv) {
       "{:.0f} %\n",
       ms("encode"), ms("decode"), ms("cereal encode"), ms("cereal decode"), json["times_baseline"].get<double>(),
       2 * ms("copy"), 100 * json["of_ceiling"].get<double>());
-  fmt::print("one step of a journal: {:.3f} ms, {} bytes; encoding the whole takes {:.0f} times as long\n", append,
-             step_bytes, ms("encode") / append);
   return 0;
 }

@@ -99,7 +99,7 @@ class Server:
             raise Unsupported("several API servers or data parallel engines", "use one API server and one engine")
         fingerprint = await self.engine.torpor("fingerprint")
         directory = os.path.join(self.options.dir, "answers") if self.options.dir else None
-        answers = _core.Answers({
+        answers = _core.DeliveryLog({
             "directory": directory, "engine": fingerprint, "keep_seconds": self.settings.keep_answers,
             "key_file": self.options.key_file, "encrypt": self.options.encrypt,
         })  # fmt: skip

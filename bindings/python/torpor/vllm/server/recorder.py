@@ -1,6 +1,6 @@
 """What each request of a server was given, recorded before it is delivered; and those who wait for more of it.
 
-The record itself is C++ (checkpoint/answers.h). This listens to vLLM's OutputProcessor, in the server's event loop. A step
+The record itself is C++ (engine/delivery/delivery_log.h). This listens to vLLM's OutputProcessor, in the server's event loop. A step
 is written there; an fsync, where the operator wants one before tokens are sent, is waited for in another thread, and the
 outputs are delivered after it, in their order.
 """
@@ -60,7 +60,7 @@ class Held:
 
 
 class Recorder:
-    def __init__(self, processor: OutputProcessor, answers: _core.Answers, sync_always: bool, count_failure=None):
+    def __init__(self, processor: OutputProcessor, answers: _core.DeliveryLog, sync_always: bool, count_failure=None):
         """`count_failure` is called at each write of the log that fails."""
         self.answers = answers
         self.failures = 0  # of the log

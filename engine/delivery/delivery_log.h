@@ -1,15 +1,15 @@
-// Answers: what each request of a server asked and what its readers were given so far; in memory, and in a log that
+// DeliveryLog: what each request of a server asked and what its readers were given so far; in memory, and in a log that
 // survives the end of the process.
 //
 // A server records here before it delivers, so that after a crash every request can go on from what was delivered, and
 // readers that lost their connection can take up their answers. One directory holds the log of one server at a time.
 //
-// The log is a numbered file of records (checkpoint/answers_log.h). When it has grown to several times what is still
-// wanted, when it could not be written, and at each start, rotate() begins a new one beside it: the state, answer by
-// answer; then what was recorded meanwhile; fsync; what was recorded during that, and the mark that makes the file
-// whole, while writers wait; from then on records go into the new file; fsync; and the older files go. Until the mark
-// is there the older file counts, and has everything. A kill or power loss takes the last records with it, never those
-// before.
+// The log is a numbered file of records (engine/delivery/delivery_log_file.h). When it has grown to several times what
+// is still wanted, when it could not be written, and at each start, rotate() begins a new one beside it: the state,
+// answer by answer; then what was recorded meanwhile; fsync; what was recorded during that, and the mark that makes the
+// file whole, while writers wait; from then on records go into the new file; fsync; and the older files go. Until the
+// mark is there the older file counts, and has everything. A kill or power loss takes the last records with it, never
+// those before.
 //
 // Time: answers end by a wall clock that goes on from where it was at the start, whatever is done to the machine's.
 //
@@ -20,13 +20,11 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
-#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -34,24 +32,12 @@
 #include "base/file_system.h"
 #include "base/mutex.h"
 #include "base/seal.h"
-#include "checkpoint/answer.h"
-#include "checkpoint/answers_log.h"
+#include "engine/delivery/answer_table.h"
+#include "engine/delivery/delivery_log_file.h"
 
 namespace torpor {
 
-// A part of an answer: from some token, or from some code point of its text, on.
-struct AnswerPart {
-  std::vector<int32_t> tokens;
-  std::string text;
-  uint32_t tokens_end = 0;  // tokens of the answer up to here
-  uint32_t text_end = 0;    // code points
-  AnswerState state = AnswerState::kRunning;
-  std::string finish_reason;
-  Value stop_reason;
-  uint64_t call = 0;
-};
-
-struct AnswersOptions {
+struct DeliveryLogOptions {
   const Clock* clock = nullptr;  // required
   std::string directory;         // made if absent; empty: in memory only
   Fingerprint engine;            // of the engine that serves: answers that still run are only taken up by an equal one
@@ -64,12 +50,12 @@ struct AnswersOptions {
   bool own_thread = true;  // false: the owner calls rotate() when rotation_due()
 };
 
-class Answers {
+class DeliveryLog {
  public:
   // Reads what an earlier server left. kUnavailable: another one uses the directory. kIncompatible: answers that still
   // run belong to another engine; kUnauthenticated: sealed otherwise. The log is then as it was.
-  static Result<std::unique_ptr<Answers>> open(FileSystem& file_system, AnswersOptions options);
-  ~Answers();
+  static Result<std::unique_ptr<DeliveryLog>> open(FileSystem& file_system, DeliveryLogOptions options);
+  ~DeliveryLog();
 
   // A new answer. kInvalidArgument: the id is in use.
   Status start(Answer answer);
@@ -115,30 +101,25 @@ class Answers {
     bool switched = false;    // the new file is in use
   };
 
-  Answers(FileSystem& file_system, AnswersOptions options);
+  DeliveryLog(FileSystem& file_system, DeliveryLogOptions options);
   void run();  // the thread
 
   Status append(const Bytes& record) TORPOR_REQUIRES(writer_);
 
   Status read_log() TORPOR_REQUIRES(mutex_);
-  Status prepare(const std::vector<AnswerStep>& steps) TORPOR_REQUIRES(mutex_);
-  void apply(AnswerStep& step) TORPOR_REQUIRES(mutex_);  // prepare() said yes
-  void put(Answer answer) TORPOR_REQUIRES(mutex_);
-  bool too_old(const Answer& answer, double now) const;
   void forget_old() TORPOR_REQUIRES(mutex_);
-  void clear() TORPOR_REQUIRES(mutex_);
   bool due() const TORPOR_REQUIRES(mutex_);
   void failed(const Error& why, std::chrono::nanoseconds retry) TORPOR_REQUIRES(mutex_);
   void note(const std::function<Bytes()>& record) TORPOR_REQUIRES(mutex_);
 
-  std::shared_ptr<AnswersFile> file() const TORPOR_EXCLUDES(mutex_);
-  Result<std::shared_ptr<AnswersFile>> write_beside(uint64_t number) TORPOR_EXCLUDES(writer_, mutex_);
-  Status append_tail(AnswersFile& file) TORPOR_EXCLUDES(mutex_);
-  Status switch_to(const std::shared_ptr<AnswersFile>& file) TORPOR_EXCLUDES(writer_, mutex_);
+  std::shared_ptr<DeliveryLogFile> file() const TORPOR_EXCLUDES(mutex_);
+  Result<std::shared_ptr<DeliveryLogFile>> write_beside(uint64_t number) TORPOR_EXCLUDES(writer_, mutex_);
+  Status append_tail(DeliveryLogFile& file) TORPOR_EXCLUDES(mutex_);
+  Status switch_to(const std::shared_ptr<DeliveryLogFile>& file) TORPOR_EXCLUDES(writer_, mutex_);
   Status remove_older(uint64_t number) TORPOR_EXCLUDES(writer_, mutex_);
 
   FileSystem& file_system_;
-  const AnswersOptions options_;
+  const DeliveryLogOptions options_;
   const UnsteppedClock clock_;
   std::unique_ptr<Directory> directory_;  // used by rotate() only, after open()
   std::unique_ptr<File> lock_;
@@ -147,17 +128,12 @@ class Answers {
   Mutex writer_;
   bool writable_ TORPOR_GUARDED_BY(writer_) = true;  // false: a record is missing in the file, no other may follow
 
-  mutable Mutex mutex_;                                       // never held over a call of a file
-  std::vector<std::string> order_ TORPOR_GUARDED_BY(mutex_);  // ids, in the order of their start
-  // Changed with writer_ held, too.
-  std::unordered_map<std::string, Answer> answers_ TORPOR_GUARDED_BY(mutex_);
-  // (tenant, response) -> id
-  std::multimap<std::pair<std::string, std::string>, std::string> by_response_ TORPOR_GUARDED_BY(mutex_);
-  uint64_t ended_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;
+  mutable Mutex mutex_;                            // never held over a call of a file
+  AnswerTable answers_ TORPOR_GUARDED_BY(mutex_);  // changed with writer_ held, too
   // At the next start(): so that nothing goes between two calls of the one who records.
   bool forget_ TORPOR_GUARDED_BY(mutex_) = false;
   // Null: in memory only. Changed with writer_ held, too.
-  std::shared_ptr<AnswersFile> file_ TORPOR_GUARDED_BY(mutex_);
+  std::shared_ptr<DeliveryLogFile> file_ TORPOR_GUARDED_BY(mutex_);
   std::optional<Rotation> rotation_ TORPOR_GUARDED_BY(mutex_);
   uint64_t number_ TORPOR_GUARDED_BY(mutex_) = 0;      // of the newest file that was begun
   uint64_t log_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;   // of file_

@@ -1,4 +1,4 @@
-// The answers of a server for Python.
+// What a server has delivered, for Python.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -6,7 +6,7 @@
 #include "bindings/bind_values.h"
 #include "bindings/dict_reader.h"
 #include "bindings/module_files.h"
-#include "checkpoint/answers.h"
+#include "engine/delivery/delivery_log.h"
 
 namespace py = pybind11;
 
@@ -51,9 +51,9 @@ py::dict to_python(const AnswerPart& part) {
   return out;
 }
 
-std::unique_ptr<Answers> open_answers(const py::dict& dict) {
-  DictReader in(dict, "Answers options");
-  AnswersOptions options{.clock = &system_clock()};
+std::unique_ptr<DeliveryLog> open_log(const py::dict& dict) {
+  DictReader in(dict, "DeliveryLog options");
+  DeliveryLogOptions options{.clock = &system_clock()};
   std::optional<std::string> directory;
   std::optional<std::string> key_file;
   in.read_if_given("directory", directory);
@@ -66,7 +66,7 @@ std::unique_ptr<Answers> open_answers(const py::dict& dict) {
   in.finish();
   options.directory = directory.value_or("");
   options.key = key_from(key_file);
-  return value_or_raise(without_lock([&] { return Answers::open(module_files(), std::move(options)); }));
+  return value_or_raise(without_lock([&] { return DeliveryLog::open(module_files(), std::move(options)); }));
 }
 
 Answer answer_from(const py::dict& dict) {
@@ -103,58 +103,61 @@ std::vector<AnswerStep> steps_from(const py::list& list) {
 
 }  // namespace
 
-void bind_answers(py::module_& module) {
-  // The other methods only look into memory, over which Answers holds no lock while it calls a file.
-  py::class_<Answers>(module, "Answers", "What each request of a server asked and was given, in memory and in a log.",
-                      py::release_gil_before_calling_cpp_dtor())
-      .def(py::init(&open_answers), py::arg("options"))
+void bind_delivery(py::module_& module) {
+  // The other methods only look into memory, over which DeliveryLog holds no lock while it calls a file.
+  py::class_<DeliveryLog>(module, "DeliveryLog",
+                          "What each request of a server asked and was given, in memory and in a log.",
+                          py::release_gil_before_calling_cpp_dtor())
+      .def(py::init(&open_log), py::arg("options"))
       .def(
           "start",
-          [](Answers& self, const py::dict& dict) {
+          [](DeliveryLog& self, const py::dict& dict) {
             Answer answer = answer_from(dict);
             value_or_raise(without_lock([&] { return self.start(std::move(answer)); }));
           },
           py::arg("answer"))
       .def(
           "step",
-          [](Answers& self, const py::list& list) {
+          [](DeliveryLog& self, const py::list& list) {
             std::vector<AnswerStep> steps = steps_from(list);
             value_or_raise(without_lock([&] { return self.step(std::move(steps)); }));
           },
           py::arg("steps"), "What one engine step gave, all in one record.")
-      .def("sync", [](Answers& self) { value_or_raise(without_lock([&] { return self.sync(); })); })
-      .def("close", &Answers::close, "Nothing is recorded from now on.")
-      .def("find", &Answers::find, py::arg("response"), py::arg("tenant"),
+      .def("sync", [](DeliveryLog& self) { value_or_raise(without_lock([&] { return self.sync(); })); })
+      .def("close", &DeliveryLog::close, "Nothing is recorded from now on.")
+      .def("find", &DeliveryLog::find, py::arg("response"), py::arg("tenant"),
            "Ids of the choices of a response, in their order.")
       .def(
           "part",
-          [](const Answers& self, const std::string& id, uint32_t from_token, uint32_t from_text) {
+          [](const DeliveryLog& self, const std::string& id, uint32_t from_token, uint32_t from_text) {
             return to_python(value_or_raise(self.part(id, from_token, from_text)));
           },
           py::arg("id"), py::arg("from_token") = 0, py::arg("from_text") = 0)
       .def(
           "position",
-          [](const Answers& self, const std::string& id) { return to_python(value_or_raise(self.position(id))); },
+          [](const DeliveryLog& self, const std::string& id) { return to_python(value_or_raise(self.position(id))); },
           py::arg("id"), "As part(), without tokens and text.")
       .def(
           "get",
-          [](const Answers& self, const std::string& id) -> py::object {
+          [](const DeliveryLog& self, const std::string& id) -> py::object {
             const std::optional<Answer> answer = self.get(id);
             return answer ? py::object(to_python(*answer)) : py::none();
           },
           py::arg("id"))
       .def("all",
-           [](const Answers& self) {
+           [](const DeliveryLog& self) {
              py::list list;
              for (const Answer& answer : self.all()) list.append(to_python(answer));
              return list;
            })
       .def(
           "pack",
-          [](const Answers& self) { return torpor::to_python(without_lock([&] { return pack_answers(self.all()); })); },
+          [](const DeliveryLog& self) {
+            return torpor::to_python(without_lock([&] { return pack_answers(self.all()); }));
+          },
           "For wake_up(answers=…) in the engine's process.")
-      .def("counts", [](const Answers& self) {
-        const Answers::Counts counts = self.counts();
+      .def("counts", [](const DeliveryLog& self) {
+        const DeliveryLog::Counts counts = self.counts();
         return py::dict(py::arg("running") = counts.running, py::arg("ended") = counts.ended,
                         py::arg("log_bytes") = counts.log_bytes, py::arg("lost_bytes") = counts.lost_bytes,
                         py::arg("problem") = counts.problem);

@@ -1,4 +1,4 @@
-#include "kvcache/kv_snapshot.h"
+#include "scheduler_state/kv_snapshot.h"
 
 #include <algorithm>
 #include <set>
@@ -64,27 +64,27 @@ Status check_tables(const KvSnapshot& snapshot, const BlockMap& by_id) {
   return ok();
 }
 
-using BlockKey = std::pair<int32_t, std::string_view>;  // a block and a hash that it carries
+using CarriedHash = std::pair<int32_t, std::string_view>;  // a block and a hash that it carries
 
 std::string_view view(const Bytes& bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
 
 Status check_prefix_index(const KvSnapshot& snapshot, const BlockMap& by_id) {
-  std::vector<BlockKey> carried;
+  std::vector<CarriedHash> carried;
   for (const KvBlock& block : snapshot.blocks) {
     if (!block.hash.empty()) carried.emplace_back(block.id, view(block.hash));
   }
-  std::vector<BlockKey> must_be_indexed = carried;
+  std::vector<CarriedHash> must_be_indexed = carried;
   for (const ExtraHashes& extra : snapshot.extra_hashes) {
     if (!by_id.contains(extra.block))
       return contradiction(fmt::format("extra hashes of block {}, which is not listed", extra.block));
     for (const Bytes& hash : extra.hashes) carried.emplace_back(extra.block, view(hash));
   }
   std::sort(carried.begin(), carried.end());
-  std::vector<BlockKey> indexed;
+  std::vector<CarriedHash> indexed;
   for (const PrefixEntry& entry : snapshot.prefix_index) {
     if (entry.hash.empty() || entry.blocks.empty()) return contradiction("an entry of the prefix index is empty");
     for (const int32_t id : entry.blocks) {
-      const BlockKey key{id, view(entry.hash)};
+      const CarriedHash key{id, view(entry.hash)};
       if (!std::binary_search(carried.begin(), carried.end(), key)) {
         return contradiction(fmt::format("the prefix index names block {} under a hash that it does not carry", id));
       }
@@ -95,7 +95,7 @@ Status check_prefix_index(const KvSnapshot& snapshot, const BlockMap& by_id) {
   if (const auto twice = std::adjacent_find(indexed.begin(), indexed.end()); twice != indexed.end()) {
     return contradiction(fmt::format("the prefix index names block {} twice under one hash", twice->first));
   }
-  for (const BlockKey& key : must_be_indexed) {
+  for (const CarriedHash& key : must_be_indexed) {
     if (!std::binary_search(indexed.begin(), indexed.end(), key)) {
       return contradiction(fmt::format("block {} carries a hash that the prefix index does not have", key.first));
     }

@@ -1,4 +1,4 @@
-#include "checkpoint/answers_log.h"
+#include "engine/delivery/delivery_log_file.h"
 
 #include <algorithm>
 #include <array>
@@ -85,7 +85,7 @@ Result<std::unique_ptr<Seal>> seal_of(const FileHead& head, const Key* key, cons
 
 // False: what it says does not fit.
 Result<bool> take(RecordKind kind, std::span<const std::byte> content, const std::string& name,
-                  const AnswersSink& sink) {
+                  const DeliveryLogSink& sink) {
   switch (kind) {
     case RecordKind::kEngine: {
       TORPOR_ASSIGN(Fingerprint engine, from_bytes<Fingerprint>(content, name));
@@ -111,9 +111,9 @@ Result<bool> take(RecordKind kind, std::span<const std::byte> content, const std
 
 }  // namespace
 
-std::string answers_file_name(uint64_t number) { return fmt::format("{}{:012}", kStart, number); }
+std::string delivery_log_file_name(uint64_t number) { return fmt::format("{}{:012}", kStart, number); }
 
-std::optional<uint64_t> answers_file_number(std::string_view name) {
+std::optional<uint64_t> delivery_log_file_number(std::string_view name) {
   if (name.size() != kStart.size() + 12 || !name.starts_with(kStart)) return std::nullopt;
   uint64_t number = 0;
   for (const char digit : name.substr(kStart.size())) {
@@ -128,11 +128,11 @@ Bytes answer_record(const Answer& answer) { return record_of(RecordKind::kAnswer
 Bytes steps_record(const std::vector<AnswerStep>& steps) { return record_of(RecordKind::kSteps, steps); }
 Bytes whole_record() { return {static_cast<uint8_t>(RecordKind::kWhole)}; }
 
-Result<std::unique_ptr<AnswersFile>> AnswersFile::create(Directory& directory, uint64_t number, const Key* key,
-                                                         bool encrypt) {
-  std::unique_ptr<AnswersFile> made(new AnswersFile);
+Result<std::unique_ptr<DeliveryLogFile>> DeliveryLogFile::create(Directory& directory, uint64_t number, const Key* key,
+                                                                 bool encrypt) {
+  std::unique_ptr<DeliveryLogFile> made(new DeliveryLogFile);
   made->number_ = number;
-  TORPOR_ASSIGN(made->file_, directory.create_file(answers_file_name(number)));
+  TORPOR_ASSIGN(made->file_, directory.create_file(delivery_log_file_name(number)));
   FileHead head{.version = kVersion, .byte_order = kByteOrder};
   std::copy(kMagic.begin(), kMagic.end(), head.magic.begin());
   if (key != nullptr) {
@@ -146,7 +146,7 @@ Result<std::unique_ptr<AnswersFile>> AnswersFile::create(Directory& directory, u
   return made;
 }
 
-Status AnswersFile::append(const Bytes& record) {
+Status DeliveryLogFile::append(const Bytes& record) {
   RecordHead head{.bytes = static_cast<uint32_t>(record.size())};
   Bytes whole(sizeof head + record.size());
   std::copy(record.begin(), record.end(), whole.begin() + sizeof head);
@@ -158,9 +158,9 @@ Status AnswersFile::append(const Bytes& record) {
   return ok();
 }
 
-Result<AnswersFileRead> read_answers_file(const Directory& directory, const std::string& name, const Key* key,
-                                          const AnswersSink& sink) {
-  AnswersFileRead read;
+Result<DeliveryLogFileRead> read_delivery_log_file(const Directory& directory, const std::string& name, const Key* key,
+                                                   const DeliveryLogSink& sink) {
+  DeliveryLogFileRead read;
   TORPOR_ASSIGN(const std::unique_ptr<File> file, directory.open_file(name));
   TORPOR_ASSIGN(const uint64_t size, file->size());
   const auto damaged_from = [&](uint64_t offset) {

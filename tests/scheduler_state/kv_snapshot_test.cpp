@@ -1,4 +1,4 @@
-#include "kvcache/kv_snapshot.h"
+#include "scheduler_state/kv_snapshot.h"
 
 #include <algorithm>
 #include <functional>
@@ -11,9 +11,9 @@
 namespace torpor {
 namespace {
 
-KvSnapshot example() { return test::example_checkpoint().state.kv; }
+KvSnapshot example_kv() { return test::example_checkpoint().state.kv; }
 
-TEST(KvSnapshot, AConsistentOneIsValid) { EXPECT_SUCCEEDS(example().validate()); }
+TEST(KvSnapshot, AConsistentOneIsValid) { EXPECT_SUCCEEDS(example_kv().validate()); }
 
 // Every single contradiction is found, and named.
 TEST(KvSnapshot, EachContradictionIsFound) {
@@ -56,7 +56,7 @@ TEST(KvSnapshot, EachContradictionIsFound) {
       {"free", [](KvSnapshot& kv) { kv.num_blocks = INT32_MAX; }},  // and takes no time for each of them
   };
   for (const Case& c : cases) {
-    KvSnapshot kv = example();
+    KvSnapshot kv = example_kv();
     c.damage(kv);
     EXPECT_FAILS(kv.validate(), Code::kCorruption, c.part);
   }
@@ -78,12 +78,12 @@ TEST(KvSnapshot, BlocksOfAllGroupsAreCounted) {
 }
 
 TEST(LiveBlocks, ReferencedBlocksAreAlwaysKept) {
-  const LiveBlocks live = select_live_blocks(example(), 10, 0);
+  const LiveBlocks live = select_live_blocks(example_kv(), 10, 0);
   EXPECT_EQ(live.kept, (std::vector<int32_t>{1, 2, 3}));
   EXPECT_EQ(live.dropped, (std::vector<int32_t>{4}));
-  EXPECT_EQ(select_live_blocks(example(), 10, 9).dropped.size(), 1u);
-  EXPECT_EQ(select_live_blocks(example(), 10, 10).dropped.size(), 0u);
-  EXPECT_EQ(select_live_blocks(example(), 10, std::nullopt).kept.size(), 4u);
+  EXPECT_EQ(select_live_blocks(example_kv(), 10, 9).dropped.size(), 1u);
+  EXPECT_EQ(select_live_blocks(example_kv(), 10, 10).dropped.size(), 0u);
+  EXPECT_EQ(select_live_blocks(example_kv(), 10, std::nullopt).kept.size(), 4u);
 }
 
 TEST(LiveBlocks, CachedBlocksAreKeptInTheOrderInWhichTheyWouldBeEvictedLast) {

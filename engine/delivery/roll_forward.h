@@ -6,12 +6,13 @@
 // anew.
 #pragma once
 
+#include <functional>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "checkpoint/answer.h"
 #include "checkpoint/engine_checkpoint.h"
+#include "engine/delivery/answer.h"
 
 namespace torpor {
 
@@ -25,5 +26,9 @@ struct RolledForward {
 // of which the state has more tokens stay as they are; so do those without an answer, unless `forgotten`: the state was
 // gone on with before, so that their answers have ended and were forgotten. The result is valid().
 Result<RolledForward> roll_forward(SchedulerCheckpoint& state, std::span<const Answer> answers, bool forgotten);
+
+// The same for a wake (engine/sleep_report.h: WakeOptions::catch_up). `rolled` receives what was done, and outlives it.
+std::function<Status(SchedulerCheckpoint& state, bool woken_before)> catch_up_with(std::vector<Answer> answers,
+                                                                                   RolledForward& rolled);
 
 }  // namespace torpor

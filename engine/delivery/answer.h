@@ -56,7 +56,19 @@ struct AnswerStep {
   AnswerState state = AnswerState::kRunning;
   std::string finish_reason;
   Value stop_reason;
-  double time = 0;  // seconds since 1970; Answers sets it
+  double time = 0;  // seconds since 1970; DeliveryLog sets it
+};
+
+// A part of an answer: from some token, or from some code point of its text, on.
+struct AnswerPart {
+  std::vector<int32_t> tokens;
+  std::string text;
+  uint32_t tokens_end = 0;  // tokens of the answer up to here
+  uint32_t text_end = 0;    // code points
+  AnswerState state = AnswerState::kRunning;
+  std::string finish_reason;
+  Value stop_reason;
+  uint64_t call = 0;
 };
 
 }  // namespace torpor

@@ -1,4 +1,4 @@
-#include "checkpoint/roll_forward.h"
+#include "engine/delivery/roll_forward.h"
 
 #include <algorithm>
 #include <unordered_map>
@@ -64,6 +64,14 @@ Result<RolledForward> roll_forward(SchedulerCheckpoint& state, std::span<const A
     TORPOR_TRY(state.validate());
     return rolled;
   });
+}
+
+std::function<Status(SchedulerCheckpoint& state, bool woken_before)> catch_up_with(std::vector<Answer> answers,
+                                                                                   RolledForward& rolled) {
+  return [answers = std::move(answers), &rolled](SchedulerCheckpoint& state, bool woken_before) -> Status {
+    TORPOR_ASSIGN(rolled, roll_forward(state, answers, woken_before));
+    return ok();
+  };
 }
 
 }  // namespace torpor

@@ -6,8 +6,8 @@
 #include <cstdlib>
 #include <source_location>
 
-#include "checkpoint/answers.h"
-#include "checkpoint/roll_forward.h"
+#include "engine/delivery/delivery_log.h"
+#include "engine/delivery/roll_forward.h"
 #include "tests/support/example_state.h"
 #include "tests/support/manual_clock.h"
 #include "tests/support/model_file_system.h"
@@ -26,10 +26,10 @@ Status write_file(FileSystem& file_system, const uint8_t* data, size_t size) {
   TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, file_system.open_directory("/log", true));
   const std::span bytes(data, size);
   if (size > 0 && data[0] == 0) {
-    TORPOR_ASSIGN(const std::unique_ptr<File> file, directory->create_file(answers_file_name(1)));
+    TORPOR_ASSIGN(const std::unique_ptr<File> file, directory->create_file(delivery_log_file_name(1)));
     return file->pwrite(std::as_bytes(bytes.subspan(1)), 0);
   }
-  TORPOR_ASSIGN(const std::unique_ptr<AnswersFile> file, AnswersFile::create(*directory, 1, nullptr, false));
+  TORPOR_ASSIGN(const std::unique_ptr<DeliveryLogFile> file, DeliveryLogFile::create(*directory, 1, nullptr, false));
   for (size_t at = 1; at + 2 <= size;) {
     const size_t length = std::min<size_t>(data[at] + 256u * data[at + 1], size - at - 2);
     const auto record = bytes.subspan(at + 2, length);
@@ -39,20 +39,20 @@ Status write_file(FileSystem& file_system, const uint8_t* data, size_t size) {
   return ok();
 }
 
-Result<std::unique_ptr<Answers>> open(FileSystem& file_system, const Clock& clock) {
-  return Answers::open(file_system,
-                       {.clock = &clock, .directory = "/log", .engine = {{"model", "a"}}, .own_thread = false});
+Result<std::unique_ptr<DeliveryLog>> open(FileSystem& file_system, const Clock& clock) {
+  return DeliveryLog::open(file_system,
+                           {.clock = &clock, .directory = "/log", .engine = {{"model", "a"}}, .own_thread = false});
 }
 
 // Compared as bytes: a NaN equals nothing.
-std::vector<Bytes> content_of(const Answers& answers) {
+std::vector<Bytes> content_of(const DeliveryLog& answers) {
   std::vector<Bytes> content;
   for (const Answer& answer : answers.all()) content.push_back(answer_record(answer));
   return content;
 }
 
 // From whatever token a reader goes on, it gets the rest.
-void read_in_parts(const Answers& answers, const Answer& answer) {
+void read_in_parts(const DeliveryLog& answers, const Answer& answer) {
   const std::string& id = answer.request.id;
   const std::vector<int32_t>& tokens = answer.request.output_token_ids;
   require(answer.request.validate().has_value());
@@ -79,7 +79,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   require(quiet == 0 && write_file(file_system, data, size).has_value());
   std::vector<Bytes> content;
   {
-    const Result<std::unique_ptr<Answers>> answers = open(file_system, clock);
+    const Result<std::unique_ptr<DeliveryLog>> answers = open(file_system, clock);
     if (!answers) return 0;
     const std::vector<Answer> all = (*answers)->all();
     for (const Answer& answer : all) read_in_parts(**answers, answer);
@@ -96,7 +96,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     }
     content = content_of(**answers);
   }
-  const Result<std::unique_ptr<Answers>> next = open(file_system, clock);
+  const Result<std::unique_ptr<DeliveryLog>> next = open(file_system, clock);
   require(next.has_value() && content_of(**next) == content);
   return 0;
 }

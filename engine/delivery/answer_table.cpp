@@ -1,0 +1,190 @@
+#include "engine/delivery/answer_table.h"
+
+#include <algorithm>
+#include <set>
+
+#include <fmt/format.h>
+
+namespace torpor {
+namespace {
+
+// Where the code point `index` begins; the end if there are no more.
+size_t offset_of(std::string_view text, uint32_t index) {
+  size_t at = 0;
+  for (; at < text.size(); ++at) {
+    if ((static_cast<uint8_t>(text[at]) & 0xC0) != 0x80 && index-- == 0) break;
+  }
+  return at;
+}
+
+uint64_t size_of(const Answer& answer) {
+  return sizeof(Answer) + answer.text.size() +
+         (answer.request.prompt_token_ids.size() + answer.request.output_token_ids.size() + answer.text_ends.size()) *
+             sizeof(int32_t);
+}
+
+Error wrong_call(std::string what) {
+  return Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = "correct the call"};
+}
+
+AnswerPart end_of(const Answer& answer) {
+  return {.tokens_end = static_cast<uint32_t>(answer.request.output_token_ids.size()),
+          .text_end = answer.text_ends.empty() ? 0 : answer.text_ends.back(),
+          .state = answer.state,
+          .finish_reason = answer.finish_reason,
+          .stop_reason = answer.stop_reason,
+          .call = answer.call};
+}
+
+Error no_answer(const std::string& id) {
+  return {.code = Code::kNotFound,
+          .what = fmt::format("there is no answer {}", id),
+          .next_step = "ask for one that was begun here"};
+}
+
+// Room for `more` elements, so that they can be added without memory.
+template <class Sequence>
+void make_room(Sequence& in, size_t more) {
+  if (in.capacity() - in.size() < more) in.reserve(std::max(in.capacity() * 2, in.size() + more));
+}
+
+}  // namespace
+
+const Answer* AnswerTable::get(const std::string& id) const {
+  const auto found = answers_.find(id);
+  return found == answers_.end() ? nullptr : &found->second;
+}
+
+std::vector<Answer> AnswerTable::all() const {
+  std::vector<Answer> all;
+  for (const std::string& id : order_) all.push_back(answers_.at(id));
+  return all;
+}
+
+uint64_t AnswerTable::running() const {
+  return static_cast<uint64_t>(std::count_if(
+      answers_.begin(), answers_.end(), [](const auto& entry) { return entry.second.state == AnswerState::kRunning; }));
+}
+
+std::vector<std::string> AnswerTable::find(std::string_view response, std::string_view tenant) const {
+  const auto [first, last] = by_response_.equal_range(std::pair(std::string(tenant), std::string(response)));
+  if (first == last) return {};
+  const uint64_t call =
+      answers_.at(std::prev(last)->second).call;  // of the newest: they are in the order of their start
+  std::map<int32_t, std::string> choices;
+  for (auto entry = first; entry != last; ++entry) {
+    const Answer& answer = answers_.at(entry->second);
+    if (answer.call == call) choices[answer.choice] = answer.request.id;
+  }
+  std::vector<std::string> ids;
+  for (auto& [choice, id] : choices) ids.push_back(std::move(id));
+  return ids;
+}
+
+Result<AnswerPart> AnswerTable::position(const std::string& id) const {
+  const auto found = answers_.find(id);
+  if (found == answers_.end()) return no_answer(id);
+  return end_of(found->second);
+}
+
+Result<AnswerPart> AnswerTable::part(const std::string& id, uint32_t from_token, uint32_t from_text) const {
+  const auto found = answers_.find(id);
+  if (found == answers_.end()) return no_answer(id);
+  const Answer& answer = found->second;
+  const std::vector<int32_t>& tokens = answer.request.output_token_ids;
+  AnswerPart part = end_of(answer);
+  if (from_token > part.tokens_end)
+    return wrong_call(fmt::format("the answer has {} tokens, {} is beyond them", part.tokens_end, from_token));
+  if (from_text > part.text_end)
+    return wrong_call(fmt::format("the answer has {} characters, {} is beyond them", part.text_end, from_text));
+  if (from_text > 0) {
+    from_token = static_cast<uint32_t>(std::upper_bound(answer.text_ends.begin(), answer.text_ends.end(), from_text) -
+                                       answer.text_ends.begin());
+  } else if (from_token > 0) {
+    from_text = answer.text_ends[from_token - 1];
+  }
+  part.tokens.assign(tokens.begin() + from_token, tokens.end());
+  part.text = answer.text.substr(offset_of(answer.text, from_text));
+  return part;
+}
+
+void AnswerTable::put(Answer answer) {
+  std::string id = answer.request.id;
+  make_room(order_, 1);
+  const uint64_t bytes = answer.state != AnswerState::kRunning ? size_of(answer) : 0;
+  const auto entry = by_response_.emplace(std::pair(answer.tenant, answer.response), id);
+  try {
+    answers_.emplace(id, std::move(answer));
+  } catch (...) {
+    by_response_.erase(entry);
+    throw;
+  }
+  order_.push_back(std::move(id));
+  ended_bytes_ += bytes;
+}
+
+Status AnswerTable::prepare(const std::vector<AnswerStep>& steps) {
+  std::set<std::string_view> ids;
+  for (const AnswerStep& step : steps) {
+    const auto found = answers_.find(step.id);
+    if (found == answers_.end()) return wrong_call(fmt::format("there is no answer {}", step.id));
+    Answer& answer = found->second;
+    const size_t known = answer.request.output_token_ids.size();
+    if (answer.state != AnswerState::kRunning) return wrong_call(fmt::format("the answer {} has ended", step.id));
+    if (step.at != known)
+      return wrong_call(fmt::format("the answer {} has {} tokens, a step begins at {}", step.id, known, step.at));
+    const auto most = static_cast<size_t>(std::max(answer.request.max_tokens, 0));
+    if (known > most || step.tokens.size() > most - known)
+      return wrong_call(fmt::format("the answer {} may have {} tokens, a step brings it to {}", step.id, most,
+                                    known + step.tokens.size()));
+    if (std::any_of(step.tokens.begin(), step.tokens.end(), [](int32_t token) { return token < 0; }))
+      return wrong_call(fmt::format("a step of the answer {} has a negative token", step.id));
+    if (!ids.insert(step.id).second) return wrong_call(fmt::format("two steps of the answer {} at once", step.id));
+    make_room(answer.request.output_token_ids, step.tokens.size());
+    make_room(answer.text_ends, step.tokens.size());
+    make_room(answer.text, step.text.size());
+  }
+  return ok();
+}
+
+void AnswerTable::apply(AnswerStep& step) {
+  Answer& answer = answers_.at(step.id);
+  std::vector<int32_t>& tokens = answer.request.output_token_ids;
+  const uint32_t text_end = (answer.text_ends.empty() ? 0 : answer.text_ends.back());
+  tokens.insert(tokens.end(), step.tokens.begin(), step.tokens.end());
+  answer.text_ends.resize(tokens.size(), text_end);
+  answer.text += step.text;
+  if (!answer.text_ends.empty()) answer.text_ends.back() = text_end + code_points(step.text);
+  if (step.state == AnswerState::kRunning) return;
+  answer.state = step.state;
+  answer.finish_reason = std::move(step.finish_reason);
+  answer.stop_reason = std::move(step.stop_reason);
+  answer.ended = step.time;
+  ended_bytes_ += size_of(answer);
+}
+
+bool AnswerTable::too_old(const Answer& answer, double now) const {
+  return answer.state != AnswerState::kRunning && now - answer.ended > keep_seconds_;
+}
+
+void AnswerTable::forget_old(double now) {
+  std::erase_if(order_, [&](const std::string& id) {
+    const Answer& answer = answers_.at(id);
+    if (answer.state == AnswerState::kRunning) return false;
+    if (!too_old(answer, now) && !over_budget()) return false;
+    ended_bytes_ -= size_of(answer);
+    const auto [first, last] = by_response_.equal_range(std::pair(answer.tenant, answer.response));
+    by_response_.erase(std::find_if(first, last, [&](const auto& entry) { return entry.second == id; }));
+    answers_.erase(id);
+    return true;
+  });
+}
+
+void AnswerTable::clear() {
+  order_.clear();
+  answers_.clear();
+  by_response_.clear();
+  ended_bytes_ = 0;
+}
+
+}  // namespace torpor

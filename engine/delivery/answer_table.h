@@ -1,0 +1,56 @@
+// AnswerTable: the answers of a server in memory, by id and by the response that clients know.
+//
+// Owner: DeliveryLog, whose lock guards it. Threads: none of its own; no call waits for anything. Errors: kNotFound for
+// an id that is not there, kInvalidArgument for what does not fit; nothing has changed then.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "base/status.h"
+#include "engine/delivery/answer.h"
+
+namespace torpor {
+
+class AnswerTable {
+ public:
+  AnswerTable(double keep_seconds, uint64_t keep_bytes) : keep_seconds_(keep_seconds), keep_bytes_(keep_bytes) {}
+
+  const Answer* get(const std::string& id) const;  // null: there is none
+  bool contains(const std::string& id) const { return get(id) != nullptr; }
+  const std::vector<std::string>& ids() const { return order_; }  // in the order of their start
+  std::vector<Answer> all() const;                                // in that order
+  uint64_t running() const;
+  uint64_t ended() const { return order_.size() - running(); }
+  // As DeliveryLog's.
+  std::vector<std::string> find(std::string_view response, std::string_view tenant) const;
+  Result<AnswerPart> part(const std::string& id, uint32_t from_token, uint32_t from_text) const;
+  Result<AnswerPart> position(const std::string& id) const;
+
+  // A new one, whose id is not in use: all of it or, for want of memory, nothing.
+  void put(Answer answer);
+  // Whether the steps fit, and room for them: once they are in the log, they can be applied.
+  Status prepare(const std::vector<AnswerStep>& steps);
+  void apply(AnswerStep& step);  // prepare() said yes; takes no memory
+
+  bool too_old(const Answer& answer, double now) const;
+  bool over_budget() const { return ended_bytes_ > keep_bytes_; }
+  // Takes out ended answers that are too old, and the oldest of the others as long as it is over its budget.
+  void forget_old(double now);
+  void clear();
+
+ private:
+  const double keep_seconds_;  // of ended answers
+  const uint64_t keep_bytes_;
+  std::vector<std::string> order_;
+  std::unordered_map<std::string, Answer> answers_;
+  std::multimap<std::pair<std::string, std::string>, std::string> by_response_;  // (tenant, response) -> id
+  uint64_t ended_bytes_ = 0;
+};
+
+}  // namespace torpor

@@ -1,0 +1,416 @@
+#include "engine/delivery/delivery_log.h"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "base/log.h"
+#include "checkpoint/engine_checkpoint.h"
+
+namespace torpor {
+namespace {
+
+constexpr uint64_t kSafetyBytes = 4ull << 20;  // a file is not replaced before it grew by as much
+constexpr std::chrono::seconds kRetry(1);      // after a write that failed
+constexpr int kTailRounds = 8;                 // each takes up what was recorded during the one before
+
+}  // namespace
+
+DeliveryLog::DeliveryLog(FileSystem& file_system, DeliveryLogOptions options)
+    : file_system_(file_system),
+      options_(std::move(options)),
+      clock_(*options_.clock),
+      answers_(options_.keep_seconds, options_.keep_bytes) {}
+
+DeliveryLog::~DeliveryLog() {
+  {
+    const MutexLock lock(mutex_);
+    ends_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+Result<std::unique_ptr<DeliveryLog>> DeliveryLog::open(FileSystem& file_system, DeliveryLogOptions options) {
+  return catching([&]() -> Result<std::unique_ptr<DeliveryLog>> {
+    std::unique_ptr<DeliveryLog> opened(new DeliveryLog(file_system, std::move(options)));
+    if (opened->options_.directory.empty()) return opened;
+    {  // over calls of files, too: nobody else knows it yet
+      const MutexLock lock(opened->mutex_);
+      TORPOR_TRY(opened->read_log());
+      opened->forget_old();
+    }
+    TORPOR_TRY(opened->rotate());
+    if (!opened->options_.own_thread) return opened;
+    try {
+      opened->thread_ = std::thread([&self = *opened] { self.run(); });
+    } catch (const std::system_error& problem) {
+      return Error{.code = Code::kResourceExhausted,
+                   .what = fmt::format("no thread for the log of answers: {}", problem.what()),
+                   .next_step = "let this user have more threads"};
+    }
+    return opened;
+  });
+}
+
+// --- reading what was left -------------------------------------------------------------------------------------------
+
+Status DeliveryLog::read_log() {
+  TORPOR_ASSIGN(directory_, file_system_.open_directory(options_.directory, true));
+  Result<std::unique_ptr<File>> lock = directory_->lock("LOCK");
+  if (!lock) {
+    if (lock.error().code != Code::kUnavailable) return lock.error();
+    return Error{.code = Code::kUnavailable,
+                 .what = fmt::format("another server uses {}", options_.directory),
+                 .next_step = "end it, or give this one another directory"};
+  }
+  lock_ = std::move(*lock);
+  std::vector<uint64_t> numbers;  // ascending, as list() is
+  TORPOR_ASSIGN(const std::vector<Entry> entries, directory_->list());
+  for (const Entry& entry : entries) {
+    const std::optional<uint64_t> number = delivery_log_file_number(entry.name);
+    if (number && entry.kind == EntryKind::kFile) numbers.push_back(*number);
+  }
+  if (numbers.empty()) return ok();
+  number_ = numbers.back();
+  Fingerprint engine = options_.engine;
+  const DeliveryLogSink sink = {
+      .engine = [&](Fingerprint read) { engine = std::move(read); },
+      .answer =
+          [&](Answer answer) TORPOR_REQUIRES(mutex_) {
+            if (answers_.contains(answer.request.id)) return false;
+            answer.ended = std::min(answer.ended, clock_.unix_seconds());  // by a clock that was ahead
+            answers_.put(std::move(answer));
+            return true;
+          },
+      .steps =
+          [&](std::vector<AnswerStep> steps) TORPOR_REQUIRES(mutex_) {
+            if (!answers_.prepare(steps)) return false;
+            for (AnswerStep& step : steps) {
+              step.time = std::min(step.time, clock_.unix_seconds());
+              answers_.apply(step);
+            }
+            return true;
+          },
+  };
+  // The newest whole one. If none is, of the oldest what can be read: those after it were begun when it was whole.
+  bool whole = false;
+  for (auto number = numbers.rbegin(); number != numbers.rend() && !whole; ++number) {
+    answers_.clear();
+    engine = options_.engine;
+    TORPOR_ASSIGN(const DeliveryLogFileRead read,
+                  read_delivery_log_file(*directory_, delivery_log_file_name(*number), options_.key.get(), sink));
+    whole = read.whole;
+    lost_bytes_ = read.lost_bytes;
+  }
+  if (lost_bytes_ > 0) log().warn("{}: {} bytes behind damage were left out", options_.directory, lost_bytes_);
+  // Ended answers are text that anybody may read; running ones need the engine that began them.
+  const Status same = compare_fingerprints(engine, options_.engine);
+  if (same || answers_.running() == 0) return ok();
+  return Error{.code = Code::kIncompatible,
+               .what = fmt::format("{} has answers of another engine: {}", options_.directory, same.error().what),
+               .next_step = "start the server as the one that began them, or give another directory"};
+}
+
+void DeliveryLog::forget_old() {
+  forget_ = false;
+  answers_.forget_old(clock_.unix_seconds());
+}
+
+// --- a new file ------------------------------------------------------------------------------------------------------
+
+bool DeliveryLog::due() const {
+  if (file_ == nullptr || closed_ || rotation_ || clock_.now() < retry_at_) return false;
+  return !problem_.empty() || log_bytes_ > std::max(options_.file_bytes, began_with_ * 4 + kSafetyBytes);
+}
+
+bool DeliveryLog::rotation_due() const {
+  const MutexLock lock(mutex_);
+  return due();
+}
+
+void DeliveryLog::failed(const Error& why, std::chrono::nanoseconds retry) {
+  retry_at_ = clock_.now() + retry;
+  changed_.notify_all();
+  problem_ = why.to_string();
+}
+
+void DeliveryLog::run() {
+  MutexLock lock(mutex_);
+  while (!ends_) {
+    if (due()) {
+      lock.unlock();
+      (void)rotate();  // a failure is in the log, and tried again
+      lock.lock();
+    } else if (problem_.empty() && clock_.now() >= retry_at_) {
+      changed_.wait(mutex_);
+    } else {
+      changed_.wait_for(mutex_, kRetry);
+    }
+  }
+}
+
+Status DeliveryLog::rotate() {
+  return catching([this]() -> Status {
+    uint64_t number = 0;
+    {
+      const MutexLock lock(mutex_);
+      if (directory_ == nullptr) return ok();
+      if (rotation_) {
+        return Error{.code = Code::kUnavailable,
+                     .what = "the log of answers is being written anew",
+                     .next_step = "wait for that to end"};
+      }
+      rotation_ = Rotation{};
+      number = ++number_;  // also after a failure: the name is taken
+    }
+    bool in_use = false;
+    const Status done = catching([&]() -> Status {
+      TORPOR_ASSIGN(const std::shared_ptr<DeliveryLogFile> file, write_beside(number));
+      TORPOR_TRY(switch_to(file));
+      in_use = true;
+      // What went into the older file and was synced there, and all since.
+      TORPOR_TRY(file->sync());
+      return remove_older(number);
+    });
+    const MutexLock lock(mutex_);
+    rotation_.reset();
+    changed_.notify_all();
+    if (done) return ok();
+    if (in_use) {
+      failed(done.error(), {});
+    } else {
+      retry_at_ = clock_.now() + kRetry;
+    }
+    log().warn("{}: no new file of the log: {}", options_.directory, done.error().to_string());
+    return done;
+  });
+}
+
+Result<std::shared_ptr<DeliveryLogFile>> DeliveryLog::write_beside(uint64_t number) {
+  std::vector<std::string> ids;  // in their order
+  {
+    const MutexLock lock(mutex_);
+    const double now = clock_.unix_seconds();
+    for (const std::string& id : answers_.ids()) {
+      if (!answers_.too_old(*answers_.get(id), now)) ids.push_back(id);
+    }
+    rotation_->written.reserve(ids.size());
+    forget_ = true;
+  }
+  TORPOR_ASSIGN(const std::shared_ptr<DeliveryLogFile> file,
+                DeliveryLogFile::create(*directory_, number, options_.key.get(), options_.encrypt));
+  const Status written = [&]() -> Status {
+    TORPOR_TRY(file->append(engine_record(options_.engine)));
+    for (const std::string& id : ids) {
+      Bytes record;
+      {
+        const MutexLock lock(mutex_);
+        if (ends_) return Error{.code = Code::kAborted, .what = "the answers end", .next_step = "open them again"};
+        const Answer* answer = answers_.get(id);
+        if (answer == nullptr) continue;  // forgotten since
+        record = answer_record(*answer);
+        rotation_->written.insert(id);
+      }
+      TORPOR_TRY(file->append(record));
+    }
+    TORPOR_TRY(append_tail(*file));
+    TORPOR_TRY(file->sync());
+    TORPOR_TRY(directory_->sync());  // a sync() of the file alone is enough from here on
+    return append_tail(*file);
+  }();
+  if (written) return file;
+  (void)directory_->remove_file(delivery_log_file_name(number));  // not whole: a reader passes it over in any case
+  return written.error();
+}
+
+// What was recorded since, so that little is left for when writers wait.
+Status DeliveryLog::append_tail(DeliveryLogFile& file) {
+  for (int round = 0; round < kTailRounds; ++round) {
+    std::vector<Bytes> tail;
+    {
+      const MutexLock lock(mutex_);
+      tail.swap(rotation_->tail);
+    }
+    if (tail.empty()) break;
+    for (const Bytes& record : tail) TORPOR_TRY(file.append(record));
+  }
+  return ok();
+}
+
+Status DeliveryLog::switch_to(const std::shared_ptr<DeliveryLogFile>& file) {
+  std::shared_ptr<DeliveryLogFile> closed_last = file;  // the older one, closed without a lock
+  const MutexLock writing(writer_);
+  TORPOR_TRY(append_tail(*file));
+  {
+    const MutexLock lock(mutex_);
+    if (rotation_->incomplete)
+      return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
+  }
+  TORPOR_TRY(file->append(whole_record()));
+  const MutexLock lock(mutex_);
+  file_.swap(closed_last);
+  log_bytes_ = began_with_ = file->bytes();
+  problem_.clear();
+  writable_ = true;
+  rotation_->switched = true;
+  return ok();
+}
+
+Status DeliveryLog::remove_older(uint64_t number) {
+  TORPOR_ASSIGN(const std::vector<Entry> entries, directory_->list());
+  for (const Entry& entry : entries) {
+    if (delivery_log_file_number(entry.name).value_or(number) >= number) continue;
+    if (const Status removed = directory_->remove_file(entry.name); !removed)
+      log().warn("{}: an old file of the log stays: {}", options_.directory, removed.error().to_string());
+  }
+  return ok();
+}
+
+// --- what a server calls ---------------------------------------------------------------------------------------------
+
+std::shared_ptr<DeliveryLogFile> DeliveryLog::file() const {
+  const MutexLock lock(mutex_);
+  return file_;
+}
+
+// A write that fails leaves the record out; a new file with the whole state is tried a second later.
+Status DeliveryLog::append(const Bytes& record) {
+  const std::shared_ptr<DeliveryLogFile> file = this->file();
+  if (file == nullptr || !writable_) return ok();  // reported when it began, and in counts()
+  const Status written = catching([&] { return file->append(record); });
+  writable_ = written.has_value();
+  const MutexLock lock(mutex_);
+  log_bytes_ = file->bytes();
+  if (!written) failed(written.error(), kRetry);
+  if (due()) changed_.notify_all();
+  return written;
+}
+
+void DeliveryLog::note(const std::function<Bytes()>& record) {
+  if (!rotation_ || rotation_->switched) return;
+  try {
+    if (Bytes bytes = record(); !bytes.empty()) rotation_->tail.push_back(std::move(bytes));
+  } catch (const std::bad_alloc&) {
+    rotation_->incomplete = true;
+  }
+}
+
+Status DeliveryLog::start(Answer answer) {
+  return catching([&]() -> Status {
+    TORPOR_TRY(answer.request.validate());
+    const MutexLock writing(writer_);
+    answer.text_ends.assign(answer.request.output_token_ids.size(), 0);
+    answer.created = clock_.unix_seconds();
+    {
+      const MutexLock lock(mutex_);
+      if (closed_) return ok();
+      if (answers_.contains(answer.request.id))
+        return Error{.code = Code::kInvalidArgument,
+                     .what = fmt::format("there is an answer {} already", answer.request.id),
+                     .next_step = "give each request an id of its own"};
+    }
+    const Bytes record = file() != nullptr ? answer_record(answer) : Bytes{};
+    {
+      const MutexLock lock(mutex_);
+      const std::string id = answer.request.id;
+      answers_.put(std::move(answer));
+      if (forget_ || answers_.over_budget()) forget_old();
+      note([&]() TORPOR_REQUIRES(mutex_) {
+        rotation_->written.insert(id);
+        return record;
+      });
+    }
+    return append(record);
+  });
+}
+
+Status DeliveryLog::step(std::vector<AnswerStep> steps) {
+  return catching([&]() -> Status {
+    const MutexLock writing(writer_);
+    for (AnswerStep& step : steps) step.time = clock_.unix_seconds();
+    {
+      const MutexLock lock(mutex_);
+      if (closed_ || steps.empty()) return ok();
+      TORPOR_TRY(answers_.prepare(steps));
+    }
+    const Bytes record = file() != nullptr ? steps_record(steps) : Bytes{};
+    const Status written = append(record);
+    const MutexLock lock(mutex_);
+    note([&]() TORPOR_REQUIRES(
+             mutex_) -> Bytes {  // of what the new file has already; the rest goes into it as it is then
+      std::vector<AnswerStep> known;
+      for (const AnswerStep& step : steps) {
+        if (rotation_->written.contains(step.id)) known.push_back(step);
+      }
+      if (known.size() == steps.size()) return record;
+      return known.empty() ? Bytes{} : steps_record(known);
+    });
+    for (AnswerStep& step : steps) answers_.apply(step);
+    return written;
+  });
+}
+
+Status DeliveryLog::sync() {
+  return catching([this]() -> Status {
+    std::shared_ptr<DeliveryLogFile> file;
+    bool failing = false;
+    {
+      const MutexLock lock(mutex_);
+      // A record is missing in the file, or a sync of it failed: only a new file can be durable.
+      const bool behind = !problem_.empty();
+      while (behind && rotation_) changed_.wait(mutex_);
+      file = file_;
+      failing = !problem_.empty();
+    }
+    if (file == nullptr) return ok();
+    if (failing) return rotate();
+    const Status synced = file->sync();
+    if (synced) return synced;
+    const MutexLock lock(mutex_);
+    if (file == file_) failed(synced.error(), {});  // what was written to it may be gone: all goes into a new one
+    return synced;
+  });
+}
+
+void DeliveryLog::close() {
+  const MutexLock lock(mutex_);
+  closed_ = true;
+}
+
+std::vector<std::string> DeliveryLog::find(std::string_view response, std::string_view tenant) const {
+  const MutexLock lock(mutex_);
+  return answers_.find(response, tenant);
+}
+
+Result<AnswerPart> DeliveryLog::position(const std::string& id) const {
+  const MutexLock lock(mutex_);
+  return answers_.position(id);
+}
+
+Result<AnswerPart> DeliveryLog::part(const std::string& id, uint32_t from_token, uint32_t from_text) const {
+  const MutexLock lock(mutex_);
+  return answers_.part(id, from_token, from_text);
+}
+
+std::optional<Answer> DeliveryLog::get(const std::string& id) const {
+  const MutexLock lock(mutex_);
+  const Answer* answer = answers_.get(id);
+  return answer == nullptr ? std::nullopt : std::optional(*answer);
+}
+
+std::vector<Answer> DeliveryLog::all() const {
+  const MutexLock lock(mutex_);
+  return answers_.all();
+}
+
+DeliveryLog::Counts DeliveryLog::counts() const {
+  const MutexLock lock(mutex_);
+  return {.running = answers_.running(),
+          .ended = answers_.ended(),
+          .log_bytes = log_bytes_,
+          .lost_bytes = lost_bytes_,
+          .problem = problem_};
+}
+
+}  // namespace torpor
