@@ -25,29 +25,28 @@ def engine(name: str, folder: Path) -> InProcess:
 
 
 def first(name: str, folder: Path, only_leave: bool) -> dict:
+    """One run that sleeps to host, and later to disk; the checkpoint is for a new process."""
     feature, one = FEATURES[name], engine(name, folder)
-    result = {"differing": [], "recomputed": 0, "expected": one.expected}
-    for steps in () if only_leave else feature.steps:
-        answers = one.begin(steps)
+    result = {"expected": one.expected}
+    to_host, to_disk = feature.steps
+    answers = one.begin(to_host)
+    if not only_leave:
         one.llm.sleep(level=1, preserve_state=True)
         answers |= one.stopped()
         one.llm.wake_up()
-        seen(result, one, answers, [steps, "host"])
-        answers = one.begin(steps)
-        path = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
-        answers |= one.stopped()
-        one.llm.wake_up()
-        drafted = drafts(one)
-        run(one.engine)
-        one.llm.reset_prefix_cache()
-        one.llm.wake_up(from_checkpoint=path)
-        result["drafts"] = [drafted, drafts(one)]
-        seen(result, one, answers, [steps, "disk"])
-    if "take-over" in feature.ways and not only_leave:
-        result["taken_over"] = taken_over(one, 3, 4, feature.certain)
-    result["given"] = one.begin(feature.steps[-1])
+    answers |= run(one.engine, to_disk - to_host)
     result["checkpoint"] = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
-    result["given"] |= one.stopped()
+    answers |= one.stopped()
+    result["given"] = dict(answers)
+    if only_leave:
+        return result
+    one.llm.wake_up()
+    result["drafts"] = drafts(one)
+    finished = one.finish(answers)
+    result["differing"] = [name for name in one.expected if finished.get(name) != one.expected[name]]
+    result["recomputed"] = one.llm.torpor("state")["recomputed_tokens"]
+    if "take-over" in feature.ways:
+        result["taken_over"] = taken_over(one, 3, 4, feature.certain)
     return result
 
 
@@ -55,12 +54,6 @@ def drafts(one: InProcess) -> dict[str, list[int]]:
     """The tokens that model runner V2 has drafted for each request's next step."""
     state = one.core.torpor_side.hooks.capture()["workers"][0]["engine"]["requests"]
     return {item["id"]: item["drafts"]["tokens"] for item in state if item.get("drafts")}
-
-
-def seen(result: dict, one: InProcess, answers: dict, where: list) -> None:
-    finished = one.finish(answers)
-    result["differing"] += [[*where, name] for name in one.expected if finished.get(name) != one.expected[name]]
-    result["recomputed"] += one.llm.torpor("state")["recomputed_tokens"]
 
 
 def taken_over(one: InProcess, steps: int, since: int, certain: tuple[str, ...]) -> list[str]:
@@ -97,9 +90,9 @@ def taken_over(one: InProcess, steps: int, since: int, certain: tuple[str, ...])
 def second(name: str, folder: Path, checkpoint: str) -> dict:
     one = engine(name, folder)
     report = one.llm.wake_up(from_checkpoint=checkpoint)
+    result = {"failed": report.failed_requests, "drafts": drafts(one)}
     answers = one.finish({})
-    recomputed = one.llm.torpor("state")["recomputed_tokens"]
-    return {"answers": answers, "failed": report.failed_requests, "recomputed": recomputed}
+    return result | {"answers": answers, "recomputed": one.llm.torpor("state")["recomputed_tokens"]}
 
 
 def main() -> None:

@@ -21,10 +21,11 @@ class Feature:
     requests: Callable[[Path], dict]  # of the model's folder: as add_requests() takes them
     options: Callable[[Path], dict] = lambda model: {}  # of the engine, over conftest.ENGINE
     model: Callable[[Path, Path], Path] = make_model  # (folder, one with the tokenizer): writes what is needed
-    steps: tuple[int, ...] = (12,) if rig.active() else (3, 12)  # after so many it falls asleep
+    steps: tuple[int, int] = (3, 12)  # after so many it sleeps to host, and to disk
     shown: Callable[[dict], bool] = lambda expected: True  # whether its answers have what makes them special
     certain: tuple[str, ...] = ()  # requests that go on with the same tokens after a take-over; none said: all
     on: tuple[str, ...] = ("CPU", "rig")  # "CPU": model runner V1; "rig": V2 with async scheduling
+    long_on_rig: bool = False  # there only in tools/dev proof; something like it is in each run
     ways: tuple[str, ...] = WAYS
     row: str = ""  # of the table in docs/vllm.md; its name, unless said
     environment: dict[str, str] = field(default_factory=dict)
@@ -203,7 +204,7 @@ FEATURES = {
         _by_grammar, lambda model: {"structured_outputs_config": {"backend": "xgrammar"}}
     ),
     "structured output, guidance": Feature(
-        _by_grammar, lambda model: {"structured_outputs_config": {"backend": "guidance"}}
+        _by_grammar, lambda model: {"structured_outputs_config": {"backend": "guidance"}}, long_on_rig=True
     ),
     "structured output after reasoning": Feature(
         _after_reasoning,
@@ -224,7 +225,7 @@ FEATURES = {
         certain=_GREEDY,
     ),
     "speculation, draft model": Feature(
-        _repeating, _drafting("draft_model", "draft"), model=with_draft_model, certain=_GREEDY
+        _repeating, _drafting("draft_model", "draft"), model=with_draft_model, certain=_GREEDY, long_on_rig=True
     ),
     "speculation, EAGLE": Feature(_repeating, _drafting("eagle", "eagle"), model=with_eagle_head, certain=_GREEDY),
     "LoRA": Feature(
@@ -236,13 +237,13 @@ FEATURES = {
         _with_images, lambda model: {"limit_mm_per_prompt": {"image": 2}}, model=with_vision, steps=(3, 9)
     ),
     "sliding windows and full attention": Feature(_long_and_shared, model=_made("windows")),
-    "attention in chunks and full attention": Feature(_long_and_shared, model=_made("chunks")),
+    "attention in chunks and full attention": Feature(_long_and_shared, model=_made("chunks"), long_on_rig=True),
     "Mamba and attention, without a prefix cache": Feature(
-        _long_and_shared, lambda model: {"enable_prefix_caching": False}, model=_made("states")
+        _long_and_shared, lambda model: {"enable_prefix_caching": False}, model=_made("states"), long_on_rig=True
     ),
     "short convolutions and attention, with a prefix cache": Feature(_long_and_shared, model=_made("convolutions")),
     "pooling, begun again": Feature(
-        _embeddings, lambda model: {"runner": "pooling", "convert": "embed"}, steps=(2,), ways=WAYS[:2]
+        _embeddings, lambda model: {"runner": "pooling", "convert": "embed"}, steps=(1, 2), ways=WAYS[:2]
     ),
-    "KV cache events": Feature(_plain, lambda model: {"kv_events_config": {"enable_kv_cache_events": True}}),
+    "KV cache events": Feature(_plain, lambda model: {"kv_events_config": {"enable_kv_cache_events": True}}, long_on_rig=True),
 }

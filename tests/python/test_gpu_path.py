@@ -30,7 +30,7 @@ def paused(one, steps: int) -> dict:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("steps", [2, 15, 16, 17])
+@pytest.mark.parametrize("steps", [2, *(pytest.param(steps, marks=pytest.mark.long) for steps in (15, 17)), 16])
 def test_a_sleep_with_a_batch_in_flight_is_its_paused_twin(one, steps):
     twin = paused(one, steps)
     answers = one.begin(steps)

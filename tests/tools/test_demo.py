@@ -53,6 +53,7 @@ def test_to_host_with_prompts_of_the_user(tmp_path):
     assert result["checkpoint"] is None
 
 
+@pytest.mark.long  # beside the one below
 def test_on_the_gpu_path_with_a_step_in_flight(tmp_path):
     done = demo("--json", "--gpu-path", "--dir", tmp_path, "--max-tokens", 48, "--freeze-after", 20)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -62,12 +63,13 @@ def test_on_the_gpu_path_with_a_step_in_flight(tmp_path):
     assert {name: result[name] for name in in_force} == in_force
 
 
-@pytest.mark.parametrize("where", [[], pytest.param(["--gpu-path"], marks=pytest.mark.long)])
+@pytest.mark.parametrize("where", [pytest.param([], marks=pytest.mark.long), ["--gpu-path"]])
 def test_one_request_of_each_kind(tmp_path, where):
     done = demo("--json", "--features", *where, "--dir", tmp_path, "--max-tokens", 32, "--freeze-after", 12)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     check(result, 5 if where else 7)
+    assert result["batches_in_flight"] == (1 if where else 0)
     assert {"JSON schema", "regular expression", "choice"} <= set(result["sampling"])
 
 

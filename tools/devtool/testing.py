@@ -26,6 +26,7 @@ ENGINES = (
     "other_processes",
     "gpu_path",
 )
+SANITIZERS = ("asan", "tsan")
 # Files of tests/python with tests that are marked as the core, for every vLLM that is known; test_gpu_path.py has some too.
 CORE = ("identity", "new_process", "features", "server")
 
@@ -56,7 +57,10 @@ class Parts:
         self.add(title, code == 0, time.monotonic() - began)
 
     def beside_each_other(self, jobs: dict[str, tuple[list, dict]]) -> None:
-        """Each is a command with its environment; its output is shown when it has ended."""
+        """Each is a command with its environment, the longest first; its output is shown when it has ended.
+
+        One more at a time than there are cores: engines wait now and then.
+        """
 
         def run(title: str, command: list, env: dict) -> None:
             began = time.monotonic()
@@ -66,17 +70,14 @@ class Parts:
             )
             with self._printing:
                 print(f"\n=== {title}\n{done.stdout.decode(errors='replace')}", flush=True)
-                self.add(f"{title} (beside others)", done.returncode == 0, time.monotonic() - began)
+                self.add(title, done.returncode == 0, time.monotonic() - began)
 
-        with ThreadPoolExecutor(CORES) as pool:
+        with ThreadPoolExecutor(CORES + 1) as pool:
             for job in [pool.submit(run, title, *job) for title, job in jobs.items()]:
                 job.result()
 
     def add(self, title: str, passed: bool, seconds: float) -> None:
         self._done.append((title, passed, seconds))
-
-    def ctest(self, preset: str, *arguments: str) -> None:
-        self.run(f"C++ tests, {preset}", ["ctest", "--preset", preset, "-j", CORES, *arguments])
 
     def summary(self) -> int:
         """Prints what the proofs counted and the parts with their times; returns the exit code."""
@@ -105,34 +106,41 @@ def rig_environment() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests/rig"), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
-def core_with(python: Path, version: str, env: dict[str, str]) -> dict[str, tuple[list, dict]]:
-    """Jobs: the core of the Python tests with another vLLM, on the CPU's path and on the GPU's."""
+def ctest(preset: str, at_once: int, *arguments: str) -> list:
+    return ["ctest", "--preset", preset, "-j", at_once, *arguments]
+
+
+def core_with(python: Path) -> list:
+    """The core of the Python tests with another vLLM, on the CPU's path."""
     files = [f"tests/python/test_{name}.py" for name in CORE]
-    core = [python, "-m", "pytest", *PYTEST_OPTIONS, *files, "-m", "core"]
-    on_rig = pytest_on_rig(python, "tests/python/test_gpu_path.py", "-m", "core")
-    return {
-        f"Python tests, core, vLLM {version}": (core, env),
-        f"Python tests, core, vLLM {version}, GPU path": (on_rig, env | rig_environment()),
-    }
+    return [python, "-m", "pytest", *PYTEST_OPTIONS, *files, "-m", "core"]
 
 
 def other_versions() -> int:
-    """The core of the Python tests with each other vLLM that is known."""
+    """The core of the Python tests with each other vLLM that is known, on the GPU's path too."""
     _, model = setup.everything()
     env = os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"}
     parts = Parts()
-    parts.beside_each_other(core_with(other_vllm.older_environment(), "0.31", env))
-    parts.beside_each_other(core_with(other_vllm.newer_environment(), "0.33, compiled parts of 0.32", env))
+    others = {"0.31": other_vllm.older_environment(), "0.33, compiled parts of 0.32": other_vllm.newer_environment()}
+    for version, python in others.items():
+        on_rig = pytest_on_rig(python, "tests/python/test_gpu_path.py", "-m", "core")
+        parts.beside_each_other(
+            {
+                f"Python tests, core, vLLM {version}": (core_with(python), env),
+                f"Python tests, core, vLLM {version}, GPU path": (on_rig, env | rig_environment()),
+            }
+        )
     return parts.summary()
 
 
 def whole_gpu_path() -> int:
-    """All tests of engines on the rig, and those that are too long for `test`."""
+    """All tests of engines on the rig, and all that are too long for `test`, on both paths."""
     python, model = setup.everything()
     env = os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"} | rig_environment()
     engines = pytest_on_rig(python, *(f"tests/python/test_{name}.py" for name in ENGINES))
     too_long = [python, "-m", "pytest", *PYTEST_OPTIONS, "-m", "long"]
-    commands = engines, [*too_long, "tests/python"], [*too_long, "tests/tools"]
+    seldom = pytest_on_rig(python, "tests/python/test_features.py", "tests/python/test_groups.py", "-m", "rig and long")
+    commands = engines, seldom, [*too_long, "tests/python"], [*too_long, "tests/tools"]
     return max(subprocess.run([str(word) for word in words], cwd=ROOT, env=env).returncode for words in commands)
 
 
@@ -143,29 +151,30 @@ def main(arguments: list[str]) -> int:
     parts.install(python_path)
     parts.compile("release", "unit_tests", "proof_tests", "tools")
     parts.run("Unguarded access, clang", ["cmake", "--build", ROOT / "build/release", "--target", "thread_safety"])
-    parts.ctest("release", *(["-L", "unit"] if quick else []))
-    for preset in () if quick else ("asan", "tsan"):
-        parts.compile(preset)
-        parts.ctest(preset)
     env = os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"}
     pytest = [python_path, "-m", "pytest", *PYTEST_OPTIONS]
     if quick:
+        parts.run("C++ tests", ctest("release", CORES, "-L", "unit"))
         parts.run("Python tests", [*pytest, "tests/python", "-m", "not slow and not long"], env=env)
         parts.run("Tools and documents", [*pytest, "tests/tools", "-m", "not long"], env=env)
         return parts.summary()
+    for preset in SANITIZERS:
+        parts.compile(preset)
     # The gate first: vLLM keeps what the environment says of its routes once an engine has run in the process.
     servers = [f"tests/python/{name}.py" for name in ("test_server_gate", "test_server", "test_server_restarts")]
     engines = ["tests/python", "-m", "not long", *(f"--ignore={path}" for path in servers)]
     parts.beside_each_other(
         {
-            "Python tests, engines": ([*pytest, *engines], env),
             "Python tests, vLLM's GPU path": (
                 pytest_on_rig(python_path, "tests/python", "-m", "rig and not long"),
                 env | rig_environment(),
             ),
-            "Python tests, servers": ([*pytest, *servers], env),
+            "Python tests, engines": ([*pytest, *engines], env),
+            "C++ tests, release": (ctest("release", 1), env),
             "Tools and documents": ([*pytest, "tests/tools", "-m", "not long"], env),
+            "Python tests, servers": ([*pytest, *servers], env),
         }
-        | core_with(other_vllm.older_environment(), "0.31", env)
+        | {f"C++ tests, {preset}": (ctest(preset, 1), env) for preset in SANITIZERS}
+        | {"Python tests, core, vLLM 0.31": (core_with(other_vllm.older_environment()), env)}
     )
     return parts.summary()
