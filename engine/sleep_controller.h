@@ -116,7 +116,8 @@ class SleepController final : private Operation::Owner {
   Status may_begin() const TORPOR_REQUIRES(operation_mutex_);
   Result<std::unique_ptr<CheckpointManager>> manager(const std::string& directory) const;
   void set_state(State state) noexcept;
-  void remember(const std::vector<RankReply>& replies) noexcept;
+  template <class Reply>
+  void remember(const std::vector<Reply>& replies) noexcept;
   void lose(const Error& error) noexcept override;
   bool lost() const noexcept override;
 
@@ -131,7 +132,7 @@ class SleepController final : private Operation::Owner {
   // Of the sleep in force.
   std::vector<std::string> sleeping_tags_ TORPOR_GUARDED_BY(operation_mutex_);
   std::vector<WorkerSnapshot> workers_ TORPOR_GUARDED_BY(operation_mutex_);
-  // Of each rank, when the engine fell asleep (RankReply::writes).
+  // Of each rank, when the engine fell asleep (orders::Describe::Reply::writes).
   std::vector<std::map<std::string, uint64_t>> writes_ TORPOR_GUARDED_BY(operation_mutex_);
   bool preserved_ TORPOR_GUARDED_BY(operation_mutex_) = false;
   bool held_ TORPOR_GUARDED_BY(operation_mutex_) = false;

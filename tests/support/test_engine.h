@@ -14,7 +14,7 @@
 #include "allocator/host_device.h"
 #include "base/units.h"
 #include "engine/engine_hooks.h"
-#include "engine/rank_memory.h"
+#include "engine/rank_service.h"
 #include "tests/support/faulty_device.h"
 #include "tests/support/results.h"
 
@@ -243,10 +243,10 @@ class TestEngine final : public EngineHooks {
     for (int32_t block = 1; block < options_.num_blocks; ++block) free_.push_back(block);
     return ok();
   }
-  Result<std::vector<Bytes>> call_ranks(const std::string& method, const Bytes& payload) override {
-    TORPOR_TRY(enter("rank " + method));
+  Result<std::vector<Bytes>> call_ranks(const Bytes& order) override {
+    TORPOR_TRY(enter("rank " + std::string(order_name(order))));
     std::vector<Bytes> replies;
-    for (Rank& rank : ranks_) replies.push_back(rank.memory->call(method, payload));
+    for (Rank& rank : ranks_) replies.push_back(RankService(*rank.memory).call(order));
     return replies;
   }
 
