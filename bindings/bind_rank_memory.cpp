@@ -108,9 +108,8 @@ void bind_rank_memory(py::module_& module) {
           },
           "The state of each tag.");
   module.def(
-      "order_name",
-      [](const py::bytes& order) { return std::string(order_name(bytes_from(order, "an order"))); }, py::arg("order"),
-      "What an order of the controller to the ranks is called.");
+      "order_name", [](const py::bytes& order) { return std::string(order_name(bytes_from(order, "an order"))); },
+      py::arg("order"), "What an order of the controller to the ranks is called.");
 }
 
 }  // namespace torpor

@@ -125,8 +125,9 @@ Result<TagMove> MemorySaver::sleep(const std::vector<std::string>& tags,
 
 Result<TagMove> MemorySaver::wake(const std::vector<std::string>& tags) {
   const MutexLock lock(mutex_);
-  return each(tags, RegionState::kDetached,
-              [](RankMemory& memory, const std::vector<std::string>& selected) { return TagSleep(memory).wake(selected); });
+  return each(tags, RegionState::kDetached, [](RankMemory& memory, const std::vector<std::string>& selected) {
+    return TagSleep(memory).wake(selected);
+  });
 }
 
 Result<TagMove> MemorySaver::plan_sleep(const std::vector<std::string>& tags,
@@ -139,8 +140,9 @@ Result<TagMove> MemorySaver::plan_sleep(const std::vector<std::string>& tags,
 
 Result<TagMove> MemorySaver::plan_wake(const std::vector<std::string>& tags) {
   const MutexLock lock(mutex_);
-  return each(tags, RegionState::kDetached,
-              [](RankMemory& memory, const std::vector<std::string>& selected) { return TagSleep(memory).plan_wake(selected); });
+  return each(tags, RegionState::kDetached, [](RankMemory& memory, const std::vector<std::string>& selected) {
+    return TagSleep(memory).plan_wake(selected);
+  });
 }
 
 void MemorySaver::mark_dirty(const std::vector<std::string>& tags) {

@@ -6,6 +6,7 @@
 
 #include "engine/engine_hooks.h"
 #include "engine/rank_orders.h"
+#include "engine/tags.h"
 
 namespace torpor {
 
@@ -60,6 +61,13 @@ std::vector<RankLedger> ledgers_of(const std::vector<Reply>& replies) {
   std::vector<RankLedger> ledgers;
   for (const Reply& reply : replies) ledgers.push_back(reply.ledger);
   return ledgers;
+}
+
+// To a fingerprint, what each rank said of its weights. Throws std::out_of_range where one said nothing.
+template <class Reply>
+void add_weights(Fingerprint& fields, const std::vector<Reply>& replies) {
+  for (size_t rank = 0; rank < replies.size(); ++rank)
+    fields["weights_digest_rank" + std::to_string(rank)] = replies[rank].digests.at(kWeightsTag);
 }
 
 using Described = std::vector<orders::Describe::Reply>;  // by rank

@@ -196,8 +196,8 @@ Result<typename Order::Reply> decode_reply(const Bytes& bytes) {
   return std::move(decoded->reply);
 }
 
-#define TORPOR_ORDER(Order)                                                               \
-  template Bytes encode_order<orders::Order>(const orders::Order&);                       \
+#define TORPOR_ORDER(Order)                                                \
+  template Bytes encode_order<orders::Order>(const orders::Order&);        \
   template Bytes encode_reply<orders::Order>(const orders::Order::Reply&); \
   template Result<orders::Order::Reply> decode_reply<orders::Order>(const Bytes&);
 TORPOR_ORDER(Describe)

@@ -159,10 +159,9 @@ struct Moved {
 
 }  // namespace orders
 
-using RankOrder =
-    std::variant<orders::Describe, orders::Written, orders::Save, orders::CancelSave, orders::Detach, orders::Attach,
-                 orders::Restore, orders::CancelRestore, orders::Finish, orders::DigestTags, orders::LoadBlocks,
-                 orders::Moved>;
+using RankOrder = std::variant<orders::Describe, orders::Written, orders::Save, orders::CancelSave, orders::Detach,
+                               orders::Attach, orders::Restore, orders::CancelRestore, orders::Finish,
+                               orders::DigestTags, orders::LoadBlocks, orders::Moved>;
 
 // `Order`: an alternative of RankOrder.
 template <class Order>

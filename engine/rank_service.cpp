@@ -19,9 +19,8 @@ Bytes RankService::call(const Bytes& order) {
     return std::visit([this](const auto& one) TORPOR_REQUIRES(memory_.mutex()) { return answer(one); }, decoded);
   });
   if (answered) return std::move(*answered);
-  Result<Bytes> failure = catching([&]() -> Result<Bytes> {
-    return encode_error(answered.error().within(fmt::format("rank {}", memory_.rank())));
-  });
+  Result<Bytes> failure = catching(
+      [&]() -> Result<Bytes> { return encode_error(answered.error().within(fmt::format("rank {}", memory_.rank()))); });
   return failure ? std::move(*failure) : Bytes{};
 }
 

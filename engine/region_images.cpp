@@ -204,9 +204,8 @@ Result<orders::Save::Reply> RegionImages::save_to_disk(const orders::Save& order
     plans.insert(plans.end(), more.begin(), more.end());
   }
   TORPOR_ASSIGN(std::vector<SavedChunk> saved, mover_.save(plans, *tier));
-  orders::Save::Reply reply{
-      .bytes = bytes_of(saved),
-      .chunks = finished_rank(order.writing, parts_.rank, tier->file_bytes(), std::move(saved))};
+  orders::Save::Reply reply{.bytes = bytes_of(saved),
+                            .chunks = finished_rank(order.writing, parts_.rank, tier->file_bytes(), std::move(saved))};
   for (const std::string& tag : order.tags) {
     Image image{.directory = order.directory};
     std::copy_if(reply.chunks.chunks.begin(), reply.chunks.chunks.end(), std::back_inserter(image.chunks),
@@ -246,8 +245,7 @@ Result<const RankChunks*> RegionImages::own_chunks(const Checkpoint& checkpoint)
                .next_step = "start the engine with as many ranks as the one that slept"};
 }
 
-Status RegionImages::copy_up(const Image& image, const std::vector<ChunkPlan>& plans, Tier& source,
-                             OnTheWay& regions) {
+Status RegionImages::copy_up(const Image& image, const std::vector<ChunkPlan>& plans, Tier& source, OnTheWay& regions) {
   for (size_t first = 0; first < plans.size();) {
     size_t end = first;
     for (uint64_t bytes = 0; end < plans.size() && (bytes < kBytesBehindMapping || regions.all_mapped()); ++end)

@@ -167,15 +167,18 @@ Result<Fingerprint> SleepController::fingerprint() {
 }
 
 Result<Fingerprint> SleepController::fingerprint_now() {
-  TORPOR_ASSIGN(Fingerprint fields, hooks_.fingerprint());
   TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
+  return fingerprint_of(described, /*with_weights=*/true);
+}
+
+// Reads the weights, if they are to be in it.
+Result<Fingerprint> SleepController::fingerprint_of(const Described& described, bool with_weights) {
+  TORPOR_ASSIGN(Fingerprint fields, hooks_.fingerprint());
   fields["ranks"] = std::to_string(described.size());
-  if (described.front().ledger.tags.contains(kWeightsTag)) {
-    TORPOR_ASSIGN(const std::vector<orders::DigestTags::Reply> replies,
+  if (with_weights && described.front().ledger.tags.contains(kWeightsTag)) {
+    TORPOR_ASSIGN(const std::vector<orders::DigestTags::Reply> digested,
                   ranks_.call(orders::DigestTags{.tags = {kWeightsTag}}));
-    for (size_t rank = 0; rank < replies.size(); ++rank) {
-      fields[fmt::format("weights_digest_rank{}", rank)] = replies[rank].digests.at(kWeightsTag);
-    }
+    add_weights(fields, digested);
   }
   return fields;
 }

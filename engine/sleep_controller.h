@@ -108,6 +108,7 @@ class SleepController final : private Operation::Owner {
   Status end_hold_now(bool keep);
 
   Result<Fingerprint> fingerprint_now();
+  Result<Fingerprint> fingerprint_of(const Described& described, bool with_weights);
   Result<SleepPlan> plan_sleep_now(const SleepOptions& options);
   Error busy() const;  // another operation is in progress
   Status check(const SleepOptions& options) const;

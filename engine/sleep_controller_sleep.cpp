@@ -261,7 +261,9 @@ Status SleepController::prepare(FallingAsleep& sleep) {
   drop_hashes(sleep.captured.state.kv, sleep.live.dropped);
   sleep.save.blocks = sleep.live.kept;
   if (sleep.to_disk) {
-    TORPOR_ASSIGN(sleep.captured.fingerprint, fingerprint());
+    // Weights that are saved are read then, and not twice: save() adds what they are.
+    const bool read_weights = !has_tag(sleep.save.tags, kWeightsTag);
+    TORPOR_ASSIGN(sleep.captured.fingerprint, fingerprint_of(sleep.described, read_weights));
   }
   sleep.operation.end("capture");
   if (!sleep.to_disk) return ok();
@@ -288,11 +290,14 @@ Status SleepController::save(FallingAsleep& sleep) {
     return ok();
   });
   TORPOR_ASSIGN(const std::vector<orders::Save::Reply> saved, ranks_.call(sleep.save));
-  for (const orders::Save::Reply& reply : saved) {
-    if (!sleep.pending) break;
-    for (const SavedChunk& chunk : reply.chunks.chunks)
-      sleep.report.checkpoint_parts[chunk.key.tag] += chunk.stored_bytes;
-    sleep.pending->add_rank(reply.chunks);
+  if (sleep.pending) {
+    for (const orders::Save::Reply& reply : saved) {
+      for (const SavedChunk& chunk : reply.chunks.chunks)
+        sleep.report.checkpoint_parts[chunk.key.tag] += chunk.stored_bytes;
+      sleep.pending->add_rank(reply.chunks);
+    }
+    if (has_tag(sleep.save.tags, kWeightsTag)) add_weights(sleep.captured.fingerprint, saved);
+    sleep.pending->set_fingerprint(sleep.captured.fingerprint);
   }
   sleep.report.saved_bytes = total_bytes(saved);
   sleep.operation.end("save", sleep.report.saved_bytes);
@@ -346,8 +351,7 @@ Status SleepController::detach(FallingAsleep& sleep) {
   if (sleep.preserved) report.kept_blocks = static_cast<int64_t>(sleep.live.kept.size());
 
   sleep.operation.undo_with([this, &sleep] { return undo_detach(sleep.tags); });
-  TORPOR_ASSIGN(const std::vector<orders::Detach::Reply> detached,
-                ranks_.call(orders::Detach{.tags = sleep.tags}));
+  TORPOR_ASSIGN(const std::vector<orders::Detach::Reply> detached, ranks_.call(orders::Detach{.tags = sleep.tags}));
   report.freed_bytes = total_bytes(detached);
   report.ledgers = ledgers_of(detached);
   remember(detached);

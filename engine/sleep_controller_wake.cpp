@@ -313,11 +313,10 @@ Status SleepController::restore(const WakeOptions& options, Operation& operation
   // The KV pool of an engine without requests holds nothing that anybody may still read, except cached prefixes.
   TORPOR_TRY(hooks_.drop_requests("abort"));
   if (checkpoint) {
-    TORPOR_ASSIGN(
-        const std::vector<orders::LoadBlocks::Reply> loaded,
-        ranks_.call(orders::LoadBlocks{.directory = checkpoint->path(),
-                                       .generation = checkpoint->manifest().generation,
-                                       .id = checkpoint->manifest().id}));
+    TORPOR_ASSIGN(const std::vector<orders::LoadBlocks::Reply> loaded,
+                  ranks_.call(orders::LoadBlocks{.directory = checkpoint->path(),
+                                                 .generation = checkpoint->manifest().generation,
+                                                 .id = checkpoint->manifest().id}));
     report.restored_bytes = total_bytes(loaded);
     report.ledgers = ledgers_of(loaded);
     remember(loaded);

@@ -1,8 +1,8 @@
 // TagContents: what is known of the content of each tag of a rank: how often it was written, and whether it came back
 // from a sleep without any. The tag of the KV cache is not among them.
 //
-// Writes are told by who makes them. On the device without a GPU most others are noticed: a sample of the tag's bytes is
-// compared. Owner: RegionImages.
+// Writes are told by who makes them. On the device without a GPU most others are noticed: a sample of the tag's bytes
+// is compared. Owner: RegionImages.
 #pragma once
 
 #include <cstdint>

@@ -68,12 +68,12 @@ Result<typename Order::Reply> TagSleep::carry_out(const Order& order) {
 }
 
 Result<TagMove> TagSleep::sleep(std::vector<std::string> wanted, const std::vector<std::string>& keep,
-                                  CleanCheck clean) {
+                                CleanCheck clean) {
   return catching([&] { return sleep_now(std::move(wanted), keep, clean); });
 }
 
 Result<TagMove> TagSleep::sleep_now(std::vector<std::string> wanted, const std::vector<std::string>& keep,
-                                       CleanCheck clean) {
+                                    CleanCheck clean) {
   TORPOR_TRY(memory_.same_process());
   const MutexLock lock(memory_.mutex());
   TORPOR_TRY(memory_.executor().usable());

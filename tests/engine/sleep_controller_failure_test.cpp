@@ -460,6 +460,7 @@ TEST_F(SleepFailure, OnRequestWhateverHookFailsTheRequestsAreKeptInHostMemory) {
     slept.engine.fail_hook(hook);
     SleepOptions options = to_disk();
     options.discard_on_save_error = true;
+    if (hook == std::string("rank digest")) options.tags = {"kv_cache"};  // weights that are saved are not read for it
     const SleepReport report = value_of(slept.controller.sleep(options));
     EXPECT_TRUE(report.preserve_state);
     EXPECT_EQ(report.to, "host");

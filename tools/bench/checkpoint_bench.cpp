@@ -73,8 +73,8 @@ class Sleeper {
   void sleep() {
     PendingCheckpoint pending = must(manager_->begin(bytes_));
     must(pending.write_state(empty_state()));
-    const orders::Save::Reply saved = call(
-        orders::Save{.tags = kTags, .directory = pending.staging_path(), .writing = pending.writing()});
+    const orders::Save::Reply saved =
+        call(orders::Save{.tags = kTags, .directory = pending.staging_path(), .writing = pending.writing()});
     pending.add_rank(saved.chunks);
     path_ = must(pending.commit());
     call(orders::Moved{.directory = path_});
