@@ -49,10 +49,10 @@ class PythonHooks final : public EngineHooks {
     });
   }
   Status forget_restored() override { return call<void>("forget_restored"); }
-  Result<std::vector<Bytes>> call_ranks(const std::string& method, const Bytes& payload) override {
+  Result<std::vector<Bytes>> call_ranks(const Bytes& order) override {
     return guarded<std::vector<Bytes>>([&] {
       std::vector<Bytes> replies;
-      for (const py::handle reply : py::list(object_.attr("call_ranks")(method, to_python(payload))))
+      for (const py::handle reply : py::list(object_.attr("call_ranks")(to_python(order))))
         replies.push_back(bytes_from(reply, "the reply of a rank"));
       return replies;
     });

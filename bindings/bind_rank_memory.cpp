@@ -8,7 +8,7 @@
 #include "bindings/dict_reader.h"
 #include "bindings/module_files.h"
 #include "bindings/rank_memory_options.h"
-#include "engine/rank_memory.h"
+#include "engine/rank_service.h"
 
 namespace py = pybind11;
 
@@ -88,16 +88,16 @@ void bind_rank_memory(py::module_& module) {
           py::arg("tag"), "The owner changed bytes of this tag: a kept backup is no longer that of its content.")
       .def(
           "call",
-          [](RankMemory& self, const std::string& method, const py::bytes& order) {
+          [](RankMemory& self, const py::bytes& order) {
             const Bytes payload = bytes_from(order, "an order");
             Bytes reply;
             {
               const py::gil_scoped_release released;
-              reply = self.call(method, payload);
+              reply = RankService(self).call(payload);
             }
             return to_python(reply);
           },
-          py::arg("method"), py::arg("order"), "Carries out an order of the controller; a failure is in the reply.")
+          py::arg("order"), "Carries out an order of the controller; a failure is in the reply.")
       .def(
           "states",
           [](const RankMemory& self) {
@@ -107,6 +107,9 @@ void bind_rank_memory(py::module_& module) {
             return states;
           },
           "The state of each tag.");
+  module.def(
+      "order_name", [](const py::bytes& order) { return std::string(order_name(bytes_from(order, "an order"))); },
+      py::arg("order"), "What an order of the controller to the ranks is called.");
 }
 
 }  // namespace torpor

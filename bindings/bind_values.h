@@ -8,7 +8,7 @@
 #include <pybind11/pybind11.h>
 
 #include "checkpoint/engine_checkpoint.h"
-#include "engine/rank_protocol.h"
+#include "engine/rank_orders.h"
 #include "kvcache/kv_layout.h"
 
 namespace torpor {

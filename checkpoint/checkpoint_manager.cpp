@@ -191,6 +191,10 @@ Result<std::unique_ptr<DiskTier>> PendingCheckpoint::create_chunks(int32_t rank,
 
 void PendingCheckpoint::add_rank(RankChunks chunks) { impl_->manifest.ranks.push_back(std::move(chunks)); }
 
+void PendingCheckpoint::set_fingerprint(Fingerprint fingerprint) {
+  impl_->manifest.fingerprint = std::move(fingerprint);
+}
+
 Result<std::string> PendingCheckpoint::commit() {
   return catching([&] { return impl_->commit(); });
 }

@@ -58,6 +58,8 @@ class PendingCheckpoint {
   // For chunks of this process. After its finish(): add_rank(finished_rank(writing(), …)).
   Result<std::unique_ptr<DiskTier>> create_chunks(int32_t rank, uint64_t expected_bytes = 0);
   void add_rank(RankChunks chunks);
+  // In place of write_state()'s, before commit(): what is known only once the chunks are written.
+  void set_fingerprint(Fingerprint fingerprint);
   // Checks that each chunk file is there with the named length, writes and syncs MANIFEST, syncs the directories,
   // renames. Only after this returns without error is the checkpoint durable. Returns its path. Older ones stay.
   Result<std::string> commit();

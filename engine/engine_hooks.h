@@ -61,8 +61,8 @@ class EngineHooks {
   // Undoes restore().
   virtual Status forget_restored() = 0;
 
-  // Sends a message to the memory of every worker rank (engine/rank_protocol.h) and returns their replies, by rank.
-  virtual Result<std::vector<Bytes>> call_ranks(const std::string& method, const Bytes& payload) = 0;
+  // Sends an order to the memory of every worker rank (engine/rank_orders.h) and returns their replies, by rank.
+  virtual Result<std::vector<Bytes>> call_ranks(const Bytes& order) = 0;
 };
 
 }  // namespace torpor

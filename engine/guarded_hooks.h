@@ -52,8 +52,8 @@ class GuardedHooks final : public EngineHooks {
   Status forget_restored() override {
     return guard("forget_restored", [&] { return hooks_.forget_restored(); });
   }
-  Result<std::vector<Bytes>> call_ranks(const std::string& method, const Bytes& payload) override {
-    return guard("call_ranks", [&] { return hooks_.call_ranks(method, payload); });
+  Result<std::vector<Bytes>> call_ranks(const Bytes& order) override {
+    return guard("call_ranks", [&] { return hooks_.call_ranks(order); });
   }
 
  private:

@@ -119,28 +119,30 @@ Result<TagMove> MemorySaver::sleep(const std::vector<std::string>& tags,
                                    const std::optional<std::vector<std::string>>& keep, CleanCheck clean) {
   const MutexLock lock(mutex_);
   return each(tags, RegionState::kAttached, [&](RankMemory& memory, const std::vector<std::string>& selected) {
-    return memory.sleep(selected, kept(selected, keep), clean);
+    return TagSleep(memory).sleep(selected, kept(selected, keep), clean);
   });
 }
 
 Result<TagMove> MemorySaver::wake(const std::vector<std::string>& tags) {
   const MutexLock lock(mutex_);
-  return each(tags, RegionState::kDetached,
-              [](RankMemory& memory, const std::vector<std::string>& selected) { return memory.wake(selected); });
+  return each(tags, RegionState::kDetached, [](RankMemory& memory, const std::vector<std::string>& selected) {
+    return TagSleep(memory).wake(selected);
+  });
 }
 
 Result<TagMove> MemorySaver::plan_sleep(const std::vector<std::string>& tags,
                                         const std::optional<std::vector<std::string>>& keep) {
   const MutexLock lock(mutex_);
   return each(tags, RegionState::kAttached, [&](RankMemory& memory, const std::vector<std::string>& selected) {
-    return memory.plan_sleep(selected, kept(selected, keep));
+    return TagSleep(memory).plan_sleep(selected, kept(selected, keep));
   });
 }
 
 Result<TagMove> MemorySaver::plan_wake(const std::vector<std::string>& tags) {
   const MutexLock lock(mutex_);
-  return each(tags, RegionState::kDetached,
-              [](RankMemory& memory, const std::vector<std::string>& selected) { return memory.plan_wake(selected); });
+  return each(tags, RegionState::kDetached, [](RankMemory& memory, const std::vector<std::string>& selected) {
+    return TagSleep(memory).plan_wake(selected);
+  });
 }
 
 void MemorySaver::mark_dirty(const std::vector<std::string>& tags) {

@@ -18,6 +18,7 @@
 
 #include "base/mutex.h"
 #include "engine/rank_memory.h"
+#include "engine/tag_sleep.h"
 
 namespace torpor {
 

@@ -2,11 +2,11 @@
 #pragma once
 
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "engine/engine_hooks.h"
-#include "engine/rank_protocol.h"
+#include "engine/rank_orders.h"
+#include "engine/tags.h"
 
 namespace torpor {
 
@@ -16,25 +16,68 @@ class RankGroup {
 
   // The replies of all ranks, by rank. If one failed: its error. Then other ranks may have carried the order out; the
   // caller sends the order that undoes it, which a rank that has nothing to undo refuses without harm: see undo().
-  Result<std::vector<RankReply>> call(const std::string& method, const RankOrder& order);
-  // Sends an undoing order. A rank in another state refuses it (kFailedPrecondition) and has nothing to undo; any other
-  // failure is tried once more, then it is the result's error.
-  Result<std::vector<RankReply>> undo(const std::string& method, const RankOrder& order);
+  template <class Order>
+  Result<std::vector<typename Order::Reply>> call(const Order& order) {
+    return send(order, /*refusals=*/false);
+  }
+  // Sends an undoing order. A rank in another state refuses it (kFailedPrecondition): it has nothing to undo, and its
+  // reply is left out. Any other failure is tried once more, then it is the result's error.
+  template <class Order>
+  Result<std::vector<typename Order::Reply>> undo(const Order& order) {
+    const auto attempt = [&] { return send(order, /*refusals=*/true); };
+    Result<std::vector<typename Order::Reply>> undone = catching(attempt);
+    if (!undone) undone = catching(attempt);
+    return undone;
+  }
 
  private:
-  Result<std::vector<RankReply>> send(const std::string& method, const RankOrder& order);
+  template <class Order>
+  Result<std::vector<typename Order::Reply>> send(const Order& order, bool refusals) {
+    TORPOR_ASSIGN(const std::vector<Bytes> raw, send_bytes(encode_order(order)));
+    std::vector<typename Order::Reply> replies;
+    replies.reserve(raw.size());
+    for (const Bytes& bytes : raw) {
+      Result<typename Order::Reply> reply = decode_reply<Order>(bytes);
+      if (reply) {
+        replies.push_back(std::move(*reply));
+      } else if (!refusals || reply.error().code != Code::kFailedPrecondition) {
+        return std::move(reply).error();
+      }
+    }
+    return replies;
+  }
+  Result<std::vector<Bytes>> send_bytes(const Bytes& order);  // one answer or more, none without bytes
   EngineHooks& hooks_;
 };
 
-uint64_t total_bytes(const std::vector<RankReply>& replies);
+template <class Reply>
+uint64_t total_bytes(const std::vector<Reply>& replies) {
+  uint64_t sum = 0;
+  for (const Reply& reply : replies) sum += reply.bytes;
+  return sum;
+}
+template <class Reply>
+std::vector<RankLedger> ledgers_of(const std::vector<Reply>& replies) {
+  std::vector<RankLedger> ledgers;
+  for (const Reply& reply : replies) ledgers.push_back(reply.ledger);
+  return ledgers;
+}
+
+// To a fingerprint, what each rank said of its weights. Throws std::out_of_range where one said nothing.
+template <class Reply>
+void add_weights(Fingerprint& fields, const std::vector<Reply>& replies) {
+  for (size_t rank = 0; rank < replies.size(); ++rank)
+    fields["weights_digest_rank" + std::to_string(rank)] = replies[rank].digests.at(kWeightsTag);
+}
+
+using Described = std::vector<orders::Describe::Reply>;  // by rank
 // The sum of one field of a tag's ledger over all ranks.
-uint64_t tag_bytes(const std::vector<RankReply>& replies, const std::string& tag, uint64_t RankLedger::Tag::*field);
+uint64_t tag_bytes(const Described& described, const std::string& tag, uint64_t RankLedger::Tag::*field);
 // Of one KV block: stages of a pipeline have different layers.
 struct BlockBytes {
   uint64_t all = 0;   // on all ranks together
   uint64_t most = 0;  // on the rank that needs most for it
 };
-BlockBytes block_bytes(const std::vector<RankReply>& described);
-std::vector<RankLedger> ledgers_of(const std::vector<RankReply>& replies);
+BlockBytes block_bytes(const Described& described);
 
 }  // namespace torpor

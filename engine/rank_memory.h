@@ -1,10 +1,11 @@
-// RankMemory: the memory of one worker rank: its device, its regions by tag, its arena, its copies.
+// RankMemory: the memory of one worker rank: its device, its regions by tag, its arena, what carries bytes between
+// them, and the steps of a sleep and a wake. A step is an order (rank_orders.h); each is all or nothing.
 //
-// It carries out the controller's orders (call()), each all or nothing. What is saved of a tag is its backup: chunks in
-// the arena or in a checkpoint's chunk file. A KV layout makes one tag be saved block by block, only the blocks that
-// the order names; every other tag is saved region by region, whole.
+// Who takes the steps: RankService for the controller of an engine, TagSleep for programs without one. They hold the
+// lock over all that belongs together.
 //
-// Owner: the worker process, for as long as its engine lives. Threads: one order at a time (others wait).
+// Owner: the worker process, for as long as its engine lives. Threads: any; what says so needs the lock. A forked child
+// has the addresses, but not the device: same_process().
 #pragma once
 
 #include <cstdint>
@@ -12,17 +13,14 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "allocator/host_arena.h"
 #include "allocator/sleep_allocator.h"
 #include "base/file_system.h"
 #include "base/mutex.h"
-#include "engine/rank_protocol.h"
+#include "engine/rank_orders.h"
+#include "engine/region_images.h"
 #include "kvcache/kv_layout.h"
-#include "offload/chunk_mover.h"
-#include "offload/disk_tier.h"
-#include "offload/host_tier.h"
 #include "offload/transfer_executor.h"
 
 namespace torpor {
@@ -43,22 +41,6 @@ struct RankMemoryOptions {
   std::shared_ptr<const Key> key;  // for chunk files of sealed checkpoints; null: there is none
 };
 
-// What a sleep or wake of some tags moved, or would move.
-struct TagMove {
-  uint64_t copied_bytes = 0;    // between device memory and the arena
-  uint64_t clean_bytes = 0;     // sleep: the backup from before still holds, not copied again
-  uint64_t dropped_bytes = 0;   // sleep: freed without a copy; wake: comes back without content
-  uint64_t physical_bytes = 0;  // device memory given back, or taken
-  std::string obstacle{};       // of a plan: why it would fail, as far as can be known now; empty: it would not
-  std::vector<std::pair<std::string, double>> seconds{};  // of each phase, in their order
-};
-
-// Whether a kept backup is believed to be that of the present content.
-enum class CleanCheck : uint8_t {
-  kTrust,
-  kDigest
-};  // what the owner marked dirty is not; or: digests are taken and compared
-
 class RankMemory {
  public:
   static Result<std::unique_ptr<RankMemory>> create(std::unique_ptr<DeviceMemory> device, FileSystem& file_system,
@@ -74,92 +56,49 @@ class RankMemory {
   // changes are noticed without it, when the tag is described next: a sample of its bytes is compared.
   void mark_dirty(std::string_view tag);
 
-  // The controller's messages. `method` is one of:
-  //   describe        ledger, bytes_per_block, writes, without_content
-  //   written         {tags}: as mark_dirty()
-  //   save            {tags, blocks, directory, writing}: content -> backup; directory empty: in the arena
-  //   cancel_save     {tags}: undoes save
-  //   detach          {tags}: memory goes
-  //   attach          {tags}: fresh memory is taken
-  //   restore         {tags}: it comes under the same addresses, and backup -> content, verified
-  //   cancel_restore  {tags}: undoes attach and restore; backups stay
-  //   finish          {tags, keep_backup}: after a wake; may be repeated
-  //   digest          {tags}: of the content, or of the backup of a detached tag
-  //   load_blocks     {directory, chunks}: KV blocks of a committed checkpoint -> attached memory, verified
-  //   moved           {directory}: a checkpoint under construction was committed to this path
-  // Failures, exceptions too, are in the reply; no bytes at all: there was not even memory for it. An order that failed
-  // may have been carried out all the same, when there was no memory to say so: send the one that undoes it.
-  Bytes call(const std::string& method, const Bytes& order);
-
-  // Sleep and wake of tags without a controller, for allocators below other programs. `tags` empty: all that are awake,
-  // or asleep. What is in `keep` is saved, the rest is freed without a copy. All or nothing; a retry works.
-  Result<TagMove> sleep(std::vector<std::string> tags, const std::vector<std::string>& keep,
-                        CleanCheck clean = CleanCheck::kTrust);
-  Result<TagMove> wake(std::vector<std::string> tags);
-  Result<TagMove> plan_sleep(std::vector<std::string> tags, const std::vector<std::string>& keep) const;
-  Result<TagMove> plan_wake(std::vector<std::string> tags) const;
   RankLedger ledger() const;
+  std::map<std::string, RegionState> states() const { return allocator_->states(); }
   // For an engine that moves KV blocks between tiers while it serves; both live as long as this object.
   TransferExecutor& executor() { return *executor_; }
   HostArena& arena() { return *arena_; }
   // After set_kv_layout(), merged. No lock: it does not change while an engine serves.
-  const KvLayout& kv_layout() const TORPOR_NO_THREAD_SAFETY_ANALYSIS { return kv_layout_; }
-  std::map<std::string, RegionState> states() const { return allocator_->states(); }
+  const KvLayout& kv_layout() const TORPOR_NO_THREAD_SAFETY_ANALYSIS { return images_->kv_layout(); }
+
+  // --- for RankService and TagSleep ---
+  // A reply has no ledger: fill() after it, so that nothing fails once the memory has gone.
+  Result<orders::Describe::Reply> carry_out(const orders::Describe& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::Written::Reply> carry_out(const orders::Written& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::Save::Reply> carry_out(const orders::Save& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::CancelSave::Reply> carry_out(const orders::CancelSave& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::Detach::Reply> carry_out(const orders::Detach& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::Attach::Reply> carry_out(const orders::Attach& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::Restore::Reply> carry_out(const orders::Restore& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::CancelRestore::Reply> carry_out(const orders::CancelRestore& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::Finish::Reply> carry_out(const orders::Finish& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::DigestTags::Reply> carry_out(const orders::DigestTags& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::LoadBlocks::Reply> carry_out(const orders::LoadBlocks& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::Moved::Reply> carry_out(const orders::Moved& order) TORPOR_REQUIRES(mutex_);
+  void fill(RankLedger& ledger) const TORPOR_REQUIRES(mutex_);
+  RegionImages& images() TORPOR_REQUIRES(mutex_) { return *images_; }
+  const SleepAllocator& allocator() const { return *allocator_; }
+  DeviceMemory& device() { return *device_; }
+  int32_t rank() const { return options_.rank; }
+  Status same_process() const;
+  Mutex& mutex() const TORPOR_RETURN_CAPABILITY(mutex_) { return mutex_; }
 
  private:
-  struct Backup {
-    std::unique_ptr<HostTier> host;  // null: in a chunk file
-    std::string directory;           // of the chunk file
-    std::vector<SavedChunk> chunks;
-    bool clean = false;  // still equal to the content of the attached tag
-  };
-
-  RankMemory(std::unique_ptr<DeviceMemory> device, FileSystem& file_system, RankMemoryOptions options);
-  Result<RankReply> dispatch(const std::string& method, const RankOrder& order) TORPOR_REQUIRES(mutex_);
-  // dispatch(); it throws nothing
-  Result<RankReply> carry_out(const char* method, const RankOrder& order) TORPOR_REQUIRES(mutex_);
-  Result<TagMove> sleep_tags(std::vector<std::string> tags, const std::vector<std::string>& keep, CleanCheck clean);
-  Result<TagMove> wake_tags(std::vector<std::string> tags);
-  Status save(const RankOrder& order, RankReply& reply) TORPOR_REQUIRES(mutex_);
-  Status save_to_disk(const RankOrder& order, RankReply& reply) TORPOR_REQUIRES(mutex_);
-  Status restore(const RankOrder& order, RankReply& reply) TORPOR_REQUIRES(mutex_);
-  Status finish(const RankOrder& order) TORPOR_REQUIRES(mutex_);
-  Status digest(const RankOrder& order, RankReply& reply) TORPOR_REQUIRES(mutex_);
-  Status load_blocks(const RankOrder& order, RankReply& reply) TORPOR_REQUIRES(mutex_);
-  Result<std::unique_ptr<DiskTier>> open_chunks(const std::string& directory) const;
-  Result<std::vector<ChunkPlan>> plans_of(const std::string& tag, const std::vector<int32_t>& blocks) const
-      TORPOR_REQUIRES(mutex_);
-  Result<std::vector<ChunkPlan>> plans_for(const std::vector<SavedChunk>& chunks) const TORPOR_REQUIRES(mutex_);
-  void fill(RankLedger& ledger) const TORPOR_REQUIRES(mutex_);
-  void forget_clean(std::string_view tag) TORPOR_REQUIRES(mutex_);
-  void note_write(std::string_view tag) TORPOR_REQUIRES(mutex_);
-  void notice_writes() TORPOR_REQUIRES(mutex_);
-  std::optional<Digest> sample(const std::string& tag) const;
-  Status same_process() const;
-  Result<std::vector<std::string>> select(std::vector<std::string> tags, RegionState wanted) const;
-  Status drop_unclean(const std::vector<std::string>& tags) TORPOR_REQUIRES(mutex_);
-  void give_back_unused() noexcept;
+  RankMemory(std::unique_ptr<DeviceMemory> device, RankMemoryOptions options);
+  void give_back_unused() noexcept TORPOR_REQUIRES(mutex_);
 
   const RankMemoryOptions options_;
-  FileSystem& file_system_;
-  const int64_t process_;  // that made it: a forked child has the addresses, but not the device
-  mutable Mutex mutex_;    // one order at a time
+  const int64_t process_;  // that made it
+  mutable Mutex mutex_;    // one sleep, wake or order at a time
   // Made by create(), and safe from any thread.
   std::unique_ptr<DeviceMemory> device_;
   std::unique_ptr<HostArena> arena_;
   std::unique_ptr<SleepAllocator> allocator_;
   std::unique_ptr<TransferExecutor> executor_;
-  std::unique_ptr<ChunkMover> mover_ TORPOR_PT_GUARDED_BY(mutex_);  // but this one
-  std::string kv_tag_ TORPOR_GUARDED_BY(mutex_);
-  KvLayout kv_layout_ TORPOR_GUARDED_BY(mutex_);
-  std::map<std::string, Backup, std::less<>> backups_ TORPOR_GUARDED_BY(mutex_);
-  // Of each tag but that of the KV cache.
-  struct Content {
-    uint64_t writes = 0;           // how often it was seen to be another
-    std::optional<Digest> sample;  // of its bytes, when they were looked at last; none: never
-    bool missing = false;          // it came back from a sleep without any, and was not written since
-  };
-  std::map<std::string, Content, std::less<>> contents_ TORPOR_GUARDED_BY(mutex_);
+  std::unique_ptr<RegionImages> images_ TORPOR_PT_GUARDED_BY(mutex_);  // but this one
 };
 
 }  // namespace torpor

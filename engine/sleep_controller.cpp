@@ -7,8 +7,21 @@
 
 #include "base/log.h"
 #include "checkpoint/checkpoint_set.h"
+#include "engine/sleep_in_progress.h"
 
 namespace torpor {
+
+SleepController::SleepController(EngineHooks& hooks, FileSystem& file_system, const Clock& clock,
+                                 SleepControllerOptions options, EventSink* sink)
+    : hooks_(hooks),
+      file_system_(file_system),
+      clock_(clock),
+      options_(std::move(options)),
+      sink_(sink),
+      ranks_(hooks_) {}
+
+// What is held is undone: the requests go on, if anybody can still ask for them.
+SleepController::~SleepController() { held_sleep_.reset(); }
 
 void SleepController::set_state(State state) noexcept {
   const MutexLock lock(state_mutex_);
@@ -29,15 +42,16 @@ void SleepController::lose(const Error& error) noexcept {
 }
 
 // Takes no memory but for tags that were not known, so that what is recorded of the known ones is always right.
-void SleepController::remember(const std::vector<RankReply>& replies) noexcept {
+template <class Reply>
+void SleepController::remember(const std::vector<Reply>& replies) noexcept {
   const MutexLock lock(state_mutex_);
   std::erase_if(public_.tags, [&](const auto& known) {
     return std::none_of(replies.begin(), replies.end(),
-                        [&](const RankReply& reply) { return reply.ledger.tags.contains(known.first); });
+                        [&](const Reply& reply) { return reply.ledger.tags.contains(known.first); });
   });
   for (auto& [tag, state] : public_.tags) state.clear();
   (void)catching([&]() TORPOR_REQUIRES(state_mutex_) -> Status {
-    for (const RankReply& reply : replies) {
+    for (const Reply& reply : replies) {
       for (const auto& [tag, entry] : reply.ledger.tags) {
         std::string& state = public_.tags[tag];
         if (state.empty() || entry.state == "broken") state = entry.state;  // short: kept without memory of its own
@@ -46,6 +60,10 @@ void SleepController::remember(const std::vector<RankReply>& replies) noexcept {
     return ok();
   });
 }
+template void SleepController::remember(const std::vector<orders::Describe::Reply>&) noexcept;
+template void SleepController::remember(const std::vector<orders::Detach::Reply>&) noexcept;
+template void SleepController::remember(const std::vector<orders::Finish::Reply>&) noexcept;
+template void SleepController::remember(const std::vector<orders::LoadBlocks::Reply>&) noexcept;
 
 ControllerState SleepController::state() const {
   const MutexLock lock(state_mutex_);
@@ -149,14 +167,18 @@ Result<Fingerprint> SleepController::fingerprint() {
 }
 
 Result<Fingerprint> SleepController::fingerprint_now() {
+  TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
+  return fingerprint_of(described, /*with_weights=*/true);
+}
+
+// Reads the weights, if they are to be in it.
+Result<Fingerprint> SleepController::fingerprint_of(const Described& described, bool with_weights) {
   TORPOR_ASSIGN(Fingerprint fields, hooks_.fingerprint());
-  TORPOR_ASSIGN(const std::vector<RankReply> described, ranks_.call("describe", {}));
   fields["ranks"] = std::to_string(described.size());
-  if (described.front().ledger.tags.contains(kWeightsTag)) {
-    TORPOR_ASSIGN(const std::vector<RankReply> replies, ranks_.call("digest", {.tags = {kWeightsTag}}));
-    for (size_t rank = 0; rank < replies.size(); ++rank) {
-      fields[fmt::format("weights_digest_rank{}", rank)] = replies[rank].digests.at(kWeightsTag);
-    }
+  if (with_weights && described.front().ledger.tags.contains(kWeightsTag)) {
+    TORPOR_ASSIGN(const std::vector<orders::DigestTags::Reply> digested,
+                  ranks_.call(orders::DigestTags{.tags = {kWeightsTag}}));
+    add_weights(fields, digested);
   }
   return fields;
 }
@@ -178,7 +200,7 @@ Result<SleepPlan> SleepController::plan_sleep_now(const SleepOptions& options) {
       plan.problems.push_back(fmt::format("cannot be preserved: {}", feature));
   }
   if (!plan.problems.empty()) return plan;
-  TORPOR_ASSIGN(const std::vector<RankReply> described, ranks_.call("describe", {}));
+  TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
   TORPOR_ASSIGN(std::vector<std::string> tags, select_tags(options.tags, described.front().ledger));
   std::erase_if(tags,
                 [&](const std::string& tag) TORPOR_REQUIRES(operation_mutex_) { return has_tag(sleeping_tags_, tag); });
@@ -204,7 +226,7 @@ Result<SleepPlan> SleepController::plan_sleep_now(const SleepOptions& options) {
 
 Result<std::vector<RankLedger>> SleepController::ledgers() {
   return catching([this]() -> Result<std::vector<RankLedger>> {
-    TORPOR_ASSIGN(const std::vector<RankReply> described, ranks_.call("describe", {}));
+    TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
     remember(described);
     return ledgers_of(described);
   });

@@ -108,6 +108,7 @@ class SleepController final : private Operation::Owner {
   Status end_hold_now(bool keep);
 
   Result<Fingerprint> fingerprint_now();
+  Result<Fingerprint> fingerprint_of(const Described& described, bool with_weights);
   Result<SleepPlan> plan_sleep_now(const SleepOptions& options);
   Error busy() const;  // another operation is in progress
   Status check(const SleepOptions& options) const;
@@ -116,7 +117,8 @@ class SleepController final : private Operation::Owner {
   Status may_begin() const TORPOR_REQUIRES(operation_mutex_);
   Result<std::unique_ptr<CheckpointManager>> manager(const std::string& directory) const;
   void set_state(State state) noexcept;
-  void remember(const std::vector<RankReply>& replies) noexcept;
+  template <class Reply>
+  void remember(const std::vector<Reply>& replies) noexcept;
   void lose(const Error& error) noexcept override;
   bool lost() const noexcept override;
 
@@ -131,7 +133,7 @@ class SleepController final : private Operation::Owner {
   // Of the sleep in force.
   std::vector<std::string> sleeping_tags_ TORPOR_GUARDED_BY(operation_mutex_);
   std::vector<WorkerSnapshot> workers_ TORPOR_GUARDED_BY(operation_mutex_);
-  // Of each rank, when the engine fell asleep (RankReply::writes).
+  // Of each rank, when the engine fell asleep (orders::Describe::Reply::writes).
   std::vector<std::map<std::string, uint64_t>> writes_ TORPOR_GUARDED_BY(operation_mutex_);
   bool preserved_ TORPOR_GUARDED_BY(operation_mutex_) = false;
   bool held_ TORPOR_GUARDED_BY(operation_mutex_) = false;

@@ -7,6 +7,7 @@
 #include <fmt/ranges.h>
 
 #include "base/log.h"
+#include "engine/sleep_in_progress.h"
 
 namespace torpor {
 namespace {
@@ -33,53 +34,6 @@ SchedulerCheckpoint without_requests(SchedulerCheckpoint state) {
 }
 
 }  // namespace
-
-// A sleep or checkpoint in progress: what was asked, what was found out, what is under way.
-struct SleepController::FallingAsleep {
-  FallingAsleep(SleepController& controller, std::string_view name, const SleepOptions& asked)
-      : options(asked),
-        preserved(asked.preserve_state),
-        to_disk(asked.to_disk),
-        operation(name, controller.clock_, controller.sink_, controller) {}
-
-  const SleepOptions& options;
-  SleepReport report{};
-  std::vector<RankReply> described{};
-  std::vector<std::string> tags{};  // that lose their memory
-  RankOrder save{};                 // what is copied before
-  bool deeper = false;              // the engine is asleep already, and stays so if this fails
-  bool preserved = false;           // the requests' state is kept; false after it was discarded
-  bool to_disk = false;             // false after that failed
-  EngineCheckpoint captured{};
-  LiveBlocks live{};
-  std::unique_ptr<CheckpointManager> checkpoints{};
-  std::optional<PendingCheckpoint> pending{};  // kept to the end: with its lock a commit can be taken back, or older
-                                               // ones can go
-  bool checkpoint_stays = false;               // it was committed, and not taken back
-  Operation operation;                         // last: its undo needs all of the above
-};
-
-// One that waits for end_sleep(), with what it was asked for.
-struct SleepController::HeldSleep {
-  HeldSleep(SleepController& controller, std::string_view name, const SleepOptions& asked, bool checkpoint)
-      : options(asked), only_checkpoint(checkpoint), sleep(controller, name, options) {}
-
-  const SleepOptions options;
-  const bool only_checkpoint;
-  FallingAsleep sleep;
-};
-
-SleepController::SleepController(EngineHooks& hooks, FileSystem& file_system, const Clock& clock,
-                                 SleepControllerOptions options, EventSink* sink)
-    : hooks_(hooks),
-      file_system_(file_system),
-      clock_(clock),
-      options_(std::move(options)),
-      sink_(sink),
-      ranks_(hooks_) {}
-
-// What is held is undone: the requests go on, if anybody can still ask for them.
-SleepController::~SleepController() { held_sleep_.reset(); }
 
 // Undoes a failed sleep or checkpoint; the error says what of it stays all the same.
 Error SleepController::undone(FallingAsleep& sleep, std::string_view call, Error error) noexcept {
@@ -144,37 +98,10 @@ Result<SleepReport> SleepController::fall_asleep(FallingAsleep& sleep) {
   return std::move(sleep.report);
 }
 
-Result<SleepReport> SleepController::hold_sleep(std::unique_ptr<HeldSleep> sleep) {
-  Result<SleepReport> report = catching([&]() -> Result<SleepReport> { return sleep->sleep.report; });
-  if (!report) return undone(sleep->sleep, "sleep", std::move(report).error());
-  report->held = true;
-  held_sleep_ = std::move(sleep);
-  return report;
-}
-
-Result<SleepReport> SleepController::end_sleep(bool keep) {
-  return catching([&] { return end_sleep_now(keep); });
-}
-
-Result<SleepReport> SleepController::end_sleep_now(bool keep) {
-  const MutexLock in_progress(operation_mutex_);
-  if (held_sleep_ == nullptr)
-    return Error{.code = Code::kFailedPrecondition, .what = "no sleep is held", .next_step = "sleep with hold first"};
-  const std::unique_ptr<HeldSleep> held = std::move(held_sleep_);
-  if (keep) return held->only_checkpoint ? serve_on(held->sleep) : fall_asleep(held->sleep);
-  const std::string_view call = held->only_checkpoint ? "checkpoint" : "sleep";
-  Error error = undone(held->sleep, call, {.code = Code::kAborted, .what = "it was taken back", .next_step = "none"});
-  if (error.state_changed) return error;
-  SleepReport report;
-  report.note = "taken back";
-  report.fully_awake = !is_sleeping();
-  return report;
-}
-
 // Of an engine that is asleep: whether there is memory left that this sleep would free.
 Result<bool> SleepController::frees_more(const SleepOptions& options) {
   if (options.level == 0) return false;
-  TORPOR_ASSIGN(const std::vector<RankReply> described, ranks_.call("describe", {}));
+  TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
   TORPOR_ASSIGN(const std::vector<std::string> tags, select_tags(options.tags, described.front().ledger));
   return std::any_of(tags.begin(), tags.end(), [&](const std::string& tag) TORPOR_REQUIRES(operation_mutex_) {
     return !has_tag(sleeping_tags_, tag);
@@ -211,7 +138,7 @@ Status SleepController::let_go(FallingAsleep& sleep) {
   if (options.level > 0) sleeping.insert(sleeping.end(), sleep.tags.begin(), sleep.tags.end());
   sort_for_wake(sleeping);
   std::vector<std::map<std::string, uint64_t>> writes;
-  for (const RankReply& reply : sleep.described) writes.push_back(reply.writes);
+  for (const orders::Describe::Reply& reply : sleep.described) writes.push_back(reply.writes);
   // The generators are where they were when the requests were first kept.
   const bool same_workers = sleep.deeper && preserved_ && sleep.preserved;
   std::optional<RestoredFrom> from;
@@ -236,71 +163,10 @@ Status SleepController::let_go(FallingAsleep& sleep) {
   return ok();
 }
 
-Result<SleepReport> SleepController::checkpoint(const Value& outputs, DataParallel data_parallel) {
-  return catching([&] { return checkpoint_now(outputs, data_parallel); });
-}
-
-Result<SleepReport> SleepController::checkpoint_now(const Value& outputs, DataParallel data_parallel) {
-  if (!operation_mutex_.try_lock()) return busy();
-  const MutexLock in_progress(operation_mutex_, std::adopt_lock);
-  const SleepOptions options{.preserve_state = true,
-                             .to_disk = true,
-                             .store_weights = false,
-                             .outputs = outputs,
-                             .data_parallel = data_parallel};
-  TORPOR_TRY(check(options));
-  TORPOR_TRY(may_begin());
-  if (is_sleeping())
-    return Error{.code = Code::kFailedPrecondition,
-                 .what = "the engine is asleep",
-                 .next_step = "wake it first, or let it sleep to disk"};
-  const auto write = [&](FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_) {
-    set_state(State::kFallingAsleep);
-    return catching([&]() TORPOR_REQUIRES(operation_mutex_) -> Status {
-      sleep.report.to = "disk";
-      sleep.report.preserve_state = true;
-      TORPOR_TRY(admit(sleep));
-      TORPOR_TRY(quiesce(sleep));
-      return keep(sleep);
-    });
-  };
-  if (data_parallel.size > 1) {
-    auto held = std::make_unique<HeldSleep>(*this, "checkpoint", options, true);
-    if (Status written = write(held->sleep); !written)
-      return undone(held->sleep, "checkpoint", std::move(written).error());
-    return hold_sleep(std::move(held));
-  }
-  FallingAsleep sleep(*this, "checkpoint", options);
-  if (Status written = write(sleep); !written) return undone(sleep, "checkpoint", std::move(written).error());
-  return serve_on(sleep);
-}
-
-// The checkpoint is whole, and the engine goes on.
-Result<SleepReport> SleepController::serve_on(FallingAsleep& sleep) {
-  SleepReport& report = sleep.report;
-  const Status released = catching([&]() -> Status {
-    TORPOR_TRY(ranks_.undo("cancel_save", {.tags = sleep.save.tags}));  // the memory was only read
-    return ok();
-  });
-  if (!released) return undone(sleep, "checkpoint", released.error());
-  sleep.operation.keep();
-  if (Status resumed = hooks_.resume(); !resumed) {
-    lose(resumed.error());
-    return undone(sleep, "checkpoint", std::move(resumed).error());
-  }
-  set_state(State::kAwake);
-  report.kept_blocks = static_cast<int64_t>(sleep.live.kept.size());
-  report.changed = true;
-  report.fully_awake = true;
-  sleep.operation.fill(report);
-  sleep.pending->retire_older();  // while the engine runs again
-  return std::move(report);
-}
-
 // Refuses what cannot be done, before anything is touched.
 Status SleepController::admit(FallingAsleep& sleep) {
   const SleepOptions& options = sleep.options;
-  TORPOR_ASSIGN(sleep.described, ranks_.call("describe", {}));
+  TORPOR_ASSIGN(sleep.described, ranks_.call(orders::Describe{}));
   remember(sleep.described);
   TORPOR_ASSIGN(sleep.tags, select_tags(options.tags, sleep.described.front().ledger));
   if (options.to_disk && !sleeping_tags_.empty()) {
@@ -309,7 +175,7 @@ Status SleepController::admit(FallingAsleep& sleep) {
                                      fmt::join(sleeping_tags_, ", ")),
                  .next_step = "wake it first, or sleep to host"};
   }
-  for (const RankReply& reply : sleep.described) {
+  for (const orders::Describe::Reply& reply : sleep.described) {
     if (!options.to_disk || reply.without_content.empty()) continue;
     return Error{.code = Code::kFailedPrecondition,
                  .what = fmt::format("{} came back without content and were not loaded since",
@@ -395,7 +261,9 @@ Status SleepController::prepare(FallingAsleep& sleep) {
   drop_hashes(sleep.captured.state.kv, sleep.live.dropped);
   sleep.save.blocks = sleep.live.kept;
   if (sleep.to_disk) {
-    TORPOR_ASSIGN(sleep.captured.fingerprint, fingerprint());
+    // Weights that are saved are read then, and not twice: save() adds what they are.
+    const bool read_weights = !has_tag(sleep.save.tags, kWeightsTag);
+    TORPOR_ASSIGN(sleep.captured.fingerprint, fingerprint_of(sleep.described, read_weights));
   }
   sleep.operation.end("capture");
   if (!sleep.to_disk) return ok();
@@ -418,15 +286,18 @@ Status SleepController::prepare(FallingAsleep& sleep) {
 Status SleepController::save(FallingAsleep& sleep) {
   sleep.operation.begin("save");
   sleep.operation.undo_with([this, &sleep]() -> Status {
-    TORPOR_TRY(ranks_.undo("cancel_save", {.tags = sleep.save.tags}));
+    TORPOR_TRY(ranks_.undo(orders::CancelSave{.tags = sleep.save.tags}));
     return ok();
   });
-  TORPOR_ASSIGN(const std::vector<RankReply> saved, ranks_.call("save", sleep.save));
-  for (const RankReply& reply : saved) {
-    if (!sleep.pending) break;
-    for (const SavedChunk& chunk : reply.chunks.chunks)
-      sleep.report.checkpoint_parts[chunk.key.tag] += chunk.stored_bytes;
-    sleep.pending->add_rank(reply.chunks);
+  TORPOR_ASSIGN(const std::vector<orders::Save::Reply> saved, ranks_.call(sleep.save));
+  if (sleep.pending) {
+    for (const orders::Save::Reply& reply : saved) {
+      for (const SavedChunk& chunk : reply.chunks.chunks)
+        sleep.report.checkpoint_parts[chunk.key.tag] += chunk.stored_bytes;
+      sleep.pending->add_rank(reply.chunks);
+    }
+    if (has_tag(sleep.save.tags, kWeightsTag)) add_weights(sleep.captured.fingerprint, saved);
+    sleep.pending->set_fingerprint(sleep.captured.fingerprint);
   }
   sleep.report.saved_bytes = total_bytes(saved);
   sleep.operation.end("save", sleep.report.saved_bytes);
@@ -449,7 +320,7 @@ Status SleepController::prove(FallingAsleep& sleep) {
     report.checkpoint_bytes = committed.manifest().total_bytes();
     for (const SectionInfo& section : committed.manifest().sections)
       report.checkpoint_parts[section.name] = section.stored_bytes;
-    TORPOR_TRY(ranks_.call("moved", {.directory = report.checkpoint}));
+    TORPOR_TRY(ranks_.call(orders::Moved{.directory = report.checkpoint}));
   }
   sleep.operation.end("prove");
   return ok();
@@ -480,7 +351,7 @@ Status SleepController::detach(FallingAsleep& sleep) {
   if (sleep.preserved) report.kept_blocks = static_cast<int64_t>(sleep.live.kept.size());
 
   sleep.operation.undo_with([this, &sleep] { return undo_detach(sleep.tags); });
-  TORPOR_ASSIGN(const std::vector<RankReply> detached, ranks_.call("detach", {.tags = sleep.tags}));
+  TORPOR_ASSIGN(const std::vector<orders::Detach::Reply> detached, ranks_.call(orders::Detach{.tags = sleep.tags}));
   report.freed_bytes = total_bytes(detached);
   report.ledgers = ledgers_of(detached);
   remember(detached);
@@ -490,20 +361,20 @@ Status SleepController::detach(FallingAsleep& sleep) {
 
 // After a detach that failed on some rank: bring the others back from their backups.
 Status SleepController::undo_detach(const std::vector<std::string>& tags) {
-  TORPOR_TRY(ranks_.undo("attach", {.tags = tags}));
-  TORPOR_ASSIGN(const std::vector<RankReply> restored, ranks_.undo("restore", {.tags = tags}));
-  for (const RankReply& reply : restored) {
-    if (!reply.error && has_tag(reply.without_content, kWeightsTag)) {
+  TORPOR_TRY(ranks_.undo(orders::Attach{.tags = tags}));
+  TORPOR_ASSIGN(const std::vector<orders::Restore::Reply> restored, ranks_.undo(orders::Restore{.tags = tags}));
+  for (const orders::Restore::Reply& reply : restored) {
+    if (has_tag(reply.without_content, kWeightsTag)) {
       return Error{.code = Code::kDevice,
                    .what = "the weights of a rank are gone, those of another are not",
                    .next_step = "start a new engine",
                    .origin = Origin::kDevice};
     }
   }
-  TORPOR_TRY(ranks_.undo("finish", {.tags = tags}));
-  TORPOR_ASSIGN(const std::vector<RankReply> described, ranks_.call("describe", {}));
+  TORPOR_TRY(ranks_.undo(orders::Finish{.tags = tags}));
+  TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
   remember(described);
-  for (const RankReply& reply : described) {
+  for (const orders::Describe::Reply& reply : described) {
     for (const auto& [tag, entry] : reply.ledger.tags) {
       if (has_tag(tags, tag) && entry.state != "attached" && entry.state != "saving") {
         return Error{.code = Code::kDevice,

@@ -89,12 +89,12 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
   if (!tags.empty()) {
     operation.begin("attach");
     operation.undo_with([this, tags] { return undo_restore(tags); });
-    TORPOR_TRY(ranks_.call("attach", {.tags = tags}));
+    TORPOR_TRY(ranks_.call(orders::Attach{.tags = tags}));
     operation.end("attach");
     operation.begin("restore");
-    TORPOR_ASSIGN(const std::vector<RankReply> restored, ranks_.call("restore", {.tags = tags}));
+    TORPOR_ASSIGN(const std::vector<orders::Restore::Reply> restored, ranks_.call(orders::Restore{.tags = tags}));
     report.restored_bytes = total_bytes(restored);
-    for (const RankReply& reply : restored) {
+    for (const orders::Restore::Reply& reply : restored) {
       for (const std::string& tag : reply.without_content) {
         if (tag != kKvCacheTag && !has_tag(report.reload, tag)) report.reload.push_back(tag);
       }
@@ -171,11 +171,11 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
 
 // Adds to `report` what must still be loaded. Returns whether weights were written since the engine fell asleep.
 Result<bool> SleepController::look_at_weights(const WakeOptions& options, SleepReport& report) {
-  if (options.weights_changed) TORPOR_TRY(ranks_.call("written", {.tags = {kWeightsTag}}));
-  TORPOR_ASSIGN(const std::vector<RankReply> described, ranks_.call("describe", {}));
+  if (options.weights_changed) TORPOR_TRY(ranks_.call(orders::Written{.tags = {kWeightsTag}}));
+  TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
   bool written = described.size() != writes_.size();
   for (size_t rank = 0; rank < described.size() && !written; ++rank) written = described[rank].writes != writes_[rank];
-  for (const RankReply& reply : described) {
+  for (const orders::Describe::Reply& reply : described) {
     for (const std::string& tag : reply.without_content) {
       if (tag != kKvCacheTag && !has_tag(report.reload, tag)) report.reload.push_back(tag);
     }
@@ -186,9 +186,9 @@ Result<bool> SleepController::look_at_weights(const WakeOptions& options, SleepR
 // The last order of a wake. A rank that has carried it out has no way back: then all must, or the engine is lost.
 Status SleepController::finish(const std::vector<std::string>& tags, bool keep_backup,
                                std::vector<RankLedger>& ledgers) {
-  const RankOrder order{.tags = tags, .keep_backup = keep_backup};
+  const orders::Finish order{.tags = tags, .keep_backup = keep_backup};
   const auto attempt = [&]() -> Status {
-    TORPOR_ASSIGN(const std::vector<RankReply> finished, ranks_.call("finish", order));
+    TORPOR_ASSIGN(const std::vector<orders::Finish::Reply> finished, ranks_.call(order));
     std::vector<RankLedger> after = ledgers_of(finished);
     remember(finished);
     ledgers = std::move(after);
@@ -197,8 +197,8 @@ Status SleepController::finish(const std::vector<std::string>& tags, bool keep_b
   const Status first = catching(attempt);
   if (first) return first;
   const Result<bool> none_finished = catching([&]() -> Result<bool> {
-    TORPOR_ASSIGN(const std::vector<RankReply> described, ranks_.call("describe", {}));
-    return std::none_of(described.begin(), described.end(), [&](const RankReply& reply) {
+    TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
+    return std::none_of(described.begin(), described.end(), [&](const orders::Describe::Reply& reply) {
       return std::any_of(tags.begin(), tags.end(), [&](const std::string& tag) {
         const auto entry = reply.ledger.tags.find(tag);
         return entry != reply.ledger.tags.end() && entry->second.state == "attached";
@@ -214,12 +214,12 @@ Status SleepController::finish(const std::vector<std::string>& tags, bool keep_b
 // Memory that can be neither mapped nor given back cannot be woken again; its content is safe where it was saved.
 Status SleepController::undo_restore(const std::vector<std::string>& tags) {
   // What stays on the way is taken up by the next wake.
-  if (const auto cancelled = ranks_.undo("cancel_restore", {.tags = tags}); !cancelled)
+  if (const auto cancelled = ranks_.undo(orders::CancelRestore{.tags = tags}); !cancelled)
     log().error("undoing a wake: {}", cancelled.error().to_string());
-  const Result<std::vector<RankReply>> described = ranks_.undo("describe", {});
+  const Result<Described> described = ranks_.undo(orders::Describe{});
   if (!described) return ok();
   remember(*described);
-  for (const RankReply& reply : *described) {
+  for (const orders::Describe::Reply& reply : *described) {
     for (const auto& [tag, entry] : reply.ledger.tags) {
       if (entry.state != "broken") continue;
       return Error{.code = Code::kDevice,
@@ -313,9 +313,10 @@ Status SleepController::restore(const WakeOptions& options, Operation& operation
   // The KV pool of an engine without requests holds nothing that anybody may still read, except cached prefixes.
   TORPOR_TRY(hooks_.drop_requests("abort"));
   if (checkpoint) {
-    TORPOR_ASSIGN(
-        const std::vector<RankReply> loaded,
-        ranks_.call("load_blocks", {.directory = checkpoint->path(), .chunks = checkpoint->manifest().ranks}));
+    TORPOR_ASSIGN(const std::vector<orders::LoadBlocks::Reply> loaded,
+                  ranks_.call(orders::LoadBlocks{.directory = checkpoint->path(),
+                                                 .generation = checkpoint->manifest().generation,
+                                                 .id = checkpoint->manifest().id}));
     report.restored_bytes = total_bytes(loaded);
     report.ledgers = ledgers_of(loaded);
     remember(loaded);

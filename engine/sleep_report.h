@@ -11,7 +11,7 @@
 
 #include "checkpoint/engine_checkpoint.h"
 #include "engine/engine_hooks.h"
-#include "engine/rank_protocol.h"
+#include "engine/rank_orders.h"
 #include "engine/tags.h"
 
 namespace torpor {

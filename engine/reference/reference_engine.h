@@ -127,7 +127,7 @@ class ReferenceEngine final : public EngineHooks {
   Status reconnect(const std::vector<WorkerSnapshot>& workers) override;
   Result<std::vector<FailedRequest>> restore(const EngineCheckpoint& checkpoint) override;
   Status forget_restored() override;
-  Result<std::vector<Bytes>> call_ranks(const std::string& method, const Bytes& payload) override;
+  Result<std::vector<Bytes>> call_ranks(const Bytes& order) override;
 
  private:
   static constexpr uint64_t kFreshGenerator = 42;

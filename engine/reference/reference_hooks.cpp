@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 
 #include "base/log.h"
+#include "engine/rank_service.h"
 #include "engine/reference/reference_engine.h"
 
 namespace torpor::reference {
@@ -319,10 +320,10 @@ Status ReferenceEngine::forget_restored() {
   return ok();
 }
 
-Result<std::vector<Bytes>> ReferenceEngine::call_ranks(const std::string& method, const Bytes& payload) {
+Result<std::vector<Bytes>> ReferenceEngine::call_ranks(const Bytes& order) {
   std::vector<Bytes> replies;
   replies.reserve(ranks_.size());
-  for (const Rank& rank : ranks_) replies.push_back(rank.memory->call(method, payload));
+  for (const Rank& rank : ranks_) replies.push_back(RankService(*rank.memory).call(order));
   return replies;
 }
 

@@ -11,6 +11,7 @@
 #include "allocator/cuda/cuda_device.h"
 #include "base/units.h"
 #include "engine/rank_memory.h"
+#include "engine/tag_sleep.h"
 #include "tests/support/fake_cuda_driver.h"
 #include "tests/support/results.h"
 
@@ -104,47 +105,47 @@ class PublicFailures : public ::testing::Test {
 TEST_F(PublicFailures, ASleepWaitsForWhatTheEngineStillRuns) {
   write_later(addresses_["weights"], 'w');
   write_later(addresses_["kv_cache"], 'n');
-  ASSERT_SUCCEEDS(memory_->sleep({}, {"weights", "kv_cache"}));
-  ASSERT_SUCCEEDS(memory_->wake({}));
+  ASSERT_SUCCEEDS(TagSleep(*memory_).sleep({}, {"weights", "kv_cache"}));
+  ASSERT_SUCCEEDS(TagSleep(*memory_).wake({}));
   EXPECT_EQ(read(addresses_["kv_cache"]), std::string(kRegion, 'n'));  // what the last kernel wrote was saved
 }
 
 // vLLM 12981: no memory on wake; the call returned normally, the process crashed later.
 TEST_F(PublicFailures, NoMemoryOnWakeIsAnErrorOfThatCall) {
-  ASSERT_SUCCEEDS(memory_->sleep({}, {"weights"}));
+  ASSERT_SUCCEEDS(TagSleep(*memory_).sleep({}, {"weights"}));
   const auto other = take(20 * kUnit);
-  EXPECT_FAILS(memory_->wake({}), Code::kResourceExhausted);
+  EXPECT_FAILS(TagSleep(*memory_).wake({}), Code::kResourceExhausted);
   EXPECT_EQ(state("weights"), "detached");
-  EXPECT_NE(value_of(memory_->plan_wake({})).obstacle, "");  // and could be known before
+  EXPECT_NE(value_of(TagSleep(*memory_).plan_wake({})).obstacle, "");  // and could be known before
   give_back(other);
 }
 
 // vLLM 34602, SGLang 14092: no memory on wake; what was mapped already leaked, nothing was rolled back.
 TEST_F(PublicFailures, NoMemoryOnWakeLeavesNothingMappedAndTheBackupWhole) {
-  ASSERT_SUCCEEDS(memory_->sleep({}, {"weights", "runtime"}));
+  ASSERT_SUCCEEDS(TagSleep(*memory_).sleep({}, {"weights", "runtime"}));
   const auto other = take(32 * kUnit - 12 * kUnit);  // the first regions fit
   const uint64_t used = fake_.used_bytes();
-  EXPECT_FAILS(memory_->wake({}), Code::kResourceExhausted);
+  EXPECT_FAILS(TagSleep(*memory_).wake({}), Code::kResourceExhausted);
   EXPECT_EQ(fake_.used_bytes(), used);
   give_back(other);
-  ASSERT_SUCCEEDS(memory_->wake({}));
+  ASSERT_SUCCEEDS(TagSleep(*memory_).wake({}));
   expect_content({"weights", "runtime"});
 }
 
 // vLLM 45565: an error that stays in a global blocks the next wake.
 TEST_F(PublicFailures, AnErrorIsThatOfItsCallOnly) {
-  ASSERT_SUCCEEDS(memory_->sleep({}, {"weights"}));
+  ASSERT_SUCCEEDS(TagSleep(*memory_).sleep({}, {"weights"}));
   for (uint64_t call = 1;; ++call) {
     fake_.fail(call, CUDA_ERROR_UNKNOWN, Lasting::kOnce);
-    const bool woke = memory_->wake({}).has_value();
+    const bool woke = TagSleep(*memory_).wake({}).has_value();
     const bool fired = fake_.fired();
     fake_.heal();
     if (!woke) {
-      ASSERT_SUCCEEDS(memory_->wake({}));
+      ASSERT_SUCCEEDS(TagSleep(*memory_).wake({}));
     }
     expect_content({"weights"});
     if (!fired) break;
-    ASSERT_SUCCEEDS(memory_->sleep({}, {"weights"}));
+    ASSERT_SUCCEEDS(TagSleep(*memory_).sleep({}, {"weights"}));
   }
 }
 
@@ -152,46 +153,46 @@ TEST_F(PublicFailures, AnErrorIsThatOfItsCallOnly) {
 TEST_F(PublicFailures, MemoryFreedWhileItSleepsIsFreedOnce) {
   const DeviceAddress more = value_of(memory_->allocate("weights", "more", kRegion));
   fill(more, 'm');
-  ASSERT_SUCCEEDS(memory_->sleep({}, {"weights", "kv_cache"}));
-  EXPECT_FAILS(memory_->sleep({"weights"}, {}), Code::kFailedPrecondition, "detached");
+  ASSERT_SUCCEEDS(TagSleep(*memory_).sleep({}, {"weights", "kv_cache"}));
+  EXPECT_FAILS(TagSleep(*memory_).sleep({"weights"}, {}), Code::kFailedPrecondition, "detached");
   for (const char* tag : {"kv_cache", "weights"}) {  // the only region of its tag, and one of two
     ASSERT_SUCCEEDS(memory_->free(addresses_[tag]));
     EXPECT_FAILS(memory_->free(addresses_[tag]), Code::kNotFound);
   }
-  ASSERT_SUCCEEDS(memory_->wake({}));
-  EXPECT_FAILS(memory_->wake({}), Code::kFailedPrecondition);
+  ASSERT_SUCCEEDS(TagSleep(*memory_).wake({}));
+  EXPECT_FAILS(TagSleep(*memory_).wake({}), Code::kFailedPrecondition);
   EXPECT_EQ(read(more), std::string(kRegion, 'm'));
   EXPECT_EQ(fake_.used_bytes(), 2 * kRegion);
 }
 
 // vLLM-omni 4473, vLLM 29341, 16234: a wrong tag or a wake of some, and the output is nonsense.
 TEST_F(PublicFailures, AWrongTagTouchesNothingAndSomeTagsWakeAsTheyWere) {
-  EXPECT_FAILS(memory_->sleep({"weights", "wieghts"}, {"weights"}), Code::kNotFound, "wieghts");
+  EXPECT_FAILS(TagSleep(*memory_).sleep({"weights", "wieghts"}, {"weights"}), Code::kNotFound, "wieghts");
   EXPECT_EQ(state("weights"), "attached");
-  ASSERT_SUCCEEDS(memory_->sleep({}, {"weights", "kv_cache", "runtime"}));
-  EXPECT_FAILS(memory_->wake({"kv"}), Code::kNotFound);
-  ASSERT_SUCCEEDS(memory_->wake({"kv_cache"}));
+  ASSERT_SUCCEEDS(TagSleep(*memory_).sleep({}, {"weights", "kv_cache", "runtime"}));
+  EXPECT_FAILS(TagSleep(*memory_).wake({"kv"}), Code::kNotFound);
+  ASSERT_SUCCEEDS(TagSleep(*memory_).wake({"kv_cache"}));
   EXPECT_EQ(state("weights"), "detached");
   expect_content({"kv_cache"});
-  ASSERT_SUCCEEDS(memory_->wake({}));
+  ASSERT_SUCCEEDS(TagSleep(*memory_).wake({}));
   expect_content({"weights", "kv_cache", "runtime"});
 }
 
 // vLLM 37065: two engines on one GPU sleep and wake at the same time; one hangs or dies.
 TEST_F(PublicFailures, TwoEnginesOnOneGpuTakeTurnsHoweverTheyMeet) {
   const auto other = make();
-  ASSERT_SUCCEEDS(memory_->sleep({}, {"weights"}));
+  ASSERT_SUCCEEDS(TagSleep(*memory_).sleep({}, {"weights"}));
   const DeviceAddress theirs = value_of(other->allocate("weights", "all", 24 * kUnit));
   fill(addresses_.emplace("theirs", theirs).first->second, 't');
   const auto cycle = [](RankMemory& memory, bool asleep) {
     for (int round = 0; round < 40;) {
       if (asleep) {
-        if (!memory.wake({})) {
+        if (!TagSleep(memory).wake({})) {
           std::this_thread::yield();  // the other one has the memory
           continue;
         }
       } else {
-        EXPECT_TRUE(test::succeeded(memory.sleep({}, {"weights"})));
+        EXPECT_TRUE(test::succeeded(TagSleep(memory).sleep({}, {"weights"})));
       }
       asleep = !asleep;
       ++round;
@@ -199,9 +200,9 @@ TEST_F(PublicFailures, TwoEnginesOnOneGpuTakeTurnsHoweverTheyMeet) {
   };
   std::thread first(cycle, std::ref(*memory_), true);
   cycle(*other, false);
-  ASSERT_SUCCEEDS(other->sleep({}, {"weights"}));
+  ASSERT_SUCCEEDS(TagSleep(*other).sleep({}, {"weights"}));
   first.join();
-  ASSERT_SUCCEEDS(memory_->wake({}));
+  ASSERT_SUCCEEDS(TagSleep(*memory_).wake({}));
   expect_content({"weights"});
 }
 
@@ -209,25 +210,25 @@ TEST_F(PublicFailures, TwoEnginesOnOneGpuTakeTurnsHoweverTheyMeet) {
 // vLLM 32714: a sleep freed 6 GB instead of more than 20.
 TEST_F(PublicFailures, WhenASleepReturnsAllItsMemoryIsFree) {
   EXPECT_EQ(fake_.used_bytes(), 3 * kRegion);
-  const TagMove move = value_of(memory_->sleep({}, {"weights"}));
+  const TagMove move = value_of(TagSleep(*memory_).sleep({}, {"weights"}));
   EXPECT_EQ(fake_.used_bytes(), 0u);
   EXPECT_EQ(move.physical_bytes, 3 * kRegion);
   give_back(take(32 * kUnit));  // the neighbour gets the whole GPU
-  ASSERT_SUCCEEDS(memory_->wake({}));
+  ASSERT_SUCCEEDS(TagSleep(*memory_).wake({}));
 }
 
 // cuda-checkpoint 44: a restore that failed once can never be tried again.
 TEST_F(PublicFailures, AFailedRestoreCanBeTriedAgain) {
-  ASSERT_SUCCEEDS(memory_->sleep({}, {"weights", "kv_cache", "runtime"}));
+  ASSERT_SUCCEEDS(TagSleep(*memory_).sleep({}, {"weights", "kv_cache", "runtime"}));
   int failures = 0;
   for (uint64_t call = 1;; ++call) {
     fake_.fail(call, CUDA_ERROR_OUT_OF_MEMORY, Lasting::kOnce);
-    const bool woke = memory_->wake({}).has_value();
+    const bool woke = TagSleep(*memory_).wake({}).has_value();
     const bool fired = fake_.fired();
     fake_.heal();
     if (woke && !fired) break;
     if (woke) {
-      ASSERT_SUCCEEDS(memory_->sleep({}, {"weights", "kv_cache", "runtime"}));
+      ASSERT_SUCCEEDS(TagSleep(*memory_).sleep({}, {"weights", "kv_cache", "runtime"}));
       continue;
     }
     ++failures;  // and the next round tries again
@@ -239,8 +240,8 @@ TEST_F(PublicFailures, AFailedRestoreCanBeTriedAgain) {
 
 // vLLM 35219, 43990: bits of a freed block become another request's NaN.
 TEST_F(PublicFailures, WhatComesBackWithoutContentIsZero) {
-  ASSERT_SUCCEEDS(memory_->sleep({}, {"weights"}));
-  ASSERT_SUCCEEDS(memory_->wake({}));
+  ASSERT_SUCCEEDS(TagSleep(*memory_).sleep({}, {"weights"}));
+  ASSERT_SUCCEEDS(TagSleep(*memory_).wake({}));
   EXPECT_EQ(read(addresses_["kv_cache"]), std::string(kRegion, '\0'));
   expect_content({"weights"});
 }

@@ -1,4 +1,5 @@
 #include "engine/rank_memory.h"
+#include "engine/tag_sleep.h"
 
 #include <algorithm>
 #include <cstring>
@@ -6,6 +7,7 @@
 #include "allocator/host_device.h"
 #include "base/units.h"
 #include "tests/support/faulty_device.h"
+#include "tests/support/rank_call.h"
 #include "tests/support/results.h"
 
 namespace torpor {
@@ -22,18 +24,25 @@ class RankMemoryTest : public ::testing::Test {
     std::memset(reinterpret_cast<void*>(address_), 5, kSize);  // NOLINT(performance-no-int-to-ptr)
     return memory;
   }
-  static RankReply call(RankMemory& memory, const std::string& method, RankOrder order = {.tags = {"weights"}}) {
-    RankReply reply = value_of(decode_reply(memory.call(method, encode_order(order))));
-    if (reply.error) ADD_FAILURE() << method << ": " << reply.error->to_string();
-    return reply;
+  template <class Order>
+  static typename Order::Reply call(RankMemory& memory, const Order& order) {
+    SCOPED_TRACE(Order::kName);
+    return value_of(test::call_rank(memory, order));
   }
-  static RankReply sleep_and_wake(RankMemory& memory) {
-    RankReply saved = call(memory, "save");
-    call(memory, "detach");
-    call(memory, "attach");
-    call(memory, "restore");
-    call(memory, "finish", {.tags = {"weights"}, .keep_backup = true});
-    return saved;
+  // Returns what was copied, and what was held then.
+  static std::pair<uint64_t, RankLedger> sleep_and_wake(RankMemory& memory, const std::string& tag = "weights") {
+    const uint64_t copied = call(memory, orders::Save{.tags = {tag}}).bytes;
+    RankLedger asleep = call(memory, orders::Detach{.tags = {tag}}).ledger;
+    wake(memory, tag);
+    return {copied, std::move(asleep)};
+  }
+  static void wake(RankMemory& memory, const std::string& tag = "weights") {
+    call(memory, orders::Attach{.tags = {tag}});
+    call(memory, orders::Restore{.tags = {tag}});
+    call(memory, orders::Finish{.tags = {tag}, .keep_backup = true});
+  }
+  static std::string digest(RankMemory& memory) {
+    return call(memory, orders::DigestTags{.tags = {"weights"}}).digests.at("weights");
   }
   static constexpr uint64_t kSize = 10 * kMiB;
   DeviceAddress address_ = 0;
@@ -41,17 +50,17 @@ class RankMemoryTest : public ::testing::Test {
 
 TEST_F(RankMemoryTest, AKeptBackupIsNotCopiedAgainUntilTheOwnerMarksItDirty) {
   const auto memory = make(true);
-  EXPECT_EQ(sleep_and_wake(*memory).bytes, kSize);
-  EXPECT_EQ(sleep_and_wake(*memory).bytes, 0u);
+  EXPECT_EQ(sleep_and_wake(*memory).first, kSize);
+  EXPECT_EQ(sleep_and_wake(*memory).first, 0u);
   memory->mark_dirty("weights");
-  EXPECT_EQ(sleep_and_wake(*memory).bytes, kSize);
+  EXPECT_EQ(sleep_and_wake(*memory).first, kSize);
 }
 
 TEST_F(RankMemoryTest, WithoutAKeptBackupNoHostMemoryIsHeldWhileAwake) {
   const auto memory = make(false);
-  EXPECT_EQ(sleep_and_wake(*memory).bytes, kSize);
+  EXPECT_EQ(sleep_and_wake(*memory).first, kSize);
   EXPECT_EQ(memory->ledger().arena_held_bytes, 0u);
-  EXPECT_EQ(sleep_and_wake(*memory).bytes, kSize);
+  EXPECT_EQ(sleep_and_wake(*memory).first, kSize);
 }
 
 TEST_F(RankMemoryTest, TheArenaKeepsForTheNextSleepWhatItMay) {
@@ -62,8 +71,7 @@ TEST_F(RankMemoryTest, TheArenaKeepsForTheNextSleepWhatItMay) {
     ASSERT_SUCCEEDS(memory->allocate("weights", "w", kSize));
     uint64_t held = 0;
     for (int cycle = 0; cycle < 3; ++cycle) {
-      const RankReply asleep = sleep_and_wake(*memory);
-      EXPECT_GE(asleep.ledger.arena_held_bytes, kSize);
+      EXPECT_GE(sleep_and_wake(*memory).second.arena_held_bytes, kSize);
       held = memory->ledger().arena_held_bytes;
       EXPECT_LE(held, keep);
     }
@@ -76,8 +84,8 @@ TEST_F(RankMemoryTest, TheArenaKeepsForTheNextSleepWhatItMay) {
 TEST_F(RankMemoryTest, TheLedgerNamesEveryByte) {
   const auto memory = make(false);
   EXPECT_EQ(memory->ledger().device_physical_bytes, kSize);
-  call(*memory, "save");
-  const RankReply asleep = call(*memory, "detach");
+  call(*memory, orders::Save{.tags = {"weights"}});
+  const orders::Detach::Reply asleep = call(*memory, orders::Detach{.tags = {"weights"}});
   EXPECT_EQ(asleep.bytes, kSize);
   EXPECT_EQ(asleep.ledger.device_physical_bytes, 0u);
   EXPECT_EQ(asleep.ledger.tags.at("weights").state, "detached");
@@ -89,16 +97,14 @@ TEST_F(RankMemoryTest, TheLedgerNamesEveryByte) {
 
 TEST_F(RankMemoryTest, DigestsAreThoseOfTheContentAlsoWhileAsleep) {
   const auto memory = make(false);
-  const std::string awake = call(*memory, "digest").digests.at("weights");
-  call(*memory, "save");
-  call(*memory, "detach");
-  EXPECT_EQ(call(*memory, "digest").digests.at("weights"), awake);
-  call(*memory, "attach");
-  call(*memory, "restore");
-  call(*memory, "finish");
-  EXPECT_EQ(call(*memory, "digest").digests.at("weights"), awake);
+  const std::string awake = digest(*memory);
+  call(*memory, orders::Save{.tags = {"weights"}});
+  call(*memory, orders::Detach{.tags = {"weights"}});
+  EXPECT_EQ(digest(*memory), awake);
+  wake(*memory);
+  EXPECT_EQ(digest(*memory), awake);
   *reinterpret_cast<std::byte*>(address_) = std::byte{6};  // NOLINT(performance-no-int-to-ptr)
-  EXPECT_NE(call(*memory, "digest").digests.at("weights"), awake);
+  EXPECT_NE(digest(*memory), awake);
 }
 
 TEST_F(RankMemoryTest, ALayoutThatReachesOutsideItsRegionsIsRefused) {
@@ -135,8 +141,9 @@ TEST_F(RankMemoryTest, BlocksOfGroupsThatLieOverOneAnotherAreSavedOnce) {
   const KvTensor states{.address = kv, .layers = 3, .layer_stride = 1000, .block_stride = 100, .block_bytes = 70};
   ASSERT_SUCCEEDS(memory->set_kv_layout("kv_cache", {.num_blocks = 10, .tensors = {attention, states}}));
   EXPECT_EQ(memory->kv_layout().bytes_per_block(), 270u);
-  EXPECT_EQ(call(*memory, "save", {.tags = {"kv_cache"}, .blocks = {3, 7}}).bytes, 2 * 270u);
-  for (const char* method : {"detach", "attach", "restore", "finish"}) call(*memory, method, {.tags = {"kv_cache"}});
+  EXPECT_EQ(call(*memory, orders::Save{.tags = {"kv_cache"}, .blocks = {3, 7}}).bytes, 2 * 270u);
+  call(*memory, orders::Detach{.tags = {"kv_cache"}});
+  wake(*memory, "kv_cache");
   for (int i = 0; i < 3000; ++i) {
     const int layer = i / 1000, block = i % 1000 / 100, within = i % 100;
     const bool saved = (block == 3 || block == 7) && (layer < 2 || within < 70);
@@ -163,7 +170,7 @@ TEST_F(RankMemoryTest, NoTagStaysOnTheWayWhereverTheDeviceFailsDuringASleep) {
         std::memset(content[tag], tag[0], 4096);
       }
       device.fail_at(n, sticky);
-      const Result<TagMove> slept = memory->sleep({}, tags);
+      const Result<TagMove> slept = TagSleep(*memory).sleep({}, tags);
       const bool fired = device.fired();
       device.fail_at(0);
       const std::map<std::string, RegionState> states = memory->states();
@@ -182,9 +189,9 @@ TEST_F(RankMemoryTest, NoTagStaysOnTheWayWhereverTheDeviceFailsDuringASleep) {
         ASSERT_TRUE(state == RegionState::kAttached || state == RegionState::kDetached) << name(state);
         if (state == RegionState::kAttached) {
           attached_beside_broken += any_broken ? 1 : 0;
-          ASSERT_SUCCEEDS(memory->sleep({tag}, {tag}));
+          ASSERT_SUCCEEDS(TagSleep(*memory).sleep({tag}, {tag}));
         }
-        ASSERT_SUCCEEDS(memory->wake({tag}));
+        ASSERT_SUCCEEDS(TagSleep(*memory).wake({tag}));
         for (size_t at = 0; at < 4096; ++at) ASSERT_EQ(content[tag][at], static_cast<std::byte>(tag[0])) << at;
       }
       if (!fired) break;
@@ -196,14 +203,25 @@ TEST_F(RankMemoryTest, NoTagStaysOnTheWayWhereverTheDeviceFailsDuringASleep) {
 
 TEST_F(RankMemoryTest, HostileAndUnknownOrdersAreErrorsInTheReply) {
   const auto memory = make(false);
-  const RankReply unknown = value_of(decode_reply(memory->call("explode", encode_order({}))));
-  ASSERT_TRUE(unknown.error.has_value());
-  EXPECT_EQ(unknown.error->code, Code::kInvalidArgument);
-  for (const Bytes& noise : {Bytes{}, Bytes(7, 0xff), Bytes(1000, 0xff)}) {
-    const RankReply reply = value_of(decode_reply(memory->call("save", noise)));
-    ASSERT_TRUE(reply.error.has_value());
-    EXPECT_EQ(reply.error->code, Code::kCorruption);
+  const auto answer_to = [&](const Bytes& order) {
+    return decode_reply<orders::Save>(RankService(*memory).call(order));
+  };
+  for (const uint8_t number : {uint8_t{std::variant_size_v<RankOrder>}, uint8_t{255}}) {
+    EXPECT_EQ(order_name({number}), "unknown");
+    EXPECT_FAILS(answer_to({number, 0, 0}), Code::kIncompatible, "does not know the order");
   }
+  const Bytes save = encode_order(orders::Save{.tags = {"weights"}});
+  EXPECT_EQ(order_name(save), "save");
+  Bytes longer = save;
+  longer.push_back(0);
+  Bytes noise(1000, 0xff);
+  noise[0] = save[0];
+  for (const Bytes& order : {Bytes{}, Bytes(save.begin(), save.end() - 1), longer, noise}) {
+    const Result<orders::Save::Reply> answer = answer_to(order);
+    EXPECT_FAILS(answer, Code::kCorruption, "an order to a rank");
+    EXPECT_NE(answer.error().next_step.find("same version"), std::string::npos);
+  }
+  EXPECT_EQ(memory->states().at("weights"), RegionState::kAttached);
   ASSERT_SUCCEEDS(
       memory->set_kv_layout("kv_cache", {.num_blocks = 10,
                                          .tensors = {{.address = value_of(memory->allocate("kv_cache", "kv", 1000)),
@@ -212,10 +230,8 @@ TEST_F(RankMemoryTest, HostileAndUnknownOrdersAreErrorsInTheReply) {
                                                       .block_stride = 100,
                                                       .block_bytes = 100}}}));
   for (const int32_t block : {-1, 10, INT32_MAX}) {
-    const RankReply reply =
-        value_of(decode_reply(memory->call("save", encode_order({.tags = {"kv_cache"}, .blocks = {block}}))));
-    ASSERT_TRUE(reply.error.has_value()) << block;
-    EXPECT_EQ(reply.error->code, Code::kIncompatible);
+    EXPECT_FAILS(test::call_rank(*memory, orders::Save{.tags = {"kv_cache"}, .blocks = {block}}), Code::kIncompatible,
+                 std::to_string(block));
   }
 }
 

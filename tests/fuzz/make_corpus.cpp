@@ -6,14 +6,59 @@
 #include "checkpoint/manifest_codec.h"
 #include "checkpoint/state_sections.h"
 #include "engine/delivery/delivery_log_file.h"
+#include "engine/rank_orders.h"
 #include "tests/support/example_state.h"
 
 namespace {
 
-void write(const std::filesystem::path& directory, const std::string& target, const torpor::Bytes& bytes) {
+void write(const std::filesystem::path& directory, const std::string& target, const torpor::Bytes& bytes,
+           std::string_view name = "example") {
   std::filesystem::create_directories(directory / target);
-  std::ofstream(directory / target / "example", std::ios::binary)
+  std::ofstream(directory / target / name, std::ios::binary)
       .write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
+}
+
+// With the number that tells fuzz_orders what it is.
+torpor::Bytes numbered(size_t number, torpor::Bytes bytes) {
+  bytes.insert(bytes.begin(), static_cast<uint8_t>(number));
+  return bytes;
+}
+
+template <class Order>
+void write_order(const std::filesystem::path& directory, const Order& order, const typename Order::Reply& reply) {
+  using namespace torpor;
+  const std::string name(Order::kName);
+  write(directory, "orders", numbered(0, encode_order(order)), name);
+  write(directory, "orders", numbered(1 + RankOrder(order).index(), encode_reply<Order>(reply)), name + "_answer");
+}
+
+void write_orders(const std::filesystem::path& directory, const torpor::RankChunks& chunks) {
+  using namespace torpor;
+  const std::vector<std::string> tags{"weights", "kv_cache"};
+  const RankLedger ledger{.tags = {{"weights", {.state = "attached", .region_bytes = 4000}}, {"kv_cache", {}}},
+                          .device_capacity_bytes = 1 << 20,
+                          .chunks_by_outcome = {{"completed", 3}}};
+  write_order(directory, orders::Describe{},
+              {.ledger = ledger, .bytes_per_block = 64, .writes = {{"weights", 2}}, .without_content = {"weights"}});
+  write_order(directory, orders::Written{.tags = tags}, {});
+  write_order(directory,
+              orders::Save{.tags = tags,
+                           .blocks = {1, 2, 7},
+                           .directory = "/checkpoints/new",
+                           .writing = {.protection = Protection::kEncrypted, .known = {chunks}}},
+              {.bytes = 4000, .chunks = chunks, .digests = {{"weights", "00ff"}}});
+  write_order(directory, orders::CancelSave{.tags = tags}, {});
+  write_order(directory, orders::Detach{.tags = tags}, {.ledger = ledger, .bytes = 4096});
+  write_order(directory, orders::Attach{.tags = tags}, {});
+  write_order(directory, orders::Restore{.tags = tags}, {.bytes = 4000, .without_content = {"weights"}});
+  write_order(directory, orders::CancelRestore{.tags = tags}, {});
+  write_order(directory, orders::Finish{.tags = tags, .keep_backup = true}, {.ledger = ledger});
+  write_order(directory, orders::DigestTags{.tags = tags}, {.bytes = 4000, .digests = {{"weights", "00ff"}}});
+  write_order(directory, orders::LoadBlocks{.directory = "/checkpoints/g-000001", .generation = 1}, {.ledger = ledger});
+  write_order(directory, orders::Moved{.directory = "/checkpoints/g-000001"}, {});
+  write(directory, "orders",
+        numbered(1, encode_error({.code = Code::kTimeout, .what = "late", .next_step = "wait", .native = -1})),
+        "error_answer");
 }
 
 }  // namespace
@@ -33,6 +78,7 @@ int main(int argc, char** argv) {
                    .offset = 4096,
                    .stored_bytes = 4000,
                    .file = 1}}}};
+  write_orders(directory, manifest.ranks[0]);
   const Bytes file = encode_manifest(manifest);
   write(directory, "manifest", Bytes(file.begin() + 128, file.end()));
   Answer answer{.request = state.state.scheduler.requests[0]};

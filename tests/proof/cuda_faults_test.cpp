@@ -11,8 +11,8 @@
 #include "allocator/cuda/cuda_device.h"
 #include "base/log.h"
 #include "base/units.h"
-#include "engine/rank_memory.h"
 #include "tests/support/fake_cuda_driver.h"
+#include "tests/support/rank_call.h"
 #include "tests/support/results.h"
 
 namespace torpor {
@@ -72,28 +72,20 @@ class Rank {
     return ok();
   }
 
-  Status call(const char* method, const RankOrder& order) {
-    Result<RankReply> reply = decode_reply(memory_->call(method, encode_order(order)));
-    if (!reply) return reply.error();
-    if (reply->error) return *reply->error;
-    last_ = std::move(*reply);
-    return ok();
-  }
-
   // As the controller does it: what a failed step leaves is undone.
   Status sleep() {
-    TORPOR_TRY(call("save", {.tags = kTags, .blocks = kLive}));
-    const Status detached = call("detach", {.tags = kTags});
-    if (!detached && state() == "saving") (void)call("cancel_save", {.tags = kTags});
+    TORPOR_TRY(call(orders::Save{.tags = kTags, .blocks = kLive}));
+    const Status detached = call(orders::Detach{.tags = kTags});
+    if (!detached && state() == "saving") (void)call(orders::CancelSave{.tags = kTags});
     return detached;
   }
   Status wake() {
-    if (state() != "restoring") TORPOR_TRY(call("attach", {.tags = kTags}));
-    if (const Status restored = call("restore", {.tags = kTags}); !restored) {
-      (void)call("cancel_restore", {.tags = kTags});
+    if (state() != "restoring") TORPOR_TRY(call(orders::Attach{.tags = kTags}));
+    if (const Status restored = call(orders::Restore{.tags = kTags}); !restored) {
+      (void)call(orders::CancelRestore{.tags = kTags});
       return restored;
     }
-    return call("finish", {.tags = kTags, .keep_backup = true});
+    return call(orders::Finish{.tags = kTags, .keep_backup = true});
   }
 
   // One word for both tags: broken before all others; restoring for what a wake that could not be undone has left.
@@ -129,6 +121,11 @@ class Rank {
   }
 
  private:
+  template <class Order>
+  Status call(const Order& order) {
+    TORPOR_TRY(test::call_rank(*memory_, order));
+    return ok();
+  }
   Status copy(Direction direction, DeviceAddress address, std::vector<std::byte>& host) {
     TORPOR_ASSIGN(const StreamId stream, device_->create_stream());
     const Copy piece{address, host.data(), host.size()};
@@ -147,7 +144,6 @@ class Rank {
   DeviceMemory* device_ = nullptr;
   std::unique_ptr<RankMemory> memory_;
   std::vector<std::pair<DeviceAddress, std::vector<std::byte>>> regions_;
-  RankReply last_;
 };
 
 enum class Outcome : uint8_t { kNoMatter, kNotLoaded, kUndoneAwake, kAsleepRetried, kBroken };

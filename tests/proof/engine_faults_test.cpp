@@ -15,6 +15,7 @@
 #include "allocator/host_device.h"
 #include "engine/reference/reference_engine.h"
 #include "engine/sleep_controller.h"
+#include "engine/tag_sleep.h"
 #include "tests/proof/workloads.h"
 #include "tests/support/results.h"
 #include "tests/support/temporary_directory.h"
@@ -142,8 +143,8 @@ class ThrowingHooks final : public EngineHooks {
   Status forget_restored() override {
     return run([&] { return inner_.forget_restored(); });
   }
-  Result<std::vector<Bytes>> call_ranks(const std::string& method, const Bytes& payload) override {
-    return run([&] { return inner_.call_ranks(method, payload); });
+  Result<std::vector<Bytes>> call_ranks(const Bytes& order) override {
+    return run([&] { return inner_.call_ranks(order); });
   }
 
  private:
@@ -475,7 +476,7 @@ TEST_F(EngineFaults, EveryHookThrows) {
   }
 }
 
-// The same of tags without a controller (RankMemory::sleep and wake).
+// The same of tags without a controller (tag_sleep.h).
 TEST_F(EngineFaults, EveryAllocationFailsInTheMemoryOfTags) {
   constexpr uint64_t kSize = 64 * 1024;
   Counts counts;
@@ -492,10 +493,10 @@ TEST_F(EngineFaults, EveryAllocationFailsInTheMemoryOfTags) {
         auto* const bytes = reinterpret_cast<unsigned char*>(address);  // NOLINT(performance-no-int-to-ptr)
         for (uint64_t i = 0; i < kSize; ++i) bytes[i] = static_cast<unsigned char>(i * 7);
         if (waking) {
-          ASSERT_SUCCEEDS(memory->sleep({}, kept));
+          ASSERT_SUCCEEDS(TagSleep(*memory).sleep({}, kept));
         }
         allocations.arm(n, for_ever);
-        Result<TagMove> moved = waking ? memory->wake({}) : memory->sleep({}, kept);
+        Result<TagMove> moved = waking ? TagSleep(*memory).wake({}) : TagSleep(*memory).sleep({}, kept);
         const bool fired = allocations.disarm();
         for (const auto& [tag, state] : memory->states()) {
           ASSERT_EQ(is_asleep(state), waking == !moved) << tag << " is " << name(state);
@@ -505,13 +506,13 @@ TEST_F(EngineFaults, EveryAllocationFailsInTheMemoryOfTags) {
           ASSERT_TRUE(fired);
           ASSERT_FALSE(moved.error().state_changed);
           ++counts.undone;
-          moved = waking ? memory->wake({}) : memory->sleep({}, kept);
+          moved = waking ? TagSleep(*memory).wake({}) : TagSleep(*memory).sleep({}, kept);
           ASSERT_SUCCEEDS(moved);
         } else if (fired) {
           ++counts.absorbed;
         }
         if (!waking) {
-          ASSERT_SUCCEEDS(memory->wake({}));
+          ASSERT_SUCCEEDS(TagSleep(*memory).wake({}));
         }
         for (uint64_t i = 0; i < kSize; ++i) ASSERT_EQ(bytes[i], static_cast<unsigned char>(i * 7)) << i;
         if (!fired) break;

@@ -9,16 +9,18 @@ from pathlib import Path
 from conftest import InProcess
 from requests_of_tests import final, run
 
+from torpor import _core
+
 
 def kill_at(one, phase: str) -> None:
     """SIGKILL when the controller's next order to the workers of this phase has been carried out."""
     hooks = one.core.torpor_side.hooks
     stock = hooks.call_ranks
-    order = {"save": "save", "prove": "moved", "restore": "load_blocks"}[phase]
+    last = {"save": "save", "prove": "moved", "restore": "load_blocks"}[phase]
 
-    def call_ranks(method, payload):
-        replies = stock(method, payload)
-        if method == order:
+    def call_ranks(order):
+        replies = stock(order)
+        if _core.order_name(order) == last:
             os.kill(os.getpid(), signal.SIGKILL)
         return replies
 

@@ -52,8 +52,8 @@ class Hooks:
     def rebuild_derived(self) -> None:
         pass
 
-    def call_ranks(self, method: str, payload: bytes) -> list[bytes]:
-        return [self.memory.call(method, payload)]
+    def call_ranks(self, order: bytes) -> list[bytes]:
+        return [self.memory.call(order)]
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -91,6 +91,6 @@ def test_an_engine_that_cannot_be_resumed_says_that_it_is_lost(raised):
 
 def test_a_hook_that_gives_something_else_is_named():
     hooks = Hooks()
-    hooks.call_ranks = lambda method, payload: ["no bytes"]
+    hooks.call_ranks = lambda order: ["no bytes"]
     with pytest.raises(errors.Error, match="reply of a rank"):
         _core.SleepController(hooks).sleep({"level": 1, "in_flight": "abort"})

@@ -14,7 +14,8 @@
 #include "allocator/host_device.h"
 #include "base/units.h"
 #include "engine/engine_hooks.h"
-#include "engine/rank_memory.h"
+#include "engine/rank_service.h"
+#include "engine/tags.h"
 #include "tests/support/faulty_device.h"
 #include "tests/support/results.h"
 
@@ -105,6 +106,7 @@ class TestEngine final : public EngineHooks {
   void set_tokens(Tokens tokens) { tokens_ = std::move(tokens); }  // what the front end has already
   bool frozen() const { return frozen_; }
   int64_t recomputed() const { return recomputed_; }
+  uint64_t hashed_bytes() const { return hashed_bytes_; }  // of weights, on all ranks
   FaultyDevice& device(int rank = 0) { return *ranks_[static_cast<size_t>(rank)].device; }
   RankMemory& memory(int rank = 0) { return *ranks_[static_cast<size_t>(rank)].memory; }
   // The named hook fails once (or always, until cleared).
@@ -243,10 +245,11 @@ class TestEngine final : public EngineHooks {
     for (int32_t block = 1; block < options_.num_blocks; ++block) free_.push_back(block);
     return ok();
   }
-  Result<std::vector<Bytes>> call_ranks(const std::string& method, const Bytes& payload) override {
-    TORPOR_TRY(enter("rank " + method));
+  Result<std::vector<Bytes>> call_ranks(const Bytes& order) override {
+    TORPOR_TRY(enter("rank " + std::string(order_name(order))));
     std::vector<Bytes> replies;
-    for (Rank& rank : ranks_) replies.push_back(rank.memory->call(method, payload));
+    for (Rank& rank : ranks_) replies.push_back(RankService(*rank.memory).call(order));
+    for (const Bytes& reply : replies) hashed_bytes_ += hashed_bytes(order, reply);
     return replies;
   }
 
@@ -273,6 +276,18 @@ class TestEngine final : public EngineHooks {
     }
     int32_t length() const { return static_cast<int32_t>(prompt.size() + output.size()); }
   };
+  // Of weights, by what a rank says of an order.
+  static uint64_t hashed_bytes(const Bytes& order, const Bytes& reply) {
+    const RankOrder decoded = value_of(decode_order(order));
+    if (std::holds_alternative<orders::DigestTags>(decoded)) {
+      const auto digested = decode_reply<orders::DigestTags>(reply);
+      return digested ? digested->bytes : 0;
+    }
+    const auto* save = std::get_if<orders::Save>(&decoded);
+    if (save == nullptr || !has_tag(save->tags, kWeightsTag)) return 0;
+    const auto saved = decode_reply<orders::Save>(reply);
+    return saved && saved->bytes >= kWeightBytes ? kWeightBytes : 0;
+  }
   static void must(const Status& status) { ASSERT_SUCCEEDS(status); }
   static std::byte& byte_at(DeviceAddress address) {
     return *reinterpret_cast<std::byte*>(address);
@@ -398,6 +413,7 @@ class TestEngine final : public EngineHooks {
   bool frozen_ = false;
   Tokens tokens_;
   int64_t recomputed_ = 0;
+  uint64_t hashed_bytes_ = 0;
   std::string failing_;
   bool failing_always_ = false;
 };

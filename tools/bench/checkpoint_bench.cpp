@@ -20,7 +20,7 @@
 #include "base/units.h"
 #include "checkpoint/checkpoint_manager.h"
 #include "checkpoint/verify.h"
-#include "engine/rank_memory.h"
+#include "engine/rank_service.h"
 #include "tools/bench/bench.h"
 
 using namespace torpor;
@@ -73,20 +73,20 @@ class Sleeper {
   void sleep() {
     PendingCheckpoint pending = must(manager_->begin(bytes_));
     must(pending.write_state(empty_state()));
-    const RankReply saved =
-        call("save", {.tags = {"weights"}, .directory = pending.staging_path(), .writing = pending.writing()});
+    const orders::Save::Reply saved =
+        call(orders::Save{.tags = kTags, .directory = pending.staging_path(), .writing = pending.writing()});
     pending.add_rank(saved.chunks);
     path_ = must(pending.commit());
-    call("moved", {.directory = path_});
-    call("detach", {.tags = {"weights"}});
+    call(orders::Moved{.directory = path_});
+    call(orders::Detach{.tags = kTags});
     pending.retire_older();
   }
   void wake() {
-    call("attach", {.tags = {"weights"}});
-    call("restore", {.tags = {"weights"}});
+    call(orders::Attach{.tags = kTags});
+    call(orders::Restore{.tags = kTags});
   }
   void finish() {
-    call("finish", {.tags = {"weights"}});
+    call(orders::Finish{.tags = kTags});
     must(manager_->woken_from(must(open_checkpoint(linux_file_system(), path_)).manifest().generation));
   }
   void verify() {
@@ -96,11 +96,11 @@ class Sleeper {
   uint64_t stored_bytes() { return must(open_checkpoint(linux_file_system(), path_)).manifest().total_bytes(); }
 
  private:
-  RankReply call(const char* order, const RankOrder& what) {
-    RankReply reply = must(decode_reply(memory_->call(order, encode_order(what))));
-    if (reply.error) must(Status(*reply.error));
-    return reply;
+  template <class Order>
+  typename Order::Reply call(const Order& order) {
+    return must(decode_reply<Order>(RankService(*memory_).call(encode_order(order))));
   }
+  inline static const std::vector<std::string> kTags{"weights"};
   const std::string directory_;
   const uint64_t bytes_;
   std::unique_ptr<RankMemory> memory_;

@@ -25,7 +25,8 @@
 #include "allocator/host_device.h"
 #include "base/copy.h"
 #include "base/units.h"
-#include "engine/rank_memory.h"
+#include "engine/rank_service.h"
+#include "engine/tag_sleep.h"
 #include "tools/bench/bench.h"
 
 namespace {
@@ -64,23 +65,23 @@ class Torpor {
   }
   void sleep() {
     memory_->mark_dirty("weights");  // every byte is copied every time
-    call("save");
-    call("detach");
+    call(orders::Save{.tags = kTags});
+    call(orders::Detach{.tags = kTags});
   }
   void wake() {
-    call("attach");
-    call("restore");
-    call("finish");
+    call(orders::Attach{.tags = kTags});
+    call(orders::Restore{.tags = kTags});
+    call(orders::Finish{.tags = kTags, .keep_backup = true});
   }
-  TagMove sleep_unchanged() { return must(memory_->sleep({}, {"weights"})); }
+  TagMove sleep_unchanged() { return must(TagSleep(*memory_).sleep({}, {"weights"})); }
   void prefault(uint64_t bytes) { must(memory_->arena().prefault(bytes)); }
 
  private:
-  void call(const std::string& method) {
-    const RankReply reply =
-        must(decode_reply(memory_->call(method, encode_order({.tags = {"weights"}, .keep_backup = true}))));
-    if (reply.error) must(Status(*reply.error));
+  template <class Order>
+  void call(const Order& order) {
+    must(decode_reply<Order>(RankService(*memory_).call(encode_order(order))));
   }
+  inline static const std::vector<std::string> kTags{"weights"};
   std::unique_ptr<RankMemory> memory_;
 };
 
@@ -210,8 +211,8 @@ double empty_cycle(uint64_t regions, int rounds) {
   std::vector<double> times;
   for (int round = 0; round <= rounds; ++round) {
     times.push_back(seconds([&] {
-      must(memory->sleep({}, {}));
-      must(memory->wake({}));
+      must(TagSleep(*memory).sleep({}, {}));
+      must(TagSleep(*memory).wake({}));
     }));
   }
   times.erase(times.begin());

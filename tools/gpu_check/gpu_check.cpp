@@ -14,6 +14,7 @@
 #include "allocator/host_arena.h"
 #include "base/units.h"
 #include "engine/rank_memory.h"
+#include "engine/tag_sleep.h"
 #include "kvcache/kv_layout.h"
 #include "offload/chunk_mover.h"
 #include "offload/host_tier.h"
@@ -214,13 +215,13 @@ Json bulk(const Gpu& gpu, const ExtraFunctions& extra, const Options& options, d
     auto memory = make_memory(gpu, options, true);
     const std::vector<DeviceAddress> regions = fill(gpu, *memory, "weights", options.bytes);
     armed.push_back(seconds([&] { must(memory->arena().prefault(options.bytes + kGiB / 4)); }));
-    first.push_back(seconds([&] { must(memory->sleep({}, {"weights"})); }));
-    wake.push_back(seconds([&] { must(memory->wake({})); }));
+    first.push_back(seconds([&] { must(TagSleep(*memory).sleep({}, {"weights"})); }));
+    wake.push_back(seconds([&] { must(TagSleep(*memory).wake({})); }));
     memory->mark_dirty("weights");
-    sleep.push_back(seconds([&] { must(memory->sleep({}, {"weights"})); }));
-    wake.push_back(seconds([&] { must(memory->wake({})); }));
-    unchanged.push_back(seconds([&] { must(memory->sleep({}, {"weights"})); }));
-    must(memory->wake({}));
+    sleep.push_back(seconds([&] { must(TagSleep(*memory).sleep({}, {"weights"})); }));
+    wake.push_back(seconds([&] { must(TagSleep(*memory).wake({})); }));
+    unchanged.push_back(seconds([&] { must(TagSleep(*memory).sleep({}, {"weights"})); }));
+    must(TagSleep(*memory).wake({}));
     whole = whole && filled(gpu, regions, options.bytes);
   }
   row["passed"] = whole;
@@ -338,9 +339,9 @@ Json cycles(const Gpu& gpu, const Options& options) {
   const std::vector<DeviceAddress> regions = fill(gpu, *memory, "weights", kept);
   fill(gpu, *memory, "kv_cache", bytes - kept);  // not kept over a sleep
   const auto cycle = [&] {
-    must(memory->sleep({}, {"weights"}));
+    must(TagSleep(*memory).sleep({}, {"weights"}));
     const uint64_t asleep = gpu.used();
-    must(memory->wake({}));
+    must(TagSleep(*memory).wake({}));
     return asleep;
   };
   for (int i = 0; i < 10; ++i) cycle();  // what is allocated once is allocated now
@@ -375,8 +376,8 @@ Json graph(const Gpu& gpu, const ExtraFunctions& extra, const Options& options) 
   std::vector<unsigned char> read(kBytes);
   int right = 0;
   for (int i = 0; i < options.graph_cycles; ++i) {
-    must(memory->sleep({}, {"weights"}));
-    must(memory->wake({}));
+    must(TagSleep(*memory).sleep({}, {"weights"}));
+    must(TagSleep(*memory).wake({}));
     gpu.check(extra.launch(executable, gpu.stream()), "cuGraphLaunch");
     gpu.wait();
     gpu.down(read.data(), to, kBytes);

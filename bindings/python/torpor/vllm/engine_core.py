@@ -248,8 +248,8 @@ class VllmHooks:
         self._rpc("torpor_forget")
         self.restored = None
 
-    def call_ranks(self, method: str, payload: bytes) -> list[bytes]:
-        return self._rpc("torpor_rank", method, payload)
+    def call_ranks(self, order: bytes) -> list[bytes]:
+        return self._rpc("torpor_rank", order)
 
     def _rpc(self, method: str, *arguments) -> list:
         return self.core.collective_rpc(method, args=arguments)

@@ -37,13 +37,13 @@ def _memory(self):
     return self.torpor_memory
 
 
-def torpor_rank(self, method: str, order: bytes) -> bytes:
+def torpor_rank(self, order: bytes) -> bytes:
     """Passes an order of the controller to this rank's memory. A failure is in the reply."""
     memory = self.torpor_memory
     if getattr(self.model_runner, "kv_caches", None) and not getattr(self, "_torpor_kv_described", False):
         memory.describe_kv(self.model_runner)
         self._torpor_kv_described = True
-    return memory.rank_memory.call(method, order)
+    return memory.rank_memory.call(order)
 
 
 def torpor_release_derived(self) -> None:

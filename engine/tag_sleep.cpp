@@ -1,11 +1,10 @@
-// Sleep and wake of tags without a controller.
+#include "engine/tag_sleep.h"
+
 #include <algorithm>
 #include <chrono>
-#include <set>
 
 #include <fmt/format.h>
 
-#include "engine/rank_memory.h"
 #include "engine/tags.h"
 
 namespace torpor {
@@ -28,18 +27,12 @@ class Phases {
   std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
 };
 
-uint64_t bytes_of(const std::vector<SavedChunk>& chunks) {
-  uint64_t bytes = 0;
-  for (const SavedChunk& chunk : chunks) bytes += chunk.bytes;
-  return bytes;
-}
-
 }  // namespace
 
 // The tags that are meant, each once. Named ones must be in `wanted`; of all, those are taken that are. A tag whose
 // wake could not be undone counts as asleep; the allocator refuses broken ones by name.
-Result<std::vector<std::string>> RankMemory::select(std::vector<std::string> tags, RegionState wanted) const {
-  const std::map<std::string, RegionState> states = allocator_->states();
+Result<std::vector<std::string>> TagSleep::select(std::vector<std::string> tags, RegionState wanted) const {
+  const std::map<std::string, RegionState> states = memory_.states();
   const auto fits = [wanted](RegionState state) {
     return state == wanted || state == RegionState::kBroken || (wanted == RegionState::kDetached && is_asleep(state));
   };
@@ -68,130 +61,117 @@ Result<std::vector<std::string>> RankMemory::select(std::vector<std::string> tag
   return tags;
 }
 
-// Takes the digests of what is in memory now; backups of another content go.
-Status RankMemory::drop_unclean(const std::vector<std::string>& tags) {
-  for (const std::string& tag : tags) {
-    const auto found = backups_.find(tag);
-    if (found == backups_.end() || !found->second.clean) continue;
-    TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(found->second.chunks));
-    TORPOR_ASSIGN(const std::vector<Digest> digests, mover_->digests(plans));
-    const bool same =
-        std::equal(digests.begin(), digests.end(), found->second.chunks.begin(), found->second.chunks.end(),
-                   [](const Digest& now, const SavedChunk& then) { return now == then.digest; });
-    if (!same) backups_.erase(found);
-  }
-  return ok();
+// Throws nothing.
+template <class Order>
+Result<typename Order::Reply> TagSleep::carry_out(const Order& order) {
+  return catching([&]() TORPOR_REQUIRES(memory_.mutex()) { return memory_.carry_out(order); });
 }
 
-Result<RankReply> RankMemory::carry_out(const char* method, const RankOrder& order) {
-  return catching([&]() TORPOR_REQUIRES(mutex_) { return dispatch(method, order); });
+Result<TagMove> TagSleep::sleep(std::vector<std::string> wanted, const std::vector<std::string>& keep,
+                                CleanCheck clean) {
+  return catching([&] { return sleep_now(std::move(wanted), keep, clean); });
 }
 
-Result<TagMove> RankMemory::sleep(std::vector<std::string> wanted, const std::vector<std::string>& keep,
-                                  CleanCheck clean) {
-  return catching([&] { return sleep_tags(std::move(wanted), keep, clean); });
-}
-
-Result<TagMove> RankMemory::sleep_tags(std::vector<std::string> wanted, const std::vector<std::string>& keep,
-                                       CleanCheck clean) {
-  TORPOR_TRY(same_process());
-  const MutexLock lock(mutex_);
-  TORPOR_TRY(executor_->usable());
+Result<TagMove> TagSleep::sleep_now(std::vector<std::string> wanted, const std::vector<std::string>& keep,
+                                    CleanCheck clean) {
+  TORPOR_TRY(memory_.same_process());
+  const MutexLock lock(memory_.mutex());
+  TORPOR_TRY(memory_.executor().usable());
   TORPOR_ASSIGN(const std::vector<std::string> tags, select(std::move(wanted), RegionState::kAttached));
   std::vector<std::string> kept;
-  std::copy_if(tags.begin(), tags.end(), std::back_inserter(kept),
-               [&](const std::string& tag) { return has_tag(keep, tag); });
+  std::vector<std::string> let_go;
+  for (const std::string& tag : tags) (has_tag(keep, tag) ? kept : let_go).push_back(tag);
   TagMove move;
   Phases phases(move);
   uint64_t content = 0;
-  for (const RegionInfo& region : allocator_->regions()) {
+  for (const RegionInfo& region : memory_.allocator().regions()) {
     if (has_tag(tags, region.tag)) content += region.size_bytes;
   }
   if (clean == CleanCheck::kDigest) {
-    TORPOR_TRY(device_->synchronize());
-    TORPOR_TRY(drop_unclean(kept));
+    TORPOR_TRY(memory_.device().synchronize());
+    TORPOR_TRY(memory_.images().compare(kept));
     phases.done("check");
   }
-  const RankOrder leaving{.tags = tags};
-  std::vector<RankOrder> savings;  // tag by tag: one that is broken now is no reason to leave another as it is
-  for (const std::string& tag : kept) savings.push_back({.tags = {tag}});
+  const orders::Detach leaving{.tags = tags};
+  std::vector<orders::CancelSave> undoing;  // tag by tag: one that is broken now is no reason to leave another as it is
+  for (const std::string& tag : kept) undoing.push_back({.tags = {tag}});
   if (!kept.empty()) {
-    TORPOR_ASSIGN(const RankReply saved, carry_out("save", {.tags = kept}));
+    TORPOR_ASSIGN(const orders::Save::Reply saved, carry_out(orders::Save{.tags = kept}));
     move.copied_bytes = saved.bytes;
     phases.done("save");
   }
   // From here on nothing but the orders themselves can fail. What was kept of the others is of no use: they come back
   // without content.
-  std::map<std::string, Backup, std::less<>> dropped;
-  for (const std::string& tag : tags) {
-    if (!has_tag(kept, tag)) dropped.insert(backups_.extract(tag));
-  }
-  Result<RankReply> detached = carry_out("detach", leaving);
+  RegionImages::Images dropped = memory_.images().take(let_go);
+  Result<orders::Detach::Reply> detached = carry_out(leaving);
   if (!detached) {
-    backups_.merge(dropped);
-    for (const RankOrder& saving : savings) (void)carry_out("cancel_save", saving);  // refused where it went
+    memory_.images().put_back(std::move(dropped));
+    for (const orders::CancelSave& saving : undoing) (void)carry_out(saving);  // refused where it went
     return std::move(detached).error();
   }
   phases.done("detach");
   move.physical_bytes = detached->bytes;
   uint64_t backed_up = 0;
   for (const std::string& tag : kept) {
-    if (const auto backup = backups_.find(tag); backup != backups_.end()) backed_up += bytes_of(backup->second.chunks);
+    if (const RegionImages::Image* const image = memory_.images().find(tag)) backed_up += image->bytes();
   }
   move.clean_bytes = backed_up - move.copied_bytes;
   move.dropped_bytes = content - backed_up;
   return move;
 }
 
-Result<TagMove> RankMemory::wake(std::vector<std::string> wanted) {
-  return catching([&] { return wake_tags(std::move(wanted)); });
+Result<TagMove> TagSleep::wake(std::vector<std::string> wanted) {
+  return catching([&] { return wake_now(std::move(wanted)); });
 }
 
-Result<TagMove> RankMemory::wake_tags(std::vector<std::string> wanted) {
-  TORPOR_TRY(same_process());
-  const MutexLock lock(mutex_);
+Result<TagMove> TagSleep::wake_now(std::vector<std::string> wanted) {
+  TORPOR_TRY(memory_.same_process());
+  const MutexLock lock(memory_.mutex());
   TORPOR_ASSIGN(const std::vector<std::string> tags, select(std::move(wanted), RegionState::kDetached));
   TagMove move;
   Phases phases(move);
-  for (const RegionInfo& region : allocator_->regions()) {
+  for (const RegionInfo& region : memory_.allocator().regions()) {
     if (!has_tag(tags, region.tag)) continue;
     move.physical_bytes += region.reserved_bytes;
     move.dropped_bytes += region.size_bytes;
   }
-  const RankOrder order{.tags = tags, .keep_backup = true};
-  TORPOR_TRY(carry_out("attach", order));
+  const orders::Restore restoring{.tags = tags};
+  const orders::Finish finishing{.tags = tags, .keep_backup = true};
+  const orders::CancelRestore undoing{.tags = tags};
+  TORPOR_TRY(carry_out(orders::Attach{.tags = tags}));
   phases.done("attach");
-  Result<RankReply> restored = carry_out("restore", order);
-  phases.done("restore");
-  if (restored) {
-    move.copied_bytes = restored->bytes;
-    restored = carry_out("finish", order);
+  const Status restored = [&]() TORPOR_REQUIRES(memory_.mutex()) -> Status {
+    TORPOR_ASSIGN(const orders::Restore::Reply reply, carry_out(restoring));
+    phases.done("restore");
+    move.copied_bytes = reply.bytes;
+    TORPOR_TRY(carry_out(finishing));
     phases.done("finish");
-  }
+    return ok();
+  }();
   if (!restored) {
-    (void)carry_out("cancel_restore", order);
+    (void)carry_out(undoing);
     return restored.error();
   }
   move.dropped_bytes -= move.copied_bytes;
   return move;
 }
 
-Result<TagMove> RankMemory::plan_sleep(std::vector<std::string> wanted, const std::vector<std::string>& keep) const {
-  const MutexLock lock(mutex_);
+Result<TagMove> TagSleep::plan_sleep(std::vector<std::string> wanted, const std::vector<std::string>& keep) const {
+  const MutexLock lock(memory_.mutex());
   TORPOR_ASSIGN(const std::vector<std::string> tags, select(std::move(wanted), RegionState::kAttached));
   TagMove move;
-  for (const RegionInfo& region : allocator_->regions()) {
+  for (const RegionInfo& region : memory_.allocator().regions()) {
     if (!has_tag(tags, region.tag)) continue;
     move.physical_bytes += region.reserved_bytes;
-    const auto backup = backups_.find(region.tag);
-    const bool clean = backup != backups_.end() && backup->second.clean && backup->second.host != nullptr;
+    const RegionImages::Image* const image = memory_.images().find(region.tag);
+    const bool clean = image != nullptr && image->clean && image->host != nullptr;
     (!has_tag(keep, region.tag) ? move.dropped_bytes
      : clean                    ? move.clean_bytes
                                 : move.copied_bytes) += region.size_bytes;
     if (region.state == RegionState::kBroken)
       move.obstacle = fmt::format("the region {}/{} is broken", region.tag, region.name);
   }
-  const HostArenaInfo arena = arena_->info();
+  const HostArenaInfo arena = memory_.arena().info();
   const uint64_t free = arena.held_bytes - arena.used_bytes;
   if (arena.budget_bytes != 0 && move.copied_bytes > free &&
       move.copied_bytes - free > arena.budget_bytes - std::min(arena.budget_bytes, arena.held_bytes)) {
@@ -199,15 +179,15 @@ Result<TagMove> RankMemory::plan_sleep(std::vector<std::string> wanted, const st
         fmt::format("{} bytes of host memory are needed, {} of the budget of {} are left", move.copied_bytes,
                     arena.budget_bytes - std::min(arena.budget_bytes, arena.used_bytes), arena.budget_bytes);
   }
-  if (!executor_->usable()) move.obstacle = executor_->usable().error().to_string();
+  if (!memory_.executor().usable()) move.obstacle = memory_.executor().usable().error().to_string();
   return move;
 }
 
-Result<TagMove> RankMemory::plan_wake(std::vector<std::string> wanted) const {
-  const MutexLock lock(mutex_);
+Result<TagMove> TagSleep::plan_wake(std::vector<std::string> wanted) const {
+  const MutexLock lock(memory_.mutex());
   TORPOR_ASSIGN(const std::vector<std::string> tags, select(std::move(wanted), RegionState::kDetached));
   TagMove move;
-  for (const RegionInfo& region : allocator_->regions()) {
+  for (const RegionInfo& region : memory_.allocator().regions()) {
     if (!has_tag(tags, region.tag)) continue;
     move.physical_bytes += region.reserved_bytes;
     move.dropped_bytes += region.size_bytes;
@@ -215,18 +195,17 @@ Result<TagMove> RankMemory::plan_wake(std::vector<std::string> wanted) const {
       move.obstacle = fmt::format("the region {}/{} is broken", region.tag, region.name);
   }
   for (const std::string& tag : tags) {
-    if (const auto backup = backups_.find(tag); backup != backups_.end())
-      move.copied_bytes += bytes_of(backup->second.chunks);
+    if (const RegionImages::Image* const image = memory_.images().find(tag)) move.copied_bytes += image->bytes();
   }
   move.dropped_bytes -= move.copied_bytes;
-  const DeviceMemoryInfo device = device_->info();
+  const DeviceMemoryInfo device = memory_.device().info();
   const uint64_t used = std::max(device.physical_bytes, device.used_bytes.value_or(0));
   if (device.capacity_bytes != 0 &&
       move.physical_bytes > device.capacity_bytes - std::min(device.capacity_bytes, used)) {
     move.obstacle = fmt::format("{} bytes of device memory are needed, {} of {} are free", move.physical_bytes,
                                 device.capacity_bytes - std::min(device.capacity_bytes, used), device.capacity_bytes);
   }
-  if (!executor_->usable()) move.obstacle = executor_->usable().error().to_string();
+  if (!memory_.executor().usable()) move.obstacle = memory_.executor().usable().error().to_string();
   return move;
 }
 

@@ -1,0 +1,181 @@
+// The orders of the controller to the memory of each worker rank, and what a rank answers. Values in bytes, so that
+// they cross processes; a failure is a value in the answer, so that the controller sees the outcome of every rank.
+//
+// An order is its number in RankOrder, then its fields: both ends are of the same version of torpor. Bytes are hostile
+// until decoded (checkpoint/bounded_archive.h).
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include "base/status.h"
+#include "base/value.h"
+#include "checkpoint/chunk_writing.h"
+
+namespace torpor {
+
+// What a rank holds, in bytes.
+struct RankLedger {
+  struct Tag {
+    std::string state;
+    uint64_t region_bytes = 0;    // as asked for
+    uint64_t physical_bytes = 0;  // device memory behind it now
+    uint64_t backup_host_bytes = 0;
+    uint64_t backup_disk_bytes = 0;
+  };
+  std::map<std::string, Tag> tags;
+  uint64_t device_physical_bytes = 0;
+  uint64_t device_capacity_bytes = 0;  // 0: no limit of its own
+  // By anybody, by the device's own count; 0: it keeps none. Less the physical bytes: the unexplained rest.
+  uint64_t device_used_bytes = 0;
+  uint64_t arena_held_bytes = 0;
+  uint64_t arena_used_bytes = 0;
+  uint64_t arena_budget_bytes = 0;
+  uint64_t arena_unpinned_bytes = 0;  // held, but the device would not pin it
+  // Of all sleeps and wakes so far, as the offload pipeline counted them.
+  std::map<std::string, uint64_t> chunks_by_outcome;
+  uint64_t process_resident_bytes = 0;         // VmRSS
+  uint64_t process_resident_region_bytes = 0;  // the part of it that is device memory without a GPU
+};
+
+// Each order is all or nothing on its rank; `kName` is for people. RankMemory::carry_out() does the work.
+namespace orders {
+
+struct Describe {
+  static constexpr std::string_view kName = "describe";
+  struct Reply {
+    RankLedger ledger;
+    uint64_t bytes_per_block = 0;
+    std::map<std::string, uint64_t> writes;    // tag -> how often it was seen to have other content
+    std::vector<std::string> without_content;  // tags that came back empty and were not written since
+  };
+};
+
+// The content of these tags is another one: what is backed up of it does not hold any more.
+struct Written {
+  static constexpr std::string_view kName = "written";
+  struct Reply {};
+  std::vector<std::string> tags;
+};
+
+// Content -> backup.
+struct Save {
+  static constexpr std::string_view kName = "save";
+  struct Reply {
+    uint64_t bytes = 0;                          // copied
+    RankChunks chunks;                           // to disk: for the manifest
+    std::map<std::string, std::string> digests;  // to disk, of each tag without blocks: as DigestTags says it
+  };
+  std::vector<std::string> tags;
+  std::vector<int32_t> blocks;  // of the KV cache
+  std::string directory;        // of the checkpoint under construction; empty: into the arena
+  ChunkWriting writing;         // to disk: how
+};
+
+// Undoes Save.
+struct CancelSave {
+  static constexpr std::string_view kName = "cancel_save";
+  struct Reply {};
+  std::vector<std::string> tags;
+};
+
+// The memory of the tags goes.
+struct Detach {
+  static constexpr std::string_view kName = "detach";
+  struct Reply {
+    RankLedger ledger;
+    uint64_t bytes = 0;  // of device memory given back
+  };
+  std::vector<std::string> tags;
+};
+
+// Fresh memory is taken.
+struct Attach {
+  static constexpr std::string_view kName = "attach";
+  struct Reply {};
+  std::vector<std::string> tags;
+};
+
+// It comes under the same addresses, and backup -> content, verified.
+struct Restore {
+  static constexpr std::string_view kName = "restore";
+  struct Reply {
+    uint64_t bytes = 0;                        // copied
+    std::vector<std::string> without_content;  // tags that came back empty: nothing was saved of them
+  };
+  std::vector<std::string> tags;
+};
+
+// Undoes Attach and Restore; backups stay.
+struct CancelRestore {
+  static constexpr std::string_view kName = "cancel_restore";
+  struct Reply {};
+  std::vector<std::string> tags;
+};
+
+// Ends a wake; may be repeated.
+struct Finish {
+  static constexpr std::string_view kName = "finish";
+  struct Reply {
+    RankLedger ledger;
+  };
+  std::vector<std::string> tags;
+  bool keep_backup = false;  // where the options allow it
+};
+
+// Reads the content of the tags; of those that are detached, takes the digests of their backups.
+struct DigestTags {
+  static constexpr std::string_view kName = "digest";
+  struct Reply {
+    uint64_t bytes = 0;                          // read
+    std::map<std::string, std::string> digests;  // tag -> of its content
+  };
+  std::vector<std::string> tags;
+};
+
+// KV blocks of a committed checkpoint -> attached memory, verified. Each rank reads its own table of chunks there.
+struct LoadBlocks {
+  static constexpr std::string_view kName = "load_blocks";
+  struct Reply {
+    RankLedger ledger;
+    uint64_t bytes = 0;  // copied
+  };
+  std::string directory;
+  // The checkpoint that the controller has opened there: a rank that finds another one refuses.
+  uint64_t generation = 0;
+  SealId id{};
+};
+
+// The checkpoint under construction was committed to this path.
+struct Moved {
+  static constexpr std::string_view kName = "moved";
+  struct Reply {};
+  std::string directory;
+};
+
+}  // namespace orders
+
+using RankOrder = std::variant<orders::Describe, orders::Written, orders::Save, orders::CancelSave, orders::Detach,
+                               orders::Attach, orders::Restore, orders::CancelRestore, orders::Finish,
+                               orders::DigestTags, orders::LoadBlocks, orders::Moved>;
+
+// `Order`: an alternative of RankOrder.
+template <class Order>
+Bytes encode_order(const Order& order);
+template <class Order>
+Bytes encode_reply(const typename Order::Reply& reply);
+// The rank's error, or one of its own where the bytes are not the answer to such an order.
+template <class Order>
+Result<typename Order::Reply> decode_reply(const Bytes& bytes);
+Bytes encode_error(const Error& error);  // in place of any reply
+
+// kIncompatible: an order that this version does not know. kCorruption: not an order.
+Result<RankOrder> decode_order(const Bytes& bytes);
+// kName of the order, for logs and tests; nothing else of the bytes is looked at.
+std::string_view order_name(const Bytes& bytes);
+
+}  // namespace torpor

@@ -1,0 +1,27 @@
+#include "engine/rank_service.h"
+
+#include <fmt/format.h>
+
+namespace torpor {
+
+template <class Order>
+Result<Bytes> RankService::answer(const Order& order) {
+  TORPOR_ASSIGN(typename Order::Reply reply, memory_.carry_out(order));
+  if constexpr (requires { reply.ledger; }) memory_.fill(reply.ledger);
+  return encode_reply<Order>(reply);
+}
+
+Bytes RankService::call(const Bytes& order) {
+  Result<Bytes> answered = catching([&]() -> Result<Bytes> {
+    const MutexLock lock(memory_.mutex());
+    TORPOR_TRY(memory_.same_process());
+    TORPOR_ASSIGN(const RankOrder decoded, decode_order(order));
+    return std::visit([this](const auto& one) TORPOR_REQUIRES(memory_.mutex()) { return answer(one); }, decoded);
+  });
+  if (answered) return std::move(*answered);
+  Result<Bytes> failure = catching(
+      [&]() -> Result<Bytes> { return encode_error(answered.error().within(fmt::format("rank {}", memory_.rank()))); });
+  return failure ? std::move(*failure) : Bytes{};
+}
+
+}  // namespace torpor

@@ -1,0 +1,399 @@
+#include "engine/region_images.h"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "base/units.h"
+#include "engine/region_mapper.h"
+
+namespace torpor {
+namespace {
+
+constexpr uint64_t kRegionChunk = 4 * kMiB;
+// Copied at a time while mapping goes on: enough that filling the pipeline anew does not count.
+constexpr uint64_t kBytesBehindMapping = kGiB;
+
+uint64_t bytes_of(const std::vector<SavedChunk>& chunks) {
+  uint64_t bytes = 0;
+  for (const SavedChunk& chunk : chunks) bytes += chunk.bytes;
+  return bytes;
+}
+
+// One digest for all content of a tag: over its chunks' keys and digests, in order.
+class CombinedDigest {
+ public:
+  void add(const ChunkKey& key, const Digest& digest) {
+    const std::string name = key.to_string();
+    all_.update(std::as_bytes(std::span(name)));
+    all_.update(std::as_bytes(std::span(digest.bytes)));
+  }
+  std::string finish() { return all_.finish().hex(); }
+
+ private:
+  StreamingDigest all_;
+};
+
+std::string combined_digest(const std::vector<SavedChunk>& chunks) {
+  CombinedDigest all;
+  for (const SavedChunk& chunk : chunks) all.add(chunk.key, chunk.digest);
+  return all.finish();
+}
+
+}  // namespace
+
+// The regions of a wake, in the order in which they are copied into while those behind are still being mapped.
+class RegionImages::OnTheWay {
+ public:
+  OnTheWay(SleepAllocator& allocator, const std::vector<std::string>& tags)
+      : mapper_(allocator, order(allocator, tags)) {}
+  bool all_mapped() const { return mapper_.finished(); }
+  Status wait_for(const ChunkKey& key) { return mapper_.wait(end_of_.at({key.tag, key.region})); }
+  Status wait_for_all() { return mapper_.wait(count_); }
+
+ private:
+  std::vector<DeviceAddress> order(SleepAllocator& allocator, const std::vector<std::string>& tags) {
+    std::vector<DeviceAddress> regions;
+    for (const std::string& tag : tags) {
+      for (const RegionInfo& region : allocator.regions_of(tag)) {
+        regions.push_back(region.address);
+        end_of_[{tag, region.name}] = regions.size();
+      }
+      end_of_[{tag, ""}] = regions.size();  // where KV blocks need all of them
+    }
+    count_ = regions.size();
+    return regions;
+  }
+  // Tag and name of a region -> how many there are up to and with that one.
+  std::map<std::pair<std::string, std::string>, size_t> end_of_;
+  size_t count_ = 0;
+  RegionMapper mapper_;  // last: order() fills the others
+};
+
+uint64_t RegionImages::Image::bytes() const { return bytes_of(chunks); }
+
+Status RegionImages::set_kv_layout(std::string tag, KvLayout layout) {
+  TORPOR_TRY(layout.validate());
+  // Every piece must lie inside a region of the tag, so that a block number from a file can never reach elsewhere.
+  const std::vector<RegionInfo> regions = parts_.allocator.regions_of(tag);
+  // Blocks lie at equal distances, so those between the first and the last are inside where both are in one region.
+  for (const KvTensor& tensor : layout.tensors) {
+    for (uint64_t layer = 0; layer < tensor.layers; ++layer) {
+      const uint64_t begin = tensor.address + layer * tensor.layer_stride;
+      const uint64_t end = begin + (layout.num_blocks - 1) * tensor.block_stride + tensor.block_bytes;
+      const bool inside = std::any_of(regions.begin(), regions.end(), [&](const RegionInfo& region) {
+        return begin >= region.address && end <= region.address + region.size_bytes;
+      });
+      if (!inside) {
+        return Error{.code = Code::kInvalidArgument,
+                     .what = fmt::format("the KV layout puts {} blocks at {:#x} to {:#x}, outside the regions of {}",
+                                         layout.num_blocks, begin, end, tag),
+                     .next_step = "give the layout that the engine allocated"};
+      }
+    }
+  }
+  kv_tag_ = std::move(tag);
+  kv_layout_ = layout.merged();
+  return ok();
+}
+
+void RegionImages::note_write(std::string_view tag) {
+  forget_clean(tag);
+  contents_.note_write(tag);
+}
+
+void RegionImages::describe(orders::Describe::Reply& reply) {
+  for (const auto& [tag, state] : parts_.allocator.states()) {
+    if (state != RegionState::kAttached || tag == kv_tag_ || !contents_.was_written(tag)) continue;
+    note_write(tag);
+    contents_.look_anew(tag);
+  }
+  contents_.describe(reply);
+  reply.bytes_per_block = kv_layout_.bytes_per_block();
+}
+
+void RegionImages::forget_clean(std::string_view tag) {
+  if (const auto found = images_.find(tag); found != images_.end() && found->second.clean) images_.erase(found);
+}
+
+void RegionImages::on_allocated(std::string_view tag) { forget_clean(tag); }
+
+void RegionImages::on_freed(const RegionInfo& region) {
+  forget_clean(region.tag);
+  const auto image = images_.find(region.tag);
+  if (image == images_.end()) return;
+  std::erase_if(image->second.chunks, [&](const SavedChunk& chunk) {
+    return chunk.key.kind == ChunkKind::kRegion && chunk.key.region == region.name;
+  });
+  if (image->second.chunks.empty()) images_.erase(image);
+}
+
+// --- the way down ---
+
+Result<std::vector<ChunkPlan>> RegionImages::plans_of(const std::string& tag,
+                                                      const std::vector<int32_t>& blocks) const {
+  std::vector<ChunkPlan> plans;
+  if (tag == kv_tag_) {
+    for (const int32_t block : blocks) {
+      if (block < 0 || static_cast<uint32_t>(block) >= kv_layout_.num_blocks) {
+        return Error{.code = Code::kIncompatible,
+                     .what = fmt::format("KV block {} does not exist, there are {}", block, kv_layout_.num_blocks),
+                     .next_step = "start the engine as the one that slept was started"};
+      }
+      ChunkPlan plan{.key = {.kind = ChunkKind::kKvBlock, .tag = tag, .index = static_cast<uint64_t>(block)}};
+      for (const KvPiece& piece : kv_layout_.pieces_of(static_cast<uint32_t>(block)))
+        plan.pieces.push_back({piece.address, piece.bytes});
+      plans.push_back(std::move(plan));
+    }
+    return plans;
+  }
+  for (const RegionInfo& region : parts_.allocator.regions_of(tag)) {
+    for (uint64_t offset = 0; offset < region.size_bytes; offset += kRegionChunk) {
+      ChunkPlan plan{
+          .key = {.kind = ChunkKind::kRegion, .tag = tag, .region = region.name, .index = offset / kRegionChunk}};
+      plan.pieces.push_back({region.address + offset, std::min(kRegionChunk, region.size_bytes - offset)});
+      plans.push_back(std::move(plan));
+    }
+  }
+  return plans;
+}
+
+Result<std::vector<ChunkPlan>> RegionImages::plans_for(const std::vector<SavedChunk>& chunks) const {
+  std::string tag;
+  std::vector<int32_t> blocks;
+  for (const SavedChunk& chunk : chunks) {
+    tag = chunk.key.tag;
+    if (chunk.key.kind == ChunkKind::kKvBlock)
+      blocks.push_back(static_cast<int32_t>(std::min<uint64_t>(chunk.key.index, INT32_MAX)));
+  }
+  return plans_of(tag, blocks);
+}
+
+Result<orders::Save::Reply> RegionImages::save(const orders::Save& order) {
+  return order.directory.empty() ? save_to_arena(order) : save_to_disk(order);
+}
+
+Result<orders::Save::Reply> RegionImages::save_to_arena(const orders::Save& order) {
+  orders::Save::Reply reply;
+  for (const std::string& tag : order.tags) {
+    const Image* const kept = find(tag);
+    if (kept != nullptr && kept->clean && kept->host != nullptr && tag != kv_tag_) continue;
+    images_.erase(tag);
+    TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_of(tag, order.blocks));
+    Image image{.host = std::make_unique<HostTier>(parts_.arena)};
+    Result<std::vector<SavedChunk>> saved = catching([&] { return mover_.save(plans, *image.host); });
+    if (!saved) {
+      if (parts_.executor.quarantined()) image.host.release();  // a copy may still write there
+      return saved.error();
+    }
+    image.chunks = std::move(*saved);
+    reply.bytes += image.bytes();
+    images_[tag] = std::move(image);
+  }
+  return reply;
+}
+
+Result<orders::Save::Reply> RegionImages::save_to_disk(const orders::Save& order) {
+  TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, parts_.file_system.open_directory(order.directory, false));
+  TORPOR_ASSIGN(ChunkFileOptions writing, chunk_file_options(order.writing, parts_.rank, parts_.key.get()));
+  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier,
+                DiskTier::create(*directory, chunk_file_name(parts_.rank), std::move(writing)));
+  std::vector<ChunkPlan> plans;
+  for (const std::string& tag : order.tags) {
+    TORPOR_ASSIGN(const std::vector<ChunkPlan> more, plans_of(tag, order.blocks));
+    plans.insert(plans.end(), more.begin(), more.end());
+  }
+  TORPOR_ASSIGN(std::vector<SavedChunk> saved, mover_.save(plans, *tier));
+  orders::Save::Reply reply{.bytes = bytes_of(saved),
+                            .chunks = finished_rank(order.writing, parts_.rank, tier->file_bytes(), std::move(saved))};
+  for (const std::string& tag : order.tags) {
+    Image image{.directory = order.directory};
+    std::copy_if(reply.chunks.chunks.begin(), reply.chunks.chunks.end(), std::back_inserter(image.chunks),
+                 [&](const SavedChunk& chunk) { return chunk.key.tag == tag; });
+    if (tag != kv_tag_) reply.digests[tag] = combined_digest(image.chunks);
+    images_[tag] = std::move(image);
+  }
+  return reply;
+}
+
+void RegionImages::forget_saved(const std::vector<std::string>& tags) {
+  for (const std::string& tag : tags) {
+    if (const auto found = images_.find(tag); found != images_.end() && !found->second.clean) images_.erase(found);
+  }
+}
+
+void RegionImages::on_detached(const std::vector<std::string>& tags) {
+  for (const std::string& tag : tags) {
+    if (const auto found = images_.find(tag); found != images_.end()) found->second.clean = false;
+  }
+}
+
+void RegionImages::on_moved(const std::string& directory) {
+  for (auto& [tag, image] : images_) {
+    if (image.host == nullptr) image.directory = directory;
+  }
+}
+
+// --- the way up ---
+
+Result<const RankChunks*> RegionImages::own_chunks(const Checkpoint& checkpoint) const {
+  for (const RankChunks& rank : checkpoint.manifest().ranks) {
+    if (rank.rank == parts_.rank) return &rank;
+  }
+  return Error{.code = Code::kIncompatible,
+               .what = fmt::format("the checkpoint has nothing of rank {}", parts_.rank),
+               .next_step = "start the engine with as many ranks as the one that slept"};
+}
+
+Status RegionImages::copy_up(const Image& image, const std::vector<ChunkPlan>& plans, Tier& source, OnTheWay& regions) {
+  for (size_t first = 0; first < plans.size();) {
+    size_t end = first;
+    for (uint64_t bytes = 0; end < plans.size() && (bytes < kBytesBehindMapping || regions.all_mapped()); ++end)
+      bytes += plans[end].bytes();
+    TORPOR_TRY(regions.wait_for(plans[end - 1].key));
+    const std::span<const SavedChunk> saved = std::span(image.chunks).subspan(std::min(first, image.chunks.size()));
+    TORPOR_TRY(mover_.restore(saved, std::span(plans).subspan(first, end - first), source));
+    first = end;
+  }
+  return ok();
+}
+
+Result<orders::Restore::Reply> RegionImages::restore(const std::vector<std::string>& tags) {
+  orders::Restore::Reply reply;
+  const std::map<std::string, RegionState> states = parts_.allocator.states();
+  OnTheWay regions(parts_.allocator, tags);
+  for (const std::string& tag : tags) {
+    const Image* const image = find(tag);
+    // A tag that never went, as where a detach was undone, has its content.
+    const auto state = states.find(tag);
+    const bool went =
+        state != states.end() && state->second != RegionState::kAttached && state->second != RegionState::kSaving;
+    if (image == nullptr && tag != kv_tag_ && went) contents_.came_back_empty(tag);
+    if ((image == nullptr && went) || contents_.missing(tag)) reply.without_content.push_back(tag);
+    if (image == nullptr) continue;
+    TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(image->chunks));
+    if (image->host != nullptr) {
+      TORPOR_TRY(copy_up(*image, plans, *image->host, regions));
+    } else {
+      TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(parts_.file_system, image->directory, parts_.key));
+      TORPOR_ASSIGN(const RankChunks* const own, own_chunks(checkpoint));
+      TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, checkpoint.open_rank(*own));
+      TORPOR_TRY(copy_up(*image, plans, *tier, regions));
+    }
+    reply.bytes += image->bytes();
+  }
+  TORPOR_TRY(regions.wait_for_all());
+  return reply;
+}
+
+Result<uint64_t> RegionImages::load_blocks(const orders::LoadBlocks& order) {
+  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(parts_.file_system, order.directory, parts_.key));
+  if (checkpoint.manifest().generation != order.generation || checkpoint.manifest().id != order.id) {
+    return Error{.code = Code::kIncompatible,
+                 .what = fmt::format("{} is not the checkpoint that the other processes see there", order.directory),
+                 .next_step = "let all of them see the same directory, and wake it again"};
+  }
+  TORPOR_ASSIGN(const RankChunks* const own, own_chunks(checkpoint));
+  std::vector<SavedChunk> blocks;
+  std::copy_if(own->chunks.begin(), own->chunks.end(), std::back_inserter(blocks), [this](const SavedChunk& chunk) {
+    return chunk.key.kind == ChunkKind::kKvBlock && chunk.key.tag == kv_tag_;
+  });
+  TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(blocks));
+  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, checkpoint.open_rank(*own));
+  TORPOR_TRY(mover_.restore(blocks, plans, *tier));
+  return bytes_of(blocks);
+}
+
+// Repeated after an answer that was lost on the way: tags that are attached already stay so.
+Status RegionImages::finish(const std::vector<std::string>& tags, bool keep) {
+  const std::map<std::string, RegionState> states = parts_.allocator.states();
+  std::vector<std::string> unfinished;
+  for (const std::string& tag : tags) {
+    const auto state = states.find(tag);
+    if (state == states.end() || state->second != RegionState::kAttached) unfinished.push_back(tag);
+  }
+  // Writes from here on show against what a tag is without content.
+  for (const std::string& tag : tags) {
+    if (tag != kv_tag_ && find(tag) == nullptr) contents_.look_anew(tag);
+  }
+  if (!unfinished.empty()) TORPOR_TRY(parts_.allocator.finish_restore(unfinished));
+  // From here on nothing fails.
+  for (const std::string& tag : tags) {
+    const auto found = images_.find(tag);
+    if (found == images_.end()) continue;
+    if (keep && found->second.host != nullptr && tag != kv_tag_) {
+      found->second.clean = true;
+    } else {
+      images_.erase(found);
+    }
+  }
+  return ok();
+}
+
+// --- the rest ---
+
+Result<orders::DigestTags::Reply> RegionImages::digest(const std::vector<std::string>& tags) {
+  orders::DigestTags::Reply reply;
+  const std::map<std::string, RegionState> states = parts_.allocator.states();
+  for (const std::string& tag : tags) {
+    const auto state = states.find(tag);
+    const Image* const image = find(tag);
+    if (state != states.end() && state->second == RegionState::kDetached && image != nullptr) {
+      reply.digests[tag] = combined_digest(image->chunks);
+      continue;
+    }
+    TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_of(tag, {}));
+    TORPOR_ASSIGN(const std::vector<Digest> digests, mover_.digests(plans));
+    CombinedDigest all;
+    for (size_t i = 0; i < plans.size(); ++i) {
+      all.add(plans[i].key, digests[i]);
+      reply.bytes += plans[i].bytes();
+    }
+    reply.digests[tag] = all.finish();
+  }
+  return reply;
+}
+
+Status RegionImages::compare(const std::vector<std::string>& tags) {
+  for (const std::string& tag : tags) {
+    const auto found = images_.find(tag);
+    if (found == images_.end() || !found->second.clean) continue;
+    TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(found->second.chunks));
+    TORPOR_ASSIGN(const std::vector<Digest> digests, mover_.digests(plans));
+    const bool same =
+        std::equal(digests.begin(), digests.end(), found->second.chunks.begin(), found->second.chunks.end(),
+                   [](const Digest& now, const SavedChunk& then) { return now == then.digest; });
+    if (!same) images_.erase(found);
+  }
+  return ok();
+}
+
+const RegionImages::Image* RegionImages::find(std::string_view tag) const {
+  const auto found = images_.find(tag);
+  return found == images_.end() ? nullptr : &found->second;
+}
+
+RegionImages::Images RegionImages::take(const std::vector<std::string>& tags) noexcept {
+  Images taken;
+  for (const std::string& tag : tags) taken.insert(images_.extract(tag));
+  return taken;
+}
+
+void RegionImages::fill(RankLedger& ledger) const {
+  for (const auto& [tag, image] : images_) {
+    for (const SavedChunk& chunk : image.chunks) {
+      (image.host != nullptr ? ledger.tags[tag].backup_host_bytes : ledger.tags[tag].backup_disk_bytes) +=
+          chunk.stored_bytes;
+    }
+  }
+  for (size_t outcome = 0; outcome < mover_.counts().size(); ++outcome) {
+    const uint64_t chunks = mover_.counts()[outcome];
+    if (chunks > 0) ledger.chunks_by_outcome[std::string(name(static_cast<BlockOutcome>(outcome)))] = chunks;
+  }
+}
+
+void RegionImages::abandon() noexcept {
+  for (auto& [tag, image] : images_) image.host.release();
+}
+
+}  // namespace torpor

@@ -1,0 +1,106 @@
+// RegionImages: the images of a rank's tags. The image of a tag is what is saved of it while its memory is away: chunks
+// in the arena, or in a checkpoint's chunk file. With a KV layout one tag is saved block by block, only the blocks that
+// are named; every other tag region by region, whole.
+//
+// A clean image is kept after a wake and still equal to the content of its attached tag: it is not copied again. That
+// it is clean is believed until the owner says that the tag was written, or it is noticed.
+//
+// All bytes of a sleep, a wake or a digest go through here. Owner: RankMemory; its lock is held at every call.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "allocator/host_arena.h"
+#include "allocator/sleep_allocator.h"
+#include "base/file_system.h"
+#include "checkpoint/checkpoint.h"
+#include "engine/rank_orders.h"
+#include "engine/tag_contents.h"
+#include "kvcache/kv_layout.h"
+#include "offload/chunk_mover.h"
+#include "offload/disk_tier.h"
+#include "offload/host_tier.h"
+#include "offload/transfer_executor.h"
+
+namespace torpor {
+
+class RegionImages {
+ public:
+  struct Parts {  // all but the key outlive the images
+    DeviceMemory& device;
+    SleepAllocator& allocator;
+    HostArena& arena;
+    TransferExecutor& executor;
+    FileSystem& file_system;
+    int32_t rank = 0;
+    std::shared_ptr<const Key> key;  // of sealed checkpoints; null: there is none
+  };
+  struct Image {
+    std::unique_ptr<HostTier> host;  // null: in a chunk file
+    std::string directory;           // of the chunk file
+    std::vector<SavedChunk> chunks;
+    bool clean = false;
+    uint64_t bytes() const;  // of the content
+  };
+  using Images = std::map<std::string, Image, std::less<>>;  // by tag
+
+  explicit RegionImages(Parts parts)
+      : parts_(std::move(parts)), mover_(parts_.executor), contents_(parts_.device, parts_.allocator) {}
+
+  // From now on `tag` holds KV blocks laid out like this.
+  Status set_kv_layout(std::string tag, KvLayout layout);
+  const KvLayout& kv_layout() const { return kv_layout_; }  // merged
+
+  // The tag's content is another one.
+  void note_write(std::string_view tag);
+  void describe(orders::Describe::Reply& reply);  // looks for writes that nobody told of
+  void on_allocated(std::string_view tag);        // a new region: it is in no image
+  void on_freed(const RegionInfo& region);
+
+  // Content -> images. Clean ones in the arena stand as they are. After an error call forget_saved().
+  Result<orders::Save::Reply> save(const orders::Save& order);
+  void forget_saved(const std::vector<std::string>& tags);  // images that are not clean
+  void on_detached(const std::vector<std::string>& tags);   // nothing is clean without content
+  // Attaches the tags' regions and copies their images up.
+  Result<orders::Restore::Reply> restore(const std::vector<std::string>& tags);
+  // The tags are awake; one that is already stays so. Without `keep` no image is kept as a clean one.
+  Status finish(const std::vector<std::string>& tags, bool keep);
+
+  Result<orders::DigestTags::Reply> digest(const std::vector<std::string>& tags);
+  // KV blocks of a committed checkpoint -> attached memory. Returns the bytes.
+  Result<uint64_t> load_blocks(const orders::LoadBlocks& order);
+  void on_moved(const std::string& directory);  // the checkpoint under construction was committed to this path
+
+  // Reads the content of the tags; clean images of another content go.
+  Status compare(const std::vector<std::string>& tags);
+  const Image* find(std::string_view tag) const;  // null: there is none
+  // Takes out the images of these tags, for put_back() or to be dropped. Neither needs memory.
+  Images take(const std::vector<std::string>& tags) noexcept;
+  void put_back(Images images) noexcept { images_.merge(images); }
+  void fill(RankLedger& ledger) const;
+  void abandon() noexcept;  // copies may still run: what is in the arena is leaked
+
+ private:
+  class OnTheWay;
+
+  Result<std::vector<ChunkPlan>> plans_of(const std::string& tag, const std::vector<int32_t>& blocks) const;
+  Result<std::vector<ChunkPlan>> plans_for(const std::vector<SavedChunk>& chunks) const;
+  Result<orders::Save::Reply> save_to_arena(const orders::Save& order);
+  Result<orders::Save::Reply> save_to_disk(const orders::Save& order);
+  Result<const RankChunks*> own_chunks(const Checkpoint& checkpoint) const;
+  Status copy_up(const Image& image, const std::vector<ChunkPlan>& plans, Tier& source, OnTheWay& regions);
+  void forget_clean(std::string_view tag);
+
+  const Parts parts_;
+  ChunkMover mover_;
+  std::string kv_tag_;
+  KvLayout kv_layout_;
+  Images images_;
+  TagContents contents_;
+};
+
+}  // namespace torpor

@@ -1,0 +1,97 @@
+// SleepController::checkpoint(), and what is held for a front end: end_sleep().
+#include "engine/sleep_controller.h"
+#include "engine/sleep_in_progress.h"
+
+namespace torpor {
+
+Result<SleepReport> SleepController::checkpoint(const Value& outputs, DataParallel data_parallel) {
+  return catching([&] { return checkpoint_now(outputs, data_parallel); });
+}
+
+Result<SleepReport> SleepController::checkpoint_now(const Value& outputs, DataParallel data_parallel) {
+  if (!operation_mutex_.try_lock()) return busy();
+  const MutexLock in_progress(operation_mutex_, std::adopt_lock);
+  const SleepOptions options{.preserve_state = true,
+                             .to_disk = true,
+                             .store_weights = false,
+                             .outputs = outputs,
+                             .data_parallel = data_parallel};
+  TORPOR_TRY(check(options));
+  TORPOR_TRY(may_begin());
+  if (is_sleeping())
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = "the engine is asleep",
+                 .next_step = "wake it first, or let it sleep to disk"};
+  const auto write = [&](FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_) {
+    set_state(State::kFallingAsleep);
+    return catching([&]() TORPOR_REQUIRES(operation_mutex_) -> Status {
+      sleep.report.to = "disk";
+      sleep.report.preserve_state = true;
+      TORPOR_TRY(admit(sleep));
+      TORPOR_TRY(quiesce(sleep));
+      return keep(sleep);
+    });
+  };
+  if (data_parallel.size > 1) {
+    auto held = std::make_unique<HeldSleep>(*this, "checkpoint", options, true);
+    if (Status written = write(held->sleep); !written)
+      return undone(held->sleep, "checkpoint", std::move(written).error());
+    return hold_sleep(std::move(held));
+  }
+  FallingAsleep sleep(*this, "checkpoint", options);
+  if (Status written = write(sleep); !written) return undone(sleep, "checkpoint", std::move(written).error());
+  return serve_on(sleep);
+}
+
+// The checkpoint is whole, and the engine goes on.
+Result<SleepReport> SleepController::serve_on(FallingAsleep& sleep) {
+  SleepReport& report = sleep.report;
+  const Status released = catching([&]() -> Status {
+    TORPOR_TRY(ranks_.undo(orders::CancelSave{.tags = sleep.save.tags}));  // the memory was only read
+    return ok();
+  });
+  if (!released) return undone(sleep, "checkpoint", released.error());
+  sleep.operation.keep();
+  if (Status resumed = hooks_.resume(); !resumed) {
+    lose(resumed.error());
+    return undone(sleep, "checkpoint", std::move(resumed).error());
+  }
+  set_state(State::kAwake);
+  report.kept_blocks = static_cast<int64_t>(sleep.live.kept.size());
+  report.changed = true;
+  report.fully_awake = true;
+  sleep.operation.fill(report);
+  sleep.pending->retire_older();  // while the engine runs again
+  return std::move(report);
+}
+
+// --- held for the word of a front end ---
+
+Result<SleepReport> SleepController::hold_sleep(std::unique_ptr<HeldSleep> sleep) {
+  Result<SleepReport> report = catching([&]() -> Result<SleepReport> { return sleep->sleep.report; });
+  if (!report) return undone(sleep->sleep, "sleep", std::move(report).error());
+  report->held = true;
+  held_sleep_ = std::move(sleep);
+  return report;
+}
+
+Result<SleepReport> SleepController::end_sleep(bool keep) {
+  return catching([&] { return end_sleep_now(keep); });
+}
+
+Result<SleepReport> SleepController::end_sleep_now(bool keep) {
+  const MutexLock in_progress(operation_mutex_);
+  if (held_sleep_ == nullptr)
+    return Error{.code = Code::kFailedPrecondition, .what = "no sleep is held", .next_step = "sleep with hold first"};
+  const std::unique_ptr<HeldSleep> held = std::move(held_sleep_);
+  if (keep) return held->only_checkpoint ? serve_on(held->sleep) : fall_asleep(held->sleep);
+  const std::string_view call = held->only_checkpoint ? "checkpoint" : "sleep";
+  Error error = undone(held->sleep, call, {.code = Code::kAborted, .what = "it was taken back", .next_step = "none"});
+  if (error.state_changed) return error;
+  SleepReport report;
+  report.note = "taken back";
+  report.fully_awake = !is_sleeping();
+  return report;
+}
+
+}  // namespace torpor

@@ -1,0 +1,48 @@
+// A sleep or checkpoint while it runs: of SleepController alone.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/sleep_controller.h"
+
+namespace torpor {
+
+// What was asked, what was found out, what is under way.
+struct SleepController::FallingAsleep {
+  FallingAsleep(SleepController& controller, std::string_view name, const SleepOptions& asked)
+      : options(asked),
+        preserved(asked.preserve_state),
+        to_disk(asked.to_disk),
+        operation(name, controller.clock_, controller.sink_, controller) {}
+
+  const SleepOptions& options;
+  SleepReport report{};
+  Described described{};
+  std::vector<std::string> tags{};  // that lose their memory
+  orders::Save save{};              // what is copied before
+  bool deeper = false;              // the engine is asleep already, and stays so if this fails
+  bool preserved = false;           // the requests' state is kept; false after it was discarded
+  bool to_disk = false;             // false after that failed
+  EngineCheckpoint captured{};
+  LiveBlocks live{};
+  std::unique_ptr<CheckpointManager> checkpoints{};
+  std::optional<PendingCheckpoint> pending{};  // kept to the end: with its lock a commit can be taken back, or older
+                                               // ones can go
+  bool checkpoint_stays = false;               // it was committed, and not taken back
+  Operation operation;                         // last: its undo needs all of the above
+};
+
+// One that waits for end_sleep(), with what it was asked for.
+struct SleepController::HeldSleep {
+  HeldSleep(SleepController& controller, std::string_view name, const SleepOptions& asked, bool checkpoint)
+      : options(asked), only_checkpoint(checkpoint), sleep(controller, name, options) {}
+
+  const SleepOptions options;
+  const bool only_checkpoint;
+  FallingAsleep sleep;
+};
+
+}  // namespace torpor

@@ -1,0 +1,65 @@
+#include "engine/tag_contents.h"
+
+#include <algorithm>
+
+#include "base/units.h"
+
+namespace torpor {
+namespace {
+
+// So many bytes at so many places, a few milliseconds for any size.
+constexpr uint64_t kSampleBytes = 64;
+constexpr uint64_t kSamplePlaces = 16'384;
+
+}  // namespace
+
+void TagContents::note_write(std::string_view tag) {
+  Content& content = contents_[std::string(tag)];
+  ++content.writes;
+  content.missing = false;
+  content.sample.reset();  // taken anew when it is looked at next
+}
+
+bool TagContents::was_written(const std::string& tag) {
+  Content& content = contents_[tag];
+  const std::optional<Digest> now = sample(tag);
+  if (content.sample && now != content.sample) return true;
+  content.sample = now;
+  return false;
+}
+
+void TagContents::look_anew(const std::string& tag) {
+  Content& content = contents_[tag];
+  content.sample = sample(tag);
+}
+
+bool TagContents::missing(std::string_view tag) const {
+  const auto content = contents_.find(tag);
+  return content != contents_.end() && content->second.missing;
+}
+
+void TagContents::describe(orders::Describe::Reply& reply) const {
+  for (const auto& [tag, content] : contents_) {
+    reply.writes[tag] = content.writes;
+    if (content.missing) reply.without_content.push_back(tag);
+  }
+}
+
+// A digest of some bytes all over the tag; none where looking is not cheap. Precondition: it is attached.
+std::optional<Digest> TagContents::sample(const std::string& tag) const {
+  if (device_.kind() != "host") return std::nullopt;
+  const std::vector<RegionInfo> regions = allocator_.regions_of(tag);
+  uint64_t all = 0;
+  for (const RegionInfo& region : regions) all += region.size_bytes;
+  const uint64_t stride = std::max<uint64_t>(4 * kKiB, all / kSamplePlaces);
+  StreamingDigest digest;
+  for (const RegionInfo& region : regions) {
+    for (uint64_t at = 0; at < region.size_bytes; at += stride) {
+      const auto* bytes = reinterpret_cast<const std::byte*>(region.address + at);  // NOLINT(performance-no-int-to-ptr)
+      digest.update({bytes, std::min(kSampleBytes, region.size_bytes - at)});
+    }
+  }
+  return digest.finish();
+}
+
+}  // namespace torpor

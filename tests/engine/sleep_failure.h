@@ -1,0 +1,37 @@
+// What the tests of failures share: an engine that sleeps, on a file system that fails on command.
+#pragma once
+
+#include "tests/support/results.h"
+#include "tests/support/sleeping_engine.h"
+
+namespace torpor {
+
+class SleepFailure : public ::testing::Test {
+ protected:
+  test::SleepingEngine make(test::TestEngineOptions options = {}) {
+    return test::SleepingEngine(file_system_, temporary_.path(), options);
+  }
+  static void begin(test::TestEngine& engine, int steps = 6) {
+    test::add_example_requests(engine);
+    for (int i = 0; i < steps; ++i) engine.step();
+  }
+  static constexpr uint64_t kRoomForWeightsOnly = 204'800;  // and not a page more
+  static constexpr SleepOptions to_host() { return {.preserve_state = true}; }
+  static constexpr SleepOptions to_disk() { return {.preserve_state = true, .to_disk = true}; }
+  // It serves on as if nothing had been asked.
+  static void expect_untouched(test::SleepingEngine& slept) {
+    EXPECT_FALSE(slept.controller.is_sleeping());
+    EXPECT_FALSE(slept.engine.frozen());
+    EXPECT_EQ(test::finish(slept.engine), test::uninterrupted());
+    EXPECT_EQ(slept.engine.recomputed(), 0);
+  }
+  std::string written_checkpoint(test::TestEngineOptions options = {}) {
+    test::SleepingEngine slept = make(options);
+    begin(slept.engine);
+    return test::value_of(slept.controller.sleep(to_disk())).checkpoint;
+  }
+  test::TemporaryDirectory temporary_;
+  test::FaultyFileSystem file_system_;
+};
+
+}  // namespace torpor
