@@ -7,21 +7,8 @@
 
 #include "base/log.h"
 #include "checkpoint/checkpoint_set.h"
-#include "engine/sleep_in_progress.h"
 
 namespace torpor {
-
-SleepController::SleepController(EngineHooks& hooks, FileSystem& file_system, const Clock& clock,
-                                 SleepControllerOptions options, EventSink* sink)
-    : hooks_(hooks),
-      file_system_(file_system),
-      clock_(clock),
-      options_(std::move(options)),
-      sink_(sink),
-      ranks_(hooks_) {}
-
-// What is held is undone: the requests go on, if anybody can still ask for them.
-SleepController::~SleepController() { held_sleep_.reset(); }
 
 void SleepController::set_state(State state) noexcept {
   const MutexLock lock(state_mutex_);

@@ -35,6 +35,18 @@ SchedulerCheckpoint without_requests(SchedulerCheckpoint state) {
 
 }  // namespace
 
+SleepController::SleepController(EngineHooks& hooks, FileSystem& file_system, const Clock& clock,
+                                 SleepControllerOptions options, EventSink* sink)
+    : hooks_(hooks),
+      file_system_(file_system),
+      clock_(clock),
+      options_(std::move(options)),
+      sink_(sink),
+      ranks_(hooks_) {}
+
+// What is held is undone: the requests go on, if anybody can still ask for them.
+SleepController::~SleepController() { held_sleep_.reset(); }
+
 // Undoes a failed sleep or checkpoint; the error says what of it stays all the same.
 Error SleepController::undone(FallingAsleep& sleep, std::string_view call, Error error) noexcept {
   sleep.operation.undo();
