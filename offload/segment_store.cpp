@@ -227,10 +227,11 @@ Status SegmentStore::make_file(Segment& segment) {
   }
   TORPOR_TRY(file->preallocate(capacity_));
   ScratchPool::Lease scratch(scratch_);
-  const std::span<std::byte> page = scratch->room(kPage);
-  if (page.empty()) return no_memory_for(kPage);
+  const std::span<std::byte> room = scratch->room(kPage);
+  if (room.empty()) return no_memory_for(kPage);
+  const std::span<std::byte> page = room.first(kPage);  // it may be larger
   write_header(page, segment.header, segment.seal.get());
-  TORPOR_TRY(file->pwrite(page.first(kPage), 0));
+  TORPOR_TRY(file->pwrite(page, 0));
   const MutexLock lock(mutex_);
   health_.io = file->io();
   segment.file = std::move(file);

@@ -100,6 +100,7 @@ class SegmentStore final : public Store {
   void read(std::span<Reading> readings, std::span<std::byte>& room);
   Status decode(Reading& reading) const;
   Result<std::shared_ptr<File>> file_of(Segment& segment);
+  void close_oldest();
   void note(const Error& error, bool write);
 
   // segment_store_life.cpp

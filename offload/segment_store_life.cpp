@@ -8,11 +8,13 @@
 
 namespace torpor {
 
-// Cuts and syncs segments that take no more.
+// Cuts and syncs segments that take no more. Where the disk failed just now, sync() is for who wants it: after an fsync
+// that fails too, all of the segment would be lost.
 void SegmentStore::finish_ended() {
   struct Ended {
     std::shared_ptr<File> file;
     uint64_t end = 0;
+    bool broken = false;
   };
   std::vector<SegmentPtr> ended;
   std::vector<Ended> files;
@@ -27,7 +29,8 @@ void SegmentStore::finish_ended() {
       segment->state = Segment::State::kEnded;
       segment->finished = true;
       ended.push_back(segment);
-      files.push_back({segment->file, std::min(segment->end, segment->broken_at)});
+      files.push_back(
+          {segment->file, std::min(segment->end, segment->broken_at), segment->broken_at != UINT64_MAX});
       return true;
     });
   }
@@ -41,7 +44,12 @@ void SegmentStore::finish_ended() {
     health_.held_bytes -= ended[i]->reserved - files[i].end;
     ended[i]->reserved = files[i].end;
   }
-  if (!ended.empty()) (void)make_safe(ended);  // what cannot be made safe is dropped, counted and logged
+  std::vector<SegmentPtr> whole;
+  for (size_t i = 0; i < ended.size(); ++i) {
+    if (!files[i].broken) whole.push_back(ended[i]);
+  }
+  if (!whole.empty()) (void)make_safe(whole);  // what cannot be made safe is dropped, counted and logged
+  if (!ended.empty()) close_oldest();
 }
 
 // ---- sync
@@ -254,7 +262,9 @@ Status SegmentStore::recover_segment(uint32_t number, uint32_t space, std::vecto
 // in no more than the system's memory, so it counts as durable when it was synced again.
 Result<SegmentStore::SegmentPtr> SegmentStore::read_segment(uint32_t number, uint32_t space, const File& file) {
   ScratchPool::Lease scratch(scratch_);
-  const std::span<std::byte> page = scratch->room(kPage).first(kPage);
+  const std::span<std::byte> room = scratch->room(kPage);
+  if (room.empty()) return no_memory_for(kPage);
+  const std::span<std::byte> page = room.first(kPage);
   TORPOR_ASSIGN(const uint64_t file_bytes, file.size());
   TORPOR_TRY(file.pread(page, 0));
   TORPOR_ASSIGN(OpenedHeader opened, read_header(page, options_.key.get()));
@@ -351,7 +361,9 @@ Status SegmentStore::link(Segment& segment, std::span<const SegmentRecord> recor
   // Linked by an earlier lease, unless somebody else put something there.
   TORPOR_ASSIGN(const std::unique_ptr<File> there, into.open_file(name));
   ScratchPool::Lease scratch(scratch_);
-  const std::span<std::byte> page = scratch->room(kPage).first(kPage);
+  const std::span<std::byte> room = scratch->room(kPage);
+  if (room.empty()) return no_memory_for(kPage);
+  const std::span<std::byte> page = room.first(kPage);
   TORPOR_TRY(there->pread(page, 0));
   const Result<OpenedHeader> header = read_header(page, options_.key.get());
   return header && header->header.id == segment.header.id ? ok() : linked;
@@ -364,9 +376,10 @@ Status SegmentStore::copy(Segment& segment, std::span<const SegmentRecord> recor
   TORPOR_ASSIGN(const std::unique_ptr<File> to, into.open_slots(name, options_.io));
   ScratchPool::Lease scratch(scratch_);
   const auto copy_range = [&](uint64_t offset, uint64_t bytes) -> Status {
-    const std::span<std::byte> room = scratch->room(bytes).first(bytes);
-    TORPOR_TRY(from->pread(room, offset));
-    return to->pwrite(room, offset);
+    const std::span<std::byte> room = scratch->room(bytes);
+    if (room.empty()) return no_memory_for(bytes);
+    TORPOR_TRY(from->pread(room.first(bytes), offset));
+    return to->pwrite(room.first(bytes), offset);
   };
   TORPOR_TRY(copy_range(0, kPage));
   for (const SegmentRecord& record : records) {

@@ -100,7 +100,7 @@ Status SegmentStore::decode(Reading& reading) const {
   return decompress(reading.record.codec, stored, reading.part->bytes);
 }
 
-// The segment's file, opened again if it was closed; then the one that was used longest ago is closed instead.
+// The segment's file, opened again if it was closed.
 Result<std::shared_ptr<File>> SegmentStore::file_of(Segment& segment) {
   {
     const MutexLock lock(mutex_);
@@ -113,18 +113,26 @@ Result<std::shared_ptr<File>> SegmentStore::file_of(Segment& segment) {
     DirectoryTurn directory(*this);
     TORPOR_ASSIGN(opened, directory->open_file(segment_name(segment.header.number), options_.io));
   }
-  std::shared_ptr<File> closing;
-  const MutexLock lock(mutex_);
-  if (segment.is_there()) segment.file = opened;
-  Segment* oldest = nullptr;
-  size_t open = 0;
-  for (const auto& [number, other] : segments_) {
-    if (other->file == nullptr || !other->finished) continue;
-    ++open;
-    if (oldest == nullptr || other->last_use < oldest->last_use) oldest = other.get();
+  {
+    const MutexLock lock(mutex_);
+    if (segment.is_there()) segment.file = opened;
   }
-  if (open > options_.open_files) closing = std::move(oldest->file);
+  close_oldest();
   return opened;
+}
+
+// Of those that take no more records, as many as are too many; those that were used longest ago.
+void SegmentStore::close_oldest() {
+  std::vector<std::shared_ptr<File>> closing;
+  const MutexLock lock(mutex_);
+  std::vector<Segment*> open;
+  for (const auto& [number, segment] : segments_) {
+    if (segment->file != nullptr && segment->finished) open.push_back(segment.get());
+  }
+  if (open.size() <= options_.open_files) return;
+  std::sort(open.begin(), open.end(), [](const Segment* a, const Segment* b) { return a->last_use < b->last_use; });
+  open.resize(open.size() - options_.open_files);
+  for (Segment* segment : open) closing.push_back(std::move(segment->file));
 }
 
 }  // namespace torpor
