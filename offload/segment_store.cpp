@@ -20,12 +20,6 @@ int32_t slots_of(const SegmentStoreOptions& options) {
   return static_cast<int32_t>(std::max<uint64_t>(kSegmentBytes / align_up(options.record_bytes, kPage), 1));
 }
 
-// Each record in a batch of its own, and as far from the one before it as its alignment may want.
-uint64_t capacity_of(const SegmentStoreOptions& options) {
-  const uint64_t record = align_up(options.record_bytes, kPage) + (options.record_bytes >= kMiB ? kMiB : 0);
-  return kPage + static_cast<uint64_t>(slots_of(options)) * (kPage + record);
-}
-
 Status check(const SegmentStoreOptions& options) {
   TORPOR_TRY(options.compression.validate());
   if (options.record_bytes < 1 || options.record_bytes > kMostRecordBytes || options.slots_per_segment < 0 ||
@@ -91,12 +85,18 @@ SegmentStore::SegmentStore(std::unique_ptr<Directory> directory, std::unique_ptr
               .durable = true,
               .record_bytes = options_.record_bytes,
               .slots_per_segment = slots_of(options_)},
-      capacity_(capacity_of(options_)),
+      capacity_(most_bytes_of_segment(options_)),
       directory_(std::move(directory)),
       lock_(std::move(lock)),
       clock_(clock) {}
 
 SegmentStore::~SegmentStore() = default;
+
+// Each record in a batch of its own, and as far from the one before it as its alignment may want.
+uint64_t SegmentStore::most_bytes_of_segment(const SegmentStoreOptions& options) {
+  const uint64_t record = align_up(options.record_bytes, kPage) + (options.record_bytes >= kMiB ? kMiB : 0);
+  return kPage + static_cast<uint64_t>(slots_of(options)) * (kPage + record);
+}
 
 Result<std::unique_ptr<SegmentStore>> SegmentStore::open(FileSystem& file_system, const std::string& path,
                                                          SegmentStoreOptions options, const Clock& clock) {
@@ -123,6 +123,7 @@ Status SegmentStore::look_around() {
     const Result<uint64_t> size = file ? (*file)->size() : Result<uint64_t>(0);
     there += size ? *size : 0;
   }
+  std::sort(at_the_start_.begin(), at_the_start_.end());
   if (first_number_ >= static_cast<uint32_t>(std::numeric_limits<Slot>::max() / traits_.slots_per_segment)) {
     return Error{.code = Code::kResourceExhausted,
                  .what = fmt::format("{} has used up its numbers of segments", directory_->path()),

@@ -46,7 +46,7 @@ struct SegmentStoreOptions {
 
 class SegmentStore final : public Store {
  public:
-  static constexpr uint32_t kOpenSegments = 4;
+  static constexpr uint32_t kOpenSegments = 32;
 
   // Opens or makes PATH/rN. kUnavailable: another process uses it. kResourceExhausted: the disk has no room for
   // budget_bytes. `file_system` and `clock` outlive the result.
@@ -66,9 +66,9 @@ class SegmentStore final : public Store {
   Result<std::vector<LeasedRecord>> lease(std::span<const Slot> slots, Directory& into) override;
   StoreHealth health() const override;
 
-  // The first slot behind all segments that were there at the start: where the caller's begin.
-  Slot first_slot() const { return static_cast<Slot>(first_number_) * traits_.slots_per_segment; }
-  uint64_t segment_bytes() const { return capacity_; }  // most that one takes
+  // Behind all segments that were there at the start.
+  Slot first_slot() const override { return static_cast<Slot>(first_number_) * traits_.slots_per_segment; }
+  static uint64_t most_bytes_of_segment(const SegmentStoreOptions& options);
 
  private:
   struct Segment;

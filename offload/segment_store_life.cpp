@@ -308,7 +308,7 @@ Result<SegmentStore::SegmentPtr> SegmentStore::read_segment(uint32_t number, uin
 
 Result<std::vector<LeasedRecord>> SegmentStore::lease(std::span<const Slot> slots, Directory& into) {
   std::vector<LeasedRecord> leased;
-  std::map<SegmentPtr, std::vector<SegmentRecord>> wanted;
+  std::map<uint32_t, std::pair<SegmentPtr, std::vector<SegmentRecord>>> wanted;
   {
     const MutexLock lock(mutex_);
     for (const Slot slot : slots) {
@@ -322,7 +322,9 @@ Result<std::vector<LeasedRecord>> SegmentStore::lease(std::span<const Slot> slot
                      .what = fmt::format("slot {} of the disk store was not synced", slot),
                      .next_step = "sync the store first"};
       }
-      wanted[segment->second].push_back(record);
+      auto& [holder, records] = wanted[segment->first];
+      holder = segment->second;
+      records.push_back(record);
       leased.push_back({.slot = slot,
                         .file = leased_name(segment->second->header),
                         .id = segment->second->header.id,
@@ -334,7 +336,7 @@ Result<std::vector<LeasedRecord>> SegmentStore::lease(std::span<const Slot> slot
                         .seal = record.seal});
     }
   }
-  for (const auto& [segment, records] : wanted) TORPOR_TRY(link(*segment, records, into));
+  for (const auto& [number, entry] : wanted) TORPOR_TRY(link(*entry.first, entry.second, into));
   return leased;
 }
 

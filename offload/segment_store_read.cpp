@@ -24,10 +24,11 @@ void SegmentStore::do_get(std::span<StorePart> parts) {
   }
   ScratchPool::Lease scratch(scratch_);
   std::span<std::byte> room = scratch->room(most);
+  const bool enough = room.size() >= most;
   for (size_t first = 0; first < readings.size();) {
     size_t end = first + 1;
     while (end < readings.size() && readings[end].segment == readings[first].segment) ++end;
-    if (room.size() < most) {
+    if (!enough) {
       for (size_t i = first; i < end; ++i) readings[i].part->status = no_memory_for(most);
     } else {
       read(std::span(readings).subspan(first, end - first), room);

@@ -96,6 +96,8 @@ class Store {
   virtual ~Store() = default;
   virtual const StoreTraits& traits() const = 0;
 
+  // Slots from here on were never used when the store was opened.
+  virtual Slot first_slot() const { return 0; }
   // Keys with this number belong to the key space with this digest from now on.
   virtual void open_space(uint32_t space, const Digest& digest) = 0;
   // False while it would be useless to put anything: a medium that fails is tried again after a while.

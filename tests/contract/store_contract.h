@@ -2,6 +2,7 @@
 //   INSTANTIATE_TEST_SUITE_P(Name, StoreContract, ::testing::Values(way, …));
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <functional>
@@ -119,6 +120,11 @@ TEST_P(StoreContract, ManyAtOnceAreEachWhereTheyBelong) {
   store().put(parts);
   for (const StorePart& part : parts) ASSERT_SUCCEEDS(part.status);
   for (size_t i = 0; i < slots.size(); ++i) EXPECT_TRUE(value_of(has_one(store(), slots[i], i, 4096 + i))) << i;
+  for (std::vector<std::byte>& each : bytes) std::fill(each.begin(), each.end(), std::byte{0});
+  std::reverse(parts.begin(), parts.end());
+  store().get(parts);
+  for (const StorePart& part : parts) ASSERT_SUCCEEDS(part.status);
+  for (size_t i = 0; i < slots.size(); ++i) EXPECT_EQ(bytes[i], some_bytes(i, 4096 + i)) << i;
 }
 
 TEST_P(StoreContract, EachPartHasItsOwnStatus) {

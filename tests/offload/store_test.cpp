@@ -48,9 +48,10 @@ std::shared_ptr<const Key> a_key(uint8_t fill) {
 constexpr int32_t kSlots = 16;
 constexpr uint64_t kMostBytes = kPage + kSlots * (kPage + kContractRecord);  // of a segment
 
-class DiskWorld final : public StoreWorld {
+class DiskWorld : public StoreWorld {
  public:
-  explicit DiskWorld(SegmentStoreOptions options = {}) : options_(std::move(options)) {
+  explicit DiskWorld(SegmentStoreOptions options = {}, FileSystem* without_faults = nullptr)
+      : file_system_(without_faults != nullptr ? *without_faults : files), options_(std::move(options)) {
     options_.rank = 3;
     options_.record_bytes = kContractRecord;
     options_.slots_per_segment = kSlots;
@@ -70,6 +71,7 @@ class DiskWorld final : public StoreWorld {
     return beyond_;
   }
   bool fail(bool on) override {
+    if (&file_system_ != &files) return false;
     on ? files.plan.set(Fault::kError, 1, EIO, /*all_after=*/true) : files.plan.clear();
     clock.advance(10s);
     if (!on) next_ = (next_ / kSlots + 1) * kSlots;  // as callers do after a failure
@@ -82,11 +84,11 @@ class DiskWorld final : public StoreWorld {
   }
   void open(const Digest& space = digest_of({})) {
     store_.reset();
-    store_ = value_of(SegmentStore::open(files, path(), options_, clock));
+    store_ = value_of(SegmentStore::open(file_system_, path(), options_, clock));
     store_->open_space(1, space);
     next_ = store_->first_slot();
   }
-  Result<std::unique_ptr<SegmentStore>> another() { return SegmentStore::open(files, path(), options_, clock); }
+  Result<std::unique_ptr<SegmentStore>> another() { return SegmentStore::open(file_system_, path(), options_, clock); }
   std::string path() const { return temporary_ / "store"; }
   std::string file(uint32_t number) const { return path() + "/r3/" + segment_name(number); }
   SegmentStoreOptions& options() { return options_; }
@@ -94,6 +96,7 @@ class DiskWorld final : public StoreWorld {
   ManualClock clock;
 
  private:
+  FileSystem& file_system_;
   TemporaryDirectory temporary_;
   SegmentStoreOptions options_;
   std::unique_ptr<SegmentStore> store_;
@@ -105,13 +108,21 @@ template <class World>
 StoreWay way(std::string name, SegmentStoreOptions options = {}) {
   return {std::move(name), [options]() -> std::unique_ptr<StoreWorld> {
             if constexpr (std::is_same_v<World, HostWorld>) return std::make_unique<HostWorld>();
-            else return std::make_unique<DiskWorld>(options);
+            else return std::make_unique<World>(options);
           }};
 }
 
+// Direct, and through io_uring where the system has it.
+class RealDiskWorld final : public DiskWorld {
+ public:
+  explicit RealDiskWorld(SegmentStoreOptions options) : DiskWorld(std::move(options), &linux_file_system()) {}
+};
+
 INSTANTIATE_TEST_SUITE_P(
     Stores, StoreContract,
-    ::testing::Values(way<HostWorld>("Host"), way<DiskWorld>("Disk"), way<DiskWorld>("Plain", {.io = FileIo::kPlain}),
+    ::testing::Values(way<HostWorld>("Host"), way<DiskWorld>("Disk"), way<RealDiskWorld>("RealDisk"),
+                      way<RealDiskWorld>("RealDiskEncrypted", {.key = a_key(7), .encrypt = true}),
+                      way<RealDiskWorld>("Plain", {.io = FileIo::kPlain}),
                       way<DiskWorld>("Compressed", {.compression = {.level = 1}}),
                       way<DiskWorld>("Authenticated", {.key = a_key(7)}),
                       way<DiskWorld>("Encrypted", {.key = a_key(7), .encrypt = true}),
