@@ -73,6 +73,10 @@ class Directory {
   virtual Result<std::unique_ptr<Directory>> open_directory(std::string_view name) const = 0;
   virtual Result<std::vector<Entry>> list() const = 0;                        // sorted by name, without "." and ".."
   virtual Status rename_new(std::string_view from, std::string_view to) = 0;  // atomic; `to` must not exist
+  // One more name, `to` in `into`, for the file `name`; both are the same file from then on, and it is there until its
+  // last name is removed. `to` must not exist. Where the file system has no links, or none from here to there, `native`
+  // is EPERM, EXDEV, EMLINK or EOPNOTSUPP. Durable when `into` was synced, like any name.
+  virtual Status link_new(std::string_view name, Directory& into, std::string_view to) = 0;
   virtual Status remove_file(std::string_view name) = 0;
   virtual Status remove_tree(std::string_view name) = 0;  // never leaves the tree through a link
   virtual Status sync() = 0;                              // makes entries of this directory durable

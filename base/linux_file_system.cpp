@@ -294,6 +294,17 @@ class LinuxDirectory final : public Directory {
     return ok();
   }
 
+  Status link_new(std::string_view name, Directory& into, std::string_view to) override {
+    TORPOR_TRY(check_component(name));
+    TORPOR_TRY(check_component(to));
+    const auto* const target = dynamic_cast<const LinuxDirectory*>(&into);
+    const std::string doing = fmt::format("cannot link {} to {}/{}", join(name), into.path(), to);
+    if (target == nullptr) return system_error(EXDEV, doing);
+    if (::linkat(fd_.get(), std::string(name).c_str(), target->fd_.get(), std::string(to).c_str(), 0) != 0)
+      return system_error(errno, doing);
+    return ok();
+  }
+
   Status remove_file(std::string_view name) override {
     TORPOR_TRY(check_component(name));
     if (::unlinkat(fd_.get(), std::string(name).c_str(), 0) != 0) {
@@ -332,7 +343,7 @@ class LinuxDirectory final : public Directory {
     if (::fcntl(fd.get(), F_OFD_SETLK, &request) != 0) {
       if (errno == EAGAIN || errno == EACCES) {
         return Error{.code = Code::kUnavailable,
-                     .what = fmt::format("another process is writing checkpoints in {}", path_),
+                     .what = fmt::format("another process is using {}", path_),
                      .next_step = "wait for it, or give this engine a directory of its own",
                      .origin = Origin::kSystem,
                      .native = errno};

@@ -83,6 +83,11 @@ class WatchedDirectory final : public Directory {
     TORPOR_TRY(before_("rename_new", join(from)));
     return inner_->rename_new(from, to);
   }
+  Status link_new(std::string_view name, Directory& into, std::string_view to) override {
+    TORPOR_TRY(before_("link_new", join(name)));
+    const auto* const watched = dynamic_cast<const WatchedDirectory*>(&into);
+    return inner_->link_new(name, watched != nullptr ? *watched->inner_ : into, to);
+  }
   Status remove_file(std::string_view name) override {
     TORPOR_TRY(before_("remove_file", join(name)));
     return inner_->remove_file(name);

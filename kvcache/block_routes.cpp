@@ -11,12 +11,6 @@ BlockName name_of(const BlockRef& block) {
   return {weak.id(), weak.generation(), block.identity().hash()};
 }
 
-Status begin_filling(MutableBlock& block, const BlockIdentity& identity) {
-  TORPOR_TRY(block.initialize(identity.parent, identity.salt, identity.group));
-  TORPOR_TRY(block.add_tokens(identity.tokens));
-  return block.schedule_compute();
-}
-
 ChunkPlan plan_of(const KvLayout& layout, int32_t device_block, const SavedChunk& chunk) {
   ChunkPlan plan{.key = chunk.key};
   for (const KvPiece& piece : layout.pieces_of(static_cast<uint32_t>(device_block)))
@@ -24,7 +18,7 @@ ChunkPlan plan_of(const KvLayout& layout, int32_t device_block, const SavedChunk
   return plan;
 }
 
-RouteIntoStore::RouteIntoStore(std::string_view from, BlockPool& source, BlockStore& target)
+RouteIntoStore::RouteIntoStore(std::string_view from, BlockPool& source, BlockTier& target)
     : name_(fmt::format("{} to {}", from, target.kind())), source_(source), target_(target) {}
 
 bool RouteIntoStore::upgrade(const BlockName& block) {
@@ -51,7 +45,7 @@ void RouteIntoStore::transfer(std::span<const BlockName> blocks, std::span<Block
       outcomes[i] = BlockOutcome::kDegraded;
       continue;
     }
-    if (target_.pool().contains(source.identity())) {
+    if (target_.contains(source.identity())) {
       outcomes[i] = BlockOutcome::kPresent;
       continue;
     }

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "base/mutex.h"
-#include "kvcache/block_store.h"
+#include "kvcache/block_tier.h"
 #include "kvcache/kv_layout.h"
 #include "offload/block_route.h"
 #include "offload/transfer_executor.h"
@@ -25,9 +25,6 @@ namespace torpor {
 // The name by which a pipeline knows a registered block.
 BlockName name_of(const BlockRef& block);
 
-// Makes an allocated block hold what `identity` says, ready to be written.
-Status begin_filling(MutableBlock& block, const BlockIdentity& identity);
-
 // Where the bytes of a device block lie, as the chunk of a store's slot.
 ChunkPlan plan_of(const KvLayout& layout, int32_t device_block, const SavedChunk& chunk);
 
@@ -36,7 +33,7 @@ class RouteIntoStore : public BlockRoute {
   using Registered = std::function<void(std::vector<BlockName>)>;
 
   std::string_view name() const override { return name_; }  // "device to host", …
-  bool present(const Digest& key) const override { return target_.pool().contains(key); }
+  bool present(const Digest& key) const override { return target_.contains(key); }
   bool upgrade(const BlockName& block) override;
   void transfer(std::span<const BlockName> blocks, std::span<BlockOutcome> outcomes) override;
 
@@ -53,9 +50,9 @@ class RouteIntoStore : public BlockRoute {
     Status status;
     bool unproven = false;
   };
-  RouteIntoStore(std::string_view from, BlockPool& source, BlockStore& target);
+  RouteIntoStore(std::string_view from, BlockPool& source, BlockTier& target);
   virtual void copy(std::span<Move> moves) = 0;  // fills saved, status, unproven
-  BlockStore& target() { return target_; }
+  BlockTier& target() { return target_; }
 
  private:
   BlockRef take_kept(const BlockName& block);
@@ -63,7 +60,7 @@ class RouteIntoStore : public BlockRoute {
 
   const std::string name_;
   BlockPool& source_;
-  BlockStore& target_;
+  BlockTier& target_;
   Registered registered_;
   mutable Mutex mutex_;
   // Upgraded; transferred in nearly the same order.
@@ -73,7 +70,7 @@ class RouteIntoStore : public BlockRoute {
 
 class DeviceRoute final : public RouteIntoStore {
  public:
-  DeviceRoute(BlockPool& device, const KvLayout& layout, BlockStore& target, TransferExecutor& executor)
+  DeviceRoute(BlockPool& device, const KvLayout& layout, BlockTier& target, TransferExecutor& executor)
       : RouteIntoStore("device", device, target), layout_(layout), executor_(executor) {}
 
  private:
@@ -84,11 +81,11 @@ class DeviceRoute final : public RouteIntoStore {
 
 class HostRoute final : public RouteIntoStore {
  public:
-  HostRoute(HostBlocks& host, BlockStore& target) : RouteIntoStore(host.kind(), host.pool(), target), host_(host) {}
+  HostRoute(BlockTier& host, BlockTier& target) : RouteIntoStore(host.kind(), host.pool(), target), host_(host) {}
 
  private:
   void copy(std::span<Move> moves) override;
-  HostBlocks& host_;
+  BlockTier& host_;
 };
 
 }  // namespace torpor

@@ -4,7 +4,9 @@ namespace torpor {
 namespace {
 
 // The block itself is bad. Other failures (of the device, for want of staging memory) say nothing about it.
-bool is_damage(const Error& error) { return error.code == Code::kCorruption || error.code == Code::kIo; }
+bool is_damage(const Error& error) {
+  return error.code == Code::kCorruption || error.code == Code::kIo || error.code == Code::kNotFound;
+}
 
 // Blocks on their way: however that ends, those whose copy is over go back to their pool; one that is still Inflight
 // when its owner goes would never be used again.
@@ -41,8 +43,8 @@ std::vector<Onboarding::Source> Onboarding::find(std::span<const BlockIdentity> 
   for (const BlockIdentity& identity : chain) {
     const size_t before = sources.size();
     for (size_t store = 0; store < stores_.size() && sources.size() == before; ++store) {
-      std::vector<BlockRef> found = stores_[store]->pool().match({&identity, 1});
-      if (!found.empty()) sources.push_back({store, std::move(found[0]), ok()});
+      BlockRef found = stores_[store]->find(identity);
+      if (found) sources.push_back({store, std::move(found), ok()});
     }
     if (sources.size() == before) break;
   }
@@ -50,7 +52,7 @@ std::vector<Onboarding::Source> Onboarding::find(std::span<const BlockIdentity> 
 }
 
 void Onboarding::drop_damaged(const Source& source) {
-  stores_[source.store]->pool().discard(source.block);
+  stores_[source.store]->drop_damaged(source.block);
   const MutexLock lock(mutex_);
   ++info_.damaged;
 }
@@ -58,7 +60,7 @@ void Onboarding::drop_damaged(const Source& source) {
 // Blocks of stores that are not addressable go into the first one, those of a store at once; the sources are those
 // blocks then. Left as they are where that store has no room.
 void Onboarding::promote(std::vector<Source>& sources) {
-  BlockStore& to = *stores_[0];
+  BlockTier& to = *stores_[0];
   for (size_t store = 1; store < stores_.size(); ++store) {
     if (stores_[store]->addressable()) continue;
     std::vector<size_t> members;
@@ -69,7 +71,10 @@ void Onboarding::promote(std::vector<Source>& sources) {
       if (sources[i].store != store) continue;
       Result<std::vector<MutableBlock>> slot = to.pool().allocate(1);
       if (!slot || !begin_filling((*slot)[0], sources[i].block.identity())) break;
-      places.push_back(to.view(to.chunk((*slot)[0].id())));
+      SavedChunk there = to.chunk((*slot)[0].id());
+      const Result<std::span<std::byte>> place = to.place(there);
+      if (!place) break;
+      places.push_back(*place);
       members.push_back(i);
       targets.push_back(std::move((*slot)[0]));
       chunks.push_back(stores_[store]->chunk(sources[i].block.id()));

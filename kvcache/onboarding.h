@@ -12,7 +12,7 @@
 
 #include "base/mutex.h"
 #include "kvcache/block_routes.h"
-#include "kvcache/block_store.h"
+#include "kvcache/block_tier.h"
 #include "kvcache/kv_layout.h"
 #include "offload/transfer_executor.h"
 
@@ -29,7 +29,7 @@ struct OnboardingInfo {
 class Onboarding {
  public:
   // `stores`: nearest first; kStaged does nothing unless the first one is addressable.
-  Onboarding(BlockPool& device, const KvLayout& layout, TransferExecutor& executor, std::vector<BlockStore*> stores,
+  Onboarding(BlockPool& device, const KvLayout& layout, TransferExecutor& executor, std::vector<BlockTier*> stores,
              DiskOnboarding mode = DiskOnboarding::kDirect)
       : device_(device), layout_(layout), executor_(executor), stores_(std::move(stores)), mode_(mode) {
     info_.onboarded.resize(stores_.size());
@@ -55,7 +55,7 @@ class Onboarding {
   BlockPool& device_;
   const KvLayout& layout_;
   TransferExecutor& executor_;
-  const std::vector<BlockStore*> stores_;
+  const std::vector<BlockTier*> stores_;
   const DiskOnboarding mode_;
   mutable Mutex mutex_;
   OnboardingInfo info_ TORPOR_GUARDED_BY(mutex_);

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include "base/units.h"
+#include "offload/host_store.h"
 
 namespace torpor::reference {
 namespace {
@@ -104,32 +105,22 @@ Status ReferenceEngine::build_tiers() {
   const TierOptions& tiers = options_.tiers;
   RankMemory& memory = *ranks_[0].memory;
   const uint64_t bytes = memory.kv_layout().bytes_per_block();
-  std::vector<BlockStore*> stores;
+  std::vector<BlockTier*> stores;
+  const auto pool_of = [&](int32_t blocks) {
+    return BlockPoolOptions{.num_blocks = blocks, .block_tokens = block_tokens(), .eviction = tiers.eviction};
+  };
   if (tiers.host_blocks > 0) {
-    TORPOR_ASSIGN(
-        host_,
-        HostBlocks::create(
-            memory.arena(),
-            {.num_blocks = tiers.host_blocks, .block_tokens = block_tokens(), .eviction = tiers.eviction}, bytes));
+    TORPOR_ASSIGN(std::unique_ptr<Store> store,
+                  HostStore::create(memory.arena(), {.slots = tiers.host_blocks, .slot_bytes = bytes}));
+    TORPOR_ASSIGN(host_, BlockTier::create(std::move(store), {pool_of(tiers.host_blocks), bytes, {}}));
     stores.push_back(host_.get());
   }
   if (tiers.disk_blocks > 0) {
-    TORPOR_ASSIGN(const Fingerprint fields, fingerprint());
-    StreamingDigest owner;
-    for (const auto& [name, value] : fields) {
-      owner.update(std::as_bytes(std::span(name)));
-      owner.update(std::as_bytes(std::span(value)));
-    }
-    owner.update(std::as_bytes(std::span(&options_.weights_seed, 1)));
-    TORPOR_ASSIGN(disk_directory_, file_system_.open_directory(tiers.disk_directory, true));
-    TORPOR_ASSIGN(
-        disk_,
-        DiskBlocks::open(
-            *disk_directory_,
-            {.pool = {.num_blocks = tiers.disk_blocks, .block_tokens = block_tokens(), .eviction = tiers.eviction},
-             .bytes_per_block = bytes,
-             .owner = owner.finish()},
-            clock_));
+    TORPOR_ASSIGN(const KeySpace space, key_space());
+    TORPOR_ASSIGN(std::unique_ptr<Store> store,
+                  SegmentStore::open(file_system_, tiers.disk_directory + "/store",
+                                     segments_for(tiers.disk_blocks, bytes), clock_));
+    TORPOR_ASSIGN(disk_, BlockTier::create(std::move(store), {pool_of(tiers.disk_blocks), bytes, space.digest()}));
     stores.push_back(disk_.get());
   }
   if (stores.empty()) return ok();
@@ -148,6 +139,15 @@ Status ReferenceEngine::build_tiers() {
   onboarding_ = std::make_unique<Onboarding>(*pool_, memory.kv_layout(), memory.executor(), stores,
                                              host_ && disk_ ? tiers.disk_onboarding : DiskOnboarding::kDirect);
   return ok();
+}
+
+// With the weights as they were loaded; what they are after a change nobody can name (BlockTier::forget_all).
+Result<KeySpace> ReferenceEngine::key_space() {
+  TORPOR_ASSIGN(const Fingerprint fields, fingerprint());
+  KeySpace space{.weights = digest_of(std::as_bytes(std::span(&options_.weights_seed, 1))),
+                 .hashing = "BlockIdentity, XXH3-128 and SHA-256"};
+  for (const auto& [name, value] : fields) space.layout += fmt::format("{}: {}\n", name, value);
+  return space;
 }
 
 bool ReferenceEngine::step_offload() {

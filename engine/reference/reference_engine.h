@@ -24,7 +24,7 @@
 #include "engine/reference/byte_model.h"
 #include "kvcache/block_pool.h"
 #include "kvcache/block_routes.h"
-#include "kvcache/disk_blocks.h"
+#include "kvcache/block_tier.h"
 #include "kvcache/onboarding.h"
 #include "offload/offload_pipeline.h"
 
@@ -33,7 +33,7 @@ namespace torpor::reference {
 struct TierOptions {
   int32_t host_blocks = 0;  // 0: no such tier
   int32_t disk_blocks = 0;
-  std::string disk_directory;
+  std::string disk_directory;  // segments go below it, into "store"
   EvictionPolicy eviction = EvictionPolicy::kLru;  // of both
   DiskOnboarding disk_onboarding = DiskOnboarding::kDirect;
   OffloadOptions offload;
@@ -107,8 +107,8 @@ class ReferenceEngine final : public EngineHooks {
   ReferenceCounts counts() const { return counts_; }
   RankMemory& memory(size_t rank = 0) { return *ranks_[rank].memory; }
   BlockPool& pool() { return *pool_; }
-  HostBlocks* host_blocks() { return host_.get(); }
-  DiskBlocks* disk_blocks() { return disk_.get(); }
+  BlockTier* host_blocks() { return host_.get(); }
+  BlockTier* disk_blocks() { return disk_.get(); }
   const Onboarding* onboarding() const { return onboarding_.get(); }
   const std::vector<std::unique_ptr<OffloadPipeline>>& pipelines() const { return pipelines_; }
 
@@ -158,6 +158,7 @@ class ReferenceEngine final : public EngineHooks {
   Status build(std::vector<std::unique_ptr<DeviceMemory>> devices);
   Result<Rank> make_rank(int32_t rank, std::unique_ptr<DeviceMemory> device);
   Status build_tiers();
+  Result<KeySpace> key_space();
   std::vector<Scheduled> schedule();
   std::optional<std::vector<MutableBlock>> allocate_for(const Request& request, int32_t tokens);
   bool comes_before(const Request& a, const Request& b) const;
@@ -178,9 +179,8 @@ class ReferenceEngine final : public EngineHooks {
   EventSink* const sink_;
   std::vector<Rank> ranks_;
   std::unique_ptr<BlockPool> pool_;
-  std::unique_ptr<HostBlocks> host_;
-  std::unique_ptr<Directory> disk_directory_;
-  std::unique_ptr<DiskBlocks> disk_;
+  std::unique_ptr<BlockTier> host_;
+  std::unique_ptr<BlockTier> disk_;
   std::unique_ptr<Onboarding> onboarding_;
   std::vector<std::unique_ptr<RouteIntoStore>> routes_;
   std::vector<std::unique_ptr<OffloadPipeline>> pipelines_;  // nearest first; end before what they use

@@ -6,7 +6,6 @@
 
 #include <fmt/format.h>
 
-#include "base/log.h"
 #include "engine/rank_service.h"
 #include "engine/reference/reference_engine.h"
 
@@ -167,10 +166,8 @@ Status ReferenceEngine::drop_requests(const std::string& mode) {
   }
   // Weights may be others from now on: nothing that was computed is of use.
   pool_->clear_cached();
-  if (host_) host_->pool().clear_cached();
-  if (!disk_) return ok();
-  if (const Status forgotten = disk_->forget_all(); !forgotten)  // it takes nothing until it has
-    log().error("KV blocks on disk: {}", forgotten.error().to_string());
+  if (host_) host_->forget_all();
+  if (disk_) disk_->forget_all();
   return ok();
 }
 
@@ -183,8 +180,8 @@ Status ReferenceEngine::drop_prefix(const std::vector<int32_t>& blocks) {
 // that share blocks.
 Status ReferenceEngine::retire_prefix() {
   pool_->clear_cached();
-  if (host_) host_->pool().clear_cached();
-  if (disk_) disk_->pool().clear_cached();
+  if (host_) host_->forget_all();
+  if (disk_) disk_->forget_all();
   for (const auto& [id, request] : requests_) {
     if (request->full.empty() && !request->partial) continue;
     const Digest salted = digest_of(std::as_bytes(std::span(&request->asked.salt, 1)));

@@ -16,13 +16,14 @@ using namespace reference;
 
 class WeightUpdate : public ::testing::Test {
  protected:
-  std::unique_ptr<ReferenceEngine> make(uint64_t seed) {
+  std::unique_ptr<ReferenceEngine> make(uint64_t seed, const std::string& directory) {
     ReferenceOptions options{.weights_seed = seed};
-    options.tiers = {.host_blocks = 48, .disk_blocks = 48, .disk_directory = directories_.emplace_back().path()};
+    options.tiers = {.host_blocks = 48, .disk_blocks = 48, .disk_directory = directory};
     options.tiers.offload = {.min_batch_size = 1, .flush_interval = std::chrono::milliseconds(0), .own_threads = false};
     return value_of(
         ReferenceEngine::create(value_of(make_host_device({})), linux_file_system(), system_clock(), options));
   }
+  std::unique_ptr<ReferenceEngine> make(uint64_t seed) { return make(seed, directories_.emplace_back().path()); }
   static void add(ReferenceEngine& engine, const std::string& id, std::vector<int32_t> prompt, int32_t tokens) {
     ASSERT_SUCCEEDS(engine.add({.id = id, .prompt = std::move(prompt), .max_tokens = tokens}));
   }
@@ -79,6 +80,59 @@ TEST_F(WeightUpdate, NewRequestsFindKvOfOldWeightsInNoTierAndRunningOnesGoOn) {
     for (const char* id : {"same", "longer"}) EXPECT_EQ(tokens_[engine.get()][id], tokens_[oracle.get()][id]) << id;
     EXPECT_EQ(kept.size(), 30U);
     EXPECT_EQ(kept, tokens_[engine.get()]["kept too"]);
+  }
+}
+
+// On the same directory, after one engine computed with two sets of weights: whichever the next one has, it takes nothing
+// of the other's.
+TEST_F(WeightUpdate, AfterARestartKvOfOtherWeightsIsNotFoundOnDisk) {
+  const std::vector<int32_t> prompt(22, 5);
+  const auto answer = [&](ReferenceEngine& engine, const std::string& id) {
+    add(engine, id, prompt, 4);
+    run(engine);
+    return tokens_[&engine][id];
+  };
+  for (const bool keeps_requests : {true, false}) {
+    for (const uint64_t next : {1, 2}) {
+      SCOPED_TRACE(next);
+      tokens_.clear();
+      const std::string directory = directories_.emplace_back().path();
+      {
+        const auto engine = make(1, directory);
+        SleepController controller(*engine, linux_file_system(), system_clock(),
+                                   {.directory = directories_.emplace_back().path()});
+        answer(*engine, "before");
+        ASSERT_SUCCEEDS(controller.sleep(
+            {.level = 1, .preserve_state = keeps_requests, .in_flight = keeps_requests ? "freeze" : "abort"}));
+        ASSERT_SUCCEEDS(controller.wake_up({.tags = {"weights"}}));
+        engine->load_weights(2);
+        ASSERT_SUCCEEDS(controller.wake_up({}));
+        answer(*engine, "after");
+        EXPECT_GT(engine->disk_blocks()->pool().info().cached, 0);
+        ASSERT_SUCCEEDS(engine->disk_blocks()->finish());
+      }
+      tokens_.clear();
+      const auto engine = make(next, directory);
+      const auto oracle = make(next);
+      EXPECT_EQ(answer(*engine, "again"), answer(*oracle, "again"));
+      EXPECT_EQ(engine->counts().onboarded_tokens, 0);
+    }
+  }
+}
+
+// With the same weights it is.
+TEST_F(WeightUpdate, AfterARestartKvOfTheSameWeightsIsFoundOnDisk) {
+  const std::vector<int32_t> prompt(22, 5);
+  const std::string directory = directories_.emplace_back().path();
+  std::vector<int32_t> tokens;
+  for (const bool again : {false, true}) {
+    const auto engine = make(1, directory);
+    tokens_.clear();
+    add(*engine, "same", prompt, 4);
+    run(*engine);
+    EXPECT_EQ(engine->counts().onboarded_tokens > 0, again);
+    EXPECT_TRUE(!again || tokens_[engine.get()]["same"] == tokens);
+    tokens = tokens_[engine.get()]["same"];
   }
 }
 

@@ -4,7 +4,8 @@
 #include <fstream>
 
 #include "kvcache/block_routes.h"
-#include "kvcache/disk_blocks.h"
+#include "kvcache/block_tier.h"
+#include "offload/host_store.h"
 #include "kvcache/onboarding.h"
 
 #include <cstring>
@@ -66,21 +67,31 @@ class BlockTiersTest : public ::testing::TestWithParam<bool> {
   void use_host_blocks(int32_t count) {
     onboarding_.reset();
     to_host_.reset();
-    host_ = value_of(
-        HostBlocks::create(*arena_, {.num_blocks = count, .block_tokens = kTokens}, layout_.bytes_per_block()));
+    host_ = host_tier(count, kTokens);
     to_host_ = std::make_unique<DeviceRoute>(*pool_, layout_, *host_, *executor_);
     onboard_from({host_.get()});
   }
-  void onboard_from(std::vector<BlockStore*> stores, DiskOnboarding mode = DiskOnboarding::kDirect) {
+  std::unique_ptr<BlockTier> host_tier(int32_t count, int32_t tokens) {
+    const uint64_t bytes = layout_.bytes_per_block();
+    return value_of(BlockTier::create(value_of(HostStore::create(*arena_, {.slots = count, .slot_bytes = bytes})),
+                                      {{.num_blocks = count, .block_tokens = tokens}, bytes, {}}));
+  }
+  void onboard_from(std::vector<BlockTier*> stores, DiskOnboarding mode = DiskOnboarding::kDirect) {
     onboarding_ = std::make_unique<Onboarding>(*pool_, layout_, *executor_, std::move(stores), mode);
   }
-  void open_disk(DiskBlocksOptions options = {}) {
-    options.pool = {.num_blocks = 12, .block_tokens = kTokens};
-    options.bytes_per_block = layout_.bytes_per_block();
-    directory_ = value_of(file_system_.open_directory(temporary_.path(), false));
-    disk_.reset();
-    disk_ = value_of(DiskBlocks::open(*directory_, options, clock_));
+  SegmentStoreOptions disk_options(int32_t blocks = 12) const {
+    return segments_for(blocks, layout_.bytes_per_block());
   }
+  Result<std::unique_ptr<SegmentStore>> open_segments(const SegmentStoreOptions& options) {
+    return SegmentStore::open(*disk_files_, temporary_ / "store", options, clock_);
+  }
+  void open_disk(const Digest& space, const SegmentStoreOptions& options) {
+    disk_.reset();
+    disk_ = value_of(BlockTier::create(value_of(open_segments(options)),
+                                       {{.num_blocks = 12, .block_tokens = kTokens}, layout_.bytes_per_block(), space}));
+  }
+  void open_disk(const Digest& space = {}) { open_disk(space, disk_options()); }
+  StoreHealth disk_health() { return disk_->store().health(); }
   void TearDown() override {
     device_->fail_at(0);
     device_->drain_as(Drain::kCompleted);
@@ -171,14 +182,14 @@ class BlockTiersTest : public ::testing::TestWithParam<bool> {
     wipe_device();
     return chain;
   }
+  std::string segment(uint32_t number) const { return temporary_ / ("store/r0/" + segment_name(number)); }
   void flip_byte_in_file(uint64_t offset) {
-    std::fstream file(temporary_.path() + "/blocks", std::ios::in | std::ios::out | std::ios::binary);
+    std::fstream file(segment(0), std::ios::in | std::ios::out | std::ios::binary);
     file.seekg(static_cast<std::streamoff>(offset));
     const char byte = static_cast<char>(file.get() ^ 1);
     file.seekp(static_cast<std::streamoff>(offset));
     file.put(byte);
   }
-  uint64_t stride() const { return 4096 + align_up(layout_.bytes_per_block(), 4096); }
 
   std::unique_ptr<FaultyDevice> device_;
   uint64_t bytes_ = 0;
@@ -188,13 +199,13 @@ class BlockTiersTest : public ::testing::TestWithParam<bool> {
   std::unique_ptr<HostArena> arena_;
   std::unique_ptr<TransferExecutor> executor_;
   std::unique_ptr<BlockPool> pool_;
-  std::unique_ptr<HostBlocks> host_;
+  std::unique_ptr<BlockTier> host_;
   std::unique_ptr<DeviceRoute> to_host_;
   test::TemporaryDirectory temporary_;
   test::FaultyFileSystem file_system_;
+  FileSystem* disk_files_ = &file_system_;
   test::ManualClock clock_;
-  std::unique_ptr<Directory> directory_;
-  std::unique_ptr<DiskBlocks> disk_;
+  std::unique_ptr<BlockTier> disk_;
   std::unique_ptr<Onboarding> onboarding_;
   std::map<BlockRoute*, std::unique_ptr<OffloadPipeline>> pipelines_;  // end before what they use
 };
@@ -380,87 +391,97 @@ TEST_P(BlockTiersTest, ARunMayComeFromBothStoresDirectOrStaged) {
 }
 
 TEST_P(BlockTiersTest, AfterARestartTheDiskStillHasItsBlocks) {
+  disk_files_ = &linux_file_system();
   for (const FileIo io : {FileIo::kFastest, FileIo::kPlain}) {
-    open_disk({.io = io});
-    EXPECT_EQ(disk_->health().io == "plain", io == FileIo::kPlain);
+    SegmentStoreOptions options = disk_options();
+    options.io = io;
+    open_disk({}, options);
     const auto chain = chain_on_disk(io == FileIo::kPlain ? 10 : 20, 4);
-    open_disk({.io = io});
-    EXPECT_GE(disk_->health().recovered, 4);
+    open_disk({}, options);
+    EXPECT_GE(disk_->recovered(), 4u);
+    EXPECT_EQ(disk_->pool().info().cached, 0);  // each takes its place when it is asked for
+    EXPECT_EQ(disk_health().io == "plain", io == FileIo::kPlain);
     onboard_from({disk_.get()});
     const auto up = value_of(onboarding_->onboard(chain));
     ASSERT_EQ(up.size(), 4u);
     expect_content(up);
+    EXPECT_EQ(disk_->pool().info().cached, 4);
   }
+}
+
+TEST_P(BlockTiersTest, WhatARestartFoundIsNotPutAgainAndGoesWithItsSegment) {
+  open_disk();
+  const auto chain = chain_on_disk(10, 4);
+  open_disk();
+  EXPECT_TRUE(disk_->contains(chain[3]));
+  EXPECT_TRUE(disk_->contains(chain[3].hash()));
+  {
+    DeviceRoute to_disk(*pool_, layout_, *disk_, *executor_);
+    EXPECT_EQ(offload(names(compute(10, 4)), &to_disk).count(BlockOutcome::kPresent), 4u);
+    pipelines_.clear();
+  }
+  for (int32_t seed = 100; seed < 1000; seed += 100) {  // until its segments are the oldest
+    (void)chain_on_disk(seed, 3);
+    EXPECT_LE(disk_health().held_bytes, disk_options().budget_bytes);
+  }
+  EXPECT_EQ(disk_->recovered(), 0u);
+  EXPECT_FALSE(disk_->contains(chain[0]));
+  onboard_from({disk_.get()});
+  EXPECT_EQ(value_of(onboarding_->onboard(chain)).size(), 0u);
+  EXPECT_FALSE(boost::filesystem::exists(segment(0)));
+}
+
+// The pool has room for all of them, the segments have not: the oldest of them went.
+TEST_P(BlockTiersTest, ABlockWhoseSegmentWentIsAMiss) {
+  open_disk();
+  const auto chain = chain_on_disk(10, 4);
+  {
+    const BlockRef kept = disk_->find(chain[0]);
+    ASSERT_TRUE(kept);
+    const SlotRange all{.first = 0, .count = 1000};
+    disk_->store().drop({&all, 1});
+  }
+  onboard_from({disk_.get()});
+  EXPECT_EQ(value_of(onboarding_->onboard(chain)).size(), 0u);
+  EXPECT_FALSE(disk_->contains(chain[0]));
 }
 
 TEST_P(BlockTiersTest, BlocksOfAnotherModelAreNotThere) {
   open_disk();
   const auto chain = chain_on_disk(10, 4);
-  open_disk({.owner = digest_of({})});
-  EXPECT_EQ(disk_->health().recovered, 0);
-  EXPECT_FALSE(disk_->pool().contains(chain[0]));
+  open_disk(digest_of({}));
+  EXPECT_EQ(disk_->recovered(), 0u);
+  EXPECT_FALSE(disk_->contains(chain[0]));
 }
 
 TEST_P(BlockTiersTest, BlocksOfOtherWeightsAreNeverFoundAgainAfterARestartNeither) {
   open_disk();
   const auto before = chain_on_disk(10, 4);
-  ASSERT_SUCCEEDS(disk_->forget_all());  // other weights, of which nobody knows the name
-  EXPECT_FALSE(disk_->pool().contains(before[0]));
+  disk_->forget_all();  // other weights, of which nobody knows the name
+  EXPECT_FALSE(disk_->contains(before[0]));
   const auto after = chain_on_disk(20, 3);
   onboard_from({disk_.get()});
   EXPECT_EQ(value_of(onboarding_->onboard(after)).size(), 3u);
   wipe_device();
-  open_disk();  // with the owner's old name: with the weights that it stands for
-  EXPECT_EQ(disk_->health().recovered, 0);
-  ASSERT_SUCCEEDS(disk_->forget_all(digest_of({})));  // weights with a name
+  open_disk();  // with the key space's old name: with the weights that it stands for
+  EXPECT_EQ(disk_->recovered(), 0u);
+  disk_->forget_all(digest_of({}));  // weights with a name
   const auto named = chain_on_disk(30, 2);
+  open_disk(digest_of({}));
+  EXPECT_EQ(disk_->recovered(), 2u);
+  EXPECT_TRUE(disk_->contains(named[1]));
   open_disk();
-  EXPECT_EQ(disk_->health().recovered, 0);
-  open_disk({.owner = digest_of({})});
-  EXPECT_EQ(disk_->health().recovered, 2);
-  EXPECT_TRUE(disk_->pool().contains(named[1]));
+  EXPECT_EQ(disk_->recovered(), 0u);
 }
 
-TEST_P(BlockTiersTest, NothingIsPutBeforeTheNewEpochIsOnTheDisk) {
-  open_disk();
-  DeviceRoute to_disk(*pool_, layout_, *disk_, *executor_);
-  const auto blocks = compute(10, 2);
-  ASSERT_EQ(offload(names(blocks), &to_disk).count(BlockOutcome::kTransferred), 2u);
-  file_system_.plan.set(test::Fault::kError, 1);  // the epoch is not written
-  EXPECT_FAILS(disk_->forget_all(), Code::kIo);
-  EXPECT_FALSE(disk_->pool().contains(blocks[0].identity()));
-  EXPECT_EQ(offload(names(blocks), &to_disk).count(BlockOutcome::kDegraded), 2u);
-  clock_.advance(10s);
-  file_system_.plan.set(test::Fault::kError, 2);  // now it is, and not synced: for good
-  EXPECT_EQ(offload(names(blocks), &to_disk).count(BlockOutcome::kFailed), 2u);
-  file_system_.plan.clear();
-  clock_.advance(10s);
-  EXPECT_EQ(offload(names(blocks), &to_disk).count(BlockOutcome::kFailed), 2u);
-  EXPECT_NE(disk_->health().reason.find("blocks.epoch"), std::string::npos);
-  pipelines_.clear();
-}
-
-TEST_P(BlockTiersTest, AnEpochThatIsDamagedIsANewOne) {
-  open_disk();
-  (void)chain_on_disk(10, 4);
-  disk_.reset();
-  {
-    std::fstream file(temporary_.path() + "/blocks.epoch", std::ios::in | std::ios::out | std::ios::binary);
-    file.seekp(12);
-    file.put('x');
-  }
-  open_disk();
-  EXPECT_EQ(disk_->health().recovered, 0);
-}
-
-TEST_P(BlockTiersTest, WithoutMemoryForHeadersPutsFailAndTheDiskIsTriedAgain) {
+TEST_P(BlockTiersTest, WithoutMemoryForABatchPutsFailAndTheDiskIsTriedAgain) {
   open_disk();
   DeviceRoute to_disk(*pool_, layout_, *disk_, *executor_);
   const auto blocks = compute(10, 3);
   no_aligned_memory = true;
   EXPECT_EQ(offload(names(blocks), &to_disk).count(BlockOutcome::kFailed), 3u);
   no_aligned_memory = false;
-  EXPECT_NE(disk_->health().reason.find("no memory"), std::string::npos);
+  EXPECT_NE(disk_health().reason.find("no memory"), std::string::npos);
   clock_.advance(10s);
   EXPECT_EQ(offload(names(blocks), &to_disk).count(BlockOutcome::kTransferred), 3u);
   pipelines_.clear();
@@ -471,14 +492,15 @@ TEST_P(BlockTiersTest, WithoutMemoryForHeadersPutsFailAndTheDiskIsTriedAgain) {
 TEST_P(BlockTiersTest, AnOnboardingThatIsGivenUpLosesNoDeviceBlock) {
   const auto first = compute(10, 1);
   ASSERT_EQ(offload(names(first)).count(BlockOutcome::kTransferred), 1u);
-  const auto small =
-      value_of(HostBlocks::create(*arena_, {.num_blocks = 2, .block_tokens = kTokens / 2}, layout_.bytes_per_block()));
+  const auto small = host_tier(2, kTokens / 2);
   std::vector<BlockIdentity> chain = identities(first);
-  const auto put = [&](HostBlocks& store, const BlockIdentity& identity) {
+  const auto put = [&](BlockTier& store, const BlockIdentity& identity) {
     MutableBlock slot = std::move(value_of(store.pool().allocate(1))[0]);
     ASSERT_SUCCEEDS(begin_filling(slot, identity));
     ASSERT_SUCCEEDS(slot.compute_done());
-    store.remember(slot.id(), digest_of(store.view(store.chunk(slot.id()))));
+    store.claim(slot.id(), identity);
+    SavedChunk chunk = store.chunk(slot.id());
+    store.remember(slot.id(), digest_of(value_of(store.place(chunk))));
     ASSERT_SUCCEEDS(slot.register_block());
     chain.push_back(identity);
   };
@@ -492,31 +514,32 @@ TEST_P(BlockTiersTest, AnOnboardingThatIsGivenUpLosesNoDeviceBlock) {
   EXPECT_EQ(value_of(onboarding_->onboard(chain)).size(), 1u);
 }
 
-TEST_P(BlockTiersTest, TwoProcessesDoNotShareSlots) {
+TEST_P(BlockTiersTest, TwoProcessesDoNotShareADirectory) {
   open_disk();
-  EXPECT_FAILS(DiskBlocks::open(*directory_,
-                                {.pool = {.num_blocks = 4, .block_tokens = kTokens}, .bytes_per_block = 4096}, clock_),
-               Code::kUnavailable);
+  EXPECT_FAILS(open_segments(disk_options()), Code::kUnavailable, "store/r0");
 }
 
-TEST_P(BlockTiersTest, I8WhateverByteOfASlotIsWrongItIsAMiss) {
-  const uint64_t used = 112 + kTokens * 4;  // of the header page
-  for (const uint64_t offset :
-       {uint64_t{0}, uint64_t{9}, uint64_t{20}, uint64_t{50}, uint64_t{70}, uint64_t{90}, used - 1, uint64_t{4000},
-        uint64_t{4096}, uint64_t{4096} + layout_.bytes_per_block() - 1}) {
+// One segment: header, batch page, three blocks.
+TEST_P(BlockTiersTest, I8WhateverByteOfASegmentIsWrongItIsAMiss) {
+  const uint64_t second = 2 * kPage + align_up(layout_.bytes_per_block(), kPage);
+  for (const uint64_t offset : {uint64_t{0}, uint64_t{9}, uint64_t{50}, uint64_t{100}, kPage + 10, kPage + 40,
+                                2 * kPage - 1, second, second + layout_.bytes_per_block() - 1}) {
     SCOPED_TRACE(offset);
-    open_disk();
+    SegmentStoreOptions options = disk_options();
+    options.slots_per_segment = 8;
+    options.budget_bytes = 0;
+    boost::filesystem::remove_all(temporary_ / "store");
+    open_disk({}, options);
     const auto chain = chain_on_disk(static_cast<int32_t>(10 + offset), 3);
-    const int32_t slot = disk_->pool().match(chain)[1].id();
     disk_.reset();
-    flip_byte_in_file(static_cast<uint64_t>(slot) * stride() + offset);
-    open_disk();
-    EXPECT_EQ(disk_->pool().contains(chain[1]), offset >= 4096);  // a wrong header is seen at once
+    flip_byte_in_file(offset);
+    open_disk({}, options);
+    EXPECT_EQ(disk_->contains(chain[1]), offset >= second);  // a wrong description is seen at once
     onboard_from({disk_.get()});
     const auto up = value_of(onboarding_->onboard(chain));
-    EXPECT_EQ(up.size(), 1u);
+    EXPECT_EQ(up.size(), offset >= second ? 1u : 0u);
     expect_content(up);
-    EXPECT_FALSE(disk_->pool().contains(chain[1]));
+    EXPECT_FALSE(disk_->contains(chain[1]));
   }
 }
 
@@ -527,17 +550,18 @@ TEST_P(BlockTiersTest, ADiskThatFailsIsReportedAndServingGoesOn) {
     const auto blocks = compute(native, 3);
     file_system_.plan.set(test::Fault::kError, 1, native, /*all_after=*/true);
     EXPECT_EQ(offload(names(blocks), &to_disk).count(BlockOutcome::kFailed), 3u);
-    EXPECT_TRUE(disk_->health().degraded);
-    EXPECT_NE(disk_->health().reason.find("injected"), std::string::npos);
-    EXPECT_EQ(disk_->health().write_errors, 3u);
-    EXPECT_EQ(disk_->pool().info().cached, native == EIO ? 0 : 3);                   // those of the round before
+    EXPECT_TRUE(disk_health().degraded);
+    EXPECT_NE(disk_health().reason.find("injected"), std::string::npos);
+    EXPECT_EQ(disk_health().write_errors, 3u);
+    EXPECT_EQ(disk_->pool().info().cached, 0);
+    EXPECT_EQ(disk_->recovered(), native == EIO ? 0u : 3u);  // those of the round before
     EXPECT_EQ(offload(names(blocks), &to_disk).count(BlockOutcome::kDegraded), 3u);  // not tried
     clock_.advance(10s);
     EXPECT_EQ(offload(names(blocks), &to_disk).count(BlockOutcome::kFailed), 3u);
     clock_.advance(10s);
     file_system_.plan.clear();
     EXPECT_EQ(offload(names(blocks), &to_disk).count(BlockOutcome::kTransferred), 3u);
-    EXPECT_FALSE(disk_->health().degraded);
+    EXPECT_FALSE(disk_health().degraded);
     pipelines_.clear();
   }
 }
@@ -551,9 +575,9 @@ TEST_P(BlockTiersTest, ABlockThatCannotBeReadIsAMissAndTheOthersAreNot) {
   file_system_.plan.clear();
   EXPECT_EQ(up.size(), 2u);
   expect_content(up);
-  EXPECT_EQ(disk_->health().read_errors, 1u);
-  EXPECT_FALSE(disk_->pool().contains(chain[2]));
-  EXPECT_TRUE(disk_->pool().contains(chain[3]));
+  EXPECT_EQ(disk_health().read_errors, 1u);
+  EXPECT_FALSE(disk_->contains(chain[2]));
+  EXPECT_TRUE(disk_->contains(chain[3]));
 }
 
 TEST_P(BlockTiersTest, WithoutStagingMemoryNothingComesUpAndNothingIsDropped) {
@@ -573,21 +597,19 @@ TEST_P(BlockTiersTest, WithoutStagingMemoryNothingComesUpAndNothingIsDropped) {
 TEST_P(BlockTiersTest, ADirectoryThatVanishesStopsNothing) {
   open_disk();
   const auto chain = chain_on_disk(10, 3);
-  boost::filesystem::remove_all(temporary_.path());
+  boost::filesystem::remove_all(temporary_ / "store");
   onboard_from({disk_.get()});
-  EXPECT_EQ(value_of(onboarding_->onboard(chain)).size(), 3u);  // the open file is still there
-  disk_.reset();
-  EXPECT_FAILS(DiskBlocks::open(*directory_,
-                                {.pool = {.num_blocks = 4, .block_tokens = kTokens}, .bytes_per_block = 4096}, clock_),
-               Code::kNotFound);
+  EXPECT_EQ(value_of(onboarding_->onboard(chain)).size(), 3u);  // the open files are still there
+  DeviceRoute to_disk(*pool_, layout_, *disk_, *executor_);
+  EXPECT_EQ(offload(names(compute(50, 1)), &to_disk).count(BlockOutcome::kFailed), 1u);
+  EXPECT_TRUE(disk_health().degraded);
+  pipelines_.clear();
 }
 
 TEST_P(BlockTiersTest, WithoutRoomOnTheDiskItIsNotOpened) {
-  directory_ = value_of(file_system_.open_directory(temporary_.path(), false));
-  file_system_.plan.set(test::Fault::kError, 3, ENOSPC);  // lock, open, preallocate
-  EXPECT_FAILS(DiskBlocks::open(*directory_,
-                                {.pool = {.num_blocks = 4, .block_tokens = kTokens}, .bytes_per_block = 4096}, clock_),
-               Code::kResourceExhausted);
+  SegmentStoreOptions options = disk_options();
+  options.budget_bytes = uint64_t{1} << 60;
+  EXPECT_FAILS(open_segments(options), Code::kResourceExhausted, "room for");
 }
 
 }  // namespace

@@ -102,6 +102,10 @@ class FaultyDirectory final : public Directory {
   Status rename_new(std::string_view from, std::string_view to) override {
     return plan_.run([&] { return inner_->rename_new(from, to); });
   }
+  Status link_new(std::string_view name, Directory& into, std::string_view to) override {
+    const auto* const faulty = dynamic_cast<const FaultyDirectory*>(&into);
+    return plan_.run([&] { return inner_->link_new(name, faulty != nullptr ? *faulty->inner_ : into, to); });
+  }
   Status remove_file(std::string_view name) override {
     return plan_.run([&] { return inner_->remove_file(name); });
   }

@@ -110,6 +110,14 @@ class ModelDirectory final : public Directory {
                    .directory = system_.disk_[static_cast<size_t>(*entry(from))].is_directory});
     return ok();
   }
+  Status link_new(std::string_view name, Directory& into, std::string_view to) override {
+    auto* const target = dynamic_cast<ModelDirectory*>(&into);
+    if (target == nullptr || &target->system_ != &system_) return system_error(EXDEV, fmt::format("cannot link {}", join(name)));
+    if (!entry(name) || target->entry(to))
+      return system_error(entry(name) ? EEXIST : ENOENT, fmt::format("cannot link {}", join(name)));
+    system_.apply({.kind = Kind::kLink, .node = target->node_, .name = std::string(to), .target = *entry(name)});
+    return ok();
+  }
   Status remove_file(std::string_view name) override {
     if (!entry(name)) return not_found(join(name));
     system_.apply({.kind = Kind::kUnlink, .node = node_, .name = std::string(name)});

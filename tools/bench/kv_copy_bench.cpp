@@ -15,6 +15,7 @@
 #include "base/units.h"
 #include "kvcache/block_routes.h"
 #include "offload/chunk_mover.h"
+#include "offload/host_store.h"
 #include "tools/bench/bench.h"
 
 namespace {
@@ -55,7 +56,9 @@ class Case {
                             .block_stride = layer_outermost ? piece : block,
                             .block_bytes = piece}}};
     arena_ = must(HostArena::create());
-    host_ = must(HostBlocks::create(*arena_, {.num_blocks = static_cast<int32_t>(moved)}, block));
+    const auto slots = static_cast<int32_t>(moved);
+    host_ = must(BlockTier::create(must(HostStore::create(*arena_, {.slots = slots, .slot_bytes = block})),
+                                   {{.num_blocks = slots}, block, {}}));
     executor_ = must(TransferExecutor::create(*device_, *arena_));
     std::vector<int32_t> ids(total);
     for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int32_t>(i);
@@ -133,7 +136,7 @@ class Case {
   PhysicalId memory_{};
   KvLayout layout_;
   std::unique_ptr<HostArena> arena_;
-  std::unique_ptr<HostBlocks> host_;
+  std::unique_ptr<BlockTier> host_;
   std::unique_ptr<TransferExecutor> executor_;
   std::vector<ChunkPlan> plans_;
   StreamId stream_{};

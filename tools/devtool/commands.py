@@ -21,7 +21,7 @@ BENCHES = {
     "offload_pipeline": "build/release/tools/bench/offload_pipeline_bench",
     "kv_copy": "build/release/tools/bench/kv_copy_bench",
     "kv_copy_torch": "tools/bench/kv_copy_torch_bench.py",
-    "disk_blocks": "build/release/tools/bench/disk_blocks_bench",
+    "store": "build/release/tools/bench/store_bench",
     "tier_replay": "build/release/tools/bench/tier_replay_bench",
     "checkpoint": "build/release/tools/bench/checkpoint_bench",
     "scheduler_snapshot": "build/release/tools/bench/scheduler_snapshot_bench",

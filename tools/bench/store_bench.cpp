@@ -1,8 +1,9 @@
-// KV blocks from the device to slots on disk and back, digests taken and checked, beside the disk itself: direct I/O of
-// the same sizes and the same depth into a file of the same kind. Baseline: plain pwrite and pread of block after block
-// through the page cache, synced at the end of the writing, the cache dropped before the reading.
+// KV blocks from the device to segments on disk and back, digests taken and checked, durable at the end of the writing;
+// beside the disk itself: direct I/O of the same sizes and the same depth into a file of the same kind, fresh in each
+// round, preallocated, synced, in place of the last round's, which goes. Baseline: plain pwrite and pread of block after
+// block through the page cache, synced at the end of the writing, the cache dropped before the reading.
 //
-// Interleaved, median of the rounds, after one that only warms (and allocates the files' blocks).
+// Interleaved, median of the rounds, after one that only warms.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -17,7 +18,7 @@
 #include "allocator/host_device.h"
 #include "base/units.h"
 #include "kvcache/block_routes.h"
-#include "kvcache/disk_blocks.h"
+#include "kvcache/block_tier.h"
 #include "tools/bench/bench.h"
 
 namespace {
@@ -41,10 +42,10 @@ class Blocks {
     std::memset(reinterpret_cast<void*>(address_), 5, size_);  // NOLINT(performance-no-int-to-ptr)
     arena_ = must(HostArena::create());
     executor_ = must(TransferExecutor::create(*device_, *arena_));
-    directory_ = must(linux_file_system().open_directory(directory, true));
-    disk_ = must(DiskBlocks::open(*directory_,
-                                  {.pool = {.num_blocks = count, .block_tokens = 1}, .bytes_per_block = block_bytes},
-                                  system_clock()));
+    disk_ = must(BlockTier::create(
+        must(SegmentStore::open(linux_file_system(), directory, segments_for(count, block_bytes), system_clock())),
+        {{.num_blocks = count, .block_tokens = 1}, block_bytes, {}}));
+    for (int32_t slot = 0; slot < count; ++slot) disk_->claim(slot, {.tokens = {slot}});
     for (int32_t slot = 0; slot < count; ++slot)
       plans_.push_back({.key = disk_->chunk(slot).key,
                         .pieces = {{address_ + static_cast<uint64_t>(slot) * block_bytes, block_bytes}}});
@@ -55,7 +56,7 @@ class Blocks {
     must(device_->release(memory_));
     must(device_->free_reservation(address_));
   }
-  std::string io() const { return disk_->health().io; }
+  std::string io() const { return disk_->store().health().io; }
 
   // As many transfer threads as the executor has workers, a batch each.
   void write() {
@@ -66,6 +67,7 @@ class Blocks {
         disk_->remember(static_cast<int32_t>(transfer.saved.key.index), transfer.saved.digest);
       }
     });
+    must(disk_->finish());
   }
   void read() {
     each_batch([this](std::span<ChunkTransfer> batch) {
@@ -97,8 +99,7 @@ class Blocks {
   PhysicalId memory_{};
   std::unique_ptr<HostArena> arena_;
   std::unique_ptr<TransferExecutor> executor_;
-  std::unique_ptr<Directory> directory_;
-  std::unique_ptr<DiskBlocks> disk_;
+  std::unique_ptr<BlockTier> disk_;
   std::vector<ChunkPlan> plans_;
 };
 
@@ -108,9 +109,19 @@ class Raw {
   Raw(const std::string& directory, uint64_t block_bytes, int32_t count, int32_t batch)
       : block_bytes_(block_bytes), count_(count), batch_(batch), memory_(block_bytes * static_cast<uint64_t>(count)) {
     directory_ = must(linux_file_system().open_directory(directory, true));
-    file_ = must(directory_->open_slots("raw"));
-    must(file_->preallocate(block_bytes * static_cast<uint64_t>(count)));
   }
+  void write() {
+    if (file_ != nullptr) must(directory_->remove_file(name_));
+    name_ = fmt::format("raw-{}", ++files_);
+    file_ = must(directory_->create_file(name_, FileIo::kFastest));
+    must(file_->preallocate(block_bytes_ * static_cast<uint64_t>(count_)));
+    run(true);
+    must(file_->sync());
+    must(directory_->sync());
+  }
+  void read() { run(false); }
+
+ private:
   void run(bool write) {
     std::atomic<int32_t> next = 0;
     bench::on_all_cores([&](uint64_t, uint64_t) {
@@ -125,12 +136,12 @@ class Raw {
       }
     });
   }
-
- private:
   const uint64_t block_bytes_;
   const int32_t count_;
   const int32_t batch_;
   const bench::WarmMemory memory_;
+  int files_ = 0;
+  std::string name_;
   std::unique_ptr<Directory> directory_;
   std::unique_ptr<File> file_;
 };
@@ -167,7 +178,7 @@ class Plain {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app{"KV blocks to slots on disk and back, beside raw direct I/O and beside plain files."};
+  CLI::App app{"KV blocks to segments on disk and back, beside raw direct I/O and beside plain files."};
   std::string directory = "build/bench";
   uint64_t mib = 512;
   uint64_t block_kib = 2048;
@@ -204,11 +215,11 @@ int main(int argc, char** argv) {
         const double taken = seconds(work);
         if (round > 0) times[name].push_back(taken);
       };
-      time("raw write", [&] { raw.run(true); });
+      time("raw write", [&] { raw.write(); });
       time("write", [&] { ours.write(); });
       time("plain write", [&] { plain.write(); });
       plain.drop();
-      time("raw read", [&] { raw.run(false); });
+      time("raw read", [&] { raw.read(); });
       time("read", [&] { ours.read(); });
       time("plain read", [&] { plain.read(); });
     }

@@ -1,0 +1,36 @@
+// BlockKey: a full KV block by what it was computed from; KeySpace: all else that its bytes depend on. Values.
+//
+// A key serves new requests. It does not name bytes: the same tokens computed in another batch have the same key and
+// other last digits.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+
+#include "base/digest.h"
+
+namespace torpor {
+
+using Slot = int32_t;  // of a store, the same number on every rank; -1: none
+
+struct BlockKey {
+  std::array<uint8_t, 32> hash{};  // the engine's, chained; shorter ones are padded with zeros
+  uint32_t group = 0;              // KV cache group
+  uint32_t space = 0;              // number of a key space that this process has opened (Store::open_space)
+  friend bool operator==(const BlockKey&, const BlockKey&) = default;
+};
+
+// Its digest stands beside stored bytes; what has another one is a miss, never an error. A change of weights opens
+// another key space.
+struct KeySpace {
+  Digest model;
+  Digest weights;
+  Digest adapters;
+  std::string layout;   // of the KV: layers, strides, dtype
+  std::string hashing;  // how the engine makes keys: algorithm and seed
+  int32_t ranks = 1;
+  Digest digest() const;
+};
+
+}  // namespace torpor

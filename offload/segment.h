@@ -1,0 +1,71 @@
+// What segment_store.cpp and segment_store_life.cpp share: one segment as its store knows it. All under the store's lock.
+#pragma once
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "offload/segment_store.h"
+
+namespace torpor {
+
+// Direct I/O goes from and to such memory as it is.
+inline bool fits_pages(std::span<const std::byte> bytes) {
+  return is_aligned(reinterpret_cast<uintptr_t>(bytes.data()), kPage) && is_aligned(bytes.size(), kPage);
+}
+
+inline Error no_memory_for(uint64_t bytes) {
+  return {.code = Code::kResourceExhausted,
+          .what = fmt::format("no memory for {} bytes", bytes),
+          .next_step = "free some and try again"};
+}
+
+struct SegmentStore::Segment {
+  enum class State : uint8_t { kMaking, kOpen, kEnded, kGone };
+  enum class Use : uint8_t { kUnused, kWriting, kStored, kGone };
+  struct Place {
+    SegmentRecord record;
+    Use use = Use::kUnused;
+  };
+  SegmentHeader header;
+  uint32_t space = 0;
+  std::shared_ptr<const Seal> seal;
+  std::shared_ptr<File> file;  // null: closed
+  State state = State::kMaking;
+  bool finished = false;        // cut and synced, or being so
+  bool name_is_durable = false;
+  uint64_t reserved = 0;     // of the disk
+  uint64_t end = kPage;      // where the next batch begins
+  uint64_t durable_end = 0;  // what lies before was synced
+  uint64_t broken_at = UINT64_MAX;  // of a batch page that is not there: what lies behind is not found after a restart
+  std::set<uint64_t> under_way;     // batches being written
+  std::vector<Place> places;
+  size_t used = 0;
+  uint64_t last_use = 0;
+
+  bool is_there() const { return state == State::kOpen || state == State::kEnded; }
+  bool is_safe() const { return name_is_durable && durable_end >= std::min(end, broken_at); }
+};
+
+// The directory is used by one thread at a time; who waits for its turn holds no lock meanwhile.
+class SegmentStore::DirectoryTurn {
+ public:
+  explicit DirectoryTurn(SegmentStore& store) : store_(store) {
+    const MutexLock lock(store_.mutex_);
+    while (store_.directory_busy_) store_.changed_.wait(store_.mutex_);
+    store_.directory_busy_ = true;
+  }
+  ~DirectoryTurn() {
+    const MutexLock lock(store_.mutex_);
+    store_.directory_busy_ = false;
+    store_.changed_.notify_all();
+  }
+  DirectoryTurn(const DirectoryTurn&) = delete;
+  DirectoryTurn& operator=(const DirectoryTurn&) = delete;
+  Directory* operator->() { return store_.directory_.get(); }
+
+ private:
+  SegmentStore& store_;
+};
+
+}  // namespace torpor

@@ -1,0 +1,447 @@
+#include "offload/segment_store.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include <fmt/format.h>
+
+#include "base/log.h"
+#include "offload/segment.h"
+
+namespace torpor {
+namespace {
+
+constexpr uint64_t kSegmentBytes = 64 * kMiB;
+constexpr uint64_t kMostRecordBytes = kGiB;
+
+int32_t slots_of(const SegmentStoreOptions& options) {
+  if (options.slots_per_segment != 0) return options.slots_per_segment;
+  return static_cast<int32_t>(std::max<uint64_t>(kSegmentBytes / align_up(options.record_bytes, kPage), 1));
+}
+
+Status check(const SegmentStoreOptions& options) {
+  TORPOR_TRY(options.compression.validate());
+  if (options.record_bytes < 1 || options.record_bytes > kMostRecordBytes || options.slots_per_segment < 0 ||
+      options.slots_per_segment > 65'536 || options.rank < 0 || options.open_files < 1) {
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("records of {} bytes, {} in a segment, rank {}, {} open files",
+                                     options.record_bytes, options.slots_per_segment, options.rank, options.open_files),
+                 .next_step = "use 1 byte to 1 GiB, at most 65536, a rank from 0 and at least 1"};
+  }
+  if (options.encrypt && options.key == nullptr)
+    return Error{.code = Code::kInvalidArgument, .what = "encrypt is on, and there is no key", .next_step = "give one"};
+  return ok();
+}
+
+Error closed(uint32_t number) {
+  return {.code = Code::kFailedPrecondition,
+          .what = fmt::format("{} takes no more records", segment_name(number)),
+          .next_step = "use slots of a newer segment"};
+}
+
+// The caller's mistakes say nothing about the disk.
+bool is_callers(const Error& error) {
+  return error.origin == Origin::kTorpor && (error.code == Code::kFailedPrecondition ||
+                                             error.code == Code::kInvalidArgument || error.code == Code::kNotFound);
+}
+
+}  // namespace
+
+// One batch on its way to the disk.
+struct SegmentStore::Batch {
+  struct Item {
+    StorePart* part = nullptr;
+    SegmentRecord record;
+    std::span<std::byte> padded;  // as stored, up to a whole page
+    size_t write = 0;             // which of the writes has it
+  };
+  std::span<std::byte> page;
+  std::vector<Item> items;
+  uint64_t offset = 0;  // of the page
+  std::shared_ptr<File> file;
+  std::vector<FilePart> writes;
+  bool written = false;
+};
+
+// A reserved place is settled however its writing ends: a batch that is never settled would keep sync() waiting.
+class SegmentStore::Writing {
+ public:
+  Writing(SegmentStore& store, Segment& segment, Batch& batch) : store_(store), segment_(segment), batch_(batch) {}
+  ~Writing() { store_.settle(segment_, batch_); }
+  Writing(const Writing&) = delete;
+  Writing& operator=(const Writing&) = delete;
+
+ private:
+  SegmentStore& store_;
+  Segment& segment_;
+  Batch& batch_;
+};
+
+SegmentStore::SegmentStore(std::unique_ptr<Directory> directory, std::unique_ptr<File> lock,
+                           SegmentStoreOptions options, const Clock& clock)
+    : options_(std::move(options)),
+      traits_{.kind = "disk",
+              .durable = true,
+              .record_bytes = options_.record_bytes,
+              .slots_per_segment = slots_of(options_)},
+      capacity_(most_bytes_of_segment(options_)),
+      directory_(std::move(directory)),
+      lock_(std::move(lock)),
+      clock_(clock) {}
+
+SegmentStore::~SegmentStore() = default;
+
+// Each record in a batch of its own, and as far from the one before it as its alignment may want.
+uint64_t SegmentStore::most_bytes_of_segment(const SegmentStoreOptions& options) {
+  const uint64_t record = align_up(options.record_bytes, kPage) + (options.record_bytes >= kMiB ? kMiB : 0);
+  return kPage + static_cast<uint64_t>(slots_of(options)) * (kPage + record);
+}
+
+Result<std::unique_ptr<SegmentStore>> SegmentStore::open(FileSystem& file_system, const std::string& path,
+                                                         SegmentStoreOptions options, const Clock& clock) {
+  TORPOR_TRY(check(options));
+  TORPOR_ASSIGN(std::unique_ptr<Directory> directory,
+                file_system.open_directory(fmt::format("{}/r{}", path, options.rank), true));
+  TORPOR_ASSIGN(std::unique_ptr<File> lock, directory->lock("LOCK"));
+  std::unique_ptr<SegmentStore> store(
+      new SegmentStore(std::move(directory), std::move(lock), std::move(options), clock));
+  TORPOR_TRY(store->look_around());
+  return store;
+}
+
+// What is there, and whether there is room for the rest.
+Status SegmentStore::look_around() {
+  TORPOR_ASSIGN(const std::vector<Entry> entries, directory_->list());
+  uint64_t there = 0;
+  for (const Entry& entry : entries) {
+    const std::optional<uint32_t> number = segment_number(entry.name);
+    if (!number || entry.kind != EntryKind::kFile) continue;
+    at_the_start_.push_back(*number);
+    first_number_ = std::max(first_number_, *number + 1);
+    const Result<std::unique_ptr<File>> file = directory_->open_file(entry.name);
+    const Result<uint64_t> size = file ? (*file)->size() : Result<uint64_t>(0);
+    there += size ? *size : 0;
+  }
+  std::sort(at_the_start_.begin(), at_the_start_.end());
+  if (first_number_ >= static_cast<uint32_t>(std::numeric_limits<Slot>::max() / traits_.slots_per_segment)) {
+    return Error{.code = Code::kResourceExhausted,
+                 .what = fmt::format("{} has used up its numbers of segments", directory_->path()),
+                 .next_step = "remove what is in it"};
+  }
+  if (options_.budget_bytes == 0) return ok();
+  TORPOR_ASSIGN(const uint64_t free, directory_->free_bytes());
+  if (free + there >= options_.budget_bytes) return ok();
+  return Error{.code = Code::kResourceExhausted,
+               .what = fmt::format("{} has room for {} bytes of blocks, {} are wanted", directory_->path(),
+                                   free + there, options_.budget_bytes),
+               .next_step = "free disk space, choose another directory or use a smaller budget"};
+}
+
+void SegmentStore::open_space(uint32_t space, const Digest& digest) {
+  const MutexLock lock(mutex_);
+  spaces_[space] = digest;
+}
+
+// ---- segments
+
+// The open segment with this number; a new one if there is none.
+Result<SegmentStore::SegmentPtr> SegmentStore::writable(uint32_t number, uint32_t space) {
+  SegmentPtr segment;
+  {
+    const MutexLock lock(mutex_);
+    for (auto found = segments_.find(number); found != segments_.end(); found = segments_.find(number)) {
+      if (found->second->state == Segment::State::kMaking) {
+        changed_.wait(mutex_);
+        continue;
+      }
+      if (found->second->state != Segment::State::kOpen) return closed(number);
+      if (found->second->space == space) return found->second;
+      return Error{.code = Code::kInvalidArgument,
+                   .what = fmt::format("{} has keys of another key space", segment_name(number)),
+                   .next_step = "use slots of a new segment for a new key space"};
+    }
+    TORPOR_ASSIGN(segment, begin_segment(number, space));
+  }
+  Status made = catching([&] { return make_file(*segment); });
+  std::shared_ptr<File> closing;
+  {
+    const MutexLock lock(mutex_);
+    if (made && segment->state == Segment::State::kGone) made = closed(number);  // dropped meanwhile
+    changed_.notify_all();
+    if (made) {
+      segment->state = Segment::State::kOpen;
+      newest_ = std::max(newest_, number);
+      end_older();
+      return segment;
+    }
+    closing = forget(*segment);
+    segments_.erase(number);
+    std::erase(unfinished_, segment);
+  }
+  remove_segment_file(number);
+  return made.error();
+}
+
+Result<SegmentStore::SegmentPtr> SegmentStore::begin_segment(uint32_t number, uint32_t space) {
+  const auto digest = spaces_.find(space);
+  if (number < first_number_ || number + kOpenSegments <= newest_) return closed(number);
+  if (digest == spaces_.end()) {
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = fmt::format("key space {} was not opened", space),
+                 .next_step = "open it first"};
+  }
+  if (options_.budget_bytes != 0 && health_.held_bytes + capacity_ > options_.budget_bytes) {
+    return Error{.code = Code::kResourceExhausted,
+                 .what = fmt::format("{} bytes of segments are there, a budget of {} has no room for {} more",
+                                     health_.held_bytes, options_.budget_bytes, capacity_),
+                 .next_step = "drop a segment, or use a larger budget"};
+  }
+  const Protection protection = options_.key == nullptr ? Protection::kNone
+                                : options_.encrypt      ? Protection::kEncrypted
+                                                        : Protection::kAuthenticated;
+  auto segment = std::make_shared<Segment>();
+  segment->header = {.number = number,
+                     .rank = options_.rank,
+                     .slots = traits_.slots_per_segment,
+                     .space = digest->second,
+                     .id = random_seal_id(),
+                     .protection = protection};
+  if (options_.key != nullptr) {
+    segment->seal = std::make_shared<Seal>(*options_.key, segment->header.id, protection);
+    segment->header.key_name = segment->seal->key_name();
+  }
+  segment->space = space;
+  segment->places.resize(static_cast<size_t>(traits_.slots_per_segment));
+  unfinished_.push_back(segment);
+  segments_.emplace(number, segment);
+  segment->reserved = capacity_;
+  health_.held_bytes += capacity_;
+  return segment;
+}
+
+Status SegmentStore::make_file(Segment& segment) {
+  std::shared_ptr<File> file;
+  {
+    DirectoryTurn directory(*this);
+    TORPOR_ASSIGN(file, directory->create_file(segment_name(segment.header.number), options_.io));
+  }
+  TORPOR_TRY(file->preallocate(capacity_));
+  ScratchPool::Lease scratch(scratch_);
+  const std::span<std::byte> room = scratch->room(kPage);
+  if (room.empty()) return no_memory_for(kPage);
+  const std::span<std::byte> page = room.first(kPage);  // it may be larger
+  write_header(page, segment.header, segment.seal.get());
+  TORPOR_TRY(file->pwrite(page, 0));
+  const MutexLock lock(mutex_);
+  health_.io = file->io();
+  segment.file = std::move(file);
+  return ok();
+}
+
+// Those that are far behind the newest take no more; of those that are gone, no memory is kept.
+void SegmentStore::end_older() {
+  for (const SegmentPtr& segment : unfinished_) {
+    if (segment->state == Segment::State::kOpen && segment->header.number + kOpenSegments <= newest_)
+      segment->state = Segment::State::kEnded;
+  }
+  std::erase_if(segments_, [this](const auto& entry) {
+    return entry.second->state == Segment::State::kGone && entry.first + kOpenSegments <= newest_;
+  });
+}
+
+// ---- put
+
+void SegmentStore::do_put(std::span<StorePart> parts) {
+  std::vector<StorePart*> sorted;
+  sorted.reserve(parts.size());
+  for (StorePart& part : parts) {
+    if (part.status) sorted.push_back(&part);
+  }
+  const auto place = [this](const StorePart* part) { return std::pair(number_of(part->slot), part->key.space); };
+  std::stable_sort(sorted.begin(), sorted.end(),
+                   [&](const StorePart* a, const StorePart* b) { return place(a) < place(b); });
+  for (size_t first = 0; first < sorted.size();) {
+    size_t end = first + 1;
+    while (end < sorted.size() && end - first < kBatchRecords && place(sorted[end]) == place(sorted[first])) ++end;
+    put_batch(std::span(sorted).subspan(first, end - first));
+    first = end;
+  }
+  bool any_good = false;
+  for (const StorePart* part : sorted) {
+    any_good = any_good || part->status.has_value();
+    if (!part->status && !is_callers(part->status.error())) note(part->status.error(), true);
+  }
+  if (any_good && std::all_of(sorted.begin(), sorted.end(), [](const StorePart* p) { return p->status.has_value(); })) {
+    const MutexLock lock(mutex_);
+    health_.degraded = false;
+  }
+  finish_ended();
+}
+
+void SegmentStore::put_batch(std::span<StorePart* const> parts) {
+  const auto fail = [&](const Error& error) {
+    for (StorePart* part : parts) part->status = error;
+  };
+  const Result<SegmentPtr> segment = writable(number_of(parts[0]->slot), parts[0]->key.space);
+  if (!segment) return fail(segment.error());
+  ScratchPool::Lease scratch(scratch_);
+  Batch batch;
+  if (const Status encoded = encode(parts, *scratch.operator->(), batch); !encoded) return fail(encoded.error());
+  if (const Status reserved = reserve(**segment, batch); !reserved) return fail(reserved.error());
+  if (batch.items.empty()) return;
+  const Writing writing(*this, **segment, batch);
+  const Status done = catching([&]() -> Status {
+    write(**segment, batch);
+    return ok();
+  });
+  if (!done) fail(done.error());
+}
+
+// The stored form of each part: its own memory where it can be written from there, otherwise scratch memory.
+Status SegmentStore::encode(std::span<StorePart* const> parts, PageBuffer& scratch, Batch& batch) const {
+  const bool encrypts = options_.key != nullptr && options_.encrypt;
+  const bool compresses = options_.compression.codec != Codec::kNone;
+  uint64_t most = kPage;
+  for (const StorePart* part : parts) {
+    const uint64_t bytes = part->bytes.size();
+    if (compresses || encrypts || !fits_pages(part->bytes))
+      most += align_up(compresses ? compressed_bound(bytes) : bytes, kPage);
+  }
+  std::span<std::byte> room = scratch.room(most);
+  if (room.empty()) return no_memory_for(most);
+  batch.page = room.first(kPage);
+  room = room.subspan(kPage);
+  batch.items.reserve(parts.size());
+  batch.writes.reserve(parts.size() + 1);
+  for (StorePart* part : parts) {
+    Batch::Item item{.part = part};
+    const uint64_t bytes = part->bytes.size();
+    const std::optional<uint64_t> packed =
+        compresses ? compress_into(part->bytes, room, options_.compression) : std::nullopt;
+    const uint64_t stored = packed.value_or(bytes);
+    item.padded = part->bytes;
+    if (packed || encrypts || !fits_pages(part->bytes)) {
+      item.padded = room.first(align_up(stored, kPage));
+      if (!packed) std::memcpy(room.data(), part->bytes.data(), bytes);
+      std::memset(room.data() + stored, 0, item.padded.size() - stored);
+      room = room.subspan(item.padded.size());
+    }
+    part->record = {.bytes = bytes,
+                    .stored = stored,
+                    .digest = part->record.digest,
+                    .codec = packed ? options_.compression.codec : Codec::kNone};
+    item.record = {.hash = part->key.hash,
+                   .group = part->key.group,
+                   .position = static_cast<uint32_t>(part->slot % traits_.slots_per_segment),
+                   .stored = stored,
+                   .bytes = bytes,
+                   .digest = part->record.digest,
+                   .codec = part->record.codec};
+    batch.items.push_back(item);
+  }
+  return ok();
+}
+
+// Places behind what was reserved before. Parts whose slots are used already leave the batch.
+Status SegmentStore::reserve(Segment& segment, Batch& batch) {
+  const MutexLock lock(mutex_);
+  if (segment.state != Segment::State::kOpen) return closed(segment.header.number);
+  std::erase_if(batch.items, [&](const Batch::Item& item) TORPOR_NO_THREAD_SAFETY_ANALYSIS {
+    Segment::Place& place = segment.places[item.record.position];
+    const bool used = place.use != Segment::Use::kUnused;
+    if (used) {
+      item.part->status = Error{.code = Code::kFailedPrecondition,
+                                .what = fmt::format("slot {} of the disk store was used before", item.part->slot),
+                                .next_step = "use another one"};
+    }
+    place.use = used ? place.use : Segment::Use::kWriting;
+    return used;
+  });
+  if (batch.items.empty()) return ok();
+  batch.file = segment.file;
+  batch.offset = segment.end;
+  segment.under_way.insert(batch.offset);
+  uint64_t end = batch.offset + kPage;
+  for (Batch::Item& item : batch.items) {
+    item.record.offset = record_offset(end, item.record.stored);
+    end = record_end(item.record);
+  }
+  segment.end = end;
+  segment.used += batch.items.size();
+  return ok();
+}
+
+void SegmentStore::write(Segment& segment, Batch& batch) {
+  std::vector<SegmentRecord> records;
+  for (Batch::Item& item : batch.items) {
+    if (segment.seal != nullptr) {
+      const std::span<std::byte> stored = item.padded.first(item.record.stored);
+      const std::string what = sealed_name(item.record);
+      item.record.seal = segment.seal->seal(stored, stored, place_of(segment.header, item.record, what));
+    }
+    records.push_back(item.record);
+  }
+  write_batch(batch.page, segment.header, batch.offset, records, segment.seal.get());
+  batch.writes.push_back({batch.offset, batch.page, ok()});
+  for (Batch::Item& item : batch.items) {
+    FilePart& last = batch.writes.back();
+    if (last.bytes.data() + last.bytes.size() == item.padded.data() &&
+        last.offset + last.bytes.size() == item.record.offset) {
+      last.bytes = {last.bytes.data(), last.bytes.size() + item.padded.size()};
+    } else {
+      batch.writes.push_back({item.record.offset, item.padded, ok()});
+    }
+    item.write = batch.writes.size() - 1;
+  }
+  batch.file->pwrite_all(batch.writes);
+  for (Batch::Item& item : batch.items) item.part->status = batch.writes[item.write].status;
+  batch.written = batch.writes[0].status.has_value();
+  if (batch.written) return;
+  for (Batch::Item& item : batch.items) item.part->status = batch.writes[0].status;
+}
+
+// What was written is found from now on. A batch page that is missing ends what can be recovered: nothing more is put
+// behind it.
+void SegmentStore::settle(Segment& segment, Batch& batch) {
+  const MutexLock lock(mutex_);
+  segment.under_way.erase(batch.offset);
+  if (!batch.written) {
+    segment.broken_at = std::min(segment.broken_at, batch.offset);
+    if (segment.state == Segment::State::kOpen) segment.state = Segment::State::kEnded;
+  }
+  for (Batch::Item& item : batch.items) {
+    Segment::Place& place = segment.places[item.record.position];
+    if (item.part->status && (place.use != Segment::Use::kWriting || !segment.is_there()))
+      item.part->status = not_there(item.part->slot);  // dropped meanwhile
+    place.use = item.part->status ? Segment::Use::kStored : Segment::Use::kGone;
+    place.record = item.record;
+    if (item.part->status) health_.put_bytes += item.record.stored;
+  }
+  changed_.notify_all();
+}
+
+// ---- health
+
+void SegmentStore::note(const Error& error, bool write) {
+  const MutexLock lock(mutex_);
+  ++(write ? health_.write_errors : health_.read_errors);
+  health_.reason = error.to_string();
+  if (!write) return;  // a block that cannot be read is a miss, others may be well
+  if (!health_.degraded)
+    log().warn("blocks on disk: {}; trying again in {} ms", health_.reason, options_.retry_interval.count());
+  health_.degraded = true;
+  failed_at_ = clock_.now();
+}
+
+bool SegmentStore::accepting() const {
+  const MutexLock lock(mutex_);
+  return !health_.degraded || clock_.now() >= failed_at_ + options_.retry_interval;
+}
+
+StoreHealth SegmentStore::health() const {
+  const MutexLock lock(mutex_);
+  return health_;
+}
+
+}  // namespace torpor

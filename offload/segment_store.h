@@ -1,0 +1,140 @@
+// SegmentStore: blocks on disk, in append-only segments: files PATH/rN/seg-000123 of rank N (SEGMENTS.md has the bytes).
+//
+// A slot is a segment and a position in it. put() writes a batch with one submission: a page that describes up to 40
+// records, and the records. No byte of a file is ever written twice, so a place in it is nonce enough for the seal; a slot
+// is used once, a segment that an earlier process wrote gets nothing more. Room comes back by the segment.
+//
+// A segment takes records until its slots are used, one of its batch pages could not be written, or others were begun
+// after it (kOpenSegments); then it is cut to its length and synced. Segments may be put to in any order, within that.
+//
+// Failure: a record that cannot be written fails alone. An fsync that failed ends its segment: its slots are dropped, the
+// store goes on in the next. After a failed write nothing is put for `retry_interval` (accepting()).
+//
+// At most `open_files` files are open, beside those that still take records. One process has a directory: another one is
+// refused.
+#pragma once
+
+#include <chrono>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/file_system.h"
+#include "base/mutex.h"
+#include "base/seal.h"
+#include "offload/scratch.h"
+#include "offload/segment_format.h"
+#include "offload/store.h"
+
+namespace torpor {
+
+struct SegmentStoreOptions {
+  int32_t rank = 0;
+  uint64_t record_bytes = 0;      // most of one record
+  int32_t slots_per_segment = 0;  // the same on every rank; 0: as many as make 64 MiB
+  uint64_t budget_bytes = 0;      // most that all segments may take; 0: no limit
+  CompressionOptions compression{.codec = Codec::kNone};
+  std::shared_ptr<const Key> key;  // null: segments find accidents, they stop no attacker
+  bool encrypt = false;            // else records with a key are authenticated
+  FileIo io = FileIo::kFastest;
+  size_t open_files = 64;
+  std::chrono::milliseconds retry_interval{10'000};
+};
+
+class SegmentStore final : public Store {
+ public:
+  static constexpr uint32_t kOpenSegments = 32;
+
+  // Opens or makes PATH/rN. kUnavailable: another process uses it. kResourceExhausted: the disk has no room for
+  // budget_bytes. `file_system` and `clock` outlive the result.
+  static Result<std::unique_ptr<SegmentStore>> open(FileSystem& file_system, const std::string& path,
+                                                    SegmentStoreOptions options, const Clock& clock);
+  ~SegmentStore() override;
+
+  const StoreTraits& traits() const override { return traits_; }
+  void open_space(uint32_t space, const Digest& digest) override;
+  bool accepting() const override;
+  void drop(std::span<const SlotRange> ranges) override;
+  Status sync() override;
+  // Segments of other key spaces, of other options and with unknown keys are removed: nobody could count or evict them.
+  // What could not be read is left where it is, and not found.
+  Result<std::vector<RecoveredSlot>> recover(uint32_t space) override;
+  // Hard links; copies of the records where links are refused, which is said once in the log.
+  Result<std::vector<LeasedRecord>> lease(std::span<const Slot> slots, Directory& into) override;
+  StoreHealth health() const override;
+
+  // Behind all segments that were there at the start.
+  Slot first_slot() const override { return static_cast<Slot>(first_number_) * traits_.slots_per_segment; }
+  static uint64_t most_bytes_of_segment(const SegmentStoreOptions& options);
+
+ private:
+  struct Segment;
+  struct Batch;
+  struct Reading;
+  class DirectoryTurn;
+  class Writing;
+  using SegmentPtr = std::shared_ptr<Segment>;
+
+  SegmentStore(std::unique_ptr<Directory> directory, std::unique_ptr<File> lock, SegmentStoreOptions options,
+               const Clock& clock);
+  Status look_around();
+  void do_put(std::span<StorePart> parts) override;
+  void do_get(std::span<StorePart> parts) override;
+
+  // segment_store.cpp
+  uint32_t number_of(Slot slot) const { return static_cast<uint32_t>(slot / traits_.slots_per_segment); }
+  Result<SegmentPtr> writable(uint32_t number, uint32_t space);
+  Result<SegmentPtr> begin_segment(uint32_t number, uint32_t space) TORPOR_REQUIRES(mutex_);
+  Status make_file(Segment& segment);
+  void end_older() TORPOR_REQUIRES(mutex_);
+  void put_batch(std::span<StorePart* const> parts);
+  Status encode(std::span<StorePart* const> parts, PageBuffer& scratch, Batch& batch) const;
+  Status reserve(Segment& segment, Batch& batch);
+  void write(Segment& segment, Batch& batch);
+  void settle(Segment& segment, Batch& batch);
+  void finish_ended();
+  std::vector<Reading> find(std::span<StorePart> parts);
+  void read(std::span<Reading> readings, std::span<std::byte>& room);
+  Status decode(Reading& reading) const;
+  Result<std::shared_ptr<File>> file_of(Segment& segment);
+  void close_oldest();
+  void note(const Error& error, bool write);
+
+  // segment_store_life.cpp
+  Status make_safe(std::span<const SegmentPtr> segments);
+  Result<uint64_t> sync_one(Segment& segment);
+  void give_up(Segment& segment, const Error& error);
+  std::shared_ptr<File> forget(Segment& segment) TORPOR_REQUIRES(mutex_);
+  void remove_segment_file(uint32_t number);
+  Status recover_segment(uint32_t number, uint32_t space, std::vector<RecoveredSlot>& found);
+  Result<SegmentPtr> read_segment(uint32_t number, uint32_t space, const File& file);
+  Status link(Segment& segment, std::span<const SegmentRecord> records, Directory& into);
+  Status copy(Segment& segment, std::span<const SegmentRecord> records, Directory& into, const std::string& name);
+
+  const SegmentStoreOptions options_;
+  const StoreTraits traits_;
+  const uint64_t capacity_;
+  const std::unique_ptr<Directory> directory_;  // by whoever has the turn
+  const std::unique_ptr<File> lock_;
+  const Clock& clock_;
+  uint32_t first_number_ = 0;           // set by open()
+  std::vector<uint32_t> at_the_start_;  // recover() takes them
+  ScratchPool scratch_;
+
+  mutable Mutex mutex_;  // never held over a read, a write or a sync; guards the segments' content too
+  CondVar changed_;
+  bool directory_busy_ TORPOR_GUARDED_BY(mutex_) = false;
+  std::map<uint32_t, SegmentPtr> segments_ TORPOR_GUARDED_BY(mutex_);
+  std::vector<SegmentPtr> unfinished_ TORPOR_GUARDED_BY(mutex_);  // may take records, or must be cut and synced
+  uint32_t newest_ TORPOR_GUARDED_BY(mutex_) = 0;
+  std::map<uint32_t, Digest> spaces_ TORPOR_GUARDED_BY(mutex_);
+  uint64_t uses_ TORPOR_GUARDED_BY(mutex_) = 0;
+  std::set<std::string> copies_ TORPOR_GUARDED_BY(mutex_);  // files of leases that are not links
+  StoreHealth health_ TORPOR_GUARDED_BY(mutex_);
+  std::chrono::nanoseconds failed_at_ TORPOR_GUARDED_BY(mutex_){};
+};
+
+}  // namespace torpor

@@ -1,0 +1,395 @@
+// The life of segments: their end, sync, drop, recovery.
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "base/log.h"
+#include "offload/segment.h"
+
+namespace torpor {
+
+// Cuts and syncs segments that take no more. Where the disk failed just now, sync() is for who wants it: after an fsync
+// that fails too, all of the segment would be lost.
+void SegmentStore::finish_ended() {
+  struct Ended {
+    std::shared_ptr<File> file;
+    uint64_t end = 0;
+    bool broken = false;
+  };
+  std::vector<SegmentPtr> ended;
+  std::vector<Ended> files;
+  {
+    const MutexLock lock(mutex_);
+    ended.reserve(unfinished_.size());
+    files.reserve(unfinished_.size());
+    std::erase_if(unfinished_, [&](const SegmentPtr& segment) TORPOR_NO_THREAD_SAFETY_ANALYSIS {
+      if (segment->state == Segment::State::kMaking || !segment->under_way.empty()) return false;
+      if (segment->state == Segment::State::kGone) return true;
+      if (segment->state == Segment::State::kOpen && segment->used < segment->places.size()) return false;
+      segment->state = Segment::State::kEnded;
+      segment->finished = true;
+      ended.push_back(segment);
+      files.push_back(
+          {segment->file, std::min(segment->end, segment->broken_at), segment->broken_at != UINT64_MAX});
+      return true;
+    });
+  }
+  for (size_t i = 0; i < ended.size(); ++i) {
+    if (const Status cut = files[i].file->truncate(files[i].end); !cut) {
+      log().warn("blocks on disk: {}", cut.error().to_string());
+      continue;
+    }
+    const MutexLock lock(mutex_);
+    if (!ended[i]->is_there()) continue;
+    health_.held_bytes -= ended[i]->reserved - files[i].end;
+    ended[i]->reserved = files[i].end;
+  }
+  std::vector<SegmentPtr> whole;
+  for (size_t i = 0; i < ended.size(); ++i) {
+    if (!files[i].broken) whole.push_back(ended[i]);
+  }
+  if (!whole.empty()) (void)make_safe(whole);  // what cannot be made safe is dropped, counted and logged
+  if (!ended.empty()) close_oldest();
+}
+
+// ---- sync
+
+Status SegmentStore::sync() {
+  return catching([this]() -> Status {
+    std::vector<SegmentPtr> unsafe;
+    {
+      const MutexLock lock(mutex_);
+      for (const auto& [number, segment] : segments_) {
+        if (segment->is_there() && !segment->is_safe()) unsafe.push_back(segment);
+      }
+    }
+    return make_safe(unsafe);
+  });
+}
+
+// Files first, then their names, then they count as durable. A file or a name whose sync failed may be gone: the segment
+// is given up.
+Status SegmentStore::make_safe(std::span<const SegmentPtr> segments) {
+  Status first;
+  const auto give_up_all = [&](const std::vector<std::pair<SegmentPtr, uint64_t>>& all, const Error& error) {
+    if (first) first = error;
+    for (const auto& [segment, end] : all) give_up(*segment, error);
+  };
+  std::vector<std::pair<SegmentPtr, uint64_t>> synced;
+  std::vector<std::pair<SegmentPtr, uint64_t>> unnamed;
+  for (const SegmentPtr& segment : segments) {
+    const Result<uint64_t> end = sync_one(*segment);
+    if (!end) {
+      give_up_all({{segment, 0}}, end.error());
+      continue;
+    }
+    const MutexLock lock(mutex_);
+    (segment->name_is_durable ? synced : unnamed).emplace_back(segment, *end);
+  }
+  if (!unnamed.empty()) {
+    const Status named = [&] {
+      DirectoryTurn directory(*this);
+      return directory->sync();
+    }();
+    if (!named) give_up_all(std::exchange(unnamed, {}), named.error());
+    synced.insert(synced.end(), unnamed.begin(), unnamed.end());
+  }
+  const MutexLock lock(mutex_);
+  for (const auto& [segment, end] : synced) {
+    segment->durable_end = std::max(segment->durable_end, end);
+    segment->name_is_durable = true;
+    size_t lost = 0;
+    for (Segment::Place& place : segment->places) {
+      if (place.use != Segment::Use::kStored || place.record.offset < segment->broken_at) continue;
+      place.use = Segment::Use::kGone;
+      health_.dropped_bytes += place.record.stored;
+      ++lost;
+    }
+    if (lost == 0 || !first) continue;
+    first = Error{.code = Code::kIo,
+                  .what = fmt::format("{} records of {} lie behind a batch that could not be written", lost,
+                                      segment_name(segment->header.number)),
+                  .next_step = "put them again"};
+  }
+  return first;
+}
+
+// Up to where the segment is synced now. Recovery ends at the first batch page that is not there, so those that are
+// being written come first.
+Result<uint64_t> SegmentStore::sync_one(Segment& segment) {
+  uint64_t end = 0;
+  {
+    const MutexLock lock(mutex_);
+    end = segment.end;
+    while (!segment.under_way.empty() && *segment.under_way.begin() < end) changed_.wait(mutex_);
+    end = std::min(end, segment.broken_at);
+    if (!segment.is_there()) return end;
+  }
+  const Result<std::shared_ptr<File>> file = file_of(segment);
+  const Status done = file ? (*file)->sync() : Status(file.error());
+  const MutexLock lock(mutex_);
+  if (!done && segment.is_there()) return done.error();
+  return end;
+}
+
+void SegmentStore::give_up(Segment& segment, const Error& error) {
+  std::shared_ptr<File> closing;
+  {
+    const MutexLock lock(mutex_);
+    ++health_.sync_errors;
+    health_.reason = error.to_string();
+    health_.degraded = true;
+    failed_at_ = clock_.now();
+    closing = forget(segment);
+  }
+  log().warn("blocks on disk: {} is dropped: {}", segment_name(segment.header.number), error.to_string());
+  remove_segment_file(segment.header.number);
+}
+
+// ---- drop
+
+std::shared_ptr<File> SegmentStore::forget(Segment& segment) {
+  for (Segment::Place& place : segment.places) {
+    if (place.use == Segment::Use::kStored) health_.dropped_bytes += place.record.stored;
+    place.use = Segment::Use::kGone;
+  }
+  segment.state = Segment::State::kGone;
+  health_.held_bytes -= std::exchange(segment.reserved, 0);
+  changed_.notify_all();
+  return std::move(segment.file);
+}
+
+// One that stays is found again by the next process: as true as before.
+void SegmentStore::remove_segment_file(uint32_t number) {
+  const Status removed = catching([&]() -> Status {
+    DirectoryTurn directory(*this);
+    return directory->remove_file(segment_name(number));
+  });
+  if (!removed && removed.error().code != Code::kNotFound)
+    log().warn("blocks on disk: {}", removed.error().to_string());
+}
+
+void SegmentStore::drop(std::span<const SlotRange> ranges) {
+  const int64_t slots = traits_.slots_per_segment;
+  for (const SlotRange& range : ranges) {
+    const int64_t first = std::max<int64_t>(range.first, 0);
+    const int64_t end = int64_t{range.first} + range.count;
+    for (int64_t number = first / slots; number * slots < end; ++number) {
+      const int64_t from = std::max(first - number * slots, int64_t{0});
+      const int64_t to = std::min(end - number * slots, slots);
+      std::shared_ptr<File> closing;
+      {
+        const MutexLock lock(mutex_);
+        const auto found = segments_.find(static_cast<uint32_t>(number));
+        if (found == segments_.end() || found->second->state == Segment::State::kGone) continue;
+        Segment& segment = *found->second;
+        if (from > 0 || to < slots) {
+          for (int64_t position = from; position < to; ++position) {
+            Segment::Place& place = segment.places[static_cast<size_t>(position)];
+            if (place.use == Segment::Use::kStored) health_.dropped_bytes += place.record.stored;
+            if (place.use == Segment::Use::kUnused) ++segment.used;
+            place.use = Segment::Use::kGone;
+          }
+          continue;
+        }
+        closing = forget(segment);
+        if (static_cast<uint32_t>(number) < first_number_) segments_.erase(found);
+      }
+      remove_segment_file(static_cast<uint32_t>(number));
+    }
+  }
+}
+
+// ---- recovery
+
+Result<std::vector<RecoveredSlot>> SegmentStore::recover(uint32_t space) {
+  std::vector<RecoveredSlot> found;
+  {
+    const MutexLock lock(mutex_);
+    if (!spaces_.contains(space))
+      return Error{.code = Code::kFailedPrecondition,
+                   .what = fmt::format("key space {} was not opened", space),
+                   .next_step = "open it first"};
+  }
+  const Status done = catching([&]() -> Status {
+    for (const uint32_t number : std::exchange(at_the_start_, {})) {
+      const Status read = recover_segment(number, space, found);
+      if (read) continue;
+      const Code code = read.error().code;
+      log().info("blocks on disk: {}: {}", segment_name(number), read.error().to_string());
+      if (code == Code::kCorruption || code == Code::kIncompatible || code == Code::kUnauthenticated) {
+        remove_segment_file(number);
+      } else {
+        note(read.error(), false);
+      }
+    }
+    return ok();
+  });
+  if (!done) return done.error();
+  const StoreHealth now = health();
+  log().info("blocks on disk: segments of {} slots, {} bytes, through {}, {} records recovered",
+             traits_.slots_per_segment, capacity_, now.io, found.size());
+  return found;
+}
+
+Status SegmentStore::recover_segment(uint32_t number, uint32_t space, std::vector<RecoveredSlot>& found) {
+  std::shared_ptr<File> file;
+  {
+    DirectoryTurn directory(*this);
+    TORPOR_ASSIGN(file, directory->open_file(segment_name(number), options_.io));
+  }
+  TORPOR_ASSIGN(const SegmentPtr segment, read_segment(number, space, *file));
+  const MutexLock lock(mutex_);
+  health_.io = file->io();
+  health_.held_bytes += segment->reserved;
+  for (const Segment::Place& place : segment->places) {
+    if (place.use != Segment::Use::kStored) continue;
+    const SegmentRecord& record = place.record;
+    health_.recovered_bytes += record.stored;
+    const auto slot = static_cast<Slot>(number * static_cast<uint32_t>(traits_.slots_per_segment) + record.position);
+    found.push_back({.slot = slot,
+                     .key = {.hash = record.hash, .group = record.group, .space = space},
+                     .record = {.bytes = record.bytes,
+                                .stored = record.stored,
+                                .digest = record.digest,
+                                .codec = record.codec}});
+  }
+  segments_.emplace(number, segment);
+  return ok();
+}
+
+// Batch page by batch page until one does not match: that is its end, whatever lies behind. What is found there may be
+// in no more than the system's memory, so it counts as durable when it was synced again.
+Result<SegmentStore::SegmentPtr> SegmentStore::read_segment(uint32_t number, uint32_t space, const File& file) {
+  ScratchPool::Lease scratch(scratch_);
+  const std::span<std::byte> room = scratch->room(kPage);
+  if (room.empty()) return no_memory_for(kPage);
+  const std::span<std::byte> page = room.first(kPage);
+  TORPOR_ASSIGN(const uint64_t file_bytes, file.size());
+  TORPOR_TRY(file.pread(page, 0));
+  TORPOR_ASSIGN(OpenedHeader opened, read_header(page, options_.key.get()));
+  auto segment = std::make_shared<Segment>();
+  segment->header = opened.header;
+  segment->seal = std::move(opened.seal);
+  segment->space = space;
+  segment->state = Segment::State::kEnded;
+  segment->finished = true;
+  segment->reserved = file_bytes;
+  Digest wanted;
+  {
+    const MutexLock lock(mutex_);
+    wanted = spaces_.at(space);
+  }
+  const SegmentHeader& header = segment->header;
+  if (header.space != wanted || header.number != number || header.rank != options_.rank ||
+      header.slots != traits_.slots_per_segment || (segment->seal != nullptr && (header.protection == Protection::kEncrypted) != options_.encrypt)) {
+    return Error{.code = Code::kIncompatible,
+                 .what = "it is of another key space, another rank or another size",
+                 .next_step = "compute its blocks again"};
+  }
+  segment->places.resize(static_cast<size_t>(header.slots));
+  while (segment->end + kPage <= file_bytes) {
+    if (!file.pread(page, segment->end)) break;
+    const auto records = read_batch(page, header, segment->end, file_bytes, segment->seal.get());
+    if (!records) break;
+    const bool fresh = std::all_of(records->begin(), records->end(), [&](const SegmentRecord& record) {
+      return segment->places[record.position].use == Segment::Use::kUnused;
+    });
+    if (!fresh) break;
+    for (const SegmentRecord& record : *records) segment->places[record.position] = {record, Segment::Use::kStored};
+    segment->used += records->size();
+    segment->end = record_end(records->back());
+  }
+  if (segment->used > 0) return segment;
+  return Error{.code = Code::kCorruption, .what = "there is no record in it", .next_step = "nothing is lost"};
+}
+
+// ---- lease
+
+Result<std::vector<LeasedRecord>> SegmentStore::lease(std::span<const Slot> slots, Directory& into) {
+  std::vector<LeasedRecord> leased;
+  std::map<uint32_t, std::pair<SegmentPtr, std::vector<SegmentRecord>>> wanted;
+  {
+    const MutexLock lock(mutex_);
+    for (const Slot slot : slots) {
+      const auto segment = slot < 0 ? segments_.end() : segments_.find(number_of(slot));
+      if (segment == segments_.end() || !segment->second->is_there()) return not_there(slot);
+      const Segment::Place& place = segment->second->places[static_cast<size_t>(slot % traits_.slots_per_segment)];
+      const SegmentRecord& record = place.record;
+      if (place.use != Segment::Use::kStored) return not_there(slot);
+      if (record.offset >= segment->second->durable_end) {
+        return Error{.code = Code::kFailedPrecondition,
+                     .what = fmt::format("slot {} of the disk store was not synced", slot),
+                     .next_step = "sync the store first"};
+      }
+      auto& [holder, records] = wanted[segment->first];
+      holder = segment->second;
+      records.push_back(record);
+      leased.push_back({.slot = slot,
+                        .file = leased_name(segment->second->header),
+                        .id = segment->second->header.id,
+                        .offset = record.offset,
+                        .record = {.bytes = record.bytes,
+                                   .stored = record.stored,
+                                   .digest = record.digest,
+                                   .codec = record.codec},
+                        .seal = record.seal});
+    }
+  }
+  for (const auto& [number, entry] : wanted) TORPOR_TRY(link(*entry.first, entry.second, into));
+  return leased;
+}
+
+Status SegmentStore::link(Segment& segment, std::span<const SegmentRecord> records, Directory& into) {
+  const std::string name = leased_name(segment.header);
+  const Status linked = [&] {
+    DirectoryTurn directory(*this);
+    return directory->link_new(segment_name(segment.header.number), into, name);
+  }();
+  if (linked) return ok();
+  const int64_t native = linked.error().native;
+  bool is_copy = false;
+  {
+    const MutexLock lock(mutex_);
+    is_copy = copies_.contains(fmt::format("{}/{}", into.path(), name));
+    const bool refused = native == EPERM || native == EXDEV || native == EMLINK || native == EOPNOTSUPP;
+    if (!is_copy && refused && copies_.empty())
+      log().warn("blocks on disk: no links ({}): checkpoints get copies", linked.error().what);
+    is_copy = is_copy || refused;
+    if (!is_copy && native != EEXIST) return linked;
+    if (is_copy) copies_.insert(fmt::format("{}/{}", into.path(), name));
+  }
+  if (is_copy) return copy(segment, records, into, name);
+  // Linked by an earlier lease, unless somebody else put something there.
+  TORPOR_ASSIGN(const std::unique_ptr<File> there, into.open_file(name));
+  ScratchPool::Lease scratch(scratch_);
+  const std::span<std::byte> room = scratch->room(kPage);
+  if (room.empty()) return no_memory_for(kPage);
+  const std::span<std::byte> page = room.first(kPage);
+  TORPOR_TRY(there->pread(page, 0));
+  const Result<OpenedHeader> header = read_header(page, options_.key.get());
+  return header && header->header.id == segment.header.id ? ok() : linked;
+}
+
+// The records where they lie in the segment, so that seals stay true; what is between them takes no room.
+Status SegmentStore::copy(Segment& segment, std::span<const SegmentRecord> records, Directory& into,
+                          const std::string& name) {
+  TORPOR_ASSIGN(const std::shared_ptr<File> from, file_of(segment));
+  TORPOR_ASSIGN(const std::unique_ptr<File> to, into.open_slots(name, options_.io));
+  ScratchPool::Lease scratch(scratch_);
+  const auto copy_range = [&](uint64_t offset, uint64_t bytes) -> Status {
+    const std::span<std::byte> room = scratch->room(bytes);
+    if (room.empty()) return no_memory_for(bytes);
+    TORPOR_TRY(from->pread(room.first(bytes), offset));
+    return to->pwrite(room.first(bytes), offset);
+  };
+  TORPOR_TRY(copy_range(0, kPage));
+  for (const SegmentRecord& record : records) {
+    TORPOR_TRY(copy_range(record.offset, align_up(record.stored, kPage)));
+    const MutexLock lock(mutex_);
+    health_.copied_bytes += record.stored;
+  }
+  return to->sync();
+}
+
+}  // namespace torpor
