@@ -72,11 +72,11 @@ Status RankMemory::same_process() const {
 }
 
 RankMemory::~RankMemory() {
-  if (executor_ == nullptr || !executor_->quarantined())
-    return;  // members go in reverse: executor, allocator, arena, device
+  if (transfers_ == nullptr || !transfers_->quarantined())
+    return;  // members go in reverse: transfers, allocator, arena, device
   // A copy may still run, so nothing that it reads or writes may be unmapped: it is leaked until the process ends.
   for (auto& [tag, backup] : backups_) backup.host.release();
-  executor_.release();
+  transfers_.reset();  // its threads end; what a copy may still use it keeps itself
   allocator_.release();
   arena_.release();
   device_.release();
@@ -93,9 +93,9 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                                                    .prefault_threads = options.threads,
                                                    .pin_for = memory->device_.get()}));
   TORPOR_ASSIGN(memory->allocator_, SleepAllocator::create(*memory->device_, {.handle_bytes = options.handle_bytes}));
-  TORPOR_ASSIGN(memory->executor_,
-                TransferExecutor::create(*memory->device_, *memory->arena_, {.threads = options.threads}));
-  memory->mover_ = std::make_unique<ChunkMover>(*memory->executor_);
+  TORPOR_ASSIGN(memory->transfers_,
+                TransferEngine::create(*memory->device_, *memory->arena_,
+                                       {.threads = options.threads, .own_threads = options.own_threads}));
   if (options.arena_prefault_bytes > 0) memory->arena_->prefault_in_background(options.arena_prefault_bytes);
   return memory;
 }
@@ -233,7 +233,8 @@ Result<RankReply> RankMemory::dispatch(const std::string& method, const RankOrde
     }
     give_back_unused();
   } else if (method == "detach") {
-    TORPOR_TRY(executor_->usable());
+    (void)transfers_->drain();  // of blocks that an engine moves; what counts is that none is left
+    TORPOR_TRY(transfers_->usable());
     for (const RegionInfo& region : allocator_->regions()) {
       if (has_tag(order.tags, region.tag)) reply.bytes += region.reserved_bytes;
     }
@@ -271,7 +272,7 @@ Result<RankReply> RankMemory::dispatch(const std::string& method, const RankOrde
 // What cannot be given back now is at the next operation.
 void RankMemory::give_back_unused() noexcept {
   (void)catching([this]() -> Status {
-    executor_->release_staging();
+    transfers_->release_staging();
     arena_->trim(*options_.arena_keep_bytes);  // what backs up stays
     return ok();
   });
@@ -328,9 +329,9 @@ Status RankMemory::save(const RankOrder& order, RankReply& reply) {
       TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_of(tag, order.blocks));
       Backup backup{.host = std::make_unique<HostTier>(*arena_)};
       Result<std::vector<SavedChunk>> saved =
-          catching([&]() TORPOR_REQUIRES(mutex_) { return mover_->save(plans, *backup.host); });
+          catching([&]() TORPOR_REQUIRES(mutex_) { return transfers_->save(plans, *backup.host); });
       if (!saved) {
-        if (executor_->quarantined()) backup.host.release();  // a copy may still write there
+        if (transfers_->quarantined()) backup.host.release();  // a copy may still write there
         return saved.error();
       }
       backup.chunks = std::move(*saved);
@@ -358,7 +359,7 @@ Status RankMemory::save_to_disk(const RankOrder& order, RankReply& reply) {
     TORPOR_ASSIGN(const std::vector<ChunkPlan> more, plans_of(tag, order.blocks));
     plans.insert(plans.end(), more.begin(), more.end());
   }
-  TORPOR_ASSIGN(std::vector<SavedChunk> saved, mover_->save(plans, *tier));
+  TORPOR_ASSIGN(std::vector<SavedChunk> saved, transfers_->save(plans, *tier));
   reply.chunks = finished_rank(order.writing, options_.rank, tier->file_bytes(), std::move(saved));
   for (const std::string& tag : order.tags) {
     Backup backup{.directory = order.directory};
@@ -401,7 +402,7 @@ Status RankMemory::restore(const RankOrder& order, RankReply& reply) {
         bytes += plans[end].bytes();
       TORPOR_TRY(mapper.wait(end_of.at({plans[end - 1].key.tag, plans[end - 1].key.region})));
       const std::span<const SavedChunk> saved = std::span(chunks).subspan(std::min(first, chunks.size()));
-      TORPOR_TRY(mover_->restore(saved, std::span(plans).subspan(first, end - first), source));
+      TORPOR_TRY(transfers_->restore(saved, std::span(plans).subspan(first, end - first), source));
       first = end;
     }
     return ok();
@@ -468,7 +469,7 @@ Status RankMemory::digest(const RankOrder& order, RankReply& reply) {
       continue;
     }
     TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_of(tag, {}));
-    TORPOR_ASSIGN(const std::vector<Digest> digests, mover_->digests(plans));
+    TORPOR_ASSIGN(const std::vector<Digest> digests, transfers_->digests(plans));
     std::vector<ChunkKey> keys;
     for (const ChunkPlan& plan : plans) {
       keys.push_back(plan.key);
@@ -495,7 +496,7 @@ Status RankMemory::load_blocks(const RankOrder& order, RankReply& reply) {
                });
   TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(blocks));
   TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, open_chunks(order.directory));
-  TORPOR_TRY(mover_->restore(blocks, plans, *tier));
+  TORPOR_TRY(transfers_->restore(blocks, plans, *tier));
   for (const SavedChunk& chunk : blocks) reply.bytes += chunk.bytes;
   give_back_unused();
   return ok();
@@ -530,9 +531,10 @@ void RankMemory::fill(RankLedger& ledger) const {
   ledger.arena_unpinned_bytes = arena.unpinned_bytes;
   ledger.arena_used_bytes = arena.used_bytes;
   ledger.arena_budget_bytes = arena.budget_bytes;
-  for (size_t outcome = 0; outcome < mover_->counts().size(); ++outcome) {
-    const uint64_t chunks = mover_->counts()[outcome];
-    if (chunks > 0) ledger.chunks_by_outcome[std::string(name(static_cast<BlockOutcome>(outcome)))] = chunks;
+  const OutcomeCounts counts = transfers_->counts();
+  for (size_t outcome = 0; outcome < counts.size(); ++outcome) {
+    if (counts[outcome] == 0) continue;
+    ledger.chunks_by_outcome[std::string(name(static_cast<BlockOutcome>(outcome)))] = counts[outcome];
   }
   ledger.process_resident_bytes = process_bytes("VmRSS");
   ledger.process_resident_region_bytes = device_->resident_bytes().value_or(0);

@@ -20,10 +20,9 @@
 #include "base/mutex.h"
 #include "engine/rank_protocol.h"
 #include "kvcache/kv_layout.h"
-#include "offload/chunk_mover.h"
 #include "offload/disk_tier.h"
 #include "offload/host_tier.h"
-#include "offload/transfer_executor.h"
+#include "offload/transfer_engine.h"
 
 namespace torpor {
 
@@ -37,6 +36,7 @@ struct RankMemoryOptions {
   // in any case. None: any amount; but 0 on the device without a GPU, where it is taken from the same memory.
   std::optional<uint64_t> arena_keep_bytes;
   int threads = 0;  // for copies; 0: as many as the machine has cores, at most 8
+  bool own_threads = true;  // off: copies are made by the thread that waits for them, in one order (TransferEngine)
   // A backup of weights that did not change since is kept after a wake and not copied again. None: off for the device
   // without a GPU, where both are the same memory.
   std::optional<bool> keep_backup;
@@ -100,7 +100,7 @@ class RankMemory {
   Result<TagMove> plan_wake(std::vector<std::string> tags) const;
   RankLedger ledger() const;
   // For an engine that moves KV blocks between tiers while it serves; both live as long as this object.
-  TransferExecutor& executor() { return *executor_; }
+  TransferEngine& transfers() { return *transfers_; }
   HostArena& arena() { return *arena_; }
   // After set_kv_layout(), merged. No lock: it does not change while an engine serves.
   const KvLayout& kv_layout() const TORPOR_NO_THREAD_SAFETY_ANALYSIS { return kv_layout_; }
@@ -148,8 +148,7 @@ class RankMemory {
   std::unique_ptr<DeviceMemory> device_;
   std::unique_ptr<HostArena> arena_;
   std::unique_ptr<SleepAllocator> allocator_;
-  std::unique_ptr<TransferExecutor> executor_;
-  std::unique_ptr<ChunkMover> mover_ TORPOR_PT_GUARDED_BY(mutex_);  // but this one
+  std::unique_ptr<TransferEngine> transfers_;
   std::string kv_tag_ TORPOR_GUARDED_BY(mutex_);
   KvLayout kv_layout_ TORPOR_GUARDED_BY(mutex_);
   std::map<std::string, Backup, std::less<>> backups_ TORPOR_GUARDED_BY(mutex_);

@@ -74,7 +74,7 @@ Status RankMemory::drop_unclean(const std::vector<std::string>& tags) {
     const auto found = backups_.find(tag);
     if (found == backups_.end() || !found->second.clean) continue;
     TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(found->second.chunks));
-    TORPOR_ASSIGN(const std::vector<Digest> digests, mover_->digests(plans));
+    TORPOR_ASSIGN(const std::vector<Digest> digests, transfers_->digests(plans));
     const bool same =
         std::equal(digests.begin(), digests.end(), found->second.chunks.begin(), found->second.chunks.end(),
                    [](const Digest& now, const SavedChunk& then) { return now == then.digest; });
@@ -96,7 +96,7 @@ Result<TagMove> RankMemory::sleep_tags(std::vector<std::string> wanted, const st
                                        CleanCheck clean) {
   TORPOR_TRY(same_process());
   const MutexLock lock(mutex_);
-  TORPOR_TRY(executor_->usable());
+  TORPOR_TRY(transfers_->usable());
   TORPOR_ASSIGN(const std::vector<std::string> tags, select(std::move(wanted), RegionState::kAttached));
   std::vector<std::string> kept;
   std::copy_if(tags.begin(), tags.end(), std::back_inserter(kept),
@@ -199,7 +199,7 @@ Result<TagMove> RankMemory::plan_sleep(std::vector<std::string> wanted, const st
         fmt::format("{} bytes of host memory are needed, {} of the budget of {} are left", move.copied_bytes,
                     arena.budget_bytes - std::min(arena.budget_bytes, arena.used_bytes), arena.budget_bytes);
   }
-  if (!executor_->usable()) move.obstacle = executor_->usable().error().to_string();
+  if (!transfers_->usable()) move.obstacle = transfers_->usable().error().to_string();
   return move;
 }
 
@@ -226,7 +226,7 @@ Result<TagMove> RankMemory::plan_wake(std::vector<std::string> wanted) const {
     move.obstacle = fmt::format("{} bytes of device memory are needed, {} of {} are free", move.physical_bytes,
                                 device.capacity_bytes - std::min(device.capacity_bytes, used), device.capacity_bytes);
   }
-  if (!executor_->usable()) move.obstacle = executor_->usable().error().to_string();
+  if (!transfers_->usable()) move.obstacle = transfers_->usable().error().to_string();
   return move;
 }
 

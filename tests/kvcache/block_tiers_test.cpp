@@ -59,7 +59,7 @@ class BlockTiersTest : public ::testing::TestWithParam<bool> {
                             .block_bytes = kPieceBytes}}};
     ASSERT_SUCCEEDS(layout_.validate());
     arena_ = value_of(HostArena::create());
-    executor_ = value_of(TransferExecutor::create(*device_, *arena_, {.threads = 2}));
+    transfers_ = value_of(TransferEngine::create(*device_, *arena_, {.threads = 2}));
     pool_ = value_of(BlockPool::create({.num_blocks = kDeviceBlocks, .block_tokens = kTokens}));
     use_host_blocks(12);
   }
@@ -68,11 +68,11 @@ class BlockTiersTest : public ::testing::TestWithParam<bool> {
     to_host_.reset();
     host_ = value_of(
         HostBlocks::create(*arena_, {.num_blocks = count, .block_tokens = kTokens}, layout_.bytes_per_block()));
-    to_host_ = std::make_unique<DeviceRoute>(*pool_, layout_, *host_, *executor_);
+    to_host_ = std::make_unique<DeviceRoute>(*pool_, layout_, *host_, *transfers_);
     onboard_from({host_.get()});
   }
   void onboard_from(std::vector<BlockStore*> stores, DiskOnboarding mode = DiskOnboarding::kDirect) {
-    onboarding_ = std::make_unique<Onboarding>(*pool_, layout_, *executor_, std::move(stores), mode);
+    onboarding_ = std::make_unique<Onboarding>(*pool_, layout_, *transfers_, std::move(stores), mode);
   }
   void open_disk(DiskBlocksOptions options = {}) {
     options.pool = {.num_blocks = 12, .block_tokens = kTokens};
@@ -89,7 +89,7 @@ class BlockTiersTest : public ::testing::TestWithParam<bool> {
     pipelines_.clear();
     onboarding_.reset();
     to_host_.reset();
-    executor_.reset();
+    transfers_.reset();
     ASSERT_SUCCEEDS(device_->unmap(address_, bytes_));
     ASSERT_SUCCEEDS(device_->release(memory_));
     ASSERT_SUCCEEDS(device_->free_reservation(address_));
@@ -160,7 +160,7 @@ class BlockTiersTest : public ::testing::TestWithParam<bool> {
   }
   // A chain that is in the disk tier and nowhere else.
   std::vector<BlockIdentity> chain_on_disk(int32_t seed, int count) {
-    DeviceRoute to_disk(*pool_, layout_, *disk_, *executor_);
+    DeviceRoute to_disk(*pool_, layout_, *disk_, *transfers_);
     std::vector<BlockIdentity> chain;
     {
       const auto blocks = compute(seed, count);
@@ -186,7 +186,7 @@ class BlockTiersTest : public ::testing::TestWithParam<bool> {
   PhysicalId memory_{};
   KvLayout layout_;
   std::unique_ptr<HostArena> arena_;
-  std::unique_ptr<TransferExecutor> executor_;
+  std::unique_ptr<TransferEngine> transfers_;
   std::unique_ptr<BlockPool> pool_;
   std::unique_ptr<HostBlocks> host_;
   std::unique_ptr<DeviceRoute> to_host_;
@@ -423,7 +423,7 @@ TEST_P(BlockTiersTest, BlocksOfOtherWeightsAreNeverFoundAgainAfterARestartNeithe
 
 TEST_P(BlockTiersTest, NothingIsPutBeforeTheNewEpochIsOnTheDisk) {
   open_disk();
-  DeviceRoute to_disk(*pool_, layout_, *disk_, *executor_);
+  DeviceRoute to_disk(*pool_, layout_, *disk_, *transfers_);
   const auto blocks = compute(10, 2);
   ASSERT_EQ(offload(names(blocks), &to_disk).count(BlockOutcome::kTransferred), 2u);
   file_system_.plan.set(test::Fault::kError, 1);  // the epoch is not written
@@ -455,7 +455,7 @@ TEST_P(BlockTiersTest, AnEpochThatIsDamagedIsANewOne) {
 
 TEST_P(BlockTiersTest, WithoutMemoryForHeadersPutsFailAndTheDiskIsTriedAgain) {
   open_disk();
-  DeviceRoute to_disk(*pool_, layout_, *disk_, *executor_);
+  DeviceRoute to_disk(*pool_, layout_, *disk_, *transfers_);
   const auto blocks = compute(10, 3);
   no_aligned_memory = true;
   EXPECT_EQ(offload(names(blocks), &to_disk).count(BlockOutcome::kFailed), 3u);
@@ -523,7 +523,7 @@ TEST_P(BlockTiersTest, I8WhateverByteOfASlotIsWrongItIsAMiss) {
 TEST_P(BlockTiersTest, ADiskThatFailsIsReportedAndServingGoesOn) {
   for (const int native : {EIO, ENOSPC}) {
     open_disk();
-    DeviceRoute to_disk(*pool_, layout_, *disk_, *executor_);
+    DeviceRoute to_disk(*pool_, layout_, *disk_, *transfers_);
     const auto blocks = compute(native, 3);
     file_system_.plan.set(test::Fault::kError, 1, native, /*all_after=*/true);
     EXPECT_EQ(offload(names(blocks), &to_disk).count(BlockOutcome::kFailed), 3u);
@@ -561,8 +561,8 @@ TEST_P(BlockTiersTest, WithoutStagingMemoryNothingComesUpAndNothingIsDropped) {
   const auto chain = chain_on_disk(10, 4);
   const auto small = value_of(HostArena::create({.budget_bytes = 4096, .slab_bytes = 4096}));
   {
-    const auto executor = value_of(TransferExecutor::create(*device_, *small, {.threads = 1}));
-    Onboarding starved(*pool_, layout_, *executor, {disk_.get()});
+    const auto transfers = value_of(TransferEngine::create(*device_, *small, {.threads = 1}));
+    Onboarding starved(*pool_, layout_, *transfers, {disk_.get()});
     EXPECT_TRUE(value_of(starved.onboard(chain)).empty());
     EXPECT_EQ(starved.info().damaged, 0u);
   }

@@ -14,7 +14,7 @@
 #include "base/copy.h"
 #include "base/units.h"
 #include "kvcache/block_routes.h"
-#include "offload/chunk_mover.h"
+#include "offload/transfer_engine.h"
 #include "tools/bench/bench.h"
 
 namespace {
@@ -56,7 +56,7 @@ class Case {
                             .block_bytes = piece}}};
     arena_ = must(HostArena::create());
     host_ = must(HostBlocks::create(*arena_, {.num_blocks = static_cast<int32_t>(moved)}, block));
-    executor_ = must(TransferExecutor::create(*device_, *arena_));
+    transfers_ = must(TransferEngine::create(*device_, *arena_));
     std::vector<int32_t> ids(total);
     for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int32_t>(i);
     std::shuffle(ids.begin(), ids.end(), std::mt19937(1));
@@ -67,16 +67,13 @@ class Case {
   }
   ~Case() {
     must(device_->destroy_stream(stream_));
-    executor_.reset();
+    transfers_.reset();
     must(device_->unmap(address_, size_));
     must(device_->release(memory_));
     must(device_->free_reservation(address_));
   }
 
-  void torpor() {
-    ChunkMover mover(*executor_);
-    (void)must(mover.save(plans_, *host_));
-  }
+  void torpor() { (void)must(transfers_->save(plans_, *host_)); }
   void ceiling() {
     bench::on_all_cores([&](uint64_t part, uint64_t parts) {
       const uint64_t begin = bytes_ * part / parts;
@@ -134,7 +131,7 @@ class Case {
   KvLayout layout_;
   std::unique_ptr<HostArena> arena_;
   std::unique_ptr<HostBlocks> host_;
-  std::unique_ptr<TransferExecutor> executor_;
+  std::unique_ptr<TransferEngine> transfers_;
   std::vector<ChunkPlan> plans_;
   StreamId stream_{};
   std::unique_ptr<bench::WarmMemory> flat_;
