@@ -154,12 +154,12 @@ nlohmann::ordered_json digest_rows(uint64_t bytes, int rounds) {
   for (int round = 0; round <= rounds; ++round) {
     const double a = in_pieces([](auto target, auto source) {
       StreamingDigest digest;
-      copy_with_digest(target, source, digest);
+      BulkCopy(source.size()).copy(target, source, digest);
       (void)digest.finish();
     });
     const double b =
         in_pieces([](auto target, auto source) { std::memcpy(target.data(), source.data(), source.size()); });
-    const double c = in_pieces([](auto target, auto source) { copy_past_cache(target, source); });
+    const double c = in_pieces([](auto target, auto source) { BulkCopy(source.size()).copy(target, source); });
     const double d = in_pieces([](auto target, auto source) {
       std::memcpy(target.data(), source.data(), source.size());
       (void)digest_of(target);
