@@ -115,8 +115,8 @@ class HostStream {
   }
 
   void carry_out(Direction direction, const Copy& copy, BulkCopy& bulk) const {
-    const auto began = link_bytes_per_second_ == 0 ? std::chrono::steady_clock::time_point()
-                                                   : std::chrono::steady_clock::now();
+    const auto began =
+        link_bytes_per_second_ == 0 ? std::chrono::steady_clock::time_point() : std::chrono::steady_clock::now();
     auto* device = reinterpret_cast<std::byte*>(copy.device);  // NOLINT(performance-no-int-to-ptr)
     const bool down = direction == Direction::kDeviceToHost;
     const std::span<std::byte> to(down ? copy.host : device, copy.bytes);

@@ -45,7 +45,7 @@ struct BatchCopier::Place {
   std::vector<std::span<std::byte>> host;  // of each chunk
   std::vector<size_t> members;             // the chunks that are copied
   std::vector<Copy> copies;
-  std::vector<size_t> first_copy;  // of each member, and the end
+  std::vector<size_t> first_copy;        // of each member, and the end
   std::vector<StreamingDigest> digests;  // of each member, where the device takes them
   std::vector<TierPart> parts;
   bool on_stream = false;
@@ -121,7 +121,7 @@ bool BatchCopier::begin(JobKind kind, Tier* tier, std::span<ChunkTransfer> batch
   if (!prepared) {
     fail_all(batch, prepared.error());
   } else if (!place.members.empty()) {
-    enqueue(place);
+    enqueue(place, place.copies);
   }
   return true;
 }
@@ -148,6 +148,19 @@ Status BatchCopier::stage(Place& place) {
 
 // Up to the list of copies; each chunk that cannot be copied has its status.
 Status BatchCopier::prepare(Place& place) {
+  take_places(place);
+  if (place.kind == JobKind::kRestore) {
+    if (!place.in_tier()) read(place);
+    for (size_t i = 0; i < place.batch.size(); ++i) {
+      if (place.batch[i].status) place.batch[i].status = check(place, i);
+    }
+  }
+  list_copies(place);
+  return ok();
+}
+
+// Where each chunk's bytes are on the host, for tiers in memory.
+void BatchCopier::take_places(Place& place) {
   const bool up = place.kind == JobKind::kRestore;
   if (place.in_tier()) place.host.clear();
   for (ChunkTransfer& chunk : place.batch) {
@@ -168,67 +181,62 @@ Status BatchCopier::prepare(Place& place) {
     if (!room) chunk.status = room.error();
     place.host.push_back(room ? *room : std::span<std::byte>{});
   }
-  if (up && !place.in_tier()) {
-    place.parts.clear();
-    for (size_t i = 0; i < place.batch.size(); ++i) {
-      if (place.batch[i].status) place.parts.push_back({&place.batch[i].saved, place.host[i], ok()});
-    }
-    place.tier->get(place.parts);
-    size_t part = 0;
-    for (ChunkTransfer& chunk : place.batch) {
-      if (chunk.status) chunk.status = std::move(place.parts[part++].status);
-    }
+}
+
+void BatchCopier::read(Place& place) {
+  place.parts.clear();
+  for (size_t i = 0; i < place.batch.size(); ++i) {
+    if (place.batch[i].status) place.parts.push_back({&place.batch[i].saved, place.host[i], ok()});
   }
-  for (size_t i = 0; up && i < place.batch.size(); ++i) {
-    ChunkTransfer& chunk = place.batch[i];
-    if (!chunk.status) continue;
-    if (place.host[i].size() != chunk.saved.bytes) {
-      chunk.status = Error{
-          .code = Code::kInternal,
-          .what = fmt::format("{} is not in the {} tier", chunk.saved.key.to_string(), place.tier->kind())};
-    } else if (digest_of(place.host[i]) != chunk.saved.digest) {
-      chunk.status = Error{.code = Code::kCorruption,
-                           .what = fmt::format("the saved bytes of {} do not match their digest {}",
-                                               chunk.saved.key.to_string(), chunk.saved.digest.hex()),
-                           .next_step = "use another checkpoint"};
-    }
+  place.tier->get(place.parts);
+  size_t part = 0;
+  for (ChunkTransfer& chunk : place.batch) {
+    if (chunk.status) chunk.status = std::move(place.parts[part++].status);
   }
-  // Members last: as long as there are none, no copy begins.
+}
+
+Status BatchCopier::check(const Place& place, size_t i) {
+  const SavedChunk& saved = place.batch[i].saved;
+  if (place.host[i].size() != saved.bytes) {
+    return Error{.code = Code::kInternal,
+                 .what = fmt::format("{} is not in the {} tier", saved.key.to_string(), place.tier->kind())};
+  }
+  if (digest_of(place.host[i]) == saved.digest) return ok();
+  return Error{.code = Code::kCorruption,
+               .what = fmt::format("the saved bytes of {} do not match their digest {}", saved.key.to_string(),
+                                   saved.digest.hex()),
+               .next_step = "use another checkpoint"};
+}
+
+void BatchCopier::list_copies(Place& place) {
+  std::vector<size_t> members;
+  for (size_t i = 0; i < place.batch.size(); ++i) {
+    if (place.batch[i].status) members.push_back(i);
+  }
+  const bool digests = place.kind != JobKind::kRestore && device_.takes_digests();
   place.copies.clear();
   place.first_copy.clear();
   place.digests.clear();
-  const bool digests = !up && device_.takes_digests();
-  size_t members = 0;
-  for (const ChunkTransfer& chunk : place.batch) members += chunk.status ? 1 : 0;
-  if (digests) place.digests.resize(members);
-  place.members.reserve(members);
-  place.first_copy.reserve(members + 1);
-  size_t member = 0;
-  for (size_t i = 0; i < place.batch.size(); ++i) {
-    if (!place.batch[i].status) continue;
+  place.digests.resize(digests ? members.size() : 0);
+  for (size_t m = 0; m < members.size(); ++m) {
     place.first_copy.push_back(place.copies.size());
-    uint64_t at = 0;
-    for (const DevicePiece& piece : place.batch[i].plan->pieces) {
-      place.copies.push_back({piece.address, place.host[i].data() + at, piece.bytes,
-                              digests ? &place.digests[member] : nullptr});
-      at += piece.bytes;
+    std::byte* host = place.host[members[m]].data();
+    for (const DevicePiece& piece : place.batch[members[m]].plan->pieces) {
+      place.copies.push_back({piece.address, host, piece.bytes, digests ? &place.digests[m] : nullptr});
+      host += piece.bytes;
     }
-    ++member;
   }
   place.first_copy.push_back(place.copies.size());
-  for (size_t i = 0; i < place.batch.size(); ++i) {
-    if (place.batch[i].status) place.members.push_back(i);
-  }
-  return ok();
+  place.members = std::move(members);  // last: as long as there are none, no copy begins
 }
 
-// From here on nothing but the proof may end the batch: a copy may be running.
-void BatchCopier::enqueue(Place& place) {
+// From here on nothing but the proof may end the copies: they may be running.
+void BatchCopier::enqueue(Place& place, std::span<const Copy> copies) {
   place.on_stream = true;
   place.event.reset();
-  place.enqueued = catching([&] { return device_.copy_async(stream_, place.direction(), place.copies); });
+  place.enqueued = catching([&] { return device_.copy_async(stream_, place.direction(), copies); });
   // Even a refused batch may have begun: its end is waited for in any case.
-  const Status recorded = catching([&]() -> Status {
+  Status recorded = catching([&]() -> Status {
     TORPOR_ASSIGN(place.event, device_.record(stream_));
     return ok();
   });
@@ -271,13 +279,7 @@ void BatchCopier::copy_alone(Place& place, size_t member, DrainResult& worst) {
     chunk.status = copied(ready.error());
     return;
   }
-  place.event.reset();
-  place.enqueued = catching([&] { return device_.copy_async(stream_, place.direction(), copies); });
-  const Status recorded = catching([&]() -> Status {
-    TORPOR_ASSIGN(place.event, device_.record(stream_));
-    return ok();
-  });
-  if (!recorded) place.event_error = std::move(recorded).error();
+  enqueue(place, copies);
   DrainResult drained = prove(place);
   if (drained.drain == Drain::kUnproven) chunk.outcome = BlockOutcome::kUnproven;
   if (drained.drain != Drain::kCompleted) {
@@ -335,8 +337,7 @@ DrainResult BatchCopier::finish() {
     for (size_t m = 0; m < place.members.size(); ++m) {
       ChunkTransfer& chunk = place.batch[place.members[m]];
       if (!chunk.status) continue;
-      chunk.saved.digest =
-          place.digests.empty() ? digest_of(place.host[place.members[m]]) : place.digests[m].finish();
+      chunk.saved.digest = place.digests.empty() ? digest_of(place.host[place.members[m]]) : place.digests[m].finish();
     }
     if (place.kind == JobKind::kSave && !place.in_tier()) put(place);
     return ok();

@@ -53,11 +53,15 @@ class BatchCopier {
   Status usable() const;
   Status stage(Place& place);
   Status prepare(Place& place);
-  void enqueue(Place& place);
+  static void take_places(Place& place);
+  static void read(Place& place);
+  static Status check(const Place& place, size_t i);  // the digest of what goes up
+  void list_copies(Place& place);
+  void enqueue(Place& place, std::span<const Copy> copies);
   DrainResult prove(Place& place);
   void copy_alone(Place& place, size_t member, DrainResult& worst);
   DrainResult end_copies(Place& place);
-  void put(Place& place);
+  static void put(Place& place);
 
   DeviceMemory& device_;
   HostArena& arena_;

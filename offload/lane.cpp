@@ -25,9 +25,8 @@ Status Lane::admit(JobRecord& record) {
   for (const ChunkTransfer& chunk : record.job.chunks) bytes += chunk.plan->bytes();
   const uint64_t share = bytes / (static_cast<uint64_t>(limits_.threads) * kBatchesPerThread);
   record.batch_bytes = std::min(limits_.batch_bytes, std::max(share, kLeastBatchBytes));
-  const auto behind = std::find_if(waiting_.begin(), waiting_.end(), [&](const JobRecord* other) {
-    return other->job.urgency > record.job.urgency;
-  });
+  const auto behind = std::find_if(waiting_.begin(), waiting_.end(),
+                                   [&](const JobRecord* other) { return other->job.urgency > record.job.urgency; });
   waiting_.insert(behind, &record);
   return ok();
 }

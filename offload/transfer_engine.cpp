@@ -278,10 +278,10 @@ Result<std::vector<SavedChunk>> TransferEngine::save(std::span<const ChunkPlan> 
     std::vector<SavedChunk> saved;
     saved.reserve(plans.size());
     TORPOR_TRY(target.prepare(total, plans.size()));
-    TORPOR_ASSIGN(std::vector<ChunkTransfer> chunks, submit_and_wait({.kind = JobKind::kSave,
-                                                                      .tier = &target,
-                                                                      .chunks = transfers_of(plans),
-                                                                      .urgency = Urgency::kSleep}));
+    TORPOR_ASSIGN(
+        std::vector<ChunkTransfer> chunks,
+        submit_and_wait(
+            {.kind = JobKind::kSave, .tier = &target, .chunks = transfers_of(plans), .urgency = Urgency::kSleep}));
     TORPOR_TRY(target.finish());
     for (ChunkTransfer& chunk : chunks) saved.push_back(std::move(chunk.saved));
     return saved;
@@ -307,9 +307,9 @@ Status TransferEngine::restore(std::span<const SavedChunk> saved, std::span<cons
 
 Result<std::vector<Digest>> TransferEngine::digests(std::span<const ChunkPlan> plans) {
   return catching([&]() -> Result<std::vector<Digest>> {
-    TORPOR_ASSIGN(const std::vector<ChunkTransfer> chunks,
-                  submit_and_wait(
-                      {.kind = JobKind::kDigest, .chunks = transfers_of(plans), .urgency = Urgency::kSleep}));
+    TORPOR_ASSIGN(
+        const std::vector<ChunkTransfer> chunks,
+        submit_and_wait({.kind = JobKind::kDigest, .chunks = transfers_of(plans), .urgency = Urgency::kSleep}));
     std::vector<Digest> digests;
     for (const ChunkTransfer& chunk : chunks) digests.push_back(chunk.saved.digest);
     return digests;

@@ -74,7 +74,7 @@ class TransferEngine {
   // Of what is in device memory now.
   Result<std::vector<Digest>> digests(std::span<const ChunkPlan> plans);
 
-  OutcomeCounts counts() const;  // of the chunks of all jobs that ever ended
+  OutcomeCounts counts() const;             // of the chunks of all jobs that ever ended
   int threads() const { return threads_; }  // of each lane
   // Gives staging memory that no batch uses back to the arena.
   void release_staging();
@@ -83,7 +83,7 @@ class TransferEngine {
   enum LaneNumber : size_t { kMemory, kDisk, kLanes };
   struct Worker {
     LaneNumber lane = kMemory;
-    bool busy = false;  // guarded by mutex_
+    bool busy = false;                    // guarded by mutex_
     std::unique_ptr<BatchCopier> copier;  // the worker's alone while it is busy
     std::thread thread;
   };
@@ -94,9 +94,7 @@ class TransferEngine {
   Result<std::vector<ChunkTransfer>> submit_and_wait(Job job);
   void settle(const Batch& batch, DrainResult drained) noexcept TORPOR_REQUIRES(mutex_);
   void drop(JobRecord& record, BlockOutcome outcome) noexcept TORPOR_REQUIRES(mutex_);
-  static LaneNumber lane_of(const Job& job) {
-    return job.tier == nullptr || job.tier->addressable() ? kMemory : kDisk;
-  }
+  static LaneNumber lane_of(const Job& job) { return job.tier == nullptr || job.tier->addressable() ? kMemory : kDisk; }
   static JobResult result_of(JobRecord& record) noexcept;
 
   const int threads_;

@@ -64,10 +64,11 @@ Status ReferenceEngine::build(std::vector<std::unique_ptr<DeviceMemory>> devices
 
 Result<ReferenceEngine::Rank> ReferenceEngine::make_rank(int32_t rank, std::unique_ptr<DeviceMemory> device) {
   Rank made;
-  TORPOR_ASSIGN(made.memory,
-                RankMemory::create(std::move(device), file_system_,
-                                   {.rank = rank, .arena_slab_bytes = 1 * kMiB, .threads = options_.transfer_threads,
-                                    .own_threads = options_.transfers_have_threads}));
+  TORPOR_ASSIGN(made.memory, RankMemory::create(std::move(device), file_system_,
+                                                {.rank = rank,
+                                                 .arena_slab_bytes = 1 * kMiB,
+                                                 .threads = options_.transfer_threads,
+                                                 .own_threads = options_.transfers_have_threads}));
   const ByteModelShape& shape = options_.model;
   const uint64_t block_bytes = static_cast<uint64_t>(shape.block_tokens) * shape.token_bytes;
   const uint64_t layer_bytes = static_cast<uint64_t>(options_.num_blocks) * block_bytes;

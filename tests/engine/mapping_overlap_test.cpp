@@ -6,8 +6,8 @@
 #include "allocator/cuda/cuda_device.h"
 #include "base/units.h"
 #include "engine/region_mapper.h"
-#include "offload/transfer_engine.h"
 #include "offload/host_tier.h"
+#include "offload/transfer_engine.h"
 #include "tests/support/fake_cuda_driver.h"
 #include "tests/support/results.h"
 

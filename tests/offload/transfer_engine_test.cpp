@@ -100,9 +100,8 @@ class TransferEngineTest : public ::testing::TestWithParam<bool> {
   }
   uint64_t count(BlockOutcome outcome) const { return transfers_->counts()[static_cast<size_t>(outcome)]; }
   static size_t ended_as(const JobResult& result, BlockOutcome outcome) {
-    return static_cast<size_t>(std::count_if(result.chunks.begin(), result.chunks.end(), [&](const auto& chunk) {
-      return chunk.outcome == outcome;
-    }));
+    return static_cast<size_t>(std::count_if(result.chunks.begin(), result.chunks.end(),
+                                             [&](const auto& chunk) { return chunk.outcome == outcome; }));
   }
   bool content_is_original() const { return std::memcmp(bytes(), original_.data(), kBytes) == 0; }
 
