@@ -217,6 +217,10 @@ Result<bool> DeviceMemory::find_for_copies(Direction direction, std::span<const 
   bool in_use = false;
   for (const Copy& copy : copies) {
     uint64_t reached = copy.device;
+    if (!touched.empty()) {  // most pieces of a batch lie in the same memory as the one before
+      const auto& [address, mapping] = *touched.back();
+      if (reached >= address && copy.bytes <= mapping.size && reached - address <= mapping.size - copy.bytes) continue;
+    }
     while (reached < copy.device + copy.bytes) {
       MappingAt mapping = mappings_.upper_bound(reached);
       const bool there = mapping != mappings_.begin() && (--mapping)->first + mapping->second.size > reached;

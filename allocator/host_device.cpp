@@ -102,7 +102,10 @@ class HostStream {
     queue_.pop_front();
     mutex_.unlock();
     const Status copied = catching([&] {
-      for (const Copy& copy : call.copies) carry_out(call.direction, copy);
+      uint64_t bytes = 0;
+      for (const Copy& copy : call.copies) bytes += copy.bytes;
+      BulkCopy bulk(bytes);
+      for (const Copy& copy : call.copies) carry_out(call.direction, copy, bulk);
       return ok();
     });
     mutex_.lock();
@@ -111,16 +114,17 @@ class HostStream {
     changed_.notify_all();
   }
 
-  void carry_out(Direction direction, const Copy& copy) const {
-    const auto began = std::chrono::steady_clock::now();
+  void carry_out(Direction direction, const Copy& copy, BulkCopy& bulk) const {
+    const auto began =
+        link_bytes_per_second_ == 0 ? std::chrono::steady_clock::time_point() : std::chrono::steady_clock::now();
     auto* device = reinterpret_cast<std::byte*>(copy.device);  // NOLINT(performance-no-int-to-ptr)
     const bool down = direction == Direction::kDeviceToHost;
     const std::span<std::byte> to(down ? copy.host : device, copy.bytes);
     const std::span<const std::byte> from(down ? device : copy.host, copy.bytes);
     if (copy.digest != nullptr) {
-      copy_with_digest(to, from, *copy.digest);
+      bulk.copy(to, from, *copy.digest);
     } else {
-      copy_past_cache(to, from);
+      bulk.copy(to, from);
     }
     if (link_bytes_per_second_ == 0) return;
     const double seconds = static_cast<double>(copy.bytes) / static_cast<double>(link_bytes_per_second_);

@@ -1,7 +1,6 @@
 #include "base/copy.h"
 
 #include <algorithm>
-#include <cstdint>
 #include <cstring>
 
 #if defined(__SSE2__)
@@ -11,11 +10,9 @@
 namespace torpor {
 namespace {
 
-// Measured on AVX2 machines: hashing waits for memory, copying for the write buffers; small pieces, and asking for the
-// bytes after the next while one is copied, let the two overlap.
-constexpr size_t kPiece = 4 * 1024;
-constexpr size_t kAhead = 8 * 1024;
-constexpr size_t kWorthIt = 256 * 1024;  // less may well be read from the cache soon
+// What is hashed must still be in the nearest cache when it is copied. Asking for later bytes ahead gains nothing over
+// what the machine does by itself, and costs where pieces are small.
+constexpr size_t kHashed = 4 * 1024;
 
 #if defined(__SSE2__)
 constexpr size_t kLine = 64;
@@ -27,8 +24,6 @@ void stream(std::span<std::byte> to, std::span<const std::byte> from) {
   for (; at + kLine <= to.size(); at += kLine) {
     const auto* source = reinterpret_cast<const __m128i*>(from.data() + at);
     auto* target = reinterpret_cast<__m128i*>(to.data() + at);
-    _mm_prefetch(reinterpret_cast<const char*>(from.data()) + at + kAhead,
-                 _MM_HINT_T0);  // behind the end it does nothing
     const __m128i a = _mm_loadu_si128(source);
     const __m128i b = _mm_loadu_si128(source + 1);
     const __m128i c = _mm_loadu_si128(source + 2);
@@ -50,22 +45,23 @@ void end_streaming() {}
 
 }  // namespace
 
-void copy_past_cache(std::span<std::byte> to, std::span<const std::byte> from) {
-  if (to.size() < kWorthIt) {
-    if (!to.empty()) std::memcpy(to.data(), from.data(), to.size());
-    return;
+BulkCopy::~BulkCopy() { end_streaming(); }
+
+void BulkCopy::copy(std::span<std::byte> to, std::span<const std::byte> from) {
+  if (to.empty()) return;
+  if (past_cache_) {
+    stream(to, from);
+  } else {
+    std::memcpy(to.data(), from.data(), to.size());
   }
-  stream(to, from);
-  end_streaming();
 }
 
-void copy_with_digest(std::span<std::byte> to, std::span<const std::byte> from, StreamingDigest& digest) {
-  for (size_t at = 0; at < to.size(); at += kPiece) {
-    const size_t bytes = std::min(kPiece, to.size() - at);
+void BulkCopy::copy(std::span<std::byte> to, std::span<const std::byte> from, StreamingDigest& digest) {
+  for (size_t at = 0; at < to.size(); at += kHashed) {
+    const size_t bytes = std::min(kHashed, to.size() - at);
     digest.update(from.subspan(at, bytes));
-    stream(to.subspan(at, bytes), from.subspan(at, bytes));
+    copy(to.subspan(at, bytes), from.subspan(at, bytes));
   }
-  end_streaming();
 }
 
 }  // namespace torpor

@@ -1,19 +1,31 @@
 // Copies of much memory, past the cache: with ordinary stores the machine reads every line of the target before it
-// writes it.
+// writes it. Measured on AVX2 and AVX-512 machines: streaming stores copy pieces of 12 KiB as fast as megabytes, as
+// long as nobody waits for them after each piece.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 
 #include "base/digest.h"
 
 namespace torpor {
 
-// memcpy for bytes that nobody reads soon. Equal sizes, no overlap.
-void copy_past_cache(std::span<std::byte> to, std::span<const std::byte> from);
+// Copies of one batch, in pieces of any size. Equal sizes each, no overlap.
+// Other threads see the bytes once it is gone.
+class BulkCopy {
+ public:
+  explicit BulkCopy(uint64_t bytes) : past_cache_(bytes >= kWorthIt) {}  // of all copies together
+  ~BulkCopy();
+  BulkCopy(const BulkCopy&) = delete;
+  BulkCopy& operator=(const BulkCopy&) = delete;
+  void copy(std::span<std::byte> to, std::span<const std::byte> from);
+  // And adds the bytes to `digest` in the same pass: each part is hashed, and is still in the cache when it is copied.
+  void copy(std::span<std::byte> to, std::span<const std::byte> from, StreamingDigest& digest);
 
-// The same, and adds the bytes to `digest` in the same pass: each piece is hashed, and is still in the cache when it is
-// copied.
-void copy_with_digest(std::span<std::byte> to, std::span<const std::byte> from, StreamingDigest& digest);
+ private:
+  static constexpr uint64_t kWorthIt = 256 * 1024;  // less may well be read from the cache soon
+  const bool past_cache_;
+};
 
 }  // namespace torpor

@@ -34,12 +34,12 @@ RankMemory::RankMemory(std::unique_ptr<DeviceMemory> device, RankMemoryOptions o
     : options_(std::move(options)), process_(::getpid()), device_(std::move(device)) {}
 
 RankMemory::~RankMemory() {
-  if (executor_ == nullptr || !executor_->quarantined())
+  if (transfers_ == nullptr || !transfers_->quarantined())
     return;  // members go in reverse: images, executor, allocator, arena, device
   // A copy may still run, so nothing that it reads or writes may be unmapped: it is leaked until the process ends.
   if (images_ != nullptr) images_->abandon();
   images_.reset();
-  executor_.release();
+  transfers_.reset();  // its threads end; what a copy may still use it keeps itself
   allocator_.release();
   arena_.release();
   device_.release();
@@ -56,12 +56,13 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                                                    .prefault_threads = options.threads,
                                                    .pin_for = memory->device_.get()}));
   TORPOR_ASSIGN(memory->allocator_, SleepAllocator::create(*memory->device_, {.handle_bytes = options.handle_bytes}));
-  TORPOR_ASSIGN(memory->executor_,
-                TransferExecutor::create(*memory->device_, *memory->arena_, {.threads = options.threads}));
+  TORPOR_ASSIGN(memory->transfers_,
+                TransferEngine::create(*memory->device_, *memory->arena_,
+                                       {.threads = options.threads, .own_threads = options.own_threads}));
   memory->images_ = std::make_unique<RegionImages>(RegionImages::Parts{.device = *memory->device_,
                                                                        .allocator = *memory->allocator_,
                                                                        .arena = *memory->arena_,
-                                                                       .executor = *memory->executor_,
+                                                                       .transfers = *memory->transfers_,
                                                                        .file_system = file_system,
                                                                        .rank = options.rank,
                                                                        .key = options.key});
@@ -135,7 +136,8 @@ Result<orders::CancelSave::Reply> RankMemory::carry_out(const orders::CancelSave
 }
 
 Result<orders::Detach::Reply> RankMemory::carry_out(const orders::Detach& order) {
-  TORPOR_TRY(executor_->usable());
+  (void)transfers_->drain();  // of blocks that an engine moves; what counts is that none is left
+  TORPOR_TRY(transfers_->usable());
   orders::Detach::Reply reply;
   for (const RegionInfo& region : allocator_->regions()) {
     if (has_tag(order.tags, region.tag)) reply.bytes += region.reserved_bytes;
@@ -190,7 +192,7 @@ Result<orders::Moved::Reply> RankMemory::carry_out(const orders::Moved& order) {
 // What cannot be given back now is at the next operation.
 void RankMemory::give_back_unused() noexcept {
   (void)catching([this]() -> Status {
-    executor_->release_staging();
+    transfers_->release_staging();
     arena_->trim(*options_.arena_keep_bytes);  // what backs up stays
     return ok();
   });

@@ -21,7 +21,7 @@
 #include "engine/rank_orders.h"
 #include "engine/region_images.h"
 #include "kvcache/kv_layout.h"
-#include "offload/transfer_executor.h"
+#include "offload/transfer_engine.h"
 
 namespace torpor {
 
@@ -34,7 +34,8 @@ struct RankMemoryOptions {
   // Most host memory that stays held between operations, for the next sleep to find it ready; what backups need stays
   // in any case. None: any amount; but 0 on the device without a GPU, where it is taken from the same memory.
   std::optional<uint64_t> arena_keep_bytes;
-  int threads = 0;  // for copies; 0: as many as the machine has cores, at most 8
+  int threads = 0;          // for copies; 0: as many as the machine has cores, at most 8
+  bool own_threads = true;  // off: copies are made by the thread that waits for them, in one order (TransferEngine)
   // A backup of weights that did not change since is kept after a wake and not copied again. None: off for the device
   // without a GPU, where both are the same memory.
   std::optional<bool> keep_backup;
@@ -59,7 +60,7 @@ class RankMemory {
   RankLedger ledger() const;
   std::map<std::string, RegionState> states() const { return allocator_->states(); }
   // For an engine that moves KV blocks between tiers while it serves; both live as long as this object.
-  TransferExecutor& executor() { return *executor_; }
+  TransferEngine& transfers() { return *transfers_; }
   HostArena& arena() { return *arena_; }
   // After set_kv_layout(), merged. No lock: it does not change while an engine serves.
   const KvLayout& kv_layout() const TORPOR_NO_THREAD_SAFETY_ANALYSIS { return images_->kv_layout(); }
@@ -97,7 +98,7 @@ class RankMemory {
   std::unique_ptr<DeviceMemory> device_;
   std::unique_ptr<HostArena> arena_;
   std::unique_ptr<SleepAllocator> allocator_;
-  std::unique_ptr<TransferExecutor> executor_;
+  std::unique_ptr<TransferEngine> transfers_;
   std::unique_ptr<RegionImages> images_ TORPOR_PT_GUARDED_BY(mutex_);  // but this one
 };
 

@@ -36,7 +36,8 @@ struct RankLedger {
   uint64_t arena_used_bytes = 0;
   uint64_t arena_budget_bytes = 0;
   uint64_t arena_unpinned_bytes = 0;  // held, but the device would not pin it
-  // Of all sleeps and wakes so far, as the offload pipeline counted them.
+  // How each chunk that the transfer engine was given since the start ended: pieces of regions, also those of which
+  // only a digest was taken, and KV blocks.
   std::map<std::string, uint64_t> chunks_by_outcome;
   uint64_t process_resident_bytes = 0;         // VmRSS
   uint64_t process_resident_region_bytes = 0;  // the part of it that is device memory without a GPU

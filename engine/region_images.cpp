@@ -181,9 +181,9 @@ Result<orders::Save::Reply> RegionImages::save_to_arena(const orders::Save& orde
     images_.erase(tag);
     TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_of(tag, order.blocks));
     Image image{.host = std::make_unique<HostTier>(parts_.arena)};
-    Result<std::vector<SavedChunk>> saved = catching([&] { return mover_.save(plans, *image.host); });
+    Result<std::vector<SavedChunk>> saved = catching([&] { return parts_.transfers.save(plans, *image.host); });
     if (!saved) {
-      if (parts_.executor.quarantined()) image.host.release();  // a copy may still write there
+      if (parts_.transfers.quarantined()) image.host.release();  // a copy may still write there
       return saved.error();
     }
     image.chunks = std::move(*saved);
@@ -203,7 +203,7 @@ Result<orders::Save::Reply> RegionImages::save_to_disk(const orders::Save& order
     TORPOR_ASSIGN(const std::vector<ChunkPlan> more, plans_of(tag, order.blocks));
     plans.insert(plans.end(), more.begin(), more.end());
   }
-  TORPOR_ASSIGN(std::vector<SavedChunk> saved, mover_.save(plans, *tier));
+  TORPOR_ASSIGN(std::vector<SavedChunk> saved, parts_.transfers.save(plans, *tier));
   orders::Save::Reply reply{.bytes = bytes_of(saved),
                             .chunks = finished_rank(order.writing, parts_.rank, tier->file_bytes(), std::move(saved))};
   for (const std::string& tag : order.tags) {
@@ -252,7 +252,7 @@ Status RegionImages::copy_up(const Image& image, const std::vector<ChunkPlan>& p
       bytes += plans[end].bytes();
     TORPOR_TRY(regions.wait_for(plans[end - 1].key));
     const std::span<const SavedChunk> saved = std::span(image.chunks).subspan(std::min(first, image.chunks.size()));
-    TORPOR_TRY(mover_.restore(saved, std::span(plans).subspan(first, end - first), source));
+    TORPOR_TRY(parts_.transfers.restore(saved, std::span(plans).subspan(first, end - first), source));
     first = end;
   }
   return ok();
@@ -300,7 +300,7 @@ Result<uint64_t> RegionImages::load_blocks(const orders::LoadBlocks& order) {
   });
   TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(blocks));
   TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, checkpoint.open_rank(*own));
-  TORPOR_TRY(mover_.restore(blocks, plans, *tier));
+  TORPOR_TRY(parts_.transfers.restore(blocks, plans, *tier));
   return bytes_of(blocks);
 }
 
@@ -343,7 +343,7 @@ Result<orders::DigestTags::Reply> RegionImages::digest(const std::vector<std::st
       continue;
     }
     TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_of(tag, {}));
-    TORPOR_ASSIGN(const std::vector<Digest> digests, mover_.digests(plans));
+    TORPOR_ASSIGN(const std::vector<Digest> digests, parts_.transfers.digests(plans));
     CombinedDigest all;
     for (size_t i = 0; i < plans.size(); ++i) {
       all.add(plans[i].key, digests[i]);
@@ -359,7 +359,7 @@ Status RegionImages::compare(const std::vector<std::string>& tags) {
     const auto found = images_.find(tag);
     if (found == images_.end() || !found->second.clean) continue;
     TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(found->second.chunks));
-    TORPOR_ASSIGN(const std::vector<Digest> digests, mover_.digests(plans));
+    TORPOR_ASSIGN(const std::vector<Digest> digests, parts_.transfers.digests(plans));
     const bool same =
         std::equal(digests.begin(), digests.end(), found->second.chunks.begin(), found->second.chunks.end(),
                    [](const Digest& now, const SavedChunk& then) { return now == then.digest; });
@@ -386,9 +386,10 @@ void RegionImages::fill(RankLedger& ledger) const {
           chunk.stored_bytes;
     }
   }
-  for (size_t outcome = 0; outcome < mover_.counts().size(); ++outcome) {
-    const uint64_t chunks = mover_.counts()[outcome];
-    if (chunks > 0) ledger.chunks_by_outcome[std::string(name(static_cast<BlockOutcome>(outcome)))] = chunks;
+  const OutcomeCounts counts = parts_.transfers.counts();
+  for (size_t outcome = 0; outcome < counts.size(); ++outcome) {
+    if (counts[outcome] == 0) continue;
+    ledger.chunks_by_outcome[std::string(name(static_cast<BlockOutcome>(outcome)))] = counts[outcome];
   }
 }
 

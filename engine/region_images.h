@@ -21,10 +21,9 @@
 #include "engine/rank_orders.h"
 #include "engine/tag_contents.h"
 #include "kvcache/kv_layout.h"
-#include "offload/chunk_mover.h"
 #include "offload/disk_tier.h"
 #include "offload/host_tier.h"
-#include "offload/transfer_executor.h"
+#include "offload/transfer_engine.h"
 
 namespace torpor {
 
@@ -34,7 +33,7 @@ class RegionImages {
     DeviceMemory& device;
     SleepAllocator& allocator;
     HostArena& arena;
-    TransferExecutor& executor;
+    TransferEngine& transfers;
     FileSystem& file_system;
     int32_t rank = 0;
     std::shared_ptr<const Key> key;  // of sealed checkpoints; null: there is none
@@ -49,7 +48,7 @@ class RegionImages {
   using Images = std::map<std::string, Image, std::less<>>;  // by tag
 
   explicit RegionImages(Parts parts)
-      : parts_(std::move(parts)), mover_(parts_.executor), contents_(parts_.device, parts_.allocator) {}
+      : parts_(std::move(parts)), contents_(parts_.device, parts_.allocator) {}
 
   // From now on `tag` holds KV blocks laid out like this.
   Status set_kv_layout(std::string tag, KvLayout layout);
@@ -96,7 +95,6 @@ class RegionImages {
   void forget_clean(std::string_view tag);
 
   const Parts parts_;
-  ChunkMover mover_;
   std::string kv_tag_;
   KvLayout kv_layout_;
   Images images_;

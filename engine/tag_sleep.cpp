@@ -76,7 +76,7 @@ Result<TagMove> TagSleep::sleep_now(std::vector<std::string> wanted, const std::
                                     CleanCheck clean) {
   TORPOR_TRY(memory_.same_process());
   const MutexLock lock(memory_.mutex());
-  TORPOR_TRY(memory_.executor().usable());
+  TORPOR_TRY(memory_.transfers().usable());
   TORPOR_ASSIGN(const std::vector<std::string> tags, select(std::move(wanted), RegionState::kAttached));
   std::vector<std::string> kept;
   std::vector<std::string> let_go;
@@ -179,7 +179,7 @@ Result<TagMove> TagSleep::plan_sleep(std::vector<std::string> wanted, const std:
         fmt::format("{} bytes of host memory are needed, {} of the budget of {} are left", move.copied_bytes,
                     arena.budget_bytes - std::min(arena.budget_bytes, arena.used_bytes), arena.budget_bytes);
   }
-  if (!memory_.executor().usable()) move.obstacle = memory_.executor().usable().error().to_string();
+  if (!memory_.transfers().usable()) move.obstacle = memory_.transfers().usable().error().to_string();
   return move;
 }
 
@@ -205,7 +205,7 @@ Result<TagMove> TagSleep::plan_wake(std::vector<std::string> wanted) const {
     move.obstacle = fmt::format("{} bytes of device memory are needed, {} of {} are free", move.physical_bytes,
                                 device.capacity_bytes - std::min(device.capacity_bytes, used), device.capacity_bytes);
   }
-  if (!memory_.executor().usable()) move.obstacle = memory_.executor().usable().error().to_string();
+  if (!memory_.transfers().usable()) move.obstacle = memory_.transfers().usable().error().to_string();
   return move;
 }
 

@@ -65,13 +65,13 @@ void RouteIntoStore::transfer(std::span<const BlockName> blocks, std::span<Block
 }
 
 BlockOutcome RouteIntoStore::settle(Move& move, std::vector<BlockName>& registered) {
-  if (move.unproven) {  // the target stays Inflight, which its pool never uses again
+  if (move.outcome == BlockOutcome::kUnproven) {  // the target stays Inflight, which its pool never uses again
     move.source.never_let_go();
     const MutexLock lock(mutex_);
     ++quarantined_;
     return BlockOutcome::kUnproven;
   }
-  if (!move.target.compute_done() || !move.status) return BlockOutcome::kFailed;
+  if (!move.target.compute_done() || move.outcome != BlockOutcome::kTransferred) return BlockOutcome::kFailed;
   target_.remember(move.target.id(), move.saved.digest);
   const Result<BlockRef> block = move.target.register_block();
   if (!block) return BlockOutcome::kFailed;
@@ -87,13 +87,15 @@ int64_t RouteIntoStore::quarantined() const {
 void DeviceRoute::copy(std::span<Move> moves) {
   std::vector<ChunkPlan> plans;
   for (const Move& move : moves) plans.push_back(plan_of(layout_, move.source.id(), target().chunk(move.target.id())));
-  std::vector<ChunkTransfer> transfers(moves.size());
-  for (size_t i = 0; i < moves.size(); ++i) transfers[i].plan = &plans[i];
-  executor_.save(transfers, target());
+  Job job{.kind = JobKind::kSave, .tier = &target(), .urgency = Urgency::kOffload};
+  job.chunks.resize(moves.size());
+  for (size_t i = 0; i < moves.size(); ++i) job.chunks[i].plan = &plans[i];
+  const Result<JobId> id = transfers_.submit(std::move(job));
+  if (!id) return;
+  JobResult result = transfers_.wait(*id);
   for (size_t i = 0; i < moves.size(); ++i) {
-    moves[i].status = std::move(transfers[i].status);
-    moves[i].saved = std::move(transfers[i].saved);
-    moves[i].unproven = transfers[i].unproven;
+    moves[i].saved = std::move(result.chunks[i].saved);
+    moves[i].outcome = result.chunks[i].outcome;
   }
 }
 
@@ -106,7 +108,9 @@ void HostRoute::copy(std::span<Move> moves) {
     parts.push_back({&move.saved, host_.view(source), ok()});
   }
   target().put(parts);
-  for (size_t i = 0; i < moves.size(); ++i) moves[i].status = std::move(parts[i].status);
+  for (size_t i = 0; i < moves.size(); ++i) {
+    if (parts[i].status) moves[i].outcome = BlockOutcome::kTransferred;
+  }
 }
 
 }  // namespace torpor

@@ -2,7 +2,8 @@
 // into the next store. What was registered in the target may be sent on from there: on_registered().
 //
 // A block is registered in the target only after its copy is proven (I2). A copy that may still be running keeps both
-// its sides out of use for ever (I3). Threads: as BlockRoute. Pools, layout, stores and executor outlive the routes.
+// its sides out of use for ever (I3). Threads: as BlockRoute. Pools, layout, stores and transfer engine
+// outlive the routes.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,7 @@
 #include "kvcache/block_tier.h"
 #include "kvcache/kv_layout.h"
 #include "offload/block_route.h"
-#include "offload/transfer_executor.h"
+#include "offload/transfer_engine.h"
 
 namespace torpor {
 
@@ -47,11 +48,10 @@ class RouteIntoStore : public BlockRoute {
     BlockRef source;
     MutableBlock target;
     SavedChunk saved;
-    Status status;
-    bool unproven = false;
+    BlockOutcome outcome = BlockOutcome::kFailed;  // of the copy
   };
   RouteIntoStore(std::string_view from, BlockPool& source, BlockTier& target);
-  virtual void copy(std::span<Move> moves) = 0;  // fills saved, status, unproven
+  virtual void copy(std::span<Move> moves) = 0;  // fills saved and outcome
   BlockTier& target() { return target_; }
 
  private:
@@ -70,13 +70,13 @@ class RouteIntoStore : public BlockRoute {
 
 class DeviceRoute final : public RouteIntoStore {
  public:
-  DeviceRoute(BlockPool& device, const KvLayout& layout, BlockTier& target, TransferExecutor& executor)
-      : RouteIntoStore("device", device, target), layout_(layout), executor_(executor) {}
+  DeviceRoute(BlockPool& device, const KvLayout& layout, BlockTier& target, TransferEngine& transfers)
+      : RouteIntoStore("device", device, target), layout_(layout), transfers_(transfers) {}
 
  private:
   void copy(std::span<Move> moves) override;
   const KvLayout& layout_;
-  TransferExecutor& executor_;
+  TransferEngine& transfers_;
 };
 
 class HostRoute final : public RouteIntoStore {

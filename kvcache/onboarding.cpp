@@ -102,7 +102,7 @@ void Onboarding::promote(std::vector<Source>& sources) {
 }
 
 Result<std::vector<BlockRef>> Onboarding::onboard(std::span<const BlockIdentity> chain) {
-  if (executor_.quarantined()) return std::vector<BlockRef>{};  // nothing is copied any more
+  if (transfers_.quarantined()) return std::vector<BlockRef>{};  // nothing is copied any more
   std::vector<Source> sources = find(chain);
   TORPOR_ASSIGN(std::vector<MutableBlock> targets, device_.allocate(static_cast<int32_t>(sources.size())));
   Filling filling(targets);
@@ -117,14 +117,22 @@ Result<std::vector<BlockRef>> Onboarding::onboard(std::span<const BlockIdentity>
       members.push_back(i);
     }
     if (members.empty()) continue;
-    std::vector<ChunkTransfer> transfers(members.size());
-    for (size_t m = 0; m < members.size(); ++m)
-      transfers[m] = {&plans[m], stores_[store]->chunk(sources[members[m]].block.id()), ok()};
-    executor_.restore(transfers, *stores_[store]);
+    Job job{.kind = JobKind::kRestore, .tier = stores_[store], .urgency = Urgency::kLoad};
+    job.chunks.resize(members.size());
+    for (size_t m = 0; m < members.size(); ++m) {
+      job.chunks[m].plan = &plans[m];
+      job.chunks[m].saved = stores_[store]->chunk(sources[members[m]].block.id());
+    }
+    const Result<JobId> id = transfers_.submit(std::move(job));
+    if (!id) {
+      for (const size_t member : members) sources[member].status = id.error();
+      continue;
+    }
+    JobResult result = transfers_.wait(*id);
     for (size_t m = 0; m < members.size(); ++m) {
       Source& source = sources[members[m]];
-      source.status = std::move(transfers[m].status);
-      source.unproven = transfers[m].unproven;
+      source.status = std::move(result.chunks[m].status);
+      source.unproven = result.chunks[m].outcome == BlockOutcome::kUnproven;
     }
   }
 

@@ -3,7 +3,7 @@
 // Each block is looked for in the stores in their order. Its digest must be right, otherwise it is dropped from its
 // store: a miss, never data (I8). Blocks of a store that is not addressable (disk) go to the device directly, through
 // staging memory, or by way of an addressable store above it, which then has them too. Threads: any. Pool, layout,
-// executor and stores outlive it.
+// transfer engine and stores outlive it.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 #include "kvcache/block_routes.h"
 #include "kvcache/block_tier.h"
 #include "kvcache/kv_layout.h"
-#include "offload/transfer_executor.h"
+#include "offload/transfer_engine.h"
 
 namespace torpor {
 
@@ -29,9 +29,9 @@ struct OnboardingInfo {
 class Onboarding {
  public:
   // `stores`: nearest first; kStaged does nothing unless the first one is addressable.
-  Onboarding(BlockPool& device, const KvLayout& layout, TransferExecutor& executor, std::vector<BlockTier*> stores,
+  Onboarding(BlockPool& device, const KvLayout& layout, TransferEngine& transfers, std::vector<BlockTier*> stores,
              DiskOnboarding mode = DiskOnboarding::kDirect)
-      : device_(device), layout_(layout), executor_(executor), stores_(std::move(stores)), mode_(mode) {
+      : device_(device), layout_(layout), transfers_(transfers), stores_(std::move(stores)), mode_(mode) {
     info_.onboarded.resize(stores_.size());
   }
 
@@ -54,7 +54,7 @@ class Onboarding {
 
   BlockPool& device_;
   const KvLayout& layout_;
-  TransferExecutor& executor_;
+  TransferEngine& transfers_;
   const std::vector<BlockTier*> stores_;
   const DiskOnboarding mode_;
   mutable Mutex mutex_;

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "base/digest.h"
+#include "offload/outcome.h"
 
 namespace torpor {
 
@@ -17,25 +18,6 @@ struct BlockName {
   Digest key;               // of its content
   friend bool operator==(const BlockName&, const BlockName&) = default;
 };
-
-// What became of a block. Every block that is given to a pipeline ends as exactly one of these, and is counted (I6).
-enum class BlockOutcome : uint8_t {
-  kTransferred,  // proven, and visible in the target tier
-  kPresent,      // it was there already, or on its way
-  kFiltered,     // a policy said no
-  kPolicyTimeout,
-  kCancelled,
-  kPreconditionFailed,
-  kEvicted,  // its source was gone when it was to be kept
-  kNoRoom,   // the target tier has no room
-  kQueueFull,
-  kDegraded,  // the target tier takes nothing for now: its medium failed
-  kFailed,    // the copy failed, and is proven over
-  kUnproven,  // the copy may still be running; both sides are quarantined
-  kShutDown,
-};
-inline constexpr int kBlockOutcomes = 13;
-std::string_view name(BlockOutcome outcome);  // "transferred", "present", …
 
 class BlockRoute {
  public:

@@ -23,25 +23,6 @@ struct OffloadTicket {
 };
 }  // namespace detail
 
-std::string_view name(BlockOutcome outcome) {
-  switch (outcome) {
-    case BlockOutcome::kTransferred: return "transferred";
-    case BlockOutcome::kPresent: return "present";
-    case BlockOutcome::kFiltered: return "filtered";
-    case BlockOutcome::kPolicyTimeout: return "policy timeout";
-    case BlockOutcome::kCancelled: return "cancelled";
-    case BlockOutcome::kPreconditionFailed: return "precondition failed";
-    case BlockOutcome::kEvicted: return "evicted";
-    case BlockOutcome::kNoRoom: return "no room";
-    case BlockOutcome::kQueueFull: return "queue full";
-    case BlockOutcome::kDegraded: return "degraded";
-    case BlockOutcome::kFailed: return "failed";
-    case BlockOutcome::kUnproven: return "unproven";
-    case BlockOutcome::kShutDown: return "shut down";
-  }
-  return "failed";
-}
-
 Status OffloadOptions::validate() const {
   const auto check = [](std::string_view option, int64_t value, int64_t least) -> Status {
     if (value >= least) return ok();

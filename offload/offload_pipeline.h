@@ -19,7 +19,6 @@
 // what was committed is transferred, all else ends as kFailed, at once also what is enqueued later: usable() says why.
 #pragma once
 
-#include <array>
 #include <chrono>
 #include <cstdint>
 #include <deque>
@@ -58,8 +57,6 @@ struct OffloadOptions {
 
   Status validate() const;  // kInvalidArgument names the option
 };
-
-using OutcomeCounts = std::array<uint64_t, kBlockOutcomes>;  // by BlockOutcome
 
 enum class OffloadStatus : uint8_t { kQueued, kCommitted, kDone };
 

@@ -65,9 +65,11 @@ Status ReferenceEngine::build(std::vector<std::unique_ptr<DeviceMemory>> devices
 
 Result<ReferenceEngine::Rank> ReferenceEngine::make_rank(int32_t rank, std::unique_ptr<DeviceMemory> device) {
   Rank made;
-  TORPOR_ASSIGN(made.memory,
-                RankMemory::create(std::move(device), file_system_,
-                                   {.rank = rank, .arena_slab_bytes = 1 * kMiB, .threads = options_.transfer_threads}));
+  TORPOR_ASSIGN(made.memory, RankMemory::create(std::move(device), file_system_,
+                                                {.rank = rank,
+                                                 .arena_slab_bytes = 1 * kMiB,
+                                                 .threads = options_.transfer_threads,
+                                                 .own_threads = options_.transfers_have_threads}));
   const ByteModelShape& shape = options_.model;
   const uint64_t block_bytes = static_cast<uint64_t>(shape.block_tokens) * shape.token_bytes;
   const uint64_t layer_bytes = static_cast<uint64_t>(options_.num_blocks) * block_bytes;
@@ -124,7 +126,7 @@ Status ReferenceEngine::build_tiers() {
     stores.push_back(disk_.get());
   }
   if (stores.empty()) return ok();
-  routes_.push_back(std::make_unique<DeviceRoute>(*pool_, memory.kv_layout(), *stores[0], memory.executor()));
+  routes_.push_back(std::make_unique<DeviceRoute>(*pool_, memory.kv_layout(), *stores[0], memory.transfers()));
   if (host_ && disk_) {
     routes_.push_back(std::make_unique<HostRoute>(*host_, *disk_));
     routes_[0]->on_registered([this](std::vector<BlockName> blocks) { pipelines_[1]->enqueue(std::move(blocks)); });
@@ -136,7 +138,7 @@ Status ReferenceEngine::build_tiers() {
                   OffloadPipeline::create(*route, clock_, tiers.offload, std::move(policies), sink_));
     pipelines_.push_back(std::move(pipeline));
   }
-  onboarding_ = std::make_unique<Onboarding>(*pool_, memory.kv_layout(), memory.executor(), stores,
+  onboarding_ = std::make_unique<Onboarding>(*pool_, memory.kv_layout(), memory.transfers(), stores,
                                              host_ && disk_ ? tiers.disk_onboarding : DiskOnboarding::kDirect);
   return ok();
 }

@@ -17,22 +17,24 @@ TEST(Copy, EveryByteArrivesAndNoneBesideAndTheDigestIsThatOfTheBytes) {
     for (const size_t from : {0, 1, 33}) {
       for (const size_t to : {0, 1, 48, 63}) {
         const std::span<const std::byte> bytes = std::span(source).subspan(from, size);
-        for (const bool digested : {false, true}) {
-          std::vector<std::byte> target(size + 200, std::byte{0xee});
-          const std::span<std::byte> place = std::span(target).subspan(to, size);
-          if (digested) {
-            StreamingDigest digest;
-            copy_with_digest(place, bytes, digest);
-            EXPECT_EQ(digest.finish(), digest_of(bytes));
-          } else {
-            copy_past_cache(place, bytes);
+        for (const uint64_t batch : {uint64_t{0}, uint64_t{1} << 20}) {  // through the cache, and past it
+          for (const bool digested : {false, true}) {
+            std::vector<std::byte> target(size + 200, std::byte{0xee});
+            const std::span<std::byte> place = std::span(target).subspan(to, size);
+            if (digested) {
+              StreamingDigest digest;
+              BulkCopy(size + batch).copy(place, bytes, digest);
+              EXPECT_EQ(digest.finish(), digest_of(bytes));
+            } else {
+              BulkCopy(size + batch).copy(place, bytes);
+            }
+            ASSERT_TRUE(std::equal(bytes.begin(), bytes.end(), place.begin()))
+                << size << " from " << from << " to " << to;
+            ASSERT_TRUE(std::all_of(target.begin(), target.begin() + static_cast<std::ptrdiff_t>(to),
+                                    [](std::byte b) { return b == std::byte{0xee}; }));
+            ASSERT_TRUE(std::all_of(target.begin() + static_cast<std::ptrdiff_t>(to + size), target.end(),
+                                    [](std::byte b) { return b == std::byte{0xee}; }));
           }
-          ASSERT_TRUE(std::equal(bytes.begin(), bytes.end(), place.begin()))
-              << size << " from " << from << " to " << to;
-          ASSERT_TRUE(std::all_of(target.begin(), target.begin() + static_cast<std::ptrdiff_t>(to),
-                                  [](std::byte b) { return b == std::byte{0xee}; }));
-          ASSERT_TRUE(std::all_of(target.begin() + static_cast<std::ptrdiff_t>(to + size), target.end(),
-                                  [](std::byte b) { return b == std::byte{0xee}; }));
         }
       }
     }

@@ -6,8 +6,8 @@
 #include "allocator/cuda/cuda_device.h"
 #include "base/units.h"
 #include "engine/region_mapper.h"
-#include "offload/chunk_mover.h"
 #include "offload/host_tier.h"
+#include "offload/transfer_engine.h"
 #include "tests/support/fake_cuda_driver.h"
 #include "tests/support/results.h"
 
@@ -26,26 +26,24 @@ class MappingOverlapTest : public ::testing::Test {
       : device_(value_of(make_cuda_device(fake_.driver(), {}))),
         allocator_(value_of(SleepAllocator::create(*device_, {.handle_bytes = 64 * kKiB}))),
         arena_(value_of(HostArena::create({.slab_bytes = 2 * kMiB}))),
-        executor_(value_of(TransferExecutor::create(*device_, *arena_, {.threads = 1}))),
-        mover_(*executor_),
+        transfers_(value_of(TransferEngine::create(*device_, *arena_, {.threads = 1}))),
         backup_(*arena_) {
     for (const char* const name : {"a", "b"}) {
       regions_.push_back(value_of(allocator_->allocate("weights", name, kBytes)));
       plans_.push_back({.key = {.tag = "weights", .region = name}, .pieces = {{regions_.back(), kBytes}}});
     }
-    saved_ = value_of(mover_.save(plans_, backup_));
+    saved_ = value_of(transfers_->save(plans_, backup_));
     EXPECT_SUCCEEDS(allocator_->detach(tags_));
     EXPECT_SUCCEEDS(allocator_->begin_attach(tags_));
   }
   Status restore(size_t region) {
-    return mover_.restore(std::span(saved_).subspan(region, 1), std::span(plans_).subspan(region, 1), backup_);
+    return transfers_->restore(std::span(saved_).subspan(region, 1), std::span(plans_).subspan(region, 1), backup_);
   }
   FakeCuda fake_;
   std::unique_ptr<DeviceMemory> device_;
   std::unique_ptr<SleepAllocator> allocator_;
   std::unique_ptr<HostArena> arena_;
-  std::unique_ptr<TransferExecutor> executor_;
-  ChunkMover mover_;
+  std::unique_ptr<TransferEngine> transfers_;
   HostTier backup_;
   const std::vector<std::string> tags_{"weights"};
   std::vector<DeviceAddress> regions_;

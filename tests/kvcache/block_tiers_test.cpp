@@ -60,7 +60,7 @@ class BlockTiersTest : public ::testing::TestWithParam<bool> {
                             .block_bytes = kPieceBytes}}};
     ASSERT_SUCCEEDS(layout_.validate());
     arena_ = value_of(HostArena::create());
-    executor_ = value_of(TransferExecutor::create(*device_, *arena_, {.threads = 2}));
+    transfers_ = value_of(TransferEngine::create(*device_, *arena_, {.threads = 2}));
     pool_ = value_of(BlockPool::create({.num_blocks = kDeviceBlocks, .block_tokens = kTokens}));
     use_host_blocks(12);
   }
@@ -68,7 +68,7 @@ class BlockTiersTest : public ::testing::TestWithParam<bool> {
     onboarding_.reset();
     to_host_.reset();
     host_ = host_tier(count, kTokens);
-    to_host_ = std::make_unique<DeviceRoute>(*pool_, layout_, *host_, *executor_);
+    to_host_ = std::make_unique<DeviceRoute>(*pool_, layout_, *host_, *transfers_);
     onboard_from({host_.get()});
   }
   std::unique_ptr<BlockTier> host_tier(int32_t count, int32_t tokens) {
@@ -77,7 +77,7 @@ class BlockTiersTest : public ::testing::TestWithParam<bool> {
                                       {{.num_blocks = count, .block_tokens = tokens}, bytes, {}}));
   }
   void onboard_from(std::vector<BlockTier*> stores, DiskOnboarding mode = DiskOnboarding::kDirect) {
-    onboarding_ = std::make_unique<Onboarding>(*pool_, layout_, *executor_, std::move(stores), mode);
+    onboarding_ = std::make_unique<Onboarding>(*pool_, layout_, *transfers_, std::move(stores), mode);
   }
   SegmentStoreOptions disk_options(int32_t blocks = 12) const {
     return segments_for(blocks, layout_.bytes_per_block());
@@ -100,7 +100,7 @@ class BlockTiersTest : public ::testing::TestWithParam<bool> {
     pipelines_.clear();
     onboarding_.reset();
     to_host_.reset();
-    executor_.reset();
+    transfers_.reset();
     ASSERT_SUCCEEDS(device_->unmap(address_, bytes_));
     ASSERT_SUCCEEDS(device_->release(memory_));
     ASSERT_SUCCEEDS(device_->free_reservation(address_));
@@ -171,7 +171,7 @@ class BlockTiersTest : public ::testing::TestWithParam<bool> {
   }
   // A chain that is in the disk tier and nowhere else.
   std::vector<BlockIdentity> chain_on_disk(int32_t seed, int count) {
-    DeviceRoute to_disk(*pool_, layout_, *disk_, *executor_);
+    DeviceRoute to_disk(*pool_, layout_, *disk_, *transfers_);
     std::vector<BlockIdentity> chain;
     {
       const auto blocks = compute(seed, count);
@@ -197,7 +197,7 @@ class BlockTiersTest : public ::testing::TestWithParam<bool> {
   PhysicalId memory_{};
   KvLayout layout_;
   std::unique_ptr<HostArena> arena_;
-  std::unique_ptr<TransferExecutor> executor_;
+  std::unique_ptr<TransferEngine> transfers_;
   std::unique_ptr<BlockPool> pool_;
   std::unique_ptr<BlockTier> host_;
   std::unique_ptr<DeviceRoute> to_host_;
@@ -416,7 +416,7 @@ TEST_P(BlockTiersTest, WhatARestartFoundIsNotPutAgainAndGoesWithItsSegment) {
   EXPECT_TRUE(disk_->contains(chain[3]));
   EXPECT_TRUE(disk_->contains(chain[3].hash()));
   {
-    DeviceRoute to_disk(*pool_, layout_, *disk_, *executor_);
+    DeviceRoute to_disk(*pool_, layout_, *disk_, *transfers_);
     EXPECT_EQ(offload(names(compute(10, 4)), &to_disk).count(BlockOutcome::kPresent), 4u);
     pipelines_.clear();
   }
@@ -476,7 +476,7 @@ TEST_P(BlockTiersTest, BlocksOfOtherWeightsAreNeverFoundAgainAfterARestartNeithe
 
 TEST_P(BlockTiersTest, WithoutMemoryForABatchPutsFailAndTheDiskIsTriedAgain) {
   open_disk();
-  DeviceRoute to_disk(*pool_, layout_, *disk_, *executor_);
+  DeviceRoute to_disk(*pool_, layout_, *disk_, *transfers_);
   const auto blocks = compute(10, 3);
   no_aligned_memory = true;
   EXPECT_EQ(offload(names(blocks), &to_disk).count(BlockOutcome::kFailed), 3u);
@@ -546,7 +546,7 @@ TEST_P(BlockTiersTest, I8WhateverByteOfASegmentIsWrongItIsAMiss) {
 TEST_P(BlockTiersTest, ADiskThatFailsIsReportedAndServingGoesOn) {
   for (const int native : {EIO, ENOSPC}) {
     open_disk();
-    DeviceRoute to_disk(*pool_, layout_, *disk_, *executor_);
+    DeviceRoute to_disk(*pool_, layout_, *disk_, *transfers_);
     const auto blocks = compute(native, 3);
     file_system_.plan.set(test::Fault::kError, 1, native, /*all_after=*/true);
     EXPECT_EQ(offload(names(blocks), &to_disk).count(BlockOutcome::kFailed), 3u);
@@ -585,8 +585,8 @@ TEST_P(BlockTiersTest, WithoutStagingMemoryNothingComesUpAndNothingIsDropped) {
   const auto chain = chain_on_disk(10, 4);
   const auto small = value_of(HostArena::create({.budget_bytes = 4096, .slab_bytes = 4096}));
   {
-    const auto executor = value_of(TransferExecutor::create(*device_, *small, {.threads = 1}));
-    Onboarding starved(*pool_, layout_, *executor, {disk_.get()});
+    const auto transfers = value_of(TransferEngine::create(*device_, *small, {.threads = 1}));
+    Onboarding starved(*pool_, layout_, *transfers, {disk_.get()});
     EXPECT_TRUE(value_of(starved.onboard(chain)).empty());
     EXPECT_EQ(starved.info().damaged, 0u);
   }
@@ -600,7 +600,7 @@ TEST_P(BlockTiersTest, ADirectoryThatVanishesStopsNothing) {
   boost::filesystem::remove_all(temporary_ / "store");
   onboard_from({disk_.get()});
   EXPECT_EQ(value_of(onboarding_->onboard(chain)).size(), 3u);  // the open files are still there
-  DeviceRoute to_disk(*pool_, layout_, *disk_, *executor_);
+  DeviceRoute to_disk(*pool_, layout_, *disk_, *transfers_);
   EXPECT_EQ(offload(names(compute(50, 1)), &to_disk).count(BlockOutcome::kFailed), 1u);
   EXPECT_TRUE(disk_health().degraded);
   pipelines_.clear();

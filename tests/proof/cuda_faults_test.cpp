@@ -98,7 +98,7 @@ class Rank {
     }
     return found;
   }
-  bool quarantined() { return memory_->executor().quarantined(); }
+  bool quarantined() { return memory_->transfers().quarantined(); }
 
   // Weights whole, and the live blocks of the KV cache; all of it if it has not slept yet.
   void expect_identical(bool slept) {

@@ -77,6 +77,7 @@ Scenario make_scenario(uint64_t seed, Dice& dice, const std::string& directory) 
   options.token_budget = static_cast<int32_t>(dice.between(3, 24));
   options.max_running = static_cast<int32_t>(dice.between(1, 6));
   options.by_priority = dice.chance(0.3);
+  options.transfers_have_threads = seed % 4 < 2;
   options.num_blocks = static_cast<int32_t>(dice.between(64, scenario.exact ? 140 : 90) /
                                             options.model.block_tokens);  // a request fits, all do not
   scenario.late_copies = dice.chance(0.5);
@@ -298,7 +299,7 @@ class Run {
     disarm();
     if (!slept) {
       say("sleep: {}", slept.error().to_string());
-      if (!faulted_ && !engine_->memory().executor().quarantined() && slept.error().code != Code::kUnsupported)
+      if (!faulted_ && !engine_->memory().transfers().quarantined() && slept.error().code != Code::kUnsupported)
         throw Failed{"a sleep without a fault failed: " + slept.error().to_string()};
       if (engine_is_lost()) return lose();
       if (engine_->frozen() || controller_->is_sleeping()) throw Failed{"a sleep that failed left the engine asleep"};
@@ -321,7 +322,7 @@ class Run {
       }
       say("wake: {}", woken.error().to_string());
       if (engine_is_lost()) return lose();
-      if (engine_->memory().executor().quarantined()) return give_up();  // it says so, and can do no more
+      if (engine_->memory().transfers().quarantined()) return give_up();  // it says so, and can do no more
       if (!faulted_) throw Failed{"a wake without a fault failed: " + woken.error().to_string()};
       if (!controller_->is_sleeping()) throw Failed{"a wake that failed left the engine neither asleep nor lost"};
       ++result_.refused;
@@ -340,7 +341,7 @@ class Run {
         return;
       }
       say("wake by a new engine: {}", woken.error().to_string());
-      if (!faulted_ && !engine_->memory().executor().quarantined())
+      if (!faulted_ && !engine_->memory().transfers().quarantined())
         throw Failed{"a wake by a new engine without a fault failed: " + woken.error().to_string()};
       if (controller_->state().engine != "lost" && !engine_->idle())
         throw Failed{"a wake that failed left requests in the new engine"};
@@ -379,7 +380,7 @@ class Run {
     for (const BlockPool* pool : pools) {
       must(pool->check(), "pool");
       const BlockPoolInfo info = pool->info();
-      const bool quarantine = engine_->memory().executor().quarantined();
+      const bool quarantine = engine_->memory().transfers().quarantined();
       if (!quarantine &&
           (info.owned != 0 || info.shared != 0 || info.quarantined != 0 || info.free != pool->num_blocks()))
         throw Failed{fmt::format("blocks leaked: {} owned, {} shared, {} quarantined", info.owned, info.shared,

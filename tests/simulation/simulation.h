@@ -6,8 +6,8 @@
 // the others tiers, faults and budgets change which tokens are computed when, so unseeded requests, which share one
 // generator, are left out, and each request's stream is compared for itself.
 //
-// Everything runs on one thread in one order (the threads of a sleep's own pipeline take turns), so a seed replays
-// exactly.
+// Everything runs in one order, so a seed replays exactly: half of the engines move bytes on the thread of the
+// simulation, and in the others the transfer engine has one thread a lane, for which the simulation waits.
 #pragma once
 
 #include <cstdint>

@@ -14,8 +14,8 @@
 #include "base/copy.h"
 #include "base/units.h"
 #include "kvcache/block_routes.h"
-#include "offload/chunk_mover.h"
 #include "offload/host_store.h"
+#include "offload/transfer_engine.h"
 #include "tools/bench/bench.h"
 
 namespace {
@@ -59,7 +59,7 @@ class Case {
     const auto slots = static_cast<int32_t>(moved);
     host_ = must(BlockTier::create(must(HostStore::create(*arena_, {.slots = slots, .slot_bytes = block})),
                                    {{.num_blocks = slots}, block, {}}));
-    executor_ = must(TransferExecutor::create(*device_, *arena_));
+    transfers_ = must(TransferEngine::create(*device_, *arena_));
     std::vector<int32_t> ids(total);
     for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int32_t>(i);
     std::shuffle(ids.begin(), ids.end(), std::mt19937(1));
@@ -70,16 +70,13 @@ class Case {
   }
   ~Case() {
     must(device_->destroy_stream(stream_));
-    executor_.reset();
+    transfers_.reset();
     must(device_->unmap(address_, size_));
     must(device_->release(memory_));
     must(device_->free_reservation(address_));
   }
 
-  void torpor() {
-    ChunkMover mover(*executor_);
-    (void)must(mover.save(plans_, *host_));
-  }
+  void torpor() { (void)must(transfers_->save(plans_, *host_)); }
   void ceiling() {
     bench::on_all_cores([&](uint64_t part, uint64_t parts) {
       const uint64_t begin = bytes_ * part / parts;
@@ -137,7 +134,7 @@ class Case {
   KvLayout layout_;
   std::unique_ptr<HostArena> arena_;
   std::unique_ptr<BlockTier> host_;
-  std::unique_ptr<TransferExecutor> executor_;
+  std::unique_ptr<TransferEngine> transfers_;
   std::vector<ChunkPlan> plans_;
   StreamId stream_{};
   std::unique_ptr<bench::WarmMemory> flat_;
@@ -160,12 +157,12 @@ nlohmann::ordered_json digest_rows(uint64_t bytes, int rounds) {
   for (int round = 0; round <= rounds; ++round) {
     const double a = in_pieces([](auto target, auto source) {
       StreamingDigest digest;
-      copy_with_digest(target, source, digest);
+      BulkCopy(source.size()).copy(target, source, digest);
       (void)digest.finish();
     });
     const double b =
         in_pieces([](auto target, auto source) { std::memcpy(target.data(), source.data(), source.size()); });
-    const double c = in_pieces([](auto target, auto source) { copy_past_cache(target, source); });
+    const double c = in_pieces([](auto target, auto source) { BulkCopy(source.size()).copy(target, source); });
     const double d = in_pieces([](auto target, auto source) {
       std::memcpy(target.data(), source.data(), source.size());
       (void)digest_of(target);

@@ -138,7 +138,7 @@ class Direct {
       const uint64_t begin = bytes * i / threads_;
       const uint64_t size = bytes * (i + 1) / threads_ - begin;
       if (keep_host_memory_) {  // the ceiling copies as fast as the machine can
-        copy_past_cache({to + begin, size}, {from + begin, size});
+        BulkCopy(size).copy({to + begin, size}, {from + begin, size});
       } else {
         std::memcpy(to + begin, from + begin, size);
       }

@@ -31,8 +31,7 @@ using bench::seconds;
 // What a DeviceRoute and Onboarding do with a batch, without the bookkeeping of blocks.
 class Blocks {
  public:
-  Blocks(const std::string& directory, uint64_t block_bytes, int32_t count, int32_t batch)
-      : block_bytes_(block_bytes), count_(count), batch_(batch) {
+  Blocks(const std::string& directory, uint64_t block_bytes, int32_t count) {
     device_ = must(make_host_device());
     size_ = align_up(block_bytes * static_cast<uint64_t>(count), device_->granularity());
     address_ = must(device_->reserve(size_));
@@ -41,7 +40,7 @@ class Blocks {
     must(device_->set_access(address_, size_, Access::kReadWrite));
     std::memset(reinterpret_cast<void*>(address_), 5, size_);  // NOLINT(performance-no-int-to-ptr)
     arena_ = must(HostArena::create());
-    executor_ = must(TransferExecutor::create(*device_, *arena_));
+    transfers_ = must(TransferEngine::create(*device_, *arena_));
     disk_ = must(BlockTier::create(
         must(SegmentStore::open(linux_file_system(), directory, segments_for(count, block_bytes), system_clock())),
         {{.num_blocks = count, .block_tokens = 1}, block_bytes, {}}));
@@ -51,54 +50,37 @@ class Blocks {
                         .pieces = {{address_ + static_cast<uint64_t>(slot) * block_bytes, block_bytes}}});
   }
   ~Blocks() {
-    executor_.reset();
+    transfers_.reset();
     must(device_->unmap(address_, size_));
     must(device_->release(memory_));
     must(device_->free_reservation(address_));
   }
   std::string io() const { return disk_->store().health().io; }
 
-  // As many transfer threads as the executor has workers, a batch each.
+  // All blocks as one job: the engine cuts the batches.
   void write() {
-    each_batch([this](std::span<ChunkTransfer> batch) {
-      executor_->save(batch, *disk_);
-      for (const ChunkTransfer& transfer : batch) {
-        must(transfer.status);
-        disk_->remember(static_cast<int32_t>(transfer.saved.key.index), transfer.saved.digest);
-      }
-    });
+    for (const ChunkTransfer& chunk : run(JobKind::kSave))
+      disk_->remember(static_cast<int32_t>(chunk.saved.key.index), chunk.saved.digest);
     must(disk_->finish());
   }
-  void read() {
-    each_batch([this](std::span<ChunkTransfer> batch) {
-      for (ChunkTransfer& transfer : batch)
-        transfer.saved = disk_->chunk(static_cast<int32_t>(transfer.plan->key.index));
-      executor_->restore(batch, *disk_);
-      for (const ChunkTransfer& transfer : batch) must(transfer.status);
-    });
-  }
+  void read() { (void)run(JobKind::kRestore); }
 
  private:
-  void each_batch(const std::function<void(std::span<ChunkTransfer>)>& work) {
-    std::vector<ChunkTransfer> transfers(plans_.size());
-    for (size_t i = 0; i < plans_.size(); ++i) transfers[i].plan = &plans_[i];
-    std::atomic<int32_t> next = 0;
-    bench::on_all_cores([&](uint64_t, uint64_t) {
-      for (int32_t first = next.fetch_add(batch_); first < count_; first = next.fetch_add(batch_)) {
-        work(std::span(transfers).subspan(static_cast<size_t>(first),
-                                          static_cast<size_t>(std::min(batch_, count_ - first))));
-      }
-    });
+  std::vector<ChunkTransfer> run(JobKind kind) {
+    Job job{.kind = kind, .tier = disk_.get()};
+    job.chunks.resize(plans_.size());
+    for (size_t i = 0; i < plans_.size(); ++i)
+      job.chunks[i] = {.plan = &plans_[i], .saved = disk_->chunk(static_cast<int32_t>(i))};
+    JobResult result = transfers_->wait(must(transfers_->submit(std::move(job))));
+    must(result.status);
+    return std::move(result.chunks);
   }
-  const uint64_t block_bytes_;
-  const int32_t count_;
-  const int32_t batch_;
   std::unique_ptr<DeviceMemory> device_;
   uint64_t size_ = 0;
   DeviceAddress address_ = 0;
   PhysicalId memory_{};
   std::unique_ptr<HostArena> arena_;
-  std::unique_ptr<TransferExecutor> executor_;
+  std::unique_ptr<TransferEngine> transfers_;
   std::unique_ptr<BlockTier> disk_;
   std::vector<ChunkPlan> plans_;
 };
@@ -190,7 +172,7 @@ int main(int argc, char** argv) {
   app.add_option("--block-kib", block_kib, "size of a block, a multiple of 4")
       ->capture_default_str()
       ->check(CLI::Range(4, 65536));
-  app.add_option("--batch", batch, "blocks at once")->capture_default_str()->check(CLI::Range(1, 64));
+  app.add_option("--batch", batch, "blocks at once of raw I/O")->capture_default_str()->check(CLI::Range(1, 64));
   app.add_option("--rounds", rounds, "measured rounds")->capture_default_str()->check(CLI::Range(1, 1000));
   app.add_flag("--json", as_json, "print one JSON object");
   CLI11_PARSE(app, argc, argv);
@@ -206,7 +188,7 @@ int main(int argc, char** argv) {
 
   nlohmann::ordered_json json;
   {
-    Blocks ours(place, block, count, batch);
+    Blocks ours(place, block, count);
     Raw raw(place, block, count, batch);
     Plain plain(place, block, count);
     std::map<std::string, std::vector<double>> times;

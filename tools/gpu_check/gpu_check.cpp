@@ -16,7 +16,6 @@
 #include "engine/rank_memory.h"
 #include "engine/tag_sleep.h"
 #include "kvcache/kv_layout.h"
-#include "offload/chunk_mover.h"
 #include "offload/host_tier.h"
 #include "tools/bench/bench.h"
 
@@ -273,8 +272,7 @@ Json paged(const Gpu& gpu, const Options& options, int tokens, bool by_kernel, d
   if (by_kernel && !info.gathers) return row.update({{"note", info.notes.empty() ? "" : info.notes.back()}}), row;
   const auto arena = must(HostArena::create({.slab_bytes = 256 * kMiB, .pin_for = device.get()}));
   const auto allocator = must(SleepAllocator::create(*device));
-  const auto executor = must(TransferExecutor::create(*device, *arena));
-  ChunkMover mover(*executor);
+  const auto transfers = must(TransferEngine::create(*device, *arena));
   const uint64_t bytes = piece * kLayers * blocks;
   const KvLayout layout{.num_blocks = blocks,
                         .tensors = {{.address = must(allocator->allocate("kv_cache", "kv", bytes)),
@@ -300,9 +298,9 @@ Json paged(const Gpu& gpu, const Options& options, int tokens, bool by_kernel, d
   for (int round = 0; round <= options.rounds; ++round) {
     HostTier tier(*arena);
     std::vector<SavedChunk> saved;
-    down.push_back(seconds([&] { saved = must(mover.save(plans, tier)); }));
+    down.push_back(seconds([&] { saved = must(transfers->save(plans, tier)); }));
     gpu.set(layout.tensors[0].address, 0, bytes);
-    up.push_back(seconds([&] { must(mover.restore(saved, plans, tier)); }));
+    up.push_back(seconds([&] { must(transfers->restore(saved, plans, tier)); }));
     if (digests.empty()) {
       for (const SavedChunk& chunk : saved) digests.push_back(chunk.digest);
     }

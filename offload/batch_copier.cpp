@@ -1,0 +1,354 @@
+#include "offload/batch_copier.h"
+
+#include <algorithm>
+#include <mutex>
+#include <optional>
+
+#include <fmt/format.h>
+
+#include "base/log.h"
+#include "base/units.h"
+
+namespace torpor {
+namespace {
+
+// For what is not decided yet.
+void fail_all(std::span<ChunkTransfer> batch, const Error& error) noexcept {
+  for (ChunkTransfer& chunk : batch) {
+    if (chunk.status) chunk.status = copied(error);
+  }
+}
+
+}  // namespace
+
+Error quarantined_error() {
+  return Error{.code = Code::kDevice,
+               .what = "an earlier copy was never proven finished; its memory is quarantined",
+               .next_step = "end this process; what was saved can be woken in a new one",
+               .origin = Origin::kDevice};
+}
+
+Status copied(const Error& error) noexcept {
+  try {
+    return error;
+  } catch (...) {
+    return Error{.code = error.code, .origin = error.origin, .native = error.native};
+  }
+}
+
+// A batch on its way. The vectors keep their memory from batch to batch.
+struct BatchCopier::Place {
+  JobKind kind = JobKind::kSave;
+  Tier* tier = nullptr;
+  std::span<ChunkTransfer> batch;
+  HostArena::Span staging;
+  std::vector<std::span<std::byte>> host;  // of each chunk
+  std::vector<size_t> members;             // the chunks that are copied
+  std::vector<Copy> copies;
+  std::vector<size_t> first_copy;        // of each member, and the end
+  std::vector<StreamingDigest> digests;  // of each member, where the device takes them
+  std::vector<TierPart> parts;
+  bool on_stream = false;
+  Status enqueued;
+  std::optional<EventId> event;
+  Error event_error;
+
+  bool in_tier() const { return tier != nullptr && tier->addressable(); }
+  Direction direction() const {
+    return kind == JobKind::kRestore ? Direction::kHostToDevice : Direction::kDeviceToHost;
+  }
+};
+
+BatchCopier::BatchCopier(DeviceMemory& device, HostArena& arena, std::atomic<bool>& quarantined, StreamId stream,
+                         std::unique_ptr<Places> places)
+    : device_(device), arena_(arena), quarantined_(quarantined), stream_(stream), places_(std::move(places)) {}
+
+Result<std::unique_ptr<BatchCopier>> BatchCopier::create(DeviceMemory& device, HostArena& arena,
+                                                         std::atomic<bool>& quarantined) {
+  auto places = std::make_unique<Places>();
+  TORPOR_ASSIGN(const StreamId stream, device.create_stream());
+  Result<std::unique_ptr<BatchCopier>> made = catching([&]() -> Result<std::unique_ptr<BatchCopier>> {
+    return std::unique_ptr<BatchCopier>(new BatchCopier(device, arena, quarantined, stream, std::move(places)));
+  });
+  if (!made) (void)device.destroy_stream(stream);
+  return made;
+}
+
+BatchCopier::~BatchCopier() {
+  if (!quarantined_) {
+    const Status done = catching([&] { return device_.destroy_stream(stream_); });
+    if (!done) log().error("stream: {}", done.error().to_string());
+    return;
+  }
+  for (Place& place : *places_) HostArena::quarantine(std::move(place.staging));
+  // Digests of copies that may still be running: they stay until the process ends, and can be seen to be meant to.
+  Places* const kept_places = places_.release();
+  (void)catching([&]() -> Status {
+    static std::mutex mutex;
+    static auto* const kept = new std::vector<Places*>();
+    const std::lock_guard lock(mutex);
+    kept->push_back(kept_places);
+    return ok();
+  });
+}
+
+Status BatchCopier::usable() const { return quarantined_ ? Status(quarantined_error()) : ok(); }
+
+void BatchCopier::release_staging() {
+  if (quarantined_) return;
+  for (Place& place : *places_) place.staging = {};
+}
+
+bool BatchCopier::begin(JobKind kind, Tier* tier, std::span<ChunkTransfer> batch) {
+  Place& place = (*places_)[begun_ % 2];
+  place.kind = kind;
+  place.tier = tier;
+  place.batch = batch;
+  place.on_stream = false;
+  place.members.clear();
+  const Status staged = catching([&] { return place.in_tier() ? ok() : stage(place); });
+  if (!staged && under_way() > 0) return false;
+  ++begun_;
+  for (ChunkTransfer& chunk : batch) {
+    chunk.outcome = BlockOutcome::kFailed;
+    chunk.status = ok();
+  }
+  const Status prepared = catching([&]() -> Status {
+    TORPOR_TRY(usable());
+    TORPOR_TRY(staged);
+    return prepare(place);
+  });
+  if (!prepared) {
+    fail_all(batch, prepared.error());
+  } else if (!place.members.empty()) {
+    enqueue(place, place.copies);
+  }
+  return true;
+}
+
+// Staging memory for the chunks, each at a multiple of 4096.
+Status BatchCopier::stage(Place& place) {
+  if (quarantined_) return ok();
+  uint64_t bytes = 0;
+  for (const ChunkTransfer& chunk : place.batch) bytes += align_up(chunk.plan->bytes(), kPage);
+  if (place.staging.bytes().size() < bytes) {
+    place.staging = {};
+    if (under_way() == 0) (*places_)[(begun_ + 1) % 2].staging = {};
+    TORPOR_ASSIGN(place.staging, arena_.allocate(bytes));
+  }
+  place.host.clear();
+  uint64_t at = 0;
+  for (const ChunkTransfer& chunk : place.batch) {
+    const uint64_t size = chunk.plan->bytes();
+    place.host.push_back(place.staging.bytes().subspan(at, size));
+    at += align_up(size, kPage);
+  }
+  return ok();
+}
+
+// Up to the list of copies; each chunk that cannot be copied has its status.
+Status BatchCopier::prepare(Place& place) {
+  take_places(place);
+  if (place.kind == JobKind::kRestore) {
+    if (!place.in_tier()) read(place);
+    for (size_t i = 0; i < place.batch.size(); ++i) {
+      if (place.batch[i].status) place.batch[i].status = check(place, i);
+    }
+  }
+  list_copies(place);
+  return ok();
+}
+
+// Where each chunk's bytes are on the host, for tiers in memory.
+void BatchCopier::take_places(Place& place) {
+  const bool up = place.kind == JobKind::kRestore;
+  if (place.in_tier()) place.host.clear();
+  for (ChunkTransfer& chunk : place.batch) {
+    const uint64_t bytes = chunk.plan->bytes();
+    if (!up) chunk.saved = {.key = chunk.plan->key, .bytes = bytes};
+    if (chunk.saved.bytes != bytes) {
+      chunk.status = Error{.code = Code::kIncompatible,
+                           .what = fmt::format("{} was saved with {} bytes, not {}", chunk.plan->key.to_string(),
+                                               chunk.saved.bytes, bytes),
+                           .next_step = "wake it into the engine configuration that saved it"};
+    }
+    if (!place.in_tier()) continue;
+    if (up) {
+      place.host.push_back(place.tier->view(chunk.saved));
+      continue;
+    }
+    const Result<std::span<std::byte>> room = place.tier->place(chunk.saved);
+    if (!room) chunk.status = room.error();
+    place.host.push_back(room ? *room : std::span<std::byte>{});
+  }
+}
+
+void BatchCopier::read(Place& place) {
+  place.parts.clear();
+  for (size_t i = 0; i < place.batch.size(); ++i) {
+    if (place.batch[i].status) place.parts.push_back({&place.batch[i].saved, place.host[i], ok()});
+  }
+  place.tier->get(place.parts);
+  size_t part = 0;
+  for (ChunkTransfer& chunk : place.batch) {
+    if (chunk.status) chunk.status = std::move(place.parts[part++].status);
+  }
+}
+
+Status BatchCopier::check(const Place& place, size_t i) {
+  const SavedChunk& saved = place.batch[i].saved;
+  if (place.host[i].size() != saved.bytes) {
+    return Error{.code = Code::kInternal,
+                 .what = fmt::format("{} is not in the {} tier", saved.key.to_string(), place.tier->kind())};
+  }
+  if (digest_of(place.host[i]) == saved.digest) return ok();
+  return Error{.code = Code::kCorruption,
+               .what = fmt::format("the saved bytes of {} do not match their digest {}", saved.key.to_string(),
+                                   saved.digest.hex()),
+               .next_step = "use another checkpoint"};
+}
+
+void BatchCopier::list_copies(Place& place) {
+  std::vector<size_t> members;
+  for (size_t i = 0; i < place.batch.size(); ++i) {
+    if (place.batch[i].status) members.push_back(i);
+  }
+  const bool digests = place.kind != JobKind::kRestore && device_.takes_digests();
+  place.copies.clear();
+  place.first_copy.clear();
+  place.digests.clear();
+  place.digests.resize(digests ? members.size() : 0);
+  for (size_t m = 0; m < members.size(); ++m) {
+    place.first_copy.push_back(place.copies.size());
+    std::byte* host = place.host[members[m]].data();
+    for (const DevicePiece& piece : place.batch[members[m]].plan->pieces) {
+      place.copies.push_back({piece.address, host, piece.bytes, digests ? &place.digests[m] : nullptr});
+      host += piece.bytes;
+    }
+  }
+  place.first_copy.push_back(place.copies.size());
+  place.members = std::move(members);  // last: as long as there are none, no copy begins
+}
+
+// From here on nothing but the proof may end the copies: they may be running.
+void BatchCopier::enqueue(Place& place, std::span<const Copy> copies) {
+  place.on_stream = true;
+  place.event.reset();
+  place.enqueued = catching([&] { return device_.copy_async(stream_, place.direction(), copies); });
+  // Even a refused batch may have begun: its end is waited for in any case.
+  Status recorded = catching([&]() -> Status {
+    TORPOR_ASSIGN(place.event, device_.record(stream_));
+    return ok();
+  });
+  if (!recorded) place.event_error = std::move(recorded).error();
+}
+
+DrainResult BatchCopier::prove(Place& place) {
+  DrainResult drained{.drain = Drain::kUnproven};
+  Status waited = catching([&] {
+    if (place.event) {
+      drained = device_.wait(*place.event);
+    } else {
+      drained = device_.drain(stream_);
+      if (drained.drain == Drain::kCompleted) drained = {Drain::kDrainedWithError, std::move(place.event_error)};
+    }
+    return ok();
+  });
+  if (!waited) {
+    drained = {Drain::kUnproven, std::move(waited).error()};
+    (void)catching([&] {  // where that throws too, it stays unproven
+      if (device_.drain(stream_).drain == Drain::kCompleted) drained.drain = Drain::kDrainedWithError;
+      return ok();
+    });
+  }
+  if (drained.drain == Drain::kUnproven) quarantined_ = true;
+  return drained;
+}
+
+// One chunk of a batch that failed.
+void BatchCopier::copy_alone(Place& place, size_t member, DrainResult& worst) {
+  ChunkTransfer& chunk = place.batch[place.members[member]];
+  const size_t first = place.first_copy[member];
+  const std::span<const Copy> copies = std::span(place.copies).subspan(first, place.first_copy[member + 1] - first);
+  const Status ready = catching([&]() -> Status {
+    TORPOR_TRY(usable());
+    if (!place.digests.empty()) place.digests[member] = StreamingDigest();
+    return ok();
+  });
+  if (!ready) {
+    chunk.status = copied(ready.error());
+    return;
+  }
+  enqueue(place, copies);
+  DrainResult drained = prove(place);
+  if (drained.drain == Drain::kUnproven) chunk.outcome = BlockOutcome::kUnproven;
+  if (drained.drain != Drain::kCompleted) {
+    chunk.status = copied(drained.error);
+  } else if (!place.enqueued) {
+    chunk.status = copied(place.enqueued.error());
+  } else {
+    chunk.status = ok();
+  }
+  if (drained.drain > worst.drain) worst = std::move(drained);
+}
+
+DrainResult BatchCopier::end_copies(Place& place) {
+  DrainResult drained = prove(place);
+  if (drained.drain == Drain::kCompleted && place.enqueued) return drained;
+  if (drained.drain == Drain::kCompleted) drained = {Drain::kDrainedWithError, std::move(place.enqueued).error()};
+  const bool unproven = drained.drain == Drain::kUnproven;
+  const Status failed = copied(drained.error);
+  for (size_t member = 0; member < place.members.size(); ++member) {
+    ChunkTransfer& chunk = place.batch[place.members[member]];
+    if (unproven) chunk.outcome = BlockOutcome::kUnproven;
+    if (unproven || place.members.size() == 1) {
+      chunk.status = copied(failed.error());
+    } else {
+      copy_alone(place, member, drained);
+    }
+    if (chunk.status) continue;
+    const Status named = catching([&]() -> Status {
+      return chunk.status.error().within(fmt::format("copying {}", chunk.plan->key.to_string()));
+    });
+    chunk.status = copied(named.error());
+  }
+  return drained;
+}
+
+// To where it stays: the way down through staging memory.
+void BatchCopier::put(Place& place) {
+  place.parts.clear();
+  for (const size_t member : place.members) {
+    if (place.batch[member].status) place.parts.push_back({&place.batch[member].saved, place.host[member], ok()});
+  }
+  place.tier->put(place.parts);
+  size_t part = 0;
+  for (const size_t member : place.members) {
+    if (place.batch[member].status) place.batch[member].status = std::move(place.parts[part++].status);
+  }
+}
+
+DrainResult BatchCopier::finish() {
+  Place& place = (*places_)[finished_ % 2];
+  DrainResult drained;
+  if (place.on_stream) drained = end_copies(place);
+  const Status stored = catching([&]() -> Status {
+    if (!place.on_stream || place.kind == JobKind::kRestore) return ok();
+    for (size_t m = 0; m < place.members.size(); ++m) {
+      ChunkTransfer& chunk = place.batch[place.members[m]];
+      if (!chunk.status) continue;
+      chunk.saved.digest = place.digests.empty() ? digest_of(place.host[place.members[m]]) : place.digests[m].finish();
+    }
+    if (place.kind == JobKind::kSave && !place.in_tier()) put(place);
+    return ok();
+  });
+  if (!stored) fail_all(place.batch, stored.error());
+  for (ChunkTransfer& chunk : place.batch) {
+    if (chunk.outcome == BlockOutcome::kUnproven) continue;
+    chunk.outcome = chunk.status ? BlockOutcome::kTransferred : BlockOutcome::kFailed;
+  }
+  ++finished_;
+  return drained;
+}
+
+}  // namespace torpor

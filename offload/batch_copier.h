@@ -1,0 +1,75 @@
+// BatchCopier: what one thread of a lane works with: a stream of the device, and two places in staging memory, so that
+// the copies of one batch run while the batch before is written, and the next is read and checked.
+//
+// Down: copied, proven by an event, digest taken (in the same pass where the device can, else of the host copy), put
+// into the tier. Up: read, its digest checked, and only then copied. A batch of chunks is one list of copies with one
+// event; if that fails, its chunks are tried one by one, so that one marks no other (I5).
+//
+// Threads: one at a time. Failure: want of memory fails the batch, and no copy is left running by it. After a copy
+// that is not proven over, `quarantined` is true, staging memory and digests are kept for ever, and nothing more is
+// copied.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "allocator/device_memory.h"
+#include "allocator/host_arena.h"
+#include "base/status.h"
+#include "offload/transfer_job.h"
+
+namespace torpor {
+
+Error quarantined_error();
+
+// The same error without its words where there is no memory for them.
+Status copied(const Error& error) noexcept;
+
+class BatchCopier {
+ public:
+  // All outlive the result.
+  static Result<std::unique_ptr<BatchCopier>> create(DeviceMemory& device, HostArena& arena,
+                                                     std::atomic<bool>& quarantined);
+  ~BatchCopier();
+
+  // Reads and checks where that is the way, and gives the copies to the device. Precondition: under_way() < 2. False:
+  // there is no staging memory while another batch is under way; finish() that and call again. `batch` stays until it
+  // is finished. Throws nothing.
+  bool begin(JobKind kind, Tier* tier, std::span<ChunkTransfer> batch);
+  // Waits for the oldest batch, stores it where that is the way, and fills outcome and status of its chunks. How its
+  // copies ended. Throws nothing.
+  DrainResult finish();
+  int under_way() const { return static_cast<int>(begun_ - finished_); }
+  void release_staging();  // precondition: under_way() == 0
+
+ private:
+  struct Place;
+  using Places = std::array<Place, 2>;
+  BatchCopier(DeviceMemory& device, HostArena& arena, std::atomic<bool>& quarantined, StreamId stream,
+              std::unique_ptr<Places> places);
+  Status usable() const;
+  Status stage(Place& place);
+  Status prepare(Place& place);
+  static void take_places(Place& place);
+  static void read(Place& place);
+  static Status check(const Place& place, size_t i);  // the digest of what goes up
+  void list_copies(Place& place);
+  void enqueue(Place& place, std::span<const Copy> copies);
+  DrainResult prove(Place& place);
+  void copy_alone(Place& place, size_t member, DrainResult& worst);
+  DrainResult end_copies(Place& place);
+  static void put(Place& place);
+
+  DeviceMemory& device_;
+  HostArena& arena_;
+  std::atomic<bool>& quarantined_;
+  const StreamId stream_;
+  std::unique_ptr<Places> places_;
+  uint64_t begun_ = 0;
+  uint64_t finished_ = 0;
+};
+
+}  // namespace torpor

@@ -1,0 +1,319 @@
+#include "offload/transfer_engine.h"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "base/units.h"
+
+namespace torpor {
+namespace {
+
+// A disk wants many operations at once, memory only enough to be worth a copy.
+constexpr uint64_t kMemoryBatchBytes = 4 * kMiB;
+constexpr uint64_t kDiskBatchBytes = 8 * kMiB;
+constexpr size_t kBatchChunks = 256;
+
+std::vector<ChunkTransfer> transfers_of(std::span<const ChunkPlan> plans) {
+  std::vector<ChunkTransfer> chunks(plans.size());
+  for (size_t i = 0; i < plans.size(); ++i) chunks[i].plan = &plans[i];
+  return chunks;
+}
+
+}  // namespace
+
+TransferEngine::TransferEngine(int threads, const TransferEngineOptions& options)
+    : threads_(threads),
+      own_threads_(options.own_threads),
+      lanes_{Lane("memory", {.batch_bytes = kMemoryBatchBytes,
+                             .batch_chunks = kBatchChunks,
+                             .jobs = static_cast<size_t>(options.queued_jobs),
+                             .threads = threads}),
+             Lane("disk", {.batch_bytes = kDiskBatchBytes,
+                           .batch_chunks = kBatchChunks,
+                           .jobs = static_cast<size_t>(options.queued_jobs),
+                           .threads = threads})} {}
+
+Result<std::unique_ptr<TransferEngine>> TransferEngine::create(DeviceMemory& device, HostArena& arena,
+                                                               TransferEngineOptions options) {
+  if (options.threads < 0 || options.queued_jobs < 1) {
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("threads is {}, queued_jobs {}", options.threads, options.queued_jobs),
+                 .next_step = "use 0 threads for the machine's own number, and 1 job or more"};
+  }
+  const int cores = static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1u, 8u));
+  const int threads = !options.own_threads ? 1 : options.threads != 0 ? options.threads : cores;
+  return catching([&]() -> Result<std::unique_ptr<TransferEngine>> {
+    std::unique_ptr<TransferEngine> engine(new TransferEngine(threads, options));
+    TORPOR_TRY(engine->start(device, arena));
+    return engine;
+  });
+}
+
+Status TransferEngine::start(DeviceMemory& device, HostArena& arena) {
+  for (const LaneNumber lane : {kMemory, kDisk}) {
+    for (int i = 0; i < threads_; ++i) {
+      auto worker = std::make_unique<Worker>();
+      worker->lane = lane;
+      TORPOR_ASSIGN(worker->copier, BatchCopier::create(device, arena, quarantined_));
+      workers_.push_back(std::move(worker));
+    }
+  }
+  if (!own_threads_) return ok();
+  return catching([this]() -> Status {
+    for (const auto& worker : workers_) worker->thread = std::thread([this, &worker = *worker] { work(worker); });
+    return ok();
+  });
+}
+
+TransferEngine::~TransferEngine() {
+  {
+    const MutexLock lock(mutex_);
+    ending_ = true;
+    for (auto& [id, record] : jobs_) drop(record, BlockOutcome::kShutDown);
+  }
+  for (CondVar& work : work_) work.notify_all();
+  for (const auto& worker : workers_) {
+    if (worker->thread.joinable()) worker->thread.join();
+  }
+}
+
+Status TransferEngine::usable() const { return quarantined_ ? Status(quarantined_error()) : ok(); }
+
+Result<JobId> TransferEngine::submit(Job job) {
+  return catching([&]() -> Result<JobId> {
+    TORPOR_TRY(usable());
+    const bool described = (job.tier == nullptr) == (job.kind == JobKind::kDigest) &&
+                           std::all_of(job.chunks.begin(), job.chunks.end(),
+                                       [](const ChunkTransfer& chunk) { return chunk.plan != nullptr; });
+    if (!described) {
+      return Error{.code = Code::kInvalidArgument,
+                   .what = "a job without a tier, or a chunk without a plan",
+                   .next_step = "this is a mistake in the calling code"};
+    }
+    const LaneNumber lane = lane_of(job);
+    const bool nothing = job.chunks.empty();
+    const MutexLock lock(mutex_);
+    const auto id = static_cast<JobId>(++last_id_);
+    const auto made = jobs_.emplace(id, JobRecord{.id = id, .job = std::move(job), .finished = nothing}).first;
+    if (nothing) return id;
+    const Status admitted = catching([&]() TORPOR_REQUIRES(mutex_) { return lanes_[lane].admit(made->second); });
+    if (!admitted) {
+      jobs_.erase(made);
+      return admitted.error();
+    }
+    ++open_;
+    work_[lane].notify_all();
+    return id;
+  });
+}
+
+JobResult TransferEngine::result_of(JobRecord& record) noexcept {
+  JobResult result{.id = record.id, .chunks = std::move(record.job.chunks)};
+  for (const ChunkTransfer& chunk : result.chunks) {
+    if (chunk.status) continue;
+    const bool failed = chunk.outcome == BlockOutcome::kFailed || chunk.outcome == BlockOutcome::kUnproven;
+    if (result.status || failed) result.status = copied(chunk.status.error());
+    if (failed) break;
+  }
+  return result;
+}
+
+JobResult TransferEngine::wait(JobId id) {
+  const MutexLock lock(mutex_);
+  while (true) {
+    const auto found = jobs_.find(id);
+    if (found == jobs_.end()) return {.id = id, .status = Error{.code = Code::kNotFound, .what = "no such job"}};
+    if (found->second.finished) {
+      JobResult result = result_of(found->second);
+      jobs_.erase(found);
+      return result;
+    }
+    if (own_threads_ || !pump_one()) ended_.wait(mutex_);
+  }
+}
+
+size_t TransferEngine::poll(std::vector<JobResult>& finished) {
+  const MutexLock lock(mutex_);
+  const auto ready = [](const auto& entry) { return entry.second.finished && entry.second.job.polled; };
+  const auto count = static_cast<size_t>(std::count_if(jobs_.begin(), jobs_.end(), ready));
+  const Status room = catching([&] {
+    finished.reserve(finished.size() + count);
+    return ok();
+  });
+  if (!room) return 0;  // they stay for the next call
+  for (auto at = jobs_.begin(); at != jobs_.end();) {
+    if (ready(*at)) {
+      finished.push_back(result_of(at->second));
+      at = jobs_.erase(at);
+    } else {
+      ++at;
+    }
+  }
+  return count;
+}
+
+void TransferEngine::drop(JobRecord& record, BlockOutcome outcome) noexcept {
+  if (record.finished) return;
+  const size_t dropped = lanes_[lane_of(record.job)].drop(record, outcome);
+  counts_[static_cast<size_t>(outcome)] += dropped;
+  record.ended += dropped;
+  if (record.ended < record.job.chunks.size()) return;
+  record.finished = true;
+  --open_;
+  ended_.notify_all();
+}
+
+bool TransferEngine::cancel(JobId id) {
+  const MutexLock lock(mutex_);
+  const auto found = jobs_.find(id);
+  if (found == jobs_.end() || found->second.finished) return false;
+  const bool untouched = found->second.begun == 0;
+  drop(found->second, BlockOutcome::kCancelled);
+  return untouched;
+}
+
+void TransferEngine::settle(const Batch& batch, DrainResult drained) noexcept {
+  JobRecord& record = *batch.record;
+  bool failed = false;
+  for (const ChunkTransfer& chunk : batch.chunks) {
+    ++counts_[static_cast<size_t>(chunk.outcome)];
+    failed = failed || chunk.outcome != BlockOutcome::kTransferred;
+  }
+  if (drained.drain > worst_.drain) worst_ = std::move(drained);
+  record.ended += batch.chunks.size();
+  if (failed && record.job.all_or_nothing) drop(record, BlockOutcome::kCancelled);
+  if (!record.finished && record.ended == record.job.chunks.size()) {
+    record.finished = true;
+    --open_;
+    ended_.notify_all();
+  }
+}
+
+// A batch is begun before the one before is finished, but only of the same job: a job does not wait for the next one.
+void TransferEngine::work(Worker& worker) {
+  MutexLock lock(mutex_);
+  Batch current;
+  while (true) {
+    const Batch next = lanes_[worker.lane].take(current.record);
+    worker.busy = next.record != nullptr || current.record != nullptr;
+    if (!worker.busy) {
+      if (ending_) return;
+      work_[worker.lane].wait(mutex_);
+      continue;
+    }
+    lock.unlock();
+    const auto begin = [&] {
+      const Job& job = next.record->job;
+      return worker.copier->begin(job.kind, job.tier, next.chunks);
+    };
+    const bool begun = next.record == nullptr || begin();
+    DrainResult drained;
+    if (current.record != nullptr) drained = worker.copier->finish();
+    if (!begun) (void)begin();  // with the staging memory of the other
+    lock.lock();
+    if (current.record != nullptr) settle(current, std::move(drained));
+    current = next;
+  }
+}
+
+bool TransferEngine::pump_one() {
+  for (const auto& worker : workers_) {
+    if (worker->busy) continue;
+    const Batch batch = lanes_[worker->lane].take();
+    if (batch.record == nullptr) continue;
+    worker->busy = true;
+    mutex_.unlock();
+    (void)worker->copier->begin(batch.record->job.kind, batch.record->job.tier, batch.chunks);
+    DrainResult drained = worker->copier->finish();
+    mutex_.lock();
+    worker->busy = false;
+    settle(batch, std::move(drained));
+    ended_.notify_all();  // who waits may find the next batch
+    return true;
+  }
+  return false;
+}
+
+bool TransferEngine::pump() {
+  const MutexLock lock(mutex_);
+  return !own_threads_ && pump_one();
+}
+
+DrainResult TransferEngine::drain() {
+  const MutexLock lock(mutex_);
+  while (open_ > 0) {
+    if (own_threads_ || !pump_one()) ended_.wait(mutex_);
+  }
+  DrainResult worst{worst_.drain, copied(worst_.error).error()};
+  if (worst_.drain != Drain::kUnproven) worst_ = {};
+  return worst;
+}
+
+OutcomeCounts TransferEngine::counts() const {
+  const MutexLock lock(mutex_);
+  return counts_;
+}
+
+void TransferEngine::release_staging() {
+  const MutexLock lock(mutex_);
+  for (const auto& worker : workers_) {
+    if (!worker->busy) worker->copier->release_staging();
+  }
+}
+
+Result<std::vector<ChunkTransfer>> TransferEngine::submit_and_wait(Job job) {
+  job.all_or_nothing = true;
+  TORPOR_ASSIGN(const JobId id, submit(std::move(job)));
+  JobResult result = wait(id);
+  if (!result.status) return std::move(result.status).error();
+  return std::move(result.chunks);
+}
+
+Result<std::vector<SavedChunk>> TransferEngine::save(std::span<const ChunkPlan> plans, Tier& target) {
+  return catching([&]() -> Result<std::vector<SavedChunk>> {
+    TORPOR_TRY(usable());
+    uint64_t total = 0;
+    for (const ChunkPlan& plan : plans) total += plan.bytes();
+    std::vector<SavedChunk> saved;
+    saved.reserve(plans.size());
+    TORPOR_TRY(target.prepare(total, plans.size()));
+    TORPOR_ASSIGN(
+        std::vector<ChunkTransfer> chunks,
+        submit_and_wait(
+            {.kind = JobKind::kSave, .tier = &target, .chunks = transfers_of(plans), .urgency = Urgency::kSleep}));
+    TORPOR_TRY(target.finish());
+    for (ChunkTransfer& chunk : chunks) saved.push_back(std::move(chunk.saved));
+    return saved;
+  });
+}
+
+Status TransferEngine::restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans, Tier& source) {
+  return catching([&]() -> Status {
+    std::vector<ChunkTransfer> chunks = transfers_of(plans);
+    for (size_t i = 0; i < plans.size(); ++i) {
+      if (i >= saved.size() || saved[i].key != plans[i].key || saved[i].bytes != plans[i].bytes()) {
+        return Error{.code = Code::kIncompatible,
+                     .what = fmt::format("{} was not saved, or with another size", plans[i].key.to_string()),
+                     .next_step = "wake it into the engine configuration that saved it"};
+      }
+      chunks[i].saved = saved[i];
+    }
+    TORPOR_TRY(submit_and_wait(
+        {.kind = JobKind::kRestore, .tier = &source, .chunks = std::move(chunks), .urgency = Urgency::kLoad}));
+    return ok();
+  });
+}
+
+Result<std::vector<Digest>> TransferEngine::digests(std::span<const ChunkPlan> plans) {
+  return catching([&]() -> Result<std::vector<Digest>> {
+    TORPOR_ASSIGN(
+        const std::vector<ChunkTransfer> chunks,
+        submit_and_wait({.kind = JobKind::kDigest, .chunks = transfers_of(plans), .urgency = Urgency::kSleep}));
+    std::vector<Digest> digests;
+    for (const ChunkTransfer& chunk : chunks) digests.push_back(chunk.saved.digest);
+    return digests;
+  });
+}
+
+}  // namespace torpor

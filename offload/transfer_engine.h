@@ -1,0 +1,116 @@
+// TransferEngine: the one way in which bytes leave device memory and come back. It lives as long as its rank.
+//
+// A job (offload/transfer_job.h) is a list of chunks on their way into a tier or out of it. Jobs wait in lanes
+// (offload/lane.h), one for tiers in memory and one for those that are not, each with threads of its own, so that a
+// slow disk holds up no copy in memory. A thread has two batches under way at once (offload/batch_copier.h): while one
+// is written, or read and checked, the copies of the other run.
+//
+// Each chunk ends with one counted outcome (I6), and only as kTransferred where its copy was proven (I2). The failure
+// of one never marks another (I5). After a copy that is not proven over, usable() says so for ever: its memory is kept,
+// nothing more is copied, and no memory of the device may be unmapped (I3).
+//
+// Threads: all methods from any. They are started once, by create(), and end with the engine; whatever is thrown on
+// one fails the batch that it works on. With own_threads off nothing moves but in pump(), wait() and drain(), on the
+// thread that calls them, in one order: for simulations that must replay exactly.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <map>
+#include <memory>
+#include <span>
+#include <thread>
+#include <vector>
+
+#include "allocator/device_memory.h"
+#include "allocator/host_arena.h"
+#include "base/mutex.h"
+#include "base/status.h"
+#include "offload/batch_copier.h"
+#include "offload/lane.h"
+#include "offload/transfer_job.h"
+
+namespace torpor {
+
+struct TransferEngineOptions {
+  int threads = 0;            // of each lane; 0: as many as the machine has cores, at most 8
+  int32_t queued_jobs = 256;  // most that wait in each lane
+  bool own_threads = true;
+};
+
+class TransferEngine {
+ public:
+  // `device` and `arena` outlive the result. kResourceExhausted where a thread cannot be had.
+  static Result<std::unique_ptr<TransferEngine>> create(DeviceMemory& device, HostArena& arena,
+                                                        TransferEngineOptions options = {});
+  // Batches under way are finished; what is not begun ends as kShutDown. Nobody may be waiting.
+  ~TransferEngine();
+
+  // Never blocks. Refused, and nothing of it is kept: kResourceExhausted names the lane that is full, kDevice after an
+  // unproven copy.
+  Result<JobId> submit(Job job);
+  // Returns when nothing of the job is running any more, or after kUnproven. The result is taken: once. kNotFound for a
+  // job that is not there.
+  JobResult wait(JobId id);
+  // Adds the results of `polled` jobs that have ended; how many. Never blocks.
+  size_t poll(std::vector<JobResult>& finished);
+  // What of the job is not begun ends as kCancelled. True: that is all of it, no byte moved. Its result is there all
+  // the same.
+  bool cancel(JobId id);
+  // Returns when no job waits or is under way: how the copies since the last call ended, the worst of them.
+  DrainResult drain();
+  // Without own_threads: moves one batch. Whether there was one.
+  bool pump();
+  Status usable() const;  // kDevice after an unproven copy
+  bool quarantined() const { return quarantined_; }
+
+  // One job each, all or nothing, waited for. Plans and tier stay until then.
+  //
+  // Makes room in `target`, copies all chunks into it and finishes it. After an error the tier's content is void.
+  Result<std::vector<SavedChunk>> save(std::span<const ChunkPlan> plans, Tier& target);
+  // Copies every chunk of `saved` (same keys, same order as `plans`) up. kCorruption names the first chunk whose digest
+  // is wrong; the device's bytes are void then.
+  Status restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans, Tier& source);
+  // Of what is in device memory now.
+  Result<std::vector<Digest>> digests(std::span<const ChunkPlan> plans);
+
+  OutcomeCounts counts() const;             // of the chunks of all jobs that ever ended
+  int threads() const { return threads_; }  // of each lane
+  // Gives staging memory that no batch uses back to the arena.
+  void release_staging();
+
+ private:
+  enum LaneNumber : size_t { kMemory, kDisk, kLanes };
+  struct Worker {
+    LaneNumber lane = kMemory;
+    bool busy = false;                    // guarded by mutex_
+    std::unique_ptr<BatchCopier> copier;  // the worker's alone while it is busy
+    std::thread thread;
+  };
+  TransferEngine(int threads, const TransferEngineOptions& options);
+  Status start(DeviceMemory& device, HostArena& arena);
+  void work(Worker& worker);
+  bool pump_one() TORPOR_REQUIRES(mutex_);  // gives the lock back while bytes move
+  Result<std::vector<ChunkTransfer>> submit_and_wait(Job job);
+  void settle(const Batch& batch, DrainResult drained) noexcept TORPOR_REQUIRES(mutex_);
+  void drop(JobRecord& record, BlockOutcome outcome) noexcept TORPOR_REQUIRES(mutex_);
+  static LaneNumber lane_of(const Job& job) { return job.tier == nullptr || job.tier->addressable() ? kMemory : kDisk; }
+  static JobResult result_of(JobRecord& record) noexcept;
+
+  const int threads_;
+  const bool own_threads_;
+  std::atomic<bool> quarantined_ = false;
+  mutable Mutex mutex_;  // not held while bytes move
+  std::array<CondVar, kLanes> work_;
+  CondVar ended_;  // a job, or a batch
+  std::array<Lane, kLanes> lanes_ TORPOR_GUARDED_BY(mutex_);
+  std::map<JobId, JobRecord> jobs_ TORPOR_GUARDED_BY(mutex_);
+  size_t open_ TORPOR_GUARDED_BY(mutex_) = 0;  // of them: not finished
+  uint64_t last_id_ TORPOR_GUARDED_BY(mutex_) = 0;
+  OutcomeCounts counts_ TORPOR_GUARDED_BY(mutex_){};
+  DrainResult worst_ TORPOR_GUARDED_BY(mutex_);
+  bool ending_ TORPOR_GUARDED_BY(mutex_) = false;
+  std::vector<std::unique_ptr<Worker>> workers_;  // last: their threads use all above
+};
+
+}  // namespace torpor

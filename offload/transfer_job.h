@@ -1,0 +1,49 @@
+// What a TransferEngine is asked to do, and what it says became of it. Values.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "base/status.h"
+#include "offload/chunk.h"
+#include "offload/outcome.h"
+#include "offload/tier.h"
+
+namespace torpor {
+
+enum class JobId : uint64_t { kNone };
+
+enum class JobKind : uint8_t {
+  kSave,     // device -> tier
+  kRestore,  // tier -> device; no byte of a chunk goes up before its digest is right
+  kDigest,   // of what is in device memory now
+};
+
+// Which of the jobs that wait in a lane goes first; equal ones in the order in which they came.
+enum class Urgency : uint8_t { kLoad, kSleep, kOffload };
+
+// One chunk on its way, and what became of it.
+struct ChunkTransfer {
+  const ChunkPlan* plan = nullptr;  // stays as it is until the job has ended
+  SavedChunk saved;                 // kSave and kDigest fill it, kRestore needs it
+  // kTransferred, kFailed, kUnproven (never reuse either side), kCancelled or kShutDown.
+  BlockOutcome outcome = BlockOutcome::kFailed;
+  Status status;  // an error unless kTransferred
+};
+
+struct Job {
+  JobKind kind = JobKind::kSave;
+  Tier* tier = nullptr;  // stays until the job has ended; kDigest has none
+  std::vector<ChunkTransfer> chunks;
+  Urgency urgency = Urgency::kOffload;
+  bool all_or_nothing = false;  // after the first chunk that failed, those that are not begun are cancelled
+  bool polled = false;          // its result is for poll(), otherwise for wait()
+};
+
+struct JobResult {
+  JobId id = JobId::kNone;
+  Status status;  // that of the first chunk that failed; kAborted where some were only cancelled
+  std::vector<ChunkTransfer> chunks;
+};
+
+}  // namespace torpor
