@@ -152,14 +152,14 @@ def fuzz(arguments: list[str]) -> int:
         raise SetupError(f"tools/dev fuzz takes a number of runs, not {arguments[0]!r}")
     runs = int(arguments[0]) if arguments else FUZZ_RUNS_LONG
     setup.system_packages()
-    cmake_build("fuzz", ("fuzz_manifest", "fuzz_archive", "fuzz_section", "fuzz_answers", "fuzz_answers_log"))
+    cmake_build("fuzz", ("fuzz_manifest", "fuzz_archive", "fuzz_section", "fuzz_answers", "fuzz_answers_log", "fuzz_segment"))
     targets = sorted(p.name for p in (ROOT / "tests/fuzz/corpus").iterdir())
 
     def one(target: str) -> tuple[str, bool, str]:
         binary = (
             ROOT
             / "build/fuzz/tests/fuzz"
-            / (f"fuzz_{target}" if target in ("manifest", "archive", "answers", "answers_log") else "fuzz_section")
+            / (f"fuzz_{target}" if target in ("manifest", "archive", "answers", "answers_log", "segment") else "fuzz_section")
         )
         with tempfile.TemporaryDirectory() as found:  # new inputs go there, the corpus stays as it is
             command = [
