@@ -1,12 +1,12 @@
-// BlockTier: KV blocks below the device: a pool, which says who owns which block and finds them by identity, over a store,
-// which has their bytes (offload/store.h).
+// BlockTier: KV blocks below the device: a pool, which says who owns which block and finds them by identity, over a
+// store, which has their bytes (offload/store.h).
 //
-// A block is owned through its MutableBlock: claim() it, put() its bytes, remember() what was put, register it. Once it is
-// registered, everyone who holds a reference to it may get() its bytes.
+// A block is owned through its MutableBlock: claim() it, put() its bytes, remember() what was put, register it. Once it
+// is registered, everyone who holds a reference to it may get() its bytes.
 //
-// In a store whose slots are used once, a block that is evicted leaves its slot unused, and room comes back when the oldest
-// segment goes, with what is still in it. So about as many blocks stay as the pool has, and those that were put longest ago
-// go first. A block whose segment went while somebody kept it is not found when it is read: a miss.
+// In a store whose slots are used once, a block that is evicted leaves its slot unused, and room comes back when the
+// oldest segment goes, with what is still in it. So about as many blocks stay as the pool has, and those that were put
+// longest ago go first. A block whose segment went while somebody kept it is not found when it is read: a miss.
 //
 // What the store recovers is known by key alone; a block takes its place in the pool when it is first asked for.
 //
@@ -52,7 +52,7 @@ class BlockTier final : public Tier {
   const BlockPool& pool() const { return *pool_; }
   Store& store() { return *store_; }
   uint64_t bytes_per_block() const { return options_.bytes_per_block; }
-  size_t recovered() const;    // found at the start, and not asked for yet
+  size_t recovered() const;  // found at the start, and not asked for yet
   bool contains(const BlockIdentity& identity) const;
   bool contains(const Digest& hash) const;  // of some block
   // The block, kept; empty: it is not here.
@@ -68,9 +68,9 @@ class BlockTier final : public Tier {
   // Its bytes are not to be trusted: nobody finds it any more.
   void drop_damaged(const BlockRef& block);
 
-  // Something changed that blocks depend on: nothing of before is found again, after a restart neither. Blocks from now on
-  // belong to `space`; none: nobody can name it, so a restart finds none of them. Precondition: no block is on its way
-  // here.
+  // Something changed that blocks depend on: nothing of before is found again, after a restart neither. Blocks from now
+  // on belong to `space`; none: nobody can name it, so a restart finds none of them. Precondition: no block is on its
+  // way here.
   void forget_all(std::optional<Digest> space = {});
 
   // Tier. chunk->key.index: the block. Bytes for a disk: best at a multiple of 4096.
@@ -111,8 +111,9 @@ class BlockTier final : public Tier {
   };
   mutable Mutex mutex_;  // never held over a read, a write or a sync
   std::vector<Block> blocks_ TORPOR_GUARDED_BY(mutex_);
-  std::unordered_map<Digest, RecoveredSlot, HashOfDigest> recovered_ TORPOR_GUARDED_BY(mutex_);  // by the key's first half
-  std::deque<LiveSegment> segments_ TORPOR_GUARDED_BY(mutex_);                                   // oldest first
+  std::unordered_map<Digest, RecoveredSlot, HashOfDigest> recovered_
+      TORPOR_GUARDED_BY(mutex_);                                // by the key's first half
+  std::deque<LiveSegment> segments_ TORPOR_GUARDED_BY(mutex_);  // oldest first
   Slot next_ TORPOR_GUARDED_BY(mutex_) = 0;
   uint32_t space_ TORPOR_GUARDED_BY(mutex_) = 1;
 };

@@ -7,7 +7,6 @@
 
 #include <fmt/format.h>
 
-#include "base/page_buffer.h"
 #include "base/units.h"
 
 namespace torpor {
@@ -47,40 +46,7 @@ std::string sealed_name(const SavedChunk& chunk) {
 
 }  // namespace
 
-// Page-aligned memory for the stored form of one batch, lent to one call and kept for the next. A stack, so that giving
-// it back needs no memory.
-class DiskTier::Scratch {
- public:
-  class Lease {
-   public:
-    explicit Lease(DiskTier& tier) : tier_(tier) {
-      {
-        const MutexLock lock(tier.mutex_);
-        scratch_ = std::move(tier.idle_);
-        if (scratch_ != nullptr) tier.idle_ = std::move(scratch_->below_);
-      }
-      if (scratch_ == nullptr) scratch_ = std::make_unique<Scratch>();
-    }
-    ~Lease() {
-      const MutexLock lock(tier_.mutex_);
-      scratch_->below_ = std::move(tier_.idle_);
-      tier_.idle_ = std::move(scratch_);
-    }
-    PageBuffer* operator->() { return &scratch_->memory; }
-
-   private:
-    DiskTier& tier_;
-    std::unique_ptr<Scratch> scratch_;
-  };
-
-  PageBuffer memory;
-
- private:
-  std::unique_ptr<Scratch> below_;
-};
-
 DiskTier::DiskTier(ChunkFileOptions options) : options_(std::move(options)) {}
-DiskTier::~DiskTier() = default;
 
 Result<std::unique_ptr<DiskTier>> DiskTier::create(Directory& directory, std::string_view name,
                                                    ChunkFileOptions options) {
@@ -160,7 +126,7 @@ std::span<std::byte> DiskTier::encode(TierPart& part, std::span<std::byte> room)
 }
 
 void DiskTier::put(std::span<TierPart> parts) {
-  Scratch::Lease scratch(*this);
+  ScratchPool::Lease scratch(scratch_);
   uint64_t most = 0;
   for (const TierPart& part : parts)
     most += align_up(std::max<uint64_t>(compressed_bound(part.bytes.size()), part.bytes.size()), kPage);
@@ -226,7 +192,7 @@ Status DiskTier::decode(const SavedChunk& chunk, std::span<std::byte> stored, st
 }
 
 void DiskTier::get(std::span<TierPart> parts) {
-  Scratch::Lease scratch(*this);
+  ScratchPool::Lease scratch(scratch_);
   const auto in_place = [](const TierPart& part) {
     return part.chunk->codec == Codec::kNone && fits_direct_io(part.bytes);
   };

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "base/file_system.h"
-#include "base/mutex.h"
 #include "base/progress.h"
 #include "offload/codec.h"
+#include "offload/scratch.h"
 #include "offload/tier.h"
 
 namespace torpor {
@@ -44,8 +44,6 @@ class DiskTier final : public Tier {
   static Result<std::unique_ptr<DiskTier>> open(std::vector<OpenChunkFile> files, int32_t rank,
                                                 std::shared_ptr<ProgressMeter> progress = nullptr);
 
-  ~DiskTier() override;
-
   std::string_view kind() const override { return "disk"; }
   bool addressable() const override { return false; }
   Status prepare(uint64_t bytes, uint64_t chunks) override;
@@ -56,7 +54,6 @@ class DiskTier final : public Tier {
   uint64_t file_bytes() const { return end_; }  // of the new file; exact after finish()
 
  private:
-  class Scratch;
   struct Source {
     OpenChunkFile opened;
     uint64_t bytes = 0;
@@ -73,8 +70,7 @@ class DiskTier final : public Tier {
   std::map<ChunkKey, SavedChunk> known_;
   std::vector<Source> sources_;
   std::atomic<uint64_t> end_ = 0;  // where the next chunk goes
-  Mutex mutex_;
-  std::unique_ptr<Scratch> idle_ TORPOR_GUARDED_BY(mutex_);
+  ScratchPool scratch_;
 };
 
 }  // namespace torpor

@@ -39,9 +39,10 @@ std::span<std::byte> HostStore::memory_of(Slot slot) const {
 
 Result<std::span<std::byte>> HostStore::place(Slot slot, uint64_t bytes) {
   if (!has(slot) || bytes == 0 || bytes > options_.slot_bytes) {
-    return Error{.code = Code::kInvalidArgument,
-                 .what = fmt::format("{} bytes for slot {} of the host store", bytes, slot),
-                 .next_step = fmt::format("use slots 0 to {} and 1 to {} bytes", options_.slots - 1, options_.slot_bytes)};
+    return Error{
+        .code = Code::kInvalidArgument,
+        .what = fmt::format("{} bytes for slot {} of the host store", bytes, slot),
+        .next_step = fmt::format("use slots 0 to {} and 1 to {} bytes", options_.slots - 1, options_.slot_bytes)};
   }
   const MutexLock lock(mutex_);
   contents_[static_cast<size_t>(slot)] = {.record = {.bytes = bytes, .stored = bytes}};

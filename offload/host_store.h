@@ -1,5 +1,5 @@
-// HostStore: blocks in host memory: slots of one size in the arena, each at a multiple of 4096. Used again and again; what
-// is put into a used slot replaces what was there. Nothing outlives it.
+// HostStore: blocks in host memory: slots of one size in the arena, each at a multiple of 4096. Used again and again;
+// what is put into a used slot replaces what was there. Nothing outlives it.
 #pragma once
 
 #include <memory>

@@ -1,4 +1,5 @@
-// What segment_store.cpp and segment_store_life.cpp share: one segment as its store knows it. All under the store's lock.
+// What segment_store.cpp and segment_store_life.cpp share: one segment as its store knows it. All under the store's
+// lock.
 #pragma once
 
 #include <algorithm>
@@ -8,6 +9,10 @@
 #include "offload/segment_store.h"
 
 namespace torpor {
+
+// Sizes of files. Large ones are whole MiB: then the next file is likely to begin on one too, and so its large records,
+// which are read twice as fast there (record_offset).
+inline uint64_t granularity_of(uint64_t bytes) { return bytes >= 16 * kMiB ? kMiB : kPage; }
 
 // Direct I/O goes from and to such memory as it is.
 inline bool fits_pages(std::span<const std::byte> bytes) {
@@ -32,11 +37,12 @@ struct SegmentStore::Segment {
   std::shared_ptr<const Seal> seal;
   std::shared_ptr<File> file;  // null: closed
   State state = State::kMaking;
-  bool finished = false;        // cut and synced, or being so
+  bool finished = false;   // cut to its length
+  bool recovered = false;  // not written by this process
   bool name_is_durable = false;
-  uint64_t reserved = 0;     // of the disk
-  uint64_t end = kPage;      // where the next batch begins
-  uint64_t durable_end = 0;  // what lies before was synced
+  uint64_t reserved = 0;            // of the disk
+  uint64_t end = kPage;             // where the next batch begins
+  uint64_t durable_end = 0;         // what lies before was synced
   uint64_t broken_at = UINT64_MAX;  // of a batch page that is not there: what lies behind is not found after a restart
   std::set<uint64_t> under_way;     // batches being written
   std::vector<Place> places;

@@ -102,7 +102,9 @@ std::optional<uint32_t> segment_number(std::string_view name) {
   return number <= kMostNumber && segment_name(number) == name ? std::optional(number) : std::nullopt;
 }
 
-std::string leased_name(const SegmentHeader& header) { return fmt::format("seg-r{}-{:06}", header.rank, header.number); }
+std::string leased_name(const SegmentHeader& header) {
+  return fmt::format("seg-r{}-{:06}", header.rank, header.number);
+}
 
 uint64_t record_offset(uint64_t end, uint64_t stored) {
   // Reads that straddle these boundaries cost twice the time on disks behind a hypervisor.

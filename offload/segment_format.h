@@ -1,5 +1,5 @@
-// The bytes of a segment file: its header page and its batch pages (offload/SEGMENTS.md). Pure functions: what comes from
-// a file is checked here before anything is believed.
+// The bytes of a segment file: its header page and its batch pages (offload/SEGMENTS.md). Pure functions: what comes
+// from a file is checked here before anything is believed.
 #pragma once
 
 #include <memory>
@@ -22,11 +22,11 @@ inline constexpr size_t kBatchRecords = 40;  // most that one batch page describ
 struct SegmentHeader {
   uint32_t number = 0;  // of the file's name
   int32_t rank = 0;
-  int32_t slots = 0;    // a segment
-  Digest space;         // of the key space
-  SealId id{};          // random
+  int32_t slots = 0;  // a segment
+  Digest space;       // of the key space
+  SealId id{};        // random
   Protection protection = Protection::kNone;
-  KeyName key_name{};   // zero without a key
+  KeyName key_name{};  // zero without a key
 };
 
 struct SegmentRecord {
@@ -41,9 +41,9 @@ struct SegmentRecord {
   SealTag seal{};  // of the stored bytes
 };
 
-std::string segment_name(uint32_t number);                         // "seg-000123"
-std::optional<uint32_t> segment_number(std::string_view name);     // none: not the name of a segment
-std::string leased_name(const SegmentHeader& header);              // of its link in a checkpoint: "seg-r0-000123"
+std::string segment_name(uint32_t number);                      // "seg-000123"
+std::optional<uint32_t> segment_number(std::string_view name);  // none: not the name of a segment
+std::string leased_name(const SegmentHeader& header);           // of its link in a checkpoint: "seg-r0-000123"
 
 // Where a record of so many stored bytes begins if the one before it, or its batch page, ends at `end`.
 uint64_t record_offset(uint64_t end, uint64_t stored);

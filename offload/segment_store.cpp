@@ -95,7 +95,8 @@ SegmentStore::~SegmentStore() = default;
 // Each record in a batch of its own, and as far from the one before it as its alignment may want.
 uint64_t SegmentStore::most_bytes_of_segment(const SegmentStoreOptions& options) {
   const uint64_t record = align_up(options.record_bytes, kPage) + (options.record_bytes >= kMiB ? kMiB : 0);
-  return kPage + static_cast<uint64_t>(slots_of(options)) * (kPage + record);
+  const uint64_t most = kPage + static_cast<uint64_t>(slots_of(options)) * (kPage + record);
+  return align_up(most, granularity_of(most));
 }
 
 Result<std::unique_ptr<SegmentStore>> SegmentStore::open(FileSystem& file_system, const std::string& path,

@@ -1,17 +1,18 @@
-// SegmentStore: blocks on disk, in append-only segments: files PATH/rN/seg-000123 of rank N (SEGMENTS.md has the bytes).
+// SegmentStore: blocks on disk, in append-only segments: files PATH/rN/seg-000123 of rank N (SEGMENTS.md has the
+// bytes).
 //
 // A slot is a segment and a position in it. put() writes a batch with one submission: a page that describes up to 40
-// records, and the records. No byte of a file is ever written twice, so a place in it is nonce enough for the seal; a slot
-// is used once, a segment that an earlier process wrote gets nothing more. Room comes back by the segment.
+// records, and the records. No byte of a file is ever written twice, so a place in it is nonce enough for the seal; a
+// slot is used once, a segment that an earlier process wrote gets nothing more. Room comes back by the segment.
 //
 // A segment takes records until its slots are used, one of its batch pages could not be written, or others were begun
-// after it (kOpenSegments); then it is cut to its length and synced. Segments may be put to in any order, within that.
+// after it (kOpenSegments); then it is cut to its length. Segments may be put to in any order, within that.
 //
-// Failure: a record that cannot be written fails alone. An fsync that failed ends its segment: its slots are dropped, the
-// store goes on in the next. After a failed write nothing is put for `retry_interval` (accepting()).
+// Failure: a record that cannot be written fails alone. An fsync that failed ends its segment: its slots are dropped,
+// the store goes on in the next. After a failed write nothing is put for `retry_interval` (accepting()).
 //
-// At most `open_files` files are open, beside those that still take records. One process has a directory: another one is
-// refused.
+// At most `open_files` files are open, beside those that still take records. One process has a directory: another one
+// is refused.
 #pragma once
 
 #include <chrono>

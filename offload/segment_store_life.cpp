@@ -8,47 +8,41 @@
 
 namespace torpor {
 
-// Cuts and syncs segments that take no more. Where the disk failed just now, sync() is for who wants it: after an fsync
-// that fails too, all of the segment would be lost.
+// Cuts segments that take no more to their length. They are synced when somebody wants it, or when their files are to
+// be closed: an fsync in between would only hold up the writing.
 void SegmentStore::finish_ended() {
   struct Ended {
+    SegmentPtr segment;
     std::shared_ptr<File> file;
     uint64_t end = 0;
-    bool broken = false;
   };
-  std::vector<SegmentPtr> ended;
-  std::vector<Ended> files;
+  std::vector<Ended> ended;
   {
     const MutexLock lock(mutex_);
     ended.reserve(unfinished_.size());
-    files.reserve(unfinished_.size());
     std::erase_if(unfinished_, [&](const SegmentPtr& segment) TORPOR_NO_THREAD_SAFETY_ANALYSIS {
       if (segment->state == Segment::State::kMaking || !segment->under_way.empty()) return false;
       if (segment->state == Segment::State::kGone) return true;
       if (segment->state == Segment::State::kOpen && segment->used < segment->places.size()) return false;
       segment->state = Segment::State::kEnded;
       segment->finished = true;
-      ended.push_back(segment);
-      files.push_back(
-          {segment->file, std::min(segment->end, segment->broken_at), segment->broken_at != UINT64_MAX});
+      ended.push_back({segment, segment->file, segment->reserved});
+      uint64_t& end = ended.back().end;
+      const uint64_t used = std::min(segment->end, segment->broken_at);
+      end = std::min(end, align_up(used, granularity_of(end)));
       return true;
     });
   }
-  for (size_t i = 0; i < ended.size(); ++i) {
-    if (const Status cut = files[i].file->truncate(files[i].end); !cut) {
+  for (const Ended& each : ended) {
+    if (const Status cut = each.file->truncate(each.end); !cut) {
       log().warn("blocks on disk: {}", cut.error().to_string());
       continue;
     }
     const MutexLock lock(mutex_);
-    if (!ended[i]->is_there()) continue;
-    health_.held_bytes -= ended[i]->reserved - files[i].end;
-    ended[i]->reserved = files[i].end;
+    if (!each.segment->is_there()) continue;
+    health_.held_bytes -= each.segment->reserved - each.end;
+    each.segment->reserved = each.end;
   }
-  std::vector<SegmentPtr> whole;
-  for (size_t i = 0; i < ended.size(); ++i) {
-    if (!files[i].broken) whole.push_back(ended[i]);
-  }
-  if (!whole.empty()) (void)make_safe(whole);  // what cannot be made safe is dropped, counted and logged
   if (!ended.empty()) close_oldest();
 }
 
@@ -67,8 +61,8 @@ Status SegmentStore::sync() {
   });
 }
 
-// Files first, then their names, then they count as durable. A file or a name whose sync failed may be gone: the segment
-// is given up.
+// Files first, then their names, then they count as durable. A file or a name whose sync failed may be gone: the
+// segment is given up.
 Status SegmentStore::make_safe(std::span<const SegmentPtr> segments) {
   Status first;
   const auto give_up_all = [&](const std::vector<std::pair<SegmentPtr, uint64_t>>& all, const Error& error) {
@@ -247,12 +241,10 @@ Status SegmentStore::recover_segment(uint32_t number, uint32_t space, std::vecto
     const SegmentRecord& record = place.record;
     health_.recovered_bytes += record.stored;
     const auto slot = static_cast<Slot>(number * static_cast<uint32_t>(traits_.slots_per_segment) + record.position);
-    found.push_back({.slot = slot,
-                     .key = {.hash = record.hash, .group = record.group, .space = space},
-                     .record = {.bytes = record.bytes,
-                                .stored = record.stored,
-                                .digest = record.digest,
-                                .codec = record.codec}});
+    found.push_back(
+        {.slot = slot,
+         .key = {.hash = record.hash, .group = record.group, .space = space},
+         .record = {.bytes = record.bytes, .stored = record.stored, .digest = record.digest, .codec = record.codec}});
   }
   segments_.emplace(number, segment);
   return ok();
@@ -274,6 +266,7 @@ Result<SegmentStore::SegmentPtr> SegmentStore::read_segment(uint32_t number, uin
   segment->space = space;
   segment->state = Segment::State::kEnded;
   segment->finished = true;
+  segment->recovered = true;
   segment->reserved = file_bytes;
   Digest wanted;
   {
@@ -282,7 +275,8 @@ Result<SegmentStore::SegmentPtr> SegmentStore::read_segment(uint32_t number, uin
   }
   const SegmentHeader& header = segment->header;
   if (header.space != wanted || header.number != number || header.rank != options_.rank ||
-      header.slots != traits_.slots_per_segment || (segment->seal != nullptr && (header.protection == Protection::kEncrypted) != options_.encrypt)) {
+      header.slots != traits_.slots_per_segment ||
+      (segment->seal != nullptr && (header.protection == Protection::kEncrypted) != options_.encrypt)) {
     return Error{.code = Code::kIncompatible,
                  .what = "it is of another key space, another rank or another size",
                  .next_step = "compute its blocks again"};
@@ -325,15 +319,13 @@ Result<std::vector<LeasedRecord>> SegmentStore::lease(std::span<const Slot> slot
       auto& [holder, records] = wanted[segment->first];
       holder = segment->second;
       records.push_back(record);
-      leased.push_back({.slot = slot,
-                        .file = leased_name(segment->second->header),
-                        .id = segment->second->header.id,
-                        .offset = record.offset,
-                        .record = {.bytes = record.bytes,
-                                   .stored = record.stored,
-                                   .digest = record.digest,
-                                   .codec = record.codec},
-                        .seal = record.seal});
+      leased.push_back(
+          {.slot = slot,
+           .file = leased_name(segment->second->header),
+           .id = segment->second->header.id,
+           .offset = record.offset,
+           .record = {.bytes = record.bytes, .stored = record.stored, .digest = record.digest, .codec = record.codec},
+           .seal = record.seal});
     }
   }
   for (const auto& [number, entry] : wanted) TORPOR_TRY(link(*entry.first, entry.second, into));

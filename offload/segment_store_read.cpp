@@ -1,5 +1,6 @@
 // Reading from segments, and their open files.
 #include <algorithm>
+#include <iterator>
 
 #include <fmt/format.h>
 
@@ -122,18 +123,27 @@ Result<std::shared_ptr<File>> SegmentStore::file_of(Segment& segment) {
   return opened;
 }
 
-// Of those that take no more records, as many as are too many; those that were used longest ago.
+// Of those that take no more records, as many as are too many; those that were used longest ago. One that was not
+// synced is synced first: of a file that was closed, fsync may not know what became of it.
 void SegmentStore::close_oldest() {
+  std::vector<SegmentPtr> oldest;
+  std::vector<SegmentPtr> unsafe;
+  {
+    const MutexLock lock(mutex_);
+    for (const auto& [number, segment] : segments_) {
+      if (segment->file != nullptr && segment->finished) oldest.push_back(segment);
+    }
+    if (oldest.size() <= options_.open_files) return;
+    std::sort(oldest.begin(), oldest.end(),
+              [](const SegmentPtr& a, const SegmentPtr& b) { return a->last_use < b->last_use; });
+    oldest.resize(oldest.size() - options_.open_files);
+    std::copy_if(oldest.begin(), oldest.end(), std::back_inserter(unsafe),
+                 [](const SegmentPtr& segment) { return !segment->is_safe() && !segment->recovered; });
+  }
+  if (!unsafe.empty()) (void)make_safe(unsafe);  // what cannot be made safe is dropped, counted and logged
   std::vector<std::shared_ptr<File>> closing;
   const MutexLock lock(mutex_);
-  std::vector<Segment*> open;
-  for (const auto& [number, segment] : segments_) {
-    if (segment->file != nullptr && segment->finished) open.push_back(segment.get());
-  }
-  if (open.size() <= options_.open_files) return;
-  std::sort(open.begin(), open.end(), [](const Segment* a, const Segment* b) { return a->last_use < b->last_use; });
-  open.resize(open.size() - options_.open_files);
-  for (Segment* segment : open) closing.push_back(std::move(segment->file));
+  for (const SegmentPtr& segment : oldest) closing.push_back(std::move(segment->file));
 }
 
 }  // namespace torpor

@@ -1,6 +1,6 @@
-// Store: one rank's bytes of one tier, in numbered slots, a block's share in each. Who may use which slot, and what goes
-// first when it is full, the caller decides: a store does what it is told. Implementations: HostStore (host_store.h) and
-// SegmentStore (segment_store.h, on disk); what every one must do: tests/contract/store_contract.h.
+// Store: one rank's bytes of one tier, in numbered slots, a block's share in each. Who may use which slot, and what
+// goes first when it is full, the caller decides: a store does what it is told. Implementations: HostStore
+// (host_store.h) and SegmentStore (segment_store.h, on disk); what every one must do: tests/contract/store_contract.h.
 //
 // put(), get() and sync() return when their batch is over. A transfer lane calls them, and the lane is what makes them
 // asynchronous: it bounds what is under way, orders it and knows when it is over. Callbacks would give each store a
@@ -8,8 +8,8 @@
 //
 // A batch's parts end one by one: the failure of one never marks another. Nothing throws.
 //
-// Threads: all methods from any, several at once for different slots; recover() before the others. What is dropped while
-// somebody reads it is read whole or not found.
+// Threads: all methods from any, several at once for different slots; recover() before the others. What is dropped
+// while somebody reads it is read whole or not found.
 #pragma once
 
 #include <cstddef>
@@ -77,17 +77,17 @@ struct LeasedRecord {
 };
 
 struct StoreHealth {
-  std::string io;                 // how bytes go: File::io(); "memory"
-  bool degraded = false;          // the last write failed
-  std::string reason;             // the last failure
-  uint64_t held_bytes = 0;        // of the medium, reserved or in use
-  uint64_t put_bytes = 0;         // as stored
-  uint64_t got_bytes = 0;         // as stored
-  uint64_t recovered_bytes = 0;   // found at the start and believed, as stored
-  uint64_t dropped_bytes = 0;     // as stored
-  uint64_t copied_bytes = 0;      // by leases where links are refused
-  uint64_t write_errors = 0;      // parts
-  uint64_t read_errors = 0;       // parts
+  std::string io;                // how bytes go: File::io(); "memory"
+  bool degraded = false;         // the last write failed
+  std::string reason;            // the last failure
+  uint64_t held_bytes = 0;       // of the medium, reserved or in use
+  uint64_t put_bytes = 0;        // as stored
+  uint64_t got_bytes = 0;        // as stored
+  uint64_t recovered_bytes = 0;  // found at the start and believed, as stored
+  uint64_t dropped_bytes = 0;    // as stored
+  uint64_t copied_bytes = 0;     // by leases where links are refused
+  uint64_t write_errors = 0;     // parts
+  uint64_t read_errors = 0;      // parts
   uint64_t sync_errors = 0;
 };
 
@@ -120,8 +120,8 @@ class Store {
   // All that was put before is as safe as this store makes it. What cannot be made safe is dropped.
   virtual Status sync() = 0;
 
-  // Durable: everything of this key space that can be believed, as put() had it. Bytes are proven when they are read, so
-  // what was not synced may turn out damaged. What is of another key space is removed.
+  // Durable: everything of this key space that can be believed, as put() had it. Bytes are proven when they are read,
+  // so what was not synced may turn out damaged. What is of another key space is removed.
   virtual Result<std::vector<RecoveredSlot>> recover(uint32_t space);
   // Durable: keeps the records beyond drop() and beyond this process: the files that hold them appear in `into`.
   // kFailedPrecondition: one of them was not synced. The caller syncs `into`.

@@ -1,6 +1,5 @@
-// Tier: a place below device memory where chunks are put and found again. Implementations: HostTier and HostBlocks in
-// the arena, DiskTier (a checkpoint's chunk file) and DiskBlocks (slots) on disk. A remote tier fits behind the same
-// verbs.
+// Tier: a place below device memory where chunks are put and found again. Implementations: HostTier in the arena,
+// DiskTier (a checkpoint's chunk file), and for blocks BlockTier, over a Store (offload/store.h).
 //
 // Threads: all methods but prepare() and finish() may be called from several threads at once, for different chunks.
 #pragma once
@@ -18,8 +17,7 @@ namespace torpor {
 // One chunk on its way into a tier or out of it, with its bytes outside of the tier, and what became of it.
 struct TierPart {
   SavedChunk* chunk = nullptr;
-  std::span<std::byte>
-      bytes;  // chunk->bytes many. For DiskBlocks: at a multiple of 4096, in memory up to the next multiple
+  std::span<std::byte> bytes;  // chunk->bytes many
   Status status;
 };
 

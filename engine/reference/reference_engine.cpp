@@ -119,9 +119,8 @@ Status ReferenceEngine::build_tiers() {
   }
   if (tiers.disk_blocks > 0) {
     TORPOR_ASSIGN(const KeySpace space, key_space());
-    TORPOR_ASSIGN(std::unique_ptr<Store> store,
-                  SegmentStore::open(file_system_, tiers.disk_directory + "/store",
-                                     segments_for(tiers.disk_blocks, bytes), clock_));
+    TORPOR_ASSIGN(std::unique_ptr<Store> store, SegmentStore::open(file_system_, tiers.disk_directory + "/store",
+                                                                   segments_for(tiers.disk_blocks, bytes), clock_));
     TORPOR_ASSIGN(disk_, BlockTier::create(std::move(store), {pool_of(tiers.disk_blocks), bytes, space.digest()}));
     stores.push_back(disk_.get());
   }

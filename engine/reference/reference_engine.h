@@ -33,7 +33,7 @@ namespace torpor::reference {
 struct TierOptions {
   int32_t host_blocks = 0;  // 0: no such tier
   int32_t disk_blocks = 0;
-  std::string disk_directory;  // segments go below it, into "store"
+  std::string disk_directory;                      // segments go below it, into "store"
   EvictionPolicy eviction = EvictionPolicy::kLru;  // of both
   DiskOnboarding disk_onboarding = DiskOnboarding::kDirect;
   OffloadOptions offload;

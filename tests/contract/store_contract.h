@@ -141,8 +141,10 @@ TEST_P(StoreContract, EachPartHasItsOwnStatus) {
   std::vector<std::byte> a(5000);
   std::vector<std::byte> b(5000);
   std::vector<std::byte> short_one(4999);
-  std::vector<StorePart> back = {{.slot = slots[1], .bytes = b}, {.slot = slots[0], .bytes = a},
-                                 {.slot = -5, .bytes = b},       {.slot = slots[2], .bytes = short_one},
+  std::vector<StorePart> back = {{.slot = slots[1], .bytes = b},
+                                 {.slot = slots[0], .bytes = a},
+                                 {.slot = -5, .bytes = b},
+                                 {.slot = slots[2], .bytes = short_one},
                                  {.slot = slots[2], .bytes = b}};
   store().get(back);
   EXPECT_FAILS(back[0].status, Code::kNotFound);

@@ -83,8 +83,8 @@ TEST_F(WeightUpdate, NewRequestsFindKvOfOldWeightsInNoTierAndRunningOnesGoOn) {
   }
 }
 
-// On the same directory, after one engine computed with two sets of weights: whichever the next one has, it takes nothing
-// of the other's.
+// On the same directory, after one engine computed with two sets of weights: whichever the next one has, it takes
+// nothing of the other's.
 TEST_F(WeightUpdate, AfterARestartKvOfOtherWeightsIsNotFoundOnDisk) {
   const std::vector<int32_t> prompt(22, 5);
   const auto answer = [&](ReferenceEngine& engine, const std::string& id) {

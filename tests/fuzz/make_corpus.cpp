@@ -7,6 +7,7 @@
 #include "checkpoint/state_sections.h"
 #include "engine/delivery/delivery_log_file.h"
 #include "engine/rank_orders.h"
+#include "offload/segment_format.h"
 #include "tests/support/example_state.h"
 
 namespace {
@@ -101,6 +102,21 @@ int main(int argc, char** argv) {
     log.insert(log.end(), record.begin(), record.end());
   }
   write(directory, "delivery_log", log);
+  const SegmentHeader header{.slots = 64, .id = {1}};
+  const SegmentRecord record{.hash = {7}, .position = 3, .offset = 2 * kPage, .stored = 100, .bytes = 100};
+  Bytes segment(3 * kPage);
+  const std::span<std::byte> pages = std::as_writable_bytes(std::span(segment));
+  write_header(pages.first(kPage), header, nullptr);
+  write_batch(pages.subspan(kPage, kPage), header, kPage, {&record, 1}, nullptr);
+  Bytes beginnings{0};
+  for (size_t page = 0; page < 3; ++page)
+    beginnings.insert(beginnings.end(), segment.begin() + static_cast<std::ptrdiff_t>(page * kPage),
+                      segment.begin() + static_cast<std::ptrdiff_t>(page * kPage + 256));
+  write(directory, "segment", beginnings);
+  write(directory, "segment",
+        {1, 0, 0, 1,  50, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9,  // a batch of one record
+         1, 0, 2, 60, 0,  0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 0, 3, 60, 1, 20, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9},
+        "records");
   write(directory, "archive", {8, 1, 0, 0, 0, 0, 0, 0, 0, 2, 1, 0, 0, 0, 0, 0, 0, 0});
   return 0;
 }

@@ -5,8 +5,8 @@
 
 #include "kvcache/block_routes.h"
 #include "kvcache/block_tier.h"
-#include "offload/host_store.h"
 #include "kvcache/onboarding.h"
+#include "offload/host_store.h"
 
 #include <cstring>
 #include <random>
@@ -87,8 +87,9 @@ class BlockTiersTest : public ::testing::TestWithParam<bool> {
   }
   void open_disk(const Digest& space, const SegmentStoreOptions& options) {
     disk_.reset();
-    disk_ = value_of(BlockTier::create(value_of(open_segments(options)),
-                                       {{.num_blocks = 12, .block_tokens = kTokens}, layout_.bytes_per_block(), space}));
+    disk_ =
+        value_of(BlockTier::create(value_of(open_segments(options)),
+                                   {{.num_blocks = 12, .block_tokens = kTokens}, layout_.bytes_per_block(), space}));
   }
   void open_disk(const Digest& space = {}) { open_disk(space, disk_options()); }
   StoreHealth disk_health() { return disk_->store().health(); }
@@ -554,7 +555,7 @@ TEST_P(BlockTiersTest, ADiskThatFailsIsReportedAndServingGoesOn) {
     EXPECT_NE(disk_health().reason.find("injected"), std::string::npos);
     EXPECT_EQ(disk_health().write_errors, 3u);
     EXPECT_EQ(disk_->pool().info().cached, 0);
-    EXPECT_EQ(disk_->recovered(), native == EIO ? 0u : 3u);  // those of the round before
+    EXPECT_EQ(disk_->recovered(), native == EIO ? 0u : 3u);                          // those of the round before
     EXPECT_EQ(offload(names(blocks), &to_disk).count(BlockOutcome::kDegraded), 3u);  // not tried
     clock_.advance(10s);
     EXPECT_EQ(offload(names(blocks), &to_disk).count(BlockOutcome::kFailed), 3u);

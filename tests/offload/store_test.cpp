@@ -9,6 +9,7 @@
 
 #include "allocator/host_arena.h"
 #include "base/units.h"
+#include "base/watched_file_system.h"
 #include "offload/host_store.h"
 #include "offload/segment_store.h"
 #include "tests/contract/store_contract.h"
@@ -107,8 +108,10 @@ class DiskWorld : public StoreWorld {
 template <class World>
 StoreWay way(std::string name, SegmentStoreOptions options = {}) {
   return {std::move(name), [options]() -> std::unique_ptr<StoreWorld> {
-            if constexpr (std::is_same_v<World, HostWorld>) return std::make_unique<HostWorld>();
-            else return std::make_unique<World>(options);
+            if constexpr (std::is_same_v<World, HostWorld>)
+              return std::make_unique<HostWorld>();
+            else
+              return std::make_unique<World>(options);
           }};
 }
 
@@ -390,8 +393,9 @@ TEST(SegmentStore, I8WhateverByteOfADescriptionIsWrongItEndsThere) {
     DiskWorld probe(options);
     put_batches(probe.store(), 0, 4, 2);
     const uint64_t second = kPage + kPage + 2 * kContractRecord;  // the second batch page
-    for (const uint64_t at : {uint64_t{0}, uint64_t{9}, uint64_t{17}, uint64_t{33}, uint64_t{50}, uint64_t{100},
-                              uint64_t{4000}, second, second + 9, second + 25, second + 40, second + 120, second + 4000}) {
+    for (const uint64_t at :
+         {uint64_t{0}, uint64_t{9}, uint64_t{17}, uint64_t{33}, uint64_t{50}, uint64_t{100}, uint64_t{4000}, second,
+          second + 9, second + 25, second + 40, second + 120, second + 4000}) {
       DiskWorld world(options);
       put_batches(world.store(), 0, 4, 2);
       ASSERT_SUCCEEDS(world.store().sync());
@@ -403,8 +407,8 @@ TEST(SegmentStore, I8WhateverByteOfADescriptionIsWrongItEndsThere) {
 }
 
 TEST(SegmentStore, I8AWrongByteOfARecordIsSeen) {
-  for (const SegmentStoreOptions& options :
-       {SegmentStoreOptions{}, SegmentStoreOptions{.key = a_key(1)}, SegmentStoreOptions{.key = a_key(1), .encrypt = true}}) {
+  for (const SegmentStoreOptions& options : {SegmentStoreOptions{}, SegmentStoreOptions{.key = a_key(1)},
+                                             SegmentStoreOptions{.key = a_key(1), .encrypt = true}}) {
     DiskWorld world(options);
     put_batches(world.store(), 0, 2, 2);
     flip(world.file(0), 2 * kPage + 5000);
@@ -442,10 +446,8 @@ TEST(SegmentStore, TruncatedAtAnyPageWhatLiesBeforeIsFound) {
 }
 
 TEST(SegmentStore, SegmentsWithAnotherKeyOrOfAnotherKindAreNotBelieved) {
-  const std::vector<SegmentStoreOptions> kinds = {{},
-                                                  {.key = a_key(1)},
-                                                  {.key = a_key(2)},
-                                                  {.key = a_key(1), .encrypt = true}};
+  const std::vector<SegmentStoreOptions> kinds = {
+      {}, {.key = a_key(1)}, {.key = a_key(2)}, {.key = a_key(1), .encrypt = true}};
   for (size_t a = 0; a < kinds.size(); ++a) {
     for (size_t b = 0; b < kinds.size(); ++b) {
       DiskWorld world(kinds[a]);
@@ -625,6 +627,50 @@ TEST(LeasesOfOthers, AFileThatSomebodyElsePutThereIsNotTakenForTheSegment) {
   const Slot slot[] = {0};
   EXPECT_FALSE(world.store().lease(slot, *into).has_value());
   EXPECT_EQ(bytes_at(target / "seg-r3-000000", 0, 2 * kPage), noise);
+}
+
+// Recovery ends at the first batch page that is not there: what lies behind is durable only with it.
+TEST(SegmentStore, S6ASyncWaitsForBatchesThatAreBeingWrittenBefore) {
+  Mutex mutex;
+  CondVar changed;
+  bool holding = false;
+  bool released = false;
+  bool synced = false;
+  const auto files = make_watched_file_system(
+      linux_file_system(), [&](const char* call, const std::string& name) TORPOR_NO_THREAD_SAFETY_ANALYSIS -> Status {
+        if (name.find("/seg-") == std::string::npos) return ok();
+        const MutexLock lock(mutex);
+        if (std::string_view(call) == "sync") {
+          synced = true;
+          changed.notify_all();
+        } else if (std::string_view(call) == "pwrite_all" && !holding) {  // the first batch
+          holding = true;
+          changed.notify_all();
+          while (!released) changed.wait(mutex);
+        }
+        return ok();
+      });
+  const TemporaryDirectory temporary;
+  const auto store = value_of(SegmentStore::open(
+      *files, temporary / "store", {.record_bytes = kContractRecord, .slots_per_segment = kSlots}, system_clock()));
+  store->open_space(1, {});
+  std::thread first([&] { EXPECT_SUCCEEDS(put_one(*store, 0, 0)); });
+  {
+    const MutexLock lock(mutex);
+    while (!holding) changed.wait(mutex);
+  }
+  ASSERT_SUCCEEDS(put_one(*store, 1, 1));
+  std::thread second([&] { EXPECT_SUCCEEDS(store->sync()); });
+  {
+    const MutexLock lock(mutex);
+    if (!synced) changed.wait_for(mutex, 300ms);  // it may never come to that
+    EXPECT_FALSE(synced);
+    released = true;
+    changed.notify_all();
+  }
+  first.join();
+  second.join();
+  EXPECT_TRUE(synced);
 }
 
 // S5, whatever happens: over puts, failures, restarts and leases no byte is written twice.

@@ -37,7 +37,8 @@ class Writer {
  public:
   static Result<Writer> open(const SegmentWorld& world, const SegmentVariant& variant, bool other_space = false) {
     Writer writer(world);
-    TORPOR_ASSIGN(writer.store_, SegmentStore::open(world.file_system, world.directory, variant.options, system_clock()));
+    TORPOR_ASSIGN(writer.store_,
+                  SegmentStore::open(world.file_system, world.directory, variant.options, system_clock()));
     writer.store_->open_space(1, weights(other_space));
     TORPOR_TRY(writer.store_->recover(1));
     return writer;
@@ -138,10 +139,11 @@ Status lease(const SegmentWorld& world, const SegmentVariant& variant) {
 }
 
 Status lease_where_links_are_refused(const SegmentWorld& world, const SegmentVariant& variant) {
-  const auto refusing = make_watched_file_system(world.file_system, [](const char* call, const std::string& name) -> Status {
-    if (std::string_view(call) == "link_new") return system_error(EXDEV, "cannot link " + name);
-    return ok();
-  });
+  const auto refusing =
+      make_watched_file_system(world.file_system, [](const char* call, const std::string& name) -> Status {
+        if (std::string_view(call) == "link_new") return system_error(EXDEV, "cannot link " + name);
+        return ok();
+      });
   return lease({*refusing, world.directory, world.tell, world.leased}, variant);
 }
 
@@ -193,7 +195,8 @@ Result<std::map<Slot, bool>> look(SegmentStore& store, const SegmentPromise& pro
     found[each.slot] = proven;
     // Batches are put one after the other: none is found without those before it.
     for (Slot before = each.slot / kSlots * kSlots; before < each.slot; ++before) {
-      if (!found.contains(before)) return Error{.what = fmt::format("slot {} is found, and {} is not", each.slot, before)};
+      if (!found.contains(before))
+        return Error{.what = fmt::format("slot {} is found, and {} is not", each.slot, before)};
     }
   }
   return found;
@@ -201,7 +204,9 @@ Result<std::map<Slot, bool>> look(SegmentStore& store, const SegmentPromise& pro
 
 std::string lost_lease(FileSystem& file_system, const std::string& directory, const SegmentVariant& variant,
                        const LeasedRecord& leased) {
-  const auto lost = [&](const Error& error) { return fmt::format("lease of slot {}: {}", leased.slot, error.to_string()); };
+  const auto lost = [&](const Error& error) {
+    return fmt::format("lease of slot {}: {}", leased.slot, error.to_string());
+  };
   const auto kept = file_system.open_directory(directory + "-kept", false);
   if (!kept) return lost(kept.error());
   const auto file = (*kept)->open_file(leased.file);

@@ -1,5 +1,5 @@
-// What a store of segments does, and what must hold afterwards however it was cut off. Records are made from their slots:
-// whoever finds slot n knows its key and its bytes.
+// What a store of segments does, and what must hold afterwards however it was cut off. Records are made from their
+// slots: whoever finds slot n knows its key and its bytes.
 #pragma once
 
 #include <functional>
@@ -47,8 +47,8 @@ struct SegmentPromise {
 };
 
 // A store that comes now finds all of `must`, only what was put, of each segment no batch without those before it, and
-// never wrong bytes; it goes on, and the one after it finds that too. What was leased is there. With other weights nothing
-// is found. `leases`: those of a run that was not cut off. Empty: all right.
+// never wrong bytes; it goes on, and the one after it finds that too. What was leased is there. With other weights
+// nothing is found. `leases`: those of a run that was not cut off. Empty: all right.
 std::string broken_segment_promise(FileSystem& file_system, const std::string& directory, const SegmentVariant& variant,
                                    const SegmentPromise& promise, const std::set<Slot>& must,
                                    const std::vector<LeasedRecord>& leases);

@@ -112,7 +112,8 @@ class ModelDirectory final : public Directory {
   }
   Status link_new(std::string_view name, Directory& into, std::string_view to) override {
     auto* const target = dynamic_cast<ModelDirectory*>(&into);
-    if (target == nullptr || &target->system_ != &system_) return system_error(EXDEV, fmt::format("cannot link {}", join(name)));
+    if (target == nullptr || &target->system_ != &system_)
+      return system_error(EXDEV, fmt::format("cannot link {}", join(name)));
     if (!entry(name) || target->entry(to))
       return system_error(entry(name) ? EEXIST : ENOENT, fmt::format("cannot link {}", join(name)));
     system_.apply({.kind = Kind::kLink, .node = target->node_, .name = std::string(to), .target = *entry(name)});

@@ -1,7 +1,7 @@
 // KV blocks from the device to segments on disk and back, digests taken and checked, durable at the end of the writing;
 // beside the disk itself: direct I/O of the same sizes and the same depth into a file of the same kind, fresh in each
-// round, preallocated, synced, in place of the last round's, which goes. Baseline: plain pwrite and pread of block after
-// block through the page cache, synced at the end of the writing, the cache dropped before the reading.
+// round, preallocated, synced, in place of the last round's, which goes. Baseline: plain pwrite and pread of block
+// after block through the page cache, synced at the end of the writing, the cache dropped before the reading.
 //
 // Interleaved, median of the rounds, after one that only warms.
 #include <fcntl.h>
