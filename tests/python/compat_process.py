@@ -19,7 +19,6 @@ from vllm.plugins import load_general_plugins
 
 from torpor import errors
 from torpor.vllm import compat, plugin, serve
-from torpor.vllm.compat import imported
 from torpor.vllm.server import ServerPlugin
 
 STOCK = vllm.__version__  # a case may change it
@@ -32,8 +31,6 @@ def vllms_own() -> list:
         for module in part:
             loaded = importlib.import_module(module.name)
             found += [loaded, *(getattr(loaded, cls.name) for cls in module.classes)]
-            if any(cls.exact for cls in module.classes):
-                imported._class_bodies(module.name)  # read once, for all forks
     return found
 
 

@@ -71,9 +71,6 @@ class Reader(Protocol):
     def module(self, name: str) -> ModuleReader:
         """May raise anything."""
 
-    def forget(self) -> None:
-        """Gives back what it keeps to be quick."""
-
 
 def problems(modules: Iterable[Module], reader: Reader = imported) -> list[str]:
     """Where vLLM differs from `modules`, each by its full name. Empty if it agrees. Never raises."""
@@ -83,7 +80,6 @@ def problems(modules: Iterable[Module], reader: Reader = imported) -> list[str]:
             found += _module_problems(module, reader.module(module.name))
         except Exception as problem:  # an import can fail in any way
             found.append(f"{module.name} cannot be used: {type(problem).__name__}: {problem}")
-    reader.forget()
     return found
 
 

@@ -56,9 +56,6 @@ class SourceTree:
         """Whether the module is of this package, even if it does not exist."""
         return name.split(".")[0] == self._folder.name
 
-    def forget(self) -> None:
-        self._modules.clear()
-
     def _path(self, name: str) -> Path | None:
         if not self.holds(name):
             return None
