@@ -31,6 +31,7 @@ struct KeySpace {
   std::string hashing;  // how the engine makes keys: algorithm and seed
   int32_t ranks = 1;
   Digest digest() const;
+  friend bool operator==(const KeySpace&, const KeySpace&) = default;
 };
 
 }  // namespace torpor

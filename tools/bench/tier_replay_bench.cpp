@@ -2,6 +2,9 @@
 // found, where, and how that depends on the eviction policy. Beside it what no policy can beat: Belady's offline
 // optimum for one cache of all three together.
 //
+// And through a BlockIndex below the same device: host memory by LRU, disk by whole segments, the oldest first, without
+// and with appending again what was used; for one segment length after the other.
+//
 // Trace: JSON lines with "hash_ids", the prefix-chained ids of a request's blocks (Mooncake, FAST 2025). Without one,
 // prompts drawn from a Zipf distribution over conversations that grow. No bytes move; blocks are the pools' own.
 #include <array>
@@ -16,6 +19,7 @@
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
+#include "kvcache/block_index.h"
 #include "kvcache/block_routes.h"
 #include "tools/bench/bench.h"
 
@@ -118,6 +122,87 @@ Hits replay(const Trace& trace, const std::vector<int32_t>& sizes, EvictionPolic
   return hits;
 }
 
+// Host memory and disk as the index has them.
+class IndexTiers {
+ public:
+  IndexTiers(int32_t host, int32_t disk, int32_t segment, bool again)
+      : segment_(segment),
+        again_(again),
+        index_(must(BlockIndex::create(
+            {.host_slots = host, .disk_segments = std::max(disk / segment, 2), .segment_slots = segment}))) {}
+  // 1: host, 2: disk, 0: nowhere. What is found was used.
+  int use(const BlockKey& key) {
+    Places found;
+    if (index_->run({&key, 1}, {&found, 1}) == 0) return 0;
+    const StoreId store = found.host >= 0 ? StoreId::kHost : StoreId::kDisk;
+    const Slot slot = found.host >= 0 ? found.host : found.disk;
+    index_->pin(store, slot);
+    index_->unpin(store, slot);
+    return found.host >= 0 ? 1 : 2;
+  }
+  void put(const BlockKey& key) {
+    Places found;
+    (void)index_->run({&key, 1}, {&found, 1});
+    if (found.host < 0) stored(StoreId::kHost, index_->reserve(StoreId::kHost, &key));
+    if (found.disk >= 0) return;
+    if (again_) append_used_again();
+    stored(StoreId::kDisk, index_->reserve(StoreId::kDisk, &key));
+    (void)index_->take_dropped();
+  }
+  double appended_again() const { return static_cast<double>(appended_again_) / static_cast<double>(written_); }
+
+ private:
+  void stored(StoreId store, Result<Slot> slot) {
+    if (!slot) return;
+    written_ += store == StoreId::kDisk ? 1 : 0;
+    index_->commit(store, *slot);
+    index_->unpin(store, *slot);
+  }
+  // Of the segment that goes next, as soon as the last free one has begun, and as far as there is room.
+  void append_used_again() {
+    int64_t room = index_->disk_room();
+    const bool begun = room > last_room_;  // another one went since
+    last_room_ = room;
+    if (!begun || room >= segment_) return;
+    for (const LeavingBlock& block : index_->leaving()) {
+      if (!block.used || block.on_host || --room < 1) continue;
+      index_->pin(StoreId::kDisk, block.slot);
+      stored(StoreId::kDisk, index_->append_again(block.slot));
+      --last_room_;
+      index_->unpin(StoreId::kDisk, block.slot);
+      ++appended_again_;
+    }
+  }
+  const int32_t segment_;
+  const bool again_;
+  int64_t last_room_ = 0;
+  uint64_t written_ = 0;
+  uint64_t appended_again_ = 0;
+  std::unique_ptr<BlockIndex> index_;
+};
+
+Hits replay_index(const Trace& trace, const std::vector<int32_t>& sizes, IndexTiers& tiers) {
+  const auto device = must(BlockPool::create({.num_blocks = sizes[0], .block_tokens = 1}));
+  Hits hits{.by_tier = std::vector<uint64_t>(3)};
+  for (const std::vector<int32_t>& ids : trace) {
+    const std::vector<BlockIdentity> chain = chain_of(ids);
+    std::vector<BlockKey> keys(chain.size());
+    hits.blocks += chain.size();
+    bool found = true;
+    for (size_t i = 0; i < chain.size(); ++i) {
+      const Digest hash = chain[i].hash();
+      std::copy(hash.bytes.begin(), hash.bytes.end(), keys[i].hash.begin());
+      if (!found) continue;
+      const int below = device->match({&chain[i], 1}).empty() ? tiers.use(keys[i]) : -1;
+      found = below != 0;
+      if (found) ++hits.by_tier[below < 0 ? 0 : static_cast<size_t>(below)];
+    }
+    for (size_t i = chain.size(); i-- > 0;) put(*device, chain[i]);
+    for (size_t i = chain.size(); i-- > 0;) tiers.put(keys[i]);
+  }
+  return hits;
+}
+
 // Belady, "A study of replacement algorithms for a virtual-storage computer", 1966: evict what is used again last.
 double optimum(const Trace& trace, size_t capacity) {
   std::vector<int32_t> accesses;
@@ -156,7 +241,11 @@ int main(int argc, char** argv) {
       "Hit rates of a request trace in device, host and disk tiers, by eviction policy, beside the offline optimum."};
   std::string path;
   std::vector<int32_t> sizes = {1'000, 5'000, 20'000};
+  std::vector<int32_t> segments = {8, 32, 128};
   bool as_json = false;
+  app.add_option("--segments", segments, "blocks a segment on disk, one after the other; with three tiers")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1'000'000));
   app.add_option("--trace", path, "JSON lines with \"hash_ids\"; without it a trace is made")->check(CLI::ExistingFile);
   app.add_option("--blocks", sizes, "blocks of device, host and disk")
       ->capture_default_str()
@@ -193,21 +282,38 @@ int main(int argc, char** argv) {
     row["of_optimum"] = all / best;
     json["policies"].push_back(row);
   }
+  if (sizes.size() == 3) {
+    for (const int32_t segment : segments) {
+      for (const bool again : {false, true}) {
+        IndexTiers tiers(sizes[1], sizes[2], segment, again);
+        const Hits hits = replay_index(trace, sizes, tiers);
+        const double all = hits.rate(0) + hits.rate(1) + hits.rate(2);
+        json["policies"].push_back({{"policy", fmt::format("{}{}", segment, again ? " again" : "")},
+                                    {"device", hits.rate(0)},
+                                    {"host", hits.rate(1)},
+                                    {"disk", hits.rate(2)},
+                                    {"all", all},
+                                    {"of_optimum", all / best},
+                                    {"appended_again", tiers.appended_again()}});
+      }
+    }
+  }
   json["optimum"] = best;
   json["unbounded"] = unbounded;
   if (as_json) {
     std::cout << json.dump(2) << '\n';
     return 0;
   }
-  fmt::print("{} requests; share of their blocks found, by tier ({} blocks)\n{:<8}", trace.size(),
+  fmt::print("{} requests; share of their blocks found, by tier ({} blocks)\n{:<10}", trace.size(),
              fmt::join(sizes, ", "), "policy");
   for (size_t tier = 0; tier < sizes.size(); ++tier) fmt::print("{:>9}", kTiers[tier]);
   fmt::print("{:>9}   of the optimum\n", "all");
   for (const auto& row : json["policies"]) {
-    fmt::print("{:<8}", row["policy"].get<std::string>());
+    fmt::print("{:<10}", row["policy"].get<std::string>());
     for (size_t tier = 0; tier < sizes.size(); ++tier) fmt::print("{:>8.1f}%", 100 * row[kTiers[tier]].get<double>());
     fmt::print("{:>8.1f}%   {:.0f} %\n", 100 * row["all"].get<double>(), 100 * row["of_optimum"].get<double>());
   }
+  fmt::print("numbers: host by LRU, disk by segments of so many blocks; again: what was used is appended again\n");
   fmt::print("optimum {:.1f} % (Belady, one cache of {} blocks); without a bound {:.1f} %\n", 100 * best, distinct,
              100 * unbounded);
   return 0;

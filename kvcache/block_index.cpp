@@ -1,0 +1,427 @@
+#include "kvcache/block_index.h"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+namespace torpor {
+namespace {
+
+// Far enough ahead that memory has answered when its turn comes.
+constexpr size_t kAhead = 8;
+
+Error no_room(StoreId store) {
+  return {.code = Code::kResourceExhausted,
+          .what = fmt::format("every slot of the store {} is in use", name(store)),
+          .next_step = "unpin some, or give it more"};
+}
+
+}  // namespace
+
+std::string_view name(StoreId store) {
+  switch (store) {
+    case StoreId::kHost: return "host";
+    case StoreId::kDisk: return "disk";
+    case StoreId::kRemote: return "remote";
+  }
+  return "?";
+}
+
+Status BlockIndexOptions::validate() const {
+  const auto wrong = [](std::string what) {
+    return Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = "correct the option"};
+  };
+  for (const auto& [field, value] : {std::pair("host_slots", host_slots), std::pair("disk_segments", disk_segments),
+                                     std::pair("segment_slots", segment_slots), std::pair("remote_slots", remote_slots),
+                                     std::pair("device_blocks", device_blocks)}) {
+    if (value < 0 || value >= kMostSlots) return wrong(fmt::format("{} is {}", field, value));
+  }
+  if (disk_segments == 1) return wrong("disk_segments is 1: one is written while another one goes");
+  if ((disk_segments == 0) != (segment_slots == 0)) return wrong("disk_segments and segment_slots go together");
+  const int64_t disk_slots = int64_t{disk_segments} * segment_slots;
+  if (disk_slots >= kMostSlots) return wrong(fmt::format("the segments have {} slots", disk_slots));
+  if (host_slots + disk_slots + remote_slots >= int64_t{2} * kMostSlots)
+    return wrong("all stores together have too many slots");
+  return ok();
+}
+
+Result<std::unique_ptr<BlockIndex>> BlockIndex::create(const BlockIndexOptions& options) {
+  return catching([&]() -> Result<std::unique_ptr<BlockIndex>> {
+    TORPOR_TRY(options.validate());
+    std::unique_ptr<BlockIndex> made(new BlockIndex);
+    made->options_ = options;
+    const std::array<int32_t, kStores> sizes = {options.host_slots, options.disk_segments * options.segment_slots,
+                                                options.remote_slots};
+    size_t all = 0;
+    for (size_t store = 0; store < kStores; ++store) {
+      made->stores_[store].size = sizes[store];
+      TORPOR_ASSIGN(made->stores_[store].slots, FlatArray<SlotRecord>::create(static_cast<size_t>(sizes[store])));
+      all += static_cast<size_t>(sizes[store]);
+    }
+    TORPOR_ASSIGN(made->table_, KeyTable::create(all));
+    TORPOR_ASSIGN(made->segments_, FlatArray<Segment>::create(static_cast<size_t>(options.disk_segments)));
+    TORPOR_ASSIGN(made->backings_, FlatArray<Backing>::create(static_cast<size_t>(options.device_blocks)));
+    const size_t droppable = static_cast<size_t>(options.host_slots) + static_cast<size_t>(options.disk_segments);
+    made->dropped_.reserve(droppable);
+    made->in_dropped_.resize(droppable / 64 + 1);
+    return made;
+  });
+}
+
+void BlockIndex::misused(std::string_view call, StoreId store, int64_t slot) noexcept {
+  if (!misuse_.empty()) return;  // the first is the cause of those that follow
+  (void)catching([&] {
+    misuse_ = fmt::format("{}() does not fit the state of slot {} of the store {}", call, slot, name(store));
+    return ok();
+  });
+}
+
+size_t BlockIndex::run(std::span<const BlockKey> chain, std::span<Places> places) const {
+  const size_t size = std::min(chain.size(), places.size());
+  std::array<uint32_t, 4 * kAhead> hashes;  // of the keys from here to 2 kAhead on
+  const auto hash = [&](size_t at) -> uint32_t& { return hashes[at % hashes.size()]; };
+  const auto take_up = [&](size_t at) {
+    if (at >= size) return;
+    hash(at) = KeyTable::hash_of(chain[at]);
+    table_.prefetch_cells(hash(at));
+  };
+  const auto look_at = [&](size_t at) {
+    if (at < size) table_.prefetch_entry(hash(at));
+  };
+  for (size_t at = 0; at < 2 * kAhead; ++at) take_up(at);
+  for (size_t at = 0; at < kAhead; ++at) look_at(at);
+  for (size_t at = 0; at < size; ++at) {
+    take_up(at + 2 * kAhead);
+    look_at(at + kAhead);
+    if (!KeyTable::fits(chain[at]) || retired(chain[at].space)) return at;
+    const int32_t entry = table_.find(chain[at], hash(at));
+    if (entry < 0) return at;
+    const auto& refs = table_[entry].refs;
+    places[at] = {.host = refs[0].visible_slot(), .disk = refs[1].visible_slot(), .remote = refs[2].visible()};
+    if (!places[at].anywhere()) return at;
+  }
+  return size;
+}
+
+Result<Slot> BlockIndex::reserve(StoreId store, const BlockKey* key) {
+  if (key == nullptr) {
+    if (store != StoreId::kHost) {
+      return catching([&]() -> Result<Slot> {
+        return Error{.code = Code::kInvalidArgument,
+                     .what = fmt::format("a block without a key has no place in the store {}", name(store)),
+                     .next_step = "keep it in host memory, or in the checkpoint's own file"};
+      });
+    }
+    const Slot slot = free_slot(store);
+    if (slot < 0) return catching([&]() -> Result<Slot> { return no_room(store); });
+    start(store, slot, -1);
+    return slot;
+  }
+  if (!KeyTable::fits(*key)) {
+    return catching([&]() -> Result<Slot> {
+      return Error{.code = Code::kInvalidArgument,
+                   .what = fmt::format("group {} of key space {}", key->group, key->space),
+                   .next_step = fmt::format("stay below {} and {}", kMostGroups, kMostSpaces)};
+    });
+  }
+  const uint32_t hash = KeyTable::hash_of(*key);
+  int32_t entry = table_.find(*key, hash);
+  if (retired(key->space) || (entry >= 0 && ref(entry, store).any())) {
+    return catching([&]() -> Result<Slot> {
+      return Error{.code = Code::kFailedPrecondition,
+                   .what = retired(key->space) ? "its key space is retired" : "it is there, or on its way",
+                   .next_step = "leave it out"};
+    });
+  }
+  const Slot slot = store == StoreId::kDisk ? next_position() : free_slot(store);
+  if (slot < 0) return catching([&]() -> Result<Slot> { return no_room(store); });
+  if (entry < 0) entry = table_.insert(*key, hash);
+  ref(entry, store) = SlotRef(slot, false);
+  start(store, slot, entry);
+  return slot;
+}
+
+// `entry` may name another slot: of one that this is to replace.
+void BlockIndex::start(StoreId store, Slot slot, int32_t entry) {
+  SlotRecord& record = store_of(store).slots[slot];
+  record = {
+      .before = -1, .after = -1, .entry = entry, .pins = 1, .generation = record.generation, .state = State::kReserved};
+  ++store_of(store).counts.reserved;
+  if (store == StoreId::kDisk) ++segments_[segment_of(slot)].pins;
+}
+
+BlockIndex::SlotRecord* BlockIndex::known(StoreId store, Slot slot) {
+  Store& of = store_of(store);
+  if (slot < 0 || slot >= of.size || of.slots[slot].state == State::kFree) return nullptr;
+  return &of.slots[slot];
+}
+
+// --- room
+// --------------------------------------------------------------------------------------------------------------
+
+Slot BlockIndex::free_slot(StoreId store) {
+  Store& of = store_of(store);
+  if (of.free < 0 && of.fresh == of.size) {
+    for (const Order order : {Order::kStale, Order::kClean, Order::kDirty}) {
+      const Slot oldest = of.lists[static_cast<size_t>(order)].first;
+      if (oldest < 0) continue;
+      ++(order == Order::kStale   ? of.counts.evicted_stale
+         : order == Order::kClean ? of.counts.evicted_clean
+                                  : of.counts.evicted_dirty);
+      hide(store, oldest);
+      break;
+    }
+  }
+  if (of.free >= 0) {
+    const Slot slot = of.free;
+    of.free = of.slots[slot].after;
+    return slot;
+  }
+  return of.fresh < of.size ? of.fresh++ : -1;
+}
+
+// Nothing finds it, nobody pins it.
+void BlockIndex::let_go(StoreId store, Slot slot) {
+  Store& of = store_of(store);
+  SlotRecord& record = of.slots[slot];
+  if (store == StoreId::kDisk) {
+    record.state = State::kSpent;
+    return;
+  }
+  record.state = State::kFree;
+  record.after = of.free;
+  of.free = slot;
+  if (store == StoreId::kHost) {
+    uint64_t& word = in_dropped_[static_cast<size_t>(slot) / 64];
+    const uint64_t bit = uint64_t{1} << (slot % 64);
+    if ((word & bit) == 0) dropped_.push_back({StoreId::kHost, slot});
+    word |= bit;
+  }
+}
+
+// A visible slot is no longer found, neither by its key nor as a backing.
+void BlockIndex::hide(StoreId store, Slot slot) {
+  Store& of = store_of(store);
+  SlotRecord& record = of.slots[slot];
+  leave_line(store, slot);
+  if (store == StoreId::kDisk && !stale(record)) useful_changed(segment_of(slot), -1);
+  unlink(store, slot);
+  ++record.generation;
+  --of.counts.visible;
+  if (record.pins > 0) {
+    record.state = State::kDoomed;
+    ++of.counts.doomed;
+  } else {
+    let_go(store, slot);
+  }
+}
+
+// Its key no longer names it; a key that names nothing goes.
+void BlockIndex::unlink(StoreId store, Slot slot) {
+  SlotRecord& record = store_of(store).slots[slot];
+  const int32_t entry = record.entry;
+  if (entry < 0) return;
+  record.entry = -1;
+  if (store == StoreId::kDisk && record.before >= 0) {  // it was to replace another one, which stays
+    store_of(store).slots[record.before].after = -1;
+    record.before = -1;
+    return;
+  }
+  if (store == StoreId::kDisk && record.after >= 0) {  // the one that was to replace it comes all the same
+    SlotRecord& next = store_of(store).slots[record.after];
+    ref(entry, store) = SlotRef(record.after, false);
+    next.before = -1;
+    record.after = -1;
+  } else {
+    ref(entry, store) = SlotRef();
+  }
+  if (store == StoreId::kDisk) host_reordered(entry);
+  if (table_[entry].empty()) table_.erase(entry);
+}
+
+// --- what goes first
+// ---------------------------------------------------------------------------------------------------
+
+BlockIndex::Order BlockIndex::order_of(StoreId store, const SlotRecord& record) const {
+  if (stale(record)) return Order::kStale;
+  const bool elsewhere = store == StoreId::kRemote || table_[record.entry].refs[1].visible();
+  return elsewhere ? Order::kClean : Order::kDirty;
+}
+
+// A visible slot that nobody pins, as the last one of its kind to go.
+void BlockIndex::line_up(StoreId store, Slot slot) {
+  if (store == StoreId::kDisk) return;
+  Store& of = store_of(store);
+  SlotRecord& record = of.slots[slot];
+  record.order = order_of(store, record);
+  of.lists[static_cast<size_t>(record.order)].push_back(of.slots, slot);
+}
+
+void BlockIndex::leave_line(StoreId store, Slot slot) {
+  Store& of = store_of(store);
+  SlotRecord& record = of.slots[slot];
+  if (record.order == Order::kNone) return;
+  of.lists[static_cast<size_t>(record.order)].remove(of.slots, slot);
+  record.order = Order::kNone;
+}
+
+// The block came to disk or went from there: its host slot goes with the others of its new kind, as used last of them.
+void BlockIndex::host_reordered(int32_t entry) {
+  const Slot slot = ref(entry, StoreId::kHost).visible_slot();
+  if (slot < 0) return;
+  SlotRecord& record = store_of(StoreId::kHost).slots[slot];
+  if (record.order == Order::kNone || record.order == order_of(StoreId::kHost, record)) return;
+  leave_line(StoreId::kHost, slot);
+  line_up(StoreId::kHost, slot);
+}
+
+Status BlockIndex::retire(uint32_t space) {
+  if (space >= kMostSpaces || retired(space)) return ok();
+  TORPOR_TRY(catching([&] {
+    if (retired_.size() <= space) retired_.resize(space + 1);
+    return ok();
+  }));
+  retired_[space] = 1;
+  for (const StoreId store : {StoreId::kHost, StoreId::kRemote}) {
+    for (const Order order : {Order::kClean, Order::kDirty}) {  // in their order
+      Slot next = -1;
+      for (Slot slot = store_of(store).lists[static_cast<size_t>(order)].first; slot >= 0; slot = next) {
+        next = store_of(store).slots[slot].after;
+        if (!stale(store_of(store).slots[slot])) continue;
+        leave_line(store, slot);
+        line_up(store, slot);
+      }
+    }
+  }
+  recount_segments();
+  return ok();
+}
+
+// --- a slot's life
+// -----------------------------------------------------------------------------------------------------
+
+void BlockIndex::commit(StoreId store, Slot slot) {
+  SlotRecord* record = known(store, slot);
+  if (record == nullptr || record->state != State::kReserved) return misused("commit", store, slot);
+  Store& of = store_of(store);
+  record->state = State::kVisible;
+  --of.counts.reserved;
+  ++of.counts.visible;
+  if (record->entry < 0) return;
+  if (store == StoreId::kDisk) {
+    if (!stale(*record)) useful_changed(segment_of(slot), 1);
+    if (record->before >= 0) replace(slot);
+  }
+  ref(record->entry, store) = SlotRef(slot, true);
+  if (store == StoreId::kDisk) host_reordered(record->entry);
+}
+
+// The new slot takes the place of the one that it was copied from.
+void BlockIndex::replace(Slot by) {
+  Store& of = store_of(StoreId::kDisk);
+  const Slot old = of.slots[by].before;
+  of.slots[by].before = -1;
+  of.slots[old].after = -1;
+  if (!stale(of.slots[old])) useful_changed(segment_of(old), -1);
+  of.slots[old].entry = -1;  // the key goes on, with the new one
+  hide(StoreId::kDisk, old);
+}
+
+void BlockIndex::abandon(StoreId store, Slot slot, bool unproven) {
+  SlotRecord* record = known(store, slot);
+  if (record == nullptr || record->state != State::kReserved) return misused("abandon", store, slot);
+  Store& of = store_of(store);
+  unlink(store, slot);
+  --of.counts.reserved;
+  if (unproven) {  // its pin stays for ever, and on disk with it its segment
+    record->state = State::kQuarantined;
+    ++of.counts.quarantined;
+    return;
+  }
+  record->state = State::kDoomed;
+  ++of.counts.doomed;
+  unpin(store, slot);
+}
+
+void BlockIndex::damaged(StoreId store, Slot slot) {
+  const SlotRecord* record = known(store, slot);
+  if (record != nullptr && record->state == State::kDoomed) return;  // another load has said so
+  if (record == nullptr || record->state != State::kVisible) return misused("damaged", store, slot);
+  hide(store, slot);
+}
+
+void BlockIndex::pin(StoreId store, Slot slot) {
+  SlotRecord* record = known(store, slot);
+  if (record == nullptr || (record->state != State::kReserved && record->state != State::kVisible) ||
+      record->pins == UINT32_MAX)
+    return misused("pin", store, slot);
+  leave_line(store, slot);
+  ++record->pins;
+  record->used = true;
+  if (store == StoreId::kDisk) ++segments_[segment_of(slot)].pins;
+}
+
+void BlockIndex::unpin(StoreId store, Slot slot) {
+  SlotRecord* record = known(store, slot);
+  // Who reserved it keeps it until its fate is known.
+  const uint32_t stays = record == nullptr                                                           ? 0
+                         : record->state == State::kReserved || record->state == State::kQuarantined ? 1u
+                                                                                                     : 0u;
+  if (record == nullptr || record->pins <= stays) return misused("unpin", store, slot);
+  --record->pins;
+  if (store == StoreId::kDisk) --segments_[segment_of(slot)].pins;
+  if (record->pins > 0) return;
+  if (record->state == State::kVisible) return line_up(store, slot);
+  --store_of(store).counts.doomed;
+  let_go(store, slot);
+}
+
+void BlockIndex::back(int32_t block, Stamp stamp, StoreId store, Slot slot) {
+  const SlotRecord* record = known(store, slot);
+  if (record == nullptr || record->state != State::kVisible || block < 0 || block >= options_.device_blocks ||
+      stamp == Stamp::kNone)
+    return misused("back", store, slot);
+  Backing& backing = backings_[block];
+  if (backing.stamp != stamp) backing = {.stamp = stamp, .slots = {}, .generations = {}};
+  backing.slots[static_cast<size_t>(store)] = slot + 1;
+  backing.generations[static_cast<size_t>(store)] = record->generation;
+}
+
+Places BlockIndex::backing(int32_t block, Stamp stamp) const {
+  if (block < 0 || block >= options_.device_blocks || stamp == Stamp::kNone) return {};
+  const Backing& backing = backings_[block];
+  if (backing.stamp != stamp) return {};
+  const auto slot = [&](StoreId store) -> Slot {
+    const Slot found = backing.slots[static_cast<size_t>(store)] - 1;
+    if (found < 0) return -1;
+    const SlotRecord& record = store_of(store).slots[found];
+    const bool same =
+        record.state == State::kVisible && record.generation == backing.generations[static_cast<size_t>(store)];
+    return same ? found : -1;
+  };
+  return {.host = slot(StoreId::kHost), .disk = slot(StoreId::kDisk), .remote = slot(StoreId::kRemote) >= 0};
+}
+
+std::vector<Dropped> BlockIndex::take_dropped() {
+  std::vector<Dropped> taken;
+  const Status copied = catching([&] {
+    taken = dropped_;
+    return ok();
+  });
+  if (!copied) return {};
+  for (const Dropped& each : dropped_) {
+    const auto bit = static_cast<size_t>(each.number + (each.store == StoreId::kDisk ? options_.host_slots : 0));
+    in_dropped_[bit / 64] &= ~(uint64_t{1} << (bit % 64));
+  }
+  dropped_.clear();  // its memory stays
+  return taken;
+}
+
+uint64_t BlockIndex::bytes() const {
+  uint64_t bytes = table_.bytes() + segments_.bytes() + backings_.bytes() + dropped_.capacity() * sizeof(Dropped) +
+                   in_dropped_.size() * sizeof(uint64_t) + retired_.capacity();
+  for (const Store& store : stores_) bytes += store.slots.bytes();
+  return bytes;
+}
+
+}  // namespace torpor
