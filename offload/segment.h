@@ -1,12 +1,15 @@
-// What segment_store.cpp and segment_store_life.cpp share: one segment as its store knows it. All under the store's
-// lock.
+// One segment as its store knows it. All under the store's lock.
 #pragma once
 
 #include <algorithm>
+#include <memory>
+#include <set>
+#include <vector>
 
 #include <fmt/format.h>
 
-#include "offload/segment_store.h"
+#include "base/file_system.h"
+#include "offload/segment_format.h"
 
 namespace torpor {
 
@@ -25,7 +28,8 @@ inline Error no_memory_for(uint64_t bytes) {
           .next_step = "free some and try again"};
 }
 
-struct SegmentStore::Segment {
+// A file of records, and what became of each of its slots.
+struct Segment {
   enum class State : uint8_t { kMaking, kOpen, kEnded, kGone };
   enum class Use : uint8_t { kUnused, kWriting, kStored, kGone };
   struct Place {
@@ -51,27 +55,6 @@ struct SegmentStore::Segment {
 
   bool is_there() const { return state == State::kOpen || state == State::kEnded; }
   bool is_safe() const { return name_is_durable && durable_end >= std::min(end, broken_at); }
-};
-
-// The directory is used by one thread at a time; who waits for its turn holds no lock meanwhile.
-class SegmentStore::DirectoryTurn {
- public:
-  explicit DirectoryTurn(SegmentStore& store) : store_(store) {
-    const MutexLock lock(store_.mutex_);
-    while (store_.directory_busy_) store_.changed_.wait(store_.mutex_);
-    store_.directory_busy_ = true;
-  }
-  ~DirectoryTurn() {
-    const MutexLock lock(store_.mutex_);
-    store_.directory_busy_ = false;
-    store_.changed_.notify_all();
-  }
-  DirectoryTurn(const DirectoryTurn&) = delete;
-  DirectoryTurn& operator=(const DirectoryTurn&) = delete;
-  Directory* operator->() { return store_.directory_.get(); }
-
- private:
-  SegmentStore& store_;
 };
 
 }  // namespace torpor

@@ -32,6 +32,8 @@
 
 namespace torpor {
 
+struct Segment;  // offload/segment.h
+
 struct SegmentStoreOptions {
   int32_t rank = 0;
   uint64_t record_bytes = 0;      // most of one record
@@ -72,7 +74,6 @@ class SegmentStore final : public Store {
   static uint64_t most_bytes_of_segment(const SegmentStoreOptions& options);
 
  private:
-  struct Segment;
   struct Batch;
   struct Reading;
   class DirectoryTurn;
@@ -136,6 +137,27 @@ class SegmentStore final : public Store {
   std::set<std::string> copies_ TORPOR_GUARDED_BY(mutex_);  // files of leases that are not links
   StoreHealth health_ TORPOR_GUARDED_BY(mutex_);
   std::chrono::nanoseconds failed_at_ TORPOR_GUARDED_BY(mutex_){};
+};
+
+// The directory is used by one thread at a time; who waits for its turn holds no lock meanwhile.
+class SegmentStore::DirectoryTurn {
+ public:
+  explicit DirectoryTurn(SegmentStore& store) : store_(store) {
+    const MutexLock lock(store_.mutex_);
+    while (store_.directory_busy_) store_.changed_.wait(store_.mutex_);
+    store_.directory_busy_ = true;
+  }
+  ~DirectoryTurn() {
+    const MutexLock lock(store_.mutex_);
+    store_.directory_busy_ = false;
+    store_.changed_.notify_all();
+  }
+  DirectoryTurn(const DirectoryTurn&) = delete;
+  DirectoryTurn& operator=(const DirectoryTurn&) = delete;
+  Directory* operator->() { return store_.directory_.get(); }
+
+ private:
+  SegmentStore& store_;
 };
 
 }  // namespace torpor

@@ -5,6 +5,7 @@
 
 #include "base/log.h"
 #include "offload/segment.h"
+#include "offload/segment_store.h"
 
 namespace torpor {
 
