@@ -47,8 +47,7 @@ class RegionImages {
   };
   using Images = std::map<std::string, Image, std::less<>>;  // by tag
 
-  explicit RegionImages(Parts parts)
-      : parts_(std::move(parts)), contents_(parts_.device, parts_.allocator) {}
+  explicit RegionImages(Parts parts) : parts_(std::move(parts)), contents_(parts_.device, parts_.allocator) {}
 
   // From now on `tag` holds KV blocks laid out like this.
   Status set_kv_layout(std::string tag, KvLayout layout);

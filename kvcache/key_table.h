@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
-#include "offload/block_key.h"
 #include "kvcache/flat_array.h"
+#include "offload/block_key.h"
 
 namespace torpor {
 
