@@ -170,13 +170,15 @@ void SegmentStore::drop(std::span<const SlotRange> ranges) {
     const int64_t first = std::max<int64_t>(range.first, 0);
     const int64_t end = int64_t{range.first} + range.count;
     for (int64_t number = first / slots; number * slots < end; ++number) {
-      const int64_t from = std::max(first - number * slots, int64_t{0});
-      const int64_t to = std::min(end - number * slots, slots);
       std::shared_ptr<File> closing;
       {
         const MutexLock lock(mutex_);
-        const auto found = segments_.find(static_cast<uint32_t>(number));
-        if (found == segments_.end() || found->second->state == Segment::State::kGone) continue;
+        const auto found = segments_.lower_bound(static_cast<uint32_t>(number));  // of those that are there
+        if (found == segments_.end() || int64_t{found->first} * slots >= end) break;
+        number = found->first;
+        if (found->second->state == Segment::State::kGone) continue;
+        const int64_t from = std::max(first - number * slots, int64_t{0});
+        const int64_t to = std::min(end - number * slots, slots);
         Segment& segment = *found->second;
         if (from > 0 || to < slots) {
           for (int64_t position = from; position < to; ++position) {
