@@ -246,8 +246,8 @@ void SegmentStore::end_older() {
     if (segment->state == Segment::State::kOpen && segment->header.number + kOpenSegments <= newest_)
       segment->state = Segment::State::kEnded;
   }
-  std::erase_if(segments_, [this](const auto& entry) {
-    return entry.second->state == Segment::State::kGone && entry.first + kOpenSegments <= newest_;
+  std::erase_if(segments_, [newest = newest_](const auto& entry) {
+    return entry.second->state == Segment::State::kGone && entry.first + kOpenSegments <= newest;
   });
 }
 
