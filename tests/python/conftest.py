@@ -26,6 +26,11 @@ ENGINE = {
 }  # fmt: skip
 
 
+def long_on_rig(test):
+    """There only in tools/dev proof; on the CPU in each run."""
+    return pytest.mark.long(test) if rig.active() else test
+
+
 COLLECTED = pytest.StashKey[list]()  # of each mark "feature": the test's file, the row, its ways
 
 

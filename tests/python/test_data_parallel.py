@@ -6,7 +6,7 @@ import os
 
 import pytest
 import rig
-from conftest import ENGINE
+from conftest import ENGINE, long_on_rig
 from requests_of_tests import REQUESTS
 from test_other_processes import in_other_processes  # noqa: F401
 from vllm import SamplingParams
@@ -61,6 +61,7 @@ def checkpoints(directory) -> dict[str, list[str]]:
 @pytest.mark.feature("data parallel ranks", "in process", "new process")
 @pytest.mark.slow
 @pytest.mark.rig
+@long_on_rig
 def test_all_ranks_sleep_or_none_and_a_checkpoint_is_of_all_of_them(
     in_other_processes, zygote, tiny_model, tmp_path, monkeypatch  # noqa: F811
 ):  # fmt: skip

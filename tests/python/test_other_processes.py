@@ -49,7 +49,7 @@ def written(answers: dict) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.rig)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=[pytest.mark.rig, *(() if rig.active() else [pytest.mark.long])])])
 def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
     in_other_processes, zygote, tiny_model, tmp_path, monkeypatch, ranks
 ):  # fmt: skip

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import rig
-from conftest import result_of
+from conftest import long_on_rig, result_of
 from requests_of_tests import final
 
 HERE = Path(__file__).parent
@@ -16,6 +16,7 @@ DEPTH = 3 if rig.active() else 2  # batches at most, and one less between steps
 @pytest.mark.feature("pipeline stages", "in process", "new process", "take-over")
 @pytest.mark.slow
 @pytest.mark.rig
+@long_on_rig
 def test_two_stages_sleep_and_a_new_process_goes_on(zygote, tiny_model, tmp_path):
     def process(what, values):
         words = [HERE / "pipeline_process.py", what, tiny_model, tmp_path / "store", json.dumps(values)]

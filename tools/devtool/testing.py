@@ -139,7 +139,8 @@ def whole_gpu_path() -> int:
     env = os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"} | rig_environment()
     engines = pytest_on_rig(python, *(f"tests/python/test_{name}.py" for name in ENGINES))
     too_long = [python, "-m", "pytest", *PYTEST_OPTIONS, "-m", "long"]
-    seldom = pytest_on_rig(python, "tests/python/test_features.py", "tests/python/test_groups.py", "-m", "rig and long")
+    others = ("features", "groups", "data_parallel", "pipeline")
+    seldom = pytest_on_rig(python, *(f"tests/python/test_{name}.py" for name in others), "-m", "rig and long")
     commands = engines, seldom, [*too_long, "tests/python"], [*too_long, "tests/tools"]
     return max(subprocess.run([str(word) for word in words], cwd=ROOT, env=env).returncode for words in commands)
 
