@@ -83,16 +83,17 @@ def _signature(function) -> str:
 
 def _assigned_to_self(cls: type) -> set[str]:
     """Attributes that its methods set on `self`. Read from their bytecode: parsing the sources takes over a second."""
-    return {name for member in vars(cls).values() for code in _codes(member) for name in _set_by(code)}
+    package = cls.__module__.split(".")[0]
+    return {name for member in vars(cls).values() for code in _codes(member, package) for name in _set_by(code)}
 
 
-def _codes(member) -> Iterator[CodeType]:
-    """What runs for a member of a class: of methods, properties, and of what they wrap."""
+def _codes(member, package: str) -> Iterator[CodeType]:
+    """What the package runs for a member of a class: of methods, properties, and of what they wrap."""
     for name in ("", "fget", "fset", "func", "__func__"):
         function = getattr(member, name, None) if name else member
         while function is not None:
-            if (code := getattr(function, "__code__", None)) is not None:
-                yield code
+            if getattr(function, "__globals__", {}).get("__name__", "").split(".")[0] == package:
+                yield function.__code__
             function = getattr(function, "__wrapped__", None)
 
 
