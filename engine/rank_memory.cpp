@@ -34,12 +34,18 @@ RankMemory::RankMemory(std::unique_ptr<DeviceMemory> device, RankMemoryOptions o
     : options_(std::move(options)), process_(::getpid()), device_(std::move(device)) {}
 
 RankMemory::~RankMemory() {
-  if (transfers_ == nullptr || !transfers_->quarantined())
-    return;  // members go in reverse: images, executor, allocator, arena, device
-  // A copy may still run, so nothing that it reads or writes may be unmapped: it is leaked until the process ends.
-  if (images_ != nullptr) images_->abandon();
-  images_.reset();
-  transfers_.reset();  // its threads end; what a copy may still use it keeps itself
+  const bool forked = ::getpid() != process_;  // a child has neither the threads nor the device
+  if (!forked && (transfers_ == nullptr || !transfers_->quarantined()))
+    return;  // members go in reverse: images, transfers, allocator, arena, device
+  if (forked) {
+    images_.release();
+    transfers_.release();
+  } else {
+    // A copy may still run, so nothing that it reads or writes may be unmapped: it is leaked until the process ends.
+    if (images_ != nullptr) images_->abandon();
+    images_.reset();
+    transfers_.reset();  // its threads end; what a copy may still use it keeps itself
+  }
   allocator_.release();
   arena_.release();
   device_.release();

@@ -381,6 +381,22 @@ def test_a_forked_child_is_refused_by_name():
     assert done.returncode == 0, done.stderr
 
 
+def test_a_forked_child_that_has_such_memory_ends_as_any_process():
+    code = """
+import os, sys
+from torpor import _core
+memory = _core.RankMemory({})
+memory.allocate("weights", "w", 1 << 20)
+if os.fork() == 0:
+    del memory
+    sys.exit(5)
+_, status = os.wait()
+assert os.waitstatus_to_exitcode(status) == 5, status
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_kept_backups_are_not_copied_again_unless_something_changed():
     code = """
 import ctypes
