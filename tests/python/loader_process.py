@@ -1,0 +1,84 @@
+"""A process of the tests: engines with load_format="torpor", and a model directory without weights.
+
+    loader_process.py first MODEL STORE           an engine with the model's own files leaves a checkpoint
+    loader_process.py second MODEL STORE PATH WRONG    a new process fills its weights from it, wakes it, and goes on
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from conftest import InProcess
+from requests_of_tests import run
+
+from torpor.errors import Error
+
+NAMES = ["greedy", "seeded"]
+
+
+def first(model: Path, store: Path) -> dict:
+    one = InProcess(model, store)
+    expected = one.finish(one.begin(0, NAMES))
+    given = one.begin(7, NAMES)
+    path = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
+    return {"expected": expected, "given": given, "path": path}
+
+
+def chunks(one: InProcess) -> dict:
+    """How often the rank moved or hashed a piece of memory since it started, by how that ended."""
+    return one.llm.torpor("ledger")[0]["chunks_by_outcome"]
+
+
+def second(model: Path, store: Path, path: str, wrong: dict) -> dict:
+    """`wrong`: starts that must be refused, each with its options. The result has why."""
+    result = {"refused": {name: refused(store, {"model": model} | options) for name, options in wrong.items()}}
+    one = InProcess(model, store, load_format="torpor", model_loader_extra_config={"checkpoint": path})
+    result["loaded"] = chunks(one)
+    report = one.llm.wake_up(from_checkpoint=path)
+    result["woken"], result["blocks"] = chunks(one), report.kept_blocks
+    result["answers"] = run(one.engine)
+    result["recomputed"] = one.llm.torpor("state")["recomputed_tokens"]
+    return result
+
+
+def refused(store: Path, options: dict) -> str:
+    model, process = Path(options.pop("model")), options.pop("process", None)
+    undo = after_loading(process) if process else lambda: None
+    try:
+        InProcess(model, store, load_format="torpor", **options)
+    except Error as problem:
+        return str(problem)
+    finally:
+        undo()
+    return "not refused"
+
+
+def after_loading(process: str):
+    """A vLLM whose layers make more of their weights than it does."""
+    from vllm.model_executor.layers.attention import Attention
+
+    stock = Attention.process_weights_after_loading
+
+    def more(layer, *args, **kwargs):
+        stock(layer, *args, **kwargs)
+        exec(process, {"layer": layer})
+
+    Attention.process_weights_after_loading = more
+
+    def undo() -> None:
+        Attention.process_weights_after_loading = stock
+
+    return undo
+
+
+def main() -> None:
+    which, model, store, *rest = sys.argv[1:]
+    if which == "first":
+        result = first(Path(model), Path(store))
+    else:
+        result = second(Path(model), Path(store), rest[0], json.loads(rest[1]))
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
