@@ -1,7 +1,8 @@
 """A process of the tests: engines with load_format="torpor", and a model directory without weights.
 
     loader_process.py first MODEL STORE           an engine with the model's own files leaves a checkpoint
-    loader_process.py second MODEL STORE PATH WRONG    a new process fills its weights from it, wakes it, and goes on
+    loader_process.py second MODEL STORE PATH WRONG [WAKE FILES]
+        a new process fills its weights from it, wakes it, and goes on; all further arguments as JSON
 """
 
 import json
@@ -29,15 +30,23 @@ def chunks(one: InProcess) -> dict:
     return one.llm.torpor("ledger")[0]["chunks_by_outcome"]
 
 
-def second(model: Path, store: Path, path: str, wrong: dict) -> dict:
-    """`wrong`: starts that must be refused, each with its options. The result has why."""
+def second(model: Path, store: Path, path: str, wrong: dict, wake: str = "", files: str = "") -> dict:
+    """`wrong`: starts that must be refused, each with its options. The result has why.
+
+    `wake`: the checkpoint to wake, where it is another one. `files`: a model with weights, to load them anew at the end.
+    """
     result = {"refused": {name: refused(store, {"model": model} | options) for name, options in wrong.items()}}
     one = InProcess(model, store, load_format="torpor", model_loader_extra_config={"checkpoint": path})
     result["loaded"] = chunks(one)
-    report = one.llm.wake_up(from_checkpoint=path)
+    report = one.llm.wake_up(from_checkpoint=wake or path)
     result["woken"], result["blocks"] = chunks(one), report.kept_blocks
     result["answers"] = run(one.engine)
     result["recomputed"] = one.llm.torpor("state")["recomputed_tokens"]
+    if files:
+        one.llm.sleep(level=2)
+        one.llm.wake_up()
+        one.llm.collective_rpc("reload_weights", kwargs={"weights_path": files})
+        result["reloaded"] = one.finish(one.begin(0, NAMES))
     return result
 
 
@@ -76,7 +85,7 @@ def main() -> None:
     if which == "first":
         result = first(Path(model), Path(store))
     else:
-        result = second(Path(model), Path(store), rest[0], json.loads(rest[1]))
+        result = second(Path(model), Path(store), rest[0], *(json.loads(argument) for argument in rest[1:]))
     print("RESULT " + json.dumps(result), flush=True)
 
 

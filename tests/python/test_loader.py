@@ -18,8 +18,8 @@ HERE = Path(__file__).parent
 NAMES = ["greedy", "seeded"]
 
 
-def second(zygote, model, store, path, wrong) -> dict:
-    words = [HERE / "loader_process.py", "second", model, store, path, json.dumps(wrong)]
+def second(zygote, model, store, path, *further) -> dict:
+    words = [HERE / "loader_process.py", "second", model, store, path, *map(json.dumps, further)]
     return result_of(zygote.run(words, timeout=200))
 
 
@@ -66,7 +66,7 @@ def test_weights_are_read_once_and_what_does_not_fit_is_refused_by_name(one, zyg
         "more kept beside the weights": from_checkpoint(path, process="layer.scale_of_weights = 2.5"),
         "weights written to": from_checkpoint(path, process=half),
     }
-    woken = second(zygote, bare, one.directory, path, wrong)
+    woken = second(zygote, bare, one.directory, path, wrong, without, str(tiny_model))
     why = {
         "damaged": "weights.*digest",
         "no weights in the newest": re.escape(f"{without} has no weights: it was written without"),
@@ -81,6 +81,7 @@ def test_weights_are_read_once_and_what_does_not_fit_is_refused_by_name(one, zyg
     for name, refused in woken["refused"].items():
         assert re.search(why[name], refused), (name, refused)
     assert final(given | woken["answers"]) == {name: expected[name] for name in NAMES} and woken["recomputed"] == 0
+    assert woken["reloaded"] == {name: expected[name] for name in NAMES}  # from files, as ever
     # Neither the wake nor its comparison read the weights again: all that it moved were blocks.
     [loaded] = woken["loaded"].values()
     [all_moved] = woken["woken"].values()
