@@ -133,9 +133,10 @@ Result<Checkpoint> open_checkpoint_of(FileSystem& file_system, const std::string
     return checkpoint;
   TORPOR_ASSIGN(const CheckpointSet set, open_set(file_system, checkpoint.path(), key));
   if (rank < 0 || static_cast<size_t>(rank) >= set.members.size()) {
-    return Error{.code = Code::kIncompatible,
-                 .what = fmt::format("{} is of {} data parallel ranks, this is rank {}", set.path, set.members.size(), rank),
-                 .next_step = "start as many as there were"};
+    return Error{
+        .code = Code::kIncompatible,
+        .what = fmt::format("{} is of {} data parallel ranks, this is rank {}", set.path, set.members.size(), rank),
+        .next_step = "start as many as there were"};
   }
   return open_checkpoint(file_system, set.members[static_cast<size_t>(rank)], key);
 }

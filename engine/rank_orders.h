@@ -128,8 +128,8 @@ struct Finish {
   bool keep_backup = false;  // where the options allow it
 };
 
-// Reads the content of the tags; of those that are detached, takes the digests of their backups. With `as_proven`, a tag
-// that a load has filled and nobody was seen to write since is not read: the load proved its digest.
+// Reads the content of the tags; of those that are detached, takes the digests of their backups. With `as_proven`, a
+// tag that a load has filled and nobody was seen to write since is not read: the load proved its digest.
 struct DigestTags {
   static constexpr std::string_view kName = "digest";
   struct Reply {

@@ -31,7 +31,7 @@ namespace torpor {
 // Where the content of a tag is stored.
 struct StoredTag {
   std::string tag;
-  std::string directory;  // of the checkpoint
+  std::string directory;    // of the checkpoint
   uint64_t generation = 0;  // that it has
   SealId id{};
 };

@@ -47,9 +47,8 @@ Result<LoadedTag> RegionImages::load_tag(const StoredTag& stored) {
   TORPOR_TRY(check_same(checkpoint, stored.generation, stored.id));
   TORPOR_ASSIGN(const RankChunks* const own, own_chunks(checkpoint));
   std::vector<SavedChunk> chunks;
-  std::copy_if(own->chunks.begin(), own->chunks.end(), std::back_inserter(chunks), [&](const SavedChunk& chunk) {
-    return chunk.key.kind == ChunkKind::kRegion && chunk.key.tag == tag;
-  });
+  std::copy_if(own->chunks.begin(), own->chunks.end(), std::back_inserter(chunks),
+               [&](const SavedChunk& chunk) { return chunk.key.kind == ChunkKind::kRegion && chunk.key.tag == tag; });
   if (chunks.empty()) {
     return Error{.code = Code::kIncompatible,
                  .what = fmt::format("{} has no {}: it was written without", checkpoint.path(), tag),

@@ -16,7 +16,8 @@ class EngineFingerprint : public ::testing::Test {
  protected:
   static constexpr int kRanks = 2;
   SleepingEngine make(uint64_t weights_seed = 1) {
-    return SleepingEngine(linux_file_system(), temporary_.path(), {.ranks = kRanks, .weights_seed = weights_seed});
+    return SleepingEngine(linux_file_system(), temporary_.path(),
+                          {.ranks = kRanks, .weights_seed = weights_seed, .key = key_});
   }
   static void begin(TestEngine& engine) {
     add_example_requests(engine);
@@ -26,6 +27,7 @@ class EngineFingerprint : public ::testing::Test {
     return value_of(open_checkpoint(linux_file_system(), checkpoint)).manifest().fingerprint;
   }
   TemporaryDirectory temporary_;
+  std::shared_ptr<const Key> key_;  // null: nothing is sealed
 };
 
 const std::vector<std::pair<const char*, SleepOptions>>& sleeps_to_disk() {
@@ -72,11 +74,12 @@ TEST_F(EngineFingerprint, AWakeFromDiskReadsThem) {
 // Of a new process that fills its weights from the checkpoint.
 class LoadedWeights : public EngineFingerprint {
  protected:
-  void SetUp() override {
+  void SetUp() override { store(); }
+  void store() {
     SleepingEngine slept = make();
     begin(slept.engine);
     path_ = value_of(slept.controller.sleep({.preserve_state = true, .to_disk = true})).checkpoint;
-    const Manifest manifest = value_of(open_checkpoint(linux_file_system(), path_)).manifest();
+    const Manifest manifest = value_of(open_checkpoint(linux_file_system(), path_, key_)).manifest();
     stored_ = {.tag = "weights", .directory = path_, .generation = manifest.generation, .id = manifest.id};
   }
   void load(SleepingEngine& into) {
@@ -149,6 +152,17 @@ TEST_F(LoadedWeights, AreNotThereIfTheyWereNotStoredOrTheCheckpointIsAnotherOne)
       value_of(RankMemory::create(value_of(make_host_device()), linux_file_system(), {.rank = kRanks, .threads = 1}));
   ASSERT_SUCCEEDS(third->allocate("weights", "w", kWeightBytes));
   EXPECT_FAILS(third->load_tag(stored_), Code::kIncompatible, "nothing of rank 2");
+}
+
+TEST_F(LoadedWeights, AreUnsealed) {
+  key_ = std::make_shared<const Key>(std::array<uint8_t, kKeyBytes>{1, 2, 3});
+  store();
+  SleepingEngine woken = make(2);
+  load(woken);
+  ASSERT_SUCCEEDS(woken.controller.wake_up({.from_checkpoint = path_}));
+  EXPECT_EQ(woken.engine.hashed_bytes(), 0u);
+  key_ = std::make_shared<const Key>(std::array<uint8_t, kKeyBytes>{1, 2, 4});
+  EXPECT_FAILS(make(2).engine.memory().load_tag(stored_), Code::kUnauthenticated);
 }
 
 TEST_F(LoadedWeights, AreRefusedWhereAPieceIsDamaged) {
