@@ -94,14 +94,17 @@ void RegionImages::describe(orders::Describe::Reply& reply) {
 }
 
 void RegionImages::forget_clean(std::string_view tag) {
-  contents_.forget_proof(tag);
   if (const auto found = images_.find(tag); found != images_.end() && found->second.clean) images_.erase(found);
 }
 
-void RegionImages::on_allocated(std::string_view tag) { forget_clean(tag); }
+void RegionImages::on_allocated(std::string_view tag) {
+  forget_clean(tag);
+  contents_.forget_proof(tag);
+}
 
 void RegionImages::on_freed(const RegionInfo& region) {
   forget_clean(region.tag);
+  contents_.forget_proof(region.tag);
   const auto image = images_.find(region.tag);
   if (image == images_.end()) return;
   std::erase_if(image->second.chunks, [&](const SavedChunk& chunk) {

@@ -122,6 +122,16 @@ TEST_F(LoadedWeights, ThatWereWrittenSinceAreReadAgain) {
   }
 }
 
+TEST_F(LoadedWeights, AreNotProvedAnyMoreWithAnotherRegionBesideThem) {
+  SleepingEngine woken = make();
+  load(woken);
+  ASSERT_SUCCEEDS(woken.engine.memory().allocate("kv_cache", "another tag's", 4096));
+  EXPECT_NE(woken.engine.memory().proven_digest("weights"), std::nullopt);
+  const DeviceAddress more = value_of(woken.engine.memory().allocate("weights", "more", 4096));
+  EXPECT_EQ(woken.engine.memory().proven_digest("weights"), std::nullopt);
+  ASSERT_SUCCEEDS(woken.engine.memory().free(more));
+}
+
 TEST_F(LoadedWeights, OfAnotherLayoutAreRefusedBeforeAnythingIsWritten) {
   const auto memory = value_of(RankMemory::create(value_of(make_host_device()), linux_file_system(), {.threads = 1}));
   EXPECT_FAILS(memory->load_tag(stored_), Code::kFailedPrecondition, "weights cannot be filled: it is not there");
