@@ -11,6 +11,7 @@ from pathlib import Path
 
 from conftest import InProcess
 from requests_of_tests import run
+from vllm import SamplingParams
 
 from torpor.errors import Error
 
@@ -18,9 +19,13 @@ NAMES = ["greedy", "seeded"]
 
 
 def first(model: Path, store: Path) -> dict:
-    one = InProcess(model, store)
-    expected = one.finish(one.begin(0, NAMES))
-    given = one.begin(7, NAMES)
+    requests = {
+        "greedy": ("The capital of France is", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)),
+        "seeded": ("Once upon a time", SamplingParams(temperature=1.0, seed=7, max_tokens=12, ignore_eos=True)),
+    }
+    one = InProcess(model, store, requests=requests)
+    expected = one.expected
+    given = one.begin(5)
     path = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
     return {"expected": expected, "given": given, "path": path}
 

@@ -24,7 +24,6 @@ def second(zygote, model, store, path, *further) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.core
 def test_a_real_model_goes_on_with_the_very_next_token(zygote, real_model, tmp_path):
     store, bare = tmp_path / "store", without_weights(real_model, tmp_path / "model")
     slept = result_of(zygote.run([HERE / "loader_process.py", "first", real_model, store], timeout=200))
@@ -34,6 +33,7 @@ def test_a_real_model_goes_on_with_the_very_next_token(zygote, real_model, tmp_p
 
 
 @pytest.mark.rig
+@pytest.mark.core
 def test_weights_are_read_once_and_what_does_not_fit_is_refused_by_name(one, zygote, tiny_model, tmp_path):
     expected = json.loads(json.dumps(one.expected))
     given = json.loads(json.dumps(one.begin(7, NAMES)))
@@ -90,12 +90,12 @@ def test_weights_are_read_once_and_what_does_not_fit_is_refused_by_name(one, zyg
 
 def test_what_has_not_been_shown_is_refused(monkeypatch):
     from vllm.config.load import LoadConfig
-    from vllm.model_executor.model_loader import get_model_loader
 
     from torpor.errors import Unsupported
     from torpor.vllm import memory
+    from torpor.vllm.loader import TorporLoader
 
-    loader = get_model_loader(LoadConfig(load_format="torpor"))
+    loader = TorporLoader(LoadConfig(load_format="torpor"))
     model = SimpleNamespace(quantization="fp8")
     with pytest.raises(Unsupported, match="the memory of torpor, which does not hold this engine's"):
         loader.load_model(None, model)
