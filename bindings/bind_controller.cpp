@@ -214,6 +214,7 @@ py::dict to_python(const SleepReport& report, const RolledForward& rolled = {}) 
   out["checkpoint_parts"] = report.checkpoint_parts;
   out["requests"] = report.requests;
   out["saved_bytes"] = report.saved_bytes;
+  out["reused_bytes"] = report.reused_bytes;
   out["freed_bytes"] = report.freed_bytes;
   out["restored_bytes"] = report.restored_bytes;
   out["kept_blocks"] = report.kept_blocks;
