@@ -77,8 +77,8 @@ struct Save {
   std::vector<int32_t> blocks;   // of the KV cache
   std::vector<uint64_t> stamps;  // KvBlock::stamp of each of them, or empty
   uint64_t steps = 0;            // KvSnapshot::steps
-  std::string directory;        // of the checkpoint under construction; empty: into the arena
-  ChunkWriting writing;         // to disk: how
+  std::string directory;         // of the checkpoint under construction; empty: into the arena
+  ChunkWriting writing;          // to disk: how
 };
 
 // Undoes Save.

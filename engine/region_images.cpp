@@ -70,8 +70,7 @@ class RegionImages::OnTheWay {
   RegionMapper mapper_;  // last: order() fills the others
 };
 
-RegionImages::RegionImages(Parts parts)
-    : parts_(std::move(parts)), contents_(parts_.device, parts_.allocator) {
+RegionImages::RegionImages(Parts parts) : parts_(std::move(parts)), contents_(parts_.device, parts_.allocator) {
   parts_.arena.ask_when_short([retained = retained_](uint64_t bytes) { return retained->give_up(bytes); });
 }
 
@@ -192,7 +191,8 @@ Result<orders::Save::Reply> RegionImages::save(const orders::Save& order) {
 Result<orders::Save::Reply> RegionImages::save_to_arena(const orders::Save& order) {
   orders::Save::Reply reply;
   for (const std::string& tag : order.tags) {
-    if (const auto kept = images_.find(tag); kept != images_.end() && kept->second.clean && kept->second.host != nullptr) {
+    if (const auto kept = images_.find(tag);
+        kept != images_.end() && kept->second.clean && kept->second.host != nullptr) {
       kept->second.reused_bytes = kept->second.bytes();
       reply.reused_bytes += kept->second.reused_bytes;
       continue;

@@ -38,8 +38,8 @@ class RegionImages {
     TransferEngine& transfers;
     FileSystem& file_system;
     int32_t rank = 0;
-    bool keep_backup = false;          // of tags without blocks
-    uint64_t retain_kv_bytes = 0;      // of blocks: most
+    bool keep_backup = false;        // of tags without blocks
+    uint64_t retain_kv_bytes = 0;    // of blocks: most
     std::shared_ptr<const Key> key;  // of sealed checkpoints; null: there is none
   };
   struct Image {

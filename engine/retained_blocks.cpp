@@ -9,8 +9,8 @@ namespace torpor {
 void RetainedBlocks::keep(std::vector<Block> blocks, uint64_t budget_bytes) noexcept {
   std::vector<Block> before;
   // Without a stamp it is of use only until the next step.
-  const auto unstamped = std::stable_partition(blocks.begin(), blocks.end(),
-                                               [](const Block& block) { return block.content.stamp != 0; });
+  const auto unstamped =
+      std::stable_partition(blocks.begin(), blocks.end(), [](const Block& block) { return block.content.stamp != 0; });
   (void)unstamped;
   uint64_t bytes = 0;
   const auto end = std::find_if(blocks.begin(), blocks.end(), [&](const Block& block) {

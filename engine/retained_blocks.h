@@ -46,7 +46,7 @@ class RetainedBlocks {
   uint64_t bytes() const;
 
  private:
-  mutable Mutex mutex_;  // memory is given back to the arena without it
+  mutable Mutex mutex_;                                  // memory is given back to the arena without it
   std::vector<Block> blocks_ TORPOR_GUARDED_BY(mutex_);  // the first to go is the last
   uint64_t bytes_ TORPOR_GUARDED_BY(mutex_) = 0;
 };

@@ -18,18 +18,16 @@ class RetainedKv : public ::testing::Test {
   static constexpr uint64_t kMuch = kMiB;
 
   void make(uint64_t retain, uint64_t arena_budget = 0) {
-    memory_ = value_of(RankMemory::create(value_of(make_host_device()), linux_file_system(),
-                                          {.arena_budget_bytes = arena_budget,
-                                           .arena_slab_bytes = 64 * kKiB,
-                                           .threads = 1,
-                                           .retain_kv_bytes = retain}));
+    memory_ = value_of(RankMemory::create(
+        value_of(make_host_device()), linux_file_system(),
+        {.arena_budget_bytes = arena_budget, .arena_slab_bytes = 64 * kKiB, .threads = 1, .retain_kv_bytes = retain}));
     kv_ = value_of(memory_->allocate("kv_cache", "kv", kBlocks * kBytes));
     must(memory_->set_kv_layout("kv_cache", layout()));
   }
   KvLayout layout() const {
-    return {.num_blocks = kBlocks,
-            .tensors = {
-                {.address = kv_, .layers = 1, .layer_stride = 1, .block_stride = kBytes, .block_bytes = kBytes}}};
+    return {
+        .num_blocks = kBlocks,
+        .tensors = {{.address = kv_, .layers = 1, .layer_stride = 1, .block_stride = kBytes, .block_bytes = kBytes}}};
   }
   static void must(const Status& status) { ASSERT_SUCCEEDS(status); }
   std::byte& byte_of(int32_t block) {
@@ -168,7 +166,8 @@ TEST_F(RetainedKv, ASleepThatIsUndoneLeavesItsCopiesForTheNext) {
 TEST_F(RetainedKv, ASaveThatFailsLosesNothingOfThem) {
   auto owned = std::make_unique<FaultyDevice>(value_of(make_host_device()));
   FaultyDevice& device = *owned;
-  memory_ = value_of(RankMemory::create(std::move(owned), linux_file_system(), {.threads = 1, .retain_kv_bytes = kMuch}));
+  memory_ =
+      value_of(RankMemory::create(std::move(owned), linux_file_system(), {.threads = 1, .retain_kv_bytes = kMuch}));
   kv_ = value_of(memory_->allocate("kv_cache", "kv", kBlocks * kBytes));
   must(memory_->set_kv_layout("kv_cache", layout()));
   write(1, 11);
