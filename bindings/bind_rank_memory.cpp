@@ -47,6 +47,7 @@ RankMemoryOptions rank_memory_options_from(DictReader& in) {
   in.read_if_given("arena_prefault_bytes", options.arena_prefault_bytes);
   in.read_if_given("threads", options.threads);
   in.read_if_given("keep_backup", options.keep_backup);
+  in.read_if_given("retain_kv_bytes", options.retain_kv_bytes);
   std::optional<std::string> key_file;
   in.read_if_given("key_file", key_file);
   options.key = key_from(key_file);

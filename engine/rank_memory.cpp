@@ -55,6 +55,7 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                                                        RankMemoryOptions options) {
   const bool other_memory = device->kind() != "host";
   if (!options.keep_backup) options.keep_backup = other_memory;
+  if (!options.retain_kv_bytes) options.retain_kv_bytes = other_memory ? UINT64_MAX : 0;
   if (!options.arena_keep_bytes) options.arena_keep_bytes = other_memory || *options.keep_backup ? UINT64_MAX : 0;
   std::unique_ptr<RankMemory> memory(new RankMemory(std::move(device), options));
   TORPOR_ASSIGN(memory->arena_, HostArena::create({.budget_bytes = options.arena_budget_bytes,
@@ -71,6 +72,8 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                                                                        .transfers = *memory->transfers_,
                                                                        .file_system = file_system,
                                                                        .rank = options.rank,
+                                                                       .keep_backup = *options.keep_backup,
+                                                                       .retain_kv_bytes = *options.retain_kv_bytes,
                                                                        .key = options.key});
   if (options.arena_prefault_bytes > 0) memory->arena_->prefault_in_background(options.arena_prefault_bytes);
   return memory;
@@ -185,7 +188,7 @@ Result<orders::CancelRestore::Reply> RankMemory::carry_out(const orders::CancelR
 
 Result<orders::Finish::Reply> RankMemory::carry_out(const orders::Finish& order) {
   orders::Finish::Reply reply;
-  TORPOR_TRY(images_->finish(order.tags, order.keep_backup && *options_.keep_backup));
+  TORPOR_TRY(images_->finish(order.tags, order.keep_backup));
   give_back_unused();
   return reply;
 }
@@ -198,6 +201,7 @@ Result<orders::DigestTags::Reply> RankMemory::carry_out(const orders::DigestTags
 
 Result<orders::LoadBlocks::Reply> RankMemory::carry_out(const orders::LoadBlocks& order) {
   orders::LoadBlocks::Reply reply;
+  images_->forget_retained();
   TORPOR_ASSIGN(reply.bytes, images_->load_blocks(order));
   give_back_unused();
   return reply;

@@ -39,6 +39,9 @@ struct RankMemoryOptions {
   // A backup of weights that did not change since is kept after a wake and not copied again. None: off for the device
   // without a GPU, where both are the same memory.
   std::optional<bool> keep_backup;
+  // Most bytes of KV blocks whose backup is kept after a wake, for the next sleep to copy only what changed since. They
+  // go where the arena needs room. None: any amount; but 0 on the device without a GPU.
+  std::optional<uint64_t> retain_kv_bytes;
   std::shared_ptr<const Key> key;  // for chunk files of sealed checkpoints; null: there is none
 };
 

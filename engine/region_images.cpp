@@ -51,6 +51,15 @@ class RegionImages::OnTheWay {
   RegionMapper mapper_;  // last: order() fills the others
 };
 
+RegionImages::RegionImages(Parts parts) : parts_(std::move(parts)), contents_(parts_.device, parts_.allocator) {
+  parts_.arena.ask_when_short([retained = retained_](uint64_t bytes) { return retained->give_up(bytes); });
+}
+
+RegionImages::~RegionImages() {
+  parts_.arena.ask_when_short(nullptr);
+  forget_retained();
+}
+
 uint64_t RegionImages::Image::bytes() const { return bytes_of(chunks); }
 
 Status RegionImages::set_kv_layout(std::string tag, KvLayout layout) {
@@ -73,6 +82,7 @@ Status RegionImages::set_kv_layout(std::string tag, KvLayout layout) {
       }
     }
   }
+  forget_retained();
   kv_tag_ = std::move(tag);
   kv_layout_ = layout.merged();
   return ok();
@@ -94,6 +104,7 @@ void RegionImages::describe(orders::Describe::Reply& reply) {
 }
 
 void RegionImages::forget_clean(std::string_view tag) {
+  if (tag == kv_tag_) forget_retained();
   if (const auto found = images_.find(tag); found != images_.end() && found->second.clean) images_.erase(found);
 }
 
@@ -155,24 +166,26 @@ Result<std::vector<ChunkPlan>> RegionImages::plans_for(const std::vector<SavedCh
 }
 
 Result<orders::Save::Reply> RegionImages::save(const orders::Save& order) {
-  return order.directory.empty() ? save_to_arena(order) : save_to_disk(order);
+  if (!order.directory.empty()) return save_to_disk(order);
+  Result<orders::Save::Reply> saved = save_to_arena(order);
+  if (saved || saved.error().code != Code::kResourceExhausted || retained_->bytes() == 0) return saved;
+  forget_retained();  // it may stand in the way of larger pieces
+  return save_to_arena(order);
 }
 
 Result<orders::Save::Reply> RegionImages::save_to_arena(const orders::Save& order) {
   orders::Save::Reply reply;
   for (const std::string& tag : order.tags) {
-    const Image* const kept = find(tag);
-    if (kept != nullptr && kept->clean && kept->host != nullptr && tag != kv_tag_) continue;
-    images_.erase(tag);
-    TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_of(tag, order.blocks));
-    Image image{.host = std::make_unique<HostTier>(parts_.arena)};
-    Result<std::vector<SavedChunk>> saved = catching([&] { return parts_.transfers.save(plans, *image.host); });
-    if (!saved) {
-      if (parts_.transfers.quarantined()) image.host.release();  // a copy may still write there
-      return saved.error();
+    if (const auto kept = images_.find(tag);
+        kept != images_.end() && kept->second.clean && kept->second.host != nullptr) {
+      kept->second.reused_bytes = kept->second.bytes();
+      reply.reused_bytes += kept->second.reused_bytes;
+      continue;
     }
-    image.chunks = std::move(*saved);
-    reply.bytes += image.bytes();
+    images_.erase(tag);
+    TORPOR_ASSIGN(Image image, tag == kv_tag_ ? save_blocks(order) : save_regions(tag));
+    reply.bytes += image.bytes() - image.reused_bytes;
+    reply.reused_bytes += image.reused_bytes;
     images_[tag] = std::move(image);
   }
   return reply;
@@ -203,13 +216,17 @@ Result<orders::Save::Reply> RegionImages::save_to_disk(const orders::Save& order
 
 void RegionImages::forget_saved(const std::vector<std::string>& tags) {
   for (const std::string& tag : tags) {
-    if (const auto found = images_.find(tag); found != images_.end() && !found->second.clean) images_.erase(found);
+    const auto found = images_.find(tag);
+    if (found == images_.end() || found->second.clean) continue;
+    if (tag == kv_tag_) retain(found->second);
+    images_.erase(found);
   }
 }
 
 void RegionImages::on_detached(const std::vector<std::string>& tags) {
   for (const std::string& tag : tags) {
     if (const auto found = images_.find(tag); found != images_.end()) found->second.clean = false;
+    if (tag == kv_tag_) forget_retained();
   }
 }
 
@@ -302,11 +319,13 @@ Status RegionImages::finish(const std::vector<std::string>& tags, bool keep) {
   for (const std::string& tag : tags) {
     const auto found = images_.find(tag);
     if (found == images_.end()) continue;
-    if (keep && found->second.host != nullptr && tag != kv_tag_) {
+    if (keep && parts_.keep_backup && found->second.host != nullptr && tag != kv_tag_) {
       found->second.clean = true;
-    } else {
-      images_.erase(found);
+      found->second.reused_bytes = 0;
+      continue;
     }
+    if (keep && tag == kv_tag_) retain(found->second);
+    images_.erase(found);
   }
   return ok();
 }
@@ -370,7 +389,9 @@ void RegionImages::fill(RankLedger& ledger) const {
       (image.host != nullptr ? ledger.tags[tag].backup_host_bytes : ledger.tags[tag].backup_disk_bytes) +=
           chunk.stored_bytes;
     }
+    ledger.tags[tag].reused_bytes += image.reused_bytes;
   }
+  if (const uint64_t bytes = retained_->bytes(); bytes > 0) ledger.tags[kv_tag_].backup_host_bytes += bytes;
   const OutcomeCounts counts = parts_.transfers.counts();
   for (size_t outcome = 0; outcome < counts.size(); ++outcome) {
     if (counts[outcome] == 0) continue;
