@@ -88,6 +88,38 @@ def test_weights_are_read_once_and_what_does_not_fit_is_refused_by_name(one, zyg
     assert loaded > 0 and all_moved - loaded == woken["blocks"] > 0
 
 
+def test_a_layout_from_a_file_is_looked_at_before_it_is_believed():
+    import torch
+
+    from torpor.errors import Damaged, Incompatible
+    from torpor.vllm import weights_layout
+
+    model = torch.nn.Linear(4, 3, bias=False)
+    place = [64, "torch.float32", [3, 4], [4, 1]]
+
+    def offsets(**changed) -> dict:
+        layout = {"bytes": 128, "parameters": {"weight": place}, "beside": {"scale": "00"}} | changed
+        return weights_layout.offsets_of(model, weights_layout.parse(json.dumps(layout)))
+
+    assert offsets() == {model.weight.data_ptr(): 64}
+    for broken in (
+        {"bytes": -1}, {"bytes": "128"}, {"beside": []}, {"beside": {"a": 1}}, {"parameters": {"weight": 64}},
+        {"parameters": {"weight": [64.5, *place[1:]]}}, {"parameters": {"weight": [64, 1, [3, 4], [4, 1]]}},
+        {"parameters": {"weight": [64, "torch.float32", [3, 4]]}}, {"parameters": {"weight": [*place[:3], [None]]}},
+    ):  # fmt: skip
+        with pytest.raises(Damaged, match="does not say how its weights lie"):
+            offsets(**broken)
+    with pytest.raises(Damaged):
+        weights_layout.parse("{")
+    for elsewhere in (-1, -64, 66, 81, 84, 1 << 60):  # before, between elements, over the end
+        with pytest.raises(Incompatible, match="weight lies outside of the region there"):
+            offsets(parameters={"weight": [elsewhere, *place[1:]]})
+    with pytest.raises(Incompatible, match="weight is not there"):
+        offsets(parameters={})
+    with pytest.raises(Incompatible, match=r"weight is \['torch.float16'.* there and \['torch.float32'.* here"):
+        offsets(parameters={"weight": [64, "torch.float16", *place[2:]]})
+
+
 def test_what_has_not_been_shown_is_refused(monkeypatch):
     from vllm.config.load import LoadConfig
 

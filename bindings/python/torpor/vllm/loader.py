@@ -6,7 +6,6 @@ piece proved, and then vLLM processes the weights as if it had loaded them: what
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from torpor import _core
 from torpor.errors import Error, Incompatible, InvalidArgument, Unsupported
-from torpor.vllm import memory
+from torpor.vllm import memory, weights_layout
 from torpor.vllm.fingerprint import of_weights
 from torpor.vllm.options import Options
 from torpor.vllm.weights_layout import OWN_FILES
@@ -68,6 +67,8 @@ class TorporLoader(BaseModelLoader):
         return super().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
 
     def load_weights(self, model: torch.nn.Module, model_config) -> None:
+        if self._vllm_config is None:
+            raise Unsupported('load_format="torpor" outside of the start of an engine', "use reload_weights()")
         memory.being_loaded().fill(model, self._stored())
 
     def get_all_weights(self, model_config, model: torch.nn.Module):
@@ -93,7 +94,8 @@ class TorporLoader(BaseModelLoader):
         rank = memory.being_loaded().rank
         if rank >= len(chosen["layouts"]) or chosen["layouts"][rank] is None:
             raise Incompatible(f"{chosen['path']} does not say how its weights lie: an earlier torpor wrote it", OWN_FILES)
-        return StoredWeights(chosen["path"], chosen["generation"], chosen["id"], json.loads(chosen["layouts"][rank]))
+        layout = weights_layout.parse(chosen["layouts"][rank])
+        return StoredWeights(chosen["path"], chosen["generation"], chosen["id"], layout)
 
     def _describe(self, path: str, options: Options) -> dict | Error:
         """Of the checkpoint there, or the newest one, or what this data parallel rank has in a set of them."""

@@ -11,7 +11,7 @@ import json
 import torch
 
 from torpor import _core
-from torpor.errors import Incompatible, Unsupported
+from torpor.errors import Damaged, Incompatible, Unsupported
 
 OWN_FILES = "start the engine with the model's own files"
 
@@ -24,6 +24,19 @@ def describe(model: torch.nn.Module, packed: list, address: int, size: int) -> s
         for name, tensor in _weights(model, packed).items()
     }
     return json.dumps({"bytes": size, "parameters": parameters, "beside": _beside(model, inside)})
+
+
+def parse(text: str) -> dict:
+    """What describe() wrote. It comes from a file: nothing of it is believed before it was looked at."""
+    try:
+        layout = json.loads(text)
+        whole = _is_size(layout["bytes"]) and all(map(_is_digest, layout["beside"].items()))
+        whole = whole and all(map(_is_place, layout["parameters"].values()))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        whole = False
+    if not whole:
+        raise Damaged("the checkpoint does not say how its weights lie", OWN_FILES)
+    return layout
 
 
 def offsets_of(model: torch.nn.Module, layout: dict) -> dict[int, int]:
@@ -40,7 +53,8 @@ def offsets_of(model: torch.nn.Module, layout: dict) -> dict[int, int]:
         if form != _form(parameter):
             raise _other_model(f"{name} is {form} there and {_form(parameter)} here")
         offset = at - parameter.storage_offset() * parameter.element_size()
-        if offset < 0 or offset + storage.nbytes() > layout["bytes"]:
+        misplaced = offset % parameter.element_size() != 0
+        if misplaced or offset < 0 or offset + storage.nbytes() > layout["bytes"]:
             raise _other_model(f"{name} lies outside of the region there")
         if offsets.setdefault(storage.data_ptr(), offset) != offset:
             raise _other_model(f"{name} shares memory with another parameter here, and not there")
@@ -69,6 +83,19 @@ def _weights(model: torch.nn.Module, packed: list) -> dict[str, torch.Tensor]:
     modules = {id(module): name for name, module in model.named_modules()}
     named |= {f"{modules[id(linear.layer)]}.weight": linear.plain for linear in packed}
     return {name.replace(".base_layer.", "."): tensor for name, tensor in named.items()}
+
+
+def _is_size(value) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_place(value) -> bool:
+    at, dtype, *sizes = value
+    return type(at) is int and type(dtype) is str and len(sizes) == 2 and all(map(_is_size, sizes[0] + sizes[1]))
+
+
+def _is_digest(item) -> bool:
+    return all(type(word) is str for word in item)
 
 
 def _form(tensor: torch.Tensor) -> list:
