@@ -35,6 +35,7 @@ struct TestEngineOptions {
   bool defer_copies = false;
   uint64_t arena_budget_bytes = 0;
   uint64_t device_capacity_bytes = 0;
+  std::shared_ptr<const Key> key;
 };
 
 class TestEngine final : public EngineHooks {
@@ -50,7 +51,7 @@ class TestEngine final : public EngineHooks {
       made.device = device.get();
       made.memory = value_of(RankMemory::create(
           std::move(device), file_system,
-          {.rank = rank, .arena_budget_bytes = options_.arena_budget_bytes, .arena_slab_bytes = kMiB, .threads = 2}));
+          {.rank = rank, .arena_budget_bytes = options_.arena_budget_bytes, .arena_slab_bytes = kMiB, .threads = 2, .key = options_.key}));
       made.weights = value_of(made.memory->allocate("weights", "w", kWeightBytes));
       const uint64_t kv_bytes = kKvLayers * static_cast<uint64_t>(options_.num_blocks) * kBlockBytes;
       made.kv = value_of(made.memory->allocate("kv_cache", "kv", kv_bytes));
