@@ -14,7 +14,7 @@
 
 #include "base/status.h"
 #include "base/value.h"
-#include "checkpoint/chunk_writing.h"
+#include "checkpoint/rank_writer.h"
 
 namespace torpor {
 
@@ -68,13 +68,13 @@ struct Save {
   static constexpr std::string_view kName = "save";
   struct Reply {
     uint64_t bytes = 0;                          // copied
-    RankChunks chunks;                           // to disk: for the manifest
+    RankSummary saved;                           // to disk: for the manifest
     std::map<std::string, std::string> digests;  // to disk, of each tag without blocks: as DigestTags says it
   };
   std::vector<std::string> tags;
   std::vector<int32_t> blocks;  // of the KV cache
   std::string directory;        // of the checkpoint under construction; empty: into the arena
-  ChunkWriting writing;         // to disk: how
+  RankWriting writing;          // to disk: how
 };
 
 // Undoes Save.
@@ -138,7 +138,7 @@ struct DigestTags {
   std::vector<std::string> tags;
 };
 
-// KV blocks of a committed checkpoint -> attached memory, verified. Each rank reads its own table of chunks there.
+// KV blocks of a committed checkpoint -> attached memory, verified. Each rank reads its own refs there.
 struct LoadBlocks {
   static constexpr std::string_view kName = "load_blocks";
   struct Reply {

@@ -89,7 +89,7 @@ class RegionImages {
   Result<std::vector<ChunkPlan>> plans_for(const std::vector<SavedChunk>& chunks) const;
   Result<orders::Save::Reply> save_to_arena(const orders::Save& order);
   Result<orders::Save::Reply> save_to_disk(const orders::Save& order);
-  Result<const RankChunks*> own_chunks(const Checkpoint& checkpoint) const;
+  Result<const RankSummary*> own_summary(const Checkpoint& checkpoint) const;
   Status copy_up(const Image& image, const std::vector<ChunkPlan>& plans, Tier& source, OnTheWay& regions);
   void forget_clean(std::string_view tag);
 

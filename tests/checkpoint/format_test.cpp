@@ -8,6 +8,7 @@
 #include "checkpoint/checkpoint_manager.h"
 #include "checkpoint/state_sections.h"
 #include "checkpoint/verify.h"
+#include "tests/support/golden.h"
 #include "tests/support/model_file_system.h"
 #include "tests/support/results.h"
 #include "tests/support/temporary_directory.h"
@@ -25,21 +26,9 @@ std::shared_ptr<const Key> key_of(uint8_t byte) {
   return std::make_shared<const Key>(bytes);
 }
 
-// A checkpoint that is kept in the repository, copied: a clone's modes follow its umask.
-std::string copy_of_golden(const test::TemporaryDirectory& temporary, const std::string& version) {
-  const std::string copy = temporary / "g-000001";
-  std::filesystem::copy(std::filesystem::path(TORPOR_SOURCE_DIR) / "tests/golden" / version / "g-000001", copy,
-                        std::filesystem::copy_options::recursive);
-  for (const auto& entry : std::filesystem::directory_iterator(copy))
-    std::filesystem::permissions(entry.path(),
-                                 std::filesystem::perms::owner_read | std::filesystem::perms::owner_write);
-  std::filesystem::permissions(copy, std::filesystem::perms::owner_all);
-  return copy;
-}
-
 TEST(Format, TheGoldenCheckpointIsReadWholeAndVerified) {
   const test::TemporaryDirectory temporary;
-  const std::string copy = copy_of_golden(temporary, "v2");
+  const std::string copy = test::copy_of_golden("v2", temporary / "store") + "/g-000001";
   const Checkpoint checkpoint = value_of(open_checkpoint(linux_file_system(), copy));
   EXPECT_EQ(checkpoint.manifest().format_version, 2u);
   EXPECT_EQ(checkpoint.manifest().creator, "torpor 0.1.0");
@@ -53,13 +42,13 @@ TEST(Format, TheGoldenCheckpointIsReadWholeAndVerified) {
 
 TEST(Format, OtherVersionsAreRefusedByTheirNumber) {
   const test::TemporaryDirectory temporary;
-  const std::string copy = copy_of_golden(temporary, "v2");
-  for (const uint32_t version : {0u, 1u, 3u}) {
+  const std::string copy = test::copy_of_golden("v2", temporary / "store") + "/g-000001";
+  for (const uint32_t version : {0u, 1u, 4u}) {
     std::fstream file(copy + "/MANIFEST", std::ios::in | std::ios::out | std::ios::binary);
     file.seekp(8);  // behind the magic
     file.write(reinterpret_cast<const char*>(&version), sizeof version);
     file.close();
-    const std::string refused = fmt::format("format version {}, this torpor reads version 2", version);
+    const std::string refused = fmt::format("format version {}, this torpor reads 2 to 3", version);
     for (const auto& key : {std::shared_ptr<const Key>(), key_of(1)}) {
       const auto opened = open_checkpoint(linux_file_system(), copy, key);
       ASSERT_TRUE(test::failed_with(opened, Code::kIncompatible, refused));
@@ -115,7 +104,7 @@ TEST_P(Sealed, FilesOfAnotherCheckpointOfTheSameKeyAreRefused) {
   const auto bytes = [&](const std::string& path) -> Bytes& {
     return system_.disk()[static_cast<size_t>(system_.find(path))].bytes;
   };
-  for (const char* name : {"STATE", "chunks-r0"}) {
+  for (const char* name : {"STATE", "refs-r0", "chunks-r0"}) {
     const Bytes whole = bytes("/store/g-000002/" + std::string(name));
     const Bytes theirs = bytes("/store/g-000001/" + std::string(name));
     if (whole == theirs) continue;  // the same chunks in the clear

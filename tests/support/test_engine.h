@@ -49,9 +49,12 @@ class TestEngine final : public EngineHooks {
       auto device = std::make_unique<FaultyDevice>(value_of(
           make_host_device({.capacity_bytes = options_.device_capacity_bytes, .defer_copies = options_.defer_copies})));
       made.device = device.get();
-      made.memory = value_of(RankMemory::create(
-          std::move(device), file_system,
-          {.rank = rank, .arena_budget_bytes = options_.arena_budget_bytes, .arena_slab_bytes = kMiB, .threads = 2, .key = options_.key}));
+      made.memory = value_of(RankMemory::create(std::move(device), file_system,
+                                                {.rank = rank,
+                                                 .arena_budget_bytes = options_.arena_budget_bytes,
+                                                 .arena_slab_bytes = kMiB,
+                                                 .threads = 2,
+                                                 .key = options_.key}));
       made.weights = value_of(made.memory->allocate("weights", "w", kWeightBytes));
       const uint64_t kv_bytes = kKvLayers * static_cast<uint64_t>(options_.num_blocks) * kBlockBytes;
       made.kv = value_of(made.memory->allocate("kv_cache", "kv", kv_bytes));

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "checkpoint/checkpoint_manager.h"
-#include "offload/disk_tier.h"
 #include "tests/support/example_state.h"
 
 namespace torpor::test {
@@ -12,21 +11,21 @@ inline std::vector<std::byte> example_block(uint64_t block) {
 }
 
 inline Status write_rank(PendingCheckpoint& pending, const KvSnapshot& kv, int32_t rank) {
-  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, pending.create_chunks(rank));
+  TORPOR_ASSIGN(const std::unique_ptr<RankWriter> writer, pending.create_rank(rank));
   std::vector<SavedChunk> chunks;
-  TORPOR_TRY(tier->prepare(1'000 * kv.blocks.size(), kv.blocks.size()));
+  TORPOR_TRY(writer->prepare(1'000 * kv.blocks.size(), kv.blocks.size()));
   for (const KvBlock& block : kv.blocks) {
     std::vector<std::byte> bytes = example_block(static_cast<uint64_t>(block.id));
     SavedChunk chunk{.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = static_cast<uint64_t>(block.id)},
                      .bytes = bytes.size(),
                      .digest = digest_of(bytes)};
     TierPart part{&chunk, bytes, ok()};
-    tier->put({&part, 1});
+    writer->put({&part, 1});
     TORPOR_TRY(part.status);
     chunks.push_back(chunk);
   }
-  TORPOR_TRY(tier->finish());
-  pending.add_rank(finished_rank(pending.writing(), rank, tier->file_bytes(), std::move(chunks)));
+  TORPOR_ASSIGN(RankSummary summary, writer->write_refs(chunks));
+  pending.add_rank(std::move(summary));
   return ok();
 }
 
