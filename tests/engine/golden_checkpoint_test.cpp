@@ -48,5 +48,29 @@ TEST_F(GoldenCheckpoint, OfVersion2ThatNamesChunksOfAnEarlierOneIsWoken) {
   }
 }
 
+// The second of two, kept without the first: its links are copies now, as after cp -r.
+TEST_F(GoldenCheckpoint, OfVersion3IsWholeWithoutTheOnesBefore) {
+  const std::string store = copy_of_golden("v3", temporary_ / "store");
+  const std::string path = store + "/g-000002";
+  {
+    const Checkpoint checkpoint = value_of(open_checkpoint(linux_file_system(), path, golden_key()));
+    EXPECT_EQ(checkpoint.manifest().format_version, 3u);
+    EXPECT_EQ(checkpoint.manifest().ranks.at(1).files.size(), 2u);
+    EXPECT_TRUE(value_of(verify(checkpoint)).problems.empty());
+  }
+  TestEngine engine(linux_file_system(), options_);
+  SleepController controller(engine, linux_file_system(), system_clock(), in(store));
+  wake(controller, engine, path, 10);
+  engine.step();
+  // It is the base of the next, which writes what that step changed, and takes the rest of its files.
+  const SleepReport slept = value_of(controller.sleep({.preserve_state = true, .to_disk = true}));
+  const Manifest manifest = value_of(open_checkpoint(linux_file_system(), slept.checkpoint, golden_key())).manifest();
+  EXPECT_EQ(manifest.ranks.at(1).files.size(), 3u);
+  EXPECT_EQ(manifest.ranks.at(1).tags.at("weights").linked_bytes, manifest.ranks.at(1).tags.at("weights").stored_bytes);
+  ASSERT_SUCCEEDS(controller.wake_up({}));
+  EXPECT_EQ(finish(engine), uninterrupted({.ranks = 2}));
+  EXPECT_EQ(engine.recomputed(), 0);
+}
+
 }  // namespace
 }  // namespace torpor

@@ -165,6 +165,31 @@ TEST_P(HostileBytes, WhatWasEncryptedCannotBeFound) {
   EXPECT_EQ(value_of(value_of(open_checkpoint(system, kPath, variant().options.key)).read_state()), state);
 }
 
+// The same of refs, which say even less before MANIFEST's digest of them was right.
+TEST(HostileSizes, NoMoreMemoryThanItsSizeIsTakenForRefs) {
+  ModelFileSystem system;
+  const Variant& encrypted = variants()[2];
+  const auto manager = value_of(CheckpointManager::open(system, "/store", encrypted.options));
+  ASSERT_SUCCEEDS(write_64_kib(*manager, 1));
+  const Checkpoint checkpoint = value_of(open_checkpoint(system, kPath, encrypted.options.key));
+  const RankSummary& rank = checkpoint.manifest().ranks[0];
+  Bytes& refs = system.disk().at(static_cast<size_t>(system.find(std::string(kPath) + "/refs-r0"))).bytes;
+  const Bytes whole = refs;
+  uint64_t tried = 0;
+  for (size_t at = 0; at + 8 <= whole.size(); ++at) {
+    std::fill_n(refs.begin() + static_cast<std::ptrdiff_t>(at), 8, uint8_t{0x7f});
+    const size_t before = ::mallinfo2().uordblks;
+    EXPECT_FALSE(checkpoint.refs(rank).has_value());
+    EXPECT_LE(::mallinfo2().uordblks, before + whole.size() + kMiB);
+    refs = whole;
+    ++tried;
+  }
+  EXPECT_SUCCEEDS(checkpoint.refs(rank));
+  refs.resize(8 * kMiB);  // more than MANIFEST says: not even read
+  EXPECT_FAILS(checkpoint.refs(rank), Code::kCorruption, "refs-r0");
+  EXPECT_GT(tried, 1'000u);
+}
+
 // A manifest that promises much more than it is.
 TEST(HostileSizes, NoMoreMemoryThanItsSizeIsTakenBeforeItIsAuthenticated) {
   ModelFileSystem system;
