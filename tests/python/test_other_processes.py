@@ -1,10 +1,11 @@
 """Engine cores in other processes: LLM as it is by default, AsyncLLM with streaming readers, tensor parallel 2.
 
-The first engine of each kind is started as vLLM does it, with new interpreters; its successor's processes come from the
-zygote (zygote.py), which saves the imports.
+On the CPU's path the first engine of each kind is started as vLLM does it, with new interpreters; all other processes
+come from the zygote (zygote.py), which saves the imports.
 """
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 
@@ -58,7 +59,8 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
     names = [
         name for name in REQUESTS if name not in ("unseeded", "bias", "prefix-b")
     ]  # their draws depend on the timing of arrivals
-    llm = start(tiny_model, tmp_path, tensor_parallel_size=ranks)
+    with zygote.spawning() if rig.active() else contextlib.nullcontext():
+        llm = start(tiny_model, tmp_path, tensor_parallel_size=ranks)
     try:
         add_requests(llm.llm_engine, names, LONG)
         expected = written(run(llm.llm_engine))
@@ -143,7 +145,8 @@ async def _streaming(zygote, model, directory) -> None:
         while len(into["greedy"][0]) < count:
             await asyncio.sleep(0.002)
 
-    engine = make()
+    with zygote.spawning() if rig.active() else contextlib.nullcontext():
+        engine = make()
     expected: dict = {}
     await asyncio.gather(*await ask(engine, expected))
 
