@@ -6,7 +6,7 @@
 #include <boost/filesystem.hpp>
 
 #include "base/units.h"
-#include "checkpoint/format_v2.h"
+#include "checkpoint/format_v2_files.h"
 #include "checkpoint/manifest_codec.h"
 #include "checkpoint/refs_codec.h"
 #include "checkpoint/state_sections.h"

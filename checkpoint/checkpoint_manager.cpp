@@ -4,7 +4,7 @@
 
 #include <fmt/format.h>
 
-#include "checkpoint/format_v2.h"
+#include "checkpoint/format_v2_files.h"
 #include "checkpoint/store_contents.h"
 #include "checkpoint/store_names.h"
 #include "offload/codec.h"

@@ -1,6 +1,16 @@
 #include "checkpoint/manifest.h"
 
+#include <set>
+#include <string_view>
+
+#include <fmt/format.h>
+
 namespace torpor {
+namespace {
+
+constexpr uint64_t kMaxSectionBytes = uint64_t{1} << 36;
+
+}  // namespace
 
 const RankSummary* Manifest::find_rank(int32_t rank) const {
   for (const RankSummary& each : ranks) {
@@ -22,6 +32,24 @@ uint64_t Manifest::linked_bytes() const {
     for (size_t i = 1; i < rank.files.size(); ++i) sum += rank.files[i].bytes;
   }
   return sum;
+}
+
+Error damaged_manifest(std::string what) {
+  return Error{
+      .code = Code::kCorruption, .what = fmt::format("MANIFEST: {}", what), .next_step = "use another checkpoint"};
+}
+
+Status check_sections(const Manifest& manifest) {
+  std::set<std::string_view> names;
+  uint64_t offset = 0;
+  for (const SectionInfo& section : manifest.sections) {
+    if (!names.insert(section.name).second)
+      return damaged_manifest(fmt::format("the section {} is listed twice", section.name));
+    if (section.offset != offset || section.stored_bytes > kMaxSectionBytes)
+      return damaged_manifest(fmt::format("the section {} is misplaced", section.name));
+    offset += section.stored_bytes;
+  }
+  return ok();
 }
 
 }  // namespace torpor

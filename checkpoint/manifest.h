@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -49,5 +50,15 @@ struct Manifest {
   uint64_t linked_bytes() const;                     // of the files of earlier ones that it keeps
   friend bool operator==(const Manifest&, const Manifest&) = default;
 };
+
+// As it was read.
+struct OpenedManifest {
+  Manifest manifest;
+  std::shared_ptr<const Seal> seal;  // of a sealed checkpoint; else null
+  std::vector<RankRefs> refs;        // of version 2, where no other file has them
+};
+
+Error damaged_manifest(std::string what);
+Status check_sections(const Manifest& manifest);  // that they lie one after the other, under different names
 
 }  // namespace torpor

@@ -12,7 +12,6 @@ namespace {
 
 constexpr std::array<char, 8> kManifestMagic = {'T', 'O', 'R', 'P', 'O', 'R', 'C', 'K'};
 constexpr uint32_t kEndianness = 0x01020304;
-constexpr uint64_t kMaxSectionBytes = uint64_t{1} << 36;
 
 // What all versions begin with.
 struct Beginning {
@@ -88,24 +87,6 @@ Status check(const Header& header, uint64_t body_bytes, const Key* key) {
 }
 
 }  // namespace
-
-Error damaged_manifest(std::string what) {
-  return Error{
-      .code = Code::kCorruption, .what = fmt::format("MANIFEST: {}", what), .next_step = "use another checkpoint"};
-}
-
-Status check_sections(const Manifest& manifest) {
-  std::set<std::string_view> names;
-  uint64_t offset = 0;
-  for (const SectionInfo& section : manifest.sections) {
-    if (!names.insert(section.name).second)
-      return damaged_manifest(fmt::format("the section {} is listed twice", section.name));
-    if (section.offset != offset || section.stored_bytes > kMaxSectionBytes)
-      return damaged_manifest(fmt::format("the section {} is misplaced", section.name));
-    offset += section.stored_bytes;
-  }
-  return ok();
-}
 
 Bytes encode_manifest(const Manifest& manifest, const Seal* seal) {
   Header header{.protection = static_cast<uint32_t>(manifest.protection), .id = manifest.id};

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <set>
 
-#include "checkpoint/format_v2.h"
+#include "checkpoint/format_v2_files.h"
 
 namespace torpor {
 

@@ -44,9 +44,9 @@ TEST(Format, TheGoldenCheckpointIsReadWholeAndVerified) {
 class FormatV2 : public ::testing::Test {
  protected:
   std::unique_ptr<CheckpointManager> manager(int keep) const {
-    return value_of(CheckpointManager::open(
-        linux_file_system(), store_,
-        {.retention = {.keep = keep}, .key = key_of(1), .encrypt = true, .incremental = true}));
+    return value_of(
+        CheckpointManager::open(linux_file_system(), store_,
+                                {.retention = {.keep = keep}, .key = key_of(1), .encrypt = true, .incremental = true}));
   }
   Verification verified(const std::string& name) const {
     return value_of(verify(value_of(open_checkpoint(linux_file_system(), store_ + "/" + name, key_of(1)))));

@@ -3,7 +3,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "checkpoint/format_v2.h"
+#include "checkpoint/format_v2_files.h"
 #include "checkpoint/manifest_codec.h"
 #include "checkpoint/refs_codec.h"
 

@@ -43,12 +43,13 @@ void write_orders(const std::filesystem::path& directory, const torpor::RankSumm
   write_order(directory, orders::Describe{},
               {.ledger = ledger, .bytes_per_block = 64, .writes = {{"weights", 2}}, .without_content = {"weights"}});
   write_order(directory, orders::Written{.tags = tags}, {});
-  write_order(directory,
-              orders::Save{.tags = tags,
-                           .blocks = {1, 2, 7},
-                           .directory = "/checkpoints/new",
-                           .writing = {.protection = Protection::kEncrypted, .base = "/checkpoints/g-000001", .base_id = {1}}},
-              {.bytes = 4000, .saved = saved, .digests = {{"weights", "00ff"}}});
+  write_order(
+      directory,
+      orders::Save{.tags = tags,
+                   .blocks = {1, 2, 7},
+                   .directory = "/checkpoints/new",
+                   .writing = {.protection = Protection::kEncrypted, .base = "/checkpoints/g-000001", .base_id = {1}}},
+      {.bytes = 4000, .saved = saved, .digests = {{"weights", "00ff"}}});
   write_order(directory, orders::CancelSave{.tags = tags}, {});
   write_order(directory, orders::Detach{.tags = tags}, {.ledger = ledger, .bytes = 4096});
   write_order(directory, orders::Attach{.tags = tags}, {});
@@ -74,11 +75,12 @@ int main(int argc, char** argv) {
   Manifest manifest{.generation = 3, .creator = "torpor", .fingerprint = state.fingerprint};
   manifest.sections = {{.name = "requests", .stored_bytes = 10, .bytes = 30, .codec = Codec::kZstd}};
   RankRefs refs{.files = {{.name = "chunks-r0", .bytes = 8192}, {.name = "link", .id = {1}, .bytes = 8192}}};
-  refs.records = {{.key = {.tag = "weights", .region = "w"}, .bytes = 4000, .offset = 4096, .stored_bytes = 4000, .file = 1},
-                  {.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = 2},
-                   .bytes = 90,
-                   .codec = Codec::kZstd,
-                   .stored_bytes = 50}};
+  refs.records = {
+      {.key = {.tag = "weights", .region = "w"}, .bytes = 4000, .offset = 4096, .stored_bytes = 4000, .file = 1},
+      {.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = 2},
+       .bytes = 90,
+       .codec = Codec::kZstd,
+       .stored_bytes = 50}};
   const Bytes refs_file = encode_refs(refs, {}).file;
   write(directory, "refs", Bytes(refs_file.begin() + 64, refs_file.end()));
   manifest.ranks = {summary_of(refs)};
