@@ -49,7 +49,7 @@ class Key {
 
 // Where sealed bytes belong; no two places of a checkpoint are equal.
 struct SealPlace {
-  enum class Kind : uint32_t { kManifest, kSection, kChunk };
+  enum class Kind : uint32_t { kManifest, kSection, kChunk, kRefs };
   Kind kind = Kind::kChunk;
   int32_t rank = 0;
   uint64_t offset = 0;      // in its file

@@ -101,12 +101,16 @@ void serialize(Archive& archive, SavedChunk& v) {
   archive(v.key, v.bytes, v.digest, checked(v.codec, Codec::kZstd), v.offset, v.stored_bytes, v.file, v.seal);
 }
 template <class Archive>
-void serialize(Archive& archive, ChunkFile& v) {
-  archive(v.generation, v.id, v.name, v.bytes);
+void serialize(Archive& archive, LinkedFile& v) {
+  archive(v.name, v.id, v.bytes);
 }
 template <class Archive>
-void serialize(Archive& archive, RankChunks& v) {
-  archive(v.rank, v.files, v.chunks);
+void serialize(Archive& archive, RecordSums& v) {
+  archive(v.records, v.bytes, v.stored_bytes, v.linked_bytes);
+}
+template <class Archive>
+void serialize(Archive& archive, RankSummary& v) {
+  archive(v.rank, v.refs, v.refs_bytes, v.refs_mac, v.files, v.tags);
 }
 template <class Archive>
 void serialize(Archive& archive, SectionInfo& v) {

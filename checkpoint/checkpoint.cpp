@@ -6,7 +6,9 @@
 #include <boost/filesystem.hpp>
 
 #include "base/units.h"
+#include "checkpoint/format_v2_files.h"
 #include "checkpoint/manifest_codec.h"
+#include "checkpoint/refs_codec.h"
 #include "checkpoint/state_sections.h"
 #include "checkpoint/store_names.h"
 #include "offload/codec.h"
@@ -24,10 +26,9 @@ struct Checkpoint::Impl {
   FileSystem& file_system;
   std::unique_ptr<Directory> directory;
   std::shared_ptr<const Key> key;
-  std::shared_ptr<const Seal> seal;
-  Manifest manifest;
+  OpenedManifest opened;
 
-  Result<OpenChunkFile> open(const ChunkFile& wanted) const;
+  Result<OpenChunkFile> open(const LinkedFile& wanted) const;
   Result<Section> read(const File& file, const SectionInfo& info) const;
 };
 
@@ -37,36 +38,41 @@ Checkpoint& Checkpoint::operator=(Checkpoint&&) noexcept = default;
 Checkpoint::~Checkpoint() = default;
 
 const std::string& Checkpoint::path() const { return impl_->directory->path(); }
-const Manifest& Checkpoint::manifest() const { return impl_->manifest; }
+const Manifest& Checkpoint::manifest() const { return impl_->opened.manifest; }
 
-Result<OpenChunkFile> Checkpoint::Impl::open(const ChunkFile& wanted) const {
-  OpenChunkFile opened{.seal = seal};
-  if (wanted.generation == 0) {
-    TORPOR_ASSIGN(opened.file, directory->open_file(wanted.name, FileIo::kFastest));
+Result<OpenChunkFile> Checkpoint::Impl::open(const LinkedFile& wanted) const {
+  const Manifest& manifest = opened.manifest;
+  OpenChunkFile file{.seal = opened.seal};
+  if (opened.seal != nullptr && wanted.id != manifest.id)
+    file.seal = std::make_shared<Seal>(*key, wanted.id, manifest.protection);
+  if (manifest.format_version == kOldestFormatVersion) {
+    TORPOR_ASSIGN(file.file, format_v2::open_file(file_system, *directory, wanted, key.get()));
   } else {
-    const std::string store_path = boost::filesystem::path(directory->path()).parent_path().string();
-    TORPOR_ASSIGN(const std::unique_ptr<Directory> store, file_system.open_directory(store_path, false));
-    Result<std::unique_ptr<Directory>> earlier = store->open_directory(generation_name(wanted.generation));
-    if (!earlier)
-      return damaged(fmt::format("{} needs {}, which cannot be opened: {}", directory->path(),
-                                 generation_name(wanted.generation), earlier.error().what));
-    Manifest theirs;
-    TORPOR_ASSIGN(theirs, read_manifest(**earlier, key.get(), &opened.seal));
-    if (theirs.id != wanted.id)
-      return damaged(fmt::format("{} needs another {} than the one that is there", directory->path(),
-                                 generation_name(wanted.generation)));
-    TORPOR_ASSIGN(opened.file, (*earlier)->open_file(wanted.name, FileIo::kFastest));
+    TORPOR_ASSIGN(file.file, directory->open_file(wanted.name, FileIo::kFastest));
   }
-  TORPOR_ASSIGN(const uint64_t size, opened.file->size());
+  TORPOR_ASSIGN(const uint64_t size, file.file->size());
   if (size != wanted.bytes)
-    return damaged(fmt::format("{} has {} bytes, {} were written", opened.file->name(), size, wanted.bytes));
-  return opened;
+    return damaged(fmt::format("{} has {} bytes, {} were written", file.file->name(), size, wanted.bytes));
+  return file;
 }
 
-Result<std::unique_ptr<DiskTier>> Checkpoint::open_rank(const RankChunks& rank,
+Result<RankRefs> Checkpoint::refs(const RankSummary& rank) const {
+  const OpenedManifest& opened = impl_->opened;
+  if (opened.manifest.format_version == kOldestFormatVersion) {
+    for (const RankRefs& each : opened.refs) {
+      if (each.rank == rank.rank) return each;
+    }
+  }
+  TORPOR_ASSIGN(const Bytes bytes, read_whole(*impl_->directory, rank.refs, rank.refs_bytes));
+  Result<RankRefs> refs = decode_refs(std::as_bytes(std::span(bytes)), rank, opened.manifest.id, opened.seal.get());
+  if (!refs) return refs.error().within(path());
+  return refs;
+}
+
+Result<std::unique_ptr<DiskTier>> Checkpoint::open_rank(const RankSummary& rank,
                                                         std::shared_ptr<ProgressMeter> progress) const {
   std::vector<OpenChunkFile> files;
-  for (const ChunkFile& wanted : rank.files) {
+  for (const LinkedFile& wanted : rank.files) {
     TORPOR_ASSIGN(OpenChunkFile opened, impl_->open(wanted));
     files.push_back(std::move(opened));
   }
@@ -80,7 +86,7 @@ Result<Section> Checkpoint::Impl::read(const File& file, const SectionInfo& info
   TORPOR_TRY(file.pread(bytes, info.offset));
   if (digest_of(bytes) != info.digest)
     return damaged(fmt::format("the section {} of {} does not match its digest", info.name, file.name()));
-  if (seal != nullptr) TORPOR_TRY(seal->open(bytes, info.seal, section_place(info)));
+  if (opened.seal != nullptr) TORPOR_TRY(opened.seal->open(bytes, info.seal, section_place(info)));
   if (info.codec == Codec::kNone && info.bytes == info.stored_bytes) {
     section.bytes = std::move(stored);
     return section;
@@ -98,10 +104,10 @@ Result<std::vector<Section>> Checkpoint::read_sections() const {
   TORPOR_ASSIGN(const std::unique_ptr<File> file, impl_->directory->open_file(kStateFile));
   TORPOR_ASSIGN(const uint64_t size, file->size());
   uint64_t expected = 0;
-  for (const SectionInfo& info : impl_->manifest.sections) expected += info.stored_bytes;
+  for (const SectionInfo& info : impl_->opened.manifest.sections) expected += info.stored_bytes;
   if (size != expected) return damaged(fmt::format("{} has {} bytes, {} were written", file->name(), size, expected));
   std::vector<Section> sections;
-  for (const SectionInfo& info : impl_->manifest.sections) {
+  for (const SectionInfo& info : impl_->opened.manifest.sections) {
     TORPOR_ASSIGN(Section section, impl_->read(*file, info));
     sections.push_back(std::move(section));
   }
@@ -111,7 +117,7 @@ Result<std::vector<Section>> Checkpoint::read_sections() const {
 Result<EngineCheckpoint> Checkpoint::read_state() const {
   TORPOR_ASSIGN(const std::vector<Section> sections, read_sections());
   TORPOR_ASSIGN(EngineCheckpoint checkpoint, decode(sections));
-  checkpoint.fingerprint = impl_->manifest.fingerprint;
+  checkpoint.fingerprint = impl_->opened.manifest.fingerprint;
   return checkpoint;
 }
 
@@ -119,7 +125,7 @@ Result<Checkpoint> open_checkpoint_directory(FileSystem& file_system, std::uniqu
                                              std::shared_ptr<const Key> key) {
   std::unique_ptr<Checkpoint::Impl> impl(
       new Checkpoint::Impl{.file_system = file_system, .directory = std::move(directory), .key = std::move(key)});
-  TORPOR_ASSIGN(impl->manifest, read_manifest(*impl->directory, impl->key.get(), &impl->seal));
+  TORPOR_ASSIGN(impl->opened, read_manifest(*impl->directory, impl->key.get()));
   return Checkpoint(std::move(impl));
 }
 

@@ -24,9 +24,11 @@ class Checkpoint {
   Result<std::vector<Section>> read_sections() const;
   // The sections' values with the fingerprint; not yet validated.
   Result<EngineCheckpoint> read_state() const;
-  // For reading the chunks of `rank`: opens its file and those of earlier checkpoints that it names. kCorruption when
-  // one is missing, has another size or is of another checkpoint.
-  Result<std::unique_ptr<DiskTier>> open_rank(const RankChunks& rank,
+  // What `rank`, one of the manifest's, has where. kCorruption names its refs file.
+  Result<RankRefs> refs(const RankSummary& rank) const;
+  // For reading its records: opens all of its files. kCorruption when one is missing, has another size or, in version
+  // 2, is of another checkpoint.
+  Result<std::unique_ptr<DiskTier>> open_rank(const RankSummary& rank,
                                               std::shared_ptr<ProgressMeter> progress = nullptr) const;
 
   struct Impl;

@@ -1,7 +1,7 @@
 // CheckpointManager: a directory of checkpoints, each written once, committed atomically, verified before it is
 // believed.
 //
-// DIRECTORY/g-000001/{MANIFEST, STATE, chunks-r0, …}; checkpoint/FORMAT.md has the bytes. A checkpoint under
+// DIRECTORY/g-000001/{MANIFEST, STATE, refs-r0, chunks-r0, …}; checkpoint/FORMAT.md has the bytes. A checkpoint under
 // construction is DIRECTORY/s-…; commit syncs files and directories and renames it into place. A kill or power cut at
 // any point leaves the old generations and the new one either whole or invisible; leftovers go at the next begin() or
 // collect().
@@ -21,9 +21,9 @@
 #include "base/progress.h"
 #include "base/status.h"
 #include "checkpoint/checkpoint.h"
-#include "checkpoint/chunk_writing.h"
 #include "checkpoint/engine_checkpoint.h"
 #include "checkpoint/manifest.h"
+#include "checkpoint/rank_writer.h"
 #include "checkpoint/retention.h"
 
 namespace torpor {
@@ -33,15 +33,11 @@ struct CheckpointManagerOptions {
   std::shared_ptr<const Key> key;                         // null: neither authenticated nor encrypted
   bool encrypt = false;                                   // with a key: encrypted, not only authenticated
   CompressionOptions compression{.codec = Codec::kNone};  // of chunks; sections are always compressed where it pays
-  bool incremental = false;      // chunks that the newest checkpoint already has are named, not written
+  bool incremental = false;      // chunks that the newest checkpoint already has are linked, not written
   ProgressSink progress;         // of what this process writes; saying no ends it with kAborted, the old ones whole
   const Clock* clock = nullptr;  // null: the system's
   Status validate() const;       // kInvalidArgument names what is wrong
 };
-
-// A checkpoint that names chunks of earlier ones keeps those, they keep what they name, and so on: after so many
-// generations one is written whole, so that this ends.
-inline constexpr uint64_t kIncrementalRun = 16;
 
 // A checkpoint under construction. Destroyed without commit(): removed, the space is given back.
 class PendingCheckpoint {
@@ -51,16 +47,15 @@ class PendingCheckpoint {
   Status write_state(const EngineCheckpoint& checkpoint);
   // The same of any sections.
   Status write_state(const Fingerprint& fingerprint, std::vector<Section> sections);
-  // For ranks in other processes: the directory that they write their chunk files into (synced by their writer), and
-  // how.
+  // For ranks in other processes: the directory that their RankWriters write into, and how.
   const std::string& staging_path() const;
-  const ChunkWriting& writing() const;
-  // For chunks of this process. After its finish(): add_rank(finished_rank(writing(), …)).
-  Result<std::unique_ptr<DiskTier>> create_chunks(int32_t rank, uint64_t expected_bytes = 0);
-  void add_rank(RankChunks chunks);
+  const RankWriting& writing() const;
+  // The same for a rank of this process.
+  Result<std::unique_ptr<RankWriter>> create_rank(int32_t rank, uint64_t expected_bytes = 0);
+  void add_rank(RankSummary rank);  // what its write_refs() returned
   // In place of write_state()'s, before commit(): what is known only once the chunks are written.
   void set_fingerprint(Fingerprint fingerprint);
-  // Checks that each chunk file is there with the named length, writes and syncs MANIFEST, syncs the directories,
+  // Checks that each file is there with the named length, writes and syncs MANIFEST, syncs the directories,
   // renames. Only after this returns without error is the checkpoint durable. Returns its path. Older ones stay.
   Result<std::string> commit();
   // Takes a committed checkpoint away again, while nobody else can have relied on it: this object holds the lock of its
@@ -69,6 +64,11 @@ class PendingCheckpoint {
   // Removes what the retention lets go, now that the committed checkpoint stays: not before withdraw() is out of the
   // question. A failure is only logged, the next one tries again.
   void retire_older() noexcept;
+
+  // For CheckpointManager::begin(): `store` is locked by `lock`.
+  static Result<PendingCheckpoint> begin(FileSystem& file_system, std::unique_ptr<Directory> store,
+                                         std::unique_ptr<File> lock, CheckpointManagerOptions options,
+                                         uint64_t expected_bytes);
 
   struct Impl;
   explicit PendingCheckpoint(std::unique_ptr<Impl> impl);
@@ -90,8 +90,8 @@ class CheckpointManager {
   // Locks, removes leftovers, checks that `expected_bytes` fit (kResourceExhausted names both numbers).
   // kUnavailable when another process is writing here.
   Result<PendingCheckpoint> begin(uint64_t expected_bytes);
-  // Takes one away. kFailedPrecondition when another one needs its chunks. kNotFound. `dry_run`: only says whether it
-  // could.
+  // Takes one away. kNotFound; kFailedPrecondition when one of version 2 needs its chunks. `dry_run`: only says whether
+  // it could.
   Status remove(uint64_t generation, bool dry_run = false);
   // After a wake from `generation`: marks it, then retires older ones.
   Status woken_from(uint64_t generation);

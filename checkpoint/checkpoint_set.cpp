@@ -53,18 +53,18 @@ Result<std::vector<SetMember>> read_members(const Checkpoint& set) {
 Status check_member(FileSystem& file_system, const std::string& path, const SetMember& member, size_t rank,
                     const std::shared_ptr<const Key>& key) {
   const std::string which = fmt::format("rank {}'s checkpoint {}", rank, path);
-  const auto is_there = [&]() -> Result<Manifest> {
+  const auto is_there = [&]() -> Result<OpenedManifest> {
     TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, file_system.open_directory(path, false));
     return read_manifest(*directory, key.get());
   };
-  const Result<Manifest> manifest = is_there();
-  if (!manifest && manifest.error().code == Code::kNotFound) {
+  const Result<OpenedManifest> opened = is_there();
+  if (!opened && opened.error().code == Code::kNotFound) {
     return Error{.code = Code::kNotFound,
                  .what = fmt::format("{} is missing", which),
                  .next_step = "put it back, or use another checkpoint"};
   }
-  if (!manifest) return manifest.error().within(which);
-  if (manifest->id == member.id) return ok();
+  if (!opened) return opened.error().within(which);
+  if (opened->manifest.id == member.id) return ok();
   return Error{.code = Code::kIncompatible,
                .what = fmt::format("{} is not the one that was written with the others", which),
                .next_step = "put that one back, or use another checkpoint"};

@@ -1,24 +1,55 @@
 #include "checkpoint/manifest.h"
 
 #include <set>
+#include <string_view>
+
+#include <fmt/format.h>
 
 namespace torpor {
+namespace {
 
-std::vector<uint64_t> Manifest::needs() const {
-  std::set<uint64_t> generations;
-  for (const RankChunks& rank : ranks) {
-    for (const ChunkFile& file : rank.files) {
-      if (file.generation != 0) generations.insert(file.generation);
-    }
+constexpr uint64_t kMaxSectionBytes = uint64_t{1} << 36;
+
+}  // namespace
+
+const RankSummary* Manifest::find_rank(int32_t rank) const {
+  for (const RankSummary& each : ranks) {
+    if (each.rank == rank) return &each;
   }
-  return {generations.begin(), generations.end()};
+  return nullptr;
 }
 
 uint64_t Manifest::total_bytes() const {
   uint64_t sum = 0;
   for (const SectionInfo& section : sections) sum += section.stored_bytes;
-  for (const RankChunks& rank : ranks) sum += rank.files.empty() ? 0 : rank.files[0].bytes;
+  for (const RankSummary& rank : ranks) sum += rank.refs_bytes + rank.own_bytes();
   return sum;
+}
+
+uint64_t Manifest::linked_bytes() const {
+  uint64_t sum = 0;
+  for (const RankSummary& rank : ranks) {
+    for (size_t i = 1; i < rank.files.size(); ++i) sum += rank.files[i].bytes;
+  }
+  return sum;
+}
+
+Error damaged_manifest(std::string what) {
+  return Error{
+      .code = Code::kCorruption, .what = fmt::format("MANIFEST: {}", what), .next_step = "use another checkpoint"};
+}
+
+Status check_sections(const Manifest& manifest) {
+  std::set<std::string_view> names;
+  uint64_t offset = 0;
+  for (const SectionInfo& section : manifest.sections) {
+    if (!names.insert(section.name).second)
+      return damaged_manifest(fmt::format("the section {} is listed twice", section.name));
+    if (section.offset != offset || section.stored_bytes > kMaxSectionBytes)
+      return damaged_manifest(fmt::format("the section {} is misplaced", section.name));
+    offset += section.stored_bytes;
+  }
+  return ok();
 }
 
 }  // namespace torpor

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -11,31 +12,16 @@
 #include "base/seal.h"
 #include "base/status.h"
 #include "base/value.h"
+#include "checkpoint/refs.h"
 #include "offload/chunk.h"
 
 namespace torpor {
 
-inline constexpr uint32_t kFormatVersion = 2;
+inline constexpr uint32_t kFormatVersion = 3;
+inline constexpr uint32_t kOldestFormatVersion = 2;  // that is read: checkpoint/format_v2.h
 
 // Names and values that must be equal for tokens to be equal.
 using Fingerprint = std::map<std::string, std::string>;
-
-// A chunk file: of this checkpoint, or of an earlier one of the same directory.
-struct ChunkFile {
-  uint64_t generation = 0;  // 0: of this checkpoint
-  SealId id{};              // of the earlier checkpoint, so that another one of that number is not mistaken for it
-  std::string name;
-  uint64_t bytes = 0;
-  friend bool operator==(const ChunkFile&, const ChunkFile&) = default;
-};
-
-// What one rank saved. Its own file comes first.
-struct RankChunks {
-  int32_t rank = 0;
-  std::vector<ChunkFile> files;
-  std::vector<SavedChunk> chunks;
-  friend bool operator==(const RankChunks&, const RankChunks&) = default;
-};
 
 struct SectionInfo {
   std::string name;
@@ -58,10 +44,21 @@ struct Manifest {
   std::string creator;  // "torpor 0.1.0"
   Fingerprint fingerprint;
   std::vector<SectionInfo> sections;
-  std::vector<RankChunks> ranks;
-  std::vector<uint64_t> needs() const;  // generations whose chunks it names, ascending
-  uint64_t total_bytes() const;         // of this checkpoint's own files, MANIFEST left out
+  std::vector<RankSummary> ranks;
+  const RankSummary* find_rank(int32_t rank) const;  // null: it has nothing of that rank
+  uint64_t total_bytes() const;                      // of the files that it wrote itself, MANIFEST left out
+  uint64_t linked_bytes() const;                     // of the files of earlier ones that it keeps
   friend bool operator==(const Manifest&, const Manifest&) = default;
 };
+
+// As it was read.
+struct OpenedManifest {
+  Manifest manifest;
+  std::shared_ptr<const Seal> seal;  // of a sealed checkpoint; else null
+  std::vector<RankRefs> refs;        // of version 2, where no other file has them
+};
+
+Error damaged_manifest(std::string what);
+Status check_sections(const Manifest& manifest);  // that they lie one after the other, under different names
 
 }  // namespace torpor

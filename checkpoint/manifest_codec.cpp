@@ -4,13 +4,14 @@
 #include <set>
 
 #include "checkpoint/archived_values.h"
+#include "checkpoint/format_v2.h"
+#include "checkpoint/refs_codec.h"
 
 namespace torpor {
 namespace {
 
 constexpr std::array<char, 8> kManifestMagic = {'T', 'O', 'R', 'P', 'O', 'R', 'C', 'K'};
 constexpr uint32_t kEndianness = 0x01020304;
-constexpr uint64_t kMaxSectionBytes = uint64_t{1} << 36;
 
 // What all versions begin with.
 struct Beginning {
@@ -34,63 +35,34 @@ static_assert(sizeof(Header) == 128);
 
 constexpr SealPlace kBodyPlace{.kind = SealPlace::Kind::kManifest, .what = "MANIFEST"};
 
-Error damaged_manifest(std::string what) {
-  return Error{
-      .code = Code::kCorruption, .what = fmt::format("MANIFEST: {}", what), .next_step = "use another checkpoint"};
-}
-
 Error unauthenticated(std::string what, std::string next_step) {
   return Error{
       .code = Code::kUnauthenticated, .what = fmt::format("MANIFEST: {}", what), .next_step = std::move(next_step)};
 }
 
-bool plain_name(const std::string& name) {
-  return !name.empty() && name != "." && name != ".." && name.find('/') == std::string::npos &&
-         name.find('\0') == std::string::npos;
-}
-
-Status check(const RankChunks& rank, uint64_t generation) {
-  if (rank.files.empty() || rank.files[0].generation != 0)
-    return damaged_manifest(fmt::format("rank {} has no file of its own", rank.rank));
-  std::set<std::pair<uint64_t, std::string_view>> names;
-  for (size_t i = 0; i < rank.files.size(); ++i) {
-    const ChunkFile& file = rank.files[i];
-    if (!plain_name(file.name)) return damaged_manifest("the name of a chunk file is not a plain name");
-    if (!names.emplace(file.generation, file.name).second)
-      return damaged_manifest(fmt::format("the file {} is listed twice", file.name));
-    if ((file.generation == 0) != (i == 0) || file.generation >= std::max<uint64_t>(generation, 1)) {
-      return damaged_manifest(fmt::format("rank {}: file {} is of generation {}", rank.rank, i, file.generation));
-    }
-  }
-  std::set<ChunkKey> keys;
-  for (const SavedChunk& chunk : rank.chunks) {
-    if (!keys.insert(chunk.key).second)
-      return damaged_manifest(fmt::format("{} is listed twice", chunk.key.to_string()));
-    if (chunk.file >= rank.files.size())
-      return damaged_manifest(fmt::format("{} lies in a file that is not listed", chunk.key.to_string()));
-    const ChunkFile& file = rank.files[chunk.file];
-    if (chunk.offset > file.bytes || chunk.stored_bytes > file.bytes - chunk.offset) {
-      return damaged_manifest(fmt::format("{} lies outside {}", chunk.key.to_string(), file.name));
-    }
+Status check(const RankSummary& rank, const SealId& id) {
+  const auto wrong = [&](std::string_view what) {
+    return damaged_manifest(fmt::format("rank {}: {}", rank.rank, what));
+  };
+  if (rank.files.empty() || rank.files[0].id != id) return wrong("it has no file of its own");
+  if (!is_plain_name(rank.refs) || rank.refs_bytes > kMaxRefsBytes) return wrong("its refs are no file");
+  std::set<std::string_view> names{rank.refs};
+  std::set<SealId> ids;
+  for (const LinkedFile& file : rank.files) {
+    if (!is_plain_name(file.name)) return wrong("the name of a file is not a plain name");
+    if (!names.insert(file.name).second || !ids.insert(file.id).second)
+      return wrong(fmt::format("the file {} is listed twice", file.name));
   }
   return ok();
 }
 
 Status check(const Manifest& manifest) {
-  std::set<std::string_view> names;
-  uint64_t offset = 0;
-  for (const SectionInfo& section : manifest.sections) {
-    if (!names.insert(section.name).second)
-      return damaged_manifest(fmt::format("the section {} is listed twice", section.name));
-    if (section.offset != offset || section.stored_bytes > kMaxSectionBytes)
-      return damaged_manifest(fmt::format("the section {} is misplaced", section.name));
-    offset += section.stored_bytes;
-  }
+  TORPOR_TRY(check_sections(manifest));
   std::set<int32_t> ranks;
-  for (const RankChunks& rank : manifest.ranks) {
+  for (const RankSummary& rank : manifest.ranks) {
     if (rank.rank < 0 || !ranks.insert(rank.rank).second)
       return damaged_manifest(fmt::format("the rank {} is listed twice", rank.rank));
-    TORPOR_TRY(check(rank, manifest.generation));
+    TORPOR_TRY(check(rank, manifest.id));
   }
   return ok();
 }
@@ -131,8 +103,7 @@ Bytes encode_manifest(const Manifest& manifest, const Seal* seal) {
   return file;
 }
 
-Result<Manifest> decode_manifest(std::span<const std::byte> file, const Key* key,
-                                 std::shared_ptr<const Seal>* seal_out) {
+Result<OpenedManifest> decode_manifest(std::span<const std::byte> file, const Key* key) {
   Beginning beginning;
   if (file.size() < sizeof beginning)
     return damaged_manifest(fmt::format("it has {} bytes, fewer than its header", file.size()));
@@ -143,10 +114,10 @@ Result<Manifest> decode_manifest(std::span<const std::byte> file, const Key* key
                  .what = "MANIFEST: the checkpoint was written with another byte order",
                  .next_step = "wake it on the kind of machine that wrote it"};
   }
-  if (beginning.format_version != kFormatVersion) {
+  if (beginning.format_version < kOldestFormatVersion || beginning.format_version > kFormatVersion) {
     return Error{.code = Code::kIncompatible,
-                 .what = fmt::format("MANIFEST: the checkpoint has format version {}, this torpor reads version {}",
-                                     beginning.format_version, kFormatVersion),
+                 .what = fmt::format("MANIFEST: the checkpoint has format version {}, this torpor reads {} to {}",
+                                     beginning.format_version, kOldestFormatVersion, kFormatVersion),
                  .next_step = "use the version of torpor that wrote it"};
   }
   Header header;
@@ -176,12 +147,17 @@ Result<Manifest> decode_manifest(std::span<const std::byte> file, const Key* key
     TORPOR_TRY(seal->open(std::as_writable_bytes(std::span(decrypted)), header.body_seal, kBodyPlace));
     clear = std::as_bytes(std::span(decrypted));
   }
-  TORPOR_ASSIGN(Manifest manifest, from_bytes<Manifest>(clear, "MANIFEST"));
-  manifest.protection = protection;
-  manifest.id = header.id;
-  TORPOR_TRY(check(manifest));
-  if (seal_out != nullptr) *seal_out = std::move(seal);
-  return manifest;
+  OpenedManifest opened{.seal = std::move(seal)};
+  if (beginning.format_version == kOldestFormatVersion) {
+    TORPOR_TRY(format_v2::decode_body(clear, header.id, opened));
+  } else {
+    TORPOR_ASSIGN(opened.manifest, from_bytes<Manifest>(clear, "MANIFEST"));
+  }
+  opened.manifest.format_version = beginning.format_version;
+  opened.manifest.protection = protection;
+  opened.manifest.id = header.id;
+  if (beginning.format_version == kFormatVersion) TORPOR_TRY(check(opened.manifest));
+  return opened;
 }
 
 }  // namespace torpor

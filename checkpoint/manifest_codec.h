@@ -19,11 +19,10 @@ inline constexpr uint64_t kMaxManifestBytes = uint64_t{1} << 30;
 // `seal`: null, or of manifest.protection and manifest.id.
 Bytes encode_manifest(const Manifest& manifest, const Seal* seal = nullptr);
 
-// With a key, nothing but the header of fixed size is looked at before the whole is authenticated. `seal`, if not null,
-// receives the seal of a sealed checkpoint. kCorruption: damaged. kIncompatible: another format version or byte order.
-// kUnauthenticated: sealed and there is no key or another one, or a key is given and it is not sealed.
-// Also checks that sections and chunks do not contradict each other (names unique, no chunk twice, sizes add up).
-Result<Manifest> decode_manifest(std::span<const std::byte> file, const Key* key = nullptr,
-                                 std::shared_ptr<const Seal>* seal = nullptr);
+// With a key, nothing but the header of fixed size is looked at before the whole is authenticated. kCorruption:
+// damaged. kIncompatible: another format version or byte order. kUnauthenticated: sealed and there is no key or another
+// one, or a key is given and it is not sealed.
+// Also checks that nothing contradicts itself (names unique, sizes add up).
+Result<OpenedManifest> decode_manifest(std::span<const std::byte> file, const Key* key = nullptr);
 
 }  // namespace torpor

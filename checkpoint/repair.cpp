@@ -32,15 +32,16 @@ std::vector<DroppedRequest> hit_requests(const KvSnapshot& kv, const std::set<in
 }
 
 // Reads the chunks that stay and writes them anew, a few MiB at a time.
-Result<RankChunks> copy_rank(const Checkpoint& checkpoint, const RankChunks& rank, const RepairPlan& plan,
-                             PendingCheckpoint& pending) {
+Result<RankSummary> copy_rank(const Checkpoint& checkpoint, const RankSummary& rank, const RepairPlan& plan,
+                              PendingCheckpoint& pending) {
+  TORPOR_ASSIGN(const RankRefs refs, checkpoint.refs(rank));
   const std::set<uint64_t> bad(plan.dropped_blocks.begin(), plan.dropped_blocks.end());
   const std::set<std::string> gone(plan.dropped_tags.begin(), plan.dropped_tags.end());
   std::unique_ptr<DiskTier> from;  // opened when there is something to read: the file may be gone
-  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> to, pending.create_chunks(rank.rank));
+  TORPOR_ASSIGN(const std::unique_ptr<RankWriter> to, pending.create_rank(rank.rank));
   std::vector<SavedChunk> copied;
   PageBuffer memory;
-  for (SavedChunk chunk : rank.chunks) {
+  for (SavedChunk chunk : refs.records) {
     if (chunk.key.kind == ChunkKind::kKvBlock ? bad.contains(chunk.key.index) : gone.contains(chunk.key.tag)) continue;
     const std::span<std::byte> room = memory.room(chunk.bytes);
     if (room.size() < chunk.bytes)
@@ -57,8 +58,7 @@ Result<RankChunks> copy_rank(const Checkpoint& checkpoint, const RankChunks& ran
     TORPOR_TRY(std::move(part.status));
     copied.push_back(std::move(chunk));
   }
-  TORPOR_TRY(to->finish());
-  return finished_rank(pending.writing(), rank.rank, to->file_bytes(), std::move(copied));
+  return to->write_refs(copied);
 }
 
 }  // namespace
@@ -91,6 +91,8 @@ void drop_request(SchedulerCheckpoint& state, const std::string& id) {
 Result<RepairPlan> plan_repair(const Checkpoint& checkpoint, const Verification& found) {
   return catching([&]() -> Result<RepairPlan> {
     RepairPlan plan;
+    if (!found.bad_ranks.empty())
+      return beyond_repair(fmt::format("cannot be repaired: nothing says what rank {} saved", found.bad_ranks[0]));
     Result<EngineCheckpoint> state = checkpoint.read_state();
     if (!state) return state.error().within("cannot be repaired");
     if (const Status valid = state->state.validate(); !valid) return valid.error().within("cannot be repaired");
@@ -102,8 +104,9 @@ Result<RepairPlan> plan_repair(const Checkpoint& checkpoint, const Verification&
     drop_hashes(plan.state.state.kv, plan.dropped_blocks);
     const std::set<std::string> bad_chunks(found.bad_chunks.begin(), found.bad_chunks.end());
     std::set<std::string> tags;
-    for (const RankChunks& rank : checkpoint.manifest().ranks) {
-      for (const SavedChunk& chunk : rank.chunks) {
+    for (const RankSummary& rank : checkpoint.manifest().ranks) {
+      TORPOR_ASSIGN(const RankRefs refs, checkpoint.refs(rank));
+      for (const SavedChunk& chunk : refs.records) {
         if (chunk.key.kind == ChunkKind::kRegion && bad_chunks.contains(chunk.key.to_string()))
           tags.insert(chunk.key.tag);
       }
@@ -117,13 +120,13 @@ Result<RepairPlan> plan_repair(const Checkpoint& checkpoint, const Verification&
 Result<std::string> write_repaired(const Checkpoint& checkpoint, const RepairPlan& plan, CheckpointManager& target) {
   return catching([&]() -> Result<std::string> {
     uint64_t expected = 0;
-    for (const RankChunks& rank : checkpoint.manifest().ranks) {
-      for (const SavedChunk& chunk : rank.chunks) expected += align_up(chunk.bytes, kPage);
+    for (const RankSummary& rank : checkpoint.manifest().ranks) {
+      for (const auto& [tag, sums] : rank.tags) expected += sums.bytes + sums.records * kPage;
     }
     TORPOR_ASSIGN(PendingCheckpoint pending, target.begin(expected));
     TORPOR_TRY(pending.write_state(plan.state));
-    for (const RankChunks& rank : checkpoint.manifest().ranks) {
-      TORPOR_ASSIGN(RankChunks copied, copy_rank(checkpoint, rank, plan, pending));
+    for (const RankSummary& rank : checkpoint.manifest().ranks) {
+      TORPOR_ASSIGN(RankSummary copied, copy_rank(checkpoint, rank, plan, pending));
       pending.add_rank(std::move(copied));
     }
     return pending.commit();

@@ -2,7 +2,7 @@
 //
 // A request goes if a block of its is damaged on some rank. Cached blocks that are damaged lose their hash. A tag whose
 // saved memory is damaged, other than KV, goes whole: waking in a new engine does not need it. What cannot be repaired:
-// a damaged manifest or section, as nothing then says what belongs to whom.
+// a damaged manifest or section, or refs, as nothing then says what belongs to whom.
 #pragma once
 
 #include <string>

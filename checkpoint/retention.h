@@ -3,7 +3,9 @@
 
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/status.h"
@@ -12,12 +14,12 @@
 namespace torpor {
 
 // Which committed checkpoints may go. Never the newest, nor the last one that was woken from, nor, until the newest was
-// woken from, the one before it; one whose chunks a kept one names stays with it; and all stay while one cannot be
-// read.
+// woken from, the one before it; one of whose files a kept one of version 2 needs stays with it; and all stay while one
+// cannot be read.
 struct Retention {
   int keep = 2;                             // the newest ones
   std::optional<double> max_age_seconds;    // older ones go
-  std::optional<uint64_t> max_total_bytes;  // the oldest go until the rest fits
+  std::optional<uint64_t> max_total_bytes;  // the oldest go until the rest fits; a file with several links counts once
 };
 
 struct CheckpointInfo {  // a line of `torpor ls`
@@ -26,11 +28,22 @@ struct CheckpointInfo {  // a line of `torpor ls`
   bool readable = false;  // the manifest is whole
   Error problem;          // meaningful unless readable
   bool woken = false;     // it was woken from
-  // Meaningful if readable; without sections and chunks.
+  // Meaningful if readable; without sections.
   Manifest manifest;
-  uint64_t bytes = 0;  // of its files
-  size_t ranks = 0;
-  std::vector<uint64_t> needs;  // generations whose chunks it names
+  uint64_t bytes = 0;  // of the files that it wrote itself
+};
+
+// Bytes on disk of several checkpoints together, where a file to which several have links counts once.
+class DiskUsage {
+ public:
+  // The sum with one more; `own_bytes`: its total_bytes().
+  uint64_t with(const Manifest& manifest, uint64_t own_bytes) const;
+  void add(const Manifest& manifest, uint64_t own_bytes);
+  uint64_t bytes() const { return bytes_; }
+
+ private:
+  std::set<std::pair<int32_t, SealId>> counted_;  // a file is known by its rank and by the checkpoint that wrote it
+  uint64_t bytes_ = 0;
 };
 
 // Generations that may go, oldest first. `checkpoints`: oldest first.

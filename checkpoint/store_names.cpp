@@ -5,8 +5,6 @@
 
 #include <fmt/format.h>
 
-#include "checkpoint/manifest_codec.h"
-
 namespace torpor {
 
 std::string generation_name(uint64_t generation) { return fmt::format("{}{:06}", kGenerationPrefix, generation); }
@@ -32,19 +30,24 @@ Result<std::vector<uint64_t>> generations_in(const Directory& store) {
   return generations;
 }
 
-Result<Manifest> read_manifest(Directory& directory, const Key* key, std::shared_ptr<const Seal>* seal) {
-  TORPOR_ASSIGN(const std::unique_ptr<File> file, directory.open_file(kManifestFile));
+Result<Bytes> read_whole(const Directory& directory, std::string_view name, uint64_t most) {
+  TORPOR_ASSIGN(const std::unique_ptr<File> file, directory.open_file(name));
   TORPOR_ASSIGN(const uint64_t size, file->size());
-  if (size > kMaxManifestBytes) {
+  if (size > most) {
     return Error{.code = Code::kCorruption,
                  .what = fmt::format("{} has {} bytes", file->name(), size),
                  .next_step = "use another checkpoint"};
   }
   Bytes bytes(size);
   TORPOR_TRY(file->pread(std::as_writable_bytes(std::span(bytes)), 0));
-  Result<Manifest> manifest = decode_manifest(std::as_bytes(std::span(bytes)), key, seal);
-  if (!manifest) return manifest.error().within(directory.path());
-  return manifest;
+  return bytes;
+}
+
+Result<OpenedManifest> read_manifest(const Directory& directory, const Key* key) {
+  TORPOR_ASSIGN(const Bytes bytes, read_whole(directory, kManifestFile, kMaxManifestBytes));
+  Result<OpenedManifest> opened = decode_manifest(std::as_bytes(std::span(bytes)), key);
+  if (!opened) return opened.error().within(directory.path());
+  return opened;
 }
 
 SealPlace section_place(const SectionInfo& info) { return {SealPlace::Kind::kSection, 0, info.offset, info.name}; }

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "base/file_system.h"
-#include "checkpoint/manifest.h"
+#include "checkpoint/manifest_codec.h"
 
 namespace torpor {
 
@@ -27,8 +27,9 @@ std::string generation_name(uint64_t generation);                    // "g-00004
 std::optional<uint64_t> generation_of(std::string_view entry_name);  // no value for other names
 
 Result<std::vector<uint64_t>> generations_in(const Directory& store);  // committed, oldest first
-Result<Manifest> read_manifest(Directory& directory, const Key* key = nullptr,
-                               std::shared_ptr<const Seal>* seal = nullptr);
+// kCorruption where the file is larger than `most`, before memory is taken.
+Result<Bytes> read_whole(const Directory& directory, std::string_view name, uint64_t most);
+Result<OpenedManifest> read_manifest(const Directory& directory, const Key* key = nullptr);
 SealPlace section_place(const SectionInfo& info);
 
 }  // namespace torpor

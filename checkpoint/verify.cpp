@@ -29,8 +29,8 @@ Error damage(std::string what) {
 // Reads all chunks of one rank with several threads and checks their digests.
 class ChunkCheck {
  public:
-  ChunkCheck(DiskTier& tier, const RankChunks& rank, Verification& found) : tier_(tier), rank_(rank), found_(found) {
-    for (const SavedChunk& chunk : rank.chunks) order_.push_back(&chunk);
+  ChunkCheck(DiskTier& tier, const RankRefs& rank, Verification& found) : tier_(tier), rank_(rank), found_(found) {
+    for (const SavedChunk& chunk : rank.records) order_.push_back(&chunk);
     // As they lie on disk.
     std::sort(order_.begin(), order_.end(), [](const SavedChunk* a, const SavedChunk* b) {
       return std::pair(a->file, a->offset) < std::pair(b->file, b->offset);
@@ -125,7 +125,7 @@ class ChunkCheck {
   }
 
   DiskTier& tier_;
-  const RankChunks& rank_;
+  const RankRefs& rank_;
   std::vector<const SavedChunk*> order_;
   Mutex mutex_;
   Verification& found_ TORPOR_GUARDED_BY(mutex_);
@@ -134,10 +134,10 @@ class ChunkCheck {
 };
 
 // Every block that the state calls live must have been saved by every rank.
-void check_blocks(const Manifest& manifest, const KvSnapshot& kv, Verification& found) {
-  for (const RankChunks& rank : manifest.ranks) {
+void check_blocks(const std::vector<RankRefs>& ranks, const KvSnapshot& kv, Verification& found) {
+  for (const RankRefs& rank : ranks) {
     std::set<uint64_t> saved;
-    for (const SavedChunk& chunk : rank.chunks) {
+    for (const SavedChunk& chunk : rank.records) {
       if (chunk.key.kind == ChunkKind::kKvBlock) saved.insert(chunk.key.index);
     }
     for (const KvBlock& block : kv.blocks) {
@@ -266,7 +266,7 @@ bool is_set(const Manifest& manifest) {
                      [](const SectionInfo& section) { return section.name == kSetSection; });
 }
 
-Status check_state(const Checkpoint& checkpoint, Verification& found) {
+Status check_state(const Checkpoint& checkpoint, const std::vector<RankRefs>& ranks, Verification& found) {
   found.sections = checkpoint.manifest().sections.size();
   for (const SectionInfo& info : checkpoint.manifest().sections) found.bytes += info.stored_bytes;
   if (is_set(checkpoint.manifest())) {
@@ -289,8 +289,42 @@ Status check_state(const Checkpoint& checkpoint, Verification& found) {
     found.problems.push_back(valid.error());
     return ok();
   }
-  check_blocks(checkpoint.manifest(), kv, found);
+  check_blocks(ranks, kv, found);
   check_hashes(*state, found);
+  return ok();
+}
+
+// Of the ranks whose refs are whole; without them nothing says what a rank saved.
+Result<std::vector<RankRefs>> read_refs(const Checkpoint& checkpoint, Verification& found) {
+  std::vector<RankRefs> ranks;
+  for (const RankSummary& rank : checkpoint.manifest().ranks) {
+    Result<RankRefs> refs = checkpoint.refs(rank);
+    if (refs) {
+      found.bytes += rank.refs_bytes;
+      ranks.push_back(std::move(*refs));
+    } else if (refs.error().code == Code::kResourceExhausted) {
+      return refs.error();
+    } else {
+      found.problems.push_back(refs.error());
+      found.bad_ranks.push_back(rank.rank);
+    }
+  }
+  return ranks;
+}
+
+Status check_contents(const Checkpoint& checkpoint, const RankRefs& rank,
+                      const std::shared_ptr<ProgressMeter>& progress, int threads, Verification& found) {
+  const Result<std::unique_ptr<DiskTier>> tier =
+      checkpoint.open_rank(*checkpoint.manifest().find_rank(rank.rank), progress);
+  if (tier) return ChunkCheck(**tier, rank, found).run(threads);
+  found.problems.push_back(tier.error());
+  for (const SavedChunk& chunk : rank.records) {
+    if (chunk.key.kind == ChunkKind::kKvBlock) {
+      found.bad_blocks.push_back(static_cast<int32_t>(chunk.key.index));
+    } else {
+      found.bad_chunks.push_back(chunk.key.to_string());
+    }
+  }
   return ok();
 }
 
@@ -303,28 +337,16 @@ Result<Verification> verify(const Checkpoint& checkpoint, const VerifyOptions& o
     const int threads = options.threads > 0
                             ? options.threads
                             : static_cast<int>(std::clamp(2 * std::thread::hardware_concurrency(), 2u, 16u));
+    TORPOR_ASSIGN(const std::vector<RankRefs> ranks, read_refs(checkpoint, found));
     uint64_t total = 0;
-    for (const RankChunks& rank : checkpoint.manifest().ranks) {
-      for (const SavedChunk& chunk : rank.chunks) total += chunk.bytes;
+    for (const RankRefs& rank : ranks) {
+      for (const SavedChunk& chunk : rank.records) total += chunk.bytes;
     }
     const auto progress = std::make_shared<ProgressMeter>(options.progress, "verifying", total);
-    for (const RankChunks& rank : checkpoint.manifest().ranks) {
-      if (!options.contents) break;
-      const Result<std::unique_ptr<DiskTier>> tier = checkpoint.open_rank(rank, progress);
-      if (!tier) {
-        found.problems.push_back(tier.error());
-        for (const SavedChunk& chunk : rank.chunks) {
-          if (chunk.key.kind == ChunkKind::kKvBlock) {
-            found.bad_blocks.push_back(static_cast<int32_t>(chunk.key.index));
-          } else {
-            found.bad_chunks.push_back(chunk.key.to_string());
-          }
-        }
-        continue;
-      }
-      TORPOR_TRY(ChunkCheck(**tier, rank, found).run(threads));
+    for (const RankRefs& rank : ranks) {
+      if (options.contents) TORPOR_TRY(check_contents(checkpoint, rank, progress, threads, found));
     }
-    TORPOR_TRY(check_state(checkpoint, found));
+    TORPOR_TRY(check_state(checkpoint, ranks, found));
     std::sort(found.bad_blocks.begin(), found.bad_blocks.end());
     found.bad_blocks.erase(std::unique(found.bad_blocks.begin(), found.bad_blocks.end()), found.bad_blocks.end());
     return found;

@@ -21,8 +21,9 @@ struct Verification {
   // Chunks that are damaged or missing, of any rank: blocks by number, and others by name.
   std::vector<int32_t> bad_blocks;  // sorted
   std::vector<std::string> bad_chunks;
-  uint64_t bytes = 0;     // stored bytes that were read
-  uint64_t sections = 0;  // that were checked, and so on
+  std::vector<int32_t> bad_ranks;  // whose refs are damaged: nothing of them can be found
+  uint64_t bytes = 0;              // stored bytes that were read
+  uint64_t sections = 0;           // that were checked, and so on
   uint64_t chunks = 0;
   uint64_t table_entries = 0;
   uint64_t references = 0;

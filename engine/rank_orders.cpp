@@ -52,8 +52,8 @@ void serialize(Archive& archive, CompressionOptions& v) {
   archive(checked(v.codec, Codec::kZstd), v.level, v.long_distance);
 }
 template <class Archive>
-void serialize(Archive& archive, ChunkWriting& v) {
-  archive(v.id, checked(v.protection, Protection::kEncrypted), v.compression, v.known);
+void serialize(Archive& archive, RankWriting& v) {
+  archive(v.id, checked(v.protection, Protection::kEncrypted), v.compression, v.base, v.base_id);
 }
 template <class Archive>
 void serialize(Archive& archive, RankLedger::Tag& v) {
@@ -117,7 +117,7 @@ void serialize(Archive& archive, orders::Describe::Reply& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Save::Reply& v) {
-  archive(v.bytes, v.reused_bytes, v.chunks, v.digests);
+  archive(v.bytes, v.reused_bytes, v.saved, v.digests);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Detach::Reply& v) {

@@ -14,7 +14,7 @@
 
 #include "base/status.h"
 #include "base/value.h"
-#include "checkpoint/chunk_writing.h"
+#include "checkpoint/rank_writer.h"
 
 namespace torpor {
 
@@ -70,7 +70,7 @@ struct Save {
   struct Reply {
     uint64_t bytes = 0;                          // copied
     uint64_t reused_bytes = 0;                   // backed up before, and not copied again
-    RankChunks chunks;                           // to disk: for the manifest
+    RankSummary saved;                           // to disk: for the manifest
     std::map<std::string, std::string> digests;  // to disk, of each tag without blocks: as DigestTags says it
   };
   std::vector<std::string> tags;
@@ -78,7 +78,7 @@ struct Save {
   std::vector<uint64_t> stamps;  // KvBlock::stamp of each of them, or empty
   uint64_t steps = 0;            // KvSnapshot::steps
   std::string directory;         // of the checkpoint under construction; empty: into the arena
-  ChunkWriting writing;          // to disk: how
+  RankWriting writing;           // to disk: how
 };
 
 // Undoes Save.
@@ -144,7 +144,7 @@ struct DigestTags {
   bool as_proven = false;
 };
 
-// KV blocks of a committed checkpoint -> attached memory, verified. Each rank reads its own table of chunks there.
+// KV blocks of a committed checkpoint -> attached memory, verified. Each rank reads its own refs there.
 struct LoadBlocks {
   static constexpr std::string_view kName = "load_blocks";
   struct Reply {

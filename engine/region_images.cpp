@@ -192,21 +192,19 @@ Result<orders::Save::Reply> RegionImages::save_to_arena(const orders::Save& orde
 }
 
 Result<orders::Save::Reply> RegionImages::save_to_disk(const orders::Save& order) {
-  TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, parts_.file_system.open_directory(order.directory, false));
-  TORPOR_ASSIGN(ChunkFileOptions writing, chunk_file_options(order.writing, parts_.rank, parts_.key.get()));
-  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier,
-                DiskTier::create(*directory, chunk_file_name(parts_.rank), std::move(writing)));
+  TORPOR_ASSIGN(const std::unique_ptr<RankWriter> writer,
+                RankWriter::create(parts_.file_system, order.directory, order.writing, parts_.rank, parts_.key));
   std::vector<ChunkPlan> plans;
   for (const std::string& tag : order.tags) {
     TORPOR_ASSIGN(const std::vector<ChunkPlan> more, plans_of(tag, order.blocks));
     plans.insert(plans.end(), more.begin(), more.end());
   }
-  TORPOR_ASSIGN(std::vector<SavedChunk> saved, parts_.transfers.save(plans, *tier));
-  orders::Save::Reply reply{.bytes = bytes_of(saved),
-                            .chunks = finished_rank(order.writing, parts_.rank, tier->file_bytes(), std::move(saved))};
+  TORPOR_ASSIGN(std::vector<SavedChunk> saved, parts_.transfers.save(plans, *writer));
+  orders::Save::Reply reply{.bytes = bytes_of(saved)};
+  TORPOR_ASSIGN(reply.saved, writer->write_refs(saved));
   for (const std::string& tag : order.tags) {
     Image image{.directory = order.directory};
-    std::copy_if(reply.chunks.chunks.begin(), reply.chunks.chunks.end(), std::back_inserter(image.chunks),
+    std::copy_if(saved.begin(), saved.end(), std::back_inserter(image.chunks),
                  [&](const SavedChunk& chunk) { return chunk.key.tag == tag; });
     if (tag != kv_tag_) reply.digests[tag] = combined_digest(image.chunks);
     images_[tag] = std::move(image);
@@ -238,10 +236,8 @@ void RegionImages::on_moved(const std::string& directory) {
 
 // --- the way up ---
 
-Result<const RankChunks*> RegionImages::own_chunks(const Checkpoint& checkpoint) const {
-  for (const RankChunks& rank : checkpoint.manifest().ranks) {
-    if (rank.rank == parts_.rank) return &rank;
-  }
+Result<const RankSummary*> RegionImages::own_summary(const Checkpoint& checkpoint) const {
+  if (const RankSummary* const own = checkpoint.manifest().find_rank(parts_.rank)) return own;
   return Error{.code = Code::kIncompatible,
                .what = fmt::format("the checkpoint has nothing of rank {}", parts_.rank),
                .next_step = "start the engine with as many ranks as the one that slept"};
@@ -278,7 +274,7 @@ Result<orders::Restore::Reply> RegionImages::restore(const std::vector<std::stri
       TORPOR_TRY(copy_up(*image, plans, *image->host, regions));
     } else {
       TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(parts_.file_system, image->directory, parts_.key));
-      TORPOR_ASSIGN(const RankChunks* const own, own_chunks(checkpoint));
+      TORPOR_ASSIGN(const RankSummary* const own, own_summary(checkpoint));
       TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, checkpoint.open_rank(*own));
       TORPOR_TRY(copy_up(*image, plans, *tier, regions));
     }
@@ -291,9 +287,10 @@ Result<orders::Restore::Reply> RegionImages::restore(const std::vector<std::stri
 Result<uint64_t> RegionImages::load_blocks(const orders::LoadBlocks& order) {
   TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(parts_.file_system, order.directory, parts_.key));
   TORPOR_TRY(check_same(checkpoint, order.generation, order.id));
-  TORPOR_ASSIGN(const RankChunks* const own, own_chunks(checkpoint));
+  TORPOR_ASSIGN(const RankSummary* const own, own_summary(checkpoint));
+  TORPOR_ASSIGN(const RankRefs refs, checkpoint.refs(*own));
   std::vector<SavedChunk> blocks;
-  std::copy_if(own->chunks.begin(), own->chunks.end(), std::back_inserter(blocks), [this](const SavedChunk& chunk) {
+  std::copy_if(refs.records.begin(), refs.records.end(), std::back_inserter(blocks), [this](const SavedChunk& chunk) {
     return chunk.key.kind == ChunkKind::kKvBlock && chunk.key.tag == kv_tag_;
   });
   TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(blocks));

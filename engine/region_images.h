@@ -120,7 +120,7 @@ class RegionImages {
   Result<orders::Save::Reply> save_to_disk(const orders::Save& order);
   static Status check_same(const Checkpoint& checkpoint, uint64_t generation, const SealId& id);
   Status fill_tag(const std::string& tag, const std::vector<SavedChunk>& chunks, Tier& source);
-  Result<const RankChunks*> own_chunks(const Checkpoint& checkpoint) const;
+  Result<const RankSummary*> own_summary(const Checkpoint& checkpoint) const;
   Status copy_up(const Image& image, const std::vector<ChunkPlan>& plans, Tier& source, OnTheWay& regions);
   void forget_clean(std::string_view tag);
 

@@ -45,9 +45,10 @@ Result<LoadedTag> RegionImages::load_tag(const StoredTag& stored) {
   const std::string& tag = stored.tag;
   TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(parts_.file_system, stored.directory, parts_.key));
   TORPOR_TRY(check_same(checkpoint, stored.generation, stored.id));
-  TORPOR_ASSIGN(const RankChunks* const own, own_chunks(checkpoint));
+  TORPOR_ASSIGN(const RankSummary* const own, own_summary(checkpoint));
+  TORPOR_ASSIGN(const RankRefs refs, checkpoint.refs(*own));
   std::vector<SavedChunk> chunks;
-  std::copy_if(own->chunks.begin(), own->chunks.end(), std::back_inserter(chunks),
+  std::copy_if(refs.records.begin(), refs.records.end(), std::back_inserter(chunks),
                [&](const SavedChunk& chunk) { return chunk.key.kind == ChunkKind::kRegion && chunk.key.tag == tag; });
   if (chunks.empty()) {
     return Error{.code = Code::kIncompatible,

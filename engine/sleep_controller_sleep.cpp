@@ -308,9 +308,8 @@ Status SleepController::save(FallingAsleep& sleep) {
   TORPOR_ASSIGN(const std::vector<orders::Save::Reply> saved, ranks_.call(sleep.save));
   if (sleep.pending) {
     for (const orders::Save::Reply& reply : saved) {
-      for (const SavedChunk& chunk : reply.chunks.chunks)
-        sleep.report.checkpoint_parts[chunk.key.tag] += chunk.stored_bytes;
-      sleep.pending->add_rank(reply.chunks);
+      for (const auto& [tag, sums] : reply.saved.tags) sleep.report.checkpoint_parts[tag] += sums.stored_bytes;
+      sleep.pending->add_rank(reply.saved);
     }
     if (has_tag(sleep.save.tags, kWeightsTag)) add_weights(sleep.captured.fingerprint, saved);
     sleep.pending->set_fingerprint(sleep.captured.fingerprint);

@@ -57,7 +57,6 @@ Result<std::unique_ptr<DiskTier>> DiskTier::create(Directory& directory, std::st
   std::memcpy(page.bytes.data(), &header, sizeof header);
   TORPOR_TRY(file->pwrite(page.bytes, 0));
   std::unique_ptr<DiskTier> tier(new DiskTier(std::move(options)));
-  for (const SavedChunk& chunk : tier->options_.known) tier->known_.emplace(chunk.key, chunk);
   tier->sources_.push_back({{std::move(file), tier->options_.seal}, 0});
   tier->end_ = kPage;
   return tier;
@@ -93,7 +92,7 @@ Result<std::unique_ptr<DiskTier>> DiskTier::open(std::vector<OpenChunkFile> file
 Status DiskTier::count(uint64_t bytes) { return options_.progress == nullptr ? ok() : options_.progress->add(bytes); }
 
 Status DiskTier::prepare(uint64_t bytes, uint64_t chunks) {
-  if (options_.compression.codec != Codec::kNone || !known_.empty()) return ok();  // far less may be written
+  if (options_.compression.codec != Codec::kNone) return ok();  // far less may be written
   return sources_[0].opened.file->preallocate(end_ + bytes + chunks * kPage + kLargeAlignment);
 }
 
@@ -102,13 +101,6 @@ uint64_t DiskTier::take_place(uint64_t padded_bytes) {
   uint64_t end = end_;
   while (!end_.compare_exchange_weak(end, align_up(end, alignment) + padded_bytes)) {}
   return align_up(end, alignment);
-}
-
-std::optional<SavedChunk> DiskTier::known(const SavedChunk& chunk) const {
-  const auto found = known_.find(chunk.key);
-  if (found == known_.end() || found->second.bytes != chunk.bytes || found->second.digest != chunk.digest)
-    return std::nullopt;
-  return found->second;
 }
 
 // The stored form of a part, up to a multiple of a page: its own bytes, or in `room`. Fills codec and stored_bytes.
@@ -142,10 +134,6 @@ void DiskTier::put(std::span<TierPart> parts) {
                                               .next_step = "free some and try again"})
                                : count(part.bytes.size());
     if (!part.status) continue;
-    if (const std::optional<SavedChunk> earlier = known(chunk)) {
-      chunk = *earlier;
-      continue;
-    }
     std::span<std::byte> stored = encode(part, room);
     if (stored.data() == room.data()) room = room.subspan(stored.size());
     chunk.file = 0;

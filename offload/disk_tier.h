@@ -2,12 +2,10 @@
 // and sealed if wished. The file has no index: the caller keeps each chunk's SavedChunk (a checkpoint: in its manifest)
 // and needs it to read the chunk back. checkpoint/FORMAT.md has the bytes.
 //
-// A chunk whose bytes an earlier file already holds (same key, size and digest) is not written again: its record names
-// that file. Memory beside the callers': one batch of stored bytes for each thread that calls.
+// Memory beside the callers': one batch of stored bytes for each thread that calls.
 #pragma once
 
 #include <atomic>
-#include <map>
 #include <memory>
 #include <vector>
 
@@ -23,7 +21,6 @@ struct ChunkFileOptions {
   int32_t rank = 0;
   CompressionOptions compression{.codec = Codec::kNone};
   std::shared_ptr<const Seal> seal;         // null: neither authenticated nor encrypted
-  std::vector<SavedChunk> known;            // of earlier files; `file` of each counts from 1
   std::shared_ptr<ProgressMeter> progress;  // may be null; a cancelled one fails put() and get() with kAborted
   FileIo io = FileIo::kFastest;
 };
@@ -59,7 +56,6 @@ class DiskTier final : public Tier {
     uint64_t bytes = 0;
   };
   explicit DiskTier(ChunkFileOptions options);
-  std::optional<SavedChunk> known(const SavedChunk& chunk) const;
   std::span<std::byte> encode(TierPart& part, std::span<std::byte> room) const;
   Status check(const SavedChunk& chunk, uint64_t bytes) const;
   Status decode(const SavedChunk& chunk, std::span<std::byte> stored, std::span<std::byte> out) const;
@@ -67,7 +63,6 @@ class DiskTier final : public Tier {
   uint64_t take_place(uint64_t padded_bytes);
 
   ChunkFileOptions options_;
-  std::map<ChunkKey, SavedChunk> known_;
   std::vector<Source> sources_;
   std::atomic<uint64_t> end_ = 0;  // where the next chunk goes
   ScratchPool scratch_;

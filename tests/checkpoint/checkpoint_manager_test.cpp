@@ -47,13 +47,13 @@ TEST_F(CheckpointManagerTest, WhatIsWrittenIsReadBackAndWhole) {
   EXPECT_TRUE(value_of(verify(checkpoint)).problems.empty());
   EXPECT_EQ(value_of(open_checkpoint(file_system_, temporary_.path())).path(), path);
   uint64_t on_disk = 0;
-  for (const char* file : {"STATE", "chunks-r0"}) on_disk += fs::file_size(fs::path(path) / file);
+  for (const char* file : {"STATE", "refs-r0", "chunks-r0"}) on_disk += fs::file_size(fs::path(path) / file);
   EXPECT_EQ(checkpoint.manifest().total_bytes(), on_disk);
 }
 
 TEST_F(CheckpointManagerTest, EveryDamagedByteOfEveryFileIsFound) {
   const std::string path = write();
-  for (const char* name : {"MANIFEST", "STATE", "chunks-r0"}) {
+  for (const char* name : {"MANIFEST", "STATE", "refs-r0", "chunks-r0"}) {
     const std::string file = path + "/" + name;
     const size_t size = fs::file_size(file);
     size_t found = 0;
@@ -75,7 +75,7 @@ TEST_F(CheckpointManagerTest, EveryDamagedByteOfEveryFileIsFound) {
 
 TEST_F(CheckpointManagerTest, EveryTruncationIsFound) {
   const std::string path = write();
-  for (const char* name : {"MANIFEST", "STATE", "chunks-r0"}) {
+  for (const char* name : {"MANIFEST", "STATE", "refs-r0", "chunks-r0"}) {
     const std::string file = path + "/" + name;
     const size_t size = fs::file_size(file);
     fs::copy_file(file, temporary_ / "whole");
@@ -137,13 +137,16 @@ TEST_F(CheckpointManagerTest, WhatDoesNotFitIsRefusedBeforeAnythingIsWritten) {
   EXPECT_EQ(names(), (std::vector<std::string>{"LOCK"}));
 }
 
-TEST_F(CheckpointManagerTest, AChunkFileOfAnotherLengthIsNotCommitted) {
-  for (const size_t bytes : {5, 5000}) {
-    PendingCheckpoint pending = value_of(manager()->begin(0));
-    ASSERT_SUCCEEDS(pending.write_state(example_checkpoint()));
-    std::ofstream(pending.staging_path() + "/chunks-r0") << std::string(bytes, 'x');
-    pending.add_rank({.rank = 0, .files = {{.name = "chunks-r0", .bytes = 4096}}});
-    EXPECT_FAILS(pending.commit(), Code::kIo, "chunks-r0");
+TEST_F(CheckpointManagerTest, AFileOfAnotherLengthIsNotCommitted) {
+  for (const char* name : {"chunks-r0", "refs-r0"}) {
+    for (const bool longer : {false, true}) {
+      PendingCheckpoint pending = value_of(manager()->begin(0));
+      ASSERT_SUCCEEDS(pending.write_state(example_checkpoint()));
+      ASSERT_SUCCEEDS(test::write_rank(pending, example_checkpoint().state.kv, 0));
+      const fs::path file = fs::path(pending.staging_path()) / name;
+      fs::resize_file(file, fs::file_size(file) + (longer ? 1 : -1));
+      EXPECT_FAILS(pending.commit(), Code::kIo, name);
+    }
   }
 }
 

@@ -8,6 +8,7 @@
 #include "checkpoint/checkpoint_manager.h"
 #include "checkpoint/state_sections.h"
 #include "checkpoint/verify.h"
+#include "tests/support/golden.h"
 #include "tests/support/model_file_system.h"
 #include "tests/support/results.h"
 #include "tests/support/temporary_directory.h"
@@ -25,21 +26,9 @@ std::shared_ptr<const Key> key_of(uint8_t byte) {
   return std::make_shared<const Key>(bytes);
 }
 
-// A checkpoint that is kept in the repository, copied: a clone's modes follow its umask.
-std::string copy_of_golden(const test::TemporaryDirectory& temporary, const std::string& version) {
-  const std::string copy = temporary / "g-000001";
-  std::filesystem::copy(std::filesystem::path(TORPOR_SOURCE_DIR) / "tests/golden" / version / "g-000001", copy,
-                        std::filesystem::copy_options::recursive);
-  for (const auto& entry : std::filesystem::directory_iterator(copy))
-    std::filesystem::permissions(entry.path(),
-                                 std::filesystem::perms::owner_read | std::filesystem::perms::owner_write);
-  std::filesystem::permissions(copy, std::filesystem::perms::owner_all);
-  return copy;
-}
-
 TEST(Format, TheGoldenCheckpointIsReadWholeAndVerified) {
   const test::TemporaryDirectory temporary;
-  const std::string copy = copy_of_golden(temporary, "v2");
+  const std::string copy = test::copy_of_golden("v2", temporary / "store") + "/g-000001";
   const Checkpoint checkpoint = value_of(open_checkpoint(linux_file_system(), copy));
   EXPECT_EQ(checkpoint.manifest().format_version, 2u);
   EXPECT_EQ(checkpoint.manifest().creator, "torpor 0.1.0");
@@ -51,15 +40,67 @@ TEST(Format, TheGoldenCheckpointIsReadWholeAndVerified) {
   EXPECT_FAILS(open_checkpoint(linux_file_system(), copy, key_of(1)), Code::kUnauthenticated, "without one");
 }
 
+// Version 2: the second of two names chunks of the first where they are.
+class FormatV2 : public ::testing::Test {
+ protected:
+  std::unique_ptr<CheckpointManager> manager(int keep) const {
+    return value_of(
+        CheckpointManager::open(linux_file_system(), store_,
+                                {.retention = {.keep = keep}, .key = key_of(1), .encrypt = true, .incremental = true}));
+  }
+  Verification verified(const std::string& name) const {
+    return value_of(verify(value_of(open_checkpoint(linux_file_system(), store_ + "/" + name, key_of(1)))));
+  }
+  test::TemporaryDirectory temporary_;
+  const std::string store_ = test::copy_of_golden("v2-incremental", temporary_ / "store");
+};
+
+TEST_F(FormatV2, GivesTheValuesThatVersion3Gives) {
+  const Checkpoint checkpoint = value_of(open_checkpoint(linux_file_system(), store_, key_of(1)));
+  ASSERT_EQ(checkpoint.manifest().ranks.size(), 2u);
+  for (const RankSummary& rank : checkpoint.manifest().ranks) {
+    const RankRefs refs = value_of(checkpoint.refs(rank));
+    ASSERT_EQ(refs.files.size(), 2u);
+    EXPECT_EQ(refs.files[1].name, fmt::format("g-000001/chunks-r{}", rank.rank));
+    EXPECT_EQ(summary_of(refs), rank);
+    EXPECT_EQ(rank.tags.at("weights").linked_bytes, rank.tags.at("weights").stored_bytes);
+    EXPECT_LT(rank.tags.at("kv_cache").linked_bytes, rank.tags.at("kv_cache").stored_bytes);
+  }
+  EXPECT_TRUE(verified("g-000001").problems.empty());
+  EXPECT_TRUE(verified("g-000002").problems.empty());
+  EXPECT_EQ(value_of(manager(2)->list()).size(), 2u);
+}
+
+TEST_F(FormatV2, WhatOneNeedsStaysUntilItGoesItself) {
+  EXPECT_FAILS(manager(9)->remove(1), Code::kFailedPrecondition, "g-000002, of format version 2");
+  ASSERT_SUCCEEDS(manager(1)->woken_from(2));
+  EXPECT_TRUE(verified("g-000002").problems.empty());
+  ASSERT_SUCCEEDS(test::write_checkpoint(*manager(9)));  // of version 3: nothing of version 2 is taken over
+  ASSERT_SUCCEEDS(manager(9)->remove(2));
+  ASSERT_SUCCEEDS(manager(9)->remove(1));
+  EXPECT_TRUE(verified("g-000003").problems.empty());
+}
+
+TEST_F(FormatV2, AnotherGenerationOfThatNumberIsNotMistakenForIt) {
+  test::ModelFileSystem other;
+  ASSERT_SUCCEEDS(test::write_checkpoint(*value_of(CheckpointManager::open(other, "/store", {.key = key_of(1)}))));
+  const Bytes& theirs = other.disk()[static_cast<size_t>(other.find("/store/g-000001/MANIFEST"))].bytes;
+  std::ofstream(store_ + "/g-000001/MANIFEST", std::ios::binary | std::ios::trunc)
+      .write(reinterpret_cast<const char*>(theirs.data()), static_cast<std::streamsize>(theirs.size()));
+  const Verification found = verified("g-000002");
+  ASSERT_FALSE(found.problems.empty());
+  EXPECT_NE(found.problems[0].what.find("needs g-000001, but another one"), std::string::npos);
+}
+
 TEST(Format, OtherVersionsAreRefusedByTheirNumber) {
   const test::TemporaryDirectory temporary;
-  const std::string copy = copy_of_golden(temporary, "v2");
-  for (const uint32_t version : {0u, 1u, 3u}) {
+  const std::string copy = test::copy_of_golden("v2", temporary / "store") + "/g-000001";
+  for (const uint32_t version : {0u, 1u, 4u}) {
     std::fstream file(copy + "/MANIFEST", std::ios::in | std::ios::out | std::ios::binary);
     file.seekp(8);  // behind the magic
     file.write(reinterpret_cast<const char*>(&version), sizeof version);
     file.close();
-    const std::string refused = fmt::format("format version {}, this torpor reads version 2", version);
+    const std::string refused = fmt::format("format version {}, this torpor reads 2 to 3", version);
     for (const auto& key : {std::shared_ptr<const Key>(), key_of(1)}) {
       const auto opened = open_checkpoint(linux_file_system(), copy, key);
       ASSERT_TRUE(test::failed_with(opened, Code::kIncompatible, refused));
@@ -115,7 +156,7 @@ TEST_P(Sealed, FilesOfAnotherCheckpointOfTheSameKeyAreRefused) {
   const auto bytes = [&](const std::string& path) -> Bytes& {
     return system_.disk()[static_cast<size_t>(system_.find(path))].bytes;
   };
-  for (const char* name : {"STATE", "chunks-r0"}) {
+  for (const char* name : {"STATE", "refs-r0", "chunks-r0"}) {
     const Bytes whole = bytes("/store/g-000002/" + std::string(name));
     const Bytes theirs = bytes("/store/g-000001/" + std::string(name));
     if (whole == theirs) continue;  // the same chunks in the clear

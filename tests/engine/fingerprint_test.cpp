@@ -177,12 +177,11 @@ TEST_F(LoadedWeights, AreUnsealed) {
 
 TEST_F(LoadedWeights, AreRefusedWhereAPieceIsDamaged) {
   const Checkpoint checkpoint = value_of(open_checkpoint(linux_file_system(), path_));
-  const auto& chunks = checkpoint.manifest().ranks[0].chunks;
-  const auto piece =
-      std::find_if(chunks.begin(), chunks.end(), [](const SavedChunk& chunk) { return chunk.key.tag == "weights"; });
+  const RankRefs refs = value_of(checkpoint.refs(checkpoint.manifest().ranks[0]));
+  const auto piece = std::find_if(refs.records.begin(), refs.records.end(),
+                                  [](const SavedChunk& chunk) { return chunk.key.tag == "weights"; });
   {
-    std::fstream file(path_ + "/" + checkpoint.manifest().ranks[0].files[0].name,
-                      std::ios::binary | std::ios::in | std::ios::out);
+    std::fstream file(path_ + "/" + refs.files[0].name, std::ios::binary | std::ios::in | std::ios::out);
     file.seekp(static_cast<std::streamoff>(piece->offset + 5));
     file.put('\x7f').flush();
     ASSERT_TRUE(file.good());

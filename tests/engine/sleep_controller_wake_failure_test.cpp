@@ -143,7 +143,7 @@ TEST_F(SleepFailure, ADamagedCheckpointIsRefusedAndOnRequestWokenWithoutItsState
   const std::string path = written_checkpoint();
   {
     const Checkpoint checkpoint = value_of(open_checkpoint(linux_file_system(), path));
-    const auto& chunks = checkpoint.manifest().ranks[0].chunks;
+    const auto chunks = value_of(checkpoint.refs(checkpoint.manifest().ranks[0])).records;
     const auto block = std::find_if(chunks.begin(), chunks.end(),
                                     [](const SavedChunk& chunk) { return chunk.key.kind == ChunkKind::kKvBlock; });
     std::fstream file(path + "/chunks-r0", std::ios::in | std::ios::out | std::ios::binary);

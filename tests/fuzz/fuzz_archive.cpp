@@ -20,7 +20,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const auto bytes = std::as_bytes(std::span(data, size));
   try_one<Value>(bytes);
   try_one<std::vector<std::string>>(bytes);
-  try_one<std::vector<RankChunks>>(bytes);
+  try_one<std::vector<SavedChunk>>(bytes);
+  try_one<std::vector<LinkedFile>>(bytes);
   try_one<std::optional<int64_t>>(bytes);
   return 0;
 }

@@ -1,10 +1,32 @@
-// MANIFEST. A checksum would keep the fuzzer out, so the body is also given a right one; with every other input the
-// header is the fuzzer's too.
+// MANIFEST, of both versions that are read. A checksum would keep the fuzzer out, so the body is also given a right
+// one; the header is once the fuzzer's too.
 #include <cstdlib>
 #include <cstring>
 
-#include "checkpoint/manifest.h"
+#include "checkpoint/format_v2_files.h"
 #include "checkpoint/manifest_codec.h"
+#include "checkpoint/refs_codec.h"
+
+namespace {
+
+torpor::Result<torpor::OpenedManifest> with_right_header(const uint8_t* data, size_t size, uint32_t version) {
+  using namespace torpor;
+  constexpr size_t kHeader = 128;
+  constexpr size_t kMac = 96;
+  Bytes file = encode_manifest(Manifest{});
+  file.resize(kHeader);
+  file.insert(file.end(), data, data + size);
+  const uint64_t body_bytes = size;
+  std::memcpy(file.data() + 8, &version, sizeof version);
+  std::memcpy(file.data() + 16, &body_bytes, sizeof body_bytes);
+  std::memset(file.data() + kMac, 0, 32);
+  const auto all = std::as_bytes(std::span(file));
+  const ManifestMac mac = unkeyed_mac(all.first(kHeader), all.subspan(kHeader));
+  std::memcpy(file.data() + kMac, mac.data(), mac.size());
+  return decode_manifest(std::as_bytes(std::span(file)));
+}
+
+}  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace torpor;
@@ -12,21 +34,19 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   (void)decode_manifest(raw);
   static const Key key(std::array<uint8_t, kKeyBytes>{});
   (void)decode_manifest(raw, &key);
-  constexpr size_t kHeader = 128;
-  constexpr size_t kMac = 96;
-  Bytes file = encode_manifest(Manifest{});
-  file.resize(kHeader);
-  file.insert(file.end(), data, data + size);
-  const uint64_t body_bytes = size;
-  std::memcpy(file.data() + 16, &body_bytes, sizeof body_bytes);
-  std::memset(file.data() + kMac, 0, 32);
-  const auto all = std::as_bytes(std::span(file));
-  const ManifestMac mac = unkeyed_mac(all.first(kHeader), all.subspan(kHeader));
-  std::memcpy(file.data() + kMac, mac.data(), mac.size());
-  const Result<Manifest> decoded = decode_manifest(std::as_bytes(std::span(file)));
-  if (!decoded) return 0;
-  const Bytes again = encode_manifest(*decoded);
-  const Result<Manifest> twice = decode_manifest(std::as_bytes(std::span(again)));
-  if (!twice || encode_manifest(*twice) != again) std::abort();
+  const Result<OpenedManifest> decoded = with_right_header(data, size, kFormatVersion);
+  if (decoded) {
+    const Bytes again = encode_manifest(decoded->manifest);
+    const Result<OpenedManifest> twice = decode_manifest(std::as_bytes(std::span(again)));
+    if (!twice || encode_manifest(twice->manifest) != again) std::abort();
+  }
+  const Result<OpenedManifest> older = with_right_header(data, size, kOldestFormatVersion);
+  if (older) {
+    if (older->refs.size() != older->manifest.ranks.size()) std::abort();
+    for (const RankRefs& refs : older->refs) {
+      if (summary_of(refs) != *older->manifest.find_rank(refs.rank) || !check_records(refs, "MANIFEST")) std::abort();
+    }
+    (void)format_v2::needs(older->manifest);
+  }
   return 0;
 }

@@ -4,6 +4,7 @@
 #include <fstream>
 
 #include "checkpoint/manifest_codec.h"
+#include "checkpoint/refs_codec.h"
 #include "checkpoint/state_sections.h"
 #include "engine/delivery/delivery_log_file.h"
 #include "engine/rank_orders.h"
@@ -33,7 +34,7 @@ void write_order(const std::filesystem::path& directory, const Order& order, con
   write(directory, "orders", numbered(1 + RankOrder(order).index(), encode_reply<Order>(reply)), name + "_answer");
 }
 
-void write_orders(const std::filesystem::path& directory, const torpor::RankChunks& chunks) {
+void write_orders(const std::filesystem::path& directory, const torpor::RankSummary& saved) {
   using namespace torpor;
   const std::vector<std::string> tags{"weights", "kv_cache"};
   const RankLedger ledger{.tags = {{"weights", {.state = "attached", .region_bytes = 4000}}, {"kv_cache", {}}},
@@ -42,12 +43,13 @@ void write_orders(const std::filesystem::path& directory, const torpor::RankChun
   write_order(directory, orders::Describe{},
               {.ledger = ledger, .bytes_per_block = 64, .writes = {{"weights", 2}}, .without_content = {"weights"}});
   write_order(directory, orders::Written{.tags = tags}, {});
-  write_order(directory,
-              orders::Save{.tags = tags,
-                           .blocks = {1, 2, 7},
-                           .directory = "/checkpoints/new",
-                           .writing = {.protection = Protection::kEncrypted, .known = {chunks}}},
-              {.bytes = 4000, .chunks = chunks, .digests = {{"weights", "00ff"}}});
+  write_order(
+      directory,
+      orders::Save{.tags = tags,
+                   .blocks = {1, 2, 7},
+                   .directory = "/checkpoints/new",
+                   .writing = {.protection = Protection::kEncrypted, .base = "/checkpoints/g-000001", .base_id = {1}}},
+      {.bytes = 4000, .saved = saved, .digests = {{"weights", "00ff"}}});
   write_order(directory, orders::CancelSave{.tags = tags}, {});
   write_order(directory, orders::Detach{.tags = tags}, {.ledger = ledger, .bytes = 4096});
   write_order(directory, orders::Attach{.tags = tags}, {});
@@ -72,13 +74,18 @@ int main(int argc, char** argv) {
   for (const Section& section : encode(state)) write(directory, section.name, section.bytes);
   Manifest manifest{.generation = 3, .creator = "torpor", .fingerprint = state.fingerprint};
   manifest.sections = {{.name = "requests", .stored_bytes = 10, .bytes = 30, .codec = Codec::kZstd}};
-  manifest.ranks = {
-      {.files = {{.name = "chunks-r0", .bytes = 8192}, {.generation = 1, .name = "chunks-r0", .bytes = 8192}},
-       .chunks = {{.key = {.tag = "weights", .region = "w"},
-                   .bytes = 4000,
-                   .offset = 4096,
-                   .stored_bytes = 4000,
-                   .file = 1}}}};
+  RankRefs refs{.files = {{.name = "chunks-r0", .bytes = 8192}, {.name = "link", .id = {1}, .bytes = 8192}}};
+  refs.records = {
+      {.key = {.tag = "weights", .region = "w"}, .bytes = 4000, .offset = 4096, .stored_bytes = 4000, .file = 1},
+      {.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = 2},
+       .bytes = 90,
+       .codec = Codec::kZstd,
+       .stored_bytes = 50}};
+  const Bytes refs_file = encode_refs(refs, {}).file;
+  write(directory, "refs", Bytes(refs_file.begin() + 64, refs_file.end()));
+  manifest.ranks = {summary_of(refs)};
+  manifest.ranks[0].refs = "refs-r0";
+  manifest.ranks[0].refs_bytes = refs_file.size();
   write_orders(directory, manifest.ranks[0]);
   const Bytes file = encode_manifest(manifest);
   write(directory, "manifest", Bytes(file.begin() + 128, file.end()));

@@ -28,7 +28,7 @@ Status write_64_kib(CheckpointManager& manager, uint8_t seed) {
   state.state.scheduler.requests[0].prompt_token_ids.resize(600 + seed, seed);  // so that sections differ
   TORPOR_ASSIGN(PendingCheckpoint pending, manager.begin(0));
   TORPOR_TRY(pending.write_state(state));
-  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, pending.create_chunks(0));
+  TORPOR_ASSIGN(const std::unique_ptr<RankWriter> writer, pending.create_rank(0));
   std::vector<SavedChunk> chunks;
   for (uint64_t i = 1; i <= 14; ++i) {
     std::vector<std::byte> bytes(kPage);
@@ -40,12 +40,12 @@ Status write_64_kib(CheckpointManager& manager, uint8_t seed) {
                      .bytes = bytes.size(),
                      .digest = digest_of(bytes)};
     TierPart part{&chunk, bytes, ok()};
-    tier->put({&part, 1});
+    writer->put({&part, 1});
     TORPOR_TRY(std::move(part.status));
     chunks.push_back(chunk);
   }
-  TORPOR_TRY(tier->finish());
-  pending.add_rank(finished_rank(pending.writing(), 0, tier->file_bytes(), std::move(chunks)));
+  TORPOR_ASSIGN(RankSummary summary, writer->write_refs(chunks));
+  pending.add_rank(std::move(summary));
   TORPOR_TRY(pending.commit());
   return ok();
 }
@@ -69,7 +69,7 @@ class HostileBytes : public ::testing::TestWithParam<int> {
     const int node = system.find(std::string(kPath) + "/" + name);
     return system.disk().at(static_cast<size_t>(node)).bytes;
   }
-  static constexpr const char* kFiles[] = {"MANIFEST", "STATE", "chunks-r0"};
+  static constexpr const char* kFiles[] = {"MANIFEST", "STATE", "refs-r0", "chunks-r0"};
 };
 INSTANTIATE_TEST_SUITE_P(Seals, HostileBytes, ::testing::Range(0, 3), [](const auto& info) {
   return std::string(variants()[static_cast<size_t>(info.param)].name);
@@ -165,6 +165,31 @@ TEST_P(HostileBytes, WhatWasEncryptedCannotBeFound) {
   EXPECT_EQ(value_of(value_of(open_checkpoint(system, kPath, variant().options.key)).read_state()), state);
 }
 
+// The same of refs, which say even less before MANIFEST's digest of them was right.
+TEST(HostileSizes, NoMoreMemoryThanItsSizeIsTakenForRefs) {
+  ModelFileSystem system;
+  const Variant& encrypted = variants()[2];
+  const auto manager = value_of(CheckpointManager::open(system, "/store", encrypted.options));
+  ASSERT_SUCCEEDS(write_64_kib(*manager, 1));
+  const Checkpoint checkpoint = value_of(open_checkpoint(system, kPath, encrypted.options.key));
+  const RankSummary& rank = checkpoint.manifest().ranks[0];
+  Bytes& refs = system.disk().at(static_cast<size_t>(system.find(std::string(kPath) + "/refs-r0"))).bytes;
+  const Bytes whole = refs;
+  uint64_t tried = 0;
+  for (size_t at = 0; at + 8 <= whole.size(); ++at) {
+    std::fill_n(refs.begin() + static_cast<std::ptrdiff_t>(at), 8, uint8_t{0x7f});
+    const size_t before = ::mallinfo2().uordblks;
+    EXPECT_FALSE(checkpoint.refs(rank).has_value());
+    EXPECT_LE(::mallinfo2().uordblks, before + whole.size() + kMiB);
+    refs = whole;
+    ++tried;
+  }
+  EXPECT_SUCCEEDS(checkpoint.refs(rank));
+  refs.resize(8 * kMiB);  // more than MANIFEST says: not even read
+  EXPECT_FAILS(checkpoint.refs(rank), Code::kCorruption, "refs-r0");
+  EXPECT_GT(tried, 1'000u);
+}
+
 // A manifest that promises much more than it is.
 TEST(HostileSizes, NoMoreMemoryThanItsSizeIsTakenBeforeItIsAuthenticated) {
   ModelFileSystem system;
@@ -176,7 +201,8 @@ TEST(HostileSizes, NoMoreMemoryThanItsSizeIsTakenBeforeItIsAuthenticated) {
     Bytes forged = manifest;
     std::fill_n(forged.begin() + static_cast<std::ptrdiff_t>(at), 8, uint8_t{0x7f});
     const size_t before = ::mallinfo2().uordblks;
-    const Result<Manifest> decoded = decode_manifest(std::as_bytes(std::span(forged)), variants()[1].options.key.get());
+    const Result<OpenedManifest> decoded =
+        decode_manifest(std::as_bytes(std::span(forged)), variants()[1].options.key.get());
     EXPECT_FALSE(decoded.has_value());
     EXPECT_LE(::mallinfo2().uordblks, before + forged.size() + kMiB);
     ++tried;

@@ -95,6 +95,8 @@ std::vector<Mistake> mistakes() {
   all.push_back({"MANIFEST is not synced", file_sync("MANIFEST")});
   all.push_back({"chunk files are not synced", file_sync("chunks-r0")});
   all.push_back({"the second rank's chunk file is not synced", file_sync("chunks-r1")});
+  all.push_back({"refs are not synced", file_sync("refs-r0")});
+  all.push_back({"the second rank's refs are not synced", file_sync("refs-r1")});
   all.push_back({"the directory under construction is not synced", [](const ModelChange& c) {
                    return c.kind == Kind::kSyncDirectory && c.name.find("/s-") != std::string::npos;
                  }});
@@ -108,6 +110,8 @@ std::vector<Mistake> mistakes() {
         "MANIFEST of the 4th is not synced"};
     static constexpr const char* kChunks[] = {"chunks of the 1st are not synced", "chunks of the 2nd are not synced",
                                               "chunks of the 3rd are not synced", "chunks of the 4th are not synced"};
+    static constexpr const char* kRefs[] = {"refs of the 1st are not synced", "refs of the 2nd are not synced",
+                                            "refs of the 3rd are not synced"};
     static constexpr const char* kStore1[] = {
         "the 1st sync of the directory is left out", "the 2nd sync of the directory is left out",
         "the 3rd sync of the directory is left out", "the 4th sync of the directory is left out"};
@@ -115,6 +119,7 @@ std::vector<Mistake> mistakes() {
       all.push_back({kStates[n - 1], nth(n, file_sync("STATE"))});
       all.push_back({kManifests[n - 1], nth(n, file_sync("MANIFEST"))});
       all.push_back({kChunks[n - 1], nth(n, file_sync("chunks-r0"))});
+      all.push_back({kRefs[n - 1], nth(n, file_sync("refs-r0"))});
     }
     all.push_back({kStore1[n - 1], nth(n, directory_sync("/store"))});
   }
@@ -170,6 +175,7 @@ TEST(PowerLoss, EveryPlantedMistakeIsFound) {
     };
   };
   const auto writes = [](const ModelChange& c) { return c.kind == Kind::kWrite; };
+  const auto is_link = [](const ModelChange& c) { return c.kind == Kind::kLink && c.name.starts_with("chunks-r0-"); };
   struct Order {
     const char* name;
     std::function<bool(const ModelChange&)> early;
@@ -180,6 +186,11 @@ TEST(PowerLoss, EveryPlantedMistakeIsFound) {
       {"renamed before MANIFEST is synced", is_commit, syncs(Kind::kSyncFile, "MANIFEST")},
       {"renamed before MANIFEST is written", is_commit, writes},
       {"renamed before the chunks are synced", is_commit, syncs(Kind::kSyncFile, "chunks")},
+      {"renamed before the refs are synced", is_commit, syncs(Kind::kSyncFile, "refs")},
+      {"renamed before the files of the one before are linked", is_commit, is_link},
+      {"the directory under construction synced before files are linked into it", syncs(Kind::kSyncDirectory, "/s-"),
+       is_link},
+      {"refs synced before they are written", syncs(Kind::kSyncFile, "refs"), writes},
       {"renamed before STATE is synced", is_commit, syncs(Kind::kSyncFile, "STATE")},
       {"acknowledged before the directory of checkpoints is synced", is_ack, syncs(Kind::kSyncDirectory, "/store")},
       {"acknowledged before the rename", is_ack, is_rename},
@@ -197,7 +208,7 @@ TEST(PowerLoss, EveryPlantedMistakeIsFound) {
     ++planted;
   }
   std::printf("proof: %d mistakes planted in the protocol, each found\n", planted);
-  EXPECT_GE(planted, 25);
+  EXPECT_GE(planted, 40);
 }
 
 }  // namespace

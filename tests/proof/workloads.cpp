@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include "base/watched_file_system.h"
+#include "checkpoint/rank_writer.h"
 #include "checkpoint/repair.h"
 #include "checkpoint/verify.h"
 #include "tests/support/written_checkpoint.h"
@@ -28,8 +30,9 @@ EngineCheckpoint state_of(uint64_t generation) {
 
 Error wrong(const char* what) { return Error{.what = what, .next_step = "mend it"}; }
 
-Status write(const World& world, CheckpointManager& manager, const Variant& variant, uint64_t generation) {
-  TORPOR_ASSIGN(const std::string path, test::write_checkpoint(manager, state_of(generation), variant.ranks));
+Status write(const World& world, CheckpointManager& manager, const Variant& variant, uint64_t generation,
+             uint64_t changed = 0) {
+  TORPOR_ASSIGN(const std::string path, test::write_checkpoint(manager, state_of(generation), variant.ranks, changed));
   world.tell(Word::kMust, generation);
   return ok();
 }
@@ -45,18 +48,52 @@ Status second(const World& world, const Variant& variant) {
   return write(world, *manager, variant, 2);
 }
 
-// The second and third name chunks of the first; with keep 1 the second goes and the first stays, as the third needs
-// it: else that would not be whole. (Where the first cannot be read, the second is written in full and needs nothing.)
+// The second and third link files of those before them, and write a block; then the first two go, and the third stays
+// whole. (Where the one before cannot be read, all is written.)
 Status incremental(const World& world, const Variant& variant) {
   TORPOR_ASSIGN(const auto manager, manager_of(world, variant, {.keep = kKeepAll}, true));
   TORPOR_TRY(write(world, *manager, variant, 1));
-  TORPOR_TRY(write(world, *manager, variant, 2));
-  TORPOR_TRY(write(world, *manager, variant, 3));
+  TORPOR_TRY(write(world, *manager, variant, 2, 1));
+  TORPOR_TRY(write(world, *manager, variant, 3, 2));
   TORPOR_TRY(manager->woken_from(3));
   TORPOR_ASSIGN(const auto frugal, manager_of(world, variant, {.keep = 1}, true));
   for (const uint64_t generation : {1, 2}) world.tell(Word::kFree, generation);
   TORPOR_TRY(frugal->collect());
   return ok();
+}
+
+// Every record is taken over unread; where there are no links that copies it.
+Status take_all_over(PendingCheckpoint& pending, int32_t rank) {
+  TORPOR_ASSIGN(const std::unique_ptr<RankWriter> writer, pending.create_rank(rank));
+  std::vector<SavedChunk> records;
+  for (const KvBlock& block : test::example_checkpoint().state.kv.blocks) {
+    const ChunkKey key{.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = static_cast<uint64_t>(block.id)};
+    TORPOR_ASSIGN(SavedChunk record, writer->take_over(key));
+    records.push_back(std::move(record));
+  }
+  TORPOR_ASSIGN(RankSummary summary, writer->write_refs(records));
+  pending.add_rank(std::move(summary));
+  return ok();
+}
+
+Status without_links(const World& world, const Variant& variant) {
+  const auto refusing =
+      make_watched_file_system(world.file_system, [](const char* call, const std::string& name) -> Status {
+        if (std::string_view(call) == "link_new") return system_error(EXDEV, "cannot link " + name);
+        return ok();
+      });
+  TORPOR_ASSIGN(const auto manager,
+                manager_of({*refusing, world.directory, world.tell}, variant, {.keep = kKeepAll}, true));
+  TORPOR_TRY(write(world, *manager, variant, 1));
+  {
+    TORPOR_ASSIGN(PendingCheckpoint pending, manager->begin(0));
+    TORPOR_TRY(pending.write_state(state_of(2)));
+    for (int32_t rank = 0; rank < variant.ranks; ++rank) TORPOR_TRY(take_all_over(pending, rank));
+    TORPOR_ASSIGN(const std::string path, pending.commit());
+    world.tell(Word::kMust, 2);
+  }
+  world.tell(Word::kFree, 1);
+  return manager->remove(1);
 }
 
 Status collect(const World& world, const Variant& variant) {
@@ -160,7 +197,8 @@ const std::vector<Workload>& workloads() {
   static const std::vector<Workload> all = {{"first commit", first},      {"second generation", second},
                                             {"incremental", incremental}, {"gc", collect},
                                             {"repair", repair},           {"rm", remove},
-                                            {"abort", abandon},           {"concurrent reader", with_reader}};
+                                            {"abort", abandon},           {"concurrent reader", with_reader},
+                                            {"no links", without_links}};
   return all;
 }
 

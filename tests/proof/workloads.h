@@ -39,7 +39,7 @@ struct Workload {
   const char* name;
   std::function<Status(const World&, const Variant&)> run;
 };
-const std::vector<Workload>& workloads();  // eight
+const std::vector<Workload>& workloads();  // nine
 
 // What was told, as far as it goes.
 struct Promise {

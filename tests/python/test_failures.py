@@ -172,13 +172,13 @@ def test_a_truncated_checkpoint_is_refused(one, checkpoint):
     expect_refused(one, checkpoint, errors.Damaged, "STATE")
 
 
-@pytest.mark.parametrize("name", ["MANIFEST", "STATE", "chunks-r0"])
+@pytest.mark.parametrize("name", ["MANIFEST", "STATE", "refs-r0", "chunks-r0"])
 def test_a_flipped_bit_is_refused(one, checkpoint, name):
     if name == "chunks-r0":
         flip(checkpoint / name, 4096 + 50, every=4096)  # in each page: which chunk lies where differs from run to run
     else:
         flip(checkpoint / name, 100)
-    expect_refused(one, checkpoint, errors.Damaged, "MANIFEST|STATE|section|kv_cache|weights")
+    expect_refused(one, checkpoint, errors.Damaged, "MANIFEST|STATE|section|refs-r0|kv_cache|weights")
 
 
 def test_on_request_a_damaged_checkpoint_is_woken_without_its_state(one, checkpoint):

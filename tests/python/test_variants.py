@@ -14,7 +14,7 @@ VARIANTS = {
     "nothing cached is kept": {"torpor": {"kv_budget_bytes": 0}},
     "scheduling by priority, no prefix cache": {"scheduling_policy": "priority", "enable_prefix_caching": False},
     "so few blocks that requests are preempted": {"num_gpu_blocks_override": 34, "max_model_len": 704},
-    "encrypted, compressed, naming earlier chunks": {
+    "encrypted, compressed, linking earlier chunks": {
         "torpor": {"key_file": "KEY", "encrypt": True, "compression_level": 1, "incremental": True}
     },
     "bfloat16, large steps": {"dtype": "bfloat16", "max_num_batched_tokens": 2048},

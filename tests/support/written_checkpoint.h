@@ -2,7 +2,6 @@
 #pragma once
 
 #include "checkpoint/checkpoint_manager.h"
-#include "offload/disk_tier.h"
 #include "tests/support/example_state.h"
 
 namespace torpor::test {
@@ -11,30 +10,33 @@ inline std::vector<std::byte> example_block(uint64_t block) {
   return std::vector<std::byte>(1000, static_cast<std::byte>(block));
 }
 
-inline Status write_rank(PendingCheckpoint& pending, const KvSnapshot& kv, int32_t rank) {
-  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, pending.create_chunks(rank));
+// `changed`: the block that has other bytes than its number says.
+inline Status write_rank(PendingCheckpoint& pending, const KvSnapshot& kv, int32_t rank, uint64_t changed = 0) {
+  TORPOR_ASSIGN(const std::unique_ptr<RankWriter> writer, pending.create_rank(rank));
   std::vector<SavedChunk> chunks;
-  TORPOR_TRY(tier->prepare(1'000 * kv.blocks.size(), kv.blocks.size()));
+  TORPOR_TRY(writer->prepare(1'000 * kv.blocks.size(), kv.blocks.size()));
   for (const KvBlock& block : kv.blocks) {
-    std::vector<std::byte> bytes = example_block(static_cast<uint64_t>(block.id));
+    const auto number = static_cast<uint64_t>(block.id);
+    std::vector<std::byte> bytes = example_block(number == changed ? number + 100 : number);
     SavedChunk chunk{.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = static_cast<uint64_t>(block.id)},
                      .bytes = bytes.size(),
                      .digest = digest_of(bytes)};
     TierPart part{&chunk, bytes, ok()};
-    tier->put({&part, 1});
+    writer->put({&part, 1});
     TORPOR_TRY(part.status);
     chunks.push_back(chunk);
   }
-  TORPOR_TRY(tier->finish());
-  pending.add_rank(finished_rank(pending.writing(), rank, tier->file_bytes(), std::move(chunks)));
+  TORPOR_ASSIGN(RankSummary summary, writer->write_refs(chunks));
+  pending.add_rank(std::move(summary));
   return ok();
 }
 
 inline Result<std::string> write_checkpoint(CheckpointManager& manager,
-                                            const EngineCheckpoint& state = example_checkpoint(), int ranks = 1) {
+                                            const EngineCheckpoint& state = example_checkpoint(), int ranks = 1,
+                                            uint64_t changed = 0) {
   TORPOR_ASSIGN(PendingCheckpoint pending, manager.begin(100'000));
   TORPOR_TRY(pending.write_state(state));
-  for (int32_t rank = 0; rank < ranks; ++rank) TORPOR_TRY(write_rank(pending, state.state.kv, rank));
+  for (int32_t rank = 0; rank < ranks; ++rank) TORPOR_TRY(write_rank(pending, state.state.kv, rank, changed));
   TORPOR_ASSIGN(std::string path, pending.commit());
   pending.retire_older();
   return path;

@@ -75,7 +75,7 @@ class Sleeper {
     must(pending.write_state(empty_state()));
     const orders::Save::Reply saved =
         call(orders::Save{.tags = kTags, .directory = pending.staging_path(), .writing = pending.writing()});
-    pending.add_rank(saved.chunks);
+    pending.add_rank(saved.saved);
     path_ = must(pending.commit());
     call(orders::Moved{.directory = path_});
     call(orders::Detach{.tags = kTags});

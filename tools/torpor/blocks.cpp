@@ -23,18 +23,16 @@ Result<Json> blocks(const Context& context) {
     }
   }
   std::map<uint64_t, Json> saved;  // by block: where each rank has it
-  for (const RankChunks& rank : checkpoint.manifest().ranks) {
-    for (const SavedChunk& chunk : rank.chunks) {
+  for (const RankSummary& rank : checkpoint.manifest().ranks) {
+    TORPOR_ASSIGN(const RankRefs refs, checkpoint.refs(rank));
+    for (const SavedChunk& chunk : refs.records) {
       if (chunk.key.kind != ChunkKind::kKvBlock) continue;
-      const ChunkFile& file = rank.files[chunk.file];
-      saved[chunk.key.index].push_back(
-          {{"rank", rank.rank},
-           {"file", file.name},
-           {"generation", file.generation == 0 ? checkpoint.manifest().generation : file.generation},
-           {"offset", chunk.offset},
-           {"bytes", chunk.bytes},
-           {"stored_bytes", chunk.stored_bytes},
-           {"digest", chunk.digest.hex()}});
+      saved[chunk.key.index].push_back({{"rank", rank.rank},
+                                        {"file", refs.files[chunk.file].name},
+                                        {"offset", chunk.offset},
+                                        {"bytes", chunk.bytes},
+                                        {"stored_bytes", chunk.stored_bytes},
+                                        {"digest", chunk.digest.hex()}});
     }
   }
   Json list = Json::array();

@@ -11,26 +11,7 @@
 namespace torpor::cli {
 namespace {
 
-struct Amount {
-  uint64_t chunks = 0;
-  uint64_t bytes = 0;
-  uint64_t stored_bytes = 0;
-  uint64_t earlier_bytes = 0;  // of stored_bytes, in earlier checkpoints
-};
-
-std::map<std::string, Amount> amounts_by_tag(const RankChunks& rank) {
-  std::map<std::string, Amount> amounts;
-  for (const SavedChunk& chunk : rank.chunks) {
-    Amount& amount = amounts[chunk.key.tag];
-    amount.chunks += 1;
-    amount.bytes += chunk.bytes;
-    amount.stored_bytes += chunk.stored_bytes;
-    amount.earlier_bytes += chunk.file == 0 ? 0 : chunk.stored_bytes;
-  }
-  return amounts;
-}
-
-Json summary(const Manifest& manifest, uint64_t bytes, size_t ranks) {
+Json summary(const Manifest& manifest, uint64_t bytes) {
   return {{"generation", manifest.generation},
           {"created", time_text(manifest.created_unix_seconds)},
           {"creator", manifest.creator},
@@ -38,19 +19,20 @@ Json summary(const Manifest& manifest, uint64_t bytes, size_t ranks) {
           {"protection", name(manifest.protection)},
           {"id", hex(manifest.id)},
           {"bytes", bytes},
-          {"ranks", ranks}};
+          {"linked_bytes", manifest.linked_bytes()},
+          {"ranks", manifest.ranks.size()}};
 }
 
 Json memory_of(const Manifest& manifest) {
   Json memory = Json::array();
-  for (const RankChunks& rank : manifest.ranks) {
-    for (const auto& [tag, amount] : amounts_by_tag(rank)) {
+  for (const RankSummary& rank : manifest.ranks) {
+    for (const auto& [tag, sums] : rank.tags) {
       memory.push_back({{"rank", rank.rank},
                         {"tag", tag},
-                        {"chunks", amount.chunks},
-                        {"bytes", amount.bytes},
-                        {"stored_bytes", amount.stored_bytes},
-                        {"in_earlier_bytes", amount.earlier_bytes}});
+                        {"chunks", sums.records},
+                        {"bytes", sums.bytes},
+                        {"stored_bytes", sums.stored_bytes},
+                        {"in_links_bytes", sums.linked_bytes}});
     }
   }
   return memory;
@@ -68,12 +50,6 @@ Json sections_of(const Manifest& manifest) {
   return sections;
 }
 
-Json names_of(const std::vector<uint64_t>& generations) {
-  Json names = Json::array();
-  for (const uint64_t generation : generations) names.push_back(generation_name(generation));
-  return names;
-}
-
 Result<Json> ls(const Context& context) {
   TORPOR_ASSIGN(const auto manager,
                 CheckpointManager::open(context.file_system, context.arguments.path, {.key = context.key}));
@@ -85,8 +61,7 @@ Result<Json> ls(const Context& context) {
                   {"readable", checkpoint.readable},
                   {"woken", checkpoint.woken}};
     if (checkpoint.readable) {
-      entry.update(summary(checkpoint.manifest, checkpoint.bytes, checkpoint.ranks));
-      entry["needs"] = names_of(checkpoint.needs);
+      entry.update(summary(checkpoint.manifest, checkpoint.bytes));
     } else {
       entry["problem"] = to_json(checkpoint.problem);
     }
@@ -97,15 +72,12 @@ Result<Json> ls(const Context& context) {
 
 std::string show_ls(const Json& json) {
   if (json["checkpoints"].empty()) return fmt::format("no checkpoints in {}\n", cell(json["directory"]));
-  std::vector<Row> rows = {{"NAME", "CREATED", "SIZE", "RANKS", "SEAL", "WOKEN", "NEEDS", "CREATOR"}};
+  std::vector<Row> rows = {{"NAME", "CREATED", "SIZE", "LINKED", "RANKS", "SEAL", "WOKEN", "CREATOR"}};
   for (const Json& entry : json["checkpoints"]) {
     if (entry["readable"]) {
-      rows.push_back({cell(entry["name"]), cell(entry["created"]), size_text(entry["bytes"]), cell(entry["ranks"]),
-                      cell(entry["protection"]), entry["woken"] ? "yes" : "no",
-                      entry["needs"].empty()
-                          ? "-"
-                          : fmt::format("{}", fmt::join(entry["needs"].get<std::vector<std::string>>(), ",")),
-                      cell(entry["creator"])});
+      rows.push_back({cell(entry["name"]), cell(entry["created"]), size_text(entry["bytes"]),
+                      size_text(entry["linked_bytes"]), cell(entry["ranks"]), cell(entry["protection"]),
+                      entry["woken"] ? "yes" : "no", cell(entry["creator"])});
     } else {
       rows.push_back({cell(entry["name"]), bad(fmt::format("{}:", cell(entry["problem"]["code"]))),
                       cell(entry["problem"]["what"])});
@@ -126,8 +98,7 @@ Result<Json> info(const Context& context) {
     output += request.output_token_ids.size();
   }
   Json json = {{"path", checkpoint.path()}};
-  json.update(summary(checkpoint.manifest(), checkpoint.manifest().total_bytes(), checkpoint.manifest().ranks.size()));
-  json["needs"] = names_of(checkpoint.manifest().needs());
+  json.update(summary(checkpoint.manifest(), checkpoint.manifest().total_bytes()));
   json["requests"] = {{"running", scheduler.running.size()},
                       {"waiting", scheduler.waiting.size()},
                       {"held", scheduler.held.size()},
@@ -146,19 +117,18 @@ std::string show_info(const Json& json) {
   std::string text = fmt::format("{}\n  created {} by {}, format {}, seal: {}, {}\n", cell(json["path"]),
                                  cell(json["created"]), cell(json["creator"]), cell(json["format_version"]),
                                  cell(json["protection"]), size_text(json["bytes"]));
-  if (!json["needs"].empty())
-    text += fmt::format("  needs {} of the same directory\n",
-                        fmt::join(json["needs"].get<std::vector<std::string>>(), ", "));
+  if (json["linked_bytes"] != 0)
+    text += fmt::format("  and {} in files that earlier checkpoints wrote\n", size_text(json["linked_bytes"]));
   const Json& requests = json["requests"];
   text += fmt::format("  {} requests running, {} waiting, {} held; {} prompt and {} output tokens\n",
                       cell(requests["running"]), cell(requests["waiting"]), cell(requests["held"]),
                       cell(requests["prompt_tokens"]), cell(requests["output_tokens"]));
   text += fmt::format("  {} of {} KV blocks kept, {} entries in the prefix index\n", cell(json["kv"]["kept_blocks"]),
                       cell(json["kv"]["num_blocks"]), cell(json["kv"]["prefix_entries"]));
-  std::vector<Row> memory = {{"RANK", "TAG", "CHUNKS", "BYTES", "STORED", "IN EARLIER ONES"}};
+  std::vector<Row> memory = {{"RANK", "TAG", "CHUNKS", "BYTES", "STORED", "IN LINKS"}};
   for (const Json& entry : json["memory"]) {
     memory.push_back({cell(entry["rank"]), cell(entry["tag"]), cell(entry["chunks"]), size_text(entry["bytes"]),
-                      size_text(entry["stored_bytes"]), size_text(entry["in_earlier_bytes"])});
+                      size_text(entry["stored_bytes"]), size_text(entry["in_links_bytes"])});
   }
   std::vector<Row> sections = {{"SECTION", "BYTES", "STORED"}};
   for (const Json& entry : json["sections"])
@@ -181,11 +151,12 @@ Result<Json> tree(const Context& context) {
   for (const SectionInfo& section : checkpoint.manifest().sections)
     state["children"].push_back(node(section.name, size_text(section.bytes)));
   root["children"].push_back(std::move(state));
-  for (const RankChunks& rank : checkpoint.manifest().ranks) {
+  for (const RankSummary& rank : checkpoint.manifest().ranks) {
+    TORPOR_ASSIGN(const RankRefs refs, checkpoint.refs(rank));
     std::map<std::string, std::map<std::string, uint64_t>> tags;
-    for (const SavedChunk& chunk : rank.chunks)
+    for (const SavedChunk& chunk : refs.records)
       tags[chunk.key.tag][chunk.key.kind == ChunkKind::kKvBlock ? "KV blocks" : chunk.key.region] += chunk.bytes;
-    Json entry = node(fmt::format("rank {}", rank.rank), fmt::format("{} chunks", rank.chunks.size()));
+    Json entry = node(fmt::format("rank {}", rank.rank), fmt::format("{} chunks", refs.records.size()));
     for (const auto& [tag, regions] : tags) {
       uint64_t sum = 0;
       Json inner = node(tag, nullptr);
@@ -231,42 +202,46 @@ std::string show_tree(const Json& json) {
 }
 
 Json usage_of(const Checkpoint& checkpoint) {
-  uint64_t chunks = 0;
-  uint64_t plain = 0;
-  uint64_t earlier = 0;
-  uint64_t padding = 0;
-  for (const RankChunks& rank : checkpoint.manifest().ranks) {
-    uint64_t used = 0;
-    for (const SavedChunk& chunk : rank.chunks) {
-      plain += chunk.bytes;
-      (chunk.file == 0 ? used : earlier) += chunk.stored_bytes;
+  RecordSums all;
+  uint64_t own = 0;
+  uint64_t refs = 0;
+  for (const RankSummary& rank : checkpoint.manifest().ranks) {
+    own += rank.own_bytes();
+    refs += rank.refs_bytes;
+    for (const auto& [tag, sums] : rank.tags) {
+      all.bytes += sums.bytes;
+      all.stored_bytes += sums.stored_bytes;
+      all.linked_bytes += sums.linked_bytes;
     }
-    chunks += used;
-    padding += rank.files[0].bytes > used ? rank.files[0].bytes - used : 0;
   }
-  uint64_t sections = 0;
-  for (const SectionInfo& section : checkpoint.manifest().sections) sections += section.stored_bytes;
+  const uint64_t chunks = all.stored_bytes - all.linked_bytes;
+  const uint64_t total = checkpoint.manifest().total_bytes();
   return {{"name", checkpoint.path().substr(checkpoint.path().rfind('/') + 1)},
-          {"own_bytes", checkpoint.manifest().total_bytes()},
-          {"state_bytes", sections},
+          {"own_bytes", total},
+          {"linked_bytes", checkpoint.manifest().linked_bytes()},
+          {"state_bytes", total - own - refs},
+          {"refs_bytes", refs},
           {"chunk_bytes", chunks},
-          {"padding_bytes", padding},
-          {"in_earlier_bytes", earlier},
-          {"memory_bytes", plain},
-          {"needs", names_of(checkpoint.manifest().needs())}};
+          {"padding_bytes", own > chunks ? own - chunks : 0},
+          {"in_links_bytes", all.linked_bytes},
+          {"memory_bytes", all.bytes}};
 }
 
 // One checkpoint, or all of a directory.
 Result<Json> du(const Context& context) {
   Json entries = Json::array();
-  uint64_t total = 0;
+  DiskUsage usage;
+  const auto add = [&](const Checkpoint& checkpoint) {
+    entries.push_back(usage_of(checkpoint));
+    usage.add(checkpoint.manifest(), checkpoint.manifest().total_bytes());
+  };
   TORPOR_ASSIGN(const std::unique_ptr<Directory> directory,
                 context.file_system.open_directory(context.arguments.path, false));
   const bool one = directory->open_file(kManifestFile).has_value();
   if (one) {
     TORPOR_ASSIGN(const Checkpoint checkpoint,
                   open_checkpoint(context.file_system, context.arguments.path, context.key));
-    entries.push_back(usage_of(checkpoint));
+    add(checkpoint);
   } else {
     TORPOR_ASSIGN(const auto manager,
                   CheckpointManager::open(context.file_system, context.arguments.path, {.key = context.key}));
@@ -277,22 +252,22 @@ Result<Json> du(const Context& context) {
         continue;
       }
       TORPOR_ASSIGN(const Checkpoint checkpoint, manager->open_generation(info.manifest.generation));
-      entries.push_back(usage_of(checkpoint));
+      add(checkpoint);
     }
   }
-  for (const Json& entry : entries) total += entry.value("own_bytes", uint64_t{0});
-  return Json{{"path", context.arguments.path}, {"total_bytes", total}, {"checkpoints", std::move(entries)}};
+  return Json{{"path", context.arguments.path}, {"total_bytes", usage.bytes()}, {"checkpoints", std::move(entries)}};
 }
 
 std::string show_du(const Json& json) {
-  std::vector<Row> rows = {{"NAME", "ON DISK", "STATE", "CHUNKS", "PADDING", "IN EARLIER ONES", "MEMORY"}};
+  std::vector<Row> rows = {{"NAME", "OWN", "LINKED", "STATE", "REFS", "CHUNKS", "PADDING", "IN LINKS", "MEMORY"}};
   for (const Json& entry : json["checkpoints"]) {
     if (entry.contains("problem")) {
       rows.push_back({cell(entry["name"]), bad(cell(entry["problem"]["code"]))});
     } else {
-      rows.push_back({cell(entry["name"]), size_text(entry["own_bytes"]), size_text(entry["state_bytes"]),
-                      size_text(entry["chunk_bytes"]), size_text(entry["padding_bytes"]),
-                      size_text(entry["in_earlier_bytes"]), size_text(entry["memory_bytes"])});
+      rows.push_back({cell(entry["name"]), size_text(entry["own_bytes"]), size_text(entry["linked_bytes"]),
+                      size_text(entry["state_bytes"]), size_text(entry["refs_bytes"]), size_text(entry["chunk_bytes"]),
+                      size_text(entry["padding_bytes"]), size_text(entry["in_links_bytes"]),
+                      size_text(entry["memory_bytes"])});
     }
   }
   rows.push_back({"total", size_text(json["total_bytes"])});
@@ -307,7 +282,7 @@ Verb ls_verb() {
       .help = "the checkpoints of a directory, oldest first, damaged ones with their problem",
       .json =
           "directory, checkpoints: [{name, path, readable, woken, generation, created, creator, format_version, "
-          "protection, id, bytes, ranks, needs | problem}]",
+          "protection, id, bytes, linked_bytes, ranks | problem}]",
       .declare = [](CLI::App& app,
                     Arguments& a) { app.add_option("directory", a.path, "a directory of checkpoints")->required(); },
       .ask = ls,
@@ -335,8 +310,9 @@ Verb du_verb() {
   return {.name = "du",
           .help = "who uses the space of a checkpoint, or of all in a directory",
           .json =
-              "path, total_bytes, checkpoints: [{name, own_bytes, state_bytes, chunk_bytes, padding_bytes, "
-              "in_earlier_bytes, memory_bytes, needs | problem}]",
+              "path, total_bytes (a file with several links counts once), checkpoints: [{name, own_bytes, "
+              "linked_bytes, state_bytes, refs_bytes, chunk_bytes, padding_bytes, in_links_bytes, memory_bytes | "
+              "problem}]",
           .declare = declare_path,
           .ask = du,
           .show = show_du};

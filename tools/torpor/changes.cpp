@@ -117,9 +117,7 @@ Verb repair_verb() {
 }
 Verb gc_verb() {
   return {.name = "gc",
-          .help =
-              "removes leftovers, and checkpoints that are not to be kept; never what a kept one needs, nor the last "
-              "good one",
+          .help = "removes leftovers, and checkpoints that are not to be kept; never the last good one",
           .json = "directory, dry_run, removed, left",
           .declare =
               [](CLI::App& app, Arguments& a) {
@@ -139,7 +137,7 @@ Verb gc_verb() {
 }
 Verb rm_verb() {
   return {.name = "rm",
-          .help = "removes one checkpoint; refused while another one needs its chunks",
+          .help = "removes one checkpoint; others that link its files keep them",
           .json = "removed, dry_run",
           .declare =
               [](CLI::App& app, Arguments& a) {

@@ -102,10 +102,11 @@ std::map<std::string, RequestState> requests_of(const Read& read) {
   return map;
 }
 
-std::map<std::string, std::string> chunks_of(const Read& read) {
+Result<std::map<std::string, std::string>> chunks_of(const Read& read) {
   std::map<std::string, std::string> map;
-  for (const RankChunks& rank : read.checkpoint.manifest().ranks) {
-    for (const SavedChunk& chunk : rank.chunks)
+  for (const RankSummary& rank : read.checkpoint.manifest().ranks) {
+    TORPOR_ASSIGN(const RankRefs refs, read.checkpoint.refs(rank));
+    for (const SavedChunk& chunk : refs.records)
       map.emplace(fmt::format("rank {}: {}", rank.rank, chunk.key.to_string()), chunk.digest.hex());
   }
   return map;
@@ -117,7 +118,9 @@ Result<Json> diff(const Context& context) {
   Json json = {{"a", a.checkpoint.path()}, {"b", b.checkpoint.path()}};
   json["fingerprint"] = compare(a.engine.fingerprint, b.engine.fingerprint);
   json["requests"] = compare(requests_of(a), requests_of(b));
-  json["chunks"] = compare(chunks_of(a), chunks_of(b));
+  TORPOR_ASSIGN(const auto before_chunks, chunks_of(a));
+  TORPOR_ASSIGN(const auto chunks, chunks_of(b));
+  json["chunks"] = compare(before_chunks, chunks);
   const SchedulerCheckpoint& before = a.engine.state;
   const SchedulerCheckpoint& now = b.engine.state;
   json["same_queues"] = before.scheduler.running == now.scheduler.running &&
@@ -252,8 +255,8 @@ Result<Json> fits(const Context& context) {
   if (wanted.contains("cpu_capability") && !cpu_capability().empty())
     check.field(wanted, "cpu_capability", cpu_capability());
   uint64_t memory = 0;
-  for (const RankChunks& rank : checkpoint.manifest().ranks) {
-    for (const SavedChunk& chunk : rank.chunks) memory += chunk.bytes;
+  for (const RankSummary& rank : checkpoint.manifest().ranks) {
+    for (const auto& [tag, sums] : rank.tags) memory += sums.bytes;
   }
   const uint64_t have = arguments.memory_bytes != 0 ? arguments.memory_bytes : available_memory();
   check.field("memory for what was saved", size_text(memory), size_text(have), have >= memory);

@@ -73,9 +73,10 @@ Result<Json> extract(const Context& context) {
   uint64_t bytes = 0;
   Json chunks = Json::array();
   PageBuffer memory;
-  for (const RankChunks& rank : checkpoint.manifest().ranks) {
+  for (const RankSummary& rank : checkpoint.manifest().ranks) {
+    TORPOR_ASSIGN(const RankRefs refs, checkpoint.refs(rank));
     std::unique_ptr<DiskTier> tier;
-    for (const SavedChunk& chunk : rank.chunks) {
+    for (const SavedChunk& chunk : refs.records) {
       const std::string name = chunk.key.to_string();
       const bool match =
           name == wanted || chunk.key.tag == wanted ||

@@ -19,7 +19,9 @@ const std::vector<ExitCode>& exit_codes() {
       {kFailed, "could not be read or written, or is not to be trusted (its owner, who may write to it)"},
       {kDiffers, "diff: they differ; fits: it does not fit"},
       {kKey, "the key is missing, or another one"},
-      {kRefused, "refused: another process is writing, another checkpoint needs it, or there is no room or memory"}};
+      {kRefused,
+       "refused: another process is writing, a checkpoint of format version 2 needs it, or there is no room or "
+       "memory"}};
   return codes;
 }
 

@@ -1,6 +1,4 @@
-// Chunks that an earlier checkpoint has, retention that keeps what is needed, repair, progress, and prefix hashes.
-#include <random>
-
+// Retention that keeps what is needed, repair, progress, and prefix hashes.
 #include <fmt/format.h>
 
 #include "checkpoint/prefix_hash.h"
@@ -17,10 +15,9 @@ namespace {
 using test::example_checkpoint;
 using test::value_of;
 
-class Incremental : public ::testing::Test {
+class Checkpoints : public ::testing::Test {
  protected:
-  std::unique_ptr<CheckpointManager> manager(CheckpointManagerOptions options = {.retention = {.keep = 9},
-                                                                                 .incremental = true}) {
+  std::unique_ptr<CheckpointManager> manager(CheckpointManagerOptions options = {.retention = {.keep = 9}}) {
     return value_of(CheckpointManager::open(system_, "/store", std::move(options)));
   }
   Bytes& bytes(const std::string& path) { return system_.disk()[static_cast<size_t>(system_.find(path))].bytes; }
@@ -32,100 +29,11 @@ class Incremental : public ::testing::Test {
   test::ModelFileSystem system_;
 };
 
-TEST_F(Incremental, WhatAnEarlierOneHasIsNamedAndNotWritten) {
-  ASSERT_SUCCEEDS(test::write_checkpoint(*manager()));
-  ASSERT_SUCCEEDS(test::write_checkpoint(*manager()));
-  ASSERT_SUCCEEDS(test::write_checkpoint(*manager()));
-  const Checkpoint third = value_of(open_checkpoint(system_, "/store/g-000003"));
-  ASSERT_EQ(third.manifest().ranks[0].files.size(), 2u);
-  EXPECT_EQ(third.manifest().ranks[0].files[1].generation, 1u);  // where the bytes are, not by way of the second
-  EXPECT_EQ(bytes("/store/g-000003/chunks-r0").size(), 4096u);
-  EXPECT_TRUE(value_of(verify(third)).problems.empty());
-}
-
-TEST_F(Incremental, ChangesWithoutEndDoNotKeepEverything) {
-  CheckpointManagerOptions options{.retention = {.keep = 1}, .incremental = true};
-  uint64_t most_stored = 0;
-  size_t most_checkpoints = 0;
-  std::vector<uint64_t> content(40);  // of each block: a number that changes now and then
-  std::mt19937_64 random(3);
-  for (int round = 0; round < 300; ++round) {
-    for (int i = 0; i < 8; ++i) content[random() % content.size()] = random();
-    PendingCheckpoint pending = value_of(manager(options)->begin(0));
-    ASSERT_SUCCEEDS(pending.write_state(example_checkpoint()));
-    const std::unique_ptr<DiskTier> tier = value_of(pending.create_chunks(0));
-    std::vector<SavedChunk> chunks;
-    for (size_t i = 0; i < content.size(); ++i) {
-      std::vector<std::byte> bytes(4096);
-      std::memcpy(bytes.data(), &content[i], 8);
-      SavedChunk& chunk =
-          chunks.emplace_back(SavedChunk{.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = i},
-                                         .bytes = bytes.size(),
-                                         .digest = digest_of(bytes)});
-      TierPart part{&chunk, bytes, ok()};
-      tier->put({&part, 1});
-      ASSERT_SUCCEEDS(part.status);
-    }
-    ASSERT_SUCCEEDS(tier->finish());
-    pending.add_rank(finished_rank(pending.writing(), 0, tier->file_bytes(), chunks));
-    ASSERT_SUCCEEDS(pending.commit());
-    pending.retire_older();
-    uint64_t stored = 0;
-    for (const std::string& name : names()) stored += bytes("/store/" + name + "/chunks-r0").size();
-    most_stored = std::max(most_stored, stored);
-    most_checkpoints = std::max(most_checkpoints, names().size());
-  }
-  // The newest and the one before it are kept, each with its run: one whole, the others with what changed, and their
-  // heads.
-  EXPECT_LE(most_stored, 2 * (40 + (kIncrementalRun - 1) * 8 + kIncrementalRun) * 4096);
-  EXPECT_LE(most_checkpoints, 2 * kIncrementalRun);
-  EXPECT_TRUE(value_of(verify(value_of(manager(options)->open_latest()))).problems.empty());
-}
-
-TEST_F(Incremental, WhatChangedIsWrittenAgain) {
-  ASSERT_SUCCEEDS(test::write_checkpoint(*manager()));
-  PendingCheckpoint pending = value_of(manager()->begin(0));
-  const std::unique_ptr<DiskTier> tier = value_of(pending.create_chunks(0));
-  std::vector<std::byte> same = test::example_block(1);
-  std::vector<std::byte> changed = test::example_block(77);  // as many bytes
-  for (const bool is_same : {true, false}) {
-    std::vector<std::byte>& bytes = is_same ? same : changed;
-    SavedChunk chunk{.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = 1},
-                     .bytes = bytes.size(),
-                     .digest = digest_of(bytes)};
-    TierPart part{&chunk, bytes, ok()};
-    tier->put({&part, 1});
-    ASSERT_SUCCEEDS(part.status);
-    EXPECT_EQ(chunk.file, is_same ? 1u : 0u);  // the earlier one's, or its own
-  }
-}
-
-TEST_F(Incremental, WhatAKeptOneNeedsIsNeverRemoved) {
-  for (int i = 0; i < 3; ++i) ASSERT_SUCCEEDS(test::write_checkpoint(*manager()));
-  ASSERT_SUCCEEDS(manager()->woken_from(3));
-  EXPECT_FAILS(manager()->remove(1), Code::kFailedPrecondition, "g-000002");
-  EXPECT_EQ(value_of(manager({.retention = {.keep = 1}})->collect(true)), (std::vector<std::string>{"g-000002"}));
-  ASSERT_SUCCEEDS(manager({.retention = {.keep = 1}})->collect());
-  EXPECT_EQ(names(), (std::vector<std::string>{"g-000001", "g-000003"}));
-  EXPECT_TRUE(value_of(verify(value_of(manager()->open_latest()))).problems.empty());
-}
-
-TEST_F(Incremental, AnotherGenerationOfThatNumberIsNotMistakenForIt) {
-  ASSERT_SUCCEEDS(test::write_checkpoint(*manager()));
-  ASSERT_SUCCEEDS(test::write_checkpoint(*manager()));
-  test::ModelFileSystem other;
-  ASSERT_SUCCEEDS(test::write_checkpoint(*value_of(CheckpointManager::open(other, "/store"))));
-  bytes("/store/g-000001/MANIFEST") = other.disk()[static_cast<size_t>(other.find("/store/g-000001/MANIFEST"))].bytes;
-  const Verification found = value_of(verify(value_of(manager()->open_latest())));
-  ASSERT_FALSE(found.problems.empty());
-  EXPECT_NE(found.problems[0].what.find("another g-000001"), std::string::npos);
-}
-
-TEST_F(Incremental, ChunksAreCompressedWhereThatPays) {
+TEST_F(Checkpoints, ChunksAreCompressedWhereThatPays) {
   CheckpointManagerOptions options{.compression = {.level = 3, .long_distance = true}};
   ASSERT_SUCCEEDS(test::write_checkpoint(*manager(options)));
   const Checkpoint checkpoint = value_of(manager()->open_latest());
-  for (const SavedChunk& chunk : checkpoint.manifest().ranks[0].chunks) {
+  for (const SavedChunk& chunk : value_of(checkpoint.refs(checkpoint.manifest().ranks[0])).records) {
     EXPECT_EQ(chunk.codec, Codec::kZstd);
     EXPECT_LT(chunk.stored_bytes, 50u);
   }
@@ -134,7 +42,7 @@ TEST_F(Incremental, ChunksAreCompressedWhereThatPays) {
   EXPECT_FAILS(CheckpointManager::open(system_, "/store", options), Code::kInvalidArgument, "40");
 }
 
-TEST_F(Incremental, ProgressIsToldAndCancellingLeavesTheOldOneWhole) {
+TEST_F(Checkpoints, ProgressIsToldAndCancellingLeavesTheOldOneWhole) {
   ASSERT_SUCCEEDS(test::write_checkpoint(*manager()));
   std::vector<std::string> phases;
   int left = 1000;
@@ -171,13 +79,34 @@ TEST(Retention, CountAgeAndSizeNeverTakeTheLastGoodOne) {
   EXPECT_EQ(retired(infos, {.keep = 1}, 600), (Gone{1, 3, 4}));
   infos[5].woken = true;
   EXPECT_EQ(retired(infos, {.keep = 1}, 600), (Gone{1, 2, 3, 4, 5}));
-  infos[5].needs = {3};
+  infos[5].manifest.format_version = 2;
+  infos[5].manifest.ranks = {{.files = {{.name = "chunks-r0"}, {.name = "g-000003/chunks-r0"}}}};
   EXPECT_EQ(retired(infos, {.keep = 1}, 600), (Gone{1, 2, 4, 5}));
   infos[4].readable = false;
   EXPECT_TRUE(retired(infos, {.keep = 1}, 600).empty());
 }
 
-TEST_F(Incremental, RepairKeepsTheRequestsThatAreWhole) {
+TEST(Retention, AFileWithSeveralLinksCountsOnce) {
+  std::vector<CheckpointInfo> infos;
+  const auto id = [](uint8_t generation) { return SealId{generation}; };
+  for (uint8_t generation = 1; generation <= 6; ++generation) {  // each has the file of the first, and one of its own
+    CheckpointInfo info{.readable = true, .bytes = generation == 1 ? 110u : 20u};
+    info.manifest.generation = generation;
+    info.manifest.id = id(generation);
+    info.manifest.ranks = {{.files = {{.name = "own", .id = id(generation), .bytes = generation == 1 ? 100u : 10u}}}};
+    if (generation > 1) info.manifest.ranks[0].files.push_back({.name = "link", .id = id(1), .bytes = 100});
+    infos.push_back(info);
+  }
+  using Gone = std::vector<uint64_t>;
+  EXPECT_EQ(retired(infos, {.keep = 9, .max_total_bytes = 210}, 0), (Gone{}));  // 5 x 20, 10 and once 100
+  EXPECT_EQ(retired(infos, {.keep = 9, .max_total_bytes = 209}, 0), (Gone{1}));
+  EXPECT_EQ(retired(infos, {.keep = 9, .max_total_bytes = 160}, 0), (Gone{1, 2, 3}));
+  DiskUsage oldest_first;
+  for (const CheckpointInfo& info : infos) oldest_first.add(info.manifest, info.bytes);
+  EXPECT_EQ(oldest_first.bytes(), 210u);
+}
+
+TEST_F(Checkpoints, RepairKeepsTheRequestsThatAreWhole) {
   ASSERT_SUCCEEDS(test::write_checkpoint(*manager()));
   bytes("/store/g-000001/chunks-r0")[3 * 4096 + 5] ^= 1;  // of the third chunk: block 3, of the request "held"
   const Checkpoint damaged = value_of(manager()->open_latest());
@@ -197,7 +126,7 @@ TEST_F(Incremental, RepairKeepsTheRequestsThatAreWhole) {
   EXPECT_EQ(state.outputs, example_checkpoint().outputs);
 }
 
-TEST_F(Incremental, RepairDropsARequestForABlockOfAnyGroup) {
+TEST_F(Checkpoints, RepairDropsARequestForABlockOfAnyGroup) {
   ASSERT_SUCCEEDS(test::write_checkpoint(*manager(), test::example_of_two_groups()));
   bytes("/store/g-000001/chunks-r0")[5 * 4096 + 5] ^= 1;  // of the fifth chunk: block 5, of the window of "run"
   const Checkpoint damaged = value_of(manager()->open_latest());
@@ -215,11 +144,16 @@ TEST_F(Incremental, RepairDropsARequestForABlockOfAnyGroup) {
   EXPECT_EQ(state.state.kv.blocks.size(), 4u);  // 1, 3, 6 of "held"; 4
 }
 
-TEST_F(Incremental, WhatNamesNothingAnyMoreCannotBeRepaired) {
+TEST_F(Checkpoints, WhatNamesNothingAnyMoreCannotBeRepaired) {
   ASSERT_SUCCEEDS(test::write_checkpoint(*manager()));
-  bytes("/store/g-000001/STATE")[3] ^= 1;
-  const Checkpoint damaged = value_of(manager()->open_latest());
-  EXPECT_FAILS(plan_repair(damaged, value_of(verify(damaged))), Code::kCorruption, "cannot be repaired");
+  for (const char* file : {"STATE", "refs-r0"}) {
+    bytes(fmt::format("/store/g-000001/{}", file))[3] ^= 1;
+    const Checkpoint damaged = value_of(manager()->open_latest());
+    const Verification found = value_of(verify(damaged));
+    EXPECT_EQ(found.problems.size(), 1u);
+    EXPECT_FAILS(plan_repair(damaged, found), Code::kCorruption, "cannot be repaired");
+    bytes(fmt::format("/store/g-000001/{}", file))[3] ^= 1;
+  }
 }
 
 // Expected values: vLLM 0.32, hash_block_tokens() with sha256 and sha256_cbor, NONE_HASH of the seed "vllm-none-hash".
@@ -290,7 +224,7 @@ EngineCheckpoint hashed_example() {
   return checkpoint;
 }
 
-TEST_F(Incremental, HashesAreCheckedInGroupsWithBlocksOfDifferentSizes) {
+TEST_F(Checkpoints, HashesAreCheckedInGroupsWithBlocksOfDifferentSizes) {
   const auto verified = [&](const EngineCheckpoint& state) {
     const std::string path = value_of(test::write_checkpoint(*manager({.retention = {.keep = 9}}), state));
     return value_of(verify(value_of(open_checkpoint(system_, path))));

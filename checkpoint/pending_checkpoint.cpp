@@ -1,0 +1,230 @@
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "base/log.h"
+#include "base/units.h"
+#include "checkpoint/checkpoint_manager.h"
+#include "checkpoint/manifest_codec.h"
+#include "checkpoint/state_sections.h"
+#include "checkpoint/store_contents.h"
+#include "checkpoint/store_names.h"
+#include "offload/codec.h"
+
+namespace torpor {
+namespace {
+
+constexpr uint64_t kSpareBytes = 4 * kMiB;  // for directories, the manifest and what a file system needs itself
+
+}  // namespace
+
+struct PendingCheckpoint::Impl {
+  FileSystem& file_system;
+  std::unique_ptr<Directory> store;
+  std::unique_ptr<Directory> staging;
+  std::unique_ptr<File> lock;
+  std::string staging_name;
+  CheckpointManagerOptions options;
+  RankWriting writing;
+  std::unique_ptr<Seal> seal;  // null: none
+  Manifest manifest;
+  bool visible = false;  // or perhaps: the call that makes it so was begun
+  bool committed = false;
+
+  ~Impl() {
+    if (committed || staging == nullptr) return;
+    const Status done = catching([this]() -> Status {
+      staging.reset();
+      return store->remove_tree(staging_name);
+    });
+    if (done) return;
+    (void)catching([&]() -> Status {
+      log().warn("an unfinished checkpoint could not be removed, the next one will: {}", done.error().to_string());
+      return ok();
+    });
+  }
+
+  void choose_base(uint64_t newest);
+  Status write(std::vector<Section>& sections);
+  Status check_written(int32_t rank, const std::string& name, uint64_t bytes) const;
+  Result<std::string> commit();
+};
+
+PendingCheckpoint::PendingCheckpoint(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+PendingCheckpoint::PendingCheckpoint(PendingCheckpoint&&) noexcept = default;
+PendingCheckpoint& PendingCheckpoint::operator=(PendingCheckpoint&&) noexcept = default;
+PendingCheckpoint::~PendingCheckpoint() = default;
+
+Result<PendingCheckpoint> PendingCheckpoint::begin(FileSystem& file_system, std::unique_ptr<Directory> store,
+                                                   std::unique_ptr<File> lock, CheckpointManagerOptions options,
+                                                   uint64_t expected_bytes) {
+  std::unique_ptr<PendingCheckpoint::Impl> pending(new PendingCheckpoint::Impl{
+      .file_system = file_system, .store = std::move(store), .lock = std::move(lock), .options = std::move(options)});
+  TORPOR_TRY(remove_leftovers(*pending->store));
+  TORPOR_ASSIGN(const uint64_t free, pending->store->free_bytes());
+  if (expected_bytes > free || free - expected_bytes < kSpareBytes) {
+    return Error{.code = Code::kResourceExhausted,
+                 .what = fmt::format("the checkpoint needs {} bytes, {} has {} free", expected_bytes + kSpareBytes,
+                                     pending->store->path(), free),
+                 .next_step = "free disk space or choose another directory"};
+  }
+  TORPOR_ASSIGN(const std::vector<uint64_t> generations, generations_in(*pending->store));
+  const Key* const key = pending->options.key.get();
+  Manifest& manifest = pending->manifest;
+  manifest.id = random_seal_id();
+  manifest.generation = generations.empty() ? 1 : generations.back() + 1;
+  manifest.created_unix_seconds = pending->options.clock->unix_seconds();
+  manifest.creator = "torpor " TORPOR_VERSION;
+  if (key != nullptr) {
+    manifest.protection = pending->options.encrypt ? Protection::kEncrypted : Protection::kAuthenticated;
+    pending->seal = std::make_unique<Seal>(*key, manifest.id, manifest.protection);
+  }
+  pending->writing = {
+      .id = manifest.id, .protection = manifest.protection, .compression = pending->options.compression};
+  if (pending->options.incremental && !generations.empty()) pending->choose_base(generations.back());
+  std::string staging_name = fmt::format("{}{:06}", kStagingPrefix, manifest.generation);
+  TORPOR_ASSIGN(pending->staging, pending->store->create_directory(staging_name));
+  pending->staging_name = std::move(staging_name);
+  return PendingCheckpoint(std::move(pending));
+}
+
+// The newest checkpoint, if this one can build on it; none is no failure, all is written then. One of version 2 has no
+// refs.
+void PendingCheckpoint::Impl::choose_base(uint64_t newest) {
+  const std::string name = generation_name(newest);
+  const Result<OpenedManifest> base = [&]() -> Result<OpenedManifest> {
+    TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, store->open_directory(name));
+    return read_manifest(*directory, options.key.get());
+  }();
+  if (!base) {
+    log().warn("not incremental this time: {}", base.error().to_string());
+  } else if (base->manifest.format_version == kFormatVersion && base->manifest.protection == manifest.protection) {
+    writing.base = fmt::format("{}/{}", store->path(), name);
+    writing.base_id = base->manifest.id;
+  }
+}
+
+uint64_t PendingCheckpoint::generation() const { return impl_->manifest.generation; }
+const std::string& PendingCheckpoint::staging_path() const { return impl_->staging->path(); }
+const RankWriting& PendingCheckpoint::writing() const { return impl_->writing; }
+
+Status PendingCheckpoint::write_state(const EngineCheckpoint& checkpoint) {
+  return catching([&] { return write_state(checkpoint.fingerprint, encode(checkpoint)); });
+}
+
+Status PendingCheckpoint::write_state(const Fingerprint& fingerprint, std::vector<Section> sections) {
+  return catching([&] {
+    impl_->manifest.fingerprint = fingerprint;
+    return impl_->write(sections);
+  });
+}
+
+Status PendingCheckpoint::Impl::write(std::vector<Section>& sections) {
+  TORPOR_ASSIGN(const std::unique_ptr<File> file, staging->create_file(kStateFile));
+  uint64_t total = 0;
+  for (const Section& section : sections) total += section.bytes.size();
+  ProgressMeter progress(options.progress, "writing the state", total, *options.clock);
+  uint64_t offset = 0;
+  for (Section& section : sections) {
+    TORPOR_TRY(progress.add(section.bytes.size()));
+    SectionInfo info{
+        .name = section.name, .required = section.required, .offset = offset, .bytes = section.bytes.size()};
+    std::optional<Bytes> packed = compress(std::as_bytes(std::span(section.bytes)));
+    if (packed && info.bytes <= packed->size() * kMostExpansion) {
+      info.codec = Codec::kZstd;
+      section.bytes = std::move(*packed);
+    }
+    const auto stored = std::as_writable_bytes(std::span(section.bytes));
+    info.stored_bytes = stored.size();
+    if (seal != nullptr) info.seal = seal->seal(stored, stored, section_place(info));
+    info.digest = digest_of(stored);
+    TORPOR_TRY(file->pwrite(stored, offset));
+    offset += stored.size();
+    section.bytes = {};
+    manifest.sections.push_back(std::move(info));
+  }
+  return file->sync();  // its entry in the directory is made durable by commit()
+}
+
+Result<std::unique_ptr<RankWriter>> PendingCheckpoint::create_rank(int32_t rank, uint64_t expected_bytes) {
+  return catching([&]() -> Result<std::unique_ptr<RankWriter>> {
+    std::shared_ptr<ProgressMeter> progress;
+    if (impl_->options.progress) {
+      progress =
+          std::make_shared<ProgressMeter>(impl_->options.progress, fmt::format("writing the chunks of rank {}", rank),
+                                          expected_bytes, *impl_->options.clock);
+    }
+    return RankWriter::create(impl_->file_system, staging_path(), impl_->writing, rank, impl_->options.key,
+                              std::move(progress));
+  });
+}
+
+void PendingCheckpoint::add_rank(RankSummary rank) { impl_->manifest.ranks.push_back(std::move(rank)); }
+
+void PendingCheckpoint::set_fingerprint(Fingerprint fingerprint) {
+  impl_->manifest.fingerprint = std::move(fingerprint);
+}
+
+Result<std::string> PendingCheckpoint::commit() {
+  return catching([&] { return impl_->commit(); });
+}
+
+void PendingCheckpoint::retire_older() noexcept {
+  const Result<std::vector<std::string>> gone = catching([&] {
+    const CheckpointManagerOptions& options = impl_->options;
+    return retire(*impl_->store, options.key.get(), options.retention, options.clock->unix_seconds(), false);
+  });
+  if (gone) return;
+  (void)catching([&]() -> Status {
+    log().warn("older checkpoints could not be removed, the next one will try again: {}", gone.error().to_string());
+    return ok();
+  });
+}
+
+Status PendingCheckpoint::withdraw() {
+  if (!impl_->visible) return ok();
+  return catching([this]() -> Status {
+    const Status removed = remove_generation(*impl_->store, impl_->manifest.generation);
+    if (removed || removed.error().code != Code::kNotFound) return removed;
+    return impl_->store->sync();  // it is out of sight; is that durable?
+  });
+}
+
+Status PendingCheckpoint::Impl::check_written(int32_t rank, const std::string& name, uint64_t bytes) const {
+  TORPOR_ASSIGN(const std::unique_ptr<File> file, staging->open_file(name));
+  TORPOR_ASSIGN(const uint64_t size, file->size());
+  if (size == bytes) return ok();
+  return Error{.code = Code::kIo,
+               .what = fmt::format("{} has {} bytes, rank {} wrote {}", file->name(), size, rank, bytes),
+               .next_step = "all ranks must write to the same file system"};
+}
+
+Result<std::string> PendingCheckpoint::Impl::commit() {
+  if (manifest.sections.empty()) return Error{.code = Code::kInternal, .what = "commit() before write_state()"};
+  std::sort(manifest.ranks.begin(), manifest.ranks.end(),
+            [](const RankSummary& a, const RankSummary& b) { return a.rank < b.rank; });
+  for (const RankSummary& rank : manifest.ranks) {
+    TORPOR_TRY(check_written(rank.rank, rank.refs, rank.refs_bytes));
+    for (const LinkedFile& file : rank.files) TORPOR_TRY(check_written(rank.rank, file.name, file.bytes));
+  }
+  const std::string name = generation_name(manifest.generation);
+  std::string path = fmt::format("{}/{}", store->path(), name);
+  TORPOR_ASSIGN(const std::unique_ptr<File> file, staging->create_file(kManifestFile));
+  const Bytes bytes = encode_manifest(manifest, seal.get());
+  TORPOR_TRY(file->pwrite(std::as_bytes(std::span(bytes)), 0));
+  TORPOR_TRY(file->sync());
+  TORPOR_TRY(staging->sync());
+  visible = true;
+  TORPOR_TRY(store->rename_new(staging_name, name));
+  committed = true;
+  if (Status synced = store->sync(); !synced) {
+    // Perhaps durable, perhaps not: nobody may ever believe it.
+    if (const Status removed = remove_generation(*store, manifest.generation); !removed) {
+      log().error("an unacknowledged checkpoint is left at {}: {}", path, removed.error().to_string());
+    }
+    return synced.error();
+  }
+  return path;
+}
+
+}  // namespace torpor

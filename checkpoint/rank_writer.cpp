@@ -1,0 +1,279 @@
+#include "checkpoint/rank_writer.h"
+
+#include <atomic>
+#include <cerrno>
+
+#include <fmt/format.h>
+
+#include "base/log.h"
+#include "base/units.h"
+#include "checkpoint/refs_codec.h"
+
+namespace torpor {
+namespace {
+
+// A link keeps its whole file. Those of a checkpoint hold at most so many times the bytes that it has in them, and are
+// at most so many: what reads a checkpoint has all of its files open.
+constexpr uint64_t kMostHeld = 2;
+constexpr size_t kMostLinks = 64;
+
+// Once where the file system has no links.
+void say_why_not_linked(const Error& error) {
+  static std::atomic<bool> said = false;
+  const bool refused =
+      error.native == EPERM || error.native == EXDEV || error.native == EMLINK || error.native == EOPNOTSUPP;
+  if (!refused || !said.exchange(true)) log().warn("written again, for want of a link: {}", error.to_string());
+}
+
+struct FileUse {
+  uint64_t held = 0;  // size of the file; 0: the checkpoint has nothing in it
+  uint64_t used = 0;
+  double share() const { return static_cast<double>(used) / static_cast<double>(held); }
+};
+
+// Of the base's files, as `records` use them.
+std::vector<FileUse> uses_of(const std::vector<SavedChunk>& records, const std::vector<LinkedFile>& files) {
+  std::vector<FileUse> uses(files.size());
+  for (const SavedChunk& record : records) {
+    if (record.file == 0) continue;
+    FileUse& use = uses[record.file - 1];
+    use.held = files[record.file - 1].bytes;
+    use.used += align_up(record.stored_bytes, kPage);
+  }
+  return uses;
+}
+
+// The file whose records are to be written anew; none where the links are few and well used.
+std::optional<size_t> sparsest(const std::vector<FileUse>& uses) {
+  FileUse all;
+  size_t links = 0;
+  for (const FileUse& use : uses) {
+    all.held += use.held;
+    all.used += use.used;
+    links += use.held == 0 ? 0 : 1;
+  }
+  if (links <= kMostLinks && all.held / kMostHeld <= all.used) return std::nullopt;
+  const auto goes_before = [&](const FileUse& a, const FileUse& b) {
+    return links > kMostLinks ? a.used < b.used : a.share() < b.share();
+  };
+  std::optional<size_t> found;
+  for (size_t file = 0; file < uses.size(); ++file) {
+    if (uses[file].held != 0 && (!found || goes_before(uses[file], uses[*found]))) found = file;
+  }
+  return found;
+}
+
+}  // namespace
+
+struct RankWriter::Base {
+  Checkpoint checkpoint;
+  const RankSummary& summary;
+  RankRefs refs;
+  std::map<ChunkKey, const SavedChunk*> by_key;
+  std::vector<bool> linked;        // of each file
+  std::unique_ptr<DiskTier> tier;  // opened when something is copied
+
+  static Result<std::unique_ptr<Base>> open(FileSystem& file_system, const RankWriting& writing, int32_t rank,
+                                            std::shared_ptr<const Key> key) {
+    TORPOR_ASSIGN(Checkpoint checkpoint, open_checkpoint(file_system, writing.base, std::move(key)));
+    const RankSummary* const summary = checkpoint.manifest().find_rank(rank);
+    if (checkpoint.manifest().id != writing.base_id || summary == nullptr) {
+      return Error{.code = Code::kIncompatible,
+                   .what = fmt::format("{} is not the one that the other processes see there, or has no rank {}",
+                                       writing.base, rank),
+                   .next_step = "let all of them see the same directory"};
+    }
+    TORPOR_ASSIGN(RankRefs refs, checkpoint.refs(*summary));
+    std::unique_ptr<Base> base(
+        new Base{.checkpoint = std::move(checkpoint), .summary = *summary, .refs = std::move(refs)});
+    base->linked.resize(base->refs.files.size());
+    for (const SavedChunk& record : base->refs.records) base->by_key.emplace(record.key, &record);
+    return base;
+  }
+};
+
+RankWriter::RankWriter(std::unique_ptr<Directory> staging, const RankWriting& writing, int32_t rank,
+                       std::shared_ptr<ProgressMeter> progress)
+    : staging_(std::move(staging)), writing_(writing), rank_(rank), progress_(std::move(progress)) {}
+RankWriter::~RankWriter() = default;
+
+Result<std::unique_ptr<RankWriter>> RankWriter::create(FileSystem& file_system, const std::string& staging,
+                                                       const RankWriting& writing, int32_t rank,
+                                                       std::shared_ptr<const Key> key,
+                                                       std::shared_ptr<ProgressMeter> progress) {
+  TORPOR_ASSIGN(std::unique_ptr<Directory> directory, file_system.open_directory(staging, false));
+  std::unique_ptr<RankWriter> writer(new RankWriter(std::move(directory), writing, rank, std::move(progress)));
+  ChunkFileOptions options{.rank = rank, .compression = writing.compression, .progress = writer->progress_};
+  if (writing.protection != Protection::kNone) {
+    if (key == nullptr)
+      return Error{.code = Code::kInvalidArgument,
+                   .what = fmt::format("rank {} has no key to seal its chunks with", rank),
+                   .next_step = "set key_file for all processes of the engine"};
+    options.seal = writer->seal_ = std::make_shared<Seal>(*key, writing.id, writing.protection);
+  }
+  TORPOR_ASSIGN(writer->own_, DiskTier::create(*writer->staging_, chunk_file_name(rank), std::move(options)));
+  if (writing.base.empty()) return writer;
+  Result<std::unique_ptr<Base>> base = Base::open(file_system, writing, rank, std::move(key));
+  if (!base) {
+    log().warn("rank {} is not incremental this time: {}", rank, base.error().to_string());
+    return writer;
+  }
+  writer->base_ = std::move(*base);
+  writer->link_base(file_system);
+  return writer;
+}
+
+// Each file that can be; without it what lies there is written again.
+void RankWriter::link_base(FileSystem& file_system) {
+  const Result<std::unique_ptr<Directory>> from = file_system.open_directory(writing_.base, false);
+  const auto link = [&](const LinkedFile& file) -> Status {
+    if (!from) return from.error();
+    const std::string name = linked_file_name(rank_, file.id);
+    TORPOR_TRY((*from)->link_new(file.name, *staging_, name));
+    TORPOR_ASSIGN(const std::unique_ptr<File> linked, staging_->open_file(name));
+    TORPOR_ASSIGN(const uint64_t size, linked->size());
+    if (size == file.bytes && size > 0) return ok();
+    TORPOR_TRY(staging_->remove_file(name));
+    return Error{.code = Code::kCorruption,
+                 .what = fmt::format("{}/{} has {} bytes, {} were written", writing_.base, file.name, size, file.bytes),
+                 .next_step = "see torpor verify"};
+  };
+  for (size_t i = 0; i < base_->refs.files.size(); ++i) {
+    const Status linked = link(base_->refs.files[i]);
+    base_->linked[i] = linked.has_value();
+    if (!linked) say_why_not_linked(linked.error());
+  }
+}
+
+const SavedChunk* RankWriter::base_record(const ChunkKey& key) const {
+  if (base_ == nullptr) return nullptr;
+  const auto found = base_->by_key.find(key);
+  return found == base_->by_key.end() ? nullptr : found->second;
+}
+
+Result<SavedChunk> RankWriter::take_over(const ChunkKey& key) {
+  const SavedChunk* const known = base_record(key);
+  if (known == nullptr) {
+    return Error{.code = Code::kNotFound,
+                 .what = fmt::format("the checkpoint before this one does not have {}", key.to_string()),
+                 .next_step = "save its bytes"};
+  }
+  SavedChunk record = *known;
+  ++record.file;
+  if (!base_->linked[known->file]) {
+    TORPOR_TRY(write_anew(record));
+  } else if (progress_ != nullptr) {
+    TORPOR_TRY(progress_->add(record.bytes));
+  }
+  return record;
+}
+
+Status RankWriter::prepare(uint64_t bytes, uint64_t chunks) {
+  return base_ != nullptr ? ok() : own_->prepare(bytes, chunks);  // with a base far less may be written
+}
+
+void RankWriter::put(std::span<TierPart> parts) {
+  std::vector<TierPart> changed;
+  std::vector<size_t> owner;  // of each of them
+  for (size_t i = 0; i < parts.size(); ++i) {
+    SavedChunk& chunk = *parts[i].chunk;
+    const SavedChunk* const known = base_record(chunk.key);
+    if (known != nullptr && base_->linked[known->file] && known->bytes == chunk.bytes &&
+        known->digest == chunk.digest) {
+      chunk = *known;
+      ++chunk.file;
+      parts[i].status = progress_ == nullptr ? ok() : progress_->add(chunk.bytes);
+    } else {
+      changed.push_back({&chunk, parts[i].bytes, ok()});
+      owner.push_back(i);
+    }
+  }
+  own_->put(changed);
+  for (size_t i = 0; i < changed.size(); ++i) parts[owner[i]].status = std::move(changed[i].status);
+}
+
+// A record of the base, read, proven, and put into the own file. Its `file` counts the base's from 1.
+Status RankWriter::write_anew(SavedChunk& record) {
+  const std::string name = record.key.to_string();
+  if (base_->tier == nullptr) {
+    TORPOR_ASSIGN(base_->tier, base_->checkpoint.open_rank(base_->summary));
+  }
+  const std::span<std::byte> room = memory_.room(record.bytes);
+  if (room.size() < record.bytes) {
+    return Error{.code = Code::kResourceExhausted,
+                 .what = fmt::format("no memory for the {} bytes of {}", record.bytes, name),
+                 .next_step = "free some and try again"};
+  }
+  const std::span<std::byte> bytes = room.first(record.bytes);
+  --record.file;
+  Status read = base_->tier->get_one(record, bytes);
+  if (read && digest_of(bytes) != record.digest)
+    read = Error{.code = Code::kCorruption, .what = fmt::format("{} does not match its digest", name)};
+  if (!read) {
+    Error error = std::move(read).error().within(writing_.base);
+    error.next_step = "remove that checkpoint, then save again";
+    return error;
+  }
+  TierPart part{&record, bytes, ok()};
+  own_->put({&part, 1});
+  return std::move(part.status);
+}
+
+Status RankWriter::write_sparse_anew(std::vector<SavedChunk>& records) {
+  if (base_ == nullptr) return ok();
+  std::vector<FileUse> uses = uses_of(records, base_->refs.files);
+  for (std::optional<size_t> file = sparsest(uses); file; file = sparsest(uses)) {
+    for (SavedChunk& record : records) {
+      if (record.file == *file + 1) TORPOR_TRY(write_anew(record));
+    }
+    uses[*file] = {};
+  }
+  return ok();
+}
+
+Status RankWriter::drop_unused_links(const std::vector<SavedChunk>& records) {
+  if (base_ == nullptr) return ok();
+  const std::vector<FileUse> uses = uses_of(records, base_->refs.files);
+  for (size_t i = 0; i < uses.size(); ++i) {
+    if (base_->linked[i] && uses[i].held == 0)
+      TORPOR_TRY(staging_->remove_file(linked_file_name(rank_, base_->refs.files[i].id)));
+  }
+  return ok();
+}
+
+// Files are numbered in the order in which records name them.
+RankRefs RankWriter::refs_of(std::vector<SavedChunk>& records) const {
+  RankRefs refs{.rank = rank_,
+                .files = {{.name = chunk_file_name(rank_), .id = writing_.id, .bytes = own_->file_bytes()}}};
+  std::vector<uint32_t> place(base_ == nullptr ? 1 : base_->refs.files.size() + 1, 0);
+  for (SavedChunk& record : records) {
+    if (record.file == 0) continue;
+    uint32_t& now = place[record.file];
+    if (now == 0) {
+      now = static_cast<uint32_t>(refs.files.size());
+      const LinkedFile& file = base_->refs.files[record.file - 1];
+      refs.files.push_back({.name = linked_file_name(rank_, file.id), .id = file.id, .bytes = file.bytes});
+    }
+    record.file = now;
+  }
+  refs.records = records;
+  return refs;
+}
+
+Result<RankSummary> RankWriter::write_refs(std::vector<SavedChunk>& records) {
+  TORPOR_TRY(write_sparse_anew(records));
+  TORPOR_TRY(own_->finish());
+  TORPOR_TRY(drop_unused_links(records));
+  const RankRefs refs = refs_of(records);
+  const EncodedRefs encoded = encode_refs(refs, writing_.id, seal_.get());
+  RankSummary summary = summary_of(refs);
+  summary.refs = refs_file_name(rank_);
+  summary.refs_bytes = encoded.file.size();
+  summary.refs_mac = encoded.mac;
+  TORPOR_ASSIGN(const std::unique_ptr<File> file, staging_->create_file(summary.refs));
+  TORPOR_TRY(file->pwrite(std::as_bytes(std::span(encoded.file)), 0));
+  TORPOR_TRY(file->sync());
+  return summary;
+}
+
+}  // namespace torpor

@@ -1,0 +1,86 @@
+// RankWriter: what one rank writes of a checkpoint under construction: its chunk file, hard links to files of the base
+// checkpoint, and last of all its refs.
+//
+// The base is the newest committed checkpoint of the same directory. A record of it is taken over, without its bytes
+// being written, in one of two ways:
+//   put()        a chunk that has the bytes of the base's record (key, size and digest are equal)
+//   take_over()  a chunk of which the caller knows that it has not changed: nothing of it is read at all
+// Its file is then linked, and holds all that it holds; so records of files that are mostly unused are written anew.
+// Where links are refused, put() writes and take_over() copies.
+//
+// Owner: who saves the rank. Threads: put() from several at once; all else from one at a time, and no put() meanwhile.
+// Failure: after an error the checkpoint under construction is void, the base is as it was. A base that cannot be read
+// is none: everything is written then, which the log says.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/file_system.h"
+#include "base/page_buffer.h"
+#include "base/progress.h"
+#include "checkpoint/checkpoint.h"
+#include "checkpoint/refs.h"
+#include "offload/disk_tier.h"
+
+namespace torpor {
+
+// How the ranks of one checkpoint write. A value, so that it can go to other processes; the key cannot.
+struct RankWriting {
+  SealId id{};
+  Protection protection = Protection::kNone;
+  CompressionOptions compression{.codec = Codec::kNone};
+  std::string base;  // path of the base checkpoint; empty: there is none
+  SealId base_id{};  // that it must have
+};
+
+class RankWriter final : public Tier {
+ public:
+  // In the directory `staging`; the base's files are linked now, those that are not needed go in write_refs().
+  // kInvalidArgument: `writing` is sealed and there is no key.
+  static Result<std::unique_ptr<RankWriter>> create(FileSystem& file_system, const std::string& staging,
+                                                    const RankWriting& writing, int32_t rank,
+                                                    std::shared_ptr<const Key> key,
+                                                    std::shared_ptr<ProgressMeter> progress = nullptr);
+  ~RankWriter() override;
+
+  // What the base has of this chunk; null: nothing.
+  const SavedChunk* base_record(const ChunkKey& key) const;
+  // The record for write_refs() of a chunk that is as base_record() says: nobody looks whether it is. kNotFound: the
+  // base does not have it. kCorruption: links are refused, and the base's bytes are not what they were.
+  Result<SavedChunk> take_over(const ChunkKey& key);
+
+  std::string_view kind() const override { return "disk"; }
+  bool addressable() const override { return false; }
+  Status prepare(uint64_t bytes, uint64_t chunks) override;
+  void put(std::span<TierPart> parts) override;
+  Status finish() override { return ok(); }  // write_refs() makes it safe
+
+  // Ends the writing: syncs the files, then writes and syncs the refs. `records`: all that the rank has, put or taken
+  // over; they are as the refs have them then. What it returns belongs into the manifest.
+  Result<RankSummary> write_refs(std::vector<SavedChunk>& records);
+
+ private:
+  struct Base;
+  RankWriter(std::unique_ptr<Directory> staging, const RankWriting& writing, int32_t rank,
+             std::shared_ptr<ProgressMeter> progress);
+  void link_base(FileSystem& file_system);
+  Status write_anew(SavedChunk& record);
+  Status write_sparse_anew(std::vector<SavedChunk>& records);
+  Status drop_unused_links(const std::vector<SavedChunk>& records);
+  RankRefs refs_of(std::vector<SavedChunk>& records) const;
+
+  const std::unique_ptr<Directory> staging_;
+  const RankWriting writing_;
+  const int32_t rank_;
+  const std::shared_ptr<ProgressMeter> progress_;
+  std::shared_ptr<const Seal> seal_;
+  std::unique_ptr<DiskTier> own_;
+  std::unique_ptr<Base> base_;  // null: none
+  PageBuffer memory_;
+};
+
+}  // namespace torpor

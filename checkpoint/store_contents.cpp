@@ -1,0 +1,78 @@
+#include "checkpoint/store_contents.h"
+
+#include <fmt/format.h>
+
+#include "checkpoint/store_names.h"
+
+namespace torpor {
+namespace {
+
+CheckpointInfo info_of(const Directory& store, uint64_t generation, const Key* key, Trust trust) {
+  CheckpointInfo info{.name = generation_name(generation)};
+  info.path = fmt::format("{}/{}", store.path(), info.name);
+  Result<OpenedManifest> opened = [&]() -> Result<OpenedManifest> {
+    TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, store.open_directory(info.name));
+    info.woken = directory->open_file(kWokenFile).has_value();
+    Result<OpenedManifest> read = read_manifest(*directory, key);
+    if (!read && trust == Trust::kAnySeal && key != nullptr && read.error().code == Code::kUnauthenticated)
+      read = read_manifest(*directory);
+    return read;
+  }();
+  info.readable = opened.has_value();
+  if (!opened) {
+    info.problem = opened.error();
+    return info;
+  }
+  info.bytes = opened->manifest.total_bytes();
+  info.manifest = std::move(opened->manifest);
+  info.manifest.sections.clear();
+  return info;
+}
+
+}  // namespace
+
+Result<std::vector<CheckpointInfo>> infos_in(const Directory& store, const Key* key, Trust trust) {
+  TORPOR_ASSIGN(const std::vector<uint64_t> generations, generations_in(store));
+  std::vector<CheckpointInfo> infos;
+  for (const uint64_t generation : generations) infos.push_back(info_of(store, generation, key, trust));
+  return infos;
+}
+
+Status remove_generation(Directory& store, uint64_t generation) {
+  const std::string name = generation_name(generation);
+  const std::string doomed = fmt::format("{}{}", kTrashPrefix, name);
+  TORPOR_TRY(store.rename_new(name, doomed));
+  TORPOR_TRY(store.sync());
+  return store.remove_tree(doomed);
+}
+
+Result<std::vector<std::string>> leftovers_in(const Directory& store) {
+  TORPOR_ASSIGN(const std::vector<Entry> entries, store.list());
+  std::vector<std::string> names;
+  for (const Entry& entry : entries) {
+    if (entry.name.starts_with(kStagingPrefix) || entry.name.starts_with(kTrashPrefix)) names.push_back(entry.name);
+  }
+  return names;
+}
+
+Status remove_leftovers(Directory& store) {
+  TORPOR_ASSIGN(const std::vector<std::string> names, leftovers_in(store));
+  for (const std::string& name : names) TORPOR_TRY(store.remove_tree(name));
+  return ok();
+}
+
+// The newest first: one of version 2 goes before those whose files it needs, so that a kill in between leaves no one
+// incomplete.
+Result<std::vector<std::string>> retire(Directory& store, const Key* key, const Retention& retention,
+                                        double now_unix_seconds, bool dry_run) {
+  TORPOR_ASSIGN(const std::vector<CheckpointInfo> infos, infos_in(store, key, Trust::kAnySeal));
+  const std::vector<uint64_t> gone = retired(infos, retention, now_unix_seconds);
+  std::vector<std::string> names;
+  for (auto generation = gone.rbegin(); generation != gone.rend(); ++generation) {
+    if (!dry_run) TORPOR_TRY(remove_generation(store, *generation));
+    names.push_back(generation_name(*generation));
+  }
+  return names;
+}
+
+}  // namespace torpor

@@ -1,0 +1,26 @@
+// What is done to a directory of checkpoints as a whole: looking at all of them, and taking them away. Whoever changes
+// it holds its lock.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "base/file_system.h"
+#include "checkpoint/retention.h"
+
+namespace torpor {
+
+// What is only kept or removed need not be sealed with today's key: those from before it was set go their way too.
+enum class Trust : uint8_t { kThisKey, kAnySeal };
+
+Result<std::vector<CheckpointInfo>> infos_in(const Directory& store, const Key* key, Trust trust);  // oldest first
+// Away from its name first, durably, so that a half-removed checkpoint is never seen as one.
+Status remove_generation(Directory& store, uint64_t generation);
+// What a killed writer left.
+Result<std::vector<std::string>> leftovers_in(const Directory& store);
+Status remove_leftovers(Directory& store);
+// Removes what may go; its names. `dry_run`: only says so.
+Result<std::vector<std::string>> retire(Directory& store, const Key* key, const Retention& retention,
+                                        double now_unix_seconds, bool dry_run);
+
+}  // namespace torpor

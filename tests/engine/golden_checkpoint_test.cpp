@@ -1,0 +1,76 @@
+// Checkpoints that engines of earlier versions of torpor wrote are woken, token for token.
+#include "checkpoint/verify.h"
+#include "tests/support/golden.h"
+#include "tests/support/results.h"
+#include "tests/support/sleeping_engine.h"
+
+namespace torpor {
+namespace {
+
+using namespace test;
+
+std::shared_ptr<const Key> golden_key() {
+  std::array<uint8_t, kKeyBytes> bytes{};
+  bytes.fill(1);
+  return std::make_shared<const Key>(bytes);
+}
+
+// Two ranks that slept after 6 steps and again after 10, encrypted, compressed; the second checkpoint names chunks of
+// the first.
+class GoldenCheckpoint : public ::testing::Test {
+ protected:
+  const TestEngineOptions options_{.ranks = 2, .key = golden_key()};
+  SleepControllerOptions in(const std::string& directory) const {
+    return {.directory = directory, .checkpoints = {.key = golden_key(), .encrypt = true, .incremental = true}};
+  }
+  static void wake(SleepController& controller, TestEngine& engine, const std::string& path, int steps) {
+    const SleepReport report = value_of(controller.wake_up({.from_checkpoint = path}));
+    EXPECT_TRUE(report.changed && report.fully_awake);
+    TestEngine before(linux_file_system(), {.ranks = 2});  // what the engine had delivered when it slept
+    add_example_requests(before);
+    for (int i = 0; i < steps; ++i) before.step();
+    engine.set_tokens(before.tokens());
+  }
+  test::TemporaryDirectory temporary_;
+};
+
+TEST_F(GoldenCheckpoint, OfVersion2ThatNamesChunksOfAnEarlierOneIsWoken) {
+  const std::string store = copy_of_golden("v2-incremental", temporary_ / "store");
+  for (const auto& [name, steps] : {std::pair("/g-000001", 6), std::pair("/g-000002", 10)}) {
+    const Checkpoint checkpoint = value_of(open_checkpoint(linux_file_system(), store + name, golden_key()));
+    EXPECT_EQ(checkpoint.manifest().format_version, 2u);
+    EXPECT_TRUE(value_of(verify(checkpoint)).problems.empty());
+    TestEngine engine(linux_file_system(), options_);
+    SleepController controller(engine, linux_file_system(), system_clock(), in(store));
+    wake(controller, engine, store + name, steps);
+    EXPECT_EQ(finish(engine), uninterrupted({.ranks = 2}));
+    EXPECT_EQ(engine.recomputed(), 0);
+  }
+}
+
+// The second of two, kept without the first: its links are copies now, as after cp -r.
+TEST_F(GoldenCheckpoint, OfVersion3IsWholeWithoutTheOnesBefore) {
+  const std::string store = copy_of_golden("v3", temporary_ / "store");
+  const std::string path = store + "/g-000002";
+  {
+    const Checkpoint checkpoint = value_of(open_checkpoint(linux_file_system(), path, golden_key()));
+    EXPECT_EQ(checkpoint.manifest().format_version, 3u);
+    EXPECT_EQ(checkpoint.manifest().ranks.at(1).files.size(), 2u);
+    EXPECT_TRUE(value_of(verify(checkpoint)).problems.empty());
+  }
+  TestEngine engine(linux_file_system(), options_);
+  SleepController controller(engine, linux_file_system(), system_clock(), in(store));
+  wake(controller, engine, path, 10);
+  engine.step();
+  // It is the base of the next, which writes what that step changed, and takes the rest of its files.
+  const SleepReport slept = value_of(controller.sleep({.preserve_state = true, .to_disk = true}));
+  const Manifest manifest = value_of(open_checkpoint(linux_file_system(), slept.checkpoint, golden_key())).manifest();
+  EXPECT_EQ(manifest.ranks.at(1).files.size(), 3u);
+  EXPECT_EQ(manifest.ranks.at(1).tags.at("weights").linked_bytes, manifest.ranks.at(1).tags.at("weights").stored_bytes);
+  ASSERT_SUCCEEDS(controller.wake_up({}));
+  EXPECT_EQ(finish(engine), uninterrupted({.ranks = 2}));
+  EXPECT_EQ(engine.recomputed(), 0);
+}
+
+}  // namespace
+}  // namespace torpor
