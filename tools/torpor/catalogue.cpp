@@ -251,7 +251,7 @@ Result<Json> du(const Context& context) {
         entries.push_back({{"name", info.name}, {"problem", to_json(info.problem)}});
         continue;
       }
-      TORPOR_ASSIGN(const Checkpoint checkpoint, manager->open_generation(info.manifest.generation));
+      TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(context.file_system, info.path, context.key));
       add(checkpoint);
     }
   }
