@@ -7,7 +7,6 @@
 
 #include "base/log.h"
 #include "checkpoint/checkpoint_set.h"
-#include "engine/sleep_in_progress.h"
 
 namespace torpor {
 

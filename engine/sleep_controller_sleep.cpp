@@ -35,16 +35,6 @@ SchedulerCheckpoint without_requests(SchedulerCheckpoint state) {
 
 }  // namespace
 
-void name_blocks(orders::Save& save, const SchedulerCheckpoint& state, const std::vector<int32_t>& kept) {
-  std::vector<std::string> requests;
-  if (!state.workers.empty()) requests = state.workers.front().rows;
-  for (const auto* queue : {&state.scheduler.running, &state.scheduler.held, &state.scheduler.waiting})
-    requests.insert(requests.end(), queue->begin(), queue->end());
-  save.blocks = by_need(state.kv, requests, kept);
-  save.stamps = stamps_of(state.kv, save.blocks);
-  save.steps = state.kv.steps;
-}
-
 SleepController::SleepController(EngineHooks& hooks, FileSystem& file_system, const Clock& clock,
                                  SleepControllerOptions options, EventSink* sink)
     : hooks_(hooks),

@@ -10,9 +10,6 @@
 
 namespace torpor {
 
-// Says which blocks of this state are saved, the most needed first, and what tells their contents apart.
-void name_blocks(orders::Save& save, const SchedulerCheckpoint& state, const std::vector<int32_t>& kept);
-
 // What was asked, what was found out, what is under way.
 struct SleepController::FallingAsleep {
   FallingAsleep(SleepController& controller, std::string_view name, const SleepOptions& asked)
