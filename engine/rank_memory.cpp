@@ -119,6 +119,19 @@ void RankMemory::mark_dirty(std::string_view tag) {
   images_->note_write(tag);
 }
 
+Result<LoadedTag> RankMemory::load_tag(const StoredTag& stored) {
+  TORPOR_TRY(same_process());
+  const MutexLock lock(mutex_);
+  Result<LoadedTag> loaded = catching([&]() TORPOR_REQUIRES(mutex_) { return images_->load_tag(stored); });
+  give_back_unused();
+  return loaded;
+}
+
+std::optional<std::string> RankMemory::proven_digest(const std::string& tag) {
+  const MutexLock lock(mutex_);
+  return images_->proven(tag);
+}
+
 // --- the steps ---
 
 Result<orders::Describe::Reply> RankMemory::carry_out(const orders::Describe&) {
@@ -191,7 +204,7 @@ Result<orders::Finish::Reply> RankMemory::carry_out(const orders::Finish& order)
 }
 
 Result<orders::DigestTags::Reply> RankMemory::carry_out(const orders::DigestTags& order) {
-  TORPOR_ASSIGN(orders::DigestTags::Reply reply, images_->digest(order.tags));
+  TORPOR_ASSIGN(orders::DigestTags::Reply reply, images_->digest(order));
   give_back_unused();
   return reply;
 }

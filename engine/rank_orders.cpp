@@ -108,7 +108,7 @@ void serialize(Archive& archive, orders::Finish& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, orders::DigestTags& v) {
-  archive(v.tags);
+  archive(v.tags, v.as_proven);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::LoadBlocks& v) {

@@ -144,7 +144,8 @@ struct Finish {
   bool keep_backup = false;  // also of KV blocks, where the options allow it
 };
 
-// Reads the content of the tags; of those that are detached, takes the digests of their backups.
+// Reads the content of the tags; of those that are detached, takes the digests of their backups. With `as_proven`, a
+// tag that a load has filled and nobody was seen to write since is not read: the load proved its digest.
 struct DigestTags {
   static constexpr std::string_view kName = "digest";
   struct Reply {
@@ -152,6 +153,7 @@ struct DigestTags {
     std::map<std::string, std::string> digests;  // tag -> of its content
   };
   std::vector<std::string> tags;
+  bool as_proven = false;
 };
 
 // KV blocks of a committed checkpoint -> attached memory, verified. Each rank reads its own table of chunks there.

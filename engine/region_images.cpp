@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include "base/units.h"
+#include "engine/combined_digest.h"
 #include "engine/region_mapper.h"
 
 namespace torpor {
@@ -18,26 +19,6 @@ uint64_t bytes_of(const std::vector<SavedChunk>& chunks) {
   uint64_t bytes = 0;
   for (const SavedChunk& chunk : chunks) bytes += chunk.bytes;
   return bytes;
-}
-
-// One digest for all content of a tag: over its chunks' keys and digests, in order.
-class CombinedDigest {
- public:
-  void add(const ChunkKey& key, const Digest& digest) {
-    const std::string name = key.to_string();
-    all_.update(std::as_bytes(std::span(name)));
-    all_.update(std::as_bytes(std::span(digest.bytes)));
-  }
-  std::string finish() { return all_.finish().hex(); }
-
- private:
-  StreamingDigest all_;
-};
-
-std::string combined_digest(const std::vector<SavedChunk>& chunks) {
-  CombinedDigest all;
-  for (const SavedChunk& chunk : chunks) all.add(chunk.key, chunk.digest);
-  return all.finish();
 }
 
 }  // namespace
@@ -127,10 +108,14 @@ void RegionImages::forget_clean(std::string_view tag) {
   if (const auto found = images_.find(tag); found != images_.end() && found->second.clean) images_.erase(found);
 }
 
-void RegionImages::on_allocated(std::string_view tag) { forget_clean(tag); }
+void RegionImages::on_allocated(std::string_view tag) {
+  forget_clean(tag);
+  contents_.forget_proof(tag);
+}
 
 void RegionImages::on_freed(const RegionInfo& region) {
   forget_clean(region.tag);
+  contents_.forget_proof(region.tag);
   const auto image = images_.find(region.tag);
   if (image == images_.end()) return;
   std::erase_if(image->second.chunks, [&](const SavedChunk& chunk) {
@@ -285,11 +270,7 @@ Result<orders::Restore::Reply> RegionImages::restore(const std::vector<std::stri
 
 Result<uint64_t> RegionImages::load_blocks(const orders::LoadBlocks& order) {
   TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(parts_.file_system, order.directory, parts_.key));
-  if (checkpoint.manifest().generation != order.generation || checkpoint.manifest().id != order.id) {
-    return Error{.code = Code::kIncompatible,
-                 .what = fmt::format("{} is not the checkpoint that the other processes see there", order.directory),
-                 .next_step = "let all of them see the same directory, and wake it again"};
-  }
+  TORPOR_TRY(check_same(checkpoint, order.generation, order.id));
   TORPOR_ASSIGN(const RankChunks* const own, own_chunks(checkpoint));
   std::vector<SavedChunk> blocks;
   std::copy_if(own->chunks.begin(), own->chunks.end(), std::back_inserter(blocks), [this](const SavedChunk& chunk) {
@@ -332,14 +313,18 @@ Status RegionImages::finish(const std::vector<std::string>& tags, bool keep) {
 
 // --- the rest ---
 
-Result<orders::DigestTags::Reply> RegionImages::digest(const std::vector<std::string>& tags) {
+Result<orders::DigestTags::Reply> RegionImages::digest(const orders::DigestTags& order) {
   orders::DigestTags::Reply reply;
   const std::map<std::string, RegionState> states = parts_.allocator.states();
-  for (const std::string& tag : tags) {
+  for (const std::string& tag : order.tags) {
     const auto state = states.find(tag);
     const Image* const image = find(tag);
     if (state != states.end() && state->second == RegionState::kDetached && image != nullptr) {
       reply.digests[tag] = combined_digest(image->chunks);
+      continue;
+    }
+    if (std::optional<std::string> known = order.as_proven ? proven(tag) : std::nullopt; known) {
+      reply.digests[tag] = std::move(*known);
       continue;
     }
     TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_of(tag, {}));

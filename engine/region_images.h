@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,18 @@
 #include "offload/transfer_engine.h"
 
 namespace torpor {
+
+// Where the content of a tag is stored.
+struct StoredTag {
+  std::string tag;
+  std::string directory;    // of the checkpoint
+  uint64_t generation = 0;  // that it has
+  SealId id{};
+};
+struct LoadedTag {
+  uint64_t bytes = 0;
+  std::string digest;  // as DigestTags says it
+};
 
 class RegionImages {
  public:
@@ -84,9 +97,14 @@ class RegionImages {
   // The tags are awake; one that is already stays so. Without `keep` no image is kept as a clean one.
   Status finish(const std::vector<std::string>& tags, bool keep);
 
-  Result<orders::DigestTags::Reply> digest(const std::vector<std::string>& tags);
+  Result<orders::DigestTags::Reply> digest(const orders::DigestTags& order);
   // KV blocks of a committed checkpoint -> attached memory. Returns the bytes.
   Result<uint64_t> load_blocks(const orders::LoadBlocks& order);
+  // What a committed checkpoint has of a tag -> its attached regions, which must be the same. Nothing is written before
+  // that is known; a failure after it leaves the tag without content.
+  Result<LoadedTag> load_tag(const StoredTag& stored);
+  // The digest that load_tag() proved, unless the tag was written since.
+  std::optional<std::string> proven(const std::string& tag);
   void on_moved(const std::string& directory);  // the checkpoint under construction was committed to this path
 
   // Reads the content of the tags; clean images of another content go.
@@ -113,6 +131,8 @@ class RegionImages {
   Status copy_to_host(Portion& portion);
   void retain(Image& image) noexcept;
   Result<orders::Save::Reply> save_to_disk(const orders::Save& order);
+  static Status check_same(const Checkpoint& checkpoint, uint64_t generation, const SealId& id);
+  Status fill_tag(const std::string& tag, const std::vector<SavedChunk>& chunks, Tier& source);
   Result<const RankChunks*> own_chunks(const Checkpoint& checkpoint) const;
   Status copy_up(std::span<const SavedChunk> chunks, std::span<const ChunkPlan> plans, Tier& source, OnTheWay& regions);
   Status bring_back_spilled(Image& image, std::span<const ChunkPlan> plans, OnTheWay& regions);

@@ -275,8 +275,9 @@ Status SleepController::prepare(FallingAsleep& sleep) {
   name_blocks(sleep.save, sleep.captured.state, sleep.live.kept);
   if (sleep.to_disk) {
     // Weights that are saved are read then, and not twice: save() adds what they are.
-    const bool read_weights = !has_tag(sleep.save.tags, kWeightsTag);
-    TORPOR_ASSIGN(sleep.captured.fingerprint, fingerprint_of(sleep.described, read_weights));
+    const bool saved = has_tag(sleep.save.tags, kWeightsTag);
+    TORPOR_ASSIGN(sleep.captured.fingerprint,
+                  fingerprint_of(sleep.described, saved ? WeightsDigest::kNone : WeightsDigest::kRead));
   }
   sleep.operation.end("capture");
   if (!sleep.to_disk) return ok();

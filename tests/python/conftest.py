@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -87,6 +88,11 @@ def result_of(done):
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(lines[0].removeprefix("RESULT "))
+
+
+def without_weights(model: Path, folder: Path) -> Path:
+    """A copy of the model that has all but its weights: what load_format="torpor" starts from."""
+    return Path(shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors")))
 
 
 class InProcess:

@@ -37,8 +37,8 @@ struct TestEngineOptions {
   uint64_t device_capacity_bytes = 0;
   std::optional<uint64_t> retain_kv_bytes;
   std::string spill_directory;
-  std::shared_ptr<const Key> key;
   bool mix_steps = false;  // KV has other bytes in each step, also of the same tokens: equal keys are not equal bytes
+  std::shared_ptr<const Key> key;  // of sealed checkpoints
 };
 
 class TestEngine final : public EngineHooks {

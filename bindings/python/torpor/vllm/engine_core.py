@@ -137,9 +137,7 @@ class VllmHooks:
         return state
 
     def fingerprint(self) -> dict[str, str]:
-        workers = self._rpc("torpor_describe")
-        cpu_linear = Options.of(self.core.vllm_config).cpu_linear
-        return fingerprint(self.core.vllm_config, self.scheduler, [w | {"cpu_linear": cpu_linear} for w in workers])
+        return fingerprint(self.core.vllm_config, self.scheduler, self._rpc("torpor_describe"))
 
     def drop_requests(self, mode: str) -> None:
         watch_recomputation(self.scheduler)

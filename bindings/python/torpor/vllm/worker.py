@@ -31,7 +31,7 @@ def _memory(self):
         )  # fmt: skip
         of_rank = {"rank": self.rank} | {name: getattr(options, name) for name in names}
         if self.device.type == "cpu":
-            self.torpor_memory = WorkerMemory(_core.RankMemory(of_rank), options.cpu_linear)
+            self.torpor_memory = WorkerMemory(_core.RankMemory(of_rank), self.rank, options.cpu_linear)
         else:
             from torpor.vllm.gpu_memory import GpuWorkerMemory
 
@@ -88,6 +88,8 @@ def torpor_capture(self, sampling: dict[str, dict]) -> dict:
     `sampling`: the parameters of each unfinished request, by id, as values; None for one that begins again.
     """
     state = {"rank": self.rank} | _runner(self).capture(self.model_runner, sampling)
+    if (layout := self.torpor_memory.weights_layout) is not None:
+        state["engine"]["weights"] = layout
     state["engine"]["adapters"] = adapters.loaded(self.model_runner)
     state["engine"]["adapter_slots"] = adapters.slots(self.model_runner)
     return state

@@ -29,11 +29,13 @@ def install(patches: Patches, parts: tuple[str, ...]) -> None:
         _adapters(patches)
         _cpu_worker(patches)
         _cpu_generators(patches)
+        _loader()
     if "cuda" in parts:
         _worker(patches)
         _adapters(patches)
         _gpu_worker(patches)
         _graph_pool(patches)
+        _loader()
     _sleep_backend()
 
 
@@ -267,6 +269,13 @@ def _adapters(patches: Patches) -> None:
         "_load_adapter",
         lambda self, lora_request: remember_digest(stock_load(self, lora_request)),
     )
+
+
+def _loader() -> None:
+    """vLLM's load_format="torpor"."""
+    from torpor.vllm import loader
+
+    loader.register()
 
 
 # --- vLLM's own sleep mode, by the option sleep_mode_backend="torpor" -------------------------------------------------
