@@ -230,6 +230,8 @@ py::dict to_python(const SleepReport& report, const RolledForward& rolled = {}) 
   out["requests"] = report.requests;
   out["saved_bytes"] = report.saved_bytes;
   out["reused_bytes"] = report.reused_bytes;
+  out["host_bytes"] = report.host_bytes;
+  out["disk_bytes"] = report.disk_bytes;
   out["freed_bytes"] = report.freed_bytes;
   out["restored_bytes"] = report.restored_bytes;
   out["kept_blocks"] = report.kept_blocks;
@@ -317,6 +319,9 @@ void bind_controller(py::module_& module) {
             py::dict out;
             out["save_bytes"] = plan.save_bytes;
             out["free_bytes"] = plan.free_bytes;
+            out["reused_bytes"] = plan.reused_bytes;
+            out["host_bytes"] = plan.host_bytes;
+            out["disk_bytes"] = plan.disk_bytes;
             out["requests"] = plan.requests;
             out["kept_blocks"] = plan.kept_blocks;
             out["dropped_blocks"] = plan.dropped_blocks;

@@ -48,6 +48,10 @@ RankMemoryOptions rank_memory_options_from(DictReader& in) {
   in.read_if_given("threads", options.threads);
   in.read_if_given("keep_backup", options.keep_backup);
   in.read_if_given("retain_kv_bytes", options.retain_kv_bytes);
+  std::optional<std::string> spill_directory;
+  in.read_if_given("spill_directory", spill_directory);
+  options.spill_directory = spill_directory.value_or("");
+  in.read_if_given("encrypt", options.encrypt);
   std::optional<std::string> key_file;
   in.read_if_given("key_file", key_file);
   options.key = key_from(key_file);

@@ -33,4 +33,14 @@ BlockBytes block_bytes(const Described& described) {
   return bytes;
 }
 
+void name_blocks(orders::Save& save, const SchedulerCheckpoint& state, const std::vector<int32_t>& kept) {
+  std::vector<std::string> requests;
+  if (!state.workers.empty()) requests = state.workers.front().rows;
+  for (const auto* queue : {&state.scheduler.running, &state.scheduler.held, &state.scheduler.waiting})
+    requests.insert(requests.end(), queue->begin(), queue->end());
+  save.blocks = by_need(state.kv, requests, kept);
+  save.stamps = stamps_of(state.kv, save.blocks);
+  save.steps = state.kv.steps;
+}
+
 }  // namespace torpor

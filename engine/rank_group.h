@@ -70,6 +70,9 @@ void add_weights(Fingerprint& fields, const std::vector<Reply>& replies) {
     fields["weights_digest_rank" + std::to_string(rank)] = replies[rank].digests.at(kWeightsTag);
 }
 
+// Says which blocks of this state are saved, the most needed first, and what tells their contents apart.
+void name_blocks(orders::Save& save, const SchedulerCheckpoint& state, const std::vector<int32_t>& kept);
+
 using Described = std::vector<orders::Describe::Reply>;  // by rank
 // The sum of one field of a tag's ledger over all ranks.
 uint64_t tag_bytes(const Described& described, const std::string& tag, uint64_t RankLedger::Tag::*field);

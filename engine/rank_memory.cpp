@@ -1,5 +1,6 @@
 #include "engine/rank_memory.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 
@@ -57,6 +58,7 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
   if (!options.keep_backup) options.keep_backup = other_memory;
   if (!options.retain_kv_bytes) options.retain_kv_bytes = other_memory ? UINT64_MAX : 0;
   if (!options.arena_keep_bytes) options.arena_keep_bytes = other_memory || *options.keep_backup ? UINT64_MAX : 0;
+  options.spill_staging_bytes = std::min(options.spill_staging_bytes, options.arena_budget_bytes / 4);
   std::unique_ptr<RankMemory> memory(new RankMemory(std::move(device), options));
   TORPOR_ASSIGN(memory->arena_, HostArena::create({.budget_bytes = options.arena_budget_bytes,
                                                    .slab_bytes = options.arena_slab_bytes,
@@ -66,15 +68,19 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
   TORPOR_ASSIGN(memory->transfers_,
                 TransferEngine::create(*memory->device_, *memory->arena_,
                                        {.threads = options.threads, .own_threads = options.own_threads}));
-  memory->images_ = std::make_unique<RegionImages>(RegionImages::Parts{.device = *memory->device_,
-                                                                       .allocator = *memory->allocator_,
-                                                                       .arena = *memory->arena_,
-                                                                       .transfers = *memory->transfers_,
-                                                                       .file_system = file_system,
-                                                                       .rank = options.rank,
-                                                                       .keep_backup = *options.keep_backup,
-                                                                       .retain_kv_bytes = *options.retain_kv_bytes,
-                                                                       .key = options.key});
+  memory->images_ =
+      std::make_unique<RegionImages>(RegionImages::Parts{.device = *memory->device_,
+                                                         .allocator = *memory->allocator_,
+                                                         .arena = *memory->arena_,
+                                                         .transfers = *memory->transfers_,
+                                                         .file_system = file_system,
+                                                         .rank = options.rank,
+                                                         .keep_backup = *options.keep_backup,
+                                                         .retain_kv_bytes = *options.retain_kv_bytes,
+                                                         .spill_directory = options.spill_directory,
+                                                         .key = options.key,
+                                                         .encrypt = options.encrypt,
+                                                         .spill_staging_bytes = options.spill_staging_bytes});
   if (options.arena_prefault_bytes > 0) memory->arena_->prefault_in_background(options.arena_prefault_bytes);
   return memory;
 }
@@ -148,6 +154,10 @@ Result<orders::Save::Reply> RankMemory::carry_out(const orders::Save& order) {
   if (any) TORPOR_TRY(allocator_->cancel_save(order.tags));
   give_back_unused();
   return saved;
+}
+
+Result<orders::PlanSave::Reply> RankMemory::carry_out(const orders::PlanSave& order) {
+  return images_->plan(order.save);
 }
 
 Result<orders::CancelSave::Reply> RankMemory::carry_out(const orders::CancelSave& order) {

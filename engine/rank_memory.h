@@ -43,6 +43,12 @@ struct RankMemoryOptions {
   // go where the arena needs room. None: any amount; but 0 on the device without a GPU.
   std::optional<uint64_t> retain_kv_bytes;
   std::shared_ptr<const Key> key;  // for chunk files of sealed checkpoints; null: there is none
+  // What has no room in the arena's budget at a sleep goes to a file there that nobody else sees, for as long as the
+  // sleep lasts; with a key it is sealed, with `encrypt` also unreadable. Empty: such a sleep fails.
+  std::string spill_directory;
+  bool encrypt = false;
+  // Of the budget, kept free meanwhile for bringing it back; at most a quarter of it.
+  uint64_t spill_staging_bytes = 64ull << 20;
 };
 
 class RankMemory {
@@ -78,6 +84,7 @@ class RankMemory {
   Result<orders::Describe::Reply> carry_out(const orders::Describe& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Written::Reply> carry_out(const orders::Written& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Save::Reply> carry_out(const orders::Save& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::PlanSave::Reply> carry_out(const orders::PlanSave& order) TORPOR_REQUIRES(mutex_);
   Result<orders::CancelSave::Reply> carry_out(const orders::CancelSave& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Detach::Reply> carry_out(const orders::Detach& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Attach::Reply> carry_out(const orders::Attach& order) TORPOR_REQUIRES(mutex_);

@@ -75,6 +75,14 @@ void serialize(Archive& archive, orders::Save& v) {
   archive(v.tags, v.blocks, v.stamps, v.steps, v.directory, v.writing);
 }
 template <class Archive>
+void serialize(Archive& archive, orders::PlanSave& v) {
+  archive(v.save);
+}
+template <class Archive>
+void serialize(Archive& archive, orders::PlanSave::Reply& v) {
+  archive(v.copied_bytes, v.reused_bytes, v.spilled_bytes);
+}
+template <class Archive>
 void serialize(Archive& archive, orders::CancelSave& v) {
   archive(v.tags);
 }
@@ -117,7 +125,7 @@ void serialize(Archive& archive, orders::Describe::Reply& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Save::Reply& v) {
-  archive(v.bytes, v.reused_bytes, v.saved, v.digests);
+  archive(v.bytes, v.reused_bytes, v.spilled_bytes, v.saved, v.digests);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Detach::Reply& v) {
@@ -212,6 +220,7 @@ TORPOR_ORDER(Finish)
 TORPOR_ORDER(DigestTags)
 TORPOR_ORDER(LoadBlocks)
 TORPOR_ORDER(Moved)
+TORPOR_ORDER(PlanSave)
 #undef TORPOR_ORDER
 
 }  // namespace torpor

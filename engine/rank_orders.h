@@ -70,15 +70,27 @@ struct Save {
   struct Reply {
     uint64_t bytes = 0;                          // copied
     uint64_t reused_bytes = 0;                   // backed up before, and not copied again
+    uint64_t spilled_bytes = 0;                  // of the copied ones: to a file, for want of room in the arena
     RankSummary saved;                           // to disk: for the manifest
     std::map<std::string, std::string> digests;  // to disk, of each tag without blocks: as DigestTags says it
   };
   std::vector<std::string> tags;
-  std::vector<int32_t> blocks;   // of the KV cache
+  std::vector<int32_t> blocks;   // of the KV cache, the most needed first
   std::vector<uint64_t> stamps;  // KvBlock::stamp of each of them, or empty
   uint64_t steps = 0;            // KvSnapshot::steps
   std::string directory;         // of the checkpoint under construction; empty: into the arena
   RankWriting writing;           // to disk: how
+};
+
+// What Save into the arena would do now. Changes nothing.
+struct PlanSave {
+  static constexpr std::string_view kName = "plan_save";
+  struct Reply {
+    std::map<std::string, uint64_t> copied_bytes;  // by tag
+    uint64_t reused_bytes = 0;
+    uint64_t spilled_bytes = 0;
+  };
+  Save save;
 };
 
 // Undoes Save.
@@ -168,7 +180,7 @@ struct Moved {
 
 using RankOrder = std::variant<orders::Describe, orders::Written, orders::Save, orders::CancelSave, orders::Detach,
                                orders::Attach, orders::Restore, orders::CancelRestore, orders::Finish,
-                               orders::DigestTags, orders::LoadBlocks, orders::Moved>;
+                               orders::DigestTags, orders::LoadBlocks, orders::Moved, orders::PlanSave>;
 
 // `Order`: an alternative of RankOrder.
 template <class Order>

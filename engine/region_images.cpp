@@ -165,32 +165,6 @@ Result<std::vector<ChunkPlan>> RegionImages::plans_for(const std::vector<SavedCh
   return plans_of(tag, blocks);
 }
 
-Result<orders::Save::Reply> RegionImages::save(const orders::Save& order) {
-  if (!order.directory.empty()) return save_to_disk(order);
-  Result<orders::Save::Reply> saved = save_to_arena(order);
-  if (saved || saved.error().code != Code::kResourceExhausted || retained_->bytes() == 0) return saved;
-  forget_retained();  // it may stand in the way of larger pieces
-  return save_to_arena(order);
-}
-
-Result<orders::Save::Reply> RegionImages::save_to_arena(const orders::Save& order) {
-  orders::Save::Reply reply;
-  for (const std::string& tag : order.tags) {
-    if (const auto kept = images_.find(tag);
-        kept != images_.end() && kept->second.clean && kept->second.host != nullptr) {
-      kept->second.reused_bytes = kept->second.bytes();
-      reply.reused_bytes += kept->second.reused_bytes;
-      continue;
-    }
-    images_.erase(tag);
-    TORPOR_ASSIGN(Image image, tag == kv_tag_ ? save_blocks(order) : save_regions(tag));
-    reply.bytes += image.bytes() - image.reused_bytes;
-    reply.reused_bytes += image.reused_bytes;
-    images_[tag] = std::move(image);
-  }
-  return reply;
-}
-
 Result<orders::Save::Reply> RegionImages::save_to_disk(const orders::Save& order) {
   TORPOR_ASSIGN(const std::unique_ptr<RankWriter> writer,
                 RankWriter::create(parts_.file_system, order.directory, order.writing, parts_.rank, parts_.key));
@@ -243,14 +217,15 @@ Result<const RankSummary*> RegionImages::own_summary(const Checkpoint& checkpoin
                .next_step = "start the engine with as many ranks as the one that slept"};
 }
 
-Status RegionImages::copy_up(const Image& image, const std::vector<ChunkPlan>& plans, Tier& source, OnTheWay& regions) {
+Status RegionImages::copy_up(std::span<const SavedChunk> chunks, std::span<const ChunkPlan> plans, Tier& source,
+                             OnTheWay& regions) {
   for (size_t first = 0; first < plans.size();) {
     size_t end = first;
     for (uint64_t bytes = 0; end < plans.size() && (bytes < kBytesBehindMapping || regions.all_mapped()); ++end)
       bytes += plans[end].bytes();
     TORPOR_TRY(regions.wait_for(plans[end - 1].key));
-    const std::span<const SavedChunk> saved = std::span(image.chunks).subspan(std::min(first, image.chunks.size()));
-    TORPOR_TRY(parts_.transfers.restore(saved, std::span(plans).subspan(first, end - first), source));
+    TORPOR_TRY(parts_.transfers.restore(chunks.subspan(std::min(first, chunks.size())),
+                                        plans.subspan(first, end - first), source));
     first = end;
   }
   return ok();
@@ -261,7 +236,8 @@ Result<orders::Restore::Reply> RegionImages::restore(const std::vector<std::stri
   const std::map<std::string, RegionState> states = parts_.allocator.states();
   OnTheWay regions(parts_.allocator, tags);
   for (const std::string& tag : tags) {
-    const Image* const image = find(tag);
+    const auto found = images_.find(tag);
+    Image* const image = found == images_.end() ? nullptr : &found->second;
     // A tag that never went, as where a detach was undone, has its content.
     const auto state = states.find(tag);
     const bool went =
@@ -271,12 +247,16 @@ Result<orders::Restore::Reply> RegionImages::restore(const std::vector<std::stri
     if (image == nullptr) continue;
     TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(image->chunks));
     if (image->host != nullptr) {
-      TORPOR_TRY(copy_up(*image, plans, *image->host, regions));
+      const std::span<const SavedChunk> chunks = image->chunks;
+      const std::span<const ChunkPlan> all = plans;
+      const size_t in_host = std::min(image->in_host, all.size());
+      TORPOR_TRY(copy_up(chunks.first(in_host), all.first(in_host), *image->host, regions));
+      if (image->spilled != nullptr) TORPOR_TRY(bring_back_spilled(*image, all, regions));
     } else {
       TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(parts_.file_system, image->directory, parts_.key));
       TORPOR_ASSIGN(const RankSummary* const own, own_summary(checkpoint));
       TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, checkpoint.open_rank(*own));
-      TORPOR_TRY(copy_up(*image, plans, *tier, regions));
+      TORPOR_TRY(copy_up(image->chunks, plans, *tier, regions));
     }
     reply.bytes += image->bytes();
   }
@@ -316,7 +296,8 @@ Status RegionImages::finish(const std::vector<std::string>& tags, bool keep) {
   for (const std::string& tag : tags) {
     const auto found = images_.find(tag);
     if (found == images_.end()) continue;
-    if (keep && parts_.keep_backup && found->second.host != nullptr && tag != kv_tag_) {
+    const bool whole_in_host = found->second.host != nullptr && found->second.spilled == nullptr;
+    if (keep && parts_.keep_backup && whole_in_host && tag != kv_tag_) {
       found->second.clean = true;
       found->second.reused_bytes = 0;
       continue;
@@ -382,9 +363,9 @@ RegionImages::Images RegionImages::take(const std::vector<std::string>& tags) no
 
 void RegionImages::fill(RankLedger& ledger) const {
   for (const auto& [tag, image] : images_) {
-    for (const SavedChunk& chunk : image.chunks) {
-      (image.host != nullptr ? ledger.tags[tag].backup_host_bytes : ledger.tags[tag].backup_disk_bytes) +=
-          chunk.stored_bytes;
+    for (size_t i = 0; i < image.chunks.size(); ++i) {
+      (image.host != nullptr && i < image.in_host ? ledger.tags[tag].backup_host_bytes
+                                                  : ledger.tags[tag].backup_disk_bytes) += image.chunks[i].stored_bytes;
     }
     ledger.tags[tag].reused_bytes += image.reused_bytes;
   }

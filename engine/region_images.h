@@ -53,12 +53,19 @@ class RegionImages {
     int32_t rank = 0;
     bool keep_backup = false;        // of tags without blocks
     uint64_t retain_kv_bytes = 0;    // of blocks: most
-    std::shared_ptr<const Key> key;  // of sealed checkpoints; null: there is none
+    std::string spill_directory;     // for what has no room in the arena; empty: there is none
+    std::shared_ptr<const Key> key;  // of sealed files; null: there is none
+    bool encrypt = false;            // what is spilled
+    uint64_t spill_staging_bytes = 0;
   };
   struct Image {
     std::unique_ptr<HostTier> host;  // null: in a chunk file
     std::string directory;           // of the chunk file
     std::vector<SavedChunk> chunks;
+    // With `host`: so many of the first chunks are there, the others in a file without a name.
+    size_t in_host = 0;
+    std::unique_ptr<Tier> spilled;
+    HostArena::Span staging;             // kept free for bringing those back
     std::vector<BlockContent> contents;  // of blocks in the arena: of each chunk
     uint64_t reused_bytes = 0;           // not copied by the sleep that made it
     bool clean = false;
@@ -81,6 +88,7 @@ class RegionImages {
 
   // Content -> images. Clean ones in the arena stand as they are. After an error call forget_saved().
   Result<orders::Save::Reply> save(const orders::Save& order);
+  Result<orders::PlanSave::Reply> plan(const orders::Save& order) const;
   void forget_saved(const std::vector<std::string>& tags);  // images that are not clean, the content is there still
   void forget_retained() noexcept { retained_->clear(); }   // blocks were written by others than the engine
   void on_detached(const std::vector<std::string>& tags);   // nothing is clean without content
@@ -110,18 +118,24 @@ class RegionImages {
 
  private:
   class OnTheWay;
+  struct Portion;
 
   Result<std::vector<ChunkPlan>> plans_of(const std::string& tag, const std::vector<int32_t>& blocks) const;
   Result<std::vector<ChunkPlan>> plans_for(const std::vector<SavedChunk>& chunks) const;
   Result<orders::Save::Reply> save_to_arena(const orders::Save& order);
-  Result<Image> save_regions(const std::string& tag);
-  Result<Image> save_blocks(const orders::Save& order);
+  Result<std::vector<Portion>> portions_of(const orders::Save& order, bool take) const;
+  Status fill_blocks(Portion& portion, const orders::Save& order, bool take) const;
+  void place(std::vector<Portion>& portions, uint64_t going) const;
+  uint64_t staging_for(uint64_t padded_bytes, uint64_t largest) const;
+  Status spill(Portion& portion);
+  Status copy_to_host(Portion& portion);
   void retain(Image& image) noexcept;
   Result<orders::Save::Reply> save_to_disk(const orders::Save& order);
   static Status check_same(const Checkpoint& checkpoint, uint64_t generation, const SealId& id);
   Status fill_tag(const std::string& tag, const std::vector<SavedChunk>& chunks, Tier& source);
   Result<const RankSummary*> own_summary(const Checkpoint& checkpoint) const;
-  Status copy_up(const Image& image, const std::vector<ChunkPlan>& plans, Tier& source, OnTheWay& regions);
+  Status copy_up(std::span<const SavedChunk> chunks, std::span<const ChunkPlan> plans, Tier& source, OnTheWay& regions);
+  Status bring_back_spilled(Image& image, std::span<const ChunkPlan> plans, OnTheWay& regions);
   void forget_clean(std::string_view tag);
 
   const Parts parts_;

@@ -1,76 +1,254 @@
-// RegionImages: the way into the arena.
+// RegionImages: the way into the arena, and into a file what has no room there.
 #include <algorithm>
 #include <utility>
 
+#include "base/units.h"
 #include "engine/region_images.h"
+#include "engine/spill_file.h"
 
 namespace torpor {
 namespace {
 
-// Adds the chunks of `plans` to the image, whose tier they are copied into.
-Status save_into(RegionImages::Image& image, const std::vector<ChunkPlan>& plans, TransferEngine& transfers) {
-  Result<std::vector<SavedChunk>> saved = catching([&] { return transfers.save(plans, *image.host); });
-  if (!saved) {
-    if (transfers.quarantined()) (void)image.host.release();  // a copy may still write there
-    return std::move(saved).error();
+// Of a job of at most so many bytes in pages, or one chunk. Its batches never need more staging memory than that.
+size_t end_of_job(std::span<const ChunkPlan> plans, size_t first, uint64_t most) {
+  size_t end = first;
+  for (uint64_t padded = 0; end < plans.size(); ++end) {
+    padded += align_up(plans[end].bytes(), kPage);
+    if (end > first && padded > most) break;
   }
-  image.chunks.insert(image.chunks.end(), saved->begin(), saved->end());
-  return ok();
+  return end;
 }
 
 }  // namespace
 
-Result<RegionImages::Image> RegionImages::save_regions(const std::string& tag) {
-  TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_of(tag, {}));
-  Image image{.host = std::make_unique<HostTier>(parts_.arena)};
-  TORPOR_TRY(save_into(image, plans, parts_.transfers));
-  return image;
+// What a sleep does with one tag.
+struct RegionImages::Portion {
+  std::string tag;
+  uint64_t clean_bytes = 0;              // its image holds: nothing is to be done
+  std::vector<ChunkPlan> plans;          // to be copied, the most needed first
+  std::vector<BlockContent> contents{};  // of these, where they are blocks
+  size_t in_host = 0;                    // of them have room in the arena
+  uint64_t reused_bytes = 0;             // of blocks that are taken over
+  Image image{};
+  std::vector<SavedChunk> spilled{};
+
+  uint64_t copied_bytes() const {
+    uint64_t bytes = 0;
+    for (const ChunkPlan& plan : plans) bytes += plan.bytes();
+    return bytes;
+  }
+  uint64_t spilled_bytes() const {
+    uint64_t bytes = 0;
+    for (size_t i = in_host; i < plans.size(); ++i) bytes += plans[i].bytes();
+    return bytes;
+  }
+};
+
+Result<orders::Save::Reply> RegionImages::save(const orders::Save& order) {
+  if (!order.directory.empty()) return save_to_disk(order);
+  Result<orders::Save::Reply> saved = save_to_arena(order);
+  if (saved || saved.error().code != Code::kResourceExhausted) return saved;
+  if (retained_->bytes() == 0 && parts_.spill_directory.empty()) return saved;
+  // What is retained, or held unused, may stand in the way of larger pieces.
+  forget_retained();
+  parts_.arena.trim();
+  return save_to_arena(order);
 }
 
-// Blocks whose bytes are retained from the last sleep are taken over, the others are copied. After an error what was
-// taken over is retained again.
-Result<RegionImages::Image> RegionImages::save_blocks(const orders::Save& order) {
-  if (!order.stamps.empty() && order.stamps.size() != order.blocks.size()) {
-    return Error{.code = Code::kCorruption, .what = "an order to save blocks does not say the stamp of each"};
+Result<orders::PlanSave::Reply> RegionImages::plan(const orders::Save& order) const {
+  TORPOR_ASSIGN(std::vector<Portion> portions, portions_of(order, /*take=*/false));
+  orders::PlanSave::Reply reply;
+  uint64_t taken_over = 0;
+  for (const Portion& portion : portions) taken_over += portion.reused_bytes;
+  place(portions, retained_->bytes() - std::min(retained_->bytes(), taken_over));
+  for (const Portion& portion : portions) {
+    reply.copied_bytes[portion.tag] = portion.copied_bytes();
+    reply.reused_bytes += portion.clean_bytes + portion.reused_bytes;
+    reply.spilled_bytes += portion.spilled_bytes();
   }
-  std::vector<BlockContent> contents(order.blocks.size(), BlockContent{.steps = order.steps});
-  for (size_t i = 0; i < order.stamps.size(); ++i) contents[i].stamp = order.stamps[i];
-  std::vector<RetainedBlocks::Block> retained = retained_->take(order.blocks, contents);
+  return reply;
+}
 
-  Image image{.host = std::make_unique<HostTier>(parts_.arena)};
-  image.chunks.reserve(order.blocks.size());
-  image.contents.reserve(order.blocks.size());
-  std::vector<int32_t> copied;
-  std::vector<BlockContent> contents_copied;
-  for (size_t i = 0; i < retained.size(); ++i) {
-    if (retained[i].bytes.empty()) {
-      copied.push_back(order.blocks[i]);
-      contents_copied.push_back(contents[i]);
+// What goes to the file goes first: while there is room for its staging memory. After an error blocks that were copied
+// or taken over are retained.
+Result<orders::Save::Reply> RegionImages::save_to_arena(const orders::Save& order) {
+  TORPOR_ASSIGN(std::vector<Portion> portions, portions_of(order, /*take=*/true));
+  parts_.transfers.release_staging();
+  const Status saved = catching([&]() -> Status {
+    for (const Portion& portion : portions) {
+      if (portion.clean_bytes == 0) images_.erase(portion.tag);
+    }
+    place(portions, 0);
+    for (Portion& portion : portions) TORPOR_TRY(spill(portion));
+    for (Portion& portion : portions) TORPOR_TRY(copy_to_host(portion));
+    return ok();
+  });
+  if (!saved) {
+    for (Portion& portion : portions) {
+      if (portion.tag == kv_tag_) retain(portion.image);
+    }
+    return saved.error();
+  }
+  orders::Save::Reply reply;
+  for (Portion& portion : portions) {
+    reply.bytes += portion.copied_bytes();
+    reply.spilled_bytes += portion.spilled_bytes();
+    reply.reused_bytes += portion.clean_bytes + portion.reused_bytes;
+    if (portion.clean_bytes != 0) {
+      images_.at(portion.tag).reused_bytes = portion.clean_bytes;
       continue;
     }
-    SavedChunk chunk = std::move(retained[i].chunk);
-    image.host->adopt(chunk, std::move(retained[i].bytes));
-    image.reused_bytes += chunk.bytes;
-    image.chunks.push_back(std::move(chunk));
-    image.contents.push_back(contents[i]);
+    Image& image = portion.image;
+    image.chunks.insert(image.chunks.end(), portion.spilled.begin(), portion.spilled.end());
+    image.reused_bytes = portion.reused_bytes;
+    images_[portion.tag] = std::move(image);
   }
-  image.contents.insert(image.contents.end(), contents_copied.begin(), contents_copied.end());
-  const Status saved = catching([&]() -> Status {
-    TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_of(kv_tag_, copied));
-    return save_into(image, plans, parts_.transfers);
-  });
-  if (saved) return image;
-  if (image.host != nullptr) retain(image);
-  return saved.error();
+  return reply;
 }
 
-// Of an image whose bytes are those of the present content: it is void afterwards. Throws nothing.
+// With `take`, retained blocks that still hold are in the image, and the others are gone.
+Result<std::vector<RegionImages::Portion>> RegionImages::portions_of(const orders::Save& order, bool take) const {
+  std::vector<Portion> portions;
+  for (const std::string& tag : order.tags) {
+    Portion& portion = portions.emplace_back(Portion{.tag = tag, .plans = {}});
+    if (const Image* const kept = find(tag); kept != nullptr && kept->clean && kept->host != nullptr) {
+      portion.clean_bytes = kept->bytes();
+      continue;
+    }
+    portion.image.host = std::make_unique<HostTier>(parts_.arena);
+    if (tag == kv_tag_) {
+      TORPOR_TRY(fill_blocks(portion, order, take));
+    } else {
+      TORPOR_ASSIGN(portion.plans, plans_of(tag, {}));
+    }
+  }
+  return portions;
+}
+
+Status RegionImages::fill_blocks(Portion& portion, const orders::Save& order, bool take) const {
+  const std::vector<int32_t>& blocks = order.blocks;
+  if (!order.stamps.empty() && order.stamps.size() != blocks.size())
+    return Error{.code = Code::kCorruption, .what = "an order to save blocks does not say the stamp of each"};
+  std::vector<BlockContent> contents(blocks.size(), BlockContent{.steps = order.steps});
+  for (size_t i = 0; i < order.stamps.size(); ++i) contents[i].stamp = order.stamps[i];
+
+  std::vector<bool> known = retained_->find(blocks, contents);
+  std::vector<RetainedBlocks::Block> retained;
+  if (take) retained = retained_->take(blocks, contents);
+  Image& image = portion.image;
+  std::vector<int32_t> copied;
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    if (take && retained[i].bytes.empty()) known[i] = false;  // given up meanwhile
+    if (!known[i]) {
+      copied.push_back(blocks[i]);
+      portion.contents.push_back(contents[i]);
+      continue;
+    }
+    portion.reused_bytes += kv_layout_.bytes_per_block();
+    if (!take) continue;
+    image.contents.push_back(contents[i]);
+    image.chunks.push_back(std::move(retained[i].chunk));
+    image.host->adopt(image.chunks.back(), std::move(retained[i].bytes));
+    image.in_host = image.chunks.size();
+  }
+  TORPOR_ASSIGN(portion.plans, plans_of(kv_tag_, copied));
+  return ok();
+}
+
+// Of the arena, to bring back spilled chunks of so many bytes in all, each in pages.
+uint64_t RegionImages::staging_for(uint64_t padded_bytes, uint64_t largest) const {
+  return std::min(padded_bytes, std::max(parts_.spill_staging_bytes, largest));
+}
+
+// In the order of need; `going`: bytes in the arena that will not be there any more.
+void RegionImages::place(std::vector<Portion>& portions, uint64_t going) const {
+  const auto room_for = [](const ChunkPlan& plan) { return plan.bytes() + kPage; };  // as HostTier::prepare()
+  uint64_t needed = 0;
+  for (Portion& portion : portions) {
+    portion.in_host = portion.plans.size();
+    for (const ChunkPlan& plan : portion.plans) needed += room_for(plan);
+  }
+  const HostArenaInfo arena = parts_.arena.info();
+  if (parts_.spill_directory.empty() || arena.budget_bytes == 0) return;
+  const uint64_t room = arena.budget_bytes - std::min(arena.budget_bytes, arena.used_bytes) + going;
+  for (auto portion = portions.rbegin(); portion != portions.rend(); ++portion) {
+    uint64_t padded = 0;
+    uint64_t largest = 0;
+    uint64_t staging = 0;
+    while (needed + staging > room && portion->in_host > 0) {
+      const ChunkPlan& plan = portion->plans[--portion->in_host];
+      const uint64_t pages = align_up(plan.bytes(), kPage);
+      needed -= room_for(plan);
+      padded += pages;
+      largest = std::max(largest, pages);
+      staging = staging_for(padded, largest);
+    }
+    needed += staging;
+  }
+}
+
+Status RegionImages::spill(Portion& portion) {
+  const std::span<const ChunkPlan> rest = std::span(portion.plans).subspan(portion.in_host);
+  if (rest.empty()) return ok();
+  uint64_t padded = 0;
+  uint64_t largest = 0;
+  for (const ChunkPlan& plan : rest) {
+    padded += align_up(plan.bytes(), kPage);
+    largest = std::max(largest, align_up(plan.bytes(), kPage));
+  }
+  Image& image = portion.image;
+  // Before other memory is taken: it lies in the way of none then.
+  TORPOR_ASSIGN(image.staging, parts_.arena.allocate(staging_for(padded, largest)));
+  TORPOR_ASSIGN(image.spilled, make_spill_file(parts_.file_system, parts_.spill_directory, parts_.rank,
+                                               parts_.key.get(), parts_.encrypt));
+  const HostArenaInfo arena = parts_.arena.info();
+  const uint64_t room = arena.budget_bytes - std::min(arena.budget_bytes, arena.used_bytes);
+  for (size_t first = 0; first < rest.size();) {
+    const size_t end = end_of_job(rest, first, std::max(parts_.spill_staging_bytes, room / 2));
+    TORPOR_ASSIGN(const std::vector<SavedChunk> saved,
+                  parts_.transfers.save(rest.subspan(first, end - first), *image.spilled));
+    portion.spilled.insert(portion.spilled.end(), saved.begin(), saved.end());
+    parts_.transfers.release_staging();
+    first = end;
+  }
+  return ok();
+}
+
+Status RegionImages::bring_back_spilled(Image& image, std::span<const ChunkPlan> plans, OnTheWay& regions) {
+  image.staging = {};
+  for (size_t first = image.in_host; first < plans.size();) {
+    const size_t end = end_of_job(plans, first, parts_.spill_staging_bytes);
+    parts_.transfers.release_staging();
+    TORPOR_TRY(copy_up(std::span(image.chunks).subspan(first, end - first), plans.subspan(first, end - first),
+                       *image.spilled, regions));
+    first = end;
+  }
+  parts_.transfers.release_staging();
+  return ok();
+}
+
+Status RegionImages::copy_to_host(Portion& portion) {
+  Image& image = portion.image;
+  if (image.host == nullptr) return ok();  // a clean one
+  const std::span<const ChunkPlan> plans = std::span(portion.plans).first(portion.in_host);
+  Result<std::vector<SavedChunk>> saved = catching([&] { return parts_.transfers.save(plans, *image.host); });
+  if (!saved) {
+    if (parts_.transfers.quarantined()) (void)image.host.release();  // a copy may still write there
+    return std::move(saved).error();
+  }
+  image.chunks.insert(image.chunks.end(), saved->begin(), saved->end());
+  image.contents.insert(image.contents.end(), portion.contents.begin(), portion.contents.end());
+  image.in_host = image.chunks.size();
+  return ok();
+}
+
+// Blocks of an image whose bytes are those of the present content: it is void afterwards. Throws nothing.
 void RegionImages::retain(Image& image) noexcept {
   if (parts_.retain_kv_bytes == 0 || image.host == nullptr) return;
   (void)catching([&]() -> Status {
     std::vector<RetainedBlocks::Block> blocks;
-    blocks.reserve(image.chunks.size());
-    for (size_t i = 0; i < image.chunks.size() && i < image.contents.size(); ++i) {
+    blocks.reserve(image.in_host);
+    for (size_t i = 0; i < image.in_host && i < image.contents.size(); ++i) {
       HostArena::Span bytes = image.host->release(image.chunks[i]);
       if (!bytes.empty()) blocks.push_back({std::move(image.chunks[i]), std::move(bytes), image.contents[i]});
     }

@@ -25,21 +25,46 @@ void RetainedBlocks::keep(std::vector<Block> blocks, uint64_t budget_bytes) noex
   bytes_ = bytes;
 }
 
+namespace {
+
+constexpr size_t kNone = SIZE_MAX;
+
+// For each of `wanted` its place in `there`, or kNone.
+std::vector<size_t> places(std::span<const RetainedBlocks::Block> there, std::span<const int32_t> wanted,
+                           std::span<const BlockContent> contents) {
+  std::unordered_map<uint64_t, size_t> of_block;
+  of_block.reserve(there.size());
+  for (size_t i = 0; i < there.size(); ++i) of_block.emplace(there[i].chunk.key.index, i);
+  std::vector<size_t> found(wanted.size(), kNone);
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    const auto at = of_block.find(static_cast<uint64_t>(wanted[i]));
+    if (at != of_block.end() && contents[i].same_as(there[at->second].content)) found[i] = at->second;
+  }
+  return found;
+}
+
+}  // namespace
+
+std::vector<bool> RetainedBlocks::find(std::span<const int32_t> wanted, std::span<const BlockContent> contents) const {
+  std::vector<bool> found(wanted.size());
+  const MutexLock lock(mutex_);
+  const std::vector<size_t> place = places(blocks_, wanted, contents);
+  for (size_t i = 0; i < place.size(); ++i) found[i] = place[i] != kNone;
+  return found;
+}
+
 std::vector<RetainedBlocks::Block> RetainedBlocks::take(std::span<const int32_t> wanted,
                                                         std::span<const BlockContent> contents) {
-  std::vector<Block> found(wanted.size());
   std::vector<Block> there;
   {
     const MutexLock lock(mutex_);
-    there = std::exchange(blocks_, {});
+    there.swap(blocks_);
     bytes_ = 0;
   }
-  std::unordered_map<uint64_t, size_t> place;
-  place.reserve(there.size());
-  for (size_t i = 0; i < there.size(); ++i) place.emplace(there[i].chunk.key.index, i);
-  for (size_t i = 0; i < wanted.size(); ++i) {
-    const auto at = place.find(static_cast<uint64_t>(wanted[i]));
-    if (at != place.end() && contents[i].same_as(there[at->second].content)) found[i] = std::move(there[at->second]);
+  std::vector<Block> found(wanted.size());
+  const std::vector<size_t> place = places(there, wanted, contents);
+  for (size_t i = 0; i < place.size(); ++i) {
+    if (place[i] != kNone) found[i] = std::move(there[place[i]]);
   }
   return found;
 }

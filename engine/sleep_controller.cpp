@@ -194,11 +194,13 @@ Result<SleepPlan> SleepController::plan_sleep_now(const SleepOptions& options) {
   if (asleep && (tags.empty() || options.level == 0)) plan.problems.push_back("already asleep");
   TORPOR_ASSIGN(plan.requests, hooks_.unfinished_requests());
   if (options.level == 0) return plan;
+  orders::PlanSave planned;
   if (options.preserve_state && has_tag(tags, kKvCacheTag)) {
     TORPOR_ASSIGN(const SchedulerCheckpoint state, hooks_.capture());
     const LiveBlocks live = select_live_blocks(state.kv, block_bytes(described).most, options_.kv_budget_bytes);
     plan.kept_blocks = static_cast<int64_t>(live.kept.size());
     plan.dropped_blocks = static_cast<int64_t>(live.dropped.size());
+    name_blocks(planned.save, state, live.kept);
   }
   for (const std::string& tag : tags) {
     plan.free_bytes[tag] = tag_bytes(described, tag, &RankLedger::Tag::physical_bytes);
@@ -207,7 +209,18 @@ Result<SleepPlan> SleepController::plan_sleep_now(const SleepOptions& options) {
     } else if (!options.drops(tag)) {
       plan.save_bytes[tag] = tag_bytes(described, tag, &RankLedger::Tag::region_bytes);
     }
+    if (!options.drops(tag)) planned.save.tags.push_back(tag);
   }
+  for (const auto& [tag, bytes] : plan.save_bytes) (options.to_disk ? plan.disk_bytes : plan.host_bytes) += bytes;
+  if (options.to_disk) return plan;
+  TORPOR_ASSIGN(const std::vector<orders::PlanSave::Reply> replies, ranks_.call(planned));
+  for (auto& [tag, bytes] : plan.save_bytes) bytes = 0;
+  for (const orders::PlanSave::Reply& reply : replies) {
+    for (const auto& [tag, bytes] : reply.copied_bytes) plan.save_bytes[tag] += bytes;
+    plan.reused_bytes += reply.reused_bytes;
+    plan.disk_bytes += reply.spilled_bytes;
+  }
+  plan.host_bytes -= plan.disk_bytes;
   return plan;
 }
 

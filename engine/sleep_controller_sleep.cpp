@@ -272,9 +272,7 @@ Status SleepController::prepare(FallingAsleep& sleep) {
   const BlockBytes block = block_bytes(sleep.described);
   if (with_kv) sleep.live = select_live_blocks(sleep.captured.state.kv, block.most, options_.kv_budget_bytes);
   drop_hashes(sleep.captured.state.kv, sleep.live.dropped);
-  sleep.save.blocks = sleep.live.kept;
-  sleep.save.stamps = stamps_of(sleep.captured.state.kv, sleep.live.kept);
-  sleep.save.steps = sleep.captured.state.kv.steps;
+  name_blocks(sleep.save, sleep.captured.state, sleep.live.kept);
   if (sleep.to_disk) {
     // Weights that are saved are read then, and not twice: save() adds what they are.
     const bool saved = has_tag(sleep.save.tags, kWeightsTag);
@@ -315,7 +313,11 @@ Status SleepController::save(FallingAsleep& sleep) {
     sleep.pending->set_fingerprint(sleep.captured.fingerprint);
   }
   sleep.report.saved_bytes = total_bytes(saved);
-  for (const orders::Save::Reply& reply : saved) sleep.report.reused_bytes += reply.reused_bytes;
+  for (const orders::Save::Reply& reply : saved) {
+    sleep.report.reused_bytes += reply.reused_bytes;
+    sleep.report.disk_bytes += sleep.pending ? reply.bytes : reply.spilled_bytes;
+  }
+  sleep.report.host_bytes = sleep.report.saved_bytes + sleep.report.reused_bytes - sleep.report.disk_bytes;
   sleep.operation.end("save", sleep.report.saved_bytes);
   return ok();
 }

@@ -72,6 +72,8 @@ struct SleepReport {  // also of a wake
   int64_t requests = 0;
   uint64_t saved_bytes = 0;   // copied
   uint64_t reused_bytes = 0;  // kept without a copy: the one of the last sleep still holds
+  uint64_t host_bytes = 0;    // where it lies: in host memory
+  uint64_t disk_bytes = 0;    // in the checkpoint, or for want of room in a file that ends with the sleep
   uint64_t freed_bytes = 0;   // device memory
   uint64_t restored_bytes = 0;
   int64_t kept_blocks = 0;
@@ -88,6 +90,9 @@ struct SleepReport {  // also of a wake
 struct SleepPlan {
   std::map<std::string, uint64_t> save_bytes;  // tag -> bytes that would be copied, all ranks together
   std::map<std::string, uint64_t> free_bytes;  // tag -> device bytes that would be given back
+  uint64_t reused_bytes = 0;                   // that would be kept without a copy
+  uint64_t host_bytes = 0;                     // that would lie in host memory then, and on disk
+  uint64_t disk_bytes = 0;
   int64_t requests = 0;
   int64_t kept_blocks = 0;
   int64_t dropped_blocks = 0;

@@ -170,6 +170,31 @@ LiveBlocks select_live_blocks(const KvSnapshot& snapshot, uint64_t bytes_per_blo
   return live;
 }
 
+std::vector<int32_t> by_need(const KvSnapshot& snapshot, const std::vector<std::string>& requests,
+                             const std::vector<int32_t>& kept) {
+  std::unordered_map<std::string_view, std::vector<const KvTable*>> tables;  // of each request, by group
+  for (const KvGroup& group : snapshot.groups) {
+    for (const KvTable& table : group.tables) tables[table.request].push_back(&table);
+  }
+  std::unordered_set<int32_t> left(kept.begin(), kept.end());
+  std::vector<int32_t> order;
+  order.reserve(kept.size());
+  const auto take = [&](int32_t block) {
+    if (left.erase(block) > 0) order.push_back(block);
+  };
+  for (const std::string& request : requests) {
+    const auto found = tables.find(request);
+    if (found == tables.end()) continue;
+    for (const KvTable* const table : found->second) std::for_each(table->blocks.begin(), table->blocks.end(), take);
+  }
+  const std::unordered_set<int32_t> free(snapshot.free_order.begin(), snapshot.free_order.end());
+  for (const int32_t block : kept) {
+    if (!free.contains(block)) take(block);
+  }
+  std::for_each(snapshot.free_order.rbegin(), snapshot.free_order.rend(), take);
+  return order;
+}
+
 std::vector<uint64_t> stamps_of(const KvSnapshot& snapshot, const std::vector<int32_t>& blocks) {
   std::unordered_map<int32_t, uint64_t> known;
   known.reserve(snapshot.blocks.size());

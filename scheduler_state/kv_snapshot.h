@@ -82,6 +82,11 @@ struct LiveBlocks {
 LiveBlocks select_live_blocks(const KvSnapshot& snapshot, uint64_t bytes_per_block,
                               std::optional<uint64_t> budget_bytes);
 
+// `kept` in the order in which a woken engine needs them: those of `requests`, in the order of these and of their
+// tokens, those of other requests, then cached ones by their last use, the latest first.
+std::vector<int32_t> by_need(const KvSnapshot& snapshot, const std::vector<std::string>& requests,
+                             const std::vector<int32_t>& kept);
+
 // The stamp of each of `blocks`.
 std::vector<uint64_t> stamps_of(const KvSnapshot& snapshot, const std::vector<int32_t>& blocks);
 

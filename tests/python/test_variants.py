@@ -17,6 +17,11 @@ VARIANTS = {
     "encrypted, compressed, linking earlier chunks": {
         "torpor": {"key_file": "KEY", "encrypt": True, "compression_level": 1, "incremental": True}
     },
+    "too little host memory": {
+        "torpor": {"arena_budget_bytes": 6 << 20, "spill_directory": "SPILL", "key_file": "KEY", "retain_kv_bytes": 1 << 20},
+        "sleep_at": [12, 13],
+        "to": ["host"],
+    },
     "bfloat16, large steps": {"dtype": "bfloat16", "max_num_batched_tokens": 2048},
 }
 
@@ -31,10 +36,12 @@ def test_identical_with(name, zygote, tiny_model, tmp_path):
     key.touch(mode=0o600)
     key.write_bytes(bytes(range(32)))
     sleep_at = {"sleep_at": [9]} if rig.active() else {}
-    options = json.dumps(VARIANTS[name] | sleep_at).replace("KEY", str(key))
+    options = json.dumps(VARIANTS[name] | sleep_at).replace("KEY", str(key)).replace("SPILL", str(tmp_path / "spill"))
     result = result_of(zygote.run([HERE / "variant_process.py", tiny_model, tmp_path / "store", options], timeout=300))
     assert result["differing"] == []
     assert result["answers"] == len(REQUESTS)
+    assert (result["spilled"] > 0) == ("too little" in name)
+    assert not any((tmp_path / "spill").glob("*"))
     preempted = "preempted" in name
     assert (result["preemptions"] > 0) == preempted
     # vLLM computes the KV of a preempted request again, with a sleep or without.

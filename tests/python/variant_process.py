@@ -1,5 +1,5 @@
-"""A process of the tests: an engine with other options, put to sleep at some steps (the option "sleep_at"). Prints
-what differed from its own uninterrupted run, how often requests were preempted, and what torpor refuses."""
+"""A process of the tests: an engine with other options, put to sleep at some steps (the option "sleep_at"), to host and
+to disk ("to"). Prints what differed from its own uninterrupted run, how often requests were preempted, and what torpor refuses."""
 
 import json
 import sys
@@ -14,8 +14,9 @@ def main() -> None:
     model, directory, options = sys.argv[1:]
     options = json.loads(options)
     sleep_at = options.pop("sleep_at", (4, 15, 30))
+    ways = options.pop("to", ("host", "disk"))
     one = InProcess(Path(model), Path(directory), **options)
-    result = {"differing": [], "preemptions": 0, "recomputed": 0, "refused": "", "answers": len(one.expected)}
+    result = {"differing": [], "preemptions": 0, "recomputed": 0, "spilled": 0, "refused": "", "answers": len(one.expected)}
     stock_preempt = type(one.core.scheduler)._preempt_request
 
     def counted(*args, **kwargs):
@@ -24,13 +25,16 @@ def main() -> None:
 
     type(one.core.scheduler)._preempt_request = counted
     for steps in sleep_at:
-        for to in ("host", "disk"):
+        for to in ways:
             answers = one.begin(steps)
             try:
                 report = one.llm.sleep(level=1, preserve_state=True, to=to)
             except Unsupported as problem:
                 result["refused"] = problem.what
                 continue
+            if to == "host":
+                assert report.host_bytes > 0
+                result["spilled"] += report.disk_bytes
             answers |= one.stopped()
             one.llm.wake_up()
             if one.finish(answers) != one.expected:

@@ -36,6 +36,7 @@ struct TestEngineOptions {
   uint64_t arena_budget_bytes = 0;
   uint64_t device_capacity_bytes = 0;
   std::optional<uint64_t> retain_kv_bytes;
+  std::string spill_directory;
   bool mix_steps = false;  // KV has other bytes in each step, also of the same tokens: equal keys are not equal bytes
   std::shared_ptr<const Key> key;  // of sealed checkpoints
 };
@@ -57,7 +58,10 @@ class TestEngine final : public EngineHooks {
                                                  .arena_slab_bytes = kMiB,
                                                  .threads = 2,
                                                  .retain_kv_bytes = options_.retain_kv_bytes,
-                                                 .key = options_.key}));
+                                                 .key = options_.key,
+                                                 .spill_directory = options_.spill_directory,
+                                                 .encrypt = options_.key != nullptr,
+                                                 .spill_staging_bytes = 2 * kPage}));
       made.weights = value_of(made.memory->allocate("weights", "w", kWeightBytes));
       const uint64_t kv_bytes = kKvLayers * static_cast<uint64_t>(options_.num_blocks) * kBlockBytes;
       made.kv = value_of(made.memory->allocate("kv_cache", "kv", kv_bytes));

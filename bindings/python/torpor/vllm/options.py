@@ -20,6 +20,8 @@ class Options:
     kv_budget_bytes: int | None = None
     # Most host memory for saved bytes, per rank; 0: no limit.
     arena_budget_bytes: int = 0
+    # Directory for what of a sleep has no room in arena_budget_bytes; without it such a sleep fails. Nothing stays there after the wake.
+    spill_directory: str | None = None
     # Most bytes of KV whose copy stays in host memory after a wake, per rank: the next sleep copies only what changed since. They are
     # the first to go where room is needed. None: what there is; on the CPU 0, where it is the same memory.
     retain_kv_bytes: int | None = None
@@ -93,7 +95,7 @@ def switched_off() -> bool:
 
 
 def _parse(name: str, text: str):
-    if name in ("dir", "cpu_linear", "key_file"):
+    if name in ("dir", "cpu_linear", "key_file", "spill_directory"):
         return text
     if name in ("enabled", "encrypt", "incremental", "gpu_preserve_state"):
         return text.lower() not in ("0", "false", "off", "no")

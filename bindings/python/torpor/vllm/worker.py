@@ -26,7 +26,9 @@ def _memory(self):
     if not hasattr(self, "torpor_memory"):
         self.torpor_threads = torch.get_num_threads()  # drafting by n-grams changes it
         options = Options.of(self.vllm_config)
-        names = ("arena_budget_bytes", "arena_prefault_bytes", "retain_kv_bytes", "key_file")
+        names = (
+            "arena_budget_bytes", "arena_prefault_bytes", "retain_kv_bytes", "spill_directory", "key_file", "encrypt",
+        )  # fmt: skip
         of_rank = {"rank": self.rank} | {name: getattr(options, name) for name in names}
         if self.device.type == "cpu":
             self.torpor_memory = WorkerMemory(_core.RankMemory(of_rank), self.rank, options.cpu_linear)
