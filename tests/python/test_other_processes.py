@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import rig
 import vllm
-from conftest import ENGINE, result_of
+from conftest import ENGINE, result_of, without_weights
 from requests_of_tests import REQUESTS, add_requests, final, run
 
 
@@ -93,7 +93,10 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
     finally:
         stop(llm)
     with zygote.spawning():
-        llm = start(tiny_model, tmp_path, tensor_parallel_size=ranks)
+        if ranks == 2:  # each rank fills its own weights from the checkpoint
+            tiny_model = without_weights(tiny_model, tmp_path / "model")
+        how = {"load_format": "torpor"} if ranks == 2 else {}
+        llm = start(tiny_model, tmp_path, tensor_parallel_size=ranks, **how)
     try:
         report = llm.wake_up(from_checkpoint=path)
         assert report.requests > 0 and report.failed_requests == []
