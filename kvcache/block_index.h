@@ -17,28 +17,12 @@
 #include <string>
 #include <vector>
 
+#include "kvcache/block_places.h"
 #include "kvcache/flat_array.h"
 #include "kvcache/key_table.h"
 #include "kvcache/slot_list.h"
-#include "offload/block_key.h"
 
 namespace torpor {
-
-// Of a device block's present content; any new content has another one. A block that is in use is known by its stamp,
-// never by its key: equal keys are not equal bytes.
-enum class Stamp : uint64_t { kNone };
-
-enum class StoreId : uint8_t { kHost, kDisk, kRemote };
-inline constexpr int kStores = 3;
-std::string_view name(StoreId store);  // "host", "disk", "remote"
-
-struct Places {
-  Slot host = -1;
-  Slot disk = -1;
-  bool remote = false;
-  bool anywhere() const { return host >= 0 || disk >= 0 || remote; }
-  friend bool operator==(const Places&, const Places&) = default;
-};
 
 struct BlockIndexOptions {
   int32_t host_slots = 0;
@@ -47,12 +31,6 @@ struct BlockIndexOptions {
   int32_t remote_slots = 0;   // keys of which it is remembered that the remote store has them
   int32_t device_blocks = 0;  // of which the backing is remembered
   Status validate() const;    // kInvalidArgument names the field
-};
-
-struct Dropped {  // what ranks forget: a host slot, or a segment on disk
-  StoreId store = StoreId::kHost;
-  int32_t number = 0;
-  friend bool operator==(const Dropped&, const Dropped&) = default;
 };
 
 struct LeavingBlock {  // of the segment that goes next

@@ -153,7 +153,7 @@ def fuzz(arguments: list[str]) -> int:
         raise SetupError(f"tools/dev fuzz takes a number of runs, not {arguments[0]!r}")
     runs = int(arguments[0]) if arguments else FUZZ_RUNS_LONG
     setup.system_packages()
-    own = ("manifest", "archive", "answers", "delivery_log", "orders", "segment")  # all other parts are sections of the state
+    own = ("manifest", "archive", "answers", "delivery_log", "orders", "segment", "transfers")  # all other parts are sections of the state
     cmake_build("fuzz", tuple(f"fuzz_{name}" for name in (*own, "section")))
     targets = sorted(p.name for p in (ROOT / "tests/fuzz/corpus").iterdir())
 
