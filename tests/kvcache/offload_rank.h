@@ -1,6 +1,7 @@
 // One rank as offloading sees it: a device with KV blocks whose layers lie apart, stores, and the worker over them.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -49,7 +50,7 @@ class OffloadRank {
                             .layer_stride = blocks * kPieceBytes,
                             .block_stride = kPieceBytes,
                             .block_bytes = kPieceBytes}}};
-    arena_ = value_of(HostArena::create());
+    arena_ = value_of(HostArena::create({.slab_bytes = 1 * kMiB}));
     transfers_ =
         value_of(TransferEngine::create(*device_, *arena_, {.threads = 2, .own_threads = options_.own_threads}));
     open();
@@ -87,19 +88,18 @@ class OffloadRank {
                                              layout_, *transfers_, std::move(host), std::move(disk)));
   }
 
-  // The bytes of a block, one value for all of them but for the layer and the rank.
-  void fill(int32_t block, uint8_t value) {
-    for (uint32_t layer = 0; layer < kLayers; ++layer)
-      std::memset(piece(block, layer), byte(value, layer), kPieceBytes);
+  // The bytes of a block: one number, but for the layer and the rank.
+  void fill(int32_t block, uint32_t value) {
+    for (uint32_t layer = 0; layer < kLayers; ++layer) std::fill_n(piece(block, layer), kWords, word(value, layer));
   }
-  bool has(int32_t block, uint8_t value) const {
+  bool has(int32_t block, uint32_t value) const {
     for (uint32_t layer = 0; layer < kLayers; ++layer) {
-      const uint8_t* const bytes = piece(block, layer);
-      const auto wrong = [&](uint8_t each) { return each != byte(value, layer); };
-      if (std::any_of(bytes, bytes + kPieceBytes, wrong)) return false;
+      const uint32_t* const words = piece(block, layer);
+      if (std::any_of(words, words + kWords, [&](uint32_t each) { return each != word(value, layer); })) return false;
     }
     return true;
   }
+  uint32_t value(int32_t block) const { return *piece(block, 0) - word(0, 0); }
 
   OffloadWorker& worker() { return *worker_; }
   FaultyDevice& device() { return *device_; }
@@ -114,12 +114,13 @@ class OffloadRank {
   }
 
  private:
-  uint8_t* piece(int32_t block, uint32_t layer) const {
+  static constexpr size_t kWords = kPieceBytes / sizeof(uint32_t);
+  uint32_t* piece(int32_t block, uint32_t layer) const {
     const uint64_t at = layer * static_cast<uint64_t>(options_.blocks) + static_cast<uint64_t>(block);
-    return reinterpret_cast<uint8_t*>(address_ + at * kPieceBytes);  // NOLINT(performance-no-int-to-ptr)
+    return reinterpret_cast<uint32_t*>(address_ + at * kPieceBytes);  // NOLINT(performance-no-int-to-ptr)
   }
-  uint8_t byte(uint8_t value, uint32_t layer) const {
-    return static_cast<uint8_t>(value * 7 + layer * 3 + static_cast<uint32_t>(options_.rank) * 101);
+  uint32_t word(uint32_t value, uint32_t layer) const {
+    return value + layer * 1'000'003 + static_cast<uint32_t>(options_.rank) * 90'001;
   }
 
   const OffloadRankOptions options_;

@@ -52,7 +52,7 @@ INSTANTIATE_TEST_SUITE_P(Device, OffloadWorkerTest, ::testing::Bool(),
 TEST_P(OffloadWorkerTest, BlocksGoIntoEachStoreAndOnToTheNextAndComeBackByteForByte) {
   OffloadRank rank = make_rank();
   rank.worker().open_space(1, {});
-  for (int32_t block = 0; block < 4; ++block) rank.fill(block, static_cast<uint8_t>(block + 1));
+  for (int32_t block = 0; block < 4; ++block) rank.fill(block, static_cast<uint32_t>(block + 1));
   expect_good(rank.run(plan_of(1, PlanKind::kPut, StoreId::kHost, {0, 1, 2}, {5, 0, 3})), 1);
   expect_good(rank.run(plan_of(2, PlanKind::kPut, StoreId::kDisk, {3}, {0})), 2);
   expect_good(rank.run(plan_of(3, PlanKind::kMove, StoreId::kHost, {0, 3}, {1, 2})), 3);
@@ -142,7 +142,7 @@ TEST_P(OffloadWorkerTest, S3AnUnprovenCopyIsReportedAndNothingIsCopiedAnyMore) {
 TEST_P(OffloadWorkerTest, AWrongByteIsDamageOnTheWayUpAndOnTheWayOn) {
   OffloadRank rank = make_rank();
   rank.worker().open_space(1, {});
-  for (int32_t block = 0; block < 3; ++block) rank.fill(block, static_cast<uint8_t>(block + 1));
+  for (int32_t block = 0; block < 3; ++block) rank.fill(block, static_cast<uint32_t>(block + 1));
   expect_good(rank.run(plan_of(1, PlanKind::kPut, StoreId::kHost, {0, 1}, {0, 1})), 1);
   expect_good(rank.run(plan_of(2, PlanKind::kPut, StoreId::kDisk, {2}, {0})), 2);
   rank.worker().store(StoreId::kHost)->view(0)[100] ^= std::byte{1};
@@ -185,7 +185,7 @@ TEST_P(OffloadWorkerTest, WhatARestartFindsIsAdoptedUnderOtherSlotsAndItsSegment
   };
   OffloadRank rank = make_rank();
   rank.worker().open_space(1, {});
-  for (int32_t block = 0; block < 6; ++block) rank.fill(block, static_cast<uint8_t>(block + 1));
+  for (int32_t block = 0; block < 6; ++block) rank.fill(block, static_cast<uint32_t>(block + 1));
   expect_good(rank.run(plan_of(1, PlanKind::kPut, StoreId::kDisk, {0, 1, 2, 3}, {0, 1, 2, 3})), 1);
   expect_good(rank.run(plan_of(2, PlanKind::kPut, StoreId::kDisk, {4, 5}, {4, 5})), 2);
   rank.open();
@@ -284,7 +284,7 @@ TEST(OffloadWorkerOnManyThreads, PlansOfTwoRanksRunSideBySide) {
       for (const auto& rank : ranks) ASSERT_SUCCEEDS(rank->worker().run(plan));
     };
     for (const auto& rank : ranks) {
-      for (const int32_t block : blocks) rank->fill(block, static_cast<uint8_t>(round * 16 + block));
+      for (const int32_t block : blocks) rank->fill(block, static_cast<uint32_t>(round * 16 + block));
     }
     TransferPlan put = plan_of(1, PlanKind::kPut, StoreId::kHost, blocks, slots);
     if (round >= 4) put.dropped = {{StoreId::kDisk, round % 4}};
@@ -302,7 +302,7 @@ TEST(OffloadWorkerOnManyThreads, PlansOfTwoRanksRunSideBySide) {
       const TransferReport report = rank->worker().poll();
       ASSERT_EQ(report.jobs.size(), 1u);
       ASSERT_EQ(report.jobs[0].count, 0u) << report.jobs[0].cause;
-      for (const int32_t block : blocks) ASSERT_TRUE(rank->has(block + 32, static_cast<uint8_t>(round * 16 + block)));
+      for (const int32_t block : blocks) ASSERT_TRUE(rank->has(block + 32, static_cast<uint32_t>(round * 16 + block)));
     }
   }
 }
