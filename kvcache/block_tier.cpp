@@ -33,23 +33,6 @@ Status begin_filling(MutableBlock& block, const BlockIdentity& identity) {
   return block.schedule_compute();
 }
 
-BlockKey key_of(const BlockIdentity& identity, uint32_t space) {
-  std::vector<std::byte> fields;
-  const auto add = [&fields](std::span<const std::byte> bytes) {
-    fields.insert(fields.end(), bytes.begin(), bytes.end());
-  };
-  add(std::as_bytes(std::span(identity.parent.bytes)));
-  add(std::as_bytes(std::span(&identity.salt, 1)));
-  add(std::as_bytes(std::span(&identity.group, 1)));
-  add(std::as_bytes(std::span(identity.tokens)));
-  BlockKey key{.group = static_cast<uint32_t>(identity.group), .space = space};
-  const Digest hash = identity.hash();
-  const std::array<uint8_t, 32> strong = sha256_of(fields);
-  std::copy(hash.bytes.begin(), hash.bytes.end(), key.hash.begin());
-  std::copy_n(strong.begin(), key.hash.size() - hash.bytes.size(), key.hash.begin() + hash.bytes.size());
-  return key;
-}
-
 SegmentStoreOptions segments_for(int32_t num_blocks, uint64_t bytes_per_block) {
   SegmentStoreOptions options{.record_bytes = bytes_per_block};
   const auto most = static_cast<int32_t>(kMostSegmentBytes / align_up(std::max<uint64_t>(bytes_per_block, 1), kPage));

@@ -36,9 +36,6 @@ struct BlockTierOptions {
 // Makes an allocated block hold what `identity` says, ready to be written.
 Status begin_filling(MutableBlock& block, const BlockIdentity& identity);
 
-// The key of a block of torpor's own pool: its hash, and 128 bits of SHA-256 over the same fields.
-BlockKey key_of(const BlockIdentity& identity, uint32_t space);
-
 // Segments for a tier of so many blocks: about eight, none larger than 64 MiB.
 SegmentStoreOptions segments_for(int32_t num_blocks, uint64_t bytes_per_block);
 

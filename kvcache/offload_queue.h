@@ -132,6 +132,7 @@ class OffloadQueue {
   // False: none is due. `flush`: partial batches too.
   bool commit(Way way, Time now, bool flush, Batch& batch);
   void sweep_if_due(Time now);
+  void sweep();
   // One of the jobs of a batch is on its way; it has ended.
   void job_began(Way way) { ++under_way_[static_cast<size_t>(way)]; }
   void job_ended(Way way) { --under_way_[static_cast<size_t>(way)]; }
@@ -178,7 +179,6 @@ class OffloadQueue {
   void end_container(int32_t container, BlockOutcome outcome);
   void free_container(int32_t container);
   void cancelled(int32_t container);
-  void sweep();
   bool is_due(const InQueue& queue, Way way, Time now) const;
   bool has_room(Way way) const;
 

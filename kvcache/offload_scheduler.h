@@ -104,6 +104,8 @@ class OffloadScheduler {
   // What all ranks do next; valid until the next call. Empty: nothing, and it need not be sent. `flush`: do not wait
   // for batches to fill.
   const TransferPlan& plan_step(bool flush = false);
+  // Ends what was cancelled, and commits nothing.
+  void sweep() { queue_.sweep(); }
   // One that comes again counts once. kInvalidArgument: of a rank that there is not, or of other jobs than were
   // planned.
   Status apply(const TransferReport& report);
