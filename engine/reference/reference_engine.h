@@ -1,6 +1,6 @@
-// ReferenceEngine: a small continuous-batching engine on torpor's own block pool, offloading and values: chunked prefill,
-// prefix caching, asynchronous loads, priorities, preemption, greedy, seeded and unseeded sampling, parallel samples.
-// Its model is a ByteModel.
+// ReferenceEngine: a small continuous-batching engine on torpor's own block pool, offloading and values: chunked
+// prefill, prefix caching, asynchronous loads, priorities, preemption, greedy, seeded and unseeded sampling, parallel
+// samples. Its model is a ByteModel.
 //
 // It may have several worker ranks: each has a device, weights, KV and stores of its own, and the next token depends on
 // the KV of all of them.
@@ -101,8 +101,8 @@ class ReferenceEngine final : public EngineHooks {
   bool idle() const { return requests_.empty(); }
   bool frozen() const { return frozen_; }
 
-  // Offloading (reference_offload.cpp): plans what is due, lets bytes move (without threads of their own one batch a rank)
-  // and takes what ended. False: nothing did.
+  // Offloading (reference_offload.cpp): plans what is due, lets bytes move (without threads of their own one batch a
+  // rank) and takes what ended. False: nothing did.
   bool step_offload();
   std::vector<TransferHandle>& offloads() { return offloads_; }  // those not ended yet, oldest first
 
@@ -142,7 +142,7 @@ class ReferenceEngine final : public EngineHooks {
     std::vector<MutableBlock> loading;  // behind the full ones
     TransferHandle load;
     int64_t loaded_tokens = 0;
-    bool computes = false;  // a load failed: what is missing is computed
+    bool computes = false;   // a load failed: what is missing is computed
     uint64_t generator = 0;  // of a seeded request
     int32_t preemptions = 0;
     uint64_t arrival = 0;
@@ -200,9 +200,9 @@ class ReferenceEngine final : public EngineHooks {
   std::map<uint32_t, std::vector<MutableBlock>> orphans_;
 
   std::map<std::string, std::unique_ptr<Request>> requests_;
-  std::vector<Request*> running_;  // row order
-  std::deque<Request*> waiting_;   // front first
-  std::vector<Request*> loading_;  // they wait for their blocks
+  std::vector<Request*> running_;         // row order
+  std::deque<Request*> waiting_;          // front first
+  std::vector<Request*> loading_;         // they wait for their blocks
   uint64_t generator_ = kFreshGenerator;  // that unseeded requests share
   uint64_t arrivals_ = 0;
   bool frozen_ = false;

@@ -66,8 +66,9 @@ Status ReferenceEngine::build_offload() {
                                              clock_));
     }
     with.rank = static_cast<int32_t>(rank);
-    TORPOR_ASSIGN(std::unique_ptr<OffloadWorker> worker,
-                  OffloadWorker::create(with, memory.kv_layout(), memory.transfers(), std::move(host), std::move(disk)));
+    TORPOR_ASSIGN(
+        std::unique_ptr<OffloadWorker> worker,
+        OffloadWorker::create(with, memory.kv_layout(), memory.transfers(), std::move(host), std::move(disk)));
     worker->open_space(offload_->space(), space.digest());
     TORPOR_ASSIGN(std::vector<RecoveredBlock> recovered, worker->recover(offload_->space()));
     found.push_back(std::move(recovered));

@@ -18,7 +18,7 @@ FUZZ_RUNS_LONG = 10_000_000
 BENCHES = {
     "scheduler_state": "tools/bench/scheduler_state_bench.py",
     "sleep_wake": "build/release/tools/bench/sleep_wake_bench",
-    "offload_pipeline": "build/release/tools/bench/offload_pipeline_bench",
+    "offload_scheduler": "build/release/tools/bench/offload_scheduler_bench",
     "kv_copy": "build/release/tools/bench/kv_copy_bench",
     "kv_copy_torch": "tools/bench/kv_copy_torch_bench.py",
     "store": "build/release/tools/bench/store_bench",
