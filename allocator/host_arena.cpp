@@ -123,6 +123,7 @@ struct HostArena::Impl {
   bool prefaulting TORPOR_GUARDED_BY(mutex) = false;
   std::thread background TORPOR_GUARDED_BY(mutex);  // joined by the next one, or the end
   Status background_result TORPOR_GUARDED_BY(mutex);
+  GiveUp give_up TORPOR_GUARDED_BY(mutex);
 
   // Memory that nobody has, and that is not on its way out.
   uint64_t free_bytes() const TORPOR_REQUIRES(mutex) { return held - used - growing - dropping; }
@@ -255,9 +256,51 @@ struct HostArena::Impl {
 
   Status grow_to(uint64_t bytes, uint64_t most_at_once) {
     const MutexLock lock(mutex);
-    while (!ending && free_bytes() < bytes)
-      TORPOR_TRY(grow(std::min(align_up(bytes - free_bytes(), kPage), most_at_once)));
+    while (!ending && free_bytes() < bytes) {
+      const uint64_t missing = align_up(bytes - free_bytes(), kPage);
+      const Status grown = grow(std::min(missing, most_at_once));
+      if (!grown && (grown.error().code != Code::kResourceExhausted || !ask_for(missing))) return grown;
+    }
     return ok();
+  }
+
+  // Whether somebody gave up a span. Gives the lock back meanwhile.
+  bool ask_for(uint64_t bytes) TORPOR_REQUIRES(mutex) {
+    if (!give_up) return false;
+    const GiveUp ask = give_up;
+    mutex.unlock();
+    const uint64_t given = ask(bytes);
+    mutex.lock();
+    return given > 0;
+  }
+
+  // As HostArena::trim(). Gives the lock back meanwhile.
+  uint64_t trim(uint64_t keep_bytes) TORPOR_REQUIRES(mutex) {
+    uint64_t given = 0;
+    Slabs stay;  // those that could not be given back
+    while (true) {
+      auto slab = slabs.begin();
+      while (slab != slabs.end() && (slab->second.stuck || !slab->second.unused())) ++slab;
+      if (slab == slabs.end() || held - growing - dropping <= keep_bytes) break;
+      // Out of reach of everybody else while it is given back.
+      auto entry = slabs.extract(slab);
+      const uint64_t size = entry.mapped().size;
+      dropping += size;
+      mutex.unlock();
+      const bool gone = drop(entry.key(), entry.mapped());
+      mutex.lock();
+      dropping -= size;
+      if (gone) {
+        held -= size;
+        given += size;
+        if (options.pin_for != nullptr && !entry.mapped().pinned) unpinned -= size;
+      } else {
+        stay.insert(std::move(entry));
+      }
+      changed.notify_all();
+    }
+    slabs.merge(stay);
+    return given;
   }
 };
 
@@ -297,7 +340,12 @@ Result<HostArena::Span> HostArena::allocate(uint64_t bytes) {
   Impl& impl = *impl_;
   const MutexLock lock(impl.mutex);
   std::byte* data = nullptr;
-  while ((data = impl.take(size, range)) == nullptr) TORPOR_TRY(impl.grow(size));
+  while ((data = impl.take(size, range)) == nullptr) {
+    const Status grown = impl.grow(size);
+    if (grown) continue;
+    if (grown.error().code != Code::kResourceExhausted) return grown.error();
+    if (!impl.ask_for(size) && impl.trim(0) == 0) return grown.error();
+  }
   impl.used += size;
   span.arena_ = this;
   span.data_ = data;
@@ -346,33 +394,13 @@ Status HostArena::wait_prefault() {
 }
 
 uint64_t HostArena::trim(uint64_t keep_bytes) {
-  Impl& impl = *impl_;
-  uint64_t given = 0;
-  const MutexLock lock(impl.mutex);
-  Impl::Slabs stay;  // those that could not be given back
-  while (true) {
-    auto slab = impl.slabs.begin();
-    while (slab != impl.slabs.end() && (slab->second.stuck || !slab->second.unused())) ++slab;
-    if (slab == impl.slabs.end() || impl.held - impl.growing - impl.dropping <= keep_bytes) break;
-    // Out of reach of everybody else while it is given back.
-    auto entry = impl.slabs.extract(slab);
-    const uint64_t size = entry.mapped().size;
-    impl.dropping += size;
-    impl.mutex.unlock();
-    const bool gone = impl.drop(entry.key(), entry.mapped());
-    impl.mutex.lock();
-    impl.dropping -= size;
-    if (gone) {
-      impl.held -= size;
-      given += size;
-      if (impl.options.pin_for != nullptr && !entry.mapped().pinned) impl.unpinned -= size;
-    } else {
-      stay.insert(std::move(entry));
-    }
-    impl.changed.notify_all();
-  }
-  impl.slabs.merge(stay);
-  return given;
+  const MutexLock lock(impl_->mutex);
+  return impl_->trim(keep_bytes);
+}
+
+void HostArena::ask_when_short(GiveUp give_up) {
+  const MutexLock lock(impl_->mutex);
+  impl_->give_up.swap(give_up);
 }
 
 HostArenaInfo HostArena::info() const {

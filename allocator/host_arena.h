@@ -12,6 +12,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -76,8 +77,13 @@ class HostArena {
   static Result<std::unique_ptr<HostArena>> create(HostArenaOptions options = {});
   ~HostArena();
 
-  // Contiguous, aligned to 4096 bytes. kResourceExhausted beyond the budget: says how much is held and how much
-  // missing.
+  // Whom to ask for spans when there is no room for others: gives back at least so many bytes, or all that it can do
+  // without; how many. Called without locks, by whoever needs room; throws nothing. Null: nobody.
+  using GiveUp = std::function<uint64_t(uint64_t bytes)>;
+  void ask_when_short(GiveUp give_up);
+
+  // Contiguous, aligned to 4096 bytes. kResourceExhausted beyond the budget, when nothing more is given up and what is
+  // held unused in other sizes was given back to the system: says how much is held and how much missing.
   Result<Span> allocate(uint64_t bytes);
   // Takes memory from the system and touches it now, so that at least `bytes` are held and not in use.
   Status prefault(uint64_t bytes);

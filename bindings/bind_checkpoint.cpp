@@ -7,6 +7,7 @@
 #include "bindings/dict_reader.h"
 #include "bindings/module_files.h"
 #include "checkpoint/checkpoint_manager.h"
+#include "checkpoint/checkpoint_set.h"
 #include "checkpoint/state_sections.h"
 
 namespace py = pybind11;
@@ -90,6 +91,32 @@ void bind_checkpoint(py::module_& module) {
       },
       py::arg("path"), py::arg("key_file") = py::none(),
       "The verified state of a checkpoint, or of the latest one of a directory.");
+  module.def(
+      "describe_checkpoint",
+      [](const std::string& path, int data_parallel_rank, const std::optional<std::string>& key_file) {
+        const std::shared_ptr<const Key> key = key_from(key_file);
+        Manifest manifest;
+        std::string directory;
+        const EngineCheckpoint state = value_or_raise(without_lock([&]() -> Result<EngineCheckpoint> {
+          TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint_of(module_files(), path, data_parallel_rank, key));
+          manifest = checkpoint.manifest();
+          directory = checkpoint.path();
+          return checkpoint.read_state();
+        }));
+        py::dict out;
+        out["path"] = directory;
+        out["generation"] = manifest.generation;
+        out["id"] = py::bytes(reinterpret_cast<const char*>(manifest.id.data()), manifest.id.size());
+        py::dict fingerprint;
+        for (const auto& [field, value] : manifest.fingerprint) fingerprint[py::str(field)] = value;
+        out["fingerprint"] = fingerprint;
+        py::list workers;
+        for (const WorkerSnapshot& worker : state.state.workers) workers.append(to_python(worker.engine));
+        out["workers"] = workers;
+        return out;
+      },
+      py::arg("path"), py::arg("data_parallel_rank") = 0, py::arg("key_file") = py::none(),
+      "Which checkpoint is there, of which engine, and what its adapter keeps of each worker.");
 }
 
 }  // namespace torpor

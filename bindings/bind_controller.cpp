@@ -7,6 +7,7 @@
 #include "bindings/checkpoint_options.h"
 #include "bindings/dict_reader.h"
 #include "bindings/module_files.h"
+#include "bindings/object_stamps.h"
 #include "engine/delivery/delivery_log_file.h"
 #include "engine/delivery/roll_forward.h"
 #include "engine/sleep_controller.h"
@@ -26,7 +27,20 @@ class PythonHooks final : public EngineHooks {
   Status quiesce(std::optional<double> timeout_seconds) override { return call<void>("quiesce", timeout_seconds); }
   Status resume() override { return call<void>("resume"); }
   Result<SchedulerCheckpoint> capture() override {
-    return guarded<SchedulerCheckpoint>([&] { return scheduler_checkpoint_from(py::dict(object_.attr("capture")())); });
+    return guarded<SchedulerCheckpoint>([&] {
+      const py::dict captured = py::dict(object_.attr("capture")()).attr("copy")();
+      const py::object stamps = captured.attr("pop")("stamps", py::none());  // an engine without them has none
+      SchedulerCheckpoint state = scheduler_checkpoint_from(captured);
+      if (!stamps.is_none()) {
+        DictReader in(stamps, "capture.stamps");
+        in.read("steps", state.kv.steps);
+        py::list objects;
+        in.read("objects", objects);
+        in.finish();
+        stamps_.give(objects, state.kv.blocks);
+      }
+      return state;
+    });
   }
   Result<Fingerprint> fingerprint() override {
     return guarded<Fingerprint>([&] { return fingerprint_from(object_.attr("fingerprint")()); });
@@ -105,6 +119,7 @@ class PythonHooks final : public EngineHooks {
   }
 
   py::object object_;
+  ObjectStamps stamps_;
 };
 
 // Hooks, then the controller that refers to them.
@@ -214,6 +229,7 @@ py::dict to_python(const SleepReport& report, const RolledForward& rolled = {}) 
   out["checkpoint_parts"] = report.checkpoint_parts;
   out["requests"] = report.requests;
   out["saved_bytes"] = report.saved_bytes;
+  out["reused_bytes"] = report.reused_bytes;
   out["freed_bytes"] = report.freed_bytes;
   out["restored_bytes"] = report.restored_bytes;
   out["kept_blocks"] = report.kept_blocks;

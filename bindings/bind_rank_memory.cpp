@@ -1,4 +1,6 @@
 // RankMemory for Python: one a worker process.
+#include <algorithm>
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -45,6 +47,7 @@ RankMemoryOptions rank_memory_options_from(DictReader& in) {
   in.read_if_given("arena_prefault_bytes", options.arena_prefault_bytes);
   in.read_if_given("threads", options.threads);
   in.read_if_given("keep_backup", options.keep_backup);
+  in.read_if_given("retain_kv_bytes", options.retain_kv_bytes);
   std::optional<std::string> key_file;
   in.read_if_given("key_file", key_file);
   options.key = key_from(key_file);
@@ -86,6 +89,29 @@ void bind_rank_memory(py::module_& module) {
       .def(
           "mark_dirty", [](RankMemory& self, const std::string& tag) { without_lock([&] { self.mark_dirty(tag); }); },
           py::arg("tag"), "The owner changed bytes of this tag: a kept backup is no longer that of its content.")
+      .def(
+          "load_tag",
+          [](RankMemory& self, const std::string& tag, const std::string& directory, uint64_t generation,
+             const py::bytes& id) {
+            StoredTag stored{.tag = tag, .directory = directory, .generation = generation};
+            const std::string_view given = id;
+            if (given.size() != stored.id.size())
+              raise(Error{.code = Code::kInvalidArgument, .what = "that is not the id of a checkpoint"});
+            std::copy(given.begin(), given.end(), stored.id.begin());
+            const LoadedTag loaded = value_or_raise(without_lock([&] { return self.load_tag(stored); }));
+            py::dict out;
+            out["bytes"] = loaded.bytes;
+            out["digest"] = loaded.digest;
+            return out;
+          },
+          py::arg("tag"), py::arg("directory"), py::arg("generation"), py::arg("id"),
+          "Fills the regions of a tag from this checkpoint, each piece proved before it is copied.")
+      .def(
+          "proven_digest",
+          [](RankMemory& self, const std::string& tag) {
+            return without_lock([&] { return self.proven_digest(tag); });
+          },
+          py::arg("tag"), "Of what load_tag() filled: its digest; None if it was seen to be written since.")
       .def(
           "call",
           [](RankMemory& self, const py::bytes& order) {

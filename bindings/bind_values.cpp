@@ -517,6 +517,7 @@ py::dict to_python(const RankLedger& ledger) {
     out["physical_bytes"] = entry.physical_bytes;
     out["backup_host_bytes"] = entry.backup_host_bytes;
     out["backup_disk_bytes"] = entry.backup_disk_bytes;
+    out["reused_bytes"] = entry.reused_bytes;
     tags[py::str(tag)] = out;
   }
   py::dict out;

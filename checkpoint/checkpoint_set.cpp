@@ -125,4 +125,20 @@ Result<CheckpointSet> open_set(FileSystem& file_system, const std::string& path,
   });
 }
 
+Result<Checkpoint> open_checkpoint_of(FileSystem& file_system, const std::string& path, int rank,
+                                      std::shared_ptr<const Key> key) {
+  TORPOR_ASSIGN(Checkpoint checkpoint, open_checkpoint(file_system, path, key));
+  const std::vector<SectionInfo>& sections = checkpoint.manifest().sections;
+  if (std::none_of(sections.begin(), sections.end(), [](const SectionInfo& s) { return s.name == kSetSection; }))
+    return checkpoint;
+  TORPOR_ASSIGN(const CheckpointSet set, open_set(file_system, checkpoint.path(), key));
+  if (rank < 0 || static_cast<size_t>(rank) >= set.members.size()) {
+    return Error{
+        .code = Code::kIncompatible,
+        .what = fmt::format("{} is of {} data parallel ranks, this is rank {}", set.path, set.members.size(), rank),
+        .next_step = "start as many as there were"};
+  }
+  return open_checkpoint(file_system, set.members[static_cast<size_t>(rank)], key);
+}
+
 }  // namespace torpor

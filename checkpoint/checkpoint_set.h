@@ -45,4 +45,8 @@ struct CheckpointSet {
 Result<CheckpointSet> open_set(FileSystem& file_system, const std::string& path,
                                std::shared_ptr<const Key> key = nullptr);
 
+// As open_checkpoint(), of one engine: of a set, the checkpoint of this rank. kIncompatible: the set has none.
+Result<Checkpoint> open_checkpoint_of(FileSystem& file_system, const std::string& path, int rank,
+                                      std::shared_ptr<const Key> key = nullptr);
+
 }  // namespace torpor

@@ -55,6 +55,7 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                                                        RankMemoryOptions options) {
   const bool other_memory = device->kind() != "host";
   if (!options.keep_backup) options.keep_backup = other_memory;
+  if (!options.retain_kv_bytes) options.retain_kv_bytes = other_memory ? UINT64_MAX : 0;
   if (!options.arena_keep_bytes) options.arena_keep_bytes = other_memory || *options.keep_backup ? UINT64_MAX : 0;
   std::unique_ptr<RankMemory> memory(new RankMemory(std::move(device), options));
   TORPOR_ASSIGN(memory->arena_, HostArena::create({.budget_bytes = options.arena_budget_bytes,
@@ -71,6 +72,8 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                                                                        .transfers = *memory->transfers_,
                                                                        .file_system = file_system,
                                                                        .rank = options.rank,
+                                                                       .keep_backup = *options.keep_backup,
+                                                                       .retain_kv_bytes = *options.retain_kv_bytes,
                                                                        .key = options.key});
   if (options.arena_prefault_bytes > 0) memory->arena_->prefault_in_background(options.arena_prefault_bytes);
   return memory;
@@ -108,6 +111,19 @@ Status RankMemory::set_kv_layout(std::string tag, KvLayout layout) {
 void RankMemory::mark_dirty(std::string_view tag) {
   const MutexLock lock(mutex_);
   images_->note_write(tag);
+}
+
+Result<LoadedTag> RankMemory::load_tag(const StoredTag& stored) {
+  TORPOR_TRY(same_process());
+  const MutexLock lock(mutex_);
+  Result<LoadedTag> loaded = catching([&]() TORPOR_REQUIRES(mutex_) { return images_->load_tag(stored); });
+  give_back_unused();
+  return loaded;
+}
+
+std::optional<std::string> RankMemory::proven_digest(const std::string& tag) {
+  const MutexLock lock(mutex_);
+  return images_->proven(tag);
 }
 
 // --- the steps ---
@@ -172,19 +188,20 @@ Result<orders::CancelRestore::Reply> RankMemory::carry_out(const orders::CancelR
 
 Result<orders::Finish::Reply> RankMemory::carry_out(const orders::Finish& order) {
   orders::Finish::Reply reply;
-  TORPOR_TRY(images_->finish(order.tags, order.keep_backup && *options_.keep_backup));
+  TORPOR_TRY(images_->finish(order.tags, order.keep_backup));
   give_back_unused();
   return reply;
 }
 
 Result<orders::DigestTags::Reply> RankMemory::carry_out(const orders::DigestTags& order) {
-  TORPOR_ASSIGN(orders::DigestTags::Reply reply, images_->digest(order.tags));
+  TORPOR_ASSIGN(orders::DigestTags::Reply reply, images_->digest(order));
   give_back_unused();
   return reply;
 }
 
 Result<orders::LoadBlocks::Reply> RankMemory::carry_out(const orders::LoadBlocks& order) {
   orders::LoadBlocks::Reply reply;
+  images_->forget_retained();
   TORPOR_ASSIGN(reply.bytes, images_->load_blocks(order));
   give_back_unused();
   return reply;

@@ -39,6 +39,9 @@ struct RankMemoryOptions {
   // A backup of weights that did not change since is kept after a wake and not copied again. None: off for the device
   // without a GPU, where both are the same memory.
   std::optional<bool> keep_backup;
+  // Most bytes of KV blocks whose backup is kept after a wake, for the next sleep to copy only what changed since. They
+  // go where the arena needs room. None: any amount; but 0 on the device without a GPU.
+  std::optional<uint64_t> retain_kv_bytes;
   std::shared_ptr<const Key> key;  // for chunk files of sealed checkpoints; null: there is none
 };
 
@@ -56,6 +59,11 @@ class RankMemory {
   // The owner changed bytes of `tag`: a kept backup is no longer that of its content. On the device without a GPU most
   // changes are noticed without it, when the tag is described next: a sample of its bytes is compared.
   void mark_dirty(std::string_view tag);
+  // Fills the regions of a tag, which are there and attached, with what a committed checkpoint has of this rank's: each
+  // piece is proved by its digest, and seal, before it is copied. kIncompatible: other regions, or nothing of the tag.
+  Result<LoadedTag> load_tag(const StoredTag& stored);
+  // Of what load_tag() filled: its digest, unless it was seen to be written since.
+  std::optional<std::string> proven_digest(const std::string& tag);
 
   RankLedger ledger() const;
   std::map<std::string, RegionState> states() const { return allocator_->states(); }

@@ -57,7 +57,7 @@ void serialize(Archive& archive, ChunkWriting& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, RankLedger::Tag& v) {
-  archive(v.state, v.region_bytes, v.physical_bytes, v.backup_host_bytes, v.backup_disk_bytes);
+  archive(v.state, v.region_bytes, v.physical_bytes, v.backup_host_bytes, v.backup_disk_bytes, v.reused_bytes);
 }
 template <class Archive>
 void serialize(Archive& archive, RankLedger& v) {
@@ -72,7 +72,7 @@ void serialize(Archive& archive, orders::Written& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Save& v) {
-  archive(v.tags, v.blocks, v.directory, v.writing);
+  archive(v.tags, v.blocks, v.stamps, v.steps, v.directory, v.writing);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::CancelSave& v) {
@@ -100,7 +100,7 @@ void serialize(Archive& archive, orders::Finish& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, orders::DigestTags& v) {
-  archive(v.tags);
+  archive(v.tags, v.as_proven);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::LoadBlocks& v) {
@@ -117,7 +117,7 @@ void serialize(Archive& archive, orders::Describe::Reply& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Save::Reply& v) {
-  archive(v.bytes, v.chunks, v.digests);
+  archive(v.bytes, v.reused_bytes, v.chunks, v.digests);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Detach::Reply& v) {

@@ -26,6 +26,7 @@ struct RankLedger {
     uint64_t physical_bytes = 0;  // device memory behind it now
     uint64_t backup_host_bytes = 0;
     uint64_t backup_disk_bytes = 0;
+    uint64_t reused_bytes = 0;  // of the backup: what the last sleep found there, and did not copy
   };
   std::map<std::string, Tag> tags;
   uint64_t device_physical_bytes = 0;
@@ -68,13 +69,16 @@ struct Save {
   static constexpr std::string_view kName = "save";
   struct Reply {
     uint64_t bytes = 0;                          // copied
+    uint64_t reused_bytes = 0;                   // backed up before, and not copied again
     RankChunks chunks;                           // to disk: for the manifest
     std::map<std::string, std::string> digests;  // to disk, of each tag without blocks: as DigestTags says it
   };
   std::vector<std::string> tags;
-  std::vector<int32_t> blocks;  // of the KV cache
-  std::string directory;        // of the checkpoint under construction; empty: into the arena
-  ChunkWriting writing;         // to disk: how
+  std::vector<int32_t> blocks;   // of the KV cache
+  std::vector<uint64_t> stamps;  // KvBlock::stamp of each of them, or empty
+  uint64_t steps = 0;            // KvSnapshot::steps
+  std::string directory;         // of the checkpoint under construction; empty: into the arena
+  ChunkWriting writing;          // to disk: how
 };
 
 // Undoes Save.
@@ -125,10 +129,11 @@ struct Finish {
     RankLedger ledger;
   };
   std::vector<std::string> tags;
-  bool keep_backup = false;  // where the options allow it
+  bool keep_backup = false;  // also of KV blocks, where the options allow it
 };
 
-// Reads the content of the tags; of those that are detached, takes the digests of their backups.
+// Reads the content of the tags; of those that are detached, takes the digests of their backups. With `as_proven`, a
+// tag that a load has filled and nobody was seen to write since is not read: the load proved its digest.
 struct DigestTags {
   static constexpr std::string_view kName = "digest";
   struct Reply {
@@ -136,6 +141,7 @@ struct DigestTags {
     std::map<std::string, std::string> digests;  // tag -> of its content
   };
   std::vector<std::string> tags;
+  bool as_proven = false;
 };
 
 // KV blocks of a committed checkpoint -> attached memory, verified. Each rank reads its own table of chunks there.

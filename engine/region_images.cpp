@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include "base/units.h"
+#include "engine/combined_digest.h"
 #include "engine/region_mapper.h"
 
 namespace torpor {
@@ -18,26 +19,6 @@ uint64_t bytes_of(const std::vector<SavedChunk>& chunks) {
   uint64_t bytes = 0;
   for (const SavedChunk& chunk : chunks) bytes += chunk.bytes;
   return bytes;
-}
-
-// One digest for all content of a tag: over its chunks' keys and digests, in order.
-class CombinedDigest {
- public:
-  void add(const ChunkKey& key, const Digest& digest) {
-    const std::string name = key.to_string();
-    all_.update(std::as_bytes(std::span(name)));
-    all_.update(std::as_bytes(std::span(digest.bytes)));
-  }
-  std::string finish() { return all_.finish().hex(); }
-
- private:
-  StreamingDigest all_;
-};
-
-std::string combined_digest(const std::vector<SavedChunk>& chunks) {
-  CombinedDigest all;
-  for (const SavedChunk& chunk : chunks) all.add(chunk.key, chunk.digest);
-  return all.finish();
 }
 
 }  // namespace
@@ -70,6 +51,15 @@ class RegionImages::OnTheWay {
   RegionMapper mapper_;  // last: order() fills the others
 };
 
+RegionImages::RegionImages(Parts parts) : parts_(std::move(parts)), contents_(parts_.device, parts_.allocator) {
+  parts_.arena.ask_when_short([retained = retained_](uint64_t bytes) { return retained->give_up(bytes); });
+}
+
+RegionImages::~RegionImages() {
+  parts_.arena.ask_when_short(nullptr);
+  forget_retained();
+}
+
 uint64_t RegionImages::Image::bytes() const { return bytes_of(chunks); }
 
 Status RegionImages::set_kv_layout(std::string tag, KvLayout layout) {
@@ -92,6 +82,7 @@ Status RegionImages::set_kv_layout(std::string tag, KvLayout layout) {
       }
     }
   }
+  forget_retained();
   kv_tag_ = std::move(tag);
   kv_layout_ = layout.merged();
   return ok();
@@ -113,13 +104,18 @@ void RegionImages::describe(orders::Describe::Reply& reply) {
 }
 
 void RegionImages::forget_clean(std::string_view tag) {
+  if (tag == kv_tag_) forget_retained();
   if (const auto found = images_.find(tag); found != images_.end() && found->second.clean) images_.erase(found);
 }
 
-void RegionImages::on_allocated(std::string_view tag) { forget_clean(tag); }
+void RegionImages::on_allocated(std::string_view tag) {
+  forget_clean(tag);
+  contents_.forget_proof(tag);
+}
 
 void RegionImages::on_freed(const RegionInfo& region) {
   forget_clean(region.tag);
+  contents_.forget_proof(region.tag);
   const auto image = images_.find(region.tag);
   if (image == images_.end()) return;
   std::erase_if(image->second.chunks, [&](const SavedChunk& chunk) {
@@ -170,24 +166,26 @@ Result<std::vector<ChunkPlan>> RegionImages::plans_for(const std::vector<SavedCh
 }
 
 Result<orders::Save::Reply> RegionImages::save(const orders::Save& order) {
-  return order.directory.empty() ? save_to_arena(order) : save_to_disk(order);
+  if (!order.directory.empty()) return save_to_disk(order);
+  Result<orders::Save::Reply> saved = save_to_arena(order);
+  if (saved || saved.error().code != Code::kResourceExhausted || retained_->bytes() == 0) return saved;
+  forget_retained();  // it may stand in the way of larger pieces
+  return save_to_arena(order);
 }
 
 Result<orders::Save::Reply> RegionImages::save_to_arena(const orders::Save& order) {
   orders::Save::Reply reply;
   for (const std::string& tag : order.tags) {
-    const Image* const kept = find(tag);
-    if (kept != nullptr && kept->clean && kept->host != nullptr && tag != kv_tag_) continue;
-    images_.erase(tag);
-    TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_of(tag, order.blocks));
-    Image image{.host = std::make_unique<HostTier>(parts_.arena)};
-    Result<std::vector<SavedChunk>> saved = catching([&] { return parts_.transfers.save(plans, *image.host); });
-    if (!saved) {
-      if (parts_.transfers.quarantined()) image.host.release();  // a copy may still write there
-      return saved.error();
+    if (const auto kept = images_.find(tag);
+        kept != images_.end() && kept->second.clean && kept->second.host != nullptr) {
+      kept->second.reused_bytes = kept->second.bytes();
+      reply.reused_bytes += kept->second.reused_bytes;
+      continue;
     }
-    image.chunks = std::move(*saved);
-    reply.bytes += image.bytes();
+    images_.erase(tag);
+    TORPOR_ASSIGN(Image image, tag == kv_tag_ ? save_blocks(order) : save_regions(tag));
+    reply.bytes += image.bytes() - image.reused_bytes;
+    reply.reused_bytes += image.reused_bytes;
     images_[tag] = std::move(image);
   }
   return reply;
@@ -218,13 +216,17 @@ Result<orders::Save::Reply> RegionImages::save_to_disk(const orders::Save& order
 
 void RegionImages::forget_saved(const std::vector<std::string>& tags) {
   for (const std::string& tag : tags) {
-    if (const auto found = images_.find(tag); found != images_.end() && !found->second.clean) images_.erase(found);
+    const auto found = images_.find(tag);
+    if (found == images_.end() || found->second.clean) continue;
+    if (tag == kv_tag_) retain(found->second);
+    images_.erase(found);
   }
 }
 
 void RegionImages::on_detached(const std::vector<std::string>& tags) {
   for (const std::string& tag : tags) {
     if (const auto found = images_.find(tag); found != images_.end()) found->second.clean = false;
+    if (tag == kv_tag_) forget_retained();
   }
 }
 
@@ -288,11 +290,7 @@ Result<orders::Restore::Reply> RegionImages::restore(const std::vector<std::stri
 
 Result<uint64_t> RegionImages::load_blocks(const orders::LoadBlocks& order) {
   TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(parts_.file_system, order.directory, parts_.key));
-  if (checkpoint.manifest().generation != order.generation || checkpoint.manifest().id != order.id) {
-    return Error{.code = Code::kIncompatible,
-                 .what = fmt::format("{} is not the checkpoint that the other processes see there", order.directory),
-                 .next_step = "let all of them see the same directory, and wake it again"};
-  }
+  TORPOR_TRY(check_same(checkpoint, order.generation, order.id));
   TORPOR_ASSIGN(const RankChunks* const own, own_chunks(checkpoint));
   std::vector<SavedChunk> blocks;
   std::copy_if(own->chunks.begin(), own->chunks.end(), std::back_inserter(blocks), [this](const SavedChunk& chunk) {
@@ -321,25 +319,31 @@ Status RegionImages::finish(const std::vector<std::string>& tags, bool keep) {
   for (const std::string& tag : tags) {
     const auto found = images_.find(tag);
     if (found == images_.end()) continue;
-    if (keep && found->second.host != nullptr && tag != kv_tag_) {
+    if (keep && parts_.keep_backup && found->second.host != nullptr && tag != kv_tag_) {
       found->second.clean = true;
-    } else {
-      images_.erase(found);
+      found->second.reused_bytes = 0;
+      continue;
     }
+    if (keep && tag == kv_tag_) retain(found->second);
+    images_.erase(found);
   }
   return ok();
 }
 
 // --- the rest ---
 
-Result<orders::DigestTags::Reply> RegionImages::digest(const std::vector<std::string>& tags) {
+Result<orders::DigestTags::Reply> RegionImages::digest(const orders::DigestTags& order) {
   orders::DigestTags::Reply reply;
   const std::map<std::string, RegionState> states = parts_.allocator.states();
-  for (const std::string& tag : tags) {
+  for (const std::string& tag : order.tags) {
     const auto state = states.find(tag);
     const Image* const image = find(tag);
     if (state != states.end() && state->second == RegionState::kDetached && image != nullptr) {
       reply.digests[tag] = combined_digest(image->chunks);
+      continue;
+    }
+    if (std::optional<std::string> known = order.as_proven ? proven(tag) : std::nullopt; known) {
+      reply.digests[tag] = std::move(*known);
       continue;
     }
     TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_of(tag, {}));
@@ -385,7 +389,9 @@ void RegionImages::fill(RankLedger& ledger) const {
       (image.host != nullptr ? ledger.tags[tag].backup_host_bytes : ledger.tags[tag].backup_disk_bytes) +=
           chunk.stored_bytes;
     }
+    ledger.tags[tag].reused_bytes += image.reused_bytes;
   }
+  if (const uint64_t bytes = retained_->bytes(); bytes > 0) ledger.tags[kv_tag_].backup_host_bytes += bytes;
   const OutcomeCounts counts = parts_.transfers.counts();
   for (size_t outcome = 0; outcome < counts.size(); ++outcome) {
     if (counts[outcome] == 0) continue;

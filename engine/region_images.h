@@ -3,7 +3,8 @@
 // are named; every other tag region by region, whole.
 //
 // A clean image is kept after a wake and still equal to the content of its attached tag: it is not copied again. That
-// it is clean is believed until the owner says that the tag was written, or it is noticed.
+// it is clean is believed until the owner says that the tag was written, or it is noticed. Of KV blocks each is kept by
+// itself (engine/retained_blocks.h).
 //
 // All bytes of a sleep, a wake or a digest go through here. Owner: RankMemory; its lock is held at every call.
 #pragma once
@@ -11,6 +12,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,6 +21,7 @@
 #include "base/file_system.h"
 #include "checkpoint/checkpoint.h"
 #include "engine/rank_orders.h"
+#include "engine/retained_blocks.h"
 #include "engine/tag_contents.h"
 #include "kvcache/kv_layout.h"
 #include "offload/disk_tier.h"
@@ -26,6 +29,18 @@
 #include "offload/transfer_engine.h"
 
 namespace torpor {
+
+// Where the content of a tag is stored.
+struct StoredTag {
+  std::string tag;
+  std::string directory;    // of the checkpoint
+  uint64_t generation = 0;  // that it has
+  SealId id{};
+};
+struct LoadedTag {
+  uint64_t bytes = 0;
+  std::string digest;  // as DigestTags says it
+};
 
 class RegionImages {
  public:
@@ -36,18 +51,23 @@ class RegionImages {
     TransferEngine& transfers;
     FileSystem& file_system;
     int32_t rank = 0;
+    bool keep_backup = false;        // of tags without blocks
+    uint64_t retain_kv_bytes = 0;    // of blocks: most
     std::shared_ptr<const Key> key;  // of sealed checkpoints; null: there is none
   };
   struct Image {
     std::unique_ptr<HostTier> host;  // null: in a chunk file
     std::string directory;           // of the chunk file
     std::vector<SavedChunk> chunks;
+    std::vector<BlockContent> contents;  // of blocks in the arena: of each chunk
+    uint64_t reused_bytes = 0;           // not copied by the sleep that made it
     bool clean = false;
     uint64_t bytes() const;  // of the content
   };
   using Images = std::map<std::string, Image, std::less<>>;  // by tag
 
-  explicit RegionImages(Parts parts) : parts_(std::move(parts)), contents_(parts_.device, parts_.allocator) {}
+  explicit RegionImages(Parts parts);
+  ~RegionImages();
 
   // From now on `tag` holds KV blocks laid out like this.
   Status set_kv_layout(std::string tag, KvLayout layout);
@@ -61,16 +81,22 @@ class RegionImages {
 
   // Content -> images. Clean ones in the arena stand as they are. After an error call forget_saved().
   Result<orders::Save::Reply> save(const orders::Save& order);
-  void forget_saved(const std::vector<std::string>& tags);  // images that are not clean
+  void forget_saved(const std::vector<std::string>& tags);  // images that are not clean, the content is there still
+  void forget_retained() noexcept { retained_->clear(); }   // blocks were written by others than the engine
   void on_detached(const std::vector<std::string>& tags);   // nothing is clean without content
   // Attaches the tags' regions and copies their images up.
   Result<orders::Restore::Reply> restore(const std::vector<std::string>& tags);
   // The tags are awake; one that is already stays so. Without `keep` no image is kept as a clean one.
   Status finish(const std::vector<std::string>& tags, bool keep);
 
-  Result<orders::DigestTags::Reply> digest(const std::vector<std::string>& tags);
+  Result<orders::DigestTags::Reply> digest(const orders::DigestTags& order);
   // KV blocks of a committed checkpoint -> attached memory. Returns the bytes.
   Result<uint64_t> load_blocks(const orders::LoadBlocks& order);
+  // What a committed checkpoint has of a tag -> its attached regions, which must be the same. Nothing is written before
+  // that is known; a failure after it leaves the tag without content.
+  Result<LoadedTag> load_tag(const StoredTag& stored);
+  // The digest that load_tag() proved, unless the tag was written since.
+  std::optional<std::string> proven(const std::string& tag);
   void on_moved(const std::string& directory);  // the checkpoint under construction was committed to this path
 
   // Reads the content of the tags; clean images of another content go.
@@ -88,7 +114,12 @@ class RegionImages {
   Result<std::vector<ChunkPlan>> plans_of(const std::string& tag, const std::vector<int32_t>& blocks) const;
   Result<std::vector<ChunkPlan>> plans_for(const std::vector<SavedChunk>& chunks) const;
   Result<orders::Save::Reply> save_to_arena(const orders::Save& order);
+  Result<Image> save_regions(const std::string& tag);
+  Result<Image> save_blocks(const orders::Save& order);
+  void retain(Image& image) noexcept;
   Result<orders::Save::Reply> save_to_disk(const orders::Save& order);
+  static Status check_same(const Checkpoint& checkpoint, uint64_t generation, const SealId& id);
+  Status fill_tag(const std::string& tag, const std::vector<SavedChunk>& chunks, Tier& source);
   Result<const RankChunks*> own_chunks(const Checkpoint& checkpoint) const;
   Status copy_up(const Image& image, const std::vector<ChunkPlan>& plans, Tier& source, OnTheWay& regions);
   void forget_clean(std::string_view tag);
@@ -97,6 +128,7 @@ class RegionImages {
   std::string kv_tag_;
   KvLayout kv_layout_;
   Images images_;
+  const std::shared_ptr<RetainedBlocks> retained_ = std::make_shared<RetainedBlocks>();  // of the tag with blocks
   TagContents contents_;
 };
 

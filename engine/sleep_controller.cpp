@@ -155,16 +155,16 @@ Result<Fingerprint> SleepController::fingerprint() {
 
 Result<Fingerprint> SleepController::fingerprint_now() {
   TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
-  return fingerprint_of(described, /*with_weights=*/true);
+  return fingerprint_of(described, WeightsDigest::kReadOrProven);
 }
 
-// Reads the weights, if they are to be in it.
-Result<Fingerprint> SleepController::fingerprint_of(const Described& described, bool with_weights) {
+Result<Fingerprint> SleepController::fingerprint_of(const Described& described, WeightsDigest weights) {
   TORPOR_ASSIGN(Fingerprint fields, hooks_.fingerprint());
   fields["ranks"] = std::to_string(described.size());
-  if (with_weights && described.front().ledger.tags.contains(kWeightsTag)) {
+  if (weights != WeightsDigest::kNone && described.front().ledger.tags.contains(kWeightsTag)) {
+    const bool as_proven = weights == WeightsDigest::kReadOrProven;
     TORPOR_ASSIGN(const std::vector<orders::DigestTags::Reply> digested,
-                  ranks_.call(orders::DigestTags{.tags = {kWeightsTag}}));
+                  ranks_.call(orders::DigestTags{.tags = {kWeightsTag}, .as_proven = as_proven}));
     add_weights(fields, digested);
   }
   return fields;

@@ -108,7 +108,9 @@ class SleepController final : private Operation::Owner {
   Status end_hold_now(bool keep);
 
   Result<Fingerprint> fingerprint_now();
-  Result<Fingerprint> fingerprint_of(const Described& described, bool with_weights);
+  // What a load has proved of the weights counts where a checkpoint is compared, not where one is written.
+  enum class WeightsDigest { kNone, kRead, kReadOrProven };
+  Result<Fingerprint> fingerprint_of(const Described& described, WeightsDigest weights);
   Result<SleepPlan> plan_sleep_now(const SleepOptions& options);
   Error busy() const;  // another operation is in progress
   Status check(const SleepOptions& options) const;

@@ -252,6 +252,7 @@ void SleepController::fall_back(FallingAsleep& sleep, const Error& why) {
   sleep.save.directory.clear();
   sleep.save.writing = {};
   sleep.save.blocks.clear();
+  sleep.save.stamps.clear();
   report.checkpoint.clear();
   report.checkpoint_bytes = 0;
   report.checkpoint_parts.clear();
@@ -272,10 +273,13 @@ Status SleepController::prepare(FallingAsleep& sleep) {
   if (with_kv) sleep.live = select_live_blocks(sleep.captured.state.kv, block.most, options_.kv_budget_bytes);
   drop_hashes(sleep.captured.state.kv, sleep.live.dropped);
   sleep.save.blocks = sleep.live.kept;
+  sleep.save.stamps = stamps_of(sleep.captured.state.kv, sleep.live.kept);
+  sleep.save.steps = sleep.captured.state.kv.steps;
   if (sleep.to_disk) {
     // Weights that are saved are read then, and not twice: save() adds what they are.
-    const bool read_weights = !has_tag(sleep.save.tags, kWeightsTag);
-    TORPOR_ASSIGN(sleep.captured.fingerprint, fingerprint_of(sleep.described, read_weights));
+    const bool saved = has_tag(sleep.save.tags, kWeightsTag);
+    TORPOR_ASSIGN(sleep.captured.fingerprint,
+                  fingerprint_of(sleep.described, saved ? WeightsDigest::kNone : WeightsDigest::kRead));
   }
   sleep.operation.end("capture");
   if (!sleep.to_disk) return ok();
@@ -312,6 +316,7 @@ Status SleepController::save(FallingAsleep& sleep) {
     sleep.pending->set_fingerprint(sleep.captured.fingerprint);
   }
   sleep.report.saved_bytes = total_bytes(saved);
+  for (const orders::Save::Reply& reply : saved) sleep.report.reused_bytes += reply.reused_bytes;
   sleep.operation.end("save", sleep.report.saved_bytes);
   return ok();
 }

@@ -70,8 +70,9 @@ struct SleepReport {  // also of a wake
   uint64_t checkpoint_bytes = 0;
   std::map<std::string, uint64_t> checkpoint_parts;  // section or tag -> stored bytes
   int64_t requests = 0;
-  uint64_t saved_bytes = 0;
-  uint64_t freed_bytes = 0;  // device memory
+  uint64_t saved_bytes = 0;   // copied
+  uint64_t reused_bytes = 0;  // kept without a copy: the one of the last sleep still holds
+  uint64_t freed_bytes = 0;   // device memory
   uint64_t restored_bytes = 0;
   int64_t kept_blocks = 0;
   int64_t dropped_blocks = 0;  // cached blocks whose bytes were not kept

@@ -17,6 +17,7 @@ void TagContents::note_write(std::string_view tag) {
   Content& content = contents_[std::string(tag)];
   ++content.writes;
   content.missing = false;
+  content.proven.reset();
   content.sample.reset();  // taken anew when it is looked at next
 }
 
@@ -31,6 +32,26 @@ bool TagContents::was_written(const std::string& tag) {
 void TagContents::look_anew(const std::string& tag) {
   Content& content = contents_[tag];
   content.sample = sample(tag);
+}
+
+void TagContents::came_back_empty(const std::string& tag) {
+  Content& content = contents_[tag];
+  content.missing = true;
+  content.proven.reset();
+}
+
+void TagContents::prove(const std::string& tag, std::string digest) {
+  look_anew(tag);
+  contents_[tag].proven = std::move(digest);
+}
+
+void TagContents::forget_proof(std::string_view tag) noexcept {
+  if (const auto content = contents_.find(tag); content != contents_.end()) content->second.proven.reset();
+}
+
+std::optional<std::string> TagContents::proven(std::string_view tag) const {
+  const auto content = contents_.find(tag);
+  return content == contents_.end() ? std::nullopt : content->second.proven;
 }
 
 bool TagContents::missing(std::string_view tag) const {

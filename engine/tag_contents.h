@@ -1,5 +1,5 @@
-// TagContents: what is known of the content of each tag of a rank: how often it was written, and whether it came back
-// from a sleep without any. The tag of the KV cache is not among them.
+// TagContents: what is known of the content of each tag of a rank: how often it was written, whether it came back from
+// a sleep without any, and its digest where a load has proved it. The tag of the KV cache is not among them.
 //
 // Writes are told by who makes them. On the device without a GPU most others are noticed: a sample of the tag's bytes
 // is compared. Owner: RegionImages.
@@ -28,8 +28,12 @@ class TagContents {
   // is looked at was left as it was. True again until note_write().
   bool was_written(const std::string& tag);
   void look_anew(const std::string& tag);  // later writes are noticed against what the tag is now
-  void came_back_empty(const std::string& tag) { contents_[tag].missing = true; }
+  void came_back_empty(const std::string& tag);
   bool missing(std::string_view tag) const;  // it came back empty, and was not written since
+  // The content was filled with bytes of this digest, until note_write() or forget_proof().
+  void prove(const std::string& tag, std::string digest);
+  void forget_proof(std::string_view tag) noexcept;
+  std::optional<std::string> proven(std::string_view tag) const;
   void describe(orders::Describe::Reply& reply) const;
 
  private:
@@ -37,6 +41,7 @@ class TagContents {
     uint64_t writes = 0;           // how often it was seen to be another
     std::optional<Digest> sample;  // of its bytes, when they were looked at last; none: never
     bool missing = false;
+    std::optional<std::string> proven;  // its digest
   };
   std::optional<Digest> sample(const std::string& tag) const;
 

@@ -386,7 +386,7 @@ BlockPoolSnapshot BlockPool::snapshot() const {
     if (slot(id).state == BlockState::kRegistered && !slot(id).discarded) by_age.emplace_back(slot(id).age, id);
   }
   std::sort(by_age.begin(), by_age.end());
-  for (const auto& [age, id] : by_age) snapshot.registered.push_back({id, slot(id).identity});
+  for (const auto& [age, id] : by_age) snapshot.registered.push_back({id, slot(id).identity, age});
   return snapshot;
 }
 

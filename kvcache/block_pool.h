@@ -67,6 +67,7 @@ struct BlockPoolSnapshot {
   struct Block {  // a registered one
     int32_t id = -1;
     BlockIdentity identity;
+    uint64_t registration = 0;  // another one for each registration of this pool; of no meaning to another
   };
   std::vector<Block> registered;    // by age: of two with one hash the older first
   std::vector<int32_t> free_order;  // as free_order()

@@ -17,6 +17,17 @@ Result<std::span<std::byte>> HostTier::place(SavedChunk& chunk) {
   return bytes;
 }
 
+void HostTier::adopt(SavedChunk& chunk, HostArena::Span&& span) {
+  const MutexLock lock(mutex_);
+  spans_.push_back(std::move(span));
+  chunk.offset = spans_.size() - 1;
+}
+
+HostArena::Span HostTier::release(const SavedChunk& chunk) noexcept {
+  const MutexLock lock(mutex_);
+  return chunk.offset < spans_.size() ? std::move(spans_[chunk.offset]) : HostArena::Span();
+}
+
 std::span<std::byte> HostTier::view(const SavedChunk& chunk) {
   const MutexLock lock(mutex_);
   if (chunk.offset >= spans_.size() || spans_[chunk.offset].bytes().size() != chunk.bytes) return {};

@@ -18,6 +18,10 @@ class HostTier final : public Tier {
   Result<std::span<std::byte>> place(SavedChunk& chunk) override;
   std::span<std::byte> view(const SavedChunk& chunk) override;
   Status finish() override { return ok(); }
+  // A chunk whose bytes lie in the arena already; fills its offset. Takes memory first, then the span.
+  void adopt(SavedChunk& chunk, HostArena::Span&& span);
+  // The bytes of a chunk of this tier, which is in it no more; empty if it is not there.
+  HostArena::Span release(const SavedChunk& chunk) noexcept;
 
  private:
   HostArena& arena_;

@@ -170,6 +170,19 @@ LiveBlocks select_live_blocks(const KvSnapshot& snapshot, uint64_t bytes_per_blo
   return live;
 }
 
+std::vector<uint64_t> stamps_of(const KvSnapshot& snapshot, const std::vector<int32_t>& blocks) {
+  std::unordered_map<int32_t, uint64_t> known;
+  known.reserve(snapshot.blocks.size());
+  for (const KvBlock& block : snapshot.blocks) known.emplace(block.id, block.stamp);
+  std::vector<uint64_t> stamps;
+  stamps.reserve(blocks.size());
+  for (const int32_t id : blocks) {
+    const auto found = known.find(id);
+    stamps.push_back(found == known.end() ? 0 : found->second);
+  }
+  return stamps;
+}
+
 void drop_hashes(KvSnapshot& snapshot, const std::vector<int32_t>& dropped) {
   const std::unordered_set<int32_t> gone(dropped.begin(), dropped.end());
   for (KvBlock& block : snapshot.blocks) {

@@ -20,6 +20,9 @@ struct KvBlock {
   int32_t ref_count = 0;
   Bytes hash;               // empty: not in the prefix cache. Otherwise the engine's key, group included
   int32_t hash_tokens = 0;  // tokens that the hash covers
+  // Of the present content, among all that this block ever has in this process: any new content gets another one, also
+  // under an equal hash. Only full blocks into which the engine never writes again have one; 0: none. In no checkpoint.
+  uint64_t stamp = 0;
   friend bool operator==(const KvBlock&, const KvBlock&) = default;
 };
 
@@ -58,6 +61,8 @@ struct KvSnapshot {
   std::vector<ExtraHashes> extra_hashes;
   std::vector<int32_t> free_order;  // in the order in which the engine would take them
   Value engine;                     // what the adapter keeps beside
+  // Equal in two captures of one process: no block was written between them. 0: not told. In no checkpoint.
+  uint64_t steps = 0;
 
   // Every cross-reference: ids in range, tables name blocks that are listed, reference counts equal the number of
   // tables that name the block, prefix entries and blocks agree, the free order is exactly the blocks without
@@ -76,6 +81,9 @@ struct LiveBlocks {
 // kept bytes beyond the referenced blocks; no value: no bound.
 LiveBlocks select_live_blocks(const KvSnapshot& snapshot, uint64_t bytes_per_block,
                               std::optional<uint64_t> budget_bytes);
+
+// The stamp of each of `blocks`.
+std::vector<uint64_t> stamps_of(const KvSnapshot& snapshot, const std::vector<int32_t>& blocks);
 
 // Takes the hashes of `dropped` out of blocks, prefix index and extra hashes. Blocks left with neither go too.
 void drop_hashes(KvSnapshot& snapshot, const std::vector<int32_t>& dropped);

@@ -67,7 +67,8 @@ Result<ReferenceEngine::Rank> ReferenceEngine::make_rank(int32_t rank, std::uniq
                                                 {.rank = rank,
                                                  .arena_slab_bytes = 1 * kMiB,
                                                  .threads = options_.transfer_threads,
-                                                 .own_threads = options_.transfers_have_threads}));
+                                                 .own_threads = options_.transfers_have_threads,
+                                                 .retain_kv_bytes = options_.retain_kv_bytes}));
   const ByteModelShape& shape = options_.model;
   const uint64_t block_bytes = static_cast<uint64_t>(shape.block_tokens) * shape.token_bytes;
   const uint64_t layer_bytes = static_cast<uint64_t>(options_.num_blocks) * block_bytes;

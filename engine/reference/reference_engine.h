@@ -49,7 +49,8 @@ struct ReferenceOptions {
   bool by_priority = false;  // else first come, first served
   TierOptions tiers;
   int transfer_threads = 1;
-  bool transfers_have_threads = true;  // off: copies are made by the thread that waits for them
+  bool transfers_have_threads = true;       // off: copies are made by the thread that waits for them
+  std::optional<uint64_t> retain_kv_bytes;  // RankMemoryOptions
 };
 
 enum class Sampling : uint8_t { kGreedy, kSeeded, kUnseeded };

@@ -123,6 +123,7 @@ Result<SchedulerCheckpoint> ReferenceEngine::capture() {
   kv.null_block = -1;
   kv.groups = {std::move(group)};
   kv.free_order = pool.free_order;
+  kv.steps = 1 + static_cast<uint64_t>(counts_.steps);
   std::map<int32_t, KvBlock> blocks;
   for (const auto& [id, count] : references) blocks[id] = {.id = id, .ref_count = count};
   List identities;
@@ -132,6 +133,7 @@ Result<SchedulerCheckpoint> ReferenceEngine::capture() {
     entry.id = block.id;
     entry.hash = hash;
     entry.hash_tokens = block_tokens();
+    entry.stamp = block.registration;
     const auto same = std::find_if(kv.prefix_index.begin(), kv.prefix_index.end(),
                                    [&](const PrefixEntry& known) { return known.hash == hash; });
     if (same == kv.prefix_index.end()) {

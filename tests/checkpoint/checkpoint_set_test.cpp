@@ -118,6 +118,17 @@ TEST_F(CheckpointSetTest, ASetIsNoCheckpointOfAnEngineNorTheOtherWayRound) {
   EXPECT_FAILS(open(temporary_ / "rank-0-of-2"), Code::kIncompatible, "one engine");
 }
 
+TEST_F(CheckpointSetTest, OfASetEachRankOpensItsOwn) {
+  const std::vector<std::string> paths = write_ranks();
+  ASSERT_SUCCEEDS(commit(paths));
+  for (const int rank : {0, 1}) {
+    const std::string& own = paths[static_cast<size_t>(rank)];
+    EXPECT_EQ(value_of(open_checkpoint_of(file_system_, temporary_.path(), rank)).path(), own);
+    EXPECT_EQ(value_of(open_checkpoint_of(file_system_, own, rank)).path(), own);  // of one engine: that
+  }
+  EXPECT_FAILS(open_checkpoint_of(file_system_, temporary_.path(), 2), Code::kIncompatible, "of 2 data parallel ranks");
+}
+
 TEST_F(CheckpointSetTest, IsSealedAsItsCheckpointsAre) {
   options_.key = std::make_shared<const Key>(std::array<uint8_t, kKeyBytes>{1, 2, 3});
   options_.encrypt = true;

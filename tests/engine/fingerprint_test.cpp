@@ -1,4 +1,10 @@
 // The weights in the fingerprint of a checkpoint: right, whoever took the digests, and read at most once.
+#include <algorithm>
+#include <fstream>
+
+#include <fmt/format.h>
+
+#include "allocator/host_device.h"
 #include "tests/support/sleeping_engine.h"
 
 namespace torpor {
@@ -10,7 +16,8 @@ class EngineFingerprint : public ::testing::Test {
  protected:
   static constexpr int kRanks = 2;
   SleepingEngine make(uint64_t weights_seed = 1) {
-    return SleepingEngine(linux_file_system(), temporary_.path(), {.ranks = kRanks, .weights_seed = weights_seed});
+    return SleepingEngine(linux_file_system(), temporary_.path(),
+                          {.ranks = kRanks, .weights_seed = weights_seed, .key = key_});
   }
   static void begin(TestEngine& engine) {
     add_example_requests(engine);
@@ -20,6 +27,7 @@ class EngineFingerprint : public ::testing::Test {
     return value_of(open_checkpoint(linux_file_system(), checkpoint)).manifest().fingerprint;
   }
   TemporaryDirectory temporary_;
+  std::shared_ptr<const Key> key_;  // null: nothing is sealed
 };
 
 const std::vector<std::pair<const char*, SleepOptions>>& sleeps_to_disk() {
@@ -61,6 +69,130 @@ TEST_F(EngineFingerprint, AWakeFromDiskReadsThem) {
   EXPECT_EQ(woken.engine.hashed_bytes(), kRanks * kWeightBytes);
   SleepingEngine other = make(2);
   EXPECT_FAILS(other.controller.wake_up({.from_checkpoint = path}), Code::kIncompatible, "weights_digest_rank1");
+}
+
+// Of a new process that fills its weights from the checkpoint.
+class LoadedWeights : public EngineFingerprint {
+ protected:
+  void SetUp() override { store(); }
+  void store() {
+    SleepingEngine slept = make();
+    begin(slept.engine);
+    path_ = value_of(slept.controller.sleep({.preserve_state = true, .to_disk = true})).checkpoint;
+    const Manifest manifest = value_of(open_checkpoint(linux_file_system(), path_, key_)).manifest();
+    stored_ = {.tag = "weights", .directory = path_, .generation = manifest.generation, .id = manifest.id};
+  }
+  void load(SleepingEngine& into) {
+    for (int rank = 0; rank < kRanks; ++rank) {
+      const LoadedTag loaded = value_of(into.engine.memory(rank).load_tag(stored_));
+      EXPECT_EQ(loaded.bytes, kWeightBytes);
+      EXPECT_EQ(into.engine.memory(rank).proven_digest("weights"), loaded.digest);
+    }
+    ASSERT_SUCCEEDS(into.engine.rebuild_derived());
+  }
+  static uint64_t chunks_of(SleepingEngine& engine) {
+    uint64_t all = 0;
+    for (const auto& [outcome, chunks] : engine.engine.memory().ledger().chunks_by_outcome) all += chunks;
+    return all;
+  }
+  std::string path_;
+  StoredTag stored_;
+};
+
+TEST_F(LoadedWeights, AreReadOnceAndNotHashedAgainByTheWakeThatFollows) {
+  SleepingEngine woken = make(2);
+  load(woken);
+  const uint64_t loaded = chunks_of(woken);
+  const SleepReport report = value_of(woken.controller.wake_up({.from_checkpoint = path_}));
+  EXPECT_EQ(woken.engine.hashed_bytes(), 0u);
+  EXPECT_EQ(chunks_of(woken) - loaded, static_cast<uint64_t>(report.kept_blocks));
+  // What a checkpoint says of them is read, whatever was proved before.
+  ASSERT_SUCCEEDS(woken.controller.checkpoint({}));
+  EXPECT_EQ(woken.engine.hashed_bytes(), kRanks * kWeightBytes);
+}
+
+TEST_F(LoadedWeights, ThatWereWrittenSinceAreReadAgain) {
+  for (const bool tell : {true, false}) {
+    SleepingEngine woken = make();
+    load(woken);
+    woken.engine.load_weights(2, tell);
+    EXPECT_EQ(woken.engine.memory().proven_digest("weights"), std::nullopt);
+    EXPECT_FAILS(woken.controller.wake_up({.from_checkpoint = path_}), Code::kIncompatible, "weights_digest_rank1");
+    EXPECT_EQ(woken.engine.hashed_bytes(), kRanks * kWeightBytes);
+  }
+}
+
+TEST_F(LoadedWeights, AreNotProvedAnyMoreWithAnotherRegionBesideThem) {
+  SleepingEngine woken = make();
+  load(woken);
+  ASSERT_SUCCEEDS(woken.engine.memory().allocate("kv_cache", "another tag's", 4096));
+  EXPECT_NE(woken.engine.memory().proven_digest("weights"), std::nullopt);
+  const DeviceAddress more = value_of(woken.engine.memory().allocate("weights", "more", 4096));
+  EXPECT_EQ(woken.engine.memory().proven_digest("weights"), std::nullopt);
+  ASSERT_SUCCEEDS(woken.engine.memory().free(more));
+}
+
+TEST_F(LoadedWeights, OfAnotherLayoutAreRefusedBeforeAnythingIsWritten) {
+  const auto memory = value_of(RankMemory::create(value_of(make_host_device()), linux_file_system(), {.threads = 1}));
+  EXPECT_FAILS(memory->load_tag(stored_), Code::kFailedPrecondition, "weights cannot be filled: it is not there");
+  const DeviceAddress address = value_of(memory->allocate("weights", "w", kWeightBytes + 1));
+  EXPECT_FAILS(memory->load_tag(stored_), Code::kIncompatible,
+               fmt::format("the region \"w\" has {} bytes there, and {} here", kWeightBytes, kWeightBytes + 1));
+  ASSERT_SUCCEEDS(memory->free(address));
+  ASSERT_SUCCEEDS(memory->allocate("weights", "w", kWeightBytes));
+  ASSERT_SUCCEEDS(memory->allocate("weights", "more", kWeightBytes));
+  EXPECT_FAILS(memory->load_tag(stored_), Code::kIncompatible, "the region \"more\"");
+  for (const RegionInfo& region : memory->allocator().regions()) {
+    const std::span<const std::byte> bytes(reinterpret_cast<const std::byte*>(region.address), region.size_bytes);
+    EXPECT_TRUE(std::all_of(bytes.begin(), bytes.end(), [](std::byte b) { return b == std::byte{0}; }));
+  }
+  EXPECT_EQ(memory->proven_digest("weights"), std::nullopt);
+}
+
+TEST_F(LoadedWeights, AreNotThereIfTheyWereNotStoredOrTheCheckpointIsAnotherOne) {
+  SleepingEngine slept = make();
+  begin(slept.engine);
+  const std::string without = value_of(slept.controller.checkpoint({})).checkpoint;
+  const Manifest manifest = value_of(open_checkpoint(linux_file_system(), without)).manifest();
+  StoredTag none{.tag = "weights", .directory = without, .generation = manifest.generation, .id = manifest.id};
+  EXPECT_FAILS(slept.engine.memory().load_tag(none), Code::kIncompatible, "has no weights: it was written without");
+  none.id[3] ^= 1;
+  EXPECT_FAILS(slept.engine.memory().load_tag(none), Code::kIncompatible, "is not the checkpoint that the other");
+  const auto third =
+      value_of(RankMemory::create(value_of(make_host_device()), linux_file_system(), {.rank = kRanks, .threads = 1}));
+  ASSERT_SUCCEEDS(third->allocate("weights", "w", kWeightBytes));
+  EXPECT_FAILS(third->load_tag(stored_), Code::kIncompatible, "nothing of rank 2");
+}
+
+TEST_F(LoadedWeights, AreUnsealed) {
+  key_ = std::make_shared<const Key>(std::array<uint8_t, kKeyBytes>{1, 2, 3});
+  store();
+  SleepingEngine woken = make(2);
+  load(woken);
+  ASSERT_SUCCEEDS(woken.controller.wake_up({.from_checkpoint = path_}));
+  EXPECT_EQ(woken.engine.hashed_bytes(), 0u);
+  key_ = std::make_shared<const Key>(std::array<uint8_t, kKeyBytes>{1, 2, 4});
+  EXPECT_FAILS(make(2).engine.memory().load_tag(stored_), Code::kUnauthenticated);
+}
+
+TEST_F(LoadedWeights, AreRefusedWhereAPieceIsDamaged) {
+  const Checkpoint checkpoint = value_of(open_checkpoint(linux_file_system(), path_));
+  const auto& chunks = checkpoint.manifest().ranks[0].chunks;
+  const auto piece =
+      std::find_if(chunks.begin(), chunks.end(), [](const SavedChunk& chunk) { return chunk.key.tag == "weights"; });
+  {
+    std::fstream file(path_ + "/" + checkpoint.manifest().ranks[0].files[0].name,
+                      std::ios::binary | std::ios::in | std::ios::out);
+    file.seekp(static_cast<std::streamoff>(piece->offset + 5));
+    file.put('\x7f').flush();
+    ASSERT_TRUE(file.good());
+  }
+  SleepingEngine woken = make(2);
+  EXPECT_FAILS(woken.engine.memory().load_tag(stored_), Code::kCorruption, "weights");
+  EXPECT_EQ(woken.engine.memory().proven_digest("weights"), std::nullopt);
+  // Nothing runs on, or is kept of, what came half.
+  EXPECT_FAILS(woken.controller.sleep({.to_disk = true, .in_flight = "abort"}), Code::kFailedPrecondition,
+               "weights came back without content");
 }
 
 TEST_F(EngineFingerprint, ItIsTheSameWhoeverTookTheDigests) {

@@ -2,11 +2,11 @@
 // written. And planted mistakes in the order of writes, syncs and links are all found.
 #include <filesystem>
 
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <fmt/format.h>
 
+#include "tests/proof/killed_child.h"
 #include "tests/proof/segment_workloads.h"
 #include "tests/proof/workloads.h"
 #include "tests/support/faulty_file_system.h"
@@ -184,38 +184,6 @@ TEST(SegmentPowerLoss, EveryPlantedMistakeIsFound) {
 
 // ---- kills
 
-struct Ending {
-  bool killed = false;
-  bool failed = false;
-  SegmentPromise promise;
-};
-
-Ending run_killed(const SegmentWorkload& workload, const SegmentVariant& variant, const std::string& directory,
-                  Fault fault, uint64_t n) {
-  int channel[2];
-  EXPECT_EQ(::pipe(channel), 0);
-  const pid_t child = ::fork();
-  if (child == 0) {
-    test::FaultyFileSystem file_system;
-    file_system.plan.set(fault, n);
-    const SegmentWorld world{file_system, directory, [&](SegmentWord word, int number) {
-                               const char said[2] = {static_cast<char>(word), static_cast<char>(number)};
-                               (void)!::write(channel[1], said, 2);
-                             }};
-    ::_exit(workload.run(world, variant) ? 0 : 1);
-  }
-  ::close(channel[1]);
-  Ending ending;
-  char said[2];
-  while (::read(channel[0], said, 2) == 2) ending.promise.hear(static_cast<SegmentWord>(said[0]), said[1]);
-  ::close(channel[0]);
-  int status = 0;
-  EXPECT_EQ(::waitpid(child, &status, 0), child);
-  ending.killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
-  ending.failed = !ending.killed && !(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-  return ending;
-}
-
 // A killed process loses nothing that it wrote: all that was put is found.
 TEST(SegmentCrash, WhatWasPutIsThereAndNothingFalseIsBelieved) {
   const char* const memory =
@@ -236,10 +204,19 @@ TEST(SegmentCrash, WhatWasPutIsThereAndNothingFalseIsBelieved) {
         for (uint64_t n = 1; n <= calls; ++n) {
           const test::TemporaryDirectory temporary(memory);
           const std::string directory = temporary / "store";
-          const Ending ending = run_killed(workload, variant, directory, fault, n);
+          SegmentPromise promise;
+          const Ending ending = run_killed(
+              fault, n,
+              [&](FileSystem& file_system, const Say& say) {
+                return workload.run(
+                    {file_system, directory,
+                     [&](SegmentWord word, int number) { say(static_cast<char>(word), static_cast<char>(number)); }},
+                    variant);
+              },
+              [&](char word, char number) { promise.hear(static_cast<SegmentWord>(word), number); });
           ASSERT_FALSE(ending.failed) << workload.name << ", " << variant.name << ", call " << n;
-          const std::string problem = broken_segment_promise(linux_file_system(), directory, variant, ending.promise,
-                                                             ending.promise.put, leases);
+          const std::string problem =
+              broken_segment_promise(linux_file_system(), directory, variant, promise, promise.put, leases);
           ASSERT_EQ(problem, "") << workload.name << ", " << variant.name << ", killed at call " << n << ", mode "
                                  << static_cast<int>(fault);
           if (ending.killed) ++points;

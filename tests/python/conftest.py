@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -89,6 +90,11 @@ def result_of(done):
     return json.loads(lines[0].removeprefix("RESULT "))
 
 
+def without_weights(model: Path, folder: Path) -> Path:
+    """A copy of the model that has all but its weights: what load_format="torpor" starts from."""
+    return Path(shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors")))
+
+
 class InProcess:
     """An LLM whose engine core lives in this process, between runs of the same requests."""
 
@@ -152,4 +158,4 @@ class InProcess:
 
 @pytest.fixture(scope="session")
 def one(tiny_model, tmp_path_factory) -> InProcess:
-    return InProcess(tiny_model, tmp_path_factory.mktemp("checkpoints"))
+    return InProcess(tiny_model, tmp_path_factory.mktemp("checkpoints"), torpor={"retain_kv_bytes": 1 << 30})

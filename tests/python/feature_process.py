@@ -2,7 +2,7 @@
 
     feature_process.py first NAME FOLDER TOKENIZER    sleeps and wakes in this process, leaves a checkpoint
     feature_process.py only NAME FOLDER TOKENIZER     only leaves a checkpoint
-    feature_process.py second NAME FOLDER CHECKPOINT  a new process, which goes on from it
+    feature_process.py second NAME FOLDER CHECKPOINT  a new process, which goes on from it; it may take its weights from there
 
 Prints its answers and what differed from its own run that never slept.
 """
@@ -14,14 +14,15 @@ from pathlib import Path
 from conftest import InProcess
 from features import FEATURES
 from requests_of_tests import run
+from tiny_model import make_model
 
 from torpor import _core
 from torpor.vllm.server.recorder import Recorder
 
 
-def engine(name: str, folder: Path) -> InProcess:
+def engine(name: str, folder: Path, **options) -> InProcess:
     feature, model = FEATURES[name], folder / "model"
-    return InProcess(model, folder / "store", requests=feature.requests(model), **feature.options(model))
+    return InProcess(model, folder / "store", requests=feature.requests(model), **feature.options(model), **options)
 
 
 def first(name: str, folder: Path, only_leave: bool) -> dict:
@@ -88,7 +89,12 @@ def taken_over(one: InProcess, steps: int, since: int, certain: tuple[str, ...])
 
 
 def second(name: str, folder: Path, checkpoint: str) -> dict:
-    one = engine(name, folder)
+    options = {}
+    if FEATURES[name].model is not make_model:  # special models get their weights from the checkpoint
+        options = {"load_format": "torpor", "model_loader_extra_config": {"checkpoint": checkpoint}}
+        for weights in (folder / "model").glob("*.safetensors"):
+            weights.unlink()
+    one = engine(name, folder, **options)
     report = one.llm.wake_up(from_checkpoint=checkpoint)
     result = {"failed": report.failed_requests, "drafts": drafts(one)}
     answers = one.finish({})

@@ -12,7 +12,7 @@ from pathlib import Path
 
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
 
-from conftest import InProcess  # noqa: E402
+from conftest import InProcess, without_weights  # noqa: E402
 from requests_of_tests import REQUESTS, run  # noqa: E402
 
 TAKEN_OVER = ("greedy", "seeded", "penalties", "prefix-a")
@@ -27,8 +27,8 @@ def seed(worker) -> None:
     numpy.random.seed(3)
 
 
-def make(model: Path, directory: Path) -> InProcess:
-    one = InProcess(model, directory, pipeline_parallel_size=2, distributed_executor_backend="mp")
+def make(model: Path, directory: Path, **options) -> InProcess:
+    one = InProcess(model, directory, pipeline_parallel_size=2, distributed_executor_backend="mp", **options)
     if os.environ.get("TORPOR_RIG") != "1":  # vLLM's V1 on the CPU makes what its last stage receives into only where it compiles
         one.core.collective_rpc(lambda worker: worker.model_runner.profile_run())
     return one
@@ -106,7 +106,8 @@ def take_over(one: InProcess, steps: int, more: int) -> dict:
 
 
 def wake(model: Path, directory: Path, paths: list[str]) -> list:
-    one = make(model, directory)
+    bare = without_weights(model, directory.parent / "bare")
+    one = make(bare, directory, load_format="torpor", model_loader_extra_config={"checkpoint": paths[0]})
     results = []
     for path in paths:
         report = one.llm.wake_up(from_checkpoint=path)

@@ -157,6 +157,15 @@ TOY = {
         class MoreStruct(Struct):
             o: int = 1
 
+        class Many:
+            def __init__(self):
+                MANY_FIELDS
+
+        class ManyOfAnObjectThatAFunctionKeeps:
+            def __init__(self):
+                self.function = lambda: self
+                MANY_FIELDS
+
         Alias = Derived
         function = Plain
         try:
@@ -168,6 +177,8 @@ TOY = {
         value = 5
     """,
 }
+
+MANY_FIELDS = "; ".join(f"self.field_{number} = {number}" for number in range(300))  # more than a byte can number
 
 CLASSES = {
     "Renamed": Class("Renamed"),
@@ -186,7 +197,7 @@ CLASSES = {
     name: Class(name)
     for name in (
         "Record", "MoreRecord", "NoRecord", "ByOurDecorator", "ByOurDecoratorWithOptions", "Tuple", "Struct",
-        "MoreStruct",
+        "MoreStruct", "Many", "ManyOfAnObjectThatAFunctionKeeps",
     )
 }  # fmt: skip
 
@@ -196,7 +207,7 @@ def toy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("toy") / "torpor_toy"
     folder.mkdir()
     for name, text in TOY.items():
-        (folder / f"{name}.py").write_text(textwrap.dedent(text))
+        (folder / f"{name}.py").write_text(textwrap.dedent(text).replace("MANY_FIELDS", MANY_FIELDS))
     sys.path.insert(0, str(folder.parent))
     yield SourceTree(folder)
     sys.path.remove(str(folder.parent))

@@ -6,7 +6,7 @@ import os
 
 import pytest
 import rig
-from conftest import ENGINE, long_on_rig
+from conftest import ENGINE, long_on_rig, without_weights
 from requests_of_tests import REQUESTS
 from test_other_processes import in_other_processes  # noqa: F401
 from vllm import SamplingParams
@@ -138,8 +138,8 @@ async def _all_or_none(zygote, model, directory) -> None:
     assert len(going_on) > 1, "the sleep came too late to show anything"
     engine.shutdown()
 
-    with zygote.spawning():
-        engine = make(model, directory)
+    with zygote.spawning():  # each fills its weights from its own checkpoint of the set
+        engine = make(without_weights(model, directory.parent / "bare"), directory, load_format="torpor")
     ours, others = directory / "rank-1-of-2" / "g-000002", directory / "rank-0-of-2" / "g-000002"
     os.rename(ours, directory / "aside")
     with pytest.raises(errors.NotFound, match="rank 1's checkpoint .* is missing"):
@@ -196,7 +196,7 @@ class Core:
         report = {
             "changed": what == ("end_sleep", True), "fully_awake": False, "note": "", "checkpoint_parts": {},
             "reload": [], "failed_requests": [], "phases": [], "seconds": 1.0, "ledgers": [{}], "requests": 2,
-            "saved_bytes": 5, "freed_bytes": 7, "restored_bytes": 0, "kept_blocks": 1, "dropped_blocks": 0,
+            "saved_bytes": 5, "reused_bytes": 0, "freed_bytes": 7, "restored_bytes": 0, "kept_blocks": 1, "dropped_blocks": 0,
             "checkpoint_bytes": 3, "checkpoint": str(self.path) if options.get("to") == "disk" else "",
         }  # fmt: skip
         return {"result": report | ({"held": True} if method == "sleep" else {})}

@@ -66,6 +66,34 @@ def test_a_sleep_after_every_step_changes_nothing(one):
     assert one.finish(answers) == expected
 
 
+@pytest.mark.rig
+def test_a_second_sleep_copies_only_kv_that_changed(one):
+    expected = one.expected
+    for _ in range(2):  # the second time every hash is known, but the blocks were computed again
+        answers = one.begin(20)
+        first = _sleep_and_wake(one)
+        assert first["reused_bytes"] == 0 < first["backup_host_bytes"]
+        for _ in range(2):
+            again = _sleep_and_wake(one)
+            assert again["reused_bytes"] == again["backup_host_bytes"] == first["backup_host_bytes"]
+        answers |= run(one.engine, 3)
+        after_steps = _sleep_and_wake(one)
+        copied = after_steps["backup_host_bytes"] - after_steps["reused_bytes"]
+        block = after_steps["backup_host_bytes"] / after_steps["blocks"]
+        assert 0 < copied <= 2 * block * len(one.core.scheduler.running)
+        assert after_steps["reused_bytes"] > 0
+        assert one.finish(answers) == expected
+        assert one.llm.torpor("state")["recomputed_tokens"] == 0
+
+
+def _sleep_and_wake(one) -> dict:
+    report = one.llm.sleep(level=1, preserve_state=True)
+    one.llm.wake_up()
+    kv = report.ledgers[0]["tags"]["kv_cache"]
+    assert report.reused_bytes == kv["reused_bytes"]
+    return kv | {"blocks": report.kept_blocks}
+
+
 def test_the_prefix_cache_survives(one):
     """After a sleep a request with a known prefix hits the same blocks, and its answer is the same."""
     one.begin()

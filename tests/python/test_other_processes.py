@@ -1,17 +1,18 @@
 """Engine cores in other processes: LLM as it is by default, AsyncLLM with streaming readers, tensor parallel 2.
 
-The first engine of each kind is started as vLLM does it, with new interpreters; its successor's processes come from the
-zygote (zygote.py), which saves the imports.
+On the CPU's path the first engine of each kind is started as vLLM does it, with new interpreters; all other processes
+come from the zygote (zygote.py), which saves the imports.
 """
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 
 import pytest
 import rig
 import vllm
-from conftest import ENGINE, result_of
+from conftest import ENGINE, result_of, without_weights
 from requests_of_tests import REQUESTS, add_requests, final, run
 
 
@@ -58,7 +59,8 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
     names = [
         name for name in REQUESTS if name not in ("unseeded", "bias", "prefix-b")
     ]  # their draws depend on the timing of arrivals
-    llm = start(tiny_model, tmp_path, tensor_parallel_size=ranks)
+    with zygote.spawning() if rig.active() else contextlib.nullcontext():
+        llm = start(tiny_model, tmp_path, tensor_parallel_size=ranks)
     try:
         add_requests(llm.llm_engine, names, LONG)
         expected = written(run(llm.llm_engine))
@@ -91,7 +93,10 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
     finally:
         stop(llm)
     with zygote.spawning():
-        llm = start(tiny_model, tmp_path, tensor_parallel_size=ranks)
+        if ranks == 2:  # each rank fills its own weights from the checkpoint
+            tiny_model = without_weights(tiny_model, tmp_path / "model")
+        how = {"load_format": "torpor"} if ranks == 2 else {}
+        llm = start(tiny_model, tmp_path, tensor_parallel_size=ranks, **how)
     try:
         report = llm.wake_up(from_checkpoint=path)
         assert report.requests > 0 and report.failed_requests == []
@@ -143,7 +148,8 @@ async def _streaming(zygote, model, directory) -> None:
         while len(into["greedy"][0]) < count:
             await asyncio.sleep(0.002)
 
-    engine = make()
+    with zygote.spawning() if rig.active() else contextlib.nullcontext():
+        engine = make()
     expected: dict = {}
     await asyncio.gather(*await ask(engine, expected))
 

@@ -12,7 +12,7 @@ from torpor.vllm.memory import WorkerMemory
 
 @pytest.fixture
 def worker_memory() -> WorkerMemory:
-    return WorkerMemory(_core.RankMemory({"rank": 0}), "packed")
+    return WorkerMemory(_core.RankMemory({"rank": 0}), 0, "packed")
 
 
 def test_the_kv_cache_comes_from_the_region(worker_memory):

@@ -47,6 +47,8 @@ ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",  # vLLM compiles small functions of its sampler when they are first used: seconds each
 }  # fmt: skip
 
+_LOGGING_LEVEL = os.environ.get("VLLM_LOGGING_LEVEL")  # by which vLLM set up its logger when it was imported
+
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_ORDER_BYTES = 1 << 17
 _asking = threading.Lock()
@@ -56,6 +58,7 @@ _IMPORTS = (
     "vllm.entrypoints.llm",
     "vllm.entrypoints.launchers.api_server.entry",
     "vllm.entrypoints.openai.api_server",
+    "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.models.llama",
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
@@ -263,9 +266,10 @@ def _become(order: dict) -> None:
     theirs.close()
     _fork_what_is_spawned(mine)
     gc.enable()
-    from vllm.logger import _configure_vllm_root_logger
+    if os.environ.get("VLLM_LOGGING_LEVEL") != _LOGGING_LEVEL:
+        from vllm.logger import _configure_vllm_root_logger
 
-    _configure_vllm_root_logger()  # by the environment that has just come
+        _configure_vllm_root_logger()  # by the environment that has just come
 
 
 def _run(words: list[str]) -> None:
@@ -314,6 +318,23 @@ def _wait_without_spinning() -> None:
     shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 2
 
 
+def _replace_kernels() -> None:
+    """vLLM's workers look through all modules for the Triton kernels that a CPU has others for. Here that is done once."""
+    from vllm.platforms import current_platform
+
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+
+
+def _set_up_logging() -> None:
+    """As each engine does it. Looking at all loggers takes a while; an engine that wants nothing else need not again."""
+    with contextlib.suppress(ImportError):  # vLLM 0.31 does it when it is imported, and not again
+        from vllm.config.logging import LoggingConfig
+        from vllm.logger import configure_logging
+
+        configure_logging(LoggingConfig())
+
+
 def main() -> None:
     import setproctitle  # of vLLM: its processes are known by their titles
 
@@ -327,9 +348,12 @@ def main() -> None:
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads: what is forked now could wait for their locks for ever"
     _wait_without_spinning()
+    _replace_kernels()
+    _set_up_logging()
     setproctitle.getproctitle()  # looks for the title's place, which is found only while the environment is as it was
     gc.collect()
-    gc.freeze()  # what is here now is not looked at again by any forked process
+    gc.freeze()  # what is here now is not looked at again by any forked process,
+    gc.unfreeze = lambda: None  # not even when an engine ends, where vLLM has everything looked at three times
     sys.path.remove(str(Path(__file__).parent))
     with contextlib.suppress(KeyboardInterrupt):
         if (order := _serve(orders)) is not None:

@@ -79,6 +79,7 @@ Scenario make_scenario(uint64_t seed, Dice& dice, const std::string& directory) 
   options.max_running = static_cast<int32_t>(dice.between(1, 6));
   options.by_priority = dice.chance(0.3);
   options.transfers_have_threads = seed % 4 < 2;
+  options.retain_kv_bytes = seed % 3 * 20'000;  // nothing, some blocks, most
   options.num_blocks = static_cast<int32_t>(dice.between(64, scenario.exact ? 140 : 90) /
                                             options.model.block_tokens);  // a request fits, all do not
   scenario.late_copies = dice.chance(0.5);
@@ -317,6 +318,7 @@ class Run {
       return;
     }
     ++result_.sleeps;
+    result_.reused += slept->reused_bytes;
     say("slept to {}", slept->to);
     if (!engine_->step().empty()) throw Failed{"a token was made asleep"};
     if (to_disk && dice_.chance(0.5)) return wake_in_new_engine(slept->checkpoint);
@@ -429,6 +431,7 @@ class Run {
 void SimulationResult::add(const SimulationResult& other) {
   tokens += other.tokens;
   sleeps += other.sleeps;
+  reused += other.reused;
   new_engines += other.new_engines;
   refused += other.refused;
   lost += other.lost;

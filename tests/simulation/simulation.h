@@ -21,6 +21,7 @@ struct SimulationResult {
   bool exact = false;
   int tokens = 0;
   int sleeps = 0;         // that happened
+  uint64_t reused = 0;    // bytes that they found saved
   int new_engines = 0;    // wakes from a checkpoint in a new engine
   int refused = 0;        // sleeps and wakes that failed under a fault and left everything as it was
   int lost = 0;           // engines lost for a fault that cannot be undone, and woken from a checkpoint or given up

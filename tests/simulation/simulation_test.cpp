@@ -34,6 +34,7 @@ TEST_P(Simulation, I10EveryTokenIsThatOfARunToWhichNothingHappens) {
   if (kSeeds / kGroups < 50) return;
   // What is to be tested did happen.
   EXPECT_GT(sum.sleeps, 0);
+  EXPECT_GT(sum.reused, 0u);
   EXPECT_GT(sum.new_engines, 0);
   EXPECT_GT(sum.offloaded, 0);
   EXPECT_GT(sum.onboarded, 0);

@@ -25,7 +25,9 @@ struct SleepingEngine {
                           std::optional<uint64_t> kv_budget = {})
       : engine(file_system, options),
         controller(engine, file_system, system_clock(),
-                   {.directory = std::move(directory), .kv_budget_bytes = kv_budget}) {}
+                   {.directory = std::move(directory),
+                    .kv_budget_bytes = kv_budget,
+                    .checkpoints = {.key = options.key, .encrypt = options.key != nullptr}}) {}
   TestEngine engine;
   SleepController controller;
 };

@@ -35,6 +35,9 @@ struct TestEngineOptions {
   bool defer_copies = false;
   uint64_t arena_budget_bytes = 0;
   uint64_t device_capacity_bytes = 0;
+  std::optional<uint64_t> retain_kv_bytes;
+  bool mix_steps = false;  // KV has other bytes in each step, also of the same tokens: equal keys are not equal bytes
+  std::shared_ptr<const Key> key;  // of sealed checkpoints
 };
 
 class TestEngine final : public EngineHooks {
@@ -48,9 +51,13 @@ class TestEngine final : public EngineHooks {
       auto device = std::make_unique<FaultyDevice>(value_of(
           make_host_device({.capacity_bytes = options_.device_capacity_bytes, .defer_copies = options_.defer_copies})));
       made.device = device.get();
-      made.memory = value_of(RankMemory::create(
-          std::move(device), file_system,
-          {.rank = rank, .arena_budget_bytes = options_.arena_budget_bytes, .arena_slab_bytes = kMiB, .threads = 2}));
+      made.memory = value_of(RankMemory::create(std::move(device), file_system,
+                                                {.rank = rank,
+                                                 .arena_budget_bytes = options_.arena_budget_bytes,
+                                                 .arena_slab_bytes = kMiB,
+                                                 .threads = 2,
+                                                 .retain_kv_bytes = options_.retain_kv_bytes,
+                                                 .key = options_.key}));
       made.weights = value_of(made.memory->allocate("weights", "w", kWeightBytes));
       const uint64_t kv_bytes = kKvLayers * static_cast<uint64_t>(options_.num_blocks) * kBlockBytes;
       made.kv = value_of(made.memory->allocate("kv_cache", "kv", kv_bytes));
@@ -66,6 +73,7 @@ class TestEngine final : public EngineHooks {
     for (int32_t block = 1; block < options_.num_blocks; ++block) free_.push_back(block);
     refs_.assign(static_cast<size_t>(options_.num_blocks), 0);
     hashes_.resize(static_cast<size_t>(options_.num_blocks));
+    stamps_.resize(static_cast<size_t>(options_.num_blocks));
   }
 
   // --- what a user does
@@ -87,6 +95,7 @@ class TestEngine final : public EngineHooks {
   // One step, unless frozen. Returns whether it did anything.
   bool step() {
     if (frozen_ || requests_.empty()) return false;
+    ++steps_;
     EXPECT_TRUE(derived_.has_value()) << "a step without what was derived from the weights";
     for (Request& request : requests_) {
       compute(request);
@@ -158,8 +167,10 @@ class TestEngine final : public EngineHooks {
     state.kv.groups = {group};
     for (int32_t block = 1; block < options_.num_blocks; ++block) {
       if (refs(block) == 0 && hash(block).empty()) continue;
-      state.kv.blocks.push_back({block, refs(block), hash(block), hash(block).empty() ? 0 : kBlockTokens});
+      const bool full = !hash(block).empty();
+      state.kv.blocks.push_back({block, refs(block), hash(block), full ? kBlockTokens : 0, full ? stamp(block) : 0});
     }
+    state.kv.steps = steps_;
     for (const auto& [key, block] : index_) state.kv.prefix_index.push_back({key, {block}});
     state.kv.free_order.assign(free_.begin(), free_.end());
     for (size_t rank = 0; rank < ranks_.size(); ++rank)
@@ -214,7 +225,8 @@ class TestEngine final : public EngineHooks {
     TORPOR_TRY(enter("restore"));
     clear();
     const KvSnapshot& kv = checkpoint.state.kv;
-    for (const KvBlock& block : kv.blocks) refs(block.id) = block.ref_count, hash(block.id) = block.hash;
+    for (const KvBlock& block : kv.blocks)
+      refs(block.id) = block.ref_count, hash(block.id) = block.hash, stamp(block.id) = ++last_stamp_;
     for (const PrefixEntry& entry : kv.prefix_index) index_[entry.hash] = entry.blocks[0];
     free_.assign(kv.free_order.begin(), kv.free_order.end());
     std::vector<FailedRequest> failed;
@@ -302,6 +314,7 @@ class TestEngine final : public EngineHooks {
   }
   int32_t& refs(int32_t block) { return refs_[static_cast<size_t>(block)]; }
   Bytes& hash(int32_t block) { return hashes_[static_cast<size_t>(block)]; }
+  uint64_t& stamp(int32_t block) { return stamps_[static_cast<size_t>(block)]; }  // of a block with a hash
   void forget_hash(int32_t block) {
     index_.erase(hash(block));
     hash(block).clear();
@@ -371,6 +384,7 @@ class TestEngine final : public EngineHooks {
           digest.update({&byte_at(ranks_[r].weights), 64});
           const std::array<int32_t, 3> what{request.token(at), static_cast<int32_t>(r), static_cast<int32_t>(layer)};
           digest.update(std::as_bytes(std::span(what)));
+          if (options_.mix_steps) digest.update(std::as_bytes(std::span(&steps_, 1)));
           if (at > 0) digest.update(kv(ranks_[r], request, at - 1, layer));
           const Digest finished = digest.finish();
           const std::span<std::byte> place = kv(ranks_[r], request, at, layer);
@@ -381,7 +395,7 @@ class TestEngine final : public EngineHooks {
       if (at % kBlockTokens == kBlockTokens - 1) {
         Bytes key = key_of(request, at + 1);
         const int32_t block = request.table.back();
-        if (index_.emplace(key, block).second) hash(block) = std::move(key);
+        if (index_.emplace(key, block).second) hash(block) = std::move(key), stamp(block) = ++last_stamp_;
       }
     }
     request.reached = std::max(request.reached, request.computed);
@@ -407,6 +421,9 @@ class TestEngine final : public EngineHooks {
   std::vector<Request> requests_;
   std::vector<int32_t> refs_;
   std::vector<Bytes> hashes_;
+  std::vector<uint64_t> stamps_;
+  uint64_t last_stamp_ = 0;
+  uint64_t steps_ = 1;
   std::map<Bytes, int32_t> index_;
   std::deque<int32_t> free_;
   uint64_t generator_ = kFreshGenerator;

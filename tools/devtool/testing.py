@@ -36,7 +36,7 @@ class Parts:
 
     def __init__(self) -> None:
         self._began = time.monotonic()
-        self._done: list[tuple[str, bool, float]] = []
+        self._done: list[tuple[str, bool, float, float]] = []
         self._printing = threading.Lock()
 
     def install(self, python: Path) -> None:
@@ -53,8 +53,8 @@ class Parts:
     def run(self, title: str, command: list, **options) -> None:
         print(f"\n=== {title}", flush=True)
         began = time.monotonic()
-        code = subprocess.run([str(c) for c in command], cwd=ROOT, stdin=subprocess.DEVNULL, **options).returncode
-        self.add(title, code == 0, time.monotonic() - began)
+        code, _, busy = ended(command, **options)
+        self.add(title, code == 0, time.monotonic() - began, busy)
 
     def beside_each_other(self, jobs: dict[str, tuple[list, dict]]) -> None:
         """Each is a command with its environment, the longest first; its output is shown when it has ended.
@@ -64,20 +64,18 @@ class Parts:
 
         def run(title: str, command: list, env: dict) -> None:
             began = time.monotonic()
-            words = [str(word) for word in command]
-            done = subprocess.run(
-                words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
+            code, said, busy = ended(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             with self._printing:
-                print(f"\n=== {title}\n{done.stdout.decode(errors='replace')}", flush=True)
-                self.add(title, done.returncode == 0, time.monotonic() - began)
+                print(f"\n=== {title}\n{said}", flush=True)
+                self.add(title, code == 0, time.monotonic() - began, busy)
 
         with ThreadPoolExecutor(CORES + 1) as pool:
             for job in [pool.submit(run, title, *job) for title, job in jobs.items()]:
                 job.result()
 
-    def add(self, title: str, passed: bool, seconds: float) -> None:
-        self._done.append((title, passed, seconds))
+    def add(self, title: str, passed: bool, seconds: float, busy: float = 0) -> None:
+        """`busy`: seconds of cores that it took, of all its processes; 0: not measured."""
+        self._done.append((title, passed, seconds, busy))
 
     def summary(self) -> int:
         """Prints what the proofs counted and the parts with their times; returns the exit code."""
@@ -85,10 +83,21 @@ class Parts:
         for line in proof_lines(ROOT / "build/release/Testing/Temporary/LastTest.log"):
             print(line)
         print("\n=== Summary")
-        for title, passed, seconds in self._done:
-            print(f"{'passed' if passed else 'FAILED'}  {seconds:6.0f} s  {title}")
+        for title, passed, seconds, busy in self._done:
+            of_cores = f", {busy:.0f} s of cores" if busy else ""
+            print(f"{'passed' if passed else 'FAILED'}  {seconds:6.0f} s  {title}{of_cores}")
         print(f"        {time.monotonic() - self._began:6.0f} s  in all, after the downloads")
-        return 0 if all(passed for _, passed, _ in self._done) else 1
+        return 0 if all(passed for _, passed, _, _ in self._done) else 1
+
+
+def ended(command: list, **options) -> tuple[int, str, float]:
+    """Runs a command to its end: its exit code, what it said if stdout is a pipe, and the time that it took of cores."""
+    words = [str(word) for word in command]
+    process = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.DEVNULL, **options)
+    said = process.stdout.read().decode(errors="replace") if process.stdout else ""
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return process.returncode, said, usage.ru_utime + usage.ru_stime
 
 
 def proof_lines(log: Path) -> list[str]:

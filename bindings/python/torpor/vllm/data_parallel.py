@@ -17,7 +17,8 @@ from torpor.vllm.options import Options
 
 _SET_OPTIONS = ("keep_checkpoints", "max_age_seconds", "max_total_bytes", "key_file", "encrypt")
 _SUMS = (
-    "requests", "saved_bytes", "freed_bytes", "restored_bytes", "kept_blocks", "dropped_blocks", "checkpoint_bytes",
+    "requests", "saved_bytes", "reused_bytes", "freed_bytes", "restored_bytes", "kept_blocks", "dropped_blocks",
+    "checkpoint_bytes",
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from torpor import _core
 from torpor.errors import Error, Incompatible, InvalidArgument, TimedOut, Unsupported
-from torpor.vllm import grammar, multimodal
+from torpor.vllm import block_stamps, grammar, multimodal
 from torpor.vllm import scheduler_values as values
 from torpor.vllm.fingerprint import fingerprint
 from torpor.vllm.options import Options
@@ -130,15 +130,14 @@ class VllmHooks:
             "scheduler": scheduler,
             "kv": values.pool_to_value(self.scheduler),
             "workers": self._rpc("torpor_capture", sampling),
+            "stamps": block_stamps.to_value(self.scheduler, self.core.vllm_config.speculative_config),
         }
         state["scheduler"]["engine"]["weight_version"] = self.core.get_weight_version()
         watch_recomputation(self.scheduler)
         return state
 
     def fingerprint(self) -> dict[str, str]:
-        workers = self._rpc("torpor_describe")
-        cpu_linear = Options.of(self.core.vllm_config).cpu_linear
-        return fingerprint(self.core.vllm_config, self.scheduler, [w | {"cpu_linear": cpu_linear} for w in workers])
+        return fingerprint(self.core.vllm_config, self.scheduler, self._rpc("torpor_describe"))
 
     def drop_requests(self, mode: str) -> None:
         watch_recomputation(self.scheduler)

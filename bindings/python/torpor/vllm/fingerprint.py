@@ -11,6 +11,25 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from torpor import _core
+from torpor.vllm.options import Options
+
+
+def of_weights(vllm_config, options: Options) -> dict[str, str]:
+    """What decides how weights lie in memory, and which they are but for their bytes: known before they are loaded."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    fields = {
+        "vllm_version": vllm.__version__,
+        "torch_version": torch.__version__,
+        "transformers_version": metadata.version("transformers"),
+        "model_config": _core.digest(model.hf_config.to_json_string().encode()),
+        "architecture": ",".join(model.hf_config.architectures or []),
+        "dtype": model.dtype,
+        "quantization": model.quantization,
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "cpu_linear": options.cpu_linear,
+    }
+    return {name: str(value) for name, value in fields.items()}
 
 
 def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
@@ -23,14 +42,7 @@ def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
     hash_algorithm, hash_seed = cache.prefix_caching_hash_algo, get_none_hash_seed()
     if "xxhash" in hash_algorithm:  # collisions can be made by those who know the seed
         hash_seed = _core.digest(hash_seed.encode())
-    fields = {
-        "vllm_version": vllm.__version__,
-        "torch_version": torch.__version__,
-        "transformers_version": metadata.version("transformers"),
-        "model_config": _core.digest(model.hf_config.to_json_string().encode()),
-        "architecture": ",".join(model.hf_config.architectures or []),
-        "dtype": model.dtype,
-        "quantization": model.quantization,
+    fields = of_weights(vllm_config, Options.of(vllm_config)) | {
         "max_model_len": model.max_model_len,
         "kv_cache_dtype": cache.cache_dtype,
         "kv_num_blocks": scheduler.kv_cache_config.num_blocks,
@@ -38,14 +50,11 @@ def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
         "kv_layout": " | ".join(dict.fromkeys(w["kv_layout"] for w in workers)),
         "prefix_caching": cache.enable_prefix_caching,
         "prefix_hash": f"{hash_algorithm}, seed {hash_seed}",
-        "tensor_parallel_size": parallel.tensor_parallel_size,
-        "pipeline_parallel_size": parallel.pipeline_parallel_size,
         "scheduling_policy": scheduling.policy,
         "max_num_seqs": scheduling.max_num_seqs,
         "max_num_batched_tokens": scheduling.max_num_batched_tokens,
         "chunked_prefill": scheduling.enable_chunked_prefill,
         "compilation": f"{vllm_config.compilation_config.mode}",
-        "cpu_linear": workers[0]["cpu_linear"],
         "threads": ",".join(str(w["threads"]) for w in workers),
         "model_runner": ",".join(sorted({w["runner"] + (" V2" if w["v2"] else "") for w in workers})),
     }

@@ -126,6 +126,8 @@ class TorporBackend(SleepModeBackend):
 class GpuWorkerMemory:
     """One a worker: the regions below torch's allocations on its device."""
 
+    weights_layout = None  # where torch puts what depends on all that it allocated before
+
     def __init__(self, device: torch.device, options: dict):
         self.rank_memory = _core.memory_of(device.index or 0, options)
         self._model: torch.nn.Module | None = None

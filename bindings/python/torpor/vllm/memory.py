@@ -13,15 +13,22 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
 from contextlib import contextmanager
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from torpor.errors import Unsupported, WrongState
-from torpor.vllm import kv_layout
+from torpor.vllm import kv_layout, weights_layout
 
 _ALIGNMENT = 64
+_being_loaded: WorkerMemory | None = None
+
+
+def being_loaded() -> WorkerMemory | None:
+    """The memory of the worker of this process whose weights vLLM is loading."""
+    return _being_loaded
 
 
 def region_tensor(address: int, size: int) -> torch.Tensor:
@@ -42,23 +49,47 @@ def views_of_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 class WorkerMemory:
     """One a worker: which parameters and linear layers live in which region."""
 
-    def __init__(self, rank_memory, cpu_linear: str):
+    def __init__(self, rank_memory, rank: int, cpu_linear: str):
         self.rank_memory = rank_memory
+        self.rank = rank
         self.cpu_linear = cpu_linear
         self._packed: list[PackedLinear] = []
         self._derived = True  # packed weights exist
         self._reloading = False
+        self.filled_from = None  # the checkpoint that the weights come from, as loader.StoredWeights
+        self.weights_layout: str | None = None
         self._weights_address = self._weights_bytes = 0
         self.kv_address = self._kv_bytes = 0
 
     @contextmanager
     def loading_weights(self, model_runner):
-        with replaced_dispatch(self._pack_first):
-            yield
-        self._keep_layers_of(model_runner.model)
-        self._all_packed_here(model_runner.model)
-        self._move_parameters(model_runner.model)
-        self._install_load_weights(model_runner.model)
+        global _being_loaded
+        _being_loaded = self
+        try:
+            with replaced_dispatch(self._pack_first):
+                yield
+        finally:
+            _being_loaded = None
+        model = model_runner.model
+        self._keep_layers_of(model)
+        self._all_packed_here(model)
+        if self.filled_from is None:
+            self._move_parameters(model)
+        self.weights_layout = weights_layout.describe(model, self._packed, self._weights_address, self._weights_bytes)
+        if self.filled_from is not None:
+            weights_layout.check_same(self.filled_from.layout, json.loads(self.weights_layout))
+            if self.rank_memory.proven_digest("weights") is None:
+                raise Unsupported("vLLM has written into the weights after they were filled", weights_layout.OWN_FILES)
+        self._install_load_weights(model)
+
+    def fill(self, model: torch.nn.Module, stored) -> None:
+        """The parameters, which vLLM has just made, get their places in the region of a checkpoint, and its bytes."""
+        offsets = weights_layout.offsets_of(model, stored.layout)
+        tensors = [p for _, p in model.named_parameters(remove_duplicate=False) if p.numel() > 0]
+        self._allocate_weights(stored.layout["bytes"])
+        self.rank_memory.load_tag("weights", stored.path, stored.generation, stored.id)
+        self._put_in_region([*tensors, *views_of_parameters(model).values()], offsets)
+        self.filled_from = stored
 
     @contextmanager
     def reloading_weights(self):
@@ -216,28 +247,29 @@ class WorkerMemory:
                 size += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
         if size == 0:
             return
-        self._weights_address, self._weights_bytes = self.rank_memory.allocate("weights", "parameters", size), size
-        region = region_tensor(self._weights_address, size)
-        copied = set()
-        moved: dict[int, torch.Tensor] = {}
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
+        region = self._allocate_weights(size)
+        for storage in {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}.values():
             start = offsets[storage.data_ptr()]
-            if storage.data_ptr() not in copied:
-                copied.add(storage.data_ptr())
-                whole = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
-                region[start : start + storage.nbytes()].copy_(whole)
-            view = torch.empty(0, dtype=tensor.dtype)
-            offset = start // tensor.element_size() + tensor.storage_offset()
-            moved[id(tensor)] = view.set_(region.untyped_storage(), offset, tensor.size(), tensor.stride())
-        for tensor in tensors:
-            if isinstance(tensor, torch.nn.Parameter):
-                tensor.data = moved[id(tensor)]
-        for view in views:
-            view.data = moved[id(view)]
+            whole = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+            region[start : start + storage.nbytes()].copy_(whole)
+        self._put_in_region(tensors, offsets)
         for linear in self._packed:
-            linear.plain = moved[id(linear.plain)]
             linear.parameter.data = linear.plain
+
+    def _allocate_weights(self, size: int) -> torch.Tensor:
+        self._weights_address, self._weights_bytes = self.rank_memory.allocate("weights", "parameters", size), size
+        return region_tensor(self._weights_address, size)
+
+    def _put_in_region(self, tensors: list[torch.Tensor], offsets: dict[int, int]) -> None:
+        """Each shows the region's bytes from now on, where `offsets` puts its storage."""
+        region = region_tensor(self._weights_address, self._weights_bytes)
+        moved = []
+        for tensor in tensors:
+            view = torch.empty(0, dtype=tensor.dtype)
+            offset = offsets[tensor.untyped_storage().data_ptr()] // tensor.element_size() + tensor.storage_offset()
+            moved.append(view.set_(region.untyped_storage(), offset, tensor.size(), tensor.stride()))
+        for tensor, place in zip(tensors, moved, strict=True):  # only now: memory that goes may be given out again
+            tensor.data = place
 
 
 class PackedLinear:

@@ -20,6 +20,9 @@ class Options:
     kv_budget_bytes: int | None = None
     # Most host memory for saved bytes, per rank; 0: no limit.
     arena_budget_bytes: int = 0
+    # Most bytes of KV whose copy stays in host memory after a wake, per rank: the next sleep copies only what changed since. They are
+    # the first to go where room is needed. None: what there is; on the CPU 0, where it is the same memory.
+    retain_kv_bytes: int | None = None
     # Host memory for saved bytes that is brought up in the background when the engine starts, per rank: the first sleep is then as fast as later ones.
     arena_prefault_bytes: int = 0
     # Committed checkpoints to keep: how many, how old (seconds), how large together (bytes). None: as old or large as they are.

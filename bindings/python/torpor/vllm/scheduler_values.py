@@ -12,7 +12,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request, RequestStatus
 
 from torpor.errors import Incompatible, Unsupported
-from torpor.vllm import adapters, grammar, kv_groups, multimodal, pooling
+from torpor.vllm import adapters, block_stamps, grammar, kv_groups, multimodal, pooling
 from torpor.vllm.values import are_plain, sampling_from_value, sampling_to_value, unsupported_sampling
 
 _STATUS = {RequestStatus.WAITING: "waiting", RequestStatus.RUNNING: "running", RequestStatus.PREEMPTED: "preempted"}
@@ -346,7 +346,7 @@ def empty_scheduler(scheduler: Scheduler) -> None:
 def pool_to_value(scheduler: Scheduler) -> dict:
     pool = scheduler.kv_cache_manager.block_pool
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-    blocks = [b for b in pool.blocks if not b.is_null and (b.ref_cnt > 0 or b._block_hash is not None)]
+    blocks = block_stamps.used_blocks(scheduler)
     beside = [kv_groups.to_value(manager) for manager in managers]
     return {
         "num_blocks": pool.num_gpu_blocks,

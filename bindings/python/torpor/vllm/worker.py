@@ -26,10 +26,10 @@ def _memory(self):
     if not hasattr(self, "torpor_memory"):
         self.torpor_threads = torch.get_num_threads()  # drafting by n-grams changes it
         options = Options.of(self.vllm_config)
-        names = ("arena_budget_bytes", "arena_prefault_bytes", "key_file")
+        names = ("arena_budget_bytes", "arena_prefault_bytes", "retain_kv_bytes", "key_file")
         of_rank = {"rank": self.rank} | {name: getattr(options, name) for name in names}
         if self.device.type == "cpu":
-            self.torpor_memory = WorkerMemory(_core.RankMemory(of_rank), options.cpu_linear)
+            self.torpor_memory = WorkerMemory(_core.RankMemory(of_rank), self.rank, options.cpu_linear)
         else:
             from torpor.vllm.gpu_memory import GpuWorkerMemory
 
@@ -86,6 +86,8 @@ def torpor_capture(self, sampling: dict[str, dict]) -> dict:
     `sampling`: the parameters of each unfinished request, by id, as values; None for one that begins again.
     """
     state = {"rank": self.rank} | _runner(self).capture(self.model_runner, sampling)
+    if (layout := self.torpor_memory.weights_layout) is not None:
+        state["engine"]["weights"] = layout
     state["engine"]["adapters"] = adapters.loaded(self.model_runner)
     state["engine"]["adapter_slots"] = adapters.slots(self.model_runner)
     return state

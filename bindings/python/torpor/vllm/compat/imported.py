@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from types import CodeType
 
 _STORE_ATTR = dis.opmap["STORE_ATTR"]
+# Instruction: how many local variables it loads. From Python 3.13 on some load two, named by four bits each.
+_LOADS = {code: name.count("LOAD") for name, code in dis.opmap.items() if name.startswith("LOAD_FAST")}
 
 
 def module(name: str) -> ImportedModule:
@@ -98,14 +100,33 @@ def _codes(member, package: str) -> Iterator[CodeType]:
 
 
 def _set_by(code: CodeType) -> Iterator[str]:
-    if _STORE_ATTR in code.co_code[::2]:  # quicker than to look at each instruction
-        before = None
-        for instruction in dis.get_instructions(code):
-            if instruction.opcode == _STORE_ATTR:
-                loaded = before.argval[-1] if isinstance(before.argval, tuple) else before.argval
-                if loaded == "self":
-                    yield instruction.argval
-            before = instruction
+    """Names of attributes that are set on `self`."""
+    if _STORE_ATTR in code.co_code[::2]:
+        yield from _set_on_cell(code) if "self" in code.co_cellvars + code.co_freevars else _set_on_local(code)
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _set_by(inner)
+
+
+def _set_on_local(code: CodeType) -> Iterator[str]:
+    """Decoded here: `dis` takes ten times as long, which every process that starts an engine would wait for."""
+    extended, loaded = 0, None  # the variable that the instruction before has put on top of the stack
+    for operation, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        argument = extended | low
+        if operation == dis.EXTENDED_ARG:
+            extended = argument << 8
+            continue
+        extended = 0
+        if operation == _STORE_ATTR and loaded is not None and code.co_varnames[loaded] == "self":
+            yield code.co_names[argument]
+        loads = _LOADS.get(operation)
+        loaded = None if loads is None else argument if loads == 1 else argument & 15
+
+
+def _set_on_cell(code: CodeType) -> Iterator[str]:
+    before = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opcode == _STORE_ATTR and before.argval == "self":
+            yield instruction.argval
+        if instruction.opcode != dis.EXTENDED_ARG:
+            before = instruction

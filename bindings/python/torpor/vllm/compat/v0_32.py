@@ -820,6 +820,7 @@ ENGINE = (
                 fields="""
                     tensor_parallel_size pipeline_parallel_size data_parallel_size
                     decode_context_parallel_size prefill_context_parallel_size enable_eplb
+                    data_parallel_index
                 """,
             ),
             Class(
@@ -929,10 +930,44 @@ _ADAPTERS = (
     ),
 )
 
+# A loader of weights of torpor's own, in workers of every device.
+_LOADER = (
+    Module("vllm.config", names=("replace",)),
+    Module(
+        "vllm.distributed.parallel_state",
+        functions={"get_pp_group": "", "get_tp_group": ""},
+        classes=(Class("GroupCoordinator", calls={"broadcast_object": "self, obj=None, src=0"}),),
+    ),
+    Module(
+        "vllm.model_executor.model_loader",
+        functions={"get_model_loader": "load_config", "register_model_loader": "load_format"},
+    ),
+    Module(
+        "vllm.model_executor.model_loader.base_loader",
+        classes=(
+            Class(
+                "BaseModelLoader",
+                calls={
+                    "download_model": "self, model_config",
+                    "load_weights": "self, model, model_config",
+                    "load_model": "self, vllm_config, model_config, prefix=''",
+                },
+                fields="load_config",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.model_executor.model_loader.default_loader",
+        classes=(Class("DefaultModelLoader", calls={"get_all_weights": "self, model_config, model"}),),
+    ),
+    Module("vllm.config.load", classes=(Class("LoadConfig", fields="load_format model_loader_extra_config"),)),
+)
+
 # Workers on the CPU.
 CPU_WORKER = (
     _WORKER,
     *_ADAPTERS,
+    *_LOADER,
     Module(
         "vllm.platforms.cpu",
         classes=(
@@ -1305,6 +1340,7 @@ V2_RUNNER = (
 CUDA_WORKER = (
     _WORKER,
     *_ADAPTERS,
+    *_LOADER,
     Module(
         "vllm.third_party",
         names=("pynvml",),

@@ -29,11 +29,13 @@ def install(patches: Patches, parts: tuple[str, ...]) -> None:
         _adapters(patches)
         _cpu_worker(patches)
         _cpu_generators(patches)
+        _loader()
     if "cuda" in parts:
         _worker(patches)
         _adapters(patches)
         _gpu_worker(patches)
         _graph_pool(patches)
+        _loader()
     _sleep_backend()
 
 
@@ -41,7 +43,7 @@ def install(patches: Patches, parts: tuple[str, ...]) -> None:
 
 
 def _scheduler(patches: Patches) -> None:
-    """It can be frozen (vLLM's own pause still runs a step that reorders the batch), and counts recomputed tokens."""
+    """It can be frozen (vLLM's own pause still runs a step that reorders the batch), and counts steps and recomputed tokens."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from torpor.vllm.engine_core import count_recomputed
@@ -52,11 +54,13 @@ def _scheduler(patches: Patches) -> None:
         return not self.torpor_frozen and stock_has_requests(self)
 
     def schedule(self, *args, **kwargs):
+        self.torpor_steps += 1
         output = stock_schedule(self, *args, **kwargs)
         count_recomputed(self, output.num_scheduled_tokens)
         return output
 
     patches.set(Scheduler, "torpor_frozen", False)
+    patches.set(Scheduler, "torpor_steps", 0)
     patches.set(Scheduler, "has_requests", has_requests)
     patches.set(Scheduler, "schedule", schedule)
 
@@ -265,6 +269,13 @@ def _adapters(patches: Patches) -> None:
         "_load_adapter",
         lambda self, lora_request: remember_digest(stock_load(self, lora_request)),
     )
+
+
+def _loader() -> None:
+    """vLLM's load_format="torpor"."""
+    from torpor.vllm import loader
+
+    loader.register()
 
 
 # --- vLLM's own sleep mode, by the option sleep_mode_backend="torpor" -------------------------------------------------

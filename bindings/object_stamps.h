@@ -1,0 +1,50 @@
+// ObjectStamps: stamps of KV blocks (KvBlock::stamp) for an engine in Python that has an object of its own for each
+// content of a block: the same object, the same stamp. Objects are kept, so that none comes to lie where another was.
+//
+// Threads: those that hold the interpreter's lock.
+#pragma once
+
+#include <cstdint>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <fmt/format.h>
+#include <pybind11/pybind11.h>
+
+#include "bindings/dict_reader.h"
+#include "scheduler_state/kv_snapshot.h"
+
+namespace torpor {
+
+class ObjectStamps {
+ public:
+  // `objects`: that of each of `blocks`; None: it has no stamp. Those that are not listed are forgotten.
+  void give(const pybind11::list& objects, std::vector<KvBlock>& blocks) {
+    if (objects.size() != blocks.size()) {
+      DictReader::fail("capture.stamps.objects",
+                       fmt::format("a list of {} (it has {})", blocks.size(), objects.size()));
+    }
+    std::unordered_map<int32_t, Known> present;
+    present.reserve(blocks.size());
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      const pybind11::handle object = PyList_GET_ITEM(objects.ptr(), static_cast<Py_ssize_t>(i));
+      if (object.is_none()) continue;
+      const auto known = known_.find(blocks[i].id);
+      const bool same = known != known_.end() && known->second.object.is(object);
+      blocks[i].stamp = same ? known->second.stamp : ++last_;
+      present.emplace(blocks[i].id, Known{pybind11::reinterpret_borrow<pybind11::object>(object), blocks[i].stamp});
+    }
+    known_.swap(present);
+  }
+
+ private:
+  struct Known {
+    pybind11::object object;
+    uint64_t stamp = 0;
+  };
+  std::unordered_map<int32_t, Known> known_;  // by block
+  uint64_t last_ = 0;
+};
+
+}  // namespace torpor

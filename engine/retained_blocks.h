@@ -1,0 +1,54 @@
+// RetainedBlocks: what the last sleep copied of KV blocks, after the wake. The next sleep takes over what is still the
+// content of its block, and copies the rest.
+//
+// Equal keys are not equal bytes: a block is known by its stamp (KvBlock::stamp), and one without a stamp by the number
+// of steps that the engine had taken when it was copied. Nothing is read to find out. Their memory is the first to go
+// where the arena needs room: give_up().
+//
+// Owner: RegionImages. Threads: any.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "allocator/host_arena.h"
+#include "base/mutex.h"
+#include "offload/chunk.h"
+
+namespace torpor {
+
+// Of a device block: with an equal one it has the same bytes.
+struct BlockContent {
+  uint64_t stamp = 0;  // 0: none
+  uint64_t steps = 0;  // that the engine had taken; 0: not known
+  bool same_as(const BlockContent& other) const {
+    return stamp != 0 ? stamp == other.stamp : other.stamp == 0 && steps != 0 && steps == other.steps;
+  }
+};
+
+class RetainedBlocks {
+ public:
+  struct Block {
+    SavedChunk chunk;
+    HostArena::Span bytes;
+    BlockContent content;
+  };
+
+  // In place of what is there, as many as lie within the budget: those with a stamp first, then in their order. Throws
+  // nothing: without memory none is kept.
+  void keep(std::vector<Block> blocks, uint64_t budget_bytes) noexcept;
+  // For each of `wanted` (numbers of blocks) with its content there: it, or one without bytes. All others go.
+  std::vector<Block> take(std::span<const int32_t> wanted, std::span<const BlockContent> contents);
+  // Frees at least so many bytes, or all; how many.
+  uint64_t give_up(uint64_t bytes) noexcept;
+  void clear() noexcept;
+  uint64_t bytes() const;
+
+ private:
+  mutable Mutex mutex_;                                  // memory is given back to the arena without it
+  std::vector<Block> blocks_ TORPOR_GUARDED_BY(mutex_);  // the first to go is the last
+  uint64_t bytes_ TORPOR_GUARDED_BY(mutex_) = 0;
+};
+
+}  // namespace torpor
