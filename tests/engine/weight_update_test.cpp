@@ -115,7 +115,8 @@ TEST_F(WeightUpdate, AfterARestartKvOfOtherWeightsIsNotFoundOnDisk) {
       const auto engine = make(next, directory);
       const auto oracle = make(next);
       EXPECT_EQ(answer(*engine, "again"), answer(*oracle, "again"));
-      EXPECT_EQ(engine->counts().onboarded_tokens, 0);
+      // What was stored before the change is good for those weights, what came after it has no name.
+      EXPECT_EQ(engine->counts().onboarded_tokens > 0, next == 1);
     }
   }
 }

@@ -350,6 +350,35 @@ TEST_P(OffloadSchedulerTest, FrequencyPresenceAndShortHitsAreOptions) {
   EXPECT_EQ(again.count(BlockOutcome::kPresent), 1u);
 }
 
+// Takes its time for each block.
+class SlowPlacement final : public Placement {
+ public:
+  explicit SlowPlacement(test::ManualClock& clock) : clock_(clock) {}
+  StoreMask wanted(const Candidate&) const override {
+    clock_.advance(std::chrono::milliseconds(60));
+    return StoreMask().add(StoreId::kHost);
+  }
+  bool worth_loading(int64_t, std::span<const Places>) const override { return true; }
+
+ private:
+  test::ManualClock& clock_;
+};
+
+TEST_P(OffloadSchedulerTest, APolicyThatIsTooSlowLetsNothingOfItsContainerGo) {
+  test::ManualClock clock;
+  const SlowPlacement slow(clock);
+  test::FakeDeviceBlocks device(4);
+  const auto scheduler =
+      value_of(OffloadScheduler::create({.index = {.host_slots = 4}, .mode = GetParam()}, device, slow, clock));
+  for (const int32_t block : {0, 1}) device.write(block);
+  const std::vector<BlockKey> keys{key_number(1), key_number(2)};
+  const std::vector<int32_t> both{0, 1};
+  const TransferHandle two = scheduler->offer({.keys = keys, .blocks = both});
+  EXPECT_EQ(two.count(BlockOutcome::kPolicyTimeout), 2u);
+  const TransferHandle one = scheduler->offer({.keys = std::span(keys).first(1), .blocks = std::span(both).first(1)});
+  EXPECT_EQ(one.status(), TransferStatus::kQueued);
+}
+
 TEST_P(OffloadSchedulerTest, EventsNameWhatIsStoredWithItsParentAndTierAndWhatIsGone) {
   OffloadRig& rig = this->rig({.rank = {.host_slots = 2}, .scheduler = {.events = 4}});
   for (int32_t block = 0; block < 3; ++block) rig.compute(block, 10 + static_cast<uint32_t>(block));
