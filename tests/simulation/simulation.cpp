@@ -158,8 +158,7 @@ Twin run_twin(const Scenario& scenario) {
   if (!scenario.exact) options.num_blocks = 1000;  // roomy and simple
   std::vector<std::unique_ptr<DeviceMemory>> devices;
   for (int rank = 0; rank < scenario.ranks; ++rank) devices.push_back(must(make_host_device(), "device"));
-  const auto engine =
-      must(ReferenceEngine::create(std::move(devices), linux_file_system(), clock, options), "twin");
+  const auto engine = must(ReferenceEngine::create(std::move(devices), linux_file_system(), clock, options), "twin");
   Twin twin;
   for (int step = 0; step < 10'000; ++step) {
     bool more = !engine->idle();
@@ -393,8 +392,8 @@ class Run {
     const BlockPoolInfo info = pool.info();
     if (quarantined()) return;
     if (info.owned != 0 || info.shared != 0 || info.quarantined != 0 || info.free != pool.num_blocks())
-      throw Failed{fmt::format("blocks leaked: {} owned, {} shared, {} quarantined", info.owned, info.shared,
-                               info.quarantined)};
+      throw Failed{
+          fmt::format("blocks leaked: {} owned, {} shared, {} quarantined", info.owned, info.shared, info.quarantined)};
     if (engine_->offload() == nullptr) return;
     for (const StoreId store : {StoreId::kHost, StoreId::kDisk}) {
       const StoreCounts counts = engine_->offload()->index().counts(store);
