@@ -59,11 +59,11 @@ Status ReferenceEngine::build_offload() {
       TORPOR_ASSIGN(host, HostStore::create(memory.arena(), {.slots = with.host_slots, .slot_bytes = bytes}));
     }
     if (placement.disk) {
-      TORPOR_ASSIGN(disk, SegmentStore::open(file_system_, tiers.disk_directory + "/store",
-                                             {.rank = static_cast<int32_t>(rank),
-                                              .record_bytes = bytes,
-                                              .slots_per_segment = with.segment_slots},
-                                             clock_));
+      SegmentStoreOptions options{
+          .rank = static_cast<int32_t>(rank), .record_bytes = bytes, .slots_per_segment = with.segment_slots};
+      options.budget_bytes =
+          static_cast<uint64_t>(with.disk_segments + 1) * SegmentStore::most_bytes_of_segment(options);
+      TORPOR_ASSIGN(disk, SegmentStore::open(file_system_, tiers.disk_directory + "/store", options, clock_));
     }
     with.rank = static_cast<int32_t>(rank);
     TORPOR_ASSIGN(
