@@ -170,6 +170,12 @@ Result<BlockRef> MutableBlock::register_block() {
   return BlockRef(*std::exchange(pool_, nullptr), std::exchange(id_, -1));
 }
 
+Status begin_filling(MutableBlock& block, const BlockIdentity& identity) {
+  TORPOR_TRY(block.initialize(identity.parent, identity.salt, identity.group));
+  TORPOR_TRY(block.add_tokens(identity.tokens));
+  return block.schedule_compute();
+}
+
 // --- the pool
 // ------------------------------------------------------------------------------------------------------------
 

@@ -144,6 +144,9 @@ class MutableBlock {
   int32_t id_ = -1;
 };
 
+// Makes an allocated block hold what `identity` says, ready to be written.
+Status begin_filling(MutableBlock& block, const BlockIdentity& identity);
+
 class BlockPool final : public DeviceBlocks {
  public:
   // `sink` may be null; it outlives the pool, and is told of each state of each block.

@@ -16,13 +16,6 @@ namespace {
 constexpr int32_t kSegments = 8;
 constexpr uint64_t kMostSegmentBytes = 64 * kMiB;
 
-// Makes an allocated block hold what `identity` says, ready to be written.
-Status begin_filling(MutableBlock& block, const BlockIdentity& identity) {
-  TORPOR_TRY(block.initialize(identity.parent, identity.salt, identity.group));
-  TORPOR_TRY(block.add_tokens(identity.tokens));
-  return block.schedule_compute();
-}
-
 }  // namespace
 
 Status ReferenceEngine::build_offload() {
