@@ -31,9 +31,10 @@ Status BlockIndexOptions::validate() const {
   const auto wrong = [](std::string what) {
     return Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = "correct the option"};
   };
-  for (const auto& [field, value] : {std::pair("host_slots", host_slots), std::pair("disk_segments", disk_segments),
-                                     std::pair("segment_slots", segment_slots), std::pair("remote_slots", remote_slots),
-                                     std::pair("device_blocks", device_blocks)}) {
+  for (const auto& [field, value] :
+       {std::pair("host_slots", host_slots), std::pair("disk_segments", disk_segments),
+        std::pair("segment_slots", segment_slots), std::pair("remote_slots", remote_slots),
+        std::pair("device_blocks", device_blocks), std::pair("remembered_removals", remembered_removals)}) {
     if (value < 0 || value >= kMostSlots) return wrong(fmt::format("{} is {}", field, value));
   }
   if (disk_segments == 1) return wrong("disk_segments is 1: one is written while another one goes");
@@ -205,6 +206,7 @@ void BlockIndex::hide(StoreId store, Slot slot) {
   SlotRecord& record = of.slots[slot];
   leave_line(store, slot);
   if (store == StoreId::kDisk && !stale(record)) useful_changed(segment_of(slot), -1);
+  if (options_.remembered_removals > 0 && record.entry >= 0) note_removed(store, record);
   unlink(store, slot);
   ++record.generation;
   --of.counts.visible;
@@ -214,6 +216,18 @@ void BlockIndex::hide(StoreId store, Slot slot) {
   } else {
     let_go(store, slot);
   }
+}
+
+void BlockIndex::note_removed(StoreId store, const SlotRecord& record) noexcept {
+  const Status noted = catching([&]() -> Status {
+    if (removed_.blocks.size() < static_cast<size_t>(options_.remembered_removals)) {
+      removed_.blocks.push_back({store, table_[record.entry].key()});
+    } else {
+      ++removed_.lost;
+    }
+    return ok();
+  });
+  if (!noted) ++removed_.lost;
 }
 
 // Its key no longer names it; a key that names nothing goes.

@@ -17,42 +17,21 @@
 #include <string>
 #include <vector>
 
+#include "kvcache/block_places.h"
 #include "kvcache/flat_array.h"
 #include "kvcache/key_table.h"
 #include "kvcache/slot_list.h"
-#include "offload/block_key.h"
 
 namespace torpor {
-
-// Of a device block's present content; any new content has another one. A block that is in use is known by its stamp,
-// never by its key: equal keys are not equal bytes.
-enum class Stamp : uint64_t { kNone };
-
-enum class StoreId : uint8_t { kHost, kDisk, kRemote };
-inline constexpr int kStores = 3;
-std::string_view name(StoreId store);  // "host", "disk", "remote"
-
-struct Places {
-  Slot host = -1;
-  Slot disk = -1;
-  bool remote = false;
-  bool anywhere() const { return host >= 0 || disk >= 0 || remote; }
-  friend bool operator==(const Places&, const Places&) = default;
-};
 
 struct BlockIndexOptions {
   int32_t host_slots = 0;
   int32_t disk_segments = 0;  // none, or at least two
   int32_t segment_slots = 0;
-  int32_t remote_slots = 0;   // keys of which it is remembered that the remote store has them
-  int32_t device_blocks = 0;  // of which the backing is remembered
-  Status validate() const;    // kInvalidArgument names the field
-};
-
-struct Dropped {  // what ranks forget: a host slot, or a segment on disk
-  StoreId store = StoreId::kHost;
-  int32_t number = 0;
-  friend bool operator==(const Dropped&, const Dropped&) = default;
+  int32_t remote_slots = 0;         // keys of which it is remembered that the remote store has them
+  int32_t device_blocks = 0;        // of which the backing is remembered
+  int32_t remembered_removals = 0;  // most keys that wait for take_removed()
+  Status validate() const;          // kInvalidArgument names the field
 };
 
 struct LeavingBlock {  // of the segment that goes next
@@ -60,6 +39,15 @@ struct LeavingBlock {  // of the segment that goes next
   BlockKey key;
   bool used = false;  // pinned since it was committed
   bool on_host = false;
+};
+
+struct RemovedBlock {  // no longer found in this store
+  StoreId store = StoreId::kHost;
+  BlockKey key;
+};
+struct RemovedBlocks {
+  std::vector<RemovedBlock> blocks;
+  uint64_t lost = 0;  // more than were remembered
 };
 
 struct StoreCounts {
@@ -115,6 +103,9 @@ class BlockIndex {
   // Since the last call, in their order; for the next plan, before its jobs. Takes memory; without any it is empty, and
   // the next call has all.
   std::vector<Dropped> take_dropped();
+  // The same for keys, and for who watches.
+  RemovedBlocks take_removed() { return std::exchange(removed_, {}); }
+  bool any_removed() const { return !removed_.blocks.empty() || removed_.lost > 0; }
   StoreCounts counts(StoreId store) const { return store_of(store).counts; }
   size_t keys() const { return table_.size(); }
   uint64_t bytes() const;  // of memory when everything is in use
@@ -171,6 +162,7 @@ class BlockIndex {
   void start(StoreId store, Slot slot, int32_t entry);
   void let_go(StoreId store, Slot slot);
   void hide(StoreId store, Slot slot);
+  void note_removed(StoreId store, const SlotRecord& record) noexcept;
   void unlink(StoreId store, Slot slot);
   Order order_of(StoreId store, const SlotRecord& record) const;
   void line_up(StoreId store, Slot slot);
@@ -197,6 +189,7 @@ class BlockIndex {
   std::vector<uint8_t> retired_;  // by space
   std::vector<Dropped> dropped_;
   std::vector<uint64_t> in_dropped_;  // host slots and then segments, a bit each: each is named once
+  RemovedBlocks removed_;
   std::string misuse_;
 };
 

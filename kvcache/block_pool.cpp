@@ -43,13 +43,30 @@ Digest BlockIdentity::hash() const {
   return digest.finish();
 }
 
+BlockKey key_of(const BlockIdentity& identity, uint32_t space) {
+  std::vector<std::byte> fields;
+  const auto add = [&fields](std::span<const std::byte> bytes) {
+    fields.insert(fields.end(), bytes.begin(), bytes.end());
+  };
+  add(std::as_bytes(std::span(identity.parent.bytes)));
+  add(std::as_bytes(std::span(&identity.salt, 1)));
+  add(std::as_bytes(std::span(&identity.group, 1)));
+  add(std::as_bytes(std::span(identity.tokens)));
+  BlockKey key{.group = static_cast<uint32_t>(identity.group), .space = space};
+  const Digest hash = identity.hash();
+  const std::array<uint8_t, 32> strong = sha256_of(fields);
+  std::copy(hash.bytes.begin(), hash.bytes.end(), key.hash.begin());
+  std::copy_n(strong.begin(), key.hash.size() - hash.bytes.size(), key.hash.begin() + hash.bytes.size());
+  return key;
+}
+
 size_t BlockPool::DigestHash::operator()(const Digest& digest) const {
   size_t value = 0;
   std::memcpy(&value, digest.bytes.data(), sizeof value);
   return value;
 }
 
-// --- handles
+// --- keys and handles
 // -------------------------------------------------------------------------------------------------------------
 
 BlockRef::BlockRef(const BlockRef& other) : pool_(other.pool_), id_(other.id_) {
@@ -151,6 +168,12 @@ Result<BlockRef> MutableBlock::register_block() {
   TORPOR_TRY(pool_->move(id_, BlockTrigger::kRegister));
   pool_->make_registered(id_);
   return BlockRef(*std::exchange(pool_, nullptr), std::exchange(id_, -1));
+}
+
+Status begin_filling(MutableBlock& block, const BlockIdentity& identity) {
+  TORPOR_TRY(block.initialize(identity.parent, identity.salt, identity.group));
+  TORPOR_TRY(block.add_tokens(identity.tokens));
+  return block.schedule_compute();
 }
 
 // --- the pool
@@ -463,6 +486,29 @@ void BlockPool::fill(const BlockPoolSnapshot& snapshot) {
   for (const int32_t id : snapshot.free_order) {
     if (slot(id).state == BlockState::kRegistered) let_go(id);
   }
+}
+
+Stamp BlockPool::stamp_of(int32_t id) const {
+  const Slot& slot = this->slot(id);
+  return slot.state == BlockState::kRegistered && !slot.discarded ? static_cast<Stamp>(slot.age) : Stamp::kNone;
+}
+
+Stamp BlockPool::stamp(int32_t block) const {
+  const MutexLock lock(mutex_);
+  return stamp_of(block);
+}
+
+void BlockPool::hold(std::span<const int32_t> blocks, std::span<const Stamp> stamps, std::span<uint8_t> held) {
+  const MutexLock lock(mutex_);
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    held[i] = stamp_of(blocks[i]) == stamps[i] ? 1 : 0;
+    if (held[i] != 0) keep(blocks[i]);
+  }
+}
+
+void BlockPool::release(std::span<const int32_t> blocks) {
+  const MutexLock lock(mutex_);
+  for (const int32_t block : blocks) let_go(block);
 }
 
 BlockPoolInfo BlockPool::info() const {

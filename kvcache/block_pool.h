@@ -27,6 +27,7 @@
 #include "base/status.h"
 #include "kvcache/block_list.h"
 #include "kvcache/block_state.h"
+#include "kvcache/device_blocks.h"
 #include "kvcache/eviction_order.h"
 
 namespace torpor {
@@ -41,6 +42,9 @@ struct BlockIdentity {
   Digest hash() const;  // over all fields
   friend bool operator==(const BlockIdentity&, const BlockIdentity&) = default;
 };
+
+// Its key in a key space: its hash, and 128 bits of SHA-256 over the same fields.
+BlockKey key_of(const BlockIdentity& identity, uint32_t space);
 
 struct BlockPoolOptions {
   int32_t num_blocks = 0;
@@ -140,7 +144,10 @@ class MutableBlock {
   int32_t id_ = -1;
 };
 
-class BlockPool {
+// Makes an allocated block hold what `identity` says, ready to be written.
+Status begin_filling(MutableBlock& block, const BlockIdentity& identity);
+
+class BlockPool final : public DeviceBlocks {
  public:
   // `sink` may be null; it outlives the pool, and is told of each state of each block.
   static Result<std::unique_ptr<BlockPool>> create(BlockPoolOptions options, EventSink* sink = nullptr);
@@ -176,6 +183,11 @@ class BlockPool {
   };
   Result<Handles> restore(const BlockPoolSnapshot& snapshot);
 
+  // DeviceBlocks. Another stamp for each registration.
+  Stamp stamp(int32_t block) const override;
+  void hold(std::span<const int32_t> blocks, std::span<const Stamp> stamps, std::span<uint8_t> held) override;
+  void release(std::span<const int32_t> blocks) override;
+
   BlockPoolInfo info() const;
   int32_t block_tokens() const { return options_.block_tokens; }
   int32_t num_blocks() const { return options_.num_blocks; }
@@ -208,6 +220,7 @@ class BlockPool {
   Slot& slot(int32_t id) TORPOR_REQUIRES(mutex_) { return slots_[static_cast<size_t>(id)]; }
   const Slot& slot(int32_t id) const TORPOR_REQUIRES(mutex_) { return slots_[static_cast<size_t>(id)]; }
   Status move(int32_t id, BlockTrigger trigger) TORPOR_REQUIRES(mutex_);
+  Stamp stamp_of(int32_t id) const TORPOR_REQUIRES(mutex_);
   void empty(int32_t id) TORPOR_REQUIRES(mutex_);
   void take_out_of_index(int32_t id) TORPOR_REQUIRES(mutex_);
   void add_to_free(int32_t id) TORPOR_REQUIRES(mutex_);

@@ -40,6 +40,7 @@ Status copied(const Error& error) noexcept {
 struct BatchCopier::Place {
   JobKind kind = JobKind::kSave;
   Tier* tier = nullptr;
+  Tier* source = nullptr;
   std::span<ChunkTransfer> batch;
   HostArena::Span staging;
   std::vector<std::span<std::byte>> host;  // of each chunk
@@ -53,7 +54,9 @@ struct BatchCopier::Place {
   std::optional<EventId> event;
   Error event_error;
 
-  bool in_tier() const { return tier != nullptr && tier->addressable(); }
+  // The tier whose memory the bytes are in, if they are in one's.
+  Tier* memory() const { return source != nullptr ? source : tier != nullptr && tier->addressable() ? tier : nullptr; }
+  bool in_tier() const { return memory() != nullptr; }
   Direction direction() const {
     return kind == JobKind::kRestore ? Direction::kHostToDevice : Direction::kDeviceToHost;
   }
@@ -99,10 +102,11 @@ void BatchCopier::release_staging() {
   for (Place& place : *places_) place.staging = {};
 }
 
-bool BatchCopier::begin(JobKind kind, Tier* tier, std::span<ChunkTransfer> batch) {
+bool BatchCopier::begin(const Job& job, std::span<ChunkTransfer> batch) {
   Place& place = (*places_)[begun_ % 2];
-  place.kind = kind;
-  place.tier = tier;
+  place.kind = job.kind;
+  place.tier = job.tier;
+  place.source = job.source;
   place.batch = batch;
   place.on_stream = false;
   place.members.clear();
@@ -120,7 +124,7 @@ bool BatchCopier::begin(JobKind kind, Tier* tier, std::span<ChunkTransfer> batch
   });
   if (!prepared) {
     fail_all(batch, prepared.error());
-  } else if (!place.members.empty()) {
+  } else if (!place.members.empty() && job.kind != JobKind::kMove) {
     enqueue(place, place.copies);
   }
   return true;
@@ -149,7 +153,7 @@ Status BatchCopier::stage(Place& place) {
 // Up to the list of copies; each chunk that cannot be copied has its status.
 Status BatchCopier::prepare(Place& place) {
   take_places(place);
-  if (place.kind == JobKind::kRestore) {
+  if (place.kind == JobKind::kRestore || place.kind == JobKind::kMove) {
     if (!place.in_tier()) read(place);
     for (size_t i = 0; i < place.batch.size(); ++i) {
       if (place.batch[i].status) place.batch[i].status = check(place, i);
@@ -161,7 +165,7 @@ Status BatchCopier::prepare(Place& place) {
 
 // Where each chunk's bytes are on the host, for tiers in memory.
 void BatchCopier::take_places(Place& place) {
-  const bool up = place.kind == JobKind::kRestore;
+  const bool up = place.kind == JobKind::kRestore || place.kind == JobKind::kMove;
   if (place.in_tier()) place.host.clear();
   for (ChunkTransfer& chunk : place.batch) {
     const uint64_t bytes = chunk.plan->bytes();
@@ -174,7 +178,7 @@ void BatchCopier::take_places(Place& place) {
     }
     if (!place.in_tier()) continue;
     if (up) {
-      place.host.push_back(place.tier->view(chunk.saved));
+      place.host.push_back(place.memory()->view(chunk.saved));
       continue;
     }
     const Result<std::span<std::byte>> room = place.tier->place(chunk.saved);
@@ -199,7 +203,8 @@ Status BatchCopier::check(const Place& place, size_t i) {
   const SavedChunk& saved = place.batch[i].saved;
   if (place.host[i].size() != saved.bytes) {
     return Error{.code = Code::kInternal,
-                 .what = fmt::format("{} is not in the {} tier", saved.key.to_string(), place.tier->kind())};
+                 .what = fmt::format("{} is not in the {} tier", saved.key.to_string(),
+                                     place.in_tier() ? place.memory()->kind() : place.tier->kind())};
   }
   if (digest_of(place.host[i]) == saved.digest) return ok();
   return Error{.code = Code::kCorruption,
@@ -213,7 +218,7 @@ void BatchCopier::list_copies(Place& place) {
   for (size_t i = 0; i < place.batch.size(); ++i) {
     if (place.batch[i].status) members.push_back(i);
   }
-  const bool digests = place.kind != JobKind::kRestore && device_.takes_digests();
+  const bool digests = place.kind != JobKind::kRestore && place.kind != JobKind::kMove && device_.takes_digests();
   place.copies.clear();
   place.first_copy.clear();
   place.digests.clear();
@@ -333,6 +338,7 @@ DrainResult BatchCopier::finish() {
   DrainResult drained;
   if (place.on_stream) drained = end_copies(place);
   const Status stored = catching([&]() -> Status {
+    if (place.kind == JobKind::kMove) put(place);
     if (!place.on_stream || place.kind == JobKind::kRestore) return ok();
     for (size_t m = 0; m < place.members.size(); ++m) {
       ChunkTransfer& chunk = place.batch[place.members[m]];

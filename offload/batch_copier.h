@@ -3,7 +3,8 @@
 //
 // Down: copied, proven by an event, digest taken (in the same pass where the device can, else of the host copy), put
 // into the tier. Up: read, its digest checked, and only then copied. A batch of chunks is one list of copies with one
-// event; if that fails, its chunks are tried one by one, so that one marks no other (I5).
+// event; if that fails, its chunks are tried one by one, so that one marks no other (I5). Between tiers: the digest is
+// checked in the memory of the one, and from there put into the other.
 //
 // Threads: one at a time. Failure: want of memory fails the batch, and no copy is left running by it. After a copy
 // that is not proven over, `quarantined` is true, staging memory and digests are kept for ever, and nothing more is
@@ -38,7 +39,7 @@ class BatchCopier {
   // Reads and checks where that is the way, and gives the copies to the device. Precondition: under_way() < 2. False:
   // there is no staging memory while another batch is under way; finish() that and call again. `batch` stays until it
   // is finished. Throws nothing.
-  bool begin(JobKind kind, Tier* tier, std::span<ChunkTransfer> batch);
+  bool begin(const Job& job, std::span<ChunkTransfer> batch);
   // Waits for the oldest batch, stores it where that is the way, and fills outcome and status of its chunks. How its
   // copies ended. Throws nothing.
   DrainResult finish();

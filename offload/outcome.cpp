@@ -17,6 +17,7 @@ std::string_view name(BlockOutcome outcome) {
     case BlockOutcome::kFailed: return "failed";
     case BlockOutcome::kUnproven: return "unproven";
     case BlockOutcome::kShutDown: return "shut down";
+    case BlockOutcome::kDamaged: return "damaged";
   }
   return "failed";
 }

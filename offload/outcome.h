@@ -22,8 +22,9 @@ enum class BlockOutcome : uint8_t {
   kFailed,    // the copy failed, and is proven over
   kUnproven,  // the copy may still be running; both sides are quarantined
   kShutDown,
+  kDamaged,  // what was to come up is not there any more as it was stored: a miss from now on
 };
-inline constexpr int kBlockOutcomes = 13;
+inline constexpr int kBlockOutcomes = 14;
 std::string_view name(BlockOutcome outcome);  // "transferred", "present", …
 
 using OutcomeCounts = std::array<uint64_t, kBlockOutcomes>;  // by BlockOutcome

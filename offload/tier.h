@@ -1,5 +1,5 @@
 // Tier: a place below device memory where chunks are put and found again. Implementations: HostTier in the arena,
-// DiskTier (a checkpoint's chunk file), and for blocks BlockTier, over a Store (offload/store.h).
+// DiskTier (a checkpoint's chunk file), and a job of blocks' slots of a Store (offload/store.h).
 //
 // Threads: all methods but prepare() and finish() may be called from several threads at once, for different chunks.
 #pragma once

@@ -83,7 +83,9 @@ Status TransferEngine::usable() const { return quarantined_ ? Status(quarantined
 Result<JobId> TransferEngine::submit(Job job) {
   return catching([&]() -> Result<JobId> {
     TORPOR_TRY(usable());
+    const bool moves = job.kind == JobKind::kMove;
     const bool described = (job.tier == nullptr) == (job.kind == JobKind::kDigest) &&
+                           (job.source != nullptr) == moves && (!moves || job.source->addressable()) &&
                            std::all_of(job.chunks.begin(), job.chunks.end(),
                                        [](const ChunkTransfer& chunk) { return chunk.plan != nullptr; });
     if (!described) {
@@ -205,7 +207,7 @@ void TransferEngine::work(Worker& worker) {
     lock.unlock();
     const auto begin = [&] {
       const Job& job = next.record->job;
-      return worker.copier->begin(job.kind, job.tier, next.chunks);
+      return worker.copier->begin(job, next.chunks);
     };
     const bool begun = next.record == nullptr || begin();
     DrainResult drained;
@@ -224,7 +226,7 @@ bool TransferEngine::pump_one() {
     if (batch.record == nullptr) continue;
     worker->busy = true;
     mutex_.unlock();
-    (void)worker->copier->begin(batch.record->job.kind, batch.record->job.tier, batch.chunks);
+    (void)worker->copier->begin(batch.record->job, batch.chunks);
     DrainResult drained = worker->copier->finish();
     mutex_.lock();
     worker->busy = false;

@@ -17,6 +17,7 @@ enum class JobKind : uint8_t {
   kSave,     // device -> tier
   kRestore,  // tier -> device; no byte of a chunk goes up before its digest is right
   kDigest,   // of what is in device memory now
+  kMove,     // `source`, a tier in memory -> tier; the device has no part in it
 };
 
 // Which of the jobs that wait in a lane goes first; equal ones in the order in which they came.
@@ -24,8 +25,9 @@ enum class Urgency : uint8_t { kLoad, kSleep, kOffload };
 
 // One chunk on its way, and what became of it.
 struct ChunkTransfer {
-  const ChunkPlan* plan = nullptr;  // stays as it is until the job has ended
-  SavedChunk saved;                 // kSave and kDigest fill it, kRestore needs it
+  // Stays as it is until the job has ended. kMove: its pieces say only how many bytes there are.
+  const ChunkPlan* plan = nullptr;
+  SavedChunk saved;  // kSave and kDigest fill it, kRestore and kMove need it
   // kTransferred, kFailed, kUnproven (never reuse either side), kCancelled or kShutDown.
   BlockOutcome outcome = BlockOutcome::kFailed;
   Status status;  // an error unless kTransferred
@@ -33,7 +35,8 @@ struct ChunkTransfer {
 
 struct Job {
   JobKind kind = JobKind::kSave;
-  Tier* tier = nullptr;  // stays until the job has ended; kDigest has none
+  Tier* tier = nullptr;    // stays until the job has ended; kDigest has none
+  Tier* source = nullptr;  // kMove: the same
   std::vector<ChunkTransfer> chunks;
   Urgency urgency = Urgency::kOffload;
   bool all_or_nothing = false;  // after the first chunk that failed, those that are not begun are cancelled

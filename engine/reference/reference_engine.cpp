@@ -5,7 +5,6 @@
 #include <fmt/format.h>
 
 #include "base/units.h"
-#include "offload/host_store.h"
 
 namespace torpor::reference {
 namespace {
@@ -21,8 +20,10 @@ ReferenceEngine::ReferenceEngine(FileSystem& file_system, const Clock& clock, Re
     : file_system_(file_system), clock_(clock), options_(std::move(options)), sink_(sink) {}
 
 ReferenceEngine::~ReferenceEngine() {
-  pipelines_.clear();
+  workers_.clear();  // no copy is under way any more
   for (const auto& [id, request] : requests_) release(*request);
+  orphans_.clear();
+  offload_.reset();
 }
 
 Result<std::unique_ptr<ReferenceEngine>> ReferenceEngine::create(std::unique_ptr<DeviceMemory> device,
@@ -42,15 +43,12 @@ Result<std::unique_ptr<ReferenceEngine>> ReferenceEngine::create(std::vector<std
                  .what = "token_budget, max_running or token_bytes is too small or odd",
                  .next_step = "use at least 1, 1 and 16"};
   }
-  if (devices.empty() || (devices.size() > 1 && (options.tiers.host_blocks > 0 || options.tiers.disk_blocks > 0))) {
-    return Error{.code = Code::kInvalidArgument,
-                 .what = fmt::format("{} ranks, with tiers for {} and {} blocks", devices.size(),
-                                     options.tiers.host_blocks, options.tiers.disk_blocks),
-                 .next_step = "use one device, or several without tiers"};
+  if (devices.empty()) {
+    return Error{.code = Code::kInvalidArgument, .what = "no rank has a device", .next_step = "give one or more"};
   }
   std::unique_ptr<ReferenceEngine> engine(new ReferenceEngine(file_system, clock, std::move(options), sink));
   TORPOR_TRY(engine->build(std::move(devices)));
-  TORPOR_TRY(engine->build_tiers());
+  TORPOR_TRY(engine->build_offload());
   return engine;
 }
 
@@ -103,62 +101,6 @@ void ReferenceEngine::load_weights(uint64_t seed) {
   }
 }
 
-// device -> host -> disk, or the part of it that there is; what arrives in the host goes on to the disk.
-Status ReferenceEngine::build_tiers() {
-  const TierOptions& tiers = options_.tiers;
-  RankMemory& memory = *ranks_[0].memory;
-  const uint64_t bytes = memory.kv_layout().bytes_per_block();
-  std::vector<BlockTier*> stores;
-  const auto pool_of = [&](int32_t blocks) {
-    return BlockPoolOptions{.num_blocks = blocks, .block_tokens = block_tokens(), .eviction = tiers.eviction};
-  };
-  if (tiers.host_blocks > 0) {
-    TORPOR_ASSIGN(std::unique_ptr<Store> store,
-                  HostStore::create(memory.arena(), {.slots = tiers.host_blocks, .slot_bytes = bytes}));
-    TORPOR_ASSIGN(host_, BlockTier::create(std::move(store), {pool_of(tiers.host_blocks), bytes, {}}));
-    stores.push_back(host_.get());
-  }
-  if (tiers.disk_blocks > 0) {
-    TORPOR_ASSIGN(const KeySpace space, key_space());
-    TORPOR_ASSIGN(std::unique_ptr<Store> store, SegmentStore::open(file_system_, tiers.disk_directory + "/store",
-                                                                   segments_for(tiers.disk_blocks, bytes), clock_));
-    TORPOR_ASSIGN(disk_, BlockTier::create(std::move(store), {pool_of(tiers.disk_blocks), bytes, space.digest()}));
-    stores.push_back(disk_.get());
-  }
-  if (stores.empty()) return ok();
-  routes_.push_back(std::make_unique<DeviceRoute>(*pool_, memory.kv_layout(), *stores[0], memory.transfers()));
-  if (host_ && disk_) {
-    routes_.push_back(std::make_unique<HostRoute>(*host_, *disk_));
-    routes_[0]->on_registered([this](std::vector<BlockName> blocks) { pipelines_[1]->enqueue(std::move(blocks)); });
-  }
-  for (const auto& route : routes_) {
-    std::vector<std::unique_ptr<OffloadPolicy>> policies;
-    policies.push_back(make_presence_policy(*route));
-    TORPOR_ASSIGN(std::unique_ptr<OffloadPipeline> pipeline,
-                  OffloadPipeline::create(*route, clock_, tiers.offload, std::move(policies), sink_));
-    pipelines_.push_back(std::move(pipeline));
-  }
-  onboarding_ = std::make_unique<Onboarding>(*pool_, memory.kv_layout(), memory.transfers(), stores,
-                                             host_ && disk_ ? tiers.disk_onboarding : DiskOnboarding::kDirect);
-  return ok();
-}
-
-// With the weights as they were loaded; what they are after a change nobody can name (BlockTier::forget_all).
-Result<KeySpace> ReferenceEngine::key_space() {
-  TORPOR_ASSIGN(const Fingerprint fields, fingerprint());
-  KeySpace space{.weights = digest_of(std::as_bytes(std::span(&options_.weights_seed, 1))),
-                 .hashing = "BlockIdentity, XXH3-128 and SHA-256"};
-  for (const auto& [name, value] : fields) space.layout += fmt::format("{}: {}\n", name, value);
-  return space;
-}
-
-bool ReferenceEngine::step_offload() {
-  bool more = false;
-  for (const auto& pipeline : pipelines_) more = pipeline->step() || more;
-  std::erase_if(offloads_, [](const OffloadHandle& handle) { return handle.status() == OffloadStatus::kDone; });
-  return more;
-}
-
 // --- requests
 // ------------------------------------------------------------------------------------------------------------
 
@@ -188,6 +130,7 @@ Status ReferenceEngine::add(const ReferenceRequest& request, int32_t samples) {
     made->tokens = request.prompt;
     made->generator = static_cast<uint64_t>(made->asked.seed);
     made->arrival = arrivals_++;
+    if (offload_) made->offload = offload_->begin_request(made->asked.id, made->asked.priority);
     Request& added = *made;
     requests_.emplace(added.asked.id, std::move(made));
     queue(added);
@@ -204,9 +147,11 @@ bool ReferenceEngine::abort(const std::string& id) {
 void ReferenceEngine::finish(const std::string& id) {
   const auto found = requests_.find(id);
   Request* request = found->second.get();
+  if (offload_ && !offload_->finished(request->offload)) orphans_[request->offload] = std::move(request->loading);
   release(*request);
   std::erase(running_, request);
   std::erase(waiting_, request);
+  std::erase(loading_, request);
   requests_.erase(found);
 }
 
@@ -251,18 +196,15 @@ std::vector<BlockIdentity> ReferenceEngine::chain_of(const Request& request) con
 // --- one step
 // ------------------------------------------------------------------------------------------------------------
 
-void ReferenceEngine::take_prefix(Request& request) {
+// True: it waits for a load now.
+bool ReferenceEngine::take_prefix(Request& request) {
   const std::vector<BlockIdentity> chain = chain_of(request);
   request.full = pool_->match(chain);
-  counts_.hit_tokens += static_cast<int64_t>(request.full.size()) * block_tokens();
-  if (onboarding_ && request.full.size() < chain.size()) {
-    Result<std::vector<BlockRef>> up = onboarding_->onboard(std::span(chain).subspan(request.full.size()));
-    if (up) {  // no room in the device: it is computed instead, or waits
-      counts_.onboarded_tokens += static_cast<int64_t>(up->size()) * block_tokens();
-      for (BlockRef& block : *up) request.full.push_back(std::move(block));
-    }
-  }
+  if (offload_ && options_.tiers.loads && !request.computes && begin_load(request, chain)) return true;
+  counts_.hit_tokens += static_cast<int64_t>(request.full.size()) * block_tokens() - request.loaded_tokens;
+  request.loaded_tokens = 0;
   request.computed = static_cast<int32_t>(request.full.size()) * block_tokens();
+  return false;
 }
 
 std::optional<std::vector<MutableBlock>> ReferenceEngine::allocate_for(const Request& request, int32_t tokens) {
@@ -310,11 +252,19 @@ std::vector<ReferenceEngine::Scheduled> ReferenceEngine::schedule() {
   while (!waiting_.empty() && budget > 0 && running_.size() < static_cast<size_t>(options_.max_running) &&
          counts_.preemptions == preempted_before) {
     Request& request = *waiting_.front();
-    take_prefix(request);
+    if (take_prefix(request)) {
+      waiting_.pop_front();
+      loading_.push_back(&request);
+      continue;
+    }
     const int32_t tokens = std::min(budget, request.length() - request.computed);
     std::optional<std::vector<MutableBlock>> fresh = allocate_for(request, tokens);
     if (!fresh) {
       release(request);
+      // What others wait with since their loads would keep it from ever having room.
+      for (Request* other : waiting_) {
+        if (running_.empty()) release(*other);
+      }
       break;
     }
     waiting_.pop_front();
@@ -328,6 +278,7 @@ std::vector<ReferenceEngine::Scheduled> ReferenceEngine::schedule() {
 // The forward pass of one request's tokens, block by block through the states of a block.
 void ReferenceEngine::compute(Scheduled& scheduled) {
   Request& request = *scheduled.request;
+  const size_t full = request.full.size();
   const int32_t end = request.computed + scheduled.tokens;
   auto fresh = scheduled.fresh.begin();
   while (request.computed < end) {
@@ -347,11 +298,11 @@ void ReferenceEngine::compute(Scheduled& scheduled) {
     (void)request.partial->compute_done();
     if (request.computed % block_tokens() != 0) continue;
     Result<BlockRef> block = request.partial->register_block();
-    registered_.push_back(name_of(*block));
     request.full.push_back(std::move(*block));
     request.partial.reset();
   }
   counts_.computed_tokens += scheduled.tokens;
+  if (offload_ && request.full.size() > full) offer(request, full);
 }
 
 int32_t ReferenceEngine::sample(Request& request) {
@@ -370,6 +321,7 @@ int32_t ReferenceEngine::sample(Request& request) {
 std::vector<ReferenceOutput> ReferenceEngine::step() {
   std::vector<ReferenceOutput> outputs;
   if (frozen_ || requests_.empty() || !prepared()) return outputs;
+  if (!loading_.empty()) (void)step_offload();
   ++counts_.steps;
   std::vector<Scheduled> scheduled = schedule();
   for (Scheduled& entry : scheduled) compute(entry);
@@ -382,8 +334,6 @@ std::vector<ReferenceOutput> ReferenceEngine::step() {
   for (const ReferenceOutput& output : outputs) {
     if (output.finished) finish(output.id);
   }
-  if (!pipelines_.empty() && !registered_.empty()) offloads_.push_back(pipelines_[0]->enqueue(std::move(registered_)));
-  registered_.clear();
   return outputs;
 }
 

@@ -1,14 +1,14 @@
-// ReferenceEngine: a small continuous-batching engine on torpor's own block pool, tiers and values: chunked prefill,
-// prefix caching, priorities, preemption, greedy, seeded and unseeded sampling, parallel samples. Its model is a
-// ByteModel.
+// ReferenceEngine: a small continuous-batching engine on torpor's own block pool, offloading and values: chunked
+// prefill, prefix caching, asynchronous loads, priorities, preemption, greedy, seeded and unseeded sampling, parallel
+// samples. Its model is a ByteModel.
 //
-// It may have several worker ranks: each has a device, weights and KV of its own, and the next token depends on the KV
-// of all of them. Tiers need a single one.
+// It may have several worker ranks: each has a device, weights, KV and stores of its own, and the next token depends on
+// the KV of all of them.
 //
 // It is the oracle of the simulation and the example for who integrates another engine: reference_engine.cpp serves,
-// reference_hooks.cpp is all that a sleep needs of it.
+// reference_offload.cpp is all that offloading needs of it, reference_hooks.cpp all that a sleep does.
 //
-// Threads: one, except for the transfers of its tiers.
+// Threads: one, except for the transfers.
 #pragma once
 
 #include <deque>
@@ -23,20 +23,20 @@
 #include "engine/rank_memory.h"
 #include "engine/reference/byte_model.h"
 #include "kvcache/block_pool.h"
-#include "kvcache/block_routes.h"
-#include "kvcache/block_tier.h"
-#include "kvcache/onboarding.h"
-#include "offload/offload_pipeline.h"
+#include "kvcache/offload_scheduler.h"
+#include "kvcache/offload_worker.h"
 
 namespace torpor::reference {
 
 struct TierOptions {
-  int32_t host_blocks = 0;  // 0: no such tier
+  int32_t host_blocks = 0;  // 0: no such store
   int32_t disk_blocks = 0;
-  std::string disk_directory;                      // segments go below it, into "store"
-  EvictionPolicy eviction = EvictionPolicy::kLru;  // of both
-  DiskOnboarding disk_onboarding = DiskOnboarding::kDirect;
-  OffloadOptions offload;
+  std::string disk_directory;  // segments go below it, into "store"
+  OffloadMode mode = OffloadMode::kEager;
+  bool loads = true;  // off: what is stored is never asked for
+  PlacementOptions placement;
+  int64_t counted_keys = 0;
+  OffloadQueueOptions offload;
 };
 
 struct ReferenceOptions {
@@ -75,7 +75,7 @@ struct ReferenceCounts {
   int64_t steps = 0;
   int64_t computed_tokens = 0;
   int64_t hit_tokens = 0;        // of prompts, found in the device
-  int64_t onboarded_tokens = 0;  // found below
+  int64_t onboarded_tokens = 0;  // loaded
   int64_t preemptions = 0;
 };
 
@@ -85,7 +85,7 @@ class ReferenceEngine final : public EngineHooks {
   static Result<std::unique_ptr<ReferenceEngine>> create(std::unique_ptr<DeviceMemory> device, FileSystem& file_system,
                                                          const Clock& clock, ReferenceOptions options,
                                                          EventSink* sink = nullptr);
-  // With a rank for each of `devices`. kInvalidArgument: none, or several and tiers.
+  // With a rank for each of `devices`. kInvalidArgument: none.
   static Result<std::unique_ptr<ReferenceEngine>> create(std::vector<std::unique_ptr<DeviceMemory>> devices,
                                                          FileSystem& file_system, const Clock& clock,
                                                          ReferenceOptions options, EventSink* sink = nullptr);
@@ -102,17 +102,17 @@ class ReferenceEngine final : public EngineHooks {
   bool idle() const { return requests_.empty(); }
   bool frozen() const { return frozen_; }
 
-  // Tiers. Without own_threads the offload pipelines move only here; true: there is more to do.
+  // Offloading (reference_offload.cpp): plans what is due, lets bytes move (without threads of their own one batch a
+  // rank) and takes what ended. False: nothing did.
   bool step_offload();
-  std::vector<OffloadHandle>& offloads() { return offloads_; }  // those not ended yet, oldest first
+  std::vector<TransferHandle>& offloads() { return offloads_; }  // those not ended yet, oldest first
 
   ReferenceCounts counts() const { return counts_; }
+  size_t ranks() const { return ranks_.size(); }
   RankMemory& memory(size_t rank = 0) { return *ranks_[rank].memory; }
   BlockPool& pool() { return *pool_; }
-  BlockTier* host_blocks() { return host_.get(); }
-  BlockTier* disk_blocks() { return disk_.get(); }
-  const Onboarding* onboarding() const { return onboarding_.get(); }
-  const std::vector<std::unique_ptr<OffloadPipeline>>& pipelines() const { return pipelines_; }
+  OffloadScheduler* offload() { return offload_.get(); }  // null: without stores
+  OffloadWorker& worker(size_t rank) { return *workers_[rank]; }
 
   // EngineHooks (reference_hooks.cpp)
   Result<std::vector<std::string>> unsupported() override;
@@ -139,6 +139,11 @@ class ReferenceEngine final : public EngineHooks {
     int32_t computed = 0;         // tokens whose KV is in the blocks
     std::vector<BlockRef> full;   // registered blocks, then, if there is one,
     std::optional<MutableBlock> partial;
+    uint32_t offload = 0;               // its number there
+    std::vector<MutableBlock> loading;  // behind the full ones
+    TransferHandle load;
+    int64_t loaded_tokens = 0;
+    bool computes = false;   // a load failed: what is missing is computed
     uint64_t generator = 0;  // of a seeded request
     int32_t preemptions = 0;
     uint64_t arrival = 0;
@@ -159,12 +164,19 @@ class ReferenceEngine final : public EngineHooks {
   ReferenceEngine(FileSystem& file_system, const Clock& clock, ReferenceOptions options, EventSink* sink);
   Status build(std::vector<std::unique_ptr<DeviceMemory>> devices);
   Result<Rank> make_rank(int32_t rank, std::unique_ptr<DeviceMemory> device);
-  Status build_tiers();
+  Status build_offload();
   Result<KeySpace> key_space();
+  bool begin_load(Request& request, std::span<const BlockIdentity> chain);
+  bool take_reports();
+  void end_loads();
+  void end_load(Request& request, const EndedLoad& load);
+  void offer(const Request& request, size_t first);
+  void drain_offload();
+  Status forget_stored();
   std::vector<Scheduled> schedule();
   std::optional<std::vector<MutableBlock>> allocate_for(const Request& request, int32_t tokens);
   bool comes_before(const Request& a, const Request& b) const;
-  void take_prefix(Request& request);
+  bool take_prefix(Request& request);
   void preempt(Request& request, std::vector<Scheduled>& scheduled, int32_t& budget);
   void compute(Scheduled& scheduled);
   int32_t sample(Request& request);
@@ -181,17 +193,17 @@ class ReferenceEngine final : public EngineHooks {
   EventSink* const sink_;
   std::vector<Rank> ranks_;
   std::unique_ptr<BlockPool> pool_;
-  std::unique_ptr<BlockTier> host_;
-  std::unique_ptr<BlockTier> disk_;
-  std::unique_ptr<Onboarding> onboarding_;
-  std::vector<std::unique_ptr<RouteIntoStore>> routes_;
-  std::vector<std::unique_ptr<OffloadPipeline>> pipelines_;  // nearest first; end before what they use
-  std::vector<OffloadHandle> offloads_;
+  std::unique_ptr<Placement> placement_;
+  std::unique_ptr<OffloadScheduler> offload_;
+  std::vector<std::unique_ptr<OffloadWorker>> workers_;  // by rank
+  std::vector<TransferHandle> offloads_;
+  // Blocks of requests that were aborted while they were loaded, by the request's number.
+  std::map<uint32_t, std::vector<MutableBlock>> orphans_;
 
   std::map<std::string, std::unique_ptr<Request>> requests_;
   std::vector<Request*> running_;         // row order
   std::deque<Request*> waiting_;          // front first
-  std::vector<BlockName> registered_;     // in this step: offered to the tiers at its end
+  std::vector<Request*> loading_;         // they wait for their blocks
   uint64_t generator_ = kFreshGenerator;  // that unseeded requests share
   uint64_t arrivals_ = 0;
   bool frozen_ = false;

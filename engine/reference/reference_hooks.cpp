@@ -55,14 +55,14 @@ Result<BlockPoolSnapshot::Block> to_block(const Value& value) {
 
 Result<std::vector<std::string>> ReferenceEngine::unsupported() {
   std::vector<std::string> features;
-  if (const int32_t blocks = pool_->info().quarantined; blocks > 0)
+  if (const int64_t blocks = pool_->info().quarantined + (offload_ ? offload_->quarantined() : 0); blocks > 0)
     features.push_back(fmt::format("{} KV blocks whose copies were never proven over", blocks));
   return features;
 }
 
 Status ReferenceEngine::quiesce(std::optional<double>) {
   frozen_ = true;
-  for (const auto& pipeline : pipelines_) pipeline->drain();  // nearest first: what arrives goes on
+  if (offload_) drain_offload();
   return ok();
 }
 
@@ -160,7 +160,10 @@ Status ReferenceEngine::drop_requests(const std::string& mode) {
     std::sort(again.begin(), again.end(), [this](const Request* a, const Request* b) { return comes_before(*a, *b); });
     waiting_.swap(again);
   }
-  for (const auto& [id, request] : requests_) release(*request);
+  for (const auto& [id, request] : requests_) {
+    release(*request);
+    if (abort && offload_) (void)offload_->finished(request->offload);  // no load is under way: it stands still
+  }
   running_.clear();
   if (abort) {
     waiting_.clear();
@@ -168,9 +171,7 @@ Status ReferenceEngine::drop_requests(const std::string& mode) {
   }
   // Weights may be others from now on: nothing that was computed is of use.
   pool_->clear_cached();
-  if (host_) host_->forget_all();
-  if (disk_) disk_->forget_all();
-  return ok();
+  return forget_stored();
 }
 
 Status ReferenceEngine::drop_prefix(const std::vector<int32_t>& blocks) {
@@ -182,8 +183,7 @@ Status ReferenceEngine::drop_prefix(const std::vector<int32_t>& blocks) {
 // that share blocks.
 Status ReferenceEngine::retire_prefix() {
   pool_->clear_cached();
-  if (host_) host_->forget_all();
-  if (disk_) disk_->forget_all();
+  TORPOR_TRY(forget_stored());
   for (const auto& [id, request] : requests_) {
     if (request->full.empty() && !request->partial) continue;
     const Digest salted = digest_of(std::as_bytes(std::span(&request->asked.salt, 1)));
@@ -305,6 +305,7 @@ Result<std::vector<FailedRequest>> ReferenceEngine::restore(const EngineCheckpoi
       TORPOR_TRY(request->partial->schedule_compute());
       TORPOR_TRY(request->partial->compute_done());
     }
+    if (offload_) request->offload = offload_->begin_request(saved.id, saved.priority);
     requests_.emplace(saved.id, std::move(request));
   }
   for (const std::string& id : state.scheduler.running) running_.push_back(requests_.at(id).get());

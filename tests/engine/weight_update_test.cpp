@@ -19,7 +19,7 @@ class WeightUpdate : public ::testing::Test {
   std::unique_ptr<ReferenceEngine> make(uint64_t seed, const std::string& directory) {
     ReferenceOptions options{.weights_seed = seed};
     options.tiers = {.host_blocks = 48, .disk_blocks = 48, .disk_directory = directory};
-    options.tiers.offload = {.min_batch_size = 1, .flush_interval = std::chrono::milliseconds(0), .own_threads = false};
+    options.tiers.offload = {.min_batch_size = 1, .flush_interval = std::chrono::milliseconds(0)};
     return value_of(
         ReferenceEngine::create(value_of(make_host_device({})), linux_file_system(), system_clock(), options));
   }
@@ -49,8 +49,8 @@ TEST_F(WeightUpdate, NewRequestsFindKvOfOldWeightsInNoTierAndRunningOnesGoOn) {
                                {.directory = directories_.emplace_back().path()});
     add(*engine, "before", prompt, 4);
     run(*engine);
-    EXPECT_GT(engine->host_blocks()->pool().info().cached, 0);
-    EXPECT_GT(engine->disk_blocks()->pool().info().cached, 0);
+    EXPECT_GT(engine->offload()->index().counts(StoreId::kHost).visible, 0);
+    EXPECT_GT(engine->offload()->index().counts(StoreId::kDisk).visible, 0);
     add(*engine, "kept", prompt, 30);
     add(*engine, "kept too", prompt, 30);  // shares its blocks
     for (int i = 0; i < 9; ++i) step(*engine);
@@ -108,14 +108,15 @@ TEST_F(WeightUpdate, AfterARestartKvOfOtherWeightsIsNotFoundOnDisk) {
         engine->load_weights(2);
         ASSERT_SUCCEEDS(controller.wake_up({}));
         answer(*engine, "after");
-        EXPECT_GT(engine->disk_blocks()->pool().info().cached, 0);
-        ASSERT_SUCCEEDS(engine->disk_blocks()->finish());
+        EXPECT_GT(engine->offload()->index().counts(StoreId::kDisk).visible, 0);
+        ASSERT_SUCCEEDS(engine->worker(0).store(StoreId::kDisk)->sync());
       }
       tokens_.clear();
       const auto engine = make(next, directory);
       const auto oracle = make(next);
       EXPECT_EQ(answer(*engine, "again"), answer(*oracle, "again"));
-      EXPECT_EQ(engine->counts().onboarded_tokens, 0);
+      // What was stored before the change is good for those weights, what came after it has no name.
+      EXPECT_EQ(engine->counts().onboarded_tokens > 0, next == 1);
     }
   }
 }

@@ -8,6 +8,7 @@
 #include "checkpoint/state_sections.h"
 #include "engine/delivery/delivery_log_file.h"
 #include "engine/rank_orders.h"
+#include "kvcache/transfer_plan.h"
 #include "offload/segment_format.h"
 #include "tests/support/example_state.h"
 
@@ -62,6 +63,25 @@ void write_orders(const std::filesystem::path& directory, const torpor::RankSumm
   write(directory, "orders",
         numbered(1, encode_error({.code = Code::kTimeout, .what = "late", .next_step = "wait", .native = -1})),
         "error_answer");
+}
+
+void write_transfers(const std::filesystem::path& directory) {
+  using namespace torpor;
+  TransferPlan plan{.number = 7, .dropped = {{StoreId::kHost, 3}, {StoreId::kDisk, 1}}};
+  plan.add(10, PlanKind::kPut, StoreId::kDisk, Urgency::kOffload).count = 1;
+  plan.add(11, PlanKind::kGet, StoreId::kHost, Urgency::kLoad).count = 2;
+  plan.jobs.back().first = 1;
+  plan.from = {4, 5, 6};
+  plan.to = {0, 1, 9};
+  plan.keys = {{.hash = {7}, .group = 1, .space = 1}};
+  plan.loading = {{"request", 11}};
+  write(directory, "transfers", plan.encode(), "plan");
+  const TransferReport report{
+      .rank = 1,
+      .jobs = {{.id = 10}, {.id = 11, .count = 2, .code = Code::kIo, .cause = "the disk is full"}},
+      .outcomes = {BlockOutcome::kTransferred, BlockOutcome::kFailed},
+      .stores = {{StoreId::kDisk, false, 1, 2, 3, 4}}};
+  write(directory, "transfers", report.encode(), "report");
 }
 
 }  // namespace
@@ -124,6 +144,7 @@ int main(int argc, char** argv) {
         {1, 0, 0, 1,  50, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9,  // a batch of one record
          1, 0, 2, 60, 0,  0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 0, 3, 60, 1, 20, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9},
         "records");
+  write_transfers(directory);
   write(directory, "archive", {8, 1, 0, 0, 0, 0, 0, 0, 0, 2, 1, 0, 0, 0, 0, 0, 0, 0});
   return 0;
 }

@@ -40,6 +40,7 @@ struct Scenario {
   ReferenceOptions options;
   bool late_copies = false;
   uint64_t shuffle_seed = 0;
+  int ranks = 1;
   std::vector<Arrival> arrivals;
   std::map<std::string, int> aborts;  // id -> step
   std::optional<uint64_t> kv_budget;
@@ -89,21 +90,23 @@ Scenario make_scenario(uint64_t seed, Dice& dice, const std::string& directory) 
     scenario.cancel_chance = dice.one_of({0.0, 0.1});
     scenario.unproven = dice.chance(0.03);
     if (dice.chance(0.3)) scenario.kv_budget = static_cast<uint64_t>(dice.between(0, 3000));
-    reference::TierOptions& tiers = options.tiers;
-    if (dice.chance(0.8)) tiers.host_blocks = static_cast<int32_t>(dice.between(4, 60));
-    if (dice.chance(0.5)) tiers.disk_blocks = static_cast<int32_t>(dice.between(4, 60));
-    tiers.disk_directory = directory + "/tier";
-    tiers.eviction =
-        dice.one_of({EvictionPolicy::kLru, EvictionPolicy::kFifo, EvictionPolicy::kLfu, EvictionPolicy::kS3Fifo});
-    tiers.disk_onboarding = dice.one_of({DiskOnboarding::kDirect, DiskOnboarding::kStaged});
-    tiers.offload = {.max_batch_size = static_cast<int32_t>(dice.between(1, 16)),
-                     .min_batch_size = 1,
-                     .flush_interval = std::chrono::milliseconds(dice.between(0, 20)),
-                     .sweep_interval = std::chrono::milliseconds(dice.between(1, 20)),
-                     .on_deck_batches = static_cast<int32_t>(dice.between(1, 3)),
-                     .queue_blocks = dice.one_of<int64_t>({8, 1000}),
-                     .own_threads = false};
   }
+  scenario.ranks = dice.one_of({1, 1, 2});
+  reference::TierOptions& tiers = options.tiers;
+  // Exactly: stores only, and nothing held, so that every step is the twin's.
+  tiers.mode = scenario.exact ? OffloadMode::kLazy : dice.one_of({OffloadMode::kEager, OffloadMode::kLazy});
+  tiers.loads = !scenario.exact;
+  tiers.disk_directory = directory + "/tier";
+  if (dice.chance(0.8)) tiers.host_blocks = static_cast<int32_t>(dice.between(4, 60));
+  if (dice.chance(0.5)) tiers.disk_blocks = static_cast<int32_t>(dice.between(4, 60));
+  tiers.placement.presence = dice.chance(0.7);
+  if (dice.chance(0.2)) tiers.counted_keys = 1000, tiers.placement.min_uses = 2;
+  tiers.offload = {.max_batch_size = static_cast<int32_t>(dice.between(1, 16)),
+                   .min_batch_size = 1,
+                   .flush_interval = std::chrono::milliseconds(dice.between(0, 20)),
+                   .sweep_interval = std::chrono::milliseconds(dice.between(1, 20)),
+                   .on_deck_batches = static_cast<int32_t>(dice.between(1, 3)),
+                   .queue_blocks = dice.one_of<int64_t>({8, 1000})};
 
   std::vector<std::vector<int32_t>> stems(3);
   for (auto& stem : stems) {
@@ -153,8 +156,9 @@ Twin run_twin(const Scenario& scenario) {
   ReferenceOptions options = scenario.options;
   options.tiers = {};
   if (!scenario.exact) options.num_blocks = 1000;  // roomy and simple
-  const auto engine =
-      must(ReferenceEngine::create(must(make_host_device(), "device"), linux_file_system(), clock, options), "twin");
+  std::vector<std::unique_ptr<DeviceMemory>> devices;
+  for (int rank = 0; rank < scenario.ranks; ++rank) devices.push_back(must(make_host_device(), "device"));
+  const auto engine = must(ReferenceEngine::create(std::move(devices), linux_file_system(), clock, options), "twin");
   Twin twin;
   for (int step = 0; step < 10'000; ++step) {
     bool more = !engine->idle();
@@ -227,10 +231,14 @@ class Run {
     count_tiers();
     controller_.reset();
     engine_.reset();
-    auto device = std::make_unique<FaultyDevice>(must(
-        make_host_device({.defer_copies = scenario_.late_copies, .shuffle_seed = scenario_.shuffle_seed}), "device"));
-    device_ = device.get();
-    engine_ = must(ReferenceEngine::create(std::move(device), files_, clock_, scenario_.options), "engine");
+    std::vector<std::unique_ptr<DeviceMemory>> devices;
+    for (int rank = 0; rank < scenario_.ranks; ++rank) {
+      auto device = std::make_unique<FaultyDevice>(must(
+          make_host_device({.defer_copies = scenario_.late_copies, .shuffle_seed = scenario_.shuffle_seed}), "device"));
+      device_ = device.get();  // the last rank's fails
+      devices.push_back(std::move(device));
+    }
+    engine_ = must(ReferenceEngine::create(std::move(devices), files_, clock_, scenario_.options), "engine");
     controller_ = std::make_unique<SleepController>(
         *engine_, files_, clock_,
         SleepControllerOptions{.directory = directory_ + "/checkpoints", .kv_budget_bytes = scenario_.kv_budget});
@@ -259,12 +267,13 @@ class Run {
   }
 
   void serve_tiers() {
-    for (OffloadHandle& handle : engine_->offloads()) {
-      if (dice_.chance(scenario_.cancel_chance)) handle.request_cancel();
+    for (TransferHandle& handle : engine_->offloads()) {
+      if (dice_.chance(scenario_.cancel_chance)) handle.cancel();
     }
     arm();
     for (int64_t i = dice_.between(0, 3); i > 0; --i) engine_->step_offload();
     disarm();
+    if (engine_->offload() != nullptr) must(engine_->offload()->check(), "offload");
   }
 
   // A fault of the device or of the disk within the next calls, perhaps.
@@ -300,7 +309,7 @@ class Run {
     disarm();
     if (!slept) {
       say("sleep: {}", slept.error().to_string());
-      if (!faulted_ && !engine_->memory().transfers().quarantined() && slept.error().code != Code::kUnsupported)
+      if (!faulted_ && !quarantined() && slept.error().code != Code::kUnsupported)
         throw Failed{"a sleep without a fault failed: " + slept.error().to_string()};
       if (engine_is_lost()) return lose();
       if (engine_->frozen() || controller_->is_sleeping()) throw Failed{"a sleep that failed left the engine asleep"};
@@ -324,7 +333,7 @@ class Run {
       }
       say("wake: {}", woken.error().to_string());
       if (engine_is_lost()) return lose();
-      if (engine_->memory().transfers().quarantined()) return give_up();  // it says so, and can do no more
+      if (quarantined()) return give_up();  // it says so, and can do no more
       if (!faulted_) throw Failed{"a wake without a fault failed: " + woken.error().to_string()};
       if (!controller_->is_sleeping()) throw Failed{"a wake that failed left the engine neither asleep nor lost"};
       ++result_.refused;
@@ -343,7 +352,7 @@ class Run {
         return;
       }
       say("wake by a new engine: {}", woken.error().to_string());
-      if (!faulted_ && !engine_->memory().transfers().quarantined())
+      if (!faulted_ && !quarantined())
         throw Failed{"a wake by a new engine without a fault failed: " + woken.error().to_string()};
       if (controller_->state().engine != "lost" && !engine_->idle())
         throw Failed{"a wake that failed left requests in the new engine"};
@@ -366,8 +375,10 @@ class Run {
     if (!engine_) return;
     result_.onboarded += engine_->counts().onboarded_tokens;
     result_.preemptions += engine_->counts().preemptions;
-    for (const auto& pipeline : engine_->pipelines())
-      result_.offloaded += static_cast<int64_t>(pipeline->counts()[static_cast<size_t>(BlockOutcome::kTransferred)]);
+    if (engine_->offload() == nullptr) return;
+    const OffloadQueue& queue = engine_->offload()->queue();
+    for (const Way way : {Way::kDown, Way::kOn})
+      result_.offloaded += static_cast<int64_t>(queue.counts(way)[static_cast<size_t>(BlockOutcome::kTransferred)]);
   }
 
   void check_end() {
@@ -375,19 +386,26 @@ class Run {
       if (!scenario_.aborts.contains(id) && streams_[id] != expected)
         throw Failed{fmt::format("request {} ended after {} of {} tokens", id, streams_[id].size(), expected.size())};
     }
-    for (const auto& pipeline : engine_->pipelines()) pipeline->drain();
-    std::vector<const BlockPool*> pools = {&engine_->pool()};
-    if (engine_->host_blocks() != nullptr) pools.push_back(&engine_->host_blocks()->pool());
-    if (engine_->disk_blocks() != nullptr) pools.push_back(&engine_->disk_blocks()->pool());
-    for (const BlockPool* pool : pools) {
-      must(pool->check(), "pool");
-      const BlockPoolInfo info = pool->info();
-      const bool quarantine = engine_->memory().transfers().quarantined();
-      if (!quarantine &&
-          (info.owned != 0 || info.shared != 0 || info.quarantined != 0 || info.free != pool->num_blocks()))
-        throw Failed{fmt::format("blocks leaked: {} owned, {} shared, {} quarantined", info.owned, info.shared,
-                                 info.quarantined)};
+    must(engine_->quiesce({}), "quiesce");
+    const BlockPool& pool = engine_->pool();
+    must(pool.check(), "pool");
+    const BlockPoolInfo info = pool.info();
+    if (quarantined()) return;
+    if (info.owned != 0 || info.shared != 0 || info.quarantined != 0 || info.free != pool.num_blocks())
+      throw Failed{
+          fmt::format("blocks leaked: {} owned, {} shared, {} quarantined", info.owned, info.shared, info.quarantined)};
+    if (engine_->offload() == nullptr) return;
+    for (const StoreId store : {StoreId::kHost, StoreId::kDisk}) {
+      const StoreCounts counts = engine_->offload()->index().counts(store);
+      if (counts.reserved + counts.doomed + counts.quarantined != 0)
+        throw Failed{fmt::format("slots of the store {} leaked", name(store))};
     }
+  }
+  bool quarantined() {
+    for (size_t rank = 0; rank < engine_->ranks(); ++rank) {
+      if (engine_->memory(rank).transfers().quarantined()) return true;
+    }
+    return false;
   }
 
   const Scenario scenario_;

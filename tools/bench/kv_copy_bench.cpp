@@ -13,7 +13,7 @@
 #include "allocator/host_device.h"
 #include "base/copy.h"
 #include "base/units.h"
-#include "kvcache/block_routes.h"
+#include "kvcache/kv_layout.h"
 #include "offload/host_store.h"
 #include "offload/transfer_engine.h"
 #include "tools/bench/bench.h"
@@ -32,6 +32,29 @@ struct Model {
 };
 constexpr Model kSmall{"135M", 30, 3 * 64 * 2 * 2};
 constexpr Model kLarge{"70B", 80, 8 * 128 * 2 * 2};
+
+// Host slots by the number of the chunk.
+class SlotTier final : public Tier {
+ public:
+  explicit SlotTier(HostStore& store) : store_(store) {}
+  std::string_view kind() const override { return "host"; }
+  bool addressable() const override { return true; }
+  Status prepare(uint64_t, uint64_t) override { return ok(); }
+  Result<std::span<std::byte>> place(SavedChunk& chunk) override {
+    return store_.place(static_cast<Slot>(chunk.key.index), chunk.bytes);
+  }
+  Status finish() override { return ok(); }
+
+ private:
+  HostStore& store_;
+};
+
+ChunkPlan plan_of(const KvLayout& layout, int32_t block, uint64_t slot) {
+  ChunkPlan plan{.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = slot}};
+  for (const KvPiece& piece : layout.pieces_of(static_cast<uint32_t>(block)))
+    plan.pieces.push_back({piece.address, piece.bytes});
+  return plan;
+}
 
 class Case {
  public:
@@ -57,14 +80,13 @@ class Case {
                             .block_bytes = piece}}};
     arena_ = must(HostArena::create());
     const auto slots = static_cast<int32_t>(moved);
-    host_ = must(BlockTier::create(must(HostStore::create(*arena_, {.slots = slots, .slot_bytes = block})),
-                                   {{.num_blocks = slots}, block, {}}));
+    store_ = must(HostStore::create(*arena_, {.slots = slots, .slot_bytes = block}));
+    host_ = std::make_unique<SlotTier>(*store_);
     transfers_ = must(TransferEngine::create(*device_, *arena_));
     std::vector<int32_t> ids(total);
     for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int32_t>(i);
     std::shuffle(ids.begin(), ids.end(), std::mt19937(1));
-    for (uint64_t slot = 0; slot < moved; ++slot)
-      plans_.push_back(plan_of(layout_, ids[slot], host_->chunk(static_cast<int32_t>(slot))));
+    for (uint64_t slot = 0; slot < moved; ++slot) plans_.push_back(plan_of(layout_, ids[slot], slot));
     stream_ = must(device_->create_stream());
     flat_ = std::make_unique<bench::WarmMemory>(bytes_);
   }
@@ -86,7 +108,7 @@ class Case {
   }
   void baseline() {
     for (size_t slot = 0; slot < plans_.size(); ++slot) {
-      SavedChunk chunk = host_->chunk(static_cast<int32_t>(slot));
+      SavedChunk chunk{.key = plans_[slot].key, .bytes = plans_[slot].bytes()};
       const std::span<std::byte> place = must(host_->place(chunk));
       uint64_t at = 0;
       for (const DevicePiece& piece : plans_[slot].pieces) {
@@ -95,7 +117,7 @@ class Case {
         at += piece.bytes;
       }
       (void)device_->wait(must(device_->record(stream_)));
-      host_->remember(static_cast<int32_t>(slot), digest_of(place));
+      must(store_->placed(static_cast<Slot>(slot), {}, digest_of(place)));
     }
   }
   nlohmann::ordered_json row(int rounds) {
@@ -133,7 +155,8 @@ class Case {
   PhysicalId memory_{};
   KvLayout layout_;
   std::unique_ptr<HostArena> arena_;
-  std::unique_ptr<BlockTier> host_;
+  std::unique_ptr<HostStore> store_;
+  std::unique_ptr<SlotTier> host_;
   std::unique_ptr<TransferEngine> transfers_;
   std::vector<ChunkPlan> plans_;
   StreamId stream_{};

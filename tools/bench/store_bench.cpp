@@ -17,8 +17,8 @@
 
 #include "allocator/host_device.h"
 #include "base/units.h"
-#include "kvcache/block_routes.h"
-#include "kvcache/block_tier.h"
+#include "kvcache/offload_worker.h"
+#include "offload/segment_store.h"
 #include "tools/bench/bench.h"
 
 namespace {
@@ -28,7 +28,7 @@ using bench::median;
 using bench::must;
 using bench::seconds;
 
-// What a DeviceRoute and Onboarding do with a batch, without the bookkeeping of blocks.
+// A rank that offloads to disk, as its scheduler would tell it to.
 class Blocks {
  public:
   Blocks(const std::string& directory, uint64_t block_bytes, int32_t count) {
@@ -41,39 +41,56 @@ class Blocks {
     std::memset(reinterpret_cast<void*>(address_), 5, size_);  // NOLINT(performance-no-int-to-ptr)
     arena_ = must(HostArena::create());
     transfers_ = must(TransferEngine::create(*device_, *arena_));
-    disk_ = must(BlockTier::create(
-        must(SegmentStore::open(linux_file_system(), directory, segments_for(count, block_bytes), system_clock())),
-        {{.num_blocks = count, .block_tokens = 1}, block_bytes, {}}));
-    for (int32_t slot = 0; slot < count; ++slot) disk_->claim(slot, {.tokens = {slot}});
-    for (int32_t slot = 0; slot < count; ++slot)
-      plans_.push_back({.key = disk_->chunk(slot).key,
-                        .pieces = {{address_ + static_cast<uint64_t>(slot) * block_bytes, block_bytes}}});
+    layout_ = {
+        .num_blocks = static_cast<uint32_t>(count),
+        .tensors = {{.address = address_, .layers = 1, .block_stride = block_bytes, .block_bytes = block_bytes}}};
+    const auto most = static_cast<int32_t>(64 * kMiB / align_up(block_bytes, kPage));
+    const int32_t slots = std::clamp(count / 8, 1, std::max(most, 1));
+    segments_ = (count + slots - 1) / slots;
+    SegmentStoreOptions options{.record_bytes = block_bytes, .slots_per_segment = slots};
+    options.budget_bytes = static_cast<uint64_t>(segments_) * SegmentStore::most_bytes_of_segment(options);
+    worker_ =
+        must(OffloadWorker::create({.disk_segments = segments_, .segment_slots = slots}, layout_, *transfers_, nullptr,
+                                   must(SegmentStore::open(linux_file_system(), directory, options, system_clock()))));
+    worker_->open_space(1, {});
+    for (int32_t slot = 0; slot < count; ++slot) {
+      numbers_.push_back(slot);
+      BlockKey key{.space = 1};
+      std::memcpy(key.hash.data(), &slot, sizeof slot);
+      keys_.push_back(key);
+    }
   }
   ~Blocks() {
+    worker_.reset();
     transfers_.reset();
     must(device_->unmap(address_, size_));
     must(device_->release(memory_));
     must(device_->free_reservation(address_));
   }
-  std::string io() const { return disk_->store().health().io; }
+  std::string io() const { return worker_->store(StoreId::kDisk)->health().io; }
 
-  // All blocks as one job: the engine cuts the batches.
+  // All blocks as one job, in segments of their own each time: the engine cuts the batches.
   void write() {
-    for (const ChunkTransfer& chunk : run(JobKind::kSave))
-      disk_->remember(static_cast<int32_t>(chunk.saved.key.index), chunk.saved.digest);
-    must(disk_->finish());
+    run(PlanKind::kPut);
+    must(worker_->store(StoreId::kDisk)->sync());
   }
-  void read() { (void)run(JobKind::kRestore); }
+  void read() { run(PlanKind::kGet); }
 
  private:
-  std::vector<ChunkTransfer> run(JobKind kind) {
-    Job job{.kind = kind, .tier = disk_.get()};
-    job.chunks.resize(plans_.size());
-    for (size_t i = 0; i < plans_.size(); ++i)
-      job.chunks[i] = {.plan = &plans_[i], .saved = disk_->chunk(static_cast<int32_t>(i))};
-    JobResult result = transfers_->wait(must(transfers_->submit(std::move(job))));
-    must(result.status);
-    return std::move(result.chunks);
+  void run(PlanKind kind) {
+    TransferPlan plan{.number = ++plans_};
+    if (kind == PlanKind::kPut) {
+      for (int32_t segment = 0; segment < segments_; ++segment) plan.dropped.push_back({StoreId::kDisk, segment});
+      plan.keys = keys_;
+    }
+    plan.add(plans_, kind, StoreId::kDisk, Urgency::kOffload).count = static_cast<uint32_t>(numbers_.size());
+    plan.from = plan.to = numbers_;
+    must(worker_->run(plan));
+    worker_->wait();
+    const TransferReport report = worker_->poll();
+    if (report.jobs.size() == 1 && report.jobs[0].count == 0) return;
+    fmt::print(stderr, "error: {}\n", report.jobs.empty() ? "no report" : report.jobs[0].cause);
+    std::exit(2);
   }
   std::unique_ptr<DeviceMemory> device_;
   uint64_t size_ = 0;
@@ -81,8 +98,12 @@ class Blocks {
   PhysicalId memory_{};
   std::unique_ptr<HostArena> arena_;
   std::unique_ptr<TransferEngine> transfers_;
-  std::unique_ptr<BlockTier> disk_;
-  std::vector<ChunkPlan> plans_;
+  KvLayout layout_;
+  int32_t segments_ = 0;
+  std::unique_ptr<OffloadWorker> worker_;
+  std::vector<int32_t> numbers_;
+  std::vector<BlockKey> keys_;
+  uint64_t plans_ = 0;
 };
 
 // The disk itself: the same bytes in the same batches from memory that is there.

@@ -20,7 +20,7 @@
 #include <nlohmann/json.hpp>
 
 #include "kvcache/block_index.h"
-#include "kvcache/block_routes.h"
+#include "kvcache/block_pool.h"
 #include "tools/bench/bench.h"
 
 namespace {

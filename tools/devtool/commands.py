@@ -18,7 +18,7 @@ FUZZ_RUNS_LONG = 10_000_000
 BENCHES = {
     "scheduler_state": "tools/bench/scheduler_state_bench.py",
     "sleep_wake": "build/release/tools/bench/sleep_wake_bench",
-    "offload_pipeline": "build/release/tools/bench/offload_pipeline_bench",
+    "offload_scheduler": "build/release/tools/bench/offload_scheduler_bench",
     "kv_copy": "build/release/tools/bench/kv_copy_bench",
     "kv_copy_torch": "tools/bench/kv_copy_torch_bench.py",
     "store": "build/release/tools/bench/store_bench",
@@ -154,7 +154,8 @@ def fuzz(arguments: list[str]) -> int:
         raise SetupError(f"tools/dev fuzz takes a number of runs, not {arguments[0]!r}")
     runs = int(arguments[0]) if arguments else FUZZ_RUNS_LONG
     setup.system_packages()
-    own = ("manifest", "refs", "archive", "answers", "delivery_log", "orders", "segment")  # all other parts are sections of the state
+    # All other parts are sections of the state.
+    own = ("manifest", "refs", "archive", "answers", "delivery_log", "orders", "segment", "transfers")
     cmake_build("fuzz", tuple(f"fuzz_{name}" for name in (*own, "section")))
     targets = sorted(p.name for p in (ROOT / "tests/fuzz/corpus").iterdir())
 

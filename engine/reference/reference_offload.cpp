@@ -1,0 +1,208 @@
+// Offloading, as an engine calls it: what a scheduler's hooks do with OffloadScheduler, and each rank's step with its
+// OffloadWorker.
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "base/log.h"
+#include "base/units.h"
+#include "engine/reference/reference_engine.h"
+#include "offload/host_store.h"
+#include "offload/segment_store.h"
+
+namespace torpor::reference {
+namespace {
+
+constexpr int32_t kSegments = 8;
+constexpr uint64_t kMostSegmentBytes = 64 * kMiB;
+
+}  // namespace
+
+Status ReferenceEngine::build_offload() {
+  const TierOptions& tiers = options_.tiers;
+  if (tiers.host_blocks == 0 && tiers.disk_blocks == 0) return ok();
+  const uint64_t bytes = ranks_[0].memory->kv_layout().bytes_per_block();
+  OffloadWorkerOptions with{.host_slots = tiers.host_blocks};
+  if (tiers.disk_blocks > 0) {
+    const auto most = static_cast<int32_t>(kMostSegmentBytes / align_up(bytes, kPage));
+    with.segment_slots = std::clamp(tiers.disk_blocks / kSegments, 1, std::max(most, 1));
+    with.disk_segments = std::max(2, (tiers.disk_blocks + with.segment_slots - 1) / with.segment_slots + 1);
+  }
+  PlacementOptions placement = tiers.placement;
+  placement.host = tiers.host_blocks > 0;
+  placement.disk = tiers.disk_blocks > 0;
+  placement_ = make_placement(placement);
+  TORPOR_ASSIGN(offload_, OffloadScheduler::create({.index = {.host_slots = with.host_slots,
+                                                              .disk_segments = with.disk_segments,
+                                                              .segment_slots = with.segment_slots,
+                                                              .device_blocks = options_.num_blocks},
+                                                    .queue = tiers.offload,
+                                                    .ranks = static_cast<int32_t>(ranks_.size()),
+                                                    .block_tokens = block_tokens(),
+                                                    .mode = tiers.mode,
+                                                    .counted_keys = tiers.counted_keys},
+                                                   *pool_, *placement_, clock_));
+  TORPOR_ASSIGN(const KeySpace space, key_space());
+  std::vector<std::vector<RecoveredBlock>> found;
+  for (size_t rank = 0; rank < ranks_.size(); ++rank) {
+    RankMemory& memory = *ranks_[rank].memory;
+    std::unique_ptr<Store> host;
+    std::unique_ptr<Store> disk;
+    if (placement.host) {
+      TORPOR_ASSIGN(host, HostStore::create(memory.arena(), {.slots = with.host_slots, .slot_bytes = bytes}));
+    }
+    if (placement.disk) {
+      SegmentStoreOptions options{
+          .rank = static_cast<int32_t>(rank), .record_bytes = bytes, .slots_per_segment = with.segment_slots};
+      options.budget_bytes =
+          static_cast<uint64_t>(with.disk_segments + 1) * SegmentStore::most_bytes_of_segment(options);
+      TORPOR_ASSIGN(disk, SegmentStore::open(file_system_, tiers.disk_directory + "/store", options, clock_));
+    }
+    with.rank = static_cast<int32_t>(rank);
+    TORPOR_ASSIGN(
+        std::unique_ptr<OffloadWorker> worker,
+        OffloadWorker::create(with, memory.kv_layout(), memory.transfers(), std::move(host), std::move(disk)));
+    worker->open_space(offload_->space(), space.digest());
+    TORPOR_ASSIGN(std::vector<RecoveredBlock> recovered, worker->recover(offload_->space()));
+    found.push_back(std::move(recovered));
+    workers_.push_back(std::move(worker));
+  }
+  const std::vector<AdoptedBlock> adopted = offload_->adopt(found);
+  for (const auto& worker : workers_) worker->adopt(adopted);
+  return ok();
+}
+
+// With the weights as they were loaded; what they are after a change nobody can name (forget_stored).
+Result<KeySpace> ReferenceEngine::key_space() {
+  TORPOR_ASSIGN(const Fingerprint fields, fingerprint());
+  KeySpace space{.weights = digest_of(std::as_bytes(std::span(&options_.weights_seed, 1))),
+                 .hashing = "BlockIdentity, XXH3-128 and SHA-256",
+                 .ranks = static_cast<int32_t>(ranks_.size())};
+  for (const auto& [name, value] : fields) space.layout += fmt::format("{}: {}\n", name, value);
+  return space;
+}
+
+// Other weights: what was stored is not found any more, after a restart neither.
+Status ReferenceEngine::forget_stored() {
+  if (!offload_) return ok();
+  TORPOR_TRY(offload_->reset());
+  const Digest space{random_seal_id()};
+  for (const auto& worker : workers_) worker->open_space(offload_->space(), space);
+  return ok();
+}
+
+void ReferenceEngine::offer(const Request& request, size_t first) {
+  std::vector<BlockKey> keys;
+  std::vector<int32_t> blocks;
+  for (size_t i = first; i < request.full.size(); ++i) {
+    keys.push_back(key_of(request.full[i].identity(), offload_->space()));
+    blocks.push_back(request.full[i].id());
+  }
+  OffloadOffer offer{.keys = keys, .blocks = blocks, .after_step = static_cast<uint64_t>(counts_.steps)};
+  if (first > 0) offer.parent = key_of(request.full[first - 1].identity(), offload_->space()).hash;
+  offer.priority = -request.asked.priority;
+  offloads_.push_back(offload_->offer(offer));
+}
+
+// ---- loads
+
+bool ReferenceEngine::begin_load(Request& request, std::span<const BlockIdentity> chain) {
+  std::vector<BlockKey> keys;
+  for (const BlockIdentity& identity : chain) keys.push_back(key_of(identity, offload_->space()));
+  const size_t have = request.full.size();
+  const int32_t found = offload_->match(request.offload, keys, have);
+  std::vector<int32_t> blocks;
+  if (Result<std::vector<MutableBlock>> fresh = pool_->allocate(found)) {  // without room it is computed, or waits
+    for (size_t i = 0; i < fresh->size(); ++i) {
+      (void)begin_filling((*fresh)[i], chain[have + i]);
+      blocks.push_back((*fresh)[i].id());
+    }
+    request.loading = std::move(*fresh);
+  }
+  request.load = offload_->allocated(request.offload, blocks);
+  return !blocks.empty();
+}
+
+void ReferenceEngine::end_load(Request& request, const EndedLoad& load) {
+  std::vector<int32_t> blocks;
+  for (size_t i = 0; i < request.loading.size(); ++i) {
+    MutableBlock& block = request.loading[i];
+    if (load.unproven) continue;  // in flight for ever, which its pool never uses again
+    (void)block.compute_done();
+    if (i != blocks.size() || i >= static_cast<size_t>(load.good_blocks)) continue;
+    Result<BlockRef> registered = block.register_block();
+    if (!registered) continue;
+    blocks.push_back(registered->id());
+    request.full.push_back(std::move(*registered));
+  }
+  offload_->loaded(request.offload, blocks);
+  request.computes = blocks.size() < request.loading.size();
+  request.loading.clear();
+  request.computed = static_cast<int32_t>(request.full.size()) * block_tokens();
+  request.loaded_tokens = static_cast<int64_t>(blocks.size()) * block_tokens();
+  counts_.onboarded_tokens += request.loaded_tokens;
+}
+
+void ReferenceEngine::end_loads() {
+  for (const EndedLoad& load : offload_->take_loads()) {
+    const auto waiting = std::find_if(loading_.begin(), loading_.end(),
+                                      [&](const Request* each) { return each->offload == load.request; });
+    if (waiting != loading_.end()) {
+      Request& request = **waiting;
+      loading_.erase(waiting);
+      end_load(request, load);
+      queue(request);
+      continue;
+    }
+    const auto orphans = orphans_.find(load.request);  // of a request that was aborted
+    if (orphans == orphans_.end()) continue;
+    for (MutableBlock& block : orphans->second) {
+      if (!load.unproven) (void)block.compute_done();
+    }
+    orphans_.erase(orphans);
+  }
+}
+
+// ---- a step
+
+bool ReferenceEngine::take_reports() {
+  bool any = false;
+  for (const auto& worker : workers_) {
+    const TransferReport report = worker->poll();
+    if (report.empty()) continue;
+    any = true;
+    if (const Status applied = offload_->apply(report); !applied) log().error("{}", applied.error().to_string());
+  }
+  end_loads();
+  std::erase_if(offloads_, [](const TransferHandle& handle) { return handle.status() == TransferStatus::kDone; });
+  return any;
+}
+
+bool ReferenceEngine::step_offload() {
+  if (!offload_ || frozen_) return false;
+  offload_->acknowledge(static_cast<uint64_t>(counts_.steps));
+  const TransferPlan& plan = offload_->plan_step();
+  bool any = !plan.empty();
+  for (size_t rank = 0; rank < ranks_.size(); ++rank) {
+    if (!plan.empty()) {
+      const Status begun = workers_[rank]->run(plan);
+      if (!begun) log().error("rank {}: {}", rank, begun.error().to_string());
+    }
+    if (options_.transfers_have_threads) {
+      workers_[rank]->wait();  // so that a run can be repeated
+    } else {
+      any = ranks_[rank].memory->transfers().pump() || any;
+    }
+  }
+  return take_reports() || any;
+}
+
+// Nothing is under way any more, no request waits for a load, and nobody else holds a block. What is queued stays so.
+void ReferenceEngine::drain_offload() {
+  for (Request* request : loading_) request->load.cancel();  // if it is not committed
+  offload_->sweep();
+  for (const auto& worker : workers_) worker->wait();
+  (void)take_reports();
+}
+
+}  // namespace torpor::reference

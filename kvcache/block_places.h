@@ -1,0 +1,33 @@
+// What names a block's content and where its bytes lie: stamps, stores, slots. Values.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "offload/block_key.h"
+
+namespace torpor {
+
+// Of a device block's present content; any new content has another one. A block that is in use is known by its stamp,
+// never by its key: equal keys are not equal bytes.
+enum class Stamp : uint64_t { kNone };
+
+enum class StoreId : uint8_t { kHost, kDisk, kRemote };
+inline constexpr int kStores = 3;
+std::string_view name(StoreId store);  // "host", "disk", "remote"
+
+struct Places {
+  Slot host = -1;
+  Slot disk = -1;
+  bool remote = false;
+  bool anywhere() const { return host >= 0 || disk >= 0 || remote; }
+  friend bool operator==(const Places&, const Places&) = default;
+};
+
+struct Dropped {  // what ranks forget: a host slot, or a segment on disk
+  StoreId store = StoreId::kHost;
+  int32_t number = 0;
+  friend bool operator==(const Dropped&, const Dropped&) = default;
+};
+
+}  // namespace torpor

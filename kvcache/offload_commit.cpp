@@ -1,0 +1,352 @@
+// What a step commits, and how it ends: the strong half of OffloadScheduler.
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "kvcache/offload_scheduler.h"
+
+namespace torpor {
+namespace {
+
+constexpr uint64_t kBatchBits = 16;  // of a job's id: its place; above them: which job it was
+
+// Of what two ranks say of one block.
+BlockOutcome worse(BlockOutcome a, BlockOutcome b) {
+  for (const BlockOutcome outcome : {BlockOutcome::kUnproven, BlockOutcome::kDamaged}) {
+    if (a == outcome || b == outcome) return outcome;
+  }
+  return a == BlockOutcome::kTransferred ? b : a;
+}
+
+}  // namespace
+
+const TransferPlan& OffloadScheduler::plan_step(bool flush) {
+  plan_.clear();
+  queue_.sweep_if_due(clock_.now());
+  commit_loads(flush);
+  commit_down(flush);
+  commit_on(flush);
+  plan_.dropped = index_->take_dropped();
+  if (!plan_.empty()) plan_.number = ++plans_;
+  return plan_;
+}
+
+OffloadScheduler::PlannedBatch& OffloadScheduler::new_batch(Way way, StoreId store) {
+  uint32_t place = static_cast<uint32_t>(batches_.size());
+  if (free_batches_.empty()) {
+    batches_.emplace_back();
+    free_batches_.reserve(batches_.size());
+  } else {
+    place = free_batches_.back();
+    free_batches_.pop_back();
+  }
+  PlannedBatch& batch = batches_[place];
+  batch.id = ++planned_ << kBatchBits | place;
+  batch.way = way;
+  batch.store = store;
+  batch.reported = 0;
+  batch.blocks.clear();
+  batch.owners.clear();
+  batch.cause = ok();
+  return batch;
+}
+
+OffloadScheduler::PlannedBatch* OffloadScheduler::planned(uint64_t id) {
+  const uint64_t place = id & ((uint64_t{1} << kBatchBits) - 1);
+  return place < batches_.size() && batches_[place].id == id ? &batches_[place] : nullptr;
+}
+
+// ---- commitment
+
+// A load is a job for each store that it comes from.
+void OffloadScheduler::commit_loads(bool flush) {
+  while (queue_.commit(Way::kUp, clock_.now(), flush, batch_)) {
+    for (const StoreId store : {StoreId::kHost, StoreId::kDisk}) {
+      PlannedBatch* batch = nullptr;
+      for (size_t i = 0; i < batch_.blocks.size(); ++i) {
+        if (batch_.blocks[i].store != store) continue;
+        if (batch == nullptr) batch = &new_batch(Way::kUp, store);
+        batch->blocks.push_back({.queued = batch_.blocks[i], .at = static_cast<int32_t>(i)});
+      }
+      if (batch == nullptr) continue;
+      OffloadQueue::Owner owner = batch_.owners.front();
+      owner.count = static_cast<uint32_t>(batch->blocks.size());
+      batch->request = owner.ticket->owner;
+      batch->owners.push_back(std::move(owner));
+      plan(*batch, PlanKind::kGet);
+      plan_.loading.push_back({at(batch->request).id, batch->id});
+    }
+  }
+}
+
+void OffloadScheduler::commit_down(bool flush) {
+  while (queue_.commit(Way::kDown, clock_.now(), flush, batch_)) {
+    for (const StoreId store : {StoreId::kHost, StoreId::kDisk}) commit_into(store);
+  }
+}
+
+// Those blocks of the batch that go into this store: kept, and with a slot each. The others end here.
+void OffloadScheduler::commit_into(StoreId store) {
+  blocks_.clear();
+  stamps_.clear();
+  for (const QueuedBlock& block : batch_.blocks) {
+    if (block.store != store) continue;
+    blocks_.push_back(block.block);
+    stamps_.push_back(block.stamp);
+  }
+  if (blocks_.empty()) return;
+  held_.assign(blocks_.size(), 0);
+  if (options_.mode == OffloadMode::kEager) {
+    device_.hold(blocks_, stamps_, held_);
+  } else {
+    for (size_t i = 0; i < blocks_.size(); ++i) held_[i] = device_.stamp(blocks_[i]) == stamps_[i] ? 1 : 0;
+  }
+  PlannedBatch* batch = nullptr;
+  size_t block = 0;
+  size_t held = 0;
+  for (const OffloadQueue::Owner& owner : batch_.owners) {
+    uint32_t taken = 0;
+    for (uint32_t i = 0; i < owner.count; ++i, ++block) {
+      const QueuedBlock& queued = batch_.blocks[block];
+      if (queued.store != store) continue;
+      Slot slot = -1;
+      const size_t number = held++;
+      const BlockOutcome outcome = held_[number] == 0 ? BlockOutcome::kEvicted : reserve(queued, store, slot);
+      if (outcome != BlockOutcome::kTransferred) {
+        if (held_[number] != 0 && options_.mode == OffloadMode::kEager) device_.release({&queued.block, 1});
+        queue_.end(owner.ticket, Way::kDown, outcome, 1);
+        continue;
+      }
+      if (batch == nullptr) batch = &new_batch(Way::kDown, store);
+      batch->blocks.push_back({.queued = queued});
+      batch->blocks.back().queued.slot = slot;
+      ++taken;
+    }
+    if (taken > 0) batch->owners.push_back({owner.ticket, taken});
+  }
+  if (batch != nullptr) plan(*batch, PlanKind::kPut);
+}
+
+BlockOutcome OffloadScheduler::reserve(const QueuedBlock& block, StoreId store, Slot& slot) {
+  if (!accepting(store)) return BlockOutcome::kDegraded;
+  const Result<Slot> reserved = index_->reserve(store, &block.key);
+  if (reserved) {
+    slot = *reserved;
+    return BlockOutcome::kTransferred;
+  }
+  return reserved.error().code == Code::kFailedPrecondition ? BlockOutcome::kPresent : BlockOutcome::kNoRoom;
+}
+
+void OffloadScheduler::commit_on(bool flush) {
+  while (queue_.commit(Way::kOn, clock_.now(), flush, batch_)) {
+    PlannedBatch* batch = nullptr;
+    size_t block = 0;
+    for (const OffloadQueue::Owner& owner : batch_.owners) {
+      uint32_t taken = 0;
+      for (uint32_t i = 0; i < owner.count; ++i) {
+        const QueuedBlock& queued = batch_.blocks[block++];
+        Places places;
+        (void)index_->run({&queued.key, 1}, {&places, 1});
+        BlockOutcome outcome = places.disk >= 0 ? BlockOutcome::kPresent : BlockOutcome::kEvicted;
+        Slot slot = -1;
+        if (places.host >= 0 && places.disk < 0) {
+          index_->pin(StoreId::kHost, places.host);
+          outcome = reserve(queued, StoreId::kDisk, slot);
+          if (outcome != BlockOutcome::kTransferred) index_->unpin(StoreId::kHost, places.host);
+        }
+        if (outcome != BlockOutcome::kTransferred) {
+          queue_.end(owner.ticket, Way::kOn, outcome, 1);
+          continue;
+        }
+        if (batch == nullptr) batch = &new_batch(Way::kOn, StoreId::kDisk);
+        batch->blocks.push_back({.queued = queued, .from = places.host});
+        batch->blocks.back().queued.slot = slot;
+        ++taken;
+      }
+      if (taken > 0) batch->owners.push_back({owner.ticket, taken});
+    }
+    if (batch != nullptr) plan(*batch, PlanKind::kMove);
+  }
+}
+
+void OffloadScheduler::plan(PlannedBatch& batch, PlanKind kind) {
+  const bool move = kind == PlanKind::kMove;
+  PlannedJob& job = plan_.add(batch.id, kind, move ? StoreId::kHost : batch.store,
+                              kind == PlanKind::kGet ? Urgency::kLoad : Urgency::kOffload);
+  if (move) job.other = StoreId::kDisk;
+  job.count = static_cast<uint32_t>(batch.blocks.size());
+  for (const JobBlock& block : batch.blocks) {
+    const QueuedBlock& queued = block.queued;
+    plan_.from.push_back(kind == PlanKind::kPut ? queued.block : move ? block.from : queued.slot);
+    plan_.to.push_back(kind == PlanKind::kGet ? queued.block : queued.slot);
+    if (job.keyed()) plan_.keys.push_back(queued.key);
+  }
+  queue_.job_began(batch.way);
+}
+
+// ---- reports
+
+Status OffloadScheduler::apply(const TransferReport& report) {
+  const auto wrong = [&](std::string what) {
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("rank {} reports {}", report.rank, what),
+                 .next_step = "this is a mistake in the calling code"};
+  };
+  if (report.rank < 0 || report.rank >= options_.ranks)
+    return catching([&]() -> Status { return wrong(fmt::format("where there are {} ranks", options_.ranks)); });
+  for (const JobReport& job : report.jobs) {
+    const PlannedBatch* const batch = planned(job.id);
+    const bool whole = job.count == 0 || (batch != nullptr && job.count == batch->blocks.size() &&
+                                          uint64_t{job.first} + job.count <= report.outcomes.size());
+    if ((batch == nullptr && job.id >> kBatchBits > planned_) || (batch != nullptr && !whole))
+      return catching([&]() -> Status { return wrong(fmt::format("job {}, which was planned otherwise", job.id)); });
+  }
+  const uint64_t bit = uint64_t{1} << report.rank;
+  for (const StoreReport& store : report.stores) {
+    uint64_t& refusing = refusing_[static_cast<size_t>(store.store)];
+    refusing = store.accepting ? refusing & ~bit : refusing | bit;
+  }
+  if (!report.stores.empty()) stores_[static_cast<size_t>(report.rank)] = report.stores;
+  for (const JobReport& job : report.jobs) {
+    PlannedBatch* const batch = planned(job.id);
+    if (batch == nullptr || (batch->reported & bit) != 0) continue;  // said already
+    batch->reported |= bit;
+    count(*batch, job, report);
+    if (batch->reported == all_ranks_) end(*batch);
+  }
+  return ok();
+}
+
+void OffloadScheduler::count(PlannedBatch& batch, const JobReport& job, const TransferReport& report) {
+  if (job.count == 0) return;
+  for (size_t i = 0; i < batch.blocks.size(); ++i)
+    batch.blocks[i].outcome = worse(batch.blocks[i].outcome, report.outcomes[job.first + i]);
+  if (batch.cause && !job.cause.empty()) {
+    batch.cause = catching([&]() -> Status { return Error{.code = job.code, .what = job.cause}; });
+  }
+}
+
+void OffloadScheduler::end(PlannedBatch& batch) {
+  switch (batch.way) {
+    case Way::kDown: end_down(batch); break;
+    case Way::kOn: end_on(batch); break;
+    case Way::kUp: end_up(batch); break;
+  }
+  end_owners(batch);
+  queue_.job_ended(batch.way);
+  if (batch.way == Way::kDown) send_on(batch);
+  free_batches_.push_back(static_cast<uint32_t>(&batch - batches_.data()));
+  batch.id = 0;
+}
+
+void OffloadScheduler::end_down(PlannedBatch& batch) {
+  bool disk_failed = false;
+  blocks_.clear();
+  for (JobBlock& block : batch.blocks) {
+    const QueuedBlock& queued = block.queued;
+    const bool unproven = block.outcome == BlockOutcome::kUnproven;
+    if (unproven) {  // who may still be read stays held
+      ++quarantined_;
+    } else {
+      blocks_.push_back(queued.block);
+    }
+    const bool good = block.outcome == BlockOutcome::kTransferred;
+    const bool same = device_.stamp(queued.block) == queued.stamp;
+    if (good && !same && options_.mode == OffloadMode::kLazy) block.outcome = BlockOutcome::kEvicted;
+    if (block.outcome != BlockOutcome::kTransferred) {
+      disk_failed = disk_failed || (!good && batch.store == StoreId::kDisk);
+      index_->abandon(batch.store, queued.slot, unproven);
+      continue;
+    }
+    index_->commit(batch.store, queued.slot);
+    if (same) index_->back(queued.block, queued.stamp, batch.store, queued.slot);
+    index_->unpin(batch.store, queued.slot);
+    note_stored(queued, batch.store);
+  }
+  if (disk_failed) index_->close_segment();  // its file may take no more
+  if (options_.mode == OffloadMode::kEager) device_.release(blocks_);
+}
+
+void OffloadScheduler::end_on(PlannedBatch& batch) {
+  bool failed = false;
+  for (const JobBlock& block : batch.blocks) {
+    const QueuedBlock& queued = block.queued;
+    const bool unproven = block.outcome == BlockOutcome::kUnproven;
+    if (block.outcome == BlockOutcome::kDamaged) index_->damaged(StoreId::kHost, block.from);
+    if (!unproven) index_->unpin(StoreId::kHost, block.from);
+    if (block.outcome != BlockOutcome::kTransferred) {
+      failed = true;
+      index_->abandon(StoreId::kDisk, queued.slot, unproven);
+      continue;
+    }
+    index_->commit(StoreId::kDisk, queued.slot);
+    index_->unpin(StoreId::kDisk, queued.slot);
+    note_stored(queued, StoreId::kDisk);
+  }
+  if (failed) index_->close_segment();
+}
+
+void OffloadScheduler::end_up(PlannedBatch& batch) {
+  Request& request = at(batch.request);
+  for (const JobBlock& block : batch.blocks) {
+    Pinned& pinned = request.pinned[static_cast<size_t>(block.at)];
+    if (block.outcome == BlockOutcome::kDamaged) index_->damaged(batch.store, block.queued.slot);
+    pinned.good = block.outcome == BlockOutcome::kTransferred;
+    if (block.outcome != BlockOutcome::kUnproven) continue;
+    pinned.kept = true;
+    ++quarantined_;
+  }
+}
+
+void OffloadScheduler::end_owners(PlannedBatch& batch) {
+  size_t next = 0;
+  for (const OffloadQueue::Owner& owner : batch.owners) {
+    for (uint32_t i = 0; i < owner.count; ++i) {
+      const BlockOutcome outcome = batch.blocks[next++].outcome;
+      const bool good = outcome == BlockOutcome::kTransferred || outcome == BlockOutcome::kEvicted;
+      queue_.end(owner.ticket, batch.way, outcome, 1, good ? ok() : batch.cause);
+    }
+  }
+  batch.owners.clear();
+}
+
+// What arrived in host memory and shall be on disk too, as a container of its own.
+void OffloadScheduler::send_on(const PlannedBatch& batch) {
+  queued_.clear();
+  for (const JobBlock& block : batch.blocks) {
+    if (!block.queued.on || block.outcome != BlockOutcome::kTransferred) continue;
+    queued_.push_back(block.queued);
+    queued_.back().store = StoreId::kDisk;
+  }
+  if (!queued_.empty())
+    (void)queue_.enqueue({.way = Way::kOn}, queued_, queued_.size(), BlockOutcome::kFiltered, clock_.now());
+}
+
+// ---- events
+
+void OffloadScheduler::note_removed() {
+  if (!index_->any_removed()) return;
+  const RemovedBlocks removed = index_->take_removed();
+  events_.lost += removed.lost;
+  for (const RemovedBlock& block : removed.blocks) {
+    if (block.key.space != space_) continue;  // all of these went with reset()
+    if (events_.events.size() < options_.events) {
+      events_.events.push_back(
+          {.stored = false, .store = block.store, .key = block.key, .tokens = options_.block_tokens});
+    } else {
+      ++events_.lost;
+    }
+  }
+}
+
+void OffloadScheduler::note_stored(const QueuedBlock& block, StoreId store) {
+  if (options_.events == 0 || block.key.space != space_) return;
+  note_removed();  // in their order
+  if (events_.events.size() >= options_.events) {
+    ++events_.lost;
+    return;
+  }
+  events_.events.push_back({.store = store, .key = block.key, .parent = block.parent, .tokens = options_.block_tokens});
+}
+
+}  // namespace torpor

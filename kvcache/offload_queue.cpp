@@ -1,0 +1,281 @@
+#include "kvcache/offload_queue.h"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+namespace torpor {
+
+std::string_view name(Way way) {
+  switch (way) {
+    case Way::kUp: return "up";
+    case Way::kDown: return "down";
+    case Way::kOn: return "on";
+  }
+  return "?";
+}
+
+Status OffloadQueueOptions::validate() const {
+  const auto check = [](std::string_view option, int64_t value, int64_t least) -> Status {
+    if (value >= least) return ok();
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("{} is {}", option, value),
+                 .next_step = fmt::format("use {} or more", least)};
+  };
+  TORPOR_TRY(check("max_batch_size", max_batch_size, 1));
+  TORPOR_TRY(check("min_batch_size", min_batch_size, 1));
+  TORPOR_TRY(check("flush_interval", flush_interval.count(), 0));
+  TORPOR_TRY(check("policy_timeout", policy_timeout.count(), 1));
+  TORPOR_TRY(check("sweep_interval", sweep_interval.count(), 1));
+  TORPOR_TRY(check("max_concurrent_transfers", max_concurrent_transfers, 1));
+  TORPOR_TRY(check("on_deck_batches", on_deck_batches, 1));
+  TORPOR_TRY(check("loading_batches", loading_batches, 1));
+  TORPOR_TRY(check("queue_blocks", queue_blocks, 1));
+  if (min_batch_size > max_batch_size) {
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("min_batch_size is {}, max_batch_size is {}", min_batch_size, max_batch_size),
+                 .next_step = "use a min_batch_size that is not larger"};
+  }
+  return ok();
+}
+
+// ---- handles
+
+TransferStatus TransferHandle::status() const {
+  if (ticket_->ended == ticket_->blocks) return TransferStatus::kDone;
+  return ticket_->committed ? TransferStatus::kCommitted : TransferStatus::kQueued;
+}
+
+void TransferHandle::cancel() {
+  if (ticket_->committed || ticket_->cancelled || ticket_->container < 0 || ticket_->queue == nullptr) return;
+  ticket_->cancelled = true;
+  ticket_->queue->cancelled(ticket_->container);
+}
+
+OffloadQueue::~OffloadQueue() {
+  end_all(BlockOutcome::kShutDown);
+  for (Container& container : containers_) container.ticket.reset();
+}
+
+// ---- into the queue
+
+int32_t OffloadQueue::take_container() {
+  if (free_ != kNone) {
+    const int32_t container = free_;
+    free_ = at(container).next;
+    return container;
+  }
+  containers_.emplace_back();
+  return static_cast<int32_t>(containers_.size()) - 1;
+}
+
+void OffloadQueue::free_container(int32_t container) {
+  Container& of = at(container);
+  of.ticket->container = kNone;
+  of.ticket->queue = nullptr;
+  of.ticket.reset();
+  of.blocks.clear();
+  of.next = free_;
+  free_ = container;
+}
+
+TransferHandle OffloadQueue::enqueue(const Enqueue& how, std::span<const QueuedBlock> blocks, uint64_t offered,
+                                     BlockOutcome filtered, Time now) {
+  auto ticket = std::make_shared<detail::TransferTicket>();
+  ticket->blocks = offered;
+  ticket->owner = how.owner;
+  TransferHandle handle(ticket);
+  if (offered > blocks.size()) end(ticket, how.way, filtered, offered - blocks.size());
+  if (blocks.empty()) return handle;
+  if (queued_blocks_ + static_cast<int64_t>(blocks.size()) > options_.queue_blocks) {
+    end(ticket, how.way, BlockOutcome::kQueueFull, blocks.size());
+    return handle;
+  }
+  const bool waits = how.after_step > acknowledged_;
+  if (waits) waiting_.reserve(waiting_.size() + 1);
+  const int32_t container = take_container();
+  Container& made = at(container);
+  made.ticket = std::move(ticket);
+  made.ticket->queue = this;
+  made.ticket->container = container;
+  made.blocks.assign(blocks.begin(), blocks.end());
+  made.way = how.way;
+  made.priority = how.priority;
+  made.after_step = how.after_step;
+  made.waiting = waits;
+  queued_blocks_ += static_cast<int64_t>(blocks.size());
+  if (waits) {
+    waiting_.push_back(container);
+  } else {
+    make_ready(container, now);
+  }
+  return handle;
+}
+
+void OffloadQueue::make_ready(int32_t container, Time now) {
+  Container& made = at(container);
+  made.waiting = false;
+  made.ready_since = now;
+  made.next = kNone;
+  InQueue& queue = in_queue(made.way);
+  auto level = std::lower_bound(queue.levels.begin(), queue.levels.end(), made.priority,
+                                [](const Level& each, int32_t priority) { return each.priority > priority; });
+  if (level == queue.levels.end() || level->priority != made.priority)
+    level = queue.levels.insert(level, Level{.priority = made.priority});
+  (level->last == kNone ? level->first : at(level->last).next) = container;
+  level->last = container;
+  queue.blocks += static_cast<int64_t>(made.blocks.size());
+}
+
+void OffloadQueue::acknowledge(uint64_t step, Time now) {
+  acknowledged_ = std::max(acknowledged_, step);
+  size_t kept = 0;
+  for (const int32_t container : waiting_) {
+    if (at(container).after_step > acknowledged_) {
+      waiting_[kept++] = container;
+    } else {
+      make_ready(container, now);
+    }
+  }
+  waiting_.resize(kept);
+}
+
+void OffloadQueue::fail_step(uint64_t step) {
+  size_t kept = 0;
+  for (const int32_t container : waiting_) {
+    if (at(container).after_step != step) {
+      waiting_[kept++] = container;
+    } else {
+      end_container(container, BlockOutcome::kPreconditionFailed);
+    }
+  }
+  waiting_.resize(kept);
+}
+
+// ---- out of it again
+
+void OffloadQueue::end_container(int32_t container, BlockOutcome outcome) {
+  Container& of = at(container);
+  queued_blocks_ -= static_cast<int64_t>(of.blocks.size());
+  end(of.ticket, of.way, outcome, of.blocks.size());
+  free_container(container);
+}
+
+void OffloadQueue::cancelled(int32_t container) {
+  if (!at(container).waiting) {
+    any_cancelled_ = true;  // the next sweep's
+    return;
+  }
+  std::erase(waiting_, container);
+  end_container(container, BlockOutcome::kCancelled);
+}
+
+void OffloadQueue::sweep_if_due(Time now) {
+  if (any_cancelled_ && now - swept_at_ >= options_.sweep_interval) sweep();
+  if (!any_cancelled_) swept_at_ = now;
+}
+
+void OffloadQueue::sweep() {
+  any_cancelled_ = false;
+  for (InQueue& queue : in_queues_) {
+    for (Level& level : queue.levels) {
+      int32_t last = kNone;
+      for (int32_t next = kNone, container = level.first; container != kNone; container = next) {
+        next = at(container).next;
+        if (!at(container).ticket->cancelled) {
+          last = container;
+          continue;
+        }
+        queue.blocks -= static_cast<int64_t>(at(container).blocks.size());
+        (last == kNone ? level.first : at(last).next) = next;
+        end_container(container, BlockOutcome::kCancelled);
+      }
+      level.last = last;
+    }
+    std::erase_if(queue.levels, [](const Level& level) { return level.first == kNone; });
+  }
+}
+
+bool OffloadQueue::has_room(Way way) const {
+  if (way == Way::kUp) return under_way_[static_cast<size_t>(way)] < options_.loading_batches;
+  return under_way_[static_cast<size_t>(Way::kDown)] + under_way_[static_cast<size_t>(Way::kOn)] <
+         options_.max_concurrent_transfers + options_.on_deck_batches;
+}
+
+bool OffloadQueue::is_due(const InQueue& queue, Way way, Time now) const {
+  if (way == Way::kUp || queue.blocks >= options_.min_batch_size) return true;
+  return std::any_of(queue.levels.begin(), queue.levels.end(), [&](const Level& level) {
+    return now - containers_[static_cast<size_t>(level.first)].ready_since >= options_.flush_interval;
+  });
+}
+
+bool OffloadQueue::commit(Way way, Time now, bool flush, Batch& batch) {
+  batch.clear();
+  if (any_cancelled_) sweep();
+  InQueue& queue = in_queue(way);
+  if (queue.blocks == 0 || !has_room(way) || (!flush && !is_due(queue, way, now))) return false;
+  const auto most = static_cast<size_t>(options_.max_batch_size);
+  while (!queue.levels.empty()) {
+    Level& level = queue.levels.front();
+    Container& next = at(level.first);
+    if (!batch.blocks.empty() && batch.blocks.size() + next.blocks.size() > most) break;
+    batch.blocks.insert(batch.blocks.end(), next.blocks.begin(), next.blocks.end());
+    batch.owners.push_back({next.ticket, static_cast<uint32_t>(next.blocks.size())});
+    next.ticket->committed = true;
+    queue.blocks -= static_cast<int64_t>(next.blocks.size());
+    queued_blocks_ -= static_cast<int64_t>(next.blocks.size());
+    const int32_t container = level.first;
+    level.first = next.next;
+    if (level.first == kNone) queue.levels.erase(queue.levels.begin());
+    free_container(container);
+    if (way == Way::kUp) break;  // a request's load is a job of its own
+  }
+  return true;
+}
+
+void OffloadQueue::end(const Ticket& ticket, Way way, BlockOutcome outcome, uint64_t blocks, const Status& cause) {
+  counts_[static_cast<size_t>(way)][static_cast<size_t>(outcome)] += blocks;
+  ticket->counts[static_cast<size_t>(outcome)] += blocks;
+  ticket->ended += blocks;
+  if (!cause && ticket->cause) ticket->cause = cause;
+  if (ticket->ended == ticket->blocks && ticket->owner != UINT32_MAX) ended_owners_.push_back(ticket->owner);
+}
+
+void OffloadQueue::end_all(BlockOutcome outcome) {
+  for (const int32_t container : std::exchange(waiting_, {})) end_container(container, outcome);
+  for (InQueue& queue : in_queues_) {
+    for (const Level& level : std::exchange(queue.levels, {})) {
+      for (int32_t next = kNone, container = level.first; container != kNone; container = next) {
+        next = at(container).next;
+        end_container(container, at(container).ticket->cancelled ? BlockOutcome::kCancelled : outcome);
+      }
+    }
+    queue.blocks = 0;
+  }
+  any_cancelled_ = false;
+}
+
+Status OffloadQueue::check() const {
+  const auto wrong = [](std::string_view what) { return Error{.what = fmt::format("offload queue: {}", what)}; };
+  int64_t all = 0;
+  for (const int32_t container : waiting_)
+    all += static_cast<int64_t>(containers_[static_cast<size_t>(container)].blocks.size());
+  for (const InQueue& queue : in_queues_) {
+    int64_t blocks = 0;
+    for (const Level& level : queue.levels) {
+      if (level.first == kNone) return wrong("a level without a container");
+      for (int32_t at = level.first; at != kNone; at = containers_[static_cast<size_t>(at)].next) {
+        const Container& container = containers_[static_cast<size_t>(at)];
+        if (container.priority != level.priority || container.ticket == nullptr || container.ticket->container != at)
+          return wrong("a container is in the wrong place");
+        blocks += static_cast<int64_t>(container.blocks.size());
+        if (container.next == kNone && level.last != at) return wrong("a level ends elsewhere");
+      }
+    }
+    if (blocks != queue.blocks) return wrong("an in-queue counts other blocks than it has");
+    all += blocks;
+  }
+  return all == queued_blocks_ ? ok() : Status(wrong("it counts other blocks than it has"));
+}
+
+}  // namespace torpor

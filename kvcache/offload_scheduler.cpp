@@ -1,0 +1,274 @@
+#include "kvcache/offload_scheduler.h"
+
+#include <algorithm>
+#include <set>
+
+#include <fmt/format.h>
+
+namespace torpor {
+
+Status OffloadSchedulerOptions::validate() const {
+  TORPOR_TRY(index.validate());
+  TORPOR_TRY(queue.validate());
+  const auto wrong = [](std::string what, std::string next) {
+    return Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = std::move(next)};
+  };
+  if (ranks < 1 || ranks > 64) return wrong(fmt::format("ranks is {}", ranks), "use 1 to 64");
+  if (block_tokens < 1) return wrong(fmt::format("block_tokens is {}", block_tokens), "use 1 or more");
+  if (counted_keys < 0) return wrong(fmt::format("counted_keys is {}", counted_keys), "use 0 or more");
+  if (index.host_slots == 0 && index.disk_segments == 0)
+    return wrong("there is no store to offload to", "give host memory or disk slots");
+  return ok();
+}
+
+OffloadScheduler::OffloadScheduler(const OffloadSchedulerOptions& options, DeviceBlocks& device,
+                                   const Placement& placement, const Clock& clock)
+    : options_(options),
+      device_(device),
+      placement_(placement),
+      clock_(clock),
+      queue_(options.queue),
+      all_ranks_(options.ranks == 64 ? ~uint64_t{0} : (uint64_t{1} << options.ranks) - 1),
+      stores_(static_cast<size_t>(options.ranks)) {}
+
+OffloadScheduler::~OffloadScheduler() { queue_.end_all(BlockOutcome::kShutDown); }
+
+Result<std::unique_ptr<OffloadScheduler>> OffloadScheduler::create(const OffloadSchedulerOptions& options,
+                                                                   DeviceBlocks& device, const Placement& placement,
+                                                                   const Clock& clock) {
+  return catching([&]() -> Result<std::unique_ptr<OffloadScheduler>> {
+    TORPOR_TRY(options.validate());
+    std::unique_ptr<OffloadScheduler> made(new OffloadScheduler(options, device, placement, clock));
+    BlockIndexOptions index = options.index;
+    index.remembered_removals = static_cast<int32_t>(std::min<size_t>(options.events, 1 << 20));
+    TORPOR_ASSIGN(made->index_, BlockIndex::create(index));
+    TORPOR_ASSIGN(made->uses_, UseCounts::create(static_cast<size_t>(options.counted_keys)));
+    return made;
+  });
+}
+
+// Of what the ranks' disks had, the newest segments that there is room for; a segment here is one of the first rank's,
+// so that it can go as a whole.
+std::vector<AdoptedBlock> OffloadScheduler::adopt(std::span<const std::vector<RecoveredBlock>> ranks) {
+  std::vector<AdoptedBlock> adopted;
+  if (ranks.size() != static_cast<size_t>(options_.ranks) || options_.index.disk_segments == 0) return adopted;
+  const auto less = [](const BlockKey& a, const BlockKey& b) {
+    return std::tie(a.hash, a.group) < std::tie(b.hash, b.group);
+  };
+  std::vector<std::set<BlockKey, decltype(less)>> others;
+  for (size_t rank = 1; rank < ranks.size(); ++rank) {
+    auto& keys = others.emplace_back(less);
+    for (const RecoveredBlock& block : ranks[rank]) keys.insert(block.key);
+  }
+  std::vector<int32_t> segments;  // the oldest first
+  for (const RecoveredBlock& block : ranks[0]) {
+    if (segments.empty() || segments.back() != block.segment) segments.push_back(block.segment);
+  }
+  const size_t kept = std::min(segments.size(), static_cast<size_t>(options_.index.disk_segments) - 1);
+  segments.erase(segments.begin(), segments.end() - static_cast<std::ptrdiff_t>(kept));
+  int32_t open = -1;
+  for (const RecoveredBlock& block : ranks[0]) {
+    if (std::find(segments.begin(), segments.end(), block.segment) == segments.end()) continue;
+    if (!std::all_of(others.begin(), others.end(), [&](const auto& keys) { return keys.contains(block.key); }))
+      continue;
+    if (open >= 0 && open != block.segment) index_->close_segment();
+    open = block.segment;
+    BlockKey key = block.key;
+    key.space = space_;
+    const Result<Slot> slot = index_->reserve(StoreId::kDisk, &key);
+    if (!slot) continue;  // an older record of the same key
+    index_->commit(StoreId::kDisk, *slot);
+    index_->unpin(StoreId::kDisk, *slot);
+    adopted.push_back({block.key, *slot});
+  }
+  index_->close_segment();
+  return adopted;
+}
+
+// ---- requests
+
+uint32_t OffloadScheduler::begin_request(std::string id, int32_t priority) {
+  uint32_t number = static_cast<uint32_t>(requests_.size());
+  if (free_requests_.empty()) {
+    requests_.emplace_back();
+    free_requests_.reserve(requests_.size());
+  } else {
+    number = free_requests_.back();
+    free_requests_.pop_back();
+  }
+  Request& request = at(number);
+  request.id = std::move(id);
+  request.priority = priority;
+  request.stage = RequestStage::kInitialized;
+  request.used = true;
+  request.counted = false;
+  return number;
+}
+
+void OffloadScheduler::unpin(Request& request, size_t from) {
+  for (size_t i = from; i < request.pinned.size(); ++i) {
+    if (!request.pinned[i].kept) index_->unpin(request.pinned[i].store, request.pinned[i].slot);
+  }
+  request.pinned.resize(std::min(from, request.pinned.size()));
+}
+
+int32_t OffloadScheduler::match(uint32_t number, std::span<const BlockKey> chain, size_t have) {
+  Request& request = at(number);
+  if (request.stage == RequestStage::kOnboarding || request.stage == RequestStage::kFinishing) return 0;
+  unpin(request, 0);
+  request.stage = RequestStage::kInitialized;
+  if (options_.counted_keys > 0 && !request.counted) {
+    for (const BlockKey& key : chain) (void)uses_.add(key);
+    request.counted = true;
+  }
+  if (have >= chain.size()) return 0;
+  const std::span<const BlockKey> rest = chain.subspan(have);
+  places_.resize(std::max(places_.size(), rest.size()));
+  const size_t found = index_->run(rest, std::span(places_).first(rest.size()));
+  const std::span<const Places> run = std::span(places_).first(found);
+  if (found == 0 || !placement_.worth_loading(static_cast<int64_t>(found) * options_.block_tokens, run)) return 0;
+  request.pinned.reserve(found);
+  for (size_t i = 0; i < found; ++i) {
+    const StoreId store = run[i].host >= 0 ? StoreId::kHost : StoreId::kDisk;
+    const Slot slot = store == StoreId::kHost ? run[i].host : run[i].disk;
+    if (slot < 0) break;
+    index_->pin(store, slot);
+    request.pinned.push_back({.store = store, .slot = slot, .key = rest[i]});
+  }
+  if (!request.pinned.empty()) request.stage = RequestStage::kOnboardStaged;
+  return static_cast<int32_t>(request.pinned.size());
+}
+
+TransferHandle OffloadScheduler::allocated(uint32_t number, std::span<const int32_t> blocks) {
+  Request& request = at(number);
+  if (request.stage != RequestStage::kOnboardStaged || blocks.empty()) {
+    unpin(request, 0);
+    request.stage = RequestStage::kRunning;
+    return {};
+  }
+  unpin(request, std::min(blocks.size(), request.pinned.size()));
+  queued_.clear();
+  for (size_t i = 0; i < request.pinned.size(); ++i) {
+    const Pinned& pinned = request.pinned[i];
+    queued_.push_back({.key = pinned.key, .block = blocks[i], .slot = pinned.slot, .store = pinned.store});
+  }
+  request.stage = RequestStage::kOnboarding;
+  return queue_.enqueue({.way = Way::kUp, .priority = request.priority, .owner = number}, queued_, queued_.size(),
+                        BlockOutcome::kFiltered, clock_.now());
+}
+
+std::vector<EndedLoad> OffloadScheduler::take_loads() {
+  for (const uint32_t number : queue_.ended_owners()) {
+    Request& request = at(number);
+    const auto bad = std::find_if(request.pinned.begin(), request.pinned.end(),
+                                  [this](const Pinned& pinned) { return !pinned.good || pinned.key.space != space_; });
+    const bool finishing = request.stage == RequestStage::kFinishing;
+    loads_.push_back({.request = number,
+                      .good_blocks = finishing ? 0 : static_cast<int32_t>(bad - request.pinned.begin()),
+                      .unproven = std::any_of(request.pinned.begin(), request.pinned.end(),
+                                              [](const Pinned& pinned) { return pinned.kept; })});
+    if (finishing) {
+      end_request(number);
+    } else {
+      request.stage = RequestStage::kRunning;
+    }
+  }
+  queue_.ended_owners().clear();
+  return std::exchange(loads_, {});
+}
+
+void OffloadScheduler::loaded(uint32_t number, std::span<const int32_t> blocks) {
+  Request& request = at(number);
+  for (size_t i = 0; i < std::min(blocks.size(), request.pinned.size()); ++i) {
+    const Pinned& pinned = request.pinned[i];
+    const Stamp stamp = device_.stamp(blocks[i]);
+    Places places;
+    if (!pinned.good || stamp == Stamp::kNone || index_->run({&pinned.key, 1}, {&places, 1}) == 0) continue;
+    const Slot slot = pinned.store == StoreId::kHost ? places.host : places.disk;
+    if (slot == pinned.slot) index_->back(blocks[i], stamp, pinned.store, slot);
+  }
+  unpin(request, 0);
+}
+
+void OffloadScheduler::end_request(uint32_t number) {
+  Request& request = at(number);
+  unpin(request, 0);
+  request.used = false;
+  request.id.clear();
+  free_requests_.push_back(number);
+}
+
+bool OffloadScheduler::finished(uint32_t number) {
+  Request& request = at(number);
+  if (request.stage == RequestStage::kOnboarding) {
+    request.stage = RequestStage::kFinishing;
+    return false;
+  }
+  end_request(number);
+  return true;
+}
+
+// ---- blocks that became full
+
+TransferHandle OffloadScheduler::offer(const OffloadOffer& offer) {
+  const size_t size = std::min(offer.keys.size(), offer.blocks.size());
+  const OffloadQueue::Time began = clock_.now();
+  queued_.clear();
+  size_t without_stamp = 0;
+  BlockOutcome filtered = BlockOutcome::kFiltered;
+  for (size_t i = 0; i < size; ++i) {
+    const Stamp stamp = device_.stamp(offer.blocks[i]);
+    if (stamp == Stamp::kNone) {
+      ++without_stamp;
+      continue;
+    }
+    Candidate candidate{.key = offer.keys[i]};
+    if (options_.counted_keys > 0) candidate.uses = uses_.count(offer.keys[i]);
+    (void)index_->run(offer.keys.subspan(i, 1), std::span(&candidate.places, 1));
+    const StoreMask wanted = placement_.wanted(candidate);
+    if (wanted.empty()) continue;
+    queued_.push_back({.key = offer.keys[i],
+                       .parent = i > 0 ? offer.keys[i - 1].hash : offer.parent,
+                       .stamp = stamp,
+                       .block = offer.blocks[i],
+                       .store = wanted.has(StoreId::kHost) ? StoreId::kHost : StoreId::kDisk,
+                       .on = wanted.has(StoreId::kHost) && wanted.has(StoreId::kDisk)});
+  }
+  const OffloadQueue::Time now = clock_.now();
+  if (now - began > options_.queue.policy_timeout) {
+    queued_.clear();
+    filtered = BlockOutcome::kPolicyTimeout;
+  }
+  return queue_.enqueue({.way = Way::kDown, .after_step = offer.after_step, .priority = offer.priority}, queued_,
+                        size - without_stamp, filtered, now);
+}
+
+// ---- all of it
+
+Status OffloadScheduler::reset() {
+  TORPOR_TRY(index_->retire(space_));
+  index_->close_segment();  // segments have keys of one space
+  ++space_;
+  queue_.end_all(BlockOutcome::kCancelled);
+  for (Request& request : requests_) {
+    if (!request.used || request.stage != RequestStage::kOnboardStaged) continue;
+    unpin(request, 0);
+    request.stage = RequestStage::kInitialized;
+  }
+  uses_.clear();
+  events_ = {.cleared = options_.events > 0};
+  (void)index_->take_removed();
+  return ok();
+}
+
+BlockEvents OffloadScheduler::take_events() {
+  note_removed();
+  return std::exchange(events_, {});
+}
+
+Status OffloadScheduler::check() const {
+  TORPOR_TRY(queue_.check());
+  return index_->check();
+}
+
+}  // namespace torpor

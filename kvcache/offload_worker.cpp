@@ -1,0 +1,402 @@
+#include "kvcache/offload_worker.h"
+
+#include <algorithm>
+#include <set>
+
+#include <fmt/format.h>
+
+namespace torpor {
+namespace {
+
+Error wrong_plan(std::string what) {
+  return {.code = Code::kInvalidArgument,
+          .what = fmt::format("a plan of transfers {}", what),
+          .next_step = "give the scheduler the options that the ranks have"};
+}
+
+// What was stored is bad. Other failures (of the device, for want of staging memory) say nothing about it.
+bool is_bad_record(const Error& error) {
+  return error.code == Code::kCorruption || error.code == Code::kIo || error.code == Code::kNotFound ||
+         error.code == Code::kIncompatible || error.code == Code::kInternal;
+}
+
+}  // namespace
+
+// A store as one job sees it: chunk number i of the job is the job's i-th slot. Made for one job and never changed, so
+// the engine's threads need no lock for it.
+class OffloadWorker::JobTier final : public Tier {
+ public:
+  JobTier(Store& store, std::vector<Slot> slots, std::vector<BlockKey> keys)
+      : store_(store), slots_(std::move(slots)), keys_(std::move(keys)) {}
+  std::string_view kind() const override { return store_.traits().kind; }
+  bool addressable() const override { return store_.traits().addressable; }
+  Status prepare(uint64_t, uint64_t) override { return ok(); }
+  Status finish() override { return ok(); }
+  Result<std::span<std::byte>> place(SavedChunk& chunk) override {
+    chunk.stored_bytes = chunk.bytes;
+    return store_.place(slot(chunk), chunk.bytes);
+  }
+  std::span<std::byte> view(const SavedChunk& chunk) override { return store_.view(slot(chunk)); }
+  void put(std::span<TierPart> parts) override {
+    std::vector<StorePart> records;
+    records.reserve(parts.size());
+    for (const TierPart& part : parts) {
+      const auto at = static_cast<size_t>(part.chunk->key.index);
+      records.push_back({.slot = slots_[at],
+                         .key = keys_.empty() ? BlockKey{} : keys_[at],
+                         .record = {.digest = part.chunk->digest},
+                         .bytes = part.bytes});
+    }
+    store_.put(records);
+    for (size_t i = 0; i < parts.size(); ++i) parts[i].status = std::move(records[i].status);
+  }
+  void get(std::span<TierPart> parts) override {
+    std::vector<StorePart> records;
+    records.reserve(parts.size());
+    for (const TierPart& part : parts) records.push_back({.slot = slot(*part.chunk), .bytes = part.bytes});
+    store_.get(records);
+    for (size_t i = 0; i < parts.size(); ++i) {
+      parts[i].chunk->digest = records[i].record.digest;
+      parts[i].status = std::move(records[i].status);
+    }
+  }
+  Slot slot(const SavedChunk& chunk) const { return slots_[static_cast<size_t>(chunk.key.index)]; }
+
+ private:
+  Store& store_;
+  const std::vector<Slot> slots_;
+  const std::vector<BlockKey> keys_;
+};
+
+struct OffloadWorker::Running {
+  PlannedJob planned;
+  std::vector<int32_t> from;
+  std::vector<int32_t> to;
+  std::vector<ChunkPlan> plans;
+  std::unique_ptr<JobTier> tier;
+  std::unique_ptr<JobTier> source;
+  Status refused;
+};
+
+OffloadWorker::OffloadWorker(const OffloadWorkerOptions& options, const KvLayout& layout, TransferEngine& transfers,
+                             std::unique_ptr<Store> host, std::unique_ptr<Store> disk)
+    : options_(options),
+      layout_(layout),
+      transfers_(transfers),
+      host_(std::move(host)),
+      disk_(std::move(disk)),
+      block_bytes_(layout.bytes_per_block()),
+      host_digests_(static_cast<size_t>(slots_of(StoreId::kHost))),
+      disk_slots_(static_cast<size_t>(slots_of(StoreId::kDisk)), -1),
+      segments_(static_cast<size_t>(options.disk_segments), kNoSegment),
+      next_segment_(disk_ != nullptr ? disk_->first_slot() / disk_->traits().slots_per_segment : 0) {}
+
+OffloadWorker::~OffloadWorker() { wait(); }
+
+Result<std::unique_ptr<OffloadWorker>> OffloadWorker::create(const OffloadWorkerOptions& options,
+                                                             const KvLayout& layout, TransferEngine& transfers,
+                                                             std::unique_ptr<Store> host, std::unique_ptr<Store> disk) {
+  return catching([&]() -> Result<std::unique_ptr<OffloadWorker>> {
+    const uint64_t bytes = layout.bytes_per_block();
+    const bool fits =
+        (host == nullptr) == (options.host_slots == 0) && (disk == nullptr) == (options.disk_segments == 0) &&
+        (host == nullptr || (host->traits().addressable && host->traits().record_bytes >= bytes)) &&
+        (disk == nullptr ||
+         (disk->traits().slots_per_segment == options.segment_slots && disk->traits().record_bytes >= bytes));
+    if (!fits) {
+      return Error{
+          .code = Code::kInvalidArgument,
+          .what = fmt::format("the stores of rank {} are not those of {} slots in host memory and {} segments "
+                              "of {} slots for blocks of {} bytes",
+                              options.rank, options.host_slots, options.disk_segments, options.segment_slots, bytes),
+          .next_step = "open them with the same options"};
+    }
+    return std::unique_ptr<OffloadWorker>(
+        new OffloadWorker(options, layout, transfers, std::move(host), std::move(disk)));
+  });
+}
+
+int64_t OffloadWorker::slots_of(StoreId store) const {
+  if (store == StoreId::kHost) return options_.host_slots;
+  return store == StoreId::kDisk ? int64_t{options_.disk_segments} * options_.segment_slots : 0;
+}
+
+void OffloadWorker::open_space(uint32_t space, const Digest& digest) {
+  for (Store* store : {host_.get(), disk_.get()}) {
+    if (store != nullptr) store->open_space(space, digest);
+  }
+}
+
+// ---- what was there at the start
+
+Result<std::vector<RecoveredBlock>> OffloadWorker::recover(uint32_t space) {
+  std::vector<RecoveredBlock> blocks;
+  if (disk_ == nullptr || !disk_->traits().durable) return blocks;
+  return catching([&]() -> Result<std::vector<RecoveredBlock>> {
+    TORPOR_ASSIGN(recovered_, disk_->recover(space));
+    for (const RecoveredSlot& each : recovered_) {
+      const int32_t segment = each.slot / options_.segment_slots;
+      adopted_.emplace(segment, 0);
+      if (each.record.bytes == block_bytes_) blocks.push_back({each.key, segment});
+    }
+    return blocks;
+  });
+}
+
+void OffloadWorker::adopt(std::span<const AdoptedBlock> blocks) {
+  const auto less = [](const BlockKey& a, const BlockKey& b) {
+    return std::tie(a.hash, a.group) < std::tie(b.hash, b.group);
+  };
+  std::map<BlockKey, Slot, decltype(less)> found(less);  // the newest of a key counts
+  for (const RecoveredSlot& each : std::exchange(recovered_, {})) {
+    if (each.record.bytes == block_bytes_) found[each.key] = each.slot;
+  }
+  for (const AdoptedBlock& block : blocks) {
+    const auto known = found.find(block.key);
+    if (known == found.end() || block.slot < 0 || block.slot >= slots_of(StoreId::kDisk)) continue;
+    disk_slots_[static_cast<size_t>(block.slot)] = known->second;
+    ++adopted_[known->second / options_.segment_slots];
+  }
+  for (auto at = adopted_.begin(); at != adopted_.end();) {
+    const SlotRange range{.first = at->first * options_.segment_slots, .count = options_.segment_slots};
+    if (at->second == 0) disk_->drop({&range, 1});
+    at = at->second == 0 ? adopted_.erase(at) : std::next(at);
+  }
+}
+
+// ---- plans
+
+Status OffloadWorker::check(const TransferPlan& plan) const {
+  const auto within = [&](const std::vector<int32_t>& numbers, const PlannedJob& job, int64_t end) {
+    return std::all_of(numbers.begin() + job.first, numbers.begin() + job.first + job.count,
+                       [end](int32_t number) { return number >= 0 && number < end; });
+  };
+  for (const Dropped& each : plan.dropped) {
+    const int64_t end = each.store == StoreId::kDisk ? options_.disk_segments : slots_of(each.store);
+    if (each.number < 0 || each.number >= end)
+      return wrong_plan(fmt::format("drops number {} of the store {}", each.number, name(each.store)));
+  }
+  size_t keys = 0;
+  for (const PlannedJob& job : plan.jobs) {
+    if (job.first + uint64_t{job.count} > std::min(plan.from.size(), plan.to.size()))
+      return wrong_plan("has a job without blocks");
+    const int64_t blocks = layout_.num_blocks;
+    const int64_t from = job.kind == PlanKind::kPut ? blocks : slots_of(job.store);
+    const int64_t to = job.kind == PlanKind::kGet ? blocks : slots_of(job.target());
+    if (!within(plan.from, job, from) || !within(plan.to, job, to))
+      return wrong_plan(
+          fmt::format("has a {} with a block or slot that rank {} does not have", name(job.kind), options_.rank));
+    if (job.kind == PlanKind::kMove && job.store != StoreId::kHost)
+      return wrong_plan(fmt::format("moves out of the store {}", name(job.store)));
+    keys += job.keyed() ? job.count : 0;
+  }
+  return keys == plan.keys.size() ? ok() : Status(wrong_plan("has other keys than its jobs need"));
+}
+
+Status OffloadWorker::run(const TransferPlan& plan) {
+  return catching([&]() -> Status {
+    if (plan.number != 0 && plan.number <= last_plan_) return ok();
+    TORPOR_TRY(check(plan));
+    last_plan_ = plan.number;
+    drop(plan.dropped);
+    for (const PlannedLoad& load : plan.loading) {
+      Loading& loading = loading_[load.request];
+      loading.ended.request = load.request;
+      ++loading.jobs;
+      loads_of_.emplace(load.job, load.request);
+    }
+    size_t key = 0;
+    for (const PlannedJob& job : plan.jobs) {
+      const size_t keys = job.keyed() ? job.count : 0;
+      begin(plan, job, std::span(plan.keys).subspan(key, keys));
+      key += keys;
+    }
+    return ok();
+  });
+}
+
+void OffloadWorker::drop(std::span<const Dropped> dropped) {
+  std::vector<SlotRange> host;
+  std::set<int32_t> segments;  // of the store
+  for (const Dropped& each : dropped) {
+    if (each.store == StoreId::kHost) {
+      host.push_back({.first = each.number});
+      continue;
+    }
+    if (const int32_t live = std::exchange(segments_[static_cast<size_t>(each.number)], kNoSegment); live != kNoSegment)
+      segments.insert(live);
+    const int32_t first = each.number * options_.segment_slots;
+    for (int32_t slot = first; slot < first + options_.segment_slots; ++slot) {
+      const Slot gone = std::exchange(disk_slots_[static_cast<size_t>(slot)], -1);
+      const auto adopted = gone < 0 ? adopted_.end() : adopted_.find(gone / options_.segment_slots);
+      if (adopted == adopted_.end() || --adopted->second > 0) continue;
+      segments.insert(adopted->first);
+      adopted_.erase(adopted);
+    }
+  }
+  if (!host.empty()) host_->drop(host);
+  std::vector<SlotRange> disk;
+  for (const int32_t segment : segments)
+    disk.push_back({.first = segment * options_.segment_slots, .count = options_.segment_slots});
+  if (!disk.empty()) disk_->drop(disk);
+}
+
+// In the segment of the store that stands for the plan's: a new one where that was dropped.
+Slot OffloadWorker::slot_to_write(Slot slot) {
+  int32_t& segment = segments_[static_cast<size_t>(slot / options_.segment_slots)];
+  if (segment == kNoSegment) segment = next_segment_++;
+  return disk_slots_[static_cast<size_t>(slot)] = segment * options_.segment_slots + slot % options_.segment_slots;
+}
+
+std::unique_ptr<OffloadWorker::JobTier> OffloadWorker::tier_of(StoreId store, std::span<const Slot> slots,
+                                                               std::span<const BlockKey> keys) {
+  return std::make_unique<JobTier>(store == StoreId::kHost ? *host_ : *disk_,
+                                   std::vector<Slot>(slots.begin(), slots.end()),
+                                   std::vector<BlockKey>(keys.begin(), keys.end()));
+}
+
+Job OffloadWorker::make_job(const TransferPlan& plan, const PlannedJob& planned, std::span<const BlockKey> keys,
+                            Running& running) {
+  const std::span<const int32_t> from = std::span(plan.from).subspan(planned.first, planned.count);
+  const std::span<const int32_t> to = std::span(plan.to).subspan(planned.first, planned.count);
+  running.from.assign(from.begin(), from.end());
+  running.to.assign(to.begin(), to.end());
+  const bool get = planned.kind == PlanKind::kGet;
+  std::vector<Slot> slots(get ? running.from : running.to);
+  if (planned.target() == StoreId::kDisk) {
+    for (Slot& slot : slots) slot = get ? disk_slots_[static_cast<size_t>(slot)] : slot_to_write(slot);
+  }
+  running.tier = tier_of(planned.target(), slots, keys);
+  if (planned.kind == PlanKind::kMove) running.source = tier_of(planned.store, from, {});
+  Job job{.kind = get                               ? JobKind::kRestore
+                  : planned.kind == PlanKind::kMove ? JobKind::kMove
+                                                    : JobKind::kSave,
+          .tier = running.tier.get(),
+          .source = running.source.get(),
+          .urgency = planned.urgency,
+          .polled = true};
+  running.plans.reserve(planned.count);
+  job.chunks.reserve(planned.count);
+  for (uint32_t i = 0; i < planned.count; ++i) {
+    ChunkPlan& chunk = running.plans.emplace_back();
+    chunk.key = {.kind = ChunkKind::kKvBlock, .tag = fmt::format("job {}", planned.id), .index = i};
+    if (planned.kind == PlanKind::kMove) {
+      chunk.pieces.push_back({.bytes = block_bytes_});
+    } else {
+      for (const KvPiece& piece : layout_.pieces_of(static_cast<uint32_t>(get ? to[i] : from[i])))
+        chunk.pieces.push_back({piece.address, piece.bytes});
+    }
+    ChunkTransfer& transfer = job.chunks.emplace_back();
+    transfer.plan = &chunk;
+    transfer.saved = {.key = chunk.key, .bytes = block_bytes_, .stored_bytes = block_bytes_};
+    if (planned.kind != PlanKind::kPut && planned.store == StoreId::kHost)
+      transfer.saved.digest = host_digests_[static_cast<size_t>(from[i])];
+  }
+  return job;
+}
+
+// Whatever fails here fails the job's blocks, which are reported like any other.
+void OffloadWorker::begin(const TransferPlan& plan, const PlannedJob& planned, std::span<const BlockKey> keys) {
+  auto running = std::make_unique<Running>();
+  running->planned = planned;
+  Running& begun = *running;
+  const auto place =
+      refused_.insert(refused_.end(), std::move(running));  // so that nothing can be lost behind submit()
+  begun.refused = catching([&]() -> Status {
+    Job job = make_job(plan, planned, keys, begun);
+    std::map<JobId, std::unique_ptr<Running>> made;
+    const auto node = made.emplace(JobId::kNone, nullptr).first;
+    TORPOR_ASSIGN(const JobId id, transfers_.submit(std::move(job)));
+    auto handle = made.extract(node);
+    handle.key() = id;
+    handle.mapped() = std::move(*place);
+    running_.insert(std::move(handle));
+    return ok();
+  });
+  if (begun.refused) refused_.pop_back();
+}
+
+// ---- reports
+
+TransferReport OffloadWorker::poll() {
+  TransferReport report{.rank = options_.rank};
+  std::vector<JobResult> finished;
+  (void)transfers_.poll(finished);
+  for (JobResult& result : finished) {
+    const auto found = running_.find(result.id);
+    if (found == running_.end()) continue;
+    settle(*found->second, std::move(result), report);
+    running_.erase(found);
+  }
+  for (const auto& running : std::exchange(refused_, {})) {
+    JobResult result{.status = std::move(running->refused)};
+    result.chunks.resize(running->planned.count);
+    for (ChunkTransfer& chunk : result.chunks) chunk.status = result.status;
+    settle(*running, std::move(result), report);
+  }
+  report_stores(report);
+  return report;
+}
+
+void OffloadWorker::settle(Running& running, JobResult result, TransferReport& report) {
+  const PlannedJob& planned = running.planned;
+  JobReport job{.id = planned.id, .first = static_cast<uint32_t>(report.outcomes.size())};
+  std::vector<int32_t> bad_blocks;
+  bool good = true;
+  for (size_t i = 0; i < result.chunks.size(); ++i) {
+    const ChunkTransfer& chunk = result.chunks[i];
+    BlockOutcome outcome = chunk.outcome;
+    if (outcome == BlockOutcome::kTransferred && planned.kind == PlanKind::kPut && planned.store == StoreId::kHost) {
+      const auto slot = static_cast<size_t>(running.to[i]);
+      host_digests_[slot] = chunk.saved.digest;
+      if (!host_->placed(running.to[i], {}, chunk.saved.digest)) outcome = BlockOutcome::kFailed;
+    }
+    if (outcome == BlockOutcome::kFailed && planned.kind != PlanKind::kPut && is_bad_record(chunk.status.error()) &&
+        (planned.kind == PlanKind::kGet || chunk.status.error().code == Code::kCorruption))
+      outcome = BlockOutcome::kDamaged;
+    if (outcome != BlockOutcome::kTransferred && planned.kind == PlanKind::kGet) bad_blocks.push_back(running.to[i]);
+    good = good && outcome == BlockOutcome::kTransferred;
+    report.outcomes.push_back(outcome);
+  }
+  if (good) {
+    report.outcomes.resize(job.first);
+  } else {
+    job.count = static_cast<uint32_t>(result.chunks.size());
+    if (!result.status) {
+      job.code = result.status.error().code;
+      job.cause = fmt::format("rank {}: {}", options_.rank, result.status.error().what).substr(0, kMostCauseBytes);
+    }
+  }
+  report.jobs.push_back(std::move(job));
+  if (planned.kind == PlanKind::kGet) load_ended(planned.id, bad_blocks);
+}
+
+void OffloadWorker::load_ended(uint64_t job, std::span<const int32_t> bad_blocks) {
+  const auto [begin, end] = loads_of_.equal_range(job);
+  for (auto at = begin; at != end; ++at) {
+    const auto found = loading_.find(at->second);
+    LoadedRequest& ended = found->second.ended;
+    ended.bad_blocks.insert(ended.bad_blocks.end(), bad_blocks.begin(), bad_blocks.end());
+    if (--found->second.jobs > 0) continue;
+    loaded_.push_back(std::move(ended));
+    loading_.erase(found);
+  }
+  loads_of_.erase(begin, end);
+}
+
+// With what ended, and where a store began or ceased to take anything.
+void OffloadWorker::report_stores(TransferReport& report) {
+  for (const StoreId id : {StoreId::kHost, StoreId::kDisk}) {
+    const Store* const of = store(id);
+    if (of == nullptr) continue;
+    const bool accepting = of->accepting();
+    bool& last = accepting_[static_cast<size_t>(id)];
+    if (report.jobs.empty() && accepting == last) continue;
+    last = accepting;
+    const StoreHealth health = of->health();
+    report.stores.push_back(
+        {id, accepting, health.put_bytes, health.got_bytes, health.write_errors, health.read_errors});
+  }
+}
+
+}  // namespace torpor

@@ -1,0 +1,123 @@
+// OffloadWorker: one rank's part of offloading. It runs the scheduler's plans over this rank's stores and says what
+// became of each block; it decides nothing (S4). Where the bytes of a slot lie and what their digest is, each rank
+// knows for itself: a slot on disk is a place in the plan's numbers, and gets one in a segment that was never written
+// (S5).
+//
+// Blocks are proven by the transfer engine: what comes down by the end of its copy, what goes up or on by its digest. A
+// job ends for all its blocks, one by one (I5, I6); a copy that was not proven over is reported as unproven and its
+// memory is never used again (S3).
+//
+// Threads: one at a time, the rank's own; the bytes move on the engine's. Removing a segment's file is done where run()
+// is called. What it uses outlives it, and so do the jobs of a plan: wait() before the memory of the device goes.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kvcache/kv_layout.h"
+#include "kvcache/transfer_plan.h"
+#include "offload/store.h"
+#include "offload/transfer_engine.h"
+
+namespace torpor {
+
+struct OffloadWorkerOptions {
+  int32_t rank = 0;
+  int32_t host_slots = 0;  // as the scheduler's BlockIndexOptions have them; 0: no such store
+  int32_t disk_segments = 0;
+  int32_t segment_slots = 0;
+};
+
+// A block that a durable store had at the start. Those of one segment follow each other, the oldest segment first.
+struct RecoveredBlock {
+  BlockKey key;
+  int32_t segment = 0;
+};
+
+// The slot under which the scheduler knows a recovered block from now on; -1: nobody needs it.
+struct AdoptedBlock {
+  BlockKey key;
+  Slot slot = -1;
+};
+
+struct LoadedRequest {
+  std::string request;
+  std::vector<int32_t> bad_blocks;  // of the device: their load failed here
+};
+
+class OffloadWorker {
+ public:
+  // The stores may be null. kInvalidArgument: one is missing, or does not have the options' segments.
+  static Result<std::unique_ptr<OffloadWorker>> create(const OffloadWorkerOptions& options, const KvLayout& layout,
+                                                       TransferEngine& transfers, std::unique_ptr<Store> host,
+                                                       std::unique_ptr<Store> disk);
+  ~OffloadWorker();
+
+  // Keys with this number belong to the key space with this digest from now on; none of before is put any more.
+  void open_space(uint32_t space, const Digest& digest);
+  // What the store on disk has of this space and all ranks must agree on; before the first plan, once.
+  Result<std::vector<RecoveredBlock>> recover(uint32_t space);
+  // What recover() found and is not named here is forgotten.
+  void adopt(std::span<const AdoptedBlock> blocks);
+
+  // Begins its jobs, in its order. A plan that was run already changes nothing. kInvalidArgument: it names what this
+  // rank does not have; nothing of it is done.
+  Status run(const TransferPlan& plan);
+  // What ended since the last call; empty: nothing did.
+  TransferReport poll();
+  // Requests of which all loads have been reported by poll(), since the last call.
+  std::vector<LoadedRequest> take_loaded() { return std::exchange(loaded_, {}); }
+  // Returns when nothing of a plan is under way; the next poll() has all of it.
+  void wait() { (void)transfers_.drain(); }
+  bool idle() const { return running_.empty() && refused_.empty(); }
+  Store* store(StoreId id) const {
+    return id == StoreId::kHost ? host_.get() : id == StoreId::kDisk ? disk_.get() : nullptr;
+  }
+
+ private:
+  class JobTier;
+  struct Running;
+  static constexpr int32_t kNoSegment = -1;
+
+  OffloadWorker(const OffloadWorkerOptions& options, const KvLayout& layout, TransferEngine& transfers,
+                std::unique_ptr<Store> host, std::unique_ptr<Store> disk);
+  Status check(const TransferPlan& plan) const;
+  void drop(std::span<const Dropped> dropped);
+  void begin(const TransferPlan& plan, const PlannedJob& job, std::span<const BlockKey> keys);
+  Job make_job(const TransferPlan& plan, const PlannedJob& planned, std::span<const BlockKey> keys, Running& running);
+  std::unique_ptr<JobTier> tier_of(StoreId store, std::span<const Slot> slots, std::span<const BlockKey> keys);
+  Slot slot_to_write(Slot slot);
+  void settle(Running& running, JobResult result, TransferReport& report);
+  void load_ended(uint64_t job, std::span<const int32_t> bad_blocks);
+  void report_stores(TransferReport& report);
+  int64_t slots_of(StoreId store) const;
+
+  const OffloadWorkerOptions options_;
+  const KvLayout& layout_;
+  TransferEngine& transfers_;
+  const std::unique_ptr<Store> host_;
+  const std::unique_ptr<Store> disk_;
+  const uint64_t block_bytes_;
+  std::vector<Digest> host_digests_;      // by slot
+  std::vector<Slot> disk_slots_;          // of the store, by slot of the plans; -1: nothing was put there
+  std::vector<int32_t> segments_;         // of the store, by segment of the plans; kNoSegment: not begun
+  std::map<int32_t, int32_t> adopted_;    // slots that plans know, by the store's recovered segment
+  std::vector<RecoveredSlot> recovered_;  // until adopt()
+  int32_t next_segment_ = 0;
+  uint64_t last_plan_ = 0;
+  std::map<JobId, std::unique_ptr<Running>> running_;
+  std::vector<std::unique_ptr<Running>> refused_;  // that the engine did not take
+  struct Loading {
+    LoadedRequest ended;
+    size_t jobs = 0;  // not over
+  };
+  std::map<std::string, Loading> loading_;
+  std::multimap<uint64_t, std::string> loads_of_;  // requests by job
+  std::vector<LoadedRequest> loaded_;
+  std::array<bool, kStores> accepting_{true, true, true};  // as last reported
+};
+
+}  // namespace torpor

@@ -1,0 +1,252 @@
+// Random use of a scheduler with two ranks against a model that knows which computation each block and key stands for:
+// what comes up is of one computation, of its key and of the present space, on all ranks the same (S1, S2, S7).
+#include <deque>
+#include <random>
+#include <set>
+
+#include <fmt/format.h>
+
+#include "tests/kvcache/offload_rig.h"
+#include "tests/support/temporary_directory.h"
+
+namespace torpor::test {
+namespace {
+
+constexpr int32_t kBlocks = 12;
+constexpr uint32_t kKeys = 9;
+
+class OffloadModel {
+ public:
+  OffloadModel(uint32_t seed, const std::string& directory)
+      : random_(seed), lazy_(below(2) == 0), rig_(options(directory)) {}
+
+  void run(int moves) {
+    for (int move = 0; move < moves && !HasFailure(); ++move) {
+      one_move();
+      EXPECT_SUCCEEDS(rig_.scheduler->check());
+    }
+    finish();
+  }
+  uint64_t loaded() const { return loaded_; }
+  uint64_t transferred() const {
+    return rig_.scheduler->queue().counts(Way::kDown)[static_cast<size_t>(BlockOutcome::kTransferred)];
+  }
+
+ private:
+  struct Load {
+    uint32_t request = 0;
+    std::vector<uint32_t> keys;
+    std::vector<int32_t> blocks;
+    bool finished = false;
+  };
+  static bool HasFailure() { return ::testing::Test::HasFailure(); }
+  uint32_t below(uint32_t n) { return random_() % n; }
+
+  OffloadRigOptions options(const std::string& directory) {
+    OffloadRigOptions made;
+    made.rank = {.blocks = kBlocks, .host_slots = static_cast<int32_t>(3 + below(8)), .own_threads = false};
+    made.placement.presence = below(2) == 0;
+    made.rank.directory = directory;
+    if (below(2) == 0) {
+      made.placement.disk = true;
+      made.rank.disk_segments = static_cast<int32_t>(2 + below(3));
+      made.rank.segment_slots = static_cast<int32_t>(1 + below(4));
+    }
+    made.scheduler.mode = lazy_ ? OffloadMode::kLazy : OffloadMode::kEager;
+    made.scheduler.queue.max_batch_size = static_cast<int32_t>(1 + below(6));
+    made.scheduler.queue.min_batch_size = 1;
+    made.scheduler.queue.queue_blocks = 24;
+    return made;
+  }
+
+  bool in_use(int32_t block) const { return loading_.contains(block) || rig_.device.holds(block) > 0; }
+  void compute(int32_t block) {
+    const uint32_t key = below(kKeys);
+    keys_[block] = key;
+    values_[key].insert(++last_value_);
+    rig_.compute(block, last_value_);
+  }
+
+  void one_move() {
+    const auto block = static_cast<int32_t>(below(kBlocks));
+    switch (below(12)) {
+      case 0:
+      case 1:
+      case 2:
+        if (!in_use(block)) compute(block);
+        break;
+      case 3:
+      case 4: offer(); break;
+      case 5: begin_load(); break;
+      case 6:
+      case 7: send(); break;
+      case 8:
+      case 9: deliver(below(2)); break;
+      case 10:
+        if (!handles_.empty()) handles_[below(static_cast<uint32_t>(handles_.size()))].first.cancel();
+        if (below(2) == 0) below(4) == 0 ? rig_.scheduler->fail_step(step_ + 1) : rig_.scheduler->acknowledge(++step_);
+        break;
+      default: seldom();
+    }
+    take_loads();
+  }
+  void seldom() {
+    if (below(4) == 0) rig_.ranks[below(2)]->device().fail_at(1 + below(3));
+    if (below(40) == 0) reset();
+    if (loads_.empty() || below(3) > 0) return;
+    Load& load = loads_[below(static_cast<uint32_t>(loads_.size()))];
+    if (!load.finished) load.finished = !rig_.scheduler->finished(load.request);  // aborted
+    EXPECT_TRUE(load.finished);
+  }
+  void reset() {
+    ASSERT_SUCCEEDS(rig_.scheduler->reset());
+    for (const auto& rank : rig_.ranks)
+      rank->worker().open_space(rig_.scheduler->space(), digest_of(std::as_bytes(std::span(&last_value_, 1))));
+    values_.clear();
+    for (int32_t block = 0; block < kBlocks; ++block) rig_.device.clear(block);
+    keys_.clear();
+  }
+  void offer() {
+    std::vector<uint32_t> keys;
+    std::vector<int32_t> blocks;
+    for (const auto& [block, key] : keys_) {
+      if (rig_.device.stamp(block) == Stamp::kNone || below(3) > 0) continue;
+      keys.push_back(key);
+      blocks.push_back(block);
+    }
+    const uint64_t after = below(3) == 0 ? step_ + 1 : 0;
+    handles_.emplace_back(rig_.offer(keys, blocks, after, static_cast<int32_t>(below(2))), blocks.size());
+  }
+  void begin_load() {
+    Load load;
+    for (uint32_t i = 0; i < 1 + below(3); ++i) load.keys.push_back(below(kKeys));
+    load.request = rig_.scheduler->begin_request(fmt::format("r{}", ++requests_));
+    const int32_t found = rig_.scheduler->match(load.request, rig_.keys_of(load.keys), 0);
+    for (int32_t block = 0; block < kBlocks && static_cast<int32_t>(load.blocks.size()) < found; ++block) {
+      if (!in_use(block)) load.blocks.push_back(block);
+    }
+    TransferHandle handle = rig_.scheduler->allocated(load.request, load.blocks);
+    if (load.blocks.empty()) {
+      EXPECT_TRUE(rig_.scheduler->finished(load.request));
+      return;
+    }
+    for (const int32_t block : load.blocks) {
+      rig_.device.clear(block);
+      keys_.erase(block);
+      loading_.insert(block);
+    }
+    handles_.emplace_back(handle, load.blocks.size());
+    loads_.push_back(std::move(load));
+  }
+  void send() {
+    const TransferPlan& plan = rig_.scheduler->plan_step(below(2) == 0);
+    if (plan.empty()) return;
+    for (auto& plans : plans_) plans.push_back(plan);
+  }
+  // One rank takes up what was sent to it, a plan or all, and perhaps reports, perhaps twice.
+  void deliver(uint32_t rank) {
+    auto& plans = plans_[rank];
+    for (uint32_t i = below(4); i > 0 && !plans.empty(); --i) {
+      EXPECT_SUCCEEDS(rig_.ranks[rank]->worker().run(plans.front()));
+      if (below(4) == 0) {
+        EXPECT_SUCCEEDS(rig_.ranks[rank]->worker().run(plans.front()));
+      }
+      plans.pop_front();
+    }
+    for (uint32_t i = below(6); i > 0; --i) (void)rig_.ranks[rank]->transfers().pump();
+    if (below(2) == 0) return;
+    const TransferReport report = rig_.ranks[rank]->worker().poll();
+    EXPECT_SUCCEEDS(rig_.scheduler->apply(report));
+    last_[rank] = report.empty() ? last_[rank] : report;
+    if (below(4) == 0) {
+      EXPECT_SUCCEEDS(rig_.scheduler->apply(last_[rank]));
+    }
+  }
+  void take_loads() {
+    for (const EndedLoad& ended : rig_.scheduler->take_loads()) {
+      const auto load =
+          std::find_if(loads_.begin(), loads_.end(), [&](const Load& each) { return each.request == ended.request; });
+      ASSERT_NE(load, loads_.end());
+      std::vector<int32_t> good;
+      for (int32_t i = 0; i < ended.good_blocks; ++i) {
+        const int32_t block = load->blocks[static_cast<size_t>(i)];
+        const uint32_t key = load->keys[static_cast<size_t>(i)];
+        const uint32_t value = rig_.ranks[0]->value(block);
+        EXPECT_TRUE(rig_.all_have(block, value)) << "S2: block " << block << " is of two computations";
+        EXPECT_TRUE(values_[key].contains(value)) << "S1: block " << block << " is of another key or space";
+        rig_.device.write(block);
+        keys_[block] = key;
+        good.push_back(block);
+        ++loaded_;
+      }
+      for (const int32_t block : load->blocks) loading_.erase(block);
+      if (!load->finished) {
+        rig_.scheduler->loaded(ended.request, good);
+        EXPECT_TRUE(rig_.scheduler->finished(ended.request));
+      }
+      loads_.erase(load);
+    }
+  }
+  void finish() {
+    for (const auto& rank : rig_.ranks) rank->device().fail_at(0);
+    rig_.scheduler->acknowledge(step_ + 1);
+    for (int i = 0; i < 200 && rig_.scheduler->busy(); ++i) {
+      send();
+      for (size_t rank = 0; rank < 2; ++rank) {
+        for (; !plans_[rank].empty(); plans_[rank].pop_front())
+          EXPECT_SUCCEEDS(rig_.ranks[rank]->worker().run(plans_[rank].front()));
+        EXPECT_SUCCEEDS(rig_.scheduler->apply(rig_.report_of(rank)));
+      }
+      take_loads();
+    }
+    EXPECT_FALSE(rig_.scheduler->busy());
+    EXPECT_TRUE(loads_.empty() && loading_.empty());
+    for (int32_t block = 0; block < kBlocks; ++block) EXPECT_EQ(rig_.device.holds(block), 0);
+    for (const StoreId store : {StoreId::kHost, StoreId::kDisk}) {
+      const StoreCounts counts = rig_.scheduler->index().counts(store);
+      EXPECT_EQ(counts.reserved + counts.doomed + counts.quarantined, 0) << name(store);
+    }
+    for (const auto& [handle, blocks] : handles_) {
+      uint64_t ended = 0;
+      for (const uint64_t count : handle.counts()) ended += count;
+      EXPECT_EQ(ended, blocks);  // S12
+    }
+    EXPECT_SUCCEEDS(rig_.scheduler->check());
+  }
+
+  std::mt19937 random_;
+  const bool lazy_;
+  OffloadRig rig_;
+  std::map<int32_t, uint32_t> keys_;               // of the blocks with content
+  std::map<uint32_t, std::set<uint32_t>> values_;  // ever computed for a key in this space
+  std::set<int32_t> loading_;
+  std::vector<Load> loads_;
+  std::vector<std::pair<TransferHandle, uint64_t>> handles_;
+  std::array<std::deque<TransferPlan>, 2> plans_;
+  std::array<TransferReport, 2> last_{TransferReport{.rank = 0}, TransferReport{.rank = 1}};
+  uint32_t last_value_ = 0;
+  uint64_t step_ = 0;
+  uint64_t requests_ = 0;
+  uint64_t loaded_ = 0;
+};
+
+TEST(OffloadModel, S1S2S7S12UnderRandomUseWithTwoRanksWhatComesUpIsRight) {
+  const char* const proof = std::getenv("TORPOR_PROOF");
+  const uint32_t seeds = proof != nullptr && std::string_view(proof) == "long" ? 2000 : 20;
+  uint64_t loaded = 0;
+  uint64_t transferred = 0;
+  for (uint32_t seed = 0; seed < seeds && !::testing::Test::HasFailure(); ++seed) {
+    SCOPED_TRACE(fmt::format("seed {}", seed));
+    const TemporaryDirectory temporary;
+    OffloadModel model(seed, temporary / "store");
+    model.run(600);
+    loaded += model.loaded();
+    transferred += model.transferred();
+  }
+  EXPECT_GT(loaded, 5 * seeds);
+  EXPECT_GT(transferred, 10 * seeds);
+  fmt::print("proof: offload model: {} seeds, {} blocks stored, {} loaded\n", seeds, transferred, loaded);
+}
+
+}  // namespace
+}  // namespace torpor::test
