@@ -27,6 +27,8 @@ ENGINES = (
     "gpu_path",
 )
 SANITIZERS = ("asan", "tsan")
+# To be run first: vLLM keeps what the environment says of its routes once an engine has run in the process.
+GATE = "tests/python/test_server_gate.py"
 # Files of tests/python with tests that are marked as the core, for every vLLM that is known; test_gpu_path.py has some too.
 CORE = ("identity", "new_process", "features", "server")
 
@@ -165,13 +167,12 @@ def main(arguments: list[str]) -> int:
     pytest = [python_path, "-m", "pytest", *PYTEST_OPTIONS]
     if quick:
         parts.run("C++ tests", ctest("release", CORES, "-L", "unit"))
-        parts.run("Python tests", [*pytest, "tests/python", "-m", "not slow and not long"], env=env)
+        parts.run("Python tests", [*pytest, GATE, "tests/python", "-m", "not slow and not long"], env=env)
         parts.run("Tools and documents", [*pytest, "tests/tools", "-m", "not long"], env=env)
         return parts.summary()
     for preset in SANITIZERS:
         parts.compile(preset)
-    # The gate first: vLLM keeps what the environment says of its routes once an engine has run in the process.
-    servers = [f"tests/python/{name}.py" for name in ("test_server_gate", "test_server", "test_server_restarts")]
+    servers = [GATE, "tests/python/test_server.py", "tests/python/test_server_restarts.py"]
     engines = ["tests/python", "-m", "not long", *(f"--ignore={path}" for path in servers)]
     parts.beside_each_other(
         {
