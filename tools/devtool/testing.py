@@ -27,8 +27,9 @@ ENGINES = (
     "gpu_path",
 )
 SANITIZERS = ("asan", "tsan")
-# To be run first: vLLM keeps what the environment says of its routes once an engine has run in the process.
-GATE = "tests/python/test_server_gate.py"
+# The gate first: vLLM keeps what the environment says of its routes once an engine has run in the process.
+SERVERS = [f"tests/python/{name}.py" for name in ("test_server_gate", "test_server", "test_server_restarts")]
+BUT_SERVERS = ["tests/python", *(f"--ignore={path}" for path in SERVERS)]
 # Files of tests/python with tests that are marked as the core, for every vLLM that is known; test_gpu_path.py has some too.
 CORE = ("identity", "new_process", "features", "server")
 
@@ -167,23 +168,23 @@ def main(arguments: list[str]) -> int:
     pytest = [python_path, "-m", "pytest", *PYTEST_OPTIONS]
     if quick:
         parts.run("C++ tests", ctest("release", CORES, "-L", "unit"))
-        parts.run("Python tests", [*pytest, GATE, "tests/python", "-m", "not slow and not long"], env=env)
+        quick_ones = ("-m", "not slow and not long")
+        parts.run("Python tests, servers", [*pytest, *SERVERS, *quick_ones], env=env)
+        parts.run("Python tests, engines", [*pytest, *BUT_SERVERS, *quick_ones], env=env)
         parts.run("Tools and documents", [*pytest, "tests/tools", "-m", "not long"], env=env)
         return parts.summary()
     for preset in SANITIZERS:
         parts.compile(preset)
-    servers = [GATE, "tests/python/test_server.py", "tests/python/test_server_restarts.py"]
-    engines = ["tests/python", "-m", "not long", *(f"--ignore={path}" for path in servers)]
     parts.beside_each_other(
         {
             "Python tests, vLLM's GPU path": (
                 pytest_on_rig(python_path, "tests/python", "-m", "rig and not long"),
                 env | rig_environment(),
             ),
-            "Python tests, engines": ([*pytest, *engines], env),
+            "Python tests, engines": ([*pytest, *BUT_SERVERS, "-m", "not long"], env),
             "C++ tests, release": (ctest("release", 1), env),
             "Tools and documents": ([*pytest, "tests/tools", "-m", "not long"], env),
-            "Python tests, servers": ([*pytest, *servers], env),
+            "Python tests, servers": ([*pytest, *SERVERS], env),
         }
         | {f"C++ tests, {preset}": (ctest(preset, 1), env) for preset in SANITIZERS}
         | {"Python tests, core, vLLM 0.31": (core_with(other_vllm.older_environment()), env)}
