@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import threading
 import time
@@ -27,6 +28,7 @@ ENGINES = (
     "gpu_path",
 )
 SANITIZERS = ("asan", "tsan")
+ONE_COMPILER = {"CMAKE_BUILD_PARALLEL_LEVEL": "1"}
 # The gate first: vLLM keeps what the environment says of its routes once an engine has run in the process.
 SERVERS = [f"tests/python/{name}.py" for name in ("test_server_gate", "test_server", "test_server_restarts")]
 BUT_SERVERS = ["tests/python", *(f"--ignore={path}" for path in SERVERS)]
@@ -122,6 +124,12 @@ def ctest(preset: str, at_once: int, *arguments: str) -> list:
     return ["ctest", "--preset", preset, "-j", at_once, *arguments]
 
 
+def compiled_and_run(preset: str) -> list:
+    """Compilers keep cores busy that engines leave idle."""
+    words = ["cmake", "--preset", preset], ["cmake", "--build", "--preset", preset], ctest(preset, 1)
+    return ["sh", "-c", " && ".join(shlex.join(map(str, command)) for command in words)]
+
+
 def core_with(python: Path) -> list:
     """The core of the Python tests with another vLLM, on the CPU's path."""
     files = [f"tests/python/test_{name}.py" for name in CORE]
@@ -163,20 +171,20 @@ def main(arguments: list[str]) -> int:
     parts = Parts()
     parts.install(python_path)
     parts.compile("release", "unit_tests", "proof_tests", "tools")
-    parts.run("Unguarded access, clang", ["cmake", "--build", ROOT / "build/release", "--target", "thread_safety"])
     env = os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"}
     pytest = [python_path, "-m", "pytest", *PYTEST_OPTIONS]
+    thread_safety = ["cmake", "--build", ROOT / "build/release", "--target", "thread_safety"]
     if quick:
+        parts.run("Unguarded access, clang", thread_safety)
         parts.run("C++ tests", ctest("release", CORES, "-L", "unit"))
         quick_ones = ("-m", "not slow and not long")
         parts.run("Python tests, servers", [*pytest, *SERVERS, *quick_ones], env=env)
         parts.run("Python tests, engines", [*pytest, *BUT_SERVERS, *quick_ones], env=env)
         parts.run("Tools and documents", [*pytest, "tests/tools", "-m", "not long"], env=env)
         return parts.summary()
-    for preset in SANITIZERS:
-        parts.compile(preset)
     parts.beside_each_other(
-        {
+        {f"C++ tests, {preset}, compiled": (compiled_and_run(preset), env | ONE_COMPILER) for preset in SANITIZERS}
+        | {
             "Python tests, vLLM's GPU path": (
                 pytest_on_rig(python_path, "tests/python", "-m", "rig and not long"),
                 env | rig_environment(),
@@ -185,8 +193,8 @@ def main(arguments: list[str]) -> int:
             "C++ tests, release": (ctest("release", 1), env),
             "Tools and documents": ([*pytest, "tests/tools", "-m", "not long"], env),
             "Python tests, servers": ([*pytest, *SERVERS], env),
+            "Python tests, core, vLLM 0.31": (core_with(other_vllm.older_environment()), env),
+            "Unguarded access, clang": (thread_safety, env | ONE_COMPILER),
         }
-        | {f"C++ tests, {preset}": (ctest(preset, 1), env) for preset in SANITIZERS}
-        | {"Python tests, core, vLLM 0.31": (core_with(other_vllm.older_environment()), env)}
     )
     return parts.summary()
