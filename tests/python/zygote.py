@@ -319,7 +319,7 @@ def _wait_without_spinning() -> None:
 
 
 def _replace_kernels() -> None:
-    """vLLM's workers look through all modules for the Triton kernels that a CPU has others for. Here that is done once."""
+    """vLLM's workers look through all modules for Triton kernels that a CPU has others for. That is done once here."""
     from vllm.platforms import current_platform
 
     current_platform.register_triton_kernel_overrides()
@@ -327,7 +327,7 @@ def _replace_kernels() -> None:
 
 
 def _set_up_logging() -> None:
-    """As each engine does it. Looking at all loggers takes a while; an engine that wants nothing else need not again."""
+    """As each engine does it: it looks at all loggers, which an engine that wants nothing else need not do again."""
     with contextlib.suppress(ImportError):  # vLLM 0.31 does it when it is imported, and not again
         from vllm.config.logging import LoggingConfig
         from vllm.logger import configure_logging

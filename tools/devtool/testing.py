@@ -96,7 +96,7 @@ class Parts:
 
 
 def ended(command: list, **options) -> tuple[int, str, float]:
-    """Runs a command to its end: its exit code, what it said if stdout is a pipe, and the time that it took of cores."""
+    """Runs a command to its end: its exit code, what it said if stdout is a pipe, and the seconds of cores it took."""
     words = [str(word) for word in command]
     process = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.DEVNULL, **options)
     said = process.stdout.read().decode(errors="replace") if process.stdout else ""
@@ -166,6 +166,8 @@ def whole_gpu_path() -> int:
 
 
 def main(arguments: list[str]) -> int:
+    if wrong := [word for word in arguments if word != "--quick"]:
+        raise setup.SetupError(f"tools/dev test does not know {wrong[0]!r}; there is --quick")
     quick = "--quick" in arguments
     python_path, model = setup.prerequisites()
     parts = Parts()

@@ -25,7 +25,7 @@ def used_blocks(scheduler) -> list:
 
 
 def to_value(scheduler, speculative_config) -> dict:
-    """`steps`: how many were begun. `objects`: that of each of used_blocks(); None where one may be written into again."""
+    """`steps`: how many were begun. `objects`: that of each of used_blocks(); None where one may be written again."""
     return {"steps": 1 + scheduler.torpor_steps, "objects": _objects(scheduler, speculative_config)}
 
 

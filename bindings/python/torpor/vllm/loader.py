@@ -40,7 +40,8 @@ class TorporLoader(BaseModelLoader):
         extra = load_config.model_loader_extra_config or {}
         if not isinstance(extra, dict) or extra.keys() - {"checkpoint"}:
             raise InvalidArgument(
-                f"model_loader_extra_config is {extra!r}", 'give {"checkpoint": …}, or nothing for the newest one of dir'
+                f"model_loader_extra_config is {extra!r}",
+                'give {"checkpoint": …}, or nothing for the newest one of dir',
             )
         self._checkpoint: str | None = extra.get("checkpoint")
         self._vllm_config = None
@@ -83,7 +84,8 @@ class TorporLoader(BaseModelLoader):
         path = self._checkpoint or options.dir
         if path is None:
             raise InvalidArgument(
-                'load_format="torpor" without a checkpoint', 'set the option dir, or model_loader_extra_config={"checkpoint": …}'
+                'load_format="torpor" without a checkpoint',
+                'set the option dir, or model_loader_extra_config={"checkpoint": …}',
             )
         # The first rank says which one: another could become the newest meanwhile.
         chosen = self._describe(path, options)
@@ -93,14 +95,17 @@ class TorporLoader(BaseModelLoader):
         compare(chosen["fingerprint"], of_weights(self._vllm_config, options))
         rank = memory.being_loaded().rank
         if rank >= len(chosen["layouts"]) or chosen["layouts"][rank] is None:
-            raise Incompatible(f"{chosen['path']} does not say how its weights lie: an earlier torpor wrote it", OWN_FILES)
+            raise Incompatible(
+                f"{chosen['path']} does not say how its weights lie: an earlier torpor wrote it", OWN_FILES
+            )
         layout = weights_layout.parse(chosen["layouts"][rank])
         return StoredWeights(chosen["path"], chosen["generation"], chosen["id"], layout)
 
     def _describe(self, path: str, options: Options) -> dict | Error:
         """Of the checkpoint there, or the newest one, or what this data parallel rank has in a set of them."""
         try:
-            found = _core.describe_checkpoint(path, self._vllm_config.parallel_config.data_parallel_index, options.key_file)
+            data_parallel_rank = self._vllm_config.parallel_config.data_parallel_index
+            found = _core.describe_checkpoint(path, data_parallel_rank, options.key_file)
         except Error as problem:
             return problem
         found["layouts"] = [(worker or {}).get("weights") for worker in found.pop("workers")]
@@ -109,7 +114,11 @@ class TorporLoader(BaseModelLoader):
 
 def compare(stored: dict[str, str], own: dict[str, str]) -> None:
     """What decides about the weights, before any is read. The wake compares the rest."""
-    differing = [f"{name} is {stored.get(name)} there and {own[name]} here" for name in own if stored.get(name) != own[name]]
+    differing = [
+        f"{name} is {stored.get(name)} there and {value} here"
+        for name, value in own.items()
+        if stored.get(name) != value
+    ]
     if differing:
         raise Incompatible(
             f"the checkpoint has the weights of another model or configuration: {'; '.join(differing)}",

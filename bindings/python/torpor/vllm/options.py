@@ -20,10 +20,12 @@ class Options:
     kv_budget_bytes: int | None = None
     # Most host memory for saved bytes, per rank; 0: no limit.
     arena_budget_bytes: int = 0
-    # Directory for what of a sleep has no room in arena_budget_bytes; without it such a sleep fails. Nothing stays there after the wake.
+    # Directory for what of a sleep has no room in arena_budget_bytes; without it such a sleep fails.
+    # Nothing stays there after the wake.
     spill_directory: str | None = None
-    # Most bytes of KV whose copy stays in host memory after a wake, per rank: the next sleep copies only what changed since. They are
-    # the first to go where room is needed. None: what there is; on the CPU 0, where it is the same memory.
+    # Most bytes of KV whose copy stays in host memory after a wake, per rank: the next sleep copies only what
+    # changed since. They are the first to go where room is needed. None: what there is; on the CPU 0, where host
+    # memory is the same memory.
     retain_kv_bytes: int | None = None
     # Host memory for saved bytes that is brought up in the background when the engine starts, per rank: the first sleep is then as fast as later ones.
     arena_prefault_bytes: int = 0

@@ -103,7 +103,7 @@ def _form(tensor: torch.Tensor) -> list:
 
 
 def _beside(model: torch.nn.Module, inside: range) -> dict[str, str]:
-    """Buffers, other tensors and numbers of the modules, which vLLM may have from the model's files or from its weights."""
+    """Buffers, other tensors and numbers of the modules: vLLM may have them from the model's files or its weights."""
     digests: dict[tuple, str] = {}
     found = {}
     for module_name, module in model.named_modules():

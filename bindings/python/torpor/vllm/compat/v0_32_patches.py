@@ -43,7 +43,7 @@ def install(patches: Patches, parts: tuple[str, ...]) -> None:
 
 
 def _scheduler(patches: Patches) -> None:
-    """It can be frozen (vLLM's own pause still runs a step that reorders the batch), and counts steps and recomputed tokens."""
+    """It counts steps and recomputed tokens, and can be frozen: vLLM's own pause runs a step that reorders the batch."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from torpor.vllm.engine_core import count_recomputed
