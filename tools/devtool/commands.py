@@ -29,6 +29,7 @@ BENCHES = {
     "python_baselines": "tools/bench/python_baselines_bench.py",
     "server": "tools/bench/server_bench.py",
     "weights_load": "tools/bench/weights_load_bench.py",
+    "connector": "tools/bench/connector_bench.py",
 }
 
 ENGINE_CHECKS = ROOT / "tools/gpu_check"
