@@ -22,9 +22,11 @@ import os
 import statistics
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 
-import connector_replay as replay
+os.environ |= {"VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+import connector_replay as replay  # noqa: E402
 
 SIMPLE, OFFLOADING = "SimpleCPUOffloadConnector", "OffloadingConnector"
 BASELINE = {"torpor eager": "Simple eager", "torpor lazy": "Simple lazy"}
@@ -48,7 +50,7 @@ def contestants(host_blocks: int) -> dict[str, tuple]:
         for mode in ("eager", "lazy"):
             own = of("TorporConnector", offload=mode, host_bytes=host_bytes)
             own["kv_connector_module_path"] = "torpor.vllm.connector"
-            made[f"torpor {mode}"] = (own, replay.TorporReports)
+            made[f"torpor {mode}"] = (own, partial(replay.TorporReports, host_blocks))
     return made
 
 
@@ -180,10 +182,8 @@ def main() -> None:
     parser.add_argument("--hooks", action="store_true", help="show each hook")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
-    os.environ |= {"VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
     options.model = os.environ["TORPOR_TEST_MODEL"]
     trace = replay.read_trace(options.trace, options.requests) if options.trace else replay.make_trace(options.requests)
-    replay.import_engine()
     bench = Bench(options, trace)
     result = {
         "trace": options.trace.name if options.trace else "made",

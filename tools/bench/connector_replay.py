@@ -11,10 +11,25 @@ import gc
 import json
 import math
 import random
+import struct
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
+from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCK = 16
 HASHED_BLOCKS = 8  # blocks of one hash id of the trace: 512 tokens / 4 / BLOCK
@@ -78,32 +93,102 @@ def make_trace(count: int, seed: int = 1) -> list[TraceRequest]:
     return requests
 
 
-# Reports of workers
+class Reports:
+    """What the workers say: what a step orders is done, and told with the outputs of the next one."""
+
+    def __init__(self):
+        self._told = None
+        self.loaded = self.stored = 0  # blocks of the last step's orders
+
+    @property
+    def pending(self) -> bool:
+        return self._told is not None
+
+    def prepare(self, connector, shape: Shape) -> None:
+        """Before the first step, what ranks tell a connector."""
+
+    def step(self, orders):
+        """The output of the workers in this step."""
+        told, self._told = self._told, self.carry_out(orders)
+        return told
 
 
-class SimpleReports:
+class SimpleReports(Reports):
     """Of SimpleCPUOffloadConnector."""
 
-    def collect(self, metadata):
-        from vllm.v1.simple_kv_offload.metadata import INVALID_JOB_ID, SimpleCPUOffloadWorkerMetadata
+    def carry_out(self, orders):
+        self.loaded, self.stored = len(orders.load_gpu_blocks), len(orders.store_gpu_blocks)
+        if not self.loaded and not self.stored:
+            return None
+        done = set(orders.load_event_to_reqs.get(orders.load_event, ()))
+        stored = {orders.store_event: 1} if self.stored else {}
+        return KVConnectorOutput(
+            finished_recving=done or None,
+            kv_connector_worker_meta=SimpleCPUOffloadWorkerMetadata(stored) if stored else None,
+        )
 
-        self.loaded, self.stored = len(metadata.load_gpu_blocks), len(metadata.store_gpu_blocks)
-        done = set(metadata.load_event_to_reqs.get(metadata.load_event, ()))
-        stores = {metadata.store_event: 1} if metadata.store_event != INVALID_JOB_ID else None
-        return done, SimpleCPUOffloadWorkerMetadata(stores) if stores else None
 
-
-class OffloadingReports:
+class OffloadingReports(Reports):
     """Of OffloadingConnector."""
 
-    def collect(self, metadata):
-        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+    def carry_out(self, orders):
+        self.loaded = sum(len(job.dst_spec.block_ids) for job in orders.load_jobs.values())
+        self.stored = sum(len(job.src_spec.block_ids) for job in orders.store_jobs.values())
+        jobs = {job: 1 for job in (*orders.load_jobs, *orders.store_jobs)}
+        if not jobs:
+            return None
+        return KVConnectorOutput(
+            finished_recving={job.req_id for job in orders.load_jobs.values()} or None,
+            kv_connector_worker_meta=OffloadingWorkerMetadata(completed_jobs=jobs),
+        )
 
-        self.loaded = sum(len(job.dst_spec.block_ids) for job in metadata.load_jobs.values())
-        self.stored = sum(len(job.src_spec.block_ids) for job in metadata.store_jobs.values())
-        jobs = {job: 1 for job in (*metadata.load_jobs, *metadata.store_jobs)}
-        done = {job.req_id for job in metadata.load_jobs.values()}
-        return done, OffloadingWorkerMetadata(completed_jobs=jobs) if jobs else None
+
+class TorporReports(Reports):
+    """Of torpor's: plans as bytes (kvcache/transfer_plan.cpp), of which all blocks are transferred."""
+
+    PLAN, DROPPED, JOB, KEY, NAME = (struct.Struct(each) for each in ("<IIQIIIIII", "<Ii", "<Q4BI", "<40s", "<QQ"))
+    REPORT, DONE = struct.Struct("<IIiIII"), struct.Struct("<QIHH")
+    PUT, GET, MOVE = range(3)
+
+    def __init__(self, host_blocks: int):
+        super().__init__()
+        self._host_blocks = host_blocks
+
+    def prepare(self, connector, shape: Shape) -> None:
+        from torpor.vllm.connector_messages import RankIsReady
+
+        sizes = {"host_slots": self._host_blocks, "disk_segments": 0, "segment_slots": 0}
+        sizes |= {"device_blocks": shape.device_blocks, "block_bytes": BLOCK_BYTES}
+        connector.set_xfer_handshake_metadata_pp_aware({0: RankIsReady(sizes)})
+
+    def step(self, orders):
+        from torpor.vllm.connector_messages import Report
+
+        done, reports = super().step(orders) or (None, [])
+        return KVConnectorOutput(
+            finished_recving=done or None, kv_connector_worker_meta=Report(orders.step, reports)
+        )
+
+    def carry_out(self, orders):
+        self.loaded = self.stored = 0
+        if orders.plan is None:
+            return None
+        _, _, _, dropped, jobs, blocks, keys, loading, _ = self.PLAN.unpack_from(orders.plan)
+        at = self.PLAN.size + dropped * self.DROPPED.size
+        done = []
+        for _ in range(jobs):
+            number, kind, _, _, _, count = self.JOB.unpack_from(orders.plan, at)
+            at += self.JOB.size
+            done.append(self.DONE.pack(number, 0, 0, 0))
+            self.loaded += count * (kind == self.GET)
+            self.stored += count * (kind == self.PUT)
+        at += 2 * 4 * blocks + keys * self.KEY.size
+        loaded = set()
+        for _ in range(loading):
+            _, length = self.NAME.unpack_from(orders.plan, at)
+            at += self.NAME.size + length
+            loaded.add(orders.plan[at - length : at].decode())
+        return loaded, [self.REPORT.pack(0x70657254, 1, 0, jobs, 0, 0) + b"".join(done)]
 
 
 @dataclass
@@ -143,18 +228,6 @@ class Result:
         }
 
 
-def import_engine() -> None:
-    """What takes seconds, before processes are forked."""
-    import torch
-    import vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector
-    import vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector
-    import vllm.engine.arg_utils
-    import vllm.v1.core.sched.scheduler
-    import vllm.v1.structured_output  # noqa: F401
-
-    torch.set_num_threads(1)
-
-
 @dataclass
 class Shape:
     device_blocks: int = 16_384
@@ -178,14 +251,7 @@ def resident_bytes() -> int:
 class Replay:
     """One scheduler, from its first request to its last."""
 
-    def __init__(self, model: str, connector: dict | None, reports, shape: Shape):
-        from vllm.config import KVTransferConfig, set_current_vllm_config
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.utils.hashing import get_hash_fn_by_name
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.structured_output import StructuredOutputManager
-
+    def __init__(self, model: str, connector: dict | None, reports: Reports | None, shape: Shape):
         self.shape, self.result, self._reports = shape, Result(), reports
         config = EngineArgs(
             model=model,
@@ -214,6 +280,7 @@ class Replay:
                 log_stats=False,
             )
         if self.scheduler.connector is not None:
+            reports.prepare(self.scheduler.connector, shape)
             self._measure_hooks(self.scheduler.connector)
 
     def _measure_hooks(self, connector) -> None:
@@ -241,9 +308,6 @@ class Replay:
         connector.update_state_after_alloc = counted
 
     def request(self, number: int, traced: TraceRequest):
-        from vllm import SamplingParams
-        from vllm.v1.request import Request
-
         return Request(
             request_id=f"request-{number}",
             prompt_token_ids=traced.tokens(),
@@ -263,7 +327,7 @@ class Replay:
             gc.freeze()
         arrived, count = 0, len(trace)
         every = max(1, count // samples) if samples else 0
-        scheduler, reported = self.scheduler, (None, None)
+        scheduler = self.scheduler
         while True:
             while arrived < count and sum(scheduler.get_request_counts()) < self.shape.queued:
                 request = made.pop() if made is not None else self.request(arrived, trace[arrived])
@@ -271,20 +335,18 @@ class Replay:
                 scheduler.add_request(request)
                 if every and arrived % every == 0:
                     result.resident.append(resident_bytes())
-            if not scheduler.has_requests() and reported == (None, None):
+            if not scheduler.has_requests() and not (self._reports and self._reports.pending):
                 return result
-            reported = self._step(reported)
+            self._step()
 
-    def _step(self, reported: tuple):
-        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-
+    def _step(self) -> None:
         result, scheduler = self.result, self.scheduler
         began = time.thread_time_ns()
         planned = scheduler.schedule()
         scheduled = time.thread_time_ns()
-        next_reported = (None, None)
-        if planned.kv_connector_metadata is not None:
-            next_reported = self._reports.collect(planned.kv_connector_metadata)
+        reported = None
+        if self._reports is not None:
+            reported = self._reports.step(planned.kv_connector_metadata)
             result.loaded_blocks += self._reports.loaded
             result.stored_blocks += self._reports.stored
         result.found_tokens += sum(each.num_computed_tokens for each in planned.scheduled_new_reqs)
@@ -297,28 +359,20 @@ class Replay:
             else []
             for number, name in enumerate(names, result.steps)
         ]
-        done, worker = reported
         output = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: at for at, name in enumerate(names)},
             sampled_token_ids=tokens,
-            kv_connector_output=KVConnectorOutput(finished_recving=done or None, kv_connector_worker_meta=worker)
-            if done or worker is not None
-            else None,
+            kv_connector_output=reported,
         )
         begun_again = time.thread_time_ns()
         scheduler.update_from_output(planned, output)
         result.seconds += (scheduled - began + time.thread_time_ns() - begun_again) * 1e-9
         result.steps += 1
-        done, worker = next_reported
-        return (done or None, worker)
 
 
 def kv_cache(blocks: int):
     """Of SmolLM2-135M in bfloat16; nothing is allocated."""
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
-
     names = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=KV_HEADS, head_size=HEAD, dtype=torch.bfloat16)
     assert spec.page_size_bytes == PAGE
