@@ -69,6 +69,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="show the KV connector instead: a conversation returns when its KV was evicted, and to a new process",
     )
     parser.add_argument(
+        "--conversation",
+        type=int,
+        default=1000,
+        metavar="TOKENS",
+        help="with --offload: how long the conversation is that returns",
+    )
+    parser.add_argument(
         "--drain-at",
         type=float,
         default=0.4,
@@ -85,6 +92,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--freeze-after is {options.freeze_after}; use 1 or more")
     if options.max_tokens < 2:
         parser.error(f"--max-tokens is {options.max_tokens}; use 2 or more")
+    if not 200 <= options.conversation <= 1500:
+        parser.error(f"--conversation is {options.conversation}; use 200 to 1500")
     if not 0 < options.drain_at < 1:
         parser.error(f"--drain-at is {options.drain_at}; use more than 0 and less than 1")
     return options
@@ -285,7 +294,9 @@ def main() -> int:
             options.dir = make_directory(options.dir)
             result = server_demo.run(options, read_prompts(options.prompts), screen)
         elif options.offload:
-            result = offload_demo.run(options.model, make_directory(options.dir), options.max_tokens, screen)
+            result = offload_demo.run(
+                options.model, make_directory(options.dir), options.conversation, options.max_tokens, screen
+            )
         else:
             result = run(options, screen)
     except (DemoError, ServerEnded) as problem:

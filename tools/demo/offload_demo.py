@@ -11,28 +11,31 @@ from screen import Screen
 
 DOCUMENTS = Path(__file__).resolve().parents[2] / "docs"
 READ, OTHERS = "semantics.md", ("server.md", "vllm.md", "architecture.md", "memory.md")
-PROMPT_TOKENS, OTHER_TOKENS = 1400, 1000
-DEVICE_BLOCKS = 100  # of 32 tokens: two such conversations
+BLOCK = 32
 QUESTION = "\n\nQuestion: what does a sleep keep?\nAnswer:"
 AGAIN = "\n\nQuestion: and what does it give back?\nAnswer:"
 # KV of equal tokens that was computed in other batches differs in its last digits: in float32 that rounds no token otherwise.
-ENGINE = {"dtype": "float32", "num_gpu_blocks_override": DEVICE_BLOCKS}
+ENGINE = {"dtype": "float32", "block_size": BLOCK}
 ALONE = {"VLLM_PLUGINS": ""}
 
 
 class Side:
     """An engine of one of the two, and what it said."""
 
-    def __init__(self, model: Path, directory: Path, log: Path, with_torpor: bool):
+    def __init__(self, model: Path, directory: Path, log: Path, conversation: int, with_torpor: bool):
         self._start = (model, directory, log, {} if with_torpor else ALONE)
-        self._options = ENGINE | {"additional_config": torpor_options(directory) if with_torpor else {}}
+        self._conversation = conversation
+        self._options = ENGINE | {
+            "num_gpu_blocks_override": conversation * 2 // BLOCK,  # room for two of them
+            "additional_config": torpor_options(directory) if with_torpor else {},
+        }
         self.process: EngineProcess | None = None
 
     def start(self) -> None:
         self.process = EngineProcess(*self._start, "--options", json.dumps(self._options))
         self.process.wait_until_ready()
         # The first long prompt of a process is slower, whoever it is of.
-        self.ask(self.tokens((DOCUMENTS / OTHERS[0]).read_text())[-PROMPT_TOKENS:], 2)
+        self.ask(self.tokens((DOCUMENTS / OTHERS[0]).read_text())[-self._conversation :], 2)
 
     def tokens(self, text: str) -> list[int]:
         return self.process.order("tokens_of", text=text)
@@ -43,7 +46,7 @@ class Side:
     def evict(self) -> None:
         """Other conversations, until the device has nothing else."""
         for name in OTHERS:
-            self.ask(self.tokens((DOCUMENTS / name).read_text())[:OTHER_TOKENS], 2)
+            self.ask(self.tokens((DOCUMENTS / name).read_text())[: self._conversation * 3 // 4], 2)
 
     def kill(self) -> None:
         if self.process is not None:
@@ -56,13 +59,13 @@ def torpor_options(directory: Path) -> dict:
     return {"torpor": {"dir": str(directory)} | sizes}
 
 
-def run(model: Path, directory: Path, max_tokens: int, screen: Screen) -> dict:
+def run(model: Path, directory: Path, conversation: int, max_tokens: int, screen: Screen) -> dict:
     log = directory / "engine.log"
-    torpor, alone = (Side(model, directory, log, with_torpor) for with_torpor in (True, False))
+    torpor, alone = (Side(model, directory, log, conversation, with_torpor) for with_torpor in (True, False))
     try:
         screen.stage("1. An engine with torpor's KV connector answers a question about a long document")
         torpor.start()
-        prompt = torpor.tokens((DOCUMENTS / READ).read_text())[:PROMPT_TOKENS] + torpor.tokens(QUESTION)
+        prompt = torpor.tokens((DOCUMENTS / READ).read_text())[:conversation] + torpor.tokens(QUESTION)
         first = torpor.ask(prompt, max_tokens)
         screen.line(said(first))
         prompt_again = prompt + first["tokens"] + torpor.tokens(AGAIN)
