@@ -299,7 +299,8 @@ void ReferenceEngine::compute(Scheduled& scheduled) {
     const std::vector<int32_t> table = request.table();
     for (int32_t i = 0; i < count; ++i, ++request.computed)
       for (const Rank& rank : ranks_)
-        rank.model->forward(table, request.computed, request.tokens[static_cast<size_t>(request.computed)]);
+        rank.model->forward(table, request.computed, request.tokens[static_cast<size_t>(request.computed)],
+                            options_.kv_of_step ? counts_.steps : 0);
     (void)request.partial->compute_done();
     if (request.computed % block_tokens() != 0) continue;
     Result<BlockRef> block = request.partial->register_block();

@@ -48,6 +48,7 @@ struct ReferenceOptions {
   int32_t token_budget = 16;  // tokens a step, all requests together
   int32_t max_running = 8;
   bool by_priority = false;  // else first come, first served
+  bool kv_of_step = false;   // computed again in another step, equal tokens have other KV
   TierOptions tiers;
   int transfer_threads = 1;
   bool transfers_have_threads = true;       // off: copies are made by the thread that waits for them

@@ -12,6 +12,8 @@
 namespace torpor::reference {
 namespace {
 
+constexpr int64_t kMostSteps = int64_t{1} << 62;
+
 Bytes to_bytes(uint64_t number) {
   Bytes bytes(sizeof number);
   std::memcpy(bytes.data(), &number, sizeof number);
@@ -85,6 +87,7 @@ Result<SchedulerCheckpoint> ReferenceEngine::capture() {
   SchedulerCheckpoint state;
   SchedulerSnapshot& scheduler = state.scheduler;
   scheduler.policy = options_.by_priority ? "priority" : "fcfs";
+  scheduler.engine = {Dict{{"steps", {counts_.steps}}}};
   KvGroup group{.block_size = block_tokens()};
   WorkerSnapshot worker{.default_generator = to_bytes(generator_)};  // of each rank the same
   std::map<int32_t, int32_t> references;
@@ -316,6 +319,11 @@ Result<std::vector<FailedRequest>> ReferenceEngine::restore(const EngineCheckpoi
   }
   for (const std::string& id : state.scheduler.waiting) waiting_.push_back(requests_.at(id).get());
   generator_ = to_number(worker.default_generator);
+  if (const Value* steps = state.scheduler.engine.find("steps")) {
+    const auto* count = std::get_if<int64_t>(&steps->data);
+    if (count == nullptr || *count < 0 || *count > kMostSteps) return damaged("its steps are not a number of steps");
+    counts_.steps = std::max(counts_.steps, *count);
+  }
   return std::vector<FailedRequest>{};
 }
 

@@ -3,13 +3,25 @@
 import asyncio
 import gc
 import logging
-import os
 import re
 from pathlib import Path
 
 import pytest
 from fastapi import Request
-from server_stubs import ADMIN, CLIENT, OTHER_CLIENT, Engine, add_echo, arguments, build, client, concrete, run, started
+from server_stubs import (  # noqa: F401
+    ADMIN,
+    CLIENT,
+    OTHER_CLIENT,
+    Engine,
+    add_echo,
+    arguments,
+    build,
+    client,
+    concrete,
+    no_settings,
+    run,
+    started,
+)
 
 KEYS = ("--api-key", CLIENT, OTHER_CLIENT)
 
@@ -38,12 +50,6 @@ EVERYTHING = [
     *(("POST", path) for path in CHANGES_THE_ENGINE + BEGINS_A_REQUEST), *NEEDS_NO_ENGINE,
     ("WEBSOCKET", "/v1/realtime"),
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def no_settings(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("TORPOR_") and name != "TORPOR_TEST_MODEL"]:
-        monkeypatch.delenv(name)
 
 
 # --- every route of vLLM ---------------------------------------------------------------------------------------------
@@ -767,6 +773,7 @@ def test_counts_are_counters_and_amounts_are_gauges(monkeypatch):
     assert {name for name, kind in kinds.items() if kind == "counter"} == {
         "torpor_operations", "torpor_moved_bytes", "torpor_requests_restored", "torpor_requests_refused",
         "torpor_requests_failed", "torpor_requests_rolled_forward", "torpor_answer_log_failures",
+        "torpor_automatic_operations",
     }  # fmt: skip
     assert {name for name, kind in kinds.items() if kind == "histogram"} == {
         "torpor_operation_seconds", "torpor_phase_seconds", "torpor_queue_seconds",
