@@ -21,7 +21,8 @@ namespace {
 
 constexpr char kMagic[9] = "TORPOREV";
 constexpr uint64_t kMostEvents = 1 << 24;
-constexpr int kPatience = 3;  // reads that find an event still being written, before it counts as lost
+// A thread may be held up in the middle of an event, but not for ever.
+constexpr std::chrono::seconds kPatience{1};
 
 std::atomic<uint32_t> forks{0};  // this process is so many forks away from the first
 
@@ -311,11 +312,12 @@ void EventReader::read(std::vector<Event>& events, bool last) {
     if (told - next_ >= ring_.capacity()) skip(events, told - ring_.capacity() + 1);
     Event event;
     const EventRing::Found found = ring_.find(next_, event);
-    if (found == EventRing::Found::kNotYet && !last && waited_ < kPatience) {
-      ++waited_;
-      return;
+    if (found == EventRing::Found::kNotYet && !last) {
+      const std::chrono::nanoseconds now = system_clock().now();
+      if (!waits_since_) waits_since_ = now;
+      if (now - *waits_since_ < kPatience) return;
     }
-    waited_ = 0;
+    waits_since_.reset();
     if (found != EventRing::Found::kThere) {
       skip(events, next_ + 1);
       continue;

@@ -11,9 +11,11 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -106,7 +108,7 @@ class EventReader {
   // From the oldest that is there. The ring outlives it.
   explicit EventReader(const EventRing& ring, uint64_t after = 0) : ring_(ring), next_(after + 1) {}
   // Adds what is there, in order; where events are missing a kLost with how many (`a` the first, `b` the number), as
-  // soon as that is certain: what is being written is waited for in the next calls, unless `last`, the final one.
+  // soon as that is certain: what is being written is waited for in the next calls, for a second, and not if `last`.
   void read(std::vector<Event>& events, bool last = false);
   uint64_t lost() const { return lost_; }
   uint64_t next() const { return next_; }
@@ -116,7 +118,7 @@ class EventReader {
   const EventRing& ring_;
   uint64_t next_;
   uint64_t lost_ = 0;
-  int waited_ = 0;  // calls that found `next_` being written
+  std::optional<std::chrono::nanoseconds> waits_since_;  // for `next_`, which is being written, or was lost
 };
 
 }  // namespace torpor
