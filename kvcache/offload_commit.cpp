@@ -253,7 +253,8 @@ void OffloadScheduler::end_down(PlannedBatch& batch) {
     }
     const bool good = block.outcome == BlockOutcome::kTransferred;
     const bool same = device_.stamp(queued.block) == queued.stamp;
-    if (good && !same && options_.mode == OffloadMode::kLazy) block.outcome = BlockOutcome::kEvicted;
+    // It may have been written anew while it was read.
+    if (good && !same) block.outcome = BlockOutcome::kEvicted;
     if (block.outcome != BlockOutcome::kTransferred) {
       disk_failed = disk_failed || (!good && batch.store == StoreId::kDisk);
       index_->abandon(batch.store, queued.slot, unproven);
