@@ -1,12 +1,15 @@
 """A process of the tests: an engine with torpor's KV connector, and a device pool that is far too small.
 
     connector_process.py MODE MODEL FOLDER    with MODE "eager" or "lazy"
+    connector_process.py disk MODEL FOLDER    serves once with a store on disk, and is killed
 
 Prints what came of each of SCENARIOS: answers, tokens that were not computed, counters.
 """
 
 import json
+import os
 import random
+import signal
 import sys
 import time
 from pathlib import Path
@@ -186,10 +189,34 @@ def forgotten(served: Served) -> dict:
 SCENARIOS = (identical, loaded_is_what_prefill_writes, disturbed, aborted_while_loading, forgotten)
 
 
+def served_from_disk(served: Served) -> dict:
+    """The first round needs what an earlier process left there, if it did."""
+    [answers, again] = [served.round(prompts()) for _ in range(2)]
+    return {
+        "tokens": [tokens for tokens, _ in answers],
+        "again": [tokens for tokens, _ in again],
+        "cached": sum(cached for _, cached in answers),
+        "stats": served.side.stats(),
+    }
+
+
+def new_weights(served: Served) -> dict:
+    """The same ones, loaded again: for all that is known they are others."""
+    before = served.side.core.space
+    served.one.core.collective_rpc("reload_weights")
+    served.round(prompts()[:1])
+    return {"before": before, "after": served.side.core.space, "blocks": served.side.stats()["disk_blocks"]}
+
+
 def main() -> None:
     mode, model, folder = sys.argv[1:4]
     offload = {"offload": mode, "host_bytes": "64MiB"}
+    if mode == "disk":  # host memory has fewer blocks than the device
+        offload = {"offload": "eager", "host_bytes": "2MiB", "disk_bytes": "256MiB"}
     served = Served(InProcess(Path(model), Path(folder) / "checkpoints", torpor=offload, **ENGINE))
+    if mode == "disk":
+        print("RESULT " + json.dumps(served_from_disk(served) | {"new": new_weights(served)}), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
     print("RESULT " + json.dumps({scenario.__name__: scenario(served) for scenario in SCENARIOS}), flush=True)
 
 
