@@ -51,6 +51,16 @@ def test_a_request_that_is_aborted_while_it_loads_leaves_nothing_behind(served):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", ["preserve_state", "recompute"])
+def test_a_sleep_waits_for_what_moves_and_keeps_what_is_in_host_memory(served, way):
+    result = served["slept"]
+    assert result[way]["loading"] > 0 and result[way]["moving"] == 0
+    assert result[way]["differing"] == [] and result[way]["finished"] == CONVERSATIONS
+    assert result[way]["kept"] and result["cached"] > CONVERSATIONS * 32
+    assert way == "recompute" or result[way]["recomputed"] == 0
+
+
+@pytest.mark.slow
 def test_a_reset_forgets_what_is_in_host_memory(served):
     result = served["forgotten"]
     assert result["reset"] is True

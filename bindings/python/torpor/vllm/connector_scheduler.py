@@ -32,6 +32,7 @@ class SchedulerSide:
         events = vllm_config.kv_events_config
         self.events = _MOST_EVENTS if events is not None and events.enable_kv_cache_events else 0
         self.core: _core.ConnectorScheduler | None = None
+        self.kept = False  # whatever vLLM resets
         self.steps = 0
         self.recovered_blocks = 0
         self._hash_bytes = 32  # of vLLM's algorithm
@@ -89,6 +90,11 @@ class SchedulerSide:
     def tokens_from_disk(self) -> int:
         return 0 if self.core is None else self.core.tokens_from_disk()
 
+    def know(self, request) -> None:
+        """One that was begun in an earlier process."""
+        if self.core is not None:
+            self.core.know(request)
+
     def finished(self, request) -> None:
         if self.core is not None:
             self.core.finished(request.request_id)
@@ -122,7 +128,7 @@ class SchedulerSide:
 
     def reset(self) -> bool:
         """What the tiers have is found by nobody any more, after a restart neither."""
-        if self.core is not None:
+        if self.core is not None and not self.kept:
             self._space = (self.core.reset(), uuid.uuid4().hex)
         return True
 
