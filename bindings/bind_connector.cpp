@@ -349,7 +349,8 @@ void bind_connector(py::module_& module) {
            py::arg("options"))
       .def("match", &ConnectorScheduler::match, py::arg("request"), py::arg("computed"),
            "Tokens behind the first `computed` ones that can be loaded; they are kept until allocated().")
-      .def("know", [](ConnectorScheduler& self, const py::object& request) { self.know(request); }, py::arg("request"))
+      .def(
+          "know", [](ConnectorScheduler& self, const py::object& request) { self.know(request); }, py::arg("request"))
       .def("allocated", &ConnectorScheduler::allocated, py::arg("id"), py::arg("external"))
       .def("step", &ConnectorScheduler::step, py::arg("step"), py::arg("scheduled"), py::arg("flush") = false,
            "What this step fills is offered; returns what all ranks do next, or None.")
