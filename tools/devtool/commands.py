@@ -10,7 +10,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from devtool import checks, contract, mutants, setup, testing
+from devtool import checks, contract, mutants, packages, setup, testing
 from devtool.setup import ROOT, SetupError, cmake_build, say
 
 PRESETS = ("dev", "release", "asan", "tsan", "fuzz")
@@ -59,6 +59,7 @@ def main(arguments: list[str], manual: str) -> int:
         "proof": proof,
         "contract": contract.main,
         "gpu_check": gpu_check,
+        "wheel": packages.wheel,
         "torpor": torpor,
         "python": python,
         "lint": lint,
