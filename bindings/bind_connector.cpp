@@ -23,15 +23,15 @@ namespace {
 struct ConnectorOptions {
   OffloadSchedulerOptions offload;
   PlacementOptions placement;
-  int32_t watermark = 0;  // lazy: how many of the next blocks to be evicted are looked at in a step
+  bool lazy = false;
+  int32_t watermark = 0;  // lazy: how many of the next blocks to be evicted are looked at
 };
 
 ConnectorOptions connector_options_from(const py::dict& dict) {
   DictReader in(dict, "connector options");
   ConnectorOptions options;
-  bool lazy = false;
   int64_t events = 0;
-  in.read("lazy", lazy);
+  in.read("lazy", options.lazy);
   in.read("ranks", options.offload.ranks);
   in.read("block_tokens", options.offload.block_tokens);
   in.read("host_slots", options.offload.index.host_slots);
@@ -51,7 +51,8 @@ ConnectorOptions connector_options_from(const py::dict& dict) {
   in.read_if_given("flush_interval_ms", flush_interval_ms);
   in.finish();
   options.offload.queue.flush_interval = std::chrono::milliseconds(flush_interval_ms);
-  options.offload.mode = lazy ? OffloadMode::kLazy : OffloadMode::kEager;
+  // Held in both modes: of a short free queue vLLM takes a block before its copy is made.
+  options.offload.mode = OffloadMode::kEager;
   options.offload.events = static_cast<size_t>(std::max<int64_t>(events, 0));
   options.placement.host = options.offload.index.host_slots > 0;
   options.placement.disk = options.offload.index.disk_segments > 0;
@@ -95,6 +96,8 @@ class ConnectorScheduler {
     return found * block_tokens_;
   }
 
+  void know(const py::object& request) { (void)record_of(request); }
+
   // The request has blocks for `external` of them; 0: it computes all, or its load is over.
   void allocated(const py::str& id, int64_t external) {
     Record* const record = known(id.ptr());
@@ -113,6 +116,7 @@ class ConnectorScheduler {
     for (size_t i = record->matched_at; i < record->matched_at + wanted && i < table_size_; ++i)
       few_.push_back(number_at(i));
     value_or_raise(catching([&]() -> Status { return (void)scheduler_->allocated(record->number, few_), ok(); }));
+    taken_ += options_.lazy ? static_cast<int64_t>(few_.size()) : 0;
     record->loading = !few_.empty();
     record->asked = few_.size();
     loading_ += record->loading ? 1 : 0;
@@ -122,7 +126,7 @@ class ConnectorScheduler {
   // None; `unknown`: ids of requests that were never matched.
   py::object step(uint64_t step, const py::dict& scheduled, bool flush) {
     unknown_ = py::list();
-    if (options_.offload.mode == OffloadMode::kEager) {
+    if (!options_.lazy) {
       PyObject* id = nullptr;
       PyObject* tokens = nullptr;
       for (Py_ssize_t at = 0; PyDict_Next(scheduled.ptr(), &at, &id, &tokens) != 0;) {
@@ -132,7 +136,7 @@ class ConnectorScheduler {
           unknown_.append(py::reinterpret_borrow<py::object>(id));
         }
       }
-    } else {
+    } else if (taken_ += most_taken(scheduled); taken_ >= options_.watermark / 2) {
       offer_next_to_go();
     }
     return plan(flush);
@@ -302,16 +306,23 @@ class ConnectorScheduler {
     value_or_raise(catching([&]() -> Status { return (void)scheduler_->offer(offer), ok(); }));
   }
 
-  // Lazy: the head of vLLM's free queue, which is what it evicts next. Whoever wrote them is done.
+  // Lazy: how many blocks a step takes from the free queue, at most.
+  int64_t most_taken(const py::dict& scheduled) const {
+    int64_t tokens = 0;
+    PyObject* id = nullptr;
+    PyObject* count = nullptr;
+    for (Py_ssize_t at = 0; PyDict_Next(scheduled.ptr(), &at, &id, &count) != 0;) tokens += PyLong_AsLongLong(count);
+    return tokens / block_tokens_ + static_cast<int64_t>(scheduled.size());
+  }
+
+  // Lazy: the head of vLLM's free queue, which is what it evicts next. Whoever wrote them is done. In a queue that is
+  // short, every block that is freed is among the next; in a long one, those that were looked at last a while.
   void offer_next_to_go() {
-    static PyObject* const kHead = PyUnicode_InternFromString("fake_free_list_head");
-    static PyObject* const kNext = PyUnicode_InternFromString("next_free_block");
     keys_.clear();
     few_.clear();
-    py::object block = py::reinterpret_steal<py::object>(PyObject_GetAttr(queue_.ptr(), kHead));
-    for (int32_t i = 0; i < options_.watermark && block; ++i) {
-      block = py::reinterpret_steal<py::object>(PyObject_GetAttr(block.ptr(), kNext));
-      if (!block || block.is_none()) break;
+    py::object block = blocks_.next_free(py::object(queue_.attr("fake_free_list_head")).ptr());
+    int32_t seen = 0;
+    for (; seen < options_.watermark && block && !block.is_none(); ++seen, block = blocks_.next_free(block.ptr())) {
       const int32_t number = blocks_.number_of(block.ptr());
       const Stamp stamp = blocks_.stamp(number);
       if (stamp == Stamp::kNone || offered_[static_cast<size_t>(number)] == stamp) continue;
@@ -321,7 +332,7 @@ class ConnectorScheduler {
       keys_.push_back(key);
       few_.push_back(number);
     }
-    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    taken_ = seen < options_.watermark ? options_.watermark : 0;
     if (keys_.empty()) return;
     value_or_raise(
         catching([&]() -> Status { return (void)scheduler_->offer({.keys = keys_, .blocks = few_}), ok(); }));
@@ -350,10 +361,11 @@ class ConnectorScheduler {
   const py::dict tables_;
   const std::unique_ptr<Placement> placement_;
   const std::unique_ptr<OffloadScheduler> scheduler_;
-  py::dict numbers_;             // of `records_`, by request id
-  std::vector<Record> records_;  // by OffloadScheduler's number
-  std::vector<Stamp> offered_;   // lazy: by block, what was offered last
-  int64_t loading_ = 0;          // requests
+  py::dict numbers_;                                     // of `records_`, by request id
+  std::vector<Record> records_;                          // by OffloadScheduler's number
+  std::vector<Stamp> offered_;                           // lazy: by block, what was offered last
+  int64_t taken_ = std::numeric_limits<int32_t>::max();  // lazy: blocks, at most, since they were looked at
+  int64_t loading_ = 0;                                  // requests
   py::list unknown_;
   // Of one call; they keep their memory.
   std::vector<BlockKey> keys_;
@@ -372,6 +384,8 @@ void bind_connector(py::module_& module) {
            py::arg("options"))
       .def("match", &ConnectorScheduler::match, py::arg("request"), py::arg("computed"),
            "Tokens behind the first `computed` ones that can be loaded; they are kept until allocated().")
+      .def(
+          "know", [](ConnectorScheduler& self, const py::object& request) { self.know(request); }, py::arg("request"))
       .def("allocated", &ConnectorScheduler::allocated, py::arg("id"), py::arg("external"))
       .def("step", &ConnectorScheduler::step, py::arg("step"), py::arg("scheduled"), py::arg("flush") = false,
            "What this step fills is offered; returns what all ranks do next, or None.")

@@ -16,7 +16,8 @@ from torpor.vllm.connector_stats import Stats
 _MEDIUM = {"host": "CPU", "disk": "STORAGE"}
 _WATERMARK_STEPS = 2  # lazy: blocks are looked at that many steps before vLLM evicts them
 _MOST_EVENTS = 1 << 16
-_STATS_SECONDS = 1.0
+_STATS_SECONDS, _LAST_STATS_SECONDS = 1.0, 0.1
+_RECOVERED_BYTES = 40  # of a block (bindings/connector_values.cpp)
 
 
 class SchedulerSide:
@@ -33,7 +34,9 @@ class SchedulerSide:
         events = vllm_config.kv_events_config
         self.events = _MOST_EVENTS if events is not None and events.enable_kv_cache_events else 0
         self.core: _core.ConnectorScheduler | None = None
+        self.kept = False  # whatever vLLM resets
         self.steps = 0
+        self.recovered_blocks = 0
         self._hash_bytes = 32  # of vLLM's algorithm
         self._adopted: bytes | None = None
         self._space: tuple[int, str] | None = None
@@ -74,6 +77,7 @@ class SchedulerSide:
         )
         if smallest["disk_segments"] > 0:
             self._adopted = self.core.adopt([rank.recovered for rank in ranks])
+            self.recovered_blocks = len(self._adopted) // _RECOVERED_BYTES
 
     # --- requests ---
 
@@ -88,6 +92,11 @@ class SchedulerSide:
 
     def tokens_from_disk(self) -> int:
         return 0 if self.core is None else self.core.tokens_from_disk()
+
+    def know(self, request) -> None:
+        """One that was begun in an earlier process."""
+        if self.core is not None:
+            self.core.know(request)
 
     def finished(self, request) -> None:
         if self.core is not None:
@@ -113,13 +122,16 @@ class SchedulerSide:
         return orders
 
     def reported(self, report: Report) -> None:
-        if self.core is not None:
-            self.core.acknowledge(report.step)
-            self.core.apply(report.transfers)
+        if self.core is None:
+            return
+        self.core.acknowledge(report.step)
+        self.core.apply(report.transfers)
+        if report.new_weights:
+            self.reset()
 
     def reset(self) -> bool:
         """What the tiers have is found by nobody any more, after a restart neither."""
-        if self.core is not None:
+        if self.core is not None and not self.kept:
             self._space = (self.core.reset(), uuid.uuid4().hex)
         return True
 
@@ -133,14 +145,16 @@ class SchedulerSide:
 
     def stats(self) -> dict[str, int]:
         """Counters since the beginning, and what there is now."""
-        return {} if self.core is None else self.core.stats()
+        return {} if self.core is None else self.core.stats() | {"recovered_blocks": self.recovered_blocks}
 
     def take_stats(self) -> Stats | None:
-        """Once a second, and when there is nothing left to do."""
-        if self.core is None or ((now := time.monotonic()) < self._told_at + _STATS_SECONDS and self.core.busy):
+        """Once a second while there is something to do, and soon after."""
+        if self.core is None or (waited := time.monotonic() - self._told_at) < _LAST_STATS_SECONDS:
             return None
-        self._told_at = now
-        stats = Stats.since(self._counted, self.core.stats())
+        if waited < _STATS_SECONDS and self.core.busy:
+            return None
+        self._told_at += waited
+        stats = Stats.since(self._counted, self.stats())
         return None if stats.is_empty() else stats
 
     def take_events(self) -> list:
