@@ -166,6 +166,7 @@ Status ReferenceEngine::drop_requests(const std::string& mode) {
   for (const auto& [id, request] : requests_) {
     release(*request);
     if (abort && offload_) (void)offload_->finished(request->offload);  // no load is under way: it stands still
+    (void)(abort ? slots_.finish(request->slot) : slots_.preempt(request->slot));
   }
   running_.clear();
   if (abort) {
@@ -309,9 +310,13 @@ Result<std::vector<FailedRequest>> ReferenceEngine::restore(const EngineCheckpoi
       TORPOR_TRY(request->partial->compute_done());
     }
     if (offload_) request->offload = offload_->begin_request(saved.id, saved.priority);
-    requests_.emplace(saved.id, std::move(request));
+    Request& restored = *requests_.emplace(saved.id, std::move(request)).first->second;
+    TORPOR_ASSIGN(restored.slot, slots_.create(saved.id, restored.length()));
   }
-  for (const std::string& id : state.scheduler.running) running_.push_back(requests_.at(id).get());
+  for (const std::string& id : state.scheduler.running) {
+    const Request& request = *running_.emplace_back(requests_.at(id).get());
+    (void)slots_.scheduled(request.slot, request.computed, 0, request.length());
+  }
   for (const std::string& id : state.scheduler.waiting) waiting_.push_back(requests_.at(id).get());
   generator_ = to_number(worker.default_generator);
   if (const Value* steps = state.scheduler.engine.find("steps")) {
