@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import conftest
 import pytest
 import rig
 from conftest import long_on_rig, result_of
-from connector_process import BLOCKS, CONVERSATIONS
+from connector_process import BLOCKS, CONVERSATIONS, ENGINE, params, prompts
 from tiny_model import make_model
+from vllm import LLM
 
 from torpor.errors import InvalidArgument
 from torpor.vllm.connector_options import ConnectorOptions, size
@@ -98,6 +100,33 @@ def test_with_steps_in_flight_and_a_sleep_in_the_middle(zygote, tiny_model, tmp_
     assert result["tokens"] == result["warm"] == result["slept"]
     assert result["cached"][1] > result["cached"][0] + 4 * 32 and result["moving"] == 0
     assert result["stats"]["up_transferred"] > 4
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_two_ranks_find_what_both_have_after_a_sleep_and_in_a_new_engine(zygote, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    torpor = {"dir": str(tmp_path), "offload": "eager", "host_bytes": "64MiB", "disk_bytes": "64MiB"}
+    texts = prompts()
+    seen = []
+    for _ in range(2):
+        with zygote.spawning():
+            llm = LLM(
+                str(tiny_model), additional_config={"torpor": torpor}, tensor_parallel_size=2, **(conftest.ENGINE | ENGINE)
+            )
+        try:
+            for slept in (False, True):
+                outputs = llm.generate(texts, [params(number) for number in range(len(texts))], use_tqdm=False)
+                tokens = [list(output.outputs[0].token_ids) for output in outputs]
+                seen.append((tokens, sum(output.num_cached_tokens for output in outputs)))
+                if not slept:
+                    assert llm.sleep(level=1, preserve_state=True).changed
+                    assert llm.wake_up()
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+    (first, cold), *others = seen
+    assert all(tokens == first and cached > cold + CONVERSATIONS * 32 for tokens, cached in others)
 
 
 @pytest.mark.slow
