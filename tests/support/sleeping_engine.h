@@ -27,7 +27,10 @@ struct SleepingEngine {
         controller(engine, file_system, system_clock(),
                    {.directory = std::move(directory),
                     .kv_budget_bytes = kv_budget,
-                    .checkpoints = {.key = options.key, .encrypt = options.key != nullptr}}) {}
+                    .checkpoints = {.key = options.key,
+                                    .encrypt = options.key != nullptr,
+                                    .incremental = options.incremental},
+                    .always_read_weights = options.always_read_weights}) {}
   TestEngine engine;
   SleepController controller;
 };
