@@ -205,10 +205,10 @@ const std::vector<Variant>& variants() {
 
 const std::vector<Workload>& workloads() {
   static const std::vector<Workload> all = {{"first commit", first},      {"second generation", second},
-                                            {"incremental", incremental}, {"unread", unread}, {"gc", collect},
+                                            {"incremental", incremental}, {"gc", collect},
                                             {"repair", repair},           {"rm", remove},
                                             {"abort", abandon},           {"concurrent reader", with_reader},
-                                            {"no links", without_links}};
+                                            {"no links", without_links},  {"unread", unread}};
   return all;
 }
 
