@@ -152,10 +152,10 @@ const SavedChunk* RankWriter::base_record(const ChunkKey& key) const {
 Result<SavedChunk> RankWriter::take_over(const ChunkKey& key) {
   const SavedChunk* const known = base_record(key);
   if (known == nullptr) {
-    return Error{.code = Code::kNotFound,
-                 .what = fmt::format("nothing of the checkpoint before this one can be linked that has {}",
-                                     key.to_string()),
-                 .next_step = "save its bytes"};
+    return Error{
+        .code = Code::kNotFound,
+        .what = fmt::format("nothing of the checkpoint before this one can be linked that has {}", key.to_string()),
+        .next_step = "save its bytes"};
   }
   SavedChunk record = *known;
   ++record.file;

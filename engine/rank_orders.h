@@ -190,10 +190,10 @@ struct Moved {
 
 }  // namespace orders
 
-using RankOrder = std::variant<orders::Describe, orders::Written, orders::Save, orders::CancelSave, orders::Detach,
-                               orders::Attach, orders::Restore, orders::CancelRestore, orders::Finish,
-                               orders::DigestTags, orders::LoadBlocks, orders::Moved, orders::PlanSave,
-                               orders::TellContents>;
+using RankOrder =
+    std::variant<orders::Describe, orders::Written, orders::Save, orders::CancelSave, orders::Detach, orders::Attach,
+                 orders::Restore, orders::CancelRestore, orders::Finish, orders::DigestTags, orders::LoadBlocks,
+                 orders::Moved, orders::PlanSave, orders::TellContents>;
 
 // `Order`: an alternative of RankOrder.
 template <class Order>

@@ -97,7 +97,7 @@ class RegionImages {
     retained_->clear();
     stored_.clear();
   }
-  void on_detached(const std::vector<std::string>& tags);   // nothing is clean without content
+  void on_detached(const std::vector<std::string>& tags);  // nothing is clean without content
   // Attaches the tags' regions and copies their images up.
   Result<orders::Restore::Reply> restore(const std::vector<std::string>& tags);
   // The tags are awake; one that is already stays so. Without `keep` no image is kept as a clean one.
@@ -155,7 +155,7 @@ class RegionImages {
   std::string kv_tag_;
   KvLayout kv_layout_;
   Images images_;
-  StoredBlocks stored_;  // of the tag with blocks
+  StoredBlocks stored_;                                                                  // of the tag with blocks
   const std::shared_ptr<RetainedBlocks> retained_ = std::make_shared<RetainedBlocks>();  // of the tag with blocks
   TagContents contents_;
 };

@@ -64,9 +64,8 @@ Status RegionImages::link_blocks(Storing& storing, RankWriter& writer, const ord
   storing.add(std::move(plans));
   for (size_t i = 0; i < order.blocks.size(); ++i) {
     const ChunkKey& key = storing.plans[first + i].key;
-    const SavedChunk* const known = stored_.has(order.writing.base_id, order.blocks[i], contents[i])
-                                        ? writer.base_record(key)
-                                        : nullptr;
+    const SavedChunk* const known =
+        stored_.has(order.writing.base_id, order.blocks[i], contents[i]) ? writer.base_record(key) : nullptr;
     if (known == nullptr || known->bytes != kv_layout_.bytes_per_block()) {
       storing.missing.push_back(first + i);
       continue;

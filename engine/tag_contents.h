@@ -1,5 +1,6 @@
 // TagContents: what is known of the content of each tag of a rank: how often it was written, whether it came back from
-// a sleep without any, and its digest where it was read, or a load has proved it. The tag of the KV cache is not among them.
+// a sleep without any, and its digest where it was read, or a load has proved it. The tag of the KV cache is not among
+// them.
 //
 // Writes are told by who makes them. On the device without a GPU most others are noticed: a sample of the tag's bytes
 // is compared. Owner: RegionImages.

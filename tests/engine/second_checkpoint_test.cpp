@@ -309,7 +309,7 @@ TEST_F(SecondCheckpoint, I10HoweverOftenItIsWrittenEachOneWakesWithEveryToken) {
         ++turn;
         if (turn % 5 == 1) slept.engine.fail_hook(turn % 2 == 0 ? "release_derived" : "rank detach");
         const bool serving = turn % 3 == 1;
-        const Result<SleepReport> report = serving           ? slept.controller.checkpoint({})
+        const Result<SleepReport> report = serving         ? slept.controller.checkpoint({})
                                            : turn % 4 == 3 ? slept.controller.sleep(to_host())
                                                            : slept.controller.sleep(to_disk());
         slept.engine.fail_hook("");
