@@ -10,10 +10,13 @@ def check(result: dict, requests: int) -> None:
     assert result["requests"] == result["identical"] == requests
     assert result["recomputed_tokens"] == 0
     assert result["tokens"] > result["tokens_before_sleep"] > 0
-    # Asleep, the process has given back at least 90 % of what weights and KV held (the host copy of a sleep to host aside).
-    kept = result["saved_bytes"] if result["to"] == "host" else 0
-    given_back = result["rss_awake_bytes"] - result["rss_asleep_bytes"]
-    assert given_back >= 0.9 * result["resident_weights_and_kv_bytes"] - kept
+    # Asleep, no page of weights and KV is resident, and the process is smaller by at least 90 % of what they held (the host
+    # copy of a sleep to host aside); a process's own size moves by some MB, so only where they are much more than that.
+    held = result["resident_weights_and_kv_bytes"]
+    assert held > 0 and result["asleep_weights_and_kv_bytes"] == 0
+    if held >= 64 * 2**20:
+        kept = result["saved_bytes"] if result["to"] == "host" else 0
+        assert result["rss_awake_bytes"] - result["rss_asleep_bytes"] >= 0.9 * held - kept
     for name in (
         "sleep_chunks",
         "wake_chunks",

@@ -5,8 +5,9 @@
 // "device" memory is unmapped by each sleep and fresh on each wake, in all of them. The ceiling: all cores copy one
 // large region to and from a warm buffer. torpor also takes a digest of every byte on sleep and checks it on wake; the
 // other two do not. Besides: the first cycle of fresh contestants; a sleep of weights that did not change; of KV blocks
-// the first sleep, the second after no step, and one after steps that changed one block in a hundred, to host and to disk; how fast the
-// arena comes up beside mmap(MAP_POPULATE); and what a sleep and a wake without bytes cost, by the number of regions.
+// the first sleep, the second after no step, and one after steps that changed one block in a hundred, to host and to
+// disk; how fast the arena comes up beside mmap(MAP_POPULATE); and what a sleep and a wake without bytes cost, by the
+// number of regions.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>

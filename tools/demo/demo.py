@@ -249,6 +249,7 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         screen.stage(f"4. Sleep, in the middle of {unfinished} sentences{in_flight}, to {options.to}")
         slept = engine.order("sleep", level=options.level, to=options.to)
         asleep = engine.resident_bytes()
+        regions_asleep = engine.order("ledger")[0]["process_resident_region_bytes"]
         screen.line(
             f"{size(awake)} resident before, {size(asleep)} asleep: {size(slept['freed_bytes'])} of weights and KV given back"
         )
@@ -296,6 +297,7 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         "rss_asleep_bytes": asleep,
         "rss_woken_bytes": resident_woken,
         "resident_weights_and_kv_bytes": regions,
+        "asleep_weights_and_kv_bytes": regions_asleep,
         "freed_bytes": slept["freed_bytes"],
         "saved_bytes": slept["saved_bytes"],
         "checkpoint": slept["checkpoint"] or None,
