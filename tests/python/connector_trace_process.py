@@ -120,6 +120,8 @@ def main() -> None:
     result = load.run()
     if mode != "without":
         result["stats"] = load.settle()
+        [ledger] = load.one.llm.torpor("ledger")
+        result["arena"] = {name: ledger[f"arena_{name}_bytes"] for name in ("held", "used")}
     print("RESULT " + json.dumps(result), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -34,11 +34,26 @@ def check(result: dict, load) -> None:
     assert stats["up_transferred"] > 0 and stats["down_transferred"] > 100
 
 
-def test_no_token_differs_under_a_load_and_a_killed_process_leaves_its_blocks(load, tmp_path):
-    first = load("with", tmp_path)
+@pytest.fixture(scope="module")
+def killed(load, tmp_path_factory) -> tuple[dict, Path]:
+    """A process that was killed at the end, and where its disk is."""
+    folder = tmp_path_factory.mktemp("killed")
+    return load("with", folder), folder
+
+
+def test_host_budget_is_what_is_mapped(killed):
+    """And what batches of the disk lie in for a moment; the arena takes memory from the system 64 MiB at a time."""
+    result, _ = killed
+    assert result["stats"]["host_blocks"] <= 64
+    assert 0 <= result["arena"]["used"] - (8 << 20) <= 2 << 20
+    assert result["arena"]["held"] == 64 << 20
+
+
+def test_no_token_differs_under_a_load_and_a_killed_process_leaves_its_blocks(load, killed):
+    first, folder = killed
     check(first, load)
     assert first["aborted"] or first["stats"]["resets"]
-    again = load("after", tmp_path)
+    again = load("after", folder)
     check(again, load)
     assert again["stats"]["recovered_blocks"] > 50
     assert again["cached"] > 0.05 * again["prompt_tokens"]
