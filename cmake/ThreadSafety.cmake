@@ -12,7 +12,7 @@ if(TORPOR_CUDA_INCLUDE)
 endif()
 
 set(stamps)
-foreach(room base allocator offload kvcache scheduler_state checkpoint delivery engine)
+foreach(room base allocator offload kvcache scheduler_state checkpoint delivery engine console)
   get_target_property(sources torpor_${room} SOURCES)
   get_target_property(folder torpor_${room} SOURCE_DIR)
   foreach(source ${sources})
