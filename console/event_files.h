@@ -10,6 +10,7 @@
 
 #include "base/event_ring.h"
 #include "base/file_system.h"
+#include "console/source_events.h"
 
 namespace torpor::console {
 
@@ -20,16 +21,6 @@ std::string default_event_directory();
 // alone, or not on tmpfs.
 Result<std::unique_ptr<EventRing>> begin_events(const std::string& directory, std::string role, int32_t rank,
                                                 const Clock& clock, uint64_t events = EventRing::kDefaultEvents);
-
-// The events of one process, read once.
-struct SourceEvents {
-  EventSource source;
-  std::string path;
-  bool alive = false;  // its process is there
-  std::vector<Event> events;
-  uint64_t lost = 0;     // events of which there is only the number
-  uint64_t damaged = 0;  // bytes behind the last whole part of a recording
-};
 
 // Rings that are there, of the processes that live first of all, the newest first. kNotFound: no such directory.
 Result<std::vector<std::unique_ptr<EventRing>>> open_rings(const std::string& path);

@@ -11,7 +11,7 @@
 
 #include "base/event_ring.h"
 #include "base/file_system.h"
-#include "console/event_files.h"
+#include "console/source_events.h"
 
 namespace torpor::console {
 
