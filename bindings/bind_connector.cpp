@@ -87,6 +87,8 @@ class ConnectorScheduler {
     return found * block_tokens_;
   }
 
+  void know(const py::object& request) { (void)record_of(request); }
+
   // The request has blocks for `external` of them; 0: it computes all, or its load is over.
   void allocated(const py::str& id, int64_t external) {
     Record* const record = known(id.ptr());
@@ -349,6 +351,8 @@ void bind_connector(py::module_& module) {
            py::arg("options"))
       .def("match", &ConnectorScheduler::match, py::arg("request"), py::arg("computed"),
            "Tokens behind the first `computed` ones that can be loaded; they are kept until allocated().")
+      .def(
+          "know", [](ConnectorScheduler& self, const py::object& request) { self.know(request); }, py::arg("request"))
       .def("allocated", &ConnectorScheduler::allocated, py::arg("id"), py::arg("external"))
       .def("step", &ConnectorScheduler::step, py::arg("step"), py::arg("scheduled"), py::arg("flush") = false,
            "What this step fills is offered; returns what all ranks do next, or None.")

@@ -1,12 +1,15 @@
 """A process of the tests: an engine with torpor's KV connector, and a device pool that is far too small.
 
     connector_process.py MODE MODEL FOLDER    with MODE "eager" or "lazy"
+    connector_process.py disk MODEL FOLDER    serves once with a store on disk, and is killed
 
 Prints what came of each of SCENARIOS: answers, tokens that were not computed, counters.
 """
 
 import json
+import os
 import random
+import signal
 import sys
 import time
 from pathlib import Path
@@ -143,10 +146,8 @@ def disturbed(served: Served) -> dict:
 
 def aborted_while_loading(served: Served) -> dict:
     """Reports of the worker come late. Nothing of the requests stays held."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
     served.round(prompts())
-    worker = get_kv_transfer_group().worker
+    worker = worker_side()
     worker.look = lambda: None
     ids = served.ask(prompts())
     before = served.side.stats().get("up_transferred", 0)
@@ -183,13 +184,83 @@ def forgotten(served: Served) -> dict:
     return {"reset": reset, "cached": cached}
 
 
-SCENARIOS = (identical, loaded_is_what_prefill_writes, disturbed, aborted_while_loading, forgotten)
+def slept(served: Served) -> dict:
+    """In the middle, while requests wait for their blocks; with their state, and without."""
+    expected = [tokens for tokens, _ in served.round(prompts(), 16)]
+    engine, result = served.one.engine, {}
+    for way in ("preserve_state", "recompute"):
+        worker = worker_side()
+        ids = served.ask(prompts(), 16)
+        answers, loading = {}, 0
+
+        def step(answers=answers):
+            answers |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step() if o.finished}
+
+        for _ in range(6):
+            step()
+        worker.look = lambda: None  # reports come late
+        for _ in range(60):
+            step()
+            loading = served.side.core.loading
+            if loading > 0:
+                break
+        del worker.look
+        blocks = served.side.stats()["host_blocks"]
+        options = {"preserve_state": True} if way == "preserve_state" else {"mode": "keep"}
+        served.one.llm.sleep(level=1, **options)
+        after = served.side.stats()
+        step()
+        served.one.llm.wake_up()
+        found = answers | {i: tokens for i, (tokens, _) in served.answers().items()}
+        result[way] = {
+            "loading": loading,
+            "differing": [i for number, i in enumerate(ids) if i in found and found[i] != expected[number]],
+            "finished": len(found),
+            "kept": after["host_blocks"] >= blocks > 0,
+            "moving": after["loading_requests"] + after["jobs_under_way"] + after["held_blocks"],
+            "recomputed": served.one.llm.torpor("state")["recomputed_tokens"],
+        }
+    result["cached"] = sum(cached for _, cached in served.round(prompts(), 16))
+    return result
+
+
+def worker_side():
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group().worker
+
+
+SCENARIOS = (identical, slept, loaded_is_what_prefill_writes, disturbed, aborted_while_loading, forgotten)
+
+
+def served_from_disk(served: Served) -> dict:
+    """The first round needs what an earlier process left there, if it did."""
+    [answers, again] = [served.round(prompts()) for _ in range(2)]
+    return {
+        "tokens": [tokens for tokens, _ in answers],
+        "again": [tokens for tokens, _ in again],
+        "cached": sum(cached for _, cached in answers),
+        "stats": served.side.stats(),
+    }
+
+
+def new_weights(served: Served) -> dict:
+    """The same ones, loaded again: for all that is known they are others."""
+    before = served.side.core.space
+    served.one.core.collective_rpc("reload_weights")
+    served.round(prompts()[:1])
+    return {"before": before, "after": served.side.core.space, "blocks": served.side.stats()["disk_blocks"]}
 
 
 def main() -> None:
     mode, model, folder = sys.argv[1:4]
     offload = {"offload": mode, "host_bytes": "64MiB"}
+    if mode == "disk":  # host memory has fewer blocks than the device
+        offload = {"offload": "eager", "host_bytes": "2MiB", "disk_bytes": "256MiB"}
     served = Served(InProcess(Path(model), Path(folder) / "checkpoints", torpor=offload, **ENGINE))
+    if mode == "disk":
+        print("RESULT " + json.dumps(served_from_disk(served) | {"new": new_weights(served)}), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
     print("RESULT " + json.dumps({scenario.__name__: scenario(served) for scenario in SCENARIOS}), flush=True)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from conftest import result_of
 from connector_process import BLOCKS, CONVERSATIONS
+from tiny_model import make_model
 
 from torpor.errors import InvalidArgument
 from torpor.vllm.connector_options import ConnectorOptions, size
@@ -50,10 +51,50 @@ def test_a_request_that_is_aborted_while_it_loads_leaves_nothing_behind(served):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", ["preserve_state", "recompute"])
+def test_a_sleep_waits_for_what_moves_and_keeps_what_is_in_host_memory(served, way):
+    result = served["slept"]
+    assert result[way]["loading"] > 0 and result[way]["moving"] == 0
+    assert result[way]["differing"] == [] and result[way]["finished"] == CONVERSATIONS
+    assert result[way]["kept"] and result["cached"] > CONVERSATIONS * 32
+    assert way == "recompute" or result[way]["recomputed"] == 0
+
+
+@pytest.mark.slow
 def test_a_reset_forgets_what_is_in_host_memory(served):
     result = served["forgotten"]
     assert result["reset"] is True
     assert result["cached"][0] < result["cached"][1]
+
+
+@pytest.mark.slow
+def test_what_is_on_disk_is_found_after_a_kill_and_recomputed_where_it_is_damaged(zygote, real_model, tmp_path):
+    """And not at all with other weights."""
+    first, other = make_model(tmp_path / "first", real_model), make_model(tmp_path / "other", real_model, seed=8)
+
+    def serve(model):
+        return result_of(zygote.run([PROCESS, "disk", model, tmp_path], timeout=100))
+
+    before = serve(first)
+    assert before["stats"]["on_transferred"] > 50 and before["stats"]["recovered_blocks"] == 0
+    assert before["tokens"] == before["again"]
+    after = serve(first)
+    assert after["stats"]["recovered_blocks"] >= before["stats"]["disk_blocks"] > 50
+    assert after["tokens"] == before["tokens"] and after["cached"] > before["cached"] + CONVERSATIONS * 32
+    assert after["new"]["after"] == after["new"]["before"] + 1
+    damaged = 0
+    for segment in sorted((tmp_path / "checkpoints/offload/store/r0").glob("seg-*")):
+        content = bytearray(segment.read_bytes())
+        for place in range(3 * 4096, len(content), 7 * 65536):  # in some records, not in others
+            content[place] ^= 1
+            damaged += 1
+        segment.write_bytes(content)
+    beside = serve(first)
+    assert beside["stats"]["up_damaged"] > 0 and damaged > 5
+    assert beside["stats"]["up_transferred"] > 0 and beside["stats"]["recovered_blocks"] > 0
+    assert beside["tokens"] == beside["again"] == before["tokens"]
+    elsewhere = serve(other)
+    assert elsewhere["stats"]["recovered_blocks"] == 0 and elsewhere["tokens"] != before["tokens"]
 
 
 def test_sizes_are_numbers_or_text_with_a_unit():

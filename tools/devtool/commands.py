@@ -10,7 +10,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from devtool import checks, contract, mutants, packages, setup, testing
+from devtool import checks, contract, deploy, mutants, packages, setup, testing
 from devtool.setup import ROOT, SetupError, cmake_build, say
 
 PRESETS = ("dev", "release", "asan", "tsan", "fuzz")
@@ -60,6 +60,7 @@ def main(arguments: list[str], manual: str) -> int:
         "contract": contract.main,
         "gpu_check": gpu_check,
         "wheel": packages.wheel,
+        "deploy": deploy.main,
         "torpor": torpor,
         "python": python,
         "lint": lint,
@@ -210,6 +211,7 @@ def proof(arguments: list[str]) -> int:
     ).returncode
     code |= testing.whole_gpu_path()
     code |= testing.other_versions()
+    code |= deploy.main([])
     code |= fuzz(arguments)
     return code | mutants.main([])
 

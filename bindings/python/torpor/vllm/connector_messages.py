@@ -31,6 +31,8 @@ class Orders(KVConnectorMetadata):
 class Report(KVConnectorWorkerMetadata):
     step: int  # that is over
     transfers: list[bytes] = field(default_factory=list)  # of all ranks
+    new_weights: bool = False  # there are others than when the last step began
 
     def aggregate(self, other: Report) -> Report:
-        return Report(min(self.step, other.step), self.transfers + other.transfers)
+        new_weights = self.new_weights or other.new_weights
+        return Report(min(self.step, other.step), self.transfers + other.transfers, new_weights)

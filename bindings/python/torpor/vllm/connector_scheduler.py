@@ -15,6 +15,7 @@ from torpor.vllm.connector_stats import Stats
 _MEDIUM = {"host": "CPU", "disk": "STORAGE"}
 _WATERMARK_STEPS = 2  # lazy: blocks are looked at that many steps before vLLM evicts them
 _MOST_EVENTS = 1 << 16
+_RECOVERED_BYTES = 40  # of a block (bindings/connector_values.cpp)
 
 
 class SchedulerSide:
@@ -31,7 +32,9 @@ class SchedulerSide:
         events = vllm_config.kv_events_config
         self.events = _MOST_EVENTS if events is not None and events.enable_kv_cache_events else 0
         self.core: _core.ConnectorScheduler | None = None
+        self.kept = False  # whatever vLLM resets
         self.steps = 0
+        self.recovered_blocks = 0
         self._hash_bytes = 32  # of vLLM's algorithm
         self._adopted: bytes | None = None
         self._space: tuple[int, str] | None = None
@@ -71,6 +74,7 @@ class SchedulerSide:
         )
         if smallest["disk_segments"] > 0:
             self._adopted = self.core.adopt([rank.recovered for rank in ranks])
+            self.recovered_blocks = len(self._adopted) // _RECOVERED_BYTES
 
     # --- requests ---
 
@@ -85,6 +89,11 @@ class SchedulerSide:
 
     def tokens_from_disk(self) -> int:
         return 0 if self.core is None else self.core.tokens_from_disk()
+
+    def know(self, request) -> None:
+        """One that was begun in an earlier process."""
+        if self.core is not None:
+            self.core.know(request)
 
     def finished(self, request) -> None:
         if self.core is not None:
@@ -110,13 +119,16 @@ class SchedulerSide:
         return orders
 
     def reported(self, report: Report) -> None:
-        if self.core is not None:
-            self.core.acknowledge(report.step)
-            self.core.apply(report.transfers)
+        if self.core is None:
+            return
+        self.core.acknowledge(report.step)
+        self.core.apply(report.transfers)
+        if report.new_weights:
+            self.reset()
 
     def reset(self) -> bool:
         """What the tiers have is found by nobody any more, after a restart neither."""
-        if self.core is not None:
+        if self.core is not None and not self.kept:
             self._space = (self.core.reset(), uuid.uuid4().hex)
         return True
 
@@ -130,12 +142,12 @@ class SchedulerSide:
 
     def stats(self) -> dict[str, int]:
         """Counters since the beginning, and what there is now."""
-        return {} if self.core is None else self.core.stats()
+        return {} if self.core is None else self.core.stats() | {"recovered_blocks": self.recovered_blocks}
 
     def take_stats(self) -> Stats | None:
         if self.core is None:
             return None
-        stats = Stats.since(self._counted, self.core.stats())
+        stats = Stats.since(self._counted, self.stats())
         return None if stats.is_empty() else stats
 
     def take_events(self) -> list:

@@ -15,6 +15,7 @@ _GAUGES = {
     "jobs_under_way": "Transfer jobs that the ranks work at.",
     "held_blocks": "Blocks of the engine that are kept until they are stored.",
     "loading_requests": "Requests that wait for their blocks.",
+    "recovered_blocks": "Blocks on disk of an earlier process that were found again at the start.",
 }
 _WAYS = ("up", "down", "on")  # to the device, from the device, from host memory to disk
 _STORES = ("host", "disk")

@@ -22,16 +22,20 @@ class WorkerSide:
         self._transfers: list[bytes] = []
         self._finished: set[str] = set()
         self._bad_blocks: set[int] = set()
+        self._memory = None  # of the rank
+        self._weights = 0  # as often as they were new
 
     def prepare(self) -> RankIsReady:
         """vLLM has allocated the KV cache, in torpor's memory."""
         mine = worker.of_this_process()
         if mine is None:
             raise Unsupported("torpor's KV connector: torpor does not hold the engine's memory", "see docs/vllm.md")
-        mine.torpor_memory.describe_kv(mine.model_runner)
+        self._memory = mine.torpor_memory
+        self._memory.describe_kv(mine.model_runner)
+        self._weights = self._memory.new_weights
         options, torpor = self._options, Options.of(self._config)
         self.core = _core.ConnectorWorker(
-            mine.torpor_memory.rank_memory,
+            self._memory.rank_memory,
             {
                 "rank": mine.rank,
                 "host_bytes": options.host_bytes,
@@ -79,7 +83,8 @@ class WorkerSide:
 
     def take_report(self) -> Report:
         transfers, self._transfers = self._transfers, []
-        return Report(self._step, transfers)
+        before, self._weights = self._weights, self._weights if self._memory is None else self._memory.new_weights
+        return Report(self._step, transfers, before != self._weights)
 
     def wait(self) -> None:
         """Nothing is under way afterwards, and what is on disk is as safe as was asked for."""

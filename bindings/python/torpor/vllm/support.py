@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from torpor.vllm import kv_groups
+from torpor.vllm import connector_sleep, kv_groups
 from torpor.vllm.connector_options import ConnectorOptions, is_ours
 from torpor.vllm.kv_layout import scattered_blocks
 from torpor.vllm.options import holds_memory_of
@@ -67,16 +67,17 @@ def unsupported_scheduler(scheduler: Scheduler) -> list[str]:
     found = kv_groups.unsupported(scheduler.kv_cache_manager.coordinator.single_type_managers)
     if layout := scattered_blocks(scheduler.kv_cache_config):
         found.append(f"the KV cache layout {layout}")
-    if scheduler.deferred_frees:
+    moving = connector_sleep.side_of(scheduler) is not None  # what its connector has begun ends before the sleep
+    if scheduler.deferred_frees and not moving:
         found.append("blocks that are freed when a step has ended")
     if getattr(scheduler, "deferred_loads", None):  # of a KV connector, since vLLM 0.33
         found.append("deferred loads")
     if getattr(scheduler, "_pending_encoder_input_ids", None):  # since vLLM 0.33
         found.append("images, sounds or videos whose content the workers have")
-    if scheduler.finished_recving_kv_req_ids or scheduler.failed_recving_kv_req_ids:
+    if (scheduler.finished_recving_kv_req_ids or scheduler.failed_recving_kv_req_ids) and not moving:
         found.append("KV transfers in flight")
     for request in scheduler.requests.values():
-        found += unsupported_fields(request)
+        found += unsupported_fields(request, may_load=moving)
         if request.sampling_params is not None:
             found += unsupported_sampling(request.sampling_params)
     return sorted(set(found))

@@ -156,7 +156,10 @@ def torpor_forget(self) -> None:
 
 
 def torpor_mark_dirty(self, tag: str) -> None:
-    self.torpor_memory.rank_memory.mark_dirty(tag)
+    if tag == "weights":
+        self.torpor_memory.note_new_weights()
+    else:
+        self.torpor_memory.rank_memory.mark_dirty(tag)
 
 
 def _is_v2(worker) -> bool:
