@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <limits>
 #include <optional>
 
 #include "base/clock.h"
@@ -23,15 +24,15 @@ namespace {
 struct ConnectorOptions {
   OffloadSchedulerOptions offload;
   PlacementOptions placement;
-  int32_t watermark = 0;  // lazy: how many of the next blocks to be evicted are looked at in a step
+  bool lazy = false;
+  int32_t watermark = 0;  // lazy: how many of the next blocks to be evicted are looked at
 };
 
 ConnectorOptions connector_options_from(const py::dict& dict) {
   DictReader in(dict, "connector options");
   ConnectorOptions options;
-  bool lazy = false;
   int64_t events = 0;
-  in.read("lazy", lazy);
+  in.read("lazy", options.lazy);
   in.read("ranks", options.offload.ranks);
   in.read("block_tokens", options.offload.block_tokens);
   in.read("host_slots", options.offload.index.host_slots);
@@ -51,13 +52,16 @@ ConnectorOptions connector_options_from(const py::dict& dict) {
   in.read_if_given("flush_interval_ms", flush_interval_ms);
   in.finish();
   options.offload.queue.flush_interval = std::chrono::milliseconds(flush_interval_ms);
-  options.offload.mode = lazy ? OffloadMode::kLazy : OffloadMode::kEager;
+  // Held in both modes: of a short free queue vLLM takes a block before its copy is made.
+  options.offload.mode = OffloadMode::kEager;
   options.offload.events = static_cast<size_t>(std::max<int64_t>(events, 0));
   options.placement.host = options.offload.index.host_slots > 0;
   options.placement.disk = options.offload.index.disk_segments > 0;
   if (options.placement.min_uses > 1) options.offload.counted_keys = 1 << 20;
   return options;
 }
+
+constexpr size_t kFirstKeys = 8;
 
 class ConnectorScheduler {
  public:
@@ -78,12 +82,19 @@ class ConnectorScheduler {
     Record& record = record_of(request);
     record.offered = 0;
     if (record.loading || record.no_loads || computed % block_tokens_ != 0) return 0;
-    keys_of(request);
     record.matched_at = static_cast<size_t>(computed / block_tokens_);
-    const int32_t found = value_or_raise(
-        catching([&]() -> Result<int32_t> { return scheduler_->match(record.number, keys_, record.matched_at); }));
+    const bool counts = options_.offload.counted_keys > 0;  // then all keys are told, found or not
+    if (counts) {
+      keys_.clear();
+      (void)take_keys(request, 0, std::numeric_limits<size_t>::max());
+    } else {
+      find(request, record.matched_at);
+    }
+    const int32_t found = value_or_raise(catching(
+        [&]() -> Result<int32_t> { return scheduler_->match(record.number, keys_, counts ? record.matched_at : 0); }));
     places_.resize(static_cast<size_t>(found));
-    if (found > 0) (void)scheduler_->index().run(std::span(keys_).subspan(record.matched_at, places_.size()), places_);
+    if (counts && found > 0)
+      (void)scheduler_->index().run(std::span(keys_).subspan(record.matched_at, places_.size()), places_);
     return found * block_tokens_;
   }
 
@@ -107,6 +118,7 @@ class ConnectorScheduler {
     for (size_t i = record->matched_at; i < record->matched_at + wanted && i < table_size_; ++i)
       few_.push_back(number_at(i));
     value_or_raise(catching([&]() -> Status { return (void)scheduler_->allocated(record->number, few_), ok(); }));
+    taken_ += options_.lazy ? static_cast<int64_t>(few_.size()) : 0;
     record->loading = !few_.empty();
     record->asked = few_.size();
     loading_ += record->loading ? 1 : 0;
@@ -116,7 +128,7 @@ class ConnectorScheduler {
   // None; `unknown`: ids of requests that were never matched.
   py::object step(uint64_t step, const py::dict& scheduled, bool flush) {
     unknown_ = py::list();
-    if (options_.offload.mode == OffloadMode::kEager) {
+    if (!options_.lazy) {
       PyObject* id = nullptr;
       PyObject* tokens = nullptr;
       for (Py_ssize_t at = 0; PyDict_Next(scheduled.ptr(), &at, &id, &tokens) != 0;) {
@@ -126,7 +138,7 @@ class ConnectorScheduler {
           unknown_.append(py::reinterpret_borrow<py::object>(id));
         }
       }
-    } else {
+    } else if (taken_ += most_taken(scheduled); taken_ >= options_.watermark / 2) {
       offer_next_to_go();
     }
     return plan(flush);
@@ -227,22 +239,37 @@ class ConnectorScheduler {
     return records_[number];
   }
 
-  // Of all full blocks but that of the last token, which is always computed.
-  void keys_of(const py::object& request) {
+  // Keys of at most `most` blocks from `first` on, behind those in keys_. Not of the last token's, which is always
+  // computed. False: there are no more.
+  bool take_keys(const py::object& request, size_t first, size_t most) {
     const py::list hashes = request.attr("block_hashes");
     const auto tokens = request.attr("num_tokens").cast<int64_t>();
-    const size_t size = std::min<size_t>(
-        hashes.size(), static_cast<size_t>(std::max<int64_t>(tokens - 1, 0)) / static_cast<size_t>(block_tokens_));
-    keys_.clear();
-    for (size_t i = 0; i < size; ++i) {
+    const auto full = static_cast<size_t>(std::max<int64_t>(tokens - 1, 0) / block_tokens_);
+    const size_t end = std::min<size_t>(hashes.size(), full);
+    size_t i = first;
+    for (; i < end && i - first < most; ++i) {
       PyObject* const hash = PyList_GET_ITEM(hashes.ptr(), static_cast<Py_ssize_t>(i));
+      if (!PyBytes_Check(hash) || static_cast<size_t>(PyBytes_GET_SIZE(hash)) > BlockKey{}.hash.size()) return false;
       BlockKey& key = keys_.emplace_back();
       key.space = scheduler_->space();
-      if (!PyBytes_Check(hash) || static_cast<size_t>(PyBytes_GET_SIZE(hash)) > key.hash.size()) {
-        keys_.pop_back();
-        return;
-      }
       std::copy_n(PyBytes_AS_STRING(hash), PyBytes_GET_SIZE(hash), key.hash.begin());
+    }
+    return i < end;
+  }
+
+  // Keys from block `first` on and where they are, up to the first that is nowhere. Each is a look at memory that
+  // nobody has looked at for long, so few are taken at first.
+  void find(const py::object& request, size_t first) {
+    keys_.clear();
+    places_.clear();
+    for (size_t few = kFirstKeys; true; few *= 2) {
+      const size_t from = keys_.size();
+      const bool more = take_keys(request, first + from, few);
+      places_.resize(keys_.size());
+      const size_t found = scheduler_->index().run(std::span(keys_).subspan(from), std::span(places_).subspan(from));
+      const bool all = from + found == keys_.size();
+      keys_.resize(from + found);
+      if (!more || !all) return;
     }
   }
 
@@ -251,7 +278,7 @@ class ConnectorScheduler {
     table_size_ = table_ != nullptr && PyList_Check(table_) ? static_cast<size_t>(PyList_GET_SIZE(table_)) : 0;
   }
   PyObject* block_at(size_t i) const { return PyList_GET_ITEM(table_, static_cast<Py_ssize_t>(i)); }
-  int32_t number_at(size_t i) const { return EngineBlocks::number_of(block_at(i)); }
+  int32_t number_at(size_t i) const { return blocks_.number_of(block_at(i)); }
 
   // Those of its blocks that this step fills. vLLM has entered them into the prefix cache already, if their tokens are
   // known; the others come with a later step.
@@ -269,38 +296,45 @@ class ConnectorScheduler {
     const size_t first = record.offered;
     for (size_t i = first; i < std::min(full, table_size_); ++i) {
       BlockKey key{.space = scheduler_->space()};
-      if (!EngineBlocks::key_of(block_at(i), block_tokens_, key)) break;
+      if (!blocks_.key_of(block_at(i), key)) break;
       keys_.push_back(key);
       few_.push_back(number_at(i));
     }
     if (keys_.empty()) return;
     OffloadOffer offer{.keys = keys_, .blocks = few_, .after_step = step};
     BlockKey before;
-    if (first > 0 && EngineBlocks::key_of(block_at(first - 1), block_tokens_, before)) offer.parent = before.hash;
+    if (first > 0 && blocks_.key_of(block_at(first - 1), before)) offer.parent = before.hash;
     record.offered = first + keys_.size();
     value_or_raise(catching([&]() -> Status { return (void)scheduler_->offer(offer), ok(); }));
   }
 
-  // Lazy: the head of vLLM's free queue, which is what it evicts next. Whoever wrote them is done.
+  // Lazy: how many blocks a step takes from the free queue, at most.
+  int64_t most_taken(const py::dict& scheduled) const {
+    int64_t tokens = 0;
+    PyObject* id = nullptr;
+    PyObject* count = nullptr;
+    for (Py_ssize_t at = 0; PyDict_Next(scheduled.ptr(), &at, &id, &count) != 0;) tokens += PyLong_AsLongLong(count);
+    return tokens / block_tokens_ + static_cast<int64_t>(scheduled.size());
+  }
+
+  // Lazy: the head of vLLM's free queue, which is what it evicts next. Whoever wrote them is done. In a queue that is
+  // short, every block that is freed is among the next; in a long one, those that were looked at last a while.
   void offer_next_to_go() {
-    static PyObject* const kHead = PyUnicode_InternFromString("fake_free_list_head");
-    static PyObject* const kNext = PyUnicode_InternFromString("next_free_block");
     keys_.clear();
     few_.clear();
-    py::object block = py::reinterpret_steal<py::object>(PyObject_GetAttr(queue_.ptr(), kHead));
-    for (int32_t i = 0; i < options_.watermark && block; ++i) {
-      block = py::reinterpret_steal<py::object>(PyObject_GetAttr(block.ptr(), kNext));
-      if (!block || block.is_none()) break;
-      const int32_t number = EngineBlocks::number_of(block.ptr());
+    py::object block = blocks_.next_free(py::object(queue_.attr("fake_free_list_head")).ptr());
+    int32_t seen = 0;
+    for (; seen < options_.watermark && block && !block.is_none(); ++seen, block = blocks_.next_free(block.ptr())) {
+      const int32_t number = blocks_.number_of(block.ptr());
       const Stamp stamp = blocks_.stamp(number);
       if (stamp == Stamp::kNone || offered_[static_cast<size_t>(number)] == stamp) continue;
       BlockKey key{.space = scheduler_->space()};
-      if (!EngineBlocks::key_of(block.ptr(), block_tokens_, key)) continue;
+      if (!blocks_.key_of(block.ptr(), key)) continue;
       offered_[static_cast<size_t>(number)] = stamp;
       keys_.push_back(key);
       few_.push_back(number);
     }
-    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    taken_ = seen < options_.watermark ? options_.watermark : 0;
     if (keys_.empty()) return;
     value_or_raise(
         catching([&]() -> Status { return (void)scheduler_->offer({.keys = keys_, .blocks = few_}), ok(); }));
@@ -329,10 +363,11 @@ class ConnectorScheduler {
   const py::dict tables_;
   const std::unique_ptr<Placement> placement_;
   const std::unique_ptr<OffloadScheduler> scheduler_;
-  py::dict numbers_;             // of `records_`, by request id
-  std::vector<Record> records_;  // by OffloadScheduler's number
-  std::vector<Stamp> offered_;   // lazy: by block, what was offered last
-  int64_t loading_ = 0;          // requests
+  py::dict numbers_;                                     // of `records_`, by request id
+  std::vector<Record> records_;                          // by OffloadScheduler's number
+  std::vector<Stamp> offered_;                           // lazy: by block, what was offered last
+  int64_t taken_ = std::numeric_limits<int32_t>::max();  // lazy: blocks, at most, since they were looked at
+  int64_t loading_ = 0;                                  // requests
   py::list unknown_;
   // Of one call; they keep their memory.
   std::vector<BlockKey> keys_;

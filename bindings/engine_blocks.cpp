@@ -9,38 +9,26 @@ namespace torpor {
 namespace {
 
 constexpr size_t kGroupBytes = 4;  // at the end of a hash, the most significant first
+constexpr uint8_t kByPool = 2;     // a hold that the pool has to make
 
-PyObject* interned(const char* name) { return PyUnicode_InternFromString(name); }
-
-// New reference; null without an exception where there is none.
-PyObject* attribute(PyObject* object, PyObject* name) {
-  PyObject* const found = PyObject_GetAttr(object, name);
-  if (found == nullptr) PyErr_Clear();
-  return found;
-}
-
-int64_t whole_number(PyObject* object, int64_t otherwise) {
-  if (object == nullptr || !PyLong_Check(object)) return otherwise;
-  const int64_t number = PyLong_AsLongLong(object);
-  if (number != -1 || PyErr_Occurred() == nullptr) return number;
-  PyErr_Clear();
-  return otherwise;
-}
-
-int64_t number_attribute(PyObject* object, PyObject* name) {
-  PyObject* const found = attribute(object, name);
-  const int64_t number = whole_number(found, -1);
-  Py_XDECREF(found);
-  return number;
+PyTypeObject* type_of_first(const py::list& blocks) {
+  return blocks.empty() ? nullptr : Py_TYPE(PyList_GET_ITEM(blocks.ptr(), 0));
 }
 
 }  // namespace
 
 EngineBlocks::EngineBlocks(const py::object& pool, int64_t block_tokens)
-    : blocks_(pool.attr("blocks")),
+    : pool_(pool),
+      blocks_(pool.attr("blocks")),
       touch_(pool.attr("touch")),
       free_(pool.attr("free_blocks")),
       block_tokens_(block_tokens),
+      hash_(type_of_first(blocks_), "_block_hash"),
+      hash_tokens_(type_of_first(blocks_), "_block_hash_num_tokens"),
+      number_(type_of_first(blocks_), "block_id"),
+      references_(type_of_first(blocks_), "ref_cnt"),
+      owner_(type_of_first(blocks_), "pool"),
+      next_(type_of_first(blocks_), "next_free_block"),
       known_(blocks_.size()),
       holds_(blocks_.size()) {}
 
@@ -49,14 +37,10 @@ EngineBlocks::~EngineBlocks() {
 }
 
 PyObject* EngineBlocks::hash_object(PyObject* block) const {
-  static PyObject* const kHash = interned("_block_hash");
-  static PyObject* const kTokens = interned("_block_hash_num_tokens");
-  PyObject* const hash = attribute(block, kHash);
-  if (hash == nullptr) return nullptr;
-  Py_DECREF(hash);  // the block keeps it
-  if (!PyBytes_Check(hash)) return nullptr;
-  const int64_t tokens = number_attribute(block, kTokens);
-  return tokens > 0 && tokens % block_tokens_ == 0 ? hash : nullptr;
+  const py::object hash = hash_.get(block);  // the block keeps it
+  if (!hash || !PyBytes_Check(hash.ptr())) return nullptr;
+  const int64_t tokens = hash_tokens_.number(block, -1);
+  return tokens > 0 && tokens % block_tokens_ == 0 ? hash.ptr() : nullptr;
 }
 
 Stamp EngineBlocks::stamp(int32_t number) const {
@@ -88,35 +72,58 @@ bool EngineBlocks::call(const py::object& method, std::span<const int32_t> block
   return done != nullptr;
 }
 
+// touch() and free_blocks() of the pool, where they would only count.
+bool EngineBlocks::count_one(int32_t number, int64_t more) {
+  PyObject* const block = PyList_GET_ITEM(blocks_.ptr(), number);
+  const py::object owner = owner_.get(block);
+  if (owner && !owner.is_none() && !owner.is(pool_)) return false;
+  const int64_t references = references_.number(block, 0);
+  const int64_t least = more > 0 ? 1 : 2;  // else it leaves the free queue, or goes there
+  return references >= least && references_.set(block, references + more);
+}
+
+bool EngineBlocks::pool_only_counts() const {
+  return py::getattr(pool_, "metrics_collector", py::bool_(true)).is_none();
+}
+
 void EngineBlocks::hold(std::span<const int32_t> blocks, std::span<const Stamp> stamps, std::span<uint8_t> held) {
   few_.clear();
+  const bool counts = pool_only_counts();
   for (size_t i = 0; i < blocks.size(); ++i) {
     held[i] = stamps[i] != Stamp::kNone && stamp(blocks[i]) == stamps[i] ? 1 : 0;
-    if (held[i] != 0) few_.push_back(blocks[i]);
+    if (held[i] == 0) continue;
+    if (counts && count_one(blocks[i], 1)) {
+      ++holds_[static_cast<size_t>(blocks[i])].now;
+      ++held_;
+    } else {
+      few_.push_back(blocks[i]);
+      held[i] = kByPool;
+    }
   }
   if (few_.empty()) return;
-  if (!call(touch_, few_)) {
-    std::fill(held.begin(), held.end(), uint8_t{0});
-    return;
+  const bool done = call(touch_, few_);
+  for (uint8_t& each : held) {
+    if (each == kByPool) each = done ? 1 : 0;
   }
+  if (!done) return;
   for (const int32_t block : few_) ++holds_[static_cast<size_t>(block)].now;
   held_ += static_cast<int64_t>(few_.size());
 }
 
 void EngineBlocks::release(std::span<const int32_t> blocks) {
   few_.clear();
+  const bool counts = pool_only_counts();
   for (const int32_t block : blocks) {
     Holds& holds = holds_[static_cast<size_t>(block)];
     if (holds.let_go > 0) {
       --holds.let_go;
     } else if (holds.now > 0) {
       --holds.now;
-      few_.push_back(block);
+      --held_;
+      if (!counts || !count_one(block, -1)) few_.push_back(block);
     }
   }
-  if (few_.empty()) return;
-  held_ -= static_cast<int64_t>(few_.size());
-  (void)call(free_, few_);
+  if (!few_.empty()) (void)call(free_, few_);
 }
 
 void EngineBlocks::let_go() {
@@ -130,31 +137,21 @@ void EngineBlocks::let_go() {
   if (!few_.empty()) (void)call(free_, few_);
 }
 
-int32_t EngineBlocks::number_of(PyObject* block) {
-  static PyObject* const kNumber = interned("block_id");
-  return static_cast<int32_t>(number_attribute(block, kNumber));
-}
+int32_t EngineBlocks::number_of(PyObject* block) const { return static_cast<int32_t>(number_.number(block, -1)); }
 
-bool EngineBlocks::key_of(PyObject* block, int64_t block_tokens, BlockKey& key) {
-  static PyObject* const kHash = interned("_block_hash");
-  static PyObject* const kTokens = interned("_block_hash_num_tokens");
-  PyObject* const hash = attribute(block, kHash);
-  if (hash == nullptr) return false;
-  bool good = PyBytes_Check(hash) != 0;
-  if (good) {
-    const auto size = static_cast<size_t>(PyBytes_GET_SIZE(hash));
-    const auto* const bytes = reinterpret_cast<const uint8_t*>(PyBytes_AS_STRING(hash));
-    const int64_t tokens = number_attribute(block, kTokens);
-    good = size > kGroupBytes && size - kGroupBytes <= key.hash.size() && tokens > 0 && tokens % block_tokens == 0;
-    if (good) {
-      key.hash.fill(0);
-      std::memcpy(key.hash.data(), bytes, size - kGroupBytes);
-      key.group = 0;
-      for (size_t i = size - kGroupBytes; i < size; ++i) key.group = key.group << 8 | bytes[i];
-    }
-  }
-  Py_DECREF(hash);
-  return good;
+bool EngineBlocks::key_of(PyObject* block, BlockKey& key) const {
+  const py::object hash = hash_.get(block);
+  if (!hash || !PyBytes_Check(hash.ptr())) return false;
+  const auto size = static_cast<size_t>(PyBytes_GET_SIZE(hash.ptr()));
+  const auto* const bytes = reinterpret_cast<const uint8_t*>(PyBytes_AS_STRING(hash.ptr()));
+  const int64_t tokens = hash_tokens_.number(block, -1);
+  if (size <= kGroupBytes || size - kGroupBytes > key.hash.size() || tokens <= 0 || tokens % block_tokens_ != 0)
+    return false;
+  key.hash.fill(0);
+  std::memcpy(key.hash.data(), bytes, size - kGroupBytes);
+  key.group = 0;
+  for (size_t i = size - kGroupBytes; i < size; ++i) key.group = key.group << 8 | bytes[i];
+  return true;
 }
 
 }  // namespace torpor

@@ -12,6 +12,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include "bindings/block_fields.h"
 #include "kvcache/device_blocks.h"
 
 namespace torpor {
@@ -33,8 +34,10 @@ class EngineBlocks final : public DeviceBlocks {
   void let_go();
 
   // The block's number and, if it is full and entered into the prefix cache, its key but for the space.
-  static bool key_of(PyObject* block, int64_t block_tokens, BlockKey& key);
-  static int32_t number_of(PyObject* block);  // -1: it has none
+  bool key_of(PyObject* block, BlockKey& key) const;
+  int32_t number_of(PyObject* block) const;  // -1: it has none
+  // The one behind it in the free queue; null or None: there is none.
+  pybind11::object next_free(PyObject* block) const { return next_.get(block); }
 
  private:
   struct Known {
@@ -43,11 +46,20 @@ class EngineBlocks final : public DeviceBlocks {
   };
   PyObject* hash_object(PyObject* block) const;  // borrowed from the block; null: it has none
   bool call(const pybind11::object& method, std::span<const int32_t> blocks);
+  bool count_one(int32_t block, int64_t more);
+  bool pool_only_counts() const;
 
+  const pybind11::object pool_;
   const pybind11::list blocks_;
   const pybind11::object touch_;
   const pybind11::object free_;
   const int64_t block_tokens_;
+  const BlockField hash_;
+  const BlockField hash_tokens_;
+  const BlockField number_;
+  const BlockField references_;
+  const BlockField owner_;
+  const BlockField next_;
   mutable std::vector<Known> known_;  // by block
   mutable uint64_t last_ = 0;
   struct Holds {

@@ -285,15 +285,21 @@ class Replay:
 
     def _measure_hooks(self, connector) -> None:
         cost = clock_cost()
+        inside = 0  # one hook that calls another counts once
         for name in HOOKS:
             if not hasattr(connector, name):
                 continue
             hook = getattr(connector, name)
 
             def measured(*arguments, _hook=hook, _name=name, **named):
+                nonlocal inside
+                if inside:
+                    return _hook(*arguments, **named)
+                inside = 1
                 began = time.thread_time_ns()
                 value = _hook(*arguments, **named)
                 took = (time.thread_time_ns() - began) * 1e-9 - cost
+                inside = 0
                 self.result.hook_seconds[_name] += max(0.0, took)
                 self.result.hook_calls[_name] += 1
                 return value

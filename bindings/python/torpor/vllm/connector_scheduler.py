@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -15,6 +16,7 @@ from torpor.vllm.connector_stats import Stats
 _MEDIUM = {"host": "CPU", "disk": "STORAGE"}
 _WATERMARK_STEPS = 2  # lazy: blocks are looked at that many steps before vLLM evicts them
 _MOST_EVENTS = 1 << 16
+_STATS_SECONDS, _LAST_STATS_SECONDS = 1.0, 0.1
 _RECOVERED_BYTES = 40  # of a block (bindings/connector_values.cpp)
 
 
@@ -39,6 +41,7 @@ class SchedulerSide:
         self._adopted: bytes | None = None
         self._space: tuple[int, str] | None = None
         self._counted: dict[str, int] = {}  # counters as they were told last
+        self._told_at = 0.0
 
     def bind(self, manager) -> None:
         """Called once, with vLLM's KVCacheManager. It refuses a reset while somebody holds a block: nobody does then."""
@@ -145,14 +148,18 @@ class SchedulerSide:
         return {} if self.core is None else self.core.stats() | {"recovered_blocks": self.recovered_blocks}
 
     def take_stats(self) -> Stats | None:
-        if self.core is None:
+        """Once a second while there is something to do, and soon after."""
+        if self.core is None or (waited := time.monotonic() - self._told_at) < _LAST_STATS_SECONDS:
             return None
+        if waited < _STATS_SECONDS and self.core.busy:
+            return None
+        self._told_at += waited
         stats = Stats.since(self._counted, self.stats())
         return None if stats.is_empty() else stats
 
     def take_events(self) -> list:
         """vLLM's, by medium. The tokens of a block are known from when it was announced on the device."""
-        taken = None if self.core is None else self.core.take_events()
+        taken = None if self.core is None or not self.events else self.core.take_events()
         if taken is None:
             return []
         events = [AllBlocksCleared()] if taken["cleared"] else []
