@@ -83,8 +83,10 @@ class Load:
             self.one.engine.abort_request([victim])
             self.aborted.add(victim)
             return {victim}
-        if draw > 0.985 and self.mode == "with" and not list(self.scheduler.kv_holding_waiting):
-            self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=draw > 0.997)
+        if draw > 0.985 and self.mode in ("with", "disk_only") and not list(self.scheduler.kv_holding_waiting):
+            # What is stored after a reset of the connector is found by this process only.
+            both = self.mode == "disk_only" and draw > 0.995
+            self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=both)
             self.resets += 1
         return set()
 

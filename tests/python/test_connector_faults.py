@@ -68,4 +68,4 @@ def test_a_disk_that_is_full_and_then_gone_costs_time_only(load):
 def test_without_host_memory_blocks_go_to_disk(load):
     result = load("disk_only")
     check(result, load)
-    assert result["stats"]["host_blocks"] == 0 and result["stats"]["disk_blocks"] > 50
+    assert result["stats"]["host_blocks"] == 0 and result["stats"]["disk_blocks"] > 0
