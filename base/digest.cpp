@@ -1,11 +1,9 @@
 #include "base/digest.h"
 
-#if defined(__x86_64__) && __has_include(<xxh_x86dispatch.h>)
-#include <xxh_x86dispatch.h>  // the widest vectors that the machine has
-#else
-#include <xxhash.h>
-#endif
 #include <sodium.h>
+#include <xxhash.h>
+
+#include "base/xxh3.h"
 
 namespace torpor {
 namespace {
@@ -18,6 +16,27 @@ Digest canonical(XXH128_hash_t hash) {
   return digest;
 }
 
+Xxh3Hash hash_narrow(const void* bytes, size_t size) {
+  const XXH128_hash_t hash = XXH3_128bits(bytes, size);
+  return {hash.low64, hash.high64};
+}
+
+void update_narrow(void* state, const void* bytes, size_t size) {
+  (void)XXH3_128bits_update(static_cast<XXH3_state_t*>(state), bytes, size);
+}
+
+// With the widest vectors that the machine has.
+const Xxh3& widest() {
+  static const Xxh3 chosen = [] {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f")) return kXxh3Avx512;
+    if (__builtin_cpu_supports("avx2")) return kXxh3Avx2;
+#endif
+    return Xxh3{hash_narrow, update_narrow};
+  }();
+  return chosen;
+}
+
 }  // namespace
 
 std::string hex(std::span<const uint8_t> bytes) {
@@ -27,7 +46,10 @@ std::string hex(std::span<const uint8_t> bytes) {
   return text;
 }
 
-Digest digest_of(std::span<const std::byte> bytes) { return canonical(XXH3_128bits(bytes.data(), bytes.size())); }
+Digest digest_of(std::span<const std::byte> bytes) {
+  const Xxh3Hash hash = widest().hash(bytes.data(), bytes.size());
+  return canonical({hash.low, hash.high});
+}
 
 std::array<uint8_t, 32> sha256_of(std::span<const std::byte> bytes) {
   static_assert(crypto_hash_sha256_BYTES == 32);
@@ -48,7 +70,7 @@ StreamingDigest::StreamingDigest(StreamingDigest&&) noexcept = default;
 StreamingDigest& StreamingDigest::operator=(StreamingDigest&&) noexcept = default;
 
 void StreamingDigest::update(std::span<const std::byte> bytes) {
-  XXH3_128bits_update(state_->xxh, bytes.data(), bytes.size());
+  widest().update(state_->xxh, bytes.data(), bytes.size());
 }
 
 Digest StreamingDigest::finish() const { return canonical(XXH3_128bits_digest(state_->xxh)); }

@@ -10,6 +10,8 @@ void bind_controller(pybind11::module_& module);
 void bind_checkpoint(pybind11::module_& module);
 void bind_checkpoint_set(pybind11::module_& module);
 void bind_delivery(pybind11::module_& module);
+void bind_connector(pybind11::module_& module);
+void bind_connector_worker(pybind11::module_& module);
 void bind_memory(pybind11::module_& module);
 
 }  // namespace torpor

@@ -21,5 +21,7 @@ PYBIND11_MODULE(_core, module) {
   torpor::bind_checkpoint(module);
   torpor::bind_checkpoint_set(module);
   torpor::bind_delivery(module);
+  torpor::bind_connector(module);
+  torpor::bind_connector_worker(module);
   torpor::bind_memory(module);
 }

@@ -3,6 +3,9 @@
 //
 // A step is registered before what it undoes is begun, so that nothing can fail in between; it does no harm where there
 // is nothing to undo. A step that fails, or throws, loses the engine.
+//
+// Its events: an operation begins and ends, fails or is lost; its number is the sequence of its first event. A phase
+// begins and ends, or fails; one that had ended and is taken back is undone.
 #pragma once
 
 #include <functional>
@@ -11,7 +14,8 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "base/event_sink.h"
+#include "base/event.h"
+#include "engine/phases.h"
 #include "engine/sleep_report.h"
 
 namespace torpor {
@@ -27,30 +31,56 @@ class Operation {
     ~Owner() = default;
   };
 
-  // `sink` may be null; `owner` and `clock` outlive it.
-  Operation(std::string_view name, const Clock& clock, EventSink* sink, Owner& owner)
-      : name_(name), clock_(clock), sink_(sink), owner_(owner), began_(clock.now()), last_(began_) {
+  // `owner` and `clock` outlive it.
+  Operation(std::string_view name, const Clock& clock, EventPort port, Owner& owner)
+      : kind_(number_of(name, kOperationNames)),
+        clock_(clock),
+        port_(port),
+        owner_(owner),
+        began_(clock.now()),
+        last_(began_) {
     phases_.reserve(kUsualPhases);
+    number_ = tell(EventType::kOperation, kind_, Edge::kBegin);
   }
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
-  ~Operation() { undo(); }
+  ~Operation() {
+    if (kept_) {
+      end_with(Edge::kEnd);
+    } else {
+      undo();
+    }
+  }
 
   void undo_with(std::function<Status()> step) { undo_.push_back(std::move(step)); }
   // Stops once the engine is lost: what is left to undo would touch memory that is not there, or take away the
   // checkpoint that the requests can still be woken from.
-  void undo() noexcept { undo_to(0); }
+  void undo() noexcept {
+    undo_to(0);
+    if (!kept_) end_with(owner_.lost() ? Edge::kLost : Edge::kFailed);
+  }
+  // Why it fails, in words.
+  void failed(const Error& error) const noexcept { port_.text(TextKind::kError, 0, number_, error.what); }
   // Undoes all but the first so many steps.
   size_t steps() const noexcept { return undo_.size(); }
   void undo_to(size_t steps) noexcept {
+    if (open_ != 0) tell(EventType::kPhase, std::exchange(open_, 0), Edge::kFailed, 0, since(last_));
     while (undo_.size() > steps) {
       const std::function<Status()> step = std::move(undo_.back());
       undo_.pop_back();
       if (owner_.lost()) continue;
       if (const Status undone = catching(step); !undone) owner_.lose(undone.error());
     }
+    while (!done_.empty() && done_.back().steps >= steps) {
+      tell(EventType::kPhase, done_.back().kind, Edge::kUndone);
+      done_.pop_back();
+    }
   }
-  void keep() noexcept { undo_.clear(); }
+  void keep() noexcept {
+    undo_.clear();
+    done_.clear();
+    kept_ = true;
+  }
 
   // What is about to be done cannot be undone: if the call fails, this is said with the error. `what` is a literal.
   void irreversible(std::string_view what) noexcept { irreversible_ = what; }
@@ -59,15 +89,18 @@ class Operation {
   // Neither fails: a phase that nobody hears of is no reason to end a sleep.
   void begin(std::string_view phase) noexcept {
     last_ = clock_.now();
-    tell({.operation = name_, .phase = phase});
+    open_ = number_of(phase, kPhaseNames);
+    steps_ = undo_.size();
+    tell(EventType::kPhase, open_, Edge::kBegin);
   }
   void end(std::string_view phase, uint64_t bytes = 0) noexcept {
     const double seconds = seconds_between(last_, clock_.now());
     (void)catching([&]() -> Status {
       phases_.push_back({std::string(phase), seconds, bytes});
+      if (!kept_) done_.push_back({open_, steps_});
       return ok();
     });
-    tell({.operation = name_, .phase = phase, .finished = true, .seconds = seconds, .bytes = bytes});
+    tell(EventType::kPhase, std::exchange(open_, 0), Edge::kEnd, bytes, since(last_));
   }
   void fill(SleepReport& report) noexcept {
     report.phases = std::move(phases_);
@@ -76,23 +109,36 @@ class Operation {
 
  private:
   static constexpr size_t kUsualPhases = 8;
-  void tell(const PhaseEvent& event) noexcept {
-    if (sink_ == nullptr) return;
-    (void)catching([&]() -> Status {
-      sink_->on_phase(event);
-      return ok();
-    });
+  struct Done {  // a phase that ended
+    uint8_t kind = 0;
+    size_t steps = 0;  // that there were when it began
+  };
+  uint64_t tell(EventType type, uint8_t kind, Edge edge, uint64_t a = 0, uint64_t b = 0) const noexcept {
+    return port_.record(
+        {.type = type, .from = kind, .to = static_cast<uint8_t>(edge), .transfer = number_, .a = a, .b = b});
+  }
+  uint64_t since(std::chrono::nanoseconds time) const noexcept {
+    return static_cast<uint64_t>((clock_.now() - time).count());
+  }
+  void end_with(Edge edge) noexcept {
+    if (!std::exchange(told_end_, true)) tell(EventType::kOperation, kind_, edge, 0, since(began_));
   }
 
-  const std::string_view name_;
+  const uint8_t kind_;
   const Clock& clock_;
-  EventSink* const sink_;
+  const EventPort port_;
   Owner& owner_;
   const std::chrono::nanoseconds began_;
   std::chrono::nanoseconds last_;
   std::string_view irreversible_;
   std::vector<Phase> phases_;
   std::vector<std::function<Status()>> undo_;
+  uint64_t number_ = 0;  // in events
+  uint8_t open_ = 0;     // the phase that was begun and has not ended
+  size_t steps_ = 0;     // when the last phase began
+  std::vector<Done> done_;
+  bool kept_ = false;
+  bool told_end_ = false;
 };
 
 }  // namespace torpor

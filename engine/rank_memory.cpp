@@ -66,8 +66,9 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                                                    .pin_for = memory->device_.get()}));
   TORPOR_ASSIGN(memory->allocator_, SleepAllocator::create(*memory->device_, {.handle_bytes = options.handle_bytes}));
   TORPOR_ASSIGN(memory->transfers_,
-                TransferEngine::create(*memory->device_, *memory->arena_,
-                                       {.threads = options.threads, .own_threads = options.own_threads}));
+                TransferEngine::create(
+                    *memory->device_, *memory->arena_,
+                    {.threads = options.threads, .own_threads = options.own_threads, .events = options.events}));
   memory->images_ =
       std::make_unique<RegionImages>(RegionImages::Parts{.device = *memory->device_,
                                                          .allocator = *memory->allocator_,

@@ -49,6 +49,7 @@ struct RankMemoryOptions {
   bool encrypt = false;
   // Of the budget, kept free meanwhile for bringing it back; at most a quarter of it.
   uint64_t spill_staging_bytes = 64ull << 20;
+  EventPort events{};  // each batch of copies
 };
 
 class RankMemory {

@@ -12,7 +12,14 @@ namespace torpor {
 
 void SleepController::set_state(State state) noexcept {
   const MutexLock lock(state_mutex_);
-  state_ = state;
+  set_state_locked(state);
+}
+
+void SleepController::set_state_locked(State state) noexcept {
+  const State before = std::exchange(state_, state);
+  if (before == state) return;
+  (void)port_.record(
+      {.type = EventType::kEngine, .from = static_cast<uint8_t>(before), .to = static_cast<uint8_t>(state)});
 }
 
 bool SleepController::lost() const noexcept {
@@ -55,13 +62,7 @@ template void SleepController::remember(const std::vector<orders::LoadBlocks::Re
 ControllerState SleepController::state() const {
   const MutexLock lock(state_mutex_);
   ControllerState state = public_;
-  switch (state_) {
-    case State::kAwake: state.engine = "awake"; break;
-    case State::kFallingAsleep: state.engine = "falling asleep"; break;
-    case State::kAsleep: state.engine = "asleep"; break;
-    case State::kWaking: state.engine = "waking"; break;
-    case State::kLost: state.engine = "lost"; break;
-  }
+  state.engine = kEngineStates[static_cast<size_t>(state_)];
   return state;
 }
 

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "base/event_sink.h"
+#include "base/event.h"
 #include "base/file_system.h"
 #include "base/mutex.h"
 #include "checkpoint/checkpoint_manager.h"
@@ -38,9 +38,9 @@ struct SleepControllerOptions {
 
 class SleepController final : private Operation::Owner {
  public:
-  // All references outlive the controller. `sink` may be null.
+  // All references outlive the controller.
   SleepController(EngineHooks& hooks, FileSystem& file_system, const Clock& clock, SleepControllerOptions options,
-                  EventSink* sink = nullptr);
+                  EventPort port = {});
   ~SleepController();
 
   Result<SleepReport> sleep(const SleepOptions& options);
@@ -119,6 +119,7 @@ class SleepController final : private Operation::Owner {
   Status may_begin() const TORPOR_REQUIRES(operation_mutex_);
   Result<std::unique_ptr<CheckpointManager>> manager(const std::string& directory) const;
   void set_state(State state) noexcept;
+  void set_state_locked(State state) noexcept TORPOR_REQUIRES(state_mutex_);
   template <class Reply>
   void remember(const std::vector<Reply>& replies) noexcept;
   void lose(const Error& error) noexcept override;
@@ -128,7 +129,7 @@ class SleepController final : private Operation::Owner {
   FileSystem& file_system_;
   const Clock& clock_;
   const SleepControllerOptions options_;
-  EventSink* const sink_;
+  const EventPort port_;
   RankGroup ranks_;
 
   Mutex operation_mutex_;  // held by the operation in progress; first in the lock order

@@ -36,12 +36,12 @@ SchedulerCheckpoint without_requests(SchedulerCheckpoint state) {
 }  // namespace
 
 SleepController::SleepController(EngineHooks& hooks, FileSystem& file_system, const Clock& clock,
-                                 SleepControllerOptions options, EventSink* sink)
+                                 SleepControllerOptions options, EventPort port)
     : hooks_(hooks),
       file_system_(file_system),
       clock_(clock),
       options_(std::move(options)),
-      sink_(sink),
+      port_(port),
       ranks_(hooks_) {}
 
 // What is held is undone: the requests go on, if anybody can still ask for them.
@@ -49,6 +49,7 @@ SleepController::~SleepController() { held_sleep_.reset(); }
 
 // Undoes a failed sleep or checkpoint; the error says what of it stays all the same.
 Error SleepController::undone(FallingAsleep& sleep, std::string_view call, Error error) noexcept {
+  sleep.operation.failed(error);
   sleep.operation.undo();
   if (!lost()) set_state(sleep.deeper ? State::kAsleep : State::kAwake);
   const std::string_view irreversible = sleep.operation.irreversible();
@@ -169,7 +170,7 @@ Status SleepController::let_go(FallingAsleep& sleep) {
   if (!sleep.deeper || from) restored_from_ = std::move(from);
   sleep.operation.fill(report);
   const MutexLock lock(state_mutex_);
-  state_ = State::kAsleep;
+  set_state_locked(State::kAsleep);
   public_.level = std::max(public_.level, options.level);
   if (!sleep.deeper || !checkpoint.empty()) public_.checkpoint = std::move(checkpoint);
   return ok();

@@ -50,7 +50,7 @@ Result<SleepReport> SleepController::wake_now(const WakeOptions& options) {
                  .what = "a restored checkpoint waits for its front end",
                  .next_step = "end the wake first"};
   }
-  Operation operation("wake", clock_, sink_, *this);
+  Operation operation("wake", clock_, port_, *this);
   set_state(State::kWaking);
   Result<SleepReport> report = catching([&]() TORPOR_REQUIRES(operation_mutex_) {
     return before == State::kAsleep ? wake_same_process(options, operation) : wake_from_checkpoint(options, operation);
@@ -59,9 +59,10 @@ Result<SleepReport> SleepController::wake_now(const WakeOptions& options) {
     operation.fill(*report);
     return report;
   }
+  Error error = std::move(report).error();
+  operation.failed(error);
   operation.undo();
   if (!lost()) set_state(before);
-  Error error = std::move(report).error();
   const std::string_view irreversible = operation.irreversible();
   error.state_changed = lost() || !irreversible.empty();
   (void)catching([&]() -> Status {
@@ -159,7 +160,7 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
   report.fully_awake = true;
   {
     const MutexLock lock(state_mutex_);
-    state_ = State::kAwake;
+    set_state_locked(State::kAwake);
     report.checkpoint = std::move(public_.checkpoint);
     public_.level = -1;
     public_.checkpoint.clear();

@@ -19,6 +19,16 @@ std::string_view name(BlockState state) {
   return "empty";
 }
 
+std::string_view name(DropReason reason) {
+  switch (reason) {
+    case DropReason::kEvicted: return "evicted";
+    case DropReason::kCleared: return "cleared";
+    case DropReason::kDiscarded: return "discarded";
+    case DropReason::kRenamed: return "renamed";
+  }
+  return "evicted";
+}
+
 std::string_view name(BlockTrigger trigger) {
   switch (trigger) {
     case BlockTrigger::kInitialize: return "initialize";
@@ -179,9 +189,9 @@ Status begin_filling(MutableBlock& block, const BlockIdentity& identity) {
 // --- the pool
 // ------------------------------------------------------------------------------------------------------------
 
-BlockPool::BlockPool(BlockPoolOptions options, EventSink* sink)
+BlockPool::BlockPool(BlockPoolOptions options, EventPort port)
     : options_(std::move(options)),
-      sink_(sink),
+      port_(port),
       slots_(static_cast<size_t>(options_.num_blocks)),
       empty_(options_.num_blocks),
       cached_(make_eviction_order(options_.eviction, options_.num_blocks)),
@@ -192,14 +202,14 @@ BlockPool::BlockPool(BlockPoolOptions options, EventSink* sink)
   }
 }
 
-Result<std::unique_ptr<BlockPool>> BlockPool::create(BlockPoolOptions options, EventSink* sink) {
+Result<std::unique_ptr<BlockPool>> BlockPool::create(BlockPoolOptions options, EventPort port) {
   if (options.num_blocks < 1 || options.block_tokens < 1) {
     return Error{.code = Code::kInvalidArgument,
                  .what = fmt::format("num_blocks is {}, block_tokens is {}", options.num_blocks, options.block_tokens),
                  .next_step = "use 1 or more of both"};
   }
   if (!options.hash) options.hash = [](const BlockIdentity& identity) { return identity.hash(); };
-  return std::unique_ptr<BlockPool>(new BlockPool(std::move(options), sink));
+  return std::unique_ptr<BlockPool>(new BlockPool(std::move(options), port));
 }
 
 Status BlockPool::move(int32_t id, BlockTrigger trigger) {
@@ -211,20 +221,41 @@ Status BlockPool::move(int32_t id, BlockTrigger trigger) {
                  .next_step = "this is a mistake in the calling code"};
   }
   const BlockState before = std::exchange(slot.state, *next);
-  if (sink_ != nullptr) sink_->on_state({.item = id, .from = name(before), .to = name(*next)});
+  if (port_.blocks()) {
+    (void)port_.record({.type = EventType::kBlock,
+                        .from = static_cast<uint8_t>(before),
+                        .to = static_cast<uint8_t>(*next),
+                        .a = static_cast<uint64_t>(id),
+                        .b = slot.generation});
+  }
   return ok();
 }
 
 // Registered -> Empty: nobody can find or upgrade it any more.
-void BlockPool::empty(int32_t id) {
+void BlockPool::empty(int32_t id, DropReason reason) {
   Slot& slot = this->slot(id);
   if (!std::exchange(slot.discarded, false)) {
+    tell_dropped(id, reason);
     take_out_of_index(id);
     ++slot.generation;
   }
   (void)move(id, BlockTrigger::kReset);
   slot.identity = {};
+  --registered_;
   ++evictions_;
+}
+
+void BlockPool::tell_registered(int32_t id) const {
+  (void)port_.record(
+      {.type = EventType::kRegistered, .key = slot(id).hash, .a = static_cast<uint64_t>(id), .b = slot(id).age});
+}
+
+void BlockPool::tell_dropped(int32_t id, DropReason reason) const {
+  (void)port_.record({.type = EventType::kDropped,
+                      .to = static_cast<uint8_t>(reason),
+                      .key = slot(id).hash,
+                      .a = static_cast<uint64_t>(id),
+                      .b = slot(id).age});
 }
 
 void BlockPool::take_out_of_index(int32_t id) {
@@ -250,7 +281,7 @@ int32_t BlockPool::take_free() {
   int32_t id = -1;
   if (empty_.empty()) {
     id = cached_->evict();
-    empty(id);
+    empty(id, DropReason::kEvicted);
   } else {
     id = empty_.pop_front();
   }
@@ -262,16 +293,21 @@ int32_t BlockPool::take_free() {
 void BlockPool::make_registered(int32_t id) {
   Slot& slot = this->slot(id);
   slot.owned = false;
+  --owned_;
   slot.references = 1;
+  ++registered_;
+  ++shared_;
   slot.fresh = true;
   slot.age = ++registrations_;
   slot.hash = options_.hash(slot.identity);
   index_[slot.hash].push_back(id);
+  tell_registered(id);
 }
 
 void BlockPool::keep(int32_t id) {
   if (slot(id).references++ > 0) return;
   cached_->hit(id);
+  ++shared_;
   slot(id).is_free = false;
   --free_blocks_;
 }
@@ -279,15 +315,18 @@ void BlockPool::keep(int32_t id) {
 void BlockPool::let_go(int32_t id) {
   Slot& slot = this->slot(id);
   if (--slot.references > 0) return;
-  if (slot.discarded) empty(id);
+  --shared_;
+  if (slot.discarded) empty(id, DropReason::kDiscarded);
   add_to_free(id);
 }
 
 void BlockPool::end_ownership(int32_t id) {
   Slot& slot = this->slot(id);
   slot.owned = false;
+  --owned_;
   if (!move(id, BlockTrigger::kReset)) {  // Inflight: the device may still write into it
     slot.quarantined = true;
+    ++quarantined_;
     return;
   }
   slot.identity = {};
@@ -306,6 +345,7 @@ Result<std::vector<MutableBlock>> BlockPool::allocate(int32_t count) {
   for (int32_t i = 0; i < count; ++i) {
     const int32_t id = take_free();
     slot(id).owned = true;
+    ++owned_;
     blocks.push_back(MutableBlock(*this, id));
   }
   return blocks;
@@ -346,6 +386,7 @@ void BlockPool::discard(const BlockRef& block) {
   const MutexLock lock(mutex_);
   Slot& slot = this->slot(block.id());
   if (std::exchange(slot.discarded, true)) return;
+  tell_dropped(block.id(), DropReason::kDiscarded);
   take_out_of_index(block.id());
   ++slot.generation;
 }
@@ -355,11 +396,13 @@ void BlockPool::rename(const BlockRef& block, BlockIdentity identity) {
   Slot& slot = this->slot(block.id());
   const Digest hash = options_.hash(identity);
   if (slot.discarded || (slot.hash == hash && slot.identity == identity)) return;
+  tell_dropped(block.id(), DropReason::kRenamed);
   take_out_of_index(block.id());
   slot.identity = std::move(identity);
   slot.hash = hash;
   ++slot.generation;
   index_[slot.hash].push_back(block.id());
+  tell_registered(block.id());
 }
 
 void BlockPool::evict(const std::vector<int32_t>& blocks) {
@@ -367,7 +410,7 @@ void BlockPool::evict(const std::vector<int32_t>& blocks) {
   for (const int32_t id : blocks) {
     if (id < 0 || id >= options_.num_blocks || !slot(id).is_free || slot(id).state != BlockState::kRegistered) continue;
     cached_->discard(id);
-    empty(id);
+    empty(id, DropReason::kCleared);
     empty_.push_back(id);
   }
 }
@@ -377,7 +420,7 @@ int32_t BlockPool::clear_cached() {
   int32_t cleared = 0;
   while (!cached_->empty()) {
     const int32_t id = cached_->evict();
-    empty(id);
+    empty(id, DropReason::kCleared);
     empty_.push_back(id);
     ++cleared;
   }
@@ -425,7 +468,7 @@ Result<BlockPool::Handles> BlockPool::restore_now(const BlockPoolSnapshot& snaps
     cached_seen = registered[static_cast<size_t>(id)];
   }
   // Made aside, with handles that have no pool as yet: what fails here has touched nothing.
-  BlockPool aside(options_, nullptr);
+  BlockPool aside(options_, EventPort());
   Handles handles;
   {
     const MutexLock lock(aside.mutex_);
@@ -454,6 +497,10 @@ Result<BlockPool::Handles> BlockPool::restore_now(const BlockPoolSnapshot& snaps
   std::swap(index_, aside.index_);
   free_blocks_ = aside.free_blocks_;
   registrations_ = aside.registrations_;
+  owned_ = aside.owned_;
+  registered_ = aside.registered_;
+  shared_ = aside.shared_;
+  for (const BlockPoolSnapshot::Block& block : snapshot.registered) tell_registered(block.id);
   for (auto& [id, block] : handles.shared) {
     block.pool_ = this;
     block.id_ = id;
@@ -469,6 +516,7 @@ Result<BlockPool::Handles> BlockPool::restore_now(const BlockPoolSnapshot& snaps
 void BlockPool::fill(const BlockPoolSnapshot& snapshot) {
   empty_.clear();
   free_blocks_ = 0;
+  owned_ = options_.num_blocks;
   for (Slot& slot : slots_) {
     slot.is_free = false;
     slot.owned = true;
@@ -481,6 +529,7 @@ void BlockPool::fill(const BlockPoolSnapshot& snapshot) {
   for (auto id = snapshot.free_order.rbegin(); id != snapshot.free_order.rend(); ++id) {
     if (slot(*id).state == BlockState::kRegistered) continue;
     slot(*id).owned = false;
+    --owned_;
     add_to_free(*id);  // the last one added is taken first
   }
   for (const int32_t id : snapshot.free_order) {
@@ -513,13 +562,12 @@ void BlockPool::release(std::span<const int32_t> blocks) {
 
 BlockPoolInfo BlockPool::info() const {
   const MutexLock lock(mutex_);
-  BlockPoolInfo info{.free = free_blocks_, .evictions = evictions_};
-  for (const Slot& slot : slots_) {
-    if (slot.quarantined) ++info.quarantined;
-    if (slot.owned) ++info.owned;
-    if (slot.state == BlockState::kRegistered) ++(slot.references > 0 ? info.shared : info.cached);
-  }
-  return info;
+  return {.free = free_blocks_,
+          .cached = registered_ - shared_,
+          .shared = shared_,
+          .owned = owned_,
+          .quarantined = quarantined_,
+          .evictions = evictions_};
 }
 
 std::vector<int32_t> BlockPool::free_order_locked() const {
@@ -541,10 +589,15 @@ Status BlockPool::check() const {
   };
   size_t free = 0;
   size_t registered = 0;
+  BlockPoolInfo walked;
   for (int32_t id = 0; id < options_.num_blocks; ++id) {
     const Slot& slot = this->slot(id);
     const bool is_registered = slot.state == BlockState::kRegistered;
     free += slot.is_free ? 1 : 0;
+    walked.owned += slot.owned ? 1 : 0;
+    walked.quarantined += slot.quarantined ? 1 : 0;
+    walked.shared += slot.references > 0 ? 1 : 0;
+    walked.cached += is_registered && slot.references == 0 ? 1 : 0;
     registered += is_registered ? 1 : 0;
     if (slot.is_free != (!slot.owned && !slot.quarantined && slot.references == 0))
       return wrong(id, "it is free and in use, or neither");
@@ -566,6 +619,9 @@ Status BlockPool::check() const {
   }
   if (free != order.size() || free != static_cast<size_t>(free_blocks_))
     return wrong(-1, "the free queue and the free blocks differ in number");
+  if (walked.owned != owned_ || walked.quarantined != quarantined_ || walked.shared != shared_ ||
+      walked.cached != registered_ - shared_)
+    return wrong(-1, "its counters are not what its slots say");
   if (indexed != registered) return wrong(-1, "the index has blocks that are not registered");
   return ok();
 }

@@ -9,7 +9,7 @@
 // match returns the oldest. A hit compares what it claims (parent, salt, group, tokens), not only the hash.
 //
 // Threads: all methods of the pool and of its handles from any thread; one lock. The pool outlives its handles.
-// Failure: a call that fails changes nothing. Events go to the sink under the lock.
+// Failure: a call that fails changes nothing. Events are told under the lock.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "base/digest.h"
-#include "base/event_sink.h"
+#include "base/event.h"
 #include "base/mutex.h"
 #include "base/status.h"
 #include "kvcache/block_list.h"
@@ -60,6 +60,7 @@ struct BlockPoolInfo {
   int32_t owned = 0;        // with a MutableBlock
   int32_t quarantined = 0;  // their owner went while they were Inflight: never used again
   uint64_t evictions = 0;
+  friend bool operator==(const BlockPoolInfo&, const BlockPoolInfo&) = default;
 };
 
 // What a pool holds, as values: to put it into another pool of the same shape.
@@ -149,8 +150,9 @@ Status begin_filling(MutableBlock& block, const BlockIdentity& identity);
 
 class BlockPool final : public DeviceBlocks {
  public:
-  // `sink` may be null; it outlives the pool, and is told of each state of each block.
-  static Result<std::unique_ptr<BlockPool>> create(BlockPoolOptions options, EventSink* sink = nullptr);
+  // The port is told of what becomes findable and what is no longer, in order; and, if it asks for that, of each state
+  // of each block.
+  static Result<std::unique_ptr<BlockPool>> create(BlockPoolOptions options, EventPort port = {});
 
   // `count` empty blocks, evicting from the front of the free queue; all or none. kResourceExhausted has both numbers.
   Result<std::vector<MutableBlock>> allocate(int32_t count);
@@ -216,12 +218,14 @@ class BlockPool final : public DeviceBlocks {
     size_t operator()(const Digest& digest) const;
   };
 
-  BlockPool(BlockPoolOptions options, EventSink* sink);
+  BlockPool(BlockPoolOptions options, EventPort port);
   Slot& slot(int32_t id) TORPOR_REQUIRES(mutex_) { return slots_[static_cast<size_t>(id)]; }
   const Slot& slot(int32_t id) const TORPOR_REQUIRES(mutex_) { return slots_[static_cast<size_t>(id)]; }
   Status move(int32_t id, BlockTrigger trigger) TORPOR_REQUIRES(mutex_);
   Stamp stamp_of(int32_t id) const TORPOR_REQUIRES(mutex_);
-  void empty(int32_t id) TORPOR_REQUIRES(mutex_);
+  void empty(int32_t id, DropReason reason) TORPOR_REQUIRES(mutex_);
+  void tell_registered(int32_t id) const TORPOR_REQUIRES(mutex_);
+  void tell_dropped(int32_t id, DropReason reason) const TORPOR_REQUIRES(mutex_);
   void take_out_of_index(int32_t id) TORPOR_REQUIRES(mutex_);
   void add_to_free(int32_t id) TORPOR_REQUIRES(mutex_);
   int32_t take_free() TORPOR_REQUIRES(mutex_);
@@ -235,7 +239,7 @@ class BlockPool final : public DeviceBlocks {
   Result<Handles> restore_now(const BlockPoolSnapshot& snapshot);
 
   const BlockPoolOptions options_;
-  EventSink* const sink_;
+  const EventPort port_;
   mutable Mutex mutex_;
   std::vector<Slot> slots_ TORPOR_GUARDED_BY(mutex_);
   BlockList empty_ TORPOR_GUARDED_BY(mutex_);  // free, without content; the front is taken first
@@ -243,6 +247,11 @@ class BlockPool final : public DeviceBlocks {
   int32_t free_blocks_ TORPOR_GUARDED_BY(mutex_) = 0;  // in both
   // Hash -> registered blocks, oldest first.
   std::unordered_map<Digest, std::vector<int32_t>, DigestHash> index_ TORPOR_GUARDED_BY(mutex_);
+  // What a walk over the slots would count.
+  int32_t owned_ TORPOR_GUARDED_BY(mutex_) = 0;
+  int32_t quarantined_ TORPOR_GUARDED_BY(mutex_) = 0;
+  int32_t registered_ TORPOR_GUARDED_BY(mutex_) = 0;
+  int32_t shared_ TORPOR_GUARDED_BY(mutex_) = 0;
   uint64_t evictions_ TORPOR_GUARDED_BY(mutex_) = 0;
   uint64_t registrations_ TORPOR_GUARDED_BY(mutex_) = 0;
 };

@@ -29,6 +29,11 @@ enum class BlockTrigger : uint8_t {
 };
 inline constexpr int kBlockTriggers = 9;
 
+// Why a block is not found any more.
+enum class DropReason : uint8_t { kEvicted, kCleared, kDiscarded, kRenamed };
+inline constexpr int kDropReasons = 4;
+
+std::string_view name(DropReason reason);     // "evicted", "cleared", …
 std::string_view name(BlockState state);      // "empty", "partial", "ready for scheduling", …
 std::string_view name(BlockTrigger trigger);  // "initialize", "add tokens", …
 

@@ -181,6 +181,7 @@ void OffloadScheduler::plan(PlannedBatch& batch, PlanKind kind) {
     plan_.to.push_back(kind == PlanKind::kGet ? queued.block : queued.slot);
     if (job.keyed()) plan_.keys.push_back(queued.key);
   }
+  for (const OffloadQueue::Owner& owner : batch.owners) queue_.tell_planned(owner.ticket, batch.id, owner.count);
   queue_.job_began(batch.way);
 }
 
@@ -252,7 +253,8 @@ void OffloadScheduler::end_down(PlannedBatch& batch) {
     }
     const bool good = block.outcome == BlockOutcome::kTransferred;
     const bool same = device_.stamp(queued.block) == queued.stamp;
-    if (good && !same && options_.mode == OffloadMode::kLazy) block.outcome = BlockOutcome::kEvicted;
+    // It may have been written anew while it was read.
+    if (good && !same) block.outcome = BlockOutcome::kEvicted;
     if (block.outcome != BlockOutcome::kTransferred) {
       disk_failed = disk_failed || (!good && batch.store == StoreId::kDisk);
       index_->abandon(batch.store, queued.slot, unproven);
@@ -301,10 +303,13 @@ void OffloadScheduler::end_up(PlannedBatch& batch) {
 void OffloadScheduler::end_owners(PlannedBatch& batch) {
   size_t next = 0;
   for (const OffloadQueue::Owner& owner : batch.owners) {
-    for (uint32_t i = 0; i < owner.count; ++i) {
-      const BlockOutcome outcome = batch.blocks[next++].outcome;
+    OutcomeCounts counts{};
+    for (uint32_t i = 0; i < owner.count; ++i) ++counts[static_cast<size_t>(batch.blocks[next++].outcome)];
+    for (size_t i = 0; i < counts.size(); ++i) {
+      if (counts[i] == 0) continue;
+      const auto outcome = static_cast<BlockOutcome>(i);
       const bool good = outcome == BlockOutcome::kTransferred || outcome == BlockOutcome::kEvicted;
-      queue_.end(owner.ticket, batch.way, outcome, 1, good ? ok() : batch.cause);
+      queue_.end(owner.ticket, batch.way, outcome, counts[i], good ? ok() : batch.cause);
     }
   }
   batch.owners.clear();

@@ -15,6 +15,18 @@ std::string_view name(Way way) {
   return "?";
 }
 
+std::string_view name(CandidateState state) {
+  switch (state) {
+    case CandidateState::kNone: return "none";
+    case CandidateState::kWaiting: return "waiting";
+    case CandidateState::kQueued: return "queued";
+    case CandidateState::kPromoted: return "promoted";
+    case CandidateState::kCompleted: return "completed";
+    case CandidateState::kSkipped: return "skipped";
+  }
+  return "none";
+}
+
 Status OffloadQueueOptions::validate() const {
   const auto check = [](std::string_view option, int64_t value, int64_t least) -> Status {
     if (value >= least) return ok();
@@ -84,6 +96,7 @@ TransferHandle OffloadQueue::enqueue(const Enqueue& how, std::span<const QueuedB
   auto ticket = std::make_shared<detail::TransferTicket>();
   ticket->blocks = offered;
   ticket->owner = how.owner;
+  ticket->number = static_cast<uint64_t>(how.way) << 48 | ++tickets_;
   TransferHandle handle(ticket);
   if (offered > blocks.size()) end(ticket, how.way, filtered, offered - blocks.size());
   if (blocks.empty()) return handle;
@@ -105,6 +118,7 @@ TransferHandle OffloadQueue::enqueue(const Enqueue& how, std::span<const QueuedB
   made.waiting = waits;
   queued_blocks_ += static_cast<int64_t>(blocks.size());
   if (waits) {
+    move(*made.ticket, CandidateState::kWaiting, blocks.size());
     waiting_.push_back(container);
   } else {
     make_ready(container, now);
@@ -125,6 +139,25 @@ void OffloadQueue::make_ready(int32_t container, Time now) {
   (level->last == kNone ? level->first : at(level->last).next) = container;
   level->last = container;
   queue.blocks += static_cast<int64_t>(made.blocks.size());
+  move(*made.ticket, CandidateState::kQueued, made.blocks.size());
+}
+
+void OffloadQueue::move(detail::TransferTicket& ticket, CandidateState to, uint64_t blocks) const {
+  const CandidateState from = std::exchange(ticket.state, to);
+  (void)port_.record({.type = EventType::kCandidate,
+                      .from = static_cast<uint8_t>(from),
+                      .to = static_cast<uint8_t>(to),
+                      .request = event_request(ticket.owner),
+                      .transfer = ticket.number,
+                      .a = blocks});
+}
+
+void OffloadQueue::tell_planned(const Ticket& ticket, uint64_t job, uint64_t blocks) const {
+  (void)port_.record({.type = EventType::kPlanned,
+                      .request = event_request(ticket->owner),
+                      .transfer = ticket->number,
+                      .a = job,
+                      .b = blocks});
 }
 
 void OffloadQueue::acknowledge(uint64_t step, Time now) {
@@ -222,6 +255,7 @@ bool OffloadQueue::commit(Way way, Time now, bool flush, Batch& batch) {
     batch.blocks.insert(batch.blocks.end(), next.blocks.begin(), next.blocks.end());
     batch.owners.push_back({next.ticket, static_cast<uint32_t>(next.blocks.size())});
     next.ticket->committed = true;
+    move(*next.ticket, CandidateState::kPromoted, next.blocks.size());
     queue.blocks -= static_cast<int64_t>(next.blocks.size());
     queued_blocks_ -= static_cast<int64_t>(next.blocks.size());
     const int32_t container = level.first;
@@ -238,6 +272,14 @@ void OffloadQueue::end(const Ticket& ticket, Way way, BlockOutcome outcome, uint
   ticket->counts[static_cast<size_t>(outcome)] += blocks;
   ticket->ended += blocks;
   if (!cause && ticket->cause) ticket->cause = cause;
+  (void)port_.record({.type = EventType::kEnded,
+                      .to = static_cast<uint8_t>(outcome),
+                      .request = event_request(ticket->owner),
+                      .transfer = ticket->number,
+                      .a = blocks});
+  if (ticket->ended == ticket->blocks) {
+    move(*ticket, ticket->committed ? CandidateState::kCompleted : CandidateState::kSkipped, ticket->blocks);
+  }
   if (ticket->ended == ticket->blocks && ticket->owner != UINT32_MAX) ended_owners_.push_back(ticket->owner);
 }
 

@@ -24,6 +24,7 @@
 #include <span>
 #include <vector>
 
+#include "base/event.h"
 #include "base/status.h"
 #include "kvcache/block_places.h"
 #include "offload/outcome.h"
@@ -47,6 +48,16 @@ struct OffloadQueueOptions {
 enum class Way : uint8_t { kUp, kDown, kOn };
 inline constexpr int kWays = 3;
 std::string_view name(Way way);  // "up", "down", "on"
+
+// Of a candidate, as events name what one enqueue() gave: waiting for its step or queued, it can be cancelled; promoted
+// (committed) it ends as completed; what ends before is skipped. One way, once.
+enum class CandidateState : uint8_t { kNone, kWaiting, kQueued, kPromoted, kCompleted, kSkipped };
+inline constexpr int kCandidateStates = 6;
+std::string_view name(CandidateState state);  // "waiting", "queued", …
+
+// Of requests that events name by the numbers of an OffloadScheduler, so that no other's are the same.
+inline constexpr uint32_t kOffloadRequest = uint32_t{1} << 31;
+constexpr uint32_t event_request(uint32_t number) { return number == UINT32_MAX ? 0 : kOffloadRequest | (number + 1); }
 
 enum class TransferStatus : uint8_t { kQueued, kCommitted, kDone };
 
@@ -73,6 +84,8 @@ struct TransferTicket {
   bool cancelled = false;
   bool committed = false;
   uint32_t owner = UINT32_MAX;
+  uint64_t number = 0;  // in events
+  CandidateState state = CandidateState::kNone;
 };
 }  // namespace detail
 
@@ -117,7 +130,7 @@ class OffloadQueue {
   };
 
   // `options` are valid.
-  explicit OffloadQueue(const OffloadQueueOptions& options) : options_(options) {}
+  explicit OffloadQueue(const OffloadQueueOptions& options, EventPort port = {}) : options_(options), port_(port) {}
   ~OffloadQueue();
   OffloadQueue(const OffloadQueue&) = delete;
   OffloadQueue& operator=(const OffloadQueue&) = delete;
@@ -133,6 +146,8 @@ class OffloadQueue {
   bool commit(Way way, Time now, bool flush, Batch& batch);
   void sweep_if_due(Time now);
   void sweep();
+  // So many of the ticket's blocks are part of a job with this number.
+  void tell_planned(const Ticket& ticket, uint64_t job, uint64_t blocks) const;
   // One of the jobs of a batch is on its way; it has ended.
   void job_began(Way way) { ++under_way_[static_cast<size_t>(way)]; }
   void job_ended(Way way) { --under_way_[static_cast<size_t>(way)]; }
@@ -181,8 +196,10 @@ class OffloadQueue {
   void cancelled(int32_t container);
   bool is_due(const InQueue& queue, Way way, Time now) const;
   bool has_room(Way way) const;
+  void move(detail::TransferTicket& ticket, CandidateState to, uint64_t blocks) const;
 
   const OffloadQueueOptions options_;
+  const EventPort port_;
   std::vector<Container> containers_;  // their memory is used again
   int32_t free_ = kNone;
   std::vector<int32_t> waiting_;  // for their precondition
@@ -191,6 +208,7 @@ class OffloadQueue {
   std::array<int64_t, kWays> under_way_{};
   std::vector<uint32_t> ended_owners_;
   uint64_t acknowledged_ = 0;
+  uint64_t tickets_ = 0;  // ever
   int64_t queued_blocks_ = 0;
   bool any_cancelled_ = false;
   Time swept_at_{};

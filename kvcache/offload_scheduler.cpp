@@ -22,12 +22,13 @@ Status OffloadSchedulerOptions::validate() const {
 }
 
 OffloadScheduler::OffloadScheduler(const OffloadSchedulerOptions& options, DeviceBlocks& device,
-                                   const Placement& placement, const Clock& clock)
+                                   const Placement& placement, const Clock& clock, EventPort port)
     : options_(options),
       device_(device),
       placement_(placement),
       clock_(clock),
-      queue_(options.queue),
+      port_(port),
+      queue_(options.queue, port),
       all_ranks_(options.ranks == 64 ? ~uint64_t{0} : (uint64_t{1} << options.ranks) - 1),
       stores_(static_cast<size_t>(options.ranks)) {}
 
@@ -35,10 +36,10 @@ OffloadScheduler::~OffloadScheduler() { queue_.end_all(BlockOutcome::kShutDown);
 
 Result<std::unique_ptr<OffloadScheduler>> OffloadScheduler::create(const OffloadSchedulerOptions& options,
                                                                    DeviceBlocks& device, const Placement& placement,
-                                                                   const Clock& clock) {
+                                                                   const Clock& clock, EventPort port) {
   return catching([&]() -> Result<std::unique_ptr<OffloadScheduler>> {
     TORPOR_TRY(options.validate());
-    std::unique_ptr<OffloadScheduler> made(new OffloadScheduler(options, device, placement, clock));
+    std::unique_ptr<OffloadScheduler> made(new OffloadScheduler(options, device, placement, clock, port));
     BlockIndexOptions index = options.index;
     index.remembered_removals = static_cast<int32_t>(std::min<size_t>(options.events, 1 << 20));
     TORPOR_ASSIGN(made->index_, BlockIndex::create(index));
@@ -102,6 +103,7 @@ uint32_t OffloadScheduler::begin_request(std::string id, int32_t priority) {
   request.stage = RequestStage::kInitialized;
   request.used = true;
   request.counted = false;
+  port_.text(TextKind::kRequestName, event_request(number), 0, request.id);
   return number;
 }
 
@@ -126,6 +128,12 @@ int32_t OffloadScheduler::match(uint32_t number, std::span<const BlockKey> chain
   places_.resize(std::max(places_.size(), rest.size()));
   const size_t found = index_->run(rest, std::span(places_).first(rest.size()));
   const std::span<const Places> run = std::span(places_).first(found);
+  const auto on_host = static_cast<uint64_t>(
+      std::count_if(run.begin(), run.end(), [](const Places& places) { return places.host >= 0; }));
+  (void)port_.record({.type = EventType::kHit,
+                      .request = event_request(number),
+                      .a = rest.size(),
+                      .b = both(on_host, found - on_host)});
   if (found == 0 || !placement_.worth_loading(static_cast<int64_t>(found) * options_.block_tokens, run)) return 0;
   request.pinned.reserve(found);
   for (size_t i = 0; i < found; ++i) {

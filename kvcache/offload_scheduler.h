@@ -82,7 +82,8 @@ class OffloadScheduler {
  public:
   // kInvalidArgument, kResourceExhausted.
   static Result<std::unique_ptr<OffloadScheduler>> create(const OffloadSchedulerOptions& options, DeviceBlocks& device,
-                                                          const Placement& placement, const Clock& clock);
+                                                          const Placement& placement, const Clock& clock,
+                                                          EventPort port = {});
   ~OffloadScheduler();
 
   // Blocks that every rank recovered, under slots from now on; all ranks adopt() the result. Before the first plan.
@@ -166,7 +167,7 @@ class OffloadScheduler {
   };
 
   OffloadScheduler(const OffloadSchedulerOptions& options, DeviceBlocks& device, const Placement& placement,
-                   const Clock& clock);
+                   const Clock& clock, EventPort port);
   Request& at(uint32_t request) { return requests_[request]; }
   const Request& at(uint32_t request) const { return requests_[request]; }
   void unpin(Request& request, size_t from);
@@ -196,6 +197,7 @@ class OffloadScheduler {
   DeviceBlocks& device_;
   const Placement& placement_;
   const Clock& clock_;
+  const EventPort port_;
   std::unique_ptr<BlockIndex> index_;
   OffloadQueue queue_;
   UseCounts uses_;

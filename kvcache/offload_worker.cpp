@@ -274,7 +274,8 @@ Job OffloadWorker::make_job(const TransferPlan& plan, const PlannedJob& planned,
           .tier = running.tier.get(),
           .source = running.source.get(),
           .urgency = planned.urgency,
-          .polled = true};
+          .polled = true,
+          .number = planned.id};
   running.plans.reserve(planned.count);
   job.chunks.reserve(planned.count);
   for (uint32_t i = 0; i < planned.count; ++i) {

@@ -25,6 +25,7 @@ std::vector<ChunkTransfer> transfers_of(std::span<const ChunkPlan> plans) {
 TransferEngine::TransferEngine(int threads, const TransferEngineOptions& options)
     : threads_(threads),
       own_threads_(options.own_threads),
+      port_(options.events),
       lanes_{Lane("memory", {.batch_bytes = kMemoryBatchBytes,
                              .batch_chunks = kBatchChunks,
                              .jobs = static_cast<size_t>(options.queued_jobs),
@@ -175,9 +176,38 @@ bool TransferEngine::cancel(JobId id) {
   return untouched;
 }
 
-void TransferEngine::settle(const Batch& batch, DrainResult drained) noexcept {
+void TransferEngine::tell_begun(const Batch& batch) const noexcept {
+  if (!port_.on()) return;
+  uint64_t bytes = 0;
+  for (const ChunkTransfer& chunk : batch.chunks) bytes += chunk.plan->bytes();
+  (void)port_.record({.type = EventType::kCopy,
+                      .from = static_cast<uint8_t>(batch.record->job.kind),
+                      .to = static_cast<uint8_t>(Edge::kBegin),
+                      .request = static_cast<uint32_t>(lane_of(batch.record->job)),
+                      .transfer = batch.record->job.number,
+                      .a = batch.chunks.size(),
+                      .b = bytes});
+}
+
+void TransferEngine::settle(const Batch& batch, int64_t began, DrainResult drained) noexcept {
   JobRecord& record = *batch.record;
   bool failed = false;
+  if (port_.on()) {
+    uint64_t bytes = 0;
+    Edge edge = Edge::kEnd;
+    for (const ChunkTransfer& chunk : batch.chunks) {
+      if (chunk.outcome == BlockOutcome::kTransferred) bytes += chunk.plan->bytes();
+      if (chunk.outcome != BlockOutcome::kTransferred && edge == Edge::kEnd) edge = Edge::kFailed;
+      if (chunk.outcome == BlockOutcome::kUnproven) edge = Edge::kUnproven;
+    }
+    (void)port_.record({.type = EventType::kCopy,
+                        .from = static_cast<uint8_t>(record.job.kind),
+                        .to = static_cast<uint8_t>(edge),
+                        .request = static_cast<uint32_t>(lane_of(record.job)),
+                        .transfer = record.job.number,
+                        .a = bytes,
+                        .b = static_cast<uint64_t>(port_.now() - began)});
+  }
   for (const ChunkTransfer& chunk : batch.chunks) {
     ++counts_[static_cast<size_t>(chunk.outcome)];
     failed = failed || chunk.outcome != BlockOutcome::kTransferred;
@@ -196,6 +226,7 @@ void TransferEngine::settle(const Batch& batch, DrainResult drained) noexcept {
 void TransferEngine::work(Worker& worker) {
   MutexLock lock(mutex_);
   Batch current;
+  int64_t current_began = 0;
   while (true) {
     const Batch next = lanes_[worker.lane].take(current.record);
     worker.busy = next.record != nullptr || current.record != nullptr;
@@ -209,13 +240,16 @@ void TransferEngine::work(Worker& worker) {
       const Job& job = next.record->job;
       return worker.copier->begin(job, next.chunks);
     };
+    const int64_t next_began = port_.now();
+    if (next.record != nullptr) tell_begun(next);
     const bool begun = next.record == nullptr || begin();
     DrainResult drained;
     if (current.record != nullptr) drained = worker.copier->finish();
     if (!begun) (void)begin();  // with the staging memory of the other
     lock.lock();
-    if (current.record != nullptr) settle(current, std::move(drained));
+    if (current.record != nullptr) settle(current, current_began, std::move(drained));
     current = next;
+    current_began = next_began;
   }
 }
 
@@ -226,11 +260,13 @@ bool TransferEngine::pump_one() {
     if (batch.record == nullptr) continue;
     worker->busy = true;
     mutex_.unlock();
+    const int64_t began = port_.now();
+    tell_begun(batch);
     (void)worker->copier->begin(batch.record->job, batch.chunks);
     DrainResult drained = worker->copier->finish();
     mutex_.lock();
     worker->busy = false;
-    settle(batch, std::move(drained));
+    settle(batch, began, std::move(drained));
     ended_.notify_all();  // who waits may find the next batch
     return true;
   }

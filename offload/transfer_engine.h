@@ -24,6 +24,7 @@
 
 #include "allocator/device_memory.h"
 #include "allocator/host_arena.h"
+#include "base/event.h"
 #include "base/mutex.h"
 #include "base/status.h"
 #include "offload/batch_copier.h"
@@ -36,6 +37,7 @@ struct TransferEngineOptions {
   int threads = 0;            // of each lane; 0: as many as the machine has cores, at most 8
   int32_t queued_jobs = 256;  // most that wait in each lane
   bool own_threads = true;
+  EventPort events{};  // each batch: begins, and how it ended
 };
 
 class TransferEngine {
@@ -92,13 +94,15 @@ class TransferEngine {
   void work(Worker& worker);
   bool pump_one() TORPOR_REQUIRES(mutex_);  // gives the lock back while bytes move
   Result<std::vector<ChunkTransfer>> submit_and_wait(Job job);
-  void settle(const Batch& batch, DrainResult drained) noexcept TORPOR_REQUIRES(mutex_);
+  void tell_begun(const Batch& batch) const noexcept;
+  void settle(const Batch& batch, int64_t began, DrainResult drained) noexcept TORPOR_REQUIRES(mutex_);
   void drop(JobRecord& record, BlockOutcome outcome) noexcept TORPOR_REQUIRES(mutex_);
   static LaneNumber lane_of(const Job& job) { return job.tier == nullptr || job.tier->addressable() ? kMemory : kDisk; }
   static JobResult result_of(JobRecord& record) noexcept;
 
   const int threads_;
   const bool own_threads_;
+  const EventPort port_;
   std::atomic<bool> quarantined_ = false;
   mutable Mutex mutex_;  // not held while bytes move
   std::array<CondVar, kLanes> work_;

@@ -41,6 +41,7 @@ struct Job {
   Urgency urgency = Urgency::kOffload;
   bool all_or_nothing = false;  // after the first chunk that failed, those that are not begun are cancelled
   bool polled = false;          // its result is for poll(), otherwise for wait()
+  uint64_t number = 0;          // who asked knows it by this; for events
 };
 
 struct JobResult {

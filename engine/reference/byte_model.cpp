@@ -18,13 +18,14 @@ std::span<std::byte> ByteModel::kv(std::span<const int32_t> table, int32_t at, u
   return {reinterpret_cast<std::byte*>(address), shape_.token_bytes};  // NOLINT(performance-no-int-to-ptr)
 }
 
-void ByteModel::forward(std::span<const int32_t> table, int32_t at, int32_t token) {
+void ByteModel::forward(std::span<const int32_t> table, int32_t at, int32_t token, int64_t pass) {
   for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
     StreamingDigest digest;
     digest.update(std::as_bytes(std::span(prepared_->bytes)));
     digest.update(weights_.first(std::min<size_t>(weights_.size(), 64)));
     const std::array<int32_t, 2> what{token, static_cast<int32_t>(layer)};
     digest.update(std::as_bytes(std::span(what)));
+    digest.update(std::as_bytes(std::span(&pass, 1)));
     if (at > 0) digest.update(kv(table, at - 1, layer));
     const Digest value = digest.finish();
     const std::span<std::byte> place = kv(table, at, layer);

@@ -34,7 +34,8 @@ class ByteModel {
   bool prepared() const { return prepared_.has_value(); }
 
   // Writes the KV of the token at position `at` of a sequence whose blocks are `table`.
-  void forward(std::span<const int32_t> table, int32_t at, int32_t token);
+  // With a `pass` of its own, equal tokens get other KV: as of a model whose last digits depend on the batch.
+  void forward(std::span<const int32_t> table, int32_t at, int32_t token, int64_t pass = 0);
   // The next token after `length` tokens, for this draw (0: greedy).
   int32_t sample(std::span<const int32_t> table, int32_t length, uint64_t draw) const;
 

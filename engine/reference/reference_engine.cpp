@@ -16,8 +16,8 @@ uint64_t draw(uint64_t& generator) { return generator = generator * 636413622384
 
 }  // namespace
 
-ReferenceEngine::ReferenceEngine(FileSystem& file_system, const Clock& clock, ReferenceOptions options, EventSink* sink)
-    : file_system_(file_system), clock_(clock), options_(std::move(options)), sink_(sink) {}
+ReferenceEngine::ReferenceEngine(FileSystem& file_system, const Clock& clock, ReferenceOptions options, EventPort port)
+    : file_system_(file_system), clock_(clock), options_(std::move(options)), port_(port), slots_(port) {}
 
 ReferenceEngine::~ReferenceEngine() {
   workers_.clear();  // no copy is under way any more
@@ -28,15 +28,15 @@ ReferenceEngine::~ReferenceEngine() {
 
 Result<std::unique_ptr<ReferenceEngine>> ReferenceEngine::create(std::unique_ptr<DeviceMemory> device,
                                                                  FileSystem& file_system, const Clock& clock,
-                                                                 ReferenceOptions options, EventSink* sink) {
+                                                                 ReferenceOptions options, EventPort port) {
   std::vector<std::unique_ptr<DeviceMemory>> devices;
   devices.push_back(std::move(device));
-  return create(std::move(devices), file_system, clock, std::move(options), sink);
+  return create(std::move(devices), file_system, clock, std::move(options), port);
 }
 
 Result<std::unique_ptr<ReferenceEngine>> ReferenceEngine::create(std::vector<std::unique_ptr<DeviceMemory>> devices,
                                                                  FileSystem& file_system, const Clock& clock,
-                                                                 ReferenceOptions options, EventSink* sink) {
+                                                                 ReferenceOptions options, EventPort port) {
   if (options.token_budget < 1 || options.max_running < 1 || options.model.token_bytes % 16 != 0 ||
       options.model.token_bytes == 0) {
     return Error{.code = Code::kInvalidArgument,
@@ -46,14 +46,14 @@ Result<std::unique_ptr<ReferenceEngine>> ReferenceEngine::create(std::vector<std
   if (devices.empty()) {
     return Error{.code = Code::kInvalidArgument, .what = "no rank has a device", .next_step = "give one or more"};
   }
-  std::unique_ptr<ReferenceEngine> engine(new ReferenceEngine(file_system, clock, std::move(options), sink));
+  std::unique_ptr<ReferenceEngine> engine(new ReferenceEngine(file_system, clock, std::move(options), port));
   TORPOR_TRY(engine->build(std::move(devices)));
   TORPOR_TRY(engine->build_offload());
   return engine;
 }
 
 Status ReferenceEngine::build(std::vector<std::unique_ptr<DeviceMemory>> devices) {
-  TORPOR_ASSIGN(pool_, BlockPool::create({.num_blocks = options_.num_blocks, .block_tokens = block_tokens()}, sink_));
+  TORPOR_ASSIGN(pool_, BlockPool::create({.num_blocks = options_.num_blocks, .block_tokens = block_tokens()}, port_));
   for (std::unique_ptr<DeviceMemory>& device : devices) {
     TORPOR_ASSIGN(Rank rank, make_rank(static_cast<int32_t>(ranks_.size()), std::move(device)));
     ranks_.push_back(std::move(rank));
@@ -68,7 +68,8 @@ Result<ReferenceEngine::Rank> ReferenceEngine::make_rank(int32_t rank, std::uniq
                                                  .arena_slab_bytes = 64 * kKiB,
                                                  .threads = options_.transfer_threads,
                                                  .own_threads = options_.transfers_have_threads,
-                                                 .retain_kv_bytes = options_.retain_kv_bytes}));
+                                                 .retain_kv_bytes = options_.retain_kv_bytes,
+                                                 .events = port_}));
   const ByteModelShape& shape = options_.model;
   const uint64_t block_bytes = static_cast<uint64_t>(shape.block_tokens) * shape.token_bytes;
   const uint64_t layer_bytes = static_cast<uint64_t>(options_.num_blocks) * block_bytes;
@@ -133,6 +134,7 @@ Status ReferenceEngine::add(const ReferenceRequest& request, int32_t samples) {
     if (offload_) made->offload = offload_->begin_request(made->asked.id, made->asked.priority);
     Request& added = *made;
     requests_.emplace(added.asked.id, std::move(made));
+    TORPOR_ASSIGN(added.slot, slots_.create(added.asked.id, added.length()));
     queue(added);
   }
   return ok();
@@ -147,7 +149,9 @@ bool ReferenceEngine::abort(const std::string& id) {
 void ReferenceEngine::finish(const std::string& id) {
   const auto found = requests_.find(id);
   Request* request = found->second.get();
-  if (offload_ && !offload_->finished(request->offload)) orphans_[request->offload] = std::move(request->loading);
+  const bool busy = offload_ && !offload_->finished(request->offload);
+  if (busy) orphans_[request->offload] = {std::move(request->loading), request->slot};
+  (void)slots_.finish(request->slot, busy);
   release(*request);
   std::erase(running_, request);
   std::erase(waiting_, request);
@@ -224,6 +228,7 @@ void ReferenceEngine::preempt(Request& request, std::vector<Scheduled>& schedule
   release(request);
   ++request.preemptions;
   ++counts_.preemptions;
+  (void)slots_.preempt(request.slot);
   std::erase(running_, &request);
   queue(request);
 }
@@ -294,7 +299,8 @@ void ReferenceEngine::compute(Scheduled& scheduled) {
     const std::vector<int32_t> table = request.table();
     for (int32_t i = 0; i < count; ++i, ++request.computed)
       for (const Rank& rank : ranks_)
-        rank.model->forward(table, request.computed, request.tokens[static_cast<size_t>(request.computed)]);
+        rank.model->forward(table, request.computed, request.tokens[static_cast<size_t>(request.computed)],
+                            options_.kv_of_step ? counts_.steps : 0);
     (void)request.partial->compute_done();
     if (request.computed % block_tokens() != 0) continue;
     Result<BlockRef> block = request.partial->register_block();
@@ -322,8 +328,19 @@ std::vector<ReferenceOutput> ReferenceEngine::step() {
   std::vector<ReferenceOutput> outputs;
   if (frozen_ || requests_.empty() || !prepared()) return outputs;
   if (!loading_.empty()) (void)step_offload();
+  const int64_t began = port_.now();
   ++counts_.steps;
   std::vector<Scheduled> scheduled = schedule();
+  for (const Scheduled& entry : scheduled) {
+    const Request& request = *entry.request;
+    const auto blocks = static_cast<int32_t>(request.table().size() + entry.fresh.size());
+    (void)slots_.scheduled(request.slot, request.computed, entry.tokens, request.length(), blocks);
+  }
+  for (const Request* request : running_) {
+    if (std::none_of(scheduled.begin(), scheduled.end(),
+                     [&](const Scheduled& each) { return each.request == request; }))
+      (void)slots_.skip(request->slot);
+  }
   for (Scheduled& entry : scheduled) compute(entry);
   for (Scheduled& entry : scheduled) {  // row order: unseeded requests share a generator
     Request& request = *entry.request;
@@ -334,7 +351,23 @@ std::vector<ReferenceOutput> ReferenceEngine::step() {
   for (const ReferenceOutput& output : outputs) {
     if (output.finished) finish(output.id);
   }
+  if (port_.on()) tell_step(scheduled, began);
   return outputs;
+}
+
+void ReferenceEngine::tell_step(const std::vector<Scheduled>& scheduled, int64_t began) {
+  int64_t tokens = 0;
+  for (const Scheduled& entry : scheduled) tokens += entry.tokens;
+  slots_.step(static_cast<int32_t>(running_.size()), static_cast<int32_t>(waiting_.size() + loading_.size()), tokens,
+              port_.now() - began);
+  const BlockPoolInfo blocks = pool_->info();
+  if (std::exchange(told_blocks_, blocks) == blocks) return;
+  (void)port_.record(
+      {.type = EventType::kTier,
+       .from = 0,
+       .a = both(static_cast<uint64_t>(blocks.shared + blocks.owned + blocks.quarantined),
+                 static_cast<uint64_t>(blocks.shared)),
+       .b = both(static_cast<uint64_t>(blocks.cached), static_cast<uint64_t>(blocks.free - blocks.cached))});
 }
 
 }  // namespace torpor::reference

@@ -25,6 +25,7 @@
 #include "kvcache/block_pool.h"
 #include "kvcache/offload_scheduler.h"
 #include "kvcache/offload_worker.h"
+#include "kvcache/slot_table.h"
 
 namespace torpor::reference {
 
@@ -47,6 +48,7 @@ struct ReferenceOptions {
   int32_t token_budget = 16;  // tokens a step, all requests together
   int32_t max_running = 8;
   bool by_priority = false;  // else first come, first served
+  bool kv_of_step = false;   // computed again in another step, equal tokens have other KV
   TierOptions tiers;
   int transfer_threads = 1;
   bool transfers_have_threads = true;       // off: copies are made by the thread that waits for them
@@ -81,14 +83,14 @@ struct ReferenceCounts {
 
 class ReferenceEngine final : public EngineHooks {
  public:
-  // `file_system`, `clock` and `sink` (may be null) outlive the result.
+  // `file_system` and `clock` outlive the result.
   static Result<std::unique_ptr<ReferenceEngine>> create(std::unique_ptr<DeviceMemory> device, FileSystem& file_system,
                                                          const Clock& clock, ReferenceOptions options,
-                                                         EventSink* sink = nullptr);
+                                                         EventPort port = {});
   // With a rank for each of `devices`. kInvalidArgument: none.
   static Result<std::unique_ptr<ReferenceEngine>> create(std::vector<std::unique_ptr<DeviceMemory>> devices,
                                                          FileSystem& file_system, const Clock& clock,
-                                                         ReferenceOptions options, EventSink* sink = nullptr);
+                                                         ReferenceOptions options, EventPort port = {});
   ~ReferenceEngine() override;
 
   // `samples` > 1: as many requests "ID/0", "ID/1", … that share the prompt's blocks and differ in their seed.
@@ -111,6 +113,7 @@ class ReferenceEngine final : public EngineHooks {
   size_t ranks() const { return ranks_.size(); }
   RankMemory& memory(size_t rank = 0) { return *ranks_[rank].memory; }
   BlockPool& pool() { return *pool_; }
+  const SlotTable& slots() const { return slots_; }
   OffloadScheduler* offload() { return offload_.get(); }  // null: without stores
   OffloadWorker& worker(size_t rank) { return *workers_[rank]; }
 
@@ -147,6 +150,7 @@ class ReferenceEngine final : public EngineHooks {
     uint64_t generator = 0;  // of a seeded request
     int32_t preemptions = 0;
     uint64_t arrival = 0;
+    uint32_t slot = UINT32_MAX;
     int32_t output_tokens() const { return static_cast<int32_t>(tokens.size() - asked.prompt.size()); }
     int32_t length() const { return static_cast<int32_t>(tokens.size()); }
     std::vector<int32_t> table() const;
@@ -161,7 +165,7 @@ class ReferenceEngine final : public EngineHooks {
     std::vector<MutableBlock> fresh;  // blocks for those that do not fit into the partial one
   };
 
-  ReferenceEngine(FileSystem& file_system, const Clock& clock, ReferenceOptions options, EventSink* sink);
+  ReferenceEngine(FileSystem& file_system, const Clock& clock, ReferenceOptions options, EventPort port);
   Status build(std::vector<std::unique_ptr<DeviceMemory>> devices);
   Result<Rank> make_rank(int32_t rank, std::unique_ptr<DeviceMemory> device);
   Status build_offload();
@@ -181,6 +185,7 @@ class ReferenceEngine final : public EngineHooks {
   void compute(Scheduled& scheduled);
   int32_t sample(Request& request);
   bool prepared() const;
+  void tell_step(const std::vector<Scheduled>& scheduled, int64_t began);
   void release(Request& request);
   void queue(Request& request);
   void finish(const std::string& id);
@@ -190,7 +195,9 @@ class ReferenceEngine final : public EngineHooks {
   FileSystem& file_system_;
   const Clock& clock_;
   const ReferenceOptions options_;
-  EventSink* const sink_;
+  const EventPort port_;
+  SlotTable slots_;
+  BlockPoolInfo told_blocks_;
   std::vector<Rank> ranks_;
   std::unique_ptr<BlockPool> pool_;
   std::unique_ptr<Placement> placement_;
@@ -198,7 +205,11 @@ class ReferenceEngine final : public EngineHooks {
   std::vector<std::unique_ptr<OffloadWorker>> workers_;  // by rank
   std::vector<TransferHandle> offloads_;
   // Blocks of requests that were aborted while they were loaded, by the request's number.
-  std::map<uint32_t, std::vector<MutableBlock>> orphans_;
+  struct Orphans {
+    std::vector<MutableBlock> blocks;
+    uint32_t slot = UINT32_MAX;
+  };
+  std::map<uint32_t, Orphans> orphans_;
 
   std::map<std::string, std::unique_ptr<Request>> requests_;
   std::vector<Request*> running_;         // row order

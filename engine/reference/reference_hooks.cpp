@@ -12,6 +12,8 @@
 namespace torpor::reference {
 namespace {
 
+constexpr int64_t kMostSteps = int64_t{1} << 62;
+
 Bytes to_bytes(uint64_t number) {
   Bytes bytes(sizeof number);
   std::memcpy(bytes.data(), &number, sizeof number);
@@ -85,6 +87,7 @@ Result<SchedulerCheckpoint> ReferenceEngine::capture() {
   SchedulerCheckpoint state;
   SchedulerSnapshot& scheduler = state.scheduler;
   scheduler.policy = options_.by_priority ? "priority" : "fcfs";
+  scheduler.engine = {Dict{{"steps", {counts_.steps}}}};
   KvGroup group{.block_size = block_tokens()};
   WorkerSnapshot worker{.default_generator = to_bytes(generator_)};  // of each rank the same
   std::map<int32_t, int32_t> references;
@@ -163,6 +166,7 @@ Status ReferenceEngine::drop_requests(const std::string& mode) {
   for (const auto& [id, request] : requests_) {
     release(*request);
     if (abort && offload_) (void)offload_->finished(request->offload);  // no load is under way: it stands still
+    (void)(abort ? slots_.finish(request->slot) : slots_.preempt(request->slot));
   }
   running_.clear();
   if (abort) {
@@ -306,11 +310,20 @@ Result<std::vector<FailedRequest>> ReferenceEngine::restore(const EngineCheckpoi
       TORPOR_TRY(request->partial->compute_done());
     }
     if (offload_) request->offload = offload_->begin_request(saved.id, saved.priority);
-    requests_.emplace(saved.id, std::move(request));
+    Request& restored = *requests_.emplace(saved.id, std::move(request)).first->second;
+    TORPOR_ASSIGN(restored.slot, slots_.create(saved.id, restored.length()));
   }
-  for (const std::string& id : state.scheduler.running) running_.push_back(requests_.at(id).get());
+  for (const std::string& id : state.scheduler.running) {
+    const Request& request = *running_.emplace_back(requests_.at(id).get());
+    (void)slots_.scheduled(request.slot, request.computed, 0, request.length());
+  }
   for (const std::string& id : state.scheduler.waiting) waiting_.push_back(requests_.at(id).get());
   generator_ = to_number(worker.default_generator);
+  if (const Value* steps = state.scheduler.engine.find("steps")) {
+    const auto* count = std::get_if<int64_t>(&steps->data);
+    if (count == nullptr || *count < 0 || *count > kMostSteps) return damaged("its steps are not a number of steps");
+    counts_.steps = std::max(counts_.steps, *count);
+  }
   return std::vector<FailedRequest>{};
 }
 

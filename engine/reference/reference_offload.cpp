@@ -41,7 +41,7 @@ Status ReferenceEngine::build_offload() {
                                                     .block_tokens = block_tokens(),
                                                     .mode = tiers.mode,
                                                     .counted_keys = tiers.counted_keys},
-                                                   *pool_, *placement_, clock_));
+                                                   *pool_, *placement_, clock_, port_));
   TORPOR_ASSIGN(const KeySpace space, key_space());
   std::vector<std::vector<RecoveredBlock>> found;
   for (size_t rank = 0; rank < ranks_.size(); ++rank) {
@@ -120,6 +120,10 @@ bool ReferenceEngine::begin_load(Request& request, std::span<const BlockIdentity
     request.loading = std::move(*fresh);
   }
   request.load = offload_->allocated(request.offload, blocks);
+  if (!blocks.empty()) {
+    (void)slots_.stage(request.slot, found);
+    (void)slots_.onboard(request.slot, static_cast<int32_t>(have + blocks.size()));
+  }
   return !blocks.empty();
 }
 
@@ -137,6 +141,7 @@ void ReferenceEngine::end_load(Request& request, const EndedLoad& load) {
   }
   offload_->loaded(request.offload, blocks);
   request.computes = blocks.size() < request.loading.size();
+  if (request.computes) (void)slots_.onboard_failed(request.slot);
   request.loading.clear();
   request.computed = static_cast<int32_t>(request.full.size()) * block_tokens();
   request.loaded_tokens = static_cast<int64_t>(blocks.size()) * block_tokens();
@@ -156,9 +161,10 @@ void ReferenceEngine::end_loads() {
     }
     const auto orphans = orphans_.find(load.request);  // of a request that was aborted
     if (orphans == orphans_.end()) continue;
-    for (MutableBlock& block : orphans->second) {
+    for (MutableBlock& block : orphans->second.blocks) {
       if (!load.unproven) (void)block.compute_done();
     }
+    (void)slots_.end(orphans->second.slot);
     orphans_.erase(orphans);
   }
 }

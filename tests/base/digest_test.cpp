@@ -1,6 +1,9 @@
+#include <xxhash.h>
+
 #include <string>
 
 #include "base/digest.h"
+#include "base/xxh3.h"
 #include "tests/support/results.h"
 
 namespace torpor {
@@ -20,6 +23,29 @@ TEST(Digest, InPiecesEqualsInOne) {
     for (size_t at = 0; at < text.size(); at += piece)
       streaming.update(bytes_of(text).subspan(at, std::min(piece, text.size() - at)));
     EXPECT_EQ(streaming.finish(), digest_of(bytes_of(text))) << piece;
+  }
+}
+
+// What one machine wrote another one reads.
+TEST(Digest, IsTheSameWithVectorsOfEveryWidth) {
+  std::vector<Xxh3> widths;
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2")) widths.push_back(kXxh3Avx2);
+  if (__builtin_cpu_supports("avx512f")) widths.push_back(kXxh3Avx512);
+#endif
+  std::string text(3000, '\0');
+  for (size_t i = 0; i < text.size(); ++i) text[i] = static_cast<char>(i * 131);
+  for (size_t size = 0; size <= text.size(); ++size) {
+    const XXH128_hash_t expected = XXH3_128bits(text.data(), size);
+    for (const Xxh3& width : widths) {
+      const Xxh3Hash hash = width.hash(text.data(), size);
+      ASSERT_TRUE(hash.low == expected.low64 && hash.high == expected.high64) << size;
+      XXH3_state_t* state = XXH3_createState();
+      XXH3_128bits_reset(state);
+      for (size_t at = 0; at < size; at += 701) width.update(state, text.data() + at, std::min<size_t>(701, size - at));
+      EXPECT_TRUE(XXH128_isEqual(XXH3_128bits_digest(state), expected)) << size;
+      XXH3_freeState(state);
+    }
   }
 }
 

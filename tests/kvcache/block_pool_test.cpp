@@ -6,6 +6,7 @@
 #include <set>
 #include <thread>
 
+#include "base/event_ring.h"
 #include "tests/support/results.h"
 
 namespace torpor {
@@ -233,14 +234,77 @@ TEST(BlockPool, ClearingForgetsWhatNobodyKeeps) {
 }
 
 TEST(BlockPool, EachTransitionIsAnEvent) {
-  struct Recorder final : EventSink {
-    std::string seen;
-    void on_state(const StateEvent& event) override { seen += std::string(event.to) + ","; }
-  } recorder;
-  const auto pool = value_of(BlockPool::create({.num_blocks = 1, .block_tokens = kBlockTokens}, &recorder));
+  const auto ring = value_of(EventRing::in_memory({}, 64));
+  const auto pool = value_of(
+      BlockPool::create({.num_blocks = 1, .block_tokens = kBlockTokens}, EventPort(*ring, system_clock(), true)));
   { const BlockRef block = registered(*pool, 1); }
   ASSERT_SUCCEEDS(pool->allocate(1));
-  EXPECT_EQ(recorder.seen, "partial,ready for scheduling,in flight,complete,registered,empty,empty,");
+  std::vector<Event> events;
+  EventReader(*ring).read(events, true);
+  std::string seen;
+  for (const Event& event : events) {
+    if (event.type == EventType::kBlock) seen += std::string(name(static_cast<BlockState>(event.to))) + ",";
+  }
+  EXPECT_EQ(seen, "partial,ready for scheduling,in flight,complete,registered,empty,empty,");
+}
+
+// What was told says at any time what can be found: nothing but the events is looked at.
+TEST(BlockPool, WhatIsToldSaysWhatCanBeFound) {
+  for (unsigned seed = 0; seed < 20; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937 random(seed);
+    const auto ring = value_of(EventRing::in_memory({}, 1 << 12));
+    const EventPort port(*ring, system_clock());
+    auto pool = value_of(BlockPool::create({.num_blocks = 16, .block_tokens = kBlockTokens}, port));
+    EventReader reader(*ring);
+    std::map<uint64_t, Digest> found;
+    std::vector<BlockRef> kept;
+    for (int i = 0; i < 200; ++i) {
+      const size_t some = kept.empty() ? 0 : random() % kept.size();
+      switch (random() % 8) {
+        case 0: pool->clear_cached(); break;
+        case 1: pool->evict({static_cast<int32_t>(random() % 16), static_cast<int32_t>(random() % 16)}); break;
+        case 2:
+          if (!kept.empty()) pool->discard(kept[some]);
+          break;
+        case 3:
+          if (!kept.empty()) pool->rename(kept[some], {.tokens = tokens_of(static_cast<int32_t>(random() % 20))});
+          break;
+        case 4:
+          if (!kept.empty()) kept.erase(kept.begin() + static_cast<std::ptrdiff_t>(some));
+          break;
+        default:
+          if (pool->info().free > 0) kept.push_back(registered(*pool, static_cast<int32_t>(random() % 20)));
+      }
+      if (i == 100) {  // into another pool, with the same port
+        kept.clear();
+        pool->clear_cached();
+        kept.push_back(registered(*pool, 3));
+        const BlockPoolSnapshot snapshot = pool->snapshot();
+        kept.clear();
+        pool->clear_cached();
+        pool = value_of(BlockPool::create({.num_blocks = 16, .block_tokens = kBlockTokens}, port));
+        BlockPool::Handles handles = value_of(pool->restore(snapshot));
+        for (auto& [id, block] : handles.shared) kept.push_back(std::move(block));
+      }
+      std::vector<Event> events;
+      reader.read(events, true);
+      for (const Event& event : events) {
+        if (event.type == EventType::kRegistered) {
+          EXPECT_TRUE(found.emplace(event.a, event.key).second);
+        } else if (event.type == EventType::kDropped) {
+          EXPECT_EQ(found.erase(event.a), 1u);
+        }
+      }
+      std::map<uint64_t, Digest> truth;
+      for (const BlockPoolSnapshot::Block& block : pool->snapshot().registered)
+        truth[static_cast<uint64_t>(block.id)] = block.identity.hash();
+      ASSERT_EQ(found, truth) << i;
+      ASSERT_SUCCEEDS(pool->check());  // the counters, too
+    }
+    EXPECT_EQ(reader.lost(), 0u);
+    kept.clear();
+  }
 }
 
 TEST(BlockPool, BadSizesAreRefused) {

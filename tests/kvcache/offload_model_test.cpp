@@ -1,5 +1,7 @@
 // Random use of a scheduler with two ranks against a model that knows which computation each block and key stands for:
 // what comes up is of one computation, of its key and of the present space, on all ranks the same (S1, S2, S7).
+// Requests are admitted, asked for again, preempted, aborted and finished; reports come late, twice, from one rank
+// only, or are false; now and then everything stands still, as for a sleep, and cached blocks lose their content.
 #include <deque>
 #include <random>
 #include <set>
@@ -28,6 +30,8 @@ class OffloadModel {
     finish();
   }
   uint64_t loaded() const { return loaded_; }
+  uint64_t preempted() const { return preempted_; }
+  uint64_t stood_still() const { return stood_still_; }
   uint64_t transferred() const {
     return rig_.scheduler->queue().counts(Way::kDown)[static_cast<size_t>(BlockOutcome::kTransferred)];
   }
@@ -77,7 +81,7 @@ class OffloadModel {
         break;
       case 3:
       case 4: offer(); break;
-      case 5: begin_load(); break;
+      case 5: running_.empty() || below(3) > 0 ? admit() : preempt(); break;
       case 6:
       case 7: send(); break;
       case 8:
@@ -93,6 +97,9 @@ class OffloadModel {
   void seldom() {
     if (below(4) == 0) rig_.ranks[below(2)]->device().fail_at(1 + below(3));
     if (below(40) == 0) reset();
+    if (below(10) == 0) stand_still();
+    if (below(4) == 0) send_nonsense(below(2));
+    if (!running_.empty() && below(2) == 0) finish_one(below(static_cast<uint32_t>(running_.size())));
     if (loads_.empty() || below(3) > 0) return;
     Load& load = loads_[below(static_cast<uint32_t>(loads_.size()))];
     if (!load.finished) load.finished = !rig_.scheduler->finished(load.request);  // aborted
@@ -117,17 +124,26 @@ class OffloadModel {
     const uint64_t after = below(3) == 0 ? step_ + 1 : 0;
     handles_.emplace_back(rig_.offer(keys, blocks, after, static_cast<int32_t>(below(2))), blocks.size());
   }
-  void begin_load() {
-    Load load;
-    for (uint32_t i = 0; i < 1 + below(3); ++i) load.keys.push_back(below(kKeys));
-    load.request = rig_.scheduler->begin_request(fmt::format("r{}", ++requests_));
-    const int32_t found = rig_.scheduler->match(load.request, rig_.keys_of(load.keys), 0);
+  void admit() {
+    begin_load({.request = rig_.scheduler->begin_request(fmt::format("r{}", ++requests_)), .keys = some_keys()});
+  }
+  std::vector<uint32_t> some_keys() {
+    std::vector<uint32_t> keys;
+    for (uint32_t i = 0; i < 1 + below(3); ++i) keys.push_back(below(kKeys));
+    return keys;
+  }
+  void begin_load(Load load) {
+    const size_t have = below(4) == 0 ? below(static_cast<uint32_t>(load.keys.size() + 1)) : 0;
+    if (below(4) == 0) (void)rig_.scheduler->match(load.request, rig_.keys_of(some_keys()), 0);  // it waited once more
+    const int32_t found = rig_.scheduler->match(load.request, rig_.keys_of(load.keys), have);
+    load.keys.erase(load.keys.begin(), load.keys.begin() + static_cast<std::ptrdiff_t>(have));
     for (int32_t block = 0; block < kBlocks && static_cast<int32_t>(load.blocks.size()) < found; ++block) {
       if (!in_use(block)) load.blocks.push_back(block);
     }
     TransferHandle handle = rig_.scheduler->allocated(load.request, load.blocks);
     if (load.blocks.empty()) {
-      EXPECT_TRUE(rig_.scheduler->finished(load.request));
+      EXPECT_EQ(rig_.scheduler->stage(load.request), RequestStage::kRunning);
+      running_.push_back(load.request);
       return;
     }
     for (const int32_t block : load.blocks) {
@@ -137,6 +153,41 @@ class OffloadModel {
     }
     handles_.emplace_back(handle, load.blocks.size());
     loads_.push_back(std::move(load));
+  }
+  // It lost its blocks and is admitted again.
+  void preempt() {
+    const auto at = running_.begin() + below(static_cast<uint32_t>(running_.size()));
+    const uint32_t request = *at;
+    running_.erase(at);
+    ++preempted_;
+    begin_load({.request = request, .keys = some_keys()});
+  }
+  void finish_one(uint32_t at) {
+    EXPECT_TRUE(rig_.scheduler->finished(running_[at]));
+    running_.erase(running_.begin() + at);
+  }
+  // Everything that was planned ends and is reported; what nobody holds is forgotten, as after a wake without its
+  // bytes.
+  void stand_still() {
+    for (size_t rank = 0; rank < 2; ++rank) {
+      for (; !plans_[rank].empty(); plans_[rank].pop_front())
+        EXPECT_SUCCEEDS(rig_.ranks[rank]->worker().run(plans_[rank].front()));
+      EXPECT_SUCCEEDS(rig_.scheduler->apply(rig_.report_of(rank)));
+    }
+    EXPECT_FALSE(rig_.scheduler->under_way());
+    take_loads();
+    for (int32_t block = 0; block < kBlocks; ++block) {
+      if (in_use(block) || below(2) == 0) continue;
+      rig_.device.clear(block);
+      keys_.erase(block);
+    }
+    ++stood_still_;
+  }
+  // Reports that no rank of this engine can have made change nothing.
+  void send_nonsense(uint32_t kind) {
+    TransferReport report{.rank = kind == 0 ? 2 : 0};
+    report.jobs.push_back({.id = kind == 0 ? 1u : ~uint64_t{0}});
+    EXPECT_FAILS(rig_.scheduler->apply(report), Code::kInvalidArgument);
   }
   void send() {
     const TransferPlan& plan = rig_.scheduler->plan_step(below(2) == 0);
@@ -182,7 +233,7 @@ class OffloadModel {
       for (const int32_t block : load->blocks) loading_.erase(block);
       if (!load->finished) {
         rig_.scheduler->loaded(ended.request, good);
-        EXPECT_TRUE(rig_.scheduler->finished(ended.request));
+        running_.push_back(ended.request);
       }
       loads_.erase(load);
     }
@@ -199,6 +250,7 @@ class OffloadModel {
       }
       take_loads();
     }
+    while (!running_.empty()) finish_one(0);
     EXPECT_FALSE(rig_.scheduler->busy());
     EXPECT_TRUE(loads_.empty() && loading_.empty());
     for (int32_t block = 0; block < kBlocks; ++block) EXPECT_EQ(rig_.device.holds(block), 0);
@@ -221,6 +273,7 @@ class OffloadModel {
   std::map<uint32_t, std::set<uint32_t>> values_;  // ever computed for a key in this space
   std::set<int32_t> loading_;
   std::vector<Load> loads_;
+  std::vector<uint32_t> running_;  // requests
   std::vector<std::pair<TransferHandle, uint64_t>> handles_;
   std::array<std::deque<TransferPlan>, 2> plans_;
   std::array<TransferReport, 2> last_{TransferReport{.rank = 0}, TransferReport{.rank = 1}};
@@ -228,13 +281,17 @@ class OffloadModel {
   uint64_t step_ = 0;
   uint64_t requests_ = 0;
   uint64_t loaded_ = 0;
+  uint64_t preempted_ = 0;
+  uint64_t stood_still_ = 0;
 };
 
 TEST(OffloadModel, S1S2S7S12UnderRandomUseWithTwoRanksWhatComesUpIsRight) {
   const char* const proof = std::getenv("TORPOR_PROOF");
-  const uint32_t seeds = proof != nullptr && std::string_view(proof) == "long" ? 2000 : 20;
+  const uint32_t seeds = proof != nullptr && std::string_view(proof) == "long" ? 5000 : 20;
   uint64_t loaded = 0;
   uint64_t transferred = 0;
+  uint64_t preempted = 0;
+  uint64_t stood_still = 0;
   for (uint32_t seed = 0; seed < seeds && !::testing::Test::HasFailure(); ++seed) {
     SCOPED_TRACE(fmt::format("seed {}", seed));
     const TemporaryDirectory temporary;
@@ -242,10 +299,15 @@ TEST(OffloadModel, S1S2S7S12UnderRandomUseWithTwoRanksWhatComesUpIsRight) {
     model.run(600);
     loaded += model.loaded();
     transferred += model.transferred();
+    preempted += model.preempted();
+    stood_still += model.stood_still();
   }
   EXPECT_GT(loaded, 5 * seeds);
   EXPECT_GT(transferred, 10 * seeds);
-  fmt::print("proof: offload model: {} seeds, {} blocks stored, {} loaded\n", seeds, transferred, loaded);
+  EXPECT_GT(preempted, seeds);
+  EXPECT_GT(stood_still, seeds / 2);
+  fmt::print("proof: offload model: {} seeds, {} blocks stored, {} loaded, {} preemptions, stood still {} times\n",
+             seeds, transferred, loaded, preempted, stood_still);
 }
 
 }  // namespace

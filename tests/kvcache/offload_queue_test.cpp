@@ -3,6 +3,9 @@
 
 #include <random>
 
+#include <fmt/format.h>
+
+#include "base/event_ring.h"
 #include "tests/support/results.h"
 
 namespace torpor {
@@ -39,6 +42,46 @@ TEST(OffloadQueueOptions, EachBadOptionIsRefusedByName) {
   EXPECT_TRUE(refused([](auto& options) { options.on_deck_batches = 0; }, "on_deck_batches"));
   EXPECT_TRUE(refused([](auto& options) { options.loading_batches = 0; }, "loading_batches"));
   EXPECT_TRUE(refused([](auto& options) { options.queue_blocks = 0; }, "queue_blocks"));
+}
+
+// Each candidate's way, and how its blocks ended, as it is told.
+TEST(OffloadQueueEvents, EachCandidateGoesOneWayOnce) {
+  const auto ring = test::value_of(EventRing::in_memory({}, 256));
+  OffloadQueue queue({.min_batch_size = 1}, EventPort(*ring, system_clock()));
+  const auto add = [&](size_t count, OffloadQueue::Enqueue how) {
+    const std::vector<QueuedBlock> blocks(count);
+    return queue.enqueue(how, blocks, count + 1, BlockOutcome::kFiltered, 0ns);
+  };
+  (void)add(2, {.after_step = 1});
+  TransferHandle cancelled = add(3, {.way = Way::kUp, .owner = 7});
+  (void)queue.enqueue({}, {}, 4, BlockOutcome::kFiltered, 0ns);
+  cancelled.cancel();
+  queue.acknowledge(1, 0ns);
+  OffloadQueue::Batch batch;
+  ASSERT_TRUE(queue.commit(Way::kDown, 0ns, true, batch));
+  queue.tell_planned(batch.owners[0].ticket, 99, 2);
+  queue.end(batch.owners[0].ticket, Way::kDown, BlockOutcome::kTransferred, 2);
+
+  std::vector<Event> events;
+  EventReader(*ring).read(events, true);
+  std::map<uint64_t, std::string> ways;
+  for (const Event& event : events) {
+    std::string& way = ways[event.transfer];
+    if (event.type == EventType::kCandidate)
+      way += fmt::format("{} > {}, ", name(static_cast<CandidateState>(event.from)),
+                         name(static_cast<CandidateState>(event.to)));
+    if (event.type == EventType::kEnded)
+      way += fmt::format("{} {}, ", event.a, name(static_cast<BlockOutcome>(event.to)));
+    if (event.type == EventType::kPlanned) way += fmt::format("job {}, ", event.a);
+    EXPECT_EQ(event.request, event.transfer == (static_cast<uint64_t>(Way::kUp) << 48 | 2) ? kOffloadRequest | 8 : 0);
+  }
+  const uint64_t down = static_cast<uint64_t>(Way::kDown) << 48;
+  EXPECT_EQ(ways[down | 1],
+            "1 filtered, none > waiting, waiting > queued, queued > promoted, job 99, 2 transferred, "
+            "promoted > completed, ");
+  EXPECT_EQ(ways[static_cast<uint64_t>(Way::kUp) << 48 | 2],
+            "1 filtered, none > queued, 3 cancelled, queued > skipped, ");
+  EXPECT_EQ(ways[down | 3], "4 filtered, none > skipped, ");
 }
 
 class OffloadQueueTest : public ::testing::Test {

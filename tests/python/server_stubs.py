@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from types import SimpleNamespace
 
 import httpx
+import pytest
 from fastapi import FastAPI, WebSocket
 from prometheus_client import CollectorRegistry
 from vllm.utils.counter import AtomicCounter
@@ -13,6 +15,12 @@ from vllm.utils.counter import AtomicCounter
 from torpor.errors import NotFound
 
 CLIENT, OTHER_CLIENT, ADMIN = "key-of-a-client", "key-of-another", "key-of-the-operator"
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("TORPOR_") and name != "TORPOR_TEST_MODEL"]:
+        monkeypatch.delenv(name)
 
 
 class Engine:

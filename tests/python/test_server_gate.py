@@ -5,11 +5,25 @@ import gc
 import logging
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from fastapi import Request
-from server_stubs import ADMIN, CLIENT, OTHER_CLIENT, Engine, add_echo, arguments, build, client, concrete, run, started
+from server_stubs import (  # noqa: F401
+    ADMIN,
+    CLIENT,
+    OTHER_CLIENT,
+    Engine,
+    add_echo,
+    arguments,
+    build,
+    client,
+    concrete,
+    no_settings,
+    run,
+    started,
+)
 
 KEYS = ("--api-key", CLIENT, OTHER_CLIENT)
 
@@ -38,12 +52,6 @@ EVERYTHING = [
     *(("POST", path) for path in CHANGES_THE_ENGINE + BEGINS_A_REQUEST), *NEEDS_NO_ENGINE,
     ("WEBSOCKET", "/v1/realtime"),
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def no_settings(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("TORPOR_") and name != "TORPOR_TEST_MODEL"]:
-        monkeypatch.delenv(name)
 
 
 # --- every route of vLLM ---------------------------------------------------------------------------------------------
@@ -656,29 +664,58 @@ def test_an_engine_that_was_lost_asks_for_a_restart(monkeypatch):
     run(scene())
 
 
-def test_the_kubernetes_example_is_valid():
-    import yaml
+# --- deploy/ -----------------------------------------------------------------------------------------------------------
 
-    text = (Path(__file__).parents[2] / "docs/server.md").read_text()
-    blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)]
-    deployment = next(block for block in blocks if block["kind"] == "Deployment")
-    pod = deployment["spec"]["template"]["spec"]
-    container = pod["containers"][0]
-    assert deployment["spec"]["strategy"] == {"type": "Recreate"}
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+def test_the_kustomize_base_is_made_from_the_present_chart():
+    sys.path.insert(0, str(DEPLOY.parent / "tests/deploy"))
+    import chart
+
+    head = (DEPLOY / "kustomize/base/torpor.yaml").read_text().splitlines()[0]
+    assert head.endswith(chart.digest()), "the chart has changed: run tools/dev deploy"
+
+
+def test_a_pod_starts_a_server_that_keeps_its_promises(monkeypatch):
+    import yaml
+    from torpor.vllm import serve
+    from torpor.vllm.server.settings import Settings
+
+    documents = list(yaml.safe_load_all((DEPLOY / "kustomize/base/torpor.yaml").read_text()))
+    stateful = next(each for each in documents if each["kind"] == "StatefulSet")
+    pod = stateful["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["command"] == ["python3", "-m", serve.__name__]
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    rest = arguments(*serve.take_options(container["args"]))
+    settings = Settings.from_environment()
+    assert rest.model_tag == "/models/llm" and rest.port == container["ports"][0]["containerPort"]
+    assert settings.wake_on_request and os.environ["TORPOR_DIR"].startswith("/state/")
+    delay = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert delay[:2] == ["/bin/sh", "-c"] and re.fullmatch(r"sleep \d+", delay[2])
+    assert pod["terminationGracePeriodSeconds"] >= int(delay[2].split()[1]) + settings.sigterm_seconds + 10
     paths = {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
     assert paths == {"startupProbe": "/health", "livenessProbe": "/health", "readinessProbe": "/torpor/ready"}
     assert container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"] >= 300
-    assert {probe["httpGet"]["port"] for probe in (container[name] for name in paths)} == {"http"}
-    assert "http" in {port["name"] for port in container["ports"]}
-    delay = container["lifecycle"]["preStop"]["exec"]["command"]
-    assert delay[:2] == ["/bin/sh", "-c"] and re.fullmatch(r"sleep \d+", delay[2])
-    words = container["command"] + container["args"]
-    saving = float(words[words.index("--torpor-sigterm-seconds") + 1])
-    assert pod["terminationGracePeriodSeconds"] >= int(delay[2].split()[1]) + saving + 10
-    mounts, volumes = {m["name"] for m in container["volumeMounts"]}, {v["name"] for v in pod["volumes"]}
-    assert mounts <= volumes
-    assert {e["name"] for e in container["env"]} >= {"TORPOR_ADMIN_KEY"}
-    assert "--torpor-admin-key" not in words  # whoever may list processes would read it
+    assert {each["name"] for each in container["env"]} >= {"VLLM_API_KEY", "TORPOR_ADMIN_KEY"}  # not among the arguments
+
+
+def test_alerts_and_board_ask_for_metrics_that_exist(monkeypatch):
+    import json
+
+    from prometheus_client import CollectorRegistry
+    from torpor.vllm.server.metrics import Metrics
+
+    registry = CollectorRegistry()
+    Metrics(registry)
+    suffixes = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
+    exist = {family.name + end for family in registry.collect() for end in suffixes[family.type]}
+    board = json.loads((DEPLOY / "grafana/torpor.json").read_text())
+    assert all(panel["description"].endswith("?") for panel in board["panels"])  # the question that it answers
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    asked.append((DEPLOY / "helm/torpor/files/alerts.yaml").read_text())
+    assert set(re.findall(r"\btorpor_\w+", "\n".join(asked))) - {"torpor_phase_seconds"} <= exist
 
 
 # --- sleeping by mode, metrics ---------------------------------------------------------------------------------------
@@ -767,6 +804,7 @@ def test_counts_are_counters_and_amounts_are_gauges(monkeypatch):
     assert {name for name, kind in kinds.items() if kind == "counter"} == {
         "torpor_operations", "torpor_moved_bytes", "torpor_requests_restored", "torpor_requests_refused",
         "torpor_requests_failed", "torpor_requests_rolled_forward", "torpor_answer_log_failures",
+        "torpor_automatic_operations",
     }  # fmt: skip
     assert {name for name, kind in kinds.items() if kind == "histogram"} == {
         "torpor_operation_seconds", "torpor_phase_seconds", "torpor_queue_seconds",

@@ -262,6 +262,10 @@ def test_two_servers_take_turns_on_one_machine_under_load(server, tiny_model, fo
 def test_a_server_may_wake_by_itself_and_go_on_without_its_clients(tiny_model, folder):
     options = [
         "--torpor-wake-on-request",
+        "--torpor-sleep-after",
+        "1",
+        "--torpor-sleep-to-disk-after",
+        "1",
         "--torpor-on-disconnect",
         "continue",
         "--torpor-log-sync",
@@ -300,6 +304,14 @@ def test_a_server_may_wake_by_itself_and_go_on_without_its_clients(tiny_model, f
         assert whole.json()["choices"][0]["state"] == "finished" and len(whole.json()["choices"][0]["token_ids"]) == 400
         for other in ({"X-Tenant": "b"}, {}):
             assert (await client.http.get("/torpor/requests/left", headers=other)).status_code == 404
+
+        while not (await client.http.get("/torpor/checkpoints")).json()["checkpoints"]:  # idle: to host, then to disk
+            await asyncio.sleep(0.1)
+        while (state := (await client.http.get("/torpor/state")).json())["state"] != "asleep":
+            await asyncio.sleep(0.1)
+        assert state["engine"]["checkpoint"] and state["ledger"][0]["tags"]["weights"]["backup_host_bytes"] == 0
+        again = await client.chat(Reading("wakes again"), "Hi", max_tokens=5, temperature=0)
+        assert again.text == reading.text and again.interruptions == 0
 
     try:
         run(server, scene, 300)

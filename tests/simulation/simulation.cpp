@@ -78,6 +78,7 @@ Scenario make_scenario(uint64_t seed, Dice& dice, const std::string& directory) 
   options.token_budget = static_cast<int32_t>(dice.between(3, 24));
   options.max_running = static_cast<int32_t>(dice.between(1, 6));
   options.by_priority = dice.chance(0.3);
+  options.kv_of_step = scenario.exact;  // S1: a copy of another computation, if under the right key, changes tokens
   options.transfers_have_threads = seed % 4 < 2;
   options.retain_kv_bytes = seed % 3 * 20'000;  // nothing, some blocks, most
   options.num_blocks = static_cast<int32_t>(dice.between(64, scenario.exact ? 140 : 90) /

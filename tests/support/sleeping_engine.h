@@ -22,12 +22,13 @@ inline void add_late_request(TestEngine& engine) {
 
 struct SleepingEngine {
   explicit SleepingEngine(FileSystem& file_system, std::string directory, TestEngineOptions options = {},
-                          std::optional<uint64_t> kv_budget = {})
+                          std::optional<uint64_t> kv_budget = {}, EventPort port = {})
       : engine(file_system, options),
         controller(engine, file_system, system_clock(),
                    {.directory = std::move(directory),
                     .kv_budget_bytes = kv_budget,
-                    .checkpoints = {.key = options.key, .encrypt = options.key != nullptr}}) {}
+                    .checkpoints = {.key = options.key, .encrypt = options.key != nullptr}},
+                   port) {}
   TestEngine engine;
   SleepController controller;
 };

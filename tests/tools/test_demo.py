@@ -86,6 +86,19 @@ def test_a_drained_server_and_its_clients(tmp_path):
     assert 0 < result["wake_seconds"] < result["start_seconds"] and result["checkpoint_bytes"] > 0
 
 
+def test_a_conversation_that_was_evicted_returns_and_so_it_does_to_a_new_process(tmp_path):
+    done = demo("--json", "--offload", "--conversation", 300, "--max-tokens", 8, "--dir", tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    assert result["requests"] == result["identical"] == 3
+    whole = result["prompt_tokens"] // 32 * 32
+    assert result["evicted"]["torpor"]["cached_tokens"] >= whole - 32  # what the last answer's end filled is not stored
+    assert result["restarted"]["torpor"]["cached_tokens"] == whole
+    for case in ("evicted", "restarted"):
+        assert result[case]["alone"]["cached_tokens"] == 0
+        assert 0 < result[case]["torpor"]["first_token_seconds"] < result[case]["alone"]["first_token_seconds"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -94,6 +107,8 @@ def test_a_drained_server_and_its_clients(tmp_path):
         (["--level", "7"], "level"),
         (["--gpu-path", "--server"], "--gpu-path"),
         (["--features", "--server"], "--features"),
+        (["--offload", "--server"], "--offload"),
+        (["--conversation", "9"], "--conversation"),
         (["--prompts", "/nowhere/prompts"], "/nowhere/prompts"),
         (["--prompts", "/dev/null"], "no prompt"),
         (["--dir", "/dev/null/x"], "/dev/null/x"),

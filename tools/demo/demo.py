@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,98 +17,14 @@ from collections import Counter
 from pathlib import Path
 
 import kinds
+import offload_demo
 import server_demo
+from engine_child import DemoError, EngineProcess
 from screen import MARK, Screen, size
 from serving import ServerEnded
 
 HERE = Path(__file__).resolve().parent
 RIG = HERE.parents[1] / "tests/rig"
-
-
-class DemoError(Exception):
-    """What was wrong and what to do, for the user."""
-
-
-class EngineProcess:
-    """The child with the engine (engine_process.py)."""
-
-    def __init__(self, model: Path, directory: Path, log: Path, environment: dict[str, str], with_features: bool):
-        self._log = log
-        order_out, self._order = os.pipe()
-        self._answer, answer_in = os.pipe()
-        # One thread count and one hash seed for both processes: they are part of what makes tokens equal.
-        environment = (
-            os.environ
-            | environment
-            | {
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                "HF_HUB_OFFLINE": "1",
-                "PYTHONHASHSEED": "0",
-            }
-            | ({"TORCH_COMPILE_DISABLE": "1"} if with_features else {})  # vLLM compiles for each new shape, for minutes
-        )
-        command = [
-            sys.executable,
-            HERE / "engine_process.py",
-            "--model",
-            model,
-            "--dir",
-            directory,
-            "--orders",
-            order_out,
-            "--answers",
-            answer_in,
-            *(["--features"] if with_features else []),
-        ]
-        with open(log, "a") as out:
-            self._process = subprocess.Popen(
-                [str(c) for c in command],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                pass_fds=(order_out, answer_in),
-                env=environment,
-            )
-        os.close(order_out)
-        os.close(answer_in)
-        self._answers = os.fdopen(self._answer)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def wait_until_ready(self) -> None:
-        self._result(None)
-
-    def order(self, name: str, on_event=None, **arguments) -> dict:
-        os.write(self._order, (json.dumps({"do": name} | arguments) + "\n").encode())
-        return self._result(on_event)
-
-    def resident_bytes(self) -> int:
-        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024
-        raise DemoError(f"process {self.pid} has no VmRSS")
-
-    def kill(self) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
-        self._answers.close()
-        os.close(self._order)
-
-    def _result(self, on_event) -> dict:
-        for line in self._answers:
-            message = json.loads(line)
-            if "done" in message:
-                return message["done"]
-            if "error" in message:
-                raise DemoError(f"the engine refused: {message['error']}")
-            if on_event is not None:
-                on_event(message)
-        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
-        raise DemoError(f"the engine's process ended. The end of {self._log}:\n{tail}")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -151,6 +64,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="show it with a server and its clients instead: drained with SIGTERM, taken up by the next one",
     )
     parser.add_argument(
+        "--offload",
+        action="store_true",
+        help="show the KV connector instead: a conversation returns when its KV was evicted, and to a new process",
+    )
+    parser.add_argument(
+        "--conversation",
+        type=int,
+        default=1000,
+        metavar="TOKENS",
+        help="with --offload: how long the conversation is that returns",
+    )
+    parser.add_argument(
         "--drain-at",
         type=float,
         default=0.4,
@@ -159,14 +84,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     options = parser.parse_args(arguments)
-    if options.gpu_path and options.server:
-        parser.error("--gpu-path and --server do not go together; leave one out")
-    if options.features and options.server:
-        parser.error("--features and --server do not go together; leave one out")
+    modes = [name for name in ("gpu_path", "features", "server", "offload") if getattr(options, name)]
+    if len(modes) > 1 and modes != ["gpu_path", "features"]:
+        named = " and ".join(f"--{name.replace('_', '-')}" for name in modes)
+        parser.error(f"{named} do not go together; leave one out")
     if options.freeze_after < 1:
         parser.error(f"--freeze-after is {options.freeze_after}; use 1 or more")
     if options.max_tokens < 2:
         parser.error(f"--max-tokens is {options.max_tokens}; use 2 or more")
+    if not 200 <= options.conversation <= 1500:
+        parser.error(f"--conversation is {options.conversation}; use 200 to 1500")
     if not 0 < options.drain_at < 1:
         parser.error(f"--drain-at is {options.drain_at}; use more than 0 and less than 1")
     return options
@@ -210,6 +137,9 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
     directory = make_directory(options.dir)
     log = directory / "engine.log"
     model, environment = gpu_path(directory) if options.gpu_path else (options.model, {})
+    features = ["--features"] if options.features else []
+    if features:
+        environment = environment | {"TORCH_COMPILE_DISABLE": "1"}  # vLLM compiles for each new shape, for minutes
     engine = None
     try:
         screen.stage(
@@ -217,7 +147,7 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
             if options.gpu_path
             else "1. An engine starts (vLLM on the CPU)"
         )
-        engine = EngineProcess(model, directory, log, environment, options.features)
+        engine = EngineProcess(model, directory, log, environment, *features)
         engine.wait_until_ready()
         requests = {"prompts": prompts, "max_tokens": options.max_tokens, "seed": options.seed}
 
@@ -257,7 +187,7 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
             screen.line(f"checkpoint: {slept['checkpoint']}")
             screen.stage("5. kill -9, and a new process wakes from the checkpoint")
             engine.kill()
-            engine = EngineProcess(model, directory, log, environment, options.features)
+            engine = EngineProcess(model, directory, log, environment, *features)
             engine.wait_until_ready()
             woken = engine.order("wake", from_checkpoint=slept["checkpoint"])
         else:
@@ -363,6 +293,10 @@ def main() -> int:
         if options.server:
             options.dir = make_directory(options.dir)
             result = server_demo.run(options, read_prompts(options.prompts), screen)
+        elif options.offload:
+            result = offload_demo.run(
+                options.model, make_directory(options.dir), options.conversation, options.max_tokens, screen
+            )
         else:
             result = run(options, screen)
     except (DemoError, ServerEnded) as problem:
@@ -372,6 +306,8 @@ def main() -> int:
         print(json.dumps(result, indent=2))
     elif options.server:
         server_demo.show(result, screen)
+    elif options.offload:
+        offload_demo.show(result, screen)
     else:
         show(result, screen)
     return 0 if result["identical"] == result["requests"] else 1

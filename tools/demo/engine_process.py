@@ -37,22 +37,23 @@ def best_dtype() -> str:
 
 
 class Engine:
-    def __init__(self, model: str, directory: str, with_features: bool):
+    def __init__(self, model: str, directory: str, with_features: bool, options: dict):
         from vllm import LLM
 
         self._directory, self._with_features = directory, with_features
-        self._llm = LLM(
-            model,
-            dtype=best_dtype(),
-            enforce_eager=True,
-            block_size=32,
-            max_model_len=2048,
-            max_num_seqs=64,
-            max_num_batched_tokens=512,
-            seed=0,
-            additional_config={"torpor": {"dir": directory}},
-            **(kinds.options(model, directory, on_gpu_path()) if with_features else {}),
-        )
+        usual = {
+            "dtype": best_dtype(),
+            "enforce_eager": True,
+            "block_size": 32,
+            "max_model_len": 2048,
+            "max_num_seqs": 64,
+            "max_num_batched_tokens": 512,
+            "seed": 0,
+            "additional_config": {"torpor": {"dir": directory}},
+        }
+        if with_features:
+            usual |= kinds.options(model, directory, on_gpu_path())
+        self._llm = LLM(model, **(usual | options))
         self._engine = self._llm.llm_engine
         self._tokens: dict[str, list[int]] = {}
         self._texts: dict[str, str] = {}
@@ -99,6 +100,35 @@ class Engine:
             made += 1
             tell({"event": "texts", "texts": self._texts})
         return {"steps": made, "tokens": self._tokens, "texts": self._texts, "finished": sorted(self._finished)}
+
+    def ask(self, tokens: list[int], max_tokens: int) -> dict:
+        """One greedy request alone: its tokens, when the first came, and how many of the prompt's were not computed."""
+        from vllm import SamplingParams
+
+        self._asked = getattr(self, "_asked", 0) + 1
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        began, first = time.monotonic(), None
+        self._engine.add_request(f"ask-{self._asked}", {"prompt_token_ids": tokens}, params)
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                first = first or time.monotonic() - began
+        answer = output.outputs[0]
+        return {
+            "tokens": list(answer.token_ids),
+            "text": answer.text,
+            "first_token_seconds": first,
+            "cached_tokens": output.num_cached_tokens,
+        }
+
+    def settle(self) -> dict:
+        """Steps without requests, until nothing is on its way to host memory or disk any more."""
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        while scheduler.has_requests():
+            self._engine.step()
+        return {}
+
+    def tokens_of(self, text: str) -> list[int]:
+        return self._llm.get_tokenizer().encode(text)
 
     def path(self) -> dict:
         core = self._engine.engine_core.engine_core
@@ -149,6 +179,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--dir", required=True)
     parser.add_argument("--features", action="store_true")
+    parser.add_argument("--options", type=json.loads, default={}, help="of the engine, as JSON")
     parser.add_argument("--orders", type=int, required=True)
     parser.add_argument("--answers", type=int, required=True)
     arguments = parser.parse_args()
@@ -159,7 +190,7 @@ def main() -> None:
 
     engine = None
     try:
-        engine = Engine(arguments.model, arguments.dir, arguments.features)
+        engine = Engine(arguments.model, arguments.dir, arguments.features, arguments.options)
         tell({"done": {}})
         for line in orders:
             order = json.loads(line)

@@ -10,7 +10,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from devtool import checks, contract, mutants, setup, testing
+from devtool import checks, contract, deploy, mutants, packages, setup, testing
 from devtool.setup import ROOT, SetupError, cmake_build, say
 
 PRESETS = ("dev", "release", "asan", "tsan", "fuzz")
@@ -29,6 +29,7 @@ BENCHES = {
     "python_baselines": "tools/bench/python_baselines_bench.py",
     "server": "tools/bench/server_bench.py",
     "weights_load": "tools/bench/weights_load_bench.py",
+    "connector": "tools/bench/connector_bench.py",
 }
 
 ENGINE_CHECKS = ROOT / "tools/gpu_check"
@@ -58,6 +59,8 @@ def main(arguments: list[str], manual: str) -> int:
         "proof": proof,
         "contract": contract.main,
         "gpu_check": gpu_check,
+        "wheel": packages.wheel,
+        "deploy": deploy.main,
         "torpor": torpor,
         "python": python,
         "lint": lint,
@@ -195,14 +198,20 @@ def fuzz(arguments: list[str]) -> int:
 
 
 def proof(arguments: list[str]) -> int:
-    """The long versions: a million states after power cuts, every bit flipped under every seal, the fuzzers, the mutants."""
+    """The long versions: a million states after power cuts, every bit flipped under every seal, 5,000 lives of an offload
+    scheduler, the fuzzers, the mutants."""
     setup.system_packages()
     cmake_build("release")
     code = subprocess.run(
         ["ctest", "--preset", "release", "-L", "proof", "-V"], cwd=ROOT, env=os.environ | {"TORPOR_PROOF": "long"}
     ).returncode
+    code |= subprocess.run(
+        [ROOT / "build/release/tests/kvcache/kvcache_test", "--gtest_filter=OffloadModel*"],
+        env=os.environ | {"TORPOR_PROOF": "long"},
+    ).returncode
     code |= testing.whole_gpu_path()
     code |= testing.other_versions()
+    code |= deploy.main([])
     code |= fuzz(arguments)
     return code | mutants.main([])
 

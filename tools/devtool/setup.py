@@ -57,13 +57,11 @@ def read_list(name: str) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def system_packages() -> None:
+def system_packages(names: str = "system.txt", but: frozenset[str] = frozenset()) -> None:
     if shutil.which("dpkg-query") is None:
-        say(
-            "  not a Debian system: install the packages of tools/requirements/system.txt by hand if something is missing"
-        )
+        say(f"  not a Debian system: install the packages of tools/requirements/{names} by hand if something is missing")
         return
-    wanted = read_list("system.txt")
+    wanted = [name for name in read_list(names) if name not in but]
     shown = subprocess.run(
         ["dpkg-query", "-W", "-f=${Package} ${db:Status-Status}\n", *wanted], capture_output=True, text=True
     ).stdout

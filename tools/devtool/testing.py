@@ -30,7 +30,7 @@ ENGINES = (
 SANITIZERS = ("asan", "tsan")
 ONE_COMPILER = {"CMAKE_BUILD_PARALLEL_LEVEL": "1"}
 # The gate first: vLLM keeps what the environment says of its routes once an engine has run in the process.
-SERVERS = [f"tests/python/{name}.py" for name in ("test_server_gate", "test_server", "test_server_restarts")]
+SERVERS = [f"tests/python/{name}.py" for name in ("test_server_gate", "test_server_automatic", "test_server", "test_server_restarts")]
 BUT_SERVERS = ["tests/python", *(f"--ignore={path}" for path in SERVERS)]
 # Files of tests/python with tests that are marked as the core, for every vLLM that is known; test_gpu_path.py has some too.
 CORE = ("identity", "new_process", "features", "server")

@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from torpor import _core
 from torpor.errors import Error, Incompatible, InvalidArgument, TimedOut, Unsupported
-from torpor.vllm import block_stamps, grammar, multimodal
+from torpor.vllm import block_stamps, connector_sleep, grammar, multimodal
 from torpor.vllm import scheduler_values as values
 from torpor.vllm.fingerprint import fingerprint
 from torpor.vllm.options import Options
@@ -81,6 +81,8 @@ class VllmHooks:
         try:
             self._finish_batches(None if timeout is None else time.monotonic() + timeout)
             self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            if (side := connector_sleep.side_of(self.scheduler)) is not None:
+                connector_sleep.finish_transfers(self.core, side)
             self._rpc("torpor_settle")
         except BaseException:
             self.resume()
@@ -92,7 +94,7 @@ class VllmHooks:
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimedOut(f"{len(self.core.batch_queue)} batches are still in flight", "give it more time")
             outputs, executed = self.core.step_fn()  # it schedules nothing: the scheduler says that it has no requests
-            deliver(self.core, outputs)
+            connector_sleep.deliver(self.core, outputs)
             self.core.post_step(executed)
 
     def drain(self) -> int:
@@ -141,7 +143,8 @@ class VllmHooks:
 
     def drop_requests(self, mode: str) -> None:
         watch_recomputation(self.scheduler)
-        self.core.pause_scheduler("abort" if mode == "abort" else "keep", True)
+        with connector_sleep.tiers_kept(self.scheduler):
+            self.core.pause_scheduler("abort" if mode == "abort" else "keep", True)
 
     def drop_prefix(self, block_ids: list[int]) -> None:
         pool = self.scheduler.kv_cache_manager.block_pool
@@ -149,6 +152,8 @@ class VllmHooks:
             pool._maybe_evict_cached_block(pool.blocks[block_id])
 
     def retire_prefix(self) -> None:
+        if (side := connector_sleep.side_of(self.scheduler)) is not None:
+            side.reset()
         pool = self.scheduler.kv_cache_manager.block_pool
         for block in pool.blocks:
             pool._maybe_evict_cached_block(block)
@@ -175,6 +180,7 @@ class VllmHooks:
         values.scheduler_from_value(self.scheduler, checkpoint["scheduler"], requests)
         values.pool_from_value(self.scheduler, checkpoint["kv"], lost)
         values.announce_blocks(self.scheduler)
+        connector_sleep.tell_of_requests(self.scheduler)
         self.scheduler.finished_req_ids |= lost  # so that the workers drop their rows at the next step
         features = {i: multimodal.to_value(request.mm_features) for i, request in requests.items() if request.mm_features}
         self._rpc("torpor_restore", checkpoint["workers"], given, features)
@@ -242,6 +248,7 @@ class VllmHooks:
         if self._own_weight_version is not None:
             self.core.set_weight_version(self._own_weight_version)
             self._own_weight_version = None
+        connector_sleep.forget_requests(self.scheduler)
         values.empty_scheduler(self.scheduler)
         values.empty_pool(self.scheduler)
         self._rpc("torpor_forget")
@@ -252,15 +259,6 @@ class VllmHooks:
 
     def _rpc(self, method: str, *arguments) -> list:
         return self.core.collective_rpc(method, args=arguments)
-
-
-def deliver(core, outputs: dict | None) -> None:
-    """Outputs of a step that nobody asked for, on their way to the front ends as if the engine had taken it itself."""
-    for client, output in (outputs or {}).items():
-        if hasattr(core, "output_queue"):  # of a core in its own process
-            core.output_queue.put_nowait((client, output))
-        else:
-            core.torpor_outputs = [*getattr(core, "torpor_outputs", ()), output]
 
 
 class EngineSide:

@@ -11,6 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from torpor import _core
+from torpor.vllm import kv_layout
 from torpor.vllm.options import Options
 
 
@@ -30,6 +31,26 @@ def of_weights(vllm_config, options: Options) -> dict[str, str]:
         "cpu_linear": options.cpu_linear,
     }
     return {name: str(value) for name, value in fields.items()}
+
+
+def key_space(worker, weights: str) -> str:
+    """All that the bytes of a rank's KV blocks depend on besides what their keys are made of, and how those are made.
+
+    `weights`: the digest of the rank's.
+    """
+    config, runner = worker.vllm_config, worker.model_runner
+    cache = config.cache_config
+    fields = of_weights(config, Options.of(config)) | {
+        "weights": weights,
+        "rank": worker.rank,
+        "max_model_len": config.model_config.max_model_len,
+        "kv_cache_dtype": cache.cache_dtype,
+        "block_size": cache.block_size,
+        "prefix_hash": f"{cache.prefix_caching_hash_algo}, seed {get_none_hash_seed()}",
+        "layers": kv_layout.layers(runner.kv_cache_config),
+        "layout": runner.kv_cache_config.kv_cache_layout,
+    }
+    return "\n".join(f"{name}: {value}" for name, value in fields.items())
 
 
 def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:

@@ -130,6 +130,7 @@ class GpuWorkerMemory:
 
     def __init__(self, device: torch.device, options: dict):
         self.rank_memory = _core.memory_of(device.index or 0, options)
+        self.new_weights = 0  # how often
         self._model: torch.nn.Module | None = None
         self._buffers: dict[str, torch.Tensor] = {}  # on the host, while the weights are away
 
@@ -140,12 +141,16 @@ class GpuWorkerMemory:
         if tag == "weights":
             self._model = worker.model_runner.model
 
+    def note_new_weights(self) -> None:
+        self.new_weights += 1
+        self.rank_memory.mark_dirty("weights")
+
     @contextmanager
     def reloading_weights(self):
         try:
             yield
         finally:
-            self.rank_memory.mark_dirty("weights")
+            self.note_new_weights()
 
     def elsewhere(self, model: torch.nn.Module) -> list[str]:
         return []  # the allocator sees all that torch allocates

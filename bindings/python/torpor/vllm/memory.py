@@ -58,6 +58,7 @@ class WorkerMemory:
         self._reloading = False
         self.filled_from = None  # the checkpoint that the weights come from, as loader.StoredWeights
         self.weights_layout: str | None = None
+        self.new_weights = 0  # how often
         self._weights_address = self._weights_bytes = 0
         self.kv_address = self._kv_bytes = 0
 
@@ -91,6 +92,11 @@ class WorkerMemory:
         self._put_in_region([*tensors, *views_of_parameters(model).values()], offsets)
         self.filled_from = stored
 
+    def note_new_weights(self) -> None:
+        """What is kept of the old ones is no longer theirs; nor is KV that was computed with them."""
+        self.new_weights += 1
+        self.rank_memory.mark_dirty("weights")
+
     @contextmanager
     def reloading_weights(self):
         """Around vLLM's reload_weights: the region gets the new weights too, and everything is packed from it again."""
@@ -101,7 +107,7 @@ class WorkerMemory:
                 yield
         finally:
             self._reloading = False
-            self.rank_memory.mark_dirty("weights")
+            self.note_new_weights()
         self.rebuild_derived()
 
     def _install_load_weights(self, model: torch.nn.Module) -> None:
@@ -119,7 +125,7 @@ class WorkerMemory:
                 try:
                     loaded = stock(weights, *args, **kwargs)
                 finally:
-                    self.rank_memory.mark_dirty("weights")
+                    self.note_new_weights()
                 written = self._written(model, loaded)
             for linear in self._packed:
                 if self._derived and (written is None or linear.plain.data_ptr() in written):

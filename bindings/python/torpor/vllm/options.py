@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from torpor.errors import InvalidArgument
+from torpor.vllm import connector_options
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Options:
     gpu_preserve_state: bool = False
     # Memory that the newest checkpoint has already is named, not written again.
     incremental: bool = False
+    # Of the KV connector (connector_options.py), which is switched on by one named `offload`.
+    connector: dict = field(default_factory=dict)
 
     @staticmethod
     def of(vllm_config) -> Options:
@@ -56,15 +59,19 @@ class Options:
         values = {
             f.name: _parse(f.name, os.environ[f"TORPOR_{f.name.upper()}"])
             for f in fields(Options)
-            if f"TORPOR_{f.name.upper()}" in os.environ
+            if f"TORPOR_{f.name.upper()}" in os.environ and f.name != "connector"
         }
         values |= given
-        known = {f.name for f in fields(Options)}
+        connector = {name: values.pop(name) for name in connector_options.NAMES if name in values}
+        known = {f.name for f in fields(Options)} - {"connector"}
         if unknown := sorted(set(values) - known):
             raise InvalidArgument(
-                f"unknown torpor option {', '.join(unknown)}", f"the options are {', '.join(sorted(known))}"
+                f"unknown torpor option {', '.join(unknown)}",
+                f"the options are {', '.join(sorted({*known, *connector_options.NAMES}))}",
             )
-        options = Options(**values)
+        if connector and "offload" not in connector:
+            raise InvalidArgument(f"{', '.join(connector)} without offload", 'set offload to "eager" or "lazy"')
+        options = Options(**values, connector=connector)
         if options.cpu_linear not in ("packed", "plain"):
             raise InvalidArgument(f"cpu_linear is {options.cpu_linear!r}", 'use "packed" or "plain"')
         return options

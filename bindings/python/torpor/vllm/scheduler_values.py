@@ -48,8 +48,11 @@ _ODD_PARSER = "options of a reasoning parser that are no plain values"
 _KNOWN_FIELDS = _NEUTRAL_FIELDS | {*_ENGINE_FIELDS, *_DERIVED_FIELDS, *_EMPTY_FIELDS, *_IN_FLIGHT_FIELDS}
 
 
-def unsupported_fields(request: Request) -> list[str]:
-    """What this request has that cannot be preserved, by name; also fields that this adapter does not know."""
+def unsupported_fields(request: Request, may_load: bool = False) -> list[str]:
+    """What this request has that cannot be preserved, by name; also fields that this adapter does not know.
+
+    `may_load`: it may wait for torpor's connector, which brings its blocks before the sleep.
+    """
     found = [f"{name} of a request" for name, empty in _EMPTY_FIELDS.items() if getattr(request, name) != empty]
     found += [f"unknown field {name} of vLLM's Request" for name in sorted(set(vars(request)) - _KNOWN_FIELDS)]
     found += multimodal.unsupported(request.mm_features)
@@ -59,7 +62,8 @@ def unsupported_fields(request: Request) -> list[str]:
     structured = request.structured_output_request
     if structured is not None and not are_plain(structured.reasoning_parser_kwargs):
         found.append(_ODD_PARSER)
-    if request.status not in _STATUS and request.status is not _COMPILING:
+    loads = may_load and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    if request.status not in _STATUS and request.status is not _COMPILING and not loads:
         found.append(f"a request in the status {request.status.name}")
     return found
 

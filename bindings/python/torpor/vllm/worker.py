@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import nullcontext
 
 import torch
@@ -12,8 +13,19 @@ from torpor.vllm.memory import WorkerMemory
 from torpor.vllm.options import Options
 
 
+_of_this_process = None
+
+
+def of_this_process():
+    """The worker that has its KV cache in torpor's memory; the newest, if there were several."""
+    return _of_this_process and _of_this_process()
+
+
 def memory_context(self, tag: str):
     """Worker._maybe_get_memory_pool_context: where vLLM is about to allocate weights, KV or else, in regions."""
+    global _of_this_process
+    if tag == "kv_cache":
+        _of_this_process = weakref.ref(self)
     if self.device.type != "cpu":
         return _memory(self).allocating(tag, self)
     if tag == "weights":
@@ -46,6 +58,22 @@ def torpor_rank(self, order: bytes) -> bytes:
         memory.describe_kv(self.model_runner)
         self._torpor_kv_described = True
     return memory.rank_memory.call(order)
+
+
+def torpor_transfer(self, orders):
+    """The connector's orders outside of a step, and all that is under way: returns vLLM's KVConnectorOutput of it."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.v1.outputs import KVConnectorOutput
+
+    side = get_kv_transfer_group().worker
+    side.begin(orders)
+    side.wait()
+    side.look()
+    return KVConnectorOutput(
+        finished_recving=side.take_finished() or None,
+        invalid_block_ids=side.take_bad_blocks(),
+        kv_connector_worker_meta=side.take_report(),
+    )
 
 
 def torpor_release_derived(self) -> None:
@@ -125,7 +153,10 @@ def torpor_forget(self) -> None:
 
 
 def torpor_mark_dirty(self, tag: str) -> None:
-    self.torpor_memory.rank_memory.mark_dirty(tag)
+    if tag == "weights":
+        self.torpor_memory.note_new_weights()
+    else:
+        self.torpor_memory.rank_memory.mark_dirty(tag)
 
 
 def _is_v2(worker) -> bool:

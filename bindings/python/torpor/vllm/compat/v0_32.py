@@ -786,10 +786,17 @@ ENGINE = (
         classes=(
             Class(
                 "VllmConfig",
+                calls={"_post_init_kv_transfer_config": "self"},
                 fields="""
                     additional_config model_config cache_config parallel_config scheduler_config
                     compilation_config lora_config speculative_config kv_transfer_config
                     ec_transfer_config kv_events_config
+                """,
+            ),
+            Class(
+                "KVTransferConfig",
+                fields="""
+                    kv_connector kv_connector_module_path kv_role kv_load_failure_policy kv_connector_extra_config
                 """,
             ),
             Class(
@@ -1448,8 +1455,98 @@ SERVER = (
     ),
 )
 
+# What torpor's KV connector uses, where it is switched on.
+CONNECTOR = (
+    Module(
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+        names=("KVConnectorRole", "SupportsHMA", "KVConnectorMetadata", "KVConnectorWorkerMetadata"),
+        classes=(
+            Class(
+                "KVConnectorBase_V1",
+                calls={
+                    "bind_connector_metadata": "self, connector_metadata",
+                    "has_connector_metadata": "self",
+                    "start_load_kv": "self, forward_context, **kwargs",
+                    "get_transfer_results": "self, finished_req_ids",
+                    "get_block_ids_with_load_errors": "self",
+                    "get_handshake_metadata": "self",
+                    "build_connector_worker_meta": "self",
+                    "bind_kv_cache_manager": "self, kv_cache_manager",
+                    "set_xfer_handshake_metadata_pp_aware": "self, metadata",
+                    "get_num_new_matched_tokens": "self, request, num_computed_tokens",
+                    "get_external_cache_hit_sources": "self, request, num_external_tokens",
+                    "update_state_after_alloc": "self, request, blocks, num_external_tokens",
+                    "build_connector_meta": "self, scheduler_output",
+                    "update_connector_output": "self, connector_output",
+                    "request_finished": "self, request, block_ids",
+                    "has_pending_block_frees": "self",
+                    "has_pending_push_work": "self",
+                    "take_events": "self",
+                    "get_kv_connector_stats": "self",
+                    "reset_cache": "self",
+                    "shutdown": "self",
+                },
+            ),
+            Class("KVConnectorTransferResults", fields="finished_sending finished_recving failed_recving", exact=True),
+            Class("KVConnectorHandshakeMetadata"),
+        ),
+    ),
+    Module(
+        "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
+        classes=(
+            Class("KVConnectorStats", fields="data"),
+            Class(
+                "KVConnectorPromMetrics",
+                fields="per_engine_labelvalues _counter_cls _gauge_cls",
+            ),
+        ),
+    ),
+    Module("vllm.distributed.kv_transfer", functions={"get_kv_transfer_group": ""}),
+    Module("vllm.v1.metrics.cache_hit_source", classes=(Class("CacheHitSource", members="HOST DISK"),)),
+    Module(
+        "vllm.distributed.kv_events",
+        classes=(
+            Class(
+                "BlockStored",
+                fields="block_hashes parent_block_hash token_ids block_size lora_id medium lora_name group_idx",
+            ),
+            Class("BlockRemoved", fields="block_hashes medium group_idx"),
+        ),
+    ),
+    Module(
+        "vllm.v1.core.block_pool",
+        classes=(Class("BlockPool", calls={"touch": "self, blocks", "free_blocks": "self, ordered_blocks"}),),
+    ),
+    Module("vllm.v1.core.kv_cache_utils", functions={"maybe_convert_block_hash": "hash_bytes"}),
+    Module("vllm.v1.core.kv_cache_manager", classes=(Class("KVCacheManager", calls={"reset_prefix_cache": "self"}),)),
+    Module("vllm.v1.kv_cache_interface", names=("FullAttentionSpec",)),
+    Module(
+        "vllm.v1.core.sched.scheduler",
+        classes=(
+            Class(
+                "Scheduler",
+                calls={
+                    "update_from_output": "self, scheduler_output, model_runner_output",
+                    "_handle_blocked_waiting_request": "self, request",
+                },
+            ),
+        ),
+    ),
+    Module("vllm.v1.core.sched.output", classes=(Class("SchedulerOutput", calls={"make_empty": "cls"}),)),
+    Module(
+        "vllm.v1.outputs",
+        classes=(
+            Class("ModelRunnerOutput", calls={"with_kv_conn_output_only": "kv_connector_output"}),
+            Class(
+                "KVConnectorOutput",
+                fields="finished_recving invalid_block_ids kv_connector_worker_meta",
+            ),
+        ),
+    ),
+)
+
 # For each token of a seeded request: "a number", or "a number a word" of the vocabulary.
 CPU_SAMPLER_DRAWS = "a number"
 
 # What a manifest is looked up by.
-PARTS = {"engine": ENGINE, "cpu": CPU_WORKER, "cuda": CUDA_WORKER, "v2": V2_RUNNER, "server": SERVER}
+PARTS = {"engine": ENGINE, "cpu": CPU_WORKER, "cuda": CUDA_WORKER, "v2": V2_RUNNER, "server": SERVER, "connector": CONNECTOR}

@@ -10,8 +10,8 @@ import inspect
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-from torpor.errors import Unsupported
-from torpor.vllm import frontend
+from torpor.errors import InvalidArgument, Unsupported
+from torpor.vllm import connector_options, frontend
 from torpor.vllm.compat import lookup
 from torpor.vllm.compat.patching import Patches
 from torpor.vllm.options import Options, has_torpor_backend, holds_memory_of
@@ -19,6 +19,7 @@ from torpor.vllm.options import Options, has_torpor_backend, holds_memory_of
 
 def install(patches: Patches, parts: tuple[str, ...]) -> None:
     """`parts` as in the manifest. A failure leaves undoing to the caller, who has `patches`."""
+    _connector(patches)
     _scheduler(patches)
     _grammars(patches)
     _engine_core(patches)
@@ -63,6 +64,33 @@ def _scheduler(patches: Patches) -> None:
     patches.set(Scheduler, "torpor_steps", 0)
     patches.set(Scheduler, "has_requests", has_requests)
     patches.set(Scheduler, "schedule", schedule)
+
+
+def _connector(patches: Patches) -> None:
+    """torpor's options switch its KV connector on, as vLLM's kv_offloading_size does with others."""
+    from vllm.config import KVTransferConfig, VllmConfig
+
+    stock = VllmConfig._post_init_kv_transfer_config
+
+    def post_init(self) -> None:
+        stock(self)
+        wanted = Options.of(self).connector
+        if not wanted or wanted["offload"] == "off":
+            return
+        if self.kv_transfer_config is not None and self.kv_transfer_config.kv_connector is not None:
+            if connector_options.is_ours(self.kv_transfer_config):
+                return  # it was here before
+            other = self.kv_transfer_config.kv_connector
+            raise InvalidArgument(f"torpor's option offload beside the KV connector {other}", "use one of them")
+        self.kv_transfer_config = KVTransferConfig(
+            kv_connector=connector_options.CLASS,
+            kv_connector_module_path=connector_options.MODULE,
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=dict(wanted),
+        )
+
+    patches.set(VllmConfig, "_post_init_kv_transfer_config", post_init)
 
 
 def _grammars(patches: Patches) -> None:

@@ -22,6 +22,7 @@ from torpor.vllm.frontend import Report
 from torpor.vllm.options import Options
 from torpor.vllm.plugin import holds_memory_of
 from torpor.vllm.server import access
+from torpor.vllm.server.automatic import Automatic
 from torpor.vllm.server.metrics import Metrics
 from torpor.vllm.server.recorder import Nobody, Recorder
 from torpor.vllm.server.settings import Settings
@@ -49,10 +50,10 @@ class Server:
         self._tenant_secret = access.tenant_secret(None)  # until the answers' own is known
         self._app_state = app_state
         self._operation = asyncio.Lock()
-        self._own_checkpoint = False  # the operation in progress is one that nobody asked for
         self._moved = asyncio.Event()  # set, and replaced, at each change of the state
         self._adding = 0  # requests on their way into the engine
         self._tasks: set[asyncio.Task] = set()
+        self._automatic = Automatic(self)
         self.state = "starting"
         self._enter("starting")
 
@@ -63,6 +64,7 @@ class Server:
         self.metrics.enter(state)
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
+        self._automatic.entered(state)
 
     def _run(self, coroutine) -> asyncio.Task:
         task = asyncio.create_task(coroutine)
@@ -97,6 +99,7 @@ class Server:
             )
         if self.engine.vllm_config.parallel_config.data_parallel_size != 1 or self.engine._client_count != 1:
             raise Unsupported("several API servers or data parallel engines", "use one API server and one engine")
+        self._automatic.check()
         fingerprint = await self.engine.torpor("fingerprint")
         directory = os.path.join(self.options.dir, "answers") if self.options.dir else None
         answers = _core.DeliveryLog({
@@ -120,7 +123,9 @@ class Server:
         if self.settings.log_sync == "second" and directory is not None:
             self._run(self._sync_each_second())
         if self.settings.checkpoint_every > 0:
-            self._run(self._checkpoint_while_serving())
+            self._run(self._automatic.checkpoints())
+        if self.settings.sleep_after > 0:
+            self._run(self._automatic.watch())
 
     def _reserve_adapter_numbers(self) -> None:
         """LoRA adapters that are loaded later get other numbers than those of the answers that go on."""
@@ -189,10 +194,8 @@ class Server:
     async def _add_request(self, *args, **kwargs):
         if not let_in.get() and (why := await self.let_in()) is not None:  # it came by a way without the gate
             raise GracefulHTTPError(why, HTTPStatus.SERVICE_UNAVAILABLE)
-        while self.state != "awake":  # it was let in just before the sleep began
-            if self.state in ("failed", "ending"):
-                raise GracefulHTTPError(self._refuse(f"the server is {self.state}"), HTTPStatus.SERVICE_UNAVAILABLE)
-            await self._moved.wait()
+        if not await self._until_awake():  # it was let in just before a sleep began
+            raise GracefulHTTPError(self._refuse(f"the server is {self.state}"), HTTPStatus.SERVICE_UNAVAILABLE)
         self._adding += 1
         try:
             return await self._stock_add(*args, **kwargs)
@@ -219,13 +222,12 @@ class Server:
 
     async def let_in(self) -> str | None:
         """Returns when a new request may come in, or why it may not."""
+        self._automatic.used()
         if self.state == "awake":
             return None
         if self.state in ("failed", "ending"):
             return self._refuse(f"the server is {self.state}")
-        if self.state == "asleep" and self.settings.wake_on_request:
-            self._run(self._wake_for_request())
-        elif self.settings.new_requests == "refuse":
+        if self.settings.new_requests == "refuse" and not self.settings.wake_on_request:
             return self._refuse(f"the server is {self.state}")
         if self.queued >= self.settings.queue_limit:
             return self._refuse(f"the server is {self.state} and {self.queued} requests wait already")
@@ -233,24 +235,31 @@ class Server:
         self.metrics.queued.set(self.queued)
         began = time.monotonic()
         try:
-            while self.state not in ("awake", "failed", "ending"):
-                await self._moved.wait()
+            woken = await self._until_awake()
         finally:
             self.metrics.waited.observe(time.monotonic() - began)
             self.queued -= 1
             self.metrics.queued.set(self.queued)
-        return None if self.state == "awake" else self._refuse(f"the server is {self.state}")
+        return None if woken else self._refuse(f"the server is {self.state}")
+
+    async def _until_awake(self) -> bool:
+        """A request waits for that, and wakes the engine where the operator wants it. False: it waits in vain."""
+        with self._automatic.wanted():
+            while self.state not in ("awake", "failed", "ending"):
+                await self._moved.wait()
+        return self.state == "awake"
+
+    def operating(self) -> bool:
+        return self._operation.locked()
+
+    def busy(self) -> bool:
+        """A request runs, arrives or waits, or an operation is in progress."""
+        waiting = self._adding > 0 or self.queued > 0 or self.operating()
+        return waiting or bool(self.engine.output_processor.request_states)
 
     def _refuse(self, why: str) -> str:
         self.metrics.refused.inc()
         return why
-
-    async def _wake_for_request(self) -> None:
-        try:
-            await self.wake_up()
-        except Error as problem:
-            if self.state == "asleep":
-                logger.error("torpor: a request could not wake the engine: %s", problem)
 
     def tenant(self, headers: Headers) -> str:
         return access.tenant(headers, self.settings.tenant_header, self._tenant_secret)
@@ -265,7 +274,7 @@ class Server:
 
     def _only_one(self) -> asyncio.Lock:
         """Two operators do not mean the same; the server's own checkpoint is waited for."""
-        if self._operation.locked() and not self._own_checkpoint:
+        if self._operation.locked() and not self._automatic.checkpointing:
             raise Busy(f"the server is {self.state}, another operation is in progress", "wait for that to end")
         if self.state in ("failed", "ending"):
             raise WrongState(f"the server is {self.state}", str(self.problem) if self.problem else "start a new one")
@@ -299,6 +308,22 @@ class Server:
         if report.checkpoint:
             self._remember(report)
         return report
+
+    async def sleep_deeper(self) -> Report:
+        """From host memory to disk. It wakes on the way: where the device has no room for that it stays as it is."""
+        async with self._only_one():
+            before = self.state
+            self._enter("falling asleep")
+            try:
+                await self.engine.wake_up()
+                before = "awake"
+                report = await self._sleep_now(1, "abort", True, "disk", {})
+            except BaseException as problem:
+                self.metrics.failed("sleep", "disk")
+                await self._after_failure(problem, before)
+                raise
+            self._enter("asleep")
+            return report
 
     async def _requests_ended(self, state: str) -> None:
         """Those that run; new ones wait at the gate. A server that is to end saves them instead."""
@@ -361,30 +386,6 @@ class Server:
         }
         self.metrics.checkpoint_time.set_to_current_time()
         self.metrics.checkpoint_bytes.set(report.checkpoint_bytes)
-
-    async def _checkpoint_while_serving(self) -> None:
-        known = None  # what the last one had
-        while True:
-            await asyncio.sleep(self.settings.checkpoint_every)
-            counts = self.recorder.answers.counts()
-            now = (counts["running"], counts["log_bytes"])
-            if self.state != "awake" or self._operation.locked() or now == known:
-                continue
-            self._own_checkpoint = True
-            try:
-                report = await self.checkpoint()
-            except Error as problem:
-                logger.error("torpor: no checkpoint was written: %s", problem)
-                continue
-            finally:
-                self._own_checkpoint = False
-            known = now
-            logger.info(
-                "torpor: checkpoint of %d requests, %.1f MB; the engine stood still for %.3f s",
-                report.requests,
-                report.checkpoint_bytes / 1e6,
-                report.seconds,
-            )
 
     async def _sync_each_second(self) -> None:
         while True:

@@ -14,6 +14,12 @@ class Metrics:
         self.operations = Counter(
             "torpor_operations", "Sleeps, wakes and checkpoints by outcome.", ["operation", "to", "outcome"], **where
         )
+        self.automatic = Counter(
+            "torpor_automatic_operations",
+            "Sleeps of an idle server, and wakes for a request: those of torpor_operations that nobody asked for.",
+            ["operation"],
+            **where,
+        )
         self.seconds = Histogram(
             "torpor_operation_seconds",
             "How long they took; of a checkpoint, how long the engine stood still.",

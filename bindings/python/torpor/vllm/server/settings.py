@@ -37,6 +37,10 @@ class Settings:
     new_requests: str = _setting("queue", "while asleep: queue or refuse (503 with Retry-After)", ("queue", "refuse"))
     queue_limit: int = _setting(256, "most requests that wait for a wake; more are refused")
     wake_on_request: bool = _setting(False, "a request that arrives while asleep wakes the engine")
+    sleep_after: float = _setting(0.0, "seconds without a request after which the engine sleeps to host memory; 0: never")
+    sleep_to_disk_after: float = _setting(
+        0.0, "seconds of such a sleep after which it goes on on disk, and host memory is given back; 0: never"
+    )
     on_disconnect: str = _setting(
         "abort",
         "when a client goes away: abort its request, as vLLM does, or continue it to be taken up",

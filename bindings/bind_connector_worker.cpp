@@ -1,0 +1,210 @@
+// A rank's side of vLLM's KV connector: OffloadWorker over the memory of the rank.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+
+#include "base/clock.h"
+#include "base/units.h"
+#include "bindings/bind_errors.h"
+#include "bindings/bind_subjects.h"
+#include "bindings/bind_values.h"
+#include "bindings/connector_values.h"
+#include "bindings/dict_reader.h"
+#include "bindings/module_files.h"
+#include "engine/rank_memory.h"
+#include "kvcache/offload_worker.h"
+#include "offload/host_store.h"
+#include "offload/segment_store.h"
+
+namespace py = pybind11;
+
+namespace torpor {
+namespace {
+
+constexpr int32_t kSegments = 8;  // at least, where there is room on disk for so many
+constexpr uint64_t kMostSegmentBytes = 64 * kMiB;
+constexpr uint64_t kMostSlots = 1u << 30;
+
+struct WorkerOptions {
+  int32_t rank = 0;
+  uint64_t host_bytes = 0;
+  uint64_t disk_bytes = 0;
+  std::string directory;
+  std::shared_ptr<const Key> key;
+  bool encrypt = false;
+};
+
+WorkerOptions worker_options_from(const py::dict& dict) {
+  DictReader in(dict, "connector options");
+  WorkerOptions options;
+  std::optional<std::string> directory;
+  std::optional<std::string> key_file;
+  in.read("rank", options.rank);
+  in.read("host_bytes", options.host_bytes);
+  in.read("disk_bytes", options.disk_bytes);
+  in.read("directory", directory);
+  in.read_if_given("key_file", key_file);
+  in.read_if_given("encrypt", options.encrypt);
+  in.finish();
+  options.directory = directory.value_or("");
+  options.key = key_from(key_file);
+  return options;
+}
+
+class ConnectorWorker {
+ public:
+  // `memory` outlives it, and its KV layout is set.
+  ConnectorWorker(RankMemory& memory, const py::dict& dict) : memory_(memory) {
+    const WorkerOptions options = worker_options_from(dict);
+    worker_ = value_or_raise(without_lock([&] { return make(options); }));
+  }
+
+  py::dict sizes() const {
+    py::dict out;
+    out["host_slots"] = options_.host_slots;
+    out["disk_segments"] = options_.disk_segments;
+    out["segment_slots"] = options_.segment_slots;
+    out["device_blocks"] = memory_.kv_layout().num_blocks;
+    out["block_bytes"] = memory_.kv_layout().bytes_per_block();
+    return out;
+  }
+
+  // Of the weights as they are now.
+  std::string weights_digest() const {
+    return value_or_raise(without_lock([&]() TORPOR_NO_THREAD_SAFETY_ANALYSIS -> Result<std::string> {
+      const MutexLock lock(memory_.mutex());
+      TORPOR_ASSIGN(const orders::DigestTags::Reply reply, memory_.carry_out(orders::DigestTags{.tags = {"weights"}}));
+      const auto found = reply.digests.find("weights");
+      return found == reply.digests.end() ? std::string() : found->second;
+    }));
+  }
+
+  void open_space(uint32_t space, const std::string& name) {
+    without_lock([&] { worker_->open_space(space, digest_of(std::as_bytes(std::span(name)))); });
+  }
+  py::bytes recover(uint32_t space) {
+    return torpor::to_python(packed(value_or_raise(without_lock([&] { return worker_->recover(space); }))));
+  }
+  void adopt(const py::bytes& blocks) {
+    const std::vector<AdoptedBlock> adopted = adopted_from(bytes_from(blocks, "adopted blocks"));
+    value_or_raise(without_lock([&] { return catching([&]() -> Status { return worker_->adopt(adopted), ok(); }); }));
+  }
+
+  void run(const py::bytes& plan) {
+    const Bytes bytes = bytes_from(plan, "a plan of transfers");
+    value_or_raise(without_lock([&] {
+      return catching([&]() -> Status {
+        TORPOR_ASSIGN(const TransferPlan decoded, TransferPlan::decode(bytes));
+        return worker_->run(decoded);
+      });
+    }));
+  }
+
+  // (report or None, ids of requests whose load is over, device blocks whose load failed)
+  py::tuple poll() {
+    Bytes encoded;
+    std::vector<LoadedRequest> loaded;
+    value_or_raise(without_lock([&] {
+      return catching([&]() -> Status {
+        const TransferReport report = worker_->poll();
+        if (!report.empty()) encoded = report.encode();
+        loaded = worker_->take_loaded();
+        return memory_.transfers().usable();  // a copy that may still write into blocks: nothing more is safe
+      });
+    }));
+    py::set finished;
+    py::set bad;
+    for (const LoadedRequest& each : loaded) {
+      finished.add(py::str(each.request));
+      for (const int32_t block : each.bad_blocks) bad.add(py::int_(block));
+    }
+    return py::make_tuple(encoded.empty() ? py::object(py::none()) : py::object(torpor::to_python(encoded)), finished,
+                          bad);
+  }
+
+  // What was put on disk is as safe as the disk makes it.
+  void sync() {
+    Store* const disk = worker_->store(StoreId::kDisk);
+    if (disk != nullptr) value_or_raise(without_lock([&] { return disk->sync(); }));
+  }
+  void wait() {
+    without_lock([&] { worker_->wait(); });
+  }
+  void close() {
+    without_lock([&] { worker_.reset(); });
+  }
+  bool idle() const { return worker_->idle(); }
+
+ private:
+  Result<std::unique_ptr<OffloadWorker>> make(const WorkerOptions& options) {
+    return catching([&]() -> Result<std::unique_ptr<OffloadWorker>> {
+      const KvLayout& layout = memory_.kv_layout();
+      const uint64_t bytes = layout.bytes_per_block();
+      if (bytes == 0) {
+        return Error{.code = Code::kFailedPrecondition,
+                     .what = "where the blocks of the KV cache lie is not known",
+                     .next_step = "this is a mistake in the calling code"};
+      }
+      const uint64_t record = align_up(bytes, kPage);
+      options_.rank = options.rank;
+      options_.host_slots = static_cast<int32_t>(std::min(options.host_bytes / record, kMostSlots));
+      std::unique_ptr<Store> host;
+      std::unique_ptr<Store> disk;
+      if (options_.host_slots > 0) {
+        TORPOR_ASSIGN(host, HostStore::create(memory_.arena(), {.slots = options_.host_slots, .slot_bytes = bytes}));
+      }
+      if (options.disk_bytes > 0) {
+        TORPOR_ASSIGN(disk, open_disk(options, bytes));
+      }
+      return OffloadWorker::create(options_, layout, memory_.transfers(), std::move(host), std::move(disk));
+    });
+  }
+
+  Result<std::unique_ptr<Store>> open_disk(const WorkerOptions& options, uint64_t bytes) {
+    const uint64_t record = align_up(bytes, kPage);
+    const uint64_t most = std::max<uint64_t>(kMostSegmentBytes / record, 1);
+    const uint64_t slots = std::clamp<uint64_t>(options.disk_bytes / record / kSegments, 1, most);
+    SegmentStoreOptions with{.rank = options.rank,
+                             .record_bytes = bytes,
+                             .slots_per_segment = static_cast<int32_t>(slots),
+                             .budget_bytes = options.disk_bytes,
+                             .key = options.key,
+                             .encrypt = options.encrypt};
+    const uint64_t segments = options.disk_bytes / SegmentStore::most_bytes_of_segment(with);
+    if (segments < 3) {
+      return Error{.code = Code::kInvalidArgument,
+                   .what = fmt::format("disk_bytes is {}, a block has {} bytes", options.disk_bytes, bytes),
+                   .next_step = fmt::format("use {} or more", 3 * SegmentStore::most_bytes_of_segment(with))};
+    }
+    options_.segment_slots = static_cast<int32_t>(slots);
+    options_.disk_segments = static_cast<int32_t>(std::min(segments - 1, kMostSlots / slots));  // one more is written
+    return SegmentStore::open(module_files(), options.directory + "/store", std::move(with), system_clock());
+  }
+
+  RankMemory& memory_;
+  OffloadWorkerOptions options_;
+  std::unique_ptr<OffloadWorker> worker_;
+};
+
+}  // namespace
+
+void bind_connector_worker(py::module_& module) {
+  py::class_<ConnectorWorker>(module, "ConnectorWorker", "What one rank does for offloading, over its memory.",
+                              py::release_gil_before_calling_cpp_dtor())
+      .def(py::init<RankMemory&, const py::dict&>(), py::arg("memory"), py::arg("options"), py::keep_alive<1, 2>())
+      .def("sizes", &ConnectorWorker::sizes)
+      .def("weights_digest", &ConnectorWorker::weights_digest)
+      .def("open_space", &ConnectorWorker::open_space, py::arg("space"), py::arg("name"),
+           "Keys of this number belong to the key space with this name from now on.")
+      .def("recover", &ConnectorWorker::recover, py::arg("space"))
+      .def("adopt", &ConnectorWorker::adopt, py::arg("blocks"))
+      .def("run", &ConnectorWorker::run, py::arg("plan"), "Begins a plan; a repeated one changes nothing.")
+      .def("poll", &ConnectorWorker::poll)
+      .def("sync", &ConnectorWorker::sync)
+      .def("wait", &ConnectorWorker::wait, "Returns when nothing of a plan is under way.")
+      .def("close", &ConnectorWorker::close)
+      .def("idle", &ConnectorWorker::idle);
+}
+
+}  // namespace torpor

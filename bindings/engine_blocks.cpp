@@ -1,0 +1,157 @@
+#include "bindings/engine_blocks.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace py = pybind11;
+
+namespace torpor {
+namespace {
+
+constexpr size_t kGroupBytes = 4;  // at the end of a hash, the most significant first
+constexpr uint8_t kByPool = 2;     // a hold that the pool has to make
+
+PyTypeObject* type_of_first(const py::list& blocks) {
+  return blocks.empty() ? nullptr : Py_TYPE(PyList_GET_ITEM(blocks.ptr(), 0));
+}
+
+}  // namespace
+
+EngineBlocks::EngineBlocks(const py::object& pool, int64_t block_tokens)
+    : pool_(pool),
+      blocks_(pool.attr("blocks")),
+      touch_(pool.attr("touch")),
+      free_(pool.attr("free_blocks")),
+      block_tokens_(block_tokens),
+      hash_(type_of_first(blocks_), "_block_hash"),
+      hash_tokens_(type_of_first(blocks_), "_block_hash_num_tokens"),
+      number_(type_of_first(blocks_), "block_id"),
+      references_(type_of_first(blocks_), "ref_cnt"),
+      owner_(type_of_first(blocks_), "pool"),
+      next_(type_of_first(blocks_), "next_free_block"),
+      known_(blocks_.size()),
+      holds_(blocks_.size()) {}
+
+EngineBlocks::~EngineBlocks() {
+  for (const Known& known : known_) Py_XDECREF(known.object);
+}
+
+PyObject* EngineBlocks::hash_object(PyObject* block) const {
+  const py::object hash = hash_.get(block);  // the block keeps it
+  if (!hash || !PyBytes_Check(hash.ptr())) return nullptr;
+  const int64_t tokens = hash_tokens_.number(block, -1);
+  return tokens > 0 && tokens % block_tokens_ == 0 ? hash.ptr() : nullptr;
+}
+
+Stamp EngineBlocks::stamp(int32_t number) const {
+  if (number < 0 || static_cast<size_t>(number) >= known_.size()) return Stamp::kNone;
+  PyObject* const hash = hash_object(PyList_GET_ITEM(blocks_.ptr(), number));
+  if (hash == nullptr) return Stamp::kNone;
+  Known& known = known_[static_cast<size_t>(number)];
+  if (known.object != hash) {
+    Py_XDECREF(known.object);
+    Py_INCREF(hash);
+    known = {hash, Stamp{++last_}};
+  }
+  return known.stamp;
+}
+
+bool EngineBlocks::call(const py::object& method, std::span<const int32_t> blocks) {
+  PyObject* const list = PyList_New(static_cast<Py_ssize_t>(blocks.size()));
+  if (list != nullptr) {
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      PyObject* const block = PyList_GET_ITEM(blocks_.ptr(), blocks[i]);
+      Py_INCREF(block);
+      PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), block);
+    }
+  }
+  PyObject* const done = list == nullptr ? nullptr : PyObject_CallOneArg(method.ptr(), list);
+  Py_XDECREF(list);
+  Py_XDECREF(done);
+  if (done == nullptr) PyErr_Clear();
+  return done != nullptr;
+}
+
+// touch() and free_blocks() of the pool, where they would only count.
+bool EngineBlocks::count_one(int32_t number, int64_t more) {
+  PyObject* const block = PyList_GET_ITEM(blocks_.ptr(), number);
+  const py::object owner = owner_.get(block);
+  if (owner && !owner.is_none() && !owner.is(pool_)) return false;
+  const int64_t references = references_.number(block, 0);
+  const int64_t least = more > 0 ? 1 : 2;  // else it leaves the free queue, or goes there
+  return references >= least && references_.set(block, references + more);
+}
+
+bool EngineBlocks::pool_only_counts() const {
+  return py::getattr(pool_, "metrics_collector", py::bool_(true)).is_none();
+}
+
+void EngineBlocks::hold(std::span<const int32_t> blocks, std::span<const Stamp> stamps, std::span<uint8_t> held) {
+  few_.clear();
+  const bool counts = pool_only_counts();
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    held[i] = stamps[i] != Stamp::kNone && stamp(blocks[i]) == stamps[i] ? 1 : 0;
+    if (held[i] == 0) continue;
+    if (counts && count_one(blocks[i], 1)) {
+      ++holds_[static_cast<size_t>(blocks[i])].now;
+      ++held_;
+    } else {
+      few_.push_back(blocks[i]);
+      held[i] = kByPool;
+    }
+  }
+  if (few_.empty()) return;
+  const bool done = call(touch_, few_);
+  for (uint8_t& each : held) {
+    if (each == kByPool) each = done ? 1 : 0;
+  }
+  if (!done) return;
+  for (const int32_t block : few_) ++holds_[static_cast<size_t>(block)].now;
+  held_ += static_cast<int64_t>(few_.size());
+}
+
+void EngineBlocks::release(std::span<const int32_t> blocks) {
+  few_.clear();
+  const bool counts = pool_only_counts();
+  for (const int32_t block : blocks) {
+    Holds& holds = holds_[static_cast<size_t>(block)];
+    if (holds.let_go > 0) {
+      --holds.let_go;
+    } else if (holds.now > 0) {
+      --holds.now;
+      --held_;
+      if (!counts || !count_one(block, -1)) few_.push_back(block);
+    }
+  }
+  if (!few_.empty()) (void)call(free_, few_);
+}
+
+void EngineBlocks::let_go() {
+  few_.clear();
+  for (size_t block = 0; block < holds_.size(); ++block) {
+    Holds& holds = holds_[block];
+    holds.let_go += holds.now;
+    for (; holds.now > 0; --holds.now) few_.push_back(static_cast<int32_t>(block));
+  }
+  held_ = 0;
+  if (!few_.empty()) (void)call(free_, few_);
+}
+
+int32_t EngineBlocks::number_of(PyObject* block) const { return static_cast<int32_t>(number_.number(block, -1)); }
+
+bool EngineBlocks::key_of(PyObject* block, BlockKey& key) const {
+  const py::object hash = hash_.get(block);
+  if (!hash || !PyBytes_Check(hash.ptr())) return false;
+  const auto size = static_cast<size_t>(PyBytes_GET_SIZE(hash.ptr()));
+  const auto* const bytes = reinterpret_cast<const uint8_t*>(PyBytes_AS_STRING(hash.ptr()));
+  const int64_t tokens = hash_tokens_.number(block, -1);
+  if (size <= kGroupBytes || size - kGroupBytes > key.hash.size() || tokens <= 0 || tokens % block_tokens_ != 0)
+    return false;
+  key.hash.fill(0);
+  std::memcpy(key.hash.data(), bytes, size - kGroupBytes);
+  key.group = 0;
+  for (size_t i = size - kGroupBytes; i < size; ++i) key.group = key.group << 8 | bytes[i];
+  return true;
+}
+
+}  // namespace torpor

@@ -1,0 +1,36 @@
+// For manylinux_2_28 (cmake/TorporPortable.cmake): what this machine's C++ library wants of glibc and version 2.28 does
+// not have. Declared by hand, as the headers of a newer glibc declare them.
+#include <pthread.h>
+#include <sys/random.h>
+
+#include <cstdint>
+#include <ctime>
+
+extern "C" {
+
+// glibc 2.32. Shared pointers count without atomics where it is true; it may always be false.
+char __libc_single_threaded = 0;
+
+// glibc 2.30. As libstdc++ does without it: the wait is until the same moment of the realtime clock. Callers look at
+// their own clock afterwards, so a clock that is set ends a wait too early or too late, not wrongly.
+int pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex, clockid_t clock, const timespec* until) {
+  if (clock == CLOCK_REALTIME) return pthread_cond_timedwait(condition, mutex, until);
+  constexpr int64_t kSecond = 1'000'000'000;
+  timespec now{};
+  timespec real{};
+  clock_gettime(clock, &now);
+  clock_gettime(CLOCK_REALTIME, &real);
+  const int64_t left = (until->tv_sec - now.tv_sec) * kSecond + until->tv_nsec - now.tv_nsec;
+  const int64_t end = real.tv_nsec + (left > 0 ? left : 0);
+  real.tv_sec += end / kSecond;
+  real.tv_nsec = end % kSecond;
+  return pthread_cond_timedwait(condition, mutex, &real);
+}
+
+// glibc 2.36; std::random_device. The kernel's generator gives 4 bytes at once, or does not exist.
+uint32_t arc4random() {
+  uint32_t value = 0;
+  while (getrandom(&value, sizeof value, 0) != sizeof value) {}
+  return value;
+}
+}

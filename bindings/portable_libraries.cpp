@@ -1,0 +1,12 @@
+// For the portable module (cmake/TorporPortable.cmake): fmt and spdlog, which Debian has as shared libraries only.
+// Their header-only form has the same functions; -fkeep-inline-functions compiles them all.
+#undef FMT_SHARED
+#undef SPDLOG_COMPILED_LIB
+#undef SPDLOG_SHARED_LIB
+#define FMT_HEADER_ONLY
+#define SPDLOG_HEADER_ONLY
+#include <fmt/format.h>
+#include <spdlog/logger.h>
+#include <spdlog/sinks/stdout_sinks.h>
+
+template class spdlog::sinks::stderr_sink<spdlog::details::console_mutex>;

@@ -1,0 +1,157 @@
+"""vLLM's KV connector: while the engine serves, full KV blocks go to host memory and disk and come back on a prefix hit.
+
+    --kv-transfer-config '{"kv_connector": "TorporConnector", "kv_connector_module_path": "torpor.vllm.connector",
+                           "kv_role": "kv_both", "kv_connector_extra_config": {"host_bytes": "4GiB"}}'
+
+or additional_config={"torpor": {"offload": "eager", "host_bytes": "4GiB"}}. vLLM makes one of it in the scheduler's
+process and one in each worker; both sides here only translate, what is decided and copied is C++.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from torpor.errors import Unsupported
+from torpor.vllm import connector_stats
+from torpor.vllm.connector_messages import Orders, RankIsReady, Report
+from torpor.vllm.connector_options import ConnectorOptions
+from torpor.vllm.connector_scheduler import SchedulerSide
+from torpor.vllm.connector_worker import WorkerSide
+from torpor.vllm.options import Options
+from torpor.vllm.plugin import require
+from torpor.vllm.support import unsupported_by_connector
+
+
+class TorporConnector(KVConnectorBase_V1, SupportsHMA):
+    """`scheduler` or `worker`, by its role; neither with offload="off"."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config, role: KVConnectorRole, kv_cache_config):
+        super().__init__(vllm_config, role, kv_cache_config)
+        require("connector")
+        given = self._kv_transfer_config.kv_connector_extra_config or {}
+        self.options = ConnectorOptions.of(given, Options.of(vllm_config).dir)
+        self.scheduler: SchedulerSide | None = None
+        self.worker: WorkerSide | None = None
+        # What cannot be loaded is computed. vLLM would end the request, unless told otherwise.
+        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        if self.options.offload == "off":
+            return
+        if found := unsupported_by_connector(vllm_config, kv_cache_config, self.options):
+            raise Unsupported(f"torpor's KV connector: {', '.join(found)}", 'leave it out, or set offload to "off"')
+        if role is KVConnectorRole.SCHEDULER:
+            self.scheduler = SchedulerSide(vllm_config, kv_cache_config, self.options)
+        else:
+            self.worker = WorkerSide(vllm_config, self.options)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # what is not stored is a miss later, and no more
+
+    # --- workers ---
+
+    def get_handshake_metadata(self) -> RankIsReady | None:
+        """After the KV cache was allocated: what this rank has room for, and what its disk has kept."""
+        return self.worker.prepare() if self.worker else None
+
+    def start_load_kv(self, forward_context, **kwargs) -> None:
+        if self.worker and self.has_connector_metadata():
+            self.worker.begin(self._get_connector_metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """A request waits for its load before it is scheduled."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer, attn_metadata, **kwargs) -> None:
+        """Blocks are stored when their step is over."""
+
+    def wait_for_save(self) -> None:
+        """The scheduler keeps blocks until they are stored."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self.worker is None:
+            return KVConnectorTransferResults()
+        self.worker.look()
+        return KVConnectorTransferResults(finished_recving=self.worker.take_finished())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.worker.take_bad_blocks() if self.worker else set()
+
+    def build_connector_worker_meta(self) -> Report | None:
+        return self.worker.take_report() if self.worker else None
+
+    # --- the scheduler ---
+
+    def bind_kv_cache_manager(self, kv_cache_manager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self.scheduler:
+            self.scheduler.bind(kv_cache_manager)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict) -> None:
+        if self.scheduler:
+            self.scheduler.ranks_are_ready([metadata[rank] for rank in sorted(metadata)])
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        tokens = self.scheduler.match(request, num_computed_tokens) if self.scheduler else 0
+        return tokens, tokens > 0
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens: int) -> None:
+        if self.scheduler:
+            self.scheduler.allocated(request, num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        if self.scheduler is None or num_external_tokens == 0:
+            return {}
+        from_disk = min(self.scheduler.tokens_from_disk(), num_external_tokens)
+        sources = {CacheHitSource.HOST: num_external_tokens - from_disk, CacheHitSource.DISK: from_disk}
+        return {source: tokens for source, tokens in sources.items() if tokens > 0}
+
+    def build_connector_meta(self, scheduler_output) -> Orders:
+        return self.scheduler.step(scheduler_output.num_scheduled_tokens) if self.scheduler else Orders(0)
+
+    def update_connector_output(self, connector_output) -> None:
+        if self.scheduler and connector_output.kv_connector_worker_meta is not None:
+            self.scheduler.reported(connector_output.kv_connector_worker_meta)
+
+    def request_finished(self, request, block_ids: list[int]) -> tuple[bool, dict | None]:
+        if self.scheduler:
+            self.scheduler.finished(request)
+        return False, None
+
+    def request_finished_all_groups(self, request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict | None]:
+        return self.request_finished(request, [])
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler is not None and self.scheduler.busy()
+
+    def has_pending_block_frees(self) -> bool:
+        return self.scheduler is not None and self.scheduler.held() > 0
+
+    def reset_cache(self) -> bool | None:
+        return self.scheduler.reset() if self.scheduler else None
+
+    def take_events(self) -> Iterable:
+        return self.scheduler.take_events() if self.scheduler else ()
+
+    def get_kv_connector_stats(self):
+        return self.scheduler.take_stats() if self.scheduler else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict | None = None):
+        return connector_stats.Stats() if data is None else connector_stats.Stats(data=data)
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config, metric_types, labelnames, per_engine_labelvalues):
+        return connector_stats.Metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        if self.worker:
+            self.worker.close()

@@ -1,0 +1,38 @@
+"""What the two sides of the connector tell each other through vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+
+@dataclass
+class RankIsReady(KVConnectorHandshakeMetadata):
+    sizes: dict  # ConnectorWorker.sizes()
+    recovered: bytes = b""
+
+
+@dataclass
+class Orders(KVConnectorMetadata):
+    """Of one step, for all ranks, in this order."""
+
+    step: int
+    adopted: bytes | None = None  # of what they recovered
+    space: tuple[int, str] | None = None  # a key space that begins: number and name
+    plan: bytes | None = None
+
+
+@dataclass
+class Report(KVConnectorWorkerMetadata):
+    step: int  # that is over
+    transfers: list[bytes] = field(default_factory=list)  # of all ranks
+    new_weights: bool = False  # there are others than when the last step began
+
+    def aggregate(self, other: Report) -> Report:
+        new_weights = self.new_weights or other.new_weights
+        return Report(min(self.step, other.step), self.transfers + other.transfers, new_weights)

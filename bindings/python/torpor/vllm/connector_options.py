@@ -1,0 +1,113 @@
+"""Options of the KV connector: kv_connector_extra_config, or torpor's own in additional_config. Strict: a wrong one is
+named, and so is one that does not exist.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+
+from torpor.errors import InvalidArgument
+
+MODULE, CLASS = "torpor.vllm.connector", "TorporConnector"
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_CHOICES = {"offload": ("eager", "lazy", "off"), "disk": ("through", "off")}
+_SIZES = ("host_bytes", "disk_bytes")
+
+
+@dataclass(frozen=True)
+class ConnectorOptions:
+    # "eager": each full block goes to host memory when it was computed. "lazy": when the device is about to evict it.
+    # "off": vLLM runs as without a connector.
+    offload: str = "eager"
+    # Host memory for KV blocks, per rank: bytes, or text such as "4GiB".
+    host_bytes: int = 0
+    # Disk for KV blocks, per rank; it outlives the process.
+    disk_bytes: int = 0
+    # "through": what is in host memory goes on to disk in the background. "off": nothing does.
+    disk: str = "off"
+    # Where it lies on disk: one engine at a time.
+    directory: str | None = None
+    # What is on disk survives the machine's end too, as of the last sleep, drain or end of the engine.
+    durable: bool = False
+    # A block goes to the tiers when so many requests had it.
+    min_uses: int = 1
+    # Shorter hits are computed, not loaded.
+    min_prefix_tokens: int = 0
+    # Blocks of one transfer job: most, and how many it waits for, but no longer than flush_interval_ms.
+    max_batch_size: int = 64
+    min_batch_size: int = 8
+    flush_interval_ms: int = 10
+    # Store jobs that ranks work at, and that wait there.
+    max_concurrent_transfers: int = 1
+    on_deck_batches: int = 4
+    # Most blocks that wait to be stored; more are left out.
+    queue_blocks: int = 1 << 16
+
+    @staticmethod
+    def of(given: dict, directory: str | None = None) -> ConnectorOptions:
+        """`directory`: where there is none in `given`. Raises InvalidArgument."""
+        known = {f.name: f for f in fields(ConnectorOptions)}
+        if unknown := sorted(set(given) - known.keys()):
+            raise InvalidArgument(
+                f"unknown connector option {', '.join(map(str, unknown))}", f"the options are {', '.join(known)}"
+            )
+        values = {name: _value(name, known[name].default, item) for name, item in given.items()}
+        if "disk" not in values and values.get("disk_bytes", 0) > 0:
+            values["disk"] = "through"
+        if values.get("directory") is None and directory is not None:
+            values["directory"] = f"{directory}/offload"
+        options = ConnectorOptions(**values)
+        options._check()
+        return options
+
+    def _check(self) -> None:
+        if self.offload == "off":
+            return
+        if self.host_bytes == 0 and self.disk_bytes == 0:
+            raise InvalidArgument("the connector has no room: host_bytes and disk_bytes are 0", "give one of them")
+        if (self.disk == "through") != (self.disk_bytes > 0):
+            raise InvalidArgument(f"disk is {self.disk!r} and disk_bytes is {self.disk_bytes}", "give both or neither")
+        if self.disk_bytes > 0 and not self.directory:
+            raise InvalidArgument("disk_bytes is given and directory is not", "give the directory, or torpor's dir")
+
+    def queue(self) -> dict:
+        names = (
+            "max_batch_size", "min_batch_size", "flush_interval_ms", "max_concurrent_transfers", "on_deck_batches",
+            "queue_blocks",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names}
+
+
+NAMES = tuple(f.name for f in fields(ConnectorOptions))
+
+
+def _value(name: str, default, item):
+    if name in _SIZES:
+        return size(name, item)
+    if name in _CHOICES:
+        if item not in _CHOICES[name]:
+            raise InvalidArgument(f"{name} is {item!r}", f"use {' or '.join(map(repr, _CHOICES[name]))}")
+        return item
+    kind = str if name == "directory" else type(default)
+    if type(item) is not kind and not (name == "directory" and item is None):
+        raise InvalidArgument(f"{name} is {item!r}", f"use {_KINDS[kind]}")
+    if kind is int and item < (1 if default > 0 else 0):
+        raise InvalidArgument(f"{name} is {item}", f"use {1 if default > 0 else 0} or more")
+    return item
+
+
+_KINDS = {str: "text", int: "a whole number", bool: "true or false"}
+
+
+def size(name: str, item) -> int:
+    """Bytes: a number, or text such as "4GiB"."""
+    if type(item) is int and item >= 0:
+        return item
+    if isinstance(item, str) and (match := re.fullmatch(r"(\d+) ?(|KiB|MiB|GiB|TiB)", item)):
+        return int(match[1]) * _UNITS[match[2]]
+    raise InvalidArgument(f"{name} is {item!r}", 'use a number of bytes, or one with KiB, MiB, GiB or TiB: "4GiB"')
+
+
+def is_ours(kv_transfer_config) -> bool:
+    return getattr(kv_transfer_config, "kv_connector", None) == CLASS

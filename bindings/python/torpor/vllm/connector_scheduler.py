@@ -1,0 +1,186 @@
+"""The connector in the scheduler's process: vLLM's hooks in the order in which they are called."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+from torpor import _core
+from torpor.vllm.connector_messages import Orders, RankIsReady, Report
+from torpor.vllm.connector_options import ConnectorOptions
+from torpor.vllm.connector_stats import Stats
+
+_MEDIUM = {"host": "CPU", "disk": "STORAGE"}
+_WATERMARK_STEPS = 2  # lazy: blocks are looked at that many steps before vLLM evicts them
+_MOST_EVENTS = 1 << 16
+_STATS_SECONDS, _LAST_STATS_SECONDS = 1.0, 0.1
+_RECOVERED_BYTES = 40  # of a block (bindings/connector_values.cpp)
+
+
+class SchedulerSide:
+    """Until the ranks are ready it finds nothing and stores nothing."""
+
+    def __init__(self, vllm_config, kv_cache_config, options: ConnectorOptions):
+        self.options = options
+        [group] = kv_cache_config.kv_cache_groups
+        self.block_tokens: int = group.kv_cache_spec.block_size
+        self.ranks: int = vllm_config.parallel_config.world_size
+        scheduling = vllm_config.scheduler_config
+        in_a_step = scheduling.max_num_batched_tokens // self.block_tokens + scheduling.max_num_seqs
+        self.watermark = _WATERMARK_STEPS * in_a_step
+        events = vllm_config.kv_events_config
+        self.events = _MOST_EVENTS if events is not None and events.enable_kv_cache_events else 0
+        self.core: _core.ConnectorScheduler | None = None
+        self.kept = False  # whatever vLLM resets
+        self.steps = 0
+        self.recovered_blocks = 0
+        self._hash_bytes = 32  # of vLLM's algorithm
+        self._adopted: bytes | None = None
+        self._space: tuple[int, str] | None = None
+        self._counted: dict[str, int] = {}  # counters as they were told last
+        self._told_at = 0.0
+
+    def bind(self, manager) -> None:
+        """Called once, with vLLM's KVCacheManager. It refuses a reset while somebody holds a block: nobody does then."""
+        self._manager = manager
+        stock_reset = manager.reset_prefix_cache
+
+        def reset_prefix_cache(*args, **kwargs):
+            if self.core is not None:
+                self.core.let_go()
+            return stock_reset(*args, **kwargs)
+
+        manager.reset_prefix_cache = reset_prefix_cache
+
+    def ranks_are_ready(self, ranks: list[RankIsReady]) -> None:
+        """Stores are as large as the smallest rank's."""
+        [manager] = self._manager.coordinator.single_type_managers
+        smallest = {name: min(rank.sizes[name] for rank in ranks) for name in ranks[0].sizes}
+        smallest.pop("block_bytes")
+        self.core = _core.ConnectorScheduler(
+            self._manager.block_pool,
+            manager.req_to_blocks,
+            smallest
+            | self.options.queue()
+            | {
+                "lazy": self.options.offload == "lazy",
+                "ranks": self.ranks,
+                "block_tokens": self.block_tokens,
+                "min_uses": self.options.min_uses,
+                "min_prefix_tokens": self.options.min_prefix_tokens,
+                "watermark": self.watermark,
+                "events": self.events,
+            },
+        )
+        if smallest["disk_segments"] > 0:
+            self._adopted = self.core.adopt([rank.recovered for rank in ranks])
+            self.recovered_blocks = len(self._adopted) // _RECOVERED_BYTES
+
+    # --- requests ---
+
+    def match(self, request, computed: int) -> int:
+        if self.core is None or request.skip_reading_prefix_cache:
+            return 0
+        return self.core.match(request, computed)
+
+    def allocated(self, request, external: int) -> None:
+        if self.core is not None:
+            self.core.allocated(request.request_id, external)
+
+    def tokens_from_disk(self) -> int:
+        return 0 if self.core is None else self.core.tokens_from_disk()
+
+    def know(self, request) -> None:
+        """One that was begun in an earlier process."""
+        if self.core is not None:
+            self.core.know(request)
+
+    def finished(self, request) -> None:
+        if self.core is not None:
+            self.core.finished(request.request_id)
+
+    # --- steps ---
+
+    def step(self, scheduled: dict[str, int]) -> Orders:
+        self.steps += 1
+        plan = None if self.core is None else self.core.step(self.steps, scheduled)
+        return self._orders(plan)
+
+    def rest(self) -> Orders | None:
+        """What is left to do when no step is taken any more. None: nothing is left, and nothing is under way."""
+        if self.core is None or not self.core.busy:
+            return None
+        self.steps += 1
+        return self._orders(self.core.plan(True))
+
+    def _orders(self, plan: bytes | None) -> Orders:
+        orders = Orders(self.steps, self._adopted, self._space, plan)
+        self._adopted = self._space = None
+        return orders
+
+    def reported(self, report: Report) -> None:
+        if self.core is None:
+            return
+        self.core.acknowledge(report.step)
+        self.core.apply(report.transfers)
+        if report.new_weights:
+            self.reset()
+
+    def reset(self) -> bool:
+        """What the tiers have is found by nobody any more, after a restart neither."""
+        if self.core is not None and not self.kept:
+            self._space = (self.core.reset(), uuid.uuid4().hex)
+        return True
+
+    def busy(self) -> bool:
+        return self.core is not None and self.core.busy
+
+    def held(self) -> int:
+        return 0 if self.core is None else self.core.held
+
+    # --- what others are told ---
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the beginning, and what there is now."""
+        return {} if self.core is None else self.core.stats() | {"recovered_blocks": self.recovered_blocks}
+
+    def take_stats(self) -> Stats | None:
+        """Once a second while there is something to do, and soon after."""
+        if self.core is None or (waited := time.monotonic() - self._told_at) < _LAST_STATS_SECONDS:
+            return None
+        if waited < _STATS_SECONDS and self.core.busy:
+            return None
+        self._told_at += waited
+        stats = Stats.since(self._counted, self.stats())
+        return None if stats.is_empty() else stats
+
+    def take_events(self) -> list:
+        """vLLM's, by medium. The tokens of a block are known from when it was announced on the device."""
+        taken = None if self.core is None or not self.events else self.core.take_events()
+        if taken is None:
+            return []
+        events = [AllBlocksCleared()] if taken["cleared"] else []
+        for stored, store, key, parent, group in taken["events"]:
+            hashes = [self._external(key)]
+            if stored:
+                events.append(
+                    BlockStored(
+                        block_hashes=hashes,
+                        parent_block_hash=self._external(parent) if any(parent) else None,
+                        token_ids=[],
+                        block_size=self.block_tokens,
+                        lora_id=None,
+                        medium=_MEDIUM[store],
+                        lora_name=None,
+                        group_idx=group,
+                    )
+                )
+            else:
+                events.append(BlockRemoved(block_hashes=hashes, medium=_MEDIUM[store], group_idx=group))
+        return events
+
+    def _external(self, key: bytes):
+        return maybe_convert_block_hash(key[: self._hash_bytes])

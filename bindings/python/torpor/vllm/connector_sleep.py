@@ -1,0 +1,71 @@
+"""The connector and a sleep: before it nothing moves any more, over it the tiers stay, after it they are found again."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import RequestStatus
+
+from torpor.vllm import connector_options
+
+
+def side_of(scheduler):
+    """SchedulerSide, where torpor's connector is switched on; else None."""
+    config = getattr(scheduler, "vllm_config", None)
+    if config is None or not connector_options.is_ours(config.kv_transfer_config):
+        return None
+    return scheduler.connector.scheduler
+
+
+def finish_transfers(core, side) -> None:
+    """What was begun ends, and what is queued goes its way. Requests that waited for their blocks have them."""
+    aggregator = core.model_executor.kv_output_aggregator
+    while (orders := side.rest()) is not None:
+        moved = core.collective_rpc("torpor_transfer", args=(orders,))
+        outputs = [ModelRunnerOutput.with_kv_conn_output_only(each) for each in moved]
+        merged = aggregator.aggregate(outputs) if len(outputs) > 1 else outputs[0]
+        deliver(core, core.scheduler.update_from_output(SchedulerOutput.make_empty(), merged))
+    for request in list(core.scheduler.kv_holding_waiting):
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            core.scheduler._handle_blocked_waiting_request(request)
+
+
+@contextmanager
+def tiers_kept(scheduler):
+    """While vLLM drops the KV of the device, and its requests are computed again."""
+    side = side_of(scheduler)
+    if side is None:
+        yield
+        return
+    for request in list(scheduler.kv_holding_waiting):  # vLLM takes back the blocks of running ones only
+        if request.num_computed_tokens > 0:
+            scheduler.kv_cache_manager.free(request)
+            request.num_computed_tokens = 0
+    side.kept = True
+    try:
+        yield
+    finally:
+        side.kept = False
+
+
+def tell_of_requests(scheduler) -> None:
+    if (side := side_of(scheduler)) is not None:
+        for request in scheduler.requests.values():
+            side.know(request)
+
+
+def forget_requests(scheduler) -> None:
+    if (side := side_of(scheduler)) is not None:
+        for request in scheduler.requests.values():
+            side.finished(request)
+
+
+def deliver(core, outputs: dict | None) -> None:
+    """Outputs of a step that nobody asked for, on their way to the front ends as if the engine had taken it itself."""
+    for client, output in (outputs or {}).items():
+        if hasattr(core, "output_queue"):  # of a core in its own process
+            core.output_queue.put_nowait((client, output))
+        else:
+            core.torpor_outputs = [*getattr(core, "torpor_outputs", ()), output]

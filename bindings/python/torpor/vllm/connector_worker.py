@@ -1,0 +1,100 @@
+"""The connector in a worker: orders of the scheduler to the rank's memory, and what became of them."""
+
+from __future__ import annotations
+
+from torpor import _core
+from torpor.errors import Unsupported
+from torpor.vllm import worker
+from torpor.vllm.connector_messages import Orders, RankIsReady, Report
+from torpor.vllm.connector_options import ConnectorOptions
+from torpor.vllm.fingerprint import key_space
+from torpor.vllm.options import Options
+
+_FIRST_SPACE = 1
+
+
+class WorkerSide:
+    def __init__(self, vllm_config, options: ConnectorOptions):
+        self._config = vllm_config
+        self._options = options
+        self.core: _core.ConnectorWorker | None = None
+        self._step = 0
+        self._transfers: list[bytes] = []
+        self._finished: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        self._memory = None  # of the rank
+        self._weights = 0  # as often as they were new
+
+    def prepare(self) -> RankIsReady:
+        """vLLM has allocated the KV cache, in torpor's memory."""
+        mine = worker.of_this_process()
+        if mine is None:
+            raise Unsupported("torpor's KV connector: torpor does not hold the engine's memory", "see docs/vllm.md")
+        self._memory = mine.torpor_memory
+        self._memory.describe_kv(mine.model_runner)
+        self._weights = self._memory.new_weights
+        options, torpor = self._options, Options.of(self._config)
+        self.core = _core.ConnectorWorker(
+            self._memory.rank_memory,
+            {
+                "rank": mine.rank,
+                "host_bytes": options.host_bytes,
+                "disk_bytes": options.disk_bytes,
+                "directory": options.directory,
+                "key_file": torpor.key_file,
+                "encrypt": torpor.encrypt,
+            },
+        )
+        if options.disk_bytes == 0:
+            self.core.open_space(_FIRST_SPACE, "")
+            return RankIsReady(self.core.sizes())
+        self.core.open_space(_FIRST_SPACE, key_space(mine, self.core.weights_digest()))
+        return RankIsReady(self.core.sizes(), self.core.recover(_FIRST_SPACE))
+
+    def begin(self, orders: Orders) -> None:
+        """A step's transfers: the blocks to be stored were written in earlier steps, those to be loaded are read in
+        later ones."""
+        self._step = orders.step
+        if self.core is None:
+            return
+        if orders.adopted is not None:
+            self.core.adopt(orders.adopted)
+        if orders.space is not None:
+            self.core.open_space(*orders.space)
+        if orders.plan is not None:
+            self.core.run(orders.plan)
+
+    def look(self) -> None:
+        if self.core is None:
+            return
+        transfers, finished, bad_blocks = self.core.poll()
+        if transfers is not None:
+            self._transfers.append(transfers)
+        self._finished |= finished
+        self._bad_blocks |= bad_blocks
+
+    def take_finished(self) -> set[str]:
+        finished, self._finished = self._finished, set()
+        return finished
+
+    def take_bad_blocks(self) -> set[int]:
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def take_report(self) -> Report:
+        transfers, self._transfers = self._transfers, []
+        before, self._weights = self._weights, self._weights if self._memory is None else self._memory.new_weights
+        return Report(self._step, transfers, before != self._weights)
+
+    def wait(self) -> None:
+        """Nothing is under way afterwards, and what is on disk is as safe as was asked for."""
+        if self.core is not None:
+            self.core.wait()
+            if self._options.durable:
+                self.core.sync()
+
+    def close(self) -> None:
+        if self.core is not None:
+            self.wait()
+            self.core.close()
+            self.core = None

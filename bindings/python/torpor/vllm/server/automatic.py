@@ -1,0 +1,147 @@
+"""What a server does without being asked: checkpoints while it serves, sleep when it is idle, wake for a request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vllm.logger import init_logger
+
+from torpor.errors import Error, InvalidArgument, NotEnoughRoom
+
+logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
+
+_LOOKS_PER_TERM = 10
+_MOST_SECONDS_BETWEEN_LOOKS = 1.0
+_RETRY_SECONDS = 1.0  # of a wake without room: another server on the device may fall asleep any moment
+_RETRY_AFTER_ERROR_SECONDS = 5.0
+
+
+class Automatic:
+    """For one life.Server, in its event loop.
+
+    Idle: no request runs, arrives or waits. After `sleep_after` seconds of that the engine sleeps to host memory, after
+    `sleep_to_disk_after` more seconds to disk. A sleep that somebody asked for stays as it is.
+    """
+
+    def __init__(self, server):
+        self._server = server
+        self._settings = server.settings
+        self.checkpointing = False  # the operation in progress is a checkpoint of its own
+        self._used = time.monotonic()  # when a request was last seen
+        self._slept: float | None = None  # when it fell asleep to host memory by itself
+        self._wanted = 0  # requests that wait for a wake
+        self._waking: asyncio.Task | None = None
+
+    def check(self) -> None:
+        """InvalidArgument: settings that do not go together."""
+        if self._settings.sleep_to_disk_after > 0 and self._settings.sleep_after == 0:
+            raise InvalidArgument("sleep_to_disk_after without sleep_after", "say after how many seconds to sleep")
+        if self._settings.sleep_to_disk_after > 0 and not self._server.options.dir:
+            raise InvalidArgument("sleep_to_disk_after without a directory", "name one with --torpor-dir")
+        if self._settings.sleep_after > 0 and not self._settings.wake_on_request:
+            logger.warning("torpor: idle, it falls asleep, and no request wakes it: --torpor-wake-on-request is off")
+
+    def used(self) -> None:
+        self.checkpointing = False  # the operation in progress is a checkpoint of its own
+        self._used = time.monotonic()
+
+    def entered(self, state: str) -> None:
+        if state == "awake":
+            self.used()
+            self._slept = None
+        elif state == "asleep":
+            self._wake_if_wanted()
+
+    @contextmanager
+    def wanted(self) -> Iterator[None]:
+        """Around a request's waiting: the engine is woken for it, where the operator wants that."""
+        self._wanted += 1
+        try:
+            self._wake_if_wanted()
+            yield
+        finally:
+            self._wanted -= 1
+
+    # --- wake -----------------------------------------------------------------------------------------------------------
+
+    def _wake_if_wanted(self) -> None:
+        due = self._wanted > 0 and self._settings.wake_on_request and self._server.state == "asleep"
+        if due and (self._waking is None or self._waking.done()):
+            self._waking = self._server._run(self._wake())
+
+    async def _wake(self) -> None:
+        said = ""
+        while self._wanted > 0 and self._server.state == "asleep":
+            try:
+                await self._server.wake_up()
+                self._server.metrics.automatic.labels("wake").inc()
+                return
+            except Error as problem:
+                if self._server.state != "asleep":  # the operator wakes it, or it is lost
+                    return
+                if str(problem) != said:
+                    said = str(problem)
+                    logger.error("torpor: a request could not wake the engine, it is tried again: %s", problem)
+                no_room = isinstance(problem, NotEnoughRoom)
+                await asyncio.sleep(_RETRY_SECONDS if no_room else _RETRY_AFTER_ERROR_SECONDS)
+
+    # --- sleep ----------------------------------------------------------------------------------------------------------
+
+    async def watch(self) -> None:
+        terms = [term for term in (self._settings.sleep_after, self._settings.sleep_to_disk_after) if term > 0]
+        pause = min(_MOST_SECONDS_BETWEEN_LOOKS, min(terms) / _LOOKS_PER_TERM)
+        while True:
+            await asyncio.sleep(pause)
+            try:
+                await self._look()
+            except Error as problem:
+                logger.error("torpor: idle, it could not fall asleep: %s", problem)
+                self.used()  # a term from now on, it is tried again
+
+    async def _look(self) -> None:
+        """Nothing is awaited between the look and the sleep's first change of state, so no request slips in between."""
+        server, now = self._server, time.monotonic()
+        if server.busy():
+            self.used()
+        elif server.state == "awake" and now - self._used >= self._settings.sleep_after:
+            report = await server.sleep()
+            self._slept = time.monotonic()
+            server.metrics.automatic.labels("sleep").inc()
+            logger.info("torpor: idle, asleep in host memory; %.1f MB given back", report.freed_bytes / 1e6)
+        elif self._slept is not None and server.state == "asleep" and 0 < self._settings.sleep_to_disk_after:
+            if now - self._slept >= self._settings.sleep_to_disk_after:
+                self._slept = now  # if it fails, a term later it is tried again
+                report = await server.sleep_deeper()
+                self._slept = None
+                server.metrics.automatic.labels("sleep_to_disk").inc()
+                logger.info("torpor: idle, asleep on disk: %s", report.checkpoint)
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------------
+
+    async def checkpoints(self) -> None:
+        """One every so many seconds, unless nothing has changed since the last."""
+        server, known = self._server, None
+        while True:
+            await asyncio.sleep(self._settings.checkpoint_every)
+            counts = server.recorder.answers.counts()
+            now = (counts["running"], counts["log_bytes"])
+            if server.state != "awake" or server.operating() or now == known:
+                continue
+            self.checkpointing = True
+            try:
+                report = await server.checkpoint()
+            except Error as problem:
+                logger.error("torpor: no checkpoint was written: %s", problem)
+                continue
+            finally:
+                self.checkpointing = False
+            known = now
+            logger.info(
+                "torpor: checkpoint of %d requests, %.1f MB; the engine stood still for %.3f s",
+                report.requests,
+                report.checkpoint_bytes / 1e6,
+                report.seconds,
+            )

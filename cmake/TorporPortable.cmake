@@ -1,0 +1,17 @@
+# TORPOR_PORTABLE makes a Python module that runs on every x86-64 Linux with glibc 2.28 or newer (manylinux_2_28), whatever
+# libraries it has: torpor's are linked statically, and zig's linker links against the symbols of that glibc; this
+# machine's own is too new. What the C++ library wants of a newer glibc is in bindings/portable_glibc.cpp.
+# TORPOR_ZIG is the linker's command, "python;-m;ziglang" for PyPI's package.
+
+set(CMAKE_FIND_LIBRARY_SUFFIXES .a)
+set(Boost_USE_STATIC_LIBS ON)
+
+# libgcc_s stays shared, so that all modules of a process unwind with the same one.
+foreach(library libstdc++.a libgcc_s.so.1)
+  execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=${library} OUTPUT_VARIABLE file
+    OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+  string(APPEND libraries " ${file}")
+endforeach()
+list(JOIN TORPOR_ZIG " " zig)
+set(CMAKE_CXX_CREATE_SHARED_MODULE
+  "${zig} cc -target x86_64-linux-gnu.2.28 -shared -s -Wl,--gc-sections -Wl,--version-script=${PROJECT_SOURCE_DIR}/bindings/exported.map -o <TARGET> <OBJECTS> <LINK_LIBRARIES>${libraries} -lpthread -ldl -lm")

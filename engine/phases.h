@@ -1,0 +1,30 @@
+// The operations of a SleepController and their phases, by number: for events, which hold no words.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string_view>
+
+namespace torpor {
+
+// `from` of an operation's events. Appended only.
+inline constexpr std::array<std::string_view, 4> kOperationNames = {"other", "sleep", "wake", "checkpoint"};
+
+// `from` of a phase's events. Appended only.
+inline constexpr std::array<std::string_view, 11> kPhaseNames = {
+    "other", "quiesce", "capture", "commit", "save", "prove", "detach", "attach", "restore", "reconnect", "open"};
+
+// `from` and `to` of an engine's events. Appended only.
+inline constexpr std::array<std::string_view, 5> kEngineStates = {"awake", "falling asleep", "asleep", "waking",
+                                                                  "lost"};
+
+// 0 for a name that is not there.
+template <size_t size>
+constexpr uint8_t number_of(std::string_view name, const std::array<std::string_view, size>& names) {
+  for (size_t i = 0; i < size; ++i) {
+    if (names[i] == name) return static_cast<uint8_t>(i);
+  }
+  return 0;
+}
+
+}  // namespace torpor

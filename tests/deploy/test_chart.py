@@ -1,0 +1,108 @@
+"""The chart with many values: valid for Kubernetes, and its promises kept in each. Alerts and metrics by promtool."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from chart import CHART, ROOT, manifests, render
+
+HERE = Path(__file__).parent
+OF_AN_OPERATOR = ("ServiceMonitor", "PrometheusRule")  # Kubernetes has no schemas of these
+EVERYTHING = {
+    "replicas": 3, "vllmArgs": ["--tensor-parallel-size=2", "--max-model-len=4096"], "state.storageClass": "fast",
+    "torpor.checkpointEvery": 30, "torpor.sleepAfter": 60.5, "torpor.sleepToDiskAfter": 3600,
+    "drain.endpointSeconds": 10, "drain.checkpointSeconds": 300, "startSeconds": 1801,
+    "nodeSelector": {"node.kubernetes.io/instance-type": "p5.48xlarge"}, "affinity": {"podAntiAffinity": {}},
+    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+    "resources": {"limits": {"nvidia.com/gpu": 2}}, "model.existingClaim": "",
+    "networkPolicy.from": [{"namespaceSelector": {"matchLabels": {"name": "gateway"}}}],
+    "serviceMonitor.enabled": True, "prometheusRule.enabled": True,
+    "extraEnv": [{"name": "HF_HUB_OFFLINE", "value": "1"}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{}, EVERYTHING, {"torpor.wakeOnRequest": False, "networkPolicy.enabled": False}])
+def test_what_it_renders_is_valid_and_keeps_its_promises(changes):
+    found = manifests(render(changes))
+    for (kind, _), manifest in found.items():
+        if kind not in OF_AN_OPERATOR:
+            kubernetes_validate.validate(manifest, "1.30", strict=True)
+    pod = found["StatefulSet", "llm"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    options = dict(word.split("=", 1) for word in container["args"] if word.startswith("--") and "=" in word)
+    saving = int(options["--torpor-sigterm-seconds"])
+    delay = int(container["lifecycle"]["preStop"]["exec"]["command"][2].split()[1])
+    assert pod["terminationGracePeriodSeconds"] >= delay + saving + 5
+    start = container["startupProbe"]
+    assert start["failureThreshold"] * start["periodSeconds"] >= changes.get("startSeconds", 900)
+    selector = found["StatefulSet", "llm"]["spec"]["selector"]["matchLabels"].items()
+    assert selector <= found["StatefulSet", "llm"]["spec"]["template"]["metadata"]["labels"].items()
+    for name in ("llm", "llm-pods"):
+        assert found["Service", name]["spec"]["selector"].items() == selector
+    assert found["StatefulSet", "llm"]["spec"]["serviceName"] == "llm-pods"
+    assert {mount["name"] for mount in container["volumeMounts"]} <= {v["name"] for v in pod["volumes"]} | {"state"}
+
+
+def test_every_switch_reaches_the_server():
+    found = manifests(render(EVERYTHING))
+    words = found["StatefulSet", "llm"]["spec"]["template"]["spec"]["containers"][0]["args"]
+    wanted = {
+        "--torpor-checkpoint-every=30", "--torpor-sleep-after=60.5", "--torpor-sleep-to-disk-after=3600",
+        "--torpor-wake-on-request", "--tensor-parallel-size=2", "--torpor-sigterm-seconds=300",
+    }  # fmt: skip
+    assert wanted <= set(words)
+    rules = yaml.safe_load((CHART / "files/alerts.yaml").read_text())
+    assert found["PrometheusRule", "llm"]["spec"] == rules
+    assert found["ServiceMonitor", "llm"]["spec"]["endpoints"][0]["path"] == "/metrics"
+    without = manifests(render({"torpor.wakeOnRequest": False}))["StatefulSet", "llm"]
+    assert "--torpor-wake-on-request" not in without["spec"]["template"]["spec"]["containers"][0]["args"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"keys.existingSecret": ""}, {"torpor.onWakeError": "ignore"}, {"drain.checkpointSeconds": 0},
+        {"state.size": "fifty"}, {"torpor.sleepafter": 3}, {"replicas": -1},
+    ],
+)  # fmt: skip
+def test_wrong_values_are_refused_by_the_schema(wrong):
+    with pytest.raises(jsonschema.ValidationError):
+        render(wrong)
+
+
+def test_settings_that_do_not_go_together_are_refused():
+    with pytest.raises(RuntimeError, match="sleepToDiskAfter needs torpor.sleepAfter"):
+        render({"torpor.sleepToDiskAfter": 60})
+
+
+def test_kustomize_builds_the_base():
+    built = subprocess.run(
+        ["kubectl", "kustomize", ROOT / "deploy/kustomize/base"], check=True, capture_output=True, text=True
+    ).stdout
+    assert manifests(built) == manifests(render(service="Kustomize"))
+
+
+def test_every_alert_fires_when_it_should_and_not_before():
+    subprocess.run(["promtool", "test", "rules", HERE / "alerts_test.yaml"], check=True)
+    tried = {
+        case["alertname"]
+        for test in yaml.safe_load((HERE / "alerts_test.yaml").read_text())["tests"]
+        for case in test["alert_rule_test"]
+        if case.get("exp_alerts")
+    }
+    rules = yaml.safe_load((CHART / "files/alerts.yaml").read_text())["groups"][0]["rules"]
+    assert tried == {rule["alert"] for rule in rules}
+
+
+def test_prometheus_likes_the_metrics():
+    from prometheus_client import CollectorRegistry, generate_latest
+    from torpor.vllm.server.metrics import Metrics
+
+    registry = CollectorRegistry()
+    Metrics(registry).enter("awake")
+    subprocess.run(["promtool", "check", "metrics"], input=generate_latest(registry), check=True)

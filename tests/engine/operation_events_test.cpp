@@ -1,0 +1,157 @@
+// What sleeps and wakes tell, whatever fails: nothing but the events is looked at, and they must say what the report
+// and the controller say.
+#include <map>
+
+#include "base/event_ring.h"
+#include "tests/support/results.h"
+#include "tests/support/sleeping_engine.h"
+
+namespace torpor {
+namespace {
+
+using namespace test;
+
+struct Told {
+  std::string operation;
+  Edge ended = Edge::kNone;
+  std::vector<std::string> phases;  // that ended and were not undone
+  int failed = 0;
+  int undone = 0;
+  std::string error;
+};
+
+// By the number of the operation; fails where the events contradict themselves.
+std::map<uint64_t, Told> operations_of(const std::vector<Event>& events) {
+  std::map<uint64_t, Told> all;
+  std::map<uint64_t, uint8_t> open;
+  for (const Event& event : events) {
+    const auto edge = static_cast<Edge>(event.to);
+    if (event.type == EventType::kText) {
+      all[event.transfer].error += std::string(reinterpret_cast<const char*>(event.key.bytes.data()), 16).c_str();
+    } else if (event.type == EventType::kOperation) {
+      EXPECT_NE(event.from, 0);
+      if (edge == Edge::kBegin) {
+        EXPECT_TRUE(all.emplace(event.sequence, Told{std::string(kOperationNames[event.from])}).second);
+      } else {
+        EXPECT_EQ(std::exchange(all.at(event.transfer).ended, edge), Edge::kNone);
+        EXPECT_FALSE(open.contains(event.transfer));
+      }
+    } else if (event.type == EventType::kPhase) {
+      EXPECT_NE(event.from, 0) << "a phase that events cannot name";
+      Told& told = all.at(event.transfer);
+      EXPECT_EQ(told.ended, Edge::kNone);
+      const std::string name(kPhaseNames[event.from]);
+      switch (edge) {
+        case Edge::kBegin: EXPECT_TRUE(open.emplace(event.transfer, event.from).second); break;
+        case Edge::kEnd:
+          EXPECT_EQ(open.at(event.transfer), event.from);
+          open.erase(event.transfer);
+          told.phases.push_back(name);
+          break;
+        case Edge::kFailed:
+          EXPECT_EQ(open.at(event.transfer), event.from);
+          open.erase(event.transfer);
+          ++told.failed;
+          break;
+        case Edge::kUndone:
+          EXPECT_EQ(told.phases.back(), name);
+          told.phases.pop_back();
+          ++told.undone;
+          break;
+        default: ADD_FAILURE() << "a phase does not end so";
+      }
+    }
+  }
+  EXPECT_TRUE(open.empty());
+  return all;
+}
+
+std::vector<std::string> names_of(const SleepReport& report) {
+  std::vector<std::string> names;
+  for (const Phase& phase : report.phases) names.push_back(phase.name);
+  return names;
+}
+
+class OperationEvents : public testing::Test {
+ protected:
+  std::vector<Event> events() const {
+    std::vector<Event> all;
+    EventReader(*ring_).read(all, true);
+    return all;
+  }
+  static std::string engine_state(const std::vector<Event>& events) {
+    std::string state = "awake";
+    for (const Event& event : events) {
+      if (event.type != EventType::kEngine) continue;
+      EXPECT_EQ(kEngineStates[event.from], state);
+      state = kEngineStates[event.to];
+    }
+    return state;
+  }
+  std::unique_ptr<EventRing> ring_ = value_of(EventRing::in_memory({}, 1 << 12));
+  EventPort port_{*ring_, system_clock()};
+  TemporaryDirectory temporary_;
+};
+
+TEST_F(OperationEvents, PhasesAreThoseOfTheReports) {
+  for (const bool to_disk : {false, true}) {
+    SleepingEngine slept(linux_file_system(), temporary_.path(), {}, {}, port_);
+    add_example_requests(slept.engine);
+    slept.engine.step();
+    const uint64_t before = ring_->told();
+    const SleepReport sleep = value_of(slept.controller.sleep({.preserve_state = true, .to_disk = to_disk}));
+    const SleepReport wake = value_of(slept.controller.wake_up({}));
+    std::vector<Event> since;
+    EventReader(*ring_, before).read(since, true);
+    const std::map<uint64_t, Told> told = operations_of(since);
+    ASSERT_EQ(told.size(), 2u);
+    EXPECT_EQ(told.begin()->second.operation, "sleep");
+    EXPECT_EQ(told.begin()->second.phases, names_of(sleep));
+    EXPECT_EQ(told.rbegin()->second.operation, "wake");
+    EXPECT_EQ(told.rbegin()->second.phases, names_of(wake));
+    for (const auto& [number, each] : told) EXPECT_EQ(each.ended, Edge::kEnd);
+    EXPECT_EQ(engine_state(since), "awake");
+  }
+}
+
+// The device fails at each of its calls, once.
+TEST_F(OperationEvents, WhateverFailsIsToldAndWhatIsUndoneToo) {
+  int undone = 0;
+  int lost = 0;
+  for (uint64_t n = 1;; ++n) {
+    SCOPED_TRACE(n);
+    SleepingEngine slept(linux_file_system(), temporary_.path(), {}, {}, port_);
+    add_example_requests(slept.engine);
+    slept.engine.step();
+    const uint64_t before = ring_->told();
+    slept.engine.device(0).fail_at(n);
+    const Result<SleepReport> sleep = slept.controller.sleep({.preserve_state = true});
+    const bool fired = slept.engine.device(0).fired();
+    std::vector<Event> since;
+    EventReader(*ring_, before).read(since, true);
+    const std::map<uint64_t, Told> told = operations_of(since);
+    ASSERT_EQ(told.size(), 1u);
+    const Told& one = told.begin()->second;
+    EXPECT_EQ(engine_state(since), slept.controller.state().engine);
+    if (sleep) {
+      EXPECT_EQ(one.ended, Edge::kEnd);
+      EXPECT_EQ(one.failed + one.undone, 0);
+      EXPECT_EQ(one.phases, names_of(*sleep));
+    } else {
+      EXPECT_FALSE(one.error.empty());
+      EXPECT_EQ(one.failed, 1);
+      const bool is_lost = slept.controller.state().engine == "lost";
+      EXPECT_EQ(one.ended, is_lost ? Edge::kLost : Edge::kFailed);
+      EXPECT_TRUE(is_lost || one.phases.empty()) << "all that was done is undone";
+      undone += one.undone;
+      lost += is_lost ? 1 : 0;
+    }
+    slept.engine.device(0).fail_at(0);
+    if (!fired) break;
+  }
+  EXPECT_GT(undone, 3);
+  EXPECT_GT(lost, 0);
+}
+
+}  // namespace
+}  // namespace torpor

@@ -1,0 +1,268 @@
+"""A process of the tests: an engine with torpor's KV connector, and a device pool that is far too small.
+
+    connector_process.py MODE MODEL FOLDER    with MODE "eager" or "lazy"
+    connector_process.py disk MODEL FOLDER    serves once with a store on disk, and is killed
+
+Prints what came of each of SCENARIOS: answers, tokens that were not computed, counters.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+from conftest import InProcess
+from vllm import SamplingParams
+
+BLOCKS = 40  # on the device; a request has 4 to 8
+ENGINE = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 512}
+CONVERSATIONS = 14
+
+
+def prompts() -> list[str]:
+    words = ["sea", "clock", "letter", "stone", "window", "garden", "river", "story"]
+    made = random.Random(5)
+    return [" ".join(made.choice(words) for _ in range(made.randint(60, 110))) for _ in range(CONVERSATIONS)]
+
+
+def params(number: int, tokens: int = 8) -> SamplingParams:
+    more = {"temperature": 0} if number % 2 == 0 else {"temperature": 1.0, "seed": number}
+    return SamplingParams(max_tokens=tokens, ignore_eos=True, **more)
+
+
+class Served:
+    """One engine; each round asks the same again."""
+
+    def __init__(self, one: InProcess):
+        self.one = one
+        self.side = one.core.scheduler.connector.scheduler
+        self.rounds = 0
+
+    def ask(self, texts: list[str], tokens: int = 8) -> list[str]:
+        self.rounds += 1
+        ids = [f"{self.rounds}-{number}" for number in range(len(texts))]
+        for number, text in enumerate(texts):
+            self.one.engine.add_request(ids[number], {"prompt": text}, params(number, tokens))
+        return ids
+
+    def answers(self, while_running=lambda: None) -> dict[str, tuple]:
+        """By id: tokens, and how many of the prompt were not computed."""
+        found = {}
+        while self.one.engine.has_unfinished_requests():
+            for output in self.one.engine.step():
+                if output.finished:
+                    found[output.request_id] = (list(output.outputs[0].token_ids), output.num_cached_tokens)
+            while_running()
+        self.flush()
+        return found
+
+    def flush(self) -> None:
+        """What is to be stored is stored. An engine in this process takes no step by itself."""
+        end = time.monotonic() + 20
+        while self.side.busy():
+            assert time.monotonic() < end, self.side.stats()
+            self.one.engine.step()
+            time.sleep(0.001)
+        self.side.core.check()
+
+    def round(self, texts: list[str], tokens: int = 8) -> list:
+        ids = self.ask(texts, tokens)
+        found = self.answers()
+        return [found[i] for i in ids]
+
+
+def identical(served: Served) -> dict:
+    """Three times the same, of which the first computes everything."""
+    rounds = [served.round(prompts()) for _ in range(3)]
+    return {
+        "tokens": [[tokens for tokens, _ in one] for one in rounds],
+        "cached": [sum(cached for _, cached in one) for one in rounds],
+        "stats": served.side.stats(),
+    }
+
+
+def loaded_is_what_prefill_writes(served: Served) -> dict:
+    """Every block of a prompt whose blocks were loaded, beside the same blocks computed."""
+    text, pool = prompts()[3], served.one.core.scheduler.kv_cache_manager.block_pool
+    match = served.side.match
+
+    def contents() -> list:
+        [one] = served.round([text])
+        keys = [key for key, _ in pool.cached_block_hash_to_block._cache.items()]
+        blocks = {key: pool.cached_block_hash_to_block.get_one_block(key).block_id for key in keys}
+        return one[1], {key: kv_bytes(served.one.runner, number) for key, number in blocks.items()}
+
+    served.one.core.scheduler.reset_prefix_cache()
+    cached, loaded = contents()
+    served.one.core.scheduler.reset_prefix_cache()
+    served.side.match = lambda request, computed: 0
+    _, computed = contents()
+    served.side.match = match
+    both = loaded.keys() & computed.keys()
+    differences = [float((loaded[key] - computed[key]).abs().max()) for key in both]
+    largest = max(float(computed[key].abs().max()) for key in both)
+    return {"cached": cached, "blocks": len(both), "difference": max(differences), "largest": largest}
+
+
+def kv_bytes(runner, block: int):
+    import torch
+
+    layers = []
+    for cache in runner.kv_caches:
+        outer = 0 if cache.shape[0] == BLOCKS else 1
+        layers.append(cache.select(outer, block).float().flatten().clone())
+    return torch.cat(layers)
+
+
+def disturbed(served: Served) -> dict:
+    """Aborts, preemptions and resets in the middle, while blocks move: the others' tokens are what they were."""
+    expected = [tokens for tokens, _ in served.round(prompts(), 24)]
+    made = random.Random(11)
+    differing, aborted, resets = [], 0, []
+    scheduler = served.one.core.scheduler
+    for turn in range(4):
+        ids = served.ask(prompts(), 24)
+        gone = set()
+
+        def disturb(ids=ids, gone=gone, turn=turn):
+            what = made.random()
+            if what < 0.08 and len(gone) < 4:
+                gone.add(victim := made.choice(ids))
+                served.one.engine.abort_request([victim])
+            elif what < 0.16 and turn % 2 and not list(scheduler.kv_holding_waiting):  # vLLM refuses it for those
+                scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=what < 0.1)
+                resets.append(what)
+
+        found = served.answers(disturb)
+        aborted += len(gone - found.keys())
+        differing += [i for number, i in enumerate(ids) if i in found and found[i][0] != expected[number]]
+    free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    counts = {"aborted": aborted, "resets": len(resets), "free": free}
+    return {"differing": differing, "stats": served.side.stats()} | counts
+
+
+def aborted_while_loading(served: Served) -> dict:
+    """Reports of the worker come late. Nothing of the requests stays held."""
+    served.round(prompts())
+    worker = worker_side()
+    worker.look = lambda: None
+    ids = served.ask(prompts())
+    before = served.side.stats().get("up_transferred", 0)
+    loading = 0
+    for _ in range(3):
+        served.one.engine.step()
+        loading = max(loading, served.side.core.loading)
+    served.one.engine.abort_request(ids)
+    served.one.engine.step()
+    held = len(served.one.core.scheduler.requests)
+    del worker.look
+    served.flush()
+    for _ in range(100):
+        if not served.one.core.scheduler.requests:
+            break
+        served.one.engine.step()
+        time.sleep(0.001)
+    pool = served.one.core.scheduler.kv_cache_manager.block_pool
+    return {
+        "loading": loading,
+        "held": held,
+        "loaded": served.side.stats().get("up_transferred", 0) - before,
+        "requests": len(served.one.core.scheduler.requests),
+        "free": pool.get_num_free_blocks(),
+        "still": served.side.core.loading,
+    }
+
+
+def forgotten(served: Served) -> dict:
+    """After a reset of the connector nothing is found, and then again what came since."""
+    served.round(prompts())
+    reset = served.one.core.scheduler.reset_prefix_cache(reset_connector=True)
+    cached = [sum(cached for _, cached in served.round(prompts())) for _ in range(2)]
+    return {"reset": reset, "cached": cached}
+
+
+def slept(served: Served) -> dict:
+    """In the middle, while requests wait for their blocks; with their state, and without."""
+    expected = [tokens for tokens, _ in served.round(prompts(), 16)]
+    engine, result = served.one.engine, {}
+    for way in ("preserve_state", "recompute"):
+        worker = worker_side()
+        ids = served.ask(prompts(), 16)
+        answers, loading = {}, 0
+
+        def step(answers=answers):
+            answers |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step() if o.finished}
+
+        for _ in range(6):
+            step()
+        worker.look = lambda: None  # reports come late
+        for _ in range(60):
+            step()
+            loading = served.side.core.loading
+            if loading > 0:
+                break
+        del worker.look
+        blocks = served.side.stats()["host_blocks"]
+        options = {"preserve_state": True} if way == "preserve_state" else {"mode": "keep"}
+        served.one.llm.sleep(level=1, **options)
+        after = served.side.stats()
+        step()
+        served.one.llm.wake_up()
+        found = answers | {i: tokens for i, (tokens, _) in served.answers().items()}
+        result[way] = {
+            "loading": loading,
+            "differing": [i for number, i in enumerate(ids) if i in found and found[i] != expected[number]],
+            "finished": len(found),
+            "kept": after["host_blocks"] >= blocks > 0,
+            "moving": after["loading_requests"] + after["jobs_under_way"] + after["held_blocks"],
+            "recomputed": served.one.llm.torpor("state")["recomputed_tokens"],
+        }
+    result["cached"] = sum(cached for _, cached in served.round(prompts(), 16))
+    return result
+
+
+def worker_side():
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group().worker
+
+
+SCENARIOS = (identical, slept, loaded_is_what_prefill_writes, disturbed, aborted_while_loading, forgotten)
+
+
+def served_from_disk(served: Served) -> dict:
+    """The first round needs what an earlier process left there, if it did."""
+    [answers, again] = [served.round(prompts()) for _ in range(2)]
+    return {
+        "tokens": [tokens for tokens, _ in answers],
+        "again": [tokens for tokens, _ in again],
+        "cached": sum(cached for _, cached in answers),
+        "stats": served.side.stats(),
+    }
+
+
+def new_weights(served: Served) -> dict:
+    """The same ones, loaded again: for all that is known they are others."""
+    before = served.side.core.space
+    served.one.core.collective_rpc("reload_weights")
+    served.round(prompts()[:1])
+    return {"before": before, "after": served.side.core.space, "blocks": served.side.stats()["disk_blocks"]}
+
+
+def main() -> None:
+    mode, model, folder = sys.argv[1:4]
+    offload = {"offload": mode, "host_bytes": "64MiB"}
+    if mode == "disk":  # host memory has fewer blocks than the device
+        offload = {"offload": "eager", "host_bytes": "2MiB", "disk_bytes": "256MiB"}
+    served = Served(InProcess(Path(model), Path(folder) / "checkpoints", torpor=offload, **ENGINE))
+    if mode == "disk":
+        print("RESULT " + json.dumps(served_from_disk(served) | {"new": new_weights(served)}), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    print("RESULT " + json.dumps({scenario.__name__: scenario(served) for scenario in SCENARIOS}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""The KV connector: blocks go to host memory and come back, and nobody sees a difference but in time."""
+
+from pathlib import Path
+
+import pytest
+from conftest import result_of
+from connector_process import BLOCKS, CONVERSATIONS
+from tiny_model import make_model
+
+from torpor.errors import InvalidArgument
+from torpor.vllm.connector_options import ConnectorOptions, size
+
+PROCESS = Path(__file__).parent / "connector_process.py"
+
+
+@pytest.fixture(scope="module", params=["eager", "lazy"])
+def served(request, zygote, tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("connector")
+    return result_of(zygote.run([PROCESS, request.param, tiny_model, folder], timeout=200))
+
+
+@pytest.mark.slow
+def test_tokens_are_the_same_and_most_prompts_come_from_host_memory(served):
+    result = served["identical"]
+    assert result["tokens"][0] == result["tokens"][1] == result["tokens"][2]
+    cold, *warm = result["cached"]
+    assert all(cached > cold + CONVERSATIONS * 32 for cached in warm)
+    assert result["stats"]["up_transferred"] > CONVERSATIONS and result["stats"]["host_blocks"] > BLOCKS
+    assert result["stats"]["held_blocks"] == result["stats"]["loading_requests"] == 0
+
+
+@pytest.mark.slow
+def test_a_loaded_block_has_what_prefill_would_have_written(served):
+    result = served["loaded_is_what_prefill_writes"]
+    assert result["cached"] > 0 and result["blocks"] >= 2
+    assert result["difference"] <= 1e-5 * result["largest"]
+
+
+@pytest.mark.slow
+def test_aborts_preemptions_and_resets_in_the_middle_change_no_token(served):
+    result = served["disturbed"]
+    assert result["differing"] == [] and result["aborted"] > 0 and result["resets"] > 0
+    assert result["free"] == BLOCKS - 1 and result["stats"]["held_blocks"] == 0
+
+
+@pytest.mark.slow
+def test_a_request_that_is_aborted_while_it_loads_leaves_nothing_behind(served):
+    result = served["aborted_while_loading"]
+    assert result["loading"] == result["held"] > 0 and result["loaded"] > 0
+    assert result["requests"] == result["still"] == 0 and result["free"] == BLOCKS - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["preserve_state", "recompute"])
+def test_a_sleep_waits_for_what_moves_and_keeps_what_is_in_host_memory(served, way):
+    result = served["slept"]
+    assert result[way]["loading"] > 0 and result[way]["moving"] == 0
+    assert result[way]["differing"] == [] and result[way]["finished"] == CONVERSATIONS
+    assert result[way]["kept"] and result["cached"] > CONVERSATIONS * 32
+    assert way == "recompute" or result[way]["recomputed"] == 0
+
+
+@pytest.mark.slow
+def test_a_reset_forgets_what_is_in_host_memory(served):
+    result = served["forgotten"]
+    assert result["reset"] is True
+    assert result["cached"][0] < result["cached"][1]
+
+
+@pytest.mark.slow
+def test_what_is_on_disk_is_found_after_a_kill_and_recomputed_where_it_is_damaged(zygote, real_model, tmp_path):
+    """And not at all with other weights."""
+    first, other = make_model(tmp_path / "first", real_model), make_model(tmp_path / "other", real_model, seed=8)
+
+    def serve(model):
+        return result_of(zygote.run([PROCESS, "disk", model, tmp_path], timeout=100))
+
+    before = serve(first)
+    assert before["stats"]["on_transferred"] > 50 and before["stats"]["recovered_blocks"] == 0
+    assert before["tokens"] == before["again"]
+    after = serve(first)
+    assert after["stats"]["recovered_blocks"] >= before["stats"]["disk_blocks"] > 50
+    assert after["tokens"] == before["tokens"] and after["cached"] > before["cached"] + CONVERSATIONS * 32
+    assert after["new"]["after"] == after["new"]["before"] + 1
+    damaged = 0
+    for segment in sorted((tmp_path / "checkpoints/offload/store/r0").glob("seg-*")):
+        content = bytearray(segment.read_bytes())
+        for place in range(3 * 4096, len(content), 7 * 65536):  # in some records, not in others
+            content[place] ^= 1
+            damaged += 1
+        segment.write_bytes(content)
+    beside = serve(first)
+    assert beside["stats"]["up_damaged"] > 0 and damaged > 5
+    assert beside["stats"]["up_transferred"] > 0 and beside["stats"]["recovered_blocks"] > 0
+    assert beside["tokens"] == beside["again"] == before["tokens"]
+    elsewhere = serve(other)
+    assert elsewhere["stats"]["recovered_blocks"] == 0 and elsewhere["tokens"] != before["tokens"]
+
+
+def test_sizes_are_numbers_or_text_with_a_unit():
+    assert size("host_bytes", 7) == 7
+    assert size("host_bytes", "4GiB") == 4 << 30
+    for wrong in ("4GB", "4.5GiB", -1, 1.0, True, None, "", "GiB"):
+        with pytest.raises(InvalidArgument, match="host_bytes is"):
+            size("host_bytes", wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"offlaod": "eager"}, "unknown connector option offlaod"),
+        ({"offload": "false"}, "offload is 'false'"),
+        ({"offload": "eager"}, "no room"),
+        ({"host_bytes": 1 << 20, "disk": "through"}, "disk is 'through' and disk_bytes is 0"),
+        ({"disk_bytes": "1GiB"}, "directory"),
+        ({"host_bytes": 1 << 20, "durable": "false"}, "durable is 'false'"),
+        ({"host_bytes": 1 << 20, "min_uses": 0}, "min_uses is 0"),
+        ({"host_bytes": 1 << 20, "min_prefix_tokens": True}, "min_prefix_tokens is True"),
+    ],
+)
+def test_a_wrong_option_is_named(given, named):
+    with pytest.raises(InvalidArgument) as raised:
+        ConnectorOptions.of(given)
+    assert named in str(raised.value)

@@ -1,0 +1,156 @@
+"""What a server does without being asked: sleep when idle, wake for a request. Without an engine, and without waiting."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from server_stubs import Engine, build, client, no_settings, run, started  # noqa: F401
+from torpor.errors import NotEnoughRoom
+
+COMPLETIONS = [("POST", "/v1/completions")]
+
+
+class Clock:
+    """Stands for the module `time` of torpor.vllm.server.automatic."""
+
+    def __init__(self, monkeypatch):
+        from torpor.vllm.server import automatic
+
+        self.now = 100.0
+        monkeypatch.setattr(automatic, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    async def look(self, server, seconds: float) -> None:
+        self.now += seconds
+        await server._automatic._look()
+
+
+def test_an_idle_server_falls_asleep_and_later_to_disk(monkeypatch, tmp_path):
+    async def scene():
+        clock = Clock(monkeypatch)
+        settings = {"sleep_after": 30, "sleep_to_disk_after": 600, "wake_on_request": True}
+        app, server = build(monkeypatch, COMPLETIONS, engine=Engine(tmp_path), **settings)
+        await started(server)
+        await clock.look(server, 29)
+        async with client(app) as http:
+            await http.post("/v1/completions")
+        await clock.look(server, 29)
+        server.engine.output_processor.request_states["running"] = object()
+        await clock.look(server, 100)
+        server.engine.output_processor.request_states.clear()
+        await clock.look(server, 29)
+        assert server.state == "awake"
+        await clock.look(server, 1)
+        assert server.state == "asleep" and slept(server) == ["host"]
+        await clock.look(server, 599)
+        assert slept(server) == ["host"]
+        await clock.look(server, 1)
+        assert server.state == "asleep" and slept(server) == ["host", "disk"]
+        await clock.look(server, 10_000)
+        assert slept(server) == ["host", "disk"]
+        async with client(app) as http:
+            assert (await http.post("/v1/completions")).status_code == 200
+        assert server.state == "awake" and automatic(server) == {"sleep": 1, "sleep_to_disk": 1, "wake": 1}
+
+    run(scene())
+
+
+def slept(server) -> list[str]:
+    return [call[3]["to"] for call in server.engine.calls if call[0] == "sleep"]
+
+
+def automatic(server) -> dict[str, float]:
+    samples = next(iter(server.metrics.automatic.collect())).samples
+    return {s.labels["operation"]: s.value for s in samples if s.name.endswith("_total")}
+
+
+def test_a_sleep_that_was_asked_for_stays_as_it_is(monkeypatch, tmp_path):
+    async def scene():
+        clock = Clock(monkeypatch)
+        _, server = build(monkeypatch, [], engine=Engine(tmp_path), sleep_after=1, sleep_to_disk_after=1)
+        await started(server)
+        await server.sleep()
+        await clock.look(server, 100)
+        assert slept(server) == ["host"]
+
+    run(scene())
+
+
+def test_a_sleep_to_disk_that_fails_on_its_way_leaves_the_truth(monkeypatch, tmp_path):
+    async def scene():
+        clock = Clock(monkeypatch)
+        _, server = build(monkeypatch, [], engine=Engine(tmp_path), sleep_after=1, sleep_to_disk_after=1)
+        await started(server)
+        await clock.look(server, 1)
+        server.engine.fails_with = NotEnoughRoom("another server has the device")
+        with pytest.raises(NotEnoughRoom):
+            await clock.look(server, 1)
+        assert server.state == server.engine.state == "asleep"
+        await clock.look(server, 0.5)
+        with pytest.raises(NotEnoughRoom):  # tried again
+            await clock.look(server, 0.5)
+        server.engine.fails_with = None
+        monkeypatch.setattr(server, "_sleep_now", failing(NotEnoughRoom("the disk is full")))
+        with pytest.raises(NotEnoughRoom):
+            await server.sleep_deeper()
+        assert server.state == server.engine.state == "awake"
+
+    run(scene())
+
+
+def failing(problem):
+    async def call(*args):
+        raise problem
+
+    return call
+
+
+def test_a_request_that_comes_while_it_falls_asleep_wakes_it(monkeypatch):
+    async def scene():
+        app, server = build(monkeypatch, COMPLETIONS, wake_on_request=True)
+        await started(server)
+        server.engine.output_processor.request_states["running"] = object()
+        falling = asyncio.create_task(server.sleep(1, "wait", False))
+        async with client(app) as http:
+            await asyncio.sleep(0.05)
+            late = asyncio.create_task(http.post("/v1/completions"))
+            await asyncio.sleep(0.05)
+            assert server.state == "falling asleep"
+            server.engine.output_processor.request_states.clear()
+            await falling
+            assert (await asyncio.wait_for(late, 10)).status_code == 200 and server.state == "awake"
+
+    run(scene())
+
+
+def test_a_wake_without_room_is_tried_again_while_a_request_waits(monkeypatch):
+    async def scene():
+        from torpor.vllm.server import automatic as module
+
+        monkeypatch.setattr(module, "_RETRY_SECONDS", 0.01)
+        app, server = build(monkeypatch, COMPLETIONS, wake_on_request=True)
+        await started(server)
+        await server.sleep()
+        server.engine.fails_with = NotEnoughRoom("another server has the device")
+        async with client(app) as http:
+            call = asyncio.create_task(http.post("/v1/completions"))
+            while sum(each[0] == "wake_up" for each in server.engine.calls) < 3:
+                await asyncio.sleep(0.01)
+            assert server.state == "asleep" and not call.done()
+            server.engine.fails_with = None
+            assert (await asyncio.wait_for(call, 10)).status_code == 200
+        tries = len(server.engine.calls)
+        await asyncio.sleep(0.05)
+        assert len(server.engine.calls) == tries  # and not once more
+
+    run(scene())
+
+
+@pytest.mark.parametrize("directory", [True, False])
+def test_settings_that_do_not_go_together_are_refused(monkeypatch, tmp_path, directory):
+    async def scene():
+        settings = {"sleep_to_disk_after": 5} if directory else {"sleep_after": 5, "sleep_to_disk_after": 5}
+        _, server = build(monkeypatch, [], engine=Engine(tmp_path if directory else None), **settings)
+        await started(server)
+        assert server.state == "failed" and "sleep_to_disk_after without" in str(server.problem)
+
+    run(scene())

