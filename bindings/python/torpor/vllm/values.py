@@ -83,7 +83,6 @@ def unsupported_sampling(params: SamplingParams) -> list[str]:
     """Names of parameters that cannot be carried over yet."""
     found = []
     for name in (
-        "thinking_token_budget",
         "trace_decode_token_ids",
         "prompt_logprob_token_ids",
     ):
