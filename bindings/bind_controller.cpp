@@ -42,6 +42,23 @@ class PythonHooks final : public EngineHooks {
       return state;
     });
   }
+  Result<KvContents> kv_contents() override {
+    return guarded<KvContents>([&] {
+      KvContents contents;
+      if (!py::hasattr(object_, "kv_contents")) return contents;
+      DictReader in(object_.attr("kv_contents")(), "kv_contents");
+      py::list objects;
+      in.read("blocks", contents.blocks);
+      in.read("steps", contents.steps);
+      in.read("objects", objects);
+      in.finish();
+      std::vector<KvBlock> blocks(contents.blocks.size());
+      for (size_t i = 0; i < blocks.size(); ++i) blocks[i].id = contents.blocks[i];
+      stamps_.give(objects, blocks);
+      for (const KvBlock& block : blocks) contents.stamps.push_back(block.stamp);
+      return contents;
+    });
+  }
   Result<Fingerprint> fingerprint() override {
     return guarded<Fingerprint>([&] { return fingerprint_from(object_.attr("fingerprint")()); });
   }
@@ -132,19 +149,6 @@ struct BoundController {
       : hooks(std::move(object)), controller(hooks, module_files(), clock, std::move(options)) {}
 };
 
-std::unique_ptr<BoundController> make_controller(py::object hooks, const py::dict& dict) {
-  DictReader in(dict, "SleepController options");
-  SleepControllerOptions options;
-  std::optional<std::string> directory;
-  in.read_if_given("directory", directory);
-  in.read_if_given("kv_budget_bytes", options.kv_budget_bytes);
-  options.checkpoints = checkpoint_options_from(in);
-  in.finish();
-  value_or_raise(options.checkpoints.validate());
-  options.directory = directory.value_or("");
-  return std::make_unique<BoundController>(std::move(hooks), std::move(options));
-}
-
 bool one_of(const std::string& where, const std::string& text, const char* yes, const char* no) {
   if (text != yes && text != no) {
     raise(Error{.code = Code::kInvalidArgument,
@@ -152,6 +156,22 @@ bool one_of(const std::string& where, const std::string& text, const char* yes, 
                 .next_step = fmt::format("use \"{}\" or \"{}\"", no, yes)});
   }
   return text == yes;
+}
+
+std::unique_ptr<BoundController> make_controller(py::object hooks, const py::dict& dict) {
+  DictReader in(dict, "SleepController options");
+  SleepControllerOptions options;
+  std::optional<std::string> directory;
+  in.read_if_given("directory", directory);
+  in.read_if_given("kv_budget_bytes", options.kv_budget_bytes);
+  options.checkpoints = checkpoint_options_from(in);
+  std::string weights_check = "writes";
+  in.read_if_given("weights_check", weights_check);
+  in.finish();
+  value_or_raise(options.checkpoints.validate());
+  options.directory = directory.value_or("");
+  options.always_read_weights = one_of("weights_check", weights_check, "digest", "writes");
+  return std::make_unique<BoundController>(std::move(hooks), std::move(options));
 }
 
 // (rank, size)

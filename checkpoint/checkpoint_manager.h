@@ -87,7 +87,8 @@ class CheckpointManager {
                                                          CheckpointManagerOptions options = {});
   ~CheckpointManager();
 
-  // Locks, removes leftovers, checks that `expected_bytes` fit (kResourceExhausted names both numbers).
+  // Locks, removes leftovers, checks that `expected_bytes` fit (kResourceExhausted names both numbers), unless it may
+  // be incremental: then far less may be needed.
   // kUnavailable when another process is writing here.
   Result<PendingCheckpoint> begin(uint64_t expected_bytes);
   // Takes one away. kNotFound; kFailedPrecondition when one of version 2 needs its chunks. `dry_run`: only says whether

@@ -61,13 +61,6 @@ Result<PendingCheckpoint> PendingCheckpoint::begin(FileSystem& file_system, std:
   std::unique_ptr<PendingCheckpoint::Impl> pending(new PendingCheckpoint::Impl{
       .file_system = file_system, .store = std::move(store), .lock = std::move(lock), .options = std::move(options)});
   TORPOR_TRY(remove_leftovers(*pending->store));
-  TORPOR_ASSIGN(const uint64_t free, pending->store->free_bytes());
-  if (expected_bytes > free || free - expected_bytes < kSpareBytes) {
-    return Error{.code = Code::kResourceExhausted,
-                 .what = fmt::format("the checkpoint needs {} bytes, {} has {} free", expected_bytes + kSpareBytes,
-                                     pending->store->path(), free),
-                 .next_step = "free disk space or choose another directory"};
-  }
   TORPOR_ASSIGN(const std::vector<uint64_t> generations, generations_in(*pending->store));
   const Key* const key = pending->options.key.get();
   Manifest& manifest = pending->manifest;
@@ -82,6 +75,14 @@ Result<PendingCheckpoint> PendingCheckpoint::begin(FileSystem& file_system, std:
   pending->writing = {
       .id = manifest.id, .protection = manifest.protection, .compression = pending->options.compression};
   if (pending->options.incremental && !generations.empty()) pending->choose_base(generations.back());
+  TORPOR_ASSIGN(const uint64_t free, pending->store->free_bytes());
+  if (!pending->writing.base.empty()) expected_bytes = 0;  // far less may be written
+  if (expected_bytes > free || free - expected_bytes < kSpareBytes) {
+    return Error{.code = Code::kResourceExhausted,
+                 .what = fmt::format("the checkpoint needs {} bytes, {} has {} free", expected_bytes + kSpareBytes,
+                                     pending->store->path(), free),
+                 .next_step = "free disk space or choose another directory"};
+  }
   std::string staging_name = fmt::format("{}{:06}", kStagingPrefix, manifest.generation);
   TORPOR_ASSIGN(pending->staging, pending->store->create_directory(staging_name));
   pending->staging_name = std::move(staging_name);

@@ -43,7 +43,7 @@ std::vector<FileUse> uses_of(const std::vector<SavedChunk>& records, const std::
   return uses;
 }
 
-// The file whose records are to be written anew; none where the links are few and well used.
+// The file whose records are to be put again; none where the links are few and well used.
 std::optional<size_t> sparsest(const std::vector<FileUse>& uses) {
   FileUse all;
   size_t links = 0;
@@ -66,16 +66,14 @@ std::optional<size_t> sparsest(const std::vector<FileUse>& uses) {
 }  // namespace
 
 struct RankWriter::Base {
-  Checkpoint checkpoint;
-  const RankSummary& summary;
   RankRefs refs;
   std::map<ChunkKey, const SavedChunk*> by_key;
-  std::vector<bool> linked;        // of each file
-  std::unique_ptr<DiskTier> tier;  // opened when something is copied
+  std::vector<bool> linked;  // of each file
+  std::vector<bool> used;    // of each file: records of it may be taken over
 
   static Result<std::unique_ptr<Base>> open(FileSystem& file_system, const RankWriting& writing, int32_t rank,
                                             std::shared_ptr<const Key> key) {
-    TORPOR_ASSIGN(Checkpoint checkpoint, open_checkpoint(file_system, writing.base, std::move(key)));
+    TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(file_system, writing.base, std::move(key)));
     const RankSummary* const summary = checkpoint.manifest().find_rank(rank);
     if (checkpoint.manifest().id != writing.base_id || summary == nullptr) {
       return Error{.code = Code::kIncompatible,
@@ -84,9 +82,9 @@ struct RankWriter::Base {
                    .next_step = "let all of them see the same directory"};
     }
     TORPOR_ASSIGN(RankRefs refs, checkpoint.refs(*summary));
-    std::unique_ptr<Base> base(
-        new Base{.checkpoint = std::move(checkpoint), .summary = *summary, .refs = std::move(refs)});
+    std::unique_ptr<Base> base(new Base{.refs = std::move(refs)});
     base->linked.resize(base->refs.files.size());
+    base->used.resize(base->refs.files.size());
     for (const SavedChunk& record : base->refs.records) base->by_key.emplace(record.key, &record);
     return base;
   }
@@ -140,7 +138,7 @@ void RankWriter::link_base(FileSystem& file_system) {
   };
   for (size_t i = 0; i < base_->refs.files.size(); ++i) {
     const Status linked = link(base_->refs.files[i]);
-    base_->linked[i] = linked.has_value();
+    base_->linked[i] = base_->used[i] = linked.has_value();
     if (!linked) say_why_not_linked(linked.error());
   }
 }
@@ -148,23 +146,20 @@ void RankWriter::link_base(FileSystem& file_system) {
 const SavedChunk* RankWriter::base_record(const ChunkKey& key) const {
   if (base_ == nullptr) return nullptr;
   const auto found = base_->by_key.find(key);
-  return found == base_->by_key.end() ? nullptr : found->second;
+  return found == base_->by_key.end() || !base_->used[found->second->file] ? nullptr : found->second;
 }
 
 Result<SavedChunk> RankWriter::take_over(const ChunkKey& key) {
   const SavedChunk* const known = base_record(key);
   if (known == nullptr) {
-    return Error{.code = Code::kNotFound,
-                 .what = fmt::format("the checkpoint before this one does not have {}", key.to_string()),
-                 .next_step = "save its bytes"};
+    return Error{
+        .code = Code::kNotFound,
+        .what = fmt::format("nothing of the checkpoint before this one can be linked that has {}", key.to_string()),
+        .next_step = "save its bytes"};
   }
   SavedChunk record = *known;
   ++record.file;
-  if (!base_->linked[known->file]) {
-    TORPOR_TRY(write_anew(record));
-  } else if (progress_ != nullptr) {
-    TORPOR_TRY(progress_->add(record.bytes));
-  }
+  if (progress_ != nullptr) TORPOR_TRY(progress_->add(record.bytes));
   return record;
 }
 
@@ -178,8 +173,7 @@ void RankWriter::put(std::span<TierPart> parts) {
   for (size_t i = 0; i < parts.size(); ++i) {
     SavedChunk& chunk = *parts[i].chunk;
     const SavedChunk* const known = base_record(chunk.key);
-    if (known != nullptr && base_->linked[known->file] && known->bytes == chunk.bytes &&
-        known->digest == chunk.digest) {
+    if (known != nullptr && known->bytes == chunk.bytes && known->digest == chunk.digest) {
       chunk = *known;
       ++chunk.file;
       parts[i].status = progress_ == nullptr ? ok() : progress_->add(chunk.bytes);
@@ -192,43 +186,18 @@ void RankWriter::put(std::span<TierPart> parts) {
   for (size_t i = 0; i < changed.size(); ++i) parts[owner[i]].status = std::move(changed[i].status);
 }
 
-// A record of the base, read, proven, and put into the own file. Its `file` counts the base's from 1.
-Status RankWriter::write_anew(SavedChunk& record) {
-  const std::string name = record.key.to_string();
-  if (base_->tier == nullptr) {
-    TORPOR_ASSIGN(base_->tier, base_->checkpoint.open_rank(base_->summary));
-  }
-  const std::span<std::byte> room = memory_.room(record.bytes);
-  if (room.size() < record.bytes) {
-    return Error{.code = Code::kResourceExhausted,
-                 .what = fmt::format("no memory for the {} bytes of {}", record.bytes, name),
-                 .next_step = "free some and try again"};
-  }
-  const std::span<std::byte> bytes = room.first(record.bytes);
-  --record.file;
-  Status read = base_->tier->get_one(record, bytes);
-  if (read && digest_of(bytes) != record.digest)
-    read = Error{.code = Code::kCorruption, .what = fmt::format("{} does not match its digest", name)};
-  if (!read) {
-    Error error = std::move(read).error().within(writing_.base);
-    error.next_step = "remove that checkpoint, then save again";
-    return error;
-  }
-  TierPart part{&record, bytes, ok()};
-  own_->put({&part, 1});
-  return std::move(part.status);
-}
-
-Status RankWriter::write_sparse_anew(std::vector<SavedChunk>& records) {
-  if (base_ == nullptr) return ok();
+std::vector<size_t> RankWriter::sparse(const std::vector<SavedChunk>& records) {
+  std::vector<size_t> found;
+  if (base_ == nullptr) return found;
   std::vector<FileUse> uses = uses_of(records, base_->refs.files);
   for (std::optional<size_t> file = sparsest(uses); file; file = sparsest(uses)) {
-    for (SavedChunk& record : records) {
-      if (record.file == *file + 1) TORPOR_TRY(write_anew(record));
+    for (size_t i = 0; i < records.size(); ++i) {
+      if (records[i].file == *file + 1) found.push_back(i);
     }
+    base_->used[*file] = false;
     uses[*file] = {};
   }
-  return ok();
+  return found;
 }
 
 Status RankWriter::drop_unused_links(const std::vector<SavedChunk>& records) {
@@ -261,7 +230,6 @@ RankRefs RankWriter::refs_of(std::vector<SavedChunk>& records) const {
 }
 
 Result<RankSummary> RankWriter::write_refs(std::vector<SavedChunk>& records) {
-  TORPOR_TRY(write_sparse_anew(records));
   TORPOR_TRY(own_->finish());
   TORPOR_TRY(drop_unused_links(records));
   const RankRefs refs = refs_of(records);

@@ -5,8 +5,8 @@
 // being written, in one of two ways:
 //   put()        a chunk that has the bytes of the base's record (key, size and digest are equal)
 //   take_over()  a chunk of which the caller knows that it has not changed: nothing of it is read at all
-// Its file is then linked, and holds all that it holds; so records of files that are mostly unused are written anew.
-// Where links are refused, put() writes and take_over() copies.
+// Its file is then linked, and holds all that it holds; so records of files that are mostly unused are put again:
+// sparse() says which. Nothing of the base is ever read but its manifest and refs.
 //
 // Owner: who saves the rank. Threads: put() from several at once; all else from one at a time, and no put() meanwhile.
 // Failure: after an error the checkpoint under construction is void, the base is as it was. A base that cannot be read
@@ -20,7 +20,6 @@
 #include <vector>
 
 #include "base/file_system.h"
-#include "base/page_buffer.h"
 #include "base/progress.h"
 #include "checkpoint/checkpoint.h"
 #include "checkpoint/refs.h"
@@ -47,11 +46,14 @@ class RankWriter final : public Tier {
                                                     std::shared_ptr<ProgressMeter> progress = nullptr);
   ~RankWriter() override;
 
-  // What the base has of this chunk; null: nothing.
+  // What the base has of this chunk, in a file that could be linked and has its length; null: nothing.
   const SavedChunk* base_record(const ChunkKey& key) const;
-  // The record for write_refs() of a chunk that is as base_record() says: nobody looks whether it is. kNotFound: the
-  // base does not have it. kCorruption: links are refused, and the base's bytes are not what they were.
+  // The record for write_refs() of a chunk that is as base_record() says: nobody looks whether it is. kNotFound: there
+  // is no base_record().
   Result<SavedChunk> take_over(const ChunkKey& key);
+  // Of `records`, all that the rank has, those that are to be put again before write_refs(): the files that have them
+  // hold too much that nobody needs any more, or are too many. From now on these files have no base_record().
+  std::vector<size_t> sparse(const std::vector<SavedChunk>& records);
 
   std::string_view kind() const override { return "disk"; }
   bool addressable() const override { return false; }
@@ -68,8 +70,6 @@ class RankWriter final : public Tier {
   RankWriter(std::unique_ptr<Directory> staging, const RankWriting& writing, int32_t rank,
              std::shared_ptr<ProgressMeter> progress);
   void link_base(FileSystem& file_system);
-  Status write_anew(SavedChunk& record);
-  Status write_sparse_anew(std::vector<SavedChunk>& records);
   Status drop_unused_links(const std::vector<SavedChunk>& records);
   RankRefs refs_of(std::vector<SavedChunk>& records) const;
 
@@ -80,7 +80,6 @@ class RankWriter final : public Tier {
   std::shared_ptr<const Seal> seal_;
   std::unique_ptr<DiskTier> own_;
   std::unique_ptr<Base> base_;  // null: none
-  PageBuffer memory_;
 };
 
 }  // namespace torpor

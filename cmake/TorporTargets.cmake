@@ -7,11 +7,13 @@
 string(REGEX REPLACE "-g( |$)" "-g1\\1" CMAKE_CXX_FLAGS_RELWITHDEBINFO "${CMAKE_CXX_FLAGS_RELWITHDEBINFO}")
 
 add_library(torpor_flags INTERFACE)
-target_include_directories(torpor_flags INTERFACE ${PROJECT_SOURCE_DIR})
+target_include_directories(torpor_flags INTERFACE $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}>)
 target_compile_definitions(torpor_flags INTERFACE TORPOR_VERSION="${PROJECT_VERSION}")
-target_compile_options(torpor_flags INTERFACE -Wall -Wextra -Wno-missing-field-initializers -Wnon-virtual-dtor -Woverloaded-virtual)
+target_compile_options(torpor_flags INTERFACE
+  $<BUILD_INTERFACE:-Wall;-Wextra;-Wno-missing-field-initializers;-Wnon-virtual-dtor;-Woverloaded-virtual>)
+target_compile_features(torpor_flags INTERFACE cxx_std_20)
 if(TORPOR_UNITY AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-  target_compile_options(torpor_flags INTERFACE -Wno-subobject-linkage)  # it takes every included source for a header
+  target_compile_options(torpor_flags INTERFACE $<BUILD_INTERFACE:-Wno-subobject-linkage>)  # it takes every included source for a header
 endif()
 if(TORPOR_SANITIZE)
   target_compile_options(torpor_flags INTERFACE -fsanitize=${TORPOR_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all)

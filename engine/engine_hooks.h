@@ -24,6 +24,13 @@ struct FailedRequest {  // one that alone could not be restored
   std::string error;
 };
 
+// What tells the contents of KV blocks apart.
+struct KvContents {
+  std::vector<int32_t> blocks;
+  std::vector<uint64_t> stamps;  // of each
+  uint64_t steps = 0;
+};
+
 class EngineHooks {
  public:
   virtual ~EngineHooks() = default;
@@ -40,6 +47,9 @@ class EngineHooks {
   // All state but memory, as values. `fingerprint` leaves the weights out; the controller adds them.
   virtual Result<SchedulerCheckpoint> capture() = 0;
   virtual Result<Fingerprint> fingerprint() = 0;
+  // Of the KV that restore() has put back, what capture() would say of it now: KvBlock::stamp of each block, and
+  // KvSnapshot::steps. None by default: then the next checkpoint reads it once.
+  virtual Result<KvContents> kv_contents() { return KvContents{}; }
 
   // Sleep without preserve_state: what becomes of the requests; "abort" or "recompute". Clears the prefix cache.
   virtual Status drop_requests(const std::string& mode) = 0;

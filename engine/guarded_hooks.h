@@ -28,6 +28,9 @@ class GuardedHooks final : public EngineHooks {
   Result<Fingerprint> fingerprint() override {
     return guard("fingerprint", [&] { return hooks_.fingerprint(); });
   }
+  Result<KvContents> kv_contents() override {
+    return guard("kv_contents", [&] { return hooks_.kv_contents(); });
+  }
   Status drop_requests(const std::string& mode) override {
     return guard("drop_requests", [&] { return hooks_.drop_requests(mode); });
   }

@@ -120,6 +120,11 @@ void RankMemory::mark_dirty(std::string_view tag) {
   images_->note_write(tag);
 }
 
+void RankMemory::doubt(std::string_view tag) {
+  const MutexLock lock(mutex_);
+  images_->doubt(tag);
+}
+
 Result<LoadedTag> RankMemory::load_tag(const StoredTag& stored) {
   TORPOR_TRY(same_process());
   const MutexLock lock(mutex_);
@@ -212,10 +217,15 @@ Result<orders::DigestTags::Reply> RankMemory::carry_out(const orders::DigestTags
 
 Result<orders::LoadBlocks::Reply> RankMemory::carry_out(const orders::LoadBlocks& order) {
   orders::LoadBlocks::Reply reply;
-  images_->forget_retained();
+  images_->forget_blocks();
   TORPOR_ASSIGN(reply.bytes, images_->load_blocks(order));
   give_back_unused();
   return reply;
+}
+
+Result<orders::TellContents::Reply> RankMemory::carry_out(const orders::TellContents& order) {
+  TORPOR_TRY(images_->tell_contents(order));
+  return orders::TellContents::Reply{};
 }
 
 Result<orders::Moved::Reply> RankMemory::carry_out(const orders::Moved& order) {

@@ -66,6 +66,8 @@ class RankMemory {
   // The owner changed bytes of `tag`: a kept backup is no longer that of its content. On the device without a GPU most
   // changes are noticed without it, when the tag is described next: a sample of its bytes is compared.
   void mark_dirty(std::string_view tag);
+  // Somebody may have: what was known of its content is not believed any more, and is read when it is wanted next.
+  void doubt(std::string_view tag);
   // Fills the regions of a tag, which are there and attached, with what a committed checkpoint has of this rank's: each
   // piece is proved by its digest, and seal, before it is copied. kIncompatible: other regions, or nothing of the tag.
   Result<LoadedTag> load_tag(const StoredTag& stored);
@@ -94,6 +96,7 @@ class RankMemory {
   Result<orders::Finish::Reply> carry_out(const orders::Finish& order) TORPOR_REQUIRES(mutex_);
   Result<orders::DigestTags::Reply> carry_out(const orders::DigestTags& order) TORPOR_REQUIRES(mutex_);
   Result<orders::LoadBlocks::Reply> carry_out(const orders::LoadBlocks& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::TellContents::Reply> carry_out(const orders::TellContents& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Moved::Reply> carry_out(const orders::Moved& order) TORPOR_REQUIRES(mutex_);
   void fill(RankLedger& ledger) const TORPOR_REQUIRES(mutex_);
   RegionImages& images() TORPOR_REQUIRES(mutex_) { return *images_; }

@@ -72,7 +72,7 @@ void serialize(Archive& archive, orders::Written& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Save& v) {
-  archive(v.tags, v.blocks, v.stamps, v.steps, v.directory, v.writing);
+  archive(v.tags, v.blocks, v.stamps, v.steps, v.directory, v.writing, v.as_proven);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::PlanSave& v) {
@@ -113,6 +113,10 @@ void serialize(Archive& archive, orders::DigestTags& v) {
 template <class Archive>
 void serialize(Archive& archive, orders::LoadBlocks& v) {
   archive(v.directory, v.generation, v.id);
+}
+template <class Archive>
+void serialize(Archive& archive, orders::TellContents& v) {
+  archive(v.id, v.blocks, v.stamps, v.steps);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Moved& v) {
@@ -221,6 +225,7 @@ TORPOR_ORDER(DigestTags)
 TORPOR_ORDER(LoadBlocks)
 TORPOR_ORDER(Moved)
 TORPOR_ORDER(PlanSave)
+TORPOR_ORDER(TellContents)
 #undef TORPOR_ORDER
 
 }  // namespace torpor

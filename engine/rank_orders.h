@@ -69,7 +69,7 @@ struct Save {
   static constexpr std::string_view kName = "save";
   struct Reply {
     uint64_t bytes = 0;                          // copied
-    uint64_t reused_bytes = 0;                   // backed up before, and not copied again
+    uint64_t reused_bytes = 0;                   // backed up before, or linked, and not read
     uint64_t spilled_bytes = 0;                  // of the copied ones: to a file, for want of room in the arena
     RankSummary saved;                           // to disk: for the manifest
     std::map<std::string, std::string> digests;  // to disk, of each tag without blocks: as DigestTags says it
@@ -80,6 +80,7 @@ struct Save {
   uint64_t steps = 0;            // KvSnapshot::steps
   std::string directory;         // of the checkpoint under construction; empty: into the arena
   RankWriting writing;           // to disk: how
+  bool as_proven = false;        // to disk: as DigestTags
 };
 
 // What Save into the arena would do now. Changes nothing.
@@ -145,7 +146,7 @@ struct Finish {
 };
 
 // Reads the content of the tags; of those that are detached, takes the digests of their backups. With `as_proven`, a
-// tag that a load has filled and nobody was seen to write since is not read: the load proved its digest.
+// tag that was read before, or filled by a load, and that nobody was seen to write since, is not read.
 struct DigestTags {
   static constexpr std::string_view kName = "digest";
   struct Reply {
@@ -169,6 +170,17 @@ struct LoadBlocks {
   SealId id{};
 };
 
+// Of blocks that LoadBlocks has brought from the checkpoint `id`, and that nobody has written since: what the engine
+// calls their contents from now on.
+struct TellContents {
+  static constexpr std::string_view kName = "tell_contents";
+  struct Reply {};
+  SealId id{};
+  std::vector<int32_t> blocks;
+  std::vector<uint64_t> stamps;  // as in Save
+  uint64_t steps = 0;
+};
+
 // The checkpoint under construction was committed to this path.
 struct Moved {
   static constexpr std::string_view kName = "moved";
@@ -178,9 +190,10 @@ struct Moved {
 
 }  // namespace orders
 
-using RankOrder = std::variant<orders::Describe, orders::Written, orders::Save, orders::CancelSave, orders::Detach,
-                               orders::Attach, orders::Restore, orders::CancelRestore, orders::Finish,
-                               orders::DigestTags, orders::LoadBlocks, orders::Moved, orders::PlanSave>;
+using RankOrder =
+    std::variant<orders::Describe, orders::Written, orders::Save, orders::CancelSave, orders::Detach, orders::Attach,
+                 orders::Restore, orders::CancelRestore, orders::Finish, orders::DigestTags, orders::LoadBlocks,
+                 orders::Moved, orders::PlanSave, orders::TellContents>;
 
 // `Order`: an alternative of RankOrder.
 template <class Order>

@@ -57,7 +57,7 @@ RegionImages::RegionImages(Parts parts) : parts_(std::move(parts)), contents_(pa
 
 RegionImages::~RegionImages() {
   parts_.arena.ask_when_short(nullptr);
-  forget_retained();
+  retained_->clear();
 }
 
 uint64_t RegionImages::Image::bytes() const { return bytes_of(chunks); }
@@ -82,7 +82,7 @@ Status RegionImages::set_kv_layout(std::string tag, KvLayout layout) {
       }
     }
   }
-  forget_retained();
+  forget_blocks();
   kv_tag_ = std::move(tag);
   kv_layout_ = layout.merged();
   return ok();
@@ -104,18 +104,19 @@ void RegionImages::describe(orders::Describe::Reply& reply) {
 }
 
 void RegionImages::forget_clean(std::string_view tag) {
-  if (tag == kv_tag_) forget_retained();
+  if (tag == kv_tag_) forget_blocks();
   if (const auto found = images_.find(tag); found != images_.end() && found->second.clean) images_.erase(found);
 }
 
-void RegionImages::on_allocated(std::string_view tag) {
+void RegionImages::doubt(std::string_view tag) {
   forget_clean(tag);
   contents_.forget_proof(tag);
 }
 
+void RegionImages::on_allocated(std::string_view tag) { doubt(tag); }
+
 void RegionImages::on_freed(const RegionInfo& region) {
-  forget_clean(region.tag);
-  contents_.forget_proof(region.tag);
+  doubt(region.tag);
   const auto image = images_.find(region.tag);
   if (image == images_.end()) return;
   std::erase_if(image->second.chunks, [&](const SavedChunk& chunk) {
@@ -165,27 +166,6 @@ Result<std::vector<ChunkPlan>> RegionImages::plans_for(const std::vector<SavedCh
   return plans_of(tag, blocks);
 }
 
-Result<orders::Save::Reply> RegionImages::save_to_disk(const orders::Save& order) {
-  TORPOR_ASSIGN(const std::unique_ptr<RankWriter> writer,
-                RankWriter::create(parts_.file_system, order.directory, order.writing, parts_.rank, parts_.key));
-  std::vector<ChunkPlan> plans;
-  for (const std::string& tag : order.tags) {
-    TORPOR_ASSIGN(const std::vector<ChunkPlan> more, plans_of(tag, order.blocks));
-    plans.insert(plans.end(), more.begin(), more.end());
-  }
-  TORPOR_ASSIGN(std::vector<SavedChunk> saved, parts_.transfers.save(plans, *writer));
-  orders::Save::Reply reply{.bytes = bytes_of(saved)};
-  TORPOR_ASSIGN(reply.saved, writer->write_refs(saved));
-  for (const std::string& tag : order.tags) {
-    Image image{.directory = order.directory};
-    std::copy_if(saved.begin(), saved.end(), std::back_inserter(image.chunks),
-                 [&](const SavedChunk& chunk) { return chunk.key.tag == tag; });
-    if (tag != kv_tag_) reply.digests[tag] = combined_digest(image.chunks);
-    images_[tag] = std::move(image);
-  }
-  return reply;
-}
-
 void RegionImages::forget_saved(const std::vector<std::string>& tags) {
   for (const std::string& tag : tags) {
     const auto found = images_.find(tag);
@@ -197,8 +177,11 @@ void RegionImages::forget_saved(const std::vector<std::string>& tags) {
 
 void RegionImages::on_detached(const std::vector<std::string>& tags) {
   for (const std::string& tag : tags) {
-    if (const auto found = images_.find(tag); found != images_.end()) found->second.clean = false;
-    if (tag == kv_tag_) forget_retained();
+    const auto found = images_.find(tag);
+    if (found != images_.end()) found->second.clean = false;
+    if (tag != kv_tag_) continue;
+    retained_->clear();
+    stored_.keep_only(found == images_.end() ? std::span<const SavedChunk>() : found->second.chunks);
   }
 }
 
@@ -276,6 +259,7 @@ Result<uint64_t> RegionImages::load_blocks(const orders::LoadBlocks& order) {
   TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(blocks));
   TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, checkpoint.open_rank(*own));
   TORPOR_TRY(parts_.transfers.restore(blocks, plans, *tier));
+  stored_.note_loaded(order.id, blocks);
   return bytes_of(blocks);
 }
 
@@ -302,7 +286,7 @@ Status RegionImages::finish(const std::vector<std::string>& tags, bool keep) {
       found->second.reused_bytes = 0;
       continue;
     }
-    if (keep && tag == kv_tag_) retain(found->second);
+    if (tag == kv_tag_) keep ? retain(found->second) : stored_.clear();
     images_.erase(found);
   }
   return ok();
@@ -332,6 +316,7 @@ Result<orders::DigestTags::Reply> RegionImages::digest(const orders::DigestTags&
       reply.bytes += plans[i].bytes();
     }
     reply.digests[tag] = all.finish();
+    if (state != states.end() && state->second == RegionState::kAttached) contents_.know(tag, reply.digests[tag]);
   }
   return reply;
 }

@@ -22,6 +22,7 @@
 #include "checkpoint/checkpoint.h"
 #include "engine/rank_orders.h"
 #include "engine/retained_blocks.h"
+#include "engine/stored_blocks.h"
 #include "engine/tag_contents.h"
 #include "kvcache/kv_layout.h"
 #include "offload/disk_tier.h"
@@ -82,6 +83,7 @@ class RegionImages {
 
   // The tag's content is another one.
   void note_write(std::string_view tag);
+  void doubt(std::string_view tag);               // it may be
   void describe(orders::Describe::Reply& reply);  // looks for writes that nobody told of
   void on_allocated(std::string_view tag);        // a new region: it is in no image
   void on_freed(const RegionInfo& region);
@@ -90,8 +92,12 @@ class RegionImages {
   Result<orders::Save::Reply> save(const orders::Save& order);
   Result<orders::PlanSave::Reply> plan(const orders::Save& order) const;
   void forget_saved(const std::vector<std::string>& tags);  // images that are not clean, the content is there still
-  void forget_retained() noexcept { retained_->clear(); }   // blocks were written by others than the engine
-  void on_detached(const std::vector<std::string>& tags);   // nothing is clean without content
+  // Blocks were written by others than the engine: nobody has their content.
+  void forget_blocks() noexcept {
+    retained_->clear();
+    stored_.clear();
+  }
+  void on_detached(const std::vector<std::string>& tags);  // nothing is clean without content
   // Attaches the tags' regions and copies their images up.
   Result<orders::Restore::Reply> restore(const std::vector<std::string>& tags);
   // The tags are awake; one that is already stays so. Without `keep` no image is kept as a clean one.
@@ -100,6 +106,8 @@ class RegionImages {
   Result<orders::DigestTags::Reply> digest(const orders::DigestTags& order);
   // KV blocks of a committed checkpoint -> attached memory. Returns the bytes.
   Result<uint64_t> load_blocks(const orders::LoadBlocks& order);
+  // What the engine calls the contents that load_blocks() has brought.
+  Status tell_contents(const orders::TellContents& order);
   // What a committed checkpoint has of a tag -> its attached regions, which must be the same. Nothing is written before
   // that is known; a failure after it leaves the tag without content.
   Result<LoadedTag> load_tag(const StoredTag& stored);
@@ -131,6 +139,11 @@ class RegionImages {
   Status copy_to_host(Portion& portion);
   void retain(Image& image) noexcept;
   Result<orders::Save::Reply> save_to_disk(const orders::Save& order);
+  struct Storing;
+  Status link_blocks(Storing& storing, RankWriter& writer, const orders::Save& order,
+                     const std::vector<BlockContent>& contents) const;
+  Status link_tag(Storing& storing, RankWriter& writer, const std::string& tag, bool as_proven) const;
+  Status write(Storing& storing, std::span<const size_t> places, RankWriter& writer);
   static Status check_same(const Checkpoint& checkpoint, uint64_t generation, const SealId& id);
   Status fill_tag(const std::string& tag, const std::vector<SavedChunk>& chunks, Tier& source);
   Result<const RankSummary*> own_summary(const Checkpoint& checkpoint) const;
@@ -142,6 +155,7 @@ class RegionImages {
   std::string kv_tag_;
   KvLayout kv_layout_;
   Images images_;
+  StoredBlocks stored_;                                                                  // of the tag with blocks
   const std::shared_ptr<RetainedBlocks> retained_ = std::make_shared<RetainedBlocks>();  // of the tag with blocks
   TagContents contents_;
 };

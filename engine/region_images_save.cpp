@@ -50,7 +50,7 @@ Result<orders::Save::Reply> RegionImages::save(const orders::Save& order) {
   if (saved || saved.error().code != Code::kResourceExhausted) return saved;
   if (retained_->bytes() == 0 && parts_.spill_directory.empty()) return saved;
   // What is retained, or held unused, may stand in the way of larger pieces.
-  forget_retained();
+  retained_->clear();
   parts_.arena.trim();
   return save_to_arena(order);
 }
@@ -127,10 +127,7 @@ Result<std::vector<RegionImages::Portion>> RegionImages::portions_of(const order
 
 Status RegionImages::fill_blocks(Portion& portion, const orders::Save& order, bool take) const {
   const std::vector<int32_t>& blocks = order.blocks;
-  if (!order.stamps.empty() && order.stamps.size() != blocks.size())
-    return Error{.code = Code::kCorruption, .what = "an order to save blocks does not say the stamp of each"};
-  std::vector<BlockContent> contents(blocks.size(), BlockContent{.steps = order.steps});
-  for (size_t i = 0; i < order.stamps.size(); ++i) contents[i].stamp = order.stamps[i];
+  TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(blocks, order.stamps, order.steps));
 
   std::vector<bool> known = retained_->find(blocks, contents);
   std::vector<RetainedBlocks::Block> retained;

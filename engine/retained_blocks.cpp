@@ -6,6 +6,15 @@
 
 namespace torpor {
 
+Result<std::vector<BlockContent>> contents_of(std::span<const int32_t> blocks, std::span<const uint64_t> stamps,
+                                              uint64_t steps) {
+  if (!stamps.empty() && stamps.size() != blocks.size())
+    return Error{.code = Code::kCorruption, .what = "an order that names blocks does not say the stamp of each"};
+  std::vector<BlockContent> contents(blocks.size(), BlockContent{.steps = steps});
+  for (size_t i = 0; i < stamps.size(); ++i) contents[i].stamp = stamps[i];
+  return contents;
+}
+
 void RetainedBlocks::keep(std::vector<Block> blocks, uint64_t budget_bytes) noexcept {
   std::vector<Block> before;
   // Without a stamp it is of use only until the next step.

@@ -27,6 +27,10 @@ struct BlockContent {
   }
 };
 
+// Of each of `blocks`. kCorruption: `stamps`, unless it is empty, does not have one of each.
+Result<std::vector<BlockContent>> contents_of(std::span<const int32_t> blocks, std::span<const uint64_t> stamps,
+                                              uint64_t steps);
+
 class RetainedBlocks {
  public:
   struct Block {

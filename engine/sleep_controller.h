@@ -34,6 +34,8 @@ struct SleepControllerOptions {
   std::string directory;                    // of checkpoints; empty: sleeping to disk is refused
   std::optional<uint64_t> kv_budget_bytes;  // for cached blocks without a request, per rank; no value: keep all
   CheckpointManagerOptions checkpoints;     // the clock is the controller's; ranks have the key from their own options
+  // Weights are read for each checkpoint. Otherwise once, and then only after they were seen to be written.
+  bool always_read_weights = false;
 };
 
 class SleepController final : private Operation::Owner {
@@ -102,13 +104,13 @@ class SleepController final : private Operation::Owner {
   Status restore(const WakeOptions& options, Operation& operation, SleepReport& report)
       TORPOR_REQUIRES(operation_mutex_);
   Status finish(const std::vector<std::string>& tags, bool keep_backup, std::vector<RankLedger>& ledgers);
+  void tell_contents(const Checkpoint& checkpoint) noexcept;
   Status undo_restore(const std::vector<std::string>& tags);
   Result<bool> look_at_weights(const WakeOptions& options, SleepReport& report) TORPOR_REQUIRES(operation_mutex_);
   void mark_woken(const RestoredFrom& from) noexcept;
   Status end_hold_now(bool keep);
 
   Result<Fingerprint> fingerprint_now();
-  // What a load has proved of the weights counts where a checkpoint is compared, not where one is written.
   enum class WeightsDigest { kNone, kRead, kReadOrProven };
   Result<Fingerprint> fingerprint_of(const Described& described, WeightsDigest weights);
   Result<SleepPlan> plan_sleep_now(const SleepOptions& options);

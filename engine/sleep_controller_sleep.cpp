@@ -276,9 +276,9 @@ Status SleepController::prepare(FallingAsleep& sleep) {
   name_blocks(sleep.save, sleep.captured.state, sleep.live.kept);
   if (sleep.to_disk) {
     // Weights that are saved are read then, and not twice: save() adds what they are.
-    const bool saved = has_tag(sleep.save.tags, kWeightsTag);
-    TORPOR_ASSIGN(sleep.captured.fingerprint,
-                  fingerprint_of(sleep.described, saved ? WeightsDigest::kNone : WeightsDigest::kRead));
+    WeightsDigest digest = options_.always_read_weights ? WeightsDigest::kRead : WeightsDigest::kReadOrProven;
+    if (has_tag(sleep.save.tags, kWeightsTag)) digest = WeightsDigest::kNone;
+    TORPOR_ASSIGN(sleep.captured.fingerprint, fingerprint_of(sleep.described, digest));
   }
   sleep.operation.end("capture");
   if (!sleep.to_disk) return ok();
@@ -293,6 +293,7 @@ Status SleepController::prepare(FallingAsleep& sleep) {
   TORPOR_TRY(sleep.pending->write_state(sleep.captured));
   sleep.save.directory = sleep.pending->staging_path();
   sleep.save.writing = sleep.pending->writing();
+  sleep.save.as_proven = !options_.always_read_weights;
   sleep.operation.end("commit");
   return ok();
 }
@@ -316,7 +317,7 @@ Status SleepController::save(FallingAsleep& sleep) {
   sleep.report.saved_bytes = total_bytes(saved);
   for (const orders::Save::Reply& reply : saved) {
     sleep.report.reused_bytes += reply.reused_bytes;
-    sleep.report.disk_bytes += sleep.pending ? reply.bytes : reply.spilled_bytes;
+    sleep.report.disk_bytes += sleep.pending ? reply.bytes + reply.reused_bytes : reply.spilled_bytes;
   }
   sleep.report.host_bytes = sleep.report.saved_bytes + sleep.report.reused_bytes - sleep.report.disk_bytes;
   sleep.operation.end("save", sleep.report.saved_bytes);

@@ -212,6 +212,23 @@ Status SleepController::finish(const std::vector<std::string>& tags, bool keep_b
   return second;
 }
 
+// Where it fails, the next checkpoint reads all blocks once.
+void SleepController::tell_contents(const Checkpoint& checkpoint) noexcept {
+  const Status told = catching([&]() -> Status {
+    TORPOR_ASSIGN(KvContents contents, hooks_.kv_contents());
+    TORPOR_TRY(ranks_.call(orders::TellContents{.id = checkpoint.manifest().id,
+                                                .blocks = std::move(contents.blocks),
+                                                .stamps = std::move(contents.stamps),
+                                                .steps = contents.steps}));
+    return ok();
+  });
+  if (told) return;
+  (void)catching([&]() -> Status {
+    log().warn("the next checkpoint will read all of the KV: {}", told.error().to_string());
+    return ok();
+  });
+}
+
 // Memory that can be neither mapped nor given back cannot be woken again; its content is safe where it was saved.
 Status SleepController::undo_restore(const std::vector<std::string>& tags) {
   // What stays on the way is taken up by the next wake.
@@ -339,6 +356,7 @@ Status SleepController::restore(const WakeOptions& options, Operation& operation
   }
   operation.undo_with([this] { return hooks_.forget_restored(); });
   TORPOR_ASSIGN(report.failed_requests, hooks_.restore(state));
+  if (checkpoint && options_.checkpoints.incremental) tell_contents(*checkpoint);
   report.requests = static_cast<int64_t>(state.state.scheduler.requests.size() - report.failed_requests.size());
   report.kept_blocks = static_cast<int64_t>(state.state.kv.blocks.size());
   report.outputs = state.outputs;

@@ -1,5 +1,6 @@
 // TagContents: what is known of the content of each tag of a rank: how often it was written, whether it came back from
-// a sleep without any, and its digest where a load has proved it. The tag of the KV cache is not among them.
+// a sleep without any, and its digest where it was read, or a load has proved it. The tag of the KV cache is not among
+// them.
 //
 // Writes are told by who makes them. On the device without a GPU most others are noticed: a sample of the tag's bytes
 // is compared. Owner: RegionImages.
@@ -32,6 +33,8 @@ class TagContents {
   bool missing(std::string_view tag) const;  // it came back empty, and was not written since
   // The content was filled with bytes of this digest, until note_write() or forget_proof().
   void prove(const std::string& tag, std::string digest);
+  // The same of content that was read, and is as it was when the tag was looked at last.
+  void know(const std::string& tag, std::string digest);
   void forget_proof(std::string_view tag) noexcept;
   std::optional<std::string> proven(std::string_view tag) const;
   void describe(orders::Describe::Reply& reply) const;

@@ -123,6 +123,7 @@ class ReferenceEngine final : public EngineHooks {
   Status quiesce(std::optional<double> timeout_seconds) override;
   Status resume() override;
   Result<SchedulerCheckpoint> capture() override;
+  Result<KvContents> kv_contents() override;
   Result<Fingerprint> fingerprint() override;
   Status drop_requests(const std::string& mode) override;
   Status drop_prefix(const std::vector<int32_t>& blocks) override;
@@ -167,6 +168,7 @@ class ReferenceEngine final : public EngineHooks {
 
   ReferenceEngine(FileSystem& file_system, const Clock& clock, ReferenceOptions options, EventPort port);
   Status build(std::vector<std::unique_ptr<DeviceMemory>> devices);
+  uint64_t steps() const { return 1 + static_cast<uint64_t>(counts_.steps); }
   Result<Rank> make_rank(int32_t rank, std::unique_ptr<DeviceMemory> device);
   Status build_offload();
   Result<KeySpace> key_space();

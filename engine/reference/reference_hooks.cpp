@@ -126,7 +126,7 @@ Result<SchedulerCheckpoint> ReferenceEngine::capture() {
   kv.null_block = -1;
   kv.groups = {std::move(group)};
   kv.free_order = pool.free_order;
-  kv.steps = 1 + static_cast<uint64_t>(counts_.steps);
+  kv.steps = steps();
   std::map<int32_t, KvBlock> blocks;
   for (const auto& [id, count] : references) blocks[id] = {.id = id, .ref_count = count};
   List identities;
@@ -153,6 +153,21 @@ Result<SchedulerCheckpoint> ReferenceEngine::capture() {
     state.workers.push_back(worker);
   }
   return state;
+}
+
+// Those without a stamp: whatever a request has, and is in no index.
+Result<KvContents> ReferenceEngine::kv_contents() {
+  std::map<int32_t, uint64_t> stamps;
+  for (const auto& [id, request] : requests_) {
+    for (const int32_t block : request->table()) stamps[block] = 0;
+  }
+  for (const BlockPoolSnapshot::Block& block : pool_->snapshot().registered) stamps[block.id] = block.registration;
+  KvContents contents{.steps = steps()};
+  for (const auto& [block, stamp] : stamps) {
+    contents.blocks.push_back(block);
+    contents.stamps.push_back(stamp);
+  }
+  return contents;
 }
 
 Status ReferenceEngine::drop_requests(const std::string& mode) {

@@ -106,9 +106,22 @@ TEST_F(LoadedWeights, AreReadOnceAndNotHashedAgainByTheWakeThatFollows) {
   const SleepReport report = value_of(woken.controller.wake_up({.from_checkpoint = path_}));
   EXPECT_EQ(woken.engine.hashed_bytes(), 0u);
   EXPECT_EQ(chunks_of(woken) - loaded, static_cast<uint64_t>(report.kept_blocks));
-  // What a checkpoint says of them is read, whatever was proved before.
-  ASSERT_SUCCEEDS(woken.controller.checkpoint({}));
-  EXPECT_EQ(woken.engine.hashed_bytes(), kRanks * kWeightBytes);
+  // What a checkpoint says of them is what was proved, until they are written.
+  for (const uint64_t times : {0, 1, 1}) {
+    EXPECT_EQ(fingerprint_of(value_of(woken.controller.checkpoint({})).checkpoint),
+              value_of(woken.controller.fingerprint()));
+    EXPECT_EQ(woken.engine.hashed_bytes(), times * kRanks * kWeightBytes);
+    if (times == 0) woken.engine.load_weights(3);
+  }
+}
+
+TEST_F(EngineFingerprint, WhoWishesItHasWeightsReadForEachCheckpoint) {
+  SleepingEngine serving(linux_file_system(), temporary_.path(), {.ranks = kRanks, .always_read_weights = true});
+  begin(serving.engine);
+  for (const uint64_t times : {1, 2, 3}) {
+    ASSERT_SUCCEEDS(serving.controller.checkpoint({}));
+    EXPECT_EQ(serving.engine.hashed_bytes(), times * kRanks * kWeightBytes);
+  }
 }
 
 TEST_F(LoadedWeights, ThatWereWrittenSinceAreReadAgain) {
@@ -211,7 +224,7 @@ TEST_F(EngineFingerprint, ItIsTheSameWhoeverTookTheDigests) {
   EXPECT_NE(fingerprint_of(value_of(other.controller.sleep(sleeps_to_disk()[0].second)).checkpoint), expected);
 }
 
-// No digest is believed from before.
+// No digest from before is believed.
 TEST_F(EngineFingerprint, AfterNewWeightsTheNextCheckpointNamesThem) {
   SleepingEngine slept = make();
   begin(slept.engine);

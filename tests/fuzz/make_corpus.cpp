@@ -60,6 +60,7 @@ void write_orders(const std::filesystem::path& directory, const torpor::RankSumm
   write_order(directory, orders::DigestTags{.tags = tags}, {.bytes = 4000, .digests = {{"weights", "00ff"}}});
   write_order(directory, orders::LoadBlocks{.directory = "/checkpoints/g-000001", .generation = 1}, {.ledger = ledger});
   write_order(directory, orders::Moved{.directory = "/checkpoints/g-000001"}, {});
+  write_order(directory, orders::TellContents{.id = {1}, .blocks = {1, 2, 7}, .stamps = {4, 0, 6}, .steps = 9}, {});
   write(directory, "orders",
         numbered(1, encode_error({.code = Code::kTimeout, .what = "late", .next_step = "wait", .native = -1})),
         "error_answer");

@@ -62,7 +62,7 @@ Status incremental(const World& world, const Variant& variant) {
   return ok();
 }
 
-// Every record is taken over unread; where there are no links that copies it.
+// Every record is taken over unread.
 Status take_all_over(PendingCheckpoint& pending, int32_t rank) {
   TORPOR_ASSIGN(const std::unique_ptr<RankWriter> writer, pending.create_rank(rank));
   std::vector<SavedChunk> records;
@@ -76,14 +76,9 @@ Status take_all_over(PendingCheckpoint& pending, int32_t rank) {
   return ok();
 }
 
-Status without_links(const World& world, const Variant& variant) {
-  const auto refusing =
-      make_watched_file_system(world.file_system, [](const char* call, const std::string& name) -> Status {
-        if (std::string_view(call) == "link_new") return system_error(EXDEV, "cannot link " + name);
-        return ok();
-      });
-  TORPOR_ASSIGN(const auto manager,
-                manager_of({*refusing, world.directory, world.tell}, variant, {.keep = kKeepAll}, true));
+// The second has all of its memory in files of the first, which then goes.
+Status unread(const World& world, const Variant& variant) {
+  TORPOR_ASSIGN(const auto manager, manager_of(world, variant, {.keep = kKeepAll}, true));
   TORPOR_TRY(write(world, *manager, variant, 1));
   {
     TORPOR_ASSIGN(PendingCheckpoint pending, manager->begin(0));
@@ -92,6 +87,21 @@ Status without_links(const World& world, const Variant& variant) {
     TORPOR_ASSIGN(const std::string path, pending.commit());
     world.tell(Word::kMust, 2);
   }
+  world.tell(Word::kFree, 1);
+  return manager->remove(1);
+}
+
+// All is written again.
+Status without_links(const World& world, const Variant& variant) {
+  const auto refusing =
+      make_watched_file_system(world.file_system, [](const char* call, const std::string& name) -> Status {
+        if (std::string_view(call) == "link_new") return system_error(EXDEV, "cannot link " + name);
+        return ok();
+      });
+  const World without{*refusing, world.directory, world.tell};
+  TORPOR_ASSIGN(const auto manager, manager_of(without, variant, {.keep = kKeepAll}, true));
+  TORPOR_TRY(write(without, *manager, variant, 1));
+  TORPOR_TRY(write(without, *manager, variant, 2));
   world.tell(Word::kFree, 1);
   return manager->remove(1);
 }
@@ -198,7 +208,7 @@ const std::vector<Workload>& workloads() {
                                             {"incremental", incremental}, {"gc", collect},
                                             {"repair", repair},           {"rm", remove},
                                             {"abort", abandon},           {"concurrent reader", with_reader},
-                                            {"no links", without_links}};
+                                            {"no links", without_links},  {"unread", unread}};
   return all;
 }
 

@@ -158,4 +158,4 @@ class InProcess:
 
 @pytest.fixture(scope="session")
 def one(tiny_model, tmp_path_factory) -> InProcess:
-    return InProcess(tiny_model, tmp_path_factory.mktemp("checkpoints"), torpor={"retain_kv_bytes": 1 << 30})
+    return InProcess(tiny_model, tmp_path_factory.mktemp("checkpoints"), torpor={"retain_kv_bytes": 1 << 30, "incremental": True})

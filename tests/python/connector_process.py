@@ -1,6 +1,7 @@
 """A process of the tests: an engine with torpor's KV connector, and a device pool that is far too small.
 
     connector_process.py MODE MODEL FOLDER    with MODE "eager" or "lazy"
+    connector_process.py brief MODEL FOLDER   a few requests, for runners that take long
     connector_process.py disk MODEL FOLDER    serves once with a store on disk, and is killed
 
 Prints what came of each of SCENARIOS: answers, tokens that were not computed, counters.
@@ -117,8 +118,33 @@ def kv_bytes(runner, block: int):
     return torch.cat(layers)
 
 
+def only_what_is_written(served: Served) -> dict:
+    """A step's report comes late: until then its blocks are neither stored nor held."""
+    reported, late = served.side.reported, []
+    served.one.core.scheduler.reset_prefix_cache(reset_connector=True)
+    stored = served.side.stats()["host_blocks"]
+    served.side.reported = late.append
+    served.ask(prompts()[:1], 1)
+    for _ in range(6):
+        served.one.engine.step()
+    before = served.side.stats()
+    served.side.reported = reported
+    for report in late:
+        reported(report)
+    served.answers()
+    names = ("queued_blocks", "jobs_under_way", "held_blocks")
+
+    def seen(stats: dict) -> list[int]:
+        return [*(stats[name] for name in names), stats["host_blocks"] - stored]
+
+    return {"before": seen(before), "after": seen(served.side.stats())}
+
+
 def disturbed(served: Served) -> dict:
-    """Aborts, preemptions and resets in the middle, while blocks move: the others' tokens are what they were."""
+    """Aborts, preemptions and resets in the middle, while blocks move: the others' tokens are what they were.
+
+    vLLM refuses a reset that would take blocks from steps in flight, or from requests that have loaded them.
+    """
     expected = [tokens for tokens, _ in served.round(prompts(), 24)]
     made = random.Random(11)
     differing, aborted, resets = [], 0, []
@@ -132,7 +158,7 @@ def disturbed(served: Served) -> dict:
             if what < 0.08 and len(gone) < 4:
                 gone.add(victim := made.choice(ids))
                 served.one.engine.abort_request([victim])
-            elif what < 0.16 and turn % 2 and not list(scheduler.kv_holding_waiting):  # vLLM refuses it for those
+            elif what < 0.16 and turn % 2 and not served.one.core.batch_queue and not list(scheduler.kv_holding_waiting):
                 scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=what < 0.1)
                 resets.append(what)
 
@@ -224,13 +250,35 @@ def slept(served: Served) -> dict:
     return result
 
 
+def brief(served: Served) -> dict:
+    """With steps in flight: what is computed, what comes from host memory, and what a sleep in the middle leaves."""
+    texts = prompts()[:6]
+    cold, warm = served.round(texts, 4), served.round(texts, 4)
+    ids = served.ask(texts, 4)
+    answers = {o.request_id: list(o.outputs[0].token_ids) for _ in range(3) for o in served.one.engine.step() if o.finished}
+    served.one.llm.sleep(level=1, preserve_state=True)
+    moving = served.side.stats()
+    answers |= {o.request_id: list(o.outputs[0].token_ids) for o in served.one.engine.step() if o.finished}
+    served.one.llm.wake_up()
+    answers |= {i: tokens for i, (tokens, _) in served.answers().items()}
+    return {
+        "tokens": [tokens for tokens, _ in cold],
+        "warm": [tokens for tokens, _ in warm],
+        "slept": [answers[i] for i in ids],
+        "cached": [sum(cached for _, cached in one) for one in (cold, warm)],
+        "moving": moving["jobs_under_way"] + moving["loading_requests"] + moving["held_blocks"],
+        "in_flight": served.one.core.batch_queue is not None,
+        "stats": served.side.stats(),
+    }
+
+
 def worker_side():
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     return get_kv_transfer_group().worker
 
 
-SCENARIOS = (identical, slept, loaded_is_what_prefill_writes, disturbed, aborted_while_loading, forgotten)
+SCENARIOS = (identical, slept, loaded_is_what_prefill_writes, only_what_is_written, disturbed, aborted_while_loading, forgotten)
 
 
 def served_from_disk(served: Served) -> dict:
@@ -257,7 +305,13 @@ def main() -> None:
     offload = {"offload": mode, "host_bytes": "64MiB"}
     if mode == "disk":  # host memory has fewer blocks than the device
         offload = {"offload": "eager", "host_bytes": "2MiB", "disk_bytes": "256MiB"}
+    if mode == "brief":
+        offload |= {"offload": "eager"}
+        ENGINE["num_gpu_blocks_override"] = 20
     served = Served(InProcess(Path(model), Path(folder) / "checkpoints", torpor=offload, **ENGINE))
+    if mode == "brief":
+        print("RESULT " + json.dumps(brief(served)), flush=True)
+        return
     if mode == "disk":
         print("RESULT " + json.dumps(served_from_disk(served) | {"new": new_weights(served)}), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)

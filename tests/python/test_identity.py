@@ -94,6 +94,52 @@ def _sleep_and_wake(one) -> dict:
     return kv | {"blocks": report.kept_blocks}
 
 
+@pytest.mark.rig
+def test_a_second_sleep_to_disk_reads_and_writes_only_kv_that_changed(one):
+    expected = one.expected
+    answers = one.begin(20)
+    first = _sleep_to_disk_and_wake(one)
+    for _ in range(2):
+        again = _sleep_to_disk_and_wake(one)
+        assert again.saved_bytes == 0 < again.reused_bytes == first.saved_bytes + first.reused_bytes
+        assert _moved_chunks(again) == _moved_chunks(one.before)
+    answers |= run(one.engine, 3)
+    after_steps = _sleep_to_disk_and_wake(one)
+    weights = after_steps.ledgers[0]["tags"]["weights"]
+    kv = after_steps.saved_bytes + after_steps.reused_bytes - weights["region_bytes"]
+    assert weights["reused_bytes"] == weights["region_bytes"]
+    assert 0 < after_steps.saved_bytes <= 2 * kv / after_steps.kept_blocks * len(one.core.scheduler.running)
+    assert _moved_chunks(after_steps) - _moved_chunks(one.before) == after_steps.saved_bytes * after_steps.kept_blocks / kv
+    # Who calls methods of the workers may have written weights.
+    one.llm.collective_rpc(lambda worker: None)
+    doubted = _sleep_to_disk_and_wake(one)
+    assert doubted.saved_bytes == weights["region_bytes"] and doubted.reused_bytes == kv
+    # Of a file that is mostly weights a checkpoint without them copies what it needs, once.
+    one.llm.checkpoint()
+    served = one.llm.checkpoint()
+    assert served.saved_bytes == 0 and served.reused_bytes == kv
+    # As in a new process: what it has woken from is known.
+    run(one.engine)
+    one.llm.reset_prefix_cache()
+    assert one.llm.wake_up(from_checkpoint=served.checkpoint)
+    assert one.llm.checkpoint().saved_bytes == 0
+    assert one.finish(answers) == expected
+    assert one.llm.torpor("state")["recomputed_tokens"] == 0
+
+
+def _sleep_to_disk_and_wake(one):
+    one.before = one.llm.torpor("ledger")[0]
+    report = one.llm.sleep(level=1, preserve_state=True, to="disk")
+    one.llm.wake_up()
+    return report
+
+
+def _moved_chunks(of) -> int:
+    """All that went through the transfer engine since the start, also for a digest."""
+    ledger = of.ledgers[0] if hasattr(of, "ledgers") else of
+    return sum(ledger["chunks_by_outcome"].values())
+
+
 def test_the_prefix_cache_survives(one):
     """After a sleep a request with a known prefix hits the same blocks, and its answer is the same."""
     one.begin()

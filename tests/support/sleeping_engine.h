@@ -24,11 +24,13 @@ struct SleepingEngine {
   explicit SleepingEngine(FileSystem& file_system, std::string directory, TestEngineOptions options = {},
                           std::optional<uint64_t> kv_budget = {}, EventPort port = {})
       : engine(file_system, options),
-        controller(engine, file_system, system_clock(),
-                   {.directory = std::move(directory),
-                    .kv_budget_bytes = kv_budget,
-                    .checkpoints = {.key = options.key, .encrypt = options.key != nullptr}},
-                   port) {}
+        controller(
+            engine, file_system, system_clock(),
+            {.directory = std::move(directory),
+             .kv_budget_bytes = kv_budget,
+             .checkpoints = {.key = options.key, .encrypt = options.key != nullptr, .incremental = options.incremental},
+             .always_read_weights = options.always_read_weights},
+            port) {}
   TestEngine engine;
   SleepController controller;
 };

@@ -39,6 +39,8 @@ struct TestEngineOptions {
   std::string spill_directory;
   bool mix_steps = false;  // KV has other bytes in each step, also of the same tokens: equal keys are not equal bytes
   std::shared_ptr<const Key> key;  // of sealed checkpoints
+  bool incremental = false;        // checkpoints
+  bool always_read_weights = false;
 };
 
 class TestEngine final : public EngineHooks {
@@ -116,6 +118,8 @@ class TestEngine final : public EngineHooks {
     while (step()) {}
   }
   const Tokens& tokens() const { return tokens_; }
+  // As an engine whose front end and steps are those of another one.
+  void go_on_after(const TestEngine& other) { tokens_ = other.tokens_, steps_ = other.steps_; }
   void set_tokens(Tokens tokens) { tokens_ = std::move(tokens); }  // what the front end has already
   bool frozen() const { return frozen_; }
   int64_t recomputed() const { return recomputed_; }
@@ -180,6 +184,16 @@ class TestEngine final : public EngineHooks {
     for (size_t rank = 0; rank < ranks_.size(); ++rank)
       state.workers.push_back({.rank = static_cast<int32_t>(rank), .default_generator = generator_bytes()});
     return state;
+  }
+  Result<KvContents> kv_contents() override {
+    TORPOR_TRY(enter("kv_contents"));
+    KvContents contents{.steps = steps_};
+    for (int32_t block = 1; block < options_.num_blocks; ++block) {
+      if (refs(block) == 0 && hash(block).empty()) continue;
+      contents.blocks.push_back(block);
+      contents.stamps.push_back(hash(block).empty() ? 0 : stamp(block));
+    }
+    return contents;
   }
   Result<Fingerprint> fingerprint() override {
     TORPOR_TRY(enter("fingerprint"));

@@ -5,8 +5,9 @@
 // "device" memory is unmapped by each sleep and fresh on each wake, in all of them. The ceiling: all cores copy one
 // large region to and from a warm buffer. torpor also takes a digest of every byte on sleep and checks it on wake; the
 // other two do not. Besides: the first cycle of fresh contestants; a sleep of weights that did not change; of KV blocks
-// the first sleep, the second after no step, and one after steps that changed one block in a hundred; how fast the
-// arena comes up beside mmap(MAP_POPULATE); and what a sleep and a wake without bytes cost, by the number of regions.
+// the first sleep, the second after no step, and one after steps that changed one block in a hundred, to host and to
+// disk; how fast the arena comes up beside mmap(MAP_POPULATE); and what a sleep and a wake without bytes cost, by the
+// number of regions.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -29,6 +30,7 @@
 #include "engine/rank_service.h"
 #include "engine/tag_sleep.h"
 #include "tools/bench/bench.h"
+#include "tools/bench/disk_sleeps.h"
 
 namespace {
 
@@ -349,6 +351,7 @@ int main(int argc, char** argv) {
     kept.wake();
   }
   const KvSleeps kv = sleep_again(bytes, rounds);
+  const bench::DiskSleeps disk = bench::sleep_to_disk_again(bytes / 4, rounds);
   const BroughtUp up = bring_up(bytes, rounds);
   rlimit files{};
   if (::getrlimit(RLIMIT_NOFILE, &files) == 0) {
@@ -389,6 +392,13 @@ int main(int argc, char** argv) {
                               {"times_first", median(kv.first.seconds) / median(sleep->seconds)},
                               {"times_baseline", median(loop_times.sleep) / median(sleep->seconds)}};
   }
+  for (const auto& [name, sleep] : {std::pair("first", &disk.first), std::pair("second", &disk.second),
+                                    std::pair("after_steps", &disk.after_steps)}) {
+    json["disk_sleep"][name] = {{"seconds", median(sleep->seconds)},
+                                {"bytes_moved", sleep->bytes},
+                                {"times_first", median(disk.first.seconds) / median(sleep->seconds)},
+                                {"of_ceiling", median(disk.nothing.seconds) / median(sleep->seconds)}};
+  }
   json["arena"] = {{"seconds", up.arena},
                    {"method", up.method},
                    {"baseline", up.populate},
@@ -422,6 +432,13 @@ int main(int argc, char** argv) {
       1e3 * median(kv.first.seconds), kv.first.bytes, 1e3 * median(kv.second.seconds), kv.second.bytes,
       median(kv.first.seconds) / median(kv.second.seconds), 1e3 * median(kv.after_steps.seconds), kv.after_steps.bytes,
       median(kv.first.seconds) / median(kv.after_steps.seconds));
+  fmt::print(
+      "to disk, {} MiB: first sleep {:.0f} ms; second, after no step, {:.1f} ms, {} bytes moved, {:.0f} x; after steps "
+      "{:.1f} ms, {} bytes, {:.0f} x; files of a page made durable and renamed {:.1f} ms\n",
+      mib / 4, 1e3 * median(disk.first.seconds), 1e3 * median(disk.second.seconds), disk.second.bytes,
+      median(disk.first.seconds) / median(disk.second.seconds), 1e3 * median(disk.after_steps.seconds),
+      disk.after_steps.bytes, median(disk.first.seconds) / median(disk.after_steps.seconds),
+      1e3 * median(disk.nothing.seconds));
   fmt::print("arena up in {:.3f} s ({}), MAP_POPULATE {:.3f} s: {:.1f} x\n", up.arena, up.method, up.populate,
              up.populate / up.arena);
   fmt::print("a sleep and a wake without bytes: {:.1f} us a region of 1,000, {:.1f} of 10,000\n", few / kFew * 1e6,

@@ -60,6 +60,7 @@ def main(arguments: list[str], manual: str) -> int:
         "contract": contract.main,
         "gpu_check": gpu_check,
         "wheel": packages.wheel,
+        "deb": packages.deb,
         "deploy": deploy.main,
         "torpor": torpor,
         "python": python,

@@ -1,4 +1,4 @@
-"""What users install: the portable wheel, and the sources of it."""
+"""What users install: the portable wheel, the sources of it, and Debian's package of the inspector."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from devtool import setup
-from devtool.setup import CACHE, ROOT, SetupError, read_list, run
+from devtool.setup import CACHE, ROOT, SetupError, cmake_build, read_list, run
 
 PLATFORM = "manylinux_2_28_x86_64"
 DIST = ROOT / "dist"
@@ -25,7 +25,7 @@ def wheel(arguments: list[str]) -> int:
     tools = _tools()
     built = ROOT / "build/wheels"
     shutil.rmtree(built, ignore_errors=True)
-    for old in DIST.glob("torpor-*"):
+    for old in DIST.glob("torpor-[0-9]*"):
         old.unlink()
     settings = {
         "build-dir": "build/portable",
@@ -43,7 +43,27 @@ def wheel(arguments: list[str]) -> int:
     run(f"Check for {PLATFORM}", repair, env=environment, log_name="auditwheel")
     sdist = "import sys, scikit_build_core.build as build; build.build_sdist(sys.argv[1])"
     run("Sources", [python, "-c", sdist, DIST], log_name="sdist")
-    for path in sorted(DIST.iterdir()):
+    return _made("torpor-[0-9]*")
+
+
+def deb(arguments: list[str]) -> int:
+    """dist/torpor-tools_….deb: the inspector for machines of this Debian, where no engine runs."""
+    if arguments:
+        raise SetupError(f"tools/dev deb takes no {arguments[0]!r}")
+    setup.system_packages()
+    cmake_build("release", ("torpor",))
+    for old in DIST.glob("torpor-tools_*"):
+        old.unlink()
+    settings = ROOT / "build/release/CPackConfig.cmake"
+    run("Debian's package", ["cpack", "--config", settings, "-B", ROOT / "build/cpack"], log_name="cpack")
+    DIST.mkdir(exist_ok=True)
+    for made in (ROOT / "build/cpack").glob("*.deb"):
+        shutil.copy(made, DIST)
+    return _made("torpor-tools_*")
+
+
+def _made(names: str) -> int:
+    for path in sorted(DIST.glob(names)):
         print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 2**20:.1f} MiB")
         if path.stat().st_size > MOST_BYTES:
             raise SetupError(f"{path} is larger than {MOST_BYTES >> 20} MiB: see what it carries")

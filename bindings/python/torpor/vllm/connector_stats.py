@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 _GAUGES = {
-    "host_blocks": "Blocks that a prefix hit finds in host memory.",
+    "host_blocks": "Blocks in host memory, also those that were forgotten and make room first.",
     "host_quarantined": "Slots of host memory that an unproven copy may still write to.",
-    "disk_blocks": "Blocks that a prefix hit finds on disk.",
+    "disk_blocks": "Blocks on disk, also those that were forgotten and make room first.",
     "disk_quarantined": "Slots on disk that an unproven copy may still write to.",
     "queued_blocks": "Blocks that wait to be stored or loaded.",
     "jobs_under_way": "Transfer jobs that the ranks work at.",

@@ -19,7 +19,7 @@ from torpor.errors import Error, Incompatible, InvalidArgument, TimedOut, Unsupp
 from torpor.vllm import block_stamps, connector_sleep, grammar, multimodal
 from torpor.vllm import scheduler_values as values
 from torpor.vllm.fingerprint import fingerprint
-from torpor.vllm.options import Options
+from torpor.vllm.options import Options, holds_memory_of
 from torpor.vllm.support import cannot_stand_still, unsupported_engine, unsupported_scheduler
 
 _KEPT_OVER_NEW_WEIGHTS = "\0kept"  # once for each time, after a request's own salt
@@ -36,7 +36,14 @@ _CONTROLLER_OPTIONS = (
     "encrypt",
     "incremental",
     "compression_level",
+    "weights_check",
 )
+
+# Methods of vLLM's workers that write no weights, or say so themselves. Of any other it is not known.
+_WRITE_NO_WEIGHTS = frozenset({
+    "check_health", "compute_weight_checksums", "get_model_inspection", "get_supported_tasks", "list_loras", "profile",
+    "release_late_interaction_query_cache", "reload_weights", "synchronize_device", "update_max_model_len",
+})  # fmt: skip
 
 
 class VllmHooks:
@@ -137,6 +144,11 @@ class VllmHooks:
         state["scheduler"]["engine"]["weight_version"] = self.core.get_weight_version()
         watch_recomputation(self.scheduler)
         return state
+
+    def kv_contents(self) -> dict:
+        """What tells the contents of KV blocks apart, after restore()."""
+        blocks = [block.block_id for block in block_stamps.used_blocks(self.scheduler)]
+        return {"blocks": blocks} | block_stamps.to_value(self.scheduler, self.core.vllm_config.speculative_config)
 
     def fingerprint(self) -> dict[str, str]:
         return fingerprint(self.core.vllm_config, self.scheduler, self._rpc("torpor_describe"))
@@ -332,6 +344,14 @@ class EngineSide:
 
     def state(self, _: dict) -> dict:
         return self.controller.state() | {"recomputed_tokens": getattr(self.hooks.scheduler, "torpor_recomputed", 0)}
+
+
+def doubt_weights_after(core, method, rpc) -> None:
+    """`rpc` is EngineCore's own, which has just called `method` of the workers."""
+    if isinstance(method, str) and (method.startswith("torpor_") or method in _WRITE_NO_WEIGHTS):
+        return
+    if holds_memory_of(core.vllm_config):
+        rpc(core, "torpor_doubt_weights")
 
 
 def release_kv_cache_memory(core) -> None:

@@ -42,8 +42,12 @@ class Options:
     # On a GPU: preserve_state and checkpoints too, with enable_sleep_mode and sleep_mode_backend="torpor". Proved on
     # CPU tensors only: no GPU has run it yet. Without it torpor is vLLM's sleep mode there, and no more.
     gpu_preserve_state: bool = False
-    # Memory that the newest checkpoint has already is named, not written again.
+    # Memory that the newest checkpoint has already is linked, not written again; nor read, where it is known not to have
+    # changed.
     incremental: bool = False
+    # "writes": a checkpoint reads weights once, and then only after they were seen to be written, or may have been.
+    # "digest": it reads them each time.
+    weights_check: str = "writes"
     # Of the KV connector (connector_options.py), which is switched on by one named `offload`.
     connector: dict = field(default_factory=dict)
 
@@ -74,6 +78,8 @@ class Options:
         options = Options(**values, connector=connector)
         if options.cpu_linear not in ("packed", "plain"):
             raise InvalidArgument(f"cpu_linear is {options.cpu_linear!r}", 'use "packed" or "plain"')
+        if options.weights_check not in ("writes", "digest"):
+            raise InvalidArgument(f"weights_check is {options.weights_check!r}", 'use "writes" or "digest"')
         return options
 
 
@@ -104,7 +110,7 @@ def switched_off() -> bool:
 
 
 def _parse(name: str, text: str):
-    if name in ("dir", "cpu_linear", "key_file", "spill_directory"):
+    if name in ("dir", "cpu_linear", "key_file", "spill_directory", "weights_check"):
         return text
     if name in ("enabled", "encrypt", "incremental", "gpu_preserve_state"):
         return text.lower() not in ("0", "false", "off", "no")

@@ -159,6 +159,12 @@ def torpor_mark_dirty(self, tag: str) -> None:
         self.torpor_memory.rank_memory.mark_dirty(tag)
 
 
+def torpor_doubt_weights(self) -> None:
+    """Somebody may have written them."""
+    if hasattr(self, "torpor_memory"):
+        self.torpor_memory.rank_memory.doubt("weights")
+
+
 def _is_v2(worker) -> bool:
     return bool(getattr(worker, "use_v2_model_runner", False))
 

@@ -111,7 +111,7 @@ def _grammars(patches: Patches) -> None:
 def _engine_core(patches: Patches) -> None:
     from vllm.v1.engine.core import EngineCore
 
-    from torpor.vllm.engine_core import release_kv_cache_memory, torpor_call
+    from torpor.vllm.engine_core import doubt_weights_after, release_kv_cache_memory, torpor_call
 
     patches.set(EngineCore, "torpor_call", torpor_call)
     stock_release = EngineCore.release_kv_cache_memory
@@ -120,6 +120,15 @@ def _engine_core(patches: Patches) -> None:
         (release_kv_cache_memory if holds_memory_of(self.vllm_config) else stock_release)(self)
 
     patches.set(EngineCore, "release_kv_cache_memory", release)
+    stock_rpc = EngineCore.collective_rpc
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        try:
+            return stock_rpc(self, method, timeout, args, kwargs)
+        finally:
+            doubt_weights_after(self, method, stock_rpc)
+
+    patches.set(EngineCore, "collective_rpc", collective_rpc)
     _outputs_of_drained_batches(patches)
 
 

@@ -1,11 +1,13 @@
-"""The wheel that users install: made as they get it, put where nothing of this checkout is, and used."""
+"""What users install, made as they get it, put where nothing of this checkout is, and used."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -29,14 +31,16 @@ except errors.NotFound as problem:  # C++ exceptions and errors work
 """
 
 
+def made(word: str, name: str) -> Path:
+    done = subprocess.run([sys.executable, ROOT / "tools/dev", word], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (path,) = (ROOT / "dist").glob(name)
+    return path
+
+
 @pytest.fixture(scope="module")
 def wheel():
-    done = subprocess.run(
-        [sys.executable, ROOT / "tools/dev", "wheel"], capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (path,) = (ROOT / "dist").glob("*.whl")
-    return path
+    return made("wheel", "*.whl")
 
 
 def test_it_needs_nothing_that_a_linux_of_2018_lacks(wheel, tmp_path):
@@ -65,6 +69,25 @@ def test_it_works_where_nothing_of_the_checkout_is(wheel, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "/nowhere" in done.stdout
+
+
+def test_the_inspector_is_a_package_of_its_own(tmp_path, shown):
+    package = made("deb", "torpor-tools_*.deb")
+    fields = output("dpkg-deb", "--field", package)
+    assert "Package: torpor-tools" in fields and "libzstd1" in fields and "python" not in fields
+    subprocess.run(["dpkg-deb", "--extract", package, tmp_path], check=True)
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert files == {"usr/bin/torpor"}
+    assert json.loads(output(tmp_path / "usr/bin/torpor", "verify", "--json", shown["checkpoint"]))["whole"] is True
+
+
+def test_a_program_builds_against_the_installed_library(tmp_path):
+    build = ["cmake", "--install", ROOT / "build/release", "--component", "development", "--prefix"]
+    subprocess.run([*build, tmp_path / "prefix"], check=True, stdout=subprocess.DEVNULL)
+    words = ["cmake", "-G", "Ninja", "-S", ROOT / "tests/install", "-B", tmp_path / "build"]
+    output(*words, f"-DCMAKE_PREFIX_PATH={tmp_path / 'prefix'}")
+    output("cmake", "--build", tmp_path / "build")
+    assert output(tmp_path / "build/example") == "slept and woke, 7\n"
 
 
 def output(*command) -> str:

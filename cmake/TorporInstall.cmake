@@ -1,0 +1,41 @@
+# `cmake --install BUILD --prefix PLACE`: the libraries and their headers for find_package(torpor), and the inspector.
+# Components: development, tools and python (the module in a wheel).
+include(GNUInstallDirs)
+include(CMakePackageConfigHelpers)
+
+set(package ${CMAKE_INSTALL_LIBDIR}/cmake/torpor)
+set(rooms base allocator offload kvcache scheduler_state checkpoint engine delivery)
+list(TRANSFORM rooms PREPEND torpor_ OUTPUT_VARIABLE libraries)
+foreach(room ${rooms})
+  set_target_properties(torpor_${room} PROPERTIES EXPORT_NAME ${room})
+endforeach()
+set_target_properties(torpor_flags PROPERTIES EXPORT_NAME flags)
+install(TARGETS torpor_flags ${libraries} EXPORT torpor
+  ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}/torpor COMPONENT development
+  INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/torpor)
+list(REMOVE_ITEM rooms delivery)  # a folder of engine
+foreach(room ${rooms})
+  install(DIRECTORY ${PROJECT_SOURCE_DIR}/${room} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/torpor COMPONENT development
+    FILES_MATCHING PATTERN "*.h" PATTERN cuda EXCLUDE)
+endforeach()
+install(EXPORT torpor NAMESPACE torpor:: FILE torporTargets.cmake DESTINATION ${package} COMPONENT development)
+configure_package_config_file(${CMAKE_CURRENT_LIST_DIR}/torporConfig.cmake.in ${PROJECT_BINARY_DIR}/torporConfig.cmake
+  INSTALL_DESTINATION ${package})
+write_basic_package_version_file(${PROJECT_BINARY_DIR}/torporConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+install(FILES ${PROJECT_BINARY_DIR}/torporConfig.cmake ${PROJECT_BINARY_DIR}/torporConfigVersion.cmake
+  DESTINATION ${package} COMPONENT development)
+
+# `tools/dev deb`: Debian's package of the inspector alone.
+set(CPACK_GENERATOR DEB)
+set(CPACK_COMPONENTS_ALL tools)
+set(CPACK_DEB_COMPONENT_INSTALL ON)
+set(CPACK_PACKAGE_NAME torpor-tools)
+set(CPACK_DEBIAN_TOOLS_PACKAGE_NAME torpor-tools)
+set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
+set(CPACK_DEBIAN_PACKAGE_SECTION utils)
+set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
+set(CPACK_DEBIAN_PACKAGE_MAINTAINER "The torpor developers <torpor@localhost>")
+set(CPACK_COMPONENT_TOOLS_DESCRIPTION "inspector of torpor's checkpoints\nLists, verifies, compares and repairs checkpoints of LLM inference engines that torpor\nhas put to sleep. Needs no engine, no GPU and no Python.")
+set(CPACK_STRIP_FILES ON)
+set(CPACK_PACKAGING_INSTALL_PREFIX /usr)
+include(CPack)

@@ -1,0 +1,120 @@
+// RegionImages: the way into a checkpoint. What the one before has already is linked, and not read.
+#include <algorithm>
+
+#include "engine/combined_digest.h"
+#include "engine/region_images.h"
+#include "engine/tags.h"
+
+namespace torpor {
+
+// All that a checkpoint has of this rank, by place.
+struct RegionImages::Storing {
+  std::vector<ChunkPlan> plans;
+  std::vector<SavedChunk> records;  // of these
+  std::vector<size_t> missing;      // places of those that are not linked
+
+  void add(std::vector<ChunkPlan> more) {
+    std::move(more.begin(), more.end(), std::back_inserter(plans));
+    records.resize(plans.size());
+  }
+};
+
+Result<orders::Save::Reply> RegionImages::save_to_disk(const orders::Save& order) {
+  TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(order.blocks, order.stamps, order.steps));
+  TORPOR_ASSIGN(const std::unique_ptr<RankWriter> writer,
+                RankWriter::create(parts_.file_system, order.directory, order.writing, parts_.rank, parts_.key));
+  Storing storing;
+  for (const std::string& tag : order.tags) {
+    TORPOR_TRY(tag == kv_tag_ ? link_blocks(storing, *writer, order, contents)
+                              : link_tag(storing, *writer, tag, order.as_proven));
+  }
+  TORPOR_TRY(write(storing, storing.missing, *writer));
+  const std::vector<size_t> sparse = writer->sparse(storing.records);
+  TORPOR_TRY(write(storing, sparse, *writer));
+
+  orders::Save::Reply reply;
+  std::vector<bool> copied(storing.plans.size());
+  for (const size_t place : storing.missing) copied[place] = true;
+  for (const size_t place : sparse) copied[place] = true;
+  for (size_t i = 0; i < storing.records.size(); ++i)
+    (copied[i] ? reply.bytes : reply.reused_bytes) += storing.records[i].bytes;
+  TORPOR_ASSIGN(reply.saved, writer->write_refs(storing.records));
+  for (const std::string& tag : order.tags) {
+    Image image{.directory = order.directory};
+    for (size_t i = 0; i < storing.records.size(); ++i) {
+      if (storing.records[i].key.tag != tag) continue;
+      if (!copied[i]) image.reused_bytes += storing.records[i].bytes;
+      image.chunks.push_back(std::move(storing.records[i]));
+    }
+    if (tag != kv_tag_) {
+      reply.digests[tag] = combined_digest(image.chunks);
+      contents_.know(tag, reply.digests[tag]);
+    }
+    images_[tag] = std::move(image);
+  }
+  if (std::find(order.tags.begin(), order.tags.end(), kv_tag_) != order.tags.end())
+    stored_.note(order.writing.id, order.writing.base_id, order.blocks, contents);
+  return reply;
+}
+
+Status RegionImages::link_blocks(Storing& storing, RankWriter& writer, const orders::Save& order,
+                                 const std::vector<BlockContent>& contents) const {
+  const size_t first = storing.plans.size();
+  TORPOR_ASSIGN(std::vector<ChunkPlan> plans, plans_of(kv_tag_, order.blocks));
+  storing.add(std::move(plans));
+  for (size_t i = 0; i < order.blocks.size(); ++i) {
+    const ChunkKey& key = storing.plans[first + i].key;
+    const SavedChunk* const known =
+        stored_.has(order.writing.base_id, order.blocks[i], contents[i]) ? writer.base_record(key) : nullptr;
+    if (known == nullptr || known->bytes != kv_layout_.bytes_per_block()) {
+      storing.missing.push_back(first + i);
+      continue;
+    }
+    TORPOR_ASSIGN(storing.records[first + i], writer.take_over(key));
+  }
+  return ok();
+}
+
+// All pieces, where their digests in the base are together what is known of the tag; else none. Only of weights is it
+// known who writes them.
+Status RegionImages::link_tag(Storing& storing, RankWriter& writer, const std::string& tag, bool as_proven) const {
+  const size_t first = storing.plans.size();
+  TORPOR_ASSIGN(std::vector<ChunkPlan> plans, plans_of(tag, {}));
+  storing.add(std::move(plans));
+  const bool believed = as_proven && tag == kWeightsTag;
+  const std::optional<std::string> proven = believed ? contents_.proven(tag) : std::nullopt;
+  CombinedDigest there;
+  bool same = proven.has_value();
+  for (size_t i = first; i < storing.plans.size() && same; ++i) {
+    const SavedChunk* const known = writer.base_record(storing.plans[i].key);
+    same = known != nullptr && known->bytes == storing.plans[i].bytes();
+    if (same) there.add(known->key, known->digest);
+  }
+  same = same && there.finish() == proven;
+  for (size_t i = first; i < storing.plans.size(); ++i) {
+    if (!same) {
+      storing.missing.push_back(i);
+      continue;
+    }
+    TORPOR_ASSIGN(storing.records[i], writer.take_over(storing.plans[i].key));
+  }
+  return ok();
+}
+
+// Copies them from memory; what the base has with an equal digest is linked then.
+Status RegionImages::write(Storing& storing, std::span<const size_t> places, RankWriter& writer) {
+  if (places.empty()) return ok();
+  std::vector<ChunkPlan> plans;
+  for (const size_t place : places) plans.push_back(storing.plans[place]);
+  TORPOR_ASSIGN(std::vector<SavedChunk> saved, parts_.transfers.save(plans, writer));
+  for (size_t i = 0; i < places.size(); ++i) storing.records[places[i]] = std::move(saved[i]);
+  return ok();
+}
+
+Status RegionImages::tell_contents(const orders::TellContents& order) {
+  TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(order.blocks, order.stamps, order.steps));
+  stored_.tell_contents(order.id, order.blocks, contents);
+  return ok();
+}
+
+}  // namespace torpor
