@@ -213,9 +213,9 @@ def test_killed_while_it_falls_asleep_and_while_it_wakes_a_whole_checkpoint_is_l
     for phase in left_by:
         done = child(phase, tmp_path / phase)
         assert done.returncode == -9, done.stdout[-2000:] + done.stderr[-2000:]
-    with events:
-        _last_words_are_of(left_by, look("console", events.name)["processes"])
+    _last_words_are_of(left_by, look("console", events.name)["processes"])
     done = child("wake", *(tmp_path / phase for phase in left_by))
+    events.cleanup()
     assert result_of(done) == [{"identical": True, "checkpoint": name} for name in left_by.values()]
 
 
