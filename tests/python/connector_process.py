@@ -2,7 +2,8 @@
 
     connector_process.py MODE MODEL FOLDER    with MODE "eager" or "lazy"
     connector_process.py brief MODEL FOLDER   a few requests, for runners that take long
-    connector_process.py disk MODEL FOLDER    serves once with a store on disk, and is killed
+    connector_process.py disk MODEL FOLDER [CHECKPOINT]
+        serves with a store on disk, after it went on from the checkpoint; leaves one and is killed
 
 Prints what came of each of SCENARIOS: answers, tokens that were not computed, counters.
 """
@@ -292,6 +293,29 @@ def served_from_disk(served: Served) -> dict:
     }
 
 
+def left_asleep(served: Served) -> dict:
+    """Requests in the middle, asleep on disk, for another process."""
+    ids = served.ask(prompts()[:5], 24)
+    answers = {}
+    for _ in range(10):
+        answers |= {o.request_id: list(o.outputs[0].token_ids) for o in served.one.engine.step() if o.finished}
+    path = served.one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
+    answers |= {o.request_id: list(o.outputs[0].token_ids) for o in served.one.engine.step() if o.finished}
+    served.one.llm.wake_up()
+    whole = answers | {i: tokens for i, (tokens, _) in served.answers().items()}
+    return {"checkpoint": str(path), "expected": [whole[i] for i in ids], "given": {i: answers.get(i) for i in ids}}
+
+
+def gone_on(served: Served, checkpoint: str) -> dict:
+    report = served.one.llm.wake_up(from_checkpoint=checkpoint)
+    return {
+        "failed": report.failed_requests,
+        "answers": {i: tokens for i, (tokens, _) in served.answers().items()},
+        "stats": served.side.stats(),
+        "recomputed": served.one.llm.torpor("state")["recomputed_tokens"],
+    }
+
+
 def new_weights(served: Served) -> dict:
     """The same ones, loaded again: for all that is known they are others."""
     before = served.side.core.space
@@ -313,7 +337,9 @@ def main() -> None:
         print("RESULT " + json.dumps(brief(served)), flush=True)
         return
     if mode == "disk":
-        print("RESULT " + json.dumps(served_from_disk(served) | {"new": new_weights(served)}), flush=True)
+        woken = gone_on(served, sys.argv[4]) if len(sys.argv) > 4 else None
+        result = served_from_disk(served) | {"woken": woken, "asleep": left_asleep(served), "new": new_weights(served)}
+        print("RESULT " + json.dumps(result), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     print("RESULT " + json.dumps({scenario.__name__: scenario(served) for scenario in SCENARIOS}), flush=True)
 

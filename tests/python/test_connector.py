@@ -134,13 +134,16 @@ def test_what_is_on_disk_is_found_after_a_kill_and_recomputed_where_it_is_damage
     """And not at all with other weights."""
     first, other = make_model(tmp_path / "first", real_model), make_model(tmp_path / "other", real_model, seed=8)
 
-    def serve(model):
-        return result_of(zygote.run([PROCESS, "disk", model, tmp_path], timeout=100))
+    def serve(model, *checkpoint):
+        return result_of(zygote.run([PROCESS, "disk", model, tmp_path, *checkpoint], timeout=100))
 
     before = serve(first)
     assert before["stats"]["on_transferred"] > 50 and before["stats"]["recovered_blocks"] == 0
     assert before["tokens"] == before["again"]
-    after = serve(first)
+    after = serve(first, before["asleep"]["checkpoint"])
+    assert after["woken"]["failed"] == [] and after["woken"]["recomputed"] == 0
+    given, answers = before["asleep"]["given"], after["woken"]["answers"]
+    assert [answers.get(i) or given[i] for i in given] == before["asleep"]["expected"] and len(answers) > 0
     assert after["stats"]["recovered_blocks"] >= before["stats"]["disk_blocks"] > 50
     assert after["tokens"] == before["tokens"] and after["cached"] > before["cached"] + CONVERSATIONS * 32
     assert after["new"]["after"] == after["new"]["before"] + 1
