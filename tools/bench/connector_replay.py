@@ -143,52 +143,72 @@ class OffloadingReports(Reports):
         )
 
 
-class TorporReports(Reports):
-    """Of torpor's: plans as bytes (kvcache/transfer_plan.cpp), of which all blocks are transferred."""
+@dataclass
+class PlannedMoves:
+    """A plan of torpor's, from its bytes (kvcache/transfer_plan.cpp)."""
 
-    PLAN, DROPPED, JOB, KEY, NAME = (struct.Struct(each) for each in ("<IIQIIIIII", "<Ii", "<Q4BI", "<40s", "<QQ"))
-    REPORT, DONE = struct.Struct("<IIiIII"), struct.Struct("<QIHH")
+    jobs: list[tuple[int, int, memoryview, memoryview]]  # number, PUT, GET or MOVE, from, to
+    loading: set[str]  # requests
+
     PUT, GET, MOVE = range(3)
+    HEAD, DROPPED, JOB, KEY, NAME = (struct.Struct(each) for each in ("<IIQIIIIII", "<Ii", "<Q4BI", "<40s", "<QQ"))
 
-    def __init__(self, host_blocks: int):
+    @classmethod
+    def of(cls, plan: bytes) -> PlannedMoves:
+        _, _, _, dropped, jobs, blocks, keys, loading, _ = cls.HEAD.unpack_from(plan)
+        at = cls.HEAD.size + dropped * cls.DROPPED.size
+        entries = [cls.JOB.unpack_from(plan, at + number * cls.JOB.size) for number in range(jobs)]
+        at += jobs * cls.JOB.size
+        sources, targets = (memoryview(plan)[at + 4 * i * blocks :][: 4 * blocks].cast("i") for i in range(2))
+        at += 2 * 4 * blocks + keys * cls.KEY.size
+        moves, first = cls([], set()), 0
+        for number, kind, _, _, _, count in entries:
+            moves.jobs.append((number, kind, sources[first : first + count], targets[first : first + count]))
+            first += count
+        for _ in range(loading):
+            _, length = cls.NAME.unpack_from(plan, at)
+            at += cls.NAME.size + length
+            moves.loading.add(plan[at - length : at].decode())
+        return moves
+
+
+class TorporReports(Reports):
+    """Of torpor's: all blocks are transferred."""
+
+    REPORT, DONE = struct.Struct("<IIiIII"), struct.Struct("<QIHH")
+    MAGIC, VERSION = 0x70657254, 1
+
+    def __init__(self, *host_blocks: int):
+        """Of each rank."""
         super().__init__()
         self._host_blocks = host_blocks
 
     def prepare(self, connector, shape: Shape) -> None:
         from torpor.vllm.connector_messages import RankIsReady
 
-        sizes = {"host_slots": self._host_blocks, "disk_segments": 0, "segment_slots": 0}
-        sizes |= {"device_blocks": shape.device_blocks, "block_bytes": BLOCK_BYTES}
-        connector.set_xfer_handshake_metadata_pp_aware({0: RankIsReady(sizes)})
+        sizes = {"disk_segments": 0, "segment_slots": 0, "device_blocks": shape.device_blocks, "block_bytes": BLOCK_BYTES}
+        connector.set_xfer_handshake_metadata_pp_aware({
+            rank: RankIsReady(sizes | {"host_slots": blocks}) for rank, blocks in enumerate(self._host_blocks)
+        })  # fmt: skip
 
     def step(self, orders):
         from torpor.vllm.connector_messages import Report
 
         done, reports = super().step(orders) or (None, [])
-        return KVConnectorOutput(
-            finished_recving=done or None, kv_connector_worker_meta=Report(orders.step, reports)
-        )
+        return KVConnectorOutput(finished_recving=done or None, kv_connector_worker_meta=Report(orders.step, reports))
 
     def carry_out(self, orders):
         self.loaded = self.stored = 0
         if orders.plan is None:
             return None
-        _, _, _, dropped, jobs, blocks, keys, loading, _ = self.PLAN.unpack_from(orders.plan)
-        at = self.PLAN.size + dropped * self.DROPPED.size
-        done = []
-        for _ in range(jobs):
-            number, kind, _, _, _, count = self.JOB.unpack_from(orders.plan, at)
-            at += self.JOB.size
-            done.append(self.DONE.pack(number, 0, 0, 0))
-            self.loaded += count * (kind == self.GET)
-            self.stored += count * (kind == self.PUT)
-        at += 2 * 4 * blocks + keys * self.KEY.size
-        loaded = set()
-        for _ in range(loading):
-            _, length = self.NAME.unpack_from(orders.plan, at)
-            at += self.NAME.size + length
-            loaded.add(orders.plan[at - length : at].decode())
-        return loaded, [self.REPORT.pack(0x70657254, 1, 0, jobs, 0, 0) + b"".join(done)]
+        moves = PlannedMoves.of(orders.plan)
+        self.loaded = sum(len(to) for _, kind, _, to in moves.jobs if kind == moves.GET)
+        self.stored = sum(len(to) for _, kind, _, to in moves.jobs if kind == moves.PUT)
+        return moves.loading, [self.report(rank, moves) for rank in range(len(self._host_blocks))]
+
+    def report(self, rank: int, moves: PlannedMoves) -> bytes:
+        done = [self.DONE.pack(number, 0, 0, 0) for number, *_ in moves.jobs]
+        return self.REPORT.pack(self.MAGIC, self.VERSION, rank, len(done), 0, 0) + b"".join(done)
 
 
 @dataclass
@@ -234,6 +254,7 @@ class Shape:
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 8_192
     queued: int = 160  # running and waiting together
+    world: int = 1  # ranks that are made up
 
 
 def clock_cost() -> float:
@@ -267,6 +288,7 @@ class Replay:
             kv_transfer_config=KVTransferConfig(**connector) if connector else None,
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = shape.device_blocks
+        config.parallel_config.world_size = shape.world
         hash_function = get_hash_fn_by_name("sha256")
         init_none_hash(hash_function)
         self._hasher = get_request_block_hasher(BLOCK, hash_function)
@@ -343,12 +365,12 @@ class Replay:
                     result.resident.append(resident_bytes())
             if not scheduler.has_requests() and not (self._reports and self._reports.pending):
                 return result
-            self._step()
+            self.step()
 
-    def _step(self) -> None:
+    def step(self) -> None:
         result, scheduler = self.result, self.scheduler
         began = time.thread_time_ns()
-        planned = scheduler.schedule()
+        planned = self.planned = scheduler.schedule()
         scheduled = time.thread_time_ns()
         reported = None
         if self._reports is not None:

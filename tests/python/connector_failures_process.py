@@ -1,0 +1,278 @@
+"""A process of the tests: vLLM's scheduler with torpor's KV connector, without a model, and workers that are made up.
+
+    connector_failures_process.py MODEL    prints what came of each of SCENARIOS
+
+Each is a failure that other connectors had; what the workers say, and when, is the scenario's.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools/bench"))
+import connector_replay as replay  # noqa: E402
+
+PROMPT_BLOCKS = 16
+
+
+class Workers(replay.TorporReports):
+    """Ranks that do as they are told, in one step or as late as a scenario wants."""
+
+    def __init__(self, *host_blocks: int):
+        super().__init__(*(host_blocks or (400,)))
+        self.plans: list[replay.PlannedMoves | None] = []  # one a step
+        self.silent: set[int] = set()  # ranks
+        self.watch = lambda: None  # called between a step's plan and its end
+        self.late = False  # nothing is reported, not even that a step is over
+        self._kept: list = []
+
+    def step(self, orders):
+        self.plans.append(None if orders.plan is None else replay.PlannedMoves.of(orders.plan))
+        self.watch()
+        said = super().step(orders)
+        self._kept.append(said)
+        if self.late:
+            return None
+        kept, self._kept = self._kept, []
+        whole = kept[-1]
+        whole.kv_connector_worker_meta.transfers = [
+            report for each in kept for report in each.kv_connector_worker_meta.transfers
+        ]
+        whole.finished_recving = set().union(*(each.finished_recving or () for each in kept)) or None
+        return whole
+
+    def report(self, rank, moves):
+        return super().report(rank, moves) if rank not in self.silent else b""
+
+    def carry_out(self, orders):
+        told = super().carry_out(orders)
+        if told is None:
+            return None
+        loading, reports = told
+        return (set() if self.silent else loading), [report for report in reports if report]
+
+    def blocks(self, kind: int) -> list[set[int]]:
+        """Of the device, a step each."""
+        side = 2 if kind == replay.PlannedMoves.PUT else 3
+        return [
+            set() if plan is None else {block for job in plan.jobs if job[1] == kind for block in job[side]}
+            for plan in self.plans
+        ]
+
+
+class Served:
+    def __init__(self, model: str, device_blocks: int = 100, workers: Workers | None = None, world: int = 1, **extra):
+        self.workers = workers or Workers()
+        own = {"kv_connector": "TorporConnector", "kv_connector_module_path": "torpor.vllm.connector"}
+        own |= {"kv_role": "kv_both", "kv_connector_extra_config": {"host_bytes": "1GiB", "min_batch_size": 1} | extra}
+        shape = replay.Shape(device_blocks=device_blocks, max_num_seqs=16, max_num_batched_tokens=512, world=world)
+        self.replay = replay.Replay(model, own, self.workers, shape)
+        self.scheduler = self.replay.scheduler
+        self.side = self.scheduler.connector.scheduler
+        self._asked = 0
+
+    def ask(self, first: int, output_tokens: int = 4, tokens: int = PROMPT_BLOCKS * replay.BLOCK + 3):
+        """A request whose prompt is named by `first`."""
+        ids = tuple(range(first, first + -(-tokens // (replay.HASHED_BLOCKS * replay.BLOCK))))
+        self._asked += 1
+        request = self.replay.request(self._asked, replay.TraceRequest(ids, tokens, output_tokens))
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.replay.step()
+            self.side.core.check()
+
+    def finish(self) -> None:
+        for _ in range(2000):
+            if not self.scheduler.has_requests() and not self.workers.pending:
+                return
+            self.step()
+        raise AssertionError("it does not come to an end")
+
+    def forget_device(self) -> bool:
+        return self.scheduler.reset_prefix_cache()
+
+    @property
+    def result(self) -> replay.Result:
+        return self.replay.result
+
+    def left(self) -> dict:
+        stats = self.side.stats()
+        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return {name: stats[name] for name in ("held_blocks", "loading_requests", "jobs_under_way")} | {"free": free}
+
+
+def store_waits_for_compute(model) -> dict:
+    served = Served(model)
+    served.ask(1000)
+    served.workers.late = True  # the step that writes the blocks is not over
+    served.step(3)
+    early = sum(map(len, served.workers.blocks(replay.PlannedMoves.PUT)))
+    served.workers.late = False
+    served.finish()
+    return {"early": early, "stored": served.result.stored_blocks}
+
+
+def load_waits_for_readers(model) -> dict:
+    """Under pressure: what a step loads into, no request reads in it; what it stores from, none writes in it."""
+    served = Served(model, device_blocks=60)
+    tables = served.scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+    found = {"read": 0, "written": 0, "loaded": 0}
+
+    def watch():
+        reading, writing = set(), set()
+        for name, tokens in served.replay.planned.num_scheduled_tokens.items():
+            table = [block.block_id for block in tables[name]]
+            computed = served.scheduler.requests[name].num_computed_tokens
+            reading.update(table)
+            writing.update(table[(computed - tokens) // replay.BLOCK : -(-computed // replay.BLOCK)])
+        into = served.workers.blocks(replay.PlannedMoves.GET)[-1]
+        found["loaded"] += len(into)
+        found["read"] += len(into & reading)
+        found["written"] += len(served.workers.blocks(replay.PlannedMoves.PUT)[-1] & writing)
+
+    served.workers.watch = watch
+    for turn in range(40):
+        served.ask(1000 + 20 * (turn % 7), output_tokens=20)
+        served.step(3)
+    served.finish()
+    return found | {"left": served.left()}
+
+
+def abort_of_never_scheduled_request(model) -> dict:
+    from vllm.v1.request import RequestStatus
+
+    served = Served(model, device_blocks=40)
+    served.ask(1000)
+    served.finish()
+    served.forget_device()
+    long = served.ask(5000, output_tokens=200, tokens=30 * replay.BLOCK)  # leaves no room
+    served.step(2)
+    asked = served.ask(1000)  # a hit that gets no blocks
+    served.step(2)
+    pinned = asked.num_computed_tokens == 0 and asked in served.scheduler.waiting
+    never = served.ask(2000)
+    for each in (never, asked, long):
+        served.scheduler.finish_requests(each.request_id, RequestStatus.FINISHED_ABORTED)
+    served.finish()
+    return {"waited": pinned, "left": served.left()}
+
+
+def external_hit_under_eviction_pressure(model) -> dict:
+    served = Served(model, device_blocks=40)
+    for turn in range(30):
+        served.ask(1000 + 20 * (turn % 9), output_tokens=90)
+        served.step(2)
+    served.finish()
+    return {"host_tokens": served.result.host_tokens, "preemptions": served.result.preemptions, "left": served.left()}
+
+
+def every_stored_block_is_found(model) -> dict:
+    served = Served(model)
+    prompts = [1000 + 20 * number for number in range(12)]
+    for first in prompts:
+        served.ask(first)
+        served.finish()
+    served.forget_device()
+    before = served.result.host_tokens
+    for first in prompts:
+        served.ask(first)
+        served.finish()
+    found = (served.result.host_tokens - before) // replay.BLOCK
+    return {"found": found, "prompt_blocks": PROMPT_BLOCKS * len(prompts)}
+
+
+def ranks_agree_on_capacity(model) -> dict:
+    served = Served(model, workers=Workers(50, 40), world=2)
+    for turn in range(20):
+        served.ask(1000 + 20 * turn)
+        served.finish()
+    slots = {slot for plan in served.workers.plans if plan for job in plan.jobs if job[1] == 0 for slot in job[3]}
+    return {"largest_slot": max(slots), "blocks": served.side.stats()["host_blocks"], "left": served.left()}
+
+
+def shared_prefix_does_not_queue_on_one_load(model) -> dict:
+    served = Served(model)
+    served.ask(1000)
+    served.finish()
+    served.forget_device()
+    for _ in range(5):
+        served.ask(1000)
+    served.step()
+    loading = served.side.core.loading
+    took = served.result.steps
+    served.finish()
+    return {"loading": loading, "steps": served.result.steps - took, "left": served.left()}
+
+
+def memory_flat_over_long_trace(model) -> dict:
+    served = Served(model, device_blocks=200)
+    prompts = [tuple(range(1000 + 20 * (number % 211), 1002 + 20 * (number % 211))) for number in range(4000)]
+    resident = served.replay.run([replay.TraceRequest(ids, 250, 6) for ids in prompts], samples=20).resident
+    return {"grown": max(resident[10:]) - resident[9], "left": served.left()}
+
+
+def idle_worker_is_not_dead(model) -> dict:
+    """It says nothing for a thousand steps in which it has something to do."""
+    served = Served(model)
+    served.ask(1000)
+    served.workers.late = True
+    served.step(1000)
+    held = served.side.stats()
+    served.workers.late = False
+    served.finish()
+    return {"under_way": served.side.busy(), "while_silent": held["host_blocks"], "after": served.side.stats()["host_blocks"]}
+
+
+def tier_process_dies_under_live_views(model) -> dict:
+    """One of two ranks says nothing any more: nothing of it is believed, and what is computed goes on."""
+    served = Served(model, workers=Workers(400, 400), world=2)
+    served.workers.silent = {1}
+    for _ in range(2):
+        served.ask(1000)
+        served.step(40)
+        served.forget_device()
+    return {"found": served.result.host_tokens, "blocks": served.side.stats()["host_blocks"], "requests": len(served.scheduler.requests)}
+
+
+def failed_copies_are_computed(model) -> dict:
+    """Half of the stores fail on a rank: they are not found, and the others are."""
+
+    class Failing(Workers):
+        def report(self, rank, moves):
+            if rank == 0 or all(kind != moves.PUT for _, kind, *_ in moves.jobs):
+                return super().report(rank, moves)
+            jobs, outcomes = b"", b""
+            for number, kind, sources, _ in moves.jobs:
+                count = len(sources) if kind == moves.PUT else 0
+                jobs += self.DONE.pack(number, count, 1, 0)
+                outcomes += bytes(FAILED if at % 2 else 0 for at in range(count))
+            return self.REPORT.pack(self.MAGIC, self.VERSION, rank, len(moves.jobs), len(outcomes), 0) + jobs + outcomes
+
+    served = Served(model, workers=Failing(400, 400), world=2)
+    served.ask(1000)
+    served.finish()
+    return {"stored": served.result.stored_blocks, "blocks": served.side.stats()["host_blocks"], "left": served.left()}
+
+
+FAILED = 10  # BlockOutcome::kFailed
+
+SCENARIOS = (
+    store_waits_for_compute, load_waits_for_readers, abort_of_never_scheduled_request,
+    external_hit_under_eviction_pressure, every_stored_block_is_found, ranks_agree_on_capacity,
+    shared_prefix_does_not_queue_on_one_load, memory_flat_over_long_trace, idle_worker_is_not_dead,
+    tier_process_dies_under_live_views, failed_copies_are_computed,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    results = {}
+    for scenario in SCENARIOS:
+        if len(sys.argv) > 2 and scenario.__name__ not in sys.argv[2:]:
+            continue
+        began = time.monotonic()
+        results[scenario.__name__] = scenario(sys.argv[1])
+        print(f"{scenario.__name__}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+    print("RESULT " + json.dumps(results), flush=True)
