@@ -18,6 +18,7 @@ from pathlib import Path
 
 from conftest import InProcess
 from vllm import SamplingParams
+from vllm.config import KVEventsConfig
 
 BLOCKS = 40  # on the device; a request has 4 to 8
 ENGINE = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 512}
@@ -203,6 +204,23 @@ def aborted_while_loading(served: Served) -> dict:
     }
 
 
+def told(served: Served) -> dict:
+    """KV events: of each medium the same blocks, under the device's names."""
+    scheduler, batches = served.one.core.scheduler, []
+    scheduler.kv_event_publisher.publish = batches.append
+    scheduler.reset_prefix_cache(reset_connector=True)
+    served.round(prompts()[:3])
+    events = [event for batch in batches for event in batch.events]
+    stored = [event for event in events if type(event).__name__ == "BlockStored"]
+    by_medium = {
+        medium: sorted({str(key) for event in stored if event.medium == medium for key in event.block_hashes})
+        for medium in ("GPU", "CPU")
+    }
+    parents = {str(event.parent_block_hash) for event in stored if event.medium == "CPU" and event.parent_block_hash}
+    cleared = sum(type(event).__name__ == "AllBlocksCleared" for event in events)
+    return by_medium | {"parents": sorted(parents), "cleared": cleared}
+
+
 def forgotten(served: Served) -> dict:
     """After a reset of the connector nothing is found, and then again what came since."""
     served.round(prompts())
@@ -279,7 +297,9 @@ def worker_side():
     return get_kv_transfer_group().worker
 
 
-SCENARIOS = (identical, slept, loaded_is_what_prefill_writes, only_what_is_written, disturbed, aborted_while_loading, forgotten)
+SCENARIOS = (
+    identical, slept, loaded_is_what_prefill_writes, only_what_is_written, disturbed, aborted_while_loading, told, forgotten,
+)  # fmt: skip
 
 
 def served_from_disk(served: Served) -> dict:
@@ -329,6 +349,8 @@ def main() -> None:
     offload = {"offload": mode, "host_bytes": "64MiB"}
     if mode == "disk":  # host memory has fewer blocks than the device
         offload = {"offload": "eager", "host_bytes": "2MiB", "disk_bytes": "256MiB"}
+    if mode == "eager":
+        ENGINE["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     if mode == "brief":
         offload |= {"offload": "eager"}
         ENGINE["num_gpu_blocks_override"] = 20
