@@ -250,7 +250,7 @@ def slept(served: Served) -> dict:
             if loading > 0:
                 break
         del worker.look
-        blocks = served.side.stats()["host_blocks"]
+        before, space = served.side.stats()["host_blocks"], served.side.core.space
         options = {"preserve_state": True} if way == "preserve_state" else {"mode": "keep"}
         served.one.llm.sleep(level=1, **options)
         after = served.side.stats()
@@ -261,7 +261,7 @@ def slept(served: Served) -> dict:
             "loading": loading,
             "differing": [i for number, i in enumerate(ids) if i in found and found[i] != expected[number]],
             "finished": len(found),
-            "kept": after["host_blocks"] >= blocks > 0,
+            "kept": after["host_blocks"] >= before > 0 and served.side.core.space == space,
             "moving": after["loading_requests"] + after["jobs_under_way"] + after["held_blocks"],
             "recomputed": served.one.llm.torpor("state")["recomputed_tokens"],
         }
