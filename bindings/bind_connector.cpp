@@ -13,6 +13,7 @@
 #include "bindings/connector_values.h"
 #include "bindings/dict_reader.h"
 #include "bindings/engine_blocks.h"
+#include "bindings/process_events.h"
 #include "kvcache/offload_scheduler.h"
 
 namespace py = pybind11;
@@ -72,7 +73,8 @@ class ConnectorScheduler {
         queue_(pool.attr("free_block_queue")),
         tables_(std::move(tables)),
         placement_(make_placement(options_.placement)),
-        scheduler_(value_or_raise(OffloadScheduler::create(options_.offload, blocks_, *placement_, system_clock()))),
+        scheduler_(value_or_raise(
+            OffloadScheduler::create(options_.offload, blocks_, *placement_, system_clock(), process_events()))),
         offered_(static_cast<size_t>(blocks_.size()), Stamp::kNone) {}
 
   // Tokens behind the first `computed` ones that can be loaded.

@@ -8,6 +8,7 @@
 #include "bindings/dict_reader.h"
 #include "bindings/module_files.h"
 #include "bindings/object_stamps.h"
+#include "bindings/process_events.h"
 #include "engine/delivery/delivery_log_file.h"
 #include "engine/delivery/roll_forward.h"
 #include "engine/sleep_controller.h"
@@ -146,7 +147,7 @@ struct BoundController {
   SleepController controller;
 
   BoundController(py::object object, SleepControllerOptions options)
-      : hooks(std::move(object)), controller(hooks, module_files(), clock, std::move(options)) {}
+      : hooks(std::move(object)), controller(hooks, module_files(), clock, std::move(options), process_events()) {}
 };
 
 bool one_of(const std::string& where, const std::string& text, const char* yes, const char* no) {

@@ -9,6 +9,7 @@
 #include "bindings/bind_values.h"
 #include "bindings/dict_reader.h"
 #include "bindings/module_files.h"
+#include "bindings/process_events.h"
 #include "bindings/rank_memory_options.h"
 #include "engine/rank_service.h"
 
@@ -55,6 +56,7 @@ RankMemoryOptions rank_memory_options_from(DictReader& in) {
   std::optional<std::string> key_file;
   in.read_if_given("key_file", key_file);
   options.key = key_from(key_file);
+  options.events = process_events();
   return options;
 }
 

@@ -24,4 +24,5 @@ PYBIND11_MODULE(_core, module) {
   torpor::bind_connector(module);
   torpor::bind_connector_worker(module);
   torpor::bind_memory(module);
+  torpor::bind_events(module);
 }

@@ -12,11 +12,11 @@ if(TORPOR_CUDA_INCLUDE)
 endif()
 
 set(stamps)
-foreach(room base allocator offload kvcache scheduler_state checkpoint delivery engine)
+foreach(room base allocator offload kvcache scheduler_state checkpoint delivery engine console)
   get_target_property(sources torpor_${room} SOURCES)
   get_target_property(folder torpor_${room} SOURCE_DIR)
   foreach(source ${sources})
-    if(NOT source MATCHES "[.]cpp$")
+    if(NOT source MATCHES "[.]cpp$" OR source MATCHES "xxh3_avx")  # of an instruction set of its own, and no locks
       continue()
     endif()
     get_filename_component(file ${source} ABSOLUTE BASE_DIR ${folder})

@@ -117,7 +117,8 @@ class RegionImages {
 
   // Reads the content of the tags; clean images of another content go.
   Status compare(const std::vector<std::string>& tags);
-  const Image* find(std::string_view tag) const;  // null: there is none
+  const Image* find(std::string_view tag) const;                   // null: there is none
+  bool spills() const { return !parts_.spill_directory.empty(); }  // what has no room in the arena
   // Takes out the images of these tags, for put_back() or to be dropped. Neither needs memory.
   Images take(const std::vector<std::string>& tags) noexcept;
   void put_back(Images images) noexcept { images_.merge(images); }

@@ -173,7 +173,7 @@ Result<TagMove> TagSleep::plan_sleep(std::vector<std::string> wanted, const std:
   }
   const HostArenaInfo arena = memory_.arena().info();
   const uint64_t free = arena.held_bytes - arena.used_bytes;
-  if (arena.budget_bytes != 0 && move.copied_bytes > free &&
+  if (!memory_.images().spills() && arena.budget_bytes != 0 && move.copied_bytes > free &&
       move.copied_bytes - free > arena.budget_bytes - std::min(arena.budget_bytes, arena.held_bytes)) {
     move.obstacle =
         fmt::format("{} bytes of host memory are needed, {} of the budget of {} are left", move.copied_bytes,

@@ -1,7 +1,6 @@
 #include "kvcache/offload_worker.h"
 
 #include <algorithm>
-#include <set>
 
 #include <fmt/format.h>
 
@@ -72,10 +71,10 @@ struct OffloadWorker::Running {
   PlannedJob planned;
   std::vector<int32_t> from;
   std::vector<int32_t> to;
-  std::vector<ChunkPlan> plans;
-  std::unique_ptr<JobTier> tier;
-  std::unique_ptr<JobTier> source;
-  Status refused;
+  std::vector<ChunkPlan> plans{};
+  std::unique_ptr<JobTier> tier{};
+  std::unique_ptr<JobTier> source{};
+  Status refused{};
 };
 
 OffloadWorker::OffloadWorker(const OffloadWorkerOptions& options, const KvLayout& layout, TransferEngine& transfers,
@@ -193,52 +192,95 @@ Status OffloadWorker::check(const TransferPlan& plan) const {
   return keys == plan.keys.size() ? ok() : Status(wrong_plan("has other keys than its jobs need"));
 }
 
+// All that a plan needs of memory before its first step: from then on its jobs are sure to end.
+struct OffloadWorker::Noted {
+  RunningJobs jobs;
+  std::map<std::string, Loading> loading;
+  std::multimap<uint64_t, std::string> loads_of;
+  std::vector<SlotRange> host;    // room for what is dropped
+  std::vector<int32_t> segments;  // of the store; the same
+  std::vector<SlotRange> disk;
+};
+
+OffloadWorker::Noted OffloadWorker::note(const TransferPlan& plan) const {
+  Noted noted;
+  for (const PlannedJob& planned : plan.jobs) {
+    const auto part = [&](const std::vector<int32_t>& all) {
+      const auto first = all.begin() + planned.first;
+      return std::vector<int32_t>(first, first + planned.count);
+    };
+    noted.jobs.push_back(
+        std::make_unique<Running>(Running{.planned = planned, .from = part(plan.from), .to = part(plan.to)}));
+  }
+  for (const PlannedLoad& load : plan.loading) {
+    Loading& loading = noted.loading[load.request];
+    loading.ended.request = load.request;
+    ++loading.jobs;
+    noted.loads_of.emplace(load.job, load.request);
+  }
+  noted.host.reserve(plan.dropped.size());
+  noted.segments.reserve(plan.dropped.size() + adopted_.size());
+  noted.disk.reserve(noted.segments.capacity());
+  return noted;
+}
+
+void OffloadWorker::take(Noted& noted) noexcept {
+  for (const auto& [request, loading] : noted.loading) {
+    if (const auto known = loading_.find(request); known != loading_.end()) known->second.jobs += loading.jobs;
+  }
+  loading_.merge(noted.loading);
+  loads_of_.merge(noted.loads_of);
+  refused_.splice(refused_.end(), noted.jobs);
+}
+
 Status OffloadWorker::run(const TransferPlan& plan) {
   return catching([&]() -> Status {
     if (plan.number != 0 && plan.number <= last_plan_) return ok();
     TORPOR_TRY(check(plan));
-    last_plan_ = plan.number;
-    drop(plan.dropped);
-    for (const PlannedLoad& load : plan.loading) {
-      Loading& loading = loading_[load.request];
-      loading.ended.request = load.request;
-      ++loading.jobs;
-      loads_of_.emplace(load.job, load.request);
+    Noted noted = note(plan);
+    if (plan.jobs.empty()) {
+      last_plan_ = plan.number;
+      drop(plan.dropped, noted);
+      return ok();
     }
+    auto next = noted.jobs.begin();
+    last_plan_ = plan.number;
+    take(noted);
+    drop(plan.dropped, noted);
     size_t key = 0;
-    for (const PlannedJob& job : plan.jobs) {
-      const size_t keys = job.keyed() ? job.count : 0;
-      begin(plan, job, std::span(plan.keys).subspan(key, keys));
+    for (const PlannedJob& planned : plan.jobs) {
+      const size_t keys = planned.keyed() ? planned.count : 0;
+      begin(next++, std::span(plan.keys).subspan(key, keys));
       key += keys;
     }
     return ok();
   });
 }
 
-void OffloadWorker::drop(std::span<const Dropped> dropped) {
-  std::vector<SlotRange> host;
-  std::set<int32_t> segments;  // of the store
+// Takes no memory of its own.
+void OffloadWorker::drop(std::span<const Dropped> dropped, Noted& noted) {
   for (const Dropped& each : dropped) {
     if (each.store == StoreId::kHost) {
-      host.push_back({.first = each.number});
+      noted.host.push_back({.first = each.number});
       continue;
     }
     if (const int32_t live = std::exchange(segments_[static_cast<size_t>(each.number)], kNoSegment); live != kNoSegment)
-      segments.insert(live);
+      noted.segments.push_back(live);
     const int32_t first = each.number * options_.segment_slots;
     for (int32_t slot = first; slot < first + options_.segment_slots; ++slot) {
       const Slot gone = std::exchange(disk_slots_[static_cast<size_t>(slot)], -1);
       const auto adopted = gone < 0 ? adopted_.end() : adopted_.find(gone / options_.segment_slots);
       if (adopted == adopted_.end() || --adopted->second > 0) continue;
-      segments.insert(adopted->first);
+      noted.segments.push_back(adopted->first);
       adopted_.erase(adopted);
     }
   }
-  if (!host.empty()) host_->drop(host);
-  std::vector<SlotRange> disk;
-  for (const int32_t segment : segments)
-    disk.push_back({.first = segment * options_.segment_slots, .count = options_.segment_slots});
-  if (!disk.empty()) disk_->drop(disk);
+  if (!noted.host.empty()) host_->drop(noted.host);
+  std::sort(noted.segments.begin(), noted.segments.end());
+  noted.segments.erase(std::unique(noted.segments.begin(), noted.segments.end()), noted.segments.end());
+  for (const int32_t segment : noted.segments)
+    noted.disk.push_back({.first = segment * options_.segment_slots, .count = options_.segment_slots});
+  if (!noted.disk.empty()) disk_->drop(noted.disk);
 }
 
 // In the segment of the store that stands for the plan's: a new one where that was dropped.
@@ -255,12 +297,10 @@ std::unique_ptr<OffloadWorker::JobTier> OffloadWorker::tier_of(StoreId store, st
                                    std::vector<BlockKey>(keys.begin(), keys.end()));
 }
 
-Job OffloadWorker::make_job(const TransferPlan& plan, const PlannedJob& planned, std::span<const BlockKey> keys,
-                            Running& running) {
-  const std::span<const int32_t> from = std::span(plan.from).subspan(planned.first, planned.count);
-  const std::span<const int32_t> to = std::span(plan.to).subspan(planned.first, planned.count);
-  running.from.assign(from.begin(), from.end());
-  running.to.assign(to.begin(), to.end());
+Job OffloadWorker::make_job(std::span<const BlockKey> keys, Running& running) {
+  const PlannedJob& planned = running.planned;
+  const std::span<const int32_t> from = running.from;
+  const std::span<const int32_t> to = running.to;
   const bool get = planned.kind == PlanKind::kGet;
   std::vector<Slot> slots(get ? running.from : running.to);
   if (planned.target() == StoreId::kDisk) {
@@ -297,24 +337,20 @@ Job OffloadWorker::make_job(const TransferPlan& plan, const PlannedJob& planned,
 }
 
 // Whatever fails here fails the job's blocks, which are reported like any other.
-void OffloadWorker::begin(const TransferPlan& plan, const PlannedJob& planned, std::span<const BlockKey> keys) {
-  auto running = std::make_unique<Running>();
-  running->planned = planned;
-  Running& begun = *running;
-  const auto place =
-      refused_.insert(refused_.end(), std::move(running));  // so that nothing can be lost behind submit()
+void OffloadWorker::begin(RunningJob at, std::span<const BlockKey> keys) {
+  Running& begun = **at;
   begun.refused = catching([&]() -> Status {
-    Job job = make_job(plan, planned, keys, begun);
+    Job job = make_job(keys, begun);
     std::map<JobId, std::unique_ptr<Running>> made;
     const auto node = made.emplace(JobId::kNone, nullptr).first;
     TORPOR_ASSIGN(const JobId id, transfers_.submit(std::move(job)));
     auto handle = made.extract(node);
     handle.key() = id;
-    handle.mapped() = std::move(*place);
+    handle.mapped() = std::move(*at);
     running_.insert(std::move(handle));
     return ok();
   });
-  if (begun.refused) refused_.pop_back();
+  if (begun.refused) refused_.erase(at);
 }
 
 // ---- reports

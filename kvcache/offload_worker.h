@@ -7,11 +7,11 @@
 // job ends for all its blocks, one by one (I5, I6); a copy that was not proven over is reported as unproven and its
 // memory is never used again (S3).
 //
-// Threads: one at a time, the rank's own; the bytes move on the engine's. Removing a segment's file is done where run()
-// is called. What it uses outlives it, and so do the jobs of a plan: wait() before the memory of the device goes.
+// Threads: one at a time, the rank's own; the bytes move on the engine's, which also removes segments' files. What it
+// uses outlives it, and so do the jobs of a plan: wait() before the memory of the device goes.
 #pragma once
 
-#include <deque>
+#include <list>
 #include <map>
 #include <memory>
 #include <string>
@@ -64,7 +64,8 @@ class OffloadWorker {
   void adopt(std::span<const AdoptedBlock> blocks);
 
   // Begins its jobs, in its order. A plan that was run already changes nothing. kInvalidArgument: it names what this
-  // rank does not have; nothing of it is done.
+  // rank does not have. kResourceExhausted: there is no memory to note its jobs; it can be run again. Nothing of it is
+  // done then. Otherwise each job of it ends with an outcome for each block.
   Status run(const TransferPlan& plan);
   // What ended since the last call; empty: nothing did.
   TransferReport poll();
@@ -80,14 +81,19 @@ class OffloadWorker {
  private:
   class JobTier;
   struct Running;
+  using RunningJobs = std::list<std::unique_ptr<Running>>;
+  using RunningJob = RunningJobs::iterator;
   static constexpr int32_t kNoSegment = -1;
 
   OffloadWorker(const OffloadWorkerOptions& options, const KvLayout& layout, TransferEngine& transfers,
                 std::unique_ptr<Store> host, std::unique_ptr<Store> disk);
   Status check(const TransferPlan& plan) const;
-  void drop(std::span<const Dropped> dropped);
-  void begin(const TransferPlan& plan, const PlannedJob& job, std::span<const BlockKey> keys);
-  Job make_job(const TransferPlan& plan, const PlannedJob& planned, std::span<const BlockKey> keys, Running& running);
+  struct Noted;
+  Noted note(const TransferPlan& plan) const;
+  void take(Noted& noted) noexcept;
+  void drop(std::span<const Dropped> dropped, Noted& noted);
+  void begin(RunningJob job, std::span<const BlockKey> keys);
+  Job make_job(std::span<const BlockKey> keys, Running& running);
   std::unique_ptr<JobTier> tier_of(StoreId store, std::span<const Slot> slots, std::span<const BlockKey> keys);
   Slot slot_to_write(Slot slot);
   void settle(Running& running, JobResult result, TransferReport& report);
@@ -109,7 +115,7 @@ class OffloadWorker {
   int32_t next_segment_ = 0;
   uint64_t last_plan_ = 0;
   std::map<JobId, std::unique_ptr<Running>> running_;
-  std::vector<std::unique_ptr<Running>> refused_;  // that the engine did not take
+  RunningJobs refused_;  // that the engine did not take
   struct Loading {
     LoadedRequest ended;
     size_t jobs = 0;  // not over

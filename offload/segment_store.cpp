@@ -90,7 +90,7 @@ SegmentStore::SegmentStore(std::unique_ptr<Directory> directory, std::unique_ptr
       lock_(std::move(lock)),
       clock_(clock) {}
 
-SegmentStore::~SegmentStore() = default;
+SegmentStore::~SegmentStore() { remove_dropped(); }
 
 // Each record in a batch of its own, and as far from the one before it as its alignment may want.
 uint64_t SegmentStore::most_bytes_of_segment(const SegmentStoreOptions& options) {
@@ -254,6 +254,7 @@ void SegmentStore::end_older() {
 // ---- put
 
 void SegmentStore::do_put(std::span<StorePart> parts) {
+  remove_dropped();
   std::vector<StorePart*> sorted;
   sorted.reserve(parts.size());
   for (StorePart& part : parts) {

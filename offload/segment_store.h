@@ -60,6 +60,7 @@ class SegmentStore final : public Store {
   const StoreTraits& traits() const override { return traits_; }
   void open_space(uint32_t space, const Digest& digest) override;
   bool accepting() const override;
+  // Whole segments are gone at once; their files with the next put() or sync(), on whose thread that is.
   void drop(std::span<const SlotRange> ranges) override;
   Status sync() override;
   // Segments of other key spaces, of other options and with unknown keys are removed: nobody could count or evict them.
@@ -111,6 +112,7 @@ class SegmentStore final : public Store {
   void give_up(Segment& segment, const Error& error);
   std::shared_ptr<File> forget(Segment& segment) TORPOR_REQUIRES(mutex_);
   void remove_segment_file(uint32_t number);
+  void remove_dropped() noexcept;
   Status recover_segment(uint32_t number, uint32_t space, std::vector<RecoveredSlot>& found);
   Result<SegmentPtr> read_segment(uint32_t number, uint32_t space, const File& file);
   Status link(Segment& segment, std::span<const SegmentRecord> records, Directory& into);
@@ -134,6 +136,11 @@ class SegmentStore final : public Store {
   uint32_t newest_ TORPOR_GUARDED_BY(mutex_) = 0;
   std::map<uint32_t, Digest> spaces_ TORPOR_GUARDED_BY(mutex_);
   uint64_t uses_ TORPOR_GUARDED_BY(mutex_) = 0;
+  struct Dropped {
+    uint32_t number = 0;
+    std::shared_ptr<File> file;
+  };
+  std::vector<Dropped> dropped_ TORPOR_GUARDED_BY(mutex_);  // their files are still there
   std::set<std::string> copies_ TORPOR_GUARDED_BY(mutex_);  // files of leases that are not links
   StoreHealth health_ TORPOR_GUARDED_BY(mutex_);
   std::chrono::nanoseconds failed_at_ TORPOR_GUARDED_BY(mutex_){};

@@ -50,6 +50,7 @@ void SegmentStore::finish_ended() {
 // ---- sync
 
 Status SegmentStore::sync() {
+  remove_dropped();
   return catching([this]() -> Status {
     std::vector<SegmentPtr> unsafe;
     {
@@ -164,13 +165,28 @@ void SegmentStore::remove_segment_file(uint32_t number) {
     log().warn("blocks on disk: {}", removed.error().to_string());
 }
 
+// Giving back the space of a segment may take tens of milliseconds.
+void SegmentStore::remove_dropped() noexcept {
+  std::vector<Dropped> going;
+  {
+    const MutexLock lock(mutex_);
+    going.swap(dropped_);
+  }
+  for (const Dropped& each : going) remove_segment_file(each.number);
+}
+
 void SegmentStore::drop(std::span<const SlotRange> ranges) {
   const int64_t slots = traits_.slots_per_segment;
   for (const SlotRange& range : ranges) {
     const int64_t first = std::max<int64_t>(range.first, 0);
     const int64_t end = int64_t{range.first} + range.count;
     for (int64_t number = first / slots; number * slots < end; ++number) {
-      std::shared_ptr<File> closing;
+      (void)catching([&]() -> Status {
+        const MutexLock lock(mutex_);
+        dropped_.reserve(dropped_.size() + 1);
+        return ok();
+      });
+      Dropped now;  // for want of memory
       {
         const MutexLock lock(mutex_);
         const auto found = segments_.lower_bound(static_cast<uint32_t>(number));  // of those that are there
@@ -189,10 +205,14 @@ void SegmentStore::drop(std::span<const SlotRange> ranges) {
           }
           continue;
         }
-        closing = forget(segment);
-        if (static_cast<uint32_t>(number) < first_number_) segments_.erase(found);
+        now = {.number = static_cast<uint32_t>(number), .file = forget(segment)};
+        if (now.number < first_number_) segments_.erase(found);
+        if (dropped_.size() < dropped_.capacity()) {
+          dropped_.push_back(std::move(now));
+          continue;
+        }
       }
-      remove_segment_file(static_cast<uint32_t>(number));
+      remove_segment_file(now.number);
     }
   }
 }

@@ -6,6 +6,7 @@
 
 #include "allocator/host_device.h"
 #include "base/units.h"
+#include "engine/tag_sleep.h"
 #include "tests/engine/sleep_failure.h"
 #include "tests/support/rank_call.h"
 
@@ -236,6 +237,33 @@ TEST_F(Spill, WithAKeyTheFileIsSealed) {
     }
     ASSERT_SUCCEEDS(call_rank(*memory, orders::Attach{.tags = tags}));
     EXPECT_FAILS(call_rank(*memory, orders::Restore{.tags = tags}), Code::kCorruption, "kv_cache block");
+  }
+}
+
+// Also where nobody but the tags' owner sleeps them.
+TEST_F(Spill, TheBudgetIsInTheWayOfAPlanOnlyWhereThereIsNoFileForTheRest) {
+  constexpr uint64_t kRegion = 4 * kPage;
+  for (const bool spills : {false, true}) {
+    SCOPED_TRACE(spills);
+    const auto memory = value_of(RankMemory::create(value_of(make_host_device()), linux_file_system(),
+                                                    {.arena_budget_bytes = 64 * kPage,
+                                                     .arena_slab_bytes = kMiB,
+                                                     .threads = 1,
+                                                     .spill_directory = spills ? spill_directory() : ""}));
+    for (int i = 0; i < 20; ++i) {
+      const DeviceAddress address =
+          value_of(memory->allocate(i % 2 == 0 ? "a" : "b", "region " + std::to_string(i), kRegion));
+      std::memset(reinterpret_cast<void*>(address), i + 1, kRegion);
+    }
+    TagSleep tags(*memory);
+    const TagMove plan = value_of(tags.plan_sleep({}, {"a", "b"}));
+    EXPECT_EQ(plan.copied_bytes, 20 * kRegion);
+    EXPECT_EQ(plan.obstacle.empty(), spills) << plan.obstacle;
+    EXPECT_EQ(tags.sleep({}, {"a", "b"}).has_value(), spills);
+    if (!spills) continue;
+    ASSERT_SUCCEEDS(tags.wake({}));
+    for (const RegionInfo& region : memory->allocator().regions())
+      EXPECT_EQ(*reinterpret_cast<const char*>(region.address + kRegion - 1), std::stoi(region.name.substr(7)) + 1);
   }
 }
 

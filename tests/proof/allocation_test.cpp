@@ -2,13 +2,16 @@
 // comes back, nothing ends the process, nothing leaks, and the same call works afterwards.
 #include <cstdlib>
 #include <new>
+#include <set>
 
 #include "checkpoint/state_sections.h"
 #include "checkpoint/verify.h"
 #include "kvcache/block_pool.h"
+#include "tests/kvcache/offload_rank.h"
 #include "tests/support/example_state.h"
 #include "tests/support/model_file_system.h"
 #include "tests/support/results.h"
+#include "tests/support/temporary_directory.h"
 #include "tests/support/written_checkpoint.h"
 
 namespace {
@@ -239,6 +242,65 @@ TEST(Allocation, BlocksAreLetGoOfAndTakenWithoutMemory) {
     ASSERT_SUCCEEDS(pool->check());
     EXPECT_EQ(pool->info().free, kBlocks);
   }
+}
+
+// A rank that has no memory for a plan either has done nothing of it, and can run it again, or ends each of its jobs.
+TEST(Allocation, OfAPlanOfTransfersNoJobIsLeftOpen) {
+  uint64_t failed = 0;
+  uint64_t refused = 0;
+  for (const bool for_ever : {false, true}) {
+    for (uint64_t n = 1;; ++n) {
+      SCOPED_TRACE(testing::Message() << "allocation " << n << (for_ever ? " and all after it" : ""));
+      const test::TemporaryDirectory temporary;
+      test::OffloadRank rank(
+          {.disk_segments = 2, .segment_slots = 4, .directory = temporary / "store", .own_threads = false});
+      OffloadWorker& worker = rank.worker();
+      worker.open_space(1, {});
+      TransferPlan before{.number = 1};
+      before.add(9, PlanKind::kPut, StoreId::kHost, Urgency::kOffload).count = 2;
+      before.from = before.to = {0, 1};
+      EXPECT_SUCCEEDS(worker.run(before));
+      worker.wait();
+      EXPECT_EQ(worker.poll().jobs.size(), 1u);
+
+      TransferPlan plan{.number = 2, .dropped = {{StoreId::kHost, 5}, {StoreId::kDisk, 1}}};
+      plan.add(10, PlanKind::kPut, StoreId::kHost, Urgency::kOffload).count = 2;
+      PlannedJob& get = plan.add(11, PlanKind::kGet, StoreId::kHost, Urgency::kLoad);
+      get.first = get.count = 2;
+      PlannedJob& move = plan.add(12, PlanKind::kMove, StoreId::kHost, Urgency::kOffload);
+      move.first = 4, move.count = 2, move.other = StoreId::kDisk;
+      plan.from = {2, 3, 0, 1, 0, 1};
+      plan.to = {2, 3, 8, 9, 0, 1};
+      plan.keys = {{.hash = {1}, .space = 1}, {.hash = {2}, .space = 1}};
+      plan.loading = {{"request", 11}};
+      allocations = {.armed = true, .for_ever = for_ever, .at = n, .count = 0, .live = 0};
+      const Status begun = worker.run(plan);
+      allocations.armed = false;
+      const bool fired = allocations.count >= n;
+      if (!begun) {
+        EXPECT_EQ(begun.error().code, Code::kResourceExhausted);
+        EXPECT_TRUE(worker.idle());
+        EXPECT_SUCCEEDS(worker.run(plan));
+        ++refused;
+      }
+      EXPECT_SUCCEEDS(worker.run(plan));  // that changes nothing
+      worker.wait();
+      const TransferReport report = worker.poll();
+      std::set<uint64_t> ended;
+      for (const JobReport& job : report.jobs) ended.insert(job.id);
+      EXPECT_EQ(report.jobs.size(), 3u);
+      EXPECT_EQ(ended, (std::set<uint64_t>{10, 11, 12}));
+      const std::vector<LoadedRequest> loaded = worker.take_loaded();
+      EXPECT_EQ(loaded.size(), 1u);
+      EXPECT_TRUE(worker.idle());
+      if (!fired) break;
+      ++failed;
+    }
+  }
+  std::printf("proof: %lu failed allocations in plans of transfers, %lu of them before anything was done\n",
+              static_cast<unsigned long>(failed), static_cast<unsigned long>(refused));
+  EXPECT_GT(failed - refused, 20u);
+  EXPECT_GT(refused, 10u);
 }
 
 }  // namespace

@@ -7,12 +7,15 @@ come from the zygote (zygote.py), which saves the imports.
 import asyncio
 import contextlib
 import json
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
 import rig
 import vllm
 from conftest import ENGINE, result_of, without_weights
+from inspector import look
 from requests_of_tests import REQUESTS, add_requests, final, run
 
 
@@ -193,14 +196,40 @@ async def _streaming(zygote, model, directory) -> None:
 
 @pytest.mark.slow
 def test_killed_while_it_falls_asleep_and_while_it_wakes_a_whole_checkpoint_is_left(zygote, tiny_model, tmp_path):
-    """SIGKILL at some moments of a second sleep, and of a wake: the first checkpoint or the second can be woken."""
+    """SIGKILL at some moments of a second sleep, and of a wake: the first checkpoint or the second can be woken.
+
+    And the killed one's last words say what it was doing.
+    """
+    events = tempfile.TemporaryDirectory(dir="/dev/shm")
 
     def child(*arguments):
-        return zygote.run([HERE / "killed_process.py", tiny_model, *arguments], timeout=200)
+        return zygote.run(
+            [HERE / "killed_process.py", tiny_model, *arguments],
+            timeout=200,
+            env=os.environ | {"TORPOR_EVENTS_DIRECTORY": events.name},
+        )
 
     left_by = {"save": "g-000001", "prove": "g-000002", "restore": "g-000001"}
     for phase in left_by:
         done = child(phase, tmp_path / phase)
         assert done.returncode == -9, done.stdout[-2000:] + done.stderr[-2000:]
+    with events:
+        _last_words_are_of(left_by, look("console", events.name)["processes"])
     done = child("wake", *(tmp_path / phase for phase in left_by))
     assert result_of(done) == [{"identical": True, "checkpoint": name} for name in left_by.values()]
+
+
+def _last_words_are_of(phases, processes: list[dict]) -> None:
+    assert len(processes) == len(phases) and not any(process["alive"] or process["lost_events"] for process in processes)
+    running = {}
+    for process in processes:
+        first, last = process["operations"][0], process["operations"][-1]
+        assert (first["operation"], first["state"]) == ("sleep", "done")
+        [phase] = [phase["phase"] for phase in last["phases"] if phase["state"] == "running"]
+        assert last["state"] == "running" and last["operation"] == ("wake" if phase == "restore" else "sleep")
+        running[phase] = process
+    assert running.keys() == phases.keys()
+    # The copies of the one that slept once are what the phase says.
+    [saved] = [p["bytes"] for p in running["restore"]["operations"][0]["phases"] if p["phase"] == "save"]
+    assert saved > 0 and saved == sum(copy["bytes"] for copy in running["restore"]["copies"] if copy["job"] == "save")
+    assert any(slot["state"] == "decoding" for slot in running["save"]["slots"])

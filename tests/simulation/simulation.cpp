@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include "allocator/host_device.h"
+#include "console/engine_view.h"
 #include "engine/reference/reference_engine.h"
 #include "engine/sleep_controller.h"
 #include "tests/support/faulty_device.h"
@@ -212,6 +213,7 @@ class Run {
         }
         one_step();
         serve_tiers();
+        check_events();
         clock_.advance(std::chrono::milliseconds(dice_.between(0, 8)));
       }
       check_end();
@@ -239,10 +241,48 @@ class Run {
       device_ = device.get();  // the last rank's fails
       devices.push_back(std::move(device));
     }
-    engine_ = must(ReferenceEngine::create(std::move(devices), files_, clock_, scenario_.options), "engine");
+    const EventPort port(*ring_, clock_);
+    (void)told();  // the end of the engine before
+    view_ = {};
+    engine_ = must(ReferenceEngine::create(std::move(devices), files_, clock_, scenario_.options, port), "engine");
     controller_ = std::make_unique<SleepController>(
         *engine_, files_, clock_,
-        SleepControllerOptions{.directory = directory_ + "/checkpoints", .kv_budget_bytes = scenario_.kv_budget});
+        SleepControllerOptions{.directory = directory_ + "/checkpoints", .kv_budget_bytes = scenario_.kv_budget}, port);
+  }
+
+  std::vector<Event> told() {
+    std::vector<Event> events;
+    reader_.read(events, true);
+    return events;
+  }
+
+  // What was told, and nothing else, says how each request stands, how each block on its way ended, and what the engine
+  // does.
+  void check_events() {
+    for (const Event& event : told()) view_.apply(event);
+    if (view_.lost() + view_.unknown() > 0) throw Failed{"events were lost, or make no sense"};
+    const SlotTable& slots = engine_->slots();
+    if (view_.slots().size() != slots.size())
+      throw Failed{fmt::format("by the events there are {} requests, not {}", view_.slots().size(), slots.size())};
+    for (const auto& [number, row] : view_.slots()) {
+      const SlotInfo& slot = slots.at(number - 1);
+      if (row.state != slot.state || view_.name_of(number) != slot.id)
+        throw Failed{fmt::format("by the events request {} is {}, not {} {}", view_.name_of(number), name(row.state),
+                                 slot.id, name(slot.state))};
+    }
+    if (!view_.engine().empty() && view_.engine() != controller_->state().engine)
+      throw Failed{fmt::format("by the events the engine is {}", view_.engine())};
+    if (engine_->offload() == nullptr) return;
+    const OffloadQueue& queue = engine_->offload()->queue();
+    uint64_t queued = 0;
+    for (const auto& [number, row] : view_.candidates())
+      queued += row.state == CandidateState::kPromoted ? 0 : row.blocks;
+    if (queued != static_cast<uint64_t>(queue.queued_blocks()))
+      throw Failed{fmt::format("by the events {} blocks are queued, not {}", queued, queue.queued_blocks())};
+    for (const Way way : {Way::kUp, Way::kDown, Way::kOn}) {
+      if (view_.ended(way) != queue.counts(way))
+        throw Failed{fmt::format("by the events blocks {} ended otherwise", name(way))};
+    }
   }
 
   void one_step() {
@@ -416,6 +456,9 @@ class Run {
   const bool tell_;
   FaultyFileSystem files_;
   ManualClock clock_;
+  std::unique_ptr<EventRing> ring_ = must(EventRing::in_memory({}, 1 << 14), "ring");
+  EventReader reader_{*ring_};
+  console::EngineView view_;
   FaultyDevice* device_ = nullptr;
   std::unique_ptr<ReferenceEngine> engine_;
   std::unique_ptr<SleepController> controller_;

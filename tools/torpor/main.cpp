@@ -54,11 +54,16 @@ int fail(const torpor::Error& error, bool as_json) {
 
 int run(const torpor::cli::Verb& verb, const torpor::cli::Arguments& arguments, const std::string& key_file,
         bool as_json) {
-  torpor::cli::Context context{torpor::linux_file_system(), nullptr, progress_line(), arguments};
+  torpor::cli::Context context{torpor::linux_file_system(),    nullptr, progress_line(), arguments, as_json, write_out,
+                               [] { return interrupted != 0; }};
   if (!key_file.empty()) {
     torpor::Result<torpor::Key> key = torpor::Key::read_file(key_file);
     if (!key) return fail(key.error(), as_json);
     context.key = std::make_shared<const torpor::Key>(*key);
+  }
+  if (verb.stream) {
+    const torpor::Result<torpor::cli::Exit> ended = torpor::catching([&] { return verb.stream(context); });
+    return ended ? *ended : fail(ended.error(), as_json);
   }
   const torpor::Result<Json> answer = torpor::catching([&] { return verb.ask(context); });
   if (!answer) return fail(answer.error(), as_json);
@@ -81,7 +86,8 @@ int main(int argc, char** argv) {
   CLI::App app{
       "Looks into torpor's checkpoints: what is in them, whether they are whole, whether they may be woken here. PATH "
       "is a checkpoint, or a directory of checkpoints, of which the latest is taken. "
-      "Only repair, gc and rm write."};
+      "Only repair, gc, rm and record write. events, record and console look at engines that run, and at what killed "
+      "ones said last."};
   app.name("torpor");
   app.set_version_flag("--version", TORPOR_VERSION);
   app.require_subcommand(1);

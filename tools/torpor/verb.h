@@ -53,6 +53,14 @@ struct Arguments {
   int threads = 0;
   bool quick = false;
   bool dry_run = false;
+  std::string format;      // events
+  std::string types;       // events
+  std::string match;       // events
+  double since = 0;        // events: seconds
+  double for_seconds = 0;  // record
+  bool follow = false;     // events
+  bool anonymous = false;  // events
+  bool once = false;       // console
 };
 
 struct Context {
@@ -60,6 +68,9 @@ struct Context {
   std::shared_ptr<const Key> key;
   ProgressSink progress;
   const Arguments& arguments;
+  bool as_json = false;
+  std::function<bool(std::string_view)> write{};  // to standard output; false: nobody reads any more
+  std::function<bool()> interrupted{};
 };
 
 struct Verb {
@@ -71,11 +82,14 @@ struct Verb {
   std::function<std::string(const Json&)> show;
   std::function<Exit(const Json&)> exit = [](const Json&) { return kFine; };
   bool raw = false;  // the answer's "content" is bytes for standard output, not text
+  // In place of `ask`: writes as it goes.
+  std::function<Result<Exit>(const Context&)> stream{};
 };
 
 const std::vector<Verb>& verbs();
 
-// The verbs, by what they are about: catalogue.cpp, requests.cpp, blocks.cpp, checks.cpp, contents.cpp, changes.cpp.
+// The verbs, by what they are about: catalogue.cpp, requests.cpp, blocks.cpp, checks.cpp, contents.cpp, changes.cpp,
+// events.cpp.
 Verb ls_verb();
 Verb info_verb();
 Verb tree_verb();
@@ -92,6 +106,9 @@ Verb extract_verb();
 Verb repair_verb();
 Verb gc_verb();
 Verb rm_verb();
+Verb events_verb();
+Verb record_verb();
+Verb console_verb();
 
 Json to_json(const Error& error);
 void declare_path(CLI::App& app, Arguments& arguments);  // a checkpoint, or a directory of which the latest is taken

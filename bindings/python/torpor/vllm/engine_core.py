@@ -20,6 +20,7 @@ from torpor.vllm import block_stamps, connector_sleep, grammar, multimodal
 from torpor.vllm import scheduler_values as values
 from torpor.vllm.fingerprint import fingerprint
 from torpor.vllm.options import Options, holds_memory_of
+from torpor.vllm.slots import begin_events
 from torpor.vllm.support import cannot_stand_still, unsupported_engine, unsupported_scheduler
 
 _KEPT_OVER_NEW_WEIGHTS = "\0kept"  # once for each time, after a request's own salt
@@ -279,6 +280,7 @@ class EngineSide:
     def __init__(self, core):
         options = Options.of(core.vllm_config)
         _end_with_front_end()
+        begin_events(core.vllm_config, "core")
         self.hooks = VllmHooks(core)
         self.controller = _core.SleepController(
             self.hooks,

@@ -12,6 +12,8 @@ from torpor.vllm import connector_options
 @dataclass(frozen=True)
 class Options:
     enabled: bool = True
+    # Directory on tmpfs where each process keeps its last events, for `torpor events`, `record` and `console`; none: none.
+    events_directory: str | None = None
     # Directory for checkpoints; without it, sleeping to disk is refused.
     dir: str | None = None
     # "packed": linear weights as oneDNN wants them, as in stock vLLM, and packed again on wake. Keeps the plain weights too,
@@ -110,7 +112,7 @@ def switched_off() -> bool:
 
 
 def _parse(name: str, text: str):
-    if name in ("dir", "cpu_linear", "key_file", "spill_directory", "weights_check"):
+    if name in ("dir", "cpu_linear", "key_file", "spill_directory", "events_directory", "weights_check"):
         return text
     if name in ("enabled", "encrypt", "incremental", "gpu_preserve_state"):
         return text.lower() not in ("0", "false", "off", "no")

@@ -11,6 +11,7 @@ from torpor import _core
 from torpor.vllm import adapters, device, kv_layout, multimodal
 from torpor.vllm.memory import WorkerMemory
 from torpor.vllm.options import Options
+from torpor.vllm.slots import begin_events
 
 
 _of_this_process = None
@@ -38,6 +39,8 @@ def _memory(self):
     if not hasattr(self, "torpor_memory"):
         self.torpor_threads = torch.get_num_threads()  # drafting by n-grams changes it
         options = Options.of(self.vllm_config)
+        alone = self.vllm_config.parallel_config.world_size == 1  # perhaps in the process of the scheduler
+        begin_events(self.vllm_config, "core" if alone else "rank", self.rank)
         names = (
             "arena_budget_bytes", "arena_prefault_bytes", "retain_kv_bytes", "spill_directory", "key_file", "encrypt",
         )  # fmt: skip

@@ -603,7 +603,7 @@ ENGINE = (
         classes=(
             Class(
                 "SchedulerOutput",
-                fields="num_scheduled_tokens",
+                fields="finished_req_ids num_scheduled_tokens preempted_req_ids total_num_scheduled_tokens",
             ),
         ),
     ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -48,6 +49,7 @@ def _scheduler(patches: Patches) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from torpor.vllm.engine_core import count_recomputed
+    from torpor.vllm.slots import Slots
 
     stock_has_requests, stock_schedule = Scheduler.has_requests, Scheduler.schedule
 
@@ -56,12 +58,17 @@ def _scheduler(patches: Patches) -> None:
 
     def schedule(self, *args, **kwargs):
         self.torpor_steps += 1
+        slots = self.torpor_slots if self.torpor_slots is not None else Slots.of(self)
+        began = time.perf_counter_ns() if slots else 0
         output = stock_schedule(self, *args, **kwargs)
         count_recomputed(self, output.num_scheduled_tokens)
+        if slots:
+            slots.step(self, output, began)
         return output
 
     patches.set(Scheduler, "torpor_frozen", False)
     patches.set(Scheduler, "torpor_steps", 0)
+    patches.set(Scheduler, "torpor_slots", None)  # not asked for yet; False: nobody listens
     patches.set(Scheduler, "has_requests", has_requests)
     patches.set(Scheduler, "schedule", schedule)
 

@@ -1,0 +1,261 @@
+#include "console/engine_view.h"
+
+#include <algorithm>
+
+#include "console/schema.h"
+#include "engine/phases.h"
+#include "kvcache/block_state.h"
+
+namespace torpor::console {
+namespace {
+
+constexpr size_t kMostRows = 1 << 20;  // of slots or candidates: more there never are
+constexpr std::array<std::string_view, 2> kLaneNames = {"memory", "disk"};
+constexpr std::array<std::string_view, 4> kJobs = {"save", "restore", "digest", "move"};
+constexpr std::array<std::string_view, 3> kTiers = {"device", "host", "disk"};
+constexpr std::array<std::string_view, kEdges> kRowStates = {"",         "running", "done", "failed",
+                                                             "unproven", "undone",  "lost"};
+
+nlohmann::ordered_json to_json(const OperationRow& row) {
+  nlohmann::ordered_json phases = nlohmann::ordered_json::array();
+  for (const PhaseRow& phase : row.phases)
+    phases.push_back({{"phase", kPhaseNames[phase.kind]},
+                      {"state", kRowStates[static_cast<size_t>(phase.edge)]},
+                      {"bytes", phase.bytes},
+                      {"seconds", static_cast<double>(phase.nanoseconds) * 1e-9}});
+  return {{"number", row.number},
+          {"operation", kOperationNames[row.kind]},
+          {"state", kRowStates[static_cast<size_t>(row.edge)]},
+          {"seconds", static_cast<double>(row.nanoseconds) * 1e-9},
+          {"phases", std::move(phases)},
+          {"error", row.error}};
+}
+
+}  // namespace
+
+std::string_view EngineView::engine() const { return engine_ ? kEngineStates[*engine_] : std::string_view(); }
+
+void EngineView::apply(const Event& event) {
+  if (!is_known(event)) {
+    ++unknown_;
+    return;
+  }
+  if (event.type != EventType::kLost) latest_ = std::max(latest_, event.time);
+  switch (event.type) {
+    case EventType::kText:
+      if (const std::optional<EventText> text = texts_.add(event); text && text->kind == TextKind::kError) {
+        for (OperationRow& row : operations_) {
+          if (row.number == text->transfer) row.error = text->words;
+        }
+      }
+      break;
+    case EventType::kLost: lost_ += event.b; break;
+    case EventType::kStep:
+      ++steps_;
+      running_ = high_of(event.a);
+      waiting_ = low_of(event.a);
+      step_microseconds_ = low_of(event.b);
+      break;
+    case EventType::kRequest: break;
+    case EventType::kSlot: apply_slot(event); break;
+    case EventType::kHit: apply_hit(event); break;
+    case EventType::kCandidate: apply_candidate(event); break;
+    case EventType::kEnded:
+      if (event.transfer >> 48 < kWays) ended_[event.transfer >> 48][event.to] += event.a;
+      break;
+    case EventType::kRegistered: ++registered_; break;
+    case EventType::kDropped: ++dropped_[event.to]; break;
+    case EventType::kCopy: apply_copy(event); break;
+    case EventType::kTier:
+      tiers_[event.from] = {high_of(event.a), low_of(event.a), high_of(event.b), low_of(event.b)};
+      break;
+    case EventType::kOperation: apply_operation(event); break;
+    case EventType::kPhase: apply_phase(event); break;
+    case EventType::kEngine: engine_ = event.to; break;
+    case EventType::kPlanned:
+    case EventType::kBlock: break;
+  }
+}
+
+void EngineView::apply_slot(const Event& event) {
+  const auto state = static_cast<SlotState>(event.to);
+  if (state == SlotState::kFinished || state == SlotState::kNone) {
+    slots_.erase(event.request);
+    return;
+  }
+  if (slots_.size() >= kMostRows) slots_.clear();
+  auto [at, made] = slots_.try_emplace(event.request);
+  SlotRow& row = at->second;
+  if (state == SlotState::kInitialized && event.from == 0) row = {};
+  if (made || row.began == 0) row.began = event.time;
+  if (row.state != state) row.since = event.time;
+  row.state = state;
+  row.computed_tokens = high_of(event.a);
+  row.tokens = low_of(event.a);
+  row.device_blocks = high_of(event.b);
+  row.staged_blocks = low_of(event.b);
+}
+
+// A scheduler of offloading has numbers of its own: it is the request of the same name.
+void EngineView::apply_hit(const Event& event) {
+  const std::string name = texts_.request(event.request);
+  for (auto& [number, row] : slots_) {
+    if (number != event.request && texts_.request(number) != name) continue;
+    row.asked_blocks = event.a;
+    row.host_blocks = high_of(event.b);
+    row.disk_blocks = low_of(event.b);
+    return;
+  }
+}
+
+void EngineView::apply_candidate(const Event& event) {
+  const auto state = static_cast<CandidateState>(event.to);
+  if (event.transfer >> 48 >= kWays) {
+    ++unknown_;
+    return;
+  }
+  if (state == CandidateState::kCompleted || state == CandidateState::kSkipped) {
+    candidates_.erase(event.transfer);
+    return;
+  }
+  if (candidates_.size() >= kMostRows) candidates_.clear();
+  candidates_[event.transfer] = {state, event.a, event.time, event.request};
+}
+
+void EngineView::apply_copy(const Event& event) {
+  if (event.request >= lanes_.size()) {
+    ++unknown_;
+    return;
+  }
+  LaneRow& row = lanes_[event.request][event.from];
+  const auto edge = static_cast<Edge>(event.to);
+  if (edge == Edge::kBegin) {
+    ++row.under_way;
+    return;
+  }
+  if (row.under_way > 0) --row.under_way;
+  ++row.batches;
+  row.failed += edge == Edge::kFailed ? 1 : 0;
+  row.unproven += edge == Edge::kUnproven ? 1 : 0;
+  row.bytes += event.a;
+  row.nanoseconds += event.b;
+}
+
+// The begin of one that is not known was lost.
+OperationRow& EngineView::operation(uint64_t number, const Event& event) {
+  for (OperationRow& row : operations_) {
+    if (row.number == number) return row;
+  }
+  if (operations_.size() >= kOperations) operations_.erase(operations_.begin());
+  return operations_.emplace_back(OperationRow{.number = number, .began = event.time});
+}
+
+void EngineView::apply_operation(const Event& event) {
+  const auto edge = static_cast<Edge>(event.to);
+  OperationRow& row = operation(edge == Edge::kBegin ? event.sequence : event.transfer, event);
+  row.kind = event.from;
+  row.edge = edge;
+  row.nanoseconds = event.b;
+}
+
+void EngineView::apply_phase(const Event& event) {
+  OperationRow& row = operation(event.transfer, event);
+  const auto edge = static_cast<Edge>(event.to);
+  if (edge == Edge::kBegin) {
+    if (row.phases.size() < 256) row.phases.push_back({.kind = event.from, .began = event.time});
+    return;
+  }
+  // The last one of this kind that can still go there.
+  const auto found = std::find_if(row.phases.rbegin(), row.phases.rend(), [&](const PhaseRow& phase) {
+    return phase.kind == event.from &&
+           (phase.edge == Edge::kBegin || (edge == Edge::kUndone && phase.edge == Edge::kEnd));
+  });
+  if (found == row.phases.rend()) return;
+  found->edge = edge;
+  if (edge == Edge::kUndone) return;
+  found->bytes = event.a;
+  found->nanoseconds = event.b;
+}
+
+nlohmann::ordered_json EngineView::to_json() const {
+  using Json = nlohmann::ordered_json;
+  const auto age = [&](int64_t since) { return static_cast<double>(latest_ - since) * 1e-9; };
+  Json slots = Json::array();
+  for (const auto& [number, row] : slots_)
+    slots.push_back({{"slot", number - 1},
+                     {"request", texts_.request(number)},
+                     {"state", name(row.state)},
+                     {"seconds_in_state", age(row.since)},
+                     {"seconds", age(row.began)},
+                     {"computed_tokens", row.computed_tokens},
+                     {"tokens", row.tokens},
+                     {"device_blocks", row.device_blocks},
+                     {"staged_blocks", row.staged_blocks},
+                     {"asked_blocks", row.asked_blocks},
+                     {"host_hit_blocks", row.host_blocks},
+                     {"disk_hit_blocks", row.disk_blocks}});
+  Json transfers = Json::array();
+  for (int way = 0; way < kWays; ++way) {
+    Json now = Json::object();
+    double oldest = 0;
+    std::array<uint64_t, kCandidateStates> blocks{};
+    for (const auto& [transfer, row] : candidates_) {
+      if (transfer >> 48 != static_cast<uint64_t>(way)) continue;
+      blocks[static_cast<size_t>(row.state)] += row.blocks;
+      oldest = std::max(oldest, age(row.since));
+    }
+    for (const CandidateState state : {CandidateState::kWaiting, CandidateState::kQueued, CandidateState::kPromoted})
+      now[std::string(name(state))] = blocks[static_cast<size_t>(state)];
+    Json outcomes = Json::object();
+    for (int i = 0; i < kBlockOutcomes; ++i) {
+      if (const uint64_t count = ended_[static_cast<size_t>(way)][static_cast<size_t>(i)]; count > 0)
+        outcomes[std::string(name(static_cast<BlockOutcome>(i)))] = count;
+    }
+    if (oldest == 0 && outcomes.empty()) continue;
+    transfers.push_back({{"way", name(static_cast<Way>(way))},
+                         {"blocks", std::move(now)},
+                         {"oldest_seconds", oldest},
+                         {"ended_blocks", std::move(outcomes)}});
+  }
+  Json copies = Json::array();
+  for (size_t lane = 0; lane < lanes_.size(); ++lane) {
+    for (size_t kind = 0; kind < lanes_[lane].size(); ++kind) {
+      const LaneRow& row = lanes_[lane][kind];
+      if (row.batches + row.under_way == 0) continue;
+      copies.push_back({{"lane", kLaneNames[lane]},
+                        {"job", kJobs[kind]},
+                        {"under_way", row.under_way},
+                        {"batches", row.batches},
+                        {"failed", row.failed},
+                        {"unproven", row.unproven},
+                        {"bytes", row.bytes},
+                        {"batch_seconds", static_cast<double>(row.nanoseconds) * 1e-9}});
+    }
+  }
+  Json tiers = Json::array();
+  for (size_t i = 0; i < tiers_.size(); ++i) {
+    if (const auto& row = tiers_[i])
+      tiers.push_back({{"tier", kTiers[i]},
+                       {"used_blocks", row->used},
+                       {"pinned_blocks", row->pinned},
+                       {"cached_blocks", row->cached},
+                       {"empty_blocks", row->empty}});
+  }
+  Json dropped = Json::object();
+  for (size_t i = 0; i < dropped_.size(); ++i) dropped[std::string(name(static_cast<DropReason>(i)))] = dropped_[i];
+  Json operations = Json::array();
+  for (const OperationRow& row : operations_) operations.push_back(console::to_json(row));
+  return {
+      {"engine", engine_ ? Json(engine()) : Json()},
+      {"steps", {{"seen", steps_}, {"running", running_}, {"waiting", waiting_}, {"microseconds", step_microseconds_}}},
+      {"slots", std::move(slots)},
+      {"transfers", std::move(transfers)},
+      {"copies", std::move(copies)},
+      {"tiers", std::move(tiers)},
+      {"blocks", {{"registered", registered_}, {"dropped", std::move(dropped)}}},
+      {"operations", std::move(operations)},
+      {"lost_events", lost_},
+      {"unknown_events", unknown_}};
+}
+
+}  // namespace torpor::console

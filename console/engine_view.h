@@ -1,0 +1,120 @@
+// EngineView: what is now, folded from events: the same for an engine that lives, for last words and for a recording.
+//
+// What it does not know it leaves out: a view that began late learns of each request again when its slots are told anew
+// (kvcache/slot_table.h). Values of events are checked before they are used: they may come from a damaged file.
+#pragma once
+
+#include <array>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "base/event_ring.h"
+#include "console/event_text.h"
+#include "kvcache/offload_queue.h"
+#include "kvcache/slot_state.h"
+
+namespace torpor::console {
+
+struct SlotRow {
+  SlotState state = SlotState::kNone;
+  int64_t since = 0;  // in this state
+  int64_t began = 0;
+  uint32_t computed_tokens = 0;
+  uint32_t tokens = 0;
+  uint32_t device_blocks = 0;
+  uint32_t staged_blocks = 0;
+  uint64_t asked_blocks = 0;  // of the tiers below, at the last look
+  uint32_t host_blocks = 0;   // and found
+  uint32_t disk_blocks = 0;
+};
+
+struct CandidateRow {
+  CandidateState state = CandidateState::kNone;
+  uint64_t blocks = 0;
+  int64_t since = 0;
+  uint32_t request = 0;
+};
+
+struct LaneRow {  // of one kind of job in one lane
+  uint64_t under_way = 0;
+  uint64_t batches = 0;
+  uint64_t failed = 0;
+  uint64_t unproven = 0;
+  uint64_t bytes = 0;
+  uint64_t nanoseconds = 0;  // of batches one by one, that may have run at the same time
+};
+
+struct PhaseRow {
+  uint8_t kind = 0;
+  Edge edge = Edge::kBegin;
+  uint64_t bytes = 0;
+  uint64_t nanoseconds = 0;
+  int64_t began = 0;
+};
+struct OperationRow {
+  uint64_t number = 0;
+  uint8_t kind = 0;
+  Edge edge = Edge::kBegin;
+  int64_t began = 0;
+  uint64_t nanoseconds = 0;
+  std::vector<PhaseRow> phases;
+  std::string error;
+};
+
+struct TierRow {
+  uint32_t used = 0;  // pinned ones, owned ones and those never used again
+  uint32_t pinned = 0;
+  uint32_t cached = 0;
+  uint32_t empty = 0;
+};
+
+class EngineView {
+ public:
+  static constexpr size_t kOperations = 32;  // the last ones that are kept
+  void apply(const Event& event);
+
+  const std::map<uint32_t, SlotRow>& slots() const { return slots_; }  // by the request's number
+  std::string name_of(uint32_t request) const { return texts_.request(request); }
+  const std::map<uint64_t, CandidateRow>& candidates() const { return candidates_; }      // that have not ended
+  const OutcomeCounts& ended(Way way) const { return ended_[static_cast<size_t>(way)]; }  // blocks
+  const std::vector<OperationRow>& operations() const { return operations_; }
+  std::string_view engine() const;  // "" where nothing was told of it
+  uint64_t steps() const { return steps_; }
+  uint64_t lost() const { return lost_; }
+  uint64_t unknown() const { return unknown_; }  // events that make no sense here
+  int64_t latest() const { return latest_; }
+  nlohmann::ordered_json to_json() const;
+
+ private:
+  void apply_slot(const Event& event);
+  void apply_hit(const Event& event);
+  void apply_candidate(const Event& event);
+  void apply_copy(const Event& event);
+  void apply_operation(const Event& event);
+  void apply_phase(const Event& event);
+  OperationRow& operation(uint64_t number, const Event& event);
+
+  EventTexts texts_;
+  std::map<uint32_t, SlotRow> slots_;
+  std::map<uint64_t, CandidateRow> candidates_;
+  std::array<OutcomeCounts, kWays> ended_{};
+  std::array<std::array<LaneRow, 4>, 2> lanes_{};  // memory, disk; by JobKind
+  std::array<std::optional<TierRow>, 3> tiers_;
+  std::vector<OperationRow> operations_;
+  std::optional<uint8_t> engine_;
+  uint64_t registered_ = 0;
+  std::array<uint64_t, 4> dropped_{};
+  uint64_t steps_ = 0;
+  uint32_t running_ = 0;
+  uint32_t waiting_ = 0;
+  uint32_t step_microseconds_ = 0;
+  uint64_t lost_ = 0;
+  uint64_t unknown_ = 0;
+  int64_t latest_ = 0;
+};
+
+}  // namespace torpor::console

@@ -1,0 +1,294 @@
+#include "console/event_export.h"
+
+#include <algorithm>
+#include <map>
+
+#include <fmt/format.h>
+
+#include "base/seal.h"
+#include "console/schema.h"
+#include "engine/phases.h"
+#include "kvcache/slot_state.h"
+
+namespace torpor::console {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+std::string type_name(const Event& event) {
+  const EventSchema* schema = schema_of(event.type);
+  return schema != nullptr ? std::string(schema->name) : fmt::format("type {}", static_cast<int>(event.type));
+}
+
+template <class Add>
+void each_field(const std::array<std::string_view, 2>& names, uint64_t value, const Add& add) {
+  if (names[0].empty()) return;
+  if (names[1].empty()) {
+    add(names[0], value);
+    return;
+  }
+  add(names[0], high_of(value));
+  add(names[1], low_of(value));
+}
+
+std::string dump(const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace); }
+
+std::string csv_cell(std::string text) {
+  if (text.find_first_of(",\"\n") == std::string::npos) return text;
+  for (size_t at = 0; (at = text.find('"', at)) != std::string::npos; at += 2) text.insert(at, 1, '"');
+  return '"' + text + '"';
+}
+
+}  // namespace
+
+Result<EventExport> EventExport::create(ExportOptions options) {
+  EventExport made(std::move(options));
+  const SealId random = random_seal_id();
+  std::copy_n(random.begin(), made.secret_.bytes.size(), made.secret_.bytes.begin());
+  std::string_view rest = made.options_.types;
+  while (!rest.empty()) {
+    const std::string_view one = rest.substr(0, rest.find(','));
+    rest.remove_prefix(std::min(rest.size(), one.size() + 1));
+    bool found = false;
+    for (int i = 0; i < kEventTypes; ++i) {
+      const EventSchema* schema = schema_of(static_cast<EventType>(i));
+      if (schema == nullptr || schema->name != one) continue;
+      made.types_.push_back(static_cast<EventType>(i));
+      found = true;
+    }
+    if (found) continue;
+    std::string names;
+    for (int i = 0; i < kEventTypes; ++i) {
+      if (const EventSchema* schema = schema_of(static_cast<EventType>(i)))
+        names += (names.empty() ? "" : ", ") + std::string(schema->name);
+    }
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("there are no events of type \"{}\"", one),
+                 .next_step = fmt::format("use some of: {}", names)};
+  }
+  return made;
+}
+
+std::string EventExport::request(const EventSource&, const EventTexts& texts, uint32_t number) {
+  const std::string name = texts.request(number);
+  if (!options_.anonymous || name.starts_with('#')) return name;
+  StreamingDigest digest;  // the same request has the same name in all of its processes
+  digest.update(std::as_bytes(std::span(secret_.bytes)));
+  digest.update(std::as_bytes(std::span(name)));
+  return "request-" + digest.finish().hex().substr(0, 8);
+}
+
+std::string EventExport::key(const Digest& key) const {
+  if (!options_.anonymous) return key.hex();
+  StreamingDigest digest;
+  digest.update(std::as_bytes(std::span(secret_.bytes)));
+  digest.update(std::as_bytes(std::span(key.bytes)));
+  return digest.finish().hex();
+}
+
+bool EventExport::wanted(const EventTexts& texts, const Event& event) const {
+  if (!types_.empty() && std::find(types_.begin(), types_.end(), event.type) == types_.end()) return false;
+  if (options_.match.empty()) return true;
+  const auto has = [&](std::string_view words) { return words.find(options_.match) != std::string_view::npos; };
+  return (event.request != 0 && event.type != EventType::kCopy && has(texts.request(event.request))) ||
+         has(from_name(event)) || has(to_name(event));
+}
+
+Json EventExport::to_json(const EventSource& source, const EventTexts& texts, const Event& event) {
+  Json json = {{"time", source.wall_seconds(event.time)},
+               {"process", fmt::format("{}{}", source.role, source.rank)},
+               {"pid", source.pid},
+               {"sequence", event.sequence},
+               {"type", type_name(event)}};
+  if (event.type == EventType::kLost) json.erase("time");
+  const EventSchema* schema = schema_of(event.type);
+  if (schema == nullptr) return json;
+  if (const std::string_view from = from_name(event); !from.empty()) json["from"] = from;
+  if (const std::string_view to = to_name(event); !to.empty()) json["to"] = to;
+  if (event.type == EventType::kCopy) {
+    json["lane"] = event.request == 0 ? "memory" : "disk";
+  } else if (event.request != 0) {
+    json["request"] = request(source, texts, event.request);
+  }
+  if (!schema->transfer.empty() && event.transfer != 0) json[std::string(schema->transfer)] = event.transfer;
+  if (!schema->key.empty()) json[std::string(schema->key)] = key(event.key);
+  const auto add = [&](std::string_view name, uint64_t value) { json[std::string(name)] = value; };
+  if (event.type == EventType::kCopy) {  // says other things when it begins than when it ends
+    const bool begins = static_cast<Edge>(event.to) == Edge::kBegin;
+    add(begins ? "chunks" : "bytes", event.a);
+    add(begins ? "bytes" : "nanoseconds", event.b);
+    return json;
+  }
+  each_field(schema->a, event.a, add);
+  each_field(schema->b, event.b, add);
+  return json;
+}
+
+std::string EventExport::to_line(const EventSource& source, const EventTexts& texts, const Event& event) {
+  const Json json = to_json(source, texts, event);
+  const double wall = source.wall_seconds(event.time);
+  const auto of_day = static_cast<int64_t>(wall) % 86'400;
+  std::string line =
+      event.type == EventType::kLost
+          ? std::string(15, ' ')
+          : fmt::format("{:02}:{:02}:{:02}.{:06}", of_day / 3600, of_day / 60 % 60, of_day % 60,
+                        static_cast<int64_t>((wall - static_cast<double>(static_cast<int64_t>(wall))) * 1e6));
+  line += fmt::format("  {:<7} {:<10}", json["process"].get<std::string>(), json["type"].get<std::string>());
+  for (const auto& [name, value] : json.items()) {
+    if (name == "time" || name == "process" || name == "pid" || name == "sequence" || name == "type") continue;
+    const std::string text = value.is_string() ? value.get<std::string>() : dump(value);
+    line += name == "from" ? " " + text
+            : name == "to" ? (json.contains("from") ? " > " : " ") + text
+                           : fmt::format("  {}={}", name, text);
+  }
+  return line + '\n';
+}
+
+std::string EventExport::csv_heading() {
+  return "time,process,pid,sequence,type,from,to,request,transfer,key,a_high,a_low,b_high,b_low\n";
+}
+
+std::string EventExport::to_csv(const EventSource& source, const EventTexts& texts, const Event& event) {
+  const EventSchema* schema = schema_of(event.type);
+  const bool split_a = schema != nullptr && !schema->a[1].empty();
+  const bool split_b = schema != nullptr && !schema->b[1].empty();
+  const bool keyed = schema != nullptr && !schema->key.empty();
+  return fmt::format(
+      "{:.6f},{}{},{},{},{},{},{},{},{},{},{},{},{},{}\n", source.wall_seconds(event.time), csv_cell(source.role),
+      source.rank, source.pid, event.sequence, type_name(event), from_name(event), to_name(event),
+      event.request == 0 || event.type == EventType::kCopy ? "" : csv_cell(request(source, texts, event.request)),
+      event.transfer, keyed ? key(event.key) : "", split_a ? high_of(event.a) : 0, split_a ? low_of(event.a) : event.a,
+      split_b ? high_of(event.b) : 0, split_b ? low_of(event.b) : event.b);
+}
+
+bool EventExport::write(const std::vector<SourceEvents>& sources, Format format, const Write& write) {
+  int64_t latest = INT64_MIN;
+  const auto wall = [&](const Placed& each) {
+    const EventSource& source = sources[each.source].source;
+    return each.event->time + source.wall_ns - source.monotonic_ns;
+  };
+  const std::vector<Placed> all = merged(sources);
+  for (const Placed& each : all) {
+    if (each.event->type != EventType::kLost) latest = std::max(latest, wall(each));
+  }
+  if (format == Format::kCsv && texts_.empty() && !write(csv_heading())) return false;
+  for (const Placed& each : all) {
+    const EventSource& source = sources[each.source].source;
+    EventTexts& known = texts_[sources[each.source].path];
+    const Event& event = *each.event;
+    // Words are told with what they belong to, and those of errors by themselves.
+    const std::optional<EventText> text = known.add(event);
+    const bool error = text && text->kind == TextKind::kError;
+    if (event.type == EventType::kText && !error) continue;
+    if (!wanted(known, event)) continue;
+    if (event.type != EventType::kLost && options_.since > 0 &&
+        wall(each) < latest - static_cast<int64_t>(options_.since * 1e9))
+      continue;
+    std::string out;
+    if (error) {
+      Json json = {{"time", source.wall_seconds(event.time)},
+                   {"process", fmt::format("{}{}", source.role, source.rank)},
+                   {"pid", source.pid},
+                   {"sequence", event.sequence},
+                   {"type", "error"},
+                   {"operation", text->transfer},
+                   {"words", options_.anonymous ? "" : text->words}};
+      if (format == Format::kNdjson) out = dump(json) + '\n';
+      if (format == Format::kLines)
+        out = fmt::format("{:15}  {:<7} {:<10} operation={}  {}\n", "", json["process"].get<std::string>(), "error",
+                          text->transfer, json["words"].get<std::string>());
+      if (format == Format::kCsv) out = to_csv(source, known, event);
+    } else if (format == Format::kNdjson) {
+      out = dump(to_json(source, known, event)) + '\n';
+    } else {
+      out = format == Format::kCsv ? to_csv(source, known, event) : to_line(source, known, event);
+    }
+    if (!write(out)) return false;
+  }
+  return true;
+}
+
+bool EventExport::write_perfetto(const std::vector<SourceEvents>& sources, const Write& write) {
+  if (!write("{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n")) return false;
+  bool first = true;
+  const auto put = [&](const Json& json) {
+    const std::string text = (first ? "" : ",\n") + dump(json);
+    first = false;
+    return write(text);
+  };
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const SourceEvents& of = sources[i];
+    const auto pid = static_cast<int64_t>(i + 1);
+    if (!put({{"ph", "M"},
+              {"pid", pid},
+              {"name", "process_name"},
+              {"args", {{"name", fmt::format("{}{} ({})", of.source.role, of.source.rank, of.source.pid)}}}}))
+      return false;
+    EventTexts texts;
+    std::map<uint32_t, std::pair<std::string, int64_t>> slots;  // state, since
+    int64_t latest = 0;
+    const auto us = [&](int64_t time) { return of.source.wall_seconds(time) * 1e6; };
+    const auto span = [&](const char* category, std::string_view name, int64_t track, int64_t begin, int64_t end) {
+      return put({{"ph", "X"},
+                  {"pid", pid},
+                  {"tid", track},
+                  {"cat", category},
+                  {"name", name},
+                  {"ts", us(begin)},
+                  {"dur", static_cast<double>(std::max<int64_t>(end - begin, 0)) / 1e3}});
+    };
+    constexpr int64_t kOperations = 1;
+    constexpr int64_t kPhases = 2;
+    constexpr int64_t kLanes = 10;
+    constexpr int64_t kSlots = 1000;
+    for (const Event& event : of.events) {
+      (void)texts.add(event);
+      if (!is_known(event) || event.type == EventType::kLost) continue;
+      latest = std::max(latest, event.time);
+      bool more = true;
+      const auto edge = static_cast<Edge>(event.to);
+      const auto ns = static_cast<int64_t>(event.b & INT64_MAX);
+      if (event.type == EventType::kSlot) {
+        auto& [state, since] = slots[event.request];
+        const int64_t track = kSlots + event.request;
+        if (!state.empty() && state != to_name(event)) more = span("slot", state, track, since, event.time);
+        if (state.empty() || event.from == 0)
+          more = more && put({{"ph", "M"},
+                              {"pid", pid},
+                              {"tid", track},
+                              {"name", "thread_name"},
+                              {"args", {{"name", request(of.source, texts, event.request)}}}});
+        if (state != to_name(event)) since = event.time;
+        state = to_name(event);
+        if (static_cast<SlotState>(event.to) == SlotState::kFinished) slots.erase(event.request);
+      } else if (event.type == EventType::kCopy && edge != Edge::kBegin) {
+        more = span("copy", fmt::format("{} {}", from_name(event), edge == Edge::kEnd ? "" : to_name(event)),
+                    kLanes + event.request, event.time - ns, event.time);
+      } else if (event.type == EventType::kOperation && edge != Edge::kBegin) {
+        more = span("operation", fmt::format("{} {}", from_name(event), to_name(event)), kOperations, event.time - ns,
+                    event.time);
+      } else if (event.type == EventType::kPhase && (edge == Edge::kEnd || edge == Edge::kFailed)) {
+        more = span("phase", fmt::format("{}{}", from_name(event), edge == Edge::kFailed ? " failed" : ""), kPhases,
+                    event.time - ns, event.time);
+      } else if (event.type == EventType::kStep) {
+        more = put({{"ph", "C"},
+                    {"pid", pid},
+                    {"name", "requests"},
+                    {"ts", us(event.time)},
+                    {"args", {{"running", high_of(event.a)}, {"waiting", low_of(event.a)}}}});
+      }
+      if (!more) return false;
+    }
+    for (const auto& [number, slot] : slots) {
+      if (!span("slot", slot.first, kSlots + number, slot.second, latest)) return false;
+    }
+    for (const auto& [track, name] : {std::pair(kOperations, "operations"), std::pair(kPhases, "phases"),
+                                      std::pair(kLanes, "lane memory"), std::pair(kLanes + 1, "lane disk")}) {
+      if (!put({{"ph", "M"}, {"pid", pid}, {"tid", track}, {"name", "thread_name"}, {"args", {{"name", name}}}}))
+        return false;
+    }
+  }
+  return write("\n]}\n");
+}
+
+}  // namespace torpor::console

@@ -1,0 +1,205 @@
+#include "console/event_files.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstdlib>
+#include <thread>
+#include <tuple>
+
+#include <fmt/format.h>
+#include <boost/filesystem.hpp>
+
+#include "console/recording.h"
+
+namespace torpor::console {
+namespace {
+
+namespace fs = boost::filesystem;
+
+constexpr std::string_view kRing = ".ring";
+constexpr size_t kLastWords = 4;  // rings of killed processes that stay
+
+Status own_directory(const std::string& path) {
+  boost::system::error_code problem;
+  if (const fs::path parent = fs::path(path).parent_path(); !parent.empty()) fs::create_directories(parent, problem);
+  if (::mkdir(path.c_str(), 0700) != 0 && errno != EEXIST) return system_error(errno, fmt::format("making {}", path));
+  struct stat status {};
+  if (::lstat(path.c_str(), &status) != 0) return system_error(errno, fmt::format("looking at {}", path));
+  if (S_ISDIR(status.st_mode) && status.st_uid == ::geteuid() && (status.st_mode & 077) == 0) return ok();
+  return Error{.code = Code::kFailedPrecondition,
+               .what = fmt::format("{} is not a directory of this user alone", path),
+               .next_step = "name another one for events, or chmod it to 0700"};
+}
+
+std::vector<std::string> files_in(const std::string& directory, std::string_view ending) {
+  std::vector<std::string> names;
+  boost::system::error_code problem;
+  for (fs::directory_iterator at(directory, problem), end; !problem && at != end; at.increment(problem)) {
+    if (const std::string name = at->path().filename().string(); name.ends_with(ending))
+      names.push_back(at->path().string());
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+void forget_old_words(const std::string& directory) {
+  Result<std::vector<std::unique_ptr<EventRing>>> rings = open_rings(directory);
+  if (!rings) return;
+  size_t dead = 0;
+  for (const auto& ring : *rings) {
+    if (!is_alive(ring->source()) && ++dead > kLastWords) (void)::unlink(ring->path().c_str());
+  }
+}
+
+SourceEvents read_ring(const EventRing& ring) {
+  SourceEvents read{.source = ring.source(), .path = ring.path(), .alive = is_alive(ring.source())};
+  EventReader reader(ring);
+  reader.read(read.events, !read.alive);
+  for (int more = 0; read.alive && more < 4; ++more) {  // what was being written at that moment
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    reader.read(read.events);
+  }
+  read.lost = reader.lost();
+  return read;
+}
+
+}  // namespace
+
+std::string default_event_directory() {
+  const char* const runtime = std::getenv("XDG_RUNTIME_DIR");
+  if (runtime != nullptr && *runtime != '\0') return std::string(runtime) + "/torpor";
+  return fmt::format("/dev/shm/torpor-{}", ::geteuid());
+}
+
+Result<std::unique_ptr<EventRing>> begin_events(const std::string& directory, std::string role, int32_t rank,
+                                                const Clock& clock, uint64_t events) {
+  return catching([&]() -> Result<std::unique_ptr<EventRing>> {
+    TORPOR_TRY(own_directory(directory));
+    forget_old_words(directory);
+    const EventSource source = this_process(std::move(role), rank, clock);
+    for (int more = 0;; ++more) {  // engines of one process
+      const std::string name = fmt::format("{}/{}-{}-{}{}{}", directory, source.pid, source.role, source.rank,
+                                           more == 0 ? "" : fmt::format(".{}", more), kRing);
+      boost::system::error_code problem;
+      if (more < 1000 && fs::exists(name, problem)) continue;
+      return EventRing::create(name, source, events);
+    }
+  });
+}
+
+Result<std::vector<std::unique_ptr<EventRing>>> open_rings(const std::string& path) {
+  return catching([&]() -> Result<std::vector<std::unique_ptr<EventRing>>> {
+    std::vector<std::unique_ptr<EventRing>> rings;
+    boost::system::error_code problem;
+    if (!fs::is_directory(path, problem)) {
+      TORPOR_ASSIGN(rings.emplace_back(), EventRing::open(path));
+      return rings;
+    }
+    for (const std::string& name : files_in(path, kRing)) {
+      Result<std::unique_ptr<EventRing>> ring = EventRing::open(name);
+      if (ring) rings.push_back(std::move(*ring));  // else it went meanwhile, or is being made
+    }
+    const auto order = [](const auto& ring) {
+      return std::tuple(!is_alive(ring->source()), -ring->source().wall_ns, ring->source().rank);
+    };
+    std::stable_sort(rings.begin(), rings.end(), [&](const auto& a, const auto& b) { return order(a) < order(b); });
+    return rings;
+  });
+}
+
+Result<std::vector<SourceEvents>> read_events(FileSystem& file_system, const std::string& path) {
+  return catching([&]() -> Result<std::vector<SourceEvents>> {
+    std::vector<SourceEvents> all;
+    boost::system::error_code problem;
+    const bool directory = fs::is_directory(path, problem);
+    if (!directory && path.ends_with(kRecordingEnding)) {
+      const fs::path file(path);
+      TORPOR_ASSIGN(const auto in,
+                    file_system.open_directory(file.has_parent_path() ? file.parent_path().string() : ".", false));
+      TORPOR_ASSIGN(all.emplace_back(), read_recording(*in, file.filename().string()));
+      return all;
+    }
+    TORPOR_ASSIGN(const std::vector<std::unique_ptr<EventRing>> rings, open_rings(path));
+    for (const auto& ring : rings) all.push_back(read_ring(*ring));
+    if (directory && !files_in(path, kRecordingEnding).empty()) {
+      TORPOR_ASSIGN(const auto in, file_system.open_directory(path, false));
+      for (const std::string& file : files_in(path, kRecordingEnding)) {
+        TORPOR_ASSIGN(all.emplace_back(), read_recording(*in, fs::path(file).filename().string()));
+      }
+    }
+    if (all.empty()) {
+      return Error{.code = Code::kNotFound,
+                   .what = fmt::format("there are no events in {}", path),
+                   .next_step = "start an engine with the option events_directory, or name a recording"};
+    }
+    return all;
+  });
+}
+
+Result<std::vector<SourceEvents>> EventFollower::poll(bool last) {
+  return catching([&]() -> Result<std::vector<SourceEvents>> {
+    Result<std::vector<std::unique_ptr<EventRing>>> there = open_rings(path_);
+    if (!there && (rings_.empty() || there.error().code != Code::kNotFound)) return there.error();
+    for (size_t i = 0; there && i < there->size(); ++i) {
+      std::unique_ptr<EventRing>& ring = (*there)[i];
+      if (from_now_ && !is_alive(ring->source())) continue;
+      if (std::any_of(rings_.begin(), rings_.end(), [&](const Followed& known) {
+            return known.ring->path() == ring->path() &&
+                   known.ring->source().process_start == ring->source().process_start;
+          }))
+        continue;
+      const uint64_t after = from_now_ ? ring->told() : 0;
+      EventReader reader(*ring, after);
+      rings_.push_back({std::move(ring), std::move(reader)});
+    }
+    from_now_ = false;  // who comes later is read from its beginning
+    std::vector<SourceEvents> news;
+    for (Followed& each : rings_) {
+      const bool alive = !each.ended && is_alive(each.ring->source());
+      SourceEvents& read =
+          news.emplace_back(SourceEvents{.source = each.ring->source(), .path = each.ring->path(), .alive = alive});
+      if (!each.ended) each.reader.read(read.events, last || !alive);
+      each.ended = !alive;
+      read.lost = each.reader.lost();
+    }
+    return news;
+  });
+}
+
+bool EventFollower::any_alive() const {
+  return std::any_of(rings_.begin(), rings_.end(), [](const Followed& each) { return !each.ended; });
+}
+
+std::vector<Placed> merged(const std::vector<SourceEvents>& sources) {
+  std::vector<Placed> all;
+  std::vector<int64_t> times;
+  size_t count = 0;
+  for (const SourceEvents& source : sources) count += source.events.size();
+  all.reserve(count);
+  struct Key {
+    int64_t time;
+    size_t at;
+  };
+  std::vector<Key> keys;
+  keys.reserve(count);
+  for (size_t i = 0; i < sources.size(); ++i) {
+    int64_t latest = INT64_MIN;  // one source's events keep their order, whatever their threads' clocks said
+    const int64_t offset = sources[i].source.wall_ns - sources[i].source.monotonic_ns;
+    for (const Event& event : sources[i].events) {
+      if (event.type != EventType::kLost) latest = std::max(latest, event.time + offset);
+      keys.push_back({latest, all.size()});
+      all.push_back({i, &event});
+    }
+  }
+  std::stable_sort(keys.begin(), keys.end(), [](const Key& a, const Key& b) { return a.time < b.time; });
+  std::vector<Placed> sorted;
+  sorted.reserve(count);
+  for (const Key& key : keys) sorted.push_back(all[key.at]);
+  return sorted;
+}
+
+}  // namespace torpor::console

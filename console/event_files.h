@@ -1,0 +1,60 @@
+// Where the events of processes are: rings in a directory of its own, one a process and role, and recordings.
+//
+// A directory of rings is 0700 and the user's, on tmpfs. Who ends by itself takes its ring away; the rings of killed
+// processes stay as their last words, the newest few of them.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/event_ring.h"
+#include "base/file_system.h"
+#include "console/source_events.h"
+
+namespace torpor::console {
+
+// $XDG_RUNTIME_DIR/torpor, else below /dev/shm, with the user's number.
+std::string default_event_directory();
+
+// A ring of this process in `directory`, which is made if it is not there. kFailedPrecondition: it is not this user's
+// alone, or not on tmpfs.
+Result<std::unique_ptr<EventRing>> begin_events(const std::string& directory, std::string role, int32_t rank,
+                                                const Clock& clock, uint64_t events = EventRing::kDefaultEvents);
+
+// Rings that are there, of the processes that live first of all, the newest first. kNotFound: no such directory.
+Result<std::vector<std::unique_ptr<EventRing>>> open_rings(const std::string& path);
+
+// All that is there: a directory of rings or recordings, or one of either. kNotFound: nothing is.
+Result<std::vector<SourceEvents>> read_events(FileSystem& file_system, const std::string& path);
+
+// What is new of rings that are written, and of those that come.
+class EventFollower {
+ public:
+  // `from_now`: nothing of before.
+  EventFollower(std::string path, bool from_now) : path_(std::move(path)), from_now_(from_now) {}
+  // Each source with what is new; the same ones in the same order in each call, new ones behind. `last`: what is still
+  // being written counts as lost.
+  Result<std::vector<SourceEvents>> poll(bool last = false);
+  bool any_alive() const;
+
+ private:
+  struct Followed {
+    std::unique_ptr<EventRing> ring;
+    EventReader reader;
+    bool ended = false;  // its process, and all of it was read
+  };
+  const std::string path_;
+  bool from_now_;
+  std::vector<Followed> rings_;
+};
+
+// One event of one of several sources.
+struct Placed {
+  size_t source = 0;
+  const Event* event = nullptr;
+};
+// By time; events of one source stay in their order.
+std::vector<Placed> merged(const std::vector<SourceEvents>& sources);
+
+}  // namespace torpor::console

@@ -1,0 +1,45 @@
+#include "console/event_text.h"
+
+#include <cstring>
+#include <tuple>
+
+#include <fmt/format.h>
+
+namespace torpor::console {
+
+std::optional<EventText> EventTexts::add(const Event& event) {
+  if (event.type != EventType::kText) return std::nullopt;
+  const auto kind = static_cast<uint8_t>(event.from & ~kLastPart);
+  if (open_.size() > kMostNames) open_.clear();
+  Part& part = open_[{kind, event.request, event.transfer}];
+  if (event.to == 0) part = {};
+  if (event.to != part.next) {  // a part is missing
+    open_.erase({kind, event.request, event.transfer});
+    return std::nullopt;
+  }
+  char bytes[32];
+  std::memcpy(bytes, event.key.bytes.data(), 16);
+  std::memcpy(bytes + 16, &event.a, 8);
+  std::memcpy(bytes + 24, &event.b, 8);
+  for (const char c : bytes) {
+    if (c == '\0') break;
+    const auto code = static_cast<unsigned char>(c);
+    part.words += code < 0x20 || code == 0x7f ? '?' : c;
+  }
+  ++part.next;
+  if ((event.from & kLastPart) == 0) return std::nullopt;
+  EventText text{static_cast<TextKind>(kind), event.request, event.transfer, std::move(part.words)};
+  open_.erase({kind, event.request, event.transfer});
+  if (text.kind == TextKind::kRequestName) {
+    if (names_.size() > kMostNames) names_.clear();
+    names_[text.request] = text.words;
+  }
+  return text;
+}
+
+std::string EventTexts::request(uint32_t number) const {
+  const auto found = names_.find(number);
+  return found == names_.end() ? fmt::format("#{}", number) : found->second;
+}
+
+}  // namespace torpor::console

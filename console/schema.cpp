@@ -1,0 +1,104 @@
+#include "console/schema.h"
+
+#include <vector>
+
+#include "engine/phases.h"
+#include "kvcache/block_state.h"
+#include "kvcache/offload_queue.h"
+#include "kvcache/slot_state.h"
+
+namespace torpor::console {
+namespace {
+
+template <class Enum, size_t size>
+std::array<std::string_view, size> names_of() {
+  std::array<std::string_view, size> names;
+  for (size_t i = 0; i < size; ++i) names[i] = name(static_cast<Enum>(i));
+  return names;
+}
+
+constexpr std::array<std::string_view, kTextKinds> kTexts = {"request", "operation", "error"};
+constexpr std::array<std::string_view, kEdges> kEdgeNames = {"",         "begin",  "end", "failed",
+                                                             "unproven", "undone", "lost"};
+constexpr std::array<std::string_view, 4> kJobNames = {"save", "restore", "digest", "move"};
+constexpr std::array<std::string_view, 3> kTierNames = {"device", "host", "disk"};
+
+std::vector<EventSchema> make() {
+  static const auto slots = names_of<SlotState, kSlotStates>();
+  static const auto candidates = names_of<CandidateState, kCandidateStates>();
+  static const auto outcomes = names_of<BlockOutcome, kBlockOutcomes>();
+  static const auto drops = names_of<DropReason, kDropReasons>();
+  static const auto blocks = names_of<BlockState, kBlockStates>();
+  std::vector<EventSchema> all(kEventTypes);
+  const auto at = [&](EventType type) -> EventSchema& { return all[static_cast<size_t>(type)]; };
+  at(EventType::kText) = {.name = "text", .from = kTexts, .transfer = "subject"};
+  at(EventType::kLost) = {.name = "lost", .a = {"first"}, .b = {"count"}};
+  at(EventType::kStep) = {.name = "step", .a = {"running", "waiting"}, .b = {"tokens", "microseconds"}};
+  at(EventType::kRequest) = {.name = "request", .a = {"tokens"}};
+  at(EventType::kSlot) = {.name = "slot",
+                          .from = slots,
+                          .to = slots,
+                          .a = {"computed_tokens", "tokens"},
+                          .b = {"device_blocks", "staged_blocks"}};
+  at(EventType::kHit) = {.name = "hit", .a = {"asked_blocks"}, .b = {"host_blocks", "disk_blocks"}};
+  at(EventType::kCandidate) = {
+      .name = "candidate", .from = candidates, .to = candidates, .transfer = "candidate", .a = {"blocks"}};
+  at(EventType::kPlanned) = {.name = "planned", .transfer = "candidate", .a = {"job"}, .b = {"blocks"}};
+  at(EventType::kEnded) = {.name = "ended", .to = outcomes, .transfer = "candidate", .a = {"blocks"}};
+  at(EventType::kRegistered) = {.name = "registered", .key = "key", .a = {"block"}, .b = {"stamp"}};
+  at(EventType::kDropped) = {.name = "dropped", .to = drops, .key = "key", .a = {"block"}, .b = {"stamp"}};
+  at(EventType::kBlock) = {.name = "block", .from = blocks, .to = blocks, .a = {"block"}, .b = {"generation"}};
+  at(EventType::kCopy) = {.name = "copy",
+                          .from = kJobNames,
+                          .to = kEdgeNames,
+                          .transfer = "job",
+                          .a = {"chunks_or_bytes"},
+                          .b = {"bytes_or_ns"}};
+  at(EventType::kTier) = {.name = "tier",
+                          .from = kTierNames,
+                          .a = {"used_blocks", "pinned_blocks"},
+                          .b = {"cached_blocks", "empty_blocks"}};
+  at(EventType::kOperation) = {
+      .name = "operation", .from = kOperationNames, .to = kEdgeNames, .transfer = "operation", .b = {"nanoseconds"}};
+  at(EventType::kPhase) = {.name = "phase",
+                           .from = kPhaseNames,
+                           .to = kEdgeNames,
+                           .transfer = "operation",
+                           .a = {"bytes"},
+                           .b = {"nanoseconds"}};
+  at(EventType::kEngine) = {.name = "engine", .from = kEngineStates, .to = kEngineStates};
+  return all;
+}
+
+std::string_view name_in(std::span<const std::string_view> names, uint8_t value) {
+  return value < names.size() ? names[value] : std::string_view();
+}
+
+}  // namespace
+
+const EventSchema* schema_of(EventType type) {
+  static const std::vector<EventSchema> all = make();
+  const auto number = static_cast<size_t>(type);
+  return number < all.size() && !all[number].name.empty() ? &all[number] : nullptr;
+}
+
+bool is_known(const Event& event) {
+  const EventSchema* schema = schema_of(event.type);
+  if (schema == nullptr) return false;
+  if (event.type == EventType::kText) return (event.from & ~kLastPart) < kTextKinds;
+  return (schema->from.empty() ? event.from == 0 : event.from < schema->from.size()) &&
+         (schema->to.empty() ? event.to == 0 : event.to < schema->to.size());
+}
+
+std::string_view from_name(const Event& event) {
+  const EventSchema* schema = schema_of(event.type);
+  if (schema == nullptr) return {};
+  return name_in(schema->from, event.type == EventType::kText ? event.from & ~kLastPart : event.from);
+}
+
+std::string_view to_name(const Event& event) {
+  const EventSchema* schema = schema_of(event.type);
+  return schema == nullptr ? std::string_view() : name_in(schema->to, event.to);
+}
+
+}  // namespace torpor::console

@@ -1,0 +1,131 @@
+#include "console/event_export.h"
+
+#include <algorithm>
+#include <set>
+
+#include "engine/phases.h"
+#include "kvcache/slot_table.h"
+#include "tests/support/results.h"
+
+namespace torpor::console {
+namespace {
+
+using test::value_of;
+
+// Two requests, a sleep and a copy.
+std::vector<SourceEvents> example() {
+  const auto ring = value_of(EventRing::in_memory({}, 256));
+  const EventPort port(*ring, system_clock());
+  SlotTable table(port);
+  const uint32_t a = value_of(table.create("alpha", 10));
+  (void)value_of(table.create("beta, with \"commas\"", 4));
+  EXPECT_SUCCEEDS(table.scheduled(a, 0, 10, 10));
+  table.step(1, 1, 10, 2000);
+  const uint64_t number =
+      port.record({.type = EventType::kOperation, .from = 1, .to = static_cast<uint8_t>(Edge::kBegin)});
+  const auto tell = [&](EventType type, uint8_t from, Edge edge) {
+    (void)port.record({.type = type, .from = from, .to = static_cast<uint8_t>(edge), .transfer = number, .b = 1000});
+  };
+  tell(EventType::kPhase, number_of("save", kPhaseNames), Edge::kBegin);
+  tell(EventType::kPhase, number_of("save", kPhaseNames), Edge::kFailed);
+  port.text(TextKind::kError, 0, number, "the disk of /home/alpha is full");
+  tell(EventType::kOperation, 1, Edge::kFailed);
+  (void)port.record(
+      {.type = EventType::kCopy, .to = static_cast<uint8_t>(Edge::kEnd), .request = 1, .a = 4096, .b = 10});
+  (void)port.record({.type = EventType::kRegistered, .key = digest_of({}), .a = 3, .b = 4});
+  std::vector<SourceEvents> sources(1);
+  sources[0].source = this_process("core", 0, system_clock());
+  EventReader(*ring).read(sources[0].events, true);
+  return sources;
+}
+
+std::string written(EventExport::Format format, ExportOptions options = {}) {
+  std::string text;
+  EventExport writer = value_of(EventExport::create(std::move(options)));
+  EXPECT_TRUE(writer.write(example(), format, [&](std::string_view more) {
+    text += more;
+    return true;
+  }));
+  return text;
+}
+
+std::vector<nlohmann::json> lines_of(const std::string& text) {
+  std::vector<nlohmann::json> all;
+  for (size_t at = 0; at < text.size();) {
+    const size_t end = text.find('\n', at);
+    all.push_back(nlohmann::json::parse(text.substr(at, end - at)));
+    at = end + 1;
+  }
+  return all;
+}
+
+TEST(EventExportTest, ALineIsAnObjectWithTheFieldsOfItsType) {
+  const std::vector<nlohmann::json> all = lines_of(written(EventExport::Format::kNdjson));
+  const auto slot = std::find_if(all.begin(), all.end(),
+                                 [](const auto& line) { return line["type"] == "slot" && line["to"] == "prefilling"; });
+  ASSERT_NE(slot, all.end());
+  EXPECT_EQ((*slot)["request"], "alpha");
+  EXPECT_EQ((*slot)["from"], "initialized");
+  EXPECT_EQ((*slot)["computed_tokens"], 10);
+  EXPECT_EQ((*slot)["process"], "core0");
+  EXPECT_NEAR((*slot)["time"].get<double>(), system_clock().unix_seconds(), 60);
+  const auto error = std::find_if(all.begin(), all.end(), [](const auto& line) { return line["type"] == "error"; });
+  ASSERT_NE(error, all.end());
+  EXPECT_EQ((*error)["words"], "the disk of /home/alpha is full");
+}
+
+TEST(EventExportTest, FiltersTakeTypesAndWords) {
+  for (const auto& line : lines_of(written(EventExport::Format::kNdjson, {.types = "slot,phase"})))
+    EXPECT_TRUE(line["type"] == "slot" || line["type"] == "phase") << line;
+  for (const auto& line : lines_of(written(EventExport::Format::kNdjson, {.match = "alpha"})))
+    EXPECT_EQ(line["request"], "alpha");
+  EXPECT_FAILS(EventExport::create({.types = "slot,slots"}), Code::kInvalidArgument, "\"slots\"");
+}
+
+TEST(EventExportTest, WhatIsAnonymousHasNoNamesNoKeysAndNoWords) {
+  const std::string plain = written(EventExport::Format::kNdjson);
+  for (const EventExport::Format format :
+       {EventExport::Format::kNdjson, EventExport::Format::kCsv, EventExport::Format::kLines}) {
+    const std::string text = written(format, {.anonymous = true});
+    for (const std::string& secret : {std::string("alpha"), std::string("beta"), digest_of({}).hex()}) {
+      EXPECT_NE(plain.find(secret), std::string::npos);
+      EXPECT_EQ(text.find(secret), std::string::npos) << secret << " in " << text;
+    }
+  }
+}
+
+TEST(EventExportTest, CommaSeparatedValuesHaveAsManyColumnsEverywhere) {
+  const std::string text = written(EventExport::Format::kCsv);
+  EXPECT_NE(text.find("\"beta, with \"\"commas\"\"\""), std::string::npos);
+  for (size_t at = 0; at < text.size();) {
+    const size_t end = text.find('\n', at);
+    int columns = 1;
+    bool quoted = false;
+    for (const char c : text.substr(at, end - at)) {
+      quoted = quoted != (c == '"');
+      columns += c == ',' && !quoted ? 1 : 0;
+    }
+    EXPECT_EQ(columns, 14) << text.substr(at, end - at);
+    at = end + 1;
+  }
+}
+
+TEST(EventExportTest, ATraceHasATrackForEachRequestAndOperation) {
+  std::string text;
+  EventExport writer = value_of(EventExport::create({}));
+  ASSERT_TRUE(writer.write_perfetto(example(), [&](std::string_view more) {
+    text += more;
+    return true;
+  }));
+  std::set<std::string> names;
+  const auto json = nlohmann::json::parse(text);
+  for (const auto& event : json["traceEvents"]) {
+    names.insert(event["name"]);
+    if (event.contains("args") && event["args"].contains("name")) names.insert(event["args"]["name"]);
+  }
+  for (const char* name : {"alpha", "prefilling", "sleep failed", "save failed", "lane disk"})
+    EXPECT_TRUE(names.contains(name)) << name << " is not in " << text;
+}
+
+}  // namespace
+}  // namespace torpor::console

@@ -1,0 +1,295 @@
+// events, record, console: what engines tell while they run (console/), and what is left of those that were killed.
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <thread>
+
+#include <fmt/format.h>
+
+#include "console/engine_view.h"
+#include "console/event_export.h"
+#include "console/event_files.h"
+#include "console/recording.h"
+#include "tools/torpor/text.h"
+
+namespace torpor::cli {
+namespace {
+
+using namespace std::chrono_literals;
+using console::EngineView;
+using console::EventExport;
+using console::EventFollower;
+using console::SourceEvents;
+
+constexpr auto kPoll = 20ms;
+
+std::string path_of(const Context& context) {
+  return context.arguments.path.empty() ? console::default_event_directory() : context.arguments.path;
+}
+
+void declare_events_path(CLI::App& app, Arguments& a) {
+  app.add_option(
+      "path", a.path,
+      "a directory of events of engines (their option events_directory), one of its rings, a recording, or a "
+      "directory of recordings; default: $XDG_RUNTIME_DIR/torpor, else /dev/shm/torpor-UID");
+}
+
+Result<Exit> events(const Context& context) {
+  const Arguments& arguments = context.arguments;
+  TORPOR_ASSIGN(EventExport writer, EventExport::create({.types = arguments.types,
+                                                         .match = arguments.match,
+                                                         .since = arguments.since,
+                                                         .anonymous = arguments.anonymous}));
+  const auto format = context.as_json || arguments.format == "ndjson" ? EventExport::Format::kNdjson
+                      : arguments.format == "csv"                     ? EventExport::Format::kCsv
+                                                                      : EventExport::Format::kLines;
+  if (arguments.follow) {
+    EventFollower follower(path_of(context), arguments.since == 0);
+    while (!context.interrupted()) {
+      TORPOR_ASSIGN(const std::vector<SourceEvents> news, follower.poll());
+      if (!writer.write(news, format, context.write)) return kFine;
+      std::this_thread::sleep_for(kPoll);
+    }
+    return kFine;
+  }
+  TORPOR_ASSIGN(const std::vector<SourceEvents> sources, console::read_events(context.file_system, path_of(context)));
+  const bool written = arguments.format == "perfetto" ? writer.write_perfetto(sources, context.write)
+                                                      : writer.write(sources, format, context.write);
+  if (!written) return kFailed;
+  Exit exit = kFine;
+  for (const SourceEvents& source : sources) {
+    if (source.damaged == 0) continue;
+    fmt::print(stderr, "torpor: {}: the last {} bytes are not whole\n", harmless(source.path), source.damaged);
+    exit = kDamaged;
+  }
+  return exit;
+}
+
+Result<Exit> record(const Context& context) {
+  const Arguments& arguments = context.arguments;
+  TORPOR_ASSIGN(const auto directory, context.file_system.open_directory(arguments.output, true));
+  EventFollower follower(path_of(context), false);
+  std::map<std::string, std::unique_ptr<console::RecordingWriter>> writers;  // by the ring's path
+  const auto began = std::chrono::steady_clock::now();
+  auto synced = began;
+  uint64_t count = 0;
+  std::map<std::string, uint64_t> lost;
+  for (bool last = false; !last;) {
+    const auto now = std::chrono::steady_clock::now();
+    const std::chrono::duration<double> passed = now - began;
+    last = context.interrupted() || (arguments.for_seconds > 0 && passed.count() >= arguments.for_seconds);
+    TORPOR_ASSIGN(const std::vector<SourceEvents> news, follower.poll(last));
+    last = last || !follower.any_alive();
+    const bool sync = last || now - synced >= 1s;
+    for (const SourceEvents& each : news) {
+      auto& writer = writers[each.path];
+      if (writer == nullptr) {
+        TORPOR_ASSIGN(writer, console::RecordingWriter::create(
+                                  *directory,
+                                  fmt::format("{}-{}-{}-{}", each.source.pid, each.source.process_start,
+                                              each.source.role, each.source.rank),
+                                  each.source));
+      }
+      if (!each.events.empty()) TORPOR_TRY(writer->write(each.events));
+      if (sync) TORPOR_TRY(writer->sync());
+      count += each.events.size();
+      lost[each.path] = each.lost;
+    }
+    if (sync) synced = now;
+    if (!last) std::this_thread::sleep_for(kPoll);
+  }
+  uint64_t all_lost = 0;
+  for (const auto& [path, number] : lost) all_lost += number;
+  const Json json = {
+      {"directory", arguments.output}, {"processes", writers.size()}, {"events", count}, {"lost", all_lost}};
+  context.write(context.as_json ? json.dump(2) + "\n"
+                                : fmt::format("{} events of {} processes in {}, {} lost\n", count, writers.size(),
+                                              harmless(arguments.output), all_lost));
+  return kFine;
+}
+
+// ---- console
+
+struct Watched {
+  EventSource source;
+  bool alive = false;
+  uint64_t damaged = 0;
+  EngineView view;
+};
+
+void apply(std::map<std::string, Watched>& watched, const std::vector<SourceEvents>& news) {
+  for (const SourceEvents& each : news) {
+    Watched& of = watched[each.path];
+    of.source = each.source;
+    of.alive = each.alive;
+    of.damaged = each.damaged;
+    for (const Event& event : each.events) of.view.apply(event);
+  }
+}
+
+Json snapshot(const std::map<std::string, Watched>& watched) {
+  Json processes = Json::array();
+  for (const auto& [path, of] : watched) {
+    Json json = {{"process", fmt::format("{}{}", of.source.role, of.source.rank)},
+                 {"pid", of.source.pid},
+                 {"alive", of.alive},
+                 {"path", path},
+                 {"time", of.view.latest() == 0 ? Json() : Json(of.source.wall_seconds(of.view.latest()))}};
+    json.update(of.view.to_json());
+    processes.push_back(std::move(json));
+  }
+  return {{"processes", std::move(processes)}};
+}
+
+std::string seconds_text(const Json& seconds) { return fmt::format("{:.1f} s", seconds.get<double>()); }
+
+std::string show_process(const Json& json) {
+  std::string text =
+      fmt::format("{}  pid {}  {}{}  {} running, {} waiting  step {} us  {} events lost\n", cell(json["process"]),
+                  cell(json["pid"]), json["alive"].get<bool>() ? good("alive") : bad("gone"),
+                  json["engine"].is_null() ? "" : "  " + cell(json["engine"]), cell(json["steps"]["running"]),
+                  cell(json["steps"]["waiting"]), cell(json["steps"]["microseconds"]), cell(json["lost_events"]));
+  const auto part = [&](const std::vector<Row>& rows) {
+    if (rows.size() > 1) text += '\n' + table(rows);
+  };
+  std::vector<Row> rows = {
+      {"SLOT", "REQUEST", "STATE", "COMPUTED/ALL", "DEVICE", "STAGED", "HOST HITS", "DISK HITS", "IN STATE"}};
+  for (const Json& slot : json["slots"])
+    rows.push_back({cell(slot["slot"]), cell(slot["request"]), cell(slot["state"]),
+                    fmt::format("{}/{}", cell(slot["computed_tokens"]), cell(slot["tokens"])),
+                    cell(slot["device_blocks"]), cell(slot["staged_blocks"]), cell(slot["host_hit_blocks"]),
+                    cell(slot["disk_hit_blocks"]), seconds_text(slot["seconds_in_state"])});
+  part(rows);
+  rows = {{"WAY", "WAITING", "QUEUED", "PROMOTED", "OLDEST", "ENDED BLOCKS"}};
+  for (const Json& way : json["transfers"]) {
+    std::string ended;
+    for (const auto& [name, count] : way["ended_blocks"].items())
+      ended += (ended.empty() ? "" : ", ") + cell(count) + " " + name;
+    rows.push_back({cell(way["way"]), cell(way["blocks"]["waiting"]), cell(way["blocks"]["queued"]),
+                    cell(way["blocks"]["promoted"]), seconds_text(way["oldest_seconds"]), ended});
+  }
+  part(rows);
+  rows = {{"LANE", "JOB", "UNDER WAY", "BATCHES", "FAILED", "BYTES"}};
+  for (const Json& copy : json["copies"])
+    rows.push_back({cell(copy["lane"]), cell(copy["job"]), cell(copy["under_way"]), cell(copy["batches"]),
+                    cell(copy["failed"]), size_text(copy["bytes"])});
+  part(rows);
+  rows = {{"TIER", "USED", "PINNED", "CACHED", "EMPTY"}};
+  for (const Json& tier : json["tiers"])
+    rows.push_back({cell(tier["tier"]), cell(tier["used_blocks"]), cell(tier["pinned_blocks"]),
+                    cell(tier["cached_blocks"]), cell(tier["empty_blocks"])});
+  part(rows);
+  rows = {{"OPERATION", "STATE", "TIME", "PHASES", ""}};
+  for (const Json& operation : json["operations"]) {
+    std::string phases;
+    for (const Json& phase : operation["phases"]) {
+      phases += (phases.empty() ? "" : ", ") + cell(phase["phase"]);
+      if (phase["state"] == "done") {
+        phases += fmt::format(" {:.3f} s", phase["seconds"].get<double>());
+      } else {
+        phases += " " + cell(phase["state"]);
+      }
+    }
+    rows.push_back({cell(operation["operation"]), cell(operation["state"]),
+                    fmt::format("{:.3f} s", operation["seconds"].get<double>()), phases, cell(operation["error"])});
+  }
+  part(rows);
+  return text;
+}
+
+std::string show_console(const Json& json) {
+  std::string text;
+  for (const Json& process : json["processes"]) text += (text.empty() ? "" : "\n\n") + show_process(process);
+  return text;
+}
+
+// As much of the text as the terminal has lines and columns.
+std::string fitted(const std::string& text) {
+  winsize size{};
+  if (::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_row == 0) return text;
+  std::string out;
+  int lines = 0;
+  for (size_t at = 0; at < text.size() && ++lines < size.ws_row;) {
+    const size_t end = std::min(text.find('\n', at), text.size());
+    out += text.substr(at, std::min<size_t>(end - at, size.ws_col)) + "\x1b[K\n";
+    at = end + 1;
+  }
+  return out;
+}
+
+Result<Exit> show_live(const Context& context) {
+  std::map<std::string, Watched> watched;
+  if (context.arguments.once || context.as_json || ::isatty(STDOUT_FILENO) == 0) {
+    TORPOR_ASSIGN(const std::vector<SourceEvents> sources, console::read_events(context.file_system, path_of(context)));
+    apply(watched, sources);
+    const Json json = snapshot(watched);
+    context.write(context.as_json ? json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n"
+                                  : show_console(json));
+    return kFine;
+  }
+  EventFollower follower(path_of(context), false);
+  for (int round = 0; !context.interrupted(); ++round) {
+    TORPOR_ASSIGN(const std::vector<SourceEvents> news, follower.poll());
+    apply(watched, news);
+    if (round % 25 == 0 && !context.write("\x1b[H" + fitted(show_console(snapshot(watched))) + "\x1b[J")) break;
+    std::this_thread::sleep_for(kPoll);
+  }
+  return kFine;
+}
+
+}  // namespace
+
+Verb events_verb() {
+  return {.name = "events",
+          .help = "what engines tell, and what killed ones said last; live, or out of a recording",
+          .json = "an object a line: time, process, pid, sequence, type, and the fields of the type",
+          .declare =
+              [](CLI::App& app, Arguments& a) {
+                declare_events_path(app, a);
+                app.add_flag("-f,--follow", a.follow, "go on with what is told from now on");
+                app.add_option("--since", a.since, "seconds, or 10m: only what is not older than that")
+                    ->transform(CLI::AsNumberWithUnit(std::map<std::string, double>{{"s", 1}, {"m", 60}, {"h", 3600}},
+                                                      CLI::AsNumberWithUnit::CASE_SENSITIVE, "TIME"));
+                app.add_option("--type", a.types, "only these, with commas between them: slot,phase");
+                app.add_option("--match", a.match, "only where a request's name or a state has this in it");
+                app.add_option("--export", a.format, "ndjson, csv, or perfetto for ui.perfetto.dev")
+                    ->check(CLI::IsMember({"ndjson", "csv", "perfetto"}));
+                app.add_flag("--anonymize", a.anonymous, "other names for requests, other keys, no words of errors");
+              },
+          .stream = events};
+}
+
+Verb record_verb() {
+  return {.name = "record",
+          .help = "writes all that engines tell into files, until they end, or it is interrupted",
+          .json = "directory, processes, events, lost",
+          .declare =
+              [](CLI::App& app, Arguments& a) {
+                declare_events_path(app, a);
+                app.add_option("-o,--output", a.output, "a directory, made if it is not there; a file a process")
+                    ->required();
+                app.add_option("--for", a.for_seconds, "seconds, or 10m: and no longer")
+                    ->transform(CLI::AsNumberWithUnit(std::map<std::string, double>{{"s", 1}, {"m", 60}, {"h", 3600}},
+                                                      CLI::AsNumberWithUnit::CASE_SENSITIVE, "TIME"));
+              },
+          .stream = record};
+}
+
+Verb console_verb() {
+  return {.name = "console",
+          .help = "what engines do now: requests by state, transfers, copies, tiers, sleeps and wakes by phase",
+          .json =
+              "processes: [{process, pid, alive, path, time, engine, steps, slots, transfers, copies, tiers, blocks, "
+              "operations, lost_events, unknown_events}]",
+          .declare =
+              [](CLI::App& app, Arguments& a) {
+                declare_events_path(app, a);
+                app.add_flag("--once", a.once, "print it once; so it is with --json and without a terminal");
+              },
+          .stream = show_live};
+}
+
+}  // namespace torpor::cli
