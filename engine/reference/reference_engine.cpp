@@ -65,7 +65,7 @@ Result<ReferenceEngine::Rank> ReferenceEngine::make_rank(int32_t rank, std::uniq
   Rank made;
   TORPOR_ASSIGN(made.memory, RankMemory::create(std::move(device), file_system_,
                                                 {.rank = rank,
-                                                 .arena_slab_bytes = 1 * kMiB,
+                                                 .arena_slab_bytes = 64 * kKiB,
                                                  .threads = options_.transfer_threads,
                                                  .own_threads = options_.transfers_have_threads,
                                                  .retain_kv_bytes = options_.retain_kv_bytes,

@@ -1,7 +1,4 @@
 // A child process is killed at every call to the file system: before it, after it, and in the middle of every write.
-#include <filesystem>
-
-#include <unistd.h>
 
 #include "tests/proof/killed_child.h"
 #include "tests/proof/workloads.h"
@@ -26,8 +23,7 @@ TEST_P(Crash, AcknowledgedIsThereAndPartialIsInvisible) {
   int points = 0;
   // In memory where there is such a file system: a killed process loses nothing that it wrote, so the disk has no part
   // in this.
-  const char* const memory =
-      std::filesystem::is_directory("/dev/shm") && ::access("/dev/shm", W_OK) == 0 ? "/dev/shm" : nullptr;
+  const char* const memory = test::in_memory();
   for (const Variant& variant : variants()) {
     const uint64_t calls = [&] {
       const test::TemporaryDirectory temporary(memory);

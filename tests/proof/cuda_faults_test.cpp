@@ -22,9 +22,9 @@ using test::FakeCuda;
 using test::value_of;
 using Lasting = FakeCuda::Lasting;
 
-constexpr uint64_t kUnit = 64 * kKiB;
+constexpr uint64_t kUnit = 8 * kKiB;  // small: what is tried is calls, not bytes
 constexpr uint32_t kBlocks = 8;
-constexpr uint64_t kBlockBytes = 8 * kKiB;
+constexpr uint64_t kBlockBytes = kKiB;
 const std::vector<std::string> kTags = {"weights", "kv_cache"};
 const std::vector<int32_t> kLive = {1, 4, 6};
 constexpr std::byte kImage[16] = {};  // the fake driver loads any; with it the blocks go through the kernel
@@ -47,19 +47,22 @@ std::vector<std::byte> content_of(uint64_t seed, uint64_t bytes) {
 // A rank on a fake GPU: weights of two regions in several pieces of physical memory, and a KV cache.
 class Rank {
  public:
-  explicit Rank(FakeCuda& fake, int threads = 1) : fake_(fake), threads_(threads) {}
+  // With 0 threads copies are made by whoever waits for them.
+  Rank(FakeCuda& fake, int threads) : fake_(fake), threads_(threads) {}
 
   Status load() {
     TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> device,
                   make_cuda_device(fake_.driver(), {.gather_below_bytes = kUnit, .gather_image = kImage}));
     device_ = device.get();
-    TORPOR_ASSIGN(memory_,
-                  RankMemory::create(std::move(device), linux_file_system(),
-                                     {.arena_slab_bytes = 256 * kKiB, .handle_bytes = kUnit, .threads = threads_}));
-    TORPOR_ASSIGN(const DeviceAddress first, memory_->allocate("weights", "first", 3 * kUnit));
+    TORPOR_ASSIGN(memory_, RankMemory::create(std::move(device), linux_file_system(),
+                                              {.arena_slab_bytes = kUnit,
+                                               .handle_bytes = kUnit,
+                                               .threads = std::max(1, threads_),
+                                               .own_threads = threads_ > 0}));
+    TORPOR_ASSIGN(const DeviceAddress first, memory_->allocate("weights", "first", 5 * kUnit));
     TORPOR_ASSIGN(const DeviceAddress second, memory_->allocate("weights", "second", kUnit + 100));
     TORPOR_ASSIGN(const DeviceAddress kv, memory_->allocate("kv_cache", "kv", kBlocks * kBlockBytes));
-    regions_ = {{first, content_of(1, 3 * kUnit)},
+    regions_ = {{first, content_of(1, 5 * kUnit)},
                 {second, content_of(2, kUnit + 100)},
                 {kv, content_of(3, kBlocks * kBlockBytes)}};
     TORPOR_TRY(memory_->set_kv_layout("kv_cache", KvLayout{.num_blocks = kBlocks,
@@ -152,8 +155,8 @@ constexpr const char* kOutcomes[] = {"went on regardless", "not loaded, said why
                                      "broken, refused by name"};
 
 // The whole life; what the fault made of it. `fake` is armed from the first call on.
-Outcome live(FakeCuda& fake) {
-  std::optional<Rank> rank(fake);
+Outcome live(FakeCuda& fake, int threads) {
+  std::optional<Rank> rank(std::in_place, fake, threads);
   if (const Status loaded = rank->load(); !loaded) {
     EXPECT_TRUE(fake.fired()) << loaded.error().to_string();
     EXPECT_NE(loaded.error().next_step, "") << loaded.error().to_string();
@@ -227,8 +230,8 @@ TEST(CudaFaults, WhicheverCallFailsNothingIsLost) {
                                      CUDA_ERROR_CONTEXT_IS_DESTROYED};
   uint64_t calls = 0;
   {
-    FakeCuda fake;
-    ASSERT_EQ(live(fake), Outcome::kNoMatter);
+    FakeCuda fake({.granularity_bytes = kUnit});
+    ASSERT_EQ(live(fake, 1), Outcome::kNoMatter);
     calls = fake.calls();
     EXPECT_GT(fake.counts()["cuLaunchKernel"], 0u);
     EXPECT_GT(fake.counts()["cuMemcpyBatchAsync"] + fake.counts()["cuMemcpyDtoHAsync"], 0u);
@@ -240,9 +243,9 @@ TEST(CudaFaults, WhicheverCallFailsNothingIsLost) {
   for (const Lasting lasting : {Lasting::kOnce, Lasting::kForever, Lasting::kSticky}) {
     for (uint64_t n = 1; n <= calls; ++n) {
       for (size_t c = 0; c < codes.size(); ++c) {
-        FakeCuda fake({.batched_copies = (n + c) % 4 != 0, .seed = n * 31 + c});
+        FakeCuda fake({.granularity_bytes = kUnit, .batched_copies = (n + c) % 4 != 0, .seed = n * 31 + c});
         fake.fail(n, codes[c], lasting);
-        const Outcome outcome = live(fake);
+        const Outcome outcome = live(fake, (n + c) % 3 == 0 ? 1 : 0);  // a thread costs more than all else
         ++table[{lasting, outcome}];
         ++cases;
         // One failure never breaks anything, unless its code says that the context is lost. Nothing is left either,
@@ -280,7 +283,7 @@ TEST(CudaFaults, NoMemoryIsTakenAwayReusedOrUnpinnedWhileWorkUsesIt) {
   uint64_t lives = 0;
   for (uint64_t seed = 1; steps < wanted; ++seed) {
     std::mt19937_64 random(seed);
-    FakeCuda fake({.batched_copies = seed % 3 != 0, .seed = seed});
+    FakeCuda fake({.granularity_bytes = kUnit, .batched_copies = seed % 3 != 0, .seed = seed});
     {
       Rank rank(fake, 1 + static_cast<int>(seed % 3));
       ASSERT_SUCCEEDS(rank.load());

@@ -5,7 +5,6 @@
 #include <atomic>
 #include <cerrno>
 #include <cstdlib>
-#include <filesystem>
 #include <new>
 
 #include <dlfcn.h>
@@ -89,10 +88,6 @@ using reference::Sampling;
 using Tokens = std::map<std::string, std::vector<int32_t>>;
 
 constexpr size_t kRanks = 2;
-
-const char* in_memory() {
-  return std::filesystem::is_directory("/dev/shm") && ::access("/dev/shm", W_OK) == 0 ? "/dev/shm" : nullptr;
-}
 
 // What a hook may throw.
 enum class Thrown : uint8_t { kRuntimeError, kBadAlloc, kNumber };
@@ -237,7 +232,7 @@ struct World {
     for (const CheckpointInfo& info : *infos) names.push_back(info.name + (info.woken ? " woken" : ""));
     return names;
   }
-  test::TemporaryDirectory temporary{in_memory()};
+  test::TemporaryDirectory temporary{test::in_memory()};
   std::unique_ptr<Machine> machine;
   Tokens tokens;
 };
@@ -512,7 +507,7 @@ TEST_F(EngineFaults, EveryAllocationFailsInTheMemoryOfTags) {
         SCOPED_TRACE(testing::Message() << (waking ? "wake" : "sleep") << ", allocation " << n
                                         << (for_ever ? " and all after" : ""));
         const auto memory = test::value_of(RankMemory::create(test::value_of(make_host_device()), linux_file_system(),
-                                                              {.arena_slab_bytes = 1 << 20, .threads = 1}));
+                                                              {.arena_slab_bytes = 64 << 10, .threads = 1}));
         const std::vector<std::string> kept{"kept"};
         const DeviceAddress address = test::value_of(memory->allocate("kept", "x", kSize));
         for (const char* tag : {"kept", "other"}) test::value_of(memory->allocate(tag, "y", kSize));

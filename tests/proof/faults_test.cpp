@@ -50,10 +50,6 @@ size_t open_descriptors() {
       std::distance(std::filesystem::directory_iterator("/proc/self/fd"), std::filesystem::directory_iterator()));
 }
 
-const char* in_memory() {
-  return std::filesystem::is_directory("/dev/shm") && ::access("/dev/shm", W_OK) == 0 ? "/dev/shm" : nullptr;
-}
-
 TEST(Faults, EveryFileOperationFailsWithEveryError) {
   const size_t descriptors = open_descriptors();
   uint64_t injections = 0;
@@ -62,7 +58,7 @@ TEST(Faults, EveryFileOperationFailsWithEveryError) {
     for (const bool for_ever : {false, true}) {
       for (const int native : {EIO, ENOSPC, EDQUOT, EROFS, EACCES, ENOENT, EINTR}) {
         for (uint64_t n = 1;; ++n) {
-          const test::TemporaryDirectory temporary(in_memory());
+          const test::TemporaryDirectory temporary(test::in_memory());
           const std::string directory = temporary / "store";
           test::FaultyFileSystem file_system;
           file_system.plan.set(test::Fault::kError, n, native, for_ever);
@@ -93,7 +89,7 @@ TEST(Faults, EveryFileOperationFailsWithEveryError) {
 TEST(Faults, ShortAndInterruptedSystemCallsChangeNothing) {
   for (const Workload& workload : workloads()) {
     for (const Variant& variant : variants()) {
-      const test::TemporaryDirectory temporary(in_memory());
+      const test::TemporaryDirectory temporary(test::in_memory());
       const std::string directory = temporary / "store";
       test::FaultyFileSystem file_system;  // for its plain files, whose calls pass through here
       Promise promise;

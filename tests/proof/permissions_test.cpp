@@ -28,7 +28,7 @@ mode_t mode_of(const fs::path& path) {
 TEST(Permissions, UnderEveryUmaskFilesAre0600AndDirectories0700) {
   uint64_t checked = 0;
   for (mode_t mask = 0; mask < 01000; ++mask) {
-    const test::TemporaryDirectory temporary;
+    const test::TemporaryDirectory temporary(test::in_memory());
     const mode_t before = ::umask(mask);
     const auto manager =
         CheckpointManager::open(linux_file_system(), temporary / "a/store", {.retention = {.keep = 2}});
@@ -61,7 +61,7 @@ class Foreign : public ::testing::Test {
     TORPOR_TRY(checkpoint.read_state());
     return ok();
   }
-  test::TemporaryDirectory temporary_;
+  test::TemporaryDirectory temporary_{test::in_memory()};
   std::string store_ = temporary_ / "store";
 };
 

@@ -1,8 +1,5 @@
 // Segments of blocks through kills and power cuts: what was acknowledged is there, and nothing is believed that was not
 // written. And planted mistakes in the order of writes, syncs and links are all found.
-#include <filesystem>
-
-#include <unistd.h>
 
 #include <fmt/format.h>
 
@@ -186,8 +183,7 @@ TEST(SegmentPowerLoss, EveryPlantedMistakeIsFound) {
 
 // A killed process loses nothing that it wrote: all that was put is found.
 TEST(SegmentCrash, WhatWasPutIsThereAndNothingFalseIsBelieved) {
-  const char* const memory =
-      std::filesystem::is_directory("/dev/shm") && ::access("/dev/shm", W_OK) == 0 ? "/dev/shm" : nullptr;
+  const char* const memory = test::in_memory();
   int points = 0;
   for (const SegmentWorkload& workload : segment_workloads()) {
     for (const SegmentVariant& variant : segment_variants()) {

@@ -98,21 +98,31 @@ def _after_reasoning(_: Path) -> dict:
         params = {"logit_bias": {end: bias}, "structured_outputs": _structured(regex="(ab|cd){4,30}")}
         return "Think: <think>", _params(temperature=1.0, seed=seed, **params)
 
+    def with_budget(tokens: int, prompt: str = "Think: <think>", **params) -> tuple:
+        return prompt, _params(thinking_token_budget=tokens, **({"temperature": 0} | params))
+
     bias = 20.0 if rig.active() else 21.0  # about as likely as all other tokens together
     return {
         "at once": request(1, 28.0),
         "soon": request(2 if rig.active() else 20, bias),
         "later": request(15, bias),
         "never": request(3, -100.0),
+        "budget for some": with_budget(6),
+        "budget for many": with_budget(16),
+        # It thinks from its second token on, and says so more than once: counted from the last time, there would be more.
+        "budget in the answer": with_budget(
+            15, "Once upon a time", temperature=1.0, seed=7, logit_bias={special_tokens()["<think>"]: bias}
+        ),
         "free": _plain(_)["greedy"],
     }
 
 
 def _reasoning_ended_before_the_sleep(expected: dict) -> bool:
-    """And not with the first token."""
+    """And not with the first token; and where the budget was used up."""
     end = special_tokens()["</think>"]
-    places = {tokens.index(end) for _, [[_, tokens, *_]], _ in expected.values() if end in tokens}
-    return any(0 < place < 10 for place in places)
+    places = {name: tokens.index(end) for name, (_, [[_, tokens, *_]], _) in expected.items() if end in tokens}
+    budgets = [places.pop(name, None) for name in expected if name.startswith("budget for")]
+    return any(0 < place < 10 for place in places.values()) and budgets == [6, 16]
 
 
 def special_tokens() -> dict[str, int]:
@@ -210,6 +220,7 @@ FEATURES = {
         _after_reasoning,
         lambda model: {"structured_outputs_config": {"backend": "xgrammar"}, "reasoning_parser": "deepseek_r1"},
         shown=_reasoning_ended_before_the_sleep,
+        row="structured output after reasoning, thinking budgets",
     ),
     "prefix hashes by xxhash": Feature(_plain, lambda model: {"prefix_caching_hash_algo": "xxhash"}),
     "speculation, n-gram": Feature(

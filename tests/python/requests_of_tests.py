@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import rig
 from vllm import PoolingRequestOutput, SamplingParams
+from vllm.logprobs import FlatLogprobs
 
 SHARED = "In a small town by the sea there lived an old clock maker who had never once been late for anything. " * 4
 
@@ -25,7 +26,7 @@ REQUESTS = {
     "two": ("Write a poem:", _params(temperature=1.0, n=2, seed=11, max_tokens=25)),
     "stops": (
         "one two three",
-        _params(temperature=1.0, seed=3, stop=["e", "zz"], logprobs=3, max_tokens=60, min_tokens=12),
+        _params(temperature=1.0, seed=3, stop=["e", "zz"], logprobs=3, flat_logprobs=True, max_tokens=60, min_tokens=12),
     ),
     "penalties": (
         "la la la la",
@@ -49,6 +50,12 @@ def _position(entry) -> dict | None:
     )
 
 
+def _positions(logprobs) -> list | dict | None:
+    if isinstance(logprobs, FlatLogprobs):
+        return {name: list(items) for name, items in vars(logprobs).items()}
+    return logprobs and [_position(entry) for entry in logprobs]
+
+
 def answer(output) -> list:
     """All of a RequestOutput that its reader sees, as plain values that survive JSON.
 
@@ -56,7 +63,6 @@ def answer(output) -> list:
     """
     if isinstance(output, PoolingRequestOutput):
         return [output.finished, [[0, [round(number, 4) for number in output.outputs.data.tolist()]]], None]
-    prompt = None if output.prompt_logprobs is None else [_position(entry) for entry in output.prompt_logprobs]
     completions = [
         [
             c.index,
@@ -65,11 +71,11 @@ def answer(output) -> list:
             c.finish_reason,
             c.stop_reason,
             c.cumulative_logprob,
-            c.logprobs and [_position(e) for e in c.logprobs],
+            _positions(c.logprobs),
         ]
         for c in output.outputs
     ]
-    return [output.finished, sorted(completions, key=lambda c: c[0]), prompt]
+    return [output.finished, sorted(completions, key=lambda c: c[0]), _positions(output.prompt_logprobs)]
 
 
 def add_requests(engine, names=None, max_tokens: int | None = None, requests: dict | None = None) -> None:

@@ -96,10 +96,10 @@ async def _all_or_none(zygote, model, directory) -> None:
     # One of them cannot: none sleeps.
     answers = {}
     readers = ask(engine, answers)
-    special, also = SamplingParams(max_tokens=2 * TOKENS, ignore_eos=True, logprobs=1, flat_logprobs=True), {}
+    special, also = SamplingParams(max_tokens=2 * TOKENS, ignore_eos=True, extra_args={"x": b"y"}), {}
     readers.append(asyncio.create_task(read(engine.generate("a b", special, "special", data_parallel_rank=1), also)))
     await some_tokens(answers | {"special": also}, 2)
-    with pytest.raises(errors.Unsupported, match="data parallel rank 1.*flat_logprobs") as caught:
+    with pytest.raises(errors.Unsupported, match="data parallel rank 1.*extra_args") as caught:
         await engine.sleep(level=1, preserve_state=True, to="disk")
     assert not caught.value.state_changed and not await engine.is_sleeping()
     assert not any(checkpoints(directory).values())

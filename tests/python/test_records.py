@@ -74,7 +74,7 @@ LOST = {
     "options of a reasoning parser": {"reasoning_parser_kwargs": {"a": object()}},
     "its transfer of KV": {"abort_immediately": True},
     "its hints for the KV cache": {"kv_hints": SimpleNamespace()},
-    "sampling parameter flat_logprobs": {"sampling_params": SamplingParams(max_tokens=20, logprobs=1, flat_logprobs=True)},
+    "sampling parameter extra_args": {"sampling_params": SamplingParams(max_tokens=20, extra_args={"x": b"y"})},
 }  # fmt: skip
 
 

@@ -35,7 +35,7 @@ int main(int argc, char** argv) {
   if (!tell) log().set_level(spdlog::level::off);
 
   const auto began = std::chrono::steady_clock::now();
-  const test::TemporaryDirectory temporary;
+  const test::TemporaryDirectory temporary(test::in_memory());
   std::mutex mutex;  // guards all below
   test::SimulationResult sum;
   uint64_t failed = 0;

@@ -19,7 +19,7 @@ INSTANTIATE_TEST_SUITE_P(Seeds, Simulation, ::testing::Range(uint64_t{0}, kGroup
 
 TEST_P(Simulation, I10EveryTokenIsThatOfARunToWhichNothingHappens) {
   log().set_level(spdlog::level::off);
-  const TemporaryDirectory temporary;
+  const TemporaryDirectory temporary(in_memory());
   SimulationResult sum;
   for (uint64_t seed = GetParam() * (kSeeds / kGroups); seed < (GetParam() + 1) * (kSeeds / kGroups); ++seed) {
     const std::string directory = fmt::format("{}/{}", temporary.path(), seed);
@@ -46,7 +46,7 @@ TEST(SimulationReplay, ASeedReplaysExactly) {
   for (const uint64_t seed : {11, 12, 13, 14, 15}) {
     std::vector<std::vector<int64_t>> runs;
     for (int run = 0; run < 2; ++run) {
-      const TemporaryDirectory temporary;
+      const TemporaryDirectory temporary(in_memory());
       const SimulationResult r = simulate(seed, temporary.path());
       runs.push_back({r.tokens, r.sleeps, r.new_engines, r.refused, r.lost, r.onboarded, r.offloaded, r.preemptions});
     }

@@ -3,9 +3,15 @@
 
 #include <string>
 
+#include <unistd.h>
+
 #include <boost/filesystem.hpp>
 
 namespace torpor::test {
+
+// Where files lie in memory, null if nowhere: for tests that write much and cut no power, so that the disk has no part
+// in them.
+inline const char* in_memory() { return ::access("/dev/shm", W_OK | X_OK) == 0 ? "/dev/shm" : nullptr; }
 
 class TemporaryDirectory {
  public:

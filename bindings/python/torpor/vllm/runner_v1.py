@@ -20,6 +20,8 @@ from torpor.vllm.values import (
     sampling_to_value,
 )
 
+_TOKENS_OF_THINKING = ("prompt_tok_ids", "output_tok_ids")  # the request's own lists
+
 
 def attention(runner) -> dict[str, str]:
     """Fields of the fingerprint that only V2 has."""
@@ -52,6 +54,7 @@ def capture(runner, sampling: dict[str, dict]) -> dict:
             "block_ids": [array("q", ids) for ids in state.block_ids],
             "num_computed_tokens": state.num_computed_tokens,
             "prompt_logprobs": logprobs_tensors_to_value(state.in_progress_prompt_logprobs_cpu),
+            "thinking": _thinking_to_value(runner, request_id),
         })  # fmt: skip
     return {
         "rows": [i for i in runner.input_batch.req_ids if runner.requests[i].pooling_params is None],
@@ -105,6 +108,7 @@ def restore(runner, value: dict, given_since: list[dict], features: dict[str, li
             runner._init_mrope_positions(state)
     for request_id in value["rows"]:
         runner.input_batch.add_request(runner.requests[request_id])
+    _restore_thinking(runner, value["engine"]["requests"])
     runner.num_prompt_logprobs.update(value["engine"]["num_prompt_logprobs"])
     runner.mamba_state_idx.update(value["engine"].get("mamba_state_blocks", {}))
     device.set_generator_state(runner.device, value["default_generator"])
@@ -118,6 +122,25 @@ def forget(runner) -> None:
     runner.requests.clear()
     runner.num_prompt_logprobs.clear()
     runner.mamba_state_idx.clear()
+
+
+def _thinking_to_value(runner, request_id: str) -> dict | None:
+    """How far a request with a thinking budget has come, without its tokens. None: it has no budget, or no row."""
+    holder, row = runner.input_batch.thinking_budget_state_holder, runner.input_batch.req_id_to_index.get(request_id)
+    if holder is None or row not in holder._state:
+        return None
+    return {name: item for name, item in holder._state[row].items() if name not in _TOKENS_OF_THINKING}
+
+
+def _restore_thinking(runner, requests: list[dict]) -> None:
+    """Counted anew from its tokens, it would differ where the thinking began in the answer."""
+    counted = {item["id"]: item["thinking"] for item in requests if item.get("thinking") is not None}
+    if not counted:
+        return
+    runner.input_batch.refresh_metadata()  # makes the states
+    states = runner.input_batch.thinking_budget_state_holder._state
+    for request_id, thinking in counted.items():
+        states[runner.input_batch.req_id_to_index[request_id]].update(thinking)
 
 
 def _begun_again(runner, item: dict, features: list) -> CachedRequestState:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import numpy as np
 import torch
-from vllm.logprobs import Logprob
+from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from vllm.v1.outputs import LogprobsTensors
@@ -83,7 +83,6 @@ def unsupported_sampling(params: SamplingParams) -> list[str]:
     """Names of parameters that cannot be carried over yet."""
     found = []
     for name in (
-        "thinking_token_budget",
         "trace_decode_token_ids",
         "prompt_logprob_token_ids",
     ):
@@ -91,8 +90,6 @@ def unsupported_sampling(params: SamplingParams) -> list[str]:
             found.append(f"sampling parameter {name}")
     if not are_plain(params.extra_args):
         found.append("sampling parameter extra_args with what is no plain value")
-    if params.flat_logprobs:
-        found.append("sampling parameter flat_logprobs")
     return found
 
 
@@ -127,19 +124,23 @@ def logprobs_tensors_from_value(value: list | None) -> LogprobsTensors | None:
     return None if value is None else LogprobsTensors(*(tensor_from_value(item) for item in value))
 
 
-def positions_to_value(positions) -> list | None:
-    """Log probabilities by position: each None, or a list of [token, logprob, rank, text]."""
+def positions_to_value(positions) -> list | dict | None:
+    """Log probabilities by position: each None, or a list of [token, logprob, rank, text]. Flat ones: their lists by name."""
     if positions is None:
         return None
+    if isinstance(positions, FlatLogprobs):
+        return {name: list(items) for name, items in vars(positions).items()}
     return [
         None if p is None else [[token, item.logprob, item.rank, item.decoded_token] for token, item in p.items()]
         for p in positions
     ]
 
 
-def positions_from_value(value: list | None):
+def positions_from_value(value: list | dict | None):
     if value is None:
         return None
+    if isinstance(value, dict):
+        return FlatLogprobs(**value)
     return [
         None if p is None else {token: Logprob(logprob, rank, text) for token, logprob, rank, text in p} for p in value
     ]

@@ -481,6 +481,11 @@ ENGINE = (
                 fields="decoded_token logprob rank",
                 exact=True,
             ),
+            Class(
+                "FlatLogprobs",
+                fields="decoded_tokens end_indices logprobs ranks start_indices token_ids",
+                exact=True,
+            ),
         ),
     ),
     Module(
@@ -1021,6 +1026,10 @@ CPU_WORKER = (
     Module(
         "vllm.v1.sample.sampler",
         classes=(Class("Sampler", fields="topk_topp_sampler"),),
+    ),
+    Module(
+        "vllm.v1.sample.thinking_budget_state",
+        classes=(Class("ThinkingBudgetStateHolder", fields="_state"),),
     ),
     Module(
         "vllm.v1.sample.ops.topk_topp_sampler",
