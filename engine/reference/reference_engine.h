@@ -110,6 +110,7 @@ class ReferenceEngine final : public EngineHooks {
   std::vector<TransferHandle>& offloads() { return offloads_; }  // those not ended yet, oldest first
 
   ReferenceCounts counts() const { return counts_; }
+  std::optional<int64_t> steps_before_restore_;
   size_t ranks() const { return ranks_.size(); }
   RankMemory& memory(size_t rank = 0) { return *ranks_[rank].memory; }
   BlockPool& pool() { return *pool_; }

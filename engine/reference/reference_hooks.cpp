@@ -337,6 +337,7 @@ Result<std::vector<FailedRequest>> ReferenceEngine::restore(const EngineCheckpoi
   if (const Value* steps = state.scheduler.engine.find("steps")) {
     const auto* count = std::get_if<int64_t>(&steps->data);
     if (count == nullptr || *count < 0 || *count > kMostSteps) return damaged("its steps are not a number of steps");
+    steps_before_restore_ = counts_.steps;
     counts_.steps = std::max(counts_.steps, *count);
   }
   return std::vector<FailedRequest>{};
@@ -345,6 +346,7 @@ Result<std::vector<FailedRequest>> ReferenceEngine::restore(const EngineCheckpoi
 Status ReferenceEngine::forget_restored() {
   TORPOR_TRY(drop_requests("abort"));
   generator_ = kFreshGenerator;
+  counts_.steps = std::exchange(steps_before_restore_, std::nullopt).value_or(counts_.steps);
   return ok();
 }
 

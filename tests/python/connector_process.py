@@ -2,7 +2,8 @@
 
     connector_process.py MODE MODEL FOLDER    with MODE "eager" or "lazy"
     connector_process.py brief MODEL FOLDER   a few requests, for runners that take long
-    connector_process.py disk MODEL FOLDER    serves once with a store on disk, and is killed
+    connector_process.py disk MODEL FOLDER [CHECKPOINT]
+        serves with a store on disk, after it went on from the checkpoint; leaves one and is killed
 
 Prints what came of each of SCENARIOS: answers, tokens that were not computed, counters.
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from conftest import InProcess
 from vllm import SamplingParams
+from vllm.config import KVEventsConfig
 
 BLOCKS = 40  # on the device; a request has 4 to 8
 ENGINE = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 512}
@@ -202,6 +204,23 @@ def aborted_while_loading(served: Served) -> dict:
     }
 
 
+def told(served: Served) -> dict:
+    """KV events: of each medium the same blocks, under the device's names."""
+    scheduler, batches = served.one.core.scheduler, []
+    scheduler.kv_event_publisher.publish = batches.append
+    scheduler.reset_prefix_cache(reset_connector=True)
+    served.round(prompts()[:3])
+    events = [event for batch in batches for event in batch.events]
+    stored = [event for event in events if type(event).__name__ == "BlockStored"]
+    by_medium = {
+        medium: sorted({str(key) for event in stored if event.medium == medium for key in event.block_hashes})
+        for medium in ("GPU", "CPU")
+    }
+    parents = {str(event.parent_block_hash) for event in stored if event.medium == "CPU" and event.parent_block_hash}
+    cleared = sum(type(event).__name__ == "AllBlocksCleared" for event in events)
+    return by_medium | {"parents": sorted(parents), "cleared": cleared}
+
+
 def forgotten(served: Served) -> dict:
     """After a reset of the connector nothing is found, and then again what came since."""
     served.round(prompts())
@@ -231,7 +250,7 @@ def slept(served: Served) -> dict:
             if loading > 0:
                 break
         del worker.look
-        blocks = served.side.stats()["host_blocks"]
+        before, space = served.side.stats()["host_blocks"], served.side.core.space
         options = {"preserve_state": True} if way == "preserve_state" else {"mode": "keep"}
         served.one.llm.sleep(level=1, **options)
         after = served.side.stats()
@@ -242,7 +261,7 @@ def slept(served: Served) -> dict:
             "loading": loading,
             "differing": [i for number, i in enumerate(ids) if i in found and found[i] != expected[number]],
             "finished": len(found),
-            "kept": after["host_blocks"] >= blocks > 0,
+            "kept": after["host_blocks"] >= before > 0 and served.side.core.space == space,
             "moving": after["loading_requests"] + after["jobs_under_way"] + after["held_blocks"],
             "recomputed": served.one.llm.torpor("state")["recomputed_tokens"],
         }
@@ -278,7 +297,9 @@ def worker_side():
     return get_kv_transfer_group().worker
 
 
-SCENARIOS = (identical, slept, loaded_is_what_prefill_writes, only_what_is_written, disturbed, aborted_while_loading, forgotten)
+SCENARIOS = (
+    identical, slept, loaded_is_what_prefill_writes, only_what_is_written, disturbed, aborted_while_loading, told, forgotten,
+)  # fmt: skip
 
 
 def served_from_disk(served: Served) -> dict:
@@ -289,6 +310,29 @@ def served_from_disk(served: Served) -> dict:
         "again": [tokens for tokens, _ in again],
         "cached": sum(cached for _, cached in answers),
         "stats": served.side.stats(),
+    }
+
+
+def left_asleep(served: Served) -> dict:
+    """Requests in the middle, asleep on disk, for another process."""
+    ids = served.ask(prompts()[:5], 24)
+    answers = {}
+    for _ in range(10):
+        answers |= {o.request_id: list(o.outputs[0].token_ids) for o in served.one.engine.step() if o.finished}
+    path = served.one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
+    answers |= {o.request_id: list(o.outputs[0].token_ids) for o in served.one.engine.step() if o.finished}
+    served.one.llm.wake_up()
+    whole = answers | {i: tokens for i, (tokens, _) in served.answers().items()}
+    return {"checkpoint": str(path), "expected": [whole[i] for i in ids], "given": {i: answers.get(i) for i in ids}}
+
+
+def gone_on(served: Served, checkpoint: str) -> dict:
+    report = served.one.llm.wake_up(from_checkpoint=checkpoint)
+    return {
+        "failed": report.failed_requests,
+        "answers": {i: tokens for i, (tokens, _) in served.answers().items()},
+        "stats": served.side.stats(),
+        "recomputed": served.one.llm.torpor("state")["recomputed_tokens"],
     }
 
 
@@ -305,6 +349,8 @@ def main() -> None:
     offload = {"offload": mode, "host_bytes": "64MiB"}
     if mode == "disk":  # host memory has fewer blocks than the device
         offload = {"offload": "eager", "host_bytes": "2MiB", "disk_bytes": "256MiB"}
+    if mode == "eager":
+        ENGINE["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     if mode == "brief":
         offload |= {"offload": "eager"}
         ENGINE["num_gpu_blocks_override"] = 20
@@ -313,7 +359,9 @@ def main() -> None:
         print("RESULT " + json.dumps(brief(served)), flush=True)
         return
     if mode == "disk":
-        print("RESULT " + json.dumps(served_from_disk(served) | {"new": new_weights(served)}), flush=True)
+        woken = gone_on(served, sys.argv[4]) if len(sys.argv) > 4 else None
+        result = served_from_disk(served) | {"woken": woken, "asleep": left_asleep(served), "new": new_weights(served)}
+        print("RESULT " + json.dumps(result), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     print("RESULT " + json.dumps({scenario.__name__: scenario(served) for scenario in SCENARIOS}), flush=True)
 

@@ -148,9 +148,9 @@ def add_echo(app: FastAPI, method: str, path: str) -> None:
 
 async def started(server) -> None:
     """As the plugin starts it, without its tasks."""
-    server._run = lambda coroutine: coroutine.close()
+    server.run = lambda coroutine: coroutine.close()
     await server.start()
-    del server._run
+    del server.run
 
 
 def client(app, key: str | None = CLIENT, **headers) -> httpx.AsyncClient:

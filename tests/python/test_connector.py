@@ -1,6 +1,7 @@
 """The KV connector: blocks go to host memory and come back, and nobody sees a difference but in time."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import conftest
 import pytest
@@ -86,6 +87,16 @@ def test_a_sleep_waits_for_what_moves_and_keeps_what_is_in_host_memory(served, w
 @long_on_rig
 @pytest.mark.rig
 @pytest.mark.slow
+def test_kv_events_name_the_same_blocks_in_host_memory_as_on_the_device(served):
+    if served["mode"] == "eager":
+        told = served["told"]
+        assert told["cleared"] > 0 and len(told["CPU"]) >= 6
+        assert set(told["CPU"]) <= set(told["GPU"]) and set(told["parents"]) <= set(told["CPU"])
+
+
+@long_on_rig
+@pytest.mark.rig
+@pytest.mark.slow
 def test_a_reset_forgets_what_is_in_host_memory(served):
     result = served["forgotten"]
     assert result["reset"] is True
@@ -134,13 +145,16 @@ def test_what_is_on_disk_is_found_after_a_kill_and_recomputed_where_it_is_damage
     """And not at all with other weights."""
     first, other = make_model(tmp_path / "first", real_model), make_model(tmp_path / "other", real_model, seed=8)
 
-    def serve(model):
-        return result_of(zygote.run([PROCESS, "disk", model, tmp_path], timeout=100))
+    def serve(model, *checkpoint):
+        return result_of(zygote.run([PROCESS, "disk", model, tmp_path, *checkpoint], timeout=100))
 
     before = serve(first)
     assert before["stats"]["on_transferred"] > 50 and before["stats"]["recovered_blocks"] == 0
     assert before["tokens"] == before["again"]
-    after = serve(first)
+    after = serve(first, before["asleep"]["checkpoint"])
+    assert after["woken"]["failed"] == [] and after["woken"]["recomputed"] == 0
+    given, answers = before["asleep"]["given"], after["woken"]["answers"]
+    assert [answers.get(i) or given[i] for i in given] == before["asleep"]["expected"] and len(answers) > 0
     assert after["stats"]["recovered_blocks"] >= before["stats"]["disk_blocks"] > 50
     assert after["tokens"] == before["tokens"] and after["cached"] > before["cached"] + CONVERSATIONS * 32
     assert after["new"]["after"] == after["new"]["before"] + 1
@@ -157,6 +171,24 @@ def test_what_is_on_disk_is_found_after_a_kill_and_recomputed_where_it_is_damage
     assert beside["tokens"] == beside["again"] == before["tokens"]
     elsewhere = serve(other)
     assert elsewhere["stats"]["recovered_blocks"] == 0 and elsewhere["tokens"] != before["tokens"]
+
+
+def test_counters_and_gauges_reach_prometheus():
+    from prometheus_client import Counter, Gauge, Histogram, generate_latest
+
+    from torpor.vllm.connector_stats import Metrics, Stats
+
+    config = SimpleNamespace(kv_transfer_config=None)
+    kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
+    metrics, counted = Metrics(config, kinds, ["engine"], {0: ["0"]}), {}
+    for transferred in (3, 5):
+        stats = Stats.since(counted, {"down_transferred": transferred, "disk_evicted": 1, "host_blocks": transferred})
+        metrics.observe(stats.data)
+    assert stats.data == {"counters": {"down_transferred": 2}, "gauges": {"host_blocks": 5}}
+    text = generate_latest().decode()
+    assert 'torpor_offload_blocks_total{engine="0",outcome="transferred",way="down"} 5.0' in text
+    assert 'torpor_offload_evicted_blocks_total{engine="0",store="disk"} 1.0' in text
+    assert 'torpor_offload_host_blocks{engine="0"} 5.0' in text
 
 
 def test_sizes_are_numbers_or_text_with_a_unit():

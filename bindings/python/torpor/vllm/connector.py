@@ -17,10 +17,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from torpor.errors import Unsupported
 from torpor.vllm import connector_stats
+from torpor.vllm.compat import lookup
 from torpor.vllm.connector_messages import Orders, RankIsReady, Report
 from torpor.vllm.connector_options import ConnectorOptions
 from torpor.vllm.connector_scheduler import SchedulerSide
@@ -29,11 +29,13 @@ from torpor.vllm.options import Options
 from torpor.vllm.plugin import require
 from torpor.vllm.support import unsupported_by_connector
 
+CacheHitSource = lookup("vllm.v1.metrics.cache_hit_source", "CacheHitSource")
+
 
 class TorporConnector(KVConnectorBase_V1, SupportsHMA):
     """`scheduler` or `worker`, by its role; neither with offload="off"."""
 
-    _cache_hit_source = CacheHitSource.HOST
+    _cache_hit_source = CacheHitSource and CacheHitSource.HOST
 
     def __init__(self, vllm_config, role: KVConnectorRole, kv_cache_config):
         super().__init__(vllm_config, role, kv_cache_config)
@@ -107,7 +109,7 @@ class TorporConnector(KVConnectorBase_V1, SupportsHMA):
         if self.scheduler:
             self.scheduler.allocated(request, num_external_tokens)
 
-    def get_external_cache_hit_sources(self, request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+    def get_external_cache_hit_sources(self, request, num_external_tokens: int) -> dict:
         if self.scheduler is None or num_external_tokens == 0:
             return {}
         from_disk = min(self.scheduler.tokens_from_disk(), num_external_tokens)

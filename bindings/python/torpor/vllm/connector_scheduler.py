@@ -37,7 +37,7 @@ class SchedulerSide:
         self.kept = False  # whatever vLLM resets
         self.steps = 0
         self.recovered_blocks = 0
-        self._hash_bytes = 32  # of vLLM's algorithm
+        self._hash_bytes = 0  # of vLLM's algorithm; as the first request has it
         self._adopted: bytes | None = None
         self._space: tuple[int, str] | None = None
         self._counted: dict[str, int] = {}  # counters as they were told last
@@ -84,6 +84,8 @@ class SchedulerSide:
     def match(self, request, computed: int) -> int:
         if self.core is None or request.skip_reading_prefix_cache:
             return 0
+        if self._hash_bytes == 0 and request.block_hashes:
+            self._hash_bytes = len(request.block_hashes[0])
         return self.core.match(request, computed)
 
     def allocated(self, request, external: int) -> None:

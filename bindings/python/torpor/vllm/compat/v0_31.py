@@ -33,6 +33,11 @@ CHANGES: Changes = {
         also="blocks_per_kv_block kernel_block_sizes kernel_block_sizes_tensor"
     ),
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner": Changed(also="dp_rank dp_size"),
+    # Hits are not told apart by tier.
+    "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1": Changed(
+        without="get_external_cache_hit_sources"
+    ),
+    "vllm.v1.metrics.cache_hit_source": ABSENT,
     # CUDA graphs do not sleep, and the server counts no sleeps.
     "vllm.compilation.cudagraph_pool": ABSENT,
     "vllm.config.VllmConfig": Changed(without="use_cumem_cudagraph_pool"),

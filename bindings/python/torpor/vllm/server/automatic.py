@@ -70,7 +70,7 @@ class Automatic:
     def _wake_if_wanted(self) -> None:
         due = self._wanted > 0 and self._settings.wake_on_request and self._server.state == "asleep"
         if due and (self._waking is None or self._waking.done()):
-            self._waking = self._server._run(self._wake())
+            self._waking = self._server.run(self._wake())
 
     async def _wake(self) -> None:
         said = ""

@@ -66,7 +66,7 @@ class Server:
         moved.set()
         self._automatic.entered(state)
 
-    def _run(self, coroutine) -> asyncio.Task:
+    def run(self, coroutine) -> asyncio.Task:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -82,7 +82,7 @@ class Server:
             self._fail(problem)
             self.metrics.failed("wake", "disk")
             logger.error("torpor: the server cannot go on with what it finds: %s", problem)
-        self._run(self._take_signals())
+        self.run(self._take_signals())
 
     def _fail(self, problem: Error) -> None:
         self.problem = problem
@@ -121,11 +121,11 @@ class Server:
             self._reserve_adapter_numbers()
         self._enter("awake")
         if self.settings.log_sync == "second" and directory is not None:
-            self._run(self._sync_each_second())
+            self.run(self._sync_each_second())
         if self.settings.checkpoint_every > 0:
-            self._run(self._automatic.checkpoints())
+            self.run(self._automatic.checkpoints())
         if self.settings.sleep_after > 0:
-            self._run(self._automatic.watch())
+            self.run(self._automatic.watch())
 
     def _reserve_adapter_numbers(self) -> None:
         """LoRA adapters that are loaded later get other numbers than those of the answers that go on."""
@@ -400,7 +400,7 @@ class Server:
             return
         while not getattr(getattr(self._app_state, "server", None), "started", False):
             await asyncio.sleep(0.05)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: self._run(self.end()))
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: self.run(self.end()))
 
     async def end(self) -> None:
         """Saves what can be saved in the given time, tells the clients, and lets vLLM end the process."""
@@ -410,7 +410,7 @@ class Server:
         running = 0 if self.recorder is None else self.recorder.answers.counts()["running"]
         self._enter("ending")
         if self.recorder is not None and before != "failed":
-            saving = self._run(self._save_before_end(before))
+            saving = self.run(self._save_before_end(before))
             done, _ = await asyncio.wait({saving}, timeout=self.settings.sigterm_seconds)
             problem = (
                 saving.exception()
