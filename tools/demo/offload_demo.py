@@ -26,7 +26,8 @@ class Side:
         self._start = (model, directory, log, {} if with_torpor else ALONE)
         self._conversation = conversation
         self._options = ENGINE | {
-            "num_gpu_blocks_override": conversation * 2 // BLOCK,  # room for two of them
+            "max_model_len": conversation * 2,
+            "num_gpu_blocks_override": conversation * 2 // BLOCK + 2,  # room for two of them
             "additional_config": torpor_options(directory) if with_torpor else {},
         }
         self.process: EngineProcess | None = None
