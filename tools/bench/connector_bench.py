@@ -133,7 +133,7 @@ def median_of(runs: list[dict]) -> dict:
         if isinstance(value, (int, float)):
             result[name] = statistics.median_low(run[name] for run in runs)
     result["hooks"] = {
-        name: {"us_per_step": statistics.median(run["hooks"][name]["us_per_step"] for run in runs), "calls": hook["calls"]}
+        name: hook | {"us_per_step": statistics.median(run["hooks"].get(name, hook)["us_per_step"] for run in runs)}
         for name, hook in result["hooks"].items()
     }
     return result
