@@ -5,6 +5,7 @@
 // stands in docs/events.md; numbers of types and of what `from` and `to` say are only ever added.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string_view>
 
@@ -59,6 +60,10 @@ struct Event {
   friend bool operator==(const Event&, const Event&) = default;
 };
 static_assert(sizeof(Event) == 64);
+
+// More than any clock says. What is read may hold any time: whoever calculates with it takes it as within().
+inline constexpr int64_t kMostEventTime = INT64_MAX / 4;
+constexpr int64_t within(int64_t time) { return std::clamp<int64_t>(time, 0, kMostEventTime); }
 
 // Two numbers in one field.
 constexpr uint64_t both(uint64_t high, uint64_t low) { return high << 32 | (low & UINT32_MAX); }

@@ -134,6 +134,8 @@ Result<EventSource> read_event_head(const char (&magic)[9], std::span<const std:
         .what = fmt::format("events of schema {}.{}, {} bytes each", head.major, head.minor, head.record_bytes),
         .next_step = "use the torpor that wrote them"};
   }
+  if (within(head.monotonic_ns) != head.monotonic_ns || within(head.wall_ns) != head.wall_ns)
+    return damaged("the head of the events has impossible times");
   head.role[sizeof head.role - 1] = '\0';
   return EventSource{.role = head.role,
                      .rank = head.rank,

@@ -35,7 +35,8 @@ struct EventSource {
   uint64_t capacity = 0;
   uint16_t major = 0;  // of the schema
   uint16_t minor = 0;
-  double wall_seconds(int64_t time) const { return static_cast<double>(time - monotonic_ns + wall_ns) * 1e-9; }
+  int64_t wall(int64_t time) const { return within(time) - monotonic_ns + wall_ns; }
+  double wall_seconds(int64_t time) const { return static_cast<double>(wall(time)) * 1e-9; }
 };
 // This process, now.
 EventSource this_process(std::string role, int32_t rank, const Clock& clock);

@@ -179,7 +179,7 @@ void EngineView::apply_phase(const Event& event) {
 
 nlohmann::ordered_json EngineView::to_json() const {
   using Json = nlohmann::ordered_json;
-  const auto age = [&](int64_t since) { return static_cast<double>(latest_ - since) * 1e-9; };
+  const auto age = [&](int64_t since) { return static_cast<double>(within(latest_) - within(since)) * 1e-9; };
   Json slots = Json::array();
   for (const auto& [number, row] : slots_)
     slots.push_back({{"slot", number - 1},

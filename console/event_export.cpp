@@ -163,10 +163,7 @@ std::string EventExport::to_csv(const EventSource& source, const EventTexts& tex
 
 bool EventExport::write(const std::vector<SourceEvents>& sources, Format format, const Write& write) {
   int64_t latest = INT64_MIN;
-  const auto wall = [&](const Placed& each) {
-    const EventSource& source = sources[each.source].source;
-    return each.event->time + source.wall_ns - source.monotonic_ns;
-  };
+  const auto wall = [&](const Placed& each) { return sources[each.source].source.wall(each.event->time); };
   const std::vector<Placed> all = merged(sources);
   for (const Placed& each : all) {
     if (each.event->type != EventType::kLost) latest = std::max(latest, wall(each));
@@ -244,37 +241,37 @@ bool EventExport::write_perfetto(const std::vector<SourceEvents>& sources, const
     for (const Event& event : of.events) {
       (void)texts.add(event);
       if (!is_known(event) || event.type == EventType::kLost) continue;
-      latest = std::max(latest, event.time);
+      const int64_t time = within(event.time);
+      latest = std::max(latest, time);
       bool more = true;
       const auto edge = static_cast<Edge>(event.to);
       const auto ns = static_cast<int64_t>(event.b & INT64_MAX);
       if (event.type == EventType::kSlot) {
         auto& [state, since] = slots[event.request];
         const int64_t track = kSlots + event.request;
-        if (!state.empty() && state != to_name(event)) more = span("slot", state, track, since, event.time);
+        if (!state.empty() && state != to_name(event)) more = span("slot", state, track, since, time);
         if (state.empty() || event.from == 0)
           more = more && put({{"ph", "M"},
                               {"pid", pid},
                               {"tid", track},
                               {"name", "thread_name"},
                               {"args", {{"name", request(of.source, texts, event.request)}}}});
-        if (state != to_name(event)) since = event.time;
+        if (state != to_name(event)) since = time;
         state = to_name(event);
         if (static_cast<SlotState>(event.to) == SlotState::kFinished) slots.erase(event.request);
       } else if (event.type == EventType::kCopy && edge != Edge::kBegin) {
         more = span("copy", fmt::format("{} {}", from_name(event), edge == Edge::kEnd ? "" : to_name(event)),
-                    kLanes + event.request, event.time - ns, event.time);
+                    kLanes + event.request, time - ns, time);
       } else if (event.type == EventType::kOperation && edge != Edge::kBegin) {
-        more = span("operation", fmt::format("{} {}", from_name(event), to_name(event)), kOperations, event.time - ns,
-                    event.time);
+        more = span("operation", fmt::format("{} {}", from_name(event), to_name(event)), kOperations, time - ns, time);
       } else if (event.type == EventType::kPhase && (edge == Edge::kEnd || edge == Edge::kFailed)) {
         more = span("phase", fmt::format("{}{}", from_name(event), edge == Edge::kFailed ? " failed" : ""), kPhases,
-                    event.time - ns, event.time);
+                    time - ns, time);
       } else if (event.type == EventType::kStep) {
         more = put({{"ph", "C"},
                     {"pid", pid},
                     {"name", "requests"},
-                    {"ts", us(event.time)},
+                    {"ts", us(time)},
                     {"args", {{"running", high_of(event.a)}, {"waiting", low_of(event.a)}}}});
       }
       if (!more) return false;

@@ -188,9 +188,8 @@ std::vector<Placed> merged(const std::vector<SourceEvents>& sources) {
   keys.reserve(count);
   for (size_t i = 0; i < sources.size(); ++i) {
     int64_t latest = INT64_MIN;  // one source's events keep their order, whatever their threads' clocks said
-    const int64_t offset = sources[i].source.wall_ns - sources[i].source.monotonic_ns;
     for (const Event& event : sources[i].events) {
-      if (event.type != EventType::kLost) latest = std::max(latest, event.time + offset);
+      if (event.type != EventType::kLost) latest = std::max(latest, sources[i].source.wall(event.time));
       keys.push_back({latest, all.size()});
       all.push_back({i, &event});
     }

@@ -23,6 +23,7 @@ from vllm.config import KVEventsConfig
 BLOCKS = 40  # on the device; a request has 4 to 8
 ENGINE = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 512}
 CONVERSATIONS = 14
+_MOST_SECONDS_OF_A_ROUND = 60
 
 
 def prompts() -> list[str]:
@@ -53,14 +54,23 @@ class Served:
 
     def answers(self, while_running=lambda: None) -> dict[str, tuple]:
         """By id: tokens, and how many of the prompt were not computed."""
-        found = {}
+        found, end = {}, time.monotonic() + _MOST_SECONDS_OF_A_ROUND
         while self.one.engine.has_unfinished_requests():
+            assert time.monotonic() < end, self.stuck()
             for output in self.one.engine.step():
                 if output.finished:
                     found[output.request_id] = (list(output.outputs[0].token_ids), output.num_cached_tokens)
             while_running()
         self.flush()
         return found
+
+    def stuck(self) -> str:
+        """Who has which blocks."""
+        scheduler = self.one.core.scheduler
+        names = ("running", "waiting", "kv_holding_waiting")
+        queues = {name: [(r.request_id, r.status.name, r.num_computed_tokens) for r in getattr(scheduler, name)] for name in names}
+        held = [block.block_id for block in scheduler.kv_cache_manager.block_pool.blocks if block.ref_cnt > 0]
+        return f"no request ends: {queues}, held blocks {held}, {self.side.stats()}"
 
     def flush(self) -> None:
         """What is to be stored is stored. An engine in this process takes no step by itself."""

@@ -39,10 +39,14 @@ def tiers_kept(scheduler):
     if side is None:
         yield
         return
-    for request in list(scheduler.kv_holding_waiting):  # vLLM takes back the blocks of running ones only
-        if request.num_computed_tokens > 0:
-            scheduler.kv_cache_manager.free(request)
-            request.num_computed_tokens = 0
+    # vLLM takes back the blocks of running ones only. It keeps blocks free for prefills in flight: of these there is none.
+    holding = [request for request in scheduler.kv_holding_waiting if request.num_computed_tokens > 0]
+    scheduler.kv_holding_waiting.remove_requests(holding)
+    for request in reversed(holding):
+        scheduler.kv_cache_manager.free(request)
+        scheduler._inflight_prefills.discard(request)
+        request.num_computed_tokens = 0
+        scheduler.waiting.prepend_request(request)
     side.kept = True
     try:
         yield

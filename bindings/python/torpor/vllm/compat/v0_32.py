@@ -517,6 +517,7 @@ ENGINE = (
                 "RequestQueue",
                 calls={
                     "add_request": "self, request",
+                    "prepend_request": "self, request",
                     "remove_requests": "self, requests",
                 },
             ),
