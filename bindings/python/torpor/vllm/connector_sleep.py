@@ -1,4 +1,4 @@
-"""The connector and a sleep: before it nothing moves any more, over it the tiers stay, after it they are found again."""
+"""The connector and a sleep: before it transfers end, over it the tiers stay, after it their blocks are found again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def tiers_kept(scheduler):
     if side is None:
         yield
         return
-    # vLLM takes back the blocks of running ones only. It keeps blocks free for prefills in flight: of these there is none.
+    # vLLM takes back the blocks of running requests only. It keeps blocks free for prefills in flight, which these are
+    # not any more.
     holding = [request for request in scheduler.kv_holding_waiting if request.num_computed_tokens > 0]
     scheduler.kv_holding_waiting.remove_requests(holding)
     for request in reversed(holding):

@@ -65,7 +65,7 @@ class Automatic:
         finally:
             self._wanted -= 1
 
-    # --- wake -----------------------------------------------------------------------------------------------------------
+    # --- wake ---
 
     def _wake_if_wanted(self) -> None:
         due = self._wanted > 0 and self._settings.wake_on_request and self._server.state == "asleep"
@@ -88,7 +88,7 @@ class Automatic:
                 no_room = isinstance(problem, NotEnoughRoom)
                 await asyncio.sleep(_RETRY_SECONDS if no_room else _RETRY_AFTER_ERROR_SECONDS)
 
-    # --- sleep ----------------------------------------------------------------------------------------------------------
+    # --- sleep ---
 
     async def watch(self) -> None:
         terms = [term for term in (self._settings.sleep_after, self._settings.sleep_to_disk_after) if term > 0]
@@ -119,7 +119,7 @@ class Automatic:
                 server.metrics.automatic.labels("sleep_to_disk").inc()
                 logger.info("torpor: idle, asleep on disk: %s", report.checkpoint)
 
-    # --- checkpoints ----------------------------------------------------------------------------------------------------
+    # --- checkpoints ---
 
     async def checkpoints(self) -> None:
         """One every so many seconds, unless nothing has changed since the last."""
