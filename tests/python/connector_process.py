@@ -266,9 +266,12 @@ def slept(served: Served) -> dict:
         after = served.side.stats()
         step()
         served.one.llm.wake_up()
+        scheduler = served.one.core.scheduler
+        without_blocks = [r.request_id for r in scheduler._inflight_prefills if r.num_computed_tokens == 0]
         found = answers | {i: tokens for i, (tokens, _) in served.answers().items()}
         result[way] = {
             "loading": loading,
+            "reserved_in_vain": without_blocks,
             "differing": [i for number, i in enumerate(ids) if i in found and found[i] != expected[number]],
             "finished": len(found),
             "kept": after["host_blocks"] >= before > 0 and served.side.core.space == space,

@@ -81,6 +81,7 @@ def test_a_sleep_waits_for_what_moves_and_keeps_what_is_in_host_memory(served, w
     assert result[way]["loading"] > 0 and result[way]["moving"] == 0
     assert result[way]["differing"] == [] and result[way]["finished"] == CONVERSATIONS
     assert result[way]["kept"] and result["cached"] > CONVERSATIONS * 32
+    assert result[way]["reserved_in_vain"] == []
     assert way == "recompute" or result[way]["recomputed"] == 0
 
 
