@@ -5,6 +5,7 @@
 
 #include <fmt/format.h>
 
+#include "allocator/region_memory.h"
 #include "base/log.h"
 #include "base/units.h"
 
@@ -26,88 +27,9 @@ bool is_asleep(RegionState state) {
   return state == RegionState::kDetached || state == RegionState::kAttaching || state == RegionState::kRestoring;
 }
 
-struct SleepAllocator::Region {
-  RegionInfo info;      // `state` is guarded by the allocator's lock, the rest never changes
-  uint64_t number = 0;  // in order of allocation
-  struct Handle {
-    PhysicalId id{};
-    uint64_t offset = 0;
-    uint64_t size = 0;
-    bool mapped = false;  // also where a failed call left that open
-  };
-  // All below belongs to the call that holds the tag. What is done is written down at once, so that it can be undone,
-  // or tried again, wherever something fails.
-  std::vector<Handle> handles;  // created and not released
-  bool broken = false;          // what failed could not be undone
-
-  bool mapped() const {
-    return std::any_of(handles.begin(), handles.end(), [](const Handle& handle) { return handle.mapped; });
-  }
-
-  // Each of these changes nothing if it fails, or makes the region broken.
-  Status create(DeviceMemory& device, uint64_t handle_bytes) {
-    const Status done = catching([&]() -> Status {
-      handles.reserve(info.reserved_bytes / handle_bytes + 1);
-      for (uint64_t offset = 0; offset < info.reserved_bytes; offset += handle_bytes) {
-        const uint64_t size = std::min(handle_bytes, info.reserved_bytes - offset);
-        TORPOR_ASSIGN(const PhysicalId id, device.create(size));
-        handles.push_back({id, offset, size});
-      }
-      return ok();
-    });
-    if (!done) (void)release(device);
-    return done;
-  }
-
-  Status map(DeviceMemory& device) {
-    const Status done = catching([&]() -> Status {
-      for (Handle& handle : handles) {
-        TORPOR_TRY(device.map(info.address + handle.offset, handle.id));
-        handle.mapped = true;
-      }
-      return device.set_access(info.address, info.reserved_bytes, Access::kReadWrite);
-    });
-    if (!done && !unmap_each(device)) broken = true;
-    return done;
-  }
-
-  Status unmap(DeviceMemory& device) {
-    Status done = catching([&] { return device.unmap(info.address, info.reserved_bytes); });
-    if (!done) {
-      broken = broken || done.error().state_changed;
-      return done;
-    }
-    for (Handle& handle : handles) handle.mapped = false;
-    return done;
-  }
-
-  // What is mapped of it, in reverse; as much as the device lets go.
-  Status unmap_each(DeviceMemory& device) {
-    Status first;
-    for (auto handle = handles.rbegin(); handle != handles.rend(); ++handle) {
-      if (!handle->mapped) continue;
-      Status done = catching([&] { return device.unmap(info.address + handle->offset, handle->size); });
-      if (done) {
-        handle->mapped = false;
-      } else if (first) {
-        first = std::move(done);
-      }
-    }
-    return first;
-  }
-
-  // As much as the device releases; the rest stays in `handles`, and the region is broken.
-  Status release(DeviceMemory& device) {
-    Status first;
-    std::erase_if(handles, [&](const Handle& handle) {
-      Status done = catching([&] { return device.release(handle.id); });
-      if (done) return true;
-      if (first) first = std::move(done);
-      return false;
-    });
-    if (!first) broken = true;
-    return first;
-  }
+struct SleepAllocator::Region : RegionMemory {  // which belongs to the call that holds the tag
+  RegionInfo info;                              // `state` is guarded by the allocator's lock, the rest never changes
+  uint64_t number = 0;                          // in order of allocation
 };
 
 // Some tags (none named: all) for the time of one call. Others that want one of them wait.
@@ -204,8 +126,9 @@ Result<DeviceAddress> SleepAllocator::allocate(std::string_view tag, std::string
   Region& region = *fresh.emplace(0, std::make_unique<Region>()).first->second;
   const uint64_t reserved = align_up(size_bytes, device_.granularity());
   region.info = {std::string(tag), std::string(region_name), 0, size_bytes, reserved, RegionState::kAttached};
+  region.reserved_bytes = reserved;
   TORPOR_ASSIGN(const DeviceAddress address, device_.reserve(reserved));
-  region.info.address = address;
+  region.info.address = region.address = address;
   Status made = region.create(device_, options_.handle_bytes);
   if (made && !(made = region.map(device_))) (void)region.release(device_);
   if (!made) {

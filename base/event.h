@@ -2,7 +2,7 @@
 //
 // Telling an event waits for nobody, takes no memory and no lock, and is legal under any lock and on any thread
 // (base/event_ring.h). A port of no ring tells nothing and costs one comparison. Which event has what in which field
-// stands in docs/events.md; numbers of types and of what `from` and `to` say are only ever added.
+// stands in docs/console.md; numbers of types and of what `from` and `to` say are only ever added.
 #pragma once
 
 #include <algorithm>
@@ -34,16 +34,24 @@ enum class EventType : uint16_t {
   kOperation,
   kPhase,
   kEngine,
+  kStop,     // since 1.1
+  kControl,  // since 1.1
+  kInput,    // since 1.1
+  kMemory,   // since 1.2
+  kKey,      // since 1.2
 };
-inline constexpr int kEventTypes = 18;
+inline constexpr int kEventTypes = 23;
 
 // Of a copy, an operation or a phase.
 enum class Edge : uint8_t { kNone, kBegin, kEnd, kFailed, kUnproven, kUndone, kLost };
 inline constexpr int kEdges = 7;
 
+// Of a request's block, in `to`: its prompt's, or of what it made.
+enum class KeyOf : uint8_t { kPrompt, kMade };
+
 // What a text is about, in the lower bits of `from`; `request` or `transfer` says of which.
-enum class TextKind : uint8_t { kRequestName, kOperation, kError };
-inline constexpr int kTextKinds = 3;
+enum class TextKind : uint8_t { kRequestName, kOperation, kError, kInput, kTag };
+inline constexpr int kTextKinds = 5;
 inline constexpr uint8_t kLastPart = 0x80;  // of `from`
 
 struct Event {
@@ -70,6 +78,24 @@ constexpr uint64_t both(uint64_t high, uint64_t low) { return high << 32 | (low 
 constexpr uint32_t high_of(uint64_t field) { return static_cast<uint32_t>(field >> 32); }
 constexpr uint32_t low_of(uint64_t field) { return static_cast<uint32_t>(field); }
 
+// Hears of every event of a ring and of every name, in the thread and under the locks of who tells it; so it waits for
+// nothing and takes no lock. And says whether the engine may take its next step. All methods: any thread.
+class EventWatch {
+ public:
+  virtual void saw(const Event& event) noexcept = 0;
+  virtual void named(uint32_t request, std::string_view name) noexcept = 0;
+  virtual bool may_step() noexcept = 0;
+  // `about` is what would be told. False: it is held; leave it undone and ask again.
+  virtual bool may_go(const Event& about) noexcept = 0;
+  // Something is held, or may be: else nobody need ask.
+  virtual bool holds() const noexcept = 0;
+  virtual void operation_begins() noexcept = 0;
+  virtual void operation_ended() noexcept = 0;
+
+ protected:
+  ~EventWatch() = default;
+};
+
 class EventPort {
  public:
   EventPort() = default;  // tells nothing
@@ -88,6 +114,17 @@ class EventPort {
   uint64_t told() const noexcept;
   // Half of what the ring holds has been told since it was `told` so many: who has a state that lasts tells it anew.
   bool half_gone(uint64_t told) const noexcept;
+
+  // For who steps an engine, where no lock is held. False: somebody looks at it as it stands; leave the step undone and
+  // ask again. It returns at once.
+  bool may_step() const noexcept;
+  // The same for one request or transfer, before it is admitted or committed: `about` is what would be told of it.
+  // `holds()`: it may be worth asking.
+  bool holds() const noexcept;
+  bool may_go(const Event& about) const noexcept;
+  // Around a sleep, a wake or a checkpoint: nobody stops the engine then, and who stopped it before lets it go.
+  void operation_begins() const noexcept;
+  void operation_ended() const noexcept;
 
  private:
   uint64_t record_now(const Event& event) const noexcept;

@@ -151,7 +151,38 @@ Result<EventSource> read_event_head(const char (&magic)[9], std::span<const std:
 // ---- the port
 
 uint64_t EventPort::record_now(const Event& event) const noexcept {
-  return ring_->record(event, clock_->now().count());
+  const int64_t time = clock_->now().count();
+  const uint64_t sequence = ring_->record(event, time);
+  if (EventWatch* const watch = ring_->watch()) {
+    Event told = event;
+    told.sequence = sequence;
+    told.time = time;
+    watch->saw(told);
+  }
+  return sequence;
+}
+
+bool EventPort::may_step() const noexcept {
+  EventWatch* const watch = ring_ == nullptr ? nullptr : ring_->watch();
+  return watch == nullptr || watch->may_step();
+}
+
+bool EventPort::holds() const noexcept {
+  const EventWatch* const watch = ring_ == nullptr ? nullptr : ring_->watch();
+  return watch != nullptr && watch->holds();
+}
+
+bool EventPort::may_go(const Event& about) const noexcept {
+  EventWatch* const watch = ring_ == nullptr ? nullptr : ring_->watch();
+  return watch == nullptr || watch->may_go(about);
+}
+
+void EventPort::operation_begins() const noexcept {
+  if (EventWatch* const watch = ring_ == nullptr ? nullptr : ring_->watch()) watch->operation_begins();
+}
+
+void EventPort::operation_ended() const noexcept {
+  if (EventWatch* const watch = ring_ == nullptr ? nullptr : ring_->watch()) watch->operation_ended();
 }
 
 uint64_t EventPort::told() const noexcept { return ring_ == nullptr ? 0 : ring_->told(); }
@@ -162,6 +193,8 @@ bool EventPort::half_gone(uint64_t told) const noexcept {
 
 void EventPort::text(TextKind kind, uint32_t request, uint64_t transfer, std::string_view words) const noexcept {
   if (ring_ == nullptr) return;
+  if (EventWatch* const watch = ring_->watch(); watch != nullptr && kind == TextKind::kRequestName)
+    watch->named(request, words);
   constexpr size_t kPart = 32;
   words = words.substr(0, 256 * kPart);
   uint8_t part = 0;
@@ -308,9 +341,9 @@ void EventReader::skip(std::vector<Event>& events, uint64_t to) {
   next_ = to;
 }
 
-void EventReader::read(std::vector<Event>& events, bool last) {
+void EventReader::read(std::vector<Event>& events, bool last, size_t most) {
   const uint64_t told = ring_.told();
-  while (next_ <= told) {
+  while (next_ <= told && events.size() < most) {
     if (told - next_ >= ring_.capacity()) skip(events, told - ring_.capacity() + 1);
     Event event;
     const EventRing::Found found = ring_.find(next_, event);

@@ -44,7 +44,7 @@ EventSource this_process(std::string role, int32_t rank, const Clock& clock);
 bool is_alive(const EventSource& source);
 
 inline constexpr uint16_t kEventSchemaMajor = 1;
-inline constexpr uint16_t kEventSchemaMinor = 0;
+inline constexpr uint16_t kEventSchemaMinor = 3;
 inline constexpr uint64_t kEventHeadBytes = 4096;
 
 // The first bytes of a ring and of a recording.
@@ -73,6 +73,9 @@ class EventRing {
   uint64_t capacity() const noexcept { return mask_ + 1; }
   const EventSource& source() const { return source_; }
   const std::string& path() const { return path_; }
+  // Null: nobody watches. Outlives every event that is told, or is taken away when nobody tells any.
+  void watch(EventWatch* watch) noexcept { watch_.store(watch, std::memory_order_release); }
+  EventWatch* watch() const noexcept { return watch_.load(std::memory_order_acquire); }
 
   // The event with this sequence, if it is there: kGone: overwritten; kNotYet: being written, or lost.
   enum class Found : uint8_t { kThere, kGone, kNotYet };
@@ -101,6 +104,7 @@ class EventRing {
   const std::string path_;  // empty: in memory
   const bool own_;          // this process writes
   const uint32_t forks_;    // of this process before
+  std::atomic<EventWatch*> watch_ = nullptr;
 };
 
 // Reads on: all events after those that it read before.
@@ -110,7 +114,8 @@ class EventReader {
   explicit EventReader(const EventRing& ring, uint64_t after = 0) : ring_(ring), next_(after + 1) {}
   // Adds what is there, in order; where events are missing a kLost with how many (`a` the first, `b` the number), as
   // soon as that is certain: what is being written is waited for in the next calls, for a second, and not if `last`.
-  void read(std::vector<Event>& events, bool last = false);
+  // Stops when there are `most` in `events`.
+  void read(std::vector<Event>& events, bool last = false, size_t most = SIZE_MAX);
   uint64_t lost() const { return lost_; }
   uint64_t next() const { return next_; }
 

@@ -1,6 +1,6 @@
 // Attributes of clang's thread-safety analysis as macros. What a lock guards is written at the fields (GUARDED_BY),
-// what a function needs at the function, or at the lambda (REQUIRES); the target `thread_safety`
-// (cmake/ThreadSafety.cmake) has clang check it. With other compilers the macros are empty. The locks: base/mutex.h.
+// what a function needs at the function, or at the lambda (REQUIRES). Clang checks it wherever it compiles a room: in
+// the presets `asan` and `fuzz`. With other compilers the macros are empty. The locks: base/mutex.h.
 #pragma once
 
 #if defined(__clang__)

@@ -3,6 +3,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <functional>
 #include <limits>
 #include <optional>
 
@@ -10,9 +12,10 @@
 #include "bindings/bind_errors.h"
 #include "bindings/bind_subjects.h"
 #include "bindings/bind_values.h"
+#include "bindings/connector_hits.h"
 #include "bindings/connector_values.h"
-#include "bindings/dict_reader.h"
 #include "bindings/engine_blocks.h"
+#include "bindings/hook_guard.h"
 #include "bindings/process_events.h"
 #include "kvcache/offload_scheduler.h"
 
@@ -21,81 +24,72 @@ namespace py = pybind11;
 namespace torpor {
 namespace {
 
-struct ConnectorOptions {
-  OffloadSchedulerOptions offload;
-  PlacementOptions placement;
-  bool lazy = false;
-  int32_t watermark = 0;  // lazy: how many of the next blocks to be evicted are looked at
-};
+constexpr int kMostFailedLoads = 4;  // of a request
+constexpr size_t kAhead = 8;         // blocks of vLLM's: far enough that memory has answered when their turn comes
 
-ConnectorOptions connector_options_from(const py::dict& dict) {
-  DictReader in(dict, "connector options");
-  ConnectorOptions options;
-  int64_t events = 0;
-  in.read("lazy", options.lazy);
-  in.read("ranks", options.offload.ranks);
-  in.read("block_tokens", options.offload.block_tokens);
-  in.read("host_slots", options.offload.index.host_slots);
-  in.read("disk_segments", options.offload.index.disk_segments);
-  in.read("segment_slots", options.offload.index.segment_slots);
-  in.read("device_blocks", options.offload.index.device_blocks);
-  in.read("min_uses", options.placement.min_uses);
-  in.read("min_prefix_tokens", options.placement.min_prefix_tokens);
-  in.read_if_given("watermark", options.watermark);
-  in.read_if_given("events", events);
-  in.read_if_given("max_batch_size", options.offload.queue.max_batch_size);
-  in.read_if_given("min_batch_size", options.offload.queue.min_batch_size);
-  in.read_if_given("max_concurrent_transfers", options.offload.queue.max_concurrent_transfers);
-  in.read_if_given("on_deck_batches", options.offload.queue.on_deck_batches);
-  in.read_if_given("queue_blocks", options.offload.queue.queue_blocks);
-  int64_t flush_interval_ms = options.offload.queue.flush_interval.count();
-  in.read_if_given("flush_interval_ms", flush_interval_ms);
-  in.finish();
-  options.offload.queue.flush_interval = std::chrono::milliseconds(flush_interval_ms);
-  // Held in both modes: of a short free queue vLLM takes a block before its copy is made.
-  options.offload.mode = OffloadMode::kEager;
-  options.offload.events = static_cast<size_t>(std::max<int64_t>(events, 0));
-  options.placement.host = options.offload.index.host_slots > 0;
-  options.placement.disk = options.offload.index.disk_segments > 0;
-  if (options.placement.min_uses > 1) options.offload.counted_keys = 1 << 20;
-  return options;
-}
-
-constexpr size_t kFirstKeys = 8;
-
-class ConnectorScheduler {
+class ConnectorScheduler final : public console::OffloadAccess {
  public:
-  // `pool`: vLLM's BlockPool. `tables`: its requests' blocks by request id, of the one KV cache group.
-  ConnectorScheduler(const py::object& pool, py::dict tables, const py::dict& dict)
+  // `pool`: vLLM's BlockPool. `groups`: its KV cache groups, as GroupTables wants them.
+  ConnectorScheduler(const py::object& pool, const py::list& groups, const py::dict& dict)
       : options_(connector_options_from(dict)),
         block_tokens_(options_.offload.block_tokens),
         blocks_(pool, block_tokens_),
         queue_(pool.attr("free_block_queue")),
-        tables_(std::move(tables)),
+        groups_(groups),
         placement_(make_placement(options_.placement)),
         scheduler_(value_or_raise(
             OffloadScheduler::create(options_.offload, blocks_, *placement_, system_clock(), process_events()))),
-        offered_(static_cast<size_t>(blocks_.size()), Stamp::kNone) {}
+        hits_(groups_, scheduler_->index(), block_tokens_),
+        offered_(static_cast<size_t>(blocks_.size()), Stamp::kNone),
+        stale_(static_cast<size_t>(blocks_.size()), Stamp::kNone) {
+    const py::gil_scoped_release others_go_on;  // a call to the one before may wait for the interpreter's lock
+    serve_offload(*this);
+  }
+  ~ConnectorScheduler() {
+    const py::gil_scoped_release others_go_on;  // who uses it now may wait for the interpreter's lock
+    unserve_offload(this);
+  }
 
-  // Tokens behind the first `computed` ones that can be loaded.
-  int64_t match(const py::object& request, int64_t computed) {
-    Record& record = record_of(request);
-    record.offered = 0;
-    if (record.loading || record.no_loads || computed % block_tokens_ != 0) return 0;
-    record.matched_at = static_cast<size_t>(computed / block_tokens_);
-    const bool counts = options_.offload.counted_keys > 0;  // then all keys are told, found or not
-    if (counts) {
-      keys_.clear();
-      (void)take_keys(request, 0, std::numeric_limits<size_t>::max());
-    } else {
-      find(request, record.matched_at);
+  // In a console's thread.
+  Status use(const std::function<Status(OffloadScheduler&)>& work) override {
+    return between_hooks([&] { return work(*scheduler_); });
+  }
+  Result<std::vector<BlockKey>> keys_of(const std::string& id) override {
+    if (const Record* const record = known(py::str(id).ptr()); record != nullptr && record->request) {
+      try {
+        const py::object request = record->request;  // the record may move
+        ConnectorHits hits(groups_, scheduler_->index(), block_tokens_);
+        hits.take_all(request, scheduler_->space());
+        if (InHook::running != 0) return engine_is_busy();
+        return std::vector<BlockKey>(hits.keys().begin(), hits.keys().end());
+      } catch (const py::error_already_set& problem) {
+        return Error{.code = Code::kInternal, .what = problem.what(), .next_step = "report this"};
+      }
     }
-    const int32_t found = value_or_raise(catching(
-        [&]() -> Result<int32_t> { return scheduler_->match(record.number, keys_, counts ? record.matched_at : 0); }));
-    places_.resize(static_cast<size_t>(found));
-    if (counts && found > 0)
-      (void)scheduler_->index().run(std::span(keys_).subspan(record.matched_at, places_.size()), places_);
-    return found * block_tokens_;
+    return Error{.code = Code::kNotFound,
+                 .what = fmt::format("there is no request {}", id),
+                 .next_step = "look at `slots`: it may have ended"};
+  }
+
+  // Tokens behind the first `computed` ones that can be loaded; None: ask again in the next step.
+  std::optional<int64_t> match(const py::object& request, int64_t computed) {
+    Record& record = record_of(request);
+    if (is_still_matched(record, request, computed)) return static_cast<int64_t>(record.matched) * block_tokens_;
+    record.begin_again();
+    // Whose load failed has no blocks any more, and stands before those that have theirs: where there are none left, it
+    // would wait for them, and they behind it.
+    if (record.failed_loads > 0 && others_have_loaded(record)) return std::nullopt;
+    if (record.loading || record.failed_loads >= most_failed_loads() || computed % block_tokens_ != 0) return 0;
+    record.matched_at = static_cast<size_t>(computed / block_tokens_);
+    if (options_.offload.counted_keys > 0) {  // all keys are told, found or not
+      hits_.take_all(request, scheduler_->space());
+      (void)match(record, hits_.keys().size());
+    }
+    record.matched = hits_.find(request, record.matched_at, scheduler_->space());
+    const bool worth = static_cast<int64_t>(record.matched) * block_tokens_ >= options_.placement.min_prefix_tokens;
+    if (match(record, worth ? 0 : hits_.keys().size()) == 0) record.matched = 0;
+    last_match_ = {.number = record.number, .damaged = damaged(), .whole = hits_.ends_where_it_ends()};
+    return static_cast<int64_t>(record.matched) * block_tokens_;
   }
 
   void know(const py::object& request) { (void)record_of(request); }
@@ -104,19 +98,22 @@ class ConnectorScheduler {
   void allocated(const py::str& id, int64_t external) {
     Record* const record = known(id.ptr());
     if (record == nullptr || record->loading) return;
-    table_of(id.ptr());
-    few_.clear();
+    record->to_fill = 0;
+    if (any_stale_) look_for_stale(*record, id.ptr());
     if (external == 0 && record->loaded > 0) {
-      for (size_t i = record->matched_at; i < record->matched_at + record->loaded && i < table_size_; ++i)
-        few_.push_back(number_at(i));
+      take_blocks(*record, id.ptr(), groups_.whole_hits() ? record->matched : record->loaded);
       record->loaded = 0;
       value_or_raise(catching([&]() -> Status { return scheduler_->loaded(record->number, few_), ok(); }));
       return;
     }
     const auto wanted = static_cast<size_t>(external / block_tokens_);
-    places_.resize(std::min(places_.size(), wanted));  // of this request: it was matched just now
-    for (size_t i = record->matched_at; i < record->matched_at + wanted && i < table_size_; ++i)
-      few_.push_back(number_at(i));
+    if (wanted > 0 && wanted != record->matched && groups_.whole_hits()) {
+      raise(Error{.code = Code::kInternal,
+                  .what = fmt::format("vLLM takes {} of {} blocks that can be loaded", wanted, record->matched),
+                  .next_step = "a sliding window needs others then: report this"});
+    }
+    if (!groups_.whole_hits()) hits_.shorten(wanted);  // of this request: it was matched just now
+    take_blocks(*record, id.ptr(), wanted);
     value_or_raise(catching([&]() -> Status { return (void)scheduler_->allocated(record->number, few_), ok(); }));
     taken_ += options_.lazy ? static_cast<int64_t>(few_.size()) : 0;
     record->loading = !few_.empty();
@@ -125,21 +122,12 @@ class ConnectorScheduler {
   }
 
   // `scheduled`: how many tokens each request computes in step `step`. Returns the plan of this step for all ranks, or
-  // None; `unknown`: ids of requests that were never matched.
+  // None.
   py::object step(uint64_t step, const py::dict& scheduled, bool flush) {
-    unknown_ = py::list();
-    if (!options_.lazy) {
-      PyObject* id = nullptr;
-      PyObject* tokens = nullptr;
-      for (Py_ssize_t at = 0; PyDict_Next(scheduled.ptr(), &at, &id, &tokens) != 0;) {
-        if (Record* const record = known(id)) {
-          offer(*record, id, PyLong_AsLongLong(tokens), step);
-        } else {
-          unknown_.append(py::reinterpret_borrow<py::object>(id));
-        }
-      }
-    } else if (taken_ += most_taken(scheduled); taken_ >= options_.watermark / 2) {
-      offer_next_to_go();
+    if (!options_.lazy || any_stale_) look_at(scheduled, step);
+    if (options_.lazy) {
+      taken_ += most_taken(scheduled);
+      if (taken_ >= options_.watermark / 2) offer_next_to_go();
     }
     return plan(flush);
   }
@@ -170,21 +158,35 @@ class ConnectorScheduler {
     end_loads();
   }
 
-  void finished(const py::str& id) {
+  // Its blocks are still there. With steps in flight it may have filled some since the last one, `step`.
+  void finished(const py::str& id, uint64_t step) {
     Record* const record = known(id.ptr());
     if (record == nullptr) return;
+    if (!options_.lazy || record->stale) offer(*record, id.ptr(), 0, step);
     PyDict_DelItem(numbers_.ptr(), id.ptr());
     record->request = py::object();
     if (scheduler_->finished(record->number)) record->used = false;
   }
 
+  // What the engine's blocks have now, and what is computed on top of that, is not for the new key space.
   uint32_t reset() {
     value_or_raise(catching([&]() -> Status { return scheduler_->reset(); }));
     std::fill(offered_.begin(), offered_.end(), Stamp::kNone);
-    for (Record& record : records_) record.offered = 0;
+    for (size_t block = 0; block < stale_.size(); ++block) stale_[block] = blocks_.stamp(static_cast<int32_t>(block));
+    any_stale_ = true;
+    for (Record& record : records_) {
+      record.offered = 0;
+      record.to_fill = 0;
+      record.stale = record.used;
+    }
     end_loads();
     return scheduler_->space();
   }
+
+  std::vector<Slot> host_slots(const std::vector<int32_t>& blocks, bool keep) {
+    return value_or_raise(catching([&]() -> Result<std::vector<Slot>> { return scheduler_->backing(blocks, keep); }));
+  }
+  void release_host_slots() { scheduler_->release_backing(); }
 
   void let_go() { blocks_.let_go(); }
   uint32_t space() const { return scheduler_->space(); }
@@ -192,7 +194,6 @@ class ConnectorScheduler {
   bool under_way() const { return scheduler_->under_way(); }
   int64_t held() const { return blocks_.held(); }
   int64_t loading() const { return loading_; }
-  py::list unknown() const { return unknown_; }
   void check() const { value_or_raise(scheduler_->check()); }
 
   py::bytes adopt(const py::list& ranks) {
@@ -203,10 +204,7 @@ class ConnectorScheduler {
   }
 
   // Tokens that the load which was allocated last takes from disk.
-  int64_t tokens_from_disk() const {
-    return block_tokens_ *
-           std::count_if(places_.begin(), places_.end(), [](const Places& places) { return places.host < 0; });
-  }
+  int64_t tokens_from_disk() const { return hits_.tokens_from_disk(); }
 
   py::dict stats() const { return connector_stats(*scheduler_, blocks_.held(), loading_); }
   py::object take_events() { return events_to_python(scheduler_->take_events()); }
@@ -214,14 +212,25 @@ class ConnectorScheduler {
  private:
   struct Record {
     uint32_t number = 0;
+    int32_t priority = 0;
     bool used = false;
     bool loading = false;
-    bool no_loads = false;  // one has failed: it computes
-    size_t offered = 0;     // blocks of its table
+    int failed_loads = 0;
+    bool stale = false;   // what it computes stands on blocks from before a reset
+    size_t offered = 0;   // blocks of its tables
+    int64_t to_fill = 0;  // no other block is full before it was given so many tokens
     size_t matched_at = 0;
-    size_t asked = 0;   // blocks that are being loaded
-    size_t loaded = 0;  // and are good
+    size_t matched = 0;  // blocks behind that can be loaded
+    size_t asked = 0;    // blocks, of all groups, that are being loaded
+    size_t loaded = 0;   // and are good
     py::object request;
+
+    void begin_again() {
+      offered = 0;
+      to_fill = 0;
+      stale = false;
+      loaded = 0;
+    }
   };
 
   Record* known(PyObject* id) {
@@ -229,56 +238,74 @@ class ConnectorScheduler {
     return number == nullptr ? nullptr : &records_[static_cast<size_t>(PyLong_AsSize_t(number))];
   }
 
+  // vLLM takes lower ones first. A client may choose it, and has 64 bits for it.
+  static int32_t priority_of(const py::object& request) {
+    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+    const auto given = py::getattr(request, "priority", py::int_(0)).cast<int64_t>();
+    return -static_cast<int32_t>(std::clamp(given, -kMost, kMost));
+  }
   Record& record_of(const py::object& request) {
     const py::str id = request.attr("request_id");
     if (Record* const record = known(id.ptr())) return *record;
-    const uint32_t number = scheduler_->begin_request(id.cast<std::string>());
+    const int32_t priority = priority_of(request);
+    const uint32_t number = scheduler_->begin_request(id.cast<std::string>(), priority);
     if (number >= records_.size()) records_.resize(number + 1);
-    records_[number] = {.number = number, .used = true, .request = request};
+    records_[number] = {.number = number, .priority = priority, .used = true, .request = request};
     numbers_[id] = py::int_(number);
     return records_[number];
   }
 
-  // Keys of at most `most` blocks from `first` on, behind those in keys_. Not of the last token's, which is always
-  // computed. False: there are no more.
-  bool take_keys(const py::object& request, size_t first, size_t most) {
-    const py::list hashes = request.attr("block_hashes");
-    const auto tokens = request.attr("num_tokens").cast<int64_t>();
-    const auto full = static_cast<size_t>(std::max<int64_t>(tokens - 1, 0) / block_tokens_);
-    const size_t end = std::min<size_t>(hashes.size(), full);
-    size_t i = first;
-    for (; i < end && i - first < most; ++i) {
-      PyObject* const hash = PyList_GET_ITEM(hashes.ptr(), static_cast<Py_ssize_t>(i));
-      if (!PyBytes_Check(hash) || static_cast<size_t>(PyBytes_GET_SIZE(hash)) > BlockKey{}.hash.size()) return false;
-      BlockKey& key = keys_.emplace_back();
-      key.space = scheduler_->space();
-      std::copy_n(PyBytes_AS_STRING(hash), PyBytes_GET_SIZE(hash), key.hash.begin());
-    }
-    return i < end;
+  // The head of the waiting queue is asked for in each step, until there are blocks for it. What it has is pinned, so
+  // it has it still; there may be more of it, or nearer, or some of it was found damaged meanwhile.
+  bool is_still_matched(const Record& record, const py::object& request, int64_t computed) const {
+    return record.matched > 0 && last_match_.number == record.number && last_match_.whole &&
+           last_match_.damaged == damaged() && scheduler_->stage(record.number) == RequestStage::kOnboardStaged &&
+           computed == static_cast<int64_t>(record.matched_at) * block_tokens_ &&
+           !hits_.has_next(request, record.matched_at + record.matched, scheduler_->space());
+  }
+  // Then it computes. Of a load of several groups vLLM takes all or nothing; what was damaged is found no more, so what
+  // lies before is loaded by another one.
+  int most_failed_loads() const { return groups_.whole_hits() ? kMostFailedLoads : 1; }
+  uint64_t damaged() const {
+    uint64_t blocks = 0;
+    for (const Way way : {Way::kUp, Way::kOn})
+      blocks += scheduler_->queue().counts(way)[static_cast<size_t>(BlockOutcome::kDamaged)];
+    return blocks;
   }
 
-  // Keys from block `first` on and where they are, up to the first that is nowhere. Each is a look at memory that
-  // nobody has looked at for long, so few are taken at first.
-  void find(const py::object& request, size_t first) {
-    keys_.clear();
-    places_.clear();
-    for (size_t few = kFirstKeys; true; few *= 2) {
-      const size_t from = keys_.size();
-      const bool more = take_keys(request, first + from, few);
-      places_.resize(keys_.size());
-      const size_t found = scheduler_->index().run(std::span(keys_).subspan(from), std::span(places_).subspan(from));
-      const bool all = from + found == keys_.size();
-      keys_.resize(from + found);
-      if (!more || !all) return;
+  bool others_have_loaded(const Record& record) const {
+    return std::any_of(records_.begin(), records_.end(), [&](const Record& each) {
+      return each.number != record.number && each.request && (each.loading || each.loaded > 0);
+    });
+  }
+
+  int32_t match(const Record& record, size_t have) {
+    return value_or_raise(
+        catching([&]() -> Result<int32_t> { return scheduler_->match(record.number, hits_.keys(), have); }));
+  }
+
+  // The blocks for a hit of so many behind what the engine had itself, as hits_ has their keys.
+  void take_blocks(const Record& record, PyObject* id, size_t blocks) {
+    few_.clear();
+    const size_t end = record.matched_at + blocks;
+    for (size_t group = 0; group < groups_.size(); ++group) {
+      const GroupTables::Table table = groups_.of(group, id);
+      for (size_t i = hits_.first_needed(group, record.matched_at, end); i < std::min(end, table.size); ++i)
+        few_.push_back(blocks_.number_of(table[i]));
     }
   }
 
-  void table_of(PyObject* id) {
-    table_ = PyDict_GetItemWithError(tables_.ptr(), id);
-    table_size_ = table_ != nullptr && PyList_Check(table_) ? static_cast<size_t>(PyList_GET_SIZE(table_)) : 0;
+  void look_at(const py::dict& scheduled, uint64_t step) {
+    PyObject* id = nullptr;
+    PyObject* tokens = nullptr;
+    for (Py_ssize_t at = 0; PyDict_Next(scheduled.ptr(), &at, &id, &tokens) != 0;) {
+      Record* const record = known(id);
+      if (record == nullptr) continue;  // it was never matched
+      const int64_t count = PyLong_AsLongLong(tokens);
+      record->to_fill -= count;
+      if (record->to_fill <= 0 && (record->stale || !options_.lazy)) offer(*record, id, count, step);
+    }
   }
-  PyObject* block_at(size_t i) const { return PyList_GET_ITEM(table_, static_cast<Py_ssize_t>(i)); }
-  int32_t number_at(size_t i) const { return blocks_.number_of(block_at(i)); }
 
   // Those of its blocks that this step fills. vLLM has entered them into the prefix cache already, if their tokens are
   // known; the others come with a later step.
@@ -289,23 +316,59 @@ class ConnectorScheduler {
     const int64_t all = PyLong_AsLongLong(computed) + tokens;
     Py_DECREF(computed);
     const auto full = static_cast<size_t>(all / block_tokens_);
-    if (full <= record.offered) return;
-    table_of(id);
+    const size_t ready = full > record.offered ? std::min(full, groups_.entered(id)) : record.offered;
+    if (ready >= full) record.to_fill = static_cast<int64_t>(full + 1) * block_tokens_ - all;
+    if (ready <= record.offered) return;
+    for (size_t group = 0; group < groups_.size(); ++group) {
+      const GroupTables::Table table = groups_.of(group, id);
+      for (size_t i = record.offered; i < std::min(ready, table.size);)
+        i = record.stale ? mark_stale(table, i) : offer_run(record, table, i, std::min(ready, table.size), step);
+    }
+    record.offered = ready;
+  }
+
+  // Its blocks from `first` on, up to one that has no key: outside of a window, or of no use to a hit. Returns where it
+  // ended.
+  size_t offer_run(const Record& record, const GroupTables::Table& table, size_t first, size_t end, uint64_t step) {
     keys_.clear();
     few_.clear();
-    const size_t first = record.offered;
-    for (size_t i = first; i < std::min(full, table_size_); ++i) {
-      BlockKey key{.space = scheduler_->space()};
-      if (!blocks_.key_of(block_at(i), key)) break;
+    for (size_t at = first; at < std::min(end, first + 2 * kAhead); ++at) blocks_.prefetch(table[at]);
+    for (size_t at = first; at < std::min(end, first + kAhead); ++at) blocks_.prefetch_values(table[at]);
+    size_t i = first;
+    for (BlockKey key{.space = scheduler_->space()}; i < end && blocks_.key_of(table[i], key); ++i) {
+      if (i + 2 * kAhead < end) blocks_.prefetch(table[i + 2 * kAhead]);
+      if (i + kAhead < end) blocks_.prefetch_values(table[i + kAhead]);
       keys_.push_back(key);
-      few_.push_back(number_at(i));
+      few_.push_back(blocks_.number_of(table[i]));
     }
-    if (keys_.empty()) return;
-    OffloadOffer offer{.keys = keys_, .blocks = few_, .after_step = step};
+    if (keys_.empty()) return first + 1;
+    OffloadOffer offer{.keys = keys_, .blocks = few_, .after_step = step, .priority = record.priority};
     BlockKey before;
-    if (first > 0 && blocks_.key_of(block_at(first - 1), before)) offer.parent = before.hash;
-    record.offered = first + keys_.size();
+    if (first > 0 && options_.offload.events > 0 && blocks_.key_of(table[first - 1], before))
+      offer.parent = before.hash;
     value_or_raise(catching([&]() -> Status { return (void)scheduler_->offer(offer), ok(); }));
+    return i;
+  }
+
+  size_t mark_stale(const GroupTables::Table& table, size_t i) {
+    const int32_t number = blocks_.number_of(table[i]);
+    if (number >= 0) stale_[static_cast<size_t>(number)] = blocks_.stamp(number);
+    return i + 1;
+  }
+
+  bool is_stale(int32_t number, Stamp stamp) const {
+    return stamp != Stamp::kNone && stale_[static_cast<size_t>(number)] == stamp;
+  }
+
+  // It was given blocks of the engine's prefix cache.
+  void look_for_stale(Record& record, PyObject* id) {
+    for (size_t group = 0; group < groups_.size() && !record.stale; ++group) {
+      const GroupTables::Table table = groups_.of(group, id);
+      for (size_t i = 0; i < table.size && !record.stale; ++i) {
+        const int32_t number = blocks_.number_of(table[i]);
+        record.stale = number >= 0 && is_stale(number, blocks_.stamp(number));
+      }
+    }
   }
 
   // Lazy: how many blocks a step takes from the free queue, at most.
@@ -314,7 +377,7 @@ class ConnectorScheduler {
     PyObject* id = nullptr;
     PyObject* count = nullptr;
     for (Py_ssize_t at = 0; PyDict_Next(scheduled.ptr(), &at, &id, &count) != 0;) tokens += PyLong_AsLongLong(count);
-    return tokens / block_tokens_ + static_cast<int64_t>(scheduled.size());
+    return (tokens / block_tokens_ + static_cast<int64_t>(scheduled.size())) * static_cast<int64_t>(groups_.size());
   }
 
   // Lazy: the head of vLLM's free queue, which is what it evicts next. Whoever wrote them is done. In a queue that is
@@ -327,7 +390,7 @@ class ConnectorScheduler {
     for (; seen < options_.watermark && block && !block.is_none(); ++seen, block = blocks_.next_free(block.ptr())) {
       const int32_t number = blocks_.number_of(block.ptr());
       const Stamp stamp = blocks_.stamp(number);
-      if (stamp == Stamp::kNone || offered_[static_cast<size_t>(number)] == stamp) continue;
+      if (stamp == Stamp::kNone || offered_[static_cast<size_t>(number)] == stamp || is_stale(number, stamp)) continue;
       BlockKey key{.space = scheduler_->space()};
       if (!blocks_.key_of(block.ptr(), key)) continue;
       offered_[static_cast<size_t>(number)] = stamp;
@@ -352,7 +415,9 @@ class ConnectorScheduler {
         continue;
       }
       record.loaded = static_cast<size_t>(load.good_blocks);
-      record.no_loads = record.loaded < record.asked;
+      if (record.loaded == record.asked) continue;
+      ++record.failed_loads;
+      if (groups_.whole_hits()) record.loaded = 0;  // vLLM takes none of them then
     }
   }
 
@@ -360,21 +425,26 @@ class ConnectorScheduler {
   const int64_t block_tokens_;
   EngineBlocks blocks_;
   const py::object queue_;
-  const py::dict tables_;
+  const GroupTables groups_;
   const std::unique_ptr<Placement> placement_;
   const std::unique_ptr<OffloadScheduler> scheduler_;
-  py::dict numbers_;                                     // of `records_`, by request id
-  std::vector<Record> records_;                          // by OffloadScheduler's number
-  std::vector<Stamp> offered_;                           // lazy: by block, what was offered last
+  ConnectorHits hits_;
+  struct LastMatch {
+    uint32_t number = UINT32_MAX;  // hits_ has its
+    uint64_t damaged = 0;
+    bool whole = false;
+  };
+  LastMatch last_match_;
+  py::dict numbers_;             // of `records_`, by request id
+  std::vector<Record> records_;  // by OffloadScheduler's number
+  std::vector<Stamp> offered_;   // lazy: by block, what was offered last
+  std::vector<Stamp> stale_;     // by block: content that is not for this key space
+  bool any_stale_ = false;
   int64_t taken_ = std::numeric_limits<int32_t>::max();  // lazy: blocks, at most, since they were looked at
   int64_t loading_ = 0;                                  // requests
-  py::list unknown_;
   // Of one call; they keep their memory.
   std::vector<BlockKey> keys_;
   std::vector<int32_t> few_;
-  std::vector<Places> places_;
-  PyObject* table_ = nullptr;
-  size_t table_size_ = 0;
 };
 
 }  // namespace
@@ -382,34 +452,44 @@ class ConnectorScheduler {
 void bind_connector(py::module_& module) {
   py::class_<ConnectorScheduler>(module, "ConnectorScheduler",
                                  "What vLLM's scheduler asks of offloading, over its own block pool.")
-      .def(py::init<const py::object&, py::dict, const py::dict&>(), py::arg("pool"), py::arg("tables"),
+      .def(py::init<const py::object&, const py::list&, const py::dict&>(), py::arg("pool"), py::arg("groups"),
            py::arg("options"))
-      .def("match", &ConnectorScheduler::match, py::arg("request"), py::arg("computed"),
-           "Tokens behind the first `computed` ones that can be loaded; they are kept until allocated().")
+      .def("match", py::overload_cast<const py::object&, int64_t>(&ConnectorScheduler::match), py::call_guard<InHook>(),
+           py::arg("request"), py::arg("computed"),
+           "Tokens behind the first `computed` ones that can be loaded; they are kept until allocated(). None: ask "
+           "again.")
       .def(
-          "know", [](ConnectorScheduler& self, const py::object& request) { self.know(request); }, py::arg("request"))
-      .def("allocated", &ConnectorScheduler::allocated, py::arg("id"), py::arg("external"))
-      .def("step", &ConnectorScheduler::step, py::arg("step"), py::arg("scheduled"), py::arg("flush") = false,
-           "What this step fills is offered; returns what all ranks do next, or None.")
-      .def("plan", &ConnectorScheduler::plan, py::arg("flush"), "The same, without a step.")
-      .def("acknowledge", &ConnectorScheduler::acknowledge, py::arg("step"), "The forward pass of this step is over.")
-      .def("apply", &ConnectorScheduler::apply, py::arg("reports"), "What became of plans, as the ranks say it.")
-      .def("finished", &ConnectorScheduler::finished, py::arg("id"))
-      .def("reset", &ConnectorScheduler::reset, "Nothing is found any more; returns the number of the new key space.")
-      .def("let_go", &ConnectorScheduler::let_go, "No block of the engine is held any more.")
-      .def("adopt", &ConnectorScheduler::adopt, py::arg("ranks"),
+          "know", [](ConnectorScheduler& self, const py::object& request) { self.know(request); },
+          py::call_guard<InHook>(), py::arg("request"))
+      .def("allocated", &ConnectorScheduler::allocated, py::call_guard<InHook>(), py::arg("id"), py::arg("external"))
+      .def("step", &ConnectorScheduler::step, py::call_guard<InHook>(), py::arg("step"), py::arg("scheduled"),
+           py::arg("flush") = false, "What this step fills is offered; returns what all ranks do next, or None.")
+      .def("plan", &ConnectorScheduler::plan, py::call_guard<InHook>(), py::arg("flush"), "The same, without a step.")
+      .def("acknowledge", &ConnectorScheduler::acknowledge, py::call_guard<InHook>(), py::arg("step"),
+           "The forward pass of this step is over.")
+      .def("apply", &ConnectorScheduler::apply, py::call_guard<InHook>(), py::arg("reports"),
+           "What became of plans, as the ranks say it.")
+      .def("finished", &ConnectorScheduler::finished, py::call_guard<InHook>(), py::arg("id"), py::arg("step"),
+           "Of a request that still has its blocks; `step` was the last one.")
+      .def("reset", &ConnectorScheduler::reset, py::call_guard<InHook>(),
+           "Nothing is found any more; returns the number of the new key space.")
+      .def("host_slots", &ConnectorScheduler::host_slots, py::call_guard<InHook>(), py::arg("blocks"), py::arg("keep"),
+           "Of each of the engine's blocks, the slot in host memory that has its bytes, or -1; with `keep` they stay "
+           "so.")
+      .def("release_host_slots", &ConnectorScheduler::release_host_slots, py::call_guard<InHook>())
+      .def("let_go", &ConnectorScheduler::let_go, py::call_guard<InHook>(), "No block of the engine is held any more.")
+      .def("adopt", &ConnectorScheduler::adopt, py::call_guard<InHook>(), py::arg("ranks"),
            "What every rank recovered is found from now on; returns what the ranks adopt.")
       .def("tokens_from_disk", &ConnectorScheduler::tokens_from_disk)
-      .def("stats", &ConnectorScheduler::stats)
-      .def("take_events", &ConnectorScheduler::take_events)
-      .def("check", &ConnectorScheduler::check, "For tests: raises if the index or the queue contradict themselves.")
+      .def("stats", &ConnectorScheduler::stats, py::call_guard<InHook>())
+      .def("take_events", &ConnectorScheduler::take_events, py::call_guard<InHook>())
+      .def("check", &ConnectorScheduler::check, py::call_guard<InHook>(),
+           "For tests: raises if the index or the queue contradict themselves.")
       .def_property_readonly("space", &ConnectorScheduler::space)
       .def_property_readonly("busy", &ConnectorScheduler::busy, "Steps are needed, if only empty ones.")
       .def_property_readonly("under_way", &ConnectorScheduler::under_way)
       .def_property_readonly("held", &ConnectorScheduler::held, "Blocks of the engine.")
-      .def_property_readonly("loading", &ConnectorScheduler::loading, "Requests.")
-      .def_property_readonly("unknown", &ConnectorScheduler::unknown,
-                             "Requests of the last step() that were never matched.");
+      .def_property_readonly("loading", &ConnectorScheduler::loading, "Requests.");
 }
 
 }  // namespace torpor

@@ -3,8 +3,10 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <deque>
 
 #include "base/clock.h"
+#include "base/log.h"
 #include "base/units.h"
 #include "bindings/bind_errors.h"
 #include "bindings/bind_subjects.h"
@@ -14,8 +16,10 @@
 #include "bindings/module_files.h"
 #include "engine/rank_memory.h"
 #include "kvcache/offload_worker.h"
+#include "offload/background_sync.h"
 #include "offload/host_store.h"
 #include "offload/segment_store.h"
+#include "offload/space_word.h"
 
 namespace py = pybind11;
 
@@ -25,6 +29,8 @@ namespace {
 constexpr int32_t kSegments = 8;  // at least, where there is room on disk for so many
 constexpr uint64_t kMostSegmentBytes = 64 * kMiB;
 constexpr uint64_t kMostSlots = 1u << 30;
+constexpr std::chrono::seconds kLockWait{10};
+constexpr std::chrono::seconds kSyncInterval{1};
 
 struct WorkerOptions {
   int32_t rank = 0;
@@ -33,6 +39,7 @@ struct WorkerOptions {
   std::string directory;
   std::shared_ptr<const Key> key;
   bool encrypt = false;
+  bool durable = false;
 };
 
 WorkerOptions worker_options_from(const py::dict& dict) {
@@ -46,6 +53,7 @@ WorkerOptions worker_options_from(const py::dict& dict) {
   in.read("directory", directory);
   in.read_if_given("key_file", key_file);
   in.read_if_given("encrypt", options.encrypt);
+  in.read_if_given("durable", options.durable);
   in.finish();
   options.directory = directory.value_or("");
   options.key = key_from(key_file);
@@ -58,6 +66,11 @@ class ConnectorWorker {
   ConnectorWorker(RankMemory& memory, const py::dict& dict) : memory_(memory) {
     const WorkerOptions options = worker_options_from(dict);
     worker_ = value_or_raise(without_lock([&] { return make(options); }));
+  }
+
+  ~ConnectorWorker() {
+    const py::gil_scoped_acquire lock;
+    plans_.clear();
   }
 
   py::dict sizes() const {
@@ -91,36 +104,34 @@ class ConnectorWorker {
     value_or_raise(without_lock([&] { return catching([&]() -> Status { return worker_->adopt(adopted), ok(); }); }));
   }
 
+  // Plans run in their order; one that there is no memory for is run by a later call.
   void run(const py::bytes& plan) {
-    const Bytes bytes = bytes_from(plan, "a plan of transfers");
-    value_or_raise(without_lock([&] {
-      return catching([&]() -> Status {
-        TORPOR_ASSIGN(const TransferPlan decoded, TransferPlan::decode(bytes));
-        return worker_->run(decoded);
-      });
-    }));
+    plans_.push_back(plan);
+    run_plans();
   }
 
-  // (report or None, ids of requests whose load is over, device blocks whose load failed)
+  // (report or None, by id of requests whose load is over: the device blocks that were not loaded); without memory for
+  // them nothing, and the next call has all.
   py::tuple poll() {
+    run_plans();
     Bytes encoded;
-    std::vector<LoadedRequest> loaded;
-    value_or_raise(without_lock([&] {
+    const Status told = without_lock([&] {
       return catching([&]() -> Status {
-        const TransferReport report = worker_->poll();
-        if (!report.empty()) encoded = report.encode();
-        loaded = worker_->take_loaded();
+        if (report_.empty()) report_ = worker_->poll();
+        if (loaded_.empty()) loaded_ = worker_->take_loaded();
+        if (!report_.empty()) encoded = report_.encode();
         return memory_.transfers().usable();  // a copy that may still write into blocks: nothing more is safe
       });
-    }));
-    py::set finished;
-    py::set bad;
-    for (const LoadedRequest& each : loaded) {
-      finished.add(py::str(each.request));
-      for (const int32_t block : each.bad_blocks) bad.add(py::int_(block));
-    }
-    return py::make_tuple(encoded.empty() ? py::object(py::none()) : py::object(torpor::to_python(encoded)), finished,
-                          bad);
+    });
+    py::dict finished;
+    if (!told && told.error().code == Code::kResourceExhausted) return py::make_tuple(py::none(), finished);
+    value_or_raise(told);
+    for (const LoadedRequest& each : loaded_) finished[py::str(each.request)] = py::cast(each.bad_blocks);
+    const py::tuple all =
+        py::make_tuple(encoded.empty() ? py::object(py::none()) : py::object(torpor::to_python(encoded)), finished);
+    report_ = {};
+    loaded_.clear();
+    return all;
   }
 
   // What was put on disk is as safe as the disk makes it.
@@ -129,14 +140,41 @@ class ConnectorWorker {
     if (disk != nullptr) value_or_raise(without_lock([&] { return disk->sync(); }));
   }
   void wait() {
+    run_plans();
+    if (!plans_.empty())
+      value_or_raise(Status(Error{.code = Code::kResourceExhausted,
+                                  .what = "there is no memory to begin transfers that were planned",
+                                  .next_step = "free host memory and call again"}));
     without_lock([&] { worker_->wait(); });
   }
   void close() {
-    without_lock([&] { worker_.reset(); });
+    plans_.clear();
+    without_lock([&] {
+      sync_.reset();
+      worker_.reset();
+    });
   }
-  bool idle() const { return worker_->idle(); }
+  bool idle() const { return plans_.empty() && report_.empty() && loaded_.empty() && worker_->idle(); }
 
  private:
+  void run_plans() {
+    while (!plans_.empty()) {
+      const Status begun = without_lock([&] {
+        return catching([&]() -> Status {
+          TORPOR_ASSIGN(const TransferPlan plan, TransferPlan::decode(view_of(plans_.front())));
+          return worker_->run(plan);
+        });
+      });
+      if (!begun && begun.error().code == Code::kResourceExhausted) return;
+      plans_.pop_front();
+      value_or_raise(begun);
+    }
+  }
+  static std::span<const uint8_t> view_of(const py::bytes& bytes) {
+    return {reinterpret_cast<const uint8_t*>(PyBytes_AS_STRING(bytes.ptr())),
+            static_cast<size_t>(PyBytes_GET_SIZE(bytes.ptr()))};
+  }
+
   Result<std::unique_ptr<OffloadWorker>> make(const WorkerOptions& options) {
     return catching([&]() -> Result<std::unique_ptr<OffloadWorker>> {
       const KvLayout& layout = memory_.kv_layout();
@@ -149,16 +187,39 @@ class ConnectorWorker {
       const uint64_t record = align_up(bytes, kPage);
       options_.rank = options.rank;
       options_.host_slots = static_cast<int32_t>(std::min(options.host_bytes / record, kMostSlots));
-      std::unique_ptr<Store> host;
+      std::shared_ptr<HostStore> host;
       std::unique_ptr<Store> disk;
       if (options_.host_slots > 0) {
-        TORPOR_ASSIGN(host, HostStore::create(memory_.arena(), {.slots = options_.host_slots, .slot_bytes = bytes}));
+        TORPOR_ASSIGN(host, make_host(bytes));
+        if (host != nullptr) memory_.set_host_store(host);
       }
       if (options.disk_bytes > 0) {
         TORPOR_ASSIGN(disk, open_disk(options, bytes));
       }
-      return OffloadWorker::create(options_, layout, memory_.transfers(), std::move(host), std::move(disk));
+      Store* const to_sync = options.durable ? disk.get() : nullptr;
+      TORPOR_ASSIGN(std::unique_ptr<OffloadWorker> made,
+                    OffloadWorker::create(options_, layout, memory_.transfers(), std::move(host), std::move(disk)));
+      if (to_sync != nullptr) {
+        TORPOR_ASSIGN(sync_, BackgroundSync::start(*to_sync, kSyncInterval));
+      }
+      return made;
     });
+  }
+
+  // Less than was asked for is no reason not to serve. Null: there is none at all.
+  Result<std::shared_ptr<HostStore>> make_host(uint64_t bytes) {
+    const int32_t wanted = options_.host_slots;
+    for (; options_.host_slots > 0; options_.host_slots /= 2) {
+      Result<std::unique_ptr<HostStore>> made =
+          HostStore::create(memory_.arena(), {.slots = options_.host_slots, .slot_bytes = bytes});
+      if (!made && made.error().code == Code::kResourceExhausted) continue;
+      if (made && options_.host_slots < wanted)
+        log().warn("KV connector: host memory for {} blocks, {} were asked for", options_.host_slots, wanted);
+      if (!made) return made.error();
+      return std::shared_ptr<HostStore>(std::move(*made));
+    }
+    log().warn("KV connector: there is no host memory for blocks, {} were asked for", wanted);
+    return std::shared_ptr<HostStore>();
   }
 
   Result<std::unique_ptr<Store>> open_disk(const WorkerOptions& options, uint64_t bytes) {
@@ -170,7 +231,8 @@ class ConnectorWorker {
                              .slots_per_segment = static_cast<int32_t>(slots),
                              .budget_bytes = options.disk_bytes,
                              .key = options.key,
-                             .encrypt = options.encrypt};
+                             .encrypt = options.encrypt,
+                             .lock_wait = kLockWait};
     const uint64_t segments = options.disk_bytes / SegmentStore::most_bytes_of_segment(with);
     if (segments < 3) {
       return Error{.code = Code::kInvalidArgument,
@@ -185,7 +247,28 @@ class ConnectorWorker {
   RankMemory& memory_;
   OffloadWorkerOptions options_;
   std::unique_ptr<OffloadWorker> worker_;
+  std::unique_ptr<BackgroundSync> sync_;  // of its disk, while it is there
+  std::deque<py::bytes> plans_;           // not begun
+  TransferReport report_;                 // not told
+  std::vector<LoadedRequest> loaded_;
 };
+
+// Where it is not known, one that nothing was stored under.
+std::string word_of(const std::string& directory) {
+  const Result<std::string> word = without_lock([&] { return space_word(module_files(), directory); });
+  if (word) return *word;
+  log().warn("what is on disk is not found again: {}", word.error().to_string());
+  return random_space_word();
+}
+
+std::string new_word_of(const std::string& directory) {
+  RenewedWord renewed = without_lock([&] { return renew_space_word(module_files(), directory); });
+  if (!renewed.kept) {
+    log().warn("after a restart, blocks from before this reset may be found again: {}",
+               renewed.kept.error().to_string());
+  }
+  return std::move(renewed.word);
+}
 
 }  // namespace
 
@@ -205,6 +288,9 @@ void bind_connector_worker(py::module_& module) {
       .def("wait", &ConnectorWorker::wait, "Returns when nothing of a plan is under way.")
       .def("close", &ConnectorWorker::close)
       .def("idle", &ConnectorWorker::idle);
+  module.def("space_word", &word_of, py::arg("directory"), "The word in the name of the key space on disk.");
+  module.def("renew_space_word", &new_word_of, py::arg("directory"),
+             "Another one; what was stored before is not found.");
 }
 
 }  // namespace torpor

@@ -60,6 +60,17 @@ class PythonHooks final : public EngineHooks {
       return contents;
     });
   }
+  Result<std::vector<int32_t>> host_slots(const std::vector<int32_t>& blocks, bool keep) override {
+    return guarded<std::vector<int32_t>>([&]() -> std::vector<int32_t> {
+      if (!py::hasattr(object_, "host_slots")) return {};
+      return object_.attr("host_slots")(blocks, keep).cast<std::vector<int32_t>>();
+    });
+  }
+  Status release_host_slots() override {
+    return guarded<void>([&] {
+      if (py::hasattr(object_, "release_host_slots")) object_.attr("release_host_slots")();
+    });
+  }
   Result<Fingerprint> fingerprint() override {
     return guarded<Fingerprint>([&] { return fingerprint_from(object_.attr("fingerprint")()); });
   }
@@ -207,6 +218,18 @@ SleepOptions sleep_options_from(const py::dict& dict) {
   return options;
 }
 
+OldKv old_kv_from(const std::optional<std::string>& kv) {
+  if (!kv) return OldKv::kUnsaid;
+  if (*kv == "recompute") return OldKv::kRecompute;
+  if (*kv == "keep") return OldKv::kKeep;
+  if (*kv != "abort") {
+    raise(Error{.code = Code::kInvalidArgument,
+                .what = fmt::format("kv is \"{}\"", *kv),
+                .next_step = "use \"recompute\", \"keep\" or \"abort\", or leave it out if no weights were loaded"});
+  }
+  return OldKv::kAbort;
+}
+
 // `rolled` outlives the wake: it receives what was done to catch up with a server's answers.
 WakeOptions wake_options_from(const py::dict& dict, RolledForward& rolled) {
   DictReader in(dict, "wake_up");
@@ -214,10 +237,11 @@ WakeOptions wake_options_from(const py::dict& dict, RolledForward& rolled) {
   std::string on_restore_error = "abort";
   std::optional<std::vector<std::string>> tags;
   std::optional<std::string> from_checkpoint;
+  std::optional<std::string> kv;
   in.read_if_given("tags", tags);
   in.read_if_given("from_checkpoint", from_checkpoint);
   in.read_if_given("on_restore_error", on_restore_error);
-  in.read_if_given("weights_changed", options.weights_changed);
+  in.read_if_given("kv", kv);
   in.read_if_given("hold", options.hold);
   if (in.has("answers")) {
     const Bytes packed = bytes_from(in.take("answers"), "wake_up.answers");
@@ -226,6 +250,7 @@ WakeOptions wake_options_from(const py::dict& dict, RolledForward& rolled) {
   in.finish();
   options.tags = tags.value_or(std::vector<std::string>{});
   options.from_checkpoint = from_checkpoint.value_or("");
+  options.old_kv = old_kv_from(kv);
   options.discard_on_restore_error = one_of("on_restore_error", on_restore_error, "discard", "abort");
   return options;
 }

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <atomic>
 #include <charconv>
 #include <cstdlib>
 #include <string_view>
@@ -10,10 +11,12 @@
 
 #include "allocator/cuda/cuda_device.h"
 #include "allocator/host_device.h"
+#include "base/log.h"
 #include "bindings/bind_errors.h"
 #include "bindings/bind_subjects.h"
 #include "bindings/bind_values.h"
 #include "bindings/module_files.h"
+#include "bindings/process_events.h"
 #include "bindings/process_memory.h"
 #include "bindings/rank_memory_options.h"
 
@@ -47,17 +50,34 @@ Result<std::unique_ptr<DeviceMemory>> make_device(int ordinal) {
   return make_cuda_device({.ordinal = ordinal, .gather_below_bytes = gather_below.value_or(0)});
 }
 
+struct KeptBackups {
+  std::atomic<bool> wanted = environment("TORPOR_KEEP_BACKUPS") == "1";
+  std::atomic<bool> settled = false;  // memory was made
+};
+
+KeptBackups& kept_backups() {
+  static KeptBackups kept;
+  return kept;
+}
+
 Result<std::unique_ptr<RankMemory>> make_memory(int ordinal) {
+  kept_backups().settled = true;
   TORPOR_ASSIGN(const std::optional<uint64_t> budget, bytes_from_environment("TORPOR_ARENA_BUDGET_BYTES"));
   TORPOR_ASSIGN(const std::optional<uint64_t> prefault, bytes_from_environment("TORPOR_ARENA_PREFAULT_BYTES"));
   TORPOR_ASSIGN(const std::optional<uint64_t> keep, bytes_from_environment("TORPOR_ARENA_KEEP_BYTES"));
   TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> device, make_device(ordinal));
+  // An engine's ranks have their own; this is a program's.
+  if (const std::string directory(environment("TORPOR_EVENTS_DIRECTORY")); !directory.empty()) {
+    if (const auto begun = begin_process_events(directory, "memory", 0); !begun)
+      log().warn("torpor.memory tells no events: {}", begun.error().to_string());
+  }
   return RankMemory::create(std::move(device), module_files(),
                             {.rank = ordinal,
                              .arena_budget_bytes = budget.value_or(0),
                              .arena_prefault_bytes = prefault.value_or(0),
                              .arena_keep_bytes = keep,
-                             .keep_backup = environment("TORPOR_KEEP_BACKUPS") == "1"});
+                             .keep_backup = backups_kept(),
+                             .events = process_events()});
 }
 
 py::dict to_dict(const TagMove& move) {
@@ -90,6 +110,19 @@ MemorySaver& memory_saver() {
   return *made;
 }
 
+bool backups_kept() { return kept_backups().wanted; }
+
+Status set_backups_kept(bool kept) {
+  if (kept == backups_kept()) return ok();
+  if (kept_backups().settled) {
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = "whether backups are kept cannot change any more: memory was allocated",
+                 .next_step = "say it before the first region"};
+  }
+  kept_backups().wanted = kept;
+  return ok();
+}
+
 void bind_memory(py::module_& module) {
   module.def("built_with_cuda", &built_with_cuda, "Whether cuda.h was there when this was built.");
   module.def(
@@ -117,6 +150,23 @@ void bind_memory(py::module_& module) {
       py::arg("device"), py::arg("options"), py::return_value_policy::reference,
       "The RankMemory that torch's allocations on this device come from; made with these options if there is none "
       "yet.");
+  module.def(
+      "memory_saved",
+      [](uint64_t address, uint64_t bytes) {
+        auto out = py::reinterpret_steal<py::bytearray>(
+            PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(bytes)));
+        if (!out) throw py::error_already_set();
+        auto* const begin = reinterpret_cast<std::byte*>(PyByteArray_AS_STRING(out.ptr()));
+        value_or_raise(without_lock([&] { return memory_saver().read_saved(address, {begin, bytes}); }));
+        return out;
+      },
+      py::arg("address"), py::arg("bytes"), "A copy of what is saved of memory that sleeps.");
+  module.def(
+      "memory_set_margin", [](uint64_t bytes) { without_lock([&] { memory_saver().set_margin(bytes); }); },
+      py::arg("bytes"), "An allocation that would leave less free on its device fails.");
+  module.def("memory_backups_kept", &backups_kept);
+  module.def(
+      "memory_keep_backups", [](bool kept) { value_or_raise(set_backups_kept(kept)); }, py::arg("kept"));
   module.def(
       "memory_begin",
       [](const std::string& tag, bool keep) { MemorySaver::scopes().push_back({.tag = tag, .keep = keep}); },

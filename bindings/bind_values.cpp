@@ -1,47 +1,17 @@
 #include "bindings/bind_values.h"
 
-#include <cstring>
-
 #include <fmt/format.h>
 #include <pybind11/stl.h>
 
 #include "bindings/bind_errors.h"
 #include "bindings/dict_reader.h"
-#include "bindings/module_files.h"
+#include "bindings/python_arrays.h"
 
 namespace py = pybind11;
 
 namespace torpor {
 
-py::bytes to_python(const Bytes& bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
-
-Bytes bytes_from(const py::handle& object, const std::string& where) {
-  if (!PyBytes_Check(object.ptr())) DictReader::fail(where, "bytes");
-  const char* data = PyBytes_AS_STRING(object.ptr());
-  return {data, data + PyBytes_GET_SIZE(object.ptr())};
-}
-
 namespace {
-
-// An array.array of `format`, filled by one copy.
-template <class T>
-py::object to_array(const char* format, const std::vector<T>& items) {
-  return py::module_::import("array").attr("array")(
-      format, py::bytes(reinterpret_cast<const char*>(items.data()), items.size() * sizeof(T)));
-}
-
-template <class T>
-std::vector<T> from_buffer(const py::buffer_info& info, const std::string& where) {
-  if (info.ndim != 1 || (info.shape[0] > 0 && info.strides[0] != info.itemsize))
-    DictReader::fail(where, "a one-dimensional array without gaps");
-  std::vector<T> items(static_cast<size_t>(info.shape[0]));
-  if (!items.empty()) std::memcpy(items.data(), info.ptr, items.size() * sizeof(T));
-  return items;
-}
-
-bool is_array(const py::handle& object) {
-  return PyObject_CheckBuffer(object.ptr()) != 0 && !PyBytes_Check(object.ptr());
-}
 
 std::vector<int32_t> ints_from(const py::handle& object, const std::string& where) {
   if (is_array(object)) {
@@ -56,84 +26,6 @@ std::vector<int32_t> ints_from(const py::handle& object, const std::string& wher
   }
 }
 
-}  // namespace
-
-Value value_from(const py::handle& object, int depth) {
-  if (depth > kMaxValueDepth) DictReader::fail("a value", fmt::format("at most {} levels deep", kMaxValueDepth));
-  Value value;
-  if (object.is_none()) {
-  } else if (PyBool_Check(object.ptr())) {
-    value.data = object.ptr() == Py_True;
-  } else if (PyLong_Check(object.ptr())) {
-    int64_t number = 0;
-    DictReader::cast(object, "a number in a value", number);
-    value.data = number;
-  } else if (PyFloat_Check(object.ptr())) {
-    value.data = object.cast<double>();
-  } else if (PyUnicode_Check(object.ptr())) {
-    value.data = object.cast<std::string>();
-  } else if (PyBytes_Check(object.ptr())) {
-    value.data = bytes_from(object, "a value");
-  } else if (PyDict_Check(object.ptr())) {
-    Dict dict;
-    for (const auto& [key, item] : py::reinterpret_borrow<py::dict>(object)) {
-      if (!PyUnicode_Check(key.ptr())) DictReader::fail("a key of a value", "a string");
-      dict.emplace_back(key.cast<std::string>(), value_from(item, depth + 1));
-    }
-    value.data = std::move(dict);
-  } else if (PyList_Check(object.ptr()) || PyTuple_Check(object.ptr())) {
-    List list;
-    for (const py::handle item : object) list.push_back(value_from(item, depth + 1));
-    value.data = std::move(list);
-  } else if (is_array(object)) {
-    const py::buffer_info info = py::reinterpret_borrow<py::buffer>(object).request();
-    if (info.format == "d") {
-      value.data = from_buffer<double>(info, "a value");
-    } else if (info.itemsize == 8 && (info.format == "q" || info.format == "l")) {
-      value.data = from_buffer<int64_t>(info, "a value");
-    } else {
-      DictReader::fail("an array in a value", "array('q') or array('d')");
-    }
-  } else {
-    DictReader::fail(fmt::format("a value of type {}", py::str(py::type::of(object)).cast<std::string>()),
-                     "plain data");
-  }
-  return value;
-}
-
-py::object to_python(const Value& value) {
-  return std::visit(
-      []<class T>(const T& content) -> py::object {
-        if constexpr (std::is_same_v<T, std::monostate>) {
-          return py::none();
-        } else if constexpr (std::is_same_v<T, Bytes>) {
-          return to_python(content);
-        } else if constexpr (std::is_same_v<T, IntArray>) {
-          return to_array("q", content);
-        } else if constexpr (std::is_same_v<T, RealArray>) {
-          return to_array("d", content);
-        } else if constexpr (std::is_same_v<T, List>) {
-          py::list list;
-          for (const Value& item : content) list.append(to_python(item));
-          return list;
-        } else if constexpr (std::is_same_v<T, Dict>) {
-          py::dict dict;
-          for (const auto& [key, item] : content) dict[py::str(key)] = to_python(item);
-          return dict;
-        } else {
-          return py::cast(content);
-        }
-      },
-      value.data);
-}
-
-namespace {
-
-// Iterates a list or tuple; anything else is refused by name.
-py::sequence sequence_from(const py::handle& object, const std::string& where) {
-  if (!PyList_Check(object.ptr()) && !PyTuple_Check(object.ptr())) DictReader::fail(where, "a list");
-  return py::reinterpret_borrow<py::sequence>(object);
-}
 py::dict dict_from(const py::handle& object, const std::string& where) {
   if (!PyDict_Check(object.ptr())) DictReader::fail(where, "a dict");
   return py::reinterpret_borrow<py::dict>(object);
@@ -438,15 +330,6 @@ RequestState request_state_from(const py::handle& object) {
 
 py::dict to_python(const RequestState& request) { return write_fields(request); }
 
-std::shared_ptr<const Key> key_from(const std::optional<std::string>& key_file) {
-  if (!key_file) return nullptr;
-  Result<Key> key = without_lock([&]() -> Result<Key> {
-    TORPOR_TRY(check_file_call("read", *key_file));
-    return Key::read_file(*key_file);
-  });
-  return std::make_shared<const Key>(value_or_raise(std::move(key)));
-}
-
 Fingerprint fingerprint_from(const py::handle& object) { return cast_from<Fingerprint>(object, "fingerprint"); }
 
 namespace {
@@ -486,56 +369,6 @@ py::dict to_python(const EngineCheckpoint& checkpoint) {
   out["kv"] = write_fields(checkpoint.state.kv);
   out["workers"] = to_python(checkpoint.state.workers);
   out["outputs"] = to_python(checkpoint.outputs);
-  return out;
-}
-
-KvLayout kv_layout_from(const py::dict& dict) {
-  DictReader in(dict, "KV layout");
-  KvLayout layout;
-  in.read("num_blocks", layout.num_blocks);
-  for (const py::handle item : sequence_from(in.take("tensors"), "KV layout tensors")) {
-    DictReader tensor_in(item, "KV layout tensor");
-    KvTensor tensor;
-    tensor_in.read("address", tensor.address);
-    tensor_in.read("layers", tensor.layers);
-    tensor_in.read("layer_stride", tensor.layer_stride);
-    tensor_in.read("block_stride", tensor.block_stride);
-    tensor_in.read("block_bytes", tensor.block_bytes);
-    tensor_in.finish();
-    layout.tensors.push_back(tensor);
-  }
-  in.finish();
-  return layout;
-}
-
-py::dict to_python(const RankLedger& ledger) {
-  py::dict tags;
-  for (const auto& [tag, entry] : ledger.tags) {
-    py::dict out;
-    out["state"] = entry.state;
-    out["region_bytes"] = entry.region_bytes;
-    out["physical_bytes"] = entry.physical_bytes;
-    out["backup_host_bytes"] = entry.backup_host_bytes;
-    out["backup_disk_bytes"] = entry.backup_disk_bytes;
-    out["reused_bytes"] = entry.reused_bytes;
-    tags[py::str(tag)] = out;
-  }
-  py::dict out;
-  out["tags"] = tags;
-  out["device_physical_bytes"] = ledger.device_physical_bytes;
-  out["device_capacity_bytes"] = ledger.device_capacity_bytes;
-  out["arena_held_bytes"] = ledger.arena_held_bytes;
-  out["arena_used_bytes"] = ledger.arena_used_bytes;
-  out["arena_budget_bytes"] = ledger.arena_budget_bytes;
-  out["arena_unpinned_bytes"] = ledger.arena_unpinned_bytes;
-  out["device_used_bytes"] = ledger.device_used_bytes;
-  out["chunks_by_outcome"] = ledger.chunks_by_outcome;
-  out["process_resident_bytes"] = ledger.process_resident_bytes;
-  out["process_resident_region_bytes"] = ledger.process_resident_region_bytes;
-  // What is left of the process: interpreter, libraries, the engine's own heap.
-  const uint64_t explained = ledger.process_resident_region_bytes + ledger.arena_held_bytes;
-  out["process_other_bytes"] =
-      ledger.process_resident_bytes > explained ? ledger.process_resident_bytes - explained : 0;
   return out;
 }
 

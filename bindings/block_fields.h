@@ -20,6 +20,15 @@ class BlockField {
     if (Py_TYPE(block) == type_ && offset_ >= 0) return pybind11::reinterpret_borrow<pybind11::object>(slot(block));
     return by_name(block);
   }
+  // The same, borrowed and without a look at it; null also where the block has no such slot.
+  PyObject* peek(PyObject* block) const { return Py_TYPE(block) == type_ && offset_ >= 0 ? slot(block) : nullptr; }
+  // It is asked for soon; prefetch() of the block before.
+  void prefetch_value(PyObject* block) const {
+    if (offset_ >= 0) __builtin_prefetch(slot(block));
+  }
+  void prefetch(PyObject* block) const {
+    if (offset_ >= 0) __builtin_prefetch(&slot(block));
+  }
   int64_t number(PyObject* block, int64_t otherwise) const;
   // False, without an exception: it was not written.
   bool set(PyObject* block, int64_t number) const;

@@ -20,9 +20,11 @@ inline CheckpointManagerOptions checkpoint_options_from(DictReader& in) {
   checkpoints.key = key_from(key_file);
   in.read_if_given("encrypt", checkpoints.encrypt);
   in.read_if_given("incremental", checkpoints.incremental);
+  std::optional<std::string> codec;
+  in.read_if_given("compression", codec);
   std::optional<int> level;
   in.read_if_given("compression_level", level);
-  if (level) checkpoints.compression = {.level = *level};
+  checkpoints.compression = value_or_raise(CompressionOptions::of(codec, level));
   return checkpoints;
 }
 

@@ -1,10 +1,12 @@
 #include "bindings/connector_values.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include <fmt/format.h>
 
 #include "bindings/bind_errors.h"
+#include "bindings/dict_reader.h"
 
 namespace py = pybind11;
 
@@ -47,6 +49,44 @@ std::vector<Block> unpack(const Bytes& bytes, int32_t Block::*number) {
 }
 
 }  // namespace
+
+ConnectorOptions connector_options_from(const py::dict& dict) {
+  DictReader in(dict, "connector options");
+  ConnectorOptions options;
+  int64_t events = 0;
+  in.read("lazy", options.lazy);
+  in.read("ranks", options.offload.ranks);
+  in.read("block_tokens", options.offload.block_tokens);
+  in.read("host_slots", options.offload.index.host_slots);
+  in.read("disk_segments", options.offload.index.disk_segments);
+  in.read("segment_slots", options.offload.index.segment_slots);
+  in.read("device_blocks", options.offload.index.device_blocks);
+  in.read("min_uses", options.placement.min_uses);
+  in.read("min_prefix_tokens", options.placement.min_prefix_tokens);
+  in.read_if_given("watermark", options.watermark);
+  in.read_if_given("events", events);
+  in.read_if_given("max_batch_size", options.offload.queue.max_batch_size);
+  in.read_if_given("min_batch_size", options.offload.queue.min_batch_size);
+  in.read_if_given("max_concurrent_transfers", options.offload.queue.max_concurrent_transfers);
+  in.read_if_given("on_deck_batches", options.offload.queue.on_deck_batches);
+  in.read_if_given("queue_blocks", options.offload.queue.queue_blocks);
+  for (const auto& [name, interval] : {std::pair("flush_interval_ms", &options.offload.queue.flush_interval),
+                                       std::pair("policy_timeout_ms", &options.offload.queue.policy_timeout),
+                                       std::pair("sweep_interval_ms", &options.offload.queue.sweep_interval)}) {
+    int64_t milliseconds = interval->count();
+    in.read_if_given(name, milliseconds);
+    *interval = std::chrono::milliseconds(milliseconds);
+  }
+  in.read_if_given("presence", options.placement.presence);
+  in.finish();
+  // Held in both modes: of a short free queue vLLM takes a block before its copy is made.
+  options.offload.mode = OffloadMode::kEager;
+  options.offload.events = static_cast<size_t>(std::max<int64_t>(events, 0));
+  options.placement.host = options.offload.index.host_slots > 0;
+  options.placement.disk = options.offload.index.disk_segments > 0;
+  if (options.placement.min_uses > 1) options.offload.counted_keys = 1 << 20;
+  return options;
+}
 
 Bytes packed(const std::vector<RecoveredBlock>& blocks) {
   return pack(blocks, [](const RecoveredBlock& block) { return block.segment; });

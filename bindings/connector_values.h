@@ -11,6 +11,14 @@
 
 namespace torpor {
 
+struct ConnectorOptions {
+  OffloadSchedulerOptions offload;
+  PlacementOptions placement;
+  bool lazy = false;
+  int32_t watermark = 0;  // lazy: how many of the next blocks to be evicted are looked at
+};
+ConnectorOptions connector_options_from(const pybind11::dict& dict);
+
 // Blocks that a rank recovered, and the slots under which they are known, as flat records. Raises where they are none.
 Bytes packed(const std::vector<RecoveredBlock>& blocks);
 Bytes packed(const std::vector<AdoptedBlock>& blocks);

@@ -23,6 +23,7 @@ EngineBlocks::EngineBlocks(const py::object& pool, int64_t block_tokens)
       touch_(pool.attr("touch")),
       free_(pool.attr("free_blocks")),
       block_tokens_(block_tokens),
+      type_(type_of_first(blocks_)),
       hash_(type_of_first(blocks_), "_block_hash"),
       hash_tokens_(type_of_first(blocks_), "_block_hash_num_tokens"),
       number_(type_of_first(blocks_), "block_id"),
@@ -30,7 +31,9 @@ EngineBlocks::EngineBlocks(const py::object& pool, int64_t block_tokens)
       owner_(type_of_first(blocks_), "pool"),
       next_(type_of_first(blocks_), "next_free_block"),
       known_(blocks_.size()),
-      holds_(blocks_.size()) {}
+      holds_(blocks_.size()) {
+  few_.reserve(blocks_.size());  // so that nothing fails for want of memory once a job is committed
+}
 
 EngineBlocks::~EngineBlocks() {
   for (const Known& known : known_) Py_XDECREF(known.object);
@@ -45,9 +48,11 @@ PyObject* EngineBlocks::hash_object(PyObject* block) const {
 
 Stamp EngineBlocks::stamp(int32_t number) const {
   if (number < 0 || static_cast<size_t>(number) >= known_.size()) return Stamp::kNone;
-  PyObject* const hash = hash_object(PyList_GET_ITEM(blocks_.ptr(), number));
-  if (hash == nullptr) return Stamp::kNone;
+  PyObject* const block = PyList_GET_ITEM(blocks_.ptr(), number);
   Known& known = known_[static_cast<size_t>(number)];
+  if (known.object != nullptr && hash_.peek(block) == known.object) return known.stamp;  // it was looked at before
+  PyObject* const hash = hash_object(block);
+  if (hash == nullptr) return Stamp::kNone;
   if (known.object != hash) {
     Py_XDECREF(known.object);
     Py_INCREF(hash);
@@ -135,6 +140,18 @@ void EngineBlocks::let_go() {
   }
   held_ = 0;
   if (!few_.empty()) (void)call(free_, few_);
+}
+
+void EngineBlocks::prefetch(PyObject* block) const {
+  hash_.prefetch(block);
+  number_.prefetch(block);
+}
+
+void EngineBlocks::prefetch_values(PyObject* block) const {
+  if (Py_TYPE(block) != type_) return;
+  hash_.prefetch_value(block);
+  hash_tokens_.prefetch_value(block);
+  number_.prefetch_value(block);
 }
 
 int32_t EngineBlocks::number_of(PyObject* block) const { return static_cast<int32_t>(number_.number(block, -1)); }

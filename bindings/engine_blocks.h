@@ -36,6 +36,9 @@ class EngineBlocks final : public DeviceBlocks {
   // The block's number and, if it is full and entered into the prefix cache, its key but for the space.
   bool key_of(PyObject* block, BlockKey& key) const;
   int32_t number_of(PyObject* block) const;  // -1: it has none
+  // They are asked for soon: first the block, a while later what it names.
+  void prefetch(PyObject* block) const;
+  void prefetch_values(PyObject* block) const;
   // The one behind it in the free queue; null or None: there is none.
   pybind11::object next_free(PyObject* block) const { return next_.get(block); }
 
@@ -54,6 +57,7 @@ class EngineBlocks final : public DeviceBlocks {
   const pybind11::object touch_;
   const pybind11::object free_;
   const int64_t block_tokens_;
+  PyTypeObject* const type_;  // kept alive by its blocks
   const BlockField hash_;
   const BlockField hash_tokens_;
   const BlockField number_;

@@ -1,8 +1,11 @@
 #include "bindings/memory_c_api.h"
 
+#include <list>
+
 #include <fmt/format.h>
 
 #include "base/log.h"
+#include "base/mutex.h"
 #include "bindings/process_memory.h"
 
 #define TORPOR_EXPORT extern "C" __attribute__((visibility("default")))
@@ -36,6 +39,32 @@ MemorySaver::Scope& scope() {
   std::vector<MemorySaver::Scope>& scopes = MemorySaver::scopes();
   if (scopes.empty()) scopes.push_back({.active = false});
   return scopes.back();
+}
+
+void refuse(const std::string& what, const char* next_step) {
+  code_of([&]() -> Status { return Error{.code = Code::kUnsupported, .what = what, .next_step = next_step}; });
+}
+
+// What tms_get_cpu_backup_pointer() gave out.
+class ReadBackups {
+ public:
+  std::byte* add(std::vector<std::byte> read) {
+    const MutexLock lock(mutex_);
+    return read_.emplace_back(std::move(read)).data();
+  }
+  void clear() {
+    const MutexLock lock(mutex_);
+    read_.clear();
+  }
+
+ private:
+  Mutex mutex_;
+  std::list<std::vector<std::byte>> read_ TORPOR_GUARDED_BY(mutex_);
+};
+
+ReadBackups& read_backups() {
+  static ReadBackups* const made = new ReadBackups;
+  return *made;
 }
 
 }  // namespace
@@ -113,8 +142,39 @@ TORPOR_EXPORT void tms_set_interesting_region(bool active) { torpor::scope().act
 TORPOR_EXPORT bool tms_get_interesting_region(void) { return torpor::scope().active; }
 TORPOR_EXPORT void tms_set_enable_cpu_backup(bool keep) { torpor::scope().keep = keep; }
 TORPOR_EXPORT bool tms_get_enable_cpu_backup(void) { return torpor::scope().keep; }
-TORPOR_EXPORT int tms_pause(const char* tag) { return torpor_sleep(tag); }
-TORPOR_EXPORT int tms_resume(const char* tag) { return torpor_wake(tag); }
+TORPOR_EXPORT int tms_pause(const char* tag) {
+  torpor::read_backups().clear();
+  return code_of([&] { return memory_saver().sleep(torpor::tags(tag), {}, torpor::CleanCheck::kDigest); });
+}
+TORPOR_EXPORT int tms_resume(const char* tag) {
+  torpor::read_backups().clear();
+  return torpor_wake(tag);
+}
+TORPOR_EXPORT void set_memory_margin_bytes(uint64_t bytes) { memory_saver().set_margin(bytes); }
+TORPOR_EXPORT uint8_t* tms_get_cpu_backup_pointer(const uint8_t* address, uint64_t bytes) {
+  uint8_t* found = nullptr;
+  code_of([&]() -> torpor::Status {
+    std::vector<std::byte> read(bytes);
+    TORPOR_TRY(memory_saver().read_saved(reinterpret_cast<torpor::DeviceAddress>(address), read));
+    found = reinterpret_cast<uint8_t*>(torpor::read_backups().add(std::move(read)));
+    return torpor::ok();
+  });
+  return found;
+}
+TORPOR_EXPORT void tms_set_cpu_backup_backend(const char* name) {
+  if (text(name) != "pinned")
+    torpor::refuse(fmt::format("backups of the kind \"{}\" are not offered", text(name)), "use \"pinned\"");
+}
+TORPOR_EXPORT const char* tms_get_cpu_backup_backend(void) { return "pinned"; }
+TORPOR_EXPORT void tms_set_enable_disk_backup(bool enable) { torpor::scope().on_disk = enable; }
+TORPOR_EXPORT bool tms_get_enable_disk_backup(void) { return torpor::scope().on_disk; }
+TORPOR_EXPORT void tms_set_disk_backup_dir(const char*) {
+  torpor::refuse("backups on disk are not offered", "enable backups in host memory");
+}
+TORPOR_EXPORT void tms_set_retain_cpu_backup(bool retain) {
+  code_of([&] { return torpor::set_backups_kept(retain); });
+}
+TORPOR_EXPORT bool tms_get_retain_cpu_backup(void) { return torpor::backups_kept(); }
 TORPOR_EXPORT void* tms_torch_malloc(ssize_t bytes, int device, void* stream) {
   return torpor_torch_malloc(bytes, device, stream);
 }

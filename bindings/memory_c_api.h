@@ -7,6 +7,7 @@
 #pragma once
 
 #include <stdbool.h>
+#include <stdint.h>
 #include <sys/types.h>
 
 #ifdef __cplusplus
@@ -38,8 +39,22 @@ void tms_set_interesting_region(bool active);
 bool tms_get_interesting_region(void);
 void tms_set_enable_cpu_backup(bool keep);
 bool tms_get_enable_cpu_backup(void);
-int tms_pause(const char* tag);
+int tms_pause(const char* tag);  // compares backups that were kept: its callers do not say what they changed
 int tms_resume(const char* tag);
+// An allocation that would leave less free fails. 0: none does.
+void set_memory_margin_bytes(uint64_t bytes);
+// What is saved of memory that is paused; null: nothing is. A copy, until the next tms_pause() or tms_resume().
+uint8_t* tms_get_cpu_backup_pointer(const uint8_t* address, uint64_t bytes);
+// "pinned"; another one is refused: it stays, and torpor_last_error() says why.
+void tms_set_cpu_backup_backend(const char* name);
+const char* tms_get_cpu_backup_backend(void);
+// Refused as well: a thread that wants one allocates nothing until it takes it back.
+void tms_set_enable_disk_backup(bool enable);
+bool tms_get_enable_disk_backup(void);
+void tms_set_disk_backup_dir(const char* path);
+// Before the first allocation only; also TORPOR_KEEP_BACKUPS=1.
+void tms_set_retain_cpu_backup(bool retain);
+bool tms_get_retain_cpu_backup(void);
 void* tms_torch_malloc(ssize_t bytes, int device, void* stream);
 void tms_torch_free(void* address, ssize_t bytes, int device, void* stream);
 

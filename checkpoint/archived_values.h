@@ -98,7 +98,7 @@ void serialize(Archive& archive, std::array<uint8_t, kSize>& bytes) {  // an id,
 }
 template <class Archive>
 void serialize(Archive& archive, SavedChunk& v) {
-  archive(v.key, v.bytes, v.digest, checked(v.codec, Codec::kZstd), v.offset, v.stored_bytes, v.file, v.seal);
+  archive(v.key, v.bytes, v.digest, checked(v.codec, Codec::kBf16), v.offset, v.stored_bytes, v.file, v.seal);
 }
 template <class Archive>
 void serialize(Archive& archive, LinkedFile& v) {
@@ -114,7 +114,7 @@ void serialize(Archive& archive, RankSummary& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, SectionInfo& v) {
-  archive(v.name, v.required, v.offset, v.stored_bytes, v.bytes, checked(v.codec, Codec::kZstd), v.digest, v.seal);
+  archive(v.name, v.required, v.offset, v.stored_bytes, v.bytes, checked(v.codec, Codec::kBf16), v.digest, v.seal);
 }
 template <class Archive>
 void serialize(Archive& archive, Manifest& v) {  // the rest of it stands in the header

@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include "base/log.h"
 #include "checkpoint/format_v2_files.h"
 #include "checkpoint/store_contents.h"
 #include "checkpoint/store_names.h"
@@ -69,6 +70,35 @@ Result<PendingCheckpoint> CheckpointManager::begin(uint64_t expected_bytes) {
     return PendingCheckpoint::begin(impl_->file_system, std::move(locked.store), std::move(locked.lock), impl_->options,
                                     expected_bytes);
   });
+}
+
+RankWriting writing_of(const Directory& store, const std::vector<uint64_t>& generations,
+                       const CheckpointManagerOptions& options) {
+  RankWriting writing{.compression = options.compression};
+  if (options.key != nullptr)
+    writing.protection = options.encrypt ? Protection::kEncrypted : Protection::kAuthenticated;
+  if (!options.incremental || generations.empty()) return writing;
+  const std::string newest = generation_name(generations.back());
+  const Result<OpenedManifest> base = [&]() -> Result<OpenedManifest> {
+    TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, store.open_directory(newest));
+    return read_manifest(*directory, options.key.get());
+  }();
+  if (!base) {
+    log().warn("not incremental this time: {}", base.error().to_string());
+  } else if (base->manifest.format_version == kFormatVersion && base->manifest.protection == writing.protection) {
+    writing.base = fmt::format("{}/{}", store.path(), newest);
+    writing.base_id = base->manifest.id;
+  }
+  return writing;
+}
+
+RankWriting CheckpointManager::next_writing() const {
+  const Result<RankWriting> writing = catching([&]() -> Result<RankWriting> {
+    TORPOR_ASSIGN(const Impl::Opened opened, impl_->for_reading());
+    TORPOR_ASSIGN(const std::vector<uint64_t> generations, generations_in(*opened.store));
+    return writing_of(*opened.store, generations, impl_->options);
+  });
+  return writing ? *writing : RankWriting{};  // no directory yet
 }
 
 Status CheckpointManager::remove(uint64_t generation, bool dry_run) {

@@ -80,6 +80,11 @@ class PendingCheckpoint {
   std::unique_ptr<Impl> impl_;
 };
 
+// How the ranks write the next checkpoint of a directory that has these, but for its id. Its base: the newest one, if
+// it can be built on; none is no failure, all is written then. One of version 2 has no refs.
+RankWriting writing_of(const Directory& store, const std::vector<uint64_t>& generations,
+                       const CheckpointManagerOptions& options);
+
 class CheckpointManager {
  public:
   // Makes the directory if need be, at begin(). Does not lock yet. kInvalidArgument: options.validate().
@@ -91,6 +96,8 @@ class CheckpointManager {
   // be incremental: then far less may be needed.
   // kUnavailable when another process is writing here.
   Result<PendingCheckpoint> begin(uint64_t expected_bytes);
+  // How the ranks would write now, but for the id. Changes nothing.
+  RankWriting next_writing() const;
   // Takes one away. kNotFound; kFailedPrecondition when one of version 2 needs its chunks. `dry_run`: only says whether
   // it could.
   Status remove(uint64_t generation, bool dry_run = false);

@@ -72,6 +72,11 @@ Status check_member(FileSystem& file_system, const std::string& path, const SetM
 
 }  // namespace
 
+bool is_set(const Manifest& manifest) {
+  return std::any_of(manifest.sections.begin(), manifest.sections.end(),
+                     [](const SectionInfo& section) { return section.name == kSetSection; });
+}
+
 template <class Archive>
 void serialize(Archive& archive, SetMember& v) {
   archive(v.name, v.id);
@@ -128,9 +133,7 @@ Result<CheckpointSet> open_set(FileSystem& file_system, const std::string& path,
 Result<Checkpoint> open_checkpoint_of(FileSystem& file_system, const std::string& path, int rank,
                                       std::shared_ptr<const Key> key) {
   TORPOR_ASSIGN(Checkpoint checkpoint, open_checkpoint(file_system, path, key));
-  const std::vector<SectionInfo>& sections = checkpoint.manifest().sections;
-  if (std::none_of(sections.begin(), sections.end(), [](const SectionInfo& s) { return s.name == kSetSection; }))
-    return checkpoint;
+  if (!is_set(checkpoint.manifest())) return checkpoint;
   TORPOR_ASSIGN(const CheckpointSet set, open_set(file_system, checkpoint.path(), key));
   if (rank < 0 || static_cast<size_t>(rank) >= set.members.size()) {
     return Error{

@@ -34,6 +34,8 @@ struct CommittedSet {
 Result<CommittedSet> commit_set(FileSystem& file_system, const std::string& directory, CheckpointManagerOptions options,
                                 const std::vector<std::string>& paths);
 
+bool is_set(const Manifest& manifest);  // a set has no state of its own; its members lie beside it
+
 struct CheckpointSet {
   std::string path;
   std::string directory;

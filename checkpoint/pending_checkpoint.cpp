@@ -44,7 +44,6 @@ struct PendingCheckpoint::Impl {
     });
   }
 
-  void choose_base(uint64_t newest);
   Status write(std::vector<Section>& sections);
   Status check_written(int32_t rank, const std::string& name, uint64_t bytes) const;
   Result<std::string> commit();
@@ -68,13 +67,10 @@ Result<PendingCheckpoint> PendingCheckpoint::begin(FileSystem& file_system, std:
   manifest.generation = generations.empty() ? 1 : generations.back() + 1;
   manifest.created_unix_seconds = pending->options.clock->unix_seconds();
   manifest.creator = "torpor " TORPOR_VERSION;
-  if (key != nullptr) {
-    manifest.protection = pending->options.encrypt ? Protection::kEncrypted : Protection::kAuthenticated;
-    pending->seal = std::make_unique<Seal>(*key, manifest.id, manifest.protection);
-  }
-  pending->writing = {
-      .id = manifest.id, .protection = manifest.protection, .compression = pending->options.compression};
-  if (pending->options.incremental && !generations.empty()) pending->choose_base(generations.back());
+  pending->writing = writing_of(*pending->store, generations, pending->options);
+  pending->writing.id = manifest.id;
+  manifest.protection = pending->writing.protection;
+  if (key != nullptr) pending->seal = std::make_unique<Seal>(*key, manifest.id, manifest.protection);
   TORPOR_ASSIGN(const uint64_t free, pending->store->free_bytes());
   if (!pending->writing.base.empty()) expected_bytes = 0;  // far less may be written
   if (expected_bytes > free || free - expected_bytes < kSpareBytes) {
@@ -87,22 +83,6 @@ Result<PendingCheckpoint> PendingCheckpoint::begin(FileSystem& file_system, std:
   TORPOR_ASSIGN(pending->staging, pending->store->create_directory(staging_name));
   pending->staging_name = std::move(staging_name);
   return PendingCheckpoint(std::move(pending));
-}
-
-// The newest checkpoint, if this one can build on it; none is no failure, all is written then. One of version 2 has no
-// refs.
-void PendingCheckpoint::Impl::choose_base(uint64_t newest) {
-  const std::string name = generation_name(newest);
-  const Result<OpenedManifest> base = [&]() -> Result<OpenedManifest> {
-    TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, store->open_directory(name));
-    return read_manifest(*directory, options.key.get());
-  }();
-  if (!base) {
-    log().warn("not incremental this time: {}", base.error().to_string());
-  } else if (base->manifest.format_version == kFormatVersion && base->manifest.protection == manifest.protection) {
-    writing.base = fmt::format("{}/{}", store->path(), name);
-    writing.base_id = base->manifest.id;
-  }
 }
 
 uint64_t PendingCheckpoint::generation() const { return impl_->manifest.generation; }

@@ -66,28 +66,9 @@ std::optional<size_t> sparsest(const std::vector<FileUse>& uses) {
 }  // namespace
 
 struct RankWriter::Base {
-  RankRefs refs;
-  std::map<ChunkKey, const SavedChunk*> by_key;
+  std::unique_ptr<RankBase> has;
   std::vector<bool> linked;  // of each file
   std::vector<bool> used;    // of each file: records of it may be taken over
-
-  static Result<std::unique_ptr<Base>> open(FileSystem& file_system, const RankWriting& writing, int32_t rank,
-                                            std::shared_ptr<const Key> key) {
-    TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(file_system, writing.base, std::move(key)));
-    const RankSummary* const summary = checkpoint.manifest().find_rank(rank);
-    if (checkpoint.manifest().id != writing.base_id || summary == nullptr) {
-      return Error{.code = Code::kIncompatible,
-                   .what = fmt::format("{} is not the one that the other processes see there, or has no rank {}",
-                                       writing.base, rank),
-                   .next_step = "let all of them see the same directory"};
-    }
-    TORPOR_ASSIGN(RankRefs refs, checkpoint.refs(*summary));
-    std::unique_ptr<Base> base(new Base{.refs = std::move(refs)});
-    base->linked.resize(base->refs.files.size());
-    base->used.resize(base->refs.files.size());
-    for (const SavedChunk& record : base->refs.records) base->by_key.emplace(record.key, &record);
-    return base;
-  }
 };
 
 RankWriter::RankWriter(std::unique_ptr<Directory> staging, const RankWriting& writing, int32_t rank,
@@ -111,12 +92,14 @@ Result<std::unique_ptr<RankWriter>> RankWriter::create(FileSystem& file_system, 
   }
   TORPOR_ASSIGN(writer->own_, DiskTier::create(*writer->staging_, chunk_file_name(rank), std::move(options)));
   if (writing.base.empty()) return writer;
-  Result<std::unique_ptr<Base>> base = Base::open(file_system, writing, rank, std::move(key));
+  Result<std::unique_ptr<RankBase>> base = RankBase::open(file_system, writing, rank, std::move(key));
   if (!base) {
     log().warn("rank {} is not incremental this time: {}", rank, base.error().to_string());
     return writer;
   }
-  writer->base_ = std::move(*base);
+  const size_t files = (*base)->refs().files.size();
+  writer->base_.reset(
+      new Base{.has = std::move(*base), .linked = std::vector<bool>(files), .used = std::vector<bool>(files)});
   writer->link_base(file_system);
   return writer;
 }
@@ -136,8 +119,8 @@ void RankWriter::link_base(FileSystem& file_system) {
                  .what = fmt::format("{}/{} has {} bytes, {} were written", writing_.base, file.name, size, file.bytes),
                  .next_step = "see torpor verify"};
   };
-  for (size_t i = 0; i < base_->refs.files.size(); ++i) {
-    const Status linked = link(base_->refs.files[i]);
+  for (size_t i = 0; i < base_->has->refs().files.size(); ++i) {
+    const Status linked = link(base_->has->refs().files[i]);
     base_->linked[i] = base_->used[i] = linked.has_value();
     if (!linked) say_why_not_linked(linked.error());
   }
@@ -145,8 +128,8 @@ void RankWriter::link_base(FileSystem& file_system) {
 
 const SavedChunk* RankWriter::base_record(const ChunkKey& key) const {
   if (base_ == nullptr) return nullptr;
-  const auto found = base_->by_key.find(key);
-  return found == base_->by_key.end() || !base_->used[found->second->file] ? nullptr : found->second;
+  const SavedChunk* const known = base_->has->find(key);
+  return known == nullptr || !base_->used[known->file] ? nullptr : known;
 }
 
 Result<SavedChunk> RankWriter::take_over(const ChunkKey& key) {
@@ -189,7 +172,7 @@ void RankWriter::put(std::span<TierPart> parts) {
 std::vector<size_t> RankWriter::sparse(const std::vector<SavedChunk>& records) {
   std::vector<size_t> found;
   if (base_ == nullptr) return found;
-  std::vector<FileUse> uses = uses_of(records, base_->refs.files);
+  std::vector<FileUse> uses = uses_of(records, base_->has->refs().files);
   for (std::optional<size_t> file = sparsest(uses); file; file = sparsest(uses)) {
     for (size_t i = 0; i < records.size(); ++i) {
       if (records[i].file == *file + 1) found.push_back(i);
@@ -202,10 +185,10 @@ std::vector<size_t> RankWriter::sparse(const std::vector<SavedChunk>& records) {
 
 Status RankWriter::drop_unused_links(const std::vector<SavedChunk>& records) {
   if (base_ == nullptr) return ok();
-  const std::vector<FileUse> uses = uses_of(records, base_->refs.files);
+  const std::vector<FileUse> uses = uses_of(records, base_->has->refs().files);
   for (size_t i = 0; i < uses.size(); ++i) {
     if (base_->linked[i] && uses[i].held == 0)
-      TORPOR_TRY(staging_->remove_file(linked_file_name(rank_, base_->refs.files[i].id)));
+      TORPOR_TRY(staging_->remove_file(linked_file_name(rank_, base_->has->refs().files[i].id)));
   }
   return ok();
 }
@@ -214,13 +197,13 @@ Status RankWriter::drop_unused_links(const std::vector<SavedChunk>& records) {
 RankRefs RankWriter::refs_of(std::vector<SavedChunk>& records) const {
   RankRefs refs{.rank = rank_,
                 .files = {{.name = chunk_file_name(rank_), .id = writing_.id, .bytes = own_->file_bytes()}}};
-  std::vector<uint32_t> place(base_ == nullptr ? 1 : base_->refs.files.size() + 1, 0);
+  std::vector<uint32_t> place(base_ == nullptr ? 1 : base_->has->refs().files.size() + 1, 0);
   for (SavedChunk& record : records) {
     if (record.file == 0) continue;
     uint32_t& now = place[record.file];
     if (now == 0) {
       now = static_cast<uint32_t>(refs.files.size());
-      const LinkedFile& file = base_->refs.files[record.file - 1];
+      const LinkedFile& file = base_->has->refs().files[record.file - 1];
       refs.files.push_back({.name = linked_file_name(rank_, file.id), .id = file.id, .bytes = file.bytes});
     }
     record.file = now;

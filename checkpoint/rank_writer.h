@@ -13,7 +13,6 @@
 // is none: everything is written then, which the log says.
 #pragma once
 
-#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -21,20 +20,10 @@
 
 #include "base/file_system.h"
 #include "base/progress.h"
-#include "checkpoint/checkpoint.h"
-#include "checkpoint/refs.h"
+#include "checkpoint/rank_base.h"
 #include "offload/disk_tier.h"
 
 namespace torpor {
-
-// How the ranks of one checkpoint write. A value, so that it can go to other processes; the key cannot.
-struct RankWriting {
-  SealId id{};
-  Protection protection = Protection::kNone;
-  CompressionOptions compression{.codec = Codec::kNone};
-  std::string base;  // path of the base checkpoint; empty: there is none
-  SealId base_id{};  // that it must have
-};
 
 class RankWriter final : public Tier {
  public:

@@ -11,6 +11,7 @@
 #include "base/mutex.h"
 #include "base/page_buffer.h"
 #include "base/units.h"
+#include "checkpoint/checkpoint_set.h"
 #include "checkpoint/prefix_hash.h"
 #include "checkpoint/state_sections.h"
 
@@ -160,6 +161,11 @@ class HashCheck {
   }
 
   Status check(const RequestState& request) {
+    const Value* const others = request.engine.find("other_hash_keys");
+    if (others != nullptr && *others == Value{.data = true}) {
+      found_.hashes_not_checked = "those of requests with adapters, images or embeddings depend on more than tokens";
+      return ok();
+    }
     const auto size = static_cast<size_t>(request.block_hash_bytes);
     std::vector<int32_t> tokens = request.prompt_token_ids;
     tokens.insert(tokens.end(), request.output_token_ids.begin(), request.output_token_ids.end());
@@ -258,12 +264,6 @@ void check_hashes(const EngineCheckpoint& engine, Verification& found) {
       if (const Status right = check.check(request); !right) found.problems.push_back(right.error());
     }
   }
-}
-
-// A set has no state of its own; the checkpoints that it names lie beside it.
-bool is_set(const Manifest& manifest) {
-  return std::any_of(manifest.sections.begin(), manifest.sections.end(),
-                     [](const SectionInfo& section) { return section.name == kSetSection; });
 }
 
 Status check_state(const Checkpoint& checkpoint, const std::vector<RankRefs>& ranks, Verification& found) {

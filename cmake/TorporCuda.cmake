@@ -21,12 +21,14 @@ endif()
 find_program(TORPOR_NVCC NAMES nvcc HINTS ${hints} PATH_SUFFIXES bin)
 # Ampere, Hopper and Blackwell; PTX for later ones.
 set(nvcc_flags -std=c++20 --fatbin -I${PROJECT_SOURCE_DIR} -ccbin ${CMAKE_CXX_COMPILER}
-    -gencode arch=compute_80,code=[sm_80,compute_80] -gencode arch=compute_90,code=sm_90 -gencode arch=compute_100,code=sm_100)
+    -gencode arch=compute_80,code=[sm_80,compute_80] -gencode arch=compute_90,code=sm_90 -gencode
+      arch=compute_100,code=sm_100)
 set(kernels "")
 if(TORPOR_CUDA_INCLUDE AND TORPOR_NVCC)
   # An nvcc that does not go with this compiler, or does not know these GPUs, is as none.
   file(WRITE ${PROJECT_BINARY_DIR}/nvcc_try.cu "#include <span>\n__global__ void nothing() {}\n")
-  execute_process(COMMAND ${TORPOR_NVCC} ${nvcc_flags} -o ${PROJECT_BINARY_DIR}/nvcc_try.fatbin ${PROJECT_BINARY_DIR}/nvcc_try.cu
+  execute_process(COMMAND ${TORPOR_NVCC} ${nvcc_flags} -o ${PROJECT_BINARY_DIR}/nvcc_try.fatbin
+    ${PROJECT_BINARY_DIR}/nvcc_try.cu
     RESULT_VARIABLE failed OUTPUT_QUIET ERROR_VARIABLE why)
   if(failed)
     message(STATUS "CUDA kernels: none, ${TORPOR_NVCC} fails: ${why}")
@@ -41,5 +43,6 @@ set(TORPOR_CUDA_KERNELS ${kernels})
 
 # Compiles SOURCE to IMAGE.
 function(torpor_cuda_image source image)
-  add_custom_command(OUTPUT ${image} COMMAND ${TORPOR_NVCC} ${nvcc_flags} -MD -MF ${image}.d -o ${image} ${source} DEPENDS ${source} DEPFILE ${image}.d VERBATIM)
+  add_custom_command(OUTPUT ${image} COMMAND ${TORPOR_NVCC} ${nvcc_flags} -MD -MF ${image}.d -o ${image} ${source}
+    DEPENDS ${source} DEPFILE ${image}.d VERBATIM)
 endfunction()

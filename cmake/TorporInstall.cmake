@@ -10,6 +10,7 @@ foreach(room ${rooms})
   set_target_properties(torpor_${room} PROPERTIES EXPORT_NAME ${room})
 endforeach()
 set_target_properties(torpor_flags PROPERTIES EXPORT_NAME flags)
+add_custom_target(libraries DEPENDS ${libraries})
 install(TARGETS torpor_flags ${libraries} EXPORT torpor
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}/torpor COMPONENT development
   INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/torpor)

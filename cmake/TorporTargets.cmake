@@ -1,7 +1,9 @@
-# torpor_room(NAME SOURCES … [APART …] USES …) makes the static library torpor::NAME of one folder.
-# torpor_test(NAME SOURCES … [APART …] USES … [LABELS …] [TIMEOUT seconds] [SHARDS n]) makes a GoogleTest program and registers it
-# with CTest, its cases divided among n processes; what has the longest time is begun first. Of each label ("unit" unless said otherwise) the target LABEL_tests
-# builds all programs.
+# torpor_room(NAME [HOT] SOURCES … [APART …] USES …) makes the static library torpor::NAME of one folder. Where clang
+# compiles it (asan, tsan, fuzz) it looks for fields that are touched without their lock (base/thread_annotations.h,
+# base/mutex.h). With sanitizers only what is HOT is optimised: the rest takes longer to optimise than to run.
+# torpor_test(NAME SOURCES … [APART …] USES … [LABELS …] [TIMEOUT seconds] [SHARDS n]) makes a GoogleTest program and
+# registers it with CTest, its cases divided among n processes; what has the longest time is begun first. Of each label
+# ("unit" unless said otherwise) the target LABEL_tests builds all programs.
 
 # Line tables suffice for stack traces; everything that -g adds to them takes a third of the time of a compile.
 string(REGEX REPLACE "-g( |$)" "-g1\\1" CMAKE_CXX_FLAGS_RELWITHDEBINFO "${CMAKE_CXX_FLAGS_RELWITHDEBINFO}")
@@ -16,8 +18,16 @@ if(TORPOR_UNITY AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   target_compile_options(torpor_flags INTERFACE $<BUILD_INTERFACE:-Wno-subobject-linkage>)  # it takes every included source for a header
 endif()
 if(TORPOR_SANITIZE)
-  target_compile_options(torpor_flags INTERFACE -fsanitize=${TORPOR_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all)
+  target_compile_options(torpor_flags INTERFACE -fsanitize=${TORPOR_SANITIZE} -fno-omit-frame-pointer
+    -fno-sanitize-recover=all)
   target_link_options(torpor_flags INTERFACE -fsanitize=${TORPOR_SANITIZE})
+  if(TORPOR_SANITIZE STREQUAL "thread" AND CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
+    # Tests that stand in for pthread_create find the sanitizer's behind their own only in a shared library.
+    execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libclang_rt.tsan-x86_64.so OUTPUT_VARIABLE runtime
+      OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+    cmake_path(GET runtime PARENT_PATH runtime)
+    target_link_options(torpor_flags INTERFACE -shared-libsan -Wl,-rpath,${runtime})
+  endif()
 endif()
 
 # What to compile for these sources: they themselves or, with TORPOR_UNITY, files that include some of them each: headers
@@ -53,11 +63,15 @@ function(torpor_sources result name)
 endfunction()
 
 function(torpor_room name)
-  cmake_parse_arguments(ROOM "" "" "SOURCES;APART;USES;PRIVATE_USES" ${ARGN})
+  cmake_parse_arguments(ROOM "HOT" "" "SOURCES;APART;USES;PRIVATE_USES" ${ARGN})
   torpor_sources(sources torpor_${name} ${ROOM_SOURCES} APART ${ROOM_APART})
   add_library(torpor_${name} STATIC ${sources})
   add_library(torpor::${name} ALIAS torpor_${name})
   target_link_libraries(torpor_${name} PUBLIC torpor_flags ${ROOM_USES} PRIVATE ${ROOM_PRIVATE_USES})
+  target_compile_options(torpor_${name} PRIVATE $<$<CXX_COMPILER_ID:Clang>:-Wthread-safety;-Werror=thread-safety>)
+  if(TORPOR_SANITIZE AND ROOM_HOT)
+    target_compile_options(torpor_${name} PRIVATE -O1)
+  endif()
 endfunction()
 
 function(torpor_test name)

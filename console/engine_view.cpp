@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "console/breakpoints.h"
 #include "console/schema.h"
 #include "engine/phases.h"
 #include "kvcache/block_state.h"
@@ -9,6 +10,8 @@
 namespace torpor::console {
 namespace {
 
+constexpr size_t kMostRanks = 4096;
+constexpr size_t kMostTags = 1024;     // of a rank
 constexpr size_t kMostRows = 1 << 20;  // of slots or candidates: more there never are
 constexpr std::array<std::string_view, 2> kLaneNames = {"memory", "disk"};
 constexpr std::array<std::string_view, 4> kJobs = {"save", "restore", "digest", "move"};
@@ -29,6 +32,24 @@ nlohmann::ordered_json to_json(const OperationRow& row) {
           {"seconds", static_cast<double>(row.nanoseconds) * 1e-9},
           {"phases", std::move(phases)},
           {"error", row.error}};
+}
+
+nlohmann::ordered_json to_json(uint64_t rank, const MemoryRow& row) {
+  nlohmann::ordered_json tags = nlohmann::ordered_json::array();
+  for (const auto& [number, tag] : row.tags)
+    tags.push_back({{"tag", tag.name},
+                    {"device_bytes", tag.bytes[0]},
+                    {"region_bytes", tag.region_bytes},
+                    {"host_bytes", tag.bytes[1]},
+                    {"disk_bytes", tag.bytes[2]}});
+  return {{"rank", rank},
+          {"device_bytes", row.device_bytes},
+          {"device_capacity_bytes", row.device_capacity},
+          {"device_bytes_of_anybody", row.anybody_bytes},
+          {"arena_bytes", row.arena_bytes},
+          {"arena_budget_bytes", row.arena_budget},
+          {"arena_held_bytes", row.arena_held},
+          {"tags", std::move(tags)}};
 }
 
 }  // namespace
@@ -72,8 +93,13 @@ void EngineView::apply(const Event& event) {
     case EventType::kOperation: apply_operation(event); break;
     case EventType::kPhase: apply_phase(event); break;
     case EventType::kEngine: engine_ = event.to; break;
+    case EventType::kStop: apply_stop(event); break;
+    case EventType::kMemory: apply_memory(event); break;
     case EventType::kPlanned:
-    case EventType::kBlock: break;
+    case EventType::kBlock:
+    case EventType::kControl:
+    case EventType::kKey:
+    case EventType::kInput: break;
   }
 }
 
@@ -177,6 +203,44 @@ void EngineView::apply_phase(const Event& event) {
   found->nanoseconds = event.b;
 }
 
+void EngineView::apply_stop(const Event& event) {
+  if (static_cast<StopEdge>(event.to) != StopEdge::kBegun) {
+    stops_.erase(event.transfer);
+    return;
+  }
+  if (stops_.size() >= kMostRows) stops_.clear();
+  stops_[event.transfer] = {event.from, event.a, event.request, event.time};
+}
+
+void EngineView::apply_memory(const Event& event) {
+  const auto part = static_cast<MemoryPart>(event.from);
+  if (part == MemoryPart::kDevice) {  // all that follows is told anew
+    if (memory_.size() >= kMostRanks) memory_.clear();
+    memory_[event.transfer] = {.device_bytes = event.a, .device_capacity = event.b};
+    return;
+  }
+  const auto found = memory_.find(event.transfer);
+  if (found == memory_.end()) return;  // its begin was lost
+  MemoryRow& row = found->second;
+  switch (part) {
+    case MemoryPart::kAnybody: row.anybody_bytes = event.a; break;
+    case MemoryPart::kArena:
+      row.arena_bytes = event.a;
+      row.arena_budget = event.b;
+      break;
+    case MemoryPart::kArenaHeld: row.arena_held = event.a; break;
+    case MemoryPart::kTag: {
+      if (row.tags.size() >= kMostTags) break;
+      MemoryRow::Tag& tag = row.tags[event.request];
+      tag.name = texts_.tag(event.request);
+      tag.bytes[event.to] = event.a;
+      if (event.to == 0) tag.region_bytes = event.b;
+      break;
+    }
+    default: break;
+  }
+}
+
 nlohmann::ordered_json EngineView::to_json() const {
   using Json = nlohmann::ordered_json;
   const auto age = [&](int64_t since) { return static_cast<double>(within(latest_) - within(since)) * 1e-9; };
@@ -241,10 +305,19 @@ nlohmann::ordered_json EngineView::to_json() const {
                        {"cached_blocks", row->cached},
                        {"empty_blocks", row->empty}});
   }
+  Json memory = Json::array();
+  for (const auto& [rank, row] : memory_) memory.push_back(console::to_json(rank, row));
   Json dropped = Json::object();
   for (size_t i = 0; i < dropped_.size(); ++i) dropped[std::string(name(static_cast<DropReason>(i)))] = dropped_[i];
   Json operations = Json::array();
   for (const OperationRow& row : operations_) operations.push_back(console::to_json(row));
+  Json stops = Json::array();
+  for (const auto& [number, row] : stops_)
+    stops.push_back({{"stop", number},
+                     {"cause", name(static_cast<StopCause>(row.cause))},
+                     {"event", row.event},
+                     {"request", row.request == 0 ? Json() : Json(texts_.request(row.request))},
+                     {"seconds", age(row.since)}});
   return {
       {"engine", engine_ ? Json(engine()) : Json()},
       {"steps", {{"seen", steps_}, {"running", running_}, {"waiting", waiting_}, {"microseconds", step_microseconds_}}},
@@ -252,8 +325,10 @@ nlohmann::ordered_json EngineView::to_json() const {
       {"transfers", std::move(transfers)},
       {"copies", std::move(copies)},
       {"tiers", std::move(tiers)},
+      {"memory", std::move(memory)},
       {"blocks", {{"registered", registered_}, {"dropped", std::move(dropped)}}},
       {"operations", std::move(operations)},
+      {"stops", std::move(stops)},
       {"lost_events", lost_},
       {"unknown_events", unknown_}};
 }

@@ -72,6 +72,29 @@ struct TierRow {
   uint32_t empty = 0;
 };
 
+// Of one rank, as it was told last.
+struct MemoryRow {
+  struct Tag {
+    std::string name;
+    std::array<uint64_t, 3> bytes{};  // in the device, host memory and on disk
+    uint64_t region_bytes = 0;        // of the device, when all of it is there
+  };
+  uint64_t device_bytes = 0;
+  uint64_t device_capacity = 0;  // 0: no limit of its own
+  uint64_t anybody_bytes = 0;    // by the device's own count; 0: it keeps none
+  uint64_t arena_bytes = 0;
+  uint64_t arena_budget = 0;  // 0: no limit
+  uint64_t arena_held = 0;
+  std::map<uint32_t, Tag> tags;
+};
+
+struct StandingRow {  // a stop
+  uint8_t cause = 0;
+  uint64_t event = 0;    // after which it stands; 0: a pause
+  uint32_t request = 0;  // of that event
+  int64_t since = 0;
+};
+
 class EngineView {
  public:
   static constexpr size_t kOperations = 32;  // the last ones that are kept
@@ -79,10 +102,13 @@ class EngineView {
 
   const std::map<uint32_t, SlotRow>& slots() const { return slots_; }  // by the request's number
   std::string name_of(uint32_t request) const { return texts_.request(request); }
+  const std::map<uint32_t, std::string>& names() const { return texts_.requests(); }      // also of requests that ended
   const std::map<uint64_t, CandidateRow>& candidates() const { return candidates_; }      // that have not ended
   const OutcomeCounts& ended(Way way) const { return ended_[static_cast<size_t>(way)]; }  // blocks
   const std::vector<OperationRow>& operations() const { return operations_; }
-  std::string_view engine() const;  // "" where nothing was told of it
+  const std::map<uint64_t, StandingRow>& stops() const { return stops_; }  // by number
+  const std::map<uint64_t, MemoryRow>& memory() const { return memory_; }  // by rank
+  std::string_view engine() const;                                         // "" where nothing was told of it
   uint64_t steps() const { return steps_; }
   uint64_t lost() const { return lost_; }
   uint64_t unknown() const { return unknown_; }  // events that make no sense here
@@ -96,6 +122,8 @@ class EngineView {
   void apply_copy(const Event& event);
   void apply_operation(const Event& event);
   void apply_phase(const Event& event);
+  void apply_stop(const Event& event);
+  void apply_memory(const Event& event);
   OperationRow& operation(uint64_t number, const Event& event);
 
   EventTexts texts_;
@@ -105,6 +133,8 @@ class EngineView {
   std::array<std::array<LaneRow, 4>, 2> lanes_{};  // memory, disk; by JobKind
   std::array<std::optional<TierRow>, 3> tiers_;
   std::vector<OperationRow> operations_;
+  std::map<uint64_t, StandingRow> stops_;
+  std::map<uint64_t, MemoryRow> memory_;
   std::optional<uint8_t> engine_;
   uint64_t registered_ = 0;
   std::array<uint64_t, 4> dropped_{};

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "base/seal.h"
+#include "console/event_page.h"
 #include "console/schema.h"
 #include "engine/phases.h"
 #include "kvcache/slot_state.h"
@@ -32,6 +33,11 @@ void each_field(const std::array<std::string_view, 2>& names, uint64_t value, co
 }
 
 std::string dump(const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace); }
+
+// Of a copy it is the lane, of memory the tag.
+bool names_a_request(const Event& event) {
+  return event.request != 0 && event.type != EventType::kCopy && event.type != EventType::kMemory;
+}
 
 std::string csv_cell(std::string text) {
   if (text.find_first_of(",\"\n") == std::string::npos) return text;
@@ -90,8 +96,7 @@ bool EventExport::wanted(const EventTexts& texts, const Event& event) const {
   if (!types_.empty() && std::find(types_.begin(), types_.end(), event.type) == types_.end()) return false;
   if (options_.match.empty()) return true;
   const auto has = [&](std::string_view words) { return words.find(options_.match) != std::string_view::npos; };
-  return (event.request != 0 && event.type != EventType::kCopy && has(texts.request(event.request))) ||
-         has(from_name(event)) || has(to_name(event));
+  return (names_a_request(event) && has(texts.request(event.request))) || has(from_name(event)) || has(to_name(event));
 }
 
 Json EventExport::to_json(const EventSource& source, const EventTexts& texts, const Event& event) {
@@ -107,6 +112,9 @@ Json EventExport::to_json(const EventSource& source, const EventTexts& texts, co
   if (const std::string_view to = to_name(event); !to.empty()) json["to"] = to;
   if (event.type == EventType::kCopy) {
     json["lane"] = event.request == 0 ? "memory" : "disk";
+  } else if (event.type == EventType::kMemory) {
+    if (event.request != 0)
+      json["tag"] = options_.anonymous ? fmt::format("tag-{}", event.request) : texts.tag(event.request);
   } else if (event.request != 0) {
     json["request"] = request(source, texts, event.request);
   }
@@ -153,12 +161,12 @@ std::string EventExport::to_csv(const EventSource& source, const EventTexts& tex
   const bool split_a = schema != nullptr && !schema->a[1].empty();
   const bool split_b = schema != nullptr && !schema->b[1].empty();
   const bool keyed = schema != nullptr && !schema->key.empty();
-  return fmt::format(
-      "{:.6f},{}{},{},{},{},{},{},{},{},{},{},{},{},{}\n", source.wall_seconds(event.time), csv_cell(source.role),
-      source.rank, source.pid, event.sequence, type_name(event), from_name(event), to_name(event),
-      event.request == 0 || event.type == EventType::kCopy ? "" : csv_cell(request(source, texts, event.request)),
-      event.transfer, keyed ? key(event.key) : "", split_a ? high_of(event.a) : 0, split_a ? low_of(event.a) : event.a,
-      split_b ? high_of(event.b) : 0, split_b ? low_of(event.b) : event.b);
+  return fmt::format("{:.6f},{}{},{},{},{},{},{},{},{},{},{},{},{},{}\n", source.wall_seconds(event.time),
+                     csv_cell(source.role), source.rank, source.pid, event.sequence, type_name(event), from_name(event),
+                     to_name(event), names_a_request(event) ? csv_cell(request(source, texts, event.request)) : "",
+                     event.transfer, keyed ? key(event.key) : "", split_a ? high_of(event.a) : 0,
+                     split_a ? low_of(event.a) : event.a, split_b ? high_of(event.b) : 0,
+                     split_b ? low_of(event.b) : event.b);
 }
 
 bool EventExport::write(const std::vector<SourceEvents>& sources, Format format, const Write& write) {
@@ -175,9 +183,10 @@ bool EventExport::write(const std::vector<SourceEvents>& sources, Format format,
     const Event& event = *each.event;
     // Words are told with what they belong to, and those of errors by themselves.
     const std::optional<EventText> text = known.add(event);
-    const bool error = text && text->kind == TextKind::kError;
+    const bool error = text && (text->kind == TextKind::kError || text->kind == TextKind::kInput);
     if (event.type == EventType::kText && !error) continue;
     if (!wanted(known, event)) continue;
+    if ((event.type == EventType::kLost ? event.a + event.b : event.sequence) <= options_.after) continue;
     if (event.type != EventType::kLost && options_.since > 0 &&
         wall(each) < latest - static_cast<int64_t>(options_.since * 1e9))
       continue;
@@ -187,12 +196,13 @@ bool EventExport::write(const std::vector<SourceEvents>& sources, Format format,
                    {"process", fmt::format("{}{}", source.role, source.rank)},
                    {"pid", source.pid},
                    {"sequence", event.sequence},
-                   {"type", "error"},
-                   {"operation", text->transfer},
+                   {"type", text->kind == TextKind::kError ? "error" : "given"},
+                   {text->kind == TextKind::kError ? "operation" : "input", text->transfer},
                    {"words", options_.anonymous ? "" : text->words}};
       if (format == Format::kNdjson) out = dump(json) + '\n';
       if (format == Format::kLines)
-        out = fmt::format("{:15}  {:<7} {:<10} operation={}  {}\n", "", json["process"].get<std::string>(), "error",
+        out = fmt::format("{:15}  {:<7} {:<10} {}={}  {}\n", "", json["process"].get<std::string>(),
+                          json["type"].get<std::string>(), text->kind == TextKind::kError ? "operation" : "input",
                           text->transfer, json["words"].get<std::string>());
       if (format == Format::kCsv) out = to_csv(source, known, event);
     } else if (format == Format::kNdjson) {
@@ -203,6 +213,16 @@ bool EventExport::write(const std::vector<SourceEvents>& sources, Format format,
     if (!write(out)) return false;
   }
   return true;
+}
+
+// A name may say that the script is over: no "<" of one comes into the page.
+bool EventExport::write_page(const std::vector<SourceEvents>& sources, const Write& write) {
+  const auto escaped = [&](std::string_view text) {
+    std::string out(text);
+    for (size_t at = 0; (at = out.find('<', at)) != std::string::npos; at += 6) out.replace(at, 1, "\\u003c");
+    return write(out);
+  };
+  return write(event_page_head()) && this->write(sources, Format::kNdjson, escaped) && write(event_page_tail());
 }
 
 bool EventExport::write_perfetto(const std::vector<SourceEvents>& sources, const Write& write) {

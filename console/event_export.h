@@ -1,4 +1,5 @@
-// Events for other programs: a JSON object a line, a trace for Perfetto (ui.perfetto.dev), comma-separated values.
+// Events for other programs: a JSON object a line, a trace for Perfetto (ui.perfetto.dev), comma-separated values, a
+// web page (event_page.h).
 #pragma once
 
 #include <functional>
@@ -18,6 +19,7 @@ struct ExportOptions {
   std::string types;       // only these, with commas between them; empty: all
   std::string match;       // only where a name or word has this in it
   double since = 0;        // seconds before the last event; 0: all
+  uint64_t after = 0;      // only what was told after the event with this sequence
   bool anonymous = false;  // other names for requests, other keys, no words of errors: as a report may have
 };
 
@@ -37,6 +39,7 @@ class EventExport {
   bool write(const std::vector<SourceEvents>& sources, Format format, const Write& write);
   // A track for each slot, lane and operation of each source.
   bool write_perfetto(const std::vector<SourceEvents>& sources, const Write& write);
+  bool write_page(const std::vector<SourceEvents>& sources, const Write& write);
   // Whether this event is one of those that are asked for.
   bool wanted(const EventTexts& texts, const Event& event) const;
 

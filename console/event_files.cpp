@@ -21,6 +21,7 @@ namespace {
 namespace fs = boost::filesystem;
 
 constexpr std::string_view kRing = ".ring";
+constexpr std::string_view kSocket = ".sock";
 constexpr size_t kLastWords = 4;  // rings of killed processes that stay
 
 Status own_directory(const std::string& path) {
@@ -51,7 +52,9 @@ void forget_old_words(const std::string& directory) {
   if (!rings) return;
   size_t dead = 0;
   for (const auto& ring : *rings) {
-    if (!is_alive(ring->source()) && ++dead > kLastWords) (void)::unlink(ring->path().c_str());
+    if (is_alive(ring->source())) continue;
+    (void)::unlink(socket_of(ring->path()).c_str());
+    if (++dead > kLastWords) (void)::unlink(ring->path().c_str());
   }
 }
 
@@ -68,6 +71,10 @@ SourceEvents read_ring(const EventRing& ring) {
 }
 
 }  // namespace
+
+std::string socket_of(const std::string& ring_path) {
+  return ring_path.substr(0, ring_path.rfind('.')) + std::string(kSocket);
+}
 
 std::string default_event_directory() {
   const char* const runtime = std::getenv("XDG_RUNTIME_DIR");

@@ -22,6 +22,9 @@ std::string default_event_directory();
 Result<std::unique_ptr<EventRing>> begin_events(const std::string& directory, std::string role, int32_t rank,
                                                 const Clock& clock, uint64_t events = EventRing::kDefaultEvents);
 
+// The socket of the process whose ring this is, if it has one (console/control_server.h).
+std::string socket_of(const std::string& ring_path);
+
 // Rings that are there, of the processes that live first of all, the newest first. kNotFound: no such directory.
 Result<std::vector<std::unique_ptr<EventRing>>> open_rings(const std::string& path);
 

@@ -34,7 +34,16 @@ std::optional<EventText> EventTexts::add(const Event& event) {
     if (names_.size() > kMostNames) names_.clear();
     names_[text.request] = text.words;
   }
+  if (text.kind == TextKind::kTag) {
+    if (tags_.size() > kMostNames) tags_.clear();
+    tags_[text.request] = text.words;
+  }
   return text;
+}
+
+std::string EventTexts::tag(uint32_t number) const {
+  const auto found = tags_.find(number);
+  return found == tags_.end() ? fmt::format("#{}", number) : found->second;
 }
 
 std::string EventTexts::request(uint32_t number) const {

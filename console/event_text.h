@@ -1,4 +1,4 @@
-// Words in events: parts of 32 bytes that are put together again, and the names of requests.
+// Words in events: parts of 32 bytes that are put together again; the names of requests and of memory's tags.
 #pragma once
 
 #include <cstdint>
@@ -24,6 +24,8 @@ class EventTexts {
   std::optional<EventText> add(const Event& event);
   // "#7" where no name is known.
   std::string request(uint32_t number) const;
+  const std::map<uint32_t, std::string>& requests() const { return names_; }
+  std::string tag(uint32_t number) const;  // as it was told last; "#7"
 
  private:
   struct Part {
@@ -33,6 +35,7 @@ class EventTexts {
   static constexpr size_t kMostNames = 1 << 16;
   std::map<std::tuple<uint8_t, uint32_t, uint64_t>, Part> open_;
   std::map<uint32_t, std::string> names_;
+  std::map<uint32_t, std::string> tags_;
 };
 
 }  // namespace torpor::console

@@ -2,6 +2,9 @@
 
 #include <vector>
 
+#include "console/breakpoints.h"
+#include "console/control_methods.h"
+#include "console/reference_run.h"
 #include "engine/phases.h"
 #include "kvcache/block_state.h"
 #include "kvcache/offload_queue.h"
@@ -17,10 +20,11 @@ std::array<std::string_view, size> names_of() {
   return names;
 }
 
-constexpr std::array<std::string_view, kTextKinds> kTexts = {"request", "operation", "error"};
+constexpr std::array<std::string_view, kTextKinds> kTexts = {"request", "operation", "error", "input", "tag"};
 constexpr std::array<std::string_view, kEdges> kEdgeNames = {"",         "begin",  "end", "failed",
                                                              "unproven", "undone", "lost"};
 constexpr std::array<std::string_view, 4> kJobNames = {"save", "restore", "digest", "move"};
+constexpr std::array<std::string_view, 2> kKeysOf = {"prompt", "made"};
 constexpr std::array<std::string_view, 3> kTierNames = {"device", "host", "disk"};
 
 std::vector<EventSchema> make() {
@@ -29,6 +33,9 @@ std::vector<EventSchema> make() {
   static const auto outcomes = names_of<BlockOutcome, kBlockOutcomes>();
   static const auto drops = names_of<DropReason, kDropReasons>();
   static const auto blocks = names_of<BlockState, kBlockStates>();
+  static const auto inputs = names_of<InputKind, kInputKinds>();
+  static const auto causes = names_of<StopCause, kStopCauses>();
+  static const auto stop_edges = names_of<StopEdge, kStopEdges>();
   std::vector<EventSchema> all(kEventTypes);
   const auto at = [&](EventType type) -> EventSchema& { return all[static_cast<size_t>(type)]; };
   at(EventType::kText) = {.name = "text", .from = kTexts, .transfer = "subject"};
@@ -45,7 +52,12 @@ std::vector<EventSchema> make() {
       .name = "candidate", .from = candidates, .to = candidates, .transfer = "candidate", .a = {"blocks"}};
   at(EventType::kPlanned) = {.name = "planned", .transfer = "candidate", .a = {"job"}, .b = {"blocks"}};
   at(EventType::kEnded) = {.name = "ended", .to = outcomes, .transfer = "candidate", .a = {"blocks"}};
-  at(EventType::kRegistered) = {.name = "registered", .key = "key", .a = {"block"}, .b = {"stamp"}};
+  at(EventType::kRegistered) = {.name = "registered",
+                                .from = kTierNames,
+                                .transfer = "parent",
+                                .key = "key",
+                                .a = {"tokens", "block"},
+                                .b = {"stamp"}};
   at(EventType::kDropped) = {.name = "dropped", .to = drops, .key = "key", .a = {"block"}, .b = {"stamp"}};
   at(EventType::kBlock) = {.name = "block", .from = blocks, .to = blocks, .a = {"block"}, .b = {"generation"}};
   at(EventType::kCopy) = {.name = "copy",
@@ -67,6 +79,14 @@ std::vector<EventSchema> make() {
                            .a = {"bytes"},
                            .b = {"nanoseconds"}};
   at(EventType::kEngine) = {.name = "engine", .from = kEngineStates, .to = kEngineStates};
+  at(EventType::kStop) = {
+      .name = "stop", .from = causes, .to = stop_edges, .transfer = "stop", .a = {"event"}, .b = {"nanoseconds"}};
+  at(EventType::kControl) = {
+      .name = "control", .from = control_method_names(), .to = outcome_names(), .a = {"uid"}, .b = {"pid"}};
+  at(EventType::kInput) = {.name = "input", .from = inputs, .transfer = "input", .a = {"a"}, .b = {"b"}};
+  at(EventType::kMemory) = {
+      .name = "memory", .from = kMemoryParts, .to = kTierNames, .transfer = "rank", .a = {"bytes"}, .b = {"of_bytes"}};
+  at(EventType::kKey) = {.name = "key", .to = kKeysOf, .key = "key", .a = {"position"}, .b = {"of"}};
   return all;
 }
 

@@ -51,6 +51,13 @@ class EngineHooks {
   // KvSnapshot::steps. None by default: then the next checkpoint reads it once.
   virtual Result<KvContents> kv_contents() { return KvContents{}; }
 
+  // Of each of these KV blocks, the slot of a host store that has the bytes of its present content on every rank; -1:
+  // none has. Empty: there is no such store. With `keep` they stay as they are until release_host_slots().
+  virtual Result<std::vector<int32_t>> host_slots(const std::vector<int32_t>& /*blocks*/, bool /*keep*/) {
+    return std::vector<int32_t>{};
+  }
+  virtual Status release_host_slots() { return ok(); }
+
   // Sleep without preserve_state: what becomes of the requests; "abort" or "recompute". Clears the prefix cache.
   virtual Status drop_requests(const std::string& mode) = 0;
   // Forgets the hashes of these blocks: their bytes are not kept.

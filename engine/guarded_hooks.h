@@ -31,6 +31,12 @@ class GuardedHooks final : public EngineHooks {
   Result<KvContents> kv_contents() override {
     return guard("kv_contents", [&] { return hooks_.kv_contents(); });
   }
+  Result<std::vector<int32_t>> host_slots(const std::vector<int32_t>& blocks, bool keep) override {
+    return guard("host_slots", [&] { return hooks_.host_slots(blocks, keep); });
+  }
+  Status release_host_slots() override {
+    return guard("release_host_slots", [&] { return hooks_.release_host_slots(); });
+  }
   Status drop_requests(const std::string& mode) override {
     return guard("drop_requests", [&] { return hooks_.drop_requests(mode); });
   }

@@ -6,6 +6,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "base/event.h"
+#include "engine/phases.h"
 #include "engine/tags.h"
 
 namespace torpor {
@@ -16,6 +18,15 @@ constexpr const char* kNotKept = "\x01";
 
 std::string tag_of(const MemorySaver::Scope& scope) { return scope.keep ? scope.tag : scope.tag + kNotKept; }
 std::string user_tag(const std::string& tag) { return tag.ends_with(kNotKept) ? tag.substr(0, tag.size() - 1) : tag; }
+
+Status leaves_margin(const DeviceMemoryInfo& info, uint64_t bytes, uint64_t margin) {
+  const uint64_t used = info.used_bytes.value_or(info.physical_bytes);
+  const uint64_t free = info.capacity_bytes - std::min(info.capacity_bytes, used);
+  if (info.capacity_bytes == 0 || (bytes <= free && margin <= free - bytes)) return ok();
+  return Error{.code = Code::kResourceExhausted,
+               .what = fmt::format("{} bytes would leave less than the margin of {}: {} are free", bytes, margin, free),
+               .next_step = "free memory, or set a smaller margin"};
+}
 
 }  // namespace
 
@@ -47,8 +58,14 @@ Result<DeviceAddress> MemorySaver::allocate(int device, uint64_t bytes) {
                  .what = "this thread is outside of a region",
                  .next_step = "allocate inside one"};
   }
+  if (scope.on_disk) {
+    return Error{.code = Code::kUnsupported,
+                 .what = "a backup on disk is not offered for single regions",
+                 .next_step = "keep it in host memory"};
+  }
   const MutexLock lock(mutex_);
   TORPOR_ASSIGN(RankMemory* const memory, find_or_make(device, make_memory_));
+  if (margin_bytes_ > 0) TORPOR_TRY(leaves_margin(memory->device().info(), bytes, margin_bytes_));
   return memory->allocate(tag_of(scope), std::to_string(++devices_[device].allocations), bytes);
 }
 
@@ -63,8 +80,49 @@ Status MemorySaver::free(int device, DeviceAddress address) {
   return found->second.memory->free(address);
 }
 
+void MemorySaver::set_margin(uint64_t bytes) {
+  const MutexLock lock(mutex_);
+  margin_bytes_ = bytes;
+}
+
+Status MemorySaver::read_saved(DeviceAddress address, std::span<std::byte> out) const {
+  const MutexLock lock(mutex_);
+  for (const auto& [ordinal, device] : devices_) {
+    if (device.memory == nullptr) continue;
+    Status read = device.memory->read_saved(address, out);
+    if (read || read.error().code != Code::kNotFound) return read;
+  }
+  return Error{.code = Code::kNotFound,
+               .what = fmt::format("nothing is saved of {} bytes at {:#x}", out.size(), address),
+               .next_step = "ask for memory that sleeps and keeps its content"};
+}
+
+namespace {
+
+// Of one device, with what it has when that is over.
+Result<TagMove> tell_operation(std::string_view name, RankMemory& memory,
+                               const std::function<Result<TagMove>()>& work) {
+  const EventPort& port = memory.events();
+  if (name.empty() || !port.on()) return work();
+  const uint8_t kind = number_of(name, kOperationNames);
+  const int64_t began = port.now();
+  const uint64_t number =
+      port.record({.type = EventType::kOperation, .from = kind, .to = static_cast<uint8_t>(Edge::kBegin)});
+  Result<TagMove> move = work();
+  if (!move) port.text(TextKind::kError, 0, number, move.error().what);
+  (void)port.record({.type = EventType::kOperation,
+                     .from = kind,
+                     .to = static_cast<uint8_t>(move ? Edge::kEnd : Edge::kFailed),
+                     .transfer = number,
+                     .b = static_cast<uint64_t>(port.now() - began)});
+  (void)memory.ledger();  // tells it
+  return move;
+}
+
+}  // namespace
+
 Result<TagMove> MemorySaver::each(
-    const std::vector<std::string>& wanted_tags, RegionState wanted,
+    std::string_view operation, const std::vector<std::string>& wanted_tags, RegionState wanted,
     const std::function<Result<TagMove>(RankMemory&, const std::vector<std::string>&)>& work) {
   std::vector<std::pair<Device*, std::vector<std::string>>> selected;
   std::set<std::string> known;
@@ -95,7 +153,8 @@ Result<TagMove> MemorySaver::each(
   }
   TagMove sum;
   for (const auto& [device, tags] : selected) {
-    TORPOR_ASSIGN(TagMove move, work(*device->memory, tags));
+    TORPOR_ASSIGN(TagMove move,
+                  tell_operation(operation, *device->memory, [&] { return work(*device->memory, tags); }));
     sum.copied_bytes += move.copied_bytes;
     sum.clean_bytes += move.clean_bytes;
     sum.dropped_bytes += move.dropped_bytes;
@@ -118,14 +177,14 @@ std::vector<std::string> MemorySaver::kept(const std::vector<std::string>& tags,
 Result<TagMove> MemorySaver::sleep(const std::vector<std::string>& tags,
                                    const std::optional<std::vector<std::string>>& keep, CleanCheck clean) {
   const MutexLock lock(mutex_);
-  return each(tags, RegionState::kAttached, [&](RankMemory& memory, const std::vector<std::string>& selected) {
+  return each("sleep", tags, RegionState::kAttached, [&](RankMemory& memory, const std::vector<std::string>& selected) {
     return TagSleep(memory).sleep(selected, kept(selected, keep), clean);
   });
 }
 
 Result<TagMove> MemorySaver::wake(const std::vector<std::string>& tags) {
   const MutexLock lock(mutex_);
-  return each(tags, RegionState::kDetached, [](RankMemory& memory, const std::vector<std::string>& selected) {
+  return each("wake", tags, RegionState::kDetached, [](RankMemory& memory, const std::vector<std::string>& selected) {
     return TagSleep(memory).wake(selected);
   });
 }
@@ -133,14 +192,14 @@ Result<TagMove> MemorySaver::wake(const std::vector<std::string>& tags) {
 Result<TagMove> MemorySaver::plan_sleep(const std::vector<std::string>& tags,
                                         const std::optional<std::vector<std::string>>& keep) {
   const MutexLock lock(mutex_);
-  return each(tags, RegionState::kAttached, [&](RankMemory& memory, const std::vector<std::string>& selected) {
+  return each("", tags, RegionState::kAttached, [&](RankMemory& memory, const std::vector<std::string>& selected) {
     return TagSleep(memory).plan_sleep(selected, kept(selected, keep));
   });
 }
 
 Result<TagMove> MemorySaver::plan_wake(const std::vector<std::string>& tags) {
   const MutexLock lock(mutex_);
-  return each(tags, RegionState::kDetached, [](RankMemory& memory, const std::vector<std::string>& selected) {
+  return each("", tags, RegionState::kDetached, [](RankMemory& memory, const std::vector<std::string>& selected) {
     return TagSleep(memory).plan_wake(selected);
   });
 }

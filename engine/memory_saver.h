@@ -5,6 +5,8 @@
 // over a sleep or not, as its scope said; the same tag may have both kinds. The C ABI over this:
 // bindings/memory_c_api.h.
 //
+// Each sleep and wake of a device is told as an operation, with what the device has then (RankMemoryOptions::events).
+//
 // Threads: any. After a fork the child is refused by name.
 #pragma once
 
@@ -13,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -26,8 +29,9 @@ class MemorySaver {
  public:
   struct Scope {
     std::string tag = "default";
-    bool keep = true;    // over a sleep; else the memory comes back without content
-    bool active = true;  // false: allocations fail here; they are not to be torpor's
+    bool keep = true;      // over a sleep; else the memory comes back without content
+    bool active = true;    // false: allocations fail here; they are not to be torpor's
+    bool on_disk = false;  // wanted for the backup, and not offered: allocations fail, too
   };
   using MakeMemory = std::function<Result<std::unique_ptr<RankMemory>>(int ordinal)>;
 
@@ -39,6 +43,10 @@ class MemorySaver {
 
   Result<DeviceAddress> allocate(int device, uint64_t bytes);  // in the present scope
   Status free(int device, DeviceAddress address);
+  // From now on an allocation fails that would leave less than this free on its device, where that is known.
+  void set_margin(uint64_t bytes);
+  // What is saved of memory that sleeps. kNotFound: nothing is.
+  Status read_saved(DeviceAddress address, std::span<std::byte> out) const;
   // The memory of this device, for a controller above it; lives as long as this object. The first who asks for it, or
   // allocates there, makes it: `make`, if it is given, instead of what the constructor got.
   Result<RankMemory*> memory_of(int device, const MakeMemory& make = {});
@@ -62,13 +70,15 @@ class MemorySaver {
   Result<RankMemory*> find_or_make(int device, const MakeMemory& make) TORPOR_REQUIRES(mutex_);
   static std::vector<std::string> kept(const std::vector<std::string>& tags,
                                        const std::optional<std::vector<std::string>>& keep);
-  Result<TagMove> each(const std::vector<std::string>& tags, RegionState wanted,
+  // `operation`: as it is told; empty: it only looks.
+  Result<TagMove> each(std::string_view operation, const std::vector<std::string>& tags, RegionState wanted,
                        const std::function<Result<TagMove>(RankMemory&, const std::vector<std::string>&)>& work)
       TORPOR_REQUIRES(mutex_);
 
   const MakeMemory make_memory_;
   mutable Mutex mutex_;
   std::map<int, Device> devices_ TORPOR_GUARDED_BY(mutex_);
+  uint64_t margin_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace torpor

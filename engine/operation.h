@@ -5,7 +5,8 @@
 // is nothing to undo. A step that fails, or throws, loses the engine.
 //
 // Its events: an operation begins and ends, fails or is lost; its number is the sequence of its first event. A phase
-// begins and ends, or fails; one that had ended and is taken back is undone.
+// begins and ends, or fails; one that had ended and is taken back is undone. While it is there, nobody who looks at the
+// engine stops it.
 #pragma once
 
 #include <functional>
@@ -40,6 +41,7 @@ class Operation {
         began_(clock.now()),
         last_(began_) {
     phases_.reserve(kUsualPhases);
+    port_.operation_begins();
     number_ = tell(EventType::kOperation, kind_, Edge::kBegin);
   }
   Operation(const Operation&) = delete;
@@ -50,6 +52,7 @@ class Operation {
     } else {
       undo();
     }
+    port_.operation_ended();
   }
 
   void undo_with(std::function<Status()> step) { undo_.push_back(std::move(step)); }

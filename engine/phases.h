@@ -1,4 +1,5 @@
-// The operations of a SleepController and their phases, by number: for events, which hold no words.
+// The operations of a SleepController, their phases, and parts of a rank's memory, by number: for events, which hold no
+// words.
 #pragma once
 
 #include <array>
@@ -17,6 +18,10 @@ inline constexpr std::array<std::string_view, 11> kPhaseNames = {
 // `from` and `to` of an engine's events. Appended only.
 inline constexpr std::array<std::string_view, 5> kEngineStates = {"awake", "falling asleep", "asleep", "waking",
                                                                   "lost"};
+
+// `from` of an event of memory. Appended only.
+enum class MemoryPart : uint8_t { kNone, kDevice, kAnybody, kArena, kArenaHeld, kTag };
+inline constexpr std::array<std::string_view, 6> kMemoryParts = {"", "device", "anybody", "arena", "arena held", "tag"};
 
 // 0 for a name that is not there.
 template <size_t size>

@@ -10,6 +10,7 @@
 #include <fmt/format.h>
 
 #include "base/units.h"
+#include "engine/phases.h"
 #include "engine/tags.h"
 
 namespace torpor {
@@ -110,9 +111,32 @@ Status RankMemory::free(DeviceAddress address) {
   return ok();
 }
 
+Status RankMemory::read_saved(DeviceAddress address, std::span<std::byte> out) const {
+  TORPOR_TRY(same_process());
+  const MutexLock lock(mutex_);
+  for (const RegionInfo& region : allocator_->regions()) {
+    if (address < region.address || address - region.address >= region.size_bytes) continue;
+    if (out.size() > region.size_bytes - (address - region.address)) break;
+    return images_->read_saved(region, address - region.address, out);
+  }
+  return Error{.code = Code::kNotFound,
+               .what = fmt::format("{} bytes at {:#x} are of no region", out.size(), address),
+               .next_step = "ask for what was allocated here"};
+}
+
 Status RankMemory::set_kv_layout(std::string tag, KvLayout layout) {
   const MutexLock lock(mutex_);
-  return images_->set_kv_layout(std::move(tag), std::move(layout));
+  TORPOR_TRY(images_->set_kv_layout(std::move(tag), std::move(layout)));
+  if (options_.events.on()) {  // an engine that never sleeps tells its memory, too
+    RankLedger ledger;
+    fill(ledger);
+  }
+  return ok();
+}
+
+void RankMemory::set_host_store(std::weak_ptr<HostStore> store) {
+  const MutexLock lock(mutex_);
+  images_->set_host_store(std::move(store));
 }
 
 void RankMemory::mark_dirty(std::string_view tag) {
@@ -270,6 +294,35 @@ void RankMemory::fill(RankLedger& ledger) const {
   ledger.arena_budget_bytes = arena.budget_bytes;
   ledger.process_resident_bytes = process_bytes("VmRSS");
   ledger.process_resident_region_bytes = device_->resident_bytes().value_or(0);
+  if (options_.events.on()) tell(ledger);
+}
+
+// The device first: with it a reader forgets what was told of this rank before. Nothing of the process as a whole: what
+// is told of an engine that is replayed must not depend on it.
+void RankMemory::tell(const RankLedger& ledger) const noexcept {
+  constexpr uint8_t kDevice = 0;
+  constexpr uint8_t kHost = 1;
+  constexpr uint8_t kDisk = 2;
+  const auto part = [&](MemoryPart what, uint8_t where, uint64_t bytes, uint64_t of, uint32_t tag = 0) {
+    (void)options_.events.record({.type = EventType::kMemory,
+                                  .from = static_cast<uint8_t>(what),
+                                  .to = where,
+                                  .request = tag,
+                                  .transfer = static_cast<uint64_t>(options_.rank),
+                                  .a = bytes,
+                                  .b = of});
+  };
+  part(MemoryPart::kDevice, kDevice, ledger.device_physical_bytes, ledger.device_capacity_bytes);
+  if (ledger.device_used_bytes > 0) part(MemoryPart::kAnybody, kDevice, ledger.device_used_bytes, 0);
+  part(MemoryPart::kArena, kHost, ledger.arena_used_bytes, ledger.arena_budget_bytes);
+  part(MemoryPart::kArenaHeld, kHost, ledger.arena_held_bytes, 0);
+  uint32_t number = 0;
+  for (const auto& [name, tag] : ledger.tags) {
+    options_.events.text(TextKind::kTag, ++number, 0, name);
+    part(MemoryPart::kTag, kDevice, tag.physical_bytes, tag.region_bytes, number);
+    if (tag.backup_host_bytes > 0) part(MemoryPart::kTag, kHost, tag.backup_host_bytes, 0, number);
+    if (tag.backup_disk_bytes > 0) part(MemoryPart::kTag, kDisk, tag.backup_disk_bytes, 0, number);
+  }
 }
 
 }  // namespace torpor

@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 
 #include "allocator/host_arena.h"
@@ -49,7 +50,7 @@ struct RankMemoryOptions {
   bool encrypt = false;
   // Of the budget, kept free meanwhile for bringing it back; at most a quarter of it.
   uint64_t spill_staging_bytes = 64ull << 20;
-  EventPort events{};  // each batch of copies
+  EventPort events{};  // each batch of copies, and what memory there is after each operation
 };
 
 class RankMemory {
@@ -61,8 +62,12 @@ class RankMemory {
   // A new zeroed region; its address is valid for the life of this object, its bytes while its tag is attached.
   Result<DeviceAddress> allocate(std::string_view tag, std::string_view name, uint64_t size_bytes);
   Status free(DeviceAddress address);
+  // What is saved of these bytes of a region. kNotFound: they are in none, or nothing is.
+  Status read_saved(DeviceAddress address, std::span<std::byte> out) const;
   // From now on `tag` holds KV blocks laid out like this.
   Status set_kv_layout(std::string tag, KvLayout layout);
+  // A store of its blocks, from which a sleep need not copy what orders name there (orders::Save::host_slots).
+  void set_host_store(std::weak_ptr<HostStore> store);
   // The owner changed bytes of `tag`: a kept backup is no longer that of its content. On the device without a GPU most
   // changes are noticed without it, when the tag is described next: a sample of its bytes is compared.
   void mark_dirty(std::string_view tag);
@@ -75,6 +80,7 @@ class RankMemory {
   std::optional<std::string> proven_digest(const std::string& tag);
 
   RankLedger ledger() const;
+  const EventPort& events() const { return options_.events; }
   std::map<std::string, RegionState> states() const { return allocator_->states(); }
   // For an engine that moves KV blocks between tiers while it serves; both live as long as this object.
   TransferEngine& transfers() { return *transfers_; }
@@ -109,6 +115,7 @@ class RankMemory {
  private:
   RankMemory(std::unique_ptr<DeviceMemory> device, RankMemoryOptions options);
   void give_back_unused() noexcept TORPOR_REQUIRES(mutex_);
+  void tell(const RankLedger& ledger) const noexcept;
 
   const RankMemoryOptions options_;
   const int64_t process_;  // that made it

@@ -49,7 +49,7 @@ void serialize(Archive& archive, Error& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, CompressionOptions& v) {
-  archive(checked(v.codec, Codec::kZstd), v.level, v.long_distance);
+  archive(checked(v.codec, Codec::kBf16), v.level, v.long_distance);
 }
 template <class Archive>
 void serialize(Archive& archive, RankWriting& v) {
@@ -72,7 +72,7 @@ void serialize(Archive& archive, orders::Written& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Save& v) {
-  archive(v.tags, v.blocks, v.stamps, v.steps, v.directory, v.writing, v.as_proven);
+  archive(v.tags, v.blocks, v.stamps, v.steps, v.directory, v.writing, v.as_proven, v.carried, v.host_slots);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::PlanSave& v) {

@@ -81,9 +81,14 @@ struct Save {
   std::string directory;         // of the checkpoint under construction; empty: into the arena
   RankWriting writing;           // to disk: how
   bool as_proven = false;        // to disk: as DigestTags
+  // To disk: tags that stay as they are; the checkpoint has their content only where the base has it already.
+  std::vector<std::string> carried{};
+  // Into the arena: of each block, the slot of the rank's host store that has its bytes and keeps them until Finish or
+  // CancelSave; -1: none. Or empty.
+  std::vector<int32_t> host_slots{};
 };
 
-// What Save into the arena would do now. Changes nothing.
+// What Save into the arena would do now; with a base in `writing`, into a checkpoint. Changes nothing.
 struct PlanSave {
   static constexpr std::string_view kName = "plan_save";
   struct Reply {

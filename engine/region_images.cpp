@@ -1,6 +1,7 @@
 #include "engine/region_images.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include <fmt/format.h>
 
@@ -104,7 +105,10 @@ void RegionImages::describe(orders::Describe::Reply& reply) {
 }
 
 void RegionImages::forget_clean(std::string_view tag) {
-  if (tag == kv_tag_) forget_blocks();
+  if (tag == kv_tag_) {
+    forget_blocks();
+    host_store_.reset();  // whose stamps do not tell of this
+  }
   if (const auto found = images_.find(tag); found != images_.end() && found->second.clean) images_.erase(found);
 }
 
@@ -293,6 +297,26 @@ Status RegionImages::finish(const std::vector<std::string>& tags, bool keep) {
 }
 
 // --- the rest ---
+
+Status RegionImages::read_saved(const RegionInfo& region, uint64_t offset, std::span<std::byte> out) const {
+  const Image* const image = region.tag == kv_tag_ ? nullptr : find(region.tag);
+  const size_t in_host = image == nullptr || image->host == nullptr ? 0 : image->in_host;
+  uint64_t read = 0;
+  for (size_t i = 0; i < in_host && read < out.size(); ++i) {
+    const SavedChunk& chunk = image->chunks[i];  // those of a region follow one another
+    const uint64_t begin = chunk.key.index * kRegionChunk;
+    const uint64_t from = offset + read;
+    if (chunk.key.region != region.name || from < begin || from >= begin + chunk.bytes) continue;
+    const std::span<std::byte> there = image->host->view(chunk).subspan(from - begin);
+    const size_t bytes = std::min(there.size(), out.size() - read);
+    std::memcpy(out.data() + read, there.data(), bytes);
+    read += bytes;
+  }
+  if (read == out.size()) return ok();
+  return Error{.code = Code::kNotFound,
+               .what = fmt::format("nothing of {} is saved in host memory", region.tag),
+               .next_step = "put it to sleep with its content first"};
+}
 
 Result<orders::DigestTags::Reply> RegionImages::digest(const orders::DigestTags& order) {
   orders::DigestTags::Reply reply;

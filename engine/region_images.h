@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -26,6 +27,7 @@
 #include "engine/tag_contents.h"
 #include "kvcache/kv_layout.h"
 #include "offload/disk_tier.h"
+#include "offload/host_store.h"
 #include "offload/host_tier.h"
 #include "offload/transfer_engine.h"
 
@@ -80,6 +82,8 @@ class RegionImages {
   // From now on `tag` holds KV blocks laid out like this.
   Status set_kv_layout(std::string tag, KvLayout layout);
   const KvLayout& kv_layout() const { return kv_layout_; }  // merged
+  // Blocks of this layout, that orders may name by their slots there (orders::Save::host_slots).
+  void set_host_store(std::weak_ptr<HostStore> store) { host_store_ = std::move(store); }
 
   // The tag's content is another one.
   void note_write(std::string_view tag);
@@ -117,7 +121,9 @@ class RegionImages {
 
   // Reads the content of the tags; clean images of another content go.
   Status compare(const std::vector<std::string>& tags);
-  const Image* find(std::string_view tag) const;                   // null: there is none
+  const Image* find(std::string_view tag) const;  // null: there is none
+  // What was saved of a region, from `offset` on. kNotFound: nothing is, or it does not lie in the arena.
+  Status read_saved(const RegionInfo& region, uint64_t offset, std::span<std::byte> out) const;
   bool spills() const { return !parts_.spill_directory.empty(); }  // what has no room in the arena
   // Takes out the images of these tags, for put_back() or to be dropped. Neither needs memory.
   Images take(const std::vector<std::string>& tags) noexcept;
@@ -134,6 +140,7 @@ class RegionImages {
   Result<orders::Save::Reply> save_to_arena(const orders::Save& order);
   Result<std::vector<Portion>> portions_of(const orders::Save& order, bool take) const;
   Status fill_blocks(Portion& portion, const orders::Save& order, bool take) const;
+  bool borrow(Portion& portion, const std::shared_ptr<HostStore>& store, int32_t block, Slot slot, bool take) const;
   void place(std::vector<Portion>& portions, uint64_t going) const;
   uint64_t staging_for(uint64_t padded_bytes, uint64_t largest) const;
   Status spill(Portion& portion);
@@ -141,9 +148,14 @@ class RegionImages {
   void retain(Image& image) noexcept;
   Result<orders::Save::Reply> save_to_disk(const orders::Save& order);
   struct Storing;
-  Status link_blocks(Storing& storing, RankWriter& writer, const orders::Save& order,
-                     const std::vector<BlockContent>& contents) const;
-  Status link_tag(Storing& storing, RankWriter& writer, const std::string& tag, bool as_proven) const;
+  using BaseRecord = std::function<const SavedChunk*(const ChunkKey&)>;  // null: it has none
+  Result<orders::PlanSave::Reply> plan_to_disk(const orders::Save& order) const;
+  Status look_up(Storing& storing, const BaseRecord& in_base, const orders::Save& order,
+                 const std::vector<BlockContent>& contents) const;
+  Status look_up_blocks(Storing& storing, const BaseRecord& in_base, const orders::Save& order,
+                        const std::vector<BlockContent>& contents) const;
+  Status look_up_tag(Storing& storing, const BaseRecord& in_base, const std::string& tag, bool as_proven) const;
+  Status carry(Storing& storing, const BaseRecord& in_base, const orders::Save& order) const;
   Status write(Storing& storing, std::span<const size_t> places, RankWriter& writer);
   static Status check_same(const Checkpoint& checkpoint, uint64_t generation, const SealId& id);
   Status fill_tag(const std::string& tag, const std::vector<SavedChunk>& chunks, Tier& source);
@@ -156,6 +168,7 @@ class RegionImages {
   std::string kv_tag_;
   KvLayout kv_layout_;
   Images images_;
+  std::weak_ptr<HostStore> host_store_;
   StoredBlocks stored_;                                                                  // of the tag with blocks
   const std::shared_ptr<RetainedBlocks> retained_ = std::make_shared<RetainedBlocks>();  // of the tag with blocks
   TagContents contents_;

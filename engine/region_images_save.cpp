@@ -28,10 +28,12 @@ struct RegionImages::Portion {
   std::vector<ChunkPlan> plans;          // to be copied, the most needed first
   std::vector<BlockContent> contents{};  // of these, where they are blocks
   size_t in_host = 0;                    // of them have room in the arena
-  uint64_t reused_bytes = 0;             // of blocks that are taken over
+  uint64_t reused_bytes = 0;             // of retained blocks that are taken over
+  uint64_t borrowed_bytes = 0;           // of blocks that the host store has
   Image image{};
   std::vector<SavedChunk> spilled{};
 
+  uint64_t unread_bytes() const { return clean_bytes + reused_bytes + borrowed_bytes; }
   uint64_t copied_bytes() const {
     uint64_t bytes = 0;
     for (const ChunkPlan& plan : plans) bytes += plan.bytes();
@@ -56,6 +58,7 @@ Result<orders::Save::Reply> RegionImages::save(const orders::Save& order) {
 }
 
 Result<orders::PlanSave::Reply> RegionImages::plan(const orders::Save& order) const {
+  if (!order.writing.base.empty()) return plan_to_disk(order);
   TORPOR_ASSIGN(std::vector<Portion> portions, portions_of(order, /*take=*/false));
   orders::PlanSave::Reply reply;
   uint64_t taken_over = 0;
@@ -63,7 +66,7 @@ Result<orders::PlanSave::Reply> RegionImages::plan(const orders::Save& order) co
   place(portions, retained_->bytes() - std::min(retained_->bytes(), taken_over));
   for (const Portion& portion : portions) {
     reply.copied_bytes[portion.tag] = portion.copied_bytes();
-    reply.reused_bytes += portion.clean_bytes + portion.reused_bytes;
+    reply.reused_bytes += portion.unread_bytes();
     reply.spilled_bytes += portion.spilled_bytes();
   }
   return reply;
@@ -93,14 +96,14 @@ Result<orders::Save::Reply> RegionImages::save_to_arena(const orders::Save& orde
   for (Portion& portion : portions) {
     reply.bytes += portion.copied_bytes();
     reply.spilled_bytes += portion.spilled_bytes();
-    reply.reused_bytes += portion.clean_bytes + portion.reused_bytes;
+    reply.reused_bytes += portion.unread_bytes();
     if (portion.clean_bytes != 0) {
       images_.at(portion.tag).reused_bytes = portion.clean_bytes;
       continue;
     }
     Image& image = portion.image;
     image.chunks.insert(image.chunks.end(), portion.spilled.begin(), portion.spilled.end());
-    image.reused_bytes = portion.reused_bytes;
+    image.reused_bytes = portion.unread_bytes();
     images_[portion.tag] = std::move(image);
   }
   return reply;
@@ -125,8 +128,27 @@ Result<std::vector<RegionImages::Portion>> RegionImages::portions_of(const order
   return portions;
 }
 
+// A block whose bytes the host store has in this slot. False: it has not.
+bool RegionImages::borrow(Portion& portion, const std::shared_ptr<HostStore>& store, int32_t block, Slot slot,
+                          bool take) const {
+  const std::optional<StoredRecord> record = store->record(slot);
+  if (!record || record->bytes != kv_layout_.bytes_per_block()) return false;
+  portion.borrowed_bytes += record->bytes;
+  if (!take) return true;
+  Image& image = portion.image;
+  SavedChunk& chunk = image.chunks.emplace_back(
+      SavedChunk{.key = {.kind = ChunkKind::kKvBlock, .tag = kv_tag_, .index = static_cast<uint64_t>(block)},
+                 .bytes = record->bytes,
+                 .digest = record->digest});
+  image.host->borrow(chunk, store->view(slot), store);
+  image.in_host = image.chunks.size();
+  return true;
+}
+
 Status RegionImages::fill_blocks(Portion& portion, const orders::Save& order, bool take) const {
   const std::vector<int32_t>& blocks = order.blocks;
+  if (!order.host_slots.empty() && order.host_slots.size() != blocks.size())
+    return Error{.code = Code::kCorruption, .what = "an order that names blocks does not say the host slot of each"};
   TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(blocks, order.stamps, order.steps));
 
   std::vector<bool> known = retained_->find(blocks, contents);
@@ -134,7 +156,12 @@ Status RegionImages::fill_blocks(Portion& portion, const orders::Save& order, bo
   if (take) retained = retained_->take(blocks, contents);
   Image& image = portion.image;
   std::vector<int32_t> copied;
+  const std::shared_ptr<HostStore> store = order.host_slots.empty() ? nullptr : host_store_.lock();
   for (size_t i = 0; i < blocks.size(); ++i) {
+    if (store != nullptr && borrow(portion, store, blocks[i], order.host_slots[i], take)) {
+      if (take) image.contents.push_back(contents[i]);
+      continue;
+    }
     if (take && retained[i].bytes.empty()) known[i] = false;  // given up meanwhile
     if (!known[i]) {
       copied.push_back(blocks[i]);

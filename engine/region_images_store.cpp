@@ -11,11 +11,18 @@ namespace torpor {
 struct RegionImages::Storing {
   std::vector<ChunkPlan> plans;
   std::vector<SavedChunk> records;  // of these
-  std::vector<size_t> missing;      // places of those that are not linked
+  std::vector<size_t> linked;       // places of those that the base has
+  std::vector<size_t> missing;      // and of those that it has not
 
   void add(std::vector<ChunkPlan> more) {
     std::move(more.begin(), more.end(), std::back_inserter(plans));
     records.resize(plans.size());
+  }
+  void shrink(size_t size) {
+    plans.erase(plans.begin() + static_cast<std::ptrdiff_t>(size), plans.end());
+    records.resize(size);
+    for (std::vector<size_t>* const places : {&linked, &missing})
+      std::erase_if(*places, [size](size_t place) { return place >= size; });
   }
 };
 
@@ -24,12 +31,19 @@ Result<orders::Save::Reply> RegionImages::save_to_disk(const orders::Save& order
   TORPOR_ASSIGN(const std::unique_ptr<RankWriter> writer,
                 RankWriter::create(parts_.file_system, order.directory, order.writing, parts_.rank, parts_.key));
   Storing storing;
-  for (const std::string& tag : order.tags) {
-    TORPOR_TRY(tag == kv_tag_ ? link_blocks(storing, *writer, order, contents)
-                              : link_tag(storing, *writer, tag, order.as_proven));
+  const BaseRecord in_base = [&](const ChunkKey& key) { return writer->base_record(key); };
+  TORPOR_TRY(look_up(storing, in_base, order, contents));
+  const size_t own = storing.plans.size();
+  TORPOR_TRY(carry(storing, in_base, order));
+  for (const size_t place : storing.linked) {
+    TORPOR_ASSIGN(storing.records[place], writer->take_over(storing.plans[place].key));
   }
   TORPOR_TRY(write(storing, storing.missing, *writer));
-  const std::vector<size_t> sparse = writer->sparse(storing.records);
+  std::vector<size_t> sparse = writer->sparse(storing.records);
+  if (std::any_of(sparse.begin(), sparse.end(), [own](size_t place) { return place >= own; })) {
+    storing.shrink(own);  // what is only carried is never read for it
+    std::erase_if(sparse, [own](size_t place) { return place >= own; });
+  }
   TORPOR_TRY(write(storing, sparse, *writer));
 
   orders::Save::Reply reply;
@@ -41,7 +55,7 @@ Result<orders::Save::Reply> RegionImages::save_to_disk(const orders::Save& order
   TORPOR_ASSIGN(reply.saved, writer->write_refs(storing.records));
   for (const std::string& tag : order.tags) {
     Image image{.directory = order.directory};
-    for (size_t i = 0; i < storing.records.size(); ++i) {
+    for (size_t i = 0; i < own; ++i) {
       if (storing.records[i].key.tag != tag) continue;
       if (!copied[i]) image.reused_bytes += storing.records[i].bytes;
       image.chunks.push_back(std::move(storing.records[i]));
@@ -57,27 +71,50 @@ Result<orders::Save::Reply> RegionImages::save_to_disk(const orders::Save& order
   return reply;
 }
 
-Status RegionImages::link_blocks(Storing& storing, RankWriter& writer, const orders::Save& order,
-                                 const std::vector<BlockContent>& contents) const {
+Result<orders::PlanSave::Reply> RegionImages::plan_to_disk(const orders::Save& order) const {
+  TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(order.blocks, order.stamps, order.steps));
+  const Result<std::unique_ptr<RankBase>> base =
+      RankBase::open(parts_.file_system, order.writing, parts_.rank, parts_.key);
+  Storing storing;
+  const BaseRecord in_base = [&](const ChunkKey& key) { return base ? (*base)->find(key) : nullptr; };
+  TORPOR_TRY(look_up(storing, in_base, order, contents));
+  orders::PlanSave::Reply reply;
+  for (const std::string& tag : order.tags) reply.copied_bytes[tag] = 0;
+  for (const size_t place : storing.missing)
+    reply.copied_bytes[storing.plans[place].key.tag] += storing.plans[place].bytes();
+  for (const size_t place : storing.linked) reply.reused_bytes += storing.plans[place].bytes();
+  return reply;
+}
+
+// Which chunks of the order's tags the base has, and which are missing there; nothing of the content is read.
+Status RegionImages::look_up(Storing& storing, const BaseRecord& in_base, const orders::Save& order,
+                             const std::vector<BlockContent>& contents) const {
+  for (const std::string& tag : order.tags) {
+    TORPOR_TRY(tag == kv_tag_ ? look_up_blocks(storing, in_base, order, contents)
+                              : look_up_tag(storing, in_base, tag, order.as_proven));
+  }
+  return ok();
+}
+
+Status RegionImages::look_up_blocks(Storing& storing, const BaseRecord& in_base, const orders::Save& order,
+                                    const std::vector<BlockContent>& contents) const {
   const size_t first = storing.plans.size();
   TORPOR_ASSIGN(std::vector<ChunkPlan> plans, plans_of(kv_tag_, order.blocks));
   storing.add(std::move(plans));
   for (size_t i = 0; i < order.blocks.size(); ++i) {
-    const ChunkKey& key = storing.plans[first + i].key;
-    const SavedChunk* const known =
-        stored_.has(order.writing.base_id, order.blocks[i], contents[i]) ? writer.base_record(key) : nullptr;
-    if (known == nullptr || known->bytes != kv_layout_.bytes_per_block()) {
-      storing.missing.push_back(first + i);
-      continue;
-    }
-    TORPOR_ASSIGN(storing.records[first + i], writer.take_over(key));
+    const SavedChunk* const known = stored_.has(order.writing.base_id, order.blocks[i], contents[i])
+                                        ? in_base(storing.plans[first + i].key)
+                                        : nullptr;
+    const bool there = known != nullptr && known->bytes == kv_layout_.bytes_per_block();
+    (there ? storing.linked : storing.missing).push_back(first + i);
   }
   return ok();
 }
 
 // All pieces, where their digests in the base are together what is known of the tag; else none. Only of weights is it
 // known who writes them.
-Status RegionImages::link_tag(Storing& storing, RankWriter& writer, const std::string& tag, bool as_proven) const {
+Status RegionImages::look_up_tag(Storing& storing, const BaseRecord& in_base, const std::string& tag,
+                                 bool as_proven) const {
   const size_t first = storing.plans.size();
   TORPOR_ASSIGN(std::vector<ChunkPlan> plans, plans_of(tag, {}));
   storing.add(std::move(plans));
@@ -86,17 +123,22 @@ Status RegionImages::link_tag(Storing& storing, RankWriter& writer, const std::s
   CombinedDigest there;
   bool same = proven.has_value();
   for (size_t i = first; i < storing.plans.size() && same; ++i) {
-    const SavedChunk* const known = writer.base_record(storing.plans[i].key);
+    const SavedChunk* const known = in_base(storing.plans[i].key);
     same = known != nullptr && known->bytes == storing.plans[i].bytes();
     if (same) there.add(known->key, known->digest);
   }
   same = same && there.finish() == proven;
-  for (size_t i = first; i < storing.plans.size(); ++i) {
-    if (!same) {
-      storing.missing.push_back(i);
-      continue;
-    }
-    TORPOR_ASSIGN(storing.records[i], writer.take_over(storing.plans[i].key));
+  for (size_t i = first; i < storing.plans.size(); ++i) (same ? storing.linked : storing.missing).push_back(i);
+  return ok();
+}
+
+// Tags that the checkpoint need not have: each as the base has it, or not at all.
+Status RegionImages::carry(Storing& storing, const BaseRecord& in_base, const orders::Save& order) const {
+  for (const std::string& tag : order.carried) {
+    const size_t before = storing.plans.size();
+    TORPOR_TRY(look_up_tag(storing, in_base, tag, order.as_proven));
+    const bool whole = storing.missing.empty() || storing.missing.back() < before;
+    if (!whole) storing.shrink(before);
   }
   return ok();
 }

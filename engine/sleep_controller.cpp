@@ -202,6 +202,9 @@ Result<SleepPlan> SleepController::plan_sleep_now(const SleepOptions& options) {
     plan.kept_blocks = static_cast<int64_t>(live.kept.size());
     plan.dropped_blocks = static_cast<int64_t>(live.dropped.size());
     name_blocks(planned.save, state, live.kept);
+    if (!options.to_disk) {
+      TORPOR_ASSIGN(planned.save.host_slots, hooks_.host_slots(planned.save.blocks, /*keep=*/false));
+    }
   }
   for (const std::string& tag : tags) {
     plan.free_bytes[tag] = tag_bytes(described, tag, &RankLedger::Tag::physical_bytes);
@@ -213,7 +216,12 @@ Result<SleepPlan> SleepController::plan_sleep_now(const SleepOptions& options) {
     if (!options.drops(tag)) planned.save.tags.push_back(tag);
   }
   for (const auto& [tag, bytes] : plan.save_bytes) (options.to_disk ? plan.disk_bytes : plan.host_bytes) += bytes;
-  if (options.to_disk) return plan;
+  if (options.to_disk) {
+    TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> checkpoints, manager(directory_of(options.data_parallel)));
+    planned.save.writing = checkpoints->next_writing();
+    planned.save.as_proven = !options_.always_read_weights;
+    if (planned.save.writing.base.empty()) return plan;
+  }
   TORPOR_ASSIGN(const std::vector<orders::PlanSave::Reply> replies, ranks_.call(planned));
   for (auto& [tag, bytes] : plan.save_bytes) bytes = 0;
   for (const orders::PlanSave::Reply& reply : replies) {
@@ -221,7 +229,7 @@ Result<SleepPlan> SleepController::plan_sleep_now(const SleepOptions& options) {
     plan.reused_bytes += reply.reused_bytes;
     plan.disk_bytes += reply.spilled_bytes;
   }
-  plan.host_bytes -= plan.disk_bytes;
+  if (!options.to_disk) plan.host_bytes -= plan.disk_bytes;
   return plan;
 }
 

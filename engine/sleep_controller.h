@@ -48,7 +48,8 @@ class SleepController final : private Operation::Owner {
   Result<SleepReport> sleep(const SleepOptions& options);
   Result<SleepReport> wake_up(const WakeOptions& options);
   // A checkpoint of an engine that serves on: its state and the KV of its requests. Weights are named for reload: an
-  // engine that wakes from it has loaded them. The engine stands still meanwhile; the report's seconds say how long.
+  // engine that wakes from it has loaded them; they are in it only where a link to the checkpoint before is enough. The
+  // engine stands still meanwhile; the report's seconds say how long.
   Result<SleepReport> checkpoint(const Value& outputs, DataParallel data_parallel = {});
   // After a sleep or checkpoint of a data parallel rank whose report says that it is held: all is kept, nothing is gone
   // yet, and the engine stands still. Carries it out, or undoes it, as the others could sleep, too, or not.
@@ -81,6 +82,8 @@ class SleepController final : private Operation::Owner {
   Status keep(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
   void fall_back(FallingAsleep& sleep, const Error& why);
   Status prepare(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
+  Status keep_host_slots(FallingAsleep& sleep);
+  void release_host_slots() noexcept;
   Status save(FallingAsleep& sleep);
   Status prove(FallingAsleep& sleep);
   Status drop(FallingAsleep& sleep);
@@ -104,8 +107,10 @@ class SleepController final : private Operation::Owner {
   Status restore(const WakeOptions& options, Operation& operation, SleepReport& report)
       TORPOR_REQUIRES(operation_mutex_);
   Status finish(const std::vector<std::string>& tags, bool keep_backup, std::vector<RankLedger>& ledgers);
+  void finished(const std::vector<std::string>& tags) noexcept;
   void tell_contents(const Checkpoint& checkpoint) noexcept;
   Status undo_restore(const std::vector<std::string>& tags);
+  Status drop_old_kv(bool aborts, int64_t requests, Operation& operation);
   Result<bool> look_at_weights(const WakeOptions& options, SleepReport& report) TORPOR_REQUIRES(operation_mutex_);
   void mark_woken(const RestoredFrom& from) noexcept;
   Status end_hold_now(bool keep);

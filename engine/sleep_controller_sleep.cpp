@@ -204,6 +204,8 @@ Status SleepController::admit(FallingAsleep& sleep) {
   }
   for (const std::string& tag : sleep.tags) {
     if (!options.drops(tag)) sleep.save.tags.push_back(tag);
+    // Once a checkpoint has the weights, those after it keep the file: no later sleep need write it again.
+    if (tag == kWeightsTag && options.drops(tag) && options.level < 2) sleep.save.carried.push_back(tag);
   }
   if (!options.preserve_state || options.level == 0) return ok();
   TORPOR_ASSIGN(const std::vector<std::string> unsupported, hooks_.unsupported());
@@ -254,6 +256,7 @@ void SleepController::fall_back(FallingAsleep& sleep, const Error& why) {
   sleep.save.writing = {};
   sleep.save.blocks.clear();
   sleep.save.stamps.clear();
+  sleep.save.host_slots.clear();
   report.checkpoint.clear();
   report.checkpoint_bytes = 0;
   report.checkpoint_parts.clear();
@@ -274,6 +277,7 @@ Status SleepController::prepare(FallingAsleep& sleep) {
   if (with_kv) sleep.live = select_live_blocks(sleep.captured.state.kv, block.most, options_.kv_budget_bytes);
   drop_hashes(sleep.captured.state.kv, sleep.live.dropped);
   name_blocks(sleep.save, sleep.captured.state, sleep.live.kept);
+  if (with_kv && !sleep.to_disk) TORPOR_TRY(keep_host_slots(sleep));
   if (sleep.to_disk) {
     // Weights that are saved are read then, and not twice: save() adds what they are.
     WeightsDigest digest = options_.always_read_weights ? WeightsDigest::kRead : WeightsDigest::kReadOrProven;
@@ -296,6 +300,21 @@ Status SleepController::prepare(FallingAsleep& sleep) {
   sleep.save.as_proven = !options_.always_read_weights;
   sleep.operation.end("commit");
   return ok();
+}
+
+// What the engine offloaded and has not changed since need not be copied: it stays where it is.
+Status SleepController::keep_host_slots(FallingAsleep& sleep) {
+  sleep.operation.undo_with([this]() -> Status { return release_host_slots(), ok(); });
+  TORPOR_ASSIGN(sleep.save.host_slots, hooks_.host_slots(sleep.save.blocks, /*keep=*/true));
+  return ok();
+}
+
+// Where it fails, an engine has so much less room to offload to.
+void SleepController::release_host_slots() noexcept {
+  (void)catching([&]() -> Status {
+    if (const Status released = hooks_.release_host_slots(); !released) log().error("{}", released.error().to_string());
+    return ok();
+  });
 }
 
 // Copies what is kept to the arena or into the checkpoint under construction.

@@ -103,10 +103,12 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
     operation.end("restore", report.restored_bytes);
   }
   const bool reload_first = !report.reload.empty();
+  const bool said = options.old_kv != OldKv::kUnsaid;
+  const bool drops_kv = options.old_kv == OldKv::kRecompute || options.old_kv == OldKv::kAbort;
   if (!still_asleep.empty()) {
     report.changed = !tags.empty();
     report.note = fmt::format("still asleep: {}", fmt::join(still_asleep, ", "));
-    if (!tags.empty()) TORPOR_TRY(finish(tags, !options.weights_changed, report.ledgers));
+    if (!tags.empty()) TORPOR_TRY(finish(tags, !drops_kv, report.ledgers));
     operation.keep();
     sleeping_tags_ = std::move(still_asleep);
     set_state(State::kAsleep);
@@ -114,15 +116,23 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
   }
 
   TORPOR_ASSIGN(const bool written, look_at_weights(options, report));
-  if (preserved_ && !report.reload.empty() && (reload_first || !options.weights_changed)) {
+  if (preserved_ && !report.reload.empty() && (reload_first || !said)) {
     report.changed = !tags.empty();
     report.note = fmt::format("nothing runs before {} loaded: load what is missing, then call wake_up() again",
                               fmt::join(report.reload, ", "));
-    if (!tags.empty()) TORPOR_TRY(finish(tags, !options.weights_changed, report.ledgers));
+    if (!tags.empty()) TORPOR_TRY(finish(tags, !drops_kv, report.ledgers));
     operation.keep();
     sleeping_tags_.clear();
     set_state(State::kAsleep);
     return report;
+  }
+  TORPOR_ASSIGN(report.requests, hooks_.unfinished_requests());
+  const bool kv_of_old_weights = written && (preserved_ || !derived_released_);
+  if (kv_of_old_weights && !said && report.requests > 0) {
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = fmt::format("the weights were written meanwhile, and {} requests have KV of the old ones",
+                                     report.requests),
+                 .next_step = "say what becomes of it: kv=\"recompute\", \"keep\" or \"abort\""};
   }
   operation.begin("reconnect");
   if (derived_released_) {
@@ -134,18 +144,14 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
     TORPOR_TRY(hooks_.rebuild_derived());
   }
   if (preserved_) TORPOR_TRY(hooks_.reconnect(workers_));
-  if (written && !options.weights_changed && (preserved_ || !derived_released_)) {  // there is KV of old weights
+  if (drops_kv) {
+    TORPOR_TRY(drop_old_kv(options.old_kv == OldKv::kAbort, report.requests, operation));
+  } else if (kv_of_old_weights) {
     TORPOR_TRY(hooks_.retire_prefix());
-    report.note =
-        "the weights were written meanwhile: running requests keep their KV, cached prefixes are found no more";
+    report.note = "the weights were written meanwhile: cached prefixes of the old ones are found no more";
+    if (report.requests > 0) report.note += ", running requests keep their KV";
   }
-  TORPOR_ASSIGN(report.requests, hooks_.unfinished_requests());
-  if (options.weights_changed) {
-    if (report.requests > 0) operation.irreversible("its requests may be computed again");
-    TORPOR_TRY(hooks_.drop_requests("recompute"));
-    if (report.requests > 0) operation.irreversible("its requests are computed again");
-  }
-  if (!tags.empty()) TORPOR_TRY(finish(tags, !options.weights_changed, report.ledgers));
+  if (!tags.empty()) TORPOR_TRY(finish(tags, !drops_kv, report.ledgers));
   // From here on the backups are gone; only the engine's own resume can still fail.
   operation.keep();
   if (const Status resumed = hooks_.resume(); !resumed) {
@@ -170,9 +176,18 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
   return report;
 }
 
+Status SleepController::drop_old_kv(bool aborts, int64_t requests, Operation& operation) {
+  if (requests > 0)
+    operation.irreversible(aborts ? "its requests may have ended" : "its requests may be computed again");
+  TORPOR_TRY(hooks_.drop_requests(aborts ? "abort" : "recompute"));
+  if (requests > 0) operation.irreversible(aborts ? "its requests have ended" : "its requests are computed again");
+  return ok();
+}
+
 // Adds to `report` what must still be loaded. Returns whether weights were written since the engine fell asleep.
 Result<bool> SleepController::look_at_weights(const WakeOptions& options, SleepReport& report) {
-  if (options.weights_changed) TORPOR_TRY(ranks_.call(orders::Written{.tags = {kWeightsTag}}));
+  const bool loaded = report.reload.empty();  // else they are still to be loaded, whatever was said
+  if (options.old_kv != OldKv::kUnsaid && loaded) TORPOR_TRY(ranks_.call(orders::Written{.tags = {kWeightsTag}}));
   TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
   bool written = described.size() != writes_.size();
   for (size_t rank = 0; rank < described.size() && !written; ++rank) written = described[rank].writes != writes_[rank];
@@ -196,7 +211,7 @@ Status SleepController::finish(const std::vector<std::string>& tags, bool keep_b
     return ok();
   };
   const Status first = catching(attempt);
-  if (first) return first;
+  if (first) return finished(tags), first;
   const Result<bool> none_finished = catching([&]() -> Result<bool> {
     TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
     return std::none_of(described.begin(), described.end(), [&](const orders::Describe::Reply& reply) {
@@ -209,7 +224,12 @@ Status SleepController::finish(const std::vector<std::string>& tags, bool keep_b
   if (none_finished && *none_finished) return first;
   const Status second = catching(attempt);
   if (!second) lose(second.error());
+  if (second) finished(tags);
   return second;
+}
+
+void SleepController::finished(const std::vector<std::string>& tags) noexcept {
+  if (has_tag(tags, kKvCacheTag)) release_host_slots();
 }
 
 // Where it fails, the next checkpoint reads all blocks once.

@@ -40,12 +40,21 @@ struct SleepOptions {
   }
 };
 
+// New weights were loaded: what becomes of KV that the old ones computed, and so of the requests that have it. In no
+// case does another request find it.
+enum class OldKv : uint8_t {
+  kUnsaid,     // none were loaded, or there are no requests
+  kRecompute,  // computed again, from the tokens so far
+  kKeep,       // running requests go on with it
+  kAbort,      // the requests end
+};
+
 struct WakeOptions {
   std::vector<std::string> tags;  // empty: all that sleep
   std::string from_checkpoint;    // a checkpoint or a directory of checkpoints; for a new, empty engine
   bool discard_on_restore_error = false;
-  bool weights_changed = false;  // new weights were loaded: KV computed with the old ones is computed again
-  bool hold = false;             // restored, but not yet running: end_hold() follows
+  OldKv old_kv = OldKv::kUnsaid;  // kUnsaid is refused where requests have KV and weights were seen to be written
+  bool hold = false;              // restored, but not yet running: end_hold() follows
   // Brings the values of the checkpoint to what has happened since, before they are put in; `woken_before`: an engine
   // has gone on from them. With it, `from_checkpoint` may be empty: it is then given the values of the empty engine. A
   // server passes catch_up_with() its answers (engine/delivery/roll_forward.h).

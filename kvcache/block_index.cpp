@@ -77,31 +77,54 @@ void BlockIndex::misused(std::string_view call, StoreId store, int64_t slot) noe
   });
 }
 
-size_t BlockIndex::run(std::span<const BlockKey> chain, std::span<Places> places) const {
-  const size_t size = std::min(chain.size(), places.size());
+// `found` is told of each in turn, and says whether to go on.
+template <class Found>
+void BlockIndex::probe(std::span<const BlockKey> keys, Found found) const {
+  const size_t size = keys.size();
   std::array<uint32_t, 4 * kAhead> hashes;  // of the keys from here to 2 kAhead on
   const auto hash = [&](size_t at) -> uint32_t& { return hashes[at % hashes.size()]; };
   const auto take_up = [&](size_t at) {
     if (at >= size) return;
-    hash(at) = KeyTable::hash_of(chain[at]);
+    hash(at) = KeyTable::hash_of(keys[at]);
     table_.prefetch_cells(hash(at));
   };
   const auto look_at = [&](size_t at) {
     if (at < size) table_.prefetch_entry(hash(at));
   };
-  for (size_t at = 0; at < 2 * kAhead; ++at) take_up(at);
-  for (size_t at = 0; at < kAhead; ++at) look_at(at);
+  for (size_t at = 0; at < std::min(size, 2 * kAhead); ++at) take_up(at);
+  if (size > 1) {  // one alone is found as fast without
+    for (size_t at = 0; at < std::min(size, kAhead); ++at) look_at(at);
+  }
   for (size_t at = 0; at < size; ++at) {
     take_up(at + 2 * kAhead);
     look_at(at + kAhead);
-    if (!KeyTable::fits(chain[at]) || retired(chain[at].space)) return at;
-    const int32_t entry = table_.find(chain[at], hash(at));
-    if (entry < 0) return at;
-    const auto& refs = table_[entry].refs;
-    places[at] = {.host = refs[0].visible_slot(), .disk = refs[1].visible_slot(), .remote = refs[2].visible()};
-    if (!places[at].anywhere()) return at;
+    const bool fits = KeyTable::fits(keys[at]) && !retired(keys[at].space);
+    const int32_t entry = fits ? table_.find(keys[at], hash(at)) : -1;
+    Places places;
+    if (entry >= 0) {
+      const auto& refs = table_[entry].refs;
+      places = {.host = refs[0].visible_slot(), .disk = refs[1].visible_slot(), .remote = refs[2].visible()};
+    }
+    if (!found(at, places)) return;
   }
-  return size;
+}
+
+size_t BlockIndex::run(std::span<const BlockKey> chain, std::span<Places> places) const {
+  size_t there = 0;
+  probe(chain.first(std::min(chain.size(), places.size())), [&](size_t at, const Places& found) {
+    if (!found.anywhere()) return false;
+    places[at] = found;
+    there = at + 1;
+    return true;
+  });
+  return there;
+}
+
+void BlockIndex::find_each(std::span<const BlockKey> keys, std::span<Places> places) const {
+  probe(keys.first(std::min(keys.size(), places.size())), [&](size_t at, const Places& found) {
+    places[at] = found;
+    return true;
+  });
 }
 
 Result<Slot> BlockIndex::reserve(StoreId store, const BlockKey* key) {
@@ -157,160 +180,6 @@ BlockIndex::SlotRecord* BlockIndex::known(StoreId store, Slot slot) {
   return &of.slots[slot];
 }
 
-// --- room
-// --------------------------------------------------------------------------------------------------------------
-
-Slot BlockIndex::free_slot(StoreId store) {
-  Store& of = store_of(store);
-  if (of.free < 0 && of.fresh == of.size) {
-    for (const Order order : {Order::kStale, Order::kClean, Order::kDirty}) {
-      const Slot oldest = of.lists[static_cast<size_t>(order)].first;
-      if (oldest < 0) continue;
-      ++(order == Order::kStale   ? of.counts.evicted_stale
-         : order == Order::kClean ? of.counts.evicted_clean
-                                  : of.counts.evicted_dirty);
-      hide(store, oldest);
-      break;
-    }
-  }
-  if (of.free >= 0) {
-    const Slot slot = of.free;
-    of.free = of.slots[slot].after;
-    return slot;
-  }
-  return of.fresh < of.size ? of.fresh++ : -1;
-}
-
-// Nothing finds it, nobody pins it.
-void BlockIndex::let_go(StoreId store, Slot slot) {
-  Store& of = store_of(store);
-  SlotRecord& record = of.slots[slot];
-  if (store == StoreId::kDisk) {
-    record.state = State::kSpent;
-    return;
-  }
-  record.state = State::kFree;
-  record.after = of.free;
-  of.free = slot;
-  if (store == StoreId::kHost) {
-    uint64_t& word = in_dropped_[static_cast<size_t>(slot) / 64];
-    const uint64_t bit = uint64_t{1} << (slot % 64);
-    if ((word & bit) == 0) dropped_.push_back({StoreId::kHost, slot});
-    word |= bit;
-  }
-}
-
-// A visible slot is no longer found, neither by its key nor as a backing.
-void BlockIndex::hide(StoreId store, Slot slot) {
-  Store& of = store_of(store);
-  SlotRecord& record = of.slots[slot];
-  leave_line(store, slot);
-  if (store == StoreId::kDisk && !stale(record)) useful_changed(segment_of(slot), -1);
-  if (options_.remembered_removals > 0 && record.entry >= 0) note_removed(store, record);
-  unlink(store, slot);
-  ++record.generation;
-  --of.counts.visible;
-  if (record.pins > 0) {
-    record.state = State::kDoomed;
-    ++of.counts.doomed;
-  } else {
-    let_go(store, slot);
-  }
-}
-
-void BlockIndex::note_removed(StoreId store, const SlotRecord& record) noexcept {
-  const Status noted = catching([&]() -> Status {
-    if (removed_.blocks.size() < static_cast<size_t>(options_.remembered_removals)) {
-      removed_.blocks.push_back({store, table_[record.entry].key()});
-    } else {
-      ++removed_.lost;
-    }
-    return ok();
-  });
-  if (!noted) ++removed_.lost;
-}
-
-// Its key no longer names it; a key that names nothing goes.
-void BlockIndex::unlink(StoreId store, Slot slot) {
-  SlotRecord& record = store_of(store).slots[slot];
-  const int32_t entry = record.entry;
-  if (entry < 0) return;
-  record.entry = -1;
-  if (store == StoreId::kDisk && record.before >= 0) {  // it was to replace another one, which stays
-    store_of(store).slots[record.before].after = -1;
-    record.before = -1;
-    return;
-  }
-  if (store == StoreId::kDisk && record.after >= 0) {  // the one that was to replace it comes all the same
-    SlotRecord& next = store_of(store).slots[record.after];
-    ref(entry, store) = SlotRef(record.after, false);
-    next.before = -1;
-    record.after = -1;
-  } else {
-    ref(entry, store) = SlotRef();
-  }
-  if (store == StoreId::kDisk) host_reordered(entry);
-  if (table_[entry].empty()) table_.erase(entry);
-}
-
-// --- what goes first
-// ---------------------------------------------------------------------------------------------------
-
-BlockIndex::Order BlockIndex::order_of(StoreId store, const SlotRecord& record) const {
-  if (stale(record)) return Order::kStale;
-  const bool elsewhere = store == StoreId::kRemote || table_[record.entry].refs[1].visible();
-  return elsewhere ? Order::kClean : Order::kDirty;
-}
-
-// A visible slot that nobody pins, as the last one of its kind to go.
-void BlockIndex::line_up(StoreId store, Slot slot) {
-  if (store == StoreId::kDisk) return;
-  Store& of = store_of(store);
-  SlotRecord& record = of.slots[slot];
-  record.order = order_of(store, record);
-  of.lists[static_cast<size_t>(record.order)].push_back(of.slots, slot);
-}
-
-void BlockIndex::leave_line(StoreId store, Slot slot) {
-  Store& of = store_of(store);
-  SlotRecord& record = of.slots[slot];
-  if (record.order == Order::kNone) return;
-  of.lists[static_cast<size_t>(record.order)].remove(of.slots, slot);
-  record.order = Order::kNone;
-}
-
-// The block came to disk or went from there: its host slot goes with the others of its new kind, as used last of them.
-void BlockIndex::host_reordered(int32_t entry) {
-  const Slot slot = ref(entry, StoreId::kHost).visible_slot();
-  if (slot < 0) return;
-  SlotRecord& record = store_of(StoreId::kHost).slots[slot];
-  if (record.order == Order::kNone || record.order == order_of(StoreId::kHost, record)) return;
-  leave_line(StoreId::kHost, slot);
-  line_up(StoreId::kHost, slot);
-}
-
-Status BlockIndex::retire(uint32_t space) {
-  if (space >= kMostSpaces || retired(space)) return ok();
-  TORPOR_TRY(catching([&] {
-    if (retired_.size() <= space) retired_.resize(space + 1);
-    return ok();
-  }));
-  retired_[space] = 1;
-  for (const StoreId store : {StoreId::kHost, StoreId::kRemote}) {
-    for (const Order order : {Order::kClean, Order::kDirty}) {  // in their order
-      Slot next = -1;
-      for (Slot slot = store_of(store).lists[static_cast<size_t>(order)].first; slot >= 0; slot = next) {
-        next = store_of(store).slots[slot].after;
-        if (!stale(store_of(store).slots[slot])) continue;
-        leave_line(store, slot);
-        line_up(store, slot);
-      }
-    }
-  }
-  recount_segments();
-  return ok();
-}
-
 // --- a slot's life
 // -----------------------------------------------------------------------------------------------------
 
@@ -362,6 +231,13 @@ void BlockIndex::damaged(StoreId store, Slot slot) {
   if (record != nullptr && record->state == State::kDoomed) return;  // another load has said so
   if (record == nullptr || record->state != State::kVisible) return misused("damaged", store, slot);
   hide(store, slot);
+}
+
+bool BlockIndex::drop(StoreId store, Slot slot) {
+  const SlotRecord* record = known(store, slot);
+  if (record == nullptr || record->state != State::kVisible || record->pins > 0) return false;
+  hide(store, slot);
+  return true;
 }
 
 void BlockIndex::pin(StoreId store, Slot slot) {

@@ -68,6 +68,10 @@ class BlockIndex {
   // Where the blocks of a chain are, up to the first that is nowhere, whose number is returned. One probe a key for all
   // stores. What is found is not kept: pin it before anything else is reserved.
   size_t run(std::span<const BlockKey> chain, std::span<Places> places) const;
+  // Where each of them is, whether the others are anywhere or not.
+  void find_each(std::span<const BlockKey> keys, std::span<Places> places) const;
+  // It is asked for soon.
+  void prefetch(const BlockKey& key) const { table_.prefetch_cells(KeyTable::hash_of(key)); }
 
   // A slot for a block: pinned, not visible yet. Without a key it is private: no run() finds it (host memory only; on
   // disk such a block belongs into the checkpoint's own file). Evicts if need be. kResourceExhausted: all is pinned.
@@ -80,6 +84,8 @@ class BlockIndex {
   void abandon(StoreId store, Slot slot, bool unproven);
   // A load found that its bytes are not what they were: a miss from now on, free when nobody pins it any more.
   void damaged(StoreId store, Slot slot);
+  // Somebody does not want it found any more. False: it is not there, or it is pinned, and stays.
+  bool drop(StoreId store, Slot slot);
   void pin(StoreId store, Slot slot);
   void unpin(StoreId store, Slot slot);
 
@@ -157,6 +163,9 @@ class BlockIndex {
   bool retired(uint32_t space) const { return space < retired_.size() && retired_[space] != 0; }
   bool stale(const SlotRecord& record) const { return record.entry < 0 || retired(table_[record.entry].space()); }
   void misused(std::string_view call, StoreId store, int64_t slot) noexcept;
+  template <class Found>
+  void probe(std::span<const BlockKey> keys, Found found) const;
+  void prefetch_those_behind(StoreId store, Slot slot) const;
   Slot free_slot(StoreId store);
   Slot next_position();
   void start(StoreId store, Slot slot, int32_t entry);

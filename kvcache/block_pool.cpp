@@ -76,119 +76,6 @@ size_t BlockPool::DigestHash::operator()(const Digest& digest) const {
   return value;
 }
 
-// --- keys and handles
-// -------------------------------------------------------------------------------------------------------------
-
-BlockRef::BlockRef(const BlockRef& other) : pool_(other.pool_), id_(other.id_) {
-  if (pool_ == nullptr) return;
-  const MutexLock lock(pool_->mutex_);
-  pool_->keep(id_);
-}
-BlockRef::BlockRef(BlockRef&& other) noexcept
-    : pool_(std::exchange(other.pool_, nullptr)), id_(std::exchange(other.id_, -1)) {}
-BlockRef& BlockRef::operator=(BlockRef other) noexcept {
-  std::swap(pool_, other.pool_);
-  std::swap(id_, other.id_);
-  return *this;
-}
-BlockRef::~BlockRef() {
-  if (pool_ == nullptr) return;
-  const MutexLock lock(pool_->mutex_);
-  pool_->let_go(id_);
-}
-// No lock: the identity of a block does not change while somebody keeps it.
-const BlockIdentity& BlockRef::identity() const TORPOR_NO_THREAD_SAFETY_ANALYSIS { return pool_->slot(id_).identity; }
-
-WeakBlock::WeakBlock(const BlockRef& block) : pool_(block.pool_), id_(block.id_) {
-  if (pool_ == nullptr) return;
-  const MutexLock lock(pool_->mutex_);
-  generation_ = pool_->slot(id_).generation;
-}
-std::optional<BlockRef> WeakBlock::upgrade() const {
-  if (pool_ == nullptr) return std::nullopt;
-  const MutexLock lock(pool_->mutex_);
-  if (id_ < 0 || id_ >= pool_->options_.num_blocks) return std::nullopt;
-  const BlockPool::Slot& slot = pool_->slot(id_);
-  if (slot.generation != generation_ || slot.state != BlockState::kRegistered) return std::nullopt;
-  pool_->keep(id_);
-  return BlockRef(*pool_, id_);
-}
-
-MutableBlock::MutableBlock(MutableBlock&& other) noexcept
-    : pool_(std::exchange(other.pool_, nullptr)), id_(std::exchange(other.id_, -1)) {}
-MutableBlock& MutableBlock::operator=(MutableBlock&& other) noexcept {
-  std::swap(pool_, other.pool_);
-  std::swap(id_, other.id_);
-  return *this;
-}
-MutableBlock::~MutableBlock() {
-  if (pool_ == nullptr) return;
-  const MutexLock lock(pool_->mutex_);
-  pool_->end_ownership(id_);
-}
-BlockState MutableBlock::state() const {
-  const MutexLock lock(pool_->mutex_);
-  return pool_->slot(id_).state;
-}
-int32_t MutableBlock::tokens() const {
-  const MutexLock lock(pool_->mutex_);
-  return static_cast<int32_t>(pool_->slot(id_).identity.tokens.size());
-}
-
-Status MutableBlock::initialize(const Digest& parent, uint64_t salt, int32_t group) {
-  const MutexLock lock(pool_->mutex_);
-  TORPOR_TRY(pool_->move(id_, BlockTrigger::kInitialize));
-  pool_->slot(id_).identity = {.parent = parent, .salt = salt, .group = group, .tokens = {}};
-  return ok();
-}
-
-Result<int32_t> MutableBlock::add_tokens(std::span<const int32_t> tokens, bool more_to_come) {
-  if (tokens.empty())
-    return Error{.code = Code::kInvalidArgument, .what = "no tokens were given", .next_step = "add at least one"};
-  const MutexLock lock(pool_->mutex_);
-  std::vector<int32_t>& held = pool_->slot(id_).identity.tokens;
-  const size_t taken = std::min(tokens.size(), static_cast<size_t>(pool_->options_.block_tokens) - held.size());
-  TORPOR_TRY(pool_->move(id_, more_to_come ? BlockTrigger::kAddTokens : BlockTrigger::kAddLastTokens));
-  held.insert(held.end(), tokens.begin(), tokens.begin() + static_cast<std::ptrdiff_t>(taken));
-  return static_cast<int32_t>(taken);
-}
-
-Status MutableBlock::schedule_compute() {
-  const MutexLock lock(pool_->mutex_);
-  return pool_->move(id_, BlockTrigger::kScheduleCompute);
-}
-Status MutableBlock::cancel_schedule() {
-  const MutexLock lock(pool_->mutex_);
-  return pool_->move(id_, BlockTrigger::kCancelSchedule);
-}
-Status MutableBlock::compute_done() {
-  const MutexLock lock(pool_->mutex_);
-  const bool full = pool_->slot(id_).identity.tokens.size() == static_cast<size_t>(pool_->options_.block_tokens);
-  return pool_->move(id_, full ? BlockTrigger::kComputeDoneFull : BlockTrigger::kComputeDone);
-}
-Status MutableBlock::reset() {
-  const MutexLock lock(pool_->mutex_);
-  TORPOR_TRY(pool_->move(id_, BlockTrigger::kReset));
-  pool_->slot(id_).identity = {};
-  return ok();
-}
-
-Result<BlockRef> MutableBlock::register_block() {
-  const MutexLock lock(pool_->mutex_);
-  TORPOR_TRY(pool_->move(id_, BlockTrigger::kRegister));
-  pool_->make_registered(id_);
-  return BlockRef(*std::exchange(pool_, nullptr), std::exchange(id_, -1));
-}
-
-Status begin_filling(MutableBlock& block, const BlockIdentity& identity) {
-  TORPOR_TRY(block.initialize(identity.parent, identity.salt, identity.group));
-  TORPOR_TRY(block.add_tokens(identity.tokens));
-  return block.schedule_compute();
-}
-
-// --- the pool
-// ------------------------------------------------------------------------------------------------------------
-
 BlockPool::BlockPool(BlockPoolOptions options, EventPort port)
     : options_(std::move(options)),
       port_(port),
@@ -246,8 +133,14 @@ void BlockPool::empty(int32_t id, DropReason reason) {
 }
 
 void BlockPool::tell_registered(int32_t id) const {
-  (void)port_.record(
-      {.type = EventType::kRegistered, .key = slot(id).hash, .a = static_cast<uint64_t>(id), .b = slot(id).age});
+  const BlockIdentity& identity = slot(id).identity;
+  uint64_t parent = 0;  // the beginning of its hash: as many digits as there is room for
+  for (size_t i = 0; i < sizeof parent; ++i) parent = parent << 8 | identity.parent.bytes[i];
+  (void)port_.record({.type = EventType::kRegistered,
+                      .transfer = parent,
+                      .key = slot(id).hash,
+                      .a = both(identity.tokens.size(), static_cast<uint64_t>(id)),
+                      .b = slot(id).age});
 }
 
 void BlockPool::tell_dropped(int32_t id, DropReason reason) const {
@@ -425,116 +318,6 @@ int32_t BlockPool::clear_cached() {
     ++cleared;
   }
   return cleared;
-}
-
-BlockPoolSnapshot BlockPool::snapshot() const {
-  const MutexLock lock(mutex_);
-  BlockPoolSnapshot snapshot{.registered = {}, .free_order = free_order_locked()};
-  std::vector<std::pair<uint64_t, int32_t>> by_age;
-  for (int32_t id = 0; id < options_.num_blocks; ++id) {
-    if (slot(id).state == BlockState::kRegistered && !slot(id).discarded) by_age.emplace_back(slot(id).age, id);
-  }
-  std::sort(by_age.begin(), by_age.end());
-  for (const auto& [age, id] : by_age) snapshot.registered.push_back({id, slot(id).identity, age});
-  return snapshot;
-}
-
-Result<BlockPool::Handles> BlockPool::restore(const BlockPoolSnapshot& snapshot) {
-  return catching([&] { return restore_now(snapshot); });
-}
-
-Result<BlockPool::Handles> BlockPool::restore_now(const BlockPoolSnapshot& snapshot) {
-  const auto wrong = [](std::string what) {
-    return Error{.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"};
-  };
-  const auto count = static_cast<size_t>(options_.num_blocks);
-  std::vector<bool> registered(count), free(count);
-  for (const BlockPoolSnapshot::Block& block : snapshot.registered) {
-    if (block.id < 0 || block.id >= options_.num_blocks)
-      return wrong(fmt::format("block {} of {}", block.id, options_.num_blocks));
-    if (registered[static_cast<size_t>(block.id)]) return wrong(fmt::format("block {} is registered twice", block.id));
-    if (block.identity.tokens.size() != static_cast<size_t>(options_.block_tokens))
-      return wrong(fmt::format("block {} has {} tokens", block.id, block.identity.tokens.size()));
-    registered[static_cast<size_t>(block.id)] = true;
-  }
-  bool cached_seen = false;
-  for (const int32_t id : snapshot.free_order) {
-    if (id < 0 || id >= options_.num_blocks)
-      return wrong(fmt::format("block {} of {} is free", id, options_.num_blocks));
-    if (free[static_cast<size_t>(id)]) return wrong(fmt::format("block {} is free twice", id));
-    free[static_cast<size_t>(id)] = true;
-    if (cached_seen && !registered[static_cast<size_t>(id)])
-      return wrong(fmt::format("block {} is empty and free behind cached ones", id));
-    cached_seen = registered[static_cast<size_t>(id)];
-  }
-  // Made aside, with handles that have no pool as yet: what fails here has touched nothing.
-  BlockPool aside(options_, EventPort());
-  Handles handles;
-  {
-    const MutexLock lock(aside.mutex_);
-    aside.fill(snapshot);
-  }
-  for (int32_t id = 0; id < options_.num_blocks; ++id) {
-    if (free[static_cast<size_t>(id)]) continue;
-    if (registered[static_cast<size_t>(id)]) {
-      handles.shared.emplace(id, BlockRef());
-    } else {
-      handles.owned.emplace(id, MutableBlock());
-    }
-  }
-  const MutexLock lock(mutex_);
-  if (!index_.empty() || empty_.size() != slots_.size()) {
-    return Error{.code = Code::kFailedPrecondition,
-                 .what = "the block pool is in use",
-                 .next_step = "restore into a new engine"};
-  }
-  // From here on nothing fails.
-  const MutexLock other(aside.mutex_);
-  for (int32_t id = 0; id < options_.num_blocks; ++id) aside.slot(id).generation = slot(id).generation;
-  std::swap(slots_, aside.slots_);
-  std::swap(empty_, aside.empty_);
-  std::swap(cached_, aside.cached_);
-  std::swap(index_, aside.index_);
-  free_blocks_ = aside.free_blocks_;
-  registrations_ = aside.registrations_;
-  owned_ = aside.owned_;
-  registered_ = aside.registered_;
-  shared_ = aside.shared_;
-  for (const BlockPoolSnapshot::Block& block : snapshot.registered) tell_registered(block.id);
-  for (auto& [id, block] : handles.shared) {
-    block.pool_ = this;
-    block.id_ = id;
-  }
-  for (auto& [id, block] : handles.owned) {
-    block.pool_ = this;
-    block.id_ = id;
-  }
-  return handles;
-}
-
-// Makes this unused pool what a checked snapshot says; what is not free in it has its owner yet to come.
-void BlockPool::fill(const BlockPoolSnapshot& snapshot) {
-  empty_.clear();
-  free_blocks_ = 0;
-  owned_ = options_.num_blocks;
-  for (Slot& slot : slots_) {
-    slot.is_free = false;
-    slot.owned = true;
-  }
-  for (const BlockPoolSnapshot::Block& block : snapshot.registered) {
-    slot(block.id).identity = block.identity;
-    slot(block.id).state = BlockState::kRegistered;
-    make_registered(block.id);
-  }
-  for (auto id = snapshot.free_order.rbegin(); id != snapshot.free_order.rend(); ++id) {
-    if (slot(*id).state == BlockState::kRegistered) continue;
-    slot(*id).owned = false;
-    --owned_;
-    add_to_free(*id);  // the last one added is taken first
-  }
-  for (const int32_t id : snapshot.free_order) {
-    if (slot(id).state == BlockState::kRegistered) let_go(id);
-  }
 }
 
 Stamp BlockPool::stamp_of(int32_t id) const {

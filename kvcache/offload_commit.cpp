@@ -8,6 +8,8 @@
 namespace torpor {
 namespace {
 
+constexpr int32_t kFewSegments = 3;  // with fewer, one that is read to be kept is in the way of all that is written
+constexpr size_t kJobsOfABatch = 2;  // one with host memory and one with disk
 constexpr uint64_t kBatchBits = 16;  // of a job's id: its place; above them: which job it was
 
 // Of what two ranks say of one block.
@@ -23,27 +25,52 @@ BlockOutcome worse(BlockOutcome a, BlockOutcome b) {
 const TransferPlan& OffloadScheduler::plan_step(bool flush) {
   plan_.clear();
   queue_.sweep_if_due(clock_.now());
-  commit_loads(flush);
-  commit_down(flush);
-  commit_on(flush);
+  // What there is no memory for stays in the queue, for the next step.
+  (void)catching([&]() -> Status {
+    queue_.set_held_aside(clock_.now());
+    commit_loads(flush);
+    commit_down(flush);
+    commit_on(flush);
+    commit_again();
+    return ok();
+  });
   plan_.dropped = index_->take_dropped();
   if (!plan_.empty()) plan_.number = ++plans_;
+  if (port_.on()) tell_stores();
   return plan_;
 }
 
-OffloadScheduler::PlannedBatch& OffloadScheduler::new_batch(Way way, StoreId store) {
-  uint32_t place = static_cast<uint32_t>(batches_.size());
-  if (free_batches_.empty()) {
+// All memory that a batch of so many blocks needs, before it is committed: nothing of it fails any more then. It may
+// become a job of each store.
+void OffloadScheduler::make_room(size_t blocks, size_t owners) {
+  grow(blocks_, blocks);
+  grow(stamps_, blocks);
+  grow(held_, blocks);
+  grow(plan_.jobs, plan_.jobs.size() + kJobsOfABatch);
+  grow(plan_.from, plan_.from.size() + blocks);
+  grow(plan_.to, plan_.to.size() + blocks);
+  grow(plan_.keys, plan_.keys.size() + blocks);
+  grow(plan_.loading, plan_.loading.size() + kJobsOfABatch);
+  while (free_batches_.size() < kJobsOfABatch) {
+    grow(free_batches_, batches_.size() + 1);
     batches_.emplace_back();
-    free_batches_.reserve(batches_.size());
-  } else {
-    place = free_batches_.back();
-    free_batches_.pop_back();
+    free_batches_.push_back(static_cast<uint32_t>(batches_.size()) - 1);
   }
+  for (size_t i = free_batches_.size() - kJobsOfABatch; i < free_batches_.size(); ++i) {
+    grow(batches_[free_batches_[i]].blocks, blocks);
+    grow(batches_[free_batches_[i]].owners, owners);
+  }
+}
+
+// Precondition: make_room().
+OffloadScheduler::PlannedBatch& OffloadScheduler::new_batch(Way way, StoreId store) {
+  const uint32_t place = free_batches_.back();
+  free_batches_.pop_back();
   PlannedBatch& batch = batches_[place];
   batch.id = ++planned_ << kBatchBits | place;
   batch.way = way;
   batch.store = store;
+  batch.from = StoreId::kHost;
   batch.reported = 0;
   batch.blocks.clear();
   batch.owners.clear();
@@ -60,7 +87,10 @@ OffloadScheduler::PlannedBatch* OffloadScheduler::planned(uint64_t id) {
 
 // A load is a job for each store that it comes from.
 void OffloadScheduler::commit_loads(bool flush) {
-  while (queue_.commit(Way::kUp, clock_.now(), flush, batch_)) {
+  for (OffloadQueue::Next next; (next = queue_.next(Way::kUp, clock_.now(), flush)).blocks > 0;) {
+    make_room(next.blocks, next.containers);
+    for (std::string& name : names_) name = at(next.owner).id;
+    queue_.commit(Way::kUp, next, batch_);
     for (const StoreId store : {StoreId::kHost, StoreId::kDisk}) {
       PlannedBatch* batch = nullptr;
       for (size_t i = 0; i < batch_.blocks.size(); ++i) {
@@ -74,13 +104,15 @@ void OffloadScheduler::commit_loads(bool flush) {
       batch->request = owner.ticket->owner;
       batch->owners.push_back(std::move(owner));
       plan(*batch, PlanKind::kGet);
-      plan_.loading.push_back({at(batch->request).id, batch->id});
+      plan_.loading.push_back({std::move(names_[static_cast<size_t>(store)]), batch->id});
     }
   }
 }
 
 void OffloadScheduler::commit_down(bool flush) {
-  while (queue_.commit(Way::kDown, clock_.now(), flush, batch_)) {
+  for (OffloadQueue::Next next; (next = queue_.next(Way::kDown, clock_.now(), flush)).blocks > 0;) {
+    make_room(next.blocks, next.containers);
+    queue_.commit(Way::kDown, next, batch_);
     for (const StoreId store : {StoreId::kHost, StoreId::kDisk}) commit_into(store);
   }
 }
@@ -93,6 +125,7 @@ void OffloadScheduler::commit_into(StoreId store) {
     if (block.store != store) continue;
     blocks_.push_back(block.block);
     stamps_.push_back(block.stamp);
+    index_->prefetch(block.key);
   }
   if (blocks_.empty()) return;
   held_.assign(blocks_.size(), 0);
@@ -129,6 +162,7 @@ void OffloadScheduler::commit_into(StoreId store) {
 
 BlockOutcome OffloadScheduler::reserve(const QueuedBlock& block, StoreId store, Slot& slot) {
   if (!accepting(store)) return BlockOutcome::kDegraded;
+  if (store == StoreId::kDisk) keep_used();
   const Result<Slot> reserved = index_->reserve(store, &block.key);
   if (reserved) {
     slot = *reserved;
@@ -137,8 +171,46 @@ BlockOutcome OffloadScheduler::reserve(const QueuedBlock& block, StoreId store, 
   return reserved.error().code == Code::kFailedPrecondition ? BlockOutcome::kPresent : BlockOutcome::kNoRoom;
 }
 
+// Segments go oldest first, whatever was used of them. So when the last free one is begun, what was used of the next
+// one to go, and is nowhere else, is appended again, as far as there is room: what nobody used goes, as by LRU.
+void OffloadScheduler::keep_used() {
+  const int64_t room = index_->disk_room();
+  const bool begun = room > std::exchange(disk_room_, room);  // a segment has gone since
+  if (!begun || room >= options_.index.segment_slots || options_.index.disk_segments < kFewSegments) return;
+  (void)catching([&]() -> Status {
+    for (const LeavingBlock& block : index_->leaving()) {
+      if (!block.used || block.on_host) continue;
+      if (disk_room_ <= 1) break;
+      JobBlock& again =
+          again_.emplace_back(JobBlock{.queued = {.key = block.key, .store = StoreId::kDisk}, .from = block.slot});
+      index_->pin(StoreId::kDisk, block.slot);
+      const Result<Slot> slot = index_->append_again(block.slot);
+      if (!slot) {
+        index_->unpin(StoreId::kDisk, block.slot);
+        again_.pop_back();
+        continue;
+      }
+      again.queued.slot = *slot;
+      --disk_room_;
+    }
+    return ok();
+  });
+}
+
+void OffloadScheduler::commit_again() {
+  if (again_.empty()) return;
+  make_room(again_.size(), 0);
+  PlannedBatch& batch = new_batch(Way::kOn, StoreId::kDisk);
+  batch.from = StoreId::kDisk;
+  batch.blocks.swap(again_);
+  again_.clear();
+  plan(batch, PlanKind::kMove);
+}
+
 void OffloadScheduler::commit_on(bool flush) {
-  while (queue_.commit(Way::kOn, clock_.now(), flush, batch_)) {
+  for (OffloadQueue::Next next; (next = queue_.next(Way::kOn, clock_.now(), flush)).blocks > 0;) {
+    make_room(next.blocks, next.containers);
+    queue_.commit(Way::kOn, next, batch_);
     PlannedBatch* batch = nullptr;
     size_t block = 0;
     for (const OffloadQueue::Owner& owner : batch_.owners) {
@@ -171,7 +243,7 @@ void OffloadScheduler::commit_on(bool flush) {
 
 void OffloadScheduler::plan(PlannedBatch& batch, PlanKind kind) {
   const bool move = kind == PlanKind::kMove;
-  PlannedJob& job = plan_.add(batch.id, kind, move ? StoreId::kHost : batch.store,
+  PlannedJob& job = plan_.add(batch.id, kind, move ? batch.from : batch.store,
                               kind == PlanKind::kGet ? Urgency::kLoad : Urgency::kOffload);
   if (move) job.other = StoreId::kDisk;
   job.count = static_cast<uint32_t>(batch.blocks.size());
@@ -207,7 +279,10 @@ Status OffloadScheduler::apply(const TransferReport& report) {
     uint64_t& refusing = refusing_[static_cast<size_t>(store.store)];
     refusing = store.accepting ? refusing & ~bit : refusing | bit;
   }
-  if (!report.stores.empty()) stores_[static_cast<size_t>(report.rank)] = report.stores;
+  (void)catching([&]() -> Status {
+    if (!report.stores.empty()) stores_[static_cast<size_t>(report.rank)] = report.stores;
+    return ok();
+  });
   for (const JobReport& job : report.jobs) {
     PlannedBatch* const batch = planned(job.id);
     if (batch == nullptr || (batch->reported & bit) != 0) continue;  // said already
@@ -235,7 +310,9 @@ void OffloadScheduler::end(PlannedBatch& batch) {
   }
   end_owners(batch);
   queue_.job_ended(batch.way);
-  if (batch.way == Way::kDown) send_on(batch);
+  if (batch.way == Way::kDown) {  // without memory for that they stay in host memory alone
+    (void)catching([&]() -> Status { return send_on(batch), ok(); });
+  }
   free_batches_.push_back(static_cast<uint32_t>(&batch - batches_.data()));
   batch.id = 0;
 }
@@ -274,8 +351,16 @@ void OffloadScheduler::end_on(PlannedBatch& batch) {
   for (const JobBlock& block : batch.blocks) {
     const QueuedBlock& queued = block.queued;
     const bool unproven = block.outcome == BlockOutcome::kUnproven;
-    if (block.outcome == BlockOutcome::kDamaged) index_->damaged(StoreId::kHost, block.from);
-    if (!unproven) index_->unpin(StoreId::kHost, block.from);
+    if (block.outcome == BlockOutcome::kDamaged) index_->damaged(batch.from, block.from);
+    if (batch.from == StoreId::kDisk &&
+        block.outcome == BlockOutcome::kTransferred) {  // before the old one is let go of
+      index_->commit(StoreId::kDisk, queued.slot);
+      index_->unpin(StoreId::kDisk, queued.slot);
+      index_->unpin(StoreId::kDisk, block.from);
+      ++appended_again_;
+      continue;
+    }
+    if (!unproven) index_->unpin(batch.from, block.from);
     if (block.outcome != BlockOutcome::kTransferred) {
       failed = true;
       index_->abandon(StoreId::kDisk, queued.slot, unproven);
@@ -301,6 +386,7 @@ void OffloadScheduler::end_up(PlannedBatch& batch) {
 }
 
 void OffloadScheduler::end_owners(PlannedBatch& batch) {
+  const Status none;
   size_t next = 0;
   for (const OffloadQueue::Owner& owner : batch.owners) {
     OutcomeCounts counts{};
@@ -309,7 +395,7 @@ void OffloadScheduler::end_owners(PlannedBatch& batch) {
       if (counts[i] == 0) continue;
       const auto outcome = static_cast<BlockOutcome>(i);
       const bool good = outcome == BlockOutcome::kTransferred || outcome == BlockOutcome::kEvicted;
-      queue_.end(owner.ticket, batch.way, outcome, counts[i], good ? ok() : batch.cause);
+      queue_.end(owner.ticket, batch.way, outcome, counts[i], good ? none : batch.cause);
     }
   }
   batch.owners.clear();
@@ -329,29 +415,28 @@ void OffloadScheduler::send_on(const PlannedBatch& batch) {
 
 // ---- events
 
+void OffloadScheduler::tell(const BlockEvent& event) noexcept {
+  const Status told = catching([&]() -> Status {
+    if (events_.events.size() < options_.events) return events_.events.push_back(event), ok();
+    return ++events_.lost, ok();
+  });
+  if (!told) ++events_.lost;
+}
+
 void OffloadScheduler::note_removed() {
   if (!index_->any_removed()) return;
   const RemovedBlocks removed = index_->take_removed();
   events_.lost += removed.lost;
   for (const RemovedBlock& block : removed.blocks) {
     if (block.key.space != space_) continue;  // all of these went with reset()
-    if (events_.events.size() < options_.events) {
-      events_.events.push_back(
-          {.stored = false, .store = block.store, .key = block.key, .tokens = options_.block_tokens});
-    } else {
-      ++events_.lost;
-    }
+    tell({.stored = false, .store = block.store, .key = block.key, .tokens = options_.block_tokens});
   }
 }
 
 void OffloadScheduler::note_stored(const QueuedBlock& block, StoreId store) {
   if (options_.events == 0 || block.key.space != space_) return;
   note_removed();  // in their order
-  if (events_.events.size() >= options_.events) {
-    ++events_.lost;
-    return;
-  }
-  events_.events.push_back({.store = store, .key = block.key, .parent = block.parent, .tokens = options_.block_tokens});
+  tell({.store = store, .key = block.key, .parent = block.parent, .tokens = options_.block_tokens});
 }
 
 }  // namespace torpor

@@ -71,14 +71,13 @@ OffloadQueue::~OffloadQueue() {
 
 // ---- into the queue
 
-int32_t OffloadQueue::take_container() {
-  if (free_ != kNone) {
-    const int32_t container = free_;
-    free_ = at(container).next;
-    return container;
+// The first of the free ones.
+OffloadQueue::Container& OffloadQueue::spare_container() {
+  if (free_ == kNone) {
+    containers_.emplace_back();
+    free_ = static_cast<int32_t>(containers_.size()) - 1;
   }
-  containers_.emplace_back();
-  return static_cast<int32_t>(containers_.size()) - 1;
+  return at(free_);
 }
 
 void OffloadQueue::free_container(int32_t container) {
@@ -93,29 +92,38 @@ void OffloadQueue::free_container(int32_t container) {
 
 TransferHandle OffloadQueue::enqueue(const Enqueue& how, std::span<const QueuedBlock> blocks, uint64_t offered,
                                      BlockOutcome filtered, Time now) {
+  // All memory first: whatever fails for want of it has changed nothing.
+  InQueue& queue = in_queue(how.way);
+  grow(queue.levels, queue.levels.size() + waiting_.size() + 1);
+  grow(waiting_, waiting_.size() + 1);
+  grow(ended_owners_, ended_owners_.size() + owned_tickets_ + 1);
+  Container& made = spare_container();
+  made.blocks.assign(blocks.begin(), blocks.end());
   auto ticket = std::make_shared<detail::TransferTicket>();
   ticket->blocks = offered;
   ticket->owner = how.owner;
   ticket->number = static_cast<uint64_t>(how.way) << 48 | ++tickets_;
+  owned_tickets_ += how.owner == UINT32_MAX ? 0 : 1;
   TransferHandle handle(ticket);
   if (offered > blocks.size()) end(ticket, how.way, filtered, offered - blocks.size());
   if (blocks.empty()) return handle;
-  if (queued_blocks_ + static_cast<int64_t>(blocks.size()) > options_.queue_blocks) {
+  // What goes on to disk waits beside the others, so that a slow disk does not keep blocks from host memory.
+  const int64_t on = in_queue(Way::kOn).blocks;
+  const int64_t before = how.way == Way::kOn ? on : queued_blocks_ - on;
+  if (before + static_cast<int64_t>(blocks.size()) > options_.queue_blocks) {
     end(ticket, how.way, BlockOutcome::kQueueFull, blocks.size());
     return handle;
   }
   const bool waits = how.after_step > acknowledged_;
-  if (waits) waiting_.reserve(waiting_.size() + 1);
-  const int32_t container = take_container();
-  Container& made = at(container);
+  const int32_t container = std::exchange(free_, made.next);
   made.ticket = std::move(ticket);
   made.ticket->queue = this;
   made.ticket->container = container;
-  made.blocks.assign(blocks.begin(), blocks.end());
   made.way = how.way;
   made.priority = how.priority;
   made.after_step = how.after_step;
   made.waiting = waits;
+  made.held = false;
   queued_blocks_ += static_cast<int64_t>(blocks.size());
   if (waits) {
     move(*made.ticket, CandidateState::kWaiting, blocks.size());
@@ -129,6 +137,7 @@ TransferHandle OffloadQueue::enqueue(const Enqueue& how, std::span<const QueuedB
 void OffloadQueue::make_ready(int32_t container, Time now) {
   Container& made = at(container);
   made.waiting = false;
+  made.held = false;
   made.ready_since = now;
   made.next = kNone;
   InQueue& queue = in_queue(made.way);
@@ -139,7 +148,7 @@ void OffloadQueue::make_ready(int32_t container, Time now) {
   (level->last == kNone ? level->first : at(level->last).next) = container;
   level->last = container;
   queue.blocks += static_cast<int64_t>(made.blocks.size());
-  move(*made.ticket, CandidateState::kQueued, made.blocks.size());
+  if (made.ticket->state != CandidateState::kQueued) move(*made.ticket, CandidateState::kQueued, made.blocks.size());
 }
 
 void OffloadQueue::move(detail::TransferTicket& ticket, CandidateState to, uint64_t blocks) const {
@@ -164,7 +173,7 @@ void OffloadQueue::acknowledge(uint64_t step, Time now) {
   acknowledged_ = std::max(acknowledged_, step);
   size_t kept = 0;
   for (const int32_t container : waiting_) {
-    if (at(container).after_step > acknowledged_) {
+    if (at(container).after_step > acknowledged_ || at(container).held) {
       waiting_[kept++] = container;
     } else {
       make_ready(container, now);
@@ -203,6 +212,18 @@ void OffloadQueue::cancelled(int32_t container) {
   end_container(container, BlockOutcome::kCancelled);
 }
 
+uint64_t OffloadQueue::cancel(uint64_t number) {
+  const auto found = std::find_if(containers_.begin(), containers_.end(), [&](const Container& each) {
+    return each.ticket != nullptr && each.ticket->number == number && each.ticket->container != kNone;
+  });
+  if (found == containers_.end() || found->ticket->cancelled) return 0;
+  const uint64_t blocks = found->blocks.size();
+  found->ticket->cancelled = true;
+  cancelled(found->ticket->container);
+  sweep();
+  return blocks;
+}
+
 void OffloadQueue::sweep_if_due(Time now) {
   if (any_cancelled_ && now - swept_at_ >= options_.sweep_interval) sweep();
   if (!any_cancelled_) swept_at_ = now;
@@ -210,18 +231,28 @@ void OffloadQueue::sweep_if_due(Time now) {
 
 void OffloadQueue::sweep() {
   any_cancelled_ = false;
+  take_out([this](int32_t container) {
+    if (!at(container).ticket->cancelled) return false;
+    end_container(container, BlockOutcome::kCancelled);
+    return true;
+  });
+}
+
+// Those of the in-queues of which `gone` says that it took them.
+template <class Gone>
+void OffloadQueue::take_out(Gone gone) {
   for (InQueue& queue : in_queues_) {
     for (Level& level : queue.levels) {
       int32_t last = kNone;
       for (int32_t next = kNone, container = level.first; container != kNone; container = next) {
         next = at(container).next;
-        if (!at(container).ticket->cancelled) {
+        const auto blocks = static_cast<int64_t>(at(container).blocks.size());
+        if (!gone(container)) {
           last = container;
           continue;
         }
-        queue.blocks -= static_cast<int64_t>(at(container).blocks.size());
+        queue.blocks -= blocks;
         (last == kNone ? level.first : at(last).next) = next;
-        end_container(container, BlockOutcome::kCancelled);
       }
       level.last = last;
     }
@@ -229,10 +260,43 @@ void OffloadQueue::sweep() {
   }
 }
 
+bool OffloadQueue::may_go(const Container& container) const {
+  return port_.may_go({.type = EventType::kCandidate,
+                       .from = static_cast<uint8_t>(CandidateState::kQueued),
+                       .to = static_cast<uint8_t>(CandidateState::kPromoted),
+                       .request = event_request(container.ticket->owner),
+                       .transfer = container.ticket->number,
+                       .a = container.blocks.size()});
+}
+
+void OffloadQueue::set_held_aside(Time now) {
+  if (!any_held_ && !port_.holds()) return;
+  // All memory first.
+  grow(waiting_, containers_.size());
+  for (InQueue& queue : in_queues_) grow(queue.levels, queue.levels.size() + waiting_.capacity());
+  // Those that are held no more first: they are not asked for twice.
+  size_t kept = 0;
+  for (const int32_t container : waiting_) {
+    if (at(container).held && may_go(at(container))) {
+      make_ready(container, now);
+    } else {
+      waiting_[kept++] = container;
+    }
+  }
+  waiting_.resize(kept);
+  any_held_ = std::any_of(waiting_.begin(), waiting_.end(), [this](int32_t container) { return at(container).held; });
+  if (!port_.holds()) return;
+  take_out([this](int32_t container) {
+    Container& each = at(container);
+    if (each.ticket->cancelled || may_go(each)) return false;
+    waiting_.push_back(container);
+    return any_held_ = each.waiting = each.held = true;
+  });
+}
+
 bool OffloadQueue::has_room(Way way) const {
   if (way == Way::kUp) return under_way_[static_cast<size_t>(way)] < options_.loading_batches;
-  return under_way_[static_cast<size_t>(Way::kDown)] + under_way_[static_cast<size_t>(Way::kOn)] <
-         options_.max_concurrent_transfers + options_.on_deck_batches;
+  return under_way_[static_cast<size_t>(way)] < options_.max_concurrent_transfers + options_.on_deck_batches;
 }
 
 bool OffloadQueue::is_due(const InQueue& queue, Way way, Time now) const {
@@ -242,36 +306,51 @@ bool OffloadQueue::is_due(const InQueue& queue, Way way, Time now) const {
   });
 }
 
-bool OffloadQueue::commit(Way way, Time now, bool flush, Batch& batch) {
-  batch.clear();
+OffloadQueue::Next OffloadQueue::next(Way way, Time now, bool flush) {
   if (any_cancelled_) sweep();
-  InQueue& queue = in_queue(way);
-  if (queue.blocks == 0 || !has_room(way) || (!flush && !is_due(queue, way, now))) return false;
+  Next next;
+  const InQueue& queue = in_queue(way);
+  if (queue.blocks == 0 || !has_room(way) || (!flush && !is_due(queue, way, now))) return next;
   const auto most = static_cast<size_t>(options_.max_batch_size);
-  while (!queue.levels.empty()) {
+  for (const Level& level : queue.levels) {
+    for (int32_t container = level.first; container != kNone; container = at(container).next) {
+      const Container& each = at(container);
+      if (next.blocks > 0 && next.blocks + each.blocks.size() > most) return next;
+      if (next.blocks == 0) next.owner = each.ticket->owner;
+      next.blocks += each.blocks.size();
+      ++next.containers;
+      if (way == Way::kUp) return next;  // a request's load is a job of its own
+    }
+  }
+  return next;
+}
+
+void OffloadQueue::commit(Way way, const Next& next, Batch& batch) {
+  batch.clear();
+  batch.blocks.reserve(next.blocks);
+  batch.owners.reserve(next.containers);
+  InQueue& queue = in_queue(way);
+  for (size_t i = 0; i < next.containers; ++i) {
     Level& level = queue.levels.front();
-    Container& next = at(level.first);
-    if (!batch.blocks.empty() && batch.blocks.size() + next.blocks.size() > most) break;
-    batch.blocks.insert(batch.blocks.end(), next.blocks.begin(), next.blocks.end());
-    batch.owners.push_back({next.ticket, static_cast<uint32_t>(next.blocks.size())});
-    next.ticket->committed = true;
-    move(*next.ticket, CandidateState::kPromoted, next.blocks.size());
-    queue.blocks -= static_cast<int64_t>(next.blocks.size());
-    queued_blocks_ -= static_cast<int64_t>(next.blocks.size());
     const int32_t container = level.first;
-    level.first = next.next;
+    Container& each = at(container);
+    batch.blocks.insert(batch.blocks.end(), each.blocks.begin(), each.blocks.end());
+    batch.owners.push_back({each.ticket, static_cast<uint32_t>(each.blocks.size())});
+    each.ticket->committed = true;
+    move(*each.ticket, CandidateState::kPromoted, each.blocks.size());
+    queue.blocks -= static_cast<int64_t>(each.blocks.size());
+    queued_blocks_ -= static_cast<int64_t>(each.blocks.size());
+    level.first = each.next;
     if (level.first == kNone) queue.levels.erase(queue.levels.begin());
     free_container(container);
-    if (way == Way::kUp) break;  // a request's load is a job of its own
   }
-  return true;
 }
 
 void OffloadQueue::end(const Ticket& ticket, Way way, BlockOutcome outcome, uint64_t blocks, const Status& cause) {
   counts_[static_cast<size_t>(way)][static_cast<size_t>(outcome)] += blocks;
   ticket->counts[static_cast<size_t>(outcome)] += blocks;
   ticket->ended += blocks;
-  if (!cause && ticket->cause) ticket->cause = cause;
+  if (!cause && ticket->cause) ticket->cause = catching([&]() -> Status { return cause; });
   (void)port_.record({.type = EventType::kEnded,
                       .to = static_cast<uint8_t>(outcome),
                       .request = event_request(ticket->owner),
@@ -280,7 +359,9 @@ void OffloadQueue::end(const Ticket& ticket, Way way, BlockOutcome outcome, uint
   if (ticket->ended == ticket->blocks) {
     move(*ticket, ticket->committed ? CandidateState::kCompleted : CandidateState::kSkipped, ticket->blocks);
   }
-  if (ticket->ended == ticket->blocks && ticket->owner != UINT32_MAX) ended_owners_.push_back(ticket->owner);
+  if (ticket->ended != ticket->blocks || ticket->owner == UINT32_MAX) return;
+  ended_owners_.push_back(ticket->owner);
+  --owned_tickets_;
 }
 
 void OffloadQueue::end_all(BlockOutcome outcome) {

@@ -18,6 +18,7 @@
 // Threads: the scheduler's. Handles outlive the queue.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -39,10 +40,10 @@ struct OffloadQueueOptions {
   std::chrono::milliseconds sweep_interval{10};   // a cancelled container leaves its queue within this, and before any
                                                   // commit; in the steps that there are
   int32_t max_concurrent_transfers = 1;           // jobs that ranks work at, and
-  int32_t on_deck_batches = 4;                    // that wait there: together the most that are under way, down and on
+  int32_t on_deck_batches = 4;                    // that wait there: together the most of a way, down or on
   int32_t loading_batches = 64;                   // the same, up
-  int64_t queue_blocks = 1 << 16;                 // most blocks before commitment; beyond: kQueueFull
-  Status validate() const;                        // kInvalidArgument names the option
+  int64_t queue_blocks = 1 << 16;  // most blocks before commitment, those on to disk apart; beyond: kQueueFull
+  Status validate() const;         // kInvalidArgument names the option
 };
 
 enum class Way : uint8_t { kUp, kDown, kOn };
@@ -71,6 +72,12 @@ struct QueuedBlock {
   bool on = false;                 // down: and from there on to disk
 };
 
+// Room for so many elements, and for more each time that it takes memory.
+template <class T>
+void grow(std::vector<T>& list, size_t size) {
+  if (list.capacity() < size) list.reserve(std::max(size, 2 * list.capacity()));
+}
+
 class OffloadQueue;
 
 namespace detail {
@@ -94,6 +101,7 @@ class TransferHandle {
  public:
   TransferHandle() = default;
   bool any() const { return ticket_ != nullptr; }
+  uint64_t number() const { return ticket_->number; }  // in events
   TransferStatus status() const;
   OutcomeCounts counts() const { return ticket_->counts; }  // of blocks that ended so far
   uint64_t count(BlockOutcome outcome) const { return ticket_->counts[static_cast<size_t>(outcome)]; }
@@ -141,10 +149,21 @@ class OffloadQueue {
   // Steps up to this one are done; one that failed ends what waits for it.
   void acknowledge(uint64_t step, Time now);
   void fail_step(uint64_t step);
-  // The tick's: the next batch of this way that is due, swept and committed, if there is room for it under way.
-  // False: none is due. `flush`: partial batches too.
-  bool commit(Way way, Time now, bool flush, Batch& batch);
+  // The tick's: of the next batch of this way that is due, swept, and for which there is room under way. `flush`:
+  // partial ones too.
+  struct Next {
+    size_t blocks = 0;  // 0: none is due
+    size_t containers = 0;
+    uint32_t owner = UINT32_MAX;  // of the first container
+  };
+  Next next(Way way, Time now, bool flush);
+  // Commits it. Takes memory for `batch` alone, and before anything is committed.
+  void commit(Way way, const Next& next, Batch& batch);
   void sweep_if_due(Time now);
+  // Of the candidate with this number so many blocks end as kCancelled, at once. 0: it is not in the queue.
+  uint64_t cancel(uint64_t number);
+  // The tick's first: what somebody holds (EventPort::may_go) waits aside, what is held no more is in the queue again.
+  void set_held_aside(Time now);
   void sweep();
   // So many of the ticket's blocks are part of a job with this number.
   void tell_planned(const Ticket& ticket, uint64_t job, uint64_t blocks) const;
@@ -176,6 +195,7 @@ class OffloadQueue {
     uint64_t after_step = 0;
     Time ready_since{};
     bool waiting = false;  // for its precondition
+    bool held = false;     // and that is met, but somebody holds it
     int32_t next = kNone;  // in its list, or the free ones
   };
   struct Level {  // containers of one priority, in order
@@ -189,11 +209,14 @@ class OffloadQueue {
   };
   InQueue& in_queue(Way way) { return in_queues_[static_cast<size_t>(way)]; }
   Container& at(int32_t container) { return containers_[static_cast<size_t>(container)]; }
-  int32_t take_container();
+  Container& spare_container();
   void make_ready(int32_t container, Time now);
   void end_container(int32_t container, BlockOutcome outcome);
   void free_container(int32_t container);
   void cancelled(int32_t container);
+  template <class Gone>
+  void take_out(Gone gone);
+  bool may_go(const Container& container) const;
   bool is_due(const InQueue& queue, Way way, Time now) const;
   bool has_room(Way way) const;
   void move(detail::TransferTicket& ticket, CandidateState to, uint64_t blocks) const;
@@ -210,7 +233,9 @@ class OffloadQueue {
   uint64_t acknowledged_ = 0;
   uint64_t tickets_ = 0;  // ever
   int64_t queued_blocks_ = 0;
+  size_t owned_tickets_ = 0;  // that have an owner, and have not ended
   bool any_cancelled_ = false;
+  bool any_held_ = false;
   Time swept_at_{};
 };
 

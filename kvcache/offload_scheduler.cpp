@@ -166,6 +166,7 @@ TransferHandle OffloadScheduler::allocated(uint32_t number, std::span<const int3
 }
 
 std::vector<EndedLoad> OffloadScheduler::take_loads() {
+  loads_.reserve(loads_.size() + queue_.ended_owners().size());
   for (const uint32_t number : queue_.ended_owners()) {
     Request& request = at(number);
     const auto bad = std::find_if(request.pinned.begin(), request.pinned.end(),
@@ -224,15 +225,16 @@ TransferHandle OffloadScheduler::offer(const OffloadOffer& offer) {
   queued_.clear();
   size_t without_stamp = 0;
   BlockOutcome filtered = BlockOutcome::kFiltered;
+  places_.resize(std::max(places_.size(), size));
+  index_->find_each(offer.keys.first(size), places_);
   for (size_t i = 0; i < size; ++i) {
     const Stamp stamp = device_.stamp(offer.blocks[i]);
     if (stamp == Stamp::kNone) {
       ++without_stamp;
       continue;
     }
-    Candidate candidate{.key = offer.keys[i]};
+    Candidate candidate{.key = offer.keys[i], .places = places_[i]};
     if (options_.counted_keys > 0) candidate.uses = uses_.count(offer.keys[i]);
-    (void)index_->run(offer.keys.subspan(i, 1), std::span(&candidate.places, 1));
     const StoreMask wanted = placement_.wanted(candidate);
     if (wanted.empty()) continue;
     queued_.push_back({.key = offer.keys[i],
@@ -249,6 +251,24 @@ TransferHandle OffloadScheduler::offer(const OffloadOffer& offer) {
   }
   return queue_.enqueue({.way = Way::kDown, .after_step = offer.after_step, .priority = offer.priority}, queued_,
                         size - without_stamp, filtered, now);
+}
+
+// ---- a sleep
+
+std::vector<Slot> OffloadScheduler::backing(std::span<const int32_t> blocks, bool keep) {
+  std::vector<Slot> slots(blocks.size(), -1);
+  if (keep) kept_.reserve(kept_.size() + blocks.size());
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    slots[i] = index_->backing(blocks[i], device_.stamp(blocks[i])).host;
+    if (!keep || slots[i] < 0) continue;
+    index_->pin(StoreId::kHost, slots[i]);
+    kept_.push_back(slots[i]);
+  }
+  return slots;
+}
+
+void OffloadScheduler::release_backing() {
+  for (const Slot slot : std::exchange(kept_, {})) index_->unpin(StoreId::kHost, slot);
 }
 
 // ---- all of it
@@ -277,6 +297,23 @@ BlockEvents OffloadScheduler::take_events() {
 Status OffloadScheduler::check() const {
   TORPOR_TRY(queue_.check());
   return index_->check();
+}
+
+// Where they changed since.
+void OffloadScheduler::tell_stores() {
+  const BlockIndexOptions& of = options_.index;
+  const auto tell = [&](StoreId store, uint8_t tier, int64_t slots) {
+    if (slots == 0) return;
+    const StoreCounts counts = index_->counts(store);
+    const int64_t used = counts.reserved + counts.doomed + counts.quarantined;
+    const std::pair now(both(static_cast<uint64_t>(used), static_cast<uint64_t>(counts.reserved)),
+                        both(static_cast<uint64_t>(counts.visible),
+                             static_cast<uint64_t>(std::max<int64_t>(slots - used - counts.visible, 0))));
+    if (std::exchange(told_[tier - 1], now) == now) return;
+    (void)port_.record({.type = EventType::kTier, .from = tier, .a = now.first, .b = now.second});
+  };
+  tell(StoreId::kHost, 1, of.host_slots);
+  tell(StoreId::kDisk, 2, int64_t{of.disk_segments} * of.segment_slots);
 }
 
 }  // namespace torpor

@@ -70,6 +70,20 @@ struct EndedLoad {
   bool unproven = false;  // a copy may still be writing: none of its blocks may be used again
 };
 
+struct CancelledCandidate {
+  uint64_t blocks = 0;
+  bool committed = false;  // too late
+};
+struct DroppedKeys {
+  uint64_t dropped = 0;
+  uint64_t pinned = 0;  // a load or a copy needs them: they stay
+  uint64_t absent = 0;
+};
+struct MovedKeys {
+  uint64_t candidate = 0;
+  uint64_t blocks = 0;
+};
+
 struct OffloadOffer {
   std::span<const BlockKey> keys;  // of consecutive blocks of one request, of space()
   std::span<const int32_t> blocks;
@@ -103,7 +117,7 @@ class OffloadScheduler {
   void acknowledge(uint64_t step) { queue_.acknowledge(step, clock_.now()); }
   void fail_step(uint64_t step) { queue_.fail_step(step); }
   // What all ranks do next; valid until the next call. Empty: nothing, and it need not be sent. `flush`: do not wait
-  // for batches to fill.
+  // for batches to fill. What there is no memory to plan stays queued.
   const TransferPlan& plan_step(bool flush = false);
   // Ends what was cancelled, and commits nothing.
   void sweep() { queue_.sweep(); }
@@ -122,6 +136,18 @@ class OffloadScheduler {
   Status reset();
   uint32_t space() const { return space_; }
   BlockEvents take_events();
+  // Of each of these device blocks, the slot in host memory that has the bytes of its present content on every rank;
+  // -1: none has. With `keep`, for a sleep, they stay as they are until release_backing().
+  std::vector<Slot> backing(std::span<const int32_t> blocks, bool keep);
+  void release_backing();
+
+  // For who operates the engine (offload_calls.cpp). Stores: host memory and disk.
+  // A candidate that is not committed does not go. kNotFound; kFailedPrecondition: a request waits for it.
+  Result<CancelledCandidate> cancel(uint64_t candidate);
+  // None of these is found there any more.
+  DroppedKeys drop(std::span<const BlockKey> keys, StoreId store);
+  // Those that are in host memory go to disk, too. Its candidate; 0: none goes. kFailedPrecondition: there is no disk.
+  Result<MovedKeys> move_on(std::span<const BlockKey> keys);
 
   // Something is queued or under way: steps are needed, if only empty ones.
   bool busy() const { return queue_.anything_queued() || queue_.jobs_under_way() > 0; }
@@ -130,6 +156,8 @@ class OffloadScheduler {
   const BlockIndex& index() const { return *index_; }
   const OffloadQueue& queue() const { return queue_; }
   int64_t quarantined() const { return quarantined_; }  // device blocks that are never used again
+  // Blocks that were used, in segments that were next to go: written again, into later ones.
+  int64_t appended_again() const { return appended_again_; }
   const std::vector<StoreReport>& stores(int32_t rank) const { return stores_[static_cast<size_t>(rank)]; }
   Status check() const;
 
@@ -151,7 +179,7 @@ class OffloadScheduler {
   };
   struct JobBlock {
     QueuedBlock queued;
-    Slot from = -1;   // kOn: the slot in host memory
+    Slot from = -1;   // kOn: the slot that it comes from
     int32_t at = -1;  // kUp: which of the request's
     BlockOutcome outcome = BlockOutcome::kTransferred;
   };
@@ -159,6 +187,7 @@ class OffloadScheduler {
     uint64_t id = 0;  // 0: the place is free
     Way way = Way::kDown;
     StoreId store = StoreId::kHost;  // target; up: source
+    StoreId from = StoreId::kHost;   // on: source
     uint32_t request = 0;            // up
     uint64_t reported = 0;           // ranks, a bit each
     std::vector<JobBlock> blocks;
@@ -175,11 +204,14 @@ class OffloadScheduler {
   bool accepting(StoreId store) const { return refusing_[static_cast<size_t>(store)] == 0; }
 
   // offload_commit.cpp
+  void make_room(size_t blocks, size_t owners);
   PlannedBatch& new_batch(Way way, StoreId store);
   void commit_loads(bool flush);
   void commit_down(bool flush);
   void commit_on(bool flush);
   void commit_into(StoreId store);
+  void keep_used();
+  void commit_again();
   BlockOutcome reserve(const QueuedBlock& block, StoreId store, Slot& slot);
   void plan(PlannedBatch& batch, PlanKind kind);
   PlannedBatch* planned(uint64_t id);
@@ -192,6 +224,8 @@ class OffloadScheduler {
   void send_on(const PlannedBatch& batch);
   void note_stored(const QueuedBlock& block, StoreId store);
   void note_removed();
+  void tell_stores();
+  void tell(const BlockEvent& event) noexcept;
 
   const OffloadSchedulerOptions options_;
   DeviceBlocks& device_;
@@ -214,7 +248,12 @@ class OffloadScheduler {
   std::vector<std::vector<StoreReport>> stores_;
   std::vector<EndedLoad> loads_;
   int64_t quarantined_ = 0;
+  int64_t appended_again_ = 0;
+  int64_t disk_room_ = 0;        // when it was last looked at
+  std::vector<JobBlock> again_;  // of this step, or left by one without memory
+  std::vector<Slot> kept_;       // in host memory, by backing()
   BlockEvents events_;
+  std::array<std::pair<uint64_t, uint64_t>, 2> told_{};  // host memory and disk, in an event
   // Of one call; they keep their memory.
   std::vector<Places> places_;
   std::vector<QueuedBlock> queued_;
@@ -222,6 +261,7 @@ class OffloadScheduler {
   std::vector<int32_t> blocks_;
   std::vector<Stamp> stamps_;
   std::vector<uint8_t> held_;
+  std::array<std::string, 2> names_;
 };
 
 }  // namespace torpor

@@ -4,6 +4,8 @@
 
 #include <fmt/format.h>
 
+#include "kvcache/offload_job.h"
+
 namespace torpor {
 namespace {
 
@@ -13,72 +15,10 @@ Error wrong_plan(std::string what) {
           .next_step = "give the scheduler the options that the ranks have"};
 }
 
-// What was stored is bad. Other failures (of the device, for want of staging memory) say nothing about it.
-bool is_bad_record(const Error& error) {
-  return error.code == Code::kCorruption || error.code == Code::kIo || error.code == Code::kNotFound ||
-         error.code == Code::kIncompatible || error.code == Code::kInternal;
-}
-
 }  // namespace
 
-// A store as one job sees it: chunk number i of the job is the job's i-th slot. Made for one job and never changed, so
-// the engine's threads need no lock for it.
-class OffloadWorker::JobTier final : public Tier {
- public:
-  JobTier(Store& store, std::vector<Slot> slots, std::vector<BlockKey> keys)
-      : store_(store), slots_(std::move(slots)), keys_(std::move(keys)) {}
-  std::string_view kind() const override { return store_.traits().kind; }
-  bool addressable() const override { return store_.traits().addressable; }
-  Status prepare(uint64_t, uint64_t) override { return ok(); }
-  Status finish() override { return ok(); }
-  Result<std::span<std::byte>> place(SavedChunk& chunk) override {
-    chunk.stored_bytes = chunk.bytes;
-    return store_.place(slot(chunk), chunk.bytes);
-  }
-  std::span<std::byte> view(const SavedChunk& chunk) override { return store_.view(slot(chunk)); }
-  void put(std::span<TierPart> parts) override {
-    std::vector<StorePart> records;
-    records.reserve(parts.size());
-    for (const TierPart& part : parts) {
-      const auto at = static_cast<size_t>(part.chunk->key.index);
-      records.push_back({.slot = slots_[at],
-                         .key = keys_.empty() ? BlockKey{} : keys_[at],
-                         .record = {.digest = part.chunk->digest},
-                         .bytes = part.bytes});
-    }
-    store_.put(records);
-    for (size_t i = 0; i < parts.size(); ++i) parts[i].status = std::move(records[i].status);
-  }
-  void get(std::span<TierPart> parts) override {
-    std::vector<StorePart> records;
-    records.reserve(parts.size());
-    for (const TierPart& part : parts) records.push_back({.slot = slot(*part.chunk), .bytes = part.bytes});
-    store_.get(records);
-    for (size_t i = 0; i < parts.size(); ++i) {
-      parts[i].chunk->digest = records[i].record.digest;
-      parts[i].status = std::move(records[i].status);
-    }
-  }
-  Slot slot(const SavedChunk& chunk) const { return slots_[static_cast<size_t>(chunk.key.index)]; }
-
- private:
-  Store& store_;
-  const std::vector<Slot> slots_;
-  const std::vector<BlockKey> keys_;
-};
-
-struct OffloadWorker::Running {
-  PlannedJob planned;
-  std::vector<int32_t> from;
-  std::vector<int32_t> to;
-  std::vector<ChunkPlan> plans{};
-  std::unique_ptr<JobTier> tier{};
-  std::unique_ptr<JobTier> source{};
-  Status refused{};
-};
-
 OffloadWorker::OffloadWorker(const OffloadWorkerOptions& options, const KvLayout& layout, TransferEngine& transfers,
-                             std::unique_ptr<Store> host, std::unique_ptr<Store> disk)
+                             std::shared_ptr<Store> host, std::unique_ptr<Store> disk)
     : options_(options),
       layout_(layout),
       transfers_(transfers),
@@ -94,7 +34,7 @@ OffloadWorker::~OffloadWorker() { wait(); }
 
 Result<std::unique_ptr<OffloadWorker>> OffloadWorker::create(const OffloadWorkerOptions& options,
                                                              const KvLayout& layout, TransferEngine& transfers,
-                                                             std::unique_ptr<Store> host, std::unique_ptr<Store> disk) {
+                                                             std::shared_ptr<Store> host, std::unique_ptr<Store> disk) {
   return catching([&]() -> Result<std::unique_ptr<OffloadWorker>> {
     const uint64_t bytes = layout.bytes_per_block();
     const bool fits =
@@ -185,8 +125,8 @@ Status OffloadWorker::check(const TransferPlan& plan) const {
     if (!within(plan.from, job, from) || !within(plan.to, job, to))
       return wrong_plan(
           fmt::format("has a {} with a block or slot that rank {} does not have", name(job.kind), options_.rank));
-    if (job.kind == PlanKind::kMove && job.store != StoreId::kHost)
-      return wrong_plan(fmt::format("moves out of the store {}", name(job.store)));
+    if (job.kind == PlanKind::kMove && job.other != StoreId::kDisk)
+      return wrong_plan(fmt::format("moves into the store {}", name(job.other)));
     keys += job.keyed() ? job.count : 0;
   }
   return keys == plan.keys.size() ? ok() : Status(wrong_plan("has other keys than its jobs need"));
@@ -210,7 +150,7 @@ OffloadWorker::Noted OffloadWorker::note(const TransferPlan& plan) const {
       return std::vector<int32_t>(first, first + planned.count);
     };
     noted.jobs.push_back(
-        std::make_unique<Running>(Running{.planned = planned, .from = part(plan.from), .to = part(plan.to)}));
+        std::make_unique<OffloadJob>(OffloadJob{.planned = planned, .from = part(plan.from), .to = part(plan.to)}));
   }
   for (const PlannedLoad& load : plan.loading) {
     Loading& loading = noted.loading[load.request];
@@ -290,24 +230,25 @@ Slot OffloadWorker::slot_to_write(Slot slot) {
   return disk_slots_[static_cast<size_t>(slot)] = segment * options_.segment_slots + slot % options_.segment_slots;
 }
 
-std::unique_ptr<OffloadWorker::JobTier> OffloadWorker::tier_of(StoreId store, std::span<const Slot> slots,
-                                                               std::span<const BlockKey> keys) {
-  return std::make_unique<JobTier>(store == StoreId::kHost ? *host_ : *disk_,
-                                   std::vector<Slot>(slots.begin(), slots.end()),
-                                   std::vector<BlockKey>(keys.begin(), keys.end()));
+std::unique_ptr<StoreTier> OffloadWorker::tier_of(StoreId store, std::span<const Slot> slots,
+                                                  std::span<const BlockKey> keys) {
+  return std::make_unique<StoreTier>(store == StoreId::kHost ? *host_ : *disk_,
+                                     std::vector<Slot>(slots.begin(), slots.end()),
+                                     std::vector<BlockKey>(keys.begin(), keys.end()));
 }
 
-Job OffloadWorker::make_job(std::span<const BlockKey> keys, Running& running) {
+Job OffloadWorker::make_job(std::span<const BlockKey> keys, OffloadJob& running) {
   const PlannedJob& planned = running.planned;
   const std::span<const int32_t> from = running.from;
   const std::span<const int32_t> to = running.to;
   const bool get = planned.kind == PlanKind::kGet;
-  std::vector<Slot> slots(get ? running.from : running.to);
-  if (planned.target() == StoreId::kDisk) {
-    for (Slot& slot : slots) slot = get ? disk_slots_[static_cast<size_t>(slot)] : slot_to_write(slot);
-  }
-  running.tier = tier_of(planned.target(), slots, keys);
-  if (planned.kind == PlanKind::kMove) running.source = tier_of(planned.store, from, {});
+  const bool from_disk = planned.kind != PlanKind::kPut && planned.store == StoreId::kDisk;
+  std::vector<Slot> sources(running.from);
+  std::vector<Slot> targets(running.to);
+  for (Slot& slot : sources) slot = from_disk ? disk_slots_[static_cast<size_t>(slot)] : slot;
+  for (Slot& slot : targets) slot = !get && planned.target() == StoreId::kDisk ? slot_to_write(slot) : slot;
+  running.tier = tier_of(planned.target(), get ? sources : targets, keys);
+  if (planned.kind == PlanKind::kMove) running.source = tier_of(planned.store, sources, {});
   Job job{.kind = get                               ? JobKind::kRestore
                   : planned.kind == PlanKind::kMove ? JobKind::kMove
                                                     : JobKind::kSave,
@@ -338,10 +279,10 @@ Job OffloadWorker::make_job(std::span<const BlockKey> keys, Running& running) {
 
 // Whatever fails here fails the job's blocks, which are reported like any other.
 void OffloadWorker::begin(RunningJob at, std::span<const BlockKey> keys) {
-  Running& begun = **at;
+  OffloadJob& begun = **at;
   begun.refused = catching([&]() -> Status {
     Job job = make_job(keys, begun);
-    std::map<JobId, std::unique_ptr<Running>> made;
+    std::map<JobId, std::unique_ptr<OffloadJob>> made;
     const auto node = made.emplace(JobId::kNone, nullptr).first;
     TORPOR_ASSIGN(const JobId id, transfers_.submit(std::move(job)));
     auto handle = made.extract(node);
@@ -351,89 +292,6 @@ void OffloadWorker::begin(RunningJob at, std::span<const BlockKey> keys) {
     return ok();
   });
   if (begun.refused) refused_.erase(at);
-}
-
-// ---- reports
-
-TransferReport OffloadWorker::poll() {
-  TransferReport report{.rank = options_.rank};
-  std::vector<JobResult> finished;
-  (void)transfers_.poll(finished);
-  for (JobResult& result : finished) {
-    const auto found = running_.find(result.id);
-    if (found == running_.end()) continue;
-    settle(*found->second, std::move(result), report);
-    running_.erase(found);
-  }
-  for (const auto& running : std::exchange(refused_, {})) {
-    JobResult result{.status = std::move(running->refused)};
-    result.chunks.resize(running->planned.count);
-    for (ChunkTransfer& chunk : result.chunks) chunk.status = result.status;
-    settle(*running, std::move(result), report);
-  }
-  report_stores(report);
-  return report;
-}
-
-void OffloadWorker::settle(Running& running, JobResult result, TransferReport& report) {
-  const PlannedJob& planned = running.planned;
-  JobReport job{.id = planned.id, .first = static_cast<uint32_t>(report.outcomes.size())};
-  std::vector<int32_t> bad_blocks;
-  bool good = true;
-  for (size_t i = 0; i < result.chunks.size(); ++i) {
-    const ChunkTransfer& chunk = result.chunks[i];
-    BlockOutcome outcome = chunk.outcome;
-    if (outcome == BlockOutcome::kTransferred && planned.kind == PlanKind::kPut && planned.store == StoreId::kHost) {
-      const auto slot = static_cast<size_t>(running.to[i]);
-      host_digests_[slot] = chunk.saved.digest;
-      if (!host_->placed(running.to[i], {}, chunk.saved.digest)) outcome = BlockOutcome::kFailed;
-    }
-    if (outcome == BlockOutcome::kFailed && planned.kind != PlanKind::kPut && is_bad_record(chunk.status.error()) &&
-        (planned.kind == PlanKind::kGet || chunk.status.error().code == Code::kCorruption))
-      outcome = BlockOutcome::kDamaged;
-    if (outcome != BlockOutcome::kTransferred && planned.kind == PlanKind::kGet) bad_blocks.push_back(running.to[i]);
-    good = good && outcome == BlockOutcome::kTransferred;
-    report.outcomes.push_back(outcome);
-  }
-  if (good) {
-    report.outcomes.resize(job.first);
-  } else {
-    job.count = static_cast<uint32_t>(result.chunks.size());
-    if (!result.status) {
-      job.code = result.status.error().code;
-      job.cause = fmt::format("rank {}: {}", options_.rank, result.status.error().what).substr(0, kMostCauseBytes);
-    }
-  }
-  report.jobs.push_back(std::move(job));
-  if (planned.kind == PlanKind::kGet) load_ended(planned.id, bad_blocks);
-}
-
-void OffloadWorker::load_ended(uint64_t job, std::span<const int32_t> bad_blocks) {
-  const auto [begin, end] = loads_of_.equal_range(job);
-  for (auto at = begin; at != end; ++at) {
-    const auto found = loading_.find(at->second);
-    LoadedRequest& ended = found->second.ended;
-    ended.bad_blocks.insert(ended.bad_blocks.end(), bad_blocks.begin(), bad_blocks.end());
-    if (--found->second.jobs > 0) continue;
-    loaded_.push_back(std::move(ended));
-    loading_.erase(found);
-  }
-  loads_of_.erase(begin, end);
-}
-
-// With what ended, and where a store began or ceased to take anything.
-void OffloadWorker::report_stores(TransferReport& report) {
-  for (const StoreId id : {StoreId::kHost, StoreId::kDisk}) {
-    const Store* const of = store(id);
-    if (of == nullptr) continue;
-    const bool accepting = of->accepting();
-    bool& last = accepting_[static_cast<size_t>(id)];
-    if (report.jobs.empty() && accepting == last) continue;
-    last = accepting;
-    const StoreHealth health = of->health();
-    report.stores.push_back(
-        {id, accepting, health.put_bytes, health.got_bytes, health.write_errors, health.read_errors});
-  }
 }
 
 }  // namespace torpor

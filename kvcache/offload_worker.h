@@ -24,6 +24,9 @@
 
 namespace torpor {
 
+class StoreTier;
+struct OffloadJob;
+
 struct OffloadWorkerOptions {
   int32_t rank = 0;
   int32_t host_slots = 0;  // as the scheduler's BlockIndexOptions have them; 0: no such store
@@ -52,7 +55,7 @@ class OffloadWorker {
  public:
   // The stores may be null. kInvalidArgument: one is missing, or does not have the options' segments.
   static Result<std::unique_ptr<OffloadWorker>> create(const OffloadWorkerOptions& options, const KvLayout& layout,
-                                                       TransferEngine& transfers, std::unique_ptr<Store> host,
+                                                       TransferEngine& transfers, std::shared_ptr<Store> host,
                                                        std::unique_ptr<Store> disk);
   ~OffloadWorker();
 
@@ -67,7 +70,7 @@ class OffloadWorker {
   // rank does not have. kResourceExhausted: there is no memory to note its jobs; it can be run again. Nothing of it is
   // done then. Otherwise each job of it ends with an outcome for each block.
   Status run(const TransferPlan& plan);
-  // What ended since the last call; empty: nothing did.
+  // What ended and was not reported; empty: nothing did, or there is no memory to say so yet.
   TransferReport poll();
   // Requests of which all loads have been reported by poll(), since the last call.
   std::vector<LoadedRequest> take_loaded() { return std::exchange(loaded_, {}); }
@@ -79,32 +82,33 @@ class OffloadWorker {
   }
 
  private:
-  class JobTier;
-  struct Running;
-  using RunningJobs = std::list<std::unique_ptr<Running>>;
+  using RunningJobs = std::list<std::unique_ptr<OffloadJob>>;
   using RunningJob = RunningJobs::iterator;
   static constexpr int32_t kNoSegment = -1;
 
   OffloadWorker(const OffloadWorkerOptions& options, const KvLayout& layout, TransferEngine& transfers,
-                std::unique_ptr<Store> host, std::unique_ptr<Store> disk);
+                std::shared_ptr<Store> host, std::unique_ptr<Store> disk);
   Status check(const TransferPlan& plan) const;
   struct Noted;
   Noted note(const TransferPlan& plan) const;
   void take(Noted& noted) noexcept;
   void drop(std::span<const Dropped> dropped, Noted& noted);
   void begin(RunningJob job, std::span<const BlockKey> keys);
-  Job make_job(std::span<const BlockKey> keys, Running& running);
-  std::unique_ptr<JobTier> tier_of(StoreId store, std::span<const Slot> slots, std::span<const BlockKey> keys);
+  Job make_job(std::span<const BlockKey> keys, OffloadJob& running);
+  std::unique_ptr<StoreTier> tier_of(StoreId store, std::span<const Slot> slots, std::span<const BlockKey> keys);
   Slot slot_to_write(Slot slot);
-  void settle(Running& running, JobResult result, TransferReport& report);
-  void load_ended(uint64_t job, std::span<const int32_t> bad_blocks);
+  bool tell(OffloadJob& running, const JobResult& result, TransferReport& report);
+  bool tell_refused(OffloadJob& running, TransferReport& report);
+  BlockOutcome settle(const OffloadJob& running, size_t i, const ChunkTransfer& chunk);
+  void make_room(uint64_t job, size_t bad_blocks);
+  void load_ended(uint64_t job, std::span<const int32_t> bad_blocks) noexcept;
   void report_stores(TransferReport& report);
   int64_t slots_of(StoreId store) const;
 
   const OffloadWorkerOptions options_;
   const KvLayout& layout_;
   TransferEngine& transfers_;
-  const std::unique_ptr<Store> host_;
+  const std::shared_ptr<Store> host_;  // a sleep may keep it too
   const std::unique_ptr<Store> disk_;
   const uint64_t block_bytes_;
   std::vector<Digest> host_digests_;      // by slot
@@ -114,8 +118,9 @@ class OffloadWorker {
   std::vector<RecoveredSlot> recovered_;  // until adopt()
   int32_t next_segment_ = 0;
   uint64_t last_plan_ = 0;
-  std::map<JobId, std::unique_ptr<Running>> running_;
-  RunningJobs refused_;  // that the engine did not take
+  std::map<JobId, std::unique_ptr<OffloadJob>> running_;
+  RunningJobs refused_;           // that the engine did not take
+  std::vector<JobResult> ended_;  // not reported yet
   struct Loading {
     LoadedRequest ended;
     size_t jobs = 0;  // not over

@@ -1,5 +1,6 @@
 #include "kvcache/slot_table.h"
 
+#include <algorithm>
 #include <array>
 
 #include <fmt/format.h>
@@ -39,6 +40,13 @@ Result<uint32_t> SlotTable::create(std::string id, int64_t tokens) {
   (void)port_.record({.type = EventType::kRequest, .request = slot + 1, .a = static_cast<uint64_t>(tokens)});
   TORPOR_TRY(move(slot, SlotTrigger::kCreate));
   return slot;
+}
+
+bool SlotTable::may_admit(uint32_t slot) const {
+  if (!port_.holds() || !known(slot)) return true;
+  return port_.may_go({.type = EventType::kRequest,
+                       .request = slot + 1,
+                       .a = static_cast<uint64_t>(std::max<int64_t>(slots_[slot].info.tokens, 0))});
 }
 
 Status SlotTable::known(uint32_t slot) const {
@@ -118,6 +126,20 @@ Status SlotTable::preempt(uint32_t slot) {
   SlotInfo& info = slots_[slot].info;
   if (next_state(info.state, SlotTrigger::kPreempt)) info.computed_tokens = info.device_blocks = info.staged_blocks = 0;
   return move(slot, SlotTrigger::kPreempt);
+}
+
+Status SlotTable::keys(uint32_t slot, std::span<const std::string_view> keys, size_t first, KeyOf what) {
+  TORPOR_TRY(known(slot));
+  for (size_t at = 0; at < keys.size(); ++at) {
+    Event event{.type = EventType::kKey,
+                .to = static_cast<uint8_t>(what),
+                .request = slot + 1,
+                .a = first + at,
+                .b = first + keys.size()};
+    std::copy_n(keys[at].begin(), std::min(keys[at].size(), event.key.bytes.size()), event.key.bytes.begin());
+    (void)port_.record(event);
+  }
+  return ok();
 }
 
 Status SlotTable::finish(uint32_t slot, bool busy) {

@@ -8,7 +8,9 @@
 // the slot stays as it was.
 #pragma once
 
+#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/event.h"
@@ -33,6 +35,8 @@ class SlotTable {
 
   // Its number; one is used again when its slot has ended. kInvalidArgument: no id, no tokens.
   Result<uint32_t> create(std::string id, int64_t tokens);
+  // Before it is looked for below and scheduled. False: somebody holds it; leave it where it is and ask again.
+  bool may_admit(uint32_t slot) const;
   // `blocks`: those below that are kept for it; 0 gives back what was.
   Status stage(uint32_t slot, int32_t blocks);
   Status onboard(uint32_t slot, int32_t device_blocks);
@@ -41,6 +45,8 @@ class SlotTable {
   Status scheduled(uint32_t slot, int64_t computed, int64_t now, int64_t tokens, int32_t device_blocks = 0);
   Status skip(uint32_t slot) { return move(slot, SlotTrigger::kSkip); }
   Status preempt(uint32_t slot);
+  // Of its full blocks, from the one with this number on, the first bytes of each.
+  Status keys(uint32_t slot, std::span<const std::string_view> keys, size_t first, KeyOf what);
   // `busy`: copies that were committed are under way; end() when they are over.
   Status finish(uint32_t slot, bool busy = false);
   Status end(uint32_t slot) { return finish(slot); }

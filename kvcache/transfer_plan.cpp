@@ -140,8 +140,10 @@ Status take_jobs(Taker& taker, const PlanHeader& header, TransferPlan& plan) {
                    .first = static_cast<uint32_t>(blocks),
                    .count = entry.count};
     const bool move = job.kind == PlanKind::kMove;
+    const bool within = move && store == other;  // on disk: into another segment
     if (kind > static_cast<uint8_t>(PlanKind::kMove) || store >= kStores || other >= kStores ||
-        urgency > static_cast<uint8_t>(Urgency::kOffload) || (store == other) == move || job.id == 0 || job.count == 0)
+        urgency > static_cast<uint8_t>(Urgency::kOffload) || (!move && store != other) ||
+        (within && store != static_cast<uint8_t>(StoreId::kDisk)) || job.id == 0 || job.count == 0)
       return wrong("a job is none");
     blocks += job.count;
     keys += job.keyed() ? job.count : 0;

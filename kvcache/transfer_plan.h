@@ -23,7 +23,7 @@ namespace torpor {
 enum class PlanKind : uint8_t {
   kPut,   // device blocks `from` into slots `to` of `store`
   kGet,   // slots `from` of `store` into device blocks `to`
-  kMove,  // slots `from` of `store` into slots `to` of `other`
+  kMove,  // slots `from` of `store` into slots `to` of `other`; on disk also into others of its own
 };
 std::string_view name(PlanKind kind);  // "put", "get", "move"
 

@@ -19,6 +19,13 @@ void fail_all(std::span<ChunkTransfer> batch, const Error& error) noexcept {
   }
 }
 
+Error wrong_bytes(const SavedChunk& saved) {
+  return Error{.code = Code::kCorruption,
+               .what = fmt::format("the saved bytes of {} do not match their digest {}", saved.key.to_string(),
+                                   saved.digest.hex()),
+               .next_step = "use another checkpoint"};
+}
+
 }  // namespace
 
 Error quarantined_error() {
@@ -55,7 +62,8 @@ struct BatchCopier::Place {
   Error event_error;
 
   // The tier whose memory the bytes are in, if they are in one's.
-  Tier* memory() const { return source != nullptr ? source : tier != nullptr && tier->addressable() ? tier : nullptr; }
+  Tier* memory() const { return from() != nullptr && from()->addressable() ? from() : nullptr; }
+  Tier* from() const { return source != nullptr ? source : tier; }  // on the way up and on
   bool in_tier() const { return memory() != nullptr; }
   Direction direction() const {
     return kind == JobKind::kRestore ? Direction::kHostToDevice : Direction::kDeviceToHost;
@@ -192,25 +200,27 @@ void BatchCopier::read(Place& place) {
   for (size_t i = 0; i < place.batch.size(); ++i) {
     if (place.batch[i].status) place.parts.push_back({&place.batch[i].saved, place.host[i], ok()});
   }
-  place.tier->get(place.parts);
+  place.from()->get(place.parts);
   size_t part = 0;
   for (ChunkTransfer& chunk : place.batch) {
     if (chunk.status) chunk.status = std::move(place.parts[part++].status);
   }
 }
 
-Status BatchCopier::check(const Place& place, size_t i) {
+// In the pass of the copy itself. What was read from a disk is believed by nobody before it is checked.
+bool BatchCopier::digested_on_the_way(const Place& place) const {
+  if (place.kind == JobKind::kMove || (place.kind == JobKind::kRestore && !place.in_tier())) return false;
+  return device_.takes_digests();
+}
+
+Status BatchCopier::check(const Place& place, size_t i) const {
   const SavedChunk& saved = place.batch[i].saved;
   if (place.host[i].size() != saved.bytes) {
     return Error{.code = Code::kInternal,
-                 .what = fmt::format("{} is not in the {} tier", saved.key.to_string(),
-                                     place.in_tier() ? place.memory()->kind() : place.tier->kind())};
+                 .what = fmt::format("{} is not in the {} tier", saved.key.to_string(), place.from()->kind())};
   }
-  if (digest_of(place.host[i]) == saved.digest) return ok();
-  return Error{.code = Code::kCorruption,
-               .what = fmt::format("the saved bytes of {} do not match their digest {}", saved.key.to_string(),
-                                   saved.digest.hex()),
-               .next_step = "use another checkpoint"};
+  if (digested_on_the_way(place) || digest_of(place.host[i]) == saved.digest) return ok();
+  return wrong_bytes(saved);
 }
 
 void BatchCopier::list_copies(Place& place) {
@@ -218,7 +228,7 @@ void BatchCopier::list_copies(Place& place) {
   for (size_t i = 0; i < place.batch.size(); ++i) {
     if (place.batch[i].status) members.push_back(i);
   }
-  const bool digests = place.kind != JobKind::kRestore && place.kind != JobKind::kMove && device_.takes_digests();
+  const bool digests = digested_on_the_way(place);
   place.copies.clear();
   place.first_copy.clear();
   place.digests.clear();
@@ -339,10 +349,15 @@ DrainResult BatchCopier::finish() {
   if (place.on_stream) drained = end_copies(place);
   const Status stored = catching([&]() -> Status {
     if (place.kind == JobKind::kMove) put(place);
-    if (!place.on_stream || place.kind == JobKind::kRestore) return ok();
+    if (!place.on_stream) return ok();
     for (size_t m = 0; m < place.members.size(); ++m) {
       ChunkTransfer& chunk = place.batch[place.members[m]];
       if (!chunk.status) continue;
+      if (place.kind == JobKind::kRestore) {
+        if (!place.digests.empty() && place.digests[m].finish() != chunk.saved.digest)
+          chunk.status = wrong_bytes(chunk.saved);
+        continue;
+      }
       chunk.saved.digest = place.digests.empty() ? digest_of(place.host[place.members[m]]) : place.digests[m].finish();
     }
     if (place.kind == JobKind::kSave && !place.in_tier()) put(place);

@@ -2,7 +2,8 @@
 // the copies of one batch run while the batch before is written, and the next is read and checked.
 //
 // Down: copied, proven by an event, digest taken (in the same pass where the device can, else of the host copy), put
-// into the tier. Up: read, its digest checked, and only then copied. A batch of chunks is one list of copies with one
+// into the tier. Up: read, its digest checked, and only then copied; out of memory the digest is taken in the pass of
+// the copy where the device can, and a wrong one fails the chunk. A batch of chunks is one list of copies with one
 // event; if that fails, its chunks are tried one by one, so that one marks no other (I5). Between tiers: the digest is
 // checked in the memory of the one, and from there put into the other.
 //
@@ -56,7 +57,8 @@ class BatchCopier {
   Status prepare(Place& place);
   static void take_places(Place& place);
   static void read(Place& place);
-  static Status check(const Place& place, size_t i);  // the digest of what goes up
+  bool digested_on_the_way(const Place& place) const;
+  Status check(const Place& place, size_t i) const;  // of what goes up: its size, and its digest where that is due now
   void list_copies(Place& place);
   void enqueue(Place& place, std::span<const Copy> copies);
   DrainResult prove(Place& place);

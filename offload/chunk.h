@@ -12,7 +12,7 @@
 namespace torpor {
 
 enum class ChunkKind : uint8_t { kRegion, kKvBlock };
-enum class Codec : uint8_t { kNone, kZstd };
+enum class Codec : uint8_t { kNone, kZstd, kBf16 };
 
 struct ChunkKey {
   ChunkKind kind = ChunkKind::kRegion;

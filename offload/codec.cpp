@@ -1,10 +1,14 @@
 #include "offload/codec.h"
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 #include <memory>
 
 #include <fmt/format.h>
 #include <zstd.h>
+
+#include "offload/bf16_codec.h"
 
 namespace torpor {
 namespace {
@@ -27,7 +31,35 @@ ZSTD_DCtx* decompressor() {
 
 }  // namespace
 
-std::string_view name(Codec codec) { return codec == Codec::kZstd ? "zstd" : "none"; }
+std::string_view name(Codec codec) {
+  switch (codec) {
+    case Codec::kNone: return "none";
+    case Codec::kZstd: return "zstd";
+    case Codec::kBf16: return "bf16";
+  }
+  return "unknown";
+}
+
+Result<CompressionOptions> CompressionOptions::of(std::optional<std::string_view> codec, std::optional<int> level) {
+  constexpr std::array kCodecs{Codec::kNone, Codec::kZstd, Codec::kBf16};
+  CompressionOptions options{.codec = level ? Codec::kZstd : Codec::kNone};
+  if (codec) {
+    const auto* const named = std::ranges::find_if(kCodecs, [&](Codec each) { return name(each) == *codec; });
+    if (named == kCodecs.end()) {
+      return Error{.code = Code::kInvalidArgument,
+                   .what = fmt::format("there is no compression \"{}\"", *codec),
+                   .next_step = "use none, zstd or bf16"};
+    }
+    options.codec = *named;
+  }
+  if (level && options.codec != Codec::kZstd) {
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("the compression {} has no level", name(options.codec)),
+                 .next_step = "leave the level out, or use zstd"};
+  }
+  options.level = level.value_or(options.level);
+  return options;
+}
 
 Status CompressionOptions::validate() const {
   if (level >= ZSTD_minCLevel() && level <= 19) return ok();
@@ -36,12 +68,16 @@ Status CompressionOptions::validate() const {
                .next_step = "use -100 (fast) to 19 (small)"};
 }
 
-uint64_t compressed_bound(uint64_t bytes) { return ZSTD_compressBound(bytes); }
+uint64_t compressed_bound(uint64_t bytes) {
+  return std::max<uint64_t>(ZSTD_compressBound(bytes), bf16::compressed_bound(bytes));
+}
 
 std::optional<uint64_t> compress_into(std::span<const std::byte> bytes, std::span<std::byte> out,
                                       const CompressionOptions& options) {
+  if (options.codec == Codec::kNone) return std::nullopt;
+  if (options.codec == Codec::kBf16) return bf16::compress_into(bytes, out);
   ZSTD_CCtx* const context = compressor();
-  if (options.codec == Codec::kNone || context == nullptr) return std::nullopt;
+  if (context == nullptr) return std::nullopt;
   ZSTD_CCtx_reset(context, ZSTD_reset_session_and_parameters);
   ZSTD_CCtx_setParameter(context, ZSTD_c_compressionLevel, options.level);
   ZSTD_CCtx_setParameter(context, ZSTD_c_enableLongDistanceMatching, options.long_distance ? 1 : 0);
@@ -65,6 +101,7 @@ Status decompress(Codec codec, std::span<const std::byte> stored, std::span<std:
     if (!out.empty()) std::memcpy(out.data(), stored.data(), out.size());
     return ok();
   }
+  if (codec == Codec::kBf16) return bf16::decompress(stored, out);
   ZSTD_DCtx* const context = decompressor();
   if (context == nullptr)
     return Error{

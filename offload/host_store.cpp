@@ -108,6 +108,13 @@ void HostStore::drop(std::span<const SlotRange> ranges) {
   }
 }
 
+std::optional<StoredRecord> HostStore::record(Slot slot) const {
+  if (!has(slot)) return std::nullopt;
+  const MutexLock lock(mutex_);
+  const Content& content = contents_[static_cast<size_t>(slot)];
+  return content.found ? std::optional(content.record) : std::nullopt;
+}
+
 StoreHealth HostStore::health() const {
   const MutexLock lock(mutex_);
   return health_;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "allocator/host_arena.h"
@@ -29,6 +30,8 @@ class HostStore final : public Store {
   void drop(std::span<const SlotRange> ranges) override;
   Status sync() override { return ok(); }
   StoreHealth health() const override;
+  // Of what was put there, or placed and proven; none: nothing was.
+  std::optional<StoredRecord> record(Slot slot) const;
 
  private:
   struct Content {

@@ -1,6 +1,8 @@
-// HostTier: chunks in the host arena, one span each. Destroying it gives the memory back to the arena.
+// HostTier: chunks in the host arena, one span each, or in memory that somebody lends. Destroying it gives the memory
+// back to the arena.
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "allocator/host_arena.h"
@@ -20,13 +22,21 @@ class HostTier final : public Tier {
   Status finish() override { return ok(); }
   // A chunk whose bytes lie in the arena already; fills its offset. Takes memory first, then the span.
   void adopt(SavedChunk& chunk, HostArena::Span&& span);
-  // The bytes of a chunk of this tier, which is in it no more; empty if it is not there.
+  // A chunk whose bytes lie in memory of `owner`, who changes nothing there for as long as this tier may be asked for
+  // it; fills its offset. All of a tier have one owner, which is kept.
+  void borrow(SavedChunk& chunk, std::span<std::byte> bytes, std::shared_ptr<const void> owner);
+  // The bytes of a chunk of this tier, which is in it no more; empty if it is not there, or borrowed.
   HostArena::Span release(const SavedChunk& chunk) noexcept;
 
  private:
   HostArena& arena_;
   Mutex mutex_;
-  std::vector<HostArena::Span> spans_ TORPOR_GUARDED_BY(mutex_);  // SavedChunk::offset is the position in it
+  struct Place {
+    HostArena::Span span;  // empty: borrowed
+    std::span<std::byte> bytes;
+  };
+  std::shared_ptr<const void> lender_ TORPOR_GUARDED_BY(mutex_);
+  std::vector<Place> places_ TORPOR_GUARDED_BY(mutex_);  // SavedChunk::offset is the position in it
 };
 
 }  // namespace torpor

@@ -91,6 +91,12 @@ SealTag digest_tag(std::span<const std::byte> body, const SegmentHeader& header,
 
 std::string segment_name(uint32_t number) { return fmt::format("seg-{:06}", number); }
 
+Error segment_closed(uint32_t number) {
+  return {.code = Code::kFailedPrecondition,
+          .what = fmt::format("{} takes no more records", segment_name(number)),
+          .next_step = "use slots of a newer segment"};
+}
+
 std::optional<uint32_t> segment_number(std::string_view name) {
   constexpr std::string_view kPrefix = "seg-";
   if (!name.starts_with(kPrefix) || name.size() > kPrefix.size() + 9) return std::nullopt;
@@ -214,7 +220,7 @@ Result<std::vector<SegmentRecord>> read_batch(std::span<std::byte> page, const S
                                .seal = entry.seal};
     const bool sizes_fit = entry.codec == static_cast<uint32_t>(Codec::kNone)
                                ? entry.stored == entry.bytes
-                               : entry.codec == static_cast<uint32_t>(Codec::kZstd) && entry.stored < entry.bytes;
+                               : entry.codec <= static_cast<uint32_t>(Codec::kBf16) && entry.stored < entry.bytes;
     if (!sizes_fit || entry.stored == 0 || entry.position >= static_cast<uint32_t>(header.slots) ||
         record.offset != record_offset(end, record.stored) || record_end(record) > file_bytes)
       return bad_segment(fmt::format("record {} of the batch page has no place in the segment", i));

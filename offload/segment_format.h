@@ -42,6 +42,7 @@ struct SegmentRecord {
 };
 
 std::string segment_name(uint32_t number);                      // "seg-000123"
+Error segment_closed(uint32_t number);                          // it takes no more records
 std::optional<uint32_t> segment_number(std::string_view name);  // none: not the name of a segment
 std::string leased_name(const SegmentHeader& header);           // of its link in a checkpoint: "seg-r0-000123"
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <thread>
 
 #include <fmt/format.h>
 
@@ -12,6 +13,7 @@
 namespace torpor {
 namespace {
 
+constexpr std::chrono::milliseconds kLockPause{50};
 constexpr uint64_t kSegmentBytes = 64 * kMiB;
 constexpr uint64_t kMostRecordBytes = kGiB;
 
@@ -34,49 +36,17 @@ Status check(const SegmentStoreOptions& options) {
   return ok();
 }
 
-Error closed(uint32_t number) {
-  return {.code = Code::kFailedPrecondition,
-          .what = fmt::format("{} takes no more records", segment_name(number)),
-          .next_step = "use slots of a newer segment"};
-}
-
-// The caller's mistakes say nothing about the disk.
-bool is_callers(const Error& error) {
-  return error.origin == Origin::kTorpor && (error.code == Code::kFailedPrecondition ||
-                                             error.code == Code::kInvalidArgument || error.code == Code::kNotFound);
+Result<std::unique_ptr<File>> lock_of(Directory& directory, std::chrono::milliseconds wait) {
+  const auto end = std::chrono::steady_clock::now() + wait;
+  while (true) {
+    Result<std::unique_ptr<File>> lock = directory.lock("LOCK");
+    const bool taken = !lock && lock.error().code == Code::kUnavailable;
+    if (!taken || std::chrono::steady_clock::now() >= end) return lock;
+    std::this_thread::sleep_for(kLockPause);
+  }
 }
 
 }  // namespace
-
-// One batch on its way to the disk.
-struct SegmentStore::Batch {
-  struct Item {
-    StorePart* part = nullptr;
-    SegmentRecord record;
-    std::span<std::byte> padded;  // as stored, up to a whole page
-    size_t write = 0;             // which of the writes has it
-  };
-  std::span<std::byte> page;
-  std::vector<Item> items;
-  uint64_t offset = 0;  // of the page
-  std::shared_ptr<File> file;
-  std::vector<FilePart> writes;
-  bool written = false;
-};
-
-// A reserved place is settled however its writing ends: a batch that is never settled would keep sync() waiting.
-class SegmentStore::Writing {
- public:
-  Writing(SegmentStore& store, Segment& segment, Batch& batch) : store_(store), segment_(segment), batch_(batch) {}
-  ~Writing() { store_.settle(segment_, batch_); }
-  Writing(const Writing&) = delete;
-  Writing& operator=(const Writing&) = delete;
-
- private:
-  SegmentStore& store_;
-  Segment& segment_;
-  Batch& batch_;
-};
 
 SegmentStore::SegmentStore(std::unique_ptr<Directory> directory, std::unique_ptr<File> lock,
                            SegmentStoreOptions options, const Clock& clock)
@@ -104,7 +74,7 @@ Result<std::unique_ptr<SegmentStore>> SegmentStore::open(FileSystem& file_system
   TORPOR_TRY(check(options));
   TORPOR_ASSIGN(std::unique_ptr<Directory> directory,
                 file_system.open_directory(fmt::format("{}/r{}", path, options.rank), true));
-  TORPOR_ASSIGN(std::unique_ptr<File> lock, directory->lock("LOCK"));
+  TORPOR_ASSIGN(std::unique_ptr<File> lock, lock_of(*directory, options.lock_wait));
   std::unique_ptr<SegmentStore> store(
       new SegmentStore(std::move(directory), std::move(lock), std::move(options), clock));
   TORPOR_TRY(store->look_around());
@@ -156,7 +126,7 @@ Result<SegmentStore::SegmentPtr> SegmentStore::writable(uint32_t number, uint32_
         changed_.wait(mutex_);
         continue;
       }
-      if (found->second->state != Segment::State::kOpen) return closed(number);
+      if (found->second->state != Segment::State::kOpen) return segment_closed(number);
       if (found->second->space == space) return found->second;
       return Error{.code = Code::kInvalidArgument,
                    .what = fmt::format("{} has keys of another key space", segment_name(number)),
@@ -168,7 +138,7 @@ Result<SegmentStore::SegmentPtr> SegmentStore::writable(uint32_t number, uint32_
   std::shared_ptr<File> closing;
   {
     const MutexLock lock(mutex_);
-    if (made && segment->state == Segment::State::kGone) made = closed(number);  // dropped meanwhile
+    if (made && segment->state == Segment::State::kGone) made = segment_closed(number);  // dropped meanwhile
     changed_.notify_all();
     if (made) {
       segment->state = Segment::State::kOpen;
@@ -186,7 +156,7 @@ Result<SegmentStore::SegmentPtr> SegmentStore::writable(uint32_t number, uint32_
 
 Result<SegmentStore::SegmentPtr> SegmentStore::begin_segment(uint32_t number, uint32_t space) {
   const auto digest = spaces_.find(space);
-  if (number < first_number_ || number + kOpenSegments <= newest_) return closed(number);
+  if (number < first_number_ || number + kOpenSegments <= newest_) return segment_closed(number);
   if (digest == spaces_.end()) {
     return Error{.code = Code::kFailedPrecondition,
                  .what = fmt::format("key space {} was not opened", space),
@@ -249,178 +219,6 @@ void SegmentStore::end_older() {
   std::erase_if(segments_, [newest = newest_](const auto& entry) {
     return entry.second->state == Segment::State::kGone && entry.first + kOpenSegments <= newest;
   });
-}
-
-// ---- put
-
-void SegmentStore::do_put(std::span<StorePart> parts) {
-  remove_dropped();
-  std::vector<StorePart*> sorted;
-  sorted.reserve(parts.size());
-  for (StorePart& part : parts) {
-    if (part.status) sorted.push_back(&part);
-  }
-  const auto place = [this](const StorePart* part) { return std::pair(number_of(part->slot), part->key.space); };
-  std::stable_sort(sorted.begin(), sorted.end(),
-                   [&](const StorePart* a, const StorePart* b) { return place(a) < place(b); });
-  for (size_t first = 0; first < sorted.size();) {
-    size_t end = first + 1;
-    while (end < sorted.size() && end - first < kBatchRecords && place(sorted[end]) == place(sorted[first])) ++end;
-    put_batch(std::span(sorted).subspan(first, end - first));
-    first = end;
-  }
-  bool any_good = false;
-  for (const StorePart* part : sorted) {
-    any_good = any_good || part->status.has_value();
-    if (!part->status && !is_callers(part->status.error())) note(part->status.error(), true);
-  }
-  if (any_good && std::all_of(sorted.begin(), sorted.end(), [](const StorePart* p) { return p->status.has_value(); })) {
-    const MutexLock lock(mutex_);
-    health_.degraded = false;
-  }
-  finish_ended();
-}
-
-void SegmentStore::put_batch(std::span<StorePart* const> parts) {
-  const auto fail = [&](const Error& error) {
-    for (StorePart* part : parts) part->status = error;
-  };
-  const Result<SegmentPtr> segment = writable(number_of(parts[0]->slot), parts[0]->key.space);
-  if (!segment) return fail(segment.error());
-  ScratchPool::Lease scratch(scratch_);
-  Batch batch;
-  if (const Status encoded = encode(parts, *scratch.operator->(), batch); !encoded) return fail(encoded.error());
-  if (const Status reserved = reserve(**segment, batch); !reserved) return fail(reserved.error());
-  if (batch.items.empty()) return;
-  const Writing writing(*this, **segment, batch);
-  const Status done = catching([&]() -> Status {
-    write(**segment, batch);
-    return ok();
-  });
-  if (!done) fail(done.error());
-}
-
-// The stored form of each part: its own memory where it can be written from there, otherwise scratch memory.
-Status SegmentStore::encode(std::span<StorePart* const> parts, PageBuffer& scratch, Batch& batch) const {
-  const bool encrypts = options_.key != nullptr && options_.encrypt;
-  const bool compresses = options_.compression.codec != Codec::kNone;
-  uint64_t most = kPage;
-  for (const StorePart* part : parts) {
-    const uint64_t bytes = part->bytes.size();
-    if (compresses || encrypts || !fits_pages(part->bytes))
-      most += align_up(compresses ? compressed_bound(bytes) : bytes, kPage);
-  }
-  std::span<std::byte> room = scratch.room(most);
-  if (room.empty()) return no_memory_for(most);
-  batch.page = room.first(kPage);
-  room = room.subspan(kPage);
-  batch.items.reserve(parts.size());
-  batch.writes.reserve(parts.size() + 1);
-  for (StorePart* part : parts) {
-    Batch::Item item{.part = part};
-    const uint64_t bytes = part->bytes.size();
-    const std::optional<uint64_t> packed =
-        compresses ? compress_into(part->bytes, room, options_.compression) : std::nullopt;
-    const uint64_t stored = packed.value_or(bytes);
-    item.padded = part->bytes;
-    if (packed || encrypts || !fits_pages(part->bytes)) {
-      item.padded = room.first(align_up(stored, kPage));
-      if (!packed) std::memcpy(room.data(), part->bytes.data(), bytes);
-      std::memset(room.data() + stored, 0, item.padded.size() - stored);
-      room = room.subspan(item.padded.size());
-    }
-    part->record = {.bytes = bytes,
-                    .stored = stored,
-                    .digest = part->record.digest,
-                    .codec = packed ? options_.compression.codec : Codec::kNone};
-    item.record = {.hash = part->key.hash,
-                   .group = part->key.group,
-                   .position = static_cast<uint32_t>(part->slot % traits_.slots_per_segment),
-                   .stored = stored,
-                   .bytes = bytes,
-                   .digest = part->record.digest,
-                   .codec = part->record.codec};
-    batch.items.push_back(item);
-  }
-  return ok();
-}
-
-// Places behind what was reserved before. Parts whose slots are used already leave the batch.
-Status SegmentStore::reserve(Segment& segment, Batch& batch) {
-  const MutexLock lock(mutex_);
-  if (segment.state != Segment::State::kOpen) return closed(segment.header.number);
-  std::erase_if(batch.items, [&](const Batch::Item& item) TORPOR_NO_THREAD_SAFETY_ANALYSIS {
-    Segment::Place& place = segment.places[item.record.position];
-    const bool used = place.use != Segment::Use::kUnused;
-    if (used) {
-      item.part->status = Error{.code = Code::kFailedPrecondition,
-                                .what = fmt::format("slot {} of the disk store was used before", item.part->slot),
-                                .next_step = "use another one"};
-    }
-    place.use = used ? place.use : Segment::Use::kWriting;
-    return used;
-  });
-  if (batch.items.empty()) return ok();
-  batch.file = segment.file;
-  batch.offset = segment.end;
-  segment.under_way.insert(batch.offset);
-  uint64_t end = batch.offset + kPage;
-  for (Batch::Item& item : batch.items) {
-    item.record.offset = record_offset(end, item.record.stored);
-    end = record_end(item.record);
-  }
-  segment.end = end;
-  segment.used += batch.items.size();
-  return ok();
-}
-
-void SegmentStore::write(Segment& segment, Batch& batch) {
-  std::vector<SegmentRecord> records;
-  for (Batch::Item& item : batch.items) {
-    if (segment.seal != nullptr) {
-      const std::span<std::byte> stored = item.padded.first(item.record.stored);
-      const std::string what = sealed_name(item.record);
-      item.record.seal = segment.seal->seal(stored, stored, place_of(segment.header, item.record, what));
-    }
-    records.push_back(item.record);
-  }
-  write_batch(batch.page, segment.header, batch.offset, records, segment.seal.get());
-  batch.writes.push_back({batch.offset, batch.page, ok()});
-  for (Batch::Item& item : batch.items) {
-    FilePart& last = batch.writes.back();
-    if (last.bytes.data() + last.bytes.size() == item.padded.data() &&
-        last.offset + last.bytes.size() == item.record.offset) {
-      last.bytes = {last.bytes.data(), last.bytes.size() + item.padded.size()};
-    } else {
-      batch.writes.push_back({item.record.offset, item.padded, ok()});
-    }
-    item.write = batch.writes.size() - 1;
-  }
-  batch.file->pwrite_all(batch.writes);
-  for (Batch::Item& item : batch.items) item.part->status = batch.writes[item.write].status;
-  batch.written = batch.writes[0].status.has_value();
-  if (batch.written) return;
-  for (Batch::Item& item : batch.items) item.part->status = batch.writes[0].status;
-}
-
-// What was written is found from now on. A batch page that is missing ends what can be recovered: nothing more is put
-// behind it.
-void SegmentStore::settle(Segment& segment, Batch& batch) {
-  const MutexLock lock(mutex_);
-  segment.under_way.erase(batch.offset);
-  if (!batch.written) {
-    segment.broken_at = std::min(segment.broken_at, batch.offset);
-    if (segment.state == Segment::State::kOpen) segment.state = Segment::State::kEnded;
-  }
-  for (Batch::Item& item : batch.items) {
-    Segment::Place& place = segment.places[item.record.position];
-    if (item.part->status && (place.use != Segment::Use::kWriting || !segment.is_there()))
-      item.part->status = not_there(item.part->slot);  // dropped meanwhile
-    place.use = item.part->status ? Segment::Use::kStored : Segment::Use::kGone;
-    place.record = item.record;
-    if (item.part->status) health_.put_bytes += item.record.stored;
-  }
-  changed_.notify_all();
 }
 
 // ---- health

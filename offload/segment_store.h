@@ -12,7 +12,7 @@
 // the store goes on in the next. After a failed write nothing is put for `retry_interval` (accepting()).
 //
 // At most `open_files` files are open, beside those that still take records. One process has a directory: another one
-// is refused.
+// is refused, once `lock_wait` is over: one that was killed has its lock until the system has taken down its memory.
 #pragma once
 
 #include <chrono>
@@ -45,6 +45,7 @@ struct SegmentStoreOptions {
   FileIo io = FileIo::kFastest;
   size_t open_files = 64;
   std::chrono::milliseconds retry_interval{10'000};
+  std::chrono::milliseconds lock_wait{0};  // for a process that is ending to let go of the directory
 };
 
 class SegmentStore final : public Store {

@@ -86,7 +86,7 @@ Result<JobId> TransferEngine::submit(Job job) {
     TORPOR_TRY(usable());
     const bool moves = job.kind == JobKind::kMove;
     const bool described = (job.tier == nullptr) == (job.kind == JobKind::kDigest) &&
-                           (job.source != nullptr) == moves && (!moves || job.source->addressable()) &&
+                           (job.source != nullptr) == moves &&
                            std::all_of(job.chunks.begin(), job.chunks.end(),
                                        [](const ChunkTransfer& chunk) { return chunk.plan != nullptr; });
     if (!described) {

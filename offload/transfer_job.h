@@ -15,9 +15,9 @@ enum class JobId : uint64_t { kNone };
 
 enum class JobKind : uint8_t {
   kSave,     // device -> tier
-  kRestore,  // tier -> device; no byte of a chunk goes up before its digest is right
+  kRestore,  // tier -> device; a chunk is good only if its digest is right: of a disk's bytes before they go up
   kDigest,   // of what is in device memory now
-  kMove,     // `source`, a tier in memory -> tier; the device has no part in it
+  kMove,     // `source`, a tier -> tier; the device has no part in it
 };
 
 // Which of the jobs that wait in a lane goes first; equal ones in the order in which they came.

@@ -6,73 +6,16 @@
 
 #include <fmt/format.h>
 
+#include "allocator/cuda/context.h"
 #include "allocator/cuda/driver.h"
-#include "allocator/cuda/gather.h"
+#include "allocator/cuda/host_copies.h"
+#include "allocator/cuda/streams.h"
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/units.h"
 
 namespace torpor {
 namespace {
-
-// Errors of earlier work that any call may report, done or not; the context is lost with them.
-bool is_sticky(CUresult result) {
-  switch (result) {
-    case CUDA_ERROR_ILLEGAL_ADDRESS:
-    case CUDA_ERROR_LAUNCH_FAILED:
-    case CUDA_ERROR_LAUNCH_TIMEOUT:
-    case CUDA_ERROR_ECC_UNCORRECTABLE:
-    case CUDA_ERROR_HARDWARE_STACK_ERROR:
-    case CUDA_ERROR_ILLEGAL_INSTRUCTION:
-    case CUDA_ERROR_MISALIGNED_ADDRESS:
-    case CUDA_ERROR_INVALID_ADDRESS_SPACE:
-    case CUDA_ERROR_INVALID_PC:
-    case CUDA_ERROR_ASSERT:
-    case CUDA_ERROR_CONTEXT_IS_DESTROYED: return true;
-    default: return false;
-  }
-}
-
-// What takes down has no alternative, and a driver that is short of something for a moment may do it the next time. Not
-// after a sticky error: the call may have done its work, and what it took down must not be taken down again.
-template <class Call>
-CUresult twice(const Call& call) {
-  const CUresult result = call();
-  return result == CUDA_SUCCESS || is_sticky(result) ? result : call();
-}
-
-// Makes a context current for the time of a call.
-class Current {
- public:
-  Current(const CudaDriver& driver, CUcontext context)
-      : driver_(driver), result_(twice([&] { return driver.cuCtxPushCurrent(context); })) {}
-  ~Current() {
-    CUcontext popped = nullptr;
-    if (result_ == CUDA_SUCCESS) (void)twice([&] { return driver_.cuCtxPopCurrent(&popped); });
-  }
-  Current(const Current&) = delete;
-  Current& operator=(const Current&) = delete;
-  CUresult result() const { return result_; }
-
- private:
-  const CudaDriver& driver_;
-  const CUresult result_;
-};
-
-Error unknown(std::string_view what, uint64_t id) {
-  return Error{
-      .code = Code::kInvalidArgument, .what = fmt::format("{} {} does not exist", what, id), .origin = Origin::kDevice};
-}
-
-// Runs a driver call in the device's context; returns its error from the enclosing function.
-#define TORPOR_CUDA_TRY(call, ...)                                            \
-  do {                                                                        \
-    if (const CUresult torpor_result = (call); torpor_result != CUDA_SUCCESS) \
-      return cuda_error(driver_, torpor_result, fmt::format(__VA_ARGS__));    \
-  } while (false)
-#define TORPOR_CUDA_CURRENT()                      \
-  const Current torpor_current(driver_, context_); \
-  TORPOR_CUDA_TRY(torpor_current.result(), "making the context of {} current", kind_)
 
 class CudaDevice final : public DeviceMemory {
  public:
@@ -81,17 +24,15 @@ class CudaDevice final : public DeviceMemory {
         device_(device),
         context_(context),
         kind_(fmt::format("cuda:{}", options.ordinal)),
-        pin_step_bytes_(options.pin_step_bytes) {}
+        copies_(driver, kind_, options.pin_step_bytes),
+        streams_(driver, context, kind_) {}
 
   ~CudaDevice() override {
     {
       const Current current(driver_, context_);
-      for (const auto& [id, event] : events_) leftover_events_.push_back(event.event);
-      for (const CUevent event : leftover_events_) (void)twice([&] { return driver_.cuEventDestroy(event); });
-      bool idle = true;
-      for (const auto& [id, stream] : streams_) idle = end(stream) == CUDA_SUCCESS && idle;
-      if (zeroing_ != nullptr) (void)end(zeroing_);
-      if (module_ != nullptr && idle) (void)twice([&] { return driver_.cuModuleUnload(module_); });
+      const bool idle = streams_.end_all();
+      if (zeroing_ != nullptr) (void)streams_.end(zeroing_);
+      if (idle) copies_.unload();
     }
     const DeviceMemoryInfo left = info();
     if (left.mapped_bytes != 0 || left.physical_bytes != 0 || left.reserved_bytes != 0) {
@@ -148,7 +89,10 @@ class CudaDevice final : public DeviceMemory {
     capacity_ = total;
     TORPOR_CUDA_TRY(driver_.cuStreamCreate(&zeroing_, CU_STREAM_NON_BLOCKING), "creating a stream on {}", kind_);
     if (options.gather_below_bytes > 0) {
-      if (const Status loaded = load_gather(options, info); !loaded) {
+      const Status loaded =
+          copies_.load_gather(device_, info.driver_version, options.gather_image, options.gather_below_bytes);
+      info.gathers = loaded.has_value();
+      if (!loaded) {
         info.notes.push_back(
             fmt::format("{} copies small pieces by its copy engines: {}", kind_, loaded.error().to_string()));
         log().warn("{}", info.notes.back());
@@ -241,7 +185,7 @@ class CudaDevice final : public DeviceMemory {
   Status do_unmap(DeviceAddress address, uint64_t size) override {
     TORPOR_CUDA_CURRENT();
     if (uint64_t unproven = zeroing_unproven_; unproven != 0) {
-      if (const DrainResult drained = empty(zeroing_); drained.drain != Drain::kCompleted)
+      if (const DrainResult drained = streams_.empty(zeroing_); drained.drain != Drain::kCompleted)
         return drained.error.within("zeroing may still run");
       zeroing_unproven_.compare_exchange_strong(unproven, 0);  // what became unproven meanwhile stays so
     }
@@ -279,87 +223,29 @@ class CudaDevice final : public DeviceMemory {
 
   Result<StreamId> do_create_stream() override {
     TORPOR_CUDA_CURRENT();
-    std::map<StreamId, CUstream> made;
-    const auto id = static_cast<StreamId>(++last_id_);
-    CUstream& stream = made[id];
-    TORPOR_CUDA_TRY(driver_.cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING), "creating a stream on {}", kind_);
-    const MutexLock lock(mutex_);
-    streams_.merge(made);
-    return id;
+    return streams_.create();
   }
 
   Status do_destroy_stream(StreamId id) override {
     TORPOR_CUDA_CURRENT();
-    const CUstream stream = stream_of(id);
-    if (stream == nullptr) return unknown("stream", static_cast<uint64_t>(id));
-    TORPOR_CUDA_TRY(end(stream), "ending a stream of {}", kind_);
-    const MutexLock lock(mutex_);
-    streams_.erase(id);
-    return ok();
+    return streams_.destroy(id);
   }
 
   Status do_copy_async(StreamId id, Direction direction, std::span<const Copy> wanted) override {
     TORPOR_CUDA_CURRENT();
-    const CUstream stream = stream_of(id);
-    if (stream == nullptr) return unknown("stream", static_cast<uint64_t>(id));
-    const std::vector<Copy> copies = divided(wanted);
-    if (gathers(copies)) return gather(stream, direction, copies);
-    if (copies.size() > 1 && driver_.cuMemcpyBatchAsync != nullptr) return copy_batch(stream, direction, copies);
-    for (const Copy& copy : copies) {
-      TORPOR_CUDA_TRY(direction == Direction::kDeviceToHost
-                          ? driver_.cuMemcpyDtoHAsync(copy.host, copy.device, copy.bytes, stream)
-                          : driver_.cuMemcpyHtoDAsync(copy.device, copy.host, copy.bytes, stream),
-                      "copying {} bytes at {:#x} on {}", copy.bytes, copy.device, kind_);
-    }
-    return ok();
+    const CUstream stream = streams_.find(id);
+    if (stream == nullptr) return unknown_id("stream", static_cast<uint64_t>(id));
+    return copies_.begin(stream, direction, wanted);
   }
 
   Result<EventId> do_record(StreamId id) override {
     TORPOR_CUDA_CURRENT();
-    const CUstream stream = stream_of(id);
-    if (stream == nullptr) return unknown("stream", static_cast<uint64_t>(id));
-    std::map<EventId, Event> made;
-    const auto event_id = static_cast<EventId>(++last_id_);
-    CUevent& event = made[event_id].event;
-    made[event_id].stream = stream;
-    TORPOR_CUDA_TRY(driver_.cuEventCreate(&event, CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING),
-                    "creating an event on {}", kind_);
-    if (const CUresult result = driver_.cuEventRecord(event, stream); result != CUDA_SUCCESS) {
-      discard(event);
-      return cuda_error(driver_, result, fmt::format("recording an event on {}", kind_));
-    }
-    const MutexLock lock(mutex_);
-    events_.merge(made);
-    return event_id;
+    return streams_.record(id);
   }
 
-  DrainResult do_wait(EventId id) override {
-    Event waited;
-    {
-      const MutexLock lock(mutex_);
-      const auto found = events_.find(id);
-      if (found == events_.end()) return {Drain::kDrainedWithError, unknown("event", static_cast<uint64_t>(id))};
-      waited = found->second;
-      events_.erase(found);
-    }
-    const Current current(driver_, context_);
-    const CUresult result =
-        current.result() == CUDA_SUCCESS ? driver_.cuEventSynchronize(waited.event) : current.result();
-    DrainResult drained;
-    if (result != CUDA_SUCCESS) {
-      drained = empty(waited.stream);
-      if (drained.drain == Drain::kCompleted) drained.drain = Drain::kDrainedWithError;
-      drained.error = cuda_error(driver_, result, fmt::format("waiting for copies on {}", kind_));
-    }
-    discard(waited.event);
-    return drained;
-  }
+  DrainResult do_wait(EventId id) override { return streams_.wait(id); }
 
-  DrainResult do_drain(StreamId id) override {
-    const CUstream stream = stream_of(id);
-    if (stream == nullptr) return {Drain::kDrainedWithError, unknown("stream", static_cast<uint64_t>(id))};
-    return empty(stream);
-  }
+  DrainResult do_drain(StreamId id) override { return streams_.drain(id); }
 
   Status do_synchronize() override {
     TORPOR_CUDA_CURRENT();
@@ -369,26 +255,12 @@ class CudaDevice final : public DeviceMemory {
 
   Status do_pin_host(std::span<std::byte> host) override {
     TORPOR_CUDA_CURRENT();
-    for (uint64_t at = 0; at < host.size(); at += pin_step_bytes_) {
-      const uint64_t bytes = std::min<uint64_t>(pin_step_bytes_, host.size() - at);
-      std::map<std::byte*, uint64_t> made{{host.data() + at, bytes}};
-      const CUresult result = driver_.cuMemHostRegister(host.data() + at, bytes,
-                                                        CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
-      if (result == CUDA_SUCCESS) {
-        const MutexLock lock(mutex_);
-        pinned_.merge(made);
-        continue;
-      }
-      Error error = cuda_error(driver_, result, fmt::format("pinning {} bytes of host memory", bytes));
-      error.state_changed = !unpin(host);
-      return error;
-    }
-    return ok();
+    return copies_.pin(host);
   }
 
   Status do_unpin_host(std::span<std::byte> host) override {
     TORPOR_CUDA_CURRENT();
-    return unpin(host);
+    return copies_.unpin(host);
   }
 
  private:
@@ -410,11 +282,6 @@ class CudaDevice final : public DeviceMemory {
     Mapped* mapping = nullptr;  // the caller alone is at work on it
     DeviceAddress end() const { return address + size; }
   };
-  struct Event {
-    CUevent event = nullptr;
-    CUstream stream = nullptr;
-  };
-
   // The first mapping in the range; none: `mapping` is null.
   Piece next_piece(DeviceAddress from, DeviceAddress to) {
     const MutexLock lock(mutex_);
@@ -436,29 +303,6 @@ class CudaDevice final : public DeviceMemory {
     return grant(address, mapping.size, mapping.access).has_value();
   }
 
-  // Whether a stream is proven to be empty now.
-  DrainResult empty(CUstream stream) {
-    const Current current(driver_, context_);
-    const CUresult result = current.result() == CUDA_SUCCESS
-                                ? twice([&] { return driver_.cuStreamSynchronize(stream); })
-                                : current.result();
-    if (result == CUDA_SUCCESS) return {};
-    return {Drain::kUnproven, cuda_error(driver_, result, fmt::format("waiting for a stream of {}", kind_))};
-  }
-
-  void discard(CUevent event) {
-    const CUresult result = twice([&] { return driver_.cuEventDestroy(event); });
-    if (result == CUDA_SUCCESS || is_sticky(result)) return;
-    const MutexLock lock(mutex_);
-    leftover_events_.push_back(event);
-  }
-
-  // A stream that is not proven to be empty stays: what it runs goes on.
-  CUresult end(CUstream stream) {
-    const CUresult result = twice([&] { return driver_.cuStreamSynchronize(stream); });
-    return result == CUDA_SUCCESS ? twice([&] { return driver_.cuStreamDestroy(stream); }) : result;
-  }
-
   Status grant(DeviceAddress address, uint64_t size, Access access) {
     CUmemAccessDesc description{};
     description.location = properties_.location;
@@ -473,7 +317,7 @@ class CudaDevice final : public DeviceMemory {
   Status zero_fresh(DeviceAddress address, uint64_t size) {
     const auto proven = [this](CUresult result) -> Status {
       if (result == CUDA_SUCCESS) return ok();
-      if (empty(zeroing_).drain != Drain::kCompleted) zeroing_unproven_ = ++last_id_;
+      if (streams_.empty(zeroing_).drain != Drain::kCompleted) zeroing_unproven_ = ++last_id_;
       return cuda_error(driver_, result, fmt::format("zeroing memory of {}", kind_));
     };
     std::vector<std::pair<DeviceAddress, Mapped>> fresh;
@@ -491,147 +335,16 @@ class CudaDevice final : public DeviceMemory {
     return ok();
   }
 
-  Status copy_batch(CUstream stream, Direction direction, std::span<const Copy> copies) {
-    std::vector<CUdeviceptr> device;
-    std::vector<CUdeviceptr> host;
-    std::vector<size_t> sizes;
-    for (const Copy& copy : copies) {
-      device.push_back(copy.device);
-      host.push_back(reinterpret_cast<CUdeviceptr>(copy.host));
-      sizes.push_back(copy.bytes);
-    }
-    CUmemcpyAttributes attributes{};
-    attributes.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
-    size_t of_all = 0;
-    size_t failed = 0;
-    const bool down = direction == Direction::kDeviceToHost;
-    TORPOR_CUDA_TRY(driver_.cuMemcpyBatchAsync(down ? host.data() : device.data(), down ? device.data() : host.data(),
-                                               sizes.data(), sizes.size(), &attributes, &of_all, 1, &failed, stream),
-                    "copying {} pieces on {}", copies.size(), kind_);
-    return ok();
-  }
-
-  // Leaves module_ null where the kernel is not to be had.
-  Status load_gather(const CudaDeviceOptions& options, CudaDeviceInfo& info) {
-    const auto missing = [](std::string what) {
-      return Error{.code = Code::kUnsupported, .what = std::move(what), .origin = Origin::kDevice};
-    };
-    const std::span<const std::byte> image = options.gather_image.empty() ? cuda::gather_image() : options.gather_image;
-    if (image.empty()) return missing("this build has no kernel, nvcc was not found");
-    if (info.driver_version < cuda::kGatherDriver) return missing("the driver is older than CUDA 12.1");
-    int same_address = 0;
-    TORPOR_CUDA_TRY(driver_.cuDeviceGetAttribute(&same_address,
-                                                 CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM, device_),
-                    "asking {} how it reaches host memory", kind_);
-    if (same_address == 0) return missing("its kernels cannot use the addresses of host memory");
-    CUmodule module = nullptr;
-    TORPOR_CUDA_TRY(driver_.cuModuleLoadData(&module, image.data()), "loading a kernel on {}", kind_);
-    if (const CUresult result = driver_.cuModuleGetFunction(&gather_, module, cuda::kGatherName);
-        result != CUDA_SUCCESS) {
-      (void)twice([&] { return driver_.cuModuleUnload(module); });
-      return cuda_error(driver_, result, fmt::format("finding a kernel on {}", kind_));
-    }
-    module_ = module;
-    gather_below_bytes_ = options.gather_below_bytes;
-    info.gathers = true;
-    return ok();
-  }
-
-  // The driver refuses a copy whose host memory lies in two registrations, or partly in one (seen with
-  // cudaMemcpyBatchAsync, sgl-project/sglang pull request 36798): each result lies in one, or in none.
-  std::vector<Copy> divided(std::span<const Copy> copies) {
-    std::vector<Copy> pieces;
-    pieces.reserve(copies.size());
-    const MutexLock lock(mutex_);
-    for (Copy rest : copies) {
-      while (rest.bytes > 0) {
-        const auto next = pinned_.upper_bound(rest.host);
-        uint64_t undivided = next == pinned_.end() ? rest.bytes : static_cast<uint64_t>(next->first - rest.host);
-        if (next != pinned_.begin()) {
-          const auto& [base, size] = *std::prev(next);
-          if (rest.host < base + size) undivided = static_cast<uint64_t>(base + size - rest.host);
-        }
-        Copy piece = rest;
-        piece.bytes = std::min(rest.bytes, undivided);
-        pieces.push_back(piece);
-        rest.device += piece.bytes;
-        rest.host += piece.bytes;
-        rest.bytes -= piece.bytes;
-      }
-    }
-    return pieces;
-  }
-
-  bool gathers(std::span<const Copy> copies) {
-    if (module_ == nullptr || copies.size() < 2) return false;
-    uint64_t bytes = 0;
-    const MutexLock lock(mutex_);
-    for (const Copy& copy : copies) {
-      bytes += copy.bytes;
-      auto pinned = pinned_.upper_bound(copy.host);
-      if (pinned == pinned_.begin() || (--pinned)->first + pinned->second < copy.host + copy.bytes) return false;
-    }
-    return bytes / copies.size() < gather_below_bytes_;
-  }
-
-  Status gather(CUstream stream, Direction direction, std::span<const Copy> copies) {
-    cuda::GatherArguments arguments;
-    void* parameters[] = {&arguments};  // copied by the launch
-    for (size_t begun = 0; begun < copies.size(); begun += arguments.count) {
-      arguments.count = std::min<uint64_t>(cuda::kGatherPieces, copies.size() - begun);
-      for (uint64_t i = 0; i < arguments.count; ++i) {
-        const Copy& copy = copies[begun + i];
-        const auto host = reinterpret_cast<uint64_t>(copy.host);
-        arguments.pieces[i] = direction == Direction::kDeviceToHost ? cuda::GatherPiece{host, copy.device, copy.bytes}
-                                                                    : cuda::GatherPiece{copy.device, host, copy.bytes};
-      }
-      TORPOR_CUDA_TRY(driver_.cuLaunchKernel(gather_, static_cast<unsigned>(arguments.count), 1, 1,
-                                             cuda::kGatherThreads, 1, 1, 0, stream, parameters, nullptr),
-                      "copying {} pieces by a kernel on {}", arguments.count, kind_);
-    }
-    return ok();
-  }
-
-  // What is still registered of `host`; a failure leaves the rest to the next call.
-  Status unpin(std::span<std::byte> host) {
-    Status first;
-    std::vector<std::byte*> registered;
-    {
-      const MutexLock lock(mutex_);
-      for (auto at = pinned_.lower_bound(host.data()); at != pinned_.end() && at->first < host.data() + host.size();
-           ++at)
-        registered.push_back(at->first);
-    }
-    for (std::byte* const base : registered) {
-      const CUresult result = twice([&] { return driver_.cuMemHostUnregister(base); });
-      if (result == CUDA_SUCCESS) {
-        const MutexLock lock(mutex_);
-        pinned_.erase(base);
-      } else if (first) {
-        first = cuda_error(driver_, result, "unpinning host memory");
-      }
-    }
-    return first;
-  }
-
-  CUstream stream_of(StreamId id) {
-    const MutexLock lock(mutex_);
-    const auto found = streams_.find(id);
-    return found == streams_.end() ? nullptr : found->second;
-  }
-
   const CudaDriver& driver_;
   const CUdevice device_;
   const CUcontext context_;  // retained
   const std::string kind_;
-  const uint64_t pin_step_bytes_;
+  HostCopies copies_;
+  CudaStreams streams_;
   CUmemAllocationProp properties_{};
   uint64_t granularity_ = 0;
   uint64_t capacity_ = 0;
   std::optional<int> host_numa_node_;
-  CUmodule module_ = nullptr;  // with the kernel that gathers; null: there is none
-  CUfunction gather_ = nullptr;
-  uint64_t gather_below_bytes_ = 0;
   CUstream zeroing_ = nullptr;
   // Not 0: it may still run, and nothing is unmapped until it is proven not to. A new number each time.
   std::atomic<uint64_t> zeroing_unproven_ = 0;
@@ -640,12 +353,6 @@ class CudaDevice final : public DeviceMemory {
   // DeviceMemory lets one call at a time at an entry of these two.
   std::map<PhysicalId, Handle> handles_ TORPOR_GUARDED_BY(mutex_);
   std::map<DeviceAddress, Mapped> mapped_ TORPOR_GUARDED_BY(mutex_);
-  std::map<StreamId, CUstream> streams_ TORPOR_GUARDED_BY(mutex_);
-  std::map<EventId, Event> events_ TORPOR_GUARDED_BY(mutex_);
-  // Each registration of host memory, with its size.
-  std::map<std::byte*, uint64_t> pinned_ TORPOR_GUARDED_BY(mutex_);
-  // That the driver would not destroy; the end of the device tries again.
-  std::vector<CUevent> leftover_events_ TORPOR_GUARDED_BY(mutex_);
 };
 
 }  // namespace

@@ -254,11 +254,16 @@ std::vector<ReferenceEngine::Scheduled> ReferenceEngine::schedule() {
     scheduled.push_back({&request, tokens, std::move(*fresh)});
     budget -= tokens;
   }
-  while (!waiting_.empty() && budget > 0 && running_.size() < static_cast<size_t>(options_.max_running) &&
-         counts_.preemptions == preempted_before) {
-    Request& request = *waiting_.front();
+  for (auto next = waiting_.begin(); next != waiting_.end() && budget > 0 &&
+                                     running_.size() < static_cast<size_t>(options_.max_running) &&
+                                     counts_.preemptions == preempted_before;) {
+    Request& request = **next;
+    if (!slots_.may_admit(request.slot)) {  // others go before it
+      ++next;
+      continue;
+    }
     if (take_prefix(request)) {
-      waiting_.pop_front();
+      next = waiting_.erase(next);
       loading_.push_back(&request);
       continue;
     }
@@ -272,7 +277,7 @@ std::vector<ReferenceEngine::Scheduled> ReferenceEngine::schedule() {
       }
       break;
     }
-    waiting_.pop_front();
+    next = waiting_.erase(next);
     running_.push_back(&request);
     scheduled.push_back({&request, tokens, std::move(*fresh)});
     budget -= tokens;
@@ -326,7 +331,7 @@ int32_t ReferenceEngine::sample(Request& request) {
 
 std::vector<ReferenceOutput> ReferenceEngine::step() {
   std::vector<ReferenceOutput> outputs;
-  if (frozen_ || requests_.empty() || !prepared()) return outputs;
+  if (frozen_ || requests_.empty() || !prepared() || !port_.may_step()) return outputs;
   if (!loading_.empty()) (void)step_offload();
   const int64_t began = port_.now();
   ++counts_.steps;

@@ -125,6 +125,8 @@ class ReferenceEngine final : public EngineHooks {
   Status resume() override;
   Result<SchedulerCheckpoint> capture() override;
   Result<KvContents> kv_contents() override;
+  Result<std::vector<int32_t>> host_slots(const std::vector<int32_t>& blocks, bool keep) override;
+  Status release_host_slots() override;
   Result<Fingerprint> fingerprint() override;
   Status drop_requests(const std::string& mode) override;
   Status drop_prefix(const std::vector<int32_t>& blocks) override;
@@ -178,7 +180,8 @@ class ReferenceEngine final : public EngineHooks {
   void end_loads();
   void end_load(Request& request, const EndedLoad& load);
   void offer(const Request& request, size_t first);
-  void drain_offload();
+  void run_plan();
+  Status drain_offload();
   Status forget_stored();
   std::vector<Scheduled> schedule();
   std::optional<std::vector<MutableBlock>> allocate_for(const Request& request, int32_t tokens);
@@ -206,6 +209,7 @@ class ReferenceEngine final : public EngineHooks {
   std::unique_ptr<Placement> placement_;
   std::unique_ptr<OffloadScheduler> offload_;
   std::vector<std::unique_ptr<OffloadWorker>> workers_;  // by rank
+  const TransferPlan* plan_ = nullptr;                   // the scheduler's last one, where a rank has not begun it
   std::vector<TransferHandle> offloads_;
   // Blocks of requests that were aborted while they were loaded, by the request's number.
   struct Orphans {

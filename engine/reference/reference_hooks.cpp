@@ -64,8 +64,7 @@ Result<std::vector<std::string>> ReferenceEngine::unsupported() {
 
 Status ReferenceEngine::quiesce(std::optional<double>) {
   frozen_ = true;
-  if (offload_) drain_offload();
-  return ok();
+  return offload_ ? drain_offload() : ok();
 }
 
 Status ReferenceEngine::resume() {
@@ -168,6 +167,15 @@ Result<KvContents> ReferenceEngine::kv_contents() {
     contents.stamps.push_back(stamp);
   }
   return contents;
+}
+
+Result<std::vector<int32_t>> ReferenceEngine::host_slots(const std::vector<int32_t>& blocks, bool keep) {
+  return offload_ ? offload_->backing(blocks, keep) : std::vector<int32_t>{};
+}
+
+Status ReferenceEngine::release_host_slots() {
+  if (offload_) offload_->release_backing();
+  return ok();
 }
 
 Status ReferenceEngine::drop_requests(const std::string& mode) {

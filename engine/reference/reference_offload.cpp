@@ -46,10 +46,11 @@ Status ReferenceEngine::build_offload() {
   std::vector<std::vector<RecoveredBlock>> found;
   for (size_t rank = 0; rank < ranks_.size(); ++rank) {
     RankMemory& memory = *ranks_[rank].memory;
-    std::unique_ptr<Store> host;
+    std::shared_ptr<HostStore> host;
     std::unique_ptr<Store> disk;
     if (placement.host) {
       TORPOR_ASSIGN(host, HostStore::create(memory.arena(), {.slots = with.host_slots, .slot_bytes = bytes}));
+      memory.set_host_store(host);
     }
     if (placement.disk) {
       SegmentStoreOptions options{
@@ -184,16 +185,29 @@ bool ReferenceEngine::take_reports() {
   return any;
 }
 
+// The last plan, on all ranks; it changes nothing where it was begun before. A rank without memory for it has done
+// nothing of it: it stays the last one, and is run again.
+void ReferenceEngine::run_plan() {
+  if (plan_ == nullptr) return;
+  bool all = true;
+  for (size_t rank = 0; rank < ranks_.size(); ++rank) {
+    const Status begun = workers_[rank]->run(*plan_);
+    if (!begun && begun.error().code == Code::kResourceExhausted) all = false;
+    if (!begun) log().error("rank {}: {}", rank, begun.error().to_string());
+  }
+  if (all) plan_ = nullptr;
+}
+
 bool ReferenceEngine::step_offload() {
   if (!offload_ || frozen_) return false;
   offload_->acknowledge(static_cast<uint64_t>(counts_.steps));
-  const TransferPlan& plan = offload_->plan_step();
-  bool any = !plan.empty();
+  if (plan_ == nullptr) {
+    const TransferPlan& plan = offload_->plan_step();
+    if (!plan.empty()) plan_ = &plan;
+  }
+  bool any = plan_ != nullptr;
+  run_plan();
   for (size_t rank = 0; rank < ranks_.size(); ++rank) {
-    if (!plan.empty()) {
-      const Status begun = workers_[rank]->run(plan);
-      if (!begun) log().error("rank {}: {}", rank, begun.error().to_string());
-    }
     if (options_.transfers_have_threads) {
       workers_[rank]->wait();  // so that a run can be repeated
     } else {
@@ -204,11 +218,17 @@ bool ReferenceEngine::step_offload() {
 }
 
 // Nothing is under way any more, no request waits for a load, and nobody else holds a block. What is queued stays so.
-void ReferenceEngine::drain_offload() {
+Status ReferenceEngine::drain_offload() {
+  run_plan();
+  if (plan_ != nullptr)
+    return Error{.code = Code::kResourceExhausted,
+                 .what = "there is no memory to begin transfers that were planned",
+                 .next_step = "free host memory and call again"};
   for (Request* request : loading_) request->load.cancel();  // if it is not committed
   offload_->sweep();
   for (const auto& worker : workers_) worker->wait();
   (void)take_reports();
+  return ok();
 }
 
 }  // namespace torpor::reference

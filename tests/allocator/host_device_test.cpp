@@ -7,6 +7,7 @@
 
 #include "base/units.h"
 #include "tests/contract/device_memory_contract.h"
+#include "tests/support/sanitizers.h"
 
 namespace torpor {
 namespace {
@@ -35,9 +36,7 @@ uint64_t resident_bytes() {
 }
 
 TEST(HostDevice, UnmappedAndReleasedMemoryReallyGoesBackToTheSystem) {
-#ifdef __SANITIZE_THREAD__
-  GTEST_SKIP() << "ThreadSanitizer keeps memory of its own for every byte";
-#endif
+  if (test::kThreadSanitizer) GTEST_SKIP() << "ThreadSanitizer keeps memory of its own for every byte";
   constexpr uint64_t kSize = 64 * kMiB;
   const auto device = at_once();
   const DeviceAddress address = value_of(device->reserve(kSize));

@@ -20,7 +20,7 @@ TEST(BoundedArchive, NumbersAreLittleEndianAndOfFixedWidth) {
   EXPECT_EQ(to_bytes(true), (Bytes{1}));
 }
 
-TEST(BoundedArchive, ALengthThatTheInputCannotHoldIsRefusedBeforeAnythingIsAllocated) {
+TEST(BoundedArchive, I12ALengthThatTheInputCannotHoldIsRefusedBeforeAnythingIsAllocated) {
   for (const uint64_t length : {uint64_t{9}, uint64_t{1} << 40, UINT64_MAX}) {
     Bytes bytes = to_bytes(length);
     bytes.resize(16);  // the length, and eight bytes

@@ -258,6 +258,15 @@ TEST_F(Checkpoints, HashesAreCheckedInGroupsWithBlocksOfDifferentSizes) {
     wrong.fingerprint["prefix_hash_tokens"] = told;
     EXPECT_NE(verified(wrong).hashes_not_checked, "") << told;
   }
+  EngineCheckpoint pictured = whole;
+  for (RequestState& request : pictured.state.scheduler.requests) {
+    if (request.id == "run") request.block_hashes[0] ^= 1;
+  }
+  EXPECT_EQ(verified(pictured).problems.size(), 1u);
+  for (RequestState& request : pictured.state.scheduler.requests)  // an image has a part in its hashes
+    request.engine.data = Dict{{"other_hash_keys", {.data = true}}};
+  EXPECT_TRUE(verified(pictured).problems.empty());
+  EXPECT_NE(verified(pictured).hashes_not_checked.find("images"), std::string::npos);
 }
 
 }  // namespace

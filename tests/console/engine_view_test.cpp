@@ -3,7 +3,10 @@
 #include <cstring>
 #include <random>
 
+#include "allocator/host_device.h"
+#include "base/file_system.h"
 #include "console/schema.h"
+#include "engine/rank_memory.h"
 #include "kvcache/slot_table.h"
 #include "tests/support/results.h"
 
@@ -69,6 +72,31 @@ TEST_F(View, OfTheLastEventsAloneIsThatOfAllOfThem) {
   EXPECT_EQ(late.name_of(old + 1), "old");
   EXPECT_EQ(late.slots().at(old + 1).state, SlotState::kPrefilling);
   EXPECT_GT(late.lost(), 0u);
+}
+
+// What a rank really tells, before and after its memory went: nothing of before is left.
+TEST_F(View, MemoryIsThatOfEachRanksLastOperation) {
+  auto device = value_of(make_host_device());
+  const auto memory =
+      value_of(RankMemory::create(std::move(device), linux_file_system(), {.rank = 3, .events = port_}));
+  const DeviceAddress weights = value_of(memory->allocate("weights", "w", 1 << 20));
+  (void)value_of(memory->allocate("kv_cache", "k", 1 << 16));
+  (void)memory->ledger();
+  follow();
+  const MemoryRow& row = view_.memory().at(3);
+  ASSERT_EQ(row.tags.size(), 2u);
+  EXPECT_EQ(row.tags.at(2).name, "weights");
+  EXPECT_EQ(row.tags.at(2).region_bytes, 1u << 20);
+  EXPECT_EQ(row.tags.at(2).bytes[0], memory->ledger().tags.at("weights").physical_bytes);
+  EXPECT_EQ(row.device_bytes, memory->ledger().device_physical_bytes);
+  ASSERT_SUCCEEDS(memory->free(weights));
+  (void)memory->ledger();
+  follow();
+  ASSERT_EQ(row.tags.size(), 1u);
+  EXPECT_EQ(row.tags.at(1).name, "kv_cache");
+  const auto json = view_.to_json()["memory"][0];
+  EXPECT_EQ(json["rank"], 3);
+  EXPECT_EQ(json["tags"][0]["tag"], "kv_cache");
 }
 
 TEST_F(View, ControlCharactersOfNamesReachNoTerminal) {

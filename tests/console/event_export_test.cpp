@@ -127,5 +127,28 @@ TEST(EventExportTest, ATraceHasATrackForEachRequestAndOperation) {
     EXPECT_TRUE(names.contains(name)) << name << " is not in " << text;
 }
 
+// The page is whole, and no name of a request ends its script.
+TEST(EventExportTest, APageHoldsEveryEventAndNothingThatANameSays) {
+  std::vector<SourceEvents> sources = example();
+  const auto ring = value_of(EventRing::in_memory({}, 64));
+  SlotTable table(EventPort(*ring, system_clock()));
+  (void)value_of(table.create("</script><b>", 3));
+  EventReader(*ring).read(sources.emplace_back().events, true);
+  sources.back().source = this_process("other", 0, system_clock());
+  std::string page;
+  ASSERT_TRUE(value_of(EventExport::create({})).write_page(sources, [&](std::string_view more) {
+    page += more;
+    return true;
+  }));
+  const size_t begin = page.find("id=\"events\">\n");
+  ASSERT_NE(begin, std::string::npos);
+  const std::string behind = page.substr(begin + 13);
+  const std::string events = behind.substr(0, behind.find('<'));
+  EXPECT_TRUE(behind.substr(events.size()).starts_with("</script><script>\n"));
+  EXPECT_EQ(lines_of(events).size(), lines_of(written(EventExport::Format::kNdjson)).size() + 2);
+  EXPECT_NE(events.find("\\u003c/script>\\u003cb>"), std::string::npos);
+  EXPECT_TRUE(page.ends_with("</html>\n"));
+}
+
 }  // namespace
 }  // namespace torpor::console

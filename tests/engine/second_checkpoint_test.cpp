@@ -125,6 +125,61 @@ TEST_F(SecondCheckpoint, WhileServingToo) {
   EXPECT_EQ(asleep.report.reused_bytes, kv_bytes(asleep.report.kept_blocks, 2));
 }
 
+// Once one has the weights, those after it link them, whether they are to have them or not.
+TEST_F(SecondCheckpoint, OnesWhileServingHandTheWeightsOnToTheNextSleep) {
+  const Variant options = variant(2);
+  SleepingEngine slept = make(options);
+  begin(slept.engine);
+  (void)cost_of(slept, options);
+  ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+  for (int i = 0; i < 2; ++i) {
+    slept.engine.step();
+    const Cost serving = cost_of(slept, options, /*serving=*/true);
+    EXPECT_LE(serving.report.saved_bytes, kv_bytes(8, 2));
+    EXPECT_EQ(serving.chunks, serving.report.saved_bytes / kv_bytes(1, 1));
+    expect_whole(serving.report.checkpoint, options);
+  }
+  slept.engine.step();
+  const Cost asleep = cost_of(slept, options);
+  expect_only_the_tail(asleep, 1, 2);
+  expect_to_wake(asleep.report.checkpoint, slept.engine, options, uninterrupted(options));
+  ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+  EXPECT_EQ(finish(slept.engine), uninterrupted(options));
+}
+
+// Weights that were written since are another matter: the checkpoint has none then, and the next sleep writes them.
+TEST_F(SecondCheckpoint, OtherWeightsAreNotHandedOn) {
+  const Variant options = variant();
+  SleepingEngine slept = make(options);
+  begin(slept.engine);
+  (void)cost_of(slept, options);
+  ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+  slept.engine.load_weights(2);
+  const Cost serving = cost_of(slept, options, /*serving=*/true);
+  EXPECT_EQ(open(serving.report.checkpoint, options).manifest().ranks[0].tags.count("weights"), 0u);
+  EXPECT_GE(cost_of(slept, options).report.saved_bytes, kWeightBytes);
+}
+
+// What a sleep to disk would write, said before it.
+TEST_F(SecondCheckpoint, ThePlanNamesOnlyWhatWillBeWritten) {
+  const Variant options = variant(2);
+  SleepingEngine slept = make(options);
+  begin(slept.engine);
+  for (int i = 0; i < 3; ++i) {
+    SCOPED_TRACE(i);
+    const SleepPlan plan = value_of(slept.controller.plan_sleep(to_disk()));
+    const SleepReport report = cost_of(slept, options).report;
+    uint64_t saved = 0;
+    for (const auto& [tag, bytes] : plan.save_bytes) saved += bytes;
+    EXPECT_EQ(saved, report.saved_bytes);
+    EXPECT_EQ(plan.reused_bytes, report.reused_bytes);
+    EXPECT_EQ(plan.disk_bytes, report.disk_bytes);
+    EXPECT_EQ(plan.host_bytes, 0u);
+    ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+    if (i == 1) slept.engine.step();
+  }
+}
+
 TEST_F(SecondCheckpoint, ASleepToHostBetweenThemChangesNothing) {
   Variant options = variant();
   SleepingEngine slept = make(options);
@@ -337,7 +392,7 @@ TEST_F(SecondCheckpoint, NewWeightsLeaveNoKvToLink) {
   ASSERT_SUCCEEDS(slept.controller.sleep(to_disk()));
   ASSERT_SUCCEEDS(slept.controller.wake_up({.tags = {"weights"}}));
   slept.engine.load_weights(7);
-  ASSERT_SUCCEEDS(slept.controller.wake_up({.weights_changed = true}));
+  ASSERT_SUCCEEDS(slept.controller.wake_up({.old_kv = OldKv::kRecompute}));
   slept.engine.step();
   const Cost computed_again = cost_of(slept, options);
   EXPECT_EQ(computed_again.report.reused_bytes, 0u);

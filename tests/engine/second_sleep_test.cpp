@@ -315,7 +315,7 @@ TEST_F(SecondSleep, NewWeightsAndRequestsThatEndedLeaveNothingToReuse) {
   ASSERT_SUCCEEDS(slept.controller.sleep(to_host()));
   ASSERT_SUCCEEDS(slept.controller.wake_up({.tags = {"weights"}}));
   slept.engine.load_weights(7);
-  ASSERT_SUCCEEDS(slept.controller.wake_up({.weights_changed = true}));
+  ASSERT_SUCCEEDS(slept.controller.wake_up({.old_kv = OldKv::kRecompute}));
   EXPECT_EQ(value_of(slept.controller.ledgers())[0].tags.at("kv_cache").backup_host_bytes, 0u);
   slept.engine.step();
   const SleepReport computed_again = value_of(slept.controller.sleep(to_host()));

@@ -31,7 +31,7 @@ TEST_F(SleepFailure, NoCheckpointIsMadeOfWeightsThatWereNeverLoaded) {
     EXPECT_FAILS(slept.controller.sleep(to_disk()), Code::kFailedPrecondition, "not loaded");
     slept.engine.load_weights(1);
     EXPECT_TRUE(value_of(slept.controller.sleep(to_disk())).changed);
-    ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+    ASSERT_SUCCEEDS(slept.controller.wake_up({.old_kv = OldKv::kKeep}));
     EXPECT_EQ(finish(slept.engine), uninterrupted());
   }
 }

@@ -102,11 +102,11 @@ TEST_F(SleepFailure, IfOldPrefixesCannotBeForgottenTheWakeFailsAndARetryWorks) {
   ASSERT_SUCCEEDS(slept.controller.wake_up({.tags = {"weights"}}));
   slept.engine.load_weights(1);
   slept.engine.fail_hook("retire_prefix");
-  EXPECT_FAILS(slept.controller.wake_up({}), Code::kInternal, "retire_prefix");
+  EXPECT_FAILS(slept.controller.wake_up({.old_kv = OldKv::kKeep}), Code::kInternal, "retire_prefix");
   EXPECT_TRUE(slept.controller.is_sleeping());
   bool retired = false;
   slept.engine.before_hook = [&](const std::string& hook) { retired |= hook == "retire_prefix"; };
-  ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+  ASSERT_SUCCEEDS(slept.controller.wake_up({.old_kv = OldKv::kKeep}));
   EXPECT_TRUE(retired);
   slept.engine.before_hook = nullptr;
   expect_untouched(slept);

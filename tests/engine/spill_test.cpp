@@ -233,7 +233,7 @@ TEST_F(Spill, WithAKeyTheFileIsSealed) {
     {
       std::fstream out(path, std::ios::binary | std::ios::in | std::ios::out);
       out.seekp(static_cast<std::streamoff>(bytes.size() - kBytes / 2));
-      out.put('\x7f');
+      out.put(static_cast<char>(~bytes[bytes.size() - kBytes / 2]));
     }
     ASSERT_SUCCEEDS(call_rank(*memory, orders::Attach{.tags = tags}));
     EXPECT_FAILS(call_rank(*memory, orders::Restore{.tags = tags}), Code::kCorruption, "kv_cache block");

@@ -60,7 +60,7 @@ TEST_F(WeightUpdate, NewRequestsFindKvOfOldWeightsInNoTierAndRunningOnesGoOn) {
       ASSERT_SUCCEEDS(controller.wake_up({.tags = {"weights"}}));
     }
     engine->load_weights(2);
-    ASSERT_SUCCEEDS(controller.wake_up({}));
+    ASSERT_SUCCEEDS(controller.wake_up({.old_kv = OldKv::kKeep}));
     ASSERT_SUCCEEDS(engine->pool().check());
     step(*engine);
     EXPECT_EQ(engine->counts().computed_tokens, computed + 2);  // nothing again
@@ -147,7 +147,7 @@ TEST_F(WeightUpdate, RequestsThatKeptTheirKvGoToDiskAndIntoANewEngine) {
   for (int i = 0; i < 6; ++i) step(*engine);
   ASSERT_SUCCEEDS(controller.sleep({.level = 0}));
   engine->load_weights(2);
-  ASSERT_SUCCEEDS(controller.wake_up({}));
+  ASSERT_SUCCEEDS(controller.wake_up({.old_kv = OldKv::kKeep}));
   for (int i = 0; i < 6; ++i) step(*engine);
   ASSERT_SUCCEEDS(controller.sleep({.preserve_state = true, .to_disk = true}));
   ASSERT_SUCCEEDS(controller.wake_up({}));

@@ -9,6 +9,7 @@
 #include "engine/delivery/delivery_log_file.h"
 #include "engine/rank_orders.h"
 #include "kvcache/transfer_plan.h"
+#include "offload/bf16_codec.h"
 #include "offload/segment_format.h"
 #include "tests/support/example_state.h"
 
@@ -85,6 +86,22 @@ void write_transfers(const std::filesystem::path& directory) {
   write(directory, "transfers", report.encode(), "report");
 }
 
+void write_bf16(const std::filesystem::path& directory) {
+  using namespace torpor;
+  Bytes values;
+  for (int i = 0; i < 140; ++i) {  // exponents 120 to 129, two far off, zeros
+    const int word = i == 50 || i == 99 ? i << 7 : i % 9 == 0 ? 0 : ((120 + i % 10) << 7) + i;
+    values.insert(values.end(), {static_cast<uint8_t>(word), static_cast<uint8_t>(word >> 8)});
+  }
+  Bytes packed(bf16::compressed_bound(values.size()));
+  packed.resize(*bf16::compress_into(std::as_bytes(std::span(values)), std::as_writable_bytes(std::span(packed))));
+  const auto promised = static_cast<uint8_t>(values.size());
+  values.insert(values.begin(), {0, 0, 1});
+  packed.insert(packed.begin(), {promised, 1, 0});
+  write(directory, "bf16", values, "values");
+  write(directory, "bf16", packed, "stored");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -146,6 +163,7 @@ int main(int argc, char** argv) {
          1, 0, 2, 60, 0,  0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 0, 3, 60, 1, 20, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9},
         "records");
   write_transfers(directory);
+  write_bf16(directory);
   write(directory, "archive", {8, 1, 0, 0, 0, 0, 0, 0, 0, 2, 1, 0, 0, 0, 0, 0, 0, 0});
   return 0;
 }

@@ -291,7 +291,8 @@ TEST(BlockPool, WhatIsToldSaysWhatCanBeFound) {
       reader.read(events, true);
       for (const Event& event : events) {
         if (event.type == EventType::kRegistered) {
-          EXPECT_TRUE(found.emplace(event.a, event.key).second);
+          EXPECT_TRUE(found.emplace(low_of(event.a), event.key).second);
+          EXPECT_EQ(high_of(event.a), kBlockTokens);
         } else if (event.type == EventType::kDropped) {
           EXPECT_EQ(found.erase(event.a), 1u);
         }

@@ -1,7 +1,8 @@
 // Random use of a scheduler with two ranks against a model that knows which computation each block and key stands for:
 // what comes up is of one computation, of its key and of the present space, on all ranks the same (S1, S2, S7).
 // Requests are admitted, asked for again, preempted, aborted and finished; reports come late, twice, from one rank
-// only, or are false; now and then everything stands still, as for a sleep, and cached blocks lose their content.
+// only, or are false; now and then everything stands still, as for a sleep, and cached blocks lose their content. A
+// block has its stamp when its step is begun, and its bytes when that is over.
 #include <deque>
 #include <random>
 #include <set>
@@ -64,11 +65,31 @@ class OffloadModel {
   }
 
   bool in_use(int32_t block) const { return loading_.contains(block) || rig_.device.holds(block) > 0; }
+  // In the step that is begun next. Often the same again: another computation of what the block had.
   void compute(int32_t block) {
-    const uint32_t key = below(kKeys);
+    const auto had = keys_.find(block);
+    const uint32_t key = had != keys_.end() && below(3) == 0 ? had->second : below(kKeys);
     keys_[block] = key;
     values_[key].insert(++last_value_);
-    rig_.compute(block, last_value_);
+    rig_.device.write(block);
+    writing_[block] = last_value_;
+  }
+  void end_step(bool failed) {
+    for (const auto& [block, value] : std::exchange(writing_, {})) {
+      if (failed && below(2) == 0) {
+        forget(block);
+        continue;
+      }
+      for (const auto& rank : rig_.ranks) rank->fill(block, value);
+      if (failed) forget(block);
+    }
+    failed ? rig_.scheduler->fail_step(step_ + 1) : rig_.scheduler->acknowledge(step_ + 1);
+    ++step_;
+  }
+  void forget(int32_t block) {
+    rig_.device.clear(block);
+    keys_.erase(block);
+    writing_.erase(block);
   }
 
   void one_move() {
@@ -88,7 +109,7 @@ class OffloadModel {
       case 9: deliver(below(2)); break;
       case 10:
         if (!handles_.empty()) handles_[below(static_cast<uint32_t>(handles_.size()))].first.cancel();
-        if (below(2) == 0) below(4) == 0 ? rig_.scheduler->fail_step(step_ + 1) : rig_.scheduler->acknowledge(++step_);
+        end_step(below(6) == 0);
         break;
       default: seldom();
     }
@@ -110,8 +131,7 @@ class OffloadModel {
     for (const auto& rank : rig_.ranks)
       rank->worker().open_space(rig_.scheduler->space(), digest_of(std::as_bytes(std::span(&last_value_, 1))));
     values_.clear();
-    for (int32_t block = 0; block < kBlocks; ++block) rig_.device.clear(block);
-    keys_.clear();
+    for (int32_t block = 0; block < kBlocks; ++block) forget(block);
   }
   void offer() {
     std::vector<uint32_t> keys;
@@ -121,7 +141,9 @@ class OffloadModel {
       keys.push_back(key);
       blocks.push_back(block);
     }
-    const uint64_t after = below(3) == 0 ? step_ + 1 : 0;
+    const bool written =
+        std::none_of(blocks.begin(), blocks.end(), [&](int32_t block) { return writing_.contains(block); });
+    const uint64_t after = !written || below(3) == 0 ? step_ + 1 : 0;
     handles_.emplace_back(rig_.offer(keys, blocks, after, static_cast<int32_t>(below(2))), blocks.size());
   }
   void admit() {
@@ -147,8 +169,7 @@ class OffloadModel {
       return;
     }
     for (const int32_t block : load.blocks) {
-      rig_.device.clear(block);
-      keys_.erase(block);
+      forget(block);
       loading_.insert(block);
     }
     handles_.emplace_back(handle, load.blocks.size());
@@ -169,6 +190,7 @@ class OffloadModel {
   // Everything that was planned ends and is reported; what nobody holds is forgotten, as after a wake without its
   // bytes.
   void stand_still() {
+    end_step(/*failed=*/false);
     for (size_t rank = 0; rank < 2; ++rank) {
       for (; !plans_[rank].empty(); plans_[rank].pop_front())
         EXPECT_SUCCEEDS(rig_.ranks[rank]->worker().run(plans_[rank].front()));
@@ -177,9 +199,7 @@ class OffloadModel {
     EXPECT_FALSE(rig_.scheduler->under_way());
     take_loads();
     for (int32_t block = 0; block < kBlocks; ++block) {
-      if (in_use(block) || below(2) == 0) continue;
-      rig_.device.clear(block);
-      keys_.erase(block);
+      if (!in_use(block) && below(2) > 0) forget(block);
     }
     ++stood_still_;
   }
@@ -240,7 +260,7 @@ class OffloadModel {
   }
   void finish() {
     for (const auto& rank : rig_.ranks) rank->device().fail_at(0);
-    rig_.scheduler->acknowledge(step_ + 1);
+    end_step(/*failed=*/false);
     for (int i = 0; i < 200 && rig_.scheduler->busy(); ++i) {
       send();
       for (size_t rank = 0; rank < 2; ++rank) {
@@ -270,6 +290,7 @@ class OffloadModel {
   const bool lazy_;
   OffloadRig rig_;
   std::map<int32_t, uint32_t> keys_;               // of the blocks with content
+  std::map<int32_t, uint32_t> writing_;            // what the step that is begun writes into blocks
   std::map<uint32_t, std::set<uint32_t>> values_;  // ever computed for a key in this space
   std::set<int32_t> loading_;
   std::vector<Load> loads_;

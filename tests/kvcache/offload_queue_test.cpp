@@ -58,7 +58,8 @@ TEST(OffloadQueueEvents, EachCandidateGoesOneWayOnce) {
   cancelled.cancel();
   queue.acknowledge(1, 0ns);
   OffloadQueue::Batch batch;
-  ASSERT_TRUE(queue.commit(Way::kDown, 0ns, true, batch));
+  queue.commit(Way::kDown, queue.next(Way::kDown, 0ns, true), batch);
+  ASSERT_EQ(batch.owners.size(), 1u);
   queue.tell_planned(batch.owners[0].ticket, 99, 2);
   queue.end(batch.owners[0].ticket, Way::kDown, BlockOutcome::kTransferred, 2);
 
@@ -97,7 +98,11 @@ class OffloadQueueTest : public ::testing::Test {
   // Blocks of the next batch; none: no batch was due. Its job begins.
   std::vector<int32_t> commit(Way way = Way::kDown, bool flush = false) {
     std::vector<int32_t> blocks;
-    if (!queue_->commit(way, now_, flush, batch_)) return blocks;
+    const OffloadQueue::Next next = queue_->next(way, now_, flush);
+    if (next.blocks == 0) return blocks;
+    queue_->commit(way, next, batch_);
+    EXPECT_EQ(batch_.blocks.size(), next.blocks);
+    EXPECT_EQ(batch_.owners.at(0).ticket->owner, next.owner);
     EXPECT_SUCCEEDS(queue_->check());
     queue_->job_began(way);
     for (const QueuedBlock& block : batch_.blocks) blocks.push_back(block.block);
@@ -151,7 +156,7 @@ TEST_F(OffloadQueueTest, P2TheTokenTravelsThroughEveryStage) {
   EXPECT_EQ(queue_->queued_blocks(), 0);
 }
 
-TEST_F(OffloadQueueTest, P3AfterTheCommitmentCancellingChangesNothing) {
+TEST_F(OffloadQueueTest, I4P3AfterTheCommitmentCancellingChangesNothing) {
   use({.min_batch_size = 1});
   TransferHandle handle = add(2);
   EXPECT_EQ(handle.status(), TransferStatus::kQueued);
@@ -275,7 +280,7 @@ TEST_F(OffloadQueueTest, HandlesOutliveTheQueueAndWhatIsLeftEndsAsShutDown) {
   ready.cancel();
 }
 
-TEST_F(OffloadQueueTest, S12UnderRandomUseEveryBlockEndsOnce) {
+TEST_F(OffloadQueueTest, I6S12UnderRandomUseEveryBlockEndsOnce) {
   std::mt19937 random(5);
   const auto below = [&](uint32_t n) { return random() % n; };
   for (int round = 0; round < 200; ++round) {

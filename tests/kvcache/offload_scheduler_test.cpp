@@ -1,10 +1,13 @@
 // The scheduler with workers in one process, step by step; every byte is compared.
 #include "kvcache/offload_scheduler.h"
 
+#include <functional>
+#include <thread>
+
 #include <fmt/format.h>
 
-#include "tests/kvcache/offload_rig.h"
-#include "tests/support/temporary_directory.h"
+#include "base/watched_file_system.h"
+#include "tests/kvcache/offload_scheduler_scene.h"
 
 namespace torpor {
 namespace {
@@ -12,28 +15,9 @@ namespace {
 using test::key_number;
 using test::OffloadRig;
 using test::OffloadRigOptions;
+using test::OffloadSchedulerTest;
 using test::value_of;
 
-class OffloadSchedulerTest : public ::testing::TestWithParam<OffloadMode> {
- protected:
-  OffloadRig& rig(OffloadRigOptions options = {}) {
-    options.scheduler.mode = GetParam();
-    options.scheduler.queue.min_batch_size = 1;
-    options.rank.own_threads = GetParam() == OffloadMode::kEager;  // lazily, blocks are written under a copy
-    if (options.placement.disk) options.rank.disk_segments = 4, options.rank.segment_slots = 4;
-    options.rank.directory = temporary_ / "store";
-    rig_ = std::make_unique<OffloadRig>(std::move(options));
-    return *rig_;
-  }
-  bool eager() const { return GetParam() == OffloadMode::kEager; }
-  void TearDown() override {
-    if (rig_ != nullptr) {
-      EXPECT_SUCCEEDS(rig_->scheduler->check());
-    }
-  }
-  test::TemporaryDirectory temporary_;
-  std::unique_ptr<OffloadRig> rig_;
-};
 INSTANTIATE_TEST_SUITE_P(Mode, OffloadSchedulerTest, ::testing::Values(OffloadMode::kEager, OffloadMode::kLazy),
                          [](const auto& info) { return info.param == OffloadMode::kEager ? "Eager" : "Lazy"; });
 
@@ -96,7 +80,7 @@ TEST_P(OffloadSchedulerTest, S1UnderACopyABlockIsHeldOrItsStampDecidesAtTheEnd) 
   EXPECT_TRUE(rig.all_have(5, 20));
 }
 
-TEST_P(OffloadSchedulerTest, S2ASlotIsVisibleOnlyAfterEveryRankProvedItsPart) {
+TEST_P(OffloadSchedulerTest, I2S2ASlotIsVisibleOnlyAfterEveryRankProvedItsPart) {
   OffloadRig& rig = this->rig();
   rig.compute(0, 10);
   (void)rig.offer({1}, {0});
@@ -220,7 +204,7 @@ TEST_P(OffloadSchedulerTest, S8WhatHasNoStampIsNoCandidate) {
   EXPECT_EQ(rig.hits({2}), 1);
 }
 
-TEST_P(OffloadSchedulerTest, BlocksAreReadOnlyAfterTheStepThatWritesThemAndNotIfItFailed) {
+TEST_P(OffloadSchedulerTest, S11BlocksAreReadOnlyAfterTheStepThatWritesThemAndNotIfItFailed) {
   OffloadRig& rig = this->rig();
   rig.compute(0, 10);
   rig.compute(1, 20);
@@ -233,40 +217,6 @@ TEST_P(OffloadSchedulerTest, BlocksAreReadOnlyAfterTheStepThatWritesThemAndNotIf
   rig.drain();
   EXPECT_EQ(good.count(BlockOutcome::kTransferred), 1u);
   EXPECT_EQ(bad.count(BlockOutcome::kPreconditionFailed), 1u);
-}
-
-TEST_P(OffloadSchedulerTest, BlocksGoOnToDiskAndARestartFindsThem) {
-  OffloadRig& rig = this->rig({.rank = {.host_slots = 2}, .placement = {.disk = true}});
-  for (int32_t block = 0; block < 6; ++block) rig.compute(block, 10 + static_cast<uint32_t>(block));
-  for (int32_t block = 0; block < 6; ++block) {
-    (void)rig.offer({static_cast<uint32_t>(block)}, {block});
-    rig.drain();
-  }
-  EXPECT_EQ(rig.scheduler->queue().counts(Way::kOn)[static_cast<size_t>(BlockOutcome::kTransferred)], 6u);
-  EXPECT_EQ(rig.load({0, 1, 2, 3, 4, 5}, {8, 9, 10, 11, 12, 13}), 6);  // from both stores
-  for (int32_t block = 0; block < 6; ++block) EXPECT_TRUE(rig.all_have(8 + block, 10 + static_cast<uint32_t>(block)));
-  rig.restart();
-  for (int32_t block = 8; block < 14; ++block) rig.compute(block, 77);
-  EXPECT_EQ(rig.load({0, 1, 2, 3, 4, 5}, {8, 9, 10, 11, 12, 13}), 6);
-  for (int32_t block = 0; block < 6; ++block) EXPECT_TRUE(rig.all_have(8 + block, 10 + static_cast<uint32_t>(block)));
-  // The disk is full in the end: the oldest segments go, those that a restart found too.
-  for (uint32_t key = 100; key < 130; ++key) {
-    rig.compute(0, key);
-    (void)rig.offer({key}, {0});
-    rig.drain();
-  }
-  EXPECT_EQ(rig.hits({0}), 0);
-  EXPECT_EQ(rig.load({129}, {9}), 1);
-  EXPECT_TRUE(rig.all_have(9, 129));
-}
-
-TEST_P(OffloadSchedulerTest, WithADiskAloneBlocksGoThereAtOnce) {
-  OffloadRig& rig = this->rig({.rank = {.host_slots = 0}, .placement = {.host = false, .disk = true}});
-  rig.compute(0, 10);
-  (void)rig.offer({1}, {0});
-  rig.drain();
-  EXPECT_EQ(rig.load({1}, {5}), 1);
-  EXPECT_TRUE(rig.all_have(5, 10));
 }
 
 TEST_P(OffloadSchedulerTest, ADamagedBlockIsAMissFromThenOnAndThoseBehindItAreComputed) {
@@ -382,12 +332,13 @@ TEST_P(OffloadSchedulerTest, APolicyThatIsTooSlowLetsNothingOfItsContainerGo) {
 TEST_P(OffloadSchedulerTest, EventsNameWhatIsStoredWithItsParentAndTierAndWhatIsGone) {
   OffloadRig& rig = this->rig({.rank = {.host_slots = 2}, .scheduler = {.events = 4}});
   for (int32_t block = 0; block < 3; ++block) rig.compute(block, 10 + static_cast<uint32_t>(block));
-  (void)rig.offer({1, 2}, {0, 1});
+  const std::array keys{key_number(1), key_number(2)};
+  (void)rig.scheduler->offer({.keys = keys, .blocks = std::array{0, 1}, .parent = key_number(9).hash});
   rig.drain();
   BlockEvents events = rig.scheduler->take_events();
   ASSERT_EQ(events.events.size(), 2u);
-  EXPECT_TRUE(events.events[1].stored);
-  EXPECT_EQ(events.events[1].store, StoreId::kHost);
+  EXPECT_EQ(events.events[0].parent, key_number(9).hash);
+  EXPECT_TRUE(events.events[1].stored && events.events[1].store == StoreId::kHost);
   EXPECT_EQ(events.events[1].key, key_number(2));
   EXPECT_EQ(events.events[1].parent, key_number(1).hash);
   EXPECT_EQ(events.events[1].tokens, 4);
@@ -409,6 +360,61 @@ TEST_P(OffloadSchedulerTest, EventsNameWhatIsStoredWithItsParentAndTierAndWhatIs
   ASSERT_SUCCEEDS(rig.scheduler->reset());
   EXPECT_TRUE(rig.scheduler->take_events().cleared);
   EXPECT_FALSE(rig.scheduler->take_events().cleared);
+}
+
+// It takes what it can: blocks go into host memory and come up from there meanwhile, and what has no place in its queue
+// is left out and counted.
+TEST(OffloadOnASlowDisk, HostMemoryAndLoadsDoNotWaitForIt) {
+  Mutex mutex;
+  CondVar changed;
+  bool released = false;
+  const auto files = make_watched_file_system(
+      linux_file_system(), [&](const char* call, const std::string&) TORPOR_NO_THREAD_SAFETY_ANALYSIS -> Status {
+        const MutexLock lock(mutex);
+        while (!released && std::string_view(call) == "pwrite_all") changed.wait(mutex);
+        return ok();
+      });
+  const test::TemporaryDirectory temporary;
+  OffloadRig rig(
+      {.ranks = 1,
+       .rank = {.host_slots = 8,
+                .disk_segments = 4,
+                .segment_slots = 4,
+                .directory = temporary / "store",
+                .files = files.get()},
+       .scheduler = {.queue = {.max_batch_size = 1, .min_batch_size = 1, .on_deck_batches = 1, .queue_blocks = 4}},
+       .placement = {.disk = true}});
+  const auto step_until = [&](const std::function<bool()>& done) {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    while (!done() && std::chrono::steady_clock::now() < end) {
+      (void)rig.send();
+      EXPECT_SUCCEEDS(rig.scheduler->apply(rig.ranks[0]->worker().poll()));
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return done();
+  };
+  const auto stored = [&] { return rig.scheduler->index().counts(StoreId::kHost).visible; };
+  for (int32_t block = 0; block < 8; ++block) {
+    rig.compute(block, 10 + static_cast<uint32_t>(block));
+    (void)rig.offer({static_cast<uint32_t>(block)}, {block});
+    EXPECT_TRUE(step_until([&] { return stored() == block + 1; })) << block;
+  }
+  const OutcomeCounts& on = rig.scheduler->queue().counts(Way::kOn);
+  EXPECT_EQ(on[static_cast<size_t>(BlockOutcome::kQueueFull)], 2u);  // 2 are under way, 4 wait
+  const uint32_t request = rig.scheduler->begin_request("r");
+  EXPECT_EQ(rig.scheduler->match(request, rig.keys_of({0, 1}), 0), 2);
+  (void)rig.scheduler->allocated(request, std::vector<int32_t>{10, 11});
+  std::vector<EndedLoad> ended;
+  EXPECT_TRUE(step_until([&] { return !ended.empty() || !(ended = rig.scheduler->take_loads()).empty(); }));
+  EXPECT_TRUE(rig.all_have(10, 10) && rig.all_have(11, 11));
+  {
+    const MutexLock lock(mutex);
+    released = true;
+    changed.notify_all();
+  }
+  rig.drain();
+  EXPECT_EQ(on[static_cast<size_t>(BlockOutcome::kTransferred)], 6u);
+  EXPECT_TRUE(rig.scheduler->finished(request));
 }
 
 TEST_P(OffloadSchedulerTest, AReportOfNoRankOrOfOtherJobsIsRefused) {

@@ -6,6 +6,7 @@
 
 #include "checkpoint/state_sections.h"
 #include "checkpoint/verify.h"
+#include "engine/reference/reference_engine.h"
 #include "kvcache/block_pool.h"
 #include "tests/kvcache/offload_rank.h"
 #include "tests/support/example_state.h"
@@ -244,6 +245,28 @@ TEST(Allocation, BlocksAreLetGoOfAndTakenWithoutMemory) {
   }
 }
 
+class RankWithDisk {
+ public:
+  RankWithDisk()
+      : rank_({.disk_segments = 2, .segment_slots = 4, .directory = temporary_ / "store", .own_threads = false}) {
+    worker().open_space(1, {});
+  }
+  OffloadWorker& worker() { return rank_.worker(); }
+
+ private:
+  const test::TemporaryDirectory temporary_;
+  test::OffloadRank rank_;
+};
+
+// The n-th allocation of `work` fails, or all from there on. False: it has fewer.
+template <class Work>
+bool fail_one(uint64_t n, bool for_ever, Work work) {
+  allocations = {.armed = true, .for_ever = for_ever, .at = n, .count = 0, .live = 0};
+  work();
+  allocations.armed = false;
+  return allocations.count >= n;
+}
+
 // A rank that has no memory for a plan either has done nothing of it, and can run it again, or ends each of its jobs.
 TEST(Allocation, OfAPlanOfTransfersNoJobIsLeftOpen) {
   uint64_t failed = 0;
@@ -251,11 +274,8 @@ TEST(Allocation, OfAPlanOfTransfersNoJobIsLeftOpen) {
   for (const bool for_ever : {false, true}) {
     for (uint64_t n = 1;; ++n) {
       SCOPED_TRACE(testing::Message() << "allocation " << n << (for_ever ? " and all after it" : ""));
-      const test::TemporaryDirectory temporary;
-      test::OffloadRank rank(
-          {.disk_segments = 2, .segment_slots = 4, .directory = temporary / "store", .own_threads = false});
+      RankWithDisk rank;
       OffloadWorker& worker = rank.worker();
-      worker.open_space(1, {});
       TransferPlan before{.number = 1};
       before.add(9, PlanKind::kPut, StoreId::kHost, Urgency::kOffload).count = 2;
       before.from = before.to = {0, 1};
@@ -273,10 +293,8 @@ TEST(Allocation, OfAPlanOfTransfersNoJobIsLeftOpen) {
       plan.to = {2, 3, 8, 9, 0, 1};
       plan.keys = {{.hash = {1}, .space = 1}, {.hash = {2}, .space = 1}};
       plan.loading = {{"request", 11}};
-      allocations = {.armed = true, .for_ever = for_ever, .at = n, .count = 0, .live = 0};
-      const Status begun = worker.run(plan);
-      allocations.armed = false;
-      const bool fired = allocations.count >= n;
+      Status begun;
+      const bool fired = fail_one(n, for_ever, [&] { begun = worker.run(plan); });
       if (!begun) {
         EXPECT_EQ(begun.error().code, Code::kResourceExhausted);
         EXPECT_TRUE(worker.idle());
@@ -301,6 +319,84 @@ TEST(Allocation, OfAPlanOfTransfersNoJobIsLeftOpen) {
               static_cast<unsigned long>(failed), static_cast<unsigned long>(refused));
   EXPECT_GT(failed - refused, 20u);
   EXPECT_GT(refused, 10u);
+}
+
+// Whatever a rank has no memory to report, it reports later.
+TEST(Allocation, OfWhatEndedNothingIsLost) {
+  uint64_t failed = 0;
+  for (const bool for_ever : {false, true}) {
+    for (uint64_t n = 1;; ++n) {
+      SCOPED_TRACE(testing::Message() << "allocation " << n << (for_ever ? " and all after it" : ""));
+      RankWithDisk rank;
+      OffloadWorker& worker = rank.worker();
+      TransferPlan plan{.number = 1};
+      plan.add(10, PlanKind::kPut, StoreId::kHost, Urgency::kOffload).count = 2;
+      PlannedJob& get = plan.add(11, PlanKind::kGet, StoreId::kDisk, Urgency::kLoad);  // nothing is stored there
+      get.first = get.count = 2;
+      PlannedJob& put = plan.add(12, PlanKind::kPut, StoreId::kDisk, Urgency::kOffload);
+      put.first = 4, put.count = 2;
+      plan.from = {2, 3, 4, 5, 0, 1};
+      plan.to = {2, 3, 8, 9, 0, 1};
+      plan.keys = {{.hash = {1}, .space = 1}, {.hash = {2}, .space = 1}};
+      plan.loading = {{"request", 11}};
+      EXPECT_SUCCEEDS(worker.run(plan));
+      worker.wait();
+      std::vector<TransferReport> reports(1);
+      const bool fired = fail_one(n, for_ever, [&] { reports[0] = worker.poll(); });
+      reports.push_back(worker.poll());
+      EXPECT_TRUE(worker.idle());
+      std::multiset<uint64_t> ended;
+      size_t bad = 0;
+      for (const TransferReport& report : reports) {
+        for (const JobReport& job : report.jobs) {
+          ended.insert(job.id);
+          bad += job.count;
+        }
+      }
+      EXPECT_EQ(ended, (std::multiset<uint64_t>{10, 11, 12}));
+      EXPECT_EQ(bad, 2u);
+      const std::vector<LoadedRequest> loaded = worker.take_loaded();
+      ASSERT_EQ(loaded.size(), 1u);
+      EXPECT_EQ(loaded[0].bad_blocks, (std::vector<int32_t>{8, 9}));
+      if (!fired) break;
+      ++failed;
+    }
+  }
+  std::printf("proof: %lu failed allocations in reports of transfers\n", static_cast<unsigned long>(failed));
+  EXPECT_GT(failed, 10u);
+}
+
+// A scheduler that has no memory for a plan plans less, and an engine runs one again that a rank had none for: no block
+// stays on its way, and every one ends with an outcome.
+TEST(Allocation, APlanThatHadNoMemoryIsRunAgain) {
+  uint64_t again = 0;
+  for (const bool for_ever : {false, true}) {
+    for (uint64_t n = 1;; ++n) {
+      SCOPED_TRACE(testing::Message() << "allocation " << n << (for_ever ? " and all after it" : ""));
+      test::ModelFileSystem files;
+      reference::ReferenceOptions options{.num_blocks = 16, .transfers_have_threads = false};
+      options.tiers.host_blocks = 16;
+      const auto engine = test::value_of(reference::ReferenceEngine::create(
+          test::value_of(make_host_device({.defer_copies = true})), files, system_clock(), options));
+      ASSERT_SUCCEEDS(engine->add({.id = "a", .prompt = std::vector<int32_t>(32, 7), .max_tokens = 4}));
+      while (!engine->idle()) (void)engine->step();
+      Status stepped;
+      const bool fired = fail_one(
+          n, for_ever, [&] { stepped = catching([&]() -> Status { return (void)engine->step_offload(), ok(); }); });
+      if (!for_ever) {  // without any memory the engine's step may say so
+        EXPECT_SUCCEEDS(stepped);
+      }
+      EXPECT_SUCCEEDS(engine->offload()->check());
+      while (engine->step_offload()) {}
+      EXPECT_FALSE(engine->offload()->busy());
+      EXPECT_TRUE(engine->offloads().empty());
+      EXPECT_SUCCEEDS(engine->quiesce({}));
+      if (!fired) break;
+      ++again;
+    }
+  }
+  std::printf("proof: %lu failed allocations in steps of offloading\n", static_cast<unsigned long>(again));
+  EXPECT_GT(again, 10u);
 }
 
 }  // namespace

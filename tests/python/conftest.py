@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -70,6 +71,13 @@ def rig_model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def events_directory():
+    """Of the one ring that this process has, whichever test begins it."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
+        yield path
+
+
+@pytest.fixture(scope="session")
 def zygote() -> Zygote:
     """Starts further processes; they have imported vLLM already."""
     return shared()
@@ -123,8 +131,9 @@ class InProcess:
         import torch
         from requests_of_tests import add_requests, run
 
-        if self.llm.is_sleeping():
-            self.llm.wake_up()
+        if self.llm.is_sleeping() and not self.llm.wake_up().fully_awake:  # a test failed between a wake and its reload
+            self.llm.collective_rpc("reload_weights")
+            self.llm.wake_up(kv="recompute")
         run(self.engine)
         self.llm.reset_prefix_cache()
         torch.manual_seed(3)
@@ -158,4 +167,6 @@ class InProcess:
 
 @pytest.fixture(scope="session")
 def one(tiny_model, tmp_path_factory) -> InProcess:
-    return InProcess(tiny_model, tmp_path_factory.mktemp("checkpoints"), torpor={"retain_kv_bytes": 1 << 30, "incremental": True})
+    return InProcess(
+        tiny_model, tmp_path_factory.mktemp("checkpoints"), torpor={"retain_kv_bytes": 1 << 30, "incremental": True}
+    )

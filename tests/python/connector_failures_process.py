@@ -62,11 +62,21 @@ class Workers(replay.TorporReports):
 
 
 class Served:
-    def __init__(self, model: str, device_blocks: int = 100, workers: Workers | None = None, world: int = 1, **extra):
+    def __init__(
+        self,
+        model: str,
+        device_blocks: int = 100,
+        workers: Workers | None = None,
+        world: int = 1,
+        window: int = 0,
+        **extra,
+    ):
         self.workers = workers or Workers()
         own = {"kv_connector": "TorporConnector", "kv_connector_module_path": "torpor.vllm.connector"}
         own |= {"kv_role": "kv_both", "kv_connector_extra_config": {"host_bytes": "1GiB", "min_batch_size": 1} | extra}
-        shape = replay.Shape(device_blocks=device_blocks, max_num_seqs=16, max_num_batched_tokens=512, world=world)
+        shape = replay.Shape(
+            device_blocks=device_blocks, max_num_seqs=16, max_num_batched_tokens=512, world=world, window=window
+        )
         self.replay = replay.Replay(model, own, self.workers, shape)
         self.scheduler = self.replay.scheduler
         self.side = self.scheduler.connector.scheduler
@@ -114,6 +124,15 @@ def store_waits_for_compute(model) -> dict:
     served.workers.late = False
     served.finish()
     return {"early": early, "stored": served.result.stored_blocks}
+
+
+def priorities_of_any_size(model) -> dict:
+    """A client chooses its request's priority, and vLLM takes 64 bits of it."""
+    served = Served(model)
+    for first, priority in enumerate((-(1 << 63), -1, (1 << 63) - 1)):
+        served.ask(1000 * (first + 1)).priority = priority
+    served.finish()
+    return {"stored": served.result.stored_blocks, "left": served.left()}
 
 
 def load_waits_for_readers(model) -> dict:
@@ -185,6 +204,40 @@ def every_stored_block_is_found(model) -> dict:
     return {"found": found, "prompt_blocks": PROMPT_BLOCKS * len(prompts)}
 
 
+def new_weights_over_old_blocks(model) -> dict:
+    """The engine keeps its own prefix cache over new weights. What stands on it is not for the new key space; what is
+    computed afresh is."""
+    found = []
+    for mode in ("eager", "lazy"):
+        served = Served(model, offload=mode)
+        served.ask(1000)
+        served.step(2)
+        running = served.ask(3000, output_tokens=60)  # in the middle
+        served.step(3)
+        served.side.new_weights()
+        for first in (1000, 12000, 13000, 14000):  # while the others run, the first one's blocks are free
+            served.ask(first)
+            served.finish()
+        stored = served.side.stats()["host_blocks"]
+        served.forget_device()
+        before = served.result.host_tokens
+        for first in (1000, 3000):
+            served.ask(first)
+            served.finish()
+        host_tokens = served.result.host_tokens - before
+        for first in (5000, 6000, 7000, 8000, 9000, 10000):  # the pool is too small for all
+            served.ask(first)
+            served.finish()
+        served.forget_device()
+        served.ask(1000)
+        served.finish()
+        afresh = served.result.host_tokens - before - host_tokens
+        found.append(
+            {"begun": running.num_computed_tokens > 0, "stale": host_tokens, "afresh": afresh, "stored": stored}
+        )
+    return {"eager": found[0], "lazy": found[1]}
+
+
 def ranks_agree_on_capacity(model) -> dict:
     served = Served(model, workers=Workers(50, 40), world=2)
     for turn in range(20):
@@ -224,7 +277,11 @@ def idle_worker_is_not_dead(model) -> dict:
     held = served.side.stats()
     served.workers.late = False
     served.finish()
-    return {"under_way": served.side.busy(), "while_silent": held["host_blocks"], "after": served.side.stats()["host_blocks"]}
+    return {
+        "under_way": served.side.busy(),
+        "while_silent": held["host_blocks"],
+        "after": served.side.stats()["host_blocks"],
+    }
 
 
 def tier_process_dies_under_live_views(model) -> dict:
@@ -235,7 +292,11 @@ def tier_process_dies_under_live_views(model) -> dict:
         served.ask(1000)
         served.step(40)
         served.forget_device()
-    return {"found": served.result.host_tokens, "blocks": served.side.stats()["host_blocks"], "requests": len(served.scheduler.requests)}
+    return {
+        "found": served.result.host_tokens,
+        "blocks": served.side.stats()["host_blocks"],
+        "requests": len(served.scheduler.requests),
+    }
 
 
 def failed_copies_are_computed(model) -> dict:
@@ -258,13 +319,101 @@ def failed_copies_are_computed(model) -> dict:
     return {"stored": served.result.stored_blocks, "blocks": served.side.stats()["host_blocks"], "left": served.left()}
 
 
-FAILED = 10  # BlockOutcome::kFailed
+def damaged_block_of_several_groups(model) -> dict:
+    """One block of a load is damaged: what lies before it is loaded by another one, and only the rest is computed."""
+
+    class Damaging(Workers):
+        bad, failing = PROMPT_BLOCKS // 2, frozenset()  # of the first group; the requests that load it
+
+        def report(self, rank, moves):
+            loads = [len(to) for _, kind, _, to in moves.jobs if kind == moves.GET]
+            if not any(count > PROMPT_BLOCKS for count in loads):
+                return super().report(rank, moves)
+            self.failing = frozenset(moves.loading)
+            outcomes = bytes(DAMAGED if at == self.bad else 0 for at in range(loads[0]))
+            jobs = b"".join(
+                self.DONE.pack(number, *((len(to), 0) if kind == moves.GET else (0, 0)), 0)
+                for number, kind, _, to in moves.jobs
+            )
+            return self.REPORT.pack(self.MAGIC, self.VERSION, rank, len(moves.jobs), len(outcomes), 0) + jobs + outcomes
+
+        def step(self, orders):
+            failed = self.failing
+            said = super().step(orders)
+            if failed & (said.finished_recving or set()):
+                said.failed_recving, self.failing = set(failed), frozenset()
+            return said
+
+    served = Served(model, workers=Damaging(), window=3 * replay.BLOCK)
+    served.ask(1000)
+    served.finish()
+    served.forget_device()
+    before = served.result.found_tokens
+    served.ask(1000)
+    served.finish()
+    loads = [len(blocks) for blocks in served.workers.blocks(replay.PlannedMoves.GET) if blocks]
+    return {"loads": loads, "found": (served.result.found_tokens - before) // replay.BLOCK, "left": served.left()}
+
+
+def waiting_request_is_asked_for_again(model) -> dict:
+    """In each step: what it has it keeps, and it gets what is stored meanwhile."""
+    served = Served(model)
+    tokens = 40 * replay.BLOCK + 3  # in two steps
+    served.ask(1000, tokens=tokens)
+    found = []
+    while served.side.stats()["host_blocks"] == 0:
+        served.step()
+    served.workers.late = True
+    asked = replay.TraceRequest(tuple(range(1000, 1006)), tokens, 1)
+    waiting = served.replay.request(1000, asked)
+    for late in (True, True, False):
+        served.workers.late = late
+        served.step(3)
+        found.append(served.side.core.match(waiting, 0) // replay.BLOCK)
+    served.side.core.finished(waiting.request_id, served.side.steps)
+    served.finish()
+    return {"found": found, "left": served.left()}
+
+
+def shared_blocks_are_stored_once(model) -> dict:
+    """By two requests of one step, and by a third while the store is under way."""
+    served = Served(model)
+    served.ask(1000)
+    served.ask(1000)
+    served.step(2)
+    served.workers.late = True
+    served.ask(1000)
+    served.step(3)
+    served.workers.late = False
+    served.finish()
+    return {"stored": served.result.stored_blocks, "blocks": served.side.stats()["host_blocks"], "left": served.left()}
+
+
+def device_then_host_then_computed(model) -> dict:
+    """What the device has is not loaded, and neither is the block of the last token."""
+    served = Served(model)
+    whole, half = PROMPT_BLOCKS * replay.BLOCK, PROMPT_BLOCKS // 2 * replay.BLOCK + 3
+    served.ask(1000, output_tokens=1, tokens=whole)
+    served.finish()
+    served.forget_device()
+    loaded = []
+    for tokens in (half, whole):
+        before = served.result.loaded_blocks
+        served.ask(1000, output_tokens=1, tokens=tokens)
+        served.finish()
+        loaded.append(served.result.loaded_blocks - before)
+    return {"loaded": loaded, "stored": served.result.stored_blocks, "left": served.left()}
+
+
+FAILED, DAMAGED = 10, 13  # of BlockOutcome
 
 SCENARIOS = (
-    store_waits_for_compute, load_waits_for_readers, abort_of_never_scheduled_request,
+    store_waits_for_compute, priorities_of_any_size, load_waits_for_readers, abort_of_never_scheduled_request,
     external_hit_under_eviction_pressure, every_stored_block_is_found, ranks_agree_on_capacity,
-    shared_prefix_does_not_queue_on_one_load, memory_flat_over_long_trace, idle_worker_is_not_dead,
-    tier_process_dies_under_live_views, failed_copies_are_computed,
+    new_weights_over_old_blocks, shared_prefix_does_not_queue_on_one_load, memory_flat_over_long_trace,
+    idle_worker_is_not_dead, tier_process_dies_under_live_views, failed_copies_are_computed,
+    damaged_block_of_several_groups, waiting_request_is_asked_for_again, shared_blocks_are_stored_once,
+    device_then_host_then_computed,
 )  # fmt: skip
 
 if __name__ == "__main__":

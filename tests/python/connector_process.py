@@ -2,25 +2,35 @@
 
     connector_process.py MODE MODEL FOLDER    with MODE "eager" or "lazy"
     connector_process.py brief MODEL FOLDER   a few requests, for runners that take long
+    connector_process.py groups MODEL FOLDER  of a model with several KV groups; with a store on disk, and is killed
     connector_process.py disk MODEL FOLDER [CHECKPOINT]
         serves with a store on disk, after it went on from the checkpoint; leaves one and is killed
 
 Prints what came of each of SCENARIOS: answers, tokens that were not computed, counters.
 """
 
+import atexit
 import json
 import os
 import random
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 from conftest import InProcess
+from inspector import BINARY, look
 from vllm import SamplingParams
 from vllm.config import KVEventsConfig
 
+import torpor.console
+
 BLOCKS = 40  # on the device; a request has 4 to 8
+GROUP_BLOCKS = 90  # of three groups
 ENGINE = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 512}
 CONVERSATIONS = 14
 _MOST_SECONDS_OF_A_ROUND = 60
@@ -68,7 +78,10 @@ class Served:
         """Who has which blocks."""
         scheduler = self.one.core.scheduler
         names = ("running", "waiting", "kv_holding_waiting")
-        queues = {name: [(r.request_id, r.status.name, r.num_computed_tokens) for r in getattr(scheduler, name)] for name in names}
+        queues = {
+            name: [(r.request_id, r.status.name, r.num_computed_tokens) for r in getattr(scheduler, name)]
+            for name in names
+        }
         held = [block.block_id for block in scheduler.kv_cache_manager.block_pool.blocks if block.ref_cnt > 0]
         return f"no request ends: {queues}, held blocks {held}, {self.side.stats()}"
 
@@ -170,7 +183,9 @@ def disturbed(served: Served) -> dict:
             if what < 0.08 and len(gone) < 4:
                 gone.add(victim := made.choice(ids))
                 served.one.engine.abort_request([victim])
-            elif what < 0.16 and turn % 2 and not served.one.core.batch_queue and not list(scheduler.kv_holding_waiting):
+            elif (
+                what < 0.16 and turn % 2 and not served.one.core.batch_queue and not list(scheduler.kv_holding_waiting)
+            ):
                 scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=what < 0.1)
                 resets.append(what)
 
@@ -287,8 +302,10 @@ def brief(served: Served) -> dict:
     texts = prompts()[:6]
     cold, warm = served.round(texts, 4), served.round(texts, 4)
     ids = served.ask(texts, 4)
-    answers = {o.request_id: list(o.outputs[0].token_ids) for _ in range(3) for o in served.one.engine.step() if o.finished}
-    served.one.llm.sleep(level=1, preserve_state=True)
+    answers = {
+        o.request_id: list(o.outputs[0].token_ids) for _ in range(3) for o in served.one.engine.step() if o.finished
+    }
+    asleep = served.one.llm.sleep(level=1, preserve_state=True)
     moving = served.side.stats()
     answers |= {o.request_id: list(o.outputs[0].token_ids) for o in served.one.engine.step() if o.finished}
     served.one.llm.wake_up()
@@ -299,9 +316,102 @@ def brief(served: Served) -> dict:
         "slept": [answers[i] for i in ids],
         "cached": [sum(cached for _, cached in one) for one in (cold, warm)],
         "moving": moving["jobs_under_way"] + moving["loading_requests"] + moving["held_blocks"],
+        "taken_over": asleep.reused_bytes / worker_side().core.sizes()["block_bytes"],
         "in_flight": served.one.core.batch_queue is not None,
         "stats": served.side.stats(),
+        "of_an_answer": blocks_of_an_answer(served),
     }
+
+
+def blocks_of_an_answer(served: Served) -> int:
+    """Of one that ends as soon as its third block is full: the last token is never computed."""
+    before = served.side.stats()["host_blocks"]
+    prompt = {"prompt_token_ids": [260 + number * 7 % 200 for number in range(90)]}
+    served.one.engine.add_request("fills its third block", prompt, params(0, 7))
+    served.answers()
+    return served.side.stats()["host_blocks"] - before
+
+
+def events_of(directory: str) -> dict:
+    """What this process told: of each request its states, of each type how often, what tiers and memory there are."""
+    lines = subprocess.run([BINARY, "events", directory, "--json"], capture_output=True, text=True, check=True).stdout
+    events = [json.loads(line) for line in lines.splitlines()]
+    ways: dict[str, list] = {}
+    for event in events:
+        if event["type"] == "slot":
+            ways.setdefault(event["request"], []).append((event["from"], event["to"], event["staged_blocks"]))
+    [process] = look("console", directory)["processes"]
+    return {
+        "ways": list(ways.values()),
+        "counts": Counter(f"{event['type']} {event.get('to', '')}".strip() for event in events),
+        "found": sum(event["host_blocks"] for event in events if event["type"] == "hit"),
+        "tiers": {tier["tier"]: tier["cached_blocks"] for tier in process["tiers"]},
+        "memory": process["memory"],
+        "left": [process["slots"], [sum(way["blocks"].values()) for way in process["transfers"]]],
+        "unknown": process["unknown_events"] + process["lost_events"],
+        "twice": look("replay", directory, "--host-blocks", 1 << 20),
+        "none": look("replay", directory, "--host-blocks", 0),
+    }
+
+
+def operated(served: Served, rings: str) -> dict:
+    """Through its socket one request is held, then what goes to host memory; and blocks are dropped there."""
+    texts, result = prompts()[:2], {}
+    result["expected"] = [tokens for tokens, _ in served.round(texts)]
+    with torpor.console.connect(rings) as engine:
+        engine.add_breakpoint(type="request", request=f"{served.rounds + 1}-0*", alone=True, once=True, lease=60)
+        held, other = served.ask(texts)
+        answers = {}
+        while other not in answers:
+            answers |= {o.request_id: list(o.outputs[0].token_ids) for o in served.one.engine.step() if o.finished}
+        result["stops"] = engine.stops()["stops"]
+        result["first"] = list(answers) == [other]
+        engine.resume()
+        answers |= {i: tokens for i, (tokens, _) in served.answers().items()}
+        result["tokens"] = [answers[held], answers[other]]
+        # Blocks of a new prompt stay on the device for now; one transfer of them never goes.
+        before = served.side.stats()
+        number = engine.add_breakpoint(type="candidate", to="promoted", way="down", alone=True, lease=60)
+        prompt = {"prompt_token_ids": [260 + number * 11 % 200 for number in range(70)]}
+        served.one.engine.add_request("kept from host memory", prompt, params(0, 40))
+        while not (queued := engine.stops()["stops"]):
+            assert served.one.engine.has_unfinished_requests(), served.side.stats()
+            served.one.engine.step()
+        [name] = [slot["request"] for slot in engine.slots()["slots"]]
+        candidates = engine.events(types="candidate", limit=10_000)["events"]
+        last = [each for each in candidates if each["to"] == "queued"][-1]
+        result["held_down"] = [queued[0]["cause"], served.side.stats()["down_transferred"] - before["down_transferred"]]
+        result["cancelled"] = engine.call("transfer.cancel", candidate=last["candidate"]) | {"of": last["blocks"]}
+        result["absent"] = engine.call("block.drop", request=name, tier="host")
+        engine.remove_breakpoint(number)
+        served.answers()
+        prompt = {"prompt_token_ids": [260 + number * 13 % 200 for number in range(70)]}
+        served.one.engine.add_request("dropped from host memory", prompt, params(0, 160))
+        before = served.side.stats()
+        while served.side.stats()["down_transferred"] < before["down_transferred"] + 4:
+            assert served.one.engine.has_unfinished_requests(), served.side.stats()
+            served.one.engine.step()
+        [name] = [slot["request"] for slot in engine.slots()["slots"]]
+        blocks = served.side.stats()["host_blocks"]
+        result["dropped"] = engine.call("block.drop", request=name, tier="host")
+        result["fewer"] = blocks - served.side.stats()["host_blocks"]
+        served.answers()
+    return result
+
+
+def several_groups(served: Served) -> dict:
+    """A block is the same bytes for whichever group has it."""
+    rounds = [served.round(prompts()) for _ in range(2)]
+    config = served.one.runner.kv_cache_config
+    result = {
+        "tokens": [[tokens for tokens, _ in one] for one in rounds],
+        "cached": [sum(cached for _, cached in one) for one in rounds],
+        "stats": served.side.stats(),
+        "bytes": (worker_side().core.sizes()["block_bytes"], config.kv_cache_tensors[0].size // config.num_blocks),
+    }
+    if result["stats"]["recovered_blocks"] == 0:
+        result |= {scenario.__name__: scenario(served) for scenario in (slept, disturbed, aborted_while_loading)}
+    return result | {"left": served.side.stats()}
 
 
 def worker_side():
@@ -311,7 +421,8 @@ def worker_side():
 
 
 SCENARIOS = (
-    identical, slept, loaded_is_what_prefill_writes, only_what_is_written, disturbed, aborted_while_loading, told, forgotten,
+    identical, slept, loaded_is_what_prefill_writes, only_what_is_written,
+    disturbed, aborted_while_loading, told, forgotten,
 )  # fmt: skip
 
 
@@ -364,13 +475,27 @@ def main() -> None:
         offload = {"offload": "eager", "host_bytes": "2MiB", "disk_bytes": "256MiB"}
     if mode == "eager":
         ENGINE["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    if mode == "groups":
+        offload = {"offload": "eager", "host_bytes": "64MiB", "disk_bytes": "64MiB"}
+        ENGINE["num_gpu_blocks_override"] = GROUP_BLOCKS
     if mode == "brief":
         offload |= {"offload": "eager"}
         ENGINE["num_gpu_blocks_override"] = 20
+        rings = tempfile.mkdtemp(dir="/dev/shm")
+        atexit.register(shutil.rmtree, rings, ignore_errors=True)
+        offload |= {"events_directory": rings, "events_keys": True, "console": "control"}
     served = Served(InProcess(Path(model), Path(folder) / "checkpoints", torpor=offload, **ENGINE))
     if mode == "brief":
-        print("RESULT " + json.dumps(brief(served)), flush=True)
+        print(
+            "RESULT " + json.dumps(brief(served) | {"told": events_of(rings), "operated": operated(served, rings)}),
+            flush=True,
+        )
+        if keep := os.environ.get("KEEP_EVENTS"):
+            subprocess.run([BINARY, "record", rings, "-o", keep, "--for", "0.1s"], check=True, capture_output=True)
         return
+    if mode == "groups":
+        print("RESULT " + json.dumps(several_groups(served)), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
     if mode == "disk":
         woken = gone_on(served, sys.argv[4]) if len(sys.argv) > 4 else None
         result = served_from_disk(served) | {"woken": woken, "asleep": left_asleep(served), "new": new_weights(served)}

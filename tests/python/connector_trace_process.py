@@ -1,9 +1,11 @@
 """A process of the tests: requests of a trace, scaled down, on an engine whose device pool is far too small.
 
-    connector_trace_process.py MODE MODEL FOLDER REQUESTS
+    connector_trace_process.py MODE MODEL FOLDER REQUESTS COMPUTED
 
-MODE "without": no connector and room for all; "with": with torpor's, disturbed, killed at the end; "after": another process
-on what that one left; "faults": the disk is full for a while, and then gone; "disk_only": no host memory.
+MODE "without": no connector and room for all; "with": with torpor's, disturbed, killed at the end; "after": another
+process on what that one left; "faults": there is less host memory than was asked for, the disk is full for a while, and
+then gone; "full": it is full from before the start to the end; "disk_only": no host memory. "without" leaves the KV of
+each block in the file COMPUTED; the others compare each block that is loaded with what was computed there.
 Prints the tokens of each answer, how many of the prompts' were not computed, and counters.
 """
 
@@ -15,6 +17,7 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools/bench"))
@@ -22,14 +25,16 @@ import connector_replay as replay  # noqa: E402
 from conftest import InProcess  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 
-REQUESTS = int(sys.argv[4])
-AT_ONCE, ANSWER = 12, 6
+REQUESTS, COMPUTED = int(sys.argv[4]), Path(sys.argv[5])
+AT_ONCE, ANSWER, ASKED_AGAIN = 12, 6, 6
 BLOCK, BLOCKS, MOST_BLOCKS = 32, 60, 14  # of a prompt: as many as the trace has hashes, at most
 VOCABULARY, SPECIAL = 2048, 20
 SIZES = {
     "with": {"host_bytes": "8MiB", "disk_bytes": "64MiB"},
     "disk_only": {"disk_bytes": "64MiB"},
+    "faults": {"host_bytes": "10MiB", "disk_bytes": "64MiB", "arena_budget_bytes": 9 << 20},
 }
+GROUP = bytes(4)  # behind a block's hash, in the name that vLLM's prefix cache has for it
 
 
 def prompts() -> list[list[int]]:
@@ -44,6 +49,80 @@ def prompts() -> list[list[int]]:
 def params(number: int) -> SamplingParams:
     more = {"temperature": 0} if number % 2 == 0 else {"temperature": 1.0, "seed": number}
     return SamplingParams(max_tokens=ANSWER, ignore_eos=True, **more)
+
+
+def kv_of(runner, block: int):
+    """What the device has there, of all layers."""
+    import torch
+
+    blocks = runner.kv_cache_config.num_blocks
+    layers = [cache.select(0 if cache.shape[0] == blocks else 1, block) for cache in runner.kv_caches]
+    return torch.cat([layer.float().flatten() for layer in layers])
+
+
+def leave_computed(one: InProcess) -> None:
+    import torch
+
+    pool = one.core.scheduler.kv_cache_manager.block_pool
+    names = list(pool.cached_block_hash_to_block._cache)
+    blocks = {bytes(name): pool.cached_block_hash_to_block.get_one_block(name).block_id for name in names}
+    torch.save({name: kv_of(one.runner, block) for name, block in blocks.items()}, COMPUTED)
+
+
+class Checker:
+    """Compares each block, when its load is over, with what prefill wrote for the same tokens in another process."""
+
+    def __init__(self, one: InProcess):
+        import torch
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        self.computed, self.loading = torch.load(COMPUTED), {}
+        self.compared, self.unknown, self.difference = 0, 0, 0.0
+        side, self.worker, self.runner = (
+            one.core.scheduler.connector.scheduler,
+            get_kv_transfer_group().worker,
+            one.runner,
+        )
+        manager = one.core.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+        match, allocated, look = side.match, side.allocated, self.worker.look
+        at = 0
+
+        def matched(request, computed):
+            nonlocal at
+            at = computed // BLOCK
+            return match(request, computed)
+
+        def begun(request, external):
+            allocated(request, external)
+            if external:
+                table = manager.req_to_blocks[request.request_id]
+                self.loading[request.request_id] = [
+                    (bytes(request.block_hashes[i]) + GROUP, table[i].block_id)
+                    for i in range(at, at + external // BLOCK)
+                ]
+
+        def looked():
+            before = set(self.worker._finished)
+            look()
+            for request_id in self.worker._finished - before:
+                self.compare(self.loading.pop(request_id))
+
+        side.match, side.allocated, self.worker.look = matched, begun, looked
+
+    def compare(self, blocks: list) -> None:
+        for name, block in blocks:
+            if block in self.worker._bad_blocks:
+                continue
+            expected = self.computed.get(name)
+            if expected is None:
+                self.unknown += 1
+                continue
+            difference = (kv_of(self.runner, block) - expected).abs().max() / expected.abs().max()
+            self.difference = max(self.difference, float(difference))
+            self.compared += 1
+
+    def result(self) -> dict:
+        return {"compared": self.compared, "unknown": self.unknown, "difference": self.difference}
 
 
 class Load:
@@ -69,7 +148,24 @@ class Load:
                         answers[output.request_id] = list(output.outputs[0].token_ids)
                         cached += output.num_cached_tokens or 0
                 running -= self.disturb(number, running)
-        return {"answers": answers, "cached": cached, "prompt_tokens": sum(map(len, asked)), "aborted": sorted(self.aborted)}
+        return {
+            "answers": answers,
+            "cached": cached,
+            "prompt_tokens": sum(map(len, asked)),
+            "aborted": sorted(self.aborted),
+        }
+
+    def ask_again(self) -> dict:
+        """The last requests once more, when nothing of them is in the device's prefix cache. Their answers."""
+        engine, asked, answers = self.one.engine, prompts(), {}
+        assert self.scheduler.reset_prefix_cache()
+        for number in range(REQUESTS - ASKED_AGAIN, REQUESTS):
+            engine.add_request(f"again-{number}", {"prompt_token_ids": asked[number]}, params(number))
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    answers[output.request_id.removeprefix("again-")] = list(output.outputs[0].token_ids)
+        return answers
 
     def disturb(self, number: int, running: set[str]) -> set[str]:
         if self.mode == "without":
@@ -83,7 +179,10 @@ class Load:
             self.one.engine.abort_request([victim])
             self.aborted.add(victim)
             return {victim}
-        if draw > 0.985 and self.mode in ("with", "disk_only") and not list(self.scheduler.kv_holding_waiting):
+        moving = (
+            list(self.scheduler.kv_holding_waiting) or self.scheduler.connector.scheduler.core.loading
+        )  # of one aborted
+        if draw > 0.985 and self.mode in ("with", "disk_only") and not moving:
             # What is stored after a reset of the connector is found by this process only.
             both = self.mode == "disk_only" and draw > 0.995
             self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=both)
@@ -112,18 +211,49 @@ class Load:
         return side.stats() | {"free": free, "resets": self.resets, "preempted": self.preempted}
 
 
+@contextmanager
+def disk_full_from_the_start():
+    """From before the store on disk is opened, when vLLM has written what it must. What is printed is a file, too."""
+    from torpor.vllm.connector_worker import WorkerSide
+
+    stock, unlimited = WorkerSide.prepare, resource.RLIM_INFINITY
+
+    def prepare(side):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, unlimited))
+        return stock(side)
+
+    WorkerSide.prepare = prepare
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
+
+
+def served(load: Load) -> dict:
+    checker = Checker(load.one) if load.mode != "without" else None
+    result = load.run()
+    if checker is None:
+        leave_computed(load.one)
+        return result
+    load.settle()
+    result["again"] = load.ask_again()
+    result["stats"] = load.settle()
+    result["checked"] = checker.result()
+    result["host_slots"] = checker.worker.core.sizes()["host_slots"]
+    [ledger] = load.one.llm.torpor("ledger")
+    result["arena"] = {name: ledger[f"arena_{name}_bytes"] for name in ("held", "used")}
+    return result
+
+
 def main() -> None:
     mode, model, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     engine = {"block_size": BLOCK, "max_model_len": 512, "num_gpu_blocks_override": BLOCKS}
     offload = {"offload": "eager"} | SIZES.get(mode, SIZES["with"])
     if mode == "without":
         engine["num_gpu_blocks_override"], offload = 4000, {}
-    load = Load(InProcess(Path(model), folder / "checkpoints", torpor=offload, **engine), mode, folder)
-    result = load.run()
-    if mode != "without":
-        result["stats"] = load.settle()
-        [ledger] = load.one.llm.torpor("ledger")
-        result["arena"] = {name: ledger[f"arena_{name}_bytes"] for name in ("held", "used")}
+    with disk_full_from_the_start() if mode == "full" else nullcontext():
+        load = Load(InProcess(Path(model), folder / "checkpoints", torpor=offload, **engine), mode, folder)
+        result = served(load)
     print("RESULT " + json.dumps(result), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""A process of the tests: vLLM as torpor finds it, before it replaces anything. Prints what its source says otherwise."""
+"""A process of the tests: vLLM as torpor finds it, with nothing replaced. Prints what its source says otherwise."""
 
 import json
 from pathlib import Path

@@ -2,7 +2,7 @@
 
     feature_process.py first NAME FOLDER TOKENIZER    sleeps and wakes in this process, leaves a checkpoint
     feature_process.py only NAME FOLDER TOKENIZER     only leaves a checkpoint
-    feature_process.py second NAME FOLDER CHECKPOINT  a new process, which goes on from it; it may take its weights from there
+    feature_process.py second NAME FOLDER CHECKPOINT  a new process goes on from it; its weights may come from there
 
 Prints its answers and what differed from its own run that never slept.
 """
@@ -90,7 +90,10 @@ def taken_over(one: InProcess, steps: int, since: int, certain: tuple[str, ...])
 
 def second(name: str, folder: Path, checkpoint: str) -> dict:
     options = {}
-    if FEATURES[name].model is not make_model:  # special models get their weights from the checkpoint
+    feature = FEATURES[name]
+    if (
+        feature.model is not make_model and not feature.own_files
+    ):  # special models get their weights from the checkpoint
         options = {"load_format": "torpor", "model_loader_extra_config": {"checkpoint": checkpoint}}
         for weights in (folder / "model").glob("*.safetensors"):
             weights.unlink()

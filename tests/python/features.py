@@ -1,7 +1,8 @@
-"""What of vLLM changes the state that an engine keeps of its requests: how it is switched on, and requests that use it."""
+"""Features of vLLM that change what engines keep of requests: how to switch each on, and requests that use it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +26,9 @@ class Feature:
     shown: Callable[[dict], bool] = lambda expected: True  # whether its answers have what makes them special
     certain: tuple[str, ...] = ()  # requests that go on with the same tokens after a take-over; none said: all
     on: tuple[str, ...] = ("CPU", "rig")  # "CPU": model runner V1; "rig": V2 with async scheduling
-    long_on_rig: bool = False  # there only in tools/dev proof; something like it is in each run
+    long_on: tuple[str, ...] = ()  # there only in tools/dev proof; something like it is in each run
     ways: tuple[str, ...] = WAYS
+    own_files: bool = False  # of the model, for a new process: vLLM packs its weights, and a checkpoint has them packed
     row: str = ""  # of the table in docs/vllm.md; its name, unless said
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -46,7 +48,7 @@ def _plain(_: Path) -> dict:
 
 
 def _repeating(_: Path) -> dict:
-    """What is drafted is often right. On the CPU only greedy: others come out otherwise each time, without torpor too."""
+    """What is drafted is often right. On the CPU only greedy: others differ from run to run, even without torpor."""
     requests = {
         "greedy": ("The capital of France is", _params(temperature=0)),
         "repeating": ("la la la la la la", _params(temperature=0)),
@@ -85,7 +87,10 @@ def _by_grammar(_: Path) -> dict:
         "schema": request("An object:", 5, json=_SCHEMA),
         "regex": request("Letters:", 6, regex="(ab|cd){8,12}"),
         "choice": request("Which one?", 7, choice=["a sea of troubles", "a small town by the sea", "the old clock"]),
-        "two": ("Two of them:", _params(n=2, seed=3, temperature=1.0, structured_outputs=_structured(regex="[a-f]{18}"))),
+        "two": (
+            "Two of them:",
+            _params(n=2, seed=3, temperature=1.0, structured_outputs=_structured(regex="[a-f]{18}")),
+        ),
         "free": ("The capital of France is", _params(temperature=0)),
     }
 
@@ -109,7 +114,7 @@ def _after_reasoning(_: Path) -> dict:
         "never": request(3, -100.0),
         "budget for some": with_budget(6),
         "budget for many": with_budget(16),
-        # It thinks from its second token on, and says so more than once: counted from the last time, there would be more.
+        # It thinks from its second token on and says so repeatedly: counted from the last time, there would be more.
         "budget in the answer": with_budget(
             15, "Once upon a time", temperature=1.0, seed=7, logit_bias={special_tokens()["<think>"]: bias}
         ),
@@ -159,6 +164,15 @@ def _long_and_shared(_: Path) -> dict:
     }
 
 
+def _masked(_: Path) -> dict:
+    """Each answer says which tokens each of its own was drawn from. One of two choices ends before the other."""
+    return {
+        "seeded": ("Once upon a time", _params(temperature=1.0, seed=7, top_k=8)),
+        "wide": ("foo bar " * 100, _params(temperature=0.8, seed=13, top_k=300, top_p=0.9, max_tokens=15)),
+        "two": ("Two of them:", _params(n=2, seed=3, temperature=1.0, top_k=5, stop=["e"], min_tokens=2)),
+    }
+
+
 def _made(kind: str):
     return lambda folder, _: MODELS[kind](folder)
 
@@ -194,14 +208,66 @@ def _with_images(_: Path) -> dict:
     }
 
 
-def _embeddings(_: Path) -> dict:
-    """Prompts of one chunk and of many; some wait."""
+def _embedded(model: Path) -> dict:
+    """Prompts without tokens, of one chunk and of many, and with tokens in between. Beside them options that are no
+    JSON; on the rig, tokens and scores that were asked for."""
+    import numpy
+    import torch
+
+    config = json.loads((model / "config.json").read_text())
+
+    def prompt(length: int, seed: int) -> dict:
+        noise = torch.randn(length, config["hidden_size"], generator=torch.Generator().manual_seed(seed))
+        return {"prompt_embeds": noise * 0.1}
+
+    def mixed(length: int, seed: int) -> dict:
+        """Every third place has a token of its own, the others a special one that stands for an embedding."""
+        is_token = [place % 3 == 0 for place in range(length)]
+        tokens = [100 + place % 40 if own else special_tokens()["<image>"] for place, own in enumerate(is_token)]
+        return prompt(length, seed) | {"prompt_token_ids": tokens, "prompt_is_token_ids": is_token}
+
+    requests = {
+        "mixed": (mixed(170, 4), _params(temperature=0)),
+        "mixed seeded": (mixed(40, 5), _params(temperature=1.0, seed=21)),
+        "short": (prompt(20, 1), _params(temperature=0)),
+        "long": (prompt(150, 2), _params(temperature=0.8, seed=13)),
+        "longer": (prompt(300, 3), _params(temperature=0, max_tokens=15)),
+        "options": ("The capital of France is", _params(temperature=0, extra_args={"x": b"y", "z": {1: 2}})),
+    }
+    if rig.active():
+        places = numpy.arange(398, dtype=numpy.int32).reshape(199, 2) % 90
+        tokens = {"prompt_token_ids": [50 + number % 40 for number in range(200)]}
+        requests |= {
+            "given": ("Once upon a time", _params(temperature=1.0, seed=3, trace_decode_token_ids=_GIVEN)),
+            "scores": (tokens, _params(temperature=0, prompt_logprob_token_ids=places)),
+        }
+    return requests
+
+
+_GIVEN = [100 + number * 7 % 50 for number in range(20)]
+
+
+def _asked_for_is_there(expected: dict) -> bool:
+    return not rig.active() or (expected["given"][1][0][1] == _GIVEN and len(expected["scores"][2]) == 199)
+
+
+def _pooled(_: Path) -> dict:
+    """Prompts of one chunk and of many; some wait. Documents are compared with a query that a worker keeps."""
     from vllm import PoolingParams
+    from vllm.pooling_params import LateInteractionParams
 
     def request(prompt: str) -> tuple:
         return prompt, PoolingParams(task="embed")
 
+    def scored(prompt: str, **how) -> tuple:
+        return prompt, PoolingParams(
+            task="token_embed", late_interaction_params=LateInteractionParams(query_key="q", **how)
+        )
+
     return {
+        "query": scored("a small town", mode="cache_query", query_uses=2),
+        "document": scored("In a small town by the sea " * 30, mode="score_doc"),
+        "another": scored("foo bar " * 90, mode="score_doc"),
         "short": request("The capital of France is"),
         "long": request("foo bar " * 150),
         "longer": request("la la once upon a time " * 60),
@@ -214,7 +280,7 @@ FEATURES = {
         _by_grammar, lambda model: {"structured_outputs_config": {"backend": "xgrammar"}}
     ),
     "structured output, guidance": Feature(
-        _by_grammar, lambda model: {"structured_outputs_config": {"backend": "guidance"}}, long_on_rig=True
+        _by_grammar, lambda model: {"structured_outputs_config": {"backend": "guidance"}}, long_on=("rig",)
     ),
     "structured output after reasoning": Feature(
         _after_reasoning,
@@ -234,11 +300,14 @@ FEATURES = {
             }
         },
         certain=_GREEDY,
+        long_on=("CPU",),  # what proposes is compiled there
     ),
     "speculation, draft model": Feature(
-        _repeating, _drafting("draft_model", "draft"), model=with_draft_model, certain=_GREEDY, long_on_rig=True
+        _repeating, _drafting("draft_model", "draft"), model=with_draft_model, certain=_GREEDY, long_on=("rig",)
     ),
-    "speculation, EAGLE": Feature(_repeating, _drafting("eagle", "eagle"), model=with_eagle_head, certain=_GREEDY),
+    "speculation, EAGLE": Feature(
+        _repeating, _drafting("eagle", "eagle"), model=with_eagle_head, certain=_GREEDY, long_on=("rig",)
+    ),
     "LoRA": Feature(
         _with_adapters,
         lambda model: {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 3},
@@ -248,13 +317,36 @@ FEATURES = {
         _with_images, lambda model: {"limit_mm_per_prompt": {"image": 2}}, model=with_vision, steps=(3, 9)
     ),
     "sliding windows and full attention": Feature(_long_and_shared, model=_made("windows")),
-    "attention in chunks and full attention": Feature(_long_and_shared, model=_made("chunks"), long_on_rig=True),
+    "attention in chunks and full attention": Feature(_long_and_shared, model=_made("chunks"), long_on=("rig",)),
     "Mamba and attention, without a prefix cache": Feature(
-        _long_and_shared, lambda model: {"enable_prefix_caching": False}, model=_made("states"), long_on_rig=True
+        _long_and_shared, lambda model: {"enable_prefix_caching": False}, model=_made("states"), long_on=("rig",)
     ),
-    "short convolutions and attention, with a prefix cache": Feature(_long_and_shared, model=_made("convolutions")),
+    "short convolutions and attention, with a prefix cache": Feature(
+        _long_and_shared, model=_made("convolutions"), long_on=("rig",)
+    ),
     "pooling, begun again": Feature(
-        _embeddings, lambda model: {"runner": "pooling", "convert": "embed"}, steps=(1, 2), ways=WAYS[:2]
+        _pooled,
+        lambda model: {"runner": "pooling", "convert": "embed"},
+        steps=(1, 2),
+        ways=WAYS[:2],
+        row="pooling, begun again; scores by late interaction",
     ),
-    "KV cache events": Feature(_plain, lambda model: {"kv_events_config": {"enable_kv_cache_events": True}}, long_on_rig=True),
+    "prompts as embeddings": Feature(
+        _embedded,
+        lambda model: {"enable_prompt_embeds": True, "enable_trace_replay": rig.active()},
+        steps=(2, 9),
+        shown=_asked_for_is_there,
+        row="prompts as embeddings; given tokens and scores of a prompt (V2)",
+    ),
+    "sampling masks": Feature(
+        _masked,
+        lambda model: {"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"},
+        on=("rig",),
+        shown=lambda expected: all(choice[-1] for _, choices, _ in expected.values() for choice in choices),
+        row="masks of what was sampled from (V2)",
+    ),
+    "experts": Feature(_plain, model=_made("experts"), own_files=True),
+    "KV cache events": Feature(
+        _plain, lambda model: {"kv_events_config": {"enable_kv_cache_events": True}}, long_on=("rig",)
+    ),
 }

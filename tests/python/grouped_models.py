@@ -1,8 +1,8 @@
-"""Random tiny models whose layers need several KV groups, as the rig's Llama: 512 words, made in a moment.
+"""Random tiny models of other kinds than the rig's Llama, most with several KV groups: 512 words, made in a moment.
 
 `windows` is built as Gemma 3: layers that see the last WINDOW tokens alternate with layers that see all. `states` is
-built as Granite 4: Mamba layers, which keep one state, alternate with attention. `convolutions` is built as LFM 2: their
-state is the last tokens; vLLM 0.32 on the CPU can keep such states in the prefix cache, and those of Mamba 2 not.
+built as Granite 4: Mamba layers, which keep one state, alternate with attention. `convolutions` is built as LFM 2:
+their state is the last tokens; vLLM 0.32 on the CPU can keep such states in the prefix cache, and those of Mamba 2 not.
 """
 
 from pathlib import Path
@@ -102,7 +102,7 @@ def convolutions(folder: Path, seed: int = 7) -> Path:
         parts["feed_forward.w2.weight"] = _drawn(draws, HIDDEN, 2 * HIDDEN)
         if kind == "full_attention":
             parts |= {name.replace("o_proj", "out_proj"): content for name, content in _attention(draws).items()}
-            # All tokens count alike: the CPU's kernel rotates queries of this shape otherwise in batches of other sizes.
+            # All tokens count alike: how the CPU's kernel rotates queries of this shape depends on the batch's size.
             parts["self_attn.q_layernorm.weight"] = np.zeros(HEAD, np.float32)
             parts["self_attn.k_layernorm.weight"] = np.ones(HEAD, np.float32)
         else:
@@ -114,6 +114,26 @@ def convolutions(folder: Path, seed: int = 7) -> Path:
         "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "layer_types": kinds,
         "num_hidden_layers": len(kinds), "conv_L_cache": _CONVOLUTION, "conv_dim": HIDDEN, "block_dim": HIDDEN,
         "block_auto_adjust_ff_dim": False,
+    }  # fmt: skip
+    return write(folder, weights, config)
+
+
+def experts(folder: Path, seed: int = 7) -> Path:
+    """Mixtral: each token goes through two of four experts. One KV group."""
+    draws = np.random.default_rng(seed)
+    layers, count = 2, 4
+    weights = _common(draws)
+    for layer in range(layers):
+        parts = {f"{name}_layernorm.weight": np.ones(HIDDEN, np.float32) for name in ("input", "post_attention")}
+        parts |= _attention(draws)
+        parts["block_sparse_moe.gate.weight"] = _drawn(draws, count, HIDDEN)
+        for number in range(count):
+            expert = f"block_sparse_moe.experts.{number}"
+            parts |= {f"{expert}.{name}.weight": _drawn(draws, HIDDEN, HIDDEN) for name in ("w1", "w2", "w3")}
+        weights |= {f"model.layers.{layer}.{name}": content for name, content in parts.items()}
+    config = {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_hidden_layers": layers,
+        "intermediate_size": HIDDEN, "num_local_experts": count, "num_experts_per_tok": 2,
     }  # fmt: skip
     return write(folder, weights, config)
 
@@ -130,4 +150,4 @@ def _drawn(draws, rows: int, columns: int) -> np.ndarray:
     return draws.normal(0, 0.6, (rows, columns)).astype(np.float32)
 
 
-MODELS = {"windows": windows, "chunks": chunks, "states": states, "convolutions": convolutions}
+MODELS = {"windows": windows, "chunks": chunks, "states": states, "convolutions": convolutions, "experts": experts}

@@ -1,5 +1,5 @@
-"""A process of the tests: an engine whose model has several KV groups. Prints what its tables look like asleep, and what
-requests that begin after a wake find in the prefix cache, beside what they find when the engine only stood still."""
+"""A process of the tests: an engine whose model has several KV groups. Prints what its tables look like asleep, and
+what requests that begin after a wake find in the prefix cache, beside what they find if the engine only stood still."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from conftest import InProcess, rig
 from grouped_models import MODELS
 from requests_of_tests import REQUESTS, SHARED, answer, final, run
 
-from torpor.vllm.scheduler_values import pool_to_value
+from torpor.vllm.pool_values import pool_to_value
 
 LATER = ("later", SHARED + "It said", REQUESTS["prefix-a"][1])
 WAYS = ("pause", "disk") if rig.active() else ("pause", "host", "disk")
@@ -29,7 +29,7 @@ def tables(one: InProcess) -> list[dict]:
 
 
 def to_the_end(one: InProcess, answers: dict, before: tuple = ()) -> dict:
-    """All answers, and how many tokens of each prompt were found in the prefix cache; `before`: a request added first."""
+    """All answers, and how many tokens of each prompt the prefix cache had; `before`: a request added first."""
     if before:
         one.engine.add_request(*before)
     found = {}
@@ -41,7 +41,7 @@ def to_the_end(one: InProcess, answers: dict, before: tuple = ()) -> dict:
 
 
 def stood_still(one: InProcess, steps: int, way: str, preempt: bool = False) -> dict:
-    """A run that was only paused ("pause"), slept ("host"), or was given up and went on from its checkpoint ("disk")."""
+    """A run that only paused ("pause"), slept ("host"), or was given up and went on from its checkpoint ("disk")."""
     answers = one.begin(steps, NAMES)
     if preempt:
         one.core.reset_prefix_cache(reset_running_requests=True)
@@ -84,11 +84,13 @@ def with_a_part_of_a_block(one: InProcess, way: str) -> dict:
 
 
 def convolution_weights(one: InProcess, other: Path) -> dict:
-    """Whether the weights of convolutions follow those that are loaded, where layers see them as tensors of their own."""
+    """Whether the weights of convolutions follow those loaded, where layers see them as tensors of their own."""
     from safetensors.torch import load_file
 
     layers = [
-        (name, layer) for name, layer in one.runner.model.named_modules() if getattr(layer, "conv_weights", None) is not None
+        (name, layer)
+        for name, layer in one.runner.model.named_modules()
+        if getattr(layer, "conv_weights", None) is not None
     ]
     one.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
     files = load_file(other / "model.safetensors")

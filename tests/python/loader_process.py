@@ -1,8 +1,8 @@
 """A process of the tests: engines with load_format="torpor", and a model directory without weights.
 
-    loader_process.py first MODEL STORE           an engine with the model's own files leaves a checkpoint
-    loader_process.py second MODEL STORE PATH WRONG [WAKE FILES]
-        a new process fills its weights from it, wakes it, and goes on; all further arguments as JSON
+loader_process.py first MODEL STORE           an engine with the model's own files leaves a checkpoint
+loader_process.py second MODEL STORE PATH WRONG [WAKE FILES]
+    a new process fills its weights from it, wakes it, and goes on; all further arguments as JSON
 """
 
 import json
@@ -38,7 +38,7 @@ def chunks(one: InProcess) -> dict:
 def second(model: Path, store: Path, path: str, wrong: dict, wake: str = "", files: str = "") -> dict:
     """`wrong`: starts that must be refused, each with its options. The result has why.
 
-    `wake`: the checkpoint to wake, where it is another one. `files`: a model with weights, to load them anew at the end.
+    `wake`: the checkpoint to wake, where it is another. `files`: a model with weights, to load anew at the end.
     """
     result = {"refused": {name: refused(store, {"model": model} | options) for name, options in wrong.items()}}
     one = InProcess(model, store, load_format="torpor", model_loader_extra_config={"checkpoint": path})

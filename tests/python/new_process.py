@@ -1,4 +1,4 @@
-"""A new process of the tests: wakes checkpoints one after the other and runs each to its end. Prints one JSON object."""
+"""A new process of the tests: wakes checkpoints one after another and runs each to its end. Prints a JSON object."""
 
 import json
 import sys
@@ -20,7 +20,9 @@ def main() -> None:
             for output in one.engine.step():
                 answers[output.request_id] = answer(output)
                 if output.finished:
-                    versions = [getattr(choice, "weight_versions", None) or [] for choice in output.outputs]  # none in 0.31
+                    versions = [
+                        getattr(choice, "weight_versions", None) or [] for choice in output.outputs
+                    ]  # none in 0.31
                     spans[output.request_id] = [[(s.version, s.start, s.end) for s in each] for each in versions]
         recomputed = one.llm.torpor("state")["recomputed_tokens"]
         results.append({

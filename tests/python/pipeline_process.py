@@ -1,7 +1,7 @@
 """A process of the tests: an engine whose model lies in two stages of a pipeline, each in a process of its own.
 
-`sleep`: sleeps at some steps, to host, to disk and restored by the same process. Prints what differed from the twin that
-only stood still at that step, the twins' answers, and where the last checkpoint of each step lies.
+`sleep`: sleeps at some steps, to host, to disk and restored by the same process. Prints what differed from the twin
+that only stood still at that step, the twins' answers, and where the last checkpoint of each step lies.
 `wake`: a new process wakes such checkpoints. Prints their answers.
 """
 
@@ -29,7 +29,9 @@ def seed(worker) -> None:
 
 def make(model: Path, directory: Path, **options) -> InProcess:
     one = InProcess(model, directory, pipeline_parallel_size=2, distributed_executor_backend="mp", **options)
-    if os.environ.get("TORPOR_RIG") != "1":  # vLLM's V1 on the CPU makes what its last stage receives into only where it compiles
+    if (
+        os.environ.get("TORPOR_RIG") != "1"
+    ):  # vLLM's V1 on the CPU makes what its last stage receives into only where it compiles
         one.core.collective_rpc(lambda worker: worker.model_runner.profile_run())
     return one
 

@@ -16,7 +16,7 @@ def _params(**options) -> SamplingParams:
     return SamplingParams(**values)
 
 
-# Greedy, seeded and unseeded; shared prefixes; n > 1; stop strings; penalties; log probabilities; prompts of many chunks.
+# Greedy, seeded, unseeded; shared prefixes; n > 1; stop strings; penalties; log probabilities; prompts of many chunks.
 REQUESTS = {
     "greedy": ("The capital of France is", _params(temperature=0)),
     "seeded": ("Once upon a time", _params(temperature=1.0, seed=7)),
@@ -26,7 +26,9 @@ REQUESTS = {
     "two": ("Write a poem:", _params(temperature=1.0, n=2, seed=11, max_tokens=25)),
     "stops": (
         "one two three",
-        _params(temperature=1.0, seed=3, stop=["e", "zz"], logprobs=3, flat_logprobs=True, max_tokens=60, min_tokens=12),
+        _params(
+            temperature=1.0, seed=3, stop=["e", "zz"], logprobs=3, flat_logprobs=True, max_tokens=60, min_tokens=12
+        ),
     ),
     "penalties": (
         "la la la la",
@@ -62,7 +64,7 @@ def answer(output) -> list:
     Of a pooling request its vector: batches decide about the last digits, which are left out.
     """
     if isinstance(output, PoolingRequestOutput):
-        return [output.finished, [[0, [round(number, 4) for number in output.outputs.data.tolist()]]], None]
+        return [output.finished, [[0, [round(number, 4) for number in output.outputs.data.flatten().tolist()]]], None]
     completions = [
         [
             c.index,
@@ -72,10 +74,13 @@ def answer(output) -> list:
             c.stop_reason,
             c.cumulative_logprob,
             _positions(c.logprobs),
+            c.sampling_mask and c.sampling_mask.token_ids,
         ]
         for c in output.outputs
     ]
-    return [output.finished, sorted(completions, key=lambda c: c[0]), _positions(output.prompt_logprobs)]
+    scores = getattr(output, "prompt_token_id_logprobs", None)  # vLLM 0.31 has none
+    of_prompt = _positions(output.prompt_logprobs) if scores is None else scores.tolist()
+    return [output.finished, sorted(completions, key=lambda c: c[0]), of_prompt]
 
 
 def add_requests(engine, names=None, max_tokens: int | None = None, requests: dict | None = None) -> None:

@@ -1,4 +1,4 @@
-"""A process of the tests, on the rig: an engine in it or in other processes. Prints what is in force, and its answers."""
+"""A process of the tests on the rig: an engine in it or in other processes. Prints what is in force and its answers."""
 
 import asyncio
 import json

@@ -18,10 +18,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 import torpor
 from torpor import errors
-from torpor.vllm import compat, frontend
+from torpor.vllm import compat, front_end_methods
 from torpor.vllm.compat import changes, guards, imported, v0_32
 from torpor.vllm.compat.guards import Class, Module
-from torpor.vllm.compat.patching import Patches
+from torpor.vllm.patching import Patches
 
 MANIFEST = compat.manifest(vllm.__version__)
 ADAPTER = Path(torpor.__file__).parent
@@ -72,7 +72,7 @@ def test_what_has_another_place_in_a_version_is_looked_up(known):
         for full, change in getattr(compat.manifest(known), "CHANGES", {}).items()
         if change is changes.ABSENT or isinstance(change, changes.Moved)
     }
-    allowed = {("v0_32_patches.py", "vllm.compilation.cudagraph_pool")}  # after it asked by a lookup
+    allowed = {("patches.py", "vllm.compilation.cudagraph_pool")}  # after it asked by a lookup
     for path in sorted(ADAPTER.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module:
@@ -227,9 +227,9 @@ gpu_input_batch.CachedRequestState = dataclasses.make_dataclass("CachedRequestSt
 gpu_input_batch.CachedRequestState.__module__ = "vllm.v1.worker.gpu_input_batch"
 """
 FAILS_HALF_WAY = """
-from torpor.vllm.compat import v0_32_patches
+from torpor.vllm import patches
 def fail(patches): raise RuntimeError("half\\nway")
-v0_32_patches._cpu_generators = fail
+patches._cpu_generators = fail
 """
 OTHER_SERVER = "from vllm.entrypoints.launchers.api_server import entry\ndel entry.run_server"
 
@@ -331,8 +331,8 @@ SEMANTICS = (Path(__file__).parents[2] / "docs/semantics.md").read_text()
 CALLS = re.sub(r"\n +", " ", SEMANTICS.split("```")[1])  # one a line
 
 
-@pytest.mark.parametrize("methods", [frontend.Blocking, frontend.Awaited])
-@pytest.mark.parametrize("name", ["sleep", "wake_up", "checkpoint"])
+@pytest.mark.parametrize("methods", [front_end_methods.Blocking, front_end_methods.Awaited])
+@pytest.mark.parametrize("name", ["sleep", "wake_up", "updating_weights", "checkpoint"])
 def test_signatures_are_those_of_the_document(methods, name):
     [documented] = [line for line in CALLS.splitlines() if line.startswith(f"{name}(")]
     found = imported.signature_text(getattr(methods, name)).removeprefix("self").removeprefix(", ")
@@ -344,11 +344,11 @@ def test_signatures_are_those_of_the_document(methods, name):
 
 def test_what_the_classes_of_vllm_got_shows_its_arguments(one):
     for cls, methods in (
-        (type(one.llm), frontend.Blocking),
-        (type(one.engine), frontend.Blocking),
-        (AsyncLLM, frontend.Awaited),
+        (type(one.llm), front_end_methods.Blocking),
+        (type(one.engine), front_end_methods.Blocking),
+        (AsyncLLM, front_end_methods.Awaited),
     ):
-        for name in ("sleep", "wake_up", "checkpoint"):
+        for name in ("sleep", "wake_up", "updating_weights", "checkpoint"):
             assert inspect.signature(getattr(cls, name)) == inspect.signature(getattr(methods, name))
             assert getattr(cls, name).__doc__ and getattr(cls, name).__name__ == name
     assert inspect.iscoroutinefunction(AsyncLLM.sleep)

@@ -1,16 +1,22 @@
 """Failures that KV connectors had, each by name, with vLLM's scheduler and workers that are made up.
 
-Elsewhere: `first_schedule_after_wake` is test_connector.py::test_a_sleep_waits_for_what_moves_and_keeps_what_is_in_host_memory,
-`host_budget_is_what_is_mapped` is in test_connector_faults.py, and the end of a worker's process, with what it leaves on disk,
+Those that need an engine are elsewhere: `first_schedule_after_wake` is
+test_connector.py::test_a_sleep_waits_for_what_moves_and_keeps_what_is_in_host_memory; `host_budget_is_what_is_mapped`
+is in test_connector_faults.py; `external_hit_under_eviction_pressure` of a model with windows is, with its bytes,
+test_connector.py::test_blocks_of_several_groups_come_back_from_host_memory_and_disk; the end of a worker's process,
+with what it leaves on disk, is
 test_connector.py::test_what_is_on_disk_is_found_after_a_kill_and_recomputed_where_it_is_damaged.
 """
 
+import re
 from pathlib import Path
 
 import pytest
 from conftest import result_of
 
+TESTS = Path(__file__).parents[1]
 PROCESS = Path(__file__).parent / "connector_failures_process.py"
+PROMPT_TOKENS = 256
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +34,11 @@ def test_store_waits_for_compute(happened):
     assert result["early"] == 0 and result["stored"] == 16
 
 
+def test_a_priority_of_any_size_is_taken(happened):
+    result = happened["priorities_of_any_size"]
+    assert result["stored"] == 3 * 16 and nothing_left(result["left"], 100)
+
+
 def test_load_waits_for_readers(happened):
     """No step reads a block that is loaded into, nor writes one that is stored."""
     result = happened["load_waits_for_readers"]
@@ -41,7 +52,7 @@ def test_abort_of_never_scheduled_request(happened):
 
 
 def test_external_hit_under_eviction_pressure(happened):
-    """Several KV groups are refused by name; with one, hits and preemptions get along."""
+    """Hits and preemptions get along."""
     result = happened["external_hit_under_eviction_pressure"]
     assert result["host_tokens"] > 0 and result["preemptions"] > 0
     assert nothing_left(result["left"], 40)
@@ -50,6 +61,14 @@ def test_external_hit_under_eviction_pressure(happened):
 def test_every_stored_block_is_found(happened):
     result = happened["every_stored_block_is_found"]
     assert result["found"] == result["prompt_blocks"] > 100
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_new_weights_over_old_blocks(happened, mode):
+    """vLLM's own prefix cache is the user's to reset: it is never found again as if the new weights had made it."""
+    result = happened["new_weights_over_old_blocks"][mode]
+    assert result["begun"] and result["stale"] == 0
+    assert result["afresh"] == PROMPT_TOKENS or mode == "lazy" and result["afresh"] > 0
 
 
 def test_ranks_agree_on_capacity(happened):
@@ -87,3 +106,33 @@ def test_what_one_rank_failed_to_store_is_found_nowhere(happened):
     result = happened["failed_copies_are_computed"]
     assert result["blocks"] == result["stored"] // 2 == 8
     assert nothing_left(result["left"], 100)
+
+
+def test_of_a_load_of_several_groups_only_what_lies_behind_a_damaged_block_is_computed(happened):
+    result = happened["damaged_block_of_several_groups"]
+    first, *others = result["loads"]
+    assert others and max(others) < first and result["found"] == PROMPT_TOKENS // 16 // 2
+    assert nothing_left(result["left"], 100)
+
+
+def test_a_waiting_request_keeps_what_it_has_and_gets_what_is_stored_meanwhile(happened):
+    result = happened["waiting_request_is_asked_for_again"]
+    assert result["found"] == [32, 32, 40] and nothing_left(result["left"], 100)
+
+
+def test_blocks_that_requests_share_are_stored_once(happened):
+    result = happened["shared_blocks_are_stored_once"]
+    assert result["stored"] == result["blocks"] == 16 and nothing_left(result["left"], 100)
+
+
+def test_only_what_the_device_lacks_is_loaded_and_never_the_last_tokens_block(happened):
+    result = happened["device_then_host_then_computed"]
+    assert result["loaded"] == [8, 7] and result["stored"] == 16
+    assert nothing_left(result["left"], 100)
+
+
+def test_each_situation_of_vllms_tests_names_tests_that_there_are():
+    table = (TESTS / "connector.md").read_text()
+    named = re.findall(r"`([a-z_/]+\.(?:py|cpp))::(\w+)`", table)
+    assert len(named) > 40
+    assert [name for file, name in named if not re.search(rf"\b{name}\b", (TESTS / file).read_text())] == []

@@ -250,7 +250,9 @@ def test_every_kind_of_name_is_found(toy, module, names):
 def test_definitions_of_which_either_may_hold_must_be_the_same(tmp_path):
     folder = tmp_path / "either"
     folder.mkdir()
-    (folder / "__init__.py").write_text("import os\nif os.name == 'nt':\n    def f(a): pass\nelse:\n    def f(b): pass\n")
+    (folder / "__init__.py").write_text(
+        "import os\nif os.name == 'nt':\n    def f(a): pass\nelse:\n    def f(b): pass\n"
+    )
     tree = SourceTree(folder)
     assert guards.problems([Module("either", {"f": "b"})], tree) == ["either.f takes (a) or (b), torpor expects (b)"]
 
@@ -278,7 +280,9 @@ def test_what_is_not_there_is_named(toy):
 
 OLD = {
     "engine": (
-        Module("torpor_toy.shapes", {"fallback": "a, b", "waits": "a"}, (Class("Plain", fields="slot gone", exact=True),)),
+        Module(
+            "torpor_toy.shapes", {"fallback": "a, b", "waits": "a"}, (Class("Plain", fields="slot gone", exact=True),)
+        ),
         Module("torpor_toy.old", names=("starred", "here")),
         Module("torpor_toy.gone", names=("anything",)),
     ),
@@ -299,7 +303,9 @@ def test_a_manifest_is_written_by_its_changes():
             Module("torpor_toy.old", names=("here",)),
             Module("torpor_toy.stars", names=("starred",)),
         ),
-        "cpu": (Module("torpor_toy.shapes", classes=(Class("Plain", {"many": "self, a"}, "slot", members="CONSTANT"),)),),
+        "cpu": (
+            Module("torpor_toy.shapes", classes=(Class("Plain", {"many": "self, a"}, "slot", members="CONSTANT"),)),
+        ),
     }
     moved = changed(OLD, {"torpor_toy.old": Moved("torpor_toy.new")})["engine"][1]
     assert moved == Module("torpor_toy.new", names=("starred", "here"))
@@ -307,7 +313,11 @@ def test_a_manifest_is_written_by_its_changes():
 
 @pytest.mark.parametrize(
     "name, change",
-    [("torpor_toy.typo", ABSENT), ("torpor_toy.shapes.Typo", Changed()), ("torpor_toy.shapes.Plain", Changed(without="typo"))],
+    [
+        ("torpor_toy.typo", ABSENT),
+        ("torpor_toy.shapes.Typo", Changed()),
+        ("torpor_toy.shapes.Plain", Changed(without="typo")),
+    ],
 )
 def test_a_change_of_nothing_is_a_mistake(name, change):
     with pytest.raises(ValueError, match="typo|Typo"):
@@ -348,7 +358,9 @@ def test_the_command_says_what_changed(tmp_path):
         copy.symlink_to(path)
     request = changed / "v1/request.py"
     text = request.read_text().replace("def update_block_hashes(self)", "def update_block_hashes(self, salt)")
-    text = text.replace("        self.request_id = request_id\n", "        self.wishes = self.request_id = request_id\n")
+    text = text.replace(
+        "        self.request_id = request_id\n", "        self.wishes = self.request_id = request_id\n"
+    )
     request.unlink()
     request.write_text(text)
     done = contract(changed)

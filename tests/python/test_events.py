@@ -3,7 +3,6 @@
 import contextlib
 import json
 import subprocess
-import tempfile
 
 import pytest
 from inspector import BINARY, look
@@ -11,10 +10,9 @@ from inspector import BINARY, look
 pytestmark = [pytest.mark.rig]
 
 
-@pytest.fixture(scope="module")
-def directory():
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
-        yield path
+@pytest.fixture
+def directory(events_directory):
+    return events_directory
 
 
 @pytest.fixture
@@ -81,7 +79,10 @@ def test_a_sleep_that_fails_says_why_and_what_was_undone(one, told, directory, m
     assert one.finish(answers) == one.expected
     row = look("console", directory)["processes"][0]["operations"][-1]
     assert row["state"] == "failed" and "division" in row["error"]
-    assert [(phase["phase"], phase["state"]) for phase in row["phases"]] == [("quiesce", "undone"), ("capture", "failed")]
+    assert [(phase["phase"], phase["state"]) for phase in row["phases"]] == [
+        ("quiesce", "undone"),
+        ("capture", "failed"),
+    ]
 
 
 def test_a_recording_has_what_was_told(one, told, directory, tmp_path):
@@ -95,7 +96,9 @@ def test_a_recording_has_what_was_told(one, told, directory, tmp_path):
     recorded = subprocess.run([BINARY, "events", tmp_path / "r", "--json"], capture_output=True, text=True, check=True)
     by_sequence = {event["sequence"]: event for event in map(json.loads, recorded.stdout.splitlines())}
     now = told()
-    assert len(now) > 100 and all(by_sequence[event["sequence"]] == event for event in now if event["sequence"] in by_sequence)
+    assert len(now) > 100 and all(
+        by_sequence[event["sequence"]] == event for event in now if event["sequence"] in by_sequence
+    )
     assert sum(event["sequence"] in by_sequence for event in now) > len(now) - 20  # but what came after it ended
     trace = subprocess.run([BINARY, "events", tmp_path / "r", "--export", "perfetto"], capture_output=True, check=True)
     assert any(event["name"] == "decoding" for event in json.loads(trace.stdout)["traceEvents"])

@@ -1,4 +1,4 @@
-"""Bad input and failures on the real engine: a clear error, nothing lost, and the same tokens as if nothing had been asked."""
+"""Bad input and failures on the real engine: a clear error, nothing lost, and tokens as if nothing had been asked."""
 
 import os
 import resource

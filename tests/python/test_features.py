@@ -24,7 +24,7 @@ def _marked():
         marks = [pytest.mark.feature(feature.row or name, *feature.ways)]
         if "rig" in feature.on:
             marks.append(pytest.mark.rig)
-        if feature.long_on_rig and rig.active():
+        if RUNNER in feature.long_on:
             marks.append(pytest.mark.long)
         if name == "prefix hashes by xxhash":  # it has a take-over, and little else
             marks.append(pytest.mark.core)

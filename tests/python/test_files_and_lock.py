@@ -1,4 +1,4 @@
-"""No binding calls a file while it holds the interpreter's lock: the module checks it here (bindings/module_files.h)."""
+"""No binding calls a file with the interpreter's lock held: the module checks it here (bindings/module_files.h)."""
 
 import os
 

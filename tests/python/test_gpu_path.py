@@ -131,7 +131,7 @@ def test_what_vllm_keeps_beside_the_weights_is_rebuilt_after_level_2(one, tiny_m
         tensor.fill_(7)
     one.llm.wake_up()
     one.llm.collective_rpc("reload_weights")
-    assert one.llm.wake_up()
+    assert one.llm.wake_up(kv="keep")
     assert one.finish(answers) == one.expected
 
 
@@ -144,6 +144,7 @@ def test_every_kv_layout_sleeps(zygote, tiny_model, tmp_path, layout):
     assert result["differing"] == [] and result["recomputed"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_layout_whose_blocks_are_scattered_is_refused_by_name(zygote, tiny_model, tmp_path):
     result = variant(zygote, tiny_model, tmp_path, {}, rig.environment(kv_layout="LHBNC"))
@@ -194,7 +195,7 @@ def test_state_that_is_not_preserved_is_refused_by_name(one):
     assert one.finish(answers) == one.expected
 
 
-# --- what shows that the comparisons above can fail ---------------------------------------------------------------------
+# --- what shows that the comparisons above can fail -------------------------------------------------------------------
 
 
 def seeds(runner, slot):

@@ -53,7 +53,9 @@ GROUPS = {
 
 def configuration(groups: list[KVCacheGroupSpec], layout: KVCacheLayout):
     cache = SimpleNamespace(
-        get_resolved_kv_cache_layout=lambda: layout, num_gpu_blocks_override=BLOCKS, prefix_cache_retention_interval=None
+        get_resolved_kv_cache_layout=lambda: layout,
+        num_gpu_blocks_override=BLOCKS,
+        prefix_cache_retention_interval=None,
     )
     engine = SimpleNamespace(cache_config=cache, attention_config=SimpleNamespace(hisparse_config=None))
     config = get_kv_cache_config_from_groups(engine, groups, 1 << 20)

@@ -1,7 +1,7 @@
 """Levels, tags and what becomes of requests without preserve_state."""
 
 import pytest
-from requests_of_tests import REQUESTS, final, run
+from requests_of_tests import REQUESTS, final
 from tiny_model import make_model
 
 from torpor import errors
@@ -201,7 +201,7 @@ def test_new_weights_loaded_while_the_kv_sleeps_go_on_from_the_tokens_so_far(one
     one.llm.wake_up(tags=["weights"])
     other = make_model(tmp_path / "other", real_model, seed=8)
     one.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
-    assert one.llm.wake_up(tags=["kv_cache"], weights_changed=True)
+    assert one.llm.wake_up(tags=["kv_cache"], kv="recompute")
     finished = one.finish(half_done)
     assert one.llm.torpor("state")["recomputed_tokens"] == computed > 100
     try:

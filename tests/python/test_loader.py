@@ -23,6 +23,20 @@ def second(zygote, model, store, path, *further) -> dict:
     return result_of(zygote.run(words, timeout=200))
 
 
+def checkpoint_without_weights(one, tmp_path: Path) -> Path:
+    """A store whose only checkpoint was made while serving: none before it has weights to be linked."""
+    aside, store = tmp_path / "aside", tmp_path / "bare"
+    aside.mkdir(), store.mkdir()
+    for each in Path(one.directory).glob("g-*"):
+        each.rename(aside / each.name)
+    made = Path(one.llm.checkpoint().checkpoint)
+    made.rename(store / made.name)
+    for each in aside.iterdir():
+        each.rename(Path(one.directory) / each.name)
+    return store
+
+
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_real_model_goes_on_with_the_very_next_token(zygote, real_model, tmp_path):
     store, bare = tmp_path / "store", without_weights(real_model, tmp_path / "model")
@@ -39,7 +53,8 @@ def test_weights_are_read_once_and_what_does_not_fit_is_refused_by_name(one, zyg
     given = json.loads(json.dumps(one.begin(7, NAMES)))
     path = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
     one.llm.wake_up()
-    without = one.llm.checkpoint().checkpoint
+    bare_store = checkpoint_without_weights(one, tmp_path)
+    serving = one.llm.checkpoint().checkpoint
     run(one.engine)
 
     damaged = Path(shutil.copytree(path, tmp_path / "g-000001"))
@@ -55,10 +70,12 @@ def test_weights_are_read_once_and_what_does_not_fit_is_refused_by_name(one, zyg
     def from_checkpoint(where, **options) -> dict:
         return options | {"model_loader_extra_config": {"checkpoint": str(where)}}
 
-    half = "import ctypes; from torpor.vllm import memory; ctypes.memset(memory.being_loaded()._weights_address, 1, 4096)"
+    half = (
+        "import ctypes; from torpor.vllm import memory; ctypes.memset(memory.being_loaded()._weights_address, 1, 4096)"
+    )
     wrong = {
         "damaged": from_checkpoint(damaged),
-        "no weights in the newest": from_checkpoint(one.directory),
+        "no weights in the newest": from_checkpoint(bare_store),
         "no such checkpoint": from_checkpoint(tmp_path / "nowhere"),
         "another option": {"model_loader_extra_config": {"checkpoints": path}},
         "another model": from_checkpoint(path, model=str(other)),
@@ -67,12 +84,12 @@ def test_weights_are_read_once_and_what_does_not_fit_is_refused_by_name(one, zyg
         "more kept beside the weights": from_checkpoint(path, process="layer.scale_of_weights = 2.5"),
         "weights written to": from_checkpoint(path, process=half),
     }
-    woken = second(zygote, bare, one.directory, path, wrong, without, str(tiny_model))
+    woken = second(zygote, bare, one.directory, path, wrong, serving, str(tiny_model))
     why = {
         "damaged": "weights.*digest",
-        "no weights in the newest": re.escape(f"{without} has no weights: it was written without"),
+        "no weights in the newest": re.escape(f"{bare_store}/g-000001 has no weights: it was written without"),
         "no such checkpoint": "nowhere",
-        "another option": "give {\"checkpoint\": …}",
+        "another option": 'give {"checkpoint": …}',
         "another model": "another model or configuration: model_config is .* there and .* here",
         "another dtype": "another model or configuration: .*dtype is torch.float32 there and torch.bfloat16 here",
         "otherwise packed": "another model or configuration: cpu_linear is packed there and plain here",

@@ -114,101 +114,6 @@ def test_the_c_abi_reports_failures_by_code_and_text(tag):
     assert library.torpor_region_end() == 0
 
 
-def states(*tags: str) -> list[str]:
-    held = memory.ledger()[0]["tags"]
-    return [held[tag if tag in held else f"{tag} (not kept)"]["state"] for tag in tags]
-
-
-def test_torch_memory_saver_pauses_and_resumes_as_the_original_does(tag):
-    from torpor.torch_memory_saver import torch_memory_saver
-
-    first, second = f"{tag} 1", f"{tag} 2"
-    with memory.scope(first):
-        one = memory.allocate(5000)
-    with memory.scope(second, keep=False):
-        two = memory.allocate(5000)
-    bytes_at(one, 5000)[:] = b"1" * 5000
-    torch_memory_saver.pause()  # all
-    assert states(first, second) == ["detached", "detached"]
-    torch_memory_saver.pause()  # nothing is left to pause
-    torch_memory_saver.resume()
-    assert states(first, second) == ["attached", "attached"] and bytes(bytes_at(one, 5000)) == b"1" * 5000
-    torch_memory_saver.resume()
-    torch_memory_saver.pause("nobody ever used this tag")
-    torch_memory_saver.resume("nobody ever used this tag")
-    assert states(first, second) == ["attached", "attached"]
-    torch_memory_saver.pause(first)
-    assert states(first, second) == ["detached", "attached"]
-    with pytest.raises(errors.WrongState):  # the original ends the process
-        torch_memory_saver.pause(first)
-    torch_memory_saver.pause(tag=None)  # the rest
-    assert states(first, second) == ["detached", "detached"]
-    torch_memory_saver.resume(second)
-    assert states(first, second) == ["detached", "attached"]
-    torch_memory_saver.resume("")  # the original takes the empty tag for none
-    assert states(first, second) == ["attached", "attached"]
-    memory.free(one)
-    memory.free(two)
-
-
-def test_regions_of_torch_memory_saver_take_the_originals_arguments(tag, monkeypatch):
-    """As far as it goes without a GPU: which scope and which pool, with pools that are only names."""
-    from contextlib import contextmanager
-
-    import torch
-
-    from torpor.torch_memory_saver import TorchMemorySaver
-
-    made, used = [], []
-
-    @contextmanager
-    def use_mem_pool(pool):
-        used.append(pool)
-        yield
-
-    monkeypatch.setattr(memory, "new_pool", lambda: made.append(len(made)) or made[-1])
-    monkeypatch.setattr(torch.cuda, "use_mem_pool", use_mem_pool)
-    saver = TorchMemorySaver()
-    with saver.region(tag, enable_cpu_backup=True, cpu_backup_backend="pinned"):
-        kept = memory.allocate(5000)
-        with saver.region(tag=tag):
-            dropped = memory.allocate(5000)
-        inside_again = memory.allocate(5000)
-    with saver.region(tag, True):
-        pass
-    assert used == [0, 1, 0]  # one pool for a tag and a kind of backup
-    for address in (kept, dropped, inside_again):
-        bytes_at(address, 5000)[:] = b"x" * 5000
-    saver.pause(tag)
-    saver.resume(tag)
-    assert [bytes(bytes_at(address, 1)) for address in (kept, dropped, inside_again)] == [b"x", b"\0", b"x"]
-    for address in (kept, dropped, inside_again):
-        memory.free(address)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "named"),
-    [
-        ({"enable_cpu_backup": True, "enable_disk_backup": True}, ValueError, "mutually exclusive"),
-        ({"cpu_backup_backend": "pinned"}, ValueError, "enable_cpu_backup=True"),
-        ({"enable_cpu_backup": True, "cpu_backup_backend": "mmap"}, errors.Unsupported, "mmap"),
-        ({"enable_disk_backup": True}, errors.Unsupported, "on disk"),
-    ],
-)
-def test_what_torch_memory_saver_refuses_or_torpor_does_not_offer_is_named(arguments, error, named):
-    from torpor.torch_memory_saver import torch_memory_saver
-
-    with pytest.raises(error, match=named), torch_memory_saver.region("t", **arguments):
-        pass
-
-
-def test_graphs_of_torch_memory_saver_are_refused_by_name():
-    from torpor.torch_memory_saver import torch_memory_saver
-
-    with pytest.raises(errors.Unsupported, match="CUDA graphs"):
-        torch_memory_saver.cuda_graph(None, pool=None, stream=None, capture_error_mode="global", tag="g")
-
-
 def test_what_vllm_asks_of_a_sleep_mode_backend():
     from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
 
@@ -263,8 +168,8 @@ def test_what_vllms_graphs_hold_is_of_a_tag_too(monkeypatch):
     from vllm.config import CUDAGraphMode, VllmConfig
     from vllm.platforms import current_platform
 
-    from torpor.vllm.compat import v0_32_patches
-    from torpor.vllm.compat.patching import Patches
+    from torpor.vllm import patches
+    from torpor.vllm.patching import Patches
     from torpor.vllm.gpu_memory import TorporAllocator
 
     monkeypatch.setattr(
@@ -276,7 +181,7 @@ def test_what_vllms_graphs_hold_is_of_a_tag_too(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_customAllocator", lambda malloc, free: None, raising=False)
     monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: SimpleNamespace(id=(7, 1)))
     monkeypatch.setattr(TorporAllocator, "of_this_process", None)
-    v0_32_patches._graph_pool(Patches())
+    patches._graph_pool(Patches())
 
     def used(**options):
         model = SimpleNamespace(
@@ -318,7 +223,10 @@ def test_what_vllms_graphs_hold_is_of_a_tag_too(monkeypatch):
     ],
 )
 def test_sizes_in_the_environment_must_be_numbers(name):
-    code = "from torpor import errors, memory\ntry:\n    memory.allocate(1)\nexcept errors.Error as problem:\n    print(problem)"
+    code = (
+        "from torpor import errors, memory\n"
+        "try:\n    memory.allocate(1)\nexcept errors.Error as problem:\n    print(problem)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {name: "32k"}, capture_output=True, text=True, timeout=60
     )

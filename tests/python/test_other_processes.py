@@ -1,7 +1,7 @@
 """Engine cores in other processes: LLM as it is by default, AsyncLLM with streaming readers, tensor parallel 2.
 
-On the CPU's path the first engine of each kind is started as vLLM does it, with new interpreters; all other processes
-come from the zygote (zygote.py), which saves the imports.
+On the CPU's path the first engine is started as vLLM does it, with a new interpreter; all other processes come from the
+zygote (zygote.py), which saves the imports.
 """
 
 import asyncio
@@ -45,15 +45,17 @@ def stop(llm) -> None:
 
 
 def written(answers: dict) -> dict:
-    """Tokens and text of finished answers. Log probabilities are left out: prompts arrive at other moments in each run, are
-    cut into other chunks, and their last digits differ, with a sleep or without."""
+    """Tokens and text of finished answers. Log probabilities are left out: prompts arrive at other moments in each run,
+    are cut into other chunks, and their last digits differ, with a sleep or without."""
     return {
         name: [completion[1:4] for completion in completions] for name, (_, completions, _) in final(answers).items()
     }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=[pytest.mark.rig, *(() if rig.active() else [pytest.mark.long])])])
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=[pytest.mark.rig, *(() if rig.active() else [pytest.mark.long])])]
+)
 def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
     in_other_processes, zygote, tiny_model, tmp_path, monkeypatch, ranks
 ):  # fmt: skip
@@ -151,7 +153,7 @@ async def _streaming(zygote, model, directory) -> None:
         while len(into["greedy"][0]) < count:
             await asyncio.sleep(0.002)
 
-    with zygote.spawning() if rig.active() else contextlib.nullcontext():
+    with zygote.spawning():
         engine = make()
     expected: dict = {}
     await asyncio.gather(*await ask(engine, expected))
@@ -191,6 +193,18 @@ async def _streaming(zygote, model, directory) -> None:
         assert again == expected[name], name
     with pytest.raises(NotFound, match="greedy"):
         await anext(attach(engine, "greedy"))
+
+    answers = {}
+    readers = await ask(engine, answers)
+    await some_tokens(answers)
+    await engine.sleep(level=0)
+    async with engine.updating_weights(version="17"):
+        await engine.collective_rpc("reload_weights")
+    report = await engine.wake_up(kv="abort")
+    await asyncio.gather(*readers)
+    aborted = {each["request_id"]: each["token_ids"] for each in report.aborted}
+    assert "greedy" in aborted and aborted == {name: answers[name][0] for name in aborted}
+    assert await engine.get_weight_version() == "17" and not engine.output_processor.request_states
     engine.shutdown()
 
 
@@ -220,7 +234,9 @@ def test_killed_while_it_falls_asleep_and_while_it_wakes_a_whole_checkpoint_is_l
 
 
 def _last_words_are_of(phases, processes: list[dict]) -> None:
-    assert len(processes) == len(phases) and not any(process["alive"] or process["lost_events"] for process in processes)
+    assert len(processes) == len(phases) and not any(
+        process["alive"] or process["lost_events"] for process in processes
+    )
     running = {}
     for process in processes:
         first, last = process["operations"][0], process["operations"][-1]

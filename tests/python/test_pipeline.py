@@ -9,7 +9,7 @@ from conftest import long_on_rig, result_of
 from requests_of_tests import final
 
 HERE = Path(__file__).parent
-STEPS = [9] if rig.active() else [3, 16]
+STEPS = [9]
 DEPTH = 3 if rig.active() else 2  # batches at most, and one less between steps
 
 

@@ -1,4 +1,4 @@
-"""The server's recorder over vLLM's own OutputProcessor, without an engine: what is recorded, what is refused, what waits."""
+"""The server's recorder over vLLM's own OutputProcessor, without an engine: what it records and refuses, what waits."""
 
 import asyncio
 import json
@@ -35,9 +35,9 @@ def tokenizer(real_model):
 
 def new_request(number=0, response="chatcmpl-r", **fields) -> EngineCoreRequest:
     defaults = {
-        "request_id": f"{response}-{number:08x}", "external_req_id": response, "prompt_token_ids": [1, 2, 3], "mm_features": None,
+        "request_id": f"{response}-{number:08x}", "external_req_id": response, "prompt_token_ids": [1, 2, 3],
         "sampling_params": SamplingParams(max_tokens=20, output_kind=RequestOutputKind.DELTA), "pooling_params": None,
-        "arrival_time": 1.0, "lora_request": None, "cache_salt": None, "data_parallel_rank": None,
+        "mm_features": None, "arrival_time": 1.0, "lora_request": None, "cache_salt": None, "data_parallel_rank": None,
     }  # fmt: skip
     return EngineCoreRequest(**(defaults | fields))
 
@@ -67,14 +67,13 @@ class Scene:
 
 # Whatever a record cannot carry, and the words for it. With any of these a new process would go on as another request.
 LOST = {
-    "its prompt as embeddings": {"prompt_embeds": torch.zeros(3, 8)},
     "pooling": {"pooling_params": PoolingParams()},
     "its data parallel rank": {"data_parallel_rank": 1},
     "its prompt that comes in pieces": {"resumable": True},
     "options of a reasoning parser": {"reasoning_parser_kwargs": {"a": object()}},
     "its transfer of KV": {"abort_immediately": True},
     "its hints for the KV cache": {"kv_hints": SimpleNamespace()},
-    "sampling parameter extra_args": {"sampling_params": SamplingParams(max_tokens=20, extra_args={"x": b"y"})},
+    "sampling parameter extra_args": {"sampling_params": SamplingParams(max_tokens=20, extra_args={"x": {1, 2}})},
 }  # fmt: skip
 
 
@@ -88,13 +87,6 @@ def test_a_request_that_a_record_cannot_carry_is_not_begun_again_as_another(word
     assert kept["front"]["state"] is None and words in kept["front"]["lost"]
     scene.give(request, 5)  # it is served and recorded all the same
     assert scene.answers.get(request.request_id)["request"]["output_token_ids"].tolist() == [5]
-
-
-def test_a_prompt_of_embeddings_alone_is_recorded_as_lost(tokenizer):
-    scene = Scene(tokenizer)
-    request = new_request(prompt_token_ids=None, prompt_embeds=torch.zeros(3, 8))
-    scene.add(request)
-    assert "its prompt as embeddings" in scene.answers.get(request.request_id)["front"]["lost"]
 
 
 def test_what_is_no_plain_value_is_recorded_as_lost(tokenizer):
@@ -141,7 +133,7 @@ def test_an_adapter_that_is_loaded_later_gets_another_number_than_those_in_use(t
     scene = Scene(tokenizer)
     scene.add(new_request(lora_request=LoRARequest("adapter", 5, "/adapter")))
     models = SimpleNamespace(lora_id_counter=AtomicCounter(2))
-    server = SimpleNamespace(recorder=scene.recorder, _app_state=SimpleNamespace(openai_serving_models=models))
+    server = SimpleNamespace(recorder=scene.recorder, app_state=SimpleNamespace(openai_serving_models=models))
     Server._reserve_adapter_numbers(server)
     assert models.lora_id_counter.inc() == 6
     Server._reserve_adapter_numbers(server)
@@ -156,13 +148,20 @@ def test_images_are_not_read_where_vllm_would_unpickle(monkeypatch):
     assert "unpickle" in multimodal.unsupported([SimpleNamespace(data=b"")])[0]
 
 
-def test_images_are_not_in_the_record_and_a_checkpoint_must_have_them(tokenizer):
+@pytest.mark.parametrize(
+    ("what", "fields"),
+    [
+        ("images", {"mm_features": [SimpleNamespace(modality="image")]}),
+        ("embeddings", {"prompt_embeds": torch.zeros(3, 8), "prompt_token_ids": None}),
+    ],
+)
+def test_what_prompts_have_besides_tokens_is_not_in_the_record_and_a_checkpoint_must_have_it(tokenizer, what, fields):
     scene = Scene(tokenizer)
-    request = new_request(mm_features=[SimpleNamespace(modality="image")])
+    request = new_request(**fields)
     scene.add(request)
     kept = scene.answers.get(request.request_id)
     assert kept["front"]["state"] is not None
-    with pytest.raises(Incompatible, match="its images are in no checkpoint"):
+    with pytest.raises(Incompatible, match=f"its {what} are in no checkpoint"):
         request_from_value(kept["request"], None)
 
 

@@ -1,4 +1,4 @@
-"""What cannot be preserved yet is refused by its name before anything is touched, and the engine serves on."""
+"""What cannot be preserved is refused by its name before anything is touched, alone where it is of one request."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,22 +10,63 @@ from vllm import SamplingParams
 
 from torpor import errors
 from torpor.vllm.engine_core import torpor_call
+from torpor.vllm.scheduler_values import not_taken
 from torpor.vllm.support import unsupported_engine, unsupported_scheduler
 
 HERE = Path(__file__).parent
 
 
-def test_a_request_with_such_a_feature_is_named(one):
-    answers = one.begin(5)
-    one.engine.add_request(
-        "special", "a b a b", SamplingParams(max_tokens=30, temperature=0, extra_args={"x": object()})
+@pytest.mark.rig
+def test_a_request_that_no_checkpoint_can_hold_sleeps_here_and_ends_alone_elsewhere(one):
+    """It lives on in memory over each sleep; whoever goes on from a checkpoint ends it by name."""
+    names = ["greedy", "seeded"]
+
+    def asked() -> dict:
+        answers = one.begin(4, names)
+        odd = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True, extra_args={"x": object()})
+        one.engine.add_request("odd", "a b a b", odd)
+        one.engine.add_request(
+            "traced", "la la", SamplingParams(max_tokens=30, temperature=0), trace_headers={"a": "b"}
+        )
+        return answers | run(one.engine, 3)
+
+    expected = one.finish(asked())
+    answers = asked()
+    report = one.llm.sleep(level=1, preserve_state=True)
+    assert {each["id"].split("-")[0] for each in report.bound_requests} == {"odd", "traced"}
+    answers |= one.stopped()
+    one.llm.wake_up()
+    assert one.finish(answers) == expected
+
+    answers = asked()
+    report = one.llm.sleep(level=1, preserve_state=True, to="disk")
+    why = {each["id"].split("-")[0]: each["error"] for each in report.bound_requests}
+    assert "extra_args" in why["odd"] and "trace_headers" in why["traced"]
+    answers |= one.stopped()
+    one.llm.wake_up()
+    assert one.finish(answers) == expected
+
+    one.llm.reset_prefix_cache()
+    woken = one.llm.wake_up(from_checkpoint=report.checkpoint)
+    why = {each["id"].split("-")[0]: each["error"] for each in woken.failed_requests}
+    assert why.keys() == {"odd", "traced"} and "extra_args" in why["odd"] and "trace_headers" in why["traced"]
+    finished = one.finish(answers)
+    assert {name: finished[name] for name in names} == {name: expected[name] for name in names}
+    for name in why:  # their readers are told
+        [[_, _, _, reason, told, *_]] = finished[name][1]
+        assert reason == "error" and why[name] == told
+
+
+def test_what_this_engine_would_compute_otherwise_is_not_gone_on_with():
+    model = SimpleNamespace(enable_prompt_embeds=False, enable_trace_replay=False)
+    params = SamplingParams(max_tokens=3)
+    plain = SimpleNamespace(prompt_embeds=None, sampling_params=params)
+    assert not_taken(plain, model) is None
+    assert "enable_prompt_embeds" in not_taken(SimpleNamespace(prompt_embeds=[0], sampling_params=params), model)
+    traced = SimpleNamespace(
+        prompt_embeds=None, sampling_params=SamplingParams(max_tokens=3, trace_decode_token_ids=[1])
     )
-    answers |= run(one.engine, 2)
-    with pytest.raises(errors.Unsupported, match="extra_args") as caught:
-        one.llm.sleep(level=1, preserve_state=True)
-    assert "preserve_state=False" in caught.value.next_step and not caught.value.state_changed
-    assert not one.llm.is_sleeping()
-    assert one.finish(answers)["greedy"] == one.expected["greedy"]
+    assert "enable_trace_replay" in not_taken(traced, model)
 
 
 def test_it_sleeps_without_preserving_them(one):
@@ -53,7 +94,6 @@ def changed(config, path: str, value):
 @pytest.mark.parametrize(
     ("path", "value", "named"),
     [
-        ("parallel_config.data_parallel_size", 2, "data parallelism with experts"),
         ("parallel_config.decode_context_parallel_size", 2, "context parallelism"),
         ("kv_transfer_config", object(), "KV connector"),
         ("ec_transfer_config", object(), "encoder cache connector"),
@@ -81,11 +121,10 @@ def test_what_is_preserved_only_without_a_pipeline_is_named(one, path, value, na
     assert unsupported_engine(changed(staged, path, value)) == [named]
 
 
-def test_ranks_that_compute_for_each_other_are_not_stopped(one):
-    """With experts: whatever would have one of them stand still is refused before anything is touched."""
-    config = changed(one.core.vllm_config, "parallel_config.data_parallel_size", 2)
-    core = SimpleNamespace(vllm_config=config)
-    for method in ("freeze", "drain", "sleep", "checkpoint", "wake_up"):
+def test_of_ranks_that_compute_for_each_other_none_is_stopped_alone(one):
+    """With experts: unless all stand, whatever would have one stand still is refused before anything is touched."""
+    core = SimpleNamespace(vllm_config=changed(one.core.vllm_config, "parallel_config.data_parallel_size", 2))
+    for method in ("freeze", "sleep", "checkpoint", "wake_up"):
         error = torpor_call(core, method, {"level": 1})["error"]
         assert error["code"] == "unsupported" and "data parallelism with experts" in error["what"]
 

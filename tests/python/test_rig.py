@@ -68,6 +68,7 @@ def test_what_stands_in_for_kernels_does_what_they_do(in_process):
     assert log_probabilities < 1e-5 and ranks == 0
 
 
+@pytest.mark.long  # each of these kinds serves and sleeps in test_other_processes.py
 @pytest.mark.parametrize(("kind", "workers"), [("own-core", 1), ("async", 1), ("two-ranks", 2)])
 def test_the_gpu_path_is_in_force_in_other_processes(on_rig, in_process, kind, workers):
     result = on_rig(kind, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if workers == 2 else None)
@@ -78,7 +79,14 @@ def test_the_gpu_path_is_in_force_in_other_processes(on_rig, in_process, kind, w
         assert tokens(first) == tokens(in_process["runs"][0], first)
 
 
-@pytest.mark.parametrize("layout", [layout for layout in rig.KV_LAYOUTS if layout != "LBNHC"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        layout if layout == "BLHNC" else pytest.param(layout, marks=pytest.mark.long)
+        for layout in rig.KV_LAYOUTS
+        if layout != "LBNHC"
+    ],
+)
 def test_every_kv_layout_answers_the_same(on_rig, in_process, layout):
     result = on_rig("briefly", kv_layout=layout)
     check_in_force(result, kv_layout=layout)

@@ -1,4 +1,4 @@
-"""What a server does without being asked: sleep when idle, wake for a request. Without an engine, and without waiting."""
+"""What a server does unasked: sleep when idle, wake for a request. Without an engine, and without waiting."""
 
 import asyncio
 from types import SimpleNamespace
@@ -89,7 +89,7 @@ def test_a_sleep_to_disk_that_fails_on_its_way_leaves_the_truth(monkeypatch, tmp
         with pytest.raises(NotEnoughRoom):  # tried again
             await clock.look(server, 0.5)
         server.engine.fails_with = None
-        monkeypatch.setattr(server, "_sleep_now", failing(NotEnoughRoom("the disk is full")))
+        monkeypatch.setattr(server, "sleep_now", failing(NotEnoughRoom("the disk is full")))
         with pytest.raises(NotEnoughRoom):
             await server.sleep_deeper()
         assert server.state == server.engine.state == "awake"
@@ -115,6 +115,7 @@ def test_a_request_that_comes_while_it_falls_asleep_wakes_it(monkeypatch):
             late = asyncio.create_task(http.post("/v1/completions"))
             await asyncio.sleep(0.05)
             assert server.state == "falling asleep"
+            assert (await http.get("/torpor/ready")).status_code == 200  # it stays behind its router
             server.engine.output_processor.request_states.clear()
             await falling
             assert (await asyncio.wait_for(late, 10)).status_code == 200 and server.state == "awake"
@@ -141,6 +142,35 @@ def test_a_wake_without_room_is_tried_again_while_a_request_waits(monkeypatch):
         tries = len(server.engine.calls)
         await asyncio.sleep(0.05)
         assert len(server.engine.calls) == tries  # and not once more
+
+    run(scene())
+
+
+def test_an_operator_waits_for_the_servers_own_checkpoint_though_requests_come(monkeypatch, tmp_path):
+    async def scene():
+        engine = Engine(tmp_path)
+        begun, may_end = asyncio.Event(), asyncio.Event()
+        stock = engine.checkpoint
+
+        async def slow_checkpoint():
+            begun.set()
+            await may_end.wait()
+            return await stock()
+
+        monkeypatch.setattr(engine, "checkpoint", slow_checkpoint)
+        app, server = build(monkeypatch, COMPLETIONS, engine=engine, checkpoint_every=0.01)
+        await started(server)
+        checkpoints = asyncio.create_task(server._automatic.checkpoints())
+        await asyncio.wait_for(begun.wait(), 10)
+        async with client(app) as http:
+            assert (await http.post("/v1/completions")).status_code == 200
+        sleep = asyncio.create_task(server.sleep())
+        await asyncio.sleep(0)
+        assert not sleep.done()
+        may_end.set()
+        await asyncio.wait_for(sleep, 10)
+        checkpoints.cancel()
+        assert server.state == "asleep"
 
     run(scene())
 

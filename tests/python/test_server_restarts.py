@@ -195,7 +195,7 @@ def test_a_server_that_cannot_wake_says_so_and_keeps_what_is_there(server, real_
         assert newest.exists() and (folder / "kept" / newest.name).exists()
         server.stop()
 
-        # What its message says to do: go on without that checkpoint, from the log of answers. And no time to save anything.
+        # As its message says: go on without that checkpoint, from the log of answers. And no time to save anything.
         server.start(
             ["--torpor-on-wake-error", "recompute", "--torpor-sigterm-seconds", "0", "--torpor-checkpoint-every", "0"]
         )

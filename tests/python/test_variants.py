@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import rig
-from conftest import result_of
+from conftest import long_on_rig, result_of
 from requests_of_tests import REQUESTS
 
 HERE = Path(__file__).parent
@@ -15,20 +15,31 @@ VARIANTS = {
     "scheduling by priority, no prefix cache": {"scheduling_policy": "priority", "enable_prefix_caching": False},
     "so few blocks that requests are preempted": {"num_gpu_blocks_override": 34, "max_model_len": 704},
     "encrypted, compressed, linking earlier chunks": {
-        "torpor": {"key_file": "KEY", "encrypt": True, "compression_level": 1, "incremental": True}
+        "torpor": {"key_file": "KEY", "encrypt": True, "compression": "zstd", "incremental": True}
     },
     "too little host memory": {
-        "torpor": {"arena_budget_bytes": 6 << 20, "spill_directory": "SPILL", "key_file": "KEY", "retain_kv_bytes": 1 << 20},
+        "torpor": {
+            "arena_budget_bytes": 6 << 20,
+            "spill_directory": "SPILL",
+            "key_file": "KEY",
+            "retain_kv_bytes": 1 << 20,
+        },
         "sleep_at": [12, 13],
         "to": ["host"],
     },
-    "bfloat16, large steps": {"dtype": "bfloat16", "max_num_batched_tokens": 2048},
+    "bfloat16, compressed, large steps": {
+        "dtype": "bfloat16",
+        "max_num_batched_tokens": 2048,
+        "torpor": {"compression": "bf16"},
+        "sleep_at": [15],
+    },
 }
 
 
 ON_RIG = ("scheduling by priority, no prefix cache",)  # preemption there: test_gpu_path.py
 
 
+@long_on_rig
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.rig) if n in ON_RIG else n for n in VARIANTS])
 def test_identical_with(name, zygote, tiny_model, tmp_path):

@@ -1,4 +1,4 @@
-"""Weights that change while requests are kept: what may still be found, what has to be loaded first, and who may load."""
+"""Weights that change while requests are kept: what may still be found, what must be loaded first, and who may load."""
 
 import pytest
 import torch
@@ -25,11 +25,12 @@ def weights(one, tiny_model, other_model):
         one.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
 
     _ = one.expected  # of the right weights
+    version = one.engine.get_weight_version()
     yield load
-    one.llm.wake_up()
-    load(tiny_model)
-    if one.llm.is_sleeping():
-        one.llm.wake_up()
+    one.llm.wake_up(tags=["weights"])
+    with one.llm.updating_weights(version=version):
+        load(tiny_model)
+    one.llm.wake_up(kv="keep")
     run(one.engine)
     one.llm.reset_prefix_cache()
 
@@ -51,7 +52,9 @@ def test_new_requests_do_not_find_kv_of_old_weights_that_running_ones_keep(one, 
     if level:
         one.llm.wake_up(tags=["weights"])
     weights(other_model)
-    report = one.llm.wake_up()
+    with pytest.raises(errors.WrongState, match='KV of the old ones.*"recompute", "keep" or "abort"'):
+        one.llm.wake_up()
+    report = one.llm.wake_up(kv="keep")
     assert report and "written" in report.note
     finished = run(one.engine)["prefix-a"][1][0][1]
     assert one.llm.torpor("state")["recomputed_tokens"] == 0
@@ -67,6 +70,81 @@ def test_new_requests_do_not_find_kv_of_old_weights_that_running_ones_keep(one, 
     assert found == clean
 
 
+@pytest.mark.parametrize("kv", ["recompute", "keep", "abort"])
+@pytest.mark.parametrize("level", [0, 2])
+@pytest.mark.rig
+def test_weights_are_updated_under_half_done_answers(one, weights, other_model, level, kv):
+    names = ["greedy", "prefix-a"]
+    half_done = one.begin(12, names)
+    one.llm.sleep(level=level, preserve_state=True)
+    half_done |= one.stopped()
+    if level:
+        assert one.llm.wake_up(tags=["weights"]).reload == ["weights"]
+    with one.llm.updating_weights(version="17"):
+        with pytest.raises(errors.WrongState, match="under way"):
+            one.llm.wake_up(kv=kv)
+        weights(other_model)
+    report = one.llm.wake_up(tags=["kv_cache"] if level else None, kv=kv)
+    assert report and one.engine.get_weight_version() == "17"
+    so_far = {name: half_done[name][1][0][1] for name in names}
+    if kv == "abort":
+        tokenizer = one.llm.get_tokenizer()
+        assert {
+            each["request_id"]: (each["prompt_token_ids"], each["token_ids"], each["weight_versions"])
+            for each in report.aborted
+        } == {
+            name: (tokenizer(REQUESTS[name][0]).input_ids, tokens, [["default", 0, len(tokens)]])
+            for name, tokens in so_far.items()
+        }
+        assert not one.engine.has_unfinished_requests()
+        return
+    recomputed = one.llm.torpor("state")["recomputed_tokens"]
+    completions = {}
+    while one.engine.has_unfinished_requests():
+        completions |= {output.request_id: output.outputs[0] for output in one.engine.step() if output.finished}
+    for name, completion in completions.items():
+        drawn, all_drawn = len(so_far[name]), len(completion.token_ids)
+        assert list(completion.token_ids)[:drawn] == so_far[name] and drawn < all_drawn
+        spans = [(span.version, span.start, span.end) for span in completion.weight_versions]
+        assert spans == [("default", 0, drawn), ("17", drawn, all_drawn)]
+    assert (one.llm.torpor("state")["recomputed_tokens"] > recomputed) == (kv == "recompute")
+
+
+def test_no_request_runs_on_weights_whose_update_has_failed(one, weights, tiny_model):
+    def refused(why: str) -> None:
+        with pytest.raises(errors.WrongState, match=why), one.llm.updating_weights():
+            raise AssertionError("not refused")
+
+    answers = one.begin(10)
+    refused("requests run on these weights")
+    one.llm.sleep(level=1, preserve_state=True)
+    refused("the weights are detached")
+    one.llm.wake_up(tags=["weights"])
+    with pytest.raises(RuntimeError, match="half-way"), one.llm.updating_weights(version="18"):
+        raise RuntimeError("half-way")
+    with pytest.raises(errors.WrongState, match="has failed"):
+        one.llm.wake_up(kv="keep")
+    with one.llm.updating_weights():
+        weights(tiny_model)
+    assert one.llm.wake_up(kv="keep") and one.engine.get_weight_version() == "default"
+    assert one.finish(answers) == one.expected
+    for arguments in ({"kv": "drop"}, {"kv": "keep", "weights_changed": True}):
+        with pytest.raises(errors.InvalidArgument, match="kv"):
+            one.llm.wake_up(**arguments)
+
+
+def test_an_engine_without_requests_gets_new_weights_awake(one, weights, other_model):
+    one.begin()
+    one.finish({})
+    generate(one, SHARED)
+    assert generate(one, SHARED)[0] > 0
+    with one.llm.updating_weights():
+        weights(other_model)
+    found = generate(one, SHARED)
+    one.llm.reset_prefix_cache()
+    assert found == generate(one, SHARED) and found[0] == 0
+
+
 @pytest.mark.parametrize("options", [{"level": 2}, {"level": 1, "weights": "reload"}])
 @pytest.mark.rig
 def test_requests_are_kept_while_their_weights_are_dropped(one, weights, tiny_model, options):
@@ -79,7 +157,7 @@ def test_requests_are_kept_while_their_weights_are_dropped(one, weights, tiny_mo
     answers |= one.stopped()
     assert not one.llm.wake_up() and one.engine.step() == []
     weights(tiny_model)
-    assert one.llm.wake_up()
+    assert one.llm.wake_up(kv="keep")
     assert one.finish(answers) == one.expected
     assert one.llm.torpor("state")["recomputed_tokens"] == 0
 
@@ -174,7 +252,9 @@ def test_weights_that_were_written_without_a_word_are_noticed(one, weights):
     one.llm.wake_up(tags=["weights"])
     for parameter in model_of(one).parameters():
         parameter.data.mul_(1.5)
-    assert "written" in one.llm.wake_up().note
+    with pytest.raises(errors.WrongState, match="KV of the old ones"):
+        one.llm.wake_up()
+    assert "written" in one.llm.wake_up(kv="keep").note
     one.finish(answers)
     assert generate(one, SHARED)[0] == 0
 

@@ -57,3 +57,18 @@ def test_weights_that_were_packed_by_other_code_are_refused(worker_memory):
     with pytest.raises(errors.Unsupported, match="the weights of linear were packed"):
         with worker_memory.loading_weights(SimpleNamespace(model=model)):
             stock(model.linear, remove_weight=True)
+
+
+def test_buffers_outlive_a_sleep_on_a_gpu_but_not_those_that_show_weights():
+    from torpor.vllm.gpu_memory import GpuWorkerMemory
+
+    model = torch.nn.Linear(4, 4)
+    model.register_buffer("table", torch.arange(4.0))
+    model.register_buffer("shown", model.weight.data[0])
+    one = object.__new__(GpuWorkerMemory)
+    one._model = model
+    one.release_derived()
+    model.table.zero_()
+    model.weight.data.fill_(2)  # the weights that came meanwhile
+    one.rebuild_derived()
+    assert model.table.tolist() == [0, 1, 2, 3] and model.shown.tolist() == [2, 2, 2, 2]

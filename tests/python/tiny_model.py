@@ -15,7 +15,8 @@ VOCABULARY = 2048
 SPECIAL = 17  # its first tokens
 # What some of them are called; on the rig they have other numbers, see rig/model.py.
 NAMED = {
-    "<think>": 5, "</think>": 6, "<image>": 7, "<fake_token_around_image>": 8, "<end_of_utterance>": 9, "<global-img>": 10,
+    "<think>": 5, "</think>": 6, "<image>": 7, "<fake_token_around_image>": 8,
+    "<end_of_utterance>": 9, "<global-img>": 10,
 }  # fmt: skip
 
 

@@ -1,5 +1,5 @@
 """A process of the tests: an engine with other options, put to sleep at some steps (the option "sleep_at"), to host and
-to disk ("to"). Prints what differed from its own uninterrupted run, how often requests were preempted, and what torpor refuses."""
+to disk ("to"). Prints what differed from its own uninterrupted run, how often it preempted, and what torpor refuses."""
 
 import json
 import sys
@@ -16,7 +16,14 @@ def main() -> None:
     sleep_at = options.pop("sleep_at", (4, 15, 30))
     ways = options.pop("to", ("host", "disk"))
     one = InProcess(Path(model), Path(directory), **options)
-    result = {"differing": [], "preemptions": 0, "recomputed": 0, "spilled": 0, "refused": "", "answers": len(one.expected)}
+    result = {
+        "differing": [],
+        "preemptions": 0,
+        "recomputed": 0,
+        "spilled": 0,
+        "refused": "",
+        "answers": len(one.expected),
+    }
     stock_preempt = type(one.core.scheduler)._preempt_request
 
     def counted(*args, **kwargs):

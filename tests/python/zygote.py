@@ -12,6 +12,9 @@ too, from a twin of the zygote that stays beside it; multiprocessing hands them 
 A forked process becomes a child of the one that asked for it: the zygote forks twice, and who asks is a subreaper
 (prctl(2)) and so inherits the orphan. It can be waited for and killed like any child.
 
+A lane of tests ("-m pytest …") can be forked too: it has vLLM from its start, and shared() is its twin. What is spawned
+in it is a real new interpreter, but within Zygote.spawning().
+
 What an interpreter reads once, at its start, is the zygote's: the module path, the hash seed, and the variables of
 ENVIRONMENT that libraries look at when they are loaded.
 """
@@ -46,6 +49,9 @@ ENVIRONMENT = {
     "TORPOR_CHECK_FILE_CALLS": "1",  # of a thread that holds the interpreter's lock: none (bindings/module_files.h)
     "TORCH_COMPILE_DISABLE": "1",  # vLLM compiles small functions of its sampler when they are first used: seconds each
 }  # fmt: skip
+
+FORKED = "TORPOR_TEST_FORKED"  # the variable
+_TWIN = "TORPOR_TEST_TWIN"  # in a forked lane: the file descriptor on which its twin takes orders
 
 _LOGGING_LEVEL = os.environ.get("VLLM_LOGGING_LEVEL")  # by which vLLM set up its logger when it was imported
 
@@ -110,8 +116,12 @@ class Process:
 class Zygote:
     """Of the process that starts it, and of its threads."""
 
-    def __init__(self, python: Path | str = sys.executable, env: dict | None = None):
+    def __init__(self, python: Path | str = sys.executable, env: dict | None = None, *, twin: int | None = None):
         _adopt_orphans()
+        self._process: subprocess.Popen | None = None
+        if twin is not None:
+            self._orders = socket.socket(fileno=twin)
+            return
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [python, __file__, str(theirs.fileno())]
@@ -155,13 +165,15 @@ class Zygote:
 
     def close(self) -> None:
         self._orders.close()
-        self._process.wait(timeout=30)
+        if self._process is not None:
+            self._process.wait(timeout=30)
 
 
 @functools.cache
 def shared() -> Zygote:
     """One for all tests of this process; ends with it."""
-    return Zygote()
+    twin = os.environ.pop(_TWIN, None)
+    return Zygote(env=os.environ | ENVIRONMENT) if twin is None else Zygote(twin=int(twin))
 
 
 # --- both sides ---
@@ -199,6 +211,26 @@ def _fork_what_is_spawned(orders: socket.socket) -> None:
         return _ask(orders, order, files)
 
     util.spawnv_passfds = spawnv_passfds
+
+
+def _fork_what_is_started(orders: socket.socket, times: int) -> None:
+    stock = subprocess._fork_exec
+    left = times
+
+    def fork_exec(command, executables, close_fds, kept, cwd, env, *files_and_more):
+        nonlocal left
+        words = [os.fsdecode(word) for word in command]
+        if not left or words[0] != sys.executable or (words[1][0] == "-" and words[1] not in ("-c", "-m")):
+            return stock(command, executables, close_fds, kept, cwd, env, *files_and_more)
+        left -= 1
+        stdin, _, _, stdout, _, stderr, _, errors_of_exec, *_ = files_and_more
+        files = {there: there if here == -1 else here for there, here in enumerate((stdin, stdout, stderr))}
+        files |= {fd: fd for fd in kept if fd != errors_of_exec}
+        given = os.environ if env is None else dict(os.fsdecode(each).split("=", 1) for each in env)
+        given = {name: value for name, value in given.items() if name != FORKED}
+        return _ask(orders, {"words": words[1:], "env": given, "cwd": cwd or os.getcwd()}, files)
+
+    subprocess._fork_exec = fork_exec
 
 
 # --- the zygote ---
@@ -242,8 +274,9 @@ def _open_at(files: dict[int, int]) -> None:
     for there, fd in aside.items():
         os.dup2(fd, there, inheritable=there <= 2)
         os.close(fd)
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
+    if 0 not in files:
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
 
 
 def _become(order: dict) -> None:
@@ -264,7 +297,12 @@ def _become(order: dict) -> None:
         _become(order)
         _run(order["words"])
     theirs.close()
-    _fork_what_is_spawned(mine)
+    if order["words"][:2] == ["-m", "pytest"]:
+        os.environ[_TWIN] = str(mine.detach())
+    else:
+        _fork_what_is_spawned(mine)
+    if FORKED in order["env"]:
+        _fork_what_is_started(mine, int(order["env"][FORKED]))
     gc.enable()
     if os.environ.get("VLLM_LOGGING_LEVEL") != _LOGGING_LEVEL:
         from vllm.logger import _configure_vllm_root_logger
@@ -326,6 +364,14 @@ def _replace_kernels() -> None:
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
 
 
+def _look_at_models_here() -> None:
+    """vLLM has each kind of model looked at by an interpreter of its own, lest the engine's begins with CUDA."""
+    from vllm.model_executor.models import registry
+
+    assert callable(registry._run_in_subprocess)
+    registry._run_in_subprocess = lambda look: look()
+
+
 def _set_up_logging() -> None:
     """As each engine does it: it looks at all loggers, which an engine that wants nothing else need not do again."""
     with contextlib.suppress(ImportError):  # vLLM 0.31 does it when it is imported, and not again
@@ -349,6 +395,7 @@ def main() -> None:
     assert len(threads) == 1, f"{len(threads)} threads: what is forked now could wait for their locks for ever"
     _wait_without_spinning()
     _replace_kernels()
+    _look_at_models_here()
     _set_up_logging()
     setproctitle.getproctitle()  # looks for the title's place, which is found only while the environment is as it was
     gc.collect()

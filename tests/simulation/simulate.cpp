@@ -26,6 +26,8 @@ int main(int argc, char** argv) {
   unsigned jobs = std::max(1u, std::thread::hardware_concurrency());
   app.add_option("--jobs", jobs, "how many at the same time")->capture_default_str()->check(CLI::Range(1, 1024));
   app.add_flag("--tell", tell, "print what happens, one seed after the other");
+  bool replay = false;
+  app.add_flag("--replay", replay, "record each seed without threads of its own, and replay the recording");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& problem) {
@@ -40,18 +42,34 @@ int main(int argc, char** argv) {
   test::SimulationResult sum;
   uint64_t failed = 0;
   uint64_t next = first;
+  uint64_t events = 0;
   const auto work = [&] {
     std::unique_lock lock(mutex);
     while (next < first + seeds) {
       const uint64_t seed = next++;
       lock.unlock();
       const std::string directory = fmt::format("{}/{}", temporary.path(), seed);
-      boost::filesystem::create_directory(directory);
-      boost::filesystem::permissions(directory, boost::filesystem::owner_all);  // whatever the umask
-      const test::SimulationResult result = test::simulate(seed, directory, tell);
+      const auto emptied = [&] {
+        boost::filesystem::remove_all(directory);
+        boost::filesystem::create_directory(directory);
+        boost::filesystem::permissions(directory, boost::filesystem::owner_all);  // whatever the umask
+      };
+      emptied();
+      console::SourceEvents recorded;
+      test::SimulationResult result = test::simulate(seed, directory, tell, replay ? &recorded : nullptr);
+      uint64_t replayed = 0;
+      if (replay && !result.failure) {
+        emptied();
+        const auto again = test::replay_simulation(seed, recorded, directory);
+        if (!again) result.failure = again.error().to_string();
+        if (again && again->difference)
+          result.failure = fmt::format("event {} replays otherwise", again->difference->at);
+        if (again) replayed = again->events;
+      }
       boost::filesystem::remove_all(directory);
       lock.lock();
       sum.add(result);
+      events += replayed;
       if (!result.failure) continue;
       ++failed;
       fmt::print("seed {} failed: {}\n  again: tools/dev simulate --first {} --seeds 1 --tell\n", seed, *result.failure,
@@ -68,5 +86,6 @@ int main(int argc, char** argv) {
       "undone, {} engines lost to faults,\n{} blocks offloaded, {} tokens onboarded, {} preemptions\n",
       seeds, failed, seconds, sum.tokens, sum.sleeps, sum.new_engines, sum.refused, sum.lost, sum.offloaded,
       sum.onboarded, sum.preemptions);
+  if (replay) fmt::print("{} events replayed, each equal\n", events);
   return failed == 0 ? 0 : 1;
 }

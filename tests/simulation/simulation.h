@@ -14,6 +14,9 @@
 #include <optional>
 #include <string>
 
+#include "console/replay.h"
+#include "console/source_events.h"
+
 namespace torpor::test {
 
 struct SimulationResult {
@@ -32,7 +35,12 @@ struct SimulationResult {
   void add(const SimulationResult& other);  // all numbers
 };
 
-// `directory`: an empty one, for checkpoints and the disk tier. `tell`: print each event.
-SimulationResult simulate(uint64_t seed, const std::string& directory, bool tell = false);
+// `directory`: an empty one, for checkpoints and the disk tier. `tell`: print each event. `recorded` gets all that its
+// engines told, inputs as well; nothing has threads of its own then.
+SimulationResult simulate(uint64_t seed, const std::string& directory, bool tell = false,
+                          console::SourceEvents* recorded = nullptr);
+// The same again from what was recorded of the seed, in an empty directory of the same name.
+Result<console::ReplayResult> replay_simulation(uint64_t seed, const console::SourceEvents& recorded,
+                                                const std::string& directory);
 
 }  // namespace torpor::test

@@ -99,6 +99,7 @@ class FakeCuda {
     uint64_t count = 0;
   };
 
+  void fill_table();
   void pass_gate(std::string function);
   CUresult enter(std::string function, bool needs_context = true);
   void some_time_passes();
@@ -112,6 +113,7 @@ class FakeCuda {
   std::byte* bytes_at(uint64_t address, uint64_t& contiguous, CUmemAccess_flags& access);
   bool accessible(uint64_t address, uint64_t size, bool writing);
 
+  inline static FakeCuda* active_ = nullptr;
   const FakeCudaOptions options_;
   CudaDriver driver_;
   mutable std::mutex mutex_;  // guards all below

@@ -1,11 +1,12 @@
-// A FileSystem over the real one that counts every call that changes or reads something, and at the n-th call fails or
-// kills the process with SIGKILL, before or after the call took effect.
+// A FileSystem over the real one, or another, that counts every call that changes or reads something, and at the n-th
+// call fails or kills the process with SIGKILL, before or after the call took effect.
 #pragma once
 
 #include <atomic>
 #include <cerrno>
 #include <csignal>
 #include <memory>
+#include <set>
 
 #include <unistd.h>
 
@@ -21,6 +22,7 @@ struct FaultPlan {
   int native = EIO;     // of kError
   bool sticky = false;  // kError: all later calls fail too
   std::atomic<uint64_t> calls = 0;
+  std::set<uint64_t>* writes = nullptr;  // gets the numbers of the calls that are writes; one thread's only
 
   void set(Fault what, uint64_t n, int error = EIO, bool all_after = false) {
     calls = 0, fault = what, at = n, native = error, sticky = all_after;
@@ -52,6 +54,7 @@ class FaultyFile final : public File {
   }
   Status pwrite(std::span<const std::byte> bytes, uint64_t offset) override {
     return plan_.run([&]() -> Status {
+      if (plan_.writes != nullptr) plan_.writes->insert(plan_.calls);
       if (plan_.fault == Fault::kKillTorn && plan_.calls == plan_.at) {
         (void)inner_->pwrite(bytes.first(bytes.size() / 2), offset);
         ::kill(::getpid(), SIGKILL);
@@ -139,12 +142,15 @@ class FaultyDirectory final : public Directory {
 
 class FaultyFileSystem final : public FileSystem {
  public:
+  explicit FaultyFileSystem(FileSystem& inner = linux_file_system()) : inner_(inner) {}
   FaultPlan plan;
   Result<std::unique_ptr<Directory>> open_directory(const std::string& path, bool create) override {
-    TORPOR_ASSIGN(std::unique_ptr<Directory> inner,
-                  plan.run([&] { return linux_file_system().open_directory(path, create); }));
+    TORPOR_ASSIGN(std::unique_ptr<Directory> inner, plan.run([&] { return inner_.open_directory(path, create); }));
     return std::unique_ptr<Directory>(std::make_unique<FaultyDirectory>(std::move(inner), plan));
   }
+
+ private:
+  FileSystem& inner_;
 };
 
 }  // namespace torpor::test

@@ -5,12 +5,14 @@
 
 namespace torpor::test {
 
+#ifdef __has_feature
+inline constexpr bool kThreadSanitizer = __has_feature(thread_sanitizer);
+#else
+inline constexpr bool kThreadSanitizer = false;
+#endif
+
 // Tests that fail each call of an operation in turn go from one call to the next by this much. ThreadSanitizer looks at
 // what threads do, and is slow where many are started: there every seventh call has to do. Other builds fail each one.
-#ifdef __SANITIZE_THREAD__
-inline constexpr uint64_t kNextFailure = 7;
-#else
-inline constexpr uint64_t kNextFailure = 1;
-#endif
+inline constexpr uint64_t kNextFailure = kThreadSanitizer ? 7 : 1;
 
 }  // namespace torpor::test

@@ -1,4 +1,4 @@
-// Touches what a lock guards without it, in the ways that the target `thread_safety` must find. Never linked.
+// Touches what a lock guards without it, in the ways that clang must find. Never linked.
 #include "base/mutex.h"
 
 namespace torpor::test {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -12,20 +13,47 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
+sys.path += [str(ROOT / "tests/python"), str(ROOT / "tests/rig")]
+
+import rig  # noqa: E402
+from zygote import ENVIRONMENT, FORKED, Zygote, shared  # noqa: E402
+
+
+# OpenMP's threads spin while they wait for one another, unless told otherwise: where other tests keep the cores busy,
+# that takes three times the time of what they compute.
+PATIENT = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "long: only in tools/dev proof")
 
 
-def demo(*arguments) -> subprocess.CompletedProcess:
-    model = os.environ["TORPOR_TEST_MODEL"]
-    return subprocess.run(
-        [sys.executable, ROOT / "tools/demo/demo.py", "--model", model, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+@functools.cache
+def zygote(on_rig: bool) -> Zygote:
+    return Zygote(env=os.environ | ENVIRONMENT | rig.environment()) if on_rig else shared()
+
+
+def started(program: Path, *arguments, forked: int = 0, on_rig: bool = False) -> subprocess.CompletedProcess:
+    """Runs it. So many of the processes that it starts, and it itself, have imported vLLM already
+    (tests/python/zygote.py); in tools/dev proof none has."""
+    words = [program, *map(str, arguments)]
+    if forked and os.environ.get("TORPOR_PROOF") != "long":
+        return zygote(on_rig).run(words, env=os.environ | ENVIRONMENT | {FORKED: str(forked)}, timeout=500)
+    env = os.environ | PATIENT
+    return subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, timeout=500)
+
+
+def demo(*arguments, model: Path | None = None, forked: int = 0) -> subprocess.CompletedProcess:
+    """With the real model, as users have it, or with another one."""
+    words = ["--model", model or os.environ["TORPOR_TEST_MODEL"], *arguments]
+    return started(ROOT / "tools/demo/demo.py", *words, forked=forked, on_rig="--gpu-path" in arguments)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    from tiny_model import make_tiny_llama
+
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny"), Path(os.environ["TORPOR_TEST_MODEL"]))
 
 
 def inspector(*arguments) -> subprocess.CompletedProcess:

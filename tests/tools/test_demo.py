@@ -1,6 +1,7 @@
 """The demo is the acceptance test of the main job: a real model, a killed process, the very next token."""
 
 import json
+from pathlib import Path
 
 import pytest
 from conftest import demo
@@ -10,8 +11,8 @@ def check(result: dict, requests: int) -> None:
     assert result["requests"] == result["identical"] == requests
     assert result["recomputed_tokens"] == 0
     assert result["tokens"] > result["tokens_before_sleep"] > 0
-    # Asleep, no page of weights and KV is resident, and the process is smaller by at least 90 % of what they held (the host
-    # copy of a sleep to host aside); a process's own size moves by some MB, so only where they are much more than that.
+    # Asleep, no page of weights and KV is resident, and the process is smaller by at least 90 % of what they held (the
+    # host copy of a sleep to host aside); a process's own size moves by some MB, so only where they are much more.
     held = result["resident_weights_and_kv_bytes"]
     assert held > 0 and result["asleep_weights_and_kv_bytes"] == 0
     if held >= 64 * 2**20:
@@ -33,7 +34,7 @@ def test_to_disk_with_a_killed_process(shown):
     assert 0 <= extra < 0.02 * shown["checkpoint_bytes"]
 
 
-def test_to_host_with_prompts_of_the_user(tmp_path):
+def test_to_host_with_prompts_of_the_user(tmp_path, tiny):
     (tmp_path / "prompts").write_text("Say hello in French.\n\nÜber die Brücke ging 東京 \U0001f600?\nOne word:\n")
     done = demo(
         "--json",
@@ -49,11 +50,28 @@ def test_to_host_with_prompts_of_the_user(tmp_path):
         24,
         "--seed",
         3,
+        model=tiny,
+        forked=1,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     check(result, 3)
     assert result["checkpoint"] is None
+
+
+@pytest.mark.long
+def test_told_as_events_it_leaves_a_recording_and_pictures(tmp_path, tiny):
+    done = demo("--json", "--console", "--dir", tmp_path, "--max-tokens", 24, "--freeze-after", 8, model=tiny)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    assert result["identical"] == result["requests"] == 8
+    console = result["console"]
+    assert console["lost_events"] == 0 and console["events"] > 500
+    pictures = {Path(path).stem: Path(path).read_text() for path in console["pictures"]}
+    assert "decoding" in pictures["slots"] and "host" in pictures["tiers"]
+    assert "sleep" in pictures["operations"] and "wake" in pictures["operations"]
+    assert "hit" in pictures["request"] and len(list(Path(console["recording"]).iterdir())) == 2
+    assert "</html>" in Path(console["page"]).read_text()
 
 
 @pytest.mark.long  # beside the one below
@@ -68,7 +86,8 @@ def test_on_the_gpu_path_with_a_step_in_flight(tmp_path):
 
 @pytest.mark.parametrize("where", [pytest.param([], marks=pytest.mark.long), ["--gpu-path"]])
 def test_one_request_of_each_kind(tmp_path, where):
-    done = demo("--json", "--features", *where, "--dir", tmp_path, "--max-tokens", 32, "--freeze-after", 12)
+    words = ["--json", "--features", *where, "--dir", tmp_path, "--max-tokens", 32, "--freeze-after", 12]
+    done = demo(*words, forked=2 if where else 0)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     check(result, 5 if where else 7)
@@ -78,7 +97,8 @@ def test_one_request_of_each_kind(tmp_path, where):
 
 def test_a_drained_server_and_its_clients(tmp_path):
     (tmp_path / "prompts").write_text("Say hello in French.\nTell me a story.\nWhat is a bridge?\nHow is bread made?\n")
-    done = demo("--json", "--server", "--prompts", tmp_path / "prompts", "--max-tokens", 48)
+    words = ["--json", "--server", "--prompts", tmp_path / "prompts", "--max-tokens", 48]
+    done = demo(*words, forked=1)  # the server that sleeps; the one that wakes is a new interpreter
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     assert result["requests"] == result["identical"] == result["complete"] == 4
@@ -97,7 +117,9 @@ def test_a_conversation_that_was_evicted_returns_and_so_it_does_to_a_new_process
     assert result["restarted"]["torpor"]["cached_tokens"] == whole
     for case in ("evicted", "restarted"):
         assert result[case]["alone"]["cached_tokens"] == 0
-        assert all(side["first_token_seconds"] > 0 for side in result[case].values())  # so short a prompt is soon computed
+        assert all(
+            side["first_token_seconds"] > 0 for side in result[case].values()
+        )  # so short a prompt is soon computed
 
 
 @pytest.mark.parametrize(
@@ -116,7 +138,7 @@ def test_a_conversation_that_was_evicted_returns_and_so_it_does_to_a_new_process
     ],
 )
 def test_bad_input_is_named_and_ends_with_2(arguments, named):
-    done = demo("--json", *arguments)
+    done = demo("--json", *arguments, forked=1)
     assert done.returncode == 2
     assert named in done.stderr
     assert done.stdout == ""

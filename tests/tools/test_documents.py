@@ -28,7 +28,8 @@ def test_the_checks_find_planted_problems(tmp_path):
     (tmp_path / "base/use.py").write_text("import pickle\n")
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/mutants.toml").write_text(
-        '[[mutant]]\nname = "stale"\nfile = "base/here.h"\nreplace = "gone"\n\n[[mutant]]\nname = "fresh"\nfile = "base/here.h"\nreplace = "pybind11/pybind11"\n'
+        '[[mutant]]\nname = "stale"\nfile = "base/here.h"\nreplace = "gone"\n\n'
+        '[[mutant]]\nname = "fresh"\nfile = "base/here.h"\nreplace = "pybind11/pybind11"\n'
     )
     found = "\n".join(checks.all_problems(tmp_path))
     for part in ("base/none.h", "docs/none.md", "pybind11", "imports pickle", "'stale'"):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, started
 from devtool import commands
 
 HERE = Path(__file__).parent
@@ -28,11 +27,6 @@ NOT_HERE = {
 }  # fmt: skip
 
 
-def run(program: Path, *words) -> subprocess.CompletedProcess:
-    command = [sys.executable, program, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=500)
-
-
 def rows(done: subprocess.CompletedProcess) -> dict[str, dict]:
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert all(set(each) == {"check", "expected", "seen", "verdict"} and each["seen"] for each in found)
@@ -46,7 +40,7 @@ def verdicts(found: dict[str, dict]) -> dict[str, str]:
 
 @pytest.mark.long
 def test_every_check_that_needs_no_gpu_passes_and_no_other_does(tmp_path):
-    done = run(CHECKS, "--rig", "--dir", tmp_path)
+    done = started(CHECKS, "--rig", "--dir", tmp_path)
     found = rows(done)
     assert verdicts(found) == dict.fromkeys(PASSED, "passed") | dict.fromkeys(NOT_HERE, "not here"), done.stderr
     assert done.returncode == 0
@@ -55,14 +49,9 @@ def test_every_check_that_needs_no_gpu_passes_and_no_other_does(tmp_path):
     assert "speculative decoding" in found["14 EAGLE, probabilistic drafts"]["seen"]
 
 
-def test_checks_of_one_engine_pass(tmp_path):
-    done = run(CHECKS, "--rig", "--dir", tmp_path, "--only", 2, 7, 11)
-    found = verdicts(rows(done))
-    assert found and set(found.values()) == {"passed"} and done.returncode == 0, done.stderr
-
-
 def test_a_fault_is_a_failed_row_and_the_other_checks_run(tmp_path):
-    done = run(HERE / "engine_with_faults.py", "--rig", "--dir", tmp_path, "--only", 1, 2, 4, 6)
+    words = ["--rig", "--dir", tmp_path, "--only", 1, 2, 4, 6]
+    done = started(HERE / "engine_with_faults.py", *words, forked=9, on_rig=True)
     found = rows(done)
     failed = {
         "1 deterministic without a sleep": "RuntimeError: planted",
@@ -89,15 +78,15 @@ def test_a_fault_is_a_failed_row_and_the_other_checks_run(tmp_path):
     ],
 )
 def test_bad_input_is_named_and_ends_with_2(words, named):
-    done = run(CHECKS, *words)
+    done = started(CHECKS, *words, forked=1)
     assert done.returncode == 2 and named in done.stderr and done.stdout == ""
 
 
 def test_the_bundle_has_what_its_readme_names(tmp_path):
     commands.add_engine_checks(tmp_path)
     assert "engine_checks.py --model" in (tmp_path / "README.md").read_text()
-    assert run(tmp_path / "engine_checks.py", "--help").returncode == 0
-    done = run(tmp_path / "engine_checks.py", "--rig")
+    assert started(tmp_path / "engine_checks.py", "--help").returncode == 0
+    done = started(tmp_path / "engine_checks.py", "--rig")
     assert done.returncode == 2 and "needs a checkout" in done.stderr
     for name in ("checks", "checked_engine"):
         assert (tmp_path / f"{name}.py").exists()

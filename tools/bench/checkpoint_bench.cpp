@@ -4,7 +4,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstring>
 #include <iostream>
 #include <memory>
@@ -50,24 +52,34 @@ void touch_fresh(uint64_t bytes) {
   ::munmap(memory, bytes);
 }
 
-// Random; or, in each 4 KiB, the first eighth random and the rest a repeated word, as in memory that is little used.
-void fill_random(std::span<std::byte> bytes, bool compressible) {
+// What the memory holds: random words; in each 4 KiB the first eighth random and the rest a repeated word, as in memory
+// that is little used; bf16 values as weights have them.
+enum class Content { kRandom, kSparse, kBf16 };
+
+void fill(std::span<std::byte> bytes, Content content) {
   auto* const words = reinterpret_cast<uint64_t*>(bytes.data());
   std::mt19937_64 random(1);
+  if (content == Content::kBf16) {
+    std::normal_distribution<float> normal(0, 0.02F);
+    const std::span values(reinterpret_cast<uint16_t*>(bytes.data()), std::min<uint64_t>(bytes.size() / 2, 1 << 24));
+    for (uint16_t& value : values) value = static_cast<uint16_t>(std::bit_cast<uint32_t>(normal(random)) >> 16);
+    for (uint64_t at = values.size_bytes(); at < bytes.size(); at += values.size_bytes())
+      std::memcpy(bytes.data() + at, values.data(), std::min(values.size_bytes(), bytes.size() - at));
+    return;
+  }
   for (uint64_t i = 0; i < bytes.size() / 8; ++i)
-    words[i] = compressible && i % 512 >= 64 ? 0x3f803f803f803f80 : random();
+    words[i] = content == Content::kSparse && i % 512 >= 64 ? 0x3f803f803f803f80 : random();
 }
 
 // A rank with one region of weights, that sleeps to disk and wakes.
 class Sleeper {
  public:
-  Sleeper(std::string directory, uint64_t bytes, bool compressible, int level)
+  Sleeper(std::string directory, uint64_t bytes, Content content, CompressionOptions compression)
       : directory_(std::move(directory)), bytes_(bytes) {
     memory_ = must(RankMemory::create(must(make_host_device({})), linux_file_system()));
     address_ = must(memory_->allocate("weights", "params", bytes));
-    fill_random({reinterpret_cast<std::byte*>(address_), bytes}, compressible);
-    CheckpointManagerOptions options{.retention = {.keep = 1}};
-    if (level != 0) options.compression = {.level = level};
+    fill({reinterpret_cast<std::byte*>(address_), bytes}, content);
+    const CheckpointManagerOptions options{.retention = {.keep = 1}, .compression = compression};
     manager_ = must(CheckpointManager::open(linux_file_system(), directory_, options));
   }
   void sleep() {
@@ -114,7 +126,7 @@ class Raw {
  public:
   Raw(const std::string& directory, uint64_t bytes)
       : bytes_(bytes), memory_(bytes), directory_(must(linux_file_system().open_directory(directory, true))) {
-    fill_random(memory_.bytes(), false);  // a disk below may store what repeats better
+    fill(memory_.bytes(), Content::kRandom);  // a disk below may store what repeats better
   }
   void write() {
     const std::string name = fmt::format("raw{}", ++number_);
@@ -223,11 +235,12 @@ int main(int argc, char** argv) {
   }
   nlohmann::ordered_json json;
   {
-    Sleeper plain((place / "plain-store").string(), bytes, false, 0);
-    Sleeper packed((place / "packed-store").string(), bytes, true, level);
+    Sleeper plain((place / "plain-store").string(), bytes, Content::kRandom, {.codec = Codec::kNone});
+    Sleeper packed((place / "packed-store").string(), bytes, Content::kSparse, {.level = level});
+    Sleeper values((place / "values-store").string(), bytes, Content::kBf16, {.codec = Codec::kBf16});
     Raw raw((place / "raw").string(), bytes);
     std::map<std::string, std::vector<double>> times;
-    uint64_t stored = 0;
+    uint64_t stored = 0, stored_values = 0;
     for (int round = 0; round <= rounds; ++round) {
       const auto time = [&](const char* name, const std::function<void()>& work) {
         const double taken = seconds(work);
@@ -238,6 +251,8 @@ int main(int argc, char** argv) {
       time("plain write", [&] { raw.plain_write(); });
       time("sleep, compresses", [&] { packed.sleep(); });
       stored = packed.stored_bytes();
+      time("sleep, bf16", [&] { values.sleep(); });
+      stored_values = values.stored_bytes();
       time("raw read", [&] { raw.read(); });
       time("verify", [&] { plain.verify(); });
       touch_fresh(bytes);
@@ -248,16 +263,21 @@ int main(int argc, char** argv) {
       touch_fresh(bytes);
       time("wake, compresses", [&] { packed.wake(); });
       packed.finish();
+      touch_fresh(bytes);
+      time("wake, bf16", [&] { values.wake(); });
+      values.finish();
     }
     const auto rate = [&](const std::string& name) { return static_cast<double>(bytes) / 1e9 / median(times[name]); };
     json = {{"bytes", bytes},
             {"rounds", rounds},
             {"level", level},
             {"compressed_to", static_cast<double>(stored) / static_cast<double>(bytes)},
+            {"bf16_to", static_cast<double>(stored_values) / static_cast<double>(bytes)},
             {"unit", "GB/s of memory, median"}};
     for (const auto& [name, direction] :
          {std::pair("sleep", "write"), std::pair("sleep, compresses", "write"), std::pair("wake", "read"),
-          std::pair("wake, compresses", "read"), std::pair("verify", "read")}) {
+          std::pair("sleep, bf16", "write"), std::pair("wake, compresses", "read"), std::pair("wake, bf16", "read"),
+          std::pair("verify", "read")}) {
       const double ceiling = std::max(rate(std::string("raw ") + direction),
                                       std::string_view(direction) == "read" ? rate("plain read") : 0);
       json[name] = {{"torpor", rate(name)},
@@ -274,9 +294,11 @@ int main(int argc, char** argv) {
     std::cout << json.dump(2) << '\n';
     return 0;
   }
-  fmt::print("{} MiB of memory, median of {} rounds, GB/s; what compresses goes to {:.0f} % at level {}\n", mib, rounds,
-             100 * json["compressed_to"].get<double>(), level);
-  for (const char* name : {"sleep", "sleep, compresses", "wake", "wake, compresses", "verify"}) {
+  fmt::print(
+      "{} MiB of memory, median of {} rounds, GB/s; what compresses goes to {:.0f} % at level {}, bf16 to {:.0f} %\n",
+      mib, rounds, 100 * json["compressed_to"].get<double>(), level, 100 * json["bf16_to"].get<double>());
+  for (const char* name :
+       {"sleep", "sleep, compresses", "sleep, bf16", "wake", "wake, compresses", "wake, bf16", "verify"}) {
     const auto& row = json[name];
     fmt::print("{:<18} torpor {:.2f}, plain file {:.2f}, the machine's best {:.2f}: {:.2f} x, {:.0f} %\n", name,
                row["torpor"].get<double>(), row["baseline"].get<double>(), row["ceiling"].get<double>(),

@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
-"""What a KV connector adds to vLLM's scheduler: torpor's beside vLLM's own, over the requests of a trace, without a model.
+"""What a KV connector adds to vLLM's scheduler: torpor's beside vLLM's own, over a trace's requests, without a model.
 
-The real scheduler, once without a connector, then with SimpleCPUOffloadConnector (eager and lazy), OffloadingConnector and
-torpor's (eager and lazy). Outputs and the workers' reports are made up: what a step orders is done in the next one. CPU time
-of the scheduler's thread; everything that Python does for a connector counts, translation included. Every run has a process
-of its own; interleaved, medians of the rounds after one that only warms. Baseline: SimpleCPUOffloadConnector of the same
-mode. Ceiling: the scheduler without a connector, whose hooks cost nothing.
+The real scheduler, once without a connector, then with SimpleCPUOffloadConnector (eager and lazy), OffloadingConnector
+and torpor's (eager and lazy). Outputs and the workers' reports are made up: what a step orders is done in the next one.
+CPU time of the scheduler's thread; everything that Python does for a connector counts, translation included. Every run
+has a process of its own; interleaved, medians of the rounds after one that only warms. Baseline:
+SimpleCPUOffloadConnector of the same mode. Ceiling: the scheduler without a connector, whose hooks cost nothing.
 
 --sizes:  torpor's and Simple's hooks with 10 thousand to 1 million blocks of host memory.
 --memory: the process's memory over the trace, requests made as they come: what it grows by over the second half.
---trace:  a file of JSON lines (input_length, output_length, hash_ids of 512 tokens; lengths are divided by 4). Without one,
-          conversations are made that return as often.
+--serve:  real engines: first tokens that are computed, come from host memory, and from disk after a restart, and how
+          much of the prompts that finds; tokens a second when nothing is ever found.
+--trace:  a file of JSON lines (input_length, output_length, hash_ids of 512 tokens; lengths are divided by 4). Without
+          one, conversations are made that return as often.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from pathlib import Path
 
 os.environ |= {"VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
 import connector_replay as replay  # noqa: E402
+import connector_serve  # noqa: E402
 
 SIMPLE, OFFLOADING = "SimpleCPUOffloadConnector", "OffloadingConnector"
 BASELINE = {"torpor eager": "Simple eager", "torpor lazy": "Simple lazy"}
@@ -83,6 +86,9 @@ class Bench:
         self._options, self._trace = options, trace
         self._shape = replay.Shape(device_blocks=options.device_blocks)
 
+    def _names(self, host_blocks: int) -> list[str]:
+        return [name for name in contestants(host_blocks) if not self._options.only or name in self._options.only]
+
     def one(self, name: str, host_blocks: int, samples: int = 0) -> dict:
         connector, reports = contestants(host_blocks)[name]
 
@@ -93,7 +99,7 @@ class Bench:
         return in_a_process(work)
 
     def compare(self) -> dict:
-        names = list(contestants(self._options.host_blocks))
+        names = self._names(self._options.host_blocks)
         rounds: dict[str, list[dict]] = {name: [] for name in names}
         for number in range(self._options.rounds + 1):
             for name in names:
@@ -101,17 +107,17 @@ class Bench:
                 if number > 0:
                     rounds[name].append(run)
         results = {name: median_of(runs) for name, runs in rounds.items()}
-        bare = results["none"]["us_per_step"]
         for name, result in results.items():
-            result["times_none"] = result["us_per_step"] / bare
-            if (against := BASELINE.get(name)) and name in results:
+            if "none" in results:
+                result["times_none"] = result["us_per_step"] / results["none"]["us_per_step"]
+            if (against := BASELINE.get(name)) in results:
                 result["of_baseline"] = result["hooks_us_per_step"] / results[against]["hooks_us_per_step"]
         return results
 
     def sizes(self) -> dict:
-        names = [name for name in contestants(1) if name.startswith(("Simple", "torpor"))]
+        names = [name for name in self._names(1) if name.startswith(("Simple", "torpor"))]
         runs = {name: {size: [] for size in HOST_SIZES} for name in names}
-        for _ in range(self._options.rounds):
+        for _ in range(max(1, self._options.rounds)):
             for name in names:
                 for size in HOST_SIZES:
                     runs[name][size].append(self.one(name, size))
@@ -119,7 +125,7 @@ class Bench:
 
     def memory(self) -> dict:
         result = {}
-        for name in contestants(1):
+        for name in self._names(1):
             resident = self.one(name, self._options.host_blocks, samples=40)["resident"]
             half = resident[len(resident) // 2]
             result[name] = {"resident": resident, "grown_in_second_half": max(resident[len(resident) // 2 :]) - half}
@@ -140,13 +146,17 @@ def median_of(runs: list[dict]) -> dict:
 
 
 def show(results: dict, hooks: bool) -> None:
-    print(f"{'':<14}{'us/step':>9}{'to none':>9}{'hooks':>9}{'to Simple':>11}{'ns/block':>10}{'device':>9}{'host hit':>10}{'loaded':>9}{'stored':>9}")
+    print(
+        f"{'':<14}{'us/step':>9}{'to none':>9}{'hooks':>9}{'to Simple':>11}{'ns/block':>10}"
+        f"{'device':>9}{'host hit':>10}{'loaded':>9}{'stored':>9}"
+    )
     for name, one in results.items():
         ratio = f"1/{1 / one['of_baseline']:.1f}" if one.get("of_baseline") else "-"
         block = f"{one['hooks_ns_per_moved_block']:,.0f}" if one["hooks_ns_per_moved_block"] else "-"
         print(
-            f"{name:<14}{one['us_per_step']:>9,.0f}{one['times_none']:>8.2f}x{one['hooks_us_per_step']:>9.1f}{ratio:>11}{block:>10}"
-            f"{100 * one['device_hit']:>8.2f}%{100 * one['host_hit']:>9.2f}%{one['loaded_blocks']:>9,}{one['stored_blocks']:>9,}"
+            f"{name:<14}{one['us_per_step']:>9,.0f}{one.get('times_none', 0):>8.2f}x{one['hooks_us_per_step']:>9.1f}"
+            f"{ratio:>11}{block:>10}{100 * one['device_hit']:>8.2f}%{100 * one['host_hit']:>9.2f}%"
+            f"{one['loaded_blocks']:>9,}{one['stored_blocks']:>9,}"
         )
         if hooks:
             for hook, spent in one["hooks"].items():
@@ -161,7 +171,10 @@ def show_sizes(sizes: dict) -> None:
 
 
 def show_memory(memory: dict) -> None:
-    print("\nresident memory: at the start, in the middle, at the end of the trace; most that it grew by in the second half")
+    print(
+        "\nresident memory: at the start, in the middle, at the end of the trace; "
+        "most that it grew by in the second half"
+    )
     for name, one in memory.items():
         first, middle, last = (one["resident"][at] / 2**20 for at in (0, len(one["resident"]) // 2, -1))
         print(f"{name:<14}{first:>8.0f}{middle:>8.0f}{last:>8.0f} MiB{one['grown_in_second_half'] / 2**20:>8.1f} MiB")
@@ -176,6 +189,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", action="store_true")
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--only", nargs="*", help="contestants, by name")
+    parser.add_argument("--serve", action="store_true")
+    parser.add_argument("--serve-tokens", type=int, default=1024, help="of a prompt")
+    parser.add_argument("--serve-at-once", type=int, default=8)
     parser.add_argument("--hooks", action="store_true", help="show each hook")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
@@ -188,22 +205,32 @@ def main() -> None:
         "device_blocks": options.device_blocks,
         "host_blocks": options.host_blocks,
         "rounds": options.rounds,
-        "results": bench.compare(),
+        "results": bench.compare() if options.rounds > 0 else {},
     }
     if options.sizes:
         result["sizes"] = bench.sizes()
     if options.memory:
         result["memory"] = bench.memory()
+    if options.serve:
+        result["serve"] = connector_serve.measure(
+            options.model, options.serve_tokens, options.serve_at_once, answer=32, rounds=max(9, options.rounds)
+        )
     if options.json:
         print(json.dumps(result, indent=2))
         sys.stdout.flush()
         os._exit(0)  # vLLM's libraries complain at the end of an interpreter
-    print(f"{len(trace)} requests ({result['trace']}), {options.device_blocks:,} blocks on the device, {options.host_blocks:,} in host memory, median of {options.rounds}")
-    show(result["results"], options.hooks)
+    print(
+        f"{len(trace)} requests ({result['trace']}), {options.device_blocks:,} blocks on the device, "
+        f"{options.host_blocks:,} in host memory, median of {options.rounds}"
+    )
+    if options.rounds > 0:
+        show(result["results"], options.hooks)
     if options.sizes:
         show_sizes(result["sizes"])
     if options.memory:
         show_memory(result["memory"])
+    if options.serve:
+        connector_serve.show(result["serve"])
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,8 +1,8 @@
 """A trace through vLLM's real scheduler with a KV connector, without a model: what `connector_bench.py` measures.
 
-Outputs are made up, and so are the workers' reports: what a step orders is done in the next one. So all contestants see the
-same steps, and only the time of the scheduler's thread is measured: schedule(), update_from_output() and, within them and
-when requests come, each hook of the connector.
+Outputs are made up, and so are the workers' reports: what a step orders is done in the next one. So all contestants see
+the same steps, and only the time of the scheduler's thread is measured: schedule(), update_from_output() and, within
+them and when requests come, each hook of the connector.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
@@ -38,9 +44,9 @@ PAGE = 2 * BLOCK * KV_HEADS * HEAD * 2  # bytes of a block in one layer: keys an
 BLOCK_BYTES = LAYERS * PAGE
 HOOKS = (  # all that a scheduler calls
     "on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",
-    "update_connector_output", "request_finished", "request_finished_all_groups", "get_kv_connector_stats", "take_events",
-    "has_pending_push_work", "has_pending_block_frees", "get_external_cache_hit_sources", "get_loaded_kv_cache_group_ids",
-    "register_finished_partial_tail",
+    "update_connector_output", "request_finished", "request_finished_all_groups", "get_kv_connector_stats",
+    "take_events", "has_pending_push_work", "has_pending_block_frees", "get_external_cache_hit_sources",
+    "get_loaded_kv_cache_group_ids", "register_finished_partial_tail",
 )  # fmt: skip
 
 
@@ -186,7 +192,12 @@ class TorporReports(Reports):
     def prepare(self, connector, shape: Shape) -> None:
         from torpor.vllm.connector_messages import RankIsReady
 
-        sizes = {"disk_segments": 0, "segment_slots": 0, "device_blocks": shape.device_blocks, "block_bytes": BLOCK_BYTES}
+        sizes = {
+            "disk_segments": 0,
+            "segment_slots": 0,
+            "device_blocks": shape.device_blocks,
+            "block_bytes": BLOCK_BYTES,
+        }
         connector.set_xfer_handshake_metadata_pp_aware({
             rank: RankIsReady(sizes | {"host_slots": blocks}) for rank, blocks in enumerate(self._host_blocks)
         })  # fmt: skip
@@ -255,6 +266,7 @@ class Shape:
     max_num_batched_tokens: int = 8_192
     queued: int = 160  # running and waiting together
     world: int = 1  # ranks that are made up
+    window: int = 0  # tokens that half of the layers see; 0: all layers see all
 
 
 def clock_cost() -> float:
@@ -295,7 +307,7 @@ class Replay:
         with set_current_vllm_config(config):
             self.scheduler = Scheduler(
                 vllm_config=config,
-                kv_cache_config=kv_cache(shape.device_blocks),
+                kv_cache_config=kv_cache(shape.device_blocks, shape.window),
                 structured_output_manager=StructuredOutputManager(config),
                 block_size=BLOCK,
                 hash_block_size=BLOCK,
@@ -382,9 +394,7 @@ class Replay:
         names = list(planned.num_scheduled_tokens)
         requests = scheduler.requests
         tokens = [
-            [number % 40_000 + 1]
-            if (request := requests[name]).num_computed_tokens >= request.num_tokens
-            else []
+            [number % 40_000 + 1] if (request := requests[name]).num_computed_tokens >= request.num_tokens else []
             for number, name in enumerate(names, result.steps)
         ]
         output = ModelRunnerOutput(
@@ -399,15 +409,15 @@ class Replay:
         result.steps += 1
 
 
-def kv_cache(blocks: int):
+def kv_cache(blocks: int, window: int = 0):
     """Of SmolLM2-135M in bfloat16; nothing is allocated."""
     names = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=KV_HEADS, head_size=HEAD, dtype=torch.bfloat16)
+    sizes = {"block_size": BLOCK, "num_kv_heads": KV_HEADS, "head_size": HEAD, "dtype": torch.bfloat16}
+    spec = FullAttentionSpec(**sizes)
     assert spec.page_size_bytes == PAGE
+    groups = [KVCacheGroupSpec(names, spec)]
+    if window:
+        seeing = SlidingWindowSpec(**sizes, sliding_window=window)
+        groups = [KVCacheGroupSpec(names[::2], spec), KVCacheGroupSpec(names[1::2], seeing)]
     tensor = KVCacheTensor(size=blocks * BLOCK_BYTES, layers=names, layer_stride=blocks * PAGE, block_stride=PAGE)
-    return KVCacheConfig(
-        num_blocks=blocks,
-        kv_cache_tensors=[tensor],
-        kv_cache_groups=[KVCacheGroupSpec(names, spec)],
-        kv_cache_layout="LBHNC",
-    )
+    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=groups, kv_cache_layout="LBHNC")

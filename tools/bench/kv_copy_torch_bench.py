@@ -68,12 +68,14 @@ def main() -> None:
         print(json.dumps({"rounds": options.rounds, "unit": "GB/s, median", "blocks": rows}, indent=2))
         return
     print(
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {options.mib} MiB each, median of {options.rounds} rounds, GB/s"
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {options.mib} MiB each, "
+        f"median of {options.rounds} rounds, GB/s"
     )
     print(f"{'model':>5} {'tokens':>6} {'layout':<16} {'index_select':>12} {'advanced':>9} {'copy':>6}")
     for r in rows:
         print(
-            f"{r['model']:>5} {r['block_tokens']:>6} {r['layout']:<16} {r['index_select']:>12.2f} {r['advanced_indexing']:>9.2f} {r['ceiling']:>6.2f}"
+            f"{r['model']:>5} {r['block_tokens']:>6} {r['layout']:<16} "
+            f"{r['index_select']:>12.2f} {r['advanced_indexing']:>9.2f} {r['ceiling']:>6.2f}"
         )
 
 

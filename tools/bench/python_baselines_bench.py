@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """What Python code does today, beside torpor in the same run: a checkpoint of memory, and a busy scheduler's state.
 
-memory:    torch.save + fsync and torch.load (cold: the page cache is dropped) of as many random bytes as checkpoint_bench
-           puts to sleep and wakes. Baselines: those two. Its ceiling is checkpoint_bench's own, of the same rounds.
-scheduler: pickle (protocol 5) of Python objects, and int32 arrays with a blob of hashes through msgpack (msgspec), of the
-           tokens, hashes and block tables that scheduler_snapshot_bench encodes. Ceiling: copying its bytes twice.
+memory:    torch.save + fsync and torch.load (cold: page cache dropped) of as many random bytes as checkpoint_bench puts
+           to sleep and wakes. Baselines: those two. Its ceiling is checkpoint_bench's own, of the same rounds.
+scheduler: pickle (protocol 5) of Python objects, and int32 arrays with a blob of hashes through msgpack (msgspec), of
+           the tokens, hashes and block tables that scheduler_snapshot_bench encodes. Ceiling: copying its bytes twice.
 
 Each round runs every contestant once, warmed; medians of the rounds.
 """
@@ -135,8 +135,12 @@ def memory(mib: int, rounds: int, directory: Path) -> dict:
     rate = measured.medians()
     return {
         "bytes": size, "rounds": rounds, "unit": "GB/s, median", "rates": rate,
-        "sleep": {"times_baseline": rate["sleep"] / rate["torch.save"], "of_ceiling": rate["sleep"] / rate["sleep ceiling"]},
-        "wake": {"times_baseline": rate["wake"] / rate["torch.load"], "of_ceiling": rate["wake"] / rate["wake ceiling"]},
+        "sleep": {
+            "times_baseline": rate["sleep"] / rate["torch.save"], "of_ceiling": rate["sleep"] / rate["sleep ceiling"],
+        },
+        "wake": {
+            "times_baseline": rate["wake"] / rate["torch.load"], "of_ceiling": rate["wake"] / rate["wake ceiling"],
+        },
     }  # fmt: skip
 
 
@@ -153,8 +157,9 @@ def scheduler(running: int, waiting: int, rounds: int) -> dict:
         measured.time("msgpack of arrays", lambda arrays=arrays: decoder.decode(encoder.encode(arrays)))
     seconds = measured.medians()
     return {
-        "requests": running + waiting, "bytes": ours["bytes"], "rounds": rounds, "unit": "s, median, there and back", "seconds": seconds,
-        "times_pickle": seconds["pickle of objects"] / seconds["torpor"], "times_msgpack": seconds["msgpack of arrays"] / seconds["torpor"],
+        "requests": running + waiting, "bytes": ours["bytes"], "rounds": rounds, "unit": "s, median, there and back",
+        "seconds": seconds, "times_pickle": seconds["pickle of objects"] / seconds["torpor"],
+        "times_msgpack": seconds["msgpack of arrays"] / seconds["torpor"],
         "of_ceiling": seconds["copies"] / seconds["torpor"],
     }  # fmt: skip
 
@@ -182,14 +187,17 @@ def main() -> None:
     for ours, theirs in (("sleep", "torch.save"), ("wake", "torch.load")):
         ratio = result["memory"][ours]
         print(
-            f"{ours:<6} torpor {rate[ours]:.2f}, {theirs} {rate[theirs]:.2f}, the machine's best {rate[ours + ' ceiling']:.2f}: {ratio['times_baseline']:.2f} x, {100 * ratio['of_ceiling']:.0f} %"
+            f"{ours:<6} torpor {rate[ours]:.2f}, {theirs} {rate[theirs]:.2f}, "
+            f"the machine's best {rate[ours + ' ceiling']:.2f}: "
+            f"{ratio['times_baseline']:.2f} x, {100 * ratio['of_ceiling']:.0f} %"
         )
     print(
         f"{result['scheduler']['requests']} requests, {result['scheduler']['bytes'] / 1e6:.0f} MB, there and back, ms"
     )
     print("  ".join(f"{name} {1e3 * value:.0f}" for name, value in seconds.items()))
     print(
-        f"{result['scheduler']['times_pickle']:.1f} x pickle, {result['scheduler']['times_msgpack']:.2f} x msgpack, {100 * result['scheduler']['of_ceiling']:.0f} % of the copies"
+        f"{result['scheduler']['times_pickle']:.1f} x pickle, {result['scheduler']['times_msgpack']:.2f} x msgpack, "
+        f"{100 * result['scheduler']['of_ceiling']:.0f} % of the copies"
     )
 
 

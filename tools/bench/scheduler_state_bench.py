@@ -3,8 +3,8 @@
 
 256 running and 1,000 waiting requests with prompts of 16 to 4,000 tokens, block tables, hashes and a prefix index. Both
 start from the dicts that the adapter makes and end with dicts again; torpor checks every type on the way in, and every
-length, cross-reference and digest on the way out, and its bytes cannot name code to run. Ceiling: copying the same number
-of bytes. Interleaved, median of the rounds, after one that only warms.
+length, cross-reference and digest on the way out, and its bytes cannot name code to run. Ceiling: copying the same
+number of bytes. Interleaved, median of the rounds, after one that only warms.
 """
 
 from __future__ import annotations
@@ -42,13 +42,15 @@ def busy_scheduler(running: int, waiting: int, seed: int = 1) -> dict:
         hashes = [rng.randbytes(HASH_BYTES - 4) for _ in range(full)]
         name = f"{number}-{rng.randrange(1 << 32):08x}"
         requests.append({
-            "id": name, "client_index": 0, "priority": 0, "arrival_time": 1.7e9 + number, "status": "running" if is_running else "waiting",
-            "prompt_token_ids": prompt, "output_token_ids": output, "num_computed_tokens": computed, "num_preemptions": 0,
-            "max_tokens": 512, "block_hashes": b"".join(hashes), "block_hash_bytes": len(hashes[0]) if hashes else 0,
+            "id": name, "client_index": 0, "priority": 0, "arrival_time": 1.7e9 + number,
+            "status": "running" if is_running else "waiting", "prompt_token_ids": prompt, "output_token_ids": output,
+            "num_computed_tokens": computed, "num_preemptions": 0, "max_tokens": 512,
+            "block_hashes": b"".join(hashes), "block_hash_bytes": len(hashes[0]) if hashes else 0,
             "cache_salt": None, "stop_reason": None,
             "sampling": {
-                "n": 1, "temperature": 0.8, "top_p": 0.95, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-                "repetition_penalty": 1.0, "seed": number, "stop": [], "stop_token_ids": [], "max_tokens": 512, "min_tokens": 0,
+                "n": 1, "temperature": 0.8, "top_p": 0.95, "top_k": 0, "min_p": 0.0,
+                "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
+                "seed": number, "stop": [], "stop_token_ids": [], "max_tokens": 512, "min_tokens": 0,
                 "ignore_eos": False, "logprobs": None, "prompt_logprobs": None, "engine": {"stop_is_none": False},
             },
             "engine": {"last_sched_seq": number, "prefill_counted": is_running},
@@ -69,13 +71,20 @@ def busy_scheduler(running: int, waiting: int, seed: int = 1) -> dict:
     names = [request["id"] for request in requests]
     return {
         "fingerprint": {"model": "benchmark"},
-        "scheduler": {"policy": "fcfs", "requests": requests, "running": names[:running], "waiting": names[running:], "held": [], "finished": [], "engine": {"current_step": 1}},
+        "scheduler": {
+            "policy": "fcfs", "requests": requests, "running": names[:running], "waiting": names[running:],
+            "held": [], "finished": [], "engine": {"current_step": 1},
+        },
         "kv": {
-            "num_blocks": next_block + 1000, "null_block": 0, "blocks": blocks, "extra_hashes": [], "prefix_index": index, "engine": {},
+            "num_blocks": next_block + 1000, "null_block": 0, "blocks": blocks,
+            "extra_hashes": [], "prefix_index": index, "engine": {},
             "groups": [{"block_size": BLOCK, "tables": tables, "num_cached_blocks": {name: 0 for name in tables}}],
             "free_order": array("i", range(next_block, next_block + 1000)),
         },
-        "workers": [{"rank": 0, "rows": names[:running], "default_generator": bytes(5056), "generators": {name: rng.randbytes(5056) for name in names[:running]}, "engine": {}}],
+        "workers": [{
+            "rank": 0, "rows": names[:running], "default_generator": bytes(5056),
+            "generators": {name: rng.randbytes(5056) for name in names[:running]}, "engine": {},
+        }],
         "outputs": None,
     }  # fmt: skip
 
@@ -149,7 +158,9 @@ def main() -> None:
     for name in ("write", "read"):
         seconds = result["seconds"]
         print(
-            f"{name:<6} {seconds[f'torpor_{name}'] * 1e3:>7.2f} ms {seconds[f'pickle_{name}'] * 1e3:>7.2f} ms {seconds['copy'] * 1e3:>7.2f} ms   {result[name]['times_baseline']:.2f} x, {100 * result[name]['of_ceiling']:.1f} %"
+            f"{name:<6} {seconds[f'torpor_{name}'] * 1e3:>7.2f} ms {seconds[f'pickle_{name}'] * 1e3:>7.2f} ms "
+            f"{seconds['copy'] * 1e3:>7.2f} ms   "
+            f"{result[name]['times_baseline']:.2f} x, {100 * result[name]['of_ceiling']:.1f} %"
         )
     print(f"bytes  {result['torpor_bytes']:>10,} {result['pickle_bytes']:>10,}")
 

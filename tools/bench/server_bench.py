@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """What clients of a server notice: the pause over a sleep and over a checkpoint, and tokens a second.
 
-pause:  last piece of text before to the first after, median over clients, at 1, 8 and 32 streams; for a sleep to host with
-        the wake at once, and for a checkpoint while serving. Baseline: the usual time between two pieces. Ceiling: what
-        the operations themselves took, by their own reports.
+pause:  last piece of text before to the first after, median over clients, at 1, 8 and 32 streams; for a sleep to host
+        with the wake at once, and for a checkpoint while serving. Baseline: the usual time between two pieces. Ceiling:
+        what the operations themselves took, by their own reports.
 tokens: a second, over 16 endless streams, with a checkpoint every 5 s beside without (baseline), and beside vLLM's own
         server without torpor, which records no answers (ceiling).
 
@@ -180,18 +180,24 @@ def main() -> int:
         print(json.dumps(result, indent=2))
         return 0
     print(
-        f"pause seen by clients, median of {options.rounds} rounds (usual: between two pieces of text; own: what the operations report)"
+        f"pause seen by clients, median of {options.rounds} rounds "
+        "(usual: between two pieces of text; own: what the operations report)"
     )
     for streams, kinds in result["pauses"].items():
         for kind, item in kinds.items():
             name = "sleep to host and wake" if kind == "sleep" else "checkpoint while serving"
             print(
-                f"  {streams:>3} streams  {name:<25} {item['pause_seconds']:.3f} s   usual {item['usual_gap_seconds']:.3f} s   own {item['own_seconds']:.3f} s   pause/own {item['pause_seconds'] / item['own_seconds']:.2f}"
+                f"  {streams:>3} streams  {name:<25} {item['pause_seconds']:.3f} s   "
+                f"usual {item['usual_gap_seconds']:.3f} s   own {item['own_seconds']:.3f} s   "
+                f"pause/own {item['pause_seconds'] / item['own_seconds']:.2f}"
             )
     rates = result["tokens_per_second"]
     print(f"tokens a second, {LOAD} streams")
     print(
-        f"  with a checkpoint every {EVERY_SECONDS:g} s {rates['with checkpoints']:.0f}   without {rates['without']:.0f} (ratio {rates['with checkpoints'] / rates['without']:.2f})   vLLM's own server {rates['stock']:.0f} (ratio {rates['with checkpoints'] / rates['stock']:.2f}, without checkpoints {rates['without'] / rates['stock']:.2f})"
+        f"  with a checkpoint every {EVERY_SECONDS:g} s {rates['with checkpoints']:.0f}   "
+        f"without {rates['without']:.0f} (ratio {rates['with checkpoints'] / rates['without']:.2f})   "
+        f"vLLM's own server {rates['stock']:.0f} (ratio {rates['with checkpoints'] / rates['stock']:.2f}, "
+        f"without checkpoints {rates['without'] / rates['stock']:.2f})"
     )
     return 0
 

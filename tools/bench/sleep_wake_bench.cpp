@@ -31,6 +31,7 @@
 #include "engine/tag_sleep.h"
 #include "tools/bench/bench.h"
 #include "tools/bench/disk_sleeps.h"
+#include "tools/bench/kv_sleeps.h"
 
 namespace {
 
@@ -86,57 +87,6 @@ class Torpor {
   }
   inline static const std::vector<std::string> kTags{"weights"};
   std::unique_ptr<RankMemory> memory_;
-};
-
-// torpor: one tag of KV blocks, each known by a stamp.
-class TorporKv {
- public:
-  static constexpr uint64_t kBlockBytes = 512 * kKiB;  // of 16 tokens of a model of some size, over all its layers
-  explicit TorporKv(uint64_t bytes) {
-    memory_ = must(RankMemory::create(must(make_host_device()), linux_file_system(), {.retain_kv_bytes = bytes}));
-    const auto blocks = static_cast<uint32_t>(bytes / kBlockBytes);
-    address_ = must(memory_->allocate("kv_cache", "kv", blocks * kBlockBytes));
-    std::memset(reinterpret_cast<void*>(address_), 7, blocks * kBlockBytes);  // NOLINT(performance-no-int-to-ptr)
-    must(memory_->set_kv_layout("kv_cache", {.num_blocks = blocks,
-                                             .tensors = {{.address = address_,
-                                                          .layers = 1,
-                                                          .layer_stride = kBlockBytes,
-                                                          .block_stride = kBlockBytes,
-                                                          .block_bytes = kBlockBytes}}}));
-    for (uint32_t block = 0; block < blocks; ++block) {
-      save_.blocks.push_back(static_cast<int32_t>(block));
-      save_.stamps.push_back(++last_stamp_);
-    }
-    save_.tags = kTags;
-    save_.steps = 1;
-  }
-  // The engine has gone on: the last block of each hundred is another one.
-  void take_steps() {
-    ++save_.steps;
-    for (size_t block = 99; block < save_.stamps.size(); block += 100) save_.stamps[block] = ++last_stamp_;
-  }
-  uint64_t sleep() {
-    const uint64_t copied = call(orders::Save(save_)).bytes;
-    call(orders::Detach{.tags = kTags});
-    return copied;
-  }
-  void wake() {
-    call(orders::Attach{.tags = kTags});
-    call(orders::Restore{.tags = kTags});
-    call(orders::Finish{.tags = kTags, .keep_backup = true});
-  }
-  void forget() { memory_->mark_dirty("kv_cache"); }
-
- private:
-  template <class Order>
-  typename Order::Reply call(const Order& order) {
-    return must(decode_reply<Order>(RankService(*memory_).call(encode_order(order))));
-  }
-  inline static const std::vector<std::string> kTags{"kv_cache"};
-  std::unique_ptr<RankMemory> memory_;
-  DeviceAddress address_ = 0;
-  uint64_t last_stamp_ = 0;
-  orders::Save save_;
 };
 
 // Regions moved without torpor, on the same kind of device: nothing is proven, nothing undone. The baseline has
@@ -226,32 +176,6 @@ struct Timing {
   }
   void forget() { sleep.clear(), wake.clear(); }
 };
-
-// Seconds and bytes of the sleeps of one engine's KV, by what was done since the one before.
-struct KvSleeps {
-  struct Sleep {
-    std::vector<double> seconds;
-    uint64_t bytes = 0;
-  };
-  Sleep first, second, after_steps;
-};
-KvSleeps sleep_again(uint64_t bytes, int rounds) {
-  TorporKv kv(bytes);
-  KvSleeps sleeps;
-  const auto take = [&](KvSleeps::Sleep& sleep, bool counts) {
-    const double taken = seconds([&] { sleep.bytes = kv.sleep(); });
-    if (counts) sleep.seconds.push_back(taken);
-    kv.wake();
-  };
-  for (int round = 0; round <= rounds; ++round) {
-    kv.forget();
-    take(sleeps.first, round > 0);
-    take(sleeps.second, round > 0);
-    kv.take_steps();
-    take(sleeps.after_steps, round > 0);
-  }
-  return sleeps;
-}
 
 // Seconds to bring up `bytes` of host memory, as the arena does it and by mmap(MAP_POPULATE); and how the arena did it.
 struct BroughtUp {
@@ -350,7 +274,7 @@ int main(int argc, char** argv) {
     unchanged_times.push_back(seconds([&] { moved = kept.sleep_unchanged().copied_bytes; }));
     kept.wake();
   }
-  const KvSleeps kv = sleep_again(bytes, rounds);
+  const bench::KvSleeps kv = bench::sleep_kv_again(bytes, rounds);
   const bench::DiskSleeps disk = bench::sleep_to_disk_again(bytes / 4, rounds);
   const BroughtUp up = bring_up(bytes, rounds);
   rlimit files{};
@@ -390,7 +314,8 @@ int main(int argc, char** argv) {
     json["kv_sleep"][name] = {{"seconds", median(sleep->seconds)},
                               {"bytes_moved", sleep->bytes},
                               {"times_first", median(kv.first.seconds) / median(sleep->seconds)},
-                              {"times_baseline", median(loop_times.sleep) / median(sleep->seconds)}};
+                              {"times_baseline", median(loop_times.sleep) / median(sleep->seconds)},
+                              {"of_ceiling", median(kv.given_back) / median(sleep->seconds)}};
   }
   for (const auto& [name, sleep] : {std::pair("first", &disk.first), std::pair("second", &disk.second),
                                     std::pair("after_steps", &disk.after_steps)}) {
@@ -428,10 +353,11 @@ int main(int argc, char** argv) {
              1e3 * median(unchanged_times), moved, median(loop_times.sleep) / median(unchanged_times));
   fmt::print(
       "KV in blocks: first sleep {:.1f} ms, {} bytes moved; second, after no step, {:.2f} ms, {} bytes, {:.0f} x; "
-      "after steps {:.1f} ms, {} bytes, {:.0f} x\n",
+      "after steps {:.1f} ms, {} bytes, {:.0f} x; giving the memory back alone {:.2f} ms; the loop {:.0f} ms\n",
       1e3 * median(kv.first.seconds), kv.first.bytes, 1e3 * median(kv.second.seconds), kv.second.bytes,
       median(kv.first.seconds) / median(kv.second.seconds), 1e3 * median(kv.after_steps.seconds), kv.after_steps.bytes,
-      median(kv.first.seconds) / median(kv.after_steps.seconds));
+      median(kv.first.seconds) / median(kv.after_steps.seconds), 1e3 * median(kv.given_back),
+      1e3 * median(loop_times.sleep));
   fmt::print(
       "to disk, {} MiB: first sleep {:.0f} ms; second, after no step, {:.1f} ms, {} bytes moved, {:.0f} x; after steps "
       "{:.1f} ms, {} bytes, {:.0f} x; files of a page made durable and renamed {:.1f} ms\n",

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Weights of a new process: from a checkpoint (load_format="torpor") and from the model's safetensors (vLLM's own loader).
+"""Weights of a new process: from a checkpoint (load_format="torpor") and from the model's safetensors (vLLM's loader).
 
 fill:  the bytes from the file into the model, each piece of ours proved by its digest. Baseline: vLLM's default loader,
        which proves nothing. Ceiling: raw direct reads of the checkpoint's file into fresh memory, on all cores.
-model: all of loading, from an empty model to one that can run: made, filled, packed for the CPU. The same baseline, with
-       torpor's memory, which it is moved to; ceiling: making and packing alone, and the raw reads.
+model: all of loading, from an empty model to one that can run: made, filled, packed for the CPU. The same baseline,
+       with torpor's memory, which it is moved to; ceiling: making and packing alone, and the raw reads.
 
-Files are cold: their pages are dropped before each round, or read past the page cache. "warm" is the baseline once more
-with its file in the page cache. Each round runs every contestant once, after one that only warms; medians of the rounds.
+Files are cold: their pages are dropped before each round, or read past the page cache. "warm" is the baseline again
+with its file cached. Each round runs every contestant once, after one that only warms; medians of the rounds.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ def main() -> None:
     weights = sorted(Path(options.model).glob("*.safetensors"))
     with tempfile.TemporaryDirectory(prefix=".weights_load_bench-", dir=Path.cwd()) as store:
         torpor = {"torpor": {"dir": store}}
-        llm = LLM(str(options.model), enforce_eager=True, dtype="bfloat16", max_model_len=1024, additional_config=torpor)
+        llm = LLM(
+            str(options.model), enforce_eager=True, dtype="bfloat16", max_model_len=1024, additional_config=torpor
+        )
         report = llm.sleep(level=1, preserve_state=True, to="disk")
         chunks = Path(report.checkpoint) / "chunks-r0"
         size = report.saved_bytes

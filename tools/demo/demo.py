@@ -16,8 +16,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import console_demo
 import kinds
 import offload_demo
+import remote_demo
 import server_demo
 from engine_child import DemoError, EngineProcess
 from screen import MARK, Screen, size
@@ -56,7 +58,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--features",
         action="store_true",
-        help="one request of each kind instead, in one engine: grammars, LoRA; with --gpu-path grammars and speculation",
+        help="one request of each kind instead, in one engine: grammars, LoRA; "
+        "with --gpu-path grammars and speculation",
     )
     parser.add_argument(
         "--server",
@@ -67,6 +70,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--offload",
         action="store_true",
         help="show the KV connector instead: a conversation returns when its KV was evicted, and to a new process",
+    )
+    parser.add_argument(
+        "--console",
+        action="store_true",
+        help="with the KV connector, and told as events: leaves a recording, pictures of the console and a page",
+    )
+    parser.add_argument(
+        "--remote",
+        action="store_true",
+        help="the checkpoint goes to an S3 server, all files here are removed, and it wakes from there elsewhere",
     )
     parser.add_argument(
         "--conversation",
@@ -84,10 +97,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     options = parser.parse_args(arguments)
-    modes = [name for name in ("gpu_path", "features", "server", "offload") if getattr(options, name)]
+    modes = [
+        name for name in ("gpu_path", "features", "server", "offload", "console", "remote") if getattr(options, name)
+    ]
     if len(modes) > 1 and modes != ["gpu_path", "features"]:
         named = " and ".join(f"--{name.replace('_', '-')}" for name in modes)
         parser.error(f"{named} do not go together; leave one out")
+    if options.remote and options.to != "disk":
+        parser.error(f"--remote needs a checkpoint, and --to {options.to} writes none; leave it out")
     if options.freeze_after < 1:
         parser.error(f"--freeze-after is {options.freeze_after}; use 1 or more")
     if options.max_tokens < 2:
@@ -137,8 +154,12 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
     directory = make_directory(options.dir)
     log = directory / "engine.log"
     model, environment = gpu_path(directory) if options.gpu_path else (options.model, {})
-    features = ["--features"] if options.features else []
-    if features:
+    arguments = ["--features"] if options.features else []
+    told = None
+    if options.console:
+        told = console_demo.Told(directory)
+        arguments, environment = told.arguments, environment | told.environment
+    if options.features:
         environment = environment | {"TORCH_COMPILE_DISABLE": "1"}  # vLLM compiles for each new shape, for minutes
     engine = None
     try:
@@ -147,9 +168,13 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
             if options.gpu_path
             else "1. An engine starts (vLLM on the CPU)"
         )
-        engine = EngineProcess(model, directory, log, environment, *features)
+        engine = EngineProcess(model, directory, log, environment, *arguments)
         engine.wait_until_ready()
         requests = {"prompts": prompts, "max_tokens": options.max_tokens, "seed": options.seed}
+        if (
+            told is not None
+        ):  # those draw from one generator, in the order in which they are admitted: their loads decide it
+            requests["unseeded"] = False
 
         screen.stage("2. The run that never sleeps, to compare with")
         sampling = engine.order("add", **requests)["kinds"]
@@ -158,7 +183,8 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         answered = sum(map(len, expected["tokens"].values()))
         per_second = answered / (time.monotonic() - began)
         screen.line(
-            f"{len(prompts)} answers, {answered} tokens, {expected['steps']} engine steps, {per_second:.0f} tokens a second"
+            f"{len(prompts)} answers, {answered} tokens, {expected['steps']} engine steps, "
+            f"{per_second:.0f} tokens a second"
         )
 
         screen.stage(f"3. The same {len(prompts)} chats again")
@@ -181,18 +207,26 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         asleep = engine.resident_bytes()
         regions_asleep = engine.order("ledger")[0]["process_resident_region_bytes"]
         screen.line(
-            f"{size(awake)} resident before, {size(asleep)} asleep: {size(slept['freed_bytes'])} of weights and KV given back"
+            f"{size(awake)} resident before, {size(asleep)} asleep: "
+            f"{size(slept['freed_bytes'])} of weights and KV given back"
         )
         if options.to == "disk":
             screen.line(f"checkpoint: {slept['checkpoint']}")
-            screen.stage("5. kill -9, and a new process wakes from the checkpoint")
-            engine.kill()
-            engine = EngineProcess(model, directory, log, environment, *features)
+            if options.remote:
+                screen.stage(
+                    "5. It goes to an S3 server; kill -9, all files are removed; another place wakes from there"
+                )
+                moved = remote_demo.take_elsewhere(Path(slept["checkpoint"]), directory, engine.kill, screen)
+            else:
+                screen.stage("5. kill -9, and a new process wakes from the checkpoint")
+                engine.kill()
+                moved = {"checkpoint": slept["checkpoint"]}
+            engine = EngineProcess(model, Path(moved["checkpoint"]).parent, log, environment, *arguments)
             engine.wait_until_ready()
-            woken = engine.order("wake", from_checkpoint=slept["checkpoint"])
+            woken = engine.order("wake", from_checkpoint=moved["checkpoint"])
         else:
             screen.stage("5. The same process wakes")
-            woken = engine.order("wake", from_checkpoint=None)
+            woken, moved = engine.order("wake", from_checkpoint=None), {}
 
         after = engine.order(
             "run", lambda message: screen.chats(before["texts"] | message["texts"], slept_at), steps=None
@@ -200,9 +234,15 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         resident_woken = engine.resident_bytes()
         tokens, texts = before["tokens"] | after["tokens"], before["texts"] | after["texts"]
         recomputed = engine.order("state")["recomputed_tokens"]
+        if told is not None:
+            engine.order("settle")
+            engine.kill()
+            kept = told.keep()
     finally:
         if engine is not None:
             engine.kill()
+        if told is not None:
+            told.close()
 
     screen.stage(f"6. The answers; {MARK} is where the engine slept")
     screen.answers(texts, slept_at, sampling if options.features else None)
@@ -230,7 +270,8 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         "asleep_weights_and_kv_bytes": regions_asleep,
         "freed_bytes": slept["freed_bytes"],
         "saved_bytes": slept["saved_bytes"],
-        "checkpoint": slept["checkpoint"] or None,
+        "checkpoint": None,
+        **moved,
         "checkpoint_bytes": slept["checkpoint_bytes"],
         "checkpoint_parts": slept["checkpoint_parts"],
         "sleep_seconds": slept["seconds"],
@@ -240,6 +281,7 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         "sleep_chunks": chunks(slept),
         "wake_chunks": chunks(woken),
         "log": str(log),
+        "console": kept if told is not None else None,
     }
 
 
@@ -271,6 +313,14 @@ def show(result: dict, screen: Screen) -> None:
             ),
         ),
     ]
+    if "store" in result:
+        rows.append(
+            (
+                f"through {result['store']}",
+                f"pushed in {result['push_seconds']:.2f} s, pulled in {result['pull_seconds']:.2f} s: "
+                f"{size(result['pushed_bytes'])}",
+            )
+        )
     if result["checkpoint"]:
         parts = ", ".join(
             f"{name} {size(count)}"
@@ -281,6 +331,8 @@ def show(result: dict, screen: Screen) -> None:
             ("", result["checkpoint"]),
             ("look inside", f"tools/dev torpor info {result['checkpoint']}"),
         ]
+    if result["console"]:
+        rows += console_demo.rows(result["console"])
     screen.table(rows)
     for number in result["differing"]:
         screen.line(f"chat {number + 1} ({result['sampling'][number]}) DIFFERS")

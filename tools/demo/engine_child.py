@@ -81,8 +81,9 @@ class EngineProcess:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGKILL)
         self._process.wait()
-        self._answers.close()
-        os.close(self._order)
+        if not self._answers.closed:
+            self._answers.close()
+            os.close(self._order)
 
     def _result(self, on_event) -> dict:
         for line in self._answers:

@@ -59,7 +59,7 @@ class Engine:
         self._texts: dict[str, str] = {}
         self._finished: set[str] = set()
 
-    def add(self, prompts: list[str], max_tokens: int, seed: int) -> dict:
+    def add(self, prompts: list[str], max_tokens: int, seed: int, unseeded: bool = True) -> dict:
         """Puts the requests to the engine, from the same start each time. With features they have prompts of their own.
 
         Unseeded requests draw from one generator, which is set here.
@@ -72,7 +72,7 @@ class Engine:
         if self._with_features:
             requests = kinds.requests(self._directory, max_tokens, on_gpu_path())
         else:
-            requests = chats(prompts, max_tokens, seed)
+            requests = chats(prompts, max_tokens, seed, unseeded)
         for number, (_, prompt, params, further) in enumerate(requests):
             text = tokenizer.apply_chat_template(
                 [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
@@ -148,7 +148,7 @@ class Engine:
         woken = self._llm.wake_up(from_checkpoint=from_checkpoint)
         if woken.reload and not woken.fully_awake:  # level 2 let go of the weights; requests wait for them
             self._llm.collective_rpc("reload_weights")
-            self._llm.wake_up()
+            self._llm.wake_up(kv="keep")  # they are the same
         return dict(woken)
 
     def ledger(self) -> list:
@@ -158,13 +158,13 @@ class Engine:
         return self._llm.torpor("state")
 
 
-def chats(prompts: list[str], max_tokens: int, seed: int) -> list[tuple]:
-    """A greedy, a seeded and an unseeded request in turn: kind, prompt, SamplingParams, nothing further."""
+def chats(prompts: list[str], max_tokens: int, seed: int, unseeded: bool) -> list[tuple]:
+    """Greedy, seeded and, if asked for, unseeded requests in turn: kind, prompt, SamplingParams, nothing further."""
     from vllm import SamplingParams
 
     made = []
     for number, prompt in enumerate(prompts):
-        kind = ("greedy", "seeded", "unseeded")[number % 3]
+        kind = ("greedy", "seeded", "unseeded")[number % (3 if unseeded else 2)]
         params = {
             "greedy": {"temperature": 0},
             "seeded": {"temperature": 0.8, "top_p": 0.95, "seed": seed + number},

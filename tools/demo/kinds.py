@@ -25,7 +25,12 @@ _REQUESTS = (
     ("greedy", "Tell me of a town by the sea.", {"temperature": 0}, None),
     ("seeded", "Tell me of an old clock maker.", {"temperature": 0.8, "seed": 7}, None),
     ("JSON schema", "Describe a person as JSON.", {"temperature": 0.8, "seed": 11}, {"json": _SCHEMA}),
-    ("regular expression", "Give me a phone number.", {"temperature": 0.8, "seed": 12}, {"regex": r"(\d{2} ){8,12}\d{4}"}),
+    (
+        "regular expression",
+        "Give me a phone number.",
+        {"temperature": 0.8, "seed": 12},
+        {"regex": r"(\d{2} ){8,12}\d{4}"},
+    ),
     (
         "choice",
         "How does it end?",

@@ -1,5 +1,5 @@
-"""`tools/dev demo --offload`: a long conversation is evicted from the device by others and returns; its engine is killed with
-SIGKILL, and it returns to a new one. Beside it, the same with vLLM alone."""
+"""`tools/dev demo --offload`: a long conversation is evicted from the device by others and returns; its engine is
+killed with SIGKILL, and it returns to a new one. Beside it, the same with vLLM alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ READ, OTHERS = "semantics.md", ("server.md", "vllm.md", "architecture.md", "memo
 BLOCK = 32
 QUESTION = "\n\nQuestion: what does a sleep keep?\nAnswer:"
 AGAIN = "\n\nQuestion: and what does it give back?\nAnswer:"
-# KV of equal tokens that was computed in other batches differs in its last digits: in float32 that rounds no token otherwise.
+# KV of equal tokens differs in its last digits if computed in other batches: in float32 that rounds no token otherwise.
 ENGINE = {"dtype": "float32", "block_size": BLOCK}
 ALONE = {"VLLM_PLUGINS": ""}
 
@@ -118,7 +118,10 @@ def said(answer: dict) -> str:
 
 def show(result: dict, screen: Screen) -> None:
     screen.stage("5. What happened")
-    screen.line(f"{'first token of ' + str(result['prompt_tokens']) + ' (tokens not computed)':<44}{'torpor':>16}{'vLLM alone':>18}")
+    screen.line(
+        f"{'first token of ' + str(result['prompt_tokens']) + ' (tokens not computed)':<44}"
+        f"{'torpor':>16}{'vLLM alone':>18}"
+    )
     for name, text in (("evicted", "after its KV was evicted"), ("restarted", "after kill -9, in a new process")):
         cells = [
             f"{side['first_token_seconds']:.2f} s ({side['cached_tokens']})"

@@ -1,5 +1,5 @@
-"""`tools/dev demo --server`: clients stream from a server, it is drained with SIGTERM, a new one starts, the clients take
-up their streams. Every answer is compared with one that was never interrupted."""
+"""`tools/dev demo --server`: clients stream from a server, it is drained with SIGTERM, a new one starts, the clients
+take up their streams. Every answer is compared with one that was never interrupted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def kinds_of(number: int, seed: int) -> tuple[str, dict]:
 
 
 async def play(options: argparse.Namespace, prompts: list[str], directory: Path, screen: Screen) -> dict:
-    # Requests arrive at other moments in each run and meet in other batches: in float32 that rounds no token differently.
+    # Requests arrive at other moments in each run and meet in other batches: in float32 that rounds no token otherwise.
     server = Server(options.model, directory / "torpor", ["--dtype", "float32"])
     try:
         screen.stage("1. A server starts: python -m torpor.vllm.serve")
@@ -75,7 +75,8 @@ async def play(options: argparse.Namespace, prompts: list[str], directory: Path,
         state = (await client.http.get("/torpor/state")).json()
         woken = metric(await client.http.get("/metrics"), 'torpor_operation_seconds_sum{operation="wake"')
         screen.line(
-            f"ready after {started:.0f} s, {woken:.2f} of them to wake {state['last_checkpoint']['requests']} requests from {state['last_checkpoint']['path']} ({size(state['last_checkpoint']['bytes'])})"
+            f"ready after {started:.0f} s, {woken:.2f} of them to wake {state['last_checkpoint']['requests']} requests "
+            f"from {state['last_checkpoint']['path']} ({size(state['last_checkpoint']['bytes'])})"
         )
 
         screen.stage(
@@ -127,7 +128,8 @@ def show(result: dict, screen: Screen) -> None:
         ("identical to undisturbed answers", f"{result['identical']} of {result['requests']}"),
         ("interrupted / taken up", f"{result['interrupted']} / {result['taken_up']}"),
         ("SIGTERM until the end of the process", f"{result['drain_seconds']:.1f} s, exit code {result['exit_code']}"),
-        ("new server", f"ready after {result['start_seconds']:.0f} s (vLLM's own start), woken in {result['wake_seconds']:.2f} s"),
+        ("new server", f"ready after {result['start_seconds']:.0f} s (vLLM's own start), "
+                       f"woken in {result['wake_seconds']:.2f} s"),
         ("checkpoint", f"{size(result['checkpoint_bytes'])}  {result['checkpoint']}"),
         ("do it yourself", f"curl -H 'Authorization: Bearer {KEY}' URL/torpor/requests/ID/stream?from=0"),
     ])  # fmt: skip

@@ -40,8 +40,9 @@ class Server:
         self.url = ""
         self._process: subprocess.Popen | None = None
         self._command = [
-            sys.executable, "-m", "torpor.vllm.serve", str(model), "--served-model-name", "model", "--enforce-eager", "--block-size", "32", "--max-model-len", "2048", "--max-num-seqs", "64",
-            "--max-num-batched-tokens", "512", "--api-key", *keys, "--torpor-dir", str(directory), *options,
+            sys.executable, "-m", "torpor.vllm.serve", str(model), "--served-model-name", "model", "--enforce-eager",
+            "--block-size", "32", "--max-model-len", "2048", "--max-num-seqs", "64", "--max-num-batched-tokens", "512",
+            "--api-key", *keys, "--torpor-dir", str(directory), *options,
         ]  # fmt: skip
         own = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         self._environment = os.environ | own | {"TORPOR_ADMIN_KEY": ADMIN_KEY} | (environment or {})
@@ -89,7 +90,7 @@ class Server:
         return self._process.wait(timeout=120)
 
     def kill(self, what: str = "all") -> None:
-        """SIGKILL to "front end", "engine core" or "all" processes; returns when all have ended, as they should on their own."""
+        """SIGKILL to "front end", "engine core" or "all"; returns when all have ended, as they should on their own."""
         family = [self.pid, *descendants(self.pid)]
         victims = {
             "all": family,

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from devtool import checks, contract, deploy, mutants, packages, setup, testing
+from devtool import checks, contract, deploy, mutants, packages, setup, site, testing
 from devtool.setup import ROOT, SetupError, cmake_build, say
 
 PRESETS = ("dev", "release", "asan", "tsan", "fuzz")
 FUZZ_RUNS_LONG = 10_000_000
+REPLAYED_SEEDS = 1000
 BENCHES = {
     "scheduler_state": "tools/bench/scheduler_state_bench.py",
     "sleep_wake": "build/release/tools/bench/sleep_wake_bench",
@@ -30,6 +30,10 @@ BENCHES = {
     "server": "tools/bench/server_bench.py",
     "weights_load": "tools/bench/weights_load_bench.py",
     "connector": "tools/bench/connector_bench.py",
+    "rl": "tools/bench/rl_bench.py",
+    "codec": "build/release/tools/bench/codec_bench",
+    "events": "build/release/tools/bench/events_bench",
+    "console": "tools/bench/console_bench.py",
 }
 
 ENGINE_CHECKS = ROOT / "tools/gpu_check"
@@ -62,6 +66,7 @@ def main(arguments: list[str], manual: str) -> int:
         "wheel": packages.wheel,
         "deb": packages.deb,
         "deploy": deploy.main,
+        "docs": site.main,
         "torpor": torpor,
         "python": python,
         "lint": lint,
@@ -86,6 +91,10 @@ def main(arguments: list[str], manual: str) -> int:
 
 def demo(arguments: list[str]) -> int:
     python_path, model = setup.everything()
+    if "--remote" in arguments:
+        setup.install_stores(python_path)
+    if "--console" in arguments or "--remote" in arguments:
+        cmake_build("release", ("torpor",))
     return subprocess.run([python_path, ROOT / "tools/demo/demo.py", "--model", model, *arguments]).returncode
 
 
@@ -114,7 +123,17 @@ def torpor(arguments: list[str]) -> int:
     binary = ROOT / "build/release/tools/torpor/torpor"
     newest = max(
         p.stat().st_mtime
-        for top in ("base", "offload", "kvcache", "scheduler_state", "checkpoint", "tools/torpor")
+        for top in (
+            "base",
+            "offload",
+            "kvcache",
+            "scheduler_state",
+            "checkpoint",
+            "engine",
+            "console",
+            "remote",
+            "tools/torpor",
+        )
         for p in (ROOT / top).rglob("*")
         if p.is_file()
     )
@@ -159,16 +178,23 @@ def fuzz(arguments: list[str]) -> int:
     runs = int(arguments[0]) if arguments else FUZZ_RUNS_LONG
     setup.system_packages()
     # All other parts are sections of the state.
-    own = ("manifest", "refs", "archive", "answers", "delivery_log", "orders", "segment", "transfers")
+    own = (
+        "manifest",
+        "refs",
+        "archive",
+        "answers",
+        "delivery_log",
+        "orders",
+        "segment",
+        "transfers",
+        "bf16",
+        "control",
+    )
     cmake_build("fuzz", tuple(f"fuzz_{name}" for name in (*own, "section")))
     targets = sorted(p.name for p in (ROOT / "tests/fuzz/corpus").iterdir())
 
     def one(target: str) -> tuple[str, bool, str]:
-        binary = (
-            ROOT
-            / "build/fuzz/tests/fuzz"
-            / (f"fuzz_{target}" if target in own else "fuzz_section")
-        )
+        binary = ROOT / "build/fuzz/tests/fuzz" / (f"fuzz_{target}" if target in own else "fuzz_section")
         with tempfile.TemporaryDirectory() as found:  # new inputs go there, the corpus stays as it is
             command = [
                 binary,
@@ -199,26 +225,32 @@ def fuzz(arguments: list[str]) -> int:
 
 
 def proof(arguments: list[str]) -> int:
-    """The long versions: a million states after power cuts, every bit flipped under every seal, 5,000 lives of an offload
-    scheduler, the fuzzers, the mutants."""
+    """The long versions: a million states after power cuts, every bit flipped under every seal, 5,000 lives of an
+    offload scheduler, 1,000 recorded simulations replayed event by event, the fuzzers, the mutants. With them the unit
+    tests in the build that users have."""
     setup.system_packages()
     cmake_build("release")
     code = subprocess.run(
-        ["ctest", "--preset", "release", "-L", "proof", "-V"], cwd=ROOT, env=os.environ | {"TORPOR_PROOF": "long"}
+        ["ctest", "--preset", "release", "-V"], cwd=ROOT, env=os.environ | {"TORPOR_PROOF": "long"}
     ).returncode
     code |= subprocess.run(
         [ROOT / "build/release/tests/kvcache/kvcache_test", "--gtest_filter=OffloadModel*"],
         env=os.environ | {"TORPOR_PROOF": "long"},
     ).returncode
+    cmake_build("release", ("simulate",))
+    code |= subprocess.run(
+        [ROOT / "build/release/tests/simulation/simulate", "--replay", "--seeds", str(REPLAYED_SEEDS)]
+    ).returncode
     code |= testing.whole_gpu_path()
     code |= testing.other_versions()
     code |= deploy.main([])
+    code |= site.main([])
     code |= fuzz(arguments)
     return code | mutants.main([])
 
 
 def gpu_check(arguments: list[str]) -> int:
-    """A bundle that runs on a machine with an NVIDIA driver: build/gpu_check.tar.gz. --rig: its checks of an engine, here."""
+    """A bundle for a machine with an NVIDIA driver: build/gpu_check.tar.gz. --rig: its checks of an engine, here."""
     if "--rig" in arguments:
         python_path, _ = setup.everything()
         return subprocess.run([python_path, ENGINE_CHECKS / "engine_checks.py", *arguments]).returncode
@@ -250,7 +282,8 @@ def gpu_check(arguments: list[str]) -> int:
     run.chmod(0o755)
     archive = shutil.make_archive(str(bundle), "gztar", bundle.parent, bundle.name)
     print(
-        f"{archive}: {Path(archive).stat().st_size / 2**20:.0f} MiB; on the target: tar xf {Path(archive).name} && {bundle.name}/run"
+        f"{archive}: {Path(archive).stat().st_size / 2**20:.0f} MiB; "
+        f"on the target: tar xf {Path(archive).name} && {bundle.name}/run"
     )
     return 0
 
@@ -271,10 +304,12 @@ def lint(_: list[str]) -> int:
 
 
 def format_sources(_: list[str]) -> int:
-    """Lays out all C++ as .clang-format says."""
-    setup.system_packages()
+    """Lays out all C++ as .clang-format says, and all Python as pyproject.toml does."""
+    python, _ = setup.prerequisites()
+    setup.install_lint(python)
     sources = [p for p in checks.tracked(ROOT) if p.suffix in (".h", ".cpp", ".cu")]
-    return subprocess.run(["clang-format-16", "-i", *sources]).returncode
+    code = subprocess.run(["clang-format-16", "-i", *sources]).returncode
+    return code | subprocess.run([setup.LINT / "bin/ruff", "format", "--no-cache", "--quiet", ROOT]).returncode
 
 
 def clean(_: list[str]) -> int:

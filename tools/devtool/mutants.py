@@ -1,7 +1,7 @@
 """tools/dev mutants: plants each fault of tests/mutants.toml in a copy of the tree; its test must catch it.
 
-`caught_by` is a program of the C++ tests and a pattern of its cases, or, for faults of the adapter, `pytest` and a node,
-or `rig` and one that runs on vLLM's GPU path (tests/rig).
+`caught_by` is a program of the C++ tests and a pattern of its cases, or, for faults of the adapter, `pytest` and a
+node, or `rig` and one that runs on vLLM's GPU path (tests/rig).
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ def caught(mutant: dict, caught_by) -> bool:
     original = path.read_text()
     if original.count(mutant["replace"]) != 1:
         raise SetupError(
-            f"{mutant['file']} has the text of the mutant {mutant['name']!r} {original.count(mutant['replace'])} times; mend tests/mutants.toml"
+            f"{mutant['file']} has the text of the mutant {mutant['name']!r} "
+            f"{original.count(mutant['replace'])} times; mend tests/mutants.toml"
         )
     began = time.monotonic()
     try:

@@ -1,4 +1,4 @@
-"""Environments with another vLLM than the one that all tests run with: an older, and a newer one without a build for CPUs.
+"""Environments with another vLLM than the one all tests run with: an older, and a newer one without a build for CPUs.
 
 Each is a virtual environment of its own that finds in python_environment()'s what fits both.
 """
@@ -6,6 +6,7 @@ Each is a virtual environment of its own that finds in python_environment()'s wh
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -19,10 +20,11 @@ NEWER_NEEDS = ("orjson",)  # of its requirements, what the server imports and 0.
 
 def older_environment() -> Path:
     """With OLDER_WHEEL and those of its requirements that differ; returns its python."""
-    folder, python, of_base = _folder("older-vllm", OLDER_WHEEL.rpartition("=")[2])
+    folder, python, of_base = folder_of("older-vllm", OLDER_WHEEL.rpartition("=")[2])
     if (folder / "complete").exists():
+        compile_sources(folder, python)
         return python
-    _begin(folder, of_base)
+    begin(folder, of_base)
     pip = [python, "-m", "pip", "--disable-pip-version-check"]
     run(OLDER_WHEEL, [*pip, "download", "--no-deps", "-d", folder / "wheels", OLDER_WHEEL], log_name="older-vllm")
     wheel = next((folder / "wheels").glob("vllm*.whl"))
@@ -32,8 +34,22 @@ def older_environment() -> Path:
     run("What of its requirements differs", [*install, "-r", requirements], log_name="older-vllm-requirements")
     run("The older vLLM", [*install, "--no-deps", wheel], log_name="older-vllm-install")
     shutil.rmtree(folder / "wheels")
+    compile_sources(folder, python)
     (folder / "complete").touch()
     return python
+
+
+def compile_sources(folder: Path, python: Path) -> None:
+    """Once: each import would do it again where Python is told to keep no bytecode."""
+    mark = folder / "compiled"
+    if not mark.exists():
+        command = [python, "-m", "compileall", "-q", "-j", "0", folder / "lib"]
+        run(
+            "Bytecode of the older vLLM",
+            ["sh", "-c", shlex.join(map(str, command)) + " || true"],
+            log_name="older-vllm-bytecode",
+        )
+        mark.touch()
 
 
 def newer_environment() -> Path:
@@ -41,11 +57,11 @@ def newer_environment() -> Path:
 
     It shows whether the adapter fits the newer Python. Kernels, and torch, are those of the older build.
     """
-    folder, python, of_base = _folder("newer-vllm", NEWER)
+    folder, python, of_base = folder_of("newer-vllm", NEWER)
     if (folder / "complete").exists():
         return python
     source, _, _ = contract.download(NEWER)
-    own = _begin(folder, of_base)
+    own = begin(folder, of_base)
     shutil.copytree(source, own / "vllm")
     for path in (of_base / "vllm").rglob("*"):
         if path.is_file() and path.suffix not in (".py", ".pyc"):  # compiled, or data
@@ -60,14 +76,14 @@ def newer_environment() -> Path:
     return python
 
 
-def _folder(name: str, version: str) -> tuple[Path, Path, Path]:
+def folder_of(name: str, version: str) -> tuple[Path, Path, Path]:
     """Where it is, its python, and the packages of the environment that it shares."""
     base = setup.python_environment().parents[1]
     folder = CACHE / f"{name}-{version}-{base.name.removeprefix('venv-')}"
     return folder, folder / "bin/python", next(base.glob("lib/python*/site-packages"))
 
 
-def _begin(folder: Path, of_base: Path) -> Path:
+def begin(folder: Path, of_base: Path) -> Path:
     """An empty environment that finds what is in `of_base` after its own; returns its folder of packages."""
     shutil.rmtree(folder, ignore_errors=True)
     base = setup.python_environment()

@@ -16,7 +16,7 @@ MOST_BYTES = 8 << 20
 
 
 def wheel(arguments: list[str]) -> int:
-    """dist/torpor-….whl, which runs beside any vLLM on glibc 2.28 or newer, and dist/torpor-….tar.gz, from which pip builds."""
+    """dist/torpor-….whl, for any vLLM on glibc 2.28 or newer, and dist/torpor-….tar.gz, from which pip builds."""
     if arguments:
         raise SetupError(f"tools/dev wheel takes no {arguments[0]!r}")
     setup.system_packages()
@@ -25,7 +25,7 @@ def wheel(arguments: list[str]) -> int:
     tools = _tools()
     built = ROOT / "build/wheels"
     shutil.rmtree(built, ignore_errors=True)
-    for old in DIST.glob("torpor-[0-9]*"):
+    for old in [*DIST.glob("torpor-[0-9]*"), *DIST.glob("torpor_torch_memory_saver-*")]:
         old.unlink()
     settings = {
         "build-dir": "build/portable",
@@ -41,6 +41,8 @@ def wheel(arguments: list[str]) -> int:
     environment = {"PATH": f"{tools.parent}:/usr/bin:/bin"}
     repair = [tools, "-m", "auditwheel", "repair", "--plat", PLATFORM, "--only-plat", "-w", DIST, plain]
     run(f"Check for {PLATFORM}", repair, env=environment, log_name="auditwheel")
+    name = ROOT / "bindings/torch_memory_saver"
+    run("The import name torch_memory_saver", [*pip, "-w", DIST, name], log_name="wheel-name")
     sdist = "import sys, scikit_build_core.build as build; build.build_sdist(sys.argv[1])"
     run("Sources", [python, "-c", sdist, DIST], log_name="sdist")
     return _made("torpor-[0-9]*")

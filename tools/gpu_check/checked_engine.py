@@ -17,8 +17,14 @@ REQUESTS = {
     "penalties": (
         "la la la town",
         _params(
-            temperature=0.8, seed=5, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3,
-            logit_bias={100: 2.0, 200: -5.0}, min_tokens=20, logprobs=2,
+            temperature=0.8,
+            seed=5,
+            repetition_penalty=1.2,
+            presence_penalty=0.4,
+            frequency_penalty=0.3,
+            logit_bias={100: 2.0, 200: -5.0},
+            min_tokens=20,
+            logprobs=2,
         ),
     ),  # fmt: skip
     "unseeded": ("Once upon a time", _params(temperature=1.0, top_k=50, top_p=0.9)),

@@ -135,7 +135,7 @@ def rebuilt(one: CheckedEngine, options) -> str:
         for tensor in lost:  # memory that comes back without content has any
             tensor.fill_(7)
         llm.collective_rpc("reload_weights")
-        if not llm.wake_up():
+        if not llm.wake_up(kv="keep"):  # they are the same
             raise Failed("the engine is not awake after reload_weights and wake_up()")
 
     answers = one.begin(9)

@@ -6,6 +6,7 @@
 
 #include "checkpoint/checkpoint_manager.h"
 #include "checkpoint/store_names.h"
+#include "tools/torpor/remote.h"
 #include "tools/torpor/text.h"
 
 namespace torpor::cli {
@@ -51,6 +52,7 @@ Json sections_of(const Manifest& manifest) {
 }
 
 Result<Json> ls(const Context& context) {
+  if (is_url(context.arguments.path)) return ls_of_store(context);
   TORPOR_ASSIGN(const auto manager,
                 CheckpointManager::open(context.file_system, context.arguments.path, {.key = context.key}));
   TORPOR_ASSIGN(const std::vector<CheckpointInfo> found, manager->list());
@@ -71,6 +73,7 @@ Result<Json> ls(const Context& context) {
 }
 
 std::string show_ls(const Json& json) {
+  if (json.contains("url")) return show_ls_of_store(json);
   if (json["checkpoints"].empty()) return fmt::format("no checkpoints in {}\n", cell(json["directory"]));
   std::vector<Row> rows = {{"NAME", "CREATED", "SIZE", "LINKED", "RANKS", "SEAL", "WOKEN", "CREATOR"}};
   for (const Json& entry : json["checkpoints"]) {

@@ -1,4 +1,4 @@
-// verify, diff, fits: whether a checkpoint is whole, how two differ, whether one may be woken here.
+// verify, diff: whether a checkpoint is whole, how two differ.
 #include <algorithm>
 #include <fstream>
 #include <map>
@@ -7,8 +7,12 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <boost/filesystem.hpp>
 
 #include "checkpoint/verify.h"
+#include "console/event_files.h"
+#include "console/recording.h"
+#include "console/recording_diff.h"
 #include "tools/torpor/text.h"
 
 namespace torpor::cli {
@@ -112,7 +116,59 @@ Result<std::map<std::string, std::string>> chunks_of(const Read& read) {
   return map;
 }
 
+// Of recordings: each of one process.
+Result<Json> diff_of_recordings(const Context& context) {
+  std::vector<console::SourceEvents> both;
+  for (const std::string& path : {context.arguments.path, context.arguments.second}) {
+    TORPOR_ASSIGN(std::vector<console::SourceEvents> found, console::read_events(context.file_system, path));
+    if (found.size() != 1) {
+      return Error{.code = Code::kInvalidArgument,
+                   .what = fmt::format("{} has recordings of {} processes", path, found.size()),
+                   .next_step = "name one of its files"};
+    }
+    both.push_back(std::move(found[0]));
+  }
+  Json json = {{"a", both[0].path}, {"b", both[1].path}};
+  json.update(console::diff_recordings(both[0], both[1]));
+  return json;
+}
+
+std::string show_diff_of_recordings(const Json& json) {
+  std::string text = fmt::format("--- {}\n+++ {}\n", cell(json["a"]), cell(json["b"]));
+  std::vector<Row> rows = {{"WHAT", "A", "B"}};
+  for (const Json& each : json["differences"])
+    rows.push_back({cell(each["what"]), fmt::format("{:.0f}", each["a"].get<double>()),
+                    fmt::format("{:.0f}", each["b"].get<double>())});
+  if (rows.size() > 1) text += table(rows) + '\n';
+  rows = {{"WHAT", "COUNT", "", "MEDIAN", "", "P99", ""}};
+  for (const Json& each : json["times"]) {
+    Row row = {cell(each["what"]), cell(each["count"][0]), cell(each["count"][1])};
+    for (const char* part : {"median", "p99"}) {
+      for (const Json& seconds : each[part]) row.push_back(fmt::format("{:.6f} s", seconds.get<double>()));
+    }
+    rows.push_back(std::move(row));
+  }
+  if (rows.size() > 1) text += table(rows) + '\n';
+  const Json& first = json["first_difference"];
+  text += fmt::format("the first event that differs is number {}; the last ones until it:\n", cell(first["event"]));
+  for (const auto& [side, sign] : {std::pair("a", '-'), std::pair("b", '+')}) {
+    for (const Json& event : first[side]) text += fmt::format("{} {}\n", sign, harmless(event.dump()));
+  }
+  return text;
+}
+
+bool is_recording(const std::string& path) {
+  boost::system::error_code problem;
+  if (path.ends_with(console::kRecordingEnding)) return true;
+  for (boost::filesystem::directory_iterator at(path, problem), end; !problem && at != end; at.increment(problem)) {
+    if (at->path().extension() == console::kRecordingEnding.data()) return true;
+  }
+  return false;
+}
+
 Result<Json> diff(const Context& context) {
+  if (is_recording(context.arguments.path) && is_recording(context.arguments.second))
+    return diff_of_recordings(context);
   TORPOR_ASSIGN(const Read a, read(context, context.arguments.path));
   TORPOR_ASSIGN(const Read b, read(context, context.arguments.second));
   Json json = {{"a", a.checkpoint.path()}, {"b", b.checkpoint.path()}};
@@ -137,6 +193,7 @@ Result<Json> diff(const Context& context) {
 
 std::string show_diff(const Json& json) {
   if (json["equal"]) return "equal\n";
+  if (json.contains("first_difference")) return show_diff_of_recordings(json);
   std::string text = fmt::format("--- {}\n+++ {}\n", cell(json["a"]), cell(json["b"]));
   for (const char* part : {"fingerprint", "requests", "chunks"}) {
     text += fmt::format("{}: {} same\n", part, cell(json[part]["same"]));
@@ -153,125 +210,6 @@ std::string show_diff(const Json& json) {
     text += fmt::format("{}: {}\n", what, json[key] ? "same" : "changed");
   }
   return text;
-}
-
-// ---- fits
-
-uint64_t available_memory() {
-  std::ifstream file("/proc/meminfo");
-  std::string word;
-  uint64_t kib = 0;
-  while (file >> word) {
-    if (word == "MemAvailable:" && file >> kib) return kib * 1024;
-  }
-  return 0;
-}
-
-// As PyTorch names what it compiles for (torch.backends.cpu.get_cpu_capability()).
-std::string cpu_capability() {
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("fma"))
-    return "AVX512";
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "AVX2";
-  return "DEFAULT";
-#else
-  return "";
-#endif
-}
-
-class FitCheck {
- public:
-  void field(const std::string& name, const std::string& wanted, const std::string& here, bool fits) {
-    checks_.push_back({{"field", name}, {"checkpoint", wanted}, {"here", here}, {"fits", fits}});
-    fits_ = fits_ && fits;
-  }
-  void field(const Fingerprint& wanted, const std::string& name, const std::string& here) {
-    const auto found = wanted.find(name);
-    const std::string theirs = found == wanted.end() ? "nothing" : found->second;
-    field(name, theirs, here, theirs == here);
-    done_.push_back(name);
-  }
-  Json result(const Fingerprint& wanted, const std::string& path) && {
-    Json open = Json::array();
-    for (const auto& [name, value] : wanted) {
-      if (std::find(done_.begin(), done_.end(), name) == done_.end())
-        open.push_back({{"field", name}, {"checkpoint", value}});
-    }
-    return {{"path", path}, {"fits", fits_}, {"checks", std::move(checks_)}, {"not_known_here", std::move(open)}};
-  }
-
- private:
-  Json checks_ = Json::array();
-  std::vector<std::string> done_;
-  bool fits_ = true;
-};
-
-Result<Json> json_file(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file)
-    return Error{.code = Code::kNotFound, .what = fmt::format("cannot open {}", path), .next_step = "check the path"};
-  Json json = Json::parse(file, nullptr, false);
-  if (!json.is_object())
-    return Error{.code = Code::kInvalidArgument,
-                 .what = fmt::format("{} is not a JSON object", path),
-                 .next_step = "give another file"};
-  return json;
-}
-
-// The model's config.json: what it tells by itself of the fingerprint. The dtype is the engine's choice.
-Status check_model(const std::string& directory, const Fingerprint& wanted, FitCheck& check) {
-  TORPOR_ASSIGN(const Json config, json_file(directory + "/config.json"));
-  if (config.contains("architectures") && config["architectures"].is_array())
-    check.field(wanted, "architecture",
-                fmt::format("{}", fmt::join(config["architectures"].get<std::vector<std::string>>(), ",")));
-  return ok();
-}
-
-Result<Json> fits(const Context& context) {
-  const Arguments& arguments = context.arguments;
-  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(context.file_system, arguments.path, context.key));
-  TORPOR_ASSIGN(const EngineCheckpoint engine, checkpoint.read_state());
-  const Fingerprint& wanted = engine.fingerprint;
-  FitCheck check;
-  if (!arguments.model.empty()) TORPOR_TRY(check_model(arguments.model, wanted, check));
-  if (!arguments.second.empty()) {
-    TORPOR_ASSIGN(Json given, json_file(arguments.second));
-    if (given.contains("fingerprint") && given["fingerprint"].is_object()) given = given["fingerprint"];
-    for (const auto& [name, value] : given.items())
-      check.field(wanted, name, value.is_string() ? value.get<std::string>() : value.dump());
-    for (const auto& [name, value] : wanted) {
-      if (!given.contains(name)) check.field(wanted, name, "nothing");
-    }
-  }
-  for (const std::string& field : arguments.fields) {
-    const size_t equals = field.find('=');
-    if (equals == std::string::npos)
-      return Error{.code = Code::kInvalidArgument,
-                   .what = fmt::format("--field {} has no =", field),
-                   .next_step = "write --field NAME=VALUE"};
-    check.field(wanted, field.substr(0, equals), field.substr(equals + 1));
-  }
-  if (wanted.contains("cpu_capability") && !cpu_capability().empty())
-    check.field(wanted, "cpu_capability", cpu_capability());
-  uint64_t memory = 0;
-  for (const RankSummary& rank : checkpoint.manifest().ranks) {
-    for (const auto& [tag, sums] : rank.tags) memory += sums.bytes;
-  }
-  const uint64_t have = arguments.memory_bytes != 0 ? arguments.memory_bytes : available_memory();
-  check.field("memory for what was saved", size_text(memory), size_text(have), have >= memory);
-  return std::move(check).result(wanted, checkpoint.path());
-}
-
-std::string show_fits(const Json& json) {
-  std::vector<Row> rows = {{"FIELD", "CHECKPOINT", "HERE", ""}};
-  for (const Json& check : json["checks"])
-    rows.push_back({cell(check["field"]), cell(check["checkpoint"]), cell(check["here"]),
-                    check["fits"] ? good("fits") : bad("DIFFERS")});
-  for (const Json& open : json["not_known_here"])
-    rows.push_back({cell(open["field"]), cell(open["checkpoint"]), "-", "not known here"});
-  return table(rows) + fmt::format("{}: {}\n", cell(json["path"]),
-                                   json["fits"] ? good("nothing speaks against it") : bad("does not fit"));
 }
 
 }  // namespace
@@ -294,36 +232,18 @@ Verb verify_verb() {
 }
 Verb diff_verb() {
   return {.name = "diff",
-          .help = "what differs between two checkpoints",
+          .help = "what differs between two checkpoints, or between two recordings of a process",
           .json =
               "a, b, equal, fingerprint, requests, chunks: {added, removed, changed, same}, same_queues, same_kv, "
-              "same_samplers",
+              "same_samplers; of recordings a, b, equal, events, differences: [{what, a, b}], times: [{what, count, "
+              "median, p99}], first_difference: {event, a, b}",
           .declare =
               [](CLI::App& app, Arguments& a) {
                 declare_path(app, a);
-                app.add_option("other", a.second, "the other checkpoint")->required();
+                app.add_option("other", a.second, "the other one")->required();
               },
           .ask = diff,
           .show = show_diff,
           .exit = [](const Json& json) { return json["equal"] ? kFine : kDiffers; }};
 }
-Verb fits_verb() {
-  return {.name = "fits",
-          .help = "whether it may be woken into a model, a configuration and this machine, field by field",
-          .json = "path, fits, checks: [{field, checkpoint, here, fits}], not_known_here: [{field, checkpoint}]",
-          .declare =
-              [](CLI::App& app, Arguments& a) {
-                declare_path(app, a);
-                app.add_option("--model", a.model, "a model's directory (its config.json)")->type_name("DIRECTORY");
-                app.add_option("--like", a.second, "a JSON file with an engine's fields, as of torpor info --json")
-                    ->type_name("FILE");
-                app.add_option("--field", a.fields, "what the engine will have")->type_name("NAME=VALUE");
-                app.add_option("--memory", a.memory_bytes, "bytes that the engine may take; default: what is available")
-                    ->transform(CLI::AsSizeValue(false));
-              },
-          .ask = fits,
-          .show = show_fits,
-          .exit = [](const Json& json) { return json["fits"] ? kFine : kDiffers; }};
-}
-
 }  // namespace torpor::cli

@@ -12,6 +12,7 @@
 #include "console/engine_view.h"
 #include "console/event_export.h"
 #include "console/event_files.h"
+#include "console/lints.h"
 #include "console/recording.h"
 #include "tools/torpor/text.h"
 
@@ -25,6 +26,7 @@ using console::EventFollower;
 using console::SourceEvents;
 
 constexpr auto kPoll = 20ms;
+constexpr auto kLook = 250ms;
 
 std::string path_of(const Context& context) {
   return context.arguments.path.empty() ? console::default_event_directory() : context.arguments.path;
@@ -57,6 +59,7 @@ Result<Exit> events(const Context& context) {
   }
   TORPOR_ASSIGN(const std::vector<SourceEvents> sources, console::read_events(context.file_system, path_of(context)));
   const bool written = arguments.format == "perfetto" ? writer.write_perfetto(sources, context.write)
+                       : arguments.format == "html"   ? writer.write_page(sources, context.write)
                                                       : writer.write(sources, format, context.write);
   if (!written) return kFailed;
   Exit exit = kFine;
@@ -118,15 +121,40 @@ struct Watched {
   bool alive = false;
   uint64_t damaged = 0;
   EngineView view;
+  console::Lints lints;
+  int64_t began = 0;  // its first event that is there
 };
 
-void apply(std::map<std::string, Watched>& watched, const std::vector<SourceEvents>& news) {
+void take(std::map<std::string, Watched>& watched, const std::vector<SourceEvents>& news) {
   for (const SourceEvents& each : news) {
     Watched& of = watched[each.path];
     of.source = each.source;
     of.alive = each.alive;
     of.damaged = each.damaged;
-    for (const Event& event : each.events) of.view.apply(event);
+    for (const Event& event : each.events) {
+      if (of.began == 0 && event.type != EventType::kLost) of.began = event.time;
+      of.view.apply(event);
+      of.lints.apply(event);
+    }
+  }
+}
+
+// Only what had been told so many seconds after the first event of all.
+void cut_at(std::vector<SourceEvents>& sources, double seconds) {
+  int64_t first = INT64_MAX;
+  const auto wall = [](const SourceEvents& source, const Event& event) {
+    return event.type == EventType::kLost ? INT64_MAX : source.source.wall(event.time);
+  };
+  for (const SourceEvents& source : sources) {
+    for (const Event& event : source.events) first = std::min(first, wall(source, event));
+  }
+  if (first == INT64_MAX) return;
+  const int64_t until = first + static_cast<int64_t>(std::clamp(seconds, 0.0, 1e9) * 1e9);
+  for (SourceEvents& source : sources) {
+    const auto later = [&](const Event& event) {
+      return event.type != EventType::kLost && wall(source, event) > until;
+    };
+    source.events.erase(std::find_if(source.events.begin(), source.events.end(), later), source.events.end());
   }
 }
 
@@ -137,8 +165,13 @@ Json snapshot(const std::map<std::string, Watched>& watched) {
                  {"pid", of.source.pid},
                  {"alive", of.alive},
                  {"path", path},
+                 {"began", of.began == 0 ? Json() : Json(of.source.wall_seconds(of.began))},
                  {"time", of.view.latest() == 0 ? Json() : Json(of.source.wall_seconds(of.view.latest()))}};
     json.update(of.view.to_json());
+    Json lints = Json::array();
+    for (const console::Finding& finding : of.lints.findings(of.view))
+      lints.push_back({{"lint", name(finding.lint)}, {"subject", finding.subject}, {"what", finding.what}});
+    json["lints"] = std::move(lints);
     processes.push_back(std::move(json));
   }
   return {{"processes", std::move(processes)}};
@@ -155,8 +188,15 @@ std::string show_process(const Json& json) {
   const auto part = [&](const std::vector<Row>& rows) {
     if (rows.size() > 1) text += '\n' + table(rows);
   };
-  std::vector<Row> rows = {
-      {"SLOT", "REQUEST", "STATE", "COMPUTED/ALL", "DEVICE", "STAGED", "HOST HITS", "DISK HITS", "IN STATE"}};
+  std::vector<Row> rows = {{"LINT", "OF", ""}};
+  for (const Json& lint : json["lints"])
+    rows.push_back({bad(cell(lint["lint"])), cell(lint["subject"]), cell(lint["what"])});
+  part(rows);
+  rows = {{"STOP", "BY", "REQUEST", "STANDS"}};
+  for (const Json& stop : json["stops"])
+    rows.push_back({cell(stop["stop"]), cell(stop["cause"]), cell(stop["request"]), seconds_text(stop["seconds"])});
+  part(rows);
+  rows = {{"SLOT", "REQUEST", "STATE", "COMPUTED/ALL", "DEVICE", "STAGED", "HOST HITS", "DISK HITS", "IN STATE"}};
   for (const Json& slot : json["slots"])
     rows.push_back({cell(slot["slot"]), cell(slot["request"]), cell(slot["state"]),
                     fmt::format("{}/{}", cell(slot["computed_tokens"]), cell(slot["tokens"])),
@@ -181,6 +221,17 @@ std::string show_process(const Json& json) {
   for (const Json& tier : json["tiers"])
     rows.push_back({cell(tier["tier"]), cell(tier["used_blocks"]), cell(tier["pinned_blocks"]),
                     cell(tier["cached_blocks"]), cell(tier["empty_blocks"])});
+  part(rows);
+  rows = {{"MEMORY", "TAG", "DEVICE", "OF", "HOST", "DISK"}};
+  for (const Json& rank : json["memory"]) {
+    const std::string name = "rank " + cell(rank["rank"]);
+    for (const Json& tag : rank["tags"])
+      rows.push_back({name, cell(tag["tag"]), size_text(tag["device_bytes"]), size_text(tag["region_bytes"]),
+                      size_text(tag["host_bytes"]), size_text(tag["disk_bytes"])});
+    rows.push_back({name, "all", size_text(rank["device_bytes"]),
+                    rank["device_capacity_bytes"] == 0 ? "" : size_text(rank["device_capacity_bytes"]),
+                    size_text(rank["arena_bytes"]), ""});
+  }
   part(rows);
   rows = {{"OPERATION", "STATE", "TIME", "PHASES", ""}};
   for (const Json& operation : json["operations"]) {
@@ -220,20 +271,38 @@ std::string fitted(const std::string& text) {
   return out;
 }
 
+// A line for each look, for a program that shows them.
+Result<Exit> follow_live(const Context& context) {
+  std::map<std::string, Watched> watched;
+  EventFollower follower(path_of(context), false);
+  while (!context.interrupted()) {
+    TORPOR_ASSIGN(const std::vector<SourceEvents> news, follower.poll());
+    take(watched, news);
+    if (!context.write(snapshot(watched).dump(-1, ' ', false, Json::error_handler_t::replace) + '\n')) break;
+    std::this_thread::sleep_for(kLook);
+  }
+  return kFine;
+}
+
 Result<Exit> show_live(const Context& context) {
   std::map<std::string, Watched> watched;
-  if (context.arguments.once || context.as_json || ::isatty(STDOUT_FILENO) == 0) {
-    TORPOR_ASSIGN(const std::vector<SourceEvents> sources, console::read_events(context.file_system, path_of(context)));
-    apply(watched, sources);
+  if (context.as_json && context.arguments.follow) return follow_live(context);
+  if (context.arguments.once || context.arguments.lint || context.arguments.at >= 0 || context.as_json ||
+      ::isatty(STDOUT_FILENO) == 0) {
+    TORPOR_ASSIGN(std::vector<SourceEvents> sources, console::read_events(context.file_system, path_of(context)));
+    if (context.arguments.at >= 0) cut_at(sources, context.arguments.at);
+    take(watched, sources);
     const Json json = snapshot(watched);
     context.write(context.as_json ? json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n"
                                   : show_console(json));
-    return kFine;
+    const bool found = std::any_of(json["processes"].begin(), json["processes"].end(),
+                                   [](const Json& process) { return !process["lints"].empty(); });
+    return context.arguments.lint && found ? kDiffers : kFine;
   }
   EventFollower follower(path_of(context), false);
   for (int round = 0; !context.interrupted(); ++round) {
     TORPOR_ASSIGN(const std::vector<SourceEvents> news, follower.poll());
-    apply(watched, news);
+    take(watched, news);
     if (round % 25 == 0 && !context.write("\x1b[H" + fitted(show_console(snapshot(watched))) + "\x1b[J")) break;
     std::this_thread::sleep_for(kPoll);
   }
@@ -255,8 +324,8 @@ Verb events_verb() {
                                                       CLI::AsNumberWithUnit::CASE_SENSITIVE, "TIME"));
                 app.add_option("--type", a.types, "only these, with commas between them: slot,phase");
                 app.add_option("--match", a.match, "only where a request's name or a state has this in it");
-                app.add_option("--export", a.format, "ndjson, csv, or perfetto for ui.perfetto.dev")
-                    ->check(CLI::IsMember({"ndjson", "csv", "perfetto"}));
+                app.add_option("--export", a.format, "ndjson, csv, html (a page), or perfetto for ui.perfetto.dev")
+                    ->check(CLI::IsMember({"ndjson", "csv", "html", "perfetto"}));
                 app.add_flag("--anonymize", a.anonymous, "other names for requests, other keys, no words of errors");
               },
           .stream = events};
@@ -282,12 +351,16 @@ Verb console_verb() {
   return {.name = "console",
           .help = "what engines do now: requests by state, transfers, copies, tiers, sleeps and wakes by phase",
           .json =
-              "processes: [{process, pid, alive, path, time, engine, steps, slots, transfers, copies, tiers, blocks, "
-              "operations, lost_events, unknown_events}]",
+              "processes: [{process, pid, alive, path, began, time, engine, steps, slots, transfers, copies, tiers, "
+              "memory, blocks, "
+              "operations, stops, lints, lost_events, unknown_events}]",
           .declare =
               [](CLI::App& app, Arguments& a) {
                 declare_events_path(app, a);
                 app.add_flag("--once", a.once, "print it once; so it is with --json and without a terminal");
+                app.add_flag("-f,--follow", a.follow, "with --json: a line four times a second");
+                app.add_option("--at", a.at, "once, as it was so many seconds after the first event");
+                app.add_flag("--lint", a.lint, "the same; exit code 6 if there is anything that one should look at");
               },
           .stream = show_live};
 }

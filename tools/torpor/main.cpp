@@ -86,7 +86,8 @@ int main(int argc, char** argv) {
   CLI::App app{
       "Looks into torpor's checkpoints: what is in them, whether they are whole, whether they may be woken here. PATH "
       "is a checkpoint, or a directory of checkpoints, of which the latest is taken. "
-      "Only repair, gc, rm and record write. events, record and console look at engines that run, and at what killed "
+      "Only repair, gc, rm, record, push and pull write. events, record and console look at engines that run, and at "
+      "what killed "
       "ones said last."};
   app.name("torpor");
   app.set_version_flag("--version", TORPOR_VERSION);

@@ -41,10 +41,10 @@ Exit exit_for(Code code);
 // All that a command line can say. A verb reads what it declared.
 struct Arguments {
   std::string path;
-  std::string second;               // diff: the other checkpoint; show, cat, extract: what; repair: where to
-  std::string output;               // extract: file
-  std::string tokenizer;            // file tokenizer.json
-  std::string model;                // fits: a model's directory
+  std::string second;     // diff: the other checkpoint; show, cat, extract: what; repair, push: where to; --like
+  std::string output;     // extract: file; pull: directory
+  std::string tokenizer;  // file tokenizer.json
+  std::string model;      // fits: a model's directory
   std::vector<std::string> fields;  // fits: NAME=VALUE
   uint64_t memory_bytes = 0;        // fits
   int keep = 0;
@@ -53,14 +53,20 @@ struct Arguments {
   int threads = 0;
   bool quick = false;
   bool dry_run = false;
-  std::string format;      // events
-  std::string types;       // events
-  std::string match;       // events
-  double since = 0;        // events: seconds
-  double for_seconds = 0;  // record
-  bool follow = false;     // events
-  bool anonymous = false;  // events
-  bool once = false;       // console
+  std::string format;             // events
+  std::string types;              // events
+  std::string match;              // events
+  double since = 0;               // events: seconds
+  double for_seconds = 0;         // record
+  bool follow = false;            // events, console
+  bool anonymous = false;         // events
+  bool once = false;              // console
+  bool lint = false;              // console
+  double at = -1;                 // console: seconds
+  int64_t device_blocks = -1;     // replay; -1: as recorded
+  int64_t host_blocks = -1;       // replay
+  int64_t disk_blocks = -1;       // replay
+  std::vector<std::string> call;  // live: method and parameters
 };
 
 struct Context {
@@ -88,8 +94,8 @@ struct Verb {
 
 const std::vector<Verb>& verbs();
 
-// The verbs, by what they are about: catalogue.cpp, requests.cpp, blocks.cpp, checks.cpp, contents.cpp, changes.cpp,
-// events.cpp.
+// The verbs, by what they are about: catalogue.cpp, requests.cpp, blocks.cpp, checks.cpp, contents.cpp, fits.cpp,
+// changes.cpp, remote.cpp, events.cpp, live.cpp, replay.cpp, mock.cpp.
 Verb ls_verb();
 Verb info_verb();
 Verb tree_verb();
@@ -109,6 +115,11 @@ Verb rm_verb();
 Verb events_verb();
 Verb record_verb();
 Verb console_verb();
+Verb live_verb();
+Verb replay_verb();
+Verb mock_verb();
+Verb push_verb();
+Verb pull_verb();
 
 Json to_json(const Error& error);
 void declare_path(CLI::App& app, Arguments& arguments);  // a checkpoint, or a directory of which the latest is taken

@@ -3,10 +3,11 @@
 namespace torpor::cli {
 
 const std::vector<Verb>& verbs() {
-  static const std::vector<Verb> all = {ls_verb(),     info_verb(),    tree_verb(),   requests_verb(), show_verb(),
-                                        blocks_verb(), prefix_verb(),  du_verb(),     verify_verb(),   diff_verb(),
-                                        cat_verb(),    extract_verb(), fits_verb(),   repair_verb(),   gc_verb(),
-                                        rm_verb(),     events_verb(),  record_verb(), console_verb()};
+  static const std::vector<Verb> all = {ls_verb(),      info_verb(),    tree_verb(),   requests_verb(), show_verb(),
+                                        blocks_verb(),  prefix_verb(),  du_verb(),     verify_verb(),   diff_verb(),
+                                        cat_verb(),     extract_verb(), fits_verb(),   repair_verb(),   gc_verb(),
+                                        rm_verb(),      push_verb(),    pull_verb(),   events_verb(),   record_verb(),
+                                        console_verb(), live_verb(),    replay_verb(), mock_verb()};
   return all;
 }
 
@@ -18,7 +19,7 @@ const std::vector<ExitCode>& exit_codes() {
       {kNotFound, "not found"},
       {kOtherFormat, "of another format, version or kind"},
       {kFailed, "could not be read or written, or is not to be trusted (its owner, who may write to it)"},
-      {kDiffers, "diff: they differ; fits: it does not fit"},
+      {kDiffers, "diff, replay: they differ; fits: it does not fit; console --lint: there is something"},
       {kKey, "the key is missing, or another one"},
       {kRefused,
        "refused: another process is writing, a checkpoint of format version 2 needs it, or there is no room or "

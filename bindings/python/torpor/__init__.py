@@ -1,7 +1,7 @@
-"""torpor: puts a running LLM inference engine to sleep in the middle of a sentence and wakes it with the very next token.
+"""torpor: puts a running LLM inference engine to sleep mid-sentence and wakes it with the very next token.
 
-With vLLM there is nothing to import: the package registers itself as a vLLM plugin, and `LLM.sleep`, `AsyncLLM.sleep` and
-their `wake_up` take the arguments that docs/vllm.md describes.
+With vLLM there is nothing to import: the package registers itself as a vLLM plugin, and `LLM.sleep`, `AsyncLLM.sleep`
+and their `wake_up` take the arguments that docs/vllm.md describes.
 """
 
 from torpor import errors

@@ -5,13 +5,14 @@
     with memory.region("weights"):              # what torch allocates on the GPU here can sleep
         model.to("cuda")
     memory.sleep("weights")                     # its memory is given back; the addresses stay
-    memory.wake("weights")                      # the same bytes under the same addresses: tensors and captured graphs work
+    memory.wake("weights")                      # same bytes, same addresses: tensors and captured graphs work
 
-Each sleep and wake is all or nothing; a failure raises an error of torpor.errors, and a retry works. All work on the GPU is
-waited for before memory goes. Without a GPU, TORPOR_MEMORY_DEVICE=host in the environment and allocate() give the same.
+Each sleep and wake is all or nothing; a failure raises an error of torpor.errors, and a retry works. All work on the
+GPU is waited for before memory goes. Without a GPU, TORPOR_MEMORY_DEVICE=host in the environment and allocate() give
+the same.
 
-With TORPOR_KEEP_BACKUPS=1 saved bytes are kept after a wake, and what did not change is not copied again at the next sleep:
-whoever changes memory says so with mark_dirty(), or sleeps with check=True, which compares digests instead of trusting.
+With TORPOR_KEEP_BACKUPS=1 saved bytes are kept after a wake, and what did not change is not copied again at the next
+sleep: whoever changes memory says so with mark_dirty(), or sleeps with check=True, which compares digests instead.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def free(address: int, device: int = 0) -> None:
 def sleep(*tags: str, keep: tuple[str, ...] | None = None, check: bool = False) -> dict:
     """Frees the memory of `tags`, or of all that is awake. Saved before is what is in `keep`, or what the scopes said.
 
-    Returns bytes (copied, clean: saved earlier and unchanged, dropped, physical: given back) and the seconds of each phase.
+    Returns bytes (copied, clean: saved earlier and unchanged, dropped, physical: given back) and seconds of each phase.
     """
     return _core.memory_sleep(list(tags), None if keep is None else list(keep), check)
 
@@ -97,6 +98,11 @@ def plan_wake(*tags: str) -> dict:
 def mark_dirty(*tags: str) -> None:
     """The owner changed memory of these tags, or of all: it has to be saved again."""
     _core.memory_mark_dirty(list(tags))
+
+
+def saved(address: int, size: int) -> bytearray:
+    """A copy of what is saved of memory that sleeps, in host memory. Raises NotFound if nothing is."""
+    return _core.memory_saved(address, size)
 
 
 def ledger() -> dict[int, dict]:

@@ -1,20 +1,23 @@
 """The calls of torch_memory_saver (0.0.10) over torpor's memory: region, pause, resume, cpu backup.
 
-    from torpor.torch_memory_saver import torch_memory_saver     # or install() first, and import it under its own name
+    from torpor.torch_memory_saver import torch_memory_saver
 
-Regions take memory through torch's MemPool, as in that package's "torch" mode. What is not offered is refused by name.
+It is imported under its own name where the package torpor-torch-memory-saver is installed, or after install(). Regions
+take memory through torch's MemPool, as in that package's "torch" mode. What is not offered is refused by name.
 """
 
 from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
-from torpor import memory
-from torpor.errors import Unsupported
+from torpor import _core, memory
+from torpor.errors import NotFound, Unsupported
 
 _DEFAULT_TAG = "default"
+_DISTRIBUTION = "torpor-torch-memory-saver"
 _WITHOUT_BACKUP = " (not kept)"  # how the ledger names what of a tag comes back without content
 
 
@@ -47,19 +50,30 @@ class TorchMemorySaver:
         with memory.scope(tag, keep=enable_cpu_backup), torch.cuda.use_mem_pool(self._pools[key]):
             yield
 
+    @contextmanager
+    def disable(self, dispose_mem_pool_after_use: bool = True):
+        """Inside a region: what is allocated here is torch's own, and is never paused."""
+        if not dispose_mem_pool_after_use:
+            raise Unsupported("the pool of disable() cannot be kept", "leave dispose_mem_pool_after_use at True")
+        import torch
+
+        with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+            yield
+
     def pause(self, tag: str | None = None) -> None:
         """Gives back what was allocated under `tag`, or all that is not paused. Nothing if that tag has no memory.
 
         Raises WrongState for a tag that is paused already, where torch_memory_saver ends the process.
         """
         if wanted := self._wanted(tag, awake=True):
-            memory.sleep(*wanted)
+            memory.sleep(*wanted, check=True)  # against kept backups: its callers do not say what they changed
 
     def resume(self, tag: str | None = None) -> None:
         """The reverse of pause(), with the same rules."""
         if wanted := self._wanted(tag, awake=False):
             memory.wake(*wanted)
 
+    @contextmanager
     def cuda_graph(
         self,
         cuda_graph,
@@ -70,16 +84,65 @@ class TorchMemorySaver:
         enable_cpu_backup: bool = False,
         cpu_backup_backend: Literal["mmap", "pinned"] | None = None,
     ):
-        """As there in "torch" mode: not offered."""
+        """torch.cuda.graph() whose memory can be paused. It takes a pool of its own: any other is refused."""
         _check_backend(enable_cpu_backup, cpu_backup_backend)
-        raise Unsupported("memory of CUDA graphs cannot be paused this way", "capture inside region()")
+        if pool is not None:
+            raise Unsupported("a graph whose pool is not torpor's cannot be paused", "leave `pool` out")
+        import torch
 
-    def disable(self):
-        raise Unsupported("there is nothing to disable: only region() takes memory here", "leave the region instead")
+        own = memory.new_pool()
+        captured = torch.cuda.graph(cuda_graph, pool=own.id, stream=stream, capture_error_mode=capture_error_mode)
+        with memory.scope(tag, keep=enable_cpu_backup), captured:
+            yield
 
     @property
     def enabled(self) -> bool:
         return True
+
+    @property
+    def hook_mode(self) -> str:
+        return "torch"
+
+    @hook_mode.setter
+    def hook_mode(self, mode: str) -> None:
+        if mode != "torch":
+            raise Unsupported(f"hook_mode={mode!r} is not offered", 'use "torch", which takes memory in region() only')
+
+    @property
+    def retain_cpu_backup(self) -> bool:
+        return _core.memory_backups_kept()
+
+    @retain_cpu_backup.setter
+    def retain_cpu_backup(self, retain: bool) -> None:
+        """Saved bytes stay in host memory after resume(). Raises WrongState once there is memory."""
+        _core.memory_keep_backups(retain)
+
+    @property
+    def memory_margin_bytes(self) -> int:
+        raise NotImplementedError("it can only be set")  # as there
+
+    @memory_margin_bytes.setter
+    def memory_margin_bytes(self, margin: int) -> None:
+        """An allocation that would leave fewer bytes free on its device fails."""
+        _core.memory_set_margin(margin)
+
+    def set_disk_backup_dir(self, path: str) -> None:
+        raise Unsupported("backups on disk are not offered", "use enable_cpu_backup=True")
+
+    def get_cpu_backup(self, x, zero_copy: bool = False):
+        """What is saved of a tensor that is paused, as a tensor on the CPU; None if nothing is.
+
+        Always a copy: with `zero_copy` too, where the original gives its backup itself.
+        """
+        if not x.is_contiguous():
+            raise ValueError("only a contiguous tensor has its backup in one piece")
+        try:
+            saved = memory.saved(x.data_ptr(), x.nbytes)
+        except NotFound:
+            return None
+        import torch
+
+        return torch.frombuffer(saved, dtype=torch.uint8).view(x.dtype).view(x.shape)
 
     @staticmethod
     def _wanted(tag: str | None, awake: bool) -> list[str]:
@@ -97,12 +160,28 @@ def _check_backend(enable_cpu_backup: bool, cpu_backup_backend: str | None) -> N
     if not enable_cpu_backup:
         raise ValueError("cpu_backup_backend requires enable_cpu_backup=True")
     if cpu_backup_backend != "pinned":
-        raise Unsupported(f"cpu_backup_backend={cpu_backup_backend!r} is not offered", 'use "pinned", or leave it out')
+        raise Unsupported(
+            f"cpu_backup_backend={cpu_backup_backend!r} is not offered",
+            "leave it out; TORPOR_ARENA_KEEP_BYTES=0 gives host memory back after each resume()",
+        )
 
 
 torch_memory_saver = TorchMemorySaver()
 
 
+@contextmanager
+def configure_subprocess():
+    """Around the start of a process that imports torch_memory_saver. It has nothing to preload: see hook_mode."""
+    try:
+        version(_DISTRIBUTION)
+    except PackageNotFoundError:
+        raise Unsupported(
+            "a process started here would not find this torch_memory_saver: install() is of one process",
+            f"install {_DISTRIBUTION}",
+        ) from None
+    yield
+
+
 def install() -> None:
-    """From now on `import torch_memory_saver` finds this module."""
+    """From now on `import torch_memory_saver` finds this module, in this process."""
     sys.modules["torch_memory_saver"] = sys.modules[__name__]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 
-from rig import active, interpreter, kernels, kv_layouts
+from rig import active, collectives, interpreter, kernels, kv_layouts
 
 
 def platform() -> str | None:
@@ -24,6 +24,7 @@ def install() -> None:
     interpreter.install()
     kernels.install()
     kv_layouts.install()
+    collectives.install()
     _reports()
     if os.environ.get("TORPOR_RIG_SLOW_COPIES") == "1":
         from rig import slow_copies

@@ -1,4 +1,4 @@
-"""LoRA adapters: requests name one, workers hold its weights. A new process loads it again, and it must be the same one."""
+"""LoRA adapters: requests name one, workers hold its weights. A new process loads it again; it must be the same one."""
 
 from __future__ import annotations
 

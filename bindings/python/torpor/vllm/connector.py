@@ -1,4 +1,4 @@
-"""vLLM's KV connector: while the engine serves, full KV blocks go to host memory and disk and come back on a prefix hit.
+"""vLLM's KV connector: while serving, full KV blocks go to host memory and disk and come back on a prefix hit.
 
     --kv-transfer-config '{"kv_connector": "TorporConnector", "kv_connector_module_path": "torpor.vllm.connector",
                            "kv_role": "kv_both", "kv_connector_extra_config": {"host_bytes": "4GiB"}}'
@@ -53,7 +53,7 @@ class TorporConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler = SchedulerSide(vllm_config, kv_cache_config, self.options)
         else:
-            self.worker = WorkerSide(vllm_config, self.options)
+            self.worker = WorkerSide(vllm_config, kv_cache_config, self.options)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -82,7 +82,9 @@ class TorporConnector(KVConnectorBase_V1, SupportsHMA):
         if self.worker is None:
             return KVConnectorTransferResults()
         self.worker.look()
-        return KVConnectorTransferResults(finished_recving=self.worker.take_finished())
+        return KVConnectorTransferResults(
+            finished_recving=self.worker.take_finished(), failed_recving=self.worker.take_failed()
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker.take_bad_blocks() if self.worker else set()
@@ -103,7 +105,7 @@ class TorporConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self.scheduler.match(request, num_computed_tokens) if self.scheduler else 0
-        return tokens, tokens > 0
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens: int) -> None:
         if self.scheduler:

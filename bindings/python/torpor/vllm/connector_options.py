@@ -28,16 +28,22 @@ class ConnectorOptions:
     disk: str = "off"
     # Where it lies on disk: one engine at a time.
     directory: str | None = None
-    # What is on disk survives the machine's end too, as of the last sleep, drain or end of the engine.
+    # What is on disk survives the machine's end too: but for the last second, and all of it at a sleep and at the end.
     durable: bool = False
     # A block goes to the tiers when so many requests had it.
     min_uses: int = 1
+    # What the tiers have already is left out before it is queued. false: when its turn comes.
+    presence: bool = True
     # Shorter hits are computed, not loaded.
     min_prefix_tokens: int = 0
     # Blocks of one transfer job: most, and how many it waits for, but no longer than flush_interval_ms.
     max_batch_size: int = 64
     min_batch_size: int = 8
     flush_interval_ms: int = 10
+    # Where it takes longer to decide which blocks of a step are stored, none of them is.
+    policy_timeout_ms: int = 100
+    # How long what was cancelled may stay in the queue.
+    sweep_interval_ms: int = 10
     # Store jobs that ranks work at, and that wait there.
     max_concurrent_transfers: int = 1
     on_deck_batches: int = 4
@@ -73,8 +79,8 @@ class ConnectorOptions:
 
     def queue(self) -> dict:
         names = (
-            "max_batch_size", "min_batch_size", "flush_interval_ms", "max_concurrent_transfers", "on_deck_batches",
-            "queue_blocks",
+            "max_batch_size", "min_batch_size", "flush_interval_ms", "policy_timeout_ms", "sweep_interval_ms",
+            "max_concurrent_transfers", "on_deck_batches", "queue_blocks", "presence",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import time
-import uuid
 
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from torpor import _core
+from torpor.errors import Unsupported
+from torpor.vllm import connector_groups
 from torpor.vllm.connector_messages import Orders, RankIsReady, Report
 from torpor.vllm.connector_options import ConnectorOptions
 from torpor.vllm.connector_stats import Stats
+
+logger = logging.getLogger("vllm.torpor")
 
 _MEDIUM = {"host": "CPU", "disk": "STORAGE"}
 _WATERMARK_STEPS = 2  # lazy: blocks are looked at that many steps before vLLM evicts them
@@ -25,26 +29,28 @@ class SchedulerSide:
 
     def __init__(self, vllm_config, kv_cache_config, options: ConnectorOptions):
         self.options = options
-        [group] = kv_cache_config.kv_cache_groups
-        self.block_tokens: int = group.kv_cache_spec.block_size
+        self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self.block_tokens: int = self._specs[0].block_size
         self.ranks: int = vllm_config.parallel_config.world_size
         scheduling = vllm_config.scheduler_config
         in_a_step = scheduling.max_num_batched_tokens // self.block_tokens + scheduling.max_num_seqs
-        self.watermark = _WATERMARK_STEPS * in_a_step
+        self.watermark = _WATERMARK_STEPS * in_a_step * len(self._specs)
         events = vllm_config.kv_events_config
         self.events = _MOST_EVENTS if events is not None and events.enable_kv_cache_events else 0
         self.core: _core.ConnectorScheduler | None = None
         self.kept = False  # whatever vLLM resets
+        self.slots = None  # who tells where requests stand (slots.py); None: nobody listens
         self.steps = 0
         self.recovered_blocks = 0
         self._hash_bytes = 0  # of vLLM's algorithm; as the first request has it
         self._adopted: bytes | None = None
         self._space: tuple[int, str] | None = None
+        self._word = _core.space_word(options.directory) if options.disk_bytes > 0 else ""
         self._counted: dict[str, int] = {}  # counters as they were told last
         self._told_at = 0.0
 
     def bind(self, manager) -> None:
-        """Called once, with vLLM's KVCacheManager. It refuses a reset while somebody holds a block: nobody does then."""
+        """Called once, with vLLM's KVCacheManager. It refuses a reset while blocks are held: nobody holds one then."""
         self._manager = manager
         stock_reset = manager.reset_prefix_cache
 
@@ -57,12 +63,23 @@ class SchedulerSide:
 
     def ranks_are_ready(self, ranks: list[RankIsReady]) -> None:
         """Stores are as large as the smallest rank's."""
-        [manager] = self._manager.coordinator.single_type_managers
+        managers = self._manager.coordinator.single_type_managers
+        if (unit := self._manager.block_pool.hash_block_size) != self.block_tokens:
+            raise Unsupported(
+                f"torpor's KV connector: prefixes are matched by {unit} tokens, blocks have {self.block_tokens}",
+                "leave out prefix_match_unit",
+            )
         smallest = {name: min(rank.sizes[name] for rank in ranks) for name in ranks[0].sizes}
         smallest.pop("block_bytes")
+        if smallest["host_slots"] == 0 and smallest["disk_segments"] == 0:
+            logger.warning("nothing is offloaded: a rank has no room for blocks")
+            return
         self.core = _core.ConnectorScheduler(
             self._manager.block_pool,
-            manager.req_to_blocks,
+            [
+                (manager.req_to_blocks, manager.num_cached_block, *connector_groups.reach(spec))
+                for manager, spec in zip(managers, self._specs, strict=True)
+            ],
             smallest
             | self.options.queue()
             | {
@@ -81,16 +98,25 @@ class SchedulerSide:
 
     # --- requests ---
 
-    def match(self, request, computed: int) -> int:
+    def match(self, request, computed: int) -> int | None:
         if self.core is None or request.skip_reading_prefix_cache:
             return 0
         if self._hash_bytes == 0 and request.block_hashes:
             self._hash_bytes = len(request.block_hashes[0])
-        return self.core.match(request, computed)
+        if self.slots is not None:
+            self.slots.know(request)  # before what is told of it
+            if not self.slots.may_admit(request):
+                return None
+        found = self.core.match(request, computed)
+        if self.slots is not None:
+            self.slots.staged(request, (found or 0) // self.block_tokens)
+        return found
 
     def allocated(self, request, external: int) -> None:
         if self.core is not None:
             self.core.allocated(request.request_id, external)
+            if external > 0 and self.slots is not None:
+                self.slots.loading(request.request_id, external // self.block_tokens)
 
     def tokens_from_disk(self) -> int:
         return 0 if self.core is None else self.core.tokens_from_disk()
@@ -102,7 +128,7 @@ class SchedulerSide:
 
     def finished(self, request) -> None:
         if self.core is not None:
-            self.core.finished(request.request_id)
+            self.core.finished(request.request_id, self.steps)
 
     # --- steps ---
 
@@ -129,19 +155,35 @@ class SchedulerSide:
         self.core.acknowledge(report.step)
         self.core.apply(report.transfers)
         if report.new_weights:
-            self.reset()
+            self.new_weights()
 
     def reset(self) -> bool:
         """What the tiers have is found by nobody any more, after a restart neither."""
         if self.core is not None and not self.kept:
-            self._space = (self.core.reset(), uuid.uuid4().hex)
+            if self.options.disk_bytes > 0:
+                self._word = _core.renew_space_word(self.options.directory)
+            self.new_weights()
         return True
+
+    def new_weights(self) -> None:
+        """What others computed is found again with those only."""
+        if self.core is not None:
+            self._space = (self.core.reset(), self._word)
 
     def busy(self) -> bool:
         return self.core is not None and self.core.busy
 
     def held(self) -> int:
         return 0 if self.core is None else self.core.held
+
+    # --- sleep ---
+
+    def host_slots(self, blocks: list[int], keep: bool) -> list[int]:
+        return [] if self.core is None else self.core.host_slots(blocks, keep)
+
+    def release_host_slots(self) -> None:
+        if self.core is not None:
+            self.core.release_host_slots()
 
     # --- what others are told ---
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torpor import _core
 from torpor.errors import Unsupported
-from torpor.vllm import worker
+from torpor.vllm import connector_groups, worker
 from torpor.vllm.connector_messages import Orders, RankIsReady, Report
 from torpor.vllm.connector_options import ConnectorOptions
 from torpor.vllm.fingerprint import key_space
@@ -14,15 +14,19 @@ _FIRST_SPACE = 1
 
 
 class WorkerSide:
-    def __init__(self, vllm_config, options: ConnectorOptions):
+    def __init__(self, vllm_config, kv_cache_config, options: ConnectorOptions):
         self._config = vllm_config
         self._options = options
+        # vLLM takes a part of a load only where a shorter prefix needs no other blocks.
+        self._whole_loads = connector_groups.need_whole_hits(kv_cache_config)
         self.core: _core.ConnectorWorker | None = None
         self._step = 0
         self._transfers: list[bytes] = []
         self._finished: set[str] = set()
+        self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._memory = None  # of the rank
+        self._space = ""  # what names of key spaces have in common
         self._weights = 0  # as often as they were new
 
     def prepare(self) -> RankIsReady:
@@ -43,13 +47,21 @@ class WorkerSide:
                 "directory": options.directory,
                 "key_file": torpor.key_file,
                 "encrypt": torpor.encrypt,
+                "durable": options.durable,
             },
         )
         if options.disk_bytes == 0:
-            self.core.open_space(_FIRST_SPACE, "")
+            self._open_space(_FIRST_SPACE, "")
             return RankIsReady(self.core.sizes())
-        self.core.open_space(_FIRST_SPACE, key_space(mine, self.core.weights_digest()))
+        self._space = key_space(mine)
+        self._open_space(_FIRST_SPACE, _core.space_word(options.directory))
         return RankIsReady(self.core.sizes(), self.core.recover(_FIRST_SPACE))
+
+    def _open_space(self, number: int, word: str) -> None:
+        """Of the weights as they are now. In memory its number tells it from others, so it needs no name there."""
+        on_disk = self._options.disk_bytes > 0
+        name = f"{self._space}\nweights: {self.core.weights_digest()}\nword: {word}" if on_disk else ""
+        self.core.open_space(number, name)
 
     def begin(self, orders: Orders) -> None:
         """A step's transfers: the blocks to be stored were written in earlier steps, those to be loaded are read in
@@ -60,22 +72,31 @@ class WorkerSide:
         if orders.adopted is not None:
             self.core.adopt(orders.adopted)
         if orders.space is not None:
-            self.core.open_space(*orders.space)
+            self._open_space(*orders.space)
         if orders.plan is not None:
             self.core.run(orders.plan)
 
     def look(self) -> None:
         if self.core is None:
             return
-        transfers, finished, bad_blocks = self.core.poll()
+        transfers, finished = self.core.poll()
         if transfers is not None:
             self._transfers.append(transfers)
-        self._finished |= finished
-        self._bad_blocks |= bad_blocks
+        self._finished |= finished.keys()
+        for request_id, bad_blocks in finished.items():
+            if bad_blocks and self._whole_loads:
+                self._failed.add(request_id)
+            else:
+                self._bad_blocks.update(bad_blocks)
 
     def take_finished(self) -> set[str]:
         finished, self._finished = self._finished, set()
         return finished
+
+    def take_failed(self) -> set[str]:
+        """Requests, of those that are finished, that have nothing of what was to be loaded."""
+        failed, self._failed = self._failed, set()
+        return failed
 
     def take_bad_blocks(self) -> set[int]:
         bad, self._bad_blocks = self._bad_blocks, set()

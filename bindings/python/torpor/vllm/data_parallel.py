@@ -3,6 +3,9 @@
 All of them are asked and all replies gathered. They sleep together or not at all: each keeps what it must keep and
 waits, and only when all have done so does their memory go. Their checkpoints are one (a set, written by C++ when the
 last is whole); a wake from it restores all ranks, or none.
+
+Ranks with experts compute for each other: as long as one has requests all take steps, be they empty. They stand still
+before any of them is asked to sleep, by vLLM's own consent, and go on together when none is asleep any more.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ from vllm.v1.engine.core_client import DPLBAsyncMPClient
 from torpor import _core, errors
 from torpor.errors import Error, Incompatible, WrongState
 from torpor.vllm.options import Options
+from torpor.vllm.support import compute_for_each_other
 
+_ONLY_LOOK = ("fingerprint", "plan_sleep", "ledger", "state", "drain", "end_drain")
 _SET_OPTIONS = ("keep_checkpoints", "max_age_seconds", "max_total_bytes", "key_file", "encrypt")
 _SUMS = (
-    "requests", "saved_bytes", "reused_bytes", "host_bytes", "disk_bytes", "freed_bytes", "restored_bytes", "kept_blocks",
-    "dropped_blocks", "checkpoint_bytes",
+    "requests", "saved_bytes", "reused_bytes", "host_bytes", "disk_bytes", "freed_bytes", "restored_bytes",
+    "kept_blocks", "dropped_blocks", "checkpoint_bytes",
 )  # fmt: skip
 
 
@@ -37,6 +42,8 @@ class Ranks:
         self._rank_of: dict[str, int] = {}  # requests, when the engines were frozen or restored
         self._woken_set: dict | None = None  # until its requests run
         self._one_at_a_time = asyncio.Lock()
+        self._with_experts = compute_for_each_other(vllm_config) and vllm_config.model_config.is_moe
+        self._standing = False
 
     async def call(self, method: str, options: dict):
         """As torpor_call() of one engine core; raises what one of them has failed with.
@@ -48,12 +55,32 @@ class Ranks:
     async def _call(self, method: str, options: dict):
         special = {"freeze": self._freeze, "sleep": self._sleep, "checkpoint": self._sleep, "wake_up": self._wake_up}
         async with self._one_at_a_time:
-            if method in special:
-                return await special[method](method, options)
-            results = _all(await self._ask(method, [options] * self._size))
-            if method == "end_hold":
-                await self._end_hold(options["keep"])
-            return _MERGED.get(method, _first)(results)
+            if not self._with_experts or method in _ONLY_LOOK:
+                return await self._ask_all(special, method, options)
+            try:
+                if method in special:
+                    await self._stand()
+                return await self._ask_all(special, method, options)
+            finally:
+                await self._go_on()
+
+    async def _stand(self) -> None:
+        if not self._standing:
+            self._standing = True
+            _all(await self._ask("stand", [{}] * self._size))
+
+    async def _go_on(self) -> None:
+        if self._standing and not any(_all(await self._ask("is_quiet", [{}] * self._size))):
+            _all(await self._ask("go_on", [{}] * self._size))
+            self._standing = False
+
+    async def _ask_all(self, special: dict, method: str, options: dict):
+        if method in special:
+            return await special[method](method, options)
+        results = _all(await self._ask(method, [options] * self._size))
+        if method == "end_hold":
+            await self._end_hold(options["keep"])
+        return _MERGED.get(method, _first)(results)
 
     async def _ask(self, method: str, options: list[dict], ranks=None) -> list:
         """The result of each rank, or its error."""
@@ -233,6 +260,7 @@ def _merged_reports(reports: list[dict]) -> dict:
         "checkpoint_parts": parts,
         "reload": sorted({tag for report in reports for tag in report["reload"]}),
         "failed_requests": [item for report in reports for item in report["failed_requests"]],
+        "bound_requests": [item for report in reports for item in report.get("bound_requests", ())],
         "phases": slowest["phases"],
         "seconds": slowest["seconds"],
         "ledgers": [ledger for report in reports for ledger in report["ledgers"]],
@@ -241,10 +269,11 @@ def _merged_reports(reports: list[dict]) -> dict:
 
 def _merged_outputs(reports: list[dict]) -> dict:
     """Answers to one prompt may come from several ranks: each has the prompt's own entry."""
+    parents = {parent["id"]: parent for report in reports for parent in report["outputs"]["parents"]}
     return {
         "requests": [entry for report in reports for entry in report["outputs"]["requests"]],
-        "parents": list({parent["id"]: parent for report in reports for parent in report["outputs"]["parents"]}.values()),
-    }  # fmt: skip
+        "parents": list(parents.values()),
+    }
 
 
 def _merged_states(states: list[dict]) -> dict:

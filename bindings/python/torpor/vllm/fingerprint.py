@@ -11,7 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from torpor import _core
-from torpor.vllm import kv_layout
+from torpor.vllm import connector_groups, kv_layout
 from torpor.vllm.options import Options
 
 
@@ -33,15 +33,13 @@ def of_weights(vllm_config, options: Options) -> dict[str, str]:
     return {name: str(value) for name, value in fields.items()}
 
 
-def key_space(worker, weights: str) -> str:
-    """All that the bytes of a rank's KV blocks depend on besides what their keys are made of, and how those are made.
-
-    `weights`: the digest of the rank's.
+def key_space(worker) -> str:
+    """All that the bytes of a rank's KV blocks depend on besides its weights and what their keys are made of, and how
+    those are made. Taken once: the seed of the hashes is another one as long as the engine begins.
     """
     config, runner = worker.vllm_config, worker.model_runner
     cache = config.cache_config
     fields = of_weights(config, Options.of(config)) | {
-        "weights": weights,
         "rank": worker.rank,
         "max_model_len": config.model_config.max_model_len,
         "kv_cache_dtype": cache.cache_dtype,
@@ -50,6 +48,8 @@ def key_space(worker, weights: str) -> str:
         "layers": kv_layout.layers(runner.kv_cache_config),
         "layout": runner.kv_cache_config.kv_cache_layout,
     }
+    if (groups := connector_groups.describe(runner.kv_cache_config)) is not None:
+        fields["groups"] = groups
     return "\n".join(f"{name}: {value}" for name, value in fields.items())
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -14,7 +13,7 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from torpor import errors
-from torpor.errors import Error, InvalidArgument, NotFound, TimedOut, Unsupported, WrongState
+from torpor.errors import Error, NotFound, TimedOut, Unsupported, WrongState
 from torpor.vllm import data_parallel
 from torpor.vllm import outputs as front_end
 
@@ -37,41 +36,16 @@ class Report(dict):
         return self["fully_awake"]
 
 
-def sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights) -> dict:
-    """Options for the controller. `mode` is vLLM's name for what becomes of requests without preserve_state."""
-    in_flight = {"abort": "abort", "keep": "recompute", "wait": "recompute"}.get(mode)  # "wait" has ended what ran
-    if in_flight is None:
-        raise InvalidArgument(f"mode is {mode!r}", 'use "abort", "wait" or "keep"')
-    values = {
-        "level": level, "preserve_state": preserve_state, "to": to, "on_save_error": on_save_error, "weights": weights,
-        "in_flight": "freeze" if preserve_state or level == 0 else in_flight,
-    }  # fmt: skip
-    if tags is not None:
-        values["tags"] = list(tags)
-    if timeout is not None:
-        values["timeout"] = float(timeout)
-    return values
-
-
-def wake_options(tags, from_checkpoint, on_restore_error: str, weights_changed: bool) -> dict:
-    values = {"on_restore_error": on_restore_error, "weights_changed": weights_changed}
-    if tags is not None:
-        values["tags"] = list(tags)
-    if from_checkpoint is not None:
-        values |= {"from_checkpoint": str(from_checkpoint), "hold": True}
-    return values
-
-
 def _unwrap(reply: dict):
     if "error" in reply:
         raise errors.from_dict(reply["error"])
     return reply["result"]
 
 
-# --- the flow, one for both kinds of front end ---------------------------------------------------------------------------
+# --- the flow, one for both kinds of front end ------------------------------------------------------------------------
 
 
-class _Blocking:
+class BlockingSide:
     """LLMEngine, and so LLM: calls return when they are done, none of these coroutines ever waits."""
 
     def __init__(self, engine: LLMEngine):
@@ -112,8 +86,12 @@ class _Blocking:
             return
         while getattr(self.engine.engine_core.engine_core, "torpor_outputs", None):  # some may have ended
             self._step()
-        aborted = report.changed and report.level >= 1 and not report.preserve_state and in_flight != "recompute"
-        if aborted:  # other engine cores send word of it
+        if report.changed and report.level >= 1 and not report.preserve_state and in_flight != "recompute":
+            self.aborted()
+
+    def aborted(self) -> None:
+        """The engine core has no requests any more. One in another process sends word of it."""
+        if isinstance(self.engine.engine_core, InprocClient):
             self.engine.output_processor.abort_requests(
                 list(self.engine.output_processor.request_states), internal=True
             )
@@ -122,7 +100,7 @@ class _Blocking:
         self.engine.torpor_asleep = not report.fully_awake
 
 
-class _Async:
+class AsyncSide:
     """AsyncLLM: a task of its own processes outputs as they come."""
 
     def __init__(self, engine: AsyncLLM):
@@ -153,11 +131,14 @@ class _Async:
     def slept(self, report: Report, in_flight: str) -> None:
         pass
 
+    def aborted(self) -> None:
+        pass
+
     def woken(self, report: Report) -> None:
         pass
 
 
-async def _sleep(side: _Blocking | _Async, mode: str, values: dict) -> Report:
+async def sleep(side: BlockingSide | AsyncSide, mode: str, values: dict) -> Report:
     level = values["level"]
     loggers = side.engine.logger_manager
     if level >= 1:
@@ -168,7 +149,7 @@ async def _sleep(side: _Blocking | _Async, mode: str, values: dict) -> Report:
         await _finish_running(side, values)
     with_outputs = frozen and state["engine"] in ("awake", "asleep") and state["level"] <= 0  # awake, or only paused
     try:
-        report = await _frozen(side, "sleep", values) if with_outputs else Report(await side.call("sleep", values))
+        report = await while_frozen(side, "sleep", values) if with_outputs else Report(await side.call("sleep", values))
     except BaseException:
         if mode == "wait":
             await side.call("end_drain")
@@ -179,7 +160,7 @@ async def _sleep(side: _Blocking | _Async, mode: str, values: dict) -> Report:
     return report
 
 
-async def _finish_running(side: _Blocking | _Async, values: dict) -> None:
+async def _finish_running(side: BlockingSide | AsyncSide, values: dict) -> None:
     """Running requests end, queued ones stay queued. Outputs are processed meanwhile."""
     deadline = None if values.get("timeout") is None else time.monotonic() + values["timeout"]
     planned = values | {"preserve_state": False, "in_flight": "freeze" if values["level"] == 0 else "recompute"}
@@ -194,17 +175,13 @@ async def _finish_running(side: _Blocking | _Async, values: dict) -> None:
         raise
 
 
-async def _frozen(side: _Blocking | _Async, method: str, values: dict) -> Report:
+async def while_frozen(side: BlockingSide | AsyncSide, method: str, values: dict) -> Report:
     """Calls `method` of an engine that stands still, with this front end's part under "outputs"."""
     frozen = False
     try:
         sent = await side.call("freeze", {name: values[name] for name in ("timeout",) if name in values})
         frozen = True
-        deadline = time.monotonic() + _DRAIN_SECONDS
-        while behind := side.behind(sent):
-            if time.monotonic() > deadline:
-                raise TimedOut(f"outputs of {len(behind)} requests did not arrive", "try again")
-            await side.receive()
+        await _caught_up(side, sent)
         return Report(await side.call(method, values | {"outputs": front_end.capture(side.engine.output_processor)}))
     except BaseException:
         if frozen:
@@ -212,7 +189,25 @@ async def _frozen(side: _Blocking | _Async, method: str, values: dict) -> Report
         raise
 
 
-async def _wake_up(side: _Blocking | _Async, values: dict) -> Report:
+async def _caught_up(side: BlockingSide | AsyncSide, sent: dict[str, int]) -> None:
+    """Returns when this front end has processed all that its engine, which stands still, has sent."""
+    deadline = time.monotonic() + _DRAIN_SECONDS
+    while behind := side.behind(sent):
+        if time.monotonic() > deadline:
+            raise TimedOut(f"outputs of {len(behind)} requests did not arrive", "try again")
+        await side.receive()
+
+
+async def _so_far(side: BlockingSide | AsyncSide) -> list[dict]:
+    """The tokens of all requests of an engine that is asleep."""
+    if (await side.call("state"))["engine"] != "asleep":
+        return []
+    await _caught_up(side, await side.call("freeze"))
+    return front_end.so_far(side.engine.output_processor)
+
+
+async def wake_up(side: BlockingSide | AsyncSide, values: dict) -> Report:
+    so_far = await _so_far(side) if values.get("kv") == "abort" else []
     try:
         report = Report(await side.call("wake_up", values))
     except asyncio.CancelledError:
@@ -230,6 +225,10 @@ async def _wake_up(side: _Blocking | _Async, values: dict) -> Report:
             raise
         await side.call("end_hold", {"keep": True})
     side.woken(report)
+    if values.get("kv") == "abort":
+        report["aborted"] = so_far if report.changed and report.fully_awake else []
+        if report["aborted"]:
+            side.aborted()
     if report and side.engine.logger_manager is not None:
         side.engine.logger_manager.record_sleep_state(0, 0)
     return report
@@ -253,7 +252,7 @@ def _forget(processor) -> None:
     processor.external_req_ids.clear()
 
 
-# --- LLM and LLMEngine ---------------------------------------------------------------------------------------------------
+# --- LLM and LLMEngine ------------------------------------------------------------------------------------------------
 
 
 def call(engine: LLMEngine, method: str, options: dict | None = None):
@@ -267,13 +266,13 @@ def call(engine: LLMEngine, method: str, options: dict | None = None):
     return _unwrap(client.call_utility("torpor_call", method, options or {}))
 
 
-def _finish(coroutine):
+def finish(coroutine):
     """The result of a coroutine that never waits."""
     try:
         coroutine.send(None)
     except StopIteration as done:
         return done.value
-    raise AssertionError("a coroutine of _Blocking waited")
+    raise AssertionError("a coroutine of BlockingSide waited")
 
 
 def step(engine: LLMEngine) -> list:
@@ -304,7 +303,7 @@ def has_unfinished_requests(engine: LLMEngine) -> bool:
     return bool(getattr(engine, "torpor_stash", None)) or engine.torpor_stock_has_unfinished_requests()
 
 
-# --- AsyncLLM ------------------------------------------------------------------------------------------------------------
+# --- AsyncLLM ---------------------------------------------------------------------------------------------------------
 
 
 async def call_async(engine: AsyncLLM, method: str, options: dict | None = None):
@@ -330,134 +329,3 @@ async def attach(engine: AsyncLLM, request_id: str) -> AsyncGenerator[RequestOut
         output = collector.get_nowait() or await collector.get()
         finished = output.finished
         yield output
-
-
-# --- methods that vLLM's classes get ----------------------------------------------------------------------------------
-
-_SLEEP = """Gives the engine's memory back and returns when it is free. What each combination means: docs/semantics.md.
-
-    level: 0 only pauses; 1 frees weights and KV cache, weights are copied first; 2 frees weights without a copy.
-    mode: what becomes of requests without preserve_state. "abort" ends them, "keep" computes them again after the wake,
-        "wait" lets those that run end first (with preserve_state too); queued ones stay queued until the wake.
-    preserve_state: keep requests, their KV blocks, prefix cache and samplers; they go on without recompute.
-    to: where saved bytes go, "host" (memory) or "disk" (a checkpoint in the option `dir`, which survives the process).
-    on_save_error: "abort" stays awake when saving fails. "discard" sleeps anyway: what cannot go to disk is kept in host
-        memory, and only requests that have no room there are dropped; the report's `to` and `note` say so.
-    tags: only these of "weights" and "kv_cache"; None: both.
-    timeout: most seconds to wait for the running step, and with mode="wait" for requests to end; None: no bound.
-    weights: "store" keeps them, "reload" does not: the wake names them, and kept requests wait until they are loaded.
-
-    Returns a Report. Raises an error of torpor.errors: InvalidArgument for wrong arguments, Unsupported (by name) for
-    what cannot be preserved, TimedOut, NotEnoughRoom, FileError. Unless the error says otherwise (`state_changed`)
-    the engine stays awake and nothing is lost.
-    """
-
-_WAKE_UP = """Brings the memory back, and the requests with it. Returns when it is back.
-
-    tags: wake only these; the engine takes no step until all are back. None: all.
-    from_checkpoint: path of a checkpoint, or of a directory whose newest is taken, for a new engine without requests.
-    on_restore_error: with from_checkpoint. "abort" raises, "discard" wakes without the checkpoint.
-    weights_changed: new weights were loaded meanwhile; KV of the old ones is computed again. Without it running requests
-        keep the KV that they have, and new requests do not find it.
-
-    Returns a Report, true if the engine is fully awake. Raises Incompatible (by field) for a checkpoint of another
-    model or configuration, Damaged, Unauthenticated, NotFound, NotEnoughRoom; the engine stays as it was.
-    """
-
-_CHECKPOINT = """Writes a checkpoint of the running requests to the option `dir`, and goes on without a sleep.
-
-    Returns a Report; `seconds` is how long the engine stood still. Raises as sleep(to="disk") does.
-    """
-
-_TORPOR = """Asks torpor in the engine core: "state", "ledger", or "plan_sleep" with the options of sleep()."""
-
-
-def _documented(text: str):
-    def add(function):
-        function.__doc__ = text
-        return function
-
-    return add
-
-
-class Blocking:
-    """Of LLM and LLMEngine. They return when they are done."""
-
-    @_documented(_SLEEP)
-    def sleep(
-        self,
-        level: int = 1,
-        mode: str = "abort",
-        *,
-        preserve_state: bool = False,
-        to: str = "host",
-        on_save_error: str = "abort",
-        tags: Iterable[str] | None = None,
-        timeout: float | None = None,
-        weights: str = "store",
-    ) -> Report:
-        values = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights)
-        return _finish(_sleep(_Blocking(_engine(self)), mode, values))
-
-    @_documented(_WAKE_UP)
-    def wake_up(
-        self,
-        tags: Iterable[str] | None = None,
-        *,
-        from_checkpoint: str | os.PathLike | None = None,
-        on_restore_error: str = "abort",
-        weights_changed: bool = False,
-    ) -> Report:
-        values = wake_options(tags, from_checkpoint, on_restore_error, weights_changed)
-        return _finish(_wake_up(_Blocking(_engine(self)), values))
-
-    @_documented(_CHECKPOINT)
-    def checkpoint(self) -> Report:
-        return _finish(_frozen(_Blocking(_engine(self)), "checkpoint", {}))
-
-    @_documented(_TORPOR)
-    def torpor(self, method: str, options: dict | None = None):
-        return call(_engine(self), method, options)
-
-
-class Awaited:
-    """Of AsyncLLM."""
-
-    @_documented(_SLEEP)
-    async def sleep(
-        self,
-        level: int = 1,
-        mode: str = "abort",
-        *,
-        preserve_state: bool = False,
-        to: str = "host",
-        on_save_error: str = "abort",
-        tags: Iterable[str] | None = None,
-        timeout: float | None = None,
-        weights: str = "store",
-    ) -> Report:
-        values = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights)
-        return await _sleep(_Async(self), mode, values)
-
-    @_documented(_WAKE_UP)
-    async def wake_up(
-        self,
-        tags: Iterable[str] | None = None,
-        *,
-        from_checkpoint: str | os.PathLike | None = None,
-        on_restore_error: str = "abort",
-        weights_changed: bool = False,
-    ) -> Report:
-        return await _wake_up(_Async(self), wake_options(tags, from_checkpoint, on_restore_error, weights_changed))
-
-    @_documented(_CHECKPOINT)
-    async def checkpoint(self) -> Report:
-        return await _frozen(_Async(self), "checkpoint", {})
-
-    @_documented(_TORPOR)
-    async def torpor(self, method: str, options: dict | None = None):
-        return await call_async(self, method, options)
-
-
-def _engine(front_end) -> LLMEngine:
-    return getattr(front_end, "llm_engine", front_end)

@@ -1,8 +1,8 @@
 """vLLM's sleep mode on a GPU through torpor's memory: `--enable-sleep-mode --sleep-mode-backend torpor`.
 
-TorporAllocator has the calls of vLLM's MemAllocator; workers allocate through it where they would through CuMemAllocator.
-TorporBackend is vLLM's SleepModeBackend: level 1 keeps weights, runtime state and graph pools, level 2 all but the weights;
-a wake of some tags brings back every tag that may not be deferred.
+TorporAllocator has the calls of vLLM's MemAllocator; workers allocate through it where they would through
+CuMemAllocator. TorporBackend is vLLM's SleepModeBackend: level 1 keeps weights, runtime state and graph pools, level 2
+all but the weights; a wake of some tags brings back every tag that may not be deferred.
 
 With the option gpu_preserve_state the controller takes their place: GpuWorkerMemory is to it what WorkerMemory is on
 the CPU, over the same regions.
@@ -20,6 +20,7 @@ from torpor import _core, memory
 from torpor.errors import Unsupported, WrongState
 from torpor.vllm import kv_layout
 from torpor.vllm.compat import lookup
+from torpor.vllm.memory import views_of_parameters
 
 # A wake of some tags brings back all others.
 DEFERRABLE_TAGS = lookup("vllm.device_allocator", "DEFERRABLE_TAGS") or ("weights", "kv_cache")
@@ -47,7 +48,7 @@ class TorporAllocator:
 
     @contextmanager
     def cudagraph_pool(self):
-        """What a graph captured here allocates is of the tag "cudagraph". Yields the id of its pool, one for all graphs.
+        """What a graph captured here allocates has the tag "cudagraph". Yields the id of its pool, one for all graphs.
 
         The capture itself sends allocations to the pool; use_mem_pool would do it twice.
         """

@@ -90,5 +90,7 @@ def _index(blocks: list, block) -> int:
 def _block(manager, request: str, index: int):
     held = manager.req_to_blocks[request]
     if not 0 <= index < len(held):
-        raise Incompatible(f"request {request} has no block {index} in a group of {len(held)}", "use another checkpoint")
+        raise Incompatible(
+            f"request {request} has no block {index} in a group of {len(held)}", "use another checkpoint"
+        )
     return held[index]

@@ -1,9 +1,9 @@
 """Weights and KV cache of a CPU worker inside torpor's regions.
 
-vLLM enters `Worker._maybe_get_memory_pool_context(tag)` around loading the model ("weights") and around allocating the KV
-cache ("kv_cache"); on the CPU it does nothing there. Here the KV allocation is answered from a region, and after loading
-every parameter is moved into one. Linear layers that vLLM packs for oneDNN keep their plain weights in the region, since
-the packed bytes cannot be read out; they are packed again after a wake.
+vLLM enters `Worker._maybe_get_memory_pool_context(tag)` around loading the model ("weights") and around allocating the
+KV cache ("kv_cache"); on the CPU it does nothing there. Here the KV allocation is answered from a region, and after
+loading every parameter is moved into one. Linear layers that vLLM packs for oneDNN keep their plain weights in the
+region, since the packed bytes cannot be read out; they are packed again after a wake.
 
 New weights come by vLLM's reload_weights(), or straight by the model's load_weights(), as trainers call it: then packed
 layers have their plain weights back while it runs.

@@ -12,12 +12,17 @@ from torpor.vllm import connector_options
 @dataclass(frozen=True)
 class Options:
     enabled: bool = True
-    # Directory on tmpfs where each process keeps its last events, for `torpor events`, `record` and `console`; none: none.
+    # Tmpfs directory where each process keeps its last events, for `torpor events`, `record` and `console`; none: none.
     events_directory: str | None = None
+    # They name each request's blocks by their keys, for `torpor replay --host-blocks`: an event a block of a prompt.
+    events_keys: bool = False
+    # A socket beside them for `torpor live` and torpor.console: "read" to look, "control" to stop the engine as well.
+    # With data parallelism it is "read": an engine that stands still would hold up the others.
+    console: str = "off"
     # Directory for checkpoints; without it, sleeping to disk is refused.
     dir: str | None = None
-    # "packed": linear weights as oneDNN wants them, as in stock vLLM, and packed again on wake. Keeps the plain weights too,
-    # so that there is something to save: costs their size in memory. "plain": never packed; less memory, slower steps.
+    # "packed": linear weights as oneDNN wants them, as in stock vLLM, and packed again on wake. Keeps the plain weights
+    # too, to have something to save: costs their size in memory. "plain": never packed; less memory, slower steps.
     cpu_linear: str = "packed"
     # Bytes of cached KV blocks without a request to keep over a sleep, per rank; None: all.
     kv_budget_bytes: int | None = None
@@ -30,22 +35,25 @@ class Options:
     # changed since. They are the first to go where room is needed. None: what there is; on the CPU 0, where host
     # memory is the same memory.
     retain_kv_bytes: int | None = None
-    # Host memory for saved bytes that is brought up in the background when the engine starts, per rank: the first sleep is then as fast as later ones.
+    # Host memory for saved bytes that is brought up in the background when the engine starts, per rank: the first sleep
+    # is then as fast as later ones.
     arena_prefault_bytes: int = 0
-    # Committed checkpoints to keep: how many, how old (seconds), how large together (bytes). None: as old or large as they are.
+    # Committed checkpoints to keep: how many, how old (seconds), how large together (bytes); None: any age, any size.
     keep_checkpoints: int = 2
     max_age_seconds: int | None = None
     max_total_bytes: int | None = None
-    # File with a secret key (32 bytes): checkpoints are authenticated with it, and only such are woken. With `encrypt`, also unreadable.
+    # File with a secret key (32 bytes): checkpoints are authenticated with it, and only such are woken.
     key_file: str | None = None
+    # With that key they are made unreadable as well.
     encrypt: bool = False
-    # Level of zstd for saved memory, -100 (fast) to 19; None: stored as it is.
+    # Of saved memory on disk: "bf16" (weights and KV of that type to three quarters, nearly as fast as a copy), "zstd",
+    # "none". The level is that of zstd, -100 (fast) to 19, and alone means zstd.
+    compression: str | None = None
     compression_level: int | None = None
     # On a GPU: preserve_state and checkpoints too, with enable_sleep_mode and sleep_mode_backend="torpor". Proved on
     # CPU tensors only: no GPU has run it yet. Without it torpor is vLLM's sleep mode there, and no more.
     gpu_preserve_state: bool = False
-    # Memory that the newest checkpoint has already is linked, not written again; nor read, where it is known not to have
-    # changed.
+    # Memory that the newest checkpoint has already is linked, not written again; nor read, where known to be unchanged.
     incremental: bool = False
     # "writes": a checkpoint reads weights once, and then only after they were seen to be written, or may have been.
     # "digest": it reads them each time.
@@ -80,6 +88,10 @@ class Options:
         options = Options(**values, connector=connector)
         if options.cpu_linear not in ("packed", "plain"):
             raise InvalidArgument(f"cpu_linear is {options.cpu_linear!r}", 'use "packed" or "plain"')
+        if options.console not in ("off", "read", "control"):
+            raise InvalidArgument(f"console is {options.console!r}", 'use "off", "read" or "control"')
+        if options.console != "off" and options.events_directory is None:
+            raise InvalidArgument("console without events_directory", "name a directory for events")
         if options.weights_check not in ("writes", "digest"):
             raise InvalidArgument(f"weights_check is {options.weights_check!r}", 'use "writes" or "digest"')
         return options
@@ -112,9 +124,19 @@ def switched_off() -> bool:
 
 
 def _parse(name: str, text: str):
-    if name in ("dir", "cpu_linear", "key_file", "spill_directory", "events_directory", "weights_check"):
+    texts = (
+        "dir",
+        "cpu_linear",
+        "key_file",
+        "spill_directory",
+        "events_directory",
+        "console",
+        "weights_check",
+        "compression",
+    )
+    if name in texts:
         return text
-    if name in ("enabled", "encrypt", "incremental", "gpu_preserve_state"):
+    if name in ("enabled", "encrypt", "incremental", "gpu_preserve_state", "events_keys"):
         return text.lower() not in ("0", "false", "off", "no")
     try:
         return int(text)

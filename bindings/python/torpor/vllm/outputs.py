@@ -1,24 +1,29 @@
-"""The front end's part of a request as values and back: what was delivered of it, its detokenizer, its log probabilities.
+"""The front end's part of a request as values and back: what was delivered, its detokenizer, its log probabilities.
 
 Tokens and sampling parameters are not stored twice: the engine core adds its own on wake (engine_core._with_tokens).
 """
 
 from __future__ import annotations
 
+import torch
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
-from torpor.errors import Incompatible, Unsupported
+from torpor.errors import Incompatible
 from torpor.vllm import adapters, pooling
 from torpor.vllm.values import (
     completion_from_value,
     completion_to_value,
+    masks_from_value,
+    masks_to_value,
     positions_from_value,
     positions_to_value,
     sampling_from_value,
     sampling_to_value,
+    tensor_from_value,
+    tensor_to_value,
 )
 
 _PLAIN_FIELDS = (
@@ -31,7 +36,7 @@ _PLAIN_FIELDS = (
 
 
 def state_to_value(state: RequestState) -> dict:
-    """One request of a front end. Raises Unsupported for what cannot be carried over."""
+    """One request of a front end."""
     return _state_to_value(state)
 
 
@@ -83,6 +88,27 @@ def fail(processor: OutputProcessor, failed: list[dict]) -> list[RequestOutput]:
     return processor.process_outputs(ends).request_outputs
 
 
+def so_far(processor: OutputProcessor) -> list[dict]:
+    """What each unfinished request was answered, and the token spans (version, start, end) of each set of weights."""
+    return [
+        {
+            "request_id": state.external_req_id,
+            "index": state.request_index,
+            "prompt_token_ids": list(state.prompt_token_ids or ()),
+            "token_ids": list(state.detokenizer.output_token_ids),
+            "weight_versions": _versions(state),
+        }
+        for state in processor.request_states.values()
+        if state.detokenizer is not None
+    ]
+
+
+def _versions(state: RequestState) -> list[list]:
+    starts = getattr(state, "weight_version_starts", ())
+    ends = [start for _, start in starts[1:]] + [state.detokenizer.num_output_tokens()]
+    return [[version, start, end] for (version, start), end in zip(starts, ends)]
+
+
 def _end_without(item: dict, parents: dict[str, ParentRequest]) -> None:
     """Its siblings, if it was one of several answers to one prompt, end that call without it."""
     if (parent := parents.get(item["parent"])) is not None:
@@ -102,8 +128,6 @@ def _end_without(item: dict, parents: dict[str, ParentRequest]) -> None:
 def _state_to_value(state: RequestState) -> dict:
     if state.detokenizer is None:
         return _pooling_to_value(state)
-    if state.routed_experts_chunks or state.sampling_mask_chunks or state.streaming_input:
-        raise Unsupported(f"request {state.external_req_id}: its outputs cannot be preserved yet", "sleep without it")
     logprobs = state.logprobs_processor
     return {
         "id": state.request_id,
@@ -118,7 +142,20 @@ def _state_to_value(state: RequestState) -> dict:
         "logprobs": positions_to_value(logprobs.logprobs),
         "prompt_logprobs": positions_to_value(logprobs.prompt_logprobs),
         "cumulative_logprob": logprobs.cumulative_logprob,
+        "prompt_scores": None if (scores := _scores(logprobs)) is None else tensor_to_value(torch.from_numpy(scores)),
+        "sampling_masks": masks_to_value(state.sampling_mask_chunks),
+        "embedded": _embedded(state),
     } | {name: getattr(state, name) for name in _PLAIN_FIELDS}
+
+
+def _scores(logprobs):
+    """Of given tokens in the prompt's places, until they are delivered. vLLM 0.31 has none."""
+    return getattr(logprobs, "prompt_token_id_logprobs", None)
+
+
+def _embedded(state: RequestState) -> int:
+    """The length of a prompt without token ids. The embeddings themselves are the engine core's."""
+    return state.prompt_len if state.prompt_token_ids is None else 0
 
 
 def _pooling_to_value(state: RequestState) -> dict:
@@ -131,14 +168,16 @@ def _pooling_to_value(state: RequestState) -> dict:
         "adapter": adapters.to_value(state.lora_request),
         "prompt": state.prompt,
         "text": None,
+        "embedded": _embedded(state),
     }
 
 
 def _state_from_value(processor: OutputProcessor, item: dict, parents: dict[str, ParentRequest]) -> RequestState:
-    pooled = pooling.from_value(item.get("pooling"))
+    pooled, embedded = pooling.from_value(item.get("pooling")), item.get("embedded", 0)
     request = EngineCoreRequest(
         request_id=item["id"],
-        prompt_token_ids=item["prompt_token_ids"],
+        prompt_token_ids=None if embedded else item["prompt_token_ids"],
+        prompt_embeds=torch.empty(embedded, 0) if embedded else None,  # only its length is looked at
         mm_features=None,
         sampling_params=None if pooled else sampling_from_value(item["sampling"]),
         pooling_params=pooled,
@@ -164,11 +203,14 @@ def _state_from_value(processor: OutputProcessor, item: dict, parents: dict[str,
         setattr(state, name, item[name])
     if hasattr(state, "weight_version_starts"):
         state.weight_version_starts = [(version, start) for version, start in item["weight_versions"]]
+    state.sampling_mask_chunks = masks_from_value(item.get("sampling_masks", []))  # absent in older checkpoints
     _replay(state, item)
     logprobs = state.logprobs_processor
     logprobs.logprobs = positions_from_value(item["logprobs"])
     logprobs.prompt_logprobs = positions_from_value(item["prompt_logprobs"])
     logprobs.cumulative_logprob = item["cumulative_logprob"]
+    if (scores := item.get("prompt_scores")) is not None:
+        logprobs.prompt_token_id_logprobs = tensor_from_value(scores).numpy()
     return state
 
 

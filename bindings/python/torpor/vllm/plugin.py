@@ -1,7 +1,8 @@
 """The entry point `vllm.general_plugins`. vLLM calls register() in every process, before its classes are built.
 
-What torpor changes in vLLM stands in torpor.vllm.compat, with a guard for each thing that it relies on. All guards pass
-or nothing is changed at all: beside a vLLM that torpor does not know, vLLM runs as if torpor were not there.
+What torpor changes in vLLM is in torpor.vllm.patches; torpor.vllm.compat has a guard for each thing that it relies on.
+All guards pass or nothing is changed at all: beside a vLLM that torpor does not know, vLLM runs as if torpor were not
+there.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import logging
 
 from torpor.errors import Error, Unsupported
 from torpor.vllm import compat
-from torpor.vllm.compat.patching import Patches
 from torpor.vllm.options import holds_memory_of, switched_off
+from torpor.vllm.patching import Patches
 
 __all__ = ["fits", "holds_memory_of", "inactive", "register", "require"]
 
@@ -83,9 +84,11 @@ def _activate() -> None:
         part for part, here in (("cpu", current_platform.is_cpu()), ("cuda", current_platform.is_cuda())) if here
     )
     compat.check(vllm.__version__, *parts)
-    patches = Patches()
+    from torpor.vllm import patches  # it imports what the guards have just looked at
+
+    made = Patches()
     try:
-        compat.patches(vllm.__version__).install(patches, parts)
+        patches.install(made, parts)
     except BaseException:
-        patches.undo()
+        made.undo()
         raise

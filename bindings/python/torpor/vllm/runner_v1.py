@@ -13,6 +13,7 @@ from vllm.sampling_params import SamplingType
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from torpor.vllm import adapters, compat, device
+from torpor.vllm.inputs import Inputs, token_ids
 from torpor.vllm.values import (
     logprobs_tensors_from_value,
     logprobs_tensors_to_value,
@@ -36,6 +37,11 @@ def settle(runner) -> None:
     """Nothing is left to do between steps."""
 
 
+def queries(runner):
+    """What keeps the queries of scores by late interaction, if anything does."""
+    return runner.late_interaction_runner
+
+
 def capture(runner, sampling: dict[str, dict]) -> dict:
     """Rows, generators and cached requests. It keeps sampling parameters itself, of finished requests too."""
     generators = {}
@@ -47,7 +53,7 @@ def capture(runner, sampling: dict[str, dict]) -> dict:
             generators[request_id] = state.generator.get_state().numpy().tobytes()
         requests.append({
             "id": request_id,
-            "prompt_token_ids": array("q", state.prompt_token_ids),
+            "prompt_token_ids": array("q", token_ids(state)),
             "output_token_ids": array("q", state.output_token_ids),
             "sampling": sampling_to_value(state.sampling_params),
             "adapter": adapters.to_value(state.lora_request),
@@ -73,10 +79,10 @@ def reconnect(runner, value: dict) -> None:
             runner.requests[request_id].generator.set_state(device.state_tensor(state))
 
 
-def restore(runner, value: dict, given_since: list[dict], features: dict[str, list]) -> None:
+def restore(runner, value: dict, given_since: list[dict], inputs: dict[str, Inputs]) -> None:
     """The batch is rebuilt row by row as it was, then the default generator is set.
 
-    A seeded request of `given_since` draws as often as it did for what was given. `features`: see worker.py.
+    A seeded request of `given_since` draws as often as it did for what was given. `inputs`: see worker.py.
     """
     forget(runner)
     given = {item["id"]: item for item in given_since}
@@ -90,19 +96,18 @@ def restore(runner, value: dict, given_since: list[dict], features: dict[str, li
             _draw(runner, generator, since["drawn"])
         state = CachedRequestState(
             req_id=item["id"],
-            prompt_token_ids=list(item["prompt_token_ids"]),
-            mm_features=features.get(item["id"], []),
             sampling_params=sampling_from_value(item["sampling"]),
             generator=generator,
             block_ids=tuple(list(ids) for ids in item["block_ids"]),
             num_computed_tokens=item["num_computed_tokens"],
             output_token_ids=list((since or item)["output_token_ids"]),
             lora_request=adapters.from_value(item.get("adapter")),
+            **inputs.get(item["id"], Inputs()).arguments(list(item["prompt_token_ids"])),
         )
         state.in_progress_prompt_logprobs_cpu = logprobs_tensors_from_value(item["prompt_logprobs"])
         runner.requests[item["id"]] = state
     for item in given.values():
-        runner.requests[item["id"]] = _begun_again(runner, item, features.get(item["id"], []))
+        runner.requests[item["id"]] = _begun_again(runner, item, inputs.get(item["id"], Inputs()))
     if runner.uses_mrope:  # positions of rotary embeddings, by image and text
         for state in runner.requests.values():
             runner._init_mrope_positions(state)
@@ -143,7 +148,7 @@ def _restore_thinking(runner, requests: list[dict]) -> None:
         states[runner.input_batch.req_id_to_index[request_id]].update(thinking)
 
 
-def _begun_again(runner, item: dict, features: list) -> CachedRequestState:
+def _begun_again(runner, item: dict, inputs: Inputs) -> CachedRequestState:
     """A request as the worker keeps it while the scheduler has taken its blocks away."""
     sampling = sampling_from_value(item["sampling"])
     generator = None
@@ -153,14 +158,13 @@ def _begun_again(runner, item: dict, features: list) -> CachedRequestState:
         _draw(runner, generator, item["drawn"])
     return CachedRequestState(
         req_id=item["id"],
-        prompt_token_ids=list(item["prompt_token_ids"]),
-        mm_features=features,
         sampling_params=sampling,
         generator=generator,
         block_ids=tuple([] for _ in range(item["groups"])),
         num_computed_tokens=0,
         output_token_ids=list(item["output_token_ids"]),
         lora_request=adapters.from_value(item["adapter"]),
+        **inputs.arguments(list(item["prompt_token_ids"])),
     )
 
 

@@ -25,6 +25,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from torpor.errors import Incompatible, Unsupported
 from torpor.vllm import adapters, compat, device
+from torpor.vllm.inputs import Embeddings, Inputs
 from torpor.vllm.values import (
     logprobs_tensors_from_value,
     logprobs_tensors_to_value,
@@ -97,6 +98,11 @@ def settle(runner) -> None:
             runner.update_pp_decode_requests()
 
 
+def queries(runner):
+    """What keeps the queries of scores by late interaction, if anything does."""
+    return runner.pooling_runner and runner.pooling_runner.late_interaction_runner
+
+
 def capture(runner, sampling: dict[str, dict]) -> dict:
     """Slots, seeds and counters. `sampling`: parameters of the unfinished requests, as values; the runner keeps none.
 
@@ -111,6 +117,7 @@ def capture(runner, sampling: dict[str, dict]) -> dict:
             requests[-1]["prompt_logprobs"] = [
                 logprobs_tensors_to_value(tensors) for tensors in _prompt_logprobs(runner).get(request_id, ())
             ]
+            requests[-1]["prompt_scores"] = _scores_to_value(runner, request_id)
     name, keys, position, has_gauss, gauss = np.random.get_state()
     return {
         "rows": [i for i in sorted(states.req_id_to_index, key=states.req_id_to_index.get) if sampling.get(i, True)],
@@ -127,16 +134,15 @@ def capture(runner, sampling: dict[str, dict]) -> dict:
 
 def reconnect(runner, value: dict) -> None:
     """As restore(): what vLLM allocates with the weights is gone when they were not kept."""
-    features = {} if runner.encoder_cache is None else dict(runner.encoder_cache.mm_features)
-    restore(runner, value, [], features)
+    restore(runner, value, [], _inputs(runner))
     adapters.place(runner, adapters.slots(runner))  # their memory may have been given back with the weights
 
 
-def restore(runner, value: dict, given_since: list[dict], features: dict[str, list]) -> None:
+def restore(runner, value: dict, given_since: list[dict], inputs: dict[str, Inputs]) -> None:
     """Every request goes back into its slot.
 
     One of `given_since` computes what was given as if it belonged to its prompt; those without a slot get one from
-    the scheduler. `features`: see worker.py.
+    the scheduler. `inputs`: see worker.py.
     """
     states, engine = runner.req_states, value["engine"]
     slots = {request_id: engine["slots"][request_id] for request_id in value["rows"]}
@@ -148,13 +154,14 @@ def restore(runner, value: dict, given_since: list[dict], features: dict[str, li
     given = {item["id"]: item for item in given_since}
     items = [item for item in engine["requests"] if item["id"] in slots]
     new = SchedulerOutput.make_empty()
-    new.scheduled_new_reqs = [_as_new(item, given.get(item["id"]), features.get(item["id"], [])) for item in items]
+    new.scheduled_new_reqs = [_as_new(item, given.get(item["id"]), inputs.get(item["id"], Inputs())) for item in items]
     states.free_indices = [slots[item["id"]] for item in reversed(items)]  # it takes them from the end
     runner.add_requests(new)
     for item in items:
         _correct_slot(runner, slots[item["id"]], item, item["id"] in given)
         if item["prompt_logprobs"]:
             _prompt_logprobs(runner)[item["id"]] = [_on_device(runner, value) for value in item["prompt_logprobs"]]
+        _restore_scores(runner, item)
     for request_id, slot in slots.items():  # of finished requests too
         states.req_id_to_index[request_id] = slot
         states.index_to_req_id[slot] = request_id
@@ -204,19 +211,18 @@ def _slot_to_value(runner, slot: int) -> dict:
     return value
 
 
-def _as_new(item: dict, since: dict | None, features: list) -> NewRequestData:
+def _as_new(item: dict, since: dict | None, inputs: Inputs) -> NewRequestData:
     """As the scheduler would send it with all its tokens: bias, penalties and bad words are counted from them."""
     prompt = list(item["prompt_token_ids"])
     return NewRequestData(
         req_id=item["id"],
-        prompt_token_ids=prompt,
-        mm_features=features,
         sampling_params=sampling_from_value(item["sampling"]),
         pooling_params=None,
         block_ids=tuple(list(ids) for ids in item["block_ids"]),
         num_computed_tokens=item["num_computed_tokens"],
         lora_request=adapters.from_value(item["adapter"]),
         prefill_token_ids=[*prompt, *(since or item)["output_token_ids"]],
+        **inputs.arguments(prompt),
     )
 
 
@@ -246,7 +252,7 @@ def _mamba_slots(state: MambaHybridModelState) -> dict[str, torch.Tensor]:
 
 
 def _drafts_to_value(runner, slot: int) -> dict | None:
-    """Speculation: the tokens that were proposed for the next step, and the logits that they were drawn from, if any."""
+    """Speculation: the tokens proposed for the next step, and the logits that they were drawn from, if any."""
     if runner.speculator is None:
         return None
     logits = getattr(runner.speculator, "draft_logits", None)
@@ -267,6 +273,39 @@ def _prompt_logprobs(runner) -> dict[str, list]:
     """Those of prompts that are computed in pieces, by request; only the last pipeline stage has them."""
     worker = runner.prompt_logprobs_worker
     return {} if worker is None else worker.in_progress_prompt_logprobs
+
+
+def _scores_to_value(runner, request_id: str) -> dict | None:
+    """How far the prompt's scores of given tokens have come; None if there are none any more."""
+    state = _prompt_scores(runner).get(request_id)
+    if state is None:
+        return None
+    return {"scores": None if state.scores is None else tensor_to_value(state.scores)}
+
+
+def _restore_scores(runner, item: dict) -> None:
+    """Adding a request begins them anew."""
+    begun, value = _prompt_scores(runner), item.get("prompt_scores")  # absent in older checkpoints
+    if value is None:
+        begun.pop(item["id"], None)
+    elif value["scores"] is not None:
+        begun[item["id"]].scores = tensor_from_value(value["scores"]).to(runner.device)
+
+
+def _prompt_scores(runner) -> dict:
+    return getattr(runner.prompt_logprobs_worker, "token_id_scores", {})
+
+
+def _inputs(runner) -> dict[str, Inputs]:
+    """What prompts have besides tokens, of the requests that have a slot."""
+    features = {} if runner.encoder_cache is None else runner.encoder_cache.mm_features
+    state = getattr(runner.model_state, "prompt_embeds_state", None)
+    tensors = {} if state is None else state.gpu_tensors
+    found = {request_id: Inputs(of_request) for request_id, of_request in features.items()}
+    for request_id, (tensor, mask) in tensors.items():
+        embeddings = Embeddings(tensor, None if mask is None else [bool(each) for each in mask.cpu()], True)
+        found.setdefault(request_id, Inputs()).embeddings = embeddings
+    return found
 
 
 def _on_device(runner, value: list) -> LogprobsTensors:

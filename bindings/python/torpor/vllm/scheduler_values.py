@@ -5,25 +5,27 @@ from __future__ import annotations
 import time
 from array import array
 
-from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request, RequestStatus
 
 from torpor.errors import Incompatible, Unsupported
-from torpor.vllm import adapters, block_stamps, grammar, kv_groups, multimodal, pooling
+from torpor.vllm import adapters, grammar, multimodal, pooling
+from torpor.vllm.inputs import Inputs, token_ids
 from torpor.vllm.values import are_plain, sampling_from_value, sampling_to_value, unsupported_sampling
 
 _STATUS = {RequestStatus.WAITING: "waiting", RequestStatus.RUNNING: "running", RequestStatus.PREEMPTED: "preempted"}
 _STATUS_BACK = {text: status for status, text in _STATUS.items()}
 _COMPILING = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR  # waiting, too: made again it compiles again
+_STREAMING = RequestStatus.WAITING_FOR_STREAMING_REQ  # waiting, too: for the next piece of its prompt
 
 # Fields of Request that are values of their own in the checkpoint, …
 _NEUTRAL_FIELDS = {
     "request_id", "client_index", "priority", "arrival_time", "status", "prompt_token_ids", "_output_token_ids",
-    "num_computed_tokens", "num_preemptions", "max_tokens", "block_hashes", "cache_salt", "stop_reason", "sampling_params",
-    "structured_output_request", "lora_request", "mm_features", "pooling_params",
+    "num_computed_tokens", "num_preemptions", "max_tokens", "block_hashes", "cache_salt", "stop_reason",
+    "sampling_params", "structured_output_request", "lora_request", "mm_features", "pooling_params", "prompt_embeds",
+    "prompt_is_token_ids",
 }  # fmt: skip
 # … that are copied as they are, …
 _ENGINE_FIELDS = (
@@ -33,15 +35,15 @@ _ENGINE_FIELDS = (
 )  # fmt: skip
 # … that follow from others or are made anew, …
 _DERIVED_FIELDS = {
-    "_all_token_ids", "output_token_ids", "all_token_ids", "num_prompt_tokens", "_block_hasher", "events", "prefill_stats",
-    "_prompt_embeds_per_block_hashes",
+    "_all_token_ids", "output_token_ids", "all_token_ids", "num_prompt_tokens", "_block_hasher", "events",
+    "prefill_stats", "_prompt_embeds_per_block_hashes",
 }  # fmt: skip
-# … and that must have this value, or the request cannot be preserved yet.
+# … and that must have this value, or no checkpoint can hold the request.
 _EMPTY_FIELDS = {
     "kv_transfer_params": None, "ec_transfer_params": None,
-    "prompt_embeds": None, "prompt_is_token_ids": None,
     "trace_headers": None, "kv_hints": None, "spec_decode_metrics": None, "resumable": False, "streaming_queue": None,
 }  # fmt: skip
+_SAID = {"resumable": "prompt that comes in pieces", "streaming_queue": "pieces of its prompt"}  # of those, in words
 # Tokens that are being computed: none while the engine stands still.
 _IN_FLIGHT_FIELDS = ("num_output_placeholders", "num_in_flight_tokens")
 _ODD_PARSER = "options of a reasoning parser that are no plain values"
@@ -49,12 +51,23 @@ _KNOWN_FIELDS = _NEUTRAL_FIELDS | {*_ENGINE_FIELDS, *_DERIVED_FIELDS, *_EMPTY_FI
 
 
 def unsupported_fields(request: Request, may_load: bool = False) -> list[str]:
-    """What this request has that cannot be preserved, by name; also fields that this adapter does not know.
+    """What of this request makes a sleep impossible, by name: what this adapter does not know.
 
     `may_load`: it may wait for torpor's connector, which brings its blocks before the sleep.
     """
-    found = [f"{name} of a request" for name, empty in _EMPTY_FIELDS.items() if getattr(request, name) != empty]
-    found += [f"unknown field {name} of vLLM's Request" for name in sorted(set(vars(request)) - _KNOWN_FIELDS)]
+    found = [f"unknown field {name} of vLLM's Request" for name in sorted(set(vars(request)) - _KNOWN_FIELDS)]
+    loads = may_load and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    if request.status not in _STATUS and request.status not in (_COMPILING, _STREAMING) and not loads:
+        found.append(f"a request in the status {request.status.name}")
+    return found
+
+
+def bound_to_process(request: Request) -> list[str]:
+    """What of this request no checkpoint can hold, by name.
+
+    The request itself lives on in memory, over every sleep of this process; a new process ends it, by these names.
+    """
+    found = [f"its {_SAID.get(name, name)}" for name, empty in _EMPTY_FIELDS.items() if getattr(request, name) != empty]
     found += multimodal.unsupported(request.mm_features)
     found += pooling.unsupported(request.pooling_params)
     if getattr(request.lora_request, "tensorizer_config_dict", None):  # until vLLM 0.31
@@ -62,9 +75,8 @@ def unsupported_fields(request: Request, may_load: bool = False) -> list[str]:
     structured = request.structured_output_request
     if structured is not None and not are_plain(structured.reasoning_parser_kwargs):
         found.append(_ODD_PARSER)
-    loads = may_load and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    if request.status not in _STATUS and request.status is not _COMPILING and not loads:
-        found.append(f"a request in the status {request.status.name}")
+    if request.sampling_params is not None:
+        found += unsupported_sampling(request.sampling_params)
     return found
 
 
@@ -78,23 +90,22 @@ def assert_quiet(scheduler: Scheduler) -> None:
 
 # Fields of a request on its way to the engine core: those of which a new process makes the same request again, …
 _CARRIED_NEW_FIELDS = {
-    "request_id", "external_req_id", "prompt_token_ids", "sampling_params", "arrival_time", "cache_salt", "client_index", "priority",
-    "session_id", "reasoning_ended", "reasoning_parser_kwargs", "lora_request",
-    "mm_features",  # by a checkpoint; a record of answers has only that there are some
+    "request_id", "external_req_id", "prompt_token_ids", "sampling_params", "arrival_time", "cache_salt",
+    "client_index", "priority", "session_id", "reasoning_ended", "reasoning_parser_kwargs", "lora_request",
+    "mm_features", "prompt_embeds", "prompt_is_token_ids",  # by a checkpoint; a record has only that there are some
 }  # fmt: skip
 # … those that say nothing about its tokens: tracing, and what only data parallel engines look at, …
 _IRRELEVANT_NEW_FIELDS = {"trace_headers", "current_wave"}
 # … and those with which it would be another request, or another model's, if a new process went on without them.
 _LOST_NEW_FIELDS = {
     "pooling_params": "pooling",
-    "data_parallel_rank": "its data parallel rank", "prompt_embeds": "its prompt as embeddings",
-    "prompt_is_token_ids": "its prompt as embeddings", "resumable": "its prompt that comes in pieces",
+    "data_parallel_rank": "its data parallel rank", "resumable": "its prompt that comes in pieces",
     "abort_immediately": "its transfer of KV", "kv_hints": "its hints for the KV cache",
 }  # fmt: skip
 
 
 def unrecordable(request: EngineCoreRequest) -> list[str]:
-    """What this new request has that a new process cannot give it, by name; also fields that this adapter does not know."""
+    """What this new request has that a new process cannot give it, by name; also fields unknown to this adapter."""
     found = set()
     for name, default in _new_request_defaults().items():
         if name in _CARRIED_NEW_FIELDS or name in _IRRELEVANT_NEW_FIELDS:
@@ -103,7 +114,7 @@ def unrecordable(request: EngineCoreRequest) -> list[str]:
         if item is default or (isinstance(item, (list, dict, bool)) and not item):
             continue
         found.add(_LOST_NEW_FIELDS.get(name, f"the unknown field {name} of vLLM's EngineCoreRequest"))
-    if not request.prompt_token_ids:
+    if not request.prompt_token_ids and request.prompt_embeds is None:
         found.add("a prompt without token ids")
     if not are_plain(request.reasoning_parser_kwargs):
         found.add(_ODD_PARSER)
@@ -119,16 +130,17 @@ def _new_request_defaults() -> dict:
 
 
 def request_to_value(request: Request) -> dict:
+    bound = ", ".join(bound_to_process(request))
     if request.pooling_params is not None:
-        return _pooling_to_value(request)
+        return _pooling_to_value(request, bound)
     hashes = request.block_hashes
     return {
         "id": request.request_id,
         "client_index": request.client_index,
         "priority": request.priority,
         "arrival_time": request.arrival_time,
-        "status": "waiting" if request.status is _COMPILING else _STATUS[request.status],
-        "prompt_token_ids": array("i", request.prompt_token_ids),
+        "status": _STATUS.get(request.status, "waiting"),
+        "prompt_token_ids": array("i", token_ids(request)),
         "output_token_ids": array("i", request._output_token_ids),
         "num_computed_tokens": request.num_computed_tokens,
         "num_preemptions": request.num_preemptions,
@@ -141,11 +153,18 @@ def request_to_value(request: Request) -> dict:
         "engine": {name: getattr(request, name) for name in _ENGINE_FIELDS if hasattr(request, name)}
         | {
             "prefill_counted": request.prefill_stats is None,
-            "structured": grammar.to_value(request, request.status is _COMPILING),
-            "adapter": adapters.to_value(request.lora_request),
-            "features": multimodal.to_value(request.mm_features),
-        },
+            "structured": None if bound else grammar.to_value(request, request.status is _COMPILING),
+        }
+        | _beside_tokens(request, bound),
     }
+
+
+def _beside_tokens(request: Request, bound: str) -> dict:
+    """What its blocks depend on besides its tokens; and why it cannot go on elsewhere, if it cannot."""
+    if bound:
+        return {"bound": bound, "other_hash_keys": True}
+    adapter, inputs = adapters.to_value(request.lora_request), Inputs.of(request)
+    return {"adapter": adapter, "other_hash_keys": adapter is not None or bool(inputs)} | inputs.to_value()
 
 
 def put_pooling_back(scheduler: Scheduler) -> None:
@@ -156,20 +175,27 @@ def put_pooling_back(scheduler: Scheduler) -> None:
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
 
-def _pooling_to_value(request: Request) -> dict:
+def _pooling_to_value(request: Request, bound: str) -> dict:
     """What it was asked: a new process begins it again."""
     sampling = sampling_to_value(SamplingParams(max_tokens=request.max_tokens))
-    value = unstarted_request(request.request_id, request.prompt_token_ids, sampling, request.arrival_time)
-    value["engine"] |= {
-        "pooling": pooling.to_value(request.pooling_params),
-        "adapter": adapters.to_value(request.lora_request),
-        "features": multimodal.to_value(request.mm_features),
-    }
+    value = unstarted_request(request.request_id, token_ids(request), sampling, request.arrival_time)
+    value["engine"]["pooling"] = "" if bound else pooling.to_value(request.pooling_params)
+    value["engine"] |= _beside_tokens(request, bound)
     return value | {
         "client_index": request.client_index,
         "priority": request.priority,
         "cache_salt": request.cache_salt,
     }
+
+
+def not_taken(request: Request, model_config) -> str | None:
+    """Why an engine with this configuration would compute something else for it."""
+    if request.prompt_embeds is not None and not model_config.enable_prompt_embeds:
+        return "its prompt has embeddings, and this engine takes none: start it with enable_prompt_embeds"
+    params = request.sampling_params
+    if getattr(params, "trace_decode_token_ids", None) and not model_config.enable_trace_replay:
+        return "it follows given tokens, and this engine does not: start it with enable_trace_replay"
+    return None
 
 
 def request_from_value(value: dict, block_hasher) -> Request:
@@ -178,13 +204,17 @@ def request_from_value(value: dict, block_hasher) -> Request:
     Raises Incompatible when its block hashes come out otherwise than they were.
     """
     engine = dict(value["engine"])
-    added = ("structured", "adapter", "features", "pooling")  # absent in older checkpoints
-    structured, adapter, features, pooled = (engine.pop(name, None) for name in added)
-    if engine.pop("features_elsewhere", False):
-        raise Incompatible(f"request {value['id']}: its images are in no checkpoint", "send it again")
+    added = ("structured", "adapter", "features", "embeddings", "pooling", "bound", "elsewhere")  # absent in older ones
+    beside = {name: engine.pop(name, None) for name in (*added, "features_elsewhere", "other_hash_keys")}
+    structured, pooled = beside["structured"], beside["pooling"]
+    if (bound := beside["bound"]) is not None:
+        raise Incompatible(f"request {value['id']}: {bound} could not leave the process that slept", "send it again")
+    if beside["elsewhere"] or beside["features_elsewhere"]:
+        raise Incompatible(
+            f"request {value['id']}: its {beside['elsewhere'] or 'images'} are in no checkpoint", "send it again"
+        )
     request = Request(
         request_id=value["id"],
-        prompt_token_ids=list(value["prompt_token_ids"]),
         sampling_params=None if pooled else sampling_from_value(value["sampling"]),
         pooling_params=pooling.from_value(pooled),
         client_index=value["client_index"],
@@ -192,8 +222,8 @@ def request_from_value(value: dict, block_hasher) -> Request:
         cache_salt=value["cache_salt"],
         priority=value["priority"],
         block_hasher=block_hasher,
-        mm_features=multimodal.from_value(features),
-        lora_request=adapters.from_value(adapter),
+        lora_request=adapters.from_value(beside["adapter"]),
+        **Inputs.from_value(beside).arguments(list(value["prompt_token_ids"])),
         **grammar.from_value(structured),
     )
     if len(value["output_token_ids"]) > 0:
@@ -217,13 +247,14 @@ def request_from_value(value: dict, block_hasher) -> Request:
 def new_request_to_value(request: EngineCoreRequest) -> dict:
     """A request on its way to the engine core, as request_to_value() would give it there before its first step."""
     sampling = sampling_to_value(request.sampling_params)
-    value = unstarted_request(request.request_id, request.prompt_token_ids, sampling, request.arrival_time)
+    value = unstarted_request(request.request_id, token_ids(request), sampling, request.arrival_time)
     value["engine"] |= {
         "session_id": request.session_id,
         "structured": grammar.new_to_value(request),
         "adapter": adapters.to_value(request.lora_request),
-        "features_elsewhere": bool(request.mm_features),
     }
+    if inputs := Inputs.of(request):
+        value["engine"]["elsewhere"] = "embeddings" if inputs.embeddings is not None else "images"
     return value | {
         "client_index": request.client_index,
         "priority": request.priority,
@@ -334,7 +365,7 @@ def scheduler_from_value(scheduler: Scheduler, value: dict, requests: dict[str, 
 
 
 def empty_scheduler(scheduler: Scheduler) -> None:
-    """Takes out what scheduler_from_value() put in. The block pool is emptied by empty_pool()."""
+    """Takes out what scheduler_from_value() put in. The block pool is emptied by pool_values.empty_pool()."""
     scheduler.requests.clear()
     scheduler.running.clear()
     for queue in (scheduler.waiting, scheduler.kv_holding_waiting):
@@ -345,113 +376,3 @@ def empty_scheduler(scheduler: Scheduler) -> None:
     scheduler._inflight_prefills.clear()
     scheduler.deferred_waiting.clear()
     scheduler.reset_encoder_cache()
-
-
-def pool_to_value(scheduler: Scheduler) -> dict:
-    pool = scheduler.kv_cache_manager.block_pool
-    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-    blocks = block_stamps.used_blocks(scheduler)
-    beside = [kv_groups.to_value(manager) for manager in managers]
-    return {
-        "num_blocks": pool.num_gpu_blocks,
-        "null_block": pool.null_block.block_id,
-        "groups": [
-            {
-                "block_size": manager.block_size,
-                "tables": {
-                    request_id: array("i", [b.block_id for b in held])
-                    for request_id, held in manager.req_to_blocks.items()
-                },
-                "num_cached_blocks": dict(manager.num_cached_block),
-            }
-            for manager in managers
-        ],
-        "blocks": {
-            "ids": array("i", [b.block_id for b in blocks]),
-            "ref_counts": array("i", [b.ref_cnt for b in blocks]),
-            "hashes": [b._block_hash or b"" for b in blocks],
-            "hash_tokens": array("i", [b._block_hash_num_tokens or 0 for b in blocks]),
-        },
-        "extra_hashes": [
-            (block_id, sorted(hashes)) for block_id, hashes in pool.cached_block_hashes_by_block.items() if hashes
-        ],
-        "prefix_index": [
-            (key, list(found) if isinstance(found, dict) else [found.block_id])
-            for key, found in pool.cached_block_hash_to_block._cache.items()
-        ],
-        "free_order": array("i", [b.block_id for b in pool.free_block_queue.get_all_free_blocks()]),
-        "engine": {"groups": beside} if any(beside) else {},
-    }
-
-
-def pool_from_value(scheduler: Scheduler, value: dict, lost_requests: set[str]) -> None:
-    """Puts the block pool, the tables and the prefix index back as they were. Blocks of `lost_requests` become free."""
-    manager = scheduler.kv_cache_manager
-    pool = manager.block_pool
-    _reset_blocks(pool)
-    blocks = value["blocks"]
-    for block_id, ref_count, key, tokens in zip(
-        blocks["ids"], blocks["ref_counts"], blocks["hashes"], blocks["hash_tokens"]
-    ):
-        block = pool.blocks[block_id]
-        block.ref_cnt = ref_count
-        if key:
-            block._block_hash, block._block_hash_num_tokens = key, tokens
-    for key, ids in value["prefix_index"]:
-        found = {block_id: pool.blocks[block_id] for block_id in ids}
-        pool.cached_block_hash_to_block._cache[key] = found if len(found) > 1 else pool.blocks[ids[0]]
-    for block_id, keys in value["extra_hashes"]:
-        pool.cached_block_hashes_by_block[block_id] = set(keys)
-    _link_free(pool, value["free_order"])
-    for group, single in zip(value["groups"], manager.coordinator.single_type_managers):
-        for request_id, ids in group["tables"].items():
-            held = [pool.blocks[block_id] for block_id in ids]
-            if request_id in lost_requests:
-                pool.free_blocks(reversed(held))
-            else:
-                single.req_to_blocks[request_id] = held
-                if request_id in group["num_cached_blocks"]:
-                    single.num_cached_block[request_id] = group["num_cached_blocks"][request_id]
-    for single, beside in zip(manager.coordinator.single_type_managers, value["engine"].get("groups", ())):
-        kv_groups.from_value(single, beside)
-
-
-def announce_blocks(scheduler: Scheduler) -> None:
-    """KV cache events for the restored blocks of the requests, of which the tokens are known.
-
-    Cached blocks without a request are not announced: an event names their tokens, which nobody has any more.
-    """
-    pool = scheduler.kv_cache_manager.block_pool
-    for group, single in enumerate(scheduler.kv_cache_manager.coordinator.single_type_managers):
-        for request_id, count in single.num_cached_block.items():
-            if all(block._block_hash is not None for block in single.req_to_blocks[request_id][:count]):
-                pool.emit_cached_block_events(scheduler.requests[request_id], count, single.block_size, group)
-
-
-def empty_pool(scheduler: Scheduler) -> None:
-    """All blocks free and without a hash, in the order of their numbers."""
-    pool = scheduler.kv_cache_manager.block_pool
-    _reset_blocks(pool)
-    _link_free(pool, [b.block_id for b in pool.blocks if not b.is_null])
-    for single in scheduler.kv_cache_manager.coordinator.single_type_managers:
-        kv_groups.forget(single)
-
-
-def _reset_blocks(pool) -> None:
-    for block in pool.blocks:
-        block.prev_free_block = block.next_free_block = None
-        if not block.is_null:
-            block.ref_cnt = 0
-            block._block_hash = block._block_hash_num_tokens = None
-    if pool.enable_kv_cache_events and pool.cached_block_hash_to_block._cache:
-        pool.kv_event_queue.append(AllBlocksCleared())
-    pool.cached_block_hash_to_block._cache.clear()
-    pool.cached_block_hashes_by_block.clear()
-
-
-def _link_free(pool, ids) -> None:
-    queue = pool.free_block_queue
-    head, tail = queue.fake_free_list_head, queue.fake_free_list_tail
-    head.next_free_block, tail.prev_free_block = tail, head
-    queue.num_free_blocks = 0
-    queue.append_n([pool.blocks[block_id] for block_id in ids])

@@ -1,4 +1,5 @@
-"""vLLM's OpenAI-compatible server with torpor: `python -m torpor.vllm.serve MODEL [vLLM's options] [--torpor-… options]`.
+"""vLLM's OpenAI-compatible server with torpor:
+`python -m torpor.vllm.serve MODEL [vLLM's options] [--torpor-… options]`.
 
 The same as `vllm serve` with VLLM_PLUGINS=torpor and the options in the environment (docs/server.md).
 """
@@ -38,7 +39,9 @@ def main(arguments: list[str]) -> int:
     from torpor.vllm.compat import lookup
 
     lookup("vllm.entrypoints.serve.utils.api_utils", "cli_env_setup")()
-    parser = lookup("vllm.entrypoints.launchers.cli_args", "make_arg_parser")(FlexibleArgumentParser(prog="python -m torpor.vllm.serve"))
+    parser = lookup("vllm.entrypoints.launchers.cli_args", "make_arg_parser")(
+        FlexibleArgumentParser(prog="python -m torpor.vllm.serve")
+    )
     options = parser.parse_args(rest)
     if getattr(options, "model_tag", None) is not None:
         options.model = options.model_tag
@@ -56,7 +59,7 @@ def main(arguments: list[str]) -> int:
 
 
 def take_options(arguments: list[str]) -> list[str]:
-    """Puts --torpor-… into the environment, which all processes of the server share. Returns the rest, which is vLLM's."""
+    """Puts --torpor-… into the environment, which all processes of the server share. Returns the rest: vLLM's."""
     parser = argparse.ArgumentParser(
         prog="python -m torpor.vllm.serve",
         usage="%(prog)s MODEL [any option of vLLM's server] [--torpor-…]",
@@ -66,6 +69,8 @@ def take_options(arguments: list[str]) -> list[str]:
     )
     variables: dict[str, str] = {}
     for option in fields(Options):
+        if option.name == "connector":  # not of one value: --kv-transfer-config, or additional_config
+            continue
         variables[_add(parser, option.name, option.default, "of the engine, see torpor.vllm.options", ())] = (
             f"TORPOR_{option.name.upper()}"
         )

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from torpor.vllm import connector_sleep, kv_groups
+from torpor.vllm import connector_groups, connector_sleep, kv_groups
 from torpor.vllm.connector_options import ConnectorOptions, is_ours
 from torpor.vllm.kv_layout import scattered_blocks
 from torpor.vllm.options import holds_memory_of
 from torpor.vllm.scheduler_values import unsupported_fields
-from torpor.vllm.values import unsupported_sampling
 
 
 def unsupported_engine(vllm_config) -> list[str]:
@@ -21,7 +19,6 @@ def unsupported_engine(vllm_config) -> list[str]:
         "speculative decoding in a pipeline": staged and vllm_config.speculative_config is not None,
         "LoRA in a pipeline": staged and vllm_config.lora_config is not None,
         "multimodal models in a pipeline": staged and vllm_config.model_config.is_multimodal_model,
-        "data parallelism with experts": parallel.data_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         "a KV connector": vllm_config.kv_transfer_config is not None and not is_ours(vllm_config.kv_transfer_config),
         "an encoder cache connector": vllm_config.ec_transfer_config is not None,
@@ -34,32 +31,25 @@ def unsupported_engine(vllm_config) -> list[str]:
 def unsupported_by_connector(vllm_config, kv_cache_config, options: ConnectorOptions) -> list[str]:
     """Of the configuration, why torpor's KV connector cannot work with it."""
     parallel, speculation = vllm_config.parallel_config, vllm_config.speculative_config
-    groups = kv_cache_config.kv_cache_groups
     checks = {
         "prefix caching is off": not vllm_config.cache_config.enable_prefix_caching,
         "torpor does not hold the engine's memory": not holds_memory_of(vllm_config),
         "the role is not kv_both": vllm_config.kv_transfer_config.kv_role != "kv_both",
-        f"{len(groups)} KV cache groups": len(groups) != 1,
-        "KV caches of another kind than full attention": not all(
-            isinstance(group.kv_cache_spec, FullAttentionSpec) for group in groups
-        ),
         "a pipeline": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         "data parallelism": parallel.data_parallel_size > 1,
         "speculation with a drafting model": speculation is not None and speculation.method != "ngram",
         "LoRA with a disk": vllm_config.lora_config is not None and options.disk_bytes > 0,
     }
-    found = [name for name, is_so in checks.items() if is_so]
+    found = [name for name, is_so in checks.items() if is_so] + connector_groups.unsupported(kv_cache_config)
     if layout := scattered_blocks(kv_cache_config):
         found.append(f"the KV cache layout {layout}")
     return found
 
 
-def cannot_stand_still(vllm_config) -> str | None:
-    """Why no sleep of any kind is possible. Engine cores without experts are independent, and say that they are one."""
-    if vllm_config.parallel_config.data_parallel_size == 1:
-        return None
-    return "data parallelism with experts: an engine that stands still keeps computing empty batches for the others"
+def compute_for_each_other(vllm_config) -> bool:
+    """Data parallel ranks with experts; engine cores without are independent, and say that they are one."""
+    return vllm_config.parallel_config.data_parallel_size > 1
 
 
 def unsupported_scheduler(scheduler: Scheduler) -> list[str]:
@@ -78,6 +68,4 @@ def unsupported_scheduler(scheduler: Scheduler) -> list[str]:
         found.append("KV transfers in flight")
     for request in scheduler.requests.values():
         found += unsupported_fields(request, may_load=moving)
-        if request.sampling_params is not None:
-            found += unsupported_sampling(request.sampling_params)
     return sorted(set(found))

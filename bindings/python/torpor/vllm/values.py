@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
+import msgspec
 import numpy as np
 import torch
 from vllm.logprobs import FlatLogprobs, Logprob
-from vllm.outputs import CompletionOutput
+from vllm.outputs import CompletionOutput, SamplingMask
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
-from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.outputs import LogprobsTensors, SamplingMaskLists
 
 from torpor.errors import Unsupported
-from torpor.vllm import grammar
+from torpor.vllm import adapters, grammar
 from torpor.vllm.compat import lookup
 
 WeightVersionSpan = lookup("vllm.outputs", "WeightVersionSpan")
@@ -26,6 +27,10 @@ _NEUTRAL = {
 }  # fmt: skip
 _OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 _DEFAULTS = SamplingParams()
+_DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64", "bool")
+}
 
 
 def sampling_to_value(params: SamplingParams) -> dict:
@@ -35,8 +40,8 @@ def sampling_to_value(params: SamplingParams) -> dict:
     value["stop_token_ids"] = list(params.stop_token_ids or [])
     engine = {"stop_is_none": params.stop is None, "stop_token_ids_is_none": params.stop_token_ids is None}
     for name in params.__struct_fields__:
-        item = getattr(params, name)
-        if name in _NEUTRAL or item == getattr(_DEFAULTS, name):
+        item, default = getattr(params, name), getattr(_DEFAULTS, name)
+        if name in _NEUTRAL or item is default or (not isinstance(item, np.ndarray) and item == default):
             continue
         if name == "output_kind":
             item = item.value
@@ -48,8 +53,10 @@ def sampling_to_value(params: SamplingParams) -> dict:
             item = grammar.params_to_value(item)
         elif name == "repetition_detection":
             item = asdict(item)
-        elif name == "extra_args":
-            item = json.dumps(item)
+        elif name == "extra_args" and (item := _options_to_value(item)) is None:  # unsupported_sampling() names it
+            continue
+        elif name == "prompt_logprob_token_ids":
+            item = tensor_to_value(torch.from_numpy(item))
         engine[name] = item
     return value | {"engine": engine}
 
@@ -74,23 +81,29 @@ def sampling_from_value(value: dict) -> SamplingParams:
         elif name == "repetition_detection":
             item = RepetitionDetectionParams(**item)
         elif name == "extra_args":
-            item = json.loads(item)
+            item = json.loads(item) if isinstance(item, str) else msgspec.msgpack.decode(item)
+        elif name == "prompt_logprob_token_ids":
+            item = tensor_from_value(item).numpy()
         setattr(params, name, item)
     return params
 
 
 def unsupported_sampling(params: SamplingParams) -> list[str]:
-    """Names of parameters that cannot be carried over yet."""
-    found = []
-    for name in (
-        "trace_decode_token_ids",
-        "prompt_logprob_token_ids",
-    ):
-        if getattr(params, name) is not None:
-            found.append(f"sampling parameter {name}")
-    if not are_plain(params.extra_args):
-        found.append("sampling parameter extra_args with what is no plain value")
-    return found
+    """Names of parameters that no checkpoint can hold."""
+    if params.extra_args is None or _options_to_value(params.extra_args) is not None:
+        return []
+    return ["sampling parameter extra_args with what is no plain value"]
+
+
+def _options_to_value(options: dict) -> str | bytes | None:
+    """As JSON; as msgpack where JSON does not bring it back (bytes, keys that are numbers); None where neither does."""
+    if are_plain(options):
+        return json.dumps(options)
+    try:
+        packed = msgspec.msgpack.encode(options)
+        return packed if bool(msgspec.msgpack.decode(packed) == options) else None
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def are_plain(options: dict | None) -> bool:
@@ -102,12 +115,14 @@ def are_plain(options: dict | None) -> bool:
 
 
 def tensor_to_value(tensor: torch.Tensor) -> dict:
-    array = tensor.detach().cpu().contiguous().numpy()
-    return {"dtype": str(array.dtype), "shape": list(array.shape), "bytes": array.tobytes()}
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": list(tensor.shape), "bytes": flat.view(torch.uint8).numpy().tobytes()}
 
 
 def tensor_from_value(value: dict) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(value["bytes"], dtype=value["dtype"]).reshape(value["shape"]).copy())
+    content = torch.from_numpy(np.frombuffer(value["bytes"], dtype=np.uint8).copy())
+    return content.view(_DTYPES[value["dtype"]]).reshape(value["shape"])
 
 
 def logprobs_tensors_to_value(tensors: LogprobsTensors | None) -> list | None:
@@ -124,8 +139,22 @@ def logprobs_tensors_from_value(value: list | None) -> LogprobsTensors | None:
     return None if value is None else LogprobsTensors(*(tensor_from_value(item) for item in value))
 
 
+def masks_to_value(chunks: list[SamplingMaskLists]) -> list[list[list[int]]]:
+    """Of each step, and each token that it gave: which tokens it was drawn from."""
+    return [chunk.to_nested_list() for chunk in chunks]
+
+
+def masks_from_value(value: list[list[list[int]]]) -> list[SamplingMaskLists]:
+    chunks = []
+    for positions in value:
+        tokens = np.array([token for position in positions for token in position], dtype=np.int32)
+        ends = np.cumsum([0, *map(len, positions)], dtype=np.int64)
+        chunks.append(SamplingMaskLists(tokens, ends))
+    return chunks
+
+
 def positions_to_value(positions) -> list | dict | None:
-    """Log probabilities by position: each None, or a list of [token, logprob, rank, text]. Flat ones: their lists by name."""
+    """Log probabilities by position: each None, or a list of [token, logprob, rank, text]. Flat ones: lists by name."""
     if positions is None:
         return None
     if isinstance(positions, FlatLogprobs):
@@ -159,6 +188,8 @@ def completion_to_value(output: CompletionOutput | None) -> dict | None:
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
         "weight_versions": None if versions is None else [[s.version, s.start, s.end] for s in versions],
+        "sampling_mask": None if output.sampling_mask is None else output.sampling_mask.token_ids,
+        "adapter": adapters.to_value(output.lora_request),
     }
 
 
@@ -166,7 +197,10 @@ def completion_from_value(value: dict | None) -> CompletionOutput | None:
     if value is None:
         return None
     fields = value | {"logprobs": positions_from_value(value["logprobs"])}
-    versions = fields.pop("weight_versions", None)  # checkpoints from before they were saved have none
+    versions = fields.pop("weight_versions", None)  # absent in older checkpoints, as are the next two
+    fields["lora_request"] = adapters.from_value(fields.pop("adapter", None))
+    if (mask := fields.pop("sampling_mask", None)) is not None:
+        fields["sampling_mask"] = SamplingMask(mask)
     if versions is not None:
         fields["weight_versions"] = [WeightVersionSpan(*span) for span in versions]
     return CompletionOutput(**fields)

@@ -8,7 +8,8 @@ from contextlib import nullcontext
 import torch
 
 from torpor import _core
-from torpor.vllm import adapters, device, kv_layout, multimodal
+from torpor.vllm import adapters, device, kv_layout, pooling
+from torpor.vllm.inputs import Inputs
 from torpor.vllm.memory import WorkerMemory
 from torpor.vllm.options import Options
 from torpor.vllm.slots import begin_events
@@ -74,6 +75,7 @@ def torpor_transfer(self, orders):
     side.look()
     return KVConnectorOutput(
         finished_recving=side.take_finished() or None,
+        failed_recving=side.take_failed(),
         invalid_block_ids=side.take_bad_blocks(),
         kv_connector_worker_meta=side.take_report(),
     )
@@ -123,6 +125,7 @@ def torpor_capture(self, sampling: dict[str, dict]) -> dict:
         state["engine"]["weights"] = layout
     state["engine"]["adapters"] = adapters.loaded(self.model_runner)
     state["engine"]["adapter_slots"] = adapters.slots(self.model_runner)
+    state["engine"]["queries"] = pooling.queries_to_value(_runner(self).queries(self.model_runner))
     return state
 
 
@@ -132,15 +135,17 @@ def torpor_reconnect(self, workers: list[dict]) -> None:
     self.synchronize_device()
 
 
-def torpor_restore(self, workers: list[dict], given_since: list[dict], features: dict[str, bytes]) -> None:
+def torpor_restore(self, workers: list[dict], given_since: list[dict], inputs: dict[str, dict]) -> None:
     """A new worker: the batch is rebuilt as it was.
 
     `given_since`: requests whose readers were given more tokens than this state has. They get them too.
-    `features`: images and the like of requests, by id, as values.
+    `inputs`: what prompts have besides tokens, by request, as values.
     """
     self.model_runner.reset_encoder_cache()  # the scheduler's knows of nothing
-    of_requests = {request_id: multimodal.from_value(value) for request_id, value in features.items()}
+    of_requests = {request_id: Inputs.from_value(value) for request_id, value in inputs.items()}
     _runner(self).restore(self.model_runner, workers[self.rank], given_since, of_requests)
+    queries = workers[self.rank]["engine"].get("queries")  # absent in older checkpoints
+    pooling.restore_queries(_runner(self).queries(self.model_runner), queries, self.device)
     adapters.place(self.model_runner, workers[self.rank]["engine"].get("adapter_slots", []))
     self.synchronize_device()
 
@@ -153,6 +158,7 @@ def torpor_load_adapter(self, adapter: dict, digest: str | None) -> str | None:
 def torpor_forget(self) -> None:
     """Empties the batch."""
     _runner(self).forget(self.model_runner)
+    pooling.restore_queries(_runner(self).queries(self.model_runner), None)
 
 
 def torpor_mark_dirty(self, tag: str) -> None:

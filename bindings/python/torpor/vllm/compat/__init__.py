@@ -32,12 +32,6 @@ def nearest(version: str) -> str:
     return of[max(older) if older else min(of)]
 
 
-def patches(version: str) -> ModuleType:
-    """What is replaced in this version of vLLM: so far the same in all. To be imported after its guards have passed."""
-    manifest(version)
-    return import_module("torpor.vllm.compat.v0_32_patches")
-
-
 def lookup(module: str, name: str):
     """What vLLM 0.32 has as `name` in `module`, wherever the installed version has it; None if it does not."""
     import vllm

@@ -33,6 +33,7 @@ CHANGES: Changes = {
         also="blocks_per_kv_block kernel_block_sizes kernel_block_sizes_tensor"
     ),
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner": Changed(also="dp_rank dp_size"),
+    "vllm.v1.pool.late_interaction_runner.LateInteractionRunner": Changed(without="_flash_enabled"),
     # Hits are not told apart by tier.
     "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1": Changed(
         without="get_external_cache_hit_sources"

@@ -1,7 +1,7 @@
 """vLLM 0.32: all of it that torpor imports, calls, replaces, reads or sets, each with its guard.
 
 Where `exact` is set, a field that does not stand here would be state that a sleep loses: torpor then stays inactive.
-What replaces parts of vLLM is in v0_32_patches.py. A name that the adapter imports and that is missing here fails a
+What replaces parts of vLLM is in ../patches.py. A name that the adapter imports and that is missing here fails a
 test (tests/python/test_compat.py).
 """
 
@@ -109,11 +109,23 @@ ENGINE = (
                 """,
             ),
             Class(
+                "DPEngineCoreProc",
+                calls={
+                    "pause_scheduler": "self, mode='abort', clear_cache=True",
+                    "resume_scheduler": "self",
+                    "_finish_pause": "self, clear_cache",
+                    "_send_abort_outputs": "self, aborted_reqs",
+                },
+                fields="eep_scaling_state",
+            ),
+            Class(
                 "EngineCoreProc",
                 calls={
                     "pause_scheduler": "self, mode='abort', clear_cache=True",
+                    "has_work": "self",
+                    "is_running": "self",
                 },
-                fields="output_queue",
+                fields="input_queue output_queue",
             ),
         ),
     ),
@@ -169,8 +181,7 @@ ENGINE = (
                 "RequestState",
                 calls={
                     "from_new_request": (
-                        "cls, tokenizer, request, prompt, parent_req, request_index, queue, log_stats, "
-                        "stream_interval"
+                        "cls, tokenizer, request, prompt, parent_req, request_index, queue, log_stats, stream_interval"
                     ),
                     "make_request_output": (
                         "self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params=None, "
@@ -317,7 +328,7 @@ ENGINE = (
             ),
             Class(
                 "RequestStatus",
-                members="WAITING WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR RUNNING PREEMPTED",
+                members="WAITING WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR WAITING_FOR_STREAMING_REQ RUNNING PREEMPTED",
             ),
         ),
     ),
@@ -459,6 +470,7 @@ ENGINE = (
         "vllm.outputs",
         classes=(
             Class("WeightVersionSpan", fields="end start version", exact=True),
+            Class("SamplingMask", fields="token_ids", exact=True),
             Class(
                 "CompletionOutput",
                 fields="""
@@ -491,6 +503,12 @@ ENGINE = (
     Module(
         "vllm.v1.outputs",
         classes=(
+            Class(
+                "SamplingMaskLists",
+                calls={"to_nested_list": "self"},
+                fields="cu_num_generated_tokens offsets token_ids",
+                exact=True,
+            ),
             Class(
                 "LogprobsTensors",
                 fields="""
@@ -898,7 +916,7 @@ _WORKER = Module(
     ),
 )
 
-# LoRA adapters, in workers of every device.
+# LoRA adapters and queries of scores, in workers of every device.
 _ADAPTERS = (
     Module(
         "vllm.lora.worker_manager",
@@ -909,6 +927,17 @@ _ADAPTERS = (
                     "_load_adapter": "self, lora_request",
                 },
                 fields="_adapter_manager",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.pool.late_interaction_runner",
+        classes=(
+            Class(
+                "LateInteractionRunner",
+                calls={"clear": "self"},
+                fields="_doc_query_keys _flash_enabled _query_cache _query_uses",
+                exact=True,
             ),
         ),
     ),
@@ -1410,7 +1439,10 @@ SERVER = (
     ),
     Module(
         "vllm.envs",
-        names=("VLLM_API_KEY", "VLLM_SERVER_DEV_MODE",),
+        names=(
+            "VLLM_API_KEY",
+            "VLLM_SERVER_DEV_MODE",
+        ),
     ),
     Module(
         "vllm.exceptions",
@@ -1529,7 +1561,14 @@ CONNECTOR = (
     ),
     Module("vllm.v1.core.kv_cache_utils", functions={"maybe_convert_block_hash": "hash_bytes"}),
     Module("vllm.v1.core.kv_cache_manager", classes=(Class("KVCacheManager", calls={"reset_prefix_cache": "self"}),)),
-    Module("vllm.v1.kv_cache_interface", names=("FullAttentionSpec",)),
+    Module(
+        "vllm.v1.kv_cache_interface",
+        names=("FullAttentionSpec",),
+        classes=(
+            Class("SlidingWindowSpec", fields="sliding_window extra_retained_tokens"),
+            Class("ChunkedLocalAttentionSpec", fields="attention_chunk_size"),
+        ),
+    ),
     Module(
         "vllm.v1.core.sched.scheduler",
         classes=(
@@ -1549,7 +1588,7 @@ CONNECTOR = (
             Class("ModelRunnerOutput", calls={"with_kv_conn_output_only": "kv_connector_output"}),
             Class(
                 "KVConnectorOutput",
-                fields="finished_recving invalid_block_ids kv_connector_worker_meta",
+                fields="failed_recving finished_recving invalid_block_ids kv_connector_worker_meta",
             ),
         ),
     ),
@@ -1559,4 +1598,11 @@ CONNECTOR = (
 CPU_SAMPLER_DRAWS = "a number"
 
 # What a manifest is looked up by.
-PARTS = {"engine": ENGINE, "cpu": CPU_WORKER, "cuda": CUDA_WORKER, "v2": V2_RUNNER, "server": SERVER, "connector": CONNECTOR}
+PARTS = {
+    "engine": ENGINE,
+    "cpu": CPU_WORKER,
+    "cuda": CUDA_WORKER,
+    "v2": V2_RUNNER,
+    "server": SERVER,
+    "connector": CONNECTOR,
+}

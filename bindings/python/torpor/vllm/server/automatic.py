@@ -45,7 +45,6 @@ class Automatic:
             logger.warning("torpor: idle, it falls asleep, and no request wakes it: --torpor-wake-on-request is off")
 
     def used(self) -> None:
-        self.checkpointing = False  # the operation in progress is a checkpoint of its own
         self._used = time.monotonic()
 
     def entered(self, state: str) -> None:

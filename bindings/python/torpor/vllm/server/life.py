@@ -1,10 +1,9 @@
-"""The life of a server: it wakes at its start, sleeps and wakes, writes checkpoints while it serves, and ends without loss."""
+"""The life of a server: it wakes at its start, sleeps and wakes, checkpoints while serving, and ends without loss."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import time
 from contextvars import ContextVar
 from http import HTTPStatus
@@ -21,10 +20,11 @@ from torpor.vllm import frontend
 from torpor.vllm.frontend import Report
 from torpor.vllm.options import Options
 from torpor.vllm.plugin import holds_memory_of
-from torpor.vllm.server import access
+from torpor.vllm.server import access, ending
 from torpor.vllm.server.automatic import Automatic
 from torpor.vllm.server.metrics import Metrics
 from torpor.vllm.server.recorder import Nobody, Recorder
+from torpor.vllm.server.remote import Remote
 from torpor.vllm.server.settings import Settings
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
@@ -46,18 +46,19 @@ class Server:
         self.recorder: Recorder | None = None
         self.problem: Error | None = None  # why the server failed
         self.last_checkpoint: dict | None = None
+        self.remote: Remote | None = None
         self.queued = 0
         self._tenant_secret = access.tenant_secret(None)  # until the answers' own is known
-        self._app_state = app_state
-        self._operation = asyncio.Lock()
+        self.app_state = app_state
+        self.operation = asyncio.Lock()
         self._moved = asyncio.Event()  # set, and replaced, at each change of the state
         self._adding = 0  # requests on their way into the engine
         self._tasks: set[asyncio.Task] = set()
         self._automatic = Automatic(self)
         self.state = "starting"
-        self._enter("starting")
+        self.enter("starting")
 
-    def _enter(self, state: str) -> None:
+    def enter(self, state: str) -> None:
         if self.state == "ending":  # what was in progress comes to its end, the server does too
             return
         self.state = state
@@ -72,7 +73,7 @@ class Server:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    # --- the start ------------------------------------------------------------------------------------------------------
+    # --- the start ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Wakes what an earlier server left. A failure is said on /torpor/ready; nothing is served or removed then."""
@@ -82,11 +83,13 @@ class Server:
             self._fail(problem)
             self.metrics.failed("wake", "disk")
             logger.error("torpor: the server cannot go on with what it finds: %s", problem)
-        self.run(self._take_signals())
+            if self.remote is not None:
+                await self.remote.release()
+        self.run(ending.take_signals(self))
 
     def _fail(self, problem: Error) -> None:
         self.problem = problem
-        self._enter("failed")
+        self.enter("failed")
 
     def restart_may_help(self) -> bool:
         return self.problem is not None and self.problem.code not in _RESTART_CANNOT_HELP
@@ -95,12 +98,18 @@ class Server:
         if not holds_memory_of(self.engine.vllm_config):
             raise Unsupported(
                 "torpor does not hold this engine's memory",
-                "serve on the CPU with the option enabled, on a GPU with gpu_preserve_state, or without torpor's server",
+                "serve on the CPU with the option enabled, on a GPU with gpu_preserve_state, "
+                "or without torpor's server",
             )
         if self.engine.vllm_config.parallel_config.data_parallel_size != 1 or self.engine._client_count != 1:
             raise Unsupported("several API servers or data parallel engines", "use one API server and one engine")
         self._automatic.check()
         fingerprint = await self.engine.torpor("fingerprint")
+        pulled = ""
+        if self.settings.remote:
+            self.remote = Remote(self.settings, self.options)
+            pulled = await self.remote.arrive(fingerprint)
+            self.run(self.remote.keep(lambda: ending.end_disowned(self)))
         directory = os.path.join(self.options.dir, "answers") if self.options.dir else None
         answers = _core.DeliveryLog({
             "directory": directory, "engine": fingerprint, "keep_seconds": self.settings.keep_answers,
@@ -117,9 +126,9 @@ class Server:
                 why = f"a new process cannot go on with it: {answer['front']['lost']}"
                 self._end_failed(answer["request"]["id"], why)
         if directory is not None:
-            await self._wake_at_start()
+            await self._wake_at_start(self.settings.wake_from or pulled)
             self._reserve_adapter_numbers()
-        self._enter("awake")
+        self.enter("awake")
         if self.settings.log_sync == "second" and directory is not None:
             self.run(self._sync_each_second())
         if self.settings.checkpoint_every > 0:
@@ -131,16 +140,16 @@ class Server:
         """LoRA adapters that are loaded later get other numbers than those of the answers that go on."""
         running = [answer for answer in self.recorder.answers.all() if answer["state"] == "running"]
         named = filter(None, (answer["request"]["engine"].get("adapter") for answer in running))
-        counter = self._app_state.openai_serving_models.lora_id_counter
+        counter = self.app_state.openai_serving_models.lora_id_counter
         highest = max((adapter["lora_int_id"] for adapter in named), default=0)
         if highest > counter.value:
             counter.inc(highest - counter.value)
 
-    async def _wake_at_start(self) -> None:
+    async def _wake_at_start(self, named: str) -> None:
         try:
-            report = await self._wake_new(self.settings.wake_from or self.options.dir)
+            report = await self._wake_new(named or self.options.dir)
         except Error as problem:
-            nothing_there = isinstance(problem, NotFound) and not self.settings.wake_from
+            nothing_there = isinstance(problem, NotFound) and not named
             if nothing_there and self.recorder.answers.counts()["running"] == 0:
                 return
             if nothing_there or self.settings.on_wake_error == "recompute":
@@ -157,12 +166,14 @@ class Server:
         rolled = report.rolled_forward
         self.metrics.roll_forward(rolled)
         logger.info(
-            "torpor: woken from %s in %.2f s: %d requests go on (%d of them rolled forward, %d computed anew, %d had ended)",
-            report.checkpoint or "the log of answers", report.seconds, report.requests, len(rolled["extended"]), len(rolled["added"]), len(rolled["dropped"]),
+            "torpor: woken from %s in %.2f s: %d requests go on "
+            "(%d of them rolled forward, %d computed anew, %d had ended)",
+            report.checkpoint or "the log of answers", report.seconds, report.requests,
+            len(rolled["extended"]), len(rolled["added"]), len(rolled["dropped"]),
         )  # fmt: skip
 
     async def _wake_new(self, checkpoint: str | None) -> Report:
-        """A new engine goes on with the requests of a checkpoint, or of the log alone, from what was given to their readers."""
+        """A new engine goes on with the requests of a checkpoint, or of the log alone, from what their readers got."""
         values = {"answers": self.recorder.answers.pack(), "hold": True} | (
             {"from_checkpoint": checkpoint} if checkpoint else {}
         )
@@ -189,7 +200,7 @@ class Server:
         self.recorder.end(request_id, "failed", "error", why)
         self.metrics.failed_requests.inc()
 
-    # --- what vLLM asks of the engine, with a look at the state -----------------------------------------------------------
+    # --- what vLLM asks of the engine, with a look at the state -------------------------------------------------------
 
     async def _add_request(self, *args, **kwargs):
         if not let_in.get() and (why := await self.let_in()) is not None:  # it came by a way without the gate
@@ -250,7 +261,7 @@ class Server:
         return self.state == "awake"
 
     def operating(self) -> bool:
-        return self._operation.locked()
+        return self.operation.locked()
 
     def busy(self) -> bool:
         """A request runs, arrives or waits, or an operation is in progress."""
@@ -270,35 +281,35 @@ class Server:
             return self.state == "awake"
         return (await self.engine.torpor("state"))["tags"].get("weights") == "attached"
 
-    # --- sleep, wake, checkpoint ------------------------------------------------------------------------------------------
+    # --- sleep, wake, checkpoint --------------------------------------------------------------------------------------
 
     def _only_one(self) -> asyncio.Lock:
         """Two operators do not mean the same; the server's own checkpoint is waited for."""
-        if self._operation.locked() and not self._automatic.checkpointing:
+        if self.operation.locked() and not self._automatic.checkpointing:
             raise Busy(f"the server is {self.state}, another operation is in progress", "wait for that to end")
         if self.state in ("failed", "ending"):
             raise WrongState(f"the server is {self.state}", str(self.problem) if self.problem else "start a new one")
-        return self._operation
+        return self.operation
 
     async def sleep(
         self, level: int = 1, mode: str = "abort", preserve_state: bool = True, to: str = "host", **options
     ) -> Report:
         async with self._only_one():
             before = self.state
-            self._enter("falling asleep")
+            self.enter("falling asleep")
             try:
                 if mode == "wait" and not preserve_state:
                     await self._requests_ended(before)
                     mode = "abort"  # there is none left
-                report = await self._sleep_now(level, mode, preserve_state, to, options)
+                report = await self.sleep_now(level, mode, preserve_state, to, options)
             except BaseException as problem:
                 self.metrics.failed("sleep", to)
                 await self._after_failure(problem, before)
                 raise
-            self._enter("asleep" if report.changed else before)
+            self.enter("asleep" if report.changed else before)
             return report
 
-    async def _sleep_now(self, level: int, mode: str, preserve_state: bool, to: str, options: dict) -> Report:
+    async def sleep_now(self, level: int, mode: str, preserve_state: bool, to: str, options: dict) -> Report:
         while self._adding > 0:
             await asyncio.sleep(0.001)
         if to == "disk":
@@ -307,22 +318,27 @@ class Server:
         self.metrics.record("sleep", to, report)
         if report.checkpoint:
             self._remember(report)
+            await self._push(report)
         return report
+
+    async def _push(self, report: Report) -> None:
+        if self.remote is not None:
+            report["pushed"] = await self.remote.push(report.checkpoint)
 
     async def sleep_deeper(self) -> Report:
         """From host memory to disk. It wakes on the way: where the device has no room for that it stays as it is."""
         async with self._only_one():
             before = self.state
-            self._enter("falling asleep")
+            self.enter("falling asleep")
             try:
                 await self.engine.wake_up()
                 before = "awake"
-                report = await self._sleep_now(1, "abort", True, "disk", {})
+                report = await self.sleep_now(1, "abort", True, "disk", {})
             except BaseException as problem:
                 self.metrics.failed("sleep", "disk")
                 await self._after_failure(problem, before)
                 raise
-            self._enter("asleep")
+            self.enter("asleep")
             return report
 
     async def _requests_ended(self, state: str) -> None:
@@ -336,17 +352,17 @@ class Server:
                 raise WrongState("the server ends", "its checkpoint has the requests")
             await asyncio.sleep(_WAIT_SECONDS)
 
-    async def wake_up(self, tags: list[str] | None = None, weights_changed: bool = False) -> Report:
+    async def wake_up(self, tags: list[str] | None = None, kv: str | None = None) -> Report:
         async with self._only_one():
             before = self.state
-            self._enter("waking")
+            self.enter("waking")
             try:
-                report = await self.engine.wake_up(tags, weights_changed=weights_changed)
+                report = await self.engine.wake_up(tags, kv=kv)
             except BaseException as problem:
                 self.metrics.failed("wake", "host")
                 await self._after_failure(problem, before)
                 raise
-            self._enter("awake" if report.fully_awake else "asleep")
+            self.enter("awake" if report.fully_awake else "asleep")
             self.metrics.record("wake", "host", report)
             return report
 
@@ -361,7 +377,7 @@ class Server:
             if lost:
                 self._fail(WrongState(f"the engine is lost: {problem}", "restart the server"))
             else:
-                self._enter(before)
+                self.enter(before)
 
     async def checkpoint(self) -> Report:
         async with self._only_one():
@@ -375,6 +391,7 @@ class Server:
                 raise
             self.metrics.record("checkpoint", "disk", report)
             self._remember(report)
+            await self._push(report)
             return report
 
     def _remember(self, report: Report) -> None:
@@ -392,66 +409,6 @@ class Server:
             await asyncio.sleep(1)
             await self.recorder.sync()
 
-    # --- the end ----------------------------------------------------------------------------------------------------------
-
-    async def _take_signals(self) -> None:
-        """SIGTERM is ours from the moment on when vLLM's server has taken it."""
-        if self.settings.on_sigterm != "checkpoint" or not self.options.dir:
-            return
-        while not getattr(getattr(self._app_state, "server", None), "started", False):
-            await asyncio.sleep(0.05)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: self.run(self.end()))
-
     async def end(self) -> None:
         """Saves what can be saved in the given time, tells the clients, and lets vLLM end the process."""
-        if self.state == "ending":
-            return
-        began, before = time.monotonic(), self.state
-        running = 0 if self.recorder is None else self.recorder.answers.counts()["running"]
-        self._enter("ending")
-        if self.recorder is not None and before != "failed":
-            saving = self.run(self._save_before_end(before))
-            done, _ = await asyncio.wait({saving}, timeout=self.settings.sigterm_seconds)
-            problem = (
-                saving.exception()
-                if done
-                else TimeoutError(f"it takes longer than {self.settings.sigterm_seconds:g} s")
-            )
-            if problem is not None:
-                logger.error(
-                    "torpor: no checkpoint on SIGTERM: %s. The KV cache of %d requests was not saved: the next server computes it anew from the log of answers.",
-                    problem,
-                    running,
-                )
-            self.recorder.close()
-            await self._tell_clients()
-        logger.info("torpor: ended with %d requests to go on, in %.2f s", running, time.monotonic() - began)
-        os.kill(os.getpid(), signal.SIGINT)  # vLLM's own way out
-
-    async def _save_before_end(self, before: str) -> None:
-        async with self._operation:  # what is in progress comes to its end first
-            await asyncio.to_thread(self.recorder.answers.sync)
-            state = await self.engine.torpor("state")
-            if state["checkpoint"]:
-                return  # asleep on disk already
-            if state["engine"] != "awake":  # its memory is the only place where the state is
-                await self.engine.wake_up()
-            report = await self._sleep_now(1, "abort", True, "disk", {"weights": "reload"})
-            logger.info(
-                "torpor: checkpoint %s, %d requests, %.1f MB, in %.2f s",
-                report.checkpoint,
-                report.requests,
-                report.checkpoint_bytes / 1e6,
-                report.seconds,
-            )
-
-    async def _tell_clients(self) -> None:
-        """Their connections end. Without a word a stream that ends looks complete to some."""
-        goodbye = GracefulHTTPError(
-            "the server ends; take up this answer at /torpor/requests/{id} of the next one",
-            HTTPStatus.SERVICE_UNAVAILABLE,
-        )
-        for state in self.engine.output_processor.request_states.values():
-            if state.queue is not None:
-                state.queue.put(goodbye)
-        await asyncio.sleep(0.1)  # for the words to be written
+        await ending.end(self)

@@ -1,8 +1,8 @@
 """What each request of a server was given, recorded before it is delivered; and those who wait for more of it.
 
-The record itself is C++ (engine/delivery/delivery_log.h). This listens to vLLM's OutputProcessor, in the server's event loop. A step
-is written there; an fsync, where the operator wants one before tokens are sent, is waited for in another thread, and the
-outputs are delivered after it, in their order.
+The record itself is C++ (engine/delivery/delivery_log.h). This listens to vLLM's OutputProcessor, in the server's event
+loop. A step is written there; an fsync, where the operator wants one before tokens are sent, is waited for in another
+thread, and the outputs are delivered after it, in their order.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Recorder:
         )
         self._stock_error, processor.propagate_error = processor.propagate_error, self._engine_died
 
-    # --- what the processor does, recorded ------------------------------------------------------------------------------
+    # --- what the processor does, recorded ----------------------------------------------------------------------------
 
     def _add(self, request, prompt, parent_req=None, request_index=0, queue=None) -> None:
         if (
@@ -134,7 +134,10 @@ class Recorder:
         ):
             return None
         how = "is being given" if any(part["state"] == "running" for part in parts) else "was given"
-        return f"an answer with the id {response} {how}: take it up at /torpor/requests/{response}/stream, or ask again with another id"
+        return (
+            f"an answer with the id {response} {how}: take it up at /torpor/requests/{response}/stream, "
+            "or ask again with another id"
+        )
 
     def used_request_id(self, request_id: str) -> str | None:
         """The same for an X-Request-Id, before vLLM has made a response's id of it."""
@@ -212,7 +215,7 @@ class Recorder:
             self._count_failure()
         logger.error("torpor: the log of answers cannot be written, a crash now would lose them: %s", problem)
 
-    # --- nothing is delivered before it is durable ------------------------------------------------------------------------
+    # --- nothing is delivered before it is durable --------------------------------------------------------------------
 
     def deliver_when_durable(self, deliver, output) -> None:
         """Calls deliver(output) when all that is recorded by now is durable, and after what waits already."""
@@ -240,13 +243,13 @@ class Recorder:
             self._failed(problem)
 
     async def durable(self) -> None:
-        """For those who read elsewhere than in their queue: where nothing is sent before it is durable, waits for that."""
+        """For those who read elsewhere than in their queue: waits, where nothing is sent before it is durable."""
         if self._sync_always:
             done = asyncio.get_running_loop().create_future()
             self.deliver_when_durable(lambda _: done.done() or done.set_result(None), None)
             await done
 
-    # --- those who read -------------------------------------------------------------------------------------------------
+    # --- those who read -----------------------------------------------------------------------------------------------
 
     async def more(self, request_id: str, from_token: int, from_text: int = 0) -> dict:
         """The answer from there on, as soon as there is any, or its end."""
@@ -283,10 +286,10 @@ class Recorder:
                 ]
             )
 
-    # --- a new process goes on ------------------------------------------------------------------------------------------
+    # --- a new process goes on ----------------------------------------------------------------------------------------
 
     def take_up(self, restored: list[dict], outputs: dict) -> list[str]:
-        """Fills the empty processor with requests that an engine goes on with. Returns ids of those that it should not."""
+        """Fills the empty processor with requests that an engine goes on with. Returns ids of those it should not."""
         fronts = {item["id"]: item for item in (outputs or {}).get("requests", [])}
         unwanted = []
         for item in restored:

@@ -1,4 +1,4 @@
-"""The server's routes: sleep and wake as vLLM's callers know them, and /torpor/*. docs/server.md lists them for users."""
+"""The server's routes: sleep and wake as vLLM's callers know them, and /torpor/*. For users: docs/server.md."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from fastapi import APIRouter, HTTPException, Query, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from vllm.v1.engine.exceptions import EngineDeadError
 
+import torpor.console
 from torpor import _core, errors
 from torpor.errors import Error, InvalidArgument
 from torpor.vllm.compat import lookup
 from torpor.vllm.server.life import Server
+from torpor.vllm.weight_updates import kv_option
 
 sleep_mode_operation_metrics = lookup("vllm.entrypoints.serve.dev.sleep.metrics", "sleep_mode_operation_metrics")
 _STATUS = {
@@ -29,6 +31,7 @@ _STATUS = {
 }
 _PROGRESS_SECONDS = 0.5
 _EVENT_STREAM = "text/event-stream"
+_MAX_PARAMS = 1 << 16
 
 
 def recorded(operation: str):
@@ -52,7 +55,7 @@ def routes() -> APIRouter:
         except Error as problem:
             return refused(problem)
 
-    # --- as vLLM's callers know them --------------------------------------------------------------------------------------
+    # --- as vLLM's callers know them ----------------------------------------------------------------------------------
 
     @router.post("/sleep")
     async def sleep(
@@ -64,7 +67,8 @@ def routes() -> APIRouter:
         weights: Literal["store", "reload"] = "store",
         tags: Annotated[list[str] | None, Query()] = None,
     ) -> Response:
-        """Without `mode` and `preserve_state` the requests are preserved; a caller that names a mode decides otherwise."""
+        """Without `mode` and `preserve_state` the requests are preserved;
+        a caller that names a mode decides otherwise."""
         preserve = preserve_state if preserve_state is not None else mode is None and level > 0
 
         async def call() -> dict:
@@ -78,11 +82,14 @@ def routes() -> APIRouter:
 
     @router.post("/wake_up")
     async def wake_up(
-        raw_request: Request, tags: Annotated[list[str] | None, Query()] = None, weights_changed: bool = False
+        raw_request: Request,
+        tags: Annotated[list[str] | None, Query()] = None,
+        kv: Literal["recompute", "keep", "abort", None] = None,
+        weights_changed: bool = False,
     ) -> Response:
         async def call() -> dict:
             with recorded("wake"):
-                report = await server(raw_request).wake_up(tags, weights_changed)
+                report = await server(raw_request).wake_up(tags, kv_option(kv, weights_changed))
             return {"status": "awake" if report.fully_awake else "sleeping", "tags": tags} | summary(report)
 
         return await answered(call(), raw_request)
@@ -103,13 +110,14 @@ def routes() -> APIRouter:
             return JSONResponse(failure(life), 503 if life.restart_may_help() else 200)
         return Response(status_code=200)
 
-    # --- torpor's own -----------------------------------------------------------------------------------------------------
+    # --- torpor's own -------------------------------------------------------------------------------------------------
 
     @router.get("/torpor/ready")
     async def ready(raw_request: Request) -> Response:
         """Whether new requests are taken, now or after a wake of their own."""
         life = server(raw_request)
-        taken = life.state == "awake" or (life.state == "asleep" and life.settings.wake_on_request)
+        wakes = life.settings.wake_on_request and life.state in ("falling asleep", "asleep", "waking")
+        taken = life.state == "awake" or wakes
         content = failure(life) if life.state == "failed" else {"state": life.state}
         return JSONResponse({"ready": taken} | content, 200 if taken else 503)
 
@@ -128,6 +136,16 @@ def routes() -> APIRouter:
             content |= {"engine": await life.engine.torpor("state"), "ledger": await life.engine.torpor("ledger")}
             life.metrics.ledger(content["ledger"])
         return JSONResponse(content)
+
+    @router.post("/torpor/console/{method}")
+    async def console(raw_request: Request, method: str) -> Response:
+        """A call of docs/console.md. What it stops stays for its lease: each call is a connection of its own."""
+        try:
+            params = await _params(raw_request)
+            path = (await server(raw_request).engine.torpor("state")).get("console")
+            return JSONResponse(await asyncio.to_thread(ask_console, path, method, params))
+        except Error as problem:
+            return refused(problem)
 
     @router.post("/torpor/plan")
     async def plan(
@@ -198,7 +216,10 @@ def routes() -> APIRouter:
         from_tokens: Annotated[str | None, Query(alias="from")] = None,
         from_text: str | None = None,
     ) -> Response:
-        """The rest as server-sent events. `from`: tokens that the reader has; `from_text`: characters; one number a choice, or one for all."""
+        """The rest as server-sent events.
+
+        `from`: tokens that the reader has; `from_text`: characters; one number a choice, or one for all.
+        """
         life = server(raw_request)
         ids = choices(life, response, raw_request)
         if from_tokens is None and from_text is None:
@@ -309,3 +330,27 @@ def summary(report: dict) -> dict:
 
 def refused(problem: Error) -> JSONResponse:
     return JSONResponse({"error": problem.to_dict()}, _STATUS.get(type(problem), 500))
+
+
+async def _params(request: Request) -> dict:
+    """The call's parameters: the body, if there is one."""
+    if len(body := await request.body()) > _MAX_PARAMS:
+        raise InvalidArgument(f"a body of {len(body)} bytes", f"give at most {_MAX_PARAMS}")
+    try:
+        params = json.loads(body or b"{}")
+    except ValueError:
+        params = None
+    if not isinstance(params, dict):
+        raise InvalidArgument("the body is no JSON object", 'give {"name": value}, or nothing')
+    return params
+
+
+def ask_console(path: str | None, method: str, params: dict) -> dict:
+    if path is None:
+        raise errors.WrongState("this engine has no console", 'start it with the option console="read" or "control"')
+    if method == "subscribe":
+        raise errors.Unsupported("a subscription over HTTP", "ask for events with `after`, or use the socket")
+    if method in ("pause", "breakpoint.add"):
+        params = params | {"stay": True}
+    with torpor.console.connect(path) as engine:
+        return engine.call(method, **params)

@@ -29,6 +29,12 @@ class Settings:
         "alone; discard: serve without them",
         ("fail", "recompute", "discard"),
     )
+    remote: str = _setting(
+        "",
+        "an object store, s3://BUCKET/PREFIX or file:///DIRECTORY: checkpoints and answers are pushed there, and a "
+        "server elsewhere goes on from them when this one has ended",
+    )
+    remote_term: float = _setting(30.0, "seconds of silence after which another server takes over from this one")
     on_sigterm: str = _setting(
         "checkpoint", "checkpoint: sleep to disk, then end; stop: as vLLM does", ("checkpoint", "stop")
     )
@@ -37,7 +43,9 @@ class Settings:
     new_requests: str = _setting("queue", "while asleep: queue or refuse (503 with Retry-After)", ("queue", "refuse"))
     queue_limit: int = _setting(256, "most requests that wait for a wake; more are refused")
     wake_on_request: bool = _setting(False, "a request that arrives while asleep wakes the engine")
-    sleep_after: float = _setting(0.0, "seconds without a request after which the engine sleeps to host memory; 0: never")
+    sleep_after: float = _setting(
+        0.0, "seconds without a request after which the engine sleeps to host memory; 0: never"
+    )
     sleep_to_disk_after: float = _setting(
         0.0, "seconds of such a sleep after which it goes on on disk, and host memory is given back; 0: never"
     )
@@ -49,7 +57,8 @@ class Settings:
     keep_answers: float = _setting(3600.0, "seconds for which ended answers can be asked for")
     log_sync: str = _setting(
         "second",
-        "when the answers' log is made durable against loss of power: always (before tokens are sent), second, never; a kill loses nothing in any case",
+        "when the answers' log is made durable against loss of power: always (before tokens are sent), second, never; "
+        "a kill loses nothing in any case",
         ("always", "second", "never"),
     )
     tenant_header: str = _setting("", "a request header that tells tenants apart, besides the API key")

@@ -1,6 +1,7 @@
-"""What torpor replaces in vLLM, all on classes and none in files; the guards of its version have passed before.
+"""What torpor replaces in vLLM, all on classes and none in files; for every version alike.
 
-Each replacement does what vLLM does, unless torpor holds the memory of the engine that it is called for.
+To be imported once the guards have passed. Each replacement does what vLLM does, unless torpor holds the
+memory of the engine that it is called for.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from types import SimpleNamespace
 
 from torpor.errors import InvalidArgument, Unsupported
 from torpor.vllm import connector_options, frontend
+from torpor.vllm import front_end_methods as methods
 from torpor.vllm.compat import lookup
-from torpor.vllm.compat.patching import Patches
 from torpor.vllm.options import Options, has_torpor_backend, holds_memory_of
+from torpor.vllm.patching import Patches
 
 
 def install(patches: Patches, parts: tuple[str, ...]) -> None:
@@ -45,21 +47,25 @@ def install(patches: Patches, parts: tuple[str, ...]) -> None:
 
 
 def _scheduler(patches: Patches) -> None:
-    """It counts steps and recomputed tokens, and can be frozen: vLLM's own pause runs a step that reorders the batch."""
+    """Counts steps and recomputed tokens, and can be frozen: vLLM's own pause runs a step that reorders the batch."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from torpor.vllm.engine_core import count_recomputed
-    from torpor.vllm.slots import Slots
+    from torpor.vllm.hooks import count_recomputed, let_those_with_blocks_go_first
+    from torpor.vllm.slots import Slots, stands
 
     stock_has_requests, stock_schedule = Scheduler.has_requests, Scheduler.schedule
 
     def has_requests(self) -> bool:
-        return not self.torpor_frozen and stock_has_requests(self)
+        if self.torpor_frozen or (self.torpor_gate is not None and stands(self)):
+            return False
+        return stock_has_requests(self)
 
     def schedule(self, *args, **kwargs):
         self.torpor_steps += 1
         slots = self.torpor_slots if self.torpor_slots is not None else Slots.of(self)
         began = time.perf_counter_ns() if slots else 0
+        if self.connector is not None:
+            let_those_with_blocks_go_first(self)
         output = stock_schedule(self, *args, **kwargs)
         count_recomputed(self, output.num_scheduled_tokens)
         if slots:
@@ -69,6 +75,8 @@ def _scheduler(patches: Patches) -> None:
     patches.set(Scheduler, "torpor_frozen", False)
     patches.set(Scheduler, "torpor_steps", 0)
     patches.set(Scheduler, "torpor_slots", None)  # not asked for yet; False: nobody listens
+    patches.set(Scheduler, "torpor_gate", None)  # says whether a step may be taken
+    patches.set(Scheduler, "torpor_console", None)  # path of its socket
     patches.set(Scheduler, "has_requests", has_requests)
     patches.set(Scheduler, "schedule", schedule)
 
@@ -116,9 +124,14 @@ def _grammars(patches: Patches) -> None:
 
 
 def _engine_core(patches: Patches) -> None:
-    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-    from torpor.vllm.engine_core import doubt_weights_after, release_kv_cache_memory, torpor_call
+    from torpor.vllm import slots
+    from torpor.vllm.engine_core import release_kv_cache_memory, torpor_call
+    from torpor.vllm.weight_updates import doubt_weights_after
+
+    stock_has_work = EngineCoreProc.has_work
+    patches.set(EngineCoreProc, "has_work", lambda self: slots.has_work(self, stock_has_work))
 
     patches.set(EngineCore, "torpor_call", torpor_call)
     stock_release = EngineCore.release_kv_cache_memory
@@ -164,8 +177,8 @@ def _front_ends(patches: Patches) -> None:
     patches.set(LLMEngine, "torpor_stock_has_unfinished_requests", LLMEngine.has_unfinished_requests)
     patches.set(LLMEngine, "step", frontend.step)
     patches.set(LLMEngine, "has_unfinished_requests", frontend.has_unfinished_requests)
-    for cls, ours in ((LLM, frontend.Blocking), (LLMEngine, frontend.Blocking), (AsyncLLM, frontend.Awaited)):
-        for name in ("sleep", "wake_up", "checkpoint", "torpor"):
+    for cls, ours in ((LLM, methods.Blocking), (LLMEngine, methods.Blocking), (AsyncLLM, methods.Awaited)):
+        for name in ("sleep", "wake_up", "updating_weights", "checkpoint", "torpor"):
             patches.set(cls, name, _routed(getattr(ours, name), getattr(cls, name, None)))
     patches.set(LLM, "is_sleeping", lambda self: self.llm_engine.is_sleeping())
     stock_run = LLM._run_engine

@@ -1,0 +1,118 @@
+// What of a server is in an object store, for Python: who owns it, its newest checkpoint and its answers.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "base/digest.h"
+#include "base/seal.h"
+#include "bindings/bind_errors.h"
+#include "bindings/bind_subjects.h"
+#include "bindings/bind_values.h"
+#include "bindings/module_files.h"
+#include "checkpoint/engine_checkpoint.h"
+#include "remote/answer_copies.h"
+#include "remote/checkpoint_copies.h"
+#include "remote/open_store.h"
+#include "remote/ownership.h"
+
+namespace py = pybind11;
+
+namespace torpor {
+namespace {
+
+struct RemoteHome {
+  std::unique_ptr<remote::ObjectStore> store;
+  std::shared_ptr<const Key> key;
+  std::string holder;
+  remote::Ownership ownership;
+
+  RemoteHome(std::unique_ptr<remote::ObjectStore> store, std::shared_ptr<const Key> key, std::string holder,
+             std::chrono::milliseconds term)
+      : store(std::move(store)),
+        key(std::move(key)),
+        holder(std::move(holder)),
+        ownership(*this->store, system_clock(), this->holder, term) {}
+};
+
+std::unique_ptr<RemoteHome> open_home(const std::string& url, double term_seconds,
+                                      const std::optional<std::string>& key_file) {
+  std::shared_ptr<const Key> key = key_from(key_file);
+  std::unique_ptr<remote::ObjectStore> store =
+      value_or_raise(without_lock([&] { return remote::open_object_store(module_files(), url); }));
+  return std::make_unique<RemoteHome>(std::move(store), std::move(key), hex(random_seal_id()),
+                                      std::chrono::milliseconds(static_cast<int64_t>(term_seconds * 1000)));
+}
+
+struct Sent {
+  remote::CopyReport checkpoint;
+  std::string answers;
+};
+
+// Nobody goes on from these before they are published, both in one write.
+Result<Sent> send(RemoteHome& self, const std::string& checkpoint, const std::string& answers) {
+  Sent sent;
+  TORPOR_ASSIGN(const Checkpoint opened, open_checkpoint(module_files(), checkpoint, self.key));
+  TORPOR_ASSIGN(sent.checkpoint, remote::push(module_files(), opened, *self.store, {.key = self.key}));
+  TORPOR_ASSIGN(sent.answers, remote::push_answers(module_files(), answers, *self.store));
+  return sent;
+}
+
+// The path of the checkpoint; empty: there is none.
+Result<std::string> fetch(RemoteHome& self, const std::string& directory, const Fingerprint& engine) {
+  const remote::OwnerRecord newest = self.ownership.newest();
+  const Result<remote::CopyReport> report = remote::pull(module_files(), *self.store, newest.checkpoint, directory,
+                                                         {.key = self.key, .accept = [&](const Manifest& manifest) {
+                                                            return compare_fingerprints(manifest.fingerprint, engine);
+                                                          }});
+  if (!report && report.error().code == Code::kNotFound && newest.checkpoint.empty()) return std::string();
+  if (!report) return report.error();
+  if (!newest.answers.empty()) TORPOR_TRY(remote::pull_answers(module_files(), *self.store, newest.answers, directory));
+  return report->path;
+}
+
+}  // namespace
+
+void bind_remote(py::module_& module) {
+  py::class_<Sent>(module, "SentCheckpoint", "A checkpoint and answers that were copied to an object store.")
+      .def_property_readonly("name", [](const Sent& self) { return self.checkpoint.name; })
+      .def_property_readonly("bytes", [](const Sent& self) { return self.checkpoint.bytes; })
+      .def_property_readonly("moved_bytes", [](const Sent& self) { return self.checkpoint.moved_bytes; });
+  py::class_<RemoteHome>(module, "RemoteHome", "What a server has in an object store, and who may go on with it.",
+                         py::release_gil_before_calling_cpp_dtor())
+      .def(py::init(&open_home), py::arg("url"), py::arg("term_seconds"), py::arg("key_file") = py::none())
+      .def(
+          "take", [](RemoteHome& self) { return value_or_raise(without_lock([&] { return self.ownership.take(); })); },
+          "Whether this process owns it now; otherwise another one does, or may.")
+      .def(
+          "renew", [](RemoteHome& self) { value_or_raise(without_lock([&] { return self.ownership.renew(); })); },
+          "Goes on owning. Raises Aborted: not any more.")
+      .def(
+          "release", [](RemoteHome& self) { value_or_raise(without_lock([&] { return self.ownership.release(); })); },
+          "The next owner need not wait.")
+      .def("owns", [](const RemoteHome& self) { return self.ownership.owns(); })
+      .def_readonly("holder", &RemoteHome::holder)
+      .def_property_readonly(
+          "before", [](const RemoteHome& self) { return self.ownership.before(); },
+          "The holder from whom this one took over; empty: none.")
+      .def_property_readonly("term", [](const RemoteHome& self) { return self.ownership.newest().term; })
+      .def(
+          "send",
+          [](RemoteHome& self, const std::string& checkpoint, const std::string& answers) {
+            return value_or_raise(without_lock([&] { return send(self, checkpoint, answers); }));
+          },
+          py::arg("checkpoint"), py::arg("answers"), "Copies them there; nobody goes on from them yet.")
+      .def(
+          "publish",
+          [](RemoteHome& self, const Sent& sent) {
+            value_or_raise(without_lock([&] { return self.ownership.publish(sent.checkpoint.name, sent.answers); }));
+          },
+          py::arg("sent"), "The next owner goes on from these. Raises Aborted: it is another one already.")
+      .def(
+          "fetch",
+          [](RemoteHome& self, const std::string& directory, const Fingerprint& engine) {
+            return value_or_raise(without_lock([&] { return fetch(self, directory, engine); }));
+          },
+          py::arg("directory"), py::arg("engine"),
+          "The newest checkpoint and its answers come into the directory; its path, or empty: there is none.");
+}
+
+}  // namespace torpor

@@ -1,0 +1,299 @@
+"""The compiled module. Made by tools/stubs.py; do not change by hand."""
+
+from collections.abc import Sequence
+
+class CheckpointSet:
+    """A committed set of checkpoints, until it is kept or withdrawn."""
+
+    def keep(self) -> None:
+        """It stays; older ones may go."""
+    @property
+    def path(self) -> str: ...
+    def withdraw(self) -> None:
+        """It goes again."""
+
+class ConnectorScheduler:
+    """What vLLM's scheduler asks of offloading, over its own block pool."""
+
+    def __init__(self, pool: object, groups: list, options: dict) -> None: ...
+    def acknowledge(self, step: int) -> None:
+        """The forward pass of this step is over."""
+    def adopt(self, ranks: list) -> bytes:
+        """What every rank recovered is found from now on; returns what the ranks adopt."""
+    def allocated(self, id: str, external: int) -> None: ...
+    def apply(self, reports: list) -> None:
+        """What became of plans, as the ranks say it."""
+    @property
+    def busy(self) -> bool:
+        """Steps are needed, if only empty ones."""
+    def check(self) -> None:
+        """For tests: raises if the index or the queue contradict themselves."""
+    def finished(self, id: str, step: int) -> None:
+        """Of a request that still has its blocks; `step` was the last one."""
+    @property
+    def held(self) -> int:
+        """Blocks of the engine."""
+    def host_slots(self, blocks: Sequence[int], keep: bool) -> list[int]:
+        """Of each of the engine's blocks, the slot in host memory that has its bytes, or -1; with `keep` they stay
+        so.
+        """
+    def know(self, request: object) -> None: ...
+    def let_go(self) -> None:
+        """No block of the engine is held any more."""
+    @property
+    def loading(self) -> int:
+        """Requests."""
+    def match(self, request: object, computed: int) -> int | None:
+        """Tokens behind the first `computed` ones that can be loaded; they are kept until allocated(). None: ask
+        again.
+        """
+    def plan(self, flush: bool) -> object:
+        """The same, without a step."""
+    def release_host_slots(self) -> None: ...
+    def reset(self) -> int:
+        """Nothing is found any more; returns the number of the new key space."""
+    @property
+    def space(self) -> int: ...
+    def stats(self) -> dict: ...
+    def step(self, step: int, scheduled: dict, flush: bool = False) -> object:
+        """What this step fills is offered; returns what all ranks do next, or None."""
+    def take_events(self) -> object: ...
+    def tokens_from_disk(self) -> int: ...
+    @property
+    def under_way(self) -> bool: ...
+
+class ConnectorWorker:
+    """What one rank does for offloading, over its memory."""
+
+    def __init__(self, memory: RankMemory, options: dict) -> None: ...
+    def adopt(self, blocks: bytes) -> None: ...
+    def close(self) -> None: ...
+    def idle(self) -> bool: ...
+    def open_space(self, space: int, name: str) -> None:
+        """Keys of this number belong to the key space with this name from now on."""
+    def poll(self) -> tuple: ...
+    def recover(self, space: int) -> bytes: ...
+    def run(self, plan: bytes) -> None:
+        """Begins a plan; a repeated one changes nothing."""
+    def sizes(self) -> dict: ...
+    def sync(self) -> None: ...
+    def wait(self) -> None:
+        """Returns when nothing of a plan is under way."""
+    def weights_digest(self) -> str: ...
+
+class DeliveryLog:
+    """What each request of a server asked and was given, in memory and in a log."""
+
+    def __init__(self, options: dict) -> None: ...
+    def all(self) -> list: ...
+    def close(self) -> None:
+        """Nothing is recorded from now on."""
+    def counts(self) -> dict: ...
+    def find(self, response: str, tenant: str) -> list[str]:
+        """Ids of the choices of a response, in their order."""
+    def get(self, id: str) -> object: ...
+    def pack(self) -> bytes:
+        """For wake_up(answers=…) in the engine's process."""
+    def part(self, id: str, from_token: int = 0, from_text: int = 0) -> dict: ...
+    def position(self, id: str) -> dict:
+        """As part(), without tokens and text."""
+    def start(self, answer: dict) -> None: ...
+    def step(self, steps: list) -> None:
+        """What one engine step gave, all in one record."""
+    def sync(self) -> None: ...
+
+class EngineCheckpoint:
+    """All state of an engine but the bytes of its memory, as values."""
+
+    def __init__(self, values: dict) -> None: ...
+    @staticmethod
+    def decode(sections: list, fingerprint: dict = {}) -> EngineCheckpoint: ...
+    def encode(self) -> list:
+        """The sections of a checkpoint, uncompressed: a list of (name, bytes). The fingerprint is not among them."""
+    def to_dict(self) -> dict: ...
+    def validate(self) -> None:
+        """Raises for the first contradiction."""
+
+class RankMemory:
+    """The memory of one worker rank: regions by tag, and the controller's orders on them."""
+
+    def __init__(self, options: dict = {}) -> None: ...
+    def allocate(self, tag: str, name: str, size_bytes: int) -> int:
+        """A new zeroed region; returns its address, which stays valid for life."""
+    def call(self, order: bytes) -> bytes:
+        """Carries out an order of the controller; a failure is in the reply."""
+    def doubt(self, tag: str) -> None:
+        """Somebody may have changed bytes of this tag: they are read when they are wanted next."""
+    def free(self, address: int) -> None: ...
+    def load_tag(self, tag: str, directory: str, generation: int, id: bytes) -> dict:
+        """Fills the regions of a tag from this checkpoint, each piece proved before it is copied."""
+    def mark_dirty(self, tag: str) -> None:
+        """The owner changed bytes of this tag: a kept backup is no longer that of its content."""
+    def proven_digest(self, tag: str) -> str | None:
+        """Of what load_tag() filled: its digest; None if it was seen to be written since."""
+    def set_kv_layout(self, tag: str, layout: dict) -> None:
+        """From now on `tag` holds KV blocks laid out like this."""
+    def states(self) -> dict:
+        """The state of each tag."""
+
+class RemoteHome:
+    """What a server has in an object store, and who may go on with it."""
+
+    def __init__(
+        self, url: str, term_seconds: typing.SupportsFloat | typing.SupportsIndex, key_file: str | None = None
+    ) -> None: ...
+    @property
+    def before(self) -> str:
+        """The holder from whom this one took over; empty: none."""
+    def fetch(self, directory: str, engine: Mapping[str, str]) -> str:
+        """The newest checkpoint and its answers come into the directory; its path, or empty: there is none."""
+    @property
+    def holder(self) -> str: ...
+    def owns(self) -> bool: ...
+    def publish(self, sent: SentCheckpoint) -> None:
+        """The next owner goes on from these. Raises Aborted: it is another one already."""
+    def release(self) -> None:
+        """The next owner need not wait."""
+    def renew(self) -> None:
+        """Goes on owning. Raises Aborted: not any more."""
+    def send(self, checkpoint: str, answers: str) -> SentCheckpoint:
+        """Copies them there; nobody goes on from them yet."""
+    def take(self) -> bool:
+        """Whether this process owns it now; otherwise another one does, or may."""
+    @property
+    def term(self) -> int: ...
+
+class SentCheckpoint:
+    """A checkpoint and answers that were copied to an object store."""
+
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def moved_bytes(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+
+class SleepController:
+    """Sleep and wake of one engine; lives where its scheduler lives."""
+
+    def __init__(self, hooks: object, options: dict = {}) -> None: ...
+    def checkpoint(self, outputs: object, data_parallel: tuple[int, int] = (0, 1)) -> dict:
+        """A checkpoint of an engine that serves on; `outputs` is the front end's part."""
+    def end_hold(self, keep: bool) -> None:
+        """After wake_up with hold: lets the engine run, or throws away what was restored."""
+    def end_sleep(self, keep: bool) -> dict:
+        """After a sleep or checkpoint that is held: carries it out, or undoes it."""
+    def fingerprint(self) -> dict[str, str]:
+        """All that must be equal for tokens to be equal, by name."""
+    def is_sleeping(self) -> bool: ...
+    def ledger(self) -> list: ...
+    def plan_sleep(self, options: dict = {}) -> dict: ...
+    def sleep(self, options: dict = {}) -> dict: ...
+    def state(self) -> dict: ...
+    def wake_up(self, options: dict = {}) -> dict: ...
+
+class Slots:
+    """The requests of a scheduler, each with its state, told as events."""
+
+    def __init__(self) -> None: ...
+    def create(self, id: str, tokens: int) -> int:
+        """Its number."""
+    def finish(self, slot: int, busy: bool = False) -> None:
+        """`busy`: what was committed of it is still under way."""
+    def keys(self, slot: int, keys: Sequence[bytes], first: int, made: bool) -> None:
+        """Of its blocks, from the one with the number `first` on; `made`: by itself, not of its prompt."""
+    def may_admit(self, slot: int) -> bool:
+        """False: somebody holds it; ask again in the next step."""
+    def onboard(self, slot: int, blocks: int) -> None: ...
+    def onboard_failed(self, slot: int) -> None: ...
+    def preempt(self, slot: int) -> None: ...
+    def scheduled(self, slot: int, computed: int, now: int, tokens: int, device_blocks: int = 0) -> None: ...
+    def skip(self, slot: int) -> None: ...
+    def stage(self, slot: int, blocks: int) -> None:
+        """They are kept for it below; 0: none is any more."""
+    def step(
+        self, running: int, waiting: int, tokens: int, nanoseconds: int, used_blocks: int, free_blocks: int
+    ) -> None: ...
+
+def begin_control(operates: bool) -> str:
+    """A socket beside the ring of this process; returns its path. `operates`: who connects may stop the engine."""
+
+def begin_events(directory: str, role: str, rank: int = 0) -> str:
+    """From now on what this process does is told in a ring there; returns its path. A second call changes nothing."""
+
+def built_with_cuda() -> bool:
+    """Whether cuda.h was there when this was built."""
+
+def commit_set(directory: str, paths: Sequence[str], options: dict = {}) -> CheckpointSet:
+    """Makes the checkpoints of all data parallel ranks, by rank, one: a CheckpointSet."""
+
+def describe_checkpoint(path: str, data_parallel_rank: int = 0, key_file: str | None = None) -> dict:
+    """Which checkpoint is there, of which engine, and what its adapter keeps of each worker."""
+
+def digest(bytes: bytes) -> str:
+    """XXH3-128 of `bytes`, in hexadecimal."""
+
+def end_stops() -> None:
+    """Whoever has stopped this process's engine lets it go."""
+
+def list_checkpoints(directory: str, key_file: str | None = None) -> list:
+    """The committed checkpoints of a directory, oldest first."""
+
+def may_step() -> bool:
+    """Whether the engine of this process may take a step: nobody has stopped it to look at it."""
+
+def memory_allocate(device: int, bytes: int) -> int: ...
+
+def memory_backups_kept() -> bool: ...
+
+def memory_begin(tag: str, keep: bool) -> None: ...
+
+def memory_end() -> None: ...
+
+def memory_free(device: int, address: int) -> None: ...
+
+def memory_keep_backups(kept: bool) -> None: ...
+
+def memory_ledgers() -> dict: ...
+
+def memory_mark_dirty(tags: Sequence[str]) -> None: ...
+
+def memory_of(device: int, options: dict) -> RankMemory:
+    """The RankMemory that torch's allocations on this device come from; made with these options if there is none
+    yet.
+    """
+
+def memory_plan_sleep(tags: Sequence[str], keep: Sequence[str] | None) -> dict: ...
+
+def memory_plan_wake(tags: Sequence[str]) -> dict: ...
+
+def memory_saved(address: int, bytes: int) -> bytearray:
+    """A copy of what is saved of memory that sleeps."""
+
+def memory_set_margin(bytes: int) -> None:
+    """An allocation that would leave less free on its device fails."""
+
+def memory_sleep(tags: Sequence[str], keep: Sequence[str] | None, check: bool) -> dict: ...
+
+def memory_wake(tags: Sequence[str]) -> dict: ...
+
+def open_set(path: str, key_file: str | None = None) -> dict:
+    """The checkpoints of a set, by rank; all of them are there, and those that were written together."""
+
+def order_name(order: bytes) -> str:
+    """What an order of the controller to the ranks is called."""
+
+def rank_directory(directory: str, rank: int, ranks: int) -> str:
+    """Where the engine of this data parallel rank writes its checkpoints."""
+
+def read_checkpoint(path: str, key_file: str | None = None) -> EngineCheckpoint:
+    """The verified state of a checkpoint, or of the latest one of a directory."""
+
+def renew_space_word(directory: str) -> str:
+    """Another one; what was stored before is not found."""
+
+def set_woken_from(directory: str, generation: int, options: dict = {}) -> None:
+    """Its engines run: older sets may go."""
+
+def space_word(directory: str) -> str:
+    """The word in the name of the key space on disk."""

@@ -1,0 +1,119 @@
+"""Looks at engines that run, and stops them: the calls of `torpor live` for Python.
+
+    with torpor.console.connect() as engine:
+        stop = engine.pause(lease=10)["stop"]
+        print(engine.slots()["slots"])
+        engine.resume(stop=stop)
+
+What a connection has stopped goes on when it ends, unless `stay=True` was given. The methods and their parameters stand
+in docs/console.md, and in `engine.hello()["methods"]`. Needs no vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from torpor import errors
+
+__all__ = ["Engine", "connect"]
+
+_MAX_LINE = 1 << 26
+
+
+def default_directory() -> Path:
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime) / "torpor"
+    return Path(f"/dev/shm/torpor-{os.geteuid()}")
+
+
+def connect(path: str | os.PathLike | None = None, timeout: float | None = 30) -> Engine:
+    """To the engine with this socket, or the newest one in this directory of events that answers."""
+    path = Path(path) if path is not None else default_directory()
+    sockets = [path]
+    if path.is_dir():
+        sockets = sorted(path.glob("*.sock"), key=lambda each: each.stat().st_mtime, reverse=True)
+    for each in sockets:
+        try:
+            return Engine(each, timeout)
+        except (ConnectionRefusedError, FileNotFoundError):
+            continue  # of a process that was killed
+    raise errors.NotFound(
+        f"no engine in {path} has a socket", 'start one with the option console="read" or console="control"'
+    )
+
+
+class Engine:
+    """One connection. Each method of the engine is a method here; its keywords are the parameters."""
+
+    def __init__(self, path: Path, timeout: float | None = 30):
+        self.path = path = Path(path)
+        self._last = 0
+        # A socket's address is short: it is reached through the directory's descriptor.
+        directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+        try:
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.settimeout(timeout)
+            self._socket.connect(f"/proc/self/fd/{directory}/{path.name}")
+        except BaseException:
+            self._socket.close()
+            raise
+        finally:
+            os.close(directory)
+        self._lines = self._socket.makefile("rb")
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._lines.close()
+        self._socket.close()
+
+    def call(self, method: str, **params) -> dict:
+        """The result; raises the error of torpor.errors that the engine answers."""
+        self._last += 1
+        self._socket.sendall(json.dumps({"id": self._last, "method": method, "params": params}).encode() + b"\n")
+        while True:
+            answer = self._line()
+            if answer.get("id") != self._last:
+                continue  # an event of a subscription
+            if (error := answer.get("error")) is not None:
+                raise errors.make(
+                    error["code"],
+                    error["what"],
+                    error["next_step"],
+                    error["origin"],
+                    state_changed=error["state_changed"],
+                )
+            return answer["result"]
+
+    def __getattr__(self, name: str):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda **params: self.call(name, **params)
+
+    def add_breakpoint(self, **params) -> int:
+        """Its number."""
+        return self.call("breakpoint.add", **params)["breakpoint"]
+
+    def remove_breakpoint(self, breakpoint: int) -> None:
+        self.call("breakpoint.remove", breakpoint=breakpoint)
+
+    def events_from_now_on(self, **params) -> Iterator[dict]:
+        """Events as they are told, until the connection ends. Other calls need a connection of their own meanwhile."""
+        self.call("subscribe", **params)
+        self._socket.settimeout(None)
+        while True:
+            yield self._line()["event"]
+
+    def _line(self) -> dict:
+        line = self._lines.readline(_MAX_LINE)
+        if not line.endswith(b"\n"):
+            raise errors.Busy(f"{self.path} has ended the connection", "look whether its process is there")
+        return json.loads(line)

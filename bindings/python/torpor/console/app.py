@@ -1,0 +1,246 @@
+"""The screens in a terminal. Needs Textual: pip install torpor[console]."""
+
+from __future__ import annotations
+
+import contextlib
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding
+from textual.geometry import Size
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+from textual.widgets import Footer, Input, Static
+
+import torpor.console
+from torpor.console import pages
+from torpor.console.source import Live
+from torpor.errors import Error
+
+_LOOKS_A_SECOND = 4
+_LEASE = 60
+
+
+class Lines(ScrollView, can_focus=True):
+    """Lines of text, of which only those that are seen are drawn."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self._lines: list[Text] = []
+        self.chosen = -1  # line
+
+    def show(self, lines: list[Text], chosen: int) -> None:
+        self._lines, self.chosen = lines, chosen
+        self.virtual_size = Size(max((line.cell_len for line in lines), default=0), len(lines))
+        self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        at = y + self.scroll_offset.y
+        if at >= len(self._lines):
+            return Strip.blank(self.size.width)
+        line = self._lines[at].copy()
+        line.end = ""
+        if at == self.chosen:
+            line.stylize("reverse")
+        strip = Strip(line.render(self.app.console), line.cell_len)
+        return strip.crop(self.scroll_offset.x, self.scroll_offset.x + self.size.width).adjust_cell_length(
+            self.size.width
+        )
+
+
+class Console(App):
+    """`readonly`: nothing that changes the engine is sent, whatever is pressed."""
+
+    CSS = """
+    #top { height: auto; max-height: 8; background: $panel; padding: 0 1; }
+    #top.past { background: $secondary; } #top.frozen { background: $surface-lighten-2; }
+    #top.stopped { background: $error; }
+    #filter { display: none; } #filter.asked { display: block; }
+    """
+    BINDINGS = [
+        *(Binding(key, f"page('{key}')", name) for key, (name, _) in pages.PAGES.items()),
+        Binding("2", "page('2')", "request"),
+        Binding("8", "page('8')", "events"),
+        Binding("slash", "filter", "filter", key_display="/"),
+        Binding("up,k", "choose(-1)", show=False),
+        Binding("down,j", "choose(1)", show=False),
+        Binding("enter", "page('2')", show=False),
+        Binding("space", "freeze", "freeze"),
+        Binding("left_square_bracket", "travel(-1)", "back", key_display="["),
+        Binding("right_square_bracket", "travel(1)", "on", key_display="]"),
+        Binding("g", "now", "now"),
+        Binding("p", "control('pause')", "pause"),
+        Binding("c", "control('resume')", "go on"),
+        Binding("n", "control('step')", "step"),
+        Binding("tab", "process", "process", priority=True),
+        Binding("q", "quit", "quit"),
+    ]
+
+    def __init__(self, source: Live, readonly: bool = False):
+        super().__init__()
+        self.source = source
+        self.readonly = readonly
+        self.page = "1"
+        self.wanted = ""
+        self.row = 0
+        self.frozen = False
+        self.moment: float | None = None  # seconds after the first event; None: now
+        self.said = ""
+        self.request = ""  # of the screen of a request
+        self.others = 0  # how often another process was asked for
+        self._snapshot: dict = {"processes": []}
+        self._told: list[dict] = []
+        self._engine: torpor.console.Engine | None = None
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="top")
+        yield Lines(id="lines")
+        yield Input(placeholder="of a request's name or a state", id="filter")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self.query_one(Lines).focus()
+        self.look()
+        self.set_interval(1 / _LOOKS_A_SECOND, self.look)
+
+    def on_unmount(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        self.source.close()
+
+    # --- what is shown
+
+    @property
+    def process(self) -> dict | None:
+        """The one with requests, of those that live first of all; then the others."""
+        there = sorted(
+            self._snapshot["processes"], key=lambda each: (each["alive"], each["steps"]["seen"]), reverse=True
+        )
+        return there[self.others % len(there)] if there else None
+
+    @property
+    def began(self) -> float | None:
+        """When the first event of all was told: moments are counted from there."""
+        return min((each["began"] for each in self._snapshot["processes"] if each["began"] is not None), default=None)
+
+    def engine(self) -> dict:
+        """All processes' operations, in their order: an engine that fell asleep may wake in another one."""
+        done = [
+            (each["began"] or 0, number, operation | {"whose": f"{each['process']} pid {each['pid']}"})
+            for each in self._snapshot["processes"]
+            for number, operation in enumerate(each["operations"])
+        ]
+        return {"operations": [operation for *_, operation in sorted(done, key=lambda each: each[:2])]}
+
+    def look(self) -> None:
+        if not self.frozen and self.moment is None:
+            self._snapshot = self.source.at(None)
+        self.draw()
+
+    def draw(self) -> None:
+        if not self.query("#top"):
+            return  # it is ending
+        process, top = self.process, self.query_one("#top", Static)
+        top.set_class(self.moment is not None, "past")
+        top.set_class(self.frozen, "frozen")
+        top.set_class(bool(process and process["stops"]), "stopped")
+        if process is None:
+            top.update(f"no engine tells anything in {self.source.path}. {self.source.ended or ''}")
+            return
+        mode = (
+            "FROZEN"
+            if self.frozen
+            else ("LIVE" if process["alive"] else "LAST WORDS")
+            if self.moment is None
+            else f"AT {self.moment:.1f} s"
+        )
+        text = pages.heading(process).append(f"  {mode}{'  READ-ONLY' if self.readonly else ''}  {self.said}", "bold")
+        for line in pages.lints(process)[:6]:
+            text.append("\n").append_text(line)
+        top.update(text)
+        chosen = -1
+        if self.page == "2":
+            lines = pages.waterfall(self._told, self.request, self.size.width)
+        elif self.page == "8":
+            lines = pages.events(self._told, self.wanted)
+        else:
+            shown = self.engine() if self.page == "6" else process
+            lines = pages.PAGES[self.page][1](shown, self.wanted)
+            if self.page == "1" and len(lines) > 1:
+                self.row = min(self.row, len(lines) - 2)
+                chosen = self.row + 1
+        self.query_one(Lines).show(lines, chosen)
+
+    # --- keys
+
+    def action_page(self, page: str) -> None:
+        if page == "2" and self.page == "1" and (process := self.process) is not None:
+            rows = pages.chosen_slots(process, self.wanted)
+            self.request = rows[self.row]["request"] if self.row < len(rows) else ""
+        self.page = page
+        if page in "28":
+            self._told = self.source.events()[-50_000 if page == "2" else -2000 :]
+        self.draw()
+
+    def action_choose(self, by: int) -> None:
+        self.row = max(self.row + by, 0)
+        self.draw()
+
+    def action_filter(self) -> None:
+        field = self.query_one("#filter", Input)
+        field.add_class("asked")
+        field.focus()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        self.wanted = event.value
+        event.input.remove_class("asked")
+        self.query_one(Lines).focus()
+        self.draw()
+
+    def action_freeze(self) -> None:
+        self.frozen = not self.frozen
+        self.look()
+
+    def action_travel(self, by: int) -> None:
+        """To the next moment at which a request changed its state, before or after the one that is shown."""
+        if (process := self.process) is None:
+            return
+        told = [event["time"] for event in self.source.events("--type", "slot,operation,engine,stop")]
+        if not told or (began := self.began) is None:
+            return
+        now = process["time"] if self.moment is None else began + self.moment
+        others = [time for time in told if (time < now - 1e-6 if by < 0 else time > now + 1e-6)]
+        if not others:
+            return
+        self.go_to((max(others) if by < 0 else min(others)) - began + 1e-7)
+
+    def go_to(self, moment: float) -> None:
+        """Seconds after the first event of all."""
+        self.moment = moment
+        self._snapshot = self.source.at(moment)
+        self.draw()
+
+    def action_process(self) -> None:
+        self.others += 1
+        self.row = 0
+        self.draw()
+
+    def action_now(self) -> None:
+        self.moment = None
+        self.look()
+
+    def action_control(self, method: str) -> None:
+        if self.readonly:
+            self.said = f"read-only: no {method}"
+        else:
+            try:
+                if self._engine is None:
+                    self._engine = torpor.console.connect(self.source.path, timeout=5)
+                self._engine.call(method, **({"lease": _LEASE} if method == "pause" else {}))
+                self.said = ""
+            except (Error, OSError) as problem:
+                self.said = str(problem)
+                with contextlib.suppress(Exception):
+                    self._engine.close()
+                self._engine = None
+        self.draw()

@@ -1,0 +1,68 @@
+"""Where the screens have it from: the inspector's JSON, of engines that run and of recordings alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+
+from torpor import errors
+
+
+def inspector() -> str:
+    """The program `torpor`: $TORPOR_BINARY, or the one on the path."""
+    if found := os.environ.get("TORPOR_BINARY") or shutil.which("torpor"):
+        return found
+    raise errors.NotFound("the program torpor is not on the path", "install torpor-tools, or set TORPOR_BINARY")
+
+
+def ask(*words: str) -> str:
+    done = subprocess.run([inspector(), *words], capture_output=True, text=True)
+    if done.returncode not in (0, 1, 6):
+        raise errors.NotFound(done.stderr.strip().removeprefix("torpor: "), "start an engine with events_directory")
+    return done.stdout
+
+
+class Live:
+    """Engines that run: the newest snapshot, as often as the inspector prints one."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.snapshot: dict = {"processes": []}
+        self.ended: str | None = None
+        self._process = subprocess.Popen(
+            [inspector(), "console", path, "--json", "--follow"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        threading.Thread(target=self._read, name="torpor-console", daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self._process.stdout:
+            if line.startswith('{"processes"'):  # else it is about to say why it ends
+                self.snapshot = json.loads(line)
+        self.ended = self._process.stderr.read().strip() or "the inspector has ended"
+
+    def at(self, moment: float | None) -> dict:
+        """As it is now, or was so many seconds after the first event that is there."""
+        return self.snapshot if moment is None else json.loads(ask("console", self.path, "--json", "--at", str(moment)))
+
+    def events(self, *words: str) -> list[dict]:
+        return [json.loads(line) for line in ask("events", self.path, "--json", *words).splitlines()]
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+class Recording(Live):
+    """What lies in files, or is left of processes that were killed."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.ended = None
+        self.snapshot = json.loads(ask("console", path, "--json"))
+
+    def close(self) -> None:
+        pass

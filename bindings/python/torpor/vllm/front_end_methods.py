@@ -1,0 +1,186 @@
+"""The methods that LLM, LLMEngine and AsyncLLM get: what they take, and what it means. The flow: frontend.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from torpor.errors import InvalidArgument
+from torpor.vllm import frontend
+from torpor.vllm.frontend import Report
+from torpor.vllm.weight_updates import UPDATING_WEIGHTS, Updating, UpdatingAwaited, kv_option
+
+_SLEEP = """Gives the engine's memory back and returns when it is free. What each combination means: docs/semantics.md.
+
+    level: 0 only pauses; 1 frees weights and KV cache, weights are copied first; 2 frees weights without a copy.
+    mode: what becomes of requests without preserve_state. "abort" ends them, "keep" computes them again after the wake,
+        "wait" lets those that run end first (with preserve_state too); queued ones stay queued until the wake.
+    preserve_state: keep requests, their KV blocks, prefix cache and samplers; they go on without recompute.
+    to: where saved bytes go, "host" (memory) or "disk" (a checkpoint in the option `dir`, which survives the process).
+    on_save_error: "abort" stays awake when saving fails. "discard" sleeps anyway: what cannot go to disk is kept in
+        host memory, and only requests that have no room there are dropped; the report's `to` and `note` say so.
+    tags: only these of "weights" and "kv_cache"; None: both.
+    timeout: most seconds to wait for the running step, and with mode="wait" for requests to end; None: no bound.
+    weights: "store" keeps them, "reload" does not: the wake names them, and kept requests wait until they are loaded.
+
+    Returns a Report. Raises an error of torpor.errors: InvalidArgument for wrong arguments, Unsupported (by name) for
+    what cannot be preserved, TimedOut, NotEnoughRoom, FileError. Unless the error says otherwise (`state_changed`)
+    the engine stays awake and nothing is lost.
+    """
+
+_WAKE_UP = """Brings the memory back, and the requests with it. Returns when it is back.
+
+    tags: wake only these; the engine takes no step until all are back. None: all.
+    from_checkpoint: path of a checkpoint, or of a directory whose newest is taken, for a new engine without requests.
+    on_restore_error: with from_checkpoint. "abort" raises, "discard" wakes without the checkpoint.
+    kv: new weights were loaded meanwhile: what becomes of KV of the old ones, which no new request finds. "recompute":
+        it is computed again from the tokens so far. "keep": running requests go on with it. "abort": the requests end;
+        the report's `aborted` has the prompt, tokens and weight versions of each. None: refused (WrongState) if
+        requests have such KV and the weights were seen to be written.
+    weights_changed: True is kv="recompute".
+
+    Returns a Report, true if the engine is fully awake. Raises Incompatible (by field) for a checkpoint of another
+    model or configuration, Damaged, Unauthenticated, NotFound, NotEnoughRoom; the engine stays as it was.
+    """
+
+_CHECKPOINT = """Writes a checkpoint of the running requests to the option `dir`, and goes on without a sleep.
+
+    Returns a Report; `seconds` is how long the engine stood still. Raises as sleep(to="disk") does.
+    """
+
+_TORPOR = """Asks torpor in the engine core, and changes nothing. Returns a dict.
+
+    method: "state", "ledger" (memory now), or "plan_sleep": what a sleep would move and free.
+    options: of "plan_sleep", those of sleep().
+    """
+
+
+def _documented(text: str):
+    def add(function):
+        function.__doc__ = text
+        return function
+
+    return add
+
+
+class Blocking:
+    """Of LLM and LLMEngine. They return when they are done."""
+
+    @_documented(_SLEEP)
+    def sleep(
+        self,
+        level: int = 1,
+        mode: str = "abort",
+        *,
+        preserve_state: bool = False,
+        to: str = "host",
+        on_save_error: str = "abort",
+        tags: Iterable[str] | None = None,
+        timeout: float | None = None,
+        weights: str = "store",
+    ) -> Report:
+        values = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights)
+        return frontend.finish(frontend.sleep(frontend.BlockingSide(_engine(self)), mode, values))
+
+    @_documented(_WAKE_UP)
+    def wake_up(
+        self,
+        tags: Iterable[str] | None = None,
+        *,
+        from_checkpoint: str | os.PathLike | None = None,
+        on_restore_error: str = "abort",
+        kv: str | None = None,
+        weights_changed: bool = False,
+    ) -> Report:
+        values = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed)
+        return frontend.finish(frontend.wake_up(frontend.BlockingSide(_engine(self)), values))
+
+    @_documented(_CHECKPOINT)
+    def checkpoint(self) -> Report:
+        return frontend.finish(frontend.while_frozen(frontend.BlockingSide(_engine(self)), "checkpoint", {}))
+
+    @_documented(UPDATING_WEIGHTS)
+    def updating_weights(self, version: str | None = None) -> Updating:
+        return Updating(frontend.call, _engine(self), version)
+
+    @_documented(_TORPOR)
+    def torpor(self, method: str, options: dict | None = None):
+        return frontend.call(_engine(self), method, options)
+
+
+class Awaited:
+    """Of AsyncLLM."""
+
+    @_documented(_SLEEP)
+    async def sleep(
+        self,
+        level: int = 1,
+        mode: str = "abort",
+        *,
+        preserve_state: bool = False,
+        to: str = "host",
+        on_save_error: str = "abort",
+        tags: Iterable[str] | None = None,
+        timeout: float | None = None,
+        weights: str = "store",
+    ) -> Report:
+        values = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights)
+        return await frontend.sleep(frontend.AsyncSide(self), mode, values)
+
+    @_documented(_WAKE_UP)
+    async def wake_up(
+        self,
+        tags: Iterable[str] | None = None,
+        *,
+        from_checkpoint: str | os.PathLike | None = None,
+        on_restore_error: str = "abort",
+        kv: str | None = None,
+        weights_changed: bool = False,
+    ) -> Report:
+        values = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed)
+        return await frontend.wake_up(frontend.AsyncSide(self), values)
+
+    @_documented(_CHECKPOINT)
+    async def checkpoint(self) -> Report:
+        return await frontend.while_frozen(frontend.AsyncSide(self), "checkpoint", {})
+
+    @_documented(UPDATING_WEIGHTS)
+    def updating_weights(self, version: str | None = None) -> UpdatingAwaited:
+        return UpdatingAwaited(frontend.call_async, self, version)
+
+    @_documented(_TORPOR)
+    async def torpor(self, method: str, options: dict | None = None):
+        return await frontend.call_async(self, method, options)
+
+
+def _engine(front_end) -> LLMEngine:
+    return getattr(front_end, "llm_engine", front_end)
+
+
+def sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights) -> dict:
+    """Options for the controller. `mode` is vLLM's name for what becomes of requests without preserve_state."""
+    in_flight = {"abort": "abort", "keep": "recompute", "wait": "recompute"}.get(mode)  # "wait" has ended what ran
+    if in_flight is None:
+        raise InvalidArgument(f"mode is {mode!r}", 'use "abort", "wait" or "keep"')
+    values = {
+        "level": level, "preserve_state": preserve_state, "to": to, "on_save_error": on_save_error, "weights": weights,
+        "in_flight": "freeze" if preserve_state or level == 0 else in_flight,
+    }  # fmt: skip
+    if tags is not None:
+        values["tags"] = list(tags)
+    if timeout is not None:
+        values["timeout"] = float(timeout)
+    return values
+
+
+def wake_options(tags, from_checkpoint, on_restore_error: str, kv: str | None, weights_changed: bool) -> dict:
+    values = {"on_restore_error": on_restore_error}
+    if (kv := kv_option(kv, weights_changed)) is not None:
+        values["kv"] = kv
+    if tags is not None:
+        values["tags"] = list(tags)
+    if from_checkpoint is not None:
+        values |= {"from_checkpoint": str(from_checkpoint), "hold": True}
+    return values

@@ -1,0 +1,344 @@
+"""EngineHooks (engine/engine_hooks.h) over vLLM: the C++ controller decides; a hook asks or tells vLLM one thing."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from torpor.errors import Incompatible, TimedOut
+from torpor.vllm import block_stamps, connector_sleep, grammar
+from torpor.vllm import pool_values
+from torpor.vllm import scheduler_values as values
+from torpor.vllm.fingerprint import fingerprint
+from torpor.vllm.inputs import Inputs
+from torpor.vllm.support import unsupported_engine, unsupported_scheduler
+
+_KEPT_OVER_NEW_WEIGHTS = "\0kept"  # once for each time, after a request's own salt
+
+
+class VllmHooks:
+    """Of one EngineCore. Called between steps, in its thread."""
+
+    def __init__(self, core):
+        self.core = core
+        self.scheduler: Scheduler = core.scheduler
+        self._was_paused = PauseState.UNPAUSED
+        self._quiet = False  # between quiesce() and resume()
+        self.standing = False  # with all other ranks, between stand() and go_on()
+        self._before_drain: PauseState | None = None  # while running requests end and no other is begun
+        self._own_weight_version: str | None = None  # of this engine, before it was restored
+        self.bound: list[dict] = []  # requests of the last capture() that no checkpoint can hold: id, and why
+        self.restored: dict | None = (
+            None  # the checkpoint that a new process was restored from, until its front end has it
+        )
+
+    def unsupported(self) -> list[str]:
+        found = unsupported_engine(self.core.vllm_config) + unsupported_scheduler(self.scheduler)
+        workers = self._rpc("torpor_describe")
+        if any(not w["v2"] and w["device_type"] != "cpu" for w in workers):
+            found.append("model runner V1 on a GPU")
+        if getattr(self.core, "eep_scaling_state", None) is not None:
+            found.append("a change of the number of data parallel ranks under way")
+        if any(not w["v2"] for w in workers) and self.core.vllm_config.scheduler_config.async_scheduling:
+            found.append("async scheduling with model runner V1")
+        found += sorted({name for w in workers for name in w["unsupported"]})
+        if elsewhere := sorted({name for w in workers for name in w.get("elsewhere", ())}):
+            more = f" and {len(elsewhere) - 1} more" if len(elsewhere) > 1 else ""
+            found.append(
+                f"the parameter {elsewhere[0]}{more}, replaced by a tensor of its own: "
+                "copy into it, or use load_weights()"
+            )
+        return found
+
+    def unfinished_requests(self) -> int:
+        return len(self.scheduler.requests)
+
+    def quiesce(self, timeout: float | None) -> None:
+        # Utilities run between steps, so no step is running now.
+        if self._quiet:
+            return
+        if not self.standing:
+            self._freeze()
+        self._quiet = True
+        try:
+            self._finish_batches(None if timeout is None else time.monotonic() + timeout)
+            self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            if (side := connector_sleep.side_of(self.scheduler)) is not None:
+                connector_sleep.finish_transfers(self.core, side)
+            self._rpc("torpor_settle")
+        except BaseException:
+            self.resume()
+            raise
+
+    def _freeze(self) -> None:
+        """The engine takes no further step, not even the empty one that vLLM would take to hand over the ids of
+        finished requests: it would move rows of the batch."""
+        self._was_paused = self.scheduler.pause_state if self._before_drain is None else self._before_drain
+        self._before_drain = None
+        self.scheduler.torpor_frozen = True
+
+    def stand(self) -> Future:
+        """Of ranks that compute for each other (data_parallel.py): done when all have been told and stand still.
+
+        Until then each goes on with empty batches. Then no step is under way, and none begins before all go_on().
+        """
+        self._freeze()
+        self.standing = True
+        return self.core.pause_scheduler("keep", False)
+
+    def go_on(self) -> None:
+        """Waits for all the others to be told."""
+        self.standing = self.scheduler.torpor_frozen = False
+        self.core.resume_scheduler()
+        self.scheduler.set_pause_state(self._was_paused)
+
+    def _finish_batches(self, deadline: float | None) -> None:
+        """With async scheduling batches are in flight between steps: their tokens are given to their readers."""
+        while self.core.batch_queue:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimedOut(f"{len(self.core.batch_queue)} batches are still in flight", "give it more time")
+            outputs, executed = self.core.step_fn()  # it schedules nothing: the scheduler says that it has no requests
+            connector_sleep.deliver(self.core, outputs)
+            self.core.post_step(executed)
+
+    def drain(self) -> int:
+        """No queued request is begun from now on. Returns how many that were begun have not ended."""
+        if self._before_drain is None:
+            self._before_drain = self.scheduler.pause_state
+            self.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        unfinished = self.scheduler.get_num_unfinished_requests()
+        return unfinished or int(self.scheduler.has_requests() or bool(self.core.batch_queue))
+
+    @property
+    def is_draining(self) -> bool:
+        return self._before_drain is not None
+
+    def end_drain(self) -> None:
+        if self._before_drain is not None:
+            self.scheduler.set_pause_state(self._before_drain)
+            self._before_drain = None
+
+    def resume(self) -> None:
+        if not self._quiet:  # called to undo a quiesce() that did not come so far
+            return
+        self._quiet = False
+        if not self.standing:
+            self.scheduler.torpor_frozen = False
+            self.scheduler.set_pause_state(self._was_paused)
+
+    @property
+    def is_quiet(self) -> bool:
+        return self._quiet
+
+    def resume_paused(self) -> None:
+        """The next resume() ends a pause from before too, as vLLM's wake_up() does."""
+        self._was_paused = PauseState.UNPAUSED
+
+    def capture(self) -> dict:
+        if self.scheduler.torpor_frozen:  # else it is for a plan, and need not be exact
+            values.assert_quiet(self.scheduler)
+            values.put_pooling_back(self.scheduler)
+        scheduler = values.scheduler_to_value(self.scheduler)
+        bound = {item["id"]: item["engine"].get("bound") for item in scheduler["requests"]}
+        self.bound = [{"id": request_id, "error": why} for request_id, why in bound.items() if why]
+        sampling = {
+            item["id"]: item["sampling"] if item["engine"].get("pooling") is None else None
+            for item in scheduler["requests"]
+        }
+        state = {
+            "scheduler": scheduler,
+            "kv": pool_values.pool_to_value(self.scheduler),
+            "workers": self._rpc("torpor_capture", sampling),
+            "stamps": block_stamps.to_value(self.scheduler, self.core.vllm_config.speculative_config),
+        }
+        state["scheduler"]["engine"]["weight_version"] = self.core.get_weight_version()
+        watch_recomputation(self.scheduler)
+        return state
+
+    def kv_contents(self) -> dict:
+        """What tells the contents of KV blocks apart, after restore()."""
+        blocks = [block.block_id for block in block_stamps.used_blocks(self.scheduler)]
+        return {"blocks": blocks} | block_stamps.to_value(self.scheduler, self.core.vllm_config.speculative_config)
+
+    def host_slots(self, blocks: list[int], keep: bool) -> list[int]:
+        """Of each block, the slot of the connector's host memory that has its bytes, or -1. `keep`: until
+        release_host_slots()."""
+        side = connector_sleep.side_of(self.scheduler)
+        return [] if side is None else side.host_slots(blocks, keep)
+
+    def release_host_slots(self) -> None:
+        if (side := connector_sleep.side_of(self.scheduler)) is not None:
+            side.release_host_slots()
+
+    def fingerprint(self) -> dict[str, str]:
+        return fingerprint(self.core.vllm_config, self.scheduler, self._rpc("torpor_describe"))
+
+    def drop_requests(self, mode: str) -> None:
+        watch_recomputation(self.scheduler)
+        with connector_sleep.tiers_kept(self.scheduler):
+            self._pause("abort" if mode == "abort" else "keep")
+
+    def _pause(self, mode: str) -> None:
+        """vLLM's pause, which drops. Of ranks that stand it would ask for consent once more: here is only its end."""
+        if not self.standing:
+            self.core.pause_scheduler(mode, True)
+            return
+        if mode == "abort":
+            aborted = self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+            self.core._send_abort_outputs(aborted)
+        self.core._finish_pause(True)
+
+    def drop_prefix(self, block_ids: list[int]) -> None:
+        pool = self.scheduler.kv_cache_manager.block_pool
+        for block_id in block_ids:
+            pool._maybe_evict_cached_block(pool.blocks[block_id])
+
+    def retire_prefix(self) -> None:
+        if (side := connector_sleep.side_of(self.scheduler)) is not None:
+            side.new_weights()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        for block in pool.blocks:
+            pool._maybe_evict_cached_block(block)
+        for request in self.scheduler.requests.values():
+            if request.num_computed_tokens > 0:  # what it computes on top of old KV is found by nobody else either
+                request.cache_salt = f"{request.cache_salt or ''}{_KEPT_OVER_NEW_WEIGHTS}"
+                request.block_hashes.clear()
+                request.update_block_hashes()
+
+    def release_derived(self) -> None:
+        self._rpc("torpor_release_derived")
+
+    def rebuild_derived(self) -> None:
+        self._rpc("torpor_rebuild_derived")
+
+    def reconnect(self, workers: list[dict]) -> None:
+        self._rpc("torpor_reconnect", workers)
+
+    def restore(self, checkpoint: dict) -> list[dict]:
+        given = values.given_since(checkpoint)
+        requests, failed = self._make_requests(checkpoint, {item["id"] for item in given})
+        lost = {item["id"] for item in failed}
+        values.empty_scheduler(self.scheduler)
+        values.scheduler_from_value(self.scheduler, checkpoint["scheduler"], requests)
+        pool_values.pool_from_value(self.scheduler, checkpoint["kv"], lost)
+        pool_values.announce_blocks(self.scheduler)
+        connector_sleep.tell_of_requests(self.scheduler)
+        self.scheduler.finished_req_ids |= lost  # so that the workers drop their rows at the next step
+        inputs = {i: found.to_value() for i, request in requests.items() if (found := Inputs.of(request))}
+        self._rpc("torpor_restore", checkpoint["workers"], given, inputs)
+        self._take_weight_version(checkpoint["scheduler"]["engine"].get("weight_version"))
+        self.restored = checkpoint
+        watch_recomputation(self.scheduler)
+        return failed
+
+    def _make_requests(self, checkpoint: dict, given: set[str]) -> tuple[dict, list[dict]]:
+        """Requests by id; and those that cannot be made, each with why. They alone are lost.
+
+        `given`: those that have more tokens than the workers know. What was drafted for them is of no use.
+        """
+        requests, failed = {}, []
+        grammars = self.core.structured_output_manager
+        unusable = self._load_adapters(checkpoint)
+        for item in checkpoint["scheduler"]["requests"]:
+            try:
+                request = values.request_from_value(item, self.core.request_block_hasher)
+                if request.lora_request is not None and (why := unusable.get(request.lora_request.lora_int_id)):
+                    raise Incompatible(why, "give it the adapter that it began with")
+                if (why := values.not_taken(request, self.core.vllm_config.model_config)) is not None:
+                    raise Incompatible(f"request {request.request_id}: {why}")
+                if request.request_id in given:
+                    request.spec_token_ids = []
+                grammars.grammar_init(request)
+                requests[request.request_id] = request
+            except Exception as problem:
+                failed.append({"id": item["id"], "error": str(problem)})
+        for request in [r for r in requests.values() if r.use_structured_output]:  # all compile meanwhile
+            try:
+                if request.status is not RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+                    grammar.replay(grammars, request)
+            except Exception as problem:
+                failed.append({"id": request.request_id, "error": str(problem)})
+                del requests[request.request_id]
+        return requests, failed
+
+    def _load_adapters(self, checkpoint: dict) -> dict[int, str]:
+        """LoRA adapters of the requests, the most recently used last. Returns which cannot be used, and why."""
+        known = {each["id"]: each["digest"] for each in checkpoint["workers"][0]["engine"].get("adapters", ())}
+        recency = list(known)
+        named, begun = {}, set()
+        for item in checkpoint["scheduler"]["requests"]:
+            if (adapter := item["engine"].get("adapter")) is not None:
+                number = adapter["lora_int_id"]
+                named[number] = adapter
+                if len(item["output_token_ids"]) > 0:
+                    begun.add(number)
+        unusable = {}
+        for number in sorted(named, key=lambda n: recency.index(n) if n in known else len(recency)):
+            if number in begun and number not in known:  # nothing says which weights its tokens come from
+                unusable[number] = f"its LoRA adapter {named[number]['lora_name']} is in no checkpoint"
+                continue
+            problems = self._rpc("torpor_load_adapter", named[number], known.get(number))
+            if why := next(filter(None, problems), None):
+                unusable[number] = why
+        return unusable
+
+    def _take_weight_version(self, version: str | None) -> None:
+        """vLLM's label of the weights; checkpoints from before it was saved have none."""
+        self._own_weight_version = self.core.get_weight_version()
+        if version is not None:
+            self.core.set_weight_version(version)
+
+    def forget_restored(self) -> None:
+        if self._own_weight_version is not None:
+            self.core.set_weight_version(self._own_weight_version)
+            self._own_weight_version = None
+        connector_sleep.forget_requests(self.scheduler)
+        values.empty_scheduler(self.scheduler)
+        pool_values.empty_pool(self.scheduler)
+        self._rpc("torpor_forget")
+        self.restored = None
+
+    def call_ranks(self, order: bytes) -> list[bytes]:
+        return self._rpc("torpor_rank", order)
+
+    def _rpc(self, method: str, *arguments) -> list:
+        return self.core.collective_rpc(method, args=arguments)
+
+
+def watch_recomputation(scheduler: Scheduler) -> None:
+    """From now on counts every token position that is scheduled although its KV exists at this moment."""
+    scheduler.torpor_computed = {
+        request_id: request.num_computed_tokens for request_id, request in scheduler.requests.items()
+    }
+    scheduler.torpor_recomputed = 0
+
+
+def let_those_with_blocks_go_first(scheduler: Scheduler) -> None:
+    """Called before each Scheduler.schedule(). A request whose KV could not be loaded holds no blocks any more, and yet
+    stands before those that do. vLLM looks at none of them while it finds no room for it: where they hold all the
+    room, nothing would ever run."""
+    ready = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+    first = []
+    for request in scheduler.kv_holding_waiting:
+        if request.status not in ready or request.num_computed_tokens > 0:
+            break
+        first.append(request)
+    if first:
+        scheduler.kv_holding_waiting.remove_requests(first)
+        for request in reversed(first):
+            scheduler.waiting.prepend_request(request)
+
+
+def count_recomputed(scheduler: Scheduler, scheduled: dict[str, int]) -> None:
+    """Called after each Scheduler.schedule() with its num_scheduled_tokens."""
+    computed = getattr(scheduler, "torpor_computed", None)
+    if not computed:
+        return
+    for request_id, count in scheduled.items():
+        if (reached := computed.get(request_id)) is not None:
+            start = scheduler.requests[request_id].num_computed_tokens - count
+            scheduler.torpor_recomputed += max(0, min(count, reached - start))

@@ -1,0 +1,98 @@
+"""The end of a server: on SIGTERM what can be saved is saved; one that lost its ownership ends at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from http import HTTPStatus
+
+from vllm.exceptions import GracefulHTTPError
+from vllm.logger import init_logger
+
+from torpor.errors import WrongState
+
+logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
+
+
+async def take_signals(server) -> None:
+    """SIGTERM is ours from the moment on when vLLM's server has taken it."""
+    if server.settings.on_sigterm != "checkpoint" or not server.options.dir:
+        return
+    while not getattr(getattr(server.app_state, "server", None), "started", False):
+        await asyncio.sleep(0.05)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: server.run(server.end()))
+
+
+async def end(server) -> None:
+    """Saves what can be saved in the given time, tells the clients, and lets vLLM end the process."""
+    if server.state == "ending":
+        return
+    began, before = time.monotonic(), server.state
+    running = 0 if server.recorder is None else server.recorder.answers.counts()["running"]
+    server.enter("ending")
+    if server.recorder is not None and before != "failed":
+        saving = server.run(_save_before_end(server, before))
+        done, _ = await asyncio.wait({saving}, timeout=server.settings.sigterm_seconds)
+        problem = (
+            saving.exception() if done else TimeoutError(f"it takes longer than {server.settings.sigterm_seconds:g} s")
+        )
+        if problem is not None:
+            logger.error(
+                "torpor: no checkpoint on SIGTERM: %s. The KV cache of %d requests was not saved: "
+                "the next server computes it anew from the log of answers.",
+                problem,
+                running,
+            )
+        server.recorder.close()
+        await _tell_clients(server)
+    if server.remote is not None:
+        await server.remote.release()
+    logger.info("torpor: ended with %d requests to go on, in %.2f s", running, time.monotonic() - began)
+    os.kill(os.getpid(), signal.SIGINT)  # vLLM's own way out
+
+
+async def end_disowned(server) -> None:
+    """Another server goes on with these requests, or may soon: nothing is recorded, delivered or saved any more."""
+    if server.state in ("failed", "ending"):
+        return
+    logger.error("torpor: this server does not own what is in %s any more; it ends", server.settings.remote)
+    server.enter("ending")
+    if server.recorder is not None:
+        server.recorder.close()
+        await _tell_clients(server)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+async def _save_before_end(server, before: str) -> None:
+    async with server.operation:  # what is in progress comes to its end first
+        await asyncio.to_thread(server.recorder.answers.sync)
+        state = await server.engine.torpor("state")
+        if state["checkpoint"]:
+            return  # asleep on disk already
+        if state["engine"] != "awake":  # its memory is the only place where the state is
+            try:
+                await server.engine.wake_up()
+            except WrongState:  # new weights were loaded, and nobody said what becomes of KV
+                await server.engine.wake_up(kv="keep")
+        report = await server.sleep_now(1, "abort", True, "disk", {"weights": "reload"})
+        logger.info(
+            "torpor: checkpoint %s, %d requests, %.1f MB, in %.2f s",
+            report.checkpoint,
+            report.requests,
+            report.checkpoint_bytes / 1e6,
+            report.seconds,
+        )
+
+
+async def _tell_clients(server) -> None:
+    """Their connections end. Without a word a stream that ends looks complete to some."""
+    goodbye = GracefulHTTPError(
+        "the server ends; take up this answer at /torpor/requests/{id} of the next one",
+        HTTPStatus.SERVICE_UNAVAILABLE,
+    )
+    for state in server.engine.output_processor.request_states.values():
+        if state.queue is not None:
+            state.queue.put(goodbye)
+    await asyncio.sleep(0.1)  # for the words to be written

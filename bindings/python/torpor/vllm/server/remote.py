@@ -1,0 +1,102 @@
+"""What a server has in an object store: it owns it while it serves, and another one on any machine goes on after it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+from vllm.logger import init_logger
+
+from torpor import _core
+from torpor.errors import Aborted, Busy, Error, InvalidArgument, Unsupported
+
+logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
+
+_RENEWALS_PER_TERM = 3
+_LOOKS_PER_TERM = 20
+_PATIENCE_TERMS = 2.5  # who owns is known after one and a quarter
+_HOLDER_FILE = "remote.holder"  # who served from this directory last
+
+
+class Remote:
+    """For one life.Server, in its event loop."""
+
+    def __init__(self, settings, options):
+        if not options.dir:
+            raise InvalidArgument("--torpor-remote without a directory", "name one with --torpor-dir")
+        if settings.remote_term < 1:
+            raise InvalidArgument(f"a term of {settings.remote_term:g} s", "use one second or more")
+        if not hasattr(_core, "RemoteHome"):
+            raise Unsupported(
+                "--torpor-remote: this build of torpor knows no object stores",
+                "install libcurl and pugixml with their headers, then build it on this machine: pip install .",
+            )
+        self._settings, self._directory = settings, Path(options.dir)
+        self._home = _core.RemoteHome(settings.remote, settings.remote_term, options.key_file)
+        self._answers = str(self._directory / "answers")
+        self._asking = asyncio.Lock()  # one operation of the store's record at a time
+
+    async def arrive(self, fingerprint: dict) -> str:
+        """Owns it, and brings what is newest into the directory. Returns the checkpoint's path; empty: the directory's
+        own counts."""
+        term, began, said = self._settings.remote_term, time.monotonic(), False
+        while not await asyncio.to_thread(self._home.take):
+            if not said:
+                logger.info("torpor: another server may own what is in %s; waiting", self._settings.remote)
+                said = True
+            if time.monotonic() - began > _PATIENCE_TERMS * term:
+                raise Busy(f"another server owns what is in {self._settings.remote}", "end it first, or start again")
+            await asyncio.sleep(term / _LOOKS_PER_TERM)
+        return await asyncio.to_thread(self._fetch, fingerprint)
+
+    def _fetch(self, fingerprint: dict) -> str:
+        holder = self._directory / _HOLDER_FILE
+        mine = holder.exists() and holder.read_text() == self._home.before != ""
+        path = "" if mine else self._home.fetch(str(self._directory), fingerprint)
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        beside = holder.with_suffix(f".{os.getpid()}")
+        beside.write_text(self._home.holder)
+        os.replace(beside, holder)
+        return path
+
+    async def keep(self, lost) -> None:
+        """Goes on owning until that fails for a term, or another one owns; then calls `lost`."""
+        renewing, at = None, time.monotonic()
+        while True:
+            await asyncio.sleep(self._settings.remote_term / _LOOKS_PER_TERM)
+            if renewing is not None and renewing.done():
+                problem, renewing = renewing.exception(), None
+                if problem is not None and not isinstance(problem, Aborted):
+                    logger.error("torpor: its ownership could not be renewed, it is tried again: %s", problem)
+            if not self._home.owns():
+                break
+            if renewing is None and time.monotonic() - at >= self._settings.remote_term / _RENEWALS_PER_TERM:
+                at = time.monotonic()
+                renewing = asyncio.create_task(self._renew())
+        await lost()
+
+    async def _renew(self) -> None:
+        async with self._asking:
+            await asyncio.to_thread(self._home.renew)
+
+    async def push(self, checkpoint: str) -> str:
+        """Makes it, and the answers so far, what the next owner goes on from. Its name there; empty: it failed."""
+        try:
+            sent = await asyncio.to_thread(self._home.send, checkpoint, self._answers)
+            async with self._asking:
+                await asyncio.to_thread(self._home.publish, sent)
+        except Error as problem:
+            logger.error("torpor: %s was not pushed: %s", checkpoint, problem)
+            return ""
+        logger.info("torpor: pushed as %s, %.1f MB of %.1f MB moved", sent.name, sent.moved_bytes / 1e6,
+                    sent.bytes / 1e6)  # fmt: skip
+        return sent.name
+
+    async def release(self) -> None:
+        try:
+            async with self._asking:
+                await asyncio.to_thread(self._home.release)
+        except Error as problem:
+            logger.error("torpor: the next server has to wait for the end of a term: %s", problem)

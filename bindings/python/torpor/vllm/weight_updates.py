@@ -1,0 +1,127 @@
+"""`updating_weights()`: new weights are loaded into an engine that stands still, and its label of them follows."""
+
+from __future__ import annotations
+
+from torpor.errors import InvalidArgument, Unsupported, WrongState
+from torpor.vllm.options import holds_memory_of
+
+# Methods of vLLM's workers that write no weights, or say so themselves. Of any other it is not known.
+_WRITE_NO_WEIGHTS = frozenset({
+    "check_health", "compute_weight_checksums", "get_model_inspection", "get_supported_tasks", "list_loras", "profile",
+    "release_late_interaction_query_cache", "reload_weights", "synchronize_device", "update_max_model_len",
+})  # fmt: skip
+
+STALE_KV = ("recompute", "keep", "abort")
+
+UPDATING_WEIGHTS = """`with llm.updating_weights(version="17"): …` (`async with` of an AsyncLLM):
+    new weights are loaded inside.
+
+    By any way: the model's load_weights(), reload_weights(), or copies into the parameters. At the end they count as
+    written, seen or not.
+
+    version: vLLM's label of them from then on; it stands with the tokens that they draw, and in checkpoints. None
+        leaves the label.
+
+    The engine must stand still, after sleep() with any level, or be without requests; the weights must be awake. Raises
+    WrongState if not. If the block raises, the label stays, and no request runs before a block has ended well.
+    """
+
+
+def kv_option(kv: str | None, weights_changed: bool) -> str | None:
+    """What becomes of KV of other weights. `weights_changed=True` is an older way to say "recompute"."""
+    if kv is not None and kv not in STALE_KV:
+        raise InvalidArgument(f"kv is {kv!r}", f"use one of {', '.join(STALE_KV)}, or leave it out")
+    if weights_changed and kv not in (None, "recompute"):
+        raise InvalidArgument(
+            f'weights_changed=True means kv="recompute", and kv is {kv!r}', "leave weights_changed out"
+        )
+    return "recompute" if weights_changed else kv
+
+
+class _Update:
+    def __init__(self, call, engine, version: str | None):
+        if version is not None and not isinstance(version, str):
+            raise InvalidArgument(f"the version {version!r} is no string", f"use {str(version)!r}")
+        self._call = call
+        self._engine = engine
+        self._version = version
+
+    def _begun(self):
+        return self._call(self._engine, "begin_weight_update", {"labelled": self._version is not None})
+
+    def _ended(self, outcome: str):
+        return self._call(self._engine, "end_weight_update", {"outcome": outcome, "version": self._version})
+
+
+class Updating(_Update):
+    """Of LLM and LLMEngine."""
+
+    def __enter__(self) -> None:
+        self._begun()
+
+    def __exit__(self, kind, *_) -> None:
+        self._ended("done" if kind is None else "failed")
+
+
+class UpdatingAwaited(_Update):
+    """Of AsyncLLM."""
+
+    async def __aenter__(self) -> None:
+        try:
+            await self._begun()
+        except BaseException:
+            await self._ended("not begun")  # of several engines some may have
+            raise
+
+    async def __aexit__(self, kind, *_) -> None:
+        await self._ended("done" if kind is None else "failed")
+
+
+class Updates:
+    """What an engine core knows of them."""
+
+    def __init__(self, side):
+        self._side = side
+        self._open: str | None = None  # why no request may run
+
+    def begin(self, options: dict) -> None:
+        state, core = self._side.controller.state(), self._side.hooks.core
+        if options["labelled"] and not hasattr(core, "set_weight_version"):
+            raise Unsupported("this vLLM has no label of the weights", "leave version out")
+        if state["engine"] == "awake" and core.scheduler.requests:
+            raise WrongState("requests run on these weights", "call sleep(level=0), or a deeper one, first")
+        if (weights := state["tags"]["weights"]) != "attached":
+            raise WrongState(f"the weights are {weights}", 'call wake_up(tags=["weights"]) first')
+        self._open = "an update of the weights is under way"
+
+    def end(self, options: dict) -> None:
+        if options["outcome"] == "failed":
+            self._open = "an update of the weights has failed"
+            return
+        self._open = None
+        if options["outcome"] == "not begun":
+            return
+        core = self._side.hooks.core
+        core.collective_rpc("torpor_mark_dirty", args=("weights",))
+        if not self._side.controller.is_sleeping():  # nobody runs; what is cached is of the old weights
+            self._side.hooks.retire_prefix()
+        if options["version"] is not None:
+            core.set_weight_version(options["version"])
+
+    def check_wake(self, options: dict) -> None:
+        """Before a wake after which requests would run."""
+        if self._open is None:
+            return
+        asleep = {tag for tag, state in self._side.controller.state()["tags"].items() if state != "attached"}
+        tags = options.get("tags")
+        if tags and not asleep <= set(tags):
+            return
+        raise WrongState(self._open, "load them in updating_weights() first")
+
+
+def doubt_weights_after(core, method, rpc) -> None:
+    """`rpc` is EngineCore's own, which has just called `method` of the workers."""
+    if isinstance(method, str) and (method.startswith("torpor_") or method in _WRITE_NO_WEIGHTS):
+        return
+    if holds_memory_of(core.vllm_config):
+        rpc(core, "torpor_doubt_weights")

@@ -1,0 +1,57 @@
+// The calls of a process's socket, in one table: from it come what the server takes, `torpor live --help`, the table of
+// docs/console.md, and the names in events. Numbers are told in events: methods are only ever added, at the end.
+#pragma once
+
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/status.h"
+
+namespace torpor::console {
+
+enum class ParameterKind : uint8_t { kNumber, kWords, kFlag };
+
+struct ControlParameter {
+  std::string_view name;
+  ParameterKind kind;
+  std::string_view help;
+};
+
+enum class ControlCall : uint8_t {
+  kHello,
+  kSnapshot,
+  kSlots,
+  kEvents,
+  kSubscribe,
+  kStops,
+  kPause,
+  kResume,
+  kStep,
+  kRenew,
+  kAddBreakpoint,
+  kRemoveBreakpoint,
+  kListBreakpoints,
+  kCancelTransfer,
+  kDropBlocks,
+  kDemoteBlocks,
+};
+
+struct ControlMethod {
+  ControlCall call;
+  std::string_view name;
+  bool operates;  // it changes what the engine does: only where the engine was started with `console=control`
+  std::vector<ControlParameter> parameters;
+  std::string_view help;
+};
+
+std::span<const ControlMethod> control_methods();
+const ControlMethod* find_control_method(std::string_view name);  // null: there is none
+std::span<const std::string_view> control_method_names();
+std::span<const std::string_view> outcome_names();  // "ok", then the names of codes
+uint8_t outcome_of(const Error* error);             // null: ok
+// As docs/console.md has it.
+std::string control_methods_table();
+
+}  // namespace torpor::console

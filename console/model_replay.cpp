@@ -1,0 +1,155 @@
+#include "console/model_replay.h"
+
+#include <algorithm>
+#include <map>
+#include <memory>
+
+#include <fmt/format.h>
+
+#include "kvcache/block_index.h"
+
+namespace torpor::console {
+namespace {
+
+constexpr int64_t kMostBlocks = 1 << 26;
+constexpr size_t kMostKeys = 1 << 20;  // of a request
+constexpr int64_t kSegments = 32;      // that the disk is taken as
+
+BlockKey key_of(const Event& event) {
+  BlockKey key;
+  std::copy(event.key.bytes.begin(), event.key.bytes.end(), key.hash.begin());
+  return key;
+}
+
+class Tiers {
+ public:
+  static Result<Tiers> create(const TierSizes& sizes) {
+    Tiers tiers;
+    if (sizes.device > 0) {
+      TORPOR_ASSIGN(tiers.device_, BlockIndex::create({.host_slots = static_cast<int32_t>(sizes.device)}));
+    }
+    if (sizes.host + sizes.disk > 0) {
+      BlockIndexOptions below{.host_slots = static_cast<int32_t>(sizes.host)};
+      if (sizes.disk > 0) {
+        below.segment_slots = static_cast<int32_t>(std::max<int64_t>(sizes.disk / kSegments, 1));
+        below.disk_segments = static_cast<int32_t>(std::max<int64_t>(sizes.disk / below.segment_slots, 2));
+      }
+      TORPOR_ASSIGN(tiers.below_, BlockIndex::create(below));
+    }
+    return tiers;
+  }
+  // The first blocks that are somewhere, each in the uppermost tier that has it. What is found was used.
+  void find(const std::vector<BlockKey>& chain, TierSizes& found) {
+    for (const BlockKey& key : chain) {
+      if (used(device_.get(), StoreId::kHost, key)) {
+        ++found.device;
+      } else if (used(below_.get(), StoreId::kHost, key)) {
+        ++found.host;
+      } else if (used(below_.get(), StoreId::kDisk, key)) {
+        ++found.disk;
+      } else {
+        return;
+      }
+    }
+  }
+  // The end of a chain goes before its beginning, so it comes first.
+  void put(const std::vector<BlockKey>& chain) {
+    for (auto key = chain.rbegin(); key != chain.rend(); ++key) {
+      store(device_.get(), StoreId::kHost, *key);
+      store(below_.get(), StoreId::kHost, *key);
+      store(below_.get(), StoreId::kDisk, *key);
+    }
+  }
+
+ private:
+  static Slot place(BlockIndex* index, StoreId store, const BlockKey& key) {
+    Places places;
+    if (index == nullptr || index->run({&key, 1}, {&places, 1}) == 0) return -1;
+    return store == StoreId::kHost ? places.host : places.disk;
+  }
+  static bool used(BlockIndex* index, StoreId store, const BlockKey& key) {
+    const Slot slot = place(index, store, key);
+    if (slot < 0) return false;
+    index->pin(store, slot);
+    index->unpin(store, slot);
+    return true;
+  }
+  // Where there is no such tier, or no room in it, nothing is.
+  static void store(BlockIndex* index, StoreId store, const BlockKey& key) {
+    if (index == nullptr || place(index, store, key) >= 0) return;
+    const Result<Slot> slot = index->reserve(store, &key);
+    if (!slot) return;
+    index->commit(store, *slot);
+    index->unpin(store, *slot);
+    (void)index->take_dropped();
+  }
+  std::unique_ptr<BlockIndex> device_;
+  std::unique_ptr<BlockIndex> below_;
+};
+
+Status check(const TierSizes& sizes) {
+  for (const int64_t size : {sizes.device, sizes.host, sizes.disk}) {
+    if (size < 0 || size > kMostBlocks) {
+      return Error{.code = Code::kInvalidArgument,
+                   .what = fmt::format("a tier of {} blocks", size),
+                   .next_step = fmt::format("use 0 to {}", kMostBlocks)};
+    }
+  }
+  return ok();
+}
+
+}  // namespace
+
+TierSizes recorded_sizes(const SourceEvents& recording) {
+  TierSizes sizes;
+  for (const Event& event : recording.events) {
+    if (event.type != EventType::kTier) continue;
+    const int64_t all = int64_t{high_of(event.a)} + high_of(event.b) + low_of(event.b);
+    int64_t& size = event.from == 0 ? sizes.device : event.from == 1 ? sizes.host : sizes.disk;
+    size = std::max(size, std::min(all, kMostBlocks));
+  }
+  return sizes;
+}
+
+RecordedHits recorded_hits(const SourceEvents& recording) {
+  RecordedHits hits;
+  for (const Event& event : recording.events) {
+    if (event.type != EventType::kHit) continue;
+    hits.asked += event.a;
+    hits.host += high_of(event.b);
+    hits.disk += low_of(event.b);
+  }
+  return hits;
+}
+
+Result<ModelResult> replay_in_model(const SourceEvents& recording, const TierSizes& sizes) {
+  return catching([&]() -> Result<ModelResult> {
+    TORPOR_TRY(check(sizes));
+    TORPOR_ASSIGN(Tiers tiers, Tiers::create(sizes));
+    ModelResult result{.sizes = sizes};
+    std::map<uint32_t, std::vector<BlockKey>> chains;  // of requests, as far as they are known
+    for (const Event& event : recording.events) {
+      if (event.type != EventType::kKey || event.a >= event.b || event.b > kMostKeys) continue;
+      std::vector<BlockKey>& chain = chains[event.request];
+      const bool prompt = static_cast<KeyOf>(event.to) == KeyOf::kPrompt;
+      if (prompt && event.a == 0) chain.clear();  // the number is another request's now
+      if (event.a != chain.size()) continue;      // some are missing: what follows would be found by nobody
+      chain.push_back(key_of(event));
+      if (event.a + 1 < event.b) continue;
+      if (prompt) {
+        ++result.requests;
+        result.asked += chain.size();
+        tiers.find(chain, result.found);
+      }
+      tiers.put(chain);
+    }
+    if (result.requests == 0) {
+      return Error{.code = Code::kFailedPrecondition,
+                   .what = "no keys of requests are in this recording",
+                   .next_step = "record an engine with the option events_keys"};
+    }
+    return result;
+  });
+}
+
+}  // namespace torpor::console

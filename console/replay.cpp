@@ -1,0 +1,88 @@
+#include "console/replay.h"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "console/event_text.h"
+
+namespace torpor::console {
+namespace {
+
+Error no_replay(std::string why, std::string next_step) {
+  return {.code = Code::kFailedPrecondition, .what = std::move(why), .next_step = std::move(next_step)};
+}
+
+Status can_be_replayed(const SourceEvents& recording) {
+  const std::vector<Event>& events = recording.events;
+  const auto input = [](const Event& event) { return event.type == EventType::kInput; };
+  if (std::none_of(events.begin(), events.end(), input)) {
+    return no_replay("it has no inputs: its engine is not the reference engine",
+                     "look at it with torpor console and torpor events, or compare it with torpor diff");
+  }
+  if (recording.lost > 0 || !input(events.front()) || events.front().sequence != 1)
+    return no_replay("its beginning, or events in between, are missing", "record from the engine's start");
+  if (std::any_of(events.begin(), events.end(), [](const Event& event) {
+        return event.type == EventType::kStop || event.type == EventType::kControl;
+      }))
+    return no_replay("somebody stopped its engine in between", "record one that nobody stops");
+  return ok();
+}
+
+// The words behind the input at `at`. kCorruption.
+Result<nlohmann::json> words_of(const std::vector<Event>& events, size_t at) {
+  EventTexts texts;
+  for (size_t i = at + 1; i < events.size() && events[i].type == EventType::kText; ++i) {
+    const std::optional<EventText> text = texts.add(events[i]);
+    if (!text) continue;
+    if (text->kind != TextKind::kInput || text->transfer != events[at].sequence) break;
+    nlohmann::json words = nlohmann::json::parse(text->words, nullptr, false);
+    if (words.is_discarded()) break;
+    if (words.is_object() && words.value("transfers_have_threads", false))
+      return no_replay("its transfers had threads of their own, whose order nobody knows", "record one without");
+    return words;
+  }
+  return nlohmann::json();
+}
+
+}  // namespace
+
+Result<ReplayResult> replay(const SourceEvents& recording, RunHost host, uint64_t ring_events) {
+  return catching([&]() -> Result<ReplayResult> {
+    TORPOR_TRY(can_be_replayed(recording));
+    const std::vector<Event>& events = recording.events;
+    TORPOR_ASSIGN(const std::unique_ptr<EventRing> ring, EventRing::in_memory(recording.source, ring_events));
+    RunClock clock;
+    ReferenceRun run(std::move(host), *ring, clock);
+    EventReader reader(*ring);
+    std::vector<Event> told;
+    ReplayResult result;
+    size_t at = 0;
+    while (at < events.size()) {
+      const Event& input = events[at];
+      if (input.type != EventType::kInput) {
+        result.difference = {at, input, std::nullopt};
+        return result;
+      }
+      TORPOR_ASSIGN(const nlohmann::json words, words_of(events, at));
+      clock.set(std::chrono::nanoseconds(within(input.time)));
+      ++result.inputs;
+      const Status given = run.give(static_cast<InputKind>(input.from), words, input.a, input.b);
+      if (!given && given.error().code == Code::kCorruption) return given.error();
+      told.clear();
+      reader.read(told, true);
+      for (const Event& event : told) {
+        if (at < events.size() && events[at] == event) {
+          ++at;
+          ++result.events;
+          continue;
+        }
+        result.difference = {at, at < events.size() ? std::optional(events[at]) : std::nullopt, event};
+        return result;
+      }
+    }
+    return result;
+  });
+}
+
+}  // namespace torpor::console

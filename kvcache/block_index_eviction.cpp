@@ -1,0 +1,173 @@
+// What of the BlockIndex goes when there is no room: stale spaces first, then what is on disk too, then the rest, each
+// in order of use; and how a slot leaves the index.
+#include "kvcache/block_index.h"
+
+namespace torpor {
+
+Slot BlockIndex::free_slot(StoreId store) {
+  Store& of = store_of(store);
+  if (of.free < 0 && of.fresh == of.size) {
+    for (const Order order : {Order::kStale, Order::kClean, Order::kDirty}) {
+      const Slot oldest = of.lists[static_cast<size_t>(order)].first;
+      if (oldest < 0) continue;
+      ++(order == Order::kStale   ? of.counts.evicted_stale
+         : order == Order::kClean ? of.counts.evicted_clean
+                                  : of.counts.evicted_dirty);
+      prefetch_those_behind(store, oldest);
+      hide(store, oldest);
+      break;
+    }
+  }
+  if (of.free >= 0) {
+    const Slot slot = of.free;
+    of.free = of.slots[slot].after;
+    return slot;
+  }
+  return of.fresh < of.size ? of.fresh++ : -1;
+}
+
+// What goes next was used longest ago: memory must be asked for it. Each is three looks that wait for one another, so
+// they are begun one, two and three evictions ahead.
+void BlockIndex::prefetch_those_behind(StoreId store, Slot slot) const {
+  const Store& of = store_of(store);
+  const Slot first = of.slots[slot].after;
+  if (first < 0) return;
+  if (const int32_t entry = of.slots[first].entry; entry >= 0)
+    table_.prefetch_cells(KeyTable::hash_of(table_[entry].key()));
+  const Slot second = of.slots[first].after;
+  if (second < 0) return;
+  if (const int32_t entry = of.slots[second].entry; entry >= 0) __builtin_prefetch(&table_[entry]);
+  if (const Slot third = of.slots[second].after; third >= 0) __builtin_prefetch(&of.slots[third]);
+}
+
+// Nothing finds it, nobody pins it.
+void BlockIndex::let_go(StoreId store, Slot slot) {
+  Store& of = store_of(store);
+  SlotRecord& record = of.slots[slot];
+  if (store == StoreId::kDisk) {
+    record.state = State::kSpent;
+    return;
+  }
+  record.state = State::kFree;
+  record.after = of.free;
+  of.free = slot;
+  if (store == StoreId::kHost) {
+    uint64_t& word = in_dropped_[static_cast<size_t>(slot) / 64];
+    const uint64_t bit = uint64_t{1} << (slot % 64);
+    if ((word & bit) == 0) dropped_.push_back({StoreId::kHost, slot});
+    word |= bit;
+  }
+}
+
+// A visible slot is no longer found, neither by its key nor as a backing.
+void BlockIndex::hide(StoreId store, Slot slot) {
+  Store& of = store_of(store);
+  SlotRecord& record = of.slots[slot];
+  leave_line(store, slot);
+  if (store == StoreId::kDisk && !stale(record)) useful_changed(segment_of(slot), -1);
+  if (options_.remembered_removals > 0 && record.entry >= 0) note_removed(store, record);
+  unlink(store, slot);
+  ++record.generation;
+  --of.counts.visible;
+  if (record.pins > 0) {
+    record.state = State::kDoomed;
+    ++of.counts.doomed;
+  } else {
+    let_go(store, slot);
+  }
+}
+
+void BlockIndex::note_removed(StoreId store, const SlotRecord& record) noexcept {
+  const Status noted = catching([&]() -> Status {
+    if (removed_.blocks.size() < static_cast<size_t>(options_.remembered_removals)) {
+      removed_.blocks.push_back({store, table_[record.entry].key()});
+    } else {
+      ++removed_.lost;
+    }
+    return ok();
+  });
+  if (!noted) ++removed_.lost;
+}
+
+// Its key no longer names it; a key that names nothing goes.
+void BlockIndex::unlink(StoreId store, Slot slot) {
+  SlotRecord& record = store_of(store).slots[slot];
+  const int32_t entry = record.entry;
+  if (entry < 0) return;
+  record.entry = -1;
+  if (store == StoreId::kDisk && record.before >= 0) {  // it was to replace another one, which stays
+    store_of(store).slots[record.before].after = -1;
+    record.before = -1;
+    return;
+  }
+  if (store == StoreId::kDisk && record.after >= 0) {  // the one that was to replace it comes all the same
+    SlotRecord& next = store_of(store).slots[record.after];
+    ref(entry, store) = SlotRef(record.after, false);
+    next.before = -1;
+    record.after = -1;
+  } else {
+    ref(entry, store) = SlotRef();
+  }
+  if (store == StoreId::kDisk) host_reordered(entry);
+  if (table_[entry].empty()) table_.erase(entry);
+}
+
+// --- what goes first
+// ---------------------------------------------------------------------------------------------------
+
+BlockIndex::Order BlockIndex::order_of(StoreId store, const SlotRecord& record) const {
+  if (stale(record)) return Order::kStale;
+  const bool elsewhere = store == StoreId::kRemote || table_[record.entry].refs[1].visible();
+  return elsewhere ? Order::kClean : Order::kDirty;
+}
+
+// A visible slot that nobody pins, as the last one of its kind to go.
+void BlockIndex::line_up(StoreId store, Slot slot) {
+  if (store == StoreId::kDisk) return;
+  Store& of = store_of(store);
+  SlotRecord& record = of.slots[slot];
+  record.order = order_of(store, record);
+  of.lists[static_cast<size_t>(record.order)].push_back(of.slots, slot);
+}
+
+void BlockIndex::leave_line(StoreId store, Slot slot) {
+  Store& of = store_of(store);
+  SlotRecord& record = of.slots[slot];
+  if (record.order == Order::kNone) return;
+  of.lists[static_cast<size_t>(record.order)].remove(of.slots, slot);
+  record.order = Order::kNone;
+}
+
+// The block came to disk or went from there: its host slot goes with the others of its new kind, as used last of them.
+void BlockIndex::host_reordered(int32_t entry) {
+  const Slot slot = ref(entry, StoreId::kHost).visible_slot();
+  if (slot < 0) return;
+  SlotRecord& record = store_of(StoreId::kHost).slots[slot];
+  if (record.order == Order::kNone || record.order == order_of(StoreId::kHost, record)) return;
+  leave_line(StoreId::kHost, slot);
+  line_up(StoreId::kHost, slot);
+}
+
+Status BlockIndex::retire(uint32_t space) {
+  if (space >= kMostSpaces || retired(space)) return ok();
+  TORPOR_TRY(catching([&] {
+    if (retired_.size() <= space) retired_.resize(space + 1);
+    return ok();
+  }));
+  retired_[space] = 1;
+  for (const StoreId store : {StoreId::kHost, StoreId::kRemote}) {
+    for (const Order order : {Order::kClean, Order::kDirty}) {  // in their order
+      Slot next = -1;
+      for (Slot slot = store_of(store).lists[static_cast<size_t>(order)].first; slot >= 0; slot = next) {
+        next = store_of(store).slots[slot].after;
+        if (!stale(store_of(store).slots[slot])) continue;
+        leave_line(store, slot);
+        line_up(store, slot);
+      }
+    }
+  }
+  recount_segments();
+  return ok();
+}
+
+}  // namespace torpor

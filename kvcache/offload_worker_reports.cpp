@@ -1,0 +1,134 @@
+// OffloadWorker: what became of its jobs. Without memory for a report nothing of it is lost: what was not reported is,
+// by a later poll().
+#include <algorithm>
+#include <iterator>
+
+#include <fmt/format.h>
+
+#include "kvcache/offload_job.h"
+#include "kvcache/offload_worker.h"
+#include "offload/batch_copier.h"
+
+namespace torpor {
+namespace {
+
+// What was stored is bad. Other failures (of the device, for want of staging memory) say nothing about it.
+bool is_bad_record(const Error& error) {
+  return error.code == Code::kCorruption || error.code == Code::kIo || error.code == Code::kNotFound ||
+         error.code == Code::kIncompatible || error.code == Code::kInternal;
+}
+
+}  // namespace
+
+TransferReport OffloadWorker::poll() {
+  TransferReport report{.rank = options_.rank};
+  (void)transfers_.poll(ended_);
+  size_t told = 0;
+  for (; told < ended_.size(); ++told) {
+    const auto found = running_.find(ended_[told].id);
+    if (found == running_.end()) continue;
+    if (!tell(*found->second, ended_[told], report)) break;
+    running_.erase(found);
+  }
+  const bool all = told == ended_.size();
+  ended_.erase(ended_.begin(), ended_.begin() + static_cast<std::ptrdiff_t>(told));
+  while (all && !refused_.empty() && tell_refused(*refused_.front(), report)) refused_.pop_front();
+  (void)catching([&]() -> Status { return report_stores(report), ok(); });
+  return report;
+}
+
+bool OffloadWorker::tell_refused(OffloadJob& running, TransferReport& report) {
+  JobResult result{.status = copied(running.refused.error())};
+  const Status made = catching([&]() -> Status {
+    result.chunks.resize(running.planned.count);
+    for (ChunkTransfer& chunk : result.chunks) chunk.status = copied(result.status.error());
+    return ok();
+  });
+  return made && tell(running, result, report);
+}
+
+// All of a job, or nothing: then there was no memory for it.
+bool OffloadWorker::tell(OffloadJob& running, const JobResult& result, TransferReport& report) {
+  const size_t outcomes = report.outcomes.size();
+  const Status told = catching([&]() -> Status {
+    const PlannedJob& planned = running.planned;
+    JobReport job{.id = planned.id, .first = static_cast<uint32_t>(outcomes)};
+    std::vector<int32_t> bad_blocks;
+    bool good = true;
+    for (size_t i = 0; i < result.chunks.size(); ++i) {
+      const BlockOutcome outcome = settle(running, i, result.chunks[i]);
+      good = good && outcome == BlockOutcome::kTransferred;
+      if (outcome != BlockOutcome::kTransferred && planned.kind == PlanKind::kGet) bad_blocks.push_back(running.to[i]);
+      report.outcomes.push_back(outcome);
+    }
+    if (good) {
+      report.outcomes.resize(outcomes);
+    } else {
+      job.count = static_cast<uint32_t>(result.chunks.size());
+      if (!result.status) {
+        job.code = result.status.error().code;
+        job.cause = fmt::format("rank {}: {}", options_.rank, result.status.error().what).substr(0, kMostCauseBytes);
+      }
+    }
+    make_room(planned.id, bad_blocks.size());
+    report.jobs.push_back(std::move(job));
+    load_ended(planned.id, bad_blocks);
+    return ok();
+  });
+  if (!told) report.outcomes.resize(outcomes);
+  return told.has_value();
+}
+
+// Called again it says the same.
+BlockOutcome OffloadWorker::settle(const OffloadJob& running, size_t i, const ChunkTransfer& chunk) {
+  const PlannedJob& planned = running.planned;
+  if (chunk.outcome == BlockOutcome::kTransferred) {
+    if (planned.kind != PlanKind::kPut || planned.store != StoreId::kHost) return chunk.outcome;
+    host_digests_[static_cast<size_t>(running.to[i])] = chunk.saved.digest;
+    return host_->placed(running.to[i], {}, chunk.saved.digest) ? chunk.outcome : BlockOutcome::kFailed;
+  }
+  if (chunk.outcome != BlockOutcome::kFailed || planned.kind == PlanKind::kPut) return chunk.outcome;
+  const bool damaged = is_bad_record(chunk.status.error()) &&
+                       (planned.kind == PlanKind::kGet || chunk.status.error().code == Code::kCorruption);
+  return damaged ? BlockOutcome::kDamaged : chunk.outcome;
+}
+
+// For load_ended().
+void OffloadWorker::make_room(uint64_t job, size_t bad_blocks) {
+  const auto [begin, end] = loads_of_.equal_range(job);
+  for (auto at = begin; at != end; ++at) {
+    std::vector<int32_t>& all = loading_.find(at->second)->second.ended.bad_blocks;
+    all.reserve(all.size() + bad_blocks);
+  }
+  loaded_.reserve(loaded_.size() + static_cast<size_t>(std::distance(begin, end)));
+}
+
+void OffloadWorker::load_ended(uint64_t job, std::span<const int32_t> bad_blocks) noexcept {
+  const auto [begin, end] = loads_of_.equal_range(job);
+  for (auto at = begin; at != end; ++at) {
+    const auto found = loading_.find(at->second);
+    LoadedRequest& ended = found->second.ended;
+    ended.bad_blocks.insert(ended.bad_blocks.end(), bad_blocks.begin(), bad_blocks.end());
+    if (--found->second.jobs > 0) continue;
+    loaded_.push_back(std::move(ended));
+    loading_.erase(found);
+  }
+  loads_of_.erase(begin, end);
+}
+
+// With what ended, and where a store began or ceased to take anything.
+void OffloadWorker::report_stores(TransferReport& report) {
+  for (const StoreId id : {StoreId::kHost, StoreId::kDisk}) {
+    const Store* const of = store(id);
+    if (of == nullptr) continue;
+    const bool accepting = of->accepting();
+    bool& last = accepting_[static_cast<size_t>(id)];
+    if (report.jobs.empty() && accepting == last) continue;
+    const StoreHealth health = of->health();
+    report.stores.push_back(
+        {id, accepting, health.put_bytes, health.got_bytes, health.write_errors, health.read_errors});
+    last = accepting;
+  }
+}
+
+}  // namespace torpor

@@ -1,0 +1,35 @@
+#include "kvcache/store_tier.h"
+
+namespace torpor {
+
+Result<std::span<std::byte>> StoreTier::place(SavedChunk& chunk) {
+  chunk.stored_bytes = chunk.bytes;
+  return store_.place(slot(chunk), chunk.bytes);
+}
+
+void StoreTier::put(std::span<TierPart> parts) {
+  std::vector<StorePart> records;
+  records.reserve(parts.size());
+  for (const TierPart& part : parts) {
+    const auto at = static_cast<size_t>(part.chunk->key.index);
+    records.push_back({.slot = slots_[at],
+                       .key = keys_.empty() ? BlockKey{} : keys_[at],
+                       .record = {.digest = part.chunk->digest},
+                       .bytes = part.bytes});
+  }
+  store_.put(records);
+  for (size_t i = 0; i < parts.size(); ++i) parts[i].status = std::move(records[i].status);
+}
+
+void StoreTier::get(std::span<TierPart> parts) {
+  std::vector<StorePart> records;
+  records.reserve(parts.size());
+  for (const TierPart& part : parts) records.push_back({.slot = slot(*part.chunk), .bytes = part.bytes});
+  store_.get(records);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    parts[i].chunk->digest = records[i].record.digest;
+    parts[i].status = std::move(records[i].status);
+  }
+}
+
+}  // namespace torpor

@@ -1,0 +1,56 @@
+#include "offload/background_sync.h"
+
+#include <system_error>
+
+#include <fmt/format.h>
+
+namespace torpor {
+
+Result<std::unique_ptr<BackgroundSync>> BackgroundSync::start(Store& store, std::chrono::milliseconds interval) {
+  return catching([&]() -> Result<std::unique_ptr<BackgroundSync>> {
+    std::unique_ptr<BackgroundSync> made(new BackgroundSync(store, interval));
+    try {
+      made->thread_ = std::thread([self = made.get()] { self->run(); });
+    } catch (const std::system_error& error) {
+      return Error{.code = Code::kResourceExhausted,
+                   .what = fmt::format("no thread for syncing in the background: {}", error.what()),
+                   .next_step = "allow this process more threads, or leave out `durable`"};
+    }
+    return made;
+  });
+}
+
+BackgroundSync::~BackgroundSync() {
+  if (!thread_.joinable()) return;
+  {
+    const MutexLock lock(mutex_);
+    over_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+}
+
+// True: it ends. Else the interval has passed.
+bool BackgroundSync::is_over() {
+  const auto end = std::chrono::steady_clock::now() + interval_;
+  const MutexLock lock(mutex_);
+  while (!over_) {
+    const auto left = end - std::chrono::steady_clock::now();
+    if (left <= std::chrono::nanoseconds(0)) return false;
+    changed_.wait_for(mutex_, left);
+  }
+  return true;
+}
+
+void BackgroundSync::run() {
+  uint64_t safe = 0;  // bytes that were put before the last sync
+  while (!is_over()) {
+    uint64_t put = safe;
+    (void)catching([&]() -> Status { return put = store_.health().put_bytes, ok(); });
+    if (put == safe) continue;
+    (void)store_.sync();  // it counts and logs what it could not
+    safe = put;
+  }
+}
+
+}  // namespace torpor

@@ -1,0 +1,28 @@
+// The word in the name of a key space that changes when the tiers are to forget. What was stored under another one is
+// found by nobody, after a restart neither. It lies beside the stores, as files `space-N` of which the last whole one
+// counts; it is durable before anything is stored under it.
+#pragma once
+
+#include <string>
+
+#include "base/file_system.h"
+#include "base/status.h"
+
+namespace torpor {
+
+inline constexpr size_t kSpaceWordBytes = 32;  // of 0-9 and a-f
+
+// Empty: nobody ever asked to forget. kCorruption, or what the system says: which word it was is not known.
+Result<std::string> space_word(FileSystem& files, const std::string& directory);
+
+// For this process even where it cannot be kept; then those that follow may find what was stored before.
+struct RenewedWord {
+  std::string word;
+  Status kept;
+};
+RenewedWord renew_space_word(FileSystem& files, const std::string& directory);
+
+// One that no process has had.
+std::string random_space_word();
+
+}  // namespace torpor

@@ -1,0 +1,162 @@
+#include "remote/answer_copies.h"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "base/page_buffer.h"
+#include "remote/checkpoint_index.h"
+
+namespace torpor::remote {
+namespace {
+
+using Json = nlohmann::ordered_json;
+constexpr int kAnswersFormat = 1;
+constexpr uint64_t kMostFiles = 100;
+constexpr uint64_t kMostLogBytes = uint64_t{1} << 40;
+constexpr int kAttempts = 5;  // files of a log are replaced by newer ones now and then
+constexpr std::string_view kLog = "answers";
+constexpr std::string_view kStaging = "s-pull-answers";  // removed like any other staging by the next writer
+
+std::string answers_key(std::string_view hash) { return fmt::format("answers/{}", hash); }
+
+bool has_only(std::string_view text, size_t count, std::string_view digits) {
+  return text.size() == count && text.find_first_not_of(digits) == std::string_view::npos;
+}
+bool is_log_file(std::string_view name) {
+  return name == "tenants.secret" || (name.starts_with("answers-") && has_only(name.substr(8), 12, "0123456789"));
+}
+
+Error damaged_answers(std::string_view what) {
+  return Error{.code = Code::kCorruption,
+               .what = fmt::format("the answers in the store are damaged: {}", what),
+               .next_step = "go on without them: with a directory that has none, after torpor pull"};
+}
+
+Result<std::span<std::byte>> room_in(PageBuffer& memory) {
+  const std::span<std::byte> room = memory.room(kPartBytes);
+  if (room.size() >= kPartBytes) return room;
+  return Error{.code = Code::kResourceExhausted, .what = "no memory for a part", .next_step = "free some"};
+}
+
+Result<IndexedFile> push_file(const Directory& directory, const std::string& name, ObjectStore& store,
+                              std::span<std::byte> room) {
+  TORPOR_ASSIGN(const std::unique_ptr<File> file, directory.open_file(name));
+  IndexedFile pushed{.name = name};
+  TORPOR_ASSIGN(pushed.bytes, file->size());
+  for (uint64_t offset = 0; offset < pushed.bytes; offset += kPartBytes) {
+    const std::span<std::byte> part = room.first(std::min(kPartBytes, pushed.bytes - offset));
+    TORPOR_TRY(file->pread(part, offset));
+    pushed.parts.push_back(part_hash(part));
+    TORPOR_TRY(store.put_new(part_key(pushed.parts.back()), part));
+  }
+  return pushed;
+}
+
+Result<std::vector<IndexedFile>> push_files(const Directory& directory, ObjectStore& store) {
+  PageBuffer memory;
+  TORPOR_ASSIGN(const std::span<std::byte> room, room_in(memory));
+  TORPOR_ASSIGN(const std::vector<Entry> entries, directory.list());
+  std::vector<IndexedFile> files;
+  for (const Entry& entry : entries) {
+    if (entry.kind != EntryKind::kFile || !is_log_file(entry.name)) continue;
+    TORPOR_ASSIGN(IndexedFile pushed, push_file(directory, entry.name, store, room));
+    files.push_back(std::move(pushed));
+  }
+  return files;
+}
+
+std::string encode_files(const std::vector<IndexedFile>& files) {
+  Json list = Json::array();
+  for (const IndexedFile& file : files)
+    list.push_back({{"name", file.name}, {"bytes", file.bytes}, {"parts", file.parts}});
+  return Json{{"torpor_answers", kAnswersFormat}, {"files", std::move(list)}}.dump();
+}
+
+Result<std::vector<IndexedFile>> decode_files(std::string_view text) {
+  const Json json = Json::parse(text, nullptr, false);
+  if (!json.is_object() || !json.contains("torpor_answers") || json["torpor_answers"] != kAnswersFormat ||
+      !json.contains("files") || !json["files"].is_array() || json["files"].size() > kMostFiles)
+    return damaged_answers("their index is none");
+  std::vector<IndexedFile> files;
+  for (const Json& each : json["files"]) {
+    if (!each.is_object() || !each.contains("name") || !each["name"].is_string() || !each.contains("bytes") ||
+        !each["bytes"].is_number_unsigned() || !each.contains("parts") || !each["parts"].is_array())
+      return damaged_answers("a file has no name, bytes or parts");
+    IndexedFile file{.name = each["name"], .bytes = each["bytes"]};
+    const bool twice =
+        std::any_of(files.begin(), files.end(), [&](const IndexedFile& other) { return other.name == file.name; });
+    if (!is_log_file(file.name) || twice) return damaged_answers("a file has a name that it cannot have");
+    if (file.bytes > kMostLogBytes || each["parts"].size() != (file.bytes + kPartBytes - 1) / kPartBytes)
+      return damaged_answers("a file has another size than its parts");
+    for (const Json& part : each["parts"]) {
+      if (!part.is_string() || !has_only(part.get<std::string>(), 64, "0123456789abcdef"))
+        return damaged_answers("a part has no hash");
+      file.parts.push_back(part);
+    }
+    files.push_back(std::move(file));
+  }
+  return files;
+}
+
+Status pull_file(ObjectStore& store, const IndexedFile& file, Directory& into, std::span<std::byte> room) {
+  TORPOR_ASSIGN(const std::unique_ptr<File> out, into.create_file(file.name));
+  for (size_t i = 0; i < file.parts.size(); ++i) {
+    const uint64_t offset = i * kPartBytes;
+    const std::span<std::byte> part = room.first(std::min(kPartBytes, file.bytes - offset));
+    TORPOR_ASSIGN(const uint64_t received, store.get(part_key(file.parts[i]), part));
+    if (received != part.size() || part_hash(part) != file.parts[i])
+      return damaged_answers(fmt::format("part {} of {}", i, file.name));
+    TORPOR_TRY(out->pwrite(part, offset));
+  }
+  return out->sync();
+}
+
+// What was in the directory before is kept beside it: the server that goes on had not written it.
+Status set_aside(Directory& target, std::string_view index) {
+  const auto there = target.open_directory(kLog);
+  if (!there) return there.error().code == Code::kNotFound ? ok() : Status(there.error());
+  const std::string aside = fmt::format("answers-before-{}", index.substr(0, 16));
+  if (target.open_directory(aside)) TORPOR_TRY(target.remove_tree(aside));
+  return target.rename_new(kLog, aside);
+}
+
+}  // namespace
+
+Result<std::string> push_answers(FileSystem& file_system, const std::string& directory, ObjectStore& store) {
+  return catching([&]() -> Result<std::string> {
+    TORPOR_ASSIGN(const std::unique_ptr<Directory> from, file_system.open_directory(directory, false));
+    Result<std::vector<IndexedFile>> files = push_files(*from, store);
+    for (int i = 1; !files && files.error().code == Code::kNotFound && i < kAttempts; ++i)
+      files = push_files(*from, store);
+    if (!files) return files.error();
+    const std::string text = encode_files(*files);
+    const std::span<const std::byte> bytes = std::as_bytes(std::span(text));
+    std::string index = part_hash(bytes);
+    TORPOR_TRY(store.put_new(answers_key(index), bytes));
+    return index;
+  });
+}
+
+Status pull_answers(FileSystem& file_system, ObjectStore& store, const std::string& index,
+                    const std::string& directory) {
+  return catching([&]() -> Status {
+    TORPOR_ASSIGN(const std::vector<std::byte> text, get_whole(store, answers_key(index), kMostIndexBytes));
+    if (part_hash(text) != index) return damaged_answers("their index has another hash");
+    TORPOR_ASSIGN(const std::vector<IndexedFile> files,
+                  decode_files({reinterpret_cast<const char*>(text.data()), text.size()}));
+    TORPOR_ASSIGN(const std::unique_ptr<Directory> target, file_system.open_directory(directory, true));
+    if (target->open_directory(kStaging)) TORPOR_TRY(target->remove_tree(kStaging));
+    TORPOR_ASSIGN(const std::unique_ptr<Directory> staging, target->create_directory(kStaging));
+    PageBuffer memory;
+    TORPOR_ASSIGN(const std::span<std::byte> room, room_in(memory));
+    for (const IndexedFile& file : files) TORPOR_TRY(pull_file(store, file, *staging, room));
+    TORPOR_TRY(staging->sync());
+    TORPOR_TRY(set_aside(*target, index));
+    TORPOR_TRY(target->rename_new(kStaging, kLog));
+    return target->sync();
+  });
+}
+
+}  // namespace torpor::remote

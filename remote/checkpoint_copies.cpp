@@ -1,0 +1,304 @@
+#include "remote/checkpoint_copies.h"
+
+#include <algorithm>
+#include <atomic>
+#include <thread>
+
+#include <fmt/format.h>
+
+#include "base/digest.h"
+#include "base/page_buffer.h"
+#include "checkpoint/checkpoint_set.h"
+#include "checkpoint/store_contents.h"
+#include "checkpoint/store_names.h"
+
+namespace torpor::remote {
+namespace {
+
+constexpr std::string_view kPullPrefix = "s-pull-";  // removed like any other staging by the next writer
+
+struct Part {
+  size_t file = 0;  // of the index
+  size_t number = 0;
+  uint64_t offset() const { return number * kPartBytes; }
+  uint64_t bytes(const CheckpointIndex& index) const {
+    return std::min(kPartBytes, index.files[file].bytes - offset());
+  }
+};
+
+std::vector<Part> parts_of(const CheckpointIndex& index, size_t first_file = 0) {
+  std::vector<Part> parts;
+  for (size_t file = first_file; file < index.files.size(); ++file) {
+    for (size_t number = 0; number * kPartBytes < index.files[file].bytes; ++number) parts.push_back({file, number});
+  }
+  return parts;
+}
+
+using PartWork = std::function<Status(const Part& part, std::span<std::byte> room)>;
+
+// All `parts`, on so many threads, each with memory for one; ends at the first error.
+Status with_each(const std::vector<Part>& parts, int threads, const PartWork& work) {
+  std::atomic<size_t> next = 0;
+  std::atomic<bool> failed = false;
+  std::vector<Status> ended(static_cast<size_t>(std::clamp(threads, 1, 64)));
+  const auto run = [&](Status& status) {
+    status = catching([&]() -> Status {
+      PageBuffer memory;
+      const std::span<std::byte> room = memory.room(kPartBytes);
+      if (room.size() < kPartBytes)
+        return Error{.code = Code::kResourceExhausted, .what = "no memory for a part", .next_step = "use less threads"};
+      for (size_t i = next++; i < parts.size() && !failed; i = next++) TORPOR_TRY(work(parts[i], room));
+      return ok();
+    });
+    if (!status) failed = true;
+  };
+  std::vector<std::thread> helpers;
+  for (size_t i = 1; i < ended.size(); ++i) {
+    const Status begun = catching([&]() -> Status {
+      helpers.emplace_back(run, std::ref(ended[i]));
+      return ok();
+    });
+    if (!begun) break;  // fewer threads do it too
+  }
+  run(ended[0]);
+  for (std::thread& helper : helpers) helper.join();
+  for (const Status& status : ended) TORPOR_TRY(status);
+  return ok();
+}
+
+Status check_hash(const CheckpointIndex& index, const Part& part, std::span<const std::byte> bytes) {
+  const IndexedFile& file = index.files[part.file];
+  if (bytes.size() == part.bytes(index) && part_hash(bytes) == file.parts[part.number]) return ok();
+  return Error{.code = Code::kCorruption,
+               .what = fmt::format("part {} of {} is damaged in the store ({})", part.number, file.name,
+                                   part_key(file.parts[part.number])),
+               .next_step = "remove that object and push the checkpoint again"};
+}
+
+// The checkpoint's files with their sizes; their hashes are not known yet.
+Result<CheckpointIndex> index_of(const Manifest& manifest, const Directory& directory) {
+  CheckpointIndex index{.id = hex(manifest.id),
+                        .generation = manifest.generation,
+                        .created_unix_seconds = manifest.created_unix_seconds,
+                        .creator = manifest.creator};
+  std::vector<std::string> names = {std::string(kManifestFile), std::string(kStateFile)};
+  for (const RankSummary& rank : manifest.ranks) {
+    names.push_back(rank.refs);
+    for (const auto& file : rank.files) names.push_back(file.name);
+  }
+  for (const std::string& name : names) {
+    TORPOR_ASSIGN(const std::unique_ptr<File> file, directory.open_file(name));
+    TORPOR_ASSIGN(const uint64_t bytes, file->size());
+    index.files.push_back({.name = name, .bytes = bytes});
+    index.files.back().parts.resize((bytes + kPartBytes - 1) / kPartBytes);
+  }
+  return index;
+}
+
+Status push_part(const Directory& directory, CheckpointIndex& index, const Part& part, ObjectStore& store,
+                 std::span<std::byte> room, std::atomic<uint64_t>& moved) {
+  IndexedFile& file = index.files[part.file];
+  const std::span<std::byte> bytes = room.first(part.bytes(index));
+  TORPOR_ASSIGN(const std::unique_ptr<File> from, directory.open_file(file.name));
+  TORPOR_TRY(from->pread(bytes, part.offset()));
+  file.parts[part.number] = part_hash(bytes);
+  const std::string key = part_key(file.parts[part.number]);
+  TORPOR_ASSIGN(const std::optional<uint64_t> there, store.size(key));
+  if (there == bytes.size()) return ok();
+  if (there)
+    return Error{.code = Code::kCorruption,
+                 .what = fmt::format("{} of {} has {} bytes, not {}", key, store.url(), *there, bytes.size()),
+                 .next_step = "remove that object and push the checkpoint again"};
+  TORPOR_ASSIGN(const bool stored, store.put_new(key, bytes));
+  if (stored) moved += bytes.size();
+  return ok();
+}
+
+Result<CheckpointIndex> read_index(ObjectStore& store, const std::string& name) {
+  TORPOR_ASSIGN(const std::vector<std::byte> text, get_whole(store, index_key(name), kMostIndexBytes));
+  Result<CheckpointIndex> index = decode_index({reinterpret_cast<const char*>(text.data()), text.size()});
+  if (!index) return index.error().within(fmt::format("{} of {}", name, store.url()));
+  return index;
+}
+
+Result<std::vector<std::string>> pushed_names(ObjectStore& store) {
+  const std::string prefix = index_key("");
+  TORPOR_ASSIGN(std::vector<std::string> keys, store.list(prefix));
+  for (std::string& key : keys) key.erase(0, prefix.size());
+  return keys;
+}
+
+// One pull, into a staging directory whose store is locked.
+class Pull {
+ public:
+  // `resumed`: an earlier pull left something in `staging`.
+  Pull(ObjectStore& store, const CheckpointIndex& index, Directory& staging, bool resumed, const CopyOptions& options)
+      : store_(store), index_(index), staging_(staging), resumed_(resumed), options_(options) {}
+
+  // MANIFEST first: it says whether the rest is wanted.
+  Status fetch_manifest() {
+    TORPOR_TRY(fetch(0, 1, nullptr));
+    TORPOR_ASSIGN(const OpenedManifest opened, read_manifest(staging_, options_.key.get()));
+    if (hex(opened.manifest.id) != index_.id)
+      return Error{.code = Code::kCorruption,
+                   .what = fmt::format("MANIFEST is of checkpoint {}, not of {}", hex(opened.manifest.id), index_.id),
+                   .next_step = "take another checkpoint"};
+    return options_.accept ? options_.accept(opened.manifest) : ok();
+  }
+
+  Status fetch_rest() {
+    ProgressMeter progress(options_.progress, "pull", index_.bytes());
+    return fetch(1, index_.files.size(), &progress);
+  }
+
+  uint64_t moved_bytes() const { return moved_; }
+
+ private:
+  Status fetch(size_t begin, size_t end, ProgressMeter* progress) {
+    std::vector<std::unique_ptr<File>> files(index_.files.size());
+    for (size_t file = begin; file < end; ++file) {
+      TORPOR_ASSIGN(files[file], staging_.open_slots(index_.files[file].name, FileIo::kPlain));
+      TORPOR_TRY(files[file]->preallocate(index_.files[file].bytes));
+      TORPOR_TRY(files[file]->truncate(index_.files[file].bytes));
+    }
+    std::vector<Part> parts = parts_of(index_, begin);
+    std::erase_if(parts, [&](const Part& part) { return part.file >= end; });
+    TORPOR_TRY(with_each(parts, options_.threads, [&](const Part& part, std::span<std::byte> room) -> Status {
+      TORPOR_TRY(fetch_part(part, *files[part.file], room));
+      return progress != nullptr ? progress->add(part.bytes(index_)) : ok();
+    }));
+    for (size_t file = begin; file < end; ++file) TORPOR_TRY(files[file]->sync());
+    return ok();
+  }
+
+  Status fetch_part(const Part& part, File& file, std::span<std::byte> room) {
+    const std::span<std::byte> bytes = room.first(part.bytes(index_));
+    if (resumed_ && file.pread(bytes, part.offset()) && check_hash(index_, part, bytes)) return ok();
+    TORPOR_ASSIGN(const uint64_t received, store_.get(part_key(index_.files[part.file].parts[part.number]), bytes));
+    TORPOR_TRY(check_hash(index_, part, bytes.first(received)));
+    TORPOR_TRY(file.pwrite(bytes, part.offset()));
+    moved_ += received;
+    return ok();
+  }
+
+  ObjectStore& store_;
+  const CheckpointIndex& index_;
+  Directory& staging_;
+  const bool resumed_;
+  const CopyOptions& options_;
+  std::atomic<uint64_t> moved_ = 0;
+};
+
+// What the files say of each other: refs and chunks are there with the sizes that MANIFEST has.
+Status check_whole(FileSystem& file_system, std::unique_ptr<Directory> staging, std::shared_ptr<const Key> key) {
+  TORPOR_ASSIGN(const Checkpoint checkpoint,
+                open_checkpoint_directory(file_system, std::move(staging), std::move(key)));
+  TORPOR_TRY(checkpoint.read_sections());
+  for (const RankSummary& rank : checkpoint.manifest().ranks) {
+    TORPOR_TRY(checkpoint.refs(rank));
+    TORPOR_TRY(checkpoint.open_rank(rank));
+  }
+  return ok();
+}
+
+}  // namespace
+
+Result<CopyReport> push(FileSystem& file_system, const Checkpoint& checkpoint, ObjectStore& store,
+                        const CopyOptions& options) {
+  return catching([&]() -> Result<CopyReport> {
+    const Manifest& manifest = checkpoint.manifest();
+    if (manifest.format_version != kFormatVersion)
+      return Error{.code = Code::kIncompatible,
+                   .what = fmt::format("{} is of format version {}, whose chunks lie in other checkpoints too",
+                                       checkpoint.path(), manifest.format_version),
+                   .next_step = "wake from it and write a new one"};
+    if (is_set(manifest))
+      return Error{.code = Code::kUnsupported,
+                   .what = fmt::format("{} is of data parallel ranks", checkpoint.path()),
+                   .next_step = "push the checkpoint of each rank"};
+    TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, file_system.open_directory(checkpoint.path(), false));
+    TORPOR_ASSIGN(CheckpointIndex index, index_of(manifest, *directory));
+    CopyReport report{.name = index_name(index), .path = checkpoint.path(), .bytes = index.bytes()};
+    TORPOR_ASSIGN(const std::optional<uint64_t> there, store.size(index_key(report.name)));
+    report.was_there = there.has_value();
+    if (report.was_there) return report;
+    ProgressMeter progress(options.progress, "push", report.bytes);
+    std::atomic<uint64_t> moved = 0;
+    TORPOR_TRY(with_each(parts_of(index), options.threads, [&](const Part& part, std::span<std::byte> room) -> Status {
+      TORPOR_TRY(push_part(*directory, index, part, store, room, moved));
+      return progress.add(part.bytes(index));
+    }));
+    const std::string text = encode_index(index);
+    TORPOR_ASSIGN(const bool created, store.put_new(index_key(report.name), std::as_bytes(std::span(text))));
+    report.was_there = !created;
+    report.moved_bytes = moved;
+    return report;
+  });
+}
+
+Result<CopyReport> pull(FileSystem& file_system, ObjectStore& store, const std::string& name,
+                        const std::string& directory, const CopyOptions& options) {
+  return catching([&]() -> Result<CopyReport> {
+    CopyReport report{.name = name};
+    if (name.empty()) {
+      TORPOR_ASSIGN(const std::vector<std::string> names, pushed_names(store));
+      if (names.empty())
+        return Error{.code = Code::kNotFound,
+                     .what = fmt::format("there are no checkpoints in {}", store.url()),
+                     .next_step = "push one with torpor push"};
+      report.name = names.back();
+    }
+    TORPOR_ASSIGN(const CheckpointIndex index, read_index(store, report.name));
+    report.bytes = index.bytes();
+    TORPOR_ASSIGN(const std::unique_ptr<Directory> target, file_system.open_directory(directory, true));
+    TORPOR_ASSIGN(const std::unique_ptr<File> lock, target->lock(kLockFile));
+    TORPOR_ASSIGN(const std::vector<CheckpointInfo> present, infos_in(*target, options.key.get(), Trust::kAnySeal));
+    for (const CheckpointInfo& info : present) {
+      if (!info.readable || hex(info.manifest.id) != index.id) continue;
+      report.path = info.path;
+      report.was_there = true;
+      return report;
+    }
+    const std::string staged = fmt::format("{}{}", kPullPrefix, index.id);
+    Result<std::unique_ptr<Directory>> staging = target->open_directory(staged);
+    const bool resumed = staging.has_value();
+    if (!resumed) staging = target->create_directory(staged);
+    if (!staging) return staging.error();
+    Pull work(store, index, **staging, resumed, options);
+    if (Status wanted = work.fetch_manifest(); !wanted) {
+      if (!resumed) TORPOR_TRY(target->remove_tree(staged));
+      return std::move(wanted).error();
+    }
+    TORPOR_TRY(work.fetch_rest());
+    TORPOR_TRY((*staging)->sync());
+    TORPOR_TRY(check_whole(file_system, std::move(*staging), options.key));
+    TORPOR_ASSIGN(const std::vector<uint64_t> generations, generations_in(*target));
+    const std::string placed = generation_name(generations.empty() ? 1 : generations.back() + 1);
+    TORPOR_TRY(target->rename_new(staged, placed));
+    TORPOR_TRY(target->sync());
+    report.path = fmt::format("{}/{}", target->path(), placed);
+    report.moved_bytes = work.moved_bytes();
+    return report;
+  });
+}
+
+Result<std::vector<PushedCheckpoint>> list_pushed(ObjectStore& store) {
+  return catching([&]() -> Result<std::vector<PushedCheckpoint>> {
+    TORPOR_ASSIGN(const std::vector<std::string> names, pushed_names(store));
+    std::vector<PushedCheckpoint> pushed;
+    for (const std::string& name : names) {
+      Result<CheckpointIndex> index = read_index(store, name);
+      pushed.push_back({.name = name, .readable = index.has_value()});
+      if (index) {
+        pushed.back().index = std::move(*index);
+      } else if (index.error().code == Code::kCorruption || index.error().code == Code::kIncompatible) {
+        pushed.back().problem = index.error();
+      } else {
+        return index.error();
+      }
+    }
+    return pushed;
+  });
+}
+
+}  // namespace torpor::remote

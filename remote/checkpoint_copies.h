@@ -1,0 +1,57 @@
+// Checkpoints on another machine: pushed to an ObjectStore, and pulled from it into a directory of checkpoints.
+//
+// A checkpoint's files are cut into parts of 16 MiB that are named by their BLAKE2b-256, so that what the store has
+// already (linked files, weights that did not change) goes there once, and an interrupted copy goes on where it was.
+// The index that names them is created last, in one conditional write: a checkpoint is there whole or not at all, and
+// nothing is ever overwritten. What comes back is compared with its name, and then with its own digests and seal.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/file_system.h"
+#include "base/progress.h"
+#include "base/seal.h"
+#include "checkpoint/checkpoint.h"
+#include "remote/checkpoint_index.h"
+#include "remote/object_store.h"
+
+namespace torpor::remote {
+
+struct CopyOptions {
+  int threads = 4;                 // each with a part in memory, and a connection
+  std::shared_ptr<const Key> key;  // of sealed checkpoints
+  ProgressSink progress;           // saying no ends it with kAborted
+  // pull(): asked before anything but MANIFEST is fetched; an error ends it.
+  std::function<Status(const Manifest&)> accept;
+};
+
+struct CopyReport {
+  std::string name;  // of the checkpoint in the store
+  std::string path;  // of its directory here
+  uint64_t bytes = 0;
+  uint64_t moved_bytes = 0;  // the others were there already
+  bool was_there = false;    // the whole checkpoint
+};
+
+// kIncompatible: of format version 2, which shares chunks with other directories.
+Result<CopyReport> push(FileSystem& file_system, const Checkpoint& checkpoint, ObjectStore& store,
+                        const CopyOptions& options = {});
+
+// `name`: one that list() named; empty: the newest one. Becomes the newest generation of `directory`, which is made if
+// need be; a checkpoint that is there already is left as it is. kNotFound; kUnavailable: somebody writes to
+// `directory`.
+Result<CopyReport> pull(FileSystem& file_system, ObjectStore& store, const std::string& name,
+                        const std::string& directory, const CopyOptions& options = {});
+
+struct PushedCheckpoint {
+  std::string name;
+  bool readable = false;
+  CheckpointIndex index;  // if readable
+  Error problem;          // otherwise
+};
+Result<std::vector<PushedCheckpoint>> list_pushed(ObjectStore& store);  // oldest first
+
+}  // namespace torpor::remote

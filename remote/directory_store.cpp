@@ -1,0 +1,149 @@
+#include "remote/directory_store.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include <fmt/format.h>
+
+#include "base/digest.h"
+#include "base/seal.h"
+#include "remote/object_keys.h"
+
+namespace torpor::remote {
+namespace {
+
+constexpr std::string_view kUnfinished = "unfinished-";
+
+struct Place {
+  std::unique_ptr<Directory> directory;
+  std::string name;
+};
+
+class DirectoryStore final : public ObjectStore {
+ public:
+  DirectoryStore(FileSystem& file_system, std::string path)
+      : file_system_(file_system), path_(std::move(path)), url_("file://" + path_) {}
+
+  const std::string& url() const override { return url_; }
+
+  Result<bool> put_new(std::string_view key, std::span<const std::byte> bytes) override {
+    TORPOR_ASSIGN(Place place, open(key, true));
+    if (place.directory->open_file(place.name)) return false;
+    const std::string unfinished = fmt::format("{}{}-{}", kUnfinished, id_, next_.fetch_add(1));
+    const Status written = [&]() -> Status {
+      TORPOR_ASSIGN(const std::unique_ptr<File> file, place.directory->create_file(unfinished));
+      TORPOR_TRY(file->pwrite(bytes, 0));
+      return file->sync();
+    }();
+    if (written) {
+      const Status named = place.directory->rename_new(unfinished, place.name);
+      if (named) {
+        TORPOR_TRY(place.directory->sync());
+        return true;
+      }
+      (void)place.directory->remove_file(unfinished);
+      if (place.directory->open_file(place.name)) return false;  // another one was faster
+      return named.error();
+    }
+    (void)place.directory->remove_file(unfinished);
+    return written.error();
+  }
+
+  Result<uint64_t> get(std::string_view key, std::span<std::byte> room) override {
+    TORPOR_ASSIGN(const Place place, open(key, false));
+    TORPOR_ASSIGN(const std::unique_ptr<File> file, place.directory->open_file(place.name));
+    TORPOR_ASSIGN(const uint64_t bytes, file->size());
+    if (bytes > room.size())
+      return Error{.code = Code::kCorruption,
+                   .what = fmt::format("{} of {} is larger than {} bytes", key, url_, room.size()),
+                   .next_step = "it is not what torpor stored there"};
+    TORPOR_TRY(file->pread(room.first(bytes), 0));
+    return bytes;
+  }
+
+  Result<std::optional<uint64_t>> size(std::string_view key) override {
+    const auto found = [&]() -> Result<uint64_t> {
+      TORPOR_ASSIGN(const Place place, open(key, false));
+      TORPOR_ASSIGN(const std::unique_ptr<File> file, place.directory->open_file(place.name));
+      return file->size();
+    }();
+    if (found) return std::optional<uint64_t>(*found);
+    if (found.error().code == Code::kNotFound) return std::optional<uint64_t>();
+    return found.error();
+  }
+
+  Status remove(std::string_view key) override {
+    const Result<Place> place = open(key, false);
+    if (!place) return place.error().code == Code::kNotFound ? ok() : Status(place.error());
+    const Status removed = place->directory->remove_file(place->name);
+    if (!removed && removed.error().code != Code::kNotFound) return removed;
+    return place->directory->sync();
+  }
+
+  Result<std::vector<std::string>> list(std::string_view prefix) override {
+    std::vector<std::string> keys;
+    const size_t slash = prefix.rfind('/');
+    const std::string folder(prefix.substr(0, slash == std::string_view::npos ? 0 : slash));
+    Result<Place> place = open(folder.empty() ? "x" : folder + "/x", false);
+    if (!place && place.error().code == Code::kNotFound) return keys;
+    if (!place) return place.error();
+    TORPOR_TRY(list_below(*place->directory, folder.empty() ? "" : folder + "/", keys));
+    std::erase_if(keys, [&](const std::string& key) { return !key.starts_with(prefix); });
+    std::sort(keys.begin(), keys.end());
+    return keys;
+  }
+
+ private:
+  Status list_below(const Directory& directory, const std::string& before, std::vector<std::string>& keys) const {
+    TORPOR_ASSIGN(const std::vector<Entry> entries, directory.list());
+    for (const Entry& entry : entries) {
+      if (entry.kind == EntryKind::kDirectory) {
+        TORPOR_ASSIGN(const std::unique_ptr<Directory> below, directory.open_directory(entry.name));
+        TORPOR_TRY(list_below(*below, before + entry.name + "/", keys));
+      } else if (entry.kind == EntryKind::kFile && !entry.name.starts_with(kUnfinished) &&
+                 is_key(before + entry.name)) {
+        keys.push_back(before + entry.name);
+      }
+      if (keys.size() > kMostKeys)
+        return Error{.code = Code::kResourceExhausted,
+                     .what = fmt::format("{} has over {} keys", url_, kMostKeys),
+                     .next_step = "use another directory"};
+    }
+    return ok();
+  }
+
+  // The directory that has the key's file; `create`: made if need be.
+  Result<Place> open(std::string_view key, bool create) const {
+    if (!is_key(key))
+      return Error{.code = Code::kInternal, .what = fmt::format("{} is no key", key), .next_step = "report this"};
+    TORPOR_ASSIGN(std::unique_ptr<Directory> directory, file_system_.open_directory(path_, create));
+    size_t begin = 0;
+    for (size_t slash = key.find('/'); slash != std::string_view::npos; slash = key.find('/', begin)) {
+      const std::string_view word = key.substr(begin, slash - begin);
+      Result<std::unique_ptr<Directory>> below = directory->open_directory(word);
+      if (!below && create && below.error().code == Code::kNotFound) {
+        below = directory->create_directory(word);
+        if (!below) below = directory->open_directory(word);  // another one was faster
+        TORPOR_TRY(directory->sync());
+      }
+      if (!below) return below.error();
+      directory = std::move(*below);
+      begin = slash + 1;
+    }
+    return Place{std::move(directory), std::string(key.substr(begin))};
+  }
+
+  FileSystem& file_system_;
+  const std::string path_;
+  const std::string url_;
+  const std::string id_ = hex(random_seal_id());  // names of unfinished files differ between machines
+  std::atomic<uint64_t> next_ = 1;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<ObjectStore>> open_directory_store(FileSystem& file_system, const std::string& path) {
+  return std::unique_ptr<ObjectStore>(std::make_unique<DirectoryStore>(file_system, path));
+}
+
+}  // namespace torpor::remote

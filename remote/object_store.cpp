@@ -1,0 +1,23 @@
+#include "remote/object_store.h"
+
+#include <fmt/format.h>
+
+namespace torpor::remote {
+
+Result<std::vector<std::byte>> get_whole(ObjectStore& store, std::string_view key, uint64_t most) {
+  TORPOR_ASSIGN(const std::optional<uint64_t> size, store.size(key));
+  if (!size)
+    return Error{.code = Code::kNotFound,
+                 .what = fmt::format("there is no {} in {}", key, store.url()),
+                 .next_step = fmt::format("torpor ls {} says what there is", store.url())};
+  if (*size > most)
+    return Error{.code = Code::kCorruption,
+                 .what = fmt::format("{} of {} has {} bytes, more than {}", key, store.url(), *size, most),
+                 .next_step = "it is not what torpor stored there"};
+  std::vector<std::byte> bytes(*size);
+  TORPOR_ASSIGN(const uint64_t received, store.get(key, bytes));
+  bytes.resize(received);
+  return bytes;
+}
+
+}  // namespace torpor::remote

@@ -1,0 +1,22 @@
+#include "remote/open_store.h"
+
+#include <fmt/format.h>
+
+#include "remote/directory_store.h"
+#include "remote/s3_store.h"
+
+namespace torpor::remote {
+
+Result<std::unique_ptr<ObjectStore>> open_object_store(FileSystem& file_system, const std::string& url,
+                                                       std::function<bool()> stop) {
+  if (url.starts_with("s3://")) {
+    TORPOR_ASSIGN(S3Settings settings, s3_settings(url));
+    return make_s3_store(url, std::move(settings), std::move(stop));
+  }
+  if (url.starts_with("file:///")) return open_directory_store(file_system, url.substr(7));
+  return Error{.code = Code::kInvalidArgument,
+               .what = fmt::format("{} is not the URL of a store", url),
+               .next_step = "write s3://BUCKET/PREFIX or file:///ABSOLUTE/PATH"};
+}
+
+}  // namespace torpor::remote

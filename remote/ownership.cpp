@@ -1,0 +1,107 @@
+#include "remote/ownership.h"
+
+#include <fmt/format.h>
+
+namespace torpor::remote {
+
+Ownership::Ownership(ObjectStore& store, const Clock& clock, std::string holder, std::chrono::milliseconds term)
+    : store_(store), clock_(clock), steps_(std::move(holder), term) {}
+
+OwnershipSteps Ownership::steps() const {
+  const MutexLock lock(mutex_);
+  return steps_;
+}
+void Ownership::keep(const OwnershipSteps& steps) {
+  const MutexLock lock(mutex_);
+  steps_ = steps;
+}
+
+bool Ownership::owns() const {
+  const MutexLock lock(mutex_);
+  return steps_.owns(clock_.now());
+}
+std::string Ownership::before() const {
+  const MutexLock lock(mutex_);
+  return steps_.before();
+}
+OwnerRecord Ownership::newest() const {
+  const MutexLock lock(mutex_);
+  return steps_.head();
+}
+
+Result<bool> Ownership::take() {
+  OwnershipSteps next = steps();
+  next.begin_take();
+  TORPOR_ASSIGN(const OwnershipOutcome outcome, run(std::move(next)));
+  return outcome == OwnershipOutcome::kOwned;
+}
+
+Status Ownership::renew() {
+  const OwnerRecord head = newest();
+  return publish(head.checkpoint, head.answers);
+}
+
+Status Ownership::publish(const std::string& checkpoint, const std::string& answers) {
+  OwnershipSteps next = steps();
+  next.begin_renew(checkpoint, answers, clock_.now());
+  TORPOR_ASSIGN(const OwnershipOutcome outcome, run(std::move(next)));
+  if (outcome == OwnershipOutcome::kOwned) return ok();
+  return Error{.code = Code::kAborted,
+               .what = fmt::format("this server does not own what is in {} any more: its term was over", store_.url()),
+               .next_step = "another one goes on with its requests; end this one"};
+}
+
+Status Ownership::release() {
+  OwnershipSteps next = steps();
+  next.begin_release(clock_.now());
+  keep(next);  // it does not own from now on, whatever becomes of the call
+  TORPOR_ASSIGN(const OwnershipOutcome outcome, run(std::move(next)));
+  (void)outcome;  // released, or lost before
+  return ok();
+}
+
+// All calls of an operation. An error of the store ends it: its outcome is unknown.
+Result<OwnershipOutcome> Ownership::run(OwnershipSteps steps) {
+  return catching([&]() -> Result<OwnershipOutcome> {
+    while (steps.call()) {
+      steps.sent(clock_.now());
+      const Result<OwnershipAnswer> answer = ask(*steps.call());
+      steps.answered(answer ? *answer : OwnershipAnswer{.failed = true}, clock_.now());
+      keep(steps);
+      if (!answer && steps.outcome() == OwnershipOutcome::kUnknown && !steps.call()) return answer.error();
+    }
+    keep(steps);
+    return steps.outcome();
+  });
+}
+
+Result<OwnershipAnswer> Ownership::ask(const OwnershipCall& call) {
+  const std::string key = owner_key(call.record.number);
+  OwnershipAnswer answer;
+  switch (call.kind) {
+    case OwnershipCall::Kind::kList: {
+      TORPOR_ASSIGN(const std::vector<std::string> keys, store_.list(kOwnerPrefix));
+      for (const std::string& each : keys) {
+        if (const std::optional<uint64_t> number = owner_number(each)) answer.numbers.push_back(*number);
+      }
+      return answer;
+    }
+    case OwnershipCall::Kind::kRead: {
+      const Result<std::vector<std::byte>> text = get_whole(store_, key, kMostOwnerBytes);
+      if (!text && text.error().code == Code::kNotFound) return answer;
+      if (!text) return text.error();
+      TORPOR_ASSIGN(answer.record,
+                    decode_owner({reinterpret_cast<const char*>(text->data()), text->size()}, call.record.number));
+      return answer;
+    }
+    case OwnershipCall::Kind::kPut: {
+      const std::string text = encode_owner(call.record);
+      TORPOR_ASSIGN(answer.created, store_.put_new(key, std::as_bytes(std::span(text))));
+      return answer;
+    }
+    case OwnershipCall::Kind::kRemove: TORPOR_TRY(store_.remove(key)); return answer;
+  }
+  return answer;
+}
+
+}  // namespace torpor::remote

@@ -1,0 +1,38 @@
+// Where an S3 bucket is and who asks: from the URL and from the environment variables and file that AWS's own tools
+// read, so that what works with them works here.
+//
+//   s3://BUCKET/PREFIX
+//   AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL   another server than AWS, as http://127.0.0.1:8333
+//   AWS_REGION, AWS_DEFAULT_REGION          default us-east-1
+//   AWS_CA_BUNDLE                           certificates that are trusted in place of the system's
+//   AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN; or else
+//   AWS_SHARED_CREDENTIALS_FILE             default ~/.aws/credentials; only its owner may read it
+//   AWS_PROFILE                             its section, default "default"
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <string>
+
+#include "base/status.h"
+#include "remote/s3_signature.h"
+
+namespace torpor::remote {
+
+struct S3Settings {
+  std::string bucket;
+  std::string prefix;    // "" or ends with '/'
+  std::string endpoint;  // "https://host[:port]", the bucket not in it
+  bool bucket_in_host = false;
+  std::string region;
+  std::string ca_file;  // empty: the system's
+  S3Credentials credentials;
+};
+
+using Environment = std::function<std::optional<std::string>(const char* name)>;
+std::optional<std::string> environment(const char* name);  // of this process; empty values are none
+
+// kInvalidArgument says which variable, file or part of the URL is missing or wrong; never with a secret in it.
+Result<S3Settings> s3_settings(const std::string& url, const Environment& variable = environment);
+
+}  // namespace torpor::remote

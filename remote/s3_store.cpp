@@ -1,0 +1,357 @@
+#include "remote/s3_store.h"
+
+#include <cstring>
+#include <random>
+#include <thread>
+
+#include <curl/curl.h>
+#include <fmt/format.h>
+#include <pugixml.hpp>
+
+#include "base/mutex.h"
+#include "remote/object_keys.h"
+
+namespace torpor::remote {
+namespace {
+
+constexpr size_t kMostAnswerBytes = 8 << 20;  // of a list or an error; a page of a list has 1,000 keys of 1,024 bytes
+
+struct CurlDeleter {
+  void operator()(CURL* handle) const { curl_easy_cleanup(handle); }
+};
+using CurlHandle = std::unique_ptr<CURL, CurlDeleter>;
+
+// One request and its answer. Its callbacks are called by curl_easy_perform() alone.
+struct Exchange {
+  CURL* handle = nullptr;
+  std::span<const std::byte> body{};  // to send
+  size_t sent = 0;
+  std::span<std::byte> room{};  // for the answer's content, if it is one of success
+  uint64_t received = 0;        // there
+  bool too_large = false;
+  std::string text{};  // of any other answer
+  const std::function<bool()>* stop = nullptr;
+  bool stopped = false;
+  long status = 0;
+
+  static size_t read(char* to, size_t size, size_t count, void* self_pointer) {
+    auto& self = *static_cast<Exchange*>(self_pointer);
+    const size_t some = std::min(size * count, self.body.size() - self.sent);
+    std::memcpy(to, self.body.data() + self.sent, some);
+    self.sent += some;
+    return some;
+  }
+  static int seek(void* self_pointer, curl_off_t offset, int origin) {
+    auto& self = *static_cast<Exchange*>(self_pointer);
+    if (origin != SEEK_SET || offset < 0 || static_cast<uint64_t>(offset) > self.body.size())
+      return CURL_SEEKFUNC_CANTSEEK;
+    self.sent = static_cast<size_t>(offset);
+    return CURL_SEEKFUNC_OK;
+  }
+  static size_t write(char* from, size_t size, size_t count, void* self_pointer) {
+    auto& self = *static_cast<Exchange*>(self_pointer);
+    const size_t some = size * count;
+    curl_easy_getinfo(self.handle, CURLINFO_RESPONSE_CODE, &self.status);
+    if (self.status == 200 && self.room.data() != nullptr) {
+      if (some > self.room.size() - self.received) {
+        self.too_large = true;
+        return 0;
+      }
+      std::memcpy(self.room.data() + self.received, from, some);
+      self.received += some;
+    } else {
+      if (self.text.size() + some > kMostAnswerBytes) return 0;
+      self.text.append(from, some);
+    }
+    return some;
+  }
+  static int progress(void* self_pointer, curl_off_t, curl_off_t, curl_off_t, curl_off_t) {
+    auto& self = *static_cast<Exchange*>(self_pointer);
+    self.stopped = self.stop != nullptr && *self.stop && (*self.stop)();
+    return self.stopped ? 1 : 0;
+  }
+};
+
+// What a server says of an error, for people: its words may be anything.
+std::string told(const std::string& text) {
+  pugi::xml_document document;
+  if (!document.load_buffer(text.data(), text.size())) return {};
+  const pugi::xml_node error = document.child("Error");
+  std::string words = fmt::format("{}: {}", error.child_value("Code"), error.child_value("Message")).substr(0, 300);
+  for (char& letter : words) {
+    if (static_cast<unsigned char>(letter) < ' ' || letter == '\x7f') letter = ' ';
+  }
+  return words == ": " ? "" : fmt::format(" ({})", words);
+}
+
+bool worth_another_try(CURLcode code, long status) {
+  if (code == CURLE_OK) return status == 409 || status == 429 || status == 500 || status == 502 || status == 503;
+  return code == CURLE_COULDNT_CONNECT || code == CURLE_COULDNT_RESOLVE_HOST || code == CURLE_GOT_NOTHING ||
+         code == CURLE_SEND_ERROR || code == CURLE_RECV_ERROR || code == CURLE_PARTIAL_FILE ||
+         code == CURLE_OPERATION_TIMEDOUT || code == CURLE_HTTP2 || code == CURLE_HTTP2_STREAM;
+}
+
+class S3Store final : public ObjectStore {
+ public:
+  S3Store(std::string url, S3Settings settings, std::function<bool()> stop, S3Retries retries)
+      : url_(std::move(url)), settings_(std::move(settings)), stop_(std::move(stop)), retries_(retries) {
+    static const CURLcode begun = curl_global_init(CURL_GLOBAL_DEFAULT);
+    (void)begun;
+    host_ = settings_.endpoint.substr(settings_.endpoint.find("://") + 3);
+  }
+
+  const std::string& url() const override { return url_; }
+
+  Result<bool> put_new(std::string_view key, std::span<const std::byte> bytes) override {
+    Call call{.method = "PUT", .key = key, .headers = {{"if-none-match", "*"}}, .body = bytes};
+    TORPOR_ASSIGN(const Answer answer, send(call));
+    if (answer.status == 412) return false;
+    if (answer.status == 200 || answer.status == 201 || answer.status == 204) return true;
+    return error_of(call, answer);
+  }
+
+  Result<uint64_t> get(std::string_view key, std::span<std::byte> room) override {
+    Call call{.method = "GET", .key = key, .room = room};
+    TORPOR_ASSIGN(const Answer answer, send(call));
+    if (answer.status == 200) return answer.received;
+    return error_of(call, answer);
+  }
+
+  Result<std::optional<uint64_t>> size(std::string_view key) override {
+    Call call{.method = "HEAD", .key = key};
+    TORPOR_ASSIGN(const Answer answer, send(call));
+    if (answer.status == 200) return std::optional<uint64_t>(answer.length);
+    if (answer.status == 404) return std::optional<uint64_t>();
+    return error_of(call, answer);
+  }
+
+  Status remove(std::string_view key) override {
+    Call call{.method = "DELETE", .key = key};
+    TORPOR_ASSIGN(const Answer answer, send(call));
+    if (answer.status == 200 || answer.status == 204 || answer.status == 404) return ok();
+    return error_of(call, answer);
+  }
+
+  Result<std::vector<std::string>> list(std::string_view prefix) override {
+    std::vector<std::string> keys;
+    std::string next;
+    do {
+      Call call{.method = "GET", .query = {{"list-type", "2"}, {"prefix", settings_.prefix + std::string(prefix)}}};
+      if (!next.empty()) call.query["continuation-token"] = next;
+      TORPOR_ASSIGN(const Answer answer, send(call));
+      if (answer.status != 200) return error_of(call, answer);
+      TORPOR_ASSIGN(next, read_page(answer.text, keys));
+    } while (!next.empty());
+    std::sort(keys.begin(), keys.end());
+    return keys;
+  }
+
+ private:
+  struct Call {
+    const char* method;
+    std::string_view key{};
+    std::map<std::string, std::string> query{};
+    std::map<std::string, std::string> headers{};
+    std::span<const std::byte> body{};
+    std::span<std::byte> room{};
+  };
+  std::string words_for(const Call& call) const {
+    return call.key.empty() ? fmt::format("listing {}", url_) : fmt::format("{} {} of {}", call.method, call.key, url_);
+  }
+  struct Answer {
+    long status = 0;
+    uint64_t received = 0;
+    uint64_t length = 0;  // that the server names
+    std::string text;
+  };
+
+  // Adds the keys of one page of a list; the token of the next page, "" after the last one.
+  Result<std::string> read_page(const std::string& text, std::vector<std::string>& keys) const {
+    pugi::xml_document document;
+    const pugi::xml_node page =
+        document.load_buffer(text.data(), text.size()) ? document.child("ListBucketResult") : pugi::xml_node();
+    if (!page)
+      return Error{.code = Code::kCorruption,
+                   .what = fmt::format("{} answered a list with something else", settings_.endpoint),
+                   .next_step = "check that the endpoint speaks S3"};
+    for (const pugi::xml_node entry : page.children("Contents")) {
+      const std::string_view key = entry.child_value("Key");
+      if (key.starts_with(settings_.prefix) && is_key(key)) keys.emplace_back(key.substr(settings_.prefix.size()));
+      if (keys.size() > kMostKeys)
+        return Error{.code = Code::kResourceExhausted,
+                     .what = fmt::format("{} has over {} keys", url_, kMostKeys),
+                     .next_step = "use another prefix"};
+    }
+    if (std::string_view(page.child_value("IsTruncated")) != "true") return std::string();
+    std::string next = page.child_value("NextContinuationToken");
+    if (next.empty())
+      return Error{.code = Code::kCorruption,
+                   .what = fmt::format("{} does not say where its list goes on", settings_.endpoint),
+                   .next_step = "check that the endpoint speaks S3, version 2 of its lists"};
+    return next;
+  }
+
+  Error error_of(const Call& call, const Answer& answer) const {
+    Error error{.code = Code::kUnavailable,
+                .what = fmt::format("{} was answered {}{}", words_for(call), answer.status, told(answer.text)),
+                .next_step = "try again"};
+    switch (answer.status) {
+      case 401:
+      case 403:
+        error.code = Code::kUnauthenticated;
+        error.next_step = "check the credentials, what they allow, and this machine's clock";
+        break;
+      case 404:
+        error.code =
+            answer.text.find("NoSuchBucket") == std::string::npos ? Code::kNotFound : Code::kFailedPrecondition;
+        error.next_step = error.code == Code::kNotFound ? "list what is there" : "make the bucket first";
+        break;
+      case 301:
+      case 307:
+      case 400:
+        error.code = Code::kFailedPrecondition;
+        error.next_step = "check AWS_REGION and AWS_ENDPOINT_URL";
+        break;
+      case 413:
+      case 507:
+        error.code = Code::kResourceExhausted;
+        error.next_step = "free space there";
+        break;
+      default: break;
+    }
+    return error;
+  }
+
+  Error error_of(const Call& call, CURLcode code, const Exchange& exchange, const char* words) const {
+    const std::string what =
+        fmt::format("{} failed: {}", words_for(call), *words != '\0' ? words : curl_easy_strerror(code));
+    if (exchange.stopped)
+      return Error{.code = Code::kAborted, .what = "stopped", .next_step = "start it again: it goes on where it was"};
+    if (exchange.too_large)
+      return Error{.code = Code::kCorruption,
+                   .what = fmt::format("{} of {} is larger than {} bytes", call.key, url_, exchange.room.size()),
+                   .next_step = "it is not what torpor stored there"};
+    if (code == CURLE_PEER_FAILED_VERIFICATION || code == CURLE_SSL_CACERT_BADFILE || code == CURLE_SSL_CONNECT_ERROR)
+      return Error{.code = Code::kUnauthenticated,
+                   .what = what,
+                   .next_step = "name the authority's certificate with AWS_CA_BUNDLE"};
+    return Error{.code = Code::kUnavailable, .what = what, .next_step = "check AWS_ENDPOINT_URL, then try again"};
+  }
+
+  // All attempts at one request. Answers of any status are values here.
+  Result<Answer> send(const Call& call) {
+    CurlHandle handle = take_handle();
+    if (handle == nullptr)
+      return Error{.code = Code::kResourceExhausted, .what = "no memory for a connection", .next_step = "free some"};
+    std::optional<Error> error;
+    for (int attempt = 0; attempt < retries_.attempts; ++attempt) {
+      if (attempt > 0) TORPOR_TRY(pause_before(attempt));
+      std::array<char, CURL_ERROR_SIZE> words{};
+      Exchange exchange{.handle = handle.get(), .body = call.body, .room = call.room, .stop = &stop_};
+      const CURLcode code = perform(call, exchange, words.data());
+      Answer answer{.status = exchange.status, .received = exchange.received, .text = std::move(exchange.text)};
+      if (!worth_another_try(code, answer.status)) {
+        if (code != CURLE_OK) return error_of(call, code, exchange, words.data());
+        curl_off_t length = 0;
+        curl_easy_getinfo(handle.get(), CURLINFO_CONTENT_LENGTH_DOWNLOAD_T, &length);
+        answer.length = static_cast<uint64_t>(std::max<curl_off_t>(length, 0));
+        give_handle(std::move(handle));
+        return answer;
+      }
+      error = code == CURLE_OK ? error_of(call, answer) : error_of(call, code, exchange, words.data());
+    }
+    return error->within(fmt::format("given up after {} attempts", retries_.attempts));
+  }
+
+  CURLcode perform(const Call& call, Exchange& exchange, char* words) const {
+    S3Request request{.method = call.method, .host = host_, .query = call.query, .headers = call.headers};
+    request.path = settings_.bucket_in_host ? "/" : fmt::format("/{}{}", settings_.bucket, call.key.empty() ? "" : "/");
+    if (!call.key.empty()) request.path += settings_.prefix + std::string(call.key);
+    const std::string query = encoded_query(request);
+    const std::string address = fmt::format("{}{}{}{}", settings_.endpoint, percent_encoded(request.path, true),
+                                            query.empty() ? "" : "?", query);
+    curl_slist* lines = curl_slist_append(nullptr, "Expect:");
+    for (const auto& [name, value] :
+         signed_headers(request, settings_.credentials, settings_.region, std::time(nullptr))) {
+      lines = curl_slist_append(lines, fmt::format("{}: {}", name, value).c_str());
+    }
+    CURL* const handle = exchange.handle;
+    curl_easy_reset(handle);  // keeps the connection
+    curl_easy_setopt(handle, CURLOPT_URL, address.c_str());
+    curl_easy_setopt(handle, CURLOPT_HTTPHEADER, lines);
+    curl_easy_setopt(handle, CURLOPT_PROTOCOLS_STR, "http,https");
+    curl_easy_setopt(handle, CURLOPT_NOSIGNAL, 1L);
+    curl_easy_setopt(handle, CURLOPT_ERRORBUFFER, words);
+    curl_easy_setopt(handle, CURLOPT_CONNECTTIMEOUT, static_cast<long>(retries_.connect_seconds));
+    curl_easy_setopt(handle, CURLOPT_LOW_SPEED_LIMIT, 1L);
+    curl_easy_setopt(handle, CURLOPT_LOW_SPEED_TIME, static_cast<long>(retries_.stalled_seconds));
+    if (!settings_.ca_file.empty()) curl_easy_setopt(handle, CURLOPT_CAINFO, settings_.ca_file.c_str());
+    curl_easy_setopt(handle, CURLOPT_WRITEFUNCTION, &Exchange::write);
+    curl_easy_setopt(handle, CURLOPT_WRITEDATA, &exchange);
+    curl_easy_setopt(handle, CURLOPT_NOPROGRESS, 0L);
+    curl_easy_setopt(handle, CURLOPT_XFERINFOFUNCTION, &Exchange::progress);
+    curl_easy_setopt(handle, CURLOPT_XFERINFODATA, &exchange);
+    const std::string_view method = call.method;
+    if (method == "HEAD") curl_easy_setopt(handle, CURLOPT_NOBODY, 1L);
+    if (method == "DELETE") curl_easy_setopt(handle, CURLOPT_CUSTOMREQUEST, "DELETE");
+    if (method == "PUT") {
+      curl_easy_setopt(handle, CURLOPT_UPLOAD, 1L);
+      curl_easy_setopt(handle, CURLOPT_INFILESIZE_LARGE, static_cast<curl_off_t>(call.body.size()));
+      curl_easy_setopt(handle, CURLOPT_READFUNCTION, &Exchange::read);
+      curl_easy_setopt(handle, CURLOPT_READDATA, &exchange);
+      curl_easy_setopt(handle, CURLOPT_SEEKFUNCTION, &Exchange::seek);
+      curl_easy_setopt(handle, CURLOPT_SEEKDATA, &exchange);
+    }
+    const CURLcode code = curl_easy_perform(handle);
+    curl_easy_getinfo(handle, CURLINFO_RESPONSE_CODE, &exchange.status);
+    curl_slist_free_all(lines);
+    return code;
+  }
+
+  // A random part of a time that doubles, so that many who were refused at once do not come back at once.
+  Status pause_before(int attempt) const {
+    static thread_local std::minstd_rand random{std::random_device{}()};
+    const double longest = std::min(retries_.first_pause_seconds * static_cast<double>(1 << (attempt - 1)), 5.0);
+    double left = std::uniform_real_distribution<double>(0, longest)(random);
+    while (true) {
+      if (stop_ && stop_())
+        return Error{.code = Code::kAborted, .what = "stopped", .next_step = "start it again: it goes on where it was"};
+      if (left <= 0) return ok();
+      std::this_thread::sleep_for(std::chrono::duration<double>(std::min(left, 0.1)));
+      left -= 0.1;
+    }
+  }
+
+  CurlHandle take_handle() {
+    {
+      const MutexLock lock(mutex_);
+      if (!idle_.empty()) {
+        CurlHandle handle = std::move(idle_.back());
+        idle_.pop_back();
+        return handle;
+      }
+    }
+    return CurlHandle(curl_easy_init());
+  }
+  void give_handle(CurlHandle handle) {
+    const MutexLock lock(mutex_);
+    idle_.push_back(std::move(handle));
+  }
+
+  const std::string url_;
+  const S3Settings settings_;
+  const std::function<bool()> stop_;
+  const S3Retries retries_;
+  std::string host_;
+  Mutex mutex_;
+  std::vector<CurlHandle> idle_ TORPOR_GUARDED_BY(mutex_);  // with their connections
+};
+
+}  // namespace
+
+std::unique_ptr<ObjectStore> make_s3_store(std::string url, S3Settings settings, std::function<bool()> stop,
+                                           S3Retries retries) {
+  return std::make_unique<S3Store>(std::move(url), std::move(settings), std::move(stop), retries);
+}
+
+}  // namespace torpor::remote

@@ -1,0 +1,221 @@
+#include "console/control.h"
+
+#include <fstream>
+
+#include <fmt/format.h>
+
+#include "kvcache/slot_table.h"
+#include "tests/support/manual_clock.h"
+#include "tests/support/results.h"
+
+namespace torpor::console {
+namespace {
+
+using nlohmann::json;
+using test::value_of;
+
+class ControlTest : public testing::Test {
+ protected:
+  explicit ControlTest(ControlRole role = ControlRole::kOperate) : control_(*ring_, clock_, role) {}
+  std::vector<json> lines(ControlSession& session) {
+    std::vector<json> found;
+    std::string& output = session.output();
+    for (size_t end = 0; (end = output.find('\n')) != std::string::npos; output.erase(0, end + 1))
+      found.push_back(json::parse(output.substr(0, end)));
+    return found;
+  }
+  json ask(ControlSession& session, const std::string& method, const json& params = json::object()) {
+    EXPECT_TRUE(session.receive(json{{"id", 1}, {"method", method}, {"params", params}}.dump() + "\n"));
+    const std::vector<json> answers = lines(session);
+    EXPECT_EQ(answers.size(), 1u);
+    return answers.empty() ? json() : answers[0];
+  }
+  test::ManualClock clock_;
+  std::unique_ptr<EventRing> ring_ = value_of(EventRing::in_memory({.role = "core", .pid = 42}, 4096));
+  EventPort port_{*ring_, clock_};
+  Control control_;
+};
+
+class ReadOnlyControl : public ControlTest {
+ protected:
+  ReadOnlyControl() : ControlTest(ControlRole::kRead) {}
+};
+
+TEST_F(ControlTest, AnswersWhatIsThere) {
+  SlotTable table(port_);
+  (void)value_of(table.create("chat-1", 10));
+  ControlSession session(control_, {.connection = 1});
+  const json hello = ask(session, "hello")["result"];
+  EXPECT_EQ(hello["pid"], 42);
+  EXPECT_EQ(hello["role"], "control");
+  EXPECT_EQ(hello["methods"].size(), control_methods().size());
+  EXPECT_EQ(ask(session, "snapshot")["result"]["slots"][0]["request"], "chat-1");
+  EXPECT_EQ(ask(session, "slots", {{"match", "chat"}})["result"]["slots"].size(), 1u);
+  EXPECT_EQ(ask(session, "slots", {{"match", "nobody"}})["result"]["slots"].size(), 0u);
+  const json events = ask(session, "events", {{"types", "slot"}})["result"];
+  ASSERT_EQ(events["events"].size(), 1u);
+  EXPECT_EQ(events["events"][0]["to"], "initialized");
+  EXPECT_EQ(ask(session, "events", {{"after", events["next"]}})["result"]["events"].size(), 0u);
+  EXPECT_EQ(ask(session, "events", {{"limit", 1}})["result"]["events"].size(), 1u);
+}
+
+TEST_F(ControlTest, StopsTheEngineAndLetsItGo) {
+  ControlSession session(control_, {.connection = 1, .uid = 1000, .pid = 7});
+  const json stop = ask(session, "pause", {{"lease", 10}})["result"]["stop"];
+  EXPECT_FALSE(port_.may_step());
+  EXPECT_EQ(ask(session, "stops")["result"]["stops"][0]["left_seconds"], 10.0);
+  EXPECT_EQ(ask(session, "stop.renew", {{"stop", stop}, {"lease", 20}})["result"]["left_seconds"], 20.0);
+  EXPECT_EQ(ask(session, "step", {{"steps", 3}})["result"]["steps"], 3);
+  EXPECT_EQ(ask(session, "resume", {{"stop", stop}})["result"]["resumed"], 1);
+  EXPECT_TRUE(port_.may_step());
+  EXPECT_EQ(ask(session, "resume", {{"stop", stop}})["error"]["code"], "not_found");
+  // Who did it is told.
+  const json told = ask(session, "events", {{"types", "control"}})["result"]["events"];
+  ASSERT_EQ(told.size(), 5u);
+  EXPECT_EQ(told[0]["from"], "pause");
+  EXPECT_EQ(told[0]["to"], "ok");
+  EXPECT_EQ(told[0]["uid"], 1000);
+  EXPECT_EQ(told[4]["to"], "not_found");
+}
+
+TEST_F(ControlTest, SetsBreakpointsByTheWordsOfEvents) {
+  SlotTable table(port_);
+  const uint32_t old = value_of(table.create("chat-1", 10));
+  ControlSession session(control_, {.connection = 1});
+  const json made =
+      ask(session, "breakpoint.add", {{"type", "slot"}, {"to", "prefilling"}, {"request", "chat-*"}, {"once", true}});
+  ASSERT_TRUE(made.contains("result")) << made;
+  ASSERT_SUCCEEDS(table.scheduled(old, 0, 10, 10));
+  EXPECT_FALSE(port_.may_step());
+  EXPECT_EQ(ask(session, "stops")["result"]["stops"][0]["request"], "chat-1");
+  EXPECT_EQ(ask(session, "breakpoint.list")["result"]["breakpoints"][0]["matches"], 1);
+  EXPECT_EQ(ask(session, "snapshot")["result"]["stops"].size(), 1u);
+  EXPECT_TRUE(ask(session, "breakpoint.remove", {{"breakpoint", made["result"]["breakpoint"]}}).contains("result"));
+  EXPECT_TRUE(port_.may_step());
+  for (const auto& [params, named] : std::vector<std::pair<json, std::string>>{
+           {{{"type", "slat"}}, "slot"},
+           {{{"type", "operation"}}, "slot"},
+           {{{"type", "slot"}, {"to", "asleep"}}, "preempted"},
+           {{{"type", "candidate"}, {"way", "left"}}, "down"},
+           {{{"type", "step"}, {"from", "none"}}, "leave it out"},
+           {{{"type", "slot"}, {"lease", 1e9}}, "300"},
+           {{{"type", "slot"}, {"frm", "none"}}, "from"},
+           {{{"type", "slot"}, {"every", -1}}, "every"},
+       }) {
+    const json error = ask(session, "breakpoint.add", params)["error"];
+    EXPECT_EQ(error["code"], "invalid_argument") << params;
+    EXPECT_NE((error["what"].get<std::string>() + error["next_step"].get<std::string>()).find(named), std::string::npos)
+        << error;
+  }
+}
+
+TEST_F(ControlTest, WhatAConnectionStoppedEndsWithItUnlessItStays) {
+  {
+    ControlSession session(control_, {.connection = 1});
+    (void)ask(session, "pause");
+    (void)ask(session, "breakpoint.add", {{"type", "step"}});
+    EXPECT_FALSE(port_.may_step());
+  }
+  EXPECT_TRUE(port_.may_step());
+  EXPECT_TRUE(control_.breakpoints().list().empty());
+  {
+    ControlSession session(control_, {.connection = 2});
+    (void)ask(session, "pause", {{"stay", true}, {"lease", 5}});
+  }
+  EXPECT_FALSE(port_.may_step());
+  clock_.advance(std::chrono::seconds(6));
+  EXPECT_TRUE(port_.may_step());
+}
+
+TEST_F(ReadOnlyControl, NoMethodThatChangesAnythingIsCarriedOut) {
+  ControlSession session(control_, {.connection = 1});
+  for (const ControlMethod& method : control_methods()) {
+    const json answer = ask(session, std::string(method.name));
+    EXPECT_EQ(method.operates, answer.contains("error") && answer["error"]["code"] == "failed_precondition")
+        << method.name << answer;
+  }
+  EXPECT_TRUE(port_.may_step());
+  EXPECT_TRUE(control_.breakpoints().list().empty());
+}
+
+TEST_F(ControlTest, ASubscriberHasEveryEventOrKnowsHowManyItMissed) {
+  SlotTable table(port_);
+  (void)value_of(table.create("before", 10));
+  ControlSession session(control_, {.connection = 1});
+  (void)ask(session, "subscribe", {{"types", "step,lost"}});
+  session.pump();
+  EXPECT_TRUE(lines(session).empty());  // of before it has nothing
+  for (int i = 0; i < 100; ++i) table.step(1, 0, 1, 1000);
+  session.pump();
+  std::vector<json> got = lines(session);
+  ASSERT_EQ(got.size(), 100u);
+  EXPECT_EQ(got[0]["subscription"], 1);
+  EXPECT_EQ(got[99]["event"]["type"], "step");
+  const uint64_t last = got[99]["event"]["sequence"];
+  for (int i = 0; i < 50'000; ++i) table.step(1, 0, 1, 1000);  // rounds of the ring
+  EXPECT_TRUE(session.pump());
+  got = lines(session);
+  EXPECT_LE(got.size(), 300u);  // some, for the other peers wait
+  while (session.pump()) {}
+  for (json& line : lines(session)) got.push_back(std::move(line));
+  uint64_t steps = 0;
+  uint64_t lost = 0;
+  for (const json& line : got) {
+    steps += line["event"]["type"] == "step" ? 1 : 0;
+    if (line["event"]["type"] == "lost") lost += line["event"]["count"].get<uint64_t>();
+  }
+  EXPECT_GT(lost, 40'000u);
+  EXPECT_GE(steps + lost, ring_->told() - last - 200);  // but what is told anew of requests
+}
+
+TEST_F(ControlTest, WhoDoesNotReadIsSentNoMore) {
+  ControlSession session(control_, {.connection = 1});
+  (void)ask(session, "subscribe");
+  SlotTable table(port_);
+  for (int round = 0; round < 20; ++round) {
+    for (int i = 0; i < 4000; ++i) table.step(1, 0, 1, 1000);
+    while (session.pump()) {}
+  }
+  EXPECT_FALSE(session.reads());
+  EXPECT_LT(session.output().size(), ControlSession::kEnoughOutput + (2u << 20));
+  const size_t before = session.output().size();
+  EXPECT_TRUE(session.receive("{\"id\":2,\"method\":\"hello\"}\n"));
+  EXPECT_EQ(session.output().size(), before);  // asked for, and answered when there is room
+  session.output().clear();
+  EXPECT_TRUE(session.receive({}));
+  EXPECT_EQ(lines(session).at(0)["id"], 2);
+}
+
+TEST_F(ControlTest, WhatIsNoRequestIsSaidSo) {
+  const auto cut = [&](const std::string& bytes) {
+    ControlSession session(control_, {.connection = 1});
+    const bool goes_on = session.receive(bytes);
+    const std::vector<json> answers = lines(session);
+    EXPECT_EQ(answers.size(), 1u) << bytes.substr(0, 80);
+    EXPECT_TRUE(!answers.empty() && answers[0].contains("error")) << bytes.substr(0, 80);
+    return !goes_on;
+  };
+  EXPECT_TRUE(cut("GET / HTTP/1.1\r\n"));
+  EXPECT_TRUE(cut(std::string(17, '[') + std::string(17, ']') + "\n"));
+  EXPECT_TRUE(cut(std::string(ControlSession::kMostLine + 2, 'x')));
+  EXPECT_FALSE(cut("[]\n"));
+  EXPECT_FALSE(cut("{\"method\":7}\n"));
+  EXPECT_FALSE(cut("{\"method\":\"nothing\"}\n"));
+  EXPECT_FALSE(cut("{\"method\":\"pause\",\"params\":[]}\n"));
+  EXPECT_FALSE(cut("{\"method\":\"pause\",\"params\":{\"lease\":\"30\"}}\n"));
+  EXPECT_FALSE(cut("{\"method\":\"pause\",\"params\":{\"lease\":1e300}}\n"));
+  EXPECT_FALSE(cut("{\"method\":\"hello\",\"params\":{\"x\":1}}\n"));
+  ControlSession session(control_, {.connection = 1});
+  EXPECT_TRUE(session.receive("{\"id\":1,\"meth"));
+  EXPECT_TRUE(session.receive("od\":\"hello\"}\n\n{\"id\":2,\"method\":\"stops\"}\n"));
+  EXPECT_EQ(lines(session).size(), 2u);
+}
+
+TEST(ControlMethods, StandInTheDocsAsInTheTable) {
+  std::ifstream file(TORPOR_SOURCE_DIR "/docs/console.md");
+  const std::string docs(std::istreambuf_iterator<char>(file), {});
+  EXPECT_NE(docs.find(control_methods_table()), std::string::npos) << control_methods_table();
+}
+
+}  // namespace
+}  // namespace torpor::console

@@ -1,0 +1,330 @@
+// A sleep to host of an engine that offloads: what its host store has of live blocks is not copied again. S1, S3, S10.
+#include "allocator/host_device.h"
+#include "base/units.h"
+#include "engine/reference/reference_engine.h"
+#include "engine/sleep_controller.h"
+#include "offload/host_store.h"
+#include "tests/support/faulty_device.h"
+#include "tests/support/rank_call.h"
+#include "tests/support/results.h"
+#include "tests/support/temporary_directory.h"
+
+namespace torpor {
+namespace {
+
+using namespace test;
+using namespace reference;
+
+// --- one rank ---
+
+class BorrowedKv : public ::testing::Test {
+ protected:
+  static constexpr uint64_t kBytes = 6000;  // of a block
+
+  BorrowedKv() {
+    memory_ = value_of(RankMemory::create(value_of(make_host_device()), linux_file_system(),
+                                          {.arena_slab_bytes = 64 * kKiB, .threads = 1, .retain_kv_bytes = kMiB}));
+    kv_ = value_of(memory_->allocate("kv_cache", "kv", 8 * kBytes));
+    const KvLayout layout{
+        .num_blocks = 8,
+        .tensors = {{.address = kv_, .layers = 1, .layer_stride = 1, .block_stride = kBytes, .block_bytes = kBytes}}};
+    EXPECT_SUCCEEDS(memory_->set_kv_layout("kv_cache", layout));
+    store_ = value_of(HostStore::create(memory_->arena(), {.slots = 4, .slot_bytes = kBytes}));
+    memory_->set_host_store(store_);
+  }
+  std::byte* block(int32_t number) {
+    return reinterpret_cast<std::byte*>(kv_ + static_cast<uint64_t>(number) * kBytes);  // NOLINT
+  }
+  void write(int32_t number, int value) { std::memset(block(number), value, kBytes); }
+  bool holds(int32_t number, int value) {
+    return std::all_of(block(number), block(number) + kBytes,
+                       [&](std::byte byte) { return byte == static_cast<std::byte>(value); });
+  }
+  void store(Slot slot, int value) {
+    const std::span<std::byte> place = value_of(store_->place(slot, kBytes));
+    std::memset(place.data(), value, kBytes);
+    EXPECT_SUCCEEDS(store_->placed(slot, {}, digest_of(place)));
+  }
+  template <class Order>
+  typename Order::Reply call(const Order& order) {
+    SCOPED_TRACE(Order::kName);
+    return value_of(call_rank(*memory_, order));
+  }
+  static orders::Save saving(std::vector<int32_t> blocks, std::vector<int32_t> host_slots) {
+    orders::Save order{.tags = {"kv_cache"}, .blocks = std::move(blocks), .steps = 9};
+    for (const int32_t block : order.blocks) order.stamps.push_back(static_cast<uint64_t>(block) + 1);
+    order.host_slots = std::move(host_slots);
+    return order;
+  }
+  // Blocks copied and not.
+  using Moved = std::pair<uint64_t, uint64_t>;
+  Moved save(const orders::Save& order) {
+    const orders::PlanSave::Reply plan = call(orders::PlanSave{.save = order});
+    const orders::Save::Reply reply = call(order);
+    EXPECT_EQ(plan.copied_bytes.at("kv_cache"), reply.bytes);
+    EXPECT_EQ(plan.reused_bytes, reply.reused_bytes);
+    return {reply.bytes / kBytes, reply.reused_bytes / kBytes};
+  }
+  void detach() { call(orders::Detach{.tags = {"kv_cache"}}); }
+  void wake() {
+    call(orders::Attach{.tags = {"kv_cache"}});
+    call(orders::Restore{.tags = {"kv_cache"}});
+    call(orders::Finish{.tags = {"kv_cache"}, .keep_backup = true});
+  }
+
+  std::unique_ptr<RankMemory> memory_;
+  DeviceAddress kv_ = 0;
+  std::shared_ptr<HostStore> store_;
+};
+
+TEST_F(BorrowedKv, WhatTheStoreHasIsNotCopiedAndComesBackFromThere) {
+  write(1, 11), write(2, 12), write(3, 13);
+  store(0, 11), store(2, 13);
+  EXPECT_EQ(save(saving({1, 2, 3}, {0, -1, 2})), Moved(1, 2));
+  detach();
+  EXPECT_EQ(memory_->ledger().tags.at("kv_cache").backup_host_bytes, 3 * kBytes);
+  EXPECT_EQ(memory_->ledger().tags.at("kv_cache").reused_bytes, 2 * kBytes);
+  wake();
+  EXPECT_TRUE(holds(1, 11) && holds(2, 12) && holds(3, 13));
+  // What was copied is retained; what the store has is the store's.
+  EXPECT_EQ(memory_->ledger().tags.at("kv_cache").backup_host_bytes, kBytes);
+  EXPECT_EQ(save(saving({1, 2, 3}, {0, -1, 2})), Moved(0, 3));
+  detach();
+  wake();
+  EXPECT_TRUE(holds(1, 11) && holds(2, 12) && holds(3, 13));
+}
+
+TEST_F(BorrowedKv, ASlotThatHasNothingOrSomethingElseIsNotBelieved) {
+  write(1, 11), write(2, 12), write(3, 13);
+  (void)value_of(store_->place(0, kBytes));      // not proven
+  (void)value_of(store_->place(1, kBytes / 2));  // another size
+  EXPECT_SUCCEEDS(store_->placed(1, {}, {}));
+  EXPECT_EQ(save(saving({1, 2, 3}, {0, 1, 77})), Moved(3, 0));
+  detach();
+  wake();
+  EXPECT_TRUE(holds(1, 11) && holds(2, 12) && holds(3, 13));
+  EXPECT_FAILS(call_rank(*memory_, saving({1, 2}, {0})), Code::kCorruption, "host slot");
+}
+
+TEST_F(BorrowedKv, AWrongByteInTheStoreIsSeenByTheWake) {
+  write(1, 11);
+  store(0, 11);
+  EXPECT_EQ(save(saving({1}, {0})), Moved(0, 1));
+  detach();
+  store_->view(0)[5000] = std::byte{1};
+  call(orders::Attach{.tags = {"kv_cache"}});
+  EXPECT_FAILS(call_rank(*memory_, orders::Restore{.tags = {"kv_cache"}}), Code::kCorruption, "block 1");
+  call(orders::CancelRestore{.tags = {"kv_cache"}});
+  store_->view(0)[5000] = std::byte{11};
+  wake();
+  EXPECT_TRUE(holds(1, 11));
+}
+
+TEST_F(BorrowedKv, TheStoreMayEndWhileTheEngineSleeps) {
+  write(1, 11);
+  store(0, 11);
+  EXPECT_EQ(save(saving({1}, {0})), Moved(0, 1));
+  detach();
+  store_.reset();
+  wake();
+  EXPECT_TRUE(holds(1, 11));
+  EXPECT_EQ(save(saving({1}, {0})), Moved(1, 0));  // it is gone with the wake
+}
+
+TEST_F(BorrowedKv, WhoWritesBlocksBesideTheEngineMakesItWorthless) {
+  write(1, 11);
+  store(0, 11);
+  write(1, 22);
+  memory_->mark_dirty("kv_cache");
+  EXPECT_EQ(save(saving({1}, {0})), Moved(1, 0));
+  detach();
+  wake();
+  EXPECT_TRUE(holds(1, 22));
+}
+
+// --- an engine ---
+
+class BackedSleep : public ::testing::TestWithParam<int> {
+ protected:
+  static constexpr int32_t kTokens = 30;
+  struct Engine {
+    std::vector<FaultyDevice*> devices;
+    std::unique_ptr<ReferenceEngine> engine;
+    std::unique_ptr<SleepController> controller;
+    std::map<std::string, std::vector<int32_t>> tokens;
+
+    void step(int steps = 1) {
+      for (int i = 0; i < steps; ++i) {
+        for (const ReferenceOutput& output : engine->step()) tokens[output.id].push_back(output.token);
+      }
+    }
+    void offload() {
+      while (engine->step_offload()) {}
+    }
+    int64_t slots() const { return engine->offload()->index().counts(StoreId::kHost).visible; }
+  };
+  Engine make(bool loads = true) {
+    Engine made;
+    std::vector<std::unique_ptr<DeviceMemory>> devices;
+    for (int rank = 0; rank < GetParam(); ++rank) {
+      auto device = std::make_unique<FaultyDevice>(value_of(make_host_device()));
+      made.devices.push_back(device.get());
+      devices.push_back(std::move(device));
+    }
+    ReferenceOptions options{.weight_bytes = kWeightBytes, .kv_of_step = true};
+    if (!loads) options.num_blocks = 13;  // as many as a request has in the end: the next one gets them again
+    options.tiers = {.host_blocks = 32, .loads = loads};
+    options.tiers.offload = {.min_batch_size = 1, .flush_interval = std::chrono::milliseconds(0)};
+    made.engine = value_of(ReferenceEngine::create(std::move(devices), linux_file_system(), system_clock(), options));
+    made.controller = std::make_unique<SleepController>(*made.engine, linux_file_system(), system_clock(),
+                                                        SleepControllerOptions{.directory = directory_.path()});
+    return made;
+  }
+  static void add(Engine& engine, const std::string& id, int32_t prompt = 22) {
+    ASSERT_SUCCEEDS(engine.engine->add(
+        {.id = id, .prompt = std::vector<int32_t>(static_cast<size_t>(prompt), 7), .max_tokens = kTokens}));
+  }
+  struct Moved {
+    uint64_t copied = 0;  // blocks of KV, all ranks together
+    uint64_t reused = 0;
+    friend bool operator==(const Moved&, const Moved&) = default;
+    friend void PrintTo(const Moved& moved, std::ostream* out) {
+      *out << moved.copied << " copied, " << moved.reused << " reused";
+    }
+  };
+  Moved sleep(Engine& engine) {
+    const SleepPlan plan = value_of(engine.controller->plan_sleep({.preserve_state = true}));
+    const SleepReport report = value_of(engine.controller->sleep({.preserve_state = true}));
+    const uint64_t block = engine.engine->memory().kv_layout().bytes_per_block();
+    const uint64_t copied = report.saved_bytes - kWeightBytes * static_cast<uint64_t>(GetParam());
+    EXPECT_EQ(plan.reused_bytes, report.reused_bytes);
+    EXPECT_EQ(plan.save_bytes.at("kv_cache"), copied);
+    return {copied / block, report.reused_bytes / block};
+  }
+  void wake(Engine& engine) {
+    EXPECT_SUCCEEDS(engine.controller->wake_up({}));
+    EXPECT_SUCCEEDS(engine.engine->offload()->check());
+  }
+  Moved blocks(int64_t copied, int64_t reused) const {
+    return {static_cast<uint64_t>(copied * GetParam()), static_cast<uint64_t>(reused * GetParam())};
+  }
+
+  static constexpr uint64_t kWeightBytes = 16'384;
+  TemporaryDirectory directory_;
+};
+INSTANTIATE_TEST_SUITE_P(Ranks, BackedSleep, ::testing::Values(1, 2));
+
+TEST_P(BackedSleep, OnlyTheTailIsCopiedAndEveryTokenIsTheSame) {
+  Engine twin = make();
+  Engine engine = make();
+  for (Engine* const each : {&twin, &engine}) add(*each, "a");
+  for (Engine* const each : {&twin, &engine}) each->step(9);
+  engine.offload();
+  const int64_t full = engine.slots();
+  ASSERT_GE(full, 5);
+  EXPECT_EQ(sleep(engine), blocks(1, full));
+  wake(engine);
+  EXPECT_EQ(sleep(engine), blocks(1, full));  // without a step
+  wake(engine);
+  engine.step(8);  // nothing was offloaded meanwhile
+  EXPECT_EQ(sleep(engine), blocks(3, full));
+  wake(engine);
+  while (!engine.engine->idle()) engine.step();
+  while (!twin.engine->idle()) twin.step();
+  EXPECT_EQ(engine.tokens["a"].size(), static_cast<size_t>(kTokens));
+  EXPECT_EQ(engine.tokens, twin.tokens);
+}
+
+// The store has the key of each block, and other bytes.
+TEST_P(BackedSleep, S1WhatWasComputedAgainIsCopiedThoughItsKeyIsThere) {
+  Engine twin = make(/*loads=*/false);
+  Engine engine = make(/*loads=*/false);
+  int64_t first = 0;
+  for (Engine* const each : {&twin, &engine}) {
+    add(*each, "a");
+    each->step(25);
+    each->offload();
+    first = each->slots();
+    each->engine->abort("a");
+    each->engine->pool().clear_cached();
+    add(*each, "b");
+    each->step(9);
+    each->offload();
+  }
+  const int64_t of_prompt = 22 / 4;  // behind them the answers differ, and so do the keys
+  ASSERT_GT(first, of_prompt);
+  EXPECT_EQ(sleep(engine), blocks(of_prompt + 1, engine.slots() - first));
+  wake(engine);
+  while (!engine.engine->idle()) engine.step();
+  while (!twin.engine->idle()) twin.step();
+  EXPECT_EQ(engine.tokens, twin.tokens);
+}
+
+// While the engine sleeps its slots stay; afterwards, or where the sleep is undone, they are anybody's.
+TEST_P(BackedSleep, S3SlotsAreKeptForAsLongAsTheSleepLasts) {
+  for (const bool fails : {false, true}) {
+    SCOPED_TRACE(fails);
+    Engine engine = make();
+    add(engine, "a");
+    engine.step(9);
+    engine.offload();
+    const int64_t full = engine.slots();
+    BlockIndex& index = engine.engine->offload()->index();
+    const auto room = [&] {  // for blocks that nobody asks for
+      std::vector<Slot> slots;
+      for (uint8_t number = 1; number < 200; ++number) {
+        const BlockKey key{.hash = {0, number}, .space = engine.engine->offload()->space()};
+        const Result<Slot> slot = index.reserve(StoreId::kHost, &key);
+        if (!slot) break;
+        slots.push_back(*slot);
+      }
+      for (const Slot slot : slots) index.abandon(StoreId::kHost, slot, false);
+      return static_cast<int64_t>(slots.size());
+    };
+    if (fails) {
+      engine.devices.back()->fail_at(1, /*sticky=*/true);
+      EXPECT_FAILS(engine.controller->sleep({.preserve_state = true}), Code::kDevice);
+      engine.devices.back()->fail_at(0);
+    } else {
+      (void)sleep(engine);
+      EXPECT_SUCCEEDS(engine.controller->wake_up({.tags = {"weights"}}));
+      EXPECT_EQ(room(), 32 - full);
+      wake(engine);
+    }
+    EXPECT_EQ(room(), 32);
+  }
+}
+
+TEST_P(BackedSleep, S10WhereverTheDeviceFailsItIsAllOrNothing) {
+  Engine twin = make();
+  add(twin, "a");
+  while (!twin.engine->idle()) twin.step();
+  int undone = 0;
+  for (uint64_t n = 1;; ++n) {
+    SCOPED_TRACE(n);
+    Engine engine = make();
+    add(engine, "a");
+    engine.step(9);
+    engine.offload();
+    const int64_t full = engine.slots();
+    engine.devices.back()->fail_at(n);
+    const Result<SleepReport> first = engine.controller->sleep({.preserve_state = true});
+    const bool fired = engine.devices.back()->fired();
+    engine.devices.back()->fail_at(0);
+    if (engine.controller->state().engine == "lost") continue;
+    if (first) {
+      wake(engine);
+    } else {
+      ++undone;
+    }
+    EXPECT_EQ(sleep(engine), blocks(1, full));
+    wake(engine);
+    while (!engine.engine->idle()) engine.step();
+    EXPECT_EQ(engine.tokens, twin.tokens);
+    if (!fired) break;
+  }
+  EXPECT_GT(undone, 1);
+}
+
+}  // namespace
+}  // namespace torpor

@@ -1,0 +1,107 @@
+// Blocks on disk, as the scheduler sees them: on from host memory, found after a restart, used and written again.
+#include "tests/kvcache/offload_scheduler_scene.h"
+
+namespace torpor {
+namespace {
+
+using namespace test;
+
+TEST_P(OffloadSchedulerTest, BlocksGoOnToDiskAndARestartFindsThem) {
+  OffloadRig& rig = this->rig({.rank = {.host_slots = 2}, .placement = {.disk = true}});
+  for (int32_t block = 0; block < 6; ++block) rig.compute(block, 10 + static_cast<uint32_t>(block));
+  for (int32_t block = 0; block < 6; ++block) {
+    (void)rig.offer({static_cast<uint32_t>(block)}, {block});
+    rig.drain();
+  }
+  EXPECT_EQ(rig.scheduler->queue().counts(Way::kOn)[static_cast<size_t>(BlockOutcome::kTransferred)], 6u);
+  EXPECT_EQ(rig.load({0, 1, 2, 3, 4, 5}, {8, 9, 10, 11, 12, 13}), 6);  // from both stores
+  for (int32_t block = 0; block < 6; ++block) EXPECT_TRUE(rig.all_have(8 + block, 10 + static_cast<uint32_t>(block)));
+  rig.restart();
+  for (int32_t block = 8; block < 14; ++block) rig.compute(block, 77);
+  EXPECT_EQ(rig.load({0, 1, 2, 3, 4, 5}, {8, 9, 10, 11, 12, 13}), 6);
+  for (int32_t block = 0; block < 6; ++block) EXPECT_TRUE(rig.all_have(8 + block, 10 + static_cast<uint32_t>(block)));
+  // The disk is full in the end: the oldest segments go, those that a restart found too.
+  for (uint32_t key = 100; key < 130; ++key) {
+    rig.compute(0, key);
+    (void)rig.offer({key}, {0});
+    rig.drain();
+  }
+  EXPECT_EQ(rig.hits({0}), 0);
+  EXPECT_EQ(rig.load({129}, {9}), 1);
+  EXPECT_TRUE(rig.all_have(9, 129));
+}
+
+// What nobody sends to disk by itself goes there when it is asked for, and is found there when host memory has it no
+// more.
+TEST_P(OffloadSchedulerTest, WhoAsksForItMovesBlocksOnToDisk) {
+  OffloadRig& rig =
+      this->rig({.rank = {.host_slots = 8, .disk_segments = 4, .segment_slots = 4}, .placement = {.disk = false}});
+  rig.compute(0, 10);
+  rig.compute(1, 11);
+  (void)rig.offer({0, 1}, {0, 1});
+  rig.drain();
+  EXPECT_EQ(rig.scheduler->drop(rig.keys_of({0, 1}), StoreId::kDisk).absent, 2u);
+  const MovedKeys moved = value_of(rig.scheduler->move_on(rig.keys_of({0, 1, 2})));
+  EXPECT_EQ(moved.blocks, 2u);  // the third is nowhere
+  rig.drain();
+  EXPECT_EQ(value_of(rig.scheduler->move_on(rig.keys_of({0, 1}))).blocks, 0u);  // they are there
+  EXPECT_EQ(rig.scheduler->drop(rig.keys_of({0, 1}), StoreId::kHost).dropped, 2u);
+  rig.drain();
+  EXPECT_EQ(rig.load({0, 1}, {8, 9}), 2);
+  EXPECT_TRUE(rig.all_have(8, 10));
+  EXPECT_TRUE(rig.all_have(9, 11));
+}
+
+// What is nowhere but in the segment that goes next, and was loaded since it was written, is written again.
+TEST_P(OffloadSchedulerTest, WhatWasUsedOfASegmentThatGoesIsAppendedAgain) {
+  OffloadRig& rig = this->rig({.rank = {.host_slots = 0}, .placement = {.host = false, .disk = true}});
+  const auto store = [&](uint32_t key) {
+    rig.compute(0, key);
+    (void)rig.offer({key}, {0});
+    rig.drain();
+  };
+  uint32_t key = 1;
+  while (rig.scheduler->index().disk_room() > 0) store(key++);  // every segment is full
+  store(key++);                                                 // the oldest has gone
+  EXPECT_EQ(rig.hits({1}), 0);
+  EXPECT_EQ(rig.scheduler->appended_again(), 0);  // of the next one nothing was used
+  EXPECT_EQ(rig.load({10}, {5}), 1);
+  for (int i = 0; i < 12; ++i) store(key++);
+  EXPECT_EQ(rig.scheduler->appended_again(), 1);
+  EXPECT_EQ(rig.hits({9}), 0);
+  EXPECT_EQ(rig.load({10}, {6}), 1);
+  EXPECT_TRUE(rig.all_have(6, 10));
+  rig.restart();
+  EXPECT_EQ(rig.load({10}, {7}), 1);
+  EXPECT_TRUE(rig.all_have(7, 10));
+}
+
+// What is found on disk alone and loaded comes into host memory, when it is offered like any block that became full.
+TEST_P(OffloadSchedulerTest, WhatWasLoadedFromDiskIsPromotedWhenItIsOffered) {
+  OffloadRig& rig = this->rig({.rank = {.host_slots = 2}, .placement = {.disk = true}});
+  for (uint32_t key = 1; key <= 4; ++key) {
+    rig.compute(0, key);
+    (void)rig.offer({key}, {0});
+    rig.drain();
+  }
+  EXPECT_EQ(rig.load({1}, {5}), 1);
+  const TransferHandle promoted = rig.offer({1}, {5});
+  rig.drain();
+  EXPECT_EQ(promoted.count(BlockOutcome::kTransferred), 1u);
+  const BlockKey block = rig.keys_of({1})[0];
+  Places places;
+  EXPECT_EQ(rig.scheduler->index().run({&block, 1}, {&places, 1}), 1u);
+  EXPECT_TRUE(places.host >= 0 && places.disk >= 0);
+}
+
+TEST_P(OffloadSchedulerTest, WithADiskAloneBlocksGoThereAtOnce) {
+  OffloadRig& rig = this->rig({.rank = {.host_slots = 0}, .placement = {.host = false, .disk = true}});
+  rig.compute(0, 10);
+  (void)rig.offer({1}, {0});
+  rig.drain();
+  EXPECT_EQ(rig.load({1}, {5}), 1);
+  EXPECT_TRUE(rig.all_have(5, 10));
+}
+
+}  // namespace
+}  // namespace torpor

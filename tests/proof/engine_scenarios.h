@@ -1,0 +1,289 @@
+// What an engine is in the middle of when something fails: a reference engine with two ranks that serves, sleeps, wakes
+// or is checkpointed, what can be seen of it, and the run to which nothing happens.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "allocator/host_device.h"
+#include "engine/reference/reference_engine.h"
+#include "engine/sleep_controller.h"
+#include "tests/proof/workloads.h"
+#include "tests/support/results.h"
+#include "tests/support/temporary_directory.h"
+
+namespace torpor::proof::engine_faults {
+
+// Fails the n-th time, or from then on.
+struct Fuse {
+  std::atomic<bool> armed = false;
+  std::atomic<uint64_t> count = 0;
+  uint64_t at = 0;
+  bool for_ever = false;
+
+  void arm(uint64_t n, bool from_then_on) {
+    at = n;
+    for_ever = from_then_on;
+    count = 0;
+    armed = true;
+  }
+  bool disarm() {  // whether it has fired
+    armed = false;
+    return count >= at;
+  }
+  bool fires() {
+    if (!armed) return false;
+    const uint64_t now = ++count;
+    return now == at || (for_ever && now > at);
+  }
+};
+
+using reference::ReferenceEngine;
+using reference::ReferenceOptions;
+using reference::ReferenceOutput;
+using reference::Sampling;
+using Tokens = std::map<std::string, std::vector<int32_t>>;
+
+inline constexpr size_t kRanks = 2;
+
+// What a hook may throw.
+enum class Thrown : uint8_t { kRuntimeError, kBadAlloc, kNumber };
+
+class ThrowingHooks final : public EngineHooks {
+ public:
+  explicit ThrowingHooks(EngineHooks& inner) : inner_(inner) {}
+  Fuse fuse;
+  Thrown thrown = Thrown::kRuntimeError;
+  bool after = false;  // it has done its work
+
+  Result<std::vector<std::string>> unsupported() override {
+    return run([&] { return inner_.unsupported(); });
+  }
+  Result<int64_t> unfinished_requests() override {
+    return run([&] { return inner_.unfinished_requests(); });
+  }
+  Status quiesce(std::optional<double> timeout) override {
+    return run([&] { return inner_.quiesce(timeout); });
+  }
+  Status resume() override {
+    return run([&] { return inner_.resume(); });
+  }
+  Result<SchedulerCheckpoint> capture() override {
+    return run([&] { return inner_.capture(); });
+  }
+  Result<Fingerprint> fingerprint() override {
+    return run([&] { return inner_.fingerprint(); });
+  }
+  Status drop_requests(const std::string& mode) override {
+    return run([&] { return inner_.drop_requests(mode); });
+  }
+  Status retire_prefix() override {
+    return run([&] { return inner_.retire_prefix(); });
+  }
+  Status drop_prefix(const std::vector<int32_t>& blocks) override {
+    return run([&] { return inner_.drop_prefix(blocks); });
+  }
+  Status release_derived() override {
+    return run([&] { return inner_.release_derived(); });
+  }
+  Status rebuild_derived() override {
+    return run([&] { return inner_.rebuild_derived(); });
+  }
+  Status reconnect(const std::vector<WorkerSnapshot>& workers) override {
+    return run([&] { return inner_.reconnect(workers); });
+  }
+  Result<std::vector<FailedRequest>> restore(const EngineCheckpoint& checkpoint) override {
+    return run([&] { return inner_.restore(checkpoint); });
+  }
+  Status forget_restored() override {
+    return run([&] { return inner_.forget_restored(); });
+  }
+  Result<std::vector<Bytes>> call_ranks(const Bytes& order) override {
+    return run([&] { return inner_.call_ranks(order); });
+  }
+
+ private:
+  template <class Work>
+  auto run(const Work& work) -> decltype(work()) {
+    const bool hit = fuse.fires();
+    if (hit && !after) fail();
+    auto result = work();
+    if (hit && after) fail();
+    return result;
+  }
+  [[noreturn]] void fail() const {
+    switch (thrown) {
+      case Thrown::kRuntimeError: throw std::runtime_error("injected, with more words than fit into a short string");
+      case Thrown::kBadAlloc: throw std::bad_alloc();
+      case Thrown::kNumber: break;
+    }
+    throw 7;
+  }
+  EngineHooks& inner_;
+};
+
+struct Machine {
+  explicit Machine(const std::string& directory)
+      : hooks(*engine), controller(hooks, linux_file_system(), system_clock(), options(directory)) {}
+  static std::unique_ptr<ReferenceEngine> make() {
+    std::vector<std::unique_ptr<DeviceMemory>> devices;
+    for (size_t rank = 0; rank < kRanks; ++rank) devices.push_back(test::value_of(make_host_device()));
+    return test::value_of(ReferenceEngine::create(std::move(devices), linux_file_system(), system_clock(),
+                                                  ReferenceOptions{.weight_bytes = 8192, .num_blocks = 24}));
+  }
+  static SleepControllerOptions options(const std::string& directory) {
+    // Of the cached blocks only two are kept: the hashes of others are dropped.
+    return {.directory = directory, .kv_budget_bytes = 2 * 2 * 4 * 32};
+  }
+  std::unique_ptr<ReferenceEngine> engine = make();
+  ThrowingHooks hooks;
+  SleepController controller;
+};
+
+inline void begin(ReferenceEngine& engine) {
+  const std::vector<int32_t> shared{5, 6, 7, 8, 9, 10, 11, 12, 13};
+  ASSERT_SUCCEEDS(engine.add({.id = "greedy", .prompt = shared, .max_tokens = 12}));
+  ASSERT_SUCCEEDS(
+      engine.add({.id = "seeded", .prompt = shared, .max_tokens = 9, .sampling = Sampling::kSeeded, .seed = 11}));
+  ASSERT_SUCCEEDS(engine.add({.id = "free", .prompt = {1, 2}, .max_tokens = 14, .sampling = Sampling::kUnseeded}));
+  ASSERT_SUCCEEDS(engine.add({.id = "short", .prompt = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10}, .max_tokens = 1}));
+}
+
+inline void run(ReferenceEngine& engine, Tokens& tokens, int steps = 1000) {
+  for (int step = 0; step < steps && !engine.idle(); ++step) {
+    for (const ReferenceOutput& output : engine.step()) tokens[output.id].push_back(output.token);
+    if (engine.frozen()) return;
+  }
+}
+
+inline const Tokens& uninterrupted() {
+  static const Tokens tokens = [] {
+    Tokens made;
+    const std::unique_ptr<ReferenceEngine> engine = Machine::make();
+    begin(*engine);
+    run(*engine, made);
+    return made;
+  }();
+  return tokens;
+}
+
+// One engine after the other on the same directory of checkpoints, and what came out of them.
+struct World {
+  World() { restart(); }
+  void restart() {
+    machine.reset();
+    machine = std::make_unique<Machine>(temporary / "store");
+  }
+  void serve() {
+    begin(*machine->engine);
+    run(*machine->engine, tokens, 5);
+  }
+  SleepController& controller() { return machine->controller; }
+  std::string state() const { return machine->controller.state().engine; }
+  // Names of the checkpoints that can be seen, those that were woken from with a mark.
+  std::vector<std::string> checkpoints() const {
+    std::vector<std::string> names;
+    const auto manager = test::value_of(CheckpointManager::open(linux_file_system(), temporary / "store"));
+    const auto infos = manager->list();
+    if (!infos) return names;
+    for (const CheckpointInfo& info : *infos) names.push_back(info.name + (info.woken ? " woken" : ""));
+    return names;
+  }
+  test::TemporaryDirectory temporary{test::in_memory()};
+  std::unique_ptr<Machine> machine;
+  Tokens tokens;
+};
+
+// What a caller can see of an engine: its requests, what they hold, their generators. Not what is only cached.
+struct Seen {
+  explicit Seen(World& world) : state(world.state()), checkpoints(world.checkpoints()) {
+    SchedulerCheckpoint captured = test::value_of(world.machine->engine->capture());
+    scheduler = std::move(captured.scheduler);
+    groups = std::move(captured.kv.groups);
+    workers = std::move(captured.workers);
+  }
+  std::string state;
+  std::vector<std::string> checkpoints;
+  SchedulerSnapshot scheduler;
+  std::vector<KvGroup> groups;
+  std::vector<WorkerSnapshot> workers;
+  friend bool operator==(const Seen&, const Seen&) = default;
+};
+
+// Made before anything is made to fail.
+struct Arguments {
+  explicit Arguments(const std::string& directory) {
+    from_checkpoint.from_checkpoint = on_hold.from_checkpoint = directory;
+    on_hold.hold = true;
+  }
+  SleepOptions recompute{.in_flight = "recompute"};
+  WakeOptions wake;
+  WakeOptions from_checkpoint;
+  WakeOptions on_hold;
+  Value nothing;
+};
+
+struct Scenario {
+  const char* name;
+  void (*prepare)(World&);
+  Status (*work)(SleepController&, const Arguments&);
+};
+
+const SleepOptions kToHost{.preserve_state = true};
+const SleepOptions kToDisk{.preserve_state = true, .to_disk = true};
+
+inline Status status_of(Result<SleepReport> report) { return report ? ok() : Status(std::move(report).error()); }
+inline void serve(World& world) { world.serve(); }
+inline void sleep_to_host(World& world) {
+  world.serve();
+  ASSERT_SUCCEEDS(world.controller().sleep(kToHost));
+}
+inline void sleep_to_disk(World& world) {
+  world.serve();
+  ASSERT_SUCCEEDS(world.controller().sleep(kToDisk));
+}
+inline void leave_a_checkpoint(World& world) {
+  sleep_to_disk(world);
+  world.restart();
+}
+inline void hold(World& world) {
+  leave_a_checkpoint(world);
+  ASSERT_SUCCEEDS(world.controller().wake_up({.from_checkpoint = world.temporary / "store", .hold = true}));
+}
+
+inline const std::vector<Scenario>& scenarios() {
+  static const std::vector<Scenario> all{
+      {"sleep to host", serve,
+       [](SleepController& controller, const Arguments&) { return status_of(controller.sleep(kToHost)); }},
+      {"sleep to disk", serve,
+       [](SleepController& controller, const Arguments&) { return status_of(controller.sleep(kToDisk)); }},
+      {"sleep, requests computed again", serve,
+       [](SleepController& controller, const Arguments& with) { return status_of(controller.sleep(with.recompute)); }},
+      {"wake from host", sleep_to_host,
+       [](SleepController& controller, const Arguments& with) { return status_of(controller.wake_up(with.wake)); }},
+      {"wake from disk", sleep_to_disk,
+       [](SleepController& controller, const Arguments& with) { return status_of(controller.wake_up(with.wake)); }},
+      {"wake in a new process", leave_a_checkpoint,
+       [](SleepController& controller, const Arguments& with) {
+         return status_of(controller.wake_up(with.from_checkpoint));
+       }},
+      {"wake in a new process, on hold", leave_a_checkpoint,
+       [](SleepController& controller, const Arguments& with) { return status_of(controller.wake_up(with.on_hold)); }},
+      {"end of the hold", hold,
+       [](SleepController& controller, const Arguments&) { return controller.end_hold(true); }},
+      {"checkpoint while serving", serve,
+       [](SleepController& controller, const Arguments& with) {
+         return status_of(controller.checkpoint(with.nothing));
+       }},
+  };
+  return all;
+}
+
+}  // namespace torpor::proof::engine_faults

@@ -1,0 +1,181 @@
+"""vLLM's engine, stopped and looked at through its socket: no token is another, and nothing else is held up by it."""
+
+import contextlib
+import json
+import queue
+import signal
+import subprocess
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import rig
+from inspector import BINARY
+from requests_of_tests import run
+from vllm.v1.core.sched.interface import PauseState
+
+import torpor.console
+from torpor import errors
+
+pytestmark = [pytest.mark.rig]
+
+
+@pytest.fixture
+def console(one, events_directory, monkeypatch):
+    """Connected to the engine of this process, which may be stopped."""
+    monkeypatch.setenv("TORPOR_EVENTS_DIRECTORY", events_directory)
+    monkeypatch.setenv("TORPOR_CONSOLE", "control")
+    scheduler = one.core.scheduler
+    monkeypatch.setattr(scheduler, "torpor_slots", None, raising=False)
+    monkeypatch.setattr(scheduler, "torpor_gate", None, raising=False)
+    with contextlib.suppress(AttributeError):
+        monkeypatch.delattr(one.core, "torpor_side")
+    one.finish(one.begin(1, ["greedy"]))  # its first step makes the socket
+    with torpor.console.connect(events_directory) as engine:
+        yield engine
+        engine.resume()
+        for each in engine.call("breakpoint.list")["breakpoints"]:
+            engine.remove_breakpoint(each["breakpoint"])
+
+
+def settled(engine) -> dict:
+    """The batch in flight, where there is one, gives its tokens; and then nothing moves. What has ended."""
+    answers = run(engine, 1) if rig.active() else {}
+    assert all(engine.step() == [] for _ in range(3))
+    return answers
+
+
+def test_a_stopped_engine_takes_no_step_but_those_asked_for_and_no_token_is_another(one, console):
+    answers = one.begin(10)
+    steps = one.core.scheduler.torpor_steps
+    stop = console.pause(lease=60)["stop"]
+    answers |= settled(one.engine)
+    assert one.core.scheduler.torpor_steps == steps
+    [row] = console.stops()["stops"]
+    assert row["stop"] == stop and row["cause"] == "pause" and 50 < row["left_seconds"] <= 60
+    assert {slot["state"] for slot in console.slots()["slots"]} >= {"decoding"}
+    console.step(steps=20)
+    answers |= run(one.engine, 40)
+    assert one.core.scheduler.torpor_steps <= steps + 20
+    assert one.core.scheduler.torpor_steps == steps + 20 or not one.core.scheduler.requests
+    console.resume(stop=stop)
+    assert one.finish(answers) == one.expected
+
+
+def test_it_stops_behind_an_event_of_a_request_that_is_meant(one, console):
+    console.add_breakpoint(type="slot", to="decoding", request="seeded*", once=True, lease=60)
+    answers = one.begin(0)
+    while not (stops := console.stops()["stops"]):
+        answers |= run(one.engine, 1)
+    assert stops[0]["request"].startswith("seeded")
+    answers |= settled(one.engine)
+    told = console.events(types="stop,control")["events"]
+    assert told[-1]["to"] == "begun" and "breakpoint.add" in {each.get("from") for each in told}
+    console.resume()
+    assert one.finish(answers) == one.expected
+
+
+def test_a_sleep_and_a_wake_end_the_stop_and_are_not_held_up(one, console):
+    answers = one.begin(10)
+    console.pause(lease=60)
+    console.add_breakpoint(type="slot", lease=60)
+    console.add_breakpoint(type="step", lease=60)
+    assert one.llm.sleep(level=1, preserve_state=True, to="host").changed
+    assert console.snapshot()["engine"] == "asleep" and console.stops()["stops"] == []  # it answers asleep, too
+    with pytest.raises(errors.NotFound):
+        console.resume(stop=1 << 20)
+    one.llm.wake_up()
+    for each in console.call("breakpoint.list")["breakpoints"]:
+        console.remove_breakpoint(each["breakpoint"])
+    console.resume()
+    assert one.finish(answers) == one.expected
+
+
+@pytest.mark.parametrize(("sent", "lease", "within"), [(signal.SIGKILL, 60, 1.0), (signal.SIGSTOP, 0.5, 1.5)])
+def test_where_its_console_is_killed_or_stands_still_the_engine_goes_on(one, console, sent, lease, within):
+    answers = one.begin(10)
+    other = subprocess.Popen(
+        [BINARY, "live", "--engine", console.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        other.stdin.write(f"pause lease={lease}\n")
+        other.stdin.flush()
+        assert "stop" in json.loads(other.stdout.readline())["result"]
+        answers |= settled(one.engine)
+        other.send_signal(sent)
+        began = time.monotonic()
+        while console.stops()["stops"]:
+            assert time.monotonic() - began < within
+            time.sleep(0.01)
+        assert one.finish(answers) == one.expected
+    finally:
+        other.kill()
+        other.wait()
+        other.stdin.close()
+        other.stdout.close()
+
+
+def test_the_command_line_asks_and_says_what_is_wrong(console):
+    def live(*words, code=0):
+        done = subprocess.run(
+            [BINARY, "live", "--engine", console.path, *words], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == code, done.stderr
+        return done.stdout + done.stderr
+
+    assert json.loads(live("hello"))["role"] == "control"
+    assert json.loads(live("pause", "lease=60", "stay=true"))["stop"] > 0
+    assert len(console.stops()["stops"]) == 1  # it stays for its lease
+    assert json.loads(live("resume"))["resumed"] == 1
+    assert "preempted" in live("breakpoint.add", "type=slot", "to=nowhere", code=2)
+    assert "breakpoint.list" in live("nothing", code=2)
+
+
+def test_over_http_a_stop_stays_for_its_lease(console):
+    from torpor.vllm.server.routes import ask_console
+
+    stop = ask_console(console.path, "pause", {"lease": 60})["stop"]
+    assert [each["stop"] for each in console.stops()["stops"]] == [stop]
+    assert ask_console(console.path, "resume", {"stop": stop}) == {"resumed": 1}
+    with pytest.raises(errors.WrongState, match="no console"):
+        ask_console(None, "pause", {})
+    with pytest.raises(errors.Unsupported):
+        ask_console(console.path, "subscribe", {})
+
+
+def test_an_engine_core_of_its_own_waits_for_messages_while_it_stands():
+    """What EngineCoreProc's loop asks, without its process: a message, the stop's end and SIGTERM end the waiting."""
+    from torpor.vllm import slots
+
+    stands, works = threading.Event(), threading.Event()
+    core = SimpleNamespace(input_queue=queue.Queue(), is_running=lambda: True)
+    core.scheduler = SimpleNamespace(
+        torpor_slots=False, torpor_gate=lambda: not stands.is_set(), pause_state=PauseState.UNPAUSED
+    )
+
+    def stock(core) -> bool:
+        return works.is_set() and not (core.scheduler.torpor_gate is not None and slots.stands(core.scheduler))
+
+    assert not slots.has_work(core, stock)
+    works.set()
+    assert slots.has_work(core, stock)
+    stands.set()
+    core.input_queue.put("an abort")
+    assert not slots.has_work(core, stock)  # it takes the message
+    core.input_queue.get()
+    for _ in range(20):  # it goes on as soon as it may, whenever that is
+        stands.set()
+        threading.Timer(0.005, stands.clear).start()
+        assert slots.has_work(core, stock)
+    stands.set()
+    core.scheduler.pause_state = PauseState.PAUSED_NEW  # vLLM waits for its requests to end
+    assert slots.has_work(core, stock)
+    core.scheduler.pause_state = PauseState.UNPAUSED
+    core.is_running = lambda: False
+    ended = []
+    slots_core, slots._core = slots._core, SimpleNamespace(end_stops=lambda: (ended.append(1), stands.clear()))
+    try:
+        assert slots.has_work(core, stock) and ended
+    finally:
+        slots._core = slots_core

@@ -1,0 +1,112 @@
+"""Two servers on two machines: nothing in common but an object store. One is killed, the other one goes on."""
+
+import asyncio
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+from servers import ALICE, Client, Reading, make_server, sampling
+from torpor import _core
+from torpor.errors import Unsupported
+from torpor.vllm.server.remote import Remote
+from torpor.vllm.server.settings import Settings
+
+pytestmark = pytest.mark.slow
+
+REQUESTS, TOKENS = 6, 400
+
+
+def test_a_module_without_libcurl_says_what_it_lacks(tmp_path, monkeypatch):
+    monkeypatch.delattr(_core, "RemoteHome")
+    settings, options = Settings(remote=f"file://{tmp_path}/store"), SimpleNamespace(dir=str(tmp_path), key_file=None)
+    with pytest.raises(Unsupported, match="--torpor-remote"):
+        Remote(settings, options)
+
+
+def test_what_was_pushed_goes_on_elsewhere(tiny_model, tmp_path):
+    store = f"file://{tmp_path}/store"
+    options = ["--torpor-remote", store, "--torpor-remote-term", "6"]
+    first = make_server(tiny_model, tmp_path / "first" / "torpor", *options, name="first")
+    second = make_server(tiny_model, tmp_path / "second" / "torpor", *options, name="second")
+    for folder in ("first", "second"):
+        (tmp_path / folder).mkdir()
+    try:
+        asyncio.run(asyncio.wait_for(scene(first, second, store, tmp_path), 600))
+    finally:
+        first.stop()
+        second.stop()
+
+
+async def started(server):
+    server.start()
+    await asyncio.to_thread(server.wait_until_ready)
+
+
+def elsewhere(client: Client, server) -> Client:
+    """A client that goes on at another server: a gateway would send it there."""
+    client.http.base_url = server.url
+    return client
+
+
+async def scene(first, second, store, folder):
+    await started(first)
+    client = Client(first.url, ALICE)
+    prompts = [f"Tell me of the sea, part {n}." for n in range(REQUESTS)]
+    expected = [Reading(f"expected-{n}") for n in range(REQUESTS)]
+    await asyncio.gather(*(client.chat(expected[n], prompts[n], **sampling(n, TOKENS)) for n in range(REQUESTS)))
+
+    second.start()  # it waits as long as the first one lives: two and a half terms at most
+    while not second.log.exists() or "another server may own" not in second.log.read_text():
+        assert second.running(), second.end_of_log()
+        await asyncio.sleep(0.05)
+    readings = [Reading(f"r-{n}") for n in range(REQUESTS)]
+    tasks = [asyncio.create_task(client.chat(readings[n], prompts[n], **sampling(n, TOKENS))) for n in range(REQUESTS)]
+    while not all(reading.text for reading in readings):
+        await asyncio.sleep(0.02)
+    report = await client.post("/torpor/checkpoint")
+    assert report["pushed"], first.end_of_log(40)
+    assert not all(task.done() for task in tasks), "the requests were over before the kill"
+
+    began = time.monotonic()
+    await asyncio.to_thread(first.kill)
+    elsewhere(client, second)
+    await asyncio.to_thread(second.wait_until_ready)
+    print(f"ready elsewhere {time.monotonic() - began:.1f} s after the kill", flush=True)
+    await asyncio.gather(*tasks)
+    assert [reading.text for reading in readings] == [reading.text for reading in expected]
+    assert "woken from" in second.log.read_text()
+    assert any(reading.taken_up_at for reading in readings)
+
+    # A drained one gives it back; who served before finds in the store what it has not.
+    again = [Reading(f"again-{n}") for n in range(REQUESTS)]
+    at_second = Client(second.url, ALICE)
+    tasks = [asyncio.create_task(at_second.chat(again[n], prompts[n], **sampling(n, TOKENS))) for n in range(REQUESTS)]
+    while not all(reading.text for reading in again):
+        await asyncio.sleep(0.02)
+    assert await asyncio.to_thread(second.terminate) == 0
+    elsewhere(at_second, first)
+    await started(first)
+    await asyncio.gather(*tasks)
+    assert [reading.text for reading in again] == [reading.text for reading in expected]
+    assert list((folder / "first" / "torpor").glob("answers-before-*"))
+    await client.close()
+    await at_second.close()
+    await stands_still(first, store)
+
+
+async def stands_still(server, store):
+    """Another one owns meanwhile: the server ends as soon as it runs again, and gives nothing back."""
+    os.kill(server.pid, signal.SIGSTOP)
+    other = _core.RemoteHome(store, 60)
+    try:
+        while not await asyncio.to_thread(other.take):
+            await asyncio.sleep(0.1)
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    while server.running():
+        await asyncio.sleep(0.05)
+    assert "does not own what is in" in server.end_of_log(60)
+    await asyncio.to_thread(other.renew)
+    await asyncio.to_thread(other.release)

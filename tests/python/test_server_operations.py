@@ -1,0 +1,248 @@
+"""Alive, ready, deploy/, sleeping by vLLM's modes, metrics: without an engine."""
+
+import asyncio
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from server_calls import EVERYTHING
+from server_stubs import (  # noqa: F401
+    ADMIN,
+    CLIENT,
+    OTHER_CLIENT,
+    Engine,
+    arguments,
+    build,
+    client,
+    no_settings,
+    run,
+    started,
+)
+
+KEYS = ("--api-key", CLIENT, OTHER_CLIENT)
+
+# --- alive, ready ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("code", "health"), [
+    ("incompatible", 200), ("corruption", 200), ("unauthenticated", 200), ("unsupported", 200), ("not_found", 200),
+    ("resource_exhausted", 503), ("io", 503), ("unavailable", 503), ("device", 503),
+])  # fmt: skip
+def test_a_server_is_alive_where_a_restart_cannot_help(monkeypatch, tmp_path, code, health):
+    async def scene():
+        from torpor import errors
+
+        problem = errors.make(code, "the checkpoint is of another model", "use another one")
+        app, server = build(monkeypatch, EVERYTHING, engine=Engine(tmp_path / "d", problem), wake_from=str(tmp_path))
+        await started(server)
+        assert server.state == "failed"
+        async with client(app) as http:
+            alive, ready = await http.get("/health"), await http.get("/torpor/ready")
+            assert alive.status_code == health and alive.json()["error"]["code"] == code
+            assert ready.status_code == 503 and ready.json()["error"]["next_step"] == "use another one"
+            assert (await http.post("/v1/completions")).status_code == 503
+            server.engine.alive = False
+            assert (await http.get("/health")).status_code == 503
+
+    run(scene())
+
+
+def test_asleep_it_is_alive_and_not_ready(monkeypatch):
+    async def scene():
+        app, server = build(monkeypatch, EVERYTHING)
+        await started(server)
+        async with client(app) as http:
+            assert [(await http.get(path)).status_code for path in ("/health", "/torpor/ready")] == [200, 200]
+            await server.sleep()
+            assert [(await http.get(path)).status_code for path in ("/health", "/torpor/ready")] == [200, 503]
+
+    run(scene())
+
+
+def test_an_engine_that_was_lost_asks_for_a_restart(monkeypatch):
+    async def scene():
+        from torpor.errors import DeviceError
+
+        app, server = build(monkeypatch, EVERYTHING)
+        await started(server)
+        server.engine.fails_with, server.engine.state = DeviceError("it does not let go"), "lost"
+        with pytest.raises(DeviceError):
+            await server.sleep()
+        async with client(app) as http:
+            assert (await http.get("/health")).status_code == 503
+            assert (await http.get("/torpor/ready")).status_code == 503
+            assert (await asyncio.wait_for(http.post("/v1/completions"), 5)).status_code == 503
+
+    run(scene())
+
+
+# --- deploy/ ----------------------------------------------------------------------------------------------------------
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+def test_the_kustomize_base_is_made_from_the_present_chart():
+    sys.path.insert(0, str(DEPLOY.parent / "tests/deploy"))
+    import chart
+
+    head = (DEPLOY / "kustomize/base/torpor.yaml").read_text().splitlines()[0]
+    assert head.endswith(chart.digest()), "the chart has changed: run tools/dev deploy"
+
+
+def test_a_pod_starts_a_server_that_keeps_its_promises(monkeypatch):
+    import yaml
+    from torpor.vllm import serve
+    from torpor.vllm.server.settings import Settings
+
+    documents = list(yaml.safe_load_all((DEPLOY / "kustomize/base/torpor.yaml").read_text()))
+    stateful = next(each for each in documents if each["kind"] == "StatefulSet")
+    pod = stateful["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["command"] == ["python3", "-m", serve.__name__]
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    rest = arguments(*serve.take_options(container["args"]))
+    settings = Settings.from_environment()
+    assert rest.model_tag == "/models/llm" and rest.port == container["ports"][0]["containerPort"]
+    assert settings.wake_on_request and os.environ["TORPOR_DIR"].startswith("/state/")
+    delay = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert delay[:2] == ["/bin/sh", "-c"] and re.fullmatch(r"sleep \d+", delay[2])
+    assert pod["terminationGracePeriodSeconds"] >= int(delay[2].split()[1]) + settings.sigterm_seconds + 10
+    paths = {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
+    assert paths == {"startupProbe": "/health", "livenessProbe": "/health", "readinessProbe": "/torpor/ready"}
+    assert container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"] >= 300
+    assert {each["name"] for each in container["env"]} >= {
+        "VLLM_API_KEY",
+        "TORPOR_ADMIN_KEY",
+    }  # not among the arguments
+
+
+def test_alerts_and_board_ask_for_metrics_that_exist(monkeypatch):
+    import json
+
+    from prometheus_client import CollectorRegistry
+    from torpor.vllm.server.metrics import Metrics
+
+    registry = CollectorRegistry()
+    Metrics(registry)
+    suffixes = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
+    exist = {family.name + end for family in registry.collect() for end in suffixes[family.type]}
+    board = json.loads((DEPLOY / "grafana/torpor.json").read_text())
+    assert all(panel["description"].endswith("?") for panel in board["panels"])  # the question that it answers
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    asked.append((DEPLOY / "helm/torpor/files/alerts.yaml").read_text())
+    assert set(re.findall(r"\btorpor_\w+", "\n".join(asked))) - {"torpor_phase_seconds"} <= exist
+
+
+# --- sleeping by mode, metrics ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
+def test_the_modes_of_vllm_reach_the_engine(monkeypatch, mode):
+    async def scene():
+        monkeypatch.setenv("TORPOR_ADMIN_KEY", ADMIN)
+        app, server = build(monkeypatch, [], *KEYS)
+        await started(server)
+        async with client(app, ADMIN) as http:
+            answer = await http.post("/sleep", params={"level": 1, "mode": mode})
+            assert answer.status_code == 200, answer.text
+        call = next(call for call in server.engine.calls if call[0] == "sleep")
+        assert call[2] == ("abort" if mode == "wait" else mode)  # none is left that could be aborted
+        assert call[3]["preserve_state"] is False
+
+    run(scene())
+
+
+def test_by_wait_running_requests_end_first_and_new_ones_wait(monkeypatch):
+    async def scene():
+        app, server = build(monkeypatch, EVERYTHING)
+        await started(server)
+        server.engine.output_processor.request_states["running"] = object()
+        falling = asyncio.create_task(server.sleep(1, "wait", False))
+        async with client(app) as http:
+            await asyncio.sleep(0.05)
+            late = asyncio.create_task(http.post("/v1/completions"))
+            await asyncio.sleep(0.05)
+            assert server.state == "falling asleep" and not late.done() and not falling.done()
+            assert not any(call[0] == "sleep" for call in server.engine.calls)
+            server.engine.output_processor.request_states.clear()
+            await falling
+            assert server.state == "asleep" and not late.done()
+            await server.wake_up()
+            assert (await late).status_code == 200
+
+    run(scene())
+
+
+@pytest.mark.parametrize("still", ["asleep", "paused"])
+def test_requests_that_cannot_end_are_not_waited_for(monkeypatch, still):
+    async def scene():
+        monkeypatch.setenv("TORPOR_ADMIN_KEY", ADMIN)
+        app, server = build(monkeypatch, [])
+        await started(server)
+        server.engine.output_processor.request_states["running"] = object()
+        if still == "asleep":
+            await server.sleep()
+        server.engine.paused = still == "paused"
+        before = server.state
+        async with client(app, ADMIN) as http:
+            answer = await asyncio.wait_for(http.post("/sleep", params={"mode": "wait"}), 5)
+            assert answer.status_code == 409 and "stands still" in answer.text
+        assert server.state == before
+
+    run(scene())
+
+
+def test_a_server_that_ends_does_not_wait_for_requests_to_end(monkeypatch):
+    async def scene():
+        from torpor.errors import WrongState
+
+        _, server = build(monkeypatch, [])
+        await started(server)
+        server.engine.output_processor.request_states["running"] = object()
+        falling = asyncio.create_task(server.sleep(1, "wait", False))
+        await asyncio.sleep(0.05)
+        server.enter("ending")
+        with pytest.raises(WrongState, match="ends"):
+            await falling
+        assert not server.operation.locked()
+
+    run(scene())
+
+
+def test_counts_are_counters_and_amounts_are_gauges(monkeypatch):
+    from prometheus_client import CollectorRegistry
+    from torpor.vllm.server.metrics import Metrics
+
+    registry = CollectorRegistry()
+    Metrics(registry)
+    kinds = {family.name: family.type for family in registry.collect()}
+    assert {name for name, kind in kinds.items() if kind == "counter"} == {
+        "torpor_operations", "torpor_moved_bytes", "torpor_requests_restored", "torpor_requests_refused",
+        "torpor_requests_failed", "torpor_requests_rolled_forward", "torpor_answer_log_failures",
+        "torpor_automatic_operations",
+    }  # fmt: skip
+    assert {name for name, kind in kinds.items() if kind == "histogram"} == {
+        "torpor_operation_seconds", "torpor_phase_seconds", "torpor_queue_seconds",
+    }  # fmt: skip
+    assert kinds["torpor_answer_log_bytes"] == "gauge" and kinds["torpor_requests_queued"] == "gauge"
+
+
+def test_waiting_is_measured(monkeypatch):
+    async def scene():
+        app, server = build(monkeypatch, EVERYTHING)
+        await started(server)
+        async with client(app) as http:
+            await http.post("/v1/completions")
+            await server.sleep()
+            call = asyncio.create_task(http.post("/v1/completions"))
+            while server.queued == 0:
+                await asyncio.sleep(0)
+            await server.wake_up()
+            await call
+        return {s.name: s.value for s in next(iter(server.metrics.waited.collect())).samples if "bucket" not in s.name}
+
+    samples = run(scene())
+    assert samples["torpor_queue_seconds_count"] == 1  # not the one that did not wait
+    assert samples["torpor_queue_seconds_sum"] > 0

@@ -1,0 +1,195 @@
+// What servers rarely do, done by a scripted peer: each connection is answered with the next of its answers. Against
+// real servers: tests/tools/test_remote.py.
+#include "remote/s3_store.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <deque>
+#include <thread>
+
+#include <fmt/format.h>
+
+#include "tests/support/results.h"
+
+namespace torpor::remote {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+constexpr const char* kReset = "RESET";  // the connection is broken off
+constexpr const char* kStall = "STALL";  // nothing is said
+
+class Peer {
+ public:
+  explicit Peer(std::deque<std::string> answers) : answers_(std::move(answers)) {
+    socket_ = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    sockaddr_in address{.sin_family = AF_INET};
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof(address);
+    if (::bind(socket_, reinterpret_cast<sockaddr*>(&address), size) != 0 || ::listen(socket_, 8) != 0 ||
+        ::getsockname(socket_, reinterpret_cast<sockaddr*>(&address), &size) != 0)
+      ADD_FAILURE() << "no socket";
+    port_ = ntohs(address.sin_port);
+    thread_ = std::thread([this] { serve(); });
+  }
+  ~Peer() {
+    ended_ = true;
+    ::shutdown(socket_, SHUT_RDWR);
+    thread_.join();
+    ::close(socket_);
+    for (const int open : open_) ::close(open);
+  }
+  std::unique_ptr<ObjectStore> store(S3Retries retries = {.attempts = 3, .first_pause_seconds = 0.001},
+                                     std::function<bool()> stop = {}) const {
+    return make_s3_store("s3://bucket/p",
+                         {.bucket = "bucket",
+                          .prefix = "p/",
+                          .endpoint = fmt::format("http://127.0.0.1:{}", port_),
+                          .region = "us-east-1",
+                          .credentials = {"A", "S", ""}},
+                         std::move(stop), retries);
+  }
+  // Of what was asked, the first lines. To be read when all answers were given.
+  std::vector<std::string> asked;
+  std::vector<std::string> heads;
+
+ private:
+  void serve() {
+    while (!ended_ && !answers_.empty()) {
+      const int connection = ::accept(socket_, nullptr, nullptr);
+      if (connection < 0) return;
+      std::string request;
+      std::array<char, 4096> some{};
+      while (request.find("\r\n\r\n") == std::string::npos) {
+        const ssize_t got = ::recv(connection, some.data(), some.size(), 0);
+        if (got <= 0) break;
+        request.append(some.data(), static_cast<size_t>(got));
+      }
+      const size_t head = request.find("\r\n\r\n");
+      heads.push_back(request.substr(0, head));
+      asked.push_back(request.substr(0, request.find(" HTTP/")));
+      const size_t length_at = request.find("Content-Length: ");
+      size_t left = length_at == std::string::npos ? 0 : std::stoul(request.substr(length_at + 16));
+      left -= std::min(left, request.size() - head - 4);
+      while (left > 0) {
+        const ssize_t got = ::recv(connection, some.data(), std::min(left, some.size()), 0);
+        if (got <= 0) break;
+        left -= static_cast<size_t>(got);
+      }
+      const std::string answer = std::move(answers_.front());
+      answers_.pop_front();
+      if (answer == kStall) {
+        open_.push_back(connection);
+        continue;
+      }
+      if (answer == kReset) {
+        const linger now{.l_onoff = 1, .l_linger = 0};
+        ::setsockopt(connection, SOL_SOCKET, SO_LINGER, &now, sizeof(now));
+      } else {
+        (void)::send(connection, answer.data(), answer.size(), MSG_NOSIGNAL);
+      }
+      ::close(connection);
+    }
+  }
+
+  std::deque<std::string> answers_;
+  std::vector<int> open_;
+  std::atomic<bool> ended_ = false;
+  int socket_ = -1;
+  uint16_t port_ = 0;
+  std::thread thread_;
+};
+
+std::string answer(int status, const std::string& content = "", int64_t length = -1) {
+  return fmt::format("HTTP/1.1 {} X\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{}", status,
+                     length < 0 ? static_cast<int64_t>(content.size()) : length, content);
+}
+std::string refusal(int status, const std::string& code) {
+  return answer(
+      status, fmt::format("<?xml version=\"1.0\"?><Error><Code>{}</Code><Message>no\x1b[31m</Message></Error>", code));
+}
+const std::array<std::byte, 3> kBytes = {std::byte{'a'}, std::byte{'b'}, std::byte{'c'}};
+
+TEST(S3Store, AKeyIsCreatedConditionally) {
+  Peer peer({answer(200), answer(412)});
+  const auto store = peer.store();
+  EXPECT_TRUE(test::value_of(store->put_new("x/y", kBytes)));
+  EXPECT_FALSE(test::value_of(store->put_new("x/y", kBytes)));
+  EXPECT_THAT(peer.asked, ElementsAre("PUT /bucket/p/x/y", "PUT /bucket/p/x/y"));
+  EXPECT_THAT(peer.heads[0], HasSubstr("if-none-match: *"));
+  EXPECT_THAT(peer.heads[0], HasSubstr("Signature="));
+}
+
+TEST(S3Store, WhatPassesIsTriedAgainWithTheWholeBody) {
+  Peer peer({refusal(503, "SlowDown"), kReset, answer(200)});
+  EXPECT_TRUE(test::value_of(peer.store()->put_new("x", kBytes)));
+  EXPECT_EQ(peer.asked.size(), 3u);
+}
+
+TEST(S3Store, ItGivesUpAndSaysWhy) {
+  Peer peer({refusal(503, "SlowDown"), refusal(500, "InternalError"), refusal(503, "SlowDown")});
+  const auto put = peer.store()->put_new("x", kBytes);
+  EXPECT_FAILS(put, Code::kUnavailable, "given up after 3 attempts: PUT x of s3://bucket/p was answered 503 (SlowDown");
+  EXPECT_EQ(put.error().to_string().find('\x1b'), std::string::npos);
+}
+
+TEST(S3Store, WhatDoesNotPassIsNotTriedAgain) {
+  Peer peer({refusal(403, "AccessDenied"), refusal(404, "NoSuchBucket"), refusal(404, "NoSuchKey"),
+             refusal(507, "Full"), refusal(301, "PermanentRedirect")});
+  const auto store = peer.store();
+  std::array<std::byte, 8> room{};
+  EXPECT_FAILS(store->get("x", room), Code::kUnauthenticated, "AccessDenied");
+  EXPECT_FAILS(store->get("x", room), Code::kFailedPrecondition, "bucket");
+  EXPECT_FAILS(store->get("x", room), Code::kNotFound);
+  EXPECT_FAILS(store->put_new("x", kBytes), Code::kResourceExhausted);
+  EXPECT_FAILS(store->put_new("x", kBytes), Code::kFailedPrecondition, "AWS_REGION");
+}
+
+TEST(S3Store, HalfAnAnswerIsNoAnswer) {
+  Peer peer({answer(200, "ab", 5), answer(200, "abcde")});
+  std::array<std::byte, 8> room{};
+  EXPECT_EQ(test::value_of(peer.store()->get("x", room)), 5u);
+  EXPECT_EQ(room[4], std::byte{'e'});
+}
+
+TEST(S3Store, MoreThanThereIsRoomForIsRefused) {
+  Peer peer({answer(200, std::string(9, 'x'))});
+  std::array<std::byte, 8> room{};
+  EXPECT_FAILS(peer.store()->get("x", room), Code::kCorruption, "larger than 8");
+}
+
+TEST(S3Store, OneThatSaysNothingIsLeft) {
+  Peer peer({kStall, kStall});
+  EXPECT_FAILS(peer.store({.attempts = 2, .first_pause_seconds = 0.001, .stalled_seconds = 1})->size("x"),
+               Code::kUnavailable);
+}
+
+TEST(S3Store, TheUserCanStopIt) {
+  Peer peer({kStall});
+  std::atomic<int> asked = 0;
+  EXPECT_FAILS(peer.store({}, [&] { return ++asked > 2; })->size("x"), Code::kAborted);
+}
+
+TEST(S3Store, ListsHavePagesAndForeignKeysAreLeftOut) {
+  const auto page = [](const std::string& keys, const std::string& rest) {
+    return answer(200, "<?xml version=\"1.0\"?><ListBucketResult>" + keys + rest + "</ListBucketResult>");
+  };
+  const auto key = [](const std::string& name) { return "<Contents><Key>" + name + "</Key></Contents>"; };
+  Peer peer({page(key("p/c/2") + key("q/c/1") + key("p/c/a&amp;b"),
+                  "<IsTruncated>true</IsTruncated><NextContinuationToken>t=/</NextContinuationToken>"),
+             page(key("p/c/1"), "<IsTruncated>false</IsTruncated>"), answer(200, "<html/>"),
+             page("", "<IsTruncated>true</IsTruncated>")});
+  const auto store = peer.store();
+  EXPECT_THAT(test::value_of(store->list("c/")), ElementsAre("c/1", "c/2"));
+  EXPECT_THAT(peer.asked[1], HasSubstr("continuation-token=t%3D%2F&list-type=2&prefix=p%2Fc%2F"));
+  EXPECT_FAILS(store->list("c/"), Code::kCorruption, "S3");
+  EXPECT_FAILS(store->list("c/"), Code::kCorruption, "goes on");
+}
+
+}  // namespace
+}  // namespace torpor::remote

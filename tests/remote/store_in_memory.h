@@ -1,0 +1,74 @@
+// An ObjectStore that can fail at its n-th call, before or after that took effect.
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "base/mutex.h"
+#include "remote/object_store.h"
+
+namespace torpor::test {
+
+class StoreInMemory final : public remote::ObjectStore {
+ public:
+  Result<bool> put_new(std::string_view key, std::span<const std::byte> bytes) override {
+    return counted(
+        [&]() -> Result<bool> { return objects.try_emplace(std::string(key), bytes.begin(), bytes.end()).second; });
+  }
+  Result<uint64_t> get(std::string_view key, std::span<std::byte> room) override {
+    return counted([&]() -> Result<uint64_t> {
+      const auto found = objects.find(std::string(key));
+      if (found == objects.end()) return Error{.code = Code::kNotFound, .what = "no " + std::string(key)};
+      if (found->second.size() > room.size()) return Error{.code = Code::kCorruption, .what = "larger"};
+      std::copy(found->second.begin(), found->second.end(), room.begin());
+      return found->second.size();
+    });
+  }
+  Result<std::optional<uint64_t>> size(std::string_view key) override {
+    return counted([&]() -> Result<std::optional<uint64_t>> {
+      const auto found = objects.find(std::string(key));
+      if (found == objects.end()) return std::optional<uint64_t>();
+      return std::optional<uint64_t>(found->second.size());
+    });
+  }
+  Result<std::vector<std::string>> list(std::string_view prefix) override {
+    return counted([&]() -> Result<std::vector<std::string>> {
+      std::vector<std::string> keys;
+      for (const auto& [key, bytes] : objects) {
+        if (key.starts_with(prefix)) keys.push_back(key);
+      }
+      return keys;
+    });
+  }
+  Status remove(std::string_view key) override {
+    return counted([&]() -> Status {
+      objects.erase(std::string(key));
+      return ok();
+    });
+  }
+  const std::string& url() const override { return url_; }
+
+  std::map<std::string, std::vector<std::byte>> objects;
+  uint64_t calls = 0;
+  uint64_t failing = 0;  // the number of the call that fails; 0: none
+  bool after = false;    // it took effect all the same
+
+ private:
+  template <class Call>
+  auto counted(Call call) -> decltype(call()) {
+    const MutexLock lock(mutex_);
+    const Error failed{.code = Code::kUnavailable, .what = "injected"};
+    const bool fails = ++calls == failing;
+    if (fails && !after) return failed;
+    auto result = call();
+    if (fails) return failed;
+    return result;
+  }
+  Mutex mutex_;
+  const std::string url_ = "memory://";
+};
+
+}  // namespace torpor::test

@@ -1,0 +1,189 @@
+// What happens in one run of the simulation, drawn from its seed: options, requests, sleeps, faults; and the twin, the
+// same requests in a run to which nothing happens.
+#pragma once
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "allocator/host_device.h"
+#include "console/engine_view.h"
+#include "console/reference_run.h"
+#include "engine/reference/reference_engine.h"
+#include "engine/sleep_controller.h"
+#include "tests/support/manual_clock.h"
+
+namespace torpor::test {
+
+using namespace std::chrono_literals;
+using console::SourceEvents;
+using reference::ReferenceEngine;
+using reference::ReferenceOptions;
+using reference::ReferenceOutput;
+using reference::ReferenceRequest;
+using reference::Sampling;
+
+struct Failed {  // ends a simulation
+  std::string what;
+};
+
+struct Arrival {
+  int step = 0;
+  ReferenceRequest request;
+  int32_t samples = 1;
+};
+
+struct Scenario {
+  bool exact = false;
+  ReferenceOptions options;
+  bool late_copies = false;
+  uint64_t shuffle_seed = 0;
+  int ranks = 1;
+  std::vector<Arrival> arrivals;
+  std::map<std::string, int> aborts;  // id -> step
+  std::optional<uint64_t> kv_budget;
+  double sleep_chance = 0;
+  double fault_chance = 0;  // of a step, a sleep or a wake
+  double cancel_chance = 0;
+  bool unproven = false;  // one copy is never proven over
+};
+
+class Dice {
+ public:
+  explicit Dice(uint64_t seed) : random_(seed) {}
+  int64_t between(int64_t low, int64_t high) {
+    return low + static_cast<int64_t>(random_() % static_cast<uint64_t>(high - low + 1));
+  }
+  bool chance(double share) { return static_cast<double>(random_() >> 11) * 0x1.0p-53 < share; }
+  template <class T>
+  T one_of(std::initializer_list<T> items) {
+    return *(items.begin() + between(0, static_cast<int64_t>(items.size()) - 1));
+  }
+
+ private:
+  std::mt19937_64 random_;
+};
+
+inline Scenario make_scenario(uint64_t seed, Dice& dice, const std::string& directory) {
+  Scenario scenario;
+  scenario.exact = seed % 2 == 0;
+  ReferenceOptions& options = scenario.options;
+  options.model.block_tokens = static_cast<int32_t>(dice.one_of({2, 4, 8}));
+  options.model.layers = static_cast<uint32_t>(dice.between(1, 3));
+  options.model.token_bytes = dice.one_of({16u, 32u});
+  options.weight_bytes = static_cast<uint64_t>(dice.between(100, 9000));
+  options.weights_seed = seed;
+  options.token_budget = static_cast<int32_t>(dice.between(3, 24));
+  options.max_running = static_cast<int32_t>(dice.between(1, 6));
+  options.by_priority = dice.chance(0.3);
+  options.kv_of_step = scenario.exact;  // S1: a copy of another computation, if under the right key, changes tokens
+  options.transfers_have_threads = seed % 4 < 2;
+  options.retain_kv_bytes = seed % 3 * 20'000;  // nothing, some blocks, most
+  options.num_blocks = static_cast<int32_t>(dice.between(64, scenario.exact ? 140 : 90) /
+                                            options.model.block_tokens);  // a request fits, all do not
+  scenario.late_copies = dice.chance(0.5);
+  scenario.shuffle_seed = dice.chance(0.5) ? seed + 1 : 0;
+  scenario.sleep_chance = dice.one_of({0.03, 0.1, 0.3});
+  if (!scenario.exact) {
+    scenario.fault_chance = dice.one_of({0.0, 0.02, 0.1});
+    scenario.cancel_chance = dice.one_of({0.0, 0.1});
+    scenario.unproven = dice.chance(0.03);
+    if (dice.chance(0.3)) scenario.kv_budget = static_cast<uint64_t>(dice.between(0, 3000));
+  }
+  scenario.ranks = dice.one_of({1, 1, 2});
+  reference::TierOptions& tiers = options.tiers;
+  // Exactly: stores only, and nothing held, so that every step is the twin's.
+  tiers.mode = scenario.exact ? OffloadMode::kLazy : dice.one_of({OffloadMode::kEager, OffloadMode::kLazy});
+  tiers.loads = !scenario.exact;
+  tiers.disk_directory = directory + "/tier";
+  if (dice.chance(0.8)) tiers.host_blocks = static_cast<int32_t>(dice.between(4, 60));
+  if (dice.chance(0.5)) tiers.disk_blocks = static_cast<int32_t>(dice.between(4, 60));
+  tiers.placement.presence = dice.chance(0.7);
+  if (dice.chance(0.2)) tiers.counted_keys = 1000, tiers.placement.min_uses = 2;
+  tiers.offload = {.max_batch_size = static_cast<int32_t>(dice.between(1, 16)),
+                   .min_batch_size = 1,
+                   .flush_interval = std::chrono::milliseconds(dice.between(0, 20)),
+                   .sweep_interval = std::chrono::milliseconds(dice.between(1, 20)),
+                   .on_deck_batches = static_cast<int32_t>(dice.between(1, 3)),
+                   .queue_blocks = dice.one_of<int64_t>({8, 1000})};
+
+  std::vector<std::vector<int32_t>> stems(3);
+  for (auto& stem : stems) {
+    for (int64_t i = dice.between(1, 24); i > 0; --i) stem.push_back(static_cast<int32_t>(dice.between(0, 99)));
+  }
+  const int64_t requests = scenario.exact ? dice.between(3, 9) : dice.between(5, 14);
+  for (int64_t number = 0; number < requests; ++number) {
+    Arrival arrival{.step = static_cast<int>(dice.between(0, scenario.exact ? 25 : 60))};
+    ReferenceRequest& request = arrival.request;
+    request.id = fmt::format("r{}", number);
+    request.prompt = stems[static_cast<size_t>(dice.between(0, 2))];
+    for (int64_t i = dice.between(0, 12); i > 0; --i)
+      request.prompt.push_back(static_cast<int32_t>(dice.between(0, 99)));
+    request.max_tokens = static_cast<int32_t>(dice.between(1, 20));
+    request.priority = static_cast<int32_t>(dice.between(0, 2));
+    request.sampling = scenario.exact ? dice.one_of({Sampling::kGreedy, Sampling::kSeeded, Sampling::kUnseeded})
+                                      : dice.one_of({Sampling::kGreedy, Sampling::kSeeded});
+    request.seed = dice.between(0, 1000);
+    request.salt = dice.chance(0.2) ? 7 : 0;
+    if (dice.chance(0.2)) arrival.samples = 2;
+    if (dice.chance(0.1) && arrival.samples == 1)
+      scenario.aborts[request.id] = static_cast<int>(dice.between(arrival.step, arrival.step + 25));
+    scenario.arrivals.push_back(std::move(arrival));
+  }
+  return scenario;
+}
+
+template <class T>
+T must(Result<T> result, std::string_view doing) {
+  if (!result) throw Failed{fmt::format("{}: {}", doing, result.error().to_string())};
+  return std::move(*result);
+}
+inline void must(const Status& status, std::string_view doing) {
+  if (!status) throw Failed{fmt::format("{}: {}", doing, status.error().to_string())};
+}
+
+using Streams = std::map<std::string, std::vector<int32_t>>;
+
+// The run to which nothing happens. For exact scenarios also what each step put out.
+struct Twin {
+  Streams streams;
+  std::vector<std::vector<std::pair<std::string, int32_t>>> steps;
+};
+
+inline Twin run_twin(const Scenario& scenario) {
+  ManualClock clock;
+  ReferenceOptions options = scenario.options;
+  options.tiers = {};
+  if (!scenario.exact) options.num_blocks = 1000;  // roomy and simple
+  std::vector<std::unique_ptr<DeviceMemory>> devices;
+  for (int rank = 0; rank < scenario.ranks; ++rank) devices.push_back(must(make_host_device(), "device"));
+  const auto engine = must(ReferenceEngine::create(std::move(devices), linux_file_system(), clock, options), "twin");
+  Twin twin;
+  for (int step = 0; step < 10'000; ++step) {
+    bool more = !engine->idle();
+    for (const Arrival& arrival : scenario.arrivals) {
+      more = more || arrival.step >= step;
+      if (arrival.step == step) must(engine->add(arrival.request, arrival.samples), "add");
+    }
+    if (scenario.exact) {  // in the others an aborted stream is a beginning of the twin's
+      for (const auto& [id, at] : scenario.aborts) {
+        if (at == step) engine->abort(id);
+      }
+    }
+    if (!more) return twin;
+    auto& outputs = twin.steps.emplace_back();
+    for (const ReferenceOutput& output : engine->step()) {
+      twin.streams[output.id].push_back(output.token);
+      outputs.emplace_back(output.id, output.token);
+    }
+  }
+  throw Failed{"the twin does not come to an end"};
+}
+
+}  // namespace torpor::test

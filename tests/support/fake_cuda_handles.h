@@ -1,0 +1,24 @@
+// The fake driver's handles are numbers.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "allocator/cuda/driver.h"
+
+namespace torpor::test {
+
+inline uint64_t number(const void* handle) { return reinterpret_cast<uint64_t>(handle); }
+template <class Handle>
+Handle handle(uint64_t number) {
+  return reinterpret_cast<Handle>(number);  // NOLINT(performance-no-int-to-ptr)
+}
+
+inline bool overlap(uint64_t a, uint64_t a_size, uint64_t b, uint64_t b_size) {
+  return a < b + b_size && b < a + a_size;
+}
+
+// The contexts that this thread has pushed.
+inline thread_local std::vector<CUcontext> contexts;
+
+}  // namespace torpor::test

@@ -1,0 +1,34 @@
+// Of what size a TestEngine is, and how it is made.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "base/seal.h"
+
+namespace torpor::test {
+
+inline constexpr int32_t kBlockTokens = 4;
+inline constexpr uint64_t kKvTokenBytes = 32;  // per layer
+inline constexpr uint32_t kKvLayers = 2;
+inline constexpr uint64_t kBlockBytes = kBlockTokens * kKvTokenBytes;
+inline constexpr uint64_t kWeightBytes = 200'000;
+inline constexpr uint64_t kFreshGenerator = 42;
+
+struct TestEngineOptions {
+  int ranks = 1;
+  int32_t num_blocks = 64;
+  uint64_t weights_seed = 1;
+  bool defer_copies = false;
+  uint64_t arena_budget_bytes = 0;
+  uint64_t device_capacity_bytes = 0;
+  std::optional<uint64_t> retain_kv_bytes;
+  std::string spill_directory;
+  bool mix_steps = false;  // KV has other bytes in each step, also of the same tokens: equal keys are not equal bytes
+  std::shared_ptr<const Key> key;  // of sealed checkpoints
+  bool incremental = false;        // checkpoints
+  bool always_read_weights = false;
+};
+
+}  // namespace torpor::test

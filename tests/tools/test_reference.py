@@ -1,0 +1,127 @@
+"""The reference pages against what they describe: every option, setting and argument is told, with its default, and
+none that does not exist. Without an engine."""
+
+import dataclasses
+import inspect
+import re
+import subprocess
+
+import pytest
+from conftest import ROOT, inspector
+
+from torpor import memory
+from torpor.vllm import connector_options, options
+from torpor.vllm.front_end_methods import Awaited, Blocking
+from torpor.vllm.serve import take_options
+from torpor.vllm.server.settings import Settings
+
+CALLS = ("sleep", "wake_up", "checkpoint", "updating_weights", "torpor")
+
+
+def rows(page: str, heading: str) -> dict[str, str]:
+    """Of the tables below a heading whose lines are `| names | defaults | what they mean |`: each name's default."""
+    text = (ROOT / "docs" / page).read_text()
+    section = text[text.index(f"\n## {heading}") :].split("\n## ", 2)[1]
+    found = {}
+    for line in section.splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if len(cells) != 3 or not cells[0].startswith("`"):
+            continue
+        names = re.findall(r"`([^`]+)`", re.sub(r"\(.*\)", "", cells[0]))
+        parts = cells[1].split(", ")
+        found |= zip(names, parts if len(parts) == len(names) else [cells[1]] * len(names))
+    return found
+
+
+def as_told(default) -> set[str]:
+    """How a page may write a default."""
+    if default in (None, ""):
+        return {"none", "off", "newest in the directory"}
+    if default is False:
+        return {"`False`", "false", "off"}
+    if default is True:
+        return {"`True`", "true"}
+    number = f"{default:g}" if isinstance(default, float) else str(default)
+    return {number, f"`{number}`", f'`"{number}"`'}
+
+
+def differences(told: dict, real: dict) -> list[str]:
+    problems = [f"{name} is told and does not exist" for name in told.keys() - real.keys()]
+    problems += [f"{name} is not told" for name in real.keys() - told.keys()]
+    for name in told.keys() & real.keys():
+        if not any(told[name].startswith(way) for way in as_told(real[name])):
+            problems.append(f"{name} is said to be {told[name]} by default, and is {real[name]!r}")
+    return sorted(problems)
+
+
+def defaults(kind) -> dict:
+    return {f.name: f.default for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}
+
+
+def test_every_option_of_the_engine_is_told_with_its_default():
+    assert differences(rows("vllm.md", "Options"), defaults(options.Options)) == []
+
+
+def test_every_option_of_the_connector_is_told_with_its_default():
+    told = rows("vllm.md", "Offloading KV while serving")
+    real = defaults(connector_options.ConnectorOptions)
+    computed = {"disk": "`through` where there are `disk_bytes`", "directory": "`DIR/offload` of torpor's `dir`"}
+    assert {name: told.pop(name) for name in computed} == computed
+    assert differences(told, {name: default for name, default in real.items() if name not in computed}) == []
+
+
+def test_every_option_of_the_server_is_told_with_its_default_and_shown_by_its_help(capsys):
+    told = {name.removeprefix("--torpor-").replace("-", "_"): row for name, row in rows("server.md", "Options").items()}
+    of_engine = {"dir": None}
+    page = (ROOT / "docs/server.md").read_text()
+    in_text = {name for name in defaults(Settings) if f"`--torpor-{name.replace('_', '-')}`" in page} - told.keys()
+    real = {name: default for name, default in defaults(Settings).items() if name not in in_text}
+    assert differences(told, real | of_engine) == []
+    with pytest.raises(SystemExit):
+        take_options(["--torpor-help"])
+    shown = set(re.findall(r"--torpor-([a-z0-9-]+)", capsys.readouterr().out))
+    wanted = {name.replace("_", "-") for name in (defaults(Settings) | defaults(options.Options)).keys()}
+    assert shown - {"help"} == wanted
+
+
+def test_the_two_kinds_of_front_end_have_the_same_calls_and_the_docs_name_every_argument():
+    pages = (ROOT / "docs/semantics.md").read_text() + (ROOT / "docs/vllm.md").read_text()
+    for name in CALLS:
+        blocking, awaited = (inspect.signature(getattr(kind, name)) for kind in (Awaited, Blocking))
+        assert blocking.parameters == awaited.parameters, name
+        doc = inspect.getdoc(getattr(Blocking, name))
+        for argument in list(blocking.parameters)[1:]:
+            assert re.search(rf"\b{argument}\b", doc), f"{name}() does not document {argument}"
+            if name != "torpor":
+                assert re.search(rf"\b{argument}\b", pages), f"no page has {name}({argument}=…)"
+
+
+def test_examples_in_the_docs_call_what_exists_with_arguments_that_exist():
+    known = {name: set(inspect.signature(getattr(Blocking, name)).parameters) for name in CALLS}
+    of_memory = [name for name, value in vars(memory).items() if inspect.isfunction(value)]
+    known |= {f"memory.{name}": set(inspect.signature(getattr(memory, name)).parameters) for name in of_memory}
+    wrong = []
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for name, arguments in re.findall(r"\b((?:memory\.)?[a-z_]+)\(([^()]*)\)", page.read_text()):
+            if name in known:
+                named = set(re.findall(r"\b([a-z_]+)=", re.sub(r'"[^"]*"', "", arguments)))
+                wrong += [f"{page.name}: {name}({word}=…)" for word in named - known[name]]
+    assert wrong == []
+
+
+def test_every_verb_of_the_inspector_is_told_and_every_one_that_is_told_is_there():
+    shown = inspector("--help").stdout
+    verbs = set(
+        re.findall(r"^  ([a-z]+) {2,}", shown[shown.index("SUBCOMMANDS") if "SUBCOMMANDS" in shown else 0 :], re.M)
+    )
+    table = (ROOT / "tools/torpor/README.md").read_text().split("`--json` prints")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    told = {word for cell in cells for word in re.findall(r"`([a-z]+)", cell)}
+    assert verbs and verbs == told
+
+
+def test_every_word_of_tools_dev_is_in_its_manual():
+    shown = subprocess.run([ROOT / "tools/dev", "--help"], capture_output=True, text=True, check=True).stdout
+    source = (ROOT / "tools/devtool/commands.py").read_text()
+    words = set(re.findall(r'^        "([a-z_]+)": ', source, re.M))
+    assert words and [word for word in sorted(words) if not re.search(rf"\b{word}\b", shown)] == []

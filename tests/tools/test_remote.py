@@ -1,0 +1,120 @@
+"""torpor push and pull against a real S3 server, which is killed, paused and written to by several at once."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "tools/demo"))
+from s3_server import BUCKET, S3Server  # noqa: E402
+
+TORPOR = ROOT / "build/release/tools/torpor/torpor"
+SMALL = ROOT / "tests/golden/v3/g-000002"  # encrypted
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("s3")
+    (folder / "key").touch(mode=0o600)
+    (folder / "key").write_bytes(bytes([1] * 32))
+    with S3Server(folder) as server:
+        server.environment["TORPOR_KEY_FILE"] = server.reader["TORPOR_KEY_FILE"] = str(folder / "key")
+        yield server
+
+
+def start(server, *words, environment=None) -> subprocess.Popen:
+    return subprocess.Popen(
+        [TORPOR, *map(str, words), "--json"],
+        env=os.environ | (environment or server.environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def result(process: subprocess.Popen, code: int = 0) -> dict:
+    out, problem = process.communicate(timeout=120)
+    assert process.returncode == code, problem
+    return json.loads(out)
+
+
+def torpor(server, *words, code: int = 0, environment=None) -> dict:
+    return result(start(server, *words, environment=environment), code)
+
+
+def files(folder: str | Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.name != "WOKEN"}
+
+
+def test_a_checkpoint_comes_back_as_it_was(server, tmp_path):
+    url = f"s3://{BUCKET}/whole"
+    assert torpor(server, "ls", url) == {"url": url, "checkpoints": []}
+    pushed = torpor(server, "push", SMALL, url)
+    assert pushed["moved_bytes"] == pushed["bytes"] == sum(map(len, files(SMALL).values())) and not pushed["was_there"]
+    assert torpor(server, "push", SMALL, url)["was_there"]
+    listed = torpor(server, "ls", url)["checkpoints"]
+    assert [each["name"] for each in listed] == [pushed["name"]] and listed[0]["bytes"] == pushed["bytes"]
+    pulled = torpor(server, "pull", f"{url}/{pushed['name']}", tmp_path / "to")
+    assert files(pulled["path"]) == files(SMALL)
+    assert torpor(server, "verify", pulled["path"])["whole"]
+
+
+def test_of_several_at_once_one_creates_it(server):
+    url = f"s3://{BUCKET}/race"
+    results = [result(process) for process in [start(server, "push", SMALL, url) for _ in range(6)]]
+    assert [each["was_there"] for each in results].count(False) == 1
+    assert len(torpor(server, "ls", url)["checkpoints"]) == 1
+
+
+def test_what_does_not_fit_is_not_fetched(server, tmp_path):
+    url = f"s3://{BUCKET}/fits"
+    torpor(server, "push", SMALL, url)
+    refused = torpor(server, "pull", url, tmp_path / "to", "--field", "model=another", code=4)
+    assert "it does not fit: model is " in refused["error"]["what"] and "another here" in refused["error"]["what"]
+    assert [path.name for path in (tmp_path / "to").iterdir()] == ["LOCK"]
+
+
+def test_who_may_not_is_told_so(server):
+    url = f"s3://{BUCKET}/whole"
+    error = torpor(server, "push", SMALL, f"s3://{BUCKET}/other", code=7, environment=server.reader)["error"]
+    assert error["code"] == "unauthenticated" and "AccessDenied" in error["what"]
+    wrong = server.environment | {"AWS_SECRET_ACCESS_KEY": "guessed"}
+    error = torpor(server, "ls", url, code=7, environment=wrong)["error"]
+    assert "SignatureDoesNotMatch" in error["what"] and "guessed" not in json.dumps(error)
+    error = torpor(server, "ls", "s3://no-such-bucket/x", code=5)["error"]
+    assert "NoSuchBucket" in error["what"] and error["next_step"] == "make the bucket first"
+
+
+def test_whoever_is_killed_it_goes_on(server, shown, tmp_path, monkeypatch):
+    """The server in the middle of a push, stopped in the middle of a pull; the client in the middle of both."""
+    monkeypatch.delitem(server.environment, "TORPOR_KEY_FILE")
+    large, url, target = shown["checkpoint"], f"s3://{BUCKET}/killed", tmp_path / "to"
+    killed = start(server, "push", large, url, "--threads", 1)
+    time.sleep(0.3)
+    killed.kill()
+    killed.communicate()
+    push = start(server, "push", large, url)
+    time.sleep(0.1)
+    server.kill()
+    server.start()
+    push.communicate(timeout=120)
+    assert push.returncode in (0, 8)  # its own retries may have lasted until the server was back, or not
+    pushed = torpor(server, "push", large, url)
+    assert pushed["was_there"] or pushed["moved_bytes"] < pushed["bytes"]
+    for delay in (0.05, 0.2):
+        killed = start(server, "pull", url, target, "--threads", 1)
+        time.sleep(delay)
+        killed.kill()
+        killed.communicate()
+    pull = start(server, "pull", url, target)
+    server.pause()
+    time.sleep(0.5)
+    assert pull.poll() is None
+    server.go_on()
+    assert files(result(pull)["path"]) == files(large)
+    assert [path.name for path in target.iterdir() if path.name.startswith("s-")] == []

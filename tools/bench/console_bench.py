@@ -1,0 +1,286 @@
+#!/usr/bin/env python3
+"""What it costs to tell what an engine does, and to look at it.
+
+slots:    what telling adds to a step of vLLM's scheduler without a model, over the requests of connector_bench.py, with
+          torpor's connector: CPU time of the scheduler's thread. Baseline: the step without it. Budget: 8 us.
+readers:  CPU time of `torpor record` and of `torpor console`, of what the screens are fed with, at 5,000 events a
+          second. Budget: 1 % of a core for the recorder. Baseline: both at no events.
+tokens:   a second, of a server that tells its events, with a recorder, a console four times a second and 8 breakpoints
+          that never match, beside a server that tells none (baseline). Goal: 0.99 of it.
+
+Interleaved; medians of the rounds after one that only warms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BINARY = ROOT / "build/release/tools/torpor/torpor"
+EVENTS_A_SECOND, BURSTS_A_SECOND = 5_000, 100
+READ_SECONDS = 10.0
+LOAD = 16
+BREAKPOINTS = 8
+
+
+@contextlib.contextmanager
+def rings():
+    path = tempfile.mkdtemp(prefix="torpor-bench-", dir="/dev/shm")
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# --- slots
+
+
+def slots(rounds: int, requests: int) -> dict:
+    """Each run in a process of its own: the steps without what they tell, and what telling took."""
+    import connector_bench as bench
+
+    runs = [bench.in_a_process(partial(_run, requests)) for _ in range(rounds + 1)][1:]
+    for name in ("VLLM_PLUGINS", "VLLM_LOGGING_LEVEL"):  # that bench's own; servers have torpor
+        os.environ.pop(name, None)
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+
+
+def _run(requests: int) -> dict:
+    import connector_replay as replay
+
+    from torpor import _core
+    from torpor.vllm.slots import Slots
+
+    host_blocks = 20_000
+    connector = {
+        "kv_connector": "TorporConnector",
+        "kv_connector_module_path": "torpor.vllm.connector",
+        "kv_role": "kv_both",
+    }
+    connector["kv_connector_extra_config"] = {"offload": "eager", "host_bytes": host_blocks * replay.BLOCK_BYTES}
+    with rings() as directory:
+        _core.begin_events(directory, "core")
+        made = replay.Replay(
+            os.environ["TORPOR_TEST_MODEL"],
+            connector,
+            replay.TorporReports(host_blocks),
+            replay.Shape(device_blocks=5_000),
+        )
+        scheduler, took = made.scheduler, []
+        told = Slots(replay.BLOCK)
+        told._drive(scheduler.connector)
+        inner = scheduler.schedule
+
+        def schedule():
+            output = inner()
+            began = time.thread_time_ns()
+            told.step(scheduler, output, time.perf_counter_ns())
+            took.append(time.thread_time_ns() - began)
+            return output
+
+        scheduler.schedule = schedule
+        result = made.run(replay.make_trace(requests))
+        took.sort()
+        events = max(
+            json.loads(line)["sequence"] for line in ask("events", directory, "--json", "--type", "step").splitlines()
+        )
+    own = sum(took) / len(took) / 1e3
+    return {
+        "step_us": result.seconds / result.steps * 1e6 - own,
+        "told_us": own,
+        "told_median_us": took[len(took) // 2] / 1e3,
+        "told_p99_us": took[len(took) * 99 // 100] / 1e3,
+        "events_a_step": events / result.steps,
+    }
+
+
+def ask(*words) -> str:
+    return subprocess.run([BINARY, *map(str, words)], capture_output=True, text=True, check=True).stdout
+
+
+# --- readers
+
+
+def readers(rounds: int) -> dict:
+    """Shares of a core."""
+    runs = [{rate: _read(rate) for rate in (0, EVENTS_A_SECOND)} for _ in range(rounds)]
+    return {
+        name: {str(rate): statistics.median(run[rate][name] for run in runs) for rate in (0, EVENTS_A_SECOND)}
+        for name in ("record", "console", "events")
+    }
+
+
+def _read(rate: int) -> dict:
+    with rings() as directory, tempfile.TemporaryDirectory(dir=ROOT / "build") as recording:
+        teller = subprocess.Popen([sys.executable, __file__, "--tell", directory, str(rate)], stdout=subprocess.PIPE)
+        teller.stdout.readline()
+        recorder = subprocess.Popen([BINARY, "record", directory, "-o", recording, "--json"], stdout=subprocess.PIPE)
+        console = subprocess.Popen([BINARY, "console", directory, "--json", "--follow"], stdout=subprocess.DEVNULL)
+        time.sleep(1)
+        before = [cpu_seconds(each.pid) for each in (recorder, console)]
+        began = time.monotonic()
+        time.sleep(READ_SECONDS)
+        after, passed = [cpu_seconds(each.pid) for each in (recorder, console)], time.monotonic() - began
+        recorder.send_signal(2)
+        console.terminate()
+        said = json.loads(recorder.communicate()[0])
+        console.wait()
+        teller.terminate()
+        teller.wait()
+        teller.stdout.close()
+    assert said["lost"] == 0, said
+    record, shown = ((b - a) / passed for a, b in zip(before, after, strict=True))
+    return {"record": record, "console": shown, "events": said["events"]}
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def tell(directory: str, rate: int) -> None:
+    """In a process of its own: so many events a second, steps of eight requests."""
+    from torpor import _core
+
+    _core.begin_events(directory, "core")
+    told = _core.Slots()
+    numbers = [told.create(f"request-{number}", 100) for number in range(8)]
+    for number in numbers:
+        told.scheduled(number, 0, 100, 100)
+    print("ready", flush=True)
+    due = time.monotonic()
+    while True:
+        for _ in range(rate // BURSTS_A_SECOND):
+            told.step(8, 0, 8, 1000, 1, 1)
+        due += 1 / BURSTS_A_SECOND
+        time.sleep(max(0.0, due - time.monotonic()))
+
+
+# --- tokens
+
+
+async def tokens(rounds: int, model: Path) -> dict:
+    sys.path.insert(0, str(ROOT / "tools/demo"))
+    from engine_process import best_dtype
+    from serving import Client, Server
+    from server_bench import Load, tokens_in
+
+    folder = Path(tempfile.mkdtemp(prefix="torpor-bench-"))
+    with rings() as directory:
+        environment = {"TORPOR_EVENTS_DIRECTORY": directory, "TORPOR_CONSOLE": "control"}
+        plain = Server(model, folder / "plain", ["--dtype", best_dtype()], name="plain")
+        told = Server(model, folder / "told", ["--dtype", best_dtype()], environment, name="told")
+        rates: dict[str, list[float]] = {"without": [], "with": []}
+        try:
+            for each in (plain, told):
+                each.start()
+            for each in (plain, told):
+                await asyncio.to_thread(each.wait_until_ready)
+            for number in range(rounds + 1):
+                for name, server in (("without", plain), ("with", told)):
+                    client = Client(server.url)
+                    load = Load(client, LOAD, f"load-{name}-{number}")
+                    await asyncio.sleep(2)
+                    with (
+                        attached(directory, folder / f"recording-{number}")
+                        if name == "with"
+                        else contextlib.nullcontext()
+                    ):
+                        rate = await tokens_in(client, False)
+                    await load.stop()
+                    await client.close()
+                    if number > 0:
+                        rates[name].append(rate)
+        finally:
+            plain.stop()
+            told.stop()
+    pairs = [a / b for a, b in zip(rates["with"], rates["without"], strict=True)]
+    return {name: statistics.median(values) for name, values in rates.items()} | {
+        "ratio": statistics.median(pairs),
+        "ratios": pairs,
+    }
+
+
+@contextlib.contextmanager
+def attached(directory: str, recording: Path):
+    """A recorder, a console, and breakpoints that are asked at every event of their type and never match."""
+    import torpor.console
+
+    with torpor.console.connect(directory) as engine:
+        numbers = [engine.add_breakpoint(type="slot", request=f"nobody-{number}*") for number in range(BREAKPOINTS)]
+        console = subprocess.Popen([BINARY, "console", directory, "--json", "--follow"], stdout=subprocess.DEVNULL)
+        recorder = subprocess.Popen([BINARY, "record", directory, "-o", recording], stdout=subprocess.DEVNULL)
+        try:
+            yield
+        finally:
+            recorder.send_signal(2)
+            console.terminate()
+            recorder.wait()
+            console.wait()
+            for number in numbers:
+                engine.remove_breakpoint(number)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=300, help="of the scheduler's trace")
+    parser.add_argument("--only", choices=("slots", "readers", "tokens"), help="one of the three")
+    parser.add_argument("--tell", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    if options.tell:
+        tell(options.tell[0], int(options.tell[1]))
+        return 0
+    assert importlib.util.find_spec("torpor"), "run it with tools/dev bench console"
+    result: dict = {"rounds": options.rounds}
+    if options.only in (None, "slots"):
+        result["slots"] = slots(options.rounds, options.requests)
+    if options.only in (None, "readers"):
+        result["readers"] = readers(options.rounds)
+    if options.only in (None, "tokens"):
+        result["tokens"] = asyncio.run(tokens(options.rounds, Path(os.environ["TORPOR_TEST_MODEL"])))
+    if options.json:
+        print(json.dumps(result, indent=2))
+        return 0
+    show(result)
+    return 0
+
+
+def show(result: dict) -> None:
+    if one := result.get("slots"):
+        share = 100 * one["told_us"] / one["step_us"]
+        print(
+            f"a step of the scheduler {one['step_us']:.0f} us; telling it {one['told_us']:.1f} us more ({share:.1f} %),"
+        )
+        print(
+            f"  median {one['told_median_us']:.1f}, 99th percentile {one['told_p99_us']:.1f} us, "
+            f"{one['events_a_step']:.1f} events"
+        )
+    if one := result.get("readers"):
+        for name in ("record", "console"):
+            idle, busy = one[name]["0"], one[name][str(EVENTS_A_SECOND)]
+            print(
+                f"torpor {name:<8} {100 * busy:.2f} % of a core at {EVENTS_A_SECOND} events a second, "
+                f"{100 * idle:.2f} % at none"
+            )
+    if one := result.get("tokens"):
+        attached = f"{one['with']:.0f} with console, recorder and breakpoints"
+        print(f"tokens a second: {attached}, {one['without']:.0f} without events: {one['ratio']:.3f}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""A real S3 server on this machine: SeaweedFS, with one bucket, for the demo and the tests of torpor push and pull."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+WEED = Path(__file__).resolve().parents[2] / "build/stores/bin/weed"
+BUCKET = "torpor"
+STARTED_WITHIN = 60  # seconds; 3 to 14 were seen
+
+
+def _free_ports(count: int) -> list[int]:
+    """SeaweedFS takes each port and the one 10,000 above it."""
+    found: list[int] = []
+    while len(found) < count:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            if port > 55_000 or any(abs(port - other) in (0, 10_000) for other in found):
+                continue
+            try:
+                second.bind(("127.0.0.1", port + 10_000))
+            except OSError:
+                continue
+            found.append(port)
+    return found
+
+
+class S3Server:
+    """Started when it is made; `environment` is what a client needs to reach it. Its files stay under `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "data").mkdir(parents=True)
+        identity = {"accessKey": "torpor", "secretKey": "of-this-machine-alone"}
+        reader = {"accessKey": "reader", "secretKey": "may-only-read"}
+        (folder / "identities.json").write_text(
+            json.dumps(
+                {
+                    "identities": [
+                        {"name": "torpor", "credentials": [identity], "actions": ["Admin", "Read", "Write", "List"]},
+                        {"name": "reader", "credentials": [reader], "actions": ["Read", "List"]},
+                    ]
+                }
+            )
+        )
+        self._ports = _free_ports(4)
+        self.environment = {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._ports[3]}",
+            "AWS_ACCESS_KEY_ID": identity["accessKey"],
+            "AWS_SECRET_ACCESS_KEY": identity["secretKey"],
+        }
+        self.reader = self.environment | {
+            "AWS_ACCESS_KEY_ID": reader["accessKey"],
+            "AWS_SECRET_ACCESS_KEY": reader["secretKey"],
+        }
+        self.start()
+        request = urllib.request.Request(f"http://127.0.0.1:{self._ports[2]}/buckets/{BUCKET}/", method="POST")
+        urllib.request.urlopen(request, timeout=10).close()
+
+    def start(self) -> None:
+        master, volume, filer, s3 = self._ports
+        words = f"""server -dir={self.folder}/data -ip=127.0.0.1 -ip.bind=127.0.0.1 -master.port={master}
+            -volume.port={volume} -filer.port={filer} -s3 -s3.port={s3} -s3.config={self.folder}/identities.json
+            -s3.iam=false -s3.port.iceberg=0 -s3.port.lance=0 -master.volumeSizeLimitMB=64 -volume.max=20"""
+        with open(self.folder / "weed.log", "ab") as log:
+            self._process = subprocess.Popen([WEED, *words.split()], stdout=log, stderr=log, start_new_session=True)
+        end = time.monotonic() + STARTED_WITHIN
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > end:
+                self.kill()
+                raise RuntimeError(f"the S3 server did not start: {self.folder}/weed.log says why")
+            time.sleep(0.1)
+
+    def _answers(self) -> bool:
+        """It refuses who does not say who he is; the filer, which makes buckets, answers too."""
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{self._ports[2]}/", timeout=2).close()
+            urllib.request.urlopen(f"http://127.0.0.1:{self._ports[3]}/", timeout=2).close()
+        except urllib.error.HTTPError as answer:
+            return answer.code == 403
+        except OSError:
+            return False
+        return True
+
+    def pause(self) -> None:
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.killpg(self._process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def __enter__(self) -> S3Server:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.kill()

@@ -1,0 +1,158 @@
+// live: calls to an engine that runs, through its socket (console/control.h).
+#include <poll.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <iostream>
+
+#include <fmt/format.h>
+
+#include "console/control_methods.h"
+#include "console/control_server.h"
+#include "console/event_files.h"
+#include "tools/torpor/text.h"
+#include "tools/torpor/verb.h"
+
+namespace torpor::cli {
+namespace {
+
+using namespace std::chrono_literals;
+using console::ControlClient;
+using console::ControlMethod;
+using console::ParameterKind;
+
+Error wrong(std::string what, std::string next_step) {
+  return {.code = Code::kInvalidArgument, .what = std::move(what), .next_step = std::move(next_step)};
+}
+
+// NAME=VALUE, as the method's table has it.
+Result<Json> parameters(const ControlMethod& method, const std::vector<std::string>& words) {
+  Json params = Json::object();
+  for (const std::string& word : words) {
+    const size_t at = word.find('=');
+    const std::string key = word.substr(0, at);
+    const std::string value = at == std::string::npos ? "true" : word.substr(at + 1);
+    ParameterKind kind = ParameterKind::kWords;
+    for (const console::ControlParameter& each : method.parameters) kind = each.name == key ? each.kind : kind;
+    if (kind == ParameterKind::kFlag) {
+      if (value != "true" && value != "false") return wrong(fmt::format("{} is {}", key, value), "use true or false");
+      params[key] = value == "true";
+    } else if (kind == ParameterKind::kNumber) {
+      char* end = nullptr;
+      params[key] = std::strtod(value.c_str(), &end);
+      if (value.empty() || *end != '\0') return wrong(fmt::format("{} is \"{}\"", key, value), "give a number");
+    } else {
+      params[key] = value;
+    }
+  }
+  TORPOR_TRY(console::check_parameters(method, params));
+  return params;
+}
+
+Result<Json> request(uint64_t id, const std::vector<std::string>& words) {
+  const ControlMethod* const method = console::find_control_method(words.front());
+  if (method == nullptr) {
+    std::string names;
+    for (const std::string_view each : console::control_method_names())
+      names += (names.empty() ? "" : ", ") + std::string(each);
+    return wrong(fmt::format("there is no method \"{}\"", words.front()), "use one of: " + names);
+  }
+  TORPOR_ASSIGN(Json params, parameters(*method, {words.begin() + 1, words.end()}));
+  return Json{{"id", id}, {"method", method->name}, {"params", std::move(params)}};
+}
+
+Error error_of(const Json& json) {
+  Error error{.code = Code::kInternal, .what = json.value("what", ""), .next_step = json.value("next_step", "")};
+  for (int code = 0; code <= static_cast<int>(kLastCode); ++code) {
+    if (name(static_cast<Code>(code)) == json.value("code", "")) error.code = static_cast<Code>(code);
+  }
+  return error;
+}
+
+Result<Exit> one_call(const Context& context, ControlClient& client) {
+  TORPOR_ASSIGN(const Json asked, request(1, context.arguments.call));
+  TORPOR_TRY(client.send(asked.dump()));
+  while (!context.interrupted()) {
+    TORPOR_ASSIGN(const std::optional<std::string> line, client.receive(100ms));
+    if (!line) continue;
+    const Json answer = Json::parse(*line, nullptr, false);
+    if (!answer.is_object()) return wrong("the answer is no JSON", "is this a socket of torpor?");
+    if (answer.contains("event")) {
+      if (!context.write(answer["event"].dump(-1, ' ', false, Json::error_handler_t::replace) + '\n')) return kFine;
+      continue;
+    }
+    if (answer.contains("error")) return error_of(answer["error"]);
+    if (asked["method"] == "subscribe") continue;
+    context.write(answer["result"].dump(2, ' ', false, Json::error_handler_t::replace) + '\n');
+    return kFine;
+  }
+  return kFine;
+}
+
+// Calls from standard input, a line each, over one connection: what they stop is let go when it ends.
+Result<Exit> many_calls(const Context& context, ControlClient& client) {
+  std::string typed;
+  uint64_t id = 0;
+  bool more = true;
+  uint64_t answered = 0;
+  while (!context.interrupted() && (more || answered < id)) {
+    pollfd polled{STDIN_FILENO, POLLIN, 0};
+    if (more && ::poll(&polled, 1, 0) > 0) {
+      char bytes[4096];
+      const ssize_t got = ::read(STDIN_FILENO, bytes, sizeof bytes);
+      more = got > 0;
+      if (more) typed.append(bytes, static_cast<size_t>(got));
+    }
+    for (size_t end = 0; (end = typed.find('\n')) != std::string::npos; typed.erase(0, end + 1)) {
+      std::vector<std::string> words = CLI::detail::split_up(typed.substr(0, end));
+      if (words.empty()) continue;
+      const Result<Json> asked = request(id + 1, words);
+      if (!asked) {
+        std::cerr << "torpor: " << harmless(asked.error().to_string()) << '\n';
+        continue;
+      }
+      ++id;
+      TORPOR_TRY(client.send(asked->dump()));
+    }
+    TORPOR_ASSIGN(const std::optional<std::string> line, client.receive(20ms));
+    if (!line) continue;
+    if (Json::parse(*line, nullptr, false).contains("id")) ++answered;
+    if (!context.write(*line + '\n')) return kFine;
+  }
+  return kFine;
+}
+
+Result<Exit> live(const Context& context) {
+  const Arguments& arguments = context.arguments;
+  TORPOR_ASSIGN(ControlClient client,
+                ControlClient::connect(arguments.path.empty() ? console::default_event_directory() : arguments.path));
+  return arguments.call.empty() ? many_calls(context, client) : one_call(context, client);
+}
+
+}  // namespace
+
+Verb live_verb() {
+  return {.name = "live",
+          .help =
+              "asks an engine that runs, stops it at a breakpoint, and lets it go: one METHOD, or lines of them "
+              "from standard input over one connection, whose stops end with it",
+          .json = "the method's result; lines of events for subscribe",
+          .declare =
+              [](CLI::App& app, Arguments& a) {
+                app.add_option("call", a.call, "METHOD NAME=VALUE …");
+                app.add_option("--engine", a.path,
+                               "a directory of events of engines, of which the newest is taken, or a socket; default: "
+                               "$XDG_RUNTIME_DIR/torpor, else /dev/shm/torpor-UID");
+                std::string methods = "Methods:";
+                for (const ControlMethod& method : console::control_methods()) {
+                  methods += fmt::format("\n  {:<18} {}{}", method.name, method.help,
+                                         method.operates ? " (the engine's option console=control)" : "");
+                  for (const console::ControlParameter& each : method.parameters)
+                    methods += fmt::format("\n    {:<16} {}", each.name, each.help);
+                }
+                app.footer(methods);
+              },
+          .stream = live};
+}
+
+}  // namespace torpor::cli

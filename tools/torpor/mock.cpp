@@ -1,0 +1,131 @@
+// mock: a small engine that serves made-up chats, to look at, stop, record and replay without vLLM and without a GPU.
+#include <unistd.h>
+
+#include <chrono>
+#include <functional>
+#include <random>
+#include <thread>
+
+#include <fmt/format.h>
+
+#include "base/mutex.h"
+#include "console/control_server.h"
+#include "console/event_files.h"
+#include "console/reference_run.h"
+#include "tools/torpor/text.h"
+#include "tools/torpor/verb.h"
+
+namespace torpor::cli {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr auto kTurn = 10ms;
+constexpr int kSleepEvery = 300;  // turns
+constexpr size_t kChats = 8;      // at the same time
+
+class Chats {
+ public:
+  // Turns of chats that share a beginning: their blocks are found again.
+  reference::ReferenceRequest next() {
+    const auto chat = static_cast<int32_t>(random_() % kChats);
+    std::vector<int32_t> prompt(48, chat);
+    for (uint64_t more = random_() % 96; more > 0; --more) prompt.push_back(static_cast<int32_t>(random_() % 1000));
+    return {.id = fmt::format("chat-{}-{}", chat, ++count_),
+            .prompt = std::move(prompt),
+            .max_tokens = static_cast<int32_t>(20 + random_() % 120)};
+  }
+  bool comes() { return random_() % 12 == 0; }
+
+ private:
+  std::mt19937_64 random_{5};
+  uint64_t count_ = 0;
+};
+
+// The engine goes before the server.
+struct Served {
+  explicit Served(console::ControlServer& server) : server(server) {}
+  ~Served() { server.serve(nullptr); }
+  console::ControlServer& server;
+};
+
+// Of the made-up engine, between two of its turns.
+class MockOffload final : public console::OffloadAccess {
+ public:
+  MockOffload(Mutex& mutex, console::ReferenceRun& run) : mutex_(mutex), run_(run) {}
+  Status use(const std::function<Status(OffloadScheduler&)>& work) override {
+    const MutexLock lock(mutex_);
+    return work(*run_.engine().offload());
+  }
+  Result<std::vector<BlockKey>> keys_of(const std::string& request) override {
+    return Error{.code = Code::kUnsupported,
+                 .what = fmt::format("a made-up engine has no keys of {}", request),
+                 .next_step = "give keys"};
+  }
+
+ private:
+  Mutex& mutex_;
+  console::ReferenceRun& run_;
+};
+
+Result<Exit> mock(const Context& context) {
+  const Arguments& arguments = context.arguments;
+  const std::string directory = arguments.path.empty() ? console::default_event_directory() : arguments.path;
+  TORPOR_ASSIGN(const std::unique_ptr<EventRing> ring, console::begin_events(directory, "mock", 0, system_clock()));
+  TORPOR_ASSIGN(const auto server,
+                console::ControlServer::start(*ring, system_clock(), console::ControlRole::kOperate));
+  console::RunClock clock;
+  clock.set(system_clock().now());
+  console::ReferenceRun run({.files = context.file_system, .directory = directory}, *ring, clock);
+  console::RunOptions options;
+  options.engine = {.num_blocks = 192, .token_budget = 64, .transfers_have_threads = false};
+  options.engine.model.block_tokens = 8;
+  options.engine.tiers = {.host_blocks = 512};
+  TORPOR_TRY(run.begin(options));
+  context.write(fmt::format("a made-up engine tells its events in {}; torpor console, torpor live\n", directory));
+  const EventPort port(*ring, system_clock());
+  Mutex mutex;
+  MockOffload offload(mutex, run);
+  server->serve(&offload);
+  const Served served(*server);
+  Chats chats;
+  const auto began = std::chrono::steady_clock::now();
+  for (int turn = 1; !context.interrupted(); ++turn) {
+    const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - began;
+    if (arguments.for_seconds > 0 && passed.count() >= arguments.for_seconds) break;
+    std::this_thread::sleep_for(kTurn);
+    const MutexLock lock(mutex);
+    clock.set(system_clock().now());
+    if (chats.comes()) TORPOR_TRY(run.add(chats.next()));
+    (void)run.step_offload();
+    if (port.may_step()) (void)run.step();
+    if (turn % kSleepEvery != 0 || !port.may_step()) continue;  // it would end what somebody has stopped
+    const Result<SleepReport> slept = run.sleep({.level = 1, .preserve_state = true});
+    if (!slept) return slept.error();
+    std::this_thread::sleep_for(500ms);
+    clock.set(system_clock().now());
+    const Result<SleepReport> woken = run.wake({});
+    if (!woken) return woken.error();
+  }
+  return kFine;
+}
+
+}  // namespace
+
+Verb mock_verb() {
+  return {.name = "mock",
+          .help = "a small engine that serves made-up chats, to look at, stop, record and replay without a GPU",
+          .json = "none: it runs until it is interrupted",
+          .declare =
+              [](CLI::App& app, Arguments& a) {
+                app.add_option("path", a.path,
+                               "a directory on tmpfs for its events; default: $XDG_RUNTIME_DIR/torpor, else "
+                               "/dev/shm/torpor-UID");
+                app.add_option("--for", a.for_seconds, "seconds, or 10m: and no longer")
+                    ->transform(CLI::AsNumberWithUnit(std::map<std::string, double>{{"s", 1}, {"m", 60}, {"h", 3600}},
+                                                      CLI::AsNumberWithUnit::CASE_SENSITIVE, "TIME"));
+              },
+          .stream = mock};
+}
+
+}  // namespace torpor::cli

@@ -1,0 +1,156 @@
+// push, pull, and ls of a URL: checkpoints in an object store.
+#include "tools/torpor/remote.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "remote/checkpoint_copies.h"
+#include "remote/open_store.h"
+#include "tools/torpor/fits.h"
+#include "tools/torpor/text.h"
+
+namespace torpor::cli {
+namespace {
+
+// "s3://bucket/prefix/NAME" may name one checkpoint of a store: what list_pushed() calls it.
+struct Named {
+  std::string url;
+  std::string name;
+};
+Named named(std::string url) {
+  while (url.ends_with('/') && !url.ends_with("//")) url.pop_back();
+  const size_t slash = url.rfind('/');
+  const std::string last = url.substr(slash + 1);
+  const bool is_name = last.size() == 49 && last[8] == 'T' && last[15] == 'Z' && last[16] == '-';
+  if (is_name) return {url.substr(0, slash), last};
+  return {std::move(url), ""};
+}
+
+remote::CopyOptions options_of(const Context& context) {
+  remote::CopyOptions options{.key = context.key, .progress = context.progress};
+  if (context.arguments.threads > 0) options.threads = context.arguments.threads;
+  return options;
+}
+
+Json report_of(const std::string& url, const remote::CopyReport& report) {
+  return {{"url", url},
+          {"name", report.name},
+          {"path", report.path},
+          {"bytes", report.bytes},
+          {"moved_bytes", report.moved_bytes},
+          {"was_there", report.was_there}};
+}
+
+std::string show_report(const Json& json) {
+  const std::string name = fmt::format("{}/{}", cell(json["url"]), cell(json["name"]));
+  if (json["was_there"]) return fmt::format("{} was there already: {}\n", name, cell(json["path"]));
+  return fmt::format("{}: {}, {} moved, {}\n", name, size_text(json["bytes"]), size_text(json["moved_bytes"]),
+                     cell(json["path"]));
+}
+
+Result<Json> push(const Context& context) {
+  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(context.file_system, context.arguments.path, context.key));
+  TORPOR_ASSIGN(const auto store,
+                remote::open_object_store(context.file_system, context.arguments.second, context.interrupted));
+  TORPOR_ASSIGN(const remote::CopyReport report,
+                remote::push(context.file_system, checkpoint, *store, options_of(context)));
+  return report_of(store->url(), report);
+}
+
+Result<Json> pull(const Context& context) {
+  const Arguments& arguments = context.arguments;
+  const Named from = named(arguments.path);
+  TORPOR_ASSIGN(const auto store, remote::open_object_store(context.file_system, from.url, context.interrupted));
+  remote::CopyOptions options = options_of(context);
+  if (asks_for_fit(arguments)) {
+    options.accept = [&](const Manifest& manifest) -> Status {
+      TORPOR_ASSIGN(const Json found, check_fit(arguments, manifest, arguments.path));
+      if (found["fits"]) return ok();
+      std::vector<std::string> differ;
+      for (const Json& check : found["checks"]) {
+        if (!check["fits"])
+          differ.push_back(fmt::format("{} is {} there and {} here", cell(check["field"]), cell(check["checkpoint"]),
+                                       cell(check["here"])));
+      }
+      return Error{.code = Code::kIncompatible,
+                   .what = fmt::format("it does not fit: {}", fmt::join(differ, "; ")),
+                   .next_step = "nothing of its memory was fetched; take another checkpoint or another configuration"};
+    };
+  }
+  TORPOR_ASSIGN(const remote::CopyReport report,
+                remote::pull(context.file_system, *store, from.name, arguments.output, options));
+  return report_of(store->url(), report);
+}
+
+}  // namespace
+
+bool is_url(const std::string& path) { return path.find("://") != std::string::npos; }
+
+Result<Json> ls_of_store(const Context& context) {
+  TORPOR_ASSIGN(const auto store,
+                remote::open_object_store(context.file_system, context.arguments.path, context.interrupted));
+  TORPOR_ASSIGN(const std::vector<remote::PushedCheckpoint> pushed, remote::list_pushed(*store));
+  Json checkpoints = Json::array();
+  for (const remote::PushedCheckpoint& each : pushed) {
+    Json entry = {{"name", each.name}, {"readable", each.readable}};
+    if (each.readable) {
+      entry.update({{"generation", each.index.generation},
+                    {"created", time_text(each.index.created_unix_seconds)},
+                    {"creator", each.index.creator},
+                    {"id", each.index.id},
+                    {"bytes", each.index.bytes()}});
+    } else {
+      entry["problem"] = to_json(each.problem);
+    }
+    checkpoints.push_back(std::move(entry));
+  }
+  return Json{{"url", store->url()}, {"checkpoints", std::move(checkpoints)}};
+}
+
+std::string show_ls_of_store(const Json& json) {
+  if (json["checkpoints"].empty()) return fmt::format("no checkpoints in {}\n", cell(json["url"]));
+  std::vector<Row> rows = {{"NAME", "CREATED", "SIZE", "CREATOR"}};
+  for (const Json& entry : json["checkpoints"]) {
+    if (entry["readable"]) {
+      rows.push_back({cell(entry["name"]), cell(entry["created"]), size_text(entry["bytes"]), cell(entry["creator"])});
+    } else {
+      rows.push_back({cell(entry["name"]), bad(cell(entry["problem"]["what"])), "", ""});
+    }
+  }
+  return table(rows);
+}
+
+Verb push_verb() {
+  return {
+      .name = "push",
+      .help = "copies a checkpoint into an object store; what is there already is not sent again",
+      .json = "url, name, path, bytes, moved_bytes, was_there",
+      .declare =
+          [](CLI::App& app, Arguments& a) {
+            declare_path(app, a);
+            app.add_option("url", a.second, "s3://BUCKET/PREFIX, or file:///DIRECTORY that machines share")->required();
+            app.add_option("--threads", a.threads, "and connections; default: 4")->check(CLI::Range(1, 64));
+          },
+      .ask = push,
+      .show = show_report};
+}
+Verb pull_verb() {
+  return {
+      .name = "pull",
+      .help =
+          "copies a checkpoint out of an object store: the newest generation of a directory; goes on where an "
+          "interrupted one was. With --model, --like, --field or --memory: only if it fits",
+      .json = "url, name, path, bytes, moved_bytes, was_there",
+      .declare =
+          [](CLI::App& app, Arguments& a) {
+            app.add_option("url", a.path, "as of push, of which the newest is taken; or with /NAME, as ls says it")
+                ->required();
+            app.add_option("directory", a.output, "a directory of checkpoints; made if it is not there")->required();
+            declare_fit(app, a);
+            app.add_option("--threads", a.threads, "and connections; default: 4")->check(CLI::Range(1, 64));
+          },
+      .ask = pull,
+      .show = show_report};
+}
+
+}  // namespace torpor::cli
