@@ -125,7 +125,7 @@ class FakeCuda {
   Lasting lasting_ = Lasting::kOnce;
   std::string failing_;  // the function that began to fail
   std::map<std::string, uint64_t> counts_;
-  uint64_t next_address_ = uint64_t{0x7f} << 40;
+  uint64_t next_address_ = uint64_t{1} << 47;  // above what Linux gives to processes: never host memory, too
   uint64_t next_id_ = 1;
   std::map<uint64_t, Range> ranges_;
   std::map<uint64_t, Physical> physical_;
