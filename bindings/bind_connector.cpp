@@ -1,5 +1,5 @@
 // The scheduler's side of vLLM's KV connector (torpor/vllm/connector.py): vLLM's objects in, OffloadScheduler's
-// decisions out, one call a hook. What is done for each block is done here.
+// decisions out, one call a hook. What is done for each block is done in connector_hits and connector_offers.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -13,6 +13,7 @@
 #include "bindings/bind_subjects.h"
 #include "bindings/bind_values.h"
 #include "bindings/connector_hits.h"
+#include "bindings/connector_offers.h"
 #include "bindings/connector_values.h"
 #include "bindings/engine_blocks.h"
 #include "bindings/hook_guard.h"
@@ -25,7 +26,6 @@ namespace torpor {
 namespace {
 
 constexpr int kMostFailedLoads = 4;  // of a request
-constexpr size_t kAhead = 8;         // blocks of vLLM's: far enough that memory has answered when their turn comes
 
 class ConnectorScheduler final : public console::OffloadAccess {
  public:
@@ -34,14 +34,12 @@ class ConnectorScheduler final : public console::OffloadAccess {
       : options_(connector_options_from(dict)),
         block_tokens_(options_.offload.block_tokens),
         blocks_(pool, block_tokens_),
-        queue_(pool.attr("free_block_queue")),
         groups_(groups),
         placement_(make_placement(options_.placement)),
         scheduler_(value_or_raise(
             OffloadScheduler::create(options_.offload, blocks_, *placement_, system_clock(), process_events()))),
         hits_(groups_, scheduler_->index(), block_tokens_),
-        offered_(static_cast<size_t>(blocks_.size()), Stamp::kNone),
-        stale_(static_cast<size_t>(blocks_.size()), Stamp::kNone) {
+        offers_(pool, options_, groups_, blocks_, *scheduler_) {
     const py::gil_scoped_release others_go_on;  // a call to the one before may wait for the interpreter's lock
     serve_offload(*this);
   }
@@ -98,8 +96,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
   void allocated(const py::str& id, int64_t external) {
     Record* const record = known(id.ptr());
     if (record == nullptr || record->loading) return;
-    record->to_fill = 0;
-    if (any_stale_) look_for_stale(*record, id.ptr());
+    offers_.allocated(record->progress, id.ptr());
     if (external == 0 && record->loaded > 0) {
       take_blocks(*record, id.ptr(), groups_.whole_hits() ? record->matched : record->loaded);
       record->loaded = 0;
@@ -115,7 +112,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
     if (!groups_.whole_hits()) hits_.shorten(wanted);  // of this request: it was matched just now
     take_blocks(*record, id.ptr(), wanted);
     value_or_raise(catching([&]() -> Status { return (void)scheduler_->allocated(record->number, few_), ok(); }));
-    taken_ += options_.lazy ? static_cast<int64_t>(few_.size()) : 0;
+    offers_.took(few_.size());
     record->loading = !few_.empty();
     record->asked = few_.size();
     loading_ += record->loading ? 1 : 0;
@@ -124,11 +121,8 @@ class ConnectorScheduler final : public console::OffloadAccess {
   // `scheduled`: how many tokens each request computes in step `step`. Returns the plan of this step for all ranks, or
   // None.
   py::object step(uint64_t step, const py::dict& scheduled, bool flush) {
-    if (!options_.lazy || any_stale_) look_at(scheduled, step);
-    if (options_.lazy) {
-      taken_ += most_taken(scheduled);
-      if (taken_ >= options_.watermark / 2) offer_next_to_go();
-    }
+    if (offers_.looks_at_requests()) look_at(scheduled, step);
+    offers_.end_step(scheduled);
     return plan(flush);
   }
 
@@ -162,7 +156,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
   void finished(const py::str& id, uint64_t step) {
     Record* const record = known(id.ptr());
     if (record == nullptr) return;
-    if (!options_.lazy || record->stale) offer(*record, id.ptr(), 0, step);
+    offers_.finished(record->progress, {record->request.ptr(), id.ptr(), record->priority}, step);
     PyDict_DelItem(numbers_.ptr(), id.ptr());
     record->request = py::object();
     if (scheduler_->finished(record->number)) record->used = false;
@@ -171,14 +165,8 @@ class ConnectorScheduler final : public console::OffloadAccess {
   // What the engine's blocks have now, and what is computed on top of that, is not for the new key space.
   uint32_t reset() {
     value_or_raise(catching([&]() -> Status { return scheduler_->reset(); }));
-    std::fill(offered_.begin(), offered_.end(), Stamp::kNone);
-    for (size_t block = 0; block < stale_.size(); ++block) stale_[block] = blocks_.stamp(static_cast<int32_t>(block));
-    any_stale_ = true;
-    for (Record& record : records_) {
-      record.offered = 0;
-      record.to_fill = 0;
-      record.stale = record.used;
-    }
+    offers_.reset();
+    for (Record& record : records_) record.progress = {.stale = record.used};
     end_loads();
     return scheduler_->space();
   }
@@ -216,9 +204,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
     bool used = false;
     bool loading = false;
     int failed_loads = 0;
-    bool stale = false;   // what it computes stands on blocks from before a reset
-    size_t offered = 0;   // blocks of its tables
-    int64_t to_fill = 0;  // no other block is full before it was given so many tokens
+    ConnectorOffers::Progress progress;
     size_t matched_at = 0;
     size_t matched = 0;  // blocks behind that can be loaded
     size_t asked = 0;    // blocks, of all groups, that are being loaded
@@ -226,9 +212,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
     py::object request;
 
     void begin_again() {
-      offered = 0;
-      to_fill = 0;
-      stale = false;
+      progress = {};
       loaded = 0;
     }
   };
@@ -301,106 +285,9 @@ class ConnectorScheduler final : public console::OffloadAccess {
     for (Py_ssize_t at = 0; PyDict_Next(scheduled.ptr(), &at, &id, &tokens) != 0;) {
       Record* const record = known(id);
       if (record == nullptr) continue;  // it was never matched
-      const int64_t count = PyLong_AsLongLong(tokens);
-      record->to_fill -= count;
-      if (record->to_fill <= 0 && (record->stale || !options_.lazy)) offer(*record, id, count, step);
+      offers_.computes(record->progress, {record->request.ptr(), id, record->priority}, PyLong_AsLongLong(tokens),
+                       step);
     }
-  }
-
-  // Those of its blocks that this step fills. vLLM has entered them into the prefix cache already, if their tokens are
-  // known; the others come with a later step.
-  void offer(Record& record, PyObject* id, int64_t tokens, uint64_t step) {
-    static PyObject* const kComputed = PyUnicode_InternFromString("num_computed_tokens");
-    PyObject* const computed = PyObject_GetAttr(record.request.ptr(), kComputed);
-    if (computed == nullptr) throw py::error_already_set();
-    const int64_t all = PyLong_AsLongLong(computed) + tokens;
-    Py_DECREF(computed);
-    const auto full = static_cast<size_t>(all / block_tokens_);
-    const size_t ready = full > record.offered ? std::min(full, groups_.entered(id)) : record.offered;
-    if (ready >= full) record.to_fill = static_cast<int64_t>(full + 1) * block_tokens_ - all;
-    if (ready <= record.offered) return;
-    for (size_t group = 0; group < groups_.size(); ++group) {
-      const GroupTables::Table table = groups_.of(group, id);
-      for (size_t i = record.offered; i < std::min(ready, table.size);)
-        i = record.stale ? mark_stale(table, i) : offer_run(record, table, i, std::min(ready, table.size), step);
-    }
-    record.offered = ready;
-  }
-
-  // Its blocks from `first` on, up to one that has no key: outside of a window, or of no use to a hit. Returns where it
-  // ended.
-  size_t offer_run(const Record& record, const GroupTables::Table& table, size_t first, size_t end, uint64_t step) {
-    keys_.clear();
-    few_.clear();
-    for (size_t at = first; at < std::min(end, first + 2 * kAhead); ++at) blocks_.prefetch(table[at]);
-    for (size_t at = first; at < std::min(end, first + kAhead); ++at) blocks_.prefetch_values(table[at]);
-    size_t i = first;
-    for (BlockKey key{.space = scheduler_->space()}; i < end && blocks_.key_of(table[i], key); ++i) {
-      if (i + 2 * kAhead < end) blocks_.prefetch(table[i + 2 * kAhead]);
-      if (i + kAhead < end) blocks_.prefetch_values(table[i + kAhead]);
-      keys_.push_back(key);
-      few_.push_back(blocks_.number_of(table[i]));
-    }
-    if (keys_.empty()) return first + 1;
-    OffloadOffer offer{.keys = keys_, .blocks = few_, .after_step = step, .priority = record.priority};
-    BlockKey before;
-    if (first > 0 && options_.offload.events > 0 && blocks_.key_of(table[first - 1], before))
-      offer.parent = before.hash;
-    value_or_raise(catching([&]() -> Status { return (void)scheduler_->offer(offer), ok(); }));
-    return i;
-  }
-
-  size_t mark_stale(const GroupTables::Table& table, size_t i) {
-    const int32_t number = blocks_.number_of(table[i]);
-    if (number >= 0) stale_[static_cast<size_t>(number)] = blocks_.stamp(number);
-    return i + 1;
-  }
-
-  bool is_stale(int32_t number, Stamp stamp) const {
-    return stamp != Stamp::kNone && stale_[static_cast<size_t>(number)] == stamp;
-  }
-
-  // It was given blocks of the engine's prefix cache.
-  void look_for_stale(Record& record, PyObject* id) {
-    for (size_t group = 0; group < groups_.size() && !record.stale; ++group) {
-      const GroupTables::Table table = groups_.of(group, id);
-      for (size_t i = 0; i < table.size && !record.stale; ++i) {
-        const int32_t number = blocks_.number_of(table[i]);
-        record.stale = number >= 0 && is_stale(number, blocks_.stamp(number));
-      }
-    }
-  }
-
-  // Lazy: how many blocks a step takes from the free queue, at most.
-  int64_t most_taken(const py::dict& scheduled) const {
-    int64_t tokens = 0;
-    PyObject* id = nullptr;
-    PyObject* count = nullptr;
-    for (Py_ssize_t at = 0; PyDict_Next(scheduled.ptr(), &at, &id, &count) != 0;) tokens += PyLong_AsLongLong(count);
-    return (tokens / block_tokens_ + static_cast<int64_t>(scheduled.size())) * static_cast<int64_t>(groups_.size());
-  }
-
-  // Lazy: the head of vLLM's free queue, which is what it evicts next. Whoever wrote them is done. In a queue that is
-  // short, every block that is freed is among the next; in a long one, those that were looked at last a while.
-  void offer_next_to_go() {
-    keys_.clear();
-    few_.clear();
-    py::object block = blocks_.next_free(py::object(queue_.attr("fake_free_list_head")).ptr());
-    int32_t seen = 0;
-    for (; seen < options_.watermark && block && !block.is_none(); ++seen, block = blocks_.next_free(block.ptr())) {
-      const int32_t number = blocks_.number_of(block.ptr());
-      const Stamp stamp = blocks_.stamp(number);
-      if (stamp == Stamp::kNone || offered_[static_cast<size_t>(number)] == stamp || is_stale(number, stamp)) continue;
-      BlockKey key{.space = scheduler_->space()};
-      if (!blocks_.key_of(block.ptr(), key)) continue;
-      offered_[static_cast<size_t>(number)] = stamp;
-      keys_.push_back(key);
-      few_.push_back(number);
-    }
-    taken_ = seen < options_.watermark ? options_.watermark : 0;
-    if (keys_.empty()) return;
-    value_or_raise(
-        catching([&]() -> Status { return (void)scheduler_->offer({.keys = keys_, .blocks = few_}), ok(); }));
   }
 
   void end_loads() {
@@ -424,11 +311,11 @@ class ConnectorScheduler final : public console::OffloadAccess {
   const ConnectorOptions options_;
   const int64_t block_tokens_;
   EngineBlocks blocks_;
-  const py::object queue_;
   const GroupTables groups_;
   const std::unique_ptr<Placement> placement_;
   const std::unique_ptr<OffloadScheduler> scheduler_;
   ConnectorHits hits_;
+  ConnectorOffers offers_;
   struct LastMatch {
     uint32_t number = UINT32_MAX;  // hits_ has its
     uint64_t damaged = 0;
@@ -437,14 +324,8 @@ class ConnectorScheduler final : public console::OffloadAccess {
   LastMatch last_match_;
   py::dict numbers_;             // of `records_`, by request id
   std::vector<Record> records_;  // by OffloadScheduler's number
-  std::vector<Stamp> offered_;   // lazy: by block, what was offered last
-  std::vector<Stamp> stale_;     // by block: content that is not for this key space
-  bool any_stale_ = false;
-  int64_t taken_ = std::numeric_limits<int32_t>::max();  // lazy: blocks, at most, since they were looked at
-  int64_t loading_ = 0;                                  // requests
-  // Of one call; they keep their memory.
-  std::vector<BlockKey> keys_;
-  std::vector<int32_t> few_;
+  int64_t loading_ = 0;          // requests
+  std::vector<int32_t> few_;     // blocks of one call; it keeps its memory
 };
 
 }  // namespace

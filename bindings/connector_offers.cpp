@@ -1,0 +1,136 @@
+#include "bindings/connector_offers.h"
+
+#include <algorithm>
+
+#include "bindings/bind_errors.h"
+#include "bindings/bind_values.h"
+
+namespace py = pybind11;
+
+namespace torpor {
+namespace {
+
+constexpr size_t kAhead = 8;  // blocks of vLLM's: far enough that memory has answered when their turn comes
+
+}  // namespace
+
+ConnectorOffers::ConnectorOffers(const py::object& pool, const ConnectorOptions& options, const GroupTables& groups,
+                                 EngineBlocks& blocks, OffloadScheduler& scheduler)
+    : options_(options),
+      block_tokens_(options.offload.block_tokens),
+      queue_(pool.attr("free_block_queue")),
+      groups_(groups),
+      blocks_(blocks),
+      scheduler_(scheduler),
+      offered_(static_cast<size_t>(blocks.size()), Stamp::kNone),
+      stale_(static_cast<size_t>(blocks.size()), Stamp::kNone) {}
+
+void ConnectorOffers::end_step(const py::dict& scheduled) {
+  if (!options_.lazy) return;
+  taken_ += most_taken(scheduled);
+  if (taken_ >= options_.watermark / 2) offer_next_to_go();
+}
+
+void ConnectorOffers::finished(Progress& progress, const Request& request, uint64_t step) {
+  if (!options_.lazy || progress.stale) offer(progress, request, 0, step);
+}
+
+void ConnectorOffers::reset() {
+  std::fill(offered_.begin(), offered_.end(), Stamp::kNone);
+  for (size_t block = 0; block < stale_.size(); ++block) stale_[block] = blocks_.stamp(static_cast<int32_t>(block));
+  any_stale_ = true;
+}
+
+// Those of its blocks that this step fills. vLLM has entered them into the prefix cache already, if their tokens are
+// known; the others come with a later step.
+void ConnectorOffers::offer(Progress& progress, const Request& request, int64_t tokens, uint64_t step) {
+  static PyObject* const kComputed = PyUnicode_InternFromString("num_computed_tokens");
+  PyObject* const computed = PyObject_GetAttr(request.object, kComputed);
+  if (computed == nullptr) throw py::error_already_set();
+  const int64_t all = PyLong_AsLongLong(computed) + tokens;
+  Py_DECREF(computed);
+  const auto full = static_cast<size_t>(all / block_tokens_);
+  const size_t ready = full > progress.offered ? std::min(full, groups_.entered(request.id)) : progress.offered;
+  if (ready >= full) progress.to_fill = static_cast<int64_t>(full + 1) * block_tokens_ - all;
+  if (ready <= progress.offered) return;
+  for (size_t group = 0; group < groups_.size(); ++group) {
+    const GroupTables::Table table = groups_.of(group, request.id);
+    for (size_t i = progress.offered; i < std::min(ready, table.size);)
+      i = progress.stale ? mark_stale(table, i) : offer_run(request, table, i, std::min(ready, table.size), step);
+  }
+  progress.offered = ready;
+}
+
+// Its blocks from `first` on, up to one that has no key: outside of a window, or of no use to a hit. Returns where it
+// ended.
+size_t ConnectorOffers::offer_run(const Request& request, const GroupTables::Table& table, size_t first, size_t end,
+                                  uint64_t step) {
+  keys_.clear();
+  few_.clear();
+  for (size_t at = first; at < std::min(end, first + 2 * kAhead); ++at) blocks_.prefetch(table[at]);
+  for (size_t at = first; at < std::min(end, first + kAhead); ++at) blocks_.prefetch_values(table[at]);
+  size_t i = first;
+  for (BlockKey key{.space = scheduler_.space()}; i < end && blocks_.key_of(table[i], key); ++i) {
+    if (i + 2 * kAhead < end) blocks_.prefetch(table[i + 2 * kAhead]);
+    if (i + kAhead < end) blocks_.prefetch_values(table[i + kAhead]);
+    keys_.push_back(key);
+    few_.push_back(blocks_.number_of(table[i]));
+  }
+  if (keys_.empty()) return first + 1;
+  OffloadOffer offer{.keys = keys_, .blocks = few_, .after_step = step, .priority = request.priority};
+  BlockKey before;
+  if (first > 0 && options_.offload.events > 0 && blocks_.key_of(table[first - 1], before)) offer.parent = before.hash;
+  value_or_raise(catching([&]() -> Status { return (void)scheduler_.offer(offer), ok(); }));
+  return i;
+}
+
+size_t ConnectorOffers::mark_stale(const GroupTables::Table& table, size_t i) {
+  const int32_t number = blocks_.number_of(table[i]);
+  if (number >= 0) stale_[static_cast<size_t>(number)] = blocks_.stamp(number);
+  return i + 1;
+}
+
+void ConnectorOffers::allocated(Progress& progress, PyObject* id) {
+  progress.to_fill = 0;
+  if (!any_stale_) return;
+  for (size_t group = 0; group < groups_.size() && !progress.stale; ++group) {
+    const GroupTables::Table table = groups_.of(group, id);
+    for (size_t i = 0; i < table.size && !progress.stale; ++i) {
+      const int32_t number = blocks_.number_of(table[i]);
+      progress.stale = number >= 0 && is_stale(number, blocks_.stamp(number));
+    }
+  }
+}
+
+// Lazy: how many blocks a step takes from the free queue, at most.
+int64_t ConnectorOffers::most_taken(const py::dict& scheduled) const {
+  int64_t tokens = 0;
+  PyObject* id = nullptr;
+  PyObject* count = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(scheduled.ptr(), &at, &id, &count) != 0;) tokens += PyLong_AsLongLong(count);
+  return (tokens / block_tokens_ + static_cast<int64_t>(scheduled.size())) * static_cast<int64_t>(groups_.size());
+}
+
+// Lazy: the head of vLLM's free queue, which is what it evicts next. Whoever wrote them is done. In a queue that is
+// short, every block that is freed is among the next; in a long one, those that were looked at last a while.
+void ConnectorOffers::offer_next_to_go() {
+  keys_.clear();
+  few_.clear();
+  py::object block = blocks_.next_free(py::object(queue_.attr("fake_free_list_head")).ptr());
+  int32_t seen = 0;
+  for (; seen < options_.watermark && block && !block.is_none(); ++seen, block = blocks_.next_free(block.ptr())) {
+    const int32_t number = blocks_.number_of(block.ptr());
+    const Stamp stamp = blocks_.stamp(number);
+    if (stamp == Stamp::kNone || offered_[static_cast<size_t>(number)] == stamp || is_stale(number, stamp)) continue;
+    BlockKey key{.space = scheduler_.space()};
+    if (!blocks_.key_of(block.ptr(), key)) continue;
+    offered_[static_cast<size_t>(number)] = stamp;
+    keys_.push_back(key);
+    few_.push_back(number);
+  }
+  taken_ = seen < options_.watermark ? options_.watermark : 0;
+  if (keys_.empty()) return;
+  value_or_raise(catching([&]() -> Status { return (void)scheduler_.offer({.keys = keys_, .blocks = few_}), ok(); }));
+}
+
+}  // namespace torpor
