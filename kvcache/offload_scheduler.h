@@ -28,7 +28,6 @@
 #include "kvcache/block_index.h"
 #include "kvcache/device_blocks.h"
 #include "kvcache/offload_queue.h"
-#include "kvcache/offload_worker.h"
 #include "kvcache/placement.h"
 #include "kvcache/transfer_plan.h"
 

@@ -183,6 +183,10 @@ Status OffloadWorker::run(const TransferPlan& plan) {
       drop(plan.dropped, noted);
       return ok();
     }
+    const bool loads = std::any_of(plan.jobs.begin(), plan.jobs.end(),
+                                   [](const PlannedJob& job) { return job.kind == PlanKind::kGet; });
+    const Status read = loads ? transfers_.wait_for_device() : ok();
+    const Status written = ok();
     auto next = noted.jobs.begin();
     last_plan_ = plan.number;
     take(noted);
@@ -190,7 +194,7 @@ Status OffloadWorker::run(const TransferPlan& plan) {
     size_t key = 0;
     for (const PlannedJob& planned : plan.jobs) {
       const size_t keys = planned.keyed() ? planned.count : 0;
-      begin(next++, std::span(plan.keys).subspan(key, keys));
+      begin(next++, std::span(plan.keys).subspan(key, keys), planned.kind == PlanKind::kGet ? read : written);
       key += keys;
     }
     return ok();
@@ -278,9 +282,10 @@ Job OffloadWorker::make_job(std::span<const BlockKey> keys, OffloadJob& running)
 }
 
 // Whatever fails here fails the job's blocks, which are reported like any other.
-void OffloadWorker::begin(RunningJob at, std::span<const BlockKey> keys) {
+void OffloadWorker::begin(RunningJob at, std::span<const BlockKey> keys, const Status& ordered) {
   OffloadJob& begun = **at;
   begun.refused = catching([&]() -> Status {
+    TORPOR_TRY(ordered);
     Job job = make_job(keys, begun);
     std::map<JobId, std::unique_ptr<OffloadJob>> made;
     const auto node = made.emplace(JobId::kNone, nullptr).first;

@@ -7,6 +7,9 @@
 // job ends for all its blocks, one by one (I5, I6); a copy that was not proven over is reported as unproven and its
 // memory is never used again (S3).
 //
+// What the engine gave the device before a plan may still read the blocks that the plan loads into: it is waited for
+// (S11). Blocks that are stored are those of steps that are over.
+//
 // Threads: one at a time, the rank's own; the bytes move on the engine's, which also removes segments' files. What it
 // uses outlives it, and so do the jobs of a plan: wait() before the memory of the device goes.
 #pragma once
@@ -32,18 +35,6 @@ struct OffloadWorkerOptions {
   int32_t host_slots = 0;  // as the scheduler's BlockIndexOptions have them; 0: no such store
   int32_t disk_segments = 0;
   int32_t segment_slots = 0;
-};
-
-// A block that a durable store had at the start. Those of one segment follow each other, the oldest segment first.
-struct RecoveredBlock {
-  BlockKey key;
-  int32_t segment = 0;
-};
-
-// The slot under which the scheduler knows a recovered block from now on; -1: nobody needs it.
-struct AdoptedBlock {
-  BlockKey key;
-  Slot slot = -1;
 };
 
 struct LoadedRequest {
@@ -93,7 +84,7 @@ class OffloadWorker {
   Noted note(const TransferPlan& plan) const;
   void take(Noted& noted) noexcept;
   void drop(std::span<const Dropped> dropped, Noted& noted);
-  void begin(RunningJob job, std::span<const BlockKey> keys);
+  void begin(RunningJob job, std::span<const BlockKey> keys, const Status& ordered);
   Job make_job(std::span<const BlockKey> keys, OffloadJob& running);
   std::unique_ptr<StoreTier> tier_of(StoreId store, std::span<const Slot> slots, std::span<const BlockKey> keys);
   Slot slot_to_write(Slot slot);

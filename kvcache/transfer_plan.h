@@ -16,9 +16,22 @@
 #include "base/value.h"
 #include "kvcache/block_places.h"
 #include "offload/outcome.h"
-#include "offload/transfer_job.h"
+#include "offload/urgency.h"
 
 namespace torpor {
+
+// A block that a rank's durable store had at the start. Those of one segment follow each other, the oldest segment
+// first.
+struct RecoveredBlock {
+  BlockKey key;
+  int32_t segment = 0;
+};
+
+// The slot under which the scheduler knows a recovered block from now on; -1: nobody needs it.
+struct AdoptedBlock {
+  BlockKey key;
+  Slot slot = -1;
+};
 
 enum class PlanKind : uint8_t {
   kPut,   // device blocks `from` into slots `to` of `store`

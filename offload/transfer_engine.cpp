@@ -22,8 +22,9 @@ std::vector<ChunkTransfer> transfers_of(std::span<const ChunkPlan> plans) {
 
 }  // namespace
 
-TransferEngine::TransferEngine(int threads, const TransferEngineOptions& options)
-    : threads_(threads),
+TransferEngine::TransferEngine(DeviceMemory& device, int threads, const TransferEngineOptions& options)
+    : device_(device),
+      threads_(threads),
       own_threads_(options.own_threads),
       port_(options.events),
       lanes_{Lane("memory", {.batch_bytes = kMemoryBatchBytes,
@@ -45,18 +46,18 @@ Result<std::unique_ptr<TransferEngine>> TransferEngine::create(DeviceMemory& dev
   const int cores = static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1u, 8u));
   const int threads = !options.own_threads ? 1 : options.threads != 0 ? options.threads : cores;
   return catching([&]() -> Result<std::unique_ptr<TransferEngine>> {
-    std::unique_ptr<TransferEngine> engine(new TransferEngine(threads, options));
-    TORPOR_TRY(engine->start(device, arena));
+    std::unique_ptr<TransferEngine> engine(new TransferEngine(device, threads, options));
+    TORPOR_TRY(engine->start(arena));
     return engine;
   });
 }
 
-Status TransferEngine::start(DeviceMemory& device, HostArena& arena) {
+Status TransferEngine::start(HostArena& arena) {
   for (const LaneNumber lane : {kMemory, kDisk}) {
     for (int i = 0; i < threads_; ++i) {
       auto worker = std::make_unique<Worker>();
       worker->lane = lane;
-      TORPOR_ASSIGN(worker->copier, BatchCopier::create(device, arena, quarantined_));
+      TORPOR_ASSIGN(worker->copier, BatchCopier::create(device_, arena, quarantined_));
       workers_.push_back(std::move(worker));
     }
   }

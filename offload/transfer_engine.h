@@ -65,6 +65,8 @@ class TransferEngine {
   bool pump();
   Status usable() const;  // kDevice after an unproven copy
   bool quarantined() const { return quarantined_; }
+  // Returns when all is over that the device was given before, by whomever: what the engine computes, too.
+  Status wait_for_device() { return device_.synchronize(); }
 
   // One job each, all or nothing, waited for. Plans and tier stay until then.
   //
@@ -89,8 +91,8 @@ class TransferEngine {
     std::unique_ptr<BatchCopier> copier;  // the worker's alone while it is busy
     std::thread thread;
   };
-  TransferEngine(int threads, const TransferEngineOptions& options);
-  Status start(DeviceMemory& device, HostArena& arena);
+  TransferEngine(DeviceMemory& device, int threads, const TransferEngineOptions& options);
+  Status start(HostArena& arena);
   void work(Worker& worker);
   bool pump_one() TORPOR_REQUIRES(mutex_);  // gives the lock back while bytes move
   Result<std::vector<ChunkTransfer>> submit_and_wait(Job job);
@@ -100,6 +102,7 @@ class TransferEngine {
   static LaneNumber lane_of(const Job& job) { return job.tier == nullptr || job.tier->addressable() ? kMemory : kDisk; }
   static JobResult result_of(JobRecord& record) noexcept;
 
+  DeviceMemory& device_;
   const int threads_;
   const bool own_threads_;
   const EventPort port_;

@@ -8,6 +8,7 @@
 #include "offload/chunk.h"
 #include "offload/outcome.h"
 #include "offload/tier.h"
+#include "offload/urgency.h"
 
 namespace torpor {
 
@@ -19,9 +20,6 @@ enum class JobKind : uint8_t {
   kDigest,   // of what is in device memory now
   kMove,     // `source`, a tier -> tier; the device has no part in it
 };
-
-// Which of the jobs that wait in a lane goes first; equal ones in the order in which they came.
-enum class Urgency : uint8_t { kLoad, kSleep, kOffload };
 
 // One chunk on its way, and what became of it.
 struct ChunkTransfer {

@@ -92,6 +92,31 @@ TEST_P(OffloadWorkerTest, S4APlanForAnotherRankThanThisIsRefusedWhole) {
   expect_good(rank.run(plan_of(1, PlanKind::kPut, StoreId::kHost, {0}, {0})), 1);
 }
 
+// One plan for two ranks, of which one has segments of a life before: equal slots, other files.
+TEST_P(OffloadWorkerTest, S4WhereASlotLiesIsEachRanksOwn) {
+  OffloadRank first = make_rank({.rank = 0});
+  OffloadRank second = make_rank({.rank = 1});
+  second.worker().open_space(1, {});
+  second.fill(0, 9);
+  expect_good(second.run(plan_of(1, PlanKind::kPut, StoreId::kDisk, {0, 0}, {0, 4})), 1);
+  second.open();
+  for (OffloadRank* rank : {&first, &second}) {
+    rank->worker().open_space(1, {});
+    (void)value_of(rank->worker().recover(1));
+    rank->worker().adopt({});
+    rank->fill(0, 1);
+    rank->fill(1, 2);
+    expect_good(rank->run(plan_of(1, PlanKind::kPut, StoreId::kDisk, {0, 1}, {4, 0})), 1);
+    expect_good(rank->run(plan_of(2, PlanKind::kGet, StoreId::kDisk, {0, 4}, {5, 6})), 2);
+    EXPECT_TRUE(rank->has(5, 2) && rank->has(6, 1));
+  }
+  const auto exists = [&](const char* rank, uint32_t number) {
+    return std::ifstream(temporary_ / (std::string("store/") + rank + "/" + segment_name(number))).good();
+  };
+  EXPECT_TRUE(exists("r0", 0) && exists("r0", 1) && !exists("r0", 2));
+  EXPECT_TRUE(!exists("r1", 0) && !exists("r1", 1) && exists("r1", 2) && exists("r1", 3));
+}
+
 TEST_P(OffloadWorkerTest, I5TheFailureOfOneBlockMarksNoOtherAndItsCauseIsReported) {
   OffloadRank rank = make_rank();
   rank.device().fail_at(2, false);  // the batch, and then its first block alone
@@ -137,6 +162,47 @@ TEST_P(OffloadWorkerTest, S3AnUnprovenCopyIsReportedAndNothingIsCopiedAnyMore) {
   ASSERT_EQ(report.outcomes.size(), 1u);
   EXPECT_EQ(report.outcomes[0], BlockOutcome::kFailed);  // the engine's fault, not the block's
   EXPECT_EQ(report.jobs[0].code, Code::kDevice);
+}
+
+// The step before still writes into the block, whose request was preempted: what is loaded into it comes after.
+TEST_P(OffloadWorkerTest, S11ALoadBeginsWhenWhatTheDeviceWasGivenBeforeIsOver) {
+  OffloadRank rank = make_rank();
+  rank.worker().open_space(1, {});
+  rank.fill(0, 1);
+  rank.fill(5, 50);
+  int waits = 0;
+  rank.device().on_synchronize([&] {
+    ++waits;
+    EXPECT_TRUE(rank.has(5, 50));
+    rank.fill(5, 51);
+  });
+  expect_good(rank.run(plan_of(1, PlanKind::kPut, StoreId::kHost, {0}, {0})), 1);
+  expect_good(rank.run(plan_of(2, PlanKind::kPut, StoreId::kDisk, {0}, {0})), 2);
+  EXPECT_EQ(waits, 0);  // the steps that wrote what is stored are over
+  expect_good(rank.run(plan_of(3, PlanKind::kGet, StoreId::kHost, {0}, {5})), 3);
+  EXPECT_EQ(waits, 1);
+  EXPECT_TRUE(rank.has(5, 1));
+  rank.fill(5, 50);
+  expect_good(rank.run(plan_of(4, PlanKind::kGet, StoreId::kDisk, {0}, {5})), 4);
+  EXPECT_EQ(waits, 2);
+  EXPECT_TRUE(rank.has(5, 1));
+}
+
+TEST_P(OffloadWorkerTest, S11WhereThatCannotBeProvenNothingIsLoaded) {
+  OffloadRank rank = make_rank();
+  rank.fill(0, 1);
+  rank.fill(5, 50);
+  expect_good(rank.run(plan_of(1, PlanKind::kPut, StoreId::kHost, {0}, {0})), 1);
+  rank.device().fail_at(1);
+  TransferPlan plan = plan_of(2, PlanKind::kGet, StoreId::kHost, {0}, {5});
+  plan.add(3, PlanKind::kPut, StoreId::kHost, Urgency::kOffload).count = 1;
+  plan.from.push_back(0);
+  plan.to.push_back(1);
+  const TransferReport report = rank.run(plan);
+  ASSERT_EQ(report.jobs.size(), 2u);
+  for (const JobReport& job : report.jobs) EXPECT_EQ(job.count, job.id == 2 ? 1u : 0u) << job.cause;
+  EXPECT_EQ(report.outcomes, std::vector{BlockOutcome::kFailed});
+  EXPECT_TRUE(rank.has(5, 50));
 }
 
 TEST_P(OffloadWorkerTest, AWrongByteIsDamageOnTheWayUpAndOnTheWayOn) {

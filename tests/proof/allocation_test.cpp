@@ -215,7 +215,7 @@ TEST(Allocation, EveryOneFailsInTheRestoreOfABlockPool) {
 }
 
 // Who lets go of a block is often a destructor: nothing may fail there.
-TEST(Allocation, BlocksAreLetGoOfAndTakenWithoutMemory) {
+TEST(Allocation, I11BlocksAreLetGoOfAndTakenWithoutMemory) {
   constexpr int32_t kBlocks = 600;
   for (const EvictionPolicy policy :
        {EvictionPolicy::kLru, EvictionPolicy::kFifo, EvictionPolicy::kLfu, EvictionPolicy::kS3Fifo}) {

@@ -204,7 +204,7 @@ TEST_F(EngineFaults, EveryStartOfAThreadFailsWhenAnEngineIsMade) {
   EXPECT_GE(tried, 2 * kRanks * 2);
 }
 
-TEST_F(EngineFaults, EveryHookThrows) {
+TEST_F(EngineFaults, I11EveryHookThrows) {
   for (const bool for_ever : {false, true}) {
     Counts all;
     for (const bool after : {false, true}) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 
 #include "allocator/device_memory.h"
@@ -17,6 +18,8 @@ class FaultyDevice final : public DeviceMemory {
   void fail_at(uint64_t n, bool sticky = false) { calls_ = 0, fail_at_ = n, sticky_ = sticky; }
   // The next waits end like this instead of kCompleted.
   void drain_as(Drain drain) { drain_ = drain; }
+  // Called by each synchronize(), before it returns.
+  void on_synchronize(std::function<void()> call) { on_synchronize_ = std::move(call); }
   uint64_t calls() const { return calls_; }
   bool fired() const { return fail_at_ != 0 && calls_ >= fail_at_; }
 
@@ -45,7 +48,10 @@ class FaultyDevice final : public DeviceMemory {
   Status do_unmap(DeviceAddress address, uint64_t size) override {
     return fails() ? Status(injected()) : inner_->unmap(address, size);
   }
-  Status do_synchronize() override { return fails() ? Status(injected()) : inner_->synchronize(); }
+  Status do_synchronize() override {
+    if (on_synchronize_) on_synchronize_();
+    return fails() ? Status(injected()) : inner_->synchronize();
+  }
   Result<StreamId> do_create_stream() override { return inner_->create_stream(); }
   Status do_destroy_stream(StreamId stream) override { return inner_->destroy_stream(stream); }
   Status do_copy_async(StreamId stream, Direction direction, std::span<const Copy> copies) override {
@@ -82,6 +88,7 @@ class FaultyDevice final : public DeviceMemory {
   std::atomic<uint64_t> fail_at_ = 0;
   std::atomic<bool> sticky_ = false;
   std::atomic<Drain> drain_ = Drain::kCompleted;
+  std::function<void()> on_synchronize_;
 };
 
 }  // namespace torpor::test

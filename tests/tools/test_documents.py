@@ -1,5 +1,6 @@
 """Documents name only what exists, and sources keep to their rooms; and the checks themselves find what they should."""
 
+import re
 import subprocess
 
 from conftest import ROOT
@@ -18,6 +19,49 @@ def test_every_folder_has_a_readme():
     rooms |= {"tools/" + name.split("/")[1] for name in tracked if name.startswith("tools/") and name.count("/") > 1}
     missing = [room for room in sorted(rooms) if not (ROOT / room / "README.md").exists()]
     assert missing == []
+
+
+def test_i11_nothing_in_the_library_ends_the_process(tmp_path):
+    assert checks.ends_the_process(ROOT) == []
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    (tmp_path / "engine").mkdir()
+    for line in ("std::abort();", "if (bad) exit(1);", "  assert(size > 0);", "~Region() noexcept(false);"):
+        (tmp_path / "engine/ends.cpp").write_text(f"{line}\n")
+        assert len(checks.ends_the_process(tmp_path)) == 1, line
+    (tmp_path / "engine/ends.cpp").write_text("// abort()\nbool Engine::abort(int id);\nengine->abort(id);\n")
+    assert checks.ends_the_process(tmp_path) == []
+
+
+def test_s4_the_scheduler_reaches_no_bytes_and_ranks_no_decisions():
+    """By what each side's sources include, and what those do."""
+    room = [name for name in checks.includes(ROOT) if name.startswith("kvcache/")]
+    scheduler = [name for name in room if re.search("offload_(scheduler|calls|commit|queue)|block_index|placement", name)]
+    ranks = [name for name in room if re.search("offload_(worker|job)|store_tier", name)]
+    assert len(scheduler) > 10 and len(ranks) > 4
+    reached = checks.reached(ROOT, scheduler)
+    bytes_of_ranks = {"allocator/device_memory.h", "base/file_system.h", "kvcache/kv_layout.h", *ranks}
+    assert {name for name in reached if name in bytes_of_ranks or name.startswith("allocator/")} == set()
+    assert {name for name in reached if name.startswith("offload/")} <= {
+        "offload/block_key.h", "offload/outcome.h", "offload/urgency.h"
+    }  # fmt: skip
+    decisions = {*scheduler, "kvcache/device_blocks.h", "kvcache/block_pool.h", "kvcache/key_table.h"}
+    assert checks.reached(ROOT, ranks) & decisions == set()
+
+
+def test_every_promise_has_a_test_of_its_number(tmp_path):
+    assert checks.broken_promises(ROOT) == []
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/some_test.cpp").write_text("TEST(Some, I1S2Holds) {\nTEST(Some, S12Holds) {\n")
+    rows = "| I1 | | `some_test.cpp::I1S2Holds` |\n| S2 | | `some_test.cpp::I1S2Holds` |\n"
+    rows += "| S1 | | `some_test.cpp::S12Holds` |\n| S12 | | `some_test.cpp::S12Gone` |\n"
+    (tmp_path / "tests/promises.md").write_text(rows)
+    found = "\n".join(checks.broken_promises(tmp_path))
+    for number in ("I1", "S2"):
+        assert f"no test has {number} in its name" not in found
+    for number in ("S1", "I2", "P6"):
+        assert f"no test has {number} in its name" in found
+    assert "no test S12Gone in some_test.cpp" in found
 
 
 def test_the_checks_find_planted_problems(tmp_path):

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <sys/mman.h>
+#include <time.h>
 
 #include <algorithm>
 #include <chrono>
@@ -40,14 +41,23 @@ inline double seconds(const std::function<void()>& work) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 
+// Of all threads of this process: says something on a machine that others use, too.
+inline double cpu_seconds() {
+  timespec now{};
+  ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
 inline double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
   return values[values.size() / 2];
 }
 
+inline unsigned cores() { return std::clamp(std::thread::hardware_concurrency(), 1u, 8u); }
+
 // work(part, parts) on every core at once.
 inline void on_all_cores(const std::function<void(uint64_t, uint64_t)>& work) {
-  const uint64_t parts = std::clamp(std::thread::hardware_concurrency(), 1u, 8u);
+  const uint64_t parts = cores();
   std::vector<std::thread> others;
   for (uint64_t part = 1; part < parts; ++part) others.emplace_back(work, part, parts);
   work(0, parts);

@@ -2,8 +2,10 @@
 // block.
 //
 // Ceiling: one big memcpy of as many bytes, on all cores. Baseline: block after block, each copied, awaited and hashed.
-// And what the digest costs: copying with it in one pass, beside the plain copy of the same pieces, and beside copying
-// first and hashing then. Interleaved, median of the rounds, after one that only warms; all memory is touched before.
+// In between, to tell what bounds it: the same pieces into the same slots by all cores and nothing else, by memcpy,
+// past the cache, and past the cache with digests. And what the digest costs: copying with it in one pass, beside the
+// plain copy of the same pieces, and beside copying first and hashing then. Interleaved, median of the rounds, after
+// one that only warms; all memory is touched before.
 #include <iostream>
 #include <random>
 
@@ -106,6 +108,27 @@ class Case {
                   bytes_ * (part + 1) / parts - begin);  // NOLINT(performance-no-int-to-ptr)
     });
   }
+  // What torpor copies, into the same slots, by all cores and nobody else: no jobs, no batches, no threads to wait for.
+  enum class How : uint8_t { kMemcpy, kPastCache, kDigested };
+  void pieces(How how) {
+    bench::on_all_cores([&](uint64_t part, uint64_t parts) {
+      BulkCopy bulk(bytes_);
+      const size_t end = plans_.size() * (part + 1) / parts;
+      for (size_t slot = plans_.size() * part / parts; slot < end; ++slot) {
+        std::span<std::byte> to = store_->view(static_cast<Slot>(slot));
+        StreamingDigest digest;
+        for (const DevicePiece& piece : plans_[slot].pieces) {
+          const std::span<const std::byte> from(reinterpret_cast<std::byte*>(piece.address),  // NOLINT
+                                                piece.bytes);
+          if (how == How::kMemcpy) std::memcpy(to.data(), from.data(), from.size());
+          if (how == How::kPastCache) bulk.copy(to.first(from.size()), from);
+          if (how == How::kDigested) bulk.copy(to.first(from.size()), from, digest);
+          to = to.subspan(from.size());
+        }
+        if (how == How::kDigested) (void)digest.finish();
+      }
+    });
+  }
   void baseline() {
     for (size_t slot = 0; slot < plans_.size(); ++slot) {
       SavedChunk chunk{.key = plans_[slot].key, .bytes = plans_[slot].bytes()};
@@ -121,27 +144,38 @@ class Case {
     }
   }
   nlohmann::ordered_json row(int rounds) {
-    std::vector<double> ours, one, per_block;
+    const std::pair<const char*, std::function<void()>> contestants[] = {
+        {"torpor", [&] { torpor(); }},
+        {"one_memcpy", [&] { ceiling(); }},
+        {"pieces", [&] { pieces(How::kMemcpy); }},
+        {"pieces_past_cache", [&] { pieces(How::kPastCache); }},
+        {"pieces_digested", [&] { pieces(How::kDigested); }},
+        {"per_block", [&] { baseline(); }}};
+    std::map<std::string, std::vector<double>> taken, cpu;
     for (int round = 0; round <= rounds; ++round) {
-      const double a = seconds([&] { torpor(); });
-      const double b = seconds([&] { ceiling(); });
-      const double c = seconds([&] { baseline(); });
-      if (round > 0) ours.push_back(a), one.push_back(b), per_block.push_back(c);
+      for (const auto& [name, work] : contestants) {
+        const double began = bench::cpu_seconds();
+        const double wall = seconds(work);
+        const double used = bench::cpu_seconds() - began;
+        if (round > 0) taken[name].push_back(wall), cpu[name].push_back(used);
+      }
     }
-    const auto rate = [&](const std::vector<double>& times) {
-      return static_cast<double>(bytes_) / 1e9 / median(times);
-    };
+    const auto gigabytes = static_cast<double>(bytes_) / 1e9;
+    const auto rate = [&](const char* name) { return gigabytes / median(taken.at(name)); };
+    nlohmann::ordered_json by_cpu;
+    for (const auto& [name, work] : contestants) by_cpu[name] = gigabytes / median(cpu.at(name));
     return {{"model", model_.name},
             {"block_tokens", block_tokens_},
             {"layout", layer_outermost_ ? "layer outermost" : "block outermost"},
             {"blocks", plans_.size()},
             {"piece_bytes", plans_[0].pieces[0].bytes},
             {"bytes", bytes_},
-            {"torpor", rate(ours)},
-            {"baseline", rate(per_block)},
-            {"ceiling", rate(one)},
-            {"times_baseline", rate(ours) / rate(per_block)},
-            {"of_ceiling", rate(ours) / rate(one)}};
+            {"torpor", rate("torpor")},
+            {"baseline", rate("per_block")},
+            {"ceiling", rate("one_memcpy")},
+            {"a_second_of_cpu", by_cpu},
+            {"times_baseline", rate("torpor") / rate("per_block")},
+            {"of_ceiling", rate("torpor") / rate("one_memcpy")}};
   }
 
  private:
@@ -243,6 +277,17 @@ int main(int argc, char** argv) {
                row["piece_bytes"].get<double>() / 1024, row["torpor"].get<double>(), row["baseline"].get<double>(),
                row["ceiling"].get<double>(), row["times_baseline"].get<double>(),
                100 * row["of_ceiling"].get<double>());
+  }
+  fmt::print(
+      "GB a second of CPU, all threads together: one memcpy; the pieces by memcpy, past the cache, with digests; "
+      "torpor\n");
+  for (const auto& row : json["blocks"]) {
+    const auto& cpu = row["a_second_of_cpu"];
+    const auto rate = [&](const char* name) { return cpu[name].get<double>(); };
+    fmt::print("{:>5} {:>6} {:<16} {:>7.0f} K {:>7.2f} {:>7.2f} {:>7.2f} {:>7.2f} {:>7.2f}\n",
+               row["model"].get<std::string>(), row["block_tokens"].get<int>(), row["layout"].get<std::string>(),
+               row["piece_bytes"].get<double>() / 1024, rate("one_memcpy"), rate("pieces"), rate("pieces_past_cache"),
+               rate("pieces_digested"), rate("torpor"));
   }
   const auto& d = json["digest"];
   const auto number = [&](const char* key) { return d[key].get<double>(); };

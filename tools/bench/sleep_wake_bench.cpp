@@ -25,17 +25,18 @@
 #include <nlohmann/json.hpp>
 
 #include "allocator/host_device.h"
-#include "base/copy.h"
 #include "base/units.h"
 #include "engine/rank_service.h"
 #include "engine/tag_sleep.h"
 #include "tools/bench/bench.h"
+#include "tools/bench/direct_sleeps.h"
 #include "tools/bench/disk_sleeps.h"
 #include "tools/bench/kv_sleeps.h"
 
 namespace {
 
 using namespace torpor;
+using bench::Direct;
 using bench::median;
 using bench::must;
 using bench::seconds;
@@ -89,92 +90,17 @@ class Torpor {
   std::unique_ptr<RankMemory> memory_;
 };
 
-// Regions moved without torpor, on the same kind of device: nothing is proven, nothing undone. The baseline has
-// `threads` 1 and fresh host memory at each sleep; the ceiling all cores, one region and one warm buffer.
-class Direct {
- public:
-  Direct(const std::vector<uint64_t>& sizes, unsigned threads, bool keep_host_memory)
-      : threads_(threads), keep_host_memory_(keep_host_memory), device_(must(make_host_device())) {
-    for (const uint64_t size : sizes) {
-      const uint64_t rounded = align_up(size, device_->granularity());
-      Region region{must(device_->reserve(rounded)), rounded, {}, nullptr};
-      map(region);
-      std::memset(pointer(region), 1, region.bytes);
-      regions_.push_back(region);
-    }
-  }
-  ~Direct() {
-    for (Region& region : regions_) {
-      std::free(region.backup);
-      unmap(region);
-      must(device_->free_reservation(region.address));
-    }
-  }
-  void sleep() {
-    for (Region& region : regions_) {
-      if (region.backup == nullptr) region.backup = static_cast<std::byte*>(std::malloc(region.bytes));
-      copy(region.backup, pointer(region), region.bytes);
-      unmap(region);
-    }
-  }
-  void wake() {
-    for (Region& region : regions_) {
-      map(region);
-      copy(pointer(region), region.backup, region.bytes);
-      if (keep_host_memory_) continue;
-      std::free(region.backup);
-      region.backup = nullptr;
-    }
-  }
-
- private:
-  struct Region {
-    DeviceAddress address;
-    uint64_t bytes;
-    PhysicalId id;
-    std::byte* backup;
-  };
-  static std::byte* pointer(const Region& region) {
-    return reinterpret_cast<std::byte*>(region.address);
-  }  // NOLINT(performance-no-int-to-ptr)
-  void copy(std::byte* to, const std::byte* from, uint64_t bytes) const {
-    const auto part = [&](unsigned i) {
-      const uint64_t begin = bytes * i / threads_;
-      const uint64_t size = bytes * (i + 1) / threads_ - begin;
-      if (keep_host_memory_) {  // the ceiling copies as fast as the machine can
-        BulkCopy(size).copy({to + begin, size}, {from + begin, size});
-      } else {
-        std::memcpy(to + begin, from + begin, size);
-      }
-    };
-    std::vector<std::thread> others;
-    for (unsigned i = 1; i < threads_; ++i) others.emplace_back(part, i);
-    part(0);
-    for (std::thread& thread : others) thread.join();
-  }
-  void map(Region& region) {
-    region.id = must(device_->create(region.bytes));
-    must(device_->map(region.address, region.id));
-    must(device_->set_access(region.address, region.bytes, Access::kReadWrite));
-  }
-  void unmap(const Region& region) {
-    must(device_->unmap(region.address, region.bytes));
-    must(device_->release(region.id));
-  }
-  const unsigned threads_;
-  const bool keep_host_memory_;
-  std::unique_ptr<DeviceMemory> device_;
-  std::vector<Region> regions_;
-};
-
 struct Timing {
-  std::vector<double> sleep, wake;
+  std::vector<double> sleep, wake, sleep_cpu, wake_cpu;
   template <class Contestant>
   void run(Contestant& contestant) {
+    const double began = bench::cpu_seconds();
     sleep.push_back(seconds([&] { contestant.sleep(); }));
+    const double slept = bench::cpu_seconds();
     wake.push_back(seconds([&] { contestant.wake(); }));
+    sleep_cpu.push_back(slept - began), wake_cpu.push_back(bench::cpu_seconds() - slept);
   }
-  void forget() { sleep.clear(), wake.clear(); }
+  void forget() { *this = {}; }
 };
 
 // Seconds to bring up `bytes` of host memory, as the arena does it and by mmap(MAP_POPULATE); and how the arena did it.
@@ -223,6 +149,35 @@ double empty_cycle(uint64_t regions, int rounds) {
   return median(times);
 }
 
+// From the ceiling to torpor, one difference after the other: digests of every byte, then the regions as they are.
+void print_steps(const std::vector<uint64_t>& sizes, uint64_t bytes, int rounds) {
+  const unsigned cores = bench::cores();
+  Direct ceiling({bytes}, {.threads = cores, .keep_host_memory = true});
+  Direct digests({bytes}, {.threads = cores, .keep_host_memory = true, .digests = true});
+  Direct regions(sizes, {.threads = cores, .keep_host_memory = true, .digests = true});
+  Torpor torpor(sizes, true);
+  Timing times[4];
+  for (int round = 0; round <= rounds; ++round) {
+    times[0].run(ceiling);
+    times[1].run(digests);
+    times[2].run(regions);
+    times[3].run(torpor);
+    if (round == 0) std::for_each(times, times + 4, [](Timing& each) { each.forget(); });
+  }
+  fmt::print("{} MiB, medians of {} rounds: ms of CPU, and of the ceiling's; ms, and of the ceiling\n", bytes / kMiB,
+             rounds);
+  constexpr const char* kNames[] = {"ceiling", "… and digests", "… in the regions", "torpor"};
+  const auto print = [&](const char* what, std::vector<double> Timing::*cpu, std::vector<double> Timing::*wall) {
+    for (size_t i = 0; i < 4; ++i) {
+      const double used = median(times[i].*cpu), taken = median(times[i].*wall);
+      fmt::print("{:<6} {:<18} {:>7.1f} {:.2f} {:>7.1f} {:.2f}\n", what, kNames[i], 1e3 * used,
+                 median(times[0].*cpu) / used, 1e3 * taken, median(times[0].*wall) / taken);
+    }
+  };
+  print("sleep", &Timing::sleep_cpu, &Timing::sleep);
+  print("wake", &Timing::wake_cpu, &Timing::wake);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -232,20 +187,23 @@ int main(int argc, char** argv) {
   uint64_t regions = 0;
   int rounds = 5;
   bool as_json = false;
+  bool steps = false;
   app.add_option("--mib", mib, "size of all regions together")->capture_default_str()->check(CLI::Range(64, 1 << 20));
   app.add_option("--regions", regions, "number of regions; 0: sizes as torch's segments have them")
       ->capture_default_str()
       ->check(CLI::Range(0, 4096));
   app.add_option("--rounds", rounds, "measured rounds")->capture_default_str()->check(CLI::Range(1, 1000));
   app.add_flag("--json", as_json, "print one JSON object");
+  app.add_flag("--steps", steps, "only the way from the ceiling to torpor, what it does more one by one");
   CLI11_PARSE(app, argc, argv);
 
   const uint64_t bytes = mib * kMiB;
   const std::vector<uint64_t> sizes = region_sizes(bytes, regions);
+  if (steps) return print_steps(sizes, bytes, rounds), 0;
   Torpor kept(sizes, true);
   Torpor returning(sizes, false);
-  Direct loop(sizes, 1, false);
-  Direct ceiling({bytes}, std::clamp(std::thread::hardware_concurrency(), 1u, 8u), true);
+  Direct loop(sizes, {});
+  Direct ceiling({bytes}, {.threads = bench::cores(), .keep_host_memory = true});
   Timing kept_times, returning_times, loop_times, ceiling_times;
   for (int round = 0; round <= rounds; ++round) {
     if (round == 1) {
@@ -266,7 +224,7 @@ int main(int argc, char** argv) {
     Torpor torpor(sizes, true);
     armed_times.push_back(seconds([&] { torpor.prefault(bytes + 64 * kMiB); }));
     first_torpor.run(torpor);
-    Direct fresh(sizes, 1, false);
+    Direct fresh(sizes, {});
     first_loop.run(fresh);
   }
   uint64_t moved = 0;

@@ -134,6 +134,59 @@ def uses_of_pickle(root: Path) -> list[str]:
     ]
 
 
+_ENDS = re.compile(r"\b(?:std::|::)?(?<!->)(?<!\.)(abort|exit|_exit|_Exit|quick_exit|terminate)\(|\bassert\(|noexcept\(false\)")
+# A check for tests: it is asked for in their environment alone.
+_MAY_END = {"bindings/module_files.cpp"}
+
+
+def ends_the_process(root: Path) -> list[str]:
+    """The library returns errors (I11). Declarations of functions of its own, and calls of objects, are no ends."""
+    return [
+        f"{source.relative_to(root)}: {found.group(0)} would end the process"
+        for source in tracked(root)
+        if source.suffix in (".h", ".cpp") and source.relative_to(root).parts[0] in {*ROOMS, "remote"}
+        and str(source.relative_to(root)) not in _MAY_END
+        for line in source.read_text().splitlines()
+        if (found := _ENDS.search(line.split("//")[0])) and not re.match(r"\s*bool ", line)
+    ]
+
+
+def reached(root: Path, files: list[str]) -> set[str]:
+    """Sources of the project that these include, or what they include."""
+    edges = includes(root)
+    seen, todo = set(files), list(files)
+    while todo:
+        new = [name for name in edges.get(todo.pop(), ()) if name not in seen]
+        seen.update(new)
+        todo += new
+    return seen
+
+
+_PROMISES = {f"{letter}{n}" for letter, last in (("I", 12), ("S", 12), ("P", 6)) for n in range(1, last + 1)}
+_NAMED_TEST = re.compile(r"`([\w/]+\.(?:py|cpp))::(\w+)`")
+
+
+def broken_promises(root: Path) -> list[str]:
+    """Promises of tests/promises.md without a test of their number, and tests that are named there and do not exist."""
+    table = root / "tests/promises.md"
+    if not table.exists():
+        return []
+    rows = {row.split("|")[1].strip(): row for row in table.read_text().splitlines() if row.startswith("| ")}
+    problems = []
+    for number in sorted(_PROMISES):
+        tests = _NAMED_TEST.findall(rows.get(number, ""))
+        problems += [
+            f"tests/promises.md: {number}: there is no test {name} in {file}"
+            for file, name in tests
+            if not (root / "tests" / file).is_file()
+            or not re.search(rf"(?:TEST\w*\(\s*\w+,|def)\s+{name}\s*\(?", (root / "tests" / file).read_text())
+        ]
+        has_number = re.compile(rf"(?<![A-Za-z]){number}(?!\d)|(?<=\d){number}(?!\d)|_{number.lower()}_")
+        if not any(has_number.search(name) for _, name in tests):
+            problems.append(f"tests/promises.md: no test has {number} in its name")
+    return problems
+
+
 def stale_mutants(root: Path) -> list[str]:
     """Faults of tests/mutants.toml whose text is not exactly once in their file: they could not be planted."""
     mutants = tomllib.loads((root / "tests/mutants.toml").read_text())["mutant"]
@@ -197,6 +250,8 @@ def all_problems(root: Path) -> list[str]:
         wrong_arrows,
         include_cycles,
         uses_of_pickle,
+        ends_the_process,
+        broken_promises,
         too_long,
         stale_mutants,
         unformatted,
