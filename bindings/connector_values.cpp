@@ -69,6 +69,7 @@ ConnectorOptions connector_options_from(const py::dict& dict) {
   in.read_if_given("min_batch_size", options.offload.queue.min_batch_size);
   in.read_if_given("max_concurrent_transfers", options.offload.queue.max_concurrent_transfers);
   in.read_if_given("on_deck_batches", options.offload.queue.on_deck_batches);
+  in.read_if_given("loading_batches", options.offload.queue.loading_batches);
   in.read_if_given("queue_blocks", options.offload.queue.queue_blocks);
   for (const auto& [name, interval] : {std::pair("flush_interval_ms", &options.offload.queue.flush_interval),
                                        std::pair("policy_timeout_ms", &options.offload.queue.policy_timeout),

@@ -67,11 +67,12 @@ Status MutableBlock::initialize(const Digest& parent, uint64_t salt, int32_t gro
 }
 
 Result<int32_t> MutableBlock::add_tokens(std::span<const int32_t> tokens, bool more_to_come) {
-  if (tokens.empty())
-    return Error{.code = Code::kInvalidArgument, .what = "no tokens were given", .next_step = "add at least one"};
   const MutexLock lock(pool_->mutex_);
   std::vector<int32_t>& held = pool_->slot(id_).identity.tokens;
-  const size_t taken = std::min(tokens.size(), static_cast<size_t>(pool_->options_.block_tokens) - held.size());
+  const size_t room = static_cast<size_t>(pool_->options_.block_tokens) - held.size();
+  if (tokens.empty() && room > 0)
+    return Error{.code = Code::kInvalidArgument, .what = "no tokens were given", .next_step = "add at least one"};
+  const size_t taken = std::min(tokens.size(), room);
   TORPOR_TRY(pool_->move(id_, more_to_come ? BlockTrigger::kAddTokens : BlockTrigger::kAddLastTokens));
   held.insert(held.end(), tokens.begin(), tokens.begin() + static_cast<std::ptrdiff_t>(taken));
   return static_cast<int32_t>(taken);

@@ -88,6 +88,20 @@ TEST(BlockPool, ABlockGoesThroughItsLifeTokenByToken) {
   EXPECT_SUCCEEDS(pool->check());
 }
 
+TEST(BlockPool, AFullBlockThatWasCancelledIsScheduledAgainAsItIs) {
+  const auto pool = make(1);
+  MutableBlock block = std::move(value_of(pool->allocate(1))[0]);
+  ASSERT_SUCCEEDS(block.initialize({}, 7));
+  EXPECT_FAILS(block.add_tokens({}), Code::kInvalidArgument, "no tokens");
+  EXPECT_EQ(value_of(block.add_tokens(std::vector<int32_t>{1, 2, 3, 4})), 4);
+  ASSERT_SUCCEEDS(block.cancel_schedule());
+  EXPECT_EQ(block.state(), kPartial);
+  EXPECT_EQ(value_of(block.add_tokens({})), 0);
+  ASSERT_SUCCEEDS(block.schedule_compute());
+  ASSERT_SUCCEEDS(block.compute_done());
+  EXPECT_EQ(value_of(block.register_block()).identity().tokens, (std::vector<int32_t>{1, 2, 3, 4}));
+}
+
 // I1 on the handles: what the table forbids is an error that names block, state and call, and changes nothing.
 TEST(BlockPool, I1ACallThatDoesNotFitTheStateIsAnErrorAndChangesNothing) {
   const auto pool = make(1);

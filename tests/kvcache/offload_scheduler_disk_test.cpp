@@ -103,5 +103,21 @@ TEST_P(OffloadSchedulerTest, WithADiskAloneBlocksGoThereAtOnce) {
   EXPECT_TRUE(rig.all_have(5, 10));
 }
 
+TEST_P(OffloadSchedulerTest, OfALoadTooTheCauseReachesTheHandle) {
+  OffloadRig& rig = this->rig();
+  rig.compute(0, 10);
+  (void)rig.offer({1}, {0});
+  rig.drain();
+  rig.ranks[1]->worker().store(StoreId::kHost)->view(0)[7] ^= std::byte{1};
+  const uint32_t request = rig.scheduler->begin_request("r", 3);
+  ASSERT_EQ(rig.scheduler->match(request, rig.keys_of({1}), 0), 1);
+  const TransferHandle load = rig.scheduler->allocated(request, std::vector<int32_t>{5});
+  rig.drain();
+  EXPECT_EQ(load.count(BlockOutcome::kDamaged), 1u);
+  EXPECT_FAILS(load.cause(), Code::kCorruption, "rank 1");
+  (void)rig.scheduler->take_loads();
+  EXPECT_TRUE(rig.scheduler->finished(request));
+}
+
 }  // namespace
 }  // namespace torpor

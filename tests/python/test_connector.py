@@ -341,6 +341,6 @@ def test_a_wrong_option_is_named(given, named):
 def test_the_queue_has_the_defaults_of_the_documents():
     assert ConnectorOptions.of({"host_bytes": 1 << 20}).queue() == {
         "max_batch_size": 64, "min_batch_size": 8, "flush_interval_ms": 10, "policy_timeout_ms": 100,
-        "sweep_interval_ms": 10, "max_concurrent_transfers": 1, "on_deck_batches": 4, "queue_blocks": 65536,
-        "presence": True,
+        "sweep_interval_ms": 10, "max_concurrent_transfers": 1, "on_deck_batches": 4, "loading_batches": 64,
+        "queue_blocks": 65536, "presence": True,
     }  # fmt: skip

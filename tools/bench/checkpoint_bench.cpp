@@ -19,6 +19,7 @@
 #include <nlohmann/json.hpp>
 
 #include "allocator/host_device.h"
+#include "base/copy.h"
 #include "base/units.h"
 #include "checkpoint/checkpoint_manager.h"
 #include "checkpoint/verify.h"
@@ -41,15 +42,22 @@ EngineCheckpoint empty_state() {
 
 // The first touch of as much fresh memory, which a wake cannot do without. Before each wake it also makes a hypervisor
 // back what an earlier sleep gave back, or the wake would measure that.
+struct FreshMemory {
+  explicit FreshMemory(uint64_t size) {
+    void* const memory = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) must(Status(system_error(errno, "fresh memory")));
+    ::madvise(memory, size, MADV_HUGEPAGE);
+    bytes = {static_cast<std::byte*>(memory), size};
+  }
+  ~FreshMemory() { ::munmap(bytes.data(), bytes.size()); }
+  std::span<std::byte> bytes;
+};
 void touch_fresh(uint64_t bytes) {
-  void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) must(Status(system_error(errno, "fresh memory")));
-  ::madvise(memory, bytes, MADV_HUGEPAGE);
+  const FreshMemory memory(bytes);
   on_all_cores([&](uint64_t part, uint64_t parts) {
     for (uint64_t at = bytes / parts * part; at < bytes / parts * (part + 1); at += 4096)
-      static_cast<volatile char*>(memory)[at] = 1;
+      static_cast<volatile char*>(static_cast<void*>(memory.bytes.data()))[at] = 1;
   });
-  ::munmap(memory, bytes);
 }
 
 // What the memory holds: random words; in each 4 KiB the first eighth random and the rest a repeated word, as in memory
@@ -138,8 +146,20 @@ class Raw {
     if (number_ > 1) must(directory_->remove_file(fmt::format("raw{}", number_ - 1)));
   }
   void read() {
-    auto file = must(directory_->open_file(fmt::format("raw{}", number_), FileIo::kFastest));
-    each([&](FilePart& part) { file->pread_all({&part, 1}); });
+    read_into(memory_.bytes(), [](const FilePart&) {});
+  }
+  // What a wake does more than that, step by step: into memory that the system gives for it; and by way of warm memory,
+  // where a digest is taken, as nothing goes up unchecked.
+  void read_into_fresh() {
+    const FreshMemory fresh(bytes_);
+    read_into(fresh.bytes, [](const FilePart&) {});
+  }
+  void read_digest_and_copy() {
+    const FreshMemory fresh(bytes_);
+    read_into(memory_.bytes(), [&](const FilePart& part) {
+      (void)digest_of(part.bytes);
+      BulkCopy(part.bytes.size()).copy(fresh.bytes.subspan(part.offset, part.bytes.size()), part.bytes);
+    });
   }
   void plain_write() {
     const std::string path = directory_->path() + "/plain";
@@ -163,6 +183,14 @@ class Raw {
   }
 
  private:
+  void read_into(std::span<std::byte> memory, const std::function<void(const FilePart&)>& then) {
+    auto file = must(directory_->open_file(fmt::format("raw{}", number_), FileIo::kFastest));
+    each([&](FilePart& part) {
+      part.bytes = memory.subspan(part.offset, part.bytes.size());
+      file->pread_all({&part, 1});
+      then(part);
+    });
+  }
   void each(const std::function<void(FilePart&)>& work) {
     std::atomic<uint64_t> next = 0;
     on_all_cores([&](uint64_t, uint64_t) {
@@ -254,6 +282,10 @@ int main(int argc, char** argv) {
       time("sleep, bf16", [&] { values.sleep(); });
       stored_values = values.stored_bytes();
       time("raw read", [&] { raw.read(); });
+      touch_fresh(bytes);
+      time("raw read, fresh", [&] { raw.read_into_fresh(); });
+      touch_fresh(bytes);
+      time("raw read, digest, copy", [&] { raw.read_digest_and_copy(); });
       time("verify", [&] { plain.verify(); });
       touch_fresh(bytes);
       time("touch", [&] { touch_fresh(bytes); });
@@ -286,6 +318,8 @@ int main(int argc, char** argv) {
                     {"times_baseline", rate(name) / rate(std::string("plain ") + direction)},
                     {"of_ceiling", rate(name) / ceiling}};
     }
+    json["raw_reads"] = {{"into_fresh_memory", rate("raw read, fresh")},
+                         {"digest_and_copy", rate("raw read, digest, copy")}};
     json["fresh_memory"] = rate("touch");
     json["ls"] = {{"checkpoints", many}, {"seconds", list_seconds((place / "many").string(), many, rounds)}};
   }
@@ -304,6 +338,8 @@ int main(int argc, char** argv) {
                row["torpor"].get<double>(), row["baseline"].get<double>(), row["ceiling"].get<double>(),
                row["times_baseline"].get<double>(), 100 * row["of_ceiling"].get<double>());
   }
+  fmt::print("raw reads into fresh memory {:.2f}; into warm memory, a digest taken, then copied into fresh {:.2f}\n",
+             json["raw_reads"]["into_fresh_memory"].get<double>(), json["raw_reads"]["digest_and_copy"].get<double>());
   fmt::print("first touch of fresh memory, part of every wake: {:.2f}\n", json["fresh_memory"].get<double>());
   fmt::print("ls of {} checkpoints: {:.3f} s\n", many, json["ls"]["seconds"].get<double>());
   return 0;

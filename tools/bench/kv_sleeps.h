@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstring>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -64,16 +65,22 @@ class TorporKv {
   orders::Save save_;
 };
 
-// Seconds and bytes of the sleeps of one engine's KV, by what was done since the one before.
+// Seconds, of CPU too, and bytes of the sleeps of one engine's KV, by what was done since the one before.
 struct KvSleeps {
   struct Sleep {
     std::vector<double> seconds;
+    std::vector<double> cpu;
     uint64_t bytes = 0;
   };
   Sleep first, second, after_steps;
-  std::vector<double> given_back;  // as much device memory, and nothing else: no sleep can be shorter
+  Sleep given_back;  // as much device memory, and nothing else: no sleep can be shorter
 };
-inline double give_back(uint64_t bytes) {
+inline void take_time(KvSleeps::Sleep& sleep, bool counts, const std::function<void()>& work) {
+  const double began = cpu_seconds();
+  const double taken = seconds(work);
+  if (counts) sleep.seconds.push_back(taken), sleep.cpu.push_back(cpu_seconds() - began);
+}
+inline void give_back(uint64_t bytes, KvSleeps::Sleep& sleep, bool counts) {
   const auto device = must(make_host_device());
   const uint64_t size = align_up(bytes, device->granularity());
   const DeviceAddress address = must(device->reserve(size));
@@ -81,27 +88,24 @@ inline double give_back(uint64_t bytes) {
   must(device->map(address, id));
   must(device->set_access(address, size, Access::kReadWrite));
   std::memset(reinterpret_cast<void*>(address), 7, size);  // NOLINT(performance-no-int-to-ptr)
-  const double taken = seconds([&] {
+  take_time(sleep, counts, [&] {
     must(device->unmap(address, size));
     must(device->release(id));
   });
   must(device->free_reservation(address));
-  return taken;
 }
 inline KvSleeps sleep_kv_again(uint64_t bytes, int rounds) {
   TorporKv kv(bytes);
   KvSleeps sleeps;
   const auto take = [&](KvSleeps::Sleep& sleep, bool counts) {
-    const double taken = seconds([&] { sleep.bytes = kv.sleep(); });
-    if (counts) sleep.seconds.push_back(taken);
+    take_time(sleep, counts, [&] { sleep.bytes = kv.sleep(); });
     kv.wake();
   };
   for (int round = 0; round <= rounds; ++round) {
     kv.forget();
     take(sleeps.first, round > 0);
     take(sleeps.second, round > 0);
-    const double given_back = give_back(bytes);
-    if (round > 0) sleeps.given_back.push_back(given_back);
+    give_back(bytes, sleeps.given_back, round > 0);
     kv.take_steps();
     take(sleeps.after_steps, round > 0);
   }

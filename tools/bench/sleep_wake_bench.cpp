@@ -273,7 +273,9 @@ int main(int argc, char** argv) {
                               {"bytes_moved", sleep->bytes},
                               {"times_first", median(kv.first.seconds) / median(sleep->seconds)},
                               {"times_baseline", median(loop_times.sleep) / median(sleep->seconds)},
-                              {"of_ceiling", median(kv.given_back) / median(sleep->seconds)}};
+                              {"cpu_seconds", median(sleep->cpu)},
+                              {"times_baseline_cpu", median(loop_times.sleep_cpu) / median(sleep->cpu)},
+                              {"of_ceiling", median(kv.given_back.seconds) / median(sleep->seconds)}};
   }
   for (const auto& [name, sleep] : {std::pair("first", &disk.first), std::pair("second", &disk.second),
                                     std::pair("after_steps", &disk.after_steps)}) {
@@ -311,11 +313,14 @@ int main(int argc, char** argv) {
              1e3 * median(unchanged_times), moved, median(loop_times.sleep) / median(unchanged_times));
   fmt::print(
       "KV in blocks: first sleep {:.1f} ms, {} bytes moved; second, after no step, {:.2f} ms, {} bytes, {:.0f} x; "
-      "after steps {:.1f} ms, {} bytes, {:.0f} x; giving the memory back alone {:.2f} ms; the loop {:.0f} ms\n",
+      "after steps {:.1f} ms, {} bytes, {:.0f} x; giving the memory back alone {:.2f} ms; the loop {:.0f} ms; of CPU "
+      "the "
+      "second takes {:.2f} ms, giving back {:.2f}, the loop {:.0f}\n",
       1e3 * median(kv.first.seconds), kv.first.bytes, 1e3 * median(kv.second.seconds), kv.second.bytes,
       median(kv.first.seconds) / median(kv.second.seconds), 1e3 * median(kv.after_steps.seconds), kv.after_steps.bytes,
-      median(kv.first.seconds) / median(kv.after_steps.seconds), 1e3 * median(kv.given_back),
-      1e3 * median(loop_times.sleep));
+      median(kv.first.seconds) / median(kv.after_steps.seconds), 1e3 * median(kv.given_back.seconds),
+      1e3 * median(loop_times.sleep), 1e3 * median(kv.second.cpu), 1e3 * median(kv.given_back.cpu),
+      1e3 * median(loop_times.sleep_cpu));
   fmt::print(
       "to disk, {} MiB: first sleep {:.0f} ms; second, after no step, {:.1f} ms, {} bytes moved, {:.0f} x; after steps "
       "{:.1f} ms, {} bytes, {:.0f} x; files of a page made durable and renamed {:.1f} ms\n",

@@ -47,6 +47,8 @@ class ConnectorOptions:
     # Store jobs that ranks work at, and that wait there.
     max_concurrent_transfers: int = 1
     on_deck_batches: int = 4
+    # The same of loads, together.
+    loading_batches: int = 64
     # Most blocks that wait to be stored; more are left out.
     queue_blocks: int = 1 << 16
 
@@ -80,7 +82,7 @@ class ConnectorOptions:
     def queue(self) -> dict:
         names = (
             "max_batch_size", "min_batch_size", "flush_interval_ms", "policy_timeout_ms", "sweep_interval_ms",
-            "max_concurrent_transfers", "on_deck_batches", "queue_blocks", "presence",
+            "max_concurrent_transfers", "on_deck_batches", "loading_batches", "queue_blocks", "presence",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
