@@ -199,6 +199,7 @@ TEST_P(OffloadWorkerTest, S11WhereThatCannotBeProvenNothingIsLoaded) {
   plan.from.push_back(0);
   plan.to.push_back(1);
   const TransferReport report = rank.run(plan);
+  EXPECT_EQ(rank.device().calls(), 2u);  // that, and the copy of what is stored
   ASSERT_EQ(report.jobs.size(), 2u);
   for (const JobReport& job : report.jobs) EXPECT_EQ(job.count, job.id == 2 ? 1u : 0u) << job.cause;
   EXPECT_EQ(report.outcomes, std::vector{BlockOutcome::kFailed});
