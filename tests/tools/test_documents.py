@@ -35,7 +35,9 @@ def test_i11_nothing_in_the_library_ends_the_process(tmp_path):
 def test_s4_the_scheduler_reaches_no_bytes_and_ranks_no_decisions():
     """By what each side's sources include, and what those do."""
     room = [name for name in checks.includes(ROOT) if name.startswith("kvcache/")]
-    scheduler = [name for name in room if re.search("offload_(scheduler|calls|commit|queue)|block_index|placement", name)]
+    scheduler = [
+        name for name in room if re.search("offload_(scheduler|calls|commit|queue)|block_index|placement", name)
+    ]
     ranks = [name for name in room if re.search("offload_(worker|job)|store_tier", name)]
     assert len(scheduler) > 10 and len(ranks) > 4
     reached = checks.reached(ROOT, scheduler)

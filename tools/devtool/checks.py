@@ -134,7 +134,9 @@ def uses_of_pickle(root: Path) -> list[str]:
     ]
 
 
-_ENDS = re.compile(r"\b(?:std::|::)?(?<!->)(?<!\.)(abort|exit|_exit|_Exit|quick_exit|terminate)\(|\bassert\(|noexcept\(false\)")
+_ENDS = re.compile(
+    r"\b(?:std::|::)?(?<!->)(?<!\.)(abort|exit|_exit|_Exit|quick_exit|terminate)\(|\bassert\(|noexcept\(false\)"
+)
 # A check for tests: it is asked for in their environment alone.
 _MAY_END = {"bindings/module_files.cpp"}
 
@@ -144,7 +146,8 @@ def ends_the_process(root: Path) -> list[str]:
     return [
         f"{source.relative_to(root)}: {found.group(0)} would end the process"
         for source in tracked(root)
-        if source.suffix in (".h", ".cpp") and source.relative_to(root).parts[0] in {*ROOMS, "remote"}
+        if source.suffix in (".h", ".cpp")
+        and source.relative_to(root).parts[0] in {*ROOMS, "remote"}
         and str(source.relative_to(root)) not in _MAY_END
         for line in source.read_text().splitlines()
         if (found := _ENDS.search(line.split("//")[0])) and not re.match(r"\s*bool ", line)
