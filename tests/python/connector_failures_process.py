@@ -319,31 +319,34 @@ def failed_copies_are_computed(model) -> dict:
     return {"stored": served.result.stored_blocks, "blocks": served.side.stats()["host_blocks"], "left": served.left()}
 
 
+class Damaging(Workers):
+    """Of each load of a whole prompt of two groups one block is damaged, and vLLM takes nothing of it."""
+
+    bad = PROMPT_BLOCKS // 2  # of the first group
+    failing = frozenset()  # requests
+
+    def report(self, rank, moves):
+        loads = [len(to) for _, kind, _, to in moves.jobs if kind == moves.GET]
+        if not any(count > PROMPT_BLOCKS for count in loads):
+            return super().report(rank, moves)
+        self.failing = frozenset(moves.loading)
+        outcomes = b"".join(bytes(DAMAGED if at == self.bad else 0 for at in range(count)) for count in loads)
+        jobs = b"".join(
+            self.DONE.pack(number, *((len(to), 0) if kind == moves.GET else (0, 0)), 0)
+            for number, kind, _, to in moves.jobs
+        )
+        return self.REPORT.pack(self.MAGIC, self.VERSION, rank, len(moves.jobs), len(outcomes), 0) + jobs + outcomes
+
+    def step(self, orders):
+        failed, self.failing = self.failing, frozenset()
+        said = super().step(orders)
+        if failed & (said.finished_recving or set()):
+            said.failed_recving = set(failed)
+        return said
+
+
 def damaged_block_of_several_groups(model) -> dict:
     """One block of a load is damaged: what lies before it is loaded by another one, and only the rest is computed."""
-
-    class Damaging(Workers):
-        bad, failing = PROMPT_BLOCKS // 2, frozenset()  # of the first group; the requests that load it
-
-        def report(self, rank, moves):
-            loads = [len(to) for _, kind, _, to in moves.jobs if kind == moves.GET]
-            if not any(count > PROMPT_BLOCKS for count in loads):
-                return super().report(rank, moves)
-            self.failing = frozenset(moves.loading)
-            outcomes = bytes(DAMAGED if at == self.bad else 0 for at in range(loads[0]))
-            jobs = b"".join(
-                self.DONE.pack(number, *((len(to), 0) if kind == moves.GET else (0, 0)), 0)
-                for number, kind, _, to in moves.jobs
-            )
-            return self.REPORT.pack(self.MAGIC, self.VERSION, rank, len(moves.jobs), len(outcomes), 0) + jobs + outcomes
-
-        def step(self, orders):
-            failed = self.failing
-            said = super().step(orders)
-            if failed & (said.finished_recving or set()):
-                said.failed_recving, self.failing = set(failed), frozenset()
-            return said
-
     served = Served(model, workers=Damaging(), window=3 * replay.BLOCK)
     served.ask(1000)
     served.finish()
@@ -353,6 +356,25 @@ def damaged_block_of_several_groups(model) -> dict:
     served.finish()
     loads = [len(blocks) for blocks in served.workers.blocks(replay.PlannedMoves.GET) if blocks]
     return {"loads": loads, "found": (served.result.found_tokens - before) // replay.BLOCK, "left": served.left()}
+
+
+def loads_that_all_fail_at_once(model) -> dict:
+    """They fill the device; what is found of them after that, too."""
+    served = Served(model, device_blocks=150, workers=Damaging(), window=3 * replay.BLOCK)
+    prompts = [1000 + 20 * number for number in range(12)]
+    for first in prompts:
+        served.ask(first)
+        served.finish()
+    served.forget_device()
+    before = served.result.found_tokens
+    for first in prompts:
+        served.ask(first)
+    loading = 0
+    while served.scheduler.has_requests() and served.result.steps < 2000:
+        served.step()
+        loading = max(loading, served.side.core.loading)
+    found = (served.result.found_tokens - before) // replay.BLOCK
+    return {"loading": loading, "requests": len(served.scheduler.requests), "found": found, "left": served.left()}
 
 
 def waiting_request_is_asked_for_again(model) -> dict:
@@ -412,7 +434,7 @@ SCENARIOS = (
     external_hit_under_eviction_pressure, every_stored_block_is_found, ranks_agree_on_capacity,
     new_weights_over_old_blocks, shared_prefix_does_not_queue_on_one_load, memory_flat_over_long_trace,
     idle_worker_is_not_dead, tier_process_dies_under_live_views, failed_copies_are_computed,
-    damaged_block_of_several_groups, waiting_request_is_asked_for_again, shared_blocks_are_stored_once,
+    damaged_block_of_several_groups, loads_that_all_fail_at_once, waiting_request_is_asked_for_again, shared_blocks_are_stored_once,
     device_then_host_then_computed,
 )  # fmt: skip
 

@@ -236,15 +236,17 @@ def test_a_request_whose_load_failed_does_not_keep_back_those_that_hold_blocks()
     failed = [Waiting(RequestStatus.WAITING, 0), Waiting(RequestStatus.PREEMPTED, 0)]
     loading, loaded = Waiting(RequestStatus.WAITING_FOR_REMOTE_KVS, 48), Waiting(RequestStatus.WAITING, 48)
     others = [Waiting(RequestStatus.WAITING, 0)]
-    for holding in ([loading, loaded], [loaded, loading], []):
+    for before, behind in (([], [loading, loaded]), ([loading], [loaded]), ([loaded, loading], []), ([], [])):
         scheduler = SimpleNamespace(
             waiting=create_request_queue(SchedulingPolicy.FCFS),
             kv_holding_waiting=create_request_queue(SchedulingPolicy.FCFS),
+            _inflight_prefills={*failed, loading, loaded},
         )
         scheduler.waiting.extend(others)
-        scheduler.kv_holding_waiting.extend(failed + holding)
+        scheduler.kv_holding_waiting.extend(before + failed + behind)
         let_those_with_blocks_go_first(scheduler)
-        assert list(scheduler.kv_holding_waiting) == holding and list(scheduler.waiting) == failed + others
+        assert list(scheduler.kv_holding_waiting) == before + behind and list(scheduler.waiting) == failed + others
+        assert scheduler._inflight_prefills == {loading, loaded}  # vLLM keeps room for these
 
 
 def damage(folder: Path, every: int) -> int:

@@ -115,6 +115,12 @@ def test_of_a_load_of_several_groups_only_what_lies_behind_a_damaged_block_is_co
     assert nothing_left(result["left"], 100)
 
 
+def test_loads_that_all_fail_at_once_are_computed(happened):
+    """vLLM keeps room for each as if it still loaded; nothing would ever be scheduled again."""
+    result = happened["loads_that_all_fail_at_once"]
+    assert result["loading"] > 3 and result["requests"] == 0 and nothing_left(result["left"], 150)
+
+
 def test_a_waiting_request_keeps_what_it_has_and_gets_what_is_stored_meanwhile(happened):
     result = happened["waiting_request_is_asked_for_again"]
     assert result["found"] == [32, 32, 40] and nothing_left(result["left"], 100)
