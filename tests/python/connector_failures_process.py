@@ -434,8 +434,8 @@ SCENARIOS = (
     external_hit_under_eviction_pressure, every_stored_block_is_found, ranks_agree_on_capacity,
     new_weights_over_old_blocks, shared_prefix_does_not_queue_on_one_load, memory_flat_over_long_trace,
     idle_worker_is_not_dead, tier_process_dies_under_live_views, failed_copies_are_computed,
-    damaged_block_of_several_groups, loads_that_all_fail_at_once, waiting_request_is_asked_for_again, shared_blocks_are_stored_once,
-    device_then_host_then_computed,
+    damaged_block_of_several_groups, loads_that_all_fail_at_once, waiting_request_is_asked_for_again,
+    shared_blocks_are_stored_once, device_then_host_then_computed,
 )  # fmt: skip
 
 if __name__ == "__main__":

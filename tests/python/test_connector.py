@@ -8,7 +8,7 @@ import conftest
 import pytest
 import rig
 from conftest import long_on_rig, result_of
-from connector_process import BLOCKS, CONVERSATIONS, ENGINE, GROUP_BLOCKS, params, prompts
+from connector_served import BLOCKS, CONVERSATIONS, ENGINE, GROUP_BLOCKS, params, prompts
 from grouped_models import MODELS
 from tiny_model import make_model
 from vllm import LLM

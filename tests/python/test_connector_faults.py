@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import result_of
-from connector_process import CONVERSATIONS
+from connector_served import CONVERSATIONS
 
 KILLED_PROCESS = Path(__file__).parent / "connector_killed_process.py"
 PROCESS = Path(__file__).parent / "connector_trace_process.py"
