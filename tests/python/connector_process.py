@@ -23,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 
 from conftest import InProcess
-from connector_served import BLOCKS, ENGINE, GROUP_BLOCKS, Served, params, prompts, worker_side
+from connector_served import BLOCKS, ENGINE, GROUP_BLOCKS, Served, first_schedule, params, prompts, worker_side
 from inspector import BINARY, look
 from vllm.config import KVEventsConfig
 
@@ -169,7 +169,7 @@ def told(served: Served) -> dict:
     stored = [event for event in events if type(event).__name__ == "BlockStored"]
     by_medium = {
         medium: sorted({str(key) for event in stored if event.medium == medium for key in event.block_hashes})
-        for medium in ("GPU", "CPU")
+        for medium in ("GPU", "CPU", "STORAGE")
     }
     parents = {str(event.parent_block_hash) for event in stored if event.medium == "CPU" and event.parent_block_hash}
     cleared = sum(type(event).__name__ == "AllBlocksCleared" for event in events)
@@ -210,13 +210,15 @@ def slept(served: Served) -> dict:
         served.one.llm.sleep(level=1, **options)
         after = served.side.stats()
         step()
-        served.one.llm.wake_up()
         scheduler = served.one.core.scheduler
+        first = first_schedule(scheduler, served.side)
+        served.one.llm.wake_up()
         without_blocks = [r.request_id for r in scheduler._inflight_prefills if r.num_computed_tokens == 0]
         found = answers | {i: tokens for i, (tokens, _) in served.answers().items()}
         result[way] = {
             "loading": loading,
             "reserved_in_vain": without_blocks,
+            "first_schedule": first,
             "differing": [i for number, i in enumerate(ids) if i in found and found[i] != expected[number]],
             "finished": len(found),
             "kept": after["host_blocks"] >= before > 0 and served.side.core.space == space,
@@ -397,7 +399,7 @@ def main() -> None:
     offload = {"offload": mode, "host_bytes": "64MiB"}
     if mode == "disk":  # host memory has fewer blocks than the device
         offload = {"offload": "eager", "host_bytes": "2MiB", "disk_bytes": "256MiB"}
-    if mode == "eager":
+    if mode in ("eager", "disk"):
         ENGINE["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     if mode == "groups":
         offload = {"offload": "eager", "host_bytes": "64MiB", "disk_bytes": "64MiB"}
@@ -422,7 +424,10 @@ def main() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if mode == "disk":
         woken = gone_on(served, sys.argv[4]) if len(sys.argv) > 4 else None
-        result = served_from_disk(served) | {"woken": woken, "asleep": left_asleep(served), "new": new_weights(served)}
+        # With a reset of the connector: what is stored from then on is found by the next process all the same.
+        first = {"told": told(served)} if woken is None and not served.side.stats()["recovered_blocks"] else {}
+        result = first | served_from_disk(served)
+        result |= {"woken": woken, "asleep": left_asleep(served), "new": new_weights(served)}
         print("RESULT " + json.dumps(result), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     print("RESULT " + json.dumps({scenario.__name__: scenario(served) for scenario in SCENARIOS}), flush=True)

@@ -60,7 +60,11 @@ class Served:
             for name in names
         }
         held = [block.block_id for block in scheduler.kv_cache_manager.block_pool.blocks if block.ref_cnt > 0]
-        return f"no request ends: {queues}, held blocks {held}, {self.side.stats()}"
+        room = {
+            "free": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+            "kept for": [(r.request_id, scheduler._request_remaining_blocks(r)) for r in scheduler._inflight_prefills],
+        }
+        return f"no request ends: {queues}, held blocks {held}, {room}, {self.side.stats()}"
 
     def flush(self) -> None:
         """What is to be stored is stored. An engine in this process takes no step by itself."""
@@ -81,3 +85,17 @@ def worker_side():
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     return get_kv_transfer_group().worker
+
+
+def first_schedule(scheduler, side) -> list[int]:
+    """Gets, when it was: the tokens that its next step schedules, and the requests that load then."""
+    stock, seen = scheduler.schedule, []
+
+    def schedule(*args, **kwargs):
+        del scheduler.schedule
+        output = stock(*args, **kwargs)
+        seen.extend((output.total_num_scheduled_tokens, side.core.loading))
+        return output
+
+    scheduler.schedule = schedule
+    return seen

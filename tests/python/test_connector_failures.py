@@ -1,11 +1,10 @@
 """Failures that KV connectors had, each by name, with vLLM's scheduler and workers that are made up.
 
-Those that need an engine are elsewhere: `first_schedule_after_wake` is
-test_connector.py::test_a_sleep_waits_for_what_moves_and_keeps_what_is_in_host_memory; `host_budget_is_what_is_mapped`
-is in test_connector_faults.py; `external_hit_under_eviction_pressure` of a model with windows is, with its bytes,
-test_connector.py::test_blocks_of_several_groups_come_back_from_host_memory_and_disk; the end of a worker's process,
-with what it leaves on disk, is
-test_connector.py::test_what_is_on_disk_is_found_after_a_kill_and_recomputed_where_it_is_damaged.
+Those that need an engine are elsewhere: `first_schedule_after_wake` is in test_connector.py,
+`host_budget_is_what_is_mapped` in test_connector_faults.py. There, too, is what can be seen with an engine only: the
+bytes of a model with windows under pressure
+(test_connector.py::test_blocks_of_several_groups_come_back_from_host_memory_and_disk), and a worker's process that ends
+(test_connector_faults.py::test_a_killed_worker_ends_serving_by_name_and_its_disk_is_found_again).
 """
 
 import re
@@ -53,9 +52,16 @@ def test_abort_of_never_scheduled_request(happened):
 
 def test_external_hit_under_eviction_pressure(happened):
     """Hits and preemptions get along."""
-    result = happened["external_hit_under_eviction_pressure"]
+    result = happened["external_hit_under_eviction_pressure"]["plain"]
     assert result["host_tokens"] > 0 and result["preemptions"] > 0
     assert nothing_left(result["left"], 40)
+
+
+def test_external_hit_under_eviction_pressure_hybrid(happened):
+    """The same where half of the layers see a window: two groups, and blocks that the window left are freed early."""
+    result = happened["external_hit_under_eviction_pressure"]["hybrid"]
+    assert result["host_tokens"] > 0 and result["preemptions"] > 0
+    assert nothing_left(result["left"], 50)
 
 
 def test_every_stored_block_is_found(happened):
