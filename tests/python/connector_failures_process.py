@@ -234,7 +234,7 @@ def damaged_block_of_several_groups(model) -> dict:
 
 
 def loads_that_all_fail_at_once(model) -> dict:
-    """They fill the device; what is found of them after that, too."""
+    """They fill the device; what is found of them after that, too. Some fail while others load, some together."""
     served = Served(model, device_blocks=150, workers=Damaging(), window=3 * replay.BLOCK)
     prompts = [1000 + 20 * number for number in range(12)]
     for first in prompts:
@@ -242,8 +242,10 @@ def loads_that_all_fail_at_once(model) -> dict:
         served.finish()
     served.forget_device()
     before = served.result.found_tokens
-    for first in prompts:
+    for number, first in enumerate(prompts):
         served.ask(first)
+        if number % 3 == 0:
+            served.step()
     loading = 0
     while served.scheduler.has_requests() and served.result.steps < 2000:
         served.step()
