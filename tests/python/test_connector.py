@@ -210,7 +210,7 @@ def test_blocks_of_several_groups_come_back_from_host_memory_and_disk(kind, zygo
     model = MODELS[kind](tmp_path / "model")
 
     def serve():
-        result = result_of(zygote.run([PROCESS, "groups", model, tmp_path], timeout=100))
+        result = result_of(zygote.run([PROCESS, "groups", model, tmp_path], timeout=400))
         assert result["tokens"][0] == result["tokens"][1]
         assert result["bytes"][0] == result["bytes"][1]
         assert (
