@@ -8,111 +8,8 @@ Each is a failure that other connectors had; what the workers say, and when, is 
 import json
 import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools/bench"))
-import connector_replay as replay  # noqa: E402
-
-PROMPT_BLOCKS = 16
-
-
-class Workers(replay.TorporReports):
-    """Ranks that do as they are told, in one step or as late as a scenario wants."""
-
-    def __init__(self, *host_blocks: int):
-        super().__init__(*(host_blocks or (400,)))
-        self.plans: list[replay.PlannedMoves | None] = []  # one a step
-        self.silent: set[int] = set()  # ranks
-        self.watch = lambda: None  # called between a step's plan and its end
-        self.late = False  # nothing is reported, not even that a step is over
-        self._kept: list = []
-
-    def step(self, orders):
-        self.plans.append(None if orders.plan is None else replay.PlannedMoves.of(orders.plan))
-        self.watch()
-        said = super().step(orders)
-        self._kept.append(said)
-        if self.late:
-            return None
-        kept, self._kept = self._kept, []
-        whole = kept[-1]
-        whole.kv_connector_worker_meta.transfers = [
-            report for each in kept for report in each.kv_connector_worker_meta.transfers
-        ]
-        whole.finished_recving = set().union(*(each.finished_recving or () for each in kept)) or None
-        return whole
-
-    def report(self, rank, moves):
-        return super().report(rank, moves) if rank not in self.silent else b""
-
-    def carry_out(self, orders):
-        told = super().carry_out(orders)
-        if told is None:
-            return None
-        loading, reports = told
-        return (set() if self.silent else loading), [report for report in reports if report]
-
-    def blocks(self, kind: int) -> list[set[int]]:
-        """Of the device, a step each."""
-        side = 2 if kind == replay.PlannedMoves.PUT else 3
-        return [
-            set() if plan is None else {block for job in plan.jobs if job[1] == kind for block in job[side]}
-            for plan in self.plans
-        ]
-
-
-class Served:
-    def __init__(
-        self,
-        model: str,
-        device_blocks: int = 100,
-        workers: Workers | None = None,
-        world: int = 1,
-        window: int = 0,
-        **extra,
-    ):
-        self.workers = workers or Workers()
-        own = {"kv_connector": "TorporConnector", "kv_connector_module_path": "torpor.vllm.connector"}
-        own |= {"kv_role": "kv_both", "kv_connector_extra_config": {"host_bytes": "1GiB", "min_batch_size": 1} | extra}
-        shape = replay.Shape(
-            device_blocks=device_blocks, max_num_seqs=16, max_num_batched_tokens=512, world=world, window=window
-        )
-        self.replay = replay.Replay(model, own, self.workers, shape)
-        self.scheduler = self.replay.scheduler
-        self.side = self.scheduler.connector.scheduler
-        self._asked = 0
-
-    def ask(self, first: int, output_tokens: int = 4, tokens: int = PROMPT_BLOCKS * replay.BLOCK + 3):
-        """A request whose prompt is named by `first`."""
-        ids = tuple(range(first, first + -(-tokens // (replay.HASHED_BLOCKS * replay.BLOCK))))
-        self._asked += 1
-        request = self.replay.request(self._asked, replay.TraceRequest(ids, tokens, output_tokens))
-        self.scheduler.add_request(request)
-        return request
-
-    def step(self, steps: int = 1) -> None:
-        for _ in range(steps):
-            self.replay.step()
-            self.side.core.check()
-
-    def finish(self) -> None:
-        for _ in range(2000):
-            if not self.scheduler.has_requests() and not self.workers.pending:
-                return
-            self.step()
-        raise AssertionError("it does not come to an end")
-
-    def forget_device(self) -> bool:
-        return self.scheduler.reset_prefix_cache()
-
-    @property
-    def result(self) -> replay.Result:
-        return self.replay.result
-
-    def left(self) -> dict:
-        stats = self.side.stats()
-        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        return {name: stats[name] for name in ("held_blocks", "loading_requests", "jobs_under_way")} | {"free": free}
+from connector_made_up import FAILED, PROMPT_BLOCKS, Damaging, Served, Workers, replay
 
 
 def store_waits_for_compute(model) -> dict:
@@ -181,12 +78,16 @@ def abort_of_never_scheduled_request(model) -> dict:
 
 
 def external_hit_under_eviction_pressure(model) -> dict:
-    served = Served(model, device_blocks=40)
-    for turn in range(30):
-        served.ask(1000 + 20 * (turn % 9), output_tokens=90)
-        served.step(2)
-    served.finish()
-    return {"host_tokens": served.result.host_tokens, "preemptions": served.result.preemptions, "left": served.left()}
+    found = []
+    for window in (0, 3 * replay.BLOCK):
+        served = Served(model, device_blocks=40 if window == 0 else 50, window=window)
+        for turn in range(30):
+            served.ask(1000 + 20 * (turn % 9), output_tokens=90)
+            served.step(2)
+        served.finish()
+        counts = {"host_tokens": served.result.host_tokens, "preemptions": served.result.preemptions}
+        found.append(counts | {"left": served.left()})
+    return {"plain": found[0], "hybrid": found[1]}
 
 
 def every_stored_block_is_found(model) -> dict:
@@ -321,29 +222,6 @@ def failed_copies_are_computed(model) -> dict:
 
 def damaged_block_of_several_groups(model) -> dict:
     """One block of a load is damaged: what lies before it is loaded by another one, and only the rest is computed."""
-
-    class Damaging(Workers):
-        bad, failing = PROMPT_BLOCKS // 2, frozenset()  # of the first group; the requests that load it
-
-        def report(self, rank, moves):
-            loads = [len(to) for _, kind, _, to in moves.jobs if kind == moves.GET]
-            if not any(count > PROMPT_BLOCKS for count in loads):
-                return super().report(rank, moves)
-            self.failing = frozenset(moves.loading)
-            outcomes = bytes(DAMAGED if at == self.bad else 0 for at in range(loads[0]))
-            jobs = b"".join(
-                self.DONE.pack(number, *((len(to), 0) if kind == moves.GET else (0, 0)), 0)
-                for number, kind, _, to in moves.jobs
-            )
-            return self.REPORT.pack(self.MAGIC, self.VERSION, rank, len(moves.jobs), len(outcomes), 0) + jobs + outcomes
-
-        def step(self, orders):
-            failed = self.failing
-            said = super().step(orders)
-            if failed & (said.finished_recving or set()):
-                said.failed_recving, self.failing = set(failed), frozenset()
-            return said
-
     served = Served(model, workers=Damaging(), window=3 * replay.BLOCK)
     served.ask(1000)
     served.finish()
@@ -353,6 +231,27 @@ def damaged_block_of_several_groups(model) -> dict:
     served.finish()
     loads = [len(blocks) for blocks in served.workers.blocks(replay.PlannedMoves.GET) if blocks]
     return {"loads": loads, "found": (served.result.found_tokens - before) // replay.BLOCK, "left": served.left()}
+
+
+def loads_that_all_fail_at_once(model) -> dict:
+    """They fill the device; what is found of them after that, too. Some fail while others load, some together."""
+    served = Served(model, device_blocks=150, workers=Damaging(), window=3 * replay.BLOCK)
+    prompts = [1000 + 20 * number for number in range(12)]
+    for first in prompts:
+        served.ask(first)
+        served.finish()
+    served.forget_device()
+    before = served.result.found_tokens
+    for number, first in enumerate(prompts):
+        served.ask(first)
+        if number % 3 == 0:
+            served.step()
+    loading = 0
+    while served.scheduler.has_requests() and served.result.steps < 2000:
+        served.step()
+        loading = max(loading, served.side.core.loading)
+    found = (served.result.found_tokens - before) // replay.BLOCK
+    return {"loading": loading, "requests": len(served.scheduler.requests), "found": found, "left": served.left()}
 
 
 def waiting_request_is_asked_for_again(model) -> dict:
@@ -405,15 +304,13 @@ def device_then_host_then_computed(model) -> dict:
     return {"loaded": loaded, "stored": served.result.stored_blocks, "left": served.left()}
 
 
-FAILED, DAMAGED = 10, 13  # of BlockOutcome
-
 SCENARIOS = (
     store_waits_for_compute, priorities_of_any_size, load_waits_for_readers, abort_of_never_scheduled_request,
     external_hit_under_eviction_pressure, every_stored_block_is_found, ranks_agree_on_capacity,
     new_weights_over_old_blocks, shared_prefix_does_not_queue_on_one_load, memory_flat_over_long_trace,
     idle_worker_is_not_dead, tier_process_dies_under_live_views, failed_copies_are_computed,
-    damaged_block_of_several_groups, waiting_request_is_asked_for_again, shared_blocks_are_stored_once,
-    device_then_host_then_computed,
+    damaged_block_of_several_groups, loads_that_all_fail_at_once, waiting_request_is_asked_for_again,
+    shared_blocks_are_stored_once, device_then_host_then_computed,
 )  # fmt: skip
 
 if __name__ == "__main__":

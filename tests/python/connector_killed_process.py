@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from conftest import InProcess
-from connector_process import ENGINE, Served, prompts
+from connector_served import ENGINE, Served, prompts
 
 
 def process_of(worker) -> int:

@@ -23,81 +23,11 @@ from collections import Counter
 from pathlib import Path
 
 from conftest import InProcess
+from connector_served import BLOCKS, ENGINE, GROUP_BLOCKS, Served, first_schedule, params, prompts, worker_side
 from inspector import BINARY, look
-from vllm import SamplingParams
 from vllm.config import KVEventsConfig
 
 import torpor.console
-
-BLOCKS = 40  # on the device; a request has 4 to 8
-GROUP_BLOCKS = 90  # of three groups
-ENGINE = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 512}
-CONVERSATIONS = 14
-_MOST_SECONDS_OF_A_ROUND = 60
-
-
-def prompts() -> list[str]:
-    words = ["sea", "clock", "letter", "stone", "window", "garden", "river", "story"]
-    made = random.Random(5)
-    return [" ".join(made.choice(words) for _ in range(made.randint(60, 110))) for _ in range(CONVERSATIONS)]
-
-
-def params(number: int, tokens: int = 8) -> SamplingParams:
-    more = {"temperature": 0} if number % 2 == 0 else {"temperature": 1.0, "seed": number}
-    return SamplingParams(max_tokens=tokens, ignore_eos=True, **more)
-
-
-class Served:
-    """One engine; each round asks the same again."""
-
-    def __init__(self, one: InProcess):
-        self.one = one
-        self.side = one.core.scheduler.connector.scheduler
-        self.rounds = 0
-
-    def ask(self, texts: list[str], tokens: int = 8) -> list[str]:
-        self.rounds += 1
-        ids = [f"{self.rounds}-{number}" for number in range(len(texts))]
-        for number, text in enumerate(texts):
-            self.one.engine.add_request(ids[number], {"prompt": text}, params(number, tokens))
-        return ids
-
-    def answers(self, while_running=lambda: None) -> dict[str, tuple]:
-        """By id: tokens, and how many of the prompt were not computed."""
-        found, end = {}, time.monotonic() + _MOST_SECONDS_OF_A_ROUND
-        while self.one.engine.has_unfinished_requests():
-            assert time.monotonic() < end, self.stuck()
-            for output in self.one.engine.step():
-                if output.finished:
-                    found[output.request_id] = (list(output.outputs[0].token_ids), output.num_cached_tokens)
-            while_running()
-        self.flush()
-        return found
-
-    def stuck(self) -> str:
-        """Who has which blocks."""
-        scheduler = self.one.core.scheduler
-        names = ("running", "waiting", "kv_holding_waiting")
-        queues = {
-            name: [(r.request_id, r.status.name, r.num_computed_tokens) for r in getattr(scheduler, name)]
-            for name in names
-        }
-        held = [block.block_id for block in scheduler.kv_cache_manager.block_pool.blocks if block.ref_cnt > 0]
-        return f"no request ends: {queues}, held blocks {held}, {self.side.stats()}"
-
-    def flush(self) -> None:
-        """What is to be stored is stored. An engine in this process takes no step by itself."""
-        end = time.monotonic() + 20
-        while self.side.busy():
-            assert time.monotonic() < end, self.side.stats()
-            self.one.engine.step()
-            time.sleep(0.001)
-        self.side.core.check()
-
-    def round(self, texts: list[str], tokens: int = 8) -> list:
-        ids = self.ask(texts, tokens)
-        found = self.answers()
-        return [found[i] for i in ids]
 
 
 def identical(served: Served) -> dict:
@@ -239,7 +169,7 @@ def told(served: Served) -> dict:
     stored = [event for event in events if type(event).__name__ == "BlockStored"]
     by_medium = {
         medium: sorted({str(key) for event in stored if event.medium == medium for key in event.block_hashes})
-        for medium in ("GPU", "CPU")
+        for medium in ("GPU", "CPU", "STORAGE")
     }
     parents = {str(event.parent_block_hash) for event in stored if event.medium == "CPU" and event.parent_block_hash}
     cleared = sum(type(event).__name__ == "AllBlocksCleared" for event in events)
@@ -280,13 +210,15 @@ def slept(served: Served) -> dict:
         served.one.llm.sleep(level=1, **options)
         after = served.side.stats()
         step()
-        served.one.llm.wake_up()
         scheduler = served.one.core.scheduler
+        first = first_schedule(scheduler, served.side)
+        served.one.llm.wake_up()
         without_blocks = [r.request_id for r in scheduler._inflight_prefills if r.num_computed_tokens == 0]
         found = answers | {i: tokens for i, (tokens, _) in served.answers().items()}
         result[way] = {
             "loading": loading,
             "reserved_in_vain": without_blocks,
+            "first_schedule": first,
             "differing": [i for number, i in enumerate(ids) if i in found and found[i] != expected[number]],
             "finished": len(found),
             "kept": after["host_blocks"] >= before > 0 and served.side.core.space == space,
@@ -414,12 +346,6 @@ def several_groups(served: Served) -> dict:
     return result | {"left": served.side.stats()}
 
 
-def worker_side():
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    return get_kv_transfer_group().worker
-
-
 SCENARIOS = (
     identical, slept, loaded_is_what_prefill_writes, only_what_is_written,
     disturbed, aborted_while_loading, told, forgotten,
@@ -473,7 +399,7 @@ def main() -> None:
     offload = {"offload": mode, "host_bytes": "64MiB"}
     if mode == "disk":  # host memory has fewer blocks than the device
         offload = {"offload": "eager", "host_bytes": "2MiB", "disk_bytes": "256MiB"}
-    if mode == "eager":
+    if mode in ("eager", "disk"):
         ENGINE["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     if mode == "groups":
         offload = {"offload": "eager", "host_bytes": "64MiB", "disk_bytes": "64MiB"}
@@ -498,7 +424,10 @@ def main() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if mode == "disk":
         woken = gone_on(served, sys.argv[4]) if len(sys.argv) > 4 else None
-        result = served_from_disk(served) | {"woken": woken, "asleep": left_asleep(served), "new": new_weights(served)}
+        # With a reset of the connector: what is stored from then on is found by the next process all the same.
+        first = {"told": told(served)} if woken is None and not served.side.stats()["recovered_blocks"] else {}
+        result = first | served_from_disk(served)
+        result |= {"woken": woken, "asleep": left_asleep(served), "new": new_weights(served)}
         print("RESULT " + json.dumps(result), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     print("RESULT " + json.dumps({scenario.__name__: scenario(served) for scenario in SCENARIOS}), flush=True)

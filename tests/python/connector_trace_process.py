@@ -78,6 +78,8 @@ class Checker:
 
         self.computed, self.loading = torch.load(COMPUTED), {}
         self.compared, self.unknown, self.difference = 0, 0, 0.0
+        self.apart = float("inf")  # of a block from one that was computed for other tokens: the least
+        self.other = None  # name and content of the block before
         side, self.worker, self.runner = (
             one.core.scheduler.connector.scheduler,
             get_kv_transfer_group().worker,
@@ -117,12 +119,15 @@ class Checker:
             if expected is None:
                 self.unknown += 1
                 continue
-            difference = (kv_of(self.runner, block) - expected).abs().max() / expected.abs().max()
-            self.difference = max(self.difference, float(difference))
+            found, largest = kv_of(self.runner, block), expected.abs().max()
+            self.difference = max(self.difference, float((found - expected).abs().max() / largest))
+            if self.other is not None and self.other[0] != name:
+                self.apart = min(self.apart, float((found - self.other[1]).abs().max() / largest))
+            self.other = (name, expected)
             self.compared += 1
 
     def result(self) -> dict:
-        return {"compared": self.compared, "unknown": self.unknown, "difference": self.difference}
+        return {"compared": self.compared, "unknown": self.unknown, "difference": self.difference, "apart": self.apart}
 
 
 class Load:
@@ -132,7 +137,7 @@ class Load:
         self.one, self.mode, self.folder = one, mode, folder
         self.random = random.Random(3)
         self.aborted: set[str] = set()
-        self.resets = self.preempted = 0
+        self.resets = self.connector_resets = self.preempted = 0
 
     def run(self) -> dict:
         engine, asked, running = self.one.engine, prompts(), set()
@@ -183,10 +188,10 @@ class Load:
             list(self.scheduler.kv_holding_waiting) or self.scheduler.connector.scheduler.core.loading
         )  # of one aborted
         if draw > 0.985 and self.mode in ("with", "disk_only") and not moving:
-            # What is stored after a reset of the connector is found by this process only.
-            both = self.mode == "disk_only" and draw > 0.995
+            both = draw > 0.993  # what is stored from then on is found by the next process all the same
             self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=both)
             self.resets += 1
+            self.connector_resets += both
         return set()
 
     def break_disk(self, number: int) -> None:
@@ -208,7 +213,12 @@ class Load:
             time.sleep(0.001)
         side.core.check()
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        return side.stats() | {"free": free, "resets": self.resets, "preempted": self.preempted}
+        return side.stats() | {
+            "free": free,
+            "resets": self.resets,
+            "connector_resets": self.connector_resets,
+            "preempted": self.preempted,
+        }
 
 
 @contextmanager

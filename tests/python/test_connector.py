@@ -8,7 +8,7 @@ import conftest
 import pytest
 import rig
 from conftest import long_on_rig, result_of
-from connector_process import BLOCKS, CONVERSATIONS, ENGINE, GROUP_BLOCKS, params, prompts
+from connector_served import BLOCKS, CONVERSATIONS, ENGINE, GROUP_BLOCKS, params, prompts
 from grouped_models import MODELS
 from tiny_model import make_model
 from vllm import LLM
@@ -94,11 +94,24 @@ def test_a_sleep_waits_for_what_moves_and_keeps_what_is_in_host_memory(served, w
 @long_on_rig
 @pytest.mark.rig
 @pytest.mark.slow
+@pytest.mark.parametrize("way", ["preserve_state", "recompute"])
+def test_first_schedule_after_wake(served, way):
+    """A connector whose memory was taken away must not end the engine in the next step: it serves, and loads."""
+    result = served["slept"][way]
+    scheduled, loading = result["first_schedule"]
+    assert scheduled > 0 or loading > 0
+    assert result["differing"] == [] and result["finished"] == CONVERSATIONS
+
+
+@long_on_rig
+@pytest.mark.rig
+@pytest.mark.slow
 def test_kv_events_name_the_same_blocks_in_host_memory_as_on_the_device(served):
     if served["mode"] == "eager":
         told = served["told"]
         assert told["cleared"] > 0 and len(told["CPU"]) >= 6
         assert set(told["CPU"]) <= set(told["GPU"]) and set(told["parents"]) <= set(told["CPU"])
+        assert told["STORAGE"] == []  # there is no disk
 
 
 @long_on_rig
@@ -197,7 +210,7 @@ def test_blocks_of_several_groups_come_back_from_host_memory_and_disk(kind, zygo
     model = MODELS[kind](tmp_path / "model")
 
     def serve():
-        result = result_of(zygote.run([PROCESS, "groups", model, tmp_path], timeout=100))
+        result = result_of(zygote.run([PROCESS, "groups", model, tmp_path], timeout=400))
         assert result["tokens"][0] == result["tokens"][1]
         assert result["bytes"][0] == result["bytes"][1]
         assert (
@@ -236,15 +249,18 @@ def test_a_request_whose_load_failed_does_not_keep_back_those_that_hold_blocks()
     failed = [Waiting(RequestStatus.WAITING, 0), Waiting(RequestStatus.PREEMPTED, 0)]
     loading, loaded = Waiting(RequestStatus.WAITING_FOR_REMOTE_KVS, 48), Waiting(RequestStatus.WAITING, 48)
     others = [Waiting(RequestStatus.WAITING, 0)]
-    for holding in ([loading, loaded], [loaded, loading], []):
+    new, prefilling = Waiting(RequestStatus.RUNNING, 0), Waiting(RequestStatus.RUNNING, 32)
+    for before, behind in (([], [loading, loaded]), ([loading], [loaded]), ([loaded, loading], []), ([], [])):
         scheduler = SimpleNamespace(
             waiting=create_request_queue(SchedulingPolicy.FCFS),
             kv_holding_waiting=create_request_queue(SchedulingPolicy.FCFS),
+            _inflight_prefills={*failed, *others, loading, loaded, new, prefilling},
         )
         scheduler.waiting.extend(others)
-        scheduler.kv_holding_waiting.extend(failed + holding)
+        scheduler.kv_holding_waiting.extend(before + failed + behind)
         let_those_with_blocks_go_first(scheduler)
-        assert list(scheduler.kv_holding_waiting) == holding and list(scheduler.waiting) == failed + others
+        assert list(scheduler.kv_holding_waiting) == before + behind and list(scheduler.waiting) == failed + others
+        assert scheduler._inflight_prefills == {loading, loaded, new, prefilling}  # vLLM keeps room for these
 
 
 def damage(folder: Path, every: int) -> int:
@@ -269,6 +285,9 @@ def test_what_is_on_disk_is_found_after_a_kill_and_recomputed_where_it_is_damage
         return result_of(zygote.run([PROCESS, "disk", model, tmp_path, *checkpoint], timeout=100))
 
     before = serve(first)
+    told = before["told"]
+    assert told["cleared"] > 0 and len(told["STORAGE"]) >= 6 and set(told["STORAGE"]) <= set(told["CPU"])
+    assert _core.space_word(str(tmp_path / "checkpoints/offload")) != ""  # of the key space since that reset
     assert before["stats"]["on_transferred"] > 50 and before["stats"]["recovered_blocks"] == 0
     assert before["tokens"] == before["again"]
     after = serve(first, before["asleep"]["checkpoint"])

@@ -1,11 +1,10 @@
 """Failures that KV connectors had, each by name, with vLLM's scheduler and workers that are made up.
 
-Those that need an engine are elsewhere: `first_schedule_after_wake` is
-test_connector.py::test_a_sleep_waits_for_what_moves_and_keeps_what_is_in_host_memory; `host_budget_is_what_is_mapped`
-is in test_connector_faults.py; `external_hit_under_eviction_pressure` of a model with windows is, with its bytes,
-test_connector.py::test_blocks_of_several_groups_come_back_from_host_memory_and_disk; the end of a worker's process,
-with what it leaves on disk, is
-test_connector.py::test_what_is_on_disk_is_found_after_a_kill_and_recomputed_where_it_is_damaged.
+Those that need an engine are elsewhere: `first_schedule_after_wake` is in test_connector.py,
+`host_budget_is_what_is_mapped` in test_connector_faults.py. There, too, is what can be seen with an engine only: the
+bytes of a model with windows under pressure
+(test_connector.py::test_blocks_of_several_groups_come_back_from_host_memory_and_disk), and a worker's process that ends
+(test_connector_faults.py::test_a_killed_worker_ends_serving_by_name_and_its_disk_is_found_again).
 """
 
 import re
@@ -53,9 +52,16 @@ def test_abort_of_never_scheduled_request(happened):
 
 def test_external_hit_under_eviction_pressure(happened):
     """Hits and preemptions get along."""
-    result = happened["external_hit_under_eviction_pressure"]
+    result = happened["external_hit_under_eviction_pressure"]["plain"]
     assert result["host_tokens"] > 0 and result["preemptions"] > 0
     assert nothing_left(result["left"], 40)
+
+
+def test_external_hit_under_eviction_pressure_hybrid(happened):
+    """The same where half of the layers see a window: two groups, and blocks that the window left are freed early."""
+    result = happened["external_hit_under_eviction_pressure"]["hybrid"]
+    assert result["host_tokens"] > 0 and result["preemptions"] > 0
+    assert nothing_left(result["left"], 50)
 
 
 def test_every_stored_block_is_found(happened):
@@ -115,6 +121,12 @@ def test_of_a_load_of_several_groups_only_what_lies_behind_a_damaged_block_is_co
     assert nothing_left(result["left"], 100)
 
 
+def test_loads_that_all_fail_at_once_are_computed(happened):
+    """vLLM keeps room for each as if it still loaded; nothing would ever be scheduled again."""
+    result = happened["loads_that_all_fail_at_once"]
+    assert result["loading"] > 3 and result["requests"] == 0 and nothing_left(result["left"], 150)
+
+
 def test_a_waiting_request_keeps_what_it_has_and_gets_what_is_stored_meanwhile(happened):
     result = happened["waiting_request_is_asked_for_again"]
     assert result["found"] == [32, 32, 40] and nothing_left(result["left"], 100)
@@ -136,3 +148,6 @@ def test_each_situation_of_vllms_tests_names_tests_that_there_are():
     named = re.findall(r"`([a-z_/]+\.(?:py|cpp))::(\w+)`", table)
     assert len(named) > 40
     assert [name for file, name in named if not re.search(rf"\b{name}\b", (TESTS / file).read_text())] == []
+    failures = re.findall(r"`(\w+)`", table.partition("## Failures that connectors had")[2])
+    sources = "".join(path.read_text() for path in (TESTS / "python").glob("test_connector*.py"))
+    assert len(failures) == 12 and [name for name in failures if f"def test_{name}(" not in sources] == []

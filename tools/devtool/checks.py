@@ -227,10 +227,9 @@ def wrong_python(root: Path) -> list[str]:
     return [line if " " in line else f"{line}: run tools/dev format" for line in found]
 
 
-# Sources that may be longer: a table of what one release of vLLM has, and a test's process that is still whole.
+# Sources that may be longer: a table of what one release of vLLM has.
 _LONG = {
     "bindings/python/torpor/vllm/compat/v0_32.py",
-    "tests/python/connector_process.py",
 }
 _MOST_LINES = 450
 

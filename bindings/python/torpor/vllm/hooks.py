@@ -319,18 +319,16 @@ def watch_recomputation(scheduler: Scheduler) -> None:
 
 def let_those_with_blocks_go_first(scheduler: Scheduler) -> None:
     """Called before each Scheduler.schedule(). A request whose KV could not be loaded holds no blocks any more, and yet
-    stands before those that do. vLLM looks at none of them while it finds no room for it: where they hold all the
-    room, nothing would ever run."""
+    may stand among those that do, and vLLM keeps room for it as for a load under way. Where the others hold all the
+    room, or enough loads failed, nothing would ever run."""
     ready = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-    first = []
-    for request in scheduler.kv_holding_waiting:
-        if request.status not in ready or request.num_computed_tokens > 0:
-            break
-        first.append(request)
-    if first:
-        scheduler.kv_holding_waiting.remove_requests(first)
-        for request in reversed(first):
+    if failed := [r for r in scheduler.kv_holding_waiting if r.num_computed_tokens == 0 and r.status in ready]:
+        scheduler.kv_holding_waiting.remove_requests(failed)
+        for request in reversed(failed):
             scheduler.waiting.prepend_request(request)
+    # In either queue: vLLM moves those for which it has no answer of the connector yet.
+    if without_blocks := [r for r in scheduler._inflight_prefills if r.num_computed_tokens == 0 and r.status in ready]:
+        scheduler._inflight_prefills.difference_update(without_blocks)
 
 
 def count_recomputed(scheduler: Scheduler, scheduled: dict[str, int]) -> None:
