@@ -8,6 +8,8 @@
 #include <limits>
 #include <optional>
 
+#include <fmt/format.h>
+
 #include "base/clock.h"
 #include "bindings/bind_errors.h"
 #include "bindings/bind_subjects.h"
