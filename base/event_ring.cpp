@@ -33,12 +33,12 @@ uint32_t count_forks() {
   return forks.load(std::memory_order_relaxed);
 }
 
-class Descriptor {
+class RingFile {
  public:
-  explicit Descriptor(int fd) : fd_(fd) {}
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  ~Descriptor() {
+  explicit RingFile(int fd) : fd_(fd) {}
+  RingFile(const RingFile&) = delete;
+  RingFile& operator=(const RingFile&) = delete;
+  ~RingFile() {
     if (fd_ >= 0) ::close(fd_);
   }
   int get() const { return fd_; }
@@ -49,7 +49,7 @@ class Descriptor {
 
 // When a process began, in the kernel's ticks; 0: there is none.
 uint64_t process_start(int32_t pid) {
-  const Descriptor file(::open(fmt::format("/proc/{}/stat", pid).c_str(), O_RDONLY | O_CLOEXEC));
+  const RingFile file(::open(fmt::format("/proc/{}/stat", pid).c_str(), O_RDONLY | O_CLOEXEC));
   if (file.get() < 0) return 0;
   char text[1024];
   const ssize_t got = ::read(file.get(), text, sizeof text);
@@ -252,7 +252,7 @@ Result<std::unique_ptr<EventRing>> EventRing::create(const std::string& path, co
   EventSource sized = source;
   sized.capacity = std::bit_ceil(std::clamp<uint64_t>(events, 2, kMostEvents));
   return catching([&]() -> Result<std::unique_ptr<EventRing>> {
-    const Descriptor file(::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
+    const RingFile file(::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
     if (file.get() < 0) return system_error(errno, fmt::format("making {}", path));
     Result<std::unique_ptr<EventRing>> made = [&]() -> Result<std::unique_ptr<EventRing>> {
       struct statfs system {};
@@ -275,7 +275,7 @@ Result<std::unique_ptr<EventRing>> EventRing::create(const std::string& path, co
 
 Result<std::unique_ptr<EventRing>> EventRing::open(const std::string& path) {
   return catching([&]() -> Result<std::unique_ptr<EventRing>> {
-    const Descriptor file(::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC));
+    const RingFile file(::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC));
     if (file.get() < 0) return system_error(errno, fmt::format("opening {}", path));
     struct stat status {};
     if (::fstat(file.get(), &status) != 0) return system_error(errno, fmt::format("looking at {}", path));

@@ -1,6 +1,8 @@
-# torpor_room(NAME [HOT] SOURCES … [APART …] USES …) makes the static library torpor::NAME of one folder. Where clang
+# torpor_room(NAME [HOT] SOURCES … [COLD …] [APART …] USES …) makes the static library torpor::NAME of one folder. Where clang
 # compiles it (asan, tsan, fuzz) it looks for fields that are touched without their lock (base/thread_annotations.h,
-# base/mutex.h). With sanitizers only what is HOT is optimised: the rest takes longer to optimise than to run.
+# base/mutex.h). With sanitizers only what is HOT is optimised: the rest takes longer to optimise than to run. COLD are
+# sources that give orders a few times a sleep and compute nothing themselves: they are optimised for users, too, only as
+# far as it is fast to do.
 # torpor_test(NAME SOURCES … [APART …] USES … [LABELS …] [TIMEOUT seconds] [SHARDS n]) makes a GoogleTest program and
 # registers it with CTest, its cases divided among n processes; what has the longest time is begun first. Of each label
 # ("unit" unless said otherwise) the target LABEL_tests builds all programs.
@@ -42,7 +44,7 @@ function(torpor_sources result name)
     return()
   endif()
   list(LENGTH sources count)
-  math(EXPR files "(${count} + 6) / 7")
+  math(EXPR files "(${count} + 9) / 10")
   set(made "")
   set(at 0)
   foreach(index RANGE 1 ${files})
@@ -62,15 +64,26 @@ function(torpor_sources result name)
   set(${result} ${made} ${UNITY_APART} PARENT_SCOPE)
 endfunction()
 
+# As torpor_sources, for sources that are COLD.
+function(torpor_cold_sources result name)
+  set(cold "")
+  if(ARGN)
+    torpor_sources(cold ${name}_cold ${ARGN})
+    set_property(SOURCE ${cold} APPEND PROPERTY COMPILE_OPTIONS $<$<CONFIG:RelWithDebInfo>:-O1>)
+  endif()
+  set(${result} ${cold} PARENT_SCOPE)
+endfunction()
+
 function(torpor_room name)
-  cmake_parse_arguments(ROOM "HOT" "" "SOURCES;APART;USES;PRIVATE_USES" ${ARGN})
+  cmake_parse_arguments(ROOM "HOT" "" "SOURCES;COLD;APART;USES;PRIVATE_USES" ${ARGN})
   torpor_sources(sources torpor_${name} ${ROOM_SOURCES} APART ${ROOM_APART})
-  add_library(torpor_${name} STATIC ${sources})
+  torpor_cold_sources(cold torpor_${name} ${ROOM_COLD})
+  add_library(torpor_${name} STATIC ${sources} ${cold})
   add_library(torpor::${name} ALIAS torpor_${name})
   target_link_libraries(torpor_${name} PUBLIC torpor_flags ${ROOM_USES} PRIVATE ${ROOM_PRIVATE_USES})
   target_compile_options(torpor_${name} PRIVATE $<$<CXX_COMPILER_ID:Clang>:-Wthread-safety;-Werror=thread-safety>)
   if(TORPOR_SANITIZE AND ROOM_HOT)
-    target_compile_options(torpor_${name} PRIVATE -O1)
+    set_property(SOURCE ${sources} APPEND PROPERTY COMPILE_OPTIONS -O1)
   endif()
 endfunction()
 

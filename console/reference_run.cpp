@@ -143,12 +143,6 @@ Result<std::vector<std::unique_ptr<DeviceMemory>>> host_devices(int ranks) {
 
 }  // namespace
 
-std::string_view name(InputKind kind) {
-  constexpr std::array<std::string_view, kInputKinds> kNames = {
-      "", "engine", "request", "abort", "step", "offload step", "cancel", "sleep", "wake", "load weights", "other"};
-  return kNames[static_cast<size_t>(kind)];
-}
-
 ReferenceRun::ReferenceRun(RunHost host, EventRing& ring, RunClock& clock)
     : host_(std::move(host)), clock_(clock), port_(ring, clock) {}
 

@@ -18,27 +18,11 @@
 
 #include "base/event_ring.h"
 #include "base/file_system.h"
+#include "console/input_kind.h"
 #include "engine/reference/reference_engine.h"
 #include "engine/sleep_controller.h"
 
 namespace torpor::console {
-
-// `from` of kInput. Appended only (console/schema.cpp has the names).
-enum class InputKind : uint8_t {
-  kNone,
-  kEngine,
-  kRequest,
-  kAbort,
-  kStep,
-  kOffloadStep,
-  kCancel,
-  kSleep,
-  kWake,
-  kLoadWeights,
-  kOther,
-};
-inline constexpr int kInputKinds = 11;
-std::string_view name(InputKind kind);
 
 // Stands still until it is set.
 class RunClock final : public Clock {

@@ -4,7 +4,7 @@
 
 #include "console/breakpoints.h"
 #include "console/control_methods.h"
-#include "console/reference_run.h"
+#include "console/input_kind.h"
 #include "engine/phases.h"
 #include "kvcache/block_state.h"
 #include "kvcache/offload_queue.h"

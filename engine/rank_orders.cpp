@@ -17,11 +17,11 @@ constexpr auto names_of(std::index_sequence<kAlternatives...>) {
 constexpr auto kOrderNames = names_of(std::make_index_sequence<std::variant_size_v<RankOrder>>());
 
 template <class Order, size_t kAlternative = 0>
-constexpr uint8_t number_of() {
+constexpr uint8_t index_of() {
   if constexpr (std::is_same_v<Order, std::variant_alternative_t<kAlternative, RankOrder>>) {
     return kAlternative;
   } else {
-    return number_of<Order, kAlternative + 1>();
+    return index_of<Order, kAlternative + 1>();
   }
 }
 
@@ -175,7 +175,7 @@ inline void CEREAL_LOAD_FUNCTION_NAME(BoundedInput& archive, NumberedOrder& numb
 
 template <class Order>
 Bytes encode_order(const Order& order) {
-  return to_bytes_after(0, number_of<Order>(), order);
+  return to_bytes_after(0, index_of<Order>(), order);
 }
 
 Result<RankOrder> decode_order(const Bytes& bytes) {

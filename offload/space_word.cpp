@@ -12,7 +12,7 @@ namespace torpor {
 namespace {
 
 constexpr std::string_view kPrefix = "space-";
-constexpr uint32_t kMostNumber = 1u << 30;
+constexpr uint32_t kNumbers = 1u << 30;
 
 std::string name_of(uint32_t number) { return fmt::format("{}{}", kPrefix, number); }
 
@@ -26,7 +26,7 @@ Result<std::vector<uint32_t>> numbers_in(const Directory& directory) {
     const char* const end = entry.name.data() + entry.name.size();
     const auto read = std::from_chars(entry.name.data() + kPrefix.size(), end, number);
     const bool whole = read.ec == std::errc() && read.ptr == end && entry.name == name_of(number);
-    if (whole && number < kMostNumber) numbers.push_back(number);
+    if (whole && number < kNumbers) numbers.push_back(number);
   }
   std::sort(numbers.rbegin(), numbers.rend());
   return numbers;

@@ -1,0 +1,33 @@
+// What a reference engine was given (console/reference_run.h), as recordings name it.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+namespace torpor::console {
+
+// `from` of kInput. Appended only.
+enum class InputKind : uint8_t {
+  kNone,
+  kEngine,
+  kRequest,
+  kAbort,
+  kStep,
+  kOffloadStep,
+  kCancel,
+  kSleep,
+  kWake,
+  kLoadWeights,
+  kOther,
+};
+inline constexpr int kInputKinds = 11;
+
+constexpr std::string_view name(InputKind kind) {
+  constexpr std::array<std::string_view, kInputKinds> kNames = {
+      "", "engine", "request", "abort", "step", "offload step", "cancel", "sleep", "wake", "load weights", "other"};
+  return kNames[static_cast<size_t>(kind)];
+}
+
+}  // namespace torpor::console
