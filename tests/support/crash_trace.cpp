@@ -1,9 +1,11 @@
 // Part of every test program that no sanitizer watches: a crash that happens once, on a machine of others, says where
 // it was. `addr2line -Cfie PROGRAM OFFSET...` names the lines of the offsets in round brackets.
 #include <array>
+#include <charconv>
 #include <csignal>
+#include <cstddef>
 #include <cstdint>
-#include <cstdio>
+#include <string_view>
 
 #include <execinfo.h>
 #include <unistd.h>
@@ -12,10 +14,16 @@ namespace {
 
 // Calls only what a signal handler may call. The first call of backtrace() loads a library, hence the one in install().
 void tell(int signal, siginfo_t* info, void*) {
-  std::array<char, 96> words{};
-  const int length =
-      std::snprintf(words.data(), words.size(), "\ncrash: signal %d at address %p\n", signal, info->si_addr);
-  (void)!::write(STDERR_FILENO, words.data(), static_cast<size_t>(length));
+  const auto say = [](std::string_view text) { (void)!::write(STDERR_FILENO, text.data(), text.size()); };
+  const auto say_number = [&say](uintptr_t number, int base) {
+    std::array<char, 24> digits{};
+    say({digits.data(), std::to_chars(digits.begin(), digits.end(), number, base).ptr});
+  };
+  say("\ncrash: signal ");
+  say_number(static_cast<uintptr_t>(signal), 10);
+  say(" at address 0x");
+  say_number(reinterpret_cast<uintptr_t>(info->si_addr), 16);
+  say("\n");
   std::array<void*, 64> frames{};
   ::backtrace_symbols_fd(frames.data(), ::backtrace(frames.data(), static_cast<int>(frames.size())), STDERR_FILENO);
   (void)::raise(signal);  // which is no longer handled: the test ends by it
