@@ -17,7 +17,8 @@ target_compile_options(torpor_flags INTERFACE
   $<BUILD_INTERFACE:-Wall;-Wextra;-Wno-missing-field-initializers;-Wnon-virtual-dtor;-Woverloaded-virtual>)
 target_compile_features(torpor_flags INTERFACE cxx_std_20)
 if(TORPOR_UNITY AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-  target_compile_options(torpor_flags INTERFACE $<BUILD_INTERFACE:-Wno-subobject-linkage>)  # it takes every included source for a header
+  # It takes every included source for a header.
+  target_compile_options(torpor_flags INTERFACE $<BUILD_INTERFACE:-Wno-subobject-linkage>)
 endif()
 if(TORPOR_SANITIZE)
   target_compile_options(torpor_flags INTERFACE -fsanitize=${TORPOR_SANITIZE} -fno-omit-frame-pointer
