@@ -193,6 +193,7 @@ def main() -> None:
     parser.add_argument("--serve", action="store_true")
     parser.add_argument("--serve-tokens", type=int, default=1024, help="of a prompt")
     parser.add_argument("--serve-at-once", type=int, default=8)
+    parser.add_argument("--serve-rounds", type=int, default=5)
     parser.add_argument("--hooks", action="store_true", help="show each hook")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
@@ -213,7 +214,7 @@ def main() -> None:
         result["memory"] = bench.memory()
     if options.serve:
         result["serve"] = connector_serve.measure(
-            options.model, options.serve_tokens, options.serve_at_once, answer=32, rounds=max(9, options.rounds)
+            options.model, options.serve_tokens, options.serve_at_once, answer=32, rounds=options.serve_rounds
         )
     if options.json:
         print(json.dumps(result, indent=2))

@@ -12,10 +12,14 @@ import random
 import shutil
 import signal
 import statistics
+import sys
 import tempfile
 import time
 import traceback
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
+from engine_process import best_dtype  # noqa: E402
 
 BLOCK = 32
 VOCABULARY = 40_000
@@ -77,10 +81,10 @@ class Engine:
             os.environ["VLLM_PLUGINS"] = ""
         from vllm import LLM
 
-        offload = {"offload": "eager", "host_bytes": "1GiB", "disk_bytes": "2GiB", "dir": str(self._directory)}
+        offload = {"offload": "eager", "host_bytes": "1GiB", "disk_bytes": "4GiB", "dir": str(self._directory)}
         self.llm = LLM(
             self._model,
-            dtype="bfloat16",
+            dtype=best_dtype(),
             block_size=BLOCK,
             max_model_len=self._tokens + 2 * BLOCK,
             max_num_batched_tokens=512,
@@ -146,6 +150,11 @@ class Engine:
 
 
 def measure(model: str, tokens: int, at_once: int, answer: int, rounds: int) -> dict:
+    began = time.monotonic()
+
+    def tell(what: str) -> None:
+        print(f"{time.monotonic() - began:4.0f} s  {what}", file=sys.stderr, flush=True)
+
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         torpor, alone = Engine(model, tokens, at_once, directory), Engine(model, tokens, at_once, None)
@@ -155,10 +164,12 @@ def measure(model: str, tokens: int, at_once: int, answer: int, rounds: int) -> 
                 first["alone"].append(alone.order("first_token", number=number))
                 first["computed"].append(torpor.order("first_token", number=number))
                 first["host"].append(torpor.order("first_token", number=number))
+                tell(f"first tokens, {number + 1} of {rounds}")
             batches = {"alone": [], "torpor": []}
             for number in range(rounds):
                 for name, engine in (("alone", alone), ("torpor", torpor)):
                     batches[name].append(engine.order("batch", first=1000 * (number + 1), answer=answer))
+                tell(f"all at once, {number + 1} of {rounds}")
             torpor.kill()
             torpor = Engine(model, tokens, at_once, directory)
             first["disk"] = [torpor.order("first_token", number=number) for number in range(rounds)]
