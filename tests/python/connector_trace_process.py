@@ -1,6 +1,6 @@
 """A process of the tests: requests of a trace, scaled down, on an engine whose device pool is far too small.
 
-    connector_trace_process.py MODE MODEL FOLDER REQUESTS COMPUTED
+    connector_trace_process.py MODE MODEL FOLDER REQUESTS MOST_BLOCKS COMPUTED
 
 MODE "without": no connector and room for all; "with": with torpor's, disturbed, killed at the end; "after": another
 process on what that one left; "faults": there is less host memory than was asked for, the disk is full for a while, and
@@ -25,16 +25,22 @@ import connector_replay as replay  # noqa: E402
 from conftest import InProcess  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 
-REQUESTS, COMPUTED = int(sys.argv[4]), Path(sys.argv[5])
+REQUESTS, MOST_BLOCKS, COMPUTED = int(sys.argv[4]), int(sys.argv[5]), Path(sys.argv[6])  # blocks: of a prompt
 AT_ONCE, ANSWER, ASKED_AGAIN = 12, 6, 6
-BLOCK, BLOCKS, MOST_BLOCKS = 32, 60, 14  # of a prompt: as many as the trace has hashes, at most
+BLOCK, BLOCKS = 32, 60
 VOCABULARY, SPECIAL = 2048, 20
-SIZES = {
-    "with": {"host_bytes": "8MiB", "disk_bytes": "64MiB"},
-    "disk_only": {"disk_bytes": "64MiB"},
-    "faults": {"host_bytes": "10MiB", "disk_bytes": "64MiB", "arena_budget_bytes": 9 << 20},
+SIZES = {  # in blocks
+    "with": {"host_bytes": 64, "disk_bytes": 512},
+    "disk_only": {"disk_bytes": 512},
+    "faults": {"host_bytes": 80, "disk_bytes": 512, "arena_budget_bytes": 72},
 }
 GROUP = bytes(4)  # behind a block's hash, in the name that vLLM's prefix cache has for it
+
+
+def block_bytes(model: Path) -> int:
+    """Of keys and values in float32, all layers."""
+    config = json.loads((model / "config.json").read_text())
+    return 8 * BLOCK * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
 
 
 def prompts() -> list[list[int]]:
@@ -133,8 +139,8 @@ class Checker:
 class Load:
     """AT_ONCE requests at a time, in order, and what happens meanwhile."""
 
-    def __init__(self, one: InProcess, mode: str, folder: Path):
-        self.one, self.mode, self.folder = one, mode, folder
+    def __init__(self, one: InProcess, mode: str, folder: Path, model: Path):
+        self.one, self.mode, self.folder, self.model = one, mode, folder, model
         self.random = random.Random(3)
         self.aborted: set[str] = set()
         self.resets = self.connector_resets = self.preempted = 0
@@ -249,6 +255,7 @@ def served(load: Load) -> dict:
     result["again"] = load.ask_again()
     result["stats"] = load.settle()
     result["checked"] = checker.result()
+    result["block_bytes"] = block_bytes(load.model)
     result["host_slots"] = checker.worker.core.sizes()["host_slots"]
     [ledger] = load.one.llm.torpor("ledger")
     result["arena"] = {name: ledger[f"arena_{name}_bytes"] for name in ("held", "used")}
@@ -258,11 +265,12 @@ def served(load: Load) -> dict:
 def main() -> None:
     mode, model, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     engine = {"block_size": BLOCK, "max_model_len": 512, "num_gpu_blocks_override": BLOCKS}
-    offload = {"offload": "eager"} | SIZES.get(mode, SIZES["with"])
+    sizes = SIZES.get(mode, SIZES["with"])
+    offload = {"offload": "eager"} | {name: blocks * block_bytes(Path(model)) for name, blocks in sizes.items()}
     if mode == "without":
         engine["num_gpu_blocks_override"], offload = 4000, {}
     with disk_full_from_the_start() if mode == "full" else nullcontext():
-        load = Load(InProcess(Path(model), folder / "checkpoints", torpor=offload, **engine), mode, folder)
+        load = Load(InProcess(Path(model), folder / "checkpoints", torpor=offload, **engine), mode, folder, Path(model))
         result = served(load)
     print("RESULT " + json.dumps(result), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -13,19 +13,32 @@ PROCESS = Path(__file__).parent / "connector_trace_process.py"
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=[60, pytest.param(210, marks=pytest.mark.long)])
-def load(request, zygote, tiny_model, tmp_path_factory):
-    """What came of the load in a mode."""
+def loads(requests: int, model: str, most_blocks: int, *marks):
+    """The real model computes far longer for a token, so its prompts are shorter; still the pool is too small."""
+    return pytest.param((requests, model, most_blocks), id=f"{requests}-{model}", marks=marks)
 
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        loads(60, "tiny_model", 14),
+        loads(210, "tiny_model", 14, pytest.mark.long),
+        loads(210, "real_model", 5, pytest.mark.long),
+    ],
+)
+def load(request, zygote, tmp_path_factory):
+    """What came of the load in a mode."""
+    requests, model, most_blocks = request.param
+    model = request.getfixturevalue(model)
     computed = tmp_path_factory.mktemp("computed") / "kv"
 
     def run(mode: str, folder: Path | None = None) -> dict:
         folder = folder or tmp_path_factory.mktemp(mode)
-        return result_of(zygote.run([PROCESS, mode, tiny_model, folder, request.param, computed], timeout=200))
+        return result_of(zygote.run([PROCESS, mode, model, folder, requests, most_blocks, computed], timeout=1500))
 
-    run.requests = request.param
+    run.requests = requests
     run.expected = run("without")
-    assert len(run.expected["answers"]) == request.param and not run.expected["aborted"]
+    assert len(run.expected["answers"]) == requests and not run.expected["aborted"]
     return run
 
 
@@ -56,8 +69,9 @@ def test_host_budget_is_what_is_mapped(killed):
     """And what batches of the disk lie in meanwhile, two places a lane; the arena takes memory 64 MiB at a time."""
     result, _ = killed
     assert result["stats"]["host_blocks"] <= 64
-    assert 0 <= result["arena"]["used"] - (8 << 20) <= 4 << 20
-    assert result["arena"]["held"] == 64 << 20
+    assert 0 <= result["arena"]["used"] - 64 * result["block_bytes"] <= 32 * result["block_bytes"]
+    assert 0 <= result["arena"]["held"] - result["arena"]["used"] < 64 << 20
+    assert result["arena"]["held"] % (64 << 20) == 0
 
 
 def test_no_token_differs_under_a_load_and_a_killed_process_leaves_its_blocks(load, killed):
