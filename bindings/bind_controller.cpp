@@ -11,6 +11,7 @@
 #include "bindings/process_events.h"
 #include "engine/delivery/delivery_log_file.h"
 #include "engine/delivery/roll_forward.h"
+#include "engine/phases.h"
 #include "engine/sleep_controller.h"
 
 namespace py = pybind11;
@@ -208,6 +209,7 @@ SleepOptions sleep_options_from(const py::dict& dict) {
   in.read_if_given("tags", tags);
   in.read_if_given("timeout", options.timeout_seconds);
   in.read_if_given("weights", weights);
+  in.read_if_given("progress", options.progress);
   if (in.has("data_parallel")) options.data_parallel = data_parallel_from(in.take("data_parallel"));
   if (in.has("outputs")) options.outputs = value_from(in.take("outputs"));
   in.finish();
@@ -243,6 +245,7 @@ WakeOptions wake_options_from(const py::dict& dict, RolledForward& rolled) {
   in.read_if_given("on_restore_error", on_restore_error);
   in.read_if_given("kv", kv);
   in.read_if_given("hold", options.hold);
+  in.read_if_given("progress", options.progress);
   if (in.has("answers")) {
     const Bytes packed = bytes_from(in.take("answers"), "wake_up.answers");
     options.catch_up = catch_up_with(value_or_raise(unpack_answers(std::as_bytes(std::span(packed)))), rolled);
@@ -311,6 +314,23 @@ py::dict to_python(const SleepReport& report, const RolledForward& rolled = {}) 
 }  // namespace
 
 void bind_controller(py::module_& module) {
+  py::class_<ProgressFile, std::shared_ptr<ProgressFile>>(
+      module, "ProgressFile", "How far a sleep or wake is, in a file that its processes are given as `progress`.")
+      .def(py::init([](const std::string& path) { return value_or_raise(ProgressFile::create(path)); }),
+           py::arg("path"))
+      .def("read",
+           [](const ProgressFile& self) {
+             const Progress now = self.read();
+             const uint8_t phase = self.phase();
+             py::dict out;
+             out["phase"] = phase > 0 && phase < kPhaseNames.size() ? kPhaseNames[phase] : std::string_view();
+             out["bytes_done"] = now.bytes_done;
+             out["bytes_total"] = now.bytes_total;
+             out["seconds"] = now.seconds;
+             out["seconds_left"] = now.seconds_left();
+             return out;
+           })
+      .def("cancel", &ProgressFile::cancel, "The operation is undone, and raises Aborted.");
   py::class_<BoundController>(module, "SleepController",
                               "Sleep and wake of one engine; lives where its scheduler lives.")
       .def(py::init(&make_controller), py::arg("hooks"), py::arg("options") = py::dict())

@@ -10,12 +10,14 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "base/clock.h"
 #include "base/event.h"
+#include "base/progress_file.h"
 #include "engine/phases.h"
 #include "engine/sleep_report.h"
 
@@ -32,12 +34,13 @@ class Operation {
     ~Owner() = default;
   };
 
-  // `owner` and `clock` outlive it.
-  Operation(std::string_view name, const Clock& clock, EventPort port, Owner& owner)
+  // `owner` and `clock` outlive it. `progress`: path of a ProgressFile of who asked, or empty.
+  Operation(std::string_view name, const Clock& clock, EventPort port, Owner& owner, const std::string& progress)
       : kind_(number_of(name, kOperationNames)),
         clock_(clock),
         port_(port),
         owner_(owner),
+        progress_(ProgressFile::of_caller(progress)),
         began_(clock.now()),
         last_(began_) {
     phases_.reserve(kUsualPhases);
@@ -89,11 +92,16 @@ class Operation {
   void irreversible(std::string_view what) noexcept { irreversible_ = what; }
   std::string_view irreversible() const noexcept { return irreversible_; }
 
+  // Whether who asked has cancelled it, and that as an error. Asked between phases; what copies asks for itself.
+  bool cancelled() const noexcept { return progress_ != nullptr && progress_->cancelled(); }
+  Status go_on() const { return progress_ == nullptr ? ok() : progress_->check(); }
+
   // Neither fails: a phase that nobody hears of is no reason to end a sleep.
   void begin(std::string_view phase) noexcept {
     last_ = clock_.now();
     open_ = number_of(phase, kPhaseNames);
     steps_ = undo_.size();
+    if (progress_ != nullptr) progress_->begin_phase(open_);
     tell(EventType::kPhase, open_, Edge::kBegin);
   }
   void end(std::string_view phase, uint64_t bytes = 0) noexcept {
@@ -131,6 +139,7 @@ class Operation {
   const Clock& clock_;
   const EventPort port_;
   Owner& owner_;
+  const std::shared_ptr<ProgressFile> progress_;
   const std::chrono::nanoseconds began_;
   std::chrono::nanoseconds last_;
   std::string_view irreversible_;

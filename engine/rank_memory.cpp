@@ -16,6 +16,20 @@
 namespace torpor {
 namespace {
 
+// Who asked for an order sees how far its copies are, and may cancel them, as long as this is there.
+class Watched {
+ public:
+  Watched(TransferEngine& transfers, const std::string& progress) : transfers_(transfers) {
+    transfers_.watch(ProgressFile::of_caller(progress));
+  }
+  Watched(const Watched&) = delete;
+  Watched& operator=(const Watched&) = delete;
+  ~Watched() { transfers_.watch(nullptr); }
+
+ private:
+  TransferEngine& transfers_;
+};
+
 // A line "Name:   1234 kB" of /proc/self/status, in bytes; 0 if it is not there.
 uint64_t process_bytes(std::string_view name) {
   std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen("/proc/self/status", "re"), std::fclose);
@@ -176,6 +190,7 @@ Result<orders::Written::Reply> RankMemory::carry_out(const orders::Written& orde
 }
 
 Result<orders::Save::Reply> RankMemory::carry_out(const orders::Save& order) {
+  const Watched watched(*transfers_, order.progress);
   const bool any = !order.tags.empty();  // the allocator takes none for all
   if (any) TORPOR_TRY(allocator_->begin_save(order.tags));
   Result<orders::Save::Reply> saved = catching([&]() TORPOR_REQUIRES(mutex_) { return images_->save(order); });
@@ -217,6 +232,7 @@ Result<orders::Attach::Reply> RankMemory::carry_out(const orders::Attach& order)
 }
 
 Result<orders::Restore::Reply> RankMemory::carry_out(const orders::Restore& order) {
+  const Watched watched(*transfers_, order.progress);
   return images_->restore(order.tags);
 }
 
@@ -240,6 +256,7 @@ Result<orders::DigestTags::Reply> RankMemory::carry_out(const orders::DigestTags
 }
 
 Result<orders::LoadBlocks::Reply> RankMemory::carry_out(const orders::LoadBlocks& order) {
+  const Watched watched(*transfers_, order.progress);
   orders::LoadBlocks::Reply reply;
   images_->forget_blocks();
   TORPOR_ASSIGN(reply.bytes, images_->load_blocks(order));

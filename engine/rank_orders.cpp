@@ -72,7 +72,8 @@ void serialize(Archive& archive, orders::Written& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Save& v) {
-  archive(v.tags, v.blocks, v.stamps, v.steps, v.directory, v.writing, v.as_proven, v.carried, v.host_slots);
+  archive(v.tags, v.blocks, v.stamps, v.steps, v.directory, v.writing, v.as_proven, v.carried, v.host_slots,
+          v.progress);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::PlanSave& v) {
@@ -96,7 +97,7 @@ void serialize(Archive& archive, orders::Attach& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Restore& v) {
-  archive(v.tags);
+  archive(v.tags, v.progress);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::CancelRestore& v) {
@@ -112,7 +113,7 @@ void serialize(Archive& archive, orders::DigestTags& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, orders::LoadBlocks& v) {
-  archive(v.directory, v.generation, v.id);
+  archive(v.directory, v.generation, v.id, v.progress);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::TellContents& v) {

@@ -86,6 +86,7 @@ struct Save {
   // Into the arena: of each block, the slot of the rank's host store that has its bytes and keeps them until Finish or
   // CancelSave; -1: none. Or empty.
   std::vector<int32_t> host_slots{};
+  std::string progress{};  // path of a ProgressFile that is told what is copied, and may cancel it; or empty
 };
 
 // What Save into the arena would do now; with a base in `writing`, into a checkpoint. Changes nothing.
@@ -131,6 +132,7 @@ struct Restore {
     std::vector<std::string> without_content;  // tags that came back empty: nothing was saved of them
   };
   std::vector<std::string> tags;
+  std::string progress{};  // as in Save
 };
 
 // Undoes Attach and Restore; backups stay.
@@ -173,6 +175,7 @@ struct LoadBlocks {
   // The checkpoint that the controller has opened there: a rank that finds another one refuses.
   uint64_t generation = 0;
   SealId id{};
+  std::string progress{};  // as in Save
 };
 
 // Of blocks that LoadBlocks has brought from the checkpoint `id`, and that nobody has written since: what the engine

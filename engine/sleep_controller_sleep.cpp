@@ -135,6 +135,7 @@ Status SleepController::keep_all(FallingAsleep& sleep) {
     if (kept) break;
     // Beyond the requests there is nothing that may be discarded: level 1 promises to keep the weights.
     if (!options.discard_on_save_error || (!sleep.to_disk && !sleep.preserved)) return kept.error();
+    if (sleep.operation.cancelled()) return kept.error();
     sleep.operation.undo_to(steps);
     if (lost()) return kept.error();
     fall_back(sleep, kept.error());
@@ -157,6 +158,7 @@ Status SleepController::let_go(FallingAsleep& sleep) {
   std::optional<RestoredFrom> from;
   if (sleep.pending)
     from = {.directory = directory_of(options.data_parallel), .generation = sleep.pending->generation()};
+  TORPOR_TRY(sleep.operation.go_on());
   if (options.level > 0) TORPOR_TRY(detach(sleep));
   // From here on nothing fails: the memory is gone.
   sleep.operation.keep();
@@ -202,6 +204,7 @@ Status SleepController::admit(FallingAsleep& sleep) {
                  .what = "a checkpoint of running requests needs their KV",
                  .next_step = "add \"kv_cache\" to tags"};
   }
+  sleep.save.progress = options.progress;
   for (const std::string& tag : sleep.tags) {
     if (!options.drops(tag)) sleep.save.tags.push_back(tag);
     // Once a checkpoint has the weights, those after it keep the file: no later sleep need write it again.
@@ -230,7 +233,9 @@ Status SleepController::quiesce(FallingAsleep& sleep) {
 // All that is kept, in memory or on disk.
 Status SleepController::keep(FallingAsleep& sleep) {
   TORPOR_TRY(prepare(sleep));
+  TORPOR_TRY(sleep.operation.go_on());
   TORPOR_TRY(save(sleep));
+  TORPOR_TRY(sleep.operation.go_on());
   return prove(sleep);
 }
 

@@ -50,7 +50,7 @@ Result<SleepReport> SleepController::wake_now(const WakeOptions& options) {
                  .what = "a restored checkpoint waits for its front end",
                  .next_step = "end the wake first"};
   }
-  Operation operation("wake", clock_, port_, *this);
+  Operation operation("wake", clock_, port_, *this, options.progress);
   set_state(State::kWaking);
   Result<SleepReport> report = catching([&]() TORPOR_REQUIRES(operation_mutex_) {
     return before == State::kAsleep ? wake_same_process(options, operation) : wake_from_checkpoint(options, operation);
@@ -93,7 +93,8 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
     TORPOR_TRY(ranks_.call(orders::Attach{.tags = tags}));
     operation.end("attach");
     operation.begin("restore");
-    TORPOR_ASSIGN(const std::vector<orders::Restore::Reply> restored, ranks_.call(orders::Restore{.tags = tags}));
+    TORPOR_ASSIGN(const std::vector<orders::Restore::Reply> restored,
+                  ranks_.call(orders::Restore{.tags = tags, .progress = options.progress}));
     report.restored_bytes = total_bytes(restored);
     for (const orders::Restore::Reply& reply : restored) {
       for (const std::string& tag : reply.without_content) {
@@ -126,6 +127,7 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
     set_state(State::kAsleep);
     return report;
   }
+  TORPOR_TRY(operation.go_on());
   TORPOR_ASSIGN(report.requests, hooks_.unfinished_requests());
   const bool kv_of_old_weights = written && (preserved_ || !derived_released_);
   if (kv_of_old_weights && !said && report.requests > 0) {
@@ -297,7 +299,7 @@ Result<SleepReport> SleepController::wake_from_checkpoint(const WakeOptions& opt
   if (Status restored =
           catching([&]() TORPOR_REQUIRES(operation_mutex_) { return restore(options, operation, report); });
       !restored) {
-    if (!options.discard_on_restore_error) return restored.error();
+    if (!options.discard_on_restore_error || operation.cancelled()) return restored.error();
     operation.undo();
     if (lost()) return restored.error();
     log().error("waking without the state: {}", restored.error().to_string());
@@ -354,7 +356,8 @@ Status SleepController::restore(const WakeOptions& options, Operation& operation
     TORPOR_ASSIGN(const std::vector<orders::LoadBlocks::Reply> loaded,
                   ranks_.call(orders::LoadBlocks{.directory = checkpoint->path(),
                                                  .generation = checkpoint->manifest().generation,
-                                                 .id = checkpoint->manifest().id}));
+                                                 .id = checkpoint->manifest().id,
+                                                 .progress = options.progress}));
     report.restored_bytes = total_bytes(loaded);
     report.ledgers = ledgers_of(loaded);
     remember(loaded);
@@ -363,6 +366,7 @@ Status SleepController::restore(const WakeOptions& options, Operation& operation
   }
   operation.end("restore", report.restored_bytes);
 
+  TORPOR_TRY(operation.go_on());
   operation.begin("reconnect");
   if (options.catch_up) {
     bool woken_before = false;

@@ -16,7 +16,7 @@ struct SleepController::FallingAsleep {
       : options(asked),
         preserved(asked.preserve_state),
         to_disk(asked.to_disk),
-        operation(name, controller.clock_, controller.port_, controller) {}
+        operation(name, controller.clock_, controller.port_, controller, asked.progress) {}
 
   const SleepOptions& options;
   SleepReport report{};

@@ -33,6 +33,7 @@ struct SleepOptions {
   std::optional<double> timeout_seconds;  // for the quiesce
   Value outputs;                          // the front end's part of the checkpoint
   DataParallel data_parallel;
+  std::string progress{};  // path of a ProgressFile that is told how far it is, and may cancel it; or empty
 
   // Whether the memory of `tag` goes without a copy.
   bool drops(const std::string& tag) const {
@@ -59,6 +60,7 @@ struct WakeOptions {
   // has gone on from them. With it, `from_checkpoint` may be empty: it is then given the values of the empty engine. A
   // server passes catch_up_with() its answers (engine/delivery/roll_forward.h).
   std::function<Status(SchedulerCheckpoint& state, bool woken_before)> catch_up{};
+  std::string progress{};  // as in SleepOptions
 };
 
 struct Phase {

@@ -209,13 +209,16 @@ void TransferEngine::settle(const Batch& batch, int64_t began, DrainResult drain
                         .a = bytes,
                         .b = static_cast<uint64_t>(port_.now() - began)});
   }
+  const std::shared_ptr<ProgressFile>& progress = record.job.progress;
   for (const ChunkTransfer& chunk : batch.chunks) {
     ++counts_[static_cast<size_t>(chunk.outcome)];
     failed = failed || chunk.outcome != BlockOutcome::kTransferred;
+    if (progress != nullptr) progress->moved(chunk.plan->bytes());
   }
   if (drained.drain > worst_.drain) worst_ = std::move(drained);
   record.ended += batch.chunks.size();
-  if (failed && record.job.all_or_nothing) drop(record, BlockOutcome::kCancelled);
+  const bool cancelled = progress != nullptr && progress->cancelled();
+  if (cancelled || (failed && record.job.all_or_nothing)) drop(record, BlockOutcome::kCancelled);
   if (!record.finished && record.ended == record.job.chunks.size()) {
     record.finished = true;
     --open_;
@@ -301,11 +304,29 @@ void TransferEngine::release_staging() {
   }
 }
 
+void TransferEngine::watch(std::shared_ptr<ProgressFile> progress) {
+  const MutexLock lock(mutex_);
+  progress_ = std::move(progress);
+}
+
 Result<std::vector<ChunkTransfer>> TransferEngine::submit_and_wait(Job job) {
   job.all_or_nothing = true;
+  std::shared_ptr<ProgressFile> progress;
+  {
+    const MutexLock lock(mutex_);
+    progress = progress_;
+  }
+  if (progress != nullptr) {
+    TORPOR_TRY(progress->check());
+    for (const ChunkTransfer& chunk : job.chunks) progress->expect(chunk.plan->bytes());
+    job.progress = progress;
+  }
   TORPOR_ASSIGN(const JobId id, submit(std::move(job)));
   JobResult result = wait(id);
-  if (!result.status) return std::move(result.status).error();
+  if (!result.status) {
+    if (progress != nullptr && result.status.error().code == Code::kAborted) TORPOR_TRY(progress->check());
+    return std::move(result.status).error();
+  }
   return std::move(result.chunks);
 }
 

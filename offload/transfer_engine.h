@@ -77,6 +77,8 @@ class TransferEngine {
   Status restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans, Tier& source);
   // Of what is in device memory now.
   Result<std::vector<Digest>> digests(std::span<const ChunkPlan> plans);
+  // Is told of these three from now on, and may cancel them: then they fail with kAborted. Null: nobody is.
+  void watch(std::shared_ptr<ProgressFile> progress);
 
   OutcomeCounts counts() const;             // of the chunks of all jobs that ever ended
   int threads() const { return threads_; }  // of each lane
@@ -116,6 +118,7 @@ class TransferEngine {
   uint64_t last_id_ TORPOR_GUARDED_BY(mutex_) = 0;
   OutcomeCounts counts_ TORPOR_GUARDED_BY(mutex_){};
   DrainResult worst_ TORPOR_GUARDED_BY(mutex_);
+  std::shared_ptr<ProgressFile> progress_ TORPOR_GUARDED_BY(mutex_);  // of watch()
   bool ending_ TORPOR_GUARDED_BY(mutex_) = false;
   std::vector<std::unique_ptr<Worker>> workers_;  // last: their threads use all above
 };

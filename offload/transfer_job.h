@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
+#include "base/progress_file.h"
 #include "base/status.h"
 #include "offload/chunk.h"
 #include "offload/outcome.h"
@@ -40,6 +42,8 @@ struct Job {
   bool all_or_nothing = false;  // after the first chunk that failed, those that are not begun are cancelled
   bool polled = false;          // its result is for poll(), otherwise for wait()
   uint64_t number = 0;          // who asked knows it by this; for events
+  // Is told what was moved; once it is cancelled, what is not begun is, too. May be null.
+  std::shared_ptr<ProgressFile> progress{};
 };
 
 struct JobResult {

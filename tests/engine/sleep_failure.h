@@ -19,10 +19,10 @@ class SleepFailure : public ::testing::Test {
   static constexpr SleepOptions to_host() { return {.preserve_state = true}; }
   static constexpr SleepOptions to_disk() { return {.preserve_state = true, .to_disk = true}; }
   // It serves on as if nothing had been asked.
-  static void expect_untouched(test::SleepingEngine& slept) {
+  static void expect_untouched(test::SleepingEngine& slept, const test::TestEngineOptions& options = {}) {
     EXPECT_FALSE(slept.controller.is_sleeping());
     EXPECT_FALSE(slept.engine.frozen());
-    EXPECT_EQ(test::finish(slept.engine), test::uninterrupted());
+    EXPECT_EQ(test::finish(slept.engine), test::uninterrupted(options));
     EXPECT_EQ(slept.engine.recomputed(), 0);
   }
   std::string written_checkpoint(test::TestEngineOptions options = {}) {

@@ -1,118 +1,17 @@
 #include "offload/transfer_engine.h"
 
-#include <cstring>
 #include <future>
 #include <numeric>
 
-#include "allocator/host_device.h"
-#include "base/units.h"
 #include "offload/disk_tier.h"
-#include "offload/host_tier.h"
+#include "tests/offload/transfer_engine_scene.h"
 #include "tests/support/chunk_files.h"
 #include "tests/support/failing_threads.h"
-#include "tests/support/faulty_device.h"
-#include "tests/support/results.h"
 #include "tests/support/temporary_directory.h"
 
 namespace torpor {
 namespace {
 
-using test::FaultyDevice;
-using test::value_of;
-
-constexpr uint64_t kBytes = 1 * kMiB;
-constexpr uint64_t kChunks = 32;
-
-// Keeps nothing; what is put into it stands still until let_go().
-class HeldTier final : public Tier {
- public:
-  std::string_view kind() const override { return "held"; }
-  bool addressable() const override { return false; }
-  Status prepare(uint64_t, uint64_t) override { return ok(); }
-  Status finish() override { return ok(); }
-  void put(std::span<TierPart> parts) override {
-    const MutexLock lock(mutex_);
-    puts_ += parts.size();
-    changed_.notify_all();
-    while (held_) changed_.wait(mutex_);
-    for (TierPart& part : parts) part.status = ok();
-  }
-  void wait_until_held() {
-    const MutexLock lock(mutex_);
-    while (puts_ == 0) changed_.wait(mutex_);
-  }
-  void let_go() {
-    const MutexLock lock(mutex_);
-    held_ = false;
-    changed_.notify_all();
-  }
-  size_t puts() const {
-    const MutexLock lock(mutex_);
-    return puts_;
-  }
-
- private:
-  mutable Mutex mutex_;
-  CondVar changed_;
-  bool held_ TORPOR_GUARDED_BY(mutex_) = true;
-  size_t puts_ TORPOR_GUARDED_BY(mutex_) = 0;
-};
-
-// A megabyte of device memory in 32 chunks, each of two pieces that lie far apart.
-class TransferEngineTest : public ::testing::TestWithParam<bool> {
- protected:
-  void SetUp() override {
-    device_ = std::make_unique<FaultyDevice>(value_of(make_host_device({.defer_copies = GetParam()})));
-    arena_ = value_of(HostArena::create({.slab_bytes = kMiB}));
-    transfers_ = value_of(TransferEngine::create(*device_, *arena_, {.threads = 3}));
-    address_ = value_of(device_->reserve(kBytes));
-    memory_ = value_of(device_->create(kBytes));
-    ASSERT_SUCCEEDS(device_->map(address_, memory_));
-    ASSERT_SUCCEEDS(device_->set_access(address_, kBytes, Access::kReadWrite));
-    for (uint64_t i = 0; i < kBytes; ++i) bytes()[i] = static_cast<std::byte>(i * 2654435761u >> 13);
-    for (uint64_t i = 0; i < kChunks; ++i) {
-      const uint64_t half = kBytes / kChunks / 2;
-      plans_.push_back({.key = {.tag = "t", .region = "r", .index = i},
-                        .pieces = {{address_ + i * half, half}, {address_ + kBytes / 2 + i * half, half}}});
-    }
-    original_.assign(bytes(), bytes() + kBytes);
-  }
-  void TearDown() override {
-    device_->fail_at(0);
-    transfers_.reset();
-    ASSERT_SUCCEEDS(device_->unmap(address_, kBytes));
-    ASSERT_SUCCEEDS(device_->release(memory_));
-    ASSERT_SUCCEEDS(device_->free_reservation(address_));
-  }
-  std::byte* bytes() const { return reinterpret_cast<std::byte*>(address_); }  // NOLINT(performance-no-int-to-ptr)
-  void use(TransferEngineOptions options) {
-    transfers_.reset();
-    transfers_ = value_of(TransferEngine::create(*device_, *arena_, options));
-  }
-  Job job(JobKind kind, Tier* tier, std::span<const SavedChunk> saved = {}) const {
-    Job made{.kind = kind, .tier = tier};
-    made.chunks.resize(plans_.size());
-    for (size_t i = 0; i < plans_.size(); ++i) {
-      made.chunks[i].plan = &plans_[i];
-      if (!saved.empty()) made.chunks[i].saved = saved[i];
-    }
-    return made;
-  }
-  uint64_t count(BlockOutcome outcome) const { return transfers_->counts()[static_cast<size_t>(outcome)]; }
-  static size_t ended_as(const JobResult& result, BlockOutcome outcome) {
-    return static_cast<size_t>(std::count_if(result.chunks.begin(), result.chunks.end(),
-                                             [&](const auto& chunk) { return chunk.outcome == outcome; }));
-  }
-  bool content_is_original() const { return std::memcmp(bytes(), original_.data(), kBytes) == 0; }
-
-  std::unique_ptr<FaultyDevice> device_;
-  std::unique_ptr<HostArena> arena_;
-  std::unique_ptr<TransferEngine> transfers_;
-  DeviceAddress address_ = 0;
-  PhysicalId memory_{};
-  std::vector<ChunkPlan> plans_;
-  std::vector<std::byte> original_;
-};
 INSTANTIATE_TEST_SUITE_P(Device, TransferEngineTest, ::testing::Bool(),
                          [](const auto& info) { return info.param ? "CopiesLate" : "CopiesAtOnce"; });
 
@@ -291,82 +190,6 @@ TEST_P(TransferEngineTest, WithStagingMemoryForOneBatchTheyGoOneAfterTheOther) {
   tier.let_go();
   EXPECT_EQ(value_of(transfers->save(plans_, tier)).size(), kChunks);
   EXPECT_EQ(tier.puts(), kChunks);
-}
-
-TEST_P(TransferEngineTest, AFullLaneSaysSoAndTheOtherOneTakesJobs) {
-  use({.queued_jobs = 1, .own_threads = false});
-  HeldTier slow;
-  HostTier tier(*arena_);
-  const JobId first = value_of(transfers_->submit(job(JobKind::kSave, &slow)));
-  EXPECT_FAILS(transfers_->submit(job(JobKind::kSave, &slow)), Code::kResourceExhausted, "disk lane is full: 1 jobs");
-  const JobId other = value_of(transfers_->submit(job(JobKind::kSave, &tier)));
-  EXPECT_FAILS(transfers_->submit(job(JobKind::kDigest, nullptr)), Code::kResourceExhausted, "memory lane");
-  EXPECT_SUCCEEDS(transfers_->wait(other).status);
-  slow.let_go();
-  EXPECT_SUCCEEDS(transfers_->wait(first).status);
-  EXPECT_FALSE(transfers_->pump());
-}
-
-TEST_P(TransferEngineTest, CancelledBeforeAnythingMovedNothingMoves) {
-  use({.own_threads = false});
-  HostTier tier(*arena_);
-  device_->fail_at(0);
-  const JobId id = value_of(transfers_->submit(job(JobKind::kSave, &tier)));
-  EXPECT_TRUE(transfers_->cancel(id));
-  EXPECT_FALSE(transfers_->cancel(id));
-  EXPECT_FALSE(transfers_->pump());
-  const JobResult result = transfers_->wait(id);
-  EXPECT_FAILS(result.status, Code::kAborted);
-  EXPECT_EQ(ended_as(result, BlockOutcome::kCancelled), kChunks);
-  EXPECT_EQ(count(BlockOutcome::kCancelled), kChunks);
-  EXPECT_EQ(device_->calls(), 0u);
-}
-
-TEST_P(TransferEngineTest, CancelledInTheMiddleWhatHasBegunEnds) {
-  use({.threads = 1});
-  HeldTier tier;
-  Job large = job(JobKind::kSave, &tier);
-  while (large.chunks.size() < 24 * kChunks) large.chunks.push_back({.plan = &plans_[0]});  // 3 batches of 256
-  const JobId id = value_of(transfers_->submit(std::move(large)));
-  tier.wait_until_held();
-  EXPECT_FALSE(transfers_->cancel(id));
-  tier.let_go();
-  const JobResult result = transfers_->wait(id);
-  EXPECT_FAILS(result.status, Code::kAborted);
-  EXPECT_EQ(ended_as(result, BlockOutcome::kTransferred), 512u);
-  EXPECT_EQ(ended_as(result, BlockOutcome::kCancelled), 256u);
-  EXPECT_EQ(tier.puts(), 512u);
-}
-
-TEST_P(TransferEngineTest, AllOrNothingEndsAfterTheFirstFailure) {
-  use({.own_threads = false});
-  HostTier tier(*arena_);
-  const auto saved = value_of(transfers_->save(plans_, tier));
-  tier.view(saved[0])[0] ^= std::byte{1};
-  EXPECT_FAILS(transfers_->restore(saved, plans_, tier), Code::kCorruption, "t/r[0]");
-  EXPECT_EQ(count(BlockOutcome::kFailed), 1u);
-  EXPECT_GE(count(BlockOutcome::kCancelled), kChunks / 2);
-}
-
-TEST_P(TransferEngineTest, LoadsGoBeforeWhatWaitsAlready) {
-  use({.own_threads = false});
-  HostTier tier(*arena_);
-  const auto saved = value_of(transfers_->save(plans_, tier));
-  HostTier target(*arena_);
-  Job offload = job(JobKind::kSave, &target);
-  Job load = job(JobKind::kRestore, &tier, saved);
-  offload.polled = load.polled = true;
-  load.urgency = Urgency::kLoad;
-  const JobId later = value_of(transfers_->submit(std::move(offload)));
-  ASSERT_TRUE(transfers_->pump());  // a batch of it is over when the load comes
-  const JobId first = value_of(transfers_->submit(std::move(load)));
-  std::vector<JobResult> finished;
-  while (transfers_->poll(finished) == 0) ASSERT_TRUE(transfers_->pump());
-  ASSERT_EQ(finished.size(), 1u);
-  EXPECT_EQ(finished[0].id, first);
-  while (transfers_->poll(finished) == 0) ASSERT_TRUE(transfers_->pump());
-  EXPECT_EQ(finished[1].id, later);
-  EXPECT_FAILS(transfers_->wait(later).status, Code::kNotFound);
 }
 
 TEST_P(TransferEngineTest, DrainTellsTheWorstOfTheCopiesSinceTheLast) {

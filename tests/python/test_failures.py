@@ -48,6 +48,32 @@ def test_a_second_sleep_and_a_wake_while_awake_change_nothing(one):
     assert one.finish(answers) == one.expected
 
 
+@pytest.mark.parametrize("to", ["host", "disk"])
+def test_who_watches_sees_all_that_is_copied_and_may_cancel(one, to):
+    def fails(_progress):
+        raise ZeroDivisionError
+
+    def checkpoints():
+        return sorted(one.directory.glob("g-*"))
+
+    answers = one.begin(10)
+    seen, before = [], checkpoints()
+    asked = {"level": 1, "preserve_state": True, "to": to, "on_save_error": "discard"}
+    for watcher in (lambda progress: False, fails):
+        with pytest.raises(errors.Aborted, match="cancelled") as caught:
+            one.llm.sleep(**asked, progress=watcher)
+        assert not caught.value.state_changed and not one.llm.is_sleeping() and checkpoints() == before
+    asleep = one.llm.sleep(**asked, progress=seen.append)
+    assert seen[0].phase == "" and seen[0].bytes_total == 0
+    assert seen[-1].phase == "detach" and seen[-1].bytes_done == seen[-1].bytes_total == asleep.saved_bytes > 0
+    with pytest.raises(errors.Aborted, match="cancelled"):
+        one.llm.wake_up(progress=lambda progress: False)
+    assert one.llm.is_sleeping()
+    woken = one.llm.wake_up(progress=seen.append)
+    assert woken and seen[-1].phase == "reconnect" and seen[-1].bytes_done == woken.restored_bytes > 0
+    assert one.finish(answers) == one.expected
+
+
 @pytest.fixture
 def elsewhere(one, monkeypatch):
     """Makes the engine's controller write checkpoints to another directory."""

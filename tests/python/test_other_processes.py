@@ -75,8 +75,10 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
         answers = {}
         for to in ("host", "disk"):
             answers |= run(llm.llm_engine, 6)
-            report = llm.sleep(level=1, preserve_state=True, to=to)
+            seen = []
+            report = llm.sleep(level=1, preserve_state=True, to=to, progress=seen.append)
             assert report.changed and report.requests > 0 and len(report.ledgers) == ranks
+            assert seen[-1].bytes_done == seen[-1].bytes_total == report.saved_bytes > 0
             assert all(ledger["device_physical_bytes"] == 0 for ledger in report.ledgers)
             answers |= run(llm.llm_engine, 1)  # what had arrived before it slept; the next one finds nothing
             assert run(llm.llm_engine, 1) == {}

@@ -335,7 +335,9 @@ def test_a_sleep_to_disk_reports_what_it_does_and_plans_tell_the_truth(server):
         answer = await client.admin.post("/sleep", params={"to": "disk"}, headers={"Accept": "text/event-stream"})
         events = [line[7:] for line in answer.text.splitlines() if line.startswith("event: ")]
         assert events[-1] == "done" and "phase" in events
-        done = json.loads([line[6:] for line in answer.text.splitlines() if line.startswith("data: ")][-1])
+        told = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+        done, last = told[-1], told[len(events) - 1 - events[::-1].index("progress")]
+        assert last["phase"] == "detach" and last["bytes_done"] == last["bytes_total"] == done["saved_bytes"] > 0
         assert done["freed_bytes"] == sum(plan["free_bytes"].values())
         listed = (await client.http.get("/torpor/checkpoints")).json()["checkpoints"]
         assert listed[-1]["path"] == done["checkpoint"] and listed[-1]["readable"]

@@ -114,6 +114,14 @@ class EngineCheckpoint:
     def validate(self) -> None:
         """Raises for the first contradiction."""
 
+class ProgressFile:
+    """How far a sleep or wake is, in a file that its processes are given as `progress`."""
+
+    def __init__(self, path: str) -> None: ...
+    def cancel(self) -> None:
+        """The operation is undone, and raises Aborted."""
+    def read(self) -> dict: ...
+
 class RankMemory:
     """The memory of one worker rank: regions by tag, and the controller's orders on them."""
 

@@ -10,6 +10,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from torpor.errors import InvalidArgument
 from torpor.vllm import frontend
 from torpor.vllm.frontend import Report
+from torpor.vllm.progress import Watcher, watched
 from torpor.vllm.weight_updates import UPDATING_WEIGHTS, Updating, UpdatingAwaited, kv_option
 
 _SLEEP = """Gives the engine's memory back and returns when it is free. What each combination means: docs/semantics.md.
@@ -24,6 +25,8 @@ _SLEEP = """Gives the engine's memory back and returns when it is free. What eac
     tags: only these of "weights" and "kv_cache"; None: both.
     timeout: most seconds to wait for the running step, and with mode="wait" for requests to end; None: no bound.
     weights: "store" keeps them, "reload" does not: the wake names them, and kept requests wait until they are loaded.
+    progress: a function that is called with a torpor.vllm.progress.Progress about ten times a second meanwhile, from a
+        thread of its own. If it returns False or raises, the sleep is undone and raises Aborted.
 
     Returns a Report. Raises an error of torpor.errors: InvalidArgument for wrong arguments, Unsupported (by name) for
     what cannot be preserved, TimedOut, NotEnoughRoom, FileError. Unless the error says otherwise (`state_changed`)
@@ -40,6 +43,7 @@ _WAKE_UP = """Brings the memory back, and the requests with it. Returns when it 
         the report's `aborted` has the prompt, tokens and weight versions of each. None: refused (WrongState) if
         requests have such KV and the weights were seen to be written.
     weights_changed: True is kv="recompute".
+    progress: as in sleep(). A wake that is cancelled leaves the engine asleep as it was.
 
     Returns a Report, true if the engine is fully awake. Raises Incompatible (by field) for a checkpoint of another
     model or configuration, Damaged, Unauthenticated, NotFound, NotEnoughRoom; the engine stays as it was.
@@ -80,9 +84,11 @@ class Blocking:
         tags: Iterable[str] | None = None,
         timeout: float | None = None,
         weights: str = "store",
+        progress: Watcher | None = None,
     ) -> Report:
-        values = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights)
-        return frontend.finish(frontend.sleep(frontend.BlockingSide(_engine(self)), mode, values))
+        options = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights)
+        with watched(progress, options) as values:
+            return frontend.finish(frontend.sleep(frontend.BlockingSide(_engine(self)), mode, values))
 
     @_documented(_WAKE_UP)
     def wake_up(
@@ -93,9 +99,11 @@ class Blocking:
         on_restore_error: str = "abort",
         kv: str | None = None,
         weights_changed: bool = False,
+        progress: Watcher | None = None,
     ) -> Report:
-        values = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed)
-        return frontend.finish(frontend.wake_up(frontend.BlockingSide(_engine(self)), values))
+        options = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed)
+        with watched(progress, options) as values:
+            return frontend.finish(frontend.wake_up(frontend.BlockingSide(_engine(self)), values))
 
     @_documented(_CHECKPOINT)
     def checkpoint(self) -> Report:
@@ -125,9 +133,11 @@ class Awaited:
         tags: Iterable[str] | None = None,
         timeout: float | None = None,
         weights: str = "store",
+        progress: Watcher | None = None,
     ) -> Report:
-        values = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights)
-        return await frontend.sleep(frontend.AsyncSide(self), mode, values)
+        options = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights)
+        with watched(progress, options) as values:
+            return await frontend.sleep(frontend.AsyncSide(self), mode, values)
 
     @_documented(_WAKE_UP)
     async def wake_up(
@@ -138,9 +148,11 @@ class Awaited:
         on_restore_error: str = "abort",
         kv: str | None = None,
         weights_changed: bool = False,
+        progress: Watcher | None = None,
     ) -> Report:
-        values = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed)
-        return await frontend.wake_up(frontend.AsyncSide(self), values)
+        options = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed)
+        with watched(progress, options) as values:
+            return await frontend.wake_up(frontend.AsyncSide(self), values)
 
     @_documented(_CHECKPOINT)
     async def checkpoint(self) -> Report:

@@ -20,6 +20,7 @@ from torpor.vllm import frontend
 from torpor.vllm.frontend import Report
 from torpor.vllm.options import Options
 from torpor.vllm.plugin import holds_memory_of
+from torpor.vllm.progress import Watcher
 from torpor.vllm.server import access, ending
 from torpor.vllm.server.automatic import Automatic
 from torpor.vllm.server.metrics import Metrics
@@ -352,12 +353,14 @@ class Server:
                 raise WrongState("the server ends", "its checkpoint has the requests")
             await asyncio.sleep(_WAIT_SECONDS)
 
-    async def wake_up(self, tags: list[str] | None = None, kv: str | None = None) -> Report:
+    async def wake_up(
+        self, tags: list[str] | None = None, kv: str | None = None, progress: Watcher | None = None
+    ) -> Report:
         async with self._only_one():
             before = self.state
             self.enter("waking")
             try:
-                report = await self.engine.wake_up(tags, kv=kv)
+                report = await self.engine.wake_up(tags, kv=kv, progress=progress)
             except BaseException as problem:
                 self.metrics.failed("wake", "host")
                 await self._after_failure(problem, before)

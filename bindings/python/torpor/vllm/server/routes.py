@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
+from dataclasses import asdict
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, HTTPException, Query, Request
@@ -17,6 +18,7 @@ import torpor.console
 from torpor import _core, errors
 from torpor.errors import Error, InvalidArgument
 from torpor.vllm.compat import lookup
+from torpor.vllm.progress import Watcher
 from torpor.vllm.server.life import Server
 from torpor.vllm.weight_updates import kv_option
 
@@ -47,11 +49,14 @@ def routes() -> APIRouter:
         return request.app.state.torpor
 
     async def answered(call, request: Request) -> Response:
-        """The result of an operation as JSON, or, when events are asked for, what it does meanwhile."""
+        """The result of an operation as JSON, or, when events are asked for, what it does meanwhile. `call` is given a
+        function that watches its progress, or None."""
         if _EVENT_STREAM in request.headers.get("Accept", ""):
-            return StreamingResponse(_with_progress(asyncio.create_task(call)), media_type=_EVENT_STREAM)
+            so_far: dict = {}
+            task = asyncio.create_task(call(lambda progress: so_far.update(asdict(progress))))
+            return StreamingResponse(_with_progress(task, so_far), media_type=_EVENT_STREAM)
         try:
-            return JSONResponse(await call)
+            return JSONResponse(await call(None))
         except Error as problem:
             return refused(problem)
 
@@ -71,14 +76,14 @@ def routes() -> APIRouter:
         a caller that names a mode decides otherwise."""
         preserve = preserve_state if preserve_state is not None else mode is None and level > 0
 
-        async def call() -> dict:
+        async def call(progress: Watcher | None) -> dict:
             with recorded("sleep"):
                 report = await server(raw_request).sleep(
-                    level, mode or "abort", preserve, to, weights=weights, tags=tags
+                    level, mode or "abort", preserve, to, weights=weights, tags=tags, progress=progress
                 )
             return {"status": "sleeping", "level": level} | summary(report)
 
-        return await answered(call(), raw_request)
+        return await answered(call, raw_request)
 
     @router.post("/wake_up")
     async def wake_up(
@@ -87,12 +92,12 @@ def routes() -> APIRouter:
         kv: Literal["recompute", "keep", "abort", None] = None,
         weights_changed: bool = False,
     ) -> Response:
-        async def call() -> dict:
+        async def call(progress: Watcher | None) -> dict:
             with recorded("wake"):
-                report = await server(raw_request).wake_up(tags, kv_option(kv, weights_changed))
+                report = await server(raw_request).wake_up(tags, kv_option(kv, weights_changed), progress)
             return {"status": "awake" if report.fully_awake else "sleeping", "tags": tags} | summary(report)
 
-        return await answered(call(), raw_request)
+        return await answered(call, raw_request)
 
     @router.get("/is_sleeping")
     async def is_sleeping(raw_request: Request) -> JSONResponse:
@@ -160,14 +165,18 @@ def routes() -> APIRouter:
             "in_flight": "freeze" if preserve_state or level == 0 else "abort",
             "to": to,
         }
-        return await answered(server(raw_request).engine.torpor("plan_sleep", options), raw_request)
+
+        async def call(_progress) -> dict:
+            return await server(raw_request).engine.torpor("plan_sleep", options)
+
+        return await answered(call, raw_request)
 
     @router.post("/torpor/checkpoint")
     async def checkpoint(raw_request: Request) -> Response:
-        async def call() -> dict:
+        async def call(_progress) -> dict:
             return summary(await server(raw_request).checkpoint())
 
-        return await answered(call(), raw_request)
+        return await answered(call, raw_request)
 
     @router.get("/torpor/checkpoints")
     async def checkpoints(raw_request: Request) -> Response:
@@ -311,10 +320,12 @@ async def _events(life: Server, ids: list[str], starts: list[int], by_text: bool
             task.cancel()
 
 
-async def _with_progress(task: asyncio.Task) -> AsyncIterator[str]:
-    began = time.monotonic()
-    while not (await asyncio.wait({task}, timeout=_PROGRESS_SECONDS))[0]:
-        yield f"event: progress\ndata: {json.dumps({'seconds': round(time.monotonic() - began, 3)})}\n\n"
+async def _with_progress(task: asyncio.Task, so_far: dict) -> AsyncIterator[str]:
+    began, ended = time.monotonic(), False
+    while not ended:
+        ended = bool((await asyncio.wait({task}, timeout=_PROGRESS_SECONDS))[0])
+        told = so_far | {"seconds": round(time.monotonic() - began, 3)}
+        yield f"event: progress\ndata: {json.dumps(told)}\n\n"
     try:
         result = await task
         for phase in result.get("phases", []):

@@ -1,0 +1,124 @@
+// Jobs of the transfer engine: lanes that are full, what goes first, and what is cancelled.
+#include "tests/offload/transfer_engine_scene.h"
+#include "tests/support/temporary_directory.h"
+
+namespace torpor {
+namespace {
+
+// Keeps nothing; whoever watches cancels when the first chunks come.
+class CancellingTier final : public Tier {
+ public:
+  explicit CancellingTier(ProgressFile& progress) : progress_(progress) {}
+  std::string_view kind() const override { return "cancelling"; }
+  bool addressable() const override { return false; }
+  Status prepare(uint64_t, uint64_t) override { return ok(); }
+  Status finish() override { return ok(); }
+  void put(std::span<TierPart> parts) override {
+    for (TierPart& part : parts) part.status = ok();
+    progress_.cancel();
+  }
+
+ private:
+  ProgressFile& progress_;
+};
+
+TEST_P(TransferEngineTest, AFullLaneSaysSoAndTheOtherOneTakesJobs) {
+  use({.queued_jobs = 1, .own_threads = false});
+  HeldTier slow;
+  HostTier tier(*arena_);
+  const JobId first = value_of(transfers_->submit(job(JobKind::kSave, &slow)));
+  EXPECT_FAILS(transfers_->submit(job(JobKind::kSave, &slow)), Code::kResourceExhausted, "disk lane is full: 1 jobs");
+  const JobId other = value_of(transfers_->submit(job(JobKind::kSave, &tier)));
+  EXPECT_FAILS(transfers_->submit(job(JobKind::kDigest, nullptr)), Code::kResourceExhausted, "memory lane");
+  EXPECT_SUCCEEDS(transfers_->wait(other).status);
+  slow.let_go();
+  EXPECT_SUCCEEDS(transfers_->wait(first).status);
+  EXPECT_FALSE(transfers_->pump());
+}
+
+TEST_P(TransferEngineTest, CancelledBeforeAnythingMovedNothingMoves) {
+  use({.own_threads = false});
+  HostTier tier(*arena_);
+  device_->fail_at(0);
+  const JobId id = value_of(transfers_->submit(job(JobKind::kSave, &tier)));
+  EXPECT_TRUE(transfers_->cancel(id));
+  EXPECT_FALSE(transfers_->cancel(id));
+  EXPECT_FALSE(transfers_->pump());
+  const JobResult result = transfers_->wait(id);
+  EXPECT_FAILS(result.status, Code::kAborted);
+  EXPECT_EQ(ended_as(result, BlockOutcome::kCancelled), kChunks);
+  EXPECT_EQ(count(BlockOutcome::kCancelled), kChunks);
+  EXPECT_EQ(device_->calls(), 0u);
+}
+
+TEST_P(TransferEngineTest, CancelledInTheMiddleWhatHasBegunEnds) {
+  use({.threads = 1});
+  HeldTier tier;
+  Job large = job(JobKind::kSave, &tier);
+  while (large.chunks.size() < 24 * kChunks) large.chunks.push_back({.plan = &plans_[0]});  // 3 batches of 256
+  const JobId id = value_of(transfers_->submit(std::move(large)));
+  tier.wait_until_held();
+  EXPECT_FALSE(transfers_->cancel(id));
+  tier.let_go();
+  const JobResult result = transfers_->wait(id);
+  EXPECT_FAILS(result.status, Code::kAborted);
+  EXPECT_EQ(ended_as(result, BlockOutcome::kTransferred), 512u);
+  EXPECT_EQ(ended_as(result, BlockOutcome::kCancelled), 256u);
+  EXPECT_EQ(tier.puts(), 512u);
+}
+
+TEST_P(TransferEngineTest, WhoWatchesSeesWhatWasMovedAndCancelsTheRest) {
+  use({.own_threads = false});
+  const test::TemporaryDirectory temporary;
+  const auto progress = value_of(ProgressFile::create(temporary / "progress"));
+  transfers_->watch(progress);
+  HostTier host(*arena_);
+  ASSERT_SUCCEEDS(transfers_->save(plans_, host));
+  EXPECT_EQ(progress->read().bytes_total, kBytes);
+  EXPECT_EQ(progress->read().bytes_done, kBytes);
+
+  CancellingTier tier(*progress);
+  EXPECT_FAILS(transfers_->save(plans_, tier), Code::kAborted, "who watches");
+  EXPECT_EQ(progress->read().bytes_total, 2 * kBytes);
+  EXPECT_EQ(progress->read().bytes_done, kBytes + kBytes / 2);  // the batch that was under way
+  EXPECT_EQ(count(BlockOutcome::kCancelled), kChunks / 2);
+  EXPECT_FAILS(transfers_->digests(plans_), Code::kAborted);
+  EXPECT_EQ(progress->read().bytes_total, 2 * kBytes);
+
+  transfers_->watch(nullptr);
+  EXPECT_SUCCEEDS(transfers_->digests(plans_));
+}
+
+TEST_P(TransferEngineTest, AllOrNothingEndsAfterTheFirstFailure) {
+  use({.own_threads = false});
+  HostTier tier(*arena_);
+  const auto saved = value_of(transfers_->save(plans_, tier));
+  tier.view(saved[0])[0] ^= std::byte{1};
+  EXPECT_FAILS(transfers_->restore(saved, plans_, tier), Code::kCorruption, "t/r[0]");
+  EXPECT_EQ(count(BlockOutcome::kFailed), 1u);
+  EXPECT_GE(count(BlockOutcome::kCancelled), kChunks / 2);
+}
+
+TEST_P(TransferEngineTest, LoadsGoBeforeWhatWaitsAlready) {
+  use({.own_threads = false});
+  HostTier tier(*arena_);
+  const auto saved = value_of(transfers_->save(plans_, tier));
+  HostTier target(*arena_);
+  Job offload = job(JobKind::kSave, &target);
+  Job load = job(JobKind::kRestore, &tier, saved);
+  offload.polled = load.polled = true;
+  load.urgency = Urgency::kLoad;
+  const JobId later = value_of(transfers_->submit(std::move(offload)));
+  ASSERT_TRUE(transfers_->pump());  // a batch of it is over when the load comes
+  const JobId first = value_of(transfers_->submit(std::move(load)));
+  std::vector<JobResult> finished;
+  while (transfers_->poll(finished) == 0) ASSERT_TRUE(transfers_->pump());
+  ASSERT_EQ(finished.size(), 1u);
+  EXPECT_EQ(finished[0].id, first);
+  while (transfers_->poll(finished) == 0) ASSERT_TRUE(transfers_->pump());
+  EXPECT_EQ(finished[1].id, later);
+  EXPECT_FAILS(transfers_->wait(later).status, Code::kNotFound);
+}
+
+}  // namespace
+}  // namespace torpor
