@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from torpor.errors import InvalidArgument
-from torpor.vllm import frontend
+from torpor.vllm import frontend, tracing
 from torpor.vllm.frontend import Report
 from torpor.vllm.weight_updates import UPDATING_WEIGHTS, Updating, UpdatingAwaited, kv_option
 
@@ -82,7 +82,8 @@ class Blocking:
         weights: str = "store",
     ) -> Report:
         values = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights)
-        return frontend.finish(frontend.sleep(frontend.BlockingSide(_engine(self)), mode, values))
+        side = frontend.BlockingSide(_engine(self))
+        return frontend.finish(tracing.traced(side.engine, "sleep", frontend.sleep(side, mode, values)))
 
     @_documented(_WAKE_UP)
     def wake_up(
@@ -95,18 +96,20 @@ class Blocking:
         weights_changed: bool = False,
     ) -> Report:
         values = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed)
-        return frontend.finish(frontend.wake_up(frontend.BlockingSide(_engine(self)), values))
+        side = frontend.BlockingSide(_engine(self))
+        return frontend.finish(tracing.traced(side.engine, "wake_up", frontend.wake_up(side, values)))
 
     @_documented(_CHECKPOINT)
     def checkpoint(self) -> Report:
-        return frontend.finish(frontend.while_frozen(frontend.BlockingSide(_engine(self)), "checkpoint", {}))
+        side = frontend.BlockingSide(_engine(self))
+        return frontend.finish(tracing.traced(side.engine, "checkpoint", frontend.while_frozen(side, "checkpoint", {})))
 
     @_documented(UPDATING_WEIGHTS)
     def updating_weights(self, version: str | None = None) -> Updating:
         return Updating(frontend.call, _engine(self), version)
 
     @_documented(_TORPOR)
-    def torpor(self, method: str, options: dict | None = None):
+    def torpor(self, method: str, options: dict | None = None) -> dict | list:
         return frontend.call(_engine(self), method, options)
 
 
@@ -127,7 +130,7 @@ class Awaited:
         weights: str = "store",
     ) -> Report:
         values = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights)
-        return await frontend.sleep(frontend.AsyncSide(self), mode, values)
+        return await tracing.traced(self, "sleep", frontend.sleep(frontend.AsyncSide(self), mode, values))
 
     @_documented(_WAKE_UP)
     async def wake_up(
@@ -140,18 +143,20 @@ class Awaited:
         weights_changed: bool = False,
     ) -> Report:
         values = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed)
-        return await frontend.wake_up(frontend.AsyncSide(self), values)
+        return await tracing.traced(self, "wake_up", frontend.wake_up(frontend.AsyncSide(self), values))
 
     @_documented(_CHECKPOINT)
     async def checkpoint(self) -> Report:
-        return await frontend.while_frozen(frontend.AsyncSide(self), "checkpoint", {})
+        return await tracing.traced(
+            self, "checkpoint", frontend.while_frozen(frontend.AsyncSide(self), "checkpoint", {})
+        )
 
     @_documented(UPDATING_WEIGHTS)
     def updating_weights(self, version: str | None = None) -> UpdatingAwaited:
         return UpdatingAwaited(frontend.call_async, self, version)
 
     @_documented(_TORPOR)
-    async def torpor(self, method: str, options: dict | None = None):
+    async def torpor(self, method: str, options: dict | None = None) -> dict | list:
         return await frontend.call_async(self, method, options)
 
 

@@ -16,6 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 import torpor.console
 from torpor import _core, errors
 from torpor.errors import Error, InvalidArgument
+from torpor.vllm import tracing
 from torpor.vllm.compat import lookup
 from torpor.vllm.server.life import Server
 from torpor.vllm.weight_updates import kv_option
@@ -48,6 +49,7 @@ def routes() -> APIRouter:
 
     async def answered(call, request: Request) -> Response:
         """The result of an operation as JSON, or, when events are asked for, what it does meanwhile."""
+        tracing.asked_by.set(request.headers)
         if _EVENT_STREAM in request.headers.get("Accept", ""):
             return StreamingResponse(_with_progress(asyncio.create_task(call)), media_type=_EVENT_STREAM)
         try:
