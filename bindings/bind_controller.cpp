@@ -303,6 +303,7 @@ py::dict to_python(const SleepReport& report, const RolledForward& rolled = {}) 
     item["name"] = phase.name;
     item["seconds"] = phase.seconds;
     item["bytes"] = phase.bytes;
+    item["after"] = phase.after;
     phases.append(item);
   }
   out["phases"] = phases;

@@ -1,5 +1,5 @@
-// For the portable module (cmake/TorporPortable.cmake): fmt and spdlog, which Debian has as shared libraries only.
-// Their header-only form has the same functions; -fkeep-inline-functions compiles them all.
+// For the portable module and inspector (cmake/TorporPortable.cmake): fmt and spdlog, which Debian has as shared
+// libraries only. Their header-only form has the same functions; -fkeep-inline-functions compiles them all.
 #undef FMT_SHARED
 #undef SPDLOG_COMPILED_LIB
 #undef SPDLOG_SHARED_LIB
@@ -8,5 +8,7 @@
 #include <fmt/format.h>
 #include <spdlog/logger.h>
 #include <spdlog/sinks/stdout_sinks.h>
+#include <spdlog/spdlog.h>
 
 template class spdlog::sinks::stderr_sink<spdlog::details::console_mutex>;
+template std::locale fmt::detail::locale_ref::get<std::locale>() const;

@@ -1,6 +1,7 @@
-# TORPOR_PORTABLE makes a Python module that runs on every x86-64 Linux with glibc 2.28 or newer (manylinux_2_28), whatever
-# libraries it has: torpor's are linked statically, and zig's linker links against the symbols of that glibc; this
-# machine's own is too new. What the C++ library wants of a newer glibc is in bindings/portable_glibc.cpp.
+# TORPOR_PORTABLE makes a Python module and an inspector that run on every x86-64 Linux with glibc 2.28 or newer
+# (manylinux_2_28), whatever libraries it has: torpor's are linked statically, and zig's linker links against the symbols
+# of that glibc; this machine's own is too new. What the C++ library wants of a newer glibc is in
+# bindings/portable_glibc.cpp.
 # TORPOR_ZIG is the linker's command, "python;-m;ziglang" for PyPI's package.
 
 set(CMAKE_FIND_LIBRARY_SUFFIXES .a)
@@ -15,3 +16,13 @@ endforeach()
 list(JOIN TORPOR_ZIG " " zig)
 set(CMAKE_CXX_CREATE_SHARED_MODULE
   "${zig} cc -target x86_64-linux-gnu.2.28 -shared -s -Wl,--gc-sections -Wl,--version-script=${PROJECT_SOURCE_DIR}/bindings/exported.map -o <TARGET> <OBJECTS> <LINK_LIBRARIES>${libraries} -lpthread -ldl -lm")
+set(CMAKE_CXX_LINK_EXECUTABLE
+  "${zig} cc -target x86_64-linux-gnu.2.28 -s -Wl,--gc-sections -Wl,--allow-shlib-undefined -o <TARGET> <OBJECTS> <LINK_LIBRARIES>${libraries} -lpthread -ldl -lm")
+
+# What a target has to carry that is linked so.
+function(torpor_portable target)
+  set(here ${PROJECT_SOURCE_DIR}/bindings)
+  target_sources(${target} PRIVATE ${here}/portable_glibc.cpp ${here}/portable_libraries.cpp)
+  set_source_files_properties(${here}/portable_libraries.cpp TARGET_DIRECTORY ${target}
+    PROPERTIES COMPILE_OPTIONS -fkeep-inline-functions)
+endfunction()

@@ -107,7 +107,7 @@ class Operation {
   void end(std::string_view phase, uint64_t bytes = 0) noexcept {
     const double seconds = seconds_between(last_, clock_.now());
     (void)catching([&]() -> Status {
-      phases_.push_back({std::string(phase), seconds, bytes});
+      phases_.push_back({std::string(phase), seconds, bytes, seconds_between(began_, last_)});
       if (!kept_) done_.push_back({open_, steps_});
       return ok();
     });

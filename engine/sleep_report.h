@@ -67,6 +67,7 @@ struct Phase {
   std::string name;
   double seconds = 0;
   uint64_t bytes = 0;
+  double after = 0;  // seconds from the operation's beginning to the phase's
 };
 
 struct SleepReport {  // also of a wake

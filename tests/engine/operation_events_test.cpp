@@ -111,6 +111,14 @@ TEST_F(OperationEvents, PhasesAreThoseOfTheReports) {
     EXPECT_EQ(told.rbegin()->second.phases, names_of(wake));
     for (const auto& [number, each] : told) EXPECT_EQ(each.ended, Edge::kEnd);
     EXPECT_EQ(engine_state(since), "awake");
+    for (const SleepReport* report : {&sleep, &wake}) {
+      double over = 0;  // when the phase before had ended, seconds after the operation's beginning
+      for (const Phase& phase : report->phases) {
+        EXPECT_GE(phase.after + 1e-9, over) << phase.name;
+        over = phase.after + phase.seconds;
+      }
+      EXPECT_LE(over, report->seconds + 1e-9);
+    }
   }
 }
 

@@ -29,7 +29,10 @@ class Engine:
     def __init__(self, directory=None, wakes_with: Exception | None = None):
         options = {"torpor": {"dir": None if directory is None else str(directory)}}
         parallel = SimpleNamespace(data_parallel_size=1)
-        self.vllm_config = SimpleNamespace(additional_config=options, parallel_config=parallel)
+        self.vllm_config = SimpleNamespace(
+            additional_config=options, parallel_config=parallel,
+            observability_config=SimpleNamespace(otlp_traces_endpoint=None),
+        )  # fmt: skip
         self._client_count = 1
         self.wakes_with = wakes_with
         self.fails_with: Exception | None = None  # the next sleep or wake

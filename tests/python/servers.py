@@ -20,9 +20,16 @@ class ForkedServer(Server):
         return shared().popen(command[1:], env=self._environment, stdout=out, stderr=out)
 
 
-def make_server(model: Path, directory: Path, *options: str, name: str = "server", dtype: str = "float32") -> Server:
-    environment = {"VLLM_LOGGING_LEVEL": "INFO", "OMP_NUM_THREADS": "1"}
-    return ForkedServer(model, directory, ["--dtype", dtype, *options], environment, keys=(ALICE, BOB), name=name)
+def make_server(
+    model: Path,
+    directory: Path,
+    *options: str,
+    name: str = "server",
+    dtype: str = "float32",
+    environment: dict[str, str] | None = None,
+) -> Server:
+    own = {"VLLM_LOGGING_LEVEL": "INFO", "OMP_NUM_THREADS": "1"} | (environment or {})
+    return ForkedServer(model, directory, ["--dtype", dtype, *options], own, keys=(ALICE, BOB), name=name)
 
 
 def sampling(number: int, max_tokens: int) -> dict:

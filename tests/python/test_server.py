@@ -8,14 +8,23 @@ import httpx
 import pytest
 from servers import ALICE, BOB, Client, Reading, make_server, sampling
 from serving import ADMIN_KEY
+from trace_collector import Collector, attributes
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model, tmp_path_factory):
+def traces():
+    with Collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model, tmp_path_factory, traces):
     options = ["--torpor-queue-limit", "4", "--torpor-keep-answers", "600", "--max-num-seqs", "16"]
-    server = make_server(tiny_model, tmp_path_factory.mktemp("server") / "torpor", *options)
+    options += ["--otlp-traces-endpoint", traces.endpoint]
+    how = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "50"}
+    server = make_server(tiny_model, tmp_path_factory.mktemp("server") / "torpor", *options, environment=how)
     server.start()
     server.wait_until_ready()
     yield server
@@ -382,5 +391,27 @@ def test_metrics_tell_what_happened(server):
         assert sleeping and sleeping[0].endswith(" 0.0")
         assert value(awake, "torpor_answer_log_bytes ") > 0 and value(awake, "torpor_requests_failed_total ") == 0
         assert "torpor_queue_seconds_count " in awake and 'le="+Inf"' in awake
+
+    played(server, scene)
+
+
+def test_an_operation_belongs_to_the_trace_of_the_request_that_asked_for_it(server, traces):
+    async def scene(client):
+        trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+        with_trace = {"traceparent": f"00-{trace}-{parent}-01"}
+        slept = (await client.admin.post("/sleep", headers=with_trace)).json()
+        await client.admin.post("/wake_up", headers=with_trace | {"Accept": "text/event-stream"})
+        await client.post("/sleep")
+        await client.post("/wake_up")
+
+        def of_trace(name):
+            return [span for span in traces.named(name) if span.trace_id.hex() == trace]
+
+        await until(lambda: of_trace("torpor.sleep") and of_trace("torpor.wake_up"))
+        for name in ("torpor.sleep", "torpor.wake_up"):
+            (span,) = of_trace(name)
+            assert span.parent_span_id.hex() == parent and len(traces.inside(span)) > 2
+        (span,) = of_trace("torpor.sleep")
+        assert attributes(span)["torpor.freed_bytes"] == slept["freed_bytes"]
 
     played(server, scene)

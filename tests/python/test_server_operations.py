@@ -83,6 +83,25 @@ def test_an_engine_that_was_lost_asks_for_a_restart(monkeypatch):
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
+def test_the_page_for_operators_names_every_alert_and_only_metrics_that_exist():
+    import yaml
+    from prometheus_client import CollectorRegistry
+    from torpor.vllm import connector_stats
+    from torpor.vllm.server.metrics import Metrics
+
+    page = (DEPLOY.parent / "docs/operations.md").read_text()
+    alerts = yaml.safe_load((DEPLOY / "helm/torpor/files/alerts.yaml").read_text())["groups"][0]["rules"]
+    assert set(re.findall(r"\[`(Torpor\w+)`\]", page)) == {each["alert"] for each in alerts}
+    registry = CollectorRegistry()
+    Metrics(registry)
+    offloading = set(re.findall(r'"(torpor_offload_\w+)"', Path(connector_stats.__file__).read_text()))
+    names = {metric.name for metric in registry.collect()} | offloading
+    told = {name.removesuffix("_total") for name in re.findall(r"`(torpor_\w+)", page)}
+    assert len(told) > 15 and told - names == set()
+    served = set(re.findall(r"`(torpor_[a-z_]+[a-z])", (DEPLOY.parent / "docs/server.md").read_text()))
+    assert {name.removesuffix("_total") for name in served} == names - offloading
+
+
 def test_the_kustomize_base_is_made_from_the_present_chart():
     sys.path.insert(0, str(DEPLOY.parent / "tests/deploy"))
     import chart

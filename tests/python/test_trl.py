@@ -20,7 +20,7 @@ def steps(tiny_model, tmp_path_factory):
     sys.path.append(str(HERE.parents[1] / "tools"))
     from devtool import trainers
 
-    python = trainers.environment()
+    python = trainers.environment("trl")
 
     def run(mode: str) -> dict:
         words = [python, HERE / "trl_process.py", tiny_model, mode]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from devtool import other_vllm, setup
+from zygote import ENVIRONMENT
 
 # Of the C library and of the compiler's runtime, which every Linux has; nothing of Debian, torch or CUDA.
 MAY_NEED = {"libc.so.6", "libpthread.so.0", "libdl.so.2", "libm.so.6", "ld-linux-x86-64.so.2", "libgcc_s.so.1"}
@@ -69,6 +72,68 @@ def test_it_works_where_nothing_of_the_checkout_is(wheel, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "/nowhere" in done.stdout
+    inspector = tmp_path / "site/bin/torpor"
+    golden = shutil.copytree(ROOT / "tests/golden/v2/g-000001", tmp_path / "g-000001")
+    assert json.loads(output(inspector, "verify", "--json", golden))["whole"] is True
+    refused = subprocess.run([inspector, "push", golden, "s3://bucket/prefix"], capture_output=True, text=True)
+    assert refused.returncode != 0 and "without libcurl" in refused.stderr
+
+
+README = """
+import os, sys
+from types import SimpleNamespace
+from vllm import LLM
+import torpor
+
+def main():
+    model, report = {model!r}, SimpleNamespace(checkpoint=sys.argv[-1])
+{lines}
+    print("RESULT", torpor.__file__, report.checkpoint, llm.is_sleeping(), flush=True)
+    os._exit(0)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.long
+def test_the_lines_of_the_readme_run_where_the_wheel_lies_beside_vllm(wheel, tiny, tmp_path):
+    base = setup.python_environment()
+    other_vllm.begin(tmp_path / "environment", next(base.parents[1].glob("lib/python*/site-packages")))
+    python = tmp_path / "environment/bin/python"
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | ENVIRONMENT
+    pip = [base, "-m", "pip", "--disable-pip-version-check", "--python", python, "install", "-q", "--no-deps", wheel]
+    subprocess.run(pip, check=True, env=bare)
+    block = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    made, *slept, woken = block.replace("/var/lib/torpor", str(tmp_path / "torpor")).splitlines()
+    assert len(slept) == 3 and 'to="disk"' in slept[-1] and "from_checkpoint" in woken
+
+    def run(*lines: str, checkpoint: str = "") -> list[str]:
+        script = tmp_path / "script.py"
+        script.write_text(README.format(model=str(tiny), lines="\n".join(f"    {line}" for line in lines)))
+        command = [python, script, checkpoint]
+        done = subprocess.run(command, env=bare, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return next(line for line in done.stdout.splitlines() if line.startswith("RESULT ")).split()[1:]
+
+    module, checkpoint, asleep = run(made, *slept)
+    assert module.startswith(str(tmp_path)) and Path(checkpoint).is_dir() and asleep == "True"
+    assert run(made, woken, checkpoint=checkpoint) == [module, checkpoint, "False"]
+
+
+@pytest.mark.long
+def test_the_sources_build_where_nothing_of_the_checkout_is(wheel, tmp_path):
+    (sources,) = (ROOT / "dist").glob("torpor-*.tar.gz")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "-q"]
+    build = [*pip, "--no-deps", "--no-build-isolation", "-w", tmp_path, sources]
+    subprocess.run(build, check=True, timeout=900, cwd=tmp_path)
+    built, portable = python_of(next(tmp_path.glob("torpor-*.whl"))), python_of(wheel)
+    assert built == portable and "torpor/verl/server.py" in built
+
+
+def python_of(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if name.endswith((".py", ".pyi", "py.typed"))}
 
 
 def test_the_inspector_is_a_package_of_its_own(tmp_path, shown):

@@ -1,6 +1,7 @@
 """The reference pages against what they describe: every option, setting and argument is told, with its default, and
 none that does not exist. Without an engine."""
 
+import ast
 import dataclasses
 import inspect
 import re
@@ -125,3 +126,39 @@ def test_every_word_of_tools_dev_is_in_its_manual():
     source = (ROOT / "tools/devtool/commands.py").read_text()
     words = set(re.findall(r'^        "([a-z_]+)": ', source, re.M))
     assert words and [word for word in sorted(words) if not re.search(rf"\b{word}\b", shown)] == []
+
+
+# What programs import, and whether its arguments are its own: those of others mean what they mean there.
+PUBLIC = {
+    "errors.py": False, "memory.py": True, "torch_memory_saver.py": False, "trl.py": False, "verl/__init__.py": False,
+    "verl/server.py": False, "console/__init__.py": True,
+}  # fmt: skip
+
+
+def public_calls(tree: ast.Module):
+    """Each function and method whose name and class are public: its full name, itself, whether it has a self."""
+    for scope in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_")):
+        for node in scope.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name[0] != "_":
+                prefix = "" if scope is tree else f"{scope.name}."
+                yield prefix + node.name, node, scope is not tree
+
+
+@pytest.mark.parametrize("file", PUBLIC)
+def test_every_public_call_has_a_signature_with_types_and_says_what_it_does(file):
+    tree = ast.parse((ROOT / "bindings/python/torpor" / file).read_text())
+    calls = list(public_calls(tree))
+    assert calls or file == "verl/__init__.py"
+    problems = []
+    for name, call, has_self in calls:
+        decorated = {ast.unparse(each).split("(")[0] for each in call.decorator_list}
+        doc = ast.get_docstring(call) or ""
+        if not doc and not any(each.endswith(".setter") for each in decorated):
+            problems.append(f"{name} says nothing")
+        arguments = [*call.args.posonlyargs, *call.args.args, *call.args.kwonlyargs][has_self:]
+        problems += [f"{name}: {each.arg} has no type" for each in arguments if each.annotation is None]
+        if call.returns is None:
+            problems.append(f"{name} does not say what it returns")
+        if PUBLIC[file]:
+            problems += [f"{name} does not say what {each.arg} is" for each in arguments if each.arg not in doc]
+    assert problems == []

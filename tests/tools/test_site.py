@@ -2,8 +2,9 @@
 
 import subprocess
 
+import pytest
 from conftest import ROOT
-from devtool import site
+from devtool import setup, site
 
 
 def test_documents_are_copied_with_what_they_link_to_so_that_their_links_hold(tmp_path):
@@ -46,3 +47,21 @@ def test_links_that_lead_nowhere_are_found(tmp_path):
         "sub/index.html: none.png",
         "sub/index.html: #none",
     ]
+
+
+@pytest.mark.long
+def test_a_browser_sees_what_scripts_do_and_what_pages_ask_for(tmp_path):
+    setup.system_packages("docs-system.txt")
+    icon = "<link rel=icon href=data:,>"  # else a browser asks for one
+    (tmp_path / "index.html").write_text(f"{icon}<h1 id=top>x</h1><a href=bad.html#made>a</a>")
+    (tmp_path / "bad.html").write_text(
+        f"{icon}<p id=gone>x</p><img src=none.png><script>document.body.innerHTML = '<h2 id=made>y</h2>"
+        "<a href=index.html#none>z</a>'; nothing()</script>"
+    )
+    pages, problems = site.open_pages(tmp_path, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    said, heading, lost = problems
+    assert "bad.html" in said and "nothing is not defined" in said
+    assert heading == "bad.html: has no heading" and lost == "not there: /none.png: 404"
+    _, broken = site.follow_links(tmp_path, pages)
+    assert broken == ["bad.html: index.html#none"]

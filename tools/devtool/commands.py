@@ -90,7 +90,7 @@ def main(arguments: list[str], manual: str) -> int:
 
 
 def demo(arguments: list[str]) -> int:
-    python_path, model = setup.everything()
+    python_path, model = setup.everything(portable=True)
     if "--remote" in arguments:
         setup.install_stores(python_path)
     if "--console" in arguments or "--remote" in arguments:

@@ -29,6 +29,7 @@ def wheel(arguments: list[str]) -> int:
         old.unlink()
     settings = {
         "build-dir": "build/portable",
+        "build.targets": "_core;torpor",
         "cmake.define.TORPOR_PORTABLE": "ON",
         "cmake.define.TORPOR_ZIG": f"{tools};-m;ziglang",
         "cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR": "ON",
@@ -41,6 +42,10 @@ def wheel(arguments: list[str]) -> int:
     environment = {"PATH": f"{tools.parent}:/usr/bin:/bin"}
     repair = [tools, "-m", "auditwheel", "repair", "--plat", PLATFORM, "--only-plat", "-w", DIST, plain]
     run(f"Check for {PLATFORM}", repair, env=environment, log_name="auditwheel")
+    kept = setup.PORTABLE / setup.sources_digest()
+    kept.mkdir(parents=True, exist_ok=True)
+    shutil.copy(next(DIST.glob("torpor-[0-9]*.whl")), kept)
+    setup.keep_newest(setup.PORTABLE)
     name = ROOT / "bindings/torch_memory_saver"
     run("The import name torch_memory_saver", [*pip, "-w", DIST, name], log_name="wheel-name")
     sdist = "import sys, scikit_build_core.build as build; build.build_sdist(sys.argv[1])"

@@ -18,6 +18,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torpor"
 SITE = ROOT / "build/site"  # torpor as installed from this checkout
+BUILT = CACHE / "built"  # wheels of torpor for this machine, by their sources
+PORTABLE = CACHE / "portable"  # those of tools/dev wheel
+_BUILDS_KEPT = 4  # of each
 CONSOLE = ROOT / "build/console"  # what its screens need
 STORES = ROOT / "build/stores"  # an S3 server
 LINT = ROOT / "build/lint"  # what checks Python
@@ -192,21 +195,37 @@ def sources_digest() -> str:
     return digest.hexdigest()
 
 
-def install_torpor(python: Path) -> None:
-    """`pip install .` into SITE, unless exactly these sources are installed; what this process starts finds it there.
+def install_torpor(python: Path, portable: bool = False) -> None:
+    """torpor into SITE, unless exactly these sources are installed; what this process starts finds it there.
 
-    Not into the environment, which all checkouts share.
+    Not into the environment, which all checkouts share. From a wheel that was made of these sources before, in any
+    checkout, else built now. `portable`: one of `tools/dev wheel` will do, which cannot reach object stores.
     """
     os.environ["PYTHONPATH"] = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
     stamp = SITE / "torpor-sources"
     digest = sources_digest()
-    if stamp.exists() and stamp.read_text() == digest:
+    built = BUILT / hashlib.sha256(f"{digest} {python.parents[1].name}".encode()).hexdigest()[:16]
+    good = {built.name: built, **({f"portable {digest}": PORTABLE / digest} if portable else {})}
+    if stamp.exists() and stamp.read_text() in good:
         return
+    pip = [python, "-m", "pip", "--disable-pip-version-check"]
+    made = {stamped: next(folder.glob("torpor-*.whl"), None) for stamped, folder in good.items()}
+    if not any(made.values()):
+        build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", built]
+        warnings = "--config-settings=cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON"
+        run("torpor (pip wheel .)", [*build, warnings, ROOT], log_name="torpor-build")
+        made[built.name] = next(built.glob("torpor-*.whl"))
+        keep_newest(BUILT)
+    stamped, wheel = next((stamped, wheel) for stamped, wheel in made.items() if wheel is not None)
     shutil.rmtree(SITE, ignore_errors=True)
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-build-isolation"]
-    warnings = "--config-settings=cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON"
-    run("torpor (pip install .)", [*pip, warnings, "--target", SITE, ROOT], log_name="torpor-install")
-    stamp.write_text(digest)
+    run("torpor (pip install)", [*pip, "install", "--no-deps", "--target", SITE, wheel], log_name="torpor-install")
+    stamp.write_text(stamped)
+
+
+def keep_newest(folder: Path) -> None:
+    """A few folders of a cache; a half-made one goes with the rest."""
+    for old in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)[:-_BUILDS_KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def cmake_build(preset: str, targets: tuple[str, ...] = ()) -> None:
@@ -246,10 +265,10 @@ def install_lint(python: Path) -> None:
     install_beside(python, LINT, "ruff, which checks Python", "lint.txt")
 
 
-def everything() -> tuple[Path, Path]:
+def everything(portable: bool = False) -> tuple[Path, Path]:
     """Those, and torpor itself."""
     python, folder = prerequisites()
-    install_torpor(python)
+    install_torpor(python, portable)
     install_console(python)
     install_lint(python)
     return python, folder

@@ -1,4 +1,4 @@
-"""tools/dev docs: the documents as a site, every link of which is followed."""
+"""tools/dev docs: the documents as a site, each page of which is opened in a browser and every link followed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from devtool import checks, setup
+from devtool.browser import Browser
 from devtool.setup import ROOT, SetupError, run
 
 BUILD = ROOT / "build/docs"
@@ -17,9 +18,10 @@ TOOLS = BUILD / "tools"
 
 
 def main(arguments: list[str]) -> int:
-    """Makes build/docs/site/index.html, and says which links of the site lead nowhere."""
+    """Makes build/docs/site/index.html, and says which of its links lead nowhere and what a browser misses."""
     if arguments:
         raise SetupError(f"tools/dev docs takes no {arguments[0]!r}")
+    setup.system_packages("docs-system.txt")
     python = setup.python_environment()
     setup.install_beside(python, TOOLS, "MkDocs Material, for the site", "docs.txt")
     copy_documents(ROOT, BUILD / "source")
@@ -28,11 +30,28 @@ def main(arguments: list[str]) -> int:
     command = [python, "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file", config]
     run("Site", command, env=environment, log_name="docs")
     site = BUILD / "site"
-    links, problems = follow_links(site)
+    pages, problems = open_pages(site, BUILD / "first-page.png")
+    links, lost = follow_links(site, pages)
+    problems += lost
     for problem in problems:
         print(problem)
-    print(f"{(site / 'index.html').relative_to(ROOT)}: {links} links, {len(problems)} lead nowhere")
+    print(
+        f"{(site / 'index.html').relative_to(ROOT)}: {len(pages)} pages opened in Chromium, {links} links followed, "
+        f"{len(problems)} problems; the first page: {(BUILD / 'first-page.png').relative_to(ROOT)}"
+    )
     return 1 if problems else 0
+
+
+def open_pages(site: Path, picture: Path) -> tuple[dict[Path, str], list[str]]:
+    """Each page as a browser has it after its scripts have run, and what was amiss."""
+    names = [str(path.relative_to(site)) for path in sorted(site.rglob("*.html"))]
+    with Browser(site) as browser:
+        opened = browser.all_opened(names)
+        browser.pictured("index.html", picture)
+    problems = [f"{name}: {error}" for name, (_, errors) in opened.items() for error in errors]
+    problems += [f"{name}: has no heading" for name, (document, _) in opened.items() if "<h1" not in document]
+    problems += [f"not there: {lost}" for lost in sorted(browser.lost)]
+    return {(site / name).resolve(): document for name, (document, _) in opened.items()}, problems
 
 
 def copy_documents(root: Path, target: Path) -> None:
@@ -51,11 +70,11 @@ def copy_documents(root: Path, target: Path) -> None:
 
 
 class _Page(HTMLParser):
-    def __init__(self, path: Path):
+    def __init__(self, document: str):
         super().__init__()
         self.links: list[str] = []
         self.names: set[str] = set()
-        self.feed(path.read_text())
+        self.feed(document)
 
     def handle_starttag(self, tag: str, attributes: list) -> None:
         given = dict(attributes)
@@ -63,9 +82,13 @@ class _Page(HTMLParser):
         self.links += [given[name] for name in ("href", "src") if given.get(name)]
 
 
-def follow_links(site: Path) -> tuple[int, list[str]]:
-    """How many links the pages have, and those that lead to no file or no place in it. Other sites are not asked."""
-    pages = {path.resolve(): _Page(path) for path in sorted(site.rglob("*.html"))}
+def follow_links(site: Path, documents: dict[Path, str] | None = None) -> tuple[int, list[str]]:
+    """How many links the pages have, and those that lead to no file or no place in it. Other sites are not asked.
+
+    `documents`: the pages as a browser has them; None: as they are on disk.
+    """
+    files = sorted(path.resolve() for path in site.rglob("*.html"))
+    pages = {path: _Page(path.read_text() if documents is None else documents[path]) for path in files}
     count, problems = 0, []
     for path, page in pages.items():
         for link in page.links:

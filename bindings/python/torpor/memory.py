@@ -17,16 +17,21 @@ sleep: whoever changes memory says so with mark_dirty(), or sleeps with check=Tr
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from torpor import _core
 from torpor.errors import Unsupported
+
+if TYPE_CHECKING:
+    import torch
 
 _pools: list = []  # kept for ever: torch must not free what a sleeping region holds
 
 
 @contextmanager
-def scope(tag: str, keep: bool = True):
+def scope(tag: str, keep: bool = True) -> Iterator[None]:
     """What this thread allocates through torpor belongs to `tag`. keep=False: it comes back without content."""
     _core.memory_begin(tag, keep)
     try:
@@ -36,8 +41,11 @@ def scope(tag: str, keep: bool = True):
 
 
 @contextmanager
-def region(tag: str, keep: bool = True):
-    """scope(), and what torch allocates on its current GPU inside comes from torpor. Yields torch's MemPool."""
+def region(tag: str, keep: bool = True) -> Iterator[torch.cuda.MemPool]:
+    """scope(tag, keep), and what torch allocates on its current GPU inside comes from torpor. Yields torch's MemPool.
+
+    Raises Unsupported where torch has no GPU.
+    """
     import torch
 
     pool = new_pool()
@@ -45,8 +53,11 @@ def region(tag: str, keep: bool = True):
         yield pool
 
 
-def new_pool():
-    """A torch.cuda.MemPool whose memory is of the scope that its allocations are made in. It is never freed."""
+def new_pool() -> torch.cuda.MemPool:
+    """A torch.cuda.MemPool whose memory is of the scope that its allocations are made in. It is never freed.
+
+    Raises Unsupported where torch has no GPU.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -57,7 +68,7 @@ def new_pool():
     return pool
 
 
-def pluggable_allocator():
+def pluggable_allocator() -> torch.cuda.memory.CUDAPluggableAllocator:
     """torpor as a torch.cuda.memory.CUDAPluggableAllocator."""
     import torch
 
@@ -65,33 +76,47 @@ def pluggable_allocator():
 
 
 def allocate(size: int, device: int = 0) -> int:
-    """The address of `size` zeroed bytes in the present scope. Give them back with free()."""
+    """The address of `size` zeroed bytes on GPU number `device`, in the present scope. Give them back with free().
+
+    Raises NotEnoughRoom if the device has not so many left.
+    """
     return _core.memory_allocate(device, size)
 
 
 def free(address: int, device: int = 0) -> None:
+    """Gives back what allocate() returned as `address` for that `device`. Raises NotFound for any other address."""
     _core.memory_free(device, address)
 
 
 def sleep(*tags: str, keep: tuple[str, ...] | None = None, check: bool = False) -> dict:
     """Frees the memory of `tags`, or of all that is awake. Saved before is what is in `keep`, or what the scopes said.
 
+    check: compare digests with what was saved earlier, instead of taking mark_dirty()'s word for what has changed.
+
     Returns bytes (copied, clean: saved earlier and unchanged, dropped, physical: given back) and seconds of each phase.
+    Raises NotFound for a tag without memory, WrongState for one that sleeps, NotEnoughRoom; nothing has changed then.
     """
     return _core.memory_sleep(list(tags), None if keep is None else list(keep), check)
 
 
 def wake(*tags: str) -> dict:
-    """Fresh memory under the old addresses, with what was saved. `tags` none: all that sleeps."""
+    """Fresh memory under the old addresses, with what was saved. `tags` none: all that sleeps.
+
+    Returns bytes and seconds as sleep() does. Raises NotEnoughRoom if the device has too little; all sleeps on then.
+    """
     return _core.memory_wake(list(tags))
 
 
 def plan_sleep(*tags: str, keep: tuple[str, ...] | None = None) -> dict:
-    """What sleep() would move and free; `obstacle` says why it would fail, "" if nothing is known against it."""
+    """What sleep(*tags, keep=keep) would move and free, in bytes.
+
+    `obstacle` says why it would fail, "" if nothing is known against it.
+    """
     return _core.memory_plan_sleep(list(tags), None if keep is None else list(keep))
 
 
 def plan_wake(*tags: str) -> dict:
+    """What wake(*tags) would take and move, in bytes; `obstacle` as plan_sleep() has it."""
     return _core.memory_plan_wake(list(tags))
 
 
@@ -101,7 +126,7 @@ def mark_dirty(*tags: str) -> None:
 
 
 def saved(address: int, size: int) -> bytearray:
-    """A copy of what is saved of memory that sleeps, in host memory. Raises NotFound if nothing is."""
+    """A copy of what is saved of the `size` bytes at `address`, which sleep. Raises NotFound if nothing is."""
     return _core.memory_saved(address, size)
 
 

@@ -9,12 +9,16 @@ take memory through torch's MemPool, as in that package's "torch" mode. What is 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torpor import _core, memory
 from torpor.errors import NotFound, Unsupported
+
+if TYPE_CHECKING:
+    import torch
 
 _DEFAULT_TAG = "default"
 _DISTRIBUTION = "torpor-torch-memory-saver"
@@ -22,6 +26,8 @@ _WITHOUT_BACKUP = " (not kept)"  # how the ledger names what of a tag comes back
 
 
 class TorchMemorySaver:
+    """What torch_memory_saver's `torch_memory_saver` is: one for the process."""
+
     def __init__(self) -> None:
         self._pools: dict[tuple[str, bool, int], object] = {}  # one for (tag, backup, device), as there
 
@@ -32,7 +38,7 @@ class TorchMemorySaver:
         enable_cpu_backup: bool = False,
         enable_disk_backup: bool = False,
         cpu_backup_backend: Literal["mmap", "pinned"] | None = None,
-    ):
+    ) -> Iterator[None]:
         """What torch allocates on its current GPU inside can be paused. Without a backup it comes back without content.
 
         cpu_backup_backend: "pinned" is what torpor does; "mmap" is refused.
@@ -51,7 +57,7 @@ class TorchMemorySaver:
             yield
 
     @contextmanager
-    def disable(self, dispose_mem_pool_after_use: bool = True):
+    def disable(self, dispose_mem_pool_after_use: bool = True) -> Iterator[None]:
         """Inside a region: what is allocated here is torch's own, and is never paused."""
         if not dispose_mem_pool_after_use:
             raise Unsupported("the pool of disable() cannot be kept", "leave dispose_mem_pool_after_use at True")
@@ -76,14 +82,14 @@ class TorchMemorySaver:
     @contextmanager
     def cuda_graph(
         self,
-        cuda_graph,
-        pool=None,
-        stream=None,
+        cuda_graph: torch.cuda.CUDAGraph,
+        pool: tuple[int, int] | None = None,
+        stream: torch.cuda.Stream | None = None,
         capture_error_mode: str = "global",
         tag: str = _DEFAULT_TAG,
         enable_cpu_backup: bool = False,
         cpu_backup_backend: Literal["mmap", "pinned"] | None = None,
-    ):
+    ) -> Iterator[None]:
         """torch.cuda.graph() whose memory can be paused. It takes a pool of its own: any other is refused."""
         _check_backend(enable_cpu_backup, cpu_backup_backend)
         if pool is not None:
@@ -97,10 +103,12 @@ class TorchMemorySaver:
 
     @property
     def enabled(self) -> bool:
+        """Always true."""
         return True
 
     @property
     def hook_mode(self) -> str:
+        """ "torch", the one that is offered; another raises Unsupported."""
         return "torch"
 
     @hook_mode.setter
@@ -110,26 +118,27 @@ class TorchMemorySaver:
 
     @property
     def retain_cpu_backup(self) -> bool:
+        """Whether saved bytes stay in host memory after resume(). Setting it raises WrongState once there is memory."""
         return _core.memory_backups_kept()
 
     @retain_cpu_backup.setter
     def retain_cpu_backup(self, retain: bool) -> None:
-        """Saved bytes stay in host memory after resume(). Raises WrongState once there is memory."""
         _core.memory_keep_backups(retain)
 
     @property
     def memory_margin_bytes(self) -> int:
+        """An allocation that would leave fewer bytes free on its device fails. It can only be set."""
         raise NotImplementedError("it can only be set")  # as there
 
     @memory_margin_bytes.setter
     def memory_margin_bytes(self, margin: int) -> None:
-        """An allocation that would leave fewer bytes free on its device fails."""
         _core.memory_set_margin(margin)
 
     def set_disk_backup_dir(self, path: str) -> None:
+        """Refused: there are no backups on disk."""
         raise Unsupported("backups on disk are not offered", "use enable_cpu_backup=True")
 
-    def get_cpu_backup(self, x, zero_copy: bool = False):
+    def get_cpu_backup(self, x: torch.Tensor, zero_copy: bool = False) -> torch.Tensor | None:
         """What is saved of a tensor that is paused, as a tensor on the CPU; None if nothing is.
 
         Always a copy: with `zero_copy` too, where the original gives its backup itself.
@@ -170,7 +179,7 @@ torch_memory_saver = TorchMemorySaver()
 
 
 @contextmanager
-def configure_subprocess():
+def configure_subprocess() -> Iterator[None]:
     """Around the start of a process that imports torch_memory_saver. It has nothing to preload: see hook_mode."""
     try:
         version(_DISTRIBUTION)

@@ -34,6 +34,7 @@ class Group:
 
     @property
     def open(self) -> int:
+        """How many are not complete."""
         return sum(output is None for output in self.outputs)
 
 

@@ -25,13 +25,17 @@ _MAX_LINE = 1 << 26
 
 
 def default_directory() -> Path:
+    """Where engines of this user tell their events, unless they were told otherwise."""
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(runtime) / "torpor"
     return Path(f"/dev/shm/torpor-{os.geteuid()}")
 
 
 def connect(path: str | os.PathLike | None = None, timeout: float | None = 30) -> Engine:
-    """To the engine with this socket, or the newest one in this directory of events that answers."""
+    """To the engine whose socket `path` is, or to the newest one that answers in that directory of events.
+
+    timeout: seconds for each call; None: no bound. Raises NotFound if no engine answers.
+    """
     path = Path(path) if path is not None else default_directory()
     sockets = [path]
     if path.is_dir():
@@ -72,11 +76,15 @@ class Engine:
         self.close()
 
     def close(self) -> None:
+        """What was stopped by this connection goes on, unless it was to stay."""
         self._lines.close()
         self._socket.close()
 
     def call(self, method: str, **params) -> dict:
-        """The result; raises the error of torpor.errors that the engine answers."""
+        """The result of one of the engine's methods; raises the error of torpor.errors that it answers.
+
+        method: one of hello()["methods"]. params: that method's, in docs/console.md.
+        """
         self._last += 1
         self._socket.sendall(json.dumps({"id": self._last, "method": method, "params": params}).encode() + b"\n")
         while True:
@@ -103,6 +111,7 @@ class Engine:
         return self.call("breakpoint.add", **params)["breakpoint"]
 
     def remove_breakpoint(self, breakpoint: int) -> None:
+        """`breakpoint`: its number, from add_breakpoint(). Raises NotFound for another."""
         self.call("breakpoint.remove", breakpoint=breakpoint)
 
     def events_from_now_on(self, **params) -> Iterator[dict]:

@@ -263,6 +263,7 @@ def _merged_reports(reports: list[dict]) -> dict:
         "bound_requests": [item for report in reports for item in report.get("bound_requests", ())],
         "phases": slowest["phases"],
         "seconds": slowest["seconds"],
+        "began": slowest.get("began"),
         "ledgers": [ledger for report in reports for ledger in report["ledgers"]],
     } | {name: sum(report[name] for report in reports) for name in _SUMS}  # fmt: skip
 

@@ -93,8 +93,8 @@ class EngineSide:
         )
 
     def _with_bound(self, operation) -> dict:
-        self.hooks.bound = []
-        return operation() | {"bound_requests": self.hooks.bound}
+        self.hooks.bound, began = [], time.time()
+        return operation() | {"bound_requests": self.hooks.bound, "began": began}
 
     def end_sleep(self, options: dict) -> dict:
         """Of one of several engines, which has kept all and waits: it sleeps, or it is as if nothing had been asked."""
@@ -105,7 +105,8 @@ class EngineSide:
 
     def wake_up(self, options: dict) -> dict:
         self.updates.check_wake(options)
-        report = self.controller.wake_up(options)
+        began = time.time()
+        report = self.controller.wake_up(options) | {"began": began}
         if self.hooks.restored is not None:
             report["outputs"] = _with_tokens(report["outputs"], self.hooks.restored)
             report["restored"] = _restored_requests(self.hooks.restored) if "answers" in options else []

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from torpor.errors import InvalidArgument
-from torpor.vllm import frontend
+from torpor.vllm import frontend, tracing
 from torpor.vllm.frontend import Report
 from torpor.vllm.progress import Watcher, watched
 from torpor.vllm.weight_updates import UPDATING_WEIGHTS, Updating, UpdatingAwaited, kv_option
@@ -87,8 +87,9 @@ class Blocking:
         progress: Watcher | None = None,
     ) -> Report:
         options = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights)
+        side = frontend.BlockingSide(_engine(self))
         with watched(progress, options) as values:
-            return frontend.finish(frontend.sleep(frontend.BlockingSide(_engine(self)), mode, values))
+            return frontend.finish(tracing.traced(side.engine, "sleep", frontend.sleep(side, mode, values)))
 
     @_documented(_WAKE_UP)
     def wake_up(
@@ -102,19 +103,21 @@ class Blocking:
         progress: Watcher | None = None,
     ) -> Report:
         options = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed)
+        side = frontend.BlockingSide(_engine(self))
         with watched(progress, options) as values:
-            return frontend.finish(frontend.wake_up(frontend.BlockingSide(_engine(self)), values))
+            return frontend.finish(tracing.traced(side.engine, "wake_up", frontend.wake_up(side, values)))
 
     @_documented(_CHECKPOINT)
     def checkpoint(self) -> Report:
-        return frontend.finish(frontend.while_frozen(frontend.BlockingSide(_engine(self)), "checkpoint", {}))
+        side = frontend.BlockingSide(_engine(self))
+        return frontend.finish(tracing.traced(side.engine, "checkpoint", frontend.while_frozen(side, "checkpoint", {})))
 
     @_documented(UPDATING_WEIGHTS)
     def updating_weights(self, version: str | None = None) -> Updating:
         return Updating(frontend.call, _engine(self), version)
 
     @_documented(_TORPOR)
-    def torpor(self, method: str, options: dict | None = None):
+    def torpor(self, method: str, options: dict | None = None) -> dict | list:
         return frontend.call(_engine(self), method, options)
 
 
@@ -136,8 +139,9 @@ class Awaited:
         progress: Watcher | None = None,
     ) -> Report:
         options = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights)
+        side = frontend.AsyncSide(self)
         with watched(progress, options) as values:
-            return await frontend.sleep(frontend.AsyncSide(self), mode, values)
+            return await tracing.traced(self, "sleep", frontend.sleep(side, mode, values))
 
     @_documented(_WAKE_UP)
     async def wake_up(
@@ -151,19 +155,22 @@ class Awaited:
         progress: Watcher | None = None,
     ) -> Report:
         options = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed)
+        side = frontend.AsyncSide(self)
         with watched(progress, options) as values:
-            return await frontend.wake_up(frontend.AsyncSide(self), values)
+            return await tracing.traced(self, "wake_up", frontend.wake_up(side, values))
 
     @_documented(_CHECKPOINT)
     async def checkpoint(self) -> Report:
-        return await frontend.while_frozen(frontend.AsyncSide(self), "checkpoint", {})
+        return await tracing.traced(
+            self, "checkpoint", frontend.while_frozen(frontend.AsyncSide(self), "checkpoint", {})
+        )
 
     @_documented(UPDATING_WEIGHTS)
     def updating_weights(self, version: str | None = None) -> UpdatingAwaited:
         return UpdatingAwaited(frontend.call_async, self, version)
 
     @_documented(_TORPOR)
-    async def torpor(self, method: str, options: dict | None = None):
+    async def torpor(self, method: str, options: dict | None = None) -> dict | list:
         return await frontend.call_async(self, method, options)
 
 

@@ -814,9 +814,10 @@ ENGINE = (
                 fields="""
                     additional_config model_config cache_config parallel_config scheduler_config
                     compilation_config lora_config speculative_config kv_transfer_config
-                    ec_transfer_config kv_events_config
+                    ec_transfer_config kv_events_config observability_config
                 """,
             ),
+            Class("ObservabilityConfig", fields="otlp_traces_endpoint"),
             Class(
                 "KVTransferConfig",
                 fields="""

@@ -16,7 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from torpor import _core
 from torpor.errors import Busy, Error, NotFound, Unsupported, WrongState
-from torpor.vllm import frontend
+from torpor.vllm import frontend, tracing
 from torpor.vllm.frontend import Report
 from torpor.vllm.options import Options
 from torpor.vllm.plugin import holds_memory_of
@@ -178,7 +178,8 @@ class Server:
         values = {"answers": self.recorder.answers.pack(), "hold": True} | (
             {"from_checkpoint": checkpoint} if checkpoint else {}
         )
-        report = Report(await self.engine.torpor("wake_up", values))
+        woken = self.engine.torpor("wake_up", values)
+        report = Report(await tracing.traced(self.engine, "wake_up", woken))
         try:
             for failed in report.failed_requests:
                 self._end_failed(failed["id"], failed["error"])

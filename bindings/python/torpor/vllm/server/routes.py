@@ -17,6 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 import torpor.console
 from torpor import _core, errors
 from torpor.errors import Error, InvalidArgument
+from torpor.vllm import tracing
 from torpor.vllm.compat import lookup
 from torpor.vllm.progress import Watcher
 from torpor.vllm.server.life import Server
@@ -51,6 +52,7 @@ def routes() -> APIRouter:
     async def answered(call, request: Request) -> Response:
         """The result of an operation as JSON, or, when events are asked for, what it does meanwhile. `call` is given a
         function that watches its progress, or None."""
+        tracing.asked_by.set(request.headers)
         if _EVENT_STREAM in request.headers.get("Accept", ""):
             so_far: dict = {}
             task = asyncio.create_task(call(lambda progress: so_far.update(asdict(progress))))
