@@ -49,6 +49,10 @@ def test_it_is_a_rollout_of_its_own_in_verls_registries(run):
     assert run["prefix"] == "torpor_" and run["adapter"] == "ServerAdapter"
 
 
+def test_its_replica_waits_for_no_request_to_end(run):
+    assert run["replica"] == ["sleep", "release_kv_cache"]
+
+
 def test_half_done_rollouts_stay_while_the_trainer_has_the_memory(run):
     expected, same = drawn(run["undisturbed"]), run["same"]
     assert all(reason == "completed" and len(tokens) == TOKENS for reason, tokens in expected)

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 os.environ |= {"VERL_USE_EXTERNAL_MODULES": "verl_on_cpu,torpor.verl", "VERL_PLATFORM": "cpu"}
@@ -197,12 +198,30 @@ class Scene:
             await self.server.open_submission_gate()
         return ""
 
+    async def told_by_the_replica(self) -> list[str]:
+        """What its servers are asked when verl frees memory."""
+        told: list[str] = []
+
+        class Server:
+            def __getattr__(self, method: str):
+                async def remote(*_, **__):
+                    told.append(method)
+
+                return SimpleNamespace(remote=remote)
+
+        replica = self.replica()
+        replica.servers = [Server()]
+        await replica.sleep()
+        await replica.release_kv_cache()
+        return told
+
     async def recomputed(self) -> int:
         return (await self.server.engine.torpor("state"))["recomputed_tokens"]
 
     async def run(self) -> None:
         await self.server.launch_server()
         await self.server.set_global_steps(1)
+        self.result["replica"] = await self.told_by_the_replica()
         self.result["stock"] = await self.stock()
         self.result["undisturbed"] = await self.ended(self.begin())
         self.result["same"] = await self.colocated("1", 2)
