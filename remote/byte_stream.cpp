@@ -13,6 +13,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include <fmt/format.h>
 #include <openssl/err.h>
@@ -47,8 +48,10 @@ class Socket {
     if (number_ >= 0) ::close(number_);
   }
   Socket(Socket&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
-  Socket(const Socket&) = delete;
-  Socket& operator=(const Socket&) = delete;
+  Socket& operator=(Socket&& other) noexcept {
+    std::swap(number_, other.number_);
+    return *this;
+  }
   int number() const { return number_; }
 
  private:

@@ -97,7 +97,6 @@ TEST_F(RemoteTest, OneThatIsGoneCostsNoBlockAndIsNotAskedUntilItSaysSo) {
   store(*other, {7});  // its report says that nothing is taken
   EXPECT_EQ(count(*other, Way::kDown, BlockOutcome::kTransferred), 1u);  // to host memory, as ever
   EXPECT_EQ(count(*other, Way::kOut, BlockOutcome::kTransferred), 0u);
-  store(*other, {8});
   EXPECT_EQ(count(*other, Way::kOut, BlockOutcome::kDegraded), 1u);
   EXPECT_EQ(other->hits({1, 2}), 0);  // although they were there
   const uint32_t request = other->scheduler->begin_request("asks");

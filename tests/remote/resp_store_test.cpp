@@ -85,7 +85,9 @@ class RespStoreTest : public ::testing::Test {
     std::vector<std::byte> room(size);
     StorePart part{.slot = 0, .key = some_key(seed), .bytes = room};
     store.get({&part, 1});
-    if (part.status) EXPECT_EQ(room, some_bytes(seed, size));
+    if (part.status) {
+      EXPECT_EQ(room, some_bytes(seed, size));
+    }
     return part.status;
   }
   static Status find(RespStore& store, uint64_t seed) {
