@@ -214,7 +214,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
     size_t matched = 0;  // blocks behind that can be loaded
     size_t asked = 0;    // blocks, of all groups, that are being loaded
     size_t loaded = 0;   // and are good
-    bool asked = false;  // the remote store, for what it is to be waited until …
+    bool remote_asked = false;  // and is waited for until …
     std::chrono::nanoseconds ask_until{};
     py::object request;
 
@@ -233,7 +233,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
   // an answer in time the request goes on without what it has.
   bool has_answer(Record& record, const py::object& request) {
     if (options_.offload.index.remote_slots == 0 || record.loading) return true;
-    if (std::exchange(record.asked, true))
+    if (std::exchange(record.remote_asked, true))
       return !scheduler_->asking(record.number) || system_clock().now() >= record.ask_until;
     asks_.take_all(request, scheduler_->space());
     record.ask_until = system_clock().now() + options_.remote_wait;
