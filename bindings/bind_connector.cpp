@@ -211,9 +211,9 @@ class ConnectorScheduler final : public console::OffloadAccess {
     int failed_loads = 0;
     ConnectorOffers::Progress progress;
     size_t matched_at = 0;
-    size_t matched = 0;  // blocks behind that can be loaded
-    size_t asked = 0;    // blocks, of all groups, that are being loaded
-    size_t loaded = 0;   // and are good
+    size_t matched = 0;         // blocks behind that can be loaded
+    size_t asked = 0;           // blocks, of all groups, that are being loaded
+    size_t loaded = 0;          // and are good
     bool remote_asked = false;  // and is waited for until …
     std::chrono::nanoseconds ask_until{};
     py::object request;
@@ -237,8 +237,8 @@ class ConnectorScheduler final : public console::OffloadAccess {
       return !scheduler_->asking(record.number) || system_clock().now() >= record.ask_until;
     asks_.take_all(request, scheduler_->space());
     record.ask_until = system_clock().now() + options_.remote_wait;
-    return value_or_raise(catching(
-               [&]() -> Result<size_t> { return scheduler_->ask(record.number, asks_.keys()); })) == 0;
+    return value_or_raise(catching([&]() -> Result<size_t> { return scheduler_->ask(record.number, asks_.keys()); })) ==
+           0;
   }
 
   // vLLM takes lower ones first. A client may choose it, and has 64 bits for it.

@@ -62,9 +62,9 @@ WorkerOptions worker_options_from(const py::dict& dict) {
   in.read_if_given("key_file", key_file);
   in.read_if_given("encrypt", options.encrypt);
   in.read_if_given("durable", options.durable);
-  for (const auto& [name, to] : {std::pair("remote", &options.remote),
-                                 std::pair("remote_credentials", &options.remote_credentials),
-                                 std::pair("remote_ca", &options.remote_ca)}) {
+  for (const auto& [name, to] :
+       {std::pair("remote", &options.remote), std::pair("remote_credentials", &options.remote_credentials),
+        std::pair("remote_ca", &options.remote_ca)}) {
     std::optional<std::string> text;
     in.read_if_given(name, text);
     *to = text.value_or("");
@@ -323,8 +323,7 @@ void bind_connector_worker(py::module_& module) {
       .def(py::init<RankMemory&, const py::dict&>(), py::arg("memory"), py::arg("options"), py::keep_alive<1, 2>())
       .def("sizes", &ConnectorWorker::sizes)
       .def("weights_digest", &ConnectorWorker::weights_digest)
-      .def("open_space", &ConnectorWorker::open_space, py::arg("space"), py::arg("name"),
-           py::arg("shared") = "",
+      .def("open_space", &ConnectorWorker::open_space, py::arg("space"), py::arg("name"), py::arg("shared") = "",
            "Keys of this number belong to the key space with this name from now on; in the remote store, to `shared`.")
       .def("recover", &ConnectorWorker::recover, py::arg("space"))
       .def("adopt", &ConnectorWorker::adopt, py::arg("blocks"))

@@ -71,9 +71,8 @@ std::unique_ptr<RemoteHome> open_home(const std::string& url, double term_second
   auto limit = std::make_shared<OperationLimit>(term / kOperationsPerTerm);
   std::unique_ptr<remote::ObjectStore> store =
       value_or_raise(without_lock([&] { return remote::open_object_store(module_files(), url); }));
-  std::unique_ptr<remote::ObjectStore> records = value_or_raise(without_lock([&] {
-    return remote::open_object_store(module_files(), url, {}, [limit] { return limit->seconds_left(); });
-  }));
+  std::unique_ptr<remote::ObjectStore> records = value_or_raise(without_lock(
+      [&] { return remote::open_object_store(module_files(), url, {}, [limit] { return limit->seconds_left(); }); }));
   return std::make_unique<RemoteHome>(std::move(store), std::move(limit), std::move(records), std::move(key),
                                       hex(random_seal_id()), term);
 }

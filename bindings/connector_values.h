@@ -17,7 +17,7 @@ struct ConnectorOptions {
   PlacementOptions placement;
   bool lazy = false;
   std::chrono::milliseconds remote_wait{0};  // longest that a request waits to hear what the remote store has
-  int32_t watermark = 0;  // lazy: how many of the next blocks to be evicted are looked at
+  int32_t watermark = 0;                     // lazy: how many of the next blocks to be evicted are looked at
 };
 ConnectorOptions connector_options_from(const pybind11::dict& dict);
 

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int32_t kFewSegments = 3;  // with fewer, one that is read to be kept is in the way of all that is written
 constexpr size_t kJobsOfABatch = kStores;  // one with each
-constexpr uint64_t kBatchBits = 16;  // of a job's id: its place; above them: which job it was
+constexpr uint64_t kBatchBits = 16;        // of a job's id: its place; above them: which job it was
 
 // Of what two ranks say of one block.
 BlockOutcome worse(BlockOutcome a, BlockOutcome b) {
@@ -244,20 +244,6 @@ void OffloadScheduler::commit_on(Way way, StoreId store, bool flush) {
   }
 }
 
-void OffloadScheduler::commit_asks() {
-  while (!asks_.empty()) {
-    const Question& question = asks_.back();
-    make_room(question.keys.size(), 0);
-    PlannedBatch& batch = new_batch(Way::kAsk, StoreId::kRemote);
-    batch.request = question.request;
-    batch.question = question.number;
-    for (const BlockKey& key : question.keys)
-      batch.blocks.push_back({.queued = {.key = key, .block = 0, .slot = 0, .store = StoreId::kRemote}});
-    plan(batch, PlanKind::kFind);
-    asks_.pop_back();
-  }
-}
-
 void OffloadScheduler::plan(PlannedBatch& batch, PlanKind kind) {
   const bool move = kind == PlanKind::kMove;
   PlannedJob& job = plan_.add(batch.id, kind, move ? batch.from : batch.store,
@@ -394,19 +380,6 @@ void OffloadScheduler::end_on(PlannedBatch& batch) {
   if (failed && batch.store == StoreId::kDisk) index_->close_segment();
 }
 
-// What every rank found there is found here, too.
-void OffloadScheduler::end_ask(PlannedBatch& batch) {
-  for (const JobBlock& block : batch.blocks) {
-    queue_.count(Way::kAsk, block.outcome, 1);
-    if (block.outcome != BlockOutcome::kTransferred || block.queued.key.space != space_) continue;
-    const Result<Slot> slot = index_->reserve(StoreId::kRemote, &block.queued.key);
-    if (!slot) continue;  // another request has asked for it, or all is pinned
-    index_->commit(StoreId::kRemote, *slot);
-    index_->unpin(StoreId::kRemote, *slot);
-  }
-  if (uint64_t& asked = at(batch.request).asked; asked == batch.question) asked = 0;
-}
-
 void OffloadScheduler::end_up(PlannedBatch& batch) {
   Request& request = at(batch.request);
   for (const JobBlock& block : batch.blocks) {
@@ -471,7 +444,8 @@ void OffloadScheduler::note_removed() {
 }
 
 void OffloadScheduler::note_stored(const QueuedBlock& block, StoreId store) {
-  if (options_.events == 0 || block.key.space != space_ || store == StoreId::kRemote) return;  // not this engine's alone
+  if (options_.events == 0 || block.key.space != space_ || store == StoreId::kRemote)
+    return;        // not this engine's alone
   note_removed();  // in their order
   tell({.store = store, .key = block.key, .parent = block.parent, .tokens = options_.block_tokens});
 }

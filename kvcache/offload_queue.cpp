@@ -111,8 +111,8 @@ TransferHandle OffloadQueue::enqueue(const Enqueue& how, std::span<const QueuedB
   if (blocks.empty()) return handle;
   // What goes on and out waits beside the others, so that a slow disk or network does not keep blocks from host memory.
   const bool beside = how.way == Way::kOn || how.way == Way::kOut;
-  const int64_t before = beside ? in_queue(how.way).blocks
-                                : queued_blocks_ - in_queue(Way::kOn).blocks - in_queue(Way::kOut).blocks;
+  const int64_t before =
+      beside ? in_queue(how.way).blocks : queued_blocks_ - in_queue(Way::kOn).blocks - in_queue(Way::kOut).blocks;
   if (before + static_cast<int64_t>(blocks.size()) > options_.queue_blocks) {
     end(ticket, how.way, BlockOutcome::kQueueFull, blocks.size());
     return handle;

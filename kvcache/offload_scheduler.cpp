@@ -8,8 +8,6 @@
 namespace torpor {
 namespace {
 
-constexpr size_t kMostAsked = 4096;  // keys of one request: of 65,536 tokens in blocks of 16
-
 StoreId nearest(const Places& places) {
   if (places.host >= 0) return StoreId::kHost;
   return places.disk >= 0 ? StoreId::kDisk : StoreId::kRemote;
@@ -129,27 +127,6 @@ void OffloadScheduler::unpin(Request& request, size_t from) {
     if (!request.pinned[i].kept) index_->unpin(request.pinned[i].store, request.pinned[i].slot);
   }
   request.pinned.resize(std::min(from, request.pinned.size()));
-}
-
-size_t OffloadScheduler::ask(uint32_t number, std::span<const BlockKey> keys) {
-  if (options_.index.remote_slots == 0 || !accepting(StoreId::kRemote)) return 0;
-  places_.resize(std::max(places_.size(), keys.size()));
-  index_->find_each(keys, places_);
-  Question question{.request = number};
-  for (size_t i = 0; i < keys.size() && question.keys.size() < kMostAsked; ++i) {
-    if (!places_[i].anywhere()) question.keys.push_back(keys[i]);
-  }
-  const size_t size = question.keys.size();
-  if (size == 0) return 0;
-  const int64_t waiting = queue_.jobs_under_way(Way::kAsk) + static_cast<int64_t>(asks_.size());
-  if (waiting >= options_.queue.loading_batches) {
-    queue_.count(Way::kAsk, BlockOutcome::kQueueFull, size);
-    return 0;
-  }
-  question.number = ++questions_;
-  asks_.push_back(std::move(question));
-  at(number).asked = questions_;
-  return size;
 }
 
 int32_t OffloadScheduler::match(uint32_t number, std::span<const BlockKey> chain, size_t have) {

@@ -42,19 +42,17 @@ Result<std::unique_ptr<OffloadWorker>> OffloadWorker::create(const OffloadWorker
     const bool fits =
         (host == nullptr) == (options.host_slots == 0) && (disk == nullptr) == (options.disk_segments == 0) &&
         (remote == nullptr) == (options.remote_slots == 0) &&
-        (remote == nullptr ||
-         (host != nullptr && remote->traits().shared && remote->traits().record_bytes >= bytes)) &&
+        (remote == nullptr || (host != nullptr && remote->traits().shared && remote->traits().record_bytes >= bytes)) &&
         (host == nullptr || (host->traits().addressable && host->traits().record_bytes >= bytes)) &&
         (disk == nullptr ||
          (disk->traits().slots_per_segment == options.segment_slots && disk->traits().record_bytes >= bytes));
     if (!fits) {
-      return Error{
-          .code = Code::kInvalidArgument,
-          .what = fmt::format("the stores of rank {} are not those of {} slots in host memory and {} segments "
-                              "of {} slots, and {} on another machine, for blocks of {} bytes",
-                              options.rank, options.host_slots, options.disk_segments, options.segment_slots,
-                              options.remote_slots, bytes),
-          .next_step = "open them with the same options"};
+      return Error{.code = Code::kInvalidArgument,
+                   .what = fmt::format("the stores of rank {} are not those of {} slots in host memory and {} segments "
+                                       "of {} slots, and {} on another machine, for blocks of {} bytes",
+                                       options.rank, options.host_slots, options.disk_segments, options.segment_slots,
+                                       options.remote_slots, bytes),
+                   .next_step = "open them with the same options"};
     }
     if (remote != nullptr) TORPOR_TRY(transfers.open_remote_lane());
     return std::unique_ptr<OffloadWorker>(

@@ -52,8 +52,8 @@ class OffloadWorker {
                                                        std::unique_ptr<Store> remote = nullptr);
   ~OffloadWorker();
 
-  // Keys with this number belong to the key space with this digest from now on, in the remote store to `shared`; none of
-  // before is put any more.
+  // Keys with this number belong to the key space with this digest from now on, in the remote store to `shared`; none
+  // of before is put any more.
   void open_space(uint32_t space, const Digest& digest, const Digest& shared = {});
   // What the store on disk has of this space and all ranks must agree on; before the first plan, once.
   Result<std::vector<RecoveredBlock>> recover(uint32_t space);

@@ -2,8 +2,9 @@
 //
 // A job (offload/transfer_job.h) is a list of chunks on their way into a tier or out of it. Jobs wait in lanes
 // (offload/lane.h), one for tiers in memory, one for those that are not, and one for those of other machines, each with
-// threads of its own, so that a slow disk holds up no copy in memory, and a slow network neither. A thread has two batches under way at once (offload/batch_copier.h): while one
-// is written, or read and checked, the copies of the other run.
+// threads of its own, so that a slow disk holds up no copy in memory, and a slow network neither. A thread has two
+// batches under way at once (offload/batch_copier.h): while one is written, or read and checked, the copies of the
+// other run.
 //
 // Each chunk ends with one counted outcome (I6), and only as kTransferred where its copy was proven (I2). The failure
 // of one never marks another (I5). After a copy that is not proven over, usable() says so for ever: its memory is kept,
@@ -125,7 +126,8 @@ class TransferEngine {
   DrainResult worst_ TORPOR_GUARDED_BY(mutex_);
   bool ending_ TORPOR_GUARDED_BY(mutex_) = false;
   bool remote_lane_ TORPOR_GUARDED_BY(mutex_) = false;
-  std::vector<std::unique_ptr<Worker>> workers_;  // changed with mutex_ held, and by one thread; last: their threads use all above
+  std::vector<std::unique_ptr<Worker>>
+      workers_;  // changed with mutex_ held, and by one thread; last: their threads use all above
 };
 
 }  // namespace torpor

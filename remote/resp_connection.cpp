@@ -26,8 +26,7 @@ uint16_t cluster_slot(std::string_view key) {  // CRC-16/XMODEM
   uint16_t crc = 0;
   for (const char each : key) {
     crc = static_cast<uint16_t>(crc ^ static_cast<uint16_t>(static_cast<uint8_t>(each)) << 8);
-    for (int bit = 0; bit < 8; ++bit)
-      crc = static_cast<uint16_t>((crc & 0x8000) != 0 ? crc << 1 ^ 0x1021 : crc << 1);
+    for (int bit = 0; bit < 8; ++bit) crc = static_cast<uint16_t>((crc & 0x8000) != 0 ? crc << 1 ^ 0x1021 : crc << 1);
   }
   return crc % 16384;
 }

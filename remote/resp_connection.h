@@ -1,5 +1,5 @@
-// RespConnection: requests and replies of RESP, the protocol of Redis and Valkey, over a ByteStream. Values go out of the
-// caller's memory and come into it: nothing is copied on the way but the last few KiB that were read ahead.
+// RespConnection: requests and replies of RESP, the protocol of Redis and Valkey, over a ByteStream. Values go out of
+// the caller's memory and come into it: nothing is copied on the way but the last few KiB that were read ahead.
 //
 // Requests are queued, sent together, and answered in their order. After an error of flush(), reply() or take() the
 // connection is of no use: what comes next could be the answer to something else. What the server itself refuses is a

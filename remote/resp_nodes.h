@@ -1,7 +1,7 @@
 // RespNodes: connections to the nodes of a Redis or Valkey server or cluster, and which node has a key.
 //
-// A connection is lent to one caller at a time and comes back when every reply was taken; one that failed does not. Who is
-// told MOVED says so with moved(), and asks there; a node that does not answer is forgotten with lost(), so that the
+// A connection is lent to one caller at a time and comes back when every reply was taken; one that failed does not. Who
+// is told MOVED says so with moved(), and asks there; a node that does not answer is forgotten with lost(), so that the
 // cluster is asked anew who has its keys.
 //
 // Threads: all methods from any.

@@ -1,7 +1,7 @@
 // RespSettings: where a server of KV blocks is and who asks it.
 //   redis://HOST[:PORT][,HOST[:PORT]…][/NAME]     rediss://… over TLS
-// Several hosts are nodes of one cluster, of which one is enough to find the others. NAME begins every key: engines with
-// another one never meet. Secrets are in files, never in the URL.
+// Several hosts are nodes of one cluster, of which one is enough to find the others. NAME begins every key: engines
+// with another one never meet. Secrets are in files, never in the URL.
 #pragma once
 
 #include <string>

@@ -1,16 +1,16 @@
 // RespStore: KV blocks on a Redis or Valkey server or cluster that engines share: what one computed, another finds.
 //
-// A block is a value of its own, under a key that names its key space, rank, group and hash (remote/block_frame.h): engines
-// with other weights, layouts or ranks never meet. Blocks are created, never changed; the server forgets what it has no
-// room for. What comes back is compared with what it should be, and with its digest, whoever wrote it; what is damaged is
-// removed there.
+// A block is a value of its own, under a key that names its key space, rank, group and hash (remote/block_frame.h):
+// engines with other weights, layouts or ranks never meet. Blocks are created, never changed; the server forgets what
+// it has no room for. What comes back is compared with what it should be, and with its digest, whoever wrote it; what
+// is damaged is removed there.
 //
 // Slots mean nothing to it: it knows those that were put here, for get() without a key and for drop(). get() with a key
 // (of a space that is not 0) asks for the key's block.
 //
-// Every call has a deadline. In it, what passes is tried again after a pause of random length. After a few failures in a
-// row nothing is asked for a while (remote/breaker.h): calls fail at once, accepting() is false until it is time to try.
-// A server without room gets nothing for a second.
+// Every call has a deadline. In it, what passes is tried again after a pause of random length. After a few failures in
+// a row nothing is asked for a while (remote/breaker.h): calls fail at once, accepting() is false until it is time to
+// try. A server without room gets nothing for a second.
 //
 // Threads: all methods from any; each thread that calls has a connection of its own to each node.
 #pragma once
@@ -38,8 +38,8 @@ struct RespStoreOptions {
   int32_t rank = 0;
   int32_t slots = 0;
   uint64_t record_bytes = 0;
-  std::shared_ptr<const Key> key;  // null: digests find accidents, they stop no attacker
-  bool encrypt = false;            // else blocks with a key are authenticated
+  std::shared_ptr<const Key> key;           // null: digests find accidents, they stop no attacker
+  bool encrypt = false;                     // else blocks with a key are authenticated
   std::chrono::milliseconds timeout{2000};  // of a call
   int attempts = 3;
   BreakerOptions breaker{};
@@ -63,10 +63,10 @@ class RespStore final : public Store {
     StorePart* part = nullptr;
     std::string key;
     BlockFrame expected{};
-    FrameBytes head{};                 // kPut
+    FrameBytes head{};                  // kPut
     std::span<const std::byte> body{};  // the same
-    std::string node{};                // that is asked next; empty: whoever has it
-    bool asking = false;               // it was said to be there, for this once
+    std::string node{};                 // that is asked next; empty: whoever has it
+    bool asking = false;                // it was said to be there, for this once
     bool over = false;
     Status status{};
   };

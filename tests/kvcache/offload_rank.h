@@ -12,9 +12,9 @@
 #include "kvcache/offload_worker.h"
 #include "offload/host_store.h"
 #include "offload/segment_store.h"
+#include "tests/kvcache/shared_store.h"
 #include "tests/support/faulty_device.h"
 #include "tests/support/manual_clock.h"
-#include "tests/kvcache/shared_store.h"
 #include "tests/support/results.h"
 
 namespace torpor::test {
@@ -86,13 +86,13 @@ class OffloadRank {
     }
     std::unique_ptr<Store> remote;
     if (options_.remote_slots > 0) remote = std::make_unique<SharedStore>(*options_.remote, options_.rank, kBlockBytes);
-    worker_ = value_of(OffloadWorker::create({.rank = options_.rank,
-                                              .host_slots = options_.host_slots,
-                                              .disk_segments = options_.disk_segments,
-                                              .segment_slots = options_.segment_slots,
-                                              .remote_slots = options_.remote_slots},
-                                             layout_, *transfers_, std::move(host), std::move(disk),
-                                             std::move(remote)));
+    worker_ =
+        value_of(OffloadWorker::create({.rank = options_.rank,
+                                        .host_slots = options_.host_slots,
+                                        .disk_segments = options_.disk_segments,
+                                        .segment_slots = options_.segment_slots,
+                                        .remote_slots = options_.remote_slots},
+                                       layout_, *transfers_, std::move(host), std::move(disk), std::move(remote)));
   }
 
   // The bytes of a block: one number, but for the layer and the rank.

@@ -94,7 +94,7 @@ TEST_F(RemoteTest, OneThatIsGoneCostsNoBlockAndIsNotAskedUntilItSaysSo) {
   const auto other = engine();
   EXPECT_EQ(ask_and_load(*other, {1, 2}, {5, 6}), 2);
   shared_.gone = shared_.refusing = true;
-  store(*other, {7});  // its report says that nothing is taken
+  store(*other, {7});                                                    // its report says that nothing is taken
   EXPECT_EQ(count(*other, Way::kDown, BlockOutcome::kTransferred), 1u);  // to host memory, as ever
   EXPECT_EQ(count(*other, Way::kOut, BlockOutcome::kTransferred), 0u);
   EXPECT_EQ(count(*other, Way::kOut, BlockOutcome::kDegraded), 1u);

@@ -2,8 +2,8 @@
 
     connector_remote_process.py MODEL FOLDER OPTIONS SERVER
 
-OPTIONS: those of the connector, as JSON. SERVER: the process id of the server, or 0. Prints what a round of requests got;
-with a server, then what rounds got while that was stopped, and killed.
+OPTIONS: those of the connector, as JSON. SERVER: the process id of the server, or 0. Prints what a round of requests
+got; with a server, then what rounds got while that was stopped, and killed.
 """
 
 import json

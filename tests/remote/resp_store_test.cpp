@@ -1,5 +1,5 @@
-// The contract of stores over a server of KV blocks, and what such a server does rarely. Against a real Redis, killed and
-// paused: tests/python/test_connector_remote.py and tests/tools/test_resp.py.
+// The contract of stores over a server of KV blocks, and what such a server does rarely. Against a real Redis, killed
+// and paused: tests/python/test_connector_remote.py and tests/tools/test_resp.py.
 #include "remote/resp_store.h"
 
 #include <fstream>
@@ -139,8 +139,8 @@ TEST_F(RespStoreTest, WhateverIsThereInsteadIsAMissAndIsRemoved) {
   const auto [key, good] = *values.begin();
   const uint64_t seed = key.find(":0500") != std::string::npos ? 5 : 6;
   const std::string other = values.rbegin()->second;
-  std::vector<std::string> bad = {"", "x", good.substr(0, remote::kFrameBytes), good.substr(0, good.size() - 1),
-                                  good + "x", other};
+  std::vector<std::string> bad = {
+      "", "x", good.substr(0, remote::kFrameBytes), good.substr(0, good.size() - 1), good + "x", other};
   for (size_t at = 0; at < good.size(); at += at < remote::kFrameBytes ? 1 : 997) {
     bad.push_back(good);
     bad.back()[at] = static_cast<char>(bad.back()[at] ^ 1);
@@ -191,9 +191,10 @@ TEST_F(RespStoreTest, AnotherSizeIsAMissAndStays) {
 TEST_F(RespStoreTest, WhatPassesIsTriedAgainInTheSameCall) {
   const auto store = make();
   ASSERT_SUCCEEDS(put_one(*store, 0, 5));
-  for (const std::string& once : {std::string("-LOADING Redis is loading the dataset in memory\r\n"), RespPeer::kReset,
-                                  std::string("$9999999999\r\n"), std::string("?\r\n"), std::string("$5\r\nabcdefgh\r\n"),
-                                  std::string("-CLUSTERDOWN The cluster is down\r\n")}) {
+  for (const std::string& once :
+       {std::string("-LOADING Redis is loading the dataset in memory\r\n"), RespPeer::kReset,
+        std::string("$9999999999\r\n"), std::string("?\r\n"), std::string("$5\r\nabcdefgh\r\n"),
+        std::string("-CLUSTERDOWN The cluster is down\r\n")}) {
     bool said = false;
     peer_.script([&](const RespPeer::Words& words) {
       return words[0] == "GET" && !std::exchange(said, true) ? once : std::string();
@@ -213,7 +214,8 @@ TEST_F(RespStoreTest, WhatDoesNotPassIsSaidAtOnce) {
   EXPECT_FAILS(get(*store, 5), Code::kUnauthenticated, "NOAUTH");
   EXPECT_EQ(asked, 1u);
   peer_.script([](const RespPeer::Words& words) {
-    return words[0] == "SET" ? std::string("-OOM command not allowed when used memory > 'maxmemory'.\r\n") : std::string();
+    return words[0] == "SET" ? std::string("-OOM command not allowed when used memory > 'maxmemory'.\r\n")
+                             : std::string();
   });
   EXPECT_FAILS(put_one(*store, 0, 5), Code::kResourceExhausted, "OOM");
   EXPECT_FAILS(put_one(*store, 1, 6), Code::kResourceExhausted, "no room");
@@ -277,7 +279,8 @@ TEST_F(RespStoreTest, InAClusterEachBlockIsWhereItsNodeSays) {
     return std::exchange(asking, false) ? std::string() : std::string("-TRYAGAIN\r\n");
   });
   peer_.script([&](const RespPeer::Words& words) {
-    return words[0] == "GET" && words[1].back() % 2 != 0 ? fmt::format("-ASK 1 {}\r\n", second.address()) : std::string();
+    return words[0] == "GET" && words[1].back() % 2 != 0 ? fmt::format("-ASK 1 {}\r\n", second.address())
+                                                         : std::string();
   });
   const auto fresh = make();
   fresh->get(parts);

@@ -1,5 +1,5 @@
-"""KV blocks of 2 MiB to a Redis server and back, over loopback, beside the server's own benchmark, redis-benchmark, with as
-many connections. Interleaved, medians of the rounds after one that only warms. Server and client share the cores."""
+"""KV blocks of 2 MiB to a Redis server and back, over loopback, beside the server's own benchmark, redis-benchmark, with
+as many connections. Interleaved, medians of the rounds after one that only warms. Server and client share the cores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ VERBS = ("put", "get")
 
 def ours(server: RedisServer, threads: int, blocks: int) -> dict[str, float]:
     words = ["--url", server.url, "--bytes", BYTES, "--blocks", blocks, "--threads", threads]
-    done = subprocess.run([ROOT / "build/release/tools/bench/resp_bench", *map(str, words)], capture_output=True, check=True)
+    done = subprocess.run(
+        [ROOT / "build/release/tools/bench/resp_bench", *map(str, words)], capture_output=True, check=True
+    )
     return {verb: json.loads(done.stdout)[f"{verb}_gb_per_s"] for verb in VERBS}
 
 
@@ -36,7 +38,9 @@ def its_own(server: RedisServer, threads: int, blocks: int) -> dict[str, float]:
         if verb == "get":
             subprocess.run(["redis-cli", "-p", str(server.port), "-x", "SET", "key:__rand_int__"], input=bytes(BYTES),
                            capture_output=True, check=True)  # fmt: skip
-        done = subprocess.run(["redis-benchmark", *map(str, random), command], capture_output=True, check=True, text=True)
+        done = subprocess.run(
+            ["redis-benchmark", *map(str, random), command], capture_output=True, check=True, text=True
+        )
         row = next(row for row in csv.reader(done.stdout.splitlines()) if row[0] == command.upper())
         found[verb] = float(row[1]) * BYTES / 1e9
     return found

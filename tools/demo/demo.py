@@ -324,7 +324,8 @@ def show(result: dict, screen: Screen) -> None:
         rows += [
             (
                 "found by another engine",
-                f"{result['remote_cached_tokens']} of {result['remote_prompt_tokens']} tokens; first token after {seconds}",
+                f"{result['remote_cached_tokens']} of {result['remote_prompt_tokens']} tokens; "
+                f"first token after {seconds}",
             ),
             (
                 f"through {result['store']}",

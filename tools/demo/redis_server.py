@@ -71,7 +71,9 @@ class RedisServer:
     def ask(self, *words: str) -> str:
         """The first line of its answer; without TLS and password only."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=20) as connection:
-            connection.sendall(b"".join([b"*%d\r\n" % len(words), *(b"$%d\r\n%b\r\n" % (len(w), w.encode()) for w in words)]))
+            connection.sendall(
+                b"".join([b"*%d\r\n" % len(words), *(b"$%d\r\n%b\r\n" % (len(w), w.encode()) for w in words)])
+            )
             return connection.makefile("rb").readline().decode().strip()
 
     @property

@@ -1,5 +1,5 @@
-"""What goes from engine to engine over a network: KV blocks through a Redis server, and a checkpoint that is pushed to an
-S3 server, gone here, and pulled into an empty directory."""
+"""What goes from engine to engine over a network: KV blocks through a Redis server, and a checkpoint that is pushed to
+an S3 server, gone here, and pulled into an empty directory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ def share(model: Path, directory: Path, max_tokens: int, screen: Screen) -> dict
         try:
             for name in ("first", "second"):
                 (directory / name).mkdir()
-                options = {"dir": str(directory / name), "offload": "eager", "host_bytes": "512MiB", "remote": server.url}
+                options = {
+                    "dir": str(directory / name),
+                    "offload": "eager",
+                    "host_bytes": "512MiB",
+                    "remote": server.url,
+                }
                 log = directory / f"{name}.log"
                 sides.append(offload_demo.Side(model, directory / name, log, DOCUMENT_TOKENS, options))
                 sides[-1].launch()

@@ -99,7 +99,9 @@ class S3Server:
             -volume.port={volume} -filer.port={filer} -s3 -s3.port={s3} -s3.config={self.folder}/identities.json
             -s3.iam=false -s3.port.iceberg=0 -s3.port.lance=0 -master.volumeSizeLimitMB=64 -volume.max=20"""
         if self._tls:
-            words += f" -s3.port.https={https} -s3.cert.file={self.folder}/server.crt -s3.key.file={self.folder}/server.key"
+            words += (
+                f" -s3.port.https={https} -s3.cert.file={self.folder}/server.crt -s3.key.file={self.folder}/server.key"
+            )
         with open(self.folder / "weed.log", "ab") as log:
             self._process = subprocess.Popen([WEED, *words.split()], stdout=log, stderr=log, start_new_session=True)
         end = time.monotonic() + STARTED_WITHIN

@@ -30,7 +30,7 @@ class ConnectorOptions:
     directory: str | None = None
     # What is on disk survives the machine's end too: but for the last second, and all of it at a sleep and at the end.
     durable: bool = False
-    # Where engines share blocks: redis://HOST:PORT/NAME, or rediss:// over TLS. What goes to host memory goes there, too.
+    # Where engines share blocks: redis://HOST:PORT/NAME; rediss:// over TLS. What goes to host memory goes there, too.
     remote: str | None = None
     # A file with the password, or the user and the password; and one of certificates that are trusted.
     remote_credentials: str | None = None

@@ -67,8 +67,8 @@ class Metrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._blocks = self._counter_cls(
             name="torpor_offload_blocks",
-            documentation="Blocks on their way up, down, on to disk, out to the remote store or asked for there, by what "
-            "became of them.",
+            documentation="Blocks on their way up, down, on to disk, out to the remote store, or asked for there, by "
+            "what became of them.",
             labelnames=[*labelnames, "way", "outcome"],
         )
         self._evicted = self._counter_cls(

@@ -62,8 +62,8 @@ class WorkerSide:
         return RankIsReady(self.core.sizes(), self.core.recover(_FIRST_SPACE) if on_disk else b"")
 
     def _open_space(self, number: int, word: str, shared_word: str) -> None:
-        """Of the weights as they are now. In memory its number tells it from others, so it needs no name there. The words
-        are other ones after a reset: what was stored before is not found."""
+        """Of the weights as they are now. In memory its number tells it from others, so it needs no name there. The
+        words are other ones after a reset: what was stored before is not found."""
         if not self._space:
             return self.core.open_space(number, "")
         name = f"{self._space}\nweights: {self.core.weights_digest()}\nword: "
