@@ -42,8 +42,7 @@ const TransferPlan& OffloadScheduler::plan_step(bool flush) {
   return plan_;
 }
 
-// All memory that a batch of so many blocks needs, before it is committed: nothing of it fails any more then. It may
-// become a job of each store.
+// All memory that a batch of so many blocks needs, before it is committed: nothing of it fails any more then.
 void OffloadScheduler::make_room(size_t blocks, size_t owners) {
   grow(blocks_, blocks);
   grow(stamps_, blocks);
@@ -204,8 +203,7 @@ void OffloadScheduler::commit_again() {
   make_room(again_.size(), 0);
   PlannedBatch& batch = new_batch(Way::kOn, StoreId::kDisk);
   batch.from = StoreId::kDisk;
-  batch.blocks.swap(again_);
-  again_.clear();
+  batch.blocks.swap(again_);  // which was empty
   plan(batch, PlanKind::kMove);
 }
 
@@ -418,9 +416,9 @@ void OffloadScheduler::send_on(const PlannedBatch& batch, StoreId store) {
     queued_.push_back(block.queued);
     queued_.back().store = store;
   }
-  const Way way = store == StoreId::kDisk ? Way::kOn : Way::kOut;
   if (!queued_.empty())
-    (void)queue_.enqueue({.way = way}, queued_, queued_.size(), BlockOutcome::kFiltered, clock_.now());
+    (void)queue_.enqueue({.way = store == StoreId::kDisk ? Way::kOn : Way::kOut}, queued_, queued_.size(),
+                         BlockOutcome::kFiltered, clock_.now());
 }
 
 // ---- events
