@@ -407,7 +407,6 @@ void OffloadScheduler::end_owners(PlannedBatch& batch) {
   batch.owners.clear();
 }
 
-// What arrived in host memory and shall be elsewhere too, as a container of its own.
 void OffloadScheduler::send_on(const PlannedBatch& batch, StoreId store) {
   queued_.clear();
   for (const JobBlock& block : batch.blocks) {

@@ -236,7 +236,7 @@ class OffloadScheduler {
   void end_up(PlannedBatch& batch);
   void end_ask(PlannedBatch& batch);
   void end_owners(PlannedBatch& batch);
-  void send_on(const PlannedBatch& batch, StoreId store);
+  void send_on(const PlannedBatch& batch, StoreId store);  // what arrived in host memory
   void note_stored(const QueuedBlock& block, StoreId store);
   void note_removed();
   void tell_stores();

@@ -190,6 +190,7 @@ def fuzz(arguments: list[str]) -> int:
         "transfers",
         "bf16",
         "control",
+        "resp",
     )
     cmake_build("fuzz", tuple(f"fuzz_{name}" for name in (*own, "section")))
     targets = sorted(p.name for p in (ROOT / "tests/fuzz/corpus").iterdir())
