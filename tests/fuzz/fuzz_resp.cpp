@@ -54,8 +54,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   for (const size_t piece : {size_t{1}, size_t{7}, size_t{1} << 20}) {
     for (const bool skip : {false, true}) {
       RespConnection connection(std::make_unique<Said>(bytes, piece));
-      while (take_one(connection, skip)) {
-      }
+      while (take_one(connection, skip)) {}
     }
   }
   return 0;

@@ -1,4 +1,4 @@
-"""KV blocks of 2 MiB to a Redis server and back, over loopback, beside redis-benchmark, the server's own benchmark, with
+"""KV blocks of 2 MiB to a Redis server and back, over loopback, beside redis-benchmark, its own benchmark, with
 as many connections. Interleaved, medians of the rounds after one that only warms. Server and client share the cores."""
 
 from __future__ import annotations
