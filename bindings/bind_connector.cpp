@@ -41,6 +41,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
         scheduler_(value_or_raise(
             OffloadScheduler::create(options_.offload, blocks_, *placement_, system_clock(), process_events()))),
         hits_(groups_, scheduler_->index(), block_tokens_),
+        asks_(groups_, scheduler_->index(), block_tokens_),
         offers_(pool, options_, groups_, blocks_, *scheduler_) {
     const py::gil_scoped_release others_go_on;  // a call to the one before may wait for the interpreter's lock
     serve_offload(*this);
@@ -75,6 +76,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
   std::optional<int64_t> match(const py::object& request, int64_t computed) {
     Record& record = record_of(request);
     if (is_still_matched(record, request, computed)) return static_cast<int64_t>(record.matched) * block_tokens_;
+    if (!has_answer(record, request)) return std::nullopt;
     record.begin_again();
     // Whose load failed has no blocks any more, and stands before those that have theirs: where there are none left, it
     // would wait for them, and they behind it.
@@ -193,8 +195,9 @@ class ConnectorScheduler final : public console::OffloadAccess {
         value_or_raise(catching([&]() -> Result<Bytes> { return packed(scheduler_->adopt(found)); })));
   }
 
-  // Tokens that the load which was allocated last takes from disk.
-  int64_t tokens_from_disk() const { return hits_.tokens_from_disk(); }
+  // Tokens that the load which was allocated last takes from there.
+  int64_t tokens_from_disk() const { return hits_.tokens_from(StoreId::kDisk); }
+  int64_t tokens_from_remote() const { return hits_.tokens_from(StoreId::kRemote); }
 
   py::dict stats() const { return connector_stats(*scheduler_, blocks_.held(), loading_); }
   py::object take_events() { return events_to_python(scheduler_->take_events()); }
@@ -208,9 +211,11 @@ class ConnectorScheduler final : public console::OffloadAccess {
     int failed_loads = 0;
     ConnectorOffers::Progress progress;
     size_t matched_at = 0;
-    size_t matched = 0;  // blocks behind that can be loaded
-    size_t asked = 0;    // blocks, of all groups, that are being loaded
-    size_t loaded = 0;   // and are good
+    size_t matched = 0;         // blocks behind that can be loaded
+    size_t asked = 0;           // blocks, of all groups, that are being loaded
+    size_t loaded = 0;          // and are good
+    bool remote_asked = false;  // and is waited for until …
+    std::chrono::nanoseconds ask_until{};
     py::object request;
 
     void begin_again() {
@@ -222,6 +227,18 @@ class ConnectorScheduler final : public console::OffloadAccess {
   Record* known(PyObject* id) {
     PyObject* const number = PyDict_GetItemWithError(numbers_.ptr(), id);
     return number == nullptr ? nullptr : &records_[static_cast<size_t>(PyLong_AsSize_t(number))];
+  }
+
+  // The remote store is asked once for each request, for all that is nowhere else, and has its time to answer. Without
+  // an answer in time the request goes on without what it has.
+  bool has_answer(Record& record, const py::object& request) {
+    if (options_.offload.index.remote_slots == 0 || record.loading) return true;
+    if (std::exchange(record.remote_asked, true))
+      return !scheduler_->asking(record.number) || system_clock().now() >= record.ask_until;
+    asks_.take_all(request, scheduler_->space());
+    record.ask_until = system_clock().now() + options_.remote_wait;
+    return value_or_raise(catching([&]() -> Result<size_t> { return scheduler_->ask(record.number, asks_.keys()); })) ==
+           0;
   }
 
   // vLLM takes lower ones first. A client may choose it, and has 64 bits for it.
@@ -317,6 +334,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
   const std::unique_ptr<Placement> placement_;
   const std::unique_ptr<OffloadScheduler> scheduler_;
   ConnectorHits hits_;
+  ConnectorHits asks_;
   ConnectorOffers offers_;
   struct LastMatch {
     uint32_t number = UINT32_MAX;  // hits_ has its
@@ -364,6 +382,7 @@ void bind_connector(py::module_& module) {
       .def("adopt", &ConnectorScheduler::adopt, py::call_guard<InHook>(), py::arg("ranks"),
            "What every rank recovered is found from now on; returns what the ranks adopt.")
       .def("tokens_from_disk", &ConnectorScheduler::tokens_from_disk)
+      .def("tokens_from_remote", &ConnectorScheduler::tokens_from_remote)
       .def("stats", &ConnectorScheduler::stats, py::call_guard<InHook>())
       .def("take_events", &ConnectorScheduler::take_events, py::call_guard<InHook>())
       .def("check", &ConnectorScheduler::check, py::call_guard<InHook>(),

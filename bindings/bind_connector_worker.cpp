@@ -20,6 +20,9 @@
 #include "offload/host_store.h"
 #include "offload/segment_store.h"
 #include "offload/space_word.h"
+#ifdef TORPOR_HAS_REMOTE
+#include "remote/resp_store.h"
+#endif
 
 namespace py = pybind11;
 
@@ -40,6 +43,11 @@ struct WorkerOptions {
   std::shared_ptr<const Key> key;
   bool encrypt = false;
   bool durable = false;
+  std::string remote;
+  std::string remote_credentials;
+  std::string remote_ca;
+  int32_t remote_slots = 0;
+  int64_t remote_timeout_ms = 0;
 };
 
 WorkerOptions worker_options_from(const py::dict& dict) {
@@ -54,6 +62,15 @@ WorkerOptions worker_options_from(const py::dict& dict) {
   in.read_if_given("key_file", key_file);
   in.read_if_given("encrypt", options.encrypt);
   in.read_if_given("durable", options.durable);
+  for (const auto& [name, to] :
+       {std::pair("remote", &options.remote), std::pair("remote_credentials", &options.remote_credentials),
+        std::pair("remote_ca", &options.remote_ca)}) {
+    std::optional<std::string> text;
+    in.read_if_given(name, text);
+    *to = text.value_or("");
+  }
+  in.read_if_given("remote_slots", options.remote_slots);
+  in.read_if_given("remote_timeout_ms", options.remote_timeout_ms);
   in.finish();
   options.directory = directory.value_or("");
   options.key = key_from(key_file);
@@ -78,6 +95,7 @@ class ConnectorWorker {
     out["host_slots"] = options_.host_slots;
     out["disk_segments"] = options_.disk_segments;
     out["segment_slots"] = options_.segment_slots;
+    out["remote_slots"] = options_.remote_slots;
     out["device_blocks"] = memory_.kv_layout().num_blocks;
     out["block_bytes"] = memory_.kv_layout().bytes_per_block();
     return out;
@@ -93,8 +111,9 @@ class ConnectorWorker {
     }));
   }
 
-  void open_space(uint32_t space, const std::string& name) {
-    without_lock([&] { worker_->open_space(space, digest_of(std::as_bytes(std::span(name)))); });
+  void open_space(uint32_t space, const std::string& name, const std::string& shared) {
+    const auto digest = [](const std::string& text) { return digest_of(std::as_bytes(std::span(text))); };
+    without_lock([&] { worker_->open_space(space, digest(name), digest(shared)); });
   }
   py::bytes recover(uint32_t space) {
     return torpor::to_python(packed(value_or_raise(without_lock([&] { return worker_->recover(space); }))));
@@ -196,9 +215,15 @@ class ConnectorWorker {
       if (options.disk_bytes > 0) {
         TORPOR_ASSIGN(disk, open_disk(options, bytes));
       }
+      std::unique_ptr<Store> remote;
+      if (!options.remote.empty() && options_.host_slots > 0) {
+        TORPOR_ASSIGN(remote, open_remote(options, bytes));
+        options_.remote_slots = options.remote_slots;
+      }
       Store* const to_sync = options.durable ? disk.get() : nullptr;
       TORPOR_ASSIGN(std::unique_ptr<OffloadWorker> made,
-                    OffloadWorker::create(options_, layout, memory_.transfers(), std::move(host), std::move(disk)));
+                    OffloadWorker::create(options_, layout, memory_.transfers(), std::move(host), std::move(disk),
+                                          std::move(remote)));
       if (to_sync != nullptr) {
         TORPOR_ASSIGN(sync_, BackgroundSync::start(*to_sync, kSyncInterval));
       }
@@ -244,6 +269,26 @@ class ConnectorWorker {
     return SegmentStore::open(module_files(), options.directory + "/store", std::move(with), system_clock());
   }
 
+  static Result<std::unique_ptr<Store>> open_remote([[maybe_unused]] const WorkerOptions& options,
+                                                    [[maybe_unused]] uint64_t bytes) {
+#ifdef TORPOR_HAS_REMOTE
+    return remote::RespStore::open({.url = options.remote,
+                                    .credentials = options.remote_credentials,
+                                    .authorities = options.remote_ca,
+                                    .rank = options.rank,
+                                    .slots = options.remote_slots,
+                                    .record_bytes = bytes,
+                                    .key = options.key,
+                                    .encrypt = options.encrypt,
+                                    .timeout = std::chrono::milliseconds(options.remote_timeout_ms)},
+                                   system_clock());
+#else
+    return Error{.code = Code::kUnsupported,
+                 .what = "a remote store for KV blocks: this build of torpor knows none",
+                 .next_step = "install the packages of docs/vllm.md, then build it on this machine: pip install ."};
+#endif
+  }
+
   RankMemory& memory_;
   OffloadWorkerOptions options_;
   std::unique_ptr<OffloadWorker> worker_;
@@ -278,8 +323,8 @@ void bind_connector_worker(py::module_& module) {
       .def(py::init<RankMemory&, const py::dict&>(), py::arg("memory"), py::arg("options"), py::keep_alive<1, 2>())
       .def("sizes", &ConnectorWorker::sizes)
       .def("weights_digest", &ConnectorWorker::weights_digest)
-      .def("open_space", &ConnectorWorker::open_space, py::arg("space"), py::arg("name"),
-           "Keys of this number belong to the key space with this name from now on.")
+      .def("open_space", &ConnectorWorker::open_space, py::arg("space"), py::arg("name"), py::arg("shared") = "",
+           "Keys of this number belong to the key space with this name from now on; in the remote store, to `shared`.")
       .def("recover", &ConnectorWorker::recover, py::arg("space"))
       .def("adopt", &ConnectorWorker::adopt, py::arg("blocks"))
       .def("run", &ConnectorWorker::run, py::arg("plan"), "Begins a plan; a repeated one changes nothing.")

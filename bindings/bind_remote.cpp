@@ -2,6 +2,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <atomic>
+
 #include "base/digest.h"
 #include "base/seal.h"
 #include "bindings/bind_errors.h"
@@ -19,27 +21,60 @@ namespace py = pybind11;
 namespace torpor {
 namespace {
 
+// How long an operation may take that asks who owns: a renewal that hangs must leave time for another one in its term,
+// and who ends must not wait long for a store that is gone. One operation at a time.
+class OperationLimit {
+ public:
+  explicit OperationLimit(std::chrono::nanoseconds length) : length_(length) {}
+  void begin() { until_ = system_clock().now() + length_; }
+  double seconds_left() const { return seconds_between(system_clock().now(), until_); }
+
+ private:
+  const std::chrono::nanoseconds length_;
+  std::atomic<std::chrono::nanoseconds> until_{};
+};
+
+constexpr int kOperationsPerTerm = 3;
+
 struct RemoteHome {
-  std::unique_ptr<remote::ObjectStore> store;
+  std::unique_ptr<remote::ObjectStore> store;  // for copies, which take as long as they take
+  std::shared_ptr<OperationLimit> limit;
+  std::unique_ptr<remote::ObjectStore> records;
   std::shared_ptr<const Key> key;
   std::string holder;
   remote::Ownership ownership;
 
-  RemoteHome(std::unique_ptr<remote::ObjectStore> store, std::shared_ptr<const Key> key, std::string holder,
+  RemoteHome(std::unique_ptr<remote::ObjectStore> store, std::shared_ptr<OperationLimit> limit,
+             std::unique_ptr<remote::ObjectStore> records, std::shared_ptr<const Key> key, std::string holder,
              std::chrono::milliseconds term)
       : store(std::move(store)),
+        limit(std::move(limit)),
+        records(std::move(records)),
         key(std::move(key)),
         holder(std::move(holder)),
-        ownership(*this->store, system_clock(), this->holder, term) {}
+        ownership(*this->records, system_clock(), this->holder, term) {}
 };
+
+// An operation that asks the store who owns.
+template <class Work>
+auto within_limit(RemoteHome& self, Work work) {
+  return value_or_raise(without_lock([&] {
+    self.limit->begin();
+    return work(self.ownership);
+  }));
+}
 
 std::unique_ptr<RemoteHome> open_home(const std::string& url, double term_seconds,
                                       const std::optional<std::string>& key_file) {
   std::shared_ptr<const Key> key = key_from(key_file);
+  const std::chrono::milliseconds term(static_cast<int64_t>(term_seconds * 1000));
+  auto limit = std::make_shared<OperationLimit>(term / kOperationsPerTerm);
   std::unique_ptr<remote::ObjectStore> store =
       value_or_raise(without_lock([&] { return remote::open_object_store(module_files(), url); }));
-  return std::make_unique<RemoteHome>(std::move(store), std::move(key), hex(random_seal_id()),
-                                      std::chrono::milliseconds(static_cast<int64_t>(term_seconds * 1000)));
+  std::unique_ptr<remote::ObjectStore> records = value_or_raise(without_lock(
+      [&] { return remote::open_object_store(module_files(), url, {}, [limit] { return limit->seconds_left(); }); }));
+  return std::make_unique<RemoteHome>(std::move(store), std::move(limit), std::move(records), std::move(key),
+                                      hex(random_seal_id()), term);
 }
 
 struct Sent {
@@ -80,13 +115,14 @@ void bind_remote(py::module_& module) {
                          py::release_gil_before_calling_cpp_dtor())
       .def(py::init(&open_home), py::arg("url"), py::arg("term_seconds"), py::arg("key_file") = py::none())
       .def(
-          "take", [](RemoteHome& self) { return value_or_raise(without_lock([&] { return self.ownership.take(); })); },
-          "Whether this process owns it now; otherwise another one does, or may.")
+          "take", [](RemoteHome& self) { return within_limit(self, [](auto& ownership) { return ownership.take(); }); },
+          "Whether this process owns it now; otherwise another one does, or may. This and the next three end within a "
+          "third of the term.")
       .def(
-          "renew", [](RemoteHome& self) { value_or_raise(without_lock([&] { return self.ownership.renew(); })); },
+          "renew", [](RemoteHome& self) { within_limit(self, [](auto& ownership) { return ownership.renew(); }); },
           "Goes on owning. Raises Aborted: not any more.")
       .def(
-          "release", [](RemoteHome& self) { value_or_raise(without_lock([&] { return self.ownership.release(); })); },
+          "release", [](RemoteHome& self) { within_limit(self, [](auto& ownership) { return ownership.release(); }); },
           "The next owner need not wait.")
       .def("owns", [](const RemoteHome& self) { return self.ownership.owns(); })
       .def_readonly("holder", &RemoteHome::holder)
@@ -103,7 +139,7 @@ void bind_remote(py::module_& module) {
       .def(
           "publish",
           [](RemoteHome& self, const Sent& sent) {
-            value_or_raise(without_lock([&] { return self.ownership.publish(sent.checkpoint.name, sent.answers); }));
+            within_limit(self, [&](auto& ownership) { return ownership.publish(sent.checkpoint.name, sent.answers); });
           },
           py::arg("sent"), "The next owner goes on from these. Raises Aborted: it is another one already.")
       .def(

@@ -170,10 +170,15 @@ size_t ConnectorHits::find_for_all(size_t have) {
   return blocks;
 }
 
-int64_t ConnectorHits::tokens_from_disk() const {
+int64_t ConnectorHits::tokens_from(StoreId store) const {
   const auto first = places_.begin();
   const auto end = first + static_cast<std::ptrdiff_t>(std::min(places_.size(), of_first_group_));
-  return block_tokens_ * std::count_if(first, end, [](const Places& places) { return places.host < 0; });
+  return block_tokens_ * std::count_if(first, end, [store](const Places& places) {
+           const bool disk = places.host < 0 && places.disk >= 0;
+           return store == StoreId::kHost   ? places.host >= 0
+                  : store == StoreId::kDisk ? disk
+                                            : places.host < 0 && !disk;
+         });
 }
 
 }  // namespace torpor

@@ -73,15 +73,17 @@ class ConnectorHits {
 
   // With one group that sees all tokens, all of it in host memory: what was found stays the answer as long as
   // has_next() says no.
-  bool ends_where_it_ends() const { return !groups_.whole_hits() && tokens_from_disk() == 0; }
+  bool ends_where_it_ends() const {
+    return !groups_.whole_hits() && tokens_from(StoreId::kDisk) == 0 && tokens_from(StoreId::kRemote) == 0;
+  }
   // The request's block of this number can be loaded, too.
   bool has_next(const pybind11::object& request, size_t block, uint32_t space) const;
 
   std::span<const BlockKey> keys() const { return keys_; }
   // The engine takes the first `blocks` of them; not with whole_hits().
   void shorten(size_t blocks) { places_.resize(std::min(places_.size(), blocks)); }
-  // How many tokens of the first group's come from disk.
-  int64_t tokens_from_disk() const;
+  // How many tokens of the first group's come from there, and from nowhere nearer.
+  int64_t tokens_from(StoreId store) const;
 
  private:
   static size_t last_key(const pybind11::object& request, const pybind11::list& hashes, int64_t block_tokens);

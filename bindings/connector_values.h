@@ -1,6 +1,7 @@
 // What both sides of vLLM's KV connector tell each other besides plans and reports, and what it tells vLLM.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <vector>
 
@@ -15,7 +16,8 @@ struct ConnectorOptions {
   OffloadSchedulerOptions offload;
   PlacementOptions placement;
   bool lazy = false;
-  int32_t watermark = 0;  // lazy: how many of the next blocks to be evicted are looked at
+  std::chrono::milliseconds remote_wait{0};  // longest that a request waits to hear what the remote store has
+  int32_t watermark = 0;                     // lazy: how many of the next blocks to be evicted are looked at
 };
 ConnectorOptions connector_options_from(const pybind11::dict& dict);
 

@@ -103,7 +103,9 @@ void BlockIndex::probe(std::span<const BlockKey> keys, Found found) const {
     Places places;
     if (entry >= 0) {
       const auto& refs = table_[entry].refs;
-      places = {.host = refs[0].visible_slot(), .disk = refs[1].visible_slot(), .remote = refs[2].visible()};
+      places = {.host = refs[0].visible_slot(),
+                .disk = refs[1].visible_slot(),
+                .remote = remote_hidden_ ? -1 : refs[2].visible_slot()};
     }
     if (!found(at, places)) return;
   }
@@ -289,7 +291,7 @@ Places BlockIndex::backing(int32_t block, Stamp stamp) const {
         record.state == State::kVisible && record.generation == backing.generations[static_cast<size_t>(store)];
     return same ? found : -1;
   };
-  return {.host = slot(StoreId::kHost), .disk = slot(StoreId::kDisk), .remote = slot(StoreId::kRemote) >= 0};
+  return {.host = slot(StoreId::kHost), .disk = slot(StoreId::kDisk), .remote = slot(StoreId::kRemote)};
 }
 
 std::vector<Dropped> BlockIndex::take_dropped() {

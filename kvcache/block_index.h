@@ -70,6 +70,8 @@ class BlockIndex {
   size_t run(std::span<const BlockKey> chain, std::span<Places> places) const;
   // Where each of them is, whether the others are anywhere or not.
   void find_each(std::span<const BlockKey> keys, std::span<Places> places) const;
+  // While it is hidden, nothing is found in the remote store: it does not answer.
+  void hide_remote(bool hidden) { remote_hidden_ = hidden; }
   // It is asked for soon.
   void prefetch(const BlockKey& key) const { table_.prefetch_cells(KeyTable::hash_of(key)); }
 
@@ -187,6 +189,7 @@ class BlockIndex {
   Status check_entries() const;
 
   BlockIndexOptions options_;
+  bool remote_hidden_ = false;
   KeyTable table_;
   std::array<Store, kStores> stores_;
   FlatArray<Segment> segments_;

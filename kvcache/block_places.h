@@ -19,8 +19,8 @@ std::string_view name(StoreId store);  // "host", "disk", "remote"
 struct Places {
   Slot host = -1;
   Slot disk = -1;
-  bool remote = false;
-  bool anywhere() const { return host >= 0 || disk >= 0 || remote; }
+  Slot remote = -1;
+  bool anywhere() const { return host >= 0 || disk >= 0 || remote >= 0; }
   friend bool operator==(const Places&, const Places&) = default;
 };
 

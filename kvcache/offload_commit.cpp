@@ -9,8 +9,8 @@ namespace torpor {
 namespace {
 
 constexpr int32_t kFewSegments = 3;  // with fewer, one that is read to be kept is in the way of all that is written
-constexpr size_t kJobsOfABatch = 2;  // one with host memory and one with disk
-constexpr uint64_t kBatchBits = 16;  // of a job's id: its place; above them: which job it was
+constexpr size_t kJobsOfABatch = kStores;  // one with each
+constexpr uint64_t kBatchBits = 16;        // of a job's id: its place; above them: which job it was
 
 // Of what two ranks say of one block.
 BlockOutcome worse(BlockOutcome a, BlockOutcome b) {
@@ -30,7 +30,9 @@ const TransferPlan& OffloadScheduler::plan_step(bool flush) {
     queue_.set_held_aside(clock_.now());
     commit_loads(flush);
     commit_down(flush);
-    commit_on(flush);
+    commit_on(Way::kOn, StoreId::kDisk, flush);
+    commit_on(Way::kOut, StoreId::kRemote, flush);
+    commit_asks();
     commit_again();
     return ok();
   });
@@ -40,8 +42,7 @@ const TransferPlan& OffloadScheduler::plan_step(bool flush) {
   return plan_;
 }
 
-// All memory that a batch of so many blocks needs, before it is committed: nothing of it fails any more then. It may
-// become a job of each store.
+// All memory that a batch of so many blocks needs, before it is committed: nothing of it fails any more then.
 void OffloadScheduler::make_room(size_t blocks, size_t owners) {
   grow(blocks_, blocks);
   grow(stamps_, blocks);
@@ -91,7 +92,7 @@ void OffloadScheduler::commit_loads(bool flush) {
     make_room(next.blocks, next.containers);
     for (std::string& name : names_) name = at(next.owner).id;
     queue_.commit(Way::kUp, next, batch_);
-    for (const StoreId store : {StoreId::kHost, StoreId::kDisk}) {
+    for (const StoreId store : {StoreId::kHost, StoreId::kDisk, StoreId::kRemote}) {
       PlannedBatch* batch = nullptr;
       for (size_t i = 0; i < batch_.blocks.size(); ++i) {
         if (batch_.blocks[i].store != store) continue;
@@ -202,15 +203,14 @@ void OffloadScheduler::commit_again() {
   make_room(again_.size(), 0);
   PlannedBatch& batch = new_batch(Way::kOn, StoreId::kDisk);
   batch.from = StoreId::kDisk;
-  batch.blocks.swap(again_);
-  again_.clear();
+  batch.blocks.swap(again_);  // which was empty
   plan(batch, PlanKind::kMove);
 }
 
-void OffloadScheduler::commit_on(bool flush) {
-  for (OffloadQueue::Next next; (next = queue_.next(Way::kOn, clock_.now(), flush)).blocks > 0;) {
+void OffloadScheduler::commit_on(Way way, StoreId store, bool flush) {
+  for (OffloadQueue::Next next; (next = queue_.next(way, clock_.now(), flush)).blocks > 0;) {
     make_room(next.blocks, next.containers);
-    queue_.commit(Way::kOn, next, batch_);
+    queue_.commit(way, next, batch_);
     PlannedBatch* batch = nullptr;
     size_t block = 0;
     for (const OffloadQueue::Owner& owner : batch_.owners) {
@@ -219,18 +219,19 @@ void OffloadScheduler::commit_on(bool flush) {
         const QueuedBlock& queued = batch_.blocks[block++];
         Places places;
         (void)index_->run({&queued.key, 1}, {&places, 1});
-        BlockOutcome outcome = places.disk >= 0 ? BlockOutcome::kPresent : BlockOutcome::kEvicted;
+        const bool there = (store == StoreId::kDisk ? places.disk : places.remote) >= 0;
+        BlockOutcome outcome = there ? BlockOutcome::kPresent : BlockOutcome::kEvicted;
         Slot slot = -1;
-        if (places.host >= 0 && places.disk < 0) {
+        if (places.host >= 0 && !there) {
           index_->pin(StoreId::kHost, places.host);
-          outcome = reserve(queued, StoreId::kDisk, slot);
+          outcome = reserve(queued, store, slot);
           if (outcome != BlockOutcome::kTransferred) index_->unpin(StoreId::kHost, places.host);
         }
         if (outcome != BlockOutcome::kTransferred) {
-          queue_.end(owner.ticket, Way::kOn, outcome, 1);
+          queue_.end(owner.ticket, way, outcome, 1);
           continue;
         }
-        if (batch == nullptr) batch = &new_batch(Way::kOn, StoreId::kDisk);
+        if (batch == nullptr) batch = &new_batch(way, store);
         batch->blocks.push_back({.queued = queued, .from = places.host});
         batch->blocks.back().queued.slot = slot;
         ++taken;
@@ -244,8 +245,8 @@ void OffloadScheduler::commit_on(bool flush) {
 void OffloadScheduler::plan(PlannedBatch& batch, PlanKind kind) {
   const bool move = kind == PlanKind::kMove;
   PlannedJob& job = plan_.add(batch.id, kind, move ? batch.from : batch.store,
-                              kind == PlanKind::kGet ? Urgency::kLoad : Urgency::kOffload);
-  if (move) job.other = StoreId::kDisk;
+                              kind == PlanKind::kGet || kind == PlanKind::kFind ? Urgency::kLoad : Urgency::kOffload);
+  if (move) job.other = batch.store;
   job.count = static_cast<uint32_t>(batch.blocks.size());
   for (const JobBlock& block : batch.blocks) {
     const QueuedBlock& queued = block.queued;
@@ -279,6 +280,7 @@ Status OffloadScheduler::apply(const TransferReport& report) {
     uint64_t& refusing = refusing_[static_cast<size_t>(store.store)];
     refusing = store.accepting ? refusing & ~bit : refusing | bit;
   }
+  index_->hide_remote(!accepting(StoreId::kRemote));
   (void)catching([&]() -> Status {
     if (!report.stores.empty()) stores_[static_cast<size_t>(report.rank)] = report.stores;
     return ok();
@@ -305,13 +307,16 @@ void OffloadScheduler::count(PlannedBatch& batch, const JobReport& job, const Tr
 void OffloadScheduler::end(PlannedBatch& batch) {
   switch (batch.way) {
     case Way::kDown: end_down(batch); break;
-    case Way::kOn: end_on(batch); break;
+    case Way::kOn:
+    case Way::kOut: end_on(batch); break;
     case Way::kUp: end_up(batch); break;
+    case Way::kAsk: end_ask(batch); break;
   }
   end_owners(batch);
   queue_.job_ended(batch.way);
   if (batch.way == Way::kDown) {  // without memory for that they stay in host memory alone
-    (void)catching([&]() -> Status { return send_on(batch), ok(); });
+    for (const StoreId store : {StoreId::kDisk, StoreId::kRemote})
+      (void)catching([&]() -> Status { return send_on(batch, store), ok(); });
   }
   free_batches_.push_back(static_cast<uint32_t>(&batch - batches_.data()));
   batch.id = 0;
@@ -363,14 +368,14 @@ void OffloadScheduler::end_on(PlannedBatch& batch) {
     if (!unproven) index_->unpin(batch.from, block.from);
     if (block.outcome != BlockOutcome::kTransferred) {
       failed = true;
-      index_->abandon(StoreId::kDisk, queued.slot, unproven);
+      index_->abandon(batch.store, queued.slot, unproven);
       continue;
     }
-    index_->commit(StoreId::kDisk, queued.slot);
-    index_->unpin(StoreId::kDisk, queued.slot);
-    note_stored(queued, StoreId::kDisk);
+    index_->commit(batch.store, queued.slot);
+    index_->unpin(batch.store, queued.slot);
+    note_stored(queued, batch.store);
   }
-  if (failed) index_->close_segment();
+  if (failed && batch.store == StoreId::kDisk) index_->close_segment();
 }
 
 void OffloadScheduler::end_up(PlannedBatch& batch) {
@@ -379,6 +384,7 @@ void OffloadScheduler::end_up(PlannedBatch& batch) {
     Pinned& pinned = request.pinned[static_cast<size_t>(block.at)];
     if (block.outcome == BlockOutcome::kDamaged) index_->damaged(batch.store, block.queued.slot);
     pinned.good = block.outcome == BlockOutcome::kTransferred;
+    if (pinned.good && batch.store == StoreId::kRemote) ++loaded_from_remote_;
     if (block.outcome != BlockOutcome::kUnproven) continue;
     pinned.kept = true;
     ++quarantined_;
@@ -401,16 +407,17 @@ void OffloadScheduler::end_owners(PlannedBatch& batch) {
   batch.owners.clear();
 }
 
-// What arrived in host memory and shall be on disk too, as a container of its own.
-void OffloadScheduler::send_on(const PlannedBatch& batch) {
+void OffloadScheduler::send_on(const PlannedBatch& batch, StoreId store) {
   queued_.clear();
   for (const JobBlock& block : batch.blocks) {
-    if (!block.queued.on || block.outcome != BlockOutcome::kTransferred) continue;
+    const bool wanted = store == StoreId::kDisk ? block.queued.on : block.queued.out;
+    if (!wanted || block.outcome != BlockOutcome::kTransferred) continue;
     queued_.push_back(block.queued);
-    queued_.back().store = StoreId::kDisk;
+    queued_.back().store = store;
   }
   if (!queued_.empty())
-    (void)queue_.enqueue({.way = Way::kOn}, queued_, queued_.size(), BlockOutcome::kFiltered, clock_.now());
+    (void)queue_.enqueue({.way = store == StoreId::kDisk ? Way::kOn : Way::kOut}, queued_, queued_.size(),
+                         BlockOutcome::kFiltered, clock_.now());
 }
 
 // ---- events
@@ -428,13 +435,14 @@ void OffloadScheduler::note_removed() {
   const RemovedBlocks removed = index_->take_removed();
   events_.lost += removed.lost;
   for (const RemovedBlock& block : removed.blocks) {
-    if (block.key.space != space_) continue;  // all of these went with reset()
+    if (block.key.space != space_ || block.store == StoreId::kRemote) continue;  // all of these went with reset()
     tell({.stored = false, .store = block.store, .key = block.key, .tokens = options_.block_tokens});
   }
 }
 
 void OffloadScheduler::note_stored(const QueuedBlock& block, StoreId store) {
-  if (options_.events == 0 || block.key.space != space_) return;
+  if (options_.events == 0 || block.key.space != space_ || store == StoreId::kRemote)
+    return;        // not this engine's alone
   note_removed();  // in their order
   tell({.store = store, .key = block.key, .parent = block.parent, .tokens = options_.block_tokens});
 }

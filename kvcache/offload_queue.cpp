@@ -11,6 +11,8 @@ std::string_view name(Way way) {
     case Way::kUp: return "up";
     case Way::kDown: return "down";
     case Way::kOn: return "on";
+    case Way::kOut: return "out";
+    case Way::kAsk: return "ask";
   }
   return "?";
 }
@@ -107,9 +109,10 @@ TransferHandle OffloadQueue::enqueue(const Enqueue& how, std::span<const QueuedB
   TransferHandle handle(ticket);
   if (offered > blocks.size()) end(ticket, how.way, filtered, offered - blocks.size());
   if (blocks.empty()) return handle;
-  // What goes on to disk waits beside the others, so that a slow disk does not keep blocks from host memory.
-  const int64_t on = in_queue(Way::kOn).blocks;
-  const int64_t before = how.way == Way::kOn ? on : queued_blocks_ - on;
+  // What goes on and out waits beside the others, so that a slow disk or network does not keep blocks from host memory.
+  const bool beside = how.way == Way::kOn || how.way == Way::kOut;
+  const int64_t before =
+      beside ? in_queue(how.way).blocks : queued_blocks_ - in_queue(Way::kOn).blocks - in_queue(Way::kOut).blocks;
   if (before + static_cast<int64_t>(blocks.size()) > options_.queue_blocks) {
     end(ticket, how.way, BlockOutcome::kQueueFull, blocks.size());
     return handle;

@@ -1,5 +1,6 @@
 // OffloadQueue: blocks on their way, from the moment they are offered until their job ends: down from the device, on
-// from host memory to disk, and up again. A pipeline without threads: OffloadScheduler::plan_step() is its tick.
+// from host memory to disk, out to the remote store, and up again. What the remote store is asked for is counted as a
+// way of its own, and does not wait here. A pipeline without threads: OffloadScheduler::plan_step() is its tick.
 //
 //   enqueue -> precondition -> in-queue (weak, by priority) -> sweep, commit -> under way -> ended
 //
@@ -22,6 +23,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <numeric>
 #include <span>
 #include <vector>
 
@@ -42,13 +44,13 @@ struct OffloadQueueOptions {
   int32_t max_concurrent_transfers = 1;           // jobs that ranks work at, and
   int32_t on_deck_batches = 4;                    // that wait there: together the most of a way, down or on
   int32_t loading_batches = 64;                   // the same, up
-  int64_t queue_blocks = 1 << 16;  // most blocks before commitment, those on to disk apart; beyond: kQueueFull
+  int64_t queue_blocks = 1 << 16;  // most blocks before commitment, of those on and out each; beyond: kQueueFull
   Status validate() const;         // kInvalidArgument names the option
 };
 
-enum class Way : uint8_t { kUp, kDown, kOn };
-inline constexpr int kWays = 3;
-std::string_view name(Way way);  // "up", "down", "on"
+enum class Way : uint8_t { kUp, kDown, kOn, kOut, kAsk };
+inline constexpr int kWays = 5;
+std::string_view name(Way way);  // "up", "down", "on", "out", "ask"
 
 // Of a candidate, as events name what one enqueue() gave: waiting for its step or queued, it can be cancelled; promoted
 // (committed) it ends as completed; what ends before is skipped. One way, once.
@@ -70,6 +72,7 @@ struct QueuedBlock {
   Slot slot = -1;                  // up: where it comes from
   StoreId store = StoreId::kHost;  // up: of the slot; else where it goes
   bool on = false;                 // down: and from there on to disk
+  bool out = false;                // down: and from there out to the remote store
 };
 
 // Room for so many elements, and for more each time that it takes memory.
@@ -176,9 +179,14 @@ class OffloadQueue {
   // Tickets of which all blocks have ended, and which have an owner; since the last call.
   std::vector<uint32_t>& ended_owners() { return ended_owners_; }
 
+  // Of what did not wait here.
+  void count(Way way, BlockOutcome outcome, uint64_t blocks) {
+    counts_[static_cast<size_t>(way)][static_cast<size_t>(outcome)] += blocks;
+  }
   const OutcomeCounts& counts(Way way) const { return counts_[static_cast<size_t>(way)]; }
   int64_t queued_blocks() const { return queued_blocks_; }
-  int64_t jobs_under_way() const { return under_way_[0] + under_way_[1] + under_way_[2]; }
+  int64_t jobs_under_way() const { return std::accumulate(under_way_.begin(), under_way_.end(), int64_t{0}); }
+  int64_t jobs_under_way(Way way) const { return under_way_[static_cast<size_t>(way)]; }
   const OffloadQueueOptions& options() const { return options_; }
   // Something could be committed now or after a while.
   bool anything_queued() const { return queued_blocks_ > 0; }

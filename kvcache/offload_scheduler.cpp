@@ -6,6 +6,18 @@
 #include <fmt/format.h>
 
 namespace torpor {
+namespace {
+
+StoreId nearest(const Places& places) {
+  if (places.host >= 0) return StoreId::kHost;
+  return places.disk >= 0 ? StoreId::kDisk : StoreId::kRemote;
+}
+Slot slot_in(const Places& places, StoreId store) {
+  if (store == StoreId::kHost) return places.host;
+  return store == StoreId::kDisk ? places.disk : places.remote;
+}
+
+}  // namespace
 
 Status OffloadSchedulerOptions::validate() const {
   TORPOR_TRY(index.validate());
@@ -18,6 +30,8 @@ Status OffloadSchedulerOptions::validate() const {
   if (counted_keys < 0) return wrong(fmt::format("counted_keys is {}", counted_keys), "use 0 or more");
   if (index.host_slots == 0 && index.disk_segments == 0)
     return wrong("there is no store to offload to", "give host memory or disk slots");
+  if (index.host_slots == 0 && index.remote_slots > 0)
+    return wrong("there is a remote store and no host memory", "give host memory slots: blocks go out from there");
   return ok();
 }
 
@@ -103,6 +117,7 @@ uint32_t OffloadScheduler::begin_request(std::string id, int32_t priority) {
   request.stage = RequestStage::kInitialized;
   request.used = true;
   request.counted = false;
+  request.asked = 0;
   port_.text(TextKind::kRequestName, event_request(number), 0, request.id);
   return number;
 }
@@ -137,9 +152,8 @@ int32_t OffloadScheduler::match(uint32_t number, std::span<const BlockKey> chain
   if (found == 0 || !placement_.worth_loading(static_cast<int64_t>(found) * options_.block_tokens, run)) return 0;
   request.pinned.reserve(found);
   for (size_t i = 0; i < found; ++i) {
-    const StoreId store = run[i].host >= 0 ? StoreId::kHost : StoreId::kDisk;
-    const Slot slot = store == StoreId::kHost ? run[i].host : run[i].disk;
-    if (slot < 0) break;
+    const StoreId store = nearest(run[i]);
+    const Slot slot = slot_in(run[i], store);
     index_->pin(store, slot);
     request.pinned.push_back({.store = store, .slot = slot, .key = rest[i]});
   }
@@ -193,7 +207,7 @@ void OffloadScheduler::loaded(uint32_t number, std::span<const int32_t> blocks) 
     const Stamp stamp = device_.stamp(blocks[i]);
     Places places;
     if (!pinned.good || stamp == Stamp::kNone || index_->run({&pinned.key, 1}, {&places, 1}) == 0) continue;
-    const Slot slot = pinned.store == StoreId::kHost ? places.host : places.disk;
+    const Slot slot = slot_in(places, pinned.store);
     if (slot == pinned.slot) index_->back(blocks[i], stamp, pinned.store, slot);
   }
   unpin(request, 0);
@@ -242,7 +256,8 @@ TransferHandle OffloadScheduler::offer(const OffloadOffer& offer) {
                        .stamp = stamp,
                        .block = offer.blocks[i],
                        .store = wanted.has(StoreId::kHost) ? StoreId::kHost : StoreId::kDisk,
-                       .on = wanted.has(StoreId::kHost) && wanted.has(StoreId::kDisk)});
+                       .on = wanted.has(StoreId::kHost) && wanted.has(StoreId::kDisk),
+                       .out = wanted.has(StoreId::kHost) && wanted.has(StoreId::kRemote)});
   }
   const OffloadQueue::Time now = clock_.now();
   if (now - began > options_.queue.policy_timeout) {
@@ -278,7 +293,10 @@ Status OffloadScheduler::reset() {
   index_->close_segment();  // segments have keys of one space
   ++space_;
   queue_.end_all(BlockOutcome::kCancelled);
+  for (const Question& question : std::exchange(asks_, {}))
+    queue_.count(Way::kAsk, BlockOutcome::kCancelled, question.keys.size());
   for (Request& request : requests_) {
+    request.asked = 0;
     if (!request.used || request.stage != RequestStage::kOnboardStaged) continue;
     unpin(request, 0);
     request.stage = RequestStage::kInitialized;

@@ -105,6 +105,11 @@ class OffloadScheduler {
   // Requests have numbers here; one is used again when its request is over.
   uint32_t begin_request(std::string id, int32_t priority = 0);
   RequestStage stage(uint32_t request) const { return at(request).stage; }
+  // Asks the remote store, by way of the ranks, for those of `keys` that are nowhere else: for how many. 0: there is
+  // nothing to ask for, or it does not answer.
+  size_t ask(uint32_t request, std::span<const BlockKey> keys);
+  // It was asked for this request, and has not answered.
+  bool asking(uint32_t request) const { return at(request).asked != 0; }
   // How many of the blocks behind the first `have` of `chain` can be loaded; they are pinned. It may be asked again:
   // what it pinned before is let go of.
   int32_t match(uint32_t request, std::span<const BlockKey> chain, size_t have);
@@ -140,7 +145,7 @@ class OffloadScheduler {
   std::vector<Slot> backing(std::span<const int32_t> blocks, bool keep);
   void release_backing();
 
-  // For who operates the engine (offload_calls.cpp). Stores: host memory and disk.
+  // For who operates the engine (offload_calls.cpp). Stores: host memory and disk; what the remote one has is shared.
   // A candidate that is not committed does not go. kNotFound; kFailedPrecondition: a request waits for it.
   Result<CancelledCandidate> cancel(uint64_t candidate);
   // None of these is found there any more.
@@ -149,7 +154,7 @@ class OffloadScheduler {
   Result<MovedKeys> move_on(std::span<const BlockKey> keys);
 
   // Something is queued or under way: steps are needed, if only empty ones.
-  bool busy() const { return queue_.anything_queued() || queue_.jobs_under_way() > 0; }
+  bool busy() const { return queue_.anything_queued() || queue_.jobs_under_way() > 0 || !asks_.empty(); }
   bool under_way() const { return queue_.jobs_under_way() > 0; }
   BlockIndex& index() { return *index_; }
   const BlockIndex& index() const { return *index_; }
@@ -157,6 +162,7 @@ class OffloadScheduler {
   int64_t quarantined() const { return quarantined_; }  // device blocks that are never used again
   // Blocks that were used, in segments that were next to go: written again, into later ones.
   int64_t appended_again() const { return appended_again_; }
+  int64_t loaded_from_remote() const { return loaded_from_remote_; }  // blocks
   const std::vector<StoreReport>& stores(int32_t rank) const { return stores_[static_cast<size_t>(rank)]; }
   Status check() const;
 
@@ -174,6 +180,7 @@ class OffloadScheduler {
     RequestStage stage = RequestStage::kInitialized;
     bool used = false;     // the number
     bool counted = false;  // its keys
+    uint64_t asked = 0;    // which question of all is its, while it waits for the answer; 0: none
     std::vector<Pinned> pinned;
   };
   struct JobBlock {
@@ -187,11 +194,18 @@ class OffloadScheduler {
     Way way = Way::kDown;
     StoreId store = StoreId::kHost;  // target; up: source
     StoreId from = StoreId::kHost;   // on: source
-    uint32_t request = 0;            // up
+    uint32_t request = 0;            // up, ask
+    uint64_t question = 0;           // ask
     uint64_t reported = 0;           // ranks, a bit each
     std::vector<JobBlock> blocks;
     std::vector<OffloadQueue::Owner> owners;
     Status cause;
+  };
+
+  struct Question {
+    uint64_t number = 0;
+    uint32_t request = 0;
+    std::vector<BlockKey> keys;
   };
 
   OffloadScheduler(const OffloadSchedulerOptions& options, DeviceBlocks& device, const Placement& placement,
@@ -207,7 +221,8 @@ class OffloadScheduler {
   PlannedBatch& new_batch(Way way, StoreId store);
   void commit_loads(bool flush);
   void commit_down(bool flush);
-  void commit_on(bool flush);
+  void commit_on(Way way, StoreId store, bool flush);
+  void commit_asks();
   void commit_into(StoreId store);
   void keep_used();
   void commit_again();
@@ -219,8 +234,9 @@ class OffloadScheduler {
   void end_down(PlannedBatch& batch);
   void end_on(PlannedBatch& batch);
   void end_up(PlannedBatch& batch);
+  void end_ask(PlannedBatch& batch);
   void end_owners(PlannedBatch& batch);
-  void send_on(const PlannedBatch& batch);
+  void send_on(const PlannedBatch& batch, StoreId store);  // what arrived in host memory
   void note_stored(const QueuedBlock& block, StoreId store);
   void note_removed();
   void tell_stores();
@@ -246,8 +262,11 @@ class OffloadScheduler {
   std::array<uint64_t, kStores> refusing_{};  // ranks whose store takes nothing, a bit each
   std::vector<std::vector<StoreReport>> stores_;
   std::vector<EndedLoad> loads_;
+  std::vector<Question> asks_;  // not planned yet
+  uint64_t questions_ = 0;      // ever
   int64_t quarantined_ = 0;
   int64_t appended_again_ = 0;
+  int64_t loaded_from_remote_ = 0;
   int64_t disk_room_ = 0;        // when it was last looked at
   std::vector<JobBlock> again_;  // of this step, or left by one without memory
   std::vector<Slot> kept_;       // in host memory, by backing()
@@ -260,7 +279,7 @@ class OffloadScheduler {
   std::vector<int32_t> blocks_;
   std::vector<Stamp> stamps_;
   std::vector<uint8_t> held_;
-  std::array<std::string, 2> names_;
+  std::array<std::string, kStores> names_;
 };
 
 }  // namespace torpor

@@ -18,12 +18,13 @@ Error wrong_plan(std::string what) {
 }  // namespace
 
 OffloadWorker::OffloadWorker(const OffloadWorkerOptions& options, const KvLayout& layout, TransferEngine& transfers,
-                             std::shared_ptr<Store> host, std::unique_ptr<Store> disk)
+                             std::shared_ptr<Store> host, std::unique_ptr<Store> disk, std::unique_ptr<Store> remote)
     : options_(options),
       layout_(layout),
       transfers_(transfers),
       host_(std::move(host)),
       disk_(std::move(disk)),
+      remote_(std::move(remote)),
       block_bytes_(layout.bytes_per_block()),
       host_digests_(static_cast<size_t>(slots_of(StoreId::kHost))),
       disk_slots_(static_cast<size_t>(slots_of(StoreId::kDisk)), -1),
@@ -34,33 +35,38 @@ OffloadWorker::~OffloadWorker() { wait(); }
 
 Result<std::unique_ptr<OffloadWorker>> OffloadWorker::create(const OffloadWorkerOptions& options,
                                                              const KvLayout& layout, TransferEngine& transfers,
-                                                             std::shared_ptr<Store> host, std::unique_ptr<Store> disk) {
+                                                             std::shared_ptr<Store> host, std::unique_ptr<Store> disk,
+                                                             std::unique_ptr<Store> remote) {
   return catching([&]() -> Result<std::unique_ptr<OffloadWorker>> {
     const uint64_t bytes = layout.bytes_per_block();
     const bool fits =
         (host == nullptr) == (options.host_slots == 0) && (disk == nullptr) == (options.disk_segments == 0) &&
+        (remote == nullptr) == (options.remote_slots == 0) &&
+        (remote == nullptr || (host != nullptr && remote->traits().shared && remote->traits().record_bytes >= bytes)) &&
         (host == nullptr || (host->traits().addressable && host->traits().record_bytes >= bytes)) &&
         (disk == nullptr ||
          (disk->traits().slots_per_segment == options.segment_slots && disk->traits().record_bytes >= bytes));
     if (!fits) {
-      return Error{
-          .code = Code::kInvalidArgument,
-          .what = fmt::format("the stores of rank {} are not those of {} slots in host memory and {} segments "
-                              "of {} slots for blocks of {} bytes",
-                              options.rank, options.host_slots, options.disk_segments, options.segment_slots, bytes),
-          .next_step = "open them with the same options"};
+      return Error{.code = Code::kInvalidArgument,
+                   .what = fmt::format("the stores of rank {} are not those of {} slots in host memory and {} segments "
+                                       "of {} slots, and {} on another machine, for blocks of {} bytes",
+                                       options.rank, options.host_slots, options.disk_segments, options.segment_slots,
+                                       options.remote_slots, bytes),
+                   .next_step = "open them with the same options"};
     }
+    if (remote != nullptr) TORPOR_TRY(transfers.open_remote_lane());
     return std::unique_ptr<OffloadWorker>(
-        new OffloadWorker(options, layout, transfers, std::move(host), std::move(disk)));
+        new OffloadWorker(options, layout, transfers, std::move(host), std::move(disk), std::move(remote)));
   });
 }
 
 int64_t OffloadWorker::slots_of(StoreId store) const {
   if (store == StoreId::kHost) return options_.host_slots;
-  return store == StoreId::kDisk ? int64_t{options_.disk_segments} * options_.segment_slots : 0;
+  return store == StoreId::kDisk ? int64_t{options_.disk_segments} * options_.segment_slots : options_.remote_slots;
 }
 
-void OffloadWorker::open_space(uint32_t space, const Digest& digest) {
+void OffloadWorker::open_space(uint32_t space, const Digest& digest, const Digest& shared) {
+  if (remote_ != nullptr) remote_->open_space(space, shared);
   for (Store* store : {host_.get(), disk_.get()}) {
     if (store != nullptr) store->open_space(space, digest);
   }
@@ -111,7 +117,9 @@ Status OffloadWorker::check(const TransferPlan& plan) const {
                        [end](int32_t number) { return number >= 0 && number < end; });
   };
   for (const Dropped& each : plan.dropped) {
-    const int64_t end = each.store == StoreId::kDisk ? options_.disk_segments : slots_of(each.store);
+    const int64_t end = each.store == StoreId::kDisk   ? options_.disk_segments
+                        : each.store == StoreId::kHost ? slots_of(each.store)
+                                                       : 0;
     if (each.number < 0 || each.number >= end)
       return wrong_plan(fmt::format("drops number {} of the store {}", each.number, name(each.store)));
   }
@@ -125,7 +133,7 @@ Status OffloadWorker::check(const TransferPlan& plan) const {
     if (!within(plan.from, job, from) || !within(plan.to, job, to))
       return wrong_plan(
           fmt::format("has a {} with a block or slot that rank {} does not have", name(job.kind), options_.rank));
-    if (job.kind == PlanKind::kMove && job.other != StoreId::kDisk)
+    if (job.kind == PlanKind::kMove && job.other == StoreId::kHost)
       return wrong_plan(fmt::format("moves into the store {}", name(job.other)));
     keys += job.keyed() ? job.count : 0;
   }
@@ -236,8 +244,7 @@ Slot OffloadWorker::slot_to_write(Slot slot) {
 
 std::unique_ptr<StoreTier> OffloadWorker::tier_of(StoreId store, std::span<const Slot> slots,
                                                   std::span<const BlockKey> keys) {
-  return std::make_unique<StoreTier>(store == StoreId::kHost ? *host_ : *disk_,
-                                     std::vector<Slot>(slots.begin(), slots.end()),
+  return std::make_unique<StoreTier>(*this->store(store), std::vector<Slot>(slots.begin(), slots.end()),
                                      std::vector<BlockKey>(keys.begin(), keys.end()));
 }
 
@@ -245,7 +252,8 @@ Job OffloadWorker::make_job(std::span<const BlockKey> keys, OffloadJob& running)
   const PlannedJob& planned = running.planned;
   const std::span<const int32_t> from = running.from;
   const std::span<const int32_t> to = running.to;
-  const bool get = planned.kind == PlanKind::kGet;
+  const bool find = planned.kind == PlanKind::kFind;
+  const bool get = planned.kind == PlanKind::kGet || find;
   const bool from_disk = planned.kind != PlanKind::kPut && planned.store == StoreId::kDisk;
   std::vector<Slot> sources(running.from);
   std::vector<Slot> targets(running.to);
@@ -253,7 +261,8 @@ Job OffloadWorker::make_job(std::span<const BlockKey> keys, OffloadJob& running)
   for (Slot& slot : targets) slot = !get && planned.target() == StoreId::kDisk ? slot_to_write(slot) : slot;
   running.tier = tier_of(planned.target(), get ? sources : targets, keys);
   if (planned.kind == PlanKind::kMove) running.source = tier_of(planned.store, sources, {});
-  Job job{.kind = get                               ? JobKind::kRestore
+  Job job{.kind = find                              ? JobKind::kFind
+                  : get                             ? JobKind::kRestore
                   : planned.kind == PlanKind::kMove ? JobKind::kMove
                                                     : JobKind::kSave,
           .tier = running.tier.get(),
@@ -266,7 +275,9 @@ Job OffloadWorker::make_job(std::span<const BlockKey> keys, OffloadJob& running)
   for (uint32_t i = 0; i < planned.count; ++i) {
     ChunkPlan& chunk = running.plans.emplace_back();
     chunk.key = {.kind = ChunkKind::kKvBlock, .tag = fmt::format("job {}", planned.id), .index = i};
-    if (planned.kind == PlanKind::kMove) {
+    if (find) {
+      chunk.pieces.clear();
+    } else if (planned.kind == PlanKind::kMove) {
       chunk.pieces.push_back({.bytes = block_bytes_});
     } else {
       for (const KvPiece& piece : layout_.pieces_of(static_cast<uint32_t>(get ? to[i] : from[i])))

@@ -35,6 +35,7 @@ struct OffloadWorkerOptions {
   int32_t host_slots = 0;  // as the scheduler's BlockIndexOptions have them; 0: no such store
   int32_t disk_segments = 0;
   int32_t segment_slots = 0;
+  int32_t remote_slots = 0;
 };
 
 struct LoadedRequest {
@@ -47,11 +48,13 @@ class OffloadWorker {
   // The stores may be null. kInvalidArgument: one is missing, or does not have the options' segments.
   static Result<std::unique_ptr<OffloadWorker>> create(const OffloadWorkerOptions& options, const KvLayout& layout,
                                                        TransferEngine& transfers, std::shared_ptr<Store> host,
-                                                       std::unique_ptr<Store> disk);
+                                                       std::unique_ptr<Store> disk,
+                                                       std::unique_ptr<Store> remote = nullptr);
   ~OffloadWorker();
 
-  // Keys with this number belong to the key space with this digest from now on; none of before is put any more.
-  void open_space(uint32_t space, const Digest& digest);
+  // Keys with this number belong to the key space with this digest from now on, in the remote store to `shared`; none
+  // of before is put any more.
+  void open_space(uint32_t space, const Digest& digest, const Digest& shared = {});
   // What the store on disk has of this space and all ranks must agree on; before the first plan, once.
   Result<std::vector<RecoveredBlock>> recover(uint32_t space);
   // What recover() found and is not named here is forgotten.
@@ -69,7 +72,7 @@ class OffloadWorker {
   void wait() { (void)transfers_.drain(); }
   bool idle() const { return running_.empty() && refused_.empty(); }
   Store* store(StoreId id) const {
-    return id == StoreId::kHost ? host_.get() : id == StoreId::kDisk ? disk_.get() : nullptr;
+    return id == StoreId::kHost ? host_.get() : id == StoreId::kDisk ? disk_.get() : remote_.get();
   }
 
  private:
@@ -78,7 +81,7 @@ class OffloadWorker {
   static constexpr int32_t kNoSegment = -1;
 
   OffloadWorker(const OffloadWorkerOptions& options, const KvLayout& layout, TransferEngine& transfers,
-                std::shared_ptr<Store> host, std::unique_ptr<Store> disk);
+                std::shared_ptr<Store> host, std::unique_ptr<Store> disk, std::unique_ptr<Store> remote);
   Status check(const TransferPlan& plan) const;
   struct Noted;
   Noted note(const TransferPlan& plan) const;
@@ -101,6 +104,7 @@ class OffloadWorker {
   TransferEngine& transfers_;
   const std::shared_ptr<Store> host_;  // a sleep may keep it too
   const std::unique_ptr<Store> disk_;
+  const std::unique_ptr<Store> remote_;
   const uint64_t block_bytes_;
   std::vector<Digest> host_digests_;      // by slot
   std::vector<Slot> disk_slots_;          // of the store, by slot of the plans; -1: nothing was put there

@@ -88,6 +88,8 @@ BlockOutcome OffloadWorker::settle(const OffloadJob& running, size_t i, const Ch
     return host_->placed(running.to[i], {}, chunk.saved.digest) ? chunk.outcome : BlockOutcome::kFailed;
   }
   if (chunk.outcome != BlockOutcome::kFailed || planned.kind == PlanKind::kPut) return chunk.outcome;
+  if (planned.kind == PlanKind::kFind)
+    return chunk.status.error().code == Code::kNotFound ? BlockOutcome::kAbsent : chunk.outcome;
   const bool damaged = is_bad_record(chunk.status.error()) &&
                        (planned.kind == PlanKind::kGet || chunk.status.error().code == Code::kCorruption);
   return damaged ? BlockOutcome::kDamaged : chunk.outcome;
@@ -118,7 +120,7 @@ void OffloadWorker::load_ended(uint64_t job, std::span<const int32_t> bad_blocks
 
 // With what ended, and where a store began or ceased to take anything.
 void OffloadWorker::report_stores(TransferReport& report) {
-  for (const StoreId id : {StoreId::kHost, StoreId::kDisk}) {
+  for (const StoreId id : {StoreId::kHost, StoreId::kDisk, StoreId::kRemote}) {
     const Store* const of = store(id);
     if (of == nullptr) continue;
     const bool accepting = of->accepting();

@@ -18,6 +18,7 @@ class OptionPlacement final : public Placement {
     StoreMask mask;
     if (options_.host) mask.add(StoreId::kHost);
     if (options_.disk) mask.add(StoreId::kDisk);
+    if (options_.remote && options_.host && candidate.places.remote < 0) mask.add(StoreId::kRemote);
     return mask;
   }
   bool worth_loading(int64_t tokens, std::span<const Places>) const override {

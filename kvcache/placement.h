@@ -36,7 +36,7 @@ struct Candidate {
 class Placement {
  public:
   virtual ~Placement() = default;
-  // Where the block shall be. Host memory and disk: there first, and on from there. Empty: a policy says no.
+  // Where the block shall be. Host memory and others: there first, and on from there. Empty: a policy says no.
   virtual StoreMask wanted(const Candidate& candidate) const = 0;
   // Else the tokens are computed.
   virtual bool worth_loading(int64_t tokens, std::span<const Places> run) const = 0;
@@ -45,6 +45,7 @@ class Placement {
 struct PlacementOptions {
   bool host = true;
   bool disk = false;              // also, if there is host memory: through it
+  bool remote = false;            // also, through host memory
   bool presence = true;           // what one of the wanted stores has already is filtered before it is queued
   uint32_t min_uses = 1;          // frequency: a block goes when that many requests had it
   int64_t min_prefix_tokens = 0;  // shorter hits are computed

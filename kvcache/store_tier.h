@@ -16,14 +16,17 @@ class StoreTier final : public Tier {
       : store_(store), slots_(std::move(slots)), keys_(std::move(keys)) {}
   std::string_view kind() const override { return store_.traits().kind; }
   bool addressable() const override { return store_.traits().addressable; }
+  bool remote() const override { return store_.traits().shared; }
   Status prepare(uint64_t, uint64_t) override { return ok(); }
   Status finish() override { return ok(); }
   Result<std::span<std::byte>> place(SavedChunk& chunk) override;
   std::span<std::byte> view(const SavedChunk& chunk) override { return store_.view(slot(chunk)); }
   void put(std::span<TierPart> parts) override;
   void get(std::span<TierPart> parts) override;
+  void find(std::span<TierPart> parts) override;
 
  private:
+  std::vector<StorePart> records_of(std::span<const TierPart> parts) const;
   Slot slot(const SavedChunk& chunk) const { return slots_[static_cast<size_t>(chunk.key.index)]; }
 
   Store& store_;

@@ -141,9 +141,10 @@ Status take_jobs(Taker& taker, const PlanHeader& header, TransferPlan& plan) {
                    .count = entry.count};
     const bool move = job.kind == PlanKind::kMove;
     const bool within = move && store == other;  // on disk: into another segment
-    if (kind > static_cast<uint8_t>(PlanKind::kMove) || store >= kStores || other >= kStores ||
+    if (kind > static_cast<uint8_t>(PlanKind::kFind) || store >= kStores || other >= kStores ||
         urgency > static_cast<uint8_t>(Urgency::kOffload) || (!move && store != other) ||
-        (within && store != static_cast<uint8_t>(StoreId::kDisk)) || job.id == 0 || job.count == 0)
+        (within && store != static_cast<uint8_t>(StoreId::kDisk)) ||
+        (job.kind == PlanKind::kFind && job.store != StoreId::kRemote) || job.id == 0 || job.count == 0)
       return wrong("a job is none");
     blocks += job.count;
     keys += job.keyed() ? job.count : 0;
@@ -251,6 +252,7 @@ std::string_view name(PlanKind kind) {
     case PlanKind::kPut: return "put";
     case PlanKind::kGet: return "get";
     case PlanKind::kMove: return "move";
+    case PlanKind::kFind: return "find";
   }
   return "?";
 }

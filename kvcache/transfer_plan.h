@@ -37,8 +37,9 @@ enum class PlanKind : uint8_t {
   kPut,   // device blocks `from` into slots `to` of `store`
   kGet,   // slots `from` of `store` into device blocks `to`
   kMove,  // slots `from` of `store` into slots `to` of `other`; on disk also into others of its own
+  kFind,  // whether the remote store has the blocks of these keys; `from` and `to` mean nothing
 };
-std::string_view name(PlanKind kind);  // "put", "get", "move"
+std::string_view name(PlanKind kind);  // "put", "get", "move", "find"
 
 // A job in a plan is committed: it ends with an outcome for each of its blocks, on every rank.
 struct PlannedJob {
@@ -50,8 +51,9 @@ struct PlannedJob {
   uint32_t first = 0;  // its blocks: [first, first + count) of `from` and `to`
   uint32_t count = 0;
   StoreId target() const { return kind == PlanKind::kMove ? other : store; }
-  // Its blocks' keys are written beside their bytes; jobs have theirs in `keys`, one behind the other.
-  bool keyed() const { return kind != PlanKind::kGet && target() != StoreId::kHost; }
+  // Its blocks' keys are written beside their bytes, or are what the remote store is asked for; jobs have theirs in
+  // `keys`, one behind the other.
+  bool keyed() const { return kind == PlanKind::kGet ? store == StoreId::kRemote : target() != StoreId::kHost; }
   friend bool operator==(const PlannedJob&, const PlannedJob&) = default;
 };
 

@@ -118,7 +118,8 @@ bool BatchCopier::begin(const Job& job, std::span<ChunkTransfer> batch) {
   place.batch = batch;
   place.on_stream = false;
   place.members.clear();
-  const Status staged = catching([&] { return place.in_tier() ? ok() : stage(place); });
+  const bool moves = job.kind != JobKind::kFind;
+  const Status staged = catching([&] { return place.in_tier() || !moves ? ok() : stage(place); });
   if (!staged && under_way() > 0) return false;
   ++begun_;
   for (ChunkTransfer& chunk : batch) {
@@ -128,7 +129,7 @@ bool BatchCopier::begin(const Job& job, std::span<ChunkTransfer> batch) {
   const Status prepared = catching([&]() -> Status {
     TORPOR_TRY(usable());
     TORPOR_TRY(staged);
-    return prepare(place);
+    return moves ? prepare(place) : ok();
   });
   if (!prepared) {
     fail_all(batch, prepared.error());
@@ -343,12 +344,26 @@ void BatchCopier::put(Place& place) {
   }
 }
 
+void BatchCopier::find(Place& place) {
+  place.parts.clear();
+  for (ChunkTransfer& chunk : place.batch) {
+    if (chunk.status) place.parts.push_back({&chunk.saved, {}, ok()});
+  }
+  if (place.parts.empty()) return;
+  place.tier->find(place.parts);
+  size_t part = 0;
+  for (ChunkTransfer& chunk : place.batch) {
+    if (chunk.status) chunk.status = std::move(place.parts[part++].status);
+  }
+}
+
 DrainResult BatchCopier::finish() {
   Place& place = (*places_)[finished_ % 2];
   DrainResult drained;
   if (place.on_stream) drained = end_copies(place);
   const Status stored = catching([&]() -> Status {
     if (place.kind == JobKind::kMove) put(place);
+    if (place.kind == JobKind::kFind) find(place);
     if (!place.on_stream) return ok();
     for (size_t m = 0; m < place.members.size(); ++m) {
       ChunkTransfer& chunk = place.batch[place.members[m]];

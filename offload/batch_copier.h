@@ -65,6 +65,7 @@ class BatchCopier {
   void copy_alone(Place& place, size_t member, DrainResult& worst);
   DrainResult end_copies(Place& place);
   static void put(Place& place);
+  static void find(Place& place);
 
   DeviceMemory& device_;
   HostArena& arena_;

@@ -18,6 +18,7 @@ std::string_view name(BlockOutcome outcome) {
     case BlockOutcome::kUnproven: return "unproven";
     case BlockOutcome::kShutDown: return "shut down";
     case BlockOutcome::kDamaged: return "damaged";
+    case BlockOutcome::kAbsent: return "absent";
   }
   return "failed";
 }

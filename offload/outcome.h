@@ -23,8 +23,9 @@ enum class BlockOutcome : uint8_t {
   kUnproven,  // the copy may still be running; both sides are quarantined
   kShutDown,
   kDamaged,  // what was to come up is not there any more as it was stored: a miss from now on
+  kAbsent,   // it was asked for, and is not there
 };
-inline constexpr int kBlockOutcomes = 14;
+inline constexpr int kBlockOutcomes = 15;
 std::string_view name(BlockOutcome outcome);  // "transferred", "present", …
 
 using OutcomeCounts = std::array<uint64_t, kBlockOutcomes>;  // by BlockOutcome

@@ -47,6 +47,16 @@ void Store::put(std::span<StorePart> parts) {
   each_ends(parts, traits(), [&] { do_put(parts); });
 }
 
+void Store::find(std::span<StorePart> parts) {
+  const Status done = catching([&]() -> Status { return do_find(parts), ok(); });
+  if (done) return;
+  for (StorePart& part : parts) part.status = done.error();
+}
+
+void Store::do_find(std::span<StorePart> parts) {
+  for (StorePart& part : parts) part.status = unsupported("keys to be asked for");
+}
+
 void Store::get(std::span<StorePart> parts) {
   each_ends(parts, traits(), [&] { do_get(parts); });
 }

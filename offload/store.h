@@ -1,6 +1,7 @@
 // Store: one rank's bytes of one tier, in numbered slots, a block's share in each. Who may use which slot, and what
 // goes first when it is full, the caller decides: a store does what it is told. Implementations: HostStore
-// (host_store.h) and SegmentStore (segment_store.h, on disk); what every one must do: tests/contract/store_contract.h.
+// (host_store.h), SegmentStore (segment_store.h, on disk) and RespStore (remote/resp_store.h, on another machine); what
+// every one must do: tests/contract/store_contract.h.
 //
 // put(), get() and sync() return when their batch is over. A transfer lane calls them, and the lane is what makes them
 // asynchronous: it bounds what is under way, orders it and knows when it is over. Callbacks would give each store a
@@ -29,9 +30,10 @@
 namespace torpor {
 
 struct StoreTraits {
-  std::string_view kind;          // "host", "disk"
+  std::string_view kind;          // "host", "disk", "remote"
   bool addressable = false;       // place() and view() show memory of the store's own
   bool durable = false;           // recover() and lease()
+  bool shared = false;            // on another machine, and others fill it, too: get() and find() by key
   uint64_t record_bytes = 0;      // most bytes of one record
   int32_t slots_per_segment = 0;  // slots n * this and the following ones go together, and are used once; 0: each slot
                                   // by itself, again and again
@@ -49,7 +51,7 @@ struct StoredRecord {
 // One record on its way, and what became of it.
 struct StorePart {
   Slot slot = -1;
-  BlockKey key;         // put
+  BlockKey key;         // put; of a shared store also get and find
   StoredRecord record;  // put: the digest is the caller's, the store fills the rest; get: filled
   std::span<std::byte> bytes;
   Status status;
@@ -109,6 +111,9 @@ class Store {
   // them against record.digest, in the same pass. kNotFound: nothing is stored there (any more).
   void get(std::span<StorePart> parts);
 
+  // Shared: ok where the key's block is there, else kNotFound. `bytes` are not needed.
+  void find(std::span<StorePart> parts);
+
   // Addressable: memory for a record of this size. It is found from placed() on, when the copy into it is proven.
   virtual Result<std::span<std::byte>> place(Slot slot, uint64_t bytes);
   virtual Status placed(Slot slot, const BlockKey& key, const Digest& digest);
@@ -133,6 +138,7 @@ class Store {
   // Only parts whose status is good are to be touched.
   virtual void do_put(std::span<StorePart> parts) = 0;
   virtual void do_get(std::span<StorePart> parts) = 0;
+  virtual void do_find(std::span<StorePart> parts);
   Error not_there(Slot slot) const;
   Error wrong_size(const StorePart& part, uint64_t bytes) const;
   Error unsupported(std::string_view verb) const;

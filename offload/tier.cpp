@@ -34,6 +34,14 @@ void Tier::get(std::span<TierPart> parts) {
   }
 }
 
+void Tier::find(std::span<TierPart> parts) {
+  for (TierPart& part : parts) {
+    part.status = Error{.code = Code::kUnsupported,
+                        .what = fmt::format("the {} tier cannot be asked what it has", kind()),
+                        .next_step = "this is a mistake in the calling code"};
+  }
+}
+
 Status Tier::get_one(SavedChunk chunk, std::span<std::byte> bytes) {
   TierPart part{&chunk, bytes, ok()};
   get({&part, 1});

@@ -27,6 +27,7 @@ class Tier {
   virtual std::string_view kind() const = 0;  // "host", "disk"
   // Chunks lie in memory of the tier's own, where place() and view() show them.
   virtual bool addressable() const = 0;
+  virtual bool remote() const { return false; }  // on another machine
   // Makes room for `chunks` chunks of `bytes` in all. kResourceExhausted before anything is written.
   virtual Status prepare(uint64_t bytes, uint64_t chunks) = 0;
   // Addressable: memory into which the chunk's bytes may be written, which then counts as put(); fills codec, offset
@@ -39,6 +40,8 @@ class Tier {
   virtual void put(std::span<TierPart> parts);
   // Reads the parts' chunks into their bytes, decoded but not verified. Default: copies through view().
   virtual void get(std::span<TierPart> parts);
+  // Which of the parts' chunks are there: ok or kNotFound. Default: kUnsupported.
+  virtual void find(std::span<TierPart> parts);
   Status get_one(SavedChunk chunk, std::span<std::byte> bytes);
   // All that was put is as safe as this tier makes it (disk: written and synced).
   virtual Status finish() = 0;

@@ -13,6 +13,7 @@ namespace {
 constexpr uint64_t kMemoryBatchBytes = 4 * kMiB;
 constexpr uint64_t kDiskBatchBytes = 8 * kMiB;
 constexpr size_t kBatchChunks = 256;
+constexpr int kRemoteThreads = 4;  // each has a connection of its own; two fill a network of 25 Gb/s
 
 std::vector<ChunkTransfer> transfers_of(std::span<const ChunkPlan> plans) {
   std::vector<ChunkTransfer> chunks(plans.size());
@@ -22,8 +23,10 @@ std::vector<ChunkTransfer> transfers_of(std::span<const ChunkPlan> plans) {
 
 }  // namespace
 
-TransferEngine::TransferEngine(DeviceMemory& device, int threads, const TransferEngineOptions& options)
+TransferEngine::TransferEngine(DeviceMemory& device, HostArena& arena, int threads,
+                               const TransferEngineOptions& options)
     : device_(device),
+      arena_(arena),
       threads_(threads),
       own_threads_(options.own_threads),
       port_(options.events),
@@ -34,7 +37,11 @@ TransferEngine::TransferEngine(DeviceMemory& device, int threads, const Transfer
              Lane("disk", {.batch_bytes = kDiskBatchBytes,
                            .batch_chunks = kBatchChunks,
                            .jobs = static_cast<size_t>(options.queued_jobs),
-                           .threads = threads})} {}
+                           .threads = threads}),
+             Lane("remote", {.batch_bytes = kDiskBatchBytes,
+                             .batch_chunks = kBatchChunks,
+                             .jobs = static_cast<size_t>(options.queued_jobs),
+                             .threads = kRemoteThreads})} {}
 
 Result<std::unique_ptr<TransferEngine>> TransferEngine::create(DeviceMemory& device, HostArena& arena,
                                                                TransferEngineOptions options) {
@@ -46,26 +53,40 @@ Result<std::unique_ptr<TransferEngine>> TransferEngine::create(DeviceMemory& dev
   const int cores = static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1u, 8u));
   const int threads = !options.own_threads ? 1 : options.threads != 0 ? options.threads : cores;
   return catching([&]() -> Result<std::unique_ptr<TransferEngine>> {
-    std::unique_ptr<TransferEngine> engine(new TransferEngine(device, threads, options));
-    TORPOR_TRY(engine->start(arena));
+    std::unique_ptr<TransferEngine> engine(new TransferEngine(device, arena, threads, options));
+    for (const LaneNumber lane : {kMemory, kDisk}) TORPOR_TRY(engine->start(lane, threads));
     return engine;
   });
 }
 
-Status TransferEngine::start(HostArena& arena) {
-  for (const LaneNumber lane : {kMemory, kDisk}) {
-    for (int i = 0; i < threads_; ++i) {
-      auto worker = std::make_unique<Worker>();
-      worker->lane = lane;
-      TORPOR_ASSIGN(worker->copier, BatchCopier::create(device_, arena, quarantined_));
-      workers_.push_back(std::move(worker));
-    }
+Status TransferEngine::start(LaneNumber lane, int threads) {
+  for (int i = 0; i < threads; ++i) {
+    auto worker = std::make_unique<Worker>();
+    worker->lane = lane;
+    TORPOR_ASSIGN(worker->copier, BatchCopier::create(device_, arena_, quarantined_));
+    const MutexLock lock(mutex_);
+    workers_.push_back(std::move(worker));
+    Worker& started = *workers_.back();
+    const Status running = catching([&]() -> Status {
+      if (own_threads_) started.thread = std::thread([this, &started] { work(started); });
+      return ok();
+    });
+    if (running) continue;
+    workers_.pop_back();
+    return running;
   }
-  if (!own_threads_) return ok();
-  return catching([this]() -> Status {
-    for (const auto& worker : workers_) worker->thread = std::thread([this, &worker = *worker] { work(worker); });
-    return ok();
-  });
+  return ok();
+}
+
+Status TransferEngine::open_remote_lane() {
+  {
+    const MutexLock lock(mutex_);
+    if (remote_lane_) return ok();
+  }
+  TORPOR_TRY(catching([&] { return start(kRemote, own_threads_ ? kRemoteThreads : 1); }));
+  const MutexLock lock(mutex_);
+  remote_lane_ = true;
+  return ok();
 }
 
 TransferEngine::~TransferEngine() {
@@ -98,6 +119,11 @@ Result<JobId> TransferEngine::submit(Job job) {
     const LaneNumber lane = lane_of(job);
     const bool nothing = job.chunks.empty();
     const MutexLock lock(mutex_);
+    if (lane == kRemote && !remote_lane_) {
+      return Error{.code = Code::kFailedPrecondition,
+                   .what = "the lane of other machines is not open",
+                   .next_step = "this is a mistake in the calling code"};
+    }
     const auto id = static_cast<JobId>(++last_id_);
     const auto made = jobs_.emplace(id, JobRecord{.id = id, .job = std::move(job), .finished = nothing}).first;
     if (nothing) return id;

@@ -1,9 +1,10 @@
 // TransferEngine: the one way in which bytes leave device memory and come back. It lives as long as its rank.
 //
 // A job (offload/transfer_job.h) is a list of chunks on their way into a tier or out of it. Jobs wait in lanes
-// (offload/lane.h), one for tiers in memory and one for those that are not, each with threads of its own, so that a
-// slow disk holds up no copy in memory. A thread has two batches under way at once (offload/batch_copier.h): while one
-// is written, or read and checked, the copies of the other run.
+// (offload/lane.h), one for tiers in memory, one for those that are not, and one for those of other machines, each with
+// threads of its own, so that a slow disk holds up no copy in memory, and a slow network neither. A thread has two
+// batches under way at once (offload/batch_copier.h): while one is written, or read and checked, the copies of the
+// other run.
 //
 // Each chunk ends with one counted outcome (I6), and only as kTransferred where its copy was proven (I2). The failure
 // of one never marks another (I5). After a copy that is not proven over, usable() says so for ever: its memory is kept,
@@ -48,6 +49,10 @@ class TransferEngine {
   // Batches under way are finished; what is not begun ends as kShutDown. Nobody may be waiting.
   ~TransferEngine();
 
+  // Starts the threads of the lane of other machines; without it jobs for their tiers are refused. Again: nothing.
+  // kResourceExhausted where a thread cannot be had.
+  Status open_remote_lane();
+
   // Never blocks. Refused, and nothing of it is kept: kResourceExhausted names the lane that is full, kDevice after an
   // unproven copy.
   Result<JobId> submit(Job job);
@@ -86,25 +91,28 @@ class TransferEngine {
   void release_staging();
 
  private:
-  enum LaneNumber : size_t { kMemory, kDisk, kLanes };
+  enum LaneNumber : size_t { kMemory, kDisk, kRemote, kLanes };
   struct Worker {
     LaneNumber lane = kMemory;
     bool busy = false;                    // guarded by mutex_
     std::unique_ptr<BatchCopier> copier;  // the worker's alone while it is busy
     std::thread thread;
   };
-  TransferEngine(DeviceMemory& device, int threads, const TransferEngineOptions& options);
-  Status start(HostArena& arena);
+  TransferEngine(DeviceMemory& device, HostArena& arena, int threads, const TransferEngineOptions& options);
+  Status start(LaneNumber lane, int threads);
   void work(Worker& worker);
   bool pump_one() TORPOR_REQUIRES(mutex_);  // gives the lock back while bytes move
   Result<std::vector<ChunkTransfer>> submit_and_wait(Job job);
   void tell_begun(const Batch& batch) const noexcept;
   void settle(const Batch& batch, int64_t began, DrainResult drained) noexcept TORPOR_REQUIRES(mutex_);
   void drop(JobRecord& record, BlockOutcome outcome) noexcept TORPOR_REQUIRES(mutex_);
-  static LaneNumber lane_of(const Job& job) { return job.tier == nullptr || job.tier->addressable() ? kMemory : kDisk; }
+  static LaneNumber lane_of(const Job& job) {
+    return job.tier == nullptr || job.tier->addressable() ? kMemory : job.tier->remote() ? kRemote : kDisk;
+  }
   static JobResult result_of(JobRecord& record) noexcept;
 
   DeviceMemory& device_;
+  HostArena& arena_;
   const int threads_;
   const bool own_threads_;
   const EventPort port_;
@@ -120,7 +128,9 @@ class TransferEngine {
   DrainResult worst_ TORPOR_GUARDED_BY(mutex_);
   std::shared_ptr<ProgressFile> progress_ TORPOR_GUARDED_BY(mutex_);  // of watch()
   bool ending_ TORPOR_GUARDED_BY(mutex_) = false;
-  std::vector<std::unique_ptr<Worker>> workers_;  // last: their threads use all above
+  bool remote_lane_ TORPOR_GUARDED_BY(mutex_) = false;
+  std::vector<std::unique_ptr<Worker>>
+      workers_;  // changed with mutex_ held, and by one thread; last: their threads use all above
 };
 
 }  // namespace torpor

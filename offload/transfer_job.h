@@ -21,6 +21,7 @@ enum class JobKind : uint8_t {
   kRestore,  // tier -> device; a chunk is good only if its digest is right: of a disk's bytes before they go up
   kDigest,   // of what is in device memory now
   kMove,     // `source`, a tier -> tier; the device has no part in it
+  kFind,     // nothing moves: whether the tier, a shared store's, has them; kNotFound: it has not
 };
 
 // One chunk on its way, and what became of it.

@@ -8,10 +8,11 @@
 namespace torpor::remote {
 
 Result<std::unique_ptr<ObjectStore>> open_object_store(FileSystem& file_system, const std::string& url,
-                                                       std::function<bool()> stop) {
+                                                       std::function<bool()> stop,
+                                                       std::function<double()> seconds_left) {
   if (url.starts_with("s3://")) {
     TORPOR_ASSIGN(S3Settings settings, s3_settings(url));
-    return make_s3_store(url, std::move(settings), std::move(stop));
+    return make_s3_store(url, std::move(settings), std::move(stop), {.seconds_left = std::move(seconds_left)});
   }
   if (url.starts_with("file:///")) return open_directory_store(file_system, url.substr(7));
   return Error{.code = Code::kInvalidArgument,

@@ -244,8 +244,10 @@ class S3Store final : public ObjectStore {
     if (handle == nullptr)
       return Error{.code = Code::kResourceExhausted, .what = "no memory for a connection", .next_step = "free some"};
     std::optional<Error> error;
-    for (int attempt = 0; attempt < retries_.attempts; ++attempt) {
+    int attempt = 0;
+    for (; attempt < retries_.attempts; ++attempt) {
       if (attempt > 0) TORPOR_TRY(pause_before(attempt));
+      if (is_over()) break;
       std::array<char, CURL_ERROR_SIZE> words{};
       Exchange exchange{.handle = handle.get(), .body = call.body, .room = call.room, .stop = &stop_};
       const CURLcode code = perform(call, exchange, words.data());
@@ -260,8 +262,13 @@ class S3Store final : public ObjectStore {
       }
       error = code == CURLE_OK ? error_of(call, answer) : error_of(call, code, exchange, words.data());
     }
-    return error->within(fmt::format("given up after {} attempts", retries_.attempts));
+    if (!error)
+      return Error{.code = Code::kUnavailable,
+                   .what = fmt::format("there was no time left for {}", words_for(call)),
+                   .next_step = "try again"};
+    return error->within(fmt::format("given up after {} attempts", attempt));
   }
+  bool is_over() const { return retries_.seconds_left && retries_.seconds_left() <= 0; }
 
   CURLcode perform(const Call& call, Exchange& exchange, char* words) const {
     S3Request request{.method = call.method, .host = host_, .query = call.query, .headers = call.headers};
@@ -283,6 +290,8 @@ class S3Store final : public ObjectStore {
     curl_easy_setopt(handle, CURLOPT_NOSIGNAL, 1L);
     curl_easy_setopt(handle, CURLOPT_ERRORBUFFER, words);
     curl_easy_setopt(handle, CURLOPT_CONNECTTIMEOUT, static_cast<long>(retries_.connect_seconds));
+    if (retries_.seconds_left)  // 0 would mean: no limit
+      curl_easy_setopt(handle, CURLOPT_TIMEOUT_MS, std::max(static_cast<long>(retries_.seconds_left() * 1000), 1L));
     curl_easy_setopt(handle, CURLOPT_LOW_SPEED_LIMIT, 1L);
     curl_easy_setopt(handle, CURLOPT_LOW_SPEED_TIME, static_cast<long>(retries_.stalled_seconds));
     if (!settings_.ca_file.empty()) curl_easy_setopt(handle, CURLOPT_CAINFO, settings_.ca_file.c_str());
@@ -316,7 +325,7 @@ class S3Store final : public ObjectStore {
     while (true) {
       if (stop_ && stop_())
         return Error{.code = Code::kAborted, .what = "stopped", .next_step = "start it again: it goes on where it was"};
-      if (left <= 0) return ok();
+      if (left <= 0 || is_over()) return ok();
       std::this_thread::sleep_for(std::chrono::duration<double>(std::min(left, 0.1)));
       left -= 0.1;
     }

@@ -57,7 +57,7 @@ class IndexModel {
     if (retired_.contains(name.first)) return {};
     return {.host = visible(StoreId::kHost, name),
             .disk = visible(StoreId::kDisk, name),
-            .remote = visible(StoreId::kRemote, name) >= 0};
+            .remote = visible(StoreId::kRemote, name)};
   }
   // The slot, -1: no room, -2: refused.
   Slot reserve(StoreId store, std::optional<Name> name) {

@@ -75,7 +75,7 @@ class RandomUse {
           expected[static_cast<size_t>(store)] = named.first;
       }
       ASSERT_EQ(index_->backing(block, backing.stamp),
-                (Places{.host = expected[0], .disk = expected[1], .remote = expected[2] >= 0}));
+                (Places{.host = expected[0], .disk = expected[1], .remote = expected[2]}));
       ASSERT_FALSE(index_->backing(block, Stamp{stamp_ + 1}).anywhere());
     }
   }

@@ -56,12 +56,12 @@ TEST_F(BlockIndexTest, ARunEndsAtTheFirstBlockThatIsNowhere) {
   const std::vector<BlockKey> chain = {key(1), key(2), key(3), key(4)};
   const Slot host = stored(kHost, key(1));
   const Slot disk = stored(kDisk, key(2));
-  stored(kRemote, key(2));
+  const Slot remote = stored(kRemote, key(2));
   stored(kHost, key(4));
   std::vector<Places> found(4);
   ASSERT_EQ(index_->run(chain, found), 2u);
   EXPECT_EQ(found[0], (Places{.host = host}));
-  EXPECT_EQ(found[1], (Places{.disk = disk, .remote = true}));
+  EXPECT_EQ(found[1], (Places{.disk = disk, .remote = remote}));
   EXPECT_EQ(index_->run({}, found), 0u);
   EXPECT_EQ(index_->run(chain, std::span(found).first(1)), 1u);
 }
@@ -348,8 +348,12 @@ TEST_F(BlockIndexTest, ACopyOnDiskThatFailsOrWhoseSourceIsDamagedLeavesWhatIsPro
 
 TEST_F(BlockIndexTest, TheRemoteStoreIsForgottenByUse) {
   for (uint8_t id = 0; id < 4; ++id) stored(kRemote, key(id));
-  EXPECT_FALSE(places(key(0)).remote);
-  EXPECT_TRUE(places(key(1)).remote);
+  EXPECT_EQ(places(key(0)).remote, -1);
+  EXPECT_GE(places(key(1)).remote, 0);
+  index_->hide_remote(true);
+  EXPECT_FALSE(places(key(1)).anywhere());
+  index_->hide_remote(false);
+  EXPECT_TRUE(places(key(1)).anywhere());
   EXPECT_TRUE(index_->take_dropped().empty());  // there it may still be
 }
 

@@ -12,6 +12,7 @@
 #include "kvcache/offload_worker.h"
 #include "offload/host_store.h"
 #include "offload/segment_store.h"
+#include "tests/kvcache/shared_store.h"
 #include "tests/support/faulty_device.h"
 #include "tests/support/manual_clock.h"
 #include "tests/support/results.h"
@@ -25,6 +26,8 @@ struct OffloadRankOptions {
   int32_t disk_segments = 0;
   int32_t segment_slots = 0;
   std::string directory;  // of the store on disk
+  int32_t remote_slots = 0;
+  SharedBlocks* remote = nullptr;
   bool late_copies = false;
   bool own_threads = true;
   FileSystem* files = &linux_file_system();
@@ -81,11 +84,15 @@ class OffloadRank {
           *options_.files, options_.directory,
           {.rank = options_.rank, .record_bytes = kBlockBytes, .slots_per_segment = options_.segment_slots}, clock_));
     }
-    worker_ = value_of(OffloadWorker::create({.rank = options_.rank,
-                                              .host_slots = options_.host_slots,
-                                              .disk_segments = options_.disk_segments,
-                                              .segment_slots = options_.segment_slots},
-                                             layout_, *transfers_, std::move(host), std::move(disk)));
+    std::unique_ptr<Store> remote;
+    if (options_.remote_slots > 0) remote = std::make_unique<SharedStore>(*options_.remote, options_.rank, kBlockBytes);
+    worker_ =
+        value_of(OffloadWorker::create({.rank = options_.rank,
+                                        .host_slots = options_.host_slots,
+                                        .disk_segments = options_.disk_segments,
+                                        .segment_slots = options_.segment_slots,
+                                        .remote_slots = options_.remote_slots},
+                                       layout_, *transfers_, std::move(host), std::move(disk), std::move(remote)));
   }
 
   // The bytes of a block: one number, but for the layer and the rank.

@@ -51,6 +51,7 @@ class OffloadRig {
     with.index = {.host_slots = options_.rank.host_slots,
                   .disk_segments = options_.rank.disk_segments,
                   .segment_slots = options_.rank.segment_slots,
+                  .remote_slots = options_.rank.remote_slots,
                   .device_blocks = options_.rank.blocks};
     with.ranks = options_.ranks;
     with.block_tokens = 4;

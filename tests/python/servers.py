@@ -5,10 +5,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
 
+from s3_server import BUCKET, S3Server  # noqa: E402
 from serving import Client, Reading, Server, ServerEnded  # noqa: E402
 from zygote import shared  # noqa: E402
 
-__all__ = ["ALICE", "BOB", "Client", "Reading", "Server", "ServerEnded", "make_server", "sampling"]
+__all__ = [
+    "ALICE", "BOB", "BUCKET", "Client", "Reading", "S3Server", "Server", "ServerEnded", "make_server", "sampling",
+]  # fmt: skip
 
 ALICE, BOB = "key-of-alice", "key-of-bob"
 

@@ -4,12 +4,13 @@ import asyncio
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from servers import ALICE, Client, Reading, make_server, sampling
+from servers import ALICE, BUCKET, Client, Reading, S3Server, make_server, sampling
 from torpor import _core
-from torpor.errors import Unsupported
+from torpor.errors import Busy, Unsupported
 from torpor.vllm.server.remote import Remote
 from torpor.vllm.server.settings import Settings
 
@@ -25,11 +26,49 @@ def test_a_module_without_libcurl_says_what_it_lacks(tmp_path, monkeypatch):
         Remote(settings, options)
 
 
-def test_what_was_pushed_goes_on_elsewhere(tiny_model, tmp_path):
-    store = f"file://{tmp_path}/store"
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory):
+    with S3Server(tmp_path_factory.mktemp("s3")) as server, pytest.MonkeyPatch.context() as patch:
+        for name, text in server.environment.items():
+            patch.setenv(name, text)
+        yield server
+
+
+def test_of_many_that_want_to_own_one_does(s3):
+    """The lock is the store's own conditional write."""
+    homes = [_core.RemoteHome(f"s3://{BUCKET}/owners", 60) for _ in range(6)]
+    with ThreadPoolExecutor(len(homes)) as threads:
+        assert sorted(threads.map(lambda home: home.take(), homes)) == [False] * 5 + [True]
+    [owner] = [home for home in homes if home.owns()]
+    others = [home for home in homes if home is not owner]
+    owner.renew()
+    assert not any(home.take() for home in others)
+    owner.release()
+    assert others[0].take() and others[0].before == owner.holder
+
+
+def test_a_store_that_cannot_be_reached_holds_nobody_up(s3):
+    home = _core.RemoteHome(f"s3://{BUCKET}/unreachable", 12)
+    assert home.take()
+    s3.pause()
+    try:
+        for operation in (home.release, home.take):
+            began = time.monotonic()
+            with pytest.raises(Busy):
+                operation()
+            assert time.monotonic() - began < 60  # four seconds each; without a limit two minutes and a half
+        assert not home.owns()
+    finally:
+        s3.go_on()
+
+
+def test_what_was_pushed_goes_on_elsewhere(s3, tiny_model, tmp_path):
+    store = f"s3://{BUCKET}/servers"
     options = ["--torpor-remote", store, "--torpor-remote-term", "6"]
-    first = make_server(tiny_model, tmp_path / "first" / "torpor", *options, name="first")
-    second = make_server(tiny_model, tmp_path / "second" / "torpor", *options, name="second")
+    first, second = (
+        make_server(tiny_model, tmp_path / name / "torpor", *options, name=name, environment=s3.environment)
+        for name in ("first", "second")
+    )
     for folder in ("first", "second"):
         (tmp_path / folder).mkdir()
     try:

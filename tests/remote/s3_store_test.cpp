@@ -169,6 +169,16 @@ TEST(S3Store, OneThatSaysNothingIsLeft) {
                Code::kUnavailable);
 }
 
+TEST(S3Store, WhenTheTimeOfACallIsOverNoAttemptGoesOnOrIsBegun) {
+  Peer peer({kStall, kStall});
+  double left = 0.05;
+  const auto store = peer.store({.attempts = 2, .seconds_left = [&] { return left; }});
+  EXPECT_FAILS(store->size("x"), Code::kUnavailable, "given up after 2 attempts");  // not after 30 s of silence
+  left = 0;
+  EXPECT_FAILS(store->put_new("x", kBytes), Code::kUnavailable, "no time left for PUT x");
+  EXPECT_EQ(peer.asked.size(), 2u);
+}
+
 TEST(S3Store, TheUserCanStopIt) {
   Peer peer({kStall});
   std::atomic<int> asked = 0;

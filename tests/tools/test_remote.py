@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "tools/demo"))
-from s3_server import BUCKET, S3Server  # noqa: E402
+from s3_server import BUCKET, S3Server, make_certificate  # noqa: E402
 
 TORPOR = ROOT / "build/release/tools/torpor/torpor"
 SMALL = ROOT / "tests/golden/v3/g-000002"  # encrypted
@@ -22,8 +22,9 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("s3")
     (folder / "key").touch(mode=0o600)
     (folder / "key").write_bytes(bytes([1] * 32))
-    with S3Server(folder) as server:
-        server.environment["TORPOR_KEY_FILE"] = server.reader["TORPOR_KEY_FILE"] = str(folder / "key")
+    with S3Server(folder, tls=True) as server:
+        for environment in (server.environment, server.reader, server.encrypted):
+            environment["TORPOR_KEY_FILE"] = str(folder / "key")
         yield server
 
 
@@ -88,6 +89,28 @@ def test_who_may_not_is_told_so(server):
     assert "SignatureDoesNotMatch" in error["what"] and "guessed" not in json.dumps(error)
     error = torpor(server, "ls", "s3://no-such-bucket/x", code=5)["error"]
     assert "NoSuchBucket" in error["what"] and error["next_step"] == "make the bucket first"
+
+
+def test_over_tls_with_a_certificate_of_ones_own_and_credentials_in_a_file(server, tmp_path):
+    url, said = f"s3://{BUCKET}/tls", ""
+    pushed = torpor(server, "push", SMALL, url, environment=server.encrypted)
+    assert pushed["moved_bytes"] == pushed["bytes"]
+    pulled = torpor(server, "pull", url, tmp_path / "to", environment=server.encrypted)
+    assert files(pulled["path"]) == files(SMALL)
+    make_certificate(tmp_path / "another")
+    for authority in ({}, {"AWS_CA_BUNDLE": f"{tmp_path}/another.crt"}, {"AWS_CA_BUNDLE": "/no/such/file"}):
+        who = {name: text for name, text in server.encrypted.items() if name != "AWS_CA_BUNDLE"} | authority
+        error = torpor(server, "ls", url, code=7, environment=who)["error"]
+        assert error["code"] == "unauthenticated" and "AWS_CA_BUNDLE" in error["next_step"]
+        said += json.dumps(error)
+    plain = server.encrypted | {"AWS_ENDPOINT_URL": server.encrypted["AWS_ENDPOINT_URL"].replace("https", "http")}
+    done = start(server, "ls", url, environment=plain)  # a server of TLS does not answer who does not encrypt
+    said += "".join(done.communicate(timeout=120))
+    assert done.returncode != 0
+    Path(server.encrypted["AWS_SHARED_CREDENTIALS_FILE"]).chmod(0o644)
+    said += json.dumps(torpor(server, "ls", url, code=2, environment=server.encrypted))
+    Path(server.encrypted["AWS_SHARED_CREDENTIALS_FILE"]).chmod(0o600)
+    assert "chmod 600" in said and "of-this-machine-alone" not in said + (server.folder / "weed.log").read_text()
 
 
 def test_whoever_is_killed_it_goes_on(server, shown, tmp_path, monkeypatch):

@@ -79,7 +79,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--remote",
         action="store_true",
-        help="the checkpoint goes to an S3 server, all files here are removed, and it wakes from there elsewhere",
+        help="two engines share KV blocks through a Redis server; then the checkpoint goes to an S3 server, all files "
+        "here are removed, and it wakes from there elsewhere",
     )
     parser.add_argument(
         "--conversation",
@@ -153,6 +154,10 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         prompts = read_prompts(options.prompts)
     directory = make_directory(options.dir)
     log = directory / "engine.log"
+    shared = {}
+    if options.remote:
+        screen.stage("0. Two engines share KV blocks through a Redis server")
+        shared = remote_demo.share(options.model, directory, options.max_tokens, screen)
     model, environment = gpu_path(directory) if options.gpu_path else (options.model, {})
     arguments = ["--features"] if options.features else []
     told = None
@@ -221,6 +226,7 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
                 screen.stage("5. kill -9, and a new process wakes from the checkpoint")
                 engine.kill()
                 moved = {"checkpoint": slept["checkpoint"]}
+            moved |= shared
             engine = EngineProcess(model, Path(moved["checkpoint"]).parent, log, environment, *arguments)
             engine.wait_until_ready()
             woken = engine.order("wake", from_checkpoint=moved["checkpoint"])
@@ -314,13 +320,19 @@ def show(result: dict, screen: Screen) -> None:
         ),
     ]
     if "store" in result:
-        rows.append(
+        seconds = " and ".join(f"{number:.2f} s" for number in result["remote_first_token_seconds"])
+        rows += [
+            (
+                "found by another engine",
+                f"{result['remote_cached_tokens']} of {result['remote_prompt_tokens']} tokens; "
+                f"first token after {seconds}",
+            ),
             (
                 f"through {result['store']}",
                 f"pushed in {result['push_seconds']:.2f} s, pulled in {result['pull_seconds']:.2f} s: "
                 f"{size(result['pushed_bytes'])}",
-            )
-        )
+            ),
+        ]
     if result["checkpoint"]:
         parts = ", ".join(
             f"{name} {size(count)}"

@@ -22,18 +22,23 @@ ALONE = {"VLLM_PLUGINS": ""}
 class Side:
     """An engine of one of the two, and what it said."""
 
-    def __init__(self, model: Path, directory: Path, log: Path, conversation: int, with_torpor: bool):
-        self._start = (model, directory, log, {} if with_torpor else ALONE)
+    def __init__(self, model: Path, directory: Path, log: Path, conversation: int, torpor: dict | None):
+        """`torpor`: its options; None: vLLM alone."""
+        self._start = (model, directory, log, ALONE if torpor is None else {})
         self._conversation = conversation
         self._options = ENGINE | {
             "max_model_len": conversation * 2,
             "num_gpu_blocks_override": conversation * 2 // BLOCK + 2,  # room for two of them
-            "additional_config": torpor_options(directory) if with_torpor else {},
+            "additional_config": {} if torpor is None else {"torpor": torpor},
         }
         self.process: EngineProcess | None = None
 
-    def start(self) -> None:
+    def launch(self) -> None:
         self.process = EngineProcess(*self._start, "--options", json.dumps(self._options))
+
+    def start(self) -> None:
+        if self.process is None:
+            self.launch()
         self.process.wait_until_ready()
         # The first long prompt of a process is slower, whoever it is of.
         self.ask(self.tokens((DOCUMENTS / OTHERS[0]).read_text())[-self._conversation :], 2)
@@ -57,12 +62,14 @@ class Side:
 
 def torpor_options(directory: Path) -> dict:
     sizes = {"offload": "eager", "host_bytes": "1GiB", "disk_bytes": "2GiB"}
-    return {"torpor": {"dir": str(directory)} | sizes}
+    return {"dir": str(directory)} | sizes
 
 
 def run(model: Path, directory: Path, conversation: int, max_tokens: int, screen: Screen) -> dict:
     log = directory / "engine.log"
-    torpor, alone = (Side(model, directory, log, conversation, with_torpor) for with_torpor in (True, False))
+    torpor, alone = (
+        Side(model, directory, log, conversation, options) for options in (torpor_options(directory), None)
+    )
     try:
         screen.stage("1. An engine with torpor's KV connector answers a question about a long document")
         torpor.start()

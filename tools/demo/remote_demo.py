@@ -1,4 +1,5 @@
-"""A checkpoint that leaves its machine: pushed to an S3 server, gone here, and pulled into an empty directory."""
+"""What goes from engine to engine over a network: KV blocks through a Redis server, and a checkpoint that is pushed to
+an S3 server, gone here, and pulled into an empty directory."""
 
 from __future__ import annotations
 
@@ -10,11 +11,57 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import offload_demo
 from engine_child import DemoError
+from redis_server import RedisServer
 from s3_server import BUCKET, S3Server
 from screen import Screen, size
 
 TORPOR = Path(__file__).resolve().parents[2] / "build/release/tools/torpor/torpor"
+
+
+DOCUMENT_TOKENS = 1000
+
+
+def share(model: Path, directory: Path, max_tokens: int, screen: Screen) -> dict:
+    """Two engines with nothing in common but a Redis server: the second one is asked what the first one answered."""
+    with RedisServer(directory / "redis") as server:
+        screen.line(f"Redis server: {server.url}")
+        sides = []
+        try:
+            for name in ("first", "second"):
+                (directory / name).mkdir()
+                options = {
+                    "dir": str(directory / name),
+                    "offload": "eager",
+                    "host_bytes": "512MiB",
+                    "remote": server.url,
+                }
+                log = directory / f"{name}.log"
+                sides.append(offload_demo.Side(model, directory / name, log, DOCUMENT_TOKENS, options))
+                sides[-1].launch()
+            for side in sides:
+                side.start()
+            text = (offload_demo.DOCUMENTS / offload_demo.READ).read_text()
+            prompt = sides[0].tokens(text)[:DOCUMENT_TOKENS] + sides[0].tokens(offload_demo.QUESTION)
+            answers = []
+            for side, name in zip(sides, ("the first engine", "the second one"), strict=True):
+                answers.append(side.ask(prompt, max_tokens))
+                side.process.order("settle")  # what goes out has arrived
+                screen.line(f"{name}: {offload_demo.said(answers[-1])}")
+        finally:
+            for side in sides:
+                side.kill()
+    first, second = answers
+    if second["cached_tokens"] <= first["cached_tokens"]:
+        raise DemoError(f"the second engine found nothing; the log has more: {log}")
+    if second["tokens"] != first["tokens"]:
+        raise DemoError("the second engine answers something else than the first")
+    return {
+        "remote_cached_tokens": second["cached_tokens"],
+        "remote_prompt_tokens": len(prompt),
+        "remote_first_token_seconds": [answer["first_token_seconds"] for answer in answers],
+    }
 
 
 def take_elsewhere(checkpoint: Path, directory: Path, kill: Callable[[], None], screen: Screen) -> dict:
@@ -43,7 +90,7 @@ def take_elsewhere(checkpoint: Path, directory: Path, kill: Callable[[], None], 
         pulled, pull_seconds = torpor("pull", url, directory / "elsewhere")
         screen.line(f"torpor pull: {size(pulled['moved_bytes'])} in {pull_seconds:.2f} s, to {pulled['path']}")
     return {
-        "store": "s3",
+        "store": "redis, s3",
         "checkpoint": pulled["path"],
         "pushed_bytes": pushed["moved_bytes"],
         "push_seconds": push_seconds,

@@ -1,4 +1,4 @@
-"""A real S3 server on this machine: SeaweedFS, with one bucket, for the demo and the tests of torpor push and pull."""
+"""A real S3 server on this machine: SeaweedFS, with one bucket, for the demo and the tests of what goes to one."""
 
 from __future__ import annotations
 
@@ -34,12 +34,24 @@ def _free_ports(count: int) -> list[int]:
     return found
 
 
-class S3Server:
-    """Started when it is made; `environment` is what a client needs to reach it. Its files stay under `folder`."""
+def make_certificate(name: Path) -> None:
+    """NAME.crt and NAME.key, for a server of this machine; it is its own authority."""
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
+         "-subj", "/CN=a server of this machine", "-addext", "subjectAltName=IP:127.0.0.1",
+         "-keyout", f"{name}.key", "-out", f"{name}.crt"],
+        check=True, capture_output=True,
+    )  # fmt: skip
 
-    def __init__(self, folder: Path) -> None:
+
+class S3Server:
+    """Started when it is made; `environment` is what a client needs to reach it. Its files stay under `folder`. With
+    `tls`, `encrypted` is the same over TLS: with a certificate of its own and credentials in files."""
+
+    def __init__(self, folder: Path, tls: bool = False) -> None:
         self.folder = folder
         (folder / "data").mkdir(parents=True)
+        self._tls = tls
         identity = {"accessKey": "torpor", "secretKey": "of-this-machine-alone"}
         reader = {"accessKey": "reader", "secretKey": "may-only-read"}
         (folder / "identities.json").write_text(
@@ -52,7 +64,7 @@ class S3Server:
                 }
             )
         )
-        self._ports = _free_ports(4)
+        self._ports = _free_ports(5)
         self.environment = {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._ports[3]}",
             "AWS_ACCESS_KEY_ID": identity["accessKey"],
@@ -62,15 +74,34 @@ class S3Server:
             "AWS_ACCESS_KEY_ID": reader["accessKey"],
             "AWS_SECRET_ACCESS_KEY": reader["secretKey"],
         }
+        if tls:
+            self.encrypted = self._files_for_tls(identity)
         self.start()
         request = urllib.request.Request(f"http://127.0.0.1:{self._ports[2]}/buckets/{BUCKET}/", method="POST")
         urllib.request.urlopen(request, timeout=10).close()
 
+    def _files_for_tls(self, identity: dict) -> dict[str, str]:
+        make_certificate(self.folder / "server")
+        credentials = self.folder / "credentials"
+        credentials.touch(mode=0o600)
+        credentials.write_text(
+            f"[default]\naws_access_key_id = {identity['accessKey']}\naws_secret_access_key = {identity['secretKey']}\n"
+        )
+        return {
+            "AWS_ENDPOINT_URL": f"https://127.0.0.1:{self._ports[4]}",
+            "AWS_SHARED_CREDENTIALS_FILE": str(credentials),
+            "AWS_CA_BUNDLE": f"{self.folder}/server.crt",
+        }
+
     def start(self) -> None:
-        master, volume, filer, s3 = self._ports
+        master, volume, filer, s3, https = self._ports
         words = f"""server -dir={self.folder}/data -ip=127.0.0.1 -ip.bind=127.0.0.1 -master.port={master}
             -volume.port={volume} -filer.port={filer} -s3 -s3.port={s3} -s3.config={self.folder}/identities.json
             -s3.iam=false -s3.port.iceberg=0 -s3.port.lance=0 -master.volumeSizeLimitMB=64 -volume.max=20"""
+        if self._tls:
+            words += (
+                f" -s3.port.https={https} -s3.cert.file={self.folder}/server.crt -s3.key.file={self.folder}/server.key"
+            )
         with open(self.folder / "weed.log", "ab") as log:
             self._process = subprocess.Popen([WEED, *words.split()], stdout=log, stderr=log, start_new_session=True)
         end = time.monotonic() + STARTED_WITHIN

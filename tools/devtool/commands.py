@@ -28,6 +28,7 @@ BENCHES = {
     "scheduler_snapshot": "build/release/tools/bench/scheduler_snapshot_bench",
     "python_baselines": "tools/bench/python_baselines_bench.py",
     "server": "tools/bench/server_bench.py",
+    "remote": "tools/bench/remote_bench.py",
     "weights_load": "tools/bench/weights_load_bench.py",
     "connector": "tools/bench/connector_bench.py",
     "rl": "tools/bench/rl_bench.py",
@@ -189,6 +190,7 @@ def fuzz(arguments: list[str]) -> int:
         "transfers",
         "bf16",
         "control",
+        "resp",
     )
     cmake_build("fuzz", tuple(f"fuzz_{name}" for name in (*own, "section")))
     targets = sorted(p.name for p in (ROOT / "tests/fuzz/corpus").iterdir())

@@ -1,4 +1,5 @@
-"""vLLM's KV connector: while serving, full KV blocks go to host memory and disk and come back on a prefix hit.
+"""vLLM's KV connector: while serving, full KV blocks go to host memory, disk and a store that engines share, and come
+back on a prefix hit.
 
     --kv-transfer-config '{"kv_connector": "TorporConnector", "kv_connector_module_path": "torpor.vllm.connector",
                            "kv_role": "kv_both", "kv_connector_extra_config": {"host_bytes": "4GiB"}}'
@@ -115,7 +116,12 @@ class TorporConnector(KVConnectorBase_V1, SupportsHMA):
         if self.scheduler is None or num_external_tokens == 0:
             return {}
         from_disk = min(self.scheduler.tokens_from_disk(), num_external_tokens)
-        sources = {CacheHitSource.HOST: num_external_tokens - from_disk, CacheHitSource.DISK: from_disk}
+        from_remote = min(self.scheduler.tokens_from_remote(), num_external_tokens - from_disk)
+        sources = {
+            CacheHitSource.HOST: num_external_tokens - from_disk - from_remote,
+            CacheHitSource.DISK: from_disk,
+            CacheHitSource.EXTERNAL_UNSPECIFIED: from_remote,
+        }
         return {source: tokens for source, tokens in sources.items() if tokens > 0}
 
     def build_connector_meta(self, scheduler_output) -> Orders:

@@ -23,7 +23,7 @@ class Orders(KVConnectorMetadata):
 
     step: int
     adopted: bytes | None = None  # of what they recovered
-    space: tuple[int, str] | None = None  # a key space that begins: number, and the word in its name
+    space: tuple[int, str, str] | None = None  # a key space that begins: number, and the words in its names
     plan: bytes | None = None
 
 

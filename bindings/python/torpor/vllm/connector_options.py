@@ -30,6 +30,16 @@ class ConnectorOptions:
     directory: str | None = None
     # What is on disk survives the machine's end too: but for the last second, and all of it at a sleep and at the end.
     durable: bool = False
+    # Where engines share blocks: redis://HOST:PORT/NAME; rediss:// over TLS. What goes to host memory goes there, too.
+    remote: str | None = None
+    # A file with the password, or the user and the password; and one of certificates that are trusted.
+    remote_credentials: str | None = None
+    remote_ca: str | None = None
+    # Of how many blocks it is remembered that they are there.
+    remote_blocks: int = 1 << 18
+    # What a transfer may take, and how long a request waits to hear what is there; then it goes on without.
+    remote_timeout_ms: int = 2000
+    remote_wait_ms: int = 100
     # A block goes to the tiers when so many requests had it.
     min_uses: int = 1
     # What the tiers have already is left out before it is queued. false: when its turn comes.
@@ -76,6 +86,10 @@ class ConnectorOptions:
             raise InvalidArgument("the connector has no room: host_bytes and disk_bytes are 0", "give one of them")
         if (self.disk == "through") != (self.disk_bytes > 0):
             raise InvalidArgument(f"disk is {self.disk!r} and disk_bytes is {self.disk_bytes}", "give both or neither")
+        if self.remote is not None and self.host_bytes == 0:
+            raise InvalidArgument("remote is given and host_bytes is 0", "give host memory: blocks go out from there")
+        if self.remote is None and (self.remote_credentials is not None or self.remote_ca is not None):
+            raise InvalidArgument("remote_credentials or remote_ca without remote", "give the URL, or leave them out")
         if self.disk_bytes > 0 and not self.directory:
             raise InvalidArgument("disk_bytes is given and directory is not", "give the directory, or torpor's dir")
 
@@ -97,8 +111,8 @@ def _value(name: str, default, item):
         if item not in _CHOICES[name]:
             raise InvalidArgument(f"{name} is {item!r}", f"use {' or '.join(map(repr, _CHOICES[name]))}")
         return item
-    kind = str if name == "directory" else type(default)
-    if type(item) is not kind and not (name == "directory" and item is None):
+    kind = str if default is None else type(default)
+    if type(item) is not kind and not (default is None and item is None):
         raise InvalidArgument(f"{name} is {item!r}", f"use {_KINDS[kind]}")
     if kind is int and item < (1 if default > 0 else 0):
         raise InvalidArgument(f"{name} is {item}", f"use {1 if default > 0 else 0} or more")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -44,7 +45,8 @@ class SchedulerSide:
         self.recovered_blocks = 0
         self._hash_bytes = 0  # of vLLM's algorithm; as the first request has it
         self._adopted: bytes | None = None
-        self._space: tuple[int, str] | None = None
+        self._space: tuple[int, str, str] | None = None
+        self._shared_word = ""  # of the remote store: every engine has the same until it is reset
         self._word = _core.space_word(options.directory) if options.disk_bytes > 0 else ""
         self._counted: dict[str, int] = {}  # counters as they were told last
         self._told_at = 0.0
@@ -90,6 +92,7 @@ class SchedulerSide:
                 "min_prefix_tokens": self.options.min_prefix_tokens,
                 "watermark": self.watermark,
                 "events": self.events,
+                "remote_wait_ms": self.options.remote_wait_ms,
             },
         )
         if smallest["disk_segments"] > 0:
@@ -120,6 +123,9 @@ class SchedulerSide:
 
     def tokens_from_disk(self) -> int:
         return 0 if self.core is None else self.core.tokens_from_disk()
+
+    def tokens_from_remote(self) -> int:
+        return 0 if self.core is None else self.core.tokens_from_remote()
 
     def know(self, request) -> None:
         """One that was begun in an earlier process."""
@@ -162,13 +168,14 @@ class SchedulerSide:
         if self.core is not None and not self.kept:
             if self.options.disk_bytes > 0:
                 self._word = _core.renew_space_word(self.options.directory)
+            self._shared_word = secrets.token_hex(16)
             self.new_weights()
         return True
 
     def new_weights(self) -> None:
         """What others computed is found again with those only."""
         if self.core is not None:
-            self._space = (self.core.reset(), self._word)
+            self._space = (self.core.reset(), self._word, self._shared_word)
 
     def busy(self) -> bool:
         return self.core is not None and self.core.busy

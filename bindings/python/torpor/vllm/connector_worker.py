@@ -48,20 +48,26 @@ class WorkerSide:
                 "key_file": torpor.key_file,
                 "encrypt": torpor.encrypt,
                 "durable": options.durable,
+                "remote": options.remote,
+                "remote_credentials": options.remote_credentials,
+                "remote_ca": options.remote_ca,
+                "remote_slots": options.remote_blocks,
+                "remote_timeout_ms": options.remote_timeout_ms,
             },
         )
-        if options.disk_bytes == 0:
-            self._open_space(_FIRST_SPACE, "")
-            return RankIsReady(self.core.sizes())
-        self._space = key_space(mine)
-        self._open_space(_FIRST_SPACE, _core.space_word(options.directory))
-        return RankIsReady(self.core.sizes(), self.core.recover(_FIRST_SPACE))
+        on_disk = options.disk_bytes > 0
+        if on_disk or options.remote is not None:
+            self._space = key_space(mine)
+        self._open_space(_FIRST_SPACE, _core.space_word(options.directory) if on_disk else "", "")
+        return RankIsReady(self.core.sizes(), self.core.recover(_FIRST_SPACE) if on_disk else b"")
 
-    def _open_space(self, number: int, word: str) -> None:
-        """Of the weights as they are now. In memory its number tells it from others, so it needs no name there."""
-        on_disk = self._options.disk_bytes > 0
-        name = f"{self._space}\nweights: {self.core.weights_digest()}\nword: {word}" if on_disk else ""
-        self.core.open_space(number, name)
+    def _open_space(self, number: int, word: str, shared_word: str) -> None:
+        """Of the weights as they are now. In memory its number tells it from others, so it needs no name there. The
+        words are other ones after a reset: what was stored before is not found."""
+        if not self._space:
+            return self.core.open_space(number, "")
+        name = f"{self._space}\nweights: {self.core.weights_digest()}\nword: "
+        self.core.open_space(number, name + word, name + shared_word)
 
     def begin(self, orders: Orders) -> None:
         """A step's transfers: the blocks to be stored were written in earlier steps, those to be loaded are read in

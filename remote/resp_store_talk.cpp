@@ -1,0 +1,243 @@
+// What a RespStore says to the server, and what it believes of the answers.
+#include <algorithm>
+#include <random>
+#include <thread>
+
+#include <fmt/format.h>
+
+#include "base/log.h"
+#include "remote/resp_store.h"
+
+namespace torpor::remote {
+namespace {
+
+constexpr std::chrono::nanoseconds kFullPause = std::chrono::seconds(1);
+constexpr double kFirstPauseSeconds = 0.02;
+constexpr int kMostMoves = 5;
+
+Error unavailable(std::string what) {
+  return {.code = Code::kUnavailable, .what = std::move(what), .next_step = "it is computed instead"};
+}
+Error missing() {
+  return {.code = Code::kNotFound, .what = "the remote store does not have it", .next_step = "compute the block"};
+}
+Error damaged(std::string_view what) {
+  return {.code = Code::kCorruption,
+          .what = fmt::format("a KV block of the remote store {}", what),
+          .next_step = "it is removed there, and computed"};
+}
+Error strange(const char* to) {
+  return {.code = Code::kCorruption,
+          .what = fmt::format("the remote store answers {} with something else", to),
+          .next_step = "check that the address is that of a Redis or Valkey server"};
+}
+
+void pause_before(int attempt, Deadline until) {
+  static thread_local std::minstd_rand random{std::random_device{}()};
+  const double longest = kFirstPauseSeconds * static_cast<double>(1 << attempt);
+  const std::chrono::duration<double> pause(std::uniform_real_distribution<double>(0, longest)(random));
+  std::this_thread::sleep_until(
+      std::min(until, std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(pause)));
+}
+
+}  // namespace
+
+// Each item ends with a status. Those that are told to ask elsewhere do so at once; what passes is tried again.
+void RespStore::exchange(std::span<Item> items, Verb verb) {
+  const auto fail = [&](const Error& error) {
+    for (Item& item : items) {
+      if (!std::exchange(item.over, true)) item.status = error;
+    }
+  };
+  if (items.empty()) return;
+  if (!breaker_.may_ask()) return fail(unavailable("the remote store did not answer; it is not asked for a while"));
+  const Deadline until = std::chrono::steady_clock::now() + options_.timeout;
+  bool answered = false;
+  Error last = unavailable("the remote store sends from node to node");
+  for (int attempt = 0, moves = 0; attempt < options_.attempts;) {
+    std::map<std::string, std::vector<Item*>> by_node;
+    for (Item& item : items) {
+      if (!item.over) by_node[item.node.empty() ? nodes_.node_of(item.key) : item.node].push_back(&item);
+    }
+    if (by_node.empty()) break;
+    bool moved = false;
+    for (auto& [node, asked] : by_node) {
+      for (Item* const item : asked) item->node.clear();
+      const Status talked = talk(node, asked, verb, until);
+      answered = answered || talked;
+      if (talked) {
+        moved = std::any_of(asked.begin(), asked.end(), [](const Item* item) { return !item->node.empty(); }) || moved;
+        continue;
+      }
+      nodes_.lost(node);
+      last = talked.error();
+      if (last.code == Code::kCorruption) last.code = Code::kUnavailable;  // of the connection, not of a block
+      for (Item* const item : asked) {
+        if (item->over) continue;
+        item->asking = false;
+        item->node.clear();
+        item->status = last;
+        item->over = last.code == Code::kUnauthenticated || last.code == Code::kResourceExhausted;
+      }
+    }
+    if (moved && ++moves <= kMostMoves) continue;
+    for (Item& item : items) item.node.clear();
+    if (std::chrono::steady_clock::now() >= until) break;
+    if (++attempt < options_.attempts &&
+        std::any_of(items.begin(), items.end(), [](const Item& item) { return !item.over; }))
+      pause_before(attempt, until);
+  }
+  for (Item& item : items) {
+    if (!std::exchange(item.over, true) && item.status) item.status = last;
+  }
+  if (answered) {
+    if (breaker_.succeeded()) log().info("KV connector: the remote store answers again");
+  } else if (breaker_.failed()) {
+    log().warn("KV connector: the remote store is not asked for a while: {}", last.to_string());
+  }
+}
+
+// What cannot be told apart any more ends the connection, and is an error. What each item got is its own.
+Status RespStore::talk(const std::string& node, std::span<Item* const> items, Verb verb, Deadline until) {
+  TORPOR_ASSIGN(std::unique_ptr<RespConnection> connection, nodes_.take(node, until));
+  if (verb == Verb::kPut) {
+    TORPOR_TRY(put_to(*connection, node, items, until));
+  } else {
+    const std::string_view command = verb == Verb::kGet ? "GET" : verb == Verb::kFind ? "EXISTS" : "UNLINK";
+    for (const Item* const item : items) {
+      if (item->asking) connection->queue({"ASKING"});
+      connection->queue({command, item->key});
+    }
+    TORPOR_TRY(connection->flush(until));
+    for (Item* const item : items) TORPOR_TRY(receive(*connection, node, *item, verb, until));
+  }
+  nodes_.give(node, std::move(connection));
+  return ok();
+}
+
+// What is there is not sent.
+Status RespStore::put_to(RespConnection& connection, const std::string& node, std::span<Item* const> items,
+                         Deadline until) {
+  for (const Item* const item : items) {
+    if (item->asking) connection.queue({"ASKING"});
+    connection.queue({"EXISTS", item->key});
+  }
+  TORPOR_TRY(connection.flush(until));
+  std::vector<Item*> absent;
+  for (Item* const item : items) {
+    const bool asking = item->asking;
+    TORPOR_TRY(receive(connection, node, *item, Verb::kFind, until));
+    if (!item->over || item->status || item->status.error().code != Code::kNotFound) continue;
+    item->over = false;
+    item->asking = asking;
+    absent.push_back(item);
+  }
+  for (const Item* const item : absent) {
+    if (item->asking) connection.queue({"ASKING"});
+    connection.queue_set_new(item->key, item->head, item->body);
+  }
+  TORPOR_TRY(connection.flush(until));
+  for (Item* const item : absent) TORPOR_TRY(receive(connection, node, *item, Verb::kPut, until));
+  return ok();
+}
+
+Status RespStore::receive(RespConnection& connection, const std::string& node, Item& item, Verb verb, Deadline until) {
+  using Kind = RespReply::Kind;
+  if (std::exchange(item.asking, false)) {
+    TORPOR_ASSIGN(const RespReply reply, connection.reply(until));
+    if (reply.kind != Kind::kText) return strange("ASKING");
+  }
+  TORPOR_ASSIGN(const RespReply reply, connection.reply(until));
+  if (reply.kind == Kind::kError) return refused(item, reply.text, node), ok();
+  item.over = true;
+  item.status = ok();
+  switch (verb) {
+    case Verb::kPut: return reply.kind == Kind::kText || reply.kind == Kind::kNothing ? ok() : Status(strange("SET"));
+    case Verb::kGet:
+      if (reply.kind == Kind::kNothing) {
+        item.status = missing();
+        return ok();
+      }
+      item.over = false;
+      if (reply.kind != Kind::kValue) return strange("GET");
+      TORPOR_TRY(receive_value(connection, item, static_cast<uint64_t>(reply.number), until));
+      item.over = true;
+      return ok();
+    case Verb::kFind:
+    case Verb::kRemove: break;
+  }
+  if (reply.kind != Kind::kNumber) return strange("EXISTS");
+  if (verb == Verb::kFind && reply.number == 0) item.status = missing();
+  return ok();
+}
+
+// The whole value is taken, whatever it is: what is behind it is the answer to another request.
+Status RespStore::receive_value(RespConnection& connection, Item& item, uint64_t length, Deadline until) {
+  if (length < kFrameBytes) {
+    item.status = damaged("is too short");
+    TORPOR_TRY(connection.skip(length, until));
+    return connection.end_value(until);
+  }
+  FrameBytes head;
+  TORPOR_TRY(connection.take(head, until));
+  const uint64_t stored = length - kFrameBytes;
+  const Result<BlockFrame> frame = decode_frame(head);
+  item.status = frame ? verify(*frame, item.expected) : Status(frame.error());
+  if (item.status && frame->stored != stored) item.status = damaged("has another length than it says");
+  if (!item.status) {
+    TORPOR_TRY(connection.skip(stored, until));
+    return connection.end_value(until);
+  }
+  std::vector<std::byte> encoded(frame->codec == Codec::kNone ? 0 : stored);
+  const std::span<std::byte> room = frame->codec == Codec::kNone ? item.part->bytes : std::span(encoded);
+  TORPOR_TRY(connection.take(room, until));
+  TORPOR_TRY(connection.end_value(until));
+  item.status = catching([&]() -> Status {
+    if (options_.key != nullptr) {
+      const Seal with(*options_.key, frame->seal_id, frame->protection);
+      TORPOR_TRY(with.open(room, frame->seal,
+                           {SealPlace::Kind::kChunk, options_.rank, frame->seal_number, sealed_part(head)}));
+    }
+    if (frame->codec != Codec::kNone) TORPOR_TRY(decompress(frame->codec, room, item.part->bytes));
+    const Digest digest = digest_of(item.part->bytes);
+    if (frame->protection != Protection::kEncrypted && digest != frame->digest) return damaged("is damaged");
+    item.part->record = {.bytes = frame->bytes, .stored = stored, .digest = digest, .codec = frame->codec};
+    return ok();
+  });
+  return ok();
+}
+
+// Whether it says that it is what was asked for.
+Status RespStore::verify(const BlockFrame& frame, const BlockFrame& expected) {
+  if (frame.hash != expected.hash || frame.group != expected.group || frame.rank != expected.rank ||
+      frame.space != expected.space || frame.protection != expected.protection)
+    return damaged("is another one than its key says");
+  if (frame.bytes != expected.bytes) {
+    return Error{
+        .code = Code::kIncompatible,
+        .what = fmt::format("a KV block of the remote store has {} bytes, not {}", frame.bytes, expected.bytes),
+        .next_step = "it is computed instead"};
+  }
+  const uint64_t most = frame.codec == Codec::kNone ? frame.bytes : compressed_bound(frame.bytes);
+  if (frame.stored > most || (frame.codec == Codec::kNone && frame.stored != frame.bytes))
+    return damaged("says another length than it can have");
+  return ok();
+}
+
+// The server's own words. What passes is not over.
+void RespStore::refused(Item& item, const std::string& words, const std::string& node) {
+  const Error error = error_of(words);
+  item.status = error;
+  item.over = error.code != Code::kUnavailable;
+  if (words.starts_with("MOVED") || words.starts_with("ASK")) {
+    item.node = nodes_.moved(words, node);
+    item.asking = words.starts_with("ASK ");
+  } else if (words.starts_with("READONLY")) {
+    nodes_.lost(node);  // another one is the master now
+  }
+  if (error.code != Code::kResourceExhausted) return;
+  const MutexLock lock(mutex_);
+  full_until_ = clock_.now() + kFullPause;
+}
+
+}  // namespace torpor::remote

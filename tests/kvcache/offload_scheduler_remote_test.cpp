@@ -1,0 +1,150 @@
+// Two engines over one store on another machine.
+#include "tests/kvcache/offload_rig.h"
+#include "tests/kvcache/shared_store.h"
+
+namespace torpor {
+namespace {
+
+using namespace test;
+
+class RemoteTest : public ::testing::Test {
+ protected:
+  std::unique_ptr<OffloadRig> engine(int32_t remote_slots = 8) {
+    OffloadRigOptions options{.placement = {.remote = true}};
+    options.rank.remote = &shared_;
+    options.rank.remote_slots = remote_slots;
+    options.scheduler.queue.min_batch_size = 1;
+    return std::make_unique<OffloadRig>(std::move(options));
+  }
+  static uint64_t count(const OffloadRig& rig, Way way, BlockOutcome outcome) {
+    return rig.scheduler->queue().counts(way)[static_cast<size_t>(outcome)];
+  }
+  // What a request that arrives finds when its question was answered.
+  static int32_t ask_and_load(OffloadRig& rig, const std::vector<uint32_t>& keys, const std::vector<int32_t>& blocks) {
+    const uint32_t request = rig.scheduler->begin_request("asks");
+    const bool asked = rig.scheduler->ask(request, rig.keys_of(keys)) > 0;
+    EXPECT_EQ(rig.scheduler->asking(request), asked);
+    EXPECT_EQ(rig.scheduler->busy(), asked);
+    rig.drain();
+    EXPECT_FALSE(rig.scheduler->asking(request));
+    EXPECT_TRUE(rig.scheduler->finished(request));
+    return rig.load(keys, blocks);
+  }
+  static void store(OffloadRig& rig, const std::vector<uint32_t>& keys) {
+    std::vector<int32_t> blocks;
+    for (const uint32_t key : keys) {
+      blocks.push_back(static_cast<int32_t>(blocks.size()));
+      rig.compute(blocks.back(), 100 + key);
+    }
+    (void)rig.offer(keys, blocks);
+    rig.drain();
+  }
+
+  SharedBlocks shared_;
+};
+
+TEST_F(RemoteTest, WhatOneComputedAnotherFindsOnEveryRank) {
+  const auto one = engine();
+  const auto other = engine();
+  store(*one, {1, 2, 3});
+  EXPECT_EQ(count(*one, Way::kOut, BlockOutcome::kTransferred), 3u);
+  EXPECT_EQ(shared_.blocks.size(), 6u);  // of two ranks
+  EXPECT_EQ(other->hits({1, 2, 3}), 0);  // it was not asked
+  EXPECT_EQ(ask_and_load(*other, {1, 2, 3, 4}, {5, 6, 7}), 3);
+  for (const uint32_t key : {1, 2, 3}) EXPECT_TRUE(other->all_have(4 + static_cast<int32_t>(key), 100 + key));
+  EXPECT_EQ(count(*other, Way::kAsk, BlockOutcome::kTransferred), 3u);
+  EXPECT_EQ(count(*other, Way::kAsk, BlockOutcome::kAbsent), 1u);
+  EXPECT_EQ(other->scheduler->loaded_from_remote(), 3);
+  // What came from there goes to host memory, and not out again.
+  (void)other->offer({1, 2, 3}, {5, 6, 7});
+  other->drain();
+  EXPECT_EQ(count(*other, Way::kDown, BlockOutcome::kTransferred), 3u);
+  EXPECT_EQ(count(*other, Way::kOut, BlockOutcome::kTransferred), 0u);
+  const uint32_t request = other->scheduler->begin_request("again");
+  EXPECT_EQ(other->scheduler->ask(request, other->keys_of({1, 2, 3})), 0u);  // all are nearer
+  EXPECT_TRUE(other->scheduler->finished(request));
+}
+
+TEST_F(RemoteTest, WhatOneRankLacksIsFoundByNone) {
+  const auto one = engine();
+  store(*one, {1, 2});
+  shared_.blocks.erase(shared_.blocks.begin());  // of rank 0
+  const auto other = engine();
+  EXPECT_LT(ask_and_load(*other, {1, 2}, {5, 6}), 2);
+  EXPECT_EQ(count(*other, Way::kAsk, BlockOutcome::kAbsent), 1u);
+}
+
+TEST_F(RemoteTest, WhatHasGoneMeanwhileIsComputedAndNotFoundAgain) {
+  const auto one = engine();
+  store(*one, {1, 2, 3});
+  const auto other = engine();
+  const uint32_t request = other->scheduler->begin_request("asks");
+  EXPECT_EQ(other->scheduler->ask(request, other->keys_of({1, 2, 3})), 3u);
+  other->drain();
+  EXPECT_TRUE(other->scheduler->finished(request));
+  shared_.blocks.clear();  // the server needed room
+  EXPECT_EQ(other->load({1, 2, 3}, {5, 6, 7}), 0);
+  EXPECT_EQ(count(*other, Way::kUp, BlockOutcome::kDamaged), 3u);
+  EXPECT_EQ(other->hits({1, 2, 3}), 0);
+}
+
+TEST_F(RemoteTest, OneThatIsGoneCostsNoBlockAndIsNotAskedUntilItSaysSo) {
+  const auto one = engine();
+  store(*one, {1, 2});
+  const auto other = engine();
+  EXPECT_EQ(ask_and_load(*other, {1, 2}, {5, 6}), 2);
+  shared_.gone = shared_.refusing = true;
+  store(*other, {7});                                                    // its report says that nothing is taken
+  EXPECT_EQ(count(*other, Way::kDown, BlockOutcome::kTransferred), 1u);  // to host memory, as ever
+  EXPECT_EQ(count(*other, Way::kOut, BlockOutcome::kTransferred), 0u);
+  EXPECT_EQ(count(*other, Way::kOut, BlockOutcome::kDegraded), 1u);
+  EXPECT_EQ(other->hits({1, 2}), 0);  // although they were there
+  const uint32_t request = other->scheduler->begin_request("asks");
+  EXPECT_EQ(other->scheduler->ask(request, other->keys_of({3})), 0u);
+  EXPECT_TRUE(other->scheduler->finished(request));
+  shared_.gone = shared_.refusing = false;
+  store(*other, {9});
+  EXPECT_EQ(other->hits({1, 2}), 2);
+}
+
+TEST_F(RemoteTest, AQuestionWithoutAnAnswerIsCountedAndTheRequestGoesOn) {
+  const auto one = engine();
+  store(*one, {1});
+  const auto other = engine();
+  shared_.gone = true;
+  EXPECT_EQ(ask_and_load(*other, {1}, {5}), 0);
+  EXPECT_EQ(count(*other, Way::kAsk, BlockOutcome::kFailed), 1u);
+  shared_.gone = false;
+  EXPECT_EQ(ask_and_load(*other, {1}, {5}), 1);
+}
+
+TEST_F(RemoteTest, AfterAResetNothingOfBeforeIsFoundAndLateAnswersAreWorthNothing) {
+  const auto one = engine();
+  store(*one, {1, 2});
+  const auto other = engine();
+  const uint32_t request = other->scheduler->begin_request("asks");
+  EXPECT_EQ(other->scheduler->ask(request, other->keys_of({1})), 1u);
+  other->send();
+  ASSERT_SUCCEEDS(other->scheduler->reset());
+  EXPECT_FALSE(other->scheduler->asking(request));
+  const Digest another = digest_of(std::as_bytes(std::span("another")));
+  for (const auto& rank : other->ranks) rank->worker().open_space(other->scheduler->space(), another, another);
+  for (size_t rank = 0; rank < other->ranks.size(); ++rank)
+    EXPECT_SUCCEEDS(other->scheduler->apply(other->report_of(rank)));
+  EXPECT_TRUE(other->scheduler->finished(request));
+  EXPECT_EQ(other->hits({1}), 0);
+  EXPECT_EQ(ask_and_load(*other, {1, 2}, {5, 6}), 0);
+  EXPECT_SUCCEEDS(other->scheduler->check());
+}
+
+TEST_F(RemoteTest, WhatIsRememberedOfItIsBounded) {
+  const auto one = engine();
+  store(*one, {1, 2, 3, 4, 5, 6});
+  const auto other = engine(4);
+  EXPECT_EQ(ask_and_load(*other, {1, 2, 3, 4, 5, 6}, {5, 6, 7, 8, 9, 10}), 0);  // the first ones gave way
+  EXPECT_EQ(other->scheduler->index().counts(StoreId::kRemote).visible, 4);
+  EXPECT_EQ(ask_and_load(*other, {1, 2}, {5, 6}), 2);
+}
+
+}  // namespace
+}  // namespace torpor

@@ -1,0 +1,73 @@
+"""Engines that share KV blocks through a real Redis: what one computed, another finds; without it they compute."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import result_of
+from torpor.errors import InvalidArgument
+from torpor.vllm.connector_options import ConnectorOptions
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
+
+from redis_server import PASSWORD, RedisServer  # noqa: E402
+
+PROCESS = Path(__file__).parent / "connector_remote_process.py"
+
+
+@pytest.fixture(scope="module")
+def shared(zygote, tiny_model, tmp_path_factory):
+    """One engine after the other with the same server, over TLS; the second one sees it stopped, then killed."""
+    folder = tmp_path_factory.mktemp("shared")
+    results = []
+    with RedisServer(folder / "redis", tls=True) as server:
+        options = {"remote": f"{server.url}/tests", "remote_timeout_ms": 300, "remote_wait_ms": 2000} | server.options
+        for pid in (0, server.pid):
+            done = zygote.run([PROCESS, tiny_model, folder, json.dumps(options), str(pid)], timeout=200)
+            assert PASSWORD not in done.stdout + done.stderr
+            results.append(result_of(done))
+    return results
+
+
+@pytest.mark.slow
+def test_what_one_engine_computed_another_finds(shared):
+    first, second = (result["first"] for result in shared)
+    assert first["tokens"] == second["tokens"]
+    assert first["stats"]["out_transferred"] > 30 and first["stats"]["remote_up_blocks"] == 0
+    assert second["cached"] > first["cached"] + 14 * 32
+    assert second["stats"]["remote_up_blocks"] >= 30 and second["stats"]["ask_transferred"] >= 30
+    assert second["stats"].get("up_damaged", 0) == second["stats"].get("up_failed", 0) == 0
+
+
+@pytest.mark.slow
+def test_after_a_reset_an_engine_finds_nothing_of_before(shared):
+    for result in shared:
+        after = result["after a reset"]
+        assert after["tokens"] == result["first"]["tokens"]
+        assert after["stats"]["remote_up_blocks"] == 0 and after["stats"].get("ask_transferred", 0) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_a_server_that_does_not_answer_costs_time_once_and_no_token(shared, how):
+    result = shared[1][how]
+    stats = result["stats"]
+    assert result["again"] == result["tokens"] and stats["remote_up_blocks"] == 0
+    assert stats.get("out_transferred", 0) == 0
+    assert stats.get("ask_failed", 0) + stats.get("out_degraded", 0) + stats.get("out_failed", 0) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"remote": "redis://h", "disk_bytes": 1, "directory": "/d"}, "host_bytes is 0"),
+        ({"host_bytes": 1, "remote_ca": "x"}, "without remote"),
+        ({"host_bytes": 1, "remote": 7}, "remote is 7"),
+        ({"host_bytes": 1, "remote": "redis://h", "remote_blocks": 0}, "remote_blocks is 0"),
+    ],
+)
+def test_options_of_the_remote_store_are_checked(options, words):
+    with pytest.raises(InvalidArgument, match=words) as refused:
+        ConnectorOptions.of(options)
+    assert "redis://h" not in str(refused.value)

@@ -1,0 +1,80 @@
+"""KV blocks of 2 MiB to a Redis server and back, over loopback, beside redis-benchmark, its own benchmark, with
+as many connections. Interleaved, medians of the rounds after one that only warms. Server and client share the cores."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools/demo"))
+
+from redis_server import RedisServer  # noqa: E402
+
+BYTES = 2 << 20
+VERBS = ("put", "get")
+
+
+def ours(server: RedisServer, threads: int, blocks: int) -> dict[str, float]:
+    words = ["--url", server.url, "--bytes", BYTES, "--blocks", blocks, "--threads", threads]
+    done = subprocess.run(
+        [ROOT / "build/release/tools/bench/resp_bench", *map(str, words)], capture_output=True, check=True
+    )
+    return {verb: json.loads(done.stdout)[f"{verb}_gb_per_s"] for verb in VERBS}
+
+
+def its_own(server: RedisServer, threads: int, blocks: int) -> dict[str, float]:
+    """GB/s from requests a second; each SET has a key of its own, as far as chance goes."""
+    words = ["-p", server.port, "-d", BYTES, "-n", blocks, "-c", threads, "-r", 1_000_000, "--csv", "-t"]
+    found = {}
+    for verb, command in zip(VERBS, ("set", "get"), strict=True):
+        random = words if verb == "put" else [word for word in words if word not in ("-r", 1_000_000)]
+        if verb == "get":
+            subprocess.run(["redis-cli", "-p", str(server.port), "-x", "SET", "key:__rand_int__"], input=bytes(BYTES),
+                           capture_output=True, check=True)  # fmt: skip
+        done = subprocess.run(
+            ["redis-benchmark", *map(str, random), command], capture_output=True, check=True, text=True
+        )
+        row = next(row for row in csv.reader(done.stdout.splitlines()) if row[0] == command.upper())
+        found[verb] = float(row[1]) * BYTES / 1e9
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="tools/dev bench remote", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--blocks", type=int, default=96)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    result = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for threads in (1, 4):
+            seen = {"torpor": [], "redis-benchmark": []}
+            for _ in range(options.rounds + 1):
+                for name, contestant in (("torpor", ours), ("redis-benchmark", its_own)):
+                    with RedisServer(Path(folder), memory="1gb") as server:
+                        seen[name].append(contestant(server, threads, options.blocks))
+            medians = {
+                name: {verb: statistics.median(each[verb] for each in rounds[1:]) for verb in VERBS}
+                for name, rounds in seen.items()
+            }
+            ratios = {verb: medians["torpor"][verb] / medians["redis-benchmark"][verb] for verb in VERBS}
+            result[f"{threads} connections"] = medians | {"ratio": ratios}
+    if options.json:
+        print(json.dumps(result, indent=2))
+        return 0
+    for name, row in result.items():
+        for verb in VERBS:
+            print(f"{name:<16}{verb}  torpor {row['torpor'][verb]:.2f} GB/s, redis-benchmark "
+                  f"{row['redis-benchmark'][verb]:.2f} GB/s: {row['ratio'][verb]:.2f}")  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""A Redis server on this machine, for the demo, the benchmark and the tests of what engines share."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+STARTED_WITHIN = 60  # seconds; a tenth was seen
+# Debian's redis-tools have the server's program under the name of one of its tools, and start no service.
+PROGRAMS = ("redis-server", "redis-check-rdb")
+PASSWORD = "of-this-machine-alone"
+
+
+class RedisServer:
+    """Started when it is made. It keeps nothing on disk, and forgets what it has no room for. With `tls`, `url` is that
+    over TLS, with a certificate of its own, and it wants a password; `options` are then what a client needs."""
+
+    def __init__(self, folder: Path, memory: str = "256mb", tls: bool = False, policy: str = "allkeys-lru") -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self._settings = folder, ["--maxmemory", memory, "--maxmemory-policy", policy]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url, self.options = f"redis://127.0.0.1:{self.port}", {}
+        ports = ["--port", str(self.port)]
+        if tls:
+            from s3_server import make_certificate
+
+            make_certificate(folder / "redis")
+            secret = folder / "redis.password"
+            secret.touch(mode=0o600)
+            secret.write_text(PASSWORD + "\n")
+            settings = folder / "redis.conf"  # not on the command line, where others could read it
+            settings.touch(mode=0o600)
+            settings.write_text(f"requirepass {PASSWORD}\n")
+            ports = [str(settings), "--port", "0", "--tls-port", str(self.port), "--tls-auth-clients", "no",
+                     "--tls-cert-file", f"{folder}/redis.crt", "--tls-key-file", f"{folder}/redis.key"]  # fmt: skip
+            self.url = self.url.replace("redis:", "rediss:")
+            self.options = {"remote_credentials": str(secret), "remote_ca": f"{folder}/redis.crt"}
+        self._settings = [*ports, *self._settings]
+        self.start()
+
+    def start(self) -> None:
+        program = next(filter(None, map(shutil.which, PROGRAMS)), None)
+        if program is None:
+            raise RuntimeError("there is no Redis: install redis-tools")
+        with open(self.folder / "redis.log", "ab") as log:
+            self._process = subprocess.Popen(
+                ["redis-server", *self._settings, "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"],
+                executable=program, stdout=log, stderr=log, cwd=self.folder,
+            )  # fmt: skip
+        end = time.monotonic() + STARTED_WITHIN
+        while not self._listens():
+            if self._process.poll() is not None or time.monotonic() > end:
+                self.kill()
+                raise RuntimeError(f"the Redis server did not start: {self.folder}/redis.log says why")
+            time.sleep(0.02)
+
+    def _listens(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self.port), timeout=5).close()
+        except OSError:
+            return False
+        return True
+
+    def ask(self, *words: str) -> str:
+        """The first line of its answer; without TLS and password only."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=20) as connection:
+            connection.sendall(
+                b"".join([b"*%d\r\n" % len(words), *(b"$%d\r\n%b\r\n" % (len(w), w.encode()) for w in words)])
+            )
+            return connection.makefile("rb").readline().decode().strip()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def pause(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+
+    def __enter__(self) -> RedisServer:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.kill()
