@@ -1,8 +1,8 @@
-# torpor_room(NAME SOURCES … [COLD …] [APART …] USES …) makes the static library torpor::NAME of one folder. Where clang
+# torpor_room(NAME [HOT] SOURCES … [COLD …] [APART …] USES …) makes the static library torpor::NAME of one folder. Where clang
 # compiles it (asan, tsan, fuzz) it looks for fields that are touched without their lock (base/thread_annotations.h,
-# base/mutex.h). With sanitizers nothing but the digests is optimised: it takes two to three times as long to compile so,
-# and longer than it runs. COLD are sources that give orders a few times a sleep and compute nothing themselves: they are
-# optimised for users, too, only as far as it is fast to do.
+# base/mutex.h). With sanitizers only what is HOT is optimised: that takes two to three times as long to compile, which
+# few rooms make up for when their tests run. COLD are sources that give orders a few times a sleep and compute nothing
+# themselves: they are optimised for users, too, only as far as it is fast to do.
 # torpor_test(NAME SOURCES … [APART …] USES … [LABELS …] [TIMEOUT seconds] [SHARDS n]) makes a GoogleTest program and
 # registers it with CTest, its cases divided among n processes; what has the longest time is begun first. Of each label
 # ("unit" unless said otherwise) the target LABEL_tests builds all programs.
@@ -76,9 +76,12 @@ function(torpor_cold_sources result name)
 endfunction()
 
 function(torpor_room name)
-  cmake_parse_arguments(ROOM "" "" "SOURCES;COLD;APART;USES;PRIVATE_USES" ${ARGN})
+  cmake_parse_arguments(ROOM "HOT" "" "SOURCES;COLD;APART;USES;PRIVATE_USES" ${ARGN})
   torpor_sources(sources torpor_${name} ${ROOM_SOURCES} APART ${ROOM_APART})
   torpor_cold_sources(cold torpor_${name} ${ROOM_COLD})
+  if(TORPOR_SANITIZE AND ROOM_HOT)
+    set_property(SOURCE ${sources} ${cold} APPEND PROPERTY COMPILE_OPTIONS -O1)
+  endif()
   torpor_precompiled(${sources} ${cold})
   add_library(torpor_${name} STATIC ${sources} ${cold})
   add_library(torpor::${name} ALIAS torpor_${name})
