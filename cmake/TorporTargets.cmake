@@ -1,8 +1,8 @@
 # torpor_room(NAME [HOT] SOURCES … [COLD …] [APART …] USES …) makes the static library torpor::NAME of one folder. Where clang
 # compiles it (asan, tsan, fuzz) it looks for fields that are touched without their lock (base/thread_annotations.h,
-# base/mutex.h). With sanitizers only what is HOT is optimised: the rest takes longer to optimise than to run. COLD are
-# sources that give orders a few times a sleep and compute nothing themselves: they are optimised for users, too, only as
-# far as it is fast to do.
+# base/mutex.h). With sanitizers only what is HOT is optimised: that takes two to three times as long to compile, which
+# few rooms make up for when their tests run. COLD are sources that give orders a few times a sleep and compute nothing
+# themselves: they are optimised for users, too, only as far as it is fast to do.
 # torpor_test(NAME SOURCES … [APART …] USES … [LABELS …] [TIMEOUT seconds] [SHARDS n]) makes a GoogleTest program and
 # registers it with CTest, its cases divided among n processes; what has the longest time is begun first. Of each label
 # ("unit" unless said otherwise) the target LABEL_tests builds all programs.
@@ -79,13 +79,14 @@ function(torpor_room name)
   cmake_parse_arguments(ROOM "HOT" "" "SOURCES;COLD;APART;USES;PRIVATE_USES" ${ARGN})
   torpor_sources(sources torpor_${name} ${ROOM_SOURCES} APART ${ROOM_APART})
   torpor_cold_sources(cold torpor_${name} ${ROOM_COLD})
+  if(TORPOR_SANITIZE AND ROOM_HOT)
+    set_property(SOURCE ${sources} ${cold} APPEND PROPERTY COMPILE_OPTIONS -O1)
+  endif()
+  torpor_precompiled(${sources} ${cold})
   add_library(torpor_${name} STATIC ${sources} ${cold})
   add_library(torpor::${name} ALIAS torpor_${name})
   target_link_libraries(torpor_${name} PUBLIC torpor_flags ${ROOM_USES} PRIVATE ${ROOM_PRIVATE_USES})
   target_compile_options(torpor_${name} PRIVATE $<$<CXX_COMPILER_ID:Clang>:-Wthread-safety;-Werror=thread-safety>)
-  if(TORPOR_SANITIZE AND ROOM_HOT)
-    set_property(SOURCE ${sources} APPEND PROPERTY COMPILE_OPTIONS -O1)
-  endif()
 endfunction()
 
 function(torpor_test name)
@@ -100,6 +101,7 @@ function(torpor_test name)
     set(TEST_SHARDS 1)
   endif()
   torpor_sources(sources ${name} ${TEST_SOURCES} APART ${TEST_APART})
+  torpor_precompiled(${sources})
   add_executable(${name} ${sources})
   target_link_libraries(${name} PRIVATE torpor_flags ${TEST_USES} GTest::gmock GTest::gtest_main)
   if(NOT TORPOR_SANITIZE)
