@@ -189,6 +189,7 @@ def fuzz(arguments: list[str]) -> int:
         "transfers",
         "bf16",
         "control",
+        "recording",
     )
     cmake_build("fuzz", tuple(f"fuzz_{name}" for name in (*own, "section")))
     targets = sorted(p.name for p in (ROOT / "tests/fuzz/corpus").iterdir())
