@@ -1,4 +1,4 @@
-"""A process of the tests: a server without an engine whose console is asked over its socket. Prints what it answered."""
+"""A process of the tests: a server without an engine, whose console is asked over its socket. Prints the answers."""
 
 import asyncio
 import json

@@ -225,7 +225,11 @@ def test_every_key_does_something_and_ends_nothing_on_a_made_up_engine(mock, siz
     keys = [key for binding in [*app.BINDINGS, *Lines.BINDINGS] for key in binding.key.split(",")]
     assert {"1", "8", "b", "x", "colon", "question_mark", "tab", "space", "left_square_bracket"} <= set(keys)
     presses = [key for key in keys if key != "q"]
-    drive(app, [until(app, lambda: app.process and app.process["slots"]), *(k for key in presses for k in (key, "escape"))], size)
+    drive(
+        app,
+        [until(app, lambda: app.process and app.process["slots"]), *(k for key in presses for k in (key, "escape"))],
+        size,
+    )
     assert app.process is not None and app.return_code in (None, 0)
     assert [path.suffix for path in tmp_path.iterdir()] == [".svg"]
 
@@ -235,7 +239,9 @@ def test_readonly_every_key_only_reads(mock, monkeypatch, tmp_path):
     monkeypatch.setattr(torpor.console, "connect", lambda *_, **__: pytest.fail("it connected"))
     app = Console(Live(mock), readonly=True)
     keys = [key for binding in app.BINDINGS for key in binding.key.split(",") if key != "q"]
-    drive(app, [k for key in keys for k in (key, *(("enter", "escape") if key in ("b", "x", "colon") else ("escape",)))])
+    drive(
+        app, [k for key in keys for k in (key, *(("enter", "escape") if key in ("b", "x", "colon") else ("escape",)))]
+    )
     assert "read-only: no" in app.said
 
 
@@ -281,7 +287,9 @@ def test_an_engine_that_goes_leaves_its_last_words_and_another_one_is_shown_when
         return until(app, lambda: app.process is not None and app.process["alive"] is wanted)
 
     try:
-        drive(app, [alive(True), note, alive(False), another, alive(True), "p", until(app, lambda: app.process["stops"])])
+        drive(
+            app, [alive(True), note, alive(False), another, alive(True), "p", until(app, lambda: app.process["stops"])]
+        )
         assert app.process["pid"] == second[0].pid != pids[0] and app.said == ""
     finally:
         for engine in second:

@@ -1,6 +1,5 @@
 """The console of a server, over HTTP and over its socket, and its page: without an engine."""
 
-import asyncio
 import base64
 import hashlib
 import json
@@ -58,9 +57,8 @@ def test_a_server_sleeps_and_wakes_by_calls_over_http(monkeypatch):
             assert server.engine.calls[-1][1]["to"] == "disk" and server.state == "awake"
             slept = (await call("sleep", level=1, tags="weights")).json()
             assert slept["status"] == "sleeping" and slept["freed_bytes"] == 1 and server.state == "asleep"
-            assert server.engine.calls[-1] == (
-                "sleep", 1, "abort", {"preserve_state": True, "to": "host", "weights": "store", "tags": ["weights"]},
-            )  # fmt: skip
+            options = {"preserve_state": True, "to": "host", "weights": "store", "tags": ["weights"], "progress": None}
+            assert server.engine.calls[-1] == ("sleep", 1, "abort", options)
             assert (await call("wake")).json()["status"] == "awake" and server.state == "awake"
             assert (await call("checkpoint")).json()["checkpoint"] == "g-000001"
             for method, params in (
@@ -149,7 +147,8 @@ new Function(page.split("<script>")[1].split("</script>")[0])();
   elements.key.value = "the key";
   const said = [];
   while (answers.length) { await ticks[0](); said.push(elements.said.text); }
-  const shown = Object.fromEntries(["slots", "tiers", "operations", "tracks", "head"].map(id => [id, elements[id].all()]));
+  const ids = ["slots", "tiers", "operations", "tracks", "head"];
+  const shown = Object.fromEntries(ids.map(id => [id, elements[id].all()]));
   console.log(JSON.stringify({before, asked, said, shown}));
 })();
 """

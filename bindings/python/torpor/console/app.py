@@ -258,7 +258,9 @@ class Console(App):
         if self.asked == "filter":
             self.wanted = event.value
         elif words := event.value.split():
-            self._call(words[0], **{name: _value(value) for name, _, value in (word.partition("=") for word in words[1:])})
+            self._call(
+                words[0], **{name: _value(value) for name, _, value in (word.partition("=") for word in words[1:])}
+            )
         self.draw()
 
     def on_key(self, event) -> None:

@@ -284,7 +284,7 @@ class Server:
         return (await self.engine.torpor("state"))["tags"].get("weights") == "attached"
 
     async def console(self) -> str | None:
-        """Path of the engine core's socket, if it has one. Asked for once: while it sleeps or wakes it does not answer."""
+        """Path of the engine core's socket, if it has one. Asked for once: while it falls asleep nobody answers."""
         self._console = self._console or (await self.engine.torpor("state")).get("console")
         return self._console
 

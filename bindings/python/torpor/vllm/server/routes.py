@@ -79,9 +79,7 @@ def routes() -> APIRouter:
     ) -> Response:
         async def call(progress: Watcher | None) -> dict:
             with recorded("sleep"):
-                return await front.sleep(
-                    server(raw_request), level, mode, preserve_state, to, weights, tags, progress
-                )
+                return await front.sleep(server(raw_request), level, mode, preserve_state, to, weights, tags, progress)
 
         return await answered(call, raw_request)
 
@@ -354,7 +352,7 @@ async def _params(request: Request) -> dict:
 
 @lru_cache(maxsize=1)
 def _page() -> tuple[str, int, dict]:
-    """Text, status and headers: nothing but the page's own script and style runs, and it asks nobody but this server."""
+    """Text, status and headers: only the page's own script and style run, and it asks nobody but this server."""
     text = _core.console_page()
     script, style = (
         base64.b64encode(hashlib.sha256(text.split(f"<{part}>")[1].split(f"</{part}>")[0].encode()).digest()).decode()
