@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <mutex>
 
+#include <fmt/format.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -15,12 +16,15 @@
 #include "bindings/process_events.h"
 #include "console/control_server.h"
 #include "console/event_files.h"
+#include "console/event_page.h"
 #include "kvcache/slot_table.h"
 
 namespace py = pybind11;
 
 namespace torpor {
 namespace {
+
+constexpr uint64_t kFrontEvents = 1 << 12;
 
 // Whoever tells events may still do so while the process ends: the ring is never unmapped.
 struct ProcessEvents {
@@ -32,6 +36,7 @@ struct ProcessEvents {
   pid_t pid TORPOR_GUARDED_BY(mutex) = 0;
   console::ControlServer* server TORPOR_GUARDED_BY(mutex) = nullptr;  // of the ring
   console::OffloadAccess* offload TORPOR_GUARDED_BY(mutex) = nullptr;
+  console::FrontAccess* front TORPOR_GUARDED_BY(mutex) = nullptr;
 };
 ProcessEvents& state() {
   static auto* const all = new ProcessEvents;
@@ -45,6 +50,35 @@ void forget() {
   if (all.ring == nullptr || all.pid != ::getpid()) return;
   (void)::unlink(all.ring->path().c_str());
   if (all.server != nullptr) (void)::unlink(all.server->path().c_str());
+}
+
+// A function of Python that carries out what the front end can. It is called in the socket's thread, begins the call
+// and returns; it, or who goes on with it, ends it.
+class Front final : public console::FrontAccess {
+ public:
+  explicit Front(py::function function) : function_(std::move(function)) {}
+  void begin(const console::ControlMethod& method, const nlohmann::json& params,
+             const std::shared_ptr<console::FrontCall>& call) override {
+    const py::gil_scoped_acquire locked;
+    try {
+      function_(std::string(method.name), params.dump(), call);
+    } catch (py::error_already_set& raised) {
+      call->end(error_from(raised));
+    }
+  }
+
+ private:
+  py::function function_;
+};
+
+// As it would be over the socket; raises what does not fit the method's table.
+void check_call(const std::string& name, const std::string& params) {
+  const console::ControlMethod* const method = console::find_control_method(name);
+  if (method == nullptr)
+    raise({.code = Code::kNotFound,
+           .what = fmt::format("there is no method \"{}\"", name.substr(0, 64)),
+           .next_step = "hello lists them"});
+  value_or_raise(console::check_parameters(*method, nlohmann::json::parse(params, nullptr, false)));
 }
 
 // The requests of one scheduler, with the blocks of its device.
@@ -91,7 +125,9 @@ Result<std::string> begin_process_events(const std::string& directory, const std
   ProcessEvents& all = state();
   const MutexLock lock(all.mutex);
   if (all.ring != nullptr && all.pid == ::getpid()) return all.ring->path();
-  TORPOR_ASSIGN(std::unique_ptr<EventRing> ring, console::begin_events(directory, role, rank, system_clock()));
+  // A front end tells only who asked it for what.
+  const uint64_t events = role == console::kFrontRole ? kFrontEvents : EventRing::kDefaultEvents;
+  TORPOR_ASSIGN(std::unique_ptr<EventRing> ring, console::begin_events(directory, role, rank, system_clock(), events));
   all.ring = ring.release();
   all.pid = ::getpid();
   all.server = nullptr;  // that of who forked is not here
@@ -100,7 +136,7 @@ Result<std::string> begin_process_events(const std::string& directory, const std
   return all.ring->path();
 }
 
-Result<std::string> begin_process_control(bool operates) {
+Result<std::string> begin_process_control(bool operates, const std::string& records) {
   ProcessEvents& all = state();
   const MutexLock lock(all.mutex);
   if (all.ring == nullptr || all.pid != ::getpid()) {
@@ -115,8 +151,22 @@ Result<std::string> begin_process_control(bool operates) {
                                       operates ? console::ControlRole::kOperate : console::ControlRole::kRead));
     all.server = server.release();  // as the ring, for as long as the process lives
     all.server->serve(all.offload);
+    all.server->serve(all.front);
+    all.server->record_below(records);
   }
   return all.server->path();
+}
+
+void serve_front(console::FrontAccess* front) {
+  ProcessEvents& all = state();
+  const MutexLock serving(all.serving);
+  console::ControlServer* server = nullptr;
+  {
+    const MutexLock lock(all.mutex);
+    all.front = front;
+    if (all.pid == ::getpid()) server = all.server;
+  }
+  if (server != nullptr) server->serve(front);
 }
 
 void serve_offload(console::OffloadAccess& offload) {
@@ -141,7 +191,7 @@ void unserve_offload(const console::OffloadAccess* offload) {
     all.offload = nullptr;
     if (all.pid == ::getpid()) server = all.server;
   }
-  if (server != nullptr) server->serve(nullptr);
+  if (server != nullptr) server->serve(static_cast<console::OffloadAccess*>(nullptr));
 }
 
 EventPort process_events() {
@@ -160,14 +210,59 @@ void bind_events(py::module_& module) {
       "From now on what this process does is told in a ring there; returns its path. A second call changes nothing.");
   module.def(
       "begin_control",
-      [](bool operates) {
+      [](bool operates, const std::string& records) {
         // Once the interpreter ends nobody gets its lock any more.
-        py::module_::import("atexit").attr("register")(
-            py::cpp_function([] { (void)without_lock([] { return unserve_offload(nullptr), ok(); }); }));
-        return value_or_raise(without_lock([&] { return begin_process_control(operates); }));
+        py::module_::import("atexit").attr("register")(py::cpp_function(
+            [] { (void)without_lock([] { return unserve_offload(nullptr), serve_front(nullptr), ok(); }); }));
+        return value_or_raise(without_lock([&] { return begin_process_control(operates, records); }));
       },
-      py::arg("operates"),
-      "A socket beside the ring of this process; returns its path. `operates`: who connects may stop the engine.");
+      py::arg("operates"), py::arg("records") = "",
+      "A socket beside the ring of this process; returns its path. `operates`: who connects may stop the engine. "
+      "`records`: a directory, below which they may begin recordings.");
+  py::class_<console::FrontCall, std::shared_ptr<console::FrontCall>>(
+      module, "FrontCall", "A call of a console that this front end was asked for.")
+      .def(
+          "answer",
+          [](console::FrontCall& call, const std::string& result) {
+            call.end(nlohmann::ordered_json::parse(result, nullptr, false));
+          },
+          py::arg("result"), "JSON.")
+      .def(
+          "fail",
+          [](console::FrontCall& call, const std::string& code, const std::string& what, const std::string& next_step,
+             bool state_changed) {
+            Error error{.what = what, .next_step = next_step, .state_changed = state_changed};
+            error.code = Code::kInternal;
+            for (int each = 0; each <= static_cast<int>(kLastCode); ++each) {
+              if (name(static_cast<Code>(each)) == code) error.code = static_cast<Code>(each);
+            }
+            call.end(error);
+          },
+          py::arg("code"), py::arg("what"), py::arg("next_step") = "", py::arg("state_changed") = false);
+  module.def(
+      "serve_front",
+      [](const py::function& begin) {
+        auto* const front = new Front(begin);  // for as long as the process lives, as its socket
+        without_lock([&] { serve_front(front); });
+      },
+      py::arg("begin"),
+      "What a console asks of this process as a front end: `begin(method, params, call)` is called in another thread, "
+      "returns at once, and sees to it that the call is answered or fails. `params` is JSON.");
+  module.def("check_call", &check_call, py::arg("method"), py::arg("params"),
+             "Raises if a console has no such method, or it does not take these parameters (JSON).");
+  module.def(
+      "control_methods",
+      [] {
+        py::list all;
+        for (const console::ControlMethod& method : console::control_methods()) {
+          all.append(py::dict(py::arg("method") = std::string(method.name), py::arg("control") = method.operates,
+                              py::arg("front") = method.place == console::ControlPlace::kFront));
+        }
+        return all;
+      },
+      "The table of docs/console.md. `control`: it changes something; `front`: only a front end can carry it out.");
+  module.def(
+      "console_page", [] { return console::live_page(); }, "A page for a browser that asks the server it comes from.");
   module.def(
       "may_step", [] { return process_events().may_step(); },
       "Whether the engine of this process may take a step: nobody has stopped it to look at it.");

@@ -157,14 +157,16 @@ Result<Json> Control::call(const ControlPeer& peer, const ControlMethod& method,
   return result;
 }
 
-Result<Json> Control::do_call(const ControlPeer& peer, const ControlMethod& method, const json& params) {
+Status Control::may_call(const ControlMethod& method, const json& params) const {
   TORPOR_TRY(check_parameters(method, params));
-  if (method.operates && role_ != ControlRole::kOperate) {
-    return Error{
-        .code = Code::kFailedPrecondition,
-        .what = fmt::format("{} changes what the engine does, and this one may only be looked at", method.name),
-        .next_step = "start the engine with the option console=control"};
-  }
+  if (!method.operates || role_ == ControlRole::kOperate) return ok();
+  return Error{.code = Code::kFailedPrecondition,
+               .what = fmt::format("{} changes what the engine does, and this one may only be looked at", method.name),
+               .next_step = "start the engine with the option console=control"};
+}
+
+Result<Json> Control::do_call(const ControlPeer& peer, const ControlMethod& method, const json& params) {
+  TORPOR_TRY(may_call(method, params));
   const uint64_t owner = flag(params, "stay") ? 0 : peer.connection;
   switch (method.call) {
     case ControlCall::kHello: return hello();
@@ -173,6 +175,7 @@ Result<Json> Control::do_call(const ControlPeer& peer, const ControlMethod& meth
       all["at"] = reader_.next() - 1;
       all["stops"] = stops()["stops"];
       all["breakpoints"] = breakpoint_list()["breakpoints"];
+      all["recording"] = recording();
       return all;
     }
     case ControlCall::kSlots: return slots(params);
@@ -202,9 +205,16 @@ Result<Json> Control::do_call(const ControlPeer& peer, const ControlMethod& meth
     case ControlCall::kCancelTransfer:
     case ControlCall::kDropBlocks:
     case ControlCall::kDemoteBlocks: return use_offload(method, params);
-    case ControlCall::kSubscribe: break;  // a session's
+    case ControlCall::kStartRecord: return start_record(params);
+    case ControlCall::kStopRecord: return stop_record();
+    case ControlCall::kSubscribe:  // these are a session's
+    case ControlCall::kPlan:
+    case ControlCall::kSleep:
+    case ControlCall::kWake:
+    case ControlCall::kCheckpoint: break;
   }
-  return Error{.code = Code::kUnsupported, .what = "only a connection can subscribe", .next_step = "connect"};
+  return Error{
+      .code = Code::kUnsupported, .what = fmt::format("{} needs a connection", method.name), .next_step = "connect"};
 }
 
 Json Control::hello() const {
@@ -215,6 +225,7 @@ Json Control::hello() const {
     for (const ControlParameter& each : method.parameters) parameters[std::string(each.name)] = each.help;
     methods.push_back({{"method", method.name},
                        {"control", method.operates},
+                       {"front", method.place == ControlPlace::kFront},
                        {"parameters", std::move(parameters)},
                        {"help", method.help}});
   }
@@ -371,6 +382,9 @@ bool ControlSession::line(std::string_view text) {
   const json params = asked.value("params", json::object());
   if (method->call == ControlCall::kSubscribe) {
     answer(id, catching([&] { return subscribe(params); }));
+  } else if (method->place == ControlPlace::kFront) {
+    calls_.emplace_back(id, control_.begin(peer_, *method, params));
+    answer_calls();
   } else {
     answer(id, control_.call(peer_, *method, params));
   }
@@ -404,9 +418,18 @@ Result<Json> ControlSession::subscribe(const json& params) {
   return Json{{"subscription", last_subscription_}, {"after", after}};
 }
 
+void ControlSession::answer_calls() {
+  for (auto call = calls_.begin(); call != calls_.end();) {
+    const Result<Json>* const result = call->second->result();
+    if (result != nullptr) answer(call->first, *result);
+    call = result != nullptr ? calls_.erase(call) : std::next(call);
+  }
+}
+
 bool ControlSession::pump() {
   constexpr size_t kAtOnce = 256;
   bool more = false;
+  answer_calls();
   for (Subscription& each : subscriptions_) {
     if (!reads()) return false;
     std::vector<SourceEvents> news(1);

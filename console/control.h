@@ -4,7 +4,8 @@
 // A line is a JSON object: {"id", "method", "params"}; its answer {"id", "result"} or {"id", "error": {"code", "what",
 // "next_step", "state_changed"}}. What comes in is hostile: a line has at most 1 MiB and 16 levels, and what it asks
 // for is checked by the table of methods. Events of a subscription are lines {"subscription", "event"}; who reads too
-// slowly is told how many it missed (`lost`), and holds up nobody.
+// slowly is told how many it missed (`lost`), and holds up nobody. A sleep is the front end's: its answer comes when it
+// has ended, and other answers before it.
 //
 // Threads: one, the server's; the ring is written meanwhile, and the engine asks `breakpoints()`.
 #pragma once
@@ -23,7 +24,9 @@
 #include "console/control_methods.h"
 #include "console/engine_view.h"
 #include "console/event_export.h"
+#include "console/front_access.h"
 #include "console/offload_access.h"
+#include "console/recorder.h"
 
 namespace torpor::console {
 
@@ -47,6 +50,14 @@ class Control {
                                       const nlohmann::json& params);
   // The engine's, from now on; null: none any more. Waits for the end of a call that uses the one before. Any thread.
   void serve(OffloadAccess* offload);
+  // Likewise: who carries out what only the front end can. Waits for a call that is just being begun.
+  void serve(FrontAccess* front);
+  // Where record.start makes its directories; empty: nowhere, and it is refused.
+  void record_below(std::string directory);
+  // Begins it, and gives what its answer will be in. Refused: it is in there at once.
+  std::shared_ptr<FrontCall> begin(const ControlPeer& peer, const ControlMethod& method, const nlohmann::json& params);
+  // Tells of those that have ended since. True: some have not.
+  bool look_at_front();
   Breakpoints& breakpoints() { return breakpoints_; }
   EventRing& ring() { return ring_; }
   // Who may not connect is told, too.
@@ -63,6 +74,10 @@ class Control {
   Json breakpoint_list();
   Result<Json> add_breakpoint(const ControlPeer& peer, const nlohmann::json& params);
   Result<Json> use_offload(const ControlMethod& method, const nlohmann::json& params);
+  Status may_call(const ControlMethod& method, const nlohmann::json& params) const;
+  Result<Json> start_record(const nlohmann::json& params);
+  Result<Json> stop_record();
+  Json recording() const;  // null: none
 
   EventRing& ring_;
   const Clock& clock_;
@@ -72,6 +87,13 @@ class Control {
   EngineView view_;  // until the event before the reader's next
   Mutex offload_mutex_;
   OffloadAccess* offload_ TORPOR_GUARDED_BY(offload_mutex_) = nullptr;
+  Mutex front_mutex_;
+  FrontAccess* front_ TORPOR_GUARDED_BY(front_mutex_) = nullptr;
+  std::list<std::shared_ptr<FrontCall>> front_calls_;  // that were begun, until their end was told
+  Mutex record_mutex_;
+  std::string record_below_ TORPOR_GUARDED_BY(record_mutex_);
+  std::string record_name_;
+  std::unique_ptr<RecorderThread> recorder_;  // the last one
 };
 
 // Checked against the method's table. kInvalidArgument names the parameter.
@@ -95,6 +117,7 @@ class ControlSession {
   bool pump();
   std::string& output() { return output_; }
   bool subscribed() const { return !subscriptions_.empty(); }
+  bool waits() const { return !calls_.empty(); }  // for the front end's answers
   bool reads() const { return output_.size() < kEnoughOutput; }
 
  private:
@@ -105,6 +128,7 @@ class ControlSession {
   };
   bool line(std::string_view text);
   void answer(const nlohmann::json& id, Result<nlohmann::ordered_json> result);
+  void answer_calls();
   Result<nlohmann::ordered_json> subscribe(const nlohmann::json& params);
 
   Control& control_;
@@ -112,6 +136,7 @@ class ControlSession {
   std::string input_;
   std::string output_;
   std::list<Subscription> subscriptions_;
+  std::list<std::pair<nlohmann::json, std::shared_ptr<FrontCall>>> calls_;  // by the peer's ids
   uint64_t last_subscription_ = 0;
 };
 

@@ -16,6 +16,10 @@ constexpr ControlParameter kTypes = {"types", kWords, "of events, with commas be
 constexpr ControlParameter kAfter = {"after", kNumber, "sequence; only what was told after it"};
 constexpr ControlParameter kKeys = {"keys", kWords, "of blocks, in hex, with commas between them"};
 constexpr ControlParameter kRequest = {"request", kWords, "or of all blocks of this request, that is not over yet"};
+constexpr ControlParameter kLevel = {"level", kNumber, "0, 1 or 2; default 1"};
+constexpr ControlParameter kTo = {"to", kWords, "host (the default) or disk"};
+constexpr ControlParameter kPreserve = {"preserve_state", kFlag, "requests are kept, not aborted; default true"};
+constexpr ControlParameter kTags = {"tags", kWords, "with commas between them; default: all"};
 constexpr ControlParameter kLimit = {"limit", kNumber, "at most so many, up to 10,000"};
 
 }  // namespace
@@ -89,6 +93,43 @@ std::span<const ControlMethod> control_methods() {
        true,
        {kKeys, kRequest},
        "those in host memory are copied on to disk: `candidate`, `blocks`"},
+      {ControlCall::kPlan,
+       "plan",
+       false,
+       {kLevel, kTo, kPreserve},
+       "what a sleep would move and free, and why it would fail",
+       ControlPlace::kFront},
+      {ControlCall::kSleep,
+       "sleep",
+       true,
+       {kLevel,
+        kTo,
+        kPreserve,
+        {"mode", kWords, "instead of preserving them: abort, wait or keep"},
+        {"weights", kWords, "store (the default) or reload"},
+        kTags},
+       "the engine sleeps: its report",
+       ControlPlace::kFront},
+      {ControlCall::kWake,
+       "wake",
+       true,
+       {kTags, {"kv", kWords, "after new weights: recompute, keep or abort"}},
+       "it wakes: its report",
+       ControlPlace::kFront},
+      {ControlCall::kCheckpoint,
+       "checkpoint",
+       true,
+       {},
+       "a checkpoint while it serves: its report",
+       ControlPlace::kFront},
+      {ControlCall::kStartRecord,
+       "record.start",
+       true,
+       {{"directory", kWords, "a name; it is made below the option record_directory"},
+        {"seconds", kNumber, "and no longer"},
+        {"bytes", kNumber, "and no more; default 1 GiB"}},
+       "from now on all processes of this directory of events are recorded, what they remember first"},
+      {ControlCall::kStopRecord, "record.stop", true, {}, "`processes`, `events`, `lost`, `bytes`, and `error`"},
   };
   return all;
 }
@@ -127,8 +168,10 @@ std::string control_methods_table() {
     std::string parameters;
     for (const ControlParameter& each : method.parameters)
       parameters += fmt::format("{}`{}`", parameters.empty() ? "" : ", ", each.name);
-    table += fmt::format("| `{}`{} | {} | {} |\n", method.name, method.operates ? " (control)" : "", parameters,
-                         method.help);
+    const std::string_view who = method.place == ControlPlace::kFront
+                                     ? (method.operates ? " (control, server)" : " (server)")
+                                     : (method.operates ? " (control)" : "");
+    table += fmt::format("| `{}`{} | {} | {} |\n", method.name, who, parameters, method.help);
   }
   return table;
 }

@@ -1,5 +1,6 @@
-// The calls of a process's socket, in one table: from it come what the server takes, `torpor live --help`, the table of
-// docs/console.md, and the names in events. Numbers are told in events: methods are only ever added, at the end.
+// The calls of a process's socket, in one table: from it come what the server takes, by HTTP as well, `torpor live
+// --help`, the table of docs/console.md, and the names in events. Numbers are told in events: methods are only ever
+// added, at the end.
 #pragma once
 
 #include <span>
@@ -36,7 +37,16 @@ enum class ControlCall : uint8_t {
   kCancelTransfer,
   kDropBlocks,
   kDemoteBlocks,
+  kPlan,
+  kSleep,
+  kWake,
+  kCheckpoint,
+  kStartRecord,
+  kStopRecord,
 };
+
+// Who can carry it out: each process with a socket, or the one that has the engine's front end alone (a server's).
+enum class ControlPlace : uint8_t { kAny, kFront };
 
 struct ControlMethod {
   ControlCall call;
@@ -44,6 +54,7 @@ struct ControlMethod {
   bool operates;  // it changes what the engine does: only where the engine was started with `console=control`
   std::vector<ControlParameter> parameters;
   std::string_view help;
+  ControlPlace place = ControlPlace::kAny;
 };
 
 std::span<const ControlMethod> control_methods();

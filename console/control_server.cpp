@@ -132,12 +132,12 @@ class ControlServer::Loop {
 
   Status turn() {
     std::vector<pollfd> polled = {{wake_.get(), POLLIN, 0}, {listening_.get(), POLLIN, 0}};
-    bool soon = control_.breakpoints().waits();
+    bool soon = control_.look_at_front() || control_.breakpoints().waits();
     for (Peer& peer : peers_) {
       const bool output = !peer.session.output().empty();
       const bool input = !peer.cut && peer.session.reads();
       polled.push_back({peer.fd.get(), static_cast<int16_t>((input ? POLLIN : 0) | (output ? POLLOUT : 0)), 0});
-      soon = soon || peer.session.subscribed() || output;
+      soon = soon || peer.session.subscribed() || peer.session.waits() || output;
     }
     const int wait = behind_ ? 0 : soon ? kLookMilliseconds : -1;
     if (::poll(polled.data(), polled.size(), wait) < 0 && errno != EINTR)
@@ -240,10 +240,12 @@ ControlServer::~ControlServer() {
 }
 
 void ControlServer::serve(OffloadAccess* offload) { loop_->control().serve(offload); }
+void ControlServer::serve(FrontAccess* front) { loop_->control().serve(front); }
+void ControlServer::record_below(std::string directory) { loop_->control().record_below(std::move(directory)); }
 
 // ---- a client
 
-Result<ControlClient> ControlClient::connect(const std::string& path) {
+Result<ControlClient> ControlClient::connect(const std::string& path, ControlPlace place) {
   return catching([&]() -> Result<ControlClient> {
     std::string socket = path;
     boost::system::error_code problem;
@@ -251,8 +253,15 @@ Result<ControlClient> ControlClient::connect(const std::string& path) {
       TORPOR_ASSIGN(const std::vector<std::unique_ptr<EventRing>> rings, open_rings(path));
       socket.clear();
       for (const auto& ring : rings) {
-        if (socket.empty() && is_alive(ring->source()) && boost::filesystem::exists(socket_of(ring->path()), problem))
+        const bool front = ring->source().role == kFrontRole;
+        if (socket.empty() && front == (place == ControlPlace::kFront) && is_alive(ring->source()) &&
+            boost::filesystem::exists(socket_of(ring->path()), problem))
           socket = socket_of(ring->path());
+      }
+      if (socket.empty() && place == ControlPlace::kFront) {
+        return Error{.code = Code::kNotFound,
+                     .what = fmt::format("no server in {} has a socket", path),
+                     .next_step = "start one with the option console=read or console=control"};
       }
       if (socket.empty()) {
         return Error{.code = Code::kNotFound,

@@ -22,6 +22,7 @@
 namespace torpor::console {
 
 inline constexpr size_t kMostPeers = 16;
+inline constexpr std::string_view kFrontRole = "front";  // of a server's process, in its ring's head
 
 class ControlServer {
  public:
@@ -32,7 +33,9 @@ class ControlServer {
   ControlServer(const ControlServer&) = delete;
   ControlServer& operator=(const ControlServer&) = delete;
   const std::string& path() const { return path_; }
-  void serve(OffloadAccess* offload);  // as Control has it
+  void serve(OffloadAccess* offload);  // these as Control has them
+  void serve(FrontAccess* front);
+  void record_below(std::string directory);
 
  private:
   class Loop;
@@ -46,8 +49,9 @@ class ControlServer {
 // A connection to such a socket.
 class ControlClient {
  public:
-  // `path`: a socket, or a directory, of which the newest engine's is taken. kNotFound; kUnavailable: nobody answers.
-  static Result<ControlClient> connect(const std::string& path);
+  // `path`: a socket, or a directory, of which the newest engine's is taken, or the newest server's. kNotFound;
+  // kUnavailable: nobody answers.
+  static Result<ControlClient> connect(const std::string& path, ControlPlace place = ControlPlace::kAny);
   ControlClient(ControlClient&& other) noexcept;
   ControlClient& operator=(ControlClient&&) = delete;
   ~ControlClient();

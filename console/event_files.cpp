@@ -1,6 +1,7 @@
 #include "console/event_files.h"
 
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -147,9 +148,25 @@ Result<std::vector<SourceEvents>> read_events(FileSystem& file_system, const std
   });
 }
 
+// Opening all rings in each poll would be most of what a follower costs. One that is being made is in the directory
+// before it can be opened: so a change is looked into for a while.
+bool EventFollower::may_have_changed() {
+  constexpr int64_t kWhileMade = 2;  // seconds
+  struct stat status {};
+  if (::stat(path_.c_str(), &status) != 0 || !S_ISDIR(status.st_mode)) return true;
+  const std::pair<int64_t, int64_t> changed = {status.st_mtim.tv_sec, status.st_mtim.tv_nsec};
+  if (seen_ == changed) return false;
+  timespec now{};
+  (void)::clock_gettime(CLOCK_REALTIME, &now);
+  seen_.reset();
+  if (now.tv_sec - changed.first > kWhileMade) seen_ = changed;
+  return true;
+}
+
 Result<std::vector<SourceEvents>> EventFollower::poll(bool last) {
   return catching([&]() -> Result<std::vector<SourceEvents>> {
-    Result<std::vector<std::unique_ptr<EventRing>>> there = open_rings(path_);
+    Result<std::vector<std::unique_ptr<EventRing>>> there = std::vector<std::unique_ptr<EventRing>>();
+    if (may_have_changed()) there = open_rings(path_);
     if (!there && (rings_.empty() || there.error().code != Code::kNotFound)) return there.error();
     for (size_t i = 0; there && i < there->size(); ++i) {
       std::unique_ptr<EventRing>& ring = (*there)[i];

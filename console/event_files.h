@@ -5,7 +5,9 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/event_ring.h"
@@ -47,9 +49,11 @@ class EventFollower {
     EventReader reader;
     bool ended = false;  // its process, and all of it was read
   };
+  bool may_have_changed();
   const std::string path_;
   bool from_now_;
   std::vector<Followed> rings_;
+  std::optional<std::pair<int64_t, int64_t>> seen_;  // when the directory had changed last; of a time long enough ago
 };
 
 // One event of one of several sources.

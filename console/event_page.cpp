@@ -1,20 +1,20 @@
 #include "console/event_page.h"
 
+#include <initializer_list>
+
 namespace torpor::console {
 namespace {
 
-constexpr std::string_view kHead = R"page(<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>torpor: a recording</title>
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'">
-<style>
+// Of both pages: what they look like, and where things are put.
+constexpr std::string_view kStyle = R"page(
 body { font: 13px/1.4 ui-monospace, monospace; background: #14161a; color: #d8dce2; margin: 1em; }
 h2 { font-size: 14px; margin: 1.2em 0 0.3em; color: #9fb4d0; }
 table { border-collapse: collapse; } td, th { padding: 0 1.2em 0 0; text-align: left; white-space: pre; }
 th { color: #8a94a2; font-weight: normal; } td.n { text-align: right; }
 input[type=range] { width: 100%; } #tracks { width: 100%; overflow-x: auto; }
 .bad { color: #ff6b6b; } label { margin-right: 2em; } svg text { fill: #d8dce2; font: 11px monospace; }
-</style></head><body>
+)page";
+constexpr std::string_view kBody = R"page(
 <div id="head"></div>
 <label>moment <span id="at"></span></label><label>requests with <input id="filter" size="20"></label>
 <input type="range" id="moment" min="0" max="1000" value="1000">
@@ -23,15 +23,29 @@ input[type=range] { width: 100%; } #tracks { width: 100%; overflow-x: auto; }
 <h2>Tiers (blocks)</h2><div id="tiers"></div>
 <h2>Memory</h2><div id="memory"></div>
 <h2>Operations</h2><div id="operations"></div>
-<script type="text/plain" id="events">
 )page";
 
-constexpr std::string_view kTail = R"page(</script><script>
+constexpr std::string_view kHead = R"page(<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>torpor: a recording</title>
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'">
+<style>)page";
+
+// What it may load and run is said by the server's header. Its key is in no storage: it goes with the page.
+constexpr std::string_view kLiveHead = R"page(<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>torpor: an engine</title>
+<style>)page";
+constexpr std::string_view kAsks = R"page(
+<label>admin key <input id="key" type="password" size="30" autocomplete="off"></label><span id="said"></span>)page";
+
+constexpr std::string_view kScript = R"page(
 "use strict";
 const COLOURS = {"initialized": "#7d8590", "onboard staged": "#39c5cf", "onboarding": "#1b9aaa",
   "prefilling": "#4f8ff7", "skipped prefill": "#2f5aa8", "decoding": "#3fb950", "skipped decode": "#26703a",
   "preempted": "#d9a520", "finishing": "#bc6cd9", "end": "#9aa4b2",
   "failed": "#ff6b6b", "lost": "#ff6b6b", "unproven": "#ff6b6b"};
+
+const MOST_AT_ONCE = 10000, MOST_EVENTS = 200000;
 
 // What there was after all events up to this moment.
 function fold(events, until) {
@@ -96,11 +110,17 @@ function tracks(events, wanted) {
 }
 
 if (typeof document !== "undefined") {
-  const lines = document.getElementById("events").textContent.split("\n");
+  const by = id => document.getElementById(id), holder = by("events");
+  const lines = holder ? holder.textContent.split("\n") : [];
   const events = lines.filter(Boolean).map(line => JSON.parse(line));
-  const times = events.filter(event => event.time).map(event => event.time);
-  const first = times[0] || 0, end = times[times.length - 1] || 1, span = Math.max(end - first, 1e-9);
-  const by = id => document.getElementById(id), MB = bytes => (bytes / 1e6).toFixed(1) + " MB";
+  let first = 0, span = 1;
+  const measure = () => {
+    const times = events.filter(event => event.time);
+    if (!times.length) return;
+    first = times[0].time;
+    span = Math.max(times[times.length - 1].time - first, 1e-9);
+  };
+  const MB = bytes => (bytes / 1e6).toFixed(1) + " MB";
   const SVG = "http://www.w3.org/2000/svg", LEFT = 190, WIDTH = 1200, ROW = 15;
   const table = (into, heads, rows) => {
     const made = document.createElement("table");
@@ -170,15 +190,64 @@ if (typeof document !== "undefined") {
   };
   by("moment").addEventListener("input", draw);
   by("filter").addEventListener("input", () => { draw_tracks(); draw(); });
+  measure();
   draw_tracks();
   draw();
+  if (by("key")) follow(events, by, () => { measure(); draw_tracks(); draw(); });
 }
-</script></body></html>
+
+// Asks the server that the page comes from for what is new, once a second, with the key that was typed in.
+function follow(events, by, show) {
+  let after = 0, asking = false;
+  const call = async (method, params) => {
+    const headers = {"Authorization": "Bearer " + by("key").value, "Content-Type": "application/json"};
+    const options = {method: "POST", cache: "no-store", credentials: "omit", headers, body: JSON.stringify(params)};
+    const answer = await fetch("console/" + method, options), said = await answer.json().catch(() => ({}));
+    if (!answer.ok) throw Error((said.error && (said.error.what || said.error.message)) || "HTTP " + answer.status);
+    return said;
+  };
+  const look = async () => {
+    if (asking || !by("key").value) return;
+    asking = true;
+    try {
+      for (let more = true, news = 0; more; news = 0) {
+        const said = await call("events", {after, limit: MOST_AT_ONCE});
+        for (const event of said.events) {
+          if (event.type === "lost" && after === 0) continue;  // from before the page was opened
+          events.push(event);
+          news += 1;
+        }
+        more = said.events.length >= MOST_AT_ONCE && said.next > after;
+        after = said.next;
+        if (news) events.splice(0, Math.max(0, events.length - MOST_EVENTS));
+      }
+      by("said").textContent = "";
+      show();
+    } catch (problem) {
+      by("said").textContent = String(problem.message || problem);
+    }
+    asking = false;
+  };
+  by("key").addEventListener("change", look);
+  setInterval(look, 1000);
+}
 )page";
+
+constexpr std::string_view kBehindStyle = "</style></head><body>";
+constexpr std::string_view kEnd = "</script></body></html>\n";
+
+std::string joined(std::initializer_list<std::string_view> parts) {
+  std::string text;
+  for (const std::string_view part : parts) text += part;
+  return text;
+}
 
 }  // namespace
 
-std::string_view event_page_head() { return kHead; }
-std::string_view event_page_tail() { return kTail; }
+std::string event_page_head() {
+  return joined({kHead, kStyle, kBehindStyle, kBody, "<script type=\"text/plain\" id=\"events\">\n"});
+}
+std::string event_page_tail() { return joined({"</script><script>", kScript, kEnd}); }
+std::string live_page() { return joined({kLiveHead, kStyle, kBehindStyle, kAsks, kBody, "<script>", kScript, kEnd}); }
 
 }  // namespace torpor::console

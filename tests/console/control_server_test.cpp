@@ -112,6 +112,19 @@ TEST_F(ControlServerTest, ItsSocketIsTheUsersAlone) {
   EXPECT_FAILS(ControlClient::connect(directory_), Code::kNotFound, "console=");
 }
 
+TEST_F(ControlServerTest, NoUmaskOpensItToOthers) {
+  const mode_t before = ::umask(0);
+  for (mode_t mask = 0; mask < 01000; ++mask) {
+    server_.reset();
+    ::umask(mask);
+    server_ = value_of(ControlServer::start(*ring_, system_clock(), ControlRole::kRead));
+    struct stat status {};
+    EXPECT_EQ(::stat(server_->path().c_str(), &status), 0);
+    EXPECT_EQ(status.st_mode & 0777, 0600u) << mask;
+  }
+  ::umask(before);
+}
+
 // Another user who gets as far as the socket all the same, because its modes were changed.
 TEST_F(ControlServerTest, AnotherUserIsCutOffAndThatIsTold) {
   if (::geteuid() != 0) GTEST_SKIP() << "only root can become another user";

@@ -198,7 +198,7 @@ TEST_F(HoldsTest, APinnedBlockStays) {
 }
 
 TEST_F(HoldsTest, AProcessWithoutStoresSaysSo) {
-  control_.serve(nullptr);
+  control_.serve(static_cast<OffloadAccess*>(nullptr));
   EXPECT_EQ(ask("transfer.cancel", {{"candidate", 1}})["code"], "unsupported");
 }
 

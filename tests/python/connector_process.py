@@ -286,6 +286,11 @@ def events_of(directory: str) -> dict:
     }
 
 
+def types_of(directory: str) -> list[str]:
+    lines = subprocess.run([BINARY, "events", directory, "--json"], capture_output=True, text=True, check=True).stdout
+    return sorted({json.loads(line)["type"] for line in lines.splitlines()})
+
+
 def operated(served: Served, rings: str) -> dict:
     """Through its socket one request is held, then what goes to host memory; and blocks are dropped there."""
     texts, result = prompts()[:2], {}
@@ -417,10 +422,8 @@ def main() -> None:
         offload |= {"events_directory": rings, "events_keys": True, "console": "control"}
     served = Served(InProcess(Path(model), Path(folder) / "checkpoints", torpor=offload, **ENGINE))
     if mode == "brief":
-        print(
-            "RESULT " + json.dumps(brief(served) | {"told": events_of(rings), "operated": operated(served, rings)}),
-            flush=True,
-        )
+        result = brief(served) | {"told": events_of(rings), "operated": operated(served, rings)}
+        print("RESULT " + json.dumps(result | {"types": types_of(rings)}), flush=True)
         if keep := os.environ.get("KEEP_EVENTS"):
             subprocess.run([BINARY, "record", rings, "-o", keep, "--for", "0.1s"], check=True, capture_output=True)
         return

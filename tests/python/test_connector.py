@@ -135,6 +135,9 @@ def test_with_steps_in_flight_and_a_sleep_in_the_middle(zygote, tiny_model, tmp_
     assert result["of_an_answer"] == 3
     is_told(result["told"], result["stats"])
     is_operated(result["operated"])
+    assert result["types"] == sorted(
+        "candidate control copy ended engine hit key memory operation phase planned request slot step stop tier".split()
+    )
 
 
 def is_operated(operated: dict) -> None:

@@ -125,7 +125,7 @@ def test_the_command_line_asks_and_says_what_is_wrong(console):
         return done.stdout + done.stderr
 
     assert json.loads(live("hello"))["role"] == "control"
-    assert json.loads(live("pause", "lease=60", "stay=true"))["stop"] > 0
+    assert json.loads(live("pause", "lease=60"))["stop"] > 0
     assert len(console.stops()["stops"]) == 1  # it stays for its lease
     assert json.loads(live("resume"))["resumed"] == 1
     assert "preempted" in live("breakpoint.add", "type=slot", "to=nowhere", code=2)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -142,7 +143,7 @@ def test_time_travel_shows_what_was_so_then(recording):
     assert moments[1] < moments[0]
     then = app.process
     assert then["time"] - then["began"] <= moments[1] + 1e-3 and then["steps"]["seen"] < now["steps"]["seen"]
-    assert pages.slots(then)[0].plain == lines[0]
+    assert pages.slots(then["slots"])[0].plain == lines[0]
     drive_app = Console(recording)
     drive(drive_app, ["left_square_bracket", "right_square_bracket", "g"])
     assert drive_app.moment is None and drive_app.process == now
@@ -202,3 +203,104 @@ def test_where_there_is_no_engine_that_is_said(monkeypatch, tmp_path):
         time.sleep(0.01)
     drive(app, ["1", "4"])
     assert app.process is None and "nothing" in app.source.ended
+
+
+def until(app, condition, seconds=20):
+    """A step of drive(): looks until it holds."""
+
+    def wait():
+        began = time.monotonic()
+        while not condition():
+            assert time.monotonic() - began < seconds, app.said
+            time.sleep(0.05)
+            app.look()
+
+    return wait
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_key_does_something_and_ends_nothing_on_a_made_up_engine(mock, size, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # for the picture
+    app = Console(Live(mock))
+    keys = [key for binding in [*app.BINDINGS, *Lines.BINDINGS] for key in binding.key.split(",")]
+    assert {"1", "8", "b", "x", "colon", "question_mark", "tab", "space", "left_square_bracket"} <= set(keys)
+    presses = [key for key in keys if key != "q"]
+    drive(
+        app,
+        [until(app, lambda: app.process and app.process["slots"]), *(k for key in presses for k in (key, "escape"))],
+        size,
+    )
+    assert app.process is not None and app.return_code in (None, 0)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".svg"]
+
+
+def test_readonly_every_key_only_reads(mock, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torpor.console, "connect", lambda *_, **__: pytest.fail("it connected"))
+    app = Console(Live(mock), readonly=True)
+    keys = [key for binding in app.BINDINGS for key in binding.key.split(",") if key != "q"]
+    drive(
+        app, [k for key in keys for k in (key, *(("enter", "escape") if key in ("b", "x", "colon") else ("escape",)))]
+    )
+    assert "read-only: no" in app.said
+
+
+def test_a_breakpoint_is_set_hit_and_let_go_by_keys(mock):
+    app = Console(Live(mock))
+    stopped = until(app, lambda: app.process and app.process["stops"])
+    lines, _ = drive(app, ["b", *"decoding", "space", *"once=true", "enter", stopped, "7"])
+    assert any("by a breakpoint" in line for line in lines)
+    app = Console(Live(mock))
+    drive(app, ["colon", *"resume", "enter", until(app, lambda: app.process and not app.process["stops"])])
+    app = Console(Live(mock))
+    drive(app, ["colon", *"breakpoint.add", "space", *"type=slat", "enter"])
+    assert "type is" in app.said  # what is wrong is said
+
+
+def test_many_slots_can_be_chosen_and_stay_in_sight(recording):
+    process = recording.snapshot["processes"][0]
+    process["slots"] = [dict(process["slots"][0], request=f"r{number:02}", slot=number) for number in range(60)]
+    app = Console(recording)
+    _, picture = drive(app, ["1", *["down"] * 50], (80, 24))
+    assert app.row == 50 and "r50" in picture and "r00" not in picture
+    drive(app := Console(recording), ["1", "i", "down", "y"], (80, 24))
+    assert app.said == "copied r58"
+    drive(app := Console(recording), ["1", *["s"] * 5, "y"], (80, 24))
+    assert app.order == "request" and app.said == "copied r00"
+
+
+def test_an_engine_that_goes_leaves_its_last_words_and_another_one_is_shown_when_it_comes(mock):
+    app = Console(Live(mock))
+    pids = []
+
+    def note():
+        pids.append(app.process["pid"])
+        subprocess.run(["kill", "-KILL", str(pids[0])], check=True)
+
+    second = []
+
+    def another():
+        assert "LAST WORDS" in str(app.query_one("#top").content)
+        second.append(subprocess.Popen([BINARY, "mock", mock], stdout=subprocess.PIPE))
+
+    def alive(wanted):
+        return until(app, lambda: app.process is not None and app.process["alive"] is wanted)
+
+    try:
+        drive(
+            app, [alive(True), note, alive(False), another, alive(True), "p", until(app, lambda: app.process["stops"])]
+        )
+        assert app.process["pid"] == second[0].pid != pids[0] and app.said == ""
+    finally:
+        for engine in second:
+            engine.terminate()
+            engine.wait()
+            engine.stdout.close()
+
+
+def test_without_colours_a_state_is_a_letter(recording, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    lines, picture = drive(Console(recording), ["1"])
+    assert any("D decoding" in line for line in lines)
+    colours = [bytes.fromhex(colour) for colour in re.findall(r"fill: #([0-9a-f]{6})", picture)]
+    assert colours and all(max(colour) - min(colour) < 8 for colour in colours)  # greys

@@ -69,6 +69,22 @@ def test_sleeps_and_wakes_are_told_by_phase(one, told, directory):
     assert states == ["falling asleep", "asleep", "waking", "awake"]
 
 
+def test_without_a_connector_it_tells_every_type_but_those_of_transfers_between_tiers(one, told, monkeypatch):
+    """Those are in test_connector.py, stop and control in test_console.py.
+
+    copy and memory are the rank's, which here is older than the ring: test_other_processes.py.
+    """
+    monkeypatch.setenv("TORPOR_EVENTS_KEYS", "1")
+    monkeypatch.setattr(one.core.scheduler, "torpor_slots", None, raising=False)
+    answers = one.begin(8)
+    one.llm.sleep(level=1, preserve_state=True, to="host")
+    one.llm.wake_up()
+    assert one.finish(answers) == one.expected
+    assert {event["type"] for event in told()} - {"stop", "control"} == set(
+        "engine key operation phase request slot step tier".split()
+    )
+
+
 def test_a_sleep_that_fails_says_why_and_what_was_undone(one, told, directory, monkeypatch):
     answers = one.begin(5)
     one.llm.torpor("state")  # its hooks are there

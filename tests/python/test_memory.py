@@ -1,11 +1,14 @@
 """Regions by tag without an engine: torpor.memory, its C ABI, and vLLM's sleep-mode backend over it. Without a GPU."""
 
 import ctypes
+import json
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
+from inspector import BINARY, look
 
 from torpor import _core, errors
 
@@ -62,6 +65,38 @@ def test_memory_that_is_freed_while_it_sleeps_does_not_come_back(tag):
     for address in (first, second, third):
         memory.free(address)
     assert tag not in memory.ledger()[0]["tags"]
+
+
+EVENTS = """
+from torpor import memory
+with memory.scope("weights"):
+    address = memory.allocate(3_000_000)
+memory.sleep("weights"); memory.wake("weights"); memory.sleep("weights")
+print("done", flush=True)
+input()
+"""
+
+
+def test_what_sleeps_and_what_it_had_is_told_as_events(tmp_path):
+    """Of a program without an engine, that is killed: its last words."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        environment = os.environ | {"TORPOR_EVENTS_DIRECTORY": directory, "TORPOR_MEMORY_DEVICE": "host"}
+        program = subprocess.Popen(
+            [sys.executable, "-c", EVENTS], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert program.stdout.readline() == "done\n"
+        program.kill()
+        program.communicate()
+        lines = subprocess.run([BINARY, "events", directory, "--json"], capture_output=True, text=True, check=True)
+        [process] = look("console", directory)["processes"]
+    told = [json.loads(line) for line in lines.stdout.splitlines()]
+    assert {event["type"] for event in told} == {"operation", "copy", "memory"}
+    assert [(event["from"], event["to"]) for event in told if event["type"] == "operation"] == [
+        (operation, edge) for operation in ("sleep", "wake", "sleep") for edge in ("begin", "end")
+    ]
+    assert not process["alive"] and [one["operation"] for one in process["operations"]] == ["sleep", "wake", "sleep"]
+    [tag] = [tag for tag in process["memory"][0]["tags"] if tag["tag"] == "weights"]
+    assert tag["device_bytes"] == 0 and tag["host_bytes"] == 3_000_000
 
 
 def test_mistakes_are_named(tag):

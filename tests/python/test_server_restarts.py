@@ -4,11 +4,14 @@ import asyncio
 import os
 import random
 import shutil
+import tempfile
 import time
 
 import pytest
 from servers import ALICE, Client, Reading, ServerEnded, make_server, sampling
 from tiny_model import make_model
+
+import torpor.console
 
 pytestmark = pytest.mark.slow
 
@@ -34,8 +37,16 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model, folder):
+def events():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
+        yield path
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model, folder, events):
     options = ["--torpor-checkpoint-every", "3", "--max-num-seqs", str(CLIENTS)]
+    options += ["--torpor-events-directory", events, "--torpor-console", "control"]
+    options += ["--torpor-record-directory", str(folder / "recordings")]
     server = make_server(tiny_model, folder / "torpor", *options)
     server.start()
     server.wait_until_ready()
@@ -90,8 +101,34 @@ def run(server, scene, seconds=1500):
     asyncio.run(play())
 
 
-def test_every_answer_of_200_requests_is_whole_and_identical_over_10_sleeps(server):
-    """Greedy and seeded requests in float32, whose tokens do not depend on who else is in the batch here."""
+async def pause(client) -> None:
+    """It takes no further step until it sleeps, drains or writes a checkpoint; and answers all the same."""
+    assert (await client.admin.post("/torpor/console/pause", json={"lease": 300})).json()["stop"] > 0
+    assert (await client.http.get("/health")).status_code == 200
+    given_up = asyncio.create_task(client.chat(Reading("given-up"), "Count.", **sampling(0, 30)))
+    while (await client.http.get("/torpor/requests/given-up")).status_code == 404:
+        await asyncio.sleep(0.02)
+    assert (await client.http.delete("/torpor/requests/given-up")).json() == {"aborted": 1}
+    given_up.cancel()
+
+
+def slept_by_socket(events: str) -> None:
+    """In a thread: plan, sleep and wake through the server's socket, the rest through its engine's."""
+    with torpor.console.connect(events) as console:
+        console.start_recording("sleep")
+        assert console.plan(level=1)["problems"] == []
+        assert console.sleep(level=1)["status"] == "sleeping" and console.snapshot()["engine"] == "asleep"
+        assert console.wake()["status"] == "awake" and console.stops()["stops"] == []  # a sleep ends each stop
+        recorded = console.stop_recording()
+    assert recorded["lost"] == 0 and recorded["error"] is None and recorded["events"] > 100
+    assert recorded["processes"] >= 2  # the server and its engine
+
+
+def test_every_answer_of_200_requests_is_whole_and_identical_over_10_sleeps(server, events):
+    """Greedy and seeded requests in float32, whose tokens do not depend on who else is in the batch here.
+
+    Before some sleeps, and before one drain, somebody has stopped the engine to look at it.
+    """
     chance = random.Random(5)
 
     async def scene(client):
@@ -102,7 +139,11 @@ def test_every_answer_of_200_requests_is_whole_and_identical_over_10_sleeps(serv
         restarts = {3, 7}
         for number in range(10):
             await until_read(readings, (number + chance.uniform(0.1, 0.9)) / 11, expected)
-            if number in restarts:
+            if number in (5, 7):
+                await pause(client)
+            if number == 5:
+                await asyncio.to_thread(slept_by_socket, events)
+            elif number in restarts:
                 assert await asyncio.to_thread(server.terminate) == 0
                 server.start()
                 await asyncio.to_thread(server.wait_until_ready)

@@ -15,6 +15,7 @@
 #include "engine/reference/reference_engine.h"
 #include "engine/sleep_controller.h"
 #include "tests/simulation/scenario.h"
+#include "tests/simulation/stops.h"
 #include "tests/support/faulty_device.h"
 #include "tests/support/faulty_file_system.h"
 #include "tests/support/manual_clock.h"
@@ -64,7 +65,7 @@ class Machine {
 
 class Run {
  public:
-  Run(Scenario scenario, Twin twin, Dice& dice, std::string directory, bool tell, SourceEvents* recorded)
+  Run(uint64_t seed, Scenario scenario, Twin twin, Dice& dice, std::string directory, bool tell, SourceEvents* recorded)
       : scenario_(std::move(scenario)),
         twin_(std::move(twin)),
         dice_(dice),
@@ -72,6 +73,7 @@ class Run {
         tell_(tell),
         recorded_(recorded) {
     result_.exact = scenario_.exact;
+    if (recorded == nullptr) stops_.emplace(*ring_, clock_, seed, !scenario_.exact);  // else nobody could replay it
   }
 
   SimulationResult run() {
@@ -91,11 +93,16 @@ class Run {
           sleep_and_wake();
           if (ended_) return result_;
         }
+        if (stops_) {
+          stops_->set();
+          stops_->stand([&] { return run_.step(); });
+        }
         one_step();
         serve_tiers();
         check_events();
         clock_.set(clock_.now() + std::chrono::milliseconds(dice_.between(0, 8)));
       }
+      if (stops_) stops_->end();
       check_end();
     } catch (const Failed& failed) {
       result_.failure = fmt::format("step {}: {}", step_, failed.what);
@@ -124,6 +131,9 @@ class Run {
   std::vector<Event> told() {
     std::vector<Event> events;
     reader_.read(events, true);
+    for (const Event& event : events) {
+      if (event.type == EventType::kStop) ++result_.stops[event.to];
+    }
     if (recorded_ != nullptr) recorded_->events.insert(recorded_->events.end(), events.begin(), events.end());
     return events;
   }
@@ -230,6 +240,7 @@ class Run {
       ++result_.refused;
       return;
     }
+    if (stops_) stops_->check_operation();
     ++result_.sleeps;
     result_.reused += slept->reused_bytes;
     say("slept to {}", slept->to);
@@ -333,6 +344,7 @@ class Run {
   Machine machine_{scenario_};
   console::RunClock clock_;
   std::unique_ptr<EventRing> ring_ = must(EventRing::in_memory({}, 1 << 14), "ring");
+  std::optional<Stops> stops_;
   console::ReferenceRun run_{machine_.host(directory_), *ring_, clock_};
   EventReader reader_{*ring_};
   console::EngineView view_;
@@ -356,6 +368,7 @@ void SimulationResult::add(const SimulationResult& other) {
   onboarded += other.onboarded;
   offloaded += other.offloaded;
   preemptions += other.preemptions;
+  for (size_t edge = 0; edge < stops.size(); ++edge) stops[edge] += other.stops[edge];
 }
 
 SimulationResult simulate(uint64_t seed, const std::string& directory, bool tell, SourceEvents* recorded) {
@@ -364,7 +377,7 @@ SimulationResult simulate(uint64_t seed, const std::string& directory, bool tell
     Scenario scenario = make_scenario(seed, dice, directory);
     if (recorded != nullptr) scenario.options.transfers_have_threads = false;  // whose order nobody could repeat
     Twin twin = run_twin(scenario);
-    return Run(std::move(scenario), std::move(twin), dice, directory, tell, recorded).run();
+    return Run(seed, std::move(scenario), std::move(twin), dice, directory, tell, recorded).run();
   } catch (const Failed& failed) {
     return {.failure = failed.what};
   }

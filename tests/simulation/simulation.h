@@ -6,14 +6,19 @@
 // the others tiers, faults and budgets change which tokens are computed when, so unseeded requests, which share one
 // generator, are left out, and each request's stream is compared for itself.
 //
+// In all of them the engine is stopped at breakpoints and let go again, which changes no token; where steps are not
+// compared, single requests and candidates are held, too. Only what is recorded to be replayed has no stops.
+//
 // Everything runs in one order, so a seed replays exactly: half of the engines move bytes on the thread of the
 // simulation, and in the others the transfer engine has one thread a lane, for which the simulation waits.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
 
+#include "console/breakpoints.h"
 #include "console/replay.h"
 #include "console/source_events.h"
 
@@ -31,6 +36,7 @@ struct SimulationResult {
   int64_t onboarded = 0;  // tokens whose KV came from below
   int64_t offloaded = 0;  // blocks
   int64_t preemptions = 0;
+  std::array<int, console::kStopEdges> stops{};  // that began, and how they ended
 
   void add(const SimulationResult& other);  // all numbers
 };

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import tomllib
 
 from conftest import ROOT
 from devtool import checks
@@ -64,6 +65,17 @@ def test_every_promise_has_a_test_of_its_number(tmp_path):
     for number in ("S1", "I2", "P6"):
         assert f"no test has {number} in its name" in found
     assert "no test S12Gone in some_test.cpp" in found
+
+
+def test_each_proof_of_the_console_names_tests_and_faults_that_there_are():
+    table = (ROOT / "tests/console.md").read_text()
+    named = re.findall(r"`([\w/]+\.(?:cpp|py))::(\w+)`", table)
+    for file, name in named:
+        text = (ROOT / "tests" / file).read_text()
+        assert re.search(rf"(?:TEST\w*\(\s*\w+,|def)\s+{name}\b", text), f"{file}::{name}"
+    faults = {mutant["name"] for mutant in tomllib.loads((ROOT / "tests/mutants.toml").read_text())["mutant"]}
+    planted = set(re.findall(r'"([^"]+)"', table))
+    assert len(named) > 50 and len(planted) > 20 and planted <= faults, planted - faults
 
 
 def test_the_checks_find_planted_problems(tmp_path):

@@ -6,9 +6,10 @@ slots:    what telling adds to a step of vLLM's scheduler without a model, over 
 readers:  CPU time of `torpor record` and of `torpor console`, of what the screens are fed with, at 5,000 events a
           second. Budget: 1 % of a core for the recorder. Baseline: both at no events.
 tokens:   a second, of a server that tells its events, with a recorder, a console four times a second and 8 breakpoints
-          that never match, beside a server that tells none (baseline). Goal: 0.99 of it.
+          that never match, beside a server that tells none (baseline). Goal: 0.99 of it. And CPU time for each token,
+          of the server and of those that look: what is left of the difference where other programs use the machine.
 
-Interleaved; medians of the rounds after one that only warms.
+Interleaved, who is first in turns; medians of the rounds after one that only warms.
 """
 
 from __future__ import annotations
@@ -172,11 +173,14 @@ def tell(directory: str, rate: int) -> None:
 # --- tokens
 
 
-async def tokens(rounds: int, model: Path) -> dict:
+async def tokens(rounds: int, model: Path, seconds: float) -> dict:
     sys.path.insert(0, str(ROOT / "tools/demo"))
+    import server_bench
     from engine_process import best_dtype
+    from server_bench import Load, generated, tokens_in
     from serving import Client, Server
-    from server_bench import Load, tokens_in
+
+    server_bench.WINDOW_SECONDS = seconds
 
     folder = Path(tempfile.mkdtemp(prefix="torpor-bench-"))
     with rings() as directory:
@@ -184,26 +188,37 @@ async def tokens(rounds: int, model: Path) -> dict:
         plain = Server(model, folder / "plain", ["--dtype", best_dtype()], name="plain")
         told = Server(model, folder / "told", ["--dtype", best_dtype()], environment, name="told")
         rates: dict[str, list[float]] = {"without": [], "with": []}
+        cpu: dict[str, list[float]] = {"without": [], "with": [], "readers": []}  # seconds for a thousand tokens
         try:
             for each in (plain, told):
                 each.start()
             for each in (plain, told):
                 await asyncio.to_thread(each.wait_until_ready)
             for number in range(rounds + 1):
-                for name, server in (("without", plain), ("with", told)):
+                both = (("without", plain), ("with", told))
+                for name, server in both if number % 2 == 0 else both[::-1]:
                     client = Client(server.url)
                     load = Load(client, LOAD, f"load-{name}-{number}")
                     await asyncio.sleep(2)
                     with (
                         attached(directory, folder / f"recording-{number}")
                         if name == "with"
-                        else contextlib.nullcontext()
-                    ):
+                        else contextlib.nullcontext([])
+                    ) as readers:
+                        pids = {"server": family_of(server.pid), "readers": readers}
+                        before = {each: sum(map(cpu_seconds, pids[each])) for each in pids}
+                        made = await generated(client)
                         rate = await tokens_in(client, False)
+                        made = await generated(client) - made
+                        took = {each: sum(map(cpu_seconds, pids[each])) - before[each] for each in pids}
                     await load.stop()
                     await client.close()
-                    if number > 0:
-                        rates[name].append(rate)
+                    if number == 0:
+                        continue
+                    rates[name].append(rate)
+                    cpu[name].append(took["server"] / made * 1e3)
+                    if name == "with":
+                        cpu["readers"].append(took["readers"] / made * 1e3)
         finally:
             plain.stop()
             told.stop()
@@ -211,7 +226,17 @@ async def tokens(rounds: int, model: Path) -> dict:
     return {name: statistics.median(values) for name, values in rates.items()} | {
         "ratio": statistics.median(pairs),
         "ratios": pairs,
+        "cpu_seconds_for_1000_tokens": {name: statistics.median(values) for name, values in cpu.items()},
+        "cpu_ratios": [without / told for told, without in zip(cpu["with"], cpu["without"], strict=True)],
     }
+
+
+def family_of(pid: int) -> list[int]:
+    """A process with all below it."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    tasks = Path(f"/proc/{pid}/task")
+    of_threads = [child for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+    return [pid, *(below for child in {*children, *of_threads} for below in family_of(int(child)))]
 
 
 @contextlib.contextmanager
@@ -224,7 +249,7 @@ def attached(directory: str, recording: Path):
         console = subprocess.Popen([BINARY, "console", directory, "--json", "--follow"], stdout=subprocess.DEVNULL)
         recorder = subprocess.Popen([BINARY, "record", directory, "-o", recording], stdout=subprocess.DEVNULL)
         try:
-            yield
+            yield [console.pid, recorder.pid]
         finally:
             recorder.send_signal(2)
             console.terminate()
@@ -238,6 +263,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=300, help="of the scheduler's trace")
+    parser.add_argument("--seconds", type=float, default=15, help="of each window of tokens")
     parser.add_argument("--only", choices=("slots", "readers", "tokens"), help="one of the three")
     parser.add_argument("--tell", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -252,7 +278,7 @@ def main() -> int:
     if options.only in (None, "readers"):
         result["readers"] = readers(options.rounds)
     if options.only in (None, "tokens"):
-        result["tokens"] = asyncio.run(tokens(options.rounds, Path(os.environ["TORPOR_TEST_MODEL"])))
+        result["tokens"] = asyncio.run(tokens(options.rounds, Path(os.environ["TORPOR_TEST_MODEL"]), options.seconds))
     if options.json:
         print(json.dumps(result, indent=2))
         return 0
@@ -280,6 +306,12 @@ def show(result: dict) -> None:
     if one := result.get("tokens"):
         attached = f"{one['with']:.0f} with console, recorder and breakpoints"
         print(f"tokens a second: {attached}, {one['without']:.0f} without events: {one['ratio']:.3f}")
+        print(f"  pairs: {', '.join(f'{each:.3f}' for each in one['ratios'])}")
+        cpu = one["cpu_seconds_for_1000_tokens"]
+        print(
+            f"  CPU seconds for 1,000 tokens: {cpu['with']:.2f} and {cpu['readers']:.3f} of those that look, "
+            f"{cpu['without']:.2f} without events"
+        )
 
 
 if __name__ == "__main__":

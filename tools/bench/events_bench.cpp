@@ -1,6 +1,9 @@
 // What an event costs who tells it: with a port of no ring, with one, two and four writers, and while a reader reads.
-// Baseline: a queue behind a lock. Ceiling: reading the clock and storing 64 bytes. Interleaved, medians of the rounds
+// Baseline: a queue behind a lock. Ceiling: reading the clock and storing 64 bytes; and each of these for itself, the
+// ring without its clock, and one of the two atomic operations that it needs. Interleaved, medians of the rounds
 // after one that only warms; nanoseconds an event of each writer.
+#include <time.h>
+
 #include <deque>
 #include <functional>
 #include <iostream>
@@ -20,6 +23,15 @@ namespace {
 
 using Tell = std::function<void(uint64_t first, uint64_t count)>;  // a loop of its own for each: nothing is called anew
 
+bool by_cpu = false;
+
+// Of this thread, or of the clock on the wall.
+double now() {
+  timespec time{};
+  (void)::clock_gettime(by_cpu ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC, &time);
+  return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
+}
+
 double nanoseconds(const Tell& tell, int writers, uint64_t events) {
   std::vector<double> each(static_cast<size_t>(writers));
   std::atomic<int> ready = 0;
@@ -28,7 +40,9 @@ double nanoseconds(const Tell& tell, int writers, uint64_t events) {
     threads.emplace_back([&, writer] {
       ++ready;
       while (ready < writers) std::this_thread::yield();
-      const double took = seconds([&] { tell(static_cast<uint64_t>(writer) << 32, events); });
+      const double began = now();
+      tell(static_cast<uint64_t>(writer) << 32, events);
+      const double took = now() - began;
       each[static_cast<size_t>(writer)] = took * 1e9 / static_cast<double>(events);
     });
   }
@@ -51,6 +65,7 @@ int main(int argc, char** argv) {
   bool as_json = false;
   app.add_option("--events", events, "of each writer, a round");
   app.add_option("--rounds", rounds, "after one that only warms")->check(CLI::Range(1, 1000));
+  app.add_flag("--cpu", by_cpu, "CPU time of the writers: where other programs use the machine");
   app.add_flag("--json", as_json, "print one JSON object");
   CLI11_PARSE(app, argc, argv);
 
@@ -98,6 +113,32 @@ int main(int argc, char** argv) {
     }
     sum = sum + memory[first % memory.size()].a;
   };
+  // What the two above are made of.
+  const Tell the_clock = [&](uint64_t first, uint64_t count) {
+    int64_t last = 0;
+    for (uint64_t i = first; i < first + count; ++i) {
+      last = system_clock().now().count();
+      asm volatile("" ::"r"(last));
+    }
+  };
+  const Tell the_store = [&](uint64_t first, uint64_t count) {
+    for (uint64_t i = first; i < first + count; ++i) {
+      Event event = event_of(i);
+      event.time = static_cast<int64_t>(i);
+      memory[i % memory.size()] = event;
+      asm volatile("" ::"r"(memory.data()) : "memory");
+    }
+  };
+  const Tell the_ring = [&](uint64_t first, uint64_t count) {
+    for (uint64_t i = first; i < first + count; ++i) {
+      asm volatile("" ::"r"(i));
+      (void)ring->record(event_of(i), static_cast<int64_t>(i));
+    }
+  };
+  std::atomic<uint64_t> counter = 0;
+  const Tell the_counter = [&](uint64_t first, uint64_t count) {
+    for (uint64_t i = first; i < first + count; ++i) counter.fetch_add(1, std::memory_order_relaxed);
+  };
   const auto with_reader = [&] {
     std::atomic<bool> done = false;
     std::thread reading([&] {
@@ -119,6 +160,10 @@ int main(int argc, char** argv) {
       {"empty_loop", [&] { return nanoseconds(nothing, 1, events); }},
       {"off", [&] { return nanoseconds(with_off, 1, events); }},
       {"clock_and_store", [&] { return nanoseconds(with_store, 1, events); }},
+      {"clock_alone", [&] { return nanoseconds(the_clock, 1, events); }},
+      {"store_alone", [&] { return nanoseconds(the_store, 1, events); }},
+      {"ring_without_clock", [&] { return nanoseconds(the_ring, 1, events); }},
+      {"atomic_add_alone", [&] { return nanoseconds(the_counter, 1, events); }},
       {"ring_1_writer", [&] { return nanoseconds(with_port, 1, events); }},
       {"ring_1_writer_and_reader", with_reader},
       {"ring_2_writers", [&] { return nanoseconds(with_port, 2, events); }},

@@ -191,6 +191,7 @@ def fuzz(arguments: list[str]) -> int:
         "bf16",
         "control",
         "resp",
+        "recording",
     )
     cmake_build("fuzz", tuple(f"fuzz_{name}" for name in (*own, "section")))
     targets = sorted(p.name for p in (ROOT / "tests/fuzz/corpus").iterdir())

@@ -39,7 +39,8 @@ SANITIZERS = ("asan", "tsan")
 ONE_COMPILER = {"CMAKE_BUILD_PARALLEL_LEVEL": "1"}
 # The gate first: vLLM keeps what the environment says of its routes once an engine has run in the process.
 SERVERS = [
-    f"tests/python/test_server{name}.py" for name in ("_gate", "_access", "_operations", "_automatic", "", "_restarts")
+    f"tests/python/test_server{name}.py"
+    for name in ("_gate", "_access", "_operations", "_console", "_automatic", "", "_restarts")
 ]
 BUT_SERVERS = ["tests/python", *(f"--ignore={path}" for path in SERVERS)]
 # Files of tests/python with tests that are marked as the core, for every known vLLM; test_gpu_path.py has some too.

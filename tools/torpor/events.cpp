@@ -13,7 +13,7 @@
 #include "console/event_export.h"
 #include "console/event_files.h"
 #include "console/lints.h"
-#include "console/recording.h"
+#include "console/recorder.h"
 #include "tools/torpor/text.h"
 
 namespace torpor::cli {
@@ -73,44 +73,27 @@ Result<Exit> events(const Context& context) {
 
 Result<Exit> record(const Context& context) {
   const Arguments& arguments = context.arguments;
-  TORPOR_ASSIGN(const auto directory, context.file_system.open_directory(arguments.output, true));
-  EventFollower follower(path_of(context), false);
-  std::map<std::string, std::unique_ptr<console::RecordingWriter>> writers;  // by the ring's path
+  TORPOR_ASSIGN(const auto recorder,
+                console::Recorder::create(context.file_system, path_of(context), arguments.output));
   const auto began = std::chrono::steady_clock::now();
-  auto synced = began;
-  uint64_t count = 0;
-  std::map<std::string, uint64_t> lost;
   for (bool last = false; !last;) {
-    const auto now = std::chrono::steady_clock::now();
-    const std::chrono::duration<double> passed = now - began;
+    const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - began;
     last = context.interrupted() || (arguments.for_seconds > 0 && passed.count() >= arguments.for_seconds);
-    TORPOR_ASSIGN(const std::vector<SourceEvents> news, follower.poll(last));
-    last = last || !follower.any_alive();
-    const bool sync = last || now - synced >= 1s;
-    for (const SourceEvents& each : news) {
-      auto& writer = writers[each.path];
-      if (writer == nullptr) {
-        TORPOR_ASSIGN(writer, console::RecordingWriter::create(
-                                  *directory,
-                                  fmt::format("{}-{}-{}-{}", each.source.pid, each.source.process_start,
-                                              each.source.role, each.source.rank),
-                                  each.source));
-      }
-      if (!each.events.empty()) TORPOR_TRY(writer->write(each.events));
-      if (sync) TORPOR_TRY(writer->sync());
-      count += each.events.size();
-      lost[each.path] = each.lost;
+    TORPOR_TRY(recorder->look(last));
+    if (!last && !recorder->any_alive()) {
+      last = true;
+      TORPOR_TRY(recorder->look(true));
     }
-    if (sync) synced = now;
-    if (!last) std::this_thread::sleep_for(kPoll);
+    if (!last) std::this_thread::sleep_for(console::Recorder::kPoll);
   }
-  uint64_t all_lost = 0;
-  for (const auto& [path, number] : lost) all_lost += number;
-  const Json json = {
-      {"directory", arguments.output}, {"processes", writers.size()}, {"events", count}, {"lost", all_lost}};
+  const console::RecorderCounts counts = recorder->counts();
+  const Json json = {{"directory", arguments.output},
+                     {"processes", counts.processes},
+                     {"events", counts.events},
+                     {"lost", counts.lost}};
   context.write(context.as_json ? json.dump(2) + "\n"
-                                : fmt::format("{} events of {} processes in {}, {} lost\n", count, writers.size(),
-                                              harmless(arguments.output), all_lost));
+                                : fmt::format("{} events of {} processes in {}, {} lost\n", counts.events,
+                                              counts.processes, harmless(arguments.output), counts.lost));
   return kFine;
 }
 

@@ -4,8 +4,10 @@
 
 #include <chrono>
 #include <iostream>
+#include <optional>
 
 #include <fmt/format.h>
+#include <boost/filesystem.hpp>
 
 #include "console/control_methods.h"
 #include "console/control_server.h"
@@ -69,8 +71,48 @@ Error error_of(const Json& json) {
   return error;
 }
 
-Result<Exit> one_call(const Context& context, ControlClient& client) {
-  TORPOR_ASSIGN(const Json asked, request(1, context.arguments.call));
+// Where to ask: an engine and, for what only that can do, its server. A socket that was named is asked everything.
+class Clients {
+ public:
+  explicit Clients(std::string path) : path_(std::move(path)) {}
+  Result<ControlClient*> of(const std::string& method) {
+    boost::system::error_code problem;
+    const bool front = console::find_control_method(method)->place == console::ControlPlace::kFront &&
+                       boost::filesystem::is_directory(path_, problem);
+    if (front && !front_) {
+      Result<ControlClient> server = ControlClient::connect(path_, console::ControlPlace::kFront);
+      if (server) front_.emplace(std::move(*server));  // else the engine says who does it
+    }
+    if (front && front_) return &*front_;
+    if (!engine_) {
+      TORPOR_ASSIGN(ControlClient engine, ControlClient::connect(path_));
+      engine_.emplace(std::move(engine));
+    }
+    return &*engine_;
+  }
+  // Those that there are.
+  std::vector<ControlClient*> all() {
+    std::vector<ControlClient*> connected;
+    if (engine_) connected.push_back(&*engine_);
+    if (front_) connected.push_back(&*front_);
+    return connected;
+  }
+
+ private:
+  const std::string path_;
+  std::optional<ControlClient> engine_;
+  std::optional<ControlClient> front_;
+};
+
+Result<Exit> one_call(const Context& context, Clients& clients) {
+  TORPOR_ASSIGN(Json asked, request(1, context.arguments.call));
+  const ControlMethod& method = *console::find_control_method(context.arguments.call.front());
+  // The connection ends with this call, and a stop with its connection: it would be over at once.
+  for (const console::ControlParameter& each : method.parameters) {
+    if (each.name == "stay" && !asked["params"].contains("stay")) asked["params"]["stay"] = true;
+  }
+  TORPOR_ASSIGN(ControlClient* const to, clients.of(asked["method"]));
+  ControlClient& client = *to;
   TORPOR_TRY(client.send(asked.dump()));
   while (!context.interrupted()) {
     TORPOR_ASSIGN(const std::optional<std::string> line, client.receive(100ms));
@@ -90,7 +132,8 @@ Result<Exit> one_call(const Context& context, ControlClient& client) {
 }
 
 // Calls from standard input, a line each, over one connection: what they stop is let go when it ends.
-Result<Exit> many_calls(const Context& context, ControlClient& client) {
+Result<Exit> many_calls(const Context& context, Clients& clients) {
+  TORPOR_TRY(clients.of("hello"));  // so that it is said at once where there is none
   std::string typed;
   uint64_t id = 0;
   bool more = true;
@@ -111,22 +154,28 @@ Result<Exit> many_calls(const Context& context, ControlClient& client) {
         std::cerr << "torpor: " << harmless(asked.error().to_string()) << '\n';
         continue;
       }
+      const Result<ControlClient*> client = clients.of((*asked)["method"]);
+      if (!client) {
+        std::cerr << "torpor: " << harmless(client.error().to_string()) << '\n';
+        continue;
+      }
       ++id;
-      TORPOR_TRY(client.send(asked->dump()));
+      TORPOR_TRY((*client)->send(asked->dump()));
     }
-    TORPOR_ASSIGN(const std::optional<std::string> line, client.receive(20ms));
-    if (!line) continue;
-    if (Json::parse(*line, nullptr, false).contains("id")) ++answered;
-    if (!context.write(*line + '\n')) return kFine;
+    for (ControlClient* const client : clients.all()) {
+      TORPOR_ASSIGN(const std::optional<std::string> line, client->receive(20ms));
+      if (!line) continue;
+      if (Json::parse(*line, nullptr, false).contains("id")) ++answered;
+      if (!context.write(*line + '\n')) return kFine;
+    }
   }
   return kFine;
 }
 
 Result<Exit> live(const Context& context) {
   const Arguments& arguments = context.arguments;
-  TORPOR_ASSIGN(ControlClient client,
-                ControlClient::connect(arguments.path.empty() ? console::default_event_directory() : arguments.path));
-  return arguments.call.empty() ? many_calls(context, client) : one_call(context, client);
+  Clients clients(arguments.path.empty() ? console::default_event_directory() : arguments.path);
+  return arguments.call.empty() ? many_calls(context, clients) : one_call(context, clients);
 }
 
 }  // namespace
@@ -134,8 +183,8 @@ Result<Exit> live(const Context& context) {
 Verb live_verb() {
   return {.name = "live",
           .help =
-              "asks an engine that runs, stops it at a breakpoint, and lets it go: one METHOD, or lines of them "
-              "from standard input over one connection, whose stops end with it",
+              "asks an engine that runs, stops it at a breakpoint, and lets it go: one METHOD, whose stop "
+              "stays for its lease, or lines of them from standard input over one connection, whose stops end with it",
           .json = "the method's result; lines of events for subscribe",
           .declare =
               [](CLI::App& app, Arguments& a) {
@@ -145,8 +194,9 @@ Verb live_verb() {
                                "$XDG_RUNTIME_DIR/torpor, else /dev/shm/torpor-UID");
                 std::string methods = "Methods:";
                 for (const ControlMethod& method : console::control_methods()) {
-                  methods += fmt::format("\n  {:<18} {}{}", method.name, method.help,
-                                         method.operates ? " (the engine's option console=control)" : "");
+                  methods += fmt::format("\n  {:<18} {}{}{}", method.name, method.help,
+                                         method.operates ? " (the engine's option console=control)" : "",
+                                         method.place == console::ControlPlace::kFront ? " (of a server)" : "");
                   for (const console::ControlParameter& each : method.parameters)
                     methods += fmt::format("\n    {:<16} {}", each.name, each.help);
                 }

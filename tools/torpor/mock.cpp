@@ -45,7 +45,10 @@ class Chats {
 // The engine goes before the server.
 struct Served {
   explicit Served(console::ControlServer& server) : server(server) {}
-  ~Served() { server.serve(nullptr); }
+  ~Served() {
+    server.serve(static_cast<console::OffloadAccess*>(nullptr));
+    server.serve(static_cast<console::FrontAccess*>(nullptr));
+  }
   console::ControlServer& server;
 };
 
@@ -68,6 +71,41 @@ class MockOffload final : public console::OffloadAccess {
   console::ReferenceRun& run_;
 };
 
+// It is its own server: what is asked of that is done between two of its turns.
+class MockFront final : public console::FrontAccess {
+ public:
+  MockFront(Mutex& mutex, console::ReferenceRun& run, console::RunClock& clock)
+      : mutex_(mutex), run_(run), clock_(clock) {}
+  void begin(const console::ControlMethod& method, const nlohmann::json& params,
+             const std::shared_ptr<console::FrontCall>& call) override {
+    call->end(catching([&] { return carry_out(method, params); }));
+  }
+
+ private:
+  Result<Json> carry_out(const console::ControlMethod& method, const nlohmann::json& params) {
+    const MutexLock lock(mutex_);
+    clock_.set(system_clock().now());
+    const SleepOptions options{.level = static_cast<int>(params.value("level", 1.0)),
+                               .preserve_state = params.value("preserve_state", true),
+                               .to_disk = params.value("to", "host") == "disk"};
+    if (method.call == console::ControlCall::kPlan) {
+      TORPOR_ASSIGN(const SleepPlan plan, run_.controller().plan_sleep(options));
+      return Json{{"save_bytes", plan.save_bytes}, {"free_bytes", plan.free_bytes}, {"problems", plan.problems}};
+    }
+    if (method.call == console::ControlCall::kCheckpoint) {
+      return Error{.code = Code::kUnsupported,
+                   .what = "a made-up engine writes no checkpoint while it serves",
+                   .next_step = "sleep to=disk"};
+    }
+    TORPOR_ASSIGN(const SleepReport report,
+                  method.call == console::ControlCall::kSleep ? run_.sleep(options) : run_.wake({}));
+    return Json{{"changed", report.changed}, {"seconds", report.seconds}, {"note", report.note}};
+  }
+  Mutex& mutex_;
+  console::ReferenceRun& run_;
+  console::RunClock& clock_;
+};
+
 Result<Exit> mock(const Context& context) {
   const Arguments& arguments = context.arguments;
   const std::string directory = arguments.path.empty() ? console::default_event_directory() : arguments.path;
@@ -87,6 +125,8 @@ Result<Exit> mock(const Context& context) {
   Mutex mutex;
   MockOffload offload(mutex, run);
   server->serve(&offload);
+  MockFront front(mutex, run, clock);
+  server->serve(&front);
   const Served served(*server);
   Chats chats;
   const auto began = std::chrono::steady_clock::now();
@@ -99,7 +139,8 @@ Result<Exit> mock(const Context& context) {
     if (chats.comes()) TORPOR_TRY(run.add(chats.next()));
     (void)run.step_offload();
     if (port.may_step()) (void)run.step();
-    if (turn % kSleepEvery != 0 || !port.may_step()) continue;  // it would end what somebody has stopped
+    // It would end what somebody has stopped, and wake what somebody has put to sleep.
+    if (turn % kSleepEvery != 0 || !port.may_step() || run.controller().is_sleeping()) continue;
     const Result<SleepReport> slept = run.sleep({.level = 1, .preserve_state = true});
     if (!slept) return slept.error();
     std::this_thread::sleep_for(500ms);

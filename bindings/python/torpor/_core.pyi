@@ -115,6 +115,13 @@ class EngineCheckpoint:
     def validate(self) -> None:
         """Raises for the first contradiction."""
 
+class FrontCall:
+    """A call of a console that this front end was asked for."""
+
+    def answer(self, result: str) -> None:
+        """JSON."""
+    def fail(self, code: str, what: str, next_step: str = '', state_changed: bool = False) -> None: ...
+
 class ProgressFile:
     """How far a sleep or wake is, in a file that its processes are given as `progress`."""
 
@@ -226,8 +233,10 @@ class Slots:
         self, running: int, waiting: int, tokens: int, nanoseconds: int, used_blocks: int, free_blocks: int
     ) -> None: ...
 
-def begin_control(operates: bool) -> str:
-    """A socket beside the ring of this process; returns its path. `operates`: who connects may stop the engine."""
+def begin_control(operates: bool, records: str = '') -> str:
+    """A socket beside the ring of this process; returns its path. `operates`: who connects may stop the engine.
+    `records`: a directory, below which they may begin recordings.
+    """
 
 def begin_events(directory: str, role: str, rank: int = 0) -> str:
     """From now on what this process does is told in a ring there; returns its path. A second call changes nothing."""
@@ -235,8 +244,17 @@ def begin_events(directory: str, role: str, rank: int = 0) -> str:
 def built_with_cuda() -> bool:
     """Whether cuda.h was there when this was built."""
 
+def check_call(method: str, params: str) -> None:
+    """Raises if a console has no such method, or it does not take these parameters (JSON)."""
+
 def commit_set(directory: str, paths: Sequence[str], options: dict = {}) -> CheckpointSet:
     """Makes the checkpoints of all data parallel ranks, by rank, one: a CheckpointSet."""
+
+def console_page() -> str:
+    """A page for a browser that asks the server it comes from."""
+
+def control_methods() -> list:
+    """The table of docs/console.md. `control`: it changes something; `front`: only a front end can carry it out."""
 
 def describe_checkpoint(path: str, data_parallel_rank: int = 0, key_file: str | None = None) -> dict:
     """Which checkpoint is there, of which engine, and what its adapter keeps of each worker."""
@@ -302,6 +320,11 @@ def read_checkpoint(path: str, key_file: str | None = None) -> EngineCheckpoint:
 
 def renew_space_word(directory: str) -> str:
     """Another one; what was stored before is not found."""
+
+def serve_front(begin: Callable) -> None:
+    """What a console asks of this process as a front end: `begin(method, params, call)` is called in another thread,
+    returns at once, and sees to it that the call is answered or fails. `params` is JSON.
+    """
 
 def set_woken_from(directory: str, generation: int, options: dict = {}) -> None:
     """Its engines run: older sets may go."""

@@ -11,6 +11,7 @@ in docs/console.md, and in `engine.hello()["methods"]`. Needs no vLLM.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -21,6 +22,8 @@ from torpor import errors
 
 __all__ = ["Engine", "connect"]
 
+# What a server does, not its engine; the table of docs/console.md has them as such.
+FRONT_METHODS = frozenset(("plan", "sleep", "wake", "checkpoint"))
 _MAX_LINE = 1 << 26
 
 
@@ -31,22 +34,25 @@ def default_directory() -> Path:
     return Path(f"/dev/shm/torpor-{os.geteuid()}")
 
 
-def connect(path: str | os.PathLike | None = None, timeout: float | None = 30) -> Engine:
+def connect(path: str | os.PathLike | None = None, timeout: float | None = 30, front: bool = False) -> Engine:
     """To the engine whose socket `path` is, or to the newest one that answers in that directory of events.
 
-    timeout: seconds for each call; None: no bound. Raises NotFound if no engine answers.
+    timeout: seconds for each call; None: no bound. front: to the newest server there; who has an engine of one need not
+    ask for it, its calls find their way. Raises NotFound if no engine answers.
     """
     path = Path(path) if path is not None else default_directory()
     sockets = [path]
     if path.is_dir():
         sockets = sorted(path.glob("*.sock"), key=lambda each: each.stat().st_mtime, reverse=True)
+        sockets = [each for each in sockets if ("-front-" in each.name) == front]
     for each in sockets:
         try:
             return Engine(each, timeout)
         except (ConnectionRefusedError, FileNotFoundError):
             continue  # of a process that was killed
     raise errors.NotFound(
-        f"no engine in {path} has a socket", 'start one with the option console="read" or console="control"'
+        f"no {'server' if front else 'engine'} in {path} has a socket",
+        'start one with the option console="read" or console="control"',
     )
 
 
@@ -56,6 +62,7 @@ class Engine:
     def __init__(self, path: Path, timeout: float | None = 30):
         self.path = path = Path(path)
         self._last = 0
+        self._front: Engine | None = None  # of the same directory
         # A socket's address is short: it is reached through the directory's descriptor.
         directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
         try:
@@ -77,6 +84,8 @@ class Engine:
 
     def close(self) -> None:
         """What was stopped by this connection goes on, unless it was to stay."""
+        if self._front is not None:
+            self._front.close()
         self._lines.close()
         self._socket.close()
 
@@ -85,6 +94,11 @@ class Engine:
 
         method: one of hello()["methods"]. params: that method's, in docs/console.md.
         """
+        if method in FRONT_METHODS and "-front-" not in self.path.name:
+            with contextlib.suppress(errors.NotFound):  # there is no server; the engine says who does it
+                self._front = self._front or connect(self.path.parent, None, front=True)
+            if self._front is not None:
+                return self._front.call(method, **params)
         self._last += 1
         self._socket.sendall(json.dumps({"id": self._last, "method": method, "params": params}).encode() + b"\n")
         while True:
@@ -113,6 +127,14 @@ class Engine:
     def remove_breakpoint(self, breakpoint: int) -> None:
         """`breakpoint`: its number, from add_breakpoint(). Raises NotFound for another."""
         self.call("breakpoint.remove", breakpoint=breakpoint)
+
+    def start_recording(self, directory: str, **params) -> Path:
+        """Where it is: `directory` is a name below the engine's option record_directory."""
+        return Path(self.call("record.start", directory=directory, **params)["directory"])
+
+    def stop_recording(self) -> dict:
+        """Ends it, and says what it has: the result of "record.stop", in docs/console.md."""
+        return self.call("record.stop")
 
     def events_from_now_on(self, **params) -> Iterator[dict]:
         """Events as they are told, until the connection ends. Other calls need a connection of their own meanwhile."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding
-from textual.geometry import Size
+from textual.geometry import Region, Size
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widgets import Footer, Input, Static
@@ -15,14 +16,22 @@ from textual.widgets import Footer, Input, Static
 import torpor.console
 from torpor.console import pages
 from torpor.console.source import Live
-from torpor.errors import Error
+from torpor.errors import Busy, Error
 
 _LOOKS_A_SECOND = 4
 _LEASE = 60
+_SAID = 200  # characters of an answer
 
 
 class Lines(ScrollView, can_focus=True):
-    """Lines of text, of which only those that are seen are drawn."""
+    """Lines of text, of which only those that are seen are drawn. Where one is chosen, arrows choose another one."""
+
+    BINDINGS = [
+        Binding("k", "scroll_up", show=False),
+        Binding("j", "scroll_down", show=False),
+        Binding("h", "scroll_left", show=False),
+        Binding("l", "scroll_right", show=False),
+    ]
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -30,21 +39,30 @@ class Lines(ScrollView, can_focus=True):
         self.chosen = -1  # line
 
     def show(self, lines: list[Text], chosen: int) -> None:
-        self._lines, self.chosen = lines, chosen
+        moved, self._lines, self.chosen = chosen != self.chosen, lines, chosen
         self.virtual_size = Size(max((line.cell_len for line in lines), default=0), len(lines))
+        if moved and chosen >= 0:
+            self.scroll_to_region(Region(self.scroll_offset.x, chosen, 1, 1), animate=False)
         self.refresh()
+
+    def action_scroll_up(self) -> None:
+        self.app.action_choose(-1) if self.chosen >= 0 else super().action_scroll_up()
+
+    def action_scroll_down(self) -> None:
+        self.app.action_choose(1) if self.chosen >= 0 else super().action_scroll_down()
 
     def render_line(self, y: int) -> Strip:
         at = y + self.scroll_offset.y
         if at >= len(self._lines):
-            return Strip.blank(self.size.width)
+            return Strip.blank(self.size.width, self.rich_style)
         line = self._lines[at].copy()
         line.end = ""
         if at == self.chosen:
             line.stylize("reverse")
         strip = Strip(line.render(self.app.console), line.cell_len)
+        # What is added has a style, too: without colours (NO_COLOR) Textual asks each part for its own.
         return strip.crop(self.scroll_offset.x, self.scroll_offset.x + self.size.width).adjust_cell_length(
-            self.size.width
+            self.size.width, self.rich_style
         )
 
 
@@ -58,12 +76,19 @@ class Console(App):
     #filter { display: none; } #filter.asked { display: block; }
     """
     BINDINGS = [
-        *(Binding(key, f"page('{key}')", name) for key, (name, _) in pages.PAGES.items()),
+        Binding("1", "page('1')", "slots"),
         Binding("2", "page('2')", "request"),
+        *(Binding(key, f"page('{key}')", name) for key, (name, _) in pages.PAGES.items()),
         Binding("8", "page('8')", "events"),
-        Binding("slash", "filter", "filter", key_display="/"),
-        Binding("up,k", "choose(-1)", show=False),
-        Binding("down,j", "choose(1)", show=False),
+        Binding("slash", "ask('filter')", "filter", key_display="/"),
+        Binding("colon", "ask('call')", "call", key_display=":"),
+        Binding("b", "ask('call', 'breakpoint.add type=slot to=')", "break"),
+        Binding("x", "ask('call', 'transfer.cancel candidate=')", show=False),
+        Binding("s", "sort", "sort", show=False),
+        Binding("i", "invert", show=False),
+        Binding("y", "copy", show=False),
+        Binding("e", "export", "picture", show=False),
+        Binding("question_mark", "page('?')", "help", key_display="?"),
         Binding("enter", "page('2')", show=False),
         Binding("space", "freeze", "freeze"),
         Binding("left_square_bracket", "travel(-1)", "back", key_display="["),
@@ -82,6 +107,8 @@ class Console(App):
         self.readonly = readonly
         self.page = "1"
         self.wanted = ""
+        self.asked = "filter"  # what is typed in
+        self.order, self.inverted = "", False  # of slots
         self.row = 0
         self.frozen = False
         self.moment: float | None = None  # seconds after the first event; None: now
@@ -95,7 +122,7 @@ class Console(App):
     def compose(self) -> ComposeResult:
         yield Static(id="top")
         yield Lines(id="lines")
-        yield Input(placeholder="of a request's name or a state", id="filter")
+        yield Input(id="filter", select_on_focus=False)
         yield Footer()
 
     def on_mount(self) -> None:
@@ -154,7 +181,8 @@ class Console(App):
             if self.moment is None
             else f"AT {self.moment:.1f} s"
         )
-        text = pages.heading(process).append(f"  {mode}{'  READ-ONLY' if self.readonly else ''}  {self.said}", "bold")
+        text = pages.heading(process).append(f"  {mode}{'  READ-ONLY' if self.readonly else ''}  ", "bold")
+        text.append(self.said, "bold")
         for line in pages.lints(process)[:6]:
             text.append("\n").append_text(line)
         top.update(text)
@@ -163,19 +191,27 @@ class Console(App):
             lines = pages.waterfall(self._told, self.request, self.size.width)
         elif self.page == "8":
             lines = pages.events(self._told, self.wanted)
+        elif self.page == "?":
+            lines = pages.help_text()
+        elif self.page == "1":
+            rows = self._rows(process)
+            lines = pages.slots(rows)
+            if rows:
+                self.row = min(self.row, len(rows) - 1)
+                chosen = self.row + 1
         else:
             shown = self.engine() if self.page == "6" else process
             lines = pages.PAGES[self.page][1](shown, self.wanted)
-            if self.page == "1" and len(lines) > 1:
-                self.row = min(self.row, len(lines) - 2)
-                chosen = self.row + 1
         self.query_one(Lines).show(lines, chosen)
+
+    def _rows(self, process: dict) -> list[dict]:
+        return pages.chosen_slots(process, self.wanted, self.order, self.inverted)
 
     # --- keys
 
     def action_page(self, page: str) -> None:
         if page == "2" and self.page == "1" and (process := self.process) is not None:
-            rows = pages.chosen_slots(process, self.wanted)
+            rows = self._rows(process)
             self.request = rows[self.row]["request"] if self.row < len(rows) else ""
         self.page = page
         if page in "28":
@@ -186,16 +222,51 @@ class Console(App):
         self.row = max(self.row + by, 0)
         self.draw()
 
-    def action_filter(self) -> None:
+    def action_sort(self) -> None:
+        orders = pages.ORDERS
+        self.order = orders[(orders.index(self.order) + 1) % len(orders)]
+        self.said = f"by {self.order}" if self.order else ""
+        self.draw()
+
+    def action_invert(self) -> None:
+        self.inverted = not self.inverted
+        self.draw()
+
+    def action_copy(self) -> None:
+        rows = self._rows(self.process) if self.process is not None else []
+        if self.row < len(rows):
+            self.copy_to_clipboard(rows[self.row]["request"])
+            self.said = f"copied {rows[self.row]['request']}"
+            self.draw()
+
+    def action_export(self) -> None:
+        self.said = f"wrote {self.save_screenshot()}"
+        self.draw()
+
+    def action_ask(self, what: str, begun: str = "") -> None:
         field = self.query_one("#filter", Input)
+        self.asked = what
+        field.placeholder = "of a request's name or a state" if what == "filter" else "METHOD NAME=VALUE …"
+        field.value = self.wanted if what == "filter" else begun
         field.add_class("asked")
         field.focus()
+        field.cursor_position = len(field.value)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        self.wanted = event.value
         event.input.remove_class("asked")
         self.query_one(Lines).focus()
+        if self.asked == "filter":
+            self.wanted = event.value
+        elif words := event.value.split():
+            self._call(
+                words[0], **{name: _value(value) for name, _, value in (word.partition("=") for word in words[1:])}
+            )
         self.draw()
+
+    def on_key(self, event) -> None:
+        if event.key == "escape" and self.query_one("#filter", Input).has_class("asked"):
+            self.query_one("#filter", Input).remove_class("asked")
+            self.query_one(Lines).focus()
 
     def action_freeze(self) -> None:
         self.frozen = not self.frozen
@@ -230,17 +301,31 @@ class Console(App):
         self.look()
 
     def action_control(self, method: str) -> None:
+        self._call(method, **({"lease": _LEASE} if method == "pause" else {}))
+        self.draw()
+
+    def _call(self, method: str, **params) -> None:
         if self.readonly:
             self.said = f"read-only: no {method}"
-        else:
-            try:
-                if self._engine is None:
-                    self._engine = torpor.console.connect(self.source.path, timeout=5)
-                self._engine.call(method, **({"lease": _LEASE} if method == "pause" else {}))
-                self.said = ""
-            except (Error, OSError) as problem:
-                self.said = str(problem)
+            return
+        try:
+            if self._engine is None:
+                self._engine = torpor.console.connect(self.source.path, timeout=5)
+            answer = self._engine.call(method, **params)
+            self.said = "" if method in ("pause", "resume", "step") else json.dumps(answer)[:_SAID]
+        except (Error, OSError) as problem:
+            self.said = str(problem)
+            if isinstance(problem, (Busy, OSError)):  # the connection is of no use any more
                 with contextlib.suppress(Exception):
                     self._engine.close()
                 self._engine = None
-        self.draw()
+
+
+def _value(word: str) -> bool | float | str:
+    """As `torpor live` takes them: what looks like a number is one."""
+    if word in ("true", "false", ""):
+        return word != "false"
+    try:
+        return float(word)
+    except ValueError:
+        return word

@@ -72,8 +72,8 @@ def lints(process: dict) -> list[Text]:
     ]
 
 
-def slots(process: dict, wanted: str = "") -> list[Text]:
-    """The rows behind the heading begin with the third line; `slot_names` has the requests in the same order."""
+def slots(rows: list[dict]) -> list[Text]:
+    """Below the heading a line for each of `chosen_slots`."""
     lines = [
         _head(
             ("SLOT", -5),
@@ -86,7 +86,7 @@ def slots(process: dict, wanted: str = "") -> list[Text]:
             ("IN STATE", -9),
         )
     ]
-    for slot in chosen_slots(process, wanted):
+    for slot in rows:
         state = slot["state"]
         computed = f"{slot['computed_tokens']}/{slot['tokens']}"
         lines.append(
@@ -100,8 +100,29 @@ def slots(process: dict, wanted: str = "") -> list[Text]:
     return lines
 
 
-def chosen_slots(process: dict, wanted: str = "") -> list[dict]:
-    return [slot for slot in process["slots"] if wanted in slot["request"] or wanted in slot["state"]]
+# Fields of a slot by which it can be sorted; the first: as they came.
+ORDERS = ("", "seconds_in_state", "state", "computed_tokens", "device_blocks", "request")
+
+
+def chosen_slots(process: dict, wanted: str = "", order: str = "", inverted: bool = False) -> list[dict]:
+    rows = [slot for slot in process["slots"] if wanted in slot["request"] or wanted in slot["state"]]
+    if order:
+        rows.sort(key=lambda slot: slot[order])
+    return rows[::-1] if inverted else rows
+
+
+_HELP = """\
+1 slots    2, Enter the chosen request    3 transfers    4 tiers    5 memory    6 operations    7 stops    8 events
+arrows, h j k l  choose and scroll   / filter   s sort   i invert   y copy the request's name   tab the next process
+space  freeze the view   [ ]  to the change before and after   g  now   e  a picture of the screen (SVG)   q  quit
+p pause   c go on   n one step   b breakpoint   x cancel a transfer   : any call of the table in docs/console.md
+
+The bar is red while the engine is stopped, and grey while the view is frozen. Letters of states:"""
+
+
+def help_text() -> list[Text]:
+    letters = "   ".join(f"{letter} {state}" for state, letter in LETTERS.items())
+    return [*map(Text, _HELP.splitlines()), Text(letters)]
 
 
 def transfers(process: dict, wanted: str = "") -> list[Text]:
@@ -206,7 +227,7 @@ def operations(process: dict, wanted: str = "") -> list[Text]:
 
 def stops(process: dict, wanted: str = "") -> list[Text]:
     if not process["stops"]:
-        return [Text("nothing stops the engine; p pauses it, b sets a breakpoint")]
+        return [Text("nothing stops the engine; p pauses it, b sets a breakpoint (:breakpoint.list shows them)")]
     return [
         Text(
             f"stop {stop['stop']} by a {stop['cause']} for {_seconds(stop['seconds'])}  {stop['request'] or ''}", "red"
@@ -279,7 +300,6 @@ def waterfall(told: list[dict], request: str, width: int) -> list[Text]:
 
 # By the key that shows it.
 PAGES: dict[str, tuple[str, Callable[[dict, str], list[Text]]]] = {
-    "1": ("slots", slots),
     "3": ("transfers", transfers),
     "4": ("tiers", tiers),
     "5": ("memory", memory),

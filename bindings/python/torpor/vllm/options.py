@@ -19,6 +19,8 @@ class Options:
     # A socket beside them for `torpor live` and torpor.console: "read" to look, "control" to stop the engine as well.
     # With data parallelism it is "read": an engine that stands still would hold up the others.
     console: str = "off"
+    # Directory below which a console may begin recordings (record.start); without it they are refused.
+    record_directory: str | None = None
     # Directory for checkpoints; without it, sleeping to disk is refused.
     dir: str | None = None
     # "packed": linear weights as oneDNN wants them, as in stock vLLM, and packed again on wake. Keeps the plain weights
@@ -131,6 +133,7 @@ def _parse(name: str, text: str):
         "spill_directory",
         "events_directory",
         "console",
+        "record_directory",
         "weights_check",
         "compression",
     )

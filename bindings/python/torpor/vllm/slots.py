@@ -48,7 +48,7 @@ def begin_control(scheduler) -> None:
     if mode == "control" and not alone:
         logger.warning("torpor's console only looks: this engine is not alone, and must not stand still")
     try:
-        scheduler.torpor_console = _core.begin_control(operates)
+        scheduler.torpor_console = _core.begin_control(operates, Options.of(vllm_config).record_directory or "")
     except Error as problem:
         logger.warning("torpor has no console: %s", problem)
         return

@@ -30,12 +30,14 @@ class ServerPlugin:
     async def init_state(self, engine_client, state, args: Namespace) -> None:
         if not wanted(args):
             return
+        from torpor.vllm.server import front
         from torpor.vllm.server.life import Server
         from torpor.vllm.server.settings import Settings
 
         model = state.openai_serving_models.base_model_paths[0].name
         state.torpor = Server(engine_client, state, Settings.from_environment(), model)
         await state.torpor.start()
+        front.begin(state.torpor)
 
 
 def wanted(args: Namespace) -> bool:

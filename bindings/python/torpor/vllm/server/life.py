@@ -49,6 +49,7 @@ class Server:
         self.last_checkpoint: dict | None = None
         self.remote: Remote | None = None
         self.queued = 0
+        self._console: str | None = None
         self._tenant_secret = access.tenant_secret(None)  # until the answers' own is known
         self.app_state = app_state
         self.operation = asyncio.Lock()
@@ -282,6 +283,11 @@ class Server:
         if self.state != "asleep":
             return self.state == "awake"
         return (await self.engine.torpor("state"))["tags"].get("weights") == "attached"
+
+    async def console(self) -> str | None:
+        """Path of the engine core's socket, if it has one. Asked for once: while it falls asleep nobody answers."""
+        self._console = self._console or (await self.engine.torpor("state")).get("console")
+        return self._console
 
     # --- sleep, wake, checkpoint --------------------------------------------------------------------------------------
 

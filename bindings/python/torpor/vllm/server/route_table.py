@@ -50,7 +50,7 @@ ROUTES: dict[tuple[str, str], Rule] = (
     _all(
         Who.ANYBODY, Asleep.SERVED,
         # about the server
-        "GET /health", "GET /ping", "POST /ping", "GET /is_sleeping", "GET /torpor/ready",
+        "GET /health", "GET /ping", "POST /ping", "GET /is_sleeping", "GET /torpor/ready", "GET /torpor/console",
         "GET /version", "GET /load", "GET /metrics", "MOUNT /metrics", "GET /server_info", "GET /kv_event_sources",
         "GET /is_paused", "GET /weight_info", "GET /get_world_size", "POST /is_scaling_elastic_ep",
         "GET /fault_tolerance/status",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import lru_cache
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, HTTPException, Query, Request
@@ -20,6 +23,8 @@ from torpor.errors import Error, InvalidArgument
 from torpor.vllm import tracing
 from torpor.vllm.compat import lookup
 from torpor.vllm.progress import Watcher
+from torpor.vllm.server import front
+from torpor.vllm.server.front import summary
 from torpor.vllm.server.life import Server
 from torpor.vllm.weight_updates import kv_option
 
@@ -74,16 +79,9 @@ def routes() -> APIRouter:
         weights: Literal["store", "reload"] = "store",
         tags: Annotated[list[str] | None, Query()] = None,
     ) -> Response:
-        """Without `mode` and `preserve_state` the requests are preserved;
-        a caller that names a mode decides otherwise."""
-        preserve = preserve_state if preserve_state is not None else mode is None and level > 0
-
         async def call(progress: Watcher | None) -> dict:
             with recorded("sleep"):
-                report = await server(raw_request).sleep(
-                    level, mode or "abort", preserve, to, weights=weights, tags=tags, progress=progress
-                )
-            return {"status": "sleeping", "level": level} | summary(report)
+                return await front.sleep(server(raw_request), level, mode, preserve_state, to, weights, tags, progress)
 
         return await answered(call, raw_request)
 
@@ -144,13 +142,20 @@ def routes() -> APIRouter:
             life.metrics.ledger(content["ledger"])
         return JSONResponse(content)
 
+    @router.get("/torpor/console")
+    async def page() -> Response:
+        """It says nothing of the engine: it asks, with the admin key that is typed into it."""
+        return Response(*_page())
+
     @router.post("/torpor/console/{method}")
     async def console(raw_request: Request, method: str) -> Response:
         """A call of docs/console.md. What it stops stays for its lease: each call is a connection of its own."""
         try:
             params = await _params(raw_request)
-            path = (await server(raw_request).engine.torpor("state")).get("console")
-            return JSONResponse(await asyncio.to_thread(ask_console, path, method, params))
+            life = server(raw_request)
+            if method in front.METHODS:
+                return JSONResponse(await front.carry_out(life, method, params))
+            return JSONResponse(await asyncio.to_thread(ask_console, await life.console(), method, params))
         except Error as problem:
             return refused(problem)
 
@@ -161,15 +166,8 @@ def routes() -> APIRouter:
         preserve_state: bool = True,
         to: Literal["host", "disk"] = "host",
     ) -> Response:
-        options = {
-            "level": level,
-            "preserve_state": preserve_state,
-            "in_flight": "freeze" if preserve_state or level == 0 else "abort",
-            "to": to,
-        }
-
         async def call(_progress) -> dict:
-            return await server(raw_request).engine.torpor("plan_sleep", options)
+            return await front.plan(server(raw_request), level, preserve_state, to)
 
         return await answered(call, raw_request)
 
@@ -337,10 +335,6 @@ async def _with_progress(task: asyncio.Task, so_far: dict) -> AsyncIterator[str]
         yield f"event: error\ndata: {json.dumps(problem.to_dict())}\n\n"
 
 
-def summary(report: dict) -> dict:
-    return {name: value for name, value in report.items() if name not in ("outputs", "restored", "level")}
-
-
 def refused(problem: Error) -> JSONResponse:
     return JSONResponse({"error": problem.to_dict()}, _STATUS.get(type(problem), 500))
 
@@ -356,6 +350,27 @@ async def _params(request: Request) -> dict:
     if not isinstance(params, dict):
         raise InvalidArgument("the body is no JSON object", 'give {"name": value}, or nothing')
     return params
+
+
+@lru_cache(maxsize=1)
+def _page() -> tuple[str, int, dict]:
+    """Text, status and headers: only the page's own script and style run, and it asks nobody but this server."""
+    text = _core.console_page()
+    script, style = (
+        base64.b64encode(hashlib.sha256(text.split(f"<{part}>")[1].split(f"</{part}>")[0].encode()).digest()).decode()
+        for part in ("script", "style")
+    )
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    headers = {
+        "Content-Type": "text/html; charset=utf-8",
+        "Content-Security-Policy": policy,
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
+    return text, 200, headers
 
 
 def ask_console(path: str | None, method: str, params: dict) -> dict:

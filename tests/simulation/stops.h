@@ -1,0 +1,86 @@
+// Who stops the engine of a simulation, as a console would, and lets it go in every way there is: resumed, after some
+// steps, with the end of its lease, because its console is gone, by a sleep.
+#pragma once
+
+#include <array>
+#include <optional>
+
+#include "console/breakpoints.h"
+#include "tests/simulation/scenario.h"
+
+namespace torpor::test {
+
+class Stops {
+ public:
+  // `holds`: single requests and candidates, too, which changes in what order tokens are computed.
+  Stops(EventRing& ring, console::RunClock& clock, uint64_t seed, bool holds)
+      : ring_(ring), clock_(clock), points_(ring, clock), dice_(seed * 2246822519u + 3), holds_(holds) {
+    ring_.watch(&points_);
+  }
+  ~Stops() { ring_.watch(nullptr); }
+  Stops(const Stops&) = delete;
+  Stops& operator=(const Stops&) = delete;
+
+  // Before a step: perhaps the engine is to stop now, or after something that happens in this step or a later one.
+  void set() {
+    if (dice_.chance(0.04)) must(points_.pause(lease(), owner()), "pause");
+    if (dice_.chance(0.04)) points_.drop_owner(owner());
+    if (dice_.chance(0.1) && points_.list().size() < kMost) {
+      console::Breakpoint made{
+          .type = dice_.one_of({EventType::kStep, EventType::kSlot, EventType::kHit, EventType::kCandidate,
+                                EventType::kPlanned, EventType::kEnded, EventType::kRegistered, EventType::kDropped,
+                                EventType::kCopy, EventType::kTier}),
+          .after = static_cast<uint64_t>(dice_.between(0, 4)),
+          .every = static_cast<uint64_t>(dice_.between(1, 6)),
+          .once = dice_.chance(0.5),
+          .lease = lease()};
+      if (holds_ && dice_.chance(0.4)) {
+        made = {.type = dice_.one_of({EventType::kRequest, EventType::kCandidate}),
+                .once = made.once,
+                .alone = true,
+                .lease = made.lease};
+      }
+      must(points_.add(made, owner()), "breakpoint");
+    }
+  }
+  // Until the engine may go on. `step`: of the engine, which has to leave it undone.
+  template <class Step>
+  void stand(const Step& step) {
+    for (int looks = 0; !points_.may_step(); ++looks) {
+      if (looks > 500) throw Failed{"the engine stands and does not go on"};
+      if (!step().empty()) throw Failed{"a token was made by an engine that stands"};
+      const std::vector<console::StopRow> stops = points_.stops();
+      if (stops.empty()) continue;  // it has just ended
+      const console::StopRow& one = stops[static_cast<size_t>(dice_.between(0, std::ssize(stops) - 1))];
+      switch (dice_.between(0, 5)) {
+        case 0: (void)points_.resume(one.id); break;
+        case 1: (void)points_.resume_all(); break;
+        case 2: clock_.set(clock_.now() + one.left); break;  // nobody renewed it
+        case 3: points_.drop_owner(one.owner); break;
+        case 4: (void)points_.renew(one.id, lease()); break;
+        case 5: (void)points_.step(static_cast<uint64_t>(dice_.between(1, 4))); break;
+      }
+    }
+  }
+  // An operation has ended every stop there was.
+  void check_operation() const {
+    if (!points_.stops().empty()) throw Failed{"a stop stands while the engine sleeps"};
+  }
+  void end() {
+    for (const console::BreakpointRow& row : points_.list()) must(points_.remove(row.id), "removing a breakpoint");
+    (void)points_.resume_all();
+  }
+
+ private:
+  static constexpr size_t kMost = 5;
+  std::chrono::nanoseconds lease() { return std::chrono::milliseconds(dice_.between(1, 60)); }
+  uint64_t owner() { return static_cast<uint64_t>(dice_.between(0, 3)); }
+
+  EventRing& ring_;
+  console::RunClock& clock_;
+  console::Breakpoints points_;
+  Dice dice_;
+  const bool holds_;
+};
+
+}  // namespace torpor::test
