@@ -8,7 +8,8 @@ set(headers algorithm array atomic bit charconv chrono condition_variable deque 
   unordered_set variant vector fmt/ranges.h spdlog/logger.h tl/expected.hpp boost/filesystem.hpp nlohmann/json.hpp
   gmock/gmock.h)
 set(TORPOR_PRECOMPILED "")
-if(TORPOR_SANITIZE AND TORPOR_BUILD_TESTS AND CMAKE_CXX_COMPILER_ID STREQUAL "Clang" AND CMAKE_GENERATOR STREQUAL "Ninja")
+if(TORPOR_SANITIZE MATCHES "^(address,undefined|thread)$" AND TORPOR_BUILD_TESTS
+    AND CMAKE_CXX_COMPILER_ID STREQUAL "Clang" AND CMAKE_GENERATOR STREQUAL "Ninja")
   set(TORPOR_PRECOMPILED ${CMAKE_BINARY_DIR}/torpor_headers.pch)
   list(TRANSFORM headers PREPEND "-include;")
   separate_arguments(flags UNIX_COMMAND "${CMAKE_CXX_FLAGS}")
