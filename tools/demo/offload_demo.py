@@ -22,9 +22,11 @@ ALONE = {"VLLM_PLUGINS": ""}
 class Side:
     """An engine of one of the two, and what it said."""
 
-    def __init__(self, model: Path, directory: Path, log: Path, conversation: int, torpor: dict | None):
-        """`torpor`: its options; None: vLLM alone."""
-        self._start = (model, directory, log, ALONE if torpor is None else {})
+    def __init__(
+        self, model: Path, directory: Path, log: Path, conversation: int, torpor: dict | None, more: dict | None = None
+    ):
+        """`torpor`: its options; None: vLLM alone. `more`: for its environment."""
+        self._start = (model, directory, log, (ALONE if torpor is None else {}) | (more or {}))
         self._conversation = conversation
         self._options = ENGINE | {
             "max_model_len": conversation * 2,

@@ -21,6 +21,7 @@ TORPOR = Path(__file__).resolve().parents[2] / "build/release/tools/torpor/torpo
 
 
 DOCUMENT_TOKENS = 1000
+PATIENT = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}  # two engines on the same cores: who waits must not spin
 
 
 def share(model: Path, directory: Path, max_tokens: int, screen: Screen) -> dict:
@@ -38,7 +39,7 @@ def share(model: Path, directory: Path, max_tokens: int, screen: Screen) -> dict
                     "remote": server.url,
                 }
                 log = directory / f"{name}.log"
-                sides.append(offload_demo.Side(model, directory / name, log, DOCUMENT_TOKENS, options))
+                sides.append(offload_demo.Side(model, directory / name, log, DOCUMENT_TOKENS, options, PATIENT))
                 sides[-1].launch()
             for side in sides:
                 side.start()
