@@ -78,7 +78,11 @@ RunOptions run_options_from(const json& words) {
   tiers.mode = words.at("lazy").get<bool>() ? OffloadMode::kLazy : OffloadMode::kEager;
   tiers.loads = words.at("loads");
   const json& placement = words.at("placement");
-  tiers.placement = {placement.at(0), placement.at(1), placement.at(2), placement.at(3), placement.at(4)};
+  tiers.placement = {.host = placement.at(0),
+                     .disk = placement.at(1),
+                     .presence = placement.at(2),
+                     .min_uses = placement.at(3),
+                     .min_prefix_tokens = placement.at(4)};
   tiers.counted_keys = words.at("counted_keys");
   const json& queue = words.at("queue");
   tiers.offload = {.max_batch_size = queue.at(0),
