@@ -40,7 +40,7 @@ class Peer {
   ~Peer() {
     ended_ = true;
     ::shutdown(socket_, SHUT_RDWR);
-    thread_.join();
+    if (thread_.joinable()) thread_.join();
     ::close(socket_);
     for (const int open : open_) ::close(open);
   }
@@ -54,6 +54,8 @@ class Peer {
                           .credentials = {"A", "S", ""}},
                          std::move(stop), retries);
   }
+  // Returns when there was a call for each answer.
+  void wait_for_all() { thread_.join(); }
   // Of what was asked, the first lines. To be read when all answers were given.
   std::vector<std::string> asked;
   std::vector<std::string> heads;
@@ -171,13 +173,14 @@ TEST(S3Store, OneThatSaysNothingIsLeft) {
 
 TEST(S3Store, WhenTheTimeOfACallIsOverNoAttemptGoesOnOrIsBegun) {
   Peer peer({kStall, kStall});
-  double left = 0.05;
+  double left = 0.2;
   const auto store = peer.store({.attempts = 2, .seconds_left = [&] { return left; }});
   const auto size = store->size("x");
   EXPECT_FAILS(size, Code::kUnavailable, "given up after 2 attempts");
   EXPECT_THAT(size.error().what, HasSubstr("timed out after"));  // not: too slow for 30 s
   left = 0;
   EXPECT_FAILS(store->put_new("x", kBytes), Code::kUnavailable, "no time left for PUT x");
+  peer.wait_for_all();
   EXPECT_EQ(peer.asked.size(), 2u);
 }
 
