@@ -232,7 +232,7 @@ def test_a_server_that_cannot_wake_says_so_and_keeps_what_is_there(server, real_
         other.stop()
         with pytest.raises(ServerEnded, match="corruption.*STATE"):
             await asyncio.to_thread(server.wait_until_ready)
-        assert "use another checkpoint" in server.end_of_log(60)
+        assert "use another checkpoint" in server.end_of_log(200)
         assert newest.exists() and (folder / "kept" / newest.name).exists()
         server.stop()
 
