@@ -11,6 +11,7 @@
 
 #include <fmt/format.h>
 
+#include "base/linux_file.h"
 #include "base/log.h"
 #include "base/units.h"
 
@@ -18,20 +19,6 @@ namespace torpor {
 namespace {
 
 constexpr uint64_t kMagic = 0x31474f5250524f54;  // "TORPROG1"
-
-class Descriptor {
- public:
-  explicit Descriptor(int fd) : fd_(fd) {}
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  ~Descriptor() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  int get() const { return fd_; }
-
- private:
-  const int fd_;
-};
 
 }  // namespace
 

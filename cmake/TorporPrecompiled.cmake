@@ -1,6 +1,6 @@
-# torpor_precompiled(SOURCES …): where clang compiles with sanitizers, these sources begin with headers of libraries that
-# were read once for all of them; that saves up to a third of the time of each. (g++ gains nothing by it.) Every source
-# still includes what it needs: g++ tells. Only headers from outside the checkout, found by a path that is relative to
+# torpor_precompiled(SOURCES …): where clang compiles with sanitizers, these sources begin with headers of libraries
+# that were read once for all of them; that saves up to a third of the time of each. (g++ gains nothing by it.) Every
+# source still includes what it needs: g++ tells. Only headers from outside the checkout, found by a path that is relative to
 # the build folder, so that the compiler's cache finds in one checkout what was compiled in another:
 # target_precompile_headers() names the checkout.
 set(headers algorithm array atomic bit charconv chrono condition_variable deque filesystem fstream functional future
