@@ -24,6 +24,7 @@ from torpor import errors
         ({"level": 1, "mode": "explode"}, "explode"),
         ({"level": 1, "on_save_error": "shrug"}, "shrug"),
         ({"level": 1, "timeout": -2.0}, "timeout"),
+        ({"level": 1, "progress": 3}, "progress is 3"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(one, options, named):

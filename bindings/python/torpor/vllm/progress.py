@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torpor import _core
+from torpor.errors import InvalidArgument
 
 logger = logging.getLogger("torpor")
 
@@ -47,11 +48,14 @@ def watched(watcher: Watcher | None, values: dict) -> Iterator[dict]:
     at the end.
 
     Gives `values` with what the engine needs for that. Once the watcher returns False or raises, the operation is
-    cancelled: it is undone and raises Aborted, unless it is past the point where that would change anything.
+    cancelled: it is undone and raises Aborted, unless it is past the point where that would change anything. Raises
+    InvalidArgument for what is no function.
     """
     if watcher is None:
         yield values
         return
+    if not callable(watcher):
+        raise InvalidArgument(f"progress is {watcher!r}", "give a function that takes a Progress")
     with tempfile.TemporaryDirectory(prefix="torpor-", dir=_DIRECTORY if os.path.isdir(_DIRECTORY) else None) as folder:
         path = os.path.join(folder, "progress")
         page = _core.ProgressFile(path)
