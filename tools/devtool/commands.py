@@ -116,6 +116,8 @@ def build(arguments: list[str]) -> int:
         say(f"error: there is no preset {preset!r}; there are {', '.join(PRESETS)}")
         return 2
     setup.system_packages()
+    if preset in ("asan", "tsan", "fuzz"):
+        setup.clang()
     cmake_build(preset)
     return 0
 
@@ -178,6 +180,7 @@ def fuzz(arguments: list[str]) -> int:
         raise SetupError(f"tools/dev fuzz takes a number of runs, not {arguments[0]!r}")
     runs = int(arguments[0]) if arguments else FUZZ_RUNS_LONG
     setup.system_packages()
+    setup.clang()
     # All other parts are sections of the state.
     own = (
         "manifest",
@@ -309,6 +312,7 @@ def lint(_: list[str]) -> int:
 def format_sources(_: list[str]) -> int:
     """Lays out all C++ as .clang-format says, and all Python as pyproject.toml does."""
     python, _ = setup.prerequisites()
+    setup.clang()
     setup.install_lint(python)
     sources = [p for p in checks.tracked(ROOT) if p.suffix in (".h", ".cpp", ".cu")]
     code = subprocess.run(["clang-format-16", "-i", *sources]).returncode

@@ -92,6 +92,11 @@ def system_packages(names: str = "system.txt", but: frozenset[str] = frozenset()
     )
 
 
+def clang() -> None:
+    """What sanitizers, fuzzers and the layout of C++ need besides; not in every release of Debian and Ubuntu."""
+    system_packages("clang-system.txt")
+
+
 def python_environment() -> Path:
     """A virtual environment with torch, vLLM and the tools; returns its python. Named by what is in it."""
     pins = "\n".join([f"{sys.version_info[0]}.{sys.version_info[1]}", TORCH, VLLM_WHEEL, *read_list("python.txt")])

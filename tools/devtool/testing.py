@@ -196,6 +196,8 @@ def main(arguments: list[str]) -> int:
     if wrong := [word for word in arguments if word != "--quick"]:
         raise setup.SetupError(f"tools/dev test does not know {wrong[0]!r}; there is --quick")
     python, model = setup.prerequisites()
+    if "--quick" not in arguments:
+        setup.clang()
     setup.install_console(python)
     setup.install_stores(python)
     setup.install_lint(python)
