@@ -28,9 +28,14 @@ ENGINE = {
 }  # fmt: skip
 
 
+# The mark of what runs there in tools/dev proof only; on the CPU in each run.
+LONG_ON_RIG = [pytest.mark.long] if rig.active() else []
+
+
 def long_on_rig(test):
-    """There only in tools/dev proof; on the CPU in each run."""
-    return pytest.mark.long(test) if rig.active() else test
+    for mark in LONG_ON_RIG:
+        test = mark(test)
+    return test
 
 
 COLLECTED = pytest.StashKey[list]()  # of each mark "feature": the test's file, the row, its ways

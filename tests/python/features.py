@@ -288,7 +288,7 @@ FEATURES = {
         shown=_reasoning_ended_before_the_sleep,
         row="structured output after reasoning, thinking budgets",
     ),
-    "prefix hashes by xxhash": Feature(_plain, lambda model: {"prefix_caching_hash_algo": "xxhash"}),
+    "prefix hashes by xxhash": Feature(_plain, lambda model: {"prefix_caching_hash_algo": "xxhash"}, long_on=("rig",)),
     "speculation, n-gram": Feature(
         _repeating,
         lambda model: {
@@ -330,6 +330,7 @@ FEATURES = {
         steps=(1, 2),
         ways=WAYS[:2],
         row="pooling, begun again; scores by late interaction",
+        long_on=("rig",),
     ),
     "prompts as embeddings": Feature(
         _embedded,
@@ -345,7 +346,7 @@ FEATURES = {
         shown=lambda expected: all(choice[-1] for _, choices, _ in expected.values() for choice in choices),
         row="masks of what was sampled from (V2)",
     ),
-    "experts": Feature(_plain, model=_made("experts"), own_files=True),
+    "experts": Feature(_plain, model=_made("experts"), own_files=True, long_on=("rig",)),
     "KV cache events": Feature(
         _plain, lambda model: {"kv_events_config": {"enable_kv_cache_events": True}}, long_on=("rig",)
     ),

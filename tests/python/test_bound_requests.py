@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from conftest import long_on_rig
 from msgspec.structs import replace
 from requests_of_tests import run
 from vllm import SamplingParams
@@ -56,6 +57,7 @@ PIECES = ["Once upon a time", " there lived an old clock maker", " by the sea"]
 
 
 @pytest.mark.rig
+@long_on_rig
 @pytest.mark.parametrize("to", ["host", "disk"])
 def test_a_prompt_that_comes_in_pieces_sleeps_while_its_next_one_is_waited_for(one, to):
     def told(asleep) -> list[list[int]]:
@@ -83,6 +85,7 @@ def test_a_prompt_that_comes_in_pieces_sleeps_while_its_next_one_is_waited_for(o
 
 
 @pytest.mark.rig
+@long_on_rig
 def test_a_prompt_that_comes_in_pieces_ends_alone_in_a_new_process(one):
     answers = one.begin(0, ["greedy", "seeded"])
     pieces = InPieces(one)

@@ -10,6 +10,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from conftest import LONG_ON_RIG
 import rig
 from inspector import BINARY
 from requests_of_tests import run
@@ -18,7 +19,7 @@ from vllm.v1.core.sched.interface import PauseState
 import torpor.console
 from torpor import errors
 
-pytestmark = [pytest.mark.rig]
+pytestmark = [pytest.mark.rig, *LONG_ON_RIG]
 
 
 @pytest.fixture

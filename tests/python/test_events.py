@@ -5,9 +5,10 @@ import json
 import subprocess
 
 import pytest
+from conftest import LONG_ON_RIG
 from inspector import BINARY, look
 
-pytestmark = [pytest.mark.rig]
+pytestmark = [pytest.mark.rig, *LONG_ON_RIG]
 
 
 @pytest.fixture

@@ -1,11 +1,12 @@
 """The oracle: an uninterrupted run. After any kind of sleep at any step, every answer is the same to the last digit."""
 
 import pytest
+from conftest import LONG_ON_RIG
 import rig
 import torch
 from requests_of_tests import REQUESTS, run
 
-STEPS = [1, 8, 20] if rig.active() else [1, 3, 8, 20, 47]
+STEPS = [pytest.param(1, marks=LONG_ON_RIG), 8, 20] if rig.active() else [1, 3, 8, 20, 47]
 pytestmark = [pytest.mark.rig, pytest.mark.core]
 
 
@@ -28,7 +29,7 @@ def test_a_sleep_at_any_step_changes_nothing(one, steps, to):
     assert one.llm.torpor("state")["recomputed_tokens"] == 0
 
 
-@pytest.mark.parametrize("steps", [3, 20])
+@pytest.mark.parametrize("steps", [pytest.param(3, marks=LONG_ON_RIG), 20])
 def test_a_checkpoint_puts_an_engine_that_has_nothing_left_back_to_where_it_was(one, steps):
     """As in a new process, and besides the answers everything that the adapter captures is the same again."""
     answers = one.begin(steps)

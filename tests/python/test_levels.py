@@ -1,6 +1,7 @@
 """Levels, tags and what becomes of requests without preserve_state."""
 
 import pytest
+from conftest import LONG_ON_RIG
 from requests_of_tests import REQUESTS, final
 from tiny_model import make_model
 
@@ -44,7 +45,14 @@ def test_without_preserve_state_requests_can_be_recomputed(one):
         assert (tokens, text) == tuple(one.expected[name][1][0][1:3]), name
 
 
-@pytest.mark.parametrize("options", [{"level": 0}, {"level": 1}, {"level": 1, "preserve_state": True, "to": "disk"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"level": 0}, marks=LONG_ON_RIG),
+        pytest.param({"level": 1}, marks=LONG_ON_RIG),
+        {"level": 1, "preserve_state": True, "to": "disk"},
+    ],
+)
 @pytest.mark.rig
 def test_running_requests_can_be_finished_first(one, options):
     """vLLM's mode "wait": what runs ends before the sleep, what is queued stays queued and runs after the wake."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import rig
 import vllm
-from conftest import ENGINE, result_of, without_weights
+from conftest import ENGINE, long_on_rig, result_of, without_weights
 from inspector import look
 from requests_of_tests import REQUESTS, add_requests, final, run
 
@@ -115,6 +115,7 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
 
 @pytest.mark.slow
 @pytest.mark.rig
+@long_on_rig
 def test_streaming_readers_stay_connected_over_a_sleep_and_take_up_their_answers_after_a_restart(
     in_other_processes, zygote, tiny_model, tmp_path
 ):  # fmt: skip

@@ -179,13 +179,15 @@ def other_versions() -> int:
 
 
 def whole_gpu_path() -> int:
-    """All tests of engines on the rig, all too long for `test`, on both paths, and of tools with nothing forked."""
+    """All tests of engines on the rig, what is too long for `test` on both paths, and of tools with nothing forked."""
     python, model = setup.everything()
     env = environment(model) | rig_environment()
     engines = pytest_on_rig(python, *(f"tests/python/test_{name}.py" for name in ENGINES))
     too_long = [python, "-m", "pytest", *PYTEST_OPTIONS, "-m", "long"]
-    others = ("features", "groups", "data_parallel", "pipeline")
-    seldom = pytest_on_rig(python, *(f"tests/python/test_{name}.py" for name in others), "-m", "rig and long")
+    others = sorted(
+        set(ROOT.glob("tests/python/test_*.py")) - {ROOT / f"tests/python/test_{name}.py" for name in ENGINES}
+    )
+    seldom = pytest_on_rig(python, *others, "-m", "rig and long")
     commands = engines, seldom, [*too_long, "tests/python"]
     code = max(subprocess.run([str(word) for word in words], cwd=ROOT, env=env).returncode for words in commands)
     tools = [str(word) for word in (python, *PYTEST, "tests/tools")]
