@@ -50,6 +50,11 @@ def demo(*arguments, model: Path | None = None, forked: int = 0) -> subprocess.C
 
 
 @pytest.fixture(scope="session")
+def real_model() -> Path:
+    return Path(os.environ["TORPOR_TEST_MODEL"])
+
+
+@pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     from tiny_model import make_tiny_llama
 

@@ -84,10 +84,14 @@ def test_on_the_gpu_path_with_a_step_in_flight(tmp_path):
     assert {name: result[name] for name in in_force} == in_force
 
 
-@pytest.mark.parametrize("where", [pytest.param([], marks=pytest.mark.long), ["--gpu-path"]])
-def test_one_request_of_each_kind(tmp_path, where):
+WITH_MODEL = pytest.mark.parametrize("model", ["tiny", pytest.param("real_model", marks=pytest.mark.long)])
+
+
+@WITH_MODEL
+@pytest.mark.parametrize("where", [[], pytest.param(["--gpu-path"], marks=pytest.mark.long)])
+def test_one_request_of_each_kind(tmp_path, where, model, request):
     words = ["--json", "--features", *where, "--dir", tmp_path, "--max-tokens", 32, "--freeze-after", 12]
-    done = demo(*words, forked=2 if where else 0)
+    done = demo(*words, model=request.getfixturevalue(model), forked=2)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     check(result, 5 if where else 7)
@@ -95,10 +99,12 @@ def test_one_request_of_each_kind(tmp_path, where):
     assert {"JSON schema", "regular expression", "choice"} <= set(result["sampling"])
 
 
-def test_a_drained_server_and_its_clients(tmp_path):
+@WITH_MODEL
+def test_a_drained_server_and_its_clients(tmp_path, model, request):
     (tmp_path / "prompts").write_text("Say hello in French.\nTell me a story.\nWhat is a bridge?\nHow is bread made?\n")
     words = ["--json", "--server", "--prompts", tmp_path / "prompts", "--max-tokens", 48]
-    done = demo(*words, forked=1)  # the server that sleeps; the one that wakes is a new interpreter
+    # The server that sleeps is forked; the one that wakes is a new interpreter.
+    done = demo(*words, model=request.getfixturevalue(model), forked=1)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     assert result["requests"] == result["identical"] == result["complete"] == 4
