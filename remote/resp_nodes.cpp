@@ -7,6 +7,9 @@
 #include <fmt/format.h>
 
 namespace torpor::remote {
+namespace {
+constexpr size_t kMostFailing = 1000;  // whoever says MOVED may name any number of nodes
+}  // namespace
 
 Error error_of(std::string_view words) {
   const std::string_view word = words.substr(0, words.find(' '));
@@ -34,7 +37,58 @@ std::string RespNodes::node_of(std::string_view key) const {
   if (!slots_.empty()) {
     if (const auto found = slots_.find(cluster_slot(key)); found != slots_.end()) return found->second;
   }
+  for (size_t i = 0; i < settings_.nodes.size(); ++i) {
+    std::string node = settings_.nodes[(first_ + i) % settings_.nodes.size()].text();
+    if (answers(node)) return node;
+  }
+  for (const auto& [slot, node] : slots_) {
+    if (answers(node)) return node;
+  }
   return settings_.nodes[first_].text();
+}
+
+bool RespNodes::answers(const std::string& node) const {
+  const auto found = failing_.find(node);
+  return found == failing_.end() || found->second->closed_or_due();
+}
+
+bool RespNodes::any_answers() const {
+  const MutexLock lock(mutex_);
+  for (const Address& node : settings_.nodes) {
+    if (answers(node.text())) return true;
+  }
+  for (const auto& [slot, node] : slots_) {
+    if (answers(node)) return true;
+  }
+  return false;
+}
+
+bool RespNodes::may_ask(const std::string& node) {
+  const MutexLock lock(mutex_);
+  const auto found = failing_.find(node);
+  return found == failing_.end() || found->second->may_ask();
+}
+
+bool RespNodes::answered(const std::string& node) {
+  const MutexLock lock(mutex_);
+  const auto found = failing_.find(node);
+  if (found == failing_.end()) return false;
+  const bool was_open = found->second->succeeded();
+  failing_.erase(found);
+  return was_open;
+}
+
+bool RespNodes::failed(const std::string& node) {
+  const MutexLock lock(mutex_);
+  if (failing_.size() >= kMostFailing && !failing_.contains(node)) failing_.clear();
+  std::unique_ptr<Breaker>& breaker = failing_[node];
+  if (breaker == nullptr) breaker = std::make_unique<Breaker>(clock_, breaker_);
+  return breaker->failed();
+}
+
+void RespNodes::forget(std::string_view key) {
+  const MutexLock lock(mutex_);
+  slots_.erase(cluster_slot(key));
 }
 
 Result<std::unique_ptr<RespConnection>> RespNodes::take(const std::string& node, Deadline until) {

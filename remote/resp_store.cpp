@@ -25,11 +25,10 @@ RespStore::RespStore(RespStoreOptions options, RespSettings settings, std::share
                      const Clock& clock)
     : options_(std::move(options)),
       traits_{.kind = "remote", .shared = true, .record_bytes = options_.record_bytes},
-      nodes_(settings, std::move(trust)),
+      nodes_(settings, std::move(trust), clock, options_.breaker),
       name_(settings.name),
       seal_id_(options_.key != nullptr ? random_seal_id() : SealId{}),
       space_salt_(salt_of(options_.key.get(), options_.encrypt)),
-      breaker_(clock, options_.breaker),
       clock_(clock) {
   health_.io = settings.tls ? "tls" : "tcp";
 }

@@ -9,8 +9,9 @@
 // (of a space that is not 0) asks for the key's block.
 //
 // Every call has a deadline. In it, what passes is tried again after a pause of random length. After a few failures in
-// a row nothing is asked for a while (remote/breaker.h): calls fail at once, accepting() is false until it is time to
-// try. A server without room gets nothing for a second.
+// a row a node is not asked for a while (remote/breaker.h): calls for what it has fail at once. Where no node is asked,
+// accepting() is false until it is time to try. While others wait to be asked, a node may take no more than a quarter of
+// what is left of the call's time. A server without room gets nothing for a second.
 //
 // Threads: all methods from any; each thread that calls has a connection of its own to each node.
 #pragma once
@@ -26,7 +27,6 @@
 #include "base/seal.h"
 #include "offload/store.h"
 #include "remote/block_frame.h"
-#include "remote/breaker.h"
 #include "remote/resp_nodes.h"
 
 namespace torpor::remote {
@@ -42,17 +42,17 @@ struct RespStoreOptions {
   bool encrypt = false;                     // else blocks with a key are authenticated
   std::chrono::milliseconds timeout{2000};  // of a call
   int attempts = 3;
-  BreakerOptions breaker{};
+  BreakerOptions breaker{};  // of each node
 };
 
 class RespStore final : public Store {
  public:
-  // Asks nothing yet. kInvalidArgument. `clock` outlives it; it is the breaker's.
+  // Asks nothing yet. kInvalidArgument. `clock` outlives it; it is the breakers'.
   static Result<std::unique_ptr<RespStore>> open(RespStoreOptions options, const Clock& clock);
 
   const StoreTraits& traits() const override { return traits_; }
   void open_space(uint32_t space, const Digest& digest) override;
-  bool accepting() const override { return breaker_.closed_or_due(); }
+  bool accepting() const override { return nodes_.any_answers(); }
   void drop(std::span<const SlotRange> ranges) override;
   Status sync() override { return ok(); }
   StoreHealth health() const override;
@@ -70,6 +70,12 @@ class RespStore final : public Store {
     bool over = false;
     Status status{};
   };
+  struct NodeAsked {
+    bool may = true;
+    bool answered = false;
+    std::optional<Error> failure{};
+  };
+  using NodesAsked = std::map<std::string, NodeAsked>;  // of one call
   struct Known {  // of a slot
     BlockKey key;
     Digest space;
@@ -84,6 +90,8 @@ class RespStore final : public Store {
   Status describe(StorePart& part, Item& item) const;
   Status seal(Item& item, std::vector<std::vector<std::byte>>& sealed);
   void exchange(std::span<Item> items, Verb verb);
+  bool ask_node(const std::string& node, std::span<Item* const> items, Verb verb, Deadline until, NodesAsked& asked);
+  void tell_breakers(const NodesAsked& asked);
   Status talk(const std::string& node, std::span<Item* const> items, Verb verb, Deadline until);
   Status put_to(RespConnection& connection, const std::string& node, std::span<Item* const> items, Deadline until);
   Status receive(RespConnection& connection, const std::string& node, Item& item, Verb verb, Deadline until);
@@ -100,7 +108,6 @@ class RespStore final : public Store {
   const SealId seal_id_;
   const Digest space_salt_;  // of the key: who has another one has other key spaces
   std::atomic<uint64_t> sealed_ = 0;
-  Breaker breaker_;
   const Clock& clock_;
   mutable Mutex mutex_;  // never held over a call of the server
   std::map<uint32_t, Digest> spaces_ TORPOR_GUARDED_BY(mutex_);

@@ -14,6 +14,7 @@ namespace {
 constexpr std::chrono::nanoseconds kFullPause = std::chrono::seconds(1);
 constexpr double kFirstPauseSeconds = 0.02;
 constexpr int kMostMoves = 5;
+constexpr size_t kMostShares = 4;  // of a call's time: one that hangs takes a share from those who come after it
 
 Error unavailable(std::string what) {
   return {.code = Code::kUnavailable, .what = std::move(what), .next_step = "it is computed instead"};
@@ -44,16 +45,9 @@ void pause_before(int attempt, Deadline until) {
 
 // Each item ends with a status. Those that are told to ask elsewhere do so at once; what passes is tried again.
 void RespStore::exchange(std::span<Item> items, Verb verb) {
-  const auto fail = [&](const Error& error) {
-    for (Item& item : items) {
-      if (!std::exchange(item.over, true)) item.status = error;
-    }
-  };
   if (items.empty()) return;
-  if (!breaker_.may_ask()) return fail(unavailable("the remote store did not answer; it is not asked for a while"));
   const Deadline until = std::chrono::steady_clock::now() + options_.timeout;
-  bool answered = false;
-  Error last = unavailable("the remote store sends from node to node");
+  NodesAsked asked;
   for (int attempt = 0, moves = 0; attempt < options_.attempts;) {
     std::map<std::string, std::vector<Item*>> by_node;
     for (Item& item : items) {
@@ -61,24 +55,12 @@ void RespStore::exchange(std::span<Item> items, Verb verb) {
     }
     if (by_node.empty()) break;
     bool moved = false;
-    for (auto& [node, asked] : by_node) {
-      for (Item* const item : asked) item->node.clear();
-      const Status talked = talk(node, asked, verb, until);
-      answered = answered || talked;
-      if (talked) {
-        moved = std::any_of(asked.begin(), asked.end(), [](const Item* item) { return !item->node.empty(); }) || moved;
-        continue;
-      }
-      nodes_.lost(node);
-      last = talked.error();
-      if (last.code == Code::kCorruption) last.code = Code::kUnavailable;  // of the connection, not of a block
-      for (Item* const item : asked) {
-        if (item->over) continue;
-        item->asking = false;
-        item->node.clear();
-        item->status = last;
-        item->over = last.code == Code::kUnauthenticated || last.code == Code::kResourceExhausted;
-      }
+    size_t left = by_node.size();
+    for (const auto& [node, of_node] : by_node) {
+      const Deadline now = std::chrono::steady_clock::now();
+      if (now >= until) break;
+      const auto share = (until - now) / static_cast<int64_t>(std::min(left--, kMostShares));
+      moved = ask_node(node, of_node, verb, now + share, asked) || moved;
     }
     if (moved && ++moves <= kMostMoves) continue;
     for (Item& item : items) item.node.clear();
@@ -88,12 +70,53 @@ void RespStore::exchange(std::span<Item> items, Verb verb) {
       pause_before(attempt, until);
   }
   for (Item& item : items) {
-    if (!std::exchange(item.over, true) && item.status) item.status = last;
+    if (!std::exchange(item.over, true) && item.status) item.status = unavailable("the remote store took too long");
   }
-  if (answered) {
-    if (breaker_.succeeded()) log().info("KV connector: the remote store answers again");
-  } else if (breaker_.failed()) {
-    log().warn("KV connector: the remote store is not asked for a while: {}", last.to_string());
+  tell_breakers(asked);
+}
+
+// Whether an item is to be asked for elsewhere.
+bool RespStore::ask_node(const std::string& node, std::span<Item* const> items, Verb verb, Deadline until,
+                         NodesAsked& asked) {
+  const auto [at, first] = asked.try_emplace(node);
+  NodeAsked& state = at->second;
+  for (Item* const item : items) item->node.clear();
+  if (first) state.may = nodes_.may_ask(node);
+  if (!state.may) {
+    for (Item* const item : items) {
+      nodes_.forget(item->key);
+      item->over = true;
+      item->status = unavailable(fmt::format("{} of the remote store did not answer; it is not asked for a while", node));
+    }
+    return false;
+  }
+  const Status talked = talk(node, items, verb, until);
+  if (talked) {
+    state.answered = true;
+    return std::any_of(items.begin(), items.end(), [](const Item* item) { return !item->node.empty(); });
+  }
+  nodes_.lost(node);
+  state.failure = talked.error();
+  Error error = talked.error();
+  if (error.code == Code::kCorruption) error.code = Code::kUnavailable;  // of the connection, not of a block
+  for (Item* const item : items) {
+    if (item->over) continue;
+    item->asking = false;
+    item->node.clear();
+    item->status = error;
+    item->over = error.code == Code::kUnauthenticated || error.code == Code::kResourceExhausted;
+  }
+  return false;
+}
+
+void RespStore::tell_breakers(const NodesAsked& asked) {
+  for (const auto& [node, state] : asked) {
+    if (state.answered) {
+      if (nodes_.answered(node)) log().info("KV connector: {} of the remote store answers again", node);
+    } else if (state.failure && nodes_.failed(node)) {
+      log().warn("KV connector: {} of the remote store is not asked for a while: {}", node,
+                 state.failure->to_string());
+    }
   }
 }
 

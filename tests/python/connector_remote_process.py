@@ -1,9 +1,10 @@
 """A process of the tests: an engine that shares KV blocks through a Redis server.
 
-    connector_remote_process.py MODEL FOLDER OPTIONS SERVER
+    connector_remote_process.py MODEL FOLDER OPTIONS SERVER NEAR FAR
 
-OPTIONS: those of the connector, as JSON. SERVER: the process id of the server, or 0. Prints what a round of requests
-got; with a server, then what rounds got while that was stopped, and killed.
+OPTIONS: those of the connector, as JSON. SERVER: the process id of the server, or 0. NEAR, FAR: processes in whose
+networks this engine and the server are, or 0. Prints what a round of requests got; with a server, then what rounds got
+while the network between them was slowed and cut, and while the server was stopped, and killed.
 """
 
 import json
@@ -13,8 +14,14 @@ import sys
 import time
 from pathlib import Path
 
-from conftest import InProcess
-from connector_served import ENGINE, Served, prompts
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
+
+import networks  # noqa: E402
+from conftest import InProcess  # noqa: E402
+from connector_served import ENGINE, Served, prompts  # noqa: E402
+
+SLOW = "200kbit"  # a block takes longer than remote_timeout_ms
+BACK_WITHIN = 60  # seconds
 
 
 def round_of(served: Served, texts: list[str]) -> dict:
@@ -29,27 +36,54 @@ def round_of(served: Served, texts: list[str]) -> dict:
     }
 
 
+def cut_off(served: Served, name: str) -> dict:
+    """What is computed while the server cannot be had; nothing of it was found when it is asked for again."""
+    served.one.core.scheduler.reset_prefix_cache()
+    texts = [f"{name}: {text}" for text in prompts()]
+    result = round_of(served, texts)
+    result["again"] = round_of(served, texts)["tokens"]
+    return result
+
+
+def on_a_bad_network(served: Served, wire: networks.Wire) -> dict:
+    wire.slow(SLOW)
+    result = {"slowed": cut_off(served, "slowed")}
+    wire.cut()
+    result["cut"] = cut_off(served, "cut")
+    wire.mend()
+    end, rounds = time.monotonic() + BACK_WITHIN, 0
+    while True:
+        rounds += 1
+        result["mended"] = cut_off(served, f"mended {rounds}")
+        if result["mended"]["stats"].get("out_transferred", 0) > 0 or time.monotonic() > end:
+            return result
+        time.sleep(0.2)
+
+
 def without_the_server(served: Served, server: int) -> dict:
     """Nobody waits for one that is stopped, or gone; what it has is computed."""
     result = {}
     for name, how in (("stopped", signal.SIGSTOP), ("killed", signal.SIGKILL)):
         os.kill(server, how)
-        served.one.core.scheduler.reset_prefix_cache()
-        texts = [f"{name}: {text}" for text in prompts()]
-        result[name] = round_of(served, texts)
-        result[name]["again"] = round_of(served, texts)["tokens"]
+        result[name] = cut_off(served, name)
     return result
 
 
 def main() -> None:
-    model, folder, options, server = sys.argv[1:5]
+    model, folder, options = sys.argv[1:4]
+    server, near, far = map(int, sys.argv[4:7])
+    if near:
+        networks.enter(near)
+        os.environ["VLLM_HOST_IP"] = "127.0.0.1"
     torpor = {"offload": "eager", "host_bytes": "64MiB"} | json.loads(options)
     served = Served(InProcess(Path(model), Path(folder) / "checkpoints", torpor=torpor, **ENGINE))
     result = {"first": round_of(served, prompts())}
     served.one.core.scheduler.reset_prefix_cache(reset_connector=True)
     result["after a reset"] = round_of(served, prompts())
-    if int(server):
-        result |= without_the_server(served, int(server))
+    if server:
+        if far:
+            result |= on_a_bad_network(served, networks.Wire(near, far))
+        result |= without_the_server(served, server)
     print("RESULT " + json.dumps(result), flush=True)
     os._exit(0)
 

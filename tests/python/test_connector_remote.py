@@ -1,5 +1,6 @@
 """Engines that share KV blocks through a real Redis: what one computed, another finds; without it they compute."""
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from torpor.vllm.connector_options import ConnectorOptions
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
 
+from networks import FAR, inside, two_networks  # noqa: E402
 from redis_server import PASSWORD, RedisServer  # noqa: E402
 
 PROCESS = Path(__file__).parent / "connector_remote_process.py"
@@ -18,13 +20,19 @@ PROCESS = Path(__file__).parent / "connector_remote_process.py"
 
 @pytest.fixture(scope="module")
 def shared(zygote, tiny_model, tmp_path_factory):
-    """One engine after the other with the same server, over TLS; the second one sees it stopped, then killed."""
+    """One engine after the other with the same server, over TLS; the second one sees the network between them slowed and
+    cut, where the kernel allows it, and the server stopped, then killed."""
     folder = tmp_path_factory.mktemp("shared")
     results = []
-    with RedisServer(folder / "redis", tls=True) as server:
+    with contextlib.ExitStack() as stack:
+        wire = stack.enter_context(two_networks())
+        place = {} if wire is None else {"inside": inside(wire.far), "host": FAR}
+        server = stack.enter_context(RedisServer(folder / "redis", tls=True, **place))
+        near, far = (0, 0) if wire is None else (wire.near, wire.far)
         options = {"remote": f"{server.url}/tests", "remote_timeout_ms": 300, "remote_wait_ms": 2000} | server.options
         for pid in (0, server.pid):
-            done = zygote.run([PROCESS, tiny_model, folder, json.dumps(options), str(pid)], timeout=200)
+            words = [PROCESS, tiny_model, folder, json.dumps(options), pid, near, far]
+            done = zygote.run(words, timeout=200)
             assert PASSWORD not in done.stdout + done.stderr
             results.append(result_of(done))
     return results
@@ -49,13 +57,22 @@ def test_after_a_reset_an_engine_finds_nothing_of_before(shared):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["stopped", "killed"])
+@pytest.mark.parametrize("how", ["slowed", "cut", "stopped", "killed"])
 def test_a_server_that_does_not_answer_costs_time_once_and_no_token(shared, how):
+    if how not in shared[1]:
+        pytest.skip("the kernel gives this process no network of its own")
     result = shared[1][how]
     stats = result["stats"]
     assert result["again"] == result["tokens"] and stats["remote_up_blocks"] == 0
-    assert stats.get("out_transferred", 0) == 0
+    assert how == "slowed" or stats.get("out_transferred", 0) == 0
     assert stats.get("ask_failed", 0) + stats.get("out_degraded", 0) + stats.get("out_failed", 0) > 0
+
+
+@pytest.mark.slow
+def test_when_the_network_is_mended_engines_share_again(shared):
+    if "mended" not in shared[1]:
+        pytest.skip("the kernel gives this process no network of its own")
+    assert shared[1]["mended"]["stats"]["out_transferred"] > 0
 
 
 @pytest.mark.parametrize(

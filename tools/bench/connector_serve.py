@@ -35,9 +35,10 @@ def prompt_of(number: int, tokens: int) -> list[int]:
 class Engine:
     """A forked process with an engine, that does one order after the other."""
 
-    def __init__(self, model: str, tokens: int, at_once: int, directory: Path | None):
-        """With a directory, torpor's connector offloads into it."""
+    def __init__(self, model: str, tokens: int, at_once: int, directory: Path | None, torpor: dict | None = None):
+        """With a directory, torpor's connector offloads into it; `torpor`: its options, in place of the usual ones."""
         self._model, self._tokens, self._at_once, self._directory = model, tokens, at_once, directory
+        self._torpor = torpor or {"host_bytes": "1GiB", "disk_bytes": "4GiB"}
         order_out, order_in = os.pipe()
         answer_out, answer_in = os.pipe()
         self._child = os.fork()
@@ -81,7 +82,7 @@ class Engine:
             os.environ["VLLM_PLUGINS"] = ""
         from vllm import LLM
 
-        offload = {"offload": "eager", "host_bytes": "1GiB", "disk_bytes": "4GiB", "dir": str(self._directory)}
+        offload = {"offload": "eager", "dir": str(self._directory)} | self._torpor
         self.llm = LLM(
             self._model,
             dtype=best_dtype(),
@@ -104,19 +105,20 @@ class Engine:
             answers.write(json.dumps(getattr(self, what)(**arguments)) + "\n")
             answers.flush()
 
-    def _ask(self, number: int, tokens: int) -> str:
+    def _ask(self, number: int, tokens: int, of_prompt: int | None = None) -> str:
         from vllm import SamplingParams
 
         self.asked += 1
         params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
-        self.engine.add_request(str(self.asked), {"prompt_token_ids": prompt_of(number, self._tokens)}, params)
+        prompt = prompt_of(number, of_prompt or self._tokens)
+        self.engine.add_request(str(self.asked), {"prompt_token_ids": prompt}, params)
         return str(self.asked)
 
-    def first_token(self, number: int) -> dict:
-        """Of this prompt alone, when the device has nothing of it."""
+    def first_token(self, number: int, tokens: int | None = None) -> dict:
+        """Of this prompt alone, when the device has nothing of it. `tokens`: of so many of its tokens."""
         self.forget()
         began, cpu = time.perf_counter(), time.process_time()
-        self._ask(number, 1)
+        self._ask(number, 1, tokens)
         cached = 0
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():

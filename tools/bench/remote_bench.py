@@ -1,11 +1,13 @@
 """KV blocks of 2 MiB to a Redis server and back, over loopback, beside redis-benchmark, its own benchmark, with
-as many connections. Interleaved, medians of the rounds after one that only warms. Server and client share the cores."""
+as many connections. Interleaved, medians of the rounds after one that only warms. Server and client share the cores. With
+--engines (`remote_engines.py`) what that does for engines."""
 
 from __future__ import annotations
 
 import argparse
 import csv
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -46,33 +48,59 @@ def its_own(server: RedisServer, threads: int, blocks: int) -> dict[str, float]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="tools/dev bench remote", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--blocks", type=int, default=96)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+def blocks_there_and_back(rounds: int, blocks: int) -> dict:
     result = {}
     with tempfile.TemporaryDirectory() as folder:
         for threads in (1, 4):
             seen = {"torpor": [], "redis-benchmark": []}
-            for _ in range(options.rounds + 1):
+            for _ in range(rounds + 1):
                 for name, contestant in (("torpor", ours), ("redis-benchmark", its_own)):
                     with RedisServer(Path(folder), memory="1gb") as server:
-                        seen[name].append(contestant(server, threads, options.blocks))
+                        seen[name].append(contestant(server, threads, blocks))
             medians = {
-                name: {verb: statistics.median(each[verb] for each in rounds[1:]) for verb in VERBS}
-                for name, rounds in seen.items()
+                name: {verb: statistics.median(each[verb] for each in runs[1:]) for verb in VERBS}
+                for name, runs in seen.items()
             }
             ratios = {verb: medians["torpor"][verb] / medians["redis-benchmark"][verb] for verb in VERBS}
             result[f"{threads} connections"] = medians | {"ratio": ratios}
-    if options.json:
-        print(json.dumps(result, indent=2))
-        return 0
+    return result
+
+
+def show_blocks(result: dict) -> None:
     for name, row in result.items():
         for verb in VERBS:
             print(f"{name:<16}{verb}  torpor {row['torpor'][verb]:.2f} GB/s, redis-benchmark "
                   f"{row['redis-benchmark'][verb]:.2f} GB/s: {row['ratio'][verb]:.2f}")  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="tools/dev bench remote", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--blocks", type=int, default=96)
+    parser.add_argument("--engines", action="store_true",
+                        help="real engines: what a store costs a step and saves a prompt, and a pushed checkpoint's wake")  # fmt: skip
+    parser.add_argument("--lengths", default="512,1024,2048,4096,7936", help="of prompts, in tokens; of --engines")
+    parser.add_argument("--only", choices=("steps", "first_token", "wake"), help="one part of --engines")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if options.engines:
+        import remote_engines
+
+        model, lengths = os.environ["TORPOR_TEST_MODEL"], [int(each) for each in options.lengths.split(",")]
+        with tempfile.TemporaryDirectory() as folder:
+            parts = {
+                "steps": lambda: remote_engines.steps(model, Path(folder), options.rounds),
+                "first_token": lambda: remote_engines.first_tokens(model, Path(folder), lengths, options.rounds),
+                "wake": lambda: remote_engines.wakes(Path(model), Path(folder), options.rounds),
+            }
+            result = {name: part() for name, part in parts.items() if options.only in (None, name)}
+        show = remote_engines.show
+    else:
+        result, show = blocks_there_and_back(options.rounds, options.blocks), show_blocks
+    if options.json:
+        print(json.dumps(result, indent=2))
+    else:
+        show(result)
     return 0
 
 

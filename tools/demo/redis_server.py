@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 STARTED_WITHIN = 60  # seconds; a tenth was seen
@@ -18,20 +19,25 @@ PASSWORD = "of-this-machine-alone"
 
 class RedisServer:
     """Started when it is made. It keeps nothing on disk, and forgets what it has no room for. With `tls`, `url` is that
-    over TLS, with a certificate of its own, and it wants a password; `options` are then what a client needs."""
+    over TLS, with a certificate of its own, and it wants a password; `options` are then what a client needs. `inside`:
+    words before its command, by which it is in another network; `host` is its address there."""
 
-    def __init__(self, folder: Path, memory: str = "256mb", tls: bool = False, policy: str = "allkeys-lru") -> None:
+    def __init__(
+        self, folder: Path, memory: str = "256mb", tls: bool = False, policy: str = "allkeys-lru",
+        inside: Sequence[str] = (), host: str = "127.0.0.1",
+    ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
+        self._inside, self._host = list(inside), host
         self.folder, self._settings = folder, ["--maxmemory", memory, "--maxmemory-policy", policy]
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        self.url, self.options = f"redis://127.0.0.1:{self.port}", {}
+        self.url, self.options = f"redis://{host}:{self.port}", {}
         ports = ["--port", str(self.port)]
         if tls:
             from s3_server import make_certificate
 
-            make_certificate(folder / "redis")
+            make_certificate(folder / "redis", host)
             secret = folder / "redis.password"
             secret.touch(mode=0o600)
             secret.write_text(PASSWORD + "\n")
@@ -51,8 +57,9 @@ class RedisServer:
             raise RuntimeError("there is no Redis: install redis-tools")
         with open(self.folder / "redis.log", "ab") as log:
             self._process = subprocess.Popen(
-                ["redis-server", *self._settings, "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"],
-                executable=program, stdout=log, stderr=log, cwd=self.folder,
+                [*self._inside, "bash", "-c", 'exec -a redis-server "$0" "$@"', program, *self._settings,
+                 "--bind", self._host, "--save", "", "--appendonly", "no"],
+                stdout=log, stderr=log, cwd=self.folder,
             )  # fmt: skip
         end = time.monotonic() + STARTED_WITHIN
         while not self._listens():
@@ -62,11 +69,9 @@ class RedisServer:
             time.sleep(0.02)
 
     def _listens(self) -> bool:
-        try:
-            socket.create_connection(("127.0.0.1", self.port), timeout=5).close()
-        except OSError:
-            return False
-        return True
+        connects = f"exec 3<>/dev/tcp/{self._host}/{self.port}"
+        words = [*self._inside, "timeout", "5", "bash", "-c", connects]
+        return subprocess.run(words, capture_output=True).returncode == 0
 
     def ask(self, *words: str) -> str:
         """The first line of its answer; without TLS and password only."""

@@ -34,11 +34,11 @@ def _free_ports(count: int) -> list[int]:
     return found
 
 
-def make_certificate(name: Path) -> None:
-    """NAME.crt and NAME.key, for a server of this machine; it is its own authority."""
+def make_certificate(name: Path, host: str = "127.0.0.1") -> None:
+    """NAME.crt and NAME.key, for a server of this machine with this address; it is its own authority."""
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
-         "-subj", "/CN=a server of this machine", "-addext", "subjectAltName=IP:127.0.0.1",
+         "-subj", "/CN=a server of this machine", "-addext", f"subjectAltName=IP:{host}",
          "-keyout", f"{name}.key", "-out", f"{name}.crt"],
         check=True, capture_output=True,
     )  # fmt: skip

@@ -1,0 +1,176 @@
+"""What a remote store costs engines and saves them: `tools/dev bench remote`, beside resp_bench.
+
+Tokens a second with a store that answers, and with one that is gone, beside the same engine without one. Time to first
+token of prompts that another engine computed, beside computing them. The wake of a checkpoint that was pushed, beside
+a plain download of the same objects.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools/demo"))
+
+from connector_serve import Engine  # noqa: E402
+from engine_child import EngineProcess  # noqa: E402
+from redis_server import RedisServer  # noqa: E402
+from s3_server import BUCKET, S3Server  # noqa: E402
+
+TORPOR = ROOT / "build/release/tools/torpor/torpor"
+CONNECTIONS = 4
+STEP_TOKENS, STEP_AT_ONCE, STEP_ANSWER = 256, 16, 96
+
+
+def steps(model: str, folder: Path, rounds: int) -> dict:
+    """Batches of prompts that nobody had, by three engines in turns: what is stored meanwhile counts."""
+    runs: dict[str, list[dict]] = {"without": [], "on": [], "dead": []}
+    engines: dict[str, Engine] = {}
+    with RedisServer(folder / "on", memory="1gb") as on, RedisServer(folder / "dead") as dead:
+        try:
+            for name, server in (("without", None), ("on", on), ("dead", dead)):
+                torpor = {"host_bytes": "1GiB"} | ({} if server is None else {"remote": server.url})
+                engines[name] = Engine(model, STEP_TOKENS, STEP_AT_ONCE, folder / name, torpor)
+            dead.kill()
+            for number in range(rounds + 1):  # the first one warms
+                for name, engine in engines.items():
+                    runs[name].append(engine.order("batch", first=1000 * (number + 1), answer=STEP_ANSWER))
+        finally:
+            for engine in engines.values():
+                engine.kill()
+    rates = {
+        by: {name: [run["tokens"] / run[by] for run in all_of[1:]] for name, all_of in runs.items()}
+        for by in ("seconds", "cpu_seconds")
+    }
+    result = {}
+    for by, each in rates.items():
+        result[f"tokens_per_{by.removesuffix('s')}"] = {name: statistics.median(some) for name, some in each.items()} | {
+            f"{name}_of_without": statistics.median(a / b for a, b in zip(each[name], each["without"], strict=True))
+            for name in ("on", "dead")
+        }
+    return result
+
+
+def first_tokens(model: str, folder: Path, lengths: list[int], rounds: int) -> dict:
+    """What one engine computed, another one finds. Each prompt is asked of the second one once: then it has it."""
+    result = {}
+    with RedisServer(folder / "first", memory="2gb") as server:
+        torpor = {"host_bytes": "1GiB", "remote": server.url, "remote_wait_ms": 2000}
+        engines = {name: Engine(model, max(lengths), 1, folder / name, torpor) for name in ("one", "another")}
+        try:
+            for tokens in lengths:
+                computed, found = (
+                    [engine.order("first_token", number=number, tokens=tokens) for number in range(rounds + 1)][1:]
+                    for engine in (engines["one"], engines["another"])
+                )
+                medians = [statistics.median(run["seconds"] for run in runs) for runs in (computed, found)]
+                result[tokens] = {
+                    "computed_seconds": medians[0],
+                    "remote_seconds": medians[1],
+                    "ratio": medians[1] / medians[0],
+                    "found_tokens": min(run["found"] for run in found),
+                }
+                server.ask("FLUSHALL")
+        finally:
+            for engine in engines.values():
+                engine.kill()
+    return result
+
+
+def wakes(model: Path, folder: Path, rounds: int) -> dict:
+    """`torpor pull` into an empty directory, and the wake from it, beside curl, with as many connections, of the same
+    objects into files that are synced."""
+    options = json.dumps({"max_model_len": 1024})
+    log = folder / "engine.log"
+    runs: dict[str, list[float]] = {"download": [], "pull": [], "wake": []}
+    with S3Server(folder / "s3") as server:
+        engine = EngineProcess(model, folder / "from", log, {}, "--options", options)
+        try:
+            engine.wait_until_ready()
+            engine.order("add", prompts=["Tell me of the sea."] * 8, max_tokens=200, seed=1)
+            engine.order("run", steps=100)
+            slept = engine.order("sleep", level=1, to="disk")
+        finally:
+            engine.kill()
+        url = f"s3://{BUCKET}/bench"
+        environment = os.environ | server.environment
+        torpor(environment, "push", slept["checkpoint"], url)
+        objects = keys(environment, server, folder)
+        for number in range(rounds + 1):
+            runs["download"].append(plain_download(server, objects, folder / "plain"))
+            to = folder / f"to-{number}"
+            began = time.monotonic()
+            pulled = torpor(environment, "pull", url, to, "--threads", str(CONNECTIONS))
+            runs["pull"].append(time.monotonic() - began)
+            engine = EngineProcess(model, to, log, {}, "--options", options)
+            try:
+                engine.wait_until_ready()
+                runs["wake"].append(engine.order("wake", from_checkpoint=pulled["path"])["seconds"])
+            finally:
+                engine.kill()
+            shutil.rmtree(to)
+    medians = {name: statistics.median(each[1:]) for name, each in runs.items()}
+    return {
+        "bytes": pulled["bytes"],
+        **{f"{name}_seconds": median for name, median in medians.items()},
+        "pull_ratio": medians["download"] / medians["pull"],
+        "ratio": medians["download"] / (medians["pull"] + medians["wake"]),
+    }
+
+
+def torpor(environment: dict, *words: object) -> dict:
+    done = subprocess.run([TORPOR, *map(str, words), "--json"], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"torpor {words[0]}: {done.stderr.strip()}")
+    return json.loads(done.stdout)
+
+
+def _curl(server: S3Server) -> list[str]:
+    who = f"{server.environment['AWS_ACCESS_KEY_ID']}:{server.environment['AWS_SECRET_ACCESS_KEY']}"
+    return ["curl", "-sS", "--fail", "--aws-sigv4", "aws:amz:us-east-1:s3", "--user", who,
+            "-H", "x-amz-content-sha256: UNSIGNED-PAYLOAD"]  # fmt: skip
+
+
+def keys(environment: dict, server: S3Server, folder: Path) -> list[str]:
+    """Of the parts of the only checkpoint there."""
+    [only] = torpor(environment, "ls", f"s3://{BUCKET}/bench")["checkpoints"]
+    index = f"{server.environment['AWS_ENDPOINT_URL']}/{BUCKET}/bench/checkpoints/{only['name']}"
+    done = subprocess.run([*_curl(server), index], capture_output=True, check=True)
+    hashes = {part for file in json.loads(done.stdout)["files"] for part in file["parts"]}
+    return [f"{BUCKET}/bench/parts/{each[:2]}/{each}" for each in sorted(hashes)]
+
+
+def plain_download(server: S3Server, objects: list[str], to: Path) -> float:
+    to.mkdir()
+    began = time.monotonic()
+    words = [*_curl(server), "--parallel", "--parallel-immediate", "--parallel-max", str(CONNECTIONS)]
+    for number, key in enumerate(objects):
+        words += ["-o", f"{to}/{number}", f"{server.environment['AWS_ENDPOINT_URL']}/{key}"]
+    subprocess.run(words, check=True)
+    for file in to.iterdir():
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+    took = time.monotonic() - began
+    shutil.rmtree(to)
+    return took
+
+
+def show(result: dict) -> None:
+    for by, row in result.get("steps", {}).items():
+        print(f"{by.replace('_', ' '):<26}without a store {row['without']:,.0f}, with one {row['on']:,.0f}: "
+              f"{row['on_of_without']:.3f}, with one that is gone {row['dead']:,.0f}: {row['dead_of_without']:.3f} "
+              "(0.98 is wanted)")  # fmt: skip
+    for tokens, row in result.get("first_token", {}).items():
+        print(f"first token, {tokens:>6} tokens  computed {row['computed_seconds'] * 1e3:,.0f} ms, from the store "
+              f"{row['remote_seconds'] * 1e3:,.0f} ms: {row['ratio']:.3f}, {row['found_tokens']} found")  # fmt: skip
+    if row := result.get("wake"):
+        print(f"checkpoint of {row['bytes'] / 1e6:,.0f} MB  plain download {row['download_seconds']:.2f} s, pull "
+              f"{row['pull_seconds']:.2f} s: {row['pull_ratio']:.2f}; pull and wake "
+              f"{row['pull_seconds'] + row['wake_seconds']:.2f} s: {row['ratio']:.2f} (0.8 is wanted)")  # fmt: skip
