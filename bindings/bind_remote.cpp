@@ -15,6 +15,7 @@
 #include "remote/checkpoint_copies.h"
 #include "remote/open_store.h"
 #include "remote/ownership.h"
+#include "remote/store_leases.h"
 
 namespace py = pybind11;
 
@@ -43,16 +44,17 @@ struct RemoteHome {
   std::shared_ptr<const Key> key;
   std::string holder;
   remote::Ownership ownership;
+  std::optional<remote::StoreLease> sending{};  // from send() until publish(): what was sent is named nowhere
 
   RemoteHome(std::unique_ptr<remote::ObjectStore> store, std::shared_ptr<OperationLimit> limit,
              std::unique_ptr<remote::ObjectStore> records, std::shared_ptr<const Key> key, std::string holder,
-             std::chrono::milliseconds term)
+             std::chrono::milliseconds term, std::string address)
       : store(std::move(store)),
         limit(std::move(limit)),
         records(std::move(records)),
         key(std::move(key)),
         holder(std::move(holder)),
-        ownership(*this->records, system_clock(), this->holder, term) {}
+        ownership(*this->records, system_clock(), this->holder, term, std::move(address)) {}
 };
 
 // An operation that asks the store who owns.
@@ -65,7 +67,12 @@ auto within_limit(RemoteHome& self, Work work) {
 }
 
 std::unique_ptr<RemoteHome> open_home(const std::string& url, double term_seconds,
-                                      const std::optional<std::string>& key_file) {
+                                      const std::optional<std::string>& key_file, const std::string& address) {
+  if (!address.empty() && !remote::is_address(address)) {
+    value_or_raise(Status(Error{.code = Code::kInvalidArgument,
+                                .what = "the address at which clients find this server is none",
+                                .next_step = "write http://HOST:PORT or https://HOST"}));
+  }
   std::shared_ptr<const Key> key = key_from(key_file);
   const std::chrono::milliseconds term(static_cast<int64_t>(term_seconds * 1000));
   auto limit = std::make_shared<OperationLimit>(term / kOperationsPerTerm);
@@ -74,7 +81,7 @@ std::unique_ptr<RemoteHome> open_home(const std::string& url, double term_second
   std::unique_ptr<remote::ObjectStore> records = value_or_raise(without_lock(
       [&] { return remote::open_object_store(module_files(), url, {}, [limit] { return limit->seconds_left(); }); }));
   return std::make_unique<RemoteHome>(std::move(store), std::move(limit), std::move(records), std::move(key),
-                                      hex(random_seal_id()), term);
+                                      hex(random_seal_id()), term, address);
 }
 
 struct Sent {
@@ -86,9 +93,20 @@ struct Sent {
 Result<Sent> send(RemoteHome& self, const std::string& checkpoint, const std::string& answers) {
   Sent sent;
   TORPOR_ASSIGN(const Checkpoint opened, open_checkpoint(module_files(), checkpoint, self.key));
+  if (self.sending) TORPOR_TRY(std::exchange(self.sending, std::nullopt)->end(*self.store));
+  TORPOR_ASSIGN(self.sending, remote::StoreLease::begin(*self.store, remote::LeaseKind::kPush, system_clock(),
+                                                        remote::kPushPatience));
   TORPOR_ASSIGN(sent.checkpoint, remote::push(module_files(), opened, *self.store, {.key = self.key}));
   TORPOR_ASSIGN(sent.answers, remote::push_answers(module_files(), answers, *self.store));
   return sent;
+}
+
+Status publish(RemoteHome& self, const Sent& sent) {
+  if (self.sending) TORPOR_TRY(self.sending->check());
+  self.limit->begin();
+  TORPOR_TRY(self.ownership.publish(sent.checkpoint.name, sent.answers));
+  if (self.sending) (void)std::exchange(self.sending, std::nullopt)->end(*self.store);  // else it ends by itself
+  return ok();
 }
 
 // The path of the checkpoint; empty: there is none.
@@ -113,7 +131,8 @@ void bind_remote(py::module_& module) {
       .def_property_readonly("moved_bytes", [](const Sent& self) { return self.checkpoint.moved_bytes; });
   py::class_<RemoteHome>(module, "RemoteHome", "What a server has in an object store, and who may go on with it.",
                          py::release_gil_before_calling_cpp_dtor())
-      .def(py::init(&open_home), py::arg("url"), py::arg("term_seconds"), py::arg("key_file") = py::none())
+      .def(py::init(&open_home), py::arg("url"), py::arg("term_seconds"), py::arg("key_file") = py::none(),
+           py::arg("address") = "")
       .def(
           "take", [](RemoteHome& self) { return within_limit(self, [](auto& ownership) { return ownership.take(); }); },
           "Whether this process owns it now; otherwise another one does, or may. This and the next three end within a "
@@ -129,6 +148,13 @@ void bind_remote(py::module_& module) {
       .def_property_readonly(
           "before", [](const RemoteHome& self) { return self.ownership.before(); },
           "The holder from whom this one took over; empty: none.")
+      .def_property_readonly(
+          "owner_address",
+          [](const RemoteHome& self) {
+            const remote::OwnerRecord newest = self.ownership.newest();
+            return newest.free || newest.holder == self.holder ? std::string() : newest.address;
+          },
+          "At which the other one serves clients that owned when this one looked last; empty: nobody did, or said so.")
       .def_property_readonly("term", [](const RemoteHome& self) { return self.ownership.newest().term; })
       .def(
           "send",
@@ -139,7 +165,7 @@ void bind_remote(py::module_& module) {
       .def(
           "publish",
           [](RemoteHome& self, const Sent& sent) {
-            within_limit(self, [&](auto& ownership) { return ownership.publish(sent.checkpoint.name, sent.answers); });
+            value_or_raise(without_lock([&] { return publish(self, sent); }));
           },
           py::arg("sent"), "The next owner goes on from these. Raises Aborted: it is another one already.")
       .def(

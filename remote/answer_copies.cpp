@@ -6,7 +6,6 @@
 #include <nlohmann/json.hpp>
 
 #include "base/page_buffer.h"
-#include "remote/checkpoint_index.h"
 
 namespace torpor::remote {
 namespace {
@@ -19,7 +18,7 @@ constexpr int kAttempts = 5;  // files of a log are replaced by newer ones now a
 constexpr std::string_view kLog = "answers";
 constexpr std::string_view kStaging = "s-pull-answers";  // removed like any other staging by the next writer
 
-std::string answers_key(std::string_view hash) { return fmt::format("answers/{}", hash); }
+std::string answers_key(std::string_view hash) { return fmt::format("{}{}", kAnswersPrefix, hash); }
 
 bool has_only(std::string_view text, size_t count, std::string_view digits) {
   return text.size() == count && text.find_first_not_of(digits) == std::string_view::npos;
@@ -139,13 +138,16 @@ Result<std::string> push_answers(FileSystem& file_system, const std::string& dir
   });
 }
 
+Result<std::vector<IndexedFile>> read_answers(ObjectStore& store, const std::string& index) {
+  TORPOR_ASSIGN(const std::vector<std::byte> text, get_whole(store, answers_key(index), kMostIndexBytes));
+  if (part_hash(text) != index) return damaged_answers("their index has another hash");
+  return decode_files({reinterpret_cast<const char*>(text.data()), text.size()});
+}
+
 Status pull_answers(FileSystem& file_system, ObjectStore& store, const std::string& index,
                     const std::string& directory) {
   return catching([&]() -> Status {
-    TORPOR_ASSIGN(const std::vector<std::byte> text, get_whole(store, answers_key(index), kMostIndexBytes));
-    if (part_hash(text) != index) return damaged_answers("their index has another hash");
-    TORPOR_ASSIGN(const std::vector<IndexedFile> files,
-                  decode_files({reinterpret_cast<const char*>(text.data()), text.size()}));
+    TORPOR_ASSIGN(const std::vector<IndexedFile> files, read_answers(store, index));
     TORPOR_ASSIGN(const std::unique_ptr<Directory> target, file_system.open_directory(directory, true));
     if (target->open_directory(kStaging)) TORPOR_TRY(target->remove_tree(kStaging));
     TORPOR_ASSIGN(const std::unique_ptr<Directory> staging, target->create_directory(kStaging));

@@ -4,9 +4,15 @@
 #include <string>
 
 #include "base/file_system.h"
+#include "remote/checkpoint_index.h"
 #include "remote/object_store.h"
 
 namespace torpor::remote {
+
+inline constexpr std::string_view kAnswersPrefix = "answers/";
+
+// The files of a log that was pushed, with their parts. kNotFound, kCorruption.
+Result<std::vector<IndexedFile>> read_answers(ObjectStore& store, const std::string& index);
 
 // Of a directory in which a server may write meanwhile: what was recorded before the call is there. Returns the hash of
 // the index (answers/<hash>); parts that are there already are not sent again.

@@ -222,14 +222,23 @@ Result<CopyReport> push(FileSystem& file_system, const Checkpoint& checkpoint, O
     TORPOR_ASSIGN(const std::optional<uint64_t> there, store.size(index_key(report.name)));
     report.was_there = there.has_value();
     if (report.was_there) return report;
+    TORPOR_ASSIGN(StoreLease lease, StoreLease::begin(store, LeaseKind::kPush, *options.clock, options.patience));
     ProgressMeter progress(options.progress, "push", report.bytes);
     std::atomic<uint64_t> moved = 0;
-    TORPOR_TRY(with_each(parts_of(index), options.threads, [&](const Part& part, std::span<std::byte> room) -> Status {
-      TORPOR_TRY(push_part(*directory, index, part, store, room, moved));
-      return progress.add(part.bytes(index));
-    }));
+    const Status sent =
+        with_each(parts_of(index), options.threads, [&](const Part& part, std::span<std::byte> room) -> Status {
+          TORPOR_TRY(push_part(*directory, index, part, store, room, moved));
+          return progress.add(part.bytes(index));
+        });
+    const Status in_time = sent ? lease.check() : sent;
+    if (!in_time) {
+      (void)lease.end(store);
+      return in_time.error();
+    }
     const std::string text = encode_index(index);
+    // Of an error nobody knows whether it is created, or will be: then the lease stays until it ends by itself.
     TORPOR_ASSIGN(const bool created, store.put_new(index_key(report.name), std::as_bytes(std::span(text))));
+    (void)lease.end(store);  // else it ends by itself
     report.was_there = !created;
     report.moved_bytes = moved;
     return report;

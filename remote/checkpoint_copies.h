@@ -17,6 +17,7 @@
 #include "checkpoint/checkpoint.h"
 #include "remote/checkpoint_index.h"
 #include "remote/object_store.h"
+#include "remote/store_leases.h"
 
 namespace torpor::remote {
 
@@ -26,6 +27,8 @@ struct CopyOptions {
   ProgressSink progress;           // saying no ends it with kAborted
   // pull(): asked before anything but MANIFEST is fetched; an error ends it.
   std::function<Status(const Manifest&)> accept;
+  const Clock* clock = &system_clock();           // push(): of its lease (remote/store_leases.h)
+  std::chrono::seconds patience = kPushPatience;  // push(): with a removal that is under way
 };
 
 struct CopyReport {
@@ -36,7 +39,7 @@ struct CopyReport {
   bool was_there = false;    // the whole checkpoint
 };
 
-// kIncompatible: of format version 2, which shares chunks with other directories.
+// kIncompatible: of format version 2, which shares chunks with other directories. kUnavailable: a removal is under way.
 Result<CopyReport> push(FileSystem& file_system, const Checkpoint& checkpoint, ObjectStore& store,
                         const CopyOptions& options = {});
 

@@ -1,5 +1,7 @@
 #include "remote/owner_record.h"
 
+#include <algorithm>
+#include <cctype>
 #include <charconv>
 
 #include <fmt/format.h>
@@ -33,10 +35,20 @@ std::optional<uint64_t> owner_number(std::string_view key) {
   return number;
 }
 
+bool is_address(std::string_view text) {
+  const size_t begin = text.find("://");
+  if (begin == std::string_view::npos || (text.substr(0, begin) != "http" && text.substr(0, begin) != "https"))
+    return false;
+  const std::string_view place = text.substr(begin + 3);
+  return !place.empty() && place.size() <= 300 && std::all_of(place.begin(), place.end(), [](unsigned char letter) {
+    return std::isalnum(letter) != 0 || std::string_view(".-:[]_").find(static_cast<char>(letter)) != std::string::npos;
+  });
+}
+
 std::string encode_owner(const OwnerRecord& record) {
   return Json{{"torpor_owner", kOwnerFormat},    {"number", record.number},  {"term", record.term},
               {"holder", record.holder},         {"free", record.free},      {"milliseconds", record.milliseconds},
-              {"checkpoint", record.checkpoint}, {"answers", record.answers}}
+              {"checkpoint", record.checkpoint}, {"answers", record.answers}, {"address", record.address}}
       .dump();
 }
 
@@ -66,6 +78,11 @@ Result<OwnerRecord> decode_owner(std::string_view text, uint64_t number) {
                        .free = json["free"],
                        .checkpoint = json["checkpoint"],
                        .answers = json["answers"]};
+    if (json.contains("address")) {  // records of before have none
+      if (!json["address"].is_string()) return damaged;
+      record.address = json["address"];
+      if (!record.address.empty() && !is_address(record.address)) return damaged;
+    }
     const bool names = (record.checkpoint.empty() || is_key(index_key(record.checkpoint))) &&
                        (record.answers.empty() || has_hex_digits(record.answers, 64));
     if (record.number != number || !has_hex_digits(record.holder, 32) || record.milliseconds > kMostMilliseconds ||

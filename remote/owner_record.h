@@ -19,11 +19,15 @@ struct OwnerRecord {
   bool free = false;          // given back: the next one need not wait
   std::string checkpoint;     // its name in the store; empty: none was pushed yet
   std::string answers;        // hash of the answers' index that goes with it; empty: none
+  std::string address;        // "http://host:port" at which the holder serves clients; empty: it did not say
   friend auto operator<=>(const OwnerRecord&, const OwnerRecord&) = default;
 };
 
 inline constexpr std::string_view kOwnerPrefix = "owner/";
 inline constexpr uint64_t kMostOwnerBytes = 4096;
+
+// "http://" or "https://", a host, perhaps a port; nothing else that could send a client elsewhere.
+bool is_address(std::string_view text);
 
 std::string owner_key(uint64_t number);  // 16 decimal digits: sorted by name they are sorted by number
 std::optional<uint64_t> owner_number(std::string_view key);

@@ -4,8 +4,9 @@
 
 namespace torpor::remote {
 
-Ownership::Ownership(ObjectStore& store, const Clock& clock, std::string holder, std::chrono::milliseconds term)
-    : store_(store), clock_(clock), steps_(std::move(holder), term) {}
+Ownership::Ownership(ObjectStore& store, const Clock& clock, std::string holder, std::chrono::milliseconds term,
+                     std::string address)
+    : store_(store), clock_(clock), steps_(std::move(holder), term, std::move(address)) {}
 
 OwnershipSteps Ownership::steps() const {
   const MutexLock lock(mutex_);

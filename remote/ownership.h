@@ -14,8 +14,9 @@ namespace torpor::remote {
 // Threads: those that ask the store from one at a time, the others from any thread meanwhile.
 class Ownership {
  public:
-  // `holder`: 32 random hexadecimal digits. The store and the clock outlive this.
-  Ownership(ObjectStore& store, const Clock& clock, std::string holder, std::chrono::milliseconds term);
+  // `holder`: 32 random hexadecimal digits. `address`: at which it serves clients. The store and the clock outlive this.
+  Ownership(ObjectStore& store, const Clock& clock, std::string holder, std::chrono::milliseconds term,
+            std::string address = "");
 
   // True: this process owns. False: another one does, or may: ask again after a while.
   Result<bool> take();

@@ -28,7 +28,8 @@ void OwnershipSteps::put_next(Phase phase, bool free) {
               .milliseconds = head_.milliseconds,
               .free = free,
               .checkpoint = checkpoint_,
-              .answers = answers_});
+              .answers = answers_,
+              .address = address_});
 }
 
 void OwnershipSteps::begin_take() {
@@ -59,6 +60,7 @@ void OwnershipSteps::take_behind_head() {
   record.holder = holder_;
   record.milliseconds = static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(term_).count());
   record.free = false;
+  record.address = address_;
   put(Phase::kTake, std::move(record));
 }
 

@@ -48,7 +48,8 @@ enum class OwnershipOutcome : uint8_t {
 class OwnershipSteps {
  public:
   using Time = std::chrono::nanoseconds;
-  OwnershipSteps(std::string holder, std::chrono::milliseconds term) : holder_(std::move(holder)), term_(term) {}
+  OwnershipSteps(std::string holder, std::chrono::milliseconds term, std::string address = "")
+      : holder_(std::move(holder)), term_(term), address_(std::move(address)) {}
 
   void begin_take();
   // Also makes `checkpoint` and `answers` known as the newest.
@@ -92,6 +93,7 @@ class OwnershipSteps {
 
   std::string holder_;
   Time term_;
+  std::string address_;
   Phase phase_ = Phase::kIdle;
   std::optional<OwnershipCall> call_;
   OwnershipOutcome outcome_ = OwnershipOutcome::kOthers;

@@ -4,6 +4,7 @@
 
 #include "checkpoint/repair.h"
 #include "checkpoint/store_names.h"
+#include "tools/torpor/remote.h"
 #include "tools/torpor/text.h"
 
 namespace torpor::cli {
@@ -58,7 +59,13 @@ CheckpointManagerOptions manager_options(const Context& context) {
   return options;
 }
 
+Error for_a_store_only() {
+  return {.code = Code::kInvalidArgument, .what = "--force is for object stores", .next_step = "leave it out"};
+}
+
 Result<Json> gc(const Context& context) {
+  if (is_url(context.arguments.path)) return gc_of_store(context);
+  if (context.arguments.force) return for_a_store_only();
   TORPOR_ASSIGN(const auto manager,
                 CheckpointManager::open(context.file_system, context.arguments.path, manager_options(context)));
   TORPOR_ASSIGN(const std::vector<std::string> gone, manager->collect(context.arguments.dry_run));
@@ -72,6 +79,7 @@ Result<Json> gc(const Context& context) {
 }
 
 std::string show_gc(const Json& json) {
+  if (json.contains("url")) return show_gc_of_store(json);
   std::string text;
   for (const Json& name : json["removed"])
     text += fmt::format("{} {}\n", json["dry_run"] ? "would remove" : "removed", cell(name));
@@ -79,6 +87,8 @@ std::string show_gc(const Json& json) {
 }
 
 Result<Json> rm(const Context& context) {
+  if (is_url(context.arguments.path)) return rm_of_store(context);
+  if (context.arguments.force) return for_a_store_only();
   std::string path = context.arguments.path;
   while (path.size() > 1 && path.ends_with('/')) path.pop_back();
   const size_t slash = path.rfind('/');
@@ -117,13 +127,16 @@ Verb repair_verb() {
 }
 Verb gc_verb() {
   return {.name = "gc",
-          .help = "removes leftovers, and checkpoints that are not to be kept; never the last good one",
-          .json = "directory, dry_run, removed, left",
+          .help = "removes leftovers, and checkpoints that are not to be kept; never the last good one. Of a URL: what no "
+                  "checkpoint names, while nobody pushes",
+          .json = "directory, dry_run, removed, left; of a URL: url, dry_run, removed, left, removed_parts, "
+                  "removed_answers",
           .declare =
               [](CLI::App& app, Arguments& a) {
-                a.keep = 1 << 30;
-                app.add_option("directory", a.path, "a directory of checkpoints")->required();
-                app.add_option("--keep", a.keep, "so many of the newest; default: all")->check(CLI::Range(1, 1 << 30));
+                a.keep = kKeepAll;
+                app.add_option("directory", a.path, "a directory of checkpoints, or the URL of a store")->required();
+                app.add_option("--keep", a.keep, "so many of the newest; default: all")->check(CLI::Range(1, kKeepAll));
+                app.add_flag("--force", a.force, "of a URL: also what its owner goes on from");
                 app.add_option("--max-age", a.max_age_seconds, "seconds, or 36h, 7d; older ones go")
                     ->transform(CLI::AsNumberWithUnit(
                         std::map<std::string, double>{{"s", 1}, {"m", 60}, {"h", 3600}, {"d", 86400}},
@@ -137,11 +150,12 @@ Verb gc_verb() {
 }
 Verb rm_verb() {
   return {.name = "rm",
-          .help = "removes one checkpoint; others that link its files keep them",
+          .help = "removes one checkpoint; others that link its files keep them. Of a URL: its parts stay until gc",
           .json = "removed, dry_run",
           .declare =
               [](CLI::App& app, Arguments& a) {
-                app.add_option("path", a.path, "the checkpoint, DIRECTORY/g-000001")->required();
+                app.add_option("path", a.path, "the checkpoint, DIRECTORY/g-000001, or URL/NAME")->required();
+                app.add_flag("--force", a.force, "of a URL: also what its owner goes on from");
                 app.add_flag("-n,--dry-run", a.dry_run, "only says what would go");
               },
           .ask = rm,

@@ -1,4 +1,4 @@
-// push, pull, and ls of a URL: checkpoints in an object store.
+// push, pull, and ls, gc and rm of a URL: checkpoints in an object store.
 #include "tools/torpor/remote.h"
 
 #include <fmt/format.h>
@@ -6,6 +6,7 @@
 
 #include "remote/checkpoint_copies.h"
 #include "remote/open_store.h"
+#include "remote/store_removal.h"
 #include "tools/torpor/fits.h"
 #include "tools/torpor/text.h"
 
@@ -118,6 +119,44 @@ std::string show_ls_of_store(const Json& json) {
     }
   }
   return table(rows);
+}
+
+Result<Json> gc_of_store(const Context& context) {
+  const Arguments& arguments = context.arguments;
+  if (arguments.max_age_seconds >= 0 || arguments.max_total_bytes > 0)
+    return Error{.code = Code::kInvalidArgument,
+                 .what = "--max-age and --max-bytes are for a directory",
+                 .next_step = "use --keep"};
+  TORPOR_ASSIGN(const auto store,
+                remote::open_object_store(context.file_system, arguments.path, context.interrupted));
+  TORPOR_ASSIGN(const remote::RemovalReport report,
+                remote::remove_unnamed(*store, system_clock(),
+                                       {.force = arguments.force,
+                                        .dry_run = arguments.dry_run,
+                                        .keep = arguments.keep == kKeepAll ? 0 : arguments.keep}));
+  return Json{{"url", store->url()},           {"dry_run", arguments.dry_run},     {"removed", report.checkpoints},
+              {"left", report.left},           {"removed_parts", report.parts},    {"removed_answers", report.answers}};
+}
+
+std::string show_gc_of_store(const Json& json) {
+  const std::string removed = json["dry_run"] ? "would remove" : "removed";
+  std::string text;
+  for (const Json& name : json["removed"]) text += fmt::format("{} {}\n", removed, cell(name));
+  return text + fmt::format("{} {} parts and {} logs of answers that nothing names; {} checkpoints are left\n", removed,
+                            cell(json["removed_parts"]), cell(json["removed_answers"]), cell(json["left"]));
+}
+
+Result<Json> rm_of_store(const Context& context) {
+  const Arguments& arguments = context.arguments;
+  const Named from = named(arguments.path);
+  if (from.name.empty())
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("{} is not a checkpoint", arguments.path),
+                 .next_step = "name one of a store, as URL/NAME; torpor ls says the names"};
+  TORPOR_ASSIGN(const auto store, remote::open_object_store(context.file_system, from.url, context.interrupted));
+  TORPOR_TRY(remote::remove_pushed(*store, from.name, system_clock(),
+                                   {.force = arguments.force, .dry_run = arguments.dry_run}));
+  return Json{{"removed", from.name}, {"dry_run", arguments.dry_run}};
 }
 
 Verb push_verb() {

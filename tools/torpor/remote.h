@@ -1,4 +1,4 @@
-// ls of a URL: what checkpoints an object store has.
+// ls, gc and rm of a URL: what checkpoints an object store has, and what goes from it.
 #pragma once
 
 #include <string>
@@ -10,5 +10,8 @@ namespace torpor::cli {
 bool is_url(const std::string& path);
 Result<Json> ls_of_store(const Context& context);
 std::string show_ls_of_store(const Json& json);
+Result<Json> gc_of_store(const Context& context);
+std::string show_gc_of_store(const Json& json);
+Result<Json> rm_of_store(const Context& context);
 
 }  // namespace torpor::cli

@@ -24,6 +24,9 @@ Verb absent(const char* name) {
 bool is_url(const std::string& path) { return path.find("://") != std::string::npos; }
 Result<Json> ls_of_store(const Context&) { return lacks_it(); }
 std::string show_ls_of_store(const Json&) { return {}; }
+Result<Json> gc_of_store(const Context&) { return lacks_it(); }
+std::string show_gc_of_store(const Json&) { return {}; }
+Result<Json> rm_of_store(const Context&) { return lacks_it(); }
 Verb push_verb() { return absent("push"); }
 Verb pull_verb() { return absent("pull"); }
 

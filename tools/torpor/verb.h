@@ -38,6 +38,8 @@ struct ExitCode {
 const std::vector<ExitCode>& exit_codes();
 Exit exit_for(Code code);
 
+inline constexpr int kKeepAll = 1 << 30;  // gc
+
 // All that a command line can say. A verb reads what it declared.
 struct Arguments {
   std::string path;
@@ -53,6 +55,7 @@ struct Arguments {
   int threads = 0;
   bool quick = false;
   bool dry_run = false;
+  bool force = false;             // gc, rm of a URL
   std::string format;             // events
   std::string types;              // events
   std::string match;              // events

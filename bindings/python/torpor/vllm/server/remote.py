@@ -34,9 +34,16 @@ class Remote:
                 "install libcurl and pugixml with their headers, then build it on this machine: pip install .",
             )
         self._settings, self._directory = settings, Path(options.dir)
-        self._home = _core.RemoteHome(settings.remote, settings.remote_term, options.key_file)
+        self._home = _core.RemoteHome(
+            settings.remote, settings.remote_term, options.key_file, settings.remote_address
+        )
         self._answers = str(self._directory / "answers")
         self._asking = asyncio.Lock()  # one operation of the store's record at a time
+
+    @property
+    def owner_address(self) -> str:
+        """Where clients find the server that owned when this one looked last; empty: it is this one, or nobody said."""
+        return self._home.owner_address
 
     async def arrive(self, fingerprint: dict) -> str:
         """Owns it, and brings what is newest into the directory. Returns the checkpoint's path; empty: the directory's

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, HTTPException, Query, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from vllm.v1.engine.exceptions import EngineDeadError
 
 import torpor.console
@@ -230,6 +230,9 @@ def routes() -> APIRouter:
         `from`: tokens that the reader has; `from_text`: characters; one number a choice, or one for all.
         """
         life = server(raw_request)
+        if life.recorder is None and life.remote is not None and (owner := life.remote.owner_address):
+            query = f"?{raw_request.url.query}" if raw_request.url.query else ""
+            return RedirectResponse(f"{owner}{raw_request.url.path}{query}", 307)
         ids = choices(life, response, raw_request)
         if from_tokens is None and from_text is None:
             from_tokens = raw_request.headers.get("Last-Event-ID", "0")

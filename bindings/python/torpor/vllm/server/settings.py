@@ -35,6 +35,11 @@ class Settings:
         "server elsewhere goes on from them when this one has ended",
     )
     remote_term: float = _setting(30.0, "seconds of silence after which another server takes over from this one")
+    remote_address: str = _setting(
+        "",
+        "http://HOST:PORT at which clients find this server: another one that waits for it sends them here; "
+        "default: none",
+    )
     on_sigterm: str = _setting(
         "checkpoint", "checkpoint: sleep to disk, then end; stop: as vLLM does", ("checkpoint", "stop")
     )

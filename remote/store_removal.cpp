@@ -1,0 +1,154 @@
+#include "remote/store_removal.h"
+
+#include <algorithm>
+#include <unordered_set>
+
+#include <fmt/format.h>
+
+#include "remote/answer_copies.h"
+#include "remote/checkpoint_copies.h"
+#include "remote/owner_record.h"
+#include "remote/store_leases.h"
+
+namespace torpor::remote {
+namespace {
+
+constexpr int kLooks = 5;  // an owner replaces its record now and then
+constexpr std::string_view kParts = "parts/";
+
+// The newest owner's record; an empty one: nobody ever owned.
+Result<OwnerRecord> newest_owner(ObjectStore& store) {
+  for (int look = 0;; ++look) {
+    TORPOR_ASSIGN(const std::vector<std::string> keys, store.list(kOwnerPrefix));
+    std::optional<uint64_t> number;
+    for (const std::string& key : keys) number = std::max(number, owner_number(key));
+    if (!number) return OwnerRecord{};
+    const Result<std::vector<std::byte>> text = get_whole(store, owner_key(*number), kMostOwnerBytes);
+    if (text) return decode_owner({reinterpret_cast<const char*>(text->data()), text->size()}, *number);
+    if (text.error().code != Code::kNotFound || look == kLooks) return text.error();
+  }
+}
+
+Result<std::vector<std::string>> all_parts(ObjectStore& store) {
+  Result<std::vector<std::string>> all = store.list(kParts);
+  if (all || all.error().code != Code::kResourceExhausted) return all;
+  std::vector<std::string> parts;
+  for (int first = 0; first < 256; ++first) {
+    TORPOR_ASSIGN(const std::vector<std::string> some, store.list(fmt::format("{}{:02x}/", kParts, first)));
+    parts.insert(parts.end(), some.begin(), some.end());
+  }
+  return parts;
+}
+
+struct Going {
+  std::vector<std::string> keys;  // in this order
+  RemovalReport report;
+};
+
+Result<Going> what_goes(ObjectStore& store, const RemovalOptions& options) {
+  TORPOR_ASSIGN(const OwnerRecord owner, newest_owner(store));
+  // Before what names them: a part that comes meanwhile is not among them.
+  TORPOR_ASSIGN(const std::vector<std::string> parts, all_parts(store));
+  TORPOR_ASSIGN(const std::vector<std::string> logs, store.list(kAnswersPrefix));
+  TORPOR_ASSIGN(const std::vector<PushedCheckpoint> pushed, list_pushed(store));
+  Going going;
+  std::unordered_set<std::string> named;
+  for (size_t i = 0; i < pushed.size(); ++i) {
+    const PushedCheckpoint& each = pushed[i];
+    const bool newest = options.keep == 0 || i + static_cast<size_t>(options.keep) >= pushed.size();
+    if (!newest && (options.force || each.name != owner.checkpoint)) {
+      going.keys.push_back(index_key(each.name));
+      going.report.checkpoints.push_back(each.name);
+      continue;
+    }
+    if (!each.readable) return each.problem.within(fmt::format("what {} names is not known", each.name));
+    ++going.report.left;
+    for (const IndexedFile& file : each.index.files) {
+      for (const std::string& hash : file.parts) named.insert(part_key(hash));
+    }
+  }
+  for (const std::string& key : logs) {
+    const std::string hash = key.substr(kAnswersPrefix.size());
+    if (hash != owner.answers) {
+      going.keys.push_back(key);
+      ++going.report.answers;
+      continue;
+    }
+    TORPOR_ASSIGN(const std::vector<IndexedFile> files, read_answers(store, hash));
+    for (const IndexedFile& file : files) {
+      for (const std::string& part : file.parts) named.insert(part_key(part));
+    }
+  }
+  for (const std::string& key : parts) {
+    if (named.contains(key)) continue;
+    going.keys.push_back(key);
+    ++going.report.parts;
+  }
+  return going;
+}
+
+}  // namespace
+
+Status remove_pushed(ObjectStore& store, const std::string& name, const Clock& clock, const RemovalOptions& options) {
+  return catching([&]() -> Status {
+    const std::string key = index_key(name);
+    TORPOR_ASSIGN(const std::optional<uint64_t> there, store.size(key));
+    if (!there)
+      return Error{.code = Code::kNotFound,
+                   .what = fmt::format("there is no checkpoint {} in {}", name, store.url()),
+                   .next_step = "see what there is with torpor ls"};
+    const auto refused = [&]() -> Status {
+      TORPOR_ASSIGN(const OwnerRecord owner, newest_owner(store));
+      if (options.force || owner.checkpoint != name) return ok();
+      return Error{.code = Code::kFailedPrecondition,
+                   .what = fmt::format("a server goes on from {}, or will", name),
+                   .next_step = "push a newer one first, or force it"};
+    };
+    if (options.dry_run) return refused();
+    TORPOR_ASSIGN(StoreLease lease, StoreLease::begin(store, LeaseKind::kRemoval, clock));
+    if (const Status no = refused(); !no) {
+      TORPOR_TRY(lease.end(store));
+      return no;
+    }
+    TORPOR_TRY(store.remove(key));
+    return lease.end(store);
+  });
+}
+
+Result<RemovalReport> remove_unnamed(ObjectStore& store, const Clock& clock, const RemovalOptions& options) {
+  return catching([&]() -> Result<RemovalReport> {
+    RemovalReport report;
+    while (true) {
+      std::optional<StoreLease> lease;
+      if (!options.dry_run) {
+        TORPOR_ASSIGN(lease, StoreLease::begin(store, LeaseKind::kRemoval, clock));
+      }
+      Result<Going> going = what_goes(store, options);
+      if (!going) {
+        if (lease) (void)lease->end(store);  // nothing went
+        return going.error();
+      }
+      report.left = going->report.left;
+      size_t gone = 0;
+      // A removal whose outcome is unknown may come late: then the lease stays, and pushes wait for its end.
+      for (; lease && gone < going->keys.size() && !lease->over(); ++gone) TORPOR_TRY(store.remove(going->keys[gone]));
+      if (lease) TORPOR_TRY(lease->end(store));
+      const bool done = options.dry_run || gone == going->keys.size();
+      for (size_t i = 0; i < (options.dry_run ? going->keys.size() : gone); ++i) {
+        const std::string& key = going->keys[i];
+        if (i < going->report.checkpoints.size()) {
+          report.checkpoints.push_back(going->report.checkpoints[i]);
+        } else {
+          ++(key.starts_with(kParts) ? report.parts : report.answers);
+        }
+      }
+      if (done) return report;
+      if (gone == 0)
+        return Error{.code = Code::kTimeout,
+                     .what = fmt::format("{} did not say what it has in time", store.url()),
+                     .next_step = "remove what is under one prefix less"};
+    }
+  });
+}
+
+}  // namespace torpor::remote
