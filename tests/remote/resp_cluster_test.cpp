@@ -1,6 +1,6 @@
 // KV blocks on a real cluster of three Redis servers: slots on their way, and a node that is killed or stands still.
 #include "remote/resp_store.h"
-#include "tests/contract/store_contract.h"
+#include "tests/contract/store_world.h"
 #include "tests/remote/redis_cluster.h"
 #include "tests/support/manual_clock.h"
 
