@@ -148,13 +148,16 @@ void bind_remote(py::module_& module) {
       .def_property_readonly(
           "before", [](const RemoteHome& self) { return self.ownership.before(); },
           "The holder from whom this one took over; empty: none.")
-      .def_property_readonly(
+      .def(
           "owner_address",
-          [](const RemoteHome& self) {
-            const remote::OwnerRecord newest = self.ownership.newest();
+          [](RemoteHome& self) {
+            const remote::OwnerRecord newest = value_or_raise(without_lock([&] {
+              self.limit->begin();
+              return remote::newest_owner(*self.records);
+            }));
             return newest.free || newest.holder == self.holder ? std::string() : newest.address;
           },
-          "At which the other one serves clients that owned when this one looked last; empty: nobody did, or said so.")
+          "At which another one that owns serves clients; empty: none does, or it did not say.")
       .def_property_readonly("term", [](const RemoteHome& self) { return self.ownership.newest().term; })
       .def(
           "send",

@@ -1,5 +1,7 @@
 #include "remote/ownership.h"
 
+#include <algorithm>
+
 #include <fmt/format.h>
 
 namespace torpor::remote {
@@ -103,6 +105,19 @@ Result<OwnershipAnswer> Ownership::ask(const OwnershipCall& call) {
     case OwnershipCall::Kind::kRemove: TORPOR_TRY(store_.remove(key)); return answer;
   }
   return answer;
+}
+
+Result<OwnerRecord> newest_owner(ObjectStore& store) {
+  constexpr int kLooks = 5;  // an owner replaces its record now and then
+  for (int look = 1;; ++look) {
+    TORPOR_ASSIGN(const std::vector<std::string> keys, store.list(kOwnerPrefix));
+    std::optional<uint64_t> number;
+    for (const std::string& key : keys) number = std::max(number, owner_number(key));
+    if (!number) return OwnerRecord{};
+    const Result<std::vector<std::byte>> text = get_whole(store, owner_key(*number), kMostOwnerBytes);
+    if (text) return decode_owner({reinterpret_cast<const char*>(text->data()), text->size()}, *number);
+    if (text.error().code != Code::kNotFound || look == kLooks) return text.error();
+  }
 }
 
 }  // namespace torpor::remote

@@ -42,4 +42,7 @@ class Ownership {
   OwnershipSteps steps_ TORPOR_GUARDED_BY(mutex_);
 };
 
+// Of whoever owns, or did last; an empty one: nobody ever did.
+Result<OwnerRecord> newest_owner(ObjectStore& store);
+
 }  // namespace torpor::remote

@@ -7,27 +7,13 @@
 
 #include "remote/answer_copies.h"
 #include "remote/checkpoint_copies.h"
-#include "remote/owner_record.h"
+#include "remote/ownership.h"
 #include "remote/store_leases.h"
 
 namespace torpor::remote {
 namespace {
 
-constexpr int kLooks = 5;  // an owner replaces its record now and then
 constexpr std::string_view kParts = "parts/";
-
-// The newest owner's record; an empty one: nobody ever owned.
-Result<OwnerRecord> newest_owner(ObjectStore& store) {
-  for (int look = 0;; ++look) {
-    TORPOR_ASSIGN(const std::vector<std::string> keys, store.list(kOwnerPrefix));
-    std::optional<uint64_t> number;
-    for (const std::string& key : keys) number = std::max(number, owner_number(key));
-    if (!number) return OwnerRecord{};
-    const Result<std::vector<std::byte>> text = get_whole(store, owner_key(*number), kMostOwnerBytes);
-    if (text) return decode_owner({reinterpret_cast<const char*>(text->data()), text->size()}, *number);
-    if (text.error().code != Code::kNotFound || look == kLooks) return text.error();
-  }
-}
 
 Result<std::vector<std::string>> all_parts(ObjectStore& store) {
   Result<std::vector<std::string>> all = store.list(kParts);

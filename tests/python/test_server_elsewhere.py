@@ -8,10 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from servers import ALICE, BUCKET, Client, Reading, S3Server, make_server, sampling
 from torpor import _core
-from torpor.errors import Busy, Unsupported
+from torpor.errors import Busy, InvalidArgument, Unsupported
 from torpor.vllm.server.remote import Remote
+from torpor.vllm.server.routes import routes
 from torpor.vllm.server.settings import Settings
 
 pytestmark = pytest.mark.slow
@@ -36,15 +39,40 @@ def s3(tmp_path_factory):
 
 def test_of_many_that_want_to_own_one_does(s3):
     """The lock is the store's own conditional write."""
-    homes = [_core.RemoteHome(f"s3://{BUCKET}/owners", 60) for _ in range(6)]
+    homes = [_core.RemoteHome(f"s3://{BUCKET}/owners", 60, address=f"http://10.0.0.{n}:80") for n in range(6)]
     with ThreadPoolExecutor(len(homes)) as threads:
         assert sorted(threads.map(lambda home: home.take(), homes)) == [False] * 5 + [True]
     [owner] = [home for home in homes if home.owns()]
     others = [home for home in homes if home is not owner]
     owner.renew()
+    assert {home.owner_address() for home in others} == {f"http://10.0.0.{homes.index(owner)}:80"}
+    assert owner.owner_address() == ""
     assert not any(home.take() for home in others)
     owner.release()
+    assert others[1].owner_address() == ""  # nobody's any more
     assert others[0].take() and others[0].before == owner.holder
+    with pytest.raises(InvalidArgument):
+        _core.RemoteHome(f"s3://{BUCKET}/owners", 60, address="http://a/b")
+
+
+def test_a_replica_that_does_not_own_sends_readers_to_the_owner():
+    """One that gave up waiting: it has no answers, and listens."""
+
+    async def owner_address():
+        return owner
+
+    life = SimpleNamespace(recorder=None, state="failed", remote=SimpleNamespace(owner_address=owner_address))
+    app = FastAPI()
+    app.state.torpor = life
+    app.include_router(routes())
+    with TestClient(app, follow_redirects=False) as client:
+        owner = "http://10.0.0.1:80"
+        sent = client.get("/torpor/requests/chatcmpl-1/stream?from_text=12")
+        assert (sent.status_code, sent.headers["location"]) == (
+            307, "http://10.0.0.1:80/torpor/requests/chatcmpl-1/stream?from_text=12",
+        )  # fmt: skip
+        owner = ""
+        assert client.get("/torpor/requests/chatcmpl-1/stream").status_code == 503
 
 
 def test_a_store_that_cannot_be_reached_holds_nobody_up(s3):

@@ -55,6 +55,27 @@ TEST(Ownership, WhatIsGivenBackIsTakenAtOnce) {
   EXPECT_TRUE(value_of(second.take()));
 }
 
+TEST(Ownership, WhoWaitsKnowsWhereTheOwnerServesClients) {
+  test::StoreInMemory store;
+  test::ManualClock clock;
+  Ownership first(store, clock, holder('a'), 10s, "http://10.0.0.1:8000");
+  Ownership second(store, clock, holder('b'), 10s);
+  EXPECT_TRUE(value_of(first.take()));
+  EXPECT_FALSE(value_of(second.take()));
+  EXPECT_EQ(second.newest().address, "http://10.0.0.1:8000");
+  EXPECT_TRUE(first.renew());
+  EXPECT_FALSE(value_of(second.take()));
+  EXPECT_EQ(second.newest().address, "http://10.0.0.1:8000");
+  EXPECT_TRUE(first.release());
+  EXPECT_TRUE(value_of(second.take()));
+  EXPECT_EQ(second.newest().address, "");
+  OwnerRecord record = first.newest();
+  for (const char* no : {"ftp://a", "http://", "http://a/b", "http://a?b", "http://a@b", "http://a\r\nb", "a:80"}) {
+    record.address = no;
+    EXPECT_FALSE(decode_owner(encode_owner(record), record.number)) << no;
+  }
+}
+
 TEST(Ownership, AStoreThatFailsAtAnyCallLeavesOneOwner) {
   for (const bool after : {false, true}) {
     for (uint64_t failing = 1; failing <= 12; ++failing) {

@@ -65,6 +65,26 @@ def test_a_checkpoint_comes_back_as_it_was(server, tmp_path):
     assert torpor(server, "verify", pulled["path"])["whole"]
 
 
+def test_what_is_not_wanted_any_more_goes(server, tmp_path):
+    url = f"s3://{BUCKET}/removed"
+    name = torpor(server, "push", SMALL, url)["name"]
+    assert torpor(server, "gc", url)["removed_parts"] == 0
+    assert torpor(server, "rm", f"{url}/{name}", "--dry-run")["dry_run"]
+    pulled = torpor(server, "pull", url, tmp_path / "to")
+    assert files(pulled["path"]) == files(SMALL)
+    assert torpor(server, "rm", f"{url}/{name}")["removed"] == name
+    assert torpor(server, "ls", url)["checkpoints"] == []
+    would = torpor(server, "gc", url, "--dry-run")
+    gone = torpor(server, "gc", url)
+    assert would["removed_parts"] == gone["removed_parts"] > 0 and gone["left"] == 0
+    assert torpor(server, "gc", url)["removed_parts"] == 0
+    assert torpor(server, "push", SMALL, url)["moved_bytes"] == pulled["bytes"]  # nothing of it was left
+    assert torpor(server, "rm", f"{url}/{name[:-2]}00", code=3)["error"]["code"] == "not_found"
+    assert torpor(server, "rm", url, code=2)["error"]["next_step"].startswith("name one of a store")
+    assert torpor(server, "gc", url, "--max-age", "1d", code=2)["error"]["next_step"] == "use --keep"
+    assert torpor(server, "gc", url, code=7, environment=server.reader)["error"]["code"] == "unauthenticated"
+
+
 def test_of_several_at_once_one_creates_it(server):
     url = f"s3://{BUCKET}/race"
     results = [result(process) for process in [start(server, "push", SMALL, url) for _ in range(6)]]

@@ -40,10 +40,14 @@ class Remote:
         self._answers = str(self._directory / "answers")
         self._asking = asyncio.Lock()  # one operation of the store's record at a time
 
-    @property
-    def owner_address(self) -> str:
-        """Where clients find the server that owned when this one looked last; empty: it is this one, or nobody said."""
-        return self._home.owner_address
+    async def owner_address(self) -> str:
+        """Where clients find the server that owns; empty: it is this one, or nobody knows."""
+        try:
+            async with self._asking:
+                return await asyncio.to_thread(self._home.owner_address)
+        except Error as problem:
+            logger.warning("torpor: it is not known who owns: %s", problem)
+            return ""
 
     async def arrive(self, fingerprint: dict) -> str:
         """Owns it, and brings what is newest into the directory. Returns the checkpoint's path; empty: the directory's

@@ -230,7 +230,7 @@ def routes() -> APIRouter:
         `from`: tokens that the reader has; `from_text`: characters; one number a choice, or one for all.
         """
         life = server(raw_request)
-        if life.recorder is None and life.remote is not None and (owner := life.remote.owner_address):
+        if life.recorder is None and life.remote is not None and (owner := await life.remote.owner_address()):
             query = f"?{raw_request.url.query}" if raw_request.url.query else ""
             return RedirectResponse(f"{owner}{raw_request.url.path}{query}", 307)
         ids = choices(life, response, raw_request)

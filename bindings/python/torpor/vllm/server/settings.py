@@ -37,8 +37,8 @@ class Settings:
     remote_term: float = _setting(30.0, "seconds of silence after which another server takes over from this one")
     remote_address: str = _setting(
         "",
-        "http://HOST:PORT at which clients find this server: another one that waits for it sends them here; "
-        "default: none",
+        "http://HOST:PORT at which clients find this server: another one that is not ready because this one owns sends "
+        "them here; default: none",
     )
     on_sigterm: str = _setting(
         "checkpoint", "checkpoint: sleep to disk, then end; stop: as vLLM does", ("checkpoint", "stop")
