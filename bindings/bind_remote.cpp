@@ -167,9 +167,7 @@ void bind_remote(py::module_& module) {
           py::arg("checkpoint"), py::arg("answers"), "Copies them there; nobody goes on from them yet.")
       .def(
           "publish",
-          [](RemoteHome& self, const Sent& sent) {
-            value_or_raise(without_lock([&] { return publish(self, sent); }));
-          },
+          [](RemoteHome& self, const Sent& sent) { value_or_raise(without_lock([&] { return publish(self, sent); })); },
           py::arg("sent"), "The next owner goes on from these. Raises Aborted: it is another one already.")
       .def(
           "fetch",

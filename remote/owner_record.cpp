@@ -46,8 +46,8 @@ bool is_address(std::string_view text) {
 }
 
 std::string encode_owner(const OwnerRecord& record) {
-  return Json{{"torpor_owner", kOwnerFormat},    {"number", record.number},  {"term", record.term},
-              {"holder", record.holder},         {"free", record.free},      {"milliseconds", record.milliseconds},
+  return Json{{"torpor_owner", kOwnerFormat},    {"number", record.number},   {"term", record.term},
+              {"holder", record.holder},         {"free", record.free},       {"milliseconds", record.milliseconds},
               {"checkpoint", record.checkpoint}, {"answers", record.answers}, {"address", record.address}}
       .dump();
 }

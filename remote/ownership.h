@@ -14,7 +14,8 @@ namespace torpor::remote {
 // Threads: those that ask the store from one at a time, the others from any thread meanwhile.
 class Ownership {
  public:
-  // `holder`: 32 random hexadecimal digits. `address`: at which it serves clients. The store and the clock outlive this.
+  // `holder`: 32 random hexadecimal digits. `address`: at which it serves clients. The store and the clock outlive
+  // this.
   Ownership(ObjectStore& store, const Clock& clock, std::string holder, std::chrono::milliseconds term,
             std::string address = "");
 

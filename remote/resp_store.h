@@ -10,8 +10,8 @@
 //
 // Every call has a deadline. In it, what passes is tried again after a pause of random length. After a few failures in
 // a row a node is not asked for a while (remote/breaker.h): calls for what it has fail at once. Where no node is asked,
-// accepting() is false until it is time to try. While others wait to be asked, a node may take no more than a quarter of
-// what is left of the call's time. A server without room gets nothing for a second.
+// accepting() is false until it is time to try. While others wait to be asked, a node may take no more than a quarter
+// of what is left of the call's time. A server without room gets nothing for a second.
 //
 // Threads: all methods from any; each thread that calls has a connection of its own to each node.
 #pragma once
@@ -76,7 +76,7 @@ class RespStore final : public Store {
     std::optional<Error> failure{};
   };
   using NodesAsked = std::map<std::string, NodeAsked>;  // of one call
-  struct Known {  // of a slot
+  struct Known {                                        // of a slot
     BlockKey key;
     Digest space;
     StoredRecord record;

@@ -86,7 +86,8 @@ bool RespStore::ask_node(const std::string& node, std::span<Item* const> items, 
     for (Item* const item : items) {
       nodes_.forget(item->key);
       item->over = true;
-      item->status = unavailable(fmt::format("{} of the remote store did not answer; it is not asked for a while", node));
+      item->status =
+          unavailable(fmt::format("{} of the remote store did not answer; it is not asked for a while", node));
     }
     return false;
   }
@@ -114,8 +115,7 @@ void RespStore::tell_breakers(const NodesAsked& asked) {
     if (state.answered) {
       if (nodes_.answered(node)) log().info("KV connector: {} of the remote store answers again", node);
     } else if (state.failure && nodes_.failed(node)) {
-      log().warn("KV connector: {} of the remote store is not asked for a while: {}", node,
-                 state.failure->to_string());
+      log().warn("KV connector: {} of the remote store is not asked for a while: {}", node, state.failure->to_string());
     }
   }
 }

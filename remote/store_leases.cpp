@@ -63,20 +63,21 @@ Result<StoreLease> StoreLease::begin(ObjectStore& store, LeaseKind kind, const C
     if (other.empty()) return lease;
     TORPOR_TRY(lease.end(store));
     if (clock.now() >= waits_until)
-      return Error{.code = Code::kUnavailable,
-                   .what = fmt::format("{} is under way in {} ({})",
-                                       other.find(kPush) == std::string::npos ? "a removal" : "a push", store.url(), other),
-                   .next_step = "try again later; if whoever began it was killed, remove that object"};
+      return Error{
+          .code = Code::kUnavailable,
+          .what = fmt::format("{} is under way in {} ({})",
+                              other.find(kPush) == std::string::npos ? "a removal" : "a push", store.url(), other),
+          .next_step = "try again later; if whoever began it was killed, remove that object"};
     std::this_thread::sleep_for(kLookAgain);
   }
 }
 
 Status StoreLease::check() const {
   if (!over()) return ok();
-  return Error{.code = Code::kAborted,
-               .what = fmt::format("this took longer than {} hours: parts may have been removed meanwhile",
-                                   kPushTerm.count()),
-               .next_step = "start it again: it goes on where it was"};
+  return Error{
+      .code = Code::kAborted,
+      .what = fmt::format("this took longer than {} hours: parts may have been removed meanwhile", kPushTerm.count()),
+      .next_step = "start it again: it goes on where it was"};
 }
 
 Status StoreLease::end(ObjectStore& store) { return store.remove(key_); }

@@ -2,9 +2,9 @@
 // there already and that no checkpoint may name yet.
 //
 // Records under leases/, of a push and of a removal. Each writes its own first and looks for the other kind then, so of
-// two that begin at once at least one sees the other. A push waits until removals have ended, a removal is refused while
-// a push is under way. A record ends by itself: who died holds nobody up for longer than its term and what clocks may
-// differ by.
+// two that begin at once at least one sees the other. A push waits until removals have ended, a removal is refused
+// while a push is under way. A record ends by itself: who died holds nobody up for longer than its term and what clocks
+// may differ by.
 #pragma once
 
 #include <chrono>
@@ -25,8 +25,8 @@ enum class LeaseKind : uint8_t { kPush, kRemoval };
 
 class StoreLease {
  public:
-  // kUnavailable: of the other kind one is under way (and, of a removal, any other removal); a push waits for `patience`
-  // first. `clock` outlives the result.
+  // kUnavailable: of the other kind one is under way (and, of a removal, any other removal); a push waits for
+  // `patience` first. `clock` outlives the result.
   static Result<StoreLease> begin(ObjectStore& store, LeaseKind kind, const Clock& clock,
                                   std::chrono::seconds patience = std::chrono::seconds(0));
   // kAborted: its time is over; what it relied on may be gone.

@@ -1,7 +1,7 @@
-// What goes from an ObjectStore: checkpoints that nobody wants any more, and what no checkpoint names. What the owner of
-// the store goes on from (remote/ownership.h) stays unless it is forced, and no push is under way meanwhile
-// (remote/store_leases.h). Names go before what they name: whoever dies in the middle leaves checkpoints that are whole,
-// and parts for the next removal. Whoever pulls a checkpoint that is removed gets an error.
+// What goes from an ObjectStore: checkpoints that nobody wants any more, and what no checkpoint names. What the owner
+// of the store goes on from (remote/ownership.h) stays unless it is forced, and no push is under way meanwhile
+// (remote/store_leases.h). Names go before what they name: whoever dies in the middle leaves checkpoints that are
+// whole, and parts for the next removal. Whoever pulls a checkpoint that is removed gets an error.
 #pragma once
 
 #include <string>
@@ -18,7 +18,8 @@ struct RemovalOptions {
   int keep = 0;          // remove_unnamed(): so many of the newest checkpoints; 0: all
 };
 
-// The checkpoint that list_pushed() calls so; its parts stay. kNotFound; kFailedPrecondition: it is owned; kUnavailable.
+// The checkpoint that list_pushed() calls so; its parts stay. kNotFound; kFailedPrecondition: it is owned;
+// kUnavailable.
 Status remove_pushed(ObjectStore& store, const std::string& name, const Clock& clock,
                      const RemovalOptions& options = {});
 

@@ -20,8 +20,8 @@ PROCESS = Path(__file__).parent / "connector_remote_process.py"
 
 @pytest.fixture(scope="module")
 def shared(zygote, tiny_model, tmp_path_factory):
-    """One engine after the other with the same server, over TLS; the second one sees the network between them slowed and
-    cut, where the kernel allows it, and the server stopped, then killed."""
+    """One engine after the other with the same server, over TLS; the second one sees the network between them slowed
+    and cut, where the kernel allows it, and the server stopped, then killed."""
     folder = tmp_path_factory.mktemp("shared")
     results = []
     with contextlib.ExitStack() as stack:

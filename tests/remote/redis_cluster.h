@@ -39,10 +39,27 @@ class RedisNode {
 
   // Debian's redis-tools have the server's program under the name of one of its tools, and start no service.
   void start() {
-    const std::vector<std::string> words = {
-        "redis-server", "--port", std::to_string(port_), "--cluster-port", std::to_string(bus_), "--bind", "127.0.0.1",
-        "--dir", folder_, "--cluster-enabled", "yes", "--cluster-require-full-coverage", "no", "--cluster-node-timeout",
-        "60000", "--save", "", "--appendonly", "no", "--logfile", folder_ + "/log"};
+    const std::vector<std::string> words = {"redis-server",
+                                            "--port",
+                                            std::to_string(port_),
+                                            "--cluster-port",
+                                            std::to_string(bus_),
+                                            "--bind",
+                                            "127.0.0.1",
+                                            "--dir",
+                                            folder_,
+                                            "--cluster-enabled",
+                                            "yes",
+                                            "--cluster-require-full-coverage",
+                                            "no",
+                                            "--cluster-node-timeout",
+                                            "60000",
+                                            "--save",
+                                            "",
+                                            "--appendonly",
+                                            "no",
+                                            "--logfile",
+                                            folder_ + "/log"};
     std::vector<char*> arguments;
     for (const std::string& word : words) arguments.push_back(const_cast<char*>(word.c_str()));
     arguments.push_back(nullptr);

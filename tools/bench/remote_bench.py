@@ -1,6 +1,6 @@
 """KV blocks of 2 MiB to a Redis server and back, over loopback, beside redis-benchmark, its own benchmark, with
-as many connections. Interleaved, medians of the rounds after one that only warms. Server and client share the cores. With
---engines (`remote_engines.py`) what that does for engines."""
+as many connections. Interleaved, medians of the rounds after one that only warms. Server and client share the cores.
+With --engines (`remote_engines.py`) what that does for engines."""
 
 from __future__ import annotations
 
@@ -77,8 +77,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tools/dev bench remote", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--blocks", type=int, default=96)
-    parser.add_argument("--engines", action="store_true",
-                        help="real engines: what a store costs a step and saves a prompt, and a pushed checkpoint's wake")  # fmt: skip
+    parser.add_argument("--engines", action="store_true", help="real engines: steps, first tokens, a pushed checkpoint")
     parser.add_argument("--lengths", default="512,1024,2048,4096,7936", help="of prompts, in tokens; of --engines")
     parser.add_argument("--only", choices=("steps", "first_token", "wake"), help="one part of --engines")
     parser.add_argument("--json", action="store_true")

@@ -51,7 +51,9 @@ def steps(model: str, folder: Path, rounds: int) -> dict:
     }
     result = {}
     for by, each in rates.items():
-        result[f"tokens_per_{by.removesuffix('s')}"] = {name: statistics.median(some) for name, some in each.items()} | {
+        result[f"tokens_per_{by.removesuffix('s')}"] = {
+            name: statistics.median(some) for name, some in each.items()
+        } | {
             f"{name}_of_without": statistics.median(a / b for a, b in zip(each[name], each["without"], strict=True))
             for name in ("on", "dead")
         }

@@ -127,10 +127,12 @@ Verb repair_verb() {
 }
 Verb gc_verb() {
   return {.name = "gc",
-          .help = "removes leftovers, and checkpoints that are not to be kept; never the last good one. Of a URL: what no "
-                  "checkpoint names, while nobody pushes",
-          .json = "directory, dry_run, removed, left; of a URL: url, dry_run, removed, left, removed_parts, "
-                  "removed_answers",
+          .help =
+              "removes leftovers, and checkpoints that are not to be kept; never the last good one. Of a URL: what no "
+              "checkpoint names, while nobody pushes",
+          .json =
+              "directory, dry_run, removed, left; of a URL: url, dry_run, removed, left, removed_parts, "
+              "removed_answers",
           .declare =
               [](CLI::App& app, Arguments& a) {
                 a.keep = kKeepAll;

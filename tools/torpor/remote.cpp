@@ -127,15 +127,14 @@ Result<Json> gc_of_store(const Context& context) {
     return Error{.code = Code::kInvalidArgument,
                  .what = "--max-age and --max-bytes are for a directory",
                  .next_step = "use --keep"};
-  TORPOR_ASSIGN(const auto store,
-                remote::open_object_store(context.file_system, arguments.path, context.interrupted));
+  TORPOR_ASSIGN(const auto store, remote::open_object_store(context.file_system, arguments.path, context.interrupted));
   TORPOR_ASSIGN(const remote::RemovalReport report,
                 remote::remove_unnamed(*store, system_clock(),
                                        {.force = arguments.force,
                                         .dry_run = arguments.dry_run,
                                         .keep = arguments.keep == kKeepAll ? 0 : arguments.keep}));
-  return Json{{"url", store->url()},           {"dry_run", arguments.dry_run},     {"removed", report.checkpoints},
-              {"left", report.left},           {"removed_parts", report.parts},    {"removed_answers", report.answers}};
+  return Json{{"url", store->url()}, {"dry_run", arguments.dry_run},  {"removed", report.checkpoints},
+              {"left", report.left}, {"removed_parts", report.parts}, {"removed_answers", report.answers}};
 }
 
 std::string show_gc_of_store(const Json& json) {

@@ -34,9 +34,7 @@ class Remote:
                 "install libcurl and pugixml with their headers, then build it on this machine: pip install .",
             )
         self._settings, self._directory = settings, Path(options.dir)
-        self._home = _core.RemoteHome(
-            settings.remote, settings.remote_term, options.key_file, settings.remote_address
-        )
+        self._home = _core.RemoteHome(settings.remote, settings.remote_term, options.key_file, settings.remote_address)
         self._answers = str(self._directory / "answers")
         self._asking = asyncio.Lock()  # one operation of the store's record at a time
 
