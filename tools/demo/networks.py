@@ -1,5 +1,5 @@
-"""Two networks of this machine's kernel with a wire between them, which can be slowed and cut: for tests of what happens
-between an engine and a store."""
+"""Two networks of this machine's kernel with a wire between them, which can be slowed and cut: for tests of what
+happens between an engine and a store."""
 
 from __future__ import annotations
 

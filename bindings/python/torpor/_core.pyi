@@ -156,7 +156,7 @@ class RemoteHome:
     """What a server has in an object store, and who may go on with it."""
 
     def __init__(
-        self, url: str, term_seconds: typing.SupportsFloat | typing.SupportsIndex, key_file: str | None = None
+        self, url: str, term_seconds: typing.SupportsFloat | typing.SupportsIndex, key_file: str | None = None, address: str = ''
     ) -> None: ...
     @property
     def before(self) -> str:
@@ -165,6 +165,8 @@ class RemoteHome:
         """The newest checkpoint and its answers come into the directory; its path, or empty: there is none."""
     @property
     def holder(self) -> str: ...
+    def owner_address(self) -> str:
+        """At which another one that owns serves clients; empty: none does, or it did not say."""
     def owns(self) -> bool: ...
     def publish(self, sent: SentCheckpoint) -> None:
         """The next owner goes on from these. Raises Aborted: it is another one already."""
