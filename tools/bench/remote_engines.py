@@ -152,7 +152,14 @@ def keys(environment: dict, server: S3Server, folder: Path) -> list[str]:
 def plain_download(server: S3Server, objects: list[str], to: Path) -> float:
     to.mkdir()
     began = time.monotonic()
-    words = [*_curl(server), "--parallel", "--parallel-immediate", "--parallel-max", str(CONNECTIONS)]
+    words = [
+        *_curl(server),
+        "--no-progress-meter",
+        "--parallel",
+        "--parallel-immediate",
+        "--parallel-max",
+        str(CONNECTIONS),
+    ]
     for number, key in enumerate(objects):
         words += ["-o", f"{to}/{number}", f"{server.environment['AWS_ENDPOINT_URL']}/{key}"]
     subprocess.run(words, check=True)
