@@ -38,6 +38,8 @@ json to_json(const RunOptions& run) {
           {"kv_of_step", of.kv_of_step},
           {"transfer_threads", of.transfer_threads},
           {"transfers_have_threads", of.transfers_have_threads},
+          {"late_job_bytes", of.late_job_bytes},
+          {"late_thread", of.late_thread},
           {"retain_kv_bytes", of.retain_kv_bytes ? json(*of.retain_kv_bytes) : json()},
           {"host_blocks", tiers.host_blocks},
           {"disk_blocks", tiers.disk_blocks},
@@ -73,6 +75,8 @@ RunOptions run_options_from(const json& words) {
   of.transfer_threads = words.at("transfer_threads");
   of.transfers_have_threads = words.at("transfers_have_threads");
   if (!words.at("retain_kv_bytes").is_null()) of.retain_kv_bytes = words.at("retain_kv_bytes").get<uint64_t>();
+  of.late_job_bytes = words.value("late_job_bytes", of.late_job_bytes);
+  of.late_thread = words.value("late_thread", of.late_thread);
   tiers.host_blocks = words.at("host_blocks");
   tiers.disk_blocks = words.at("disk_blocks");
   tiers.mode = words.at("lazy").get<bool>() ? OffloadMode::kLazy : OffloadMode::kEager;
@@ -225,9 +229,14 @@ Status ReferenceRun::carry_out(InputKind kind, const json& words, uint64_t a, ui
       if (old_kv < 0 || old_kv > static_cast<int>(OldKv::kAbort)) return damaged("old_kv");
       report_ = controller_->wake_up({.tags = words.at("tags"),
                                       .from_checkpoint = from.empty() ? std::string() : host_.directory + from,
-                                      .old_kv = static_cast<OldKv>(old_kv)});
+                                      .old_kv = static_cast<OldKv>(old_kv),
+                                      .early = words.value("early", false)});
       return ok();
     }
+    case InputKind::kContinueWake:
+      if (a > static_cast<uint64_t>(LateWait::kAll)) return damaged("wait");
+      progress_ = controller_->continue_wake(static_cast<LateWait>(a));
+      return ok();
     case InputKind::kLoadWeights: engine_->load_weights(a); return ok();
     case InputKind::kOther:
       if (host_.other) host_.other(a, b);
@@ -267,9 +276,16 @@ Result<SleepReport> ReferenceRun::sleep(const SleepOptions& options) {
 Result<SleepReport> ReferenceRun::wake(const WakeOptions& options) {
   std::string from = options.from_checkpoint;
   if (from.starts_with(host_.directory)) from.erase(0, host_.directory.size());
-  TORPOR_TRY(give(InputKind::kWake,
-                  {{"tags", options.tags}, {"from_checkpoint", from}, {"old_kv", static_cast<int>(options.old_kv)}}));
+  TORPOR_TRY(give(InputKind::kWake, {{"tags", options.tags},
+                                     {"from_checkpoint", from},
+                                     {"old_kv", static_cast<int>(options.old_kv)},
+                                     {"early", options.early}}));
   return std::move(*report_);
+}
+
+Result<WakeProgress> ReferenceRun::continue_wake(LateWait wait) {
+  TORPOR_TRY(give(InputKind::kContinueWake, {}, static_cast<uint64_t>(wait)));
+  return progress_;
 }
 
 void ReferenceRun::load_weights(uint64_t seed) { (void)give(InputKind::kLoadWeights, {}, seed); }

@@ -62,6 +62,7 @@ class ReferenceRun {
   void cancel(size_t offload);  // of engine().offloads()
   Result<SleepReport> sleep(const SleepOptions& options);
   Result<SleepReport> wake(const WakeOptions& options);
+  Result<WakeProgress> continue_wake(LateWait wait);
   void load_weights(uint64_t seed);
   void other(uint64_t a, uint64_t b);
 
@@ -84,6 +85,7 @@ class ReferenceRun {
   std::vector<reference::ReferenceOutput> outputs_;
   bool happened_ = false;
   std::optional<Result<SleepReport>> report_;
+  Result<WakeProgress> progress_ = WakeProgress{};
 };
 
 }  // namespace torpor::console

@@ -31,6 +31,14 @@ struct KvContents {
   uint64_t steps = 0;
 };
 
+// What became of blocks that an engine holds back: their content is there, or it is not and never will be; of the last
+// ones, a copy may still write into them, so that they must never be used again.
+struct ArrivedBlocks {
+  std::vector<int32_t> arrived{};
+  std::vector<int32_t> lost{};
+  std::vector<int32_t> unproven{};
+};
+
 class EngineHooks {
  public:
   virtual ~EngineHooks() = default;
@@ -77,6 +85,18 @@ class EngineHooks {
   virtual Result<std::vector<FailedRequest>> restore(const EngineCheckpoint& checkpoint) = 0;
   // Undoes restore().
   virtual Status forget_restored() = 0;
+
+  // Whether the engine can run while the content of some of its KV blocks is not there yet. If not, every wake brings
+  // back all of them first.
+  virtual bool can_hold_blocks() { return false; }
+  // From the next resume() on, until release_blocks() has named a block: no step reads or writes it, nobody else gets
+  // it, nothing of it is stored. All of them have a hash.
+  virtual Status hold_blocks(const std::vector<int32_t>& /*blocks*/) { return ok(); }
+  // Some of them have ended. Requests that have one without content are computed again; their ids. May be called again
+  // with the same ones, and with ones that are not held.
+  virtual Result<std::vector<std::string>> release_blocks(const ArrivedBlocks& /*blocks*/) {
+    return std::vector<std::string>{};
+  }
 
   // Sends an order to the memory of every worker rank (engine/rank_orders.h) and returns their replies, by rank.
   virtual Result<std::vector<Bytes>> call_ranks(const Bytes& order) = 0;

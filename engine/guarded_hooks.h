@@ -61,6 +61,16 @@ class GuardedHooks final : public EngineHooks {
   Status forget_restored() override {
     return guard("forget_restored", [&] { return hooks_.forget_restored(); });
   }
+  bool can_hold_blocks() override {
+    const Result<bool> can = guard("can_hold_blocks", [&]() -> Result<bool> { return hooks_.can_hold_blocks(); });
+    return can && *can;
+  }
+  Status hold_blocks(const std::vector<int32_t>& blocks) override {
+    return guard("hold_blocks", [&] { return hooks_.hold_blocks(blocks); });
+  }
+  Result<std::vector<std::string>> release_blocks(const ArrivedBlocks& blocks) override {
+    return guard("release_blocks", [&] { return hooks_.release_blocks(blocks); });
+  }
   Result<std::vector<Bytes>> call_ranks(const Bytes& order) override {
     return guard("call_ranks", [&] { return hooks_.call_ranks(order); });
   }

@@ -3,6 +3,12 @@
 #include <algorithm>
 
 namespace torpor {
+namespace {
+
+// Of the blocks, the requests that run first have at most one in so many, unless the first has more.
+constexpr size_t kShareOfFirst = 32;
+
+}  // namespace
 
 Result<std::vector<Bytes>> RankGroup::send_bytes(const Bytes& order) {
   TORPOR_ASSIGN(std::vector<Bytes> answers, hooks_.call_ranks(order));
@@ -33,12 +39,26 @@ BlockBytes block_bytes(const Described& described) {
   return bytes;
 }
 
-void name_blocks(orders::Save& save, const SchedulerCheckpoint& state, const std::vector<int32_t>& kept) {
+std::vector<std::string> requests_by_need(const SchedulerCheckpoint& state) {
   std::vector<std::string> requests;
   if (!state.workers.empty()) requests = state.workers.front().rows;
   for (const auto* queue : {&state.scheduler.running, &state.scheduler.held, &state.scheduler.waiting})
     requests.insert(requests.end(), queue->begin(), queue->end());
-  save.blocks = by_need(state.kv, requests, kept);
+  return requests;
+}
+
+std::vector<int32_t> blocks_by_need(const SchedulerCheckpoint& state) {
+  std::vector<int32_t> all;
+  for (const KvBlock& block : state.kv.blocks) all.push_back(block.id);
+  return by_need(state.kv, requests_by_need(state), all);
+}
+
+std::vector<int32_t> late_blocks_of(const SchedulerCheckpoint& state, const std::vector<int32_t>& blocks) {
+  return late_blocks(state.kv, requests_by_need(state), blocks, blocks.size() / kShareOfFirst);
+}
+
+void name_blocks(orders::Save& save, const SchedulerCheckpoint& state, const std::vector<int32_t>& kept) {
+  save.blocks = by_need(state.kv, requests_by_need(state), kept);
   save.stamps = stamps_of(state.kv, save.blocks);
   save.steps = state.kv.steps;
 }

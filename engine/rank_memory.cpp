@@ -96,7 +96,9 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                                                          .spill_directory = options.spill_directory,
                                                          .key = options.key,
                                                          .encrypt = options.encrypt,
-                                                         .spill_staging_bytes = options.spill_staging_bytes});
+                                                         .spill_staging_bytes = options.spill_staging_bytes,
+                                                         .late_job_bytes = options.late_job_bytes,
+                                                         .late_thread = options.late_thread && options.own_threads});
   if (options.arena_prefault_bytes > 0) memory->arena_->prefault_in_background(options.arena_prefault_bytes);
   return memory;
 }
@@ -120,6 +122,7 @@ Status RankMemory::free(DeviceAddress address) {
   TORPOR_TRY(same_process());
   const MutexLock lock(mutex_);
   const std::optional<RegionInfo> region = allocator_->region_at(address);
+  images_->end_late();  // what is unmapped now is written by nobody
   TORPOR_TRY(allocator_->free(address));
   images_->on_freed(*region);
   return ok();
@@ -140,6 +143,7 @@ Status RankMemory::read_saved(DeviceAddress address, std::span<std::byte> out) c
 
 Status RankMemory::set_kv_layout(std::string tag, KvLayout layout) {
   const MutexLock lock(mutex_);
+  TORPOR_TRY(images_->nothing_late());
   TORPOR_TRY(images_->set_kv_layout(std::move(tag), std::move(layout)));
   if (options_.events.on()) {  // an engine that never sleeps tells its memory, too
     RankLedger ledger;
@@ -190,6 +194,7 @@ Result<orders::Written::Reply> RankMemory::carry_out(const orders::Written& orde
 }
 
 Result<orders::Save::Reply> RankMemory::carry_out(const orders::Save& order) {
+  TORPOR_TRY(images_->nothing_late());
   const Watched watched(*transfers_, order.progress);
   const bool any = !order.tags.empty();  // the allocator takes none for all
   if (any) TORPOR_TRY(allocator_->begin_save(order.tags));
@@ -213,6 +218,7 @@ Result<orders::CancelSave::Reply> RankMemory::carry_out(const orders::CancelSave
 }
 
 Result<orders::Detach::Reply> RankMemory::carry_out(const orders::Detach& order) {
+  TORPOR_TRY(images_->nothing_late());
   (void)transfers_->drain();  // of blocks that an engine moves; what counts is that none is left
   TORPOR_TRY(transfers_->usable());
   orders::Detach::Reply reply;
@@ -232,11 +238,13 @@ Result<orders::Attach::Reply> RankMemory::carry_out(const orders::Attach& order)
 }
 
 Result<orders::Restore::Reply> RankMemory::carry_out(const orders::Restore& order) {
+  TORPOR_TRY(images_->nothing_late());
   const Watched watched(*transfers_, order.progress);
-  return images_->restore(order.tags);
+  return images_->restore(order);
 }
 
 Result<orders::CancelRestore::Reply> RankMemory::carry_out(const orders::CancelRestore& order) {
+  images_->cancel_late();
   TORPOR_TRY(allocator_->cancel_restore(order.tags));
   give_back_unused();
   return orders::CancelRestore::Reply{};
@@ -256,11 +264,17 @@ Result<orders::DigestTags::Reply> RankMemory::carry_out(const orders::DigestTags
 }
 
 Result<orders::LoadBlocks::Reply> RankMemory::carry_out(const orders::LoadBlocks& order) {
+  TORPOR_TRY(images_->nothing_late());
   const Watched watched(*transfers_, order.progress);
-  orders::LoadBlocks::Reply reply;
   images_->forget_blocks();
-  TORPOR_ASSIGN(reply.bytes, images_->load_blocks(order));
+  TORPOR_ASSIGN(orders::LoadBlocks::Reply reply, images_->load_blocks(order));
   give_back_unused();
+  return reply;
+}
+
+Result<orders::Arrivals::Reply> RankMemory::carry_out(const orders::Arrivals& order) {
+  orders::Arrivals::Reply reply = images_->arrivals(order);
+  if (reply.ended) give_back_unused();
   return reply;
 }
 

@@ -51,6 +51,9 @@ struct RankMemoryOptions {
   // Of the budget, kept free meanwhile for bringing it back; at most a quarter of it.
   uint64_t spill_staging_bytes = 64ull << 20;
   EventPort events{};  // each batch of copies, and what memory there is after each operation
+  // Late blocks of a wake come in jobs of this size. Off: they move when somebody asks for them, in one order.
+  uint64_t late_job_bytes = 64ull << 20;
+  bool late_thread = true;
 };
 
 class RankMemory {
@@ -104,6 +107,7 @@ class RankMemory {
   Result<orders::LoadBlocks::Reply> carry_out(const orders::LoadBlocks& order) TORPOR_REQUIRES(mutex_);
   Result<orders::TellContents::Reply> carry_out(const orders::TellContents& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Moved::Reply> carry_out(const orders::Moved& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::Arrivals::Reply> carry_out(const orders::Arrivals& order) TORPOR_REQUIRES(mutex_);
   void fill(RankLedger& ledger) const TORPOR_REQUIRES(mutex_);
   RegionImages& images() TORPOR_REQUIRES(mutex_) { return *images_; }
   const SleepAllocator& allocator() const { return *allocator_; }

@@ -97,7 +97,7 @@ void serialize(Archive& archive, orders::Attach& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Restore& v) {
-  archive(v.tags, v.progress);
+  archive(v.tags, v.progress, v.late);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::CancelRestore& v) {
@@ -113,7 +113,7 @@ void serialize(Archive& archive, orders::DigestTags& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, orders::LoadBlocks& v) {
-  archive(v.directory, v.generation, v.id, v.progress);
+  archive(v.directory, v.generation, v.id, v.progress, v.late);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::TellContents& v) {
@@ -122,6 +122,19 @@ void serialize(Archive& archive, orders::TellContents& v) {
 template <class Archive>
 void serialize(Archive& archive, orders::Moved& v) {
   archive(v.directory);
+}
+
+template <class Archive>
+void serialize(Archive& archive, LateArrival& v) {
+  archive(v.block, checked(v.how, BlockArrival::kUnproven));
+}
+template <class Archive>
+void serialize(Archive& archive, orders::Arrivals& v) {
+  archive(v.seen, checked(v.wait, LateWait::kAll), v.cancel);
+}
+template <class Archive>
+void serialize(Archive& archive, orders::Arrivals::Reply& v) {
+  archive(v.first, v.arrivals, v.why, v.ended);
 }
 
 template <class Archive>
@@ -138,7 +151,7 @@ void serialize(Archive& archive, orders::Detach::Reply& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Restore::Reply& v) {
-  archive(v.bytes, v.without_content);
+  archive(v.bytes, v.without_content, v.late_bytes);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Finish::Reply& v) {
@@ -150,7 +163,7 @@ void serialize(Archive& archive, orders::DigestTags::Reply& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, orders::LoadBlocks::Reply& v) {
-  archive(v.ledger, v.bytes);
+  archive(v.ledger, v.bytes, v.late_bytes);
 }
 template <class Archive, class Reply>
 void serialize(Archive& archive, RankAnswer<Reply>& v) {
@@ -227,6 +240,7 @@ TORPOR_ORDER(LoadBlocks)
 TORPOR_ORDER(Moved)
 TORPOR_ORDER(PlanSave)
 TORPOR_ORDER(TellContents)
+TORPOR_ORDER(Arrivals)
 #undef TORPOR_ORDER
 
 }  // namespace torpor

@@ -15,6 +15,7 @@
 #include "base/status.h"
 #include "base/value.h"
 #include "checkpoint/rank_writer.h"
+#include "engine/late_blocks.h"
 
 namespace torpor {
 
@@ -130,9 +131,12 @@ struct Restore {
   struct Reply {
     uint64_t bytes = 0;                        // copied
     std::vector<std::string> without_content;  // tags that came back empty: nothing was saved of them
+    uint64_t late_bytes = 0;                   // still on their way
   };
   std::vector<std::string> tags;
   std::string progress{};  // as in Save
+  // KV blocks that come behind all others, in this order, when the order has been answered already; Arrivals follows.
+  std::vector<int32_t> late{};
 };
 
 // Undoes Attach and Restore; backups stay.
@@ -170,12 +174,28 @@ struct LoadBlocks {
   struct Reply {
     RankLedger ledger;
     uint64_t bytes = 0;  // copied
+    uint64_t late_bytes = 0;
   };
   std::string directory;
   // The checkpoint that the controller has opened there: a rank that finds another one refuses.
   uint64_t generation = 0;
   SealId id{};
-  std::string progress{};  // as in Save
+  std::string progress{};       // as in Save
+  std::vector<int32_t> late{};  // as in Restore
+};
+
+// What has become of late blocks. May be repeated.
+struct Arrivals {
+  static constexpr std::string_view kName = "arrivals";
+  struct Reply {
+    uint64_t first = 0;  // so many were told before
+    std::vector<LateArrival> arrivals;
+    std::string why;     // the first was lost, if one was
+    bool ended = false;  // all were told before, and what they came from is given back
+  };
+  std::vector<uint64_t> seen;  // of each rank: so many were told
+  LateWait wait = LateWait::kNone;
+  bool cancel = false;  // what has not begun is lost
 };
 
 // Of blocks that LoadBlocks has brought from the checkpoint `id`, and that nobody has written since: what the engine
@@ -201,7 +221,7 @@ struct Moved {
 using RankOrder =
     std::variant<orders::Describe, orders::Written, orders::Save, orders::CancelSave, orders::Detach, orders::Attach,
                  orders::Restore, orders::CancelRestore, orders::Finish, orders::DigestTags, orders::LoadBlocks,
-                 orders::Moved, orders::PlanSave, orders::TellContents>;
+                 orders::Moved, orders::PlanSave, orders::TellContents, orders::Arrivals>;
 
 // `Order`: an alternative of RankOrder.
 template <class Order>

@@ -56,11 +56,6 @@ RegionImages::RegionImages(Parts parts) : parts_(std::move(parts)), contents_(pa
   parts_.arena.ask_when_short([retained = retained_](uint64_t bytes) { return retained->give_up(bytes); });
 }
 
-RegionImages::~RegionImages() {
-  parts_.arena.ask_when_short(nullptr);
-  retained_->clear();
-}
-
 uint64_t RegionImages::Image::bytes() const { return bytes_of(chunks); }
 
 Status RegionImages::set_kv_layout(std::string tag, KvLayout layout) {
@@ -218,9 +213,31 @@ Status RegionImages::copy_up(std::span<const SavedChunk> chunks, std::span<const
   return ok();
 }
 
-Result<orders::Restore::Reply> RegionImages::restore(const std::vector<std::string>& tags) {
+Status RegionImages::restore_image(Image& image, OnTheWay& regions) {
+  TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(image.chunks));
+  if (image.host == nullptr) {
+    TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, open_image(image));
+    return copy_up(image.chunks, plans, *tier, regions);
+  }
+  const std::span<const SavedChunk> chunks = image.chunks;
+  const std::span<const ChunkPlan> all = plans;
+  const size_t in_host = std::min(image.in_host, all.size());
+  TORPOR_TRY(copy_up(chunks.first(in_host), all.first(in_host), *image.host, regions));
+  if (image.spilled == nullptr) return ok();
+  return bring_back_spilled(image, chunks.subspan(in_host), all.subspan(in_host), regions);
+}
+
+Result<std::unique_ptr<DiskTier>> RegionImages::open_image(const Image& image) const {
+  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(parts_.file_system, image.directory, parts_.key));
+  TORPOR_ASSIGN(const RankSummary* const own, own_summary(checkpoint));
+  return checkpoint.open_rank(*own);
+}
+
+Result<orders::Restore::Reply> RegionImages::restore(const orders::Restore& order) {
+  const std::vector<std::string>& tags = order.tags;
   orders::Restore::Reply reply;
   const std::map<std::string, RegionState> states = parts_.allocator.states();
+  std::optional<Late> late;
   OnTheWay regions(parts_.allocator, tags);
   for (const std::string& tag : tags) {
     const auto found = images_.find(tag);
@@ -232,26 +249,20 @@ Result<orders::Restore::Reply> RegionImages::restore(const std::vector<std::stri
     if (image == nullptr && tag != kv_tag_ && went) contents_.came_back_empty(tag);
     if ((image == nullptr && went) || contents_.missing(tag)) reply.without_content.push_back(tag);
     if (image == nullptr) continue;
-    TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(image->chunks));
-    if (image->host != nullptr) {
-      const std::span<const SavedChunk> chunks = image->chunks;
-      const std::span<const ChunkPlan> all = plans;
-      const size_t in_host = std::min(image->in_host, all.size());
-      TORPOR_TRY(copy_up(chunks.first(in_host), all.first(in_host), *image->host, regions));
-      if (image->spilled != nullptr) TORPOR_TRY(bring_back_spilled(*image, all, regions));
-    } else {
-      TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(parts_.file_system, image->directory, parts_.key));
-      TORPOR_ASSIGN(const RankSummary* const own, own_summary(checkpoint));
-      TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, checkpoint.open_rank(*own));
-      TORPOR_TRY(copy_up(image->chunks, plans, *tier, regions));
-    }
     reply.bytes += image->bytes();
+    if (tag != kv_tag_ || order.late.empty()) {
+      TORPOR_TRY(restore_image(*image, regions));
+    } else {
+      TORPOR_ASSIGN(late, restore_early(*image, order.late, regions));
+    }
   }
   TORPOR_TRY(regions.wait_for_all());
+  if (late) reply.late_bytes = begin_late(std::move(*late));
+  reply.bytes -= reply.late_bytes;
   return reply;
 }
 
-Result<uint64_t> RegionImages::load_blocks(const orders::LoadBlocks& order) {
+Result<orders::LoadBlocks::Reply> RegionImages::load_blocks(const orders::LoadBlocks& order) {
   TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(parts_.file_system, order.directory, parts_.key));
   TORPOR_TRY(check_same(checkpoint, order.generation, order.id));
   TORPOR_ASSIGN(const RankSummary* const own, own_summary(checkpoint));
@@ -260,11 +271,11 @@ Result<uint64_t> RegionImages::load_blocks(const orders::LoadBlocks& order) {
   std::copy_if(refs.records.begin(), refs.records.end(), std::back_inserter(blocks), [this](const SavedChunk& chunk) {
     return chunk.key.kind == ChunkKind::kKvBlock && chunk.key.tag == kv_tag_;
   });
-  TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(blocks));
-  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, checkpoint.open_rank(*own));
-  TORPOR_TRY(parts_.transfers.restore(blocks, plans, *tier));
+  TORPOR_ASSIGN(std::unique_ptr<DiskTier> tier, checkpoint.open_rank(*own));
+  orders::LoadBlocks::Reply reply{.bytes = bytes_of(blocks)};
+  TORPOR_TRY(load_all_but_late(blocks, order.late, std::move(tier), reply));
   stored_.note_loaded(order.id, blocks);
-  return bytes_of(blocks);
+  return reply;
 }
 
 // Repeated after an answer that was lost on the way: tags that are attached already stay so.
@@ -284,6 +295,7 @@ Status RegionImages::finish(const std::vector<std::string>& tags, bool keep) {
   for (const std::string& tag : tags) {
     const auto found = images_.find(tag);
     if (found == images_.end()) continue;
+    if (tag == kv_tag_ && stays_for_late(keep)) continue;
     const bool whole_in_host = found->second.host != nullptr && found->second.spilled == nullptr;
     if (keep && parts_.keep_backup && whole_in_host && tag != kv_tag_) {
       found->second.clean = true;

@@ -21,6 +21,7 @@
 #include "allocator/sleep_allocator.h"
 #include "base/file_system.h"
 #include "checkpoint/checkpoint.h"
+#include "engine/late_blocks.h"
 #include "engine/rank_orders.h"
 #include "engine/retained_blocks.h"
 #include "engine/stored_blocks.h"
@@ -60,6 +61,8 @@ class RegionImages {
     std::shared_ptr<const Key> key;  // of sealed files; null: there is none
     bool encrypt = false;            // what is spilled
     uint64_t spill_staging_bytes = 0;
+    uint64_t late_job_bytes = 0;
+    bool late_thread = false;
   };
   struct Image {
     std::unique_ptr<HostTier> host;  // null: in a chunk file
@@ -100,16 +103,24 @@ class RegionImages {
   void forget_blocks() noexcept {
     retained_->clear();
     stored_.clear();
+    if (late_ != nullptr) late_->keep = false;
   }
   void on_detached(const std::vector<std::string>& tags);  // nothing is clean without content
-  // Attaches the tags' regions and copies their images up.
-  Result<orders::Restore::Reply> restore(const std::vector<std::string>& tags);
-  // The tags are awake; one that is already stays so. Without `keep` no image is kept as a clean one.
+  // Attaches the tags' regions and copies their images up, but for late blocks, which begin to come.
+  Result<orders::Restore::Reply> restore(const orders::Restore& order);
+  // The tags are awake; one that is already stays so. Without `keep` no image is kept as a clean one. That of late
+  // blocks stays until all have ended and were told.
   Status finish(const std::vector<std::string>& tags, bool keep);
 
+  // Late blocks (region_images_late.cpp).
+  orders::Arrivals::Reply arrivals(const orders::Arrivals& order);
+  Status nothing_late() const;  // kFailedPrecondition while some are
+  void cancel_late() noexcept;  // nothing is written any more; the image stays
+  void end_late() noexcept;     // the same, and the image goes
+
   Result<orders::DigestTags::Reply> digest(const orders::DigestTags& order);
-  // KV blocks of a committed checkpoint -> attached memory. Returns the bytes.
-  Result<uint64_t> load_blocks(const orders::LoadBlocks& order);
+  // KV blocks of a committed checkpoint -> attached memory, but for late ones, which begin to come.
+  Result<orders::LoadBlocks::Reply> load_blocks(const orders::LoadBlocks& order);
   // What the engine calls the contents that load_blocks() has brought.
   Status tell_contents(const orders::TellContents& order);
   // What a committed checkpoint has of a tag -> its attached regions, which must be the same. Nothing is written before
@@ -161,7 +172,29 @@ class RegionImages {
   Status fill_tag(const std::string& tag, const std::vector<SavedChunk>& chunks, Tier& source);
   Result<const RankSummary*> own_summary(const Checkpoint& checkpoint) const;
   Status copy_up(std::span<const SavedChunk> chunks, std::span<const ChunkPlan> plans, Tier& source, OnTheWay& regions);
-  Status bring_back_spilled(Image& image, std::span<const ChunkPlan> plans, OnTheWay& regions);
+  Status restore_image(Image& image, OnTheWay& regions);
+  Result<std::unique_ptr<DiskTier>> open_image(const Image& image) const;
+  Status load_all_but_late(const std::vector<SavedChunk>& blocks, const std::vector<int32_t>& late,
+                           std::unique_ptr<DiskTier> tier, orders::LoadBlocks::Reply& reply);
+  bool stays_for_late(bool keep) noexcept;
+  Status bring_back_spilled(Image& image, std::span<const SavedChunk> chunks, std::span<const ChunkPlan> plans,
+                            OnTheWay& regions);
+  struct Halves {  // of what is saved: copied before the engine runs, and behind it, in the order of need
+    std::vector<SavedChunk> first{}, first_spilled{};
+    std::vector<SavedChunk> late{}, late_spilled{};
+  };
+  struct Late {
+    std::unique_ptr<DiskTier> disk{};  // they come from, if it is not an image's
+    std::vector<LateBlocks::Part> parts{};
+    uint64_t bytes = 0;
+    bool of_image = false;
+    bool keep = false;                     // the image, as finish() was told
+    std::unique_ptr<LateBlocks> blocks{};  // last: it ends first
+  };
+  static Halves halves_of(std::span<const SavedChunk> chunks, size_t in_host, const std::vector<int32_t>& late);
+  Status add_late(Late& late, std::vector<SavedChunk> chunks, Tier& source, uint64_t job_bytes, bool alone) const;
+  Result<Late> restore_early(Image& image, const std::vector<int32_t>& late, OnTheWay& regions);
+  uint64_t begin_late(Late late);
   void forget_clean(std::string_view tag);
 
   const Parts parts_;
@@ -172,6 +205,7 @@ class RegionImages {
   StoredBlocks stored_;                                                                  // of the tag with blocks
   const std::shared_ptr<RetainedBlocks> retained_ = std::make_shared<RetainedBlocks>();  // of the tag with blocks
   TagContents contents_;
+  std::unique_ptr<Late> late_;  // last: what it copies is in the others
 };
 
 }  // namespace torpor

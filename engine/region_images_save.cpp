@@ -238,13 +238,13 @@ Status RegionImages::spill(Portion& portion) {
   return ok();
 }
 
-Status RegionImages::bring_back_spilled(Image& image, std::span<const ChunkPlan> plans, OnTheWay& regions) {
+Status RegionImages::bring_back_spilled(Image& image, std::span<const SavedChunk> chunks,
+                                        std::span<const ChunkPlan> plans, OnTheWay& regions) {
   image.staging = {};
-  for (size_t first = image.in_host; first < plans.size();) {
+  for (size_t first = 0; first < plans.size();) {
     const size_t end = end_of_job(plans, first, parts_.spill_staging_bytes);
     parts_.transfers.release_staging();
-    TORPOR_TRY(copy_up(std::span(image.chunks).subspan(first, end - first), plans.subspan(first, end - first),
-                       *image.spilled, regions));
+    TORPOR_TRY(copy_up(chunks.subspan(first, end - first), plans.subspan(first, end - first), *image.spilled, regions));
     first = end;
   }
   parts_.transfers.release_staging();

@@ -178,6 +178,7 @@ Result<SleepPlan> SleepController::plan_sleep(const SleepOptions& options) {
 Result<SleepPlan> SleepController::plan_sleep_now(const SleepOptions& options) {
   if (!operation_mutex_.try_lock()) return busy();
   const MutexLock in_progress(operation_mutex_, std::adopt_lock);
+  TORPOR_TRY(wait_for_late());
   SleepPlan plan;
   if (const Status valid = check(options); !valid) plan.problems.push_back(valid.error().to_string());
   const bool asleep = state().engine == "asleep";

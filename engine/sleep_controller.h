@@ -54,6 +54,10 @@ class SleepController final : private Operation::Owner {
   // After a sleep or checkpoint of a data parallel rank whose report says that it is held: all is kept, nothing is gone
   // yet, and the engine stands still. Carries it out, or undoes it, as the others could sleep, too, or not.
   Result<SleepReport> end_sleep(bool keep);
+  // After an early wake, between two steps of the engine, on the thread that takes them: which blocks have arrived, on
+  // all ranks, and releases them to the engine. kUnavailable while another operation runs. Every other operation waits
+  // for what is left first.
+  Result<WakeProgress> continue_wake(LateWait wait = LateWait::kNone);
   // All that must be equal for tokens to be equal, the weights' digest included.
   Result<Fingerprint> fingerprint();
   // After wake_up with `hold`: lets the engine run, or throws away what was restored. Only when it runs does the
@@ -106,14 +110,31 @@ class SleepController final : private Operation::Owner {
       TORPOR_REQUIRES(operation_mutex_);
   Status restore(const WakeOptions& options, Operation& operation, SleepReport& report)
       TORPOR_REQUIRES(operation_mutex_);
-  Status finish(const std::vector<std::string>& tags, bool keep_backup, std::vector<RankLedger>& ledgers);
-  void finished(const std::vector<std::string>& tags) noexcept;
+  Status finish(const std::vector<std::string>& tags, bool keep_backup, std::vector<RankLedger>& ledgers)
+      TORPOR_REQUIRES(operation_mutex_);
+  void finished(const std::vector<std::string>& tags) noexcept TORPOR_REQUIRES(operation_mutex_);
   void tell_contents(const Checkpoint& checkpoint) noexcept;
   Status undo_restore(const std::vector<std::string>& tags);
   Status drop_old_kv(bool aborts, int64_t requests, Operation& operation);
   Result<bool> look_at_weights(const WakeOptions& options, SleepReport& report) TORPOR_REQUIRES(operation_mutex_);
   void mark_woken(const RestoredFrom& from) noexcept;
   Status end_hold_now(bool keep);
+
+  // Blocks that come behind the engine (sleep_controller_late.cpp).
+  struct LateBlock {
+    int32_t ranks = 0;  // that have not told of it
+    BlockArrival worst = BlockArrival::kArrived;
+  };
+  struct Late {
+    std::map<int32_t, LateBlock> left;
+    std::vector<uint64_t> seen;  // by rank: so many were told
+  };
+  Status hold_late(const std::vector<int32_t>& blocks, size_t ranks, Operation& operation)
+      TORPOR_REQUIRES(operation_mutex_);
+  Result<WakeProgress> take_late(LateWait wait) TORPOR_REQUIRES(operation_mutex_);
+  Status wait_for_late() TORPOR_REQUIRES(operation_mutex_);
+  Status all_arrived(size_t ranks, Operation& operation) TORPOR_REQUIRES(operation_mutex_);
+  Status forget_late();
 
   Result<Fingerprint> fingerprint_now();
   enum class WeightsDigest { kNone, kRead, kReadOrProven };
@@ -151,6 +172,9 @@ class SleepController final : private Operation::Owner {
   // What this sleep, or this wake on hold, is of; none: no checkpoint.
   std::optional<RestoredFrom> restored_from_ TORPOR_GUARDED_BY(operation_mutex_);
   bool derived_released_ TORPOR_GUARDED_BY(operation_mutex_) = false;
+  // Of what the sleep in force saved, by need: what an early wake brings back behind the engine.
+  std::vector<int32_t> late_blocks_ TORPOR_GUARDED_BY(operation_mutex_);
+  std::optional<Late> late_ TORPOR_GUARDED_BY(operation_mutex_);  // of an early wake that is not over
 
   mutable Mutex state_mutex_;  // never held while calling out
   State state_ TORPOR_GUARDED_BY(state_mutex_) = State::kAwake;

@@ -76,6 +76,7 @@ Result<SleepReport> SleepController::sleep_now(const SleepOptions& options) {
   const MutexLock in_progress(operation_mutex_, std::adopt_lock);
   TORPOR_TRY(check(options));
   TORPOR_TRY(may_begin());
+  TORPOR_TRY(wait_for_late());
   const bool asleep = is_sleeping();
   if (asleep) {
     TORPOR_ASSIGN(const bool more, frees_more(options));
@@ -167,6 +168,7 @@ Status SleepController::let_go(FallingAsleep& sleep) {
   preserved_ = sleep.preserved && options.level > 0;
   derived_released_ = options.level > 0;
   sleeping_tags_ = std::move(sleeping);
+  if (has_tag(sleep.tags, kKvCacheTag)) late_blocks_ = std::move(sleep.late);
   if (!same_workers) workers_ = std::move(sleep.captured.state.workers);
   if (!sleep.deeper) writes_ = std::move(writes);
   if (!sleep.deeper || from) restored_from_ = std::move(from);
@@ -257,6 +259,7 @@ void SleepController::fall_back(FallingAsleep& sleep, const Error& why) {
   sleep.pending.reset();
   sleep.captured = {};
   sleep.live = {};
+  sleep.late.clear();
   sleep.save.directory.clear();
   sleep.save.writing = {};
   sleep.save.blocks.clear();
@@ -282,6 +285,7 @@ Status SleepController::prepare(FallingAsleep& sleep) {
   if (with_kv) sleep.live = select_live_blocks(sleep.captured.state.kv, block.most, options_.kv_budget_bytes);
   drop_hashes(sleep.captured.state.kv, sleep.live.dropped);
   name_blocks(sleep.save, sleep.captured.state, sleep.live.kept);
+  sleep.late = late_blocks_of(sleep.captured.state, sleep.save.blocks);
   if (with_kv && !sleep.to_disk) TORPOR_TRY(keep_host_slots(sleep));
   if (sleep.to_disk) {
     // Weights that are saved are read then, and not twice: save() adds what they are.

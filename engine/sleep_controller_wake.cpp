@@ -50,6 +50,7 @@ Result<SleepReport> SleepController::wake_now(const WakeOptions& options) {
                  .what = "a restored checkpoint waits for its front end",
                  .next_step = "end the wake first"};
   }
+  TORPOR_TRY(wait_for_late());
   Operation operation("wake", clock_, port_, *this, options.progress);
   set_state(State::kWaking);
   Result<SleepReport> report = catching([&]() TORPOR_REQUIRES(operation_mutex_) {
@@ -87,6 +88,11 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
   std::vector<std::string> still_asleep = sleeping_tags_;
   std::erase_if(still_asleep, [&](const std::string& tag) { return has_tag(tags, tag); });
 
+  size_t ranks = 0;
+  std::vector<int32_t> late;
+  if (options.early && preserved_ && still_asleep.empty() && has_tag(tags, kKvCacheTag) &&
+      options.old_kv == OldKv::kUnsaid && hooks_.can_hold_blocks())
+    late = late_blocks_;
   if (!tags.empty()) {
     operation.begin("attach");
     operation.undo_with([this, tags] { return undo_restore(tags); });
@@ -94,9 +100,11 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
     operation.end("attach");
     operation.begin("restore");
     TORPOR_ASSIGN(const std::vector<orders::Restore::Reply> restored,
-                  ranks_.call(orders::Restore{.tags = tags, .progress = options.progress}));
+                  ranks_.call(orders::Restore{.tags = tags, .progress = options.progress, .late = late}));
     report.restored_bytes = total_bytes(restored);
+    ranks = restored.size();
     for (const orders::Restore::Reply& reply : restored) {
+      report.late_bytes += reply.late_bytes;
       for (const std::string& tag : reply.without_content) {
         if (tag != kKvCacheTag && !has_tag(report.reload, tag)) report.reload.push_back(tag);
       }
@@ -117,6 +125,11 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
   }
 
   TORPOR_ASSIGN(const bool written, look_at_weights(options, report));
+  if (!late.empty() && (written || !report.reload.empty())) {
+    TORPOR_TRY(all_arrived(ranks, operation));
+    report.restored_bytes += std::exchange(report.late_bytes, 0);
+    late.clear();
+  }
   if (preserved_ && !report.reload.empty() && (reload_first || !said)) {
     report.changed = !tags.empty();
     report.note = fmt::format("nothing runs before {} loaded: load what is missing, then call wake_up() again",
@@ -153,7 +166,9 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
     report.note = "the weights were written meanwhile: cached prefixes of the old ones are found no more";
     if (report.requests > 0) report.note += ", running requests keep their KV";
   }
+  if (!late.empty()) TORPOR_TRY(hold_late(late, ranks, operation));
   if (!tags.empty()) TORPOR_TRY(finish(tags, !drops_kv, report.ledgers));
+  report.late_blocks = static_cast<int64_t>(late.size());
   // From here on the backups are gone; only the engine's own resume can still fail.
   operation.keep();
   if (const Status resumed = hooks_.resume(); !resumed) {
@@ -163,6 +178,7 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
   operation.end("reconnect");
   sleeping_tags_.clear();
   workers_.clear();
+  late_blocks_.clear();
   derived_released_ = false;
   report.changed = true;
   report.fully_awake = true;
@@ -175,6 +191,7 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
   }
   if (restored_from_) mark_woken(*restored_from_);
   restored_from_.reset();
+  if (late_ && late_->left.empty()) (void)catching([&]() TORPOR_REQUIRES(operation_mutex_) { return wait_for_late(); });
   return report;
 }
 
@@ -231,7 +248,7 @@ Status SleepController::finish(const std::vector<std::string>& tags, bool keep_b
 }
 
 void SleepController::finished(const std::vector<std::string>& tags) noexcept {
-  if (has_tag(tags, kKvCacheTag)) release_host_slots();
+  if (has_tag(tags, kKvCacheTag) && !late_) release_host_slots();
 }
 
 // Where it fails, the next checkpoint reads all blocks once.
@@ -352,12 +369,21 @@ Status SleepController::restore(const WakeOptions& options, Operation& operation
   operation.begin("restore");
   // The KV pool of an engine without requests holds nothing that anybody may still read, except cached prefixes.
   TORPOR_TRY(hooks_.drop_requests("abort"));
+  size_t ranks = 0;
+  std::vector<int32_t> late;
+  if (checkpoint && options.early && !options.hold && !options.catch_up && hooks_.can_hold_blocks()) {
+    late = late_blocks_of(state.state, blocks_by_need(state.state));
+    operation.undo_with([this] { return forget_late(); });
+  }
   if (checkpoint) {
     TORPOR_ASSIGN(const std::vector<orders::LoadBlocks::Reply> loaded,
                   ranks_.call(orders::LoadBlocks{.directory = checkpoint->path(),
                                                  .generation = checkpoint->manifest().generation,
                                                  .id = checkpoint->manifest().id,
-                                                 .progress = options.progress}));
+                                                 .progress = options.progress,
+                                                 .late = late}));
+    for (const orders::LoadBlocks::Reply& reply : loaded) report.late_bytes += reply.late_bytes;
+    ranks = loaded.size();
     report.restored_bytes = total_bytes(loaded);
     report.ledgers = ledgers_of(loaded);
     remember(loaded);
@@ -381,6 +407,8 @@ Status SleepController::restore(const WakeOptions& options, Operation& operation
   operation.undo_with([this] { return hooks_.forget_restored(); });
   TORPOR_ASSIGN(report.failed_requests, hooks_.restore(state));
   if (checkpoint && options_.checkpoints.incremental) tell_contents(*checkpoint);
+  if (!late.empty()) TORPOR_TRY(hold_late(late, ranks, operation));
+  report.late_blocks = static_cast<int64_t>(late.size());
   report.requests = static_cast<int64_t>(state.state.scheduler.requests.size() - report.failed_requests.size());
   report.kept_blocks = static_cast<int64_t>(state.state.kv.blocks.size());
   report.outputs = state.outputs;

@@ -28,6 +28,7 @@ struct SleepController::FallingAsleep {
   bool to_disk = false;             // false after that failed
   EngineCheckpoint captured{};
   LiveBlocks live{};
+  std::vector<int32_t> late{};
   std::unique_ptr<CheckpointManager> checkpoints{};
   std::optional<PendingCheckpoint> pending{};  // kept to the end: with its lock a commit can be taken back, or older
                                                // ones can go

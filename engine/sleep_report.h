@@ -56,11 +56,22 @@ struct WakeOptions {
   bool discard_on_restore_error = false;
   OldKv old_kv = OldKv::kUnsaid;  // kUnsaid is refused where requests have KV and weights were seen to be written
   bool hold = false;              // restored, but not yet running: end_hold() follows
+  // The engine runs as soon as the weights and the KV of the requests that run first are back. The rest comes behind
+  // it, and continue_wake() is to be called between its steps until nothing is left. Not with `hold`, where weights
+  // were written or are to be loaded, nor of an engine that cannot hold blocks back: all is back then.
+  bool early = false;
   // Brings the values of the checkpoint to what has happened since, before they are put in; `woken_before`: an engine
   // has gone on from them. With it, `from_checkpoint` may be empty: it is then given the values of the empty engine. A
   // server passes catch_up_with() its answers (engine/delivery/roll_forward.h).
   std::function<Status(SchedulerCheckpoint& state, bool woken_before)> catch_up{};
   std::string progress{};  // as in SleepOptions
+};
+
+struct WakeProgress {  // of blocks that come behind the engine, since the last call
+  int64_t arrived = 0;
+  int64_t lost = 0;                     // damaged, or they could not be read
+  int64_t left = 0;                     // still to come
+  std::vector<std::string> recomputed;  // requests that are computed again, for they had a lost one
 };
 
 struct Phase {
@@ -88,6 +99,8 @@ struct SleepReport {  // also of a wake
   uint64_t disk_bytes = 0;    // in the checkpoint, or for want of room in a file that ends with the sleep
   uint64_t freed_bytes = 0;   // device memory
   uint64_t restored_bytes = 0;
+  int64_t late_blocks = 0;  // that come behind the engine: continue_wake()
+  uint64_t late_bytes = 0;
   int64_t kept_blocks = 0;
   int64_t dropped_blocks = 0;  // cached blocks whose bytes were not kept
   // Tags that came back without content: the owner must load them. Where requests were kept, nothing runs before that.

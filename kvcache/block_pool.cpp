@@ -275,6 +275,13 @@ bool BlockPool::contains(const Digest& hash) const {
   return index_.contains(hash);
 }
 
+std::optional<BlockRef> BlockPool::ref(int32_t id) {
+  const MutexLock lock(mutex_);
+  if (id < 0 || id >= options_.num_blocks || stamp_of(id) == Stamp::kNone) return std::nullopt;
+  keep(id);
+  return BlockRef(*this, id);
+}
+
 void BlockPool::discard(const BlockRef& block) {
   const MutexLock lock(mutex_);
   Slot& slot = this->slot(block.id());

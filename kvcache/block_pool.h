@@ -160,6 +160,8 @@ class BlockPool final : public DeviceBlocks {
   std::vector<BlockRef> match(std::span<const BlockIdentity> chain);
   bool contains(const BlockIdentity& identity) const;
   bool contains(const Digest& hash) const;  // of some block; cheaper, and blind to collisions
+  // The block of this number, kept from now on, if it can be found by its content.
+  std::optional<BlockRef> ref(int32_t id);
   // The block that was named so, if it is still there when it is upgraded.
   WeakBlock weak(int32_t id, uint64_t generation) { return {*this, id, generation}; }
   // Its content is not to be trusted: nobody finds or upgrades it any more. Those who keep it go on keeping it.

@@ -195,6 +195,33 @@ std::vector<int32_t> by_need(const KvSnapshot& snapshot, const std::vector<std::
   return order;
 }
 
+std::vector<int32_t> late_blocks(const KvSnapshot& snapshot, const std::vector<std::string>& requests,
+                                 const std::vector<int32_t>& blocks, size_t most_first) {
+  std::unordered_map<std::string_view, std::vector<int32_t>> tables;  // of each request, all groups
+  for (const KvGroup& group : snapshot.groups) {
+    for (const KvTable& table : group.tables) {
+      std::vector<int32_t>& all = tables[table.request];
+      all.insert(all.end(), table.blocks.begin(), table.blocks.end());
+    }
+  }
+  std::unordered_set<int32_t> first;
+  for (const std::string& request : requests) {
+    const auto found = tables.find(request);
+    if (found == tables.end() || found->second.empty()) continue;
+    std::unordered_set<int32_t> with = first;
+    with.insert(found->second.begin(), found->second.end());
+    if (!first.empty() && with.size() > most_first) break;
+    first = std::move(with);
+  }
+  for (const KvBlock& block : snapshot.blocks) {
+    if (block.hash.empty()) first.insert(block.id);
+  }
+  std::vector<int32_t> late;
+  std::copy_if(blocks.begin(), blocks.end(), std::back_inserter(late),
+               [&](int32_t block) { return !first.contains(block); });
+  return late;
+}
+
 std::vector<uint64_t> stamps_of(const KvSnapshot& snapshot, const std::vector<int32_t>& blocks) {
   std::unordered_map<int32_t, uint64_t> known;
   known.reserve(snapshot.blocks.size());

@@ -87,6 +87,12 @@ LiveBlocks select_live_blocks(const KvSnapshot& snapshot, uint64_t bytes_per_blo
 std::vector<int32_t> by_need(const KvSnapshot& snapshot, const std::vector<std::string>& requests,
                              const std::vector<int32_t>& kept);
 
+// Of `blocks`, which are by_need() of the same requests, those that may come back when the engine runs already: they
+// have a hash, and belong to none of the requests that run first. These are the first ones, as long as together they
+// have no more blocks than `most_first`, and one in any case.
+std::vector<int32_t> late_blocks(const KvSnapshot& snapshot, const std::vector<std::string>& requests,
+                                 const std::vector<int32_t>& blocks, size_t most_first);
+
 // The stamp of each of `blocks`.
 std::vector<uint64_t> stamps_of(const KvSnapshot& snapshot, const std::vector<int32_t>& blocks);
 

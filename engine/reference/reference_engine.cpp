@@ -23,6 +23,7 @@ ReferenceEngine::~ReferenceEngine() {
   workers_.clear();  // no copy is under way any more
   for (const auto& [id, request] : requests_) release(*request);
   orphans_.clear();
+  late_.clear();
   offload_.reset();
 }
 
@@ -69,7 +70,9 @@ Result<ReferenceEngine::Rank> ReferenceEngine::make_rank(int32_t rank, std::uniq
                                                  .threads = options_.transfer_threads,
                                                  .own_threads = options_.transfers_have_threads,
                                                  .retain_kv_bytes = options_.retain_kv_bytes,
-                                                 .events = port_}));
+                                                 .events = port_,
+                                                 .late_job_bytes = options_.late_job_bytes,
+                                                 .late_thread = options_.late_thread}));
   const ByteModelShape& shape = options_.model;
   const uint64_t block_bytes = static_cast<uint64_t>(shape.block_tokens) * shape.token_bytes;
   const uint64_t layer_bytes = static_cast<uint64_t>(options_.num_blocks) * block_bytes;
@@ -239,9 +242,11 @@ std::vector<ReferenceEngine::Scheduled> ReferenceEngine::schedule() {
   const int64_t preempted_before = counts_.preemptions;
   for (size_t row = 0; row < running_.size() && budget > 0; ++row) {
     Request& request = *running_[row];
+    if (waits_for_blocks(request)) continue;
     const int32_t tokens = std::min(budget, request.length() - request.computed);
     std::optional<std::vector<MutableBlock>> fresh = allocate_for(request, tokens);
-    while (!fresh) {  // the one that would be served last makes room
+    if (!fresh && !late_.empty()) continue;  // there is room once they have arrived
+    while (!fresh) {                         // the one that would be served last makes room
       Request* last = *std::max_element(running_.begin(), running_.end(),
                                         [this](const Request* a, const Request* b) { return comes_before(*a, *b); });
       const auto last_row = static_cast<size_t>(std::find(running_.begin(), running_.end(), last) - running_.begin());
@@ -258,7 +263,7 @@ std::vector<ReferenceEngine::Scheduled> ReferenceEngine::schedule() {
                                      running_.size() < static_cast<size_t>(options_.max_running) &&
                                      counts_.preemptions == preempted_before;) {
     Request& request = **next;
-    if (!slots_.may_admit(request.slot)) {  // others go before it
+    if (!slots_.may_admit(request.slot) || finds_late_blocks(request)) {  // others go before it
       ++next;
       continue;
     }

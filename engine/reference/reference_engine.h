@@ -15,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -53,6 +54,8 @@ struct ReferenceOptions {
   int transfer_threads = 1;
   bool transfers_have_threads = true;       // off: copies are made by the thread that waits for them
   std::optional<uint64_t> retain_kv_bytes;  // RankMemoryOptions
+  uint64_t late_job_bytes = 64ull << 20;
+  bool late_thread = true;
 };
 
 enum class Sampling : uint8_t { kGreedy, kSeeded, kUnseeded };
@@ -136,6 +139,9 @@ class ReferenceEngine final : public EngineHooks {
   Status reconnect(const std::vector<WorkerSnapshot>& workers) override;
   Result<std::vector<FailedRequest>> restore(const EngineCheckpoint& checkpoint) override;
   Status forget_restored() override;
+  bool can_hold_blocks() override { return true; }
+  Status hold_blocks(const std::vector<int32_t>& blocks) override;
+  Result<std::vector<std::string>> release_blocks(const ArrivedBlocks& blocks) override;
   Result<std::vector<Bytes>> call_ranks(const Bytes& order) override;
 
  private:
@@ -193,6 +199,9 @@ class ReferenceEngine final : public EngineHooks {
   bool prepared() const;
   void tell_step(const std::vector<Scheduled>& scheduled, int64_t began);
   void release(Request& request);
+  bool waits_for_blocks(const Request& request) const;
+  bool finds_late_blocks(const Request& request) const;
+  std::vector<std::string> lose(const std::set<int32_t>& gone);
   void queue(Request& request);
   void finish(const std::string& id);
   std::vector<BlockIdentity> chain_of(const Request& request) const;
@@ -217,6 +226,11 @@ class ReferenceEngine final : public EngineHooks {
     uint32_t slot = UINT32_MAX;
   };
   std::map<uint32_t, Orphans> orphans_;
+  // Blocks whose content was not there when the engine began to run again (reference_late.cpp): kept from anybody who
+  // wants room until all have ended, and by their numbers those that have not.
+  std::vector<BlockRef> late_;
+  std::set<int32_t> late_ids_;
+  int32_t unproven_late_ = 0;
 
   std::map<std::string, std::unique_ptr<Request>> requests_;
   std::vector<Request*> running_;         // row order

@@ -144,5 +144,24 @@ TEST(LiveBlocks, AfterDroppingEveryHashHasItsBytes) {
   EXPECT_TRUE(held);
 }
 
+// Blocks 1 to 9; the last of each request has no hash, and 9 is cached.
+TEST(LateBlocks, AreThoseWithAHashThatTheFirstRequestsDoNotHave) {
+  KvSnapshot kv{.num_blocks = 10};
+  kv.groups = {{.block_size = 4,
+                .tables = {{.request = "b", .blocks = {1, 4, 5}},
+                           {.request = "a", .blocks = {1, 2, 3}},
+                           {.request = "c", .blocks = {6, 7, 8}}}}};
+  for (const int32_t id : {1, 2, 4, 6, 7, 9}) kv.blocks.push_back({.id = id, .hash = {static_cast<uint8_t>(id)}});
+  for (const int32_t id : {3, 5, 8}) kv.blocks.push_back({.id = id, .ref_count = 1});
+  const std::vector<std::string> requests{"new", "a", "b", "c"};
+  const std::vector<int32_t> blocks{1, 2, 3, 4, 5, 6, 7, 8, 9};
+  using Ids = std::vector<int32_t>;
+  EXPECT_EQ(late_blocks(kv, requests, blocks, 0), (Ids{4, 6, 7, 9}));  // one request in any case
+  EXPECT_EQ(late_blocks(kv, requests, blocks, 4), (Ids{4, 6, 7, 9}));
+  EXPECT_EQ(late_blocks(kv, requests, blocks, 5), (Ids{6, 7, 9}));  // two that share a block
+  EXPECT_EQ(late_blocks(kv, requests, blocks, 100), Ids{9});
+  EXPECT_EQ(late_blocks(kv, {}, blocks, 100), (Ids{1, 2, 4, 6, 7, 9}));
+}
+
 }  // namespace
 }  // namespace torpor

@@ -84,6 +84,8 @@ inline Scenario make_scenario(uint64_t seed, Dice& dice, const std::string& dire
   options.by_priority = dice.chance(0.3);
   options.kv_of_step = scenario.exact;  // S1: a copy of another computation, if under the right key, changes tokens
   options.transfers_have_threads = seed % 4 < 2;
+  options.late_thread = false;                  // whose order nobody could repeat
+  options.late_job_bytes = seed % 5 * 4096;     // a block, some, most
   options.retain_kv_bytes = seed % 3 * 20'000;  // nothing, some blocks, most
   options.num_blocks = static_cast<int32_t>(dice.between(64, scenario.exact ? 140 : 90) /
                                             options.model.block_tokens);  // a request fits, all do not

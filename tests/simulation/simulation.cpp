@@ -71,7 +71,8 @@ class Run {
         dice_(dice),
         directory_(std::move(directory)),
         tell_(tell),
-        recorded_(recorded) {
+        recorded_(recorded),
+        early_dice_(seed * 40503u + 7) {
     result_.exact = scenario_.exact;
     if (recorded == nullptr) stops_.emplace(*ring_, clock_, seed, !scenario_.exact);  // else nobody could replay it
   }
@@ -93,6 +94,7 @@ class Run {
           sleep_and_wake();
           if (ended_) return result_;
         }
+        continue_wake();
         if (stops_) {
           stops_->set();
           stops_->stand([&] { return run_.step(); });
@@ -167,10 +169,32 @@ class Run {
     }
   }
 
+  // Blocks that come behind the engine: what has arrived, or all; now and then nobody asks.
+  void continue_wake() {
+    if (!late_) return;
+    const LateWait wait = early_dice_.one_of({LateWait::kNone, LateWait::kSome, LateWait::kSome, LateWait::kAll});
+    if (!scenario_.exact && early_dice_.chance(0.4)) return;
+    arm();
+    if (scenario_.fault_chance > 0 && early_dice_.chance(0.1))
+      run_.other(Machine::kDevice, static_cast<uint64_t>(early_dice_.between(1, 4)) << 1);
+    const Result<WakeProgress> progress = run_.continue_wake(scenario_.exact ? LateWait::kAll : wait);
+    disarm();
+    if (!progress) throw Failed{"what came behind the engine: " + progress.error().to_string()};
+    if (progress->lost > 0 && !faulted_ && !quarantined()) throw Failed{"blocks were lost without a fault"};
+    if (!progress->recomputed.empty() && progress->lost == 0) throw Failed{"a request was computed again for nothing"};
+    result_.late += progress->arrived;
+    result_.late_lost += progress->lost;
+    late_ = progress->left > 0;
+    if (progress->left > 0)
+      say("{} blocks arrived, {} lost, {} to come", progress->arrived, progress->lost, progress->left);
+  }
+
   void one_step() {
     arm();
     const std::vector<ReferenceOutput> outputs = run_.step();
     disarm();
+    must(engine().pool().check(), "pool");
+    if (late_ && !outputs.empty()) ++result_.early_steps;
     if (scenario_.exact) {
       std::vector<std::pair<std::string, int32_t>> made;
       for (const ReferenceOutput& output : outputs) made.emplace_back(output.id, output.token);
@@ -231,6 +255,7 @@ class Run {
     arm();
     const Result<SleepReport> slept = run_.sleep(options);
     disarm();
+    late_ = false;  // the sleep has waited for what was on its way
     if (!slept) {
       say("sleep: {}", slept.error().to_string());
       if (!faulted_ && !quarantined() && slept.error().code != Code::kUnsupported)
@@ -249,9 +274,9 @@ class Run {
     OldKv old_kv = OldKv::kUnsaid;
     while (true) {
       arm();
-      const Result<SleepReport> woken = run_.wake({.old_kv = old_kv});
+      const Result<SleepReport> woken = run_.wake({.old_kv = old_kv, .early = early_dice_.chance(0.5)});
       disarm();
-      if (woken && woken->reload.empty()) return;
+      if (woken && woken->reload.empty()) return woke(*woken);
       if (woken) {
         if (woken->fully_awake || !engine().step().empty()) throw Failed{"a token was made without weights"};
         run_.load_weights(scenario_.options.weights_seed);
@@ -267,13 +292,20 @@ class Run {
     }
   }
 
+  void woke(const SleepReport& report) {
+    late_ = report.late_blocks > 0;
+    if (late_) ++result_.early;
+    if (late_) say("{} blocks come behind the engine", report.late_blocks);
+  }
+
   void wake_in_new_engine(const std::string& checkpoint) {
     while (true) {
       start_engine();
       arm();
-      const Result<SleepReport> woken = run_.wake({.from_checkpoint = checkpoint});
+      const Result<SleepReport> woken = run_.wake({.from_checkpoint = checkpoint, .early = early_dice_.chance(0.5)});
       disarm();
       if (woken) {
+        woke(*woken);
         ++result_.new_engines;
         say("woken by a new engine");
         return;
@@ -313,6 +345,7 @@ class Run {
       if (!scenario_.aborts.contains(id) && streams_[id] != expected)
         throw Failed{fmt::format("request {} ended after {} of {} tokens", id, streams_[id].size(), expected.size())};
     }
+    must(run_.continue_wake(LateWait::kAll), "continue_wake");
     must(engine().quiesce({}), "quiesce");
     const BlockPool& pool = engine().pool();
     must(pool.check(), "pool");
@@ -353,6 +386,8 @@ class Run {
   bool begun_ = false;  // there is an engine
   bool faulted_ = false;
   bool ended_ = false;
+  bool late_ = false;  // blocks come behind the engine
+  Dice early_dice_;    // of its own: who woke early in a seed does not change what else happens in it
   SimulationResult result_;
 };
 
@@ -368,6 +403,10 @@ void SimulationResult::add(const SimulationResult& other) {
   onboarded += other.onboarded;
   offloaded += other.offloaded;
   preemptions += other.preemptions;
+  early += other.early;
+  early_steps += other.early_steps;
+  late += other.late;
+  late_lost += other.late_lost;
   for (size_t edge = 0; edge < stops.size(); ++edge) stops[edge] += other.stops[edge];
 }
 

@@ -36,6 +36,10 @@ struct SimulationResult {
   int64_t onboarded = 0;  // tokens whose KV came from below
   int64_t offloaded = 0;  // blocks
   int64_t preemptions = 0;
+  int early = 0;                                 // wakes whose engine ran before all blocks were back
+  int early_steps = 0;                           // that gave tokens meanwhile
+  int64_t late = 0;                              // blocks that came behind it
+  int64_t late_lost = 0;                         // under a fault
   std::array<int, console::kStopEdges> stops{};  // that began, and how they ended
 
   void add(const SimulationResult& other);  // all numbers

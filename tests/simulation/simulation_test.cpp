@@ -45,6 +45,9 @@ TEST_P(Simulation, I10EveryTokenIsThatOfARunToWhichNothingHappens) {
   EXPECT_GT(sum.offloaded, 0);
   EXPECT_GT(sum.onboarded, 0);
   EXPECT_GT(sum.preemptions, 0);
+  EXPECT_GT(sum.early, 0);
+  EXPECT_GT(sum.early_steps, 0);
+  EXPECT_GT(sum.late, 0);
   for (const console::StopEdge edge :
        {console::StopEdge::kBegun, console::StopEdge::kResumed, console::StopEdge::kExpired, console::StopEdge::kGone,
         console::StopEdge::kOperation})

@@ -10,6 +10,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <set>
 
 #include "allocator/host_device.h"
 #include "base/units.h"
@@ -79,7 +80,7 @@ class TestEngine final : public EngineHooks {
   }
   // One step, unless frozen. Returns whether it did anything.
   bool step() {
-    if (frozen_ || requests_.empty()) return false;
+    if (frozen_ || requests_.empty() || !late_.empty()) return false;
     ++steps_;
     EXPECT_TRUE(derived_.has_value()) << "a step without what was derived from the weights";
     for (Request& request : requests_) {
@@ -108,6 +109,7 @@ class TestEngine final : public EngineHooks {
   // The named hook fails once (or always, until cleared).
   void fail_hook(std::string name, bool always = false) { failing_ = std::move(name), failing_always_ = always; }
   std::vector<std::string> unsupported_features;
+  bool can_hold = false;                                     // can_hold_blocks(); no request runs while one is late
   std::string invalid_request;                               // restore() refuses this one
   std::function<void(const std::string& hook)> before_hook;  // runs inside each hook
 
@@ -246,6 +248,17 @@ class TestEngine final : public EngineHooks {
     }
     set_generator(checkpoint.state.workers[0].default_generator);
     return failed;
+  }
+  bool can_hold_blocks() override { return can_hold; }
+  Status hold_blocks(const std::vector<int32_t>& blocks) override {
+    TORPOR_TRY(enter("hold_blocks"));
+    late_ = {blocks.begin(), blocks.end()};
+    return ok();
+  }
+  Result<std::vector<std::string>> release_blocks(const ArrivedBlocks& blocks) override {
+    TORPOR_TRY(enter("release_blocks"));
+    for (const int32_t block : blocks.arrived) late_.erase(block);
+    return std::vector<std::string>{};
   }
   Status forget_restored() override {
     TORPOR_TRY(enter("forget_restored"));
@@ -425,6 +438,7 @@ class TestEngine final : public EngineHooks {
   std::deque<int32_t> free_;
   uint64_t generator_ = kFreshGenerator;
   bool frozen_ = false;
+  std::set<int32_t> late_;
   Tokens tokens_;
   int64_t recomputed_ = 0;
   uint64_t hashed_bytes_ = 0;

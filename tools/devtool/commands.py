@@ -33,6 +33,7 @@ BENCHES = {
     "connector": "tools/bench/connector_bench.py",
     "rl": "tools/bench/rl_bench.py",
     "codec": "build/release/tools/bench/codec_bench",
+    "early": "build/release/tools/bench/early_bench",
     "events": "build/release/tools/bench/events_bench",
     "console": "tools/bench/console_bench.py",
 }

@@ -1,0 +1,77 @@
+// LateBlocks: the KV blocks of a wake whose engine runs already. They are copied up behind it, in the order of need, a
+// job at a time with the next one waiting; each block is checked, and has an end of its own.
+//
+// On a thread of its own, or, without one, as far as wait() asks for, so that a run can be repeated. Owner:
+// RegionImages. Threads: the owner's, and its own.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/mutex.h"
+#include "base/status.h"
+#include "offload/tier.h"
+#include "offload/transfer_engine.h"
+
+namespace torpor {
+
+enum class BlockArrival : uint8_t {
+  kArrived,   // its content is there, verified
+  kLost,      // it could not be read, or was damaged; nothing writes into the block any more
+  kUnproven,  // a copy may still write into it: it must never be used again
+};
+struct LateArrival {
+  int32_t block = -1;
+  BlockArrival how = BlockArrival::kLost;
+};
+
+enum class LateWait : uint8_t {
+  kNone,
+  kSome,  // for the next ones, if there are any to come
+  kAll,
+};
+
+class LateBlocks {
+ public:
+  struct Part {  // one job; all chunks are KV blocks
+    Tier* tier = nullptr;
+    std::vector<SavedChunk> chunks;
+    std::vector<ChunkPlan> plans;  // of each
+    bool alone = false;            // staging memory is short: no other job of these beside it
+  };
+
+  // Transfers and tiers outlive it.
+  LateBlocks(TransferEngine& transfers, std::vector<Part> parts, bool own_thread);
+  ~LateBlocks();  // what is not begun is lost, and nothing of it runs any more
+
+  void wait(LateWait wait, size_t seen);
+  // Those that have ended, in that order, from the `seen`-th on.
+  std::vector<LateArrival> from(size_t seen) const;
+  std::string why() const;  // the first of them was lost; empty: none was
+  size_t total() const { return total_; }
+  bool finished() const;
+  void cancel() noexcept;  // what is not begun is lost
+
+ private:
+  void run() noexcept;
+  bool pace() noexcept;
+  std::optional<JobId> begin(const Part& part) noexcept;
+  void end(const Part& part, JobId id) noexcept;
+  void lost(const Part& part, const Error& why) noexcept;
+
+  TransferEngine& transfers_;
+  const std::vector<Part> parts_;
+  size_t total_ = 0;
+  size_t next_ = 0;  // part, without a thread
+  mutable Mutex mutex_;
+  CondVar changed_;
+  std::vector<LateArrival> ended_ TORPOR_GUARDED_BY(mutex_);
+  std::string why_ TORPOR_GUARDED_BY(mutex_);
+  bool cancelled_ TORPOR_GUARDED_BY(mutex_) = false;
+  std::thread thread_;
+};
+
+}  // namespace torpor

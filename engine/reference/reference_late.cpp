@@ -1,0 +1,90 @@
+// What an early wake needs of an engine, for the reference engine: to run while the content of some blocks is not there
+// yet, and to do without what never comes.
+#include <algorithm>
+#include <iterator>
+
+#include "engine/reference/reference_engine.h"
+
+namespace torpor::reference {
+
+Status ReferenceEngine::hold_blocks(const std::vector<int32_t>& blocks) {
+  std::vector<BlockRef> kept;
+  for (const int32_t id : blocks) {
+    std::optional<BlockRef> block = pool_->ref(id);
+    if (!block) {
+      return Error{.code = Code::kFailedPrecondition,
+                   .what = "a block that is to be held is in no index",
+                   .next_step = "this is a mistake in the calling code"};
+    }
+    kept.push_back(std::move(*block));
+  }
+  late_ids_ = {blocks.begin(), blocks.end()};
+  late_ = std::move(kept);
+  return ok();
+}
+
+Result<std::vector<std::string>> ReferenceEngine::release_blocks(const ArrivedBlocks& blocks) {
+  const auto held = [this](const std::vector<int32_t>& ids) {
+    std::set<int32_t> of;
+    std::copy_if(ids.begin(), ids.end(), std::inserter(of, of.end()),
+                 [this](int32_t id) { return late_ids_.contains(id); });
+    return of;
+  };
+  const std::set<int32_t> unproven = held(blocks.unproven);
+  std::set<int32_t> gone = held(blocks.lost);
+  gone.insert(unproven.begin(), unproven.end());
+  std::vector<std::string> recomputed = lose(gone);
+  for (BlockRef& block : late_) {
+    if (!unproven.contains(block.id())) continue;
+    block.never_let_go();
+    ++unproven_late_;
+  }
+  for (const int32_t id : blocks.arrived) late_ids_.erase(id);
+  for (const int32_t id : gone) late_ids_.erase(id);
+  if (!late_ids_.empty()) return recomputed;
+  // The last one first, so that they are evicted in the order in which they would have been without a sleep.
+  while (!late_.empty()) late_.pop_back();
+  return recomputed;
+}
+
+// Nobody finds these any more; who had one is computed again.
+std::vector<std::string> ReferenceEngine::lose(const std::set<int32_t>& gone) {
+  std::vector<std::string> recomputed;
+  if (gone.empty()) return recomputed;
+  for (const BlockRef& block : late_) {
+    if (gone.contains(block.id())) pool_->discard(block);
+  }
+  std::vector<Request*> without;
+  for (const auto& [id, request] : requests_) {
+    const std::vector<int32_t> table = request->table();
+    if (std::any_of(table.begin(), table.end(), [&](int32_t block) { return gone.contains(block); }))
+      without.push_back(request.get());
+  }
+  std::vector<Scheduled> none;
+  int32_t budget = 0;
+  for (Request* const request : without) {
+    recomputed.push_back(request->asked.id);
+    if (std::find(running_.begin(), running_.end(), request) != running_.end()) {
+      preempt(*request, none, budget);
+    } else {
+      release(*request);
+    }
+  }
+  return recomputed;
+}
+
+bool ReferenceEngine::waits_for_blocks(const Request& request) const {
+  if (late_ids_.empty()) return false;
+  const std::vector<int32_t> table = request.table();
+  return std::any_of(table.begin(), table.end(), [this](int32_t block) { return late_ids_.contains(block); });
+}
+
+// Whether its prefix is in blocks that are not there yet: it waits for them instead of computing them again.
+bool ReferenceEngine::finds_late_blocks(const Request& request) const {
+  if (late_ids_.empty()) return false;
+  const std::vector<BlockRef> found = pool_->match(chain_of(request));
+  return std::any_of(found.begin(), found.end(),
+                     [this](const BlockRef& block) { return late_ids_.contains(block.id()); });
+}
+
+}  // namespace torpor::reference
