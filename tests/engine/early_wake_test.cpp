@@ -138,7 +138,9 @@ TEST_P(EarlyWake, I10ASecondSleepInTheMiddleWaitsForTheRest) {
     wake_early(engine);
     engine.step();
     for (int i = 0; i < arrived; ++i) engine.go_on();
-    if (arrived == 1) EXPECT_SUCCEEDS(engine.controller->plan_sleep({.preserve_state = true}));  // which waits, too
+    if (arrived == 1) {
+      EXPECT_SUCCEEDS(engine.controller->plan_sleep({.preserve_state = true}));  // which waits, too
+    }
     engine.step();
     const SleepReport again = sleep(engine);
     EXPECT_EQ(engine.go_on().left, 0);
