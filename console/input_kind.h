@@ -21,12 +21,14 @@ enum class InputKind : uint8_t {
   kWake,
   kLoadWeights,
   kOther,
+  kCheckpoint,
 };
-inline constexpr int kInputKinds = 11;
+inline constexpr int kInputKinds = 12;
 
 constexpr std::string_view name(InputKind kind) {
   constexpr std::array<std::string_view, kInputKinds> kNames = {
-      "", "engine", "request", "abort", "step", "offload step", "cancel", "sleep", "wake", "load weights", "other"};
+      "", "engine", "request", "abort", "step", "offload step", "cancel", "sleep", "wake", "load weights", "other",
+      "checkpoint"};
   return kNames[static_cast<size_t>(kind)];
 }
 

@@ -50,6 +50,7 @@ Result<SleepReport> SleepController::wake_now(const WakeOptions& options) {
                  .what = "a restored checkpoint waits for its front end",
                  .next_step = "end the wake first"};
   }
+  settle_behind("a wake was asked for");
   Operation operation("wake", clock_, port_, *this, options.progress);
   set_state(State::kWaking);
   Result<SleepReport> report = catching([&]() TORPOR_REQUIRES(operation_mutex_) {
