@@ -154,6 +154,7 @@ Result<CheckpointStage> SleepController::advance(bool wait) {
         TORPOR_ASSIGN(const bool committed, own_work_ended());
         if (!committed) return false;
         behind.at = At::kEnded;
+        behind.pending.reset();  // with the lock of its directory
         if (const auto stopped = ranks_.undo(orders::LookBehind{.stop = true}); !stopped)
           log().warn("{}", stopped.error().to_string());
         return true;

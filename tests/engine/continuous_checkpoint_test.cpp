@@ -57,6 +57,7 @@ class ContinuousCheckpoint : public SleepFailure {
   // Entries of the directory that are no checkpoint, and those that are.
   std::vector<std::string> entries() const {
     std::vector<std::string> names;
+    if (!std::filesystem::exists(temporary_.path())) return names;
     for (const auto& entry : std::filesystem::directory_iterator(temporary_.path())) {
       if (entry.path().filename() != "LOCK") names.push_back(entry.path().filename());
     }
