@@ -207,15 +207,21 @@ async def checkpoint(side: BlockingSide | AsyncSide) -> Report:
     """Written while the engine serves, where it can meanwhile: it stands still for the state and the last blocks."""
     if not side.serves_meanwhile():
         return await while_frozen(side, "checkpoint", {})
-    await side.call("begin_checkpoint")
+    begun = True  # also if this is cancelled before the engine core has answered
     try:
+        try:
+            await side.call("begin_checkpoint")
+        except Error:
+            begun = False  # another one may be under way
+            raise
         await _beyond(side, "copying")
         taken = await while_frozen(side, "take_checkpoint", {})
         await _beyond(side, "writing")
         return Report(await side.call("end_checkpoint") | taken)
     except BaseException:
-        with contextlib.suppress(Exception):
-            await side.call("cancel_checkpoint")
+        if begun:
+            with contextlib.suppress(Exception):
+                await side.call("cancel_checkpoint")
         raise
 
 
