@@ -1,5 +1,6 @@
 // Background: one piece of work at a time on a thread of its own, for an owner that asks now and then whether it has
-// ended. Without a thread the work is done when the owner asks, on its thread: for simulations that must replay exactly.
+// ended. Without a thread the work is done when the owner asks, on its thread: for simulations that must replay
+// exactly.
 //
 // Threads: all calls from one at a time. What `work` uses stays until it has ended; the destructor waits for that.
 #pragma once

@@ -362,8 +362,11 @@ void bind_controller(py::module_& module) {
           "A checkpoint of an engine that serves on; `outputs` is the front end's part.")
       .def(
           "begin_checkpoint",
-          [](BoundController& self) { value_or_raise(without_lock([&] { return self.controller.begin_checkpoint(); })); },
-          "One that is written while the engine serves: continued until it is ready, taken, continued until it has ended.")
+          [](BoundController& self) {
+            value_or_raise(without_lock([&] { return self.controller.begin_checkpoint(); }));
+          },
+          "One that is written while the engine serves: continued until it is ready, taken, continued until it has "
+          "ended.")
       .def("continue_checkpoint",
            [](BoundController& self) {
              constexpr std::array<const char*, 5> kStages = {"none", "copying", "ready", "writing", "ended"};

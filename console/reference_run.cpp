@@ -178,11 +178,12 @@ Status ReferenceRun::build(const json& words) {
   TORPOR_ASSIGN(auto devices, host_.devices ? host_.devices(run.ranks) : host_devices(run.ranks));
   TORPOR_ASSIGN(engine_,
                 reference::ReferenceEngine::create(std::move(devices), host_.files, clock_, run.engine, port_));
-  controller_ = std::make_unique<SleepController>(
-      *engine_, host_.files, clock_,
-      SleepControllerOptions{.directory = host_.directory + "/checkpoints", .kv_budget_bytes = run.kv_budget_bytes,
-                             .own_threads = run.engine.transfers_have_threads},
-      port_);
+  controller_ =
+      std::make_unique<SleepController>(*engine_, host_.files, clock_,
+                                        SleepControllerOptions{.directory = host_.directory + "/checkpoints",
+                                                               .kv_budget_bytes = run.kv_budget_bytes,
+                                                               .own_threads = run.engine.transfers_have_threads},
+                                        port_);
   return ok();
 }
 

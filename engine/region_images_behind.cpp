@@ -120,9 +120,8 @@ Result<orders::LookBehind::Reply> RegionImages::look_behind(const orders::LookBe
     return reply;
   }
   if (behind_ == nullptr) {
-    return Error{.code = Code::kFailedPrecondition,
-                 .what = "no checkpoint is written behind",
-                 .next_step = "begin it again"};
+    return Error{
+        .code = Code::kFailedPrecondition, .what = "no checkpoint is written behind", .next_step = "begin it again"};
   }
   if (!order.wait && !behind_->ended()) return orders::LookBehind::Reply{};
   TORPOR_TRY(behind_->settle());

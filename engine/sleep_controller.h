@@ -57,9 +57,9 @@ class SleepController final : private Operation::Owner {
   Result<SleepReport> checkpoint(const Value& outputs, DataParallel data_parallel = {});
   // The same while the engine serves, which stands still for the state and the last blocks alone:
   //   begin_checkpoint()     the checkpoint is opened, in the background
-  //   continue_checkpoint()  says how far it is, and takes the next step; asked until it is ready, and until it has ended
-  //   take_checkpoint()      of one that is ready: the engine stands still, and goes on. Later tokens are not in it
-  //   end_checkpoint()       of one that has ended: the report, or why there is none. Waits for one that was taken
+  //   continue_checkpoint()  says how far it is, and takes the next step; asked until it is ready, and until it has
+  //   ended take_checkpoint()      of one that is ready: the engine stands still, and goes on. Later tokens are not in
+  //   it end_checkpoint()       of one that has ended: the report, or why there is none. Waits for one that was taken
   // Committed, or never there: an error leaves the checkpoints and the engine as they were. A sleep, a wake and another
   // checkpoint give up one that was not taken, and wait for one that was.
   Status begin_checkpoint();

@@ -147,7 +147,8 @@ Result<CheckpointStage> SleepController::advance(bool wait) {
         TORPOR_ASSIGN(const bool state_written, own_work_ended());
         if (!state_written) return false;
         behind.at = At::kCommitting;
-        TORPOR_TRY(behind.work.begin([this, &behind] { return behind.commit(file_system_, options_.checkpoints.key); }));
+        TORPOR_TRY(
+            behind.work.begin([this, &behind] { return behind.commit(file_system_, options_.checkpoints.key); }));
         return true;
       }
       case At::kCommitting: {
@@ -288,7 +289,8 @@ Result<SleepReport> SleepController::end_checkpoint() {
     if (!operation_mutex_.try_lock()) return busy();
     const MutexLock in_progress(operation_mutex_, std::adopt_lock);
     using At = Behind::At;
-    if (behind_ == nullptr || (behind_->at != At::kTaken && behind_->at != At::kCommitting && behind_->at != At::kEnded))
+    if (behind_ == nullptr ||
+        (behind_->at != At::kTaken && behind_->at != At::kCommitting && behind_->at != At::kEnded))
       return Error{.code = Code::kFailedPrecondition,
                    .what = "no checkpoint was taken",
                    .next_step = "begin one, continue it until it is ready, and take it"};

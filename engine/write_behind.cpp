@@ -47,18 +47,19 @@ Status WriteBehind::open(FileSystem& file_system, std::string directory, int32_t
                          std::vector<ChunkPlan> weights) {
   TORPOR_TRY(settle());
   plans_ = std::move(weights);
-  return background_.begin([this, &file_system, directory = std::move(directory), rank, key = std::move(key)]() -> Status {
-    TORPOR_TRY(go_on());
-    TORPOR_ASSIGN(writer_, RankWriter::create(file_system, directory, writing_, rank, key));
-    CombinedDigest all;
-    TORPOR_TRY(in_pieces(plans_, [&](std::span<const ChunkPlan> plans, size_t) -> Status {
-      TORPOR_ASSIGN(const std::vector<Digest> digests, transfers_.digests(plans));
-      for (size_t i = 0; i < plans.size(); ++i) all.add(plans[i].key, digests[i]);
-      return ok();
-    }));
-    if (!plans_.empty()) digest_ = all.finish();
-    return ok();
-  });
+  return background_.begin(
+      [this, &file_system, directory = std::move(directory), rank, key = std::move(key)]() -> Status {
+        TORPOR_TRY(go_on());
+        TORPOR_ASSIGN(writer_, RankWriter::create(file_system, directory, writing_, rank, key));
+        CombinedDigest all;
+        TORPOR_TRY(in_pieces(plans_, [&](std::span<const ChunkPlan> plans, size_t) -> Status {
+          TORPOR_ASSIGN(const std::vector<Digest> digests, transfers_.digests(plans));
+          for (size_t i = 0; i < plans.size(); ++i) all.add(plans[i].key, digests[i]);
+          return ok();
+        }));
+        if (!plans_.empty()) digest_ = all.finish();
+        return ok();
+      });
 }
 
 Status WriteBehind::copy_ahead(std::vector<ChunkPlan> plans, std::vector<BlockContent> contents) {
@@ -90,9 +91,7 @@ Status WriteBehind::copy_now(std::vector<ChunkPlan> plans) {
   if (!saved) {
     if (transfers_.quarantined()) (void)host_.release();  // a copy may still write there
     host_.reset();
-    if (saved.error().code != Code::kResourceExhausted) return std::move(saved).error();
-    TORPOR_ASSIGN(copied_, transfers_.put(plans_, *writer_));
-    return ok();
+    return std::move(saved).error();
   }
   copied_ = std::move(*saved);
   return ok();

@@ -9,8 +9,8 @@
 //   write()       that into the file; then the file is made safe, and the refs are written
 //
 // Owner: RegionImages; its lock is held at every call. A thread of its own has the background, and no lock.
-// Failure: what was begun fails at the next settle(), and so does all that follows. The rank's memory and the checkpoint
-// before are as they were.
+// Failure: what was begun fails at the next settle(), and so does all that follows. The rank's memory and the
+// checkpoint before are as they were.
 #pragma once
 
 #include <atomic>
@@ -50,7 +50,6 @@ class WriteBehind {
 
   Status copy_ahead(std::vector<ChunkPlan> plans, std::vector<BlockContent> contents);
   const SavedChunk* ahead(const ChunkKey& block, const BlockContent& content) const;  // null: it was not, or is another
-  // Without room in host memory they go into the file at once.
   Status copy_now(std::vector<ChunkPlan> plans);
   // `records`: all that the rank has; `places`: those of copy_now()'s, in its order.
   Status write(std::vector<SavedChunk> records, std::vector<size_t> places, orders::Save::Reply reply);
@@ -73,7 +72,7 @@ class WriteBehind {
   std::unordered_map<uint64_t, Ahead> ahead_;  // by block
   std::vector<ChunkPlan> plans_;               // of what is under way
   std::vector<BlockContent> contents_;
-  std::unique_ptr<HostTier> host_;  // null: what was copied lies in the file
+  std::unique_ptr<HostTier> host_;  // null: nothing was copied
   std::vector<SavedChunk> copied_;
   std::vector<SavedChunk> records_;
   std::optional<orders::Save::Reply> written_;

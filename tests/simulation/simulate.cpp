@@ -83,9 +83,10 @@ int main(int argc, char** argv) {
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   fmt::print(
       "{} seeds, {} failed, {:.1f} s: {} tokens compared over {} sleeps ({} woken by a new engine) and {} checkpoints "
-      "while serving ({} gone on from), {} failed and undone, {} engines lost to faults,\n{} blocks offloaded, {} tokens onboarded, {} preemptions\n",
-      seeds, failed, seconds, sum.tokens, sum.sleeps, sum.new_engines, sum.checkpoints, sum.rewound, sum.refused, sum.lost, sum.offloaded,
-      sum.onboarded, sum.preemptions);
+      "while serving ({} gone on from), {} failed and undone, {} engines lost to faults,\n{} blocks offloaded, {} "
+      "tokens onboarded, {} preemptions\n",
+      seeds, failed, seconds, sum.tokens, sum.sleeps, sum.new_engines, sum.checkpoints, sum.rewound, sum.refused,
+      sum.lost, sum.offloaded, sum.onboarded, sum.preemptions);
   if (replay) fmt::print("{} events replayed, each equal\n", events);
   return failed == 0 ? 0 : 1;
 }

@@ -15,6 +15,7 @@
 #include "engine/reference/reference_engine.h"
 #include "engine/sleep_controller.h"
 #include "tests/simulation/scenario.h"
+#include "tests/simulation/served_checkpoint.h"
 #include "tests/simulation/stops.h"
 #include "tests/support/faulty_device.h"
 #include "tests/support/faulty_file_system.h"
@@ -124,7 +125,7 @@ class Run {
     must(run_.begin({.engine = scenario_.options, .ranks = scenario_.ranks, .kv_budget_bytes = scenario_.kv_budget}),
          "engine");
     begun_ = true;
-    checkpointing_ = false;
+    checkpoint_.gone();
     (void)told();  // the end of the engine before
     view_ = {};
   }
@@ -222,7 +223,7 @@ class Run {
   void disarm() {
     faulted_ = machine_.fired();
     if (faulted_) say("fault");
-    checkpoint_faulted_ = checkpoint_faulted_ || faulted_;
+    checkpoint_.faulted = checkpoint_.faulted || faulted_;
     run_.other(Machine::kNone, 0);
   }
 
@@ -271,61 +272,21 @@ class Run {
     }
   }
 
-  // One that is written while steps go on; now and then it is given up, or the engine ends when it is there, and another
-  // one goes on from where it was taken.
   void serve_checkpoint() {
     if (scenario_.options.transfers_have_threads && !scenario_.exact) return;  // where they run is no input, nor faults
     arm();
-    const bool all_well = serve_checkpoint_once();
+    const Status well = checkpoint_.serve(streams_, step_);
     disarm();
+    if (!well) say("checkpoint: {}", well.error().to_string());
     if (engine_is_lost()) return lose();
     if (engine().frozen()) throw Failed{"a checkpoint left the engine standing still"};
-    if (!all_well && !checkpoint_faulted_ && !quarantined()) throw Failed{"a checkpoint without a fault failed"};
-    if (rewind_to_.empty()) return;
-    const std::string checkpoint = std::exchange(rewind_to_, {});
-    say("rewound to {}", checkpoint);
-    ++result_.rewound;
-    wake_in_new_engine(checkpoint);
-    streams_ = taken_streams_;
-    step_ = taken_at_;
-  }
-
-  // False: it failed.
-  bool serve_checkpoint_once() {
-    const auto told = [this](const Status& status) {
-      if (!status) say("checkpoint: {}", status.error().to_string());
-      return status.has_value();
-    };
-    if (!checkpointing_) {
-      if (!dice_.chance(scenario_.sleep_chance)) return true;
-      checkpoint_faulted_ = false;
-      checkpointing_ = told(run_.begin_checkpoint());
-      return checkpointing_;
+    if (!well && !checkpoint_.faulted && !quarantined()) throw Failed{"a checkpoint without a fault failed"};
+    if (const auto from = checkpoint_.take_rewind()) {
+      say("rewound to {}", from->checkpoint);
+      wake_in_new_engine(from->checkpoint);
+      streams_ = from->streams;
+      step_ = from->step;
     }
-    if (dice_.chance(0.03)) {
-      run_.cancel_checkpoint();
-      checkpointing_ = false;
-      return true;
-    }
-    if (dice_.chance(0.3)) return true;
-    const Result<CheckpointStage> stage = run_.continue_checkpoint();
-    if (!stage) return false;
-    if (*stage == CheckpointStage::kReady && dice_.chance(0.5)) {
-      taken_streams_ = streams_;
-      taken_at_ = step_;
-      return told(run_.take_checkpoint());
-    }
-    if (*stage != CheckpointStage::kEnded) return true;
-    checkpointing_ = false;
-    const Result<SleepReport> report = run_.end_checkpoint();
-    if (!report) {
-      say("checkpoint: {}", report.error().to_string());
-      return report.error().code == Code::kAborted;  // a sleep came first
-    }
-    say("checkpoint {}", report->checkpoint);
-    ++result_.checkpoints;
-    if (result_.rewound < kMostRewound && dice_.chance(0.5)) rewind_to_ = report->checkpoint;
-    return true;
   }
 
   void wake_in_new_engine(const std::string& checkpoint) {
@@ -411,16 +372,8 @@ class Run {
   console::EngineView view_;
   Streams streams_;
   int step_ = 0;
-  static constexpr int kMostRewound = 3;
-  bool checkpointing_ = false;
-  bool checkpoint_faulted_ = false;  // since it began
-  int taken_at_ = 0;
-  Streams taken_streams_;
-  std::string rewind_to_;  // a checkpoint; empty: none
-  bool begun_ = false;  // there is an engine
-  bool faulted_ = false;
-  bool ended_ = false;
   SimulationResult result_;
+  ServedCheckpoint checkpoint_{run_, dice_, scenario_.sleep_chance, result_};
 };
 
 }  // namespace

@@ -134,7 +134,8 @@ async def play(options: argparse.Namespace) -> dict:
 
     with tempfile.TemporaryDirectory(prefix="torpor-bench-", dir=options.directory) as directory:
         arguments = AsyncEngineArgs(
-            model=str(options.model), dtype=best_dtype(), enforce_eager=True, block_size=BLOCK_TOKENS, max_model_len=2048,
+            model=str(options.model), dtype=best_dtype(), enforce_eager=True, block_size=BLOCK_TOKENS,
+            max_model_len=2048,
             max_num_seqs=STREAMS, max_num_batched_tokens=512, disable_log_stats=True,
             additional_config={"torpor": {"dir": directory, "incremental": True}},
         )  # fmt: skip
@@ -173,8 +174,8 @@ def main() -> int:
     print(f"checkpoint under {STREAMS} streams, median of {options.rounds} rounds")
     for name, item in result["stalls"].items():
         print(
-            f"  {name:<18} stood still {item['own'] * 1000:7.1f} ms   streams waited {item['streams'] * 1000:7.1f} ms more "
-            f"than {item['usual'] * 1000:.0f}   safe after {item['until safe'] * 1000:6.0f} ms   "
+            f"  {name:<18} stood still {item['own'] * 1000:7.1f} ms   "
+            f"streams waited {item['streams'] * 1000:7.1f} ms more than {item['usual'] * 1000:.0f}   safe after {item['until safe'] * 1000:6.0f} ms   "
             f"copied in the stop {item['copied'] / 1e6:6.1f} MB   written {item['written'] / 1e6:6.1f} MB"
         )
     both = result["stalls"]
