@@ -156,8 +156,11 @@ Result<CheckpointStage> SleepController::advance(bool wait) {
         if (!committed) return false;
         behind.at = At::kEnded;
         behind.pending.reset();  // with the lock of its directory
-        if (const auto stopped = ranks_.undo(orders::LookBehind{.stop = true}); !stopped)
-          log().warn("{}", stopped.error().to_string());
+        (void)catching([&]() -> Status {
+          const auto stopped = ranks_.undo(orders::LookBehind{.stop = true});
+          if (!stopped) log().warn("{}", stopped.error().to_string());
+          return ok();
+        });
         return true;
       }
       case At::kReady:
@@ -166,9 +169,9 @@ Result<CheckpointStage> SleepController::advance(bool wait) {
     return false;
   };
   while (true) {
-    const Result<bool> stepped = catching(step);
+    Result<bool> stepped = catching(step);
     if (!stepped) {
-      fail_behind(stepped.error());
+      fail_behind(std::move(stepped).error());
     } else if (*stepped) {
       continue;
     }
@@ -336,16 +339,17 @@ void SleepController::settle_behind(std::string_view why) noexcept {
   using At = Behind::At;
   if (behind_ == nullptr || behind_->at == At::kEnded) return;
   if (behind_->at != At::kTaken && behind_->at != At::kCommitting) {
-    Error error{.code = Code::kAborted, .next_step = "ask for it again"};
+    Error error{.code = Code::kAborted};
     (void)catching([&]() -> Status {
+      error.next_step = "ask for it again";
       error.what = fmt::format("the checkpoint was given up: {}", why);
       return ok();
     });
     return fail_behind(std::move(error));
   }
   while (behind_->at != At::kEnded) {
-    const auto advanced = catching([&]() TORPOR_REQUIRES(operation_mutex_) { return advance(/*wait=*/true); });
-    if (!advanced) fail_behind(advanced.error());
+    auto advanced = catching([&]() TORPOR_REQUIRES(operation_mutex_) { return advance(/*wait=*/true); });
+    if (!advanced) fail_behind(std::move(advanced).error());
   }
 }
 
