@@ -5,6 +5,7 @@
 
 #include "checkpoint/verify.h"
 #include "tests/engine/sleep_failure.h"
+#include "tests/support/sanitizers.h"
 
 namespace torpor {
 namespace {
@@ -81,7 +82,7 @@ TEST_F(ContinuousCheckpoint, ServesMeanwhileAndANewEngineGoesOnFromTheStop) {
   for (const int ranks : {1, 2}) {
     for (const bool incremental : {false, true}) {
       for (const bool own_threads : {false, true}) {
-        for (const int before : {0, 1, 4, 9}) {
+        for (const int before : {1, 9}) {
           SCOPED_TRACE(
               fmt::format("{} ranks, incremental {}, threads {}, {} steps", ranks, incremental, own_threads, before));
           std::filesystem::remove_all(temporary_.path());
@@ -165,7 +166,7 @@ TEST_F(ContinuousCheckpoint, WithoutRoomInHostMemoryThereIsNone) {
 
 TEST_F(ContinuousCheckpoint, EachFileOperationThatFailsLeavesTheEngineServingAndNothingBehind) {
   uint64_t calls = 1;  // counted in round 0, which fails at none
-  for (uint64_t at = 0; at <= calls; ++at) {
+  for (uint64_t at = 0; at <= calls; at += kNextFailure) {
     SCOPED_TRACE(at);
     std::filesystem::remove_all(temporary_.path());
     const Variant options = one_thread();
