@@ -8,7 +8,6 @@
 
 #include "console/reference_run.h"
 #include "tests/simulation/scenario.h"
-#include "tests/simulation/simulation.h"
 
 namespace torpor::test {
 
@@ -19,8 +18,9 @@ class ServedCheckpoint {
     Streams streams;  // when it was taken
     int step = 0;
   };
-  ServedCheckpoint(console::ReferenceRun& run, Dice& dice, double chance, SimulationResult& result)
-      : run_(run), dice_(dice), chance_(chance), result_(result) {}
+  // `written`, `rewound`: counted there.
+  ServedCheckpoint(console::ReferenceRun& run, Dice& dice, double chance, int& written, int& rewound)
+      : run_(run), dice_(dice), chance_(chance), written_(written), rewound_(rewound) {}
 
   bool faulted = false;  // something failed since it began
   void gone() { writing_ = false; }
@@ -51,9 +51,9 @@ class ServedCheckpoint {
     Result<SleepReport> report = run_.end_checkpoint();
     if (!report && report.error().code == Code::kAborted) return ok();  // a sleep came first
     if (!report) return std::move(report).error();
-    ++result_.checkpoints;
-    if (result_.rewound == kMostRewound || dice_.chance(0.5)) return ok();
-    ++result_.rewound;
+    ++written_;
+    if (rewound_ == kMostRewound || dice_.chance(0.5)) return ok();
+    ++rewound_;
     rewind_ = taken_;
     rewind_->checkpoint = report->checkpoint;
     return ok();
@@ -64,7 +64,8 @@ class ServedCheckpoint {
   console::ReferenceRun& run_;
   Dice& dice_;
   const double chance_;
-  SimulationResult& result_;
+  int& written_;
+  int& rewound_;
   bool writing_ = false;
   Rewind taken_;
   std::optional<Rewind> rewind_;

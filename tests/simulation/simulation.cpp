@@ -372,8 +372,11 @@ class Run {
   console::EngineView view_;
   Streams streams_;
   int step_ = 0;
+  bool begun_ = false;  // there is an engine
+  bool faulted_ = false;
+  bool ended_ = false;
   SimulationResult result_;
-  ServedCheckpoint checkpoint_{run_, dice_, scenario_.sleep_chance, result_};
+  ServedCheckpoint checkpoint_{run_, dice_, scenario_.sleep_chance, result_.checkpoints, result_.rewound};
 };
 
 }  // namespace

@@ -175,7 +175,8 @@ def main() -> int:
     for name, item in result["stalls"].items():
         print(
             f"  {name:<18} stood still {item['own'] * 1000:7.1f} ms   "
-            f"streams waited {item['streams'] * 1000:7.1f} ms more than {item['usual'] * 1000:.0f}   safe after {item['until safe'] * 1000:6.0f} ms   "
+            f"streams waited {item['streams'] * 1000:7.1f} ms more than {item['usual'] * 1000:.0f}   "
+            f"safe after {item['until safe'] * 1000:6.0f} ms   "
             f"copied in the stop {item['copied'] / 1e6:6.1f} MB   written {item['written'] / 1e6:6.1f} MB"
         )
     both = result["stalls"]
