@@ -361,6 +361,36 @@ void bind_controller(py::module_& module) {
           py::arg("outputs"), py::arg("data_parallel") = std::pair(0, 1),
           "A checkpoint of an engine that serves on; `outputs` is the front end's part.")
       .def(
+          "begin_checkpoint",
+          [](BoundController& self) {
+            value_or_raise(without_lock([&] { return self.controller.begin_checkpoint(); }));
+          },
+          "One that is written while the engine serves: continued until it is ready, taken, continued until it has "
+          "ended.")
+      .def("continue_checkpoint",
+           [](BoundController& self) {
+             constexpr std::array<const char*, 5> kStages = {"none", "copying", "ready", "writing", "ended"};
+             const CheckpointStage stage =
+                 value_or_raise(without_lock([&] { return self.controller.continue_checkpoint(); }));
+             return kStages.at(static_cast<size_t>(stage));
+           })
+      .def(
+          "take_checkpoint",
+          [](BoundController& self, const py::handle& outputs) {
+            const Value value = value_from(outputs);
+            value_or_raise(without_lock([&] { return self.controller.take_checkpoint(value); }));
+          },
+          py::arg("outputs"), "The engine stands still, and goes on; later tokens are not in it.")
+      .def("end_checkpoint",
+           [](BoundController& self) {
+             return to_python(value_or_raise(without_lock([&] { return self.controller.end_checkpoint(); })));
+           })
+      .def("cancel_checkpoint",
+           [](BoundController& self) {
+             const py::gil_scoped_release released;
+             self.controller.cancel_checkpoint();
+           })
+      .def(
           "end_sleep",
           [](BoundController& self, bool keep) {
             return to_python(value_or_raise(without_lock([&] { return self.controller.end_sleep(keep); })));

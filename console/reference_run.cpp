@@ -1,6 +1,7 @@
 #include "console/reference_run.h"
 
 #include <algorithm>
+#include <thread>
 
 #include <fmt/format.h>
 
@@ -181,10 +182,12 @@ Status ReferenceRun::build(const json& words) {
   TORPOR_ASSIGN(auto devices, host_.devices ? host_.devices(run.ranks) : host_devices(run.ranks));
   TORPOR_ASSIGN(engine_,
                 reference::ReferenceEngine::create(std::move(devices), host_.files, clock_, run.engine, port_));
-  controller_ = std::make_unique<SleepController>(
-      *engine_, host_.files, clock_,
-      SleepControllerOptions{.directory = host_.directory + "/checkpoints", .kv_budget_bytes = run.kv_budget_bytes},
-      port_);
+  controller_ =
+      std::make_unique<SleepController>(*engine_, host_.files, clock_,
+                                        SleepControllerOptions{.directory = host_.directory + "/checkpoints",
+                                                               .kv_budget_bytes = run.kv_budget_bytes,
+                                                               .own_threads = run.engine.transfers_have_threads},
+                                        port_);
   return ok();
 }
 
@@ -237,6 +240,7 @@ Status ReferenceRun::carry_out(InputKind kind, const json& words, uint64_t a, ui
       if (a > static_cast<uint64_t>(LateWait::kAll)) return damaged("wait");
       progress_ = controller_->continue_wake(static_cast<LateWait>(a));
       return ok();
+    case InputKind::kCheckpoint: return checkpoint(a);
     case InputKind::kLoadWeights: engine_->load_weights(a); return ok();
     case InputKind::kOther:
       if (host_.other) host_.other(a, b);
@@ -287,6 +291,52 @@ Result<WakeProgress> ReferenceRun::continue_wake(LateWait wait) {
   TORPOR_TRY(give(InputKind::kContinueWake, {}, static_cast<uint64_t>(wait)));
   return progress_;
 }
+
+Status ReferenceRun::checkpoint(uint64_t call) {
+  checkpoint_status_ = ok();
+  switch (call) {
+    case kBegin: checkpoint_status_ = controller_->begin_checkpoint(); return ok();
+    case kContinue:
+      while (true) {
+        Result<CheckpointStage> stage = controller_->continue_checkpoint();
+        if (!stage) {
+          checkpoint_status_ = stage.error();
+          return ok();
+        }
+        stage_ = *stage;
+        const bool under_way = stage_ == CheckpointStage::kCopying || stage_ == CheckpointStage::kWriting;
+        if (!under_way || !engine_->memory(0).transfers().own_threads()) return ok();
+        std::this_thread::yield();
+      }
+    case kTake: checkpoint_status_ = controller_->take_checkpoint({}); return ok();
+    case kEnd: report_ = controller_->end_checkpoint(); return ok();
+    case kCancel: controller_->cancel_checkpoint(); return ok();
+    default: return damaged(fmt::format("call {} of a checkpoint", call));
+  }
+}
+
+Status ReferenceRun::begin_checkpoint() {
+  TORPOR_TRY(give(InputKind::kCheckpoint, {}, kBegin));
+  return checkpoint_status_;
+}
+
+Result<CheckpointStage> ReferenceRun::continue_checkpoint() {
+  TORPOR_TRY(give(InputKind::kCheckpoint, {}, kContinue));
+  if (!checkpoint_status_) return checkpoint_status_.error();
+  return stage_;
+}
+
+Status ReferenceRun::take_checkpoint() {
+  TORPOR_TRY(give(InputKind::kCheckpoint, {}, kTake));
+  return checkpoint_status_;
+}
+
+Result<SleepReport> ReferenceRun::end_checkpoint() {
+  TORPOR_TRY(give(InputKind::kCheckpoint, {}, kEnd));
+  return std::move(*report_);
+}
+
+void ReferenceRun::cancel_checkpoint() { (void)give(InputKind::kCheckpoint, {}, kCancel); }
 
 void ReferenceRun::load_weights(uint64_t seed) { (void)give(InputKind::kLoadWeights, {}, seed); }
 void ReferenceRun::other(uint64_t a, uint64_t b) { (void)give(InputKind::kOther, {}, a, b); }

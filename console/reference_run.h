@@ -63,6 +63,13 @@ class ReferenceRun {
   Result<SleepReport> sleep(const SleepOptions& options);
   Result<SleepReport> wake(const WakeOptions& options);
   Result<WakeProgress> continue_wake(LateWait wait);
+  // Of one that is written while the engine serves: the calls of SleepController. continue_checkpoint() goes on until
+  // it is ready or has ended: what threads do meanwhile is no input.
+  Status begin_checkpoint();
+  Result<CheckpointStage> continue_checkpoint();
+  Status take_checkpoint();
+  Result<SleepReport> end_checkpoint();
+  void cancel_checkpoint();
   void load_weights(uint64_t seed);
   void other(uint64_t a, uint64_t b);
 
@@ -73,6 +80,8 @@ class ReferenceRun {
   SleepController& controller() { return *controller_; }
 
  private:
+  enum CheckpointCall : uint64_t { kBegin, kContinue, kTake, kEnd, kCancel };
+  Status checkpoint(uint64_t call);
   Status carry_out(InputKind kind, const nlohmann::json& words, uint64_t a, uint64_t b);
   Status build(const nlohmann::json& words);
 
@@ -86,6 +95,8 @@ class ReferenceRun {
   bool happened_ = false;
   std::optional<Result<SleepReport>> report_;
   Result<WakeProgress> progress_ = WakeProgress{};
+  Status checkpoint_status_;
+  CheckpointStage stage_ = CheckpointStage::kNone;
 };
 
 }  // namespace torpor::console

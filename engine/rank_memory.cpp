@@ -121,6 +121,7 @@ Result<DeviceAddress> RankMemory::allocate(std::string_view tag, std::string_vie
 Status RankMemory::free(DeviceAddress address) {
   TORPOR_TRY(same_process());
   const MutexLock lock(mutex_);
+  images_->stop_behind();  // it may read there
   const std::optional<RegionInfo> region = allocator_->region_at(address);
   images_->end_late();  // what is unmapped now is written by nobody
   TORPOR_TRY(allocator_->free(address));
@@ -219,6 +220,7 @@ Result<orders::CancelSave::Reply> RankMemory::carry_out(const orders::CancelSave
 
 Result<orders::Detach::Reply> RankMemory::carry_out(const orders::Detach& order) {
   TORPOR_TRY(images_->nothing_late());
+  images_->stop_behind();
   (void)transfers_->drain();  // of blocks that an engine moves; what counts is that none is left
   TORPOR_TRY(transfers_->usable());
   orders::Detach::Reply reply;
@@ -286,6 +288,21 @@ Result<orders::TellContents::Reply> RankMemory::carry_out(const orders::TellCont
 Result<orders::Moved::Reply> RankMemory::carry_out(const orders::Moved& order) {
   images_->on_moved(order.directory);
   return orders::Moved::Reply{};
+}
+
+Result<orders::OpenBehind::Reply> RankMemory::carry_out(const orders::OpenBehind& order) {
+  return images_->open_behind(order);
+}
+Result<orders::CopyAhead::Reply> RankMemory::carry_out(const orders::CopyAhead& order) {
+  return images_->copy_ahead(order);
+}
+Result<orders::SaveBehind::Reply> RankMemory::carry_out(const orders::SaveBehind& order) {
+  return images_->save_behind(order);
+}
+Result<orders::LookBehind::Reply> RankMemory::carry_out(const orders::LookBehind& order) {
+  TORPOR_ASSIGN(orders::LookBehind::Reply reply, images_->look_behind(order));
+  if (order.stop) give_back_unused();
+  return reply;
 }
 
 // What cannot be given back now is at the next operation.

@@ -108,6 +108,10 @@ class RankMemory {
   Result<orders::TellContents::Reply> carry_out(const orders::TellContents& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Moved::Reply> carry_out(const orders::Moved& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Arrivals::Reply> carry_out(const orders::Arrivals& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::OpenBehind::Reply> carry_out(const orders::OpenBehind& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::CopyAhead::Reply> carry_out(const orders::CopyAhead& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::SaveBehind::Reply> carry_out(const orders::SaveBehind& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::LookBehind::Reply> carry_out(const orders::LookBehind& order) TORPOR_REQUIRES(mutex_);
   void fill(RankLedger& ledger) const TORPOR_REQUIRES(mutex_);
   RegionImages& images() TORPOR_REQUIRES(mutex_) { return *images_; }
   const SleepAllocator& allocator() const { return *allocator_; }

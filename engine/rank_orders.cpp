@@ -136,6 +136,22 @@ template <class Archive>
 void serialize(Archive& archive, orders::Arrivals::Reply& v) {
   archive(v.first, v.arrivals, v.why, v.ended);
 }
+template <class Archive>
+void serialize(Archive& archive, orders::OpenBehind& v) {
+  archive(v.directory, v.writing);
+}
+template <class Archive>
+void serialize(Archive& archive, orders::CopyAhead& v) {
+  archive(v.save);
+}
+template <class Archive>
+void serialize(Archive& archive, orders::SaveBehind& v) {
+  archive(v.save);
+}
+template <class Archive>
+void serialize(Archive& archive, orders::LookBehind& v) {
+  archive(v.wait, v.stop);
+}
 
 template <class Archive>
 void serialize(Archive& archive, orders::Describe::Reply& v) {
@@ -144,6 +160,18 @@ void serialize(Archive& archive, orders::Describe::Reply& v) {
 template <class Archive>
 void serialize(Archive& archive, orders::Save::Reply& v) {
   archive(v.bytes, v.reused_bytes, v.spilled_bytes, v.saved, v.digests);
+}
+template <class Archive>
+void serialize(Archive& archive, orders::CopyAhead::Reply& v) {
+  archive(v.bytes);
+}
+template <class Archive>
+void serialize(Archive& archive, orders::SaveBehind::Reply& v) {
+  archive(v.bytes);
+}
+template <class Archive>
+void serialize(Archive& archive, orders::LookBehind::Reply& v) {
+  archive(v.ended, v.saved);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Detach::Reply& v) {
@@ -241,6 +269,10 @@ TORPOR_ORDER(Moved)
 TORPOR_ORDER(PlanSave)
 TORPOR_ORDER(TellContents)
 TORPOR_ORDER(Arrivals)
+TORPOR_ORDER(OpenBehind)
+TORPOR_ORDER(CopyAhead)
+TORPOR_ORDER(SaveBehind)
+TORPOR_ORDER(LookBehind)
 #undef TORPOR_ORDER
 
 }  // namespace torpor

@@ -209,6 +209,47 @@ struct TellContents {
   uint64_t steps = 0;
 };
 
+// A checkpoint that is written while the engine serves: OpenBehind, CopyAhead, SaveBehind, each once LookBehind says
+// that what the one before has left to be done in the background has ended; LookBehind with `stop` at the end.
+//
+// Its files are made, in the background; and the digest of weights that are not known is taken.
+struct OpenBehind {
+  static constexpr std::string_view kName = "open_behind";
+  struct Reply {};
+  std::string directory;  // of the checkpoint under construction
+  RankWriting writing;
+};
+
+// Between two steps: of the blocks of `save`, those with a stamp that the base has not are written, in the background.
+struct CopyAhead {
+  static constexpr std::string_view kName = "copy_ahead";
+  struct Reply {
+    uint64_t bytes = 0;  // to be written
+  };
+  Save save;  // as for SaveBehind
+};
+
+// While the engine stands still: blocks that were not copied ahead, or are others by now, go to host memory; from there
+// into the file in the background, which is then made safe.
+struct SaveBehind {
+  static constexpr std::string_view kName = "save_behind";
+  struct Reply {
+    uint64_t bytes = 0;  // copied now
+  };
+  Save save;  // the tag with blocks first, without the weights; `directory` and `writing` as in OpenBehind
+};
+
+// How far it is; its errors are this order's. `wait`: answers when it has ended.
+struct LookBehind {
+  static constexpr std::string_view kName = "look_behind";
+  struct Reply {
+    bool ended = false;
+    Save::Reply saved;  // after SaveBehind
+  };
+  bool wait = false;
+  bool stop = false;  // it ends now, and is forgotten
+};
+
 // The checkpoint under construction was committed to this path.
 struct Moved {
   static constexpr std::string_view kName = "moved";
@@ -221,7 +262,8 @@ struct Moved {
 using RankOrder =
     std::variant<orders::Describe, orders::Written, orders::Save, orders::CancelSave, orders::Detach, orders::Attach,
                  orders::Restore, orders::CancelRestore, orders::Finish, orders::DigestTags, orders::LoadBlocks,
-                 orders::Moved, orders::PlanSave, orders::TellContents, orders::Arrivals>;
+                 orders::Moved, orders::PlanSave, orders::TellContents, orders::Arrivals, orders::OpenBehind,
+                 orders::CopyAhead, orders::SaveBehind, orders::LookBehind>;
 
 // `Order`: an alternative of RankOrder.
 template <class Order>

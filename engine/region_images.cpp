@@ -8,6 +8,8 @@
 #include "base/units.h"
 #include "engine/combined_digest.h"
 #include "engine/region_mapper.h"
+#include "engine/tags.h"
+#include "engine/write_behind.h"
 
 namespace torpor {
 namespace {
@@ -85,6 +87,7 @@ Status RegionImages::set_kv_layout(std::string tag, KvLayout layout) {
 }
 
 void RegionImages::note_write(std::string_view tag) {
+  if (tag == kWeightsTag) digest_holds_ = false;
   forget_clean(tag);
   contents_.note_write(tag);
 }
@@ -108,6 +111,7 @@ void RegionImages::forget_clean(std::string_view tag) {
 }
 
 void RegionImages::doubt(std::string_view tag) {
+  if (tag == kWeightsTag) digest_holds_ = false;
   forget_clean(tag);
   contents_.forget_proof(tag);
 }

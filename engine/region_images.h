@@ -34,6 +34,8 @@
 
 namespace torpor {
 
+class WriteBehind;
+
 // Where the content of a tag is stored.
 struct StoredTag {
   std::string tag;
@@ -128,6 +130,14 @@ class RegionImages {
   Result<LoadedTag> load_tag(const StoredTag& stored);
   // The digest that load_tag() proved, unless the tag was written since.
   std::optional<std::string> proven(const std::string& tag);
+
+  // A checkpoint that is written while the engine serves (engine/write_behind.h); one at a time.
+  Result<orders::OpenBehind::Reply> open_behind(const orders::OpenBehind& order);
+  Result<orders::CopyAhead::Reply> copy_ahead(const orders::CopyAhead& order);
+  Result<orders::SaveBehind::Reply> save_behind(const orders::SaveBehind& order);
+  Result<orders::LookBehind::Reply> look_behind(const orders::LookBehind& order);
+  void stop_behind() noexcept;  // nothing reads the tags' memory any more
+
   void on_moved(const std::string& directory);  // the checkpoint under construction was committed to this path
 
   // Reads the content of the tags; clean images of another content go.
@@ -166,6 +176,9 @@ class RegionImages {
   Status look_up_blocks(Storing& storing, const BaseRecord& in_base, const orders::Save& order,
                         const std::vector<BlockContent>& contents) const;
   Status look_up_tag(Storing& storing, const BaseRecord& in_base, const std::string& tag, bool as_proven) const;
+  Result<WriteBehind*> behind_of(const orders::Save& save);
+  Status look_behind(Storing& storing, const orders::Save& save, const std::vector<BlockContent>& contents,
+                     WriteBehind& behind) const;
   Status carry(Storing& storing, const BaseRecord& in_base, const orders::Save& order) const;
   Status write(Storing& storing, std::span<const size_t> places, RankWriter& writer);
   static Status check_same(const Checkpoint& checkpoint, uint64_t generation, const SealId& id);
@@ -206,6 +219,8 @@ class RegionImages {
   const std::shared_ptr<RetainedBlocks> retained_ = std::make_shared<RetainedBlocks>();  // of the tag with blocks
   TagContents contents_;
   std::unique_ptr<Late> late_;  // last: what it copies is in the others
+  bool digest_holds_ = false;  // what behind_ finds of the weights: nobody was seen to write them since it began
+  std::unique_ptr<WriteBehind> behind_;  // null: none; last: it reads what all above have
 };
 
 }  // namespace torpor

@@ -12,6 +12,7 @@
 namespace torpor {
 
 RegionImages::~RegionImages() {
+  behind_.reset();
   late_.reset();
   parts_.arena.ask_when_short(nullptr);
   retained_->clear();

@@ -3,28 +3,10 @@
 
 #include "engine/combined_digest.h"
 #include "engine/region_images.h"
+#include "engine/storing.h"
 #include "engine/tags.h"
 
 namespace torpor {
-
-// All that a checkpoint has of this rank, by place.
-struct RegionImages::Storing {
-  std::vector<ChunkPlan> plans;
-  std::vector<SavedChunk> records;  // of these
-  std::vector<size_t> linked;       // places of those that the base has
-  std::vector<size_t> missing;      // and of those that it has not
-
-  void add(std::vector<ChunkPlan> more) {
-    std::move(more.begin(), more.end(), std::back_inserter(plans));
-    records.resize(plans.size());
-  }
-  void shrink(size_t size) {
-    plans.erase(plans.begin() + static_cast<std::ptrdiff_t>(size), plans.end());
-    records.resize(size);
-    for (std::vector<size_t>* const places : {&linked, &missing})
-      std::erase_if(*places, [size](size_t place) { return place >= size; });
-  }
-};
 
 Result<orders::Save::Reply> RegionImages::save_to_disk(const orders::Save& order) {
   TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(order.blocks, order.stamps, order.steps));

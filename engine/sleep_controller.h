@@ -36,7 +36,11 @@ struct SleepControllerOptions {
   CheckpointManagerOptions checkpoints;     // the clock is the controller's; ranks have the key from their own options
   // Weights are read for each checkpoint. Otherwise once, and then only after they were seen to be written.
   bool always_read_weights = false;
+  bool own_threads = true;  // off: what is written in the background is, by the thread that asks how far it is
 };
+
+// Of a checkpoint that is written while the engine serves.
+enum class CheckpointStage : uint8_t { kNone, kCopying, kReady, kWriting, kEnded };
 
 class SleepController final : private Operation::Owner {
  public:
@@ -51,6 +55,18 @@ class SleepController final : private Operation::Owner {
   // engine that wakes from it has loaded them; they are in it only where a link to the checkpoint before is enough. The
   // engine stands still meanwhile; the report's seconds say how long.
   Result<SleepReport> checkpoint(const Value& outputs, DataParallel data_parallel = {});
+  // The same while the engine serves, which stands still for the state and the last blocks alone:
+  //   begin_checkpoint()     the checkpoint is opened, in the background
+  //   continue_checkpoint()  says how far it is, and takes the next step; asked until it is ready, and until it has
+  //   ended take_checkpoint()      of one that is ready: the engine stands still, and goes on. Later tokens are not in
+  //   it end_checkpoint()       of one that has ended: the report, or why there is none. Waits for one that was taken
+  // Committed, or never there: an error leaves the checkpoints and the engine as they were. A sleep, a wake and another
+  // checkpoint give up one that was not taken, and wait for one that was.
+  Status begin_checkpoint();
+  Result<CheckpointStage> continue_checkpoint();
+  Status take_checkpoint(const Value& outputs);
+  Result<SleepReport> end_checkpoint();
+  void cancel_checkpoint() noexcept;  // unless it is committed already; nothing is left of it
   // After a sleep or checkpoint of a data parallel rank whose report says that it is held: all is kept, nothing is gone
   // yet, and the engine stands still. Carries it out, or undoes it, as the others could sleep, too, or not.
   Result<SleepReport> end_sleep(bool keep);
@@ -72,6 +88,7 @@ class SleepController final : private Operation::Owner {
   enum class State : uint8_t { kAwake, kFallingAsleep, kAsleep, kWaking, kLost };
   struct FallingAsleep;
   struct HeldSleep;
+  struct Behind;
 
   struct RestoredFrom {  // a checkpoint that is marked as woken from once the engine runs
     std::string directory;
@@ -88,6 +105,7 @@ class SleepController final : private Operation::Owner {
   Status prepare(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
   Status keep_host_slots(FallingAsleep& sleep);
   void release_host_slots() noexcept;
+  Status capture(FallingAsleep& sleep);
   Status save(FallingAsleep& sleep);
   Status prove(FallingAsleep& sleep);
   Status drop(FallingAsleep& sleep);
@@ -101,6 +119,16 @@ class SleepController final : private Operation::Owner {
   Result<SleepReport> serve_on(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
   Result<SleepReport> hold_sleep(std::unique_ptr<HeldSleep> sleep) TORPOR_REQUIRES(operation_mutex_);
   Result<SleepReport> end_sleep_now(bool keep);
+
+  // A checkpoint while serving (sleep_controller_behind.cpp).
+  Status begin_checkpoint_now() TORPOR_REQUIRES(operation_mutex_);
+  Result<CheckpointStage> advance(bool wait) TORPOR_REQUIRES(operation_mutex_);
+  Status copy_ahead() TORPOR_REQUIRES(operation_mutex_);
+  Result<bool> ranks_have_ended(bool wait) TORPOR_REQUIRES(operation_mutex_);
+  Status take_now(const Value& outputs) TORPOR_REQUIRES(operation_mutex_);
+  Status stand_still(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
+  void fail_behind(Error error) noexcept TORPOR_REQUIRES(operation_mutex_);
+  void settle_behind(std::string_view why) noexcept TORPOR_REQUIRES(operation_mutex_);
 
   // wake_up() (sleep_controller_wake.cpp).
   Result<SleepReport> wake_now(const WakeOptions& options);
@@ -175,6 +203,7 @@ class SleepController final : private Operation::Owner {
   // Of what the sleep in force saved, by need: what an early wake brings back behind the engine.
   std::vector<int32_t> late_blocks_ TORPOR_GUARDED_BY(operation_mutex_);
   std::optional<Late> late_ TORPOR_GUARDED_BY(operation_mutex_);  // of an early wake that is not over
+  std::unique_ptr<Behind> behind_ TORPOR_GUARDED_BY(operation_mutex_);  // null: none is written
 
   mutable Mutex state_mutex_;  // never held while calling out
   State state_ TORPOR_GUARDED_BY(state_mutex_) = State::kAwake;

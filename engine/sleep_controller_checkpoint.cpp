@@ -23,6 +23,7 @@ Result<SleepReport> SleepController::checkpoint_now(const Value& outputs, DataPa
                  .what = "the engine is asleep",
                  .next_step = "wake it first, or let it sleep to disk"};
   TORPOR_TRY(wait_for_late());
+  settle_behind("another one was asked for");
   const auto write = [&](FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_) {
     set_state(State::kFallingAsleep);
     return catching([&]() TORPOR_REQUIRES(operation_mutex_) -> Status {

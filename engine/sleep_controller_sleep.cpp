@@ -45,7 +45,10 @@ SleepController::SleepController(EngineHooks& hooks, FileSystem& file_system, co
       ranks_(hooks_) {}
 
 // What is held is undone: the requests go on, if anybody can still ask for them.
-SleepController::~SleepController() { held_sleep_.reset(); }
+SleepController::~SleepController() {
+  cancel_checkpoint();
+  held_sleep_.reset();
+}
 
 // Undoes a failed sleep or checkpoint; the error says what of it stays all the same.
 Error SleepController::undone(FallingAsleep& sleep, std::string_view call, Error error) noexcept {
@@ -77,6 +80,7 @@ Result<SleepReport> SleepController::sleep_now(const SleepOptions& options) {
   TORPOR_TRY(check(options));
   TORPOR_TRY(may_begin());
   TORPOR_TRY(wait_for_late());
+  settle_behind("a sleep was asked for");
   const bool asleep = is_sleeping();
   if (asleep) {
     TORPOR_ASSIGN(const bool more, frees_more(options));
@@ -270,19 +274,18 @@ void SleepController::fall_back(FallingAsleep& sleep, const Error& why) {
   report.checkpoint_parts.clear();
 }
 
-// The state as values and, to disk, that part of the checkpoint: durable before memory is touched.
-Status SleepController::prepare(FallingAsleep& sleep) {
-  const SleepOptions& options = sleep.options;
+// The state as values.
+Status SleepController::capture(FallingAsleep& sleep) {
   const bool with_kv = has_tag(sleep.tags, kKvCacheTag);
-  if (!sleep.preserved && !sleep.to_disk) return ok();
-  if (sleep.deeper && preserved_ && !with_kv) return ok();  // it was captured then
   sleep.operation.begin("capture");
   TORPOR_ASSIGN(sleep.captured.state, hooks_.capture());
   if (!sleep.preserved) sleep.captured.state = without_requests(std::move(sleep.captured.state));
   TORPOR_TRY(sleep.captured.state.validate());
-  sleep.captured.outputs = options.outputs;
-  const BlockBytes block = block_bytes(sleep.described);
-  if (with_kv) sleep.live = select_live_blocks(sleep.captured.state.kv, block.most, options_.kv_budget_bytes);
+  sleep.captured.outputs = sleep.options.outputs;
+  if (with_kv) {
+    sleep.live =
+        select_live_blocks(sleep.captured.state.kv, block_bytes(sleep.described).most, options_.kv_budget_bytes);
+  }
   drop_hashes(sleep.captured.state.kv, sleep.live.dropped);
   name_blocks(sleep.save, sleep.captured.state, sleep.live.kept);
   sleep.late = late_blocks_of(sleep.captured.state, sleep.save.blocks);
@@ -294,10 +297,19 @@ Status SleepController::prepare(FallingAsleep& sleep) {
     TORPOR_ASSIGN(sleep.captured.fingerprint, fingerprint_of(sleep.described, digest));
   }
   sleep.operation.end("capture");
+  return ok();
+}
+
+// That and, to disk, its part of the checkpoint: durable before memory is touched.
+Status SleepController::prepare(FallingAsleep& sleep) {
+  const SleepOptions& options = sleep.options;
+  if (!sleep.preserved && !sleep.to_disk) return ok();
+  if (sleep.deeper && preserved_ && !has_tag(sleep.tags, kKvCacheTag)) return ok();  // it was captured then
+  TORPOR_TRY(capture(sleep));
   if (!sleep.to_disk) return ok();
 
   sleep.operation.begin("commit");
-  uint64_t expected = sleep.live.kept.size() * block.all;
+  uint64_t expected = sleep.live.kept.size() * block_bytes(sleep.described).all;
   for (const std::string& tag : sleep.save.tags) {
     if (tag != kKvCacheTag) expected += tag_bytes(sleep.described, tag, &RankLedger::Tag::region_bytes);
   }

@@ -51,6 +51,7 @@ Result<SleepReport> SleepController::wake_now(const WakeOptions& options) {
                  .next_step = "end the wake first"};
   }
   TORPOR_TRY(wait_for_late());
+  settle_behind("a wake was asked for");
   Operation operation("wake", clock_, port_, *this, options.progress);
   set_state(State::kWaking);
   Result<SleepReport> report = catching([&]() TORPOR_REQUIRES(operation_mutex_) {

@@ -356,6 +356,38 @@ Result<std::vector<ChunkTransfer>> TransferEngine::submit_and_wait(Job job) {
   return std::move(result.chunks);
 }
 
+Result<std::vector<ChunkTransfer>> TransferEngine::do_in_background(Job job) {
+  job.urgency = Urgency::kOffload;
+  job.all_or_nothing = true;
+  TORPOR_ASSIGN(const JobId id, submit(std::move(job)));
+  JobResult result = wait(id);
+  if (!result.status) return std::move(result.status).error();
+  return std::move(result.chunks);
+}
+
+Result<std::vector<SavedChunk>> TransferEngine::put(std::span<const ChunkPlan> plans, Tier& target) {
+  return catching([&]() -> Result<std::vector<SavedChunk>> {
+    std::vector<SavedChunk> saved;
+    saved.reserve(plans.size());
+    TORPOR_ASSIGN(std::vector<ChunkTransfer> chunks,
+                  do_in_background({.kind = JobKind::kSave, .tier = &target, .chunks = transfers_of(plans)}));
+    for (ChunkTransfer& chunk : chunks) saved.push_back(std::move(chunk.saved));
+    return saved;
+  });
+}
+
+Status TransferEngine::move(std::span<const ChunkPlan> plans, std::span<SavedChunk> saved, Tier& source, Tier& target) {
+  return catching([&]() -> Status {
+    std::vector<ChunkTransfer> chunks = transfers_of(plans);
+    for (size_t i = 0; i < plans.size(); ++i) chunks[i].saved = saved[i];
+    TORPOR_ASSIGN(
+        std::vector<ChunkTransfer> moved,
+        do_in_background({.kind = JobKind::kMove, .tier = &target, .source = &source, .chunks = std::move(chunks)}));
+    for (size_t i = 0; i < plans.size(); ++i) saved[i] = std::move(moved[i].saved);
+    return ok();
+  });
+}
+
 Result<std::vector<SavedChunk>> TransferEngine::save(std::span<const ChunkPlan> plans, Tier& target) {
   return catching([&]() -> Result<std::vector<SavedChunk>> {
     TORPOR_TRY(usable());

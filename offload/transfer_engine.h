@@ -82,11 +82,18 @@ class TransferEngine {
   Status restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans, Tier& source);
   // Of what is in device memory now.
   Result<std::vector<Digest>> digests(std::span<const ChunkPlan> plans);
-  // Is told of these three from now on, and may cancel them: then they fail with kAborted. Null: nobody is.
+  // The same in the background, behind all that is more urgent: `target` is neither made ready nor finished, and nobody
+  // is told. For a part of what goes into it.
+  Result<std::vector<SavedChunk>> put(std::span<const ChunkPlan> plans, Tier& target);
+  // Of chunks that `source`, a tier in memory, has: `saved` says where there, and afterwards where in `target`.
+  Status move(std::span<const ChunkPlan> plans, std::span<SavedChunk> saved, Tier& source, Tier& target);
+  // Is told of save(), restore() and digests() from now on, and may cancel them: then they fail with kAborted. Null:
+  // nobody is.
   void watch(std::shared_ptr<ProgressFile> progress);
 
   OutcomeCounts counts() const;             // of the chunks of all jobs that ever ended
   int threads() const { return threads_; }  // of each lane
+  bool own_threads() const { return own_threads_; }
   // Gives staging memory that no batch uses back to the arena.
   void release_staging();
 
@@ -103,6 +110,7 @@ class TransferEngine {
   void work(Worker& worker);
   bool pump_one() TORPOR_REQUIRES(mutex_);  // gives the lock back while bytes move
   Result<std::vector<ChunkTransfer>> submit_and_wait(Job job);
+  Result<std::vector<ChunkTransfer>> do_in_background(Job job);
   void tell_begun(const Batch& batch) const noexcept;
   void settle(const Batch& batch, int64_t began, DrainResult drained) noexcept TORPOR_REQUIRES(mutex_);
   void drop(JobRecord& record, BlockOutcome outcome) noexcept TORPOR_REQUIRES(mutex_);

@@ -12,7 +12,7 @@ from inspector import look
 from requests_of_tests import final, run
 from vllm import SamplingParams
 
-from torpor.vllm import runner_v1
+from torpor.vllm import frontend, runner_v1
 from torpor.vllm.compat import lookup
 
 SPANS = lookup("vllm.outputs", "WeightVersionSpan")  # from vLLM 0.32 on
@@ -45,6 +45,31 @@ def test_a_new_process_goes_on_with_the_very_next_token(one, zygote, tiny_model)
         assert result["requests"] == len([a for a in expected if not answers.get(a, [False])[0]]) + (
             0 if answers.get("two", [False])[0] else 1
         )
+
+
+@pytest.mark.rig
+def test_a_new_process_goes_on_from_a_checkpoint_that_was_written_while_the_engine_served(one, zygote, tiny_model):
+    expected = as_json(one.expected)
+    answers = one.begin(12)
+
+    def serve_beyond(stage):
+        served = {}
+        while one.engine.torpor("continue_checkpoint") == stage:
+            served |= run(one.engine, 1)
+        return served | run(one.engine, 3)
+
+    one.engine.torpor("begin_checkpoint")
+    answers |= serve_beyond("copying")
+    frontend.finish(frontend.while_frozen(frontend.BlockingSide(one.engine), "take_checkpoint", {}))
+    delivered = as_json(answers)
+    answers |= serve_beyond("writing")
+    report = one.engine.torpor("end_checkpoint")
+    assert one.finish(answers) == one.expected
+    [save] = [phase for phase in report["phases"] if phase["name"] == "save"]
+    assert 0 < save["bytes"] < report["saved_bytes"] + report["reused_bytes"]  # the rest was not copied in the stop
+    [result] = wake_in_new_process(zygote, tiny_model, one.directory, [report["checkpoint"]])
+    assert final(delivered | result["answers"]) == expected and result["recomputed"] == 0
+    assert look("verify", report["checkpoint"])["whole"]
 
 
 def test_a_checkpoint_without_weights_wakes_too(one, zygote, tiny_model):

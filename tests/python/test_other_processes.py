@@ -171,8 +171,17 @@ async def _streaming(zygote, model, directory) -> None:
     assert json.dumps(answers) == frozen, "a token came while the engine slept"
     assert await engine.wake_up()
     await some_tokens(answers, len(answers["greedy"][0]) + 4)
+    so_far = len(answers["greedy"][0])
+    given_up = asyncio.create_task(engine.checkpoint())
+    await asyncio.sleep(0)  # its first order is sent
+    given_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    while_serving = await engine.checkpoint()  # the other one is gone
+    assert while_serving.requests > 0 and Path(while_serving.checkpoint).is_dir()
+    assert len(answers["greedy"][0]) > so_far, "it stood still until the checkpoint was written"
     report = await engine.sleep(level=1, preserve_state=True, to="disk")
-    assert report.requests > 0
+    assert report.requests > 0 and report.checkpoint != while_serving.checkpoint
     path = report.checkpoint
     for reader in readers:
         reader.cancel()

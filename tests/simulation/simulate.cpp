@@ -82,11 +82,12 @@ int main(int argc, char** argv) {
   for (std::thread& thread : threads) thread.join();
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   fmt::print(
-      "{} seeds, {} failed, {:.1f} s: {} tokens compared over {} sleeps ({} woken by a new engine), {} failed and "
-      "undone, {} engines lost to faults,\n{} blocks offloaded, {} tokens onboarded, {} preemptions\n"
+      "{} seeds, {} failed, {:.1f} s: {} tokens compared over {} sleeps ({} woken by a new engine) and {} checkpoints "
+      "while serving ({} gone on from), {} failed and undone, {} engines lost to faults,\n{} blocks offloaded, {} "
+      "tokens onboarded, {} preemptions\n"
       "{} early wakes: {} steps gave tokens before {} blocks had arrived; {} were lost\n",
-      seeds, failed, seconds, sum.tokens, sum.sleeps, sum.new_engines, sum.refused, sum.lost, sum.offloaded,
-      sum.onboarded, sum.preemptions, sum.early, sum.early_steps, sum.late, sum.late_lost);
+      seeds, failed, seconds, sum.tokens, sum.sleeps, sum.new_engines, sum.checkpoints, sum.rewound, sum.refused,
+      sum.lost, sum.offloaded, sum.onboarded, sum.preemptions, sum.early, sum.early_steps, sum.late, sum.late_lost);
   if (replay) fmt::print("{} events replayed, each equal\n", events);
   return failed == 0 ? 0 : 1;
 }

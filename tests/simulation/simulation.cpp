@@ -15,6 +15,7 @@
 #include "engine/reference/reference_engine.h"
 #include "engine/sleep_controller.h"
 #include "tests/simulation/scenario.h"
+#include "tests/simulation/served_checkpoint.h"
 #include "tests/simulation/stops.h"
 #include "tests/support/faulty_device.h"
 #include "tests/support/faulty_file_system.h"
@@ -101,6 +102,8 @@ class Run {
         }
         one_step();
         serve_tiers();
+        serve_checkpoint();
+        if (ended_) return result_;
         check_events();
         clock_.set(clock_.now() + std::chrono::milliseconds(dice_.between(0, 8)));
       }
@@ -124,6 +127,7 @@ class Run {
     must(run_.begin({.engine = scenario_.options, .ranks = scenario_.ranks, .kv_budget_bytes = scenario_.kv_budget}),
          "engine");
     begun_ = true;
+    checkpoint_.gone();
     (void)told();  // the end of the engine before
     view_ = {};
   }
@@ -243,6 +247,7 @@ class Run {
   void disarm() {
     faulted_ = machine_.fired();
     if (faulted_) say("fault");
+    checkpoint_.faulted = checkpoint_.faulted || faulted_;
     run_.other(Machine::kNone, 0);
   }
 
@@ -296,6 +301,23 @@ class Run {
     late_ = report.late_blocks > 0;
     if (late_) ++result_.early;
     if (late_) say("{} blocks come behind the engine", report.late_blocks);
+  }
+
+  void serve_checkpoint() {
+    if (scenario_.options.transfers_have_threads && !scenario_.exact) return;  // where they run is no input, nor faults
+    arm();
+    const Status well = checkpoint_.serve(streams_, step_);
+    disarm();
+    if (!well) say("checkpoint: {}", well.error().to_string());
+    if (engine_is_lost()) return lose();
+    if (engine().frozen()) throw Failed{"a checkpoint left the engine standing still"};
+    if (!well && !checkpoint_.faulted && !quarantined()) throw Failed{"a checkpoint without a fault failed"};
+    if (const auto from = checkpoint_.take_rewind()) {
+      say("rewound to {}", from->checkpoint);
+      wake_in_new_engine(from->checkpoint);
+      streams_ = from->streams;
+      step_ = from->step;
+    }
   }
 
   void wake_in_new_engine(const std::string& checkpoint) {
@@ -389,6 +411,7 @@ class Run {
   bool late_ = false;  // blocks come behind the engine
   Dice early_dice_;    // of its own: who woke early in a seed does not change what else happens in it
   SimulationResult result_;
+  ServedCheckpoint checkpoint_{run_, dice_, scenario_.sleep_chance, result_.checkpoints, result_.rewound};
 };
 
 }  // namespace
@@ -400,6 +423,8 @@ void SimulationResult::add(const SimulationResult& other) {
   new_engines += other.new_engines;
   refused += other.refused;
   lost += other.lost;
+  checkpoints += other.checkpoints;
+  rewound += other.rewound;
   onboarded += other.onboarded;
   offloaded += other.offloaded;
   preemptions += other.preemptions;

@@ -33,6 +33,8 @@ struct SimulationResult {
   int new_engines = 0;    // wakes from a checkpoint in a new engine
   int refused = 0;        // sleeps and wakes that failed under a fault and left everything as it was
   int lost = 0;           // engines lost for a fault that cannot be undone, and woken from a checkpoint or given up
+  int checkpoints = 0;    // written while the engine served
+  int rewound = 0;        // engines that ended, and were gone on from such a one
   int64_t onboarded = 0;  // tokens whose KV came from below
   int64_t offloaded = 0;  // blocks
   int64_t preemptions = 0;

@@ -42,6 +42,8 @@ TEST_P(Simulation, I10EveryTokenIsThatOfARunToWhichNothingHappens) {
   EXPECT_GT(sum.sleeps, 0);
   EXPECT_GT(sum.reused, 0u);
   EXPECT_GT(sum.new_engines, 0);
+  EXPECT_GT(sum.checkpoints, 0);
+  EXPECT_GT(sum.rewound, 0);
   EXPECT_GT(sum.offloaded, 0);
   EXPECT_GT(sum.onboarded, 0);
   EXPECT_GT(sum.preemptions, 0);

@@ -29,7 +29,8 @@ struct SleepingEngine {
             {.directory = std::move(directory),
              .kv_budget_bytes = kv_budget,
              .checkpoints = {.key = options.key, .encrypt = options.key != nullptr, .incremental = options.incremental},
-             .always_read_weights = options.always_read_weights},
+             .always_read_weights = options.always_read_weights,
+             .own_threads = options.own_threads},
             port) {}
   TestEngine engine;
   SleepController controller;

@@ -39,6 +39,7 @@ class TestEngine final : public EngineHooks {
                                                  .arena_budget_bytes = options_.arena_budget_bytes,
                                                  .arena_slab_bytes = kMiB,
                                                  .threads = 2,
+                                                 .own_threads = options_.own_threads,
                                                  .retain_kv_bytes = options_.retain_kv_bytes,
                                                  .key = options_.key,
                                                  .spill_directory = options_.spill_directory,
@@ -99,7 +100,9 @@ class TestEngine final : public EngineHooks {
   }
   const Tokens& tokens() const { return tokens_; }
   // As an engine whose front end and steps are those of another one.
-  void go_on_after(const TestEngine& other) { tokens_ = other.tokens_, steps_ = other.steps_; }
+  void go_on_after(const TestEngine& other) { go_on_from(other.tokens_, other.steps_); }
+  void go_on_from(Tokens tokens, uint64_t steps) { tokens_ = std::move(tokens), steps_ = steps; }
+  uint64_t steps() const { return steps_; }
   void set_tokens(Tokens tokens) { tokens_ = std::move(tokens); }  // what the front end has already
   bool frozen() const { return frozen_; }
   int64_t recomputed() const { return recomputed_; }

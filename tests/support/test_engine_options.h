@@ -29,6 +29,7 @@ struct TestEngineOptions {
   std::shared_ptr<const Key> key;  // of sealed checkpoints
   bool incremental = false;        // checkpoints
   bool always_read_weights = false;
+  bool own_threads = true;  // off: what is done in the background is, by the thread that asks
 };
 
 }  // namespace torpor::test

@@ -92,6 +92,22 @@ class EngineSide:
             lambda: self.controller.checkpoint(options["outputs"], options.get("data_parallel", (0, 1)))
         )
 
+    def begin_checkpoint(self, _: dict) -> None:
+        """One that is written while the engine serves (engine/sleep_controller.h)."""
+        self.controller.begin_checkpoint()
+
+    def continue_checkpoint(self, _: dict) -> str:
+        return self.controller.continue_checkpoint()
+
+    def take_checkpoint(self, options: dict) -> dict:
+        return self._with_bound(lambda: self.controller.take_checkpoint(options["outputs"]) or {})
+
+    def end_checkpoint(self, _: dict) -> dict:
+        return self.controller.end_checkpoint()
+
+    def cancel_checkpoint(self, _: dict) -> None:
+        self.controller.cancel_checkpoint()
+
     def _with_bound(self, operation) -> dict:
         self.hooks.bound, began = [], time.time()
         return operation() | {"bound_requests": self.hooks.bound, "began": began}
@@ -158,7 +174,7 @@ def torpor_call(core, method: str, options: dict) -> dict:
     known = (
         "drain", "end_drain", "freeze", "unfreeze", "sleep", "end_sleep", "wake_up", "end_hold", "checkpoint",
         "fingerprint", "plan_sleep", "ledger", "state", "begin_weight_update", "end_weight_update", "stand", "is_quiet",
-        "go_on",
+        "go_on", "begin_checkpoint", "continue_checkpoint", "take_checkpoint", "end_checkpoint", "cancel_checkpoint",
     )  # fmt: skip
     if method not in known:
         return {"error": InvalidArgument(f"torpor has no method {method!r}").to_dict()}

@@ -49,9 +49,10 @@ _WAKE_UP = """Brings the memory back, and the requests with it. Returns when it 
     model or configuration, Damaged, Unauthenticated, NotFound, NotEnoughRoom; the engine stays as it was.
     """
 
-_CHECKPOINT = """Writes a checkpoint of the running requests to the option `dir`, and goes on without a sleep.
+_CHECKPOINT = """Writes a checkpoint of the running requests to the option `dir` while the engine serves.
 
-    Returns a Report; `seconds` is how long the engine stood still. Raises as sleep(to="disk") does.
+    Returns a Report once it is safe on disk; `seconds` is how long the engine stood still. Raises as sleep(to="disk")
+    does, and Aborted if a sleep came first. An engine in this process takes no step meanwhile.
     """
 
 _TORPOR = """Asks torpor in the engine core, and changes nothing. Returns a dict.
@@ -110,7 +111,7 @@ class Blocking:
     @_documented(_CHECKPOINT)
     def checkpoint(self) -> Report:
         side = frontend.BlockingSide(_engine(self))
-        return frontend.finish(tracing.traced(side.engine, "checkpoint", frontend.while_frozen(side, "checkpoint", {})))
+        return frontend.finish(tracing.traced(side.engine, "checkpoint", frontend.checkpoint(side)))
 
     @_documented(UPDATING_WEIGHTS)
     def updating_weights(self, version: str | None = None) -> Updating:
@@ -161,9 +162,7 @@ class Awaited:
 
     @_documented(_CHECKPOINT)
     async def checkpoint(self) -> Report:
-        return await tracing.traced(
-            self, "checkpoint", frontend.while_frozen(frontend.AsyncSide(self), "checkpoint", {})
-        )
+        return await tracing.traced(self, "checkpoint", frontend.checkpoint(frontend.AsyncSide(self)))
 
     @_documented(UPDATING_WEIGHTS)
     def updating_weights(self, version: str | None = None) -> UpdatingAwaited:

@@ -17,6 +17,7 @@ from torpor.errors import Error, NotFound, TimedOut, Unsupported, WrongState
 from torpor.vllm import data_parallel
 from torpor.vllm import outputs as front_end
 
+_CHECKPOINT_SECONDS = 0.02  # between looks how far a checkpoint is
 _DRAIN_SECONDS = 30.0  # for outputs that the engine sent before it was frozen to be processed here
 
 
@@ -72,6 +73,13 @@ class BlockingSide:
         """Lets the engine take a step, or receives what it does in its own process."""
         await self.receive()
 
+    def serves_meanwhile(self) -> bool:
+        """Whether the engine takes steps while this front end waits."""
+        return not isinstance(self.engine.engine_core, InprocClient)
+
+    async def pause(self) -> None:
+        time.sleep(_CHECKPOINT_SECONDS)
+
     def _step(self) -> None:
         self.engine.torpor_stash = getattr(self.engine, "torpor_stash", []) + self.engine.torpor_stock_step()
 
@@ -120,6 +128,12 @@ class AsyncSide:
 
     async def advance(self) -> None:
         await asyncio.sleep(0.001)
+
+    def serves_meanwhile(self) -> bool:
+        return not data_parallel.has_several(self.engine.engine_core)
+
+    async def pause(self) -> None:
+        await asyncio.sleep(_CHECKPOINT_SECONDS)
 
     def take(self, report: Report) -> None:
         self.engine.torpor_collectors = front_end.restore(
@@ -187,6 +201,33 @@ async def while_frozen(side: BlockingSide | AsyncSide, method: str, values: dict
         if frozen:
             await side.call("unfreeze")
         raise
+
+
+async def checkpoint(side: BlockingSide | AsyncSide) -> Report:
+    """Written while the engine serves, where it can meanwhile: it stands still for the state and the last blocks."""
+    if not side.serves_meanwhile():
+        return await while_frozen(side, "checkpoint", {})
+    begun = True  # also if this is cancelled before the engine core has answered
+    try:
+        try:
+            await side.call("begin_checkpoint")
+        except Error:
+            begun = False  # another one may be under way
+            raise
+        await _beyond(side, "copying")
+        taken = await while_frozen(side, "take_checkpoint", {})
+        await _beyond(side, "writing")
+        return Report(await side.call("end_checkpoint") | taken)
+    except BaseException:
+        if begun:
+            with contextlib.suppress(Exception):
+                await side.call("cancel_checkpoint")
+        raise
+
+
+async def _beyond(side: BlockingSide | AsyncSide, stage: str) -> None:
+    while await side.call("continue_checkpoint") == stage:
+        await side.pause()
 
 
 async def _caught_up(side: BlockingSide | AsyncSide, sent: dict[str, int]) -> None:

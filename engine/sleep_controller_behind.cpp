@@ -1,0 +1,357 @@
+// A checkpoint that is written while the engine serves. Each step is short: what takes long is done in the background,
+// here (opening, the state, the commit) and on the ranks (engine/write_behind.h).
+#include <algorithm>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "base/background.h"
+#include "base/log.h"
+#include "engine/sleep_controller.h"
+#include "engine/sleep_in_progress.h"
+
+namespace torpor {
+
+struct SleepController::Behind {
+  enum class At : uint8_t { kOpening, kOpeningRanks, kAhead, kReady, kTaken, kCommitting, kEnded };
+  explicit Behind(bool own_thread) : work(own_thread) {}
+
+  SleepOptions options{.preserve_state = true, .to_disk = true, .store_weights = false};
+  At at = At::kOpening;
+  std::unique_ptr<CheckpointManager> checkpoints{};
+  std::optional<PendingCheckpoint> pending{};
+  EngineCheckpoint captured{};
+  std::vector<orders::LookBehind::Reply> ranks{};  // what they said last
+  SleepReport report{};
+  std::optional<Error> error{};  // once it has ended
+  bool stays = false;            // it was committed, and could not be taken back
+  double stood_before = 0;       // seconds, to see what can be copied ahead
+  Background work;               // last: it uses all above
+
+  // Blocks first: the ranks know their contents by place.
+  void write_in(orders::Save& save, bool as_proven) const {
+    std::stable_partition(save.tags.begin(), save.tags.end(),
+                          [](const std::string& tag) { return tag == kKvCacheTag; });
+    save.directory = pending->staging_path();
+    save.writing = pending->writing();
+    save.as_proven = as_proven;
+  }
+  Status commit(FileSystem& file_system, const std::shared_ptr<const Key>& key);
+};
+
+// The whole of it, or nothing: what is committed and cannot be told of is taken away again.
+Status SleepController::Behind::commit(FileSystem& file_system, const std::shared_ptr<const Key>& key) {
+  const Status committed = catching([&]() -> Status {
+    for (const orders::LookBehind::Reply& rank : ranks) {
+      for (const auto& [tag, sums] : rank.saved.saved.tags) report.checkpoint_parts[tag] += sums.stored_bytes;
+      report.saved_bytes += rank.saved.bytes;
+      report.reused_bytes += rank.saved.reused_bytes;
+      pending->add_rank(rank.saved.saved);
+    }
+    report.disk_bytes = report.saved_bytes + report.reused_bytes;
+    stays = true;
+    TORPOR_ASSIGN(report.checkpoint, pending->commit());
+    TORPOR_ASSIGN(const Checkpoint made, open_checkpoint(file_system, report.checkpoint, key));
+    report.checkpoint_bytes = made.manifest().total_bytes();
+    for (const SectionInfo& section : made.manifest().sections)
+      report.checkpoint_parts[section.name] = section.stored_bytes;
+    return ok();
+  });
+  if (!committed) {
+    if (pending->withdraw() || pending->withdraw()) stays = false;
+    return committed;
+  }
+  pending->retire_older();
+  return ok();
+}
+
+Status SleepController::begin_checkpoint() {
+  return catching([this]() -> Status {
+    if (!operation_mutex_.try_lock()) return busy();
+    const MutexLock in_progress(operation_mutex_, std::adopt_lock);
+    return begin_checkpoint_now();
+  });
+}
+
+Status SleepController::begin_checkpoint_now() {
+  TORPOR_TRY(may_begin());
+  if (is_sleeping())
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = "the engine is asleep",
+                 .next_step = "wake it first, or let it sleep to disk"};
+  TORPOR_TRY(wait_for_late());
+  if (behind_ != nullptr && behind_->at != Behind::At::kEnded)
+    return Error{.code = Code::kUnavailable,
+                 .what = "a checkpoint is being written",
+                 .next_step = "wait for it to end, or cancel it"};
+  auto behind = std::make_unique<Behind>(options_.own_threads);
+  TORPOR_TRY(check(behind->options));
+  TORPOR_ASSIGN(const std::vector<std::string> unsupported, hooks_.unsupported());
+  if (!unsupported.empty())
+    return Error{
+        .code = Code::kUnsupported,
+        .what = fmt::format("the state of this engine cannot be preserved yet: {}", fmt::join(unsupported, "; ")),
+        .next_step = "serve without these features"};
+  TORPOR_ASSIGN(behind->checkpoints, manager(options_.directory));
+  Behind* const made = behind.get();
+  TORPOR_TRY(made->work.begin([made]() -> Status {
+    TORPOR_ASSIGN(made->pending, made->checkpoints->begin(0));
+    return ok();
+  }));
+  behind_ = std::move(behind);
+  return ok();
+}
+
+Result<CheckpointStage> SleepController::continue_checkpoint() {
+  return catching([this]() -> Result<CheckpointStage> {
+    if (!operation_mutex_.try_lock()) return busy();
+    const MutexLock in_progress(operation_mutex_, std::adopt_lock);
+    return advance(/*wait=*/false);
+  });
+}
+
+// As far as it goes without waiting, or until it is ready or has ended.
+Result<CheckpointStage> SleepController::advance(bool wait) {
+  using At = Behind::At;
+  if (behind_ == nullptr) return CheckpointStage::kNone;
+  Behind& behind = *behind_;
+  const auto own_work_ended = [&]() -> Result<bool> {
+    if (!wait && !behind.work.ended()) return false;
+    TORPOR_TRY(behind.work.wait());
+    return true;
+  };
+  const auto step = [&]() TORPOR_REQUIRES(operation_mutex_) -> Result<bool> {
+    switch (behind.at) {
+      case At::kOpening: {
+        TORPOR_ASSIGN(const bool opened, own_work_ended());
+        if (!opened) return false;
+        TORPOR_TRY(ranks_.call(
+            orders::OpenBehind{.directory = behind.pending->staging_path(), .writing = behind.pending->writing()}));
+        behind.at = At::kOpeningRanks;
+        return true;
+      }
+      case At::kOpeningRanks: {
+        TORPOR_ASSIGN(const bool opened, ranks_have_ended(wait));
+        if (!opened) return false;
+        TORPOR_TRY(copy_ahead());
+        behind.at = At::kAhead;
+        return true;
+      }
+      case At::kAhead: {
+        TORPOR_ASSIGN(const bool copied, ranks_have_ended(wait));
+        if (copied) behind.at = At::kReady;
+        return copied;
+      }
+      case At::kTaken: {
+        TORPOR_ASSIGN(const bool written, ranks_have_ended(wait));
+        if (!written) return false;
+        TORPOR_ASSIGN(const bool state_written, own_work_ended());
+        if (!state_written) return false;
+        behind.at = At::kCommitting;
+        TORPOR_TRY(
+            behind.work.begin([this, &behind] { return behind.commit(file_system_, options_.checkpoints.key); }));
+        return true;
+      }
+      case At::kCommitting: {
+        TORPOR_ASSIGN(const bool committed, own_work_ended());
+        if (!committed) return false;
+        behind.at = At::kEnded;
+        behind.pending.reset();  // with the lock of its directory
+        (void)catching([&]() -> Status {
+          const auto stopped = ranks_.undo(orders::LookBehind{.stop = true});
+          if (!stopped) log().warn("{}", stopped.error().to_string());
+          return ok();
+        });
+        return true;
+      }
+      case At::kReady:
+      case At::kEnded: return false;
+    }
+    return false;
+  };
+  while (true) {
+    Result<bool> stepped = catching(step);
+    if (!stepped) {
+      fail_behind(std::move(stepped).error());
+    } else if (*stepped) {
+      continue;
+    }
+    switch (behind.at) {
+      case At::kReady: return CheckpointStage::kReady;
+      case At::kTaken:
+      case At::kCommitting: return CheckpointStage::kWriting;
+      case At::kEnded: return CheckpointStage::kEnded;
+      default: return CheckpointStage::kCopying;
+    }
+  }
+}
+
+Result<bool> SleepController::ranks_have_ended(bool wait) {
+  TORPOR_ASSIGN(behind_->ranks, ranks_.call(orders::LookBehind{.wait = wait}));
+  for (const orders::LookBehind::Reply& rank : behind_->ranks) {
+    if (!rank.ended) return false;
+  }
+  return true;
+}
+
+// Between two steps, with none in flight: what has a stamp by then was computed.
+Status SleepController::copy_ahead() {
+  const std::chrono::nanoseconds began = clock_.now();
+  const Status asked = catching([&]() TORPOR_REQUIRES(operation_mutex_) -> Status {
+    TORPOR_TRY(hooks_.quiesce(std::nullopt));
+    orders::CopyAhead order;
+    TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
+    TORPOR_ASSIGN(std::vector<std::string> tags, select_tags({}, described.front().ledger));
+    for (const std::string& tag : tags) (tag == kWeightsTag ? order.save.carried : order.save.tags).push_back(tag);
+    if (options_.kv_budget_bytes) {
+      TORPOR_ASSIGN(const SchedulerCheckpoint state, hooks_.capture());
+      TORPOR_TRY(state.validate());
+      const LiveBlocks live = select_live_blocks(state.kv, block_bytes(described).most, options_.kv_budget_bytes);
+      name_blocks(order.save, state, live.kept);
+    } else {
+      TORPOR_ASSIGN(KvContents contents, hooks_.kv_contents());
+      order.save.blocks = std::move(contents.blocks);
+      order.save.stamps = std::move(contents.stamps);
+      order.save.steps = contents.steps;
+    }
+    behind_->write_in(order.save, !options_.always_read_weights);
+    TORPOR_TRY(ranks_.call(order));
+    return ok();
+  });
+  if (const Status resumed = hooks_.resume(); !resumed) {
+    lose(resumed.error());
+    return resumed.error();
+  }
+  behind_->stood_before = seconds_between(began, clock_.now());
+  return asked;
+}
+
+Status SleepController::take_checkpoint(const Value& outputs) {
+  return catching([&]() -> Status {
+    if (!operation_mutex_.try_lock()) return busy();
+    const MutexLock in_progress(operation_mutex_, std::adopt_lock);
+    return take_now(outputs);
+  });
+}
+
+Status SleepController::take_now(const Value& outputs) {
+  TORPOR_TRY(may_begin());
+  if (behind_ != nullptr && behind_->at == Behind::At::kEnded && behind_->error) return *behind_->error;
+  if (behind_ == nullptr || behind_->at != Behind::At::kReady)
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = "no checkpoint is ready to be taken",
+                 .next_step = "begin one, and continue it until it is ready"};
+  Behind& behind = *behind_;
+  behind.options.outputs = outputs;
+  FallingAsleep sleep(*this, "checkpoint", behind.options);
+  set_state(State::kFallingAsleep);
+  Status stood = catching([&]() TORPOR_REQUIRES(operation_mutex_) { return stand_still(sleep); });
+  if (!stood) {
+    Error error = undone(sleep, "checkpoint", std::move(stood).error());
+    fail_behind(error);
+    return error;
+  }
+  sleep.operation.keep();
+  if (Status resumed = hooks_.resume(); !resumed) {
+    lose(resumed.error());
+    Error error = undone(sleep, "checkpoint", std::move(resumed).error());
+    fail_behind(error);
+    return error;
+  }
+  set_state(State::kAwake);
+  sleep.operation.fill(sleep.report);
+  behind.report = std::move(sleep.report);
+  behind.report.seconds += behind.stood_before;
+  behind.captured = std::move(sleep.captured);
+  behind.at = Behind::At::kTaken;
+  if (Status begun = behind.work.begin([&behind] { return behind.pending->write_state(behind.captured); }); !begun) {
+    fail_behind(begun.error());
+    return begun;
+  }
+  return ok();
+}
+
+Status SleepController::stand_still(FallingAsleep& sleep) {
+  sleep.report.to = "disk";
+  sleep.report.preserve_state = true;
+  sleep.report.changed = true;
+  sleep.report.fully_awake = true;
+  TORPOR_TRY(admit(sleep));
+  TORPOR_TRY(quiesce(sleep));
+  TORPOR_TRY(capture(sleep));
+  sleep.operation.begin("save");
+  behind_->write_in(sleep.save, !options_.always_read_weights);
+  TORPOR_ASSIGN(const std::vector<orders::SaveBehind::Reply> saved,
+                ranks_.call(orders::SaveBehind{.save = sleep.save}));
+  sleep.report.kept_blocks = static_cast<int64_t>(sleep.live.kept.size());
+  sleep.operation.end("save", total_bytes(saved));
+  return ok();
+}
+
+Result<SleepReport> SleepController::end_checkpoint() {
+  return catching([this]() -> Result<SleepReport> {
+    if (!operation_mutex_.try_lock()) return busy();
+    const MutexLock in_progress(operation_mutex_, std::adopt_lock);
+    using At = Behind::At;
+    if (behind_ == nullptr ||
+        (behind_->at != At::kTaken && behind_->at != At::kCommitting && behind_->at != At::kEnded))
+      return Error{.code = Code::kFailedPrecondition,
+                   .what = "no checkpoint was taken",
+                   .next_step = "begin one, continue it until it is ready, and take it"};
+    while (behind_->at != At::kEnded) TORPOR_TRY(advance(/*wait=*/true));
+    const std::unique_ptr<Behind> ended = std::move(behind_);
+    if (ended->error) return *ended->error;
+    return std::move(ended->report);
+  });
+}
+
+void SleepController::cancel_checkpoint() noexcept {
+  const MutexLock in_progress(operation_mutex_);
+  if (behind_ == nullptr) return;
+  if (behind_->at == Behind::At::kCommitting) {
+    settle_behind("");
+  } else if (behind_->at != Behind::At::kEnded) {
+    fail_behind({.code = Code::kAborted, .what = "cancelled"});
+  }
+  behind_.reset();
+}
+
+// It is over, and nothing of it is left: neither here nor on the ranks. Takes no memory that it needs.
+void SleepController::fail_behind(Error error) noexcept {
+  Behind& behind = *behind_;
+  const Status stopped = catching([&]() -> Status {
+    TORPOR_TRY(ranks_.undo(orders::LookBehind{.stop = true}));
+    return ok();
+  });
+  (void)behind.work.wait();
+  behind.pending.reset();
+  error.state_changed = behind.stays || lost();
+  behind.error = std::move(error);
+  behind.at = Behind::At::kEnded;
+  (void)catching([&]() -> Status {
+    if (!stopped) log().warn("{}", stopped.error().to_string());
+    if (behind.stays) behind.error->what += fmt::format("; its checkpoint is {}", behind.report.checkpoint);
+    return ok();
+  });
+}
+
+// Before another operation. Who asked for the checkpoint is told of its end when they ask.
+void SleepController::settle_behind(std::string_view why) noexcept {
+  using At = Behind::At;
+  if (behind_ == nullptr || behind_->at == At::kEnded) return;
+  if (behind_->at != At::kTaken && behind_->at != At::kCommitting) {
+    Error error{.code = Code::kAborted};
+    (void)catching([&]() -> Status {
+      error.next_step = "ask for it again";
+      error.what = fmt::format("the checkpoint was given up: {}", why);
+      return ok();
+    });
+    return fail_behind(std::move(error));
+  }
+  while (behind_->at != At::kEnded) {
+    auto advanced = catching([&]() TORPOR_REQUIRES(operation_mutex_) { return advance(/*wait=*/true); });
+    if (!advanced) fail_behind(std::move(advanced).error());
+  }
+}
+
+}  // namespace torpor

@@ -1,0 +1,118 @@
+#include "engine/write_behind.h"
+
+#include "base/units.h"
+#include "engine/combined_digest.h"
+
+namespace torpor {
+namespace {
+
+// One batch, so one thread of a lane: the others serve.
+constexpr uint64_t kPieceBytes = 256 * kKiB;
+
+}  // namespace
+
+WriteBehind::~WriteBehind() {
+  stop_ = true;
+  (void)background_.wait();
+}
+
+Status WriteBehind::go_on() const {
+  if (!stop_) return ok();
+  return Error{.code = Code::kAborted, .what = "the checkpoint was given up", .next_step = "none"};
+}
+
+Status WriteBehind::in_pieces(std::span<const ChunkPlan> plans, const Piece& piece) const {
+  for (size_t first = 0; first < plans.size();) {
+    TORPOR_TRY(go_on());
+    size_t end = first;
+    uint64_t bytes = 0;
+    do {
+      bytes += plans[end].bytes();
+      ++end;
+    } while (end < plans.size() && bytes + plans[end].bytes() <= kPieceBytes);
+    TORPOR_TRY(piece(plans.subspan(first, end - first), first));
+    first = end;
+  }
+  return ok();
+}
+
+Status WriteBehind::settle() {
+  if (failed_) return *failed_;
+  Status ended = background_.wait();
+  if (!ended) failed_ = ended.error();
+  return ended;
+}
+
+Status WriteBehind::open(FileSystem& file_system, std::string directory, int32_t rank, std::shared_ptr<const Key> key,
+                         std::vector<ChunkPlan> weights) {
+  TORPOR_TRY(settle());
+  plans_ = std::move(weights);
+  return background_.begin(
+      [this, &file_system, directory = std::move(directory), rank, key = std::move(key)]() -> Status {
+        TORPOR_TRY(go_on());
+        TORPOR_ASSIGN(writer_, RankWriter::create(file_system, directory, writing_, rank, key));
+        CombinedDigest all;
+        TORPOR_TRY(in_pieces(plans_, [&](std::span<const ChunkPlan> plans, size_t) -> Status {
+          TORPOR_ASSIGN(const std::vector<Digest> digests, transfers_.digests(plans));
+          for (size_t i = 0; i < plans.size(); ++i) all.add(plans[i].key, digests[i]);
+          return ok();
+        }));
+        if (!plans_.empty()) digest_ = all.finish();
+        return ok();
+      });
+}
+
+Status WriteBehind::copy_ahead(std::vector<ChunkPlan> plans, std::vector<BlockContent> contents) {
+  TORPOR_TRY(settle());
+  plans_ = std::move(plans);
+  contents_ = std::move(contents);
+  return background_.begin([this]() -> Status {
+    return in_pieces(plans_, [this](std::span<const ChunkPlan> plans, size_t first) -> Status {
+      TORPOR_ASSIGN(std::vector<SavedChunk> saved, transfers_.put(plans, *writer_));
+      for (size_t i = 0; i < plans.size(); ++i)
+        ahead_[plans[i].key.index] = {.content = contents_[first + i], .record = std::move(saved[i])};
+      return ok();
+    });
+  });
+}
+
+const SavedChunk* WriteBehind::ahead(const ChunkKey& block, const BlockContent& content) const {
+  const auto found = ahead_.find(block.index);
+  return found != ahead_.end() && content.same_as(found->second.content) ? &found->second.record : nullptr;
+}
+
+Status WriteBehind::copy_now(std::vector<ChunkPlan> plans) {
+  TORPOR_TRY(settle());
+  plans_ = std::move(plans);
+  copied_.clear();
+  if (plans_.empty()) return ok();
+  host_ = std::make_unique<HostTier>(arena_);
+  Result<std::vector<SavedChunk>> saved = catching([&] { return transfers_.save(plans_, *host_); });
+  if (!saved) {
+    if (transfers_.quarantined()) (void)host_.release();  // a copy may still write there
+    host_.reset();
+    return std::move(saved).error();
+  }
+  copied_ = std::move(*saved);
+  return ok();
+}
+
+Status WriteBehind::write(std::vector<SavedChunk> records, std::vector<size_t> places, orders::Save::Reply reply) {
+  TORPOR_TRY(settle());
+  records_ = std::move(records);
+  return background_.begin([this, places = std::move(places), reply = std::move(reply)]() mutable -> Status {
+    if (host_ != nullptr) {
+      TORPOR_TRY(in_pieces(plans_, [this](std::span<const ChunkPlan> plans, size_t first) {
+        return transfers_.move(plans, std::span(copied_).subspan(first, plans.size()), *host_, *writer_);
+      }));
+      host_.reset();
+    }
+    for (size_t i = 0; i < places.size(); ++i) records_[places[i]] = std::move(copied_[i]);
+    TORPOR_TRY(go_on());
+    TORPOR_ASSIGN(reply.saved, writer_->write_refs(records_));
+    written_ = std::move(reply);
+    return ok();
+  });
+}
+
+}  // namespace torpor

@@ -1,0 +1,84 @@
+// WriteBehind: what one rank writes of a checkpoint while its engine serves, in the background and piece by piece, so
+// that whatever is more urgent waits for one piece at most.
+//
+//   open()        makes the files, and takes the digest of weights that is not known
+//   copy_ahead()  blocks with a stamp, from device memory. Nothing keeps them as they are meanwhile: what was copied of
+//                 one counts only if its stamp is the same when the engine stands still, and its bytes were then
+//                 the same all along
+//   copy_now()    while the engine stands still: all else, to host memory
+//   write()       that into the file; then the file is made safe, and the refs are written
+//
+// Owner: RegionImages; its lock is held at every call. A thread of its own has the background, and no lock.
+// Failure: what was begun fails at the next settle(), and so does all that follows. The rank's memory and the
+// checkpoint before are as they were.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/background.h"
+#include "checkpoint/rank_writer.h"
+#include "engine/rank_orders.h"
+#include "engine/retained_blocks.h"
+#include "offload/host_tier.h"
+#include "offload/transfer_engine.h"
+
+namespace torpor {
+
+class WriteBehind {
+ public:
+  // Both outlive it.
+  WriteBehind(TransferEngine& transfers, HostArena& arena, const RankWriting& writing)
+      : transfers_(transfers), arena_(arena), writing_(writing), background_(transfers.own_threads()) {}
+  ~WriteBehind();  // what is under way ends first, at its next piece
+
+  // `weights`: pieces whose digest is wanted.
+  Status open(FileSystem& file_system, std::string directory, int32_t rank, std::shared_ptr<const Key> key,
+              std::vector<ChunkPlan> weights);
+  bool ended() { return background_.ended(); }
+  Status settle();  // waits for what is under way
+
+  // All that follows needs settle() without an error.
+  const RankWriting& writing() const { return writing_; }
+  RankWriter& writer() { return *writer_; }
+  std::optional<std::string> take_digest() { return std::exchange(digest_, std::nullopt); }  // of `weights`
+
+  Status copy_ahead(std::vector<ChunkPlan> plans, std::vector<BlockContent> contents);
+  const SavedChunk* ahead(const ChunkKey& block, const BlockContent& content) const;  // null: it was not, or is another
+  Status copy_now(std::vector<ChunkPlan> plans);
+  // `records`: all that the rank has; `places`: those of copy_now()'s, in its order.
+  Status write(std::vector<SavedChunk> records, std::vector<size_t> places, orders::Save::Reply reply);
+  const std::optional<orders::Save::Reply>& written() const { return written_; }
+
+ private:
+  struct Ahead {
+    BlockContent content;
+    SavedChunk record;
+  };
+  using Piece = std::function<Status(std::span<const ChunkPlan> plans, size_t first)>;
+  Status go_on() const;
+  Status in_pieces(std::span<const ChunkPlan> plans, const Piece& piece) const;
+
+  TransferEngine& transfers_;
+  HostArena& arena_;
+  const RankWriting writing_;
+  std::unique_ptr<RankWriter> writer_;
+  std::optional<std::string> digest_;
+  std::unordered_map<uint64_t, Ahead> ahead_;  // by block
+  std::vector<ChunkPlan> plans_;               // of what is under way
+  std::vector<BlockContent> contents_;
+  std::unique_ptr<HostTier> host_;  // null: nothing was copied
+  std::vector<SavedChunk> copied_;
+  std::vector<SavedChunk> records_;
+  std::optional<orders::Save::Reply> written_;
+  std::optional<Error> failed_;
+  std::atomic<bool> stop_ = false;
+  Background background_;  // last: it uses all above
+};
+
+}  // namespace torpor

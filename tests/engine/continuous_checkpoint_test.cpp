@@ -1,0 +1,289 @@
+// A checkpoint that is written while the engine serves: it stands still for the last blocks alone. I7, I8, I10, S1.
+#include <filesystem>
+
+#include <fmt/format.h>
+
+#include "checkpoint/verify.h"
+#include "tests/engine/sleep_failure.h"
+#include "tests/support/sanitizers.h"
+
+namespace torpor {
+namespace {
+
+using namespace test;
+
+// What its clients had when it was taken.
+struct Taken {
+  SleepReport report;
+  TestEngine::Tokens tokens;
+  uint64_t steps = 0;
+};
+
+class ContinuousCheckpoint : public SleepFailure {
+ protected:
+  using Variant = TestEngineOptions;
+  // In memory: a disk has no part in this.
+  TemporaryDirectory temporary_{in_memory()};
+  SleepingEngine make(const Variant& options) { return SleepingEngine(file_system_, temporary_.path(), options); }
+  static Variant one_thread() { return {.num_blocks = 24, .mix_steps = true, .own_threads = false}; }
+
+  // Steps are taken while it is copied ahead, `before` at least; and `behind` while it is written.
+  static Status take(SleepingEngine& serving, int before = 0) {
+    TORPOR_TRY(serving.controller.begin_checkpoint());
+    while (value_of(serving.controller.continue_checkpoint()) == CheckpointStage::kCopying) {
+      if (before > 0) serving.engine.step();
+      --before;
+    }
+    for (; before > 0; --before) serving.engine.step();
+    return serving.controller.take_checkpoint({});
+  }
+  static Result<Taken> checkpoint(SleepingEngine& serving, int before = 0, int behind = 0) {
+    TORPOR_TRY(take(serving, before));
+    Taken taken{.report = {}, .tokens = serving.engine.tokens(), .steps = serving.engine.steps()};
+    EXPECT_FALSE(serving.engine.frozen());
+    while (value_of(serving.controller.continue_checkpoint()) == CheckpointStage::kWriting) {
+      if (behind-- > 0) serving.engine.step();
+    }
+    for (; behind > 0; --behind) serving.engine.step();
+    TORPOR_ASSIGN(taken.report, serving.controller.end_checkpoint());
+    return taken;
+  }
+  void expect_to_wake(const Taken& taken, const Variant& options) {
+    const Checkpoint written = value_of(open_checkpoint(linux_file_system(), taken.report.checkpoint, options.key));
+    const Verification found = value_of(verify(written));
+    EXPECT_TRUE(found.problems.empty()) << found.problems[0].to_string();
+    SleepingEngine woken(linux_file_system(), temporary_ / "another", options);
+    woken.engine.go_on_from(taken.tokens, taken.steps);
+    ASSERT_SUCCEEDS(woken.controller.wake_up({.from_checkpoint = taken.report.checkpoint}));
+    EXPECT_EQ(finish(woken.engine), uninterrupted(options));
+    EXPECT_EQ(woken.engine.recomputed(), 0);
+  }
+  // Entries of the directory that are no checkpoint, and those that are.
+  std::vector<std::string> entries() const {
+    std::vector<std::string> names;
+    if (!std::filesystem::exists(temporary_.path())) return names;
+    for (const auto& entry : std::filesystem::directory_iterator(temporary_.path())) {
+      if (entry.path().filename() != "LOCK") names.push_back(entry.path().filename());
+    }
+    std::sort(names.begin(), names.end());
+    return names;
+  }
+  static uint64_t phase_bytes(const SleepReport& report, std::string_view name) {
+    for (const Phase& phase : report.phases) {
+      if (phase.name == name) return phase.bytes;
+    }
+    ADD_FAILURE() << "no phase " << name;
+    return 0;
+  }
+  static constexpr uint64_t kOneBlock = kBlockBytes * kKvLayers;
+};
+
+TEST_F(ContinuousCheckpoint, ServesMeanwhileAndANewEngineGoesOnFromTheStop) {
+  for (const int ranks : {1, 2}) {
+    for (const bool incremental : {false, true}) {
+      for (const bool own_threads : {false, true}) {
+        for (const int before : {1, 9}) {
+          SCOPED_TRACE(
+              fmt::format("{} ranks, incremental {}, threads {}, {} steps", ranks, incremental, own_threads, before));
+          std::filesystem::remove_all(temporary_.path());
+          Variant options{.ranks = ranks,
+                          .num_blocks = 24,
+                          .mix_steps = true,
+                          .incremental = incremental,
+                          .own_threads = own_threads};
+          if (ranks == 2) options.key = std::make_shared<const Key>(std::array<uint8_t, kKeyBytes>{1, 2, 3});
+          SleepingEngine serving = make(options);
+          begin(serving.engine, 2);
+          const Taken first = value_of(checkpoint(serving, before, 2));
+          expect_to_wake(first, options);
+          const Taken second = value_of(checkpoint(serving, before, 2));
+          EXPECT_NE(second.report.checkpoint, first.report.checkpoint);
+          EXPECT_EQ(second.report.reused_bytes > 0, incremental);
+          expect_to_wake(second, options);
+          expect_untouched(serving, options);
+        }
+      }
+    }
+  }
+}
+
+TEST_F(ContinuousCheckpoint, TheStopCopiesOnlyWhatWasNotFullBefore) {
+  const Variant options{.num_blocks = 64, .mix_steps = true, .own_threads = false};
+  SleepingEngine serving = make(options);
+  begin(serving.engine);
+  const Taken taken = value_of(checkpoint(serving));
+  const auto blocks = static_cast<uint64_t>(taken.report.kept_blocks);
+  const uint64_t tail = phase_bytes(taken.report, "save");
+  EXPECT_EQ(taken.report.saved_bytes, blocks * kOneBlock);
+  EXPECT_LE(tail, 3 * kOneBlock);  // one that is being filled, of each of the requests that run
+  EXPECT_GE(blocks, 10u);
+  // Steps between fill some more.
+  const Taken later = value_of(checkpoint(serving, 4));
+  EXPECT_GT(phase_bytes(later.report, "save"), tail);
+  EXPECT_LE(phase_bytes(later.report, "save"), 6 * kOneBlock);
+}
+
+TEST_F(ContinuousCheckpoint, AnIncrementalOneWritesOnlyNewBlocks) {
+  Variant options{.num_blocks = 64, .mix_steps = true, .incremental = true, .own_threads = false};
+  SleepingEngine serving = make(options);
+  begin(serving.engine);
+  value_of(checkpoint(serving));
+  const Taken again = value_of(checkpoint(serving));
+  EXPECT_EQ(again.report.saved_bytes, 0u);
+  for (int i = 0; i < 4; ++i) serving.engine.step();
+  const Taken later = value_of(checkpoint(serving));
+  EXPECT_GT(later.report.saved_bytes, 0u);
+  EXPECT_LE(later.report.saved_bytes, 6 * kOneBlock);
+  expect_to_wake(later, options);
+}
+
+// The digest of the weights is taken in the background, once, and never of weights that were written meanwhile.
+TEST_F(ContinuousCheckpoint, TheWeightsAreReadOnceAndNotInTheStop) {
+  const Variant options = one_thread();
+  SleepingEngine serving = make(options);
+  begin(serving.engine);
+  value_of(checkpoint(serving));
+  value_of(checkpoint(serving));
+  EXPECT_EQ(serving.engine.hashed_bytes(), 0u);  // of those that an order waits for
+  ASSERT_SUCCEEDS(serving.controller.begin_checkpoint());
+  EXPECT_EQ(value_of(serving.controller.continue_checkpoint()), CheckpointStage::kReady);
+  serving.engine.load_weights(2);
+  ASSERT_SUCCEEDS(serving.controller.take_checkpoint({}));
+  const std::string path = value_of(serving.controller.end_checkpoint()).checkpoint;
+  SleepingEngine woken(linux_file_system(), temporary_ / "another", options);
+  EXPECT_TRUE(failed_with(woken.controller.wake_up({.from_checkpoint = path}), Code::kIncompatible, "weights_digest"));
+}
+
+TEST_F(ContinuousCheckpoint, WithoutRoomInHostMemoryThereIsNone) {
+  Variant options = one_thread();
+  options.arena_budget_bytes = kPage;
+  SleepingEngine serving = make(options);
+  begin(serving.engine);
+  EXPECT_TRUE(failed_with(checkpoint(serving, 1, 1), Code::kResourceExhausted, "host"));
+  EXPECT_TRUE(entries().empty());
+  expect_untouched(serving, options);
+}
+
+TEST_F(ContinuousCheckpoint, EachFileOperationThatFailsLeavesTheEngineServingAndNothingBehind) {
+  uint64_t calls = 1;  // counted in round 0, which fails at none
+  for (uint64_t at = 0; at <= calls; at += kNextFailure) {
+    SCOPED_TRACE(at);
+    std::filesystem::remove_all(temporary_.path());
+    const Variant options = one_thread();
+    SleepingEngine serving = make(options);
+    begin(serving.engine);
+    const Taken before = value_of(checkpoint(serving));
+    file_system_.plan.set(at == 0 ? Fault::kNone : Fault::kError, at);
+    const Result<Taken> taken = checkpoint(serving, 1, 1);
+    if (at == 0) calls = file_system_.plan.calls;
+    file_system_.plan.clear();
+    EXPECT_EQ(serving.controller.state().engine, "awake");
+    if (!taken) {
+      EXPECT_FALSE(taken.error().state_changed);
+      expect_to_wake(before, options);
+    } else {
+      expect_to_wake(*taken, options);
+    }
+    ASSERT_SUCCEEDS(checkpoint(serving));
+    for (const std::string& entry : entries()) EXPECT_TRUE(entry.starts_with("g-") || entry == "another") << entry;
+    expect_untouched(serving, options);
+  }
+  EXPECT_GT(calls, 20U);
+}
+
+TEST_F(ContinuousCheckpoint, EachHookThatFailsLeavesTheEngineServing) {
+  for (const std::string hook :
+       {"unsupported", "quiesce", "kv_contents", "unfinished_requests", "capture", "fingerprint", "rank describe",
+        "rank open_behind", "rank copy_ahead", "rank save_behind", "rank look_behind", "rank digest"}) {
+    SCOPED_TRACE(hook);
+    std::filesystem::remove_all(temporary_.path());
+    const Variant options = one_thread();
+    SleepingEngine serving = make(options);
+    begin(serving.engine);
+    serving.engine.fail_hook(hook);
+    EXPECT_TRUE(failed_with(checkpoint(serving), Code::kInternal, "injected"));
+    serving.engine.fail_hook("");
+    EXPECT_EQ(serving.controller.state().engine, "awake");
+    EXPECT_TRUE(entries().empty());
+    const Taken taken = value_of(checkpoint(serving));
+    expect_to_wake(taken, options);
+    expect_untouched(serving, options);
+  }
+}
+
+TEST_F(ContinuousCheckpoint, ASleepGivesUpOneThatWasNotTakenAndWaitsForOneThatWas) {
+  for (const bool threads : {false, true}) {
+    for (const bool taken : {false, true}) {
+      for (const bool disk : {false, true}) {
+        SCOPED_TRACE(fmt::format("threads {}, taken {}, disk {}", threads, taken, disk));
+        std::filesystem::remove_all(temporary_.path());
+        Variant options = one_thread();
+        options.own_threads = threads;
+        SleepingEngine serving = make(options);
+        begin(serving.engine);
+        if (taken) {
+          ASSERT_SUCCEEDS(take(serving));
+        } else {
+          ASSERT_SUCCEEDS(serving.controller.begin_checkpoint());
+          value_of(serving.controller.continue_checkpoint());
+        }
+        EXPECT_TRUE(failed_with(serving.controller.begin_checkpoint(), Code::kUnavailable, "being written"));
+        ASSERT_SUCCEEDS(serving.controller.sleep(disk ? to_disk() : to_host()));
+        const Result<SleepReport> ended = serving.controller.end_checkpoint();
+        EXPECT_EQ(ended.has_value(), taken);
+        if (!taken) {
+          EXPECT_TRUE(failed_with(ended, Code::kAborted, "a sleep was asked for"));
+        }
+        EXPECT_EQ(entries().size(), (taken ? 1u : 0u) + (disk ? 1u : 0u));
+        EXPECT_TRUE(failed_with(serving.controller.begin_checkpoint(), Code::kFailedPrecondition, "asleep"));
+        ASSERT_SUCCEEDS(serving.controller.wake_up({}));
+        expect_untouched(serving, options);
+      }
+    }
+  }
+}
+
+TEST_F(ContinuousCheckpoint, CancelledAtAnyMomentItLeavesNothing) {
+  for (const bool threads : {false, true}) {
+    for (int stage = 0; stage < 4; ++stage) {
+      SCOPED_TRACE(fmt::format("threads {}, stage {}", threads, stage));
+      std::filesystem::remove_all(temporary_.path());
+      Variant options = one_thread();
+      options.own_threads = threads;
+      SleepingEngine serving = make(options);
+      begin(serving.engine);
+      if (stage < 3) {
+        ASSERT_SUCCEEDS(serving.controller.begin_checkpoint());
+      }
+      if (stage == 1) value_of(serving.controller.continue_checkpoint());
+      if (stage == 2) {
+        while (value_of(serving.controller.continue_checkpoint()) != CheckpointStage::kReady) serving.engine.step();
+      }
+      if (stage == 3) {
+        ASSERT_SUCCEEDS(take(serving));
+      }
+      serving.controller.cancel_checkpoint();
+      EXPECT_TRUE(entries().empty());
+      EXPECT_EQ(value_of(serving.controller.continue_checkpoint()), CheckpointStage::kNone);
+      EXPECT_TRUE(failed_with(serving.controller.end_checkpoint(), Code::kFailedPrecondition, "no checkpoint"));
+      EXPECT_TRUE(failed_with(serving.controller.take_checkpoint({}), Code::kFailedPrecondition, "ready"));
+      expect_untouched(serving, options);
+    }
+  }
+}
+
+TEST_F(ContinuousCheckpoint, AnEngineThatEndsMeanwhileLeavesNothing) {
+  for (const bool taken : {false, true}) {
+    SleepingEngine serving = make({.num_blocks = 24});
+    begin(serving.engine);
+    if (taken) {
+      ASSERT_SUCCEEDS(take(serving));
+    } else {
+      ASSERT_SUCCEEDS(serving.controller.begin_checkpoint());
+    }
+  }
+  EXPECT_TRUE(entries().empty());
+}
+
+}  // namespace
+}  // namespace torpor

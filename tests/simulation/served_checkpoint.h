@@ -1,0 +1,74 @@
+// A checkpoint that is written while steps go on: begun, cancelled, taken and ended in random steps. Now and then the
+// engine ends when it is there, and another one goes on from where it was taken.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "console/reference_run.h"
+#include "tests/simulation/scenario.h"
+
+namespace torpor::test {
+
+class ServedCheckpoint {
+ public:
+  struct Rewind {
+    std::string checkpoint;
+    Streams streams;  // when it was taken
+    int step = 0;
+  };
+  // `written`, `rewound`: counted there.
+  ServedCheckpoint(console::ReferenceRun& run, Dice& dice, double chance, int& written, int& rewound)
+      : run_(run), dice_(dice), chance_(chance), written_(written), rewound_(rewound) {}
+
+  bool faulted = false;  // something failed since it began
+  void gone() { writing_ = false; }
+  std::optional<Rewind> take_rewind() { return std::exchange(rewind_, std::nullopt); }
+
+  // After a step. An error: it failed.
+  Status serve(const Streams& streams, int step) {
+    if (!writing_) {
+      if (!dice_.chance(chance_)) return ok();
+      faulted = false;
+      Status begun = run_.begin_checkpoint();
+      writing_ = begun.has_value();
+      return begun;
+    }
+    if (dice_.chance(0.03)) {
+      run_.cancel_checkpoint();
+      writing_ = false;
+      return ok();
+    }
+    if (dice_.chance(0.3)) return ok();
+    TORPOR_ASSIGN(const CheckpointStage stage, run_.continue_checkpoint());
+    if (stage == CheckpointStage::kReady && dice_.chance(0.5)) {
+      taken_ = {.checkpoint = {}, .streams = streams, .step = step};
+      return run_.take_checkpoint();
+    }
+    if (stage != CheckpointStage::kEnded) return ok();
+    writing_ = false;
+    Result<SleepReport> report = run_.end_checkpoint();
+    if (!report && report.error().code == Code::kAborted) return ok();  // a sleep came first
+    if (!report) return std::move(report).error();
+    ++written_;
+    if (rewound_ == kMostRewound || dice_.chance(0.5)) return ok();
+    ++rewound_;
+    rewind_ = taken_;
+    rewind_->checkpoint = report->checkpoint;
+    return ok();
+  }
+
+ private:
+  static constexpr int kMostRewound = 3;
+  console::ReferenceRun& run_;
+  Dice& dice_;
+  const double chance_;
+  int& written_;
+  int& rewound_;
+  bool writing_ = false;
+  Rewind taken_;
+  std::optional<Rewind> rewind_;
+};
+
+}  // namespace torpor::test

@@ -1,0 +1,196 @@
+#!/usr/bin/env python3
+"""A checkpoint while serving, written in the background, beside one for which the engine stands still.
+
+stall:  how long the engine stood still (own: by its report; streams: the longest time between two outputs of any stream
+        around the checkpoint, less the usual one), under a load of endless streams. Baseline: the same checkpoint with
+        the engine standing still until it is on disk.
+tokens: a second, with a checkpoint every so often beside none (baseline).
+bytes:  written into the checkpoints' own files, beside the KV that was new since the one before (ceiling).
+
+Contestants take turns in each round, after a warm-up; medians of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
+from engine_process import best_dtype  # noqa: E402
+
+STREAMS = 16
+WINDOW_SECONDS = 10.5
+EVERY_SECONDS = 5.0
+PROMPT_TOKENS = 500
+BLOCK_TOKENS = 32
+
+
+class Load:
+    """Streams that never end: each answer is followed by the next."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.times: list[float] = []  # of each output
+        self.tokens = 0  # put out
+        self.kv_tokens = 0  # computed, prompts too
+        self._tasks = [asyncio.create_task(self._stream(number)) for number in range(STREAMS)]
+
+    async def _stream(self, number: int) -> None:
+        from vllm import SamplingParams
+
+        for turn in range(10**6):
+            prompt = {"prompt_token_ids": [1000 + (number * 31 + turn * 7 + i) % 20_000 for i in range(PROMPT_TOKENS)]}
+            params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+            seen = 0
+            self.kv_tokens += PROMPT_TOKENS
+            async for output in self.engine.generate(prompt, params, f"{number}-{turn}"):
+                self.times.append(time.monotonic())
+                now = len(output.outputs[0].token_ids)
+                self.tokens += now - seen
+                self.kv_tokens += now - seen
+                seen = now
+
+    def longest_gap(self, begin: float, end: float) -> float:
+        near = [moment for moment in self.times if begin - 0.5 <= moment <= end + 0.5]
+        return max((b - a for a, b in zip(near, near[1:])), default=0.0)
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def own_bytes(checkpoint: str) -> int:
+    """Of files that this checkpoint wrote: the others have more than one name."""
+    files = [file.stat() for file in Path(checkpoint).iterdir()]
+    return sum(file.st_size for file in files if file.st_nlink == 1)
+
+
+async def standing_still(engine):
+    from torpor.vllm import frontend
+
+    return await frontend.while_frozen(frontend.AsyncSide(engine), "checkpoint", {})
+
+
+async def in_background(engine):
+    return await engine.checkpoint()
+
+
+async def stalls(engine, load: Load, rounds: int) -> dict[str, dict]:
+    found = {"standing still": [], "in the background": []}
+    for number in range(rounds + 1):
+        for name, checkpoint in (("standing still", standing_still), ("in the background", in_background)):
+            await asyncio.sleep(1.5)
+            usual = load.longest_gap(time.monotonic() - 0.5, time.monotonic() - 0.5)
+            began = time.monotonic()
+            report = await checkpoint(engine)
+            ended = time.monotonic()
+            await asyncio.sleep(0.5)
+            save = next(phase for phase in report["phases"] if phase["name"] == "save")
+            if number > 0:
+                found[name].append({
+                    "own": report["seconds"], "streams": max(0.0, load.longest_gap(began, ended) - usual),
+                    "usual": usual, "until safe": ended - began, "copied": save["bytes"],
+                    "written": own_bytes(report["checkpoint"]),
+                })  # fmt: skip
+    return {
+        name: {key: statistics.median(item[key] for item in items) for key in items[0]} for name, items in found.items()
+    }
+
+
+async def window(engine, load: Load, checkpoints: bool) -> dict:
+    """Tokens a second over one window, and what its checkpoints wrote."""
+    before, began, written, new_kv = load.tokens, time.monotonic(), 0, 0.0
+    known = load.kv_tokens
+    if checkpoints:
+        await engine.checkpoint()  # what was new before is no part of it
+    while (left := WINDOW_SECONDS - (time.monotonic() - began)) > 0:
+        await asyncio.sleep(min(EVERY_SECONDS, left))
+        if checkpoints and time.monotonic() - began < WINDOW_SECONDS:
+            tokens = load.kv_tokens
+            report = await engine.checkpoint()
+            written += own_bytes(report["checkpoint"])
+            block = (report["saved_bytes"] + report["reused_bytes"] - weights_in(report)) / report["kept_blocks"]
+            new_kv += (tokens - known) * block / BLOCK_TOKENS
+            known = tokens
+    seconds = time.monotonic() - began
+    return {"rate": (load.tokens - before) / seconds, "written": written, "new_kv": new_kv}
+
+
+def weights_in(report: dict) -> int:
+    return report["checkpoint_parts"].get("weights", 0)
+
+
+async def play(options: argparse.Namespace) -> dict:
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    with tempfile.TemporaryDirectory(prefix="torpor-bench-", dir=options.directory) as directory:
+        arguments = AsyncEngineArgs(
+            model=str(options.model), dtype=best_dtype(), enforce_eager=True, block_size=BLOCK_TOKENS,
+            max_model_len=2048,
+            max_num_seqs=STREAMS, max_num_batched_tokens=512, disable_log_stats=True,
+            additional_config={"torpor": {"dir": directory, "incremental": True}},
+        )  # fmt: skip
+        engine = AsyncLLM.from_engine_args(arguments)
+        try:
+            load = Load(engine)
+            while load.tokens < STREAMS * 20:
+                await asyncio.sleep(0.1)
+            result = {"rounds": options.rounds, "stalls": await stalls(engine, load, options.rounds)}
+            windows: dict[bool, list[dict]] = {False: [], True: []}
+            for _ in range(options.rounds):
+                for checkpoints in (False, True):
+                    windows[checkpoints].append(await window(engine, load, checkpoints))
+            await load.stop()
+            ledger = await engine.torpor("state")
+            assert ledger["engine"] == "awake"
+            return result | {"with": windows[True], "without": windows[False]}
+        finally:
+            engine.shutdown()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", type=Path, default=os.environ.get("TORPOR_TEST_MODEL"))
+    parser.add_argument("--directory", type=Path, help="of the checkpoints; by default that of temporary files")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if options.rounds < 1 or options.model is None:
+        parser.error("--rounds is 1 or more, and --model (or TORPOR_TEST_MODEL) names a folder with a model")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    result = asyncio.run(play(options))
+    if options.json:
+        print(json.dumps(result, indent=2))
+        return 0
+    print(f"checkpoint under {STREAMS} streams, median of {options.rounds} rounds")
+    for name, item in result["stalls"].items():
+        print(
+            f"  {name:<18} stood still {item['own'] * 1000:7.1f} ms   "
+            f"streams waited {item['streams'] * 1000:7.1f} ms more than {item['usual'] * 1000:.0f}   "
+            f"safe after {item['until safe'] * 1000:6.0f} ms   "
+            f"copied in the stop {item['copied'] / 1e6:6.1f} MB   written {item['written'] / 1e6:6.1f} MB"
+        )
+    both = result["stalls"]
+    ratio = both["in the background"]["own"] / both["standing still"]["own"]
+    print(f"  stall, in the background / standing still: {ratio:.3f}")
+    rates = {name: statistics.median(item["rate"] for item in result[name]) for name in ("with", "without")}
+    print(
+        f"tokens a second: with a checkpoint every {EVERY_SECONDS:g} s {rates['with']:.0f}, without "
+        f"{rates['without']:.0f} (ratio {rates['with'] / rates['without']:.3f})"
+    )
+    written, new_kv = (sum(item[key] for item in result["with"]) for key in ("written", "new_kv"))
+    print(f"bytes: {written / 1e6:.1f} MB written for {new_kv / 1e6:.1f} MB of new KV (ratio {written / new_kv:.2f})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
