@@ -24,6 +24,7 @@ class ServedCheckpoint {
 
   bool faulted = false;  // something failed since it began
   void gone() { writing_ = false; }
+  void newer_one() { newest_ = false; }  // the engine keeps few, so this one may have been removed
   std::optional<Rewind> take_rewind() { return std::exchange(rewind_, std::nullopt); }
 
   // After a step. An error: it failed.
@@ -44,6 +45,7 @@ class ServedCheckpoint {
     TORPOR_ASSIGN(const CheckpointStage stage, run_.continue_checkpoint());
     if (stage == CheckpointStage::kReady && dice_.chance(0.5)) {
       taken_ = {.checkpoint = {}, .streams = streams, .step = step};
+      newest_ = true;
       return run_.take_checkpoint();
     }
     if (stage != CheckpointStage::kEnded) return ok();
@@ -52,7 +54,7 @@ class ServedCheckpoint {
     if (!report && report.error().code == Code::kAborted) return ok();  // a sleep came first
     if (!report) return std::move(report).error();
     ++written_;
-    if (rewound_ == kMostRewound || dice_.chance(0.5)) return ok();
+    if (!newest_ || rewound_ == kMostRewound || dice_.chance(0.5)) return ok();
     ++rewound_;
     rewind_ = taken_;
     rewind_->checkpoint = report->checkpoint;
@@ -67,6 +69,7 @@ class ServedCheckpoint {
   int& written_;
   int& rewound_;
   bool writing_ = false;
+  bool newest_ = false;
   Rewind taken_;
   std::optional<Rewind> rewind_;
 };
