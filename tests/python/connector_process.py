@@ -286,6 +286,48 @@ def events_of(directory: str) -> dict:
     }
 
 
+def blocks_told(directory: str) -> dict:
+    """Of host memory and disk: what can be found by the events, one by one; what a restart found; who comes and goes."""
+    lines = subprocess.run([BINARY, "events", directory, "--json"], capture_output=True, text=True, check=True).stdout
+    found, recovered, times = {"host": set(), "disk": set()}, 0, {}
+    for event in map(json.loads, lines.splitlines()):
+        if event["type"] not in ("registered", "dropped"):
+            continue
+        tier, key = event["from"], (event["key"], event["stamp_or_group"])
+        if event["type"] == "registered" and event["key"].strip("0"):
+            assert key not in found[tier], event
+            found[tier].add(key)
+            times.setdefault((tier, key), []).append(event["time"])
+        elif event["type"] == "registered":
+            recovered += event["block_or_blocks"]
+        elif event["to"] == "cleared":
+            found[tier].clear()
+        elif key in found[tier]:
+            found[tier].remove(key)
+        else:
+            assert recovered, event  # its key was not told
+    [process] = look("console", directory)["processes"]
+    return {
+        "host": len(found["host"]),
+        "disk": len(found["disk"]),
+        "recovered": recovered,
+        "unknown": process["unknown_events"] + process["lost_events"],
+        "most_times": max(map(len, times.values())),
+        "thrice_in_a_minute": any(thrice_in_a_minute(each) for each in times.values()),
+        "lints": [finding["lint"] for finding in process["lints"]],
+    }
+
+
+def thrice_in_a_minute(times: list[float]) -> bool:
+    """Counted from the first, and anew from the first after that minute."""
+    while times:
+        minute = [time for time in times if time - times[0] <= 60]
+        if len(minute) >= 3:
+            return True
+        times = times[len(minute) :]
+    return False
+
+
 def types_of(directory: str) -> list[str]:
     lines = subprocess.run([BINARY, "events", directory, "--json"], capture_output=True, text=True, check=True).stdout
     return sorted({json.loads(line)["type"] for line in lines.splitlines()})
@@ -415,11 +457,12 @@ def main() -> None:
         offload = {"offload": "eager", "host_bytes": "64MiB", "disk_bytes": "64MiB"}
         ENGINE["num_gpu_blocks_override"] = GROUP_BLOCKS
     if mode == "brief":
-        offload |= {"offload": "eager"}
+        offload |= {"offload": "eager", "events_keys": True, "console": "control"}
         ENGINE["num_gpu_blocks_override"] = 20
+    if mode in ("brief", "disk"):
         rings = tempfile.mkdtemp(dir="/dev/shm")
         atexit.register(shutil.rmtree, rings, ignore_errors=True)
-        offload |= {"events_directory": rings, "events_keys": True, "console": "control"}
+        offload |= {"events_directory": rings}
     served = Served(InProcess(Path(model), Path(folder) / "checkpoints", torpor=offload, **ENGINE))
     if mode == "brief":
         result = brief(served) | {"told": events_of(rings), "operated": operated(served, rings)}
@@ -435,7 +478,9 @@ def main() -> None:
         # With a reset of the connector: what is stored from then on is found by the next process all the same.
         first = {"told": told(served)} if woken is None and not served.side.stats()["recovered_blocks"] else {}
         result = first | served_from_disk(served)
+        result["blocks"] = blocks_told(rings)
         result |= {"woken": woken, "asleep": left_asleep(served), "new": new_weights(served)}
+        shutil.rmtree(rings)
         print("RESULT " + json.dumps(result), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     print("RESULT " + json.dumps({scenario.__name__: scenario(served) for scenario in SCENARIOS}), flush=True)

@@ -149,6 +149,22 @@ def test_time_travel_shows_what_was_so_then(recording):
     assert drive_app.moment is None and drive_app.process == now
 
 
+def test_braces_go_from_lint_to_lint(recording):
+    """Of this one a sleep failed: before it there is nothing to say, from then on there is."""
+    app, seen = Console(recording), []
+
+    def remember():
+        seen.append((app.moment, [each["lint"] for each in app.process["lints"]], app.said))
+
+    drive(app, ["left_curly_bracket", remember, "left_curly_bracket", remember, "left_square_bracket", remember])
+    drive(app, ["right_curly_bracket", remember, "right_curly_bracket", remember])
+    (at, lints, said), nothing, before, again, last = seen
+    assert at is not None and lints == ["failed operation"] and said.startswith("failed operation")
+    assert nothing == (at, lints, "no other lint")
+    assert before[0] < at and before[1] == []
+    assert again == (at, lints, said) and last == nothing
+
+
 def test_readonly_sends_nothing(recording, monkeypatch):
     monkeypatch.setattr(torpor.console, "connect", lambda *_, **__: pytest.fail("it connected"))
     app = Console(recording, readonly=True)
