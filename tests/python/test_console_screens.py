@@ -149,6 +149,13 @@ def test_time_travel_shows_what_was_so_then(recording):
     assert drive_app.moment is None and drive_app.process == now
 
 
+def test_a_moment_can_be_typed(recording):
+    app = Console(recording)
+    drive(app, ["t", "0", "full_stop", "1", "enter", "t", "x", "enter"])
+    assert app.moment == 0.1 and 0 < app.process["time"] - app.process["began"] <= 0.1 + 1e-6
+    assert "no number" in app.said
+
+
 def test_braces_go_from_lint_to_lint(recording):
     """Of this one a sleep failed: before it there is nothing to say, from then on there is."""
     app, seen = Console(recording), []
@@ -156,8 +163,9 @@ def test_braces_go_from_lint_to_lint(recording):
     def remember():
         seen.append((app.moment, [each["lint"] for each in app.process["lints"]], app.said))
 
-    drive(app, ["left_curly_bracket", remember, "left_curly_bracket", remember, "left_square_bracket", remember])
-    drive(app, ["right_curly_bracket", remember, "right_curly_bracket", remember])
+    keys = ["left_curly_bracket", "left_curly_bracket", "left_square_bracket"]
+    keys += ["right_curly_bracket", "right_curly_bracket"]
+    drive(app, [step for key in keys for step in (key, remember)])
     (at, lints, said), nothing, before, again, last = seen
     assert at is not None and lints == ["failed operation"] and said.startswith("failed operation")
     assert nothing == (at, lints, "no other lint")

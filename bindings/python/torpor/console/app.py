@@ -20,6 +20,11 @@ from torpor.errors import Busy, Error
 
 _LOOKS_A_SECOND = 4
 _LEASE = 60
+_ASKED = {
+    "filter": "of a request's name or a state",
+    "call": "METHOD NAME=VALUE …",
+    "moment": "seconds after the first event",
+}
 _CHANGES = "slot,operation,engine,stop"
 _SAID = 200  # characters of an answer
 
@@ -96,6 +101,7 @@ class Console(App):
         Binding("right_square_bracket", "travel(1)", "on", key_display="]"),
         Binding("left_curly_bracket", "lint(-1)", show=False),
         Binding("right_curly_bracket", "lint(1)", show=False),
+        Binding("t", "ask('moment')", show=False),
         Binding("g", "now", "now"),
         Binding("p", "control('pause')", "pause"),
         Binding("c", "control('resume')", "go on"),
@@ -249,7 +255,7 @@ class Console(App):
     def action_ask(self, what: str, begun: str = "") -> None:
         field = self.query_one("#filter", Input)
         self.asked = what
-        field.placeholder = "of a request's name or a state" if what == "filter" else "METHOD NAME=VALUE …"
+        field.placeholder = _ASKED[what]
         field.value = self.wanted if what == "filter" else begun
         field.add_class("asked")
         field.focus()
@@ -260,11 +266,19 @@ class Console(App):
         self.query_one(Lines).focus()
         if self.asked == "filter":
             self.wanted = event.value
+        elif self.asked == "moment":
+            self._go_to_what_is_typed(event.value)
         elif words := event.value.split():
             self._call(
                 words[0], **{name: _value(value) for name, _, value in (word.partition("=") for word in words[1:])}
             )
         self.draw()
+
+    def _go_to_what_is_typed(self, seconds: str) -> None:
+        try:
+            self.go_to(max(float(seconds), 0.0))
+        except ValueError:
+            self.said = f"{seconds!r} is no number of seconds"
 
     def on_key(self, event) -> None:
         if event.key == "escape" and self.query_one("#filter", Input).has_class("asked"):

@@ -114,8 +114,8 @@ def chosen_slots(process: dict, wanted: str = "", order: str = "", inverted: boo
 _HELP = """\
 1 slots    2, Enter the chosen request    3 transfers    4 tiers    5 memory    6 operations    7 stops    8 events
 arrows, h j k l  choose and scroll   / filter   s sort   i invert   y copy the request's name   tab the next process
-space  freeze the view   [ ]  to the change before and after   { }  to the lint before and after   g  now
-e  a picture of the screen (SVG)   q  quit
+space  freeze the view   [ ]  to the change before and after   { }  to the lint before and after
+t  to so many seconds after the first event   g  now   e  a picture of the screen (SVG)   q  quit
 p pause   c go on   n one step   b breakpoint   x cancel a transfer   : any call of the table in docs/console.md
 
 The bar is red while the engine is stopped, and grey while the view is frozen. Letters of states:"""
