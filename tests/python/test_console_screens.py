@@ -157,20 +157,20 @@ def test_a_moment_can_be_typed(recording):
 
 
 def test_braces_go_from_lint_to_lint(recording):
-    """Of this one a sleep failed: before it there is nothing to say, from then on there is."""
+    """Of this one a sleep failed at the end: before it there is nothing to say."""
     app, seen = Console(recording), []
 
     def remember():
         seen.append((app.moment, [each["lint"] for each in app.process["lints"]], app.said))
 
-    keys = ["left_curly_bracket", "left_curly_bracket", "left_square_bracket"]
-    keys += ["right_curly_bracket", "right_curly_bracket"]
+    keys = ["left_square_bracket", "right_curly_bracket", "right_curly_bracket"]
+    keys += ["left_square_bracket", "left_curly_bracket"]
     drive(app, [step for key in keys for step in (key, remember)])
-    (at, lints, said), nothing, before, again, last = seen
-    assert at is not None and lints == ["failed operation"] and said.startswith("failed operation")
-    assert nothing == (at, lints, "no other lint")
+    before, (at, lints, said), nothing, _, none_before = seen
     assert before[0] < at and before[1] == []
-    assert again == (at, lints, said) and last == nothing
+    assert lints == ["failed operation"] and said == "failed operation  sleep"
+    assert nothing == (at, lints, "no other lint")
+    assert none_before[0] < at and none_before[1:] == ([], "no other lint")
 
 
 def test_readonly_sends_nothing(recording, monkeypatch):
