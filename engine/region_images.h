@@ -65,6 +65,7 @@ class RegionImages {
     uint64_t spill_staging_bytes = 0;
     uint64_t late_job_bytes = 0;
     bool late_thread = false;
+    bool own_threads = true;  // off: a wake maps all regions before it copies
   };
   struct Image {
     std::unique_ptr<HostTier> host;  // null: in a chunk file

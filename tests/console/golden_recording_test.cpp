@@ -37,7 +37,8 @@ class GoldenRecording : public testing::TestWithParam<Golden> {
 INSTANTIATE_TEST_SUITE_P(Versions, GoldenRecording,
                          testing::Values(Golden{"1.0", ""}, Golden{"1.1", "stop,control,input"},
                                          Golden{"1.2", "memory,hit,tier"}, Golden{"1.3", "stop,control,hit,candidate"},
-                                         Golden{"1.4", "control,operation,phase"}, Golden{"1.5", "registered,dropped"}));
+                                         Golden{"1.4", "control,operation,phase"},
+                                         Golden{"1.5", "registered,dropped"}));
 
 TEST_P(GoldenRecording, SaysWhatItSaid) {
   const SourceEvents found = recording();

@@ -347,22 +347,24 @@ Verb record_verb() {
 }
 
 Verb console_verb() {
-  return {.name = "console",
-          .help = "what engines do now: requests by state, transfers, copies, tiers, sleeps and wakes by phase",
-          .json =
-              "processes: [{process, pid, alive, path, began, time, engine, steps, slots, transfers, copies, tiers, "
-              "memory, blocks, "
-              "operations, stops, lints, lost_events, unknown_events; with --lint lint_moments: [{time, lint, subject}]}]",
-          .declare =
-              [](CLI::App& app, Arguments& a) {
-                declare_events_path(app, a);
-                app.add_flag("--once", a.once, "print it once; so it is with --json and without a terminal");
-                app.add_flag("-f,--follow", a.follow, "with --json: a line four times a second");
-                app.add_option("--at", a.at, "once, as it was so many seconds after the first event");
-                app.add_flag("--lint", a.lint, "the same; exit code 6 if there is anything that one should look at; with --json "
-                             "also when each began");
-              },
-          .stream = show_live};
+  return {
+      .name = "console",
+      .help = "what engines do now: requests by state, transfers, copies, tiers, sleeps and wakes by phase",
+      .json =
+          "processes: [{process, pid, alive, path, began, time, engine, steps, slots, transfers, copies, tiers, "
+          "memory, blocks, "
+          "operations, stops, lints, lost_events, unknown_events; with --lint lint_moments: [{time, lint, subject}]}]",
+      .declare =
+          [](CLI::App& app, Arguments& a) {
+            declare_events_path(app, a);
+            app.add_flag("--once", a.once, "print it once; so it is with --json and without a terminal");
+            app.add_flag("-f,--follow", a.follow, "with --json: a line four times a second");
+            app.add_option("--at", a.at, "once, as it was so many seconds after the first event");
+            app.add_flag("--lint", a.lint,
+                         "the same; exit code 6 if there is anything that one should look at; with --json "
+                         "also when each began");
+          },
+      .stream = show_live};
 }
 
 }  // namespace torpor::cli
