@@ -220,7 +220,7 @@ class RegionImages {
   const std::shared_ptr<RetainedBlocks> retained_ = std::make_shared<RetainedBlocks>();  // of the tag with blocks
   TagContents contents_;
   std::unique_ptr<Late> late_;  // last: what it copies is in the others
-  bool digest_holds_ = false;  // what behind_ finds of the weights: nobody was seen to write them since it began
+  bool digest_holds_ = false;   // what behind_ finds of the weights: nobody was seen to write them since it began
   std::unique_ptr<WriteBehind> behind_;  // null: none; last: it reads what all above have
 };
 
