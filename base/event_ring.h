@@ -44,7 +44,7 @@ EventSource this_process(std::string role, int32_t rank, const Clock& clock);
 bool is_alive(const EventSource& source);
 
 inline constexpr uint16_t kEventSchemaMajor = 1;
-inline constexpr uint16_t kEventSchemaMinor = 4;
+inline constexpr uint16_t kEventSchemaMinor = 5;
 inline constexpr uint64_t kEventHeadBytes = 4096;
 
 // The first bytes of a ring and of a recording.

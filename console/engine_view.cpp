@@ -84,8 +84,8 @@ void EngineView::apply(const Event& event) {
     case EventType::kEnded:
       if (event.transfer >> 48 < kWays) ended_[event.transfer >> 48][event.to] += event.a;
       break;
-    case EventType::kRegistered: ++registered_; break;
-    case EventType::kDropped: ++dropped_[event.to]; break;
+    case EventType::kRegistered: registered_[event.from] += event.key == Digest{} ? low_of(event.a) : 1; break;
+    case EventType::kDropped: dropped_[event.from][event.to] += event.key == Digest{} ? event.a : 1; break;
     case EventType::kCopy: apply_copy(event); break;
     case EventType::kTier:
       tiers_[event.from] = {high_of(event.a), low_of(event.a), high_of(event.b), low_of(event.b)};
@@ -241,6 +241,14 @@ void EngineView::apply_memory(const Event& event) {
   }
 }
 
+// What became findable in a tier and what no longer is.
+nlohmann::ordered_json EngineView::blocks_of(size_t tier) const {
+  nlohmann::ordered_json dropped = nlohmann::ordered_json::object();
+  for (size_t i = 0; i < dropped_[tier].size(); ++i)
+    dropped[std::string(name(static_cast<DropReason>(i)))] = dropped_[tier][i];
+  return {{"registered", registered_[tier]}, {"dropped", std::move(dropped)}};
+}
+
 nlohmann::ordered_json EngineView::to_json() const {
   using Json = nlohmann::ordered_json;
   const auto age = [&](int64_t since) { return static_cast<double>(within(latest_) - within(since)) * 1e-9; };
@@ -307,8 +315,10 @@ nlohmann::ordered_json EngineView::to_json() const {
   }
   Json memory = Json::array();
   for (const auto& [rank, row] : memory_) memory.push_back(console::to_json(rank, row));
-  Json dropped = Json::object();
-  for (size_t i = 0; i < dropped_.size(); ++i) dropped[std::string(name(static_cast<DropReason>(i)))] = dropped_[i];
+  Json blocks = blocks_of(0);
+  for (size_t i = 1; i < kTiers.size(); ++i) {
+    if (registered_[i] > 0) blocks[std::string(kTiers[i])] = blocks_of(i);
+  }
   Json operations = Json::array();
   for (const OperationRow& row : operations_) operations.push_back(console::to_json(row));
   Json stops = Json::array();
@@ -326,7 +336,7 @@ nlohmann::ordered_json EngineView::to_json() const {
       {"copies", std::move(copies)},
       {"tiers", std::move(tiers)},
       {"memory", std::move(memory)},
-      {"blocks", {{"registered", registered_}, {"dropped", std::move(dropped)}}},
+      {"blocks", std::move(blocks)},
       {"operations", std::move(operations)},
       {"stops", std::move(stops)},
       {"lost_events", lost_},

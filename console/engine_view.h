@@ -124,6 +124,7 @@ class EngineView {
   void apply_phase(const Event& event);
   void apply_stop(const Event& event);
   void apply_memory(const Event& event);
+  nlohmann::ordered_json blocks_of(size_t tier) const;
   OperationRow& operation(uint64_t number, const Event& event);
 
   EventTexts texts_;
@@ -136,8 +137,8 @@ class EngineView {
   std::map<uint64_t, StandingRow> stops_;
   std::map<uint64_t, MemoryRow> memory_;
   std::optional<uint8_t> engine_;
-  uint64_t registered_ = 0;
-  std::array<uint64_t, 4> dropped_{};
+  std::array<uint64_t, 3> registered_{};  // by tier
+  std::array<std::array<uint64_t, 4>, 3> dropped_{};
   uint64_t steps_ = 0;
   uint32_t running_ = 0;
   uint32_t waiting_ = 0;

@@ -85,7 +85,7 @@ std::string EventExport::request(const EventSource&, const EventTexts& texts, ui
 }
 
 std::string EventExport::key(const Digest& key) const {
-  if (!options_.anonymous) return key.hex();
+  if (!options_.anonymous || key == Digest{}) return key.hex();
   StreamingDigest digest;
   digest.update(std::as_bytes(std::span(secret_.bytes)));
   digest.update(std::as_bytes(std::span(key.bytes)));

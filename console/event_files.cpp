@@ -23,6 +23,8 @@ namespace fs = boost::filesystem;
 
 constexpr std::string_view kRing = ".ring";
 constexpr std::string_view kSocket = ".sock";
+// At a process: asking the system costs more than reading what is new.
+constexpr std::chrono::milliseconds kBetweenLooks{200};
 constexpr size_t kLastWords = 4;  // rings of killed processes that stay
 
 Status own_directory(const std::string& path) {
@@ -182,12 +184,16 @@ Result<std::vector<SourceEvents>> EventFollower::poll(bool last) {
     }
     from_now_ = false;  // who comes later is read from its beginning
     std::vector<SourceEvents> news;
+    const auto now = std::chrono::steady_clock::now();
     for (Followed& each : rings_) {
-      const bool alive = !each.ended && is_alive(each.ring->source());
-      SourceEvents& read =
-          news.emplace_back(SourceEvents{.source = each.ring->source(), .path = each.ring->path(), .alive = alive});
-      if (!each.ended) each.reader.read(read.events, last || !alive);
-      each.ended = !alive;
+      if (!each.ended && (last || now - each.looked >= kBetweenLooks)) {
+        each.alive = is_alive(each.ring->source());
+        each.looked = now;
+      }
+      SourceEvents& read = news.emplace_back(
+          SourceEvents{.source = each.ring->source(), .path = each.ring->path(), .alive = each.alive});
+      if (!each.ended) each.reader.read(read.events, last || !each.alive);
+      each.ended = !each.alive;
       read.lost = each.reader.lost();
     }
     return news;

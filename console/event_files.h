@@ -4,6 +4,7 @@
 // processes stay as their last words, the newest few of them.
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
@@ -41,13 +42,16 @@ class EventFollower {
   // Each source with what is new; the same ones in the same order in each call, new ones behind. `last`: what is still
   // being written counts as lost.
   Result<std::vector<SourceEvents>> poll(bool last = false);
+  // Whether a process lives is looked at five times a second, and in the last call.
   bool any_alive() const;
 
  private:
   struct Followed {
     std::unique_ptr<EventRing> ring;
     EventReader reader;
-    bool ended = false;  // its process, and all of it was read
+    bool alive = true;   // its process, when it was last looked at
+    bool ended = false;  // it is not, and all of it was read
+    std::chrono::steady_clock::time_point looked{};
   };
   bool may_have_changed();
   const std::string path_;

@@ -1,6 +1,7 @@
 #include "console/lints.h"
 
 #include <algorithm>
+#include <set>
 
 #include <fmt/format.h>
 
@@ -14,6 +15,7 @@ namespace {
 constexpr int64_t kMinute = 60'000'000'000;
 constexpr int64_t kNoticeable = 100'000'000;  // a wait that is shorter is no news
 constexpr size_t kEnoughTimes = 16;
+constexpr int64_t kLookEvery = 50'000'000;  // of a recording's time
 
 double seconds_of(int64_t nanoseconds) { return static_cast<double>(nanoseconds) * 1e-9; }
 
@@ -31,8 +33,9 @@ void Lints::apply(const Event& event) {
   const int64_t time = within(event.time);
   switch (event.type) {
     case EventType::kRegistered: {
+      if (event.key == Digest{}) break;  // very many at once
       if (comings_.size() >= kMostKeys) comings_.clear();
-      Comings& key = comings_[event.key.bytes];
+      Comings& key = comings_[{event.from, event.from == 0 ? 0 : event.b, event.key.bytes}];
       if (key.count == 0 || time - key.since > kMinute) key = {.since = time, .count = 0};
       if (++key.count > most_comings_) {
         most_comings_ = key.count;
@@ -221,6 +224,31 @@ void Lints::check_operations(const EngineView& view, std::vector<Finding>& findi
                           fmt::format("{} has been under way for {:.0f} s", kind, seconds_of(since))});
     }
   }
+}
+
+std::vector<LintMoment> lint_moments(const SourceEvents& source) {
+  std::vector<LintMoment> moments;
+  EngineView view;
+  Lints lints;
+  std::set<std::pair<Lint, std::string>> there;
+  int64_t looked = -kLookEvery;
+  for (size_t at = 0; at < source.events.size(); ++at) {
+    const Event& event = source.events[at];
+    view.apply(event);
+    lints.apply(event);
+    const int64_t now = within(view.latest());
+    const bool news = event.type == EventType::kOperation || event.type == EventType::kStop ||
+                      event.type == EventType::kLost || at + 1 == source.events.size();
+    if (!news && now - looked < kLookEvery) continue;
+    looked = now;
+    std::set<std::pair<Lint, std::string>> here;
+    for (Finding& finding : lints.findings(view)) {
+      const auto [found, added] = here.emplace(finding.lint, finding.subject);
+      if (added && !there.contains(*found)) moments.push_back({now, std::move(finding)});
+    }
+    there = std::move(here);
+  }
+  return moments;
 }
 
 }  // namespace torpor::console

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "console/engine_view.h"
+#include "console/source_events.h"
 
 namespace torpor::console {
 
@@ -73,7 +74,7 @@ class Lints {
   void look_for_pins(int64_t time);
 
   const LintLimits limits_;
-  std::map<std::array<uint8_t, 16>, Comings> comings_;
+  std::map<std::tuple<uint8_t, uint64_t, std::array<uint8_t, 16>>, Comings> comings_;  // by tier, group and key
   uint32_t most_comings_ = 0;
   Digest comer_;
   std::map<uint64_t, int64_t> began_;  // candidates
@@ -91,5 +92,12 @@ class Lints {
   };
   std::map<uint64_t, Device> devices_;
 };
+
+struct LintMoment {
+  int64_t time = 0;
+  Finding finding;
+};
+// When each began that was not there before, by the events' own time; looked at every 50 ms of it.
+std::vector<LintMoment> lint_moments(const SourceEvents& source);
 
 }  // namespace torpor::console

@@ -25,7 +25,7 @@ struct RecorderCounts {
 // One thread.
 class Recorder {
  public:
-  static constexpr std::chrono::milliseconds kPoll{20};  // between calls of look()
+  static constexpr std::chrono::milliseconds kPoll{50};  // between calls of look()
   // `to` is made if it is not there, and outlives nothing. `file_system` outlives it.
   static Result<std::unique_ptr<Recorder>> create(FileSystem& file_system, std::string from, const std::string& to);
   // Writes what is new, and syncs it once a second. `last`: syncs, and what is still being written counts as lost.

@@ -56,9 +56,14 @@ std::vector<EventSchema> make() {
                                 .from = kTierNames,
                                 .transfer = "parent",
                                 .key = "key",
-                                .a = {"tokens", "block"},
-                                .b = {"stamp"}};
-  at(EventType::kDropped) = {.name = "dropped", .to = drops, .key = "key", .a = {"block"}, .b = {"stamp"}};
+                                .a = {"tokens", "block_or_blocks"},
+                                .b = {"stamp_or_group"}};
+  at(EventType::kDropped) = {.name = "dropped",
+                             .from = kTierNames,
+                             .to = drops,
+                             .key = "key",
+                             .a = {"block_or_blocks"},
+                             .b = {"stamp_or_group"}};
   at(EventType::kBlock) = {.name = "block", .from = blocks, .to = blocks, .a = {"block"}, .b = {"generation"}};
   at(EventType::kCopy) = {.name = "copy",
                           .from = kJobNames,

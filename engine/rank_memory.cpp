@@ -98,7 +98,8 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                                                          .encrypt = options.encrypt,
                                                          .spill_staging_bytes = options.spill_staging_bytes,
                                                          .late_job_bytes = options.late_job_bytes,
-                                                         .late_thread = options.late_thread && options.own_threads});
+                                                         .late_thread = options.late_thread && options.own_threads,
+                                                         .own_threads = options.own_threads});
   if (options.arena_prefault_bytes > 0) memory->arena_->prefault_in_background(options.arena_prefault_bytes);
   return memory;
 }

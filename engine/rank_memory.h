@@ -35,8 +35,9 @@ struct RankMemoryOptions {
   // Most host memory that stays held between operations, for the next sleep to find it ready; what backups need stays
   // in any case. None: any amount; but 0 on the device without a GPU, where it is taken from the same memory.
   std::optional<uint64_t> arena_keep_bytes;
-  int threads = 0;          // for copies; 0: as many as the machine has cores, at most 8
-  bool own_threads = true;  // off: copies are made by the thread that waits for them, in one order (TransferEngine)
+  int threads = 0;  // for copies; 0: as many as the machine has cores, at most 8
+  bool own_threads =
+      true;  // off: who waits makes the copies, in one order, and maps memory before them (TransferEngine)
   // A backup of weights that did not change since is kept after a wake and not copied again. None: off for the device
   // without a GPU, where both are the same memory.
   std::optional<bool> keep_backup;

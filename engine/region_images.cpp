@@ -29,8 +29,8 @@ uint64_t bytes_of(const std::vector<SavedChunk>& chunks) {
 // The regions of a wake, in the order in which they are copied into while those behind are still being mapped.
 class RegionImages::OnTheWay {
  public:
-  OnTheWay(SleepAllocator& allocator, const std::vector<std::string>& tags)
-      : mapper_(allocator, order(allocator, tags)) {}
+  OnTheWay(SleepAllocator& allocator, const std::vector<std::string>& tags, bool own_thread)
+      : mapper_(allocator, order(allocator, tags), own_thread) {}
   bool all_mapped() const { return mapper_.finished(); }
   Status wait_for(const ChunkKey& key) { return mapper_.wait(end_of_.at({key.tag, key.region})); }
   Status wait_for_all() { return mapper_.wait(count_); }
@@ -242,7 +242,7 @@ Result<orders::Restore::Reply> RegionImages::restore(const orders::Restore& orde
   orders::Restore::Reply reply;
   const std::map<std::string, RegionState> states = parts_.allocator.states();
   std::optional<Late> late;
-  OnTheWay regions(parts_.allocator, tags);
+  OnTheWay regions(parts_.allocator, tags, parts_.own_threads);
   for (const std::string& tag : tags) {
     const auto found = images_.find(tag);
     Image* const image = found == images_.end() ? nullptr : &found->second;

@@ -65,6 +65,7 @@ class RegionImages {
     uint64_t spill_staging_bytes = 0;
     uint64_t late_job_bytes = 0;
     bool late_thread = false;
+    bool own_threads = true;  // off: a wake maps all regions before it copies
   };
   struct Image {
     std::unique_ptr<HostTier> host;  // null: in a chunk file
@@ -219,7 +220,7 @@ class RegionImages {
   const std::shared_ptr<RetainedBlocks> retained_ = std::make_shared<RetainedBlocks>();  // of the tag with blocks
   TagContents contents_;
   std::unique_ptr<Late> late_;  // last: what it copies is in the others
-  bool digest_holds_ = false;  // what behind_ finds of the weights: nobody was seen to write them since it began
+  bool digest_holds_ = false;   // what behind_ finds of the weights: nobody was seen to write them since it began
   std::unique_ptr<WriteBehind> behind_;  // null: none; last: it reads what all above have
 };
 

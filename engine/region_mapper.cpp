@@ -2,8 +2,12 @@
 
 namespace torpor {
 
-RegionMapper::RegionMapper(SleepAllocator& allocator, std::vector<DeviceAddress> regions)
+RegionMapper::RegionMapper(SleepAllocator& allocator, std::vector<DeviceAddress> regions, bool own_thread)
     : allocator_(allocator), regions_(std::move(regions)) {
+  if (!own_thread) {
+    run();
+    return;
+  }
   const Status started = catching([this]() -> Status {
     thread_ = std::thread([this] { run(); });
     return ok();

@@ -1,5 +1,5 @@
 // RegionMapper: on a thread of its own, attaches regions one after the other while what is there is copied into
-// already.
+// already. Without one, all of them before anything is copied: so that the device's calls have one order.
 #pragma once
 
 #include <thread>
@@ -13,7 +13,7 @@ namespace torpor {
 class RegionMapper {
  public:
   // `regions` are attaching, or attached already; all in `allocator`, which outlives this.
-  RegionMapper(SleepAllocator& allocator, std::vector<DeviceAddress> regions);
+  RegionMapper(SleepAllocator& allocator, std::vector<DeviceAddress> regions, bool own_thread = true);
   ~RegionMapper();  // ends after the region at work
 
   // Waits until the first `count` regions are there. An error: attaching one of them, or of those after, failed.

@@ -46,11 +46,12 @@ Status BlockIndexOptions::validate() const {
   return ok();
 }
 
-Result<std::unique_ptr<BlockIndex>> BlockIndex::create(const BlockIndexOptions& options) {
+Result<std::unique_ptr<BlockIndex>> BlockIndex::create(const BlockIndexOptions& options, EventPort port) {
   return catching([&]() -> Result<std::unique_ptr<BlockIndex>> {
     TORPOR_TRY(options.validate());
     std::unique_ptr<BlockIndex> made(new BlockIndex);
     made->options_ = options;
+    made->port_ = port;
     const std::array<int32_t, kStores> sizes = {options.host_slots, options.disk_segments * options.segment_slots,
                                                 options.remote_slots};
     size_t all = 0;
@@ -185,7 +186,7 @@ BlockIndex::SlotRecord* BlockIndex::known(StoreId store, Slot slot) {
 // --- a slot's life
 // -----------------------------------------------------------------------------------------------------
 
-void BlockIndex::commit(StoreId store, Slot slot) {
+void BlockIndex::commit(StoreId store, Slot slot, bool tell) {
   SlotRecord* record = known(store, slot);
   if (record == nullptr || record->state != State::kReserved) return misused("commit", store, slot);
   Store& of = store_of(store);
@@ -193,6 +194,7 @@ void BlockIndex::commit(StoreId store, Slot slot) {
   --of.counts.reserved;
   ++of.counts.visible;
   if (record->entry < 0) return;
+  if (tell && record->before < 0) this->tell(EventType::kRegistered, store, slot);
   if (store == StoreId::kDisk) {
     if (!stale(*record)) useful_changed(segment_of(slot), 1);
     if (record->before >= 0) replace(slot);
@@ -209,7 +211,7 @@ void BlockIndex::replace(Slot by) {
   of.slots[old].after = -1;
   if (!stale(of.slots[old])) useful_changed(segment_of(old), -1);
   of.slots[old].entry = -1;  // the key goes on, with the new one
-  hide(StoreId::kDisk, old);
+  hide(StoreId::kDisk, old, DropReason::kEvicted);
 }
 
 void BlockIndex::abandon(StoreId store, Slot slot, bool unproven) {
@@ -232,13 +234,13 @@ void BlockIndex::damaged(StoreId store, Slot slot) {
   const SlotRecord* record = known(store, slot);
   if (record != nullptr && record->state == State::kDoomed) return;  // another load has said so
   if (record == nullptr || record->state != State::kVisible) return misused("damaged", store, slot);
-  hide(store, slot);
+  hide(store, slot, DropReason::kDiscarded);
 }
 
 bool BlockIndex::drop(StoreId store, Slot slot) {
   const SlotRecord* record = known(store, slot);
   if (record == nullptr || record->state != State::kVisible || record->pins > 0) return false;
-  hide(store, slot);
+  hide(store, slot, DropReason::kDiscarded);
   return true;
 }
 

@@ -6,6 +6,9 @@
 // then dirty ones, and of each kind what was used longest ago. On disk slots are (segment, position), filled in order
 // and never again; room comes by whole segments that nobody pins: one without a useful record, else the oldest.
 //
+// What becomes findable in host memory or on disk and what no longer is, is told as events, one a block; a space that
+// is retired as one a store.
+//
 // Owner: the scheduler, on its one thread. All memory is taken at the beginning, so nothing fails later for want of it.
 // A call that does not fit the state of its slot (a second commit, an unpin without a pin) changes nothing and is what
 // check() says from then on.
@@ -17,7 +20,9 @@
 #include <string>
 #include <vector>
 
+#include "base/event.h"
 #include "kvcache/block_places.h"
+#include "kvcache/block_state.h"
 #include "kvcache/flat_array.h"
 #include "kvcache/key_table.h"
 #include "kvcache/slot_list.h"
@@ -31,6 +36,7 @@ struct BlockIndexOptions {
   int32_t remote_slots = 0;         // keys of which it is remembered that the remote store has them
   int32_t device_blocks = 0;        // of which the backing is remembered
   int32_t remembered_removals = 0;  // most keys that wait for take_removed()
+  int32_t block_tokens = 0;         // for events
   Status validate() const;          // kInvalidArgument names the field
 };
 
@@ -63,7 +69,7 @@ struct StoreCounts {
 class BlockIndex {
  public:
   // kInvalidArgument; kResourceExhausted: no memory.
-  static Result<std::unique_ptr<BlockIndex>> create(const BlockIndexOptions& options);
+  static Result<std::unique_ptr<BlockIndex>> create(const BlockIndexOptions& options, EventPort port = {});
 
   // Where the blocks of a chain are, up to the first that is nowhere, whose number is returned. One probe a key for all
   // stores. What is found is not kept: pin it before anything else is reserved.
@@ -80,7 +86,8 @@ class BlockIndex {
   // kFailedPrecondition: the key is there already or on its way, or its space is retired.
   Result<Slot> reserve(StoreId store, const BlockKey* key);
   // Proven on all ranks: visible, and still pinned by who reserved it.
-  void commit(StoreId store, Slot slot);
+  // `tell`: as an event; who commits very many at once tells them by one of its own.
+  void commit(StoreId store, Slot slot, bool tell = true);
   // It will not become visible, and the pin of who reserved it ends. `unproven`: somebody may still write there; the
   // slot (on disk: its segment) is never used again.
   void abandon(StoreId store, Slot slot, bool unproven);
@@ -172,7 +179,9 @@ class BlockIndex {
   Slot next_position();
   void start(StoreId store, Slot slot, int32_t entry);
   void let_go(StoreId store, Slot slot);
-  void hide(StoreId store, Slot slot);
+  void hide(StoreId store, Slot slot, DropReason reason);
+  void tell(EventType type, StoreId store, Slot slot, DropReason reason = {}) const;
+  void tell_retired(uint32_t space) const;
   void note_removed(StoreId store, const SlotRecord& record) noexcept;
   void unlink(StoreId store, Slot slot);
   Order order_of(StoreId store, const SlotRecord& record) const;
@@ -189,6 +198,7 @@ class BlockIndex {
   Status check_entries() const;
 
   BlockIndexOptions options_;
+  EventPort port_;
   bool remote_hidden_ = false;
   KeyTable table_;
   std::array<Store, kStores> stores_;

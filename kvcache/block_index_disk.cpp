@@ -51,7 +51,7 @@ void BlockIndex::evict_segment(int32_t number) {
       const bool was_stale = stale(record);
       const bool on_host = !was_stale && ref(record.entry, StoreId::kHost).visible();
       ++(was_stale ? of.counts.evicted_stale : on_host ? of.counts.evicted_clean : of.counts.evicted_dirty);
-      hide(StoreId::kDisk, slot);
+      hide(StoreId::kDisk, slot, DropReason::kEvicted);
     }
     record.state = State::kFree;
   }

@@ -1,5 +1,7 @@
 // What of the BlockIndex goes when there is no room: stale spaces first, then what is on disk too, then the rest, each
 // in order of use; and how a slot leaves the index.
+#include <algorithm>
+
 #include "kvcache/block_index.h"
 
 namespace torpor {
@@ -14,7 +16,7 @@ Slot BlockIndex::free_slot(StoreId store) {
          : order == Order::kClean ? of.counts.evicted_clean
                                   : of.counts.evicted_dirty);
       prefetch_those_behind(store, oldest);
-      hide(store, oldest);
+      hide(store, oldest, DropReason::kEvicted);
       break;
     }
   }
@@ -60,9 +62,10 @@ void BlockIndex::let_go(StoreId store, Slot slot) {
 }
 
 // A visible slot is no longer found, neither by its key nor as a backing.
-void BlockIndex::hide(StoreId store, Slot slot) {
+void BlockIndex::hide(StoreId store, Slot slot, DropReason reason) {
   Store& of = store_of(store);
   SlotRecord& record = of.slots[slot];
+  tell(EventType::kDropped, store, slot, reason);
   leave_line(store, slot);
   if (store == StoreId::kDisk && !stale(record)) useful_changed(segment_of(slot), -1);
   if (options_.remembered_removals > 0 && record.entry >= 0) note_removed(store, record);
@@ -74,6 +77,39 @@ void BlockIndex::hide(StoreId store, Slot slot) {
     ++of.counts.doomed;
   } else {
     let_go(store, slot);
+  }
+}
+
+// Nobody is told of what no key finds, nor of the remote store, which is others', too.
+void BlockIndex::tell(EventType type, StoreId store, Slot slot, DropReason reason) const {
+  const SlotRecord& record = store_of(store).slots[slot];
+  if (!port_.on() || store == StoreId::kRemote || stale(record)) return;
+  const BlockKey key = table_[record.entry].key();
+  Event event{.type = type,
+              .from = tier_of(store),
+              .to = static_cast<uint8_t>(reason),
+              .a = static_cast<uint64_t>(slot),
+              .b = key.group};
+  if (type == EventType::kRegistered) event.a = both(static_cast<uint64_t>(options_.block_tokens), event.a);
+  std::copy_n(key.hash.begin(), event.key.bytes.size(), event.key.bytes.begin());
+  (void)port_.record(event);
+}
+
+// Without a key: so many at once.
+void BlockIndex::tell_retired(uint32_t space) const {
+  if (!port_.on()) return;
+  for (const StoreId store : {StoreId::kHost, StoreId::kDisk}) {
+    const Store& of = store_of(store);
+    uint64_t blocks = 0;
+    for (Slot slot = 0; slot < of.size; ++slot) {
+      const SlotRecord& record = of.slots[slot];
+      blocks += record.state == State::kVisible && record.entry >= 0 && table_[record.entry].space() == space ? 1 : 0;
+    }
+    if (blocks == 0) continue;
+    (void)port_.record({.type = EventType::kDropped,
+                        .from = tier_of(store),
+                        .to = static_cast<uint8_t>(DropReason::kCleared),
+                        .a = blocks});
   }
 }
 
@@ -154,6 +190,7 @@ Status BlockIndex::retire(uint32_t space) {
     if (retired_.size() <= space) retired_.resize(space + 1);
     return ok();
   }));
+  tell_retired(space);
   retired_[space] = 1;
   for (const StoreId store : {StoreId::kHost, StoreId::kRemote}) {
     for (const Order order : {Order::kClean, Order::kDirty}) {  // in their order

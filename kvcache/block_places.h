@@ -15,6 +15,7 @@ enum class Stamp : uint64_t { kNone };
 enum class StoreId : uint8_t { kHost, kDisk, kRemote };
 inline constexpr int kStores = 3;
 std::string_view name(StoreId store);  // "host", "disk", "remote"
+constexpr uint8_t tier_of(StoreId store) { return static_cast<uint8_t>(static_cast<uint8_t>(store) + 1); }  // in events
 
 struct Places {
   Slot host = -1;

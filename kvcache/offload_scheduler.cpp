@@ -56,7 +56,8 @@ Result<std::unique_ptr<OffloadScheduler>> OffloadScheduler::create(const Offload
     std::unique_ptr<OffloadScheduler> made(new OffloadScheduler(options, device, placement, clock, port));
     BlockIndexOptions index = options.index;
     index.remembered_removals = static_cast<int32_t>(std::min<size_t>(options.events, 1 << 20));
-    TORPOR_ASSIGN(made->index_, BlockIndex::create(index));
+    index.block_tokens = options.block_tokens;
+    TORPOR_ASSIGN(made->index_, BlockIndex::create(index, port));
     TORPOR_ASSIGN(made->uses_, UseCounts::create(static_cast<size_t>(options.counted_keys)));
     return made;
   });
@@ -92,11 +93,16 @@ std::vector<AdoptedBlock> OffloadScheduler::adopt(std::span<const std::vector<Re
     key.space = space_;
     const Result<Slot> slot = index_->reserve(StoreId::kDisk, &key);
     if (!slot) continue;  // an older record of the same key
-    index_->commit(StoreId::kDisk, *slot);
+    index_->commit(StoreId::kDisk, *slot, false);
     index_->unpin(StoreId::kDisk, *slot);
     adopted.push_back({block.key, *slot});
   }
   index_->close_segment();
+  if (!adopted.empty()) {
+    (void)port_.record({.type = EventType::kRegistered,
+                        .from = tier_of(StoreId::kDisk),
+                        .a = both(static_cast<uint64_t>(options_.block_tokens), adopted.size())});
+  }
   return adopted;
 }
 
@@ -320,18 +326,18 @@ Status OffloadScheduler::check() const {
 // Where they changed since.
 void OffloadScheduler::tell_stores() {
   const BlockIndexOptions& of = options_.index;
-  const auto tell = [&](StoreId store, uint8_t tier, int64_t slots) {
+  const auto tell = [&](StoreId store, int64_t slots) {
     if (slots == 0) return;
     const StoreCounts counts = index_->counts(store);
     const int64_t used = counts.reserved + counts.doomed + counts.quarantined;
     const std::pair now(both(static_cast<uint64_t>(used), static_cast<uint64_t>(counts.reserved)),
                         both(static_cast<uint64_t>(counts.visible),
                              static_cast<uint64_t>(std::max<int64_t>(slots - used - counts.visible, 0))));
-    if (std::exchange(told_[tier - 1], now) == now) return;
-    (void)port_.record({.type = EventType::kTier, .from = tier, .a = now.first, .b = now.second});
+    if (std::exchange(told_[static_cast<size_t>(store)], now) == now) return;
+    (void)port_.record({.type = EventType::kTier, .from = tier_of(store), .a = now.first, .b = now.second});
   };
-  tell(StoreId::kHost, 1, of.host_slots);
-  tell(StoreId::kDisk, 2, int64_t{of.disk_segments} * of.segment_slots);
+  tell(StoreId::kHost, of.host_slots);
+  tell(StoreId::kDisk, int64_t{of.disk_segments} * of.segment_slots);
 }
 
 }  // namespace torpor

@@ -48,6 +48,25 @@ TEST_F(View, ShowsRequestsByNameAndState) {
   EXPECT_EQ(json["lost_events"], 0);
 }
 
+TEST_F(View, CountsWhatCanBeFoundByTier) {
+  const Digest key = digest_of({});
+  (void)port_.record({.type = EventType::kRegistered, .key = key, .a = both(4, 7)});
+  (void)port_.record({.type = EventType::kRegistered, .from = 1, .key = key, .a = both(4, 2)});
+  (void)port_.record({.type = EventType::kRegistered, .from = 2, .a = both(4, 30)});  // that a restart found
+  (void)port_.record(
+      {.type = EventType::kDropped, .from = 1, .to = static_cast<uint8_t>(DropReason::kDiscarded), .key = key});
+  (void)port_.record(
+      {.type = EventType::kDropped, .from = 2, .to = static_cast<uint8_t>(DropReason::kCleared), .a = 30});
+  follow();
+  const auto blocks = view_.to_json()["blocks"];
+  EXPECT_EQ(blocks["registered"], 1);
+  EXPECT_EQ(blocks["dropped"]["cleared"], 0);
+  EXPECT_EQ(blocks["host"]["registered"], 1);
+  EXPECT_EQ(blocks["host"]["dropped"]["discarded"], 1);
+  EXPECT_EQ(blocks["disk"]["registered"], 30);
+  EXPECT_EQ(blocks["disk"]["dropped"]["cleared"], 30);
+}
+
 TEST_F(View, HitsOfTheOffloadSchedulerBelongToTheRequestOfTheirName) {
   SlotTable table(port_);
   const uint32_t slot = value_of(table.create("r", 10));

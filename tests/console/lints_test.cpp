@@ -117,6 +117,54 @@ TEST_F(LintsTest, ABlockThatComesAndGoes) {
   EXPECT_EQ(found(), Found{Lint::kPingPong});
 }
 
+// A block that is stored goes to host memory and to disk, and has a block of each group: that is once each.
+TEST_F(LintsTest, ABlockThatComesAndGoesBelowTheDevice) {
+  const auto come = [&](uint8_t tier, uint64_t group) {
+    (void)port_.record({.type = EventType::kRegistered, .from = tier, .key = digest_of({}), .b = group});
+  };
+  for (const uint8_t tier : {1, 2}) {
+    for (const uint64_t group : {0, 1}) {
+      come(tier, group);
+      come(tier, group);
+    }
+  }
+  for (int i = 0; i < 9; ++i)  // very many at once, after a restart
+    (void)port_.record({.type = EventType::kRegistered, .from = 2, .a = both(16, 1000)});
+  EXPECT_EQ(found(), Found{});
+  come(1, 1);
+  EXPECT_EQ(found(), Found{Lint::kPingPong});
+}
+
+// Each begins once, at the event after which it is there, and again where it had gone.
+TEST_F(LintsTest, EachHasTheMomentAtWhichItBegan) {
+  const auto seconds = [&] { return std::chrono::duration<double>(clock_.now()).count(); };
+  std::vector<double> expected;
+  for (int round = 0; round < 2; ++round) {
+    candidate(1, CandidateState::kPromoted);
+    clock_.advance(6s);
+    step();
+    expected.push_back(seconds());
+    clock_.advance(1s);
+    step();
+    clock_.advance(1s);
+    candidate(1, CandidateState::kCompleted);
+    clock_.advance(1s);
+    step();
+  }
+  operation(Edge::kFailed, 77);
+  expected.push_back(seconds());
+  SourceEvents source;
+  reader_.read(source.events, true);
+  std::vector<double> began;
+  Found lints;
+  for (const LintMoment& moment : lint_moments(source)) {
+    began.push_back(static_cast<double>(moment.time) * 1e-9);
+    lints.push_back(moment.finding.lint);
+  }
+  EXPECT_EQ(began, expected);
+  EXPECT_EQ(lints, (Found{Lint::kSlowTransfer, Lint::kSlowTransfer, Lint::kOperation}));
+}
+
 TEST_F(LintsTest, CopiesThatFailAndCopiesThatNobodyKnowsTheEndOf) {
   (void)port_.record({.type = EventType::kCopy, .from = 0, .to = static_cast<uint8_t>(Edge::kEnd)});
   EXPECT_EQ(found(), Found{});

@@ -81,5 +81,14 @@ TEST_F(MappingOverlapTest, TheNextRegionIsMappedWhileACopyBlocks) {
   EXPECT_SUCCEEDS(allocator_->finish_restore(tags_));
 }
 
+// For who must repeat the order of the device's calls: a replay, whose faults count them.
+TEST_F(MappingOverlapTest, WithoutAThreadAllIsMappedBeforeAnythingIsCopied) {
+  RegionMapper mapper(*allocator_, regions_, /*own_thread=*/false);
+  EXPECT_TRUE(mapper.finished());
+  ASSERT_SUCCEEDS(mapper.wait(2));
+  for (size_t region = 0; region < 2; ++region) EXPECT_SUCCEEDS(restore(region));
+  EXPECT_SUCCEEDS(allocator_->finish_restore(tags_));
+}
+
 }  // namespace
 }  // namespace torpor

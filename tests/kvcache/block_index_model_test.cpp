@@ -1,12 +1,14 @@
 // The index beside a naive model of its rules, step by step over random calls: every answer is the same, every key is
-// found in the same places, and the index agrees with itself after each step.
+// found in the same places, and the index agrees with itself after each step. What it tells is what is found.
 #include <map>
 #include <optional>
 #include <random>
 #include <set>
 
+#include "base/event_ring.h"
 #include "kvcache/block_index.h"
 #include "tests/kvcache/block_index_model.h"
+#include "tests/support/manual_clock.h"
 #include "tests/support/results.h"
 
 namespace torpor {
@@ -18,14 +20,17 @@ using Model = test::IndexModel;
 
 BlockKey key_of(Name name) {
   BlockKey key{.group = name.second % 3, .space = name.first};
-  key.hash[name.second % 32] = static_cast<uint8_t>(name.second + 1);
+  key.hash[name.second % 16] = static_cast<uint8_t>(name.second + 1);
   return key;
 }
 
 class RandomUse {
  public:
   RandomUse(const BlockIndexOptions& options, uint32_t seed)
-      : options_(options), model_(options), index_(value_of(BlockIndex::create(options))), random_(seed) {}
+      : options_(options),
+        model_(options),
+        index_(value_of(BlockIndex::create(options, EventPort(*ring_, clock_)))),
+        random_(seed) {}
 
   void step() {
     const StoreId store = std::array{StoreId::kHost, StoreId::kHost, StoreId::kDisk, StoreId::kRemote}[below(4)];
@@ -79,9 +84,43 @@ class RandomUse {
       ASSERT_FALSE(index_->backing(block, Stamp{stamp_ + 1}).anywhere());
     }
   }
+  // Folded, the events are what is found in host memory and on disk.
+  void compare_told() {
+    std::vector<Event> events;
+    reader_.read(events, true);
+    ASSERT_EQ(reader_.lost(), 0u);
+    for (const Event& event : events) {
+      std::set<Told>& in = told_[event.from - 1u];
+      const Told key(event.key.bytes, event.b);
+      if (event.type == EventType::kRegistered) {
+        ASSERT_TRUE(in.insert(key).second);
+        ASSERT_EQ(high_of(event.a), options_.block_tokens);
+        continue;
+      }
+      const auto reason = static_cast<DropReason>(event.to);
+      done[std::string(name(reason))] += 1;
+      if (reason == DropReason::kCleared) {
+        ASSERT_EQ(event.a, in.size());
+        in.clear();
+      } else {
+        ASSERT_EQ(in.erase(key), 1u);
+      }
+    }
+    std::array<std::set<Told>, 2> truth;
+    for (uint32_t number = 0; number < kNumbers; ++number) {
+      const BlockKey key = key_of({space_, number});
+      Told as{{}, key.group};
+      std::copy_n(key.hash.begin(), as.first.size(), as.first.begin());
+      const Places places = model_.places({space_, number});
+      if (places.host >= 0) truth[0].insert(as);
+      if (places.disk >= 0) truth[1].insert(as);
+    }
+    ASSERT_EQ(told_, truth);
+  }
   std::map<std::string, int> done;
 
  private:
+  using Told = std::pair<std::array<uint8_t, 16>, uint64_t>;  // key, group
   static constexpr uint32_t kNumbers = 40;
   struct Backing {
     Stamp stamp = Stamp::kNone;
@@ -201,6 +240,10 @@ class RandomUse {
 
   const BlockIndexOptions options_;
   Model model_;
+  const test::ManualClock clock_;
+  const std::unique_ptr<EventRing> ring_ = value_of(EventRing::in_memory({}, 256));
+  EventReader reader_{*ring_};
+  std::array<std::set<Told>, 2> told_;
   std::unique_ptr<BlockIndex> index_;
   std::mt19937 random_;
   std::map<Place, int> pins_;  // but for those of reservations
@@ -216,17 +259,19 @@ TEST(BlockIndex, UnderRandomUseItIsWhatItsRulesSay) {
                    .disk_segments = static_cast<int32_t>(2 + seed % 5),
                    .segment_slots = static_cast<int32_t>(1 + seed % 4),
                    .remote_slots = static_cast<int32_t>(seed % 9),
-                   .device_blocks = 6},
+                   .device_blocks = 6,
+                   .block_tokens = 16},
                   seed);
     for (int step = 0; step < 1000; ++step) {
       use.step();
       if (!::testing::Test::HasFatalFailure()) use.compare();
+      if (!::testing::Test::HasFatalFailure()) use.compare_told();
       ASSERT_FALSE(::testing::Test::HasFatalFailure()) << "seed " << seed << ", step " << step;
     }
     for (const auto& [what, times] : use.done) done[what] += times;
   }
   for (const char* what : {"reserved", "no room", "refused", "abandoned", "unproven", "damaged", "appended again",
-                           "no room to append", "retired", "dropped taken"})
+                           "no room to append", "retired", "dropped taken", "evicted", "discarded", "cleared"})
     EXPECT_GT(done[what], 20) << what;
 }
 

@@ -19,12 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 
 from conftest import InProcess
 from connector_served import BLOCKS, ENGINE, GROUP_BLOCKS, Served, first_schedule, params, prompts, worker_side
-from inspector import BINARY, look
+from connector_told import blocks_told, events_of, types_of
+from inspector import BINARY
 from vllm.config import KVEventsConfig
 
 import torpor.console
@@ -264,33 +264,6 @@ def blocks_of_an_answer(served: Served) -> int:
     return served.side.stats()["host_blocks"] - before
 
 
-def events_of(directory: str) -> dict:
-    """What this process told: of each request its states, of each type how often, what tiers and memory there are."""
-    lines = subprocess.run([BINARY, "events", directory, "--json"], capture_output=True, text=True, check=True).stdout
-    events = [json.loads(line) for line in lines.splitlines()]
-    ways: dict[str, list] = {}
-    for event in events:
-        if event["type"] == "slot":
-            ways.setdefault(event["request"], []).append((event["from"], event["to"], event["staged_blocks"]))
-    [process] = look("console", directory)["processes"]
-    return {
-        "ways": list(ways.values()),
-        "counts": Counter(f"{event['type']} {event.get('to', '')}".strip() for event in events),
-        "found": sum(event["host_blocks"] for event in events if event["type"] == "hit"),
-        "tiers": {tier["tier"]: tier["cached_blocks"] for tier in process["tiers"]},
-        "memory": process["memory"],
-        "left": [process["slots"], [sum(way["blocks"].values()) for way in process["transfers"]]],
-        "unknown": process["unknown_events"] + process["lost_events"],
-        "twice": look("replay", directory, "--host-blocks", 1 << 20),
-        "none": look("replay", directory, "--host-blocks", 0),
-    }
-
-
-def types_of(directory: str) -> list[str]:
-    lines = subprocess.run([BINARY, "events", directory, "--json"], capture_output=True, text=True, check=True).stdout
-    return sorted({json.loads(line)["type"] for line in lines.splitlines()})
-
-
 def operated(served: Served, rings: str) -> dict:
     """Through its socket one request is held, then what goes to host memory; and blocks are dropped there."""
     texts, result = prompts()[:2], {}
@@ -415,11 +388,12 @@ def main() -> None:
         offload = {"offload": "eager", "host_bytes": "64MiB", "disk_bytes": "64MiB"}
         ENGINE["num_gpu_blocks_override"] = GROUP_BLOCKS
     if mode == "brief":
-        offload |= {"offload": "eager"}
+        offload |= {"offload": "eager", "events_keys": True, "console": "control"}
         ENGINE["num_gpu_blocks_override"] = 20
+    if mode in ("brief", "disk"):
         rings = tempfile.mkdtemp(dir="/dev/shm")
         atexit.register(shutil.rmtree, rings, ignore_errors=True)
-        offload |= {"events_directory": rings, "events_keys": True, "console": "control"}
+        offload |= {"events_directory": rings}
     served = Served(InProcess(Path(model), Path(folder) / "checkpoints", torpor=offload, **ENGINE))
     if mode == "brief":
         result = brief(served) | {"told": events_of(rings), "operated": operated(served, rings)}
@@ -435,7 +409,9 @@ def main() -> None:
         # With a reset of the connector: what is stored from then on is found by the next process all the same.
         first = {"told": told(served)} if woken is None and not served.side.stats()["recovered_blocks"] else {}
         result = first | served_from_disk(served)
+        result["blocks"] = blocks_told(rings)
         result |= {"woken": woken, "asleep": left_asleep(served), "new": new_weights(served)}
+        shutil.rmtree(rings)
         print("RESULT " + json.dumps(result), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     print("RESULT " + json.dumps({scenario.__name__: scenario(served) for scenario in SCENARIOS}), flush=True)

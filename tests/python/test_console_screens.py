@@ -149,6 +149,30 @@ def test_time_travel_shows_what_was_so_then(recording):
     assert drive_app.moment is None and drive_app.process == now
 
 
+def test_a_moment_can_be_typed(recording):
+    app = Console(recording)
+    drive(app, ["t", "0", "full_stop", "1", "enter", "t", "x", "enter"])
+    assert app.moment == 0.1 and 0 < app.process["time"] - app.process["began"] <= 0.1 + 1e-6
+    assert "no number" in app.said
+
+
+def test_braces_go_from_lint_to_lint(recording):
+    """Of this one a sleep failed at the end: before it there is nothing to say."""
+    app, seen = Console(recording), []
+
+    def remember():
+        seen.append((app.moment, [each["lint"] for each in app.process["lints"]], app.said))
+
+    keys = ["left_square_bracket", "right_curly_bracket", "right_curly_bracket"]
+    keys += ["left_square_bracket", "left_curly_bracket"]
+    drive(app, [step for key in keys for step in (key, remember)])
+    before, (at, lints, said), nothing, _, none_before = seen
+    assert before[0] < at and before[1] == []
+    assert lints == ["failed operation"] and said == "failed operation  sleep"
+    assert nothing == (at, lints, "no other lint")
+    assert none_before[0] < at and none_before[1:] == ([], "no other lint")
+
+
 def test_readonly_sends_nothing(recording, monkeypatch):
     monkeypatch.setattr(torpor.console, "connect", lambda *_, **__: pytest.fail("it connected"))
     app = Console(recording, readonly=True)

@@ -160,6 +160,21 @@ Json snapshot(const std::map<std::string, Watched>& watched) {
   return {{"processes", std::move(processes)}};
 }
 
+// When each lint began, for who goes through a recording from one to the next.
+void add_moments(Json& snapshot, const std::vector<SourceEvents>& sources) {
+  for (Json& process : snapshot["processes"]) {
+    Json moments = Json::array();
+    for (const SourceEvents& source : sources) {
+      if (source.path != process["path"]) continue;
+      for (const console::LintMoment& moment : console::lint_moments(source))
+        moments.push_back({{"time", source.source.wall_seconds(moment.time)},
+                           {"lint", name(moment.finding.lint)},
+                           {"subject", moment.finding.subject}});
+    }
+    process["lint_moments"] = std::move(moments);
+  }
+}
+
 std::string seconds_text(const Json& seconds) { return fmt::format("{:.1f} s", seconds.get<double>()); }
 
 std::string show_process(const Json& json) {
@@ -275,7 +290,8 @@ Result<Exit> show_live(const Context& context) {
     TORPOR_ASSIGN(std::vector<SourceEvents> sources, console::read_events(context.file_system, path_of(context)));
     if (context.arguments.at >= 0) cut_at(sources, context.arguments.at);
     take(watched, sources);
-    const Json json = snapshot(watched);
+    Json json = snapshot(watched);
+    if (context.arguments.lint && context.as_json) add_moments(json, sources);
     context.write(context.as_json ? json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n"
                                   : show_console(json));
     const bool found = std::any_of(json["processes"].begin(), json["processes"].end(),
@@ -331,21 +347,24 @@ Verb record_verb() {
 }
 
 Verb console_verb() {
-  return {.name = "console",
-          .help = "what engines do now: requests by state, transfers, copies, tiers, sleeps and wakes by phase",
-          .json =
-              "processes: [{process, pid, alive, path, began, time, engine, steps, slots, transfers, copies, tiers, "
-              "memory, blocks, "
-              "operations, stops, lints, lost_events, unknown_events}]",
-          .declare =
-              [](CLI::App& app, Arguments& a) {
-                declare_events_path(app, a);
-                app.add_flag("--once", a.once, "print it once; so it is with --json and without a terminal");
-                app.add_flag("-f,--follow", a.follow, "with --json: a line four times a second");
-                app.add_option("--at", a.at, "once, as it was so many seconds after the first event");
-                app.add_flag("--lint", a.lint, "the same; exit code 6 if there is anything that one should look at");
-              },
-          .stream = show_live};
+  return {
+      .name = "console",
+      .help = "what engines do now: requests by state, transfers, copies, tiers, sleeps and wakes by phase",
+      .json =
+          "processes: [{process, pid, alive, path, began, time, engine, steps, slots, transfers, copies, tiers, "
+          "memory, blocks, "
+          "operations, stops, lints, lost_events, unknown_events; with --lint lint_moments: [{time, lint, subject}]}]",
+      .declare =
+          [](CLI::App& app, Arguments& a) {
+            declare_events_path(app, a);
+            app.add_flag("--once", a.once, "print it once; so it is with --json and without a terminal");
+            app.add_flag("-f,--follow", a.follow, "with --json: a line four times a second");
+            app.add_option("--at", a.at, "once, as it was so many seconds after the first event");
+            app.add_flag("--lint", a.lint,
+                         "the same; exit code 6 if there is anything that one should look at; with --json "
+                         "also when each began");
+          },
+      .stream = show_live};
 }
 
 }  // namespace torpor::cli

@@ -20,6 +20,12 @@ from torpor.errors import Busy, Error
 
 _LOOKS_A_SECOND = 4
 _LEASE = 60
+_ASKED = {
+    "filter": "of a request's name or a state",
+    "call": "METHOD NAME=VALUE …",
+    "moment": "seconds after the first event",
+}
+_CHANGES = "slot,operation,engine,stop"
 _SAID = 200  # characters of an answer
 
 
@@ -93,6 +99,9 @@ class Console(App):
         Binding("space", "freeze", "freeze"),
         Binding("left_square_bracket", "travel(-1)", "back", key_display="["),
         Binding("right_square_bracket", "travel(1)", "on", key_display="]"),
+        Binding("left_curly_bracket", "lint(-1)", show=False),
+        Binding("right_curly_bracket", "lint(1)", show=False),
+        Binding("t", "ask('moment')", show=False),
         Binding("g", "now", "now"),
         Binding("p", "control('pause')", "pause"),
         Binding("c", "control('resume')", "go on"),
@@ -246,7 +255,7 @@ class Console(App):
     def action_ask(self, what: str, begun: str = "") -> None:
         field = self.query_one("#filter", Input)
         self.asked = what
-        field.placeholder = "of a request's name or a state" if what == "filter" else "METHOD NAME=VALUE …"
+        field.placeholder = _ASKED[what]
         field.value = self.wanted if what == "filter" else begun
         field.add_class("asked")
         field.focus()
@@ -257,11 +266,19 @@ class Console(App):
         self.query_one(Lines).focus()
         if self.asked == "filter":
             self.wanted = event.value
+        elif self.asked == "moment":
+            self._go_to_what_is_typed(event.value)
         elif words := event.value.split():
             self._call(
                 words[0], **{name: _value(value) for name, _, value in (word.partition("=") for word in words[1:])}
             )
         self.draw()
+
+    def _go_to_what_is_typed(self, seconds: str) -> None:
+        try:
+            self.go_to(max(float(seconds), 0.0))
+        except ValueError:
+            self.said = f"{seconds!r} is no number of seconds"
 
     def on_key(self, event) -> None:
         if event.key == "escape" and self.query_one("#filter", Input).has_class("asked"):
@@ -276,14 +293,32 @@ class Console(App):
         """To the next moment at which a request changed its state, before or after the one that is shown."""
         if (process := self.process) is None:
             return
-        told = [event["time"] for event in self.source.events("--type", "slot,operation,engine,stop")]
-        if not told or (began := self.began) is None:
+        self._go_beside(process, by, [event["time"] for event in self.source.events("--type", _CHANGES)])
+
+    def action_lint(self, by: int) -> None:
+        """To the next moment at which a lint began, of any process."""
+        if (process := self.process) is None:
             return
+        moments = [
+            (moment["time"], f"{moment['lint']}  {moment['subject']}")
+            for each in self.source.lint_moments()
+            for moment in each
+        ]
+        went = self._go_beside(process, by, [time for time, _ in moments])
+        self.said = "; ".join(said for time, said in moments if time == went) if went else "no other lint"
+        self.draw()
+
+    def _go_beside(self, process: dict, by: int, times: list[float]) -> float | None:
+        """To the last of these times before the one that is shown, or to the first after it: to which."""
+        if not times or (began := self.began) is None:
+            return None
         now = process["time"] if self.moment is None else began + self.moment
-        others = [time for time in told if (time < now - 1e-6 if by < 0 else time > now + 1e-6)]
+        others = [time for time in times if (time < now - 1e-6 if by < 0 else time > now + 1e-6)]
         if not others:
-            return
-        self.go_to((max(others) if by < 0 else min(others)) - began + 1e-7)
+            return None
+        went = max(others) if by < 0 else min(others)
+        self.go_to(went - began + 5e-7)  # more than seconds since 1970 are rounded by
+        return went
 
     def go_to(self, moment: float) -> None:
         """Seconds after the first event of all."""

@@ -114,7 +114,8 @@ def chosen_slots(process: dict, wanted: str = "", order: str = "", inverted: boo
 _HELP = """\
 1 slots    2, Enter the chosen request    3 transfers    4 tiers    5 memory    6 operations    7 stops    8 events
 arrows, h j k l  choose and scroll   / filter   s sort   i invert   y copy the request's name   tab the next process
-space  freeze the view   [ ]  to the change before and after   g  now   e  a picture of the screen (SVG)   q  quit
+space  freeze the view   [ ]  to the change before and after   { }  to the lint before and after
+t  to so many seconds after the first event   g  now   e  a picture of the screen (SVG)   q  quit
 p pause   c go on   n one step   b breakpoint   x cancel a transfer   : any call of the table in docs/console.md
 
 The bar is red while the engine is stopped, and grey while the view is frozen. Letters of states:"""
@@ -169,15 +170,23 @@ def tiers(process: dict, wanted: str = "") -> list[Text]:
         lines.append(line)
     asked = sum(slot["asked_blocks"] for slot in process["slots"])
     host, disk = (sum(slot[f"{tier}_hit_blocks"] for slot in process["slots"]) for tier in ("host", "disk"))
-    dropped = ", ".join(f"{count} {reason}" for reason, count in process["blocks"]["dropped"].items() if count)
     return [
         *lines, Text(),
         Text(
             f"requests that are here asked for {asked} blocks below the device: "
             f"{host} in host memory, {disk} on disk"
         ),
-        Text(f"blocks that became findable: {process['blocks']['registered']}; no longer: {dropped or 'none'}"),
+        *_comings(process["blocks"]),
     ]  # fmt: skip
+
+
+def _comings(blocks: dict) -> list[Text]:
+    """How many blocks of each tier became findable, and how many no longer are, and why."""
+    lines = []
+    for tier, of in (("device", blocks), *((tier, blocks[tier]) for tier in ("host", "disk") if tier in blocks)):
+        dropped = ", ".join(f"{count} {reason}" for reason, count in of["dropped"].items() if count)
+        lines.append(Text(f"{tier}: {of['registered']} blocks became findable; no longer: {dropped or 'none'}"))
+    return lines
 
 
 def memory(process: dict, wanted: str = "") -> list[Text]:

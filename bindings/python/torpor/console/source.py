@@ -51,6 +51,13 @@ class Live:
     def events(self, *words: str) -> list[dict]:
         return [json.loads(line) for line in ask("events", self.path, "--json", *words).splitlines()]
 
+    def lint_moments(self) -> list[list[dict]]:
+        """Of each process, when each lint began."""
+        return [
+            process["lint_moments"]
+            for process in json.loads(ask("console", self.path, "--json", "--lint"))["processes"]
+        ]
+
     def close(self) -> None:
         self._process.terminate()
         self._process.wait()
