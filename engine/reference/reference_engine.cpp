@@ -153,7 +153,10 @@ void ReferenceEngine::finish(const std::string& id) {
   const auto found = requests_.find(id);
   Request* request = found->second.get();
   const bool busy = offload_ && !offload_->finished(request->offload);
-  if (busy) orphans_[request->offload] = {std::move(request->loading), request->slot};
+  if (busy) {
+    request->load.cancel();  // if it is not committed
+    orphans_[request->offload] = {std::move(request->loading), request->slot};
+  }
   (void)slots_.finish(request->slot, busy);
   release(*request);
   std::erase(running_, request);

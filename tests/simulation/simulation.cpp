@@ -276,6 +276,7 @@ class Run {
       wake_in_new_engine(from->checkpoint);
       streams_ = from->streams;
       step_ = from->step;
+      if (scenario_.exact) continue_wake();  // who is aborted before the next step lets go of blocks in their order
     }
   }
 
