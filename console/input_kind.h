@@ -27,10 +27,9 @@ enum class InputKind : uint8_t {
 inline constexpr int kInputKinds = 13;
 
 constexpr std::string_view name(InputKind kind) {
-  constexpr std::array<std::string_view, kInputKinds> kNames = {"",     "engine",       "request", "abort",
-                                                                "step", "offload step", "cancel",  "sleep",
-                                                                 "wake", "load weights", "other",   "continue wake",
-                                                                 "checkpoint"};
+  constexpr std::array<std::string_view, kInputKinds> kNames = {
+      "",      "engine", "request",      "abort", "step",          "offload step", "cancel",
+      "sleep", "wake",   "load weights", "other", "continue wake", "checkpoint"};
   return kNames[static_cast<size_t>(kind)];
 }
 

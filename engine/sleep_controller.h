@@ -202,7 +202,7 @@ class SleepController final : private Operation::Owner {
   bool derived_released_ TORPOR_GUARDED_BY(operation_mutex_) = false;
   // Of what the sleep in force saved, by need: what an early wake brings back behind the engine.
   std::vector<int32_t> late_blocks_ TORPOR_GUARDED_BY(operation_mutex_);
-  std::optional<Late> late_ TORPOR_GUARDED_BY(operation_mutex_);  // of an early wake that is not over
+  std::optional<Late> late_ TORPOR_GUARDED_BY(operation_mutex_);        // of an early wake that is not over
   std::unique_ptr<Behind> behind_ TORPOR_GUARDED_BY(operation_mutex_);  // null: none is written
 
   mutable Mutex state_mutex_;  // never held while calling out

@@ -64,7 +64,6 @@ class TestEngine final : public EngineHooks {
   }
 
   // --- what a user does
-  // -------------------------------------------------------------------------------------------------
 
   void load_weights(uint64_t seed, bool tell = true) {
     for (Rank& rank : ranks_) {
@@ -117,7 +116,6 @@ class TestEngine final : public EngineHooks {
   std::function<void(const std::string& hook)> before_hook;  // runs inside each hook
 
   // --- EngineHooks
-  // ------------------------------------------------------------------------------------------------------
 
   Result<std::vector<std::string>> unsupported() override {
     TORPOR_TRY(enter("unsupported"));
