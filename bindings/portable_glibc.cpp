@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <sys/random.h>
 
+#include <cstdarg>
 #include <cstdint>
 #include <ctime>
 
@@ -33,4 +34,28 @@ uint32_t arc4random() {
   while (getrandom(&value, sizeof value, 0) != sizeof value) {}
   return value;
 }
+
+// glibc 2.38, whose headers have C++ call these. The older ones, which take no binary numbers, do for them; by their
+// symbols, because their names mean the new ones.
+#if __GLIBC_PREREQ(2, 38)
+long before_c23_strtol(const char* text, char** end, int base) __asm__("strtol");
+long long before_c23_strtoll(const char* text, char** end, int base) __asm__("strtoll");
+unsigned long before_c23_strtoul(const char* text, char** end, int base) __asm__("strtoul");
+unsigned long long before_c23_strtoull(const char* text, char** end, int base) __asm__("strtoull");
+int before_c23_vsscanf(const char* text, const char* format, va_list into) __asm__("vsscanf");
+
+long __isoc23_strtol(const char* text, char** end, int base) { return before_c23_strtol(text, end, base); }
+long long __isoc23_strtoll(const char* text, char** end, int base) { return before_c23_strtoll(text, end, base); }
+unsigned long __isoc23_strtoul(const char* text, char** end, int base) { return before_c23_strtoul(text, end, base); }
+unsigned long long __isoc23_strtoull(const char* text, char** end, int base) {
+  return before_c23_strtoull(text, end, base);
+}
+int __isoc23_sscanf(const char* text, const char* format, ...) {
+  va_list into;
+  va_start(into, format);
+  const int read = before_c23_vsscanf(text, format, into);
+  va_end(into);
+  return read;
+}
+#endif
 }
