@@ -8,6 +8,7 @@
 // Threads: one. With threads of its own for transfers the run works as well, but cannot be replayed exactly.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -24,7 +25,7 @@
 
 namespace torpor::console {
 
-// Stands still until it is set.
+// Stands still until it is set, by one thread; what is done in the background may ask meanwhile.
 class RunClock final : public Clock {
  public:
   std::chrono::nanoseconds now() const override { return now_; }
@@ -32,7 +33,7 @@ class RunClock final : public Clock {
   void set(std::chrono::nanoseconds now) { now_ = now; }
 
  private:
-  std::chrono::nanoseconds now_{1};
+  std::atomic<std::chrono::nanoseconds> now_ = std::chrono::nanoseconds(1);
 };
 
 // What a recording does not say.

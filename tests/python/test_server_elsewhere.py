@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from servers import ALICE, BUCKET, Client, Reading, S3Server, make_server, sampling
 from torpor import _core
 from torpor.errors import Busy, InvalidArgument, Unsupported
-from torpor.vllm.server.remote import Remote
+from torpor.vllm.server import remote
 from torpor.vllm.server.routes import routes
 from torpor.vllm.server.settings import Settings
 
@@ -26,7 +26,7 @@ def test_a_module_without_libcurl_says_what_it_lacks(tmp_path, monkeypatch):
     monkeypatch.delattr(_core, "RemoteHome")
     settings, options = Settings(remote=f"file://{tmp_path}/store"), SimpleNamespace(dir=str(tmp_path), key_file=None)
     with pytest.raises(Unsupported, match="--torpor-remote"):
-        Remote(settings, options)
+        remote.Remote(settings, options)
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +88,27 @@ def test_a_store_that_cannot_be_reached_holds_nobody_up(s3):
         assert not home.owns()
     finally:
         s3.go_on()
+
+
+def test_a_store_that_did_not_answer_once_is_asked_again(s3, tmp_path, monkeypatch):
+    settings = Settings(remote=f"s3://{BUCKET}/slow", remote_term=6)
+    home = remote.Remote(settings, SimpleNamespace(dir=str(tmp_path), key_file=None))
+    said = []
+    monkeypatch.setattr(remote.logger, "warning", lambda *words: said.append(words))
+
+    async def arrive() -> str:
+        arriving = asyncio.create_task(home.arrive({}))
+        while not said and not arriving.done():
+            await asyncio.sleep(0.05)
+        s3.go_on()
+        return await arriving
+
+    s3.pause()
+    try:
+        assert asyncio.run(asyncio.wait_for(arrive(), 100)) == ""  # nobody pushed anything there
+    finally:
+        s3.go_on()
+    assert "is asked again" in said[0][0]
 
 
 def test_what_was_pushed_goes_on_elsewhere(s3, tiny_model, tmp_path):

@@ -16,11 +16,12 @@ namespace torpor::test {
 
 enum class Fault : uint8_t { kNone, kError, kKillBefore, kKillAfter, kKillTorn };  // torn: in the middle of a write
 
+// May be set while other threads call.
 struct FaultPlan {
-  Fault fault = Fault::kNone;
-  uint64_t at = 0;      // 1 is the first call
-  int native = EIO;     // of kError
-  bool sticky = false;  // kError: all later calls fail too
+  std::atomic<Fault> fault = Fault::kNone;
+  std::atomic<uint64_t> at = 0;      // 1 is the first call
+  std::atomic<int> native = EIO;     // of kError
+  std::atomic<bool> sticky = false;  // kError: all later calls fail too
   std::atomic<uint64_t> calls = 0;
   std::set<uint64_t>* writes = nullptr;  // gets the numbers of the calls that are writes; one thread's only
 

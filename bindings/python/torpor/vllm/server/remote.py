@@ -51,7 +51,18 @@ class Remote:
         """Owns it, and brings what is newest into the directory. Returns the checkpoint's path; empty: the directory's
         own counts."""
         term, began, said = self._settings.remote_term, time.monotonic(), False
-        while not await asyncio.to_thread(self._home.take):
+        answered = began
+        while True:
+            try:
+                if await asyncio.to_thread(self._home.take):
+                    break
+                answered = time.monotonic()
+            except Busy as problem:  # one call that took too long; a store that is gone is waited for no longer
+                if time.monotonic() - answered > term:
+                    raise
+                logger.warning("torpor: %s did not answer and is asked again: %s", self._settings.remote, problem)
+                await asyncio.sleep(term / _LOOKS_PER_TERM)
+                continue
             if not said:
                 logger.info("torpor: another server may own what is in %s; waiting", self._settings.remote)
                 said = True
