@@ -9,7 +9,7 @@ import rig
 import torch
 from conftest import result_of
 from inspector import look
-from requests_of_tests import final, run
+from requests_of_tests import answer, final, run
 from vllm import SamplingParams
 
 from torpor.vllm import frontend, runner_v1
@@ -61,6 +61,8 @@ def test_a_new_process_goes_on_from_a_checkpoint_that_was_written_while_the_engi
     one.engine.torpor("begin_checkpoint")
     answers |= serve_beyond("copying")
     frontend.finish(frontend.while_frozen(frontend.BlockingSide(one.engine), "take_checkpoint", {}))
+    stash = getattr(one.engine, "torpor_stash", [])  # what was in flight at the stop: the next step() returns it
+    answers |= {output.request_id: answer(output) for output in stash}
     delivered = as_json(answers)
     answers |= serve_beyond("writing")
     report = one.engine.torpor("end_checkpoint")
