@@ -5,9 +5,10 @@ slots:    what telling adds to a step of vLLM's scheduler without a model, over 
           torpor's connector: CPU time of the scheduler's thread. Baseline: the step without it. Budget: 8 us.
 readers:  CPU time of `torpor record` and of `torpor console`, of what the screens are fed with, at 5,000 events a
           second. Budget: 1 % of a core for the recorder. Baseline: both at no events.
-tokens:   a second, of a server that tells its events, with a recorder, a console four times a second and 8 breakpoints
-          that never match, beside a server that tells none (baseline). Goal: 0.99 of it. And CPU time for each token,
-          of the server and of those that look: what is left of the difference where other programs use the machine.
+tokens:   a second, of a server with a recorder, a console four times a second and 8 breakpoints that never match,
+          beside itself without them (baseline), in short windows of one load. Goal: 0.99 of it. Beside it the same of
+          CPU time for each token, and how much two windows without differ. Two servers are not compared: two of the
+          same kind differ by more than what is looked for.
 
 Interleaved, who is first in turns; medians of the rounds after one that only warms.
 """
@@ -35,6 +36,7 @@ EVENTS_A_SECOND, BURSTS_A_SECOND = 5_000, 100
 READ_SECONDS = 10.0
 LOAD = 16
 BREAKPOINTS = 8
+SETTLE_SECONDS = 0.5  # readers have started
 
 
 @contextlib.contextmanager
@@ -174,6 +176,7 @@ def tell(directory: str, rate: int) -> None:
 
 
 async def tokens(rounds: int, model: Path, seconds: float) -> dict:
+    """One load throughout; a round is four windows: without, with, with, without."""
     sys.path.insert(0, str(ROOT / "tools/demo"))
     import server_bench
     from engine_process import best_dtype
@@ -185,49 +188,40 @@ async def tokens(rounds: int, model: Path, seconds: float) -> dict:
     folder = Path(tempfile.mkdtemp(prefix="torpor-bench-"))
     with rings() as directory:
         environment = {"TORPOR_EVENTS_DIRECTORY": directory, "TORPOR_CONSOLE": "control"}
-        plain = Server(model, folder / "plain", ["--dtype", best_dtype()], name="plain")
-        told = Server(model, folder / "told", ["--dtype", best_dtype()], environment, name="told")
-        rates: dict[str, list[float]] = {"without": [], "with": []}
-        cpu: dict[str, list[float]] = {"without": [], "with": [], "readers": []}  # seconds for a thousand tokens
+        server = Server(model, folder, ["--dtype", best_dtype()], environment, name="told")
+
+        async def window(client: Client, with_readers: bool) -> tuple[float, float]:
+            """Tokens a second, and CPU seconds of the server for a thousand of them."""
+            recording = folder / f"recording-{time.monotonic_ns()}"
+            with attached(directory, recording) if with_readers else contextlib.nullcontext():
+                await asyncio.sleep(SETTLE_SECONDS)
+                before, made = sum(map(cpu_seconds, family_of(server.pid))), await generated(client)
+                rate = await tokens_in(client, False)
+                took = sum(map(cpu_seconds, family_of(server.pid))) - before
+                return rate, took / (await generated(client) - made) * 1e3
+
         try:
-            for each in (plain, told):
-                each.start()
-            for each in (plain, told):
-                await asyncio.to_thread(each.wait_until_ready)
-            for number in range(rounds + 1):
-                both = (("without", plain), ("with", told))
-                for name, server in both if number % 2 == 0 else both[::-1]:
-                    client = Client(server.url)
-                    load = Load(client, LOAD, f"load-{name}-{number}")
-                    await asyncio.sleep(2)
-                    with (
-                        attached(directory, folder / f"recording-{number}")
-                        if name == "with"
-                        else contextlib.nullcontext([])
-                    ) as readers:
-                        pids = {"server": family_of(server.pid), "readers": readers}
-                        before = {each: sum(map(cpu_seconds, pids[each])) for each in pids}
-                        made = await generated(client)
-                        rate = await tokens_in(client, False)
-                        made = await generated(client) - made
-                        took = {each: sum(map(cpu_seconds, pids[each])) - before[each] for each in pids}
-                    await load.stop()
-                    await client.close()
-                    if number == 0:
-                        continue
-                    rates[name].append(rate)
-                    cpu[name].append(took["server"] / made * 1e3)
-                    if name == "with":
-                        cpu["readers"].append(took["readers"] / made * 1e3)
+            server.start()
+            await asyncio.to_thread(server.wait_until_ready)
+            client = Client(server.url)
+            load = Load(client, LOAD, "load")
+            windows = [
+                [await window(client, with_readers) for with_readers in (False, True, True, False)]
+                for _ in range(rounds + 1)
+            ][1:]
+            await load.stop()
+            await client.close()
         finally:
-            plain.stop()
-            told.stop()
-    pairs = [a / b for a, b in zip(rates["with"], rates["without"], strict=True)]
-    return {name: statistics.median(values) for name, values in rates.items()} | {
-        "ratio": statistics.median(pairs),
-        "ratios": pairs,
-        "cpu_seconds_for_1000_tokens": {name: statistics.median(values) for name, values in cpu.items()},
-        "cpu_ratios": [without / told for told, without in zip(cpu["with"], cpu["without"], strict=True)],
+            server.stop()
+            shutil.rmtree(folder, ignore_errors=True)
+    rates, cpu = ([[each[which] for each in four] for four in windows] for which in (0, 1))
+    return {
+        "with": statistics.median(rate for four in rates for rate in four[1:3]),
+        "without": statistics.median(rate for four in rates for rate in (four[0], four[3])),
+        "ratio": statistics.median((four[1] + four[2]) / (four[0] + four[3]) for four in rates),
+        "ratios": [(four[1] + four[2]) / (four[0] + four[3]) for four in rates],
+        "noise": statistics.median(abs(four[3] / four[0] - 1) for four in rates),
+        "cpu_ratio": statistics.median((four[0] + four[3]) / (four[1] + four[2]) for four in cpu),
     }
 
 
@@ -249,7 +243,7 @@ def attached(directory: str, recording: Path):
         console = subprocess.Popen([BINARY, "console", directory, "--json", "--follow"], stdout=subprocess.DEVNULL)
         recorder = subprocess.Popen([BINARY, "record", directory, "-o", recording], stdout=subprocess.DEVNULL)
         try:
-            yield [console.pid, recorder.pid]
+            yield
         finally:
             recorder.send_signal(2)
             console.terminate()
@@ -263,7 +257,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=300, help="of the scheduler's trace")
-    parser.add_argument("--seconds", type=float, default=15, help="of each window of tokens")
+    parser.add_argument("--seconds", type=float, default=4, help="of each window of tokens")
     parser.add_argument("--only", choices=("slots", "readers", "tokens"), help="one of the three")
     parser.add_argument("--tell", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -304,13 +298,14 @@ def show(result: dict) -> None:
                 f"{100 * idle:.2f} % at none"
             )
     if one := result.get("tokens"):
-        attached = f"{one['with']:.0f} with console, recorder and breakpoints"
-        print(f"tokens a second: {attached}, {one['without']:.0f} without events: {one['ratio']:.3f}")
-        print(f"  pairs: {', '.join(f'{each:.3f}' for each in one['ratios'])}")
-        cpu = one["cpu_seconds_for_1000_tokens"]
         print(
-            f"  CPU seconds for 1,000 tokens: {cpu['with']:.2f} and {cpu['readers']:.3f} of those that look, "
-            f"{cpu['without']:.2f} without events"
+            f"tokens a second: {one['with']:.0f} with console, recorder and breakpoints, {one['without']:.0f} without: "
+            f"{one['ratio']:.3f}"
+        )
+        print(f"  rounds: {', '.join(f'{each:.3f}' for each in sorted(one['ratios']))}")
+        print(
+            f"  CPU seconds for a token {1 / one['cpu_ratio']:.3f} of without; two windows without differ by "
+            f"{100 * one['noise']:.1f} %"
         )
 
 
