@@ -7,8 +7,8 @@
 #include "bindings/checkpoint_options.h"
 #include "bindings/dict_reader.h"
 #include "bindings/module_files.h"
-#include "bindings/object_stamps.h"
 #include "bindings/process_events.h"
+#include "bindings/python_hooks.h"
 #include "engine/delivery/delivery_log_file.h"
 #include "engine/delivery/roll_forward.h"
 #include "engine/phases.h"
@@ -18,139 +18,6 @@ namespace py = pybind11;
 
 namespace torpor {
 namespace {
-
-// Calls the methods of a Python object of the same names. Takes the interpreter lock for each call.
-class PythonHooks final : public EngineHooks {
- public:
-  explicit PythonHooks(py::object object) : object_(std::move(object)) {}
-
-  Result<std::vector<std::string>> unsupported() override { return call<std::vector<std::string>>("unsupported"); }
-  Result<int64_t> unfinished_requests() override { return call<int64_t>("unfinished_requests"); }
-  Status quiesce(std::optional<double> timeout_seconds) override { return call<void>("quiesce", timeout_seconds); }
-  Status resume() override { return call<void>("resume"); }
-  Result<SchedulerCheckpoint> capture() override {
-    return guarded<SchedulerCheckpoint>([&] {
-      const py::dict captured = py::dict(object_.attr("capture")()).attr("copy")();
-      const py::object stamps = captured.attr("pop")("stamps", py::none());  // an engine without them has none
-      SchedulerCheckpoint state = scheduler_checkpoint_from(captured);
-      if (!stamps.is_none()) {
-        DictReader in(stamps, "capture.stamps");
-        in.read("steps", state.kv.steps);
-        py::list objects;
-        in.read("objects", objects);
-        in.finish();
-        stamps_.give(objects, state.kv.blocks);
-      }
-      return state;
-    });
-  }
-  Result<KvContents> kv_contents() override {
-    return guarded<KvContents>([&] {
-      KvContents contents;
-      if (!py::hasattr(object_, "kv_contents")) return contents;
-      DictReader in(object_.attr("kv_contents")(), "kv_contents");
-      py::list objects;
-      in.read("blocks", contents.blocks);
-      in.read("steps", contents.steps);
-      in.read("objects", objects);
-      in.finish();
-      std::vector<KvBlock> blocks(contents.blocks.size());
-      for (size_t i = 0; i < blocks.size(); ++i) blocks[i].id = contents.blocks[i];
-      stamps_.give(objects, blocks);
-      for (const KvBlock& block : blocks) contents.stamps.push_back(block.stamp);
-      return contents;
-    });
-  }
-  Result<std::vector<int32_t>> host_slots(const std::vector<int32_t>& blocks, bool keep) override {
-    return guarded<std::vector<int32_t>>([&]() -> std::vector<int32_t> {
-      if (!py::hasattr(object_, "host_slots")) return {};
-      return object_.attr("host_slots")(blocks, keep).cast<std::vector<int32_t>>();
-    });
-  }
-  Status release_host_slots() override {
-    return guarded<void>([&] {
-      if (py::hasattr(object_, "release_host_slots")) object_.attr("release_host_slots")();
-    });
-  }
-  Result<Fingerprint> fingerprint() override {
-    return guarded<Fingerprint>([&] { return fingerprint_from(object_.attr("fingerprint")()); });
-  }
-  Status drop_requests(const std::string& mode) override { return call<void>("drop_requests", mode); }
-  Status drop_prefix(const std::vector<int32_t>& blocks) override { return call<void>("drop_prefix", blocks); }
-  Status retire_prefix() override { return call<void>("retire_prefix"); }
-  Status release_derived() override { return call<void>("release_derived"); }
-  Status rebuild_derived() override { return call<void>("rebuild_derived"); }
-  Status reconnect(const std::vector<WorkerSnapshot>& workers) override {
-    return guarded<void>([&] { object_.attr("reconnect")(to_python(workers)); });
-  }
-  Result<std::vector<FailedRequest>> restore(const EngineCheckpoint& checkpoint) override {
-    return guarded<std::vector<FailedRequest>>([&] {
-      std::vector<FailedRequest> failed;
-      for (const py::handle item : py::list(object_.attr("restore")(to_python(checkpoint)))) {
-        failed.push_back({item["id"].cast<std::string>(), item["error"].cast<std::string>()});
-      }
-      return failed;
-    });
-  }
-  Status forget_restored() override { return call<void>("forget_restored"); }
-  Result<std::vector<Bytes>> call_ranks(const Bytes& order) override {
-    return guarded<std::vector<Bytes>>([&] {
-      std::vector<Bytes> replies;
-      for (const py::handle reply : py::list(object_.attr("call_ranks")(to_python(order))))
-        replies.push_back(bytes_from(reply, "the reply of a rank"));
-      return replies;
-    });
-  }
-
- private:
-  // Whatever Python raises, KeyboardInterrupt too, is an error of the hook: the controller then undoes what it did.
-  template <class T, class Function>
-  Result<T> guarded(const Function& function) {
-    return catching([&]() -> Result<T> {
-      if (interpreter_ends()) {
-        return Error{.code = Code::kUnavailable,
-                     .what = "Python's interpreter is ending",
-                     .next_step = "wake the last checkpoint in a new process",
-                     .origin = Origin::kEngine};
-      }
-      const py::gil_scoped_acquire lock;
-      try {
-        if constexpr (std::is_void_v<T>) {
-          function();
-          return {};
-        } else {
-          return function();
-        }
-      } catch (py::error_already_set& raised) {
-        return error_from(raised);
-      } catch (const std::bad_alloc&) {
-        throw;
-      } catch (const std::exception& problem) {  // a value of another type than promised
-        return Error{.code = Code::kInternal,
-                     .what = fmt::format("the engine's adapter: {}", problem.what()),
-                     .origin = Origin::kEngine};
-      }
-    });
-  }
-  // Then a thread that asks for the interpreter's lock would be ended where it stands.
-  static bool interpreter_ends() {
-#if PY_VERSION_HEX >= 0x030D0000
-    return Py_IsFinalizing() != 0;
-#else
-    return _Py_IsFinalizing() != 0;
-#endif
-  }
-  template <class T, class... Arguments>
-  Result<T> call(const char* method, const Arguments&... arguments) {
-    return guarded<T>([&] {
-      const py::object result = object_.attr(method)(arguments...);
-      if constexpr (!std::is_void_v<T>) return result.template cast<T>();
-    });
-  }
-
-  py::object object_;
-  ObjectStamps stamps_;
-};
 
 // Hooks, then the controller that refers to them.
 struct BoundController {
@@ -245,6 +112,7 @@ WakeOptions wake_options_from(const py::dict& dict, RolledForward& rolled) {
   in.read_if_given("on_restore_error", on_restore_error);
   in.read_if_given("kv", kv);
   in.read_if_given("hold", options.hold);
+  in.read_if_given("early", options.early);
   in.read_if_given("progress", options.progress);
   if (in.has("answers")) {
     const Bytes packed = bytes_from(in.take("answers"), "wake_up.answers");
@@ -256,6 +124,17 @@ WakeOptions wake_options_from(const py::dict& dict, RolledForward& rolled) {
   options.old_kv = old_kv_from(kv);
   options.discard_on_restore_error = one_of("on_restore_error", on_restore_error, "discard", "abort");
   return options;
+}
+
+LateWait late_wait_from(const std::string& wait) {
+  if (wait == "none") return LateWait::kNone;
+  if (wait == "some") return LateWait::kSome;
+  if (wait != "all") {
+    raise(Error{.code = Code::kInvalidArgument,
+                .what = fmt::format("continue_wake.wait is \"{}\"", wait),
+                .next_step = "use \"none\", \"some\" or \"all\""});
+  }
+  return LateWait::kAll;
 }
 
 py::list to_python(const std::vector<RankLedger>& ledgers) {
@@ -283,6 +162,8 @@ py::dict to_python(const SleepReport& report, const RolledForward& rolled = {}) 
   out["disk_bytes"] = report.disk_bytes;
   out["freed_bytes"] = report.freed_bytes;
   out["restored_bytes"] = report.restored_bytes;
+  out["late_blocks"] = report.late_blocks;
+  out["late_bytes"] = report.late_bytes;
   out["kept_blocks"] = report.kept_blocks;
   out["dropped_blocks"] = report.dropped_blocks;
   out["reload"] = report.reload;
@@ -351,6 +232,21 @@ void bind_controller(py::module_& module) {
             return to_python(report, rolled);
           },
           py::arg("options") = py::dict())
+      .def(
+          "continue_wake",
+          [](BoundController& self, const std::string& wait, const std::vector<int32_t>& wanted,
+             const std::vector<int32_t>& forgone) {
+            const LateWait how = late_wait_from(wait);
+            const LateWishes wishes{.wanted = wanted, .forgone = forgone};
+            const WakeProgress progress =
+                value_or_raise(without_lock([&] { return self.controller.continue_wake(how, wishes); }));
+            return py::dict(py::arg("arrived") = progress.arrived, py::arg("lost") = progress.lost,
+                            py::arg("forgone") = progress.forgone, py::arg("left") = progress.left,
+                            py::arg("recomputed") = progress.recomputed);
+          },
+          py::arg("wait") = "none", py::arg("wanted") = std::vector<int32_t>(),
+          py::arg("forgone") = std::vector<int32_t>(),
+          "After an early wake, between two steps: which blocks have arrived. They are released to the engine.")
       .def(
           "checkpoint",
           [](BoundController& self, const py::handle& outputs, const std::pair<int, int>& place) {

@@ -53,6 +53,8 @@ RankMemoryOptions rank_memory_options_from(DictReader& in) {
   in.read_if_given("spill_directory", spill_directory);
   options.spill_directory = spill_directory.value_or("");
   in.read_if_given("encrypt", options.encrypt);
+  in.read_if_given("late_job_bytes", options.late_job_bytes);
+  in.read_if_given("late_thread", options.late_thread);
   std::optional<std::string> key_file;
   in.read_if_given("key_file", key_file);
   options.key = key_from(key_file);

@@ -36,7 +36,15 @@ struct KvContents {
 struct ArrivedBlocks {
   std::vector<int32_t> arrived{};
   std::vector<int32_t> lost{};
+  std::vector<int32_t> forgone{};  // as lost ones, but by a wish of the engine
   std::vector<int32_t> unproven{};
+};
+
+// Which KV blocks an engine can do without at first, so that it runs before they are back.
+enum class HoldsBack : uint8_t {
+  kNothing,
+  kCached,  // those that no request has
+  kAll,     // those of requests too, but for the ones that run first
 };
 
 class EngineHooks {
@@ -86,9 +94,8 @@ class EngineHooks {
   // Undoes restore().
   virtual Status forget_restored() = 0;
 
-  // Whether the engine can run while the content of some of its KV blocks is not there yet. If not, every wake brings
-  // back all of them first.
-  virtual bool can_hold_blocks() { return false; }
+  // Of an engine that holds nothing back every wake brings back all first.
+  virtual HoldsBack holds_back() { return HoldsBack::kNothing; }
   // From the next resume() on, until release_blocks() has named a block: no step reads or writes it, nobody else gets
   // it, nothing of it is stored. All of them have a hash.
   virtual Status hold_blocks(const std::vector<int32_t>& /*blocks*/) { return ok(); }

@@ -61,9 +61,9 @@ class GuardedHooks final : public EngineHooks {
   Status forget_restored() override {
     return guard("forget_restored", [&] { return hooks_.forget_restored(); });
   }
-  bool can_hold_blocks() override {
-    const Result<bool> can = guard("can_hold_blocks", [&]() -> Result<bool> { return hooks_.can_hold_blocks(); });
-    return can && *can;
+  HoldsBack holds_back() override {
+    const Result<HoldsBack> held = guard("holds_back", [&]() -> Result<HoldsBack> { return hooks_.holds_back(); });
+    return held ? *held : HoldsBack::kNothing;
   }
   Status hold_blocks(const std::vector<int32_t>& blocks) override {
     return guard("hold_blocks", [&] { return hooks_.hold_blocks(blocks); });

@@ -9,9 +9,15 @@ namespace torpor {
 
 LateBlocks::LateBlocks(TransferEngine& transfers, std::vector<Part> parts, bool own_thread)
     : transfers_(transfers), parts_(std::move(parts)) {
-  for (const Part& part : parts_) total_ += part.chunks.size();
   {
     const MutexLock lock(mutex_);
+    for (size_t part = 0; part < parts_.size(); ++part) {
+      const std::vector<SavedChunk>& chunks = parts_[part].chunks;
+      progress_.push_back({.ended = std::vector<uint8_t>(chunks.size())});
+      for (size_t i = 0; i < chunks.size(); ++i)
+        places_[static_cast<int32_t>(chunks[i].key.index)] = {.part = part, .chunk = i};
+      total_ += chunks.size();
+    }
     ended_.reserve(total_);  // from here on it takes no memory
   }
   if (!own_thread) return;
@@ -27,52 +33,77 @@ LateBlocks::~LateBlocks() {
   if (thread_.joinable()) thread_.join();
 }
 
+// The first part that is waited for, else the first one that was not begun; it counts as begun now.
+std::optional<size_t> LateBlocks::next() noexcept {
+  const MutexLock lock(mutex_);
+  auto found = std::find_if(progress_.begin(), progress_.end(),
+                            [](const Progress& part) { return part.preferred && !part.begun; });
+  if (found == progress_.end())
+    found = std::find_if(progress_.begin(), progress_.end(), [](const Progress& part) { return !part.begun; });
+  if (found == progress_.end()) return std::nullopt;
+  found->begun = true;
+  return static_cast<size_t>(found - progress_.begin());
+}
+
 void LateBlocks::run() noexcept {
-  std::optional<JobId> before;
-  for (size_t i = 0; i < parts_.size(); ++i) {
-    const Part& part = parts_[i];
-    if (part.alone) {
-      if (before) end(parts_[i - 1], *std::exchange(before, std::nullopt));
+  std::optional<Begun> before;
+  while (const std::optional<size_t> part = next()) {
+    if (parts_[*part].alone) {
+      if (before) end(*std::exchange(before, std::nullopt));
       transfers_.release_staging();
     }
-    const std::optional<JobId> begun = begin(part);
-    if (before) end(parts_[i - 1], *before);
-    before = begun;
+    std::optional<Begun> begun = begin(*part);
+    if (before) end(*before);
+    before = std::move(begun);
   }
-  if (before) end(parts_.back(), *before);
+  if (before) end(*before);
 }
 
 bool LateBlocks::pace() noexcept {
-  if (next_ == parts_.size()) return false;
-  const Part& part = parts_[next_++];
-  if (part.alone) transfers_.release_staging();
-  if (const std::optional<JobId> begun = begin(part)) end(part, *begun);
+  const std::optional<size_t> part = next();
+  if (!part) return false;
+  if (parts_[*part].alone) transfers_.release_staging();
+  if (const std::optional<Begun> begun = begin(*part)) end(*begun);
   return true;
 }
 
-std::optional<JobId> LateBlocks::begin(const Part& part) noexcept {
-  std::optional<JobId> begun;
+std::optional<LateBlocks::Begun> LateBlocks::begin(size_t number) noexcept {
+  const Part& part = parts_[number];
+  std::optional<Begun> begun;
   const Status submitted = catching([&]() -> Status {
+    Begun job{.part = number};
     {
       const MutexLock lock(mutex_);
       if (cancelled_) return Error{.code = Code::kAborted, .what = "the wake was ended", .next_step = "none"};
+      for (size_t i = 0; i < part.chunks.size(); ++i) {
+        if (progress_[number].ended[i] == 0) job.chunks.push_back(i);
+      }
     }
-    std::vector<ChunkTransfer> chunks(part.chunks.size());
-    for (size_t i = 0; i < chunks.size(); ++i) chunks[i] = {.plan = &part.plans[i], .saved = part.chunks[i]};
+    if (job.chunks.empty()) return ok();
+    std::vector<ChunkTransfer> chunks(job.chunks.size());
+    for (size_t i = 0; i < chunks.size(); ++i)
+      chunks[i] = {.plan = &part.plans[job.chunks[i]], .saved = part.chunks[job.chunks[i]]};
     TORPOR_ASSIGN(
-        begun,
+        job.id,
         transfers_.submit(
             {.kind = JobKind::kRestore, .tier = part.tier, .chunks = std::move(chunks), .urgency = Urgency::kLoad}));
+    begun = std::move(job);
     return ok();
   });
-  if (!submitted) lost(part, submitted.error());
+  if (!submitted) lost(number, submitted.error());
   return begun;
 }
 
-void LateBlocks::end(const Part& part, JobId id) noexcept {
-  const JobResult result = transfers_.wait(id);
+void LateBlocks::end_chunk(Place place, BlockArrival how) noexcept {
+  uint8_t& ended = progress_[place.part].ended[place.chunk];
+  if (std::exchange(ended, 1) != 0) return;
+  ended_.push_back({static_cast<int32_t>(parts_[place.part].chunks[place.chunk].key.index), how});
+}
+
+void LateBlocks::end(const Begun& begun) noexcept {
+  const JobResult result = transfers_.wait(begun.id);
   const MutexLock lock(mutex_);
-  for (size_t i = 0; i < part.chunks.size(); ++i) {
+  for (size_t i = 0; i < begun.chunks.size(); ++i) {
     // A result without its chunks cannot be: then nothing is known of the copies.
     BlockArrival how = BlockArrival::kUnproven;
     if (i < result.chunks.size()) {
@@ -81,7 +112,7 @@ void LateBlocks::end(const Part& part, JobId id) noexcept {
             : outcome == BlockOutcome::kUnproven  ? BlockArrival::kUnproven
                                                   : BlockArrival::kLost;
     }
-    ended_.push_back({static_cast<int32_t>(part.chunks[i].key.index), how});
+    end_chunk({.part = begun.part, .chunk = begun.chunks[i]}, how);
   }
   if (!result.status && why_.empty()) {
     (void)catching([&]() TORPOR_REQUIRES(mutex_) -> Status {
@@ -92,15 +123,32 @@ void LateBlocks::end(const Part& part, JobId id) noexcept {
   changed_.notify_all();
 }
 
-void LateBlocks::lost(const Part& part, const Error& why) noexcept {
+void LateBlocks::lost(size_t part, const Error& why) noexcept {
   const MutexLock lock(mutex_);
-  for (const SavedChunk& chunk : part.chunks)
-    ended_.push_back({static_cast<int32_t>(chunk.key.index), BlockArrival::kLost});
+  for (size_t i = 0; i < parts_[part].chunks.size(); ++i)
+    end_chunk({.part = part, .chunk = i}, BlockArrival::kLost);
   if (why_.empty()) {
     (void)catching([&]() TORPOR_REQUIRES(mutex_) -> Status {
       why_ = why.to_string();
       return ok();
     });
+  }
+  changed_.notify_all();
+}
+
+void LateBlocks::prefer(std::span<const int32_t> blocks) noexcept {
+  const MutexLock lock(mutex_);
+  for (const int32_t block : blocks) {
+    if (const auto place = places_.find(block); place != places_.end()) progress_[place->second.part].preferred = true;
+  }
+}
+
+void LateBlocks::forgo(std::span<const int32_t> blocks) noexcept {
+  const MutexLock lock(mutex_);
+  for (const int32_t block : blocks) {
+    const auto place = places_.find(block);
+    if (place == places_.end() || progress_[place->second.part].begun) continue;
+    end_chunk(place->second, BlockArrival::kForgone);
   }
   changed_.notify_all();
 }

@@ -196,6 +196,8 @@ struct Arrivals {
   std::vector<uint64_t> seen;  // of each rank: so many were told
   LateWait wait = LateWait::kNone;
   bool cancel = false;  // what has not begun is lost
+  std::vector<int32_t> wanted{};   // they come next
+  std::vector<int32_t> forgone{};  // nobody wants them any more
 };
 
 // Of blocks that LoadBlocks has brought from the checkpoint `id`, and that nobody has written since: what the engine

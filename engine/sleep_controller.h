@@ -73,7 +73,7 @@ class SleepController final : private Operation::Owner {
   // After an early wake, between two steps of the engine, on the thread that takes them: which blocks have arrived, on
   // all ranks, and releases them to the engine. kUnavailable while another operation runs. Every other operation waits
   // for what is left first.
-  Result<WakeProgress> continue_wake(LateWait wait = LateWait::kNone);
+  Result<WakeProgress> continue_wake(LateWait wait = LateWait::kNone, const LateWishes& wishes = {});
   // All that must be equal for tokens to be equal, the weights' digest included.
   Result<Fingerprint> fingerprint();
   // After wake_up with `hold`: lets the engine run, or throws away what was restored. Only when it runs does the
@@ -159,7 +159,7 @@ class SleepController final : private Operation::Owner {
   };
   Status hold_late(const std::vector<int32_t>& blocks, size_t ranks, Operation& operation)
       TORPOR_REQUIRES(operation_mutex_);
-  Result<WakeProgress> take_late(LateWait wait) TORPOR_REQUIRES(operation_mutex_);
+  Result<WakeProgress> take_late(LateWait wait, const LateWishes& wishes = {}) TORPOR_REQUIRES(operation_mutex_);
   Status wait_for_late() TORPOR_REQUIRES(operation_mutex_);
   Status all_arrived(size_t ranks, Operation& operation) TORPOR_REQUIRES(operation_mutex_);
   Status forget_late();

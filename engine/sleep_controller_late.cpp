@@ -23,26 +23,28 @@ Status SleepController::hold_late(const std::vector<int32_t>& blocks, size_t ran
   return ok();
 }
 
-Result<WakeProgress> SleepController::continue_wake(LateWait wait) {
+Result<WakeProgress> SleepController::continue_wake(LateWait wait, const LateWishes& wishes) {
   return catching([&]() -> Result<WakeProgress> {
     if (!operation_mutex_.try_lock()) return busy();
     const MutexLock in_progress(operation_mutex_, std::adopt_lock);
-    return take_late(wait);
+    return take_late(wait, wishes);
   });
 }
 
 // What the ranks tell is taken only when the engine has it: a call that fails has changed nothing, and is repeated.
-Result<WakeProgress> SleepController::take_late(LateWait wait) {
+Result<WakeProgress> SleepController::take_late(LateWait wait, const LateWishes& wishes) {
   WakeProgress progress;
   while (late_) {
     TORPOR_ASSIGN(const std::vector<orders::Arrivals::Reply> replies,
-                  ranks_.call(orders::Arrivals{.seen = late_->seen, .wait = wait}));
+                  ranks_.call(orders::Arrivals{
+                      .seen = late_->seen, .wait = wait, .wanted = wishes.wanted, .forgone = wishes.forgone}));
     Late next = *late_;
     ArrivedBlocks ended;
     const auto end = [&](std::map<int32_t, LateBlock>::iterator block) {
-      (block->second.worst == BlockArrival::kArrived ? ended.arrived
-       : block->second.worst == BlockArrival::kLost  ? ended.lost
-                                                     : ended.unproven)
+      (block->second.worst == BlockArrival::kArrived   ? ended.arrived
+       : block->second.worst == BlockArrival::kForgone ? ended.forgone
+       : block->second.worst == BlockArrival::kLost    ? ended.lost
+                                                       : ended.unproven)
           .push_back(block->first);
       return next.left.erase(block);
     };
@@ -70,6 +72,7 @@ Result<WakeProgress> SleepController::take_late(LateWait wait) {
     const size_t lost = ended.lost.size() + ended.unproven.size();
     progress.arrived += static_cast<int64_t>(ended.arrived.size());
     progress.lost += static_cast<int64_t>(lost);
+    progress.forgone += static_cast<int64_t>(ended.forgone.size());
     progress.left = static_cast<int64_t>(next.left.size());
     progress.recomputed.insert(progress.recomputed.end(), recomputed.begin(), recomputed.end());
     if (lost > 0) {

@@ -288,7 +288,7 @@ Status SleepController::capture(FallingAsleep& sleep) {
   }
   drop_hashes(sleep.captured.state.kv, sleep.live.dropped);
   name_blocks(sleep.save, sleep.captured.state, sleep.live.kept);
-  sleep.late = late_blocks_of(sleep.captured.state, sleep.save.blocks);
+  sleep.late = late_blocks_of(sleep.captured.state, sleep.save.blocks, hooks_.holds_back());
   if (with_kv && !sleep.to_disk) TORPOR_TRY(keep_host_slots(sleep));
   if (sleep.to_disk) {
     // Weights that are saved are read then, and not twice: save() adds what they are.

@@ -92,7 +92,7 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
   size_t ranks = 0;
   std::vector<int32_t> late;
   if (options.early && preserved_ && still_asleep.empty() && has_tag(tags, kKvCacheTag) &&
-      options.old_kv == OldKv::kUnsaid && hooks_.can_hold_blocks())
+      options.old_kv == OldKv::kUnsaid)
     late = late_blocks_;
   if (!tags.empty()) {
     operation.begin("attach");
@@ -372,8 +372,8 @@ Status SleepController::restore(const WakeOptions& options, Operation& operation
   TORPOR_TRY(hooks_.drop_requests("abort"));
   size_t ranks = 0;
   std::vector<int32_t> late;
-  if (checkpoint && options.early && !options.hold && !options.catch_up && hooks_.can_hold_blocks()) {
-    late = late_blocks_of(state.state, blocks_by_need(state.state));
+  if (checkpoint && options.early && !options.hold && !options.catch_up) {
+    late = late_blocks_of(state.state, blocks_by_need(state.state), hooks_.holds_back());
     operation.undo_with([this] { return forget_late(); });
   }
   if (checkpoint) {

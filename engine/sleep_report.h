@@ -67,9 +67,16 @@ struct WakeOptions {
   std::string progress{};  // as in SleepOptions
 };
 
+// Of blocks that come behind the engine: what it wants of them. What is under way already ends first.
+struct LateWishes {
+  std::vector<int32_t> wanted{};   // they come next
+  std::vector<int32_t> forgone{};  // their content is not wanted any more
+};
+
 struct WakeProgress {  // of blocks that come behind the engine, since the last call
   int64_t arrived = 0;
   int64_t lost = 0;                     // damaged, or they could not be read
+  int64_t forgone = 0;
   int64_t left = 0;                     // still to come
   std::vector<std::string> recomputed;  // requests that are computed again, for they had a lost one
 };

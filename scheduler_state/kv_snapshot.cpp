@@ -222,6 +222,17 @@ std::vector<int32_t> late_blocks(const KvSnapshot& snapshot, const std::vector<s
   return late;
 }
 
+std::vector<int32_t> cached_blocks(const KvSnapshot& snapshot, const std::vector<int32_t>& blocks) {
+  std::unordered_set<int32_t> cached;
+  for (const KvBlock& block : snapshot.blocks) {
+    if (block.ref_count == 0 && !block.hash.empty()) cached.insert(block.id);
+  }
+  std::vector<int32_t> found;
+  std::copy_if(blocks.begin(), blocks.end(), std::back_inserter(found),
+               [&](int32_t block) { return cached.contains(block); });
+  return found;
+}
+
 std::vector<uint64_t> stamps_of(const KvSnapshot& snapshot, const std::vector<int32_t>& blocks) {
   std::unordered_map<int32_t, uint64_t> known;
   known.reserve(snapshot.blocks.size());

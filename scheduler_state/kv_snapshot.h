@@ -93,6 +93,9 @@ std::vector<int32_t> by_need(const KvSnapshot& snapshot, const std::vector<std::
 std::vector<int32_t> late_blocks(const KvSnapshot& snapshot, const std::vector<std::string>& requests,
                                  const std::vector<int32_t>& blocks, size_t most_first);
 
+// Of `blocks`, those that no request has, and that have a hash.
+std::vector<int32_t> cached_blocks(const KvSnapshot& snapshot, const std::vector<int32_t>& blocks);
+
 // The stamp of each of `blocks`.
 std::vector<uint64_t> stamps_of(const KvSnapshot& snapshot, const std::vector<int32_t>& blocks);
 

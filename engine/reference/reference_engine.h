@@ -139,7 +139,7 @@ class ReferenceEngine final : public EngineHooks {
   Status reconnect(const std::vector<WorkerSnapshot>& workers) override;
   Result<std::vector<FailedRequest>> restore(const EngineCheckpoint& checkpoint) override;
   Status forget_restored() override;
-  bool can_hold_blocks() override { return true; }
+  HoldsBack holds_back() override { return HoldsBack::kAll; }
   Status hold_blocks(const std::vector<int32_t>& blocks) override;
   Result<std::vector<std::string>> release_blocks(const ArrivedBlocks& blocks) override;
   Result<std::vector<Bytes>> call_ranks(const Bytes& order) override;

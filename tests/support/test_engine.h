@@ -111,7 +111,7 @@ class TestEngine final : public EngineHooks {
   // The named hook fails once (or always, until cleared).
   void fail_hook(std::string name, bool always = false) { failing_ = std::move(name), failing_always_ = always; }
   std::vector<std::string> unsupported_features;
-  bool can_hold = false;                                     // can_hold_blocks(); no request runs while one is late
+  bool can_hold = false;                                     // holds_back(); no request runs while one is late
   std::string invalid_request;                               // restore() refuses this one
   std::function<void(const std::string& hook)> before_hook;  // runs inside each hook
 
@@ -250,7 +250,7 @@ class TestEngine final : public EngineHooks {
     set_generator(checkpoint.state.workers[0].default_generator);
     return failed;
   }
-  bool can_hold_blocks() override { return can_hold; }
+  HoldsBack holds_back() override { return can_hold ? HoldsBack::kAll : HoldsBack::kNothing; }
   Status hold_blocks(const std::vector<int32_t>& blocks) override {
     TORPOR_TRY(enter("hold_blocks"));
     late_ = {blocks.begin(), blocks.end()};

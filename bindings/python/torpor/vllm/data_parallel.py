@@ -15,7 +15,7 @@ import asyncio
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
 from torpor import _core, errors
-from torpor.errors import Error, Incompatible, WrongState
+from torpor.errors import Error, Incompatible, Unsupported, WrongState
 from torpor.vllm.options import Options
 from torpor.vllm.support import compute_for_each_other
 
@@ -23,7 +23,7 @@ _ONLY_LOOK = ("fingerprint", "plan_sleep", "ledger", "state", "drain", "end_drai
 _SET_OPTIONS = ("keep_checkpoints", "max_age_seconds", "max_total_bytes", "key_file", "encrypt")
 _SUMS = (
     "requests", "saved_bytes", "reused_bytes", "host_bytes", "disk_bytes", "freed_bytes", "restored_bytes",
-    "kept_blocks", "dropped_blocks", "checkpoint_bytes",
+    "late_blocks", "late_bytes", "kept_blocks", "dropped_blocks", "checkpoint_bytes",
 )  # fmt: skip
 
 
@@ -169,6 +169,8 @@ class Ranks:
     # --- wake ---
 
     async def _wake_up(self, method: str, options: dict) -> dict:
+        if options.get("early"):
+            raise Unsupported("an early wake of data parallel ranks", "wake them without early")
         if "from_checkpoint" not in options:
             replies = await self._ask(method, [options] * self._size)
             try:

@@ -121,12 +121,26 @@ class EngineSide:
 
     def wake_up(self, options: dict) -> dict:
         self.updates.check_wake(options)
+        if options.get("early"):
+            self._check_early()
         began = time.time()
         report = self.controller.wake_up(options) | {"began": began}
         if self.hooks.restored is not None:
             report["outputs"] = _with_tokens(report["outputs"], self.hooks.restored)
             report["restored"] = _restored_requests(self.hooks.restored) if "answers" in options else []
         return report
+
+    def _check_early(self) -> None:
+        if self.hooks.scheduler.connector is not None:
+            raise Unsupported("an early wake beside a KV connector", "wake it without early")
+        if compute_for_each_other(self.hooks.core.vllm_config):
+            raise Unsupported("an early wake of data parallel ranks", "wake them without early")
+
+    def continue_wake(self, options: dict) -> dict:
+        """What has become of the blocks of the last early wake; waits as it is told (engine/sleep_controller.h)."""
+        self.controller.continue_wake(options.get("wait", "none"))
+        late = self.hooks.late
+        return late.to_value() if late else {"arrived": 0, "lost": 0, "forgone": 0, "left": 0, "recomputed": []}
 
     def begin_weight_update(self, options: dict) -> None:
         self.updates.begin(options)
@@ -175,6 +189,7 @@ def torpor_call(core, method: str, options: dict) -> dict:
         "drain", "end_drain", "freeze", "unfreeze", "sleep", "end_sleep", "wake_up", "end_hold", "checkpoint",
         "fingerprint", "plan_sleep", "ledger", "state", "begin_weight_update", "end_weight_update", "stand", "is_quiet",
         "go_on", "begin_checkpoint", "continue_checkpoint", "take_checkpoint", "end_checkpoint", "cancel_checkpoint",
+        "continue_wake",
     )  # fmt: skip
     if method not in known:
         return {"error": InvalidArgument(f"torpor has no method {method!r}").to_dict()}

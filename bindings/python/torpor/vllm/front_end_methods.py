@@ -43,6 +43,8 @@ _WAKE_UP = """Brings the memory back, and the requests with it. Returns when it 
         the report's `aborted` has the prompt, tokens and weight versions of each. None: refused (WrongState) if
         requests have such KV and the weights were seen to be written.
     weights_changed: True is kv="recompute".
+    early: returns, and the engine runs, once weights and the KV of all requests are back. Cached prefixes come behind
+        it; torpor("continue_wake") tells how far they are. Not with from_checkpoint.
     progress: as in sleep(). A wake that is cancelled leaves the engine asleep as it was.
 
     Returns a Report, true if the engine is fully awake. Raises Incompatible (by field) for a checkpoint of another
@@ -57,8 +59,9 @@ _CHECKPOINT = """Writes a checkpoint of the running requests to the option `dir`
 
 _TORPOR = """Asks torpor in the engine core, and changes nothing. Returns a dict.
 
-    method: "state", "ledger" (memory now), or "plan_sleep": what a sleep would move and free.
-    options: of "plan_sleep", those of sleep().
+    method: "state", "ledger" (memory now), "plan_sleep": what a sleep would move and free, or "continue_wake": what has
+        become of the blocks that an early wake left to come.
+    options: of "plan_sleep", those of sleep(); of "continue_wake", {"wait": "all"} waits for the last one.
     """
 
 
@@ -101,9 +104,10 @@ class Blocking:
         on_restore_error: str = "abort",
         kv: str | None = None,
         weights_changed: bool = False,
+        early: bool = False,
         progress: Watcher | None = None,
     ) -> Report:
-        options = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed)
+        options = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed, early)
         side = frontend.BlockingSide(_engine(self))
         with watched(progress, options) as values:
             return frontend.finish(tracing.traced(side.engine, "wake_up", frontend.wake_up(side, values)))
@@ -153,9 +157,10 @@ class Awaited:
         on_restore_error: str = "abort",
         kv: str | None = None,
         weights_changed: bool = False,
+        early: bool = False,
         progress: Watcher | None = None,
     ) -> Report:
-        options = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed)
+        options = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed, early)
         side = frontend.AsyncSide(self)
         with watched(progress, options) as values:
             return await tracing.traced(self, "wake_up", frontend.wake_up(side, values))
@@ -193,10 +198,16 @@ def sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout,
     return values
 
 
-def wake_options(tags, from_checkpoint, on_restore_error: str, kv: str | None, weights_changed: bool) -> dict:
+def wake_options(
+    tags, from_checkpoint, on_restore_error: str, kv: str | None, weights_changed: bool, early: bool
+) -> dict:
+    if early and from_checkpoint is not None:
+        raise InvalidArgument("early with from_checkpoint", "wake the checkpoint without early")
     values = {"on_restore_error": on_restore_error}
     if (kv := kv_option(kv, weights_changed)) is not None:
         values["kv"] = kv
+    if early:
+        values["early"] = True
     if tags is not None:
         values["tags"] = list(tags)
     if from_checkpoint is not None:

@@ -15,6 +15,7 @@ from torpor.vllm import pool_values
 from torpor.vllm import scheduler_values as values
 from torpor.vllm.fingerprint import fingerprint
 from torpor.vllm.inputs import Inputs
+from torpor.vllm.late_blocks import LateBlocks
 from torpor.vllm.support import unsupported_engine, unsupported_scheduler
 
 _KEPT_OVER_NEW_WEIGHTS = "\0kept"  # once for each time, after a request's own salt
@@ -31,6 +32,7 @@ class VllmHooks:
         self.standing = False  # with all other ranks, between stand() and go_on()
         self._before_drain: PauseState | None = None  # while running requests end and no other is begun
         self._own_weight_version: str | None = None  # of this engine, before it was restored
+        self.late: LateBlocks | None = None  # of the last early wake
         self.bound: list[dict] = []  # requests of the last capture() that no checkpoint can hold: id, and why
         self.restored: dict | None = (
             None  # the checkpoint that a new process was restored from, until its front end has it
@@ -45,6 +47,8 @@ class VllmHooks:
             found.append("a change of the number of data parallel ranks under way")
         if any(not w["v2"] for w in workers) and self.core.vllm_config.scheduler_config.async_scheduling:
             found.append("async scheduling with model runner V1")
+        if (blocks := self.scheduler.torpor_unproven) > 0:
+            found.append(f"{blocks} KV blocks whose copies were never proven over")
         found += sorted({name for w in workers for name in w["unsupported"]})
         if elsewhere := sorted({name for w in workers for name in w.get("elsewhere", ())}):
             more = f" and {len(elsewhere) - 1} more" if len(elsewhere) > 1 else ""
@@ -301,6 +305,21 @@ class VllmHooks:
         pool_values.empty_pool(self.scheduler)
         self._rpc("torpor_forget")
         self.restored = None
+
+    def holds_back(self) -> bool:
+        """Whether cached blocks may come behind the engine: a KV connector would read and write them."""
+        return self.scheduler.connector is None
+
+    def hold_blocks(self, blocks: list[int]) -> None:
+        self.late = LateBlocks(self.scheduler, blocks, self.core.torpor_side.controller.continue_wake)
+
+    def release_blocks(
+        self, arrived: list[int], lost: list[int], forgone: list[int], unproven: list[int]
+    ) -> list[str]:
+        """No request has one of them: who wants a lost one is noticed then."""
+        if self.late is not None:
+            self.late.release(arrived, lost, forgone, unproven)
+        return []
 
     def call_ranks(self, order: bytes) -> list[bytes]:
         return self._rpc("torpor_rank", order)

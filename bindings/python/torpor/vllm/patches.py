@@ -24,6 +24,7 @@ def install(patches: Patches, parts: tuple[str, ...]) -> None:
     """`parts` as in the manifest. A failure leaves undoing to the caller, who has `patches`."""
     _connector(patches)
     _scheduler(patches)
+    _late_blocks(patches)
     _grammars(patches)
     _engine_core(patches)
     _front_ends(patches)
@@ -64,6 +65,8 @@ def _scheduler(patches: Patches) -> None:
         self.torpor_steps += 1
         slots = self.torpor_slots if self.torpor_slots is not None else Slots.of(self)
         began = time.perf_counter_ns() if slots else 0
+        if (late := self.kv_cache_manager.block_pool.torpor_late) is not None:
+            late.poll()
         if self.connector is not None:
             let_those_with_blocks_go_first(self)
         output = stock_schedule(self, *args, **kwargs)
@@ -74,11 +77,35 @@ def _scheduler(patches: Patches) -> None:
 
     patches.set(Scheduler, "torpor_frozen", False)
     patches.set(Scheduler, "torpor_steps", 0)
+    patches.set(Scheduler, "torpor_unproven", 0)  # KV blocks that a copy may still write into
     patches.set(Scheduler, "torpor_slots", None)  # not asked for yet; False: nobody listens
     patches.set(Scheduler, "torpor_gate", None)  # says whether a step may be taken
     patches.set(Scheduler, "torpor_console", None)  # path of its socket
     patches.set(Scheduler, "has_requests", has_requests)
     patches.set(Scheduler, "schedule", schedule)
+
+
+def _late_blocks(patches: Patches) -> None:
+    """After an early wake no step reads a KV block, or is given one, whose content is on its way."""
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    stock_new, stock_computed = BlockPool.get_new_blocks, KVCacheManager.get_computed_blocks
+
+    def get_new_blocks(self, num_blocks):
+        if self.torpor_late is not None:
+            self.torpor_late.give_out(num_blocks)
+        return stock_new(self, num_blocks)
+
+    def get_computed_blocks(self, request):
+        late = self.block_pool.torpor_late
+        if late is None:
+            return stock_computed(self, request)
+        return late.found(request, lambda: stock_computed(self, request))
+
+    patches.set(BlockPool, "torpor_late", None)
+    patches.set(BlockPool, "get_new_blocks", get_new_blocks)
+    patches.set(KVCacheManager, "get_computed_blocks", get_computed_blocks)
 
 
 def _connector(patches: Patches) -> None:

@@ -636,6 +636,7 @@ ENGINE = (
         classes=(
             Class(
                 "KVCacheManager",
+                calls={"get_computed_blocks": "self, request"},
                 fields="""
                     block_pool coordinator empty_kv_cache_blocks enable_caching
                     enable_kv_cache_events kv_cache_config kv_cache_event_metadata log_stats
@@ -724,6 +725,8 @@ ENGINE = (
                 "BlockPool",
                 calls={
                     "free_blocks": "self, ordered_blocks",
+                    "get_new_blocks": "self, num_blocks",
+                    "get_num_free_blocks": "self",
                     "_maybe_evict_cached_block": "self, block",
                     "emit_cached_block_events": "self, request, num_cached_blocks, block_size, kv_cache_group_id",
                 },
@@ -752,6 +755,7 @@ ENGINE = (
                 "FreeKVCacheBlockQueue",
                 calls={
                     "append_n": "self, blocks",
+                    "remove": "self, block",
                     "get_all_free_blocks": "self",
                 },
                 fields="fake_free_list_head fake_free_list_tail num_free_blocks",

@@ -361,13 +361,17 @@ class Server:
             await asyncio.sleep(_WAIT_SECONDS)
 
     async def wake_up(
-        self, tags: list[str] | None = None, kv: str | None = None, progress: Watcher | None = None
+        self,
+        tags: list[str] | None = None,
+        kv: str | None = None,
+        progress: Watcher | None = None,
+        early: bool = False,
     ) -> Report:
         async with self._only_one():
             before = self.state
             self.enter("waking")
             try:
-                report = await self.engine.wake_up(tags, kv=kv, progress=progress)
+                report = await self.engine.wake_up(tags, kv=kv, progress=progress, early=early)
             except BaseException as problem:
                 self.metrics.failed("wake", "host")
                 await self._after_failure(problem, before)

@@ -91,10 +91,11 @@ def routes() -> APIRouter:
         tags: Annotated[list[str] | None, Query()] = None,
         kv: Literal["recompute", "keep", "abort", None] = None,
         weights_changed: bool = False,
+        early: bool = False,
     ) -> Response:
         async def call(progress: Watcher | None) -> dict:
             with recorded("wake"):
-                report = await server(raw_request).wake_up(tags, kv_option(kv, weights_changed), progress)
+                report = await server(raw_request).wake_up(tags, kv_option(kv, weights_changed), progress, early)
             return {"status": "awake" if report.fully_awake else "sleeping", "tags": tags} | summary(report)
 
         return await answered(call, raw_request)

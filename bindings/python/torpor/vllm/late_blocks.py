@@ -1,0 +1,94 @@
+"""After an early wake: KV blocks of the prefix cache whose content still comes back, while the engine runs.
+
+No step is made up in another way than without a sleep: vLLM decides as ever which blocks a prompt finds and which are
+given out. Before a step may read one of these blocks, it waits for it. One that is given out for other content is first
+no longer copied to.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from torpor.errors import WrongState
+
+_POLL_SECONDS = 0.01  # at least between looks at what has arrived
+
+
+class LateBlocks:
+    """Of one scheduler, from its wake until the last of them has arrived."""
+
+    def __init__(self, scheduler, blocks: list[int], advance: Callable[[str, list[int], list[int]], dict]):
+        """`advance`: the controller's continue_wake()."""
+        self._scheduler = scheduler
+        self._pool = scheduler.kv_cache_manager.block_pool
+        self._advance = advance
+        self._late = set(blocks)
+        self._lost: set[int] = set()
+        self._looked = 0.0
+        self.arrived = self.forgone = 0
+        self.recomputed: list[str] = []  # requests that wanted a lost one
+        if any(self._pool.blocks[block].ref_cnt > 0 for block in blocks):
+            raise WrongState("a block that is to come late belongs to a request", "wake without early")
+        self._pool.torpor_late = self
+
+    def to_value(self) -> dict:
+        return {
+            "arrived": self.arrived,
+            "lost": len(self._lost),
+            "forgone": self.forgone,
+            "left": len(self._late),
+            "recomputed": self.recomputed,
+        }
+
+    def release(self, arrived: list[int], lost: list[int], forgone: list[int], unproven: list[int]) -> None:
+        """They have ended, in one way or the other."""
+        self.arrived += self._end(arrived)
+        self.forgone += self._end(forgone)
+        for block in self._late.intersection(unproven):  # a copy may still write there: nobody may ever have it
+            self._pool.free_block_queue.remove(self._pool.blocks[block])
+            self._pool.blocks[block].ref_cnt += 1
+            self._scheduler.torpor_unproven += 1
+        gone = self._late.intersection([*lost, *unproven])
+        self._lost |= gone
+        self._end(gone)
+        for block in (*gone, *forgone):
+            self._pool._maybe_evict_cached_block(self._pool.blocks[block])
+        if not self._late:
+            self._pool.torpor_late = None
+
+    def _end(self, blocks: Iterable[int]) -> int:
+        ended = self._late.intersection(blocks)
+        self._late -= ended
+        return len(ended)
+
+    def poll(self) -> None:
+        """Before a step is scheduled."""
+        if (now := time.monotonic()) - self._looked >= _POLL_SECONDS:
+            self._looked = now
+            self._advance("none", [], [])
+
+    def found(self, request, look: Callable[[], tuple]) -> tuple:
+        """What `look`, vLLM's search for a request's prefix, finds; its content is there."""
+        while True:
+            result = look()
+            wanted = self._late.intersection(block.block_id for group in result[0].blocks for block in group)
+            if not wanted:
+                return result
+            while still := self._late & wanted:
+                self._advance("some", sorted(still), [])
+            if wanted & self._lost and request.request_id not in self.recomputed:
+                self.recomputed.append(request.request_id)  # it looks again, and finds less
+
+    def give_out(self, count: int) -> None:
+        """Before the pool gives out its first `count` free blocks."""
+        wait = "none"
+        while late := self._late.intersection(self._first_free(count)):
+            self._advance(wait, [], sorted(late))
+            wait = "some"  # the others are being copied
+
+    def _first_free(self, count: int) -> Iterable[int]:
+        block = self._pool.free_block_queue.fake_free_list_head.next_free_block
+        for _ in range(min(count, self._pool.get_num_free_blocks())):
+            yield block.block_id
+            block = block.next_free_block

@@ -1,0 +1,157 @@
+// EngineHooks that call a Python object.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "bindings/bind_values.h"
+#include "bindings/dict_reader.h"
+#include "bindings/object_stamps.h"
+#include "engine/engine_hooks.h"
+
+namespace torpor {
+
+// Calls the methods of a Python object of the same names. Takes the interpreter lock for each call.
+class PythonHooks final : public EngineHooks {
+ public:
+  explicit PythonHooks(pybind11::object object) : object_(std::move(object)) {}
+
+  Result<std::vector<std::string>> unsupported() override { return call<std::vector<std::string>>("unsupported"); }
+  Result<int64_t> unfinished_requests() override { return call<int64_t>("unfinished_requests"); }
+  Status quiesce(std::optional<double> timeout_seconds) override { return call<void>("quiesce", timeout_seconds); }
+  Status resume() override { return call<void>("resume"); }
+  Result<SchedulerCheckpoint> capture() override {
+    return guarded<SchedulerCheckpoint>([&] {
+      const pybind11::dict captured = pybind11::dict(object_.attr("capture")()).attr("copy")();
+      const pybind11::object stamps = captured.attr("pop")("stamps", pybind11::none());  // an engine without them has none
+      SchedulerCheckpoint state = scheduler_checkpoint_from(captured);
+      if (!stamps.is_none()) {
+        DictReader in(stamps, "capture.stamps");
+        in.read("steps", state.kv.steps);
+        pybind11::list objects;
+        in.read("objects", objects);
+        in.finish();
+        stamps_.give(objects, state.kv.blocks);
+      }
+      return state;
+    });
+  }
+  Result<KvContents> kv_contents() override {
+    return guarded<KvContents>([&] {
+      KvContents contents;
+      if (!pybind11::hasattr(object_, "kv_contents")) return contents;
+      DictReader in(object_.attr("kv_contents")(), "kv_contents");
+      pybind11::list objects;
+      in.read("blocks", contents.blocks);
+      in.read("steps", contents.steps);
+      in.read("objects", objects);
+      in.finish();
+      std::vector<KvBlock> blocks(contents.blocks.size());
+      for (size_t i = 0; i < blocks.size(); ++i) blocks[i].id = contents.blocks[i];
+      stamps_.give(objects, blocks);
+      for (const KvBlock& block : blocks) contents.stamps.push_back(block.stamp);
+      return contents;
+    });
+  }
+  Result<std::vector<int32_t>> host_slots(const std::vector<int32_t>& blocks, bool keep) override {
+    return guarded<std::vector<int32_t>>([&]() -> std::vector<int32_t> {
+      if (!pybind11::hasattr(object_, "host_slots")) return {};
+      return object_.attr("host_slots")(blocks, keep).cast<std::vector<int32_t>>();
+    });
+  }
+  Status release_host_slots() override {
+    return guarded<void>([&] {
+      if (pybind11::hasattr(object_, "release_host_slots")) object_.attr("release_host_slots")();
+    });
+  }
+  Result<Fingerprint> fingerprint() override {
+    return guarded<Fingerprint>([&] { return fingerprint_from(object_.attr("fingerprint")()); });
+  }
+  Status drop_requests(const std::string& mode) override { return call<void>("drop_requests", mode); }
+  Status drop_prefix(const std::vector<int32_t>& blocks) override { return call<void>("drop_prefix", blocks); }
+  Status retire_prefix() override { return call<void>("retire_prefix"); }
+  Status release_derived() override { return call<void>("release_derived"); }
+  Status rebuild_derived() override { return call<void>("rebuild_derived"); }
+  Status reconnect(const std::vector<WorkerSnapshot>& workers) override {
+    return guarded<void>([&] { object_.attr("reconnect")(to_python(workers)); });
+  }
+  Result<std::vector<FailedRequest>> restore(const EngineCheckpoint& checkpoint) override {
+    return guarded<std::vector<FailedRequest>>([&] {
+      std::vector<FailedRequest> failed;
+      for (const pybind11::handle item : pybind11::list(object_.attr("restore")(to_python(checkpoint)))) {
+        failed.push_back({item["id"].cast<std::string>(), item["error"].cast<std::string>()});
+      }
+      return failed;
+    });
+  }
+  Status forget_restored() override { return call<void>("forget_restored"); }
+  HoldsBack holds_back() override {
+    const Result<bool> can =
+        guarded<bool>([&] { return pybind11::hasattr(object_, "holds_back") && object_.attr("holds_back")().cast<bool>(); });
+    return can && *can ? HoldsBack::kCached : HoldsBack::kNothing;
+  }
+  Status hold_blocks(const std::vector<int32_t>& blocks) override { return call<void>("hold_blocks", blocks); }
+  Result<std::vector<std::string>> release_blocks(const ArrivedBlocks& blocks) override {
+    return call<std::vector<std::string>>("release_blocks", blocks.arrived, blocks.lost, blocks.forgone,
+                                          blocks.unproven);
+  }
+  Result<std::vector<Bytes>> call_ranks(const Bytes& order) override {
+    return guarded<std::vector<Bytes>>([&] {
+      std::vector<Bytes> replies;
+      for (const pybind11::handle reply : pybind11::list(object_.attr("call_ranks")(to_python(order))))
+        replies.push_back(bytes_from(reply, "the reply of a rank"));
+      return replies;
+    });
+  }
+
+ private:
+  // Whatever Python raises, KeyboardInterrupt too, is an error of the hook: the controller then undoes what it did.
+  template <class T, class Function>
+  Result<T> guarded(const Function& function) {
+    return catching([&]() -> Result<T> {
+      if (interpreter_ends()) {
+        return Error{.code = Code::kUnavailable,
+                     .what = "Python's interpreter is ending",
+                     .next_step = "wake the last checkpoint in a new process",
+                     .origin = Origin::kEngine};
+      }
+      const pybind11::gil_scoped_acquire lock;
+      try {
+        if constexpr (std::is_void_v<T>) {
+          function();
+          return {};
+        } else {
+          return function();
+        }
+      } catch (pybind11::error_already_set& raised) {
+        return error_from(raised);
+      } catch (const std::bad_alloc&) {
+        throw;
+      } catch (const std::exception& problem) {  // a value of another type than promised
+        return Error{.code = Code::kInternal,
+                     .what = fmt::format("the engine's adapter: {}", problem.what()),
+                     .origin = Origin::kEngine};
+      }
+    });
+  }
+  // Then a thread that asks for the interpreter's lock would be ended where it stands.
+  static bool interpreter_ends() {
+#if PY_VERSION_HEX >= 0x030D0000
+    return Py_IsFinalizing() != 0;
+#else
+    return _Py_IsFinalizing() != 0;
+#endif
+  }
+  template <class T, class... Arguments>
+  Result<T> call(const char* method, const Arguments&... arguments) {
+    return guarded<T>([&] {
+      const pybind11::object result = object_.attr(method)(arguments...);
+      if constexpr (!std::is_void_v<T>) return result.template cast<T>();
+    });
+  }
+
+  pybind11::object object_;
+  ObjectStamps stamps_;
+};
+
+}  // namespace torpor

@@ -1,0 +1,201 @@
+"""An early wake: cached KV blocks come back while the engine runs, and no token is another one for it.
+
+What comes late moves here only when somebody waits for it, a block at a time.
+"""
+
+import pytest
+from conftest import InProcess
+from inspector import look
+from requests_of_tests import SHARED, add_requests, run
+from test_failures import flip
+from vllm import SamplingParams
+
+from torpor import _core, errors
+
+
+def _params(**options) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": 24, "ignore_eos": True, "temperature": 0} | options))
+
+
+OLD = "foo bar " * 100
+REQUESTS = {
+    "old": (OLD, _params(max_tokens=2)),  # it has ended when the engine falls asleep, and so has the next one
+    "shared": (SHARED, _params(max_tokens=2)),
+    "greedy": ("The capital of France is", _params()),
+    "seeded": ("Once upon a time", _params(temperature=1.0, seed=7)),
+    "unseeded": ("My name is", _params(temperature=1.0)),
+    "hit": (OLD + "and more", _params(temperature=1.0)),  # after the wake, as is the next one
+    "filler": ("and all is new " * 60, _params(max_tokens=30)),
+}
+RUNNING = ("greedy", "seeded", "unseeded")
+
+
+@pytest.fixture(scope="module")
+def early(tiny_model, tmp_path_factory) -> InProcess:
+    stock = _core.RankMemory
+    options = {"late_thread": False, "late_job_bytes": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_core, "RankMemory", lambda given: stock(given | options))
+        return InProcess(
+            tiny_model,
+            tmp_path_factory.mktemp("early"),
+            torpor={"retain_kv_bytes": 1 << 30, "incremental": True},
+            requests=REQUESTS,
+            num_gpu_blocks_override=48,
+            max_model_len=768,
+        )
+
+
+class Run:
+    """The requests of RUNNING after four steps, with what older ones left in the prefix cache."""
+
+    def __init__(self, one: InProcess):
+        self.one, self.llm, self.engine = one, one.llm, one.engine
+        one.begin(0, ["old", "shared"])
+        run(one.engine)
+        add_requests(one.engine, RUNNING, requests=REQUESTS)
+        self.answers = run(one.engine, 4)
+
+    def add(self, *names: str) -> None:
+        add_requests(self.engine, names, requests=REQUESTS)
+
+    def step(self, count: int | None = None) -> dict:
+        self.answers |= run(self.engine, count)
+        return self.answers
+
+    def late(self, wait: str = "none") -> dict:
+        return self.llm.torpor("continue_wake", {"wait": wait})
+
+    def sleep_and_wake(self, to: str = "host") -> int:
+        slept = self.llm.sleep(level=1, preserve_state=True, to=to)
+        assert slept.changed
+        woken = self.llm.wake_up(early=True)
+        assert woken and woken.late_blocks > 15 and woken.late_bytes > 0
+        assert self.late()["left"] == woken.late_blocks  # nothing comes by itself
+        return woken.late_blocks
+
+
+def expected_of(one: InProcess, *added: str) -> dict:
+    known = one.__dict__.setdefault("of_early", {})
+    if added not in known:
+        plain = Run(one)
+        plain.step(2)
+        plain.add(*added)
+        known[added] = plain.step()
+    return known[added]
+
+
+@pytest.mark.rig
+@pytest.mark.parametrize("to", ["host", "disk"])
+def test_the_engine_runs_and_a_prefix_that_is_late_is_waited_for(early, to):
+    expected = expected_of(early, "hit")
+    now = Run(early)
+    blocks = now.sleep_and_wake(to)
+    now.step(2)
+    assert now.late()["left"] == blocks  # running requests needed none of them
+    now.add("hit")
+    now.step(1)
+    told = now.late()
+    assert 10 < told["arrived"] < blocks and told["left"] == blocks - told["arrived"]
+    assert now.step() == expected
+    told = now.late("all")
+    assert told == {"arrived": blocks, "lost": 0, "forgone": 0, "left": 0, "recomputed": []}
+    assert early.core.scheduler.kv_cache_manager.block_pool.torpor_late is None
+
+
+def test_a_late_block_that_is_given_out_is_written_by_nobody_any_more(early):
+    expected = expected_of(early, "filler")
+    now = Run(early)
+    blocks = now.sleep_and_wake()
+    now.step(2)
+    now.add("filler")
+    now.step(8)
+    told = now.late("all")  # while it runs: what came now into its blocks would be seen
+    assert told["forgone"] > 0 and told["forgone"] + told["arrived"] == blocks
+    assert now.step() == expected
+
+
+def test_who_wanted_a_late_block_that_is_damaged_is_computed_and_named(early):
+    expected = expected_of(early, "hit")
+    now = Run(early)
+    slept = now.llm.sleep(level=1, preserve_state=True, to="disk")
+    cached = [block for block in look("blocks", slept.checkpoint)["blocks"] if not block["requests"]]
+    for block in cached:
+        flip(early.directory / slept.checkpoint / block["saved"][0]["file"], block["saved"][0]["offset"] + 7)
+    assert now.llm.wake_up(early=True).late_blocks == len(cached) > 15
+    now.step(2)
+    now.add("hit")
+    answers = now.step()
+    assert {name: answers[name] for name in RUNNING[:2]} == {name: expected[name] for name in RUNNING[:2]}
+    assert answers["hit"][0]
+    told = now.late("all")
+    assert told["lost"] == len(cached) and told["left"] == told["arrived"] == 0
+    assert [name.split("-")[0] for name in told["recomputed"]] == ["hit"]
+    assert early.finish(early.begin(0, RUNNING)).keys() == set(RUNNING)  # it serves on
+
+
+@pytest.mark.parametrize("to", ["host", "disk"])
+def test_a_second_sleep_and_a_checkpoint_wait_for_what_is_late(early, to):
+    expected = expected_of(early, "hit")
+    now = Run(early)
+    now.sleep_and_wake()
+    now.step(1)
+    assert now.llm.checkpoint().checkpoint
+    assert now.late()["left"] == 0
+    now.sleep_and_wake(to)
+    now.sleep_and_wake(to)
+    now.step(1)
+    now.add("hit")
+    assert now.step() == expected
+
+
+def test_requests_end_and_the_prefix_cache_is_reset_in_the_middle(early):
+    expected = expected_of(early, "hit")
+    now = Run(early)
+    now.sleep_and_wake()
+    now.step(1)
+    now.engine.abort_request(list(RUNNING))
+    run(now.engine)
+    assert now.llm.reset_prefix_cache()
+    now.add("filler", "hit")
+    answers = now.step()
+    told = now.late("all")
+    assert told["left"] == 0 and told["lost"] == 0 and told["recomputed"] == []
+    assert answers["filler"][0] and answers["hit"][0]
+    after = Run(early)
+    after.step(2)
+    after.add("hit")
+    assert after.step() == expected
+
+
+def test_what_is_not_early_brings_all_back_or_is_refused(early, tmp_path):
+    expected = expected_of(early, "hit")
+    now = Run(early)
+    with pytest.raises(errors.InvalidArgument, match="early with from_checkpoint"):
+        now.llm.wake_up(from_checkpoint=tmp_path, early=True)
+    now.llm.sleep(level=1, preserve_state=True)
+    now.llm.wake_up(["weights"], early=True)
+    assert now.llm.wake_up(["kv_cache"], early=True).late_blocks > 0  # the last tag: all others are there
+    now.late("all")
+    now.llm.sleep(level=1, preserve_state=True)
+    assert now.llm.wake_up(kv="keep", early=True).late_blocks == 0
+    now.step(2)
+    now.add("hit")
+    assert now.step()["greedy"] == expected["greedy"]
+
+
+def test_a_copy_that_is_not_proven_over_takes_its_block_for_ever(early, monkeypatch):
+    scheduler = early.core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    now = Run(early)
+    now.sleep_and_wake()
+    free, block = pool.get_num_free_blocks(), max(pool.torpor_late._late)
+    pool.torpor_late.release([], [], [], [block])
+    assert pool.get_num_free_blocks() == free - 1 and pool.blocks[block].block_hash is None
+    with pytest.raises(errors.Unsupported, match="1 KV blocks whose copies were never proven over"):
+        now.llm.sleep(level=1, preserve_state=True)
+    now.late("all")
+    pool.blocks[block].ref_cnt = 0  # the engine is others' too
+    pool.free_block_queue.append_n([pool.blocks[block]])
+    monkeypatch.setattr(scheduler, "torpor_unproven", 0)
+    now.step()
