@@ -25,7 +25,7 @@ REQUESTS = {
     "seeded": ("Once upon a time", _params(temperature=1.0, seed=7)),
     "unseeded": ("My name is", _params(temperature=1.0)),
     "hit": (OLD + "and more", _params(temperature=1.0)),  # after the wake, as is the next one
-    "filler": ("and all is new " * 60, _params(max_tokens=30)),
+    "filler": ("and all is new " * 150, _params(max_tokens=30)),
 }
 RUNNING = ("greedy", "seeded", "unseeded")
 
@@ -41,7 +41,7 @@ def early(tiny_model, tmp_path_factory) -> InProcess:
             tmp_path_factory.mktemp("early"),
             torpor={"retain_kv_bytes": 1 << 30, "incremental": True},
             requests=REQUESTS,
-            num_gpu_blocks_override=48,
+            num_gpu_blocks_override=32,
             max_model_len=768,
         )
 
