@@ -161,6 +161,8 @@ TEST(LateBlocks, AreThoseWithAHashThatTheFirstRequestsDoNotHave) {
   EXPECT_EQ(late_blocks(kv, requests, blocks, 5), (Ids{6, 7, 9}));  // two that share a block
   EXPECT_EQ(late_blocks(kv, requests, blocks, 100), Ids{9});
   EXPECT_EQ(late_blocks(kv, {}, blocks, 100), (Ids{1, 2, 4, 6, 7, 9}));
+  for (KvBlock& block : kv.blocks) block.ref_count = block.id == 9 || block.id == 3 ? 0 : 1;
+  EXPECT_EQ(cached_blocks(kv, blocks), Ids{9});
 }
 
 }  // namespace

@@ -205,6 +205,8 @@ class SleepController:
     def checkpoint(self, outputs: object, data_parallel: tuple[int, int] = (0, 1)) -> dict:
         """A checkpoint of an engine that serves on; `outputs` is the front end's part."""
     def continue_checkpoint(self) -> str: ...
+    def continue_wake(self, wait: str = 'none', wanted: Sequence[int] = [], forgone: Sequence[int] = []) -> dict:
+        """After an early wake, between two steps: which blocks have arrived. They are released to the engine."""
     def end_checkpoint(self) -> dict: ...
     def end_hold(self, keep: bool) -> None:
         """After wake_up with hold: lets the engine run, or throws away what was restored."""
