@@ -23,7 +23,8 @@ class PythonHooks final : public EngineHooks {
   Result<SchedulerCheckpoint> capture() override {
     return guarded<SchedulerCheckpoint>([&] {
       const pybind11::dict captured = pybind11::dict(object_.attr("capture")()).attr("copy")();
-      const pybind11::object stamps = captured.attr("pop")("stamps", pybind11::none());  // an engine without them has none
+      const pybind11::object stamps =
+          captured.attr("pop")("stamps", pybind11::none());  // an engine without them has none
       SchedulerCheckpoint state = scheduler_checkpoint_from(captured);
       if (!stamps.is_none()) {
         DictReader in(stamps, "capture.stamps");
@@ -86,8 +87,8 @@ class PythonHooks final : public EngineHooks {
   }
   Status forget_restored() override { return call<void>("forget_restored"); }
   HoldsBack holds_back() override {
-    const Result<bool> can =
-        guarded<bool>([&] { return pybind11::hasattr(object_, "holds_back") && object_.attr("holds_back")().cast<bool>(); });
+    const Result<bool> can = guarded<bool>(
+        [&] { return pybind11::hasattr(object_, "holds_back") && object_.attr("holds_back")().cast<bool>(); });
     return can && *can ? HoldsBack::kCached : HoldsBack::kNothing;
   }
   Status hold_blocks(const std::vector<int32_t>& blocks) override { return call<void>("hold_blocks", blocks); }

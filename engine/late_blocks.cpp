@@ -125,8 +125,7 @@ void LateBlocks::end(const Begun& begun) noexcept {
 
 void LateBlocks::lost(size_t part, const Error& why) noexcept {
   const MutexLock lock(mutex_);
-  for (size_t i = 0; i < parts_[part].chunks.size(); ++i)
-    end_chunk({.part = part, .chunk = i}, BlockArrival::kLost);
+  for (size_t i = 0; i < parts_[part].chunks.size(); ++i) end_chunk({.part = part, .chunk = i}, BlockArrival::kLost);
   if (why_.empty()) {
     (void)catching([&]() TORPOR_REQUIRES(mutex_) -> Status {
       why_ = why.to_string();

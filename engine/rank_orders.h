@@ -195,7 +195,7 @@ struct Arrivals {
   };
   std::vector<uint64_t> seen;  // of each rank: so many were told
   LateWait wait = LateWait::kNone;
-  bool cancel = false;  // what has not begun is lost
+  bool cancel = false;             // what has not begun is lost
   std::vector<int32_t> wanted{};   // they come next
   std::vector<int32_t> forgone{};  // nobody wants them any more
 };

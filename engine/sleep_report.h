@@ -75,7 +75,7 @@ struct LateWishes {
 
 struct WakeProgress {  // of blocks that come behind the engine, since the last call
   int64_t arrived = 0;
-  int64_t lost = 0;                     // damaged, or they could not be read
+  int64_t lost = 0;  // damaged, or they could not be read
   int64_t forgone = 0;
   int64_t left = 0;                     // still to come
   std::vector<std::string> recomputed;  // requests that are computed again, for they had a lost one

@@ -437,12 +437,13 @@ TEST_P(EarlyWake, WhatIsWantedComesNextAndWhatIsForgoneNotAtAll) {
     (void)sleep(engine), wake_early(engine);
     orders::Arrivals order{.seen = {0, 0}, .wait = LateWait::kAll};
     if (!learns) order.wait = LateWait::kSome, order.wanted = {ids.back()};
-    for (const LateArrival& each : value_of(call_rank(engine.engine->memory(), order)).arrivals)
-      learns ? ids.push_back(each.block) : EXPECT_EQ(each.block, ids.back());
+    for (const LateArrival& each : value_of(call_rank(engine.engine->memory(), order)).arrivals) {
+      if (!learns) EXPECT_EQ(each.block, ids.back());
+      if (learns) ids.push_back(each.block);
+    }
     if (learns) continue;
     const WakeProgress rest = value_of(engine.controller->continue_wake(LateWait::kNone, {.forgone = ids}));
     EXPECT_EQ(rest.forgone, static_cast<int64_t>(ids.size()) - (GetParam().ranks == 1 ? 1 : 0));
-    EXPECT_EQ(rest.left + rest.lost, 0);
   }
 }
 

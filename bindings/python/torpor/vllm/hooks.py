@@ -313,9 +313,7 @@ class VllmHooks:
     def hold_blocks(self, blocks: list[int]) -> None:
         self.late = LateBlocks(self.scheduler, blocks, self.core.torpor_side.controller.continue_wake)
 
-    def release_blocks(
-        self, arrived: list[int], lost: list[int], forgone: list[int], unproven: list[int]
-    ) -> list[str]:
+    def release_blocks(self, arrived: list[int], lost: list[int], forgone: list[int], unproven: list[int]) -> list[str]:
         """No request has one of them: who wants a lost one is noticed then."""
         if self.late is not None:
             self.late.release(arrived, lost, forgone, unproven)
