@@ -433,8 +433,7 @@ TEST_P(EarlyWake, WhatIsWantedComesNextAndWhatIsForgoneNotAtAll) {
   std::vector<int32_t> ids;  // in their order
   for (const bool learns : {true, false}) {
     Engine engine = make();
-    begin(engine);
-    (void)sleep(engine), wake_early(engine);
+    begin(engine), (void)sleep(engine), wake_early(engine);
     orders::Arrivals order{.seen = {0, 0}, .wait = LateWait::kAll};
     if (!learns) order.wait = LateWait::kSome, order.wanted = {ids.back()};
     for (const LateArrival& each : value_of(call_rank(engine.engine->memory(), order)).arrivals) {
