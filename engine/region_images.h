@@ -178,8 +178,8 @@ class RegionImages {
                         const std::vector<BlockContent>& contents) const;
   Status look_up_tag(Storing& storing, const BaseRecord& in_base, const std::string& tag, bool as_proven) const;
   Result<WriteBehind*> behind_of(const orders::Save& save);
-  Status look_behind(Storing& storing, const orders::Save& save, const std::vector<BlockContent>& contents,
-                     WriteBehind& behind) const;
+  Result<Storing> look_behind(const orders::Save& save, const std::vector<BlockContent>& contents,
+                              WriteBehind& behind) const;
   Status carry(Storing& storing, const BaseRecord& in_base, const orders::Save& order) const;
   Status write(Storing& storing, std::span<const size_t> places, RankWriter& writer);
   static Status check_same(const Checkpoint& checkpoint, uint64_t generation, const SealId& id);

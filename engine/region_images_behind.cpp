@@ -7,6 +7,15 @@
 #include "engine/write_behind.h"
 
 namespace torpor {
+namespace {
+
+uint64_t bytes_of(std::span<const ChunkPlan> plans) {
+  uint64_t sum = 0;
+  for (const ChunkPlan& plan : plans) sum += plan.bytes();
+  return sum;
+}
+
+}  // namespace
 
 Result<orders::OpenBehind::Reply> RegionImages::open_behind(const orders::OpenBehind& order) {
   behind_.reset();
@@ -39,8 +48,9 @@ Result<WriteBehind*> RegionImages::behind_of(const orders::Save& save) {
 }
 
 // All that the checkpoint has of this rank, but for the bytes of those that `missing` names.
-Status RegionImages::look_behind(Storing& storing, const orders::Save& save, const std::vector<BlockContent>& contents,
-                                 WriteBehind& behind) const {
+Result<RegionImages::Storing> RegionImages::look_behind(const orders::Save& save,
+                                                        const std::vector<BlockContent>& contents,
+                                                        WriteBehind& behind) const {
   if (save.tags.empty() || save.tags.front() != kv_tag_ || has_tag(save.tags, kWeightsTag)) {
     return Error{.code = Code::kInvalidArgument,
                  .what = "while an engine serves its KV cache is saved first, and no weights",
@@ -48,6 +58,7 @@ Status RegionImages::look_behind(Storing& storing, const orders::Save& save, con
   }
   RankWriter& writer = behind.writer();
   const BaseRecord in_base = [&](const ChunkKey& key) { return writer.base_record(key); };
+  Storing storing;
   TORPOR_TRY(look_up(storing, in_base, save, contents));
   const size_t own = storing.plans.size();
   std::erase_if(storing.missing, [&](size_t place) {
@@ -66,24 +77,21 @@ Status RegionImages::look_behind(Storing& storing, const orders::Save& save, con
     std::erase_if(sparse, [own](size_t place) { return place >= own; });
   }
   storing.missing.insert(storing.missing.end(), sparse.begin(), sparse.end());
-  return ok();
+  return storing;
 }
 
 Result<orders::CopyAhead::Reply> RegionImages::copy_ahead(const orders::CopyAhead& order) {
   const orders::Save& save = order.save;
   TORPOR_ASSIGN(WriteBehind* const behind, behind_of(save));
   TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(save.blocks, save.stamps, save.steps));
-  Storing storing;
-  TORPOR_TRY(look_behind(storing, save, contents, *behind));
-  orders::CopyAhead::Reply reply;
-  std::vector<ChunkPlan> plans;
+  TORPOR_ASSIGN(Storing storing, look_behind(save, contents, *behind));
+  std::erase_if(storing.missing, [&](size_t place) {
+    return place >= contents.size() || contents[place].stamp == 0;  // the engine writes into it
+  });
   std::vector<BlockContent> of_plans;
-  for (const size_t place : storing.missing) {
-    if (place >= contents.size() || contents[place].stamp == 0) continue;  // the engine writes into it
-    reply.bytes += storing.plans[place].bytes();
-    plans.push_back(std::move(storing.plans[place]));
-    of_plans.push_back(contents[place]);
-  }
+  for (const size_t place : storing.missing) of_plans.push_back(contents[place]);
+  std::vector<ChunkPlan> plans = storing.plans_at(storing.missing);
+  const orders::CopyAhead::Reply reply{.bytes = bytes_of(plans)};
   TORPOR_TRY(behind->copy_ahead(std::move(plans), std::move(of_plans)));
   return reply;
 }
@@ -92,16 +100,11 @@ Result<orders::SaveBehind::Reply> RegionImages::save_behind(const orders::SaveBe
   const orders::Save& save = order.save;
   TORPOR_ASSIGN(WriteBehind* const behind, behind_of(save));
   TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(save.blocks, save.stamps, save.steps));
-  Storing storing;
-  TORPOR_TRY(look_behind(storing, save, contents, *behind));
-  orders::SaveBehind::Reply reply;
-  std::vector<ChunkPlan> plans;
+  TORPOR_ASSIGN(Storing storing, look_behind(save, contents, *behind));
+  std::vector<ChunkPlan> plans = storing.plans_at(storing.missing);
+  const orders::SaveBehind::Reply reply{.bytes = bytes_of(plans)};
   std::vector<bool> copied(storing.plans.size());
-  for (const size_t place : storing.missing) {
-    reply.bytes += storing.plans[place].bytes();
-    plans.push_back(storing.plans[place]);
-    copied[place] = true;
-  }
+  for (const size_t place : storing.missing) copied[place] = true;
   orders::Save::Reply saved;
   for (size_t i = 0; i < storing.plans.size(); ++i) {
     const bool linked = !copied[i] && storing.records[i].file != 0;

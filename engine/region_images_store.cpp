@@ -128,9 +128,7 @@ Status RegionImages::carry(Storing& storing, const BaseRecord& in_base, const or
 // Copies them from memory; what the base has with an equal digest is linked then.
 Status RegionImages::write(Storing& storing, std::span<const size_t> places, RankWriter& writer) {
   if (places.empty()) return ok();
-  std::vector<ChunkPlan> plans;
-  for (const size_t place : places) plans.push_back(storing.plans[place]);
-  TORPOR_ASSIGN(std::vector<SavedChunk> saved, parts_.transfers.save(plans, writer));
+  TORPOR_ASSIGN(std::vector<SavedChunk> saved, parts_.transfers.save(storing.plans_at(places), writer));
   for (size_t i = 0; i < places.size(); ++i) storing.records[places[i]] = std::move(saved[i]);
   return ok();
 }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <span>
 #include <vector>
 
 #include "engine/region_images.h"
@@ -18,6 +19,12 @@ struct RegionImages::Storing {
   void add(std::vector<ChunkPlan> more) {
     std::move(more.begin(), more.end(), std::back_inserter(plans));
     records.resize(plans.size());
+  }
+  std::vector<ChunkPlan> plans_at(std::span<const size_t> places) const {
+    std::vector<ChunkPlan> found;
+    found.reserve(places.size());
+    for (const size_t place : places) found.push_back(plans[place]);
+    return found;
   }
   void shrink(size_t size) {
     plans.erase(plans.begin() + static_cast<std::ptrdiff_t>(size), plans.end());
