@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstdio>
 
 #include <dirent.h>
@@ -33,6 +34,21 @@ Status check_component(std::string_view name) {
   }
   return ok();
 }
+
+// A component with its end, without memory of its own: a call that cannot be made for want of it is never half made.
+class Terminated {
+ public:
+  explicit Terminated(std::string_view component) {
+    if (component.size() < sizeof text_) component.copy(text_, component.size());
+    fits_ = component.size() < sizeof text_;
+  }
+  const char* text() const { return text_; }
+  bool fits() const { return fits_; }
+
+ private:
+  char text_[NAME_MAX + 1] = {};
+  bool fits_ = false;
+};
 
 // What others could have put there, or could exchange meanwhile, is not believed.
 Status check_owned(const struct stat& info, const std::string& full) {
@@ -120,10 +136,11 @@ class LinuxDirectory final : public Directory {
   Status rename_new(std::string_view from, std::string_view to) override {
     TORPOR_TRY(check_component(from));
     TORPOR_TRY(check_component(to));
-    if (::renameat2(fd_.get(), std::string(from).c_str(), fd_.get(), std::string(to).c_str(), RENAME_NOREPLACE) != 0) {
-      return system_error(errno, fmt::format("cannot rename {} to {}", join(from), to));
-    }
-    return ok();
+    const Terminated old_name(from);
+    const Terminated new_name(to);
+    const bool fit = old_name.fits() && new_name.fits();
+    if (fit && ::renameat2(fd_.get(), old_name.text(), fd_.get(), new_name.text(), RENAME_NOREPLACE) == 0) return ok();
+    return system_error(fit ? errno : ENAMETOOLONG, fmt::format("cannot rename {} to {}", join(from), to));
   }
 
   Status link_new(std::string_view name, Directory& into, std::string_view to) override {

@@ -165,9 +165,12 @@ void PendingCheckpoint::retire_older() noexcept {
 Status PendingCheckpoint::withdraw() {
   if (!impl_->visible) return ok();
   return catching([this]() -> Status {
-    const Status removed = remove_generation(*impl_->store, impl_->manifest.generation);
-    if (removed || removed.error().code != Code::kNotFound) return removed;
-    return impl_->store->sync();  // it is out of sight; is that durable?
+    const Result<std::string> hidden = hide_generation(*impl_->store, impl_->manifest.generation);
+    if (!hidden && hidden.error().code != Code::kNotFound) return hidden.error();
+    if (!hidden) TORPOR_TRY(impl_->store->sync());  // it is out of sight; is that durable?
+    impl_->visible = false;
+    if (hidden) (void)catching([&] { return impl_->store->remove_tree(*hidden); });  // else the next writer does it
+    return ok();
   });
 }
 

@@ -39,11 +39,16 @@ Result<std::vector<CheckpointInfo>> infos_in(const Directory& store, const Key* 
 }
 
 Status remove_generation(Directory& store, uint64_t generation) {
+  TORPOR_ASSIGN(const std::string doomed, hide_generation(store, generation));
+  return store.remove_tree(doomed);
+}
+
+Result<std::string> hide_generation(Directory& store, uint64_t generation) {
   const std::string name = generation_name(generation);
-  const std::string doomed = fmt::format("{}{}", kTrashPrefix, name);
+  std::string doomed = fmt::format("{}{}", kTrashPrefix, name);
   TORPOR_TRY(store.rename_new(name, doomed));
   TORPOR_TRY(store.sync());
-  return store.remove_tree(doomed);
+  return doomed;
 }
 
 Result<std::vector<std::string>> leftovers_in(const Directory& store) {

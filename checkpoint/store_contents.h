@@ -16,6 +16,7 @@ enum class Trust : uint8_t { kThisKey, kAnySeal };
 Result<std::vector<CheckpointInfo>> infos_in(const Directory& store, const Key* key, Trust trust);  // oldest first
 // Away from its name first, durably, so that a half-removed checkpoint is never seen as one.
 Status remove_generation(Directory& store, uint64_t generation);
+Result<std::string> hide_generation(Directory& store, uint64_t generation);  // only that; what its leftovers are called
 // What a killed writer left.
 Result<std::vector<std::string>> leftovers_in(const Directory& store);
 Status remove_leftovers(Directory& store);

@@ -241,6 +241,10 @@ Result<orders::Attach::Reply> RankMemory::carry_out(const orders::Attach& order)
 }
 
 Result<orders::Restore::Reply> RankMemory::carry_out(const orders::Restore& order) {
+  const std::map<std::string, RegionState> states = allocator_->states();
+  const auto kv = states.find(kKvCacheTag);
+  // Then they are of a wake that was undone, and this rank was not told.
+  if (kv != states.end() && kv->second != RegionState::kAttached) images_->cancel_late();
   TORPOR_TRY(images_->nothing_late());
   const Watched watched(*transfers_, order.progress);
   return images_->restore(order);

@@ -94,6 +94,15 @@ Status SleepController::may_begin() const {
   return ok();
 }
 
+Status SleepController::can_preserve(std::string_view otherwise) {
+  TORPOR_ASSIGN(const std::vector<std::string> unsupported, hooks_.unsupported());
+  if (unsupported.empty()) return ok();
+  return Error{
+      .code = Code::kUnsupported,
+      .what = fmt::format("the state of this engine cannot be preserved yet: {}", fmt::join(unsupported, "; ")),
+      .next_step = std::string(otherwise)};
+}
+
 Status SleepController::check(const SleepOptions& options) const {
   const auto invalid = [](std::string what, std::string next) {
     return Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = std::move(next)};

@@ -56,10 +56,10 @@ class SleepController final : private Operation::Owner {
   // engine stands still meanwhile; the report's seconds say how long.
   Result<SleepReport> checkpoint(const Value& outputs, DataParallel data_parallel = {});
   // The same while the engine serves, which stands still for the state and the last blocks alone:
-  //   begin_checkpoint()     the checkpoint is opened, in the background
-  //   continue_checkpoint()  says how far it is, and takes the next step; asked until it is ready, and until it has
-  //   ended take_checkpoint()      of one that is ready: the engine stands still, and goes on. Later tokens are not in
-  //   it end_checkpoint()       of one that has ended: the report, or why there is none. Waits for one that was taken
+  //   begin_checkpoint()     opens the checkpoint, in the background
+  //   continue_checkpoint()  how far it is; takes the next step. Called until it is ready, and until it has ended
+  //   take_checkpoint()      of one that is ready: the engine stands still, and goes on
+  //   end_checkpoint()       of one that has ended: the report, or why there is none. Waits for one that was taken
   // Committed, or never there: an error leaves the checkpoints and the engine as they were. A sleep, a wake and another
   // checkpoint give up one that was not taken, and wait for one that was.
   Status begin_checkpoint();
@@ -127,7 +127,7 @@ class SleepController final : private Operation::Owner {
   Result<bool> ranks_have_ended(bool wait) TORPOR_REQUIRES(operation_mutex_);
   Status take_now(const Value& outputs) TORPOR_REQUIRES(operation_mutex_);
   Status stand_still(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
-  void fail_behind(Error error) noexcept TORPOR_REQUIRES(operation_mutex_);
+  Error fail_behind(Error error) noexcept TORPOR_REQUIRES(operation_mutex_);
   void settle_behind(std::string_view why) noexcept TORPOR_REQUIRES(operation_mutex_);
 
   // wake_up() (sleep_controller_wake.cpp).
@@ -160,6 +160,8 @@ class SleepController final : private Operation::Owner {
   Status hold_late(const std::vector<int32_t>& blocks, size_t ranks, Operation& operation)
       TORPOR_REQUIRES(operation_mutex_);
   Result<WakeProgress> take_late(LateWait wait, const LateWishes& wishes = {}) TORPOR_REQUIRES(operation_mutex_);
+  Result<bool> take_arrivals(LateWait wait, const LateWishes& wishes, WakeProgress& progress)
+      TORPOR_REQUIRES(operation_mutex_);
   Status wait_for_late() TORPOR_REQUIRES(operation_mutex_);
   Status all_arrived(size_t ranks, Operation& operation) TORPOR_REQUIRES(operation_mutex_);
   Status forget_late();
@@ -173,6 +175,8 @@ class SleepController final : private Operation::Owner {
   std::string directory_of(const DataParallel& place) const;
   Result<std::vector<std::string>> select_tags(const std::vector<std::string>& wanted, const RankLedger& ledger) const;
   Status may_begin() const TORPOR_REQUIRES(operation_mutex_);
+  Status may_checkpoint(const SleepOptions& options) TORPOR_REQUIRES(operation_mutex_);
+  Status can_preserve(std::string_view otherwise);  // kUnsupported, with what to do otherwise, if its state cannot be
   Result<std::unique_ptr<CheckpointManager>> manager(const std::string& directory) const;
   void set_state(State state) noexcept;
   void set_state_locked(State state) noexcept TORPOR_REQUIRES(state_mutex_);

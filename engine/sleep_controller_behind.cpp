@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include "base/background.h"
 #include "base/log.h"
@@ -74,24 +73,13 @@ Status SleepController::begin_checkpoint() {
 }
 
 Status SleepController::begin_checkpoint_now() {
-  TORPOR_TRY(may_begin());
-  if (is_sleeping())
-    return Error{.code = Code::kFailedPrecondition,
-                 .what = "the engine is asleep",
-                 .next_step = "wake it first, or let it sleep to disk"};
-  TORPOR_TRY(wait_for_late());
+  auto behind = std::make_unique<Behind>(options_.own_threads);
+  TORPOR_TRY(may_checkpoint(behind->options));
   if (behind_ != nullptr && behind_->at != Behind::At::kEnded)
     return Error{.code = Code::kUnavailable,
                  .what = "a checkpoint is being written",
                  .next_step = "wait for it to end, or cancel it"};
-  auto behind = std::make_unique<Behind>(options_.own_threads);
-  TORPOR_TRY(check(behind->options));
-  TORPOR_ASSIGN(const std::vector<std::string> unsupported, hooks_.unsupported());
-  if (!unsupported.empty())
-    return Error{
-        .code = Code::kUnsupported,
-        .what = fmt::format("the state of this engine cannot be preserved yet: {}", fmt::join(unsupported, "; ")),
-        .next_step = "serve without these features"};
+  TORPOR_TRY(can_preserve("serve without these features"));
   TORPOR_ASSIGN(behind->checkpoints, manager(options_.directory));
   Behind* const made = behind.get();
   TORPOR_TRY(made->work.begin([made]() -> Status {
@@ -235,8 +223,8 @@ Status SleepController::take_checkpoint(const Value& outputs) {
 }
 
 Status SleepController::take_now(const Value& outputs) {
-  TORPOR_TRY(may_begin());
   if (behind_ != nullptr && behind_->at == Behind::At::kEnded && behind_->error) return *behind_->error;
+  TORPOR_TRY(may_begin());
   if (behind_ == nullptr || behind_->at != Behind::At::kReady)
     return Error{.code = Code::kFailedPrecondition,
                  .what = "no checkpoint is ready to be taken",
@@ -246,17 +234,11 @@ Status SleepController::take_now(const Value& outputs) {
   FallingAsleep sleep(*this, "checkpoint", behind.options);
   set_state(State::kFallingAsleep);
   Status stood = catching([&]() TORPOR_REQUIRES(operation_mutex_) { return stand_still(sleep); });
-  if (!stood) {
-    Error error = undone(sleep, "checkpoint", std::move(stood).error());
-    fail_behind(error);
-    return error;
-  }
+  if (!stood) return fail_behind(undone(sleep, "checkpoint", std::move(stood).error()));
   sleep.operation.keep();
   if (Status resumed = hooks_.resume(); !resumed) {
     lose(resumed.error());
-    Error error = undone(sleep, "checkpoint", std::move(resumed).error());
-    fail_behind(error);
-    return error;
+    return fail_behind(undone(sleep, "checkpoint", std::move(resumed).error()));
   }
   set_state(State::kAwake);
   sleep.operation.fill(sleep.report);
@@ -264,11 +246,8 @@ Status SleepController::take_now(const Value& outputs) {
   behind.report.seconds += behind.stood_before;
   behind.captured = std::move(sleep.captured);
   behind.at = Behind::At::kTaken;
-  if (Status begun = behind.work.begin([&behind] { return behind.pending->write_state(behind.captured); }); !begun) {
-    fail_behind(begun.error());
-    return begun;
-  }
-  return ok();
+  Status begun = behind.work.begin([&behind] { return behind.pending->write_state(behind.captured); });
+  return begun ? ok() : Status(fail_behind(std::move(begun).error()));
 }
 
 Status SleepController::stand_still(FallingAsleep& sleep) {
@@ -300,7 +279,7 @@ Result<SleepReport> SleepController::end_checkpoint() {
                    .next_step = "begin one, continue it until it is ready, and take it"};
     while (behind_->at != At::kEnded) TORPOR_TRY(advance(/*wait=*/true));
     const std::unique_ptr<Behind> ended = std::move(behind_);
-    if (ended->error) return *ended->error;
+    if (ended->error) return std::move(*ended->error);  // a copy could fail, and would not say what has changed
     return std::move(ended->report);
   });
 }
@@ -316,8 +295,9 @@ void SleepController::cancel_checkpoint() noexcept {
   behind_.reset();
 }
 
-// It is over, and nothing of it is left: neither here nor on the ranks. Takes no memory that it needs.
-void SleepController::fail_behind(Error error) noexcept {
+// It is over, and nothing of it is left: neither here nor on the ranks. Takes no memory that it needs. Returns the
+// error, without words if there is no memory for them.
+Error SleepController::fail_behind(Error error) noexcept {
   Behind& behind = *behind_;
   const Status stopped = catching([&]() -> Status {
     TORPOR_TRY(ranks_.undo(orders::LookBehind{.stop = true}));
@@ -333,6 +313,12 @@ void SleepController::fail_behind(Error error) noexcept {
     if (behind.stays) behind.error->what += fmt::format("; its checkpoint is {}", behind.report.checkpoint);
     return ok();
   });
+  Error told{.code = behind.error->code, .state_changed = behind.error->state_changed};
+  (void)catching([&]() -> Status {
+    told = *behind.error;
+    return ok();
+  });
+  return told;
 }
 
 // Before another operation. Who asked for the checkpoint is told of its end when they ask.
@@ -346,7 +332,8 @@ void SleepController::settle_behind(std::string_view why) noexcept {
       error.what = fmt::format("the checkpoint was given up: {}", why);
       return ok();
     });
-    return fail_behind(std::move(error));
+    fail_behind(std::move(error));
+    return;
   }
   while (behind_->at != At::kEnded) {
     auto advanced = catching([&]() TORPOR_REQUIRES(operation_mutex_) { return advance(/*wait=*/true); });

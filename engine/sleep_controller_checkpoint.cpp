@@ -16,13 +16,7 @@ Result<SleepReport> SleepController::checkpoint_now(const Value& outputs, DataPa
                              .store_weights = false,
                              .outputs = outputs,
                              .data_parallel = data_parallel};
-  TORPOR_TRY(check(options));
-  TORPOR_TRY(may_begin());
-  if (is_sleeping())
-    return Error{.code = Code::kFailedPrecondition,
-                 .what = "the engine is asleep",
-                 .next_step = "wake it first, or let it sleep to disk"};
-  TORPOR_TRY(wait_for_late());
+  TORPOR_TRY(may_checkpoint(options));
   settle_behind("another one was asked for");
   const auto write = [&](FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_) {
     set_state(State::kFallingAsleep);
@@ -43,6 +37,17 @@ Result<SleepReport> SleepController::checkpoint_now(const Value& outputs, DataPa
   FallingAsleep sleep(*this, "checkpoint", options);
   if (Status written = write(sleep); !written) return undone(sleep, "checkpoint", std::move(written).error());
   return serve_on(sleep);
+}
+
+// Of an engine that serves; it waits for what still comes back of the last wake.
+Status SleepController::may_checkpoint(const SleepOptions& options) {
+  TORPOR_TRY(check(options));
+  TORPOR_TRY(may_begin());
+  if (is_sleeping())
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = "the engine is asleep",
+                 .next_step = "wake it first, or let it sleep to disk"};
+  return wait_for_late();
 }
 
 // The checkpoint is whole, and the engine goes on.

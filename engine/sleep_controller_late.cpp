@@ -31,67 +31,83 @@ Result<WakeProgress> SleepController::continue_wake(LateWait wait, const LateWis
   });
 }
 
-// What the ranks tell is taken only when the engine has it: a call that fails has changed nothing, and is repeated.
+// What the engine has already is told also where the rest fails: the next call says why.
 Result<WakeProgress> SleepController::take_late(LateWait wait, const LateWishes& wishes) {
   WakeProgress progress;
   while (late_) {
-    TORPOR_ASSIGN(const std::vector<orders::Arrivals::Reply> replies,
-                  ranks_.call(orders::Arrivals{
-                      .seen = late_->seen, .wait = wait, .wanted = wishes.wanted, .forgone = wishes.forgone}));
-    Late next = *late_;
-    ArrivedBlocks ended;
-    const auto end = [&](std::map<int32_t, LateBlock>::iterator block) {
-      (block->second.worst == BlockArrival::kArrived   ? ended.arrived
-       : block->second.worst == BlockArrival::kForgone ? ended.forgone
-       : block->second.worst == BlockArrival::kLost    ? ended.lost
-                                                       : ended.unproven)
-          .push_back(block->first);
-      return next.left.erase(block);
-    };
-    bool all_ended = true;
-    std::string why;
-    for (size_t rank = 0; rank < replies.size() && rank < next.seen.size(); ++rank) {
-      const orders::Arrivals::Reply& reply = replies[rank];
-      all_ended = all_ended && reply.ended;
-      if (why.empty() && !reply.why.empty()) why = fmt::format("rank {}: {}", rank, reply.why);
-      const uint64_t known = next.seen[rank] - std::min(next.seen[rank], reply.first);
-      for (uint64_t i = known; i < reply.arrivals.size(); ++i) {
-        const auto block = next.left.find(reply.arrivals[i].block);
-        if (block == next.left.end()) continue;
-        block->second.worst = std::max(block->second.worst, reply.arrivals[i].how);
-        if (--block->second.ranks == 0) end(block);
-      }
-      next.seen[rank] = std::max(next.seen[rank], reply.first + reply.arrivals.size());
-    }
-    // A rank that has given up its memory has told of none.
-    for (auto block = next.left.begin(); all_ended && block != next.left.end();) {
-      block->second.worst = std::max(block->second.worst, BlockArrival::kLost);
-      block = end(block);
-    }
-    TORPOR_ASSIGN(const std::vector<std::string> recomputed, hooks_.release_blocks(ended));
-    const size_t lost = ended.lost.size() + ended.unproven.size();
-    progress.arrived += static_cast<int64_t>(ended.arrived.size());
-    progress.lost += static_cast<int64_t>(lost);
-    progress.forgone += static_cast<int64_t>(ended.forgone.size());
-    progress.left = static_cast<int64_t>(next.left.size());
-    progress.recomputed.insert(progress.recomputed.end(), recomputed.begin(), recomputed.end());
-    if (lost > 0) {
-      log().error("{} KV blocks did not come back: {}; {} requests are computed again: {}", lost, why,
-                  recomputed.size(), fmt::join(recomputed, ", "));
-    }
-    late_ = std::move(next);
-    if (all_ended) {
-      late_.reset();
-      release_host_slots();
-    } else if (!late_->left.empty() && wait != LateWait::kAll) {
-      break;
-    }
+    Result<bool> more =
+        catching([&]() TORPOR_REQUIRES(operation_mutex_) { return take_arrivals(wait, wishes, progress); });
+    if (!more && progress.arrived + progress.lost + progress.forgone == 0) return std::move(more).error();
+    if (!more || !*more) break;
   }
   return progress;
 }
 
+// One round; whether there is another. What the ranks tell is taken only when the engine has it: a round that fails has
+// changed nothing, and is repeated.
+Result<bool> SleepController::take_arrivals(LateWait wait, const LateWishes& wishes, WakeProgress& progress) {
+  TORPOR_ASSIGN(const std::vector<orders::Arrivals::Reply> replies,
+                ranks_.call(orders::Arrivals{
+                    .seen = late_->seen, .wait = wait, .wanted = wishes.wanted, .forgone = wishes.forgone}));
+  Late next = *late_;
+  ArrivedBlocks ended;
+  const auto end = [&](std::map<int32_t, LateBlock>::iterator block) {
+    (block->second.worst == BlockArrival::kArrived   ? ended.arrived
+     : block->second.worst == BlockArrival::kForgone ? ended.forgone
+     : block->second.worst == BlockArrival::kLost    ? ended.lost
+                                                     : ended.unproven)
+        .push_back(block->first);
+    return next.left.erase(block);
+  };
+  bool all_ended = true;
+  std::string why;
+  for (size_t rank = 0; rank < replies.size() && rank < next.seen.size(); ++rank) {
+    const orders::Arrivals::Reply& reply = replies[rank];
+    all_ended = all_ended && reply.ended;
+    if (why.empty() && !reply.why.empty()) why = fmt::format("rank {}: {}", rank, reply.why);
+    const uint64_t known = next.seen[rank] - std::min(next.seen[rank], reply.first);
+    for (uint64_t i = known; i < reply.arrivals.size(); ++i) {
+      const auto block = next.left.find(reply.arrivals[i].block);
+      if (block == next.left.end()) continue;
+      block->second.worst = std::max(block->second.worst, reply.arrivals[i].how);
+      if (--block->second.ranks == 0) end(block);
+    }
+    next.seen[rank] = std::max(next.seen[rank], reply.first + reply.arrivals.size());
+  }
+  // A rank that has given up its memory has told of none.
+  for (auto block = next.left.begin(); all_ended && block != next.left.end();) {
+    block->second.worst = std::max(block->second.worst, BlockArrival::kLost);
+    block = end(block);
+  }
+  TORPOR_ASSIGN(std::vector<std::string> recomputed, hooks_.release_blocks(ended));
+  // From here on nothing fails: the engine has them.
+  late_ = std::move(next);
+  const size_t lost = ended.lost.size() + ended.unproven.size();
+  progress.arrived += static_cast<int64_t>(ended.arrived.size());
+  progress.lost += static_cast<int64_t>(lost);
+  progress.forgone += static_cast<int64_t>(ended.forgone.size());
+  progress.left = static_cast<int64_t>(late_->left.size());
+  (void)catching([&]() -> Status {
+    if (lost > 0) {
+      log().error("{} KV blocks did not come back: {}; {} requests are computed again: {}", lost, why,
+                  recomputed.size(), fmt::join(recomputed, ", "));
+    }
+    if (progress.recomputed.empty()) {
+      progress.recomputed = std::move(recomputed);
+    } else {
+      progress.recomputed.insert(progress.recomputed.end(), recomputed.begin(), recomputed.end());
+    }
+    return ok();
+  });
+  if (all_ended) {
+    late_.reset();
+    release_host_slots();
+  }
+  return late_ && (late_->left.empty() || wait == LateWait::kAll);
+}
+
 Status SleepController::wait_for_late() {
-  TORPOR_TRY(take_late(LateWait::kAll));
+  while (late_) TORPOR_TRY(take_late(LateWait::kAll));
   return ok();
 }
 

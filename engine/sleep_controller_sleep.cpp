@@ -217,12 +217,7 @@ Status SleepController::admit(FallingAsleep& sleep) {
     if (tag == kWeightsTag && options.drops(tag) && options.level < 2) sleep.save.carried.push_back(tag);
   }
   if (!options.preserve_state || options.level == 0) return ok();
-  TORPOR_ASSIGN(const std::vector<std::string> unsupported, hooks_.unsupported());
-  if (unsupported.empty()) return ok();
-  return Error{
-      .code = Code::kUnsupported,
-      .what = fmt::format("the state of this engine cannot be preserved yet: {}", fmt::join(unsupported, "; ")),
-      .next_step = "sleep with preserve_state=False, or without these features"};
+  return can_preserve("sleep with preserve_state=False, or without these features");
 }
 
 Status SleepController::quiesce(FallingAsleep& sleep) {

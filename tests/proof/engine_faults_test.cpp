@@ -1,7 +1,8 @@
-// Whatever is thrown, wherever, in a sleep, a wake or a checkpoint: every allocation fails in turn, once and for as
-// long as the call lasts; every start of a thread fails in turn; every hook throws in turn, before it has done its work
-// and after. The engine (two ranks, to host and to disk) is then awake and unchanged, or asleep, or lost and says so;
-// `state_changed` is what happened; a retry works, and every token is that of a run to which nothing happened.
+// Whatever is thrown, wherever, in a sleep, a wake or a checkpoint, those behind a serving engine too: every allocation
+// fails in turn, once and for as long as the call lasts; every start of a thread fails in turn; every hook throws in
+// turn, before it has done its work and after. The engine (two ranks, to host and to disk) is then awake and unchanged,
+// or asleep, or lost and says so; `state_changed` is what happened; a retry works, and every token is that of a run to
+// which nothing happened.
 #include <atomic>
 #include <cerrno>
 #include <cstdlib>
@@ -73,6 +74,7 @@ void expect_the_same_tokens(World& world) {
     ASSERT_SUCCEEDS(world.controller().wake_up({}));
   }
   ASSERT_EQ(world.state(), "awake");
+  ASSERT_SUCCEEDS(world.controller().continue_wake(LateWait::kAll));
   ASSERT_FALSE(world.machine->engine->frozen());
   run(*world.machine->engine, world.tokens);
   ASSERT_EQ(world.tokens, uninterrupted());
@@ -80,8 +82,9 @@ void expect_the_same_tokens(World& world) {
 
 // One trial; false: there was nothing left to fail.
 template <class Arm, class Disarm>
-void attempt(const Scenario& scenario, Counts& counts, bool& fired, const Arm& arm, const Disarm& disarm) {
-  World world;
+void attempt(const Scenario& scenario, bool own_threads, Counts& counts, bool& fired, const Arm& arm,
+             const Disarm& disarm) {
+  World world(own_threads);
   scenario.prepare(world);
   if (testing::Test::HasFatalFailure()) return;
   const std::string directory = world.temporary / "store";
@@ -123,17 +126,20 @@ void attempt(const Scenario& scenario, Counts& counts, bool& fired, const Arm& a
   expect_the_same_tokens(world);
 }
 
-// Every n-th occasion of every scenario, until none is left.
+// Every n-th occasion of every scenario, until none is left. What is done behind the engine has threads of its own only
+// where it is told to: how often who asks for it looks differs from run to run.
+enum class Behind : uint8_t { kInOneOrder, kWithThreads };
 template <class Arm, class Disarm>
-Counts fail_each(uint64_t stride, const Arm& arm, const Disarm& disarm) {
+Counts fail_each(uint64_t stride, Behind how, const Arm& arm, const Disarm& disarm) {
   Counts counts;
   for (const Scenario& scenario : scenarios()) {
+    const bool own_threads = !scenario.behind || how == Behind::kWithThreads;
     SCOPED_TRACE(scenario.name);
     for (uint64_t n = 1;; n += stride) {
       SCOPED_TRACE(testing::Message() << "occasion " << n);
       bool fired = false;
       attempt(
-          scenario, counts, fired, [&](World& world) { arm(world, n); }, disarm);
+          scenario, own_threads, counts, fired, [&](World& world) { arm(world, n); }, disarm);
       if (testing::Test::HasFatalFailure()) return counts;
       if (!fired) break;
     }
@@ -162,7 +168,8 @@ TEST_F(EngineFaults, EveryAllocationFails) {
         long_run() ? 1
         : for_ever ? 31
                    : 5,
-        [&](World&, uint64_t n) { allocations.arm(n, for_ever); }, [](World&) { return allocations.disarm(); });
+        Behind::kInOneOrder, [&](World&, uint64_t n) { allocations.arm(n, for_ever); },
+        [](World&) { return allocations.disarm(); });
     print(for_ever ? "allocations failed from then on" : "allocations failed once", counts);
     if (!for_ever) {
       EXPECT_EQ(counts.lost, 0u);
@@ -174,7 +181,8 @@ TEST_F(EngineFaults, EveryAllocationFails) {
 TEST_F(EngineFaults, EveryStartOfAThreadFails) {
   for (const bool for_ever : {false, true}) {
     const Counts counts = fail_each(
-        1, [&](World&, uint64_t n) { thread_starts.arm(n, for_ever); }, [](World&) { return thread_starts.disarm(); });
+        1, Behind::kWithThreads, [&](World&, uint64_t n) { thread_starts.arm(n, for_ever); },
+        [](World&) { return thread_starts.disarm(); });
     print(for_ever ? "thread starts failed from then on" : "thread starts failed once", counts);
     EXPECT_EQ(counts.lost, 0u);
     EXPECT_GE(counts.tried, 4u);  // few are started in an operation
@@ -210,7 +218,7 @@ TEST_F(EngineFaults, I11EveryHookThrows) {
     for (const bool after : {false, true}) {
       for (const Thrown thrown : {Thrown::kRuntimeError, Thrown::kBadAlloc, Thrown::kNumber}) {
         const Counts counts = fail_each(
-            1,
+            1, Behind::kInOneOrder,
             [&](World& world, uint64_t n) {
               ThrowingHooks& hooks = world.machine->hooks;
               hooks.thrown = thrown;

@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -105,6 +106,16 @@ class ThrowingHooks final : public EngineHooks {
   Status forget_restored() override {
     return run([&] { return inner_.forget_restored(); });
   }
+  Result<KvContents> kv_contents() override {
+    return run([&] { return inner_.kv_contents(); });
+  }
+  bool can_hold_blocks() override { return inner_.can_hold_blocks(); }
+  Status hold_blocks(const std::vector<int32_t>& blocks) override {
+    return run([&] { return inner_.hold_blocks(blocks); });
+  }
+  Result<std::vector<std::string>> release_blocks(const ArrivedBlocks& blocks) override {
+    return run([&] { return inner_.release_blocks(blocks); });
+  }
   Result<std::vector<Bytes>> call_ranks(const Bytes& order) override {
     return run([&] { return inner_.call_ranks(order); });
   }
@@ -130,19 +141,26 @@ class ThrowingHooks final : public EngineHooks {
 };
 
 struct Machine {
-  explicit Machine(const std::string& directory)
-      : hooks(*engine), controller(hooks, linux_file_system(), system_clock(), options(directory)) {}
-  static std::unique_ptr<ReferenceEngine> make() {
+  // Without threads of its own all that is done behind the engine is done in one order, by who asks for it.
+  explicit Machine(const std::string& directory, bool own_threads = true)
+      : engine(make(own_threads)),
+        hooks(*engine),
+        controller(hooks, linux_file_system(), system_clock(), options(directory, own_threads)) {}
+  static std::unique_ptr<ReferenceEngine> make(bool own_threads = true) {
     std::vector<std::unique_ptr<DeviceMemory>> devices;
     for (size_t rank = 0; rank < kRanks; ++rank) devices.push_back(test::value_of(make_host_device()));
     return test::value_of(ReferenceEngine::create(std::move(devices), linux_file_system(), system_clock(),
-                                                  ReferenceOptions{.weight_bytes = 8192, .num_blocks = 24}));
+                                                  ReferenceOptions{.weight_bytes = 8192,
+                                                                   .num_blocks = 24,
+                                                                   .transfers_have_threads = own_threads,
+                                                                   .late_job_bytes = 1,  // a block a job
+                                                                   .late_thread = own_threads}));
   }
-  static SleepControllerOptions options(const std::string& directory) {
+  static SleepControllerOptions options(const std::string& directory, bool own_threads) {
     // Of the cached blocks only two are kept: the hashes of others are dropped.
-    return {.directory = directory, .kv_budget_bytes = 2 * 2 * 4 * 32};
+    return {.directory = directory, .kv_budget_bytes = 2 * 2 * 4 * 32, .own_threads = own_threads};
   }
-  std::unique_ptr<ReferenceEngine> engine = make();
+  std::unique_ptr<ReferenceEngine> engine;
   ThrowingHooks hooks;
   SleepController controller;
 };
@@ -176,10 +194,10 @@ inline const Tokens& uninterrupted() {
 
 // One engine after the other on the same directory of checkpoints, and what came out of them.
 struct World {
-  World() { restart(); }
+  explicit World(bool threads) : own_threads(threads) { restart(); }
   void restart() {
     machine.reset();
-    machine = std::make_unique<Machine>(temporary / "store");
+    machine = std::make_unique<Machine>(temporary / "store", own_threads);
   }
   void serve() {
     begin(*machine->engine);
@@ -196,6 +214,7 @@ struct World {
     for (const CheckpointInfo& info : *infos) names.push_back(info.name + (info.woken ? " woken" : ""));
     return names;
   }
+  const bool own_threads;
   test::TemporaryDirectory temporary{test::in_memory()};
   std::unique_ptr<Machine> machine;
   Tokens tokens;
@@ -220,13 +239,16 @@ struct Seen {
 // Made before anything is made to fail.
 struct Arguments {
   explicit Arguments(const std::string& directory) {
-    from_checkpoint.from_checkpoint = on_hold.from_checkpoint = directory;
+    from_checkpoint.from_checkpoint = on_hold.from_checkpoint = early_from_checkpoint.from_checkpoint = directory;
     on_hold.hold = true;
+    early.early = early_from_checkpoint.early = true;
   }
   SleepOptions recompute{.in_flight = "recompute"};
   WakeOptions wake;
   WakeOptions from_checkpoint;
   WakeOptions on_hold;
+  WakeOptions early;
+  WakeOptions early_from_checkpoint;
   Value nothing;
 };
 
@@ -234,6 +256,7 @@ struct Scenario {
   const char* name;
   void (*prepare)(World&);
   Status (*work)(SleepController&, const Arguments&);
+  bool behind = false;  // it is done behind the engine
 };
 
 const SleepOptions kToHost{.preserve_state = true};
@@ -256,6 +279,33 @@ inline void leave_a_checkpoint(World& world) {
 inline void hold(World& world) {
   leave_a_checkpoint(world);
   ASSERT_SUCCEEDS(world.controller().wake_up({.from_checkpoint = world.temporary / "store", .hold = true}));
+}
+
+inline void wake_early(World& world) {
+  sleep_to_host(world);
+  ASSERT_GT(test::value_of(world.controller().wake_up({.early = true})).late_blocks, 0);
+  run(*world.machine->engine, world.tokens, 1);  // those that have their blocks
+}
+
+// As a front end does it.
+inline Status checkpoint_behind(SleepController& controller, const Arguments& with) {
+  const auto beyond = [&](CheckpointStage stage) -> Status {
+    while (true) {
+      TORPOR_ASSIGN(const CheckpointStage now, controller.continue_checkpoint());
+      if (now != stage) return ok();
+      std::this_thread::yield();
+    }
+  };
+  const auto take = [&]() -> Status {
+    TORPOR_TRY(controller.begin_checkpoint());
+    TORPOR_TRY(beyond(CheckpointStage::kCopying));
+    TORPOR_TRY(controller.take_checkpoint(with.nothing));
+    TORPOR_TRY(beyond(CheckpointStage::kWriting));
+    return status_of(controller.end_checkpoint());
+  };
+  Status taken = take();
+  if (!taken) controller.cancel_checkpoint();
+  return taken;
 }
 
 inline const std::vector<Scenario>& scenarios() {
@@ -282,6 +332,24 @@ inline const std::vector<Scenario>& scenarios() {
        [](SleepController& controller, const Arguments& with) {
          return status_of(controller.checkpoint(with.nothing));
        }},
+      {"checkpoint behind the engine", serve, checkpoint_behind, true},
+      {"early wake from host", sleep_to_host,
+       [](SleepController& controller, const Arguments& with) { return status_of(controller.wake_up(with.early)); },
+       true},
+      {"early wake from disk", sleep_to_disk,
+       [](SleepController& controller, const Arguments& with) { return status_of(controller.wake_up(with.early)); },
+       true},
+      {"early wake in a new process", leave_a_checkpoint,
+       [](SleepController& controller, const Arguments& with) {
+         return status_of(controller.wake_up(with.early_from_checkpoint));
+       },
+       true},
+      {"what comes behind an early wake", wake_early,
+       [](SleepController& controller, const Arguments&) -> Status {
+         TORPOR_TRY(controller.continue_wake(LateWait::kAll));
+         return ok();
+       },
+       true},
   };
   return all;
 }
