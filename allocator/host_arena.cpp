@@ -1,16 +1,11 @@
 #include "allocator/host_arena.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
-#include <chrono>
 #include <limits>
 #include <system_error>
 #include <thread>
-
-#include <linux/mempolicy.h>
-#include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <fmt/format.h>
 
@@ -20,83 +15,6 @@
 #include "base/units.h"
 
 namespace torpor {
-namespace {
-
-constexpr uint64_t kTrialBytes = 32 * kMiB;
-constexpr int kTrials = 2;  // of each way; the first may meet memory that a hypervisor has not backed yet
-
-// Fresh memory at a multiple of a huge page; null when the system has none.
-std::byte* map_fresh(uint64_t size) {
-  void* const wide =
-      ::mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (wide == MAP_FAILED) return nullptr;
-  auto* const start = static_cast<std::byte*>(wide);
-  auto* const data =
-      start + (align_up(reinterpret_cast<uintptr_t>(start), kHugePage) - reinterpret_cast<uintptr_t>(start));
-  if (data > start) ::munmap(start, static_cast<size_t>(data - start));
-  if (const auto tail = static_cast<size_t>(start + kHugePage - data); tail > 0) ::munmap(data + size, tail);
-  ::madvise(data, size, MADV_DONTDUMP);  // prompts have no place in core files
-  return data;
-}
-
-// Asks that pages of untouched memory come from a NUMA node, from others when it is full. Returns 0 or the system's
-// error.
-int prefer_node(std::byte* data, uint64_t size, int node) {
-  constexpr int kNodes = 1024;  // Linux's most
-  constexpr size_t kBits = 8 * sizeof(unsigned long);
-  unsigned long mask[kNodes / kBits] = {};
-  if (node >= kNodes) return EINVAL;
-  mask[static_cast<size_t>(node) / kBits] = 1ul << (static_cast<size_t>(node) % kBits);
-  return ::syscall(SYS_mbind, data, size, MPOL_PREFERRED, mask, kNodes + 1, 0) == 0
-             ? 0
-             : errno;  // it takes one bit less than it is told
-}
-
-// Makes every page present, so that later use pays no page fault. Several threads, because faults of one process scale.
-void bring_up(std::byte* data, uint64_t size, const BringUp& method) {
-  ::madvise(data, size, method.huge_pages ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);  // advice only
-  const auto run = [data, &method](uint64_t from, uint64_t to) {
-    if (method.populate && ::madvise(data + from, to - from, MADV_POPULATE_WRITE) == 0) return;
-    for (uint64_t at = from; at < to; at += kPage) *reinterpret_cast<volatile std::byte*>(data + at) = std::byte{0};
-  };
-  const uint64_t share = align_up(size / static_cast<uint64_t>(method.threads) + 1, kHugePage);
-  std::vector<std::thread> workers;
-  uint64_t from = std::min(size, share);
-  try {
-    for (; from < size; from += share) workers.emplace_back(run, from, std::min(size, from + share));
-  } catch (const std::exception&) {
-    run(from, size);  // no thread to be had
-  }
-  run(0, std::min(size, share));
-  for (std::thread& worker : workers) worker.join();
-}
-
-}  // namespace
-
-std::string to_string(const BringUp& method) {
-  return fmt::format("{} pages, {}, {} thread{}", method.huge_pages ? "huge" : "small",
-                     method.populate ? "populated" : "touched", method.threads, method.threads == 1 ? "" : "s");
-}
-
-BringUp fastest_bring_up(int threads) {
-  BringUp best{.threads = threads};
-  double best_seconds = std::numeric_limits<double>::infinity();
-  for (int trial = 0; trial < kTrials; ++trial) {
-    for (const bool huge_pages : {true, false}) {
-      for (const bool populate : {true, false}) {
-        const BringUp method{huge_pages, populate, threads};
-        std::byte* const data = map_fresh(kTrialBytes);
-        if (data == nullptr) return best;
-        const auto began = std::chrono::steady_clock::now();
-        bring_up(data, kTrialBytes, method);
-        const double taken = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
-        ::munmap(data, kTrialBytes);
-        if (taken < best_seconds) best = method, best_seconds = taken;
-      }
-    }
-  }
-  return best;
-}
 
 struct HostArena::Impl {
   struct Slab {
@@ -124,9 +42,11 @@ struct HostArena::Impl {
   std::thread background TORPOR_GUARDED_BY(mutex);  // joined by the next one, or the end
   Status background_result TORPOR_GUARDED_BY(mutex);
   GiveUp give_up TORPOR_GUARDED_BY(mutex);
+  uint64_t coming TORPOR_GUARDED_BY(mutex) = 0;  // bytes that are brought up slowly, beside all that
+  std::atomic<bool> hurry = false;               // somebody needs fresh memory now
 
-  // Memory that nobody has, and that is not on its way out.
-  uint64_t free_bytes() const TORPOR_REQUIRES(mutex) { return held - used - growing - dropping; }
+  // Memory that nobody has, and that is not on its way.
+  uint64_t free_bytes() const TORPOR_REQUIRES(mutex) { return held - used - growing - dropping - coming; }
 
   // Takes another slab from the system, of at least `bytes`. Waits for a slab that is on its way instead: the caller
   // looks again then. Gives the lock back meanwhile.
@@ -138,7 +58,8 @@ struct HostArena::Impl {
     uint64_t size = align_up(std::max(bytes, options.slab_bytes), options.slab_bytes >= kHugePage ? kHugePage : kPage);
     if (options.budget_bytes != 0 && held + size > options.budget_bytes) size = align_up(bytes, kPage);
     if (options.budget_bytes != 0 && held + size > options.budget_bytes) {
-      if (dropping > 0) {  // some of it goes
+      if (dropping > 0 || coming > 0) {  // some of it goes, or comes
+        hurry = true;
         changed.wait(mutex);
         return ok();
       }
@@ -154,6 +75,7 @@ struct HostArena::Impl {
     std::optional<int> node = numa_node;
     growing = size;
     held += size;
+    hurry = true;
     mutex.unlock();
     std::byte* data = nullptr;
     const Status taken = catching([&] { return take_slab(slab, how, node, data); });
@@ -174,16 +96,23 @@ struct HostArena::Impl {
 
   // Without the lock. After a failure nothing is taken.
   Status take_slab(Slab& slab, const BringUp& how, std::optional<int>& node, std::byte*& data) const {
-    data = map_fresh(slab.size);
+    TORPOR_ASSIGN(data, map_slab(slab.size, node));
+    torpor::bring_up(data, slab.size, how);
+    return pin(slab, data);
+  }
+  static Result<std::byte*> map_slab(uint64_t size, std::optional<int>& node) {
+    std::byte* const data = map_fresh(size);
     if (data == nullptr)
-      return system_error(errno, fmt::format("cannot take {} bytes of host memory", slab.size),
+      return system_error(errno, fmt::format("cannot take {} bytes of host memory", size),
                           "free memory, or sleep to disk");
-    if (const int failed = node ? prefer_node(data, slab.size, *node) : 0; failed != 0) {
+    if (const int failed = node ? prefer_node(data, size, *node) : 0; failed != 0) {
       log().warn("host memory comes from any NUMA node, copies may be slower: node {} refused: {}", *node,
                  std::generic_category().message(failed));
       node.reset();
     }
-    torpor::bring_up(data, slab.size, how);
+    return data;
+  }
+  Status pin(Slab& slab, std::byte* data) const {
     if (options.pin_for == nullptr) return ok();
     const Status pinned = catching([&] { return options.pin_for->pin_host({data, slab.size}); });
     slab.pinned = pinned.has_value();
@@ -191,6 +120,49 @@ struct HostArena::Impl {
     slab.stuck = pinned.error().state_changed;
     log().warn("host memory is used unpinned, copies are slower: {}", pinned.error().to_string());
     return ok();
+  }
+
+  // As HostArena::prefault_slowly(). Gives the lock back meanwhile.
+  Result<uint64_t> grow_slowly(uint64_t bytes, const GoOn& go_on) TORPOR_REQUIRES(mutex) {
+    while (growing > 0) changed.wait(mutex);
+    if (free_bytes() >= bytes) return 0;
+    const uint64_t size = align_up(std::min(bytes - free_bytes(), options.slab_bytes), kPage);
+    if (options.budget_bytes != 0 && held + size > options.budget_bytes) return 0;
+    Slabs fresh;
+    Slab& slab = fresh.emplace(nullptr, Slab{.size = 0, .free = {{0, 0}}}).first->second;
+    std::optional<int> node = numa_node;
+    coming = size;
+    held += size;
+    hurry = false;
+    mutex.unlock();
+    std::byte* data = nullptr;
+    const Status taken = catching([&]() -> Status {
+      TORPOR_ASSIGN(data, map_slab(size, node));
+      prefer_huge_pages(data, size, true);
+      for (uint64_t piece = 0; slab.size < size; slab.size += piece) {
+        piece = std::min(kHugePage, size - slab.size);
+        if (!go_on(piece) || hurry) break;
+        touch(data + slab.size, piece, /*populate=*/true);
+      }
+      return ok();
+    });
+    slab.free.begin()->second = slab.size;
+    if (data != nullptr) unmap_fresh(data + slab.size, size - slab.size);
+    if (slab.size > 0) (void)catching([&] { return pin(slab, data); });
+    mutex.lock();
+    coming = 0;
+    held -= size - slab.size;
+    numa_node = node;
+    const uint64_t came = slab.size;
+    if (came > 0) {
+      auto entry = fresh.extract(fresh.begin());
+      entry.key() = data;
+      if (options.pin_for != nullptr && !slab.pinned) unpinned += came;
+      slabs.insert(std::move(entry));
+    }
+    changed.notify_all();
+    if (!taken) return taken.error();
+    return came;
   }
 
   // Gives a slab without a live span back to the system, without the lock. False: it must stay, for the device may
@@ -204,7 +176,7 @@ struct HostArena::Impl {
         return false;
       }
     }
-    ::munmap(data, slab.size);
+    unmap_fresh(data, slab.size);
     return true;
   }
 
@@ -281,7 +253,7 @@ struct HostArena::Impl {
     while (true) {
       auto slab = slabs.begin();
       while (slab != slabs.end() && (slab->second.stuck || !slab->second.unused())) ++slab;
-      if (slab == slabs.end() || held - growing - dropping <= keep_bytes) break;
+      if (slab == slabs.end() || held - growing - dropping - coming <= keep_bytes) break;
       // Out of reach of everybody else while it is given back.
       auto entry = slabs.extract(slab);
       const uint64_t size = entry.mapped().size;
@@ -393,6 +365,13 @@ Status HostArena::wait_prefault() {
   return impl_->background_result;
 }
 
+Result<uint64_t> HostArena::prefault_slowly(uint64_t bytes, const GoOn& go_on) {
+  return catching([&]() -> Result<uint64_t> {
+    const MutexLock lock(impl_->mutex);
+    return impl_->grow_slowly(bytes, go_on);
+  });
+}
+
 uint64_t HostArena::trim(uint64_t keep_bytes) {
   const MutexLock lock(impl_->mutex);
   return impl_->trim(keep_bytes);
@@ -406,7 +385,7 @@ void HostArena::ask_when_short(GiveUp give_up) {
 HostArenaInfo HostArena::info() const {
   const MutexLock lock(impl_->mutex);
   return {.budget_bytes = impl_->options.budget_bytes,
-          .held_bytes = impl_->held - impl_->growing,
+          .held_bytes = impl_->held - impl_->growing - impl_->coming,
           .used_bytes = impl_->used,
           .unpinned_bytes = impl_->unpinned,
           .numa_node = impl_->numa_node,

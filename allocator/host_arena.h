@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "allocator/fresh_memory.h"
 #include "base/status.h"
 
 namespace torpor {
@@ -33,16 +34,6 @@ struct HostArenaOptions {
   int prefault_threads = 0;           // 0: as many as the machine has cores, at most 8
   DeviceMemory* pin_for = nullptr;    // outlives the arena; null: nothing is pinned, memory comes from any node
 };
-
-// How fresh memory is brought up. Which way is the fastest differs from machine to machine.
-struct BringUp {
-  bool huge_pages = true;
-  bool populate = false;  // by madvise(MADV_POPULATE_WRITE), else by touching each page
-  int threads = 1;
-};
-std::string to_string(const BringUp& method);  // "huge pages, populated, 8 threads"
-// Tries the ways on some MiB each, about a tenth of a second in all, and returns the fastest.
-BringUp fastest_bring_up(int threads);
 
 struct HostArenaInfo {
   uint64_t budget_bytes = 0;
@@ -92,6 +83,12 @@ class HostArena {
   // arena's end stops it.
   void prefault_in_background(uint64_t bytes);
   Status wait_prefault();
+  // Brings up one slab, of what is missing for `bytes` to be held and not in use, huge page by huge page as long as
+  // `go_on` (asked before each, without locks) says so. While somebody else needs fresh memory it ends with what it
+  // has: nobody waits for it. From one thread at a time. Returns the bytes that came; 0: nothing is missing, the budget
+  // has no room, or it was not to go on.
+  using GoOn = std::function<bool(uint64_t next_bytes)>;
+  Result<uint64_t> prefault_slowly(uint64_t bytes, const GoOn& go_on);
   // The span's memory is never used again: a copy may still write into it. It counts as used for ever.
   static void quarantine(Span span) { span.arena_ = nullptr; }
   // Gives slabs without a live span back to the system, while more than `keep_bytes` are held; returns how many bytes.

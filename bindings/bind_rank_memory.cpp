@@ -45,6 +45,7 @@ RankMemoryOptions rank_memory_options_from(DictReader& in) {
   RankMemoryOptions options;
   in.read_if_given("rank", options.rank);
   in.read_if_given("arena_budget_bytes", options.arena_budget_bytes);
+  options.arena_prefault_bytes.reset();  // unless it is said
   in.read_if_given("arena_prefault_bytes", options.arena_prefault_bytes);
   in.read_if_given("threads", options.threads);
   in.read_if_given("keep_backup", options.keep_backup);

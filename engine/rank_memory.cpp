@@ -9,12 +9,16 @@
 
 #include <fmt/format.h>
 
+#include "base/free_memory.h"
 #include "base/units.h"
 #include "engine/phases.h"
 #include "engine/tags.h"
 
 namespace torpor {
 namespace {
+
+// Each saved piece is rounded up to a page: of all, one part in so many.
+constexpr uint64_t kSlack = 64;
 
 // Who asked for an order sees how far its copies are, and may cancel them, as long as this is there.
 class Watched {
@@ -56,11 +60,13 @@ RankMemory::~RankMemory() {
   if (forked) {
     images_.release();
     transfers_.release();
+    quiet_.release();
   } else {
     // A copy may still run, so nothing that it reads or writes may be unmapped: it is leaked until the process ends.
     if (images_ != nullptr) images_->abandon();
     images_.reset();
     transfers_.reset();  // its threads end; what a copy may still use it keeps itself
+    quiet_.reset();
   }
   allocator_.release();
   arena_.release();
@@ -100,7 +106,12 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                                                          .late_job_bytes = options.late_job_bytes,
                                                          .late_thread = options.late_thread && options.own_threads,
                                                          .own_threads = options.own_threads});
-  if (options.arena_prefault_bytes > 0) memory->arena_->prefault_in_background(options.arena_prefault_bytes);
+  const uint64_t prefault = options.arena_prefault_bytes.value_or(0);
+  if (prefault > 0) memory->arena_->prefault_in_background(prefault);
+  if (!options.arena_prefault_bytes && other_memory) {
+    if (!options.prefault_room) options.prefault_room = [] { return spare_memory(); };
+    memory->quiet_ = std::make_unique<QuietPrefault>(*memory->arena_, std::move(options.prefault_room));
+  }
   return memory;
 }
 
@@ -116,6 +127,9 @@ Result<DeviceAddress> RankMemory::allocate(std::string_view tag, std::string_vie
   const MutexLock lock(mutex_);
   TORPOR_ASSIGN(const DeviceAddress address, allocator_->allocate(tag, name, size_bytes));
   images_->on_allocated(tag);
+  (tag == kKvCacheTag ? kv_bytes_ : other_bytes_) += size_bytes;
+  const uint64_t wanted = other_bytes_ + std::min(kv_bytes_, other_bytes_);
+  if (quiet_ != nullptr) quiet_->want(wanted + wanted / kSlack);
   return address;
 }
 
@@ -127,6 +141,7 @@ Status RankMemory::free(DeviceAddress address) {
   images_->end_late();  // what is unmapped now is written by nobody
   TORPOR_TRY(allocator_->free(address));
   images_->on_freed(*region);
+  (region->tag == kKvCacheTag ? kv_bytes_ : other_bytes_) -= region->size_bytes;
   return ok();
 }
 
@@ -197,6 +212,7 @@ Result<orders::Written::Reply> RankMemory::carry_out(const orders::Written& orde
 
 Result<orders::Save::Reply> RankMemory::carry_out(const orders::Save& order) {
   TORPOR_TRY(images_->nothing_late());
+  if (quiet_ != nullptr) quiet_->end();
   const Watched watched(*transfers_, order.progress);
   const bool any = !order.tags.empty();  // the allocator takes none for all
   if (any) TORPOR_TRY(allocator_->begin_save(order.tags));

@@ -16,6 +16,7 @@
 #include <string>
 
 #include "allocator/host_arena.h"
+#include "allocator/quiet_prefault.h"
 #include "allocator/sleep_allocator.h"
 #include "base/file_system.h"
 #include "base/mutex.h"
@@ -31,7 +32,11 @@ struct RankMemoryOptions {
   uint64_t arena_budget_bytes = 0;          // 0: no limit
   uint64_t arena_slab_bytes = 64ull << 20;  // host memory is taken from the system in pieces of this size
   uint64_t handle_bytes = 64ull << 20;      // physical memory of the device is made in pieces of this size
-  uint64_t arena_prefault_bytes = 0;        // host memory that is brought up in the background from the start
+  // Host memory that is brought up in the background from the start. None: on a device with memory of its own, quietly
+  // (allocator/quiet_prefault.h) what the first sleep will need: all regions, of KV blocks as much as of all else at
+  // most, as long as the system has half of its memory free (base/free_memory.h). The first sleep ends it.
+  std::optional<uint64_t> arena_prefault_bytes = 0;
+  QuietPrefault::Room prefault_room{};  // that, in a test
   // Most host memory that stays held between operations, for the next sleep to find it ready; what backups need stays
   // in any case. None: any amount; but 0 on the device without a GPU, where it is taken from the same memory.
   std::optional<uint64_t> arena_keep_bytes;
@@ -85,6 +90,9 @@ class RankMemory {
 
   RankLedger ledger() const;
   const EventPort& events() const { return options_.events; }
+  void wait_quiet_prefault() const noexcept {
+    if (quiet_ != nullptr) quiet_->wait();
+  }
   std::map<std::string, RegionState> states() const { return allocator_->states(); }
   // For an engine that moves KV blocks between tiers while it serves; both live as long as this object.
   TransferEngine& transfers() { return *transfers_; }
@@ -132,9 +140,12 @@ class RankMemory {
   // Made by create(), and safe from any thread.
   std::unique_ptr<DeviceMemory> device_;
   std::unique_ptr<HostArena> arena_;
+  std::unique_ptr<QuietPrefault> quiet_;  // null: there is none
   std::unique_ptr<SleepAllocator> allocator_;
   std::unique_ptr<TransferEngine> transfers_;
   std::unique_ptr<RegionImages> images_ TORPOR_PT_GUARDED_BY(mutex_);  // but this one
+  uint64_t kv_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;                    // of regions
+  uint64_t other_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace torpor

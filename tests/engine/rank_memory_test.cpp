@@ -81,6 +81,44 @@ TEST_F(RankMemoryTest, TheArenaKeepsForTheNextSleepWhatItMay) {
   }
 }
 
+// Memory of a device of its own; what is wanted of the machine for its first sleep.
+class FirstSleep : public RankMemoryTest {
+ protected:
+  static std::unique_ptr<RankMemory> make(RankMemoryOptions options, bool own_memory = true) {
+    auto device = std::make_unique<test::FaultyDevice>(value_of(make_host_device()));
+    if (own_memory) device->has_own_memory();
+    options.threads = 1;
+    if (!options.prefault_room) options.prefault_room = [] { return kGiB; };
+    auto memory = value_of(RankMemory::create(std::move(device), linux_file_system(), std::move(options)));
+    for (const char* name : {"a", "b"}) EXPECT_SUCCEEDS(memory->allocate("weights", name, kSize));
+    EXPECT_SUCCEEDS(memory->allocate("kv_cache", "kv", kKv));
+    memory->wait_quiet_prefault();
+    (void)memory->arena().wait_prefault();
+    return memory;
+  }
+  static uint64_t held(RankMemory& memory) { return memory.ledger().arena_held_bytes; }
+  static constexpr uint64_t kKv = 60 * kMiB;
+};
+
+TEST_F(FirstSleep, FindsItsHostMemoryThere) {
+  const auto memory = make({.arena_slab_bytes = 16 * kMiB, .arena_prefault_bytes = {}});
+  const uint64_t before = held(*memory);
+  EXPECT_GE(before, 2 * 2 * kSize);  // of the KV cache as much as of the weights
+  EXPECT_LE(before, 2 * 2 * kSize + 16 * kMiB);
+  EXPECT_EQ(sleep_and_wake(*memory).second.arena_held_bytes, before);
+  EXPECT_EQ(held(*memory), before);
+  ASSERT_SUCCEEDS(memory->allocate("weights", "more", kSize));  // after a sleep it waits for the next
+  memory->wait_quiet_prefault();
+  EXPECT_EQ(held(*memory), before);
+}
+
+TEST_F(FirstSleep, TakesWhatItSaysOrNothing) {
+  EXPECT_EQ(held(*make({.arena_prefault_bytes = 0})), 0u);
+  EXPECT_EQ(held(*make({.arena_prefault_bytes = {}}, /*own_memory=*/false)), 0u);  // all is the same memory
+  EXPECT_EQ(held(*make({.arena_slab_bytes = 2 * kMiB, .arena_prefault_bytes = 6 * kMiB})), 6 * kMiB);
+  EXPECT_EQ(held(*make({.arena_prefault_bytes = {}, .prefault_room = [] { return uint64_t{0}; }})), 0u);
+}
+
 TEST_F(RankMemoryTest, TheLedgerNamesEveryByte) {
   const auto memory = make(false);
   EXPECT_EQ(memory->ledger().device_physical_bytes, kSize);

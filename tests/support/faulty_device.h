@@ -20,10 +20,11 @@ class FaultyDevice final : public DeviceMemory {
   void drain_as(Drain drain) { drain_ = drain; }
   // Called by each synchronize(), before it returns.
   void on_synchronize(std::function<void()> call) { on_synchronize_ = std::move(call); }
+  void has_own_memory() { own_memory_ = true; }  // or says so: none that the machine has, too
   uint64_t calls() const { return calls_; }
   bool fired() const { return fail_at_ != 0 && calls_ >= fail_at_; }
 
-  std::string_view kind() const override { return inner_->kind(); }
+  std::string_view kind() const override { return own_memory_ ? "faulty" : inner_->kind(); }
   uint64_t granularity() const override { return inner_->granularity(); }
   bool takes_digests() const override { return inner_->takes_digests(); }
   std::optional<uint64_t> resident_bytes() const override { return inner_->resident_bytes(); }
@@ -83,6 +84,7 @@ class FaultyDevice final : public DeviceMemory {
                  .native = 999};
   }
 
+  bool own_memory_ = false;
   std::unique_ptr<DeviceMemory> inner_;
   std::atomic<uint64_t> calls_ = 0;
   std::atomic<uint64_t> fail_at_ = 0;

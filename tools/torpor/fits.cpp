@@ -7,20 +7,11 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "base/free_memory.h"
 #include "tools/torpor/text.h"
 
 namespace torpor::cli {
 namespace {
-
-uint64_t available_memory() {
-  std::ifstream file("/proc/meminfo");
-  std::string word;
-  uint64_t kib = 0;
-  while (file >> word) {
-    if (word == "MemAvailable:" && file >> kib) return kib * 1024;
-  }
-  return 0;
-}
 
 // As PyTorch names what it compiles for (torch.backends.cpu.get_cpu_capability()).
 std::string cpu_capability() {
@@ -126,7 +117,7 @@ Result<Json> check_fit(const Arguments& arguments, const Manifest& manifest, con
   for (const RankSummary& rank : manifest.ranks) {
     for (const auto& [tag, sums] : rank.tags) memory += sums.bytes;
   }
-  const uint64_t have = arguments.memory_bytes != 0 ? arguments.memory_bytes : available_memory();
+  const uint64_t have = arguments.memory_bytes != 0 ? arguments.memory_bytes : free_memory();
   check.field("memory for what was saved", size_text(memory), size_text(have), have >= memory);
   return std::move(check).result(wanted, path);
 }

@@ -38,8 +38,9 @@ class Options:
     # memory is the same memory.
     retain_kv_bytes: int | None = None
     # Host memory for saved bytes that is brought up in the background when the engine starts, per rank: the first sleep
-    # is then as fast as later ones.
-    arena_prefault_bytes: int = 0
+    # is then as fast as later ones. None: on a GPU what that sleep will need, quietly, while half of the machine's
+    # memory is free; on the CPU 0, where later sleeps bring it up again, too.
+    arena_prefault_bytes: int | None = None
     # Committed checkpoints to keep: how many, how old (seconds), how large together (bytes); None: any age, any size.
     keep_checkpoints: int = 2
     max_age_seconds: int | None = None

@@ -1,0 +1,105 @@
+#include "allocator/fresh_memory.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <exception>
+#include <limits>
+#include <thread>
+#include <vector>
+
+#include <linux/mempolicy.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <fmt/format.h>
+
+#include "base/units.h"
+
+namespace torpor {
+namespace {
+
+constexpr uint64_t kTrialBytes = 32 * kMiB;
+constexpr int kTrials = 2;  // of each way; the first may meet memory that a hypervisor has not backed yet
+
+}  // namespace
+
+std::byte* map_fresh(uint64_t size) {
+  void* const wide =
+      ::mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (wide == MAP_FAILED) return nullptr;
+  auto* const start = static_cast<std::byte*>(wide);
+  auto* const data =
+      start + (align_up(reinterpret_cast<uintptr_t>(start), kHugePage) - reinterpret_cast<uintptr_t>(start));
+  if (data > start) ::munmap(start, static_cast<size_t>(data - start));
+  if (const auto tail = static_cast<size_t>(start + kHugePage - data); tail > 0) ::munmap(data + size, tail);
+  ::madvise(data, size, MADV_DONTDUMP);  // prompts have no place there
+  return data;
+}
+
+void unmap_fresh(std::byte* data, uint64_t size) {
+  if (size > 0) ::munmap(data, size);
+}
+
+int prefer_node(std::byte* data, uint64_t size, int node) {
+  constexpr int kNodes = 1024;  // Linux's most
+  constexpr size_t kBits = 8 * sizeof(unsigned long);
+  unsigned long mask[kNodes / kBits] = {};
+  if (node >= kNodes) return EINVAL;
+  mask[static_cast<size_t>(node) / kBits] = 1ul << (static_cast<size_t>(node) % kBits);
+  return ::syscall(SYS_mbind, data, size, MPOL_PREFERRED, mask, kNodes + 1, 0) == 0
+             ? 0
+             : errno;  // it takes one bit less than it is told
+}
+
+void prefer_huge_pages(std::byte* data, uint64_t size, bool huge) {
+  ::madvise(data, size, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);  // advice only
+}
+
+void touch(std::byte* data, uint64_t size, bool populate) {
+  if (populate && ::madvise(data, size, MADV_POPULATE_WRITE) == 0) return;
+  for (uint64_t at = 0; at < size; at += kPage) *reinterpret_cast<volatile std::byte*>(data + at) = std::byte{0};
+}
+
+void bring_up(std::byte* data, uint64_t size, const BringUp& method) {
+  prefer_huge_pages(data, size, method.huge_pages);
+  const auto run = [data, &method](uint64_t from, uint64_t to) { touch(data + from, to - from, method.populate); };
+  const uint64_t share = align_up(size / static_cast<uint64_t>(method.threads) + 1, kHugePage);
+  std::vector<std::thread> workers;
+  uint64_t from = std::min(size, share);
+  try {
+    for (; from < size; from += share) workers.emplace_back(run, from, std::min(size, from + share));
+  } catch (const std::exception&) {
+    run(from, size);  // no thread to be had
+  }
+  run(0, std::min(size, share));
+  for (std::thread& worker : workers) worker.join();
+}
+
+std::string to_string(const BringUp& method) {
+  return fmt::format("{} pages, {}, {} thread{}", method.huge_pages ? "huge" : "small",
+                     method.populate ? "populated" : "touched", method.threads, method.threads == 1 ? "" : "s");
+}
+
+BringUp fastest_bring_up(int threads) {
+  BringUp best{.threads = threads};
+  double best_seconds = std::numeric_limits<double>::infinity();
+  for (int trial = 0; trial < kTrials; ++trial) {
+    for (const bool huge_pages : {true, false}) {
+      for (const bool populate : {true, false}) {
+        const BringUp method{huge_pages, populate, threads};
+        std::byte* const data = map_fresh(kTrialBytes);
+        if (data == nullptr) return best;
+        const auto began = std::chrono::steady_clock::now();
+        bring_up(data, kTrialBytes, method);
+        const double taken = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+        unmap_fresh(data, kTrialBytes);
+        if (taken < best_seconds) best = method, best_seconds = taken;
+      }
+    }
+  }
+  return best;
+}
+
+}  // namespace torpor

@@ -1,0 +1,31 @@
+// Memory fresh from the system: mapped, from a NUMA node, and brought up, so that later use pays no page fault.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace torpor {
+
+// At a multiple of a huge page, and in no core file; null when the system has none.
+std::byte* map_fresh(uint64_t size);
+void unmap_fresh(std::byte* data, uint64_t size);  // of that, from a page on; nothing of 0 bytes
+// Asks that pages of untouched memory come from a NUMA node, from others when it is full. Returns 0 or the system's
+// error.
+int prefer_node(std::byte* data, uint64_t size, int node);
+void prefer_huge_pages(std::byte* data, uint64_t size, bool huge);
+
+// How it is brought up. Which way is the fastest differs from machine to machine.
+struct BringUp {
+  bool huge_pages = true;
+  bool populate = false;  // by madvise(MADV_POPULATE_WRITE), else by touching each page
+  int threads = 1;
+};
+std::string to_string(const BringUp& method);  // "huge pages, populated, 8 threads"
+// Makes every page present. Several threads, because faults of one process scale.
+void bring_up(std::byte* data, uint64_t size, const BringUp& method);
+void touch(std::byte* data, uint64_t size, bool populate);  // on this thread
+// Tries the ways on some MiB each, about a tenth of a second in all, and returns the fastest.
+BringUp fastest_bring_up(int threads);
+
+}  // namespace torpor

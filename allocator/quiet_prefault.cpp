@@ -1,0 +1,91 @@
+#include "allocator/quiet_prefault.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include <sched.h>
+
+namespace torpor {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr int kRests = 3;  // so many times what it has worked
+constexpr std::chrono::nanoseconds kLongestRest = std::chrono::milliseconds(200);
+
+// Of the calling thread. Where it is refused, it only rests.
+void take_lowest_priority() {
+  const sched_param none{};
+  (void)::sched_setscheduler(0, SCHED_IDLE, &none);
+}
+
+}  // namespace
+
+QuietPrefault::~QuietPrefault() {
+  end();
+  std::thread last;
+  {
+    const MutexLock lock(mutex_);
+    last.swap(thread_);
+  }
+  if (last.joinable()) last.join();
+}
+
+void QuietPrefault::want(uint64_t bytes) noexcept {
+  const MutexLock lock(mutex_);
+  wanted_ = std::max(wanted_, bytes);
+  if (running_ || ended_) return;
+  if (thread_.joinable()) thread_.join();  // its work is done
+  running_ = true;
+  const Status begun = catching([&]() TORPOR_REQUIRES(mutex_) -> Status {
+    thread_ = std::thread([this] { run(); });
+    return ok();
+  });
+  if (!begun) running_ = false;
+}
+
+void QuietPrefault::run() noexcept {
+  take_lowest_priority();
+  Clock::time_point rested = Clock::now();
+  bool full = false;
+  // False: the next page is not to be brought up.
+  const auto go_on = [&](uint64_t next_bytes) {
+    const std::chrono::nanoseconds worked = Clock::now() - rested;
+    {
+      const MutexLock lock(mutex_);
+      const Clock::time_point until = Clock::now() + std::min(kRests * worked, kLongestRest);
+      for (Clock::time_point now = Clock::now(); !ended_ && now < until; now = Clock::now())
+        changed_.wait_for(mutex_, until - now);
+      if (ended_) return false;
+    }
+    rested = Clock::now();
+    full = room_() < next_bytes;
+    return !full;
+  };
+  while (true) {
+    uint64_t wanted = 0;
+    {
+      const MutexLock lock(mutex_);
+      wanted = wanted_;
+    }
+    const Result<uint64_t> came = arena_.prefault_slowly(wanted, go_on);
+    const MutexLock lock(mutex_);
+    if (came && !full && !ended_ && (*came > 0 || wanted_ > wanted)) continue;
+    running_ = false;
+    changed_.notify_all();
+    return;
+  }
+}
+
+void QuietPrefault::end() noexcept {
+  const MutexLock lock(mutex_);
+  ended_ = true;
+  changed_.notify_all();
+}
+
+void QuietPrefault::wait() noexcept {
+  const MutexLock lock(mutex_);
+  while (running_) changed_.wait(mutex_);
+}
+
+}  // namespace torpor

@@ -1,0 +1,112 @@
+#include "base/free_memory.h"
+
+#include <algorithm>
+#include <fstream>
+#include <limits>
+#include <optional>
+#include <sstream>
+
+#include "base/units.h"
+
+namespace torpor {
+namespace {
+
+constexpr uint64_t kNoLimit = uint64_t{1} << 60;  // version 1 writes about 2^63 where there is none
+
+// Sum of the numbers behind these words, one a line.
+std::optional<uint64_t> sum_of(const std::string& path, const std::vector<std::string>& words) {
+  std::ifstream file(path);
+  if (!file) return std::nullopt;
+  uint64_t sum = 0;
+  for (std::string line; std::getline(file, line);) {
+    std::istringstream in(line);
+    std::string word;
+    uint64_t number = 0;
+    if (in >> word >> number && std::find(words.begin(), words.end(), word) != words.end()) sum += number;
+  }
+  return sum;
+}
+
+// No value: there is no such file, or "max" in it.
+std::optional<uint64_t> number_in(const std::string& path) {
+  std::ifstream file(path);
+  uint64_t number = 0;
+  if (!(file >> number) || number >= kNoLimit) return std::nullopt;
+  return number;
+}
+
+struct GroupFiles {  // of one version
+  std::string mount;
+  std::vector<std::string> limits;
+  std::string used;
+  std::vector<std::string> cached;
+};
+
+std::optional<MemoryBound> bound_of(const std::string& group, const GroupFiles& files) {
+  uint64_t total = std::numeric_limits<uint64_t>::max();
+  for (const std::string& limit : files.limits) total = std::min(total, number_in(group + limit).value_or(total));
+  const std::optional<uint64_t> used = number_in(group + files.used);
+  if (total == std::numeric_limits<uint64_t>::max() || !used) return std::nullopt;
+  const uint64_t cached = sum_of(group + "/memory.stat", files.cached).value_or(0);
+  const uint64_t needed = *used - std::min(*used, cached);
+  return MemoryBound{.total = total, .available = total - std::min(total, needed)};
+}
+
+// The group and all above it.
+void add_groups(std::vector<MemoryBound>& bounds, std::string group, const GroupFiles& files) {
+  if (group == "/") group.clear();
+  while (true) {
+    if (const std::optional<MemoryBound> bound = bound_of(files.mount + group, files)) bounds.push_back(*bound);
+    if (group.empty()) return;
+    group.erase(group.rfind('/'));
+  }
+}
+
+}  // namespace
+
+std::vector<MemoryBound> memory_bounds(const std::string& root) {
+  std::vector<MemoryBound> bounds;
+  const std::string machine = root + "/proc/meminfo";
+  const uint64_t total = sum_of(machine, {"MemTotal:"}).value_or(0) * kKiB;
+  if (total > 0) bounds.push_back({.total = total, .available = *sum_of(machine, {"MemAvailable:"}) * kKiB});
+  std::ifstream groups(root + "/proc/self/cgroup");
+  for (std::string line; std::getline(groups, line);) {
+    const size_t names = line.find(':');
+    const size_t path = names == std::string::npos ? names : line.find(":/", names + 1);
+    if (path == std::string::npos) continue;
+    const std::string controllers = "," + line.substr(names + 1, path - names - 1) + ",";
+    const std::string group = line.substr(path + 1);
+    const std::string mount = root + "/sys/fs/cgroup";
+    if (controllers == ",,") {
+      add_groups(bounds, group,
+                 {.mount = mount,
+                  .limits = {"/memory.max", "/memory.high"},
+                  .used = "/memory.current",
+                  .cached = {"inactive_file", "active_file"}});
+    } else if (controllers.find(",memory,") != std::string::npos) {
+      add_groups(bounds, group,
+                 {.mount = mount + "/memory",
+                  .limits = {"/memory.limit_in_bytes"},
+                  .used = "/memory.usage_in_bytes",
+                  .cached = {"total_inactive_file", "total_active_file"}});
+    }
+  }
+  return bounds;
+}
+
+uint64_t free_memory(const std::string& root) {
+  uint64_t least = std::numeric_limits<uint64_t>::max();
+  const std::vector<MemoryBound> bounds = memory_bounds(root);
+  for (const MemoryBound& bound : bounds) least = std::min(least, bound.available);
+  return bounds.empty() ? 0 : least;
+}
+
+uint64_t spare_memory(const std::string& root) {
+  uint64_t least = std::numeric_limits<uint64_t>::max();
+  const std::vector<MemoryBound> bounds = memory_bounds(root);
+  for (const MemoryBound& bound : bounds)
+    least = std::min(least, bound.available - std::min(bound.available, bound.total / 2));
+  return bounds.empty() ? 0 : least;
+}
+
+}  // namespace torpor

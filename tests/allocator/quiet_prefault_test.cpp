@@ -1,0 +1,114 @@
+#include "allocator/quiet_prefault.h"
+
+#include <thread>
+
+#include "base/units.h"
+#include "tests/support/results.h"
+
+namespace torpor {
+namespace {
+
+using test::value_of;
+
+constexpr uint64_t kPlenty = kGiB;
+
+TEST(QuietPrefault, WhatIsWantedIsThere) {
+  const auto arena = value_of(HostArena::create({.slab_bytes = 4 * kMiB}));
+  QuietPrefault quiet(*arena, [] { return kPlenty; });
+  for (const uint64_t wanted : {10 * kMiB, 5 * kMiB, 13 * kMiB}) {
+    quiet.want(wanted);
+    quiet.wait();
+    EXPECT_GE(arena->info().held_bytes, wanted);
+    EXPECT_LE(arena->info().held_bytes, 16 * kMiB);
+    EXPECT_EQ(arena->info().used_bytes, 0u);
+  }
+  const uint64_t held = arena->info().held_bytes;
+  const HostArena::Span span = value_of(arena->allocate(4 * kMiB));
+  EXPECT_EQ(arena->info().held_bytes, held);
+}
+
+TEST(QuietPrefault, ItEndsWhereTheSystemHasNoRoom) {
+  const auto arena = value_of(HostArena::create());
+  int pages = 3;
+  QuietPrefault quiet(*arena, [&] { return pages-- > 0 ? 2 * kMiB : 2 * kMiB - 1; });
+  quiet.want(50 * kMiB);
+  quiet.wait();
+  EXPECT_EQ(arena->info().held_bytes, 6 * kMiB);
+  EXPECT_EQ(pages, -1);
+  pages = 1;  // until more is wanted
+  quiet.want(50 * kMiB);
+  quiet.wait();
+  EXPECT_EQ(arena->info().held_bytes, 8 * kMiB);
+}
+
+TEST(QuietPrefault, ItNeverGoesBeyondTheBudget) {
+  const auto arena = value_of(HostArena::create({.budget_bytes = 10 * kMiB, .slab_bytes = 4 * kMiB}));
+  QuietPrefault quiet(*arena, [] { return kPlenty; });
+  quiet.want(50 * kMiB);
+  quiet.wait();
+  EXPECT_EQ(arena->info().held_bytes, 8 * kMiB);
+}
+
+TEST(QuietPrefault, WhoNeedsFreshMemoryDoesNotWaitForIt) {
+  const auto arena = value_of(HostArena::create({.slab_bytes = 8 * kMiB}));
+  HostArena::Span taken;
+  int pages = 0;
+  QuietPrefault quiet(*arena, [&] {
+    if (++pages == 3)
+      taken = value_of(arena->allocate(6 * kMiB));  // on its thread: if it had to wait, it would for ever
+    return kPlenty;
+  });
+  quiet.want(8 * kMiB);
+  quiet.wait();
+  EXPECT_EQ(arena->info().used_bytes, 6 * kMiB);
+  // Two pages that had come, a slab for who could not wait, of which he left one, and the one that is missing then.
+  EXPECT_EQ(arena->info().held_bytes, (4 + 8 + 2) * kMiB);
+}
+
+TEST(QuietPrefault, WhereTheBudgetIsShortItGivesBackWhatItHasNotBroughtUp) {
+  for (int round = 0; round < 20; ++round) {
+    const auto arena = value_of(HostArena::create({.budget_bytes = 16 * kMiB, .slab_bytes = 16 * kMiB}));
+    HostArena::Span taken;
+    std::thread sleep;
+    int pages = 0;
+    QuietPrefault quiet(*arena, [&] {
+      if (++pages == 3) sleep = std::thread([&] { taken = value_of(arena->allocate(8 * kMiB)); });
+      return kPlenty;
+    });
+    quiet.want(16 * kMiB);
+    quiet.wait();
+    sleep.join();
+    EXPECT_EQ(taken.bytes().size(), 8 * kMiB);
+    EXPECT_LE(arena->info().held_bytes, 16 * kMiB);
+  }
+}
+
+TEST(QuietPrefault, ItEndsAtOnceAndForEver) {
+  const auto arena = value_of(HostArena::create());
+  int pages = 0;
+  QuietPrefault* of_thread = nullptr;
+  QuietPrefault quiet(*arena, [&] {
+    if (++pages == 2) of_thread->end();
+    return kPlenty;
+  });
+  of_thread = &quiet;
+  quiet.want(50 * kMiB);
+  quiet.wait();
+  EXPECT_EQ(pages, 2);
+  EXPECT_EQ(arena->info().held_bytes, 4 * kMiB);
+  quiet.want(60 * kMiB);
+  quiet.wait();
+  EXPECT_EQ(arena->info().held_bytes, 4 * kMiB);
+}
+
+TEST(QuietPrefault, ItsOwnerMayEndInTheMiddle) {
+  for (int round = 0; round < 20; ++round) {
+    const auto arena = value_of(HostArena::create({.slab_bytes = 2 * kMiB}));
+    QuietPrefault quiet(*arena, [] { return kPlenty; });
+    quiet.want(kGiB);
+    if (round % 2 == 0) std::this_thread::yield();
+  }
+}
+
+}  // namespace
+}  // namespace torpor
