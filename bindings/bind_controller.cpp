@@ -249,18 +249,21 @@ void bind_controller(py::module_& module) {
           "After an early wake, between two steps: which blocks have arrived. They are released to the engine.")
       .def(
           "checkpoint",
-          [](BoundController& self, const py::handle& outputs, const std::pair<int, int>& place) {
+          [](BoundController& self, const py::handle& outputs, const std::pair<int, int>& place,
+             const std::string& progress) {
             const Value value = value_from(outputs);
             const DataParallel of = {.rank = place.first, .size = place.second};
-            return to_python(value_or_raise(without_lock([&] { return self.controller.checkpoint(value, of); })));
+            return to_python(
+                value_or_raise(without_lock([&] { return self.controller.checkpoint(value, of, progress); })));
           },
-          py::arg("outputs"), py::arg("data_parallel") = std::pair(0, 1),
+          py::arg("outputs"), py::arg("data_parallel") = std::pair(0, 1), py::arg("progress") = "",
           "A checkpoint of an engine that serves on; `outputs` is the front end's part.")
       .def(
           "begin_checkpoint",
-          [](BoundController& self) {
-            value_or_raise(without_lock([&] { return self.controller.begin_checkpoint(); }));
+          [](BoundController& self, const std::string& progress) {
+            value_or_raise(without_lock([&] { return self.controller.begin_checkpoint(progress); }));
           },
+          py::arg("progress") = "",
           "One that is written while the engine serves: continued until it is ready, taken, continued until it has "
           "ended.")
       .def("continue_checkpoint",

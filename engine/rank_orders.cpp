@@ -138,7 +138,7 @@ void serialize(Archive& archive, orders::Arrivals::Reply& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, orders::OpenBehind& v) {
-  archive(v.directory, v.writing);
+  archive(v.directory, v.writing, v.progress);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::CopyAhead& v) {

@@ -220,6 +220,7 @@ struct OpenBehind {
   struct Reply {};
   std::string directory;  // of the checkpoint under construction
   RankWriting writing;
+  std::string progress{};  // as in Save; of all that is done in the background
 };
 
 // Between two steps: of the blocks of `save`, those with a stamp that the base has not are written, in the background.

@@ -7,15 +7,6 @@
 #include "engine/write_behind.h"
 
 namespace torpor {
-namespace {
-
-uint64_t bytes_of(std::span<const ChunkPlan> plans) {
-  uint64_t sum = 0;
-  for (const ChunkPlan& plan : plans) sum += plan.bytes();
-  return sum;
-}
-
-}  // namespace
 
 Result<orders::OpenBehind::Reply> RegionImages::open_behind(const orders::OpenBehind& order) {
   behind_.reset();
@@ -27,7 +18,8 @@ Result<orders::OpenBehind::Reply> RegionImages::open_behind(const orders::OpenBe
     TORPOR_ASSIGN(weights, plans_of(kWeightsTag, {}));
   }
   digest_holds_ = true;
-  auto behind = std::make_unique<WriteBehind>(parts_.transfers, parts_.arena, order.writing);
+  auto behind = std::make_unique<WriteBehind>(parts_.transfers, parts_.arena, order.writing,
+                                              ProgressFile::of_caller(order.progress));
   TORPOR_TRY(behind->open(parts_.file_system, order.directory, parts_.rank, parts_.key, std::move(weights)));
   behind_ = std::move(behind);
   return orders::OpenBehind::Reply{};

@@ -54,7 +54,8 @@ class SleepController final : private Operation::Owner {
   // A checkpoint of an engine that serves on: its state and the KV of its requests. Weights are named for reload: an
   // engine that wakes from it has loaded them; they are in it only where a link to the checkpoint before is enough. The
   // engine stands still meanwhile; the report's seconds say how long.
-  Result<SleepReport> checkpoint(const Value& outputs, DataParallel data_parallel = {});
+  Result<SleepReport> checkpoint(const Value& outputs, DataParallel data_parallel = {},
+                                 const std::string& progress = {});  // as in SleepOptions
   // The same while the engine serves, which stands still for the state and the last blocks alone:
   //   begin_checkpoint()     opens the checkpoint, in the background
   //   continue_checkpoint()  how far it is; takes the next step. Called until it is ready, and until it has ended
@@ -62,7 +63,7 @@ class SleepController final : private Operation::Owner {
   //   end_checkpoint()       of one that has ended: the report, or why there is none. Waits for one that was taken
   // Committed, or never there: an error leaves the checkpoints and the engine as they were. A sleep, a wake and another
   // checkpoint give up one that was not taken, and wait for one that was.
-  Status begin_checkpoint();
+  Status begin_checkpoint(const std::string& progress = {});
   Result<CheckpointStage> continue_checkpoint();
   Status take_checkpoint(const Value& outputs);
   Result<SleepReport> end_checkpoint();
@@ -115,13 +116,13 @@ class SleepController final : private Operation::Owner {
   Result<SleepReport> sleep_now(const SleepOptions& options);
   Result<bool> frees_more(const SleepOptions& options) TORPOR_REQUIRES(operation_mutex_);
   Result<SleepReport> fall_asleep(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
-  Result<SleepReport> checkpoint_now(const Value& outputs, DataParallel data_parallel);
+  Result<SleepReport> checkpoint_now(SleepOptions options);
   Result<SleepReport> serve_on(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
   Result<SleepReport> hold_sleep(std::unique_ptr<HeldSleep> sleep) TORPOR_REQUIRES(operation_mutex_);
   Result<SleepReport> end_sleep_now(bool keep);
 
   // A checkpoint while serving (sleep_controller_behind.cpp).
-  Status begin_checkpoint_now() TORPOR_REQUIRES(operation_mutex_);
+  Status begin_checkpoint_now(const std::string& progress) TORPOR_REQUIRES(operation_mutex_);
   Result<CheckpointStage> advance(bool wait) TORPOR_REQUIRES(operation_mutex_);
   Status copy_ahead() TORPOR_REQUIRES(operation_mutex_);
   Result<bool> ranks_have_ended(bool wait) TORPOR_REQUIRES(operation_mutex_);

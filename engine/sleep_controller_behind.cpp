@@ -6,6 +6,8 @@
 
 #include "base/background.h"
 #include "base/log.h"
+#include "base/progress_file.h"
+#include "engine/phases.h"
 #include "engine/sleep_controller.h"
 #include "engine/sleep_in_progress.h"
 
@@ -25,6 +27,7 @@ struct SleepController::Behind {
   std::optional<Error> error{};  // once it has ended
   bool stays = false;            // it was committed, and could not be taken back
   double stood_before = 0;       // seconds, to see what can be copied ahead
+  std::shared_ptr<ProgressFile> progress{};  // of who asked; null: nobody watches
   Background work;               // last: it uses all above
 
   // Blocks first: the ranks know their contents by place.
@@ -36,6 +39,9 @@ struct SleepController::Behind {
     save.as_proven = as_proven;
   }
   Status commit(FileSystem& file_system, const std::shared_ptr<const Key>& key);
+  void tell(std::string_view phase) const noexcept {
+    if (progress != nullptr) progress->begin_phase(number_of(phase, kPhaseNames));
+  }
 };
 
 // The whole of it, or nothing: what is committed and cannot be told of is taken away again.
@@ -64,15 +70,15 @@ Status SleepController::Behind::commit(FileSystem& file_system, const std::share
   return ok();
 }
 
-Status SleepController::begin_checkpoint() {
-  return catching([this]() -> Status {
+Status SleepController::begin_checkpoint(const std::string& progress) {
+  return catching([&]() -> Status {
     if (!operation_mutex_.try_lock()) return busy();
     const MutexLock in_progress(operation_mutex_, std::adopt_lock);
-    return begin_checkpoint_now();
+    return begin_checkpoint_now(progress);
   });
 }
 
-Status SleepController::begin_checkpoint_now() {
+Status SleepController::begin_checkpoint_now(const std::string& progress) {
   auto behind = std::make_unique<Behind>(options_.own_threads);
   TORPOR_TRY(may_checkpoint(behind->options));
   if (behind_ != nullptr && behind_->at != Behind::At::kEnded)
@@ -80,6 +86,9 @@ Status SleepController::begin_checkpoint_now() {
                  .what = "a checkpoint is being written",
                  .next_step = "wait for it to end, or cancel it"};
   TORPOR_TRY(can_preserve("serve without these features"));
+  behind->options.progress = progress;
+  behind->progress = ProgressFile::of_caller(progress);
+  behind->tell("open");
   TORPOR_ASSIGN(behind->checkpoints, manager(options_.directory));
   Behind* const made = behind.get();
   TORPOR_TRY(made->work.begin([made]() -> Status {
@@ -109,18 +118,23 @@ Result<CheckpointStage> SleepController::advance(bool wait) {
     return true;
   };
   const auto step = [&]() TORPOR_REQUIRES(operation_mutex_) -> Result<bool> {
+    if (behind.progress != nullptr && behind.at != At::kCommitting && behind.at != At::kEnded)
+      TORPOR_TRY(behind.progress->check());
     switch (behind.at) {
       case At::kOpening: {
         TORPOR_ASSIGN(const bool opened, own_work_ended());
         if (!opened) return false;
         TORPOR_TRY(ranks_.call(
-            orders::OpenBehind{.directory = behind.pending->staging_path(), .writing = behind.pending->writing()}));
+            orders::OpenBehind{.directory = behind.pending->staging_path(),
+                               .writing = behind.pending->writing(),
+                               .progress = behind.options.progress}));
         behind.at = At::kOpeningRanks;
         return true;
       }
       case At::kOpeningRanks: {
         TORPOR_ASSIGN(const bool opened, ranks_have_ended(wait));
         if (!opened) return false;
+        behind.tell("save");
         TORPOR_TRY(copy_ahead());
         behind.at = At::kAhead;
         return true;
@@ -136,6 +150,7 @@ Result<CheckpointStage> SleepController::advance(bool wait) {
         TORPOR_ASSIGN(const bool state_written, own_work_ended());
         if (!state_written) return false;
         behind.at = At::kCommitting;
+        behind.tell("prove");
         TORPOR_TRY(
             behind.work.begin([this, &behind] { return behind.commit(file_system_, options_.checkpoints.key); }));
         return true;
@@ -246,6 +261,7 @@ Status SleepController::take_now(const Value& outputs) {
   behind.report.seconds += behind.stood_before;
   behind.captured = std::move(sleep.captured);
   behind.at = Behind::At::kTaken;
+  behind.tell("commit");
   Status begun = behind.work.begin([&behind] { return behind.pending->write_state(behind.captured); });
   return begun ? ok() : Status(fail_behind(std::move(begun).error()));
 }
@@ -258,6 +274,7 @@ Status SleepController::stand_still(FallingAsleep& sleep) {
   TORPOR_TRY(admit(sleep));
   TORPOR_TRY(quiesce(sleep));
   TORPOR_TRY(capture(sleep));
+  TORPOR_TRY(sleep.operation.go_on());
   sleep.operation.begin("save");
   behind_->write_in(sleep.save, !options_.always_read_weights);
   TORPOR_ASSIGN(const std::vector<orders::SaveBehind::Reply> saved,

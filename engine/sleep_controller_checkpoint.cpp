@@ -4,18 +4,21 @@
 
 namespace torpor {
 
-Result<SleepReport> SleepController::checkpoint(const Value& outputs, DataParallel data_parallel) {
-  return catching([&] { return checkpoint_now(outputs, data_parallel); });
+Result<SleepReport> SleepController::checkpoint(const Value& outputs, DataParallel data_parallel,
+                                                const std::string& progress) {
+  return catching([&] {
+    return checkpoint_now({.preserve_state = true,
+                           .to_disk = true,
+                           .store_weights = false,
+                           .outputs = outputs,
+                           .data_parallel = data_parallel,
+                           .progress = progress});
+  });
 }
 
-Result<SleepReport> SleepController::checkpoint_now(const Value& outputs, DataParallel data_parallel) {
+Result<SleepReport> SleepController::checkpoint_now(SleepOptions options) {
   if (!operation_mutex_.try_lock()) return busy();
   const MutexLock in_progress(operation_mutex_, std::adopt_lock);
-  const SleepOptions options{.preserve_state = true,
-                             .to_disk = true,
-                             .store_weights = false,
-                             .outputs = outputs,
-                             .data_parallel = data_parallel};
   TORPOR_TRY(may_checkpoint(options));
   settle_behind("another one was asked for");
   const auto write = [&](FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_) {
@@ -28,7 +31,7 @@ Result<SleepReport> SleepController::checkpoint_now(const Value& outputs, DataPa
       return keep(sleep);
     });
   };
-  if (data_parallel.size > 1) {
+  if (options.data_parallel.size > 1) {
     auto held = std::make_unique<HeldSleep>(*this, "checkpoint", options, true);
     if (Status written = write(held->sleep); !written)
       return undone(held->sleep, "checkpoint", std::move(written).error());

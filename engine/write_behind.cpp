@@ -17,8 +17,16 @@ WriteBehind::~WriteBehind() {
 }
 
 Status WriteBehind::go_on() const {
-  if (!stop_) return ok();
-  return Error{.code = Code::kAborted, .what = "the checkpoint was given up", .next_step = "none"};
+  if (stop_) return Error{.code = Code::kAborted, .what = "the checkpoint was given up", .next_step = "none"};
+  return progress_ == nullptr ? ok() : progress_->check();
+}
+
+void WriteBehind::expect() const noexcept {
+  if (progress_ != nullptr) progress_->expect(bytes_of(plans_));
+}
+
+void WriteBehind::written(std::span<const ChunkPlan> plans) const noexcept {
+  if (progress_ != nullptr) progress_->moved(bytes_of(plans));
 }
 
 Status WriteBehind::in_pieces(std::span<const ChunkPlan> plans, const Piece& piece) const {
@@ -66,11 +74,13 @@ Status WriteBehind::copy_ahead(std::vector<ChunkPlan> plans, std::vector<BlockCo
   TORPOR_TRY(settle());
   plans_ = std::move(plans);
   contents_ = std::move(contents);
+  expect();
   return background_.begin([this]() -> Status {
     return in_pieces(plans_, [this](std::span<const ChunkPlan> plans, size_t first) -> Status {
       TORPOR_ASSIGN(std::vector<SavedChunk> saved, transfers_.put(plans, *writer_));
       for (size_t i = 0; i < plans.size(); ++i)
         ahead_[plans[i].key.index] = {.content = contents_[first + i], .record = std::move(saved[i])};
+      written(plans);
       return ok();
     });
   });
@@ -94,6 +104,7 @@ Status WriteBehind::copy_now(std::vector<ChunkPlan> plans) {
     return std::move(saved).error();
   }
   copied_ = std::move(*saved);
+  expect();
   return ok();
 }
 
@@ -102,8 +113,10 @@ Status WriteBehind::write(std::vector<SavedChunk> records, std::vector<size_t> p
   records_ = std::move(records);
   return background_.begin([this, places = std::move(places), reply = std::move(reply)]() mutable -> Status {
     if (host_ != nullptr) {
-      TORPOR_TRY(in_pieces(plans_, [this](std::span<const ChunkPlan> plans, size_t first) {
-        return transfers_.move(plans, std::span(copied_).subspan(first, plans.size()), *host_, *writer_);
+      TORPOR_TRY(in_pieces(plans_, [this](std::span<const ChunkPlan> plans, size_t first) -> Status {
+        TORPOR_TRY(transfers_.move(plans, std::span(copied_).subspan(first, plans.size()), *host_, *writer_));
+        written(plans);
+        return ok();
       }));
       host_.reset();
     }

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "base/background.h"
+#include "base/progress_file.h"
 #include "checkpoint/rank_writer.h"
 #include "engine/rank_orders.h"
 #include "engine/retained_blocks.h"
@@ -32,9 +33,14 @@ namespace torpor {
 
 class WriteBehind {
  public:
-  // Both outlive it.
-  WriteBehind(TransferEngine& transfers, HostArena& arena, const RankWriting& writing)
-      : transfers_(transfers), arena_(arena), writing_(writing), background_(transfers.own_threads()) {}
+  // The first two outlive it. `progress`: who watches what is written, and may cancel it; or null.
+  WriteBehind(TransferEngine& transfers, HostArena& arena, const RankWriting& writing,
+              std::shared_ptr<ProgressFile> progress)
+      : transfers_(transfers),
+        arena_(arena),
+        writing_(writing),
+        progress_(std::move(progress)),
+        background_(transfers.own_threads()) {}
   ~WriteBehind();  // what is under way ends first, at its next piece
 
   // `weights`: pieces whose digest is wanted.
@@ -63,10 +69,13 @@ class WriteBehind {
   using Piece = std::function<Status(std::span<const ChunkPlan> plans, size_t first)>;
   Status go_on() const;
   Status in_pieces(std::span<const ChunkPlan> plans, const Piece& piece) const;
+  void expect() const noexcept;  // that plans_ will be written
+  void written(std::span<const ChunkPlan> plans) const noexcept;
 
   TransferEngine& transfers_;
   HostArena& arena_;
   const RankWriting writing_;
+  const std::shared_ptr<ProgressFile> progress_;
   std::unique_ptr<RankWriter> writer_;
   std::optional<std::string> digest_;
   std::unordered_map<uint64_t, Ahead> ahead_;  // by block

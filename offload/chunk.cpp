@@ -15,4 +15,10 @@ uint64_t ChunkPlan::bytes() const {
   return sum;
 }
 
+uint64_t bytes_of(std::span<const ChunkPlan> plans) {
+  uint64_t sum = 0;
+  for (const ChunkPlan& plan : plans) sum += plan.bytes();
+  return sum;
+}
+
 }  // namespace torpor

@@ -3,6 +3,7 @@
 
 #include <compare>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -34,6 +35,7 @@ struct ChunkPlan {
   std::vector<DevicePiece> pieces;
   uint64_t bytes() const;
 };
+uint64_t bytes_of(std::span<const ChunkPlan> plans);
 
 // A chunk that was saved: what it is, what its bytes hash to, where the tier put it.
 struct SavedChunk {

@@ -1,9 +1,12 @@
 // A checkpoint that is written while the engine serves: it stands still for the last blocks alone. I7, I8, I10, S1.
 #include <filesystem>
+#include <thread>
 
 #include <fmt/format.h>
 
+#include "base/progress_file.h"
 #include "checkpoint/verify.h"
+#include "engine/phases.h"
 #include "tests/engine/sleep_failure.h"
 #include "tests/support/sanitizers.h"
 
@@ -267,6 +270,69 @@ TEST_F(ContinuousCheckpoint, CancelledAtAnyMomentItLeavesNothing) {
       EXPECT_EQ(value_of(serving.controller.continue_checkpoint()), CheckpointStage::kNone);
       EXPECT_TRUE(failed_with(serving.controller.end_checkpoint(), Code::kFailedPrecondition, "no checkpoint"));
       EXPECT_TRUE(failed_with(serving.controller.take_checkpoint({}), Code::kFailedPrecondition, "ready"));
+      expect_untouched(serving, options);
+    }
+  }
+}
+
+TEST_F(ContinuousCheckpoint, WhoWatchesSeesItsPhasesAndEachByte) {
+  for (const bool threads : {false, true}) {
+    SCOPED_TRACE(threads);
+    std::filesystem::remove_all(temporary_.path());
+    Variant options = one_thread();
+    options.own_threads = threads;
+    options.ranks = 2;
+    SleepingEngine serving = make(options);
+    begin(serving.engine, 2);
+    const TemporaryDirectory watching;
+    const std::string path = watching / "progress";
+    const std::shared_ptr<ProgressFile> page = value_of(ProgressFile::create(path));
+    const auto phase = [&] { return kPhaseNames.at(page->phase()); };
+    ASSERT_SUCCEEDS(serving.controller.begin_checkpoint(path));
+    EXPECT_EQ(phase(), "open");
+    while (value_of(serving.controller.continue_checkpoint()) == CheckpointStage::kCopying) std::this_thread::yield();
+    EXPECT_EQ(phase(), "save");
+    const uint64_t ahead = page->read().bytes_done;
+    EXPECT_GT(ahead, 0u);
+    EXPECT_EQ(page->read().bytes_total, ahead);
+    ASSERT_SUCCEEDS(serving.controller.take_checkpoint({}));
+    EXPECT_EQ(phase(), "commit");
+    EXPECT_GT(page->read().bytes_total, ahead);
+    const SleepReport report = value_of(serving.controller.end_checkpoint());
+    EXPECT_EQ(phase(), "prove");
+    EXPECT_EQ(page->read().bytes_total, report.saved_bytes);
+    EXPECT_EQ(page->read().bytes_done, report.saved_bytes);
+    expect_untouched(serving, options);
+  }
+}
+
+TEST_F(ContinuousCheckpoint, WhoWatchesMayCancelItAtAnyMoment) {
+  for (const bool threads : {false, true}) {
+    for (int stage = 0; stage < 4; ++stage) {
+      SCOPED_TRACE(fmt::format("threads {}, stage {}", threads, stage));
+      std::filesystem::remove_all(temporary_.path());
+      Variant options = one_thread();
+      options.own_threads = threads;
+      SleepingEngine serving = make(options);
+      begin(serving.engine);
+      const TemporaryDirectory watching;
+      const std::string path = watching / "progress";
+      const std::shared_ptr<ProgressFile> page = value_of(ProgressFile::create(path));
+      ASSERT_SUCCEEDS(serving.controller.begin_checkpoint(path));
+      if (stage == 1) value_of(serving.controller.continue_checkpoint());
+      if (stage >= 2) {
+        while (value_of(serving.controller.continue_checkpoint()) != CheckpointStage::kReady) serving.engine.step();
+      }
+      if (stage == 3) {
+        ASSERT_SUCCEEDS(serving.controller.take_checkpoint({}));
+      }
+      page->cancel();
+      if (stage == 2) {
+        EXPECT_TRUE(failed_with(serving.controller.take_checkpoint({}), Code::kAborted, "watches"));
+      }
+      EXPECT_EQ(value_of(serving.controller.continue_checkpoint()), CheckpointStage::kEnded);
+      EXPECT_TRUE(failed_with(serving.controller.end_checkpoint(), Code::kAborted, "watches"));
+      EXPECT_TRUE(entries().empty());
       expect_untouched(serving, options);
     }
   }

@@ -57,7 +57,7 @@ class Engine:
             raise NotFound("there is no checkpoint")
         return [] if method == "ledger" else {}
 
-    async def checkpoint(self):
+    async def checkpoint(self, *, progress=None):
         self.calls.append(("checkpoint",))
         return report(checkpoint="g-000001", checkpoint_bytes=1)
 

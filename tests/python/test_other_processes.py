@@ -18,6 +18,8 @@ from conftest import ENGINE, long_on_rig, result_of, without_weights
 from inspector import look
 from requests_of_tests import REQUESTS, add_requests, final, run
 
+from torpor.errors import Aborted
+
 
 HERE = Path(__file__).parent
 LONG = (
@@ -177,7 +179,11 @@ async def _streaming(zygote, model, directory) -> None:
     given_up.cancel()
     with pytest.raises(asyncio.CancelledError):
         await given_up
-    while_serving = await engine.checkpoint()  # the other one is gone
+    with pytest.raises(Aborted):
+        await engine.checkpoint(progress=lambda progress: progress.phase != "save")
+    seen: list = []
+    while_serving = await engine.checkpoint(progress=seen.append)  # the others are gone
+    assert seen[-1].phase == "prove" and seen[-1].bytes_done == seen[-1].bytes_total >= while_serving.saved_bytes > 0
     assert while_serving.requests > 0 and Path(while_serving.checkpoint).is_dir()
     assert len(answers["greedy"][0]) > so_far, "it stood still until the checkpoint was written"
     report = await engine.sleep(level=1, preserve_state=True, to="disk")

@@ -335,17 +335,24 @@ def test_the_bad_is_refused_by_name_and_nothing_happens(server):
     played(server, scene)
 
 
+async def told(client, path, **params) -> tuple[dict, dict]:
+    """The report of an operation that is asked for events, and the last progress before it."""
+    answer = await client.admin.post(path, params=params, headers={"Accept": "text/event-stream"})
+    events = [line[7:] for line in answer.text.splitlines() if line.startswith("event: ")]
+    assert events[-1] == "done" and "phase" in events
+    values = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+    return values[-1], values[len(events) - 1 - events[::-1].index("progress")]
+
+
 def test_a_sleep_to_disk_reports_what_it_does_and_plans_tell_the_truth(server):
     async def scene(client):
         reading, task = begin(client, "planned")
         await until(lambda: reading.text)
         plan = await client.post("/torpor/plan", to="disk")
         assert plan["requests"] == 1 and plan["free_bytes"]["kv_cache"] > 1e9 and not plan["problems"]
-        answer = await client.admin.post("/sleep", params={"to": "disk"}, headers={"Accept": "text/event-stream"})
-        events = [line[7:] for line in answer.text.splitlines() if line.startswith("event: ")]
-        assert events[-1] == "done" and "phase" in events
-        told = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
-        done, last = told[-1], told[len(events) - 1 - events[::-1].index("progress")]
+        done, last = await told(client, "/torpor/checkpoint")
+        assert last["phase"] == "prove" and last["bytes_done"] == last["bytes_total"] >= done["saved_bytes"] > 0
+        done, last = await told(client, "/sleep", to="disk")
         assert last["phase"] == "detach" and last["bytes_done"] == last["bytes_total"] == done["saved_bytes"] > 0
         assert done["freed_bytes"] == sum(plan["free_bytes"].values())
         listed = (await client.http.get("/torpor/checkpoints")).json()["checkpoints"]

@@ -89,12 +89,14 @@ class EngineSide:
 
     def checkpoint(self, options: dict) -> dict:
         return self._with_bound(
-            lambda: self.controller.checkpoint(options["outputs"], options.get("data_parallel", (0, 1)))
+            lambda: self.controller.checkpoint(
+                options["outputs"], options.get("data_parallel", (0, 1)), options.get("progress", "")
+            )
         )
 
-    def begin_checkpoint(self, _: dict) -> None:
+    def begin_checkpoint(self, options: dict) -> None:
         """One that is written while the engine serves (engine/sleep_controller.h)."""
-        self.controller.begin_checkpoint()
+        self.controller.begin_checkpoint(options.get("progress", ""))
 
     def continue_checkpoint(self, _: dict) -> str:
         return self.controller.continue_checkpoint()

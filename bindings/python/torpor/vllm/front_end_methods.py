@@ -55,6 +55,8 @@ _CHECKPOINT = """Writes a checkpoint of the running requests to the option `dir`
 
     Returns a Report once it is safe on disk; `seconds` is how long the engine stood still. Raises as sleep(to="disk")
     does, and Aborted if a sleep came first. An engine in this process takes no step meanwhile.
+
+    progress: as in sleep(). One that is cancelled, or whose task is, leaves nothing; requests do not notice.
     """
 
 _TORPOR = """Asks torpor in the engine core, and changes nothing. Returns a dict.
@@ -113,9 +115,10 @@ class Blocking:
             return frontend.finish(tracing.traced(side.engine, "wake_up", frontend.wake_up(side, values)))
 
     @_documented(_CHECKPOINT)
-    def checkpoint(self) -> Report:
+    def checkpoint(self, *, progress: Watcher | None = None) -> Report:
         side = frontend.BlockingSide(_engine(self))
-        return frontend.finish(tracing.traced(side.engine, "checkpoint", frontend.checkpoint(side)))
+        with watched(progress, {}) as values:
+            return frontend.finish(tracing.traced(side.engine, "checkpoint", frontend.checkpoint(side, values)))
 
     @_documented(UPDATING_WEIGHTS)
     def updating_weights(self, version: str | None = None) -> Updating:
@@ -166,8 +169,10 @@ class Awaited:
             return await tracing.traced(self, "wake_up", frontend.wake_up(side, values))
 
     @_documented(_CHECKPOINT)
-    async def checkpoint(self) -> Report:
-        return await tracing.traced(self, "checkpoint", frontend.checkpoint(frontend.AsyncSide(self)))
+    async def checkpoint(self, *, progress: Watcher | None = None) -> Report:
+        side = frontend.AsyncSide(self)
+        with watched(progress, {}) as values:
+            return await tracing.traced(self, "checkpoint", frontend.checkpoint(side, values))
 
     @_documented(UPDATING_WEIGHTS)
     def updating_weights(self, version: str | None = None) -> UpdatingAwaited:

@@ -203,14 +203,14 @@ async def while_frozen(side: BlockingSide | AsyncSide, method: str, values: dict
         raise
 
 
-async def checkpoint(side: BlockingSide | AsyncSide) -> Report:
+async def checkpoint(side: BlockingSide | AsyncSide, values: dict) -> Report:
     """Written while the engine serves, where it can meanwhile: it stands still for the state and the last blocks."""
     if not side.serves_meanwhile():
-        return await while_frozen(side, "checkpoint", {})
+        return await while_frozen(side, "checkpoint", values)
     begun = True  # also if this is cancelled before the engine core has answered
     try:
         try:
-            await side.call("begin_checkpoint")
+            await side.call("begin_checkpoint", values)
         except Error:
             begun = False  # another one may be under way
             raise

@@ -1,4 +1,4 @@
-"""How far a sleep or a wake is, told to a function of the caller while the engine works in other processes.
+"""How far a sleep, a wake or a checkpoint is, told to a function of the caller while the engine works in other processes.
 
 They add up what they copy in a page of memory that this process reads (base/progress_file.h)."""
 
@@ -23,7 +23,7 @@ _SECONDS = 0.1  # between two looks
 
 @dataclass(frozen=True)
 class Progress:
-    """A moment of a sleep or wake.
+    """A moment of a sleep, wake or checkpoint.
 
     phase: "quiesce", "capture", "commit", "save", "prove", "detach", "open", "attach", "restore", "reconnect"; ""
         before the first.

@@ -393,13 +393,13 @@ class Server:
             else:
                 self.enter(before)
 
-    async def checkpoint(self) -> Report:
+    async def checkpoint(self, progress: Watcher | None = None) -> Report:
         async with self._only_one():
             if self.state != "awake":
                 raise WrongState(f"the server is {self.state}", "wake it, or let it sleep to disk")
             try:
                 await asyncio.to_thread(self.recorder.answers.sync)
-                report = await self.engine.checkpoint()
+                report = await self.engine.checkpoint(progress=progress)
             except BaseException:
                 self.metrics.failed("checkpoint", "disk")
                 raise

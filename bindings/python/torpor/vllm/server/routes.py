@@ -174,8 +174,8 @@ def routes() -> APIRouter:
 
     @router.post("/torpor/checkpoint")
     async def checkpoint(raw_request: Request) -> Response:
-        async def call(_progress) -> dict:
-            return summary(await server(raw_request).checkpoint())
+        async def call(progress: Watcher | None) -> dict:
+            return summary(await server(raw_request).checkpoint(progress))
 
         return await answered(call, raw_request)
 
