@@ -7,6 +7,9 @@ stall:  how long the engine stood still (own: by its report; streams: the longes
 tokens: a second, with a checkpoint every so often beside none (baseline).
 bytes:  written into the checkpoints' own files, beside the KV that was new since the one before (ceiling).
 
+--full: the stall alone, of checkpoints that link nothing, of fewer streams with long prompts: most of it is full blocks
+that no other checkpoint has.
+
 Contestants take turns in each round, after a warm-up; medians of the rounds.
 """
 
@@ -29,27 +32,30 @@ STREAMS = 16
 WINDOW_SECONDS = 10.5
 EVERY_SECONDS = 5.0
 PROMPT_TOKENS = 500
+FULL_STREAMS = 8
+FULL_PROMPT_TOKENS = 1500
 BLOCK_TOKENS = 32
 
 
 class Load:
     """Streams that never end: each answer is followed by the next."""
 
-    def __init__(self, engine):
+    def __init__(self, engine, streams: int, prompt_tokens: int):
         self.engine = engine
+        self.prompt_tokens = prompt_tokens
         self.times: list[float] = []  # of each output
         self.tokens = 0  # put out
         self.kv_tokens = 0  # computed, prompts too
-        self._tasks = [asyncio.create_task(self._stream(number)) for number in range(STREAMS)]
+        self._tasks = [asyncio.create_task(self._stream(number)) for number in range(streams)]
 
     async def _stream(self, number: int) -> None:
         from vllm import SamplingParams
 
         for turn in range(10**6):
-            prompt = {"prompt_token_ids": [1000 + (number * 31 + turn * 7 + i) % 20_000 for i in range(PROMPT_TOKENS)]}
+            prompt = {"prompt_token_ids": [1000 + (number * 31 + turn * 7 + i) % 20_000 for i in range(self.prompt_tokens)]}
             params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
             seen = 0
-            self.kv_tokens += PROMPT_TOKENS
+            self.kv_tokens += self.prompt_tokens
             async for output in self.engine.generate(prompt, params, f"{number}-{turn}"):
                 self.times.append(time.monotonic())
                 now = len(output.outputs[0].token_ids)
@@ -99,7 +105,7 @@ async def stalls(engine, load: Load, rounds: int) -> dict[str, dict]:
                     "own": report["seconds"], "streams": max(0.0, load.longest_gap(began, ended) - usual),
                     "usual": usual, "until safe": ended - began, "copied": save["bytes"],
                     "written": own_bytes(report["checkpoint"]),
-                })  # fmt: skip
+                } | {f"of it {phase['name']}": phase["seconds"] for phase in report["phases"]})  # fmt: skip
     return {
         name: {key: statistics.median(item[key] for item in items) for key in items[0]} for name, items in found.items()
     }
@@ -135,16 +141,20 @@ async def play(options: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory(prefix="torpor-bench-", dir=options.directory) as directory:
         arguments = AsyncEngineArgs(
             model=str(options.model), dtype=best_dtype(), enforce_eager=True, block_size=BLOCK_TOKENS,
-            max_model_len=2048,
+            max_model_len=FULL_PROMPT_TOKENS + 1100 if options.full else 2048,
             max_num_seqs=STREAMS, max_num_batched_tokens=512, disable_log_stats=True,
-            additional_config={"torpor": {"dir": directory, "incremental": True}},
+            additional_config={"torpor": {"dir": directory, "incremental": not options.full}},
         )  # fmt: skip
         engine = AsyncLLM.from_engine_args(arguments)
         try:
-            load = Load(engine)
-            while load.tokens < STREAMS * 20:
+            streams = FULL_STREAMS if options.full else STREAMS
+            load = Load(engine, streams, FULL_PROMPT_TOKENS if options.full else PROMPT_TOKENS)
+            while load.tokens < streams * 20:
                 await asyncio.sleep(0.1)
             result = {"rounds": options.rounds, "stalls": await stalls(engine, load, options.rounds)}
+            if options.full:
+                await load.stop()
+                return result
             windows: dict[bool, list[dict]] = {False: [], True: []}
             for _ in range(options.rounds):
                 for checkpoints in (False, True):
@@ -162,6 +172,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model", type=Path, default=os.environ.get("TORPOR_TEST_MODEL"))
     parser.add_argument("--directory", type=Path, help="of the checkpoints; by default that of temporary files")
+    parser.add_argument("--full", action="store_true", help="checkpoints that link nothing, of long prompts")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.rounds < 1 or options.model is None:
@@ -171,7 +182,7 @@ def main() -> int:
     if options.json:
         print(json.dumps(result, indent=2))
         return 0
-    print(f"checkpoint under {STREAMS} streams, median of {options.rounds} rounds")
+    print(f"checkpoint under {FULL_STREAMS if options.full else STREAMS} streams, median of {options.rounds} rounds")
     for name, item in result["stalls"].items():
         print(
             f"  {name:<18} stood still {item['own'] * 1000:7.1f} ms   "
@@ -182,6 +193,11 @@ def main() -> int:
     both = result["stalls"]
     ratio = both["in the background"]["own"] / both["standing still"]["own"]
     print(f"  stall, in the background / standing still: {ratio:.3f}")
+    for name, item in both.items():
+        parts = [f"{key[6:]} {item[key] * 1000:.1f} ms" for key in item if key.startswith("of it ")]
+        print(f"  {name:<18} of it " + ", ".join(parts))
+    if options.full:
+        return 0
     rates = {name: statistics.median(item["rate"] for item in result[name]) for name in ("with", "without")}
     print(
         f"tokens a second: with a checkpoint every {EVERY_SECONDS:g} s {rates['with']:.0f}, without "

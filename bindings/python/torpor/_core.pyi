@@ -197,12 +197,12 @@ class SleepController:
     """Sleep and wake of one engine; lives where its scheduler lives."""
 
     def __init__(self, hooks: object, options: dict = {}) -> None: ...
-    def begin_checkpoint(self) -> None:
+    def begin_checkpoint(self, progress: str = '') -> None:
         """One that is written while the engine serves: continued until it is ready, taken, continued until it has
         ended.
         """
     def cancel_checkpoint(self) -> None: ...
-    def checkpoint(self, outputs: object, data_parallel: tuple[int, int] = (0, 1)) -> dict:
+    def checkpoint(self, outputs: object, data_parallel: tuple[int, int] = (0, 1), progress: str = '') -> dict:
         """A checkpoint of an engine that serves on; `outputs` is the front end's part."""
     def continue_checkpoint(self) -> str: ...
     def continue_wake(self, wait: str = 'none', wanted: Sequence[int] = [], forgone: Sequence[int] = []) -> dict:
