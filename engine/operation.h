@@ -34,8 +34,10 @@ class Operation {
     ~Owner() = default;
   };
 
-  // `owner` and `clock` outlive it. `progress`: path of a ProgressFile of who asked, or empty.
-  Operation(std::string_view name, const Clock& clock, EventPort port, Owner& owner, const std::string& progress)
+  // `owner` and `clock` outlive it. `progress`: path of a ProgressFile of who asked, or empty. `part_of`: number of an
+  // operation whose begin and end are told by somebody else; 0: it is one of its own.
+  Operation(std::string_view name, const Clock& clock, EventPort port, Owner& owner, const std::string& progress,
+            uint64_t part_of = 0)
       : kind_(number_of(name, kOperationNames)),
         clock_(clock),
         port_(port),
@@ -45,7 +47,8 @@ class Operation {
         last_(began_) {
     phases_.reserve(kUsualPhases);
     port_.operation_begins();
-    number_ = tell(EventType::kOperation, kind_, Edge::kBegin);
+    told_end_ = part_of != 0;
+    number_ = part_of != 0 ? part_of : tell(EventType::kOperation, kind_, Edge::kBegin);
   }
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;

@@ -7,6 +7,7 @@
 #include "base/background.h"
 #include "base/log.h"
 #include "base/progress_file.h"
+#include "engine/behind_events.h"
 #include "engine/phases.h"
 #include "engine/sleep_controller.h"
 #include "engine/sleep_in_progress.h"
@@ -24,11 +25,14 @@ struct SleepController::Behind {
   EngineCheckpoint captured{};
   std::vector<orders::LookBehind::Reply> ranks{};  // what they said last
   SleepReport report{};
-  std::optional<Error> error{};  // once it has ended
-  bool stays = false;            // it was committed, and could not be taken back
-  double stood_before = 0;       // seconds, to see what can be copied ahead
+  std::optional<Error> error{};              // once it has ended
+  bool stays = false;                        // it was committed, and could not be taken back
+  bool told_why = false;                     // in words, by the operation of the stop
+  double stood_before = 0;                   // seconds, to see what can be copied ahead
+  uint64_t copied = 0;                       // bytes, ahead, then in the stop
   std::shared_ptr<ProgressFile> progress{};  // of who asked; null: nobody watches
-  Background work;               // last: it uses all above
+  std::optional<BehindEvents> events{};      // once it was begun
+  Background work;                           // last: it uses all above
 
   // Blocks first: the ranks know their contents by place.
   void write_in(orders::Save& save, bool as_proven) const {
@@ -39,8 +43,9 @@ struct SleepController::Behind {
     save.as_proven = as_proven;
   }
   Status commit(FileSystem& file_system, const std::shared_ptr<const Key>& key);
-  void tell(std::string_view phase) const noexcept {
+  void enter(std::string_view phase) noexcept {
     if (progress != nullptr) progress->begin_phase(number_of(phase, kPhaseNames));
+    events->enter(phase);
   }
 };
 
@@ -88,13 +93,14 @@ Status SleepController::begin_checkpoint_now(const std::string& progress) {
   TORPOR_TRY(can_preserve("serve without these features"));
   behind->options.progress = progress;
   behind->progress = ProgressFile::of_caller(progress);
-  behind->tell("open");
   TORPOR_ASSIGN(behind->checkpoints, manager(options_.directory));
   Behind* const made = behind.get();
   TORPOR_TRY(made->work.begin([made]() -> Status {
     TORPOR_ASSIGN(made->pending, made->checkpoints->begin(0));
     return ok();
   }));
+  made->events.emplace(clock_, port_);
+  made->enter("open");
   behind_ = std::move(behind);
   return ok();
 }
@@ -124,25 +130,27 @@ Result<CheckpointStage> SleepController::advance(bool wait) {
       case At::kOpening: {
         TORPOR_ASSIGN(const bool opened, own_work_ended());
         if (!opened) return false;
-        TORPOR_TRY(ranks_.call(
-            orders::OpenBehind{.directory = behind.pending->staging_path(),
-                               .writing = behind.pending->writing(),
-                               .progress = behind.options.progress}));
+        TORPOR_TRY(ranks_.call(orders::OpenBehind{.directory = behind.pending->staging_path(),
+                                                  .writing = behind.pending->writing(),
+                                                  .progress = behind.options.progress}));
         behind.at = At::kOpeningRanks;
         return true;
       }
       case At::kOpeningRanks: {
         TORPOR_ASSIGN(const bool opened, ranks_have_ended(wait));
         if (!opened) return false;
-        behind.tell("save");
+        behind.events->leave();
+        behind.enter("save");
         TORPOR_TRY(copy_ahead());
         behind.at = At::kAhead;
         return true;
       }
       case At::kAhead: {
         TORPOR_ASSIGN(const bool copied, ranks_have_ended(wait));
-        if (copied) behind.at = At::kReady;
-        return copied;
+        if (!copied) return false;
+        behind.events->leave(behind.copied);
+        behind.at = At::kReady;
+        return true;
       }
       case At::kTaken: {
         TORPOR_ASSIGN(const bool written, ranks_have_ended(wait));
@@ -150,7 +158,8 @@ Result<CheckpointStage> SleepController::advance(bool wait) {
         TORPOR_ASSIGN(const bool state_written, own_work_ended());
         if (!state_written) return false;
         behind.at = At::kCommitting;
-        behind.tell("prove");
+        behind.events->leave(behind.copied);
+        behind.enter("prove");
         TORPOR_TRY(
             behind.work.begin([this, &behind] { return behind.commit(file_system_, options_.checkpoints.key); }));
         return true;
@@ -159,6 +168,8 @@ Result<CheckpointStage> SleepController::advance(bool wait) {
         TORPOR_ASSIGN(const bool committed, own_work_ended());
         if (!committed) return false;
         behind.at = At::kEnded;
+        behind.events->leave();
+        behind.events->end(Edge::kEnd, {});
         behind.pending.reset();  // with the lock of its directory
         (void)catching([&]() -> Status {
           const auto stopped = ranks_.undo(orders::LookBehind{.stop = true});
@@ -218,7 +229,8 @@ Status SleepController::copy_ahead() {
       order.save.steps = contents.steps;
     }
     behind_->write_in(order.save, !options_.always_read_weights);
-    TORPOR_TRY(ranks_.call(order));
+    TORPOR_ASSIGN(const std::vector<orders::CopyAhead::Reply> copied, ranks_.call(order));
+    behind_->copied = total_bytes(copied);
     return ok();
   });
   if (const Status resumed = hooks_.resume(); !resumed) {
@@ -246,13 +258,15 @@ Status SleepController::take_now(const Value& outputs) {
                  .next_step = "begin one, and continue it until it is ready"};
   Behind& behind = *behind_;
   behind.options.outputs = outputs;
-  FallingAsleep sleep(*this, "checkpoint", behind.options);
+  FallingAsleep sleep(*this, "checkpoint", behind.options, behind.events->number());
   set_state(State::kFallingAsleep);
   Status stood = catching([&]() TORPOR_REQUIRES(operation_mutex_) { return stand_still(sleep); });
+  behind.told_why = !stood;
   if (!stood) return fail_behind(undone(sleep, "checkpoint", std::move(stood).error()));
   sleep.operation.keep();
   if (Status resumed = hooks_.resume(); !resumed) {
     lose(resumed.error());
+    behind.told_why = true;
     return fail_behind(undone(sleep, "checkpoint", std::move(resumed).error()));
   }
   set_state(State::kAwake);
@@ -261,7 +275,7 @@ Status SleepController::take_now(const Value& outputs) {
   behind.report.seconds += behind.stood_before;
   behind.captured = std::move(sleep.captured);
   behind.at = Behind::At::kTaken;
-  behind.tell("commit");
+  behind.enter("commit");
   Status begun = behind.work.begin([&behind] { return behind.pending->write_state(behind.captured); });
   return begun ? ok() : Status(fail_behind(std::move(begun).error()));
 }
@@ -280,7 +294,8 @@ Status SleepController::stand_still(FallingAsleep& sleep) {
   TORPOR_ASSIGN(const std::vector<orders::SaveBehind::Reply> saved,
                 ranks_.call(orders::SaveBehind{.save = sleep.save}));
   sleep.report.kept_blocks = static_cast<int64_t>(sleep.live.kept.size());
-  sleep.operation.end("save", total_bytes(saved));
+  behind_->copied = total_bytes(saved);
+  sleep.operation.end("save", behind_->copied);
   return ok();
 }
 
@@ -325,6 +340,7 @@ Error SleepController::fail_behind(Error error) noexcept {
   error.state_changed = behind.stays || lost();
   behind.error = std::move(error);
   behind.at = Behind::At::kEnded;
+  behind.events->end(lost() ? Edge::kLost : Edge::kFailed, behind.told_why ? std::string_view() : behind.error->what);
   (void)catching([&]() -> Status {
     if (!stopped) log().warn("{}", stopped.error().to_string());
     if (behind.stays) behind.error->what += fmt::format("; its checkpoint is {}", behind.report.checkpoint);

@@ -12,11 +12,11 @@ namespace torpor {
 
 // What was asked, what was found out, what is under way.
 struct SleepController::FallingAsleep {
-  FallingAsleep(SleepController& controller, std::string_view name, const SleepOptions& asked)
+  FallingAsleep(SleepController& controller, std::string_view name, const SleepOptions& asked, uint64_t part_of = 0)
       : options(asked),
         preserved(asked.preserve_state),
         to_disk(asked.to_disk),
-        operation(name, controller.clock_, controller.port_, controller, asked.progress) {}
+        operation(name, controller.clock_, controller.port_, controller, asked.progress, part_of) {}
 
   const SleepOptions& options;
   SleepReport report{};

@@ -161,5 +161,49 @@ TEST_F(OperationEvents, WhateverFailsIsToldAndWhatIsUndoneToo) {
   EXPECT_GT(lost, 0);
 }
 
+// One that is written while the engine serves is one operation, the stop in its middle.
+TEST_F(OperationEvents, ACheckpointBehindTheEngineIsOneOperation) {
+  SleepingEngine serving(linux_file_system(), temporary_.path(), {.own_threads = false}, {}, port_);
+  add_example_requests(serving.engine);
+  for (int i = 0; i < 6; ++i) serving.engine.step();
+  const auto played = [&](int stage) {  // cancelled then
+    const uint64_t before = ring_->told();
+    EXPECT_SUCCEEDS(serving.controller.begin_checkpoint());
+    if (stage > 0) {
+      while (value_of(serving.controller.continue_checkpoint()) != CheckpointStage::kReady) serving.engine.step();
+    }
+    if (stage == 2) serving.engine.fail_hook("rank save_behind");
+    const Status taken = stage > 1 ? serving.controller.take_checkpoint({}) : ok();
+    serving.engine.fail_hook("");
+    EXPECT_EQ(taken.has_value(), stage != 2);
+    if (stage == 4) {
+      EXPECT_SUCCEEDS(serving.controller.end_checkpoint());
+    }
+    serving.controller.cancel_checkpoint();
+    std::vector<Event> since;
+    EventReader(*ring_, before).read(since, true);
+    EXPECT_EQ(engine_state(since), "awake");
+    const std::map<uint64_t, Told> told = operations_of(since);
+    EXPECT_EQ(told.size(), 1u);
+    EXPECT_EQ(told.begin()->second.operation, "checkpoint");
+    return told.begin()->second;
+  };
+  using Names = std::vector<std::string>;
+  const Names whole{"open", "save", "quiesce", "capture", "save", "commit", "prove"};
+  for (int stage = 0; stage < 4; ++stage) {
+    SCOPED_TRACE(stage);
+    const Told one = played(stage);
+    EXPECT_EQ(one.ended, Edge::kFailed);
+    EXPECT_TRUE(one.error == "cancelled" || (stage == 2 && one.error.starts_with("injected"))) << one.error;
+    const size_t done = stage == 0 ? 0 : stage == 3 ? 5 : 2;
+    EXPECT_EQ(one.phases, Names(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(done)));
+    EXPECT_EQ(one.failed, stage == 1 ? 0 : 1);
+  }
+  const Told one = played(4);
+  EXPECT_EQ(one.ended, Edge::kEnd);
+  EXPECT_EQ(one.phases, whole);
+  EXPECT_TRUE(one.error.empty());
+}
+
 }  // namespace
 }  // namespace torpor

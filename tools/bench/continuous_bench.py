@@ -52,7 +52,9 @@ class Load:
         from vllm import SamplingParams
 
         for turn in range(10**6):
-            prompt = {"prompt_token_ids": [1000 + (number * 31 + turn * 7 + i) % 20_000 for i in range(self.prompt_tokens)]}
+            prompt = {
+                "prompt_token_ids": [1000 + (number * 31 + turn * 7 + i) % 20_000 for i in range(self.prompt_tokens)]
+            }
             params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
             seen = 0
             self.kv_tokens += self.prompt_tokens

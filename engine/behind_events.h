@@ -1,0 +1,59 @@
+// BehindEvents: what is told of a checkpoint that is written while the engine serves: an operation like any other
+// (engine/operation.h), whose phases in the stop are told by the Operation that is a part of it. It stops nobody from
+// stopping the engine.
+#pragma once
+
+#include <string_view>
+
+#include "base/clock.h"
+#include "base/event.h"
+#include "engine/phases.h"
+
+namespace torpor {
+
+class BehindEvents {
+ public:
+  BehindEvents(const Clock& clock, EventPort port) : clock_(clock), port_(port), began_(clock.now()) {
+    number_ = tell(EventType::kOperation, kKind, Edge::kBegin);
+  }
+  BehindEvents(const BehindEvents&) = delete;
+  BehindEvents& operator=(const BehindEvents&) = delete;
+  ~BehindEvents() { end(Edge::kFailed, {}); }
+
+  uint64_t number() const noexcept { return number_; }
+  void enter(std::string_view phase) noexcept {
+    entered_ = clock_.now();
+    open_ = number_of(phase, kPhaseNames);
+    tell(EventType::kPhase, open_, Edge::kBegin);
+  }
+  void leave(uint64_t bytes = 0) noexcept {
+    if (open_ != 0) tell(EventType::kPhase, std::exchange(open_, 0), Edge::kEnd, bytes, since(entered_));
+  }
+  // Once; what is open then has failed. `why` in words, or empty.
+  void end(Edge edge, std::string_view why) noexcept {
+    if (std::exchange(ended_, true)) return;
+    if (open_ != 0) tell(EventType::kPhase, std::exchange(open_, 0), Edge::kFailed, 0, since(entered_));
+    if (!why.empty()) port_.text(TextKind::kError, 0, number_, why);
+    tell(EventType::kOperation, kKind, edge, 0, since(began_));
+  }
+
+ private:
+  static constexpr uint8_t kKind = number_of("checkpoint", kOperationNames);
+  uint64_t tell(EventType type, uint8_t kind, Edge edge, uint64_t a = 0, uint64_t b = 0) const noexcept {
+    return port_.record(
+        {.type = type, .from = kind, .to = static_cast<uint8_t>(edge), .transfer = number_, .a = a, .b = b});
+  }
+  uint64_t since(std::chrono::nanoseconds time) const noexcept {
+    return static_cast<uint64_t>((clock_.now() - time).count());
+  }
+
+  const Clock& clock_;
+  const EventPort port_;
+  const std::chrono::nanoseconds began_;
+  std::chrono::nanoseconds entered_{};
+  uint64_t number_ = 0;
+  uint8_t open_ = 0;
+  bool ended_ = false;
+};
+
+}  // namespace torpor
