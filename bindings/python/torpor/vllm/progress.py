@@ -1,4 +1,4 @@
-"""How far a sleep, a wake or a checkpoint is, told to a function of the caller while the engine works in other processes.
+"""How far a sleep, wake or checkpoint is, told to a function of the caller while the engine works in other processes.
 
 They add up what they copy in a page of memory that this process reads (base/progress_file.h)."""
 
