@@ -44,7 +44,7 @@ struct RemoteHome {
   std::shared_ptr<const Key> key;
   std::string holder;
   remote::Ownership ownership;
-  std::optional<remote::StoreLease> sending{};  // from send() until publish(): what was sent is named nowhere
+  std::unique_ptr<remote::KeptLease> sending{};  // from send() until publish(): what was sent is named nowhere
 
   RemoteHome(std::unique_ptr<remote::ObjectStore> store, std::shared_ptr<OperationLimit> limit,
              std::unique_ptr<remote::ObjectStore> records, std::shared_ptr<const Key> key, std::string holder,
@@ -91,22 +91,27 @@ struct Sent {
 
 // Nobody goes on from these before they are published, both in one write.
 Result<Sent> send(RemoteHome& self, const std::string& checkpoint, const std::string& answers) {
-  Sent sent;
-  TORPOR_ASSIGN(const Checkpoint opened, open_checkpoint(module_files(), checkpoint, self.key));
-  if (self.sending) TORPOR_TRY(std::exchange(self.sending, std::nullopt)->end(*self.store));
-  TORPOR_ASSIGN(self.sending, remote::StoreLease::begin(*self.store, remote::LeaseKind::kPush, system_clock(),
-                                                        remote::kPushPatience));
-  TORPOR_ASSIGN(sent.checkpoint, remote::push(module_files(), opened, *self.store, {.key = self.key}));
-  TORPOR_ASSIGN(sent.answers, remote::push_answers(module_files(), answers, *self.store));
-  return sent;
+  return catching([&]() -> Result<Sent> {
+    Sent sent;
+    TORPOR_ASSIGN(const Checkpoint opened, open_checkpoint(module_files(), checkpoint, self.key));
+    self.sending.reset();
+    TORPOR_ASSIGN(remote::StoreLease begun, remote::StoreLease::begin(*self.store, remote::LeaseKind::kPush,
+                                                                      system_clock(), remote::kPushPatience));
+    auto sending = std::make_unique<remote::KeptLease>(std::move(begun), *self.store);
+    TORPOR_ASSIGN(sent.checkpoint, remote::push(module_files(), opened, *self.store, {.key = self.key}));
+    TORPOR_ASSIGN(sent.answers, remote::push_answers(module_files(), answers, *self.store));
+    self.sending = std::move(sending);
+    return sent;
+  });
 }
 
 Status publish(RemoteHome& self, const Sent& sent) {
-  if (self.sending) TORPOR_TRY(self.sending->check());
+  const std::unique_ptr<remote::KeptLease> sending = std::move(self.sending);
+  if (sending) TORPOR_TRY(sending->check());
   self.limit->begin();
-  TORPOR_TRY(self.ownership.publish(sent.checkpoint.name, sent.answers));
-  if (self.sending) (void)std::exchange(self.sending, std::nullopt)->end(*self.store);  // else it ends by itself
-  return ok();
+  Status published = self.ownership.publish(sent.checkpoint.name, sent.answers);
+  if (!published && sending) sending->leave();  // nobody knows whether it takes effect
+  return published;
 }
 
 // The path of the checkpoint; empty: there is none.

@@ -222,7 +222,8 @@ Result<CopyReport> push(FileSystem& file_system, const Checkpoint& checkpoint, O
     TORPOR_ASSIGN(const std::optional<uint64_t> there, store.size(index_key(report.name)));
     report.was_there = there.has_value();
     if (report.was_there) return report;
-    TORPOR_ASSIGN(StoreLease lease, StoreLease::begin(store, LeaseKind::kPush, *options.clock, options.patience));
+    TORPOR_ASSIGN(StoreLease begun, StoreLease::begin(store, LeaseKind::kPush, *options.clock, options.patience));
+    KeptLease lease(std::move(begun), store);
     ProgressMeter progress(options.progress, "push", report.bytes);
     std::atomic<uint64_t> moved = 0;
     const Status sent =
@@ -230,16 +231,17 @@ Result<CopyReport> push(FileSystem& file_system, const Checkpoint& checkpoint, O
           TORPOR_TRY(push_part(*directory, index, part, store, room, moved));
           return progress.add(part.bytes(index));
         });
-    const Status in_time = sent ? lease.check() : sent;
-    if (!in_time) {
-      (void)lease.end(store);
-      return in_time.error();
-    }
+    TORPOR_TRY(sent);
+    TORPOR_TRY(lease.check());
     const std::string text = encode_index(index);
-    // Of an error nobody knows whether it is created, or will be: then the lease stays until it ends by itself.
-    TORPOR_ASSIGN(const bool created, store.put_new(index_key(report.name), std::as_bytes(std::span(text))));
-    (void)lease.end(store);  // else it ends by itself
-    report.was_there = !created;
+    const Result<bool> created = store.put_new(index_key(report.name), std::as_bytes(std::span(text)));
+    if (!created) lease.leave();  // nobody knows whether it is created, or will be
+    if (!created) return created.error();
+    if (const Status late = lease.check(); !late) {  // this process stood still before it was created
+      if (*created) TORPOR_TRY(store.remove(index_key(report.name)));
+      return late.error();
+    }
+    report.was_there = !*created;
     report.moved_bytes = moved;
     return report;
   });

@@ -26,6 +26,15 @@ class DirectoryStore final : public ObjectStore {
 
   const std::string& url() const override { return url_; }
 
+  Status check_exists() override {
+    const auto directory = file_system_.open_directory(path_, false);
+    if (directory) return ok();
+    if (directory.error().code != Code::kNotFound) return directory.error();
+    return Error{.code = Code::kNotFound,
+                 .what = fmt::format("there is no directory {}", path_),
+                 .next_step = "check how it is written, and that it is mounted"};
+  }
+
   Result<bool> put_new(std::string_view key, std::span<const std::byte> bytes) override {
     TORPOR_ASSIGN(Place place, open(key, true));
     if (place.directory->open_file(place.name)) return false;

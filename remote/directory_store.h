@@ -9,7 +9,8 @@
 
 namespace torpor::remote {
 
-// `file_system` outlives the result. The directory is made if it is not there, readable by its owner only.
+// `file_system` outlives the result. The first key that is put makes the directory if it is not there, readable by its
+// owner only.
 Result<std::unique_ptr<ObjectStore>> open_directory_store(FileSystem& file_system, const std::string& path);
 
 }  // namespace torpor::remote

@@ -30,6 +30,9 @@ class ObjectStore {
   virtual Status remove(std::string_view key) = 0;                         // ok too if there is no such key
   // Keys that begin with `prefix`, in ascending order. kResourceExhausted: more than a million.
   virtual Result<std::vector<std::string>> list(std::string_view prefix) = 0;
+  // Whether there is such a bucket or directory at all: kFailedPrecondition, kNotFound. Who only reads or removes asks
+  // first, for put_new() makes a directory.
+  virtual Status check_exists() = 0;
   virtual const std::string& url() const = 0;  // for messages, without credentials
 };
 

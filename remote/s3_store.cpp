@@ -132,6 +132,14 @@ class S3Store final : public ObjectStore {
     return error_of(call, answer);
   }
 
+  // By a page of its list: asking for the bucket itself tells nothing of why it is refused. Who may not list it is told
+  // so by what it does next, if at all.
+  Status check_exists() override {
+    Call call{.method = "GET", .query = {{"list-type", "2"}, {"max-keys", "1"}, {"prefix", settings_.prefix}}};
+    TORPOR_ASSIGN(const Answer answer, send(call));
+    return answer.status == 404 ? Status(error_of(call, answer)) : ok();
+  }
+
   Result<std::vector<std::string>> list(std::string_view prefix) override {
     std::vector<std::string> keys;
     std::string next;

@@ -33,33 +33,48 @@ Result<std::optional<double>> ends_at(ObjectStore& store, const std::string& key
 
 // The key of one that is in the way, empty: none. Those that ended by themselves are removed.
 Result<std::string> in_the_way(ObjectStore& store, LeaseKind kind, const std::string& own, const Clock& clock) {
-  TORPOR_ASSIGN(const std::vector<std::string> keys, store.list(kLeasePrefix));
-  for (const std::string& key : keys) {
-    const bool push = std::string_view(key).substr(kLeasePrefix.size()).starts_with(kPush);
-    if (key == own || (kind == LeaseKind::kPush && push)) continue;
-    const double now = clock.unix_seconds();
-    TORPOR_ASSIGN(const std::optional<double> until, ends_at(store, key, now));
-    if (!until) continue;
-    if (now < *until + seconds_of(kClocksDiffer)) return key;
-    TORPOR_TRY(store.remove(key));
+  for (bool again = true; again;) {
+    again = false;
+    TORPOR_ASSIGN(const std::vector<std::string> keys, store.list(kLeasePrefix));
+    for (const std::string& key : keys) {
+      const bool push = std::string_view(key).substr(kLeasePrefix.size()).starts_with(kPush);
+      if (key == own || (kind == LeaseKind::kPush && push)) continue;
+      const double now = clock.unix_seconds();
+      TORPOR_ASSIGN(const std::optional<double> until, ends_at(store, key, now));
+      again = again || !until;  // it ended, or went on under another name
+      if (!until) continue;
+      if (now < *until + seconds_of(kClocksDiffer)) return key;
+      TORPOR_TRY(store.remove(key));
+    }
   }
   return std::string();
 }
 
 }  // namespace
 
+// A record of its own, and not before.
+Status StoreLease::write(ObjectStore& store) {
+  const bool push = kind_ == LeaseKind::kPush;
+  const std::chrono::nanoseconds term = push ? kPushTerm : kRemovalTerm;
+  const std::chrono::nanoseconds now = clock_->now();
+  const double until = clock_->unix_seconds() + seconds_of(term);
+  std::string key = fmt::format("{}{}{}", kLeasePrefix, push ? kPush : kRemoval, hex(random_seal_id()));
+  const std::string text = Json{{"torpor_lease", kLeaseFormat}, {"until", until}}.dump();
+  TORPOR_TRY(store.put_new(key, std::as_bytes(std::span(text))));
+  before_ = std::exchange(key_, std::move(key));
+  renewed_ = now;
+  until_ = now + term;
+  unix_until_ = until;
+  return ok();
+}
+
 Result<StoreLease> StoreLease::begin(ObjectStore& store, LeaseKind kind, const Clock& clock,
                                      std::chrono::seconds patience) {
-  const bool push = kind == LeaseKind::kPush;
-  const std::chrono::nanoseconds term = push ? std::chrono::nanoseconds(kPushTerm) : kRemovalTerm;
   const std::chrono::nanoseconds waits_until = clock.now() + patience;
   while (true) {
-    const std::string key = fmt::format("{}{}{}", kLeasePrefix, push ? kPush : kRemoval, hex(random_seal_id()));
-    StoreLease lease(key, clock.now() + term, clock);
-    const std::string text =
-        Json{{"torpor_lease", kLeaseFormat}, {"until", clock.unix_seconds() + seconds_of(term)}}.dump();
-    TORPOR_TRY(store.put_new(key, std::as_bytes(std::span(text))));
-    TORPOR_ASSIGN(const std::string other, in_the_way(store, kind, key, clock));
+    StoreLease lease(kind, clock);
+    TORPOR_TRY(lease.write(store));
+    TORPOR_ASSIGN(const std::string other, in_the_way(store, kind, lease.key_, clock));
     if (other.empty()) return lease;
     TORPOR_TRY(lease.end(store));
     if (clock.now() >= waits_until)
@@ -72,14 +87,70 @@ Result<StoreLease> StoreLease::begin(ObjectStore& store, LeaseKind kind, const C
   }
 }
 
-Status StoreLease::check() const {
-  if (!over()) return ok();
-  return Error{
-      .code = Code::kAborted,
-      .what = fmt::format("this took longer than {} hours: parts may have been removed meanwhile", kPushTerm.count()),
-      .next_step = "start it again: it goes on where it was"};
+Status StoreLease::renew(ObjectStore& store) {
+  TORPOR_TRY(check());
+  StoreLease next = *this;
+  TORPOR_TRY(next.write(store));
+  TORPOR_TRY(check());  // written too late: a removal may have looked in between
+  const std::string old = std::exchange(before_, {});
+  *this = std::move(next);
+  return old.empty() ? ok() : store.remove(old);
 }
 
-Status StoreLease::end(ObjectStore& store) { return store.remove(key_); }
+Status StoreLease::check() const {
+  if (!over()) return ok();
+  return Error{.code = Code::kAborted,
+               .what = fmt::format("the lease of this push could not be renewed for {} minutes: parts may have been "
+                                   "removed meanwhile",
+                                   kPushTerm.count()),
+               .next_step = "start it again: it goes on where it was"};
+}
+
+Status StoreLease::end(ObjectStore& store) {
+  const Status removed = before_.empty() ? ok() : store.remove(before_);
+  TORPOR_TRY(store.remove(key_));
+  return removed;
+}
+
+KeptLease::KeptLease(StoreLease lease, ObjectStore& store, std::chrono::milliseconds look)
+    : store_(store), lease_(std::move(lease)), thread_([this, look] { run(look); }) {}
+
+KeptLease::~KeptLease() {
+  {
+    const MutexLock lock(mutex_);
+    ends_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+  const MutexLock lock(mutex_);  // nobody else is there any more
+  if (!left_) (void)lease_.end(store_);  // else it ends by itself
+}
+
+Status KeptLease::check() const {
+  const MutexLock lock(mutex_);
+  return lease_.check();
+}
+
+void KeptLease::leave() {
+  const MutexLock lock(mutex_);
+  left_ = true;
+}
+
+void KeptLease::run(std::chrono::milliseconds look) {
+  while (true) {
+    std::optional<StoreLease> next;
+    {
+      const MutexLock lock(mutex_);
+      if (!ends_) changed_.wait_for(mutex_, look);
+      if (ends_) return;
+      if (lease_.due() && !lease_.over()) next = lease_;
+    }
+    if (!next) continue;
+    // What fails is tried again until the term is over; who asks is told so then.
+    (void)catching([&]() -> Status { return next->renew(store_); });
+    const MutexLock lock(mutex_);
+    lease_ = std::move(*next);
+  }
+}
 
 }  // namespace torpor::remote

@@ -287,5 +287,16 @@ TEST_F(CheckpointCopies, EachFileOperationOfAPullFailsOnce) {
   EXPECT_GT(failures, 20u);
 }
 
+TEST(DirectoryStore, IsMadeByWhatIsPutThereAndByNothingElse) {
+  test::ModelFileSystem system;
+  const auto store = value_of(open_object_store(system, "file:///typo"));
+  EXPECT_FAILS(store->check_exists(), Code::kNotFound, "there is no directory /typo");
+  EXPECT_EQ(value_of(store->list("")).size(), 0u);
+  EXPECT_EQ(value_of(store->size("leases/a")), std::nullopt);
+  EXPECT_FAILS(system.open_directory("/typo", false), Code::kNotFound);
+  EXPECT_TRUE(value_of(store->put_new("leases/a", {})));
+  EXPECT_SUCCEEDS(store->check_exists());
+}
+
 }  // namespace
 }  // namespace torpor::remote

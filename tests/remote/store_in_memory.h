@@ -49,6 +49,7 @@ class StoreInMemory final : public remote::ObjectStore {
       return ok();
     });
   }
+  Status check_exists() override { return ok(); }
   const std::string& url() const override { return url_; }
 
   std::map<std::string, std::vector<std::byte>> objects;

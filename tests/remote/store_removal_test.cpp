@@ -2,6 +2,8 @@
 #include "remote/store_removal.h"
 
 #include <algorithm>
+#include <atomic>
+#include <thread>
 
 #include <fmt/format.h>
 
@@ -20,15 +22,57 @@ namespace {
 using test::StoreInMemory;
 using test::value_of;
 
-// Monotonic and wall time are one.
+// Monotonic and wall time are one while the machine runs.
 class WallClock final : public Clock {
  public:
   std::chrono::nanoseconds now() const override { return now_; }
-  double unix_seconds() const override { return std::chrono::duration<double>(now_).count(); }
-  void advance(std::chrono::nanoseconds by) { now_ += by; }
+  double unix_seconds() const override { return std::chrono::duration<double>(now_.load() + slept_.load()).count(); }
+  void advance(std::chrono::nanoseconds by) { now_ = now_.load() + by; }
+  void suspend(std::chrono::nanoseconds by) { slept_ = slept_.load() + by; }  // the machine: wall time goes on
 
  private:
-  std::chrono::nanoseconds now_ = std::chrono::hours(1000);
+  std::atomic<std::chrono::nanoseconds> now_{std::chrono::hours(1000)};
+  std::atomic<std::chrono::nanoseconds> slept_{std::chrono::nanoseconds(0)};
+};
+
+// Another store, before and after whose calls something happens.
+enum class Verb : uint8_t { kPut, kGet, kSize, kRemove, kList };
+class Watched final : public ObjectStore {
+ private:
+  template <class Call>
+  auto call(Verb verb, std::string_view key, Call call) -> decltype(call()) {
+    if (before) before(verb, key);
+    auto result = call();
+    if (after) after(verb, key);
+    return result;
+  }
+
+ public:
+  using Happens = std::function<void(Verb verb, std::string_view key)>;
+  explicit Watched(ObjectStore& store) : store_(store) {}
+  Happens before;
+  Happens after;
+
+  Result<bool> put_new(std::string_view key, std::span<const std::byte> bytes) override {
+    return call(Verb::kPut, key, [&] { return store_.put_new(key, bytes); });
+  }
+  Result<uint64_t> get(std::string_view key, std::span<std::byte> room) override {
+    return call(Verb::kGet, key, [&] { return store_.get(key, room); });
+  }
+  Result<std::optional<uint64_t>> size(std::string_view key) override {
+    return call(Verb::kSize, key, [&] { return store_.size(key); });
+  }
+  Status remove(std::string_view key) override {
+    return call(Verb::kRemove, key, [&] { return store_.remove(key); });
+  }
+  Result<std::vector<std::string>> list(std::string_view prefix) override {
+    return call(Verb::kList, prefix, [&] { return store_.list(prefix); });
+  }
+  Status check_exists() override { return store_.check_exists(); }
+  const std::string& url() const override { return store_.url(); }
+
+ private:
+  ObjectStore& store_;
 };
 
 class StoreRemoval : public ::testing::Test {
@@ -166,6 +210,73 @@ TEST_F(StoreRemoval, WhoDiedHoldsNobodyUpForLongerThanItsTermAndWhatClocksMayDif
   EXPECT_SUCCEEDS(try_push("/one"));
 }
 
+TEST_F(StoreRemoval, APushOfManyTermsIsLeftAloneAsLongAsItIsRenewed) {
+  StoreLease lease = value_of(StoreLease::begin(store_, LeaseKind::kPush, clock_));
+  EXPECT_FALSE(lease.due());
+  for (int i = 0; i < 20; ++i) {
+    clock_.advance(kRenewedAfter);
+    ASSERT_TRUE(lease.due());
+    ASSERT_SUCCEEDS(lease.renew(store_));
+    EXPECT_FALSE(lease.due());
+    EXPECT_EQ(count(kLeasePrefix), 2u);  // who listed just before finds one of them
+    EXPECT_FAILS(remove_unnamed(store_, clock_), Code::kUnavailable, "a push is under way");
+  }
+  ASSERT_SUCCEEDS(lease.end(store_));
+  EXPECT_EQ(count(kLeasePrefix), 0u);
+  EXPECT_SUCCEEDS(remove_unnamed(store_, clock_));
+
+  StoreLease slept = value_of(StoreLease::begin(store_, LeaseKind::kPush, clock_));
+  clock_.suspend(kPushTerm);
+  EXPECT_FAILS(slept.renew(store_), Code::kAborted, "removed meanwhile");
+}
+
+// A removal that listed the records reads them when they have gone: whoever wrote them goes on under other names.
+TEST_F(StoreRemoval, ALeaseThatIsRenewedWhileSomebodyLooksIsSeen) {
+  StoreLease lease = value_of(StoreLease::begin(store_, LeaseKind::kPush, clock_));
+  Watched watched(store_);
+  int renewed = 0;
+  watched.after = [&](Verb verb, std::string_view key) {
+    for (; verb == Verb::kList && key == kLeasePrefix && renewed < 3; ++renewed) ASSERT_SUCCEEDS(lease.renew(store_));
+  };
+  EXPECT_FAILS(remove_unnamed(watched, clock_), Code::kUnavailable, "a push is under way");
+  EXPECT_EQ(renewed, 3);
+}
+
+TEST_F(StoreRemoval, AThreadRenewsALeaseAsLongAsItIsKept) {
+  const auto leases = [&] { return value_of(store_.list(kLeasePrefix)); };
+  {
+    const KeptLease kept(value_of(StoreLease::begin(store_, LeaseKind::kPush, clock_)), store_,
+                         std::chrono::milliseconds(1));
+    for (int i = 0; i < 5; ++i) {
+      const auto before = leases();
+      clock_.advance(kRenewedAfter);
+      while (leases() == before) std::this_thread::yield();
+    }
+    EXPECT_SUCCEEDS(kept.check());
+    EXPECT_FAILS(remove_unnamed(store_, clock_), Code::kUnavailable);
+    EXPECT_FALSE(leases().empty());
+  }
+  EXPECT_TRUE(leases().empty());
+  KeptLease(value_of(StoreLease::begin(store_, LeaseKind::kPush, clock_)), store_).leave();
+  EXPECT_EQ(leases().size(), 1u);
+}
+
+// It was paused just before it made its checkpoint known: parts on which it relied may have gone meanwhile.
+TEST_F(StoreRemoval, APushThatStoodStillForItsTermMakesNothingKnown) {
+  write("/one");
+  const Checkpoint checkpoint = value_of(open_checkpoint(system_, "/one"));
+  const CopyOptions options{.threads = 1, .clock = &clock_, .patience = std::chrono::seconds(0)};
+  for (const bool after : {false, true}) {
+    Watched watched(store_);
+    (after ? watched.after : watched.before) = [&](Verb verb, std::string_view key) {
+      if (verb == Verb::kPut && key.starts_with(index_key(""))) clock_.suspend(kPushTerm);
+    };
+    EXPECT_FAILS(push(system_, checkpoint, watched, options), Code::kAborted, "removed meanwhile");
+    EXPECT_EQ(value_of(list_pushed(store_)).size(), 0u);
+  }
+  EXPECT_SUCCEEDS(push(system_, checkpoint, store_, options));
+}
+
 TEST_F(StoreRemoval, WhatCannotBeReadNamesWhoKnowsWhatAndNothingGoes) {
   const std::string name = pushed("/one");
   pushed("/two");
@@ -207,30 +318,6 @@ TEST_F(StoreRemoval, EachCallOfTheStoreFailsOnce) {
 // A push finds parts that no checkpoint names and relies on them: whatever call of it a removal comes before, what both
 // leave is whole.
 TEST_F(StoreRemoval, ARemovalAtAnyMomentOfAPushBreaksNothing) {
-  class Between final : public ObjectStore {
-   public:
-    Between(ObjectStore& store, uint64_t at, std::function<void()> then)
-        : store_(store), at_(at), then_(std::move(then)) {}
-    Result<bool> put_new(std::string_view key, std::span<const std::byte> bytes) override {
-      return step(), store_.put_new(key, bytes);
-    }
-    Result<uint64_t> get(std::string_view key, std::span<std::byte> room) override {
-      return step(), store_.get(key, room);
-    }
-    Result<std::optional<uint64_t>> size(std::string_view key) override { return step(), store_.size(key); }
-    Status remove(std::string_view key) override { return step(), store_.remove(key); }
-    Result<std::vector<std::string>> list(std::string_view prefix) override { return step(), store_.list(prefix); }
-    const std::string& url() const override { return store_.url(); }
-    uint64_t calls = 0;
-
-   private:
-    void step() {
-      if (++calls == at_) then_();
-    }
-    ObjectStore& store_;
-    const uint64_t at_;
-    const std::function<void()> then_;
-  };
   write("/one");
   const Checkpoint checkpoint = value_of(open_checkpoint(system_, "/one"));
   const CopyOptions options{.threads = 1, .clock = &clock_, .patience = std::chrono::seconds(0)};
@@ -240,15 +327,18 @@ TEST_F(StoreRemoval, ARemovalAtAnyMomentOfAPushBreaksNothing) {
     store_.objects.clear();
     value_of(push(system_, checkpoint, store_, options));
     store_.objects.erase(index_key(value_of(list_pushed(store_)).at(0).name));  // its parts are named by nobody
-    Between between(store_, at, [&] {
+    uint64_t calls = 0;
+    Watched watched(store_);
+    watched.before = [&](Verb, std::string_view) {
+      if (++calls != at) return;
       const auto report = remove_unnamed(store_, clock_);
       removed += report && report->parts > 0 ? 1 : 0;
       refused += report ? 0 : 1;
-    });
-    EXPECT_SUCCEEDS(push(system_, checkpoint, between, options));
+    };
+    EXPECT_SUCCEEDS(push(system_, checkpoint, watched, options));
     EXPECT_EQ(value_of(list_pushed(store_)).size(), 1u);
     expect_whole();
-    if (between.calls < at) break;
+    if (calls < at) break;
   }
   EXPECT_GT(removed, 0u);
   EXPECT_GT(refused, 5u);

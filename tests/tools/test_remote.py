@@ -107,8 +107,20 @@ def test_who_may_not_is_told_so(server):
     wrong = server.environment | {"AWS_SECRET_ACCESS_KEY": "guessed"}
     error = torpor(server, "ls", url, code=7, environment=wrong)["error"]
     assert "SignatureDoesNotMatch" in error["what"] and "guessed" not in json.dumps(error)
-    error = torpor(server, "ls", "s3://no-such-bucket/x", code=5)["error"]
-    assert "NoSuchBucket" in error["what"] and error["next_step"] == "make the bucket first"
+
+
+def test_where_there_is_no_such_place_it_is_refused_and_not_made(server, tmp_path):
+    name = "20261123T071500Z-417b8ce1e9819daf92275e733d38256e"
+    for url, code, what in (
+        ("s3://no-such-bucket/x", 5, "NoSuchBucket"),
+        (f"file://{tmp_path}/typo", 3, f"there is no directory {tmp_path}/typo"),
+    ):
+        for words in (["ls", url], ["gc", url], ["gc", url, "--dry-run"], ["rm", f"{url}/{name}"],
+                      ["pull", url, tmp_path / "to"], ["pull", f"{url}/{name}", tmp_path / "to"]):  # fmt: skip
+            assert what in torpor(server, *words, code=code)["error"]["what"]
+    assert "make the bucket first" in torpor(server, "gc", "s3://no-such-bucket/x", code=5)["error"]["next_step"]
+    assert not any(tmp_path.iterdir())
+    assert torpor(server, "push", SMALL, f"file://{tmp_path}/new")["moved_bytes"] > 0
 
 
 def test_over_tls_with_a_certificate_of_ones_own_and_credentials_in_a_file(server, tmp_path):

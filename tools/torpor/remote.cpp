@@ -27,6 +27,13 @@ Named named(std::string url) {
   return {std::move(url), ""};
 }
 
+// Of who puts nothing there: a bucket or directory that is not there is refused, and not made.
+Result<std::unique_ptr<remote::ObjectStore>> existing_store(const Context& context, const std::string& url) {
+  TORPOR_ASSIGN(auto store, remote::open_object_store(context.file_system, url, context.interrupted));
+  TORPOR_TRY(store->check_exists());
+  return store;
+}
+
 remote::CopyOptions options_of(const Context& context) {
   remote::CopyOptions options{.key = context.key, .progress = context.progress};
   if (context.arguments.threads > 0) options.threads = context.arguments.threads;
@@ -61,7 +68,7 @@ Result<Json> push(const Context& context) {
 Result<Json> pull(const Context& context) {
   const Arguments& arguments = context.arguments;
   const Named from = named(arguments.path);
-  TORPOR_ASSIGN(const auto store, remote::open_object_store(context.file_system, from.url, context.interrupted));
+  TORPOR_ASSIGN(const auto store, existing_store(context, from.url));
   remote::CopyOptions options = options_of(context);
   if (asks_for_fit(arguments)) {
     options.accept = [&](const Manifest& manifest) -> Status {
@@ -88,8 +95,7 @@ Result<Json> pull(const Context& context) {
 bool is_url(const std::string& path) { return path.find("://") != std::string::npos; }
 
 Result<Json> ls_of_store(const Context& context) {
-  TORPOR_ASSIGN(const auto store,
-                remote::open_object_store(context.file_system, context.arguments.path, context.interrupted));
+  TORPOR_ASSIGN(const auto store, existing_store(context, context.arguments.path));
   TORPOR_ASSIGN(const std::vector<remote::PushedCheckpoint> pushed, remote::list_pushed(*store));
   Json checkpoints = Json::array();
   for (const remote::PushedCheckpoint& each : pushed) {
@@ -127,7 +133,7 @@ Result<Json> gc_of_store(const Context& context) {
     return Error{.code = Code::kInvalidArgument,
                  .what = "--max-age and --max-bytes are for a directory",
                  .next_step = "use --keep"};
-  TORPOR_ASSIGN(const auto store, remote::open_object_store(context.file_system, arguments.path, context.interrupted));
+  TORPOR_ASSIGN(const auto store, existing_store(context, arguments.path));
   TORPOR_ASSIGN(const remote::RemovalReport report,
                 remote::remove_unnamed(*store, system_clock(),
                                        {.force = arguments.force,
@@ -152,7 +158,7 @@ Result<Json> rm_of_store(const Context& context) {
     return Error{.code = Code::kInvalidArgument,
                  .what = fmt::format("{} is not a checkpoint", arguments.path),
                  .next_step = "name one of a store, as URL/NAME; torpor ls says the names"};
-  TORPOR_ASSIGN(const auto store, remote::open_object_store(context.file_system, from.url, context.interrupted));
+  TORPOR_ASSIGN(const auto store, existing_store(context, from.url));
   TORPOR_TRY(remote::remove_pushed(*store, from.name, system_clock(),
                                    {.force = arguments.force, .dry_run = arguments.dry_run}));
   return Json{{"removed", from.name}, {"dry_run", arguments.dry_run}};
