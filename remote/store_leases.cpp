@@ -122,7 +122,7 @@ KeptLease::~KeptLease() {
   }
   changed_.notify_all();
   thread_.join();
-  const MutexLock lock(mutex_);  // nobody else is there any more
+  const MutexLock lock(mutex_);          // nobody else is there any more
   if (!left_) (void)lease_.end(store_);  // else it ends by itself
 }
 

@@ -15,6 +15,7 @@
 #include "allocator/host_device.h"
 #include "console/engine_view.h"
 #include "console/reference_run.h"
+#include "console/source_events.h"
 #include "engine/reference/reference_engine.h"
 #include "engine/sleep_controller.h"
 #include "tests/support/manual_clock.h"

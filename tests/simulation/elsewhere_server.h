@@ -1,0 +1,242 @@
+// A server of the simulation, as far as it concerns its store: the reference engine with its controller and log of
+// answers, what owns and pushes for it, and the way to the store, on which calls fail.
+#pragma once
+
+#include <atomic>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "engine/delivery/delivery_log.h"
+#include "engine/delivery/roll_forward.h"
+#include "remote/answer_copies.h"
+#include "remote/checkpoint_copies.h"
+#include "remote/ownership.h"
+#include "tests/simulation/scenario.h"
+
+namespace torpor::test {
+
+inline constexpr std::chrono::milliseconds kTerm{1000};
+inline constexpr std::chrono::milliseconds kStep{10};  // of an engine
+
+class WorldClock final : public Clock {
+ public:
+  std::chrono::nanoseconds now() const override { return std::chrono::nanoseconds(now_); }
+  double unix_seconds() const override { return 1.8e9 + std::chrono::duration<double>(now()).count(); }
+  void advance(std::chrono::nanoseconds by) { now_ += by.count(); }
+
+ private:
+  std::atomic<int64_t> now_ = 1;
+};
+
+// The store as one server reaches it. Calls fail now and then; when it is cut, all do.
+class Link final : public remote::ObjectStore {
+ public:
+  Link(remote::ObjectStore& store, Dice& dice, std::vector<std::function<void()>>& late)
+      : store_(store), dice_(dice), late_(late) {}
+  double failing = 0;
+  bool cut = false;
+  int dies_at = 0;  // the call in whose middle the server is killed; 0: in none
+
+  Result<bool> put_new(std::string_view key, std::span<const std::byte> bytes) override {
+    return call([&store = store_, name = std::string(key), kept = std::vector(bytes.begin(), bytes.end())] {
+      return store.put_new(name, kept);
+    });
+  }
+  Status remove(std::string_view key) override {
+    return call([&store = store_, name = std::string(key)] { return store.remove(name); });
+  }
+  Result<uint64_t> get(std::string_view key, std::span<std::byte> room) override {
+    if (!passes()) return failed();
+    return store_.get(key, room);
+  }
+  Result<std::optional<uint64_t>> size(std::string_view key) override {
+    if (!passes()) return failed();
+    return store_.size(key);
+  }
+  Result<std::vector<std::string>> list(std::string_view prefix) override {
+    if (!passes()) return failed();
+    return store_.list(prefix);
+  }
+  Status check_exists() override { return ok(); }
+  const std::string& url() const override { return store_.url(); }
+
+ private:
+  static Error failed() { return {.code = Code::kUnavailable, .what = "injected"}; }
+  bool passes() {
+    if (dies_at > 0 && --dies_at == 0) cut = dying_ = true;
+    return !cut && !dice_.chance(failing);
+  }
+  // What changes something: where it fails, it may have taken effect, or will some time.
+  template <class Call>
+  auto call(Call call) -> decltype(call()) {
+    const bool was_cut = cut;
+    if (passes()) return call();
+    if (was_cut || (cut && !dying_)) return failed();
+    const int64_t how = dice_.between(0, 2);
+    if (how == 1) (void)call();
+    if (how == 2) late_.emplace_back([call] { (void)call(); });
+    return failed();
+  }
+  remote::ObjectStore& store_;
+  Dice& dice_;
+  std::vector<std::function<void()>>& late_;
+  bool dying_ = false;
+};
+
+inline ReferenceOptions engine_options(uint64_t seed) {
+  ReferenceOptions options;
+  options.model.layers = 1;
+  options.model.token_bytes = 16;
+  options.weight_bytes = 1000;
+  options.weights_seed = seed;
+  options.num_blocks = 200;
+  options.token_budget = 48;
+  options.max_running = 12;
+  options.transfers_have_threads = false;
+  options.late_thread = false;
+  return options;
+}
+
+inline RequestState state_of(const ReferenceRequest& asked, int64_t arrival) {
+  RequestState state{.id = asked.id, .prompt_token_ids = asked.prompt, .max_tokens = asked.max_tokens};
+  state.sampling.temperature = asked.sampling == Sampling::kGreedy ? 0.0 : 1.0;
+  state.sampling.max_tokens = asked.max_tokens;
+  if (asked.sampling == Sampling::kSeeded) state.sampling.seed = asked.seed;
+  state.engine = {Dict{{"arrival", {arrival}}, {"salt", {Bytes(sizeof(uint64_t))}}}};
+  return state;
+}
+
+// One process of a server, on a machine whose files are in `directory`.
+class Server {
+ public:
+  Server(std::string directory, std::string holder, remote::ObjectStore& store, const WorldClock& clock, Dice& dice,
+         std::vector<std::function<void()>>& late, uint64_t seed)
+      : link(store, dice, late),
+        own(link, clock, std::move(holder), kTerm),
+        directory_(std::move(directory)),
+        clock_(clock) {
+    engine_ = must(
+        ReferenceEngine::create(must(make_host_device(), "device"), linux_file_system(), clock, engine_options(seed)),
+        "engine");
+    controller_ = std::make_unique<SleepController>(
+        *engine_, linux_file_system(), clock,
+        SleepControllerOptions{.directory = directory_, .checkpoints = {.incremental = true}, .own_threads = false});
+  }
+  Link link;
+  remote::Ownership own;
+  const std::string& directory() const { return directory_; }
+  DeliveryLog& log() { return *log_; }
+  bool idle() const { return engine_->idle(); }
+
+  // It owns: brings what is newest into its directory, unless that is what the last owner had, and goes on from there.
+  Result<RolledForward> arrive(bool mine) {
+    const Fingerprint fingerprint = must(controller_->fingerprint(), "fingerprint");
+    std::string from = mine && has_checkpoint() ? directory_ : "";  // else, where it is its own, the log alone
+    if (!mine) {
+      const remote::OwnerRecord newest = own.newest();
+      TORPOR_ASSIGN(const remote::CopyReport pulled,
+                    remote::pull(linux_file_system(), link, newest.checkpoint, directory_, {.threads = 1}));
+      TORPOR_TRY(remote::pull_answers(linux_file_system(), link, newest.answers, directory_));
+      from = pulled.path;
+    }
+    begin(fingerprint);
+    RolledForward rolled;
+    const WakeOptions options{.from_checkpoint = from, .catch_up = [&](SchedulerCheckpoint& state, bool before) {
+                                const Status caught_up = catch_up_with(log_->all(), rolled)(state, before);
+                                draw_again(state, rolled);
+                                return caught_up;
+                              }};
+    must(controller_->wake_up(options), "the wake elsewhere");
+    return rolled;
+  }
+  void begin(const Fingerprint& fingerprint) {
+    log_ =
+        must(DeliveryLog::open(
+                 linux_file_system(),
+                 {.clock = &clock_, .directory = directory_ + "/answers", .engine = fingerprint, .own_thread = false}),
+             "the log of answers");
+    renewed_ = clock_.now();
+  }
+  void begin_first() { begin(must(controller_->fingerprint(), "fingerprint")); }
+
+  void submit(const ReferenceRequest& asked, int64_t arrival) {
+    must(log_->start({.request = state_of(asked, arrival), .response = asked.id}), "a new answer");
+    must(engine_->add(asked), "a new request");
+  }
+
+  // False: it does not own any more, and ends.
+  bool step(const std::function<void(const std::string& id, uint32_t at, int32_t token)>& made) {
+    if (!own.owns()) return false;
+    if (clock_.now() - renewed_ >= kTerm / 3) {
+      const Status renewed = own.renew();
+      if (renewed) renewed_ = clock_.now();
+      if (!own.owns()) return false;
+    }
+    std::vector<AnswerStep> steps;
+    for (const ReferenceOutput& output : engine_->step()) {
+      const uint32_t at = must(log_->position(output.id), "a request without an answer").tokens_end;
+      made(output.id, at, output.token);
+      AnswerStep& step = steps.emplace_back(AnswerStep{.id = output.id, .at = at, .tokens = {output.token}});
+      if (!output.finished) continue;
+      step.state = AnswerState::kFinished;
+      step.finish_reason = "length";
+    }
+    if (!steps.empty()) must(log_->step(std::move(steps)), "what was made is recorded");
+    if (log_->rotation_due()) must(log_->rotate(), "the log begins anew");
+    return true;
+  }
+
+  // Of a push: a checkpoint and the answers are there, and nobody goes on from them yet.
+  struct Sent {
+    std::string checkpoint;
+    std::string answers;
+  };
+  Result<Sent> send(bool drains) {
+    const Result<SleepReport> report = drains
+                                           ? controller_->sleep({.level = 1, .preserve_state = true, .to_disk = true})
+                                           : controller_->checkpoint({});
+    const std::string path = must(report, "a checkpoint").checkpoint;
+    const Checkpoint checkpoint = must(open_checkpoint(linux_file_system(), path), "a checkpoint");
+    TORPOR_ASSIGN(const remote::CopyReport pushed,
+                  remote::push(linux_file_system(), checkpoint, link,
+                               {.threads = 1, .clock = &clock_, .patience = std::chrono::seconds(0)}));
+    TORPOR_ASSIGN(std::string answers, remote::push_answers(linux_file_system(), directory_ + "/answers", link));
+    return Sent{pushed.name, std::move(answers)};
+  }
+  Status publish(const Sent& sent) { return own.publish(sent.checkpoint, sent.answers); }
+
+ private:
+  bool has_checkpoint() const {
+    const auto checkpoints = must(CheckpointManager::open(linux_file_system(), directory_, {}), "its directory");
+    return !must(checkpoints->list(), "its checkpoints").empty();
+  }
+  // A seeded request's generator has made a draw for each token that it was given.
+  static void draw_again(SchedulerCheckpoint& state, const RolledForward& rolled) {
+    std::set<std::string> ids(rolled.extended.begin(), rolled.extended.end());
+    ids.insert(rolled.added.begin(), rolled.added.end());
+    for (const RequestState& request : state.scheduler.requests) {
+      if (!request.sampling.seed || !ids.contains(request.id)) continue;
+      auto generator = static_cast<uint64_t>(*request.sampling.seed);
+      for (size_t i = 0; i < request.output_token_ids.size(); ++i)
+        generator = generator * 6364136223846793005u + 1442695040888963407u;
+      Bytes bytes(sizeof generator);
+      std::memcpy(bytes.data(), &generator, sizeof generator);
+      auto& generators = state.workers.at(0).generators;
+      std::erase_if(generators, [&](const auto& each) { return each.first == request.id; });
+      generators.emplace_back(request.id, std::move(bytes));
+    }
+  }
+
+  const std::string directory_;
+  const WorldClock& clock_;
+  std::unique_ptr<ReferenceEngine> engine_;
+  std::unique_ptr<SleepController> controller_;
+  std::unique_ptr<DeliveryLog> log_;
+  std::chrono::nanoseconds renewed_{};
+};
+
+}  // namespace torpor::test
