@@ -8,6 +8,7 @@
 #include "base/units.h"
 #include "engine/late_blocks.h"
 #include "engine/region_images.h"
+#include "engine/write_behind.h"
 
 namespace torpor {
 
