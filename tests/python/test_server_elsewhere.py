@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from servers import ALICE, BUCKET, Client, Reading, S3Server, make_server, sampling
+from servers import ALICE, BUCKET, Client, Reading, S3Server, ServerEnded, make_server, sampling
 from torpor import _core
 from torpor.errors import Busy, InvalidArgument, Unsupported
 from torpor.vllm.server import remote
@@ -198,3 +198,71 @@ async def stands_still(server, store):
     assert "does not own what is in" in server.end_of_log(60)
     await asyncio.to_thread(other.renew)
     await asyncio.to_thread(other.release)
+
+
+MANY, SHORT = 300, 80
+
+
+@pytest.mark.long
+def test_three_hundred_requests_over_a_kill_and_through_a_replica(s3, tiny_model, tmp_path):
+    """Two servers. The second gave up waiting and sends readers to the first, which is killed; then it takes over."""
+    store = f"s3://{BUCKET}/many"
+    servers = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        options = ["--torpor-remote", store, "--torpor-remote-term", "6", "--torpor-on-disconnect", "continue"]
+        servers.append(
+            make_server(tiny_model, tmp_path / name / "torpor", *options, name=name, environment=s3.environment)
+        )
+    try:
+        asyncio.run(asyncio.wait_for(many(*servers), 1200))
+    finally:
+        for server in servers:
+            server.stop()
+
+
+async def many(first, second):
+    first.start(["--torpor-remote-address", first.url])
+    await asyncio.to_thread(first.wait_until_ready)
+    second.start()
+    with pytest.raises(ServerEnded, match="another server owns"):
+        await asyncio.to_thread(second.wait_until_ready)
+    client = Client(first.url, ALICE)
+    prompts = [f"Tell me of the sea, part {n}." for n in range(MANY)]
+    expected = [Reading(f"expected-{n}") for n in range(MANY)]
+    await asyncio.gather(*(client.chat(expected[n], prompts[n], **sampling(n, SHORT)) for n in range(MANY)))
+
+    readings = [Reading(f"r-{n}") for n in range(MANY)]
+    tasks = [asyncio.create_task(client.chat(readings[n], prompts[n], **sampling(n, SHORT))) for n in range(MANY)]
+    while sum(bool(reading.text) for reading in readings) < 20:
+        await asyncio.sleep(0.02)
+    report = await client.post("/torpor/checkpoint")
+    assert report["pushed"], first.end_of_log(40)
+
+    # A reader that lost its connection asks the replica, which does not own, and is sent to where the rest is.
+    lost = next(n for n in range(MANY) if readings[n].text and not tasks[n].done())
+    tasks[lost].cancel()
+    await asyncio.gather(tasks[lost], return_exceptions=True)
+    at_replica = Client(second.url, ALICE)
+    path, begin = f"/torpor/requests/{readings[lost].request_id}/stream", readings[lost].text
+    sent = await at_replica.http.get(path, params={"from_text": len(begin)})
+    assert (sent.status_code, sent.headers["location"]) == (307, f"{first.url}{path}?from_text={len(begin)}")
+    client.http.base_url, follow = first.url, Reading(readings[lost].request_id, text=begin)
+    await client.chat(follow, prompts[lost], **sampling(lost, SHORT))
+    assert follow.taken_up_at[0] == len(begin) and follow.text == expected[lost].text
+    readings[lost] = follow
+
+    assert sum(not task.done() for task in tasks) >= 50, "too many requests were over before the kill"
+    await asyncio.to_thread(first.kill)
+    await asyncio.to_thread(second.kill)
+    second.start()
+    elsewhere(client, second)
+    await asyncio.to_thread(second.wait_until_ready)
+    await asyncio.gather(*(task for task in tasks if not task.cancelled()))
+    assert [reading.text for reading in readings] == [reading.text for reading in expected]
+    assert all(reading.finish_reason == "length" for reading in readings)
+    taken_up = sum(bool(reading.taken_up_at) for reading in readings)
+    begun_again = sum(bool(reading.begun_again) for reading in readings)
+    print(f"proof: {MANY} requests identical; {taken_up} taken up elsewhere, {begun_again} sent again", flush=True)
+    await client.close()
+    await at_replica.close()

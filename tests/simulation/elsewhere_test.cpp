@@ -16,11 +16,12 @@ namespace {
 
 constexpr int kRequests = 1000;  // of a seed
 constexpr int kCycles = 10;
+constexpr uint64_t kSeeds = TORPOR_SIMULATION_SEEDS < 100 ? 1 : 3;  // few where a sanitizer watches
 
 TEST(Elsewhere, EveryRequestIsAnsweredOnceWhateverBecomesOfTheServers) {
   log().set_level(spdlog::level::off);
   const char* const proof = std::getenv("TORPOR_PROOF");
-  const uint64_t seeds = proof != nullptr && proof == std::string_view("long") ? 105 : 3;
+  const uint64_t seeds = proof != nullptr && proof == std::string_view("long") ? 105 : kSeeds;
   const TemporaryDirectory temporary(in_memory());
   ElsewhereResult sum;
   for (uint64_t seed = 0; seed < seeds; ++seed) {
@@ -40,6 +41,7 @@ TEST(Elsewhere, EveryRequestIsAnsweredOnceWhateverBecomesOfTheServers) {
       sum.requests, sum.tokens, sum.cycles, sum.fates[0], sum.fates[1], sum.fates[2], sum.fates[3], sum.fates[4],
       sum.fates[5], sum.pushes, sum.failed, sum.too_late, sum.sent_again, sum.extended, sum.begun_again, sum.late_calls,
       sum.removed, sum.kept_out);
+  if (seeds < 3) return;
   // What is to be tested did happen.
   EXPECT_GT(sum.pushes, 0);
   EXPECT_GT(sum.failed, 0);

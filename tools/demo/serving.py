@@ -37,7 +37,6 @@ class Server:
         name: str = "server",
     ):
         self.log = directory.parent / f"{name}.log"
-        self.url = ""
         self._process: subprocess.Popen | None = None
         self._command = [
             sys.executable, "-m", "torpor.vllm.serve", str(model), "--served-model-name", "model", "--enforce-eager",
@@ -47,6 +46,7 @@ class Server:
         own = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         self._environment = os.environ | own | {"TORPOR_ADMIN_KEY": ADMIN_KEY} | (environment or {})
         self._port = free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
 
     @property
     def pid(self) -> int:
@@ -55,7 +55,6 @@ class Server:
     def start(self, options: list[str] = ()) -> None:
         with open(self.log, "a") as out:
             self._process = self._launch([*self._command, "--port", str(self._port), *options], out)
-        self.url = f"http://127.0.0.1:{self._port}"
 
     def _launch(self, command: list[str], out) -> subprocess.Popen:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=self._environment)
