@@ -1,7 +1,8 @@
-// Deterministic simulation of servers that go on elsewhere: one number fixes the clients, the servers and what becomes
-// of them. Servers on three machines have nothing in common but an object store. The one that owns it serves, pushes
-// checkpoints and its log of answers, and is drained, killed (in the middle of a push, too), cut off, paused, started
-// again; another one takes over and goes on. Calls of the store fail, with and without effect, or take effect late.
+// Simulation of servers that go on elsewhere: a number from which clients, servers and what becomes of them are drawn.
+// Checkpoints and leases have random ids, so the same number does not replay every call of the store. Servers on three
+// machines have nothing in common but an object store. The one that owns it serves, pushes checkpoints and its log of
+// answers, and is drained, killed (in the middle of a push, too), cut off, paused, started again; another one takes
+// over and goes on. Calls of the store fail, with and without effect, or take effect late.
 //
 // Every token that a server makes is compared with that of a run to which nothing happens; every client gets each token
 // of its answer once and in order, from servers of which no two own at a time; of what was made known as pushed nothing
