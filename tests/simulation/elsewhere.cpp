@@ -199,7 +199,7 @@ class World {
         break;
       }
       case Fate::kCutOff: server_->link.cut = true; break;
-      case Fate::kStartedAgain: again = true; break;
+      case Fate::kStartedAgain: again = !server_->found(); break;  // docs/limits.md
     }
     const std::string machine = server_ ? server_->directory() : zombie_->directory();
     if (fate == Fate::kCutOff && !ended_by_itself_) {

@@ -130,6 +130,8 @@ class Server {
   remote::Ownership own;
   const std::string& directory() const { return directory_; }
   DeliveryLog& log() { return *log_; }
+  // It goes on from a checkpoint that its directory had already; newer ones there may be of a course that was given up.
+  bool found() const { return found_; }
   bool idle() const { return engine_->idle(); }
 
   // It owns: brings what is newest into its directory, unless that is what the last owner had, and goes on from there.
@@ -142,6 +144,7 @@ class Server {
                     remote::pull(linux_file_system(), link, newest.checkpoint, directory_, {.threads = 1}));
       TORPOR_TRY(remote::pull_answers(linux_file_system(), link, newest.answers, directory_));
       from = pulled.path;
+      found_ = pulled.was_there;
     }
     begin(fingerprint);
     RolledForward rolled;
@@ -237,6 +240,7 @@ class Server {
   std::unique_ptr<SleepController> controller_;
   std::unique_ptr<DeliveryLog> log_;
   std::chrono::nanoseconds renewed_{};
+  bool found_ = false;
 };
 
 }  // namespace torpor::test

@@ -9,6 +9,7 @@ answer is compared with a run of the same requests that never slept. Exit codes:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
@@ -22,6 +23,7 @@ import offload_demo
 import remote_demo
 import server_demo
 from engine_child import DemoError, EngineProcess
+from networks import inside, two_networks
 from screen import MARK, Screen, size
 from serving import ServerEnded
 
@@ -166,7 +168,7 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         arguments, environment = told.arguments, environment | told.environment
     if options.features:
         environment = environment | {"TORCH_COMPILE_DISABLE": "1"}  # vLLM compiles for each new shape, for minutes
-    engine = None
+    engine, place, networks = None, [], contextlib.ExitStack()
     try:
         screen.stage(
             "1. An engine starts (vLLM's GPU path, on CPU tensors)"
@@ -221,13 +223,16 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
                 screen.stage(
                     "5. It goes to an S3 server; kill -9, all files are removed; another place wakes from there"
                 )
-                moved = remote_demo.take_elsewhere(Path(slept["checkpoint"]), directory, engine.kill, screen)
+                wire = networks.enter_context(two_networks())
+                moved = remote_demo.take_elsewhere(Path(slept["checkpoint"]), directory, engine.kill, screen, wire)
+                if wire is not None:
+                    place, environment = inside(wire.far), environment | remote_demo.ALONE
             else:
                 screen.stage("5. kill -9, and a new process wakes from the checkpoint")
                 engine.kill()
                 moved = {"checkpoint": slept["checkpoint"]}
             moved |= shared
-            engine = EngineProcess(model, Path(moved["checkpoint"]).parent, log, environment, *arguments)
+            engine = EngineProcess(model, Path(moved["checkpoint"]).parent, log, environment, *arguments, inside=place)
             engine.wait_until_ready()
             woken = engine.order("wake", from_checkpoint=moved["checkpoint"])
         else:
@@ -249,6 +254,7 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
             engine.kill()
         if told is not None:
             told.close()
+        networks.close()
 
     screen.stage(f"6. The answers; {MARK} is where the engine slept")
     screen.answers(texts, slept_at, sampling if options.features else None)

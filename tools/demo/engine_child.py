@@ -17,9 +17,17 @@ class DemoError(Exception):
 
 
 class EngineProcess:
-    """The child with the engine (engine_process.py)."""
+    """The child with the engine (engine_process.py). `inside`: words before its command (networks.py)."""
 
-    def __init__(self, model: Path, directory: Path, log: Path, environment: dict[str, str], *arguments: str):
+    def __init__(
+        self,
+        model: Path,
+        directory: Path,
+        log: Path,
+        environment: dict[str, str],
+        *arguments: str,
+        inside: list[str] = (),
+    ):
         self._log = log
         order_out, self._order = os.pipe()
         self._answer, answer_in = os.pipe()
@@ -35,6 +43,7 @@ class EngineProcess:
             }
         )
         command = [
+            *inside,
             sys.executable,
             HERE / "engine_process.py",
             "--model",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import offload_demo
 from engine_child import DemoError
+from networks import NEAR, Wire, inside
 from redis_server import RedisServer
 from s3_server import BUCKET, S3Server
 from screen import Screen, size
@@ -21,6 +22,7 @@ TORPOR = Path(__file__).resolve().parents[2] / "build/release/tools/torpor/torpo
 
 
 DOCUMENT_TOKENS = 1000
+ALONE = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}  # of a network that nothing but the store is in
 PATIENT = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}  # two engines on the same cores: who waits must not spin
 
 
@@ -65,16 +67,26 @@ def share(model: Path, directory: Path, max_tokens: int, screen: Screen) -> dict
     }
 
 
-def take_elsewhere(checkpoint: Path, directory: Path, kill: Callable[[], None], screen: Screen) -> dict:
-    """Calls `kill` once the checkpoint is pushed. Where it lies afterwards, and what the ways there and back took."""
+def take_elsewhere(
+    checkpoint: Path, directory: Path, kill: Callable[[], None], screen: Screen, wire: Wire | None
+) -> dict:
+    """Calls `kill` once the checkpoint is pushed. Where it lies afterwards, and what the ways there and back took.
+    With a `wire` the store is at one end of it, and who pulls at the other one; without, all are on one network."""
     url = f"s3://{BUCKET}/demo"
-    with S3Server(directory / "s3") as server:
+    near, far = ([], []) if wire is None else (inside(wire.near), inside(wire.far))
+    with S3Server(directory / "s3", inside=near, host="127.0.0.1" if wire is None else NEAR) as server:
         screen.line(f"S3 server (SeaweedFS): {server.environment['AWS_ENDPOINT_URL']}")
+        if wire is None:
+            screen.line(
+                "no network of its own for the place where it wakes: the kernel gives none here, or tc is not there"
+            )
+        else:
+            screen.line("the place where it wakes has a network of its own: a wire to the S3 server, and nothing else")
 
-        def torpor(*words: object) -> tuple[dict, float]:
+        def torpor(before: list[str], *words: object) -> tuple[dict, float]:
             began = time.monotonic()
             done = subprocess.run(
-                [TORPOR, *map(str, words), "--json"],
+                [*before, TORPOR, *map(str, words), "--json"],
                 env=os.environ | server.environment,
                 capture_output=True,
                 text=True,
@@ -83,15 +95,16 @@ def take_elsewhere(checkpoint: Path, directory: Path, kill: Callable[[], None], 
                 raise DemoError(f"torpor {words[0]}: {done.stderr.strip()}")
             return json.loads(done.stdout), time.monotonic() - began
 
-        pushed, push_seconds = torpor("push", checkpoint, url)
+        pushed, push_seconds = torpor(near, "push", checkpoint, url)
         screen.line(f"torpor push: {size(pushed['moved_bytes'])} in {push_seconds:.2f} s; kill -9")
         kill()
         for generation in checkpoint.parent.glob("g-*"):
             shutil.rmtree(generation)
-        pulled, pull_seconds = torpor("pull", url, directory / "elsewhere")
+        pulled, pull_seconds = torpor(far, "pull", url, directory / "elsewhere")
         screen.line(f"torpor pull: {size(pulled['moved_bytes'])} in {pull_seconds:.2f} s, to {pulled['path']}")
     return {
         "store": "redis, s3",
+        "own_network": wire is not None,
         "checkpoint": pulled["path"],
         "pushed_bytes": pushed["moved_bytes"],
         "push_seconds": push_seconds,

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -15,6 +16,15 @@ from pathlib import Path
 WEED = Path(__file__).resolve().parents[2] / "build/stores/bin/weed"
 BUCKET = "torpor"
 STARTED_WITHIN = 60  # seconds; 3 to 14 were seen
+_ASK = """
+import sys, urllib.error, urllib.request
+try:
+    print(urllib.request.urlopen(urllib.request.Request(sys.argv[1], method=sys.argv[2]), timeout=10).status)
+except urllib.error.HTTPError as answer:
+    print(answer.code)
+except OSError:
+    print(0)
+"""
 
 
 def _free_ports(count: int) -> list[int]:
@@ -46,10 +56,11 @@ def make_certificate(name: Path, host: str = "127.0.0.1") -> None:
 
 class S3Server:
     """Started when it is made; `environment` is what a client needs to reach it. Its files stay under `folder`. With
-    `tls`, `encrypted` is the same over TLS: with a certificate of its own and credentials in files."""
+    `tls`, `encrypted` is the same over TLS: with a certificate of its own and credentials in files. `inside`: words
+    before its command, where it has a network of its own, and `host` is its address there (networks.py)."""
 
-    def __init__(self, folder: Path, tls: bool = False) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, tls: bool = False, inside: list[str] = (), host: str = "127.0.0.1") -> None:
+        self.folder, self._inside, self._host = folder, list(inside), host
         (folder / "data").mkdir(parents=True)
         self._tls = tls
         identity = {"accessKey": "torpor", "secretKey": "of-this-machine-alone"}
@@ -66,7 +77,7 @@ class S3Server:
         )
         self._ports = _free_ports(5)
         self.environment = {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._ports[3]}",
+            "AWS_ENDPOINT_URL": f"http://{host}:{self._ports[3]}",
             "AWS_ACCESS_KEY_ID": identity["accessKey"],
             "AWS_SECRET_ACCESS_KEY": identity["secretKey"],
         }
@@ -77,8 +88,9 @@ class S3Server:
         if tls:
             self.encrypted = self._files_for_tls(identity)
         self.start()
-        request = urllib.request.Request(f"http://127.0.0.1:{self._ports[2]}/buckets/{BUCKET}/", method="POST")
-        urllib.request.urlopen(request, timeout=10).close()
+        if self._ask(self._ports[2], f"/buckets/{BUCKET}/", "POST") not in (200, 201):
+            self.kill()
+            raise RuntimeError(f"the S3 server makes no bucket: {folder}/weed.log says why")
 
     def _files_for_tls(self, identity: dict) -> dict[str, str]:
         make_certificate(self.folder / "server")
@@ -95,7 +107,7 @@ class S3Server:
 
     def start(self) -> None:
         master, volume, filer, s3, https = self._ports
-        words = f"""server -dir={self.folder}/data -ip=127.0.0.1 -ip.bind=127.0.0.1 -master.port={master}
+        words = f"""server -dir={self.folder}/data -ip={self._host} -ip.bind={self._host} -master.port={master}
             -volume.port={volume} -filer.port={filer} -s3 -s3.port={s3} -s3.config={self.folder}/identities.json
             -s3.iam=false -s3.port.iceberg=0 -s3.port.lance=0 -master.volumeSizeLimitMB=64 -volume.max=20"""
         if self._tls:
@@ -103,7 +115,9 @@ class S3Server:
                 f" -s3.port.https={https} -s3.cert.file={self.folder}/server.crt -s3.key.file={self.folder}/server.key"
             )
         with open(self.folder / "weed.log", "ab") as log:
-            self._process = subprocess.Popen([WEED, *words.split()], stdout=log, stderr=log, start_new_session=True)
+            self._process = subprocess.Popen(
+                [*self._inside, WEED, *words.split()], stdout=log, stderr=log, start_new_session=True
+            )
         end = time.monotonic() + STARTED_WITHIN
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > end:
@@ -113,14 +127,23 @@ class S3Server:
 
     def _answers(self) -> bool:
         """It refuses who does not say who he is; the filer, which makes buckets, answers too."""
+        return self._ask(self._ports[2]) != 0 and self._ask(self._ports[3]) == 403
+
+    def _ask(self, port: int, path: str = "/", method: str = "GET") -> int:
+        """The status of its answer; 0: it does not answer."""
+        url = f"http://{self._host}:{port}{path}"
+        if self._inside:
+            done = subprocess.run(
+                [*self._inside, sys.executable, "-c", _ASK, url, method], capture_output=True, text=True, check=True
+            )
+            return int(done.stdout)
         try:
-            urllib.request.urlopen(f"http://127.0.0.1:{self._ports[2]}/", timeout=2).close()
-            urllib.request.urlopen(f"http://127.0.0.1:{self._ports[3]}/", timeout=2).close()
+            with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=10) as answer:
+                return answer.status
         except urllib.error.HTTPError as answer:
-            return answer.code == 403
+            return answer.code
         except OSError:
-            return False
-        return True
+            return 0
 
     def pause(self) -> None:
         os.killpg(self._process.pid, signal.SIGSTOP)
