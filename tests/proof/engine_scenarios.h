@@ -109,7 +109,7 @@ class ThrowingHooks final : public EngineHooks {
   Result<KvContents> kv_contents() override {
     return run([&] { return inner_.kv_contents(); });
   }
-  bool can_hold_blocks() override { return inner_.can_hold_blocks(); }
+  HoldsBack holds_back() override { return inner_.holds_back(); }
   Status hold_blocks(const std::vector<int32_t>& blocks) override {
     return run([&] { return inner_.hold_blocks(blocks); });
   }

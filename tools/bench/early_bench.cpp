@@ -114,7 +114,7 @@ class Engine final : public EngineHooks {
   Status reconnect(const std::vector<WorkerSnapshot>&) override { return ok(); }
   Result<std::vector<FailedRequest>> restore(const EngineCheckpoint&) override { return std::vector<FailedRequest>{}; }
   Status forget_restored() override { return ok(); }
-  bool can_hold_blocks() override { return true; }
+  HoldsBack holds_back() override { return HoldsBack::kAll; }
   Status hold_blocks(const std::vector<int32_t>& blocks) override {
     late_ = {blocks.begin(), blocks.end()};
     return ok();
