@@ -111,6 +111,29 @@ def test_a_store_that_did_not_answer_once_is_asked_again(s3, tmp_path, monkeypat
     assert "is asked again" in said[0][0]
 
 
+def test_what_a_server_was_overtaken_with_is_not_gone_on_from(tmp_path, monkeypatch):
+    """Also not if it is killed before it has written a checkpoint of its own."""
+    there = ["pushed", "never-pushed"]
+    monkeypatch.setattr(remote._core, "list_checkpoints", lambda *_: [{"path": f"{tmp_path}/{name}"} for name in there])
+    store = Settings(remote=f"file://{tmp_path}/store", remote_term=6)
+    (tmp_path / "store").mkdir()
+
+    def start(before: str, holder: str) -> str:
+        server = remote.Remote(store, SimpleNamespace(dir=str(tmp_path), key_file=None))
+        server._home = SimpleNamespace(before=before, holder=holder, fetch=lambda *_: f"/where/it/was/{there[0]}")
+        return server._fetch({})
+
+    pushed = str(tmp_path / "pushed")
+    assert start("somebody", "a") == pushed
+    assert start("a", "b") == pushed and start("b", "c") == pushed
+    there.append("its-own")
+    assert start("c", "d") == ""  # the newest of the directory
+    assert start("d", "e") == ""
+    assert start("another", "f") == pushed
+    there.remove("pushed")
+    assert start("f", "g") == ""
+
+
 def test_what_was_pushed_goes_on_elsewhere(s3, tiny_model, tmp_path):
     store = f"s3://{BUCKET}/servers"
     options = ["--torpor-remote", store, "--torpor-remote-term", "6"]

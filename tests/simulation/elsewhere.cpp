@@ -199,7 +199,7 @@ class World {
         break;
       }
       case Fate::kCutOff: server_->link.cut = true; break;
-      case Fate::kStartedAgain: again = !server_->found(); break;  // docs/limits.md
+      case Fate::kStartedAgain: again = true; break;
     }
     const std::string machine = server_ ? server_->directory() : zombie_->directory();
     if (fate == Fate::kCutOff && !ended_by_itself_) {
@@ -238,14 +238,17 @@ class World {
     server_ = start(another_machine(""));
     while (!server_->own.owns()) (void)server_->own.take();
     server_->begin_first();
-    holders_[server_->directory()] = fmt::format("{:032x}", holder_);
+    holders_[server_->directory()] = {fmt::format("{:032x}", holder_), server_->gone_on()};
   }
 
   void take_over(const std::string& machine) {
     for (int attempt = 0; attempt < 50; ++attempt) {
       server_ = start(machine);
       own();
-      const bool mine = holders_.contains(machine) && holders_[machine] == server_->own.before();
+      std::optional<GoneOn> mine;
+      if (const auto last = holders_.find(machine);
+          last != holders_.end() && last->second.first == server_->own.before())
+        mine = last->second.second;
       if (!mine && server_->own.newest().checkpoint.empty()) {  // nobody ever pushed: all begins again
         boost::filesystem::remove_all(machine);
         server_->begin_first();
@@ -282,7 +285,7 @@ class World {
     if (drained_ && !(rolled.extended.empty() && rolled.added.empty()))
       throw Failed{"after a drain something is computed again"};
     old_.reset();
-    holders_[server_->directory()] = fmt::format("{:032x}", holder_);
+    holders_[server_->directory()] = {fmt::format("{:032x}", holder_), server_->gone_on()};
     result_.extended += static_cast<int>(rolled.extended.size());
     result_.begun_again += static_cast<int>(rolled.added.size());
     for (const std::string& id : waiting_) {
@@ -321,9 +324,9 @@ class World {
   std::vector<std::function<void()>> late_;  // calls of the store
   std::map<std::string, Client> clients_;
   std::vector<std::string> order_;
-  std::set<std::string> waiting_;               // for their answers
-  std::map<std::string, size_t> known_;         // what the last push had that was acknowledged
-  std::map<std::string, std::string> holders_;  // by machine: who served there last
+  std::set<std::string> waiting_;                                  // for their answers
+  std::map<std::string, size_t> known_;                            // what the last push had that was acknowledged
+  std::map<std::string, std::pair<std::string, GoneOn>> holders_;  // by machine: who served there last
   int next_ = 0;
   int64_t arrivals_ = 0;
   uint64_t holder_ = 0;

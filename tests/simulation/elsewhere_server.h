@@ -2,10 +2,12 @@
 // answers, what owns and pushes for it, and the way to the store, on which calls fail.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -110,6 +112,13 @@ inline RequestState state_of(const ReferenceRequest& asked, int64_t arrival) {
   return state;
 }
 
+// What a server woke from, and its directory's checkpoints then: there may be newer ones, of one that was overtaken.
+// Killed before it has written another, it goes on from the same again.
+struct GoneOn {
+  std::string from;  // empty: from its own newest one
+  std::set<std::string> there;
+};
+
 // One process of a server, on a machine whose files are in `directory`.
 class Server {
  public:
@@ -130,21 +139,26 @@ class Server {
   remote::Ownership own;
   const std::string& directory() const { return directory_; }
   DeliveryLog& log() { return *log_; }
-  // It goes on from a checkpoint that its directory had already; newer ones there may be of a course that was given up.
-  bool found() const { return found_; }
+  const GoneOn& gone_on() const { return gone_on_; }
   bool idle() const { return engine_->idle(); }
 
   // It owns: brings what is newest into its directory, unless that is what the last owner had, and goes on from there.
-  Result<RolledForward> arrive(bool mine) {
+  // `last`: what the last owner, of this directory, went on from.
+  Result<RolledForward> arrive(const std::optional<GoneOn>& last) {
     const Fingerprint fingerprint = must(controller_->fingerprint(), "fingerprint");
-    std::string from = mine && has_checkpoint() ? directory_ : "";  // else, where it is its own, the log alone
-    if (!mine) {
+    std::string from;  // empty: the log alone
+    if (last) {
+      const std::set<std::string> there = checkpoints();
+      const bool wrote_none = std::includes(last->there.begin(), last->there.end(), there.begin(), there.end());
+      if (!last->from.empty() && wrote_none) gone_on_ = *last;
+      if (!there.empty()) from = gone_on_.from.empty() ? directory_ : gone_on_.from;
+    } else {
       const remote::OwnerRecord newest = own.newest();
       TORPOR_ASSIGN(const remote::CopyReport pulled,
                     remote::pull(linux_file_system(), link, newest.checkpoint, directory_, {.threads = 1}));
       TORPOR_TRY(remote::pull_answers(linux_file_system(), link, newest.answers, directory_));
       from = pulled.path;
-      found_ = pulled.was_there;
+      gone_on_ = {.from = from, .there = checkpoints()};
     }
     begin(fingerprint);
     RolledForward rolled;
@@ -213,9 +227,11 @@ class Server {
   Status publish(const Sent& sent) { return own.publish(sent.checkpoint, sent.answers); }
 
  private:
-  bool has_checkpoint() const {
-    const auto checkpoints = must(CheckpointManager::open(linux_file_system(), directory_, {}), "its directory");
-    return !must(checkpoints->list(), "its checkpoints").empty();
+  std::set<std::string> checkpoints() const {
+    std::set<std::string> names;
+    const auto manager = must(CheckpointManager::open(linux_file_system(), directory_, {}), "its directory");
+    for (const CheckpointInfo& info : must(manager->list(), "its checkpoints")) names.insert(info.name);
+    return names;
   }
   // A seeded request's generator has made a draw for each token that it was given.
   static void draw_again(SchedulerCheckpoint& state, const RolledForward& rolled) {
@@ -240,7 +256,7 @@ class Server {
   std::unique_ptr<SleepController> controller_;
   std::unique_ptr<DeliveryLog> log_;
   std::chrono::nanoseconds renewed_{};
-  bool found_ = false;
+  GoneOn gone_on_;
 };
 
 }  // namespace torpor::test

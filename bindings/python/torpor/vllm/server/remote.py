@@ -17,7 +17,8 @@ logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own n
 _RENEWALS_PER_TERM = 3
 _LOOKS_PER_TERM = 20
 _PATIENCE_TERMS = 2.5  # who owns is known after one and a quarter
-_HOLDER_FILE = "remote.holder"  # who served from this directory last
+# Who served from this directory last; if that went on from a checkpoint, its name and those of the others there then.
+_HOLDER_FILE = "remote.holder"
 
 
 class Remote:
@@ -35,6 +36,7 @@ class Remote:
             )
         self._settings, self._directory = settings, Path(options.dir)
         self._home = _core.RemoteHome(settings.remote, settings.remote_term, options.key_file, settings.remote_address)
+        self._key_file = options.key_file
         self._answers = str(self._directory / "answers")
         self._asking = asyncio.Lock()  # one operation of the store's record at a time
 
@@ -72,14 +74,26 @@ class Remote:
         return await asyncio.to_thread(self._fetch, fingerprint)
 
     def _fetch(self, fingerprint: dict) -> str:
-        holder = self._directory / _HOLDER_FILE
-        mine = holder.exists() and holder.read_text() == self._home.before != ""
-        path = "" if mine else self._home.fetch(str(self._directory), fingerprint)
+        """Beside the checkpoint that it goes on from, the directory may have newer ones of a server that was overtaken:
+        its newest one counts again when this server has written one of its own."""
+        file = self._directory / _HOLDER_FILE
+        holder, *gone_on = file.read_text().splitlines() if file.exists() else [""]
+        if holder == self._home.before != "":
+            there = self._there()
+            if not (gone_on and gone_on[0] in there and there <= set(gone_on)):
+                gone_on = []
+        else:
+            path = self._home.fetch(str(self._directory), fingerprint)
+            gone_on = [name := Path(path).name, *sorted(self._there() - {name})] if path else []
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        beside = holder.with_suffix(f".{os.getpid()}")
-        beside.write_text(self._home.holder)
-        os.replace(beside, holder)
-        return path
+        beside = file.with_suffix(f".{os.getpid()}")
+        beside.write_text("\n".join([self._home.holder, *gone_on]))
+        os.replace(beside, file)
+        return str(self._directory / gone_on[0]) if gone_on else ""
+
+    def _there(self) -> set[str]:
+        """The names of the directory's checkpoints."""
+        return {Path(item["path"]).name for item in _core.list_checkpoints(str(self._directory), self._key_file)}
 
     async def keep(self, lost) -> None:
         """Goes on owning until that fails for a term, or another one owns; then calls `lost`."""
