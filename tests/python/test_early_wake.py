@@ -30,7 +30,7 @@ REQUESTS = {
 RUNNING = ("greedy", "seeded", "unseeded")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # until all end: an engine that goes ends those of its process
 def early(tiny_model, tmp_path_factory) -> InProcess:
     stock = _core.RankMemory
     options = {"late_thread": False, "late_job_bytes": 1}
