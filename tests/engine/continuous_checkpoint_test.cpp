@@ -246,6 +246,16 @@ TEST_F(ContinuousCheckpoint, ASleepGivesUpOneThatWasNotTakenAndWaitsForOneThatWa
   }
 }
 
+// 0: begun. 1: continued once. 2: ready. 3: taken.
+Status begin_until(int stage, SleepingEngine& serving, const std::string& progress = "") {
+  TORPOR_TRY(serving.controller.begin_checkpoint(progress));
+  if (stage == 1) value_of(serving.controller.continue_checkpoint());
+  if (stage < 2) return ok();
+  while (value_of(serving.controller.continue_checkpoint()) != CheckpointStage::kReady) serving.engine.step();
+  if (stage == 3) TORPOR_TRY(serving.controller.take_checkpoint({}));
+  return ok();
+}
+
 TEST_F(ContinuousCheckpoint, CancelledAtAnyMomentItLeavesNothing) {
   for (const bool threads : {false, true}) {
     for (int stage = 0; stage < 4; ++stage) {
@@ -255,16 +265,7 @@ TEST_F(ContinuousCheckpoint, CancelledAtAnyMomentItLeavesNothing) {
       options.own_threads = threads;
       SleepingEngine serving = make(options);
       begin(serving.engine);
-      if (stage < 3) {
-        ASSERT_SUCCEEDS(serving.controller.begin_checkpoint());
-      }
-      if (stage == 1) value_of(serving.controller.continue_checkpoint());
-      if (stage == 2) {
-        while (value_of(serving.controller.continue_checkpoint()) != CheckpointStage::kReady) serving.engine.step();
-      }
-      if (stage == 3) {
-        ASSERT_SUCCEEDS(take(serving));
-      }
+      ASSERT_SUCCEEDS(begin_until(stage, serving));
       serving.controller.cancel_checkpoint();
       EXPECT_TRUE(entries().empty());
       EXPECT_EQ(value_of(serving.controller.continue_checkpoint()), CheckpointStage::kNone);
@@ -318,14 +319,7 @@ TEST_F(ContinuousCheckpoint, WhoWatchesMayCancelItAtAnyMoment) {
       const TemporaryDirectory watching;
       const std::string path = watching / "progress";
       const std::shared_ptr<ProgressFile> page = value_of(ProgressFile::create(path));
-      ASSERT_SUCCEEDS(serving.controller.begin_checkpoint(path));
-      if (stage == 1) value_of(serving.controller.continue_checkpoint());
-      if (stage >= 2) {
-        while (value_of(serving.controller.continue_checkpoint()) != CheckpointStage::kReady) serving.engine.step();
-      }
-      if (stage == 3) {
-        ASSERT_SUCCEEDS(serving.controller.take_checkpoint({}));
-      }
+      ASSERT_SUCCEEDS(begin_until(stage, serving, path));
       page->cancel();
       if (stage == 2) {
         EXPECT_TRUE(failed_with(serving.controller.take_checkpoint({}), Code::kAborted, "watches"));
