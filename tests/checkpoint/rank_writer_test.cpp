@@ -275,7 +275,7 @@ TEST_F(RankWriterTest, ChangesWithoutEndDoNotKeepEverything) {
 TEST_F(RankWriterTest, FilesDoNotBecomeMoreAndMore) {
   Content content = content_of(200);
   size_t most = 0;
-  for (uint64_t round = 0; round < 150; ++round) {
+  for (uint64_t round = 0; round < 90; ++round) {
     content[round] = 5'000 + round;
     const std::string path = write(content, system_, incremental(1));
     most = std::max(most, summary_in(path).files.size());

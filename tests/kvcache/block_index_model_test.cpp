@@ -8,6 +8,7 @@
 #include "base/event_ring.h"
 #include "kvcache/block_index.h"
 #include "tests/kvcache/block_index_model.h"
+#include "tests/support/long_run.h"
 #include "tests/support/manual_clock.h"
 #include "tests/support/results.h"
 
@@ -254,7 +255,8 @@ class RandomUse {
 
 TEST(BlockIndex, UnderRandomUseItIsWhatItsRulesSay) {
   std::map<std::string, int> done;
-  for (uint32_t seed = 0; seed < 80; ++seed) {
+  const uint32_t seeds = test::long_run() ? 400 : 20;
+  for (uint32_t seed = 0; seed < seeds; ++seed) {
     RandomUse use({.host_slots = static_cast<int32_t>(4 + seed % 17),
                    .disk_segments = static_cast<int32_t>(2 + seed % 5),
                    .segment_slots = static_cast<int32_t>(1 + seed % 4),
@@ -272,7 +274,7 @@ TEST(BlockIndex, UnderRandomUseItIsWhatItsRulesSay) {
   }
   for (const char* what : {"reserved", "no room", "refused", "abandoned", "unproven", "damaged", "appended again",
                            "no room to append", "retired", "dropped taken", "evicted", "discarded", "cleared"})
-    EXPECT_GT(done[what], 20) << what;
+    EXPECT_GT(done[what], static_cast<int>(seeds / 4)) << what;
 }
 
 }  // namespace

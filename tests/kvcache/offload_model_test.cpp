@@ -10,6 +10,7 @@
 #include <fmt/format.h>
 
 #include "tests/kvcache/offload_rig.h"
+#include "tests/support/long_run.h"
 #include "tests/support/temporary_directory.h"
 
 namespace torpor::test {
@@ -307,8 +308,7 @@ class OffloadModel {
 };
 
 TEST(OffloadModel, S1S2S7S12UnderRandomUseWithTwoRanksWhatComesUpIsRight) {
-  const char* const proof = std::getenv("TORPOR_PROOF");
-  const uint32_t seeds = proof != nullptr && std::string_view(proof) == "long" ? 5000 : 20;
+  const uint32_t seeds = test::long_run() ? 5000 : 20;
   uint64_t loaded = 0;
   uint64_t transferred = 0;
   uint64_t preempted = 0;

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdio>
-#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <set>
@@ -11,6 +10,7 @@
 #include <vector>
 
 #include "checkpoint/checkpoint_manager.h"
+#include "tests/support/long_run.h"
 
 namespace torpor::proof {
 
@@ -53,9 +53,6 @@ struct Promise {
 std::string broken_promise(FileSystem& file_system, const std::string& directory, const Variant& variant,
                            const Promise& promise);
 
-inline bool long_run() {
-  const char* wanted = std::getenv("TORPOR_PROOF");
-  return wanted != nullptr && std::string_view(wanted) == "long";
-}
+using test::long_run;
 
 }  // namespace torpor::proof

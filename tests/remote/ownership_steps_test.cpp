@@ -4,13 +4,14 @@
 #include "remote/ownership_steps.h"
 
 #include <array>
-#include <cstdlib>
 #include <limits>
 #include <map>
 #include <set>
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+
+#include "tests/support/long_run.h"
 
 namespace torpor::remote {
 namespace {
@@ -232,9 +233,7 @@ class Explorer {
 };
 
 TEST(OwnershipSteps, OfTwoEnginesNeverBothOwnAndNoAcknowledgedPushIsHidden) {
-  const char* proof = std::getenv("TORPOR_PROOF");
-  const bool all = proof != nullptr && std::string_view(proof) == "long";
-  Bounds bounds{.ticks = all ? 4 : 3, .operations = 2, .faults = 1};
+  Bounds bounds{.ticks = test::long_run() ? 4 : 3, .operations = 2, .faults = 1};
 #ifdef TORPOR_SANITIZED
   bounds.worlds = 2'000;  // a sanitizer looks at the steps; who owns is explored without it
 #endif

@@ -1,14 +1,12 @@
 // Servers that go on elsewhere: a few seeds; with TORPOR_PROOF=long over 100,000 requests.
 #include "tests/simulation/elsewhere.h"
 
-#include <cstdlib>
-#include <string_view>
-
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <boost/filesystem.hpp>
 
 #include "base/log.h"
+#include "tests/support/long_run.h"
 #include "tests/support/temporary_directory.h"
 
 namespace torpor::test {
@@ -20,8 +18,7 @@ constexpr uint64_t kSeeds = TORPOR_SIMULATION_SEEDS < 100 ? 1 : 3;  // few where
 
 TEST(Elsewhere, EveryRequestIsAnsweredOnceWhateverBecomesOfTheServers) {
   log().set_level(spdlog::level::off);
-  const char* const proof = std::getenv("TORPOR_PROOF");
-  const uint64_t seeds = proof != nullptr && proof == std::string_view("long") ? 105 : kSeeds;
+  const uint64_t seeds = long_run() ? 105 : kSeeds;
   const TemporaryDirectory temporary(in_memory());
   ElsewhereResult sum;
   for (uint64_t seed = 0; seed < seeds; ++seed) {

@@ -2,15 +2,14 @@
 #include "tests/simulation/simulation.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <set>
-#include <string_view>
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <boost/filesystem.hpp>
 
 #include "base/log.h"
+#include "tests/support/long_run.h"
 #include "tests/support/results.h"
 #include "tests/support/temporary_directory.h"
 
@@ -68,8 +67,7 @@ TEST(SimulationReplay, WhatWasRecordedReplaysEventByEvent) {
   };
   uint64_t events = 0;
   std::set<EventType> types;
-  const char* const proof = std::getenv("TORPOR_PROOF");
-  const uint64_t seeds = proof != nullptr && proof == std::string_view("long") ? 1000 : kSeeds / 20;
+  const uint64_t seeds = long_run() ? 1000 : kSeeds / 20;
   for (uint64_t seed = 0; seed < std::max<uint64_t>(seeds, 4); ++seed) {
     console::SourceEvents recorded;
     emptied();

@@ -1,0 +1,14 @@
+// Whether tests try more, as in `tools/dev proof`: TORPOR_PROOF=long.
+#pragma once
+
+#include <cstdlib>
+#include <string_view>
+
+namespace torpor::test {
+
+inline bool long_run() {
+  const char* wanted = std::getenv("TORPOR_PROOF");
+  return wanted != nullptr && std::string_view(wanted) == "long";
+}
+
+}  // namespace torpor::test
