@@ -136,7 +136,7 @@ def test_what_a_server_was_overtaken_with_is_not_gone_on_from(tmp_path, monkeypa
 
 def test_what_was_pushed_goes_on_elsewhere(s3, tiny_model, tmp_path):
     store = f"s3://{BUCKET}/servers"
-    options = ["--torpor-remote", store, "--torpor-remote-term", "6"]
+    options = ["--torpor-remote", store, "--torpor-remote-term", "12"]  # longer than a busy machine stands still
     first, second = (
         make_server(tiny_model, tmp_path / name / "torpor", *options, name=name, environment=s3.environment)
         for name in ("first", "second")
@@ -197,6 +197,7 @@ async def scene(first, second, store, folder):
     while not all(reading.text for reading in again):
         await asyncio.sleep(0.02)
     assert await asyncio.to_thread(second.terminate) == 0
+    assert "torpor: pushed as" in second.log.read_text(), second.end_of_log(40)
     elsewhere(at_second, first)
     await started(first)
     await asyncio.gather(*tasks)
