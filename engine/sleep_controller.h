@@ -104,6 +104,7 @@ class SleepController final : private Operation::Owner {
   Status keep(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
   void fall_back(FallingAsleep& sleep, const Error& why);
   Status prepare(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
+  Status all_see(PendingCheckpoint& checkpoint);
   Status keep_host_slots(FallingAsleep& sleep);
   void release_host_slots() noexcept;
   Status capture(FallingAsleep& sleep);

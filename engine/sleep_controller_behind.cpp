@@ -139,6 +139,7 @@ Result<CheckpointStage> SleepController::advance(bool wait) {
       case At::kOpeningRanks: {
         TORPOR_ASSIGN(const bool opened, ranks_have_ended(wait));
         if (!opened) return false;
+        TORPOR_TRY(behind.pending->see_chunks(behind.ranks.size()));
         behind.events->leave();
         behind.enter("save");
         TORPOR_TRY(copy_ahead());

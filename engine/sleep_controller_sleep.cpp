@@ -310,12 +310,22 @@ Status SleepController::prepare(FallingAsleep& sleep) {
   }
   TORPOR_ASSIGN(sleep.checkpoints, manager(directory_of(options.data_parallel)));
   TORPOR_ASSIGN(sleep.pending, sleep.checkpoints->begin(expected));
+  if (sleep.described.size() > 1) TORPOR_TRY(all_see(*sleep.pending));
   TORPOR_TRY(sleep.pending->write_state(sleep.captured));
   sleep.save.directory = sleep.pending->staging_path();
   sleep.save.writing = sleep.pending->writing();
   sleep.save.as_proven = !options_.always_read_weights;
   sleep.operation.end("commit");
   return ok();
+}
+
+// Ranks may be on other hosts.
+Status SleepController::all_see(PendingCheckpoint& checkpoint) {
+  TORPOR_ASSIGN(std::vector<orders::LeaveSign::Reply> signs,
+                ranks_.call(orders::LeaveSign{.directory = checkpoint.staging_path()}));
+  std::vector<std::string> hosts;
+  for (orders::LeaveSign::Reply& sign : signs) hosts.push_back(std::move(sign.host));
+  return checkpoint.take_signs(hosts);
 }
 
 // What the engine offloaded and has not changed since need not be copied: it stays where it is.

@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 
+#include "base/file_system.h"
 #include "base/seal.h"
 
 namespace torpor::test {
@@ -18,6 +19,7 @@ inline constexpr uint64_t kFreshGenerator = 42;
 
 struct TestEngineOptions {
   int ranks = 1;
+  FileSystem* files_of_last_rank = nullptr;  // null: as of the others
   int32_t num_blocks = 64;
   uint64_t weights_seed = 1;
   bool defer_copies = false;
