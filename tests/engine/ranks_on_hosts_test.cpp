@@ -81,8 +81,8 @@ TEST_F(RanksOnHosts, ASleepIntoADirectoryThatARankDoesNotSeeIsRefusedBeforeAnyth
   for (const std::string& word : {std::string("rank 1"), host_name(), temporary_ / "s-000001"})
     EXPECT_NE(error.what.find(word), std::string::npos) << error.what;
   EXPECT_NE(error.next_step.find("share the directory"), std::string::npos) << error.next_step;
-  EXPECT_FAILS(slept.controller.checkpoint({}), Code::kFailedPrecondition, "rank 1");
   EXPECT_EQ(moved(slept), before);
+  EXPECT_FAILS(slept.controller.checkpoint({}), Code::kFailedPrecondition, "rank 1");
   EXPECT_FAILS(checkpoint_while_serving(slept), Code::kFailedPrecondition, "rank 1");
   expect_no_checkpoint();
   expect_untouched(slept, {.ranks = 2});
