@@ -37,10 +37,10 @@ struct FileUse {
 Result<std::unique_ptr<Directory>> open_staging(FileSystem& file_system, const std::string& staging) {
   Result<std::unique_ptr<Directory>> opened = file_system.open_directory(staging, false);
   if (opened || opened.error().code != Code::kNotFound) return opened;
-  return Error{.code = Code::kFailedPrecondition,
-               .what = fmt::format("the host {} does not see {}, where the checkpoint is to be written", host_name(),
-                                   staging),
-               .next_step = kShareIt};
+  return Error{
+      .code = Code::kFailedPrecondition,
+      .what = fmt::format("the host {} does not see {}, where the checkpoint is to be written", host_name(), staging),
+      .next_step = kShareIt};
 }
 
 // Of the base's files, as `records` use them.

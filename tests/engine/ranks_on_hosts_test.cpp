@@ -146,5 +146,14 @@ TEST_F(RanksOnHosts, AnotherCheckpointAtTheSamePathIsNotTakenForIt) {
   expect_to_go_on(woken);
 }
 
+TEST_F(RanksOnHosts, ACopyThatHasAnotherNumberThereCountsAsWokenFrom) {
+  const std::string path = slept();
+  boost::filesystem::rename(path, temporary_ / "g-000007");
+  SleepingEngine woken = sharing();
+  ASSERT_SUCCEEDS(woken.controller.wake_up({.from_checkpoint = temporary_ / "g-000007"}));
+  EXPECT_TRUE(boost::filesystem::exists(temporary_ / "g-000007/WOKEN"));
+  expect_to_go_on(woken);
+}
+
 }  // namespace
 }  // namespace torpor
