@@ -319,15 +319,6 @@ Status SleepController::prepare(FallingAsleep& sleep) {
   return ok();
 }
 
-// Ranks may be on other hosts.
-Status SleepController::all_see(PendingCheckpoint& checkpoint) {
-  TORPOR_ASSIGN(std::vector<orders::LeaveSign::Reply> signs,
-                ranks_.call(orders::LeaveSign{.directory = checkpoint.staging_path()}));
-  std::vector<std::string> hosts;
-  for (orders::LeaveSign::Reply& sign : signs) hosts.push_back(std::move(sign.host));
-  return checkpoint.take_signs(hosts);
-}
-
 // What the engine offloaded and has not changed since need not be copied: it stays where it is.
 Status SleepController::keep_host_slots(FallingAsleep& sleep) {
   sleep.operation.undo_with([this]() -> Status { return release_host_slots(), ok(); });

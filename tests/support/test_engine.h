@@ -34,19 +34,17 @@ class TestEngine final : public EngineHooks {
       auto device = std::make_unique<FaultyDevice>(value_of(
           make_host_device({.capacity_bytes = options_.device_capacity_bytes, .defer_copies = options_.defer_copies})));
       made.device = device.get();
-      const bool elsewhere = rank == options_.ranks - 1 && options_.files_of_last_rank != nullptr;
-      made.memory =
-          value_of(RankMemory::create(std::move(device), elsewhere ? *options_.files_of_last_rank : file_system,
-                                      {.rank = rank,
-                                       .arena_budget_bytes = options_.arena_budget_bytes,
-                                       .arena_slab_bytes = kMiB,
-                                       .threads = 2,
-                                       .own_threads = options_.own_threads,
-                                       .retain_kv_bytes = options_.retain_kv_bytes,
-                                       .key = options_.key,
-                                       .spill_directory = options_.spill_directory,
-                                       .encrypt = options_.key != nullptr,
-                                       .spill_staging_bytes = 2 * kPage}));
+      made.memory = value_of(RankMemory::create(std::move(device), options_.files_of(rank, file_system),
+                                                {.rank = rank,
+                                                 .arena_budget_bytes = options_.arena_budget_bytes,
+                                                 .arena_slab_bytes = kMiB,
+                                                 .threads = 2,
+                                                 .own_threads = options_.own_threads,
+                                                 .retain_kv_bytes = options_.retain_kv_bytes,
+                                                 .key = options_.key,
+                                                 .spill_directory = options_.spill_directory,
+                                                 .encrypt = options_.key != nullptr,
+                                                 .spill_staging_bytes = 2 * kPage}));
       made.weights = value_of(made.memory->allocate("weights", "w", kWeightBytes));
       const uint64_t kv_bytes = kKvLayers * static_cast<uint64_t>(options_.num_blocks) * kBlockBytes;
       made.kv = value_of(made.memory->allocate("kv_cache", "kv", kv_bytes));

@@ -31,6 +31,10 @@ struct TestEngineOptions {
   std::shared_ptr<const Key> key;  // of sealed checkpoints
   bool incremental = false;        // checkpoints
   bool always_read_weights = false;
+  // Of a rank, where all have `others`.
+  FileSystem& files_of(int rank, FileSystem& others) const {
+    return rank == ranks - 1 && files_of_last_rank != nullptr ? *files_of_last_rank : others;
+  }
   bool own_threads = true;  // off: what is done in the background is, by the thread that asks
 };
 
