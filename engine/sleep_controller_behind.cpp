@@ -49,6 +49,21 @@ struct SleepController::Behind {
   }
 };
 
+SleepController::SleepController(EngineHooks& hooks, FileSystem& file_system, const Clock& clock,
+                                 SleepControllerOptions options, EventPort port)
+    : hooks_(hooks),
+      file_system_(file_system),
+      clock_(clock),
+      options_(std::move(options)),
+      port_(port),
+      ranks_(hooks_) {}
+
+// What is held is undone: the requests go on, if anybody can still ask for them.
+SleepController::~SleepController() {
+  cancel_checkpoint();
+  held_sleep_.reset();
+}
+
 // The whole of it, or nothing: what is committed and cannot be told of is taken away again.
 Status SleepController::Behind::commit(FileSystem& file_system, const std::shared_ptr<const Key>& key) {
   const Status committed = catching([&]() -> Status {
