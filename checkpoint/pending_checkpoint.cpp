@@ -6,6 +6,7 @@
 #include "base/units.h"
 #include "checkpoint/checkpoint_manager.h"
 #include "checkpoint/manifest_codec.h"
+#include "checkpoint/refs_codec.h"
 #include "checkpoint/state_sections.h"
 #include "checkpoint/store_contents.h"
 #include "checkpoint/store_names.h"
@@ -45,6 +46,7 @@ struct PendingCheckpoint::Impl {
   }
 
   Status write(std::vector<Section>& sections);
+  Status see(size_t rank, const std::string& name, const std::string& host) const;
   Status check_written(int32_t rank, const std::string& name, uint64_t bytes) const;
   Result<std::string> commit();
 };
@@ -138,6 +140,36 @@ Result<std::unique_ptr<RankWriter>> PendingCheckpoint::create_rank(int32_t rank,
     return RankWriter::create(impl_->file_system, staging_path(), impl_->writing, rank, impl_->options.key,
                               std::move(progress));
   });
+}
+
+Status PendingCheckpoint::take_signs(const std::vector<std::string>& hosts) {
+  return catching([&]() -> Status {
+    for (size_t rank = 0; rank < hosts.size(); ++rank) {
+      const std::string sign = sign_file_name(static_cast<int32_t>(rank));
+      TORPOR_TRY(impl_->see(rank, sign, hosts[rank]));
+      TORPOR_TRY(impl_->staging->remove_file(sign));
+    }
+    return ok();
+  });
+}
+
+Status PendingCheckpoint::see_chunks(size_t ranks) const {
+  return catching([&]() -> Status {
+    for (size_t rank = 0; rank < ranks; ++rank)
+      TORPOR_TRY(impl_->see(rank, chunk_file_name(static_cast<int32_t>(rank)), {}));
+    return ok();
+  });
+}
+
+// `host`: of the rank; empty: not known.
+Status PendingCheckpoint::Impl::see(size_t rank, const std::string& name, const std::string& host) const {
+  const Result<std::unique_ptr<File>> file = staging->open_file(name);
+  if (file) return ok();
+  if (file.error().code != Code::kNotFound) return file.error();
+  return Error{.code = Code::kFailedPrecondition,
+               .what = fmt::format("rank {}{} writes into a directory of its own at {}: its {} is not seen here", rank,
+                                   host.empty() ? "" : fmt::format(" on the host {}", host), staging->path(), name),
+               .next_step = kShareIt};
 }
 
 void PendingCheckpoint::add_rank(RankSummary rank) { impl_->manifest.ranks.push_back(std::move(rank)); }

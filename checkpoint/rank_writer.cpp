@@ -5,9 +5,11 @@
 
 #include <fmt/format.h>
 
+#include "base/host_name.h"
 #include "base/log.h"
 #include "base/units.h"
 #include "checkpoint/refs_codec.h"
+#include "checkpoint/store_names.h"
 
 namespace torpor {
 namespace {
@@ -30,6 +32,16 @@ struct FileUse {
   uint64_t used = 0;
   double share() const { return static_cast<double>(used) / static_cast<double>(held); }
 };
+
+// A rank on another host may have a directory of its own there, or none.
+Result<std::unique_ptr<Directory>> open_staging(FileSystem& file_system, const std::string& staging) {
+  Result<std::unique_ptr<Directory>> opened = file_system.open_directory(staging, false);
+  if (opened || opened.error().code != Code::kNotFound) return opened;
+  return Error{
+      .code = Code::kFailedPrecondition,
+      .what = fmt::format("the host {} does not see {}, where the checkpoint is to be written", host_name(), staging),
+      .next_step = kShareIt};
+}
 
 // Of the base's files, as `records` use them.
 std::vector<FileUse> uses_of(const std::vector<SavedChunk>& records, const std::vector<LinkedFile>& files) {
@@ -65,6 +77,15 @@ std::optional<size_t> sparsest(const std::vector<FileUse>& uses) {
 
 }  // namespace
 
+std::string sign_file_name(int32_t rank) { return fmt::format("sign-r{}", rank); }
+
+Status leave_sign(FileSystem& file_system, const std::string& staging, int32_t rank) {
+  TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, open_staging(file_system, staging));
+  const Result<std::unique_ptr<File>> sign = directory->create_file(sign_file_name(rank));
+  if (sign || sign.error().native == EEXIST) return ok();  // asked again
+  return sign.error();
+}
+
 struct RankWriter::Base {
   std::unique_ptr<RankBase> has;
   std::vector<bool> linked;  // of each file
@@ -80,7 +101,7 @@ Result<std::unique_ptr<RankWriter>> RankWriter::create(FileSystem& file_system, 
                                                        const RankWriting& writing, int32_t rank,
                                                        std::shared_ptr<const Key> key,
                                                        std::shared_ptr<ProgressMeter> progress) {
-  TORPOR_ASSIGN(std::unique_ptr<Directory> directory, file_system.open_directory(staging, false));
+  TORPOR_ASSIGN(std::unique_ptr<Directory> directory, open_staging(file_system, staging));
   std::unique_ptr<RankWriter> writer(new RankWriter(std::move(directory), writing, rank, std::move(progress)));
   ChunkFileOptions options{.rank = rank, .compression = writing.compression, .progress = writer->progress_};
   if (writing.protection != Protection::kNone) {

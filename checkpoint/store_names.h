@@ -20,6 +20,10 @@ inline constexpr std::string_view kGenerationPrefix = "g-";  // committed
 inline constexpr std::string_view kStagingPrefix = "s-";     // under construction
 inline constexpr std::string_view kTrashPrefix = "t-";       // being removed
 
+// What to do where a rank's host does not see the directory of the others.
+inline constexpr const char* kShareIt =
+    "let the hosts of all ranks share the directory, at the same path, or sleep to host memory";
+
 inline constexpr uint64_t kMostExpansion =
     1024;  // of a section by decompression: a writer keeps to it, a reader refuses more
 

@@ -326,6 +326,10 @@ Result<orders::LookBehind::Reply> RankMemory::carry_out(const orders::LookBehind
   return reply;
 }
 
+Result<orders::LeaveSign::Reply> RankMemory::carry_out(const orders::LeaveSign& order) {
+  return images_->leave_sign(order);
+}
+
 // What cannot be given back now is at the next operation.
 void RankMemory::give_back_unused() noexcept {
   (void)catching([this]() -> Status {

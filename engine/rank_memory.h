@@ -121,6 +121,7 @@ class RankMemory {
   Result<orders::CopyAhead::Reply> carry_out(const orders::CopyAhead& order) TORPOR_REQUIRES(mutex_);
   Result<orders::SaveBehind::Reply> carry_out(const orders::SaveBehind& order) TORPOR_REQUIRES(mutex_);
   Result<orders::LookBehind::Reply> carry_out(const orders::LookBehind& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::LeaveSign::Reply> carry_out(const orders::LeaveSign& order) TORPOR_REQUIRES(mutex_);
   void fill(RankLedger& ledger) const TORPOR_REQUIRES(mutex_);
   RegionImages& images() TORPOR_REQUIRES(mutex_) { return *images_; }
   const SleepAllocator& allocator() const { return *allocator_; }

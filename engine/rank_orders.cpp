@@ -154,6 +154,15 @@ void serialize(Archive& archive, orders::LookBehind& v) {
 }
 
 template <class Archive>
+void serialize(Archive& archive, orders::LeaveSign& v) {
+  archive(v.directory);
+}
+template <class Archive>
+void serialize(Archive& archive, orders::LeaveSign::Reply& v) {
+  archive(v.host);
+}
+
+template <class Archive>
 void serialize(Archive& archive, orders::Describe::Reply& v) {
   archive(v.ledger, v.bytes_per_block, v.writes, v.without_content);
 }
@@ -273,6 +282,7 @@ TORPOR_ORDER(OpenBehind)
 TORPOR_ORDER(CopyAhead)
 TORPOR_ORDER(SaveBehind)
 TORPOR_ORDER(LookBehind)
+TORPOR_ORDER(LeaveSign)
 #undef TORPOR_ORDER
 
 }  // namespace torpor

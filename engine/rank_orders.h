@@ -253,6 +253,15 @@ struct LookBehind {
   bool stop = false;  // it ends now, and is forgotten
 };
 
+// Whether this rank sees the directory of a checkpoint under construction, before any saves (checkpoint/rank_writer.h).
+struct LeaveSign {
+  static constexpr std::string_view kName = "leave_sign";
+  struct Reply {
+    std::string host;  // of this rank
+  };
+  std::string directory;
+};
+
 // The checkpoint under construction was committed to this path.
 struct Moved {
   static constexpr std::string_view kName = "moved";
@@ -266,7 +275,7 @@ using RankOrder =
     std::variant<orders::Describe, orders::Written, orders::Save, orders::CancelSave, orders::Detach, orders::Attach,
                  orders::Restore, orders::CancelRestore, orders::Finish, orders::DigestTags, orders::LoadBlocks,
                  orders::Moved, orders::PlanSave, orders::TellContents, orders::Arrivals, orders::OpenBehind,
-                 orders::CopyAhead, orders::SaveBehind, orders::LookBehind>;
+                 orders::CopyAhead, orders::SaveBehind, orders::LookBehind, orders::LeaveSign>;
 
 // `Order`: an alternative of RankOrder.
 template <class Order>

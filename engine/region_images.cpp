@@ -267,8 +267,7 @@ Result<orders::Restore::Reply> RegionImages::restore(const orders::Restore& orde
 }
 
 Result<orders::LoadBlocks::Reply> RegionImages::load_blocks(const orders::LoadBlocks& order) {
-  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(parts_.file_system, order.directory, parts_.key));
-  TORPOR_TRY(check_same(checkpoint, order.generation, order.id));
+  TORPOR_ASSIGN(const Checkpoint checkpoint, open_same(order.directory, order.generation, order.id));
   TORPOR_ASSIGN(const RankSummary* const own, own_summary(checkpoint));
   TORPOR_ASSIGN(const RankRefs refs, checkpoint.refs(*own));
   std::vector<SavedChunk> blocks;

@@ -100,6 +100,7 @@ class RegionImages {
 
   // Content -> images. Clean ones in the arena stand as they are. After an error call forget_saved().
   Result<orders::Save::Reply> save(const orders::Save& order);
+  Result<orders::LeaveSign::Reply> leave_sign(const orders::LeaveSign& order) const;
   Result<orders::PlanSave::Reply> plan(const orders::Save& order) const;
   void forget_saved(const std::vector<std::string>& tags);  // images that are not clean, the content is there still
   // Blocks were written by others than the engine: nobody has their content.
@@ -182,7 +183,8 @@ class RegionImages {
                               WriteBehind& behind) const;
   Status carry(Storing& storing, const BaseRecord& in_base, const orders::Save& order) const;
   Status write(Storing& storing, std::span<const size_t> places, RankWriter& writer);
-  static Status check_same(const Checkpoint& checkpoint, uint64_t generation, const SealId& id);
+  // That which the controller, or the first rank, has opened at this path.
+  Result<Checkpoint> open_same(const std::string& path, uint64_t generation, const SealId& id) const;
   Status fill_tag(const std::string& tag, const std::vector<SavedChunk>& chunks, Tier& source);
   Result<const RankSummary*> own_summary(const Checkpoint& checkpoint) const;
   Status copy_up(std::span<const SavedChunk> chunks, std::span<const ChunkPlan> plans, Tier& source, OnTheWay& regions);

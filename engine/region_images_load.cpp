@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include "base/host_name.h"
 #include "base/units.h"
 #include "engine/combined_digest.h"
 #include "engine/region_images.h"
@@ -32,19 +33,29 @@ Error other_layout(const std::string& tag, const std::vector<SavedChunk>& stored
           .next_step = "start the engine as the one that slept was started"};
 }
 
+constexpr const char* kHaveItThere =
+    "let the hosts of all ranks share the directory, or copy or pull the checkpoint to the same path on each";
+
 }  // namespace
 
-Status RegionImages::check_same(const Checkpoint& checkpoint, uint64_t generation, const SealId& id) {
-  if (checkpoint.manifest().generation == generation && checkpoint.manifest().id == id) return ok();
+Result<Checkpoint> RegionImages::open_same(const std::string& path, uint64_t generation, const SealId& id) const {
+  Result<Checkpoint> checkpoint = open_checkpoint(parts_.file_system, path, parts_.key);
+  if (!checkpoint && checkpoint.error().code == Code::kNotFound) {
+    return Error{.code = Code::kNotFound,
+                 .what = fmt::format("the host {} has no checkpoint at {}", host_name(), path),
+                 .next_step = kHaveItThere};
+  }
+  if (!checkpoint || (checkpoint->manifest().generation == generation && checkpoint->manifest().id == id))
+    return checkpoint;
   return Error{.code = Code::kIncompatible,
-               .what = fmt::format("{} is not the checkpoint that the other processes see there", checkpoint.path()),
-               .next_step = "let all of them see the same directory, and wake it again"};
+               .what = fmt::format("on the host {} {} is not the checkpoint that the other processes see there",
+                                   host_name(), checkpoint->path()),
+               .next_step = kHaveItThere};
 }
 
 Result<LoadedTag> RegionImages::load_tag(const StoredTag& stored) {
   const std::string& tag = stored.tag;
-  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(parts_.file_system, stored.directory, parts_.key));
-  TORPOR_TRY(check_same(checkpoint, stored.generation, stored.id));
+  TORPOR_ASSIGN(const Checkpoint checkpoint, open_same(stored.directory, stored.generation, stored.id));
   TORPOR_ASSIGN(const RankSummary* const own, own_summary(checkpoint));
   TORPOR_ASSIGN(const RankRefs refs, checkpoint.refs(*own));
   std::vector<SavedChunk> chunks;

@@ -1,6 +1,7 @@
 // RegionImages: the way into a checkpoint. What the one before has already is linked, and not read.
 #include <algorithm>
 
+#include "base/host_name.h"
 #include "engine/combined_digest.h"
 #include "engine/region_images.h"
 #include "engine/storing.h"
@@ -51,6 +52,11 @@ Result<orders::Save::Reply> RegionImages::save_to_disk(const orders::Save& order
   if (std::find(order.tags.begin(), order.tags.end(), kv_tag_) != order.tags.end())
     stored_.note(order.writing.id, order.writing.base_id, order.blocks, contents);
   return reply;
+}
+
+Result<orders::LeaveSign::Reply> RegionImages::leave_sign(const orders::LeaveSign& order) const {
+  TORPOR_TRY(torpor::leave_sign(parts_.file_system, order.directory, parts_.rank));
+  return orders::LeaveSign::Reply{.host = host_name()};
 }
 
 Result<orders::PlanSave::Reply> RegionImages::plan_to_disk(const orders::Save& order) const {

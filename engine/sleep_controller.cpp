@@ -7,6 +7,7 @@
 
 #include "base/log.h"
 #include "checkpoint/checkpoint_set.h"
+#include "checkpoint/store_names.h"
 
 namespace torpor {
 
@@ -58,6 +59,15 @@ template void SleepController::remember(const std::vector<orders::Describe::Repl
 template void SleepController::remember(const std::vector<orders::Detach::Reply>&) noexcept;
 template void SleepController::remember(const std::vector<orders::Finish::Reply>&) noexcept;
 template void SleepController::remember(const std::vector<orders::LoadBlocks::Reply>&) noexcept;
+
+// Of a checkpoint in a directory of checkpoints: one that was pulled may have another number there than where it was
+// made.
+std::optional<SleepController::RestoredFrom> SleepController::place_of(const std::string& path) {
+  const size_t name = path.rfind('/') + 1;
+  const std::optional<uint64_t> generation = generation_of(path.substr(name));
+  if (!generation) return std::nullopt;
+  return RestoredFrom{.directory = path.substr(0, name - 1), .generation = *generation};
+}
 
 ControllerState SleepController::state() const {
   const MutexLock lock(state_mutex_);

@@ -104,6 +104,7 @@ class SleepController final : private Operation::Owner {
   Status keep(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
   void fall_back(FallingAsleep& sleep, const Error& why);
   Status prepare(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
+  Status all_see(PendingCheckpoint& checkpoint);
   Status keep_host_slots(FallingAsleep& sleep);
   void release_host_slots() noexcept;
   Status capture(FallingAsleep& sleep);
@@ -146,6 +147,7 @@ class SleepController final : private Operation::Owner {
   Status undo_restore(const std::vector<std::string>& tags);
   Status drop_old_kv(bool aborts, int64_t requests, Operation& operation);
   Result<bool> look_at_weights(const WakeOptions& options, SleepReport& report) TORPOR_REQUIRES(operation_mutex_);
+  static std::optional<RestoredFrom> place_of(const std::string& path);
   void mark_woken(const RestoredFrom& from) noexcept;
   Status end_hold_now(bool keep);
 

@@ -49,6 +49,21 @@ struct SleepController::Behind {
   }
 };
 
+SleepController::SleepController(EngineHooks& hooks, FileSystem& file_system, const Clock& clock,
+                                 SleepControllerOptions options, EventPort port)
+    : hooks_(hooks),
+      file_system_(file_system),
+      clock_(clock),
+      options_(std::move(options)),
+      port_(port),
+      ranks_(hooks_) {}
+
+// What is held is undone: the requests go on, if anybody can still ask for them.
+SleepController::~SleepController() {
+  cancel_checkpoint();
+  held_sleep_.reset();
+}
+
 // The whole of it, or nothing: what is committed and cannot be told of is taken away again.
 Status SleepController::Behind::commit(FileSystem& file_system, const std::shared_ptr<const Key>& key) {
   const Status committed = catching([&]() -> Status {
@@ -139,6 +154,7 @@ Result<CheckpointStage> SleepController::advance(bool wait) {
       case At::kOpeningRanks: {
         TORPOR_ASSIGN(const bool opened, ranks_have_ended(wait));
         if (!opened) return false;
+        TORPOR_TRY(behind.pending->see_chunks(behind.ranks.size()));
         behind.events->leave();
         behind.enter("save");
         TORPOR_TRY(copy_ahead());

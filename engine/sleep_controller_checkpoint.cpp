@@ -53,6 +53,15 @@ Status SleepController::may_checkpoint(const SleepOptions& options) {
   return wait_for_late();
 }
 
+// Ranks may be on other hosts.
+Status SleepController::all_see(PendingCheckpoint& checkpoint) {
+  TORPOR_ASSIGN(std::vector<orders::LeaveSign::Reply> signs,
+                ranks_.call(orders::LeaveSign{.directory = checkpoint.staging_path()}));
+  std::vector<std::string> hosts;
+  for (orders::LeaveSign::Reply& sign : signs) hosts.push_back(std::move(sign.host));
+  return checkpoint.take_signs(hosts);
+}
+
 // The checkpoint is whole, and the engine goes on.
 Result<SleepReport> SleepController::serve_on(FallingAsleep& sleep) {
   SleepReport& report = sleep.report;

@@ -35,21 +35,6 @@ SchedulerCheckpoint without_requests(SchedulerCheckpoint state) {
 
 }  // namespace
 
-SleepController::SleepController(EngineHooks& hooks, FileSystem& file_system, const Clock& clock,
-                                 SleepControllerOptions options, EventPort port)
-    : hooks_(hooks),
-      file_system_(file_system),
-      clock_(clock),
-      options_(std::move(options)),
-      port_(port),
-      ranks_(hooks_) {}
-
-// What is held is undone: the requests go on, if anybody can still ask for them.
-SleepController::~SleepController() {
-  cancel_checkpoint();
-  held_sleep_.reset();
-}
-
 // Undoes a failed sleep or checkpoint; the error says what of it stays all the same.
 Error SleepController::undone(FallingAsleep& sleep, std::string_view call, Error error) noexcept {
   sleep.operation.failed(error);
@@ -310,6 +295,7 @@ Status SleepController::prepare(FallingAsleep& sleep) {
   }
   TORPOR_ASSIGN(sleep.checkpoints, manager(directory_of(options.data_parallel)));
   TORPOR_ASSIGN(sleep.pending, sleep.checkpoints->begin(expected));
+  if (sleep.described.size() > 1) TORPOR_TRY(all_see(*sleep.pending));
   TORPOR_TRY(sleep.pending->write_state(sleep.captured));
   sleep.save.directory = sleep.pending->staging_path();
   sleep.save.writing = sleep.pending->writing();

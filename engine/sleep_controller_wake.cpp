@@ -414,10 +414,7 @@ Status SleepController::restore(const WakeOptions& options, Operation& operation
   report.kept_blocks = static_cast<int64_t>(state.state.kv.blocks.size());
   report.outputs = state.outputs;
   operation.end("reconnect");
-  if (checkpoint) {
-    restored_from_ = {.directory = checkpoint->path().substr(0, checkpoint->path().rfind('/')),
-                      .generation = checkpoint->manifest().generation};
-  }
+  if (checkpoint) restored_from_ = place_of(checkpoint->path());
   return ok();
 }
 

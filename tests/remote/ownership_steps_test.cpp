@@ -248,5 +248,22 @@ TEST(OwnershipSteps, OfTwoEnginesNeverBothOwnAndNoAcknowledgedPushIsHidden) {
   }
 }
 
+// The store would refuse it, too, where another one owns by then; but numbers of old records may be free again.
+TEST(OwnershipSteps, WhoseTermIsOverAsksNothingOfTheStoreAndMakesNothingKnown) {
+  World world{.engines = {Engine{.steps = {holder(0), kTerm}}, Engine{.steps = {holder(1), kTerm}}}};
+  OwnershipSteps& paused = world.engines[0].steps;
+  paused.begin_take();
+  while (paused.call()) {
+    paused.sent(world.now());
+    paused.answered(execute(world, *paused.call()), world.now());
+  }
+  ASSERT_EQ(paused.outcome(), OwnershipOutcome::kOwned);
+  const std::map<uint64_t, OwnerRecord> before = world.store;
+  paused.begin_renew("late", "late", kTerm);
+  EXPECT_FALSE(paused.call());
+  EXPECT_EQ(paused.outcome(), OwnershipOutcome::kLost);
+  EXPECT_EQ(world.store, before);
+}
+
 }  // namespace
 }  // namespace torpor::remote

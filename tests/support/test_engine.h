@@ -34,7 +34,7 @@ class TestEngine final : public EngineHooks {
       auto device = std::make_unique<FaultyDevice>(value_of(
           make_host_device({.capacity_bytes = options_.device_capacity_bytes, .defer_copies = options_.defer_copies})));
       made.device = device.get();
-      made.memory = value_of(RankMemory::create(std::move(device), file_system,
+      made.memory = value_of(RankMemory::create(std::move(device), options_.files_of(rank, file_system),
                                                 {.rank = rank,
                                                  .arena_budget_bytes = options_.arena_budget_bytes,
                                                  .arena_slab_bytes = kMiB,

@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 
+#include "base/file_system.h"
 #include "base/seal.h"
 
 namespace torpor::test {
@@ -18,6 +19,7 @@ inline constexpr uint64_t kFreshGenerator = 42;
 
 struct TestEngineOptions {
   int ranks = 1;
+  FileSystem* files_of_last_rank = nullptr;  // null: as of the others
   int32_t num_blocks = 64;
   uint64_t weights_seed = 1;
   bool defer_copies = false;
@@ -29,6 +31,10 @@ struct TestEngineOptions {
   std::shared_ptr<const Key> key;  // of sealed checkpoints
   bool incremental = false;        // checkpoints
   bool always_read_weights = false;
+  // Of a rank, where all have `others`.
+  FileSystem& files_of(int rank, FileSystem& others) const {
+    return rank == ranks - 1 && files_of_last_rank != nullptr ? *files_of_last_rank : others;
+  }
   bool own_threads = true;  // off: what is done in the background is, by the thread that asks
 };
 

@@ -1,0 +1,78 @@
+"""A tensor parallel engine with a rank on each of two hosts: two networks, and mounts of their own."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import result_of
+from inspector import BINARY
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
+
+from networks import inside, two_networks  # noqa: E402
+
+PROCESS = Path(__file__).parent / "hosts_process.py"
+WITHIN = 300  # seconds
+
+
+@contextlib.contextmanager
+def host(network: int, *mounts: str):
+    """A process in this network with a host's own files at `mounts`, and shared memory; others enter it."""
+    words = " && ".join(f"mount -t tmpfs -o mode=700 own {path}" for path in ("/dev/shm", *mounts))
+    command = [*inside(network), "unshare", "-m", "sh", "-c", f"{words} && echo up && exec sleep infinity"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        if process.stdout.readline() != "up\n":
+            pytest.skip("the kernel gives this process no mounts of its own")
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+def run_on(zygote, model, log, hosts, *arguments) -> dict:
+    first, second = hosts
+    with log.open("w") as said:
+        other = zygote.popen([PROCESS, 1, second, model, arguments[1]], stdout=said, stderr=said)
+        try:
+            return result_of(zygote.run([PROCESS, 0, first, model, *arguments, second], timeout=WITHIN))
+        finally:
+            other.kill()
+            other.wait()
+
+
+def as_json(answers: dict) -> dict:
+    """Log probabilities are left out: after a wake elsewhere chunks of prompts may be cut otherwise."""
+    return {name: [completion[1:4] for completion in completions] for name, (_, completions, _) in answers.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts of their own need root")
+def test_ranks_on_two_hosts_save_into_a_shared_directory_and_wake_from_the_copies_of_their_hosts(
+    zygote, tiny_model, tmp_path
+):  # fmt: skip
+    shared, own, remote = tmp_path / "shared", tmp_path / "own", f"file://{tmp_path}/remote"
+    (tmp_path / "remote").mkdir(mode=0o700)
+    both = (zygote, tiny_model, tmp_path / "second.log")
+    with two_networks() as wire:
+        if wire is None:
+            pytest.skip("the kernel gives this process no network of its own")
+        with host(wire.near) as first, host(wire.far) as second:
+            slept = run_on(*both, (first, second), shared, own, remote, BINARY)
+        own.mkdir(mode=0o700)
+        with host(wire.near, own) as first, host(wire.far, own) as second:
+            woken = run_on(*both, (first, second), shared, own, remote, BINARY)
+    expected = as_json(slept["expected"])
+    assert len(expected) == 6 and as_json(slept["slept"]) == expected
+    assert as_json(slept["given"] | woken["woken"]) == expected and woken["recomputed"] == 0
+    code, words = woken["missing"]
+    assert code == "not_found" and f"rank 1: the host {socket.gethostname()} has no checkpoint at" in words
+    assert "copy or pull the checkpoint to the same path on each" in words
+    code, words = woken["unseen"]
+    assert code == "failed_precondition" and f"rank 1: the host {socket.gethostname()} does not see {own}" in words
+    assert woken["checkpoints"] == 1, "nothing is left of the checkpoint that was refused"
