@@ -25,34 +25,97 @@ struct RegionMemory {
     return std::any_of(handles.begin(), handles.end(), [](const Handle& handle) { return handle.mapped; });
   }
 
+  auto find(uint64_t offset) {
+    return std::find_if(handles.begin(), handles.end(), [=](const Handle& handle) { return handle.offset == offset; });
+  }
+  bool whole() const {  // there is memory for all of it
+    uint64_t bytes = 0;
+    for (const Handle& handle : handles) bytes += handle.size;
+    return bytes == reserved_bytes;
+  }
+
   // Each of these changes nothing if it fails, or makes the region broken.
+  //
+  // What is not there of it.
   Status create(DeviceMemory& device, uint64_t handle_bytes) {
+    const size_t before = handles.size();
     const Status done = catching([&]() -> Status {
       handles.reserve(reserved_bytes / handle_bytes + 1);
       for (uint64_t offset = 0; offset < reserved_bytes; offset += handle_bytes) {
+        if (before > 0 && find(offset) != handles.end()) continue;
         const uint64_t size = std::min(handle_bytes, reserved_bytes - offset);
         TORPOR_ASSIGN(const PhysicalId id, device.create(size));
         handles.push_back({id, offset, size});
       }
       return ok();
     });
-    if (!done) (void)release(device);
+    if (!done) (void)release(device, before);
     return done;
   }
 
   Status map(DeviceMemory& device) {
     const Status done = catching([&]() -> Status {
       for (Handle& handle : handles) {
+        if (handle.mapped) continue;
         TORPOR_TRY(device.map(address + handle.offset, handle.id));
         handle.mapped = true;
       }
-      return device.set_access(address, reserved_bytes, Access::kReadWrite);
+      if (whole()) return device.set_access(address, reserved_bytes, Access::kReadWrite);
+      for (const Handle& handle : handles)
+        TORPOR_TRY(device.set_access(address + handle.offset, handle.size, Access::kReadWrite));
+      return ok();
     });
     if (!done && !unmap_each(device)) broken = true;
     return done;
   }
 
+  // One piece that is not there, or not mapped: it is then, with access. What was made of it stays if this fails.
+  Status take(DeviceMemory& device, uint64_t offset, uint64_t size) {
+    return catching([&]() -> Status {
+      auto handle = find(offset);
+      if (handle == handles.end()) {
+        handles.reserve(handles.size() + 1);
+        TORPOR_ASSIGN(const PhysicalId id, device.create(size));
+        handle = handles.insert(handles.end(), {id, offset, size});
+      }
+      return handle->mapped ? ok() : map_one(device, *handle);
+    });
+  }
+
+  // One piece that is there: its memory and content go.
+  Status give(DeviceMemory& device, uint64_t offset) {
+    const auto handle = find(offset);
+    Status done = catching([&] { return device.unmap(address + offset, handle->size); });
+    if (!done) {
+      broken = broken || done.error().state_changed;
+      return done;
+    }
+    handle->mapped = false;
+    done = catching([&] { return device.release(handle->id); });
+    if (done) {
+      handles.erase(handle);
+    } else if (!catching([&] { return map_one(device, *handle); })) {  // its content is there still
+      broken = true;
+    }
+    return done;
+  }
+
+  Status map_one(DeviceMemory& device, Handle& handle) {
+    TORPOR_TRY(device.map(address + handle.offset, handle.id));
+    handle.mapped = true;
+    Status done = catching([&] { return device.set_access(address + handle.offset, handle.size, Access::kReadWrite); });
+    if (done) return done;
+    if (catching([&] { return device.unmap(address + handle.offset, handle.size); })) {
+      handle.mapped = false;
+    } else {
+      broken = true;
+    }
+    return done;
+  }
+
   Status unmap(DeviceMemory& device) {
+    const bool all_mapped = std::all_of(handles.begin(), handles.end(), [](const Handle& each) { return each.mapped; });
+    if (!whole() || !all_mapped) return unmap_each(device);  // no content is lost with a part
     Status done = catching([&] { return device.unmap(address, reserved_bytes); });
     if (!done) {
       broken = broken || done.error().state_changed;
@@ -77,15 +140,17 @@ struct RegionMemory {
     return first;
   }
 
-  // As much as the device releases; the rest stays in `handles`, and the region is broken.
-  Status release(DeviceMemory& device) {
+  // As much as the device releases, but for the first `kept`; the rest stays in `handles`, and the region is broken.
+  Status release(DeviceMemory& device, size_t kept = 0) {
     Status first;
-    std::erase_if(handles, [&](const Handle& handle) {
+    const auto released = [&](const Handle& handle) {
       Status done = catching([&] { return device.release(handle.id); });
       if (done) return true;
       if (first) first = std::move(done);
       return false;
-    });
+    };
+    const auto from = handles.begin() + static_cast<std::ptrdiff_t>(kept);
+    handles.erase(std::remove_if(from, handles.end(), released), handles.end());
     if (!first) broken = true;
     return first;
   }

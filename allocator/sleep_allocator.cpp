@@ -5,7 +5,7 @@
 
 #include <fmt/format.h>
 
-#include "allocator/region_memory.h"
+#include "allocator/sleep_allocator_inside.h"
 #include "base/log.h"
 #include "base/units.h"
 
@@ -25,46 +25,6 @@ std::string_view name(RegionState state) {
 
 bool is_asleep(RegionState state) {
   return state == RegionState::kDetached || state == RegionState::kAttaching || state == RegionState::kRestoring;
-}
-
-struct SleepAllocator::Region : RegionMemory {  // which belongs to the call that holds the tag
-  RegionInfo info;                              // `state` is guarded by the allocator's lock, the rest never changes
-  uint64_t number = 0;                          // in order of allocation
-};
-
-// Some tags (none named: all) for the time of one call. Others that want one of them wait.
-class SleepAllocator::Hold {
- public:
-  Hold(SleepAllocator& allocator, Tags tags) : allocator_(allocator), tags_(std::move(tags)) {
-    Tags named = tags_;
-    const MutexLock lock(allocator_.mutex_);
-    while (allocator_.in_use(tags_)) allocator_.let_go_.wait(allocator_.mutex_);
-    if (tags_.empty()) allocator_.all_held_ = true;
-    allocator_.held_.merge(named);
-  }
-  Hold(SleepAllocator& allocator, std::span<const std::string> tags)
-      : Hold(allocator, Tags(tags.begin(), tags.end())) {}
-  ~Hold() {
-    const MutexLock lock(allocator_.mutex_);
-    if (tags_.empty()) allocator_.all_held_ = false;
-    for (const std::string& tag : tags_) allocator_.held_.erase(tag);
-    allocator_.let_go_.notify_all();
-  }
-  Hold(const Hold&) = delete;
-  Hold& operator=(const Hold&) = delete;
-
- private:
-  SleepAllocator& allocator_;
-  const Tags tags_;
-};
-
-template <class Some>
-bool SleepAllocator::in_use(const Some& tags) const {
-  if (all_held_ || tags.empty()) return all_held_ || !held_.empty();
-  for (const std::string& tag : tags) {
-    if (held_.contains(tag)) return true;
-  }
-  return false;
 }
 
 void SleepAllocator::settle(std::span<Region* const> regions, RegionState state) {
@@ -189,23 +149,6 @@ Status SleepAllocator::free(DeviceAddress address) {
   return ok();
 }
 
-namespace {
-
-Error wrong_state(const RegionInfo& region, std::string_view wanted) {
-  if (region.state == RegionState::kBroken) {
-    return Error{.code = Code::kDevice,
-                 .what = fmt::format("the region {}/{} is broken: an earlier failure could not be undone", region.tag,
-                                     region.name),
-                 .next_step = "end this process; what was saved can be woken in a new one",
-                 .origin = Origin::kDevice};
-  }
-  return Error{.code = Code::kFailedPrecondition,
-               .what = fmt::format("the tag {} is {}, not {}", region.tag, name(region.state), wanted),
-               .next_step = "see state()"};
-}
-
-}  // namespace
-
 Result<std::vector<SleepAllocator::Region*>> SleepAllocator::select(std::span<const std::string> tags,
                                                                     std::initializer_list<RegionState> allowed) const {
   const MutexLock lock(mutex_);
@@ -251,6 +194,10 @@ Status SleepAllocator::cancel_save(std::span<const std::string> tags) {
   const MutexLock lock(mutex_);
   while (in_use(tags)) let_go_.wait(mutex_);
   TORPOR_TRY(check(tags, {RegionState::kSaving}));
+  for (const auto& [address, region] : regions_) {
+    if (is_of(tags, *region) && !region->whole())
+      return Error{.code = Code::kInternal, .what = "a region has given pages, and not taken them back"};
+  }
   for (const auto& [address, region] : regions_) {
     if (is_of(tags, *region)) region->info.state = RegionState::kAttached;
   }
@@ -368,7 +315,9 @@ Status SleepAllocator::attach_region(DeviceAddress address) {
     if (region->info.state == RegionState::kRestoring) return ok();
     if (region->info.state != RegionState::kAttaching) return wrong_state(region->info, name(RegionState::kAttaching));
   }
-  if (Status done = region->map(device_); !done) {
+  Status done = region->create(device_, options_.handle_bytes);  // what a wake by page had not taken
+  if (done) done = region->map(device_);
+  if (!done) {
     settle({&region, 1}, RegionState::kAttaching);
     Error error = std::move(done).error();
     error.state_changed = region->broken;

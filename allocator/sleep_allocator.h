@@ -43,6 +43,13 @@ struct RegionInfo {
   RegionState state = RegionState::kAttached;
 };
 
+struct DevicePage {  // a piece of a region that has physical memory of its own
+  DeviceAddress region = 0;
+  uint64_t offset = 0;
+  uint64_t size_bytes = 0;
+  DeviceAddress address() const { return region + offset; }
+};
+
 struct SleepAllocatorOptions {
   uint64_t handle_bytes = 64ull << 20;  // a region's physical memory is created in pieces of this size
 };
@@ -72,7 +79,15 @@ class SleepAllocator {
   // attaching -> restoring, of one region: its memory, zeroed, under its old addresses. Nothing happens if it is there.
   // Regions may be copied into while others are still to come.
   Status attach_region(DeviceAddress address);
-  Status finish_restore(std::span<const std::string> tags);  // restoring -> attached
+  // Page by page, where memory goes, or comes, while other memory is still copied (engine/swap_pages.h). A region that
+  // is saving may have given pages: cancel_save() refuses it until all are taken back, detach() does not.
+  std::vector<DevicePage> pages_of(std::span<const std::string> tags) const;  // by region, in order
+  // Of one that is saving: its memory and content go. Precondition: device work on it is proven done.
+  Status give_page(const DevicePage& page);
+  // Of one that is saving or attaching: zeroed memory under its address. Nothing happens if it is there.
+  Status take_page(const DevicePage& page);
+  Status begin_attach_by_page(std::span<const std::string> tags);  // as begin_attach(), but takes no memory
+  Status finish_restore(std::span<const std::string> tags);        // restoring -> attached
   Status cancel_restore(
       std::span<const std::string> tags);  // attaching, restoring -> detached; where that fails, as before
 
@@ -92,6 +107,8 @@ class SleepAllocator {
                                       std::initializer_list<RegionState> allowed) const;
   // The caller holds the tags of `selected`.
   Status take_memory(const std::vector<Region*>& selected);
+  template <class Call>
+  Status on_page(const DevicePage& page, std::initializer_list<RegionState> allowed, const Call& call);
   void settle(std::span<Region* const> regions, RegionState state);  // broken ones are broken
   Status check(std::span<const std::string> tags, std::initializer_list<RegionState> allowed) const
       TORPOR_REQUIRES(mutex_);

@@ -53,6 +53,11 @@ inline Result<Descriptor> guarded(int fd, const std::string& what) {
   return Descriptor(high);
 }
 
+// Nobody else can write it.
+inline bool is_own(const struct stat& status) {
+  return status.st_uid == ::geteuid() && (status.st_mode & (S_IWGRP | S_IWOTH)) == 0;
+}
+
 inline Result<Descriptor> open_beneath(int directory, const std::string& name, int flags, mode_t mode,
                                        const std::string& what) {
   open_how how{};

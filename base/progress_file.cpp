@@ -1,30 +1,19 @@
 #include "base/progress_file.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <atomic>
-#include <cerrno>
-#include <new>
 
-#include <fmt/format.h>
-
-#include "base/linux_file.h"
 #include "base/log.h"
-#include "base/units.h"
 
 namespace torpor {
 namespace {
 
-constexpr uint64_t kMagic = 0x31474f5250524f54;  // "TORPROG1"
+constexpr uint64_t kMark = 0x31474f5250524f54;  // "TORPROG1"
 
 }  // namespace
 
 // What the file has; the rest of it is zero.
 struct ProgressFile::Page {
-  std::atomic<uint64_t> magic;
+  std::atomic<uint64_t> mark;
   std::atomic<uint64_t> phase;
   std::atomic<uint64_t> cancelled;
   std::atomic<uint64_t> began_ns;  // by the monotonic clock, when bytes were expected first; 0: never
@@ -32,52 +21,20 @@ struct ProgressFile::Page {
   std::atomic<uint64_t> bytes_done;
 };
 
-Result<std::shared_ptr<ProgressFile>> ProgressFile::map(int fd, const Clock& clock) {
-  static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(Page) <= kPage);
-  void* const memory = ::mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (memory == MAP_FAILED) return system_error(errno, "mapping it");
-  try {
-    return std::shared_ptr<ProgressFile>(new ProgressFile(*static_cast<Page*>(memory), clock));
-  } catch (...) {
-    (void)::munmap(memory, kPage);
-    throw;
-  }
-}
+ProgressFile::ProgressFile(std::unique_ptr<SharedPage> page, const Clock& clock)
+    : shared_(std::move(page)), page_(shared_->as<Page>()), clock_(clock) {}
 
 Result<std::shared_ptr<ProgressFile>> ProgressFile::create(const std::string& path, const Clock& clock) {
+  TORPOR_ASSIGN(std::unique_ptr<SharedPage> page, SharedPage::create(path, kMark));
   return catching([&]() -> Result<std::shared_ptr<ProgressFile>> {
-    const Descriptor file(::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
-    if (file.get() < 0) return system_error(errno, fmt::format("making {}", path));
-    Result<std::shared_ptr<ProgressFile>> made = catching([&]() -> Result<std::shared_ptr<ProgressFile>> {
-      // The page of it now: where there is no room, that is an error here, and not a signal later.
-      if (const int failed = ::posix_fallocate(file.get(), 0, kPage); failed != 0) return system_error(failed, path);
-      return map(file.get(), clock);
-    });
-    if (!made) {
-      (void)::unlink(path.c_str());
-      return made.error().within(path);
-    }
-    (*made)->page_.magic.store(kMagic, std::memory_order_release);
-    return made;
+    return std::shared_ptr<ProgressFile>(new ProgressFile(std::move(page), clock));
   });
 }
 
 Result<std::shared_ptr<ProgressFile>> ProgressFile::open(const std::string& path, const Clock& clock) {
+  TORPOR_ASSIGN(std::unique_ptr<SharedPage> page, SharedPage::open(path, kMark, "a file of progress"));
   return catching([&]() -> Result<std::shared_ptr<ProgressFile>> {
-    const Descriptor file(::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
-    if (file.get() < 0) return system_error(errno, fmt::format("opening {}", path));
-    struct stat status {};
-    if (::fstat(file.get(), &status) != 0) return system_error(errno, fmt::format("looking at {}", path));
-    if (!S_ISREG(status.st_mode) || status.st_uid != ::geteuid()) {
-      return Error{.code = Code::kFailedPrecondition,
-                   .what = fmt::format("{} is not a file of this user", path),
-                   .next_step = "watch operations of your own engines"};
-    }
-    const Error damaged{.code = Code::kCorruption, .what = fmt::format("{} is not a file of progress", path)};
-    if (status.st_size != static_cast<off_t>(kPage)) return damaged;
-    TORPOR_ASSIGN(std::shared_ptr<ProgressFile> opened, map(file.get(), clock));
-    if (opened->page_.magic.load(std::memory_order_acquire) != kMagic) return damaged;
-    return opened;
+    return std::shared_ptr<ProgressFile>(new ProgressFile(std::move(page), clock));
   });
 }
 
@@ -92,8 +49,6 @@ std::shared_ptr<ProgressFile> ProgressFile::of_caller(const std::string& path, c
   });
   return found;
 }
-
-ProgressFile::~ProgressFile() { (void)::munmap(&page_, kPage); }
 
 void ProgressFile::begin_phase(uint8_t phase) noexcept { page_.phase.store(phase, std::memory_order_relaxed); }
 

@@ -11,6 +11,7 @@
 
 #include "base/clock.h"
 #include "base/progress.h"
+#include "base/shared_page.h"
 #include "base/status.h"
 
 namespace torpor {
@@ -24,9 +25,6 @@ class ProgressFile {
   // For those that work: null where the path is empty, or, with a word in the log, where the file cannot be had (on
   // another machine). The operation is then not watched.
   static std::shared_ptr<ProgressFile> of_caller(const std::string& path, const Clock& clock = system_clock()) noexcept;
-  ~ProgressFile();
-  ProgressFile(const ProgressFile&) = delete;
-  ProgressFile& operator=(const ProgressFile&) = delete;
 
   // Those that work. The phase is a number of whoever runs the operation; 0: none yet.
   void begin_phase(uint8_t phase) noexcept;
@@ -43,9 +41,9 @@ class ProgressFile {
 
  private:
   struct Page;
-  ProgressFile(Page& page, const Clock& clock) : page_(page), clock_(clock) {}
-  static Result<std::shared_ptr<ProgressFile>> map(int fd, const Clock& clock);
+  ProgressFile(std::unique_ptr<SharedPage> page, const Clock& clock);
 
+  const std::unique_ptr<SharedPage> shared_;
   Page& page_;
   const Clock& clock_;
 };

@@ -21,6 +21,8 @@
 #include "offload/segment_store.h"
 #include "offload/space_word.h"
 #ifdef TORPOR_HAS_REMOTE
+#include "bindings/mooncake_client.h"
+#include "remote/mooncake_store.h"
 #include "remote/resp_store.h"
 #endif
 
@@ -48,6 +50,7 @@ struct WorkerOptions {
   std::string remote_ca;
   int32_t remote_slots = 0;
   int64_t remote_timeout_ms = 0;
+  CompressionOptions compression{.codec = Codec::kNone};
 };
 
 WorkerOptions worker_options_from(const py::dict& dict) {
@@ -71,7 +74,10 @@ WorkerOptions worker_options_from(const py::dict& dict) {
   }
   in.read_if_given("remote_slots", options.remote_slots);
   in.read_if_given("remote_timeout_ms", options.remote_timeout_ms);
+  std::optional<std::string> codec;
+  in.read_if_given("block_compression", codec);
   in.finish();
+  options.compression = value_or_raise(CompressionOptions::of(codec, std::nullopt));
   options.directory = directory.value_or("");
   options.key = key_from(key_file);
   return options;
@@ -255,6 +261,7 @@ class ConnectorWorker {
                              .record_bytes = bytes,
                              .slots_per_segment = static_cast<int32_t>(slots),
                              .budget_bytes = options.disk_bytes,
+                             .compression = options.compression,
                              .key = options.key,
                              .encrypt = options.encrypt,
                              .lock_wait = kLockWait};
@@ -272,6 +279,7 @@ class ConnectorWorker {
   static Result<std::unique_ptr<Store>> open_remote([[maybe_unused]] const WorkerOptions& options,
                                                     [[maybe_unused]] uint64_t bytes) {
 #ifdef TORPOR_HAS_REMOTE
+    if (remote::is_mooncake(options.remote)) return open_mooncake(options, bytes);
     return remote::RespStore::open({.url = options.remote,
                                     .credentials = options.remote_credentials,
                                     .authorities = options.remote_ca,
@@ -280,6 +288,7 @@ class ConnectorWorker {
                                     .record_bytes = bytes,
                                     .key = options.key,
                                     .encrypt = options.encrypt,
+                                    .compression = options.compression,
                                     .timeout = std::chrono::milliseconds(options.remote_timeout_ms)},
                                    system_clock());
 #else
@@ -288,6 +297,33 @@ class ConnectorWorker {
                  .next_step = "install the packages of docs/vllm.md, then build it on this machine: pip install ."};
 #endif
   }
+
+#ifdef TORPOR_HAS_REMOTE
+  static Result<std::unique_ptr<Store>> open_mooncake(const WorkerOptions& options, uint64_t bytes) {
+    if (!options.remote_credentials.empty() || !options.remote_ca.empty()) {
+      return Error{.code = Code::kInvalidArgument,
+                   .what = "remote_credentials or remote_ca with a Mooncake store, which knows neither",
+                   .next_step = "leave them out; a key_file of torpor's protects blocks"};
+    }
+    TORPOR_ASSIGN(const remote::MooncakeSettings settings, remote::mooncake_settings(options.remote));
+    TORPOR_TRY(mooncake_is_installed());
+    log().warn("KV connector: a Mooncake store has no TLS and no passwords: {}",
+               options.key == nullptr ? "who reaches it can read and forge blocks; give torpor a key_file"
+               : options.encrypt      ? "blocks are encrypted with torpor's key"
+                                      : "blocks are authenticated with torpor's key, and who reaches it can read them");
+    return remote::MooncakeStore::open(
+        {.name = settings.name,
+         .io = settings.protocol,
+         .rank = options.rank,
+         .slots = options.remote_slots,
+         .record_bytes = bytes,
+         .key = options.key,
+         .encrypt = options.encrypt,
+         .compression = options.compression,
+         .timeout = std::chrono::milliseconds(options.remote_timeout_ms)},
+        [settings] { return connect_mooncake(settings); }, system_clock());
+  }
+#endif
 
   RankMemory& memory_;
   OffloadWorkerOptions options_;

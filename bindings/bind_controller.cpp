@@ -77,6 +77,7 @@ SleepOptions sleep_options_from(const py::dict& dict) {
   in.read_if_given("timeout", options.timeout_seconds);
   in.read_if_given("weights", weights);
   in.read_if_given("progress", options.progress);
+  in.read_if_given("give_to", options.give_to);
   if (in.has("data_parallel")) options.data_parallel = data_parallel_from(in.take("data_parallel"));
   if (in.has("outputs")) options.outputs = value_from(in.take("outputs"));
   in.finish();
@@ -114,6 +115,7 @@ WakeOptions wake_options_from(const py::dict& dict, RolledForward& rolled) {
   in.read_if_given("hold", options.hold);
   in.read_if_given("early", options.early);
   in.read_if_given("progress", options.progress);
+  in.read_if_given("take_from", options.take_from);
   if (in.has("answers")) {
     const Bytes packed = bytes_from(in.take("answers"), "wake_up.answers");
     options.catch_up = catch_up_with(value_or_raise(unpack_answers(std::as_bytes(std::span(packed)))), rolled);
@@ -213,6 +215,30 @@ void bind_controller(py::module_& module) {
              return out;
            })
       .def("cancel", &ProgressFile::cancel, "The operation is undone, and raises Aborted.");
+  py::class_<RoomFile>(module, "RoomFile", "Device memory that one engine gives and another takes, in a file.")
+      .def(py::init([](const std::string& path) { return value_or_raise(RoomFile::create(path)); }), py::arg("path"))
+      .def(
+          "stop",
+          [](RoomFile& self, const std::string& side) {
+            const bool gives = one_of("stop.side", side, "gives", "takes");
+            (void)self.stop(gives ? RoomFile::Side::kGives : RoomFile::Side::kTakes);
+          },
+          py::arg("side"), "One of the two cannot: the other is told.")
+      .def(
+          "has_come",
+          [](const RoomFile& self, const std::string& side) {
+            return self.has_come(one_of("has_come.side", side, "gives", "takes") ? RoomFile::Side::kGives
+                                                                                 : RoomFile::Side::kTakes);
+          },
+          py::arg("side"), "An engine has begun with this half. It may have failed since.")
+      .def(
+          "stopped_by",
+          [](const RoomFile& self) {
+            const std::optional<RoomFile::Side> side = self.stopped_by();
+            if (!side) return "";
+            return *side == RoomFile::Side::kGives ? "gives" : "takes";
+          },
+          "\"gives\" or \"takes\": the side that failed first; or \"\".");
   py::class_<BoundController>(module, "SleepController",
                               "Sleep and wake of one engine; lives where its scheduler lives.")
       .def(py::init(&make_controller), py::arg("hooks"), py::arg("options") = py::dict())
@@ -325,6 +351,12 @@ void bind_controller(py::module_& module) {
             return out;
           },
           py::arg("options") = py::dict())
+      .def(
+          "check_directory",
+          [](BoundController& self) {
+            value_or_raise(without_lock([&] { return self.controller.check_directory(); }));
+          },
+          "Raises where the host of a rank does not see the directory of checkpoints.")
       .def("ledger",
            [](BoundController& self) {
              return to_python(value_or_raise(without_lock([&] { return self.controller.ledgers(); })));

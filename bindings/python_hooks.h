@@ -6,6 +6,7 @@
 
 #include "bindings/bind_values.h"
 #include "bindings/dict_reader.h"
+#include "bindings/interpreter.h"
 #include "bindings/object_stamps.h"
 #include "engine/engine_hooks.h"
 
@@ -134,14 +135,6 @@ class PythonHooks final : public EngineHooks {
                      .origin = Origin::kEngine};
       }
     });
-  }
-  // Then a thread that asks for the interpreter's lock would be ended where it stands.
-  static bool interpreter_ends() {
-#if PY_VERSION_HEX >= 0x030D0000
-    return Py_IsFinalizing() != 0;
-#else
-    return _Py_IsFinalizing() != 0;
-#endif
   }
   template <class T, class... Arguments>
   Result<T> call(const char* method, const Arguments&... arguments) {

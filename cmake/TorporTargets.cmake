@@ -3,10 +3,12 @@
 # base/mutex.h). With sanitizers only what is HOT is optimised: that takes two to three times as long to compile, which
 # few rooms make up for when their tests run. COLD are sources that give orders a few times a sleep and compute nothing
 # themselves: they are optimised for users, too, only as far as it is fast to do.
-# torpor_test(NAME SOURCES … [APART …] [ONE_THREAD …] USES … [LABELS …] [TIMEOUT seconds] [SHARDS n]) makes a GoogleTest
-# program and registers it with CTest, its cases divided among n processes; what has the longest time is begun first. Of
-# each label ("unit" unless said otherwise) the target LABEL_tests builds all programs. ONE_THREAD are sources, named
-# before, whose tests start no thread: ThreadSanitizer would find nothing in them, and its build does without them.
+# torpor_test(NAME SOURCES … [APART …] [ONE_THREAD …] [FORKS …] USES … [LABELS …] [TIMEOUT seconds] [SHARDS n]) makes
+# a GoogleTest program and registers it with CTest, its cases divided among n processes; what has the longest time is
+# begun first. Of each label ("unit" unless said otherwise) the target LABEL_tests builds all programs.
+# ThreadSanitizer's build does without two kinds of the sources named before: ONE_THREAD, whose tests start no thread,
+# so that it would find nothing; and FORKS, whose tests start threads in processes that they fork, where it cannot
+# follow.
 
 # Line tables suffice for stack traces; everything that -g adds to them takes a third of the time of a compile.
 string(REGEX REPLACE "-g( |$)" "-g1\\1" CMAKE_CXX_FLAGS_RELWITHDEBINFO "${CMAKE_CXX_FLAGS_RELWITHDEBINFO}")
@@ -91,7 +93,7 @@ function(torpor_room name)
 endfunction()
 
 function(torpor_test name)
-  cmake_parse_arguments(TEST "" "TIMEOUT;SHARDS" "SOURCES;APART;ONE_THREAD;USES;LABELS" ${ARGN})
+  cmake_parse_arguments(TEST "" "TIMEOUT;SHARDS" "SOURCES;APART;ONE_THREAD;FORKS;USES;LABELS" ${ARGN})
   if(NOT TEST_TIMEOUT)
     set(TEST_TIMEOUT 1200)
   endif()
@@ -101,9 +103,10 @@ function(torpor_test name)
   if(NOT TEST_SHARDS)
     set(TEST_SHARDS 1)
   endif()
-  if(TORPOR_SANITIZE STREQUAL "thread" AND TEST_ONE_THREAD)
-    list(REMOVE_ITEM TEST_SOURCES ${TEST_ONE_THREAD})
-    list(REMOVE_ITEM TEST_APART ${TEST_ONE_THREAD})
+  set(without ${TEST_ONE_THREAD} ${TEST_FORKS})
+  if(TORPOR_SANITIZE STREQUAL "thread" AND without)
+    list(REMOVE_ITEM TEST_SOURCES ${without})
+    list(REMOVE_ITEM TEST_APART ${without})
   endif()
   torpor_sources(sources ${name} ${TEST_SOURCES} APART ${TEST_APART})
   torpor_precompiled(${sources})

@@ -15,7 +15,6 @@ using Json = nlohmann::ordered_json;
 using nlohmann::json;
 
 constexpr double kMostNumber = 9e15;  // exact as a double
-constexpr uint64_t kMostAnswered = 10'000;
 
 Error wrong(std::string what, std::string next_step) {
   return {.code = Code::kInvalidArgument, .what = std::move(what), .next_step = std::move(next_step)};
@@ -180,6 +179,7 @@ Result<Json> Control::do_call(const ControlPeer& peer, const ControlMethod& meth
     }
     case ControlCall::kSlots: return slots(params);
     case ControlCall::kEvents: return events(params);
+    case ControlCall::kRequest: return request(params);
     case ControlCall::kStops: return stops();
     case ControlCall::kPause: {
       TORPOR_ASSIGN(const uint32_t stop, breakpoints_.pause(lease_of(params), owner));
@@ -235,41 +235,6 @@ Json Control::hello() const {
           {"pid", source.pid},
           {"role", role_ == ControlRole::kOperate ? "control" : "read"},
           {"methods", std::move(methods)}};
-}
-
-Result<Json> Control::slots(const json& params) {
-  const std::string match = words_or(params, "match");
-  const uint64_t limit = std::min(number_or(params, "limit", kMostAnswered), kMostAnswered);
-  Json all = now().to_json();
-  Json rows = Json::array();
-  for (Json& row : all["slots"]) {
-    const bool wanted = match.empty() ||
-                        row["request"].get_ref<const std::string&>().find(match) != std::string::npos ||
-                        row["state"].get_ref<const std::string&>().find(match) != std::string::npos;
-    if (wanted && rows.size() < limit) rows.push_back(std::move(row));
-  }
-  return Json{{"slots", std::move(rows)}, {"at", reader_.next() - 1}};
-}
-
-Result<Json> Control::events(const json& params) {
-  const uint64_t limit = std::min(number_or(params, "limit", 1000), kMostAnswered);
-  const uint64_t after = number_or(params, "after", 0);
-  TORPOR_ASSIGN(
-      EventExport writer,
-      EventExport::create({.types = words_or(params, "types"), .match = words_or(params, "match"), .after = after}));
-  EventReader reader(ring_);
-  std::vector<SourceEvents> all(1);
-  all[0].source = ring_.source();
-  reader.read(all[0].events);
-  Json found = Json::array();
-  uint64_t next = reader.next() - 1;
-  (void)writer.write(all, EventExport::Format::kNdjson, [&](std::string_view line) {
-    if (found.size() >= limit) return false;
-    found.push_back(Json::parse(line, nullptr, false));
-    return true;
-  });
-  if (found.size() >= limit && !found.empty()) next = found.back().value("sequence", next);
-  return Json{{"events", std::move(found)}, {"next", next}, {"lost", reader.lost()}};
 }
 
 Json Control::stops() {

@@ -70,6 +70,7 @@ class Control {
   Json hello() const;
   Result<Json> slots(const nlohmann::json& params);
   Result<Json> events(const nlohmann::json& params);
+  Result<Json> request(const nlohmann::json& params);
   Json stops();
   Json breakpoint_list();
   Result<Json> add_breakpoint(const ControlPeer& peer, const nlohmann::json& params);

@@ -1,6 +1,7 @@
 #include "console/control_methods.h"
 
 #include <algorithm>
+#include <array>
 
 #include <fmt/format.h>
 
@@ -20,6 +21,7 @@ constexpr ControlParameter kLevel = {"level", kNumber, "0, 1 or 2; default 1"};
 constexpr ControlParameter kTo = {"to", kWords, "host (the default) or disk"};
 constexpr ControlParameter kPreserve = {"preserve_state", kFlag, "requests are kept, not aborted; default true"};
 constexpr ControlParameter kTags = {"tags", kWords, "with commas between them; default: all"};
+constexpr ControlParameter kUntil = {"until", kNumber, "sequence; nothing that was told after it"};
 constexpr ControlParameter kLimit = {"limit", kNumber, "at most so many, up to 10,000"};
 
 }  // namespace
@@ -32,11 +34,18 @@ std::span<const ControlMethod> control_methods() {
        false,
        {},
        "all that `torpor console --json` says of one process; `at`: sequence"},
-      {ControlCall::kSlots, "slots", false, {kMatch, kLimit}, "requests with their states"},
+      {ControlCall::kSlots,
+       "slots",
+       false,
+       {kMatch,
+        {"sort", kWords, "seconds_in_state, state, computed_tokens, device_blocks or request; default: as they came"},
+        {"invert", kFlag, "the last one first"},
+        kLimit},
+       "requests with their states"},
       {ControlCall::kEvents,
        "events",
        false,
-       {kAfter, kTypes, kMatch, kLimit},
+       {kAfter, kUntil, kTypes, kMatch, kLimit},
        "events that are still there; `next`: for `after`"},
       {ControlCall::kSubscribe,
        "subscribe",
@@ -130,6 +139,11 @@ std::span<const ControlMethod> control_methods() {
         {"bytes", kNumber, "and no more; default 1 GiB"}},
        "from now on all processes of this directory of events are recorded, what they remember first"},
       {ControlCall::kStopRecord, "record.stop", true, {}, "`processes`, `events`, `lost`, `bytes`, and `error`"},
+      {ControlCall::kRequest,
+       "request",
+       false,
+       {{"request", kWords, "its name, the whole of it"}, kLimit},
+       "all that is known of one request: its `slot`, `states`, `hits`, `transfers`, `stops` and last `events`"},
   };
   return all;
 }
@@ -147,6 +161,12 @@ std::span<const std::string_view> control_method_names() {
     return made;
   }();
   return names;
+}
+
+std::span<const std::string_view> slot_orders() {
+  static constexpr std::array<std::string_view, 5> kOrders = {"seconds_in_state", "state", "computed_tokens",
+                                                              "device_blocks", "request"};
+  return kOrders;
 }
 
 std::span<const std::string_view> outcome_names() {

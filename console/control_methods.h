@@ -43,6 +43,7 @@ enum class ControlCall : uint8_t {
   kCheckpoint,
   kStartRecord,
   kStopRecord,
+  kRequest,
 };
 
 // Who can carry it out: each process with a socket, or the one that has the engine's front end alone (a server's).
@@ -60,6 +61,8 @@ struct ControlMethod {
 std::span<const ControlMethod> control_methods();
 const ControlMethod* find_control_method(std::string_view name);  // null: there is none
 std::span<const std::string_view> control_method_names();
+// Fields of a slot by which `slots` can be sorted.
+std::span<const std::string_view> slot_orders();
 std::span<const std::string_view> outcome_names();  // "ok", then the names of codes
 uint8_t outcome_of(const Error* error);             // null: ok
 // As docs/console.md has it.

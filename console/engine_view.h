@@ -106,9 +106,14 @@ class EngineView {
   const std::map<uint64_t, CandidateRow>& candidates() const { return candidates_; }      // that have not ended
   const OutcomeCounts& ended(Way way) const { return ended_[static_cast<size_t>(way)]; }  // blocks
   const std::vector<OperationRow>& operations() const { return operations_; }
-  const std::map<uint64_t, StandingRow>& stops() const { return stops_; }  // by number
-  const std::map<uint64_t, MemoryRow>& memory() const { return memory_; }  // by rank
-  std::string_view engine() const;                                         // "" where nothing was told of it
+  const std::map<uint64_t, StandingRow>& stops() const { return stops_; }         // by number
+  const std::map<uint64_t, MemoryRow>& memory() const { return memory_; }         // by rank
+  const std::optional<TierRow>& tier(size_t tier) const { return tiers_[tier]; }  // device, host memory, disk
+  std::string_view engine() const;                                                // "" where nothing was told of it
+  // Since when the engine stands still for this operation, by the events; none: it serves, and this is written
+  // meanwhile.
+  std::optional<int64_t> stands_since(const OperationRow& row) const;
+  int64_t last_copy() const { return last_copy_; }  // that ended; 0: none
   uint64_t steps() const { return steps_; }
   uint64_t lost() const { return lost_; }
   uint64_t unknown() const { return unknown_; }  // events that make no sense here
@@ -137,6 +142,8 @@ class EngineView {
   std::map<uint64_t, StandingRow> stops_;
   std::map<uint64_t, MemoryRow> memory_;
   std::optional<uint8_t> engine_;
+  int64_t engine_since_ = 0;
+  int64_t last_copy_ = 0;
   std::array<uint64_t, 3> registered_{};  // by tier
   std::array<std::array<uint64_t, 4>, 3> dropped_{};
   uint64_t steps_ = 0;

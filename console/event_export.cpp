@@ -34,11 +34,6 @@ void each_field(const std::array<std::string_view, 2>& names, uint64_t value, co
 
 std::string dump(const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace); }
 
-// Of a copy it is the lane, of memory the tag.
-bool names_a_request(const Event& event) {
-  return event.request != 0 && event.type != EventType::kCopy && event.type != EventType::kMemory;
-}
-
 std::string csv_cell(std::string text) {
   if (text.find_first_of(",\"\n") == std::string::npos) return text;
   for (size_t at = 0; (at = text.find('"', at)) != std::string::npos; at += 2) text.insert(at, 1, '"');
@@ -187,6 +182,7 @@ bool EventExport::write(const std::vector<SourceEvents>& sources, Format format,
     if (event.type == EventType::kText && !error) continue;
     if (!wanted(known, event)) continue;
     if ((event.type == EventType::kLost ? event.a + event.b : event.sequence) <= options_.after) continue;
+    if ((event.type == EventType::kLost ? event.a : event.sequence) > options_.until) continue;
     if (event.type != EventType::kLost && options_.since > 0 &&
         wall(each) < latest - static_cast<int64_t>(options_.since * 1e9))
       continue;

@@ -16,11 +16,12 @@
 namespace torpor::console {
 
 struct ExportOptions {
-  std::string types;       // only these, with commas between them; empty: all
-  std::string match;       // only where a name or word has this in it
-  double since = 0;        // seconds before the last event; 0: all
-  uint64_t after = 0;      // only what was told after the event with this sequence
-  bool anonymous = false;  // other names for requests, other keys, no words of errors: as a report may have
+  std::string types;            // only these, with commas between them; empty: all
+  std::string match;            // only where a name or word has this in it
+  double since = 0;             // seconds before the last event; 0: all
+  uint64_t after = 0;           // only what was told after the event with this sequence
+  uint64_t until = UINT64_MAX;  // nothing that was told after the event with this sequence
+  bool anonymous = false;       // other names for requests, other keys, no words of errors: as a report may have
 };
 
 // Gives each event's words, one source after the other or merged; who is called writes them.

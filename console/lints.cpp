@@ -214,16 +214,31 @@ void Lints::check_tiers(const EngineView& view, std::vector<Finding>& findings) 
 void Lints::check_operations(const EngineView& view, std::vector<Finding>& findings) const {
   for (const OperationRow& row : view.operations()) {
     const std::string_view kind = kOperationNames[row.kind];
-    const int64_t since = within(view.latest()) - within(row.began);
     if (row.edge == Edge::kFailed || row.edge == Edge::kLost) {
       findings.push_back(
           {Lint::kOperation, std::string(kind),
            fmt::format("{} {}: {}", kind, row.edge == Edge::kLost ? "lost the engine" : "failed", row.error)});
-    } else if (row.edge == Edge::kBegin && since >= limits_.slow_operation.count()) {
-      findings.push_back({Lint::kSlowOperation, std::string(kind),
-                          fmt::format("{} has been under way for {:.0f} s", kind, seconds_of(since))});
+    } else if (row.edge == Edge::kBegin) {
+      check_slow(view, row, findings);
     }
   }
+}
+
+void Lints::check_slow(const EngineView& view, const OperationRow& row, std::vector<Finding>& findings) const {
+  const std::string_view kind = kOperationNames[row.kind];
+  const auto since = [&](int64_t time) { return within(view.latest()) - within(time); };
+  if (const std::optional<int64_t> stands = view.stands_since(row)) {
+    if (since(*stands) >= limits_.slow_operation.count())
+      findings.push_back(
+          {Lint::kSlowOperation, std::string(kind),
+           fmt::format("the engine has stood still for {:.0f} s, for a {}", seconds_of(since(*stands)), kind)});
+    return;
+  }
+  const int64_t went_on = std::max(row.phases.empty() ? row.began : row.phases.back().began, view.last_copy());
+  if (since(went_on) >= limits_.slow_behind.count())
+    findings.push_back({Lint::kSlowOperation, std::string(kind),
+                        fmt::format("{} has not gone on for {:.0f} s, behind the engine, which serves", kind,
+                                    seconds_of(since(went_on)))});
 }
 
 std::vector<LintMoment> lint_moments(const SourceEvents& source) {

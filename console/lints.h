@@ -21,7 +21,7 @@ enum class Lint : uint8_t {
   kUnproven,       // copies whose end nobody knows: their blocks are never used again
   kFailedCopies,   // copies failed
   kOperation,      // a sleep, wake or checkpoint failed, or lost the engine
-  kSlowOperation,  // one takes very long
+  kSlowOperation,  // the engine stands still for one very long, or one beside it does not go on
   kStopped,        // somebody has stopped the engine
   kLost,           // events are missing: what is said here may be wrong
   kIdlePins,       // blocks below the device are pinned, by no request and no transfer
@@ -42,8 +42,9 @@ struct LintLimits {
   std::chrono::nanoseconds starved = std::chrono::seconds(30);
   uint64_t stored_in_vain = 1000;  // blocks
   double loaded_share = 0.02;
-  uint32_t ping_pong = 3;  // times a minute
-  std::chrono::nanoseconds slow_operation = std::chrono::seconds(60);
+  uint32_t ping_pong = 3;                                              // times a minute
+  std::chrono::nanoseconds slow_operation = std::chrono::seconds(60);  // for which the engine stands still
+  std::chrono::nanoseconds slow_behind = std::chrono::minutes(10);  // while it serves: in one phase, and no copy ends
   std::chrono::nanoseconds idle_pins = std::chrono::seconds(60);
   uint64_t unexplained = uint64_t{1} << 20;  // bytes more than after the sleep before, three times
 };
@@ -67,6 +68,7 @@ class Lints {
   void check_requests(const EngineView& view, std::vector<Finding>& findings) const;
   void check_tiers(const EngineView& view, std::vector<Finding>& findings) const;
   void check_operations(const EngineView& view, std::vector<Finding>& findings) const;
+  void check_slow(const EngineView& view, const OperationRow& row, std::vector<Finding>& findings) const;
   void check_memory(std::vector<Finding>& findings) const;
   void apply_slot(const Event& event);
   void apply_tier(const Event& event);

@@ -115,6 +115,10 @@ bool is_known(const Event& event) {
          (schema->to.empty() ? event.to == 0 : event.to < schema->to.size());
 }
 
+bool names_a_request(const Event& event) {
+  return event.request != 0 && event.type != EventType::kCopy && event.type != EventType::kMemory;
+}
+
 std::string_view from_name(const Event& event) {
   const EventSchema* schema = schema_of(event.type);
   if (schema == nullptr) return {};

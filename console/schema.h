@@ -25,6 +25,7 @@ struct EventSchema {
 const EventSchema* schema_of(EventType type);
 // A type that is known, with values of `from` and `to` that have a name.
 bool is_known(const Event& event);
+bool names_a_request(const Event& event);        // of a copy `request` is the lane, of memory the tag
 std::string_view from_name(const Event& event);  // "" where it has none
 std::string_view to_name(const Event& event);
 

@@ -214,6 +214,7 @@ Result<orders::Save::Reply> RankMemory::carry_out(const orders::Save& order) {
   TORPOR_TRY(images_->nothing_late());
   if (quiet_ != nullptr) quiet_->end();
   const Watched watched(*transfers_, order.progress);
+  if (!order.room.empty()) return save_giving(order);
   const bool any = !order.tags.empty();  // the allocator takes none for all
   if (any) TORPOR_TRY(allocator_->begin_save(order.tags));
   Result<orders::Save::Reply> saved = catching([&]() TORPOR_REQUIRES(mutex_) { return images_->save(order); });
@@ -222,6 +223,19 @@ Result<orders::Save::Reply> RankMemory::carry_out(const orders::Save& order) {
   if (any) TORPOR_TRY(allocator_->cancel_save(order.tags));
   give_back_unused();
   return saved;
+}
+
+// What fails is undone by TakeBack, when the other engine has let go.
+Result<orders::Save::Reply> RankMemory::save_giving(const orders::Save& order) {
+  TORPOR_ASSIGN(const std::unique_ptr<RoomFile> room, RoomFile::open(order.room));
+  TORPOR_TRY(nothing_moves());
+  TORPOR_TRY(allocator_->begin_save(order.tags));
+  return catching([&]() TORPOR_REQUIRES(mutex_) { return images_->save_giving(order, *room); });
+}
+
+Result<orders::TakeBack::Reply> RankMemory::carry_out(const orders::TakeBack& order) {
+  TORPOR_TRY(images_->take_back(order.tags));
+  return orders::TakeBack::Reply{};
 }
 
 Result<orders::PlanSave::Reply> RankMemory::carry_out(const orders::PlanSave& order) {
@@ -235,11 +249,16 @@ Result<orders::CancelSave::Reply> RankMemory::carry_out(const orders::CancelSave
   return orders::CancelSave::Reply{};
 }
 
-Result<orders::Detach::Reply> RankMemory::carry_out(const orders::Detach& order) {
+// Before memory goes.
+Status RankMemory::nothing_moves() {
   TORPOR_TRY(images_->nothing_late());
   images_->stop_behind();
   (void)transfers_->drain();  // of blocks that an engine moves; what counts is that none is left
-  TORPOR_TRY(transfers_->usable());
+  return transfers_->usable();
+}
+
+Result<orders::Detach::Reply> RankMemory::carry_out(const orders::Detach& order) {
+  TORPOR_TRY(nothing_moves());
   orders::Detach::Reply reply;
   for (const RegionInfo& region : allocator_->regions()) {
     if (has_tag(order.tags, region.tag)) reply.bytes += region.reserved_bytes;
@@ -252,7 +271,7 @@ Result<orders::Detach::Reply> RankMemory::carry_out(const orders::Detach& order)
 }
 
 Result<orders::Attach::Reply> RankMemory::carry_out(const orders::Attach& order) {
-  TORPOR_TRY(allocator_->begin_attach(order.tags));
+  TORPOR_TRY(order.by_page ? allocator_->begin_attach_by_page(order.tags) : allocator_->begin_attach(order.tags));
   return orders::Attach::Reply{};
 }
 

@@ -107,6 +107,7 @@ class RankMemory {
   Result<orders::Save::Reply> carry_out(const orders::Save& order) TORPOR_REQUIRES(mutex_);
   Result<orders::PlanSave::Reply> carry_out(const orders::PlanSave& order) TORPOR_REQUIRES(mutex_);
   Result<orders::CancelSave::Reply> carry_out(const orders::CancelSave& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::TakeBack::Reply> carry_out(const orders::TakeBack& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Detach::Reply> carry_out(const orders::Detach& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Attach::Reply> carry_out(const orders::Attach& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Restore::Reply> carry_out(const orders::Restore& order) TORPOR_REQUIRES(mutex_);
@@ -132,6 +133,8 @@ class RankMemory {
 
  private:
   RankMemory(std::unique_ptr<DeviceMemory> device, RankMemoryOptions options);
+  Status nothing_moves() TORPOR_REQUIRES(mutex_);
+  Result<orders::Save::Reply> save_giving(const orders::Save& order) TORPOR_REQUIRES(mutex_);
   void give_back_unused() noexcept TORPOR_REQUIRES(mutex_);
   void tell(const RankLedger& ledger) const noexcept;
 

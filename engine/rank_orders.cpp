@@ -72,8 +72,8 @@ void serialize(Archive& archive, orders::Written& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Save& v) {
-  archive(v.tags, v.blocks, v.stamps, v.steps, v.directory, v.writing, v.as_proven, v.carried, v.host_slots,
-          v.progress);
+  archive(v.tags, v.blocks, v.stamps, v.steps, v.directory, v.writing, v.as_proven, v.carried, v.host_slots, v.progress,
+          v.room);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::PlanSave& v) {
@@ -88,16 +88,20 @@ void serialize(Archive& archive, orders::CancelSave& v) {
   archive(v.tags);
 }
 template <class Archive>
+void serialize(Archive& archive, orders::TakeBack& v) {
+  archive(v.tags);
+}
+template <class Archive>
 void serialize(Archive& archive, orders::Detach& v) {
   archive(v.tags);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Attach& v) {
-  archive(v.tags);
+  archive(v.tags, v.by_page);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Restore& v) {
-  archive(v.tags, v.progress, v.late);
+  archive(v.tags, v.progress, v.late, v.room);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::CancelRestore& v) {
@@ -283,6 +287,7 @@ TORPOR_ORDER(CopyAhead)
 TORPOR_ORDER(SaveBehind)
 TORPOR_ORDER(LookBehind)
 TORPOR_ORDER(LeaveSign)
+TORPOR_ORDER(TakeBack)
 #undef TORPOR_ORDER
 
 }  // namespace torpor

@@ -88,6 +88,9 @@ struct Save {
   // CancelSave; -1: none. Or empty.
   std::vector<int32_t> host_slots{};
   std::string progress{};  // path of a ProgressFile that is told what is copied, and may cancel it; or empty
+  // Into the arena: path of a RoomFile, or empty. With it the memory of what is copied goes page by page, for another
+  // engine; what fails then leaves the tags saving, and TakeBack follows.
+  std::string room{};
 };
 
 // What Save into the arena would do now; with a base in `writing`, into a checkpoint. Changes nothing.
@@ -108,6 +111,14 @@ struct CancelSave {
   std::vector<std::string> tags;
 };
 
+// After Save with `room`, before CancelSave, when the other engine has none of it any more: what went is there again.
+// Nothing happens where nothing went.
+struct TakeBack {
+  static constexpr std::string_view kName = "take_back";
+  struct Reply {};
+  std::vector<std::string> tags;
+};
+
 // The memory of the tags goes.
 struct Detach {
   static constexpr std::string_view kName = "detach";
@@ -123,6 +134,7 @@ struct Attach {
   static constexpr std::string_view kName = "attach";
   struct Reply {};
   std::vector<std::string> tags;
+  bool by_page = false;  // not yet: Restore with `room` takes it page by page
 };
 
 // It comes under the same addresses, and backup -> content, verified.
@@ -137,6 +149,7 @@ struct Restore {
   std::string progress{};  // as in Save
   // KV blocks that come behind all others, in this order, when the order has been answered already; Arrivals follows.
   std::vector<int32_t> late{};
+  std::string room{};  // path of a RoomFile, or empty: memory is taken as another engine gives it. Without `late`
 };
 
 // Undoes Attach and Restore; backups stay.
@@ -275,7 +288,7 @@ using RankOrder =
     std::variant<orders::Describe, orders::Written, orders::Save, orders::CancelSave, orders::Detach, orders::Attach,
                  orders::Restore, orders::CancelRestore, orders::Finish, orders::DigestTags, orders::LoadBlocks,
                  orders::Moved, orders::PlanSave, orders::TellContents, orders::Arrivals, orders::OpenBehind,
-                 orders::CopyAhead, orders::SaveBehind, orders::LookBehind, orders::LeaveSign>;
+                 orders::CopyAhead, orders::SaveBehind, orders::LookBehind, orders::LeaveSign, orders::TakeBack>;
 
 // `Order`: an alternative of RankOrder.
 template <class Order>

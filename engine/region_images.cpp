@@ -8,6 +8,7 @@
 #include "base/units.h"
 #include "engine/combined_digest.h"
 #include "engine/region_mapper.h"
+#include "engine/swap_pages.h"
 #include "engine/tags.h"
 #include "engine/write_behind.h"
 
@@ -29,11 +30,17 @@ uint64_t bytes_of(const std::vector<SavedChunk>& chunks) {
 // The regions of a wake, in the order in which they are copied into while those behind are still being mapped.
 class RegionImages::OnTheWay {
  public:
-  OnTheWay(SleepAllocator& allocator, const std::vector<std::string>& tags, bool own_thread)
-      : mapper_(allocator, order(allocator, tags), own_thread) {}
-  bool all_mapped() const { return mapper_.finished(); }
-  Status wait_for(const ChunkKey& key) { return mapper_.wait(end_of_.at({key.tag, key.region})); }
-  Status wait_for_all() { return mapper_.wait(count_); }
+  OnTheWay(SleepAllocator& allocator, const std::vector<std::string>& tags, bool own_thread) {
+    mapper_.emplace(allocator, order(allocator, tags), own_thread);
+  }
+  // Page by page, as another engine gives them.
+  OnTheWay(SleepAllocator& allocator, const std::vector<std::string>& tags, RoomFile& room, size_t rank) {
+    pages_.emplace(allocator, tags, room, rank);
+  }
+  PageTaker* by_page() { return pages_ ? &*pages_ : nullptr; }
+  bool all_mapped() const { return mapper_->finished(); }
+  Status wait_for(const ChunkKey& key) { return mapper_->wait(end_of_.at({key.tag, key.region})); }
+  Status wait_for_all() { return pages_ ? pages_->take_all() : mapper_->wait(count_); }
 
  private:
   std::vector<DeviceAddress> order(SleepAllocator& allocator, const std::vector<std::string>& tags) {
@@ -51,7 +58,8 @@ class RegionImages::OnTheWay {
   // Tag and name of a region -> how many there are up to and with that one.
   std::map<std::pair<std::string, std::string>, size_t> end_of_;
   size_t count_ = 0;
-  RegionMapper mapper_;  // last: order() fills the others
+  std::optional<PageTaker> pages_;
+  std::optional<RegionMapper> mapper_;  // last: its thread ends first
 };
 
 RegionImages::RegionImages(Parts parts) : parts_(std::move(parts)), contents_(parts_.device, parts_.allocator) {
@@ -186,6 +194,7 @@ void RegionImages::on_detached(const std::vector<std::string>& tags) {
     retained_->clear();
     stored_.keep_only(found == images_.end() ? std::span<const SavedChunk>() : found->second.chunks);
   }
+  pages_gone_ = false;
 }
 
 void RegionImages::on_moved(const std::string& directory) {
@@ -205,6 +214,7 @@ Result<const RankSummary*> RegionImages::own_summary(const Checkpoint& checkpoin
 
 Status RegionImages::copy_up(std::span<const SavedChunk> chunks, std::span<const ChunkPlan> plans, Tier& source,
                              OnTheWay& regions) {
+  if (regions.by_page() != nullptr) return copy_up_by_page(chunks, plans, source, *regions.by_page());
   for (size_t first = 0; first < plans.size();) {
     size_t end = first;
     for (uint64_t bytes = 0; end < plans.size() && (bytes < kBytesBehindMapping || regions.all_mapped()); ++end)
@@ -242,7 +252,13 @@ Result<orders::Restore::Reply> RegionImages::restore(const orders::Restore& orde
   orders::Restore::Reply reply;
   const std::map<std::string, RegionState> states = parts_.allocator.states();
   std::optional<Late> late;
-  OnTheWay regions(parts_.allocator, tags, parts_.own_threads);
+  std::unique_ptr<RoomFile> room;
+  if (!order.room.empty()) {
+    TORPOR_ASSIGN(room, RoomFile::open(order.room));
+  }
+  OnTheWay regions = room == nullptr ? OnTheWay(parts_.allocator, tags, parts_.own_threads)
+                                     : OnTheWay(parts_.allocator, tags, *room, static_cast<size_t>(parts_.rank));
+  if (regions.by_page() != nullptr) TORPOR_TRY(regions.by_page()->begin());
   for (const std::string& tag : tags) {
     const auto found = images_.find(tag);
     Image* const image = found == images_.end() ? nullptr : &found->second;

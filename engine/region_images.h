@@ -20,6 +20,7 @@
 #include "allocator/host_arena.h"
 #include "allocator/sleep_allocator.h"
 #include "base/file_system.h"
+#include "base/room_file.h"
 #include "checkpoint/checkpoint.h"
 #include "engine/late_blocks.h"
 #include "engine/rank_orders.h"
@@ -34,6 +35,7 @@
 
 namespace torpor {
 
+class PageTaker;
 class WriteBehind;
 
 // Where the content of a tag is stored.
@@ -103,6 +105,10 @@ class RegionImages {
   Result<orders::LeaveSign::Reply> leave_sign(const orders::LeaveSign& order) const;
   Result<orders::PlanSave::Reply> plan(const orders::Save& order) const;
   void forget_saved(const std::vector<std::string>& tags);  // images that are not clean, the content is there still
+  // As save(), into the arena; the memory of what is safe there goes page by page, for another engine
+  // (region_images_swap.cpp). After an error the images are as far as they came, for take_back(), then forget_saved().
+  Result<orders::Save::Reply> save_giving(const orders::Save& order, RoomFile& room);
+  Status take_back(const std::vector<std::string>& tags);
   // Blocks were written by others than the engine: nobody has their content.
   void forget_blocks() noexcept {
     retained_->clear();
@@ -187,6 +193,15 @@ class RegionImages {
   Result<Checkpoint> open_same(const std::string& path, uint64_t generation, const SealId& id) const;
   Status fill_tag(const std::string& tag, const std::vector<SavedChunk>& chunks, Tier& source);
   Result<const RankSummary*> own_summary(const Checkpoint& checkpoint) const;
+  struct Giving {  // of a tag: what is to be copied, by address
+    std::string tag;
+    std::vector<ChunkPlan> plans{};
+    std::vector<BlockContent> contents{};  // of these, where they are blocks
+  };
+  Result<std::vector<Giving>> prepare_giving(const orders::Save& order, orders::Save::Reply& reply);
+  Result<std::vector<Giving>> make_room(const orders::Save& order, orders::Save::Reply& reply);
+  Status copy_up_by_page(std::span<const SavedChunk> chunks, std::span<const ChunkPlan> plans, Tier& source,
+                         PageTaker& pages);
   Status copy_up(std::span<const SavedChunk> chunks, std::span<const ChunkPlan> plans, Tier& source, OnTheWay& regions);
   Status restore_image(Image& image, OnTheWay& regions);
   Result<std::unique_ptr<DiskTier>> open_image(const Image& image) const;
@@ -222,6 +237,7 @@ class RegionImages {
   const std::shared_ptr<RetainedBlocks> retained_ = std::make_shared<RetainedBlocks>();  // of the tag with blocks
   TagContents contents_;
   std::unique_ptr<Late> late_;  // last: what it copies is in the others
+  bool pages_gone_ = false;     // for another engine, and not taken back with their content
   bool digest_holds_ = false;   // what behind_ finds of the weights: nobody was seen to write them since it began
   std::unique_ptr<WriteBehind> behind_;  // null: none; last: it reads what all above have
 };

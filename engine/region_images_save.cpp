@@ -1,5 +1,6 @@
 // RegionImages: the way into the arena, and into a file what has no room there.
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "base/units.h"
@@ -107,6 +108,62 @@ Result<orders::Save::Reply> RegionImages::save_to_arena(const orders::Save& orde
     images_[portion.tag] = std::move(image);
   }
   return reply;
+}
+
+// Where memory goes while it is copied, nothing may be found to have no room later on: all of it is made before.
+Result<std::vector<RegionImages::Giving>> RegionImages::prepare_giving(const orders::Save& order,
+                                                                       orders::Save::Reply& reply) {
+  Result<std::vector<Giving>> prepared = make_room(order, reply);
+  if (prepared || prepared.error().code != Code::kResourceExhausted || retained_->bytes() == 0) return prepared;
+  retained_->clear();
+  parts_.arena.trim();
+  return make_room(order, reply);
+}
+
+Result<std::vector<RegionImages::Giving>> RegionImages::make_room(const orders::Save& order,
+                                                                  orders::Save::Reply& reply) {
+  TORPOR_ASSIGN(std::vector<Portion> portions, portions_of(order, /*take=*/true));
+  parts_.transfers.release_staging();
+  std::vector<Giving> giving;
+  const Status made = catching([&]() -> Status {
+    uint64_t bytes = 0;
+    uint64_t chunks = 0;
+    for (const Portion& portion : portions) {
+      if (portion.clean_bytes == 0) images_.erase(portion.tag);
+      bytes += portion.copied_bytes();
+      chunks += portion.plans.size();
+    }
+    TORPOR_TRY(HostTier(parts_.arena).prepare(bytes, chunks));
+    reply = {};
+    for (Portion& portion : portions) {
+      reply.bytes += portion.copied_bytes();
+      reply.reused_bytes += portion.unread_bytes();
+      if (portion.clean_bytes != 0) {
+        images_.at(portion.tag).reused_bytes = portion.clean_bytes;
+        continue;
+      }
+      std::vector<size_t> order_of(portion.plans.size());
+      std::iota(order_of.begin(), order_of.end(), size_t{0});
+      std::sort(order_of.begin(), order_of.end(), [&](size_t a, size_t b) {
+        return portion.plans[a].pieces.front().address < portion.plans[b].pieces.front().address;
+      });
+      Giving& each = giving.emplace_back(Giving{.tag = portion.tag});
+      for (const size_t i : order_of) {
+        each.plans.push_back(std::move(portion.plans[i]));
+        if (!portion.contents.empty()) each.contents.push_back(portion.contents[i]);
+      }
+      portion.image.reused_bytes = portion.unread_bytes();
+    }
+    for (Portion& portion : portions) {
+      if (portion.clean_bytes == 0) images_.insert_or_assign(portion.tag, std::move(portion.image));
+    }
+    return ok();
+  });
+  if (made) return giving;
+  for (Portion& portion : portions) {
+    if (portion.tag == kv_tag_) retain(portion.image);
+  }
+  return made.error();
 }
 
 // With `take`, retained blocks that still hold are in the image, and the others are gone.

@@ -215,6 +215,10 @@ Result<SleepPlan> SleepController::plan_sleep_now(const SleepOptions& options) {
   if (asleep && (tags.empty() || options.level == 0)) plan.problems.push_back("already asleep");
   TORPOR_ASSIGN(plan.requests, hooks_.unfinished_requests());
   if (options.level == 0) return plan;
+  if (options.to_disk && !asleep && !options.discard_on_save_error) {
+    const Status seen = seen_by_all(directory_of(options.data_parallel), described.size());
+    if (!seen) plan.problems.push_back(seen.error().to_string());
+  }
   orders::PlanSave planned;
   if (options.preserve_state && has_tag(tags, kKvCacheTag)) {
     TORPOR_ASSIGN(const SchedulerCheckpoint state, hooks_.capture());

@@ -8,6 +8,7 @@
 // Threads: one operation at a time, a second one is kUnavailable at once; state() and is_sleeping() at any time.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -20,6 +21,7 @@
 #include "base/event.h"
 #include "base/file_system.h"
 #include "base/mutex.h"
+#include "base/room_file.h"
 #include "checkpoint/checkpoint_manager.h"
 #include "engine/engine_hooks.h"
 #include "engine/guarded_hooks.h"
@@ -75,12 +77,25 @@ class SleepController final : private Operation::Owner {
   // all ranks, and releases them to the engine. kUnavailable while another operation runs. Every other operation waits
   // for what is left first.
   Result<WakeProgress> continue_wake(LateWait wait = LateWait::kNone, const LateWishes& wishes = {});
+  // `from` falls asleep to host memory with all that it has, and `to`, which is asleep, wakes, on the same devices,
+  // rank by rank: `to` takes memory as `from` gives it, page by page, and both together never have more than the larger
+  // of them. All or nothing: after an error `from` is awake, as if nothing had been asked, and `to` is asleep and can
+  // be woken; where that is not so, the error says so, and state() of each how it is.
+  //
+  // Engines of two processes: one is told sleep() with `give_to` and the other wake_up() with `take_from`, both at
+  // once. Each returns when both have ended well, or when it has undone its own part; the end of the other process
+  // undoes it.
+  static Result<SwapReport> swap(SleepController& from, SleepController& to, const SwapOptions& options = {});
   // All that must be equal for tokens to be equal, the weights' digest included.
   Result<Fingerprint> fingerprint();
   // After wake_up with `hold`: lets the engine run, or throws away what was restored. Only when it runs does the
   // checkpoint count as woken from.
   Status end_hold(bool keep);
   Result<SleepPlan> plan_sleep(const SleepOptions& options);
+  // Whether the hosts of all ranks see the directory of checkpoints, which is made if need be: looked at by one that is
+  // empty and goes again. kFailedPrecondition names the rank, and its host; kUnavailable: somebody else writes there.
+  // One rank is not asked, and none while a checkpoint is written, which finds out itself. plan_sleep() does the same.
+  Status check_directory();
   Result<std::vector<RankLedger>> ledgers();
   ControllerState state() const;
   bool is_sleeping() const;
@@ -90,6 +105,8 @@ class SleepController final : private Operation::Owner {
   struct FallingAsleep;
   struct HeldSleep;
   struct Behind;
+  struct Exchange;
+  struct OtherEngine;
 
   struct RestoredFrom {  // a checkpoint that is marked as woken from once the engine runs
     std::string directory;
@@ -105,6 +122,7 @@ class SleepController final : private Operation::Owner {
   void fall_back(FallingAsleep& sleep, const Error& why);
   Status prepare(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
   Status all_see(PendingCheckpoint& checkpoint);
+  Status seen_by_all(const std::string& directory, size_t ranks) TORPOR_REQUIRES(operation_mutex_);
   Status keep_host_slots(FallingAsleep& sleep);
   void release_host_slots() noexcept;
   Status capture(FallingAsleep& sleep);
@@ -112,6 +130,7 @@ class SleepController final : private Operation::Owner {
   Status prove(FallingAsleep& sleep);
   Status drop(FallingAsleep& sleep);
   Status detach(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
+  Status release(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
   Status undo_detach(const std::vector<std::string>& tags);
   Error undone(FallingAsleep& sleep, std::string_view call, Error error) noexcept;
   Result<SleepReport> sleep_now(const SleepOptions& options);
@@ -132,9 +151,28 @@ class SleepController final : private Operation::Owner {
   Error fail_behind(Error error) noexcept TORPOR_REQUIRES(operation_mutex_);
   void settle_behind(std::string_view why) noexcept TORPOR_REQUIRES(operation_mutex_);
 
-  // wake_up() (sleep_controller_wake.cpp).
-  Result<SleepReport> wake_now(const WakeOptions& options);
-  Result<SleepReport> wake_same_process(const WakeOptions& options, Operation& operation)
+  // swap() and its halves (sleep_controller_swap.cpp).
+  Result<SwapReport> swap_now(SleepController& to, const SwapOptions& options);
+  Result<SleepReport> give_now(const SleepOptions& options);
+  Result<SleepReport> take_now(const WakeOptions& options);
+  Result<SwapReport> leave(const SleepOptions& asked, const OtherEngine& other);
+  Result<SwapReport> go_for(const SleepOptions& asked, const OtherEngine& other, bool& gone)
+      TORPOR_REQUIRES(operation_mutex_);
+  Result<size_t> may_come();
+  Result<size_t> count_ranks();
+  Status make_ready(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
+  Status promise(FallingAsleep& sleep, RoomFile& room, const std::string& path);
+  Status give(FallingAsleep& sleep, RoomFile& room, bool& failed_first);
+  Result<SleepReport> exchange(FallingAsleep& sleep, SleepController& to) TORPOR_REQUIRES(operation_mutex_);
+  Result<SleepReport> exchange_by_file(FallingAsleep& sleep, RoomFile& room) TORPOR_REQUIRES(operation_mutex_);
+  Status take_back(FallingAsleep& sleep);
+  Status while_memory_comes(const std::function<Status()>& attempt);
+  static Status exchanged(const Exchange* exchange, const SleepReport& report);
+
+  // wake_up() (sleep_controller_wake.cpp). `exchange`: memory comes from another engine, which must be asleep before
+  // this one is awake.
+  Result<SleepReport> wake_now(const WakeOptions& options, const Exchange* exchange = nullptr);
+  Result<SleepReport> wake_same_process(const WakeOptions& options, Operation& operation, const Exchange* exchange)
       TORPOR_REQUIRES(operation_mutex_);
   Result<SleepReport> wake_from_checkpoint(const WakeOptions& options, Operation& operation)
       TORPOR_REQUIRES(operation_mutex_);
@@ -211,6 +249,7 @@ class SleepController final : private Operation::Owner {
   std::vector<int32_t> late_blocks_ TORPOR_GUARDED_BY(operation_mutex_);
   std::optional<Late> late_ TORPOR_GUARDED_BY(operation_mutex_);        // of an early wake that is not over
   std::unique_ptr<Behind> behind_ TORPOR_GUARDED_BY(operation_mutex_);  // null: none is written
+  std::atomic<bool> memory_comes_late_ = false;  // the process that had it ended, perhaps just now
 
   mutable Mutex state_mutex_;  // never held while calling out
   State state_ TORPOR_GUARDED_BY(state_mutex_) = State::kAwake;

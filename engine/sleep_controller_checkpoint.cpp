@@ -1,4 +1,5 @@
 // SleepController::checkpoint(), and what is held for a front end: end_sleep().
+#include "base/log.h"
 #include "engine/sleep_controller.h"
 #include "engine/sleep_in_progress.h"
 
@@ -62,6 +63,22 @@ Status SleepController::all_see(PendingCheckpoint& checkpoint) {
   return checkpoint.take_signs(hosts);
 }
 
+Status SleepController::seen_by_all(const std::string& directory, size_t ranks) {
+  if (ranks < 2 || behind_ != nullptr) return ok();
+  TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> checkpoints, manager(directory));
+  TORPOR_ASSIGN(PendingCheckpoint empty, checkpoints->begin(0));
+  return all_see(empty);
+}
+
+Status SleepController::check_directory() {
+  return catching([this]() -> Status {
+    if (!operation_mutex_.try_lock()) return busy();
+    const MutexLock in_progress(operation_mutex_, std::adopt_lock);
+    TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
+    return seen_by_all(options_.directory, described.size());
+  });
+}
+
 // The checkpoint is whole, and the engine goes on.
 Result<SleepReport> SleepController::serve_on(FallingAsleep& sleep) {
   SleepReport& report = sleep.report;
@@ -111,6 +128,21 @@ Result<SleepReport> SleepController::end_sleep_now(bool keep) {
   report.note = "taken back";
   report.fully_awake = !is_sleeping();
   return report;
+}
+
+// The checkpoint that a running engine came from; other checkpoints may go now.
+void SleepController::mark_woken(const RestoredFrom& from) noexcept {
+  const auto mark = [&]() -> Status {
+    TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> checkpoints, manager(from.directory));
+    return checkpoints->woken_from(from.generation);
+  };
+  Status marked = catching(mark);
+  if (!marked) marked = catching(mark);
+  if (marked) return;
+  (void)catching([&]() -> Status {
+    log().warn("older checkpoints were not removed: {}", marked.error().to_string());
+    return ok();
+  });
 }
 
 }  // namespace torpor

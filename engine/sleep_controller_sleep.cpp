@@ -56,7 +56,7 @@ Error SleepController::undone(FallingAsleep& sleep, std::string_view call, Error
 }
 
 Result<SleepReport> SleepController::sleep(const SleepOptions& options) {
-  return catching([&] { return sleep_now(options); });
+  return catching([&] { return options.give_to.empty() ? sleep_now(options) : give_now(options); });
 }
 
 Result<SleepReport> SleepController::sleep_now(const SleepOptions& options) {
@@ -323,6 +323,7 @@ void SleepController::release_host_slots() noexcept {
 Status SleepController::save(FallingAsleep& sleep) {
   sleep.operation.begin("save");
   sleep.operation.undo_with([this, &sleep]() -> Status {
+    if (!sleep.save.room.empty()) TORPOR_TRY(take_back(sleep));
     TORPOR_TRY(ranks_.undo(orders::CancelSave{.tags = sleep.save.tags}));
     return ok();
   });
@@ -382,12 +383,16 @@ Status SleepController::drop(FallingAsleep& sleep) {
   return sleep.live.dropped.empty() ? ok() : hooks_.drop_prefix(sleep.live.dropped);
 }
 
+Status SleepController::release(FallingAsleep& sleep) {
+  if (!derived_released_) sleep.operation.undo_with([this] { return hooks_.rebuild_derived(); });
+  TORPOR_TRY(hooks_.release_derived());
+  return drop(sleep);
+}
+
 Status SleepController::detach(FallingAsleep& sleep) {
   sleep.operation.begin("detach");
   SleepReport& report = sleep.report;
-  if (!derived_released_) sleep.operation.undo_with([this] { return hooks_.rebuild_derived(); });
-  TORPOR_TRY(hooks_.release_derived());
-  TORPOR_TRY(drop(sleep));
+  if (sleep.save.room.empty()) TORPOR_TRY(release(sleep));
   report.dropped_blocks = static_cast<int64_t>(sleep.live.dropped.size());
   if (sleep.preserved) report.kept_blocks = static_cast<int64_t>(sleep.live.kept.size());
 

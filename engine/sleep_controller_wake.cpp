@@ -8,14 +8,15 @@
 
 #include "base/log.h"
 #include "checkpoint/store_names.h"
+#include "engine/sleep_in_progress.h"
 
 namespace torpor {
 
 Result<SleepReport> SleepController::wake_up(const WakeOptions& options) {
-  return catching([&] { return wake_now(options); });
+  return catching([&] { return options.take_from.empty() ? wake_now(options) : take_now(options); });
 }
 
-Result<SleepReport> SleepController::wake_now(const WakeOptions& options) {
+Result<SleepReport> SleepController::wake_now(const WakeOptions& options, const Exchange* exchange) {
   if (!operation_mutex_.try_lock()) return busy();
   const MutexLock in_progress(operation_mutex_, std::adopt_lock);
   State before;
@@ -55,7 +56,8 @@ Result<SleepReport> SleepController::wake_now(const WakeOptions& options) {
   Operation operation("wake", clock_, port_, *this, options.progress);
   set_state(State::kWaking);
   Result<SleepReport> report = catching([&]() TORPOR_REQUIRES(operation_mutex_) {
-    return before == State::kAsleep ? wake_same_process(options, operation) : wake_from_checkpoint(options, operation);
+    return before == State::kAsleep ? wake_same_process(options, operation, exchange)
+                                    : wake_from_checkpoint(options, operation);
   });
   if (report) {
     operation.fill(*report);
@@ -76,7 +78,9 @@ Result<SleepReport> SleepController::wake_now(const WakeOptions& options) {
   return error;
 }
 
-Result<SleepReport> SleepController::wake_same_process(const WakeOptions& options, Operation& operation) {
+Result<SleepReport> SleepController::wake_same_process(const WakeOptions& options, Operation& operation,
+                                                       const Exchange* exchange) {
+  const std::string room = exchange == nullptr ? "" : exchange->room;
   SleepReport report;
   std::vector<std::string> tags = sleeping_tags_;
   for (const std::string& tag : options.tags) {
@@ -97,11 +101,11 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
   if (!tags.empty()) {
     operation.begin("attach");
     operation.undo_with([this, tags] { return undo_restore(tags); });
-    TORPOR_TRY(ranks_.call(orders::Attach{.tags = tags}));
+    TORPOR_TRY(ranks_.call(orders::Attach{.tags = tags, .by_page = !room.empty()}));
     operation.end("attach");
     operation.begin("restore");
     TORPOR_ASSIGN(const std::vector<orders::Restore::Reply> restored,
-                  ranks_.call(orders::Restore{.tags = tags, .progress = options.progress, .late = late}));
+                  ranks_.call(orders::Restore{.tags = tags, .progress = options.progress, .late = late, .room = room}));
     report.restored_bytes = total_bytes(restored);
     ranks = restored.size();
     for (const orders::Restore::Reply& reply : restored) {
@@ -131,7 +135,7 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
     report.restored_bytes += std::exchange(report.late_bytes, 0);
     late.clear();
   }
-  if (preserved_ && !report.reload.empty() && (reload_first || !said)) {
+  if (preserved_ && !report.reload.empty() && (reload_first || !said) && exchange == nullptr) {
     report.changed = !tags.empty();
     report.note = fmt::format("nothing runs before {} loaded: load what is missing, then call wake_up() again",
                               fmt::join(report.reload, ", "));
@@ -150,6 +154,7 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
                                      report.requests),
                  .next_step = "say what becomes of it: kv=\"recompute\", \"keep\" or \"abort\""};
   }
+  TORPOR_TRY(exchanged(exchange, report));
   operation.begin("reconnect");
   if (derived_released_) {
     operation.undo_with([this]() -> Status {
@@ -287,21 +292,6 @@ Status SleepController::undo_restore(const std::vector<std::string>& tags) {
     }
   }
   return ok();
-}
-
-// The checkpoint that a running engine came from; other checkpoints may go now.
-void SleepController::mark_woken(const RestoredFrom& from) noexcept {
-  const auto mark = [&]() -> Status {
-    TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> checkpoints, manager(from.directory));
-    return checkpoints->woken_from(from.generation);
-  };
-  Status marked = catching(mark);
-  if (!marked) marked = catching(mark);
-  if (marked) return;
-  (void)catching([&]() -> Status {
-    log().warn("older checkpoints were not removed: {}", marked.error().to_string());
-    return ok();
-  });
 }
 
 Result<SleepReport> SleepController::wake_from_checkpoint(const WakeOptions& options, Operation& operation) {

@@ -36,6 +36,19 @@ struct SleepController::FallingAsleep {
   Operation operation;                         // last: its undo needs all of the above
 };
 
+// Of a swap, for the engine that comes.
+struct SleepController::Exchange {
+  std::string room;                // path of the RoomFile
+  std::function<Status()> settle;  // waits until the other engine is asleep: from then on this one may run
+};
+
+// Of a swap, for the engine that goes: the one that comes, in this process or in another.
+struct SleepController::OtherEngine {
+  std::function<Status()> admit;  // refuses, before anything is touched
+  // Saves, gives, and puts to sleep. After an error the other one has none of the memory any more.
+  std::function<Result<SleepReport>(FallingAsleep&)> exchange;
+};
+
 // One that waits for end_sleep(), with what it was asked for.
 struct SleepController::HeldSleep {
   HeldSleep(SleepController& controller, std::string_view name, const SleepOptions& asked, bool checkpoint)

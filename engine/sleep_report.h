@@ -34,6 +34,9 @@ struct SleepOptions {
   Value outputs;                          // the front end's part of the checkpoint
   DataParallel data_parallel;
   std::string progress{};  // path of a ProgressFile that is told how far it is, and may cancel it; or empty
+  // Path of a RoomFile, or empty: device memory is given to an engine that wakes with `take_from` of this path, at the
+  // same time and perhaps in another process. To host memory, all of it, with preserve_state.
+  std::string give_to{};
 
   // Whether the memory of `tag` goes without a copy.
   bool drops(const std::string& tag) const {
@@ -64,7 +67,8 @@ struct WakeOptions {
   // has gone on from them. With it, `from_checkpoint` may be empty: it is then given the values of the empty engine. A
   // server passes catch_up_with() its answers (engine/delivery/roll_forward.h).
   std::function<Status(SchedulerCheckpoint& state, bool woken_before)> catch_up{};
-  std::string progress{};  // as in SleepOptions
+  std::string progress{};   // as in SleepOptions
+  std::string take_from{};  // the other half of SleepOptions::give_to. All tags, and nothing else is asked
 };
 
 // Of blocks that come behind the engine: what it wants of them. What is under way already ends first.
@@ -117,6 +121,18 @@ struct SleepReport {  // also of a wake
   std::vector<Phase> phases;
   double seconds = 0;
   std::vector<RankLedger> ledgers;  // by rank, at the end
+};
+
+struct SwapOptions {
+  std::optional<double> timeout_seconds{};  // for the quiesce of the engine that goes
+  Value outputs{};                          // as in SleepOptions
+  std::string progress{};                   // as in SleepOptions, of the engine that goes
+};
+
+struct SwapReport {
+  SleepReport slept;
+  SleepReport woken;
+  double seconds = 0;
 };
 
 struct SleepPlan {

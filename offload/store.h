@@ -1,7 +1,7 @@
 // Store: one rank's bytes of one tier, in numbered slots, a block's share in each. Who may use which slot, and what
 // goes first when it is full, the caller decides: a store does what it is told. Implementations: HostStore
-// (host_store.h), SegmentStore (segment_store.h, on disk) and RespStore (remote/resp_store.h, on another machine); what
-// every one must do: tests/contract/store_contract.h.
+// (host_store.h), SegmentStore (segment_store.h, on disk) and, on other machines, RespStore and MooncakeStore
+// (remote/block_store.h); what every one must do: tests/contract/store_contract.h.
 //
 // put(), get() and sync() return when their batch is over. A transfer lane calls them, and the lane is what makes them
 // asynchronous: it bounds what is under way, orders it and knows when it is over. Callbacks would give each store a

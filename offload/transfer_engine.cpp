@@ -15,12 +15,6 @@ constexpr uint64_t kDiskBatchBytes = 8 * kMiB;
 constexpr size_t kBatchChunks = 256;
 constexpr int kRemoteThreads = 4;  // each has a connection of its own; two fill a network of 25 Gb/s
 
-std::vector<ChunkTransfer> transfers_of(std::span<const ChunkPlan> plans) {
-  std::vector<ChunkTransfer> chunks(plans.size());
-  for (size_t i = 0; i < plans.size(); ++i) chunks[i].plan = &plans[i];
-  return chunks;
-}
-
 }  // namespace
 
 TransferEngine::TransferEngine(DeviceMemory& device, HostArena& arena, int threads,
@@ -333,105 +327,6 @@ void TransferEngine::release_staging() {
 void TransferEngine::watch(std::shared_ptr<ProgressFile> progress) {
   const MutexLock lock(mutex_);
   progress_ = std::move(progress);
-}
-
-Result<std::vector<ChunkTransfer>> TransferEngine::submit_and_wait(Job job) {
-  job.all_or_nothing = true;
-  std::shared_ptr<ProgressFile> progress;
-  {
-    const MutexLock lock(mutex_);
-    progress = progress_;
-  }
-  if (progress != nullptr) {
-    TORPOR_TRY(progress->check());
-    for (const ChunkTransfer& chunk : job.chunks) progress->expect(chunk.plan->bytes());
-    job.progress = progress;
-  }
-  TORPOR_ASSIGN(const JobId id, submit(std::move(job)));
-  JobResult result = wait(id);
-  if (!result.status) {
-    if (progress != nullptr && result.status.error().code == Code::kAborted) TORPOR_TRY(progress->check());
-    return std::move(result.status).error();
-  }
-  return std::move(result.chunks);
-}
-
-Result<std::vector<ChunkTransfer>> TransferEngine::do_in_background(Job job) {
-  job.urgency = Urgency::kOffload;
-  job.all_or_nothing = true;
-  TORPOR_ASSIGN(const JobId id, submit(std::move(job)));
-  JobResult result = wait(id);
-  if (!result.status) return std::move(result.status).error();
-  return std::move(result.chunks);
-}
-
-Result<std::vector<SavedChunk>> TransferEngine::put(std::span<const ChunkPlan> plans, Tier& target) {
-  return catching([&]() -> Result<std::vector<SavedChunk>> {
-    std::vector<SavedChunk> saved;
-    saved.reserve(plans.size());
-    TORPOR_ASSIGN(std::vector<ChunkTransfer> chunks,
-                  do_in_background({.kind = JobKind::kSave, .tier = &target, .chunks = transfers_of(plans)}));
-    for (ChunkTransfer& chunk : chunks) saved.push_back(std::move(chunk.saved));
-    return saved;
-  });
-}
-
-Status TransferEngine::move(std::span<const ChunkPlan> plans, std::span<SavedChunk> saved, Tier& source, Tier& target) {
-  return catching([&]() -> Status {
-    std::vector<ChunkTransfer> chunks = transfers_of(plans);
-    for (size_t i = 0; i < plans.size(); ++i) chunks[i].saved = saved[i];
-    TORPOR_ASSIGN(
-        std::vector<ChunkTransfer> moved,
-        do_in_background({.kind = JobKind::kMove, .tier = &target, .source = &source, .chunks = std::move(chunks)}));
-    for (size_t i = 0; i < plans.size(); ++i) saved[i] = std::move(moved[i].saved);
-    return ok();
-  });
-}
-
-Result<std::vector<SavedChunk>> TransferEngine::save(std::span<const ChunkPlan> plans, Tier& target) {
-  return catching([&]() -> Result<std::vector<SavedChunk>> {
-    TORPOR_TRY(usable());
-    uint64_t total = 0;
-    for (const ChunkPlan& plan : plans) total += plan.bytes();
-    std::vector<SavedChunk> saved;
-    saved.reserve(plans.size());
-    TORPOR_TRY(target.prepare(total, plans.size()));
-    TORPOR_ASSIGN(
-        std::vector<ChunkTransfer> chunks,
-        submit_and_wait(
-            {.kind = JobKind::kSave, .tier = &target, .chunks = transfers_of(plans), .urgency = Urgency::kSleep}));
-    TORPOR_TRY(target.finish());
-    for (ChunkTransfer& chunk : chunks) saved.push_back(std::move(chunk.saved));
-    return saved;
-  });
-}
-
-Status TransferEngine::restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans, Tier& source) {
-  return catching([&]() -> Status {
-    std::vector<ChunkTransfer> chunks = transfers_of(plans);
-    for (size_t i = 0; i < plans.size(); ++i) {
-      if (i >= saved.size() || saved[i].key != plans[i].key || saved[i].bytes != plans[i].bytes()) {
-        return Error{.code = Code::kIncompatible,
-                     .what = fmt::format("{} was not saved, or with another size", plans[i].key.to_string()),
-                     .next_step = "wake it into the engine configuration that saved it"};
-      }
-      chunks[i].saved = saved[i];
-    }
-    TORPOR_TRY(submit_and_wait(
-        {.kind = JobKind::kRestore, .tier = &source, .chunks = std::move(chunks), .urgency = Urgency::kLoad}));
-    return ok();
-  });
-}
-
-Result<std::vector<Digest>> TransferEngine::digests(std::span<const ChunkPlan> plans) {
-  return catching([&]() -> Result<std::vector<Digest>> {
-    TORPOR_ASSIGN(
-        const std::vector<ChunkTransfer> chunks,
-        submit_and_wait({.kind = JobKind::kDigest, .chunks = transfers_of(plans), .urgency = Urgency::kSleep}));
-    std::vector<Digest> digests;
-    for (const ChunkTransfer& chunk : chunks) digests.push_back(chunk.saved.digest);
-    return digests;
-  });
 }
 
 }  // namespace torpor

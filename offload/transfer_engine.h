@@ -80,6 +80,12 @@ class TransferEngine {
   // Copies every chunk of `saved` (same keys, same order as `plans`) up. kCorruption names the first chunk whose digest
   // is wrong; the device's bytes are void then.
   Status restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans, Tier& source);
+  // Parts of a save or a restore, that run while who asked does something else. What was begun must be ended, also
+  // after an error; plans and tier stay until then. begin_save() neither makes the tier ready nor finishes it.
+  Result<JobId> begin_save(std::span<const ChunkPlan> plans, Tier& target);
+  Result<std::vector<SavedChunk>> end_save(JobId part);
+  Result<JobId> begin_restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans, Tier& source);
+  Status end_restore(JobId part);
   // Of what is in device memory now.
   Result<std::vector<Digest>> digests(std::span<const ChunkPlan> plans);
   // The same in the background, behind all that is more urgent: `target` is neither made ready nor finished, and nobody
@@ -109,6 +115,8 @@ class TransferEngine {
   Status start(LaneNumber lane, int threads);
   void work(Worker& worker);
   bool pump_one() TORPOR_REQUIRES(mutex_);  // gives the lock back while bytes move
+  Result<JobId> submit_watched(Job job);
+  Result<std::vector<ChunkTransfer>> wait_watched(JobId id);
   Result<std::vector<ChunkTransfer>> submit_and_wait(Job job);
   Result<std::vector<ChunkTransfer>> do_in_background(Job job);
   void tell_begun(const Batch& batch) const noexcept;

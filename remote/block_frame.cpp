@@ -1,5 +1,6 @@
 #include "remote/block_frame.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <type_traits>
@@ -13,6 +14,7 @@ static_assert(std::endian::native == std::endian::little, "frames are written as
 
 constexpr uint64_t kMagic = 0x766b726f70726f74;  // "torporkv"
 constexpr uint32_t kVersion = 1;
+constexpr size_t kMostName = 64;
 
 struct Layout {
   uint64_t magic = kMagic;
@@ -96,6 +98,12 @@ std::string_view sealed_part(const FrameBytes& bytes) {
 std::string block_key_text(std::string_view name, const Digest& space, int32_t rank, const BlockKey& key) {
   return fmt::format("{}{}kv1:{}:r{}:g{}:{}", name, name.empty() ? "" : ":", space.hex(), rank, key.group,
                      hex(key.hash));
+}
+
+bool may_begin_keys(std::string_view name) {
+  return name.size() <= kMostName && std::all_of(name.begin(), name.end(), [](unsigned char letter) {
+           return std::isalnum(letter) != 0 || letter == '.' || letter == '_' || letter == '-';
+         });
 }
 
 }  // namespace torpor::remote

@@ -42,5 +42,7 @@ std::string_view sealed_part(const FrameBytes& bytes);
 
 // "NAME:kv1:SPACE:rRANK:gGROUP:HASH"; `name` may be empty. No braces: a cluster spreads the blocks over its nodes.
 std::string block_key_text(std::string_view name, const Digest& space, int32_t rank, const BlockKey& key);
+// Whether a name may begin keys: letters, digits, '.', '_' and '-', not more than 64.
+bool may_begin_keys(std::string_view name);
 
 }  // namespace torpor::remote

@@ -2,17 +2,17 @@
 
 #include <sys/stat.h>
 
-#include <algorithm>
 #include <charconv>
 #include <fstream>
 
 #include <fmt/format.h>
 
+#include "remote/block_frame.h"
+
 namespace torpor::remote {
 namespace {
 
 constexpr uint16_t kPort = 6379;
-constexpr size_t kMostName = 64;
 
 Error wrong(std::string what, std::string next_step) {
   return {.code = Code::kInvalidArgument, .what = std::move(what), .next_step = std::move(next_step)};
@@ -21,12 +21,6 @@ Error wrong_url() {  // which may have a secret in it: it is not repeated
   return wrong("the URL of the remote store is none",
                "write redis://HOST:PORT or rediss://HOST:PORT/NAME, with a name of letters, digits, '.', '_' and '-'; "
                "a password belongs into a file");
-}
-
-bool is_name(const std::string& name) {
-  return name.size() <= kMostName && std::all_of(name.begin(), name.end(), [](unsigned char letter) {
-           return std::isalnum(letter) != 0 || letter == '.' || letter == '_' || letter == '-';
-         });
 }
 
 Result<Address> address_of(std::string_view text) {
@@ -79,7 +73,7 @@ Result<RespSettings> resp_settings(const std::string& url, const std::string& cr
   const std::string rest = url.substr(begin + 3);
   const size_t slash = rest.find('/');
   if (slash != std::string::npos) settings.name = rest.substr(slash + 1);
-  if (!is_name(settings.name)) return wrong_url();
+  if (!may_begin_keys(settings.name)) return wrong_url();
   std::string_view hosts = std::string_view(rest).substr(0, slash);
   while (true) {
     const size_t comma = hosts.find(',');

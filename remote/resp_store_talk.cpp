@@ -11,22 +11,10 @@
 namespace torpor::remote {
 namespace {
 
-constexpr std::chrono::nanoseconds kFullPause = std::chrono::seconds(1);
 constexpr double kFirstPauseSeconds = 0.02;
 constexpr int kMostMoves = 5;
 constexpr size_t kMostShares = 4;  // of a call's time: one that hangs takes a share from those who come after it
 
-Error unavailable(std::string what) {
-  return {.code = Code::kUnavailable, .what = std::move(what), .next_step = "it is computed instead"};
-}
-Error missing() {
-  return {.code = Code::kNotFound, .what = "the remote store does not have it", .next_step = "compute the block"};
-}
-Error damaged(std::string_view what) {
-  return {.code = Code::kCorruption,
-          .what = fmt::format("a KV block of the remote store {}", what),
-          .next_step = "it is removed there, and computed"};
-}
 Error strange(const char* to) {
   return {.code = Code::kCorruption,
           .what = fmt::format("the remote store answers {} with something else", to),
@@ -46,9 +34,9 @@ void pause_before(int attempt, Deadline until) {
 // Each item ends with a status. Those that are told to ask elsewhere do so at once; what passes is tried again.
 void RespStore::exchange(std::span<Item> items, Verb verb) {
   if (items.empty()) return;
-  const Deadline until = std::chrono::steady_clock::now() + options_.timeout;
+  const Deadline until = std::chrono::steady_clock::now() + timeout_;
   NodesAsked asked;
-  for (int attempt = 0, moves = 0; attempt < options_.attempts;) {
+  for (int attempt = 0, moves = 0; attempt < attempts_;) {
     std::map<std::string, std::vector<Item*>> by_node;
     for (Item& item : items) {
       if (!item.over) by_node[item.node.empty() ? nodes_.node_of(item.key) : item.node].push_back(&item);
@@ -65,8 +53,7 @@ void RespStore::exchange(std::span<Item> items, Verb verb) {
     if (moved && ++moves <= kMostMoves) continue;
     for (Item& item : items) item.node.clear();
     if (std::chrono::steady_clock::now() >= until) break;
-    if (++attempt < options_.attempts &&
-        std::any_of(items.begin(), items.end(), [](const Item& item) { return !item.over; }))
+    if (++attempt < attempts_ && std::any_of(items.begin(), items.end(), [](const Item& item) { return !item.over; }))
       pause_before(attempt, until);
   }
   for (Item& item : items) {
@@ -204,10 +191,9 @@ Status RespStore::receive_value(RespConnection& connection, Item& item, uint64_t
   FrameBytes head;
   TORPOR_TRY(connection.take(head, until));
   const uint64_t stored = length - kFrameBytes;
-  const Result<BlockFrame> frame = decode_frame(head);
-  item.status = frame ? verify(*frame, item.expected) : Status(frame.error());
-  if (item.status && frame->stored != stored) item.status = damaged("has another length than it says");
-  if (!item.status) {
+  const Result<BlockFrame> frame = frame_of(head, stored, item.expected);
+  if (!frame) {
+    item.status = frame.error();
     TORPOR_TRY(connection.skip(stored, until));
     return connection.end_value(until);
   }
@@ -215,35 +201,7 @@ Status RespStore::receive_value(RespConnection& connection, Item& item, uint64_t
   const std::span<std::byte> room = frame->codec == Codec::kNone ? item.part->bytes : std::span(encoded);
   TORPOR_TRY(connection.take(room, until));
   TORPOR_TRY(connection.end_value(until));
-  item.status = catching([&]() -> Status {
-    if (options_.key != nullptr) {
-      const Seal with(*options_.key, frame->seal_id, frame->protection);
-      TORPOR_TRY(with.open(room, frame->seal,
-                           {SealPlace::Kind::kChunk, options_.rank, frame->seal_number, sealed_part(head)}));
-    }
-    if (frame->codec != Codec::kNone) TORPOR_TRY(decompress(frame->codec, room, item.part->bytes));
-    const Digest digest = digest_of(item.part->bytes);
-    if (frame->protection != Protection::kEncrypted && digest != frame->digest) return damaged("is damaged");
-    item.part->record = {.bytes = frame->bytes, .stored = stored, .digest = digest, .codec = frame->codec};
-    return ok();
-  });
-  return ok();
-}
-
-// Whether it says that it is what was asked for.
-Status RespStore::verify(const BlockFrame& frame, const BlockFrame& expected) {
-  if (frame.hash != expected.hash || frame.group != expected.group || frame.rank != expected.rank ||
-      frame.space != expected.space || frame.protection != expected.protection)
-    return damaged("is another one than its key says");
-  if (frame.bytes != expected.bytes) {
-    return Error{
-        .code = Code::kIncompatible,
-        .what = fmt::format("a KV block of the remote store has {} bytes, not {}", frame.bytes, expected.bytes),
-        .next_step = "it is computed instead"};
-  }
-  const uint64_t most = frame.codec == Codec::kNone ? frame.bytes : compressed_bound(frame.bytes);
-  if (frame.stored > most || (frame.codec == Codec::kNone && frame.stored != frame.bytes))
-    return damaged("says another length than it can have");
+  item.status = open_value(item, *frame, head, room);
   return ok();
 }
 
@@ -258,9 +216,7 @@ void RespStore::refused(Item& item, const std::string& words, const std::string&
   } else if (words.starts_with("READONLY")) {
     nodes_.lost(node);  // another one is the master now
   }
-  if (error.code != Code::kResourceExhausted) return;
-  const MutexLock lock(mutex_);
-  full_until_ = clock_.now() + kFullPause;
+  if (error.code == Code::kResourceExhausted) no_room();
 }
 
 }  // namespace torpor::remote

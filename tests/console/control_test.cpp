@@ -59,6 +59,60 @@ TEST_F(ControlTest, AnswersWhatIsThere) {
   EXPECT_EQ(ask(session, "events", {{"limit", 1}})["result"]["events"].size(), 1u);
 }
 
+TEST_F(ControlTest, SlotsAreSortedAndThenCut) {
+  SlotTable table(port_);
+  for (const std::string name : {"b", "c", "a"}) {
+    const uint32_t slot = value_of(table.create(name, 100));
+    clock_.advance(std::chrono::seconds(1));
+    if (name == "c") {
+      ASSERT_SUCCEEDS(table.scheduled(slot, 64, 10, 100, 5));
+    }
+  }
+  table.step(1, 2, 10, 1000);
+  ControlSession session(control_, {.connection = 1});
+  const auto sorted = [&](const json& params) {
+    std::string names;
+    const json rows = ask(session, "slots", params)["result"]["slots"];
+    for (const json& row : rows) names += row["request"].get<std::string>();
+    return names;
+  };
+  EXPECT_EQ(sorted(json::object()), "bca");
+  EXPECT_EQ(sorted({{"invert", true}}), "acb");
+  EXPECT_EQ(sorted({{"sort", "request"}}), "abc");
+  EXPECT_EQ(sorted({{"sort", "request"}, {"invert", true}, {"limit", 2}}), "cb");
+  EXPECT_EQ(sorted({{"sort", "seconds_in_state"}}), "cab");
+  EXPECT_EQ(sorted({{"sort", "computed_tokens"}}), "bac");  // equal ones as they came
+  EXPECT_EQ(sorted({{"sort", "device_blocks"}, {"invert", true}, {"limit", 1}}), "c");
+  EXPECT_EQ(sorted({{"sort", "state"}, {"match", "initialized"}}), "ba");
+  const json error = ask(session, "slots", {{"sort", "age"}})["error"];
+  EXPECT_EQ(error["code"], "invalid_argument");
+  for (const std::string_view each : slot_orders()) {
+    EXPECT_NE(error["next_step"].get<std::string>().find(each), std::string::npos);
+    EXPECT_NE(find_control_method("slots")->parameters[1].help.find(each), std::string::npos) << each;
+    EXPECT_EQ(sorted({{"sort", each}}).size(), 3u);
+  }
+}
+
+TEST_F(ControlTest, EventsEndWhereTheyAreAskedTo) {
+  SlotTable table(port_);
+  for (int i = 0; i < 10; ++i) table.step(1, 0, 1, 1000);
+  ControlSession session(control_, {.connection = 1});
+  const json part = ask(session, "events", {{"after", 3}, {"until", 7}})["result"];
+  ASSERT_EQ(part["events"].size(), 4u);
+  EXPECT_EQ(part["events"][0]["sequence"], 4);
+  EXPECT_EQ(part["events"][3]["sequence"], 7);
+  EXPECT_EQ(part["next"], 7);
+  EXPECT_EQ(ask(session, "events", {{"after", part["next"]}, {"until", 10}})["result"]["events"].size(), 3u);
+  EXPECT_EQ(ask(session, "events", {{"after", 3}, {"until", 7}, {"limit", 2}})["result"]["next"], 5);
+  EXPECT_EQ(ask(session, "events", {{"until", 1000}})["result"]["next"], 10);
+  EXPECT_EQ(ask(session, "events", {{"until", 0}})["result"]["events"].size(), 0u);
+  EXPECT_EQ(ask(session, "events", {{"after", 7}, {"until", 3}})["error"]["code"], "invalid_argument");
+  for (int i = 0; i < 50'000; ++i) table.step(1, 0, 1, 1000);  // rounds of the ring
+  const json gone = ask(session, "events", {{"after", 3}, {"until", 7}})["result"];
+  ASSERT_EQ(gone["events"].size(), 1u);
+  EXPECT_EQ(gone["events"][0]["type"], "lost");
+}
+
 TEST_F(ControlTest, StopsTheEngineAndLetsItGo) {
   ControlSession session(control_, {.connection = 1, .uid = 1000, .pid = 7});
   const json stop = ask(session, "pause", {{"lease", 10}})["result"]["stop"];

@@ -7,6 +7,7 @@
 #include "base/file_system.h"
 #include "console/schema.h"
 #include "engine/rank_memory.h"
+#include "kvcache/block_state.h"
 #include "kvcache/slot_table.h"
 #include "tests/support/results.h"
 

@@ -197,6 +197,67 @@ TEST_F(HoldsTest, APinnedBlockStays) {
   EXPECT_EQ(run_.engine().offload()->drop({&key, 1}, StoreId::kHost).dropped, 1u);
 }
 
+// Each has what is its own, and has it after its end, too.
+TEST_F(HoldsTest, ARequestsStoryHasItsStatesAndItsStop) {
+  (void)ask("breakpoint.add", {{"type", "request"}, {"request", "a"}, {"alone", true}, {"lease", 60}});
+  add("a", 1);
+  add("ab", 2);
+  (void)go(6);
+  const json held = ask("request", {{"request", "a"}});
+  ASSERT_TRUE(held.contains("slot")) << held;
+  EXPECT_EQ(held["slot"]["state"], "initialized");
+  EXPECT_EQ(held["prompt_tokens"], 41);
+  ASSERT_EQ(held["stops"].size(), 1u);
+  EXPECT_EQ(held["stops"][0]["cause"], "hold");
+  const json other = ask("request", {{"request", "ab"}});
+  EXPECT_EQ(other["slot"]["state"], "decoding");
+  EXPECT_TRUE(other["stops"].empty());
+  (void)ask("resume");
+  (void)go(60);
+  for (const std::string name : {"a", "ab"}) {
+    const json story = ask("request", {{"request", name}});
+    EXPECT_TRUE(story["slot"].is_null());
+    std::vector<std::string> states;
+    for (const json& each : story["states"]) states.push_back(each["state"]);
+    EXPECT_EQ(states, (std::vector<std::string>{"initialized", "prefilling", "decoding", "finished"}));
+    EXPECT_TRUE(story["transfers"].empty());
+    for (const json& event : story["events"]) EXPECT_EQ(event["request"], name) << event;
+    const json end = ask("request", {{"request", name}, {"limit", 2}});
+    ASSERT_EQ(end["events"].size(), 2u);
+    EXPECT_EQ(end["events"][1], story["events"].back());
+  }
+  EXPECT_EQ(ask("request", {{"request", "b"}})["code"], "not_found");
+  EXPECT_EQ(ask("request")["code"], "invalid_argument");
+}
+
+// The device has lost its prompt's blocks, and host memory has them.
+TEST_F(HoldsTest, ARequestsStoryHasWhatIsLoadedForIt) {
+  options_.engine.tiers.host_blocks = 512;
+  ASSERT_SUCCEEDS(run_.begin(options_));
+  add("a", 1);
+  (void)go(60);
+  for (int i = 2; i < 12; ++i) {
+    add(fmt::format("other-{}", i), i);
+    (void)go(20);
+  }
+  add("again", 1);
+  (void)go(40);
+  const json story = ask("request", {{"request", "again"}});
+  ASSERT_EQ(story["hits"].size(), 1u) << story;
+  ASSERT_EQ(story["transfers"].size(), 1u) << story;
+  const json& load = story["transfers"][0];
+  EXPECT_EQ(load["way"], "up");
+  EXPECT_EQ(load["state"], "completed");
+  EXPECT_EQ(load["jobs"].size(), 1u);
+  EXPECT_GT(load["blocks"], 0);
+  EXPECT_EQ(load["ended_blocks"], (json{{"transferred", load["blocks"]}}));
+  EXPECT_EQ(story["hits"][0]["host_blocks"], load["blocks"]);
+  EXPECT_LE(load["began"], load["time"]);
+  const json first = ask("request", {{"request", "a"}});  // whose numbers others have had since
+  EXPECT_TRUE(first["transfers"].empty());
+  EXPECT_EQ(first["events"].back()["to"], "finished");
+}
+
 TEST_F(HoldsTest, AProcessWithoutStoresSaysSo) {
   control_.serve(static_cast<OffloadAccess*>(nullptr));
   EXPECT_EQ(ask("transfer.cancel", {{"candidate", 1}})["code"], "unsupported");

@@ -182,6 +182,47 @@ TEST_F(LintsTest, OperationsThatFailOrDoNotEnd) {
   EXPECT_EQ(found(), Found{Lint::kOperation});
 }
 
+// A checkpoint that is written while the engine serves: nothing stands still, however long it takes, as long as it goes
+// on; but for the stop in its middle.
+TEST_F(LintsTest, ACheckpointBehindTheEngineThatDoesNotEnd) {
+  const auto checkpoint = [&](Edge edge, uint64_t number = 0) {
+    (void)port_.record(
+        {.type = EventType::kOperation, .from = 3, .to = static_cast<uint8_t>(edge), .transfer = number});
+  };
+  const auto engine = [&](uint8_t from, uint8_t to) {
+    (void)port_.record({.type = EventType::kEngine, .from = from, .to = to});
+  };
+  const auto later = [&](std::chrono::seconds time) {
+    clock_.advance(time);
+    step();
+    return found();
+  };
+  const uint64_t number = ring_->told() + 1;
+  checkpoint(Edge::kBegin);
+  EXPECT_EQ(later(61s), Found{});
+  for (int minutes = 0; minutes < 30; minutes += 9) {  // it goes on
+    (void)port_.record({.type = EventType::kCopy, .to = static_cast<uint8_t>(Edge::kEnd)});
+    EXPECT_EQ(later(9min), Found{});
+  }
+  EXPECT_EQ(later(1min), Found{Lint::kSlowOperation});  // and no longer
+  (void)port_.record(
+      {.type = EventType::kPhase, .from = 4, .to = static_cast<uint8_t>(Edge::kBegin), .transfer = number});
+  EXPECT_EQ(later(9min), Found{});
+  EXPECT_EQ(later(1min), Found{Lint::kSlowOperation});
+  engine(0, 1);  // the stop
+  EXPECT_EQ(later(59s), Found{});
+  EXPECT_EQ(later(1s), Found{Lint::kSlowOperation});
+  engine(1, 0);
+  (void)port_.record({.type = EventType::kCopy, .to = static_cast<uint8_t>(Edge::kEnd)});
+  EXPECT_EQ(found(), Found{});
+  checkpoint(Edge::kEnd, number);
+  EXPECT_EQ(later(60min), Found{});
+  engine(0, 1);
+  clock_.advance(1s);
+  checkpoint(Edge::kBegin);  // one for which the engine stands still
+  EXPECT_EQ(later(60s), Found{Lint::kSlowOperation});
+}
+
 TEST_F(LintsTest, AnEngineThatIsStoppedAndEventsThatAreMissing) {
   (void)port_.record({.type = EventType::kStop, .from = 1, .to = 1, .transfer = 3});
   EXPECT_EQ(found(), Found{Lint::kStopped});

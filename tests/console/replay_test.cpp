@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include "console/event_text.h"
 #include "console/recording_diff.h"
 #include "tests/support/results.h"
 #include "tests/support/temporary_directory.h"

@@ -2,6 +2,7 @@
 // the other way round.
 #include <cstring>
 #include <future>
+#include <thread>
 
 #include "allocator/cuda/cuda_device.h"
 #include "base/units.h"
@@ -83,8 +84,15 @@ TEST_F(MappingOverlapTest, TheNextRegionIsMappedWhileACopyBlocks) {
 
 // For who must repeat the order of the device's calls: a replay, whose faults count them.
 TEST_F(MappingOverlapTest, WithoutAThreadAllIsMappedBeforeAnythingIsCopied) {
+  fake_.hold("cuMemsetD8Async");  // so long that a thread of its own could not have ended
+  std::future<void> later = std::async(std::launch::async, [&] {
+    fake_.wait_until_held();
+    std::this_thread::sleep_for(50ms);
+    fake_.let_go();
+  });
   RegionMapper mapper(*allocator_, regions_, /*own_thread=*/false);
   EXPECT_TRUE(mapper.finished());
+  later.get();
   ASSERT_SUCCEEDS(mapper.wait(2));
   for (size_t region = 0; region < 2; ++region) EXPECT_SUCCEEDS(restore(region));
   EXPECT_SUCCEEDS(allocator_->finish_restore(tags_));

@@ -88,6 +88,46 @@ TEST_F(RanksOnHosts, ASleepIntoADirectoryThatARankDoesNotSeeIsRefusedBeforeAnyth
   expect_untouched(slept, {.ranks = 2});
 }
 
+TEST_F(RanksOnHosts, APlanSaysBeforehandWhatASleepWouldBeRefusedFor) {
+  SleepingEngine slept = on_two_hosts();
+  begin(slept.engine);
+  const auto problems = [&](const SleepOptions& options) {
+    return value_of(slept.controller.plan_sleep(options)).problems;
+  };
+  EXPECT_TRUE(problems(to_host()).empty());
+  ASSERT_EQ(problems(to_disk()).size(), 1U);
+  for (const std::string& word : {std::string("rank 1"), host_name(), temporary_ / "s-000001"})
+    EXPECT_NE(problems(to_disk()).front().find(word), std::string::npos) << problems(to_disk()).front();
+  EXPECT_FAILS(slept.controller.check_directory(), Code::kFailedPrecondition, "rank 1");
+  boost::filesystem::create_directory(others_ / "s-000001");
+  boost::filesystem::permissions(others_ / "s-000001", boost::filesystem::owner_all);
+  ASSERT_EQ(problems(to_disk()).size(), 1U);
+  EXPECT_NE(problems(to_disk()).front().find("a directory of its own"), std::string::npos);
+  EXPECT_FAILS(slept.controller.check_directory(), Code::kFailedPrecondition, "a directory of its own");
+  expect_no_checkpoint();
+  expect_untouched(slept, {.ranks = 2});
+}
+
+TEST_F(RanksOnHosts, APlanForADirectoryThatAllSeeLeavesNothingThere) {
+  SleepingEngine slept = sharing();
+  begin(slept.engine);
+  EXPECT_TRUE(value_of(slept.controller.plan_sleep(to_disk())).problems.empty());
+  EXPECT_SUCCEEDS(slept.controller.check_directory());
+  expect_no_checkpoint();
+  {
+    const auto other = value_of(CheckpointManager::open(linux_file_system(), temporary_.path(), {}));
+    const PendingCheckpoint being_written = value_of(other->begin(0));
+    EXPECT_FAILS(slept.controller.check_directory(), Code::kUnavailable);
+  }
+  ASSERT_SUCCEEDS(slept.controller.begin_checkpoint());
+  while (value_of(slept.controller.continue_checkpoint()) == CheckpointStage::kCopying) {}
+  EXPECT_SUCCEEDS(slept.controller.check_directory());  // not asked twice: the directory is taken
+  EXPECT_TRUE(value_of(slept.controller.plan_sleep(to_disk())).problems.empty());
+  slept.controller.cancel_checkpoint();
+  expect_no_checkpoint();
+  expect_untouched(slept, {.ranks = 2});
+}
+
 TEST_F(RanksOnHosts, ARankThatWritesIntoADirectoryOfItsOwnAtTheSamePathIsFoundOut) {
   boost::filesystem::create_directory(others_ / "s-000001");  // left by an engine that was killed there
   boost::filesystem::permissions(others_ / "s-000001", boost::filesystem::owner_all);

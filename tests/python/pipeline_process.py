@@ -13,8 +13,9 @@ from pathlib import Path
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
 
 from conftest import InProcess, without_weights  # noqa: E402
-from requests_of_tests import REQUESTS, run  # noqa: E402
+from requests_of_tests import REQUESTS, add_requests, final, run  # noqa: E402
 
+LATE_BY_HAND = "late_by_hand.LateByHand"
 TAKEN_OVER = ("greedy", "seeded", "penalties", "prefix-a")
 
 
@@ -28,7 +29,8 @@ def seed(worker) -> None:
 
 
 def make(model: Path, directory: Path, **options) -> InProcess:
-    one = InProcess(model, directory, pipeline_parallel_size=2, distributed_executor_backend="mp", **options)
+    options |= {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp", "worker_extension_cls": LATE_BY_HAND}
+    one = InProcess(model, directory, **options)
     if (
         os.environ.get("TORPOR_RIG") != "1"
     ):  # vLLM's V1 on the CPU makes what its last stage receives into only where it compiles
@@ -74,7 +76,27 @@ def sleep(model: Path, directory: Path, sleep_at: list[int]) -> dict:
     one.llm.collective_rpc("reload_weights")
     result["reloaded"] = one.finish(begin(one, 0, ["greedy"])) == {"greedy": result["twins"][0]["greedy"]}
     result["taken_over"] = take_over(one, 9, 9)
+    result["early"] = [cached(one, early) for early in (False, True)]
     return result
+
+
+def cached(one: InProcess, early: bool) -> dict:
+    """Requests that are stopped twice, the second time while blocks of an early wake are still to come if they sleep,
+    and one that then finds what such blocks have."""
+    begin(one, 0, ["long", "long-seeded"])
+    run(one.engine)
+    add_requests(one.engine, TAKEN_OVER)
+    answers, result = run(one.engine, 9), {"late_blocks": [], "in_flight": []}
+    for to in ("host", "disk"):
+        one.llm.sleep(level=1, preserve_state=True, to=to) if early else one.llm.sleep(level=0)
+        answers |= one.stopped()
+        result["late_blocks"].append(one.llm.wake_up(early=early).late_blocks)
+        answers |= run(one.engine, 4)
+        result["in_flight"].append(len(one.core.batch_queue))
+    result["before"] = one.llm.torpor("state")["late"]
+    add_requests(one.engine, ["long-seeded"])
+    result["answers"] = final(answers | run(one.engine))
+    return result | {"after": one.llm.torpor("state")["late"]}
 
 
 def take_over(one: InProcess, steps: int, more: int) -> dict:

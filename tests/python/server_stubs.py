@@ -24,21 +24,23 @@ def no_settings(monkeypatch):
 
 
 class Engine:
-    """What life.Server asks of an AsyncLLM. `wakes_with`: the error of a wake in a new process."""
+    """What life.Server asks of an AsyncLLM. `wakes_with`: the error of a wake in a new process. `unseen`: that of ranks
+    on two hosts which do not share the directory."""
 
-    def __init__(self, directory=None, wakes_with: Exception | None = None):
+    def __init__(self, directory=None, wakes_with: Exception | None = None, unseen: Exception | None = None):
         options = {"torpor": {"dir": None if directory is None else str(directory)}}
-        parallel = SimpleNamespace(data_parallel_size=1)
+        parallel = SimpleNamespace(data_parallel_size=1, world_size=1 if unseen is None else 2)
         self.vllm_config = SimpleNamespace(
             additional_config=options, parallel_config=parallel,
             observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         )  # fmt: skip
         self._client_count = 1
-        self.wakes_with = wakes_with
+        self.wakes_with, self.unseen = wakes_with, unseen
         self.fails_with: Exception | None = None  # the next sleep or wake
         self.alive, self.errored, self.paused = True, False, False
         self.tags = {"weights": "attached", "kv_cache": "attached"}
         self.state = "awake"
+        self.late = 0  # blocks that an early wake leaves to come, one with each look
         self.calls: list[tuple] = []
         self.output_processor = SimpleNamespace(
             request_states={}, parent_requests={}, external_req_ids={},
@@ -51,10 +53,15 @@ class Engine:
             return {"model": "tiny"}
         if method == "wake_up" and self.wakes_with is not None:
             raise self.wakes_with
+        if method == "check_directory" and self.unseen is not None:
+            raise self.unseen
         if method == "state":
             return {"engine": self.state, "tags": dict(self.tags), "checkpoint": None}
         if method == "wake_up":
             raise NotFound("there is no checkpoint")
+        if method == "continue_wake":
+            self.late = max(0, self.late - 1)
+            return {"left": self.late}
         return [] if method == "ledger" else {}
 
     async def checkpoint(self, *, progress=None):
@@ -73,7 +80,7 @@ class Engine:
         self.tags |= dict.fromkeys(tags or self.tags, "attached")
         awake = set(self.tags.values()) == {"attached"}
         self.state = "awake" if awake else "asleep"
-        return report(fully_awake=awake)
+        return report(fully_awake=awake, late_blocks=self.late if options.get("early") else 0)
 
     def _fail(self):
         if self.fails_with is not None:

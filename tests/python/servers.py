@@ -1,5 +1,6 @@
 """Servers and clients of the server tests: tools/demo/serving.py with what all of them need."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -10,9 +11,11 @@ from serving import Client, Reading, Server, ServerEnded  # noqa: E402
 from zygote import shared  # noqa: E402
 
 __all__ = [
-    "ALICE", "BOB", "BUCKET", "Client", "Reading", "S3Server", "Server", "ServerEnded", "make_server", "sampling",
+    "ALICE", "BOB", "BUCKET", "LATE_BY_HAND", "Client", "Reading", "S3Server", "Server", "ServerEnded", "make_server",
+    "sampling",
 ]  # fmt: skip
 
+LATE_BY_HAND = ("--worker-extension-cls", "late_by_hand.LateByHand")
 ALICE, BOB = "key-of-alice", "key-of-bob"
 
 
@@ -31,7 +34,8 @@ def make_server(
     dtype: str = "float32",
     environment: dict[str, str] | None = None,
 ) -> Server:
-    own = {"VLLM_LOGGING_LEVEL": "INFO", "OMP_NUM_THREADS": "1"} | (environment or {})
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    own = {"VLLM_LOGGING_LEVEL": "INFO", "OMP_NUM_THREADS": "1", "PYTHONPATH": path} | (environment or {})
     return ForkedServer(model, directory, ["--dtype", dtype, *options], own, keys=(ALICE, BOB), name=name)
 
 

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "build/console"))  # Textual, as tools/dev setup has put it there
 
 import torpor.console  # noqa: E402
+from torpor import errors  # noqa: E402
 from torpor.console import pages  # noqa: E402
 from torpor.console.__main__ import pictures  # noqa: E402
 from torpor.console.app import Console, Lines  # noqa: E402
@@ -207,7 +208,12 @@ def test_an_engine_is_stopped_stepped_and_let_go_by_keys(mock):
 
         return wait
 
-    drive(app, [until(False), "p", until(True), "n", "c", until(False)])
+    def asks():
+        assert "the same key again" in app.said
+        app.look()
+        assert not app.process["stops"]
+
+    drive(app, [until(False), "p", asks, "n", asks, "p", "p", until(True), "n", "c", until(False)])
     assert shown == [False, True, False] and app.said == ""
     kinds = [line.split()[-1] for line in torpor_events(mock)]
     assert kinds.count("begun") == 1 and kinds.count("resumed") == 1
@@ -293,6 +299,37 @@ def test_many_slots_can_be_chosen_and_stay_in_sight(recording):
     assert app.order == "request" and app.said == "copied r00"
 
 
+def test_slots_are_sorted_by_the_engine_as_by_the_keys(mock):
+    with torpor.console.connect(mock) as engine:
+        table = {each["method"]: each["parameters"] for each in engine.hello()["methods"]}
+        fields = table["slots"]["sort"].partition(";")[0].replace(" or ", ", ").split(", ")
+        assert tuple(fields) == pages.ORDERS[1:]
+        # Stopped where there are two, whose order says something.
+        engine.add_breakpoint(type="step", at_least=2 << 32, lease=60)
+        until = time.monotonic() + 60
+        while not engine.stops()["stops"]:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        process, before = engine.snapshot(), None
+        while before != process["at"]:  # its last step ends
+            before, process = process["at"], engine.snapshot()
+        assert len(process["slots"]) > 1
+        for order in pages.ORDERS[1:]:
+            for inverted in (False, True):
+                expected = [slot["request"] for slot in pages.chosen_slots(process, "", order, inverted)]
+                sorted_there = engine.slots(sort=order, invert=inverted)["slots"]
+                assert [slot["request"] for slot in sorted_there] == expected, (order, inverted)
+        # What is known of one of them, by the command line and by Python.
+        name = process["slots"][0]["request"]
+        words = [BINARY, "live", "--engine", mock, "request", f"request={name}"]
+        told = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+        story = engine.request(request=name)
+        assert story["slot"]["request"] == name and story["states"][-1]["state"] == story["slot"]["state"]
+        assert told["states"] == story["states"] and {each["request"] for each in story["events"]} == {name}
+        with pytest.raises(errors.NotFound, match="no event"):
+            engine.request(request=name[:-1] + "x")
+
+
 def test_an_engine_that_goes_leaves_its_last_words_and_another_one_is_shown_when_it_comes(mock):
     app = Console(Live(mock))
     pids = []
@@ -312,7 +349,8 @@ def test_an_engine_that_goes_leaves_its_last_words_and_another_one_is_shown_when
 
     try:
         drive(
-            app, [alive(True), note, alive(False), another, alive(True), "p", until(app, lambda: app.process["stops"])]
+            app,
+            [alive(True), note, alive(False), another, alive(True), "p", "p", until(app, lambda: app.process["stops"])],
         )
         assert app.process["pid"] == second[0].pid != pids[0] and app.said == ""
     finally:

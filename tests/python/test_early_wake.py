@@ -11,6 +11,7 @@ from test_failures import flip
 from vllm import SamplingParams
 
 from torpor import _core, errors
+from torpor.vllm import late_blocks
 
 
 def _params(**options) -> SamplingParams:
@@ -182,6 +183,24 @@ def test_what_is_not_early_brings_all_back_or_is_refused(early, tmp_path):
     now.step(2)
     now.add("hit")
     assert now.step()["greedy"] == expected["greedy"]
+
+
+@pytest.mark.parametrize(("took", "looks"), [(0.0, 101), (0.0001, 101), (0.002, 11), (0.05, 1)])
+def test_looks_take_a_fiftieth_of_the_time_at_most(early, monkeypatch, took, looks):
+    """Those before steps, 100 a second here; ranks in other processes answer when their step is over."""
+    now, calls = [1000.0], []
+
+    def advance(*wishes) -> None:
+        calls.append(wishes)
+        now[0] += took
+
+    monkeypatch.setattr(late_blocks.time, "monotonic", lambda: now[0])
+    late = late_blocks.LateBlocks(early.core.scheduler, [], advance)
+    for step in range(101):
+        now[0] = max(now[0], 1000.0 + step * 0.0100001)
+        late.poll()
+    late.release([], [], [], [])
+    assert calls == [("none", [], [])] * looks and early.core.scheduler.kv_cache_manager.block_pool.torpor_late is None
 
 
 def test_a_copy_that_is_not_proven_over_takes_its_block_for_ever(early, monkeypatch):

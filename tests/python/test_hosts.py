@@ -13,7 +13,8 @@ from inspector import BINARY
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
 
-from networks import inside, two_networks  # noqa: E402
+from networks import NEAR, inside, two_networks  # noqa: E402
+from s3_server import BUCKET, S3Server  # noqa: E402
 
 PROCESS = Path(__file__).parent / "hosts_process.py"
 WITHIN = 300  # seconds
@@ -76,3 +77,37 @@ def test_ranks_on_two_hosts_save_into_a_shared_directory_and_wake_from_the_copie
     code, words = woken["unseen"]
     assert code == "failed_precondition" and f"rank 1: the host {socket.gethostname()} does not see {own}" in words
     assert woken["checkpoints"] == 1, "nothing is left of the checkpoint that was refused"
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts of their own need root")
+def test_a_server_with_ranks_on_two_hosts_goes_on_elsewhere_where_they_share_its_directory(
+    zygote, tiny_model, tmp_path
+):  # fmt: skip
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    for folder in (shared, own):
+        folder.mkdir(mode=0o700)
+    with two_networks() as wire:
+        if wire is None:
+            pytest.skip("the kernel gives this process no network of its own")
+        with (
+            S3Server(tmp_path / "s3", inside=inside(wire.near), host=NEAR) as store,
+            host(wire.near, own) as first,
+            host(wire.far, own) as second,
+        ):
+            arguments = [PROCESS.with_name("hosts_server_process.py"), first, second, tiny_model, shared, own]
+            arguments.append(f"s3://{BUCKET}/hosts")
+            served = result_of(zygote.run(arguments, timeout=3 * WITHIN, env=os.environ | store.environment))
+    log = (shared / "server-0.log").read_text()
+    assert served["code"] == 0, log[-3000:]
+    assert "torpor: pushed as" in log and served["pushed"]
+    assert all(served["expected"])
+    for ended, successor in (("drained", 1), ("killed", 2)):
+        after = served[ended]
+        assert after["texts"] == served["expected"], ended
+        assert after["taken_up"] == after["interrupted"] > 0, ended
+        assert "woken from" in (shared / f"server-{successor}.log").read_text()
+    # Where each host has a directory of its own nothing is fetched, and the reason is told.
+    assert f"rank 1: the host {socket.gethostname()} does not see {own}/s-000001" in served["unshared"]
+    assert served["there"] == ["LOCK"]

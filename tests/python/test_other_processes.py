@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from conftest import ENGINE, long_on_rig, result_of, without_weights
 from inspector import look
 from requests_of_tests import REQUESTS, add_requests, final, run
 
+import torpor.console
 from torpor.errors import Aborted
 
 
@@ -59,10 +61,12 @@ def written(answers: dict) -> dict:
     "ranks", [1, pytest.param(2, marks=[pytest.mark.rig, *(() if rig.active() else [pytest.mark.long])])]
 )
 def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
-    in_other_processes, zygote, tiny_model, tmp_path, monkeypatch, ranks
+    in_other_processes, zygote, tiny_model, tmp_path, events_directory, monkeypatch, ranks
 ):  # fmt: skip
     if ranks == 2:
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        monkeypatch.setenv("TORPOR_EVENTS_DIRECTORY", events_directory)
+        monkeypatch.setenv("TORPOR_CONSOLE", "control")
     names = [
         name for name in REQUESTS if name not in ("unseeded", "bias", "prefix-b")
     ]  # their draws depend on the timing of arrivals
@@ -73,7 +77,8 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
         expected = written(run(llm.llm_engine))
         assert set(expected) == set(names)
         llm.reset_prefix_cache()
-        add_requests(llm.llm_engine, names, LONG)
+        with _stopped_once(events_directory) if ranks == 2 else contextlib.nullcontext():
+            add_requests(llm.llm_engine, names, LONG)
         answers = {}
         for to in ("host", "disk"):
             answers |= run(llm.llm_engine, 6)
@@ -85,6 +90,8 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
             answers |= run(llm.llm_engine, 1)  # what had arrived before it slept; the next one finds nothing
             assert run(llm.llm_engine, 1) == {}
             delivered = dict(answers)
+            if ranks == 2 and to == "host":
+                _ranks_told(report, look("console", events_directory)["processes"])
             assert llm.wake_up()
         path = report.checkpoint
         assert written(answers | run(llm.llm_engine)) == expected
@@ -115,6 +122,33 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
         stop(llm)
 
 
+@contextlib.contextmanager
+def _stopped_once(events_directory):
+    """A console stops the engine behind a request that decodes, lets it take a step, and lets it go."""
+    with torpor.console.connect(events_directory) as engine:
+        engine.add_breakpoint(type="slot", to="decoding", once=True, lease=60)
+        yield
+        began = time.monotonic()
+        while not engine.stops()["stops"]:
+            assert time.monotonic() - began < 60
+            time.sleep(0.01)
+        assert "decoding" in {slot["state"] for slot in engine.slots()["slots"]}
+        assert all(slot["waiting_for"] == "the engine: stopped by a breakpoint" for slot in engine.slots()["slots"])
+        engine.step()
+        engine.resume()
+
+
+def _ranks_told(report, processes: list[dict]) -> None:
+    """Each rank its copies and its memory, which the sleep's report adds up; the engine core the sleep."""
+    ranks = [process for process in processes if process["memory"]]
+    assert len(ranks) == len(report.ledgers) == 2
+    saved = [sum(copy["bytes"] for copy in rank["copies"] if copy["job"] == "save") for rank in ranks]
+    assert min(saved) > 0 and sum(saved) == report.saved_bytes
+    assert all(memory["device_bytes"] == 0 for rank in ranks for memory in rank["memory"])
+    [core] = [process for process in processes if process["operations"]]
+    assert [operation["state"] for operation in core["operations"]] == ["done"] and core["engine"] == "asleep"
+
+
 @pytest.mark.slow
 @pytest.mark.rig
 @long_on_rig
@@ -134,9 +168,9 @@ async def _streaming(zygote, model, directory) -> None:
     names = ["greedy", "seeded", "prefix-a", "stops", "long"]
 
     def make():
-        arguments = AsyncEngineArgs(
-            model=str(model), additional_config={"torpor": {"dir": str(directory)}}, disable_log_stats=True, **ENGINE
-        )
+        torpor = {"torpor": {"dir": str(directory)}}
+        options = ENGINE | {"worker_extension_cls": "late_by_hand.LateByHand"}
+        arguments = AsyncEngineArgs(model=str(model), additional_config=torpor, disable_log_stats=True, **options)
         return AsyncLLM.from_engine_args(arguments)
 
     async def read(stream, into):
@@ -163,7 +197,13 @@ async def _streaming(zygote, model, directory) -> None:
     expected: dict = {}
     await asyncio.gather(*await ask(engine, expected))
 
+    async def ended(engine, name):
+        into = [[], ""]
+        await read(engine.generate(*REQUESTS[name], f"{name}-{len(answers)}"), into)
+        return into
+
     answers: dict = {}
+    of_cached = await ended(engine, "long-seeded")  # its blocks stay cached
     readers = await ask(engine, answers)
     await some_tokens(answers)
     report = await engine.sleep(level=1, preserve_state=True)
@@ -171,8 +211,16 @@ async def _streaming(zygote, model, directory) -> None:
     frozen = json.dumps(answers)
     await asyncio.sleep(0.2)
     assert json.dumps(answers) == frozen, "a token came while the engine slept"
-    assert await engine.wake_up()
+    woken = await engine.wake_up(early=True)
+    assert woken and woken.late_blocks > 8
     await some_tokens(answers, len(answers["greedy"][0]) + 4)
+    assert (await engine.torpor("state"))["late"]["left"] == woken.late_blocks
+    await engine.sleep(level=1, preserve_state=True)  # waits for what is left
+    again = await engine.wake_up(early=True)
+    assert again.late_blocks >= woken.late_blocks
+    assert await ended(engine, "long-seeded") == of_cached
+    late = (await engine.torpor("state"))["late"]
+    assert 4 < late["arrived"] < again.late_blocks and late["lost"] == 0 < late["left"]
     so_far = len(answers["greedy"][0])
     given_up = asyncio.create_task(engine.checkpoint())
     await asyncio.sleep(0)  # its first order is sent

@@ -22,7 +22,7 @@ KEYS = ("--api-key", CLIENT, OTHER_CLIENT)
 
 # --- who may ---------------------------------------------------------------------------------------------------------
 
-OWN_CHANGES = ["/sleep", "/wake_up", "/torpor/checkpoint"]
+OWN_CHANGES = ["/sleep", "/wake_up", "/torpor/checkpoint", "/swap"]
 
 
 @pytest.mark.parametrize("path", CHANGES_THE_ENGINE + OWN_CHANGES)

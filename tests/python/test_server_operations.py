@@ -20,6 +20,8 @@ from server_stubs import (  # noqa: F401
     run,
     started,
 )
+from torpor.errors import WrongState
+from torpor.vllm.server import hosts
 
 KEYS = ("--api-key", CLIENT, OTHER_CLIENT)
 
@@ -45,6 +47,25 @@ def test_a_server_is_alive_where_a_restart_cannot_help(monkeypatch, tmp_path, co
             assert (await http.post("/v1/completions")).status_code == 503
             server.engine.alive = False
             assert (await http.get("/health")).status_code == 503
+
+    run(scene())
+
+
+@pytest.mark.parametrize("settings", [{}, {"checkpoint_every": 60}, {"remote": "file:///nowhere"}])
+def test_a_directory_that_another_host_does_not_see_is_told_of_at_the_start(monkeypatch, tmp_path, settings):
+    async def scene():
+        said = []
+        monkeypatch.setattr(hosts.logger, "error", lambda words, *values: said.append(words % values))
+        unseen = WrongState("rank 1: the host b does not see /d/s-000001", "share the directory")
+        app, server = build(monkeypatch, EVERYTHING, engine=Engine(tmp_path / "d", unseen=unseen), **settings)
+        await started(server)
+        async with client(app) as http:
+            ready, alive = await http.get("/torpor/ready"), await http.get("/health")
+        assert len(said) == 1 and "the host b does not see" in said[0]
+        assert (alive.status_code, ready.status_code) == ((503, 503) if settings else (200, 200))
+        assert ("wake_up" in dict(server.engine.calls)) == (not settings)
+        if settings:
+            assert "the host b does not see" in ready.json()["error"]["what"]
 
     run(scene())
 
@@ -226,6 +247,31 @@ def test_a_server_that_ends_does_not_wait_for_requests_to_end(monkeypatch):
         with pytest.raises(WrongState, match="ends"):
             await falling
         assert not server.operation.locked()
+
+    run(scene())
+
+
+def test_an_early_wake_ends_without_a_step(monkeypatch):
+    async def scene():
+        from torpor.vllm.server import life
+
+        monkeypatch.setattr(life, "_LATE_SECONDS", 0)
+        _, server = build(monkeypatch, [])
+        await started(server)
+
+        async def looks(late: int, early: bool, then_sleep: bool) -> int:
+            await server.sleep()
+            server.engine.late, before = late, len(server.engine.calls)
+            await server.wake_up(early=early)
+            if then_sleep:
+                await server.sleep()
+            while server._tasks:
+                await asyncio.sleep(0)
+            return sum(call[0] == "continue_wake" for call in server.engine.calls[before:])
+
+        assert await looks(3, early=True, then_sleep=False) == 3
+        assert await looks(3, early=False, then_sleep=False) == 0
+        assert await looks(10**9, early=True, then_sleep=True) < 10  # the sleep waits for the rest itself
 
     run(scene())
 

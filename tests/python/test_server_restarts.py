@@ -8,7 +8,7 @@ import tempfile
 import time
 
 import pytest
-from servers import ALICE, Client, Reading, ServerEnded, make_server, sampling
+from servers import ALICE, LATE_BY_HAND, Client, Reading, ServerEnded, make_server, sampling
 from tiny_model import make_model
 
 import torpor.console
@@ -260,8 +260,9 @@ def test_a_server_that_cannot_wake_says_so_and_keeps_what_is_there(server, real_
 
 
 def test_two_servers_take_turns_on_one_machine_under_load(server, tiny_model, folder):
-    """20 swaps: one sleeps while the other serves; clients of both stream all the time."""
-    other = make_server(tiny_model, folder / "second", "--torpor-new-requests", "queue", name="second")
+    """20 swaps: one sleeps while the other serves; clients of both stream all the time. The second one wakes early, so
+    that it falls asleep, and in the end is drained, while KV blocks are still to come."""
+    other = make_server(tiny_model, folder / "second", "--torpor-new-requests", "queue", *LATE_BY_HAND, name="second")
     other.start()
     other.wait_until_ready()
 
@@ -278,6 +279,9 @@ def test_two_servers_take_turns_on_one_machine_under_load(server, tiny_model, fo
                 four = range(start, start + 4)
                 await asyncio.gather(*(pair[side].chat(readings[side][n], prompt(n), **sampling(n, 80)) for n in four))
 
+        async def woken(side) -> dict:
+            return await pair[side].post("/wake_up", early=side == 1)
+
         await second.post("/sleep")
         loads = [asyncio.create_task(load(side)) for side in (0, 1)]
         awake = 0
@@ -285,13 +289,26 @@ def test_two_servers_take_turns_on_one_machine_under_load(server, tiny_model, fo
             await asyncio.sleep(0.2)
             await pair[awake].post("/sleep")
             awake = 1 - awake
-            await pair[awake].post("/wake_up")
+            assert ((await woken(awake))["late_blocks"] > 0) == (awake == 1)
             assert time.monotonic() < ends
-        await pair[1 - awake].post("/wake_up")
+        await woken(1 - awake)
         await asyncio.gather(*loads)
         for side in (0, 1):
             assert [reading.text for reading in readings[side]] == [reading.text for reading in expected[side]]
             assert all(reading.interruptions == 0 for reading in readings[side])
+
+        whole, drained = (Reading(f"second-{name}") for name in ("whole", "drained"))
+        await second.chat(whole, prompt(0), **sampling(0, 400))
+        last = asyncio.create_task(second.chat(drained, prompt(0), **sampling(0, 400)))
+        while not drained.text:
+            await asyncio.sleep(0.01)
+        await second.post("/sleep")
+        late = (await woken(1))["late_blocks"]
+        state = (await second.http.get("/torpor/state")).json()
+        assert state["engine"]["late"]["left"] == late > 0 and drained.finish_reason is None
+        await restarted(other, other.terminate)
+        await last
+        assert drained.text == whole.text and drained.taken_up_at
         await second.close()
 
     try:

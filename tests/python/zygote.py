@@ -15,8 +15,8 @@ A forked process becomes a child of the one that asked for it: the zygote forks 
 A lane of tests ("-m pytest …") can be forked too: it has vLLM from its start, and shared() is its twin. What is spawned
 in it is a real new interpreter, but within Zygote.spawning().
 
-What an interpreter reads once, at its start, is the zygote's: the module path, the hash seed, and the variables of
-ENVIRONMENT that libraries look at when they are loaded.
+What an interpreter reads once, at its start, is the zygote's: the module path (what PYTHONPATH has more of comes before
+it), the hash seed, and the variables of ENVIRONMENT that libraries look at when they are loaded.
 """
 
 from __future__ import annotations
@@ -284,6 +284,8 @@ def _become(order: dict) -> None:
     os.environ.clear()
     os.environ.update(order["env"])
     os.chdir(order["cwd"])
+    paths = filter(None, order["env"].get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:0] = [path for path in paths if path not in sys.path]
     sys.stdout.reconfigure(line_buffering=True)
     _adopt_orphans()
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

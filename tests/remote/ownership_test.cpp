@@ -1,5 +1,8 @@
 #include "remote/ownership.h"
 
+#include <atomic>
+#include <thread>
+
 #include <gtest/gtest.h>
 
 #include "base/file_system.h"
@@ -148,6 +151,31 @@ TEST(AnswerCopies, ComeBackWholeAndOthersAreSetAside) {
   ASSERT_TRUE(store->remove("answers/" + index));
   ASSERT_TRUE(store->remove("answers/" + index));  // gone already
   EXPECT_EQ(pull_answers(system, *store, index, to).error().code, Code::kNotFound);
+}
+
+TEST(Ownership, WhoOwnsCanBeAskedFromOtherThreadsMeanwhile) {
+  test::StoreInMemory store;
+  test::ManualClock clock;
+  Ownership first(store, clock, holder('a'), 10s);
+  std::atomic<bool> over = false;
+  bool whole = true;
+  std::thread asking([&] {
+    while (!over) {
+      const std::string seen = first.newest().holder;
+      whole = whole && (seen.empty() || seen == holder('a')) && first.before().empty();
+      (void)first.owns();
+    }
+  });
+  EXPECT_TRUE(value_of(first.take()));
+  for (int i = 0; i < 50; ++i) {
+    EXPECT_TRUE(first.renew());
+    EXPECT_TRUE(first.owns());
+  }
+  EXPECT_TRUE(first.release());
+  over = true;
+  asking.join();
+  EXPECT_TRUE(whole);
+  EXPECT_FALSE(first.owns());
 }
 
 }  // namespace

@@ -37,8 +37,9 @@ std::shared_ptr<const Key> a_key(uint8_t seed) {
 
 class RespWorld final : public StoreWorld {
  public:
-  RespWorld(std::shared_ptr<const Key> key, bool encrypt) {
+  RespWorld(std::shared_ptr<const Key> key, bool encrypt, Codec codec = Codec::kNone) {
     RespStoreOptions options = options_for(peer.url());
+    options.compression = {.codec = codec};
     options.key = std::move(key);
     options.encrypt = encrypt;
     store_ = value_of(RespStore::open(std::move(options), clock_));
@@ -69,7 +70,9 @@ INSTANTIATE_TEST_SUITE_P(
     Resp, StoreContract,
     ::testing::Values(StoreWay{"Remote", [] { return std::make_unique<RespWorld>(nullptr, false); }},
                       StoreWay{"RemoteAuthenticated", [] { return std::make_unique<RespWorld>(a_key(7), false); }},
-                      StoreWay{"RemoteEncrypted", [] { return std::make_unique<RespWorld>(a_key(7), true); }}),
+                      StoreWay{"RemoteEncrypted", [] { return std::make_unique<RespWorld>(a_key(7), true); }},
+                      StoreWay{"RemoteEncryptedZstd",
+                               [] { return std::make_unique<RespWorld>(a_key(7), true, Codec::kZstd); }}),
     [](const auto& info) { return info.param.name; });
 
 class RespStoreTest : public ::testing::Test {

@@ -2,8 +2,8 @@
 // steps, with the end of its lease, because its console is gone, by a sleep.
 #pragma once
 
-#include <array>
-#include <optional>
+#include <algorithm>
+#include <vector>
 
 #include "console/breakpoints.h"
 #include "tests/simulation/scenario.h"
@@ -53,7 +53,9 @@ class Stops {
       if (stops.empty()) continue;  // it has just ended
       const console::StopRow& one = stops[static_cast<size_t>(dice_.between(0, std::ssize(stops) - 1))];
       switch (dice_.between(0, 5)) {
-        case 0: (void)points_.resume(one.id); break;
+        case 0:
+          if (points_.resume(one.id) && stands(one.id)) throw Failed{"a stop stands that was resumed"};
+          break;
         case 1: (void)points_.resume_all(); break;
         case 2: clock_.set(clock_.now() + one.left); break;  // nobody renewed it
         case 3: points_.drop_owner(one.owner); break;
@@ -75,6 +77,10 @@ class Stops {
   static constexpr size_t kMost = 5;
   std::chrono::nanoseconds lease() { return std::chrono::milliseconds(dice_.between(1, 60)); }
   uint64_t owner() { return static_cast<uint64_t>(dice_.between(0, 3)); }
+  bool stands(uint32_t id) const {
+    const std::vector<console::StopRow> stops = points_.stops();
+    return std::any_of(stops.begin(), stops.end(), [id](const console::StopRow& stop) { return stop.id == id; });
+  }
 
   EventRing& ring_;
   console::RunClock& clock_;

@@ -20,6 +20,8 @@ class FaultyDevice final : public DeviceMemory {
   void drain_as(Drain drain) { drain_ = drain; }
   // Called by each synchronize(), before it returns.
   void on_synchronize(std::function<void()> call) { on_synchronize_ = std::move(call); }
+  // Called after memory was made, or released.
+  void on_change(std::function<void()> call) { on_change_ = std::move(call); }
   void has_own_memory() { own_memory_ = true; }  // or says so: none that the machine has, too
   uint64_t calls() const { return calls_; }
   bool fired() const { return fail_at_ != 0 && calls_ >= fail_at_; }
@@ -37,9 +39,17 @@ class FaultyDevice final : public DeviceMemory {
     return fails() ? Status(injected()) : inner_->free_reservation(address);
   }
   Result<PhysicalId> do_create(uint64_t size) override {
-    return fails() ? Result<PhysicalId>(injected()) : inner_->create(size);
+    if (fails()) return injected();
+    Result<PhysicalId> made = inner_->create(size);
+    if (on_change_) on_change_();
+    return made;
   }
-  Status do_release(PhysicalId id) override { return fails() ? Status(injected()) : inner_->release(id); }
+  Status do_release(PhysicalId id) override {
+    if (fails()) return injected();
+    Status done = inner_->release(id);
+    if (on_change_) on_change_();
+    return done;
+  }
   Status do_map(DeviceAddress address, PhysicalId id, uint64_t) override {
     return fails() ? Status(injected()) : inner_->map(address, id);
   }
@@ -91,6 +101,7 @@ class FaultyDevice final : public DeviceMemory {
   std::atomic<bool> sticky_ = false;
   std::atomic<Drain> drain_ = Drain::kCompleted;
   std::function<void()> on_synchronize_;
+  std::function<void()> on_change_;
 };
 
 }  // namespace torpor::test

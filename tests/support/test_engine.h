@@ -38,6 +38,7 @@ class TestEngine final : public EngineHooks {
                                                 {.rank = rank,
                                                  .arena_budget_bytes = options_.arena_budget_bytes,
                                                  .arena_slab_bytes = kMiB,
+                                                 .handle_bytes = options_.handle_bytes,
                                                  .threads = 2,
                                                  .own_threads = options_.own_threads,
                                                  .retain_kv_bytes = options_.retain_kv_bytes,
@@ -64,7 +65,6 @@ class TestEngine final : public EngineHooks {
   }
 
   // --- what a user does
-
   void load_weights(uint64_t seed, bool tell = true) {
     for (Rank& rank : ranks_) {
       for (uint64_t i = 0; i < kWeightBytes; ++i)

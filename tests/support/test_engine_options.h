@@ -25,6 +25,7 @@ struct TestEngineOptions {
   bool defer_copies = false;
   uint64_t arena_budget_bytes = 0;
   uint64_t device_capacity_bytes = 0;
+  uint64_t handle_bytes = 64ull << 20;
   std::optional<uint64_t> retain_kv_bytes;
   std::string spill_directory;
   bool mix_steps = false;  // KV has other bytes in each step, also of the same tokens: equal keys are not equal bytes

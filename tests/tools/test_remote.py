@@ -1,4 +1,5 @@
-"""torpor push and pull against a real S3 server, which is killed, paused and written to by several at once."""
+"""torpor push and pull against real S3 servers, which are killed, paused and written to by several at once: SeaweedFS,
+and in `tools/dev proof` Ceph's gateway, where that is installed."""
 
 import json
 import os
@@ -7,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import ceph_server
 import pytest
 from conftest import ROOT
 
@@ -17,13 +19,16 @@ TORPOR = ROOT / "build/release/tools/torpor/torpor"
 SMALL = ROOT / "tests/golden/v3/g-000002"  # encrypted
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
+@pytest.fixture(scope="module", params=["SeaweedFS", pytest.param("Ceph", marks=pytest.mark.long)])
+def server(request, tmp_path_factory):
+    of_ceph = request.param == "Ceph"
+    if of_ceph and (absent := ceph_server.missing()):
+        pytest.skip(f"{absent} is not installed: apt-get install --no-install-recommends ceph-mon ceph-osd radosgw")
     folder = tmp_path_factory.mktemp("s3")
     (folder / "key").touch(mode=0o600)
     (folder / "key").write_bytes(bytes([1] * 32))
-    with S3Server(folder, tls=True) as server:
-        for environment in (server.environment, server.reader, server.encrypted):
+    with ceph_server.CephServer(folder) if of_ceph else S3Server(folder, tls=True) as server:
+        for environment in (server.environment, server.reader, *([] if of_ceph else [server.encrypted])):
             environment["TORPOR_KEY_FILE"] = str(folder / "key")
         yield server
 
@@ -124,6 +129,8 @@ def test_where_there_is_no_such_place_it_is_refused_and_not_made(server, tmp_pat
 
 
 def test_over_tls_with_a_certificate_of_ones_own_and_credentials_in_a_file(server, tmp_path):
+    if not hasattr(server, "encrypted"):
+        pytest.skip("tried with SeaweedFS")
     url, said = f"s3://{BUCKET}/tls", ""
     pushed = torpor(server, "push", SMALL, url, environment=server.encrypted)
     assert pushed["moved_bytes"] == pushed["bytes"]

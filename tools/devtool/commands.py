@@ -35,6 +35,9 @@ BENCHES = {
     "rl": "tools/bench/rl_bench.py",
     "codec": "build/release/tools/bench/codec_bench",
     "early": "build/release/tools/bench/early_bench",
+    "early_vllm": "tools/bench/early_vllm_bench.py",
+    "swap": "build/release/tools/bench/swap_bench",
+    "swap_servers": "tools/bench/swap_servers_bench.py",
     "events": "build/release/tools/bench/events_bench",
     "console": "tools/bench/console_bench.py",
 }
@@ -152,7 +155,7 @@ def bench(arguments: list[str]) -> int:
     names = [a for a in arguments if not a.startswith("-")] or list(BENCHES)
     flags = [a for a in arguments if a.startswith("-")]
     if unknown := [name for name in names if name not in BENCHES]:
-        say(f"error: there is no benchmark {unknown[0]!r}; there are {', '.join(BENCHES)}")
+        say(f"error: there is no benchmark {unknown[0]!r}; there are {', '.join(BENCHES)}. Options are --NAME=VALUE")
         return 2
     code = 0
     for name in names:
@@ -235,7 +238,8 @@ def fuzz(arguments: list[str]) -> int:
 def proof(arguments: list[str]) -> int:
     """The long versions: a million states after power cuts, every bit flipped under every seal, 5,000 lives of an
     offload scheduler, 1,000 recorded simulations replayed event by event, 100,000 requests to servers that go on
-    elsewhere, the fuzzers, the mutants. With them the unit tests in the build that users have."""
+    elsewhere, the S3 tests against Ceph where it is installed, the fuzzers, the mutants. With them the unit tests in
+    the build that users have."""
     setup.system_packages()
     cmake_build("release")
     code = subprocess.run(

@@ -15,7 +15,7 @@ import tomllib
 from pathlib import Path
 
 from devtool import setup
-from devtool.setup import ROOT, SetupError, say
+from devtool.setup import ROOT, SetupError, cmake_build, say
 
 TREE = ROOT / "build" / "mutants"
 HANG_SECONDS = 60  # a fault that makes its test wait for ever is caught too
@@ -39,42 +39,38 @@ def main(arguments: list[str]) -> int:
     return 1 if missed else 0
 
 
-def missed_compiled(mutants: list[dict]) -> int:
+def compiled_tree(targets: list[str]) -> dict[str, str]:
+    """Configured, and these without a fault; the environment to compile in."""
     setup.system_packages()
-    setup.use_cuda_headers(setup.python_environment())
+    python = setup.python_environment()
+    setup.use_cuda_headers(python)
     env = dict(os.environ)
-    setup.run(
-        "Configure the mutants' tree",
-        [
-            "cmake",
-            "-S",
-            TREE / "source",
-            "-B",
-            TREE / "build",
-            "-G",
-            "Ninja",
-            "-DCMAKE_BUILD_TYPE=Release",
-            "-DTORPOR_UNITY=OFF",
-            "-DTORPOR_BUILD_TOOLS=OFF",
-            "-DTORPOR_SIMULATION_SEEDS=200",
-        ],
-        env=env,
-        log_name="configure-mutants",
-    )
-    programs = sorted({m["caught_by"].split()[0] for m in mutants})
-    setup.run(
-        "Compile it without a fault",
-        ["cmake", "--build", TREE / "build", "--target", *programs],
-        env=env,
-        log_name="compile-mutants",
-    )
+    where = [python, "-m", "pybind11", "--cmakedir"]
+    pybind11 = subprocess.run(where, capture_output=True, text=True, check=True).stdout.strip()
+    words = [
+        "cmake", "-S", TREE / "source", "-B", TREE / "build", "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
+        "-DTORPOR_UNITY=OFF", "-DTORPOR_BUILD_TOOLS=OFF", "-DTORPOR_SIMULATION_SEEDS=200", "-DTORPOR_BUILD_PYTHON=ON",
+        f"-DPython_EXECUTABLE={python}", f"-Dpybind11_DIR={pybind11}",
+    ]  # fmt: skip
+    setup.run("Configure the mutants' tree", words, env=env, log_name="configure-mutants")
+    compile_ = ["cmake", "--build", TREE / "build", "--target", *targets]
+    setup.run("Compile it without a fault", compile_, env=env, log_name="compile-mutants")
+    return env
+
+
+def compile_mutant(mutant: dict, target: str, env: dict[str, str]) -> None:
+    build = ["cmake", "--build", TREE / "build", "--target", target]
+    built = subprocess.run(build, env=env, capture_output=True, text=True)
+    if built.returncode != 0:
+        raise SetupError(f"the mutant {mutant['name']!r} does not compile:\n{built.stdout[-3000:]}")
+
+
+def missed_compiled(mutants: list[dict]) -> int:
+    env = compiled_tree(sorted({m["caught_by"].split()[0] for m in mutants}))
 
     def caught_by(mutant: dict) -> str:
         program, pattern = mutant["caught_by"].split()
-        build = ["cmake", "--build", TREE / "build", "--target", program]
-        built = subprocess.run(build, env=env, capture_output=True, text=True)
-        if built.returncode != 0:
-            raise SetupError(f"the mutant {mutant['name']!r} does not compile:\n{built.stdout[-3000:]}")
+        compile_mutant(mutant, program, env)
         return run(next((TREE / "build/tests").rglob(program)), pattern)
 
     return sum(not caught(m, caught_by) for m in mutants)
@@ -87,18 +83,29 @@ def rig_environment() -> dict[str, str]:
     return rig.environment()
 
 
+def in_adapter(mutant: dict) -> bool:
+    return mutant["file"].endswith(".py")
+
+
 def missed_by_pytest(mutants: list[dict], more: dict[str, str], python: Path, model: Path) -> int:
     """Each in a process that is forked from one with vLLM, and imports the adapter from the copy."""
     source = TREE / "source"
     where = [python, "-c", "from torpor import _core; print(_core.__file__)"]
     found = subprocess.run(where, capture_output=True, text=True, check=True).stdout.strip()
-    shutil.copy2(found, source / "bindings/python/torpor")
+    module = source / "bindings/python/torpor" / Path(found).name
+    shutil.copy2(found, module)
+    compiling = {} if all(in_adapter(m) for m in mutants) else compiled_tree(["_core"])
     sys.path.insert(0, str(ROOT / "tests/python"))
     from zygote import ENVIRONMENT, Zygote
 
     env = os.environ | ENVIRONMENT | more | {"TORPOR_TEST_MODEL": str(model), "PYTHONDONTWRITEBYTECODE": "1"}
     # The copy's code comes before the installed one, which vLLM finds torpor's entry point with.
     env["PYTHONPATH"] = os.pathsep.join([str(source / "bindings/python"), str(source / "tests/rig"), str(setup.SITE)])
+    # The inspector and what is installed beside vLLM are without a fault.
+    setup.install_console(python)
+    cmake_build("release", ("torpor",))
+    if not (source / "build").exists():
+        (source / "build").symlink_to(ROOT / "build")
     zygote = Zygote(python, env)
 
     def pytest(*nodes: str) -> subprocess.CompletedProcess:
@@ -106,6 +113,9 @@ def missed_by_pytest(mutants: list[dict], more: dict[str, str], python: Path, mo
         return zygote.run(words, env=env, cwd=source, timeout=PYTHON_HANG_SECONDS)
 
     def caught_by(mutant: dict) -> str:
+        if not in_adapter(mutant):
+            compile_mutant(mutant, "_core", compiling)
+        shutil.copy2(found if in_adapter(mutant) else TREE / "build/bindings" / module.name, module)
         try:
             done = pytest(mutant["caught_by"].split()[1])
         except subprocess.TimeoutExpired:

@@ -194,12 +194,13 @@ std::string show_process(const Json& json) {
   for (const Json& stop : json["stops"])
     rows.push_back({cell(stop["stop"]), cell(stop["cause"]), cell(stop["request"]), seconds_text(stop["seconds"])});
   part(rows);
-  rows = {{"SLOT", "REQUEST", "STATE", "COMPUTED/ALL", "DEVICE", "STAGED", "HOST HITS", "DISK HITS", "IN STATE"}};
+  rows = {{"SLOT", "REQUEST", "STATE", "COMPUTED/ALL", "DEVICE", "STAGED", "HOST HITS", "DISK HITS", "IN STATE",
+           "WAITING FOR"}};
   for (const Json& slot : json["slots"])
     rows.push_back({cell(slot["slot"]), cell(slot["request"]), cell(slot["state"]),
                     fmt::format("{}/{}", cell(slot["computed_tokens"]), cell(slot["tokens"])),
                     cell(slot["device_blocks"]), cell(slot["staged_blocks"]), cell(slot["host_hit_blocks"]),
-                    cell(slot["disk_hit_blocks"]), seconds_text(slot["seconds_in_state"])});
+                    cell(slot["disk_hit_blocks"]), seconds_text(slot["seconds_in_state"]), cell(slot["waiting_for"])});
   part(rows);
   rows = {{"WAY", "WAITING", "QUEUED", "PROMOTED", "OLDEST", "ENDED BLOCKS"}};
   for (const Json& way : json["transfers"]) {

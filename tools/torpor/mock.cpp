@@ -22,7 +22,8 @@ using namespace std::chrono_literals;
 
 constexpr auto kTurn = 10ms;
 constexpr int kSleepEvery = 300;  // turns
-constexpr size_t kChats = 8;      // at the same time
+constexpr int kAsleep = 50;
+constexpr size_t kChats = 8;  // at the same time
 
 class Chats {
  public:
@@ -130,6 +131,7 @@ Result<Exit> mock(const Context& context) {
   const Served served(*server);
   Chats chats;
   const auto began = std::chrono::steady_clock::now();
+  int wakes_at = 0;  // the turn, if it sleeps by itself
   for (int turn = 1; !context.interrupted(); ++turn) {
     const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - began;
     if (arguments.for_seconds > 0 && passed.count() >= arguments.for_seconds) break;
@@ -139,14 +141,14 @@ Result<Exit> mock(const Context& context) {
     if (chats.comes()) TORPOR_TRY(run.add(chats.next()));
     (void)run.step_offload();
     if (port.may_step()) (void)run.step();
-    // It would end what somebody has stopped, and wake what somebody has put to sleep.
-    if (turn % kSleepEvery != 0 || !port.may_step() || run.controller().is_sleeping()) continue;
-    const Result<SleepReport> slept = run.sleep({.level = 1, .preserve_state = true});
-    if (!slept) return slept.error();
-    std::this_thread::sleep_for(500ms);
-    clock.set(system_clock().now());
-    const Result<SleepReport> woken = run.wake({});
-    if (!woken) return woken.error();
+    if (!run.controller().is_sleeping()) wakes_at = 0;  // or somebody has woken it
+    if (!port.may_step()) continue;                     // what it does by itself would end what somebody has stopped
+    if (wakes_at != 0 && turn >= wakes_at) {
+      TORPOR_TRY(run.wake({}));
+    } else if (turn % kSleepEvery == 0 && !run.controller().is_sleeping()) {
+      TORPOR_TRY(run.sleep({.level = 1, .preserve_state = true}));
+      wakes_at = turn + kAsleep;
+    }
   }
   return kFine;
 }

@@ -183,6 +183,17 @@ class RemoteHome:
     @property
     def term(self) -> int: ...
 
+class RoomFile:
+    """Device memory that one engine gives and another takes, in a file."""
+
+    def __init__(self, path: str) -> None: ...
+    def has_come(self, side: str) -> bool:
+        """An engine has begun with this half. It may have failed since."""
+    def stop(self, side: str) -> None:
+        """One of the two cannot: the other is told."""
+    def stopped_by(self) -> str:
+        """"gives" or "takes": the side that failed first; or ""."""
+
 class SentCheckpoint:
     """A checkpoint and answers that were copied to an object store."""
 
@@ -202,6 +213,8 @@ class SleepController:
         ended.
         """
     def cancel_checkpoint(self) -> None: ...
+    def check_directory(self) -> None:
+        """Raises where the host of a rank does not see the directory of checkpoints."""
     def checkpoint(self, outputs: object, data_parallel: tuple[int, int] = (0, 1), progress: str = '') -> dict:
         """A checkpoint of an engine that serves on; `outputs` is the front end's part."""
     def continue_checkpoint(self) -> str: ...

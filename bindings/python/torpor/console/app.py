@@ -124,6 +124,7 @@ class Console(App):
         self.said = ""
         self.request = ""  # of the screen of a request
         self.others = 0  # how often another process was asked for
+        self.asked_to = ""  # the method of a key that is to be pressed again
         self._snapshot: dict = {"processes": []}
         self._told: list[dict] = []
         self._engine: torpor.console.Engine | None = None
@@ -208,6 +209,7 @@ class Console(App):
             if rows:
                 self.row = min(self.row, len(rows) - 1)
                 chosen = self.row + 1
+                top.update(text.append_text(pages.waiting(rows[self.row])))
         else:
             shown = self.engine() if self.page == "6" else process
             lines = pages.PAGES[self.page][1](shown, self.wanted)
@@ -336,6 +338,14 @@ class Console(App):
         self.look()
 
     def action_control(self, method: str) -> None:
+        """What stops an engine that goes is asked for twice."""
+        goes = self.process is not None and not self.process["stops"]
+        if method != "resume" and goes and not self.readonly and self.asked_to != method:
+            self.asked_to = method
+            self.said = f"{method}: the same key again stops the engine, for {_LEASE} s at most"
+            self.draw()
+            return
+        self.asked_to = ""
         self._call(method, **({"lease": _LEASE} if method == "pause" else {}))
         self.draw()
 

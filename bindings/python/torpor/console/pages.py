@@ -84,6 +84,7 @@ def slots(rows: list[dict]) -> list[Text]:
             ("HOST", -5),
             ("DISK", -5),
             ("IN STATE", -9),
+            ("WAITING FOR", 20),
         )
     ]
     for slot in rows:
@@ -95,9 +96,16 @@ def slots(rows: list[dict]) -> list[Text]:
                 (f"{LETTERS.get(state, ' ')} {state}", 15, _style(state)),
                 (computed, -13, ""), (slot["device_blocks"], -5, ""), (slot["host_hit_blocks"], -5, ""),
                 (slot["disk_hit_blocks"], -5, ""), (_seconds(slot["seconds_in_state"]), -9, ""),
+                (slot["waiting_for"], 60, ""),
             )
         )  # fmt: skip
     return lines
+
+
+def waiting(slot: dict) -> Text:
+    """A line of its own for the chosen slot: narrow terminals do not show the last column."""
+    words = slot["waiting_for"]
+    return Text(f"\n{slot['request']} waits for {words}" if words else "")
 
 
 # Fields of a slot by which it can be sorted; the first: as they came.
@@ -117,6 +125,7 @@ arrows, h j k l  choose and scroll   / filter   s sort   i invert   y copy the r
 space  freeze the view   [ ]  to the change before and after   { }  to the lint before and after
 t  to so many seconds after the first event   g  now   e  a picture of the screen (SVG)   q  quit
 p pause   c go on   n one step   b breakpoint   x cancel a transfer   : any call of the table in docs/console.md
+What stops an engine that goes is pressed twice.
 
 The bar is red while the engine is stopped, and grey while the view is frozen. Letters of states:"""
 

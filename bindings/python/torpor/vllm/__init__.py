@@ -6,16 +6,20 @@ Deciding, copying, hashing, serializing and files are C++. Nothing here is impor
 
 from __future__ import annotations
 
-__all__ = ["attach"]
+__all__ = ["attach", "swap"]
 
 
 def __getattr__(name: str):
-    """`attach` is looked up when it is used: what it needs of vLLM exists only where torpor fits."""
-    if name != "attach":
+    """They are looked up when they are used: what they need of vLLM exists only where torpor fits."""
+    if name not in __all__:
         raise AttributeError(name)
     from torpor.vllm.plugin import require
 
     require()
+    if name == "swap":
+        from torpor.vllm.exchange import swap
+
+        return swap
     from torpor.vllm.frontend import attach
 
     return attach

@@ -11,7 +11,9 @@ from torpor.errors import InvalidArgument
 
 MODULE, CLASS = "torpor.vllm.connector", "TorporConnector"
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_CHOICES = {"offload": ("eager", "lazy", "off"), "disk": ("through", "off")}
+_CHOICES = {
+    "offload": ("eager", "lazy", "off"), "disk": ("through", "off"), "block_compression": ("none", "bf16", "zstd"),
+}  # fmt: skip
 _SIZES = ("host_bytes", "disk_bytes")
 
 
@@ -30,7 +32,11 @@ class ConnectorOptions:
     directory: str | None = None
     # What is on disk survives the machine's end too: but for the last second, and all of it at a sleep and at the end.
     durable: bool = False
-    # Where engines share blocks: redis://HOST:PORT/NAME; rediss:// over TLS. What goes to host memory goes there, too.
+    # Of blocks on disk and where engines share them: "bf16", lossless, of values of that type; "zstd"; "none". Whatever
+    # compression a block there has, it is read.
+    block_compression: str = "none"
+    # Where engines share blocks: redis://HOST:PORT/NAME; rediss:// over TLS; mooncake://HOST:PORT/NAME. What goes to
+    # host memory goes there, too.
     remote: str | None = None
     # A file with the password, or the user and the password; and one of certificates that are trusted.
     remote_credentials: str | None = None

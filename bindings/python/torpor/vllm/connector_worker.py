@@ -48,6 +48,7 @@ class WorkerSide:
                 "key_file": torpor.key_file,
                 "encrypt": torpor.encrypt,
                 "durable": options.durable,
+                "block_compression": options.block_compression,
                 "remote": options.remote,
                 "remote_credentials": options.remote_credentials,
                 "remote_ca": options.remote_ca,

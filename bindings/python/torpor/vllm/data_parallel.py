@@ -77,7 +77,10 @@ class Ranks:
     async def _ask_all(self, special: dict, method: str, options: dict):
         if method in special:
             return await special[method](method, options)
-        results = _all(await self._ask(method, [options] * self._size))
+        of_rank = [options] * self._size
+        if method in ("plan_sleep", "drain"):
+            of_rank = [options | {"data_parallel": [rank, self._size]} for rank in range(self._size)]
+        results = _all(await self._ask(method, of_rank))
         if method == "end_hold":
             await self._end_hold(options["keep"])
         return _MERGED.get(method, _first)(results)

@@ -141,6 +141,9 @@ class EngineSide:
     def continue_wake(self, options: dict) -> dict:
         """What has become of the blocks of the last early wake; waits as it is told (engine/sleep_controller.h)."""
         self.controller.continue_wake(options.get("wait", "none"))
+        return self._late()
+
+    def _late(self) -> dict:
         late = self.hooks.late
         return late.to_value() if late else {"arrived": 0, "lost": 0, "forgone": 0, "left": 0, "recomputed": []}
 
@@ -157,6 +160,10 @@ class EngineSide:
     def plan_sleep(self, options: dict) -> dict:
         return self.controller.plan_sleep(options)
 
+    def check_directory(self, _: dict) -> None:
+        """Whether all ranks, perhaps on other hosts, see the directory of checkpoints."""
+        self.controller.check_directory()
+
     def ledger(self, _: dict) -> list:
         return self.controller.ledger()
 
@@ -165,6 +172,7 @@ class EngineSide:
         return self.controller.state() | {
             "recomputed_tokens": getattr(scheduler, "torpor_recomputed", 0),
             "console": scheduler.torpor_console,
+            "late": self._late(),
         }
 
 
@@ -191,7 +199,7 @@ def torpor_call(core, method: str, options: dict) -> dict:
         "drain", "end_drain", "freeze", "unfreeze", "sleep", "end_sleep", "wake_up", "end_hold", "checkpoint",
         "fingerprint", "plan_sleep", "ledger", "state", "begin_weight_update", "end_weight_update", "stand", "is_quiet",
         "go_on", "begin_checkpoint", "continue_checkpoint", "take_checkpoint", "end_checkpoint", "cancel_checkpoint",
-        "continue_wake",
+        "continue_wake", "check_directory",
     )  # fmt: skip
     if method not in known:
         return {"error": InvalidArgument(f"torpor has no method {method!r}").to_dict()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from importlib import metadata
 
 import torch
@@ -15,14 +16,26 @@ from torpor.vllm import connector_groups, kv_layout
 from torpor.vllm.options import Options
 
 
+# Both are asked for while an engine stands still, and take milliseconds.
+_transformers_version = functools.cache(lambda: metadata.version("transformers"))
+_digests: dict[int, tuple[object, str]] = {}  # by id of a configuration, which is kept: the id stays its own
+
+
+def _digest_of(config) -> str:
+    """Of a model's configuration, as it was when it was asked for first: its weights are loaded by then."""
+    if id(config) not in _digests:
+        _digests[id(config)] = (config, _core.digest(config.to_json_string().encode()))
+    return _digests[id(config)][1]
+
+
 def of_weights(vllm_config, options: Options) -> dict[str, str]:
     """What decides how weights lie in memory, and which they are but for their bytes: known before they are loaded."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     fields = {
         "vllm_version": vllm.__version__,
         "torch_version": torch.__version__,
-        "transformers_version": metadata.version("transformers"),
-        "model_config": _core.digest(model.hf_config.to_json_string().encode()),
+        "transformers_version": _transformers_version(),
+        "model_config": _digest_of(model.hf_config),
         "architecture": ",".join(model.hf_config.architectures or []),
         "dtype": model.dtype,
         "quantization": model.quantization,
@@ -120,5 +133,5 @@ def _speculation(config) -> str:
     drafter = getattr(config, "draft_model_config", None)
     words = [config.method, str(config.num_speculative_tokens), str(config.draft_sample_method)]
     words += [f"{config.prompt_lookup_min} to {config.prompt_lookup_max}"] if "ngram" in config.method else []
-    words += [_core.digest(drafter.hf_config.to_json_string().encode())] if drafter is not None else []
+    words += [_digest_of(drafter.hf_config)] if drafter is not None else []
     return ", ".join(words)

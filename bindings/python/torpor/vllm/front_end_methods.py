@@ -25,6 +25,8 @@ _SLEEP = """Gives the engine's memory back and returns when it is free. What eac
     tags: only these of "weights" and "kv_cache"; None: both.
     timeout: most seconds to wait for the running step, and with mode="wait" for requests to end; None: no bound.
     weights: "store" keeps them, "reload" does not: the wake names them, and kept requests wait until they are loaded.
+    give_to: path of a room (torpor.vllm.exchange.room()): one half of a swap, with an engine that is woken with
+        `take_from` of the same path. Level 1 with preserve_state, to host memory, of all tags.
     progress: a function that is called with a torpor.vllm.progress.Progress about ten times a second meanwhile, from a
         thread of its own. If it returns False or raises, the sleep is undone and raises Aborted.
 
@@ -45,6 +47,7 @@ _WAKE_UP = """Brings the memory back, and the requests with it. Returns when it 
     weights_changed: True is kv="recompute".
     early: returns, and the engine runs, once weights and the KV of all requests are back. Cached prefixes come behind
         it; torpor("continue_wake") tells how far they are. Not with from_checkpoint.
+    take_from: path of a room: the other half of a swap. It wakes on the memory that is given there, and all tags.
     progress: as in sleep(). A wake that is cancelled leaves the engine asleep as it was.
 
     Returns a Report, true if the engine is fully awake. Raises Incompatible (by field) for a checkpoint of another
@@ -61,8 +64,9 @@ _CHECKPOINT = """Writes a checkpoint of the running requests to the option `dir`
 
 _TORPOR = """Asks torpor in the engine core, and changes nothing. Returns a dict.
 
-    method: "state", "ledger" (memory now), "plan_sleep": what a sleep would move and free, or "continue_wake": what has
-        become of the blocks that an early wake left to come.
+    method: "state", "ledger" (memory now), "plan_sleep": what a sleep would move and free, "check_directory", which
+        raises where the host of a rank does not see the directory of checkpoints, or "continue_wake": what has become
+        of the blocks that an early wake left to come.
     options: of "plan_sleep", those of sleep(); of "continue_wake", {"wait": "all"} waits for the last one.
     """
 
@@ -90,9 +94,10 @@ class Blocking:
         tags: Iterable[str] | None = None,
         timeout: float | None = None,
         weights: str = "store",
+        give_to: str | os.PathLike | None = None,
         progress: Watcher | None = None,
     ) -> Report:
-        options = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights)
+        options = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights, give_to)
         side = frontend.BlockingSide(_engine(self))
         with watched(progress, options) as values:
             return frontend.finish(tracing.traced(side.engine, "sleep", frontend.sleep(side, mode, values)))
@@ -107,9 +112,10 @@ class Blocking:
         kv: str | None = None,
         weights_changed: bool = False,
         early: bool = False,
+        take_from: str | os.PathLike | None = None,
         progress: Watcher | None = None,
     ) -> Report:
-        options = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed, early)
+        options = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed, early, take_from)
         side = frontend.BlockingSide(_engine(self))
         with watched(progress, options) as values:
             return frontend.finish(tracing.traced(side.engine, "wake_up", frontend.wake_up(side, values)))
@@ -144,9 +150,10 @@ class Awaited:
         tags: Iterable[str] | None = None,
         timeout: float | None = None,
         weights: str = "store",
+        give_to: str | os.PathLike | None = None,
         progress: Watcher | None = None,
     ) -> Report:
-        options = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights)
+        options = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights, give_to)
         side = frontend.AsyncSide(self)
         with watched(progress, options) as values:
             return await tracing.traced(self, "sleep", frontend.sleep(side, mode, values))
@@ -161,9 +168,10 @@ class Awaited:
         kv: str | None = None,
         weights_changed: bool = False,
         early: bool = False,
+        take_from: str | os.PathLike | None = None,
         progress: Watcher | None = None,
     ) -> Report:
-        options = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed, early)
+        options = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed, early, take_from)
         side = frontend.AsyncSide(self)
         with watched(progress, options) as values:
             return await tracing.traced(self, "wake_up", frontend.wake_up(side, values))
@@ -187,7 +195,7 @@ def _engine(front_end) -> LLMEngine:
     return getattr(front_end, "llm_engine", front_end)
 
 
-def sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights) -> dict:
+def sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights, give_to) -> dict:
     """Options for the controller. `mode` is vLLM's name for what becomes of requests without preserve_state."""
     in_flight = {"abort": "abort", "keep": "recompute", "wait": "recompute"}.get(mode)  # "wait" has ended what ran
     if in_flight is None:
@@ -200,11 +208,13 @@ def sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout,
         values["tags"] = list(tags)
     if timeout is not None:
         values["timeout"] = float(timeout)
+    if give_to is not None:
+        values["give_to"] = os.fspath(give_to)
     return values
 
 
 def wake_options(
-    tags, from_checkpoint, on_restore_error: str, kv: str | None, weights_changed: bool, early: bool
+    tags, from_checkpoint, on_restore_error: str, kv: str | None, weights_changed: bool, early: bool, take_from
 ) -> dict:
     if early and from_checkpoint is not None:
         raise InvalidArgument("early with from_checkpoint", "wake the checkpoint without early")
@@ -213,6 +223,8 @@ def wake_options(
         values["kv"] = kv
     if early:
         values["early"] = True
+    if take_from is not None:
+        values["take_from"] = os.fspath(take_from)
     if tags is not None:
         values["tags"] = list(tags)
     if from_checkpoint is not None:

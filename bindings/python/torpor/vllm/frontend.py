@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator
+from concurrent.futures import InvalidStateError
 
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from torpor import errors
@@ -349,10 +351,28 @@ def has_unfinished_requests(engine: LLMEngine) -> bool:
 
 async def call_async(engine: AsyncLLM, method: str, options: dict | None = None):
     if data_parallel.has_several(engine.engine_core):
+        if options and ("give_to" in options or "take_from" in options):
+            raise Unsupported("a swap of data parallel engines", "put one to sleep, then wake the other")
         if not hasattr(engine, "torpor_ranks"):
             engine.torpor_ranks = data_parallel.Ranks(engine.engine_core, engine.vllm_config)
         return await engine.torpor_ranks.call(method, options or {})
     return _unwrap(await engine.engine_core.call_utility_async("torpor_call", method, options or {}))
+
+
+def end_calls(client) -> None:
+    """Who waits for an answer of an engine core that has ended is told so: vLLM leaves them waiting for ever."""
+    for waiting in list(getattr(client, "utility_results", {}).values()):
+        if isinstance(waiting, asyncio.Future):
+            with contextlib.suppress(RuntimeError):  # its loop has ended
+                waiting.get_loop().call_soon_threadsafe(_end_call, waiting)
+        else:
+            _end_call(waiting)
+
+
+def _end_call(waiting) -> None:
+    if not waiting.done():
+        with contextlib.suppress(InvalidStateError):  # it has just been answered
+            waiting.set_exception(EngineDeadError())
 
 
 async def attach(engine: AsyncLLM, request_id: str) -> AsyncGenerator[RequestOutput, None]:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 
 from torpor.errors import WrongState
 
-_POLL_SECONDS = 0.01  # at least between looks at what has arrived
+_LOOK_SECONDS = 0.01  # at least between looks at what has arrived,
+_LOOK_SHARE = 50  # and so many times what the last one took: ranks in other processes answer after their step
 
 
 class LateBlocks:
@@ -25,7 +26,7 @@ class LateBlocks:
         self._advance = advance
         self._late = set(blocks)
         self._lost: set[int] = set()
-        self._looked = 0.0
+        self._next_look = 0.0
         self.arrived = self.forgone = 0
         self.recomputed: list[str] = []  # requests that wanted a lost one
         if any(self._pool.blocks[block].ref_cnt > 0 for block in blocks):
@@ -64,9 +65,10 @@ class LateBlocks:
 
     def poll(self) -> None:
         """Before a step is scheduled."""
-        if (now := time.monotonic()) - self._looked >= _POLL_SECONDS:
-            self._looked = now
-            self._advance("none", [], [])
+        if (now := time.monotonic()) < self._next_look:
+            return
+        self._advance("none", [], [])
+        self._next_look = now + max(_LOOK_SECONDS, _LOOK_SHARE * (time.monotonic() - now))
 
     def found(self, request, look: Callable[[], tuple]) -> tuple:
         """What `look`, vLLM's search for a request's prefix, finds; its content is there."""

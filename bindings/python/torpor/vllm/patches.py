@@ -28,6 +28,7 @@ def install(patches: Patches, parts: tuple[str, ...]) -> None:
     _grammars(patches)
     _engine_core(patches)
     _front_ends(patches)
+    _ends_of_engine_cores(patches)
     _finish_reasons(patches)
     if "cpu" in parts:
         _worker(patches)
@@ -216,6 +217,21 @@ def _front_ends(patches: Patches) -> None:
         return stock_run(self, *args, **kwargs)
 
     patches.set(LLM, "_run_engine", run_engine)
+
+
+def _ends_of_engine_cores(patches: Patches) -> None:
+    """The client closes when its engine core has ended."""
+    from vllm.v1.engine.core_client import MPClient
+
+    stock = MPClient.shutdown
+
+    def shutdown(self, timeout=None) -> None:
+        try:
+            stock(self, timeout)
+        finally:
+            frontend.end_calls(self)
+
+    patches.set(MPClient, "shutdown", shutdown)
 
 
 def _routed(ours, theirs):

@@ -17,7 +17,7 @@ from torpor.errors import InvalidArgument
 
 logger = logging.getLogger("torpor")
 
-_DIRECTORY = "/dev/shm"  # never written back to a disk
+DIRECTORY = "/dev/shm"  # never written back to a disk
 _SECONDS = 0.1  # between two looks
 
 
@@ -56,7 +56,7 @@ def watched(watcher: Watcher | None, values: dict) -> Iterator[dict]:
         return
     if not callable(watcher):
         raise InvalidArgument(f"progress is {watcher!r}", "give a function that takes a Progress")
-    with tempfile.TemporaryDirectory(prefix="torpor-", dir=_DIRECTORY if os.path.isdir(_DIRECTORY) else None) as folder:
+    with tempfile.TemporaryDirectory(prefix="torpor-", dir=DIRECTORY if os.path.isdir(DIRECTORY) else None) as folder:
         path = os.path.join(folder, "progress")
         page = _core.ProgressFile(path)
         ended = threading.Event()

@@ -71,6 +71,11 @@ ENGINE = (
                 fields="engine_core",
             ),
             Class(
+                "MPClient",
+                calls={"shutdown": "self, timeout=None"},
+                fields="utility_results",
+            ),
+            Class(
                 "SyncMPClient",
                 calls={
                     "call_utility": "self, method, *args",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from contextvars import ContextVar
@@ -21,7 +22,7 @@ from torpor.vllm.frontend import Report
 from torpor.vllm.options import Options
 from torpor.vllm.plugin import holds_memory_of
 from torpor.vllm.progress import Watcher
-from torpor.vllm.server import access, ending
+from torpor.vllm.server import access, ending, hosts
 from torpor.vllm.server.automatic import Automatic
 from torpor.vllm.server.metrics import Metrics
 from torpor.vllm.server.recorder import Nobody, Recorder
@@ -32,6 +33,7 @@ logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own n
 
 let_in: ContextVar[bool] = ContextVar("torpor_let_in", default=False)  # set by the Gate for a call that it let in
 _WAIT_SECONDS = 0.01  # between looks whether requests have ended
+_LATE_SECONDS = 0.5  # between looks whether an early wake is over
 
 # A new process would meet the same: the checkpoint, the key or the configuration is what has to change.
 _RESTART_CANNOT_HELP = ("incompatible", "corruption", "unauthenticated", "unsupported", "invalid_argument", "not_found")
@@ -107,6 +109,7 @@ class Server:
             raise Unsupported("several API servers or data parallel engines", "use one API server and one engine")
         self._automatic.check()
         fingerprint = await self.engine.torpor("fingerprint")
+        await hosts.check_directory(self)
         pulled = ""
         if self.settings.remote:
             self.remote = Remote(self.settings, self.options)
@@ -291,7 +294,7 @@ class Server:
 
     # --- sleep, wake, checkpoint --------------------------------------------------------------------------------------
 
-    def _only_one(self) -> asyncio.Lock:
+    def only_one(self) -> asyncio.Lock:
         """Two operators do not mean the same; the server's own checkpoint is waited for."""
         if self.operation.locked() and not self._automatic.checkpointing:
             raise Busy(f"the server is {self.state}, another operation is in progress", "wait for that to end")
@@ -302,20 +305,23 @@ class Server:
     async def sleep(
         self, level: int = 1, mode: str = "abort", preserve_state: bool = True, to: str = "host", **options
     ) -> Report:
-        async with self._only_one():
-            before = self.state
-            self.enter("falling asleep")
-            try:
-                if mode == "wait" and not preserve_state:
-                    await self._requests_ended(before)
-                    mode = "abort"  # there is none left
-                report = await self.sleep_now(level, mode, preserve_state, to, options)
-            except BaseException as problem:
-                self.metrics.failed("sleep", to)
-                await self._after_failure(problem, before)
-                raise
-            self.enter("asleep" if report.changed else before)
-            return report
+        async with self.only_one():
+            return await self.fall_asleep(level, mode, preserve_state, to, options)
+
+    async def fall_asleep(self, level: int, mode: str, preserve_state: bool, to: str, options: dict) -> Report:
+        before = self.state
+        self.enter("falling asleep")
+        try:
+            if mode == "wait" and not preserve_state:
+                await self._requests_ended(before)
+                mode = "abort"  # there is none left
+            report = await self.sleep_now(level, mode, preserve_state, to, options)
+        except BaseException as problem:
+            self.metrics.failed("sleep", to)
+            await self._after_failure(problem, before)
+            raise
+        self.enter("asleep" if report.changed else before)
+        return report
 
     async def sleep_now(self, level: int, mode: str, preserve_state: bool, to: str, options: dict) -> Report:
         while self._adding > 0:
@@ -335,7 +341,7 @@ class Server:
 
     async def sleep_deeper(self) -> Report:
         """From host memory to disk. It wakes on the way: where the device has no room for that it stays as it is."""
-        async with self._only_one():
+        async with self.only_one():
             before = self.state
             self.enter("falling asleep")
             try:
@@ -366,19 +372,28 @@ class Server:
         kv: str | None = None,
         progress: Watcher | None = None,
         early: bool = False,
+        take_from: str | None = None,
     ) -> Report:
-        async with self._only_one():
+        async with self.only_one():
             before = self.state
             self.enter("waking")
             try:
-                report = await self.engine.wake_up(tags, kv=kv, progress=progress, early=early)
+                report = await self.engine.wake_up(tags, kv=kv, progress=progress, early=early, take_from=take_from)
             except BaseException as problem:
                 self.metrics.failed("wake", "host")
                 await self._after_failure(problem, before)
                 raise
             self.enter("awake" if report.fully_awake else "asleep")
             self.metrics.record("wake", "host", report)
+            if report.get("late_blocks", 0) > 0:
+                self.run(self._until_none_is_late())
             return report
+
+    async def _until_none_is_late(self) -> None:
+        """Steps look what has arrived, and an idle engine takes none. The copy that it comes from is given back so."""
+        with contextlib.suppress(Error, EngineDeadError):
+            while self.state == "awake" and (await self.engine.torpor("continue_wake"))["left"] > 0:
+                await asyncio.sleep(_LATE_SECONDS)
 
     async def _after_failure(self, problem: BaseException, before: str) -> None:
         """An engine that could not undo what failed runs no more; a new process goes on from its checkpoint and log."""
@@ -394,7 +409,7 @@ class Server:
                 self.enter(before)
 
     async def checkpoint(self, progress: Watcher | None = None) -> Report:
-        async with self._only_one():
+        async with self.only_one():
             if self.state != "awake":
                 raise WrongState(f"the server is {self.state}", "wake it, or let it sleep to disk")
             try:

@@ -81,7 +81,7 @@ ROUTES: dict[tuple[str, str], Rule] = (
     | _all(Who.OPERATOR, Asleep.SERVED, "GET /torpor/state", "GET /torpor/checkpoints", "POST /torpor/plan")
     | _all(
         Who.ADMIN, Asleep.SERVED,
-        "POST /sleep", "POST /wake_up", "POST /torpor/checkpoint", "POST /torpor/console/{method}",
+        "POST /sleep", "POST /wake_up", "POST /swap", "POST /torpor/checkpoint", "POST /torpor/console/{method}",
         "POST /abort_requests", "POST /start_profile", "POST /stop_profile", "POST /reset_mm_cache",
         "POST /init_weight_transfer_engine", "POST /shutdown_weight_transfer_engine",
     )

@@ -23,7 +23,7 @@ from torpor.errors import Error, InvalidArgument
 from torpor.vllm import tracing
 from torpor.vllm.compat import lookup
 from torpor.vllm.progress import Watcher
-from torpor.vllm.server import front
+from torpor.vllm.server import front, swapping
 from torpor.vllm.server.front import summary
 from torpor.vllm.server.life import Server
 from torpor.vllm.weight_updates import kv_option
@@ -92,10 +92,12 @@ def routes() -> APIRouter:
         kv: Literal["recompute", "keep", "abort", None] = None,
         weights_changed: bool = False,
         early: bool = False,
+        take_from: str | None = None,
     ) -> Response:
         async def call(progress: Watcher | None) -> dict:
+            kv_of_old = kv_option(kv, weights_changed)
             with recorded("wake"):
-                report = await server(raw_request).wake_up(tags, kv_option(kv, weights_changed), progress, early)
+                report = await server(raw_request).wake_up(tags, kv_of_old, progress, early, take_from)
             return {"status": "awake" if report.fully_awake else "sleeping", "tags": tags} | summary(report)
 
         return await answered(call, raw_request)
@@ -169,6 +171,16 @@ def routes() -> APIRouter:
     ) -> Response:
         async def call(_progress) -> dict:
             return await front.plan(server(raw_request), level, preserve_state, to)
+
+        return await answered(call, raw_request)
+
+    @router.post("/swap")
+    async def swap(raw_request: Request, to: str) -> Response:
+        """`to`: the address of the other server."""
+
+        async def call(progress: Watcher | None) -> dict:
+            with recorded("sleep"):
+                return await swapping.swap(server(raw_request), to, raw_request.headers, progress)
 
         return await answered(call, raw_request)
 
@@ -332,7 +344,7 @@ async def _with_progress(task: asyncio.Task, so_far: dict) -> AsyncIterator[str]
         yield f"event: progress\ndata: {json.dumps(told)}\n\n"
     try:
         result = await task
-        for phase in result.get("phases", []):
+        for phase in result.get("phases", result.get("slept", {}).get("phases", [])):
             yield f"event: phase\ndata: {json.dumps(phase)}\n\n"
         yield f"event: done\ndata: {json.dumps(result)}\n\n"
     except Error as problem:

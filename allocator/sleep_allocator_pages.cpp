@@ -1,0 +1,70 @@
+// SleepAllocator: memory that goes and comes page by page.
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "allocator/sleep_allocator.h"
+#include "allocator/sleep_allocator_inside.h"
+
+namespace torpor {
+
+std::vector<DevicePage> SleepAllocator::pages_of(std::span<const std::string> tags) const {
+  std::vector<DevicePage> pages;
+  for (const std::string& tag : tags) {
+    for (const RegionInfo& region : regions_of(tag)) {
+      for (uint64_t offset = 0; offset < region.reserved_bytes; offset += options_.handle_bytes)
+        pages.push_back({region.address, offset, std::min(options_.handle_bytes, region.reserved_bytes - offset)});
+    }
+  }
+  return pages;
+}
+
+// Calls `call` with the page's region, which is in one of these states and stays in it.
+template <class Call>
+Status SleepAllocator::on_page(const DevicePage& page, std::initializer_list<RegionState> allowed, const Call& call) {
+  const std::optional<RegionInfo> wanted = region_at(page.region);
+  const Error unknown{.code = Code::kNotFound,
+                      .what = fmt::format("no page begins at {:#x}", page.address()),
+                      .next_step = "name what pages_of() returned"};
+  if (!wanted) return unknown;
+  const Hold hold(*this, Tags{wanted->tag});
+  Region* region = nullptr;
+  RegionState state{};
+  {
+    const MutexLock lock(mutex_);
+    const auto found = regions_.find(page.region);
+    if (found == regions_.end() || found->second->info.tag != wanted->tag) return unknown;
+    region = found->second.get();
+    state = region->info.state;
+    if (std::find(allowed.begin(), allowed.end(), state) == allowed.end())
+      return wrong_state(region->info, name(*allowed.begin()));
+  }
+  Status done = call(*region);
+  if (!done) settle({&region, 1}, state);
+  return done;
+}
+
+Status SleepAllocator::give_page(const DevicePage& page) {
+  return on_page(page, {RegionState::kSaving}, [&](Region& region) {
+    return region.find(page.offset) == region.handles.end() ? ok() : region.give(device_, page.offset);
+  });
+}
+
+Status SleepAllocator::take_page(const DevicePage& page) {
+  return on_page(page, {RegionState::kSaving, RegionState::kAttaching},
+                 [&](Region& region) { return region.take(device_, page.offset, page.size_bytes); });
+}
+
+Status SleepAllocator::begin_attach_by_page(std::span<const std::string> tags) {
+  const Hold hold(*this, tags);
+  TORPOR_ASSIGN(std::vector<Region*> selected,
+                select(tags, {RegionState::kDetached, RegionState::kAttaching, RegionState::kRestoring}));
+  {
+    const MutexLock lock(mutex_);
+    std::erase_if(selected, [](const Region* region) { return region->info.state != RegionState::kDetached; });
+  }
+  settle(selected, RegionState::kAttaching);
+  return ok();
+}
+
+}  // namespace torpor

@@ -1,0 +1,91 @@
+// RoomFile: device memory that one engine gives and another takes, rank by rank: a page of a file that the processes of
+// both map. Rank r of both is on the same device. What was taken is never more than what was given and lent, so that
+// both together never have more than the larger of them.
+//
+// Where each engine has a process of its own, both take a side. Each says how far it is and waits for the other; that
+// the other's process has ended is seen by a lock on the file, which goes with the process.
+//
+// Threads and processes: any. Only take(), wait_for_more(), wait_for() and wait_for_end() wait; who gives never does.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "base/shared_page.h"
+#include "base/status.h"
+
+namespace torpor {
+
+class RoomFile {
+ public:
+  static constexpr size_t kMostRanks = 64;
+  enum class Side : uint8_t { kGives, kTakes };
+  enum class Stage : uint32_t {
+    kNone,
+    kHere,    // it has taken its side
+    kReady,   // who gives stands still; who takes has all its content back, and does not run yet
+    kDone,    // who gives is asleep; who takes runs
+    kFailed,  // it holds nothing of the other's
+  };
+
+  static Result<std::unique_ptr<RoomFile>> create(const std::string& path);  // the caller removes it
+  // The path may come from another process. kInvalidArgument: it is not absolute; kFailedPrecondition: others than this
+  // user can write the file or its directory; kCorruption: not such a file.
+  static Result<std::unique_ptr<RoomFile>> open(const std::string& path);
+  ~RoomFile();
+
+  // Takes a side until this object, or the process, ends. kFailedPrecondition: somebody has it, or the other side has
+  // another number of ranks.
+  Status join(Side side, size_t ranks);
+  void say(Stage stage) noexcept;  // of the side that was taken
+  // Waits until the other side is so far. kAborted: after stop(), or it cannot come any more: it failed, its process
+  // ended, or it never came and the process that made the file has ended. `go_on` is asked several times a second.
+  Status wait_for(Stage stage, const std::function<Status()>& go_on = {});
+  // Waits until the other side is done, which is true, or has failed, or is no more.
+  bool wait_for_end() noexcept;
+  bool other_ended() const noexcept;        // the other side's process did, without a word
+  bool has_come(Side side) const noexcept;  // somebody took it, who may have left since
+  Error stopped() const;                    // why neither goes on
+
+  // Who gives. What it will have given in the end, before anybody takes.
+  Status promise(size_t rank, uint64_t bytes);
+  Status give(size_t rank, uint64_t bytes) noexcept;  // they are free now. kAborted after stop()
+  void end() noexcept;                                // nothing more comes
+
+  // Who takes. It needs so much in all: what was not promised of that is lent.
+  Status need(size_t rank, uint64_t bytes);
+  // Waits until so much is free, which is its own then. kAborted after stop(); kResourceExhausted after end().
+  Status take(size_t rank, uint64_t bytes);
+  // Waits until more than `seen` was given. False: nothing more comes. kAborted after stop().
+  Result<bool> wait_for_more(size_t rank, uint64_t seen);
+
+  uint64_t given(size_t rank) const noexcept;
+  // Either: neither gives nor takes from now on. False: that was so already.
+  bool stop() noexcept;           // by the side that was taken, if one was
+  bool stop(Side side) noexcept;  // by that side, taken or not
+  // The side that stopped it, or ended without a word; none: nobody did, or no side was taken.
+  std::optional<Side> stopped_by() const noexcept;
+
+ private:
+  struct Page;
+  RoomFile(std::unique_ptr<SharedPage> page, int locks);
+  static Status check(size_t rank);
+  Side other() const noexcept;  // than the one that was taken
+  Stage stage(Side side) const noexcept;
+  bool held(int lock) const noexcept;
+  bool ended(Side side) const noexcept;       // its process did, without a word
+  bool stopped_or(Side ended_side) noexcept;  // it was stopped, and is where that side's process ended
+  bool stop_by(uint32_t whom) noexcept;
+  void tell() noexcept;
+  void wait(uint32_t seen) const noexcept;  // for a change, and not for long: nobody tells of a process that ends
+
+  const std::unique_ptr<SharedPage> shared_;
+  Page& page_;
+  const int locks_;  // a descriptor: one byte for each side, and one for who made the file
+  std::optional<Side> side_;
+};
+
+}  // namespace torpor

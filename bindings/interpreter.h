@@ -1,0 +1,17 @@
+// Whether Python can still be called.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace torpor {
+
+// Then a thread that asks for the interpreter's lock would be ended where it stands.
+inline bool interpreter_ends() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+}  // namespace torpor

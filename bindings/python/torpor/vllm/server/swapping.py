@@ -1,0 +1,197 @@
+"""POST /swap: this server falls asleep while another one of this host wakes on the memory that this one gives.
+
+Each has its engine do its half (../exchange.py). This one makes the room and asks the other one to come by its own
+POST /wake_up. Nothing has changed here before it has come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+import aiohttp
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from torpor import _core, errors
+from torpor.errors import Aborted, Error, InvalidArgument, NotEnoughRoom, TimedOut, WrongState
+from torpor.vllm import exchange
+from torpor.vllm.frontend import Report
+from torpor.vllm.progress import Watcher
+from torpor.vllm.server.front import summary
+
+_COMES_SECONDS = 30.0  # the other one, before this one stands still for it
+_LAST_WORD_SECONDS = 30.0  # of the other one, once this half is over
+_MEMORY_SECONDS = 30.0  # what a process had is free some time after its end
+_CONNECT_SECONDS = 10.0
+_LOOK_SECONDS = 0.005
+_RETRY_SECONDS = 0.5
+_PASSED_ON = ("Authorization", "traceparent", "tracestate")
+
+
+async def swap(server, to: str, headers: Mapping[str, str], progress: Watcher | None) -> dict:
+    """`headers` of the call: the other server is asked with the same key. It goes on to its end without its caller."""
+    other = Other(await address_of(to), headers)
+    return await asyncio.shield(server.run(_swap(server, other, progress)))
+
+
+async def _swap(server, other: Other, progress: Watcher | None) -> dict:
+    began = time.monotonic()
+    async with server.only_one():
+        if server.state != "awake":
+            raise WrongState(f"this server is {server.state}", "wake it, or ask the one that serves")
+        with exchange.room() as (room, path):
+            comes = asyncio.ensure_future(exchange.told(room, "takes", other.wake_up(path)))
+            slept, failed = None, None
+            try:
+                await exchange.told(room, "gives", _come(room, comes, other))
+                slept = await exchange.told(room, "gives", _give(server, path, progress))
+            except Error as problem:
+                failed = problem
+            woken, lost = await _last_word(comes, other, _LAST_WORD_SECONDS if room.has_come("takes") else 0)
+            if failed is not None:
+                raise failed if lost is None or room.stopped_by() == "gives" else lost
+    if lost is not None:
+        await _asleep_alone(server, other, lost)
+    seconds = round(time.monotonic() - began, 6)
+    return {"status": "sleeping", "to": other.url, "seconds": seconds, "slept": summary(slept), "woken": woken}
+
+
+async def _come(room: _core.RoomFile, comes: asyncio.Future, other: Other) -> None:
+    deadline = time.monotonic() + _COMES_SECONDS
+    while not room.has_come("takes"):
+        if comes.done():
+            raise Aborted(f"{other} does not come", "see its error")
+        if time.monotonic() > deadline:
+            raise TimedOut(f"{other} has not come in {_COMES_SECONDS:g} s", "see what it does, and try again")
+        await asyncio.sleep(_LOOK_SECONDS)
+
+
+async def _give(server, path: str, progress: Watcher | None) -> Report:
+    if server.state != "awake":
+        raise WrongState(f"this server is {server.state}")
+    try:
+        return await server.fall_asleep(1, "abort", True, "host", {"give_to": path, "progress": progress})
+    except Error as problem:
+        raise _of("this server", problem) from None
+    except EngineDeadError:
+        raise Aborted("this server: its engine core has ended", "start it again", state_changed=True) from None
+
+
+async def _last_word(comes: asyncio.Future, other: Other, seconds: float) -> tuple[dict | None, Error | None]:
+    """Report of the other one, or its error. This half is over."""
+    await asyncio.wait({comes}, timeout=seconds)
+    if not comes.done():
+        comes.cancel()
+        return None, Aborted(f"{other} does not answer", "see what it does")
+    problem = comes.exception()
+    return (None, problem) if isinstance(problem, Error) else (comes.result(), None)
+
+
+async def _asleep_alone(server, other: Other, lost: Error) -> None:
+    """Both halves came to their end, but nobody knows of the other server. If it has ended, this one serves again."""
+    if await other.is_there():
+        raise Aborted(f"{lost.what}; this server is asleep", "see whether the other one serves", state_changed=True)
+    deadline = time.monotonic() + _MEMORY_SECONDS
+    while True:
+        try:
+            await server.wake_up()
+            break
+        except NotEnoughRoom as problem:
+            if time.monotonic() > deadline:
+                what = f"{lost.what}; this server stays asleep: {problem.what}"
+                raise NotEnoughRoom(what, problem.next_step, state_changed=True) from None
+        await asyncio.sleep(_RETRY_SECONDS)
+    raise Aborted(f"{lost.what}; this server serves on", lost.next_step)
+
+
+class Other:
+    """The other server, as this one asks it."""
+
+    def __init__(self, url: str, headers: Mapping[str, str]):
+        self.url = url
+        self._headers = {name: headers[name] for name in _PASSED_ON if name in headers}
+
+    def __str__(self) -> str:
+        return f"the server at {self.url}"
+
+    def _session(self, seconds: float | None = None) -> aiohttp.ClientSession:
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
+        return aiohttp.ClientSession(headers=self._headers, timeout=timeout)
+
+    async def wake_up(self, path: str) -> dict:
+        """Its report. Raises its error, or why there is none."""
+        try:
+            async with self._session() as session:
+                asked = session.post(f"{self.url}/wake_up", params={"take_from": path}, allow_redirects=False)
+                async with asked as answer:
+                    status, content = answer.status, await _json(answer)
+        except (aiohttp.ClientConnectorError, TimeoutError) as problem:
+            raise Aborted(f"{self} cannot be reached: {problem}", "see whether it runs, and where") from None
+        except (aiohttp.ClientError, OSError) as problem:
+            raise Aborted(f"{self} broke off: {problem or type(problem).__name__}", "see its log") from None
+        if status == 200 and "status" in content:
+            return content
+        raise self._error(status, content.get("error"))
+
+    def _error(self, status: int, told) -> Error:
+        if status in (401, 403):
+            return WrongState(f"{self} refuses this admin key ({status})", "give both servers the same admin key")
+        if isinstance(told, dict) and "what" in told:
+            what, next_step = f"{self}: {told['what']}", str(told.get("next_step", ""))
+            return errors.make(str(told.get("code")), what, next_step, state_changed=told.get("state_changed") is True)
+        message = told.get("message") if isinstance(told, dict) else None
+        return Aborted(f"{self} answers {status}: {message or 'it is no server of torpor'}", "see its log")
+
+    async def is_there(self) -> bool:
+        """Its process is, whatever it does."""
+        try:
+            async with self._session(_CONNECT_SECONDS) as session, session.get(f"{self.url}/is_sleeping"):
+                return True
+        except TimeoutError:
+            return True
+        except (aiohttp.ClientError, OSError):
+            return False
+
+
+async def _json(answer: aiohttp.ClientResponse) -> dict:
+    try:
+        content = await answer.json(content_type=None)
+    except ValueError:
+        content = None
+    return content if isinstance(content, dict) else {}
+
+
+def _of(who: str, problem: Error) -> Error:
+    what = f"{who}: {problem.what}"
+    return errors.make(problem.code, what, problem.next_step, problem.origin, problem.native, problem.state_changed)
+
+
+async def address_of(to: str) -> str:
+    """`to`, if that is the address of a server of this host. InvalidArgument otherwise: nobody else is sent the key."""
+    example = "give that of another server of this host, like http://127.0.0.1:8001"
+    try:
+        parts = urlsplit(to)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = parts = None
+    if not host or parts.scheme not in ("http", "https") or parts.username or parts.query or parts.fragment:
+        raise InvalidArgument(f"{to!r} is not the address of a server", example)
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as problem:
+        raise InvalidArgument(f"{host!r} is no host that is known here: {problem}", example) from None
+    if not all(_is_of_this_host(family, address) for family, _, _, _, address in found):
+        raise InvalidArgument(f"{host!r} is not this host", example)
+    return to.rstrip("/")
+
+
+def _is_of_this_host(family: int, address: tuple) -> bool:
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address[0], 0, *address[2:]))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,108 @@
+// Answers that change nothing: requests and events.
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "console/control.h"
+#include "console/request_story.h"
+
+namespace torpor::console {
+namespace {
+
+using Json = nlohmann::ordered_json;
+using nlohmann::json;
+
+constexpr uint64_t kMostAnswered = 10'000;
+
+uint64_t whole_number(const json& params, const char* name, uint64_t otherwise) {
+  return static_cast<uint64_t>(params.value(name, static_cast<double>(otherwise)));
+}
+uint64_t limit_of(const json& params, uint64_t otherwise) {
+  return std::min(whole_number(params, "limit", otherwise), kMostAnswered);
+}
+
+SourceEvents all_of(const EventRing& ring, EventReader& reader) {
+  SourceEvents all{.source = ring.source()};
+  reader.read(all.events);
+  return all;
+}
+
+// By one of slot_orders(). kInvalidArgument lists them.
+Status sort_rows(Json& rows, const std::string& order, bool inverted) {
+  const auto orders = slot_orders();
+  if (!order.empty() && std::find(orders.begin(), orders.end(), order) == orders.end())
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("sort is \"{}\"", order),
+                 .next_step = fmt::format("use one of: {}", fmt::join(orders, ", "))};
+  if (!order.empty())
+    std::stable_sort(rows.begin(), rows.end(), [&](const Json& a, const Json& b) { return a[order] < b[order]; });
+  if (inverted) std::reverse(rows.begin(), rows.end());
+  return ok();
+}
+
+}  // namespace
+
+Result<Json> Control::slots(const json& params) {
+  const std::string match = params.value("match", "");
+  Json all = now().to_json();
+  Json rows = Json::array();
+  for (Json& row : all["slots"]) {
+    const bool wanted = match.empty() ||
+                        row["request"].get_ref<const std::string&>().find(match) != std::string::npos ||
+                        row["state"].get_ref<const std::string&>().find(match) != std::string::npos;
+    if (wanted) rows.push_back(std::move(row));
+  }
+  TORPOR_TRY(sort_rows(rows, params.value("sort", ""), params.value("invert", false)));
+  if (const uint64_t limit = limit_of(params, kMostAnswered); rows.size() > limit)
+    rows.erase(rows.begin() + static_cast<std::ptrdiff_t>(limit), rows.end());
+  return Json{{"slots", std::move(rows)}, {"at", reader_.next() - 1}};
+}
+
+Result<Json> Control::events(const json& params) {
+  const uint64_t limit = limit_of(params, 1000);
+  const uint64_t after = whole_number(params, "after", 0);
+  const uint64_t until = params.contains("until") ? whole_number(params, "until", 0) : UINT64_MAX;
+  if (until < after)
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("until is {}, before after, {}", until, after),
+                 .next_step = "give two sequences in their order"};
+  TORPOR_ASSIGN(
+      EventExport writer,
+      EventExport::create(
+          {.types = params.value("types", ""), .match = params.value("match", ""), .after = after, .until = until}));
+  EventReader reader(ring_);
+  const std::vector<SourceEvents> all = {all_of(ring_, reader)};
+  Json found = Json::array();
+  uint64_t next = std::min(reader.next() - 1, until);
+  (void)writer.write(all, EventExport::Format::kNdjson, [&](std::string_view line) {
+    if (found.size() >= limit) return false;
+    found.push_back(Json::parse(line, nullptr, false));
+    return true;
+  });
+  if (found.size() >= limit && !found.empty()) next = found.back().value("sequence", next);
+  return Json{{"events", std::move(found)}, {"next", next}, {"lost", reader.lost()}};
+}
+
+Result<Json> Control::request(const json& params) {
+  const std::string wanted = params.value("request", "");
+  if (wanted.empty())
+    return Error{.code = Code::kInvalidArgument, .what = "which request?", .next_step = "give request=NAME"};
+  EventReader reader(ring_);
+  TORPOR_ASSIGN(Json story, request_story(all_of(ring_, reader), wanted, limit_of(params, 1000)));
+  Json all = {{"request", wanted}, {"slot", nullptr}};
+  Json rows = now().to_json()["slots"];
+  for (Json& row : rows) {
+    if (row["request"] == wanted) all["slot"] = std::move(row);
+  }
+  all.update(story);
+  Json standing = stops();
+  all["stops"] = Json::array();
+  for (Json& stop : standing["stops"]) {
+    if (stop["request"] == wanted) all["stops"].push_back(std::move(stop));
+  }
+  all["at"] = reader.next() - 1;
+  all["lost"] = reader.lost();
+  return all;
+}
+
+}  // namespace torpor::console

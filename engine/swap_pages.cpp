@@ -1,0 +1,47 @@
+#include "engine/swap_pages.h"
+
+namespace torpor {
+
+PageTaker::PageTaker(SleepAllocator& allocator, const std::vector<std::string>& tags, RoomFile& room, size_t rank)
+    : allocator_(allocator), room_(room), rank_(rank), tags_(tags), pages_(allocator, tags), there_(pages_.size()) {}
+
+Status PageTaker::begin() {
+  uint64_t bytes = 0;
+  for (size_t page = 0; page < pages_.size(); ++page) bytes += pages_[page].size_bytes;
+  return room_.need(rank_, bytes);
+}
+
+// The device may be slow to have what was given, or somebody else may have it: that shows as want of memory, which
+// counts only when nothing more comes.
+Status PageTaker::take(size_t page) {
+  TORPOR_TRY(room_.take(rank_, pages_[page].size_bytes));
+  for (bool more = true;;) {
+    const uint64_t seen = room_.given(rank_);
+    Status taken = allocator_.take_page(pages_[page]);
+    if (taken) break;
+    if (taken.error().code != Code::kResourceExhausted || !more) return taken;
+    TORPOR_ASSIGN(more, room_.wait_for_more(rank_, seen));
+  }
+  there_[page] = true;
+  return ok();
+}
+
+Status PageTaker::take_for(const ChunkPlan& plan) {
+  Status taken;
+  pages_.each_of(plan, [&](size_t page) {
+    if (taken && !there_[page]) taken = take(page);
+  });
+  return taken;
+}
+
+Status PageTaker::take_all() {
+  for (size_t page = 0; page < pages_.size(); ++page) {
+    if (!there_[page]) TORPOR_TRY(take(page));
+  }
+  for (const std::string& tag : tags_) {
+    for (const RegionInfo& region : allocator_.regions_of(tag)) TORPOR_TRY(allocator_.attach_region(region.address));
+  }
+  return ok();
+}
+
+}  // namespace torpor

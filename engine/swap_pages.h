@@ -1,0 +1,66 @@
+// The memory of a rank page by page, while an engine gives it to another one (engine/region_images_swap.cpp): which
+// pages have bytes that are still to be copied, and which have to be there before bytes are.
+//
+// Owner: one order to a rank. Threads: one.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "allocator/sleep_allocator.h"
+#include "base/room_file.h"
+#include "offload/chunk.h"
+
+namespace torpor {
+
+class SwapPages {
+ public:
+  SwapPages(const SleepAllocator& allocator, std::span<const std::string> tags) : pages_(allocator.pages_of(tags)) {
+    std::sort(pages_.begin(), pages_.end(),
+              [](const DevicePage& a, const DevicePage& b) { return a.address() < b.address(); });
+  }
+  size_t size() const { return pages_.size(); }
+  const DevicePage& operator[](size_t page) const { return pages_[page]; }
+  uint64_t most_bytes() const {  // of one
+    uint64_t most = 1;
+    for (const DevicePage& page : pages_) most = std::max(most, page.size_bytes);
+    return most;
+  }
+  // Calls `use` with the number of each page in which a piece of `plan` lies, once for each piece.
+  template <class Use>
+  void each_of(const ChunkPlan& plan, const Use& use) const {
+    for (const DevicePiece& piece : plan.pieces) {
+      auto page = std::upper_bound(pages_.begin(), pages_.end(), piece.address,
+                                   [](uint64_t at, const DevicePage& each) { return at < each.address(); });
+      if (page != pages_.begin()) --page;
+      for (; page != pages_.end() && page->address() < piece.address + piece.bytes; ++page)
+        use(static_cast<size_t>(page - pages_.begin()));
+    }
+  }
+
+ private:
+  std::vector<DevicePage> pages_;
+};
+
+// The pages of tags that are attaching, each taken when somebody wants it and the other engine has given as much.
+class PageTaker {
+ public:
+  // All but the tags outlive it.
+  PageTaker(SleepAllocator& allocator, const std::vector<std::string>& tags, RoomFile& room, size_t rank);
+  Status begin();  // says how much it needs
+  Status take_for(const ChunkPlan& plan);
+  Status take_all();
+  uint64_t page_bytes() const { return pages_.most_bytes(); }
+
+ private:
+  Status take(size_t page);
+
+  SleepAllocator& allocator_;
+  RoomFile& room_;
+  const size_t rank_;
+  const std::vector<std::string> tags_;
+  const SwapPages pages_;
+  std::vector<bool> there_;
+};
+
+}  // namespace torpor

@@ -1,0 +1,151 @@
+// TransferEngine: jobs that are waited for, all of them or nothing.
+#include <fmt/format.h>
+
+#include "offload/transfer_engine.h"
+
+namespace torpor {
+namespace {
+
+std::vector<ChunkTransfer> transfers_of(std::span<const ChunkPlan> plans) {
+  std::vector<ChunkTransfer> chunks(plans.size());
+  for (size_t i = 0; i < plans.size(); ++i) chunks[i].plan = &plans[i];
+  return chunks;
+}
+
+}  // namespace
+
+Result<JobId> TransferEngine::submit_watched(Job job) {
+  job.all_or_nothing = true;
+  {
+    const MutexLock lock(mutex_);
+    job.progress = progress_;
+  }
+  if (job.progress != nullptr) {
+    TORPOR_TRY(job.progress->check());
+    for (const ChunkTransfer& chunk : job.chunks) job.progress->expect(chunk.plan->bytes());
+  }
+  return submit(std::move(job));
+}
+
+Result<std::vector<ChunkTransfer>> TransferEngine::wait_watched(JobId id) {
+  JobResult result = wait(id);
+  if (!result.status) {
+    std::shared_ptr<ProgressFile> progress;
+    {
+      const MutexLock lock(mutex_);
+      progress = progress_;
+    }
+    if (progress != nullptr && result.status.error().code == Code::kAborted) TORPOR_TRY(progress->check());
+    return std::move(result.status).error();
+  }
+  return std::move(result.chunks);
+}
+
+Result<std::vector<ChunkTransfer>> TransferEngine::submit_and_wait(Job job) {
+  TORPOR_ASSIGN(const JobId id, submit_watched(std::move(job)));
+  return wait_watched(id);
+}
+
+Result<std::vector<ChunkTransfer>> TransferEngine::do_in_background(Job job) {
+  job.urgency = Urgency::kOffload;
+  job.all_or_nothing = true;
+  TORPOR_ASSIGN(const JobId id, submit(std::move(job)));
+  JobResult result = wait(id);
+  if (!result.status) return std::move(result.status).error();
+  return std::move(result.chunks);
+}
+
+Result<std::vector<SavedChunk>> TransferEngine::put(std::span<const ChunkPlan> plans, Tier& target) {
+  return catching([&]() -> Result<std::vector<SavedChunk>> {
+    std::vector<SavedChunk> saved;
+    saved.reserve(plans.size());
+    TORPOR_ASSIGN(std::vector<ChunkTransfer> chunks,
+                  do_in_background({.kind = JobKind::kSave, .tier = &target, .chunks = transfers_of(plans)}));
+    for (ChunkTransfer& chunk : chunks) saved.push_back(std::move(chunk.saved));
+    return saved;
+  });
+}
+
+Status TransferEngine::move(std::span<const ChunkPlan> plans, std::span<SavedChunk> saved, Tier& source, Tier& target) {
+  return catching([&]() -> Status {
+    std::vector<ChunkTransfer> chunks = transfers_of(plans);
+    for (size_t i = 0; i < plans.size(); ++i) chunks[i].saved = saved[i];
+    TORPOR_ASSIGN(
+        std::vector<ChunkTransfer> moved,
+        do_in_background({.kind = JobKind::kMove, .tier = &target, .source = &source, .chunks = std::move(chunks)}));
+    for (size_t i = 0; i < plans.size(); ++i) saved[i] = std::move(moved[i].saved);
+    return ok();
+  });
+}
+
+Result<JobId> TransferEngine::begin_save(std::span<const ChunkPlan> plans, Tier& target) {
+  return catching([&]() -> Result<JobId> {
+    return submit_watched(
+        {.kind = JobKind::kSave, .tier = &target, .chunks = transfers_of(plans), .urgency = Urgency::kSleep});
+  });
+}
+
+Result<std::vector<SavedChunk>> TransferEngine::end_save(JobId part) {
+  return catching([&]() -> Result<std::vector<SavedChunk>> {
+    TORPOR_ASSIGN(std::vector<ChunkTransfer> chunks, wait_watched(part));
+    std::vector<SavedChunk> saved;
+    saved.reserve(chunks.size());
+    for (ChunkTransfer& chunk : chunks) saved.push_back(std::move(chunk.saved));
+    return saved;
+  });
+}
+
+Result<std::vector<SavedChunk>> TransferEngine::save(std::span<const ChunkPlan> plans, Tier& target) {
+  return catching([&]() -> Result<std::vector<SavedChunk>> {
+    TORPOR_TRY(usable());
+    uint64_t total = 0;
+    for (const ChunkPlan& plan : plans) total += plan.bytes();
+    TORPOR_TRY(target.prepare(total, plans.size()));
+    TORPOR_ASSIGN(const JobId all, begin_save(plans, target));
+    TORPOR_ASSIGN(std::vector<SavedChunk> saved, end_save(all));
+    TORPOR_TRY(target.finish());
+    return saved;
+  });
+}
+
+Result<JobId> TransferEngine::begin_restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans,
+                                            Tier& source) {
+  return catching([&]() -> Result<JobId> {
+    std::vector<ChunkTransfer> chunks = transfers_of(plans);
+    for (size_t i = 0; i < plans.size(); ++i) {
+      if (i >= saved.size() || saved[i].key != plans[i].key || saved[i].bytes != plans[i].bytes()) {
+        return Error{.code = Code::kIncompatible,
+                     .what = fmt::format("{} was not saved, or with another size", plans[i].key.to_string()),
+                     .next_step = "wake it into the engine configuration that saved it"};
+      }
+      chunks[i].saved = saved[i];
+    }
+    return submit_watched(
+        {.kind = JobKind::kRestore, .tier = &source, .chunks = std::move(chunks), .urgency = Urgency::kLoad});
+  });
+}
+
+Status TransferEngine::end_restore(JobId part) {
+  return catching([&]() -> Status {
+    TORPOR_TRY(wait_watched(part));
+    return ok();
+  });
+}
+
+Status TransferEngine::restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans, Tier& source) {
+  TORPOR_ASSIGN(const JobId all, begin_restore(saved, plans, source));
+  return end_restore(all);
+}
+
+Result<std::vector<Digest>> TransferEngine::digests(std::span<const ChunkPlan> plans) {
+  return catching([&]() -> Result<std::vector<Digest>> {
+    TORPOR_ASSIGN(
+        const std::vector<ChunkTransfer> chunks,
+        submit_and_wait({.kind = JobKind::kDigest, .chunks = transfers_of(plans), .urgency = Urgency::kSleep}));
+    std::vector<Digest> digests;
+    for (const ChunkTransfer& chunk : chunks) digests.push_back(chunk.saved.digest);
+    return digests;
+  });
+}
+
+}  // namespace torpor

@@ -1,0 +1,151 @@
+#include "base/room_file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <thread>
+
+#include "tests/support/results.h"
+#include "tests/support/temporary_directory.h"
+
+namespace torpor {
+namespace {
+
+using test::value_of;
+
+class RoomFileTest : public ::testing::Test {
+ protected:
+  test::TemporaryDirectory temporary_;
+  const std::string path_ = temporary_ / "room";
+  const std::unique_ptr<RoomFile> gives_ = value_of(RoomFile::create(path_));
+  const std::unique_ptr<RoomFile> takes_ = value_of(RoomFile::open(path_));
+};
+
+TEST_F(RoomFileTest, NoMoreIsTakenThanWasGivenAndLent) {
+  ASSERT_SUCCEEDS(gives_->promise(3, 100));
+  ASSERT_SUCCEEDS(takes_->need(3, 130));
+  ASSERT_SUCCEEDS(takes_->take(3, 30));  // lent
+  ASSERT_SUCCEEDS(gives_->give(3, 60));
+  ASSERT_SUCCEEDS(gives_->give(2, 1000));  // of another rank
+  ASSERT_SUCCEEDS(takes_->take(3, 50));
+  gives_->end();
+  EXPECT_FAILS(takes_->take(3, 11), Code::kResourceExhausted, "11 bytes of device memory are needed, and 10 are free");
+  EXPECT_SUCCEEDS(takes_->take(3, 10));
+  EXPECT_EQ(takes_->given(3), 60u);
+}
+
+TEST_F(RoomFileTest, WhoTakesWaitsForWhatIsGiven) {
+  constexpr uint64_t kPages = 1000;
+  std::thread giver([&] {
+    for (uint64_t page = 0; page < kPages; ++page) EXPECT_SUCCEEDS(gives_->give(0, 2));
+    gives_->end();
+  });
+  for (uint64_t page = 0; page < kPages; ++page) EXPECT_SUCCEEDS(takes_->take(0, 2));
+  giver.join();
+  EXPECT_TRUE(value_of(takes_->wait_for_more(0, 2 * kPages - 1)));
+  EXPECT_FALSE(value_of(takes_->wait_for_more(0, 2 * kPages)));
+}
+
+TEST_F(RoomFileTest, WhoWaitsIsToldThatTheOtherStopped) {
+  std::thread giver([&] { EXPECT_TRUE(gives_->stop()); });
+  EXPECT_FAILS(takes_->take(0, 1), Code::kAborted, "other engine");
+  giver.join();
+  EXPECT_FALSE(takes_->stop());
+  EXPECT_FAILS(gives_->give(0, 1), Code::kAborted, "other engine");
+  EXPECT_FAILS(takes_->wait_for_more(0, 0), Code::kAborted, "other engine");
+}
+
+TEST_F(RoomFileTest, EachSideWaitsForTheOther) {
+  using Stage = RoomFile::Stage;
+  std::unique_ptr<RoomFile> gives = value_of(RoomFile::open(path_));
+  EXPECT_FALSE(takes_->has_come(RoomFile::Side::kGives));
+  EXPECT_SUCCEEDS(gives->join(RoomFile::Side::kGives, 2));
+  EXPECT_TRUE(takes_->has_come(RoomFile::Side::kGives));
+  EXPECT_FAILS(gives_->join(RoomFile::Side::kGives, 2), Code::kFailedPrecondition, "has this side");
+  std::thread taker([&] {
+    EXPECT_SUCCEEDS(takes_->join(RoomFile::Side::kTakes, 2));
+    EXPECT_SUCCEEDS(takes_->wait_for(Stage::kReady));
+    takes_->say(Stage::kReady);
+    EXPECT_SUCCEEDS(takes_->wait_for(Stage::kDone));
+    EXPECT_TRUE(takes_->stop());  // too late for who is done
+    takes_->say(Stage::kDone);
+  });
+  EXPECT_SUCCEEDS(gives->wait_for(Stage::kHere));
+  gives->say(Stage::kReady);
+  EXPECT_SUCCEEDS(gives->wait_for(Stage::kReady));
+  EXPECT_FAILS(gives->wait_for(Stage::kDone, [] { return Error{.code = Code::kAborted, .what = "enough"}; }),
+               Code::kAborted, "enough");
+  gives->say(Stage::kDone);
+  EXPECT_TRUE(gives->wait_for_end());
+  taker.join();
+  EXPECT_TRUE(gives->has_come(RoomFile::Side::kTakes));
+  gives.reset();  // its end is none of an engine that was done
+  EXPECT_EQ(takes_->stopped_by(), RoomFile::Side::kTakes);
+  EXPECT_FALSE(takes_->other_ended());
+}
+
+TEST_F(RoomFileTest, WhoEndsWithoutAWordIsNoticedByWhoWaits) {
+  ASSERT_SUCCEEDS(gives_->promise(0, 100));
+  std::unique_ptr<RoomFile> gives = value_of(RoomFile::open(path_));
+  EXPECT_SUCCEEDS(gives->join(RoomFile::Side::kGives, 1));
+  EXPECT_SUCCEEDS(takes_->join(RoomFile::Side::kTakes, 1));
+  const std::unique_ptr<RoomFile> rank = value_of(RoomFile::open(path_));
+  std::thread ends([&] { gives.reset(); });
+  EXPECT_FAILS(rank->take(0, 1), Code::kAborted, "process of the other engine ended");
+  ends.join();
+  EXPECT_FAILS(takes_->wait_for(RoomFile::Stage::kReady), Code::kAborted, "process of the other engine ended");
+  EXPECT_EQ(takes_->stopped_by(), RoomFile::Side::kGives);
+  EXPECT_TRUE(takes_->other_ended());
+  EXPECT_FALSE(takes_->wait_for_end());
+}
+
+TEST_F(RoomFileTest, NobodyWaitsForWhoIsNotSentAnyMore) {
+  const std::string path = temporary_ / "made by somebody else";
+  std::unique_ptr<RoomFile> maker = value_of(RoomFile::create(path));
+  const std::unique_ptr<RoomFile> takes = value_of(RoomFile::open(path));
+  EXPECT_SUCCEEDS(takes->join(RoomFile::Side::kTakes, 1));
+  std::thread ends([&] { maker.reset(); });
+  EXPECT_FAILS(takes->wait_for(RoomFile::Stage::kReady), Code::kAborted, "other engine");
+  ends.join();
+  EXPECT_FALSE(takes->wait_for_end());
+}
+
+TEST_F(RoomFileTest, EnginesOfOtherRanksDoNotMeet) {
+  const std::unique_ptr<RoomFile> gives = value_of(RoomFile::open(path_));
+  EXPECT_SUCCEEDS(gives->join(RoomFile::Side::kGives, 1));
+  EXPECT_FAILS(takes_->join(RoomFile::Side::kTakes, 2), Code::kFailedPrecondition, "1 and 2 ranks");
+}
+
+// The path may come from another process.
+TEST_F(RoomFileTest, WhatOthersCanWriteIsNotOpened) {
+  ASSERT_EQ(::chmod(path_.c_str(), 0620), 0);
+  EXPECT_FAILS(RoomFile::open(path_), Code::kFailedPrecondition, "not a file of this user alone");
+  ASSERT_EQ(::chmod(path_.c_str(), 0600), 0);
+  ASSERT_EQ(::symlink(path_.c_str(), (temporary_ / "link").c_str()), 0);
+  EXPECT_FAILS(RoomFile::open(temporary_ / "link"), Code::kIo, "link");
+  ASSERT_EQ(::mkfifo((temporary_ / "pipe").c_str(), 0600), 0);
+  EXPECT_FAILS(RoomFile::open(temporary_ / "pipe"), Code::kFailedPrecondition, "not a file of this user alone");
+  for (const mode_t mode : {0720, 0702, 01777}) {
+    ASSERT_EQ(::chmod(temporary_.path().c_str(), mode), 0);
+    EXPECT_FAILS(RoomFile::open(path_), Code::kFailedPrecondition, "not a directory of this user alone");
+    EXPECT_FAILS(RoomFile::create(temporary_ / "new"), Code::kFailedPrecondition, "directory");
+    EXPECT_NE(::access((temporary_ / "new").c_str(), F_OK), 0);
+  }
+  ASSERT_EQ(::chmod(temporary_.path().c_str(), 0700), 0);
+  for (const char* path : {"", "room", "./room", "/", "/tmp/"})
+    EXPECT_FAILS(RoomFile::open(path), Code::kInvalidArgument, "absolute path");
+  EXPECT_SUCCEEDS(RoomFile::open(path_));
+}
+
+TEST_F(RoomFileTest, WhatIsNotSuchAFileAndARankThatIsNotThereAreRefused) {
+  EXPECT_FAILS(RoomFile::open(temporary_ / "nothing"), Code::kNotFound, "nothing");
+  EXPECT_FAILS(RoomFile::create(path_), Code::kIo, path_);  // something is there
+  ASSERT_EQ(::truncate(path_.c_str(), 0), 0);
+  EXPECT_FAILS(RoomFile::open(path_), Code::kCorruption, "a file of room");
+  EXPECT_FAILS(gives_->promise(RoomFile::kMostRanks, 1), Code::kUnsupported, "64 ranks");
+  EXPECT_FAILS(takes_->need(RoomFile::kMostRanks, 1), Code::kUnsupported, "64 ranks");
+}
+
+}  // namespace
+}  // namespace torpor

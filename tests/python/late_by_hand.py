@@ -1,0 +1,13 @@
+"""For workers in other processes, as their extension (vLLM's `worker_extension_cls`): what an early wake leaves to come
+moves only when somebody waits for it, a block at a time. The import does it, before a worker makes its memory."""
+
+from torpor import _core
+
+OPTIONS = {"late_thread": False, "late_job_bytes": 1}
+
+_stock = _core.RankMemory
+_core.RankMemory = lambda given: _stock(given | OPTIONS)
+
+
+class LateByHand:
+    """Adds nothing to the worker."""

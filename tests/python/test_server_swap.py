@@ -1,0 +1,274 @@
+"""POST /swap without an engine: whom it asks, what that one may answer, and what becomes of this server then."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+from aiohttp import web
+from server_stubs import (  # noqa: F401
+    ADMIN,
+    CLIENT,
+    build,
+    client,
+    no_settings,
+    run,
+    started,
+)
+from torpor.errors import DeviceError
+from torpor.vllm.server import swapping
+
+KEYS = ("--api-key", CLIENT)
+AWAKE = {"error": {"code": "failed_precondition", "what": "swap: it is awake", "next_step": "", "state_changed": False}}
+WOKEN = {"status": "awake", "restored_bytes": 7}
+
+
+class Room:
+    """As exchange.room() makes it, where the other one has come at once."""
+
+    def __init__(self, here: bool = True):
+        self.here, self.by = here, ""
+
+    def has_come(self, side: str) -> bool:
+        return self.here
+
+    def stop(self, side: str) -> None:
+        self.by = self.by or side
+
+    def stopped_by(self) -> str:
+        return self.by
+
+
+@contextlib.asynccontextmanager
+async def other_server(answer) -> AsyncIterator[tuple[str, list]]:
+    """Address of a server that answers so, and what it was asked."""
+    asked = []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        asked.append(request)
+        return await answer(request)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app, shutdown_timeout=0)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}", asked
+    finally:
+        await runner.cleanup()
+
+
+async def a_server(monkeypatch, room: Room | None = None):
+    monkeypatch.setenv("TORPOR_ADMIN_KEY", ADMIN)
+    app, server = build(monkeypatch, [], *KEYS)
+    await started(server)
+    if room is not None:
+        monkeypatch.setattr(swapping.exchange, "room", lambda: contextlib.nullcontext((room, "/a/room")))
+    return app, server
+
+
+def slept(server) -> list:
+    return [call for call in server.engine.calls if call[0] == "sleep"]
+
+
+async def breaks_off(request):
+    request.transport.abort()
+    return web.Response()
+
+
+async def hangs(request):
+    while request.transport is not None:
+        await asyncio.sleep(0.001)
+    return web.Response()
+
+
+def answers(status: int, content=None, **headers):
+    async def answer(request):
+        return web.Response(status=status, text=json.dumps(content) if content else "<html>", headers=headers)
+
+    return answer
+
+
+@pytest.mark.parametrize(("answer", "status", "words"), [
+    (answers(409, AWAKE), 409, "swap: it is awake"),
+    (answers(401, {"error": {"message": "Unauthorized"}}), 409, "refuses this admin key"),
+    (answers(403, {"error": {"message": "no"}}), 409, "same admin key"),
+    (answers(500, {"error": {"message": "the engine is dead", "code": 500}}), 500, "answers 500: the engine is dead"),
+    (answers(200), 500, "no server of torpor"),
+    (answers(307, Location="http://127.0.0.1:1/"), 500, "answers 307"),
+    (answers(404, {"detail": "Not Found"}), 500, "answers 404"),
+    (breaks_off, 500, "broke off"),
+    (hangs, 500, "has not come"),
+])  # fmt: skip
+def test_where_the_other_one_does_not_come_nothing_has_happened(monkeypatch, answer, status, words):
+    async def scene():
+        monkeypatch.setattr(swapping, "_COMES_SECONDS", 0.2 if answer is hangs else 60)
+        app, server = await a_server(monkeypatch)
+        async with other_server(answer) as (url, asked), client(app, ADMIN, traceparent="00-a-b-01") as http:
+            told = await http.post("/swap", params={"to": url})
+        assert told.status_code == status and words in told.text, told.text
+        assert f"the server at {url}" in told.text and "this server" not in told.text
+        assert server.state == "awake" and not slept(server) and not server.operating()
+        assert len(asked) == 1 and asked[0].path == "/wake_up" and asked[0].query["take_from"].endswith("/room")
+        assert asked[0].headers["Authorization"] == f"Bearer {ADMIN}" and asked[0].headers["traceparent"] == "00-a-b-01"
+
+    run(scene())
+
+
+def test_nobody_listens_there(monkeypatch):
+    async def scene():
+        app, server = await a_server(monkeypatch)
+        async with other_server(hangs) as (url, _):
+            pass
+        async with client(app, ADMIN) as http:
+            told = await http.post("/swap", params={"to": url})
+        assert told.status_code == 500 and f"the server at {url} cannot be reached" in told.text
+        assert server.state == "awake" and not slept(server)
+
+    run(scene())
+
+
+@pytest.mark.parametrize("to", [
+    "", "127.0.0.1:8001", "ftp://127.0.0.1:1", "http://", "http://me@127.0.0.1:1", "http://127.0.0.1:99999",
+    "http://127.0.0.1:1/?a=b", "http://192.0.2.1:8001", "http://[2001:db8::1]:1", "http://a..b:1",
+])  # fmt: skip
+def test_only_a_server_of_this_host_is_sent_the_key(monkeypatch, to):
+    async def scene():
+        app, server = await a_server(monkeypatch)
+        monkeypatch.setattr(swapping.Other, "wake_up", None)
+        async with client(app, ADMIN) as http:
+            told = await http.post("/swap", params={"to": to})
+            assert told.status_code == 400 and "http://127.0.0.1:8001" in told.json()["error"]["next_step"], told.text
+            assert (await http.post("/swap")).status_code in (400, 422)
+        assert not slept(server)
+
+    run(scene())
+
+
+def test_one_that_sleeps_or_is_busy_asks_nobody(monkeypatch):
+    async def scene():
+        app, server = await a_server(monkeypatch, Room())
+        async with other_server(answers(200, WOKEN)) as (url, asked), client(app, ADMIN) as http:
+            async with server.operation:
+                assert (await http.post("/swap", params={"to": url})).status_code == 409
+            await server.sleep()
+            told = await http.post("/swap", params={"to": url})
+            assert told.status_code == 409 and "this server is asleep" in told.text and not asked
+
+    run(scene())
+
+
+@pytest.mark.parametrize("goes_away", [False, True])
+def test_both_halves_are_told_of(monkeypatch, goes_away):
+    async def scene():
+        app, server = await a_server(monkeypatch, Room())
+        async with other_server(answers(200, WOKEN)) as (url, _), client(app, ADMIN) as http:
+            call = asyncio.create_task(http.post("/swap", params={"to": url + "/"}))
+            if goes_away:
+                while not server.operating():
+                    await asyncio.sleep(0)
+                call.cancel()
+            else:
+                told = (await call).json()
+                assert told["status"] == "sleeping" and told["to"] == url and told["woken"] == WOKEN
+                assert told["slept"]["freed_bytes"] == 1 and told["seconds"] >= 0
+            while server.state != "asleep" or server.operating():
+                await asyncio.sleep(0.001)
+            assert slept(server)[0][1:3] == (1, "abort") and slept(server)[0][3]["give_to"] == "/a/room"
+            assert slept(server)[0][3]["preserve_state"] is True
+
+    run(scene())
+
+
+def test_its_events_are_those_of_a_sleep(monkeypatch):
+    async def scene():
+        app, server = await a_server(monkeypatch, Room())
+        events = {"Accept": "text/event-stream"}
+        async with other_server(answers(200, WOKEN)) as (url, _), client(app, ADMIN, **events) as http:
+            told = (await http.post("/swap", params={"to": url})).text
+            assert "event: progress" in told and f'event: done\ndata: {{"status": "sleeping", "to": "{url}"' in told
+            told = (await http.post("/swap", params={"to": url})).text
+            assert "event: error" in told and "this server is asleep" in told
+
+    run(scene())
+
+
+def test_where_this_half_fails_the_other_one_is_told_and_this_one_serves_on(monkeypatch):
+    async def scene():
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        for problem, words in (
+            (DeviceError("it does not let go"), "this server: it does not let go"),
+            (EngineDeadError(), "this server: its engine core has ended"),
+        ):
+            room = Room()
+            app, server = await a_server(monkeypatch, room)
+            server.engine.fails_with = problem
+
+            async def waits(request):
+                while not room.by:
+                    await asyncio.sleep(0.001)
+                return await answers(409, AWAKE)(request)
+
+            async with other_server(waits) as (url, _), client(app, ADMIN) as http:
+                told = await http.post("/swap", params={"to": url})
+            assert told.status_code == 500 and words in told.text and room.by == "gives", told.text
+            assert server.state == "awake" and not server.operating()
+
+    run(scene())
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_where_the_other_one_ends_before_its_last_word_this_one_wakes_again(monkeypatch, ended):
+    async def scene():
+        app, server = await a_server(monkeypatch, Room())
+        monkeypatch.setattr(swapping.Other, "is_there", lambda self: asyncio.sleep(0, not ended))
+
+        async def late(request):
+            while server.state != "asleep":
+                await asyncio.sleep(0.001)
+            return await breaks_off(request)
+
+        async with other_server(late) as (url, _), client(app, ADMIN) as http:
+            told = await http.post("/swap", params={"to": url})
+            assert told.status_code == 500 and f"the server at {url} broke off" in told.text
+        assert ("this server serves on" in told.text) == ended == (server.state == "awake")
+        assert told.json()["error"]["state_changed"] is not ended
+
+    run(scene())
+
+
+def test_calls_of_an_engine_core_that_has_ended_end():
+    from torpor.vllm.plugin import register
+    from vllm.v1.engine.core_client import MPClient
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    async def scene():
+        register()
+        answered, waits, awaited = Future(), Future(), asyncio.get_running_loop().create_future()
+        answered.set_result("before")
+        client = MPClient.__new__(MPClient)
+        client._finalizer = SimpleNamespace(detach=lambda: None)
+        client.utility_results = dict(enumerate((answered, waits, awaited)))
+        client.shutdown()
+        for future in (waits, asyncio.wrap_future(waits), awaited):
+            with pytest.raises(EngineDeadError):
+                future.result(1) if isinstance(future, Future) else await asyncio.wait_for(future, 10)
+        assert answered.result() == "before"
+
+    run(scene())
+
+
+@pytest.mark.parametrize(("method", "half"), [("sleep", "give_to"), ("wake_up", "take_from")])
+def test_data_parallel_engines_are_no_half_of_a_swap(monkeypatch, method, half):
+    from torpor.errors import Unsupported
+    from torpor.vllm import data_parallel, frontend
+
+    monkeypatch.setattr(data_parallel, "has_several", lambda client: True)
+    with pytest.raises(Unsupported, match="swap of data parallel"):
+        asyncio.run(frontend.call_async(SimpleNamespace(engine_core=None), method, {half: "/a/room"}))
