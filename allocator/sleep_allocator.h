@@ -84,7 +84,8 @@ class SleepAllocator {
   std::vector<DevicePage> pages_of(std::span<const std::string> tags) const;  // by region, in order
   // Of one that is saving: its memory and content go. Precondition: device work on it is proven done.
   Status give_page(const DevicePage& page);
-  // Of one that is saving or attaching: zeroed memory under its address. Nothing happens if it is there.
+  // Of one that is saving or attaching: zeroed memory under its address. Nothing happens if it is there, as in one that
+  // cancel_restore() left restoring.
   Status take_page(const DevicePage& page);
   Status begin_attach_by_page(std::span<const std::string> tags);  // as begin_attach(), but takes no memory
   Status finish_restore(std::span<const std::string> tags);        // restoring -> attached

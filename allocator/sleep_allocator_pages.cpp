@@ -51,7 +51,7 @@ Status SleepAllocator::give_page(const DevicePage& page) {
 }
 
 Status SleepAllocator::take_page(const DevicePage& page) {
-  return on_page(page, {RegionState::kSaving, RegionState::kAttaching},
+  return on_page(page, {RegionState::kSaving, RegionState::kAttaching, RegionState::kRestoring},
                  [&](Region& region) { return region.take(device_, page.offset, page.size_bytes); });
 }
 

@@ -225,7 +225,7 @@ Status RoomFile::need(size_t rank, uint64_t bytes) {
   return ok();
 }
 
-Status RoomFile::give(size_t rank, uint64_t bytes) noexcept {
+Status RoomFile::give(size_t rank, uint64_t bytes) {
   if (stopped_or(Side::kTakes)) return stopped();
   page_.ranks[rank].given.fetch_add(bytes);
   tell();

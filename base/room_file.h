@@ -52,8 +52,8 @@ class RoomFile {
 
   // Who gives. What it will have given in the end, before anybody takes.
   Status promise(size_t rank, uint64_t bytes);
-  Status give(size_t rank, uint64_t bytes) noexcept;  // they are free now. kAborted after stop()
-  void end() noexcept;                                // nothing more comes
+  Status give(size_t rank, uint64_t bytes);  // they are free now. kAborted after stop()
+  void end() noexcept;                       // nothing more comes
 
   // Who takes. It needs so much in all: what was not promised of that is lent.
   Status need(size_t rank, uint64_t bytes);

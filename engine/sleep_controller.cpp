@@ -23,10 +23,12 @@ void SleepController::set_state_locked(State state) noexcept {
       {.type = EventType::kEngine, .from = static_cast<uint8_t>(before), .to = static_cast<uint8_t>(state)});
 }
 
-bool SleepController::lost() const noexcept {
+bool SleepController::is_in(State state) const noexcept {
   const MutexLock lock(state_mutex_);
-  return state_ == State::kLost;
+  return state_ == state;
 }
+
+bool SleepController::lost() const noexcept { return is_in(State::kLost); }
 
 void SleepController::lose(const Error& error) noexcept {
   set_state(State::kLost);
@@ -76,10 +78,7 @@ ControllerState SleepController::state() const {
   return state;
 }
 
-bool SleepController::is_sleeping() const {
-  const MutexLock lock(state_mutex_);
-  return state_ != State::kAwake;
-}
+bool SleepController::is_sleeping() const { return !is_in(State::kAwake); }
 
 Error SleepController::busy() const {
   return {.code = Code::kUnavailable,

@@ -219,6 +219,7 @@ class SleepController final : private Operation::Owner {
   Status may_checkpoint(const SleepOptions& options) TORPOR_REQUIRES(operation_mutex_);
   Status can_preserve(std::string_view otherwise);  // kUnsupported, with what to do otherwise, if its state cannot be
   Result<std::unique_ptr<CheckpointManager>> manager(const std::string& directory) const;
+  bool is_in(State state) const noexcept;
   void set_state(State state) noexcept;
   void set_state_locked(State state) noexcept TORPOR_REQUIRES(state_mutex_);
   template <class Reply>

@@ -144,11 +144,11 @@ Result<SwapReport> SleepController::leave(const SleepOptions& asked, const Other
   const std::chrono::nanoseconds began = clock_.now();
   memory_comes_late_ = false;
   bool gone = false;
-  Result<SwapReport> swapped = [&]() -> Result<SwapReport> {
+  Result<SwapReport> swapped = catching([&]() -> Result<SwapReport> {
     if (!operation_mutex_.try_lock()) return busy();
     const MutexLock in_progress(operation_mutex_, std::adopt_lock);
     return go_for(asked, other, gone);
-  }();
+  });
   if (swapped) {
     swapped->seconds = seconds_between(began, clock_.now());
     return swapped;
@@ -186,8 +186,8 @@ Result<SwapReport> SleepController::go_for(const SleepOptions& asked, const Othe
   if (!ready) return undone(sleep, "sleep", std::move(ready).error());
   Result<SleepReport> woken = catching([&] { return other.exchange(sleep); });
   if (woken) return SwapReport{.slept = std::move(sleep.report), .woken = std::move(*woken)};
-  gone = state().engine == "asleep";
-  if (gone) return woken.error();
+  gone = is_in(State::kAsleep);
+  if (gone) return std::move(woken).error();
   return undone(sleep, "sleep", std::move(woken).error());
 }
 
@@ -233,9 +233,9 @@ Status SleepController::promise(FallingAsleep& sleep, RoomFile& room, const std:
   return ok();
 }
 
-// Copies, and gives.
+// Copies, and gives. Throws nothing: a thread ends with it.
 Status SleepController::give(FallingAsleep& sleep, RoomFile& room, bool& failed_first) {
-  const Status given = catching([&] { return save(sleep); });
+  Status given = catching([&] { return save(sleep); });  // moved from here: a copy takes memory
   if (given) {
     room.end();
   } else {
@@ -247,15 +247,15 @@ Status SleepController::give(FallingAsleep& sleep, RoomFile& room, bool& failed_
 Result<SleepReport> SleepController::exchange(FallingAsleep& sleep, SleepController& to) {
   TORPOR_ASSIGN(const std::unique_ptr<Room> room, Room::make());
   TORPOR_TRY(promise(sleep, *room->file, room->path));
-  // Copies on a thread of its own; all that touches the engines stays on this one.
   Status given = ok();
   bool failed_first = false;
-  std::thread giver([&] { given = give(sleep, *room->file, failed_first); });
+  std::thread giver;  // copies; all that touches the engines stays on this one
   const Exchange other{.room = room->path, .settle = [&]() TORPOR_REQUIRES(operation_mutex_) -> Status {
                          giver.join();
                          TORPOR_TRY(given);
                          return let_go(sleep);
                        }};
+  giver = std::thread([&] { given = give(sleep, *room->file, failed_first); });  // nothing may throw until it is joined
   Result<SleepReport> woken = catching([&] { return to.wake_now({}, &other); });
   if (giver.joinable()) {
     (void)room->file->stop();

@@ -3,82 +3,16 @@
 // turn, before it has done its work and after. The engine (two ranks, to host and to disk) is then awake and unchanged,
 // or asleep, or lost and says so; `state_changed` is what happened; a retry works, and every token is that of a run to
 // which nothing happened.
-#include <atomic>
-#include <cerrno>
 #include <cstdlib>
-#include <new>
-
-#include <dlfcn.h>
-#include <pthread.h>
-#include <unistd.h>
 
 #include "engine/tag_sleep.h"
 #include "tests/proof/engine_scenarios.h"
+#include "tests/proof/failing_calls.h"
 #include "tests/support/results.h"
 #include "tests/support/temporary_directory.h"
 
-namespace {
-
-torpor::proof::engine_faults::Fuse allocations, thread_starts;
-
-void* allocate(std::size_t size, std::size_t alignment = 0) {
-  if (allocations.fires()) throw std::bad_alloc();
-  void* memory = alignment == 0 ? std::malloc(size == 0 ? 1 : size)
-                                : std::aligned_alloc(alignment, (size + alignment - 1) / alignment * alignment);
-  if (memory == nullptr) throw std::bad_alloc();
-  return memory;
-}
-
-// Not inlined: the compiler would see malloc()'s memory freed by what is no match for operator new.
-[[gnu::noinline]] void give_back(void* memory) noexcept { std::free(memory); }
-
-}  // namespace
-
-void* operator new(std::size_t size) { return allocate(size); }
-void* operator new[](std::size_t size) { return allocate(size); }
-void* operator new(std::size_t size, std::align_val_t at) { return allocate(size, static_cast<std::size_t>(at)); }
-void* operator new[](std::size_t size, std::align_val_t at) { return allocate(size, static_cast<std::size_t>(at)); }
-void operator delete(void* memory) noexcept { give_back(memory); }
-void operator delete[](void* memory) noexcept { give_back(memory); }
-void operator delete(void* memory, std::size_t) noexcept { give_back(memory); }
-void operator delete[](void* memory, std::size_t) noexcept { give_back(memory); }
-void operator delete(void* memory, std::align_val_t) noexcept { give_back(memory); }
-void operator delete[](void* memory, std::align_val_t) noexcept { give_back(memory); }
-void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { give_back(memory); }
-void operator delete[](void* memory, std::size_t, std::align_val_t) noexcept { give_back(memory); }
-
-extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*work)(void*),
-                              void* argument) {
-  static const auto real = reinterpret_cast<decltype(&pthread_create)>(::dlsym(RTLD_NEXT, "pthread_create"));
-  if (thread_starts.fires()) return EAGAIN;
-  return real(thread, attributes, work, argument);
-}
-
 namespace torpor::proof::engine_faults {
 namespace {
-
-struct Counts {
-  uint64_t tried = 0;     // faults that fired
-  uint64_t absorbed = 0;  // the call succeeded all the same
-  uint64_t undone = 0;    // as if it had not been called
-  uint64_t changed = 0;   // not lost, but said to have changed something
-  uint64_t lost = 0;
-};
-
-// From whatever state that is not lost: on to the end of all requests.
-void expect_the_same_tokens(World& world) {
-  if (world.state() == "waking") {
-    ASSERT_SUCCEEDS(world.controller().end_hold(true));
-  }
-  if (world.state() == "asleep") {
-    ASSERT_SUCCEEDS(world.controller().wake_up({}));
-  }
-  ASSERT_EQ(world.state(), "awake");
-  ASSERT_SUCCEEDS(world.controller().continue_wake(LateWait::kAll));
-  ASSERT_FALSE(world.machine->engine->frozen());
-  run(*world.machine->engine, world.tokens);
-  ASSERT_EQ(world.tokens, uninterrupted());
-}
 
 // One trial; false: there was nothing left to fail.
 template <class Arm, class Disarm>
@@ -146,13 +80,6 @@ Counts fail_each(uint64_t stride, Behind how, const Arm& arm, const Disarm& disa
     }
   }
   return counts;
-}
-
-void print(const char* what, const Counts& counts) {
-  const auto number = [](uint64_t n) { return static_cast<unsigned long>(n); };
-  std::printf("proof: %lu %s: %lu absorbed, %lu undone, %lu undone but for what they said, %lu lost and said so\n",
-              number(counts.tried), what, number(counts.absorbed), number(counts.undone), number(counts.changed),
-              number(counts.lost));
 }
 
 class EngineFaults : public testing::Test {
@@ -228,11 +155,7 @@ TEST_F(EngineFaults, I11EveryHookThrows) {
             },
             [](World& world) { return world.machine->hooks.fuse.disarm(); });
         if (HasFatalFailure()) return;
-        all.tried += counts.tried;
-        all.absorbed += counts.absorbed;
-        all.undone += counts.undone;
-        all.changed += counts.changed;
-        all.lost += counts.lost;
+        all.add(counts);
       }
     }
     print(for_ever ? "hooks threw from then on" : "hooks threw once", all);

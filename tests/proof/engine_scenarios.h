@@ -2,7 +2,6 @@
 // or is checkpointed, what can be seen of it, and the run to which nothing happens.
 #pragma once
 
-#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -16,35 +15,12 @@
 #include "allocator/host_device.h"
 #include "engine/reference/reference_engine.h"
 #include "engine/sleep_controller.h"
+#include "tests/proof/failing_calls.h"
 #include "tests/proof/workloads.h"
 #include "tests/support/results.h"
 #include "tests/support/temporary_directory.h"
 
 namespace torpor::proof::engine_faults {
-
-// Fails the n-th time, or from then on.
-struct Fuse {
-  std::atomic<bool> armed = false;
-  std::atomic<uint64_t> count = 0;
-  uint64_t at = 0;
-  bool for_ever = false;
-
-  void arm(uint64_t n, bool from_then_on) {
-    at = n;
-    for_ever = from_then_on;
-    count = 0;
-    armed = true;
-  }
-  bool disarm() {  // whether it has fired
-    armed = false;
-    return count >= at;
-  }
-  bool fires() {
-    if (!armed) return false;
-    const uint64_t now = ++count;
-    return now == at || (for_ever && now > at);
-  }
-};
 
 using reference::ReferenceEngine;
 using reference::ReferenceOptions;
@@ -142,15 +118,16 @@ class ThrowingHooks final : public EngineHooks {
 
 struct Machine {
   // Without threads of its own all that is done behind the engine is done in one order, by who asks for it.
-  explicit Machine(const std::string& directory, bool own_threads = true)
-      : engine(make(own_threads)),
+  explicit Machine(const std::string& directory, bool own_threads = true, uint64_t weights_seed = 1)
+      : engine(make(own_threads, weights_seed)),
         hooks(*engine),
         controller(hooks, linux_file_system(), system_clock(), options(directory, own_threads)) {}
-  static std::unique_ptr<ReferenceEngine> make(bool own_threads = true) {
+  static std::unique_ptr<ReferenceEngine> make(bool own_threads = true, uint64_t weights_seed = 1) {
     std::vector<std::unique_ptr<DeviceMemory>> devices;
     for (size_t rank = 0; rank < kRanks; ++rank) devices.push_back(test::value_of(make_host_device()));
     return test::value_of(ReferenceEngine::create(std::move(devices), linux_file_system(), system_clock(),
                                                   ReferenceOptions{.weight_bytes = 8192,
+                                                                   .weights_seed = weights_seed,
                                                                    .num_blocks = 24,
                                                                    .transfers_have_threads = own_threads,
                                                                    .late_job_bytes = 1,  // a block a job
@@ -181,23 +158,23 @@ inline void run(ReferenceEngine& engine, Tokens& tokens, int steps = 1000) {
   }
 }
 
-inline const Tokens& uninterrupted() {
-  static const Tokens tokens = [] {
-    Tokens made;
-    const std::unique_ptr<ReferenceEngine> engine = Machine::make();
+inline const Tokens& uninterrupted(uint64_t weights_seed = 1) {
+  static std::map<uint64_t, Tokens> known;
+  const auto [entry, fresh] = known.try_emplace(weights_seed);
+  if (fresh) {
+    const std::unique_ptr<ReferenceEngine> engine = Machine::make(/*own_threads=*/true, weights_seed);
     begin(*engine);
-    run(*engine, made);
-    return made;
-  }();
-  return tokens;
+    run(*engine, entry->second);
+  }
+  return entry->second;
 }
 
 // One engine after the other on the same directory of checkpoints, and what came out of them.
 struct World {
-  explicit World(bool threads) : own_threads(threads) { restart(); }
+  explicit World(bool threads, uint64_t seed = 1) : own_threads(threads), weights_seed(seed) { restart(); }
   void restart() {
     machine.reset();
-    machine = std::make_unique<Machine>(temporary / "store", own_threads);
+    machine = std::make_unique<Machine>(temporary / "store", own_threads, weights_seed);
   }
   void serve() {
     begin(*machine->engine);
@@ -215,6 +192,7 @@ struct World {
     return names;
   }
   const bool own_threads;
+  const uint64_t weights_seed;
   test::TemporaryDirectory temporary{test::in_memory()};
   std::unique_ptr<Machine> machine;
   Tokens tokens;
@@ -235,6 +213,45 @@ struct Seen {
   std::vector<WorkerSnapshot> workers;
   friend bool operator==(const Seen&, const Seen&) = default;
 };
+
+// From whatever state that is not lost: on to the end of all requests.
+inline void expect_the_same_tokens(World& world) {
+  if (world.state() == "waking") {
+    ASSERT_SUCCEEDS(world.controller().end_hold(true));
+  }
+  if (world.state() == "asleep") {
+    ASSERT_SUCCEEDS(world.controller().wake_up({}));
+  }
+  ASSERT_EQ(world.state(), "awake");
+  ASSERT_SUCCEEDS(world.controller().continue_wake(LateWait::kAll));
+  ASSERT_FALSE(world.machine->engine->frozen());
+  run(*world.machine->engine, world.tokens);
+  ASSERT_EQ(world.tokens, uninterrupted(world.weights_seed));
+}
+
+// What came of the faults.
+struct Counts {
+  uint64_t tried = 0;     // faults that fired
+  uint64_t absorbed = 0;  // the call succeeded all the same
+  uint64_t undone = 0;    // as if it had not been called
+  uint64_t changed = 0;   // not lost, but said to have changed something
+  uint64_t lost = 0;
+
+  void add(const Counts& more) {
+    tried += more.tried;
+    absorbed += more.absorbed;
+    undone += more.undone;
+    changed += more.changed;
+    lost += more.lost;
+  }
+};
+
+inline void print(const char* what, const Counts& counts) {
+  const auto number = [](uint64_t n) { return static_cast<unsigned long>(n); };
+  std::printf("proof: %lu %s: %lu absorbed, %lu undone, %lu undone but for what they said, %lu lost and said so\n",
+              number(counts.tried), what, number(counts.absorbed), number(counts.undone), number(counts.changed),
+              number(counts.lost));
+}
 
 // Made before anything is made to fail.
 struct Arguments {

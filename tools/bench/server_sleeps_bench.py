@@ -1,0 +1,168 @@
+#!/usr/bin/env python3
+"""A server's sleep to host and its wake, beside the same two calls of an engine in one process with its caller.
+
+Both run the same requests. Seconds from the call to its answer: the server's over HTTP, through its front end to the
+engine core's process, of which the first waits for the step that is under way; the other's (baseline) between two
+steps. The requests are different far when they are asked, so seconds are compared for each byte. Ceiling: what the
+server's operations report of themselves.
+
+Each round runs both, after one that only warms; medians of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
+from engine_process import best_dtype  # noqa: E402
+from serving import Client, Reading, Server  # noqa: E402
+
+STREAMS = 8
+PROMPT = "Count up from {}. " + "One, two, three, four, five, six, seven, eight, nine, ten. " * 30
+ANSWER_TOKENS = 1200
+STEPS_BETWEEN = 10
+
+
+def other_process(options: argparse.Namespace) -> None:
+    """Sleeps and wakes once for each line of standard input, and answers with what it took."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM's own words
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    from vllm import LLM, SamplingParams
+
+    with tempfile.TemporaryDirectory(prefix="torpor-bench-") as directory:
+        llm = LLM(
+            str(options.model), dtype=best_dtype(), enforce_eager=True, block_size=32, max_model_len=2048,
+            max_num_seqs=64, max_num_batched_tokens=512, additional_config={"torpor": {"dir": directory}},
+        )  # fmt: skip
+        number = 0
+        for _ in sys.stdin:
+            engine = llm.llm_engine
+            while engine.get_num_unfinished_requests() < STREAMS:
+                params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
+                engine.add_request(str(number), PROMPT.format(number % STREAMS), params)
+                number += 1
+            for _ in range(2 * STREAMS + STEPS_BETWEEN):
+                engine.step()
+            began = time.monotonic()
+            slept = llm.sleep(level=1, preserve_state=True)
+            asleep = time.monotonic()
+            woken = llm.wake_up()
+            ended = time.monotonic()
+            print(json.dumps(times(began, asleep, ended, slept, woken)), file=answers, flush=True)
+
+
+def times(began: float, asleep: float, ended: float, slept: dict, woken: dict) -> dict[str, float]:
+    return {
+        "sleep": asleep - began,
+        "wake": ended - asleep,
+        "own_sleep": slept["seconds"],
+        "own_wake": woken["seconds"],
+        "saved_bytes": slept["saved_bytes"] + slept["reused_bytes"],
+        "restored_bytes": woken["restored_bytes"],
+    }
+
+
+class OneProcess:
+    def __init__(self, options: argparse.Namespace, log):
+        command = [sys.executable, __file__, "--model", str(options.model), "--one-process"]
+        pipe = subprocess.PIPE
+        self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True, bufsize=1)
+
+    def once(self) -> dict[str, float]:
+        self._child.stdin.write("\n")
+        return json.loads(self._child.stdout.readline())
+
+    def stop(self) -> None:
+        self._child.kill()
+        self._child.wait()
+
+
+async def stream(client: Client, name: str, number: int) -> None:
+    for turn in range(10**6):
+        await client.chat(
+            Reading(f"{name}-{turn}"), PROMPT.format(number), max_tokens=ANSWER_TOKENS, temperature=0,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+
+
+async def of_server(client: Client, turn: int) -> dict[str, float]:
+    readings = [asyncio.create_task(stream(client, f"{turn}-{number}", number)) for number in range(STREAMS)]
+    await asyncio.sleep(4)
+    began = time.monotonic()
+    slept = await client.post("/sleep")
+    asleep = time.monotonic()
+    woken = await client.post("/wake_up")
+    ended = time.monotonic()
+    for task in readings:
+        task.cancel()
+    await asyncio.gather(*readings, return_exceptions=True)
+    await asyncio.sleep(0.5)  # for the aborts
+    return times(began, asleep, ended, slept, woken)
+
+
+async def play(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    folder = Path(tempfile.mkdtemp(prefix="torpor-bench-"))
+    server = Server(options.model, folder / "server", ["--dtype", best_dtype()])
+    with open(folder / "one-process.log", "w") as log:
+        baseline = OneProcess(options, log)
+    try:
+        server.start()
+        await asyncio.to_thread(server.wait_until_ready)
+        client = Client(server.url)
+        found: dict[str, list[dict]] = {"one process": [], "server": []}
+        for turn in range(options.rounds + 1):
+            found["one process"].append(await asyncio.to_thread(baseline.once))
+            found["server"].append(await of_server(client, turn))
+        await client.close()
+    finally:
+        server.stop()
+        baseline.stop()
+    return {
+        name: {key: statistics.median(item[key] for item in items[1:]) for key in items[0]}
+        for name, items in found.items()
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", type=Path, default=os.environ.get("TORPOR_TEST_MODEL"))
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--one-process", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rounds < 1 or options.model is None:
+        parser.error("--rounds is 1 or more, and --model (or TORPOR_TEST_MODEL) names a folder with a model")
+    if options.one_process:
+        other_process(options)
+        return 0
+    result = asyncio.run(play(options))
+    ratios = {
+        way: (result["server"][way] / result["server"][size]) / (result["one process"][way] / result["one process"][size])
+        for way, size in (("sleep", "saved_bytes"), ("wake", "restored_bytes"))
+    }
+    if options.json:
+        print(json.dumps(result | {"rounds": options.rounds, "server_of_one_process": ratios}, indent=2))
+        return 0
+    print(f"sleep to host and wake under {STREAMS} requests, medians of {options.rounds} rounds")
+    for name, item in result.items():
+        print(
+            f"  {name:<12} sleep {item['sleep'] * 1000:6.0f} ms (own {item['own_sleep'] * 1000:.0f}) for "
+            f"{item['saved_bytes'] / 1e6:.0f} MB   wake {item['wake'] * 1000:6.0f} ms (own {item['own_wake'] * 1000:.0f})"
+            f" for {item['restored_bytes'] / 1e6:.0f} MB"
+        )
+    print(f"  server / one process, for each byte: sleep {ratios['sleep']:.2f}, wake {ratios['wake']:.2f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
