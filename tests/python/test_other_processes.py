@@ -11,6 +11,7 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import rig
@@ -163,7 +164,7 @@ async def _streaming(zygote, model, directory) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from torpor.errors import NotFound
-    from torpor.vllm import attach
+    from torpor.vllm import attach, frontend
 
     names = ["greedy", "seeded", "prefix-a", "stops", "long"]
 
@@ -206,7 +207,9 @@ async def _streaming(zygote, model, directory) -> None:
     of_cached = await ended(engine, "long-seeded")  # its blocks stay cached
     readers = await ask(engine, answers)
     await some_tokens(answers)
-    report = await engine.sleep(level=1, preserve_state=True)
+    with mock.patch.object(frontend, "call_async", wraps=frontend.call_async) as calls:
+        report = await engine.sleep(level=1, preserve_state=True)
+    assert calls.call_args_list[0].args[1] == "freeze", "what is asked before costs its clients a step each"
     assert report.changed and await engine.is_sleeping()
     frozen = json.dumps(answers)
     await asyncio.sleep(0.2)

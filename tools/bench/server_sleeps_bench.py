@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
 """A server's sleep to host and its wake, beside the same two calls of an engine in one process with its caller.
 
-Both run the same requests. Seconds from the call to its answer: the server's over HTTP, through its front end to the
-engine core's process, of which the first waits for the step that is under way; the other's (baseline) between two
-steps. The requests are different far when they are asked, so seconds are compared for each byte. Ceiling: what the
-server's operations report of themselves.
+Both run the same requests, on one core, as vLLM's server does on two: it leaves one to its front end. Seconds from the
+call to its answer, and what the operation says that it took (own). The server's call goes over HTTP, through its front
+end to the engine core and its worker, and first waits for the step that is under way; the other's (baseline, and
+ceiling: there is nothing in between) is made between two steps.
+
+The seconds of the two are not compared themselves: where memory comes from the system, as it does for each sleep
+without a GPU, some cost several times as much as others, on either side. What a call takes beyond the operation is.
 
 Each round runs both, after one that only warms; medians of the rounds.
 """
@@ -30,13 +33,14 @@ STREAMS = 8
 PROMPT = "Count up from {}. " + "One, two, three, four, five, six, seven, eight, nine, ten. " * 30
 ANSWER_TOKENS = 1200
 STEPS_BETWEEN = 10
+ONE_CORE = {"VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 def other_process(options: argparse.Namespace) -> None:
     """Sleeps and wakes once for each line of standard input, and answers with what it took."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM's own words
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    os.environ |= ONE_CORE | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     from vllm import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory(prefix="torpor-bench-") as directory:
@@ -62,14 +66,10 @@ def other_process(options: argparse.Namespace) -> None:
 
 
 def times(began: float, asleep: float, ended: float, slept: dict, woken: dict) -> dict[str, float]:
-    return {
-        "sleep": asleep - began,
-        "wake": ended - asleep,
-        "own_sleep": slept["seconds"],
-        "own_wake": woken["seconds"],
-        "saved_bytes": slept["saved_bytes"] + slept["reused_bytes"],
-        "restored_bytes": woken["restored_bytes"],
-    }
+    found = {"bytes": slept["saved_bytes"] + slept["reused_bytes"]}
+    for way, seconds, report in (("sleep", asleep - began, slept), ("wake", ended - asleep, woken)):
+        found |= {way: seconds, f"{way}_own": report["seconds"], f"{way}_of_own": seconds / report["seconds"]}
+    return found
 
 
 class OneProcess:
@@ -87,32 +87,31 @@ class OneProcess:
         self._child.wait()
 
 
-async def stream(client: Client, name: str, number: int) -> None:
-    for turn in range(10**6):
-        await client.chat(
-            Reading(f"{name}-{turn}"), PROMPT.format(number), max_tokens=ANSWER_TOKENS, temperature=0,
-            extra_body={"ignore_eos": True},
-        )  # fmt: skip
-
-
 async def of_server(client: Client, turn: int) -> dict[str, float]:
-    readings = [asyncio.create_task(stream(client, f"{turn}-{number}", number)) for number in range(STREAMS)]
-    await asyncio.sleep(4)
+    readings = [Reading(f"{turn}-{number}") for number in range(STREAMS)]
+    sampling = {"max_tokens": ANSWER_TOKENS, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    streams = [
+        asyncio.create_task(client.chat(reading, PROMPT.format(number), **sampling))
+        for number, reading in enumerate(readings)
+    ]
+    while not all(len(reading.times) > STEPS_BETWEEN for reading in readings):
+        await asyncio.sleep(0.05)
     began = time.monotonic()
     slept = await client.post("/sleep")
     asleep = time.monotonic()
     woken = await client.post("/wake_up")
     ended = time.monotonic()
-    for task in readings:
+    for task in streams:
         task.cancel()
-    await asyncio.gather(*readings, return_exceptions=True)
+    await asyncio.gather(*streams, return_exceptions=True)
     await asyncio.sleep(0.5)  # for the aborts
-    return times(began, asleep, ended, slept, woken)
+    gaps = [b - a for reading in readings for a, b in zip(reading.times, reading.times[1:]) if b < began]
+    return times(began, asleep, ended, slept, woken) | {"step": statistics.median(gaps)}
 
 
 async def play(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     folder = Path(tempfile.mkdtemp(prefix="torpor-bench-"))
-    server = Server(options.model, folder / "server", ["--dtype", best_dtype()])
+    server = Server(options.model, folder / "server", ["--dtype", best_dtype()], ONE_CORE)
     with open(folder / "one-process.log", "w") as log:
         baseline = OneProcess(options, log)
     try:
@@ -147,20 +146,20 @@ def main() -> int:
         return 0
     result = asyncio.run(play(options))
     ratios = {
-        way: (result["server"][way] / result["server"][size]) / (result["one process"][way] / result["one process"][size])
-        for way, size in (("sleep", "saved_bytes"), ("wake", "restored_bytes"))
+        way: result["server"][f"{way}_of_own"] / result["one process"][f"{way}_of_own"] for way in ("sleep", "wake")
     }
     if options.json:
         print(json.dumps(result | {"rounds": options.rounds, "server_of_one_process": ratios}, indent=2))
         return 0
     print(f"sleep to host and wake under {STREAMS} requests, medians of {options.rounds} rounds")
     for name, item in result.items():
-        print(
-            f"  {name:<12} sleep {item['sleep'] * 1000:6.0f} ms (own {item['own_sleep'] * 1000:.0f}) for "
-            f"{item['saved_bytes'] / 1e6:.0f} MB   wake {item['wake'] * 1000:6.0f} ms (own {item['own_wake'] * 1000:.0f})"
-            f" for {item['restored_bytes'] / 1e6:.0f} MB"
+        ways = "   ".join(
+            f"{way} {item[way] * 1000:.0f} ms (own {item[f'{way}_own'] * 1000:.0f}, {item[f'{way}_of_own']:.3f} of it)"
+            for way in ratios
         )
-    print(f"  server / one process, for each byte: sleep {ratios['sleep']:.2f}, wake {ratios['wake']:.2f}")
+        print(f"  {name:<12} {item['bytes'] / 1e6:.0f} MB   {ways}")
+    print(f"  a step of the server takes {result['server']['step'] * 1000:.0f} ms")
+    print("  server / one process: " + ", ".join(f"{way} {ratio:.3f}" for way, ratio in ratios.items()))
     return 0
 
 

@@ -160,7 +160,16 @@ async def sleep(side: BlockingSide | AsyncSide, mode: str, values: dict) -> Repo
     if level >= 1:
         await side.clear_caches()
     frozen = values["preserve_state"] and level >= 1
-    state = await side.call("state") if frozen or mode == "wait" else {"engine": "", "level": 0}
+    state = {"engine": "", "level": 0}
+    if frozen and mode != "wait" and side.serves_meanwhile():
+        await _freeze(side, values)  # what is asked then is answered at once, and not after one more step each
+        try:
+            state = await side.call("state")
+        except BaseException:
+            await side.call("unfreeze")
+            raise
+    elif frozen or mode == "wait":
+        state = await side.call("state")
     if mode == "wait" and state["engine"] == "awake":
         await _finish_running(side, values)
     with_outputs = frozen and state["engine"] in ("awake", "asleep") and state["level"] <= 0  # awake, or only paused
@@ -191,11 +200,20 @@ async def _finish_running(side: BlockingSide | AsyncSide, values: dict) -> None:
         raise
 
 
+async def _freeze(side: BlockingSide | AsyncSide, values: dict) -> dict[str, int]:
+    """How many tokens each request has been sent, of an engine that stands still from now on, or that is asleep."""
+    try:
+        return await side.call("freeze", {name: values[name] for name in ("timeout",) if name in values})
+    except asyncio.CancelledError:  # the engine core does it all the same
+        await side.call("unfreeze")
+        raise
+
+
 async def while_frozen(side: BlockingSide | AsyncSide, method: str, values: dict) -> Report:
     """Calls `method` of an engine that stands still, with this front end's part under "outputs"."""
     frozen = False
     try:
-        sent = await side.call("freeze", {name: values[name] for name in ("timeout",) if name in values})
+        sent = await _freeze(side, values)
         frozen = True
         await _caught_up(side, sent)
         return Report(await side.call(method, values | {"outputs": front_end.capture(side.engine.output_processor)}))
