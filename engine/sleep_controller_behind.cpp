@@ -23,6 +23,7 @@ struct SleepController::Behind {
   std::unique_ptr<CheckpointManager> checkpoints{};
   std::optional<PendingCheckpoint> pending{};
   EngineCheckpoint captured{};
+  Described described{};                           // at its beginning
   std::vector<orders::LookBehind::Reply> ranks{};  // what they said last
   SleepReport report{};
   std::optional<Error> error{};              // once it has ended
@@ -145,6 +146,7 @@ Result<CheckpointStage> SleepController::advance(bool wait) {
       case At::kOpening: {
         TORPOR_ASSIGN(const bool opened, own_work_ended());
         if (!opened) return false;
+        TORPOR_ASSIGN(behind.described, ranks_.call(orders::Describe{}));
         TORPOR_TRY(ranks_.call(orders::OpenBehind{.directory = behind.pending->staging_path(),
                                                   .writing = behind.pending->writing(),
                                                   .progress = behind.options.progress}));
@@ -230,7 +232,7 @@ Status SleepController::copy_ahead() {
   const Status asked = catching([&]() TORPOR_REQUIRES(operation_mutex_) -> Status {
     TORPOR_TRY(hooks_.quiesce(std::nullopt));
     orders::CopyAhead order;
-    TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
+    const Described& described = behind_->described;
     TORPOR_ASSIGN(std::vector<std::string> tags, select_tags({}, described.front().ledger));
     for (const std::string& tag : tags) (tag == kWeightsTag ? order.save.carried : order.save.tags).push_back(tag);
     if (options_.kv_budget_bytes) {

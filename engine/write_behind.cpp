@@ -70,20 +70,34 @@ Status WriteBehind::open(FileSystem& file_system, std::string directory, int32_t
       });
 }
 
-Status WriteBehind::copy_ahead(std::vector<ChunkPlan> plans, std::vector<BlockContent> contents) {
+Status WriteBehind::copy_ahead(std::vector<ChunkPlan> plans, std::vector<BlockContent> contents, uint64_t left) {
   TORPOR_TRY(settle());
   plans_ = std::move(plans);
   contents_ = std::move(contents);
   expect();
-  return background_.begin([this]() -> Status {
-    return in_pieces(plans_, [this](std::span<const ChunkPlan> plans, size_t first) -> Status {
+  return background_.begin([this, left]() -> Status {
+    TORPOR_TRY(in_pieces(plans_, [this](std::span<const ChunkPlan> plans, size_t first) -> Status {
       TORPOR_ASSIGN(std::vector<SavedChunk> saved, transfers_.put(plans, *writer_));
       for (size_t i = 0; i < plans.size(); ++i)
         ahead_[plans[i].key.index] = {.content = contents_[first + i], .record = std::move(saved[i])};
       written(plans);
       return ok();
-    });
+    }));
+    return make_room(left);
   });
+}
+
+// Where there is none to be had, it is taken when it is needed.
+Status WriteBehind::make_room(uint64_t bytes) {
+  const HostArena::GoOn unless_stopped = [this](uint64_t) { return !stop_; };
+  while (true) {
+    const Result<uint64_t> came = arena_.prefault_slowly(bytes, unless_stopped);
+    if (!came || *came == 0) break;
+  }
+  const HostArenaInfo arena = arena_.info();
+  if (arena.held_bytes - arena.used_bytes < bytes) return ok();
+  if (Result<HostArena::Span> room = arena_.allocate(bytes)) room_ = std::move(*room);
+  return ok();
 }
 
 const SavedChunk* WriteBehind::ahead(const ChunkKey& block, const BlockContent& content) const {
@@ -95,6 +109,7 @@ Status WriteBehind::copy_now(std::vector<ChunkPlan> plans) {
   TORPOR_TRY(settle());
   plans_ = std::move(plans);
   copied_.clear();
+  room_ = {};
   if (plans_.empty()) return ok();
   host_ = std::make_unique<HostTier>(arena_);
   Result<std::vector<SavedChunk>> saved = catching([&] { return transfers_.save(plans_, *host_); });

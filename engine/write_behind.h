@@ -4,7 +4,7 @@
 //   open()        makes the files, and takes the digest of weights that is not known
 //   copy_ahead()  blocks with a stamp, from device memory. Nothing keeps them as they are meanwhile: what was copied of
 //                 one counts only if its stamp is the same when the engine stands still, and its bytes were then
-//                 the same all along
+//                 the same all along. Then host memory for what is left, which the engine would wait for
 //   copy_now()    while the engine stands still: all else, to host memory
 //   write()       that into the file; then the file is made safe, and the refs are written
 //
@@ -54,7 +54,8 @@ class WriteBehind {
   RankWriter& writer() { return *writer_; }
   std::optional<std::string> take_digest() { return std::exchange(digest_, std::nullopt); }  // of `weights`
 
-  Status copy_ahead(std::vector<ChunkPlan> plans, std::vector<BlockContent> contents);
+  // `left`: bytes that copy_now() is likely to have; a guess.
+  Status copy_ahead(std::vector<ChunkPlan> plans, std::vector<BlockContent> contents, uint64_t left);
   const SavedChunk* ahead(const ChunkKey& block, const BlockContent& content) const;  // null: it was not, or is another
   Status copy_now(std::vector<ChunkPlan> plans);
   // `records`: all that the rank has; `places`: those of copy_now()'s, in its order.
@@ -69,6 +70,7 @@ class WriteBehind {
   using Piece = std::function<Status(std::span<const ChunkPlan> plans, size_t first)>;
   Status go_on() const;
   Status in_pieces(std::span<const ChunkPlan> plans, const Piece& piece) const;
+  Status make_room(uint64_t bytes);
   void expect() const noexcept;  // that plans_ will be written
   void written(std::span<const ChunkPlan> plans) const noexcept;
 
@@ -81,6 +83,7 @@ class WriteBehind {
   std::unordered_map<uint64_t, Ahead> ahead_;  // by block
   std::vector<ChunkPlan> plans_;               // of what is under way
   std::vector<BlockContent> contents_;
+  HostArena::Span room_;            // for copy_now(), brought up before
   std::unique_ptr<HostTier> host_;  // null: nothing was copied
   std::vector<SavedChunk> copied_;
   std::vector<SavedChunk> records_;

@@ -4,9 +4,12 @@
 
 #include <fmt/format.h>
 
+#include "allocator/host_device.h"
 #include "base/progress_file.h"
+#include "base/units.h"
 #include "checkpoint/verify.h"
 #include "engine/phases.h"
+#include "engine/write_behind.h"
 #include "tests/engine/sleep_failure.h"
 #include "tests/support/sanitizers.h"
 
@@ -80,6 +83,21 @@ class ContinuousCheckpoint : public SleepFailure {
   }
   static constexpr uint64_t kOneBlock = kBlockBytes * kKvLayers;
 };
+
+// First touches of memory take longer than the copies into it.
+TEST_F(ContinuousCheckpoint, HostMemoryForTheStopIsThereBefore) {
+  const auto device = value_of(make_host_device());
+  const auto arena = value_of(HostArena::create({.budget_bytes = 4 * kMiB, .slab_bytes = kMiB}));
+  const auto transfers = value_of(TransferEngine::create(*device, *arena, {.threads = 1, .own_threads = false}));
+  for (const uint64_t left : {uint64_t{0}, 3 * kMiB, 5 * kMiB}) {
+    WriteBehind behind(*transfers, *arena, RankWriting{}, nullptr);
+    ASSERT_SUCCEEDS(behind.copy_ahead({}, {}, left));
+    ASSERT_SUCCEEDS(behind.settle());
+    EXPECT_EQ(arena->info().used_bytes, left <= 4 * kMiB ? left : 0);  // beyond the budget it is taken in the stop
+    ASSERT_SUCCEEDS(behind.copy_now({}));
+    EXPECT_EQ(arena->info().used_bytes, 0u);
+  }
+}
 
 TEST_F(ContinuousCheckpoint, ServesMeanwhileAndANewEngineGoesOnFromTheStop) {
   for (const int ranks : {1, 2}) {

@@ -143,14 +143,14 @@ async def play(options: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory(prefix="torpor-bench-", dir=options.directory) as directory:
         arguments = AsyncEngineArgs(
             model=str(options.model), dtype=best_dtype(), enforce_eager=True, block_size=BLOCK_TOKENS,
-            max_model_len=FULL_PROMPT_TOKENS + 1100 if options.full else 2048,
+            max_model_len=options.prompt_tokens + 1100 if options.full else 2048,
             max_num_seqs=STREAMS, max_num_batched_tokens=512, disable_log_stats=True,
             additional_config={"torpor": {"dir": directory, "incremental": not options.full}},
         )  # fmt: skip
         engine = AsyncLLM.from_engine_args(arguments)
         try:
             streams = FULL_STREAMS if options.full else STREAMS
-            load = Load(engine, streams, FULL_PROMPT_TOKENS if options.full else PROMPT_TOKENS)
+            load = Load(engine, streams, options.prompt_tokens if options.full else PROMPT_TOKENS)
             while load.tokens < streams * 20:
                 await asyncio.sleep(0.1)
             result = {"rounds": options.rounds, "stalls": await stalls(engine, load, options.rounds)}
@@ -175,6 +175,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=os.environ.get("TORPOR_TEST_MODEL"))
     parser.add_argument("--directory", type=Path, help="of the checkpoints; by default that of temporary files")
     parser.add_argument("--full", action="store_true", help="checkpoints that link nothing, of long prompts")
+    parser.add_argument("--prompt-tokens", type=int, default=FULL_PROMPT_TOKENS, help="of each stream of --full")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.rounds < 1 or options.model is None:

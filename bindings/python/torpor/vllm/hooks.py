@@ -34,13 +34,14 @@ class VllmHooks:
         self._own_weight_version: str | None = None  # of this engine, before it was restored
         self.late: LateBlocks | None = None  # of the last early wake
         self.bound: list[dict] = []  # requests of the last capture() that no checkpoint can hold: id, and why
+        self._workers: list[dict] = []  # what each is, which does not change; from the last unsupported() on
         self.restored: dict | None = (
             None  # the checkpoint that a new process was restored from, until its front end has it
         )
 
     def unsupported(self) -> list[str]:
         found = unsupported_engine(self.core.vllm_config) + unsupported_scheduler(self.scheduler)
-        workers = self._rpc("torpor_describe")
+        self._workers = workers = self._rpc("torpor_describe")
         if any(not w["v2"] and w["device_type"] != "cpu" for w in workers):
             found.append("model runner V1 on a GPU")
         if getattr(self.core, "eep_scaling_state", None) is not None:
@@ -179,7 +180,7 @@ class VllmHooks:
             side.release_host_slots()
 
     def fingerprint(self) -> dict[str, str]:
-        return fingerprint(self.core.vllm_config, self.scheduler, self._rpc("torpor_describe"))
+        return fingerprint(self.core.vllm_config, self.scheduler, self._workers or self._rpc("torpor_describe"))
 
     def drop_requests(self, mode: str) -> None:
         watch_recomputation(self.scheduler)
