@@ -418,7 +418,7 @@ void RegionImages::fill(RankLedger& ledger) const {
 }
 
 void RegionImages::abandon() noexcept {
-  for (auto& [tag, image] : images_) image.host.release();
+  for (auto& [tag, image] : images_) HostTier::abandon(std::move(image.host));
 }
 
 }  // namespace torpor

@@ -145,7 +145,7 @@ void RegionImages::end_late() noexcept {
   const auto found = images_.find(kv_tag_);
   if (!of_image || found == images_.end()) return;
   if (parts_.transfers.quarantined()) {
-    (void)found->second.host.release();  // a copy may still read there
+    HostTier::abandon(std::move(found->second.host));  // a copy may still read there
   } else {
     keep ? retain(found->second) : stored_.clear();
   }

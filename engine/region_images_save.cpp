@@ -314,7 +314,7 @@ Status RegionImages::copy_to_host(Portion& portion) {
   const std::span<const ChunkPlan> plans = std::span(portion.plans).first(portion.in_host);
   Result<std::vector<SavedChunk>> saved = catching([&] { return parts_.transfers.save(plans, *image.host); });
   if (!saved) {
-    if (parts_.transfers.quarantined()) (void)image.host.release();  // a copy may still write there
+    if (parts_.transfers.quarantined()) HostTier::abandon(std::move(image.host));  // a copy may still write there
     return std::move(saved).error();
   }
   image.chunks.insert(image.chunks.end(), saved->begin(), saved->end());

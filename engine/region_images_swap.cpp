@@ -74,7 +74,7 @@ Result<orders::Save::Reply> RegionImages::save_giving(const orders::Save& order,
   if (copied) return reply;
   for (const Giving& each : giving) {
     if (!parts_.transfers.quarantined()) break;
-    (void)images_.at(each.tag).host.release();  // a copy may still write there
+    HostTier::abandon(std::move(images_.at(each.tag).host));  // a copy may still write there
     images_.erase(each.tag);
   }
   return copied.error();

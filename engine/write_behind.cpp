@@ -114,7 +114,7 @@ Status WriteBehind::copy_now(std::vector<ChunkPlan> plans) {
   host_ = std::make_unique<HostTier>(arena_);
   Result<std::vector<SavedChunk>> saved = catching([&] { return transfers_.save(plans_, *host_); });
   if (!saved) {
-    if (transfers_.quarantined()) (void)host_.release();  // a copy may still write there
+    if (transfers_.quarantined()) HostTier::abandon(std::move(host_));  // a copy may still write there
     host_.reset();
     return std::move(saved).error();
   }

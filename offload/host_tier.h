@@ -27,9 +27,12 @@ class HostTier final : public Tier {
   void borrow(SavedChunk& chunk, std::span<std::byte> bytes, std::shared_ptr<const void> owner);
   // The bytes of a chunk of this tier, which is in it no more; empty if it is not there, or borrowed.
   HostArena::Span release(const SavedChunk& chunk) noexcept;
+  // A copy may still read or write there: it is kept until the process ends. Null is nothing. Takes no memory.
+  static void abandon(std::unique_ptr<HostTier> tier) noexcept;
 
  private:
   HostArena& arena_;
+  const HostTier* abandoned_before_ = nullptr;
   Mutex mutex_;
   struct Place {
     HostArena::Span span;  // empty: borrowed
