@@ -163,6 +163,8 @@ def bench(arguments: list[str]) -> int:
         path = ROOT / BENCHES[name]
         if path.suffix == ".py":
             python_path, model = setup.everything()
+            if name == "remote":
+                setup.install_stores(python_path)
             cmake_build("release")  # some run the C++ ones
             code |= subprocess.run(
                 [python_path, path, *flags], env=os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"}
