@@ -131,9 +131,9 @@ struct HostArena::Impl {
     Slabs fresh;
     Slab& slab = fresh.emplace(nullptr, Slab{.size = 0, .free = {{0, 0}}}).first->second;
     std::optional<int> node = numa_node;
-    coming = size;
+    if (coming == 0) hurry = false;
+    coming += size;
     held += size;
-    hurry = false;
     mutex.unlock();
     std::byte* data = nullptr;
     const Status taken = catching([&]() -> Status {
@@ -150,7 +150,7 @@ struct HostArena::Impl {
     if (data != nullptr) unmap_fresh(data + slab.size, size - slab.size);
     if (slab.size > 0) (void)catching([&] { return pin(slab, data); });
     mutex.lock();
-    coming = 0;
+    coming -= size;
     held -= size - slab.size;
     numa_node = node;
     const uint64_t came = slab.size;
@@ -203,6 +203,14 @@ struct HostArena::Impl {
     }
     range = best_slab->free.extract(best);
     return best_base + offset;
+  }
+
+  void lend(Span& span, HostArena& arena, std::byte* data, uint64_t bytes, FreeRange range) TORPOR_REQUIRES(mutex) {
+    used += align_up(bytes, kPage);
+    span.arena_ = &arena;
+    span.data_ = data;
+    span.size_ = bytes;
+    span.range_ = std::move(range);
   }
 
   void give_back(std::byte* data, uint64_t size, FreeRange own) TORPOR_REQUIRES(mutex) {
@@ -318,11 +326,18 @@ Result<HostArena::Span> HostArena::allocate(uint64_t bytes) {
     if (grown.error().code != Code::kResourceExhausted) return grown.error();
     if (!impl.ask_for(size) && impl.trim(0) == 0) return grown.error();
   }
-  impl.used += size;
-  span.arena_ = this;
-  span.data_ = data;
-  span.size_ = bytes;
-  span.range_ = std::move(range);
+  impl.lend(span, *this, data, bytes, std::move(range));
+  return span;
+}
+
+HostArena::Span HostArena::allocate_held(uint64_t bytes) {
+  const uint64_t size = align_up(bytes, kPage);
+  std::map<uint64_t, uint64_t> made{{0, 0}};
+  FreeRange range = made.extract(made.begin());
+  Span span;
+  const MutexLock lock(impl_->mutex);
+  std::byte* const data = bytes == 0 ? nullptr : impl_->take(size, range);
+  if (data != nullptr) impl_->lend(span, *this, data, bytes, std::move(range));
   return span;
 }
 

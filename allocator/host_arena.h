@@ -76,6 +76,8 @@ class HostArena {
   // Contiguous, aligned to 4096 bytes. kResourceExhausted beyond the budget, when nothing more is given up and what is
   // held unused in other sizes was given back to the system: says how much is held and how much missing.
   Result<Span> allocate(uint64_t bytes);
+  // Of what is held: empty if no range of it is as large. Takes nothing from the system, and asks nobody.
+  Span allocate_held(uint64_t bytes);
   // Takes memory from the system and touches it now, so that at least `bytes` are held and not in use.
   Status prefault(uint64_t bytes);
   // The same on a thread of its own, slab by slab, in the way that a short measurement finds the fastest. Who needs
@@ -85,8 +87,8 @@ class HostArena {
   Status wait_prefault();
   // Brings up one slab, of what is missing for `bytes` to be held and not in use, huge page by huge page as long as
   // `go_on` (asked before each, without locks) says so. While somebody else needs fresh memory it ends with what it
-  // has: nobody waits for it. From one thread at a time. Returns the bytes that came; 0: nothing is missing, the budget
-  // has no room, or it was not to go on.
+  // has: nobody waits for it. Returns the bytes that came; 0: nothing is missing, the budget has no room, or it was not
+  // to go on.
   using GoOn = std::function<bool(uint64_t next_bytes)>;
   Result<uint64_t> prefault_slowly(uint64_t bytes, const GoOn& go_on);
   // The span's memory is never used again: a copy may still write into it. It counts as used for ever.

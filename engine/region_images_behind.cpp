@@ -1,7 +1,6 @@
 // RegionImages: the way into a checkpoint that is written while the engine serves.
 #include <algorithm>
 
-#include "base/units.h"
 #include "engine/region_images.h"
 #include "engine/storing.h"
 #include "engine/tags.h"
@@ -78,18 +77,18 @@ Result<orders::CopyAhead::Reply> RegionImages::copy_ahead(const orders::CopyAhea
   TORPOR_ASSIGN(WriteBehind* const behind, behind_of(save));
   TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(save.blocks, save.stamps, save.steps));
   TORPOR_ASSIGN(Storing storing, look_behind(save, contents, *behind));
-  uint64_t left = 0;
+  size_t written_into = 0;  // blocks that the engine still fills
   std::erase_if(storing.missing, [&](size_t place) {
-    if (place < contents.size() && contents[place].stamp != 0) return false;
-    left += align_up(storing.plans[place].bytes(), kPage);  // the engine writes into it
-    return true;
+    if (place >= contents.size()) return true;
+    if (contents[place].stamp == 0) ++written_into;
+    return contents[place].stamp == 0;
   });
   std::vector<BlockContent> of_plans;
   for (const size_t place : storing.missing) of_plans.push_back(contents[place]);
   std::vector<ChunkPlan> plans = storing.plans_at(storing.missing);
   const orders::CopyAhead::Reply reply{.bytes = bytes_of(plans)};
   // Until the stop each of them may become full, and another one be begun.
-  TORPOR_TRY(behind->copy_ahead(std::move(plans), std::move(of_plans), 2 * left));
+  TORPOR_TRY(behind->copy_ahead(std::move(plans), std::move(of_plans), 2 * written_into, kv_layout_.bytes_per_block()));
   return reply;
 }
 

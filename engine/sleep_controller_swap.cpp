@@ -106,7 +106,7 @@ Result<SleepReport> SleepController::give_now(const SleepOptions& options) {
   if (left) return std::move(left->slept);
   (void)room->stop(RoomFile::Side::kGives);
   room->say(RoomFile::Stage::kFailed);
-  return left.error();
+  return std::move(left).error();
 }
 
 // The half of the one that comes.

@@ -70,12 +70,13 @@ Status WriteBehind::open(FileSystem& file_system, std::string directory, int32_t
       });
 }
 
-Status WriteBehind::copy_ahead(std::vector<ChunkPlan> plans, std::vector<BlockContent> contents, uint64_t left) {
+Status WriteBehind::copy_ahead(std::vector<ChunkPlan> plans, std::vector<BlockContent> contents, size_t rooms,
+                               uint64_t room_bytes) {
   TORPOR_TRY(settle());
   plans_ = std::move(plans);
   contents_ = std::move(contents);
   expect();
-  return background_.begin([this, left]() -> Status {
+  return background_.begin([this, rooms, room_bytes]() -> Status {
     TORPOR_TRY(in_pieces(plans_, [this](std::span<const ChunkPlan> plans, size_t first) -> Status {
       TORPOR_ASSIGN(std::vector<SavedChunk> saved, transfers_.put(plans, *writer_));
       for (size_t i = 0; i < plans.size(); ++i)
@@ -83,21 +84,26 @@ Status WriteBehind::copy_ahead(std::vector<ChunkPlan> plans, std::vector<BlockCo
       written(plans);
       return ok();
     }));
-    return make_room(left);
+    make_room(rooms, room_bytes);
+    return ok();
   });
 }
 
-// Where there is none to be had, it is taken when it is needed.
-Status WriteBehind::make_room(uint64_t bytes) {
-  const HostArena::GoOn unless_stopped = [this](uint64_t) { return !stop_; };
-  while (true) {
-    const Result<uint64_t> came = arena_.prefault_slowly(bytes, unless_stopped);
-    if (!came || *came == 0) break;
-  }
-  const HostArenaInfo arena = arena_.info();
-  if (arena.held_bytes - arena.used_bytes < bytes) return ok();
-  if (Result<HostArena::Span> room = arena_.allocate(bytes)) room_ = std::move(*room);
-  return ok();
+// What cannot be had is taken when it is needed.
+void WriteBehind::make_room(size_t rooms, uint64_t room_bytes) noexcept {
+  (void)catching([&]() -> Status {
+    const HostArena::GoOn unless_stopped = [this](uint64_t) { return !stop_; };
+    while (true) {
+      TORPOR_ASSIGN(const uint64_t came, arena_.prefault_slowly(rooms * align_up(room_bytes, kPage), unless_stopped));
+      if (came == 0) break;
+    }
+    for (rooms_.reserve(rooms); rooms_.size() < rooms;) {
+      HostArena::Span room = arena_.allocate_held(room_bytes);
+      if (room.empty()) break;
+      rooms_.push_back(std::move(room));
+    }
+    return ok();
+  });
 }
 
 const SavedChunk* WriteBehind::ahead(const ChunkKey& block, const BlockContent& content) const {
@@ -109,7 +115,7 @@ Status WriteBehind::copy_now(std::vector<ChunkPlan> plans) {
   TORPOR_TRY(settle());
   plans_ = std::move(plans);
   copied_.clear();
-  room_ = {};
+  rooms_.clear();
   if (plans_.empty()) return ok();
   host_ = std::make_unique<HostTier>(arena_);
   Result<std::vector<SavedChunk>> saved = catching([&] { return transfers_.save(plans_, *host_); });

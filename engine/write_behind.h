@@ -54,8 +54,9 @@ class WriteBehind {
   RankWriter& writer() { return *writer_; }
   std::optional<std::string> take_digest() { return std::exchange(digest_, std::nullopt); }  // of `weights`
 
-  // `left`: bytes that copy_now() is likely to have; a guess.
-  Status copy_ahead(std::vector<ChunkPlan> plans, std::vector<BlockContent> contents, uint64_t left);
+  // Then it brings up host memory for `rooms` chunks of `room_bytes`, which copy_now() is likely to have.
+  Status copy_ahead(std::vector<ChunkPlan> plans, std::vector<BlockContent> contents, size_t rooms,
+                    uint64_t room_bytes);
   const SavedChunk* ahead(const ChunkKey& block, const BlockContent& content) const;  // null: it was not, or is another
   Status copy_now(std::vector<ChunkPlan> plans);
   // `records`: all that the rank has; `places`: those of copy_now()'s, in its order.
@@ -70,7 +71,7 @@ class WriteBehind {
   using Piece = std::function<Status(std::span<const ChunkPlan> plans, size_t first)>;
   Status go_on() const;
   Status in_pieces(std::span<const ChunkPlan> plans, const Piece& piece) const;
-  Status make_room(uint64_t bytes);
+  void make_room(size_t rooms, uint64_t room_bytes) noexcept;
   void expect() const noexcept;  // that plans_ will be written
   void written(std::span<const ChunkPlan> plans) const noexcept;
 
@@ -83,8 +84,8 @@ class WriteBehind {
   std::unordered_map<uint64_t, Ahead> ahead_;  // by block
   std::vector<ChunkPlan> plans_;               // of what is under way
   std::vector<BlockContent> contents_;
-  HostArena::Span room_;            // for copy_now(), brought up before
-  std::unique_ptr<HostTier> host_;  // null: nothing was copied
+  std::vector<HostArena::Span> rooms_;  // for copy_now(), brought up before
+  std::unique_ptr<HostTier> host_;      // null: nothing was copied
   std::vector<SavedChunk> copied_;
   std::vector<SavedChunk> records_;
   std::optional<orders::Save::Reply> written_;

@@ -89,13 +89,16 @@ TEST_F(ContinuousCheckpoint, HostMemoryForTheStopIsThereBefore) {
   const auto device = value_of(make_host_device());
   const auto arena = value_of(HostArena::create({.budget_bytes = 4 * kMiB, .slab_bytes = kMiB}));
   const auto transfers = value_of(TransferEngine::create(*device, *arena, {.threads = 1, .own_threads = false}));
-  for (const uint64_t left : {uint64_t{0}, 3 * kMiB, 5 * kMiB}) {
+  for (const size_t rooms : {0, 3, 5}) {
     WriteBehind behind(*transfers, *arena, RankWriting{}, nullptr);
-    ASSERT_SUCCEEDS(behind.copy_ahead({}, {}, left));
+    ASSERT_SUCCEEDS(behind.copy_ahead({}, {}, rooms, kMiB));
     ASSERT_SUCCEEDS(behind.settle());
-    EXPECT_EQ(arena->info().used_bytes, left <= 4 * kMiB ? left : 0);  // beyond the budget it is taken in the stop
+    const HostArenaInfo ready = arena->info();
+    EXPECT_EQ(ready.used_bytes, std::min<uint64_t>(rooms, 4) * kMiB);  // beyond the budget it is taken in the stop
+    EXPECT_EQ(ready.held_bytes, ready.used_bytes);
     ASSERT_SUCCEEDS(behind.copy_now({}));
     EXPECT_EQ(arena->info().used_bytes, 0u);
+    EXPECT_EQ(arena->info().held_bytes, ready.held_bytes);
   }
 }
 

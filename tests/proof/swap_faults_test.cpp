@@ -1,8 +1,8 @@
 // Whatever is thrown, wherever, in a swap of two engines with two ranks each (SleepController::swap): every allocation
-// fails in turn, once and for as long as the call lasts; every start of a thread; every hook of either engine throws in
-// turn, before it has done its work and after. Then both are as before, or swapped, or `state_changed` says that
-// something else is so: both asleep, or one of them lost and saying so. Nothing of an engine that is not lost is gone:
-// every token is that of a run to which nothing happened.
+// (every 5th, every 7th if not TORPOR_PROOF=long) fails in turn, once and for as long as the call lasts; every start of
+// a thread; every hook of either engine throws in turn, before it has done its work and after. Then both are as before,
+// or swapped, or `state_changed` says that something else is so: both asleep, or one of them lost and saying so.
+// Nothing of an engine that is not lost is gone: every token is that of a run to which nothing happened.
 #include <cstdlib>
 
 #include "tests/proof/engine_scenarios.h"
