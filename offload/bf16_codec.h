@@ -23,8 +23,9 @@
 
 namespace torpor::bf16 {
 
-// By which instructions the words are taken apart and put together. The bytes are the same.
-enum class Instructions : uint8_t { kPlain, kAvx2 };
+// By which instructions the words are taken apart and put together: those of all processors, AVX2, or AVX-512 with BW
+// and VBMI. The bytes are the same. A processor that has one of them has those before it, too.
+enum class Instructions : uint8_t { kPlain, kAvx2, kAvx512 };
 Instructions fastest_instructions();  // of this processor
 
 // Most that compression of `bytes` can take.
