@@ -141,6 +141,13 @@ TORPOR_AVX2 void decode_avx2(const std::byte* rests, const std::byte* codes, siz
   }
 }
 
+#pragma GCC diagnostic push
+#if !defined(__clang__)
+// By values that its own headers leave undefined on purpose (g++'s bug 105593).
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
 TORPOR_AVX512 __m512i wide(const std::byte* at) { return _mm512_loadu_si512(at); }
 
 // `bit` of the mask set: of `yes`, else of `no`.
@@ -214,6 +221,8 @@ TORPOR_AVX512 void decode_avx512(const std::byte* rests, const std::byte* codes,
     _mm512_storeu_si512(words + 2 * pair + 64, _mm512_permutex2var_epi8(low, second, high));
   }
 }
+
+#pragma GCC diagnostic pop
 
 #endif
 
