@@ -28,8 +28,6 @@ constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds{50};  // at
 // Bytes that are locked: one for each side, this one by who made the file.
 constexpr int kMaker = 2;
 
-double in_seconds(std::chrono::nanoseconds time) { return std::chrono::duration<double>(time).count(); }
-
 // Of the open file, not of the process: whatever else a process does with the file, it keeps it until this is closed.
 struct flock lock_at(int byte) {
   struct flock lock {};
@@ -74,7 +72,7 @@ struct RoomFile::Page {
   std::atomic<uint32_t> ended;
   std::atomic<uint32_t> agreement;
   std::array<std::atomic<uint32_t>, 2> signs;  // of life, of each side
-  std::atomic<int64_t> most_silence;           // in nanoseconds
+  std::atomic<double> most_silence;            // in seconds
   std::array<std::atomic<uint64_t>, 2> sizes;  // ranks of each side
   struct Rank {
     std::atomic<uint64_t> promised, lent, given, taken;
@@ -92,14 +90,14 @@ class RoomFile::Silence {
     const std::chrono::nanoseconds time = now();
     waited_ += std::min(time - std::exchange(last_, time), 2 * kLook);
     if (const uint32_t signs = signs_; std::exchange(seen_, signs) != signs) waited_ = {};
-    return waited_.count() >= most_;
+    return Seconds(waited_).count() >= most_;
   }
 
  private:
   static std::chrono::nanoseconds now() noexcept { return std::chrono::steady_clock::now().time_since_epoch(); }
 
   const std::atomic<uint32_t>& signs_;
-  const std::atomic<int64_t>& most_;
+  const std::atomic<double>& most_;
   uint32_t seen_;
   std::chrono::nanoseconds last_;
   std::chrono::nanoseconds waited_{};
@@ -110,10 +108,10 @@ RoomFile::RoomFile(std::unique_ptr<SharedPage> page, int locks)
 
 RoomFile::~RoomFile() { (void)::close(locks_); }
 
-Result<std::unique_ptr<RoomFile>> RoomFile::create(const std::string& path, std::chrono::nanoseconds most_silence) {
-  if (most_silence.count() <= 0) {
+Result<std::unique_ptr<RoomFile>> RoomFile::create(const std::string& path, Seconds most_silence) {
+  if (!(most_silence.count() > 0)) {
     return Error{.code = Code::kInvalidArgument,
-                 .what = fmt::format("a swap is to be given up after {} s", in_seconds(most_silence)),
+                 .what = fmt::format("a swap is to be given up after {} s", most_silence.count()),
                  .next_step = "use more than 0"};
   }
   TORPOR_TRY(SharedPage::create(path, kRoomMark));
@@ -179,18 +177,18 @@ bool RoomFile::stopped_or(Side ended_side) noexcept {
   return true;
 }
 
-Error RoomFile::stopped() const {
+Error RoomFile::stopped_for(std::optional<Side> own) const {
   for (const Side side : {Side::kGives, Side::kTakes}) {
-    if (side_ == side || stopped_by() != side || !ended(side)) continue;
+    if (own == side || stopped_by() != side || !ended(side)) continue;
     return {.code = Code::kAborted,
             .what = "the process of the other engine ended",
             .next_step = "start it again, or wake another one"};
   }
   const RoomAgreement now = agreement();
   if (now.for_silence()) {
-    const double seconds = in_seconds(std::chrono::nanoseconds(page_.most_silence));
+    const double seconds = page_.most_silence;
     const bool gives = now.stopped_by() == Side::kGives;
-    if (side_ && now.stopped_by() != side_) {
+    if (own && now.stopped_by() != own) {
       return {.code = Code::kAborted,
               .what = fmt::format("the other engine has given it up: it had no sign of this one for {} s", seconds),
               .next_step = "see what stopped this one"};
@@ -305,7 +303,7 @@ Status RoomFile::need(size_t rank, uint64_t bytes) {
 }
 
 Status RoomFile::give(size_t rank, uint64_t bytes) {
-  if (stopped_or(Side::kTakes)) return stopped();
+  if (stopped_or(Side::kTakes)) return stopped_for(Side::kGives);
   page_.ranks[rank].given.fetch_add(bytes);
   sign(Side::kGives);
   return ok();
@@ -332,7 +330,7 @@ Status RoomFile::take(size_t rank, uint64_t bytes) {
   while (true) {
     const uint32_t seen = page_.changes.load(std::memory_order_acquire);
     const bool ended = page_.ended != 0;
-    if (stopped_or(Side::kGives)) return stopped();
+    if (stopped_or(Side::kGives)) return stopped_for(Side::kTakes);
     const uint64_t free = own.given + own.lent - own.taken;
     if (free >= bytes) break;
     if (ended) {
@@ -352,7 +350,7 @@ Result<bool> RoomFile::wait_for_more(size_t rank, uint64_t seen) {
   while (true) {
     const uint32_t changes = page_.changes.load(std::memory_order_acquire);
     const bool ended = page_.ended != 0;
-    if (stopped_or(Side::kGives)) return stopped();
+    if (stopped_or(Side::kGives)) return stopped_for(Side::kTakes);
     if (page_.ranks[rank].given > seen) return true;
     if (ended) return false;
     if (silence.too_long()) (void)stop_by(Side::kTakes, /*for_silence=*/true);

@@ -13,6 +13,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -26,15 +27,15 @@ namespace torpor {
 class RoomFile {
  public:
   static constexpr size_t kMostRanks = 64;
-  static constexpr std::chrono::nanoseconds kUsualSilence = std::chrono::seconds{60};
-  static constexpr std::chrono::nanoseconds kNoBound = std::chrono::nanoseconds::max();
+  using Seconds = std::chrono::duration<double>;
+  static constexpr Seconds kUsualSilence{60};
+  static constexpr Seconds kNoBound{std::numeric_limits<double>::infinity()};
   using Side = RoomAgreement::Side;
   using Stage = RoomAgreement::Stage;
   using End = RoomAgreement::End;
 
   // The caller removes it. `most_silence`: for which a side waits for a sign of the other; above zero.
-  static Result<std::unique_ptr<RoomFile>> create(const std::string& path,
-                                                  std::chrono::nanoseconds most_silence = kUsualSilence);
+  static Result<std::unique_ptr<RoomFile>> create(const std::string& path, Seconds most_silence = kUsualSilence);
   // The path may come from another process. kInvalidArgument: it is not absolute; kFailedPrecondition: others than this
   // user can write the file or its directory; kCorruption: not such a file.
   static Result<std::unique_ptr<RoomFile>> open(const std::string& path);
@@ -54,7 +55,7 @@ class RoomFile {
   Status commit();
   bool other_ended() const noexcept;        // the other side's process did, without a word
   bool has_come(Side side) const noexcept;  // somebody took it, who may have left since
-  Error stopped() const;                    // why neither goes on
+  Error stopped() const { return stopped_for(side_); }  // why neither goes on
 
   // Who gives. What it will have given in the end, before anybody takes.
   Status promise(size_t rank, uint64_t bytes);
@@ -81,6 +82,7 @@ class RoomFile {
   class Silence;
   RoomFile(std::unique_ptr<SharedPage> page, int locks);
   static Status check(size_t rank);
+  Error stopped_for(std::optional<Side> side) const;
   Side other() const noexcept;  // than the one that was taken
   RoomAgreement agreement() const noexcept;
   template <class Step>

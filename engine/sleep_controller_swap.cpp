@@ -9,43 +9,31 @@
 #include "engine/sleep_controller.h"
 
 #include <chrono>
-#include <cstdlib>
 #include <thread>
-
-#include <unistd.h>
 
 #include <fmt/format.h>
 
 #include "base/log.h"
 #include "base/room_file.h"
+#include "base/shared_folder.h"
 #include "engine/sleep_in_progress.h"
 
 namespace torpor {
 namespace {
 
-// A RoomFile in a directory of its own; both are gone in the end.
+// A RoomFile in a folder of its own; both are gone in the end.
 class Room {
  public:
   static Result<std::unique_ptr<Room>> make() {
     auto room = std::make_unique<Room>();
-    std::string directory = ::access("/dev/shm", W_OK) == 0 ? "/dev/shm/torpor-XXXXXX" : "/tmp/torpor-XXXXXX";
-    room->path = fmt::format("{}/room", directory);
-    if (::mkdtemp(directory.data()) == nullptr) return system_error(errno, directory);
-    room->directory = std::move(directory);
-    room->path.replace(0, room->directory.size(), room->directory);
+    TORPOR_ASSIGN(room->folder, SharedFolder::make());
+    room->path = fmt::format("{}/room", room->folder->path());
     TORPOR_ASSIGN(room->file, RoomFile::create(room->path, RoomFile::kNoBound));  // no engine waits for a process
     return room;
   }
-  ~Room() {
-    if (directory.empty()) return;
-    (void)::unlink(path.c_str());
-    (void)::rmdir(directory.c_str());
-  }
+  std::unique_ptr<SharedFolder> folder;
   std::string path;
   std::unique_ptr<RoomFile> file;
-
- private:
-  std::string directory;
 };
 
 constexpr std::chrono::seconds kMemoryComes{30};

@@ -2,8 +2,10 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <thread>
 
 #include "tests/support/results.h"
@@ -67,7 +69,6 @@ TEST_F(RoomFileTest, EachSideWaitsForTheOther) {
     EXPECT_SUCCEEDS(takes_->join(RoomFile::Side::kTakes, 2));
     EXPECT_SUCCEEDS(takes_->wait_for(Stage::kReady));
     takes_->say(Stage::kReady);
-    EXPECT_FAILS(takes_->commit(), Code::kAborted, "other engine");  // too early
     EXPECT_SUCCEEDS(takes_->wait_for(Stage::kDone));
     EXPECT_SUCCEEDS(takes_->commit());
     EXPECT_FALSE(takes_->stop());  // too late
@@ -148,6 +149,7 @@ TEST_F(RoomFileTest, WhoHasCommittedIsNotGivenUp) {
     const std::unique_ptr<RoomFile> takes = value_of(RoomFile::open(path));
     EXPECT_SUCCEEDS(gives->join(RoomFile::Side::kGives, 1));
     EXPECT_SUCCEEDS(takes->join(RoomFile::Side::kTakes, 1));
+    EXPECT_FAILS(takes->commit(), Code::kAborted, "other engine");  // too early
     gives->say(Stage::kDone);
     if (commits) {
       EXPECT_SUCCEEDS(takes->commit());
@@ -184,9 +186,35 @@ TEST_F(RoomFileTest, WhoIsSlowButGivesSignsIsWaitedFor) {
   taker.join();
 }
 
+TEST_F(RoomFileTest, TimeForWhichAProcessIsStoppedItselfDoesNotCount) {
+  const std::string path = temporary_ / "stopped";
+  const std::unique_ptr<RoomFile> maker = value_of(RoomFile::create(path, std::chrono::milliseconds{300}));
+  const std::unique_ptr<RoomFile> gives = value_of(RoomFile::open(path));
+  EXPECT_SUCCEEDS(gives->join(RoomFile::Side::kGives, 1));
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const std::unique_ptr<RoomFile> takes = value_of(RoomFile::open(path));
+    EXPECT_SUCCEEDS(takes->join(RoomFile::Side::kTakes, 1));
+    EXPECT_SUCCEEDS(takes->wait_for(RoomFile::Stage::kReady));
+    ::_exit(HasFailure() ? 1 : 0);
+  }
+  EXPECT_SUCCEEDS(gives->wait_for(RoomFile::Stage::kHere));
+  std::this_thread::sleep_for(std::chrono::milliseconds{20});
+  EXPECT_EQ(::kill(child, SIGSTOP), 0);
+  std::this_thread::sleep_for(std::chrono::milliseconds{600});
+  EXPECT_EQ(::kill(child, SIGCONT), 0);
+  std::this_thread::sleep_for(std::chrono::milliseconds{70});
+  gives->say(RoomFile::Stage::kReady);
+  int status = 0;
+  EXPECT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+}
+
 TEST_F(RoomFileTest, ASwapThatIsGivenUpAtOnceIsRefused) {
-  EXPECT_FAILS(RoomFile::create(temporary_ / "no time", std::chrono::nanoseconds{0}), Code::kInvalidArgument,
-               "after 0 s");
+  for (const double seconds : {0.0, -1.0, std::numeric_limits<double>::quiet_NaN()}) {
+    EXPECT_FAILS(RoomFile::create(temporary_ / "no time", RoomFile::Seconds(seconds)), Code::kInvalidArgument,
+                 "given up after");
+  }
 }
 
 TEST_F(RoomFileTest, EnginesOfOtherRanksDoNotMeet) {

@@ -68,7 +68,7 @@ async def a_server(monkeypatch, room: Room | None = None):
     app, server = build(monkeypatch, [], *KEYS)
     await started(server)
     if room is not None:
-        monkeypatch.setattr(swapping.exchange, "room", lambda: contextlib.nullcontext((room, "/a/room")))
+        monkeypatch.setattr(swapping.exchange, "room", lambda _: contextlib.nullcontext((room, "/a/room")))
     return app, server
 
 

@@ -186,7 +186,8 @@ class RemoteHome:
 class RoomFile:
     """Device memory that one engine gives and another takes, in a file."""
 
-    def __init__(self, path: str) -> None: ...
+    def __init__(self, path: str, most_silence: float = 60.0) -> None:
+        """A half that has no sign of the other for so many seconds gives the swap up."""
     def has_come(self, side: str) -> bool:
         """An engine has begun with this half. It may have failed since."""
     def stop(self, side: str) -> None:
