@@ -47,7 +47,8 @@ class RoomAgreement {
   constexpr bool for_silence() const { return (word_ & kForSilence) != 0; }  // of the other side than stopped_by()
   constexpr bool committed() const { return (word_ & kCommitted) != 0; }
   constexpr std::optional<Side> stopped_by() const {
-    if (committed()) return end() == End::kHasNothing || end() == End::kMayHold ? std::optional(Side::kTakes) : std::nullopt;
+    if (committed())
+      return end() == End::kHasNothing || end() == End::kMayHold ? std::optional(Side::kTakes) : std::nullopt;
     if ((word_ & kByGives) != 0) return Side::kGives;
     if ((word_ & kByTakes) != 0) return Side::kTakes;
     return std::nullopt;

@@ -57,15 +57,15 @@ Result<SwapReport> SleepController::swap_now(SleepController& to, const SwapOpti
                            .outputs = options.outputs,
                            .progress = options.progress};
   Result<SwapReport> swapped = leave(
-      asked, {.admit = [&]() -> Status {
-                TORPOR_ASSIGN(const size_t others, to.may_come());
-                TORPOR_ASSIGN(const size_t own, count_ranks());
-                if (own == others) return ok();
-                return cannot(fmt::format("the engines have {} and {} ranks", own, others),
-                              "put one to sleep, then wake the other");
-              },
-              .exchange = [&](FallingAsleep& sleep, Gone&)
-                              TORPOR_REQUIRES(operation_mutex_) { return exchange(sleep, to); }});
+      asked,
+      {.admit = [&]() -> Status {
+         TORPOR_ASSIGN(const size_t others, to.may_come());
+         TORPOR_ASSIGN(const size_t own, count_ranks());
+         if (own == others) return ok();
+         return cannot(fmt::format("the engines have {} and {} ranks", own, others),
+                       "put one to sleep, then wake the other");
+       },
+       .exchange = [&](FallingAsleep& sleep, Gone&) TORPOR_REQUIRES(operation_mutex_) { return exchange(sleep, to); }});
   if (swapped || !to.lost()) return swapped;
   Error error = std::move(swapped).error();
   error.state_changed = true;
@@ -84,14 +84,14 @@ Result<SleepReport> SleepController::give_now(const SleepOptions& options) {
   TORPOR_ASSIGN(const std::unique_ptr<RoomFile> room, RoomFile::open(options.give_to));
   const auto watched = ProgressFile::of_caller(options.progress);
   const auto go_on = [&] { return watched == nullptr ? ok() : watched->check(); };
-  Result<SwapReport> left =
-      leave(options, {.admit = [&]() -> Status {
-                        TORPOR_ASSIGN(const size_t ranks, count_ranks());
-                        TORPOR_TRY(room->join(RoomFile::Side::kGives, ranks));
-                        return room->wait_for(RoomFile::Stage::kHere, go_on);
-                      },
-                      .exchange = [&](FallingAsleep& sleep, Gone& gone) TORPOR_REQUIRES(
-                                      operation_mutex_) { return exchange_by_file(sleep, *room, gone); }});
+  Result<SwapReport> left = leave(
+      options, {.admit = [&]() -> Status {
+                  TORPOR_ASSIGN(const size_t ranks, count_ranks());
+                  TORPOR_TRY(room->join(RoomFile::Side::kGives, ranks));
+                  return room->wait_for(RoomFile::Stage::kHere, go_on);
+                },
+                .exchange = [&](FallingAsleep& sleep, Gone& gone)
+                                TORPOR_REQUIRES(operation_mutex_) { return exchange_by_file(sleep, *room, gone); }});
   if (left) return std::move(left->slept);
   (void)room->stop(RoomFile::Side::kGives);
   room->say(RoomFile::Stage::kFailed);

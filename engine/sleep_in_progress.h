@@ -33,14 +33,14 @@ struct SleepController::FallingAsleep {
   std::optional<PendingCheckpoint> pending{};  // kept to the end: with its lock a commit can be taken back, or older
                                                // ones can go
   bool alone = false;  // part of its memory is with an engine that does not give it back: it cannot be cancelled
-  bool checkpoint_stays = false;               // it was committed, and not taken back
-  Operation operation;                         // last: its undo needs all of the above
+  bool checkpoint_stays = false;  // it was committed, and not taken back
+  Operation operation;            // last: its undo needs all of the above
 };
 
 // Of a swap, for the engine that comes.
 struct SleepController::Exchange {
-  std::string room;                // path of the RoomFile
-  std::function<Status()> settle;  // waits until the other engine is asleep
+  std::string room;                  // path of the RoomFile
+  std::function<Status()> settle;    // waits until the other engine is asleep
   std::function<Status()> commit{};  // from then on this one may run, and does what cannot be undone
 };
 

@@ -151,14 +151,10 @@ class Explorer {
       (next.*half).all_saved = false;
     });
   }
-  void gives_up(World& next, Side side) {
-    next.word = next.word.stop(side, /*for_silence=*/true).value_or(next.word);
-  }
+  void gives_up(World& next, Side side) { next.word = next.word.stop(side, /*for_silence=*/true).value_or(next.word); }
 
   void give(const World& world) {
-    const auto to = [&](At at) {
-      go(world, [&](World& next) { next.gives.at = at; });
-    };
+    const auto to = [&](At at) { go(world, [&](World& next) { next.gives.at = at; }); };
     const auto wait = [&](Stage wanted, At then) {
       const World now = looked(world, Side::kTakes);
       switch (now.word.look(Side::kTakes, wanted)) {
@@ -255,9 +251,7 @@ class Explorer {
   }
 
   void take(const World& world) {
-    const auto to = [&](const World& now, At at) {
-      go(now, [&](World& next) { next.takes.at = at; });
-    };
+    const auto to = [&](const World& now, At at) { go(now, [&](World& next) { next.takes.at = at; }); };
     const auto wait = [&](Stage wanted, At then) {
       const World now = looked(world, Side::kGives);
       switch (now.word.look(Side::kGives, wanted)) {

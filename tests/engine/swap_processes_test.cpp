@@ -239,7 +239,8 @@ TEST_F(SwapProcessesTest, AnEngineThatIsStoppedWhenItHasCommittedRunsAndTheOther
     SleepingEngine half = make(paged(1));
     begin(half.engine);
     const Result<SleepReport> gave = half.controller.sleep({.preserve_state = true, .give_to = path});
-    EXPECT_FAILS(gave, Code::kTimeout, "has not said that it runs, and gives no sign; the engine that went stays asleep");
+    EXPECT_FAILS(gave, Code::kTimeout,
+                 "has not said that it runs, and gives no sign; the engine that went stays asleep");
     EXPECT_TRUE(gave.error().state_changed);
     EXPECT_EQ(half.controller.state().engine, "asleep");
     shared_->over[0] = true;

@@ -1,8 +1,8 @@
 // The two halves of a swap in two processes, in one of which anything goes wrong (SleepOptions::give_to,
 // WakeOptions::take_from): every allocation fails in turn, once and for as long as the call lasts; every start of a
 // thread; every hook throws; the process is killed at an allocation, or stopped there until the other half has given it
-// up. Then both have swapped, or both are as before and swap at the next call, or the half whose calls failed is lost or
-// asleep and says so. The other half ends and names why. Every token is that of a run to which nothing happened.
+// up. Then both have swapped, or both are as before and swap at the next call, or the half whose calls failed is lost
+// or asleep and says so. The other half ends and names why. Every token is that of a run to which nothing happened.
 //
 // TORPOR_PROOF=long tries each place; otherwise some, in seconds.
 #include <sys/mman.h>

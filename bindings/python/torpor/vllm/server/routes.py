@@ -184,9 +184,7 @@ def routes() -> APIRouter:
 
         async def call(progress: Watcher | None) -> dict:
             with recorded("sleep"):
-                return await swapping.swap(
-                    server(raw_request), to, partner_timeout, raw_request.headers, progress
-                )
+                return await swapping.swap(server(raw_request), to, partner_timeout, raw_request.headers, progress)
 
         return await answered(call, raw_request)
 

@@ -30,9 +30,7 @@ _RETRY_SECONDS = 0.5
 _PASSED_ON = ("Authorization", "traceparent", "tracestate")
 
 
-async def swap(
-    server, to: str, partner_timeout: float, headers: Mapping[str, str], progress: Watcher | None
-) -> dict:
+async def swap(server, to: str, partner_timeout: float, headers: Mapping[str, str], progress: Watcher | None) -> dict:
     """`headers` of the call: the other server is asked with the same key. It goes on to its end without its caller."""
     other = Other(await address_of(to), headers)
     return await asyncio.shield(server.run(_swap(server, other, partner_timeout, progress)))
