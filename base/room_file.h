@@ -4,9 +4,9 @@
 //
 // Where each engine has a process of its own, both take a side. Each says how far it is and waits for the other
 // (base/room_agreement.h). That the other's process has ended is seen by a lock on the file, which goes with the
-// process. One that is stopped, or hangs, is seen by its silence: there is no sign of it, which each page and each stage
-// is, for a time that who makes the file says. Who waits gives the swap up then. Time for which it was stopped itself
-// does not count.
+// process. One that is stopped, or hangs, is seen by its silence: there is no sign of it, which each page and each
+// stage is, for a time that who makes the file says. Who waits gives the swap up then. Time for which it was stopped
+// itself does not count.
 //
 // Threads and processes: any. Only take(), wait_for_more(), wait_for() and wait_for_end() wait; who gives never does.
 #pragma once
@@ -52,7 +52,8 @@ class RoomFile {
   Status wait_for(Stage stage, const std::function<Status()>& go_on = {});
   // Who gives: waits until who takes runs, or for what it is instead.
   End wait_for_end() noexcept;
-  // Who takes, when the other side is done, before what cannot be undone. Nobody stops it then. kAborted: it was stopped.
+  // Who takes, when the other side is done, before what cannot be undone. Nobody stops it then. kAborted: it was
+  // stopped.
   Status commit();
   bool other_ended() const noexcept;                    // the other side's process did, without a word
   bool has_come(Side side) const noexcept;              // somebody took it, who may have left since
