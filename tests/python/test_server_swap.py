@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from queue import Queue
 from types import SimpleNamespace
 
 import pytest
@@ -304,6 +305,25 @@ def test_a_swap_ends_where_one_engine_does_not_answer(monkeypatch, awaited, whic
             swap()
     goes_on.set()
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_an_engine_that_stays_asleep_takes_no_step(monkeypatch, asleep):
+    from torpor.vllm import frontend
+
+    def call(_, method, options=None):
+        if method == "sleep":
+            raise TimedOut("no sign of the other", "", state_changed=True)
+        return {"engine": "asleep" if asleep else "lost", "level": 1}
+
+    monkeypatch.setattr(frontend, "call", call)
+    client = SimpleNamespace(outputs_queue=Queue())
+    engine = SimpleNamespace(logger_manager=None, engine_core=client, torpor_stock_step=lambda: ["waits"])
+    engine.renderer = SimpleNamespace(clear_mm_cache=lambda: None)
+    with pytest.raises(TimedOut):
+        values = {"level": 1, "preserve_state": False}
+        frontend.finish(frontend.sleep(frontend.BlockingSide(engine), "abort", values))
+    assert frontend.step(engine) == ([] if asleep else ["waits"])
 
 
 @pytest.mark.parametrize(("method", "half"), [("sleep", "give_to"), ("wake_up", "take_from")])
