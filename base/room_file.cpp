@@ -21,7 +21,7 @@
 namespace torpor {
 namespace {
 
-constexpr uint64_t kRoomMark = 0x314d4f4f52524f54;  // "TORROOM1"
+constexpr uint64_t kRoomMark = 0x324d4f4f52524f54;  // "TORROOM2"
 constexpr const char* kRoomFile = "a file of room";
 constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds{50};  // at processes that end without a word
 
