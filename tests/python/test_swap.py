@@ -272,11 +272,11 @@ async def _servers(first: Side, second: Side) -> None:
     # A worker of the one that comes stops when it has taken memory, until it is given up.
     await first.read()
     second.stop_before.write_text("restore")
-    asked = {"to": second.server.url, "partner_timeout": 1}
+    asked = {"to": second.server.url, "partner_timeout": 3}
     swapping = asyncio.create_task(first.client.admin.post("/swap", params=asked))
     worker = await asyncio.wait_for(until_stopped(second), 60)
     answer = await asyncio.wait_for(swapping, 60)
-    assert "no sign of the engine that is to come for 1 s" in answer.text and answer.status_code == 500, answer.text
+    assert "no sign of the engine that is to come for 3 s" in answer.text and answer.status_code == 500, answer.text
     assert not answer.json()["error"]["state_changed"] and not await first.sleeps()
     await first.read_whole()
     os.kill(worker, signal.SIGCONT)
