@@ -9,8 +9,10 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <climits>
 #include <ctime>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -19,16 +21,12 @@
 namespace torpor {
 namespace {
 
-constexpr uint64_t kRoomMark = 0x314d4f4f52524f54;  // "TORROOM1"
+constexpr uint64_t kRoomMark = 0x324d4f4f52524f54;  // "TORROOM2"
 constexpr const char* kRoomFile = "a file of room";
-constexpr long kLookNanoseconds = 50'000'000;  // at processes that end without a word
+constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds{50};  // at processes that end without a word
 
 // Bytes that are locked: one for each side, this one by who made the file.
 constexpr int kMaker = 2;
-
-// In Page::is_stopped.
-constexpr uint32_t kBySomebody = 1;
-constexpr uint32_t by(RoomFile::Side side) { return 2 + static_cast<uint32_t>(side); }
 
 // Of the open file, not of the process: whatever else a process does with the file, it keeps it until this is closed.
 struct flock lock_at(int byte) {
@@ -72,8 +70,9 @@ struct RoomFile::Page {
   std::atomic<uint64_t> mark;
   std::atomic<uint32_t> changes;  // what is waited for
   std::atomic<uint32_t> ended;
-  std::atomic<uint32_t> is_stopped;  // 0, or by whom
-  std::array<std::atomic<uint32_t>, 2> stages;
+  std::atomic<uint32_t> agreement;
+  std::array<std::atomic<uint32_t>, 2> signs;  // of life, of each side
+  std::atomic<double> most_silence;            // in seconds
   std::array<std::atomic<uint64_t>, 2> sizes;  // ranks of each side
   struct Rank {
     std::atomic<uint64_t> promised, lent, given, taken;
@@ -81,16 +80,48 @@ struct RoomFile::Page {
   std::array<Rank, kMostRanks> ranks;
 };
 
+// For how long one side has waited for a sign of the other. Of the time between two looks only as much counts as looks
+// are apart: what is more, this process was stopped itself.
+class RoomFile::Silence {
+ public:
+  Silence(const Page& page, Side of)
+      : signs_(page.signs[static_cast<size_t>(of)]), most_(page.most_silence), seen_(signs_), last_(now()) {}
+  bool too_long() noexcept {
+    const std::chrono::nanoseconds time = now();
+    waited_ += std::min(time - std::exchange(last_, time), 2 * kLook);
+    if (const uint32_t signs = signs_; std::exchange(seen_, signs) != signs) waited_ = {};
+    return Seconds(waited_).count() >= most_;
+  }
+
+ private:
+  static std::chrono::nanoseconds now() noexcept { return std::chrono::steady_clock::now().time_since_epoch(); }
+
+  const std::atomic<uint32_t>& signs_;
+  const std::atomic<double>& most_;
+  uint32_t seen_;
+  std::chrono::nanoseconds last_;
+  std::chrono::nanoseconds waited_{};
+};
+
 RoomFile::RoomFile(std::unique_ptr<SharedPage> page, int locks)
     : shared_(std::move(page)), page_(shared_->as<Page>()), locks_(locks) {}
 
 RoomFile::~RoomFile() { (void)::close(locks_); }
 
-Result<std::unique_ptr<RoomFile>> RoomFile::create(const std::string& path) {
+Result<std::unique_ptr<RoomFile>> RoomFile::create(const std::string& path, Seconds most_silence) {
+  if (!(most_silence.count() > 0)) {
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("a swap is to be given up after {} s", most_silence.count()),
+                 .next_step = "use more than 0"};
+  }
   TORPOR_TRY(SharedPage::create(path, kRoomMark));
   Result<std::unique_ptr<RoomFile>> made = open(path);
   if (made && !take_lock((*made)->locks_, kMaker)) made = system_error(errno, path);
-  if (!made) (void)::unlink(path.c_str());
+  if (made) {
+    (*made)->page_.most_silence = most_silence.count();
+  } else {
+    (void)::unlink(path.c_str());
+  }
   return made;
 }
 
@@ -106,8 +137,18 @@ Result<std::unique_ptr<RoomFile>> RoomFile::open(const std::string& path) {
 
 RoomFile::Side RoomFile::other() const noexcept { return side_ == Side::kGives ? Side::kTakes : Side::kGives; }
 
-RoomFile::Stage RoomFile::stage(Side side) const noexcept {
-  return static_cast<Stage>(page_.stages[static_cast<size_t>(side)].load());
+RoomAgreement RoomFile::agreement() const noexcept { return RoomAgreement(page_.agreement.load()); }
+
+// `next`: the word that follows on the one that it is given; none: there is no such step.
+template <class Step>
+bool RoomFile::step(const Step& next) noexcept {
+  uint32_t word = page_.agreement;
+  while (true) {
+    const std::optional<RoomAgreement> after = next(RoomAgreement(word));
+    if (!after) return false;
+    if (!page_.agreement.compare_exchange_weak(word, after->word())) continue;
+    return tell(), true;
+  }
 }
 
 // By another one than this object. Where that cannot be told, nobody is taken for gone.
@@ -118,43 +159,54 @@ bool RoomFile::held(int byte) const noexcept {
 
 // The stage is said before the lock goes.
 bool RoomFile::ended(Side side) const noexcept {
-  const auto between = [&] { return stage(side) == Stage::kHere || stage(side) == Stage::kReady; };
+  const auto between = [&] {
+    const Stage stage = agreement().stage(side);
+    return stage == Stage::kHere || stage == Stage::kReady;
+  };
   return between() && !held(static_cast<int>(side)) && between();
 }
 
 bool RoomFile::other_ended() const noexcept { return ended(other()); }
 
-bool RoomFile::has_come(Side side) const noexcept { return stage(side) != Stage::kNone; }
+bool RoomFile::has_come(Side side) const noexcept { return agreement().stage(side) != Stage::kNone; }
 
 bool RoomFile::stopped_or(Side ended_side) noexcept {
-  if (page_.is_stopped != 0) return true;
+  if (agreement().stopped()) return true;
   if (!ended(ended_side)) return false;
   (void)stop(ended_side);
   return true;
 }
 
-Error RoomFile::stopped() const {
+Error RoomFile::stopped_for(std::optional<Side> own) const {
   for (const Side side : {Side::kGives, Side::kTakes}) {
-    if (side_ == side || stopped_by() != side || !ended(side)) continue;
+    if (own == side || stopped_by() != side || !ended(side)) continue;
     return {.code = Code::kAborted,
             .what = "the process of the other engine ended",
             .next_step = "start it again, or wake another one"};
   }
+  const RoomAgreement now = agreement();
+  if (now.for_silence()) {
+    const double seconds = page_.most_silence;
+    const bool gives = now.stopped_by() == Side::kGives;
+    if (own && now.stopped_by() != own) {
+      return {.code = Code::kAborted,
+              .what = fmt::format("the other engine has given it up: it had no sign of this one for {} s", seconds),
+              .next_step = "see what stopped this one"};
+    }
+    return {.code = Code::kTimeout,
+            .what = fmt::format("no sign of the engine that {} for {} s", gives ? "is to come" : "goes", seconds),
+            .next_step = "see what it does: it is stopped, hangs, or needs longer"};
+  }
   return {.code = Code::kAborted, .what = "the other engine could not be exchanged", .next_step = "see its error"};
 }
 
-std::optional<RoomFile::Side> RoomFile::stopped_by() const noexcept {
-  const uint32_t whom = page_.is_stopped;
-  if (whom == by(Side::kGives)) return Side::kGives;
-  if (whom == by(Side::kTakes)) return Side::kTakes;
-  return std::nullopt;
-}
+std::optional<RoomFile::Side> RoomFile::stopped_by() const noexcept { return agreement().stopped_by(); }
 
 Status RoomFile::join(Side side, size_t ranks) {
   const auto refuse = [](std::string what, std::string next) {
     return Error{.code = Code::kFailedPrecondition, .what = std::move(what), .next_step = std::move(next)};
   };
-  if (side_ || stage(side) != Stage::kNone || !take_lock(locks_, static_cast<int>(side)))
+  if (side_ || has_come(side) || !take_lock(locks_, static_cast<int>(side)))
     return refuse("another engine has this side of the exchange", "make a file for each");
   side_ = side;
   page_.sizes[static_cast<size_t>(side)].store(ranks);  // before it looks: of two that come at once, one sees the other
@@ -166,33 +218,53 @@ Status RoomFile::join(Side side, size_t ranks) {
 
 void RoomFile::say(Stage stage) noexcept {
   if (!side_) return;
-  page_.stages[static_cast<size_t>(*side_)].store(static_cast<uint32_t>(stage));
-  tell();
+  (void)step([&](RoomAgreement now) { return std::optional(now.say(*side_, stage)); });
+  sign(*side_);
 }
 
 Status RoomFile::wait_for(Stage wanted, const std::function<Status()>& go_on) {
+  Silence silence(page_, other());
   while (true) {
     const uint32_t seen = page_.changes.load(std::memory_order_acquire);
     const bool maker_ended = !held(kMaker);
-    const bool over = stopped_or(other());
-    const Stage now = stage(other());  // last: whoever ended may have said it before
-    if (now == Stage::kDone || (now >= wanted && now != Stage::kFailed && !over)) return ok();
-    if (now == Stage::kNone && maker_ended) (void)stop(other());
-    if (over || page_.is_stopped != 0 || now == Stage::kFailed) return stopped();
-    if (go_on) TORPOR_TRY(go_on());
+    (void)stopped_or(other());
+    const RoomAgreement now = agreement();  // last: whoever ended may have said it before
+    switch (now.look(other(), wanted)) {
+      case RoomAgreement::Look::kThere: return ok();
+      case RoomAgreement::Look::kOver: return stopped();
+      case RoomAgreement::Look::kWait: break;
+    }
+    if (maker_ended && now.stage(other()) == Stage::kNone) {
+      (void)stop(other());
+    } else if (silence.too_long()) {
+      (void)stop_by(side_, /*for_silence=*/true);
+    } else {
+      if (go_on) TORPOR_TRY(go_on());
+      wait(seen);
+    }
+  }
+}
+
+RoomFile::End RoomFile::wait_for_end() noexcept {
+  Silence silence(page_, Side::kTakes);
+  while (true) {
+    const uint32_t seen = page_.changes.load(std::memory_order_acquire);
+    const bool gone = ended(Side::kTakes);
+    if (const End end = agreement().end(); end != End::kNone) return end;
+    if (gone) return End::kHasNothing;
+    if (silence.too_long()) {
+      (void)stop_by(Side::kGives, /*for_silence=*/true);
+      const RoomAgreement now = agreement();
+      if (now.end() != End::kNone) return now.end();
+      return now.committed() ? End::kMayRun : End::kMayHold;
+    }
     wait(seen);
   }
 }
 
-bool RoomFile::wait_for_end() noexcept {
-  while (true) {
-    const uint32_t seen = page_.changes.load(std::memory_order_acquire);
-    const bool gone = ended(other());
-    const Stage now = stage(other());
-    if (now == Stage::kDone) return true;
-    if (gone || now == Stage::kNone || now == Stage::kFailed) return false;
-    wait(seen);
-  }
+Status RoomFile::commit() {
+  if (step([](RoomAgreement now) { return now.commit(); })) return ok();
+  return stopped();
 }
 
 Status RoomFile::check(size_t rank) {
@@ -202,13 +274,18 @@ Status RoomFile::check(size_t rank) {
                .next_step = "put one to sleep, then wake the other"};
 }
 
+void RoomFile::sign(Side side) noexcept {
+  page_.signs[static_cast<size_t>(side)].fetch_add(1);
+  tell();
+}
+
 void RoomFile::tell() noexcept {
   page_.changes.fetch_add(1, std::memory_order_release);
   (void)::syscall(SYS_futex, &page_.changes, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
 void RoomFile::wait(uint32_t seen) const noexcept {
-  const timespec until_look{.tv_sec = 0, .tv_nsec = kLookNanoseconds};
+  const timespec until_look{.tv_sec = 0, .tv_nsec = kLook.count()};
   (void)::syscall(SYS_futex, &page_.changes, FUTEX_WAIT, seen, &until_look, nullptr, 0);
 }
 
@@ -226,55 +303,57 @@ Status RoomFile::need(size_t rank, uint64_t bytes) {
 }
 
 Status RoomFile::give(size_t rank, uint64_t bytes) {
-  if (stopped_or(Side::kTakes)) return stopped();
+  if (stopped_or(Side::kTakes)) return stopped_for(Side::kGives);
   page_.ranks[rank].given.fetch_add(bytes);
-  tell();
+  sign(Side::kGives);
   return ok();
 }
 
 void RoomFile::end() noexcept {
   page_.ended.store(1);
-  tell();
+  sign(Side::kGives);
 }
 
-bool RoomFile::stop() noexcept { return stop_by(side_ ? by(*side_) : kBySomebody); }
+bool RoomFile::stop() noexcept { return stop_by(side_); }
 
-bool RoomFile::stop(Side side) noexcept { return stop_by(by(side)); }
+bool RoomFile::stop(Side side) noexcept { return stop_by(side); }
 
-bool RoomFile::stop_by(uint32_t whom) noexcept {
-  uint32_t nobody = 0;
-  const bool first = page_.is_stopped.compare_exchange_strong(nobody, whom);
-  tell();
-  return first;
+bool RoomFile::stop_by(std::optional<Side> whom, bool for_silence) noexcept {
+  return step([&](RoomAgreement now) { return now.stop(whom, for_silence); });
 }
 
 uint64_t RoomFile::given(size_t rank) const noexcept { return page_.ranks[rank].given; }
 
 Status RoomFile::take(size_t rank, uint64_t bytes) {
   Page::Rank& own = page_.ranks[rank];
+  Silence silence(page_, Side::kGives);
   while (true) {
     const uint32_t seen = page_.changes.load(std::memory_order_acquire);
     const bool ended = page_.ended != 0;
-    if (stopped_or(Side::kGives)) return stopped();
+    if (stopped_or(Side::kGives)) return stopped_for(Side::kTakes);
     const uint64_t free = own.given + own.lent - own.taken;
     if (free >= bytes) break;
     if (ended) {
       return Error{.code = Code::kResourceExhausted,
                    .what = fmt::format("{} bytes of device memory are needed, and {} are free", bytes, free)};
     }
+    if (silence.too_long()) (void)stop_by(Side::kTakes, /*for_silence=*/true);
     wait(seen);
   }
   own.taken.fetch_add(bytes);
+  sign(Side::kTakes);
   return ok();
 }
 
 Result<bool> RoomFile::wait_for_more(size_t rank, uint64_t seen) {
+  Silence silence(page_, Side::kGives);
   while (true) {
     const uint32_t changes = page_.changes.load(std::memory_order_acquire);
     const bool ended = page_.ended != 0;
-    if (stopped_or(Side::kGives)) return stopped();
+    if (stopped_or(Side::kGives)) return stopped_for(Side::kTakes);
     if (page_.ranks[rank].given > seen) return true;
     if (ended) return false;
+    if (silence.too_long()) (void)stop_by(Side::kTakes, /*for_silence=*/true);
     wait(changes);
   }
 }

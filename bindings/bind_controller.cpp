@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "base/shared_folder.h"
 #include "bindings/bind_subjects.h"
 #include "bindings/bind_values.h"
 #include "bindings/checkpoint_options.h"
@@ -215,8 +216,19 @@ void bind_controller(py::module_& module) {
              return out;
            })
       .def("cancel", &ProgressFile::cancel, "The operation is undone, and raises Aborted.");
+  py::class_<SharedFolder>(module, "SharedFolder",
+                           "A folder for files that processes map. What killed ones left goes when one is made.")
+      .def(py::init([] { return value_or_raise(SharedFolder::make()); }))
+      .def_property_readonly("path", &SharedFolder::path)
+      .def("remove", &SharedFolder::remove, "With all that is in it.")
+      .def_static(
+          "remove_left", [] { SharedFolder::remove_left(); }, "What killed processes of this user left.");
   py::class_<RoomFile>(module, "RoomFile", "Device memory that one engine gives and another takes, in a file.")
-      .def(py::init([](const std::string& path) { return value_or_raise(RoomFile::create(path)); }), py::arg("path"))
+      .def(py::init([](const std::string& path, double most_silence) {
+             return value_or_raise(RoomFile::create(path, RoomFile::Seconds(most_silence)));
+           }),
+           py::arg("path"), py::arg("most_silence") = RoomFile::kUsualSilence.count(),
+           "A half that has no sign of the other for so many seconds gives the swap up.")
       .def(
           "stop",
           [](RoomFile& self, const std::string& side) {

@@ -107,6 +107,7 @@ class SleepController final : private Operation::Owner {
   struct Behind;
   struct Exchange;
   struct OtherEngine;
+  enum class Gone : uint8_t;
 
   struct RestoredFrom {  // a checkpoint that is marked as woken from once the engine runs
     std::string directory;
@@ -156,7 +157,7 @@ class SleepController final : private Operation::Owner {
   Result<SleepReport> give_now(const SleepOptions& options);
   Result<SleepReport> take_now(const WakeOptions& options);
   Result<SwapReport> leave(const SleepOptions& asked, const OtherEngine& other);
-  Result<SwapReport> go_for(const SleepOptions& asked, const OtherEngine& other, bool& gone)
+  Result<SwapReport> go_for(const SleepOptions& asked, const OtherEngine& other, Gone& gone)
       TORPOR_REQUIRES(operation_mutex_);
   Result<size_t> may_come();
   Result<size_t> count_ranks();
@@ -164,10 +165,12 @@ class SleepController final : private Operation::Owner {
   Status promise(FallingAsleep& sleep, RoomFile& room, const std::string& path);
   Status give(FallingAsleep& sleep, RoomFile& room, bool& failed_first);
   Result<SleepReport> exchange(FallingAsleep& sleep, SleepController& to) TORPOR_REQUIRES(operation_mutex_);
-  Result<SleepReport> exchange_by_file(FallingAsleep& sleep, RoomFile& room) TORPOR_REQUIRES(operation_mutex_);
+  Result<SleepReport> exchange_by_file(FallingAsleep& sleep, RoomFile& room, Gone& gone)
+      TORPOR_REQUIRES(operation_mutex_);
   Status take_back(FallingAsleep& sleep);
   Status while_memory_comes(const std::function<Status()>& attempt);
   static Status exchanged(const Exchange* exchange, const SleepReport& report);
+  static Status committed(const Exchange* exchange);
 
   // wake_up() (sleep_controller_wake.cpp). `exchange`: memory comes from another engine, which must be asleep before
   // this one is awake.

@@ -148,7 +148,7 @@ Status SleepController::let_go(FallingAsleep& sleep) {
   std::optional<RestoredFrom> from;
   if (sleep.pending)
     from = {.directory = directory_of(options.data_parallel), .generation = sleep.pending->generation()};
-  TORPOR_TRY(sleep.operation.go_on());
+  if (!sleep.alone) TORPOR_TRY(sleep.operation.go_on());
   if (options.level > 0) TORPOR_TRY(detach(sleep));
   // From here on nothing fails: the memory is gone.
   sleep.operation.keep();

@@ -9,43 +9,31 @@
 #include "engine/sleep_controller.h"
 
 #include <chrono>
-#include <cstdlib>
 #include <thread>
-
-#include <unistd.h>
 
 #include <fmt/format.h>
 
 #include "base/log.h"
 #include "base/room_file.h"
+#include "base/shared_folder.h"
 #include "engine/sleep_in_progress.h"
 
 namespace torpor {
 namespace {
 
-// A RoomFile in a directory of its own; both are gone in the end.
+// A RoomFile in a folder of its own; both are gone in the end.
 class Room {
  public:
   static Result<std::unique_ptr<Room>> make() {
     auto room = std::make_unique<Room>();
-    std::string directory = ::access("/dev/shm", W_OK) == 0 ? "/dev/shm/torpor-XXXXXX" : "/tmp/torpor-XXXXXX";
-    room->path = fmt::format("{}/room", directory);
-    if (::mkdtemp(directory.data()) == nullptr) return system_error(errno, directory);
-    room->directory = std::move(directory);
-    room->path.replace(0, room->directory.size(), room->directory);
-    TORPOR_ASSIGN(room->file, RoomFile::create(room->path));
+    TORPOR_ASSIGN(room->folder, SharedFolder::make());
+    room->path = fmt::format("{}/room", room->folder->path());
+    TORPOR_ASSIGN(room->file, RoomFile::create(room->path, RoomFile::kNoBound));  // no engine waits for a process
     return room;
   }
-  ~Room() {
-    if (directory.empty()) return;
-    (void)::unlink(path.c_str());
-    (void)::rmdir(directory.c_str());
-  }
+  std::unique_ptr<SharedFolder> folder;
   std::string path;
   std::unique_ptr<RoomFile> file;
-
- private:
-  std::string directory;
 };
 
 constexpr std::chrono::seconds kMemoryComes{30};
@@ -69,14 +57,15 @@ Result<SwapReport> SleepController::swap_now(SleepController& to, const SwapOpti
                            .outputs = options.outputs,
                            .progress = options.progress};
   Result<SwapReport> swapped = leave(
-      asked, {.admit = [&]() -> Status {
-                TORPOR_ASSIGN(const size_t others, to.may_come());
-                TORPOR_ASSIGN(const size_t own, count_ranks());
-                if (own == others) return ok();
-                return cannot(fmt::format("the engines have {} and {} ranks", own, others),
-                              "put one to sleep, then wake the other");
-              },
-              .exchange = [&](FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_) { return exchange(sleep, to); }});
+      asked,
+      {.admit = [&]() -> Status {
+         TORPOR_ASSIGN(const size_t others, to.may_come());
+         TORPOR_ASSIGN(const size_t own, count_ranks());
+         if (own == others) return ok();
+         return cannot(fmt::format("the engines have {} and {} ranks", own, others),
+                       "put one to sleep, then wake the other");
+       },
+       .exchange = [&](FallingAsleep& sleep, Gone&) TORPOR_REQUIRES(operation_mutex_) { return exchange(sleep, to); }});
   if (swapped || !to.lost()) return swapped;
   Error error = std::move(swapped).error();
   error.state_changed = true;
@@ -95,14 +84,14 @@ Result<SleepReport> SleepController::give_now(const SleepOptions& options) {
   TORPOR_ASSIGN(const std::unique_ptr<RoomFile> room, RoomFile::open(options.give_to));
   const auto watched = ProgressFile::of_caller(options.progress);
   const auto go_on = [&] { return watched == nullptr ? ok() : watched->check(); };
-  Result<SwapReport> left =
-      leave(options, {.admit = [&]() -> Status {
-                        TORPOR_ASSIGN(const size_t ranks, count_ranks());
-                        TORPOR_TRY(room->join(RoomFile::Side::kGives, ranks));
-                        return room->wait_for(RoomFile::Stage::kHere, go_on);
-                      },
-                      .exchange = [&](FallingAsleep& sleep)
-                                      TORPOR_REQUIRES(operation_mutex_) { return exchange_by_file(sleep, *room); }});
+  Result<SwapReport> left = leave(
+      options, {.admit = [&]() -> Status {
+                  TORPOR_ASSIGN(const size_t ranks, count_ranks());
+                  TORPOR_TRY(room->join(RoomFile::Side::kGives, ranks));
+                  return room->wait_for(RoomFile::Stage::kHere, go_on);
+                },
+                .exchange = [&](FallingAsleep& sleep, Gone& gone)
+                                TORPOR_REQUIRES(operation_mutex_) { return exchange_by_file(sleep, *room, gone); }});
   if (left) return std::move(left->slept);
   (void)room->stop(RoomFile::Side::kGives);
   room->say(RoomFile::Stage::kFailed);
@@ -124,17 +113,20 @@ Result<SleepReport> SleepController::take_now(const WakeOptions& options) {
     TORPOR_ASSIGN(const size_t ranks, may_come());
     TORPOR_TRY(room->join(RoomFile::Side::kTakes, ranks));
     TORPOR_TRY(room->wait_for(RoomFile::Stage::kReady, go_on));
-    const Exchange other{.room = options.take_from, .settle = [&] {
+    const Exchange other{.room = options.take_from,
+                         .settle = [&]() -> Status {
                            room->say(RoomFile::Stage::kReady);
-                           return room->wait_for(RoomFile::Stage::kDone);
-                         }};
+                           TORPOR_TRY(room->wait_for(RoomFile::Stage::kDone));
+                           return room->say(RoomFile::Stage::kReady), ok();  // a sign
+                         },
+                         .commit = [&] { return room->commit(); }};
     TORPOR_ASSIGN(SleepReport report, wake_now({.progress = options.progress}, &other));
     if (!report.changed) return cannot(fmt::format("the engine that is to come: {}", report.note), "");
     return report;
   });
-  if (!woken) (void)room->stop(RoomFile::Side::kTakes);
-  room->say(woken ? RoomFile::Stage::kDone : RoomFile::Stage::kFailed);
-  if (woken) return woken;
+  if (woken) return room->say(RoomFile::Stage::kDone), std::move(woken);
+  (void)room->stop(RoomFile::Side::kTakes);
+  room->say(lost() ? RoomFile::Stage::kLost : RoomFile::Stage::kFailed);
   Error error = std::move(woken).error();
   (void)catching([&]() -> Status { return error.what = fmt::format("swap: {}", error.what), ok(); });
   return error;
@@ -143,7 +135,7 @@ Result<SleepReport> SleepController::take_now(const WakeOptions& options) {
 Result<SwapReport> SleepController::leave(const SleepOptions& asked, const OtherEngine& other) {
   const std::chrono::nanoseconds began = clock_.now();
   memory_comes_late_ = false;
-  bool gone = false;
+  Gone gone = Gone::kNo;
   Result<SwapReport> swapped = catching([&]() -> Result<SwapReport> {
     if (!operation_mutex_.try_lock()) return busy();
     const MutexLock in_progress(operation_mutex_, std::adopt_lock);
@@ -155,8 +147,8 @@ Result<SwapReport> SleepController::leave(const SleepOptions& asked, const Other
   }
   Error error = std::move(swapped).error();
   Status woken;
-  if (gone) {
-    // All of it was in host memory when the other one failed, which has given back what it had, unless it is lost.
+  if (gone == Gone::kMayReturn) {
+    // All of it is in host memory. The other one has given back what it had, unless it is lost or gives no sign.
     woken = catching([&] {
       return while_memory_comes([&]() -> Status {
         TORPOR_TRY(wake_now({}));
@@ -164,17 +156,18 @@ Result<SwapReport> SleepController::leave(const SleepOptions& asked, const Other
       });
     });
   }
-  error.state_changed = lost() || (gone && !woken);
+  const bool stays = gone == Gone::kStays || (gone == Gone::kMayReturn && !woken);
+  error.state_changed = lost() || stays;
   (void)catching([&]() -> Status {
     error.what = fmt::format("swap: {}", error.what);
-    if (gone && !woken) error.what += fmt::format("; the engine that went stays asleep: {}", woken.error().to_string());
+    if (stays) error.what += "; the engine that went stays asleep";
+    if (!woken) error.what += fmt::format(": {}", woken.error().to_string());
     return ok();
   });
   return error;
 }
 
-// `gone`: this one is asleep, also where the other failed.
-Result<SwapReport> SleepController::go_for(const SleepOptions& asked, const OtherEngine& other, bool& gone) {
+Result<SwapReport> SleepController::go_for(const SleepOptions& asked, const OtherEngine& other, Gone& gone) {
   TORPOR_TRY(may_begin());
   if (is_sleeping()) return cannot("the engine that is to go is asleep", "wake the other one without it");
   TORPOR_TRY(other.admit());
@@ -184,11 +177,11 @@ Result<SwapReport> SleepController::go_for(const SleepOptions& asked, const Othe
   set_state(State::kFallingAsleep);
   Status ready = catching([&]() TORPOR_REQUIRES(operation_mutex_) { return make_ready(sleep); });
   if (!ready) return undone(sleep, "sleep", std::move(ready).error());
-  Result<SleepReport> woken = catching([&] { return other.exchange(sleep); });
+  Result<SleepReport> woken = catching([&] { return other.exchange(sleep, gone); });
   if (woken) return SwapReport{.slept = std::move(sleep.report), .woken = std::move(*woken)};
-  gone = is_in(State::kAsleep);
-  if (gone) return std::move(woken).error();
-  return undone(sleep, "sleep", std::move(woken).error());
+  if (!is_in(State::kAsleep)) return undone(sleep, "sleep", std::move(woken).error());
+  if (gone == Gone::kNo) gone = Gone::kMayReturn;
+  return std::move(woken).error();
 }
 
 // Whether this engine can be the one that comes, and how many ranks it has.
@@ -267,13 +260,16 @@ Result<SleepReport> SleepController::exchange(FallingAsleep& sleep, SleepControl
 }
 
 // From when this one is asleep it looks at nothing but the end of the other, which may run by then.
-Result<SleepReport> SleepController::exchange_by_file(FallingAsleep& sleep, RoomFile& room) {
+Result<SleepReport> SleepController::exchange_by_file(FallingAsleep& sleep, RoomFile& room, Gone& gone) {
+  bool only_waits = false;  // all is saved, and given
   Status given = catching([&]() TORPOR_REQUIRES(operation_mutex_) -> Status {
     TORPOR_TRY(promise(sleep, room, sleep.options.give_to));
     room.say(RoomFile::Stage::kReady);
     bool failed_first = false;
     TORPOR_TRY(give(sleep, room, failed_first));
+    only_waits = true;
     TORPOR_TRY(room.wait_for(RoomFile::Stage::kReady, [&] { return sleep.operation.go_on(); }));
+    only_waits = false;
     return let_go(sleep);
   });
   if (given) {
@@ -281,10 +277,21 @@ Result<SleepReport> SleepController::exchange_by_file(FallingAsleep& sleep, Room
   } else {
     (void)room.stop();
   }
-  const bool runs = room.wait_for_end();
-  if (given && runs) return SleepReport{};
-  memory_comes_late_ = room.other_ended();
-  return given ? room.stopped() : given.error();
+  const RoomFile::End end = room.wait_for_end();
+  if (given && end == RoomFile::End::kRuns) return SleepReport{};
+  memory_comes_late_ = end == RoomFile::End::kMayHold || room.other_ended();
+  if (given && end == RoomFile::End::kMayRun) {
+    gone = Gone::kStays;
+    return Error{.code = Code::kTimeout,
+                 .what = "the engine that came has not said that it runs, and gives no sign",
+                 .next_step = "see whether it runs; if it has ended, wake this one"};
+  }
+  if (given) return room.stopped();
+  if (only_waits && end == RoomFile::End::kMayHold) {
+    sleep.alone = true;
+    (void)catching([&]() TORPOR_REQUIRES(operation_mutex_) { return let_go(sleep); });
+  }
+  return std::move(given).error();
 }
 
 // What went is there again. The other engine has none of it any more.
@@ -310,6 +317,10 @@ Status SleepController::exchanged(const Exchange* exchange, const SleepReport& r
   if (exchange == nullptr) return ok();
   if (!report.reload.empty()) return cannot("the engine that is to come has no weights", "wake it without the other");
   return exchange->settle();
+}
+
+Status SleepController::committed(const Exchange* exchange) {
+  return exchange == nullptr || !exchange->commit ? ok() : exchange->commit();
 }
 
 }  // namespace torpor

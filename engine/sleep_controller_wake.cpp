@@ -173,6 +173,7 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
     if (report.requests > 0) report.note += ", running requests keep their KV";
   }
   if (!late.empty()) TORPOR_TRY(hold_late(late, ranks, operation));
+  TORPOR_TRY(committed(exchange));
   if (!tags.empty()) TORPOR_TRY(finish(tags, !drops_kv, report.ledgers));
   report.late_blocks = static_cast<int64_t>(late.size());
   // From here on the backups are gone; only the engine's own resume can still fail.

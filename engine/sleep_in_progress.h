@@ -32,21 +32,30 @@ struct SleepController::FallingAsleep {
   std::unique_ptr<CheckpointManager> checkpoints{};
   std::optional<PendingCheckpoint> pending{};  // kept to the end: with its lock a commit can be taken back, or older
                                                // ones can go
-  bool checkpoint_stays = false;               // it was committed, and not taken back
-  Operation operation;                         // last: its undo needs all of the above
+  bool alone = false;  // part of its memory is with an engine that does not give it back: it cannot be cancelled
+  bool checkpoint_stays = false;  // it was committed, and not taken back
+  Operation operation;            // last: its undo needs all of the above
 };
 
 // Of a swap, for the engine that comes.
 struct SleepController::Exchange {
-  std::string room;                // path of the RoomFile
-  std::function<Status()> settle;  // waits until the other engine is asleep: from then on this one may run
+  std::string room;                  // path of the RoomFile
+  std::function<Status()> settle;    // waits until the other engine is asleep
+  std::function<Status()> commit{};  // from then on this one may run, and does what cannot be undone
+};
+
+// Of a swap that failed: whether the engine that went is asleep, and what becomes of it.
+enum class SleepController::Gone : uint8_t {
+  kNo,
+  kMayReturn,  // the other one does not run
+  kStays,      // the other one may run
 };
 
 // Of a swap, for the engine that goes: the one that comes, in this process or in another.
 struct SleepController::OtherEngine {
   std::function<Status()> admit;  // refuses, before anything is touched
-  // Saves, gives, and puts to sleep. After an error the other one has none of the memory any more.
-  std::function<Result<SleepReport>(FallingAsleep&)> exchange;
+  // Saves, gives, and puts to sleep. After an error the other one has none of the memory any more, or gives no sign.
+  std::function<Result<SleepReport>(FallingAsleep&, Gone&)> exchange;
 };
 
 // One that waits for end_sleep(), with what it was asked for.

@@ -2,8 +2,10 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <thread>
 
 #include "tests/support/results.h"
@@ -68,7 +70,8 @@ TEST_F(RoomFileTest, EachSideWaitsForTheOther) {
     EXPECT_SUCCEEDS(takes_->wait_for(Stage::kReady));
     takes_->say(Stage::kReady);
     EXPECT_SUCCEEDS(takes_->wait_for(Stage::kDone));
-    EXPECT_TRUE(takes_->stop());  // too late for who is done
+    EXPECT_SUCCEEDS(takes_->commit());
+    EXPECT_FALSE(takes_->stop());  // too late
     takes_->say(Stage::kDone);
   });
   EXPECT_SUCCEEDS(gives->wait_for(Stage::kHere));
@@ -77,11 +80,11 @@ TEST_F(RoomFileTest, EachSideWaitsForTheOther) {
   EXPECT_FAILS(gives->wait_for(Stage::kDone, [] { return Error{.code = Code::kAborted, .what = "enough"}; }),
                Code::kAborted, "enough");
   gives->say(Stage::kDone);
-  EXPECT_TRUE(gives->wait_for_end());
+  EXPECT_EQ(gives->wait_for_end(), RoomFile::End::kRuns);
   taker.join();
   EXPECT_TRUE(gives->has_come(RoomFile::Side::kTakes));
   gives.reset();  // its end is none of an engine that was done
-  EXPECT_EQ(takes_->stopped_by(), RoomFile::Side::kTakes);
+  EXPECT_EQ(takes_->stopped_by(), std::nullopt);
   EXPECT_FALSE(takes_->other_ended());
 }
 
@@ -97,7 +100,6 @@ TEST_F(RoomFileTest, WhoEndsWithoutAWordIsNoticedByWhoWaits) {
   EXPECT_FAILS(takes_->wait_for(RoomFile::Stage::kReady), Code::kAborted, "process of the other engine ended");
   EXPECT_EQ(takes_->stopped_by(), RoomFile::Side::kGives);
   EXPECT_TRUE(takes_->other_ended());
-  EXPECT_FALSE(takes_->wait_for_end());
 }
 
 TEST_F(RoomFileTest, NobodyWaitsForWhoIsNotSentAnyMore) {
@@ -108,7 +110,111 @@ TEST_F(RoomFileTest, NobodyWaitsForWhoIsNotSentAnyMore) {
   std::thread ends([&] { maker.reset(); });
   EXPECT_FAILS(takes->wait_for(RoomFile::Stage::kReady), Code::kAborted, "other engine");
   ends.join();
-  EXPECT_FALSE(takes->wait_for_end());
+}
+
+// A side that is stopped, or hangs, and its process lives.
+TEST_F(RoomFileTest, WhoGivesNoSignIsGivenUp) {
+  using Stage = RoomFile::Stage;
+  using End = RoomFile::End;
+  for (const bool gives_hangs : {false, true}) {
+    const std::string path = temporary_ / (gives_hangs ? "giver hangs" : "taker hangs");
+    const std::unique_ptr<RoomFile> maker = value_of(RoomFile::create(path, std::chrono::milliseconds{120}));
+    const std::unique_ptr<RoomFile> gives = value_of(RoomFile::open(path));
+    const std::unique_ptr<RoomFile> takes = value_of(RoomFile::open(path));
+    EXPECT_SUCCEEDS(gives->join(RoomFile::Side::kGives, 1));
+    EXPECT_SUCCEEDS(takes->join(RoomFile::Side::kTakes, 1));
+    if (gives_hangs) {
+      const std::unique_ptr<RoomFile> rank = value_of(RoomFile::open(path));
+      EXPECT_FAILS(rank->take(0, 1), Code::kTimeout, "no sign of the engine that goes for 0.12 s");
+      EXPECT_FAILS(takes->wait_for(Stage::kDone), Code::kTimeout, "no sign of the engine that goes");
+      EXPECT_EQ(gives->stopped_by(), RoomFile::Side::kTakes);
+      EXPECT_FAILS(gives->give(0, 1), Code::kAborted, "has given it up: it had no sign of this one for 0.12 s");
+    } else {
+      EXPECT_FAILS(gives->wait_for(Stage::kReady), Code::kTimeout, "no sign of the engine that is to come for 0.12 s");
+      EXPECT_EQ(gives->stopped_by(), RoomFile::Side::kGives);
+      EXPECT_EQ(gives->wait_for_end(), End::kMayHold);
+      EXPECT_FAILS(takes->take(0, 1), Code::kAborted, "has given it up");
+      takes->say(Stage::kFailed);
+      EXPECT_EQ(gives->wait_for_end(), End::kHasNothing);
+    }
+  }
+}
+
+TEST_F(RoomFileTest, WhoHasCommittedIsNotGivenUp) {
+  using Stage = RoomFile::Stage;
+  using End = RoomFile::End;
+  for (const bool commits : {false, true}) {
+    const std::string path = temporary_ / (commits ? "commits" : "is given up");
+    const std::unique_ptr<RoomFile> gives = value_of(RoomFile::create(path, std::chrono::milliseconds{120}));
+    const std::unique_ptr<RoomFile> takes = value_of(RoomFile::open(path));
+    EXPECT_SUCCEEDS(gives->join(RoomFile::Side::kGives, 1));
+    EXPECT_SUCCEEDS(takes->join(RoomFile::Side::kTakes, 1));
+    EXPECT_FAILS(takes->commit(), Code::kAborted, "other engine");  // too early
+    gives->say(Stage::kDone);
+    if (commits) {
+      EXPECT_SUCCEEDS(takes->commit());
+      EXPECT_EQ(gives->wait_for_end(), End::kMayRun);
+      EXPECT_EQ(gives->stopped_by(), std::nullopt);
+    } else {
+      EXPECT_EQ(gives->wait_for_end(), End::kMayHold);
+      EXPECT_FAILS(takes->commit(), Code::kAborted, "has given it up");
+      EXPECT_EQ(gives->stopped_by(), RoomFile::Side::kGives);
+    }
+    takes->say(Stage::kLost);
+    EXPECT_EQ(gives->stopped_by(), commits ? RoomFile::Side::kTakes : RoomFile::Side::kGives);
+    EXPECT_EQ(gives->wait_for_end(), End::kMayHold);
+  }
+}
+
+// Every sign begins the time anew, whoever gives it: a rank, too.
+TEST_F(RoomFileTest, WhoIsSlowButGivesSignsIsWaitedFor) {
+  const std::string path = temporary_ / "slow";
+  const std::unique_ptr<RoomFile> gives = value_of(RoomFile::create(path, std::chrono::milliseconds{400}));
+  const std::unique_ptr<RoomFile> takes = value_of(RoomFile::open(path));
+  EXPECT_SUCCEEDS(gives->join(RoomFile::Side::kGives, 1));
+  EXPECT_SUCCEEDS(takes->join(RoomFile::Side::kTakes, 1));
+  std::thread taker([&] {
+    const std::unique_ptr<RoomFile> rank = value_of(RoomFile::open(path));
+    for (int page = 0; page < 6; ++page) {
+      std::this_thread::sleep_for(std::chrono::milliseconds{100});
+      EXPECT_SUCCEEDS(rank->take(0, 1));
+    }
+    takes->say(RoomFile::Stage::kReady);
+  });
+  EXPECT_SUCCEEDS(gives->give(0, 6));
+  EXPECT_SUCCEEDS(gives->wait_for(RoomFile::Stage::kReady));
+  taker.join();
+}
+
+TEST_F(RoomFileTest, TimeForWhichAProcessIsStoppedItselfDoesNotCount) {
+  const std::string path = temporary_ / "stopped";
+  const std::unique_ptr<RoomFile> maker = value_of(RoomFile::create(path, std::chrono::milliseconds{300}));
+  const std::unique_ptr<RoomFile> gives = value_of(RoomFile::open(path));
+  EXPECT_SUCCEEDS(gives->join(RoomFile::Side::kGives, 1));
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const std::unique_ptr<RoomFile> takes = value_of(RoomFile::open(path));
+    EXPECT_SUCCEEDS(takes->join(RoomFile::Side::kTakes, 1));
+    EXPECT_SUCCEEDS(takes->wait_for(RoomFile::Stage::kReady));
+    ::_exit(HasFailure() ? 1 : 0);
+  }
+  EXPECT_SUCCEEDS(gives->wait_for(RoomFile::Stage::kHere));
+  std::this_thread::sleep_for(std::chrono::milliseconds{20});
+  EXPECT_EQ(::kill(child, SIGSTOP), 0);
+  std::this_thread::sleep_for(std::chrono::milliseconds{600});
+  EXPECT_EQ(::kill(child, SIGCONT), 0);
+  std::this_thread::sleep_for(std::chrono::milliseconds{70});
+  gives->say(RoomFile::Stage::kReady);
+  int status = 0;
+  EXPECT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+}
+
+TEST_F(RoomFileTest, ASwapThatIsGivenUpAtOnceIsRefused) {
+  for (const double seconds : {0.0, -1.0, std::numeric_limits<double>::quiet_NaN()}) {
+    EXPECT_FAILS(RoomFile::create(temporary_ / "no time", RoomFile::Seconds(seconds)), Code::kInvalidArgument,
+                 "given up after");
+  }
 }
 
 TEST_F(RoomFileTest, EnginesOfOtherRanksDoNotMeet) {

@@ -12,6 +12,7 @@
 #include "engine/sleep_controller.h"
 #include "tests/engine/sleep_failure.h"
 #include "tests/engine/swap_engines.h"
+#include "tests/support/manual_clock.h"
 
 namespace torpor {
 namespace {
@@ -20,17 +21,23 @@ using namespace test;
 
 constexpr int kNever = -1;
 
-// Where the process of one half ends, or fails.
+constexpr RoomFile::Seconds kMostSilence = std::chrono::milliseconds{150};  // where one is stopped
+
+// Where the process of one half ends, is stopped until the other half is over, or fails.
 struct Plan {
   std::string kill_before{};  // this hook
   int kill_at_page = kNever;  // that went, or came
   std::string fail{};         // this hook
+  std::string stop_before{};  // this hook
+  int stop_at_page = kNever;
+  bool stops() const { return !stop_before.empty() || stop_at_page != kNever; }
 };
 
 // What both processes see.
 struct Shared {
   std::array<std::atomic<uint64_t>, 2> bytes;
   std::atomic<uint64_t> peak;
+  std::array<std::atomic<bool>, 2> over;  // the call of each half
 };
 
 class SwapProcessesTest : public SleepFailure {
@@ -41,11 +48,16 @@ class SwapProcessesTest : public SleepFailure {
   // Both halves, each in a process of its own; returns how each ended. What each expects it checks itself.
   void swap(const Plan& giver, const Plan& taker, int ranks = 1) {
     const bool swaps = giver.kill_before.empty() && giver.kill_at_page == kNever && giver.fail.empty() &&
-                       taker.kill_before.empty() && taker.kill_at_page == kNever && taker.fail.empty();
+                       taker.kill_before.empty() && taker.kill_at_page == kNever && taker.fail.empty() &&
+                       !giver.stops() && !taker.stops();
     const std::string path = temporary_ / ("room-" + std::to_string(++rooms_));
-    const std::unique_ptr<RoomFile> room = value_of(RoomFile::create(path));
-    const pid_t gives = in_child([&] { give(path, giver, swaps, ranks); });
-    const pid_t takes = in_child([&] { take(path, taker, swaps, ranks); });
+    const std::unique_ptr<RoomFile> room =
+        value_of(RoomFile::create(path, giver.stops() || taker.stops() ? kMostSilence : RoomFile::kUsualSilence));
+    shared_->over[0] = shared_->over[1] = false;
+    const pid_t gives = in_child([&] { give(path, giver, swaps, ranks, taker.stops()); });
+    const pid_t takes = in_child([&] { take(path, taker, swaps, ranks, giver.stops()); });
+    if (giver.stops()) go_on_when_over(gives, 1);
+    if (taker.stops()) go_on_when_over(takes, 0);
     EXPECT_EQ(ended(gives), kills(giver) ? Ends::kKilled : Ends::kSwapped) << "the one that goes";
     EXPECT_EQ(ended(takes), kills(taker) ? Ends::kKilled : Ends::kSwapped) << "the one that comes";
   }
@@ -59,6 +71,15 @@ class SwapProcessesTest : public SleepFailure {
     (void)std::fflush(nullptr);
     ::_exit(testing::Test::HasFailure() ? 1 : 0);
   }
+  // Continues one that stops, when the other half has come to its end.
+  void go_on_when_over(pid_t child, size_t other) {
+    int status = 0;
+    EXPECT_EQ(::waitpid(child, &status, WUNTRACED), child);
+    EXPECT_TRUE(WIFSTOPPED(status));
+    for (int i = 0; !shared_->over[other] && i < 60'000; ++i) std::this_thread::sleep_for(std::chrono::milliseconds{1});
+    EXPECT_TRUE(shared_->over[other]) << "it waits for one that is stopped";
+    EXPECT_EQ(::kill(child, SIGCONT), 0);
+  }
   static Ends ended(pid_t child) {
     int status = 0;
     EXPECT_EQ(::waitpid(child, &status, 0), child);
@@ -69,6 +90,7 @@ class SwapProcessesTest : public SleepFailure {
   void follow(SleepingEngine& half, const Plan& plan, int ranks, size_t side) const {
     half.engine.before_hook = [plan](const std::string& hook) {
       if (hook == plan.kill_before) (void)::raise(SIGKILL);
+      if (hook == plan.stop_before) (void)::raise(SIGSTOP);
     };
     if (!plan.fail.empty()) half.engine.fail_hook(plan.fail);
     uint64_t all = 0;
@@ -79,7 +101,9 @@ class SwapProcessesTest : public SleepFailure {
       shared_->bytes[side] += side == 0 ? -kSwapPageBytes : kSwapPageBytes;
       const uint64_t both = shared_->bytes[0] + shared_->bytes[1];
       for (uint64_t peak = shared_->peak; peak < both && !shared_->peak.compare_exchange_weak(peak, both);) {}
-      if (++*pages == plan.kill_at_page) (void)::raise(SIGKILL);
+      const int page = ++*pages;
+      if (page == plan.kill_at_page) (void)::raise(SIGKILL);
+      if (page == plan.stop_at_page) (void)::raise(SIGSTOP);
     };
     for (int rank = 0; rank < ranks; ++rank) half.engine.device(rank).on_change(count);
   }
@@ -89,8 +113,12 @@ class SwapProcessesTest : public SleepFailure {
     for (int rank = 0; rank < ranks; ++rank) half.engine.device(rank).on_change({});
   }
   template <class Report>
-  static void expect_undone(const Result<Report>& half, const Plan& own) {
-    if (own.fail.empty()) {
+  static void expect_undone(const Result<Report>& half, const Plan& own, bool other_stops) {
+    if (own.stops()) {
+      EXPECT_FAILS(half, Code::kAborted, "has given it up");
+    } else if (other_stops) {
+      EXPECT_FAILS(half, Code::kTimeout, "no sign of the engine");
+    } else if (own.fail.empty()) {
       EXPECT_FAILS(half, Code::kAborted, "other engine");
     } else {
       EXPECT_FAILS(half, Code::kInternal, own.fail);
@@ -98,11 +126,12 @@ class SwapProcessesTest : public SleepFailure {
     EXPECT_FALSE(half.error().state_changed) << half.error().to_string();
   }
 
-  void give(const std::string& path, const Plan& plan, bool swaps, int ranks) {
+  void give(const std::string& path, const Plan& plan, bool swaps, int ranks, bool other_stops = false) {
     SleepingEngine half = make(paged(1, ranks));
     begin(half.engine);
     follow(half, plan, ranks, 0);
     const Result<SleepReport> gave = half.controller.sleep({.preserve_state = true, .give_to = path});
+    shared_->over[0] = true;
     let_go(half, ranks);
     if (swaps) {
       ASSERT_SUCCEEDS(gave);
@@ -111,26 +140,27 @@ class SwapProcessesTest : public SleepFailure {
       EXPECT_EQ(half.engine.device().info().physical_bytes, 0u);
       ASSERT_SUCCEEDS(half.controller.wake_up({}));
     } else {
-      expect_undone(gave, plan);
+      expect_undone(gave, plan, other_stops);
       EXPECT_EQ(half.controller.state().engine, "awake");
       EXPECT_FALSE(half.engine.frozen());
     }
     EXPECT_EQ(finish(half.engine), uninterrupted(paged(1, ranks)));
     EXPECT_EQ(half.engine.recomputed(), 0);
   }
-  void take(const std::string& path, const Plan& plan, bool swaps, int ranks) {
+  void take(const std::string& path, const Plan& plan, bool swaps, int ranks, bool other_stops = false) {
     SleepingEngine half = make(paged(2, ranks));
     begin(half.engine, 4);
     ASSERT_SUCCEEDS(half.controller.sleep(to_host()));
     follow(half, plan, ranks, 1);
     const Result<SleepReport> took = half.controller.wake_up({.take_from = path});
+    shared_->over[1] = true;
     let_go(half, ranks);
     if (swaps) {
       ASSERT_SUCCEEDS(took);
       EXPECT_TRUE(took->fully_awake);
       EXPECT_GT(took->restored_bytes, kWeightBytes);
     } else {
-      expect_undone(took, plan);
+      expect_undone(took, plan, other_stops);
       EXPECT_EQ(half.controller.state().engine, "asleep");
       EXPECT_EQ(half.engine.device().info().physical_bytes, 0u);
       ASSERT_SUCCEEDS(half.controller.wake_up({}));
@@ -187,6 +217,73 @@ TEST_F(SwapProcessesTest, WhereverOneFailsBothAreAsBefore) {
     SCOPED_TRACE(hook);
     swap({}, {.fail = hook}, 2);
   }
+}
+
+TEST_F(SwapProcessesTest, AnEngineThatIsStoppedIsGivenUpAndUndoesItsHalfWhenItGoesOn) {
+  for (const char* hook : {"quiesce", "rank save", "rank detach"}) {
+    SCOPED_TRACE(hook);
+    swap({.stop_before = hook}, {});
+  }
+  for (const char* hook : {"rank attach", "rank restore", "reconnect"}) {
+    SCOPED_TRACE(hook);
+    swap({}, {.stop_before = hook});
+  }
+  swap({.stop_at_page = 3}, {});
+  swap({}, {.stop_at_page = 3});
+}
+
+TEST_F(SwapProcessesTest, AnEngineThatIsStoppedWhenItHasCommittedRunsAndTheOtherSaysThatItIsAsleep) {
+  const std::string path = temporary_ / "room";
+  const std::unique_ptr<RoomFile> room = value_of(RoomFile::create(path, kMostSilence));
+  const pid_t gives = in_child([&] {
+    SleepingEngine half = make(paged(1));
+    begin(half.engine);
+    const Result<SleepReport> gave = half.controller.sleep({.preserve_state = true, .give_to = path});
+    EXPECT_FAILS(gave, Code::kTimeout,
+                 "has not said that it runs, and gives no sign; the engine that went stays asleep");
+    EXPECT_TRUE(gave.error().state_changed);
+    EXPECT_EQ(half.controller.state().engine, "asleep");
+    shared_->over[0] = true;
+    ASSERT_SUCCEEDS(half.controller.wake_up({}));
+    EXPECT_EQ(finish(half.engine), uninterrupted(paged(1)));
+  });
+  const pid_t takes = in_child([&] { take(path, {.stop_before = "rank finish"}, true, 1); });
+  go_on_when_over(takes, 0);
+  EXPECT_EQ(ended(gives), Ends::kSwapped);
+  EXPECT_EQ(ended(takes), Ends::kSwapped);
+}
+
+// All that it has is in host memory when nobody answers: it is asleep then, and not lost.
+TEST_F(SwapProcessesTest, MemoryOfOneThatIsStoppedIsNotWaitedForForEver) {
+  const std::string path = temporary_ / "room";
+  const std::unique_ptr<RoomFile> room = value_of(RoomFile::create(path, kMostSilence));
+  const pid_t gives = in_child([&] {
+    TestEngineOptions options = paged(1);
+    options.device_capacity_bytes = 20 * kSwapPageBytes;
+    ManualClock clock;
+    SleepingEngine half(file_system_, temporary_.path(), options, {}, {}, clock);
+    begin(half.engine);
+    DeviceMemory& device = half.engine.device();
+    std::optional<PhysicalId> others;
+    half.engine.before_hook = [&](const std::string& hook) {
+      if (hook != "rank attach" && hook != "rank take_back") return;
+      if (!others) others = value_of(device.create(20 * kSwapPageBytes - device.info().physical_bytes));
+      clock.advance(std::chrono::seconds{20});
+    };
+    const Result<SleepReport> gave = half.controller.sleep({.preserve_state = true, .give_to = path});
+    half.engine.before_hook = nullptr;
+    EXPECT_FAILS(gave, Code::kTimeout, "the engine that went stays asleep");
+    EXPECT_TRUE(gave.error().state_changed);
+    EXPECT_EQ(half.controller.state().engine, "asleep");
+    shared_->over[0] = true;
+    EXPECT_SUCCEEDS(device.release(*others));
+    ASSERT_SUCCEEDS(half.controller.wake_up({}));
+    EXPECT_EQ(finish(half.engine), uninterrupted(paged(1)));
+  });
+  const pid_t takes = in_child([&] { take(path, {.stop_at_page = 3}, false, 1); });
+  go_on_when_over(takes, 0);
+  EXPECT_EQ(ended(gives), Ends::kSwapped);
+  EXPECT_EQ(ended(takes), Ends::kSwapped);
 }
 
 // What a process had that was killed is free some time after its end.

@@ -2,16 +2,18 @@
 #pragma once
 
 #include <atomic>
+#include <csignal>
 #include <cstdint>
 
 namespace torpor::proof {
 
-// Fails the n-th time, or from then on.
+// Fails the n-th time, or from then on; or sends its process a signal then.
 struct Fuse {
   std::atomic<bool> armed = false;
   std::atomic<uint64_t> count = 0;
   uint64_t at = 0;
   bool for_ever = false;
+  int signal = 0;
 
   void arm(uint64_t n, bool from_then_on) {
     at = n;
@@ -26,6 +28,10 @@ struct Fuse {
   bool fires() {
     if (!armed) return false;
     const uint64_t now = ++count;
+    if (signal != 0) {
+      if (now == at) (void)std::raise(signal);
+      return false;
+    }
     return now == at || (for_ever && now > at);
   }
 };

@@ -8,9 +8,11 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -22,6 +24,7 @@ from requests_of_tests import REQUESTS, add_requests, final, run
 
 import torpor.console
 from torpor.errors import Aborted
+from torpor.vllm import frontend
 
 
 HERE = Path(__file__).parent
@@ -55,6 +58,50 @@ def written(answers: dict) -> dict:
     return {
         name: [completion[1:4] for completion in completions] for name, (_, completions, _) in final(answers).items()
     }
+
+
+@contextlib.contextmanager
+def _interrupted(engine):
+    """By Ctrl-C, while the engine core has been told to stand still and has not answered."""
+    (core,) = engine.engine_core.resources.engine_manager.processes
+
+    def interrupt(*_) -> None:
+        os.kill(core.pid, signal.SIGCONT)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    os.kill(core.pid, signal.SIGSTOP)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
+def test_an_engine_does_not_stand_still_for_a_sleep_that_was_interrupted(interruption):
+    asked = []
+
+    class Side:
+        async def call(self, method: str, options: dict | None = None):
+            asked.append(method)
+            if method == "freeze":
+                raise interruption
+
+        async def clear_caches(self) -> None:
+            pass
+
+        def serves_meanwhile(self) -> bool:
+            return True
+
+        engine = SimpleNamespace(logger_manager=None)
+
+    for method in (frontend.sleep(Side(), "abort", {"level": 1, "preserve_state": True}),
+                   frontend.while_frozen(Side(), "checkpoint", {})):  # fmt: skip
+        with pytest.raises(interruption):
+            frontend.finish(method)
+    assert asked == ["freeze", "unfreeze"] * 2
 
 
 @pytest.mark.slow
@@ -100,7 +147,11 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
         if ranks == 1:  # vLLM's mode "wait": what runs ends before the sleep, what is queued runs after the wake
             llm.reset_prefix_cache()
             add_requests(llm.llm_engine, names, LONG)
-            answers = run(llm.llm_engine, 20)
+            answers = run(llm.llm_engine, 10)
+            with _interrupted(llm.llm_engine), pytest.raises(KeyboardInterrupt):
+                llm.sleep(level=1, preserve_state=True)
+            assert not llm.is_sleeping()
+            answers |= run(llm.llm_engine, 10)
             report = llm.sleep(mode="wait")
             assert report.changed and llm.is_sleeping()
             answers |= run(llm.llm_engine, 1)  # what ended before it slept
@@ -164,7 +215,7 @@ async def _streaming(zygote, model, directory) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from torpor.errors import NotFound
-    from torpor.vllm import attach, frontend
+    from torpor.vllm import attach
 
     names = ["greedy", "seeded", "prefix-a", "stops", "long"]
 

@@ -3,8 +3,11 @@
 import asyncio
 import contextlib
 import json
+import threading
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from queue import Queue
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +21,7 @@ from server_stubs import (  # noqa: F401
     run,
     started,
 )
-from torpor.errors import DeviceError
+from torpor.errors import DeviceError, TimedOut
 from torpor.vllm.server import swapping
 
 KEYS = ("--api-key", CLIENT)
@@ -30,7 +33,12 @@ class Room:
     """As exchange.room() makes it, where the other one has come at once."""
 
     def __init__(self, here: bool = True):
-        self.here, self.by = here, ""
+        self.here, self.by, self.partner_timeout = here, "", 0.0
+
+    @contextlib.contextmanager
+    def made(self, partner_timeout: float):
+        self.partner_timeout = partner_timeout
+        yield self, "/a/room"
 
     def has_come(self, side: str) -> bool:
         return self.here
@@ -68,7 +76,7 @@ async def a_server(monkeypatch, room: Room | None = None):
     app, server = build(monkeypatch, [], *KEYS)
     await started(server)
     if room is not None:
-        monkeypatch.setattr(swapping.exchange, "room", lambda: contextlib.nullcontext((room, "/a/room")))
+        monkeypatch.setattr(swapping.exchange, "room", room.made)
     return app, server
 
 
@@ -145,6 +153,9 @@ def test_only_a_server_of_this_host_is_sent_the_key(monkeypatch, to):
             told = await http.post("/swap", params={"to": to})
             assert told.status_code == 400 and "http://127.0.0.1:8001" in told.json()["error"]["next_step"], told.text
             assert (await http.post("/swap")).status_code in (400, 422)
+            for seconds in (0, -1, "inf", "nan", "soon"):
+                params = {"to": "http://127.0.0.1:1", "partner_timeout": seconds}
+                assert (await http.post("/swap", params=params)).status_code in (400, 422), seconds
         assert not slept(server)
 
     run(scene())
@@ -166,9 +177,10 @@ def test_one_that_sleeps_or_is_busy_asks_nobody(monkeypatch):
 @pytest.mark.parametrize("goes_away", [False, True])
 def test_both_halves_are_told_of(monkeypatch, goes_away):
     async def scene():
-        app, server = await a_server(monkeypatch, Room())
+        room = Room()
+        app, server = await a_server(monkeypatch, room)
         async with other_server(answers(200, WOKEN)) as (url, _), client(app, ADMIN) as http:
-            call = asyncio.create_task(http.post("/swap", params={"to": url + "/"}))
+            call = asyncio.create_task(http.post("/swap", params={"to": url + "/", "partner_timeout": 7}))
             if goes_away:
                 while not server.operating():
                     await asyncio.sleep(0)
@@ -177,6 +189,7 @@ def test_both_halves_are_told_of(monkeypatch, goes_away):
                 told = (await call).json()
                 assert told["status"] == "sleeping" and told["to"] == url and told["woken"] == WOKEN
                 assert told["slept"]["freed_bytes"] == 1 and told["seconds"] >= 0
+                assert room.partner_timeout == 7
             while server.state != "asleep" or server.operating():
                 await asyncio.sleep(0.001)
             assert slept(server)[0][1:3] == (1, "abort") and slept(server)[0][3]["give_to"] == "/a/room"
@@ -262,6 +275,55 @@ def test_calls_of_an_engine_core_that_has_ended_end():
         assert answered.result() == "before"
 
     run(scene())
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+@pytest.mark.parametrize(
+    ("which", "words"), [(0, "the one that goes does not answer"), (1, "the one that comes does not")]
+)
+def test_a_swap_ends_where_one_engine_does_not_answer(monkeypatch, awaited, which, words):
+    goes_on = threading.Event()
+
+    async def silent():
+        await asyncio.sleep(60) if awaited else goes_on.wait(60)
+
+    async def ends(fails: bool):
+        if fails:
+            raise TimedOut("no sign of the other", "")
+        return {}
+
+    def swap():
+        result = swapping.exchange._swap_awaited if awaited else swapping.exchange._swap
+        result = result(None, None, None, 0.05, None)
+        return asyncio.run(result) if awaited else result
+
+    began = time.monotonic()
+    for fails in (False, True):
+        halves = [ends(fails), silent()][:: 1 if which else -1]
+        monkeypatch.setattr(swapping.exchange, "_halves", lambda *_, halves=halves: halves)
+        with pytest.raises(TimedOut, match=words if which == 0 or not fails else "no sign of the other"):
+            swap()
+    goes_on.set()
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_an_engine_that_stays_asleep_takes_no_step(monkeypatch, asleep):
+    from torpor.vllm import frontend
+
+    def call(_, method, options=None):
+        if method == "sleep":
+            raise TimedOut("no sign of the other", "", state_changed=True)
+        return {"engine": "asleep" if asleep else "lost", "level": 1}
+
+    monkeypatch.setattr(frontend, "call", call)
+    client = SimpleNamespace(outputs_queue=Queue())
+    engine = SimpleNamespace(logger_manager=None, engine_core=client, torpor_stock_step=lambda: ["waits"])
+    engine.renderer = SimpleNamespace(clear_mm_cache=lambda: None)
+    with pytest.raises(TimedOut):
+        values = {"level": 1, "preserve_state": False}
+        frontend.finish(frontend.sleep(frontend.BlockingSide(engine), "abort", values))
+    assert frontend.step(engine) == ([] if asleep else ["waits"])
 
 
 @pytest.mark.parametrize(("method", "half"), [("sleep", "give_to"), ("wake_up", "take_from")])

@@ -2,9 +2,11 @@
 POST /swap of servers."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from serving import command_of, descendants
 from test_other_processes import LONG, in_other_processes, start, stop, written  # noqa: F401
 
 import torpor
-from torpor.errors import Aborted, InvalidArgument, WrongState
+from torpor.errors import Aborted, InvalidArgument, TimedOut, WrongState
 
 
 NAMES = ["greedy", "seeded", "prefix-a", "stops", "long"]
@@ -30,6 +32,15 @@ def core_of(engine) -> int:
 def begin(llm) -> None:
     llm.reset_prefix_cache()
     add_requests(llm.llm_engine, NAMES, LONG)
+
+
+@contextlib.contextmanager
+def while_stopped(pid: int):
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.slow
@@ -75,6 +86,18 @@ def test_engines_take_turns_and_each_request_has_its_tokens(
             assert awake.llm_engine.torpor("state")["recomputed_tokens"] == 0
             torpor.swap(awake, asleep)
             awake, asleep = asleep, awake
+
+        begin(awake)
+        for stopped, which in ((asleep, "is to come"), (awake, "goes")):
+            with while_stopped(core_of(stopped.llm_engine)):
+                with pytest.raises(TimedOut, match=f"no sign of the engine that {which} for 0.5 s"):
+                    torpor.swap(awake, asleep, partner_timeout=0.5)
+            for half in [thread for thread in threading.enumerate() if thread.name == "torpor-swap"]:
+                half.join(60)
+            assert not awake.is_sleeping() and asleep.is_sleeping()
+        assert written(run(awake.llm_engine)) == expected[awake]
+        torpor.swap(awake, asleep)
+        awake, asleep = asleep, awake
 
         begin(awake)
         os.kill(core_of(awake.llm_engine), signal.SIGSTOP)
@@ -128,6 +151,10 @@ async def _streams(zygote, model, directory) -> None:
             assert report and report.slept.requests == 1
             awake, asleep = asleep, awake
             assert await asleep.is_sleeping() and not await awake.is_sleeping()
+        with while_stopped(core_of(asleep)):
+            with pytest.raises(TimedOut, match="no sign of the engine that is to come for 0.5 s"):
+                await torpor.swap(awake, asleep, partner_timeout=0.5)
+        assert await asleep.is_sleeping() and not await awake.is_sleeping()
         assert await readers[awake] == expected[awake]
         await torpor.swap(awake, asleep)
         assert await readers[asleep] == expected[asleep]
@@ -181,6 +208,10 @@ class Side:
     async def read_whole(self, interruptions: int = 0) -> None:
         await asyncio.wait_for(self.task, 100)
         assert self.reading.text == self.expected.text and self.reading.interruptions == interruptions
+
+    async def until(self, state: str) -> None:
+        while (await self.client.http.get("/torpor/state")).json()["state"] != state:
+            await asyncio.sleep(0.02)
 
     async def sleeps(self) -> bool:
         return (await self.client.http.get("/is_sleeping")).json()["is_sleeping"]
@@ -237,6 +268,19 @@ async def _servers(first: Side, second: Side) -> None:
     await first.read_whole()
     assert (await late).text == first.expected.text
     assert not await first.sleeps() and await second.sleeps()
+
+    # A worker of the one that comes stops when it has taken memory, until it is given up.
+    await first.read()
+    second.stop_before.write_text("restore")
+    asked = {"to": second.server.url, "partner_timeout": 3}
+    swapping = asyncio.create_task(first.client.admin.post("/swap", params=asked))
+    worker = await asyncio.wait_for(until_stopped(second), 60)
+    answer = await asyncio.wait_for(swapping, 60)
+    assert "no sign of the engine that is to come for 3 s" in answer.text and answer.status_code == 500, answer.text
+    assert not answer.json()["error"]["state_changed"] and not await first.sleeps()
+    await first.read_whole()
+    os.kill(worker, signal.SIGCONT)
+    await second.until("asleep")
 
     # The one that comes is killed when it has taken memory.
     await first.read()

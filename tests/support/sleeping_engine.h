@@ -22,10 +22,11 @@ inline void add_late_request(TestEngine& engine) {
 
 struct SleepingEngine {
   explicit SleepingEngine(FileSystem& file_system, std::string directory, TestEngineOptions options = {},
-                          std::optional<uint64_t> kv_budget = {}, EventPort port = {})
+                          std::optional<uint64_t> kv_budget = {}, EventPort port = {},
+                          const Clock& clock = system_clock())
       : engine(file_system, options),
         controller(
-            engine, file_system, system_clock(),
+            engine, file_system, clock,
             {.directory = std::move(directory),
              .kv_budget_bytes = kv_budget,
              .checkpoints = {.key = options.key, .encrypt = options.key != nullptr, .incremental = options.incremental},

@@ -27,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 from engine_process import best_dtype  # noqa: E402
-from serving import Client, Reading, Server  # noqa: E402
+from serving import Client, Reading, Server, folder_for_logs  # noqa: E402
 
 STREAMS = 8
 PROMPT = "Count up from {}. " + "One, two, three, four, five, six, seven, eight, nine, ten. " * 30
@@ -109,8 +109,7 @@ async def of_server(client: Client, turn: int) -> dict[str, float]:
     return times(began, asleep, ended, slept, woken) | {"step": statistics.median(gaps)}
 
 
-async def play(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    folder = Path(tempfile.mkdtemp(prefix="torpor-bench-"))
+async def play(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]]:
     server = Server(options.model, folder / "server", ["--dtype", best_dtype()], ONE_CORE)
     with open(folder / "one-process.log", "w") as log:
         baseline = OneProcess(options, log)
@@ -144,7 +143,8 @@ def main() -> int:
     if options.one_process:
         other_process(options)
         return 0
-    result = asyncio.run(play(options))
+    with folder_for_logs("torpor-bench-") as folder:
+        result = asyncio.run(play(options, folder))
     ratios = {
         way: result["server"][f"{way}_of_own"] / result["one process"][f"{way}_of_own"] for way in ("sleep", "wake")
     }

@@ -17,14 +17,13 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 from engine_process import best_dtype  # noqa: E402
-from serving import Client, Reading, Server  # noqa: E402
+from serving import Client, Reading, Server, folder_for_logs  # noqa: E402
 
 KINDS = ("apart", "swap")
 PIECE = 8 << 20
@@ -77,8 +76,7 @@ async def exchanged(kind: str, goes: Client, comes: Client) -> tuple[float, dict
     return time.monotonic() - began, slept, woken
 
 
-async def play(options: argparse.Namespace) -> dict:
-    folder = Path(tempfile.mkdtemp(prefix="torpor-bench-"))
+async def play(options: argparse.Namespace, folder: Path) -> dict:
     how = ["--dtype", best_dtype(), "--torpor-cpu-linear", options.cpu_linear]
     servers = [Server(options.model, folder / name, how, name=name) for name in ("first", "second")]
     try:
@@ -139,7 +137,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.rounds < 1 or options.model is None:
         parser.error("--rounds is 1 or more, and --model (or TORPOR_TEST_MODEL) names a folder with a model")
-    result = asyncio.run(play(options))
+    with folder_for_logs("torpor-bench-") as folder:
+        result = asyncio.run(play(options, folder))
     if options.json:
         print(json.dumps(result, indent=2))
         return 0

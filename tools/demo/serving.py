@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +22,18 @@ import openai
 
 START_SECONDS = 400
 KEY, ADMIN_KEY = "demo", "demo-admin"
+
+
+@contextmanager
+def folder_for_logs(prefix: str) -> Iterator[Path]:
+    """For servers and what they write. It stays, and is named, where something went wrong."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    try:
+        yield folder
+    except BaseException:
+        print(f"the logs are in {folder}", file=sys.stderr)
+        raise
+    shutil.rmtree(folder)
 
 
 class ServerEnded(Exception):

@@ -186,7 +186,8 @@ class RemoteHome:
 class RoomFile:
     """Device memory that one engine gives and another takes, in a file."""
 
-    def __init__(self, path: str) -> None: ...
+    def __init__(self, path: str, most_silence: typing.SupportsFloat | typing.SupportsIndex = 60.0) -> None:
+        """A half that has no sign of the other for so many seconds gives the swap up."""
     def has_come(self, side: str) -> bool:
         """An engine has begun with this half. It may have failed since."""
     def stop(self, side: str) -> None:
@@ -203,6 +204,18 @@ class SentCheckpoint:
     def moved_bytes(self) -> int: ...
     @property
     def name(self) -> str: ...
+
+class SharedFolder:
+    """A folder for files that processes map. What killed ones left goes when one is made."""
+
+    def __init__(self) -> None: ...
+    @property
+    def path(self) -> str: ...
+    def remove(self) -> None:
+        """With all that is in it."""
+    @staticmethod
+    def remove_left() -> None:
+        """What killed processes of this user left."""
 
 class SleepController:
     """Sleep and wake of one engine; lives where its scheduler lives."""

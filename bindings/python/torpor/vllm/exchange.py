@@ -6,36 +6,47 @@ Each engine core does its half (engine/sleep_controller_swap.cpp); they meet in 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
-import tempfile
+import threading
 import time
-from collections.abc import Awaitable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from torpor import _core
-from torpor.errors import Aborted, InvalidArgument, Unsupported
+from torpor.errors import Aborted, InvalidArgument, TimedOut, Unsupported
 from torpor.vllm import data_parallel, frontend, tracing
 from torpor.vllm.front_end_methods import sleep_options, wake_options
 from torpor.vllm.frontend import Report
-from torpor.vllm.progress import DIRECTORY, Watcher, watched
+from torpor.vllm.progress import Watcher, watched
+
+PARTNER_SECONDS = 60.0
+_WHICH = ("goes", "comes")
+_left: set[asyncio.Future] = set()  # halves of engines that do not answer
 
 
-def swap(a, b, *, timeout: float | None = None, progress: Watcher | None = None):
+def swap(
+    a, b, *, timeout: float | None = None, partner_timeout: float = PARTNER_SECONDS, progress: Watcher | None = None
+):
     """`a`, which serves, falls asleep to host memory with all its requests, and `b`, which is asleep at level 1, wakes
     at the same time, on the memory that `a` gives page by page. `b` runs only when `a` is asleep.
 
     a, b: two LLM or LLMEngine; or two AsyncLLM, then the call is to be awaited. Rank by rank on the same devices.
     timeout: most seconds to wait for the running step of `a`; None: no bound.
+    partner_timeout: seconds without a sign of one of them (it is stopped, or hangs) after which the other one gives the
+        swap up. `b` waits for the step of `a`, too.
     progress: as in sleep(); bytes are those of both, the phase is that of whichever began one last. If it returns False
         or raises while `a` is not asleep yet, both are as before, and it raises Aborted.
 
     Returns a Report: `slept` and `woken` are those of the two, `seconds` of both together. After an error `a` serves on
     and `b` is asleep as before, unless the error says otherwise (`state_changed`); where the engine core of one of them
-    ends meanwhile, so is the other one. Raises the error of the one that failed first.
+    ends meanwhile, so is the other one. Raises the error of the one that failed first, and TimedOut where one of them
+    does not answer: it undoes its half once it goes on.
     """
     engines = [getattr(each, "llm_engine", each) for each in (a, b)]
     awaited = [isinstance(each, AsyncLLM) for each in engines]
@@ -43,14 +54,17 @@ def swap(a, b, *, timeout: float | None = None, progress: Watcher | None = None)
         raise InvalidArgument("swap: these are not two engines of one kind", "name two LLM, or two AsyncLLM")
     if any(data_parallel.has_several(each.engine_core) for each in engines):
         raise Unsupported("swap: data parallel engines", "put one to sleep, then wake the other")
-    return (_swap_awaited if awaited[0] else _swap)(*engines, timeout, progress)
+    return (_swap_awaited if awaited[0] else _swap)(*engines, timeout, partner_timeout, progress)
 
 
 @contextmanager
-def room() -> Iterator[tuple[_core.RoomFile, str]]:
-    with tempfile.TemporaryDirectory(prefix="torpor-", dir=DIRECTORY if os.path.isdir(DIRECTORY) else None) as folder:
-        path = os.path.join(folder, "room")
-        yield _core.RoomFile(path), path
+def room(partner_timeout: float = PARTNER_SECONDS) -> Iterator[tuple[_core.RoomFile, str]]:
+    folder = _core.SharedFolder()
+    try:
+        path = os.path.join(folder.path, "room")
+        yield _core.RoomFile(path, partner_timeout), path
+    finally:
+        folder.remove()
 
 
 async def told(room: _core.RoomFile, side: str, half: Awaitable):
@@ -70,40 +84,80 @@ def _halves(side, engines, timeout: float | None, values: dict, room: _core.Room
     return [told(room, "gives", slept), told(room, "takes", woken)]
 
 
-def _swap(a, b, timeout: float | None, progress: Watcher | None) -> Report:
+def _swap(a, b, timeout: float | None, partner_timeout: float, progress: Watcher | None) -> Report:
     began = time.monotonic()
-    with room() as (meeting, path), watched(progress, {}) as values, ThreadPoolExecutor(1, "torpor-swap") as other:
-        slept, woken = _halves(frontend.BlockingSide, (a, b), timeout, values, meeting, path)
-        taken = other.submit(frontend.finish, woken)
-        errors = [None, None]
+    with room(partner_timeout) as (meeting, path), watched(progress, {}) as values:
+        halves = [_begun(half) for half in _halves(frontend.BlockingSide, (a, b), timeout, values, meeting, path)]
         try:
-            given = frontend.finish(slept)
-        except BaseException as error:
-            errors[0] = error
-        errors[1] = taken.exception()
-        _raise_first(meeting, errors)
-        return _report(given, taken.result(), began)
-
-
-async def _swap_awaited(a: AsyncLLM, b: AsyncLLM, timeout: float | None, progress: Watcher | None) -> Report:
-    began = time.monotonic()
-    with room() as (meeting, path), watched(progress, {}) as values:
-        halves = _halves(frontend.AsyncSide, (a, b), timeout, values, meeting, path)
-        both = asyncio.gather(*map(asyncio.ensure_future, halves), return_exceptions=True)
-        try:
-            results = await asyncio.shield(both)
-        except asyncio.CancelledError:
+            futures.wait(halves, return_when=futures.FIRST_COMPLETED)
+        except BaseException:
             meeting.stop("gives")  # undone, where it is not too late for that
-            await both
+            futures.wait(halves, partner_timeout)
             raise
-        _raise_first(meeting, [each if isinstance(each, BaseException) else None for each in results])
-        return _report(*results, began)
+        futures.wait(halves, partner_timeout)
+        return _ended(meeting, halves, began)
 
 
-def _raise_first(room: _core.RoomFile, errors: list) -> None:
+def _begun(half: Awaitable) -> Future:
+    """A coroutine that never waits, in a thread of its own. One that does not come to its end is left alone."""
+    result: Future = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(frontend.finish(half))
+        except BaseException as error:
+            result.set_exception(error)
+
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(run,), name="torpor-swap", daemon=True).start()
+    return result
+
+
+async def _swap_awaited(
+    a: AsyncLLM, b: AsyncLLM, timeout: float | None, partner_timeout: float, progress: Watcher | None
+) -> Report:
+    began = time.monotonic()
+    with room(partner_timeout) as (meeting, path), watched(progress, {}) as values:
+        both = _halves(frontend.AsyncSide, (a, b), timeout, values, meeting, path)
+        halves = [asyncio.ensure_future(half) for half in both]
+        for half in halves:
+            _left.add(half)
+            half.add_done_callback(_forget)
+        try:
+            await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(halves, timeout=partner_timeout)
+        except asyncio.CancelledError:
+            meeting.stop("gives")
+            await asyncio.wait(halves, timeout=partner_timeout)
+            raise
+        return _ended(meeting, halves, began)
+
+
+def _forget(half: asyncio.Future) -> None:
+    _left.discard(half)
+    if not half.cancelled():
+        half.exception()  # it is not asked for where nobody waits any more
+
+
+def _ended(room: _core.RoomFile, halves: Sequence[Future | asyncio.Future], began: float) -> Report:
+    """One of them has ended, and the other one had its time to."""
+    errors = [
+        _named(half.exception(), which) if half.done() else _does_not_answer(which)
+        for half, which in zip(halves, _WHICH)
+    ]
+    _raise_first(room, errors)
+    slept, woken = (half.result() for half in halves)
+    return Report(slept=slept, woken=woken, fully_awake=bool(woken), seconds=time.monotonic() - began)
+
+
+def _does_not_answer(which: str) -> TimedOut:
+    what = f"swap: the engine core of the one that {which} does not answer"
+    return TimedOut(what, "see what it does: once it goes on it ends its half", state_changed=True)
+
+
+def _raise_first(room: _core.RoomFile, errors: Sequence[BaseException | None]) -> None:
     """The error of the side that failed first: that of the other one says only that it did."""
-    named = [_named(error, which) for error, which in zip(errors, ("goes", "comes"))]
-    for error in named[::-1] if room.stopped_by() == "takes" else named:
+    for error in errors[::-1] if room.stopped_by() == "takes" else errors:
         if error is not None:
             raise error
 
@@ -112,7 +166,3 @@ def _named(error: BaseException | None, which: str) -> BaseException | None:
     if not isinstance(error, EngineDeadError):
         return error
     return Aborted(f"swap: the engine core of the one that {which} has ended", "start it again", state_changed=True)
-
-
-def _report(slept: Report, woken: Report, began: float) -> Report:
-    return Report(slept=slept, woken=woken, fully_awake=bool(woken), seconds=time.monotonic() - began)

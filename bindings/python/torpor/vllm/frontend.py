@@ -99,6 +99,10 @@ class BlockingSide:
         if report.changed and report.level >= 1 and not report.preserve_state and in_flight != "recompute":
             self.aborted()
 
+    def stays(self, state: str) -> None:
+        """After a sleep that failed."""
+        self.engine.torpor_asleep = state == "asleep"
+
     def aborted(self) -> None:
         """The engine core has no requests any more. One in another process sends word of it."""
         if isinstance(self.engine.engine_core, InprocClient):
@@ -147,6 +151,9 @@ class AsyncSide:
     def slept(self, report: Report, in_flight: str) -> None:
         pass
 
+    def stays(self, state: str) -> None:
+        pass
+
     def aborted(self) -> None:
         pass
 
@@ -175,9 +182,11 @@ async def sleep(side: BlockingSide | AsyncSide, mode: str, values: dict) -> Repo
     with_outputs = frozen and state["engine"] in ("awake", "asleep") and state["level"] <= 0  # awake, or only paused
     try:
         report = await while_frozen(side, "sleep", values) if with_outputs else Report(await side.call("sleep", values))
-    except BaseException:
+    except BaseException as problem:
         if mode == "wait":
             await side.call("end_drain")
+        if getattr(problem, "state_changed", False):  # it may be asleep all the same
+            side.stays((await side.call("state"))["engine"])
         raise
     side.slept(report, values["in_flight"])
     if report.changed and loggers is not None:
@@ -204,7 +213,7 @@ async def _freeze(side: BlockingSide | AsyncSide, values: dict) -> dict[str, int
     """How many tokens each request has been sent, of an engine that stands still from now on, or that is asleep."""
     try:
         return await side.call("freeze", {name: values[name] for name in ("timeout",) if name in values})
-    except asyncio.CancelledError:  # the engine core does it all the same
+    except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):  # the engine core does it all the same
         await side.call("unfreeze")
         raise
 

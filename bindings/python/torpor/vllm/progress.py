@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from torpor.errors import InvalidArgument
 
 logger = logging.getLogger("torpor")
 
-DIRECTORY = "/dev/shm"  # never written back to a disk
 _SECONDS = 0.1  # between two looks
 
 
@@ -56,19 +54,20 @@ def watched(watcher: Watcher | None, values: dict) -> Iterator[dict]:
         return
     if not callable(watcher):
         raise InvalidArgument(f"progress is {watcher!r}", "give a function that takes a Progress")
-    with tempfile.TemporaryDirectory(prefix="torpor-", dir=DIRECTORY if os.path.isdir(DIRECTORY) else None) as folder:
-        path = os.path.join(folder, "progress")
-        page = _core.ProgressFile(path)
-        ended = threading.Event()
-        thread = threading.Thread(target=_watch, args=(watcher, page, ended), name="torpor-progress", daemon=True)
-        if _goes_on(watcher, page):
-            thread.start()
-        try:
-            yield values | {"progress": path}
-        finally:
-            ended.set()
-            if thread.is_alive():
-                thread.join()
+    folder = _core.SharedFolder()
+    path = os.path.join(folder.path, "progress")
+    page = _core.ProgressFile(path)
+    ended = threading.Event()
+    thread = threading.Thread(target=_watch, args=(watcher, page, ended), name="torpor-progress", daemon=True)
+    if _goes_on(watcher, page):
+        thread.start()
+    try:
+        yield values | {"progress": path}
+    finally:
+        ended.set()
+        if thread.is_alive():
+            thread.join()
+        folder.remove()
 
 
 def _watch(watcher: Watcher, page: _core.ProgressFile, ended: threading.Event) -> None:

@@ -81,6 +81,7 @@ class Server:
 
     async def start(self) -> None:
         """Wakes what an earlier server left. A failure is said on /torpor/ready; nothing is served or removed then."""
+        _core.SharedFolder.remove_left()
         try:
             await self._begin()
         except Error as problem:

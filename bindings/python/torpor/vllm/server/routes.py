@@ -20,7 +20,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 import torpor.console
 from torpor import _core, errors
 from torpor.errors import Error, InvalidArgument
-from torpor.vllm import tracing
+from torpor.vllm import exchange, tracing
 from torpor.vllm.compat import lookup
 from torpor.vllm.progress import Watcher
 from torpor.vllm.server import front, swapping
@@ -175,12 +175,16 @@ def routes() -> APIRouter:
         return await answered(call, raw_request)
 
     @router.post("/swap")
-    async def swap(raw_request: Request, to: str) -> Response:
-        """`to`: the address of the other server."""
+    async def swap(
+        raw_request: Request,
+        to: str,
+        partner_timeout: Annotated[float, Query(gt=0, allow_inf_nan=False)] = exchange.PARTNER_SECONDS,
+    ) -> Response:
+        """`to`: the address of the other server. `partner_timeout`: as torpor.swap() has it."""
 
         async def call(progress: Watcher | None) -> dict:
             with recorded("sleep"):
-                return await swapping.swap(server(raw_request), to, raw_request.headers, progress)
+                return await swapping.swap(server(raw_request), to, partner_timeout, raw_request.headers, progress)
 
         return await answered(call, raw_request)
 

@@ -23,7 +23,6 @@ from torpor.vllm.progress import Watcher
 from torpor.vllm.server.front import summary
 
 _COMES_SECONDS = 30.0  # the other one, before this one stands still for it
-_LAST_WORD_SECONDS = 30.0  # of the other one, once this half is over
 _MEMORY_SECONDS = 30.0  # what a process had is free some time after its end
 _CONNECT_SECONDS = 10.0
 _LOOK_SECONDS = 0.005
@@ -31,18 +30,18 @@ _RETRY_SECONDS = 0.5
 _PASSED_ON = ("Authorization", "traceparent", "tracestate")
 
 
-async def swap(server, to: str, headers: Mapping[str, str], progress: Watcher | None) -> dict:
+async def swap(server, to: str, partner_timeout: float, headers: Mapping[str, str], progress: Watcher | None) -> dict:
     """`headers` of the call: the other server is asked with the same key. It goes on to its end without its caller."""
     other = Other(await address_of(to), headers)
-    return await asyncio.shield(server.run(_swap(server, other, progress)))
+    return await asyncio.shield(server.run(_swap(server, other, partner_timeout, progress)))
 
 
-async def _swap(server, other: Other, progress: Watcher | None) -> dict:
+async def _swap(server, other: Other, partner_timeout: float, progress: Watcher | None) -> dict:
     began = time.monotonic()
     async with server.only_one():
         if server.state != "awake":
             raise WrongState(f"this server is {server.state}", "wake it, or ask the one that serves")
-        with exchange.room() as (room, path):
+        with exchange.room(partner_timeout) as (room, path):
             comes = asyncio.ensure_future(exchange.told(room, "takes", other.wake_up(path)))
             slept, failed = None, None
             try:
@@ -50,7 +49,7 @@ async def _swap(server, other: Other, progress: Watcher | None) -> dict:
                 slept = await exchange.told(room, "gives", _give(server, path, progress))
             except Error as problem:
                 failed = problem
-            woken, lost = await _last_word(comes, other, _LAST_WORD_SECONDS if room.has_come("takes") else 0)
+            woken, lost = await _last_word(comes, other, partner_timeout if room.has_come("takes") else 0)
             if failed is not None:
                 raise failed if lost is None or room.stopped_by() == "gives" else lost
     if lost is not None:
