@@ -61,7 +61,9 @@ Result<orders::Save::Reply> RegionImages::save(const orders::Save& order) {
   // planned.
   retained_->clear();
   parts_.arena.trim();
-  for (const std::string& tag : order.tags) packed_shares_[tag] = kWhole;
+  if (parts_.host_codec != Codec::kNone) {
+    for (const std::string& tag : order.tags) packed_shares_[tag] = kWhole;
+  }
   return save_to_arena(order);
 }
 

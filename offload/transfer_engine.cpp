@@ -339,9 +339,8 @@ Status TransferEngine::keep_staging(uint64_t batch_bytes) {
       if (worker.lane != kMemory) continue;
       wait_until_idle(worker);
       if (worker.copier->kept_staging() >= batch_bytes) continue;
-      worker.copier->keep_staging({});
       lock.unlock();
-      std::array<HostArena::Span, 2> kept;
+      std::array<HostArena::Span, 2> kept;  // beside what it has, which something asleep may need
       const Status had = catching([&]() -> Status {
         for (HostArena::Span& each : kept) {
           TORPOR_ASSIGN(each, arena_.allocate(batch_bytes));

@@ -43,32 +43,6 @@ TEST_F(PackedSleep, I10TheSameTokensComeFromThreeQuartersOfTheMemory) {
   }
 }
 
-TEST_F(PackedSleep, I7WhereverTheDeviceFailsItIsAllOrNothing) {
-  const TestEngine::Tokens expected = uninterrupted(options());
-  int failed = 0;
-  for (uint64_t n = 1;; ++n) {
-    SCOPED_TRACE(n);
-    SleepingEngine slept = make(options());
-    begin(slept.engine);
-    slept.engine.device().fail_at(n);
-    bool fired = false;
-    if (!slept.controller.sleep(to_host())) {
-      ++failed, fired = true;
-      EXPECT_FALSE(slept.engine.frozen());
-      slept.engine.device().fail_at(0);
-    } else if (!slept.controller.wake_up({})) {
-      ++failed, fired = true;
-      slept.engine.device().fail_at(0);
-      ASSERT_SUCCEEDS(slept.controller.wake_up({}));
-    }
-    slept.engine.device().fail_at(0);
-    EXPECT_EQ(finish(slept.engine), expected);
-    if (!fired && n > 30) break;
-    ASSERT_LT(n, 200u);
-  }
-  EXPECT_GT(failed, 5);
-}
-
 // --- one rank, and content of some size ---
 
 class PackedRank : public SleepFailure {

@@ -208,6 +208,8 @@ TEST_P(PackedTransfers, StagingMemoryThatHasNoRoomIsAnErrorAndNoneStays) {
   EXPECT_EQ(used, transfers_->memory_batches() * kPage);
   ASSERT_SUCCEEDS(transfers_->keep_staging(kPage)) << "again: nothing";
   EXPECT_EQ(arena_->info().used_bytes, used);
+  EXPECT_FAILS(transfers_->keep_staging(1ull << 60), Code::kResourceExhausted);
+  EXPECT_EQ(arena_->info().used_bytes, used) << "what was kept is still needed";
   transfers_->let_staging_go();
   EXPECT_EQ(arena_->info().used_bytes, 0u);
 }
