@@ -69,7 +69,7 @@ class TestEngine final : public EngineHooks {
   void load_weights(uint64_t seed, bool tell = true) {
     for (Rank& rank : ranks_) {
       for (uint64_t i = 0; i < kWeightBytes; ++i)
-        byte_at(rank.weights + i) = value(i, static_cast<std::byte>((i * 2654435761u + seed * 97) >> 7));
+        byte_at(rank.weights + i) = options_.value(i, static_cast<std::byte>((i * 2654435761u + seed * 97) >> 7));
       if (tell) rank.memory->mark_dirty("weights");
     }
     must(rebuild_derived());
@@ -316,10 +316,6 @@ class TestEngine final : public EngineHooks {
   static std::byte& byte_at(DeviceAddress address) {
     return *reinterpret_cast<std::byte*>(address);
   }  // NOLINT(performance-no-int-to-ptr)
-  // Byte `at` of values: of bf16 the second ones have the sign and seven bits of the exponent.
-  std::byte value(size_t at, std::byte random) const {
-    return options_.bf16 && at % 2 == 1 ? (random & std::byte{0x81}) | std::byte{0x3c} : random;
-  }
   static bool done(const Request& request) { return static_cast<int32_t>(request.output.size()) >= request.max_tokens; }
 
   Status enter(const std::string& hook) {
@@ -403,8 +399,8 @@ class TestEngine final : public EngineHooks {
           if (options_.mix_steps) digest.update(std::as_bytes(std::span(&steps_, 1)));
           if (at > 0) digest.update(kv(ranks_[r], request, at - 1, layer));
           const Digest finished = digest.finish();
-          const std::span<std::byte> place = kv(ranks_[r], request, at, layer);
-          for (size_t i = 0; i < place.size(); ++i) place[i] = value(i, static_cast<std::byte>(finished.bytes[i % 16]));
+          for (size_t i = 0; std::byte & byte : kv(ranks_[r], request, at, layer))
+            byte = options_.value(i, static_cast<std::byte>(finished.bytes[i % 16])), ++i;
         }
       }
       if (at % kBlockTokens == kBlockTokens - 1) {
