@@ -357,7 +357,7 @@ Result<orders::LeaveSign::Reply> RankMemory::carry_out(const orders::LeaveSign& 
 
 // What cannot be given back now is at the next operation.
 void RankMemory::give_back_unused() noexcept {
-  (void)catching([this]() -> Status {
+  (void)catching([this]() TORPOR_REQUIRES(mutex_) -> Status {
     transfers_->release_staging();
     if (!images_->needs_staging()) transfers_->let_staging_go();
     arena_->trim(*options_.arena_keep_bytes);  // what backs up stays
