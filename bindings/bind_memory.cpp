@@ -19,6 +19,7 @@
 #include "bindings/process_events.h"
 #include "bindings/process_memory.h"
 #include "bindings/rank_memory_options.h"
+#include "offload/codec.h"
 
 namespace py = pybind11;
 
@@ -65,6 +66,9 @@ Result<std::unique_ptr<RankMemory>> make_memory(int ordinal) {
   TORPOR_ASSIGN(const std::optional<uint64_t> budget, bytes_from_environment("TORPOR_ARENA_BUDGET_BYTES"));
   TORPOR_ASSIGN(const std::optional<uint64_t> prefault, bytes_from_environment("TORPOR_ARENA_PREFAULT_BYTES"));
   TORPOR_ASSIGN(const std::optional<uint64_t> keep, bytes_from_environment("TORPOR_ARENA_KEEP_BYTES"));
+  const std::string compression(environment("TORPOR_HOST_COMPRESSION"));
+  TORPOR_ASSIGN(const CompressionOptions packing,
+                CompressionOptions::of(compression.empty() ? "none" : compression, std::nullopt));
   TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> device, make_device(ordinal));
   // An engine's ranks have their own; this is a program's.
   if (const std::string directory(environment("TORPOR_EVENTS_DIRECTORY")); !directory.empty()) {
@@ -77,6 +81,7 @@ Result<std::unique_ptr<RankMemory>> make_memory(int ordinal) {
                              .arena_prefault_bytes = prefault.value_or(0),
                              .arena_keep_bytes = keep,
                              .keep_backup = backups_kept(),
+                             .host_compression = packing.codec,
                              .events = process_events()});
 }
 

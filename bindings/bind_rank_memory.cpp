@@ -12,6 +12,7 @@
 #include "bindings/process_events.h"
 #include "bindings/rank_memory_options.h"
 #include "engine/rank_service.h"
+#include "offload/codec.h"
 
 namespace py = pybind11;
 
@@ -50,6 +51,9 @@ RankMemoryOptions rank_memory_options_from(DictReader& in) {
   in.read_if_given("threads", options.threads);
   in.read_if_given("keep_backup", options.keep_backup);
   in.read_if_given("retain_kv_bytes", options.retain_kv_bytes);
+  std::optional<std::string> host_compression;
+  in.read_if_given("host_compression", host_compression);
+  options.host_compression = value_or_raise(CompressionOptions::of(host_compression, std::nullopt)).codec;
   std::optional<std::string> spill_directory;
   in.read_if_given("spill_directory", spill_directory);
   options.spill_directory = spill_directory.value_or("");

@@ -30,6 +30,8 @@ json to_json(const RunOptions& run) {
   return {{"ranks", run.ranks},
           {"kv_budget_bytes", run.kv_budget_bytes ? json(*run.kv_budget_bytes) : json()},
           {"model", {of.model.layers, of.model.token_bytes, of.model.block_tokens, of.model.vocabulary}},
+          {"bf16", of.model.bf16},
+          {"host_bf16", of.host_compression == Codec::kBf16},
           {"weight_bytes", of.weight_bytes},
           {"weights_seed", of.weights_seed},
           {"num_blocks", of.num_blocks},
@@ -65,7 +67,8 @@ RunOptions run_options_from(const json& words) {
   run.ranks = words.at("ranks");
   if (!words.at("kv_budget_bytes").is_null()) run.kv_budget_bytes = words.at("kv_budget_bytes").get<uint64_t>();
   const json& model = words.at("model");
-  of.model = {model.at(0), model.at(1), model.at(2), model.at(3)};
+  of.model = {model.at(0), model.at(1), model.at(2), model.at(3), words.value("bf16", false)};
+  of.host_compression = words.value("host_bf16", false) ? Codec::kBf16 : Codec::kNone;
   of.weight_bytes = words.at("weight_bytes");
   of.weights_seed = words.at("weights_seed");
   of.num_blocks = words.at("num_blocks");

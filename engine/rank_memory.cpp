@@ -75,6 +75,11 @@ RankMemory::~RankMemory() {
 
 Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMemory> device, FileSystem& file_system,
                                                        RankMemoryOptions options) {
+  if (options.host_compression != Codec::kNone && options.host_compression != Codec::kBf16) {
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("host memory cannot be compressed with {}", name(options.host_compression)),
+                 .next_step = "use bf16, or none"};
+  }
   const bool other_memory = device->kind() != "host";
   if (!options.keep_backup) options.keep_backup = other_memory;
   if (!options.retain_kv_bytes) options.retain_kv_bytes = other_memory ? UINT64_MAX : 0;
@@ -99,6 +104,7 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                                                          .rank = options.rank,
                                                          .keep_backup = *options.keep_backup,
                                                          .retain_kv_bytes = *options.retain_kv_bytes,
+                                                         .host_codec = options.host_compression,
                                                          .spill_directory = options.spill_directory,
                                                          .key = options.key,
                                                          .encrypt = options.encrypt,
@@ -351,8 +357,9 @@ Result<orders::LeaveSign::Reply> RankMemory::carry_out(const orders::LeaveSign& 
 
 // What cannot be given back now is at the next operation.
 void RankMemory::give_back_unused() noexcept {
-  (void)catching([this]() -> Status {
+  (void)catching([this]() TORPOR_REQUIRES(mutex_) -> Status {
     transfers_->release_staging();
+    if (!images_->needs_staging()) transfers_->let_staging_go();
     arena_->trim(*options_.arena_keep_bytes);  // what backs up stays
     return ok();
   });

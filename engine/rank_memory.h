@@ -49,6 +49,8 @@ struct RankMemoryOptions {
   // Most bytes of KV blocks whose backup is kept after a wake, for the next sleep to copy only what changed since. They
   // go where the arena needs room. None: any amount; but 0 on the device without a GPU.
   std::optional<uint64_t> retain_kv_bytes;
+  // kBf16: what of a sleep lies in the arena is packed, chunk by chunk, where that makes it smaller. kNone: it is not.
+  Codec host_compression = Codec::kNone;
   std::shared_ptr<const Key> key;  // for chunk files of sealed checkpoints; null: there is none
   // What has no room in the arena's budget at a sleep goes to a file there that nobody else sees, for as long as the
   // sleep lasts; with a key it is sealed, with `encrypt` also unreadable. Empty: such a sleep fails.

@@ -333,12 +333,19 @@ Status RegionImages::read_saved(const RegionInfo& region, uint64_t offset, std::
   const Image* const image = region.tag == kv_tag_ ? nullptr : find(region.tag);
   const size_t in_host = image == nullptr || image->host == nullptr ? 0 : image->in_host;
   uint64_t read = 0;
+  std::vector<std::byte> unpacked;
   for (size_t i = 0; i < in_host && read < out.size(); ++i) {
     const SavedChunk& chunk = image->chunks[i];  // those of a region follow one another
     const uint64_t begin = chunk.key.index * kRegionChunk;
     const uint64_t from = offset + read;
     if (chunk.key.region != region.name || from < begin || from >= begin + chunk.bytes) continue;
-    const std::span<std::byte> there = image->host->view(chunk).subspan(from - begin);
+    std::span<const std::byte> there = image->host->view(chunk);
+    if (there.empty()) {
+      unpacked.resize(chunk.bytes);
+      TORPOR_TRY(image->host->get_one(chunk, unpacked));
+      there = unpacked;
+    }
+    there = there.subspan(from - begin);
     const size_t bytes = std::min(there.size(), out.size() - read);
     std::memcpy(out.data() + read, there.data(), bytes);
     read += bytes;

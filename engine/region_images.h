@@ -59,11 +59,12 @@ class RegionImages {
     TransferEngine& transfers;
     FileSystem& file_system;
     int32_t rank = 0;
-    bool keep_backup = false;        // of tags without blocks
-    uint64_t retain_kv_bytes = 0;    // of blocks: most
-    std::string spill_directory;     // for what has no room in the arena; empty: there is none
-    std::shared_ptr<const Key> key;  // of sealed files; null: there is none
-    bool encrypt = false;            // what is spilled
+    bool keep_backup = false;         // of tags without blocks
+    uint64_t retain_kv_bytes = 0;     // of blocks: most
+    Codec host_codec = Codec::kNone;  // of chunks in the arena
+    std::string spill_directory;      // for what has no room in the arena; empty: there is none
+    std::shared_ptr<const Key> key;   // of sealed files; null: there is none
+    bool encrypt = false;             // what is spilled
     uint64_t spill_staging_bytes = 0;
     uint64_t late_job_bytes = 0;
     bool late_thread = false;
@@ -154,6 +155,9 @@ class RegionImages {
   // What was saved of a region, from `offset` on. kNotFound: nothing is, or it does not lie in the arena.
   Status read_saved(const RegionInfo& region, uint64_t offset, std::span<std::byte> out) const;
   bool spills() const { return !parts_.spill_directory.empty(); }  // what has no room in the arena
+  // What so many bytes of a tag will take of the arena: where they are packed, about so much.
+  uint64_t held_for(std::string_view tag, uint64_t bytes) const;
+  bool needs_staging() const;  // kept for a wake (TransferEngine::keep_staging())
   // Takes out the images of these tags, for put_back() or to be dropped. Neither needs memory.
   Images take(const std::vector<std::string>& tags) noexcept;
   void put_back(Images images) noexcept { images_.merge(images); }
@@ -170,8 +174,10 @@ class RegionImages {
   Result<std::vector<Portion>> portions_of(const orders::Save& order, bool take) const;
   Status fill_blocks(Portion& portion, const orders::Save& order, bool take) const;
   bool borrow(Portion& portion, const std::shared_ptr<HostStore>& store, int32_t block, Slot slot, bool take) const;
-  void place(std::vector<Portion>& portions, uint64_t going) const;
+  void place(std::vector<Portion>& portions, uint64_t going, uint64_t coming) const;
   uint64_t staging_for(uint64_t padded_bytes, uint64_t largest) const;
+  uint64_t batch_staging(const std::vector<Portion>& portions) const;
+  void learn(const std::string& tag, std::span<const SavedChunk> chunks);
   Status spill(Portion& portion);
   Status copy_to_host(Portion& portion);
   void retain(Image& image) noexcept;
@@ -232,6 +238,7 @@ class RegionImages {
   std::string kv_tag_;
   KvLayout kv_layout_;
   Images images_;
+  std::map<std::string, uint64_t, std::less<>> packed_shares_;  // by tag: what its chunks took of the arena, of 1024
   std::weak_ptr<HostStore> host_store_;
   StoredBlocks stored_;                                                                  // of the tag with blocks
   const std::shared_ptr<RetainedBlocks> retained_ = std::make_shared<RetainedBlocks>();  // of the tag with blocks

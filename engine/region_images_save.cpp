@@ -10,6 +10,10 @@
 namespace torpor {
 namespace {
 
+constexpr uint64_t kWhole = 1024;      // shares are of it
+constexpr uint64_t kUsualShare = 784;  // of bf16 values; no less than 768 is possible
+constexpr uint64_t kShareMargin = 16;  // by which other content may be larger
+
 // Of a job of at most so many bytes in pages, or one chunk. Its batches never need more staging memory than that.
 size_t end_of_job(std::span<const ChunkPlan> plans, size_t first, uint64_t most) {
   size_t end = first;
@@ -30,6 +34,7 @@ struct RegionImages::Portion {
   std::vector<BlockContent> contents{};  // of these, where they are blocks
   size_t in_host = 0;                    // of them have room in the arena
   uint64_t reused_bytes = 0;             // of retained blocks that are taken over
+  uint64_t retained_bytes = 0;           // of the arena, that these have
   uint64_t borrowed_bytes = 0;           // of blocks that the host store has
   Image image{};
   std::vector<SavedChunk> spilled{};
@@ -52,9 +57,13 @@ Result<orders::Save::Reply> RegionImages::save(const orders::Save& order) {
   Result<orders::Save::Reply> saved = save_to_arena(order);
   if (saved || saved.error().code != Code::kResourceExhausted) return saved;
   if (retained_->bytes() == 0 && parts_.spill_directory.empty()) return saved;
-  // What is retained, or held unused, may stand in the way of larger pieces.
+  // What is retained, or held unused, may stand in the way of larger pieces; and packed content may be larger than was
+  // planned.
   retained_->clear();
   parts_.arena.trim();
+  if (parts_.host_codec != Codec::kNone) {
+    for (const std::string& tag : order.tags) packed_shares_[tag] = kWhole;
+  }
   return save_to_arena(order);
 }
 
@@ -63,8 +72,9 @@ Result<orders::PlanSave::Reply> RegionImages::plan(const orders::Save& order) co
   TORPOR_ASSIGN(std::vector<Portion> portions, portions_of(order, /*take=*/false));
   orders::PlanSave::Reply reply;
   uint64_t taken_over = 0;
-  for (const Portion& portion : portions) taken_over += portion.reused_bytes;
-  place(portions, retained_->bytes() - std::min(retained_->bytes(), taken_over));
+  for (const Portion& portion : portions) taken_over += portion.retained_bytes;
+  const uint64_t staging = needs_staging() ? 0 : batch_staging(portions) * parts_.transfers.memory_batches();
+  place(portions, retained_->bytes() - std::min(retained_->bytes(), taken_over), staging);
   for (const Portion& portion : portions) {
     reply.copied_bytes[portion.tag] = portion.copied_bytes();
     reply.reused_bytes += portion.unread_bytes();
@@ -82,7 +92,8 @@ Result<orders::Save::Reply> RegionImages::save_to_arena(const orders::Save& orde
     for (const Portion& portion : portions) {
       if (portion.clean_bytes == 0) images_.erase(portion.tag);
     }
-    place(portions, 0);
+    TORPOR_TRY(parts_.transfers.keep_staging(batch_staging(portions)));
+    place(portions, 0, 0);
     for (Portion& portion : portions) TORPOR_TRY(spill(portion));
     for (Portion& portion : portions) TORPOR_TRY(copy_to_host(portion));
     return ok();
@@ -126,14 +137,15 @@ Result<std::vector<RegionImages::Giving>> RegionImages::make_room(const orders::
   parts_.transfers.release_staging();
   std::vector<Giving> giving;
   const Status made = catching([&]() -> Status {
+    TORPOR_TRY(parts_.transfers.keep_staging(batch_staging(portions)));
     uint64_t bytes = 0;
-    uint64_t chunks = 0;
     for (const Portion& portion : portions) {
       if (portion.clean_bytes == 0) images_.erase(portion.tag);
-      bytes += portion.copied_bytes();
-      chunks += portion.plans.size();
+      const bool known = packed_shares_.contains(portion.tag);
+      for (const ChunkPlan& plan : portion.plans)
+        bytes += (known ? held_for(portion.tag, plan.bytes()) : plan.bytes()) + kPage;
     }
-    TORPOR_TRY(HostTier(parts_.arena).prepare(bytes, chunks));
+    TORPOR_TRY(parts_.arena.prefault(bytes));
     reply = {};
     for (Portion& portion : portions) {
       reply.bytes += portion.copied_bytes();
@@ -175,7 +187,7 @@ Result<std::vector<RegionImages::Portion>> RegionImages::portions_of(const order
       portion.clean_bytes = kept->bytes();
       continue;
     }
-    portion.image.host = std::make_unique<HostTier>(parts_.arena);
+    portion.image.host = std::make_unique<HostTier>(parts_.arena, parts_.host_codec);
     if (tag == kv_tag_) {
       TORPOR_TRY(fill_blocks(portion, order, take));
     } else {
@@ -208,7 +220,7 @@ Status RegionImages::fill_blocks(Portion& portion, const orders::Save& order, bo
     return Error{.code = Code::kCorruption, .what = "an order that names blocks does not say the host slot of each"};
   TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(blocks, order.stamps, order.steps));
 
-  std::vector<bool> known = retained_->find(blocks, contents);
+  std::vector<uint64_t> known = retained_->find(blocks, contents);
   std::vector<RetainedBlocks::Block> retained;
   if (take) retained = retained_->take(blocks, contents);
   Image& image = portion.image;
@@ -219,13 +231,14 @@ Status RegionImages::fill_blocks(Portion& portion, const orders::Save& order, bo
       if (take) image.contents.push_back(contents[i]);
       continue;
     }
-    if (take && retained[i].bytes.empty()) known[i] = false;  // given up meanwhile
-    if (!known[i]) {
+    if (take && retained[i].bytes.empty()) known[i] = 0;  // given up meanwhile
+    if (known[i] == 0) {
       copied.push_back(blocks[i]);
       portion.contents.push_back(contents[i]);
       continue;
     }
     portion.reused_bytes += kv_layout_.bytes_per_block();
+    portion.retained_bytes += known[i];
     if (!take) continue;
     image.contents.push_back(contents[i]);
     image.chunks.push_back(std::move(retained[i].chunk));
@@ -241,13 +254,57 @@ uint64_t RegionImages::staging_for(uint64_t padded_bytes, uint64_t largest) cons
   return std::min(padded_bytes, std::max(parts_.spill_staging_bytes, largest));
 }
 
-// In the order of need; `going`: bytes in the arena that will not be there any more.
-void RegionImages::place(std::vector<Portion>& portions, uint64_t going) const {
-  const auto room_for = [](const ChunkPlan& plan) { return plan.bytes() + kPage; };  // as HostTier::prepare()
-  uint64_t needed = 0;
+uint64_t RegionImages::held_for(std::string_view tag, uint64_t bytes) const {
+  if (parts_.host_codec == Codec::kNone) return bytes;
+  const auto known = packed_shares_.find(tag);
+  const uint64_t share = known == packed_shares_.end() ? kUsualShare : known->second;
+  return std::min(bytes, bytes / kWhole * share + bytes % kWhole);
+}
+
+// What these chunks took of the arena: others of the tag are likely to take as much.
+void RegionImages::learn(const std::string& tag, std::span<const SavedChunk> chunks) {
+  uint64_t bytes = 0;
+  uint64_t stored = 0;
+  for (const SavedChunk& chunk : chunks) bytes += chunk.bytes, stored += chunk.stored_bytes;
+  if (parts_.host_codec == Codec::kNone || bytes == 0) return;
+  packed_shares_[tag] = std::min(kWhole, stored * kWhole / bytes + kShareMargin);
+}
+
+bool RegionImages::needs_staging() const {
+  return parts_.host_codec != Codec::kNone && std::any_of(images_.begin(), images_.end(), [](const auto& each) {
+           return each.second.host != nullptr && !each.second.clean;
+         });
+}
+
+// Of each batch of this sleep, and of its wake; 0 where chunks need none.
+uint64_t RegionImages::batch_staging(const std::vector<Portion>& portions) const {
+  if (parts_.host_codec == Codec::kNone) return 0;
+  uint64_t all = 0;
+  uint64_t padded = 0;
+  uint64_t largest = 0;
+  const auto add = [&](uint64_t bytes) {
+    all += bytes;
+    padded += align_up(bytes, kPage);
+    largest = std::max(largest, align_up(bytes, kPage));
+  };
+  for (const Portion& portion : portions) {
+    const Image* const clean = portion.clean_bytes == 0 ? nullptr : find(portion.tag);
+    for (const ChunkPlan& plan : portion.plans) add(plan.bytes());
+    for (const SavedChunk& chunk : (clean != nullptr ? *clean : portion.image).chunks) add(chunk.bytes);
+  }
+  return TransferEngine::most_staging(all, padded, largest);
+}
+
+// In the order of need; `going`: bytes in the arena that will not be there any more; `coming`: that will be, beside the
+// portions.
+void RegionImages::place(std::vector<Portion>& portions, uint64_t going, uint64_t coming) const {
+  const auto room_for = [this](const Portion& portion, const ChunkPlan& plan) {
+    return held_for(portion.tag, plan.bytes()) + kPage;  // as HostTier::prepare()
+  };
+  uint64_t needed = coming;
   for (Portion& portion : portions) {
     portion.in_host = portion.plans.size();
-    for (const ChunkPlan& plan : portion.plans) needed += room_for(plan);
+    for (const ChunkPlan& plan : portion.plans) needed += room_for(portion, plan);
   }
   const HostArenaInfo arena = parts_.arena.info();
   if (parts_.spill_directory.empty() || arena.budget_bytes == 0) return;
@@ -259,7 +316,7 @@ void RegionImages::place(std::vector<Portion>& portions, uint64_t going) const {
     while (needed + staging > room && portion->in_host > 0) {
       const ChunkPlan& plan = portion->plans[--portion->in_host];
       const uint64_t pages = align_up(plan.bytes(), kPage);
-      needed -= room_for(plan);
+      needed -= room_for(*portion, plan);
       padded += pages;
       largest = std::max(largest, pages);
       staging = staging_for(padded, largest);
@@ -318,6 +375,7 @@ Status RegionImages::copy_to_host(Portion& portion) {
     return std::move(saved).error();
   }
   image.chunks.insert(image.chunks.end(), saved->begin(), saved->end());
+  learn(portion.tag, image.chunks);
   image.contents.insert(image.contents.end(), portion.contents.begin(), portion.contents.end());
   image.in_host = image.chunks.size();
   return ok();

@@ -68,6 +68,11 @@ Result<orders::Save::Reply> RegionImages::save_giving(const orders::Save& order,
       }
     }
     while (!under_way.empty()) TORPOR_TRY(end_oldest());
+    for (const Giving& each : giving) {
+      const Image& image = images_.at(each.tag);
+      TORPOR_TRY(image.host->finish());
+      learn(each.tag, image.chunks);
+    }
     return ok();
   });
   for (; !under_way.empty(); under_way.pop_front()) (void)parts_.transfers.end_save(under_way.front().job);

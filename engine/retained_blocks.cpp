@@ -24,8 +24,8 @@ void RetainedBlocks::keep(std::vector<Block> blocks, uint64_t budget_bytes) noex
   uint64_t bytes = 0;
   const auto end = std::find_if(blocks.begin(), blocks.end(), [&](const Block& block) {
     if (block.content.stamp == 0 && block.content.steps == 0) return true;
-    if (block.chunk.bytes > budget_bytes - bytes) return true;
-    bytes += block.chunk.bytes;
+    if (block.chunk.stored_bytes > budget_bytes - bytes) return true;
+    bytes += block.chunk.stored_bytes;
     return false;
   });
   blocks.erase(end, blocks.end());
@@ -54,11 +54,12 @@ std::vector<size_t> places(std::span<const RetainedBlocks::Block> there, std::sp
 
 }  // namespace
 
-std::vector<bool> RetainedBlocks::find(std::span<const int32_t> wanted, std::span<const BlockContent> contents) const {
-  std::vector<bool> found(wanted.size());
+std::vector<uint64_t> RetainedBlocks::find(std::span<const int32_t> wanted,
+                                           std::span<const BlockContent> contents) const {
+  std::vector<uint64_t> found(wanted.size());
   const MutexLock lock(mutex_);
   const std::vector<size_t> place = places(blocks_, wanted, contents);
-  for (size_t i = 0; i < place.size(); ++i) found[i] = place[i] != kNone;
+  for (size_t i = 0; i < place.size(); ++i) found[i] = place[i] == kNone ? 0 : blocks_[place[i]].chunk.stored_bytes;
   return found;
 }
 
@@ -84,8 +85,8 @@ uint64_t RetainedBlocks::give_up(uint64_t bytes) noexcept {
     HostArena::Span going;
     const MutexLock lock(mutex_);
     if (blocks_.empty()) break;
-    given += blocks_.back().chunk.bytes;
-    bytes_ -= blocks_.back().chunk.bytes;
+    given += blocks_.back().chunk.stored_bytes;
+    bytes_ -= blocks_.back().chunk.stored_bytes;
     going = std::move(blocks_.back().bytes);
     blocks_.pop_back();
   }

@@ -39,11 +39,11 @@ class RetainedBlocks {
     BlockContent content;
   };
 
-  // In place of what is there, as many as lie within the budget: those with a stamp first, then in their order. Throws
-  // nothing: without memory none is kept.
+  // In place of what is there, as many as have room in the budget: those with a stamp first, then in their order.
+  // Throws nothing: without memory none is kept.
   void keep(std::vector<Block> blocks, uint64_t budget_bytes) noexcept;
-  // For each of `wanted`, whether take() would find it.
-  std::vector<bool> find(std::span<const int32_t> wanted, std::span<const BlockContent> contents) const;
+  // For each of `wanted`, how much memory take() would find; 0: none.
+  std::vector<uint64_t> find(std::span<const int32_t> wanted, std::span<const BlockContent> contents) const;
   // For each of `wanted` (numbers of blocks) with its content there: it, or one without bytes. All others go.
   std::vector<Block> take(std::span<const int32_t> wanted, std::span<const BlockContent> contents);
   // Frees at least so many bytes, or all; how many.

@@ -160,6 +160,7 @@ Result<TagMove> TagSleep::plan_sleep(std::vector<std::string> wanted, const std:
   const MutexLock lock(memory_.mutex());
   TORPOR_ASSIGN(const std::vector<std::string> tags, select(std::move(wanted), RegionState::kAttached));
   TagMove move;
+  uint64_t needed = 0;  // of host memory
   for (const RegionInfo& region : memory_.allocator().regions()) {
     if (!has_tag(tags, region.tag)) continue;
     move.physical_bytes += region.reserved_bytes;
@@ -168,15 +169,16 @@ Result<TagMove> TagSleep::plan_sleep(std::vector<std::string> wanted, const std:
     (!has_tag(keep, region.tag) ? move.dropped_bytes
      : clean                    ? move.clean_bytes
                                 : move.copied_bytes) += region.size_bytes;
+    if (has_tag(keep, region.tag) && !clean) needed += memory_.images().held_for(region.tag, region.size_bytes);
     if (region.state == RegionState::kBroken)
       move.obstacle = fmt::format("the region {}/{} is broken", region.tag, region.name);
   }
   const HostArenaInfo arena = memory_.arena().info();
   const uint64_t free = arena.held_bytes - arena.used_bytes;
-  if (!memory_.images().spills() && arena.budget_bytes != 0 && move.copied_bytes > free &&
-      move.copied_bytes - free > arena.budget_bytes - std::min(arena.budget_bytes, arena.held_bytes)) {
+  if (!memory_.images().spills() && arena.budget_bytes != 0 && needed > free &&
+      needed - free > arena.budget_bytes - std::min(arena.budget_bytes, arena.held_bytes)) {
     move.obstacle =
-        fmt::format("{} bytes of host memory are needed, {} of the budget of {} are left", move.copied_bytes,
+        fmt::format("{} bytes of host memory are needed, {} of the budget of {} are left", needed,
                     arena.budget_bytes - std::min(arena.budget_bytes, arena.used_bytes), arena.budget_bytes);
   }
   if (!memory_.transfers().usable()) move.obstacle = memory_.transfers().usable().error().to_string();

@@ -49,6 +49,7 @@ struct BatchCopier::Place {
   Tier* tier = nullptr;
   Tier* source = nullptr;
   std::span<ChunkTransfer> batch;
+  HostArena::Span kept;  // staging memory, too: for what has room there
   HostArena::Span staging;
   std::vector<std::span<std::byte>> host;  // of each chunk
   std::vector<size_t> members;             // the chunks that are copied
@@ -91,7 +92,10 @@ BatchCopier::~BatchCopier() {
     if (!done) log().error("stream: {}", done.error().to_string());
     return;
   }
-  for (Place& place : *places_) HostArena::quarantine(std::move(place.staging));
+  for (Place& place : *places_) {
+    HostArena::quarantine(std::move(place.kept));
+    HostArena::quarantine(std::move(place.staging));
+  }
   // Digests of copies that may still be running: they stay until the process ends, and can be seen to be meant to.
   Places* const kept_places = places_.release();
   (void)catching([&]() -> Status {
@@ -109,6 +113,13 @@ void BatchCopier::release_staging() {
   if (quarantined_) return;
   for (Place& place : *places_) place.staging = {};
 }
+
+void BatchCopier::keep_staging(std::array<HostArena::Span, 2> kept) {
+  if (quarantined_) return;
+  for (size_t i = 0; i < kept.size(); ++i) (*places_)[i].kept = std::move(kept[i]);
+}
+
+uint64_t BatchCopier::kept_staging() const { return places_->front().kept.bytes().size(); }
 
 bool BatchCopier::begin(const Job& job, std::span<ChunkTransfer> batch) {
   Place& place = (*places_)[begun_ % 2];
@@ -144,16 +155,18 @@ Status BatchCopier::stage(Place& place) {
   if (quarantined_) return ok();
   uint64_t bytes = 0;
   for (const ChunkTransfer& chunk : place.batch) bytes += align_up(chunk.plan->bytes(), kPage);
-  if (place.staging.bytes().size() < bytes) {
+  const bool kept = place.kept.bytes().size() >= bytes;
+  if (!kept && place.staging.bytes().size() < bytes) {
     place.staging = {};
     if (under_way() == 0) (*places_)[(begun_ + 1) % 2].staging = {};
     TORPOR_ASSIGN(place.staging, arena_.allocate(bytes));
   }
+  const std::span<std::byte> room = (kept ? place.kept : place.staging).bytes();
   place.host.clear();
   uint64_t at = 0;
   for (const ChunkTransfer& chunk : place.batch) {
     const uint64_t size = chunk.plan->bytes();
-    place.host.push_back(place.staging.bytes().subspan(at, size));
+    place.host.push_back(room.subspan(at, size));
     at += align_up(size, kPage);
   }
   return ok();

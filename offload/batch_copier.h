@@ -46,6 +46,10 @@ class BatchCopier {
   DrainResult finish();
   int under_way() const { return static_cast<int>(begun_ - finished_); }
   void release_staging();  // precondition: under_way() == 0
+  // Staging memory for the two batches, which stays: what has room there never fails for want of it. Empty: none does.
+  // Precondition: under_way() == 0
+  void keep_staging(std::array<HostArena::Span, 2> kept);
+  uint64_t kept_staging() const;  // of each
 
  private:
   struct Place;

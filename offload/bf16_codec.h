@@ -28,8 +28,9 @@ namespace torpor::bf16 {
 enum class Instructions : uint8_t { kPlain, kAvx2, kAvx512 };
 Instructions fastest_instructions();  // of this processor
 
-// Most that compression of `bytes` can take.
+// Most and least that compression of `bytes` can take.
 uint64_t compressed_bound(uint64_t bytes);
+constexpr uint64_t least_compressed(uint64_t bytes) { return bytes - bytes / 4; }
 
 // Compresses into `out`, of at least compressed_bound() bytes. The size, or no value where a sample of the words, or
 // the result, says that less than an eighth is saved: fp8, integers, fp32, noise.

@@ -1,10 +1,19 @@
 #include "offload/host_tier.h"
 
+#include <algorithm>
+#include <cstring>
+
+#include <fmt/format.h>
+
 #include "base/units.h"
+#include "offload/bf16_codec.h"
+#include "offload/codec.h"
 
 namespace torpor {
 
-Status HostTier::prepare(uint64_t bytes, uint64_t chunks) { return arena_.prefault(bytes + chunks * 4 * kKiB); }
+Status HostTier::prepare(uint64_t bytes, uint64_t chunks) {
+  return arena_.prefault((codec_ == Codec::kNone ? bytes : bf16::least_compressed(bytes)) + chunks * kPage);
+}
 
 Result<std::span<std::byte>> HostTier::place(SavedChunk& chunk) {
   TORPOR_ASSIGN(HostArena::Span span, arena_.allocate(chunk.bytes));
@@ -32,6 +41,52 @@ void HostTier::borrow(SavedChunk& chunk, std::span<std::byte> bytes, std::shared
   chunk.offset = places_.size() - 1;
   chunk.stored_bytes = chunk.bytes;
   chunk.codec = Codec::kNone;
+}
+
+void HostTier::put(std::span<TierPart> parts) {
+  if (codec_ == Codec::kNone) return Tier::put(parts);
+  uint64_t most = 0;
+  for (const TierPart& part : parts) most = std::max(most, compressed_bound(part.bytes.size()));
+  ScratchPool::Lease scratch(scratch_);
+  const std::span<std::byte> room = scratch->room(most);
+  for (TierPart& part : parts) {
+    part.status = room.empty() ? Status(Error{.code = Code::kResourceExhausted,
+                                              .what = fmt::format("no memory for {} bytes", most),
+                                              .next_step = "free some and try again"})
+                               : pack(part, room);
+  }
+}
+
+// Into `room` first: so the arena is asked for what is needed to the end, and no more.
+Status HostTier::pack(TierPart& part, std::span<std::byte> room) {
+  SavedChunk& chunk = *part.chunk;
+  const std::optional<uint64_t> size = compress_into(part.bytes, room, {.codec = codec_});
+  const std::span<const std::byte> stored = size ? room.first(*size) : part.bytes;
+  TORPOR_ASSIGN(HostArena::Span span, arena_.allocate(stored.size()));
+  std::memcpy(span.bytes().data(), stored.data(), stored.size());
+  chunk.codec = size ? codec_ : Codec::kNone;
+  chunk.stored_bytes = stored.size();
+  adopt(chunk, std::move(span));
+  return ok();
+}
+
+void HostTier::get(std::span<TierPart> parts) {
+  for (TierPart& part : parts) part.status = unpack(part);
+}
+
+Status HostTier::unpack(const TierPart& part) {
+  const SavedChunk& chunk = *part.chunk;
+  std::span<const std::byte> stored;
+  {
+    const MutexLock lock(mutex_);
+    if (chunk.offset < places_.size()) stored = places_[chunk.offset].bytes;
+  }
+  if (stored.empty() || stored.size() != chunk.stored_bytes || part.bytes.size() != chunk.bytes) {
+    return Error{.code = Code::kInternal,
+                 .what = fmt::format("{} is not in the {} tier", chunk.key.to_string(), kind())};
+  }
+  const Status unpacked = decompress(chunk.codec, stored, part.bytes);
+  return unpacked ? ok() : Status(unpacked.error().within(chunk.key.to_string()));
 }
 
 HostArena::Span HostTier::release(const SavedChunk& chunk) noexcept {

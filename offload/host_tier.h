@@ -1,5 +1,9 @@
 // HostTier: chunks in the host arena, one span each, or in memory that somebody lends. Destroying it gives the memory
 // back to the arena.
+//
+// With a codec each chunk is packed on its way in and unpacked on its way out, in pieces of memory of the caller's: the
+// tier is not addressable then. What does not get smaller lies there as it is. Each takes whole pages. Until finish()
+// the tier also has memory for a packed chunk for each thread that puts some.
 #pragma once
 
 #include <memory>
@@ -7,31 +11,44 @@
 
 #include "allocator/host_arena.h"
 #include "base/mutex.h"
+#include "offload/scratch.h"
 #include "offload/tier.h"
 
 namespace torpor {
 
 class HostTier final : public Tier {
  public:
-  explicit HostTier(HostArena& arena) : arena_(arena) {}  // `arena` outlives the tier
+  // `arena` outlives the tier. `codec`: none or bf16.
+  explicit HostTier(HostArena& arena, Codec codec = Codec::kNone) : arena_(arena), codec_(codec) {}
   std::string_view kind() const override { return "host"; }
-  bool addressable() const override { return true; }
-  Status prepare(uint64_t bytes, uint64_t chunks) override;
+  bool addressable() const override { return codec_ == Codec::kNone; }
+  bool in_memory() const override { return true; }
+  Status prepare(uint64_t bytes, uint64_t chunks) override;  // packed: as much as they need at least
   Result<std::span<std::byte>> place(SavedChunk& chunk) override;
-  std::span<std::byte> view(const SavedChunk& chunk) override;
-  Status finish() override { return ok(); }
+  std::span<std::byte> view(const SavedChunk& chunk) override;  // empty for a packed one, too
+  void put(std::span<TierPart> parts) override;
+  void get(std::span<TierPart> parts) override;
+  Status finish() override {
+    scratch_.clear();
+    return ok();
+  }
   // A chunk whose bytes lie in the arena already; fills its offset. Takes memory first, then the span.
   void adopt(SavedChunk& chunk, HostArena::Span&& span);
   // A chunk whose bytes lie in memory of `owner`, who changes nothing there for as long as this tier may be asked for
   // it; fills its offset. All of a tier have one owner, which is kept.
   void borrow(SavedChunk& chunk, std::span<std::byte> bytes, std::shared_ptr<const void> owner);
-  // The bytes of a chunk of this tier, which is in it no more; empty if it is not there, or borrowed.
+  // The memory of a chunk of this tier, which is in it no more; empty if it is not there, or borrowed.
   HostArena::Span release(const SavedChunk& chunk) noexcept;
   // A copy may still read or write there: it is kept until the process ends. Null is nothing. Takes no memory.
   static void abandon(std::unique_ptr<HostTier> tier) noexcept;
 
  private:
+  Status pack(TierPart& part, std::span<std::byte> room);
+  Status unpack(const TierPart& part);
+
   HostArena& arena_;
+  const Codec codec_;
+  ScratchPool scratch_;
   const HostTier* abandoned_before_ = nullptr;
   Mutex mutex_;
   struct Place {

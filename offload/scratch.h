@@ -41,6 +41,11 @@ class ScratchPool {
     std::unique_ptr<Entry> entry_;
   };
 
+  void clear() noexcept {  // gives back what is not lent
+    const MutexLock lock(mutex_);
+    while (idle_ != nullptr) idle_ = std::move(idle_->below);
+  }
+
  private:
   Mutex mutex_;
   std::unique_ptr<Entry> idle_ TORPOR_GUARDED_BY(mutex_);

@@ -25,9 +25,10 @@ class Tier {
  public:
   virtual ~Tier() = default;
   virtual std::string_view kind() const = 0;  // "host", "disk"
-  // Chunks lie in memory of the tier's own, where place() and view() show them.
+  // Chunks lie in memory of the tier's own, as they are, where place() and view() show them.
   virtual bool addressable() const = 0;
-  virtual bool remote() const { return false; }  // on another machine
+  virtual bool in_memory() const { return addressable(); }  // of this machine, as they are or not
+  virtual bool remote() const { return false; }             // on another machine
   // Makes room for `chunks` chunks of `bytes` in all. kResourceExhausted before anything is written.
   virtual Status prepare(uint64_t bytes, uint64_t chunks) = 0;
   // Addressable: memory into which the chunk's bytes may be written, which then counts as put(); fills codec, offset

@@ -256,6 +256,7 @@ void TransferEngine::work(Worker& worker) {
     worker.busy = next.record != nullptr || current.record != nullptr;
     if (!worker.busy) {
       if (ending_) return;
+      if (waiting_for_idle_ > 0) ended_.notify_all();
       work_[worker.lane].wait(mutex_);
       continue;
     }
@@ -322,6 +323,49 @@ void TransferEngine::release_staging() {
   for (const auto& worker : workers_) {
     if (!worker->busy) worker->copier->release_staging();
   }
+}
+
+void TransferEngine::wait_until_idle(const Worker& worker) {
+  ++waiting_for_idle_;
+  while (worker.busy) ended_.wait(mutex_);
+  --waiting_for_idle_;
+}
+
+Status TransferEngine::keep_staging(uint64_t batch_bytes) {
+  return catching([&]() -> Status {
+    MutexLock lock(mutex_);
+    for (size_t i = 0; i < workers_.size(); ++i) {  // others may be added meanwhile
+      Worker& worker = *workers_[i];
+      if (worker.lane != kMemory) continue;
+      wait_until_idle(worker);
+      if (worker.copier->kept_staging() >= batch_bytes) continue;
+      lock.unlock();
+      std::array<HostArena::Span, 2> kept;  // beside what it has, which something asleep may need
+      const Status had = catching([&]() -> Status {
+        for (HostArena::Span& each : kept) {
+          TORPOR_ASSIGN(each, arena_.allocate(batch_bytes));
+        }
+        return ok();
+      });
+      lock.lock();
+      TORPOR_TRY(had);
+      wait_until_idle(worker);
+      worker.copier->keep_staging(std::move(kept));
+    }
+    return ok();
+  });
+}
+
+void TransferEngine::let_staging_go() {
+  const MutexLock lock(mutex_);
+  for (const auto& worker : workers_) {
+    if (!worker->busy) worker->copier->keep_staging({});
+  }
+}
+
+uint64_t TransferEngine::most_staging(uint64_t bytes, uint64_t padded_bytes, uint64_t largest_padded) {
+  const uint64_t of_a_batch = kMemoryBatchBytes + std::min(padded_bytes - bytes, kBatchChunks * kPage);
+  return std::min(padded_bytes, std::max(largest_padded, of_a_batch));
 }
 
 void TransferEngine::watch(std::shared_ptr<ProgressFile> progress) {

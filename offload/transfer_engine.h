@@ -100,8 +100,16 @@ class TransferEngine {
   OutcomeCounts counts() const;             // of the chunks of all jobs that ever ended
   int threads() const { return threads_; }  // of each lane
   bool own_threads() const { return own_threads_; }
-  // Gives staging memory that no batch uses back to the arena.
+  // Gives staging memory that no batch uses back to the arena, but for what is kept.
   void release_staging();
+  // From now on each thread for tiers in memory keeps staging memory for batches of up to so many bytes, each chunk in
+  // pages: a tier there that is not addressable can then be read however full the arena is. Waits for what they copy
+  // now. kResourceExhausted: there is no room for it.
+  Status keep_staging(uint64_t batch_bytes);
+  void let_staging_go();  // of threads that copy nothing now
+  // Most that a batch needs of chunks that have so many bytes in all, and in pages so many, the largest one too.
+  static uint64_t most_staging(uint64_t bytes, uint64_t padded_bytes, uint64_t largest_padded);
+  uint64_t memory_batches() const { return 2 * static_cast<uint64_t>(own_threads_ ? threads_ : 1); }  // at once
 
  private:
   enum LaneNumber : size_t { kMemory, kDisk, kRemote, kLanes };
@@ -123,8 +131,9 @@ class TransferEngine {
   void settle(const Batch& batch, int64_t began, DrainResult drained) noexcept TORPOR_REQUIRES(mutex_);
   void drop(JobRecord& record, BlockOutcome outcome) noexcept TORPOR_REQUIRES(mutex_);
   static LaneNumber lane_of(const Job& job) {
-    return job.tier == nullptr || job.tier->addressable() ? kMemory : job.tier->remote() ? kRemote : kDisk;
+    return job.tier == nullptr || job.tier->in_memory() ? kMemory : job.tier->remote() ? kRemote : kDisk;
   }
+  void wait_until_idle(const Worker& worker) TORPOR_REQUIRES(mutex_);
   static JobResult result_of(JobRecord& record) noexcept;
 
   DeviceMemory& device_;
@@ -135,7 +144,7 @@ class TransferEngine {
   std::atomic<bool> quarantined_ = false;
   mutable Mutex mutex_;  // not held while bytes move
   std::array<CondVar, kLanes> work_;
-  CondVar ended_;  // a job, or a batch
+  CondVar ended_;  // a job, a batch, or what a worker had to do
   std::array<Lane, kLanes> lanes_ TORPOR_GUARDED_BY(mutex_);
   std::map<JobId, JobRecord> jobs_ TORPOR_GUARDED_BY(mutex_);
   size_t open_ TORPOR_GUARDED_BY(mutex_) = 0;  // of them: not finished
@@ -143,6 +152,7 @@ class TransferEngine {
   OutcomeCounts counts_ TORPOR_GUARDED_BY(mutex_){};
   DrainResult worst_ TORPOR_GUARDED_BY(mutex_);
   std::shared_ptr<ProgressFile> progress_ TORPOR_GUARDED_BY(mutex_);  // of watch()
+  int waiting_for_idle_ TORPOR_GUARDED_BY(mutex_) = 0;
   bool ending_ TORPOR_GUARDED_BY(mutex_) = false;
   bool remote_lane_ TORPOR_GUARDED_BY(mutex_) = false;
   std::vector<std::unique_ptr<Worker>>

@@ -6,8 +6,14 @@
 
 namespace torpor::reference {
 
+// Byte `at` of values: of bf16 the second ones have the sign and seven bits of the exponent.
+std::byte ByteModel::value(size_t at, std::byte random) const {
+  return shape_.bf16 && at % 2 == 1 ? (random & std::byte{0x81}) | std::byte{0x3c} : random;
+}
+
 void ByteModel::load_weights(uint64_t seed) {
-  for (size_t i = 0; i < weights_.size(); ++i) weights_[i] = static_cast<std::byte>((i * 2654435761u + seed * 97) >> 7);
+  for (size_t i = 0; i < weights_.size(); ++i)
+    weights_[i] = value(i, static_cast<std::byte>((i * 2654435761u + seed * 97) >> 7));
 }
 
 std::span<std::byte> ByteModel::kv(std::span<const int32_t> table, int32_t at, uint32_t layer) const {
@@ -27,10 +33,10 @@ void ByteModel::forward(std::span<const int32_t> table, int32_t at, int32_t toke
     digest.update(std::as_bytes(std::span(what)));
     digest.update(std::as_bytes(std::span(&pass, 1)));
     if (at > 0) digest.update(kv(table, at - 1, layer));
-    const Digest value = digest.finish();
+    const Digest random = digest.finish();
     const std::span<std::byte> place = kv(table, at, layer);
-    for (size_t i = 0; i < place.size(); i += value.bytes.size())
-      std::memcpy(place.data() + i, value.bytes.data(), value.bytes.size());
+    for (size_t i = 0; i < place.size(); ++i)
+      place[i] = value(i, static_cast<std::byte>(random.bytes[i % random.bytes.size()]));
   }
 }
 

@@ -19,6 +19,7 @@ struct ByteModelShape {
   uint32_t token_bytes = 32;  // of KV, a layer; a multiple of 16
   int32_t block_tokens = 4;
   int32_t vocabulary = 32'000;
+  bool bf16 = false;  // weights and KV are like values of that type, whose exponents lie close together
 };
 
 class ByteModel {
@@ -40,6 +41,7 @@ class ByteModel {
   int32_t sample(std::span<const int32_t> table, int32_t length, uint64_t draw) const;
 
  private:
+  std::byte value(size_t at, std::byte random) const;
   std::span<std::byte> kv(std::span<const int32_t> table, int32_t at, uint32_t layer) const;
   const ByteModelShape shape_;
   const std::span<std::byte> weights_;

@@ -70,6 +70,7 @@ Result<ReferenceEngine::Rank> ReferenceEngine::make_rank(int32_t rank, std::uniq
                                                  .threads = options_.transfer_threads,
                                                  .own_threads = options_.transfers_have_threads,
                                                  .retain_kv_bytes = options_.retain_kv_bytes,
+                                                 .host_compression = options_.host_compression,
                                                  .events = port_,
                                                  .late_job_bytes = options_.late_job_bytes,
                                                  .late_thread = options_.late_thread}));

@@ -2,6 +2,7 @@
 // everywhere. Of a wake: sleep_controller_wake_failure_test.cpp; of what is on disk:
 // sleep_controller_checkpoint_failure_test.cpp.
 #include "engine/sleep_controller.h"
+#include "offload/codec.h"
 #include "tests/engine/sleep_failure.h"
 #include "tests/support/sanitizers.h"
 
@@ -161,13 +162,17 @@ TEST_F(SleepFailure, I7WhereverAHookFailsTheEngineStaysAwakeWithNothingLost) {
 // The device fails at each of its calls, once: the sleep either happens, or did not happen; if what failed cannot be
 // undone the engine says that it is lost.
 TEST_F(SleepFailure, I7WhereverTheDeviceFailsASleepIsAllOrNothing) {
-  for (const int ranks : {1, 2}) {
-    const TestEngineOptions options{.ranks = ranks};
+  struct How {
+    int ranks;
+    Codec codec;
+  };
+  for (const auto& [ranks, codec] : {How{1, Codec::kNone}, How{2, Codec::kNone}, How{2, Codec::kBf16}}) {
+    const TestEngineOptions options{.ranks = ranks, .host_compression = codec, .bf16 = codec == Codec::kBf16};
     const TestEngine::Tokens expected = uninterrupted(options);
     int undone = 0;
     int lost = 0;
     for (uint64_t n = 1;; ++n) {
-      SCOPED_TRACE(testing::Message() << ranks << " ranks, call " << n);
+      SCOPED_TRACE(testing::Message() << ranks << " ranks, " << name(codec) << ", call " << n);
       SleepingEngine slept = make(options);
       begin(slept.engine);
       slept.engine.device(ranks - 1).fail_at(n);

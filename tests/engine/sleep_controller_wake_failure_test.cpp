@@ -2,6 +2,7 @@
 #include <fstream>
 
 #include "engine/sleep_controller.h"
+#include "offload/codec.h"
 #include "tests/engine/sleep_failure.h"
 #include "tests/support/rank_call.h"
 #include "tests/support/sanitizers.h"
@@ -51,11 +52,15 @@ TEST_F(SleepFailure, I7WhereverAWakeFailsItStaysAsleepAndARetryWorks) {
 }
 
 TEST_F(SleepFailure, I7WhereverTheDeviceFailsAWakeStaysAsleepAndARetryWorks) {
-  for (const int ranks : {1, 2}) {
-    const TestEngineOptions options{.ranks = ranks};
+  struct How {
+    int ranks;
+    Codec codec;
+  };
+  for (const auto& [ranks, codec] : {How{1, Codec::kNone}, How{2, Codec::kNone}, How{2, Codec::kBf16}}) {
+    const TestEngineOptions options{.ranks = ranks, .host_compression = codec, .bf16 = codec == Codec::kBf16};
     const TestEngine::Tokens expected = uninterrupted(options);
     for (uint64_t n = 1;; ++n) {
-      SCOPED_TRACE(testing::Message() << ranks << " ranks, call " << n);
+      SCOPED_TRACE(testing::Message() << ranks << " ranks, " << name(codec) << ", call " << n);
       SleepingEngine slept = make(options);
       begin(slept.engine);
       ASSERT_SUCCEEDS(slept.controller.sleep(to_host()));

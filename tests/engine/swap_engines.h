@@ -13,6 +13,7 @@ inline TestEngineOptions paged(uint64_t weights_seed, int ranks = 1, bool defer_
   TestEngineOptions options{.ranks = ranks, .num_blocks = 2048, .weights_seed = weights_seed};
   options.defer_copies = defer_copies;
   options.handle_bytes = kSwapPageBytes;
+  options.bf16 = true;
   return options;
 }
 

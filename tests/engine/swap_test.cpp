@@ -334,6 +334,8 @@ TEST_F(SwapTest, RandomSwapsLoseNoToken) {
     TestEngineOptions to = paged(2, ranks, below(2) == 0);
     from.own_threads = to.own_threads = below(2) == 0;
     if (below(2) == 0) from.retain_kv_bytes = to.retain_kv_bytes = 4096;
+    if (seed % 2 == 0) from.host_compression = Codec::kBf16;
+    if (seed % 3 == 0) to.host_compression = Codec::kBf16;
     const auto pair = make_pair(from, to);
     SleepingEngine* awake = &pair->from;
     SleepingEngine* asleep = &pair->to;

@@ -1,4 +1,4 @@
-// What every tier must do, run on both.
+// What every tier must do, run on all.
 #include <numeric>
 #include <thread>
 
@@ -15,22 +15,26 @@ namespace {
 
 using test::value_of;
 
-class TierContract : public ::testing::TestWithParam<bool> {
+enum class Kind : uint8_t { kHost, kPackedHost, kDisk };
+
+class TierContract : public ::testing::TestWithParam<Kind> {
  protected:
   std::unique_ptr<Tier> make() {
-    if (GetParam()) return std::make_unique<HostTier>(*arena_);
+    if (GetParam() == Kind::kHost) return std::make_unique<HostTier>(*arena_);
+    if (GetParam() == Kind::kPackedHost) return std::make_unique<HostTier>(*arena_, Codec::kBf16);
     directory_ = value_of(linux_file_system().open_directory(temporary_.path(), false));
     return value_of(DiskTier::create(*directory_, "chunks", {.rank = 3}));
   }
   // The tier to read from: a disk tier is read by another object, as after a restart.
   std::unique_ptr<Tier> reopen(std::unique_ptr<Tier> tier) {
-    if (GetParam()) return tier;
+    if (GetParam() != Kind::kDisk) return tier;
     tier.reset();
     return value_of(test::open_chunks(*directory_, "chunks", 3));
   }
   static std::vector<std::byte> content(uint64_t index, size_t size) {
     std::vector<std::byte> bytes(size);
     for (size_t i = 0; i < size; ++i) bytes[i] = static_cast<std::byte>(i * 7 + index);
+    for (size_t i = 1; i < size && index % 2 == 0; i += 2) bytes[i] = std::byte{0x3c};  // as bf16 values of one size
     return bytes;
   }
   static Status put(Tier& tier, SavedChunk& chunk, std::vector<std::byte> bytes) {
@@ -42,8 +46,12 @@ class TierContract : public ::testing::TestWithParam<bool> {
   std::unique_ptr<HostArena> arena_ = value_of(HostArena::create({.slab_bytes = kMiB}));
   std::unique_ptr<Directory> directory_;
 };
-INSTANTIATE_TEST_SUITE_P(Tiers, TierContract, ::testing::Bool(),
-                         [](const auto& info) { return info.param ? "Host" : "Disk"; });
+INSTANTIATE_TEST_SUITE_P(Tiers, TierContract, ::testing::Values(Kind::kHost, Kind::kPackedHost, Kind::kDisk),
+                         [](const auto& info) {
+                           return info.param == Kind::kHost   ? "Host"
+                                  : info.param == Kind::kDisk ? "Disk"
+                                                              : "PackedHost";
+                         });
 
 TEST_P(TierContract, ChunksOfAnySizePutByManyThreadsComeBack) {
   std::unique_ptr<Tier> tier = make();

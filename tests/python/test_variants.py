@@ -33,6 +33,12 @@ VARIANTS = {
         "torpor": {"compression": "bf16"},
         "sleep_at": [15],
     },
+    "bfloat16, packed in host memory": {
+        "dtype": "bfloat16",
+        "torpor": {"host_compression": "bf16", "retain_kv_bytes": 1 << 24},
+        "sleep_at": [9, 15],
+        "to": ["host"],
+    },
 }
 
 
@@ -52,6 +58,7 @@ def test_identical_with(name, zygote, tiny_model, tmp_path):
     assert result["differing"] == []
     assert result["answers"] == len(REQUESTS)
     assert (result["spilled"] > 0) == ("too little" in name)
+    assert (result["held"] <= 0.78) == ("packed in host" in name), "host memory, of what is kept there"
     assert not any((tmp_path / "spill").glob("*"))
     preempted = "preempted" in name
     assert (result["preemptions"] > 0) == preempted

@@ -21,6 +21,7 @@ def main() -> None:
         "preemptions": 0,
         "recomputed": 0,
         "spilled": 0,
+        "held": 0.0,
         "refused": "",
         "answers": len(one.expected),
     }
@@ -42,6 +43,9 @@ def main() -> None:
             if to == "host":
                 assert report.host_bytes > 0
                 result["spilled"] += report.disk_bytes
+                tags = [tag for ledger in report.ledgers for tag in ledger["tags"].values()]
+                held = sum(tag["backup_host_bytes"] for tag in tags)
+                result["held"] = max(result["held"], held / report.host_bytes)
             answers |= one.stopped()
             one.llm.wake_up()
             if one.finish(answers) != one.expected:

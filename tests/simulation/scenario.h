@@ -88,6 +88,8 @@ inline Scenario make_scenario(uint64_t seed, Dice& dice, const std::string& dire
   options.late_thread = false;                  // whose order nobody could repeat
   options.late_job_bytes = seed % 5 * 4096;     // a block, some, most
   options.retain_kv_bytes = seed % 3 * 20'000;  // nothing, some blocks, most
+  options.model.bf16 = seed % 7 < 4;
+  if (seed % 7 < 3) options.host_compression = Codec::kBf16;
   options.num_blocks = static_cast<int32_t>(dice.between(64, scenario.exact ? 140 : 90) /
                                             options.model.block_tokens);  // a request fits, all do not
   scenario.late_copies = dice.chance(0.5);

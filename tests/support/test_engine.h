@@ -42,6 +42,7 @@ class TestEngine final : public EngineHooks {
                                                  .threads = 2,
                                                  .own_threads = options_.own_threads,
                                                  .retain_kv_bytes = options_.retain_kv_bytes,
+                                                 .host_compression = options_.host_compression,
                                                  .key = options_.key,
                                                  .spill_directory = options_.spill_directory,
                                                  .encrypt = options_.key != nullptr,
@@ -68,7 +69,7 @@ class TestEngine final : public EngineHooks {
   void load_weights(uint64_t seed, bool tell = true) {
     for (Rank& rank : ranks_) {
       for (uint64_t i = 0; i < kWeightBytes; ++i)
-        byte_at(rank.weights + i) = static_cast<std::byte>((i * 2654435761u + seed * 97) >> 7);
+        byte_at(rank.weights + i) = options_.value(i, static_cast<std::byte>((i * 2654435761u + seed * 97) >> 7));
       if (tell) rank.memory->mark_dirty("weights");
     }
     must(rebuild_derived());
@@ -398,9 +399,8 @@ class TestEngine final : public EngineHooks {
           if (options_.mix_steps) digest.update(std::as_bytes(std::span(&steps_, 1)));
           if (at > 0) digest.update(kv(ranks_[r], request, at - 1, layer));
           const Digest finished = digest.finish();
-          const std::span<std::byte> place = kv(ranks_[r], request, at, layer);
-          std::memcpy(place.data(), finished.bytes.data(), 16);
-          std::memcpy(place.data() + 16, finished.bytes.data(), 16);
+          for (size_t i = 0; std::byte & byte : kv(ranks_[r], request, at, layer))
+            byte = options_.value(i, static_cast<std::byte>(finished.bytes[i % 16])), ++i;
         }
       }
       if (at % kBlockTokens == kBlockTokens - 1) {

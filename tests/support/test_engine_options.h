@@ -7,6 +7,7 @@
 
 #include "base/file_system.h"
 #include "base/seal.h"
+#include "offload/chunk.h"
 
 namespace torpor::test {
 
@@ -27,11 +28,17 @@ struct TestEngineOptions {
   uint64_t device_capacity_bytes = 0;
   uint64_t handle_bytes = 64ull << 20;
   std::optional<uint64_t> retain_kv_bytes;
+  Codec host_compression = Codec::kNone;
+  bool bf16 = false;  // weights and KV are like values of that type, whose exponents lie close together
   std::string spill_directory;
   bool mix_steps = false;  // KV has other bytes in each step, also of the same tokens: equal keys are not equal bytes
   std::shared_ptr<const Key> key;  // of sealed checkpoints
   bool incremental = false;        // checkpoints
   bool always_read_weights = false;
+  // Byte `at` of values: of bf16 the second ones have the sign and seven bits of the exponent.
+  std::byte value(size_t at, std::byte random) const {
+    return bf16 && at % 2 == 1 ? (random & std::byte{0x81}) | std::byte{0x3c} : random;
+  }
   // Of a rank, where all have `others`.
   FileSystem& files_of(int rank, FileSystem& others) const {
     return rank == ranks - 1 && files_of_last_rank != nullptr ? *files_of_last_rank : others;

@@ -1,37 +1,20 @@
 // codec_bench: lossless compression of bf16 values on one core, beside zstd and beside a copy of the same bytes.
-//
-// The values are random: such as weights have (normal, each row with a scale of its own), and such as KV has (normal,
-// each channel with a scale of its own, from a wider range).
+// The values are random, as weights and KV have them (bf16_values.h).
 #include <algorithm>
-#include <bit>
-#include <cmath>
 #include <cstring>
 #include <iostream>
-#include <random>
 
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
 #include "offload/codec.h"
 #include "tools/bench/bench.h"
+#include "tools/bench/bf16_values.h"
 
 using namespace torpor;
 using namespace torpor::bench;
 
 namespace {
-
-void fill(std::span<std::byte> bytes, double spread, bool by_channel) {
-  constexpr size_t kRow = 4096;
-  std::mt19937_64 random(1);
-  std::normal_distribution<float> normal;
-  std::vector<float> scales(kRow);
-  for (float& scale : scales) scale = std::exp(static_cast<float>(spread) * normal(random)) * 0.02F;
-  auto* const words = reinterpret_cast<uint16_t*>(bytes.data());
-  for (size_t i = 0; i < bytes.size() / 2; ++i) {
-    const float scale = scales[by_channel ? i % kRow : i / kRow % kRow];
-    words[i] = static_cast<uint16_t>(std::bit_cast<uint32_t>(normal(random) * scale) >> 16);
-  }
-}
 
 struct Arm {
   const char* name;
@@ -57,7 +40,7 @@ int main(int argc, char** argv) {
   nlohmann::ordered_json json{{"bytes", bytes}, {"chunk_bytes", chunk}, {"rounds", rounds}, {"unit", "GB/s, one core"}};
   const WarmMemory values(bytes), packed(compressed_bound(chunk) * (bytes / chunk)), again(bytes);
   for (const bool kv : {false, true}) {
-    fill(values.bytes(), kv ? 1.0 : 0.3, kv);
+    (kv ? fill_kv : fill_weights)(values.bytes());
     std::map<std::string, std::vector<double>> times;
     std::map<std::string, uint64_t> stored;
     for (int round = 0; round <= rounds; ++round) {

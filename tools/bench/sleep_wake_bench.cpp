@@ -32,6 +32,7 @@
 #include "tools/bench/direct_sleeps.h"
 #include "tools/bench/disk_sleeps.h"
 #include "tools/bench/kv_sleeps.h"
+#include "tools/bench/packed_sleeps.h"
 
 namespace {
 
@@ -188,6 +189,7 @@ int main(int argc, char** argv) {
   int rounds = 5;
   bool as_json = false;
   bool steps = false;
+  bool packed = false;
   app.add_option("--mib", mib, "size of all regions together")->capture_default_str()->check(CLI::Range(64, 1 << 20));
   app.add_option("--regions", regions, "number of regions; 0: sizes as torch's segments have them")
       ->capture_default_str()
@@ -195,9 +197,11 @@ int main(int argc, char** argv) {
   app.add_option("--rounds", rounds, "measured rounds")->capture_default_str()->check(CLI::Range(1, 1000));
   app.add_flag("--json", as_json, "print one JSON object");
   app.add_flag("--steps", steps, "only the way from the ceiling to torpor, what it does more one by one");
+  app.add_flag("--packed", packed, "only bf16 weights and KV that are packed in host memory, beside such as are not");
   CLI11_PARSE(app, argc, argv);
 
   const uint64_t bytes = mib * kMiB;
+  if (packed) return bench::print_packed_sleeps(bytes, rounds, as_json), 0;
   const std::vector<uint64_t> sizes = region_sizes(bytes, regions);
   if (steps) return print_steps(sizes, bytes, rounds), 0;
   Torpor kept(sizes, true);

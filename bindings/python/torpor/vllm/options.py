@@ -30,6 +30,9 @@ class Options:
     kv_budget_bytes: int | None = None
     # Most host memory for saved bytes, per rank; 0: no limit.
     arena_budget_bytes: int = 0
+    # Of saved bytes in host memory: "bf16" (weights and KV of that type take three quarters there, others as much as
+    # without), "none". Sleeps and wakes are slower.
+    host_compression: str | None = None
     # Directory for what of a sleep has no room in arena_budget_bytes; without it such a sleep fails.
     # Nothing stays there after the wake.
     spill_directory: str | None = None
@@ -95,6 +98,8 @@ class Options:
             raise InvalidArgument(f"console is {options.console!r}", 'use "off", "read" or "control"')
         if options.console != "off" and options.events_directory is None:
             raise InvalidArgument("console without events_directory", "name a directory for events")
+        if options.host_compression not in (None, "none", "bf16"):
+            raise InvalidArgument(f"host_compression is {options.host_compression!r}", 'use "bf16" or "none"')
         if options.weights_check not in ("writes", "digest"):
             raise InvalidArgument(f"weights_check is {options.weights_check!r}", 'use "writes" or "digest"')
         return options
@@ -137,6 +142,7 @@ def _parse(name: str, text: str):
         "record_directory",
         "weights_check",
         "compression",
+        "host_compression",
     )
     if name in texts:
         return text
