@@ -95,10 +95,12 @@ Result<orders::CopyAhead::Reply> RegionImages::copy_ahead(const orders::CopyAhea
 Result<orders::SaveBehind::Reply> RegionImages::save_behind(const orders::SaveBehind& order) {
   const orders::Save& save = order.save;
   TORPOR_ASSIGN(WriteBehind* const behind, behind_of(save));
+  TORPOR_ASSIGN(orders::DigestTags::Reply digested, digest({.tags = save.carried, .as_proven = save.as_proven}));
   TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(save.blocks, save.stamps, save.steps));
   TORPOR_ASSIGN(Storing storing, look_behind(save, contents, *behind));
   std::vector<ChunkPlan> plans = storing.plans_at(storing.missing);
-  const orders::SaveBehind::Reply reply{.bytes = bytes_of(plans)};
+  orders::SaveBehind::Reply reply{
+      .bytes = bytes_of(plans), .digested_bytes = digested.bytes, .digests = std::move(digested.digests)};
   std::vector<bool> copied(storing.plans.size());
   for (const size_t place : storing.missing) copied[place] = true;
   orders::Save::Reply saved;

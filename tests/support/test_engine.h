@@ -167,6 +167,14 @@ class TestEngine final : public EngineHooks {
       state.workers.push_back({.rank = static_cast<int32_t>(rank), .default_generator = generator_bytes()});
     return state;
   }
+  Result<Moment> capture_moment() override {
+    TORPOR_ASSIGN(Moment moment, EngineHooks::capture_moment());
+    moment.read = [this, read = std::move(moment.read)]() -> Result<SchedulerCheckpoint> {
+      TORPOR_TRY(enter("read moment"));
+      return read();
+    };
+    return moment;
+  }
   Result<KvContents> kv_contents() override {
     TORPOR_TRY(enter("kv_contents"));
     KvContents contents{.steps = steps_};
@@ -305,6 +313,10 @@ class TestEngine final : public EngineHooks {
     if (std::holds_alternative<orders::DigestTags>(decoded)) {
       const auto digested = decode_reply<orders::DigestTags>(reply);
       return digested ? digested->bytes : 0;
+    }
+    if (std::holds_alternative<orders::SaveBehind>(decoded)) {
+      const auto saved = decode_reply<orders::SaveBehind>(reply);
+      return saved ? saved->digested_bytes : 0;
     }
     const auto* save = std::get_if<orders::Save>(&decoded);
     if (save == nullptr || !has_tag(save->tags, kWeightsTag)) return 0;
