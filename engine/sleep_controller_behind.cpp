@@ -154,6 +154,7 @@ Result<CheckpointStage> SleepController::advance(bool wait) {
   using At = Behind::At;
   if (behind_ == nullptr) return CheckpointStage::kNone;
   Behind& behind = *behind_;
+  const bool may_have_ended = wait || !options_.own_threads;  // what the ranks have just begun
   const auto own_work_ended = [&]() -> Result<bool> {
     if (!wait && !behind.work.ended()) return false;
     TORPOR_TRY(behind.work.wait());
@@ -171,7 +172,7 @@ Result<CheckpointStage> SleepController::advance(bool wait) {
                                                   .writing = behind.pending->writing(),
                                                   .progress = behind.options.progress}));
         behind.at = At::kOpeningRanks;
-        return true;
+        return may_have_ended;
       }
       case At::kOpeningRanks: {
         TORPOR_ASSIGN(const bool opened, ranks_have_ended(wait));
@@ -181,7 +182,7 @@ Result<CheckpointStage> SleepController::advance(bool wait) {
         behind.enter("save");
         TORPOR_TRY(copy_ahead());
         behind.at = At::kAhead;
-        return true;
+        return may_have_ended;
       }
       case At::kAhead: {
         TORPOR_ASSIGN(const bool copied, ranks_have_ended(wait));
