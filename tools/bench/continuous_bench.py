@@ -11,7 +11,8 @@ bytes:  written into the checkpoints' own files, beside the KV that was new sinc
 --full: the stall alone, of checkpoints that link nothing, of fewer streams with long prompts: most of it is full blocks
 that no other checkpoint has. --streams, --prompt-tokens and --block-tokens change the load.
 
-Contestants take turns in each round, after a warm-up; medians of the rounds.
+Contestants take turns in each round, in windows of tokens each first in every other one, after a warm-up; medians of
+the rounds.
 """
 
 from __future__ import annotations
@@ -40,10 +41,12 @@ ANSWER_TOKENS = 1000
 
 
 class Load:
-    """Streams that never end: each answer is followed by the next."""
+    """Streams that never end: each answer is followed by the next. The first ones differ in length, so that the load is
+    the same all along: not all contexts grow and begin again together."""
 
     def __init__(self, engine, streams: int, prompt_tokens: int):
         self.engine = engine
+        self.streams = streams
         self.prompt_tokens = prompt_tokens
         self.times: list[float] = []  # of each output
         self.tokens = 0  # put out
@@ -57,7 +60,9 @@ class Load:
             prompt = {
                 "prompt_token_ids": [1000 + (number * 31 + turn * 7 + i) % 20_000 for i in range(self.prompt_tokens)]
             }
-            params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
+            first = ANSWER_TOKENS * (number + 1) // self.streams
+            tokens = ANSWER_TOKENS if turn > 0 else first
+            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
             seen = 0
             self.kv_tokens += self.prompt_tokens
             async for output in self.engine.generate(prompt, params, f"{number}-{turn}"):
@@ -160,8 +165,8 @@ async def play(options: argparse.Namespace) -> dict:
                 await load.stop()
                 return result
             windows: dict[bool, list[dict]] = {False: [], True: []}
-            for _ in range(options.rounds):
-                for checkpoints in (False, True):
+            for number in range(options.rounds):
+                for checkpoints in (number % 2 == 1, number % 2 == 0):
                     windows[checkpoints].append(await window(engine, load, checkpoints, options.block_tokens))
             await load.stop()
             ledger = await engine.torpor("state")
