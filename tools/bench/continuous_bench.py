@@ -184,7 +184,7 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="checkpoints that link nothing, of long prompts")
     parser.add_argument("--streams", type=int, help=f"at once: {STREAMS}, of --full {FULL_STREAMS}")
     parser.add_argument("--prompt-tokens", type=int, help=f"of each: {PROMPT_TOKENS}, of --full {FULL_PROMPT_TOKENS}")
-    parser.add_argument("--block-tokens", type=int, default=BLOCK_TOKENS, help="of a KV block")
+    parser.add_argument("--block-tokens", type=int, default=BLOCK_TOKENS, help="of a KV block; vLLM on the CPU takes multiples of 32")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.rounds < 1 or options.model is None:
