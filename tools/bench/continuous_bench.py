@@ -41,12 +41,14 @@ ANSWER_TOKENS = 1000
 
 
 class Load:
-    """Streams that never end: each answer is followed by the next. The first ones differ in length, so that the load is
-    the same all along: not all contexts grow and begin again together."""
+    """Streams that never end: each answer is followed by the next.
 
-    def __init__(self, engine, streams: int, prompt_tokens: int):
+    `steady`: the first ones differ in length, so that not all contexts grow and begin again together.
+    """
+
+    def __init__(self, engine, streams: int, prompt_tokens: int, steady: bool):
         self.engine = engine
-        self.streams = streams
+        self.first = [ANSWER_TOKENS * (number + 1) // streams if steady else ANSWER_TOKENS for number in range(streams)]
         self.prompt_tokens = prompt_tokens
         self.times: list[float] = []  # of each output
         self.tokens = 0  # put out
@@ -60,8 +62,7 @@ class Load:
             prompt = {
                 "prompt_token_ids": [1000 + (number * 31 + turn * 7 + i) % 20_000 for i in range(self.prompt_tokens)]
             }
-            first = ANSWER_TOKENS * (number + 1) // self.streams
-            tokens = ANSWER_TOKENS if turn > 0 else first
+            tokens = ANSWER_TOKENS if turn > 0 else self.first[number]
             params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
             seen = 0
             self.kv_tokens += self.prompt_tokens
@@ -157,7 +158,7 @@ async def play(options: argparse.Namespace) -> dict:
         )  # fmt: skip
         engine = AsyncLLM.from_engine_args(arguments)
         try:
-            load = Load(engine, options.streams, options.prompt_tokens)
+            load = Load(engine, options.streams, options.prompt_tokens, steady=not options.full)
             while load.tokens < options.streams * 20:
                 await asyncio.sleep(0.1)
             result = {"rounds": options.rounds, "stalls": await stalls(engine, load, options.rounds)}
@@ -184,7 +185,9 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="checkpoints that link nothing, of long prompts")
     parser.add_argument("--streams", type=int, help=f"at once: {STREAMS}, of --full {FULL_STREAMS}")
     parser.add_argument("--prompt-tokens", type=int, help=f"of each: {PROMPT_TOKENS}, of --full {FULL_PROMPT_TOKENS}")
-    parser.add_argument("--block-tokens", type=int, default=BLOCK_TOKENS, help="of a KV block; vLLM on the CPU takes multiples of 32")
+    parser.add_argument(
+        "--block-tokens", type=int, default=BLOCK_TOKENS, help="of a KV block; vLLM on the CPU takes multiples of 32"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.rounds < 1 or options.model is None:
