@@ -112,7 +112,8 @@ async def stalls(engine, load: Load, rounds: int) -> dict[str, dict]:
             save = next(phase for phase in report["phases"] if phase["name"] == "save")
             if number > 0:
                 found[name].append({
-                    "own": report["seconds"], "with front end": report["stood_seconds"], "streams": max(0.0, load.longest_gap(began, ended) - usual),
+                    "own": report["seconds"], "with front end": report["stood_seconds"],
+                    "streams": max(0.0, load.longest_gap(began, ended) - usual),
                     "usual": usual, "until safe": ended - began, "copied": save["bytes"],
                     "written": own_bytes(report["checkpoint"]),
                 } | {f"of it {phase['name']}": phase["seconds"] for phase in report["phases"]})  # fmt: skip
