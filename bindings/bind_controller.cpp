@@ -28,6 +28,12 @@ struct BoundController {
 
   BoundController(py::object object, SleepControllerOptions options)
       : hooks(std::move(object)), controller(hooks, module_files(), clock, std::move(options), process_events()) {}
+  ~BoundController() {
+    const py::gil_scoped_release others_go_on;  // what is written behind may wait for the interpreter's lock
+    controller.cancel_checkpoint();
+  }
+  BoundController(const BoundController&) = delete;
+  BoundController& operator=(const BoundController&) = delete;
 };
 
 bool one_of(const std::string& where, const std::string& text, const char* yes, const char* no) {

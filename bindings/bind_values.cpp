@@ -345,6 +345,11 @@ SchedulerCheckpoint state_from(DictReader& in) {
 
 }  // namespace
 
+std::vector<int32_t> block_ids_from(const py::dict& state) {
+  DictReader kv(DictReader(state, "state").take("kv"), "kv");
+  return ints_from(DictReader(kv.take("blocks"), "kv.blocks").take("ids"), "kv.blocks.ids");
+}
+
 SchedulerCheckpoint scheduler_checkpoint_from(const py::dict& dict) {
   DictReader in(dict, "state");
   SchedulerCheckpoint v = state_from(in);

@@ -13,29 +13,30 @@
 #include <pybind11/pybind11.h>
 
 #include "bindings/dict_reader.h"
-#include "scheduler_state/kv_snapshot.h"
 
 namespace torpor {
 
 class ObjectStamps {
  public:
-  // `objects`: that of each of `blocks`; None: it has no stamp. Those that are not listed are forgotten.
-  void give(const pybind11::list& objects, std::vector<KvBlock>& blocks) {
+  // `objects`: that of each of `blocks`; None: it has no stamp, which is 0. Blocks that are not listed are forgotten.
+  std::vector<uint64_t> give(const pybind11::list& objects, const std::vector<int32_t>& blocks) {
     if (objects.size() != blocks.size()) {
       DictReader::fail("capture.stamps.objects",
                        fmt::format("a list of {} (it has {})", blocks.size(), objects.size()));
     }
+    std::vector<uint64_t> stamps(blocks.size());
     std::unordered_map<int32_t, Known> present;
     present.reserve(blocks.size());
     for (size_t i = 0; i < blocks.size(); ++i) {
       const pybind11::handle object = PyList_GET_ITEM(objects.ptr(), static_cast<Py_ssize_t>(i));
       if (object.is_none()) continue;
-      const auto known = known_.find(blocks[i].id);
+      const auto known = known_.find(blocks[i]);
       const bool same = known != known_.end() && known->second.object.is(object);
-      blocks[i].stamp = same ? known->second.stamp : ++last_;
-      present.emplace(blocks[i].id, Known{pybind11::reinterpret_borrow<pybind11::object>(object), blocks[i].stamp});
+      stamps[i] = same ? known->second.stamp : ++last_;
+      present.emplace(blocks[i], Known{pybind11::reinterpret_borrow<pybind11::object>(object), stamps[i]});
     }
     known_.swap(present);
+    return stamps;
   }
 
  private:

@@ -1,6 +1,8 @@
 // EngineHooks that call a Python object.
 #pragma once
 
+#include <memory>
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -22,20 +24,32 @@ class PythonHooks final : public EngineHooks {
   Status quiesce(std::optional<double> timeout_seconds) override { return call<void>("quiesce", timeout_seconds); }
   Status resume() override { return call<void>("resume"); }
   Result<SchedulerCheckpoint> capture() override {
-    return guarded<SchedulerCheckpoint>([&] {
-      const pybind11::dict captured = pybind11::dict(object_.attr("capture")()).attr("copy")();
+    TORPOR_ASSIGN(const Moment moment, capture_moment());
+    return moment.read();
+  }
+  // The values are nobody else's, so that they can be translated when the engine has gone on.
+  Result<Moment> capture_moment() override {
+    return guarded<Moment>([&] {
+      const std::shared_ptr<pybind11::dict> captured(
+          new pybind11::dict(pybind11::dict(object_.attr("capture")()).attr("copy")()), &forget);
       const pybind11::object stamps =
-          captured.attr("pop")("stamps", pybind11::none());  // an engine without them has none
-      SchedulerCheckpoint state = scheduler_checkpoint_from(captured);
-      if (!stamps.is_none()) {
+          captured->attr("pop")("stamps", pybind11::none());  // an engine without them has none
+      Moment moment{.kv = {.blocks = block_ids_from(*captured)}};
+      if (stamps.is_none()) {
+        moment.kv.stamps.resize(moment.kv.blocks.size());
+      } else {
         DictReader in(stamps, "capture.stamps");
-        in.read("steps", state.kv.steps);
-        pybind11::list objects;
-        in.read("objects", objects);
-        in.finish();
-        stamps_.give(objects, state.kv.blocks);
+        read_stamps(in, moment.kv);
       }
-      return state;
+      moment.read = [this, captured, stamps = moment.kv.stamps, steps = moment.kv.steps] {
+        return guarded<SchedulerCheckpoint>([&] {
+          SchedulerCheckpoint state = scheduler_checkpoint_from(*captured);
+          state.kv.steps = steps;
+          for (size_t i = 0; i < stamps.size(); ++i) state.kv.blocks[i].stamp = stamps[i];
+          return state;
+        });
+      };
+      return moment;
     });
   }
   Result<KvContents> kv_contents() override {
@@ -43,15 +57,8 @@ class PythonHooks final : public EngineHooks {
       KvContents contents;
       if (!pybind11::hasattr(object_, "kv_contents")) return contents;
       DictReader in(object_.attr("kv_contents")(), "kv_contents");
-      pybind11::list objects;
       in.read("blocks", contents.blocks);
-      in.read("steps", contents.steps);
-      in.read("objects", objects);
-      in.finish();
-      std::vector<KvBlock> blocks(contents.blocks.size());
-      for (size_t i = 0; i < blocks.size(); ++i) blocks[i].id = contents.blocks[i];
-      stamps_.give(objects, blocks);
-      for (const KvBlock& block : blocks) contents.stamps.push_back(block.stamp);
+      read_stamps(in, contents);
       return contents;
     });
   }
@@ -142,6 +149,21 @@ class PythonHooks final : public EngineHooks {
       const pybind11::object result = object_.attr(method)(arguments...);
       if constexpr (!std::is_void_v<T>) return result.template cast<T>();
     });
+  }
+
+  // Of `contents.blocks`.
+  void read_stamps(DictReader& in, KvContents& contents) {
+    pybind11::list objects;
+    in.read("steps", contents.steps);
+    in.read("objects", objects);
+    in.finish();
+    contents.stamps = stamps_.give(objects, contents.blocks);
+  }
+  // On any thread.
+  static void forget(pybind11::dict* values) noexcept {
+    if (interpreter_ends()) return;  // with all that it has
+    const pybind11::gil_scoped_acquire lock;
+    delete values;
   }
 
   pybind11::object object_;

@@ -10,6 +10,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -29,6 +31,13 @@ struct KvContents {
   std::vector<int32_t> blocks;
   std::vector<uint64_t> stamps;  // of each
   uint64_t steps = 0;
+};
+
+// The state of one moment.
+struct Moment {
+  KvContents kv;  // of all blocks in it
+  // All that capture() would have returned then: once, on any thread, while the engine goes on.
+  std::function<Result<SchedulerCheckpoint>()> read;
 };
 
 // What became of blocks that an engine holds back: their content is there, or it is not and never will be; of the last
@@ -62,6 +71,18 @@ class EngineHooks {
 
   // All state but memory, as values. `fingerprint` leaves the weights out; the controller adds them.
   virtual Result<SchedulerCheckpoint> capture() = 0;
+  // The same of an engine that is to go on at once: what of it takes long is left to Moment::read.
+  virtual Result<Moment> capture_moment() {
+    TORPOR_ASSIGN(SchedulerCheckpoint captured, capture());
+    Moment moment{.kv = {.steps = captured.kv.steps}};
+    for (const KvBlock& block : captured.kv.blocks) {
+      moment.kv.blocks.push_back(block.id);
+      moment.kv.stamps.push_back(block.stamp);
+    }
+    const auto state = std::make_shared<SchedulerCheckpoint>(std::move(captured));
+    moment.read = [state]() -> Result<SchedulerCheckpoint> { return std::move(*state); };
+    return moment;
+  }
   virtual Result<Fingerprint> fingerprint() = 0;
   // Of the KV that restore() has put back, what capture() would say of it now: KvBlock::stamp of each block, and
   // KvSnapshot::steps. None by default: then the next checkpoint reads it once.

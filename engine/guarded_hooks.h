@@ -25,6 +25,13 @@ class GuardedHooks final : public EngineHooks {
   Result<SchedulerCheckpoint> capture() override {
     return guard("capture", [&] { return hooks_.capture(); });
   }
+  Result<Moment> capture_moment() override {
+    return guard("capture", [&]() -> Result<Moment> {
+      TORPOR_ASSIGN(Moment moment, hooks_.capture_moment());
+      moment.read = [read = std::move(moment.read)] { return guard("capture", read); };
+      return moment;
+    });
+  }
   Result<Fingerprint> fingerprint() override {
     return guard("fingerprint", [&] { return hooks_.fingerprint(); });
   }

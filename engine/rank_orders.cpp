@@ -180,7 +180,7 @@ void serialize(Archive& archive, orders::CopyAhead::Reply& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, orders::SaveBehind::Reply& v) {
-  archive(v.bytes);
+  archive(v.bytes, v.digested_bytes, v.digests);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::LookBehind::Reply& v) {

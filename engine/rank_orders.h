@@ -246,11 +246,13 @@ struct CopyAhead {
 };
 
 // While the engine stands still: blocks that were not copied ahead, or are others by now, go to host memory; from there
-// into the file in the background, which is then made safe.
+// into the file in the background, which is then made safe. And DigestTags of the tags that are carried.
 struct SaveBehind {
   static constexpr std::string_view kName = "save_behind";
   struct Reply {
-    uint64_t bytes = 0;  // copied now
+    uint64_t bytes = 0;                          // copied now
+    uint64_t digested_bytes = 0;                 // read for the digests
+    std::map<std::string, std::string> digests;  // tag -> of its content
   };
   Save save;  // the tag with blocks first, without the weights; `directory` and `writing` as in OpenBehind
 };

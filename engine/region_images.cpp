@@ -138,17 +138,22 @@ void RegionImages::on_freed(const RegionInfo& region) {
 
 // --- the way down ---
 
+Result<ChunkKey> RegionImages::key_of(int32_t block) const {
+  if (block < 0 || static_cast<uint32_t>(block) >= kv_layout_.num_blocks) {
+    return Error{.code = Code::kIncompatible,
+                 .what = fmt::format("KV block {} does not exist, there are {}", block, kv_layout_.num_blocks),
+                 .next_step = "start the engine as the one that slept was started"};
+  }
+  return ChunkKey{.kind = ChunkKind::kKvBlock, .tag = kv_tag_, .index = static_cast<uint64_t>(block)};
+}
+
 Result<std::vector<ChunkPlan>> RegionImages::plans_of(const std::string& tag,
                                                       const std::vector<int32_t>& blocks) const {
   std::vector<ChunkPlan> plans;
   if (tag == kv_tag_) {
     for (const int32_t block : blocks) {
-      if (block < 0 || static_cast<uint32_t>(block) >= kv_layout_.num_blocks) {
-        return Error{.code = Code::kIncompatible,
-                     .what = fmt::format("KV block {} does not exist, there are {}", block, kv_layout_.num_blocks),
-                     .next_step = "start the engine as the one that slept was started"};
-      }
-      ChunkPlan plan{.key = {.kind = ChunkKind::kKvBlock, .tag = tag, .index = static_cast<uint64_t>(block)}};
+      TORPOR_ASSIGN(ChunkKey key, key_of(block));
+      ChunkPlan plan{.key = std::move(key)};
       for (const KvPiece& piece : kv_layout_.pieces_of(static_cast<uint32_t>(block)))
         plan.pieces.push_back({piece.address, piece.bytes});
       plans.push_back(std::move(plan));

@@ -168,6 +168,7 @@ class RegionImages {
   class OnTheWay;
   struct Portion;
 
+  Result<ChunkKey> key_of(int32_t block) const;
   Result<std::vector<ChunkPlan>> plans_of(const std::string& tag, const std::vector<int32_t>& blocks) const;
   Result<std::vector<ChunkPlan>> plans_for(const std::vector<SavedChunk>& chunks) const;
   Result<orders::Save::Reply> save_to_arena(const orders::Save& order);
@@ -194,6 +195,7 @@ class RegionImages {
   Result<Storing> look_behind(const orders::Save& save, const std::vector<BlockContent>& contents,
                               WriteBehind& behind) const;
   Status carry(Storing& storing, const BaseRecord& in_base, const orders::Save& order) const;
+  Result<std::vector<ChunkPlan>> plans_at(const Storing& storing, std::span<const size_t> places) const;
   Status write(Storing& storing, std::span<const size_t> places, RankWriter& writer);
   // That which the controller, or the first rank, has opened at this path.
   Result<Checkpoint> open_same(const std::string& path, uint64_t generation, const SealId& id) const;

@@ -85,7 +85,7 @@ Result<orders::CopyAhead::Reply> RegionImages::copy_ahead(const orders::CopyAhea
   });
   std::vector<BlockContent> of_plans;
   for (const size_t place : storing.missing) of_plans.push_back(contents[place]);
-  std::vector<ChunkPlan> plans = storing.plans_at(storing.missing);
+  TORPOR_ASSIGN(std::vector<ChunkPlan> plans, plans_at(storing, storing.missing));
   const orders::CopyAhead::Reply reply{.bytes = bytes_of(plans)};
   // Until the stop each of them may become full, and another one be begun.
   TORPOR_TRY(behind->copy_ahead(std::move(plans), std::move(of_plans), 2 * written_into, kv_layout_.bytes_per_block()));
@@ -95,16 +95,18 @@ Result<orders::CopyAhead::Reply> RegionImages::copy_ahead(const orders::CopyAhea
 Result<orders::SaveBehind::Reply> RegionImages::save_behind(const orders::SaveBehind& order) {
   const orders::Save& save = order.save;
   TORPOR_ASSIGN(WriteBehind* const behind, behind_of(save));
+  TORPOR_ASSIGN(orders::DigestTags::Reply digested, digest({.tags = save.carried, .as_proven = save.as_proven}));
   TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(save.blocks, save.stamps, save.steps));
   TORPOR_ASSIGN(Storing storing, look_behind(save, contents, *behind));
-  std::vector<ChunkPlan> plans = storing.plans_at(storing.missing);
-  const orders::SaveBehind::Reply reply{.bytes = bytes_of(plans)};
+  TORPOR_ASSIGN(std::vector<ChunkPlan> plans, plans_at(storing, storing.missing));
+  orders::SaveBehind::Reply reply{
+      .bytes = bytes_of(plans), .digested_bytes = digested.bytes, .digests = std::move(digested.digests)};
   std::vector<bool> copied(storing.plans.size());
   for (const size_t place : storing.missing) copied[place] = true;
   orders::Save::Reply saved;
   for (size_t i = 0; i < storing.plans.size(); ++i) {
     const bool linked = !copied[i] && storing.records[i].file != 0;
-    (linked ? saved.reused_bytes : saved.bytes) += storing.plans[i].bytes();
+    (linked ? saved.reused_bytes : saved.bytes) += storing.bytes_at(i);
   }
   TORPOR_TRY(behind->copy_now(std::move(plans)));
   TORPOR_TRY(behind->write(std::move(storing.records), std::move(storing.missing), std::move(saved)));

@@ -69,8 +69,8 @@ Result<orders::PlanSave::Reply> RegionImages::plan_to_disk(const orders::Save& o
   orders::PlanSave::Reply reply;
   for (const std::string& tag : order.tags) reply.copied_bytes[tag] = 0;
   for (const size_t place : storing.missing)
-    reply.copied_bytes[storing.plans[place].key.tag] += storing.plans[place].bytes();
-  for (const size_t place : storing.linked) reply.reused_bytes += storing.plans[place].bytes();
+    reply.copied_bytes[storing.plans[place].key.tag] += storing.bytes_at(place);
+  for (const size_t place : storing.linked) reply.reused_bytes += storing.bytes_at(place);
   return reply;
 }
 
@@ -87,13 +87,19 @@ Status RegionImages::look_up(Storing& storing, const BaseRecord& in_base, const 
 Status RegionImages::look_up_blocks(Storing& storing, const BaseRecord& in_base, const orders::Save& order,
                                     const std::vector<BlockContent>& contents) const {
   const size_t first = storing.plans.size();
-  TORPOR_ASSIGN(std::vector<ChunkPlan> plans, plans_of(kv_tag_, order.blocks));
+  std::vector<ChunkPlan> plans;
+  plans.reserve(order.blocks.size());
+  for (const int32_t block : order.blocks) {
+    TORPOR_ASSIGN(ChunkKey key, key_of(block));
+    plans.push_back({.key = std::move(key), .pieces = {}});
+  }
   storing.add(std::move(plans));
+  storing.block_bytes = kv_layout_.bytes_per_block();
   for (size_t i = 0; i < order.blocks.size(); ++i) {
     const SavedChunk* const known = stored_.has(order.writing.base_id, order.blocks[i], contents[i])
                                         ? in_base(storing.plans[first + i].key)
                                         : nullptr;
-    const bool there = known != nullptr && known->bytes == kv_layout_.bytes_per_block();
+    const bool there = known != nullptr && known->bytes == storing.block_bytes;
     (there ? storing.linked : storing.missing).push_back(first + i);
   }
   return ok();
@@ -131,10 +137,26 @@ Status RegionImages::carry(Storing& storing, const BaseRecord& in_base, const or
   return ok();
 }
 
+Result<std::vector<ChunkPlan>> RegionImages::plans_at(const Storing& storing, std::span<const size_t> places) const {
+  std::vector<ChunkPlan> found;
+  found.reserve(places.size());
+  for (const size_t place : places) {
+    const ChunkPlan& plan = storing.plans[place];
+    if (plan.key.kind != ChunkKind::kKvBlock) {
+      found.push_back(plan);
+      continue;
+    }
+    TORPOR_ASSIGN(std::vector<ChunkPlan> whole, plans_of(kv_tag_, {static_cast<int32_t>(plan.key.index)}));
+    found.push_back(std::move(whole.front()));
+  }
+  return found;
+}
+
 // Copies them from memory; what the base has with an equal digest is linked then.
 Status RegionImages::write(Storing& storing, std::span<const size_t> places, RankWriter& writer) {
   if (places.empty()) return ok();
-  TORPOR_ASSIGN(std::vector<SavedChunk> saved, parts_.transfers.save(storing.plans_at(places), writer));
+  TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_at(storing, places));
+  TORPOR_ASSIGN(std::vector<SavedChunk> saved, parts_.transfers.save(plans, writer));
   for (size_t i = 0; i < places.size(); ++i) storing.records[places[i]] = std::move(saved[i]);
   return ok();
 }

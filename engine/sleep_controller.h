@@ -118,6 +118,8 @@ class SleepController final : private Operation::Owner {
   Status keep_all(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
   Status let_go(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
   Status admit(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
+  static Status has_content(const Described& described);
+  static Status has_kv(const std::vector<std::string>& tags);
   Status quiesce(FallingAsleep& sleep);
   Status keep(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
   void fall_back(FallingAsleep& sleep, const Error& why);
@@ -145,6 +147,7 @@ class SleepController final : private Operation::Owner {
   // A checkpoint while serving (sleep_controller_behind.cpp).
   Status begin_checkpoint_now(const std::string& progress) TORPOR_REQUIRES(operation_mutex_);
   Result<CheckpointStage> advance(bool wait) TORPOR_REQUIRES(operation_mutex_);
+  Status look_ahead() TORPOR_REQUIRES(operation_mutex_);
   Status copy_ahead() TORPOR_REQUIRES(operation_mutex_);
   Result<bool> ranks_have_ended(bool wait) TORPOR_REQUIRES(operation_mutex_);
   Status take_now(const Value& outputs) TORPOR_REQUIRES(operation_mutex_);

@@ -22,8 +22,10 @@ struct SleepController::Behind {
   At at = At::kOpening;
   std::unique_ptr<CheckpointManager> checkpoints{};
   std::optional<PendingCheckpoint> pending{};
-  EngineCheckpoint captured{};
-  Described described{};                           // at its beginning
+  Described described{};                           // at its beginning: what makes it otherwise gives it up first
+  orders::Save save{};                             // of the last order to the ranks
+  EngineCheckpoint captured{};                     // until the stop it has a part of the fingerprint alone
+  Moment moment{};                                 // of the stop, until it is read
   std::vector<orders::LookBehind::Reply> ranks{};  // what they said last
   SleepReport report{};
   std::optional<Error> error{};              // once it has ended
@@ -36,13 +38,21 @@ struct SleepController::Behind {
   Background work;                           // last: it uses all above
 
   // Blocks first: the ranks know their contents by place.
-  void write_in(orders::Save& save, bool as_proven) const {
+  void say_what_is_saved(const std::vector<std::string>& tags, bool as_proven) {
+    for (const std::string& tag : tags) (tag == kWeightsTag ? save.carried : save.tags).push_back(tag);
     std::stable_partition(save.tags.begin(), save.tags.end(),
                           [](const std::string& tag) { return tag == kKvCacheTag; });
     save.directory = pending->staging_path();
     save.writing = pending->writing();
     save.as_proven = as_proven;
   }
+  void say_which_blocks(KvContents& contents) {
+    save.blocks = std::move(contents.blocks);
+    save.stamps = std::move(contents.stamps);
+    save.steps = contents.steps;
+  }
+  Status read_moment();
+  Status write_state();
   Status commit(FileSystem& file_system, const std::shared_ptr<const Key>& key);
   void enter(std::string_view phase) noexcept {
     if (progress != nullptr) progress->begin_phase(number_of(phase, kPhaseNames));
@@ -63,6 +73,16 @@ SleepController::SleepController(EngineHooks& hooks, FileSystem& file_system, co
 SleepController::~SleepController() {
   cancel_checkpoint();
   held_sleep_.reset();
+}
+
+Status SleepController::Behind::read_moment() {
+  TORPOR_ASSIGN(captured.state, std::exchange(moment, {}).read());
+  return captured.state.validate();
+}
+
+Status SleepController::Behind::write_state() {
+  if (moment.read) TORPOR_TRY(read_moment());
+  return pending->write_state(captured);
 }
 
 // The whole of it, or nothing: what is committed and cannot be told of is taken away again.
@@ -134,6 +154,7 @@ Result<CheckpointStage> SleepController::advance(bool wait) {
   using At = Behind::At;
   if (behind_ == nullptr) return CheckpointStage::kNone;
   Behind& behind = *behind_;
+  const bool may_have_ended = wait || !options_.own_threads;  // what the ranks have just begun
   const auto own_work_ended = [&]() -> Result<bool> {
     if (!wait && !behind.work.ended()) return false;
     TORPOR_TRY(behind.work.wait());
@@ -146,12 +167,12 @@ Result<CheckpointStage> SleepController::advance(bool wait) {
       case At::kOpening: {
         TORPOR_ASSIGN(const bool opened, own_work_ended());
         if (!opened) return false;
-        TORPOR_ASSIGN(behind.described, ranks_.call(orders::Describe{}));
+        TORPOR_TRY(look_ahead());
         TORPOR_TRY(ranks_.call(orders::OpenBehind{.directory = behind.pending->staging_path(),
                                                   .writing = behind.pending->writing(),
                                                   .progress = behind.options.progress}));
         behind.at = At::kOpeningRanks;
-        return true;
+        return may_have_ended;
       }
       case At::kOpeningRanks: {
         TORPOR_ASSIGN(const bool opened, ranks_have_ended(wait));
@@ -161,7 +182,7 @@ Result<CheckpointStage> SleepController::advance(bool wait) {
         behind.enter("save");
         TORPOR_TRY(copy_ahead());
         behind.at = At::kAhead;
-        return true;
+        return may_have_ended;
       }
       case At::kAhead: {
         TORPOR_ASSIGN(const bool copied, ranks_have_ended(wait));
@@ -226,29 +247,38 @@ Result<bool> SleepController::ranks_have_ended(bool wait) {
   return true;
 }
 
+// What an engine is as long as nothing gives the checkpoint up.
+Status SleepController::look_ahead() {
+  Behind& behind = *behind_;
+  TORPOR_ASSIGN(behind.described, ranks_.call(orders::Describe{}));
+  remember(behind.described);
+  TORPOR_TRY(has_content(behind.described));
+  TORPOR_ASSIGN(const std::vector<std::string> tags, select_tags({}, behind.described.front().ledger));
+  TORPOR_TRY(has_kv(tags));
+  behind.say_what_is_saved(tags, !options_.always_read_weights);
+  TORPOR_ASSIGN(behind.captured.fingerprint, fingerprint_of(behind.described, WeightsDigest::kNone));
+  return ok();
+}
+
 // Between two steps, with none in flight: what has a stamp by then was computed.
 Status SleepController::copy_ahead() {
   const std::chrono::nanoseconds began = clock_.now();
   const Status asked = catching([&]() TORPOR_REQUIRES(operation_mutex_) -> Status {
     TORPOR_TRY(hooks_.quiesce(std::nullopt));
-    orders::CopyAhead order;
-    const Described& described = behind_->described;
-    TORPOR_ASSIGN(std::vector<std::string> tags, select_tags({}, described.front().ledger));
-    for (const std::string& tag : tags) (tag == kWeightsTag ? order.save.carried : order.save.tags).push_back(tag);
+    Behind& behind = *behind_;
     if (options_.kv_budget_bytes) {
       TORPOR_ASSIGN(const SchedulerCheckpoint state, hooks_.capture());
       TORPOR_TRY(state.validate());
-      const LiveBlocks live = select_live_blocks(state.kv, block_bytes(described).most, options_.kv_budget_bytes);
-      name_blocks(order.save, state, live.kept);
+      const LiveBlocks live =
+          select_live_blocks(state.kv, block_bytes(behind.described).most, options_.kv_budget_bytes);
+      name_blocks(behind.save, state, live.kept);
     } else {
       TORPOR_ASSIGN(KvContents contents, hooks_.kv_contents());
-      order.save.blocks = std::move(contents.blocks);
-      order.save.stamps = std::move(contents.stamps);
-      order.save.steps = contents.steps;
+      behind.say_which_blocks(contents);
     }
-    behind_->write_in(order.save, !options_.always_read_weights);
-    TORPOR_ASSIGN(const std::vector<orders::CopyAhead::Reply> copied, ranks_.call(order));
-    behind_->copied = total_bytes(copied);
+    TORPOR_ASSIGN(const std::vector<orders::CopyAhead::Reply> copied,
+                  ranks_.call(orders::CopyAhead{.save = behind.save}));
+    behind.copied = total_bytes(copied);
     return ok();
   });
   if (const Status resumed = hooks_.resume(); !resumed) {
@@ -275,7 +305,7 @@ Status SleepController::take_now(const Value& outputs) {
                  .what = "no checkpoint is ready to be taken",
                  .next_step = "begin one, and continue it until it is ready"};
   Behind& behind = *behind_;
-  behind.options.outputs = outputs;
+  behind.captured.outputs = outputs;
   FallingAsleep sleep(*this, "checkpoint", behind.options, behind.events->number());
   set_state(State::kFallingAsleep);
   Status stood = catching([&]() TORPOR_REQUIRES(operation_mutex_) { return stand_still(sleep); });
@@ -291,29 +321,41 @@ Status SleepController::take_now(const Value& outputs) {
   sleep.operation.fill(sleep.report);
   behind.report = std::move(sleep.report);
   behind.report.seconds += behind.stood_before;
-  behind.captured = std::move(sleep.captured);
   behind.at = Behind::At::kTaken;
   behind.enter("commit");
-  Status begun = behind.work.begin([&behind] { return behind.pending->write_state(behind.captured); });
+  Status begun = behind.work.begin([&behind] { return behind.write_state(); });
   return begun ? ok() : Status(fail_behind(std::move(begun).error()));
 }
 
+// As short as it can be: what the engine is was asked before, and what takes long of its state is read after.
 Status SleepController::stand_still(FallingAsleep& sleep) {
+  Behind& behind = *behind_;
   sleep.report.to = "disk";
   sleep.report.preserve_state = true;
   sleep.report.changed = true;
   sleep.report.fully_awake = true;
-  TORPOR_TRY(admit(sleep));
+  TORPOR_TRY(can_preserve("serve without these features"));  // requests may have come since
   TORPOR_TRY(quiesce(sleep));
-  TORPOR_TRY(capture(sleep));
+  sleep.operation.begin("capture");
+  TORPOR_ASSIGN(behind.moment, hooks_.capture_moment());
+  if (options_.kv_budget_bytes) {
+    TORPOR_TRY(behind.read_moment());
+    KvSnapshot& kv = behind.captured.state.kv;
+    const LiveBlocks live = select_live_blocks(kv, block_bytes(behind.described).most, options_.kv_budget_bytes);
+    drop_hashes(kv, live.dropped);
+    name_blocks(behind.save, behind.captured.state, live.kept);
+  } else {
+    behind.say_which_blocks(behind.moment.kv);
+  }
+  sleep.operation.end("capture");
   TORPOR_TRY(sleep.operation.go_on());
   sleep.operation.begin("save");
-  behind_->write_in(sleep.save, !options_.always_read_weights);
   TORPOR_ASSIGN(const std::vector<orders::SaveBehind::Reply> saved,
-                ranks_.call(orders::SaveBehind{.save = sleep.save}));
-  sleep.report.kept_blocks = static_cast<int64_t>(sleep.live.kept.size());
-  behind_->copied = total_bytes(saved);
-  sleep.operation.end("save", behind_->copied);
+                ranks_.call(orders::SaveBehind{.save = behind.save}));
+  if (!behind.save.carried.empty()) add_weights(behind.captured.fingerprint, saved);
+  sleep.report.kept_blocks = static_cast<int64_t>(behind.save.blocks.size());
+  behind.copied = total_bytes(saved);
+  sleep.operation.end("save", behind.copied);
   return ok();
 }
 

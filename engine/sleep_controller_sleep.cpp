@@ -169,6 +169,26 @@ Status SleepController::let_go(FallingAsleep& sleep) {
   return ok();
 }
 
+// For a checkpoint.
+Status SleepController::has_content(const Described& described) {
+  for (const orders::Describe::Reply& reply : described) {
+    if (reply.without_content.empty()) continue;
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = fmt::format("{} came back without content and were not loaded since",
+                                     fmt::join(reply.without_content, ", ")),
+                 .next_step = "load them, so that the checkpoint names what its tokens come from"};
+  }
+  return ok();
+}
+
+// For a checkpoint, of the tags that are in it.
+Status SleepController::has_kv(const std::vector<std::string>& tags) {
+  if (has_tag(tags, kKvCacheTag)) return ok();
+  return Error{.code = Code::kInvalidArgument,
+               .what = "a checkpoint of running requests needs their KV",
+               .next_step = "add \"kv_cache\" to tags"};
+}
+
 // Refuses what cannot be done, before anything is touched.
 Status SleepController::admit(FallingAsleep& sleep) {
   const SleepOptions& options = sleep.options;
@@ -181,20 +201,10 @@ Status SleepController::admit(FallingAsleep& sleep) {
                                      fmt::join(sleeping_tags_, ", ")),
                  .next_step = "wake it first, or sleep to host"};
   }
-  for (const orders::Describe::Reply& reply : sleep.described) {
-    if (!options.to_disk || reply.without_content.empty()) continue;
-    return Error{.code = Code::kFailedPrecondition,
-                 .what = fmt::format("{} came back without content and were not loaded since",
-                                     fmt::join(reply.without_content, ", ")),
-                 .next_step = "load them, so that the checkpoint names what its tokens come from"};
-  }
+  if (options.to_disk) TORPOR_TRY(has_content(sleep.described));
   std::erase_if(sleep.tags,
                 [&](const std::string& tag) TORPOR_REQUIRES(operation_mutex_) { return has_tag(sleeping_tags_, tag); });
-  if (options.preserve_state && options.to_disk && !has_tag(sleep.tags, kKvCacheTag)) {
-    return Error{.code = Code::kInvalidArgument,
-                 .what = "a checkpoint of running requests needs their KV",
-                 .next_step = "add \"kv_cache\" to tags"};
-  }
+  if (options.preserve_state && options.to_disk) TORPOR_TRY(has_kv(sleep.tags));
   sleep.save.progress = options.progress;
   for (const std::string& tag : sleep.tags) {
     if (!options.drops(tag)) sleep.save.tags.push_back(tag);

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <iterator>
-#include <span>
 #include <vector>
 
 #include "engine/region_images.h"
@@ -11,7 +10,10 @@
 namespace torpor {
 
 struct RegionImages::Storing {
+  // Of KV blocks the key alone: there are many, most of them are linked, and where the rest lie is said by
+  // RegionImages::plans_at().
   std::vector<ChunkPlan> plans;
+  uint64_t block_bytes = 0;
   std::vector<SavedChunk> records;  // of these
   std::vector<size_t> linked;       // places of those that the base has
   std::vector<size_t> missing;      // and of those that it has not
@@ -20,11 +22,9 @@ struct RegionImages::Storing {
     std::move(more.begin(), more.end(), std::back_inserter(plans));
     records.resize(plans.size());
   }
-  std::vector<ChunkPlan> plans_at(std::span<const size_t> places) const {
-    std::vector<ChunkPlan> found;
-    found.reserve(places.size());
-    for (const size_t place : places) found.push_back(plans[place]);
-    return found;
+  uint64_t bytes_at(size_t place) const {
+    const ChunkPlan& plan = plans[place];
+    return plan.key.kind == ChunkKind::kKvBlock ? block_bytes : plan.bytes();
   }
   void shrink(size_t size) {
     plans.erase(plans.begin() + static_cast<std::ptrdiff_t>(size), plans.end());

@@ -84,6 +84,16 @@ class ContinuousCheckpoint : public SleepFailure {
   static constexpr uint64_t kOneBlock = kBlockBytes * kKvLayers;
 };
 
+// 0: begun. 1: continued once. 2: ready. 3: taken.
+Status begin_until(int stage, SleepingEngine& serving, const std::string& progress = "") {
+  TORPOR_TRY(serving.controller.begin_checkpoint(progress));
+  if (stage == 1) value_of(serving.controller.continue_checkpoint());
+  if (stage < 2) return ok();
+  while (value_of(serving.controller.continue_checkpoint()) != CheckpointStage::kReady) serving.engine.step();
+  if (stage == 3) TORPOR_TRY(serving.controller.take_checkpoint({}));
+  return ok();
+}
+
 // First touches of memory take longer than the copies into it.
 TEST_F(ContinuousCheckpoint, HostMemoryForTheStopIsThereBefore) {
   const auto device = value_of(make_host_device());
@@ -145,6 +155,41 @@ TEST_F(ContinuousCheckpoint, TheStopCopiesOnlyWhatWasNotFullBefore) {
   const Taken later = value_of(checkpoint(serving, 4));
   EXPECT_GT(phase_bytes(later.report, "save"), tail);
   EXPECT_LE(phase_bytes(later.report, "save"), 6 * kOneBlock);
+}
+
+// All else was asked before, or is done after.
+TEST_F(ContinuousCheckpoint, InTheStopTheEngineIsAskedForItsStateAndTheRanksOnce) {
+  const Variant options = one_thread();
+  SleepingEngine serving = make(options);
+  begin(serving.engine);
+  ASSERT_SUCCEEDS(begin_until(2, serving));
+  std::vector<std::string> hooks;
+  serving.engine.before_hook = [&](const std::string& hook) { hooks.push_back(hook); };
+  ASSERT_SUCCEEDS(serving.controller.take_checkpoint({}));
+  EXPECT_EQ(hooks, (std::vector<std::string>{"unsupported", "quiesce", "unfinished_requests", "capture",
+                                             "rank save_behind", "resume"}));
+  const TestEngine::Tokens tokens = serving.engine.tokens();
+  const uint64_t steps = serving.engine.steps();
+  serving.engine.step();  // what is read later is of the stop
+  const SleepReport report = value_of(serving.controller.end_checkpoint());
+  EXPECT_EQ(std::count(hooks.begin(), hooks.end(), "read moment"), 1);
+  expect_to_wake({.report = report, .tokens = tokens, .steps = steps}, options);
+  serving.engine.before_hook = nullptr;
+  expect_untouched(serving, options);
+}
+
+TEST_F(ContinuousCheckpoint, WeightsWithoutContentAreRefusedBeforeAnythingIsCopied) {
+  const Variant options = one_thread();
+  SleepingEngine serving = make(options);
+  begin(serving.engine);
+  ASSERT_SUCCEEDS(serving.controller.sleep({.level = 2, .in_flight = "abort"}));
+  ASSERT_SUCCEEDS(serving.controller.wake_up({}));
+  ASSERT_SUCCEEDS(serving.controller.begin_checkpoint());
+  EXPECT_EQ(value_of(serving.controller.continue_checkpoint()), CheckpointStage::kEnded);
+  EXPECT_TRUE(failed_with(serving.controller.end_checkpoint(), Code::kFailedPrecondition, "without content"));
+  EXPECT_TRUE(entries().empty());
+  serving.engine.load_weights(1);
+  value_of(checkpoint(serving));
 }
 
 TEST_F(ContinuousCheckpoint, AnIncrementalOneWritesOnlyNewBlocks) {
@@ -217,8 +262,8 @@ TEST_F(ContinuousCheckpoint, EachFileOperationThatFailsLeavesTheEngineServingAnd
 
 TEST_F(ContinuousCheckpoint, EachHookThatFailsLeavesTheEngineServing) {
   for (const std::string hook :
-       {"unsupported", "quiesce", "kv_contents", "unfinished_requests", "capture", "fingerprint", "rank describe",
-        "rank open_behind", "rank copy_ahead", "rank save_behind", "rank look_behind", "rank digest"}) {
+       {"unsupported", "quiesce", "kv_contents", "unfinished_requests", "capture", "read moment", "fingerprint",
+        "rank describe", "rank open_behind", "rank copy_ahead", "rank save_behind", "rank look_behind"}) {
     SCOPED_TRACE(hook);
     std::filesystem::remove_all(temporary_.path());
     const Variant options = one_thread();
@@ -265,16 +310,6 @@ TEST_F(ContinuousCheckpoint, ASleepGivesUpOneThatWasNotTakenAndWaitsForOneThatWa
       }
     }
   }
-}
-
-// 0: begun. 1: continued once. 2: ready. 3: taken.
-Status begin_until(int stage, SleepingEngine& serving, const std::string& progress = "") {
-  TORPOR_TRY(serving.controller.begin_checkpoint(progress));
-  if (stage == 1) value_of(serving.controller.continue_checkpoint());
-  if (stage < 2) return ok();
-  while (value_of(serving.controller.continue_checkpoint()) != CheckpointStage::kReady) serving.engine.step();
-  if (stage == 3) TORPOR_TRY(serving.controller.take_checkpoint({}));
-  return ok();
 }
 
 TEST_F(ContinuousCheckpoint, CancelledAtAnyMomentItLeavesNothing) {

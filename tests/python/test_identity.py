@@ -1,11 +1,14 @@
 """The oracle: an uninterrupted run. After any kind of sleep at any step, every answer is the same to the last digit."""
 
+from array import array
+
 import pytest
 from conftest import LONG_ON_RIG
 import rig
 import torch
 from requests_of_tests import REQUESTS, run
-from torpor.vllm import pool_values
+from torpor.errors import Error
+from torpor.vllm import kept, pool_values
 
 STEPS = [pytest.param(1, marks=LONG_ON_RIG), 8, 20] if rig.active() else [1, 3, 8, 20, 47]
 pytestmark = [pytest.mark.rig, pytest.mark.core]
@@ -47,6 +50,19 @@ def test_a_checkpoint_puts_an_engine_that_has_nothing_left_back_to_where_it_was(
         assert after["pool"][name] == value, name
     assert one.finish(answers) == one.expected
     assert one.llm.torpor("state")["recomputed_tokens"] == 0
+
+
+def test_in_these_tests_what_is_kept_of_a_request_is_compared_with_what_it_has(one):
+    answers = one.begin(8)
+    one.llm.checkpoint()
+    request = next(iter(one.core.scheduler.requests.values()))
+    of_request = vars(request)[kept.ATTRIBUTE]
+    source, right = of_request["i"]
+    of_request["i"] = source, array("i", [7] * len(right))
+    with pytest.raises(Error, match="prompt_token_ids"):
+        one.llm.checkpoint()
+    of_request["i"] = source, right
+    assert one.finish(answers) == one.expected
 
 
 def _captured(one) -> dict:

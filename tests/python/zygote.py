@@ -47,6 +47,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
     "PYTHONHASHSEED": "0", "VLLM_NO_USAGE_STATS": "1",
     "TORPOR_CHECK_FILE_CALLS": "1",  # of a thread that holds the interpreter's lock: none (bindings/module_files.h)
+    "TORPOR_CHECK_CAPTURE": "1",  # what is kept of requests is what is read anew (bindings/python/torpor/vllm/kept.py)
     "TORCH_COMPILE_DISABLE": "1",  # vLLM compiles small functions of its sampler when they are first used: seconds each
 }  # fmt: skip
 

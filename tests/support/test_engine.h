@@ -18,6 +18,7 @@
 #include "engine/rank_service.h"
 #include "engine/tags.h"
 #include "tests/support/faulty_device.h"
+#include "tests/support/hashed_weights.h"
 #include "tests/support/results.h"
 #include "tests/support/test_engine_options.h"
 
@@ -168,6 +169,14 @@ class TestEngine final : public EngineHooks {
       state.workers.push_back({.rank = static_cast<int32_t>(rank), .default_generator = generator_bytes()});
     return state;
   }
+  Result<Moment> capture_moment() override {
+    TORPOR_ASSIGN(Moment moment, EngineHooks::capture_moment());
+    moment.read = [this, read = std::move(moment.read)]() -> Result<SchedulerCheckpoint> {
+      TORPOR_TRY(enter("read moment"));
+      return read();
+    };
+    return moment;
+  }
   Result<KvContents> kv_contents() override {
     TORPOR_TRY(enter("kv_contents"));
     KvContents contents{.steps = steps_};
@@ -273,7 +282,7 @@ class TestEngine final : public EngineHooks {
     TORPOR_TRY(enter("rank " + std::string(order_name(order))));
     std::vector<Bytes> replies;
     for (Rank& rank : ranks_) replies.push_back(RankService(*rank.memory).call(order));
-    for (const Bytes& reply : replies) hashed_bytes_ += hashed_bytes(order, reply);
+    for (const Bytes& reply : replies) hashed_bytes_ += hashed_weights(order, reply, kWeightBytes);
     return replies;
   }
 
@@ -300,18 +309,6 @@ class TestEngine final : public EngineHooks {
     }
     int32_t length() const { return static_cast<int32_t>(prompt.size() + output.size()); }
   };
-  // Of weights, by what a rank says of an order.
-  static uint64_t hashed_bytes(const Bytes& order, const Bytes& reply) {
-    const RankOrder decoded = value_of(decode_order(order));
-    if (std::holds_alternative<orders::DigestTags>(decoded)) {
-      const auto digested = decode_reply<orders::DigestTags>(reply);
-      return digested ? digested->bytes : 0;
-    }
-    const auto* save = std::get_if<orders::Save>(&decoded);
-    if (save == nullptr || !has_tag(save->tags, kWeightsTag)) return 0;
-    const auto saved = decode_reply<orders::Save>(reply);
-    return saved && saved->bytes >= kWeightBytes ? kWeightBytes : 0;
-  }
   static void must(const Status& status) { ASSERT_SUCCEEDS(status); }
   static std::byte& byte_at(DeviceAddress address) {
     return *reinterpret_cast<std::byte*>(address);

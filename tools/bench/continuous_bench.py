@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
 """A checkpoint while serving, written in the background, beside one for which the engine stands still.
 
-stall:  how long the engine stood still (own: by its report; streams: the longest time between two outputs of any stream
-        around the checkpoint, less the usual one), under a load of endless streams. Baseline: the same checkpoint with
-        the engine standing still until it is on disk.
+stall:  how long the engine stood still (own: by its report; with the front end: from the end of its last step to where
+        it could take the next one; streams: the longest time between two outputs of any stream around the checkpoint,
+        less the usual one), under a load of endless streams. Baseline: the same checkpoint with the engine standing
+        still until it is on disk.
 tokens: a second, with a checkpoint every so often beside none (baseline).
 bytes:  written into the checkpoints' own files, beside the KV that was new since the one before (ceiling).
 
 --full: the stall alone, of checkpoints that link nothing, of fewer streams with long prompts: most of it is full blocks
-that no other checkpoint has.
+that no other checkpoint has. --streams, --prompt-tokens and --block-tokens change the load.
 
-Contestants take turns in each round, after a warm-up; medians of the rounds.
+Contestants take turns in each round, in windows of tokens each first in every other one, after a warm-up; medians of
+the rounds.
 """
 
 from __future__ import annotations
@@ -29,19 +31,24 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 from engine_process import best_dtype  # noqa: E402
 
 STREAMS = 16
-WINDOW_SECONDS = 10.5
 EVERY_SECONDS = 5.0
+CHECKPOINTS = 3  # in a window
 PROMPT_TOKENS = 500
 FULL_STREAMS = 8
 FULL_PROMPT_TOKENS = 1500
 BLOCK_TOKENS = 32
+ANSWER_TOKENS = 1000
 
 
 class Load:
-    """Streams that never end: each answer is followed by the next."""
+    """Streams that never end: each answer is followed by the next.
 
-    def __init__(self, engine, streams: int, prompt_tokens: int):
+    `steady`: the first ones differ in length, so that not all contexts grow and begin again together.
+    """
+
+    def __init__(self, engine, streams: int, prompt_tokens: int, steady: bool):
         self.engine = engine
+        self.first = [ANSWER_TOKENS * (number + 1) // streams if steady else ANSWER_TOKENS for number in range(streams)]
         self.prompt_tokens = prompt_tokens
         self.times: list[float] = []  # of each output
         self.tokens = 0  # put out
@@ -55,7 +62,8 @@ class Load:
             prompt = {
                 "prompt_token_ids": [1000 + (number * 31 + turn * 7 + i) % 20_000 for i in range(self.prompt_tokens)]
             }
-            params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+            tokens = ANSWER_TOKENS if turn > 0 else self.first[number]
+            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
             seen = 0
             self.kv_tokens += self.prompt_tokens
             async for output in self.engine.generate(prompt, params, f"{number}-{turn}"):
@@ -104,7 +112,8 @@ async def stalls(engine, load: Load, rounds: int) -> dict[str, dict]:
             save = next(phase for phase in report["phases"] if phase["name"] == "save")
             if number > 0:
                 found[name].append({
-                    "own": report["seconds"], "streams": max(0.0, load.longest_gap(began, ended) - usual),
+                    "own": report["seconds"], "with front end": report["stood_seconds"],
+                    "streams": max(0.0, load.longest_gap(began, ended) - usual),
                     "usual": usual, "until safe": ended - began, "copied": save["bytes"],
                     "written": own_bytes(report["checkpoint"]),
                 } | {f"of it {phase['name']}": phase["seconds"] for phase in report["phases"]})  # fmt: skip
@@ -113,23 +122,24 @@ async def stalls(engine, load: Load, rounds: int) -> dict[str, dict]:
     }
 
 
-async def window(engine, load: Load, checkpoints: bool) -> dict:
-    """Tokens a second over one window, and what its checkpoints wrote."""
-    before, began, written, new_kv = load.tokens, time.monotonic(), 0, 0.0
-    known = load.kv_tokens
+async def window(engine, load: Load, checkpoints: bool, block_tokens: int) -> dict:
+    """Tokens a second over one window, and what its checkpoints wrote. Each begins when its time has come."""
     if checkpoints:
         await engine.checkpoint()  # what was new before is no part of it
-    while (left := WINDOW_SECONDS - (time.monotonic() - began)) > 0:
-        await asyncio.sleep(min(EVERY_SECONDS, left))
-        if checkpoints and time.monotonic() - began < WINDOW_SECONDS:
+    before, known, began, written, new_kv, new_tokens = load.tokens, load.kv_tokens, time.monotonic(), 0, 0.0, 0
+    for number in range(CHECKPOINTS):
+        await asyncio.sleep(max(0.0, began + (number + 0.5) * EVERY_SECONDS - time.monotonic()))
+        if checkpoints:
             tokens = load.kv_tokens
             report = await engine.checkpoint()
             written += own_bytes(report["checkpoint"])
             block = (report["saved_bytes"] + report["reused_bytes"] - weights_in(report)) / report["kept_blocks"]
-            new_kv += (tokens - known) * block / BLOCK_TOKENS
+            new_kv += (tokens - known) * block / block_tokens
+            new_tokens += tokens - known
             known = tokens
-    seconds = time.monotonic() - began
-    return {"rate": (load.tokens - before) / seconds, "written": written, "new_kv": new_kv}
+    await asyncio.sleep(max(0.0, began + CHECKPOINTS * EVERY_SECONDS - time.monotonic()))
+    rate = (load.tokens - before) / (time.monotonic() - began)
+    return {"rate": rate, "written": written, "new_kv": new_kv, "new_tokens": new_tokens}
 
 
 def weights_in(report: dict) -> int:
@@ -142,25 +152,24 @@ async def play(options: argparse.Namespace) -> dict:
 
     with tempfile.TemporaryDirectory(prefix="torpor-bench-", dir=options.directory) as directory:
         arguments = AsyncEngineArgs(
-            model=str(options.model), dtype=best_dtype(), enforce_eager=True, block_size=BLOCK_TOKENS,
-            max_model_len=options.prompt_tokens + 1100 if options.full else 2048,
-            max_num_seqs=STREAMS, max_num_batched_tokens=512, disable_log_stats=True,
+            model=str(options.model), dtype=best_dtype(), enforce_eager=True, block_size=options.block_tokens,
+            max_model_len=max(2048, options.prompt_tokens + ANSWER_TOKENS + 100),
+            max_num_seqs=max(STREAMS, options.streams), max_num_batched_tokens=512, disable_log_stats=True,
             additional_config={"torpor": {"dir": directory, "incremental": not options.full}},
         )  # fmt: skip
         engine = AsyncLLM.from_engine_args(arguments)
         try:
-            streams = FULL_STREAMS if options.full else STREAMS
-            load = Load(engine, streams, options.prompt_tokens if options.full else PROMPT_TOKENS)
-            while load.tokens < streams * 20:
+            load = Load(engine, options.streams, options.prompt_tokens, steady=not options.full)
+            while load.tokens < options.streams * 20:
                 await asyncio.sleep(0.1)
             result = {"rounds": options.rounds, "stalls": await stalls(engine, load, options.rounds)}
             if options.full:
                 await load.stop()
                 return result
             windows: dict[bool, list[dict]] = {False: [], True: []}
-            for _ in range(options.rounds):
-                for checkpoints in (False, True):
-                    windows[checkpoints].append(await window(engine, load, checkpoints))
+            for number in range(options.rounds):
+                for checkpoints in (number % 2 == 1, number % 2 == 0):
+                    windows[checkpoints].append(await window(engine, load, checkpoints, options.block_tokens))
             await load.stop()
             ledger = await engine.torpor("state")
             assert ledger["engine"] == "awake"
@@ -175,39 +184,53 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=os.environ.get("TORPOR_TEST_MODEL"))
     parser.add_argument("--directory", type=Path, help="of the checkpoints; by default that of temporary files")
     parser.add_argument("--full", action="store_true", help="checkpoints that link nothing, of long prompts")
-    parser.add_argument("--prompt-tokens", type=int, default=FULL_PROMPT_TOKENS, help="of each stream of --full")
+    parser.add_argument("--streams", type=int, help=f"at once: {STREAMS}, of --full {FULL_STREAMS}")
+    parser.add_argument("--prompt-tokens", type=int, help=f"of each: {PROMPT_TOKENS}, of --full {FULL_PROMPT_TOKENS}")
+    parser.add_argument(
+        "--block-tokens", type=int, default=BLOCK_TOKENS, help="of a KV block; vLLM on the CPU takes multiples of 32"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.rounds < 1 or options.model is None:
         parser.error("--rounds is 1 or more, and --model (or TORPOR_TEST_MODEL) names a folder with a model")
+    options.streams = options.streams or (FULL_STREAMS if options.full else STREAMS)
+    options.prompt_tokens = options.prompt_tokens or (FULL_PROMPT_TOKENS if options.full else PROMPT_TOKENS)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     result = asyncio.run(play(options))
     if options.json:
         print(json.dumps(result, indent=2))
         return 0
-    print(f"checkpoint under {FULL_STREAMS if options.full else STREAMS} streams, median of {options.rounds} rounds")
+    print(f"checkpoint under {options.streams} streams, median of {options.rounds} rounds")
     for name, item in result["stalls"].items():
         print(
-            f"  {name:<18} stood still {item['own'] * 1000:7.1f} ms   "
+            f"  {name:<18} stood still {item['own'] * 1000:7.1f} ms, "
+            f"with the front end {item['with front end'] * 1000:.1f} ms   "
             f"streams waited {item['streams'] * 1000:7.1f} ms more than {item['usual'] * 1000:.0f}   "
             f"safe after {item['until safe'] * 1000:6.0f} ms   "
             f"copied in the stop {item['copied'] / 1e6:6.1f} MB   written {item['written'] / 1e6:6.1f} MB"
         )
     both = result["stalls"]
     ratio = both["in the background"]["own"] / both["standing still"]["own"]
-    print(f"  stall, in the background / standing still: {ratio:.3f}")
+    print(f"  stall, in the background / standing still: {ratio:.4f} (1/{1 / ratio:.0f})")
     for name, item in both.items():
         parts = [f"{key[6:]} {item[key] * 1000:.1f} ms" for key in item if key.startswith("of it ")]
         print(f"  {name:<18} of it " + ", ".join(parts))
     if options.full:
         return 0
     rates = {name: statistics.median(item["rate"] for item in result[name]) for name in ("with", "without")}
+    pairs = [a["rate"] / b["rate"] for a, b in zip(result["with"], result["without"])]
     print(
-        f"tokens a second: with a checkpoint every {EVERY_SECONDS:g} s {rates['with']:.0f}, without "
-        f"{rates['without']:.0f} (ratio {rates['with'] / rates['without']:.3f})"
+        f"tokens a second: with a checkpoint every {EVERY_SECONDS:g} s {rates['with']:.1f}, without "
+        f"{rates['without']:.1f} (median of pairs {statistics.median(pairs):.3f}, "
+        f"{min(pairs):.3f} to {max(pairs):.3f})"
     )
-    written, new_kv = (sum(item[key] for item in result["with"]) for key in ("written", "new_kv"))
-    print(f"bytes: {written / 1e6:.1f} MB written for {new_kv / 1e6:.1f} MB of new KV (ratio {written / new_kv:.2f})")
+    written, new_kv, new = (sum(item[key] for item in result["with"]) for key in ("written", "new_kv", "new_tokens"))
+    of_each = new / (options.streams * CHECKPOINTS * options.rounds)
+    print(
+        f"bytes: {written / 1e6:.1f} MB written for {new_kv / 1e6:.1f} MB of new KV (ratio {written / new_kv:.2f}); "
+        f"{of_each:.0f} new tokens a stream and checkpoint, in blocks of {options.block_tokens}: "
+        f"1 + {options.block_tokens} / {of_each:.0f} = {1 + options.block_tokens / of_each:.2f}"
+    )
     return 0
 
 

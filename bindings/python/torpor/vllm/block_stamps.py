@@ -24,13 +24,12 @@ def used_blocks(scheduler) -> list:
     return [b for b in pool.blocks if not b.is_null and (b.ref_cnt > 0 or b._block_hash is not None)]
 
 
-def to_value(scheduler, speculative_config) -> dict:
+def to_value(scheduler, blocks: list, speculative_config) -> dict:
     """`steps`: how many were begun. `objects`: that of each of used_blocks(); None where one may be written again."""
-    return {"steps": 1 + scheduler.torpor_steps, "objects": _objects(scheduler, speculative_config)}
+    return {"steps": 1 + scheduler.torpor_steps, "objects": _objects(scheduler, blocks, speculative_config)}
 
 
-def _objects(scheduler, speculative_config) -> list:
-    blocks = used_blocks(scheduler)
+def _objects(scheduler, blocks: list, speculative_config) -> list:
     # A drafting model writes KV of its own into these blocks, after vLLM has called them full.
     if speculative_config is not None and speculative_config.method != "ngram":
         return [None] * len(blocks)

@@ -57,6 +57,7 @@ class EngineSide:
         timeout = options.get("timeout")
         if not self.controller.is_sleeping():
             self.hooks.quiesce(None if timeout is None or timeout < 0 else timeout)
+            self.hooks.ask_workers()
         return {
             request_id: len(request._output_token_ids) for request_id, request in self.hooks.scheduler.requests.items()
         }
@@ -88,11 +89,12 @@ class EngineSide:
         return self._with_bound(lambda: self.controller.sleep(options))
 
     def checkpoint(self, options: dict) -> dict:
-        return self._with_bound(
+        report = self._with_bound(
             lambda: self.controller.checkpoint(
                 options["outputs"], options.get("data_parallel", (0, 1)), options.get("progress", "")
             )
         )
+        return report | {"stood_seconds": self.hooks.stood_seconds}
 
     def begin_checkpoint(self, options: dict) -> None:
         """One that is written while the engine serves (engine/sleep_controller.h)."""
@@ -102,7 +104,8 @@ class EngineSide:
         return self.controller.continue_checkpoint()
 
     def take_checkpoint(self, options: dict) -> dict:
-        return self._with_bound(lambda: self.controller.take_checkpoint(options["outputs"]) or {})
+        report = self._with_bound(lambda: self.controller.take_checkpoint(options["outputs"]) or {})
+        return report | {"stood_seconds": self.hooks.stood_seconds}
 
     def end_checkpoint(self, _: dict) -> dict:
         return self.controller.end_checkpoint()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from concurrent.futures import Future
 
@@ -10,7 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from torpor.errors import Incompatible, TimedOut
-from torpor.vllm import block_stamps, connector_sleep, grammar
+from torpor.vllm import block_stamps, connector_sleep, grammar, kept
 from torpor.vllm import pool_values
 from torpor.vllm import scheduler_values as values
 from torpor.vllm.fingerprint import fingerprint
@@ -30,10 +31,14 @@ class VllmHooks:
         self._was_paused = PauseState.UNPAUSED
         self._quiet = False  # between quiesce() and resume()
         self.standing = False  # with all other ranks, between stand() and go_on()
+        self._stands_since = 0.0
+        self.stood_seconds = 0.0  # the last time that it went on: from the end of its last step to then
         self._before_drain: PauseState | None = None  # while running requests end and no other is begun
         self._own_weight_version: str | None = None  # of this engine, before it was restored
         self.late: LateBlocks | None = None  # of the last early wake
         self.bound: list[dict] = []  # requests of the last capture() that no checkpoint can hold: id, and why
+        self._asked: Future | None = None  # the answers that the next unsupported() looks at, on their way
+        self._checked: tuple[dict, dict] | None = None  # in tests: the last capture, and a copy of it
         self._workers: list[dict] = []  # what each is, which does not change; from the last unsupported() on
         self.restored: dict | None = (
             None  # the checkpoint that a new process was restored from, until its front end has it
@@ -41,7 +46,8 @@ class VllmHooks:
 
     def unsupported(self) -> list[str]:
         found = unsupported_engine(self.core.vllm_config) + unsupported_scheduler(self.scheduler)
-        self._workers = workers = self._rpc("torpor_describe")
+        asked, self._asked = self._asked, None
+        self._workers = workers = asked.result() if asked is not None else self._rpc("torpor_describe")
         if any(not w["v2"] and w["device_type"] != "cpu" for w in workers):
             found.append("model runner V1 on a GPU")
         if getattr(self.core, "eep_scaling_state", None) is not None:
@@ -59,6 +65,10 @@ class VllmHooks:
             )
         return found
 
+    def ask_workers(self) -> None:
+        """Between quiesce() and unsupported(): what that looks at comes meanwhile."""
+        self._asked = self._send("torpor_describe")
+
     def unfinished_requests(self) -> int:
         return len(self.scheduler.requests)
 
@@ -71,6 +81,7 @@ class VllmHooks:
         self._quiet = True
         try:
             self._finish_batches(None if timeout is None else time.monotonic() + timeout)
+            self._stands_since = time.monotonic()
             self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
             if (side := connector_sleep.side_of(self.scheduler)) is not None:
                 connector_sleep.finish_transfers(self.core, side)
@@ -131,6 +142,8 @@ class VllmHooks:
         if not self._quiet:  # called to undo a quiesce() that did not come so far
             return
         self._quiet = False
+        self._asked = None
+        self.stood_seconds = time.monotonic() - self._stands_since
         if not self.standing:
             self.scheduler.torpor_frozen = False
             self.scheduler.set_pause_state(self._was_paused)
@@ -147,27 +160,47 @@ class VllmHooks:
         if self.scheduler.torpor_frozen:  # else it is for a plan, and need not be exact
             values.assert_quiet(self.scheduler)
             values.put_pooling_back(self.scheduler)
-        scheduler = values.scheduler_to_value(self.scheduler)
-        bound = {item["id"]: item["engine"].get("bound") for item in scheduler["requests"]}
+        state = self._state()
+        if kept.CHECKED:
+            self._check(state)
+        bound = {item["id"]: item["engine"].get("bound") for item in state["scheduler"]["requests"]}
         self.bound = [{"id": request_id, "error": why} for request_id, why in bound.items() if why]
-        sampling = {
-            item["id"]: item["sampling"] if item["engine"].get("pooling") is None else None
-            for item in scheduler["requests"]
-        }
-        state = {
-            "scheduler": scheduler,
-            "kv": pool_values.pool_to_value(self.scheduler),
-            "workers": self._rpc("torpor_capture", sampling),
-            "stamps": block_stamps.to_value(self.scheduler, self.core.vllm_config.speculative_config),
-        }
-        state["scheduler"]["engine"]["weight_version"] = self.core.get_weight_version()
         watch_recomputation(self.scheduler)
         return state
 
+    def _state(self, anew: bool = False) -> dict:
+        """Nothing of it is the engine's own, so that it can be read when that has gone on. `anew`: see worker.py."""
+        sampling = {
+            request_id: None if request.pooling_params is not None else kept.sampling(request)
+            for request_id, request in self.scheduler.requests.items()
+        }
+        workers = self._send("torpor_capture", sampling, anew)  # they read theirs meanwhile
+        blocks = block_stamps.used_blocks(self.scheduler)
+        state = {
+            "scheduler": values.scheduler_to_value(self.scheduler),
+            "kv": pool_values.pool_to_value(self.scheduler, blocks),
+            "stamps": block_stamps.to_value(self.scheduler, blocks, self.core.vllm_config.speculative_config),
+            "workers": workers.result(),
+        }
+        state["scheduler"]["engine"]["weight_version"] = self.core.get_weight_version()
+        return state
+
+    def _check(self, state: dict) -> None:
+        """In tests: it is as if nothing had been kept, and nobody has changed the one before."""
+        with kept.made_anew():
+            problem = kept.difference(state, self._state(anew=True))
+        if problem is None and self._checked is not None:
+            problem = kept.difference(*self._checked, "the state of the last capture")
+        if problem is not None:
+            raise AssertionError(problem)
+        self._checked = (state, copy.deepcopy(state))
+
     def kv_contents(self) -> dict:
         """What tells the contents of KV blocks apart, after restore()."""
-        blocks = [block.block_id for block in block_stamps.used_blocks(self.scheduler)]
-        return {"blocks": blocks} | block_stamps.to_value(self.scheduler, self.core.vllm_config.speculative_config)
+        blocks = block_stamps.used_blocks(self.scheduler)
+        return {"blocks": [block.block_id for block in blocks]} | block_stamps.to_value(
+            self.scheduler, blocks, self.core.vllm_config.speculative_config
+        )
 
     def host_slots(self, blocks: list[int], keep: bool) -> list[int]:
         """Of each block, the slot of the connector's host memory that has its bytes, or -1. `keep`: until
@@ -325,6 +358,10 @@ class VllmHooks:
 
     def _rpc(self, method: str, *arguments) -> list:
         return self.core.collective_rpc(method, args=arguments)
+
+    def _send(self, method: str, *arguments) -> Future:
+        """The same for later; workers in this process have done it before this returns."""
+        return self.core.model_executor.collective_rpc(method, args=arguments, non_block=True)
 
 
 def watch_recomputation(scheduler: Scheduler) -> None:

@@ -12,13 +12,13 @@ import vllm
 from vllm.sampling_params import SamplingType
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from torpor.vllm import adapters, compat, device
-from torpor.vllm.inputs import Inputs, token_ids
+from torpor.vllm import adapters, compat, device, kept
+from torpor.vllm.inputs import Inputs
 from torpor.vllm.values import (
+    copied,
     logprobs_tensors_from_value,
     logprobs_tensors_to_value,
     sampling_from_value,
-    sampling_to_value,
 )
 
 _TOKENS_OF_THINKING = ("prompt_tok_ids", "output_tok_ids")  # the request's own lists
@@ -53,9 +53,9 @@ def capture(runner, sampling: dict[str, dict]) -> dict:
             generators[request_id] = state.generator.get_state().numpy().tobytes()
         requests.append({
             "id": request_id,
-            "prompt_token_ids": array("q", token_ids(state)),
+            "prompt_token_ids": kept.prompt(state, "q"),
             "output_token_ids": array("q", state.output_token_ids),
-            "sampling": sampling_to_value(state.sampling_params),
+            "sampling": kept.sampling(state),
             "adapter": adapters.to_value(state.lora_request),
             "block_ids": [array("q", ids) for ids in state.block_ids],
             "num_computed_tokens": state.num_computed_tokens,
@@ -134,7 +134,8 @@ def _thinking_to_value(runner, request_id: str) -> dict | None:
     holder, row = runner.input_batch.thinking_budget_state_holder, runner.input_batch.req_id_to_index.get(request_id)
     if holder is None or row not in holder._state:
         return None
-    return {name: item for name, item in holder._state[row].items() if name not in _TOKENS_OF_THINKING}
+    thinking = holder._state[row]
+    return {name: copied(item) for name, item in thinking.items() if name not in _TOKENS_OF_THINKING}
 
 
 def _restore_thinking(runner, requests: list[dict]) -> None:

@@ -11,9 +11,9 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request, RequestStatus
 
 from torpor.errors import Incompatible, Unsupported
-from torpor.vllm import adapters, grammar, multimodal, pooling
+from torpor.vllm import adapters, grammar, kept, multimodal, pooling
 from torpor.vllm.inputs import Inputs, token_ids
-from torpor.vllm.values import are_plain, sampling_from_value, sampling_to_value, unsupported_sampling
+from torpor.vllm.values import are_plain, copied, sampling_from_value, sampling_to_value, unsupported_sampling
 
 _STATUS = {RequestStatus.WAITING: "waiting", RequestStatus.RUNNING: "running", RequestStatus.PREEMPTED: "preempted"}
 _STATUS_BACK = {text: status for status, text in _STATUS.items()}
@@ -36,7 +36,7 @@ _ENGINE_FIELDS = (
 # … that follow from others or are made anew, …
 _DERIVED_FIELDS = {
     "_all_token_ids", "output_token_ids", "all_token_ids", "num_prompt_tokens", "_block_hasher", "events",
-    "prefill_stats", "_prompt_embeds_per_block_hashes",
+    "prefill_stats", "_prompt_embeds_per_block_hashes", kept.ATTRIBUTE,
 }  # fmt: skip
 # … and that must have this value, or no checkpoint can hold the request.
 _EMPTY_FIELDS = {
@@ -140,7 +140,7 @@ def request_to_value(request: Request) -> dict:
         "priority": request.priority,
         "arrival_time": request.arrival_time,
         "status": _STATUS.get(request.status, "waiting"),
-        "prompt_token_ids": array("i", token_ids(request)),
+        "prompt_token_ids": kept.prompt(request, "i"),
         "output_token_ids": array("i", request._output_token_ids),
         "num_computed_tokens": request.num_computed_tokens,
         "num_preemptions": request.num_preemptions,
@@ -149,8 +149,8 @@ def request_to_value(request: Request) -> dict:
         "block_hash_bytes": len(hashes[0]) if hashes else 0,
         "cache_salt": request.cache_salt,
         "stop_reason": request.stop_reason,
-        "sampling": sampling_to_value(request.sampling_params),
-        "engine": {name: getattr(request, name) for name in _ENGINE_FIELDS if hasattr(request, name)}
+        "sampling": kept.sampling(request),
+        "engine": {name: copied(getattr(request, name)) for name in _ENGINE_FIELDS if hasattr(request, name)}
         | {
             "prefill_counted": request.prefill_stats is None,
             "structured": None if bound else grammar.to_value(request, request.status is _COMPILING),
@@ -331,7 +331,7 @@ def scheduler_to_value(scheduler: Scheduler) -> dict:
             "prev_step_scheduled": sorted(scheduler.prev_step_scheduled_req_ids),
             "reset_preempted": sorted(scheduler.reset_preempted_req_ids),
             "inflight_prefills": [request.request_id for request in scheduler._inflight_prefills],
-            "spec_token_placeholders": getattr(scheduler, "_spec_token_placeholders", None),
+            "spec_token_placeholders": copied(getattr(scheduler, "_spec_token_placeholders", None)),
             "deferred": sorted(request.request_id for request in scheduler.deferred_waiting),
         },
     }

@@ -106,6 +106,11 @@ def _options_to_value(options: dict) -> str | bytes | None:
         return None
 
 
+def copied(item):
+    """What the engine may change: a state is read when it has gone on."""
+    return list(item) if isinstance(item, list) else item
+
+
 def are_plain(options: dict | None) -> bool:
     """Whether JSON brings them back as they are."""
     try:

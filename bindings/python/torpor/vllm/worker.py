@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 
 from torpor import _core
-from torpor.vllm import adapters, device, kv_layout, pooling
+from torpor.vllm import adapters, device, kept, kv_layout, pooling
 from torpor.vllm.inputs import Inputs
 from torpor.vllm.memory import WorkerMemory
 from torpor.vllm.options import Options
@@ -116,12 +116,14 @@ def torpor_describe(self) -> dict:
     }
 
 
-def torpor_capture(self, sampling: dict[str, dict]) -> dict:
+def torpor_capture(self, sampling: dict[str, dict], anew: bool = False) -> dict:
     """The batch, generators and requests of this worker, as values.
 
     `sampling`: the parameters of each unfinished request, by id, as values; None for one that begins again.
+    `anew`: without what was kept of requests.
     """
-    state = {"rank": self.rank} | _runner(self).capture(self.model_runner, sampling)
+    with kept.made_anew(anew):
+        state = {"rank": self.rank} | _runner(self).capture(self.model_runner, sampling)
     if (layout := self.torpor_memory.weights_layout) is not None:
         state["engine"]["weights"] = layout
     state["engine"]["adapters"] = adapters.loaded(self.model_runner)

@@ -94,6 +94,15 @@ ENGINE = (
         ),
     ),
     Module(
+        "vllm.v1.executor.abstract",
+        classes=(
+            Class(
+                "Executor",
+                calls={"collective_rpc": "self, method, timeout=None, args=(), kwargs=None, non_block=False"},
+            ),
+        ),
+    ),
+    Module(
         "vllm.v1.engine.core",
         classes=(
             Class(
