@@ -49,7 +49,10 @@ class File {
   }  // how bytes go: "io_uring, direct", "io_uring", "direct", "plain"
 };
 
-enum class FileIo : uint8_t { kFastest, kPlain };
+// kFastest: with direct I/O and io_uring where the system allows them. Direct: addresses, offsets and lengths must be
+// multiples of 4096; the owner keeps to that in any case. kCached: the same, but pread_all() takes from the page cache
+// what lies there: for who wants the bytes, not to know what is on the disk.
+enum class FileIo : uint8_t { kFastest, kCached, kPlain };
 
 enum class EntryKind : uint8_t { kFile, kDirectory, kOther };
 struct Entry {
@@ -61,8 +64,6 @@ class Directory {
  public:
   virtual ~Directory() = default;
   virtual const std::string& path() const = 0;
-  // `wish` kFastest: with direct I/O and io_uring where the system allows them. Direct: addresses, offsets and lengths
-  // must be multiples of 4096; the owner keeps to that in any case.
   virtual Result<std::unique_ptr<File>> create_file(std::string_view name,
                                                     FileIo wish = FileIo::kPlain) = 0;  // must not exist yet
   virtual Result<std::unique_ptr<File>> open_file(std::string_view name,

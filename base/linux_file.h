@@ -1,8 +1,9 @@
 // Files of Linux as File: descriptors that are never those of standard streams and never follow a link, plain files,
-// and files for large transfers with direct I/O and io_uring. Owner: linux_file_system.cpp, which says what may be
-// opened.
+// and files for large transfers with direct I/O and io_uring, which may read from the page cache what lies there.
+// Owner: linux_file_system.cpp, which says what may be opened.
 #pragma once
 
+#include <algorithm>
 #include <cerrno>
 #include <memory>
 #include <string>
@@ -11,13 +12,16 @@
 
 #include <fcntl.h>
 #include <linux/openat2.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <fmt/format.h>
 
 #include "base/file_system.h"
+#include "base/units.h"
 #include "base/uring_queue.h"
 
 namespace torpor {
@@ -145,14 +149,54 @@ class LinuxFile : public File {
   std::string name_;
 };
 
-// A file for large transfers: perhaps with direct I/O, perhaps through io_uring.
+// What of a file lies in the page cache, as after it was written through it. Thread-safe.
+class CachedPages {
+ public:
+  // `fd`: the file, without direct I/O. Null where the system does not say what lies there.
+  static std::unique_ptr<CachedPages> of(Descriptor fd) {
+    struct stat info {};
+    if (::fstat(fd.get(), &info) != 0 || info.st_size == 0) return nullptr;
+    if (info.st_uid != ::geteuid() && ::geteuid() != 0) return nullptr;  // of others' files mincore() says yes to all
+    const auto bytes = static_cast<uint64_t>(info.st_size);
+    void* const memory = ::mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd.get(), 0);
+    if (memory == MAP_FAILED) return nullptr;
+    return std::unique_ptr<CachedPages>(new CachedPages(std::move(fd), static_cast<std::byte*>(memory), bytes));
+  }
+  ~CachedPages() { ::munmap(memory_, bytes_); }
+  CachedPages(const CachedPages&) = delete;
+  CachedPages& operator=(const CachedPages&) = delete;
+
+  // Reads as much from `offset` on, a multiple of a page, as lies there without a gap: whole pages, or all.
+  size_t read(std::span<std::byte> bytes, uint64_t offset) const {
+    // RWF_NOWAIT alone would have the kernel read ahead from the disk where nothing lies there.
+    unsigned char first = 0;
+    if (offset >= bytes_ || ::mincore(memory_ + offset, 1, &first) != 0 || (first & 1) == 0) return 0;
+    const iovec room{bytes.data(), bytes.size()};
+    const ssize_t got = ::preadv2(fd_.get(), &room, 1, static_cast<off_t>(offset), RWF_NOWAIT);
+    if (got <= 0) return 0;
+    const auto some = static_cast<size_t>(got);
+    return some == bytes.size() ? some : some / kPage * kPage;
+  }
+
+ private:
+  CachedPages(Descriptor fd, std::byte* memory, uint64_t bytes) : fd_(std::move(fd)), memory_(memory), bytes_(bytes) {}
+  const Descriptor fd_;
+  std::byte* const memory_;  // never touched: it is where mincore() is asked
+  const uint64_t bytes_;
+};
+
+// A file for large transfers: perhaps with direct I/O, perhaps through io_uring, perhaps with what is cached.
 class FastFile final : public LinuxFile {
  public:
-  FastFile(Descriptor fd, std::string name, bool direct, std::unique_ptr<UringQueue> queue)
-      : LinuxFile(std::move(fd), std::move(name)), direct_(direct), queue_(std::move(queue)) {}
+  FastFile(Descriptor fd, std::string name, bool direct, std::unique_ptr<UringQueue> queue,
+           std::unique_ptr<CachedPages> pages)
+      : LinuxFile(std::move(fd), std::move(name)),
+        direct_(direct),
+        queue_(std::move(queue)),
+        pages_(std::move(pages)) {}
 
   void pread_all(std::span<FilePart> parts) const override {
-    if (queue_ == nullptr) return File::pread_all(parts);
+    if (queue_ == nullptr && pages_ == nullptr) return File::pread_all(parts);
     run(parts, false, [this](std::span<std::byte> rest, uint64_t offset) { return pread(rest, offset); });
   }
   void pwrite_all(std::span<FilePart> parts) override {
@@ -165,8 +209,8 @@ class FastFile final : public LinuxFile {
   }
 
  private:
-  // Large parts go as several operations at once. What came back short, or was interrupted, is finished by plain calls,
-  // which also have the words for an error.
+  // Large parts go as several operations at once, without what was cached. What came back short, or was interrupted, is
+  // finished by plain calls, which also have the words for an error.
   template <class Finish>
   void run(std::span<FilePart> parts, bool write, Finish finish) const {
     std::vector<FilePart> pieces;
@@ -174,13 +218,15 @@ class FastFile final : public LinuxFile {
     for (FilePart& part : parts) {
       part.status = ok();
       for (uint64_t at = 0; at < part.bytes.size(); at += kUringPiece) {
-        pieces.push_back(
-            {part.offset + at, part.bytes.subspan(at, std::min<uint64_t>(kUringPiece, part.bytes.size() - at)), ok()});
+        const auto piece = part.bytes.subspan(at, std::min<uint64_t>(kUringPiece, part.bytes.size() - at));
+        const size_t cached = write || pages_ == nullptr ? 0 : pages_->read(piece, part.offset + at);
+        if (cached == piece.size()) continue;
+        pieces.push_back({part.offset + at + cached, piece.subspan(cached), ok()});
         owner.push_back(&part);
       }
     }
-    std::vector<int32_t> results(pieces.size());
-    queue_->run(descriptor(), write, pieces, results);
+    std::vector<int32_t> results(pieces.size(), -EAGAIN);
+    if (queue_ != nullptr) queue_->run(descriptor(), write, pieces, results);
     for (size_t i = 0; i < pieces.size(); ++i) {
       const FilePart& piece = pieces[i];
       Status& status = owner[i]->status;
@@ -195,6 +241,7 @@ class FastFile final : public LinuxFile {
   }
   const bool direct_;
   const std::unique_ptr<UringQueue> queue_;
+  const std::unique_ptr<CachedPages> pages_;
 };
 
 }  // namespace torpor

@@ -216,15 +216,27 @@ class LinuxDirectory final : public Directory {
     Result<Descriptor> fd = open_beneath(fd_.get(), std::string(name), flags, mode, doing);
     if (!fd) return fd.error();
     TORPOR_TRY(check_regular(fd->get(), full));
-    const bool direct = wish == FileIo::kFastest && ::fcntl(fd->get(), F_SETFL, O_DIRECT) == 0;
+    const bool direct = wish != FileIo::kPlain && ::fcntl(fd->get(), F_SETFL, O_DIRECT) == 0;
     // Without O_NONBLOCK from here on, which kept a FIFO from blocking the open: io_uring would refuse to wait for the
     // disk.
     if ((flags & O_NONBLOCK) && !direct && ::fcntl(fd->get(), F_SETFL, 0) != 0) return system_error(errno, doing);
     if ((flags & O_CREAT) && ::fchmod(fd->get(), kFileMode) != 0)
       return system_error(errno, fmt::format("cannot set the permissions of {}", full));
     if (wish == FileIo::kPlain) return std::unique_ptr<File>(std::make_unique<LinuxFile>(std::move(*fd), full));
+    std::unique_ptr<CachedPages> pages;
+    if (wish == FileIo::kCached && direct) pages = cached_pages(name, fd->get());
     return std::unique_ptr<File>(
-        std::make_unique<FastFile>(std::move(*fd), full, direct, UringQueue::create(kUringDepth)));
+        std::make_unique<FastFile>(std::move(*fd), full, direct, UringQueue::create(kUringDepth), std::move(pages)));
+  }
+
+  // Of the file that `opened` is. A descriptor of its own: direct I/O is a matter of all copies of one.
+  std::unique_ptr<CachedPages> cached_pages(std::string_view name, int opened) const {
+    Result<Descriptor> again = open_beneath(fd_.get(), std::string(name), O_RDONLY | O_NONBLOCK, 0, "");
+    struct stat one {};
+    struct stat other {};
+    const bool same = again && ::fstat(opened, &one) == 0 && ::fstat(again->get(), &other) == 0 &&
+                      one.st_dev == other.st_dev && one.st_ino == other.st_ino;
+    return same ? CachedPages::of(std::move(*again)) : nullptr;
   }
 
   static Status check_regular(int fd, const std::string& full) {

@@ -28,7 +28,7 @@ struct Checkpoint::Impl {
   std::shared_ptr<const Key> key;
   OpenedManifest opened;
 
-  Result<OpenChunkFile> open(const LinkedFile& wanted) const;
+  Result<OpenChunkFile> open(const LinkedFile& wanted, FileIo io) const;
   Result<Section> read(const File& file, const SectionInfo& info) const;
 };
 
@@ -40,7 +40,7 @@ Checkpoint::~Checkpoint() = default;
 const std::string& Checkpoint::path() const { return impl_->directory->path(); }
 const Manifest& Checkpoint::manifest() const { return impl_->opened.manifest; }
 
-Result<OpenChunkFile> Checkpoint::Impl::open(const LinkedFile& wanted) const {
+Result<OpenChunkFile> Checkpoint::Impl::open(const LinkedFile& wanted, FileIo io) const {
   const Manifest& manifest = opened.manifest;
   OpenChunkFile file{.seal = opened.seal};
   if (opened.seal != nullptr && wanted.id != manifest.id)
@@ -48,7 +48,7 @@ Result<OpenChunkFile> Checkpoint::Impl::open(const LinkedFile& wanted) const {
   if (manifest.format_version == kOldestFormatVersion) {
     TORPOR_ASSIGN(file.file, format_v2::open_file(file_system, *directory, wanted, key.get()));
   } else {
-    TORPOR_ASSIGN(file.file, directory->open_file(wanted.name, FileIo::kFastest));
+    TORPOR_ASSIGN(file.file, directory->open_file(wanted.name, io));
   }
   TORPOR_ASSIGN(const uint64_t size, file.file->size());
   if (size != wanted.bytes)
@@ -70,10 +70,10 @@ Result<RankRefs> Checkpoint::refs(const RankSummary& rank) const {
 }
 
 Result<std::unique_ptr<DiskTier>> Checkpoint::open_rank(const RankSummary& rank,
-                                                        std::shared_ptr<ProgressMeter> progress) const {
+                                                        std::shared_ptr<ProgressMeter> progress, FileIo io) const {
   std::vector<OpenChunkFile> files;
   for (const LinkedFile& wanted : rank.files) {
-    TORPOR_ASSIGN(OpenChunkFile opened, impl_->open(wanted));
+    TORPOR_ASSIGN(OpenChunkFile opened, impl_->open(wanted, io));
     files.push_back(std::move(opened));
   }
   return DiskTier::open(std::move(files), rank.rank, std::move(progress));

@@ -27,9 +27,11 @@ class Checkpoint {
   // What `rank`, one of the manifest's, has where. kCorruption names its refs file.
   Result<RankRefs> refs(const RankSummary& rank) const;
   // For reading its records: opens all of its files. kCorruption when one is missing, has another size or, in version
-  // 2, is of another checkpoint.
+  // 2, is of another checkpoint. `io` kFastest: from the disk, which is what is to be looked at; kCached: what was
+  // written lately, as by a pull, comes from memory.
   Result<std::unique_ptr<DiskTier>> open_rank(const RankSummary& rank,
-                                              std::shared_ptr<ProgressMeter> progress = nullptr) const;
+                                              std::shared_ptr<ProgressMeter> progress = nullptr,
+                                              FileIo io = FileIo::kFastest) const;
 
   struct Impl;
   explicit Checkpoint(std::unique_ptr<Impl> impl);

@@ -249,7 +249,7 @@ Status RegionImages::restore_image(Image& image, OnTheWay& regions) {
 Result<std::unique_ptr<DiskTier>> RegionImages::open_image(const Image& image) const {
   TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(parts_.file_system, image.directory, parts_.key));
   TORPOR_ASSIGN(const RankSummary* const own, own_summary(checkpoint));
-  return checkpoint.open_rank(*own);
+  return checkpoint.open_rank(*own, nullptr, FileIo::kCached);
 }
 
 Result<orders::Restore::Reply> RegionImages::restore(const orders::Restore& order) {
@@ -295,7 +295,7 @@ Result<orders::LoadBlocks::Reply> RegionImages::load_blocks(const orders::LoadBl
   std::copy_if(refs.records.begin(), refs.records.end(), std::back_inserter(blocks), [this](const SavedChunk& chunk) {
     return chunk.key.kind == ChunkKind::kKvBlock && chunk.key.tag == kv_tag_;
   });
-  TORPOR_ASSIGN(std::unique_ptr<DiskTier> tier, checkpoint.open_rank(*own));
+  TORPOR_ASSIGN(std::unique_ptr<DiskTier> tier, checkpoint.open_rank(*own, nullptr, FileIo::kCached));
   orders::LoadBlocks::Reply reply{.bytes = bytes_of(blocks)};
   TORPOR_TRY(load_all_but_late(blocks, order.late, std::move(tier), reply));
   stored_.note_loaded(order.id, blocks);

@@ -66,7 +66,7 @@ Result<LoadedTag> RegionImages::load_tag(const StoredTag& stored) {
                  .what = fmt::format("{} has no {}: it was written without", checkpoint.path(), tag),
                  .next_step = kLoadItsFiles};
   }
-  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, checkpoint.open_rank(*own));
+  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, checkpoint.open_rank(*own, nullptr, FileIo::kCached));
   TORPOR_TRY(fill_tag(tag, chunks, *tier));
   LoadedTag loaded{.digest = combined_digest(chunks)};
   for (const SavedChunk& chunk : chunks) loaded.bytes += chunk.bytes;

@@ -11,7 +11,7 @@
 namespace torpor::remote {
 namespace {
 
-constexpr uint64_t kRoom = 8 * kMiB;                                // or one block, where that is more
+constexpr uint64_t kBatch = 8 * kMiB;  // of blocks, as many as a lane gives at once; or one, where that is more
 constexpr int64_t kUnproven = std::numeric_limits<int64_t>::min();  // put was answered with 0, and it is not there
 
 BlockStoreOptions block_options(const MooncakeStoreOptions& options) {
@@ -23,6 +23,11 @@ BlockStoreOptions block_options(const MooncakeStoreOptions& options) {
           .encrypt = options.encrypt,
           .compression = options.compression,
           .io = options.io};
+}
+
+uint64_t room_for(uint64_t record_bytes) {
+  const uint64_t frames = std::min(kMiB, (kBatch / record_bytes + 1) * kFrameBytes);
+  return std::max(kBatch + frames, kFrameBytes + compressed_bound(record_bytes));
 }
 
 Error strange(size_t asked, size_t answers) {
@@ -75,7 +80,7 @@ struct LentDesk {
 MooncakeStore::MooncakeStore(const MooncakeStoreOptions& options, MooncakeConnect connect, const Clock& clock)
     : BlockStore(block_options(options), clock),
       timeout_(options.timeout),
-      room_bytes_(std::max(kRoom, kFrameBytes + compressed_bound(options.record_bytes))),
+      room_bytes_(room_for(options.record_bytes)),
       breaker_(clock, options.breaker),
       calls_(std::move(connect), options.threads, room_bytes_, options.timeout) {}
 

@@ -57,6 +57,7 @@ void RespConnection::queue_set_new(std::string_view key, std::span<const std::by
 }
 
 Status RespConnection::flush(Deadline until) {
+  if (pieces_.empty()) return ok();
   sent_.clear();
   size_t at = 0;
   for (const Piece& piece : pieces_) {

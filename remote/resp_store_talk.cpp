@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "base/log.h"
+#include "base/units.h"
 #include "remote/resp_store.h"
 
 namespace torpor::remote {
@@ -14,6 +15,7 @@ namespace {
 constexpr double kFirstPauseSeconds = 0.02;
 constexpr int kMostMoves = 5;
 constexpr size_t kMostShares = 4;  // of a call's time: one that hangs takes a share from those who come after it
+constexpr uint64_t kAskedAhead = 4 * kMiB;  // of blocks, but never less than two: one comes, one is made ready
 
 Error strange(const char* to) {
   return {.code = Code::kCorruption,
@@ -114,12 +116,17 @@ Status RespStore::talk(const std::string& node, std::span<Item* const> items, Ve
     TORPOR_TRY(put_to(*connection, node, items, until));
   } else {
     const std::string_view command = verb == Verb::kGet ? "GET" : verb == Verb::kFind ? "EXISTS" : "UNLINK";
-    for (const Item* const item : items) {
-      if (item->asking) connection->queue({"ASKING"});
-      connection->queue({command, item->key});
+    // A server answers all that it has read of a connection in its memory before it sends the first answer.
+    const size_t ahead = verb == Verb::kGet ? std::max<size_t>(2, kAskedAhead / traits().record_bytes) : items.size();
+    for (size_t at = 0, asked = 0; at < items.size(); ++at) {
+      const size_t until_here = asked - at > ahead / 2 ? asked : std::min(items.size(), at + ahead);
+      for (; asked < until_here; ++asked) {
+        if (items[asked]->asking) connection->queue({"ASKING"});
+        connection->queue({command, items[asked]->key});
+      }
+      TORPOR_TRY(connection->flush(until));
+      TORPOR_TRY(receive(*connection, node, *items[at], verb, until));
     }
-    TORPOR_TRY(connection->flush(until));
-    for (Item* const item : items) TORPOR_TRY(receive(*connection, node, *item, verb, until));
   }
   nodes_.give(node, std::move(connection));
   return ok();

@@ -14,6 +14,8 @@
 #include <unistd.h>
 
 #include "base/file_system.h"
+#include "base/units.h"
+#include "tests/support/disk_reads.h"
 #include "tests/support/results.h"
 #include "tests/support/temporary_directory.h"
 
@@ -193,6 +195,45 @@ TEST_F(LinuxFileSystem, SlotsAreWrittenAndReadManyAtOnce) {
     EXPECT_FAILS(parts[3].status, Code::kCorruption, "ends too early");
     EXPECT_SUCCEEDS(parts[4].status);
   }
+}
+
+// What is cached comes from there, the rest from the disk, once; who wishes for the disk gets it.
+TEST_F(LinuxFileSystem, WhatIsCachedIsNotReadFromTheDiskUnlessThatIsWished) {
+  constexpr size_t kSize = 4 * kMiB;
+  const auto directory = open();
+  const std::unique_ptr<std::byte, void (*)(void*)> memory(static_cast<std::byte*>(std::aligned_alloc(kPage, kSize)),
+                                                           std::free);
+  const std::span<std::byte> room(memory.get(), kSize);
+  std::vector<std::byte> content(kSize);
+  for (size_t i = 0; i < kSize; ++i) content[i] = static_cast<std::byte>(i * 31 + i / kPage * 7);
+  const auto written = value_of(directory->create_file("file"));
+  constexpr size_t kWrite = 64 * kKiB;  // what the kernel keeps, and forgets, at once is not larger
+  for (size_t at = 0; at < kSize; at += kWrite)
+    ASSERT_SUCCEEDS(written->pwrite(std::span(content).subspan(at, kWrite), at));
+  ASSERT_SUCCEEDS(written->sync());
+  // In two parts, in an order of their own. What it had from the disk.
+  const auto read = [&](FileIo wish) {
+    std::fill(room.begin(), room.end(), std::byte{});
+    const auto file = value_of(directory->open_file("file", wish));
+    std::vector<FilePart> parts = {{kSize / 4, room.subspan(kSize / 4), ok()}, {0, room.first(kSize / 4), ok()}};
+    const uint64_t before = test::read_from_disk();
+    file->pread_all(parts);
+    const uint64_t from_disk = test::read_from_disk() - before;
+    for (const FilePart& part : parts) EXPECT_SUCCEEDS(part.status);
+    EXPECT_TRUE(std::equal(room.begin(), room.end(), content.begin()));
+    return from_disk;
+  };
+  const bool direct = value_of(directory->open_file("file", FileIo::kFastest))->io().ends_with("direct");
+  EXPECT_EQ(read(FileIo::kFastest), direct ? kSize : 0);
+  EXPECT_EQ(read(FileIo::kCached), 0);
+  ASSERT_TRUE(test::forget_cached(temporary_ / "file", 5 * kMiB / 2,
+                                  kMiB / 4));  // the middle of a piece: its first half is cached
+  const uint64_t gap = read(FileIo::kCached);
+  EXPECT_EQ(gap > 0, direct);
+  EXPECT_LT(gap, kMiB);
+  ASSERT_TRUE(test::forget_cached(temporary_ / "file"));
+  EXPECT_EQ(read(FileIo::kCached), direct ? kSize : 0);  // nothing is read ahead
+  EXPECT_EQ(read(FileIo::kCached), direct ? kSize : 0);  // and nothing is cached by it
 }
 
 // A file system without direct I/O refuses it after it has made the file; meanwhile another process puts its own there.

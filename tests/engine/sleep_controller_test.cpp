@@ -3,7 +3,11 @@
 
 #include <thread>
 
+#include <boost/filesystem.hpp>
+
+#include "base/units.h"
 #include "tests/engine/sleep_controller_scene.h"
+#include "tests/support/disk_reads.h"
 
 namespace torpor {
 namespace {
@@ -66,6 +70,38 @@ TEST_P(SleepControllerTest, ANewEngineGoesOnFromTheCheckpoint) {
     woken.engine.set_tokens(delivered);
     EXPECT_EQ(finish(woken.engine), expected());
     EXPECT_EQ(woken.engine.recomputed(), 0);
+  }
+}
+
+// As after a pull, which has just written it.
+TEST_P(SleepControllerTest, AWakeReadsFromTheDiskOnlyWhatIsNotCached) {
+  for (const bool cached : {true, false}) {
+    SCOPED_TRACE(cached);
+    TestEngine::Tokens delivered;
+    std::string path;
+    {
+      SleepingEngine slept = make();
+      add_example_requests(slept.engine);
+      for (int i = 0; i < 12; ++i) slept.engine.step();
+      path = value_of(slept.controller.sleep(preserving(true))).checkpoint;
+      delivered = slept.engine.tokens();
+    }
+    bool direct = false;
+    for (const boost::filesystem::directory_entry& file : boost::filesystem::directory_iterator(path)) {
+      const auto directory = value_of(linux_file_system().open_directory(path, false));
+      const auto opened = value_of(directory->open_file(file.path().filename().string(), FileIo::kFastest));
+      direct = opened->io().ends_with("direct");
+      ASSERT_TRUE(forget_cached(file.path().string()));
+      if (cached) make_cached(file.path().string());
+    }
+    SleepingEngine woken = make();
+    const uint64_t before = read_from_disk();
+    ASSERT_SUCCEEDS(woken.controller.wake_up({.from_checkpoint = path}));
+    const uint64_t read = read_from_disk() - before;
+    const uint64_t blocks = 10 * kPage;  // there are more of them, each on a page
+    EXPECT_EQ(read > blocks, direct && !cached) << read;
+    woken.engine.set_tokens(delivered);
+    EXPECT_EQ(finish(woken.engine), expected());
   }
 }
 

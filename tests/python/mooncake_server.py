@@ -36,7 +36,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 class MooncakeServer:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, node_bytes: int = NODE_BYTES) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._running = folder, []
         self.port, metrics, self._node_port, service = _free_ports(4)
@@ -49,7 +49,7 @@ class MooncakeServer:
         self._began(
             "mooncake_client", f"-host=127.0.0.1:{self._node_port}", f"-port={service}",
             f"-master_server_address=127.0.0.1:{self.port}", "-metadata_server=P2PHANDSHAKE", "-protocol=tcp",
-            f"-global_segment_size={NODE_BYTES}",
+            f"-global_segment_size={node_bytes}",
         )  # fmt: skip
         self._wait_for(service)
 

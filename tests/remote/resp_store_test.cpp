@@ -285,9 +285,34 @@ TEST_F(RespStoreTest, InAClusterEachBlockIsWhereItsNodeSays) {
     return words[0] == "GET" && words[1].back() % 2 != 0 ? fmt::format("-ASK 1 {}\r\n", second.address())
                                                          : std::string();
   });
-  const auto fresh = make();
-  fresh->get(parts);
+  for (const uint64_t record_bytes : {kContractRecord, 4 * kMiB}) {  // of large ones few are asked for at once
+    RespStoreOptions options = options_for(peer_.url());
+    options.record_bytes = record_bytes;
+    make(options)->get(parts);
+    for (const StorePart& part : parts) EXPECT_SUCCEEDS(part.status);
+  }
+}
+
+// It would make all the answers in its memory before it sends the first one.
+TEST_F(RespStoreTest, AServerIsAskedForFewLargeBlocksAtOnce) {
+  constexpr size_t kBlocks = 9;
+  RespStoreOptions options = options_for(peer_.url());
+  options.record_bytes = 2 * kMiB;
+  options.attempts = 1;
+  options.timeout = 300ms;
+  std::vector<std::vector<std::byte>> bytes;
+  std::vector<StorePart> parts;
+  for (uint64_t seed = 0; seed < kBlocks; ++seed) bytes.push_back(some_bytes(seed, kContractRecord));
+  for (uint64_t seed = 0; seed < kBlocks; ++seed) parts.push_back(part_of(static_cast<Slot>(seed), seed, bytes[seed]));
+  const auto store = make();
+  store->put(parts);
+  store->get(parts);
   for (const StorePart& part : parts) EXPECT_SUCCEEDS(part.status);
+  EXPECT_EQ(peer_.asked("GET"), kBlocks);
+  peer_.script([](const RespPeer::Words& words) { return words[0] == "GET" ? RespPeer::kStall : std::string(); });
+  make(options)->get(parts);
+  for (const StorePart& part : parts) EXPECT_FAILS(part.status, Code::kTimeout);
+  EXPECT_EQ(peer_.asked("GET"), kBlocks + 2);
 }
 
 TEST_F(RespStoreTest, NodesThatSendInCirclesAreLeft) {

@@ -1,6 +1,7 @@
 """KV blocks of 2 MiB to a Redis server and back, over loopback, beside redis-benchmark, its own benchmark, with
 as many connections. Interleaved, medians of the rounds after one that only warms. Server and client share the cores.
-With --engines (`remote_engines.py`) what that does for engines."""
+With --mooncake (`remote_mooncake.py`) the same with a Mooncake store, with --engines (`remote_engines.py`) what it
+does for engines."""
 
 from __future__ import annotations
 
@@ -32,20 +33,25 @@ def ours(server: RedisServer, threads: int, blocks: int) -> dict[str, float]:
 
 
 def its_own(server: RedisServer, threads: int, blocks: int) -> dict[str, float]:
-    """GB/s from requests a second; each SET has a key of its own, as far as chance goes."""
-    words = ["-p", server.port, "-d", BYTES, "-n", blocks, "-c", threads, "-r", 1_000_000, "--csv", "-t"]
-    found = {}
-    for verb, command in zip(VERBS, ("set", "get"), strict=True):
-        random = words if verb == "put" else [word for word in words if word not in ("-r", 1_000_000)]
-        if verb == "get":
-            subprocess.run(["redis-cli", "-p", str(server.port), "-x", "SET", "key:__rand_int__"], input=bytes(BYTES),
-                           capture_output=True, check=True)  # fmt: skip
-        done = subprocess.run(
-            ["redis-benchmark", *map(str, random), command], capture_output=True, check=True, text=True
-        )
-        row = next(row for row in csv.reader(done.stdout.splitlines()) if row[0] == command.upper())
-        found[verb] = float(row[1]) * BYTES / 1e9
+    """GB/s from requests a second; each SET has a key of its own, as far as chance goes. GET of random ones of as many
+    blocks as ours has ("get"), and of one and the same, which stays in the processor's cache ("get of one")."""
+    keys = [f"key:{number:012}" for number in range(blocks)]
+    words = ["-p", server.port, "-d", BYTES, "-n", blocks, "-c", threads, "--csv", "-t"]
+    found = {"put": benchmarked([*words, "set", "-r", 1_000_000])}
+    server.ask("FLUSHALL")
+    for key in keys:
+        subprocess.run(["redis-cli", "-p", str(server.port), "-x", "SET", key], input=bytes(BYTES), check=True,
+                       capture_output=True)  # fmt: skip
+    found["get"] = benchmarked([*words, "get", "-r", blocks])
+    server.ask("RENAME", keys[0], "key:__rand_int__")
+    found["get of one"] = benchmarked([*words, "get"])
     return found
+
+
+def benchmarked(words: list) -> float:
+    done = subprocess.run(["redis-benchmark", *map(str, words)], capture_output=True, check=True, text=True)
+    row = list(csv.reader(done.stdout.splitlines()))[-1]
+    return float(row[1]) * BYTES / 1e9
 
 
 def blocks_there_and_back(rounds: int, blocks: int) -> dict:
@@ -58,19 +64,21 @@ def blocks_there_and_back(rounds: int, blocks: int) -> dict:
                     with RedisServer(Path(folder), memory="1gb") as server:
                         seen[name].append(contestant(server, threads, blocks))
             medians = {
-                name: {verb: statistics.median(each[verb] for each in runs[1:]) for verb in VERBS}
+                name: {verb: statistics.median(each[verb] for each in runs[1:]) for verb in runs[0]}
                 for name, runs in seen.items()
             }
-            ratios = {verb: medians["torpor"][verb] / medians["redis-benchmark"][verb] for verb in VERBS}
+            mine, its = medians["torpor"], medians["redis-benchmark"]
+            ratios = {verb: mine[verb.removesuffix(" of one")] / its[verb] for verb in its}
             result[f"{threads} connections"] = medians | {"ratio": ratios}
     return result
 
 
 def show_blocks(result: dict) -> None:
     for name, row in result.items():
-        for verb in VERBS:
-            print(f"{name:<16}{verb}  torpor {row['torpor'][verb]:.2f} GB/s, redis-benchmark "
-                  f"{row['redis-benchmark'][verb]:.2f} GB/s: {row['ratio'][verb]:.2f}")  # fmt: skip
+        for verb, its in row["redis-benchmark"].items():
+            mine = row["torpor"][verb.removesuffix(" of one")]
+            print(f"{name:<16}{verb:<11} torpor {mine:.2f} GB/s, redis-benchmark {its:.2f} GB/s: "
+                  f"{row['ratio'][verb]:.2f}")  # fmt: skip
 
 
 def main() -> int:
@@ -78,8 +86,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--blocks", type=int, default=96)
     parser.add_argument("--engines", action="store_true", help="real engines: steps, first tokens, a pushed checkpoint")
-    parser.add_argument("--lengths", default="512,1024,2048,4096,7936", help="of prompts, in tokens; of --engines")
+    parser.add_argument("--lengths", default="512,2048,7936,16000,32000", help="of prompts, in tokens; of --engines")
     parser.add_argument("--only", choices=("steps", "first_token", "wake"), help="one part of --engines")
+    parser.add_argument("--mooncake", action="store_true", help="a Mooncake store instead, beside its own client")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.engines:
@@ -94,6 +103,10 @@ def main() -> int:
             }
             result = {name: part() for name, part in parts.items() if options.only in (None, name)}
         show = remote_engines.show
+    elif options.mooncake:
+        import remote_mooncake
+
+        result, show = remote_mooncake.measure(options.rounds, options.blocks), remote_mooncake.show
     else:
         result, show = blocks_there_and_back(options.rounds, options.blocks), show_blocks
     if options.json:
