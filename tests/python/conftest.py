@@ -28,6 +28,8 @@ ENGINE = {
 }  # fmt: skip
 
 
+LONG = os.environ.get("TORPOR_PROOF") == "long"  # tools/dev proof: tests with the mark "longer" do more then
+
 # The mark of what runs there in tools/dev proof only; on the CPU in each run.
 LONG_ON_RIG = [pytest.mark.long] if rig.active() else []
 
@@ -45,6 +47,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: more than a few seconds for itself")
     config.addinivalue_line("markers", "rig: for vLLM's GPU path too (tests/rig); the others are, in tools/dev proof")
     config.addinivalue_line("markers", "long: only in tools/dev proof")
+    config.addinivalue_line("markers", "longer: more of it in tools/dev proof")
     config.addinivalue_line("markers", "core: with the older vLLM too")
     config.addinivalue_line("markers", "feature(row, *ways): makes the table of features in docs/vllm.md")
 

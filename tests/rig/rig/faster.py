@@ -121,9 +121,7 @@ def _combine_types_once(semantic, core) -> None:
             same = left.is_block() == right.is_block()
         return (lhs, rhs) if same else broadcast(self, lhs, rhs)
 
-    def check_others(
-        self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False
-    ):
+    def check_others(self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
         if type(lhs) is core.tensor is type(rhs) and lhs.dtype is rhs.dtype:
             if not div_or_mod and not lhs.dtype.is_ptr():
                 return self.broadcast_impl_value(lhs, rhs)
