@@ -16,8 +16,7 @@ from unittest import mock
 import pytest
 import rig
 import vllm
-from conftest import ENGINE, long_on_rig, result_of, without_weights
-from conftest import LONG as LONG_PROOF
+from conftest import ENGINE, IN_PROOF, long_on_rig, result_of, without_weights
 from inspector import look
 from requests_of_tests import REQUESTS, add_requests, final, run
 
@@ -73,7 +72,7 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
     names = [
         name for name in REQUESTS if name not in ("unseeded", "bias", "prefix-b")
     ]  # their draws depend on the timing of arrivals
-    with contextlib.nullcontext() if LONG_PROOF and ranks == 1 else zygote.spawning():
+    with contextlib.nullcontext() if IN_PROOF and ranks == 1 else zygote.spawning():
         llm = start(tiny_model, tmp_path, tensor_parallel_size=ranks)
     try:
         add_requests(llm.llm_engine, names, LONG)

@@ -6,7 +6,7 @@ import time
 
 import httpx
 import pytest
-from conftest import LONG
+from conftest import IN_PROOF
 from servers import ALICE, BOB, Client, Reading, make_server, sampling
 from serving import ADMIN_KEY
 from trace_collector import Collector, attributes
@@ -285,7 +285,7 @@ def test_a_slow_reader_and_one_that_comes_late_get_every_token(server):
 
 @pytest.mark.longer
 def test_hundreds_of_open_streams_over_a_sleep(server):
-    many = 1000 if LONG else 250
+    many = 1000 if IN_PROOF else 250
 
     async def scene(client):
         def sleep_among_them() -> dict:

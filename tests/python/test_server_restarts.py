@@ -7,7 +7,7 @@ import tempfile
 import time
 
 import pytest
-from conftest import LONG
+from conftest import IN_PROOF
 from servers import ALICE, LATE_BY_HAND, Client, Reading, ServerEnded, make_server, sampling
 from tiny_model import make_model
 
@@ -165,7 +165,7 @@ def test_every_answer_of_200_requests_is_whole_and_identical_over_10_sleeps(serv
 @pytest.mark.longer
 def test_a_kill_of_any_process_at_any_moment_loses_nothing(server):
     chance = random.Random(6)
-    victims = (["engine core", "front end", "all"] * 7)[: 20 if LONG else 3]
+    victims = (["engine core", "front end", "all"] * 7)[: 20 if IN_PROOF else 3]
     begun_at_kills = []
 
     async def scene(client):
@@ -263,7 +263,7 @@ def test_a_server_that_cannot_wake_says_so_and_keeps_what_is_there(server, real_
 def test_two_servers_take_turns_on_one_machine_under_load(server, tiny_model, folder):
     """One sleeps while the other serves; clients of both stream all the time. The second one wakes early, so that it
     falls asleep, and in the end is drained, while KV blocks are still to come."""
-    swaps = 20 if LONG else 8
+    swaps = 20 if IN_PROOF else 8
     count = 2 * swaps  # of requests to each
     other = make_server(tiny_model, folder / "second", "--torpor-new-requests", "queue", *LATE_BY_HAND, name="second")
     other.start()
