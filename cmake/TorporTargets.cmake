@@ -27,6 +27,11 @@ if(TORPOR_SANITIZE)
   target_compile_options(torpor_flags INTERFACE -fsanitize=${TORPOR_SANITIZE} -fno-omit-frame-pointer
     -fno-sanitize-recover=all)
   target_link_options(torpor_flags INTERFACE -fsanitize=${TORPOR_SANITIZE})
+  # Linking is most of a build whose objects are all in the compiler's cache; gold takes half as long.
+  find_program(TORPOR_GOLD ld.gold)
+  if(TORPOR_GOLD AND NOT TORPOR_SANITIZE MATCHES "fuzzer")
+    target_link_options(torpor_flags INTERFACE -fuse-ld=gold)
+  endif()
   if(TORPOR_SANITIZE STREQUAL "thread" AND CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
     # Tests that stand in for pthread_create find the sanitizer's behind their own only in a shared library.
     execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libclang_rt.tsan-x86_64.so OUTPUT_VARIABLE runtime

@@ -1,6 +1,6 @@
 """Started by test_compat.py: lets torpor meet several vLLMs, each in a fork of this process, which has the stock one.
 
-Reads a JSON list of cases from its input, {"change": code, "environment": {}}; prints a list of what was seen.
+Takes a JSON list of cases, {"change": code, "environment": {}, "additional_config": {}}; prints what was seen.
 """
 
 import asyncio
@@ -91,4 +91,4 @@ def forked(case: dict) -> dict:
 if __name__ == "__main__":
     vllms_own()
     assert threading.active_count() == 1, threading.enumerate()
-    print(json.dumps([forked(case) for case in json.load(sys.stdin)]))
+    print("RESULT " + json.dumps([forked(case) for case in json.loads(sys.argv[1])]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -28,6 +29,8 @@ ENGINE = {
 }  # fmt: skip
 
 
+IN_PROOF = os.environ.get("TORPOR_PROOF") == "long"  # tests with the mark "longer" do more there
+
 # The mark of what runs there in tools/dev proof only; on the CPU in each run.
 LONG_ON_RIG = [pytest.mark.long] if rig.active() else []
 
@@ -45,6 +48,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: more than a few seconds for itself")
     config.addinivalue_line("markers", "rig: for vLLM's GPU path too (tests/rig); the others are, in tools/dev proof")
     config.addinivalue_line("markers", "long: only in tools/dev proof")
+    config.addinivalue_line("markers", "longer: more of it in tools/dev proof")
     config.addinivalue_line("markers", "core: with the older vLLM too")
     config.addinivalue_line("markers", "feature(row, *ways): makes the table of features in docs/vllm.md")
 
@@ -54,6 +58,13 @@ def pytest_collection_modifyitems(config, items):
     """Slow tests last: ending an engine in other processes takes vLLM's process groups of this one with it."""
     config.stash[COLLECTED] = [(item.path, *mark.args) for item in items for mark in item.iter_markers("feature")]
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+
+
+def pytest_sessionfinish():
+    """Orphans that came to this process (zygote.py) and have ended are waited for, so that their time counts as its."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
 
 
 @pytest.fixture(scope="session")

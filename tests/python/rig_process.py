@@ -6,8 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-from conftest import ENGINE, InProcess
+from conftest import ENGINE, InProcess  # finds the rig
 from requests_of_tests import REQUESTS, add_requests, answer, final, run
+from rig import faster
 
 # Those that an engine in another process answers the same each time: one choice, and no draw of the engine's own.
 CERTAIN = [name for name, (_, p) in REQUESTS.items() if p.n == 1 and (p.seed is not None or p.temperature == 0)]
@@ -134,6 +135,9 @@ def main() -> None:
     kind, model, directory = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     if kind == "in-process":
         result = in_this_process(model, directory, 2)
+    elif kind == "stock-interpreter":
+        faster.install = lambda interpreter: None
+        result = in_this_process(model, directory, 1)
     elif kind == "briefly":
         result = in_this_process(model, directory, 1, ["greedy", "seeded", "penalties", "long"])
     elif kind == "async":

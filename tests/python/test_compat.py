@@ -7,13 +7,12 @@ import inspect
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import vllm
+from conftest import result_of
 from vllm.v1.engine.async_llm import AsyncLLM
 
 import torpor
@@ -248,23 +247,13 @@ CASES = {
 }
 
 
-def python(*arguments: str, input: str = "") -> str:
-    environment = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_PLUGINS": "torpor"}
-    done = subprocess.run(
-        [sys.executable, *arguments], env=environment, input=input, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
-def seen() -> dict[str, dict]:
+def seen(zygote) -> dict[str, dict]:
     """What each of CASES showed, by its name."""
     cases = [{"change": "", "environment": {}, "additional_config": {}} | case for case in CASES.values()]
-    found = json.loads(
-        python(str(Path(__file__).with_name("compat_process.py")), input=json.dumps(cases)).splitlines()[-1]
-    )
-    return dict(zip(CASES, found))
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_PLUGINS": "torpor"}
+    process = Path(__file__).with_name("compat_process.py")
+    return dict(zip(CASES, result_of(zygote.run([process, json.dumps(cases)], timeout=300, env=environment))))
 
 
 @pytest.mark.parametrize(

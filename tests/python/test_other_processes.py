@@ -1,7 +1,7 @@
 """Engine cores in other processes: LLM as it is by default, AsyncLLM with streaming readers, tensor parallel 2.
 
-On the CPU's path the first engine is started as vLLM does it, with a new interpreter; all other processes come from the
-zygote (zygote.py), which saves the imports.
+In tools/dev proof the first engine is started as vLLM does it, with a new interpreter; all other processes come from
+the zygote (zygote.py), which saves the imports.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import rig
 import vllm
-from conftest import ENGINE, long_on_rig, result_of, without_weights
+from conftest import ENGINE, IN_PROOF, long_on_rig, result_of, without_weights
 from inspector import look
 from requests_of_tests import REQUESTS, add_requests, final, run
 
@@ -104,6 +104,7 @@ def test_an_engine_does_not_stand_still_for_a_sleep_that_was_interrupted(interru
     assert asked == ["freeze", "unfreeze"] * 2
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks", [1, pytest.param(2, marks=[pytest.mark.rig, *(() if rig.active() else [pytest.mark.long])])]
@@ -118,7 +119,7 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
     names = [
         name for name in REQUESTS if name not in ("unseeded", "bias", "prefix-b")
     ]  # their draws depend on the timing of arrivals
-    with zygote.spawning() if rig.active() else contextlib.nullcontext():
+    with contextlib.nullcontext() if IN_PROOF and ranks == 1 else zygote.spawning():
         llm = start(tiny_model, tmp_path, tensor_parallel_size=ranks)
     try:
         add_requests(llm.llm_engine, names, LONG)

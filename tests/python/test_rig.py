@@ -68,6 +68,11 @@ def test_what_stands_in_for_kernels_does_what_they_do(in_process):
     assert log_probabilities < 1e-5 and ranks == 0
 
 
+def test_what_the_interpreter_remembers_changes_no_digit(on_rig, in_process):
+    stock = on_rig("stock-interpreter")
+    assert stock["runs"] == in_process["runs"][:1] and stock["by_grammar"] == in_process["by_grammar"]
+
+
 @pytest.mark.long  # each of these kinds serves and sleeps in test_other_processes.py
 @pytest.mark.parametrize(("kind", "workers"), [("own-core", 1), ("async", 1), ("two-ranks", 2)])
 def test_the_gpu_path_is_in_force_in_other_processes(on_rig, in_process, kind, workers):

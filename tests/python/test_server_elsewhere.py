@@ -19,7 +19,7 @@ from torpor.vllm.server.settings import Settings
 
 pytestmark = pytest.mark.slow
 
-REQUESTS, TOKENS = 6, 400
+REQUESTS, TOKENS = 4, 400
 
 
 def test_a_module_without_libcurl_says_what_it_lacks(tmp_path, monkeypatch):

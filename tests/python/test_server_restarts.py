@@ -1,13 +1,13 @@
 """Clients of a server that sleeps, is drained, is killed and comes back: each gets its whole answer, once."""
 
 import asyncio
-import os
 import random
 import shutil
 import tempfile
 import time
 
 import pytest
+from conftest import IN_PROOF
 from servers import ALICE, LATE_BY_HAND, Client, Reading, ServerEnded, make_server, sampling
 from tiny_model import make_model
 
@@ -15,7 +15,6 @@ import torpor.console
 
 pytestmark = pytest.mark.slow
 
-LONG = os.environ.get("TORPOR_PROOF") == "long"
 CLIENTS, REQUESTS, TOKENS = 32, 200, 40
 PROMPTS = [
     "the sea",
@@ -163,9 +162,10 @@ def test_every_answer_of_200_requests_is_whole_and_identical_over_10_sleeps(serv
     run(server, scene)
 
 
+@pytest.mark.longer
 def test_a_kill_of_any_process_at_any_moment_loses_nothing(server):
     chance = random.Random(6)
-    victims = (["engine core", "front end", "all"] * 7)[: 20 if LONG else 3]
+    victims = (["engine core", "front end", "all"] * 7)[: 20 if IN_PROOF else 3]
     begun_at_kills = []
 
     async def scene(client):
@@ -202,10 +202,10 @@ def test_a_server_that_cannot_wake_says_so_and_keeps_what_is_there(server, real_
     """Continues with the directory of the server above, which is drained with requests in the middle."""
 
     async def scene(client):
-        readings = [Reading(f"w-{n}") for n in range(6)]
-        expected = [Reading(f"w-expected-{n}") for n in range(6)]
-        await asyncio.gather(*(client.chat(expected[n], prompt(n), **sampling(n, 800)) for n in range(6)))
-        tasks = [asyncio.create_task(client.chat(readings[n], prompt(n), **sampling(n, 800))) for n in range(6)]
+        readings = [Reading(f"w-{n}") for n in range(3)]
+        expected = [Reading(f"w-expected-{n}") for n in range(3)]
+        await asyncio.gather(*(client.chat(expected[n], prompt(n), **sampling(n, 800)) for n in range(3)))
+        tasks = [asyncio.create_task(client.chat(readings[n], prompt(n), **sampling(n, 800))) for n in range(3)]
         while not all(reading.text for reading in readings):
             await asyncio.sleep(0.05)
         assert await asyncio.to_thread(server.terminate) == 0
@@ -259,9 +259,12 @@ def test_a_server_that_cannot_wake_says_so_and_keeps_what_is_there(server, real_
     run(server, scene)
 
 
+@pytest.mark.longer
 def test_two_servers_take_turns_on_one_machine_under_load(server, tiny_model, folder):
-    """20 swaps: one sleeps while the other serves; clients of both stream all the time. The second one wakes early, so
-    that it falls asleep, and in the end is drained, while KV blocks are still to come."""
+    """One sleeps while the other serves; clients of both stream all the time. The second one wakes early, so that it
+    falls asleep, and in the end is drained, while KV blocks are still to come."""
+    swaps = 20 if IN_PROOF else 8
+    count = 2 * swaps  # of requests to each
     other = make_server(tiny_model, folder / "second", "--torpor-new-requests", "queue", *LATE_BY_HAND, name="second")
     other.start()
     other.wait_until_ready()
@@ -269,13 +272,15 @@ def test_two_servers_take_turns_on_one_machine_under_load(server, tiny_model, fo
     async def scene(client):
         second = Client(other.url, ALICE)
         pair, ends = [client, second], time.monotonic() + 600
-        readings = [[Reading(f"{name}-{n}") for n in range(40)] for name in ("first", "second")]
-        expected = [[Reading(f"{name}-expected-{n}") for n in range(40)] for name in ("first", "second")]
+        readings = [[Reading(f"{name}-{n}") for n in range(count)] for name in ("first", "second")]
+        expected = [[Reading(f"{name}-expected-{n}") for n in range(count)] for name in ("first", "second")]
         for side in (0, 1):
-            await asyncio.gather(*(pair[side].chat(expected[side][n], prompt(n), **sampling(n, 80)) for n in range(40)))
+            await asyncio.gather(
+                *(pair[side].chat(expected[side][n], prompt(n), **sampling(n, 80)) for n in range(count))
+            )
 
         async def load(side):
-            for start in range(0, 40, 4):
+            for start in range(0, count, 4):
                 four = range(start, start + 4)
                 await asyncio.gather(*(pair[side].chat(readings[side][n], prompt(n), **sampling(n, 80)) for n in four))
 
@@ -285,7 +290,7 @@ def test_two_servers_take_turns_on_one_machine_under_load(server, tiny_model, fo
         await second.post("/sleep")
         loads = [asyncio.create_task(load(side)) for side in (0, 1)]
         awake = 0
-        for _ in range(20):
+        for _ in range(swaps):
             await asyncio.sleep(0.2)
             await pair[awake].post("/sleep")
             awake = 1 - awake

@@ -4,10 +4,11 @@
     process = zygote.popen(["script.py", "an argument"], env=…, stdout=file, stderr=file)
     process = zygote.popen(["-m", "torpor.vllm.serve", …], …)
 
-The zygote has one thread and has made nothing but imports: no engine, no event loop, no memory of torpor. A process
-that it forks gets its own environment, directory, files and arguments, and runs its script as `__main__`. Where such a
-process starts further ones with multiprocessing's "spawn", as vLLM does for engine cores and workers, those are forked
-too, from a twin of the zygote that stays beside it; multiprocessing hands them their work as to a new interpreter.
+The zygote has one thread and has made nothing but imports (prepared.py): no engine, no event loop, no memory of torpor.
+A process that it forks gets its own environment, directory, files and arguments, and runs its script as `__main__`.
+Where such a process starts further ones with multiprocessing's "spawn", as vLLM does for engine cores and workers,
+those are forked too, from a twin of the zygote that stays beside it; multiprocessing hands them their work as to a new
+interpreter.
 
 A forked process becomes a child of the one that asked for it: the zygote forks twice, and who asks is a subreaper
 (prctl(2)) and so inherits the orphan. It can be waited for and killed like any child.
@@ -60,24 +61,6 @@ _PR_SET_CHILD_SUBREAPER = 36
 _MAX_ORDER_BYTES = 1 << 17
 _asking = threading.Lock()
 
-# What vLLM imports until an engine and a server are up. Importing them must start no thread; main() looks.
-_IMPORTS = (
-    "vllm.entrypoints.llm",
-    "vllm.entrypoints.launchers.api_server.entry",
-    "vllm.entrypoints.openai.api_server",
-    "vllm.model_executor.layers.quantization.online.base",
-    "vllm.model_executor.models.llama",
-    "vllm.v1.engine.async_llm",
-    "vllm.v1.engine.core",
-    "vllm.v1.engine.llm_engine",
-    "vllm.v1.worker.cpu_worker",
-    "transformers.models.llama.modeling_llama",
-    "uvloop",
-)
-# Where a server's options are, by version.
-_IMPORTS_IF_THERE = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.common.cli_args")
-_IMPORTS_OF_V2 = ("vllm.v1.worker.cpu.model_runner",)
-
 
 class Process:
     """A forked process; has what the tests use of subprocess.Popen."""
@@ -117,7 +100,15 @@ class Process:
 class Zygote:
     """Of the process that starts it, and of its threads."""
 
-    def __init__(self, python: Path | str = sys.executable, env: dict | None = None, *, twin: int | None = None):
+    def __init__(
+        self,
+        python: Path | str = sys.executable,
+        env: dict | None = None,
+        *,
+        twin: int | None = None,
+        with_torpor: bool = False,
+    ):
+        """`with_torpor`: it has imported torpor too. Not where processes have one of their own."""
         _adopt_orphans()
         self._process: subprocess.Popen | None = None
         if twin is not None:
@@ -125,7 +116,7 @@ class Zygote:
             return
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [python, __file__, str(theirs.fileno())]
+            command = [python, __file__, str(theirs.fileno()), *(["torpor"] if with_torpor else [])]
             self._process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
 
     def popen(
@@ -174,7 +165,7 @@ class Zygote:
 def shared() -> Zygote:
     """One for all tests of this process; ends with it."""
     twin = os.environ.pop(_TWIN, None)
-    return Zygote(env=os.environ | ENVIRONMENT) if twin is None else Zygote(twin=int(twin))
+    return Zygote(env=os.environ | ENVIRONMENT, with_torpor=True) if twin is None else Zygote(twin=int(twin))
 
 
 # --- both sides ---
@@ -346,60 +337,16 @@ def _run(words: list[str]) -> None:
             os._exit(code)
 
 
-def _wait_without_spinning() -> None:
-    """vLLM's workers and engine cores spin for a second for each other's next message, which takes a core each.
-
-    Here they look every two milliseconds. (They are sent a word too, but it may get lost, as vLLM knows.)
-    """
-    from vllm.distributed.device_communicators import shm_broadcast
-
-    assert shm_broadcast.SpinCondition.__init__.__defaults__ == (1,)
-    assert shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS > 2
-    shm_broadcast.SpinCondition.__init__.__defaults__ = (0,)
-    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 2
-
-
-def _replace_kernels() -> None:
-    """vLLM's workers look through all modules for Triton kernels that a CPU has others for. That is done once here."""
-    from vllm.platforms import current_platform
-
-    current_platform.register_triton_kernel_overrides()
-    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
-
-
-def _look_at_models_here() -> None:
-    """vLLM has each kind of model looked at by an interpreter of its own, lest the engine's begins with CUDA."""
-    from vllm.model_executor.models import registry
-
-    assert callable(registry._run_in_subprocess)
-    registry._run_in_subprocess = lambda look: look()
-
-
-def _set_up_logging() -> None:
-    """As each engine does it: it looks at all loggers, which an engine that wants nothing else need not do again."""
-    with contextlib.suppress(ImportError):  # vLLM 0.31 does it when it is imported, and not again
-        from vllm.config.logging import LoggingConfig
-        from vllm.logger import configure_logging
-
-        configure_logging(LoggingConfig())
-
-
 def main() -> None:
+    import prepared
     import setproctitle  # of vLLM: its processes are known by their titles
 
     orders = socket.socket(fileno=int(sys.argv[1]))
     gc.disable()
-    for name in _IMPORTS + (_IMPORTS_OF_V2 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else ()):
-        __import__(name)
-    for name in _IMPORTS_IF_THERE:
-        with contextlib.suppress(ModuleNotFoundError):
-            __import__(name)
+    prepared.import_vllm()
+    prepared.prepare(with_torpor="torpor" in sys.argv[2:])
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads: what is forked now could wait for their locks for ever"
-    _wait_without_spinning()
-    _replace_kernels()
-    _look_at_models_here()
-    _set_up_logging()
     setproctitle.getproctitle()  # looks for the title's place, which is found only while the environment is as it was
     gc.collect()
     gc.freeze()  # what is here now is not looked at again by any forked process,

@@ -69,7 +69,8 @@ def inspector(*arguments) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="session")
 def shown(tmp_path_factory) -> dict:
-    """The demo's JSON, to disk."""
-    done = demo("--json", "--dir", tmp_path_factory.mktemp("demo"), "--max-tokens", 40, "--freeze-after", 16)
+    """The demo's JSON, to disk. The engine that sleeps is forked; the one that wakes is a new interpreter."""
+    folder = tmp_path_factory.mktemp("demo")
+    done = demo("--json", "--dir", folder, "--max-tokens", 40, "--freeze-after", 16, forked=1)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)

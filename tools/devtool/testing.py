@@ -183,15 +183,22 @@ def whole_gpu_path() -> int:
     python, model = setup.everything()
     env = environment(model) | rig_environment()
     engines = pytest_on_rig(python, *(f"tests/python/test_{name}.py" for name in ENGINES))
-    too_long = [python, "-m", "pytest", *PYTEST_OPTIONS, "-m", "long"]
+    too_long = [python, "-m", "pytest", *PYTEST_OPTIONS, "-m", "long or longer"]
     others = sorted(
         set(ROOT.glob("tests/python/test_*.py")) - {ROOT / f"tests/python/test_{name}.py" for name in ENGINES}
     )
     seldom = pytest_on_rig(python, *others, "-m", "rig and long")
-    commands = engines, seldom, [*too_long, "tests/python"]
-    code = max(subprocess.run([str(word) for word in words], cwd=ROOT, env=env).returncode for words in commands)
-    tools = [str(word) for word in (python, *PYTEST, "tests/tools")]
-    return code | subprocess.run(tools, cwd=ROOT, env=environment(model) | {"TORPOR_PROOF": "long"}).returncode
+    longer = {"TORPOR_PROOF": "long"}
+    commands = (
+        (engines, env),
+        (seldom, env),
+        ([*too_long, "tests/python"], env | longer),
+        ([python, *PYTEST, "tests/tools"], environment(model) | longer),
+    )
+    code = 0
+    for words, variables in commands:
+        code |= subprocess.run([str(word) for word in words], cwd=ROOT, env=variables).returncode
+    return code
 
 
 def main(arguments: list[str]) -> int:
@@ -234,9 +241,9 @@ def whole(python: Path, older: Path, model: Path) -> int:
     with_older = env | {
         "VLLM_CACHE_ROOT": str(setup.CACHE / "older-vllm-cache")
     }  # each version deletes what the other notes
-    # They import vLLM, once for all lanes of tests, while the compiler begins.
+    # They import vLLM and torpor, once for all lanes of tests, while the compiler begins.
     zygote, rig_zygote, older_zygote = (
-        Zygote(each, variables | ENVIRONMENT)
+        Zygote(each, variables | ENVIRONMENT, with_torpor=True)
         for each, variables in ((python, env), (python, on_rig), (older, with_older))
     )
     # C++ unit tests run where sanitizers watch them, the proofs as they are built for users; `quick` runs both so.
@@ -248,12 +255,12 @@ def whole(python: Path, older: Path, model: Path) -> int:
         {
             **sanitized,
             "Python tests, engines": Job([*PYTEST, *BUT_SERVERS, "-m", "not long"], env, zygote),
+            "C++ tests, release": Job(ctest("release", 1, "-L", "proof"), env),
             "Python tests, vLLM's GPU path": Job(
                 [*PYTEST, "tests/python", "-m", "rig and not long"], on_rig, rig_zygote
             ),
-            "Tools and documents": Job([*PYTEST, "tests/tools", "-m", "not long"], env, zygote),
-            "C++ tests, release": Job(ctest("release", 1, "-L", "proof"), env),
             "Python tests, servers": Job([*PYTEST, *SERVERS], env, zygote),
+            "Tools and documents": Job([*PYTEST, "tests/tools", "-m", "not long"], env, zygote),
             "Python tests, core, vLLM 0.31": Job(CORE_TESTS, with_older, older_zygote),
         }
     )

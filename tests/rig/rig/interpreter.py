@@ -12,6 +12,8 @@ from importlib import metadata
 
 import numpy as np
 
+from rig import faster
+
 
 def offer_backend() -> None:
     """vLLM's build for CPUs uses Triton only beside a backend of the name "cpu"; interpreted kernels ask it nothing."""
@@ -38,6 +40,7 @@ def install() -> None:
     from triton.runtime import interpreter
 
     _boolean_masks(interpreter)
+    faster.install(interpreter)
     _patch_the_language_once(interpreter)
     _use_arguments_in_place(interpreter.GridExecutor)
     _remember_types(interpreter)

@@ -99,13 +99,13 @@ def _codes(member, package: str) -> Iterator[CodeType]:
             function = getattr(function, "__wrapped__", None)
 
 
-def _set_by(code: CodeType) -> Iterator[str]:
+@functools.cache
+def _set_by(code: CodeType) -> frozenset[str]:
     """Names of attributes that are set on `self`."""
+    found: set[str] = set()
     if _STORE_ATTR in code.co_code[::2]:
-        yield from _set_on_cell(code) if "self" in code.co_cellvars + code.co_freevars else _set_on_local(code)
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _set_by(inner)
+        found |= set(_set_on_cell(code) if "self" in code.co_cellvars + code.co_freevars else _set_on_local(code))
+    return frozenset(found.union(*(_set_by(inner) for inner in code.co_consts if isinstance(inner, CodeType))))
 
 
 def _set_on_local(code: CodeType) -> Iterator[str]:
