@@ -12,7 +12,7 @@
 #include <climits>
 #include <ctime>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/linux_file.h"
 

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include "base/log.h"
+#include "base/text.h"
 #include "checkpoint/checkpoint_set.h"
 #include "checkpoint/store_names.h"
 
@@ -108,7 +108,7 @@ Status SleepController::can_preserve(std::string_view otherwise) {
   if (unsupported.empty()) return ok();
   return Error{
       .code = Code::kUnsupported,
-      .what = fmt::format("the state of this engine cannot be preserved yet: {}", fmt::join(unsupported, "; ")),
+      .what = fmt::format("the state of this engine cannot be preserved yet: {}", joined(unsupported, "; ")),
       .next_step = std::string(otherwise)};
 }
 
@@ -156,7 +156,7 @@ Result<std::vector<std::string>> SleepController::select_tags(const std::vector<
     for (const auto& [name, entry] : ledger.tags) known.push_back(name);
     return Error{.code = Code::kInvalidArgument,
                  .what = fmt::format("there is no tag \"{}\"", tag),
-                 .next_step = fmt::format("use some of: {}", fmt::join(known, ", "))};
+                 .next_step = fmt::format("use some of: {}", joined(known, ", "))};
   }
   sort_for_wake(selected);
   return selected;

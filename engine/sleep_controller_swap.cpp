@@ -14,7 +14,7 @@
 
 #include <unistd.h>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/log.h"
 #include "base/room_file.h"
