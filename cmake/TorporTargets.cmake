@@ -1,8 +1,9 @@
 # torpor_room(NAME [HOT] SOURCES … [COLD …] [APART …] USES …) makes the static library torpor::NAME of one folder. Where clang
 # compiles it (asan, tsan, fuzz) it looks for fields that are touched without their lock (base/thread_annotations.h,
 # base/mutex.h). With sanitizers only what is HOT is optimised: that takes two to three times as long to compile, which
-# few rooms make up for when their tests run. COLD are sources that give orders a few times a sleep and compute nothing
-# themselves: they are optimised for users, too, only as far as it is fast to do.
+# few rooms make up for when their tests run. COLD are sources that run a few times a sleep, or wait for files, a network
+# or the driver: they are optimised for users, too, only as far as it is fast to do. What bytes, blocks or the steps of
+# an engine go through is not.
 # torpor_test(NAME SOURCES … [APART …] [ONE_THREAD …] [FORKS …] USES … [LABELS …] [TIMEOUT seconds] [SHARDS n]) makes
 # a GoogleTest program and registers it with CTest, its cases divided among n processes; what has the longest time is
 # begun first. Of each label ("unit" unless said otherwise) the target LABEL_tests builds all programs.
@@ -21,7 +22,7 @@ target_compile_options(torpor_flags INTERFACE
 target_compile_features(torpor_flags INTERFACE cxx_std_20)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # By default it looks for garbage in 128 MiB of its own memory again and again; that takes a tenth of its time.
-  target_compile_options(torpor_flags INTERFACE $<BUILD_INTERFACE:--param=ggc-min-heapsize=524288>)
+  target_compile_options(torpor_flags INTERFACE $<BUILD_INTERFACE:--param=ggc-min-heapsize=1048576>)
 endif()
 if(TORPOR_UNITY AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # It takes every included source for a header.

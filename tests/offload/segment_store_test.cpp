@@ -2,6 +2,10 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 
+#include <chrono>
+#include <functional>
+#include <thread>
+
 #include <fmt/core.h>
 
 #include "base/watched_file_system.h"
