@@ -3,8 +3,8 @@
 
 #include <fmt/core.h>
 
-#include "console/control.h"
 #include "base/text.h"
+#include "console/control.h"
 #include "console/request_story.h"
 
 namespace torpor::console {

@@ -106,10 +106,9 @@ Status SleepController::may_begin() const {
 Status SleepController::can_preserve(std::string_view otherwise) {
   TORPOR_ASSIGN(const std::vector<std::string> unsupported, hooks_.unsupported());
   if (unsupported.empty()) return ok();
-  return Error{
-      .code = Code::kUnsupported,
-      .what = fmt::format("the state of this engine cannot be preserved yet: {}", joined(unsupported, "; ")),
-      .next_step = std::string(otherwise)};
+  return Error{.code = Code::kUnsupported,
+               .what = fmt::format("the state of this engine cannot be preserved yet: {}", joined(unsupported, "; ")),
+               .next_step = std::string(otherwise)};
 }
 
 Status SleepController::check(const SleepOptions& options) const {

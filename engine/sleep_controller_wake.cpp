@@ -334,10 +334,9 @@ Status SleepController::restore(const WakeOptions& options, Operation& operation
   // What such an engine was given could not be preserved, nor can it go on with what another one was given.
   TORPOR_ASSIGN(const std::vector<std::string> unsupported, hooks_.unsupported());
   if (!unsupported.empty()) {
-    return Error{
-        .code = Code::kUnsupported,
-        .what = fmt::format("this engine cannot go on with saved requests yet: {}", joined(unsupported, "; ")),
-        .next_step = "wake them in an engine without these features"};
+    return Error{.code = Code::kUnsupported,
+                 .what = fmt::format("this engine cannot go on with saved requests yet: {}", joined(unsupported, "; ")),
+                 .next_step = "wake them in an engine without these features"};
   }
   operation.begin("open");
   std::optional<Checkpoint> checkpoint;  // none: all is computed anew
