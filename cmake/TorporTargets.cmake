@@ -1,9 +1,9 @@
 # torpor_room(NAME [HOT] SOURCES … [COLD …] [APART …] USES …) makes the static library torpor::NAME of one folder. Where clang
 # compiles it (asan, tsan, fuzz) it looks for fields that are touched without their lock (base/thread_annotations.h,
 # base/mutex.h). With sanitizers only what is HOT is optimised: that takes two to three times as long to compile, which
-# few rooms make up for when their tests run. COLD are sources that run a few times a sleep, or wait for files, a network
-# or the driver: they are optimised for users, too, only as far as it is fast to do. What bytes, blocks or the steps of
-# an engine go through is not.
+# few rooms make up for when their tests run. COLD are sources that run a few times a sleep, or wait for files, a
+# network or the driver: they are optimised for users, too, only as far as it is fast to do. What bytes, blocks or the
+# steps of an engine go through is not COLD.
 # torpor_test(NAME SOURCES … [APART …] [ONE_THREAD …] [FORKS …] USES … [LABELS …] [TIMEOUT seconds] [SHARDS n]) makes
 # a GoogleTest program and registers it with CTest, its cases divided among n processes; what has the longest time is
 # begun first. Of each label ("unit" unless said otherwise) the target LABEL_tests builds all programs.
