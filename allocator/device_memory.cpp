@@ -1,6 +1,6 @@
 #include "allocator/device_memory.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/units.h"
 

@@ -7,7 +7,7 @@
 #include <system_error>
 #include <thread>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "allocator/device_memory.h"
 #include "base/log.h"

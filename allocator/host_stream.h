@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "allocator/device_memory.h"
 #include "base/copy.h"

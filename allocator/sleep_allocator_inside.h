@@ -1,7 +1,7 @@
 // What the files of SleepAllocator share; they have its own header before.
 #pragma once
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "allocator/region_memory.h"
 

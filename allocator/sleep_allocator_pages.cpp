@@ -1,7 +1,7 @@
 // SleepAllocator: memory that goes and comes page by page.
 #include <algorithm>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "allocator/sleep_allocator.h"
 #include "allocator/sleep_allocator_inside.h"

@@ -1,5 +1,8 @@
 #include "base/digest.h"
 
+#include <algorithm>
+#include <iterator>
+
 #include <sodium.h>
 #include <xxhash.h>
 

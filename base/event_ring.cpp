@@ -14,7 +14,7 @@
 #include <cstring>
 #include <mutex>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 namespace torpor {
 namespace {

@@ -14,7 +14,7 @@
 #include <ctime>
 #include <utility>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/linux_file.h"
 

@@ -9,7 +9,7 @@
 #include <cerrno>
 #include <string_view>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/linux_file.h"
 

@@ -7,7 +7,7 @@
 
 #include <cerrno>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/linux_file.h"
 

@@ -1,6 +1,6 @@
 #include "bindings/bind_errors.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 namespace py = pybind11;
 

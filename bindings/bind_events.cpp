@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <mutex>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <string_view>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "allocator/cuda/cuda_device.h"
 #include "allocator/host_device.h"

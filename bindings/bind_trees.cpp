@@ -1,5 +1,5 @@
 // Bytes and trees of plain values to and from Python.
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <pybind11/stl.h>
 
 #include "bindings/bind_values.h"

@@ -1,6 +1,6 @@
 #include "bindings/bind_values.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <pybind11/stl.h>
 
 #include "bindings/bind_errors.h"

@@ -2,7 +2,7 @@
 
 #include <list>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/log.h"
 #include "base/mutex.h"

@@ -3,7 +3,7 @@
 #include <cstdlib>
 #include <string_view>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <pybind11/pybind11.h>
 
 #include "base/log.h"

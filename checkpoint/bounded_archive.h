@@ -14,7 +14,7 @@
 #include <string_view>
 #include <type_traits>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <cereal/cereal.hpp>
 
 #include "base/status.h"

@@ -4,7 +4,7 @@
 #include <set>
 #include <unordered_map>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 namespace torpor {
 namespace {

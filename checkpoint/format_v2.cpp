@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <set>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "checkpoint/archived_values.h"
 #include "checkpoint/refs_codec.h"

@@ -1,6 +1,6 @@
 #include "checkpoint/rank_base.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 namespace torpor {
 

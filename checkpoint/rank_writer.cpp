@@ -3,7 +3,7 @@
 #include <atomic>
 #include <cerrno>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/host_name.h"
 #include "base/log.h"

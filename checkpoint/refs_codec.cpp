@@ -4,7 +4,7 @@
 #include <cstring>
 #include <set>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "checkpoint/archived_values.h"
 

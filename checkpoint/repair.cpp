@@ -4,7 +4,7 @@
 #include <set>
 #include <unordered_map>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/page_buffer.h"
 #include "base/units.h"

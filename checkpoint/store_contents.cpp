@@ -1,6 +1,6 @@
 #include "checkpoint/store_contents.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "checkpoint/store_names.h"
 

@@ -6,7 +6,7 @@
 #include <thread>
 #include <unordered_map>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/mutex.h"
 #include "base/page_buffer.h"

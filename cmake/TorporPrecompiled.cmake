@@ -5,7 +5,7 @@
 # target_precompile_headers() names the checkout.
 set(headers algorithm array atomic bit charconv chrono condition_variable deque filesystem fstream functional future
   iostream limits list map memory mutex numeric optional random set span string string_view thread tuple unordered_map
-  unordered_set variant vector fmt/ranges.h spdlog/logger.h tl/expected.hpp boost/filesystem.hpp nlohmann/json.hpp
+  unordered_set variant vector fmt/ranges.h tl/expected.hpp boost/filesystem.hpp nlohmann/json.hpp
   gmock/gmock.h)
 set(TORPOR_PRECOMPILED "")
 if(TORPOR_SANITIZE MATCHES "^(address,undefined|thread)$" AND TORPOR_BUILD_TESTS

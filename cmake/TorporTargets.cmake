@@ -1,8 +1,9 @@
 # torpor_room(NAME [HOT] SOURCES … [COLD …] [APART …] USES …) makes the static library torpor::NAME of one folder. Where clang
 # compiles it (asan, tsan, fuzz) it looks for fields that are touched without their lock (base/thread_annotations.h,
 # base/mutex.h). With sanitizers only what is HOT is optimised: that takes two to three times as long to compile, which
-# few rooms make up for when their tests run. COLD are sources that give orders a few times a sleep and compute nothing
-# themselves: they are optimised for users, too, only as far as it is fast to do.
+# few rooms make up for when their tests run. COLD are sources that run a few times a sleep, or wait for files, a
+# network or the driver: they are optimised for users, too, only as far as it is fast to do. What bytes, blocks or the
+# steps of an engine go through is not COLD.
 # torpor_test(NAME SOURCES … [APART …] [ONE_THREAD …] [FORKS …] USES … [LABELS …] [TIMEOUT seconds] [SHARDS n]) makes
 # a GoogleTest program and registers it with CTest, its cases divided among n processes; what has the longest time is
 # begun first. Of each label ("unit" unless said otherwise) the target LABEL_tests builds all programs.
@@ -19,6 +20,10 @@ target_compile_definitions(torpor_flags INTERFACE TORPOR_VERSION="${PROJECT_VERS
 target_compile_options(torpor_flags INTERFACE
   $<BUILD_INTERFACE:-Wall;-Wextra;-Wno-missing-field-initializers;-Wnon-virtual-dtor;-Woverloaded-virtual>)
 target_compile_features(torpor_flags INTERFACE cxx_std_20)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  # By default it looks for garbage in 128 MiB of its own memory again and again; that takes a tenth of its time.
+  target_compile_options(torpor_flags INTERFACE $<BUILD_INTERFACE:--param=ggc-min-heapsize=1048576>)
+endif()
 if(TORPOR_UNITY AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # It takes every included source for a header.
   target_compile_options(torpor_flags INTERFACE $<BUILD_INTERFACE:-Wno-subobject-linkage>)
@@ -46,17 +51,22 @@ endif()
 # absolute paths, by which the compiler's cache would miss in another checkout.) Sources that define the same name in
 # their unnamed namespaces cannot share a file: APART names those that stay alone.
 function(torpor_sources result name)
-  cmake_parse_arguments(UNITY "" "" "APART" ${ARGN})
+  cmake_parse_arguments(UNITY "" "MOST" "APART" ${ARGN})
+  if(NOT UNITY_MOST)
+    set(UNITY_MOST 10)
+  endif()
   set(sources ${UNITY_UNPARSED_ARGUMENTS})
   if(NOT TORPOR_UNITY)
     set(${result} ${sources} ${UNITY_APART} PARENT_SCOPE)
     return()
   endif()
   list(LENGTH sources count)
-  math(EXPR files "(${count} + 9) / 10")
+  math(EXPR files "(${count} + ${UNITY_MOST} - 1) / ${UNITY_MOST}")
   set(made "")
   set(at 0)
-  foreach(index RANGE 1 ${files})
+  set(index 0)
+  while(index LESS files)
+    math(EXPR index "${index} + 1")
     math(EXPR take "(${count} - ${at} + ${files} - ${index}) / (${files} - ${index} + 1)")
     list(SUBLIST sources ${at} ${take} some)
     math(EXPR at "${at} + ${take}")
@@ -69,7 +79,7 @@ function(torpor_sources result name)
     set(file ${CMAKE_CURRENT_BINARY_DIR}/${name}_${index}.cpp)
     file(CONFIGURE OUTPUT ${file} CONTENT "${text}" @ONLY)
     list(APPEND made ${file})
-  endforeach()
+  endwhile()
   set(${result} ${made} ${UNITY_APART} PARENT_SCOPE)
 endfunction()
 
@@ -77,15 +87,17 @@ endfunction()
 function(torpor_cold_sources result name)
   set(cold "")
   if(ARGN)
-    torpor_sources(cold ${name}_cold ${ARGN})
-    set_property(SOURCE ${cold} APPEND PROPERTY COMPILE_OPTIONS $<$<CONFIG:RelWithDebInfo>:-O1>)
+    torpor_sources(cold ${name}_cold ${ARGN} MOST 12)
+    if(NOT TORPOR_SANITIZE)
+      set_property(SOURCE ${cold} APPEND PROPERTY COMPILE_OPTIONS $<$<CONFIG:RelWithDebInfo>:-O1>)
+    endif()
   endif()
   set(${result} ${cold} PARENT_SCOPE)
 endfunction()
 
 function(torpor_room name)
   cmake_parse_arguments(ROOM "HOT" "" "SOURCES;COLD;APART;USES;PRIVATE_USES" ${ARGN})
-  torpor_sources(sources torpor_${name} ${ROOM_SOURCES} APART ${ROOM_APART})
+  torpor_sources(sources torpor_${name} ${ROOM_SOURCES} MOST 12 APART ${ROOM_APART})
   torpor_cold_sources(cold torpor_${name} ${ROOM_COLD})
   if(TORPOR_SANITIZE AND ROOM_HOT)
     set_property(SOURCE ${sources} ${cold} APPEND PROPERTY COMPILE_OPTIONS -O1)

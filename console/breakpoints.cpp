@@ -4,7 +4,7 @@
 #include <bit>
 #include <cstring>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "kvcache/offload_queue.h"
 

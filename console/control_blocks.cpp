@@ -1,7 +1,7 @@
 // Calls that change what an engine's stores have, and what is on its way there.
 #include <array>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "console/control.h"
 

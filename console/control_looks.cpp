@@ -1,8 +1,9 @@
 // Answers that change nothing: requests and events.
 #include <algorithm>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
+#include "base/text.h"
 #include "console/control.h"
 #include "console/request_story.h"
 
@@ -33,7 +34,7 @@ Status sort_rows(Json& rows, const std::string& order, bool inverted) {
   if (!order.empty() && std::find(orders.begin(), orders.end(), order) == orders.end())
     return Error{.code = Code::kInvalidArgument,
                  .what = fmt::format("sort is \"{}\"", order),
-                 .next_step = fmt::format("use one of: {}", fmt::join(orders, ", "))};
+                 .next_step = fmt::format("use one of: {}", joined(orders, ", "))};
   if (!order.empty())
     std::stable_sort(rows.begin(), rows.end(), [&](const Json& a, const Json& b) { return a[order] < b[order]; });
   if (inverted) std::reverse(rows.begin(), rows.end());

@@ -1,7 +1,7 @@
 // Calls that the front end carries out, and recordings of a process's own.
 #include <algorithm>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "console/control.h"
 

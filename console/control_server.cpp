@@ -16,7 +16,7 @@
 #include <list>
 #include <vector>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <boost/filesystem.hpp>
 
 #include "base/log.h"

@@ -11,7 +11,7 @@
 #include <thread>
 #include <tuple>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <boost/filesystem.hpp>
 
 #include "console/recording.h"

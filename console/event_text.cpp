@@ -3,7 +3,7 @@
 #include <cstring>
 #include <tuple>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 namespace torpor::console {
 

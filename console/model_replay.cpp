@@ -4,7 +4,7 @@
 #include <map>
 #include <memory>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "kvcache/block_index.h"
 

@@ -1,6 +1,6 @@
 #include "console/recorder.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 namespace torpor::console {
 

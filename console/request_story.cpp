@@ -5,7 +5,7 @@
 #include <set>
 #include <vector>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "console/event_export.h"
 #include "console/schema.h"

@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <set>
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include "base/event.h"
+#include "base/text.h"
 #include "engine/phases.h"
 #include "engine/tags.h"
 
@@ -145,8 +145,7 @@ Result<TagMove> MemorySaver::each(
                    .next_step = "see the tags of the ledger"};
   }
   if (selected.empty()) {
-    const std::string what =
-        wanted_tags.empty() ? "nothing" : fmt::format("nothing of {}", fmt::join(wanted_tags, ", "));
+    const std::string what = wanted_tags.empty() ? "nothing" : fmt::format("nothing of {}", joined(wanted_tags, ", "));
     return Error{.code = Code::kFailedPrecondition,
                  .what = fmt::format("{} is {}", what, name(wanted)),
                  .next_step = wanted == RegionState::kAttached ? "wake it first" : "put it to sleep first"};

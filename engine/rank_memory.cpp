@@ -7,7 +7,7 @@
 #include <malloc.h>
 #include <unistd.h>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/free_memory.h"
 #include "base/units.h"

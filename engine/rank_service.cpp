@@ -1,6 +1,6 @@
 #include "engine/rank_service.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 namespace torpor {
 

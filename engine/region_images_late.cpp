@@ -3,7 +3,7 @@
 #include <unordered_map>
 #include <utility>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/units.h"
 #include "engine/late_blocks.h"

@@ -1,7 +1,7 @@
 // RegionImages: what a stored checkpoint has of a tag -> the regions of a new process.
 #include <algorithm>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/host_name.h"
 #include "base/units.h"

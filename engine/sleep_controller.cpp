@@ -2,10 +2,10 @@
 
 #include <algorithm>
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include "base/log.h"
+#include "base/text.h"
 #include "checkpoint/checkpoint_set.h"
 #include "checkpoint/store_names.h"
 
@@ -106,10 +106,9 @@ Status SleepController::may_begin() const {
 Status SleepController::can_preserve(std::string_view otherwise) {
   TORPOR_ASSIGN(const std::vector<std::string> unsupported, hooks_.unsupported());
   if (unsupported.empty()) return ok();
-  return Error{
-      .code = Code::kUnsupported,
-      .what = fmt::format("the state of this engine cannot be preserved yet: {}", fmt::join(unsupported, "; ")),
-      .next_step = std::string(otherwise)};
+  return Error{.code = Code::kUnsupported,
+               .what = fmt::format("the state of this engine cannot be preserved yet: {}", joined(unsupported, "; ")),
+               .next_step = std::string(otherwise)};
 }
 
 Status SleepController::check(const SleepOptions& options) const {
@@ -156,7 +155,7 @@ Result<std::vector<std::string>> SleepController::select_tags(const std::vector<
     for (const auto& [name, entry] : ledger.tags) known.push_back(name);
     return Error{.code = Code::kInvalidArgument,
                  .what = fmt::format("there is no tag \"{}\"", tag),
-                 .next_step = fmt::format("use some of: {}", fmt::join(known, ", "))};
+                 .next_step = fmt::format("use some of: {}", joined(known, ", "))};
   }
   sort_for_wake(selected);
   return selected;

@@ -2,7 +2,7 @@
 // here (opening, the state, the commit) and on the ranks (engine/write_behind.h).
 #include <algorithm>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/background.h"
 #include "base/log.h"

@@ -1,10 +1,10 @@
 // SleepController: an early wake, whose engine runs while KV blocks still come back.
 #include <algorithm>
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include "base/log.h"
+#include "base/text.h"
 #include "engine/sleep_controller.h"
 
 namespace torpor {
@@ -90,7 +90,7 @@ Result<bool> SleepController::take_arrivals(LateWait wait, const LateWishes& wis
   (void)catching([&]() -> Status {
     if (lost > 0) {
       log().error("{} KV blocks did not come back: {}; {} requests are computed again: {}", lost, why,
-                  recomputed.size(), fmt::join(recomputed, ", "));
+                  recomputed.size(), joined(recomputed, ", "));
     }
     if (progress.recomputed.empty()) {
       progress.recomputed = std::move(recomputed);

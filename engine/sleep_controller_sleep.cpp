@@ -3,10 +3,10 @@
 
 #include <algorithm>
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include "base/log.h"
+#include "base/text.h"
 #include "engine/sleep_in_progress.h"
 
 namespace torpor {
@@ -175,7 +175,7 @@ Status SleepController::has_content(const Described& described) {
     if (reply.without_content.empty()) continue;
     return Error{.code = Code::kFailedPrecondition,
                  .what = fmt::format("{} came back without content and were not loaded since",
-                                     fmt::join(reply.without_content, ", ")),
+                                     joined(reply.without_content, ", ")),
                  .next_step = "load them, so that the checkpoint names what its tokens come from"};
   }
   return ok();
@@ -198,7 +198,7 @@ Status SleepController::admit(FallingAsleep& sleep) {
   if (options.to_disk && !sleeping_tags_.empty()) {
     return Error{.code = Code::kFailedPrecondition,
                  .what = fmt::format("{} asleep already: a checkpoint is made of memory that is there",
-                                     fmt::join(sleeping_tags_, ", ")),
+                                     joined(sleeping_tags_, ", ")),
                  .next_step = "wake it first, or sleep to host"};
   }
   if (options.to_disk) TORPOR_TRY(has_content(sleep.described));

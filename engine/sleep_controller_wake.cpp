@@ -3,10 +3,10 @@
 
 #include <algorithm>
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
+#include <fmt/core.h>
 
 #include "base/log.h"
+#include "base/text.h"
 #include "checkpoint/store_names.h"
 #include "engine/sleep_in_progress.h"
 
@@ -87,7 +87,7 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
     if (has_tag(tags, tag) || tag == "scheduling") continue;
     return Error{.code = Code::kInvalidArgument,
                  .what = fmt::format("the tag \"{}\" is not asleep", tag),
-                 .next_step = fmt::format("use some of: {}", fmt::join(tags, ", "))};
+                 .next_step = fmt::format("use some of: {}", joined(tags, ", "))};
   }
   if (!options.tags.empty()) std::erase_if(tags, [&](const std::string& tag) { return !has_tag(options.tags, tag); });
   std::vector<std::string> still_asleep = sleeping_tags_;
@@ -121,7 +121,7 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
   const bool drops_kv = options.old_kv == OldKv::kRecompute || options.old_kv == OldKv::kAbort;
   if (!still_asleep.empty()) {
     report.changed = !tags.empty();
-    report.note = fmt::format("still asleep: {}", fmt::join(still_asleep, ", "));
+    report.note = fmt::format("still asleep: {}", joined(still_asleep, ", "));
     if (!tags.empty()) TORPOR_TRY(finish(tags, !drops_kv, report.ledgers));
     operation.keep();
     sleeping_tags_ = std::move(still_asleep);
@@ -138,7 +138,7 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
   if (preserved_ && !report.reload.empty() && (reload_first || !said) && exchange == nullptr) {
     report.changed = !tags.empty();
     report.note = fmt::format("nothing runs before {} loaded: load what is missing, then call wake_up() again",
-                              fmt::join(report.reload, ", "));
+                              joined(report.reload, ", "));
     if (!tags.empty()) TORPOR_TRY(finish(tags, !drops_kv, report.ledgers));
     operation.keep();
     sleeping_tags_.clear();
@@ -335,10 +335,9 @@ Status SleepController::restore(const WakeOptions& options, Operation& operation
   // What such an engine was given could not be preserved, nor can it go on with what another one was given.
   TORPOR_ASSIGN(const std::vector<std::string> unsupported, hooks_.unsupported());
   if (!unsupported.empty()) {
-    return Error{
-        .code = Code::kUnsupported,
-        .what = fmt::format("this engine cannot go on with saved requests yet: {}", fmt::join(unsupported, "; ")),
-        .next_step = "wake them in an engine without these features"};
+    return Error{.code = Code::kUnsupported,
+                 .what = fmt::format("this engine cannot go on with saved requests yet: {}", joined(unsupported, "; ")),
+                 .next_step = "wake them in an engine without these features"};
   }
   operation.begin("open");
   std::optional<Checkpoint> checkpoint;  // none: all is computed anew

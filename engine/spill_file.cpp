@@ -1,6 +1,6 @@
 #include "engine/spill_file.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/digest.h"
 #include "offload/disk_tier.h"

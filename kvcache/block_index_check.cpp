@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <bit>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "kvcache/block_index.h"
 

@@ -1,7 +1,7 @@
 // BlockPool: what it is as values, and an unused one made into what such values say.
 #include <algorithm>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "kvcache/block_pool.h"
 

@@ -1,7 +1,7 @@
 // What who operates an engine asks of its OffloadScheduler. Takes memory of its own; it is rare.
 #include <algorithm>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "kvcache/offload_scheduler.h"
 

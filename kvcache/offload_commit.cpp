@@ -1,7 +1,7 @@
 // What a step commits, and how it ends: the strong half of OffloadScheduler.
 #include <algorithm>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "kvcache/offload_scheduler.h"
 

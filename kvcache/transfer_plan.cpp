@@ -6,7 +6,7 @@
 #include <span>
 #include <type_traits>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "kvcache/key_table.h"
 

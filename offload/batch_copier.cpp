@@ -4,7 +4,7 @@
 #include <mutex>
 #include <optional>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/log.h"
 #include "base/units.h"

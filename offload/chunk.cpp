@@ -1,6 +1,6 @@
 #include "offload/chunk.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 namespace torpor {
 

@@ -6,7 +6,7 @@
 #include <set>
 #include <vector>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/file_system.h"
 #include "offload/segment_format.h"

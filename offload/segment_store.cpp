@@ -5,7 +5,7 @@
 #include <limits>
 #include <thread>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/log.h"
 #include "offload/segment.h"

@@ -1,7 +1,7 @@
 // The life of segments: their end, sync, drop, recovery.
 #include <algorithm>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/log.h"
 #include "offload/segment.h"

@@ -1,7 +1,7 @@
 // The way of blocks into a segment: places reserved for a batch, its page and records encoded, written, settled.
 #include <algorithm>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "offload/segment.h"
 #include "offload/segment_store.h"

@@ -1,5 +1,5 @@
 // TransferEngine: jobs that are waited for, all of them or nothing.
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "offload/transfer_engine.h"
 

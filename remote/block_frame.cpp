@@ -5,7 +5,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 namespace torpor::remote {
 namespace {

@@ -4,7 +4,7 @@
 #include <atomic>
 #include <thread>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/digest.h"
 #include "base/page_buffer.h"

@@ -3,12 +3,12 @@
 #include <algorithm>
 #include <cmath>
 
-#include <fmt/chrono.h>
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
 #include "base/digest.h"
 #include "checkpoint/store_names.h"
+#include "remote/s3_signature.h"
 
 namespace torpor::remote {
 namespace {
@@ -59,8 +59,7 @@ uint64_t CheckpointIndex::bytes() const {
 }
 
 std::string index_name(const CheckpointIndex& index) {
-  return fmt::format("{:%Y%m%dT%H%M%SZ}-{}", fmt::gmtime(static_cast<std::time_t>(index.created_unix_seconds)),
-                     index.id);
+  return fmt::format("{}-{}", utc_moment(static_cast<std::time_t>(index.created_unix_seconds)), index.id);
 }
 std::string index_key(std::string_view name) { return fmt::format("checkpoints/{}", name); }
 std::string part_key(std::string_view hash) { return fmt::format("parts/{}/{}", hash.substr(0, 2), hash); }

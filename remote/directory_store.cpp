@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/digest.h"
 #include "base/seal.h"

@@ -1,6 +1,6 @@
 #include "remote/object_store.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 namespace torpor::remote {
 

@@ -1,6 +1,6 @@
 #include "remote/open_store.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "remote/directory_store.h"
 #include "remote/s3_store.h"

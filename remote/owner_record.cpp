@@ -4,7 +4,7 @@
 #include <cctype>
 #include <charconv>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
 #include "remote/checkpoint_index.h"

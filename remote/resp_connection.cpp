@@ -4,7 +4,7 @@
 #include <charconv>
 #include <cstring>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 namespace torpor::remote {
 namespace {

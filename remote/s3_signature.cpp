@@ -1,9 +1,9 @@
 #include "remote/s3_signature.h"
 
+#include <array>
 #include <span>
 
-#include <fmt/chrono.h>
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <sodium.h>
 
 #include "base/digest.h"
@@ -57,11 +57,17 @@ std::string encoded_query(const S3Request& request) {
   return query;
 }
 
+std::string utc_moment(std::time_t moment) {
+  std::tm utc{};
+  ::gmtime_r(&moment, &utc);
+  return fmt::format("{:04}{:02}{:02}T{:02}{:02}{:02}Z", utc.tm_year + 1900, utc.tm_mon + 1, utc.tm_mday, utc.tm_hour,
+                     utc.tm_min, utc.tm_sec);
+}
+
 std::map<std::string, std::string> signed_headers(const S3Request& request, const S3Credentials& credentials,
                                                   std::string_view region, std::time_t now) {
-  const std::tm utc = fmt::gmtime(now);
-  const std::string day = fmt::format("{:%Y%m%d}", utc);
-  const std::string moment = fmt::format("{:%Y%m%dT%H%M%SZ}", utc);
+  const std::string moment = utc_moment(now);
+  const std::string day = moment.substr(0, moment.find('T'));
   std::map<std::string, std::string> headers = request.headers;
   headers["host"] = request.host;
   headers["x-amz-content-sha256"] = request.payload_sha256;

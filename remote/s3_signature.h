@@ -32,6 +32,8 @@ struct S3Request {
 std::string percent_encoded(std::string_view text, bool keep_slash);
 std::string encoded_query(const S3Request& request);  // "a=1&b=2", "" without one
 
+std::string utc_moment(std::time_t moment);  // "20261231T235959Z"
+
 // The request's headers, and those that sign it: host, x-amz-date, x-amz-content-sha256, authorization and, with a
 // session, x-amz-security-token. They are right for 15 minutes from `now` on.
 std::map<std::string, std::string> signed_headers(const S3Request& request, const S3Credentials& credentials,

@@ -5,7 +5,7 @@
 #include <thread>
 
 #include <curl/curl.h>
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <pugixml.hpp>
 
 #include "base/mutex.h"

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <unordered_set>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "remote/answer_copies.h"
 #include "remote/checkpoint_copies.h"

@@ -1,7 +1,7 @@
 // What every call of the driver needs: its context current, its errors as values, and another try for what takes down.
 #pragma once
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "allocator/cuda/driver.h"
 #include "base/status.h"

@@ -4,7 +4,7 @@
 #include <map>
 #include <optional>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "allocator/cuda/context.h"
 #include "allocator/cuda/driver.h"

@@ -1,6 +1,6 @@
 #include "allocator/cuda/streams.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "allocator/cuda/context.h"
 

@@ -4,7 +4,7 @@
 #include <array>
 #include <cstring>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/digest.h"
 #include "checkpoint/archived_values.h"

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <set>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "engine/rank_service.h"
 #include "engine/reference/reference_engine.h"

@@ -2,7 +2,7 @@
 // OffloadWorker.
 #include <algorithm>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/log.h"
 #include "base/units.h"

@@ -1,5 +1,5 @@
 // Retention that keeps what is needed, repair, progress, and prefix hashes.
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "checkpoint/prefix_hash.h"
 #include "checkpoint/repair.h"

@@ -3,7 +3,7 @@
 #include <filesystem>
 #include <fstream>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "checkpoint/checkpoint_manager.h"
 #include "checkpoint/state_sections.h"

@@ -4,7 +4,7 @@
 #include <filesystem>
 #include <random>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/units.h"
 #include "base/watched_file_system.h"

@@ -1,7 +1,7 @@
 // What a console asks of a server: plan, sleep, wake, checkpoint; and recordings that a process makes of itself.
 #include <thread>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "console/control.h"
 #include "console/event_files.h"

@@ -2,7 +2,7 @@
 
 #include <fstream>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "kvcache/slot_table.h"
 #include "tests/support/manual_clock.h"

@@ -1,5 +1,5 @@
 // Breakpoints that hold one request or transfer, and calls that change what an engine's stores have.
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "console/control.h"
 #include "console/reference_run.h"

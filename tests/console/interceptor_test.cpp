@@ -6,7 +6,7 @@
 #include <atomic>
 #include <map>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "console/breakpoints.h"
 #include "console/reference_run.h"

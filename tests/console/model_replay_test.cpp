@@ -1,7 +1,7 @@
 // Requests whose hits can be counted by hand, in tiers of chosen sizes.
 #include "console/model_replay.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "kvcache/slot_table.h"
 #include "tests/support/results.h"

@@ -2,7 +2,7 @@
 // Seeds by the hundred: tests/simulation.
 #include "console/replay.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "console/event_text.h"
 #include "console/recording_diff.h"

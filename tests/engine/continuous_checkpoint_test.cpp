@@ -2,7 +2,7 @@
 #include <filesystem>
 #include <thread>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "allocator/host_device.h"
 #include "base/progress_file.h"

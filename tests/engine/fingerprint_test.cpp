@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <fstream>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "allocator/host_device.h"
 #include "tests/support/sleeping_engine.h"

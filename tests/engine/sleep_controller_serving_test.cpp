@@ -1,5 +1,5 @@
 // Checkpoints of an engine that serves on, and what was given since the last one.
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "engine/delivery/roll_forward.h"
 #include "tests/engine/sleep_controller_scene.h"

@@ -1,5 +1,5 @@
 // A sleep over weights that change, or that are not kept: what becomes of KV and requests.
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "tests/engine/sleep_controller_scene.h"
 

@@ -7,7 +7,7 @@
 #include <random>
 #include <set>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "tests/kvcache/offload_rig.h"
 #include "tests/support/long_run.h"

@@ -3,7 +3,7 @@
 
 #include <random>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/event_ring.h"
 #include "tests/support/results.h"

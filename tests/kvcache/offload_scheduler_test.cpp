@@ -4,7 +4,7 @@
 #include <functional>
 #include <thread>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/watched_file_system.h"
 #include "tests/kvcache/offload_scheduler_scene.h"

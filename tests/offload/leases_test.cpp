@@ -1,5 +1,5 @@
 // Segments that a checkpoint keeps.
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "tests/offload/disk_world.h"
 

@@ -2,7 +2,11 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 
-#include <fmt/format.h>
+#include <chrono>
+#include <functional>
+#include <thread>
+
+#include <fmt/core.h>
 
 #include "base/watched_file_system.h"
 #include "tests/offload/disk_world.h"

@@ -237,7 +237,7 @@ TEST(CudaFaults, WhicheverCallFailsNothingIsLost) {
     EXPECT_GT(fake.counts()["cuMemcpyBatchAsync"] + fake.counts()["cuMemcpyDtoHAsync"], 0u);
     EXPECT_EQ(fake.left(), "");
   }
-  log().set_level(spdlog::level::off);
+  log().set_level(LogLevel::kOff);
   std::map<std::pair<Lasting, Outcome>, uint64_t> table;
   uint64_t cases = 0;
   for (const Lasting lasting : {Lasting::kOnce, Lasting::kForever, Lasting::kSticky}) {
@@ -277,7 +277,7 @@ TEST(CudaFaults, WhicheverCallFailsNothingIsLost) {
 
 // Random orders, copies of an engine that serves, and faults: the fake writes down whatever touches memory in use.
 TEST(CudaFaults, NoMemoryIsTakenAwayReusedOrUnpinnedWhileWorkUsesIt) {
-  log().set_level(spdlog::level::off);
+  log().set_level(LogLevel::kOff);
   const uint64_t wanted = is_long() ? 10'000'000 : 1'000'000;
   uint64_t steps = 0;
   uint64_t lives = 0;

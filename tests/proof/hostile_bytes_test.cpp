@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <set>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/units.h"
 #include "checkpoint/manifest_codec.h"

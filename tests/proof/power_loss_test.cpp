@@ -1,6 +1,6 @@
 // The power goes after any change that a workload made; what the disk may then hold, by all that POSIX allows, is
 // tried. And planted mistakes in the order of syncs and renames are all found, so that the trials can be believed.
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "tests/proof/workloads.h"
 #include "tests/support/model_file_system.h"

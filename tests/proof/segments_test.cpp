@@ -1,7 +1,7 @@
 // Segments of blocks through kills and power cuts: what was acknowledged is there, and nothing is believed that was not
 // written. And planted mistakes in the order of writes, syncs and links are all found.
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "tests/proof/killed_child.h"
 #include "tests/proof/segment_workloads.h"

@@ -1,6 +1,6 @@
 #include "tests/proof/workloads.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/watched_file_system.h"
 #include "checkpoint/rank_writer.h"

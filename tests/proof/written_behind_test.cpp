@@ -1,6 +1,6 @@
 // A process is killed at any file operation of a checkpoint that is written while it serves: the one before it is
 // there, whole, and so is this one if it was acknowledged. A new engine goes on from either with the very tokens.
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "checkpoint/verify.h"
 #include "tests/proof/killed_child.h"

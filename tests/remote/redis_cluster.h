@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "remote/resp_connection.h"
 #include "tests/support/results.h"

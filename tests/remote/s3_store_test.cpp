@@ -11,7 +11,7 @@
 #include <deque>
 #include <thread>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "tests/support/results.h"
 

@@ -2,7 +2,7 @@
 
 #include <map>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <boost/filesystem.hpp>
 
 #include "remote/store_removal.h"

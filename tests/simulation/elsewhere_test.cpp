@@ -1,7 +1,7 @@
 // Servers that go on elsewhere: a few seeds; with TORPOR_PROOF=long over 100,000 requests.
 #include "tests/simulation/elsewhere.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <gtest/gtest.h>
 #include <boost/filesystem.hpp>
 
@@ -17,7 +17,7 @@ constexpr int kCycles = 10;
 constexpr uint64_t kSeeds = TORPOR_SIMULATION_SEEDS < 100 ? 1 : 3;  // few where a sanitizer watches
 
 TEST(Elsewhere, EveryRequestIsAnsweredOnceWhateverBecomesOfTheServers) {
-  log().set_level(spdlog::level::off);
+  log().set_level(LogLevel::kOff);
   const uint64_t seeds = long_run() ? 105 : kSeeds;
   const TemporaryDirectory temporary(in_memory());
   ElsewhereResult sum;

@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <CLI/CLI.hpp>
 #include <boost/filesystem.hpp>
 
@@ -34,7 +34,7 @@ int main(int argc, char** argv) {
     return app.exit(problem) == 0 ? 0 : 2;
   }
   if (tell) jobs = 1;
-  if (!tell) log().set_level(spdlog::level::off);
+  if (!tell) log().set_level(LogLevel::kOff);
 
   const auto began = std::chrono::steady_clock::now();
   const test::TemporaryDirectory temporary(test::in_memory());

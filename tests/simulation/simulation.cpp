@@ -6,7 +6,7 @@
 #include <random>
 #include <set>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "console/engine_view.h"
 #include "console/reference_run.h"

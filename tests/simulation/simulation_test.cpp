@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <set>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <gtest/gtest.h>
 #include <boost/filesystem.hpp>
 
@@ -23,7 +23,7 @@ class Simulation : public ::testing::TestWithParam<uint64_t> {};
 INSTANTIATE_TEST_SUITE_P(Seeds, Simulation, ::testing::Range(uint64_t{0}, kGroups));
 
 TEST_P(Simulation, I10EveryTokenIsThatOfARunToWhichNothingHappens) {
-  log().set_level(spdlog::level::off);
+  log().set_level(LogLevel::kOff);
   const TemporaryDirectory temporary(in_memory());
   SimulationResult sum;
   for (uint64_t seed = GetParam() * (kSeeds / kGroups); seed < (GetParam() + 1) * (kSeeds / kGroups); ++seed) {
@@ -57,7 +57,7 @@ TEST_P(Simulation, I10EveryTokenIsThatOfARunToWhichNothingHappens) {
 
 // What an engine was given decides every event that it tells, all bytes of it: faults, sleeps and new engines included.
 TEST(SimulationReplay, WhatWasRecordedReplaysEventByEvent) {
-  log().set_level(spdlog::level::off);
+  log().set_level(LogLevel::kOff);
   const TemporaryDirectory temporary(in_memory());
   const std::string directory = temporary / "run";
   const auto emptied = [&] {

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "allocator/cuda/gather.h"
 #include "tests/support/fake_cuda_driver.h"

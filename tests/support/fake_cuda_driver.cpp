@@ -4,7 +4,7 @@
 #include <cstring>
 #include <numeric>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <gtest/gtest.h>
 
 #include "allocator/cuda/gather.h"

@@ -16,7 +16,7 @@
 #include <thread>
 #include <vector>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/status.h"
 #include "base/units.h"

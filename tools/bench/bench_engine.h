@@ -5,7 +5,7 @@
 #include <cstring>
 #include <set>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "allocator/host_device.h"
 #include "engine/rank_service.h"

@@ -7,7 +7,7 @@
 #include <chrono>
 #include <iostream>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <CLI/CLI.hpp>
 #include <boost/filesystem.hpp>
 #include <nlohmann/json.hpp>
@@ -74,7 +74,7 @@ int main(int argc, char** argv) {
   app.add_flag("--json", as_json, "print one JSON object");
   CLI11_PARSE(app, argc, argv);
 
-  log().set_level(spdlog::level::warn);
+  log().set_level(LogLevel::kWarn);
   Shape shape{.kv_bytes = mib * kMiB,
               .block_bytes = block_kib * kKiB,
               .requests = requests,

@@ -20,7 +20,7 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 

@@ -5,7 +5,7 @@
 #include <chrono>
 #include <iostream>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
@@ -67,7 +67,7 @@ int main(int argc, char** argv) {
   app.add_flag("--json", as_json, "print one JSON object");
   CLI11_PARSE(app, argc, argv);
 
-  log().set_level(spdlog::level::warn);
+  log().set_level(LogLevel::kWarn);
   const uint64_t block = block_kib * kKiB / layers * layers;
   const bench::Shape shape{.kv_bytes = mib * kMiB / block * block,
                            .block_bytes = block,

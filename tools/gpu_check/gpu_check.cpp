@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "allocator/cuda/cuda_device.h"
 #include "allocator/host_arena.h"

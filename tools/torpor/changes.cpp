@@ -1,5 +1,5 @@
 // repair, gc, rm: the verbs that change a directory of checkpoints.
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <fmt/ranges.h>
 
 #include "checkpoint/repair.h"

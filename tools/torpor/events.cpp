@@ -7,7 +7,7 @@
 #include <map>
 #include <thread>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "console/engine_view.h"
 #include "console/event_export.h"

@@ -6,7 +6,7 @@
 #include <iostream>
 #include <optional>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <boost/filesystem.hpp>
 
 #include "console/control_methods.h"

@@ -7,8 +7,7 @@
 
 #include <unistd.h>
 
-#include <fmt/format.h>
-#include <spdlog/spdlog.h>
+#include <fmt/core.h>
 #include <CLI/CLI.hpp>
 
 #include "tools/torpor/manual.h"
@@ -81,7 +80,6 @@ int run(const torpor::cli::Verb& verb, const torpor::cli::Arguments& arguments, 
 
 int main(int argc, char** argv) {
   std::signal(SIGPIPE, SIG_DFL);  // `torpor … | head` ends quietly
-  spdlog::set_level(spdlog::level::off);
   torpor::cli::use_colours(::isatty(STDOUT_FILENO) != 0 && std::getenv("NO_COLOR") == nullptr);
   CLI::App app{
       "Looks into torpor's checkpoints: what is in them, whether they are whole, whether they may be woken here. PATH "

@@ -6,7 +6,7 @@
 #include <random>
 #include <thread>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "base/mutex.h"
 #include "console/control_server.h"

@@ -1,7 +1,7 @@
 // requests, show: the saved requests.
 #include <algorithm>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <fmt/ranges.h>
 
 #include "checkpoint/checkpoint.h"

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include <fmt/chrono.h>
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 namespace torpor::cli {
 namespace {

@@ -3,7 +3,7 @@
 #include <array>
 #include <fstream>
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
 namespace torpor::cli {
