@@ -189,11 +189,11 @@ class VllmHooks:
         """In tests: it is as if nothing had been kept, and nobody has changed the one before."""
         with kept.made_anew():
             problem = kept.difference(state, self._state(anew=True))
-        if problem is None and self._checked is not None:
-            problem = kept.difference(*self._checked, "the state of the last capture")
+        last, self._checked = self._checked, (state, copy.deepcopy(state))
+        if problem is None and last is not None:
+            problem = kept.difference(*last, "the state of the last capture")
         if problem is not None:
             raise AssertionError(problem)
-        self._checked = (state, copy.deepcopy(state))
 
     def kv_contents(self) -> dict:
         """What tells the contents of KV blocks apart, after restore()."""
