@@ -20,13 +20,9 @@
 #include <span>
 
 #include "base/status.h"
+#include "offload/bf16_words.h"
 
 namespace torpor::bf16 {
-
-// By which instructions the words are taken apart and put together: those of all processors, AVX2, or AVX-512 with BW
-// and VBMI. The bytes are the same. A processor that has one of them has those before it, too.
-enum class Instructions : uint8_t { kPlain, kAvx2, kAvx512 };
-Instructions fastest_instructions();  // of this processor
 
 // Most and least that compression of `bytes` can take.
 uint64_t compressed_bound(uint64_t bytes);

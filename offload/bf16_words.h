@@ -6,9 +6,12 @@
 #include <cstdint>
 #include <cstring>
 
-#include "offload/bf16_codec.h"
-
 namespace torpor::bf16 {
+
+// By which instructions the words are taken apart and put together: those of all processors, AVX2, or AVX-512 with BW
+// and VBMI. The bytes are the same. A processor that has one of them has those before it, too.
+enum class Instructions : uint8_t { kPlain, kAvx2, kAvx512 };
+Instructions fastest_instructions();  // of this processor
 
 inline constexpr size_t kGroupWords = 32;
 inline constexpr size_t kEscapeBytes = 3;
