@@ -25,7 +25,6 @@ BLOCK = 32
 VOCABULARY = 40_000
 WAIT_SECONDS = 120
 _WARM_PROMPTS = 3
-_WARM_TOKENS = 2048  # of each, or all
 
 
 def prompt_of(number: int, tokens: int) -> list[int]:
@@ -77,11 +76,7 @@ class Engine:
     # --- in the child ---
 
     def _serve(self, orders, answers) -> None:
-        longest = self._tokens + 2 * BLOCK
-        trained = json.loads((Path(self._model) / "config.json").read_text())["max_position_embeddings"]
-        # Beyond what it was trained for a model makes no sense of what it reads, in the same time.
-        longer = {"hf_overrides": {"max_position_embeddings": longest}} if longest > trained else {}
-        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "4" if longer else "1"}
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
         os.environ.pop("VLLM_PLUGINS", None)
         if self._directory is None:
             os.environ["VLLM_PLUGINS"] = ""
@@ -92,18 +87,17 @@ class Engine:
             self._model,
             dtype=best_dtype(),
             block_size=BLOCK,
-            max_model_len=longest,
+            max_model_len=self._tokens + 2 * BLOCK,
             max_num_batched_tokens=512,
             max_num_seqs=self._at_once,
             num_gpu_blocks_override=self._at_once * (self._tokens // BLOCK + 2) + 1,
             enforce_eager=True,
             seed=0,
             additional_config={} if self._directory is None else {"torpor": offload},
-            **longer,
         )
         self.engine, self.asked = self.llm.llm_engine, 0
         for number in range(_WARM_PROMPTS):  # the first long prompts of a process are slower, whoever it is of
-            self.first_token(number=10**9 + number, tokens=min(self._tokens, _WARM_TOKENS))
+            self.first_token(number=10**9 + number)
         answers.write("null\n")
         answers.flush()
         for line in orders:
