@@ -94,7 +94,8 @@ class Run {
 
   std::vector<Event> told() {
     std::vector<Event> events;
-    reader_.read(events, true);
+    const uint64_t last = ring_->told();
+    while (reader_.next() <= last) reader_.read(events);  // a copying thread may be in the middle of one
     for (const Event& event : events) {
       if (event.type == EventType::kStop) ++result_.stops[event.to];
     }
