@@ -51,6 +51,7 @@ struct WorkerOptions {
   int32_t remote_slots = 0;
   int64_t remote_timeout_ms = 0;
   CompressionOptions compression{.codec = Codec::kNone};
+  CompressionOptions host_compression{.codec = Codec::kNone};
 };
 
 WorkerOptions worker_options_from(const py::dict& dict) {
@@ -75,9 +76,12 @@ WorkerOptions worker_options_from(const py::dict& dict) {
   in.read_if_given("remote_slots", options.remote_slots);
   in.read_if_given("remote_timeout_ms", options.remote_timeout_ms);
   std::optional<std::string> codec;
+  std::optional<std::string> host_codec;
   in.read_if_given("block_compression", codec);
+  in.read_if_given("host_compression", host_codec);
   in.finish();
   options.compression = value_or_raise(CompressionOptions::of(codec, std::nullopt));
+  options.host_compression = value_or_raise(CompressionOptions::of(host_codec, std::nullopt));
   options.directory = directory.value_or("");
   options.key = key_from(key_file);
   return options;
@@ -209,13 +213,14 @@ class ConnectorWorker {
                      .what = "where the blocks of the KV cache lie is not known",
                      .next_step = "this is a mistake in the calling code"};
       }
-      const uint64_t record = align_up(bytes, kPage);
+      const Codec host_codec = options.host_compression.codec;
       options_.rank = options.rank;
-      options_.host_slots = static_cast<int32_t>(std::min(options.host_bytes / record, kMostSlots));
+      options_.host_slots =
+          static_cast<int32_t>(std::min(HostStore::slots_in(options.host_bytes, bytes, host_codec), kMostSlots));
       std::shared_ptr<HostStore> host;
       std::unique_ptr<Store> disk;
       if (options_.host_slots > 0) {
-        TORPOR_ASSIGN(host, make_host(bytes));
+        TORPOR_ASSIGN(host, make_host(bytes, host_codec));
         if (host != nullptr) memory_.set_host_store(host);
       }
       if (options.disk_bytes > 0) {
@@ -238,11 +243,11 @@ class ConnectorWorker {
   }
 
   // Less than was asked for is no reason not to serve. Null: there is none at all.
-  Result<std::shared_ptr<HostStore>> make_host(uint64_t bytes) {
+  Result<std::shared_ptr<HostStore>> make_host(uint64_t bytes, Codec codec) {
     const int32_t wanted = options_.host_slots;
     for (; options_.host_slots > 0; options_.host_slots /= 2) {
       Result<std::unique_ptr<HostStore>> made =
-          HostStore::create(memory_.arena(), {.slots = options_.host_slots, .slot_bytes = bytes});
+          HostStore::create(memory_.arena(), {.slots = options_.host_slots, .slot_bytes = bytes, .codec = codec});
       if (!made && made.error().code == Code::kResourceExhausted) continue;
       if (made && options_.host_slots < wanted)
         log().warn("KV connector: host memory for {} blocks, {} were asked for", options_.host_slots, wanted);

@@ -200,16 +200,17 @@ Result<std::vector<RegionImages::Portion>> RegionImages::portions_of(const order
 // A block whose bytes the host store has in this slot. False: it has not.
 bool RegionImages::borrow(Portion& portion, const std::shared_ptr<HostStore>& store, int32_t block, Slot slot,
                           bool take) const {
-  const std::optional<StoredRecord> record = store->record(slot);
-  if (!record || record->bytes != kv_layout_.bytes_per_block()) return false;
-  portion.borrowed_bytes += record->bytes;
-  if (!take) return true;
+  const std::optional<HostStore::Stored> stored = store->stored(slot);
+  if (!stored || stored->record.bytes != kv_layout_.bytes_per_block()) return false;
   Image& image = portion.image;
+  if (!image.host->readable(stored->record.codec)) return false;
+  portion.borrowed_bytes += stored->record.bytes;
+  if (!take) return true;
   SavedChunk& chunk = image.chunks.emplace_back(
       SavedChunk{.key = {.kind = ChunkKind::kKvBlock, .tag = kv_tag_, .index = static_cast<uint64_t>(block)},
-                 .bytes = record->bytes,
-                 .digest = record->digest});
-  image.host->borrow(chunk, store->view(slot), store);
+                 .bytes = stored->record.bytes,
+                 .digest = stored->record.digest});
+  image.host->borrow(chunk, stored->bytes, stored->record.codec, store);
   image.in_host = image.chunks.size();
   return true;
 }

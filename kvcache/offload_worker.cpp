@@ -43,7 +43,7 @@ Result<std::unique_ptr<OffloadWorker>> OffloadWorker::create(const OffloadWorker
         (host == nullptr) == (options.host_slots == 0) && (disk == nullptr) == (options.disk_segments == 0) &&
         (remote == nullptr) == (options.remote_slots == 0) &&
         (remote == nullptr || (host != nullptr && remote->traits().shared && remote->traits().record_bytes >= bytes)) &&
-        (host == nullptr || (host->traits().addressable && host->traits().record_bytes >= bytes)) &&
+        (host == nullptr || (host->traits().in_memory && host->traits().record_bytes >= bytes)) &&
         (disk == nullptr ||
          (disk->traits().slots_per_segment == options.segment_slots && disk->traits().record_bytes >= bytes));
     if (!fits) {

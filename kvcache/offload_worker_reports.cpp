@@ -85,6 +85,7 @@ BlockOutcome OffloadWorker::settle(const OffloadJob& running, size_t i, const Ch
   if (chunk.outcome == BlockOutcome::kTransferred) {
     if (planned.kind != PlanKind::kPut || planned.store != StoreId::kHost) return chunk.outcome;
     host_digests_[static_cast<size_t>(running.to[i])] = chunk.saved.digest;
+    if (!host_->traits().addressable) return chunk.outcome;
     return host_->placed(running.to[i], {}, chunk.saved.digest) ? chunk.outcome : BlockOutcome::kFailed;
   }
   if (chunk.outcome != BlockOutcome::kFailed || planned.kind == PlanKind::kPut) return chunk.outcome;

@@ -16,6 +16,7 @@ class StoreTier final : public Tier {
       : store_(store), slots_(std::move(slots)), keys_(std::move(keys)) {}
   std::string_view kind() const override { return store_.traits().kind; }
   bool addressable() const override { return store_.traits().addressable; }
+  bool in_memory() const override { return store_.traits().in_memory; }
   bool remote() const override { return store_.traits().shared; }
   Status prepare(uint64_t, uint64_t) override { return ok(); }
   Status finish() override { return ok(); }

@@ -34,13 +34,13 @@ void HostTier::adopt(SavedChunk& chunk, HostArena::Span&& span) {
   chunk.offset = places_.size() - 1;
 }
 
-void HostTier::borrow(SavedChunk& chunk, std::span<std::byte> bytes, std::shared_ptr<const void> owner) {
+void HostTier::borrow(SavedChunk& chunk, std::span<std::byte> bytes, Codec codec, std::shared_ptr<const void> owner) {
   const MutexLock lock(mutex_);
   places_.push_back({{}, bytes});
   lender_ = std::move(owner);
   chunk.offset = places_.size() - 1;
-  chunk.stored_bytes = chunk.bytes;
-  chunk.codec = Codec::kNone;
+  chunk.stored_bytes = bytes.size();
+  chunk.codec = codec;
 }
 
 void HostTier::put(std::span<TierPart> parts) {

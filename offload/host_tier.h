@@ -34,9 +34,10 @@ class HostTier final : public Tier {
   }
   // A chunk whose bytes lie in the arena already; fills its offset. Takes memory first, then the span.
   void adopt(SavedChunk& chunk, HostArena::Span&& span);
-  // A chunk whose bytes lie in memory of `owner`, who changes nothing there for as long as this tier may be asked for
-  // it; fills its offset. All of a tier have one owner, which is kept.
-  void borrow(SavedChunk& chunk, std::span<std::byte> bytes, std::shared_ptr<const void> owner);
+  // A chunk whose bytes, encoded so, lie in memory of `owner`, who changes nothing there for as long as this tier may
+  // be asked for it; fills its offset. All of a tier have one owner, which is kept. Precondition: readable(codec)
+  void borrow(SavedChunk& chunk, std::span<std::byte> bytes, Codec codec, std::shared_ptr<const void> owner);
+  bool readable(Codec codec) const { return codec == Codec::kNone || codec == codec_; }
   // The memory of a chunk of this tier, which is in it no more; empty if it is not there, or borrowed.
   HostArena::Span release(const SavedChunk& chunk) noexcept;
   // A copy may still read or write there: it is kept until the process ends. Null is nothing. Takes no memory.

@@ -31,7 +31,8 @@ namespace torpor {
 
 struct StoreTraits {
   std::string_view kind;          // "host", "disk", "remote"
-  bool addressable = false;       // place() and view() show memory of the store's own
+  bool in_memory = false;         // of this machine
+  bool addressable = false;       // the same, as it was put: place() and view() show it
   bool durable = false;           // recover() and lease()
   bool shared = false;            // on another machine, and others fill it, too: get() and find() by key
   uint64_t record_bytes = 0;      // most bytes of one record

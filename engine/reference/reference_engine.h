@@ -54,7 +54,7 @@ struct ReferenceOptions {
   int transfer_threads = 1;
   bool transfers_have_threads = true;       // off: copies are made by the thread that waits for them
   std::optional<uint64_t> retain_kv_bytes;  // RankMemoryOptions
-  Codec host_compression = Codec::kNone;    // the same
+  Codec host_compression = Codec::kNone;    // the same, and of blocks in host memory
   uint64_t late_job_bytes = 64ull << 20;
   bool late_thread = true;
 };

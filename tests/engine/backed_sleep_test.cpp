@@ -4,6 +4,7 @@
 #include "engine/reference/reference_engine.h"
 #include "engine/sleep_controller.h"
 #include "offload/host_store.h"
+#include "tests/support/bf16_bytes.h"
 #include "tests/support/faulty_device.h"
 #include "tests/support/rank_call.h"
 #include "tests/support/results.h"
@@ -106,6 +107,43 @@ TEST_F(BorrowedKv, ASlotThatHasNothingOrSomethingElseIsNotBelieved) {
   EXPECT_FAILS(call_rank(*memory_, saving({1, 2}, {0})), Code::kCorruption, "host slot");
 }
 
+// Packed blocks are lent to a sleep that packs, as they lie there; another one copies its own.
+TEST(BorrowedPackedKv, IsLentToASleepThatPacksAndNoOther) {
+  constexpr uint64_t kBytes = 64 * kKiB;
+  for (const Codec of_sleep : {Codec::kBf16, Codec::kNone}) {
+    SCOPED_TRACE(name(of_sleep));
+    const auto memory = value_of(RankMemory::create(value_of(make_host_device()), linux_file_system(),
+                                                    {.threads = 1, .host_compression = of_sleep}));
+    const DeviceAddress kv = value_of(memory->allocate("kv_cache", "kv", 2 * kBytes));
+    const std::span<std::byte> blocks(reinterpret_cast<std::byte*>(kv), 2 * kBytes);  // NOLINT
+    std::vector<std::byte> before = bf16_values(1, kBytes);
+    const std::vector<std::byte> large = noise(2, kBytes);
+    before.insert(before.end(), large.begin(), large.end());
+    std::copy(before.begin(), before.end(), blocks.begin());
+    const KvLayout layout{
+        .num_blocks = 2,
+        .tensors = {{.address = kv, .layers = 1, .layer_stride = 1, .block_stride = kBytes, .block_bytes = kBytes}}};
+    ASSERT_SUCCEEDS(memory->set_kv_layout("kv_cache", layout));
+    const std::shared_ptr<HostStore> store =
+        value_of(HostStore::create(memory->arena(), {.slots = 4, .slot_bytes = kBytes, .codec = Codec::kBf16}));
+    memory->set_host_store(store);
+    StorePart parts[] = {{.slot = 3, .bytes = blocks.first(kBytes)}, {.slot = 0, .bytes = blocks.last(kBytes)}};
+    for (StorePart& part : parts) part.record.digest = digest_of(part.bytes);
+    store->put(parts);
+
+    const orders::Save order{
+        .tags = {"kv_cache"}, .blocks = {0, 1}, .stamps = {1, 2}, .steps = 9, .host_slots = {3, 0}};
+    const uint64_t reused = of_sleep == Codec::kBf16 ? 2 * kBytes : kBytes;  // what lies there as it is, in any case
+    EXPECT_EQ(value_of(call_rank(*memory, orders::PlanSave{.save = order})).reused_bytes, reused);
+    EXPECT_EQ(value_of(call_rank(*memory, order)).reused_bytes, reused);
+    value_of(call_rank(*memory, orders::Detach{.tags = {"kv_cache"}}));
+    value_of(call_rank(*memory, orders::Attach{.tags = {"kv_cache"}}));
+    value_of(call_rank(*memory, orders::Restore{.tags = {"kv_cache"}}));
+    value_of(call_rank(*memory, orders::Finish{.tags = {"kv_cache"}}));
+    EXPECT_TRUE(std::equal(before.begin(), before.end(), blocks.begin()));
+  }
+}
+
 TEST_F(BorrowedKv, AWrongByteInTheStoreIsSeenByTheWake) {
   write(1, 11);
   store(0, 11);
@@ -144,7 +182,12 @@ TEST_F(BorrowedKv, WhoWritesBlocksBesideTheEngineMakesItWorthless) {
 
 // --- an engine ---
 
-class BackedSleep : public ::testing::TestWithParam<int> {
+struct BackedBy {
+  int ranks = 1;
+  Codec codec = Codec::kNone;
+};
+
+class BackedSleep : public ::testing::TestWithParam<BackedBy> {
  protected:
   static constexpr int32_t kTokens = 30;
   struct Engine {
@@ -166,12 +209,13 @@ class BackedSleep : public ::testing::TestWithParam<int> {
   Engine make(bool loads = true) {
     Engine made;
     std::vector<std::unique_ptr<DeviceMemory>> devices;
-    for (int rank = 0; rank < GetParam(); ++rank) {
+    for (int rank = 0; rank < GetParam().ranks; ++rank) {
       auto device = std::make_unique<FaultyDevice>(value_of(make_host_device()));
       made.devices.push_back(device.get());
       devices.push_back(std::move(device));
     }
-    ReferenceOptions options{.weight_bytes = kWeightBytes, .kv_of_step = true};
+    ReferenceOptions options{.weight_bytes = kWeightBytes, .kv_of_step = true, .host_compression = GetParam().codec};
+    options.model.bf16 = GetParam().codec != Codec::kNone;
     if (!loads) options.num_blocks = 13;  // as many as a request has in the end: the next one gets them again
     options.tiers = {.host_blocks = 32, .loads = loads};
     options.tiers.offload = {.min_batch_size = 1, .flush_interval = std::chrono::milliseconds(0)};
@@ -196,7 +240,7 @@ class BackedSleep : public ::testing::TestWithParam<int> {
     const SleepPlan plan = value_of(engine.controller->plan_sleep({.preserve_state = true}));
     const SleepReport report = value_of(engine.controller->sleep({.preserve_state = true}));
     const uint64_t block = engine.engine->memory().kv_layout().bytes_per_block();
-    const uint64_t copied = report.saved_bytes - kWeightBytes * static_cast<uint64_t>(GetParam());
+    const uint64_t copied = report.saved_bytes - kWeightBytes * static_cast<uint64_t>(GetParam().ranks);
     EXPECT_EQ(plan.reused_bytes, report.reused_bytes);
     EXPECT_EQ(plan.save_bytes.at("kv_cache"), copied);
     return {copied / block, report.reused_bytes / block};
@@ -206,13 +250,15 @@ class BackedSleep : public ::testing::TestWithParam<int> {
     EXPECT_SUCCEEDS(engine.engine->offload()->check());
   }
   Moved blocks(int64_t copied, int64_t reused) const {
-    return {static_cast<uint64_t>(copied * GetParam()), static_cast<uint64_t>(reused * GetParam())};
+    return {static_cast<uint64_t>(copied * GetParam().ranks), static_cast<uint64_t>(reused * GetParam().ranks)};
   }
 
   static constexpr uint64_t kWeightBytes = 16'384;
   TemporaryDirectory directory_;
 };
-INSTANTIATE_TEST_SUITE_P(Ranks, BackedSleep, ::testing::Values(1, 2));
+INSTANTIATE_TEST_SUITE_P(Ranks, BackedSleep,
+                         ::testing::Values(BackedBy{.ranks = 1}, BackedBy{.ranks = 2},
+                                           BackedBy{.ranks = 2, .codec = Codec::kBf16}));
 
 TEST_P(BackedSleep, OnlyTheTailIsCopiedAndEveryTokenIsTheSame) {
   Engine twin = make();

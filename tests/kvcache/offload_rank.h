@@ -23,6 +23,7 @@ struct OffloadRankOptions {
   int32_t rank = 0;
   int32_t blocks = 16;
   int32_t host_slots = 8;
+  Codec host_codec = Codec::kNone;
   int32_t disk_segments = 0;
   int32_t segment_slots = 0;
   std::string directory;  // of the store on disk
@@ -78,7 +79,9 @@ class OffloadRank {
     std::unique_ptr<Store> host;
     std::unique_ptr<Store> disk;
     if (options_.host_slots > 0)
-      host = value_of(HostStore::create(*arena_, {.slots = options_.host_slots, .slot_bytes = kBlockBytes}));
+      host = value_of(HostStore::create(
+          *arena_,
+          {.slots = options_.host_slots, .slot_bytes = kBlockBytes, .codec = options_.host_codec, .whole = 2}));
     if (options_.disk_segments > 0) {
       disk = value_of(SegmentStore::open(
           *options_.files, options_.directory,
@@ -105,6 +108,16 @@ class OffloadRank {
       if (std::any_of(words, words + kWords, [&](uint32_t each) { return each != word(value, layer); })) return false;
     }
     return true;
+  }
+  void fill_with(int32_t block, const std::vector<std::byte>& bytes) {  // kBlockBytes many
+    for (uint32_t layer = 0; layer < kLayers; ++layer)
+      std::memcpy(piece(block, layer), bytes.data() + layer * kPieceBytes, kPieceBytes);
+  }
+  std::vector<std::byte> bytes_of(int32_t block) const {
+    std::vector<std::byte> bytes(kBlockBytes);
+    for (uint32_t layer = 0; layer < kLayers; ++layer)
+      std::memcpy(bytes.data() + layer * kPieceBytes, piece(block, layer), kPieceBytes);
+    return bytes;
   }
   uint32_t value(int32_t block) const { return *piece(block, 0) - word(0, 0); }
 

@@ -4,6 +4,7 @@
 #include <fstream>
 
 #include "tests/kvcache/offload_rank.h"
+#include "tests/support/bf16_bytes.h"
 #include "tests/support/faulty_file_system.h"
 #include "tests/support/temporary_directory.h"
 
@@ -63,6 +64,28 @@ TEST_P(OffloadWorkerTest, BlocksGoIntoEachStoreAndOnToTheNextAndComeBackByteForB
   EXPECT_TRUE(rank.has(0, 200) && rank.has(13, 200));
   EXPECT_TRUE(rank.worker().idle());
   EXPECT_TRUE(rank.worker().poll().empty());
+}
+
+// A block that does not get smaller has a place as long as there are such; the next one is not kept.
+TEST_P(OffloadWorkerTest, APackedStoreGivesBackWhatItGotAndSaysWhatItDidNotKeep) {
+  OffloadRank rank = make_rank({.host_codec = Codec::kBf16});
+  rank.worker().open_space(1, {});
+  std::vector<std::vector<std::byte>> bytes;
+  for (int32_t block = 0; block < 6; ++block) {
+    const auto seed = static_cast<uint64_t>(block);
+    bytes.push_back(block < 3 ? test::bf16_values(seed, OffloadRank::kBlockBytes)
+                              : test::noise(seed, OffloadRank::kBlockBytes));
+    rank.fill_with(block, bytes.back());
+  }
+  expect_good(rank.run(plan_of(1, PlanKind::kPut, StoreId::kHost, {0, 1, 2, 3, 4}, {5, 0, 3, 1, 2})), 1);
+  const TransferReport refused = rank.run(plan_of(2, PlanKind::kPut, StoreId::kHost, {5}, {4}));
+  ASSERT_EQ(refused.outcomes, std::vector{BlockOutcome::kFailed});
+  EXPECT_EQ(refused.jobs[0].code, Code::kResourceExhausted);
+  expect_good(rank.run(plan_of(3, PlanKind::kMove, StoreId::kHost, {0, 2}, {1, 2})), 3);
+  expect_good(rank.run(plan_of(4, PlanKind::kGet, StoreId::kHost, {5, 3, 1}, {8, 9, 10})), 4);
+  expect_good(rank.run(plan_of(5, PlanKind::kGet, StoreId::kDisk, {2, 1}, {11, 12})), 5);
+  const std::pair<int32_t, size_t> back[] = {{8, 0}, {9, 2}, {10, 3}, {11, 4}, {12, 1}};
+  for (const auto& [block, was] : back) EXPECT_EQ(rank.bytes_of(block), bytes[was]) << was;
 }
 
 TEST_P(OffloadWorkerTest, S10APlanThatIsSentAgainIsNotRunAgain) {

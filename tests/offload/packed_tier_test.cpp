@@ -4,26 +4,15 @@
 
 #include "offload/bf16_codec.h"
 #include "tests/offload/transfer_engine_scene.h"
+#include "tests/support/bf16_bytes.h"
 
 namespace torpor {
 namespace {
 
 constexpr uint64_t kChunk = 64 * kKiB;
 
-// As bf16 values have them: the upper bytes of words differ in few bits.
-std::vector<std::byte> values(uint64_t seed, size_t size = kChunk) {
-  std::vector<std::byte> bytes(size);
-  for (size_t i = 0; i < size; ++i) {
-    const auto random = static_cast<std::byte>(((i + 1) * (2 * seed + 1) * 2654435761u) >> 11);
-    bytes[i] = i % 2 == 1 ? (random & std::byte{0x81}) | std::byte{0x3c} : random;
-  }
-  return bytes;
-}
-std::vector<std::byte> noise(uint64_t seed, size_t size = kChunk) {
-  std::vector<std::byte> bytes(size);
-  for (size_t i = 0; i < size; ++i) bytes[i] = static_cast<std::byte>(((i + seed + 1) * 0x9e3779b97f4a7c15u) >> 56);
-  return bytes;
-}
+std::vector<std::byte> values(uint64_t seed, size_t size = kChunk) { return test::bf16_values(seed, size); }
+std::vector<std::byte> noise(uint64_t seed, size_t size = kChunk) { return test::noise(seed, size); }
 
 class PackedTier : public ::testing::Test {
  protected:
@@ -122,7 +111,7 @@ TEST_F(PackedTier, WhatIsReleasedIsTakenOverByAnotherAsItIs) {
   }
   std::vector<std::byte> lent = values(3);
   SavedChunk borrowed{.bytes = kChunk};
-  other.borrow(borrowed, lent, nullptr);
+  other.borrow(borrowed, lent, Codec::kNone, nullptr);
   chunks.push_back(borrowed);
   const std::vector<std::vector<std::byte>> expected{values(1), noise(2), lent};
   for (size_t i = 0; i < chunks.size(); ++i) {

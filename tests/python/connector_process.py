@@ -380,6 +380,9 @@ def new_weights(served: Served) -> dict:
 def main() -> None:
     mode, model, folder = sys.argv[1:4]
     offload = {"offload": mode, "host_bytes": "64MiB"}
+    if mode == "lazy":  # and packed there
+        offload |= {"host_compression": "bf16"}
+        ENGINE["dtype"] = "bfloat16"
     if mode == "disk":  # host memory has fewer blocks than the device
         offload = {"offload": "eager", "host_bytes": "2MiB", "disk_bytes": "256MiB"}
     if mode in ("eager", "disk"):
@@ -414,7 +417,11 @@ def main() -> None:
         shutil.rmtree(rings)
         print("RESULT " + json.dumps(result), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
-    print("RESULT " + json.dumps({scenario.__name__: scenario(served) for scenario in SCENARIOS}), flush=True)
+    result = {scenario.__name__: scenario(served) for scenario in SCENARIOS}
+    sizes = worker_side().core.sizes()
+    print(
+        "RESULT " + json.dumps(result | {"room": sizes["host_slots"] * sizes["block_bytes"] / (64 << 20)}), flush=True
+    )
 
 
 if __name__ == "__main__":

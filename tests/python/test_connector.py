@@ -41,6 +41,15 @@ def test_tokens_are_the_same_and_most_prompts_come_from_host_memory(served):
     assert result["stats"]["held_blocks"] == result["stats"]["loading_requests"] == 0
 
 
+@pytest.mark.slow
+def test_packed_blocks_leave_room_for_more_in_as_many_bytes(served):
+    if served["mode"] == "lazy":  # see connector_process.py
+        assert 1.2 < served["room"] < 4 / 3
+        assert served["identical"]["stats"].get("down_failed", 0) == 0
+    else:
+        assert 0.95 < served["room"] <= 1
+
+
 @long_on_rig
 @pytest.mark.rig
 @pytest.mark.slow

@@ -11,6 +11,7 @@ SimpleCPUOffloadConnector of the same mode. Ceiling: the scheduler without a con
 --memory: the process's memory over the trace, requests made as they come: what it grows by over the second half.
 --serve:  real engines: first tokens that are computed, come from host memory, and from disk after a restart, and how
           much of the prompts that finds; tokens a second when nothing is ever found.
+--packed: real engines in bfloat16: room in host memory with its blocks packed and not, and first tokens from there.
 --trace:  a file of JSON lines (input_length, output_length, hash_ids of 512 tokens; lengths are divided by 4). Without
           one, conversations are made that return as often.
 """
@@ -194,6 +195,7 @@ def main() -> None:
     parser.add_argument("--serve-tokens", type=int, default=1024, help="of a prompt")
     parser.add_argument("--serve-at-once", type=int, default=8)
     parser.add_argument("--serve-rounds", type=int, default=5)
+    parser.add_argument("--packed", action="store_true", help="blocks packed in host memory, beside plain ones")
     parser.add_argument("--hooks", action="store_true", help="show each hook")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
@@ -216,6 +218,8 @@ def main() -> None:
         result["serve"] = connector_serve.measure(
             options.model, options.serve_tokens, options.serve_at_once, answer=32, rounds=options.serve_rounds
         )
+    if options.packed:
+        result["packed"] = connector_serve.measure_packed(options.model, options.serve_tokens, options.serve_rounds)
     if options.json:
         print(json.dumps(result, indent=2))
         sys.stdout.flush()
@@ -232,6 +236,8 @@ def main() -> None:
         show_memory(result["memory"])
     if options.serve:
         connector_serve.show(result["serve"])
+    if options.packed:
+        connector_serve.show_packed(result["packed"])
     sys.stdout.flush()
     os._exit(0)
 

@@ -2,6 +2,8 @@
 
 First tokens of prompts that are computed, come from host memory, and come from disk in a new process after SIGKILL; how
 much of them that one finds; and tokens a second of prompts that are all new, in turns by two engines side by side.
+With `--packed` two engines in bfloat16, of which one packs its blocks in host memory: how many have room in as many
+bytes, and first tokens from there.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ BLOCK = 32
 VOCABULARY = 40_000
 WAIT_SECONDS = 120
 _WARM_PROMPTS = 3
+_WARM_TOKENS = 2048  # of each, or all
 
 
 def prompt_of(number: int, tokens: int) -> list[int]:
@@ -35,9 +38,18 @@ def prompt_of(number: int, tokens: int) -> list[int]:
 class Engine:
     """A forked process with an engine, that does one order after the other."""
 
-    def __init__(self, model: str, tokens: int, at_once: int, directory: Path | None, torpor: dict | None = None):
+    def __init__(
+        self,
+        model: str,
+        tokens: int,
+        at_once: int,
+        directory: Path | None,
+        torpor: dict | None = None,
+        dtype: str | None = None,
+    ):
         """With a directory, torpor's connector offloads into it; `torpor`: its options, in place of the usual ones."""
         self._model, self._tokens, self._at_once, self._directory = model, tokens, at_once, directory
+        self._dtype = dtype or best_dtype()
         self._torpor = torpor or {"host_bytes": "1GiB", "disk_bytes": "4GiB"}
         order_out, order_in = os.pipe()
         answer_out, answer_in = os.pipe()
@@ -76,7 +88,11 @@ class Engine:
     # --- in the child ---
 
     def _serve(self, orders, answers) -> None:
-        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        longest = self._tokens + 2 * BLOCK
+        trained = json.loads((Path(self._model) / "config.json").read_text())["max_position_embeddings"]
+        # Beyond what it was trained for a model makes no sense of what it reads, in the same time.
+        longer = {"hf_overrides": {"max_position_embeddings": longest}} if longest > trained else {}
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "4" if longer else "1"}
         os.environ.pop("VLLM_PLUGINS", None)
         if self._directory is None:
             os.environ["VLLM_PLUGINS"] = ""
@@ -85,19 +101,20 @@ class Engine:
         offload = {"offload": "eager", "dir": str(self._directory)} | self._torpor
         self.llm = LLM(
             self._model,
-            dtype=best_dtype(),
+            dtype=self._dtype,
             block_size=BLOCK,
-            max_model_len=self._tokens + 2 * BLOCK,
+            max_model_len=longest,
             max_num_batched_tokens=512,
             max_num_seqs=self._at_once,
             num_gpu_blocks_override=self._at_once * (self._tokens // BLOCK + 2) + 1,
             enforce_eager=True,
             seed=0,
             additional_config={} if self._directory is None else {"torpor": offload},
+            **longer,
         )
         self.engine, self.asked = self.llm.llm_engine, 0
         for number in range(_WARM_PROMPTS):  # the first long prompts of a process are slower, whoever it is of
-            self.first_token(number=10**9 + number)
+            self.first_token(number=10**9 + number, tokens=min(self._tokens, _WARM_TOKENS))
         answers.write("null\n")
         answers.flush()
         for line in orders:
@@ -138,6 +155,14 @@ class Engine:
         took = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu, "tokens": tokens}
         self.settle()
         return took
+
+    def room(self) -> dict:
+        """Blocks that have room in host memory, how many are there, and how many were not kept."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        stats = self.engine.engine_core.engine_core.scheduler.connector.scheduler.stats()
+        slots = get_kv_transfer_group().worker.core.sizes()["host_slots"]
+        return {"slots": slots, "blocks": stats["host_blocks"], "not_kept": stats.get("down_failed", 0)}
 
     def forget(self) -> None:
         assert self.llm.reset_prefix_cache()
@@ -188,6 +213,51 @@ def measure(model: str, tokens: int, at_once: int, answer: int, rounds: int) -> 
         "tokens_per_second": rates(batches, "seconds"),
         "tokens_per_cpu_second": rates(batches, "cpu_seconds"),
     }
+
+
+def measure_packed(model: str, tokens: int, rounds: int) -> dict:
+    """Two engines in bfloat16, the one with its blocks packed in host memory, in turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        engines = {
+            name: Engine(
+                model,
+                tokens,
+                at_once=1,
+                directory=Path(folder) / name,
+                torpor={"host_bytes": "1GiB", "host_compression": codec},
+                dtype="bfloat16",
+            )
+            for name, codec in (("plain", "none"), ("packed", "bf16"))
+        }
+        try:
+            first = {f"{how}_{name}": [] for name in engines for how in ("computed", "host")}
+            for number in range(rounds):
+                for name, engine in engines.items():
+                    for how in ("computed", "host"):
+                        first[f"{how}_{name}"].append(engine.order("first_token", number=number))
+            room = {name: engine.order("room") for name, engine in engines.items()}
+        finally:
+            for engine in engines.values():
+                engine.kill()
+    return {
+        "prompt_tokens": tokens,
+        "room": room,
+        "room_ratio": room["packed"]["slots"] / room["plain"]["slots"],
+        "findable_tokens": (tokens - 1) // BLOCK * BLOCK,
+        "first_token": {name: figures(each) for name, each in first.items()},
+    }
+
+
+def show_packed(result: dict) -> None:
+    room = result["room"]
+    print(
+        f"\nroom in 1 GiB of host memory: {room['plain']['slots']} blocks, packed {room['packed']['slots']} "
+        f"({result['room_ratio']:.3f}); of {room['packed']['blocks']} put there {room['packed']['not_kept']} more were "
+        f"not kept\nfirst token of {result['prompt_tokens']:,} tokens in bfloat16, medians"
+    )
+    for name, one in result["first_token"].items():
+        print(f"{name.replace('_', ', '):<26}{one['seconds'] * 1e3:>9,.0f} ms{one['cpu_seconds'] * 1e3:>9,.0f} ms of "
+              f"CPU{100 * one['found'] / result['findable_tokens']:>8.1f} % found")  # fmt: skip
 
 
 def figures(runs: list[dict]) -> dict:

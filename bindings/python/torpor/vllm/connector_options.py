@@ -22,7 +22,7 @@ class ConnectorOptions:
     # "eager": each full block goes to host memory when it was computed. "lazy": when the device is about to evict it.
     # "off": vLLM runs as without a connector.
     offload: str = "eager"
-    # Host memory for KV blocks, per rank: bytes, or text such as "4GiB".
+    # Host memory for KV blocks, per rank: bytes, or text such as "4GiB". torpor's host_compression packs them there.
     host_bytes: int = 0
     # Disk for KV blocks, per rank; it outlives the process.
     disk_bytes: int = 0

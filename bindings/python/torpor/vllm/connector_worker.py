@@ -49,6 +49,7 @@ class WorkerSide:
                 "encrypt": torpor.encrypt,
                 "durable": options.durable,
                 "block_compression": options.block_compression,
+                "host_compression": torpor.host_compression if self._memory.kv_is_bf16 else None,
                 "remote": options.remote,
                 "remote_credentials": options.remote_credentials,
                 "remote_ca": options.remote_ca,

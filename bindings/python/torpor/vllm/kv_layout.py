@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -33,13 +34,22 @@ def scattered_blocks(kv_cache_config) -> str | None:
     return layout.name
 
 
-def _tensor_to_value(kv_cache_config, tensor, address: int) -> dict:
-    """KVCacheTensor: layer l of block b begins at offset + l * layer_stride + b * block_stride."""
+def is_bf16(kv_cache_config) -> bool:
+    """Whether all that blocks hold are bfloat16 values."""
+    tensors = kv_cache_config.kv_cache_tensors
+    return all(getattr(_spec(kv_cache_config, tensor), "dtype", None) is torch.bfloat16 for tensor in tensors)
+
+
+def _spec(kv_cache_config, tensor):
     group = next(g for g in kv_cache_config.kv_cache_groups if tensor.layers[0] in g.layer_names)
     spec = group.kv_cache_spec
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        spec = spec.kv_cache_specs[tensor.layers[0]]
-    layers, layer_stride, block_bytes = len(tensor.layers), tensor.layer_stride, spec.page_size_bytes
+    return spec.kv_cache_specs[tensor.layers[0]] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _tensor_to_value(kv_cache_config, tensor, address: int) -> dict:
+    """KVCacheTensor: layer l of block b begins at offset + l * layer_stride + b * block_stride."""
+    block_bytes = _spec(kv_cache_config, tensor).page_size_bytes
+    layers, layer_stride = len(tensor.layers), tensor.layer_stride
     if _layout(kv_cache_config) is KVCacheLayout.BHLNC:  # layers alternate inside a block: it is one run of all of them
         layers, layer_stride, block_bytes = 1, tensor.block_stride, layers * block_bytes
     return {

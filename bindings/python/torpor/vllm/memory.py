@@ -61,6 +61,7 @@ class WorkerMemory:
         self.new_weights = 0  # how often
         self._weights_address = self._weights_bytes = 0
         self.kv_address = self._kv_bytes = 0
+        self.kv_is_bf16 = False
 
     @contextmanager
     def loading_weights(self, model_runner):
@@ -185,6 +186,7 @@ class WorkerMemory:
         """Tells the core where each block lies."""
         kv_cache_config = model_runner.kv_cache_config
         self.check_kv(model_runner.kv_caches, kv_cache_config.kv_cache_tensors)
+        self.kv_is_bf16 = kv_layout.is_bf16(kv_cache_config)
         if not kv_layout.scattered_blocks(kv_cache_config):  # else it sleeps whole; preserve_state is refused
             self.rank_memory.set_kv_layout("kv_cache", kv_layout.to_value(kv_cache_config, self.kv_address))
 

@@ -30,8 +30,8 @@ class Options:
     kv_budget_bytes: int | None = None
     # Most host memory for saved bytes, per rank; 0: no limit.
     arena_budget_bytes: int = 0
-    # Of saved bytes in host memory: "bf16" (weights and KV of that type take three quarters there, others as much as
-    # without), "none". Sleeps and wakes are slower.
+    # Of saved bytes in host memory, and of the KV connector's blocks there: "bf16" (weights and KV of that type take
+    # three quarters, others as much as without), "none". Sleeps, wakes and loads are slower.
     host_compression: str | None = None
     # Directory for what of a sleep has no room in arena_budget_bytes; without it such a sleep fails.
     # Nothing stays there after the wake.
