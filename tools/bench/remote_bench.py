@@ -86,7 +86,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--blocks", type=int, default=96)
     parser.add_argument("--engines", action="store_true", help="real engines: steps, first tokens, a pushed checkpoint")
-    parser.add_argument("--lengths", default="512,1024,2048,4096,7936", help="of prompts, in tokens; of --engines")
+    parser.add_argument("--lengths", default="512,2048,7936,16000,32000", help="of prompts, in tokens; of --engines")
     parser.add_argument("--only", choices=("steps", "first_token", "wake"), help="one part of --engines")
     parser.add_argument("--mooncake", action="store_true", help="a Mooncake store instead, beside its own client")
     parser.add_argument("--json", action="store_true")
