@@ -15,6 +15,11 @@
 #include "base/units.h"
 
 namespace torpor {
+namespace {
+
+constexpr uint64_t kFirstSlab = 8 * kMiB;
+
+}  // namespace
 
 struct HostArena::Impl {
   struct Slab {
@@ -55,7 +60,9 @@ struct HostArena::Impl {
       changed.wait(mutex);
       return ok();
     }
-    uint64_t size = align_up(std::max(bytes, options.slab_bytes), options.slab_bytes >= kHugePage ? kHugePage : kPage);
+    // The first slabs are small: who wants staging memory, and no more, waits for that alone to be touched.
+    const uint64_t least = std::min(options.slab_bytes, std::max(held, kFirstSlab));
+    uint64_t size = align_up(std::max(bytes, least), options.slab_bytes >= kHugePage ? kHugePage : kPage);
     if (options.budget_bytes != 0 && held + size > options.budget_bytes) size = align_up(bytes, kPage);
     if (options.budget_bytes != 0 && held + size > options.budget_bytes) {
       if (dropping > 0 || coming > 0) {  // some of it goes, or comes

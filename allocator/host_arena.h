@@ -30,7 +30,8 @@ class DeviceMemory;
 
 struct HostArenaOptions {
   uint64_t budget_bytes = 0;          // most that may be held from the system; 0: no limit
-  uint64_t slab_bytes = 64ull << 20;  // memory is taken from the system in pieces of at least this size
+  uint64_t slab_bytes = 64ull << 20;  // memory is taken from the system in pieces of at least this size; the first ones
+                                      // may be smaller
   int prefault_threads = 0;           // 0: as many as the machine has cores, at most 8
   DeviceMemory* pin_for = nullptr;    // outlives the arena; null: nothing is pinned, memory comes from any node
 };

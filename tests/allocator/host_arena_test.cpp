@@ -26,6 +26,19 @@ TEST(HostArena, SpansAreAlignedAndGiveThemselvesBack) {
   EXPECT_EQ(arena->info().held_bytes, 2 * kMiB);
 }
 
+TEST(HostArena, TheFirstSlabsAreSmallSoThatStagingMemoryComesAtOnce) {
+  const auto arena = value_of(HostArena::create());
+  std::vector<HostArena::Span> spans;
+  for (const uint64_t held : {8, 8, 16, 16, 32, 32, 32, 32, 64}) {
+    spans.push_back(value_of(arena->allocate(4 * kMiB)));
+    EXPECT_EQ(arena->info().held_bytes, held * kMiB);
+  }
+  while (arena->info().held_bytes < 256 * kMiB) spans.push_back(value_of(arena->allocate(4 * kMiB)));
+  EXPECT_EQ(arena->info().held_bytes, 256 * kMiB);  // by whole slabs of 64 MiB
+  ASSERT_SUCCEEDS(arena->prefault(200 * kMiB));
+  EXPECT_GE(arena->info().held_bytes - arena->info().used_bytes, 200 * kMiB);
+}
+
 TEST(HostArena, HeldMemoryIsUsedAgain) {
   const auto arena = value_of(HostArena::create({.slab_bytes = 2 * kMiB}));
   for (int i = 0; i < 100; ++i) ASSERT_SUCCEEDS(arena->allocate(2 * kMiB));
