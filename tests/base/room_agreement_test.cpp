@@ -97,6 +97,7 @@ class Explorer {
     const Half& gives = world.gives;
     const Half& takes = world.takes;
     if (gives.pages + takes.pages > kPages) wrong = "both have more than the device";
+    if (world.word.stopped() && world.word.committed()) wrong = "it is given up, and for good";
     if (gives.dead || takes.dead) return;
     if (gives.awake && takes.awake) wrong = "both run";
     if (takes.awake && (takes.pages != kPages || gives.pages != 0)) wrong = "it runs without its memory";

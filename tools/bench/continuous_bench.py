@@ -6,10 +6,10 @@ stall:  how long the engine stood still (own: by its report; with the front end:
         less the usual one), under a load of endless streams. Baseline: the same checkpoint with the engine standing
         still until it is on disk.
 tokens: a second, with a checkpoint every so often beside none (baseline).
-bytes:  written into the checkpoints' own files, beside the KV that was new since the one before (ceiling).
+bytes:  written into the checkpoints' own files, beside the KV that was new since the one before (ceiling), as it is.
 
 --full: the stall alone, of checkpoints that link nothing, of fewer streams with long prompts: most of it is full blocks
-that no other checkpoint has. --streams, --prompt-tokens and --block-tokens change the load.
+that no other checkpoint has. --streams, --prompt-tokens and --block-tokens change the load, --compression how checkpoints are written.
 
 Contestants take turns in each round, in windows of tokens each first in every other one, after a warm-up; medians of
 the rounds.
@@ -122,19 +122,18 @@ async def stalls(engine, load: Load, rounds: int) -> dict[str, dict]:
     }
 
 
-async def window(engine, load: Load, checkpoints: bool, block_tokens: int) -> dict:
+async def window(engine, load: Load, checkpoints: bool, token_bytes: int) -> dict:
     """Tokens a second over one window, and what its checkpoints wrote. Each begins when its time has come."""
     if checkpoints:
         await engine.checkpoint()  # what was new before is no part of it
-    before, known, began, written, new_kv, new_tokens = load.tokens, load.kv_tokens, time.monotonic(), 0, 0.0, 0
+    before, known, began, written, new_kv, new_tokens = load.tokens, load.kv_tokens, time.monotonic(), 0, 0, 0
     for number in range(CHECKPOINTS):
         await asyncio.sleep(max(0.0, began + (number + 0.5) * EVERY_SECONDS - time.monotonic()))
         if checkpoints:
             tokens = load.kv_tokens
             report = await engine.checkpoint()
             written += own_bytes(report["checkpoint"])
-            block = (report["saved_bytes"] + report["reused_bytes"] - weights_in(report)) / report["kept_blocks"]
-            new_kv += (tokens - known) * block / block_tokens
+            new_kv += (tokens - known) * token_bytes
             new_tokens += tokens - known
             known = tokens
     await asyncio.sleep(max(0.0, began + CHECKPOINTS * EVERY_SECONDS - time.monotonic()))
@@ -142,8 +141,12 @@ async def window(engine, load: Load, checkpoints: bool, block_tokens: int) -> di
     return {"rate": rate, "written": written, "new_kv": new_kv, "new_tokens": new_tokens}
 
 
-def weights_in(report: dict) -> int:
-    return report["checkpoint_parts"].get("weights", 0)
+def kv_bytes_of_token(model: Path) -> int:
+    """Keys and values of all layers."""
+    config = json.loads((model / "config.json").read_text())
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    value_bytes = {"bfloat16": 2, "float32": 4}[best_dtype()]
+    return 2 * value_bytes * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
 
 
 async def play(options: argparse.Namespace) -> dict:
@@ -155,7 +158,9 @@ async def play(options: argparse.Namespace) -> dict:
             model=str(options.model), dtype=best_dtype(), enforce_eager=True, block_size=options.block_tokens,
             max_model_len=max(2048, options.prompt_tokens + ANSWER_TOKENS + 100),
             max_num_seqs=max(STREAMS, options.streams), max_num_batched_tokens=512, disable_log_stats=True,
-            additional_config={"torpor": {"dir": directory, "incremental": not options.full}},
+            additional_config={
+                "torpor": {"dir": directory, "incremental": not options.full, "compression": options.compression}
+            },
         )  # fmt: skip
         engine = AsyncLLM.from_engine_args(arguments)
         try:
@@ -166,10 +171,11 @@ async def play(options: argparse.Namespace) -> dict:
             if options.full:
                 await load.stop()
                 return result
+            token_bytes = kv_bytes_of_token(options.model)
             windows: dict[bool, list[dict]] = {False: [], True: []}
             for number in range(options.rounds):
                 for checkpoints in (number % 2 == 1, number % 2 == 0):
-                    windows[checkpoints].append(await window(engine, load, checkpoints, options.block_tokens))
+                    windows[checkpoints].append(await window(engine, load, checkpoints, token_bytes))
             await load.stop()
             ledger = await engine.torpor("state")
             assert ledger["engine"] == "awake"
@@ -189,6 +195,7 @@ def main() -> int:
     parser.add_argument(
         "--block-tokens", type=int, default=BLOCK_TOKENS, help="of a KV block; vLLM on the CPU takes multiples of 32"
     )
+    parser.add_argument("--compression", default="none", help="of checkpoints: bf16")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.rounds < 1 or options.model is None:
