@@ -221,7 +221,6 @@ class ConnectorWorker {
       std::unique_ptr<Store> disk;
       if (options_.host_slots > 0) {
         TORPOR_ASSIGN(host, make_host(bytes, host_codec));
-        if (host != nullptr) memory_.set_host_store(host);
       }
       if (options.disk_bytes > 0) {
         TORPOR_ASSIGN(disk, open_disk(options, bytes));
@@ -246,13 +245,12 @@ class ConnectorWorker {
   Result<std::shared_ptr<HostStore>> make_host(uint64_t bytes, Codec codec) {
     const int32_t wanted = options_.host_slots;
     for (; options_.host_slots > 0; options_.host_slots /= 2) {
-      Result<std::unique_ptr<HostStore>> made =
-          HostStore::create(memory_.arena(), {.slots = options_.host_slots, .slot_bytes = bytes, .codec = codec});
+      Result<std::shared_ptr<HostStore>> made =
+          memory_.make_host_store({.slots = options_.host_slots, .slot_bytes = bytes, .codec = codec});
       if (!made && made.error().code == Code::kResourceExhausted) continue;
       if (made && options_.host_slots < wanted)
         log().warn("KV connector: host memory for {} blocks, {} were asked for", options_.host_slots, wanted);
-      if (!made) return made.error();
-      return std::shared_ptr<HostStore>(std::move(*made));
+      return made;
     }
     log().warn("KV connector: there is no host memory for blocks, {} were asked for", wanted);
     return std::shared_ptr<HostStore>();

@@ -175,9 +175,23 @@ Status RankMemory::set_kv_layout(std::string tag, KvLayout layout) {
   return ok();
 }
 
-void RankMemory::set_host_store(std::weak_ptr<HostStore> store) {
+Result<std::shared_ptr<HostStore>> RankMemory::make_host_store(const HostStoreOptions& options) {
   const MutexLock lock(mutex_);
-  images_->set_host_store(std::move(store));
+  TORPOR_ASSIGN(std::shared_ptr<HostStore> store, HostStore::create(*arena_, options));
+  if (!store->traits().addressable) {
+    const auto slots = static_cast<uint64_t>(options.slots);
+    const uint64_t padded = align_up(options.slot_bytes, kPage);
+    const uint64_t batch = TransferEngine::most_staging(slots * options.slot_bytes, slots * padded, padded);
+    if (Status kept = transfers_->keep_staging(batch); !kept) {
+      store.reset();
+      give_back_unused();
+      return kept.error();
+    }
+    packed_store_ = store;
+    packed_store_batch_ = batch;
+  }
+  images_->set_host_store(store);
+  return store;
 }
 
 void RankMemory::mark_dirty(std::string_view tag) {
@@ -359,7 +373,10 @@ Result<orders::LeaveSign::Reply> RankMemory::carry_out(const orders::LeaveSign& 
 void RankMemory::give_back_unused() noexcept {
   (void)catching([this]() TORPOR_REQUIRES(mutex_) -> Status {
     transfers_->release_staging();
-    if (!images_->needs_staging()) transfers_->let_staging_go();
+    if (!images_->needs_staging()) {
+      transfers_->let_staging_go();
+      if (!packed_store_.expired()) (void)transfers_->keep_staging(packed_store_batch_);  // of what was let go
+    }
     arena_->trim(*options_.arena_keep_bytes);  // what backs up stays
     return ok();
   });

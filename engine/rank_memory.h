@@ -30,7 +30,8 @@ namespace torpor {
 struct RankMemoryOptions {
   int32_t rank = 0;
   uint64_t arena_budget_bytes = 0;          // 0: no limit
-  uint64_t arena_slab_bytes = 64ull << 20;  // host memory is taken from the system in pieces of this size
+  uint64_t arena_slab_bytes = 64ull << 20;  // host memory is taken from the system in pieces of this size,
+                                            // the first ones smaller
   uint64_t handle_bytes = 64ull << 20;      // physical memory of the device is made in pieces of this size
   // Host memory that is brought up in the background from the start. None: on a device with memory of its own, quietly
   // (allocator/quiet_prefault.h) what the first sleep will need: all regions, of KV blocks as much as of all else at
@@ -77,8 +78,10 @@ class RankMemory {
   Status read_saved(DeviceAddress address, std::span<std::byte> out) const;
   // From now on `tag` holds KV blocks laid out like this.
   Status set_kv_layout(std::string tag, KvLayout layout);
-  // A store of its blocks, from which a sleep need not copy what orders name there (orders::Save::host_slots).
-  void set_host_store(std::weak_ptr<HostStore> store);
+  // A store of its blocks in the arena, from which a sleep need not copy what orders name there
+  // (orders::Save::host_slots). For a packed one staging memory is kept for as long as the store is there.
+  // kResourceExhausted: there is no room for both; nothing of them is held then.
+  Result<std::shared_ptr<HostStore>> make_host_store(const HostStoreOptions& options);
   // The owner changed bytes of `tag`: a kept backup is no longer that of its content. On the device without a GPU most
   // changes are noticed without it, when the tag is described next: a sample of its bytes is compared.
   void mark_dirty(std::string_view tag);
@@ -152,6 +155,8 @@ class RankMemory {
   std::unique_ptr<RegionImages> images_ TORPOR_PT_GUARDED_BY(mutex_);  // but this one
   uint64_t kv_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;                    // of regions
   uint64_t other_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;
+  std::weak_ptr<HostStore> packed_store_ TORPOR_GUARDED_BY(mutex_);
+  uint64_t packed_store_batch_ TORPOR_GUARDED_BY(mutex_) = 0;  // bytes of staging that its blocks need
 };
 
 }  // namespace torpor

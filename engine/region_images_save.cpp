@@ -73,7 +73,9 @@ Result<orders::PlanSave::Reply> RegionImages::plan(const orders::Save& order) co
   orders::PlanSave::Reply reply;
   uint64_t taken_over = 0;
   for (const Portion& portion : portions) taken_over += portion.retained_bytes;
-  const uint64_t staging = needs_staging() ? 0 : batch_staging(portions) * parts_.transfers.memory_batches();
+  const uint64_t batch = batch_staging(portions);
+  const uint64_t kept = std::min(batch, parts_.transfers.kept_staging());
+  const uint64_t staging = (batch - kept) * parts_.transfers.memory_batches();
   place(portions, retained_->bytes() - std::min(retained_->bytes(), taken_over), staging);
   for (const Portion& portion : portions) {
     reply.copied_bytes[portion.tag] = portion.copied_bytes();
@@ -292,6 +294,9 @@ uint64_t RegionImages::batch_staging(const std::vector<Portion>& portions) const
     const Image* const clean = portion.clean_bytes == 0 ? nullptr : find(portion.tag);
     for (const ChunkPlan& plan : portion.plans) add(plan.bytes());
     for (const SavedChunk& chunk : (clean != nullptr ? *clean : portion.image).chunks) add(chunk.bytes);
+    if (!portion.image.chunks.empty()) continue;
+    for (uint64_t at = 0; at < portion.reused_bytes + portion.borrowed_bytes; at += kv_layout_.bytes_per_block())
+      add(kv_layout_.bytes_per_block());  // of a plan, which takes none
   }
   return TransferEngine::most_staging(all, padded, largest);
 }

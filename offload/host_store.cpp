@@ -154,7 +154,7 @@ Status HostStore::put_one(StorePart& part, std::span<std::byte> room) {
                             .stored = bytes.size(),
                             .digest = part.record.digest,
                             .codec = size ? options_.codec : Codec::kNone};
-  Content now{.record = record};
+  Content now{.record = record, .found = true};
   {
     const MutexLock lock(mutex_);
     forget(contents_[static_cast<size_t>(part.slot)]);
@@ -169,12 +169,12 @@ Status HostStore::put_one(StorePart& part, std::span<std::byte> room) {
       whole_free_.pop_back();
       whole_uses_[static_cast<size_t>(now.whole)] = 1;
     }
-    contents_[static_cast<size_t>(part.slot)] = now;
   }
   std::memcpy(memory_of(part.slot, now).data(), bytes.data(), bytes.size());
   part.record = record;
   const MutexLock lock(mutex_);
-  contents_[static_cast<size_t>(part.slot)].found = true;
+  forget(contents_[static_cast<size_t>(part.slot)]);
+  contents_[static_cast<size_t>(part.slot)] = now;
   health_.put_bytes += record.stored;
   return ok();
 }

@@ -3,7 +3,8 @@
 //
 // With a codec each block is packed on its way in and unpacked on its way out, by the thread that puts and gets it: the
 // store is not addressable then. A slot has room for a block that gets as small as bf16 values of KV do. One that stays
-// larger lies in one of a few whole places; while all of them are in use it is not kept: kResourceExhausted.
+// larger lies in one of a few whole places; while all of them are in use it is not kept: kResourceExhausted. Each
+// thread that packs leaves memory of a block's size behind, outside of the arena.
 #pragma once
 
 #include <memory>

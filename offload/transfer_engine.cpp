@@ -1,6 +1,7 @@
 #include "offload/transfer_engine.h"
 
 #include <algorithm>
+#include <limits>
 
 #include <fmt/core.h>
 
@@ -354,6 +355,15 @@ Status TransferEngine::keep_staging(uint64_t batch_bytes) {
     }
     return ok();
   });
+}
+
+uint64_t TransferEngine::kept_staging() const {
+  const MutexLock lock(mutex_);
+  uint64_t least = std::numeric_limits<uint64_t>::max();
+  for (const auto& worker : workers_) {
+    if (worker->lane == kMemory) least = std::min(least, worker->copier->kept_staging());
+  }
+  return least;
 }
 
 void TransferEngine::let_staging_go() {

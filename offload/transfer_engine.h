@@ -106,7 +106,8 @@ class TransferEngine {
   // pages: a tier there that is not addressable can then be read however full the arena is. Waits for what they copy
   // now. kResourceExhausted: there is no room for it.
   Status keep_staging(uint64_t batch_bytes);
-  void let_staging_go();  // of threads that copy nothing now
+  uint64_t kept_staging() const;  // of each batch
+  void let_staging_go();          // of threads that copy nothing now
   // Most that a batch needs of chunks that have so many bytes in all, and in pages so many, the largest one too.
   static uint64_t most_staging(uint64_t bytes, uint64_t padded_bytes, uint64_t largest_padded);
   uint64_t memory_batches() const { return 2 * static_cast<uint64_t>(own_threads_ ? threads_ : 1); }  // at once

@@ -49,10 +49,8 @@ Status ReferenceEngine::build_offload() {
     std::shared_ptr<HostStore> host;
     std::unique_ptr<Store> disk;
     if (placement.host) {
-      TORPOR_ASSIGN(
-          host, HostStore::create(memory.arena(),
-                                  {.slots = with.host_slots, .slot_bytes = bytes, .codec = options_.host_compression}));
-      memory.set_host_store(host);
+      TORPOR_ASSIGN(host, memory.make_host_store(
+                              {.slots = with.host_slots, .slot_bytes = bytes, .codec = options_.host_compression}));
     }
     if (placement.disk) {
       SegmentStoreOptions options{

@@ -3,6 +3,7 @@
 #include "base/units.h"
 #include "engine/reference/reference_engine.h"
 #include "engine/sleep_controller.h"
+#include "kvcache/store_tier.h"
 #include "offload/host_store.h"
 #include "tests/support/bf16_bytes.h"
 #include "tests/support/faulty_device.h"
@@ -30,8 +31,7 @@ class BorrowedKv : public ::testing::Test {
         .num_blocks = 8,
         .tensors = {{.address = kv_, .layers = 1, .layer_stride = 1, .block_stride = kBytes, .block_bytes = kBytes}}};
     EXPECT_SUCCEEDS(memory_->set_kv_layout("kv_cache", layout));
-    store_ = value_of(HostStore::create(memory_->arena(), {.slots = 4, .slot_bytes = kBytes}));
-    memory_->set_host_store(store_);
+    store_ = value_of(memory_->make_host_store({.slots = 4, .slot_bytes = kBytes}));
   }
   std::byte* block(int32_t number) {
     return reinterpret_cast<std::byte*>(kv_ + static_cast<uint64_t>(number) * kBytes);  // NOLINT
@@ -125,8 +125,7 @@ TEST(BorrowedPackedKv, IsLentToASleepThatPacksAndNoOther) {
         .tensors = {{.address = kv, .layers = 1, .layer_stride = 1, .block_stride = kBytes, .block_bytes = kBytes}}};
     ASSERT_SUCCEEDS(memory->set_kv_layout("kv_cache", layout));
     const std::shared_ptr<HostStore> store =
-        value_of(HostStore::create(memory->arena(), {.slots = 4, .slot_bytes = kBytes, .codec = Codec::kBf16}));
-    memory->set_host_store(store);
+        value_of(memory->make_host_store({.slots = 4, .slot_bytes = kBytes, .codec = Codec::kBf16}));
     StorePart parts[] = {{.slot = 3, .bytes = blocks.first(kBytes)}, {.slot = 0, .bytes = blocks.last(kBytes)}};
     for (StorePart& part : parts) part.record.digest = digest_of(part.bytes);
     store->put(parts);
@@ -141,6 +140,54 @@ TEST(BorrowedPackedKv, IsLentToASleepThatPacksAndNoOther) {
     value_of(call_rank(*memory, orders::Restore{.tags = {"kv_cache"}}));
     value_of(call_rank(*memory, orders::Finish{.tags = {"kv_cache"}}));
     EXPECT_TRUE(std::equal(before.begin(), before.end(), blocks.begin()));
+  }
+}
+
+// What it needs to copy is set aside when it is made, and again after each sleep.
+TEST(PackedStoreOfARank, ServesThoughTheArenaIsFull) {
+  constexpr uint64_t kBytes = 64 * kKiB;
+  const HostStoreOptions options{.slots = 4, .slot_bytes = kBytes, .codec = Codec::kBf16};
+  for (const uint64_t short_of : {kPage, uint64_t{0}}) {
+    SCOPED_TRACE(short_of);
+    const uint64_t budget = options.bytes() + 2 * 4 * kBytes - short_of;  // two batches of one thread, of all slots
+    const auto memory = value_of(RankMemory::create(
+        value_of(make_host_device()), linux_file_system(),
+        {.arena_budget_bytes = budget, .arena_slab_bytes = kPage, .threads = 1, .host_compression = Codec::kBf16}));
+    Result<std::shared_ptr<HostStore>> store = memory->make_host_store(options);
+    if (short_of != 0) {
+      EXPECT_FAILS(store, Code::kResourceExhausted);
+      EXPECT_EQ(memory->arena().info().used_bytes, 0u);
+      continue;
+    }
+    ASSERT_SUCCEEDS(store);
+    EXPECT_FAILS(memory->arena().allocate(kPage), Code::kResourceExhausted);
+    const DeviceAddress kv = value_of(memory->allocate("kv_cache", "kv", kBytes));
+    const KvLayout layout{
+        .num_blocks = 1,
+        .tensors = {{.address = kv, .layers = 1, .layer_stride = 1, .block_stride = kBytes, .block_bytes = kBytes}}};
+    ASSERT_SUCCEEDS(memory->set_kv_layout("kv_cache", layout));
+    const std::span<std::byte> block(reinterpret_cast<std::byte*>(kv), kBytes);  // NOLINT
+    const ChunkPlan plan{.key = {.kind = ChunkKind::kKvBlock}, .pieces = {{kv, kBytes}}};
+    for (const uint64_t seed : {1, 2}) {
+      const std::vector<std::byte> before = bf16_values(seed, kBytes);
+      std::copy(before.begin(), before.end(), block.begin());
+      StoreTier tier(**store, {3}, {});
+      const std::vector<SavedChunk> saved = value_of(memory->transfers().save({&plan, 1}, tier));
+      std::fill(block.begin(), block.end(), std::byte{0});
+      ASSERT_SUCCEEDS(memory->transfers().restore(saved, {&plan, 1}, tier));
+      EXPECT_TRUE(std::equal(before.begin(), before.end(), block.begin()));
+      const orders::Save order{.tags = {"kv_cache"}, .blocks = {0}, .stamps = {seed}, .steps = 9, .host_slots = {3}};
+      EXPECT_EQ(value_of(call_rank(*memory, order)).reused_bytes, kBytes);
+      value_of(call_rank(*memory, orders::Detach{.tags = {"kv_cache"}}));
+      value_of(call_rank(*memory, orders::Attach{.tags = {"kv_cache"}}));
+      value_of(call_rank(*memory, orders::Restore{.tags = {"kv_cache"}}));
+      value_of(call_rank(*memory, orders::Finish{.tags = {"kv_cache"}}));
+      EXPECT_TRUE(std::equal(before.begin(), before.end(), block.begin()));
+      EXPECT_EQ(memory->transfers().kept_staging(), 4 * kBytes);
+    }
+    store->reset();
+    value_of(call_rank(*memory, orders::Finish{.tags = {"kv_cache"}}));
+    EXPECT_EQ(memory->transfers().kept_staging(), 0u) << "it is for the store alone";
   }
 }
 

@@ -9,7 +9,8 @@ tokens: a second, with a checkpoint every so often beside none (baseline).
 bytes:  written into the checkpoints' own files, beside the KV that was new since the one before (ceiling), as it is.
 
 --full: the stall alone, of checkpoints that link nothing, of fewer streams with long prompts: most of it is full blocks
-that no other checkpoint has. --streams, --prompt-tokens and --block-tokens change the load, --compression how checkpoints are written.
+that no other checkpoint has. --streams, --prompt-tokens and --block-tokens change the load, --compression how
+checkpoints are written.
 
 Contestants take turns in each round, in windows of tokens each first in every other one, after a warm-up; medians of
 the rounds.
