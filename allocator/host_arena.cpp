@@ -60,10 +60,12 @@ struct HostArena::Impl {
       changed.wait(mutex);
       return ok();
     }
+    const uint64_t usual = std::max(bytes, options.slab_bytes);
     // The first slabs are small: who wants staging memory, and no more, waits for that alone to be touched.
-    const uint64_t least = std::min(options.slab_bytes, std::max(held, kFirstSlab));
-    uint64_t size = align_up(std::max(bytes, least), options.slab_bytes >= kHugePage ? kHugePage : kPage);
-    if (options.budget_bytes != 0 && held + size > options.budget_bytes) size = align_up(bytes, kPage);
+    const uint64_t least = std::min(usual, std::max({bytes, held, kFirstSlab}));
+    uint64_t size = align_up(least, options.slab_bytes >= kHugePage ? kHugePage : kPage);
+    // Near the budget what is asked for alone, so that no rest of a slab is missing in the end.
+    if (options.budget_bytes != 0 && held + usual > options.budget_bytes) size = align_up(bytes, kPage);
     if (options.budget_bytes != 0 && held + size > options.budget_bytes) {
       if (dropping > 0 || coming > 0) {  // some of it goes, or comes
         hurry = true;

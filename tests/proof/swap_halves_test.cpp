@@ -27,7 +27,7 @@ using namespace std::chrono_literals;
 using Side = RoomFile::Side;
 
 constexpr RoomFile::Seconds kNobodyIsSilent = 10min;
-constexpr RoomFile::Seconds kMostSilence = 150ms;  // where one is stopped
+constexpr RoomFile::Seconds kMostSilence = 500ms;  // where one is stopped; more than who runs waits for a core
 
 enum class Ends : uint8_t { kNothing, kSwapped, kAsBefore, kAsleep, kLost };
 constexpr std::array<const char*, 5> kEnds{"nothing", "swapped", "as before", "asleep", "lost"};

@@ -66,12 +66,11 @@ def killed(load, tmp_path_factory) -> tuple[dict, Path]:
 
 
 def test_host_budget_is_what_is_mapped(killed):
-    """And what batches of the disk lie in meanwhile, two places a lane; the arena takes at least 64 MiB at a time."""
+    """And what batches of the disk lie in meanwhile, two places a lane; the arena takes 64 MiB at a time at most."""
     result, _ = killed
     assert result["stats"]["host_blocks"] <= 64
     assert 0 <= result["arena"]["used"] - 64 * result["block_bytes"] <= 32 * result["block_bytes"]
     assert 0 <= result["arena"]["held"] - result["arena"]["used"] < 64 << 20
-    assert result["arena"]["held"] >= 64 << 20
 
 
 def test_no_token_differs_under_a_load_and_a_killed_process_leaves_its_blocks(load, killed):

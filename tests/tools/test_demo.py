@@ -102,7 +102,7 @@ def test_one_request_of_each_kind(tmp_path, where, model, request):
 @WITH_MODEL
 def test_a_drained_server_and_its_clients(tmp_path, model, request):
     (tmp_path / "prompts").write_text("Say hello in French.\nTell me a story.\nWhat is a bridge?\nHow is bread made?\n")
-    words = ["--json", "--server", "--prompts", tmp_path / "prompts", "--max-tokens", 48]
+    words = ["--json", "--server", "--prompts", tmp_path / "prompts", "--max-tokens", 200]
     # The server that sleeps is forked; the one that wakes is a new interpreter.
     done = demo(*words, model=request.getfixturevalue(model), forked=1)
     assert done.returncode == 0, done.stderr[-3000:]
