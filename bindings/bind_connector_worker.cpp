@@ -51,7 +51,7 @@ struct WorkerOptions {
   int32_t remote_slots = 0;
   int64_t remote_timeout_ms = 0;
   CompressionOptions compression{.codec = Codec::kNone};
-  CompressionOptions host_compression{.codec = Codec::kNone};
+  Codec host_codec = Codec::kNone;
 };
 
 WorkerOptions worker_options_from(const py::dict& dict) {
@@ -81,7 +81,7 @@ WorkerOptions worker_options_from(const py::dict& dict) {
   in.read_if_given("host_compression", host_codec);
   in.finish();
   options.compression = value_or_raise(CompressionOptions::of(codec, std::nullopt));
-  options.host_compression = value_or_raise(CompressionOptions::of(host_codec, std::nullopt));
+  options.host_codec = value_or_raise(CompressionOptions::of(host_codec, std::nullopt)).codec;
   options.directory = directory.value_or("");
   options.key = key_from(key_file);
   return options;
@@ -213,14 +213,13 @@ class ConnectorWorker {
                      .what = "where the blocks of the KV cache lie is not known",
                      .next_step = "this is a mistake in the calling code"};
       }
-      const Codec host_codec = options.host_compression.codec;
       options_.rank = options.rank;
-      options_.host_slots =
-          static_cast<int32_t>(std::min(HostStore::slots_in(options.host_bytes, bytes, host_codec), kMostSlots));
+      options_.host_slots = static_cast<int32_t>(
+          std::min(HostStore::slots_in(options.host_bytes, bytes, options.host_codec), kMostSlots));
       std::shared_ptr<HostStore> host;
       std::unique_ptr<Store> disk;
       if (options_.host_slots > 0) {
-        TORPOR_ASSIGN(host, make_host(bytes, host_codec));
+        TORPOR_ASSIGN(host, make_host(bytes, options.host_codec));
       }
       if (options.disk_bytes > 0) {
         TORPOR_ASSIGN(disk, open_disk(options, bytes));

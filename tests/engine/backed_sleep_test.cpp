@@ -19,6 +19,22 @@ using namespace reference;
 
 // --- one rank ---
 
+// One region of blocks, one behind the other; its address.
+DeviceAddress allocate_blocks(RankMemory& memory, uint32_t blocks, uint64_t block_bytes) {
+  const DeviceAddress kv = value_of(memory.allocate("kv_cache", "kv", blocks * block_bytes));
+  const KvTensor tensor{
+      .address = kv, .layers = 1, .layer_stride = 1, .block_stride = block_bytes, .block_bytes = block_bytes};
+  EXPECT_SUCCEEDS(memory.set_kv_layout("kv_cache", {.num_blocks = blocks, .tensors = {tensor}}));
+  return kv;
+}
+// From when it is saved to when it is back.
+void detach_and_wake(RankMemory& memory) {
+  value_of(call_rank(memory, orders::Detach{.tags = {"kv_cache"}}));
+  value_of(call_rank(memory, orders::Attach{.tags = {"kv_cache"}}));
+  value_of(call_rank(memory, orders::Restore{.tags = {"kv_cache"}}));
+  value_of(call_rank(memory, orders::Finish{.tags = {"kv_cache"}}));
+}
+
 class BorrowedKv : public ::testing::Test {
  protected:
   static constexpr uint64_t kBytes = 6000;  // of a block
@@ -26,11 +42,7 @@ class BorrowedKv : public ::testing::Test {
   BorrowedKv() {
     memory_ = value_of(RankMemory::create(value_of(make_host_device()), linux_file_system(),
                                           {.arena_slab_bytes = 64 * kKiB, .threads = 1, .retain_kv_bytes = kMiB}));
-    kv_ = value_of(memory_->allocate("kv_cache", "kv", 8 * kBytes));
-    const KvLayout layout{
-        .num_blocks = 8,
-        .tensors = {{.address = kv_, .layers = 1, .layer_stride = 1, .block_stride = kBytes, .block_bytes = kBytes}}};
-    EXPECT_SUCCEEDS(memory_->set_kv_layout("kv_cache", layout));
+    kv_ = allocate_blocks(*memory_, 8, kBytes);
     store_ = value_of(memory_->make_host_store({.slots = 4, .slot_bytes = kBytes}));
   }
   std::byte* block(int32_t number) {
@@ -114,16 +126,12 @@ TEST(BorrowedPackedKv, IsLentToASleepThatPacksAndNoOther) {
     SCOPED_TRACE(name(of_sleep));
     const auto memory = value_of(RankMemory::create(value_of(make_host_device()), linux_file_system(),
                                                     {.threads = 1, .host_compression = of_sleep}));
-    const DeviceAddress kv = value_of(memory->allocate("kv_cache", "kv", 2 * kBytes));
+    const DeviceAddress kv = allocate_blocks(*memory, 2, kBytes);
     const std::span<std::byte> blocks(reinterpret_cast<std::byte*>(kv), 2 * kBytes);  // NOLINT
     std::vector<std::byte> before = bf16_values(1, kBytes);
     const std::vector<std::byte> large = noise(2, kBytes);
     before.insert(before.end(), large.begin(), large.end());
     std::copy(before.begin(), before.end(), blocks.begin());
-    const KvLayout layout{
-        .num_blocks = 2,
-        .tensors = {{.address = kv, .layers = 1, .layer_stride = 1, .block_stride = kBytes, .block_bytes = kBytes}}};
-    ASSERT_SUCCEEDS(memory->set_kv_layout("kv_cache", layout));
     const std::shared_ptr<HostStore> store =
         value_of(memory->make_host_store({.slots = 4, .slot_bytes = kBytes, .codec = Codec::kBf16}));
     StorePart parts[] = {{.slot = 3, .bytes = blocks.first(kBytes)}, {.slot = 0, .bytes = blocks.last(kBytes)}};
@@ -135,10 +143,7 @@ TEST(BorrowedPackedKv, IsLentToASleepThatPacksAndNoOther) {
     const uint64_t reused = of_sleep == Codec::kBf16 ? 2 * kBytes : kBytes;  // what lies there as it is, in any case
     EXPECT_EQ(value_of(call_rank(*memory, orders::PlanSave{.save = order})).reused_bytes, reused);
     EXPECT_EQ(value_of(call_rank(*memory, order)).reused_bytes, reused);
-    value_of(call_rank(*memory, orders::Detach{.tags = {"kv_cache"}}));
-    value_of(call_rank(*memory, orders::Attach{.tags = {"kv_cache"}}));
-    value_of(call_rank(*memory, orders::Restore{.tags = {"kv_cache"}}));
-    value_of(call_rank(*memory, orders::Finish{.tags = {"kv_cache"}}));
+    detach_and_wake(*memory);
     EXPECT_TRUE(std::equal(before.begin(), before.end(), blocks.begin()));
   }
 }
@@ -161,11 +166,7 @@ TEST(PackedStoreOfARank, ServesThoughTheArenaIsFull) {
     }
     ASSERT_SUCCEEDS(store);
     EXPECT_FAILS(memory->arena().allocate(kPage), Code::kResourceExhausted);
-    const DeviceAddress kv = value_of(memory->allocate("kv_cache", "kv", kBytes));
-    const KvLayout layout{
-        .num_blocks = 1,
-        .tensors = {{.address = kv, .layers = 1, .layer_stride = 1, .block_stride = kBytes, .block_bytes = kBytes}}};
-    ASSERT_SUCCEEDS(memory->set_kv_layout("kv_cache", layout));
+    const DeviceAddress kv = allocate_blocks(*memory, 1, kBytes);
     const std::span<std::byte> block(reinterpret_cast<std::byte*>(kv), kBytes);  // NOLINT
     const ChunkPlan plan{.key = {.kind = ChunkKind::kKvBlock}, .pieces = {{kv, kBytes}}};
     for (const uint64_t seed : {1, 2}) {
@@ -178,10 +179,7 @@ TEST(PackedStoreOfARank, ServesThoughTheArenaIsFull) {
       EXPECT_TRUE(std::equal(before.begin(), before.end(), block.begin()));
       const orders::Save order{.tags = {"kv_cache"}, .blocks = {0}, .stamps = {seed}, .steps = 9, .host_slots = {3}};
       EXPECT_EQ(value_of(call_rank(*memory, order)).reused_bytes, kBytes);
-      value_of(call_rank(*memory, orders::Detach{.tags = {"kv_cache"}}));
-      value_of(call_rank(*memory, orders::Attach{.tags = {"kv_cache"}}));
-      value_of(call_rank(*memory, orders::Restore{.tags = {"kv_cache"}}));
-      value_of(call_rank(*memory, orders::Finish{.tags = {"kv_cache"}}));
+      detach_and_wake(*memory);
       EXPECT_TRUE(std::equal(before.begin(), before.end(), block.begin()));
       EXPECT_EQ(memory->transfers().kept_staging(), 4 * kBytes);
     }

@@ -13,6 +13,7 @@
 #include "tests/engine/sleep_failure.h"
 #include "tests/engine/swap_engines.h"
 #include "tests/support/manual_clock.h"
+#include "tests/support/shared_event.h"
 
 namespace torpor {
 namespace {
@@ -21,8 +22,8 @@ using namespace test;
 
 constexpr int kNever = -1;
 
-constexpr RoomFile::Seconds kMostSilence =
-    std::chrono::milliseconds{500};  // where one is stopped; more than who runs waits for a core
+// Where one is stopped: more than who runs waits for a core.
+constexpr RoomFile::Seconds kMostSilence = std::chrono::milliseconds{500};
 
 // Where the process of one half ends, is stopped until the other half is over, or fails.
 struct Plan {
@@ -38,7 +39,7 @@ struct Plan {
 struct Shared {
   std::array<std::atomic<uint64_t>, 2> bytes;
   std::atomic<uint64_t> peak;
-  std::array<std::atomic<bool>, 2> over;  // the call of each half
+  std::array<SharedEvent, 2> over;  // the call of each half
 };
 
 class SwapProcessesTest : public SleepFailure {
@@ -54,7 +55,7 @@ class SwapProcessesTest : public SleepFailure {
     const std::string path = temporary_ / ("room-" + std::to_string(++rooms_));
     const std::unique_ptr<RoomFile> room =
         value_of(RoomFile::create(path, giver.stops() || taker.stops() ? kMostSilence : RoomFile::kUsualSilence));
-    shared_->over[0] = shared_->over[1] = false;
+    for (SharedEvent& over : shared_->over) over.reset();
     const pid_t gives = in_child([&] { give(path, giver, swaps, ranks, taker.stops()); });
     const pid_t takes = in_child([&] { take(path, taker, swaps, ranks, giver.stops()); });
     if (giver.stops()) go_on_when_over(gives, 1);
@@ -77,8 +78,7 @@ class SwapProcessesTest : public SleepFailure {
     int status = 0;
     EXPECT_EQ(::waitpid(child, &status, WUNTRACED), child);
     EXPECT_TRUE(WIFSTOPPED(status));
-    for (int i = 0; !shared_->over[other] && i < 60'000; ++i) std::this_thread::sleep_for(std::chrono::milliseconds{1});
-    EXPECT_TRUE(shared_->over[other]) << "it waits for one that is stopped";
+    EXPECT_TRUE(shared_->over[other].wait(std::chrono::seconds{60})) << "it waits for one that is stopped";
     EXPECT_EQ(::kill(child, SIGCONT), 0);
   }
   static Ends ended(pid_t child) {
@@ -132,7 +132,7 @@ class SwapProcessesTest : public SleepFailure {
     begin(half.engine);
     follow(half, plan, ranks, 0);
     const Result<SleepReport> gave = half.controller.sleep({.preserve_state = true, .give_to = path});
-    shared_->over[0] = true;
+    shared_->over[0].set();
     let_go(half, ranks);
     if (swaps) {
       ASSERT_SUCCEEDS(gave);
@@ -154,7 +154,7 @@ class SwapProcessesTest : public SleepFailure {
     ASSERT_SUCCEEDS(half.controller.sleep(to_host()));
     follow(half, plan, ranks, 1);
     const Result<SleepReport> took = half.controller.wake_up({.take_from = path});
-    shared_->over[1] = true;
+    shared_->over[1].set();
     let_go(half, ranks);
     if (swaps) {
       ASSERT_SUCCEEDS(took);
@@ -244,7 +244,7 @@ TEST_F(SwapProcessesTest, AnEngineThatIsStoppedWhenItHasCommittedRunsAndTheOther
                  "has not said that it runs, and gives no sign; the engine that went stays asleep");
     EXPECT_TRUE(gave.error().state_changed);
     EXPECT_EQ(half.controller.state().engine, "asleep");
-    shared_->over[0] = true;
+    shared_->over[0].set();
     ASSERT_SUCCEEDS(half.controller.wake_up({}));
     EXPECT_EQ(finish(half.engine), uninterrupted(paged(1)));
   });
@@ -276,7 +276,7 @@ TEST_F(SwapProcessesTest, MemoryOfOneThatIsStoppedIsNotWaitedForForEver) {
     EXPECT_FAILS(gave, Code::kTimeout, "the engine that went stays asleep");
     EXPECT_TRUE(gave.error().state_changed);
     EXPECT_EQ(half.controller.state().engine, "asleep");
-    shared_->over[0] = true;
+    shared_->over[0].set();
     EXPECT_SUCCEEDS(device.release(*others));
     ASSERT_SUCCEEDS(half.controller.wake_up({}));
     EXPECT_EQ(finish(half.engine), uninterrupted(paged(1)));

@@ -18,6 +18,7 @@
 #include "tests/proof/engine_scenarios.h"
 #include "tests/proof/failing_calls.h"
 #include "tests/support/results.h"
+#include "tests/support/shared_event.h"
 #include "tests/support/temporary_directory.h"
 
 namespace torpor::proof::engine_faults {
@@ -27,7 +28,7 @@ using namespace std::chrono_literals;
 using Side = RoomFile::Side;
 
 constexpr RoomFile::Seconds kNobodyIsSilent = 10min;
-constexpr RoomFile::Seconds kMostSilence = 500ms;  // where one is stopped; more than who runs waits for a core
+constexpr RoomFile::Seconds kMostSilence = 500ms;  // where one is stopped: more than who runs waits for a core
 
 enum class Ends : uint8_t { kNothing, kSwapped, kAsBefore, kAsleep, kLost };
 constexpr std::array<const char*, 5> kEnds{"nothing", "swapped", "as before", "asleep", "lost"};
@@ -36,7 +37,8 @@ constexpr std::array<const char*, 5> kEnds{"nothing", "swapped", "as before", "a
 struct Shared {
   struct Half {
     std::atomic<Ends> ends;
-    std::atomic<bool> fired, dead;
+    std::atomic<bool> fired;
+    test::SharedEvent over;  // it has come to its end, or its process has
     std::array<char, 500> error;
   };
   std::array<Half, 2> halves;
@@ -67,7 +69,7 @@ class Trial {
         continue;
       }
       left[which] = false;
-      half(which).dead = true;
+      half(which).over.set();
       const Side side = which == 0 ? Side::kGives : Side::kTakes;
       if (!rooms_[0]->has_come(side)) (void)rooms_[0]->stop(side);  // as whoever asked for it does
       const bool killed = which == failing && signal == SIGKILL && WIFSIGNALED(status);
@@ -84,8 +86,7 @@ class Trial {
   std::string path(size_t turn) const { return temporary_ / ("room-" + std::to_string(turn)); }
 
   void go_on_when_the_other_has_ended(pid_t stopped, size_t which) {
-    for (int i = 0; half(1 - which).ends == Ends::kNothing && i < 60'000; ++i) (void)::usleep(1000);
-    EXPECT_NE(half(1 - which).ends, Ends::kNothing) << name(1 - which) << " waits for one that is stopped";
+    EXPECT_TRUE(half(1 - which).over.wait(60s)) << name(1 - which) << " waits for one that is stopped";
     half(which).fired = true;
     (void)::kill(stopped, SIGCONT);
   }
@@ -102,7 +103,7 @@ class Trial {
   void live(Side side, const Arm& arm, const Disarm& disarm) {
     const bool gives = side == Side::kGives;
     Shared::Half& own = half(gives ? 0 : 1);
-    const Shared::Half& other = half(gives ? 1 : 0);
+    Shared::Half& other = half(gives ? 1 : 0);
     World world{true, gives ? 1U : 2U};
     world.serve();
     if (!gives) {
@@ -124,7 +125,8 @@ class Trial {
     }
     SCOPED_TRACE(testing::Message() << name(gives ? 0 : 1) << ": " << own.error.data());
     own.ends = how_it_ended(world, gives, done, before);
-    while (other.ends == Ends::kNothing && !other.dead) (void)::usleep(200);
+    own.over.set();
+    EXPECT_TRUE(other.over.wait(600s));
     if (own.ends == Ends::kAsBefore && other.ends == Ends::kAsBefore) {
       EXPECT_SUCCEEDS(swap(1));
     }

@@ -279,7 +279,7 @@ def operated(served: Served, rings: str) -> dict:
         engine.resume()
         answers |= {i: tokens for i, (tokens, _) in served.answers().items()}
         result["tokens"] = [answers[held], answers[other]]
-        # Blocks of a new prompt stay on the device for now; one transfer of them never goes.
+        # One transfer of a new prompt's blocks never goes: they stay on the device.
         before = served.side.stats()
         number = engine.add_breakpoint(type="candidate", to="promoted", way="down", alone=True, lease=60)
         prompt = {"prompt_token_ids": [260 + number * 11 % 200 for number in range(70)]}

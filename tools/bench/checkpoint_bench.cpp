@@ -82,9 +82,9 @@ void fill(std::span<std::byte> bytes, Content content) {
 // A rank with one region of weights, that sleeps to disk and wakes.
 class Sleeper {
  public:
-  Sleeper(std::string directory, uint64_t bytes, Content content, CompressionOptions compression)
+  Sleeper(std::string directory, uint64_t bytes, Content content, CompressionOptions compression, int threads)
       : directory_(std::move(directory)), bytes_(bytes) {
-    memory_ = must(RankMemory::create(must(make_host_device({})), linux_file_system()));
+    memory_ = must(RankMemory::create(must(make_host_device({})), linux_file_system(), {.threads = threads}));
     address_ = must(memory_->allocate("weights", "params", bytes));
     fill({reinterpret_cast<std::byte*>(address_), bytes}, content);
     const CheckpointManagerOptions options{.retention = {.keep = 1}, .compression = compression};
@@ -243,6 +243,7 @@ int main(int argc, char** argv) {
   int level = -5;
   int rounds = 5;
   int many = 10'000;
+  int threads = 0;
   bool as_json = false;
   app.add_option("--dir", directory, "where the files go; they are removed")->capture_default_str();
   app.add_option("--mib", mib, "bytes of memory")->capture_default_str()->check(CLI::Range(16, 65536));
@@ -250,6 +251,9 @@ int main(int argc, char** argv) {
       ->capture_default_str()
       ->check(CLI::Range(-100, 19));
   app.add_option("--rounds", rounds, "measured rounds")->capture_default_str()->check(CLI::Range(1, 1000));
+  app.add_option("--threads", threads, "of each lane of copies; 0: as many as cores")
+      ->capture_default_str()
+      ->check(CLI::Range(0, 64));
   app.add_option("--checkpoints", many, "to list")->capture_default_str()->check(CLI::Range(1, 100'000));
   app.add_flag("--json", as_json, "print one JSON object");
   CLI11_PARSE(app, argc, argv);
@@ -263,9 +267,9 @@ int main(int argc, char** argv) {
   }
   nlohmann::ordered_json json;
   {
-    Sleeper plain((place / "plain-store").string(), bytes, Content::kRandom, {.codec = Codec::kNone});
-    Sleeper packed((place / "packed-store").string(), bytes, Content::kSparse, {.level = level});
-    Sleeper values((place / "values-store").string(), bytes, Content::kBf16, {.codec = Codec::kBf16});
+    Sleeper plain((place / "plain-store").string(), bytes, Content::kRandom, {.codec = Codec::kNone}, threads);
+    Sleeper packed((place / "packed-store").string(), bytes, Content::kSparse, {.level = level}, threads);
+    Sleeper values((place / "values-store").string(), bytes, Content::kBf16, {.codec = Codec::kBf16}, threads);
     Raw raw((place / "raw").string(), bytes);
     std::map<std::string, std::vector<double>> times;
     uint64_t stored = 0, stored_values = 0;
