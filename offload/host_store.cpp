@@ -14,7 +14,7 @@ namespace {
 constexpr uint64_t kSlotsOfWhole = 384;
 constexpr uint64_t kPackedAlignment = 64;  // a cache line
 
-// bf16 KV gets to 0.752 to 0.759 of its size (docs/measurements.md, "Offloading"); this is 0.766.
+// bf16 KV gets to 0.759 of its size (codec_bench; docs/measurements.md, "Disk"); this is 0.766.
 uint64_t bytes_of_slot(uint64_t slot_bytes, Codec codec) {
   return codec == Codec::kNone ? align_up(slot_bytes, kPage)
                                : align_up(slot_bytes - slot_bytes / 64 * 15, kPackedAlignment);
