@@ -98,11 +98,11 @@ def _late_blocks(patches: Patches) -> None:
             self.torpor_late.give_out(num_blocks)
         return stock_new(self, num_blocks)
 
-    def get_computed_blocks(self, request):
+    def get_computed_blocks(self, request, *args, **kwargs):
         late = self.block_pool.torpor_late
         if late is None:
-            return stock_computed(self, request)
-        return late.found(request, lambda: stock_computed(self, request))
+            return stock_computed(self, request, *args, **kwargs)
+        return late.found(request, lambda: stock_computed(self, request, *args, **kwargs))
 
     patches.set(BlockPool, "torpor_late", None)
     patches.set(BlockPool, "get_new_blocks", get_new_blocks)

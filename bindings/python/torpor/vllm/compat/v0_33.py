@@ -14,6 +14,9 @@ CHANGES: Changes = {
     "vllm.v1.core.sched.scheduler.Scheduler": _SCHEDULER,
     "vllm.v1.core.sched.async_scheduler.AsyncScheduler": _SCHEDULER,
     "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator": Changed(also="drop_eagle_group_ids"),
+    "vllm.v1.core.kv_cache_manager.KVCacheManager": Changed({
+        "get_computed_blocks": "self, request, max_cache_hit_length=None",
+    }),
     "vllm.v1.core.block_pool.BlockPool": Changed(also="num_hash_lookahead_tokens"),
     "vllm.pooling_params.PoolingParams": Changed(also="late_chunking_params"),
     # Follows from the grammar and the reasoning parser, and is computed when it is first used.
@@ -26,7 +29,7 @@ CHANGES: Changes = {
     "vllm.v1.worker.gpu.buffer_utils.StagedWriteTensor": Changed(also="_staged_write_max_len"),
     "vllm.entrypoints.launchers.cli_args": Moved("vllm.entrypoints.common.cli_args"),
     "vllm.entrypoints.serve.utils.api_utils.cli_env_setup": Moved("vllm.entrypoints.common.startup.cli_env_setup"),
-}
+}  # fmt: skip
 
 CPU_SAMPLER_DRAWS = v0_32.CPU_SAMPLER_DRAWS
 PARTS = changed(v0_32.PARTS, CHANGES)
