@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -21,7 +22,7 @@ from server_stubs import (  # noqa: F401
     run,
     started,
 )
-from torpor.errors import DeviceError, TimedOut
+from torpor.errors import DeviceError, InvalidArgument, TimedOut, WrongState
 from torpor.vllm.server import swapping
 
 KEYS = ("--api-key", CLIENT)
@@ -141,22 +142,89 @@ def test_nobody_listens_there(monkeypatch):
     run(scene())
 
 
-@pytest.mark.parametrize("to", [
-    "", "127.0.0.1:8001", "ftp://127.0.0.1:1", "http://", "http://me@127.0.0.1:1", "http://127.0.0.1:99999",
-    "http://127.0.0.1:1/?a=b", "http://192.0.2.1:8001", "http://[2001:db8::1]:1", "http://a..b:1",
+@pytest.mark.parametrize(("to", "why"), [
+    ("", "does not begin with http://"), ("127.0.0.1:8001", "does not begin with http://"),
+    ("ftp://127.0.0.1:1", "does not begin with http://"), (" http://127.0.0.1:1", "does not begin with http://"),
+    ("http://", "no host and port as a URL has them"), ("http://127.0.0.1:", "no host and port"),
+    ("http://127.0.0.1:99999", "no port 99999"), ("http://127.0.0.1:0", "no port 0"), ("http://[::1", "no host and"),
+    ("http://127.0.0.1\t:1", "no host and port"), ("http://127.0.0.1:1\\x", "no host and port"),
+    ("http://me@127.0.0.1:1", "has a user"), ("http://127.0.0.1:1@192.0.2.1", "has a user"),
+    ("http://127.0.0.1:1/any/path", "more than a host and a port"), ("http://127.0.0.1:1//", "more than a host"),
+    ("http://127.0.0.1:1/?a=b", "more than a host and a port"), ("http://127.0.0.1:1#a", "more than a host and a port"),
+    ("http://a..b:1", "neither localhost nor a complete address"), ("http://rebind.test:1", "neither localhost nor"),
+    ("http://127.1:1", "neither localhost nor"), ("http://2130706433:1", "neither localhost nor"),
+    ("http://localhost.:1", "neither localhost nor"),
+    ("http://192.0.2.1:8001", "not a loopback address"), ("http://[2001:db8::1]:1", "not a loopback address"),
+    ("http://255.255.255.255:1", "not a loopback address"), ("http://10.0.0.1:1", "not a loopback address"),
+    ("http://[::7f00:1]:1", "not a loopback address"), ("http://[fe80::1]:1", "not a loopback address"),
+    ("http://224.0.0.1:1", "a multicast address"), ("http://[ff01::1]:1", "a multicast address"),
+    ("http://0.0.0.0:1", "where a server listens"), ("http://[::]:1", "where a server listens"),
+    ("http://[::ffff:127.0.0.1]:1", "an IPv4 address written as IPv6"),
+    ("http://[::ffff:192.0.2.1]:1", "an IPv4 address written as IPv6"),
 ])  # fmt: skip
-def test_only_a_server_of_this_host_is_sent_the_key(monkeypatch, to):
+def test_only_a_loopback_address_is_that_of_a_server_of_this_host(to, why):
+    with pytest.raises(InvalidArgument, match=re.escape(why)) as refused:
+        asyncio.run(swapping.loopback.checked(to))
+    assert "http://127.0.0.1:8001" in refused.value.next_step
+
+
+def test_only_a_server_of_this_host_is_sent_the_key(monkeypatch):
     async def scene():
         app, server = await a_server(monkeypatch)
         monkeypatch.setattr(swapping.Other, "wake_up", None)
         async with client(app, ADMIN) as http:
-            told = await http.post("/swap", params={"to": to})
-            assert told.status_code == 400 and "http://127.0.0.1:8001" in told.json()["error"]["next_step"], told.text
+            told = await http.post("/swap", params={"to": "http://192.0.2.1:8001"})
+            assert told.status_code == 400 and "stays on this host" in told.json()["error"]["what"], told.text
             assert (await http.post("/swap")).status_code in (400, 422)
             for seconds in (0, -1, "inf", "nan", "soon"):
                 params = {"to": "http://127.0.0.1:1", "partner_timeout": seconds}
                 assert (await http.post("/swap", params=params)).status_code in (400, 422), seconds
         assert not slept(server)
+
+    run(scene())
+
+
+def test_a_name_is_resolved_once_and_only_what_was_checked_is_asked(monkeypatch):
+    """What `localhost` means may change between the check and the call: the key goes where the check looked."""
+
+    async def scene():
+        names = []
+        _, server = await a_server(monkeypatch)
+        loop = asyncio.get_running_loop()
+        stock = loop.getaddrinfo
+
+        async def resolved(host, port, **options):
+            names.append(host)
+            return await stock("127.0.0.1" if len(names) == 1 else "127.0.0.2", port, **options)
+
+        async with other_server(answers(409, AWAKE)) as (url, asked):
+            monkeypatch.setattr(loop, "getaddrinfo", resolved)
+            named = url.replace("127.0.0.1", "LocalHost")
+            other = swapping.Other(await swapping.loopback.checked(named), {"Authorization": f"Bearer {ADMIN}"})
+            for _ in range(2):
+                with pytest.raises(WrongState, match="it is awake"):
+                    await other.wake_up("/a/room")
+            assert await other.is_there()
+            assert names == ["localhost"] and other.url == url.replace("127.0.0.1", "localhost")
+            assert [request.path for request in asked] == ["/wake_up", "/wake_up", "/is_sleeping"]
+            monkeypatch.setattr(loop, "getaddrinfo", lambda *_, **__: stock("192.0.2.1", None))
+            with pytest.raises(InvalidArgument, match="localhost, which is 192.0.2.1 here, is not a loopback address"):
+                await swapping.loopback.checked(named)
+
+    run(scene())
+
+
+def test_whether_the_other_one_is_there_is_asked_without_the_key_and_of_nobody_else(monkeypatch):
+    async def scene():
+        async with (
+            other_server(answers(200, {})) as (elsewhere, asked_there),
+            other_server(answers(307, Location=f"{elsewhere}/is_sleeping")) as (url, asked),
+        ):
+            for proxy in ("http_proxy", "all_proxy"):
+                monkeypatch.setenv(proxy, elsewhere)
+            other = swapping.Other(await swapping.loopback.checked(url), {"Authorization": f"Bearer {ADMIN}"})
+            assert await other.is_there()
+            assert len(asked) == 1 and "Authorization" not in asked[0].headers and not asked_there
 
     run(scene())
 

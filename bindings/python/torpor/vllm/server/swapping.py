@@ -7,20 +7,20 @@ POST /wake_up. Nothing has changed here before it has come.
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Mapping
-from urllib.parse import urlsplit
 
 import aiohttp
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from torpor import _core, errors
-from torpor.errors import Aborted, Error, InvalidArgument, NotEnoughRoom, TimedOut, WrongState
+from torpor.errors import Aborted, Error, NotEnoughRoom, TimedOut, WrongState
 from torpor.vllm import exchange
 from torpor.vllm.frontend import Report
 from torpor.vllm.progress import Watcher
+from torpor.vllm.server import loopback
 from torpor.vllm.server.front import summary
+from torpor.vllm.server.loopback import Loopback
 
 _COMES_SECONDS = 30.0  # the other one, before this one stands still for it
 _MEMORY_SECONDS = 30.0  # what a process had is free some time after its end
@@ -32,7 +32,7 @@ _PASSED_ON = ("Authorization", "traceparent", "tracestate")
 
 async def swap(server, to: str, partner_timeout: float, headers: Mapping[str, str], progress: Watcher | None) -> dict:
     """`headers` of the call: the other server is asked with the same key. It goes on to its end without its caller."""
-    other = Other(await address_of(to), headers)
+    other = Other(await loopback.checked(to), headers)
     return await asyncio.shield(server.run(_swap(server, other, partner_timeout, progress)))
 
 
@@ -107,23 +107,24 @@ async def _asleep_alone(server, other: Other, lost: Error) -> None:
 
 
 class Other:
-    """The other server, as this one asks it."""
+    """The other server, as this one asks it: at addresses that were checked, and nowhere else."""
 
-    def __init__(self, url: str, headers: Mapping[str, str]):
-        self.url = url
+    def __init__(self, at: Loopback, headers: Mapping[str, str]):
+        self.url, self._at = at.url, at
         self._headers = {name: headers[name] for name in _PASSED_ON if name in headers}
 
     def __str__(self) -> str:
         return f"the server at {self.url}"
 
-    def _session(self, seconds: float | None = None) -> aiohttp.ClientSession:
+    def _session(self, headers: Mapping[str, str], seconds: float | None = None) -> aiohttp.ClientSession:
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
-        return aiohttp.ClientSession(headers=self._headers, timeout=timeout)
+        connector = aiohttp.TCPConnector(resolver=self._at)
+        return aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout, trust_env=False)
 
     async def wake_up(self, path: str) -> dict:
         """Its report. Raises its error, or why there is none."""
         try:
-            async with self._session() as session:
+            async with self._session(self._headers) as session:
                 asked = session.post(f"{self.url}/wake_up", params={"take_from": path}, allow_redirects=False)
                 async with asked as answer:
                     status, content = answer.status, await _json(answer)
@@ -147,8 +148,9 @@ class Other:
     async def is_there(self) -> bool:
         """Its process is, whatever it does."""
         try:
-            async with self._session(_CONNECT_SECONDS) as session, session.get(f"{self.url}/is_sleeping"):
-                return True
+            async with self._session({}, _CONNECT_SECONDS) as session:
+                async with session.get(f"{self.url}/is_sleeping", allow_redirects=False):
+                    return True
         except TimeoutError:
             return True
         except (aiohttp.ClientError, OSError):
@@ -166,31 +168,3 @@ async def _json(answer: aiohttp.ClientResponse) -> dict:
 def _of(who: str, problem: Error) -> Error:
     what = f"{who}: {problem.what}"
     return errors.make(problem.code, what, problem.next_step, problem.origin, problem.native, problem.state_changed)
-
-
-async def address_of(to: str) -> str:
-    """`to`, if that is the address of a server of this host. InvalidArgument otherwise: nobody else is sent the key."""
-    example = "give that of another server of this host, like http://127.0.0.1:8001"
-    try:
-        parts = urlsplit(to)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = parts = None
-    if not host or parts.scheme not in ("http", "https") or parts.username or parts.query or parts.fragment:
-        raise InvalidArgument(f"{to!r} is not the address of a server", example)
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as problem:
-        raise InvalidArgument(f"{host!r} is no host that is known here: {problem}", example) from None
-    if not all(_is_of_this_host(family, address) for family, _, _, _, address in found):
-        raise InvalidArgument(f"{host!r} is not this host", example)
-    return to.rstrip("/")
-
-
-def _is_of_this_host(family: int, address: tuple) -> bool:
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((address[0], 0, *address[2:]))
-        except OSError:
-            return False
-    return True
