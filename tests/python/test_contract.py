@@ -369,6 +369,10 @@ def test_the_command_says_what_changed(tmp_path):
         "engine: vllm.v1.request.Request has a field wishes that torpor does not know",
     ], done
     assert "2 differences" in done.stdout
+    lines = done.stdout.splitlines()
+    new = next(i for i, line in enumerate(lines) if line.endswith("field wishes of vllm.v1.request.Request"))
+    assert "written: v1/request.py:" in lines[new + 1] and lines[new + 2] == "    read: nowhere"
+    assert any("Request.update_block_hashes does something else: hooks.py" in line for line in lines)
 
 
 @pytest.mark.parametrize("arguments", [(), ("--wrong",), ("nonsense",), (ROOT / "docs",), ("0.32.0", "0.31.0")])

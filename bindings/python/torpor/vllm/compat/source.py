@@ -75,6 +75,12 @@ class SourceModule:
     def has(self, name: str) -> bool:
         return bool(self.bound(name)) or self.tree.has_module(f"{self.name}.{name}")
 
+    def names(self) -> set[str]:
+        """All that it defines, and what the `__init__` of a package imports from the package."""
+        found = ((name, node) for name, bound in self._bound.items() for node in bound if name != "*")
+        kept = self.tree.holds if self.name == self._package else lambda module: False
+        return {name for name, node in found if not isinstance(node, Import) or kept(node.module)}
+
     def signature(self, name: str) -> str:
         return _signature(self.bound(name), self)
 
@@ -136,6 +142,10 @@ class SourceClass:
         self.module, self.node = module, node
         self._bound = bindings(node.body, module.name)
 
+    @property
+    def full_name(self) -> str:
+        return f"{self.module.name}.{self.node.name}"
+
     def __eq__(self, other) -> bool:
         return isinstance(other, SourceClass) and self.node is other.node
 
@@ -159,7 +169,19 @@ class SourceClass:
         return set().union(*(cls._declared_here() for cls in self.line()))
 
     def fields(self) -> set[str]:
-        return self.declared().union(*(assigned_to_self(cls.node) for cls in self.line()))
+        return set().union(*(cls.own_fields() for cls in self.line()))
+
+    def own_names(self) -> set[str]:
+        """What its body binds; bases bind more."""
+        return set(self._bound)
+
+    def own_fields(self) -> set[str]:
+        return self._declared_here() | assigned_to_self(self.node)
+
+    def find(self, name: str) -> list:
+        """What the name may stand for, as of a module."""
+        module, bound = self._inherited(name)
+        return [found for node in bound for found in module.follow(node)]
 
     def line(self) -> list[SourceClass]:
         """The class and its bases in this package, each after all that derive from it."""
