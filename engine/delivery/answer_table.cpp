@@ -172,12 +172,22 @@ void AnswerTable::forget_old(double now) {
     const Answer& answer = answers_.at(id);
     if (answer.state == AnswerState::kRunning) return false;
     if (!too_old(answer, now) && !over_budget()) return false;
-    ended_bytes_ -= size_of(answer);
-    const auto [first, last] = by_response_.equal_range(std::pair(answer.tenant, answer.response));
-    by_response_.erase(std::find_if(first, last, [&](const auto& entry) { return entry.second == id; }));
-    answers_.erase(id);
+    take_out(id);
     return true;
   });
+}
+
+void AnswerTable::forget(const std::string& id) {
+  take_out(id);
+  order_.erase(std::find(order_.begin(), order_.end(), id));
+}
+
+void AnswerTable::take_out(const std::string& id) {
+  const Answer& answer = answers_.at(id);
+  ended_bytes_ -= size_of(answer);
+  const auto [first, last] = by_response_.equal_range(std::pair(answer.tenant, answer.response));
+  by_response_.erase(std::find_if(first, last, [&](const auto& entry) { return entry.second == id; }));
+  answers_.erase(id);
 }
 
 void AnswerTable::clear() {

@@ -42,9 +42,12 @@ class AnswerTable {
   bool over_budget() const { return ended_bytes_ > keep_bytes_; }
   // Takes out ended answers that are too old, and the oldest of the others as long as it is over its budget.
   void forget_old(double now);
+  void forget(const std::string& id);  // an ended one
   void clear();
 
  private:
+  void take_out(const std::string& id);  // but for its place in order_
+
   const double keep_seconds_;  // of ended answers
   const uint64_t keep_bytes_;
   std::vector<std::string> order_;

@@ -78,7 +78,11 @@ Status DeliveryLog::read_log() {
       .engine = [&](Fingerprint read) { engine = std::move(read); },
       .answer =
           [&](Answer answer) TORPOR_REQUIRES(mutex_) {
-            if (answers_.contains(answer.request.id)) return false;
+            const Answer* const earlier = answers_.get(answer.request.id);
+            if (earlier != nullptr) {  // one that had ended and was forgotten before its id was used again
+              if (earlier->state == AnswerState::kRunning) return false;
+              answers_.forget(answer.request.id);
+            }
             answer.ended = std::min(answer.ended, clock_.unix_seconds());  // by a clock that was ahead
             answers_.put(std::move(answer));
             return true;
@@ -208,7 +212,8 @@ Result<std::shared_ptr<DeliveryLogFile>> DeliveryLog::write_beside(uint64_t numb
         const MutexLock lock(mutex_);
         if (ends_) return Error{.code = Code::kAborted, .what = "the answers end", .next_step = "open them again"};
         const Answer* answer = answers_.get(id);
-        if (answer == nullptr) continue;  // forgotten since
+        if (answer == nullptr) continue;                 // forgotten since
+        if (rotation_->written.contains(id)) continue;  // and begun anew: the tail has it
         record = answer_record(*answer);
         rotation_->written.insert(id);
       }

@@ -287,6 +287,28 @@ TEST_F(DeliveryLogTest, EndedAnswersGoByAgeAndSizeAndRunningOnesStay) {
   EXPECT_TRUE(answers->get("runs"));
 }
 
+TEST_F(DeliveryLogTest, AnIdThatIsUsedAgainAfterItsAnswerWasForgottenLosesNothing) {
+  DeliveryLogOptions few = options();
+  few.keep_bytes = 0;
+  auto answers = open(few);
+  ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+  ASSERT_TRUE(succeeded(answers->start(asked("x"))));
+  ASSERT_TRUE(succeeded(answers->step({ended("x", 0)})));
+  ASSERT_TRUE(succeeded(answers->start(asked("y"))));  // forgets x
+  ASSERT_TRUE(succeeded(answers->start(asked("x", "again"))));
+  ASSERT_TRUE(succeeded(answers->step({given("a", 0, {1}, "1"), given("x", 0, {2}, "2")})));
+  ASSERT_TRUE(succeeded(answers->sync()));
+  answers.reset();
+  answers = open(few);
+  EXPECT_EQ(answers->counts().lost_bytes, 0U);
+  EXPECT_EQ(answers->get("a")->text, "1");
+  EXPECT_EQ(answers->get("x")->text, "2");
+  EXPECT_TRUE(answers->get("y"));
+  EXPECT_EQ(answers->find("again", ""), (std::vector<std::string>{"x"}));
+  EXPECT_TRUE(answers->find("response-x", "").empty());
+  EXPECT_EQ(answers->counts().running, 3U);
+}
+
 TEST_F(DeliveryLogTest, TheLogDoesNotGrowWithoutEnd) {
   DeliveryLogOptions small = options();
   small.file_bytes = 4096;

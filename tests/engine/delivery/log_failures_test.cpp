@@ -127,6 +127,39 @@ TEST_F(DeliveryLogTest, NoLockIsHeldOverASyncOrAnythingElseOfANewFile) {
   EXPECT_GT(readers, 10);
 }
 
+// Answers are written into the new file one by one; "x" is forgotten and its id used again before its turn.
+TEST_F(DeliveryLogTest, AnIdThatIsUsedAgainDuringARotationLosesNothing) {
+  std::function<void()> between;
+  int writes = 0;
+  const auto watched =
+      make_watched_file_system(linux_file_system(), [&](std::string_view call, const std::string& name) {
+        const bool third = call == "pwrite" && name.ends_with("answers-000000000002") && ++writes == 3;
+        if (third) between();  // after the head and the engine: the record of "a"; no lock is held
+        return ok();
+      });
+  DeliveryLogOptions few = options();
+  few.keep_bytes = 0;
+  auto answers = value_of(DeliveryLog::open(*watched, few));
+  ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+  ASSERT_TRUE(succeeded(answers->start(asked("x"))));
+  ASSERT_TRUE(succeeded(answers->step({ended("x", 0)})));
+  between = [&] {
+    ASSERT_TRUE(succeeded(answers->start(asked("y"))));  // forgets x
+    ASSERT_TRUE(succeeded(answers->start(asked("x", "again"))));
+    ASSERT_TRUE(succeeded(answers->step({given("x", 0, {7}, "x")})));
+  };
+  ASSERT_TRUE(succeeded(answers->rotate()));
+  ASSERT_GT(writes, 3);
+  ASSERT_TRUE(succeeded(answers->step({given("a", 0, {1}, "a"), given("x", 1, {8}, "y")})));
+  ASSERT_TRUE(succeeded(answers->sync()));
+  answers.reset();
+  answers = open(few);
+  EXPECT_EQ(answers->counts().lost_bytes, 0U);
+  EXPECT_EQ(answers->get("a")->text, "a");
+  EXPECT_EQ(answers->get("x")->text, "xy");
+  EXPECT_TRUE(answers->get("y"));
+}
+
 TEST_F(DeliveryLogTest, AfterAFailedSyncAllGoesIntoANewFile) {
   test::FaultyFileSystem faulty;
   test::FaultPlan& plan = faulty.plan;
