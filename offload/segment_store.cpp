@@ -135,22 +135,25 @@ Result<SegmentStore::SegmentPtr> SegmentStore::writable(uint32_t number, uint32_
     TORPOR_ASSIGN(segment, begin_segment(number, space));
   }
   Status made = catching([&] { return make_file(*segment); });
-  std::shared_ptr<File> closing;
   {
     const MutexLock lock(mutex_);
     if (made && segment->state == Segment::State::kGone) made = segment_closed(number);  // dropped meanwhile
-    changed_.notify_all();
     if (made) {
+      changed_.notify_all();
       segment->state = Segment::State::kOpen;
       newest_ = std::max(newest_, number);
       end_older();
       return segment;
     }
-    closing = forget(*segment);
-    segments_.erase(number);
-    std::erase(unfinished_, segment);
   }
+  // By its name: so nobody may begin this segment anew before the file is gone. Whoever waits for it goes on waiting.
   remove_segment_file(number);
+  std::shared_ptr<File> closing;
+  const MutexLock lock(mutex_);
+  const bool dropped = segment->state == Segment::State::kGone;
+  closing = forget(*segment);
+  std::erase(unfinished_, segment);
+  if (!dropped) segments_.erase(number);  // else remove_dropped() removes a file of this name once more
   return made.error();
 }
 

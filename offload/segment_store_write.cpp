@@ -143,21 +143,21 @@ Status SegmentStore::encode(std::span<StorePart* const> parts, PageBuffer& scrat
 Status SegmentStore::reserve(Segment& segment, Batch& batch) {
   const MutexLock lock(mutex_);
   if (segment.state != Segment::State::kOpen) return segment_closed(segment.header.number);
-  std::erase_if(batch.items, [&](const Batch::Item& item) TORPOR_NO_THREAD_SAFETY_ANALYSIS {
-    Segment::Place& place = segment.places[item.record.position];
-    const bool used = place.use != Segment::Use::kUnused;
-    if (used) {
-      item.part->status = Error{.code = Code::kFailedPrecondition,
-                                .what = fmt::format("slot {} of the disk store was used before", item.part->slot),
-                                .next_step = "use another one"};
-    }
-    place.use = used ? place.use : Segment::Use::kWriting;
-    return used;
-  });
+  // What takes memory comes first: a place that is reserved and never settled would keep sync() waiting.
+  std::set<uint32_t> positions;
+  for (Batch::Item& item : batch.items) {
+    const bool unused = segment.places[item.record.position].use == Segment::Use::kUnused;
+    if (unused && positions.insert(item.record.position).second) continue;
+    item.part->status = Error{.code = Code::kFailedPrecondition,
+                              .what = fmt::format("slot {} of the disk store was used before", item.part->slot),
+                              .next_step = "use another one"};
+  }
+  if (!positions.empty()) segment.under_way.insert(segment.end);
+  std::erase_if(batch.items, [](const Batch::Item& item) { return !item.part->status; });
   if (batch.items.empty()) return ok();
   batch.file = segment.file;
   batch.offset = segment.end;
-  segment.under_way.insert(batch.offset);
+  for (const uint32_t position : positions) segment.places[position].use = Segment::Use::kWriting;
   uint64_t end = batch.offset + kPage;
   for (Batch::Item& item : batch.items) {
     item.record.offset = record_offset(end, item.record.stored);

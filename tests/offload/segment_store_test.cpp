@@ -224,6 +224,64 @@ TEST(SegmentStore, WhatCannotBeMadeLeavesNothingBehind) {
   }
 }
 
+TEST(SegmentStore, ASegmentHoldsItsNumberUntilTheFileThatFailedIsGone) {
+  SegmentStore* store = nullptr;
+  bool fail = true;
+  uint64_t held = 0;
+  const auto files = make_watched_file_system(
+      linux_file_system(), [&](std::string_view call, const std::string& name) -> Status {
+        if (name.find("seg-") == std::string::npos) return ok();
+        if (call == "preallocate" && std::exchange(fail, false)) return system_error(EMFILE, "planted");
+        // From when its room is given back on, another thread may begin it anew, whose file this would be.
+        if (call == "remove_file") held = store->health().held_bytes;
+        return ok();
+      });
+  const TemporaryDirectory temporary;
+  const auto opened = value_of(SegmentStore::open(
+      *files, temporary / "store", {.record_bytes = kContractRecord, .slots_per_segment = kSlots}, system_clock()));
+  store = opened.get();
+  store->open_space(1, {});
+  EXPECT_FAILS(put_one(*store, 0, 0), Code::kResourceExhausted, "planted");
+  EXPECT_EQ(held, SegmentStore::most_bytes_of_segment({.record_bytes = kContractRecord, .slots_per_segment = kSlots}));
+  EXPECT_EQ(store->health().held_bytes, 0U);
+  EXPECT_SUCCEEDS(put_one(*store, 0, 0));
+  EXPECT_TRUE(boost::filesystem::exists(temporary / ("store/r0/" + segment_name(0))));
+}
+
+TEST(SegmentStore, ASegmentThatIsDroppedWhileItIsMadeIsNotBegunAnew) {
+  SegmentStore* store = nullptr;
+  bool drop = true;
+  const auto files = make_watched_file_system(
+      linux_file_system(), [&](std::string_view call, const std::string& name) -> Status {
+        const SlotRange range{.first = 0, .count = kSlots};
+        if (call == "preallocate" && name.find("seg-") != std::string::npos && std::exchange(drop, false))
+          store->drop({&range, 1});
+        return ok();
+      });
+  const TemporaryDirectory temporary;
+  const auto opened = value_of(SegmentStore::open(
+      *files, temporary / "store", {.record_bytes = kContractRecord, .slots_per_segment = kSlots}, system_clock()));
+  store = opened.get();
+  store->open_space(1, {});
+  EXPECT_FAILS(put_one(*store, 0, 0), Code::kFailedPrecondition, "seg-000000");
+  EXPECT_FAILS(put_one(*store, 1, 1), Code::kFailedPrecondition, "seg-000000");
+  EXPECT_FALSE(boost::filesystem::exists(temporary / ("store/r0/" + segment_name(0))));
+  EXPECT_EQ(store->health().held_bytes, 0U);
+  EXPECT_SUCCEEDS(put_one(*store, kSlots, 2));
+}
+
+// Two parts of one batch may name one slot; the first has it.
+TEST(SegmentStore, ASlotThatABatchNamesTwiceIsUsedOnce) {
+  DiskWorld world;
+  std::vector<std::byte> first = some_bytes(1, kContractRecord), second = some_bytes(2, kContractRecord);
+  std::vector<StorePart> parts = {part_of(3, 1, first), part_of(3, 2, second)};
+  world.store().put(parts);
+  EXPECT_SUCCEEDS(parts[0].status);
+  EXPECT_FAILS(parts[1].status, Code::kFailedPrecondition, "slot 3");
+  EXPECT_SUCCEEDS(world.store().sync());
+  EXPECT_TRUE(value_of(has_one(world.store(), 3, 1)));
+}
+
 TEST(SegmentStore, ForeignFilesAreLeftAlone) {
   DiskWorld world;
   for (const char* name : {"seg-1", "seg-0000001", "seg-00000x", "notes", "seg-999999999999"})
