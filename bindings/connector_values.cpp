@@ -16,22 +16,23 @@ namespace {
 struct PackedBlock {
   std::array<uint8_t, 32> hash;
   uint32_t group;
-  int32_t number;  // segment or slot
+  uint32_t zero;
+  int64_t number;  // segment or slot
 };
-static_assert(sizeof(PackedBlock) == 40);
+static_assert(sizeof(PackedBlock) == 48);
 
 template <class Block, class Number>
 Bytes pack(const std::vector<Block>& blocks, Number number) {
   Bytes bytes(blocks.size() * sizeof(PackedBlock));
   for (size_t i = 0; i < blocks.size(); ++i) {
-    const PackedBlock block{blocks[i].key.hash, blocks[i].key.group, number(blocks[i])};
+    const PackedBlock block{blocks[i].key.hash, blocks[i].key.group, 0, number(blocks[i])};
     std::memcpy(bytes.data() + i * sizeof block, &block, sizeof block);
   }
   return bytes;
 }
 
-template <class Block>
-std::vector<Block> unpack(const Bytes& bytes, int32_t Block::*number) {
+template <class Block, class Number>
+std::vector<Block> unpack(const Bytes& bytes, Number Block::*number) {
   if (bytes.size() % sizeof(PackedBlock) != 0) {
     raise(Error{.code = Code::kInvalidArgument,
                 .what = fmt::format("{} bytes are no list of recovered blocks", bytes.size()),
@@ -43,7 +44,7 @@ std::vector<Block> unpack(const Bytes& bytes, int32_t Block::*number) {
     std::memcpy(&block, bytes.data() + i * sizeof block, sizeof block);
     blocks[i].key.hash = block.hash;
     blocks[i].key.group = block.group;
-    blocks[i].*number = block.number;
+    blocks[i].*number = static_cast<Number>(block.number);
   }
   return blocks;
 }

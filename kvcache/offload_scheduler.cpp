@@ -76,13 +76,13 @@ std::vector<AdoptedBlock> OffloadScheduler::adopt(std::span<const std::vector<Re
     auto& keys = others.emplace_back(less);
     for (const RecoveredBlock& block : ranks[rank]) keys.insert(block.key);
   }
-  std::vector<int32_t> segments;  // the oldest first
+  std::vector<int64_t> segments;  // the oldest first
   for (const RecoveredBlock& block : ranks[0]) {
     if (segments.empty() || segments.back() != block.segment) segments.push_back(block.segment);
   }
   const size_t kept = std::min(segments.size(), static_cast<size_t>(options_.index.disk_segments) - 1);
   segments.erase(segments.begin(), segments.end() - static_cast<std::ptrdiff_t>(kept));
-  int32_t open = -1;
+  int64_t open = -1;
   for (const RecoveredBlock& block : ranks[0]) {
     if (std::find(segments.begin(), segments.end(), block.segment) == segments.end()) continue;
     if (!std::all_of(others.begin(), others.end(), [&](const auto& keys) { return keys.contains(block.key); }))

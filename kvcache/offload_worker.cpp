@@ -80,7 +80,7 @@ Result<std::vector<RecoveredBlock>> OffloadWorker::recover(uint32_t space) {
   return catching([&]() -> Result<std::vector<RecoveredBlock>> {
     TORPOR_ASSIGN(recovered_, disk_->recover(space));
     for (const RecoveredSlot& each : recovered_) {
-      const int32_t segment = each.slot / options_.segment_slots;
+      const int64_t segment = each.slot / options_.segment_slots;
       adopted_.emplace(segment, 0);
       if (each.record.bytes == block_bytes_) blocks.push_back({each.key, segment});
     }
@@ -92,7 +92,7 @@ void OffloadWorker::adopt(std::span<const AdoptedBlock> blocks) {
   const auto less = [](const BlockKey& a, const BlockKey& b) {
     return std::tie(a.hash, a.group) < std::tie(b.hash, b.group);
   };
-  std::map<BlockKey, Slot, decltype(less)> found(less);  // the newest of a key counts
+  std::map<BlockKey, StoreSlot, decltype(less)> found(less);  // the newest of a key counts
   for (const RecoveredSlot& each : std::exchange(recovered_, {})) {
     if (each.record.bytes == block_bytes_) found[each.key] = each.slot;
   }
@@ -146,7 +146,7 @@ struct OffloadWorker::Noted {
   std::map<std::string, Loading> loading;
   std::multimap<uint64_t, std::string> loads_of;
   std::vector<SlotRange> host;    // room for what is dropped
-  std::vector<int32_t> segments;  // of the store; the same
+  std::vector<int64_t> segments;  // of the store; the same
   std::vector<SlotRange> disk;
 };
 
@@ -216,11 +216,11 @@ void OffloadWorker::drop(std::span<const Dropped> dropped, Noted& noted) {
       noted.host.push_back({.first = each.number});
       continue;
     }
-    if (const int32_t live = std::exchange(segments_[static_cast<size_t>(each.number)], kNoSegment); live != kNoSegment)
+    if (const int64_t live = std::exchange(segments_[static_cast<size_t>(each.number)], kNoSegment); live != kNoSegment)
       noted.segments.push_back(live);
     const int32_t first = each.number * options_.segment_slots;
     for (int32_t slot = first; slot < first + options_.segment_slots; ++slot) {
-      const Slot gone = std::exchange(disk_slots_[static_cast<size_t>(slot)], -1);
+      const StoreSlot gone = std::exchange(disk_slots_[static_cast<size_t>(slot)], -1);
       const auto adopted = gone < 0 ? adopted_.end() : adopted_.find(gone / options_.segment_slots);
       if (adopted == adopted_.end() || --adopted->second > 0) continue;
       noted.segments.push_back(adopted->first);
@@ -230,21 +230,21 @@ void OffloadWorker::drop(std::span<const Dropped> dropped, Noted& noted) {
   if (!noted.host.empty()) host_->drop(noted.host);
   std::sort(noted.segments.begin(), noted.segments.end());
   noted.segments.erase(std::unique(noted.segments.begin(), noted.segments.end()), noted.segments.end());
-  for (const int32_t segment : noted.segments)
+  for (const int64_t segment : noted.segments)
     noted.disk.push_back({.first = segment * options_.segment_slots, .count = options_.segment_slots});
   if (!noted.disk.empty()) disk_->drop(noted.disk);
 }
 
 // In the segment of the store that stands for the plan's: a new one where that was dropped.
-Slot OffloadWorker::slot_to_write(Slot slot) {
-  int32_t& segment = segments_[static_cast<size_t>(slot / options_.segment_slots)];
+StoreSlot OffloadWorker::slot_to_write(Slot slot) {
+  int64_t& segment = segments_[static_cast<size_t>(slot / options_.segment_slots)];
   if (segment == kNoSegment) segment = next_segment_++;
   return disk_slots_[static_cast<size_t>(slot)] = segment * options_.segment_slots + slot % options_.segment_slots;
 }
 
-std::unique_ptr<StoreTier> OffloadWorker::tier_of(StoreId store, std::span<const Slot> slots,
+std::unique_ptr<StoreTier> OffloadWorker::tier_of(StoreId store, std::vector<StoreSlot> slots,
                                                   std::span<const BlockKey> keys) {
-  return std::make_unique<StoreTier>(*this->store(store), std::vector<Slot>(slots.begin(), slots.end()),
+  return std::make_unique<StoreTier>(*this->store(store), std::move(slots),
                                      std::vector<BlockKey>(keys.begin(), keys.end()));
 }
 
@@ -255,12 +255,13 @@ Job OffloadWorker::make_job(std::span<const BlockKey> keys, OffloadJob& running)
   const bool find = planned.kind == PlanKind::kFind;
   const bool get = planned.kind == PlanKind::kGet || find;
   const bool from_disk = planned.kind != PlanKind::kPut && planned.store == StoreId::kDisk;
-  std::vector<Slot> sources(running.from);
-  std::vector<Slot> targets(running.to);
-  for (Slot& slot : sources) slot = from_disk ? disk_slots_[static_cast<size_t>(slot)] : slot;
-  for (Slot& slot : targets) slot = !get && planned.target() == StoreId::kDisk ? slot_to_write(slot) : slot;
-  running.tier = tier_of(planned.target(), get ? sources : targets, keys);
+  const bool to_disk = !get && planned.target() == StoreId::kDisk;
+  std::vector<StoreSlot> sources;
+  std::vector<StoreSlot> targets;
+  for (const Slot slot : from) sources.push_back(from_disk ? disk_slots_[static_cast<size_t>(slot)] : slot);
+  for (const Slot slot : to) targets.push_back(to_disk ? slot_to_write(slot) : slot);
   if (planned.kind == PlanKind::kMove) running.source = tier_of(planned.store, sources, {});
+  running.tier = tier_of(planned.target(), std::move(get ? sources : targets), keys);
   Job job{.kind = find                              ? JobKind::kFind
                   : get                             ? JobKind::kRestore
                   : planned.kind == PlanKind::kMove ? JobKind::kMove
@@ -272,9 +273,10 @@ Job OffloadWorker::make_job(std::span<const BlockKey> keys, OffloadJob& running)
           .number = planned.id};
   running.plans.reserve(planned.count);
   job.chunks.reserve(planned.count);
+  const std::string tag = fmt::format("job {}", planned.id);  // for errors
   for (uint32_t i = 0; i < planned.count; ++i) {
     ChunkPlan& chunk = running.plans.emplace_back();
-    chunk.key = {.kind = ChunkKind::kKvBlock, .tag = fmt::format("job {}", planned.id), .index = i};
+    chunk.key = {.kind = ChunkKind::kKvBlock, .tag = tag, .index = i};
     if (find) {
       chunk.pieces.clear();
     } else if (planned.kind == PlanKind::kMove) {

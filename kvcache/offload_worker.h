@@ -78,7 +78,7 @@ class OffloadWorker {
  private:
   using RunningJobs = std::list<std::unique_ptr<OffloadJob>>;
   using RunningJob = RunningJobs::iterator;
-  static constexpr int32_t kNoSegment = -1;
+  static constexpr int64_t kNoSegment = -1;
 
   OffloadWorker(const OffloadWorkerOptions& options, const KvLayout& layout, TransferEngine& transfers,
                 std::shared_ptr<Store> host, std::unique_ptr<Store> disk, std::unique_ptr<Store> remote);
@@ -89,8 +89,8 @@ class OffloadWorker {
   void drop(std::span<const Dropped> dropped, Noted& noted);
   void begin(RunningJob job, std::span<const BlockKey> keys, const Status& ordered);
   Job make_job(std::span<const BlockKey> keys, OffloadJob& running);
-  std::unique_ptr<StoreTier> tier_of(StoreId store, std::span<const Slot> slots, std::span<const BlockKey> keys);
-  Slot slot_to_write(Slot slot);
+  std::unique_ptr<StoreTier> tier_of(StoreId store, std::vector<StoreSlot> slots, std::span<const BlockKey> keys);
+  StoreSlot slot_to_write(Slot slot);
   bool tell(OffloadJob& running, const JobResult& result, TransferReport& report);
   bool tell_refused(OffloadJob& running, TransferReport& report);
   BlockOutcome settle(const OffloadJob& running, size_t i, const ChunkTransfer& chunk);
@@ -107,11 +107,11 @@ class OffloadWorker {
   const std::unique_ptr<Store> remote_;
   const uint64_t block_bytes_;
   std::vector<Digest> host_digests_;      // by slot
-  std::vector<Slot> disk_slots_;          // of the store, by slot of the plans; -1: nothing was put there
-  std::vector<int32_t> segments_;         // of the store, by segment of the plans; kNoSegment: not begun
-  std::map<int32_t, int32_t> adopted_;    // slots that plans know, by the store's recovered segment
+  std::vector<StoreSlot> disk_slots_;     // by slot of the plans; -1: nothing was put there
+  std::vector<int64_t> segments_;         // of the store, by segment of the plans; kNoSegment: not begun
+  std::map<int64_t, int32_t> adopted_;    // slots that plans know, by the store's recovered segment
   std::vector<RecoveredSlot> recovered_;  // until adopt()
-  int32_t next_segment_ = 0;
+  int64_t next_segment_ = 0;
   uint64_t last_plan_ = 0;
   std::map<JobId, std::unique_ptr<OffloadJob>> running_;
   RunningJobs refused_;           // that the engine did not take

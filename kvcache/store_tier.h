@@ -12,7 +12,7 @@ namespace torpor {
 class StoreTier final : public Tier {
  public:
   // `keys`: of each slot, or none. The store outlives it.
-  StoreTier(Store& store, std::vector<Slot> slots, std::vector<BlockKey> keys)
+  StoreTier(Store& store, std::vector<StoreSlot> slots, std::vector<BlockKey> keys)
       : store_(store), slots_(std::move(slots)), keys_(std::move(keys)) {}
   std::string_view kind() const override { return store_.traits().kind; }
   bool addressable() const override { return store_.traits().addressable; }
@@ -28,10 +28,10 @@ class StoreTier final : public Tier {
 
  private:
   std::vector<StorePart> records_of(std::span<const TierPart> parts) const;
-  Slot slot(const SavedChunk& chunk) const { return slots_[static_cast<size_t>(chunk.key.index)]; }
+  StoreSlot slot(const SavedChunk& chunk) const { return slots_[static_cast<size_t>(chunk.key.index)]; }
 
   Store& store_;
-  const std::vector<Slot> slots_;
+  const std::vector<StoreSlot> slots_;
   const std::vector<BlockKey> keys_;
 };
 

@@ -24,7 +24,7 @@ namespace torpor {
 // first.
 struct RecoveredBlock {
   BlockKey key;
-  int32_t segment = 0;
+  int64_t segment = 0;
 };
 
 // The slot under which the scheduler knows a recovered block from now on; -1: nobody needs it.

@@ -12,7 +12,11 @@
 
 namespace torpor {
 
-using Slot = int32_t;  // of a store, the same number on every rank; -1: none
+// A slot of a scheduler's index and its plans, the same number on every rank; -1: none. At most kMostSlots
+// (kvcache/key_table.h): they are used again and again.
+using Slot = int32_t;
+// A slot of a rank's store; -1: none. A store on disk uses each one once in the life of its directory.
+using StoreSlot = int64_t;
 
 struct BlockKey {
   std::array<uint8_t, 32> hash{};  // the engine's, chained; shorter ones are padded with zeros

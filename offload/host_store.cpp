@@ -65,7 +65,7 @@ uint64_t HostStore::slots_in(uint64_t bytes, uint64_t slot_bytes, Codec codec) {
   return slots;
 }
 
-std::span<std::byte> HostStore::memory_of(Slot slot, const Content& content) const {
+std::span<std::byte> HostStore::memory_of(StoreSlot slot, const Content& content) const {
   const uint64_t each = bytes_of_slot(options_.slot_bytes, options_.codec);
   uint64_t at = static_cast<uint64_t>(slot) * each;
   if (content.whole >= 0)
@@ -74,7 +74,7 @@ std::span<std::byte> HostStore::memory_of(Slot slot, const Content& content) con
   return memory_.bytes().subspan(at, content.record.stored);
 }
 
-Error HostStore::wrong_part(Slot slot, uint64_t bytes) const {
+Error HostStore::wrong_part(StoreSlot slot, uint64_t bytes) const {
   return Error{
       .code = Code::kInvalidArgument,
       .what = fmt::format("{} bytes for slot {} of the host store", bytes, slot),
@@ -92,7 +92,7 @@ void HostStore::forget(Content& content) {
 
 // ---- addressable
 
-Result<std::span<std::byte>> HostStore::place(Slot slot, uint64_t bytes) {
+Result<std::span<std::byte>> HostStore::place(StoreSlot slot, uint64_t bytes) {
   if (packs()) return Store::place(slot, bytes);
   if (!has(slot) || bytes == 0 || bytes > options_.slot_bytes) return wrong_part(slot, bytes);
   const MutexLock lock(mutex_);
@@ -101,7 +101,7 @@ Result<std::span<std::byte>> HostStore::place(Slot slot, uint64_t bytes) {
   return memory_of(slot, content);
 }
 
-Status HostStore::placed(Slot slot, const BlockKey& key, const Digest& digest) {
+Status HostStore::placed(StoreSlot slot, const BlockKey& key, const Digest& digest) {
   if (packs()) return Store::placed(slot, key, digest);
   const MutexLock lock(mutex_);
   if (!has(slot) || contents_[static_cast<size_t>(slot)].record.bytes == 0) return not_there(slot);
@@ -112,7 +112,7 @@ Status HostStore::placed(Slot slot, const BlockKey& key, const Digest& digest) {
   return ok();
 }
 
-std::span<std::byte> HostStore::view(Slot slot) {
+std::span<std::byte> HostStore::view(StoreSlot slot) {
   if (packs() || !has(slot)) return {};
   const MutexLock lock(mutex_);
   return memory_of(slot, contents_[static_cast<size_t>(slot)]);
@@ -182,7 +182,7 @@ Status HostStore::put_one(StorePart& part, std::span<std::byte> room) {
 // A slot's content for as long as its bytes are read: a whole place is given to no other block meanwhile.
 class HostStore::Reading {
  public:
-  Reading(HostStore& store, Slot slot) : store_(store) {
+  Reading(HostStore& store, StoreSlot slot) : store_(store) {
     if (!store.has(slot)) return;
     const MutexLock lock(store.mutex_);
     content_ = store.contents_[static_cast<size_t>(slot)];
@@ -231,7 +231,7 @@ void HostStore::drop(std::span<const SlotRange> ranges) {
   }
 }
 
-std::optional<HostStore::Stored> HostStore::stored(Slot slot) const {
+std::optional<HostStore::Stored> HostStore::stored(StoreSlot slot) const {
   if (!has(slot)) return std::nullopt;
   const MutexLock lock(mutex_);
   const Content& content = contents_[static_cast<size_t>(slot)];

@@ -35,9 +35,9 @@ class HostStore final : public Store {
 
   const StoreTraits& traits() const override { return traits_; }
   void open_space(uint32_t, const Digest&) override {}
-  Result<std::span<std::byte>> place(Slot slot, uint64_t bytes) override;
-  Status placed(Slot slot, const BlockKey& key, const Digest& digest) override;
-  std::span<std::byte> view(Slot slot) override;
+  Result<std::span<std::byte>> place(StoreSlot slot, uint64_t bytes) override;
+  Status placed(StoreSlot slot, const BlockKey& key, const Digest& digest) override;
+  std::span<std::byte> view(StoreSlot slot) override;
   void drop(std::span<const SlotRange> ranges) override;
   Status sync() override { return ok(); }
   StoreHealth health() const override;
@@ -46,7 +46,7 @@ class HostStore final : public Store {
     StoredRecord record;
     std::span<std::byte> bytes;  // record.stored many
   };
-  std::optional<Stored> stored(Slot slot) const;
+  std::optional<Stored> stored(StoreSlot slot) const;
 
  private:
   struct Content {
@@ -62,9 +62,9 @@ class HostStore final : public Store {
   Status get_one(StorePart& part);
   void count_failed(const Error& error);
   bool packs() const { return options_.codec != Codec::kNone; }
-  bool has(Slot slot) const { return slot >= 0 && slot < options_.slots; }
-  Error wrong_part(Slot slot, uint64_t bytes) const;
-  std::span<std::byte> memory_of(Slot slot, const Content& content) const;
+  bool has(StoreSlot slot) const { return slot >= 0 && slot < options_.slots; }
+  Error wrong_part(StoreSlot slot, uint64_t bytes) const;
+  std::span<std::byte> memory_of(StoreSlot slot, const Content& content) const;
   void forget(Content& content) TORPOR_REQUIRES(mutex_);
   void end_use(int32_t whole) TORPOR_REQUIRES(mutex_);
 

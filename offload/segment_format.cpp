@@ -12,23 +12,25 @@ namespace {
 constexpr std::array<char, 8> kHeaderMagic = {'T', 'O', 'R', 'P', 'S', 'E', 'G', 'M'};
 constexpr std::array<char, 8> kBatchMagic = {'T', 'O', 'R', 'P', 'B', 'A', 'T', 'C'};
 constexpr uint32_t kSegmentVersion = 1;
+constexpr uint32_t kLargeNumberVersion = 2;  // of a segment whose number takes more than 32 bits
 constexpr uint32_t kByteOrder = 0x01020304;
-constexpr uint32_t kMostNumber = 999'999'999;
 
 struct HeaderPage {
   std::array<char, 8> magic = kHeaderMagic;
   uint32_t version = kSegmentVersion;
   uint32_t endianness = kByteOrder;
-  uint32_t number = 0;
+  uint32_t number = 0;  // its lower half
   int32_t rank = 0;
   int32_t slots = 0;
   uint32_t protection = 0;
   Digest space;
   SealId id{};
   KeyName key_name{};
-  ManifestMac mac{};  // of the page with zeros here
+  ManifestMac mac{};         // of the page with zeros here
+  uint32_t upper_number = 0;  // version 2
+  uint32_t zero = 0;
 };
-static_assert(std::is_trivially_copyable_v<HeaderPage> && sizeof(HeaderPage) == 104);
+static_assert(std::is_trivially_copyable_v<HeaderPage> && sizeof(HeaderPage) == 112);
 
 struct RecordEntry {
   std::array<uint8_t, 32> hash{};
@@ -89,23 +91,23 @@ SealTag digest_tag(std::span<const std::byte> body, const SegmentHeader& header,
 
 }  // namespace
 
-std::string segment_name(uint32_t number) { return fmt::format("seg-{:06}", number); }
+std::string segment_name(uint64_t number) { return fmt::format("seg-{:06}", number); }
 
-Error segment_closed(uint32_t number) {
+Error segment_closed(uint64_t number) {
   return {.code = Code::kFailedPrecondition,
           .what = fmt::format("{} takes no more records", segment_name(number)),
           .next_step = "use slots of a newer segment"};
 }
 
-std::optional<uint32_t> segment_number(std::string_view name) {
+std::optional<uint64_t> segment_number(std::string_view name) {
   constexpr std::string_view kPrefix = "seg-";
-  if (!name.starts_with(kPrefix) || name.size() > kPrefix.size() + 9) return std::nullopt;
-  uint32_t number = 0;
+  if (!name.starts_with(kPrefix) || name.size() > kPrefix.size() + 15) return std::nullopt;
+  uint64_t number = 0;
   for (const char digit : name.substr(kPrefix.size())) {
     if (digit < '0' || digit > '9') return std::nullopt;
-    number = number * 10 + static_cast<uint32_t>(digit - '0');
+    number = number * 10 + static_cast<uint64_t>(digit - '0');
   }
-  return number <= kMostNumber && segment_name(number) == name ? std::optional(number) : std::nullopt;
+  return number <= kMostSegmentNumber && segment_name(number) == name ? std::optional(number) : std::nullopt;
 }
 
 std::string leased_name(const SegmentHeader& header) {
@@ -124,13 +126,16 @@ std::string sealed_name(const SegmentRecord& record) {
 
 void write_header(std::span<std::byte> page, const SegmentHeader& header, const Seal* seal) {
   std::memset(page.data(), 0, kPage);
-  HeaderPage out{.number = header.number,
+  const auto upper = static_cast<uint32_t>(header.number >> 32);
+  HeaderPage out{.version = upper == 0 ? kSegmentVersion : kLargeNumberVersion,
+                 .number = static_cast<uint32_t>(header.number),
                  .rank = header.rank,
                  .slots = header.slots,
                  .protection = static_cast<uint32_t>(header.protection),
                  .space = header.space,
                  .id = header.id,
-                 .key_name = header.key_name};
+                 .key_name = header.key_name,
+                 .upper_number = upper};
   out.mac = mac_of(out, page.subspan(sizeof out), seal);
   std::memcpy(page.data(), &out, sizeof out);
 }
@@ -140,13 +145,14 @@ Result<OpenedHeader> read_header(std::span<const std::byte> page, const Key* key
   if (page.size() < kPage) return bad_segment("the segment is shorter than its header");
   std::memcpy(&in, page.data(), sizeof in);
   if (in.magic != kHeaderMagic) return bad_segment("this is not a segment");
-  if (in.version != kSegmentVersion || in.endianness != kByteOrder) {
+  if (in.version < kSegmentVersion || in.version > kLargeNumberVersion || in.endianness != kByteOrder) {
     return Error{.code = Code::kIncompatible,
-                 .what = fmt::format("the segment has version {}, this is version {}", in.version, kSegmentVersion),
+                 .what = fmt::format("the segment has version {}, this torpor reads {} and {}", in.version,
+                                     kSegmentVersion, kLargeNumberVersion),
                  .next_step = "use it with the version that wrote it"};
   }
   if (in.protection > static_cast<uint32_t>(Protection::kEncrypted)) return bad_segment("the protection is unknown");
-  OpenedHeader opened{.header = {.number = in.number,
+  OpenedHeader opened{.header = {.number = uint64_t{in.upper_number} << 32 | in.number,
                                  .rank = in.rank,
                                  .slots = in.slots,
                                  .space = in.space,
@@ -163,7 +169,7 @@ Result<OpenedHeader> read_header(std::span<const std::byte> page, const Key* key
   }
   if (in.mac != mac_of(in, page.subspan(sizeof in, kPage - sizeof in), opened.seal.get()))
     return bad_segment("the segment's header is damaged");
-  if (in.rank < 0 || in.slots < 1 || (!is_protected && !is_zero(in.key_name)) ||
+  if (in.rank < 0 || in.slots < 1 || in.zero != 0 || (in.upper_number != 0) != (in.version == kLargeNumberVersion) || (!is_protected && !is_zero(in.key_name)) ||
       !is_zero(page.subspan(sizeof in, kPage - sizeof in)))
     return bad_segment("the segment's header contradicts itself");
   return opened;

@@ -18,9 +18,11 @@
 namespace torpor {
 
 inline constexpr size_t kBatchRecords = 40;  // most that one batch page describes
+// Of 65,536 slots each, the most of a store: then every slot is a StoreSlot.
+inline constexpr uint64_t kMostSegmentNumber = (uint64_t{1} << 47) - 1;
 
 struct SegmentHeader {
-  uint32_t number = 0;  // of the file's name
+  uint64_t number = 0;  // of the file's name
   int32_t rank = 0;
   int32_t slots = 0;  // a segment
   Digest space;       // of the key space
@@ -41,9 +43,9 @@ struct SegmentRecord {
   SealTag seal{};  // of the stored bytes
 };
 
-std::string segment_name(uint32_t number);                      // "seg-000123"
-Error segment_closed(uint32_t number);                          // it takes no more records
-std::optional<uint32_t> segment_number(std::string_view name);  // none: not the name of a segment
+std::string segment_name(uint64_t number);                      // "seg-000123"
+Error segment_closed(uint64_t number);                          // it takes no more records
+std::optional<uint64_t> segment_number(std::string_view name);  // none: not the name of a segment
 std::string leased_name(const SegmentHeader& header);           // of its link in a checkpoint: "seg-r0-000123"
 
 // Where a record of so many stored bytes begins if the one before it, or its batch page, ends at `end`.

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <thread>
 
 #include <fmt/core.h>
@@ -86,7 +85,7 @@ Status SegmentStore::look_around() {
   TORPOR_ASSIGN(const std::vector<Entry> entries, directory_->list());
   uint64_t there = 0;
   for (const Entry& entry : entries) {
-    const std::optional<uint32_t> number = segment_number(entry.name);
+    const std::optional<uint64_t> number = segment_number(entry.name);
     if (!number || entry.kind != EntryKind::kFile) continue;
     at_the_start_.push_back(*number);
     first_number_ = std::max(first_number_, *number + 1);
@@ -95,11 +94,7 @@ Status SegmentStore::look_around() {
     there += size ? *size : 0;
   }
   std::sort(at_the_start_.begin(), at_the_start_.end());
-  if (first_number_ >= static_cast<uint32_t>(std::numeric_limits<Slot>::max() / traits_.slots_per_segment)) {
-    return Error{.code = Code::kResourceExhausted,
-                 .what = fmt::format("{} has used up its numbers of segments", directory_->path()),
-                 .next_step = "remove what is in it"};
-  }
+  if (first_number_ > kMostSegmentNumber) return no_more_numbers();
   if (options_.budget_bytes == 0) return ok();
   TORPOR_ASSIGN(const uint64_t free, directory_->free_bytes());
   if (free + there >= options_.budget_bytes) return ok();
@@ -107,6 +102,12 @@ Status SegmentStore::look_around() {
                .what = fmt::format("{} has room for {} bytes of blocks, {} are wanted", directory_->path(),
                                    free + there, options_.budget_bytes),
                .next_step = "free disk space, choose another directory or use a smaller budget"};
+}
+
+Error SegmentStore::no_more_numbers() const {
+  return Error{.code = Code::kResourceExhausted,
+               .what = fmt::format("{} has used up its numbers of segments", directory_->path()),
+               .next_step = "remove what is in it"};
 }
 
 void SegmentStore::open_space(uint32_t space, const Digest& digest) {
@@ -117,7 +118,7 @@ void SegmentStore::open_space(uint32_t space, const Digest& digest) {
 // ---- segments
 
 // The open segment with this number; a new one if there is none.
-Result<SegmentStore::SegmentPtr> SegmentStore::writable(uint32_t number, uint32_t space) {
+Result<SegmentStore::SegmentPtr> SegmentStore::writable(uint64_t number, uint32_t space) {
   SegmentPtr segment;
   {
     const MutexLock lock(mutex_);
@@ -157,9 +158,10 @@ Result<SegmentStore::SegmentPtr> SegmentStore::writable(uint32_t number, uint32_
   return made.error();
 }
 
-Result<SegmentStore::SegmentPtr> SegmentStore::begin_segment(uint32_t number, uint32_t space) {
+Result<SegmentStore::SegmentPtr> SegmentStore::begin_segment(uint64_t number, uint32_t space) {
   const auto digest = spaces_.find(space);
   if (number < first_number_ || number + kOpenSegments <= newest_) return segment_closed(number);
+  if (number > kMostSegmentNumber) return no_more_numbers();
   if (digest == spaces_.end()) {
     return Error{.code = Code::kFailedPrecondition,
                  .what = fmt::format("key space {} was not opened", space),

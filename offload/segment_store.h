@@ -68,11 +68,11 @@ class SegmentStore final : public Store {
   // What could not be read is left where it is, and not found.
   Result<std::vector<RecoveredSlot>> recover(uint32_t space) override;
   // Hard links; copies of the records where links are refused, which is said once in the log.
-  Result<std::vector<LeasedRecord>> lease(std::span<const Slot> slots, Directory& into) override;
+  Result<std::vector<LeasedRecord>> lease(std::span<const StoreSlot> slots, Directory& into) override;
   StoreHealth health() const override;
 
   // Behind all segments that were there at the start.
-  Slot first_slot() const override { return static_cast<Slot>(first_number_) * traits_.slots_per_segment; }
+  StoreSlot first_slot() const override { return static_cast<StoreSlot>(first_number_) * traits_.slots_per_segment; }
   static uint64_t most_bytes_of_segment(const SegmentStoreOptions& options);
 
  private:
@@ -89,9 +89,10 @@ class SegmentStore final : public Store {
   void do_get(std::span<StorePart> parts) override;
 
   // segment_store.cpp
-  uint32_t number_of(Slot slot) const { return static_cast<uint32_t>(slot / traits_.slots_per_segment); }
-  Result<SegmentPtr> writable(uint32_t number, uint32_t space);
-  Result<SegmentPtr> begin_segment(uint32_t number, uint32_t space) TORPOR_REQUIRES(mutex_);
+  uint64_t number_of(StoreSlot slot) const { return static_cast<uint64_t>(slot / traits_.slots_per_segment); }
+  Result<SegmentPtr> writable(uint64_t number, uint32_t space);
+  Error no_more_numbers() const;
+  Result<SegmentPtr> begin_segment(uint64_t number, uint32_t space) TORPOR_REQUIRES(mutex_);
   Status make_file(Segment& segment);
   void end_older() TORPOR_REQUIRES(mutex_);
   void put_batch(std::span<StorePart* const> parts);
@@ -112,10 +113,10 @@ class SegmentStore final : public Store {
   Result<uint64_t> sync_one(Segment& segment);
   void give_up(Segment& segment, const Error& error);
   std::shared_ptr<File> forget(Segment& segment) TORPOR_REQUIRES(mutex_);
-  void remove_segment_file(uint32_t number);
+  void remove_segment_file(uint64_t number);
   void remove_dropped() noexcept;
-  Status recover_segment(uint32_t number, uint32_t space, std::vector<RecoveredSlot>& found);
-  Result<SegmentPtr> read_segment(uint32_t number, uint32_t space, const File& file);
+  Status recover_segment(uint64_t number, uint32_t space, std::vector<RecoveredSlot>& found);
+  Result<SegmentPtr> read_segment(uint64_t number, uint32_t space, const File& file);
   Status link(Segment& segment, std::span<const SegmentRecord> records, Directory& into);
   Status copy(Segment& segment, std::span<const SegmentRecord> records, Directory& into, const std::string& name);
 
@@ -125,20 +126,20 @@ class SegmentStore final : public Store {
   const std::unique_ptr<Directory> directory_;  // by whoever has the turn
   const std::unique_ptr<File> lock_;
   const Clock& clock_;
-  uint32_t first_number_ = 0;           // set by open()
-  std::vector<uint32_t> at_the_start_;  // recover() takes them
+  uint64_t first_number_ = 0;           // set by open()
+  std::vector<uint64_t> at_the_start_;  // recover() takes them
   ScratchPool scratch_;
 
   mutable Mutex mutex_;  // never held over a read, a write or a sync; guards the segments' content too
   CondVar changed_;
   bool directory_busy_ TORPOR_GUARDED_BY(mutex_) = false;
-  std::map<uint32_t, SegmentPtr> segments_ TORPOR_GUARDED_BY(mutex_);
+  std::map<uint64_t, SegmentPtr> segments_ TORPOR_GUARDED_BY(mutex_);
   std::vector<SegmentPtr> unfinished_ TORPOR_GUARDED_BY(mutex_);  // may take records, or must be cut and synced
-  uint32_t newest_ TORPOR_GUARDED_BY(mutex_) = 0;
+  uint64_t newest_ TORPOR_GUARDED_BY(mutex_) = 0;
   std::map<uint32_t, Digest> spaces_ TORPOR_GUARDED_BY(mutex_);
   uint64_t uses_ TORPOR_GUARDED_BY(mutex_) = 0;
   struct Dropped {
-    uint32_t number = 0;
+    uint64_t number = 0;
     std::shared_ptr<File> file;
   };
   std::vector<Dropped> dropped_ TORPOR_GUARDED_BY(mutex_);  // their files are still there

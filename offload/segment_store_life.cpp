@@ -156,7 +156,7 @@ std::shared_ptr<File> SegmentStore::forget(Segment& segment) {
 }
 
 // One that stays is found again by the next process: as true as before.
-void SegmentStore::remove_segment_file(uint32_t number) {
+void SegmentStore::remove_segment_file(uint64_t number) {
   const Status removed = catching([&]() -> Status {
     DirectoryTurn directory(*this);
     return directory->remove_file(segment_name(number));
@@ -179,7 +179,7 @@ void SegmentStore::drop(std::span<const SlotRange> ranges) {
   const int64_t slots = traits_.slots_per_segment;
   for (const SlotRange& range : ranges) {
     const int64_t first = std::max<int64_t>(range.first, 0);
-    const int64_t end = int64_t{range.first} + range.count;
+    const int64_t end = range.first + range.count;
     for (int64_t number = first / slots; number * slots < end; ++number) {
       (void)catching([&]() -> Status {
         const MutexLock lock(mutex_);
@@ -189,9 +189,9 @@ void SegmentStore::drop(std::span<const SlotRange> ranges) {
       Dropped now;  // for want of memory
       {
         const MutexLock lock(mutex_);
-        const auto found = segments_.lower_bound(static_cast<uint32_t>(number));  // of those that are there
-        if (found == segments_.end() || int64_t{found->first} * slots >= end) break;
-        number = found->first;
+        const auto found = segments_.lower_bound(static_cast<uint64_t>(number));  // of those that are there
+        if (found == segments_.end() || static_cast<int64_t>(found->first) * slots >= end) break;
+        number = static_cast<int64_t>(found->first);
         if (found->second->state == Segment::State::kGone) continue;
         const int64_t from = std::max(first - number * slots, int64_t{0});
         const int64_t to = std::min(end - number * slots, slots);
@@ -205,7 +205,7 @@ void SegmentStore::drop(std::span<const SlotRange> ranges) {
           }
           continue;
         }
-        now = {.number = static_cast<uint32_t>(number), .file = forget(segment)};
+        now = {.number = static_cast<uint64_t>(number), .file = forget(segment)};
         if (now.number < first_number_) segments_.erase(found);
         if (dropped_.size() < dropped_.capacity()) {
           dropped_.push_back(std::move(now));
@@ -229,7 +229,7 @@ Result<std::vector<RecoveredSlot>> SegmentStore::recover(uint32_t space) {
                    .next_step = "open it first"};
   }
   const Status done = catching([&]() -> Status {
-    for (const uint32_t number : std::exchange(at_the_start_, {})) {
+    for (const uint64_t number : std::exchange(at_the_start_, {})) {
       const Status read = recover_segment(number, space, found);
       if (read) continue;
       const Code code = read.error().code;
@@ -249,7 +249,7 @@ Result<std::vector<RecoveredSlot>> SegmentStore::recover(uint32_t space) {
   return found;
 }
 
-Status SegmentStore::recover_segment(uint32_t number, uint32_t space, std::vector<RecoveredSlot>& found) {
+Status SegmentStore::recover_segment(uint64_t number, uint32_t space, std::vector<RecoveredSlot>& found) {
   std::shared_ptr<File> file;
   {
     DirectoryTurn directory(*this);
@@ -263,7 +263,7 @@ Status SegmentStore::recover_segment(uint32_t number, uint32_t space, std::vecto
     if (place.use != Segment::Use::kStored) continue;
     const SegmentRecord& record = place.record;
     health_.recovered_bytes += record.stored;
-    const auto slot = static_cast<Slot>(number * static_cast<uint32_t>(traits_.slots_per_segment) + record.position);
+    const auto slot = static_cast<StoreSlot>(number) * traits_.slots_per_segment + record.position;
     found.push_back(
         {.slot = slot,
          .key = {.hash = record.hash, .group = record.group, .space = space},
@@ -275,7 +275,7 @@ Status SegmentStore::recover_segment(uint32_t number, uint32_t space, std::vecto
 
 // Batch page by batch page until one does not match: that is its end, whatever lies behind. What is found there may be
 // in no more than the system's memory, so it counts as durable when it was synced again.
-Result<SegmentStore::SegmentPtr> SegmentStore::read_segment(uint32_t number, uint32_t space, const File& file) {
+Result<SegmentStore::SegmentPtr> SegmentStore::read_segment(uint64_t number, uint32_t space, const File& file) {
   ScratchPool::Lease scratch(scratch_);
   const std::span<std::byte> room = scratch->room(kPage);
   if (room.empty()) return no_memory_for(kPage);
@@ -323,12 +323,12 @@ Result<SegmentStore::SegmentPtr> SegmentStore::read_segment(uint32_t number, uin
 
 // ---- lease
 
-Result<std::vector<LeasedRecord>> SegmentStore::lease(std::span<const Slot> slots, Directory& into) {
+Result<std::vector<LeasedRecord>> SegmentStore::lease(std::span<const StoreSlot> slots, Directory& into) {
   std::vector<LeasedRecord> leased;
-  std::map<uint32_t, std::pair<SegmentPtr, std::vector<SegmentRecord>>> wanted;
+  std::map<uint64_t, std::pair<SegmentPtr, std::vector<SegmentRecord>>> wanted;
   {
     const MutexLock lock(mutex_);
-    for (const Slot slot : slots) {
+    for (const StoreSlot slot : slots) {
       const auto segment = slot < 0 ? segments_.end() : segments_.find(number_of(slot));
       if (segment == segments_.end() || !segment->second->is_there()) return not_there(slot);
       const Segment::Place& place = segment->second->places[static_cast<size_t>(slot % traits_.slots_per_segment)];

@@ -61,7 +61,7 @@ void Store::get(std::span<StorePart> parts) {
   each_ends(parts, traits(), [&] { do_get(parts); });
 }
 
-Error Store::not_there(Slot slot) const {
+Error Store::not_there(StoreSlot slot) const {
   return Error{.code = Code::kNotFound,
                .what = fmt::format("slot {} of the {} store has nothing in it", slot, traits().kind),
                .next_step = "compute the block"};
@@ -80,10 +80,10 @@ Error Store::unsupported(std::string_view verb) const {
                .next_step = "use another store"};
 }
 
-Result<std::span<std::byte>> Store::place(Slot, uint64_t) { return unsupported("memory to place into"); }
-Status Store::placed(Slot, const BlockKey&, const Digest&) { return unsupported("memory to place into"); }
-std::span<std::byte> Store::view(Slot) { return {}; }
+Result<std::span<std::byte>> Store::place(StoreSlot, uint64_t) { return unsupported("memory to place into"); }
+Status Store::placed(StoreSlot, const BlockKey&, const Digest&) { return unsupported("memory to place into"); }
+std::span<std::byte> Store::view(StoreSlot) { return {}; }
 Result<std::vector<RecoveredSlot>> Store::recover(uint32_t) { return unsupported("recovery"); }
-Result<std::vector<LeasedRecord>> Store::lease(std::span<const Slot>, Directory&) { return unsupported("leases"); }
+Result<std::vector<LeasedRecord>> Store::lease(std::span<const StoreSlot>, Directory&) { return unsupported("leases"); }
 
 }  // namespace torpor

@@ -51,7 +51,7 @@ struct StoredRecord {
 
 // One record on its way, and what became of it.
 struct StorePart {
-  Slot slot = -1;
+  StoreSlot slot = -1;
   BlockKey key;         // put; of a shared store also get and find
   StoredRecord record;  // put: the digest is the caller's, the store fills the rest; get: filled
   std::span<std::byte> bytes;
@@ -59,19 +59,19 @@ struct StorePart {
 };
 
 struct SlotRange {
-  Slot first = 0;
+  StoreSlot first = 0;
   int32_t count = 1;
 };
 
 struct RecoveredSlot {
-  Slot slot = -1;
+  StoreSlot slot = -1;
   BlockKey key;
   StoredRecord record;
 };
 
 // Where a leased record lies.
 struct LeasedRecord {
-  Slot slot = -1;
+  StoreSlot slot = -1;
   std::string file;  // name in the directory that it was leased into
   SealId id{};       // of that file
   uint64_t offset = 0;
@@ -100,7 +100,7 @@ class Store {
   virtual const StoreTraits& traits() const = 0;
 
   // Slots from here on were never used when the store was opened.
-  virtual Slot first_slot() const { return 0; }
+  virtual StoreSlot first_slot() const { return 0; }
   // Keys with this number belong to the key space with this digest from now on.
   virtual void open_space(uint32_t space, const Digest& digest) = 0;
   // False while it would be useless to put anything: a medium that fails is tried again after a while.
@@ -116,10 +116,10 @@ class Store {
   void find(std::span<StorePart> parts);
 
   // Addressable: memory for a record of this size. It is found from placed() on, when the copy into it is proven.
-  virtual Result<std::span<std::byte>> place(Slot slot, uint64_t bytes);
-  virtual Status placed(Slot slot, const BlockKey& key, const Digest& digest);
+  virtual Result<std::span<std::byte>> place(StoreSlot slot, uint64_t bytes);
+  virtual Status placed(StoreSlot slot, const BlockKey& key, const Digest& digest);
   // Addressable: the slot's memory as far as it was placed or put; empty: nothing is there.
-  virtual std::span<std::byte> view(Slot slot);
+  virtual std::span<std::byte> view(StoreSlot slot);
 
   // Nothing is found there any more. A segment whose slots all go gives its room back; of others the room is kept.
   virtual void drop(std::span<const SlotRange> ranges) = 0;
@@ -131,7 +131,7 @@ class Store {
   virtual Result<std::vector<RecoveredSlot>> recover(uint32_t space);
   // Durable: keeps the records beyond drop() and beyond this process: the files that hold them appear in `into`.
   // kFailedPrecondition: one of them was not synced. The caller syncs `into`.
-  virtual Result<std::vector<LeasedRecord>> lease(std::span<const Slot> slots, Directory& into);
+  virtual Result<std::vector<LeasedRecord>> lease(std::span<const StoreSlot> slots, Directory& into);
 
   virtual StoreHealth health() const = 0;
 
@@ -140,7 +140,7 @@ class Store {
   virtual void do_put(std::span<StorePart> parts) = 0;
   virtual void do_get(std::span<StorePart> parts) = 0;
   virtual void do_find(std::span<StorePart> parts);
-  Error not_there(Slot slot) const;
+  Error not_there(StoreSlot slot) const;
   Error wrong_size(const StorePart& part, uint64_t bytes) const;
   Error unsupported(std::string_view verb) const;
 };

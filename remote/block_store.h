@@ -105,7 +105,7 @@ class BlockStore : public Store {
   std::atomic<uint64_t> sealed_ = 0;
   mutable Mutex mutex_;  // never held over a call of the server
   std::map<uint32_t, Digest> spaces_ TORPOR_GUARDED_BY(mutex_);
-  std::unordered_map<Slot, Known> known_ TORPOR_GUARDED_BY(mutex_);
+  std::unordered_map<StoreSlot, Known> known_ TORPOR_GUARDED_BY(mutex_);
   std::chrono::nanoseconds full_until_ TORPOR_GUARDED_BY(mutex_){};
   StoreHealth health_ TORPOR_GUARDED_BY(mutex_);
 };

@@ -21,7 +21,7 @@ class StoreContract : public ::testing::TestWithParam<StoreWay> {
 TEST_P(StoreContract, WhatIsPutComesBackByteForByteFromAndIntoAnyMemory) {
   const std::vector<size_t> sizes = {1, 100, 4095, 4096, 4097, 8192, kContractRecord};
   for (const bool aligned : {true, false}) {
-    const std::vector<Slot> slots = world_->fresh(static_cast<int32_t>(sizes.size()));
+    const std::vector<StoreSlot> slots = world_->fresh(static_cast<int32_t>(sizes.size()));
     std::vector<PageBuffer> buffers(sizes.size());
     std::vector<StorePart> parts;
     for (size_t i = 0; i < sizes.size(); ++i) {
@@ -49,7 +49,7 @@ TEST_P(StoreContract, WhatIsPutComesBackByteForByteFromAndIntoAnyMemory) {
 }
 
 TEST_P(StoreContract, ManyAtOnceAreEachWhereTheyBelong) {
-  const std::vector<Slot> slots = world_->fresh(60);
+  const std::vector<StoreSlot> slots = world_->fresh(60);
   std::vector<std::vector<std::byte>> bytes;
   std::vector<StorePart> parts;
   for (size_t i = 0; i < slots.size(); ++i) bytes.push_back(some_bytes(i, 4096 + i));
@@ -65,7 +65,7 @@ TEST_P(StoreContract, ManyAtOnceAreEachWhereTheyBelong) {
 }
 
 TEST_P(StoreContract, EachPartHasItsOwnStatus) {
-  const std::vector<Slot> slots = world_->fresh(3);
+  const std::vector<StoreSlot> slots = world_->fresh(3);
   std::vector<std::byte> good = some_bytes(1, 5000);
   std::vector<std::byte> large(kContractRecord + 1);
   std::vector<StorePart> parts = {part_of(slots[0], 1, good), part_of(-1, 2, good), part_of(slots[1], 3, {}),
@@ -94,7 +94,7 @@ TEST_P(StoreContract, EachPartHasItsOwnStatus) {
 }
 
 TEST_P(StoreContract, WhatIsDroppedIsNotFoundAndTheRestIs) {
-  const std::vector<Slot> slots = world_->fresh(5);
+  const std::vector<StoreSlot> slots = world_->fresh(5);
   for (size_t i = 0; i < slots.size(); ++i) ASSERT_SUCCEEDS(put_one(store(), slots[i], i));
   const SlotRange ranges[] = {{.first = slots[1], .count = 2}, {.first = slots[4], .count = 1}};
   store().drop(ranges);
@@ -108,7 +108,7 @@ TEST_P(StoreContract, WhatIsDroppedIsNotFoundAndTheRestIs) {
 }
 
 TEST_P(StoreContract, WithoutRoomAPutFailsAndNothingElseIsLost) {
-  const std::vector<Slot> slots = world_->fresh(2);
+  const std::vector<StoreSlot> slots = world_->fresh(2);
   ASSERT_SUCCEEDS(put_one(store(), slots[0], 1));
   EXPECT_FALSE(put_one(store(), world_->beyond(), 2).has_value());
   ASSERT_SUCCEEDS(put_one(store(), slots[1], 3));
@@ -118,7 +118,7 @@ TEST_P(StoreContract, WithoutRoomAPutFailsAndNothingElseIsLost) {
 }
 
 TEST_P(StoreContract, AMediumThatFailsIsSaidAndAfterwardsItGoesOn) {
-  const std::vector<Slot> slots = world_->fresh(2);
+  const std::vector<StoreSlot> slots = world_->fresh(2);
   ASSERT_SUCCEEDS(put_one(store(), slots[0], 1));
   if (!world_->fail(true)) GTEST_SKIP() << "it cannot fail";
   EXPECT_FALSE(has_one(store(), slots[0], 1).has_value());
@@ -131,7 +131,7 @@ TEST_P(StoreContract, AMediumThatFailsIsSaidAndAfterwardsItGoesOn) {
   world_->fail(false);
   EXPECT_TRUE(value_of(has_one(store(), slots[0], 1)));
   ASSERT_TRUE(store().accepting());
-  const Slot other = world_->fresh(1)[0];
+  const StoreSlot other = world_->fresh(1)[0];
   EXPECT_SUCCEEDS(put_one(store(), other, 3));
   EXPECT_TRUE(value_of(has_one(store(), other, 3)));
   EXPECT_FALSE(store().health().degraded);
@@ -141,13 +141,13 @@ TEST_P(StoreContract, AMediumThatFailsIsSaidAndAfterwardsItGoesOn) {
 TEST_P(StoreContract, ThreadsPutGetDropAndSyncAtOnce) {
   constexpr int kThreads = 4;
   constexpr int kEach = 12;
-  const std::vector<Slot> slots = world_->fresh(kThreads * kEach);
+  const std::vector<StoreSlot> slots = world_->fresh(kThreads * kEach);
   std::atomic<int> wrong = 0;
   std::vector<std::thread> threads;
   for (int t = 0; t < kThreads; ++t) {
     threads.emplace_back([&, t] {
       for (int i = 0; i < kEach; ++i) {
-        const Slot slot = slots[static_cast<size_t>(i * kThreads + t)];
+        const StoreSlot slot = slots[static_cast<size_t>(i * kThreads + t)];
         const auto seed = static_cast<uint64_t>(slot);
         if (!put_one(store(), slot, seed)) ++wrong;
         const Result<bool> right = has_one(store(), slot, seed);
@@ -168,13 +168,13 @@ TEST_P(StoreContract, ThreadsPutGetDropAndSyncAtOnce) {
 // While somebody reads, somebody drops: it is read whole, or not found.
 TEST_P(StoreContract, WhatIsDroppedWhileItIsReadIsReadWholeOrNotFound) {
   if (store().traits().addressable) GTEST_SKIP() << "pins are the caller's";
-  const std::vector<Slot> slots = world_->fresh(40);
-  for (const Slot slot : slots) ASSERT_SUCCEEDS(put_one(store(), slot, static_cast<uint64_t>(slot)));
+  const std::vector<StoreSlot> slots = world_->fresh(40);
+  for (const StoreSlot slot : slots) ASSERT_SUCCEEDS(put_one(store(), slot, static_cast<uint64_t>(slot)));
   std::atomic<bool> stop = false;
   std::atomic<int> wrong = 0;
   std::thread reader([&] {
     while (!stop) {
-      for (const Slot slot : slots) {
+      for (const StoreSlot slot : slots) {
         const Result<bool> right = has_one(store(), slot, static_cast<uint64_t>(slot));
         if (right ? !*right : right.error().code != Code::kNotFound) ++wrong;
       }
@@ -188,7 +188,7 @@ TEST_P(StoreContract, WhatIsDroppedWhileItIsReadIsReadWholeOrNotFound) {
 }
 
 TEST_P(StoreContract, WhatIsOnlyPlacedIsNotFound) {
-  const Slot slot = world_->fresh(1)[0];
+  const StoreSlot slot = world_->fresh(1)[0];
   const Result<std::span<std::byte>> place = store().place(slot, 5000);
   if (!store().traits().addressable) {
     EXPECT_FAILS(place, Code::kUnsupported);
@@ -211,7 +211,7 @@ TEST_P(StoreContract, WhatIsOnlyPlacedIsNotFound) {
 }
 
 TEST_P(StoreContract, BytesAreCounted) {
-  const std::vector<Slot> slots = world_->fresh(2);
+  const std::vector<StoreSlot> slots = world_->fresh(2);
   const StoreHealth before = store().health();
   ASSERT_SUCCEEDS(put_one(store(), slots[0], 1));
   ASSERT_TRUE(value_of(has_one(store(), slots[0], 1)));
@@ -224,7 +224,7 @@ TEST_P(StoreContract, BytesAreCounted) {
 }
 
 TEST_P(StoreContract, WhatWasSyncedIsThereForTheNextProcess) {
-  const std::vector<Slot> slots = world_->fresh(45);
+  const std::vector<StoreSlot> slots = world_->fresh(45);
   for (size_t i = 0; i < slots.size(); ++i) ASSERT_SUCCEEDS(put_one(store(), slots[i], i, 4096 + i));
   ASSERT_SUCCEEDS(store().sync());
   Store* again = world_->reopen();

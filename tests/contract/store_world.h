@@ -18,8 +18,8 @@ class StoreWorld {
  public:
   virtual ~StoreWorld() = default;
   virtual Store& store() = 0;
-  virtual std::vector<Slot> fresh(int32_t count) = 0;  // slots that were never used, in a run
-  virtual Slot beyond() = 0;                           // for which there is no room
+  virtual std::vector<StoreSlot> fresh(int32_t count) = 0;  // slots that were never used, in a run
+  virtual StoreSlot beyond() = 0;                           // for which there is no room
   // From now on every access to the medium fails, or none any more. False: it cannot fail.
   virtual bool fail(bool) { return false; }
   // The store as a new process finds it; null if nothing outlives it.
@@ -50,11 +50,11 @@ inline BlockKey some_key(uint64_t seed) {
   return key;
 }
 
-inline StorePart part_of(Slot slot, uint64_t seed, std::span<std::byte> bytes) {
+inline StorePart part_of(StoreSlot slot, uint64_t seed, std::span<std::byte> bytes) {
   return {.slot = slot, .key = some_key(seed), .record = {.digest = digest_of(bytes)}, .bytes = bytes};
 }
 
-inline Status put_one(Store& store, Slot slot, uint64_t seed, size_t size = kContractRecord) {
+inline Status put_one(Store& store, StoreSlot slot, uint64_t seed, size_t size = kContractRecord) {
   std::vector<std::byte> bytes = some_bytes(seed, size);
   StorePart part = part_of(slot, seed, bytes);
   store.put({&part, 1});
@@ -62,7 +62,7 @@ inline Status put_one(Store& store, Slot slot, uint64_t seed, size_t size = kCon
 }
 
 // Whether the slot has what put_one() put; an error if it cannot be had.
-inline Result<bool> has_one(Store& store, Slot slot, uint64_t seed, size_t size = kContractRecord) {
+inline Result<bool> has_one(Store& store, StoreSlot slot, uint64_t seed, size_t size = kContractRecord) {
   std::vector<std::byte> bytes(size);
   StorePart part{.slot = slot, .bytes = bytes};
   store.get({&part, 1});

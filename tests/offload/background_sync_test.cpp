@@ -20,7 +20,7 @@ TEST(BackgroundSync, WhatIsPutIsSafeSoonWithoutAWordOfItsOwner) {
   DiskWorld world;
   const TemporaryDirectory elsewhere;
   const auto leases = value_of(linux_file_system().open_directory(elsewhere / "leases", true));
-  const Slot slot = world.fresh(1).front();
+  const StoreSlot slot = world.fresh(1).front();
   ASSERT_SUCCEEDS(put_one(world.store(), slot, 1));
   EXPECT_FAILS(world.store().lease({&slot, 1}, *leases), Code::kFailedPrecondition, "not synced");
   const auto sync = value_of(BackgroundSync::start(world.store(), 1ms));
@@ -32,7 +32,7 @@ TEST(BackgroundSync, WhatIsPutIsSafeSoonWithoutAWordOfItsOwner) {
 
 TEST(BackgroundSync, WhatCannotBeMadeSafeIsDroppedAndCounted) {
   DiskWorld world;
-  const Slot slot = world.fresh(1).front();
+  const StoreSlot slot = world.fresh(1).front();
   ASSERT_SUCCEEDS(put_one(world.store(), slot, 1));
   ASSERT_TRUE(world.fail(true));
   {

@@ -33,12 +33,12 @@ class DiskWorld : public StoreWorld {
     open();
   }
   SegmentStore& store() override { return *store_; }
-  std::vector<Slot> fresh(int32_t count) override {
-    std::vector<Slot> slots;
+  std::vector<StoreSlot> fresh(int32_t count) override {
+    std::vector<StoreSlot> slots;
     for (int32_t i = 0; i < count; ++i) slots.push_back(next_++);
     return slots;
   }
-  Slot beyond() override {  // one record in each segment that the budget has room for
+  StoreSlot beyond() override {  // one record in each segment that the budget has room for
     for (; beyond_ < 0; next_ = (next_ / kSlots + 1) * kSlots) {
       if (!put_one(*store_, next_, 1)) beyond_ = next_;
     }
@@ -65,7 +65,7 @@ class DiskWorld : public StoreWorld {
   void end() { store_.reset(); }
   Result<std::unique_ptr<SegmentStore>> another() { return SegmentStore::open(file_system_, path(), options_, clock); }
   std::string path() const { return temporary_ / "store"; }
-  std::string file(uint32_t number) const { return path() + "/r3/" + segment_name(number); }
+  std::string file(uint64_t number) const { return path() + "/r3/" + segment_name(number); }
   SegmentStoreOptions& options() { return options_; }
   FaultyFileSystem files;
   ManualClock clock;
@@ -75,25 +75,25 @@ class DiskWorld : public StoreWorld {
   TemporaryDirectory temporary_;
   SegmentStoreOptions options_;
   std::unique_ptr<SegmentStore> store_;
-  Slot next_ = 0;
-  Slot beyond_ = -1;
+  StoreSlot next_ = 0;
+  StoreSlot beyond_ = -1;
 };
 
-inline std::set<Slot> recovered_by(Store& store) {
-  std::set<Slot> slots;
+inline std::set<StoreSlot> recovered_by(Store& store) {
+  std::set<StoreSlot> slots;
   for (const RecoveredSlot& each : value_of(store.recover(1))) slots.insert(each.slot);
   return slots;
 }
 
 // Puts so many records, from `first` on, in batches of `batch`.
-inline void put_batches(Store& store, Slot first, int32_t count, int32_t batch) {
-  for (Slot slot = first; slot < first + count; slot += batch) {
+inline void put_batches(Store& store, StoreSlot first, int32_t count, int32_t batch) {
+  for (StoreSlot slot = first; slot < first + count; slot += batch) {
     std::vector<std::vector<std::byte>> bytes;
-    for (Slot s = slot; s < std::min(slot + batch, first + count); ++s)
+    for (StoreSlot s = slot; s < std::min(slot + batch, first + count); ++s)
       bytes.push_back(some_bytes(static_cast<uint64_t>(s), kContractRecord));
     std::vector<StorePart> parts;
     for (size_t i = 0; i < bytes.size(); ++i)
-      parts.push_back(part_of(slot + static_cast<Slot>(i), static_cast<uint64_t>(slot) + i, bytes[i]));
+      parts.push_back(part_of(slot + static_cast<StoreSlot>(i), static_cast<uint64_t>(slot) + i, bytes[i]));
     store.put(parts);
     for (const StorePart& part : parts) ASSERT_SUCCEEDS(part.status);
   }

@@ -41,10 +41,10 @@ TEST_P(Leases, WhatWasLeasedOutlivesTheSegmentAndTheStore) {
   ASSERT_SUCCEEDS(world_.store().sync());
   const auto directory = into();
   refuse();
-  const Slot first[] = {0, 1, 6};
+  const StoreSlot first[] = {0, 1, 6};
   const auto one = value_of(world_.store().lease(first, *directory));
   world_.files.plan.clear();
-  const Slot second[] = {9, 2, 17};  // of the same segment, and of another one
+  const StoreSlot second[] = {9, 2, 17};  // of the same segment, and of another one
   if (GetParam() != 0) world_.files.plan.set(Fault::kError, 1, EEXIST);
   const auto two = value_of(world_.store().lease(second, *directory));
   world_.files.plan.clear();
@@ -59,7 +59,7 @@ TEST_P(Leases, WhatWasLeasedOutlivesTheSegmentAndTheStore) {
   const SlotRange all{.first = 0, .count = 2 * kSlots};
   world_.store().drop({&all, 1});
   world_.open();
-  EXPECT_EQ(recovered_by(world_.store()), std::set<Slot>{});
+  EXPECT_EQ(recovered_by(world_.store()), std::set<StoreSlot>{});
   for (size_t i = 0; i < 3; ++i) {
     expect_there(one[i], static_cast<uint64_t>(first[i]));
     expect_there(two[i], static_cast<uint64_t>(second[i]));
@@ -69,7 +69,7 @@ TEST_P(Leases, WhatWasLeasedOutlivesTheSegmentAndTheStore) {
 TEST_P(Leases, OnlyWhatIsDurableIsLeased) {
   put_batches(world_.store(), 0, 2, 2);
   const auto directory = into();
-  const Slot both[] = {0, 2};
+  const StoreSlot both[] = {0, 2};
   EXPECT_FAILS(world_.store().lease({both, 1}, *directory), Code::kFailedPrecondition, "not synced");
   ASSERT_SUCCEEDS(world_.store().sync());
   put_batches(world_.store(), 2, 2, 2);
@@ -77,9 +77,9 @@ TEST_P(Leases, OnlyWhatIsDurableIsLeased) {
   refuse();
   EXPECT_SUCCEEDS(world_.store().lease({both, 1}, *directory));
   world_.files.plan.clear();
-  const Slot missing[] = {12};
+  const StoreSlot missing[] = {12};
   EXPECT_FAILS(world_.store().lease(missing, *directory), Code::kNotFound);
-  const Slot wrong[] = {-1};
+  const StoreSlot wrong[] = {-1};
   EXPECT_FAILS(world_.store().lease(wrong, *directory), Code::kNotFound);
   // What a restart found may be in no more than the system's memory.
   world_.open();
@@ -98,7 +98,7 @@ TEST(LeasesOfOthers, AFileThatSomebodyElsePutThereIsNotTakenForTheSegment) {
   const auto into = value_of(world.files.open_directory(target.path(), false));
   const std::vector<std::byte> noise(2 * kPage, std::byte{5});
   ASSERT_SUCCEEDS(value_of(into->create_file("seg-r3-000000"))->pwrite(noise, 0));
-  const Slot slot[] = {0};
+  const StoreSlot slot[] = {0};
   EXPECT_FALSE(world.store().lease(slot, *into).has_value());
   EXPECT_EQ(bytes_at(target / "seg-r3-000000", 0, 2 * kPage), noise);
 }

@@ -20,7 +20,7 @@ TEST(SegmentStore, I8WhateverByteOfADescriptionIsWrongItEndsThere) {
       ASSERT_SUCCEEDS(world.store().sync());
       flip(world.file(0), at);
       world.open();
-      EXPECT_EQ(recovered_by(world.store()), at < second ? std::set<Slot>{} : (std::set<Slot>{0, 1})) << at;
+      EXPECT_EQ(recovered_by(world.store()), at < second ? std::set<StoreSlot>{} : (std::set<StoreSlot>{0, 1})) << at;
     }
   }
 }
@@ -47,7 +47,7 @@ TEST(SegmentStore, RecoveryEndsAtATornBatchWhateverLiesBehind) {
   ASSERT_SUCCEEDS(world.store().sync());
   flip(world.file(0), kPage + kPage + 2 * kContractRecord + 30);
   world.open();
-  EXPECT_EQ(recovered_by(world.store()), (std::set<Slot>{0, 1}));
+  EXPECT_EQ(recovered_by(world.store()), (std::set<StoreSlot>{0, 1}));
 }
 
 TEST(SegmentStore, TruncatedAtAnyPageWhatLiesBeforeIsFound) {

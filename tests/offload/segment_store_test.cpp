@@ -58,10 +58,10 @@ TEST(SegmentStore, BlocksOfOtherWeightsAreNeverFoundAgain) {
   world.store().put({&part, 1});
   EXPECT_FAILS(part.status, Code::kInvalidArgument, "key space");
   world.open(other.digest());
-  EXPECT_EQ(recovered_by(world.store()), (std::set<Slot>{kSlots}));
+  EXPECT_EQ(recovered_by(world.store()), (std::set<StoreSlot>{kSlots}));
   EXPECT_FALSE(boost::filesystem::exists(world.file(0)));  // nobody could evict it
   world.open(space.digest());
-  EXPECT_EQ(recovered_by(world.store()), std::set<Slot>{});
+  EXPECT_EQ(recovered_by(world.store()), std::set<StoreSlot>{});
 }
 
 TEST(SegmentStore, EveryPartOfAKeySpaceCounts) {
@@ -101,7 +101,7 @@ TEST(SegmentStore, ASlotIsUsedOnceAndARecoveredSegmentGetsNothingMore) {
   world.open();
   EXPECT_EQ(world.store().first_slot(), kSlots);
   EXPECT_FAILS(put_one(world.store(), 5, 3), Code::kFailedPrecondition, "seg-000000");
-  EXPECT_EQ(recovered_by(world.store()), (std::set<Slot>{3, 4}));
+  EXPECT_EQ(recovered_by(world.store()), (std::set<StoreSlot>{3, 4}));
   EXPECT_FAILS(put_one(world.store(), 5, 3), Code::kFailedPrecondition, "seg-000000");
 }
 
@@ -122,7 +122,7 @@ TEST(SegmentStore, ADroppedSegmentGivesItsRoomBack) {
 
 TEST(SegmentStore, SegmentsFarBehindTheNewestTakeNoMore) {
   DiskWorld world({.budget_bytes = kGiB});
-  constexpr auto kOpen = static_cast<Slot>(SegmentStore::kOpenSegments);
+  constexpr auto kOpen = static_cast<StoreSlot>(SegmentStore::kOpenSegments);
   ASSERT_SUCCEEDS(put_one(world.store(), 2 * kSlots, 1));
   ASSERT_SUCCEEDS(put_one(world.store(), kSlots, 2));  // in any order, within a few
   ASSERT_SUCCEEDS(put_one(world.store(), (kOpen + 1) * kSlots, 3));
@@ -134,7 +134,7 @@ TEST(SegmentStore, SegmentsFarBehindTheNewestTakeNoMore) {
 
 TEST(SegmentStore, BeyondTheBudgetNoSegmentIsBegunUntilOneIsDropped) {
   DiskWorld world;
-  const Slot beyond = world.beyond();
+  const StoreSlot beyond = world.beyond();
   EXPECT_FAILS(put_one(world.store(), beyond, 1), Code::kResourceExhausted, "budget");
   const SlotRange range{.first = 0, .count = kSlots};
   world.store().drop({&range, 1});
@@ -151,7 +151,7 @@ TEST(SegmentStore, AFailedFsyncEndsItsSegmentAndNotTheStore) {
   EXPECT_FAILS(world.store().sync(), Code::kIo);
   world.files.plan.clear();
   EXPECT_EQ(world.store().health().sync_errors, 1u);
-  for (Slot slot = 0; slot < 4; ++slot) EXPECT_FAILS(has_one(world.store(), slot, 1), Code::kNotFound);
+  for (StoreSlot slot = 0; slot < 4; ++slot) EXPECT_FAILS(has_one(world.store(), slot, 1), Code::kNotFound);
   EXPECT_FALSE(boost::filesystem::exists(world.file(0)));
   EXPECT_SUCCEEDS(world.store().sync());
   EXPECT_FALSE(world.store().accepting());
@@ -161,7 +161,7 @@ TEST(SegmentStore, AFailedFsyncEndsItsSegmentAndNotTheStore) {
   put_batches(world.store(), kSlots, 4, 2);
   EXPECT_SUCCEEDS(world.store().sync());
   world.open();
-  EXPECT_EQ(recovered_by(world.store()), (std::set<Slot>{kSlots, kSlots + 1, kSlots + 2, kSlots + 3}));
+  EXPECT_EQ(recovered_by(world.store()), (std::set<StoreSlot>{kSlots, kSlots + 1, kSlots + 2, kSlots + 3}));
 }
 
 TEST(SegmentStore, WithoutADurableNameNothingIsDurable) {
@@ -183,7 +183,7 @@ TEST(SegmentStore, ABatchPageThatCannotBeWrittenEndsItsSegment) {
   EXPECT_TRUE(value_of(has_one(world.store(), 3, 3)));
   EXPECT_SUCCEEDS(world.store().sync());
   world.open();
-  EXPECT_EQ(recovered_by(world.store()), (std::set<Slot>{0, 1, 2, 3}));
+  EXPECT_EQ(recovered_by(world.store()), (std::set<StoreSlot>{0, 1, 2, 3}));
 }
 
 TEST(SegmentStore, ARecordThatCannotBeWrittenFailsAlone) {
@@ -193,7 +193,7 @@ TEST(SegmentStore, ARecordThatCannotBeWrittenFailsAlone) {
   for (size_t i = 0; i < buffers.size(); ++i) {  // aligned: each is a write of its own
     const std::span<std::byte> room = buffers[i].room(kContractRecord).first(kContractRecord);
     std::memcpy(room.data(), some_bytes(i, kContractRecord).data(), room.size());
-    parts.push_back(part_of(static_cast<Slot>(i), i, room));
+    parts.push_back(part_of(static_cast<StoreSlot>(i), i, room));
   }
   ASSERT_SUCCEEDS(put_one(world.store(), 9, 9));
   world.files.plan.set(Fault::kError, 3);  // page, first, second
@@ -208,7 +208,7 @@ TEST(SegmentStore, ARecordThatCannotBeWrittenFailsAlone) {
   ASSERT_SUCCEEDS(put_one(world.store(), 10, 10));
   ASSERT_SUCCEEDS(world.store().sync());
   world.open();
-  EXPECT_EQ(recovered_by(world.store()), (std::set<Slot>{0, 1, 2, 9, 10}));
+  EXPECT_EQ(recovered_by(world.store()), (std::set<StoreSlot>{0, 1, 2, 9, 10}));
   EXPECT_FALSE(value_of(has_one(world.store(), 1, 1)));  // its digest says so
 }
 
@@ -222,6 +222,46 @@ TEST(SegmentStore, WhatCannotBeMadeLeavesNothingBehind) {
     EXPECT_EQ(world.store().health().held_bytes, 0u);
     EXPECT_SUCCEEDS(put_one(world.store(), 0, 1));
   }
+}
+
+// Slots are never used again: a directory may see any number of them, in one process or over restarts.
+TEST(SegmentStore, SlotsGoBeyondThirtyTwoBits) {
+  constexpr uint64_t kSlotsEnd = uint64_t{1} << 31;    // of 32 bits with a sign
+  constexpr uint64_t kNumbersEnd = uint64_t{1} << 32;  // of what the first version of a segment can say
+  for (const uint64_t end : {kSlotsEnd / kSlots, kNumbersEnd}) {
+    DiskWorld world;
+    std::ofstream(world.file(end - 3)) << "x";  // an earlier process was here
+    world.open();
+    const auto first = static_cast<StoreSlot>(end - 2) * kSlots;
+    ASSERT_EQ(world.store().first_slot(), first);
+    std::set<StoreSlot> put;
+    for (StoreSlot slot = first; slot < first + 3 * kSlots; slot += kSlots - 1) {
+      ASSERT_SUCCEEDS(put_one(world.store(), slot, static_cast<uint64_t>(slot)));
+      put.insert(slot);
+    }
+    EXPECT_FALSE(world.store().health().degraded);
+    ASSERT_SUCCEEDS(world.store().sync());
+    world.open();
+    EXPECT_EQ(recovered_by(world.store()), put);
+    for (const StoreSlot slot : put)
+      EXPECT_TRUE(value_of(has_one(world.store(), slot, static_cast<uint64_t>(slot)))) << slot;
+    const SlotRange range{.first = first, .count = kSlots};
+    world.store().drop({&range, 1});
+    EXPECT_FAILS(has_one(world.store(), first, static_cast<uint64_t>(first)), Code::kNotFound);
+    const StoreSlot next = world.store().first_slot();
+    EXPECT_EQ(next, static_cast<StoreSlot>(end + 1) * kSlots);
+    EXPECT_SUCCEEDS(put_one(world.store(), next, 1));
+  }
+}
+
+// It is the disk's end, not a mistake of the caller: nothing is put for a while, and that is said.
+TEST(SegmentStore, BehindTheLastNumberTheStoreIsDegraded) {
+  DiskWorld world;
+  std::ofstream(world.file(kMostSegmentNumber - 1)) << "x";
+  world.open();
+  ASSERT_SUCCEEDS(put_one(world.store(), world.store().first_slot(), 1));
+  EXPECT_FAILS(put_one(world.store(), world.store().first_slot() + kSlots, 2), Code::kResourceExhausted, "numbers");
+  EXPECT_TRUE(world.store().health().degraded);
 }
 
 TEST(SegmentStore, ASegmentHoldsItsNumberUntilTheFileThatFailedIsGone) {
@@ -284,7 +324,7 @@ TEST(SegmentStore, ASlotThatABatchNamesTwiceIsUsedOnce) {
 
 TEST(SegmentStore, ForeignFilesAreLeftAlone) {
   DiskWorld world;
-  for (const char* name : {"seg-1", "seg-0000001", "seg-00000x", "notes", "seg-999999999999"})
+  for (const char* name : {"seg-1", "seg-0000001", "seg-00000x", "notes", "seg-9999999999999999"})
     std::ofstream(world.path() + "/r3/" + name) << "x";
   world.open();
   EXPECT_EQ(world.store().first_slot(), 0);
@@ -292,7 +332,7 @@ TEST(SegmentStore, ForeignFilesAreLeftAlone) {
   EXPECT_TRUE(boost::filesystem::exists(world.path() + "/r3/seg-1"));
   world.options().rank = 6;
   boost::filesystem::create_directory(world.path() + "/r6");
-  std::ofstream(world.path() + "/r6/seg-999999999") << "x";
+  std::ofstream(world.path() + "/r6/" + segment_name(kMostSegmentNumber)) << "x";
   EXPECT_FAILS(world.another(), Code::kResourceExhausted, "numbers");
 }
 
@@ -314,7 +354,7 @@ TEST(SegmentStore, NotMoreFilesAreOpenThanWasSaid) {
       world.open();
       EXPECT_EQ(recovered_by(world.store()).size(), 12u * kSlots);
     }
-    for (Slot slot = 0; slot < 12 * kSlots; slot += 5)
+    for (StoreSlot slot = 0; slot < 12 * kSlots; slot += 5)
       EXPECT_TRUE(value_of(has_one(world.store(), slot, static_cast<uint64_t>(slot)))) << slot;
     EXPECT_LE(open_segments(), 2);
   }
@@ -369,7 +409,7 @@ TEST(SegmentStore, S5NoByteIsWrittenTwice) {
   ModelFileSystem system;
   const ManualClock clock;
   const SegmentStoreOptions options{.record_bytes = kContractRecord, .slots_per_segment = 4};
-  Slot next = 0;
+  StoreSlot next = 0;
   for (int life = 0; life < 4; ++life) {
     const auto store = value_of(SegmentStore::open(system, "/disk/store", options, clock));
     store->open_space(1, digest_of({}));

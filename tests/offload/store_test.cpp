@@ -16,17 +16,17 @@ class HostWorld : public StoreWorld {
       : store_(value_of(
             HostStore::create(*arena_, {.slots = 100, .slot_bytes = kContractRecord, .codec = codec, .whole = 100}))) {}
   Store& store() override { return *store_; }
-  std::vector<Slot> fresh(int32_t count) override {
-    std::vector<Slot> slots;
+  std::vector<StoreSlot> fresh(int32_t count) override {
+    std::vector<StoreSlot> slots;
     for (int32_t i = 0; i < count; ++i) slots.push_back(next_++);
     return slots;
   }
-  Slot beyond() override { return 100; }
+  StoreSlot beyond() override { return 100; }
 
  private:
   std::unique_ptr<HostArena> arena_ = value_of(HostArena::create({.slab_bytes = kMiB}));
   std::unique_ptr<HostStore> store_;
-  Slot next_ = 0;
+  StoreSlot next_ = 0;
 };
 
 // The contract's records do not get smaller: large ones lie in the whole places, small ones as they are in slots.
@@ -87,18 +87,18 @@ TEST(HostStore, WithoutHostMemoryItIsNotMade) {
 
 constexpr uint64_t kBlock = 64 * kKiB;
 
-StorePart part_with(Slot slot, std::vector<std::byte>& bytes) {
+StorePart part_with(StoreSlot slot, std::vector<std::byte>& bytes) {
   return {.slot = slot, .record = {.digest = digest_of(bytes)}, .bytes = bytes};
 }
 
 class PackedHostStore : public ::testing::Test {
  protected:
-  Status put(Slot slot, std::vector<std::byte> bytes) {
+  Status put(StoreSlot slot, std::vector<std::byte> bytes) {
     StorePart part = part_with(slot, bytes);
     store_->put({&part, 1});
     return part.status;
   }
-  Result<std::vector<std::byte>> get(Slot slot) {
+  Result<std::vector<std::byte>> get(StoreSlot slot) {
     std::vector<std::byte> bytes(kBlock);
     StorePart part{.slot = slot, .bytes = bytes};
     store_->get({&part, 1});
@@ -127,8 +127,8 @@ TEST_F(PackedHostStore, AsMuchMemoryHasRoomForThreeTenthsMoreBlocks) {
 TEST_F(PackedHostStore, ValuesComeBackAndAreNotShownAsTheyLie) {
   EXPECT_TRUE(store_->traits().in_memory);
   EXPECT_FALSE(store_->traits().addressable);
-  for (Slot slot = 0; slot < 100; ++slot) ASSERT_SUCCEEDS(put(slot, bf16_values(static_cast<uint64_t>(slot), kBlock)));
-  for (Slot slot = 0; slot < 100; ++slot)
+  for (StoreSlot slot = 0; slot < 100; ++slot) ASSERT_SUCCEEDS(put(slot, bf16_values(static_cast<uint64_t>(slot), kBlock)));
+  for (StoreSlot slot = 0; slot < 100; ++slot)
     EXPECT_EQ(value_of(get(slot)), bf16_values(static_cast<uint64_t>(slot), kBlock));
   EXPECT_TRUE(store_->view(7).empty());
   EXPECT_FAILS(store_->place(7, kBlock), Code::kUnsupported);
@@ -169,12 +169,12 @@ TEST_F(PackedHostStore, WhatIsDroppedWhileItIsReadIsReadWholeOrNotFound) {
     for (uint64_t seed = 1; seed < 400; ++seed) {
       const SlotRange both{.first = 0, .count = 3};
       store_->drop({&both, 1});
-      for (Slot slot = 0; slot < 3; ++slot) (void)put(slot, noise(seed * 3 + static_cast<uint64_t>(slot), kBlock));
+      for (StoreSlot slot = 0; slot < 3; ++slot) (void)put(slot, noise(seed * 3 + static_cast<uint64_t>(slot), kBlock));
     }
     over = true;
   });
   while (!over) {
-    for (Slot slot = 0; slot < 3; ++slot) {
+    for (StoreSlot slot = 0; slot < 3; ++slot) {
       const Result<std::vector<std::byte>> read = get(slot);
       EXPECT_TRUE(read || read.error().code == Code::kNotFound);
     }

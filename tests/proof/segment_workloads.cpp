@@ -15,9 +15,9 @@ namespace {
 
 constexpr int32_t kSlots = 4;  // a segment
 constexpr uint64_t kBytes = kPage + 700;
-constexpr Slot kOfOtherWeights = 100;  // slots from here on belong to them
+constexpr StoreSlot kOfOtherWeights = 100;  // slots from here on belong to them
 
-std::vector<std::byte> bytes_of(Slot slot) {
+std::vector<std::byte> bytes_of(StoreSlot slot) {
   std::vector<std::byte> bytes(kBytes);
   for (size_t i = 0; i < bytes.size(); ++i)
     bytes[i] = i % 4 == 0 ? static_cast<std::byte>((i * 2654435761u + static_cast<unsigned>(slot) * 977u) >> 9)
@@ -25,7 +25,7 @@ std::vector<std::byte> bytes_of(Slot slot) {
   return bytes;
 }
 
-BlockKey key_of_slot(Slot slot, uint32_t space) {
+BlockKey key_of_slot(StoreSlot slot, uint32_t space) {
   BlockKey key{.group = 1, .space = space};
   std::memset(key.hash.data(), slot + 1, key.hash.size());
   return key;
@@ -45,13 +45,13 @@ class Writer {
   }
   SegmentStore& store() { return *store_; }
   // Slots from `first` on, `count` of them, in batches of two.
-  Status put(Slot first, int count, uint32_t space = 1) {
-    for (Slot slot = first; slot < first + count; slot += 2) {
+  Status put(StoreSlot first, int count, uint32_t space = 1) {
+    for (StoreSlot slot = first; slot < first + count; slot += 2) {
       std::vector<std::vector<std::byte>> bytes;
       std::vector<StorePart> parts;
-      for (Slot each = slot; each < std::min(slot + 2, first + count); ++each) bytes.push_back(bytes_of(each));
+      for (StoreSlot each = slot; each < std::min(slot + 2, first + count); ++each) bytes.push_back(bytes_of(each));
       for (size_t i = 0; i < bytes.size(); ++i) {
-        const Slot each = slot + static_cast<Slot>(i);
+        const StoreSlot each = slot + static_cast<StoreSlot>(i);
         parts.push_back({.slot = each,
                          .key = key_of_slot(each, space),
                          .record = {.digest = digest_of(bytes[i])},
@@ -70,12 +70,12 @@ class Writer {
     world_.tell(SegmentWord::kSafe, 0);
     return ok();
   }
-  void drop(Slot first, int count) {
-    for (Slot slot = first; slot < first + count; ++slot) world_.tell(SegmentWord::kFree, slot);
+  void drop(StoreSlot first, int count) {
+    for (StoreSlot slot = first; slot < first + count; ++slot) world_.tell(SegmentWord::kFree, slot);
     const SlotRange range{.first = first, .count = count};
     store_->drop({&range, 1});
   }
-  Status lease(std::vector<Slot> slots) {
+  Status lease(std::vector<StoreSlot> slots) {
     TORPOR_ASSIGN(const auto into, world_.file_system.open_directory(world_.directory + "-kept", true));
     TORPOR_ASSIGN(const std::vector<LeasedRecord> leased, store_->lease(slots, *into));
     TORPOR_TRY(into->sync());
@@ -152,7 +152,7 @@ Status other_weights(const SegmentWorld& world, const SegmentVariant& variant) {
     TORPOR_ASSIGN(Writer writer, Writer::open(world, variant));
     TORPOR_TRY(writer.put(0, 3));
     TORPOR_TRY(writer.sync());
-    for (Slot slot = 0; slot < 3; ++slot) world.tell(SegmentWord::kFree, slot);
+    for (StoreSlot slot = 0; slot < 3; ++slot) world.tell(SegmentWord::kFree, slot);
     world.tell(SegmentWord::kSpace, 0);
     writer.store().open_space(2, weights(true));
     TORPOR_TRY(writer.put(kOfOtherWeights, 2, 2));
@@ -180,8 +180,8 @@ std::vector<SegmentVariant> make_variants() {
 }
 
 // What a new store finds: {slot -> whether its bytes are right}, or what is wrong with it.
-Result<std::map<Slot, bool>> look(SegmentStore& store, const SegmentPromise& promise) {
-  std::map<Slot, bool> found;
+Result<std::map<StoreSlot, bool>> look(SegmentStore& store, const SegmentPromise& promise) {
+  std::map<StoreSlot, bool> found;
   TORPOR_ASSIGN(const std::vector<RecoveredSlot> recovered, store.recover(1));
   for (const RecoveredSlot& each : recovered) {
     if (each.key != key_of_slot(each.slot, 1)) return Error{.what = fmt::format("slot {} has another key", each.slot)};
@@ -194,7 +194,7 @@ Result<std::map<Slot, bool>> look(SegmentStore& store, const SegmentPromise& pro
     if (proven && bytes != bytes_of(each.slot)) return Error{.what = fmt::format("slot {} has wrong bytes", each.slot)};
     found[each.slot] = proven;
     // Batches are put one after the other: none is found without those before it.
-    for (Slot before = each.slot / kSlots * kSlots; before < each.slot; ++before) {
+    for (StoreSlot before = each.slot / kSlots * kSlots; before < each.slot; ++before) {
       if (!found.contains(before))
         return Error{.what = fmt::format("slot {} is found, and {} is not", each.slot, before)};
     }
@@ -261,13 +261,13 @@ void SegmentPromise::hear(SegmentWord word, int number) {
 }
 
 std::string broken_segment_promise(FileSystem& file_system, const std::string& directory, const SegmentVariant& variant,
-                                   const SegmentPromise& promise, const std::set<Slot>& must,
+                                   const SegmentPromise& promise, const std::set<StoreSlot>& must,
                                    const std::vector<LeasedRecord>& leases) {
   for (const int number : promise.leased) {
     std::string problem = lost_lease(file_system, directory, variant, leases.at(static_cast<size_t>(number)));
     if (!problem.empty()) return problem;
   }
-  std::set<Slot> wanted = must;
+  std::set<StoreSlot> wanted = must;
   for (const char* who : {"the next store", "the one after it"}) {
     const auto fail = [&](const std::string& what) { return fmt::format("{}: {}", who, what); };
     auto store = SegmentStore::open(file_system, directory, variant.options, system_clock());
@@ -275,7 +275,7 @@ std::string broken_segment_promise(FileSystem& file_system, const std::string& d
     (*store)->open_space(1, weights(promise.other_space));
     const auto found = look(**store, promise);
     if (!found) return fail(found.error().what);
-    for (const Slot slot : wanted) {
+    for (const StoreSlot slot : wanted) {
       const auto entry = found->find(slot);
       if (entry == found->end() || !entry->second) return fail(fmt::format("slot {} is not there", slot));
     }
@@ -284,7 +284,7 @@ std::string broken_segment_promise(FileSystem& file_system, const std::string& d
       if (proven) wanted.insert(slot);
     }
     if ((*store)->first_slot() > 120) continue;  // keys are made of one byte
-    const Slot next = std::max((*store)->first_slot(), promise.other_space ? kOfOtherWeights : 0);
+    const StoreSlot next = std::max((*store)->first_slot(), promise.other_space ? kOfOtherWeights : 0);
     const SegmentWorld world{file_system, directory, [](SegmentWord, int) {}};
     std::vector<std::byte> bytes = bytes_of(next);
     StorePart part{.slot = next, .key = key_of_slot(next, 1), .record = {.digest = digest_of(bytes)}, .bytes = bytes};

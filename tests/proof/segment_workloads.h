@@ -39,8 +39,8 @@ struct SegmentWorkload {
 const std::vector<SegmentWorkload>& segment_workloads();
 
 struct SegmentPromise {
-  std::set<Slot> put;
-  std::set<Slot> safe;
+  std::set<StoreSlot> put;
+  std::set<StoreSlot> safe;
   std::set<int> leased;
   bool other_space = false;
   void hear(SegmentWord word, int number);
@@ -50,7 +50,7 @@ struct SegmentPromise {
 // never wrong bytes; it goes on, and the one after it finds that too. What was leased is there. With other weights
 // nothing is found. `leases`: those of a run that was not cut off. Empty: all right.
 std::string broken_segment_promise(FileSystem& file_system, const std::string& directory, const SegmentVariant& variant,
-                                   const SegmentPromise& promise, const std::set<Slot>& must,
+                                   const SegmentPromise& promise, const std::set<StoreSlot>& must,
                                    const std::vector<LeasedRecord>& leases);
 
 }  // namespace torpor::proof

@@ -144,12 +144,12 @@ class MooncakeWorld final : public StoreWorld {
     store_->open_space(1, {});
   }
   Store& store() override { return *store_; }
-  std::vector<Slot> fresh(int32_t count) override {
-    std::vector<Slot> slots;
+  std::vector<StoreSlot> fresh(int32_t count) override {
+    std::vector<StoreSlot> slots;
     for (int32_t i = 0; i < count; ++i) slots.push_back(next_++);
     return slots;
   }
-  Slot beyond() override { return 1000; }
+  StoreSlot beyond() override { return 1000; }
   bool fail(bool failing) override {
     for (const char* call : {"put", "get", "exist", "remove"})
       fake_->say(call, failing ? remote::mooncake::kNoMaster : 0);
@@ -161,7 +161,7 @@ class MooncakeWorld final : public StoreWorld {
   const std::shared_ptr<FakeMooncake> fake_ = std::make_shared<FakeMooncake>();
   ManualClock clock_;
   std::unique_ptr<MooncakeStore> store_;
-  Slot next_ = 0;
+  StoreSlot next_ = 0;
 };
 
 INSTANTIATE_TEST_SUITE_P(
@@ -357,12 +357,12 @@ TEST_F(MooncakeStoreTest, BatchesLargerThanItsMemoryGoInPieces) {
   std::vector<std::vector<std::byte>> bytes;
   std::vector<StorePart> parts;
   for (uint64_t seed = 0; seed < 5; ++seed) bytes.push_back(some_bytes(seed, 3 * kMiB));
-  for (uint64_t seed = 0; seed < 5; ++seed) parts.push_back(part_of(static_cast<Slot>(seed), seed, bytes[seed]));
+  for (uint64_t seed = 0; seed < 5; ++seed) parts.push_back(part_of(static_cast<StoreSlot>(seed), seed, bytes[seed]));
   store->put(parts);
   for (const StorePart& part : parts) EXPECT_SUCCEEDS(part.status);
   EXPECT_EQ(fake_->calls("put"), 3);
   for (uint64_t seed = 0; seed < 5; ++seed)
-    EXPECT_TRUE(value_of(has_one(*store, static_cast<Slot>(seed), seed, 3 * kMiB)));
+    EXPECT_TRUE(value_of(has_one(*store, static_cast<StoreSlot>(seed), seed, 3 * kMiB)));
 }
 
 TEST(MooncakeSettingsTest, AUrlSaysItAll) {

@@ -46,12 +46,12 @@ class RespWorld final : public StoreWorld {
     store_->open_space(1, {});
   }
   Store& store() override { return *store_; }
-  std::vector<Slot> fresh(int32_t count) override {
-    std::vector<Slot> slots;
+  std::vector<StoreSlot> fresh(int32_t count) override {
+    std::vector<StoreSlot> slots;
     for (int32_t i = 0; i < count; ++i) slots.push_back(next_++);
     return slots;
   }
-  Slot beyond() override { return 1000; }
+  StoreSlot beyond() override { return 1000; }
   bool fail(bool failing) override {
     peer.fail(failing);
     if (!failing) clock_.advance(1s);
@@ -63,7 +63,7 @@ class RespWorld final : public StoreWorld {
  private:
   ManualClock clock_;
   std::unique_ptr<RespStore> store_;
-  Slot next_ = 0;
+  StoreSlot next_ = 0;
 };
 
 INSTANTIATE_TEST_SUITE_P(
@@ -262,7 +262,7 @@ TEST_F(RespStoreTest, InAClusterEachBlockIsWhereItsNodeSays) {
   std::vector<StorePart> parts;
   for (uint64_t seed = 0; seed < 8; ++seed) bytes.push_back(some_bytes(seed, kContractRecord));
   for (uint64_t seed = 0; seed < 8; ++seed) {
-    StorePart part = part_of(static_cast<Slot>(seed), seed, bytes[seed]);
+    StorePart part = part_of(static_cast<StoreSlot>(seed), seed, bytes[seed]);
     part.key.hash.back() = static_cast<uint8_t>(seed);
     parts.push_back(part);
   }
@@ -303,7 +303,7 @@ TEST_F(RespStoreTest, AServerIsAskedForFewLargeBlocksAtOnce) {
   std::vector<std::vector<std::byte>> bytes;
   std::vector<StorePart> parts;
   for (uint64_t seed = 0; seed < kBlocks; ++seed) bytes.push_back(some_bytes(seed, kContractRecord));
-  for (uint64_t seed = 0; seed < kBlocks; ++seed) parts.push_back(part_of(static_cast<Slot>(seed), seed, bytes[seed]));
+  for (uint64_t seed = 0; seed < kBlocks; ++seed) parts.push_back(part_of(static_cast<StoreSlot>(seed), seed, bytes[seed]));
   const auto store = make();
   store->put(parts);
   store->get(parts);
