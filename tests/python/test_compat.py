@@ -230,6 +230,10 @@ from torpor.vllm import patches
 def fail(patches): raise RuntimeError("half\\nway")
 patches._cpu_generators = fail
 """
+OTHER_PLATFORM = """
+from vllm.platforms import current_platform
+type(current_platform).is_cpu = lambda self: False
+"""
 OTHER_SERVER = "from vllm.entrypoints.launchers.api_server import entry\ndel entry.run_server"
 
 CASES = {
@@ -240,6 +244,7 @@ CASES = {
     },
     "field": {"change": OTHER_FIELD},
     "half way": {"change": FAILS_HALF_WAY},
+    "platform": {"change": OTHER_PLATFORM},
     "off": {"environment": {"TORPOR_ENABLED": "0"}},
     "off for this engine": {"additional_config": {"torpor": {"enabled": False}}},
     "server": {"change": OTHER_SERVER},
@@ -264,6 +269,7 @@ def seen(zygote) -> dict[str, dict]:
         ("missing", "RequestOutputCollector.get_nowait does not exist"),
         ("field", "CachedRequestState has a field brand_new that torpor does not know"),
         ("half way", "RuntimeError: half way"),
+        ("platform", "the platform is CpuPlatform"),
     ],
 )
 def test_beside_another_vllm_nothing_is_changed_and_one_line_says_so(seen, case, named):
@@ -290,7 +296,7 @@ def test_switched_off_for_one_engine_its_server_is_vllms_own(seen):
 
 def test_where_only_the_server_differs_the_engine_has_torpor_and_its_server_has_not(seen):
     found = seen["server"]
-    assert found["inactive"] is None and "Scheduler.schedule" in found["touched"] and found["routes"] == 0
+    assert found["inactive"] is None and "EngineCoreProc.has_work" in found["touched"] and found["routes"] == 0
     [line] = found["said"]
     assert "run_server" in line
 

@@ -7,12 +7,12 @@ import torch
 import vllm.model_executor.layers.utils as layer_utils
 
 from torpor import _core, errors
-from torpor.vllm.memory import WorkerMemory
+from torpor.vllm.memory import CpuWorkerMemory
 
 
 @pytest.fixture
-def worker_memory() -> WorkerMemory:
-    return WorkerMemory(_core.RankMemory({"rank": 0}), 0, "packed")
+def worker_memory() -> CpuWorkerMemory:
+    return CpuWorkerMemory(_core.RankMemory({"rank": 0}), 0, "packed")
 
 
 def test_the_kv_cache_comes_from_the_region(worker_memory):

@@ -24,7 +24,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -305,7 +304,7 @@ class Replay:
         init_none_hash(hash_function)
         self._hasher = get_request_block_hasher(BLOCK, hash_function)
         with set_current_vllm_config(config):
-            self.scheduler = Scheduler(
+            self.scheduler = config.scheduler_config.get_scheduler_cls()(
                 vllm_config=config,
                 kv_cache_config=kv_cache(shape.device_blocks, shape.window),
                 structured_output_manager=StructuredOutputManager(config),

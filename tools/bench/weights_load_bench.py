@@ -80,7 +80,7 @@ class Loading:
         from vllm.model_executor.model_loader import get_model_loader
 
         from torpor import _core
-        from torpor.vllm.memory import WorkerMemory
+        from torpor.vllm.memory import CpuWorkerMemory
 
         loader, fill = get_model_loader(self._load_configs[kind]), [0.0]
         stock = loader.load_weights
@@ -95,7 +95,7 @@ class Loading:
         self._config.compilation_config.static_forward_context.clear()  # the layers of the model before
         runner = SimpleNamespace(model=None)
         began = time.perf_counter()
-        memory = WorkerMemory(_core.RankMemory({}), 0, "packed")
+        memory = CpuWorkerMemory(_core.RankMemory({}), 0, "packed")
         with set_current_vllm_config(self._config), memory.loading_weights(runner):
             runner.model = loader.load_model(vllm_config=self._config, model_config=self._config.model_config)
         return fill[0], time.perf_counter() - began

@@ -40,10 +40,18 @@ def _described(item) -> str:
     return str(item)
 
 
-def remember_digest(adapter: LoRAModel) -> LoRAModel:
-    """Called with each adapter that was read, before vLLM changes it in place."""
-    adapter.torpor_digest = digest(adapter)
-    return adapter
+def remember_digests(runner) -> None:
+    """Each adapter that this worker reads from now on is known by its digest, taken before vLLM changes it in place."""
+    if (manager := getattr(runner, "lora_manager", None)) is None:
+        return
+    stock = manager._load_adapter
+
+    def load_adapter(lora_request: LoRARequest) -> LoRAModel:
+        adapter = stock(lora_request)
+        adapter.torpor_digest = digest(adapter)
+        return adapter
+
+    manager._load_adapter = load_adapter
 
 
 def loaded(runner) -> list[dict]:

@@ -25,6 +25,7 @@ class Orders(KVConnectorMetadata):
     adopted: bytes | None = None  # of what they recovered
     space: tuple[int, str, str] | None = None  # a key space that begins: number, and the words in its names
     plan: bytes | None = None
+    weights_doubted: bool = False  # before that key space: somebody may have written them
 
 
 @dataclass

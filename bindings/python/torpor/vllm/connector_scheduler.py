@@ -40,6 +40,7 @@ class SchedulerSide:
         self.events = _MOST_EVENTS if events is not None and events.enable_kv_cache_events else 0
         self.core: _core.ConnectorScheduler | None = None
         self.kept = False  # whatever vLLM resets
+        self.weights_doubted = False  # since the last key space began
         self.slots = None  # who tells where requests stand (slots.py); None: nobody listens
         self.steps = 0
         self.recovered_blocks = 0
@@ -152,6 +153,8 @@ class SchedulerSide:
 
     def _orders(self, plan: bytes | None) -> Orders:
         orders = Orders(self.steps, self._adopted, self._space, plan)
+        if self._space is not None:
+            orders.weights_doubted, self.weights_doubted = self.weights_doubted, False
         self._adopted = self._space = None
         return orders
 

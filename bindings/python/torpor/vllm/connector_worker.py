@@ -79,6 +79,8 @@ class WorkerSide:
             return
         if orders.adopted is not None:
             self.core.adopt(orders.adopted)
+        if orders.weights_doubted:
+            self._memory.rank_memory.doubt("weights")
         if orders.space is not None:
             self._open_space(*orders.space)
         if orders.plan is not None:

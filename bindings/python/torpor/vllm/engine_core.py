@@ -8,6 +8,8 @@ import threading
 import time
 from concurrent.futures import Future
 
+from vllm.v1.engine.core import EngineCoreProc
+
 from torpor import _core
 from torpor.errors import Error, InvalidArgument, Unsupported
 from torpor.vllm.hooks import VllmHooks
@@ -39,7 +41,7 @@ class EngineSide:
 
     def __init__(self, core):
         options = Options.of(core.vllm_config)
-        _end_with_front_end()
+        _end_with_front_end(core)
         begin_events(core.vllm_config, "core")
         self.hooks = VllmHooks(core)
         self.controller = _core.SleepController(
@@ -77,7 +79,7 @@ class EngineSide:
 
     def drain(self, options: dict) -> int:
         """Before a sleep with these options: how many requests have still to end. Called until none has."""
-        if not self.hooks.is_draining and (problems := self.controller.plan_sleep(options)["problems"]):
+        if not self.hooks.is_draining and (problems := self.plan_sleep(options)["problems"]):
             raise InvalidArgument(problems[0])
         return self.hooks.drain()
 
@@ -86,9 +88,11 @@ class EngineSide:
         self.hooks.end_drain()
 
     def sleep(self, options: dict) -> dict:
+        self.hooks.for_new_process = _makes_checkpoint(options)
         return self._with_bound(lambda: self.controller.sleep(options))
 
     def checkpoint(self, options: dict) -> dict:
+        self.hooks.for_new_process = True
         report = self._with_bound(
             lambda: self.controller.checkpoint(
                 options["outputs"], options.get("data_parallel", (0, 1)), options.get("progress", "")
@@ -98,12 +102,14 @@ class EngineSide:
 
     def begin_checkpoint(self, options: dict) -> None:
         """One that is written while the engine serves (engine/sleep_controller.h)."""
+        self.hooks.for_new_process = True
         self.controller.begin_checkpoint(options.get("progress", ""))
 
     def continue_checkpoint(self, _: dict) -> str:
         return self.controller.continue_checkpoint()
 
     def take_checkpoint(self, options: dict) -> dict:
+        self.hooks.for_new_process = True
         report = self._with_bound(lambda: self.controller.take_checkpoint(options["outputs"]) or {})
         return report | {"stood_seconds": self.hooks.stood_seconds}
 
@@ -161,6 +167,7 @@ class EngineSide:
         self.hooks.restored = None
 
     def plan_sleep(self, options: dict) -> dict:
+        self.hooks.for_new_process = _makes_checkpoint(options)
         return self.controller.plan_sleep(options)
 
     def check_directory(self, _: dict) -> None:
@@ -177,6 +184,10 @@ class EngineSide:
             "console": scheduler.torpor_console,
             "late": self._late(),
         }
+
+
+def _makes_checkpoint(options: dict) -> bool:
+    return options.get("to") == "disk"
 
 
 def release_kv_cache_memory(core) -> None:
@@ -235,9 +246,12 @@ def _later(result: Future) -> Future:
     return reply
 
 
-def _end_with_front_end() -> None:
-    """An engine core whose front end was killed can be reached by nobody, and would hold its memory for ever."""
-    if multiprocessing.parent_process() is None:
+def _end_with_front_end(core) -> None:
+    """An engine core whose front end was killed can be reached by nobody, and would hold its memory for ever.
+
+    One that shares its process with its front end ends with that: the process is somebody's program.
+    """
+    if not isinstance(core, EngineCoreProc) or multiprocessing.parent_process() is None:
         return
     parent = os.getppid()
 

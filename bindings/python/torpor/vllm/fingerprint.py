@@ -14,6 +14,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from torpor import _core
 from torpor.vllm import connector_groups, kv_layout
 from torpor.vllm.options import Options
+from torpor.vllm.support import base_of
 
 
 # Both are asked for while an engine stands still, and take milliseconds.
@@ -102,8 +103,8 @@ def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
         fields["speculation"] = _speculation(speculation)
     if (lora := vllm_config.lora_config) is not None:
         fields["lora"] = f"{lora.max_loras} of rank {lora.max_lora_rank}, {lora.lora_dtype}"
-    if type(scheduler) is not Scheduler:
-        fields["scheduler"] = type(scheduler).__name__
+    if (scheduler_class := base_of(scheduler)) is not Scheduler:
+        fields["scheduler"] = scheduler_class.__name__
     fields |= _of_groups(scheduler, cache)
     for of_workers in ("device", "attention"):
         for name in sorted({name for w in workers for name in w[of_workers]}):

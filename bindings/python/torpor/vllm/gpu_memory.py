@@ -1,16 +1,17 @@
-"""vLLM's sleep mode on a GPU through torpor's memory: `--enable-sleep-mode --sleep-mode-backend torpor`.
+"""vLLM's sleep mode on a GPU through torpor's memory; configuration.py says when it is chosen.
 
 TorporAllocator has the calls of vLLM's MemAllocator; workers allocate through it where they would through
 CuMemAllocator. TorporBackend is vLLM's SleepModeBackend: level 1 keeps weights, runtime state and graph pools, level 2
 all but the weights; a wake of some tags brings back every tag that may not be deferred.
 
-With the option gpu_preserve_state the controller takes their place: GpuWorkerMemory is to it what WorkerMemory is on
+With the option gpu_preserve_state the controller takes their place: GpuWorkerMemory is to it what CpuWorkerMemory is on
 the CPU, over the same regions.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 from contextlib import contextmanager
 
 import torch
@@ -21,6 +22,7 @@ from torpor.errors import Unsupported, WrongState
 from torpor.vllm import kv_layout
 from torpor.vllm.compat import lookup
 from torpor.vllm.memory import views_of_parameters
+from torpor.vllm.worker_memory import WorkerMemory
 
 # A wake of some tags brings back all others.
 DEFERRABLE_TAGS = lookup("vllm.device_allocator", "DEFERRABLE_TAGS") or ("weights", "kv_cache")
@@ -124,23 +126,31 @@ class TorporBackend(SleepModeBackend):
         return _core.built_with_cuda()
 
 
-class GpuWorkerMemory:
-    """One a worker: the regions below torch's allocations on its device."""
+class GpuWorkerMemory(WorkerMemory):
+    """The regions below torch's allocations on its device."""
 
     weights_layout = None  # where torch puts what depends on all that it allocated before
 
     def __init__(self, device: torch.device, options: dict):
         self.rank_memory = _core.memory_of(device.index or 0, options)
-        self.new_weights = 0  # how often
+        self.new_weights = 0
+        self.kv_is_bf16 = False
         self._model: torch.nn.Module | None = None
         self._buffers: dict[str, torch.Tensor] = {}  # on the host, while the weights are away
 
     @contextmanager
-    def allocating(self, tag: str, worker):
-        with TorporAllocator.get_instance().use_memory_pool(tag):
+    def allocating(self, tag: str, model_runner):
+        if tag != "weights":
+            with TorporAllocator.get_instance().use_memory_pool(tag):
+                yield
+            return
+        # vLLM makes the sampler, adapters' slots and a draft model there too. Requests write into them, so they are no
+        # weights: a sleep always keeps them, and no digest has them.
+        with TorporAllocator.get_instance().use_memory_pool("runtime"), _weights_apart(model_runner) as loaded:
             yield
-        if tag == "weights":
-            self._model = worker.model_runner.model
+        if not loaded:
+            raise Unsupported("vLLM loads the model otherwise than torpor expects", "switch gpu_preserve_state off")
+        self._model = model_runner.model
 
     def note_new_weights(self) -> None:
         self.new_weights += 1
@@ -159,6 +169,7 @@ class GpuWorkerMemory:
     def describe_kv(self, model_runner) -> None:
         """Tells the core where each block lies."""
         kv_cache_config = model_runner.kv_cache_config
+        self.kv_is_bf16 = kv_layout.is_bf16(kv_cache_config)
         if kv_layout.scattered_blocks(kv_cache_config):  # it sleeps whole; preserve_state is refused
             return
         addresses = {cache.untyped_storage().data_ptr() for cache in model_runner.kv_caches}
@@ -180,6 +191,34 @@ class GpuWorkerMemory:
             if name in self._buffers:
                 buffer.copy_(self._buffers[name])
         self._buffers = {}
+
+
+@contextmanager
+def _weights_apart(model_runner):
+    """While vLLM loads the model, what its loader allocates has the tag "weights". Yields the models' names, once there
+    are any."""
+    modules = (sys.modules[cls.__module__] for cls in type(model_runner).__mro__)
+    module = next(module for module in modules if hasattr(module, "get_model_loader"))
+    stock, loaded = module.get_model_loader, []
+
+    def get_model_loader(*args, **kwargs):
+        loader = stock(*args, **kwargs)
+        load = loader.load_model
+
+        def load_model(*args, **kwargs):
+            with TorporAllocator.get_instance().use_memory_pool("weights"):
+                model = load(*args, **kwargs)
+            loaded.append(type(model).__name__)
+            return model
+
+        loader.load_model = load_model
+        return loader
+
+    module.get_model_loader = get_model_loader
+    try:
+        yield loaded
+    finally:
+        module.get_model_loader = stock
 
 
 def _empty_cache() -> None:

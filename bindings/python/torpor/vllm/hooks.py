@@ -12,12 +12,12 @@ from vllm.v1.request import RequestStatus
 
 from torpor.errors import Incompatible, TimedOut
 from torpor.vllm import block_stamps, connector_sleep, grammar, kept
-from torpor.vllm import pool_values
+from torpor.vllm import pool_values, weight_updates
 from torpor.vllm import scheduler_values as values
 from torpor.vllm.fingerprint import fingerprint
 from torpor.vllm.inputs import Inputs
 from torpor.vllm.late_blocks import LateBlocks
-from torpor.vllm.support import unsupported_engine, unsupported_scheduler
+from torpor.vllm.support import lost_in_a_new_process, unsupported_engine, unsupported_scheduler
 
 _KEPT_OVER_NEW_WEIGHTS = "\0kept"  # once for each time, after a request's own salt
 
@@ -36,6 +36,7 @@ class VllmHooks:
         self._before_drain: PauseState | None = None  # while running requests end and no other is begun
         self._own_weight_version: str | None = None  # of this engine, before it was restored
         self.late: LateBlocks | None = None  # of the last early wake
+        self.for_new_process = False  # the next unsupported() is asked for a checkpoint
         self.bound: list[dict] = []  # requests of the last capture() that no checkpoint can hold: id, and why
         self._asked: Future | None = None  # the answers that the next unsupported() looks at, on their way
         self._checked: tuple[dict, dict] | None = None  # in tests: the last capture, and a copy of it
@@ -57,6 +58,9 @@ class VllmHooks:
         if (blocks := self.scheduler.torpor_unproven) > 0:
             found.append(f"{blocks} KV blocks whose copies were never proven over")
         found += sorted({name for w in workers for name in w["unsupported"]})
+        if self.for_new_process:
+            lost = lost_in_a_new_process(self.scheduler) + sorted({name for w in workers for name in w["lost"]})
+            found += [f"{name}, whose own state a new process would lose; host memory keeps it" for name in lost]
         if elsewhere := sorted({name for w in workers for name in w.get("elsewhere", ())}):
             more = f" and {len(elsewhere) - 1} more" if len(elsewhere) > 1 else ""
             found.append(
@@ -354,13 +358,20 @@ class VllmHooks:
         return []
 
     def call_ranks(self, order: bytes) -> list[bytes]:
-        return self._rpc("torpor_rank", order)
+        doubted = weight_updates.take_doubt(self.core)
+        try:
+            return self._rpc("torpor_rank", order, doubted)
+        except BaseException:
+            self.core.torpor_weights_doubted |= doubted
+            raise
 
     def _rpc(self, method: str, *arguments) -> list:
+        weight_updates.check_answered(self.core)
         return self.core.collective_rpc(method, args=arguments)
 
     def _send(self, method: str, *arguments) -> Future:
         """The same for later; workers in this process have done it before this returns."""
+        weight_updates.check_answered(self.core)
         return self.core.model_executor.collective_rpc(method, args=arguments, non_block=True)
 
 

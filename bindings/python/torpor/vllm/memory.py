@@ -14,19 +14,20 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from torpor.errors import Unsupported, WrongState
 from torpor.vllm import kv_layout, weights_layout
+from torpor.vllm.worker_memory import WorkerMemory
 
 _ALIGNMENT = 64
-_being_loaded: WorkerMemory | None = None
+_being_loaded: CpuWorkerMemory | None = None
 
 
-def being_loaded() -> WorkerMemory | None:
+def being_loaded() -> CpuWorkerMemory | None:
     """The memory of the worker of this process whose weights vLLM is loading."""
     return _being_loaded
 
@@ -46,8 +47,8 @@ def views_of_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-class WorkerMemory:
-    """One a worker: which parameters and linear layers live in which region."""
+class CpuWorkerMemory(WorkerMemory):
+    """Which parameters and linear layers live in which region."""
 
     def __init__(self, rank_memory, rank: int, cpu_linear: str):
         self.rank_memory = rank_memory
@@ -62,6 +63,11 @@ class WorkerMemory:
         self._weights_address = self._weights_bytes = 0
         self.kv_address = self._kv_bytes = 0
         self.kv_is_bf16 = False
+
+    def allocating(self, tag: str, model_runner) -> AbstractContextManager[None]:
+        if tag == "weights":
+            return self.loading_weights(model_runner)
+        return self.allocating_kv() if tag == "kv_cache" else nullcontext()
 
     @contextmanager
     def loading_weights(self, model_runner):
@@ -94,7 +100,6 @@ class WorkerMemory:
         self.filled_from = stored
 
     def note_new_weights(self) -> None:
-        """What is kept of the old ones is no longer theirs; nor is KV that was computed with them."""
         self.new_weights += 1
         self.rank_memory.mark_dirty("weights")
 
@@ -327,7 +332,7 @@ def _other_allocation(what: str) -> Unsupported:
 class _KvFromRegion(TorchFunctionMode):
     """Answers the one `torch.zeros(bytes, dtype=int8)` that backs the KV cache."""
 
-    def __init__(self, memory: WorkerMemory):
+    def __init__(self, memory: CpuWorkerMemory):
         super().__init__()
         self._memory = memory
 

@@ -56,8 +56,9 @@ class Options:
     # "none". The level is that of zstd, -100 (fast) to 19, and alone means zstd.
     compression: str | None = None
     compression_level: int | None = None
-    # On a GPU: preserve_state and checkpoints too, with enable_sleep_mode and sleep_mode_backend="torpor". Proved on
-    # CPU tensors only: no GPU has run it yet. Without it torpor is vLLM's sleep mode there, and no more.
+    # On a GPU: preserve_state and checkpoints too; it switches vLLM's sleep mode on, with torpor's memory. Proved on
+    # CPU tensors only: no GPU has run it yet. Without it torpor is vLLM's sleep mode there, and no more: where
+    # enable_sleep_mode is given and additional_config names torpor.
     gpu_preserve_state: bool = False
     # Memory that the newest checkpoint has already is linked, not written again; nor read, where known to be unchanged.
     incremental: bool = False
@@ -106,18 +107,46 @@ class Options:
 
 
 def holds_memory_of(vllm_config) -> bool:
-    """Whether torpor's controller holds the memory of an engine with this configuration."""
+    """Whether torpor's controller holds the memory of an engine with this configuration, which vLLM has finished."""
+    return _holds(Options.of(vllm_config), _scheduler_of(vllm_config)) and (
+        not _is_on_gpu() or has_torpor_backend(vllm_config)
+    )
+
+
+def holds_memory_by(args) -> bool:
+    """The same of an engine that vLLM has not made yet, by the arguments of its server."""
+    backend = getattr(args, "sleep_mode_backend", "cumem")  # an argument since vLLM 0.33
+    return _holds(Options.of(args), getattr(args, "scheduler_cls", None)) and (
+        not _is_on_gpu() or backend in ("cumem", "torpor")
+    )
+
+
+def _holds(options: Options, scheduler_cls) -> bool:
     from vllm.platforms import current_platform
 
-    options = Options.of(vllm_config)
-    if current_platform.is_cpu():
-        return options.enabled
-    return (
-        current_platform.is_cuda()
-        and options.enabled
-        and options.gpu_preserve_state
-        and has_torpor_backend(vllm_config)
-    )
+    if not options.enabled or not (current_platform.is_cpu() or (_is_on_gpu() and options.gpu_preserve_state)):
+        return False
+    if scheduler_cls is None:
+        return True
+    from torpor.vllm import scheduler  # it imports vLLM's
+
+    return not scheduler.is_foreign(scheduler_cls)
+
+
+def _is_on_gpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cuda()
+
+
+def _scheduler_of(vllm_config):
+    scheduling = getattr(vllm_config, "scheduler_config", None)
+    return getattr(scheduling, "scheduler_cls", None)
+
+
+def asks_for_torpor(vllm_config) -> bool:
+    """Whether an engine's own configuration names torpor, be it with no option."""
+    return "torpor" in (vllm_config.additional_config or {})
 
 
 def has_torpor_backend(vllm_config) -> bool:

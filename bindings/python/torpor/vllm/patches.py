@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-from torpor.errors import InvalidArgument, Unsupported
-from torpor.vllm import connector_options, frontend
+from torpor.errors import Unsupported
+from torpor.vllm import configuration, frontend
 from torpor.vllm import front_end_methods as methods
 from torpor.vllm.compat import lookup
 from torpor.vllm.options import Options, has_torpor_backend, holds_memory_of
@@ -22,8 +21,7 @@ from torpor.vllm.patching import Patches
 
 def install(patches: Patches, parts: tuple[str, ...]) -> None:
     """`parts` as in the manifest. A failure leaves undoing to the caller, who has `patches`."""
-    _connector(patches)
-    _scheduler(patches)
+    _configuration(patches)
     _late_blocks(patches)
     _grammars(patches)
     _engine_core(patches)
@@ -32,13 +30,11 @@ def install(patches: Patches, parts: tuple[str, ...]) -> None:
     _finish_reasons(patches)
     if "cpu" in parts:
         _worker(patches)
-        _adapters(patches)
         _cpu_worker(patches)
         _cpu_generators(patches)
         _loader()
     if "cuda" in parts:
         _worker(patches)
-        _adapters(patches)
         _gpu_worker(patches)
         _graph_pool(patches)
         _loader()
@@ -46,44 +42,6 @@ def install(patches: Patches, parts: tuple[str, ...]) -> None:
 
 
 # --- scheduler and engine core ----------------------------------------------------------------------------------------
-
-
-def _scheduler(patches: Patches) -> None:
-    """Counts steps and recomputed tokens, and can be frozen: vLLM's own pause runs a step that reorders the batch."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    from torpor.vllm.hooks import count_recomputed, let_those_with_blocks_go_first
-    from torpor.vllm.slots import Slots, stands
-
-    stock_has_requests, stock_schedule = Scheduler.has_requests, Scheduler.schedule
-
-    def has_requests(self) -> bool:
-        if self.torpor_frozen or (self.torpor_gate is not None and stands(self)):
-            return False
-        return stock_has_requests(self)
-
-    def schedule(self, *args, **kwargs):
-        self.torpor_steps += 1
-        slots = self.torpor_slots if self.torpor_slots is not None else Slots.of(self)
-        began = time.perf_counter_ns() if slots else 0
-        if (late := self.kv_cache_manager.block_pool.torpor_late) is not None:
-            late.poll()
-        if self.connector is not None:
-            let_those_with_blocks_go_first(self)
-        output = stock_schedule(self, *args, **kwargs)
-        count_recomputed(self, output.num_scheduled_tokens)
-        if slots:
-            slots.step(self, output, began)
-        return output
-
-    patches.set(Scheduler, "torpor_frozen", False)
-    patches.set(Scheduler, "torpor_steps", 0)
-    patches.set(Scheduler, "torpor_unproven", 0)  # KV blocks that a copy may still write into
-    patches.set(Scheduler, "torpor_slots", None)  # not asked for yet; False: nobody listens
-    patches.set(Scheduler, "torpor_gate", None)  # says whether a step may be taken
-    patches.set(Scheduler, "torpor_console", None)  # path of its socket
-    patches.set(Scheduler, "has_requests", has_requests)
-    patches.set(Scheduler, "schedule", schedule)
 
 
 def _late_blocks(patches: Patches) -> None:
@@ -109,29 +67,15 @@ def _late_blocks(patches: Patches) -> None:
     patches.set(KVCacheManager, "get_computed_blocks", get_computed_blocks)
 
 
-def _connector(patches: Patches) -> None:
-    """torpor's options switch its KV connector on, as vLLM's kv_offloading_size does with others."""
-    from vllm.config import KVTransferConfig, VllmConfig
+def _configuration(patches: Patches) -> None:
+    """Where vLLM finishes the configuration of an engine, it is told what torpor's options ask for."""
+    from vllm.config import VllmConfig
 
     stock = VllmConfig._post_init_kv_transfer_config
 
     def post_init(self) -> None:
         stock(self)
-        wanted = Options.of(self).connector
-        if not wanted or wanted["offload"] == "off":
-            return
-        if self.kv_transfer_config is not None and self.kv_transfer_config.kv_connector is not None:
-            if connector_options.is_ours(self.kv_transfer_config):
-                return  # it was here before
-            other = self.kv_transfer_config.kv_connector
-            raise InvalidArgument(f"torpor's option offload beside the KV connector {other}", "use one of them")
-        self.kv_transfer_config = KVTransferConfig(
-            kv_connector=connector_options.CLASS,
-            kv_connector_module_path=connector_options.MODULE,
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config=dict(wanted),
-        )
+        configuration.finish(self)
 
     patches.set(VllmConfig, "_post_init_kv_transfer_config", post_init)
 
@@ -156,7 +100,7 @@ def _engine_core(patches: Patches) -> None:
 
     from torpor.vllm import slots
     from torpor.vllm.engine_core import release_kv_cache_memory, torpor_call
-    from torpor.vllm.weight_updates import doubt_weights_after
+    from torpor.vllm.weight_updates import doubt_weights_after, note_timeout
 
     stock_has_work = EngineCoreProc.has_work
     patches.set(EngineCoreProc, "has_work", lambda self: slots.has_work(self, stock_has_work))
@@ -173,8 +117,11 @@ def _engine_core(patches: Patches) -> None:
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
         try:
             return stock_rpc(self, method, timeout, args, kwargs)
+        except TimeoutError:
+            note_timeout(self, method)
+            raise
         finally:
-            doubt_weights_after(self, method, stock_rpc)
+            doubt_weights_after(self, method)
 
     patches.set(EngineCore, "collective_rpc", collective_rpc)
     _outputs_of_drained_batches(patches)
@@ -318,7 +265,7 @@ def _cpu_worker(patches: Patches) -> None:
     stock_context = CPUWorker._maybe_get_memory_pool_context
 
     def memory_context(self, tag: str):
-        if tag not in ("weights", "kv_cache") or not Options.of(self.vllm_config).enabled:
+        if tag not in ("weights", "kv_cache") or not holds_memory_of(self.vllm_config):
             return stock_context(self, tag)
         return worker.memory_context(self, tag)
 
@@ -336,7 +283,7 @@ def _cpu_generators(patches: Patches) -> None:
     stock_sample, stock_bookkeeping = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
 
     def sample(self, *args, **kwargs):
-        if Options.of(self.vllm_config).enabled:
+        if getattr(self, "torpor_held", False):
             discarded = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0]
             generators = ((int(row), self.input_batch.generators.get(int(row))) for row in discarded)
             self.torpor_before_draw = {row: drawn.get_state() for row, drawn in generators if drawn is not None}
@@ -355,20 +302,6 @@ def _cpu_generators(patches: Patches) -> None:
 
     patches.set(CPUModelRunner, "_sample", sample)
     patches.set(CPUModelRunner, "_bookkeeping_sync", bookkeeping_sync)
-
-
-def _adapters(patches: Patches) -> None:
-    """Each LoRA adapter that a worker reads is known by the digest of its weights."""
-    from vllm.lora.worker_manager import WorkerLoRAManager
-
-    from torpor.vllm.adapters import remember_digest
-
-    stock_load = WorkerLoRAManager._load_adapter
-    patches.set(
-        WorkerLoRAManager,
-        "_load_adapter",
-        lambda self, lora_request: remember_digest(stock_load(self, lora_request)),
-    )
 
 
 def _loader() -> None:

@@ -76,14 +76,14 @@ def require(*parts: str) -> None:
 
 def _activate() -> None:
     import vllm
-
-    compat.check(vllm.__version__, "engine")
     from vllm.platforms import current_platform
 
     parts = tuple(
         part for part, here in (("cpu", current_platform.is_cpu()), ("cuda", current_platform.is_cuda())) if here
     )
-    compat.check(vllm.__version__, *parts)
+    if not parts:
+        raise Unsupported(f"the platform is {type(current_platform).__name__}", "torpor works on CPUs and NVIDIA GPUs")
+    compat.check(vllm.__version__, "engine", *parts)
     from torpor.vllm import patches  # it imports what the guards have just looked at
 
     made = Patches()

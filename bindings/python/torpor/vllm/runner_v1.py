@@ -33,6 +33,12 @@ def unsupported(runner) -> list[str]:
     return []
 
 
+def lost_in_a_new_process(runner) -> list[str]:
+    """Logits processors of somebody's own: only requests and their tokens tell them what they know."""
+    kinds = {type(processor) for processor in runner.input_batch.logitsprocs.all}
+    return [f"the logits processor {kind.__name__}" for kind in kinds if not kind.__module__.startswith("vllm.")]
+
+
 def settle(runner) -> None:
     """Nothing is left to do between steps."""
 

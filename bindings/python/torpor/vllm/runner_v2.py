@@ -53,6 +53,11 @@ def attention(runner) -> dict[str, str]:
     }
 
 
+def lost_in_a_new_process(runner) -> list[str]:
+    """Nothing: what keeps state of its own is refused for any sleep."""
+    return []
+
+
 def unsupported(runner) -> list[str]:
     """What it has that keeps state of requests which is not preserved, by name."""
     found = [*_as_expected()]

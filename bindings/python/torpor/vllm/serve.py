@@ -13,8 +13,7 @@ from dataclasses import MISSING, fields
 from importlib.metadata import entry_points
 
 from torpor.errors import Error, Unsupported
-from torpor.vllm.options import Options
-from torpor.vllm.server import holds_memory_by
+from torpor.vllm.options import Options, holds_memory_by
 from torpor.vllm.server.settings import Settings, variable
 
 
@@ -49,7 +48,7 @@ def main(arguments: list[str]) -> int:
         parser.error("torpor needs one API server in this process: leave out --api-server-count, --headless and --grpc")
     if (options.data_parallel_size or 1) > 1:
         parser.error("torpor needs one engine: leave out --data-parallel-size, or serve with vLLM's own server")
-    if not holds_memory_by(options.additional_config):
+    if not holds_memory_by(options):
         next_step = "serve on the CPU with the option enabled, on a GPU with gpu_preserve_state, or use vllm serve"
         raise Unsupported("torpor does not hold this engine's memory", next_step)
     configure_logging_from_args(options)

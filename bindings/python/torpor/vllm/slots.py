@@ -70,6 +70,8 @@ def stands(scheduler) -> bool:
 def has_work(core, stock_has_work) -> bool:
     """EngineCoreProc.has_work(). A stopped engine waits for the end of that, or for a message, in its own loop."""
     scheduler = core.scheduler
+    if not hasattr(scheduler, "torpor_slots"):  # torpor has no part in it (scheduler.py)
+        return stock_has_work(core)
     if scheduler.torpor_slots is None:
         Slots.of(scheduler)  # before the first step: it can be looked at, and stopped
     while not stock_has_work(core):

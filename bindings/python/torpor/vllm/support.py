@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
+import vllm
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from torpor.vllm import connector_groups, connector_sleep, kv_groups
+from torpor.vllm import compat, connector_groups, connector_sleep, kv_groups
 from torpor.vllm.connector_options import ConnectorOptions, is_ours
 from torpor.vllm.kv_layout import scattered_blocks
 from torpor.vllm.options import holds_memory_of
@@ -51,6 +54,28 @@ def unsupported_by_connector(vllm_config, kv_cache_config, options: ConnectorOpt
 def compute_for_each_other(vllm_config) -> bool:
     """Data parallel ranks with experts; engine cores without are independent, and say that they are one."""
     return vllm_config.parallel_config.data_parallel_size > 1
+
+
+def base_of(scheduler: Scheduler) -> type:
+    """The class of a scheduler without torpor's part (scheduler.py)."""
+    return getattr(type(scheduler), "torpor_base", type(scheduler))
+
+
+def lost_in_a_new_process(scheduler: Scheduler) -> list[str]:
+    """The scheduler, if it has fields that vLLM's has not, by its class and them: nobody knows how to save those."""
+    named = set(vars(scheduler))
+    for cls in base_of(scheduler).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        named.update([slots] if isinstance(slots, str) else slots)
+    own = sorted(name for name in named - _scheduler_fields() if not name.startswith(("torpor_", "__")))
+    return [f"the scheduler {base_of(scheduler).__name__} with {', '.join(own)}"] if own else []
+
+
+@functools.cache
+def _scheduler_fields() -> frozenset[str]:
+    modules = compat.manifest(vllm.__version__).PARTS["engine"]
+    classes = [cls for module in modules for cls in module.classes if cls.name in ("Scheduler", "AsyncScheduler")]
+    return frozenset(name for cls in classes for name in cls.fields.split())
 
 
 def unsupported_scheduler(scheduler: Scheduler) -> list[str]:

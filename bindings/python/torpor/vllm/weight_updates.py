@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torpor.errors import InvalidArgument, Unsupported, WrongState
-from torpor.vllm.options import holds_memory_of
+from torpor.vllm import connector_sleep
 
 # Methods of vLLM's workers that write no weights, or say so themselves. Of any other it is not known.
 _WRITE_NO_WEIGHTS = frozenset({
@@ -119,9 +119,29 @@ class Updates:
         raise WrongState(self._open, "load them in updating_weights() first")
 
 
-def doubt_weights_after(core, method, rpc) -> None:
-    """`rpc` is EngineCore's own, which has just called `method` of the workers."""
+def doubt_weights_after(core, method) -> None:
+    """`method` of the workers was called, whatever came of it. Who next asks about the weights tells the workers so."""
     if isinstance(method, str) and (method.startswith("torpor_") or method in _WRITE_NO_WEIGHTS):
         return
-    if holds_memory_of(core.vllm_config):
-        rpc(core, "torpor_doubt_weights")
+    core.torpor_weights_doubted = True
+    if (side := connector_sleep.side_of(getattr(core, "scheduler", None))) is not None:
+        side.weights_doubted = True
+
+
+def note_timeout(core, method) -> None:
+    """vLLM does not tell the answers of workers in other processes apart, and this one is still to come."""
+    if core.vllm_config.parallel_config.distributed_executor_backend != "uni":
+        core.torpor_unanswered = method if isinstance(method, str) else getattr(method, "__name__", "a function")
+
+
+def check_answered(core) -> None:
+    if (method := getattr(core, "torpor_unanswered", None)) is not None:
+        raise WrongState(
+            f"collective_rpc({method!r}) timed out: its answer would be taken for the next one's", "restart the engine"
+        )
+
+
+def take_doubt(core) -> bool:
+    doubted = getattr(core, "torpor_weights_doubted", False)
+    core.torpor_weights_doubted = False
+    return doubted

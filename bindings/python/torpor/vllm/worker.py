@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
+from vllm.platforms import current_platform
 
 from torpor import _core
 from torpor.vllm import adapters, device, kept, kv_layout, pooling
 from torpor.vllm.inputs import Inputs
-from torpor.vllm.memory import WorkerMemory
+from torpor.vllm.memory import CpuWorkerMemory
 from torpor.vllm.options import Options
 from torpor.vllm.slots import begin_events
-
+from torpor.vllm.worker_memory import WorkerMemory
 
 _of_this_process = None
 
@@ -28,14 +29,21 @@ def memory_context(self, tag: str):
     global _of_this_process
     if tag == "kv_cache":
         _of_this_process = weakref.ref(self)
-    if self.device.type != "cpu":
-        return _memory(self).allocating(tag, self)
+    memory = _memory(self)
     if tag == "weights":
-        return _memory(self).loading_weights(self.model_runner)
-    return _memory(self).allocating_kv() if tag == "kv_cache" else nullcontext()
+        return _loading(self.model_runner, memory.allocating(tag, self.model_runner))
+    return memory.allocating(tag, self.model_runner)
 
 
-def _memory(self):
+@contextmanager
+def _loading(runner, memory: AbstractContextManager):
+    runner.torpor_held = True  # patches of runners ask
+    with memory:
+        yield
+    adapters.remember_digests(runner)
+
+
+def _memory(self) -> WorkerMemory:
     """This worker's memory; made when it is first asked for."""
     if not hasattr(self, "torpor_memory"):
         self.torpor_threads = torch.get_num_threads()  # drafting by n-grams changes it
@@ -47,8 +55,8 @@ def _memory(self):
             "key_file", "encrypt",
         )  # fmt: skip
         of_rank = {"rank": self.rank} | {name: getattr(options, name) for name in names}
-        if self.device.type == "cpu":
-            self.torpor_memory = WorkerMemory(_core.RankMemory(of_rank), self.rank, options.cpu_linear)
+        if current_platform.is_cpu():
+            self.torpor_memory = CpuWorkerMemory(_core.RankMemory(of_rank), self.rank, options.cpu_linear)
         else:
             from torpor.vllm.gpu_memory import GpuWorkerMemory
 
@@ -56,9 +64,14 @@ def _memory(self):
     return self.torpor_memory
 
 
-def torpor_rank(self, order: bytes) -> bytes:
-    """Passes an order of the controller to this rank's memory. A failure is in the reply."""
+def torpor_rank(self, order: bytes, weights_doubted: bool = False) -> bytes:
+    """Passes an order of the controller to this rank's memory. A failure is in the reply.
+
+    weights_doubted: somebody may have written them since the order before.
+    """
     memory = self.torpor_memory
+    if weights_doubted:
+        memory.rank_memory.doubt("weights")
     if getattr(self.model_runner, "kv_caches", None) and not getattr(self, "_torpor_kv_described", False):
         memory.describe_kv(self.model_runner)
         self._torpor_kv_described = True
@@ -110,6 +123,7 @@ def torpor_describe(self) -> dict:
         "v2": _is_v2(self),
         "attention": _runner(self).attention(runner),
         "unsupported": _runner(self).unsupported(runner),
+        "lost": _runner(self).lost_in_a_new_process(runner),
         "elsewhere": self.torpor_memory.elsewhere(runner.model),
         "kv_layout": kv_layout.description(runner.kv_cache_config),
         "layers": kv_layout.layers(runner.kv_cache_config),
@@ -169,12 +183,6 @@ def torpor_mark_dirty(self, tag: str) -> None:
         self.torpor_memory.note_new_weights()
     else:
         self.torpor_memory.rank_memory.mark_dirty(tag)
-
-
-def torpor_doubt_weights(self) -> None:
-    """Somebody may have written them."""
-    if hasattr(self, "torpor_memory"):
-        self.torpor_memory.rank_memory.doubt("weights")
 
 
 def _is_v2(worker) -> bool:

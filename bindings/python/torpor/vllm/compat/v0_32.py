@@ -844,7 +844,10 @@ ENGINE = (
             ),
             Class(
                 "ModelConfig",
-                fields="hf_config dtype quantization max_model_len runner_type convert_type use_fp64_gumbel",
+                fields="""
+                    hf_config dtype quantization max_model_len runner_type convert_type use_fp64_gumbel
+                    enable_sleep_mode enable_cumem_allocator sleep_mode_backend
+                """,
                 properties="is_multimodal_model is_encoder_decoder",
             ),
             Class(
@@ -870,12 +873,14 @@ ENGINE = (
                 fields="""
                     tensor_parallel_size pipeline_parallel_size data_parallel_size
                     decode_context_parallel_size prefill_context_parallel_size enable_eplb
-                    data_parallel_index
+                    data_parallel_index distributed_executor_backend
                 """,
             ),
             Class(
                 "SchedulerConfig",
-                fields="policy max_num_seqs max_num_batched_tokens enable_chunked_prefill async_scheduling",
+                fields="""
+                    policy max_num_seqs max_num_batched_tokens enable_chunked_prefill async_scheduling scheduler_cls
+                """,
             ),
             Class(
                 "CompilationConfig",
@@ -890,6 +895,10 @@ ENGINE = (
     Module(
         "vllm.platforms",
         names=("current_platform",),
+    ),
+    Module(
+        "vllm.utils.import_utils",
+        functions={"resolve_obj_by_qualname": "qualname"},
     ),
     Module(
         "vllm.device_allocator",

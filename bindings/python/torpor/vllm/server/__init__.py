@@ -43,13 +43,6 @@ class ServerPlugin:
 def wanted(args: Namespace) -> bool:
     """Whether torpor serves here. Otherwise, as where vLLM is unknown to it, this is vLLM's server without torpor."""
     from torpor.vllm import plugin
+    from torpor.vllm.options import holds_memory_by
 
-    return plugin.fits("server") and holds_memory_by(args.additional_config)
-
-
-def holds_memory_by(additional_config) -> bool:
-    from types import SimpleNamespace
-
-    from torpor.vllm.options import holds_memory_of
-
-    return holds_memory_of(SimpleNamespace(additional_config=additional_config))
+    return plugin.fits("server") and holds_memory_by(args)

@@ -1,0 +1,68 @@
+"""What torpor's options change in the configuration of an engine, as vLLM's own options would.
+
+vLLM finishes its configuration in every process that copies it, so all of this can be done twice.
+"""
+
+from __future__ import annotations
+
+from torpor.errors import InvalidArgument
+from torpor.vllm import connector_options, scheduler
+from torpor.vllm.options import Options, asks_for_torpor, holds_memory_of
+
+_DEFAULT_BACKEND, _BACKEND = "cumem", "torpor"
+
+
+def finish(vllm_config) -> None:
+    """Called with each VllmConfig, after vLLM has decided all else."""
+    options = Options.of(vllm_config)
+    if not options.enabled:
+        return
+    _choose_sleep_backend(vllm_config, options)
+    _choose_connector(vllm_config, options)
+    if holds_memory_of(vllm_config):
+        scheduler.choose(vllm_config)
+
+
+def _choose_sleep_backend(vllm_config, options: Options) -> None:
+    """On a GPU: vLLM 0.31 and 0.32 have no argument for the backend of their sleep mode, so it follows from torpor's.
+
+    gpu_preserve_state switches the sleep mode on. Other options of torpor leave that to enable_sleep_mode.
+    """
+    from vllm.platforms import current_platform
+
+    model = vllm_config.model_config
+    if model is None or not current_platform.is_cuda():
+        return
+    if options.gpu_preserve_state:
+        if model.sleep_mode_backend not in (_DEFAULT_BACKEND, _BACKEND):
+            raise InvalidArgument(
+                f"gpu_preserve_state beside sleep_mode_backend={model.sleep_mode_backend!r}", "leave one of them out"
+            )
+        model.enable_sleep_mode = True
+        model.enable_cumem_allocator = True  # as vLLM does with its sleep mode: the name says less than it means
+    elif not (model.enable_sleep_mode and model.sleep_mode_backend == _DEFAULT_BACKEND and asks_for_torpor(vllm_config)):
+        return
+    model.sleep_mode_backend = _BACKEND
+
+
+def _choose_connector(vllm_config, options: Options) -> None:
+    """torpor's options switch its KV connector on, as vLLM's kv_offloading_size does with others."""
+    from vllm.config import KVTransferConfig
+
+    wanted = options.connector
+    if not wanted or wanted["offload"] == "off":
+        return
+    given = vllm_config.kv_transfer_config
+    if given is not None and given.kv_connector is not None:
+        if connector_options.is_ours(given):
+            return  # it was here before
+        raise InvalidArgument(
+            f"torpor's option offload beside the KV connector {given.kv_connector}", "use one of them"
+        )
+    vllm_config.kv_transfer_config = KVTransferConfig(
+        kv_connector=connector_options.CLASS,
+        kv_connector_module_path=connector_options.MODULE,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config=dict(wanted),
+    )

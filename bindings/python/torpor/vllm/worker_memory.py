@@ -1,0 +1,40 @@
+"""What torpor asks of a worker's memory, on every device: memory.py has it for CPUs, gpu_memory.py for NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from torpor import _core
+
+
+class WorkerMemory(Protocol):
+    """One a worker. Called in the worker's thread, between steps."""
+
+    rank_memory: _core.RankMemory
+    new_weights: int  # how often weights were loaded after the first time
+    weights_layout: str | None  # where each parameter lies in a checkpoint; None: it has no such places
+    kv_is_bf16: bool  # valid after describe_kv()
+
+    def allocating(self, tag: str, model_runner) -> AbstractContextManager[None]:
+        """Around what vLLM allocates for `tag`. The model of `model_runner` is there when that of "weights" ends."""
+
+    def describe_kv(self, model_runner) -> None:
+        """Tells the core where each block lies. Raises Unsupported for a KV cache that lies elsewhere."""
+
+    def reloading_weights(self) -> AbstractContextManager[None]:
+        """Around vLLM's reload_weights()."""
+
+    def note_new_weights(self) -> None:
+        """What is kept of the old ones is no longer theirs; nor is KV that was computed with them."""
+
+    def elsewhere(self, model: torch.nn.Module) -> list[str]:
+        """Parameters that a sleep would neither free nor save."""
+
+    def release_derived(self) -> None:
+        """Before the weights sleep: frees what follows from them, and saves what no weight file has."""
+
+    def rebuild_derived(self) -> None:
+        """After the weights woke: the reverse."""
