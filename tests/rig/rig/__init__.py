@@ -17,7 +17,7 @@ KV_LAYOUTS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC")
 
 
 def environment(
-    *, kv_layout: str | None = None, kernel_block: int | None = None, slow_copies: bool = False
+    *, kv_layout: str | None = None, kernel_block: int | None = None, slow_copies: bool = False, cuda: bool = False
 ) -> dict[str, str]:
     """The variables that put a new process, and those that it starts, on the rig.
 
@@ -38,9 +38,16 @@ def environment(
         variables["TORPOR_RIG_KERNEL_BLOCK"] = str(kernel_block)
     if slow_copies:
         variables["TORPOR_RIG_SLOW_COPIES"] = "1"
+    if cuda:
+        variables |= {"TORPOR_RIG_CUDA": "1", "TORPOR_MEMORY_DEVICE": "host"}
     return variables
 
 
 def active() -> bool:
     """Whether this process is on the rig."""
     return os.environ.get("TORPOR_RIG") == "1"
+
+
+def pretends_cuda() -> bool:
+    """Whether the platform of this process is CUDA to torpor (cuda.py)."""
+    return os.environ.get("TORPOR_RIG_CUDA") == "1"

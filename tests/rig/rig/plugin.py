@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 
-from rig import active, collectives, interpreter, kernels, kv_layouts
+from rig import active, collectives, interpreter, kernels, kv_layouts, pretends_cuda
 
 
 def platform() -> str | None:
@@ -26,6 +26,10 @@ def install() -> None:
     kv_layouts.install()
     collectives.install()
     _reports()
+    if pretends_cuda():
+        from rig import cuda
+
+        cuda.install()
     if os.environ.get("TORPOR_RIG_SLOW_COPIES") == "1":
         from rig import slow_copies
 

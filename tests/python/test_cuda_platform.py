@@ -1,0 +1,213 @@
+"""Where the platform is CUDA: how torpor is switched on there, and an engine and servers that start to their end and go
+on over a sleep, on the rig (TORPOR_RIG_CUDA=1), whose platform is CUDA to torpor alone. Nothing here is a GPU."""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import rig
+from conftest import result_of
+from servers import ALICE, Client, Reading, Server, sampling
+
+from torpor import errors
+from torpor.vllm import configuration
+from torpor.vllm.options import holds_memory_by, holds_memory_of
+
+HERE = Path(__file__).parent
+PRESERVING = {"gpu_preserve_state": True}
+
+
+# --- which arguments switch it on -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    for name in [name for name in os.environ if name.startswith("TORPOR_")]:
+        monkeypatch.delenv(name)
+
+
+def finished(torpor, enable_sleep_mode=False, sleep_mode_backend="cumem"):
+    """An engine's configuration as vLLM finishes it; twice, as for its workers."""
+    model = SimpleNamespace(
+        enable_sleep_mode=enable_sleep_mode, sleep_mode_backend=sleep_mode_backend, enable_cumem_allocator=False
+    )
+    config = SimpleNamespace(
+        additional_config=None if torpor is None else {"torpor": torpor},
+        model_config=model,
+        kv_transfer_config=None,
+        scheduler_config=SimpleNamespace(scheduler_cls=None, async_scheduling=True),
+    )
+    configuration.finish(config)
+    configuration.finish(config)
+    return config
+
+
+def test_preserving_state_switches_vllms_sleep_mode_on_with_torpors_memory(on_cuda):
+    """vLLM 0.32 has no argument for the backend, 0.33 has one; neither is needed."""
+    for options in ({}, {"enable_sleep_mode": True}, {"enable_sleep_mode": True, "sleep_mode_backend": "torpor"}):
+        config = finished(PRESERVING, **options)
+        model = config.model_config
+        assert (model.enable_sleep_mode, model.sleep_mode_backend, model.enable_cumem_allocator) == (True, "torpor", True)
+        assert holds_memory_of(config) and config.scheduler_config.scheduler_cls == "torpor.vllm.scheduler.AsyncScheduler"
+
+
+def test_an_engine_that_names_torpor_has_vllms_sleep_mode_over_its_memory(on_cuda):
+    config = finished({}, enable_sleep_mode=True)
+    assert config.model_config.sleep_mode_backend == "torpor"
+    assert not holds_memory_of(config) and config.scheduler_config.scheduler_cls is None
+
+
+@pytest.mark.parametrize(
+    ("torpor", "enable_sleep_mode"), [(None, True), ({}, False), ({"enabled": False, **PRESERVING}, True)]
+)
+def test_an_engine_that_does_not_ask_stays_as_it_is(on_cuda, torpor, enable_sleep_mode):
+    config = finished(torpor, enable_sleep_mode)
+    model = config.model_config
+    assert (model.enable_sleep_mode, model.sleep_mode_backend) == (enable_sleep_mode, "cumem")
+    assert not model.enable_cumem_allocator and config.scheduler_config.scheduler_cls is None
+    assert not holds_memory_of(config)
+
+
+def test_another_backend_beside_preserving_state_is_refused_by_name(on_cuda):
+    with pytest.raises(errors.InvalidArgument, match="gpu_preserve_state beside sleep_mode_backend='theirs'"):
+        finished(PRESERVING, enable_sleep_mode=True, sleep_mode_backend="theirs")
+
+
+def test_a_server_knows_it_before_its_engine_is_there(on_cuda, monkeypatch):
+    def args(torpor, **more):
+        return SimpleNamespace(additional_config={"torpor": torpor}, scheduler_cls=None, **more)
+
+    assert holds_memory_by(args(PRESERVING)) and holds_memory_by(args(PRESERVING, sleep_mode_backend="torpor"))
+    assert not holds_memory_by(args({})) and not holds_memory_by(args({"enabled": False, **PRESERVING}))
+    assert not holds_memory_by(args(PRESERVING, sleep_mode_backend="theirs"))
+    monkeypatch.setenv("TORPOR_GPU_PRESERVE_STATE", "1")
+    assert holds_memory_by(SimpleNamespace(additional_config=None))
+
+
+def test_the_memory_of_each_device_offers_what_is_asked_of_one(monkeypatch):
+    """An attribute that one of them lacks would end the engine on that device alone."""
+    from torpor import _core
+    from torpor.vllm.gpu_memory import GpuWorkerMemory
+    from torpor.vllm.memory import CpuWorkerMemory
+    from torpor.vllm.worker_memory import WorkerMemory
+
+    monkeypatch.setattr(_core, "memory_of", lambda device, options: None)
+    both = (CpuWorkerMemory(None, 0, "packed"), GpuWorkerMemory(SimpleNamespace(index=0), {}))
+    asked = {*WorkerMemory.__annotations__, *(name for name in vars(WorkerMemory) if not name.startswith("_"))}
+    assert {"allocating", "describe_kv", "kv_is_bf16", "new_weights", "rank_memory"} <= asked
+    for memory in both:
+        assert {name for name in asked if not hasattr(memory, name)} == set(), type(memory).__name__
+        for name in asked - set(WorkerMemory.__annotations__):
+            assert getattr(type(memory), name) is not getattr(WorkerMemory, name), f"{type(memory).__name__}.{name}"
+
+
+def test_what_is_asked_of_a_workers_memory_stands_in_the_protocol():
+    import ast
+
+    from torpor.vllm import connector_worker, patches, worker
+    from torpor.vllm.worker_memory import WorkerMemory
+
+    asked = {*WorkerMemory.__annotations__, *vars(WorkerMemory)}
+    for module in (worker, connector_worker, patches):
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in (
+                "torpor_memory",
+                "_memory",
+            ):
+                assert node.attr in asked, f"{module.__name__}:{node.lineno} asks for {node.attr}"
+
+
+# --- on the rig -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine(rig_zygote, rig_model, tmp_path_factory) -> dict:
+    words = [HERE / "cuda_process.py", rig_model, tmp_path_factory.mktemp("checkpoints")]
+    return result_of(rig_zygote.run(words, timeout=300, env=os.environ | rig.environment(cuda=True)))
+
+
+@pytest.mark.slow
+def test_an_engine_has_the_memory_of_a_gpu(engine):
+    assert engine["in_force"] == {
+        "memory": "GpuWorkerMemory",
+        "scheduler": "torpor.vllm.scheduler",
+        "backend": "torpor",
+        "sleep_mode": True,
+        "tags": ["kv_cache", "runtime", "weights"],
+        "weights_in_regions": True,
+    }
+
+
+@pytest.mark.slow
+def test_its_requests_go_on_over_sleeps_and_from_checkpoints(engine):
+    assert engine["differing"] == [] and engine["recomputed"] == 0 and engine["answers"] > 8
+
+
+class OnRig(Server):
+    """A server whose processes are forked from one on the rig."""
+
+    zygote = None
+
+    def _launch(self, command, out):
+        return self.zygote.popen(command[1:], env=self._environment, stdout=out, stderr=out)
+
+    def become_vllms_own(self) -> None:
+        """The same by `vllm serve`, which finds torpor's routes by its plugin."""
+        command = ["vllm.entrypoints.cli.main", "serve"]
+        at, end = self._command.index("torpor.vllm.serve"), self._command.index("--torpor-dir")
+        self._environment |= {"VLLM_PLUGINS": "torpor,torpor_rig", "TORPOR_DIR": self._command[end + 1]}
+        self._command = [*self._command[:at], *command, *self._command[at + 1 : end], *self._command[end + 2 :]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["torpor.vllm.serve", "vllm serve"])
+def test_a_server_starts_and_its_streams_go_on_over_a_sleep(rig_zygote, rig_model, tmp_path, kind):
+    own = {"VLLM_LOGGING_LEVEL": "INFO", "PYTHONHASHSEED": "0"}
+    options = ["--dtype", "float32", "--max-num-seqs", "8"]
+    if kind == "torpor.vllm.serve":
+        options.append("--torpor-gpu-preserve-state")
+    else:  # with torpor's KV connector, which asks more of a worker's memory
+        torpor = PRESERVING | {"offload": "eager", "host_bytes": 64 << 20}
+        options += ["--additional-config", json.dumps({"torpor": torpor})]
+    server = OnRig(rig_model, tmp_path / "torpor", options, own | rig.environment(cuda=True), keys=(ALICE,))
+    server.zygote = rig_zygote
+    if kind == "vllm serve":
+        server.become_vllms_own()
+    server.start()
+    try:
+        server.wait_until_ready()
+        asyncio.run(asyncio.wait_for(over_a_sleep(server.url), 200))
+    finally:
+        server.stop()
+
+
+async def over_a_sleep(url: str) -> None:
+    client = Client(url, ALICE)
+    try:
+        expected, readings = ([Reading(f"{name}{number}") for number in range(3)] for name in "es")
+        for these in (expected, readings):
+            begun = [
+                asyncio.create_task(client.chat(reading, "la la la", **sampling(number, 120)))
+                for number, reading in enumerate(these)
+            ]
+            if these is readings:
+                while not all(reading.text for reading in readings):
+                    await asyncio.sleep(0.01)
+                report = await client.post("/sleep", level=1)
+                assert report["status"] == "sleeping" and report["requests"] > 0
+                state = (await client.http.get("/torpor/state")).json()
+                assert set(state["engine"]["tags"]) == {"kv_cache", "runtime", "weights"}
+                assert set(state["engine"]["tags"].values()) == {"detached"}
+                assert (await client.post("/wake_up"))["status"] == "awake"
+            await asyncio.gather(*begun)
+        assert [reading.text for reading in readings] == [reading.text for reading in expected]
+        assert all(reading.text and reading.interruptions == 0 for reading in readings)
+    finally:
+        await client.close()
