@@ -37,7 +37,7 @@ UNSEEDED = {
 }
 OPTIONS = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 128, "seed": 0, "enforce_eager": True}
 ON_RIG = {"block_size": 32, "dtype": "float32"}
-ON_CUDA = {"enable_sleep_mode": True, "sleep_mode_backend": "torpor", "kv_cache_memory_bytes": 2 << 30}
+ON_CUDA = {"kv_cache_memory_bytes": 2 << 30}
 
 
 class CheckedEngine:
