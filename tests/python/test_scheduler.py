@@ -1,10 +1,14 @@
 """torpor's part of a scheduler: in front of the class that vLLM would take, for torpor's engines; others are left alone."""
 
 import copy
+import json
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import result_of
+from foreign_process import NAMES
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import SchedulerInterface
@@ -152,3 +156,12 @@ def test_a_schedule_that_does_not_call_its_base_is_counted_too():
     hooks.watch_recomputation(one)
     one.schedule()
     assert one.torpor_steps == 1 and one.torpor_recomputed == 1
+
+
+@pytest.mark.slow
+def test_an_engine_with_a_scheduler_of_somebodys_own_answers_as_without_torpor(zygote, one, tiny_model, tmp_path):
+    result = result_of(zygote.run([Path(__file__).with_name("foreign_process.py"), tiny_model, tmp_path], timeout=200))
+    assert result["inactive"] is None and result["scheduler"] == "Foreign"
+    assert result["answers"] == json.loads(json.dumps(one.finish(one.begin(0, NAMES)))) and len(result["answers"]) == 2
+    assert "torpor does not hold this engine's memory" in result["refused"]
+    assert "a scheduler that derives from vLLM's" in result["refused"]

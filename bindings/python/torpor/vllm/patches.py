@@ -195,7 +195,8 @@ def _routed(ours, theirs):
             what = f"{ours.__name__}({', '.join(f'{name}=…' for name in asked)})"
             raise Unsupported(
                 f"{what}: torpor does not hold this engine's memory",
-                "it needs vLLM on the CPU with the option enabled, or on a GPU with gpu_preserve_state",
+                "it needs vLLM on the CPU with the option enabled, or on a GPU with gpu_preserve_state, and a scheduler "
+                "that derives from vLLM's",
             )
         return {name: value for name, value in given.items() if name not in own}
 
