@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from types import SimpleNamespace
 
 import pytest
 from server_calls import CHANGES_THE_ENGINE, EVERYTHING
@@ -22,7 +23,8 @@ KEYS = ("--api-key", CLIENT, OTHER_CLIENT)
 
 # --- who may ---------------------------------------------------------------------------------------------------------
 
-OWN_CHANGES = ["/sleep", "/wake_up", "/torpor/checkpoint", "/swap"]
+# A plan looks at every request of the engine between two of its steps.
+OWN_CHANGES = ["/sleep", "/wake_up", "/torpor/checkpoint", "/swap", "/torpor/plan"]
 
 
 @pytest.mark.parametrize("path", CHANGES_THE_ENGINE + OWN_CHANGES)
@@ -84,7 +86,9 @@ def test_an_admin_key_alone_leaves_clients_as_they_were(monkeypatch):
             assert (await nobody.post("/sleep")).status_code == 401
             assert (await nobody.get("/torpor/state")).status_code == 401
             assert (await admin.get("/torpor/state")).status_code == 200
-            assert (await nobody.get("/torpor/requests/r")).status_code == 404  # may ask; there is none
+            nothing = await nobody.get("/torpor/requests/r")  # may ask; there is none
+            assert nothing.status_code == 404 and nothing.json()["error"]["code"] == "not_found"
+            assert "there is no answer r" in nothing.json()["error"]["what"]
             assert (await admin.post("/sleep")).status_code == 200
 
     run(scene())
@@ -141,6 +145,39 @@ def test_options_of_the_command_reach_the_server(monkeypatch, tmp_path):
         monkeypatch.delenv(name)
     assert take_options(["model", "--torpor-admin-key", ADMIN, "--torpor-queue-limit", "7"]) == ["model"]
     assert Settings.from_environment().admin() == ADMIN and Settings.from_environment().queue_limit == 7
+
+
+@pytest.mark.parametrize("words", [["--torpor-wake-on-request", "yes"], ["--torpor-incremental", "0"]])
+def test_a_value_of_an_option_that_takes_none_is_not_left_to_vllm(words, capsys):
+    from torpor.vllm.serve import take_options
+
+    with pytest.raises(SystemExit):
+        take_options([*words, "model"])
+    assert f"{words[0]} takes no value: leave out {words[1]!r}" in capsys.readouterr().err
+
+
+def test_a_setting_that_is_neither_on_nor_off_is_refused(monkeypatch):
+    from torpor.errors import InvalidArgument
+    from torpor.vllm.options import Options
+    from torpor.vllm.server.settings import Settings
+
+    for text, value in (("1", True), ("On", True), ("yes", True), ("no", False), ("FALSE", False), ("0", False)):
+        monkeypatch.setenv("TORPOR_SERVER_WAKE_ON_REQUEST", text)
+        monkeypatch.setenv("TORPOR_INCREMENTAL", text)
+        assert Settings.from_environment().wake_on_request is value
+        assert Options.of(SimpleNamespace(additional_config=None)).incremental is value
+    for name in ("TORPOR_SERVER_WAKE_ON_REQUEST", "TORPOR_INCREMENTAL", "TORPOR_ENABLED"):
+        monkeypatch.setenv(name, "")
+    assert Settings.from_environment() == Settings()
+    assert Options.of(SimpleNamespace(additional_config=None)) == Options()
+    for name, of in (
+        ("TORPOR_SERVER_WAKE_ON_REQUEST", Settings.from_environment),
+        ("TORPOR_INCREMENTAL", lambda: Options.of(SimpleNamespace(additional_config=None))),
+    ):
+        monkeypatch.setenv(name, "enabled")
+        with pytest.raises(InvalidArgument, match=f"{name} is 'enabled'"):
+            of()
+        monkeypatch.delenv(name)
 
 
 # --- tenants ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -132,6 +133,22 @@ def test_what_a_server_was_overtaken_with_is_not_gone_on_from(tmp_path, monkeypa
     assert start("another", "f") == pushed
     there.remove("pushed")
     assert start("f", "g") == ""
+    assert stat.S_IMODE((tmp_path / "remote.holder").stat().st_mode) == 0o600
+
+
+def test_whom_a_directory_goes_on_from_is_on_disk_when_it_is_said(tmp_path, monkeypatch):
+    """After a loss of power the file is the old one or the new one, and not empty."""
+    done = []
+    for name in ("fsync", "replace"):
+        stock = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, name=name, stock=stock: (done.append(name), stock(*a))[1])
+    monkeypatch.setattr(remote._core, "list_checkpoints", lambda *_: [])
+    store = Settings(remote=f"file://{tmp_path}/store", remote_term=6)
+    (tmp_path / "store").mkdir()
+    server = remote.Remote(store, SimpleNamespace(dir=str(tmp_path / "dir"), key_file=None))
+    server._home = SimpleNamespace(before="", holder="a", fetch=lambda *_: "")
+    assert server._fetch({}) == "" and done == ["fsync", "replace", "fsync"]
+    assert [path.name for path in (tmp_path / "dir").iterdir()] == ["remote.holder"]
 
 
 def test_what_was_pushed_goes_on_elsewhere(s3, tiny_model, tmp_path):

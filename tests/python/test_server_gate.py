@@ -88,7 +88,21 @@ def test_no_two_places_of_the_table_are_meant_by_one_path():
     from torpor.vllm.server.route_table import ROUTES, rule_of
 
     for method, path in ROUTES:
-        assert rule_of(method, concrete(path)) is ROUTES[method, path], (method, path)
+        asked = "GET" if method == "MOUNT" else method
+        assert rule_of(asked, concrete(path)) is ROUTES[method, path], (method, path)
+
+
+def test_a_mount_is_what_lies_below_its_path_and_only_to_be_read():
+    from torpor.vllm.server.route_table import ROUTES, rule_of
+
+    for path in ("/metrics", "/metrics/", "/metrics/a/b"):
+        assert rule_of("GET", path) == ROUTES["MOUNT", "/metrics"], path
+    assert rule_of("HEAD", "/static/a.css") == ROUTES["MOUNT", "/static"]
+    for method, path in (
+        ("POST", "/metrics_admin/reset"), ("GET", "/metricsx"), ("DELETE", "/staticfiles/x"),
+        ("POST", "/metrics/reset"), ("WEBSOCKET", "/static/a"),
+    ):  # fmt: skip
+        assert rule_of(method, path) is None, path
 
 
 # --- while the engine sleeps -----------------------------------------------------------------------------------------

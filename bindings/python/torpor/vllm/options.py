@@ -160,6 +160,17 @@ def switched_off() -> bool:
     return "TORPOR_ENABLED" in os.environ and not _parse("enabled", os.environ["TORPOR_ENABLED"])
 
 
+def switch(name: str, text: str, default: bool) -> bool:
+    """What an environment variable says that switches something on or off; an empty one says nothing."""
+    if (word := text.lower()) in ("1", "true", "on", "yes"):
+        return True
+    if word in ("0", "false", "off", "no"):
+        return False
+    if not word:
+        return default
+    raise InvalidArgument(f"{name} is {text!r}", "use 1 or 0")
+
+
 def _parse(name: str, text: str):
     texts = (
         "dir",
@@ -176,7 +187,7 @@ def _parse(name: str, text: str):
     if name in texts:
         return text
     if name in ("enabled", "encrypt", "incremental", "gpu_preserve_state", "events_keys"):
-        return text.lower() not in ("0", "false", "off", "no")
+        return switch(f"TORPOR_{name.upper()}", text, getattr(Options, name))
     try:
         return int(text)
     except ValueError:

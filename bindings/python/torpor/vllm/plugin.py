@@ -28,10 +28,10 @@ def register() -> None:
     global _reason
     if _reason is not _NOT_ASKED:
         return
-    if switched_off():
-        _reason = "TORPOR_ENABLED switches it off"
-        return
     try:
+        if switched_off():
+            _reason = "TORPOR_ENABLED switches it off"
+            return
         _activate()
         _reason = None
     except Error as problem:

@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from torpor.errors import Incompatible, Unsupported
+from torpor.errors import Incompatible, Unsupported, WrongState
 from torpor.vllm import adapters, compat, device
 from torpor.vllm.inputs import Embeddings, Inputs
 from torpor.vllm.values import (
@@ -322,4 +322,5 @@ def _assert_quiet(runner) -> None:
     states = runner.req_states
     staged = [states.total_len, states.all_token_ids, states.num_computed_tokens, *runner.block_tables.block_tables]
     if runner.execute_model_state is not None or any(tensor._staged_write_indices for tensor in staged):
-        raise Unsupported("the model runner is in the middle of a step", "sleep again")
+        next_step = "try again when no other thread has it take one"
+        raise WrongState("the model runner is in the middle of a step", next_step)

@@ -10,7 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request, RequestStatus
 
-from torpor.errors import Incompatible, Unsupported
+from torpor.errors import Incompatible, WrongState
 from torpor.vllm import adapters, grammar, kept, multimodal, pooling
 from torpor.vllm.inputs import Inputs, token_ids
 from torpor.vllm.values import are_plain, copied, sampling_from_value, sampling_to_value, unsupported_sampling
@@ -81,11 +81,12 @@ def bound_to_process(request: Request) -> list[str]:
 
 
 def assert_quiet(scheduler: Scheduler) -> None:
-    """Raises Unsupported, naming the request, if tokens are in flight although the engine stands still."""
+    """Raises WrongState, naming the request, if tokens are in flight: a step is under way, of another thread's."""
     for request in scheduler.requests.values():
         for name in _IN_FLIGHT_FIELDS:
             if getattr(request, name) != 0:
-                raise Unsupported(f"request {request.request_id} has tokens in flight ({name})", "sleep again")
+                what = f"request {request.request_id} has tokens in flight ({name}): the engine is in a step"
+                raise WrongState(what, "try again when no other thread has it take one")
 
 
 # Fields of a request on its way to the engine core: those of which a new process makes the same request again, …

@@ -11,10 +11,14 @@ import os
 import sys
 from dataclasses import MISSING, fields
 from importlib.metadata import entry_points
+from itertools import pairwise
 
 from torpor.errors import Error, Unsupported
 from torpor.vllm.options import Options, holds_memory_by
 from torpor.vllm.server.settings import Settings, variable
+
+
+_VALUES_OF_SWITCHES = ("1", "0", "true", "false", "yes", "no", "on", "off")
 
 
 def main(arguments: list[str]) -> int:
@@ -81,6 +85,10 @@ def take_options(arguments: list[str]) -> list[str]:
         print("\nvLLM's own options: python -m torpor.vllm.serve --help=all")
         sys.exit(0)
     given, rest = parser.parse_known_args(arguments)
+    switches = {action.option_strings[0] for action in parser._actions if action.nargs == 0}
+    for flag, word in pairwise(arguments):
+        if flag in switches and word.lower() in _VALUES_OF_SWITCHES:
+            parser.error(f"{flag} takes no value: leave out {word!r}")
     if unknown := [word for word in rest if word.startswith("--torpor-")]:
         parser.error(
             f"there is no option {unknown[0].split('=')[0]}; python -m torpor.vllm.serve --torpor-help lists them"

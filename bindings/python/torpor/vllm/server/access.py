@@ -15,6 +15,7 @@ from starlette.datastructures import Headers
 from vllm.logger import init_logger
 
 from torpor.errors import Damaged, FileError, InvalidArgument
+from torpor.vllm.server import durable
 from torpor.vllm.server.route_table import Who
 from torpor.vllm.server.settings import Settings
 
@@ -126,25 +127,14 @@ _SECRET_STEP = "put the file back as it was, or remove it: clients then do not f
 
 def _write_secret(path: Path) -> None:
     """Whole or not at all, and never over another one."""
-    temporary = path.with_name(f"{_SECRET_FILE}.{secrets.token_hex(8)}")
-    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    temporary = durable.written_beside(path, secrets.token_bytes(_SECRET_BYTES))
     try:
-        try:
-            os.write(file, secrets.token_bytes(_SECRET_BYTES))
-            os.fsync(file)
-        finally:
-            os.close(file)
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            pass  # another one was first
+        os.link(temporary, path)
+    except FileExistsError:
+        pass  # another one was first
     finally:
         os.unlink(temporary)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    durable.sync_folder(path.parent)
 
 
 def _read_secret(path: Path) -> bytes:

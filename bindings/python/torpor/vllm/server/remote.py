@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 
 from torpor import _core
 from torpor.errors import Aborted, Busy, Error, InvalidArgument, Unsupported
+from torpor.vllm.server import durable
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
@@ -86,9 +87,9 @@ class Remote:
             path = self._home.fetch(str(self._directory), fingerprint)
             gone_on = [name := Path(path).name, *sorted(self._there() - {name})] if path else []
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        beside = file.with_suffix(f".{os.getpid()}")
-        beside.write_text("\n".join([self._home.holder, *gone_on]))
+        beside = durable.written_beside(file, "\n".join([self._home.holder, *gone_on]).encode())
         os.replace(beside, file)
+        durable.sync_folder(self._directory)
         return str(self._directory / gone_on[0]) if gone_on else ""
 
     def _there(self) -> set[str]:

@@ -45,7 +45,7 @@ def _all(who: Who, asleep: Asleep, *routes: str) -> dict[tuple[str, str], Rule]:
 
 UNKNOWN = Rule(Who.OPERATOR, Asleep.UNKNOWN)
 
-# (method, path as it is declared); WEBSOCKET and MOUNT (with all that is below) stand for a method.
+# (method, path as it is declared); WEBSOCKET and MOUNT (GET of it and of all that is below) stand for a method.
 ROUTES: dict[tuple[str, str], Rule] = (
     _all(
         Who.ANYBODY, Asleep.SERVED,
@@ -78,10 +78,11 @@ ROUTES: dict[tuple[str, str], Rule] = (
         "POST /score", "POST /v1/score", "POST /rerank", "POST /v1/rerank", "POST /v2/rerank",
         "POST /v1/audio/transcriptions", "POST /v1/audio/translations", "WEBSOCKET /v1/realtime",
     )
-    | _all(Who.OPERATOR, Asleep.SERVED, "GET /torpor/state", "GET /torpor/checkpoints", "POST /torpor/plan")
+    | _all(Who.OPERATOR, Asleep.SERVED, "GET /torpor/state", "GET /torpor/checkpoints")
     | _all(
         Who.ADMIN, Asleep.SERVED,
-        "POST /sleep", "POST /wake_up", "POST /swap", "POST /torpor/checkpoint", "POST /torpor/console/{method}",
+        "POST /sleep", "POST /wake_up", "POST /swap", "POST /torpor/checkpoint", "POST /torpor/plan",
+        "POST /torpor/console/{method}",
         "POST /abort_requests", "POST /start_profile", "POST /stop_profile", "POST /reset_mm_cache",
         "POST /init_weight_transfer_engine", "POST /shutdown_weight_transfer_engine",
     )
@@ -101,16 +102,18 @@ ROUTES: dict[tuple[str, str], Rule] = (
 
 
 def _pattern(method: str, path: str) -> re.Pattern:
-    return compile_path(path + "{below:path}" if method == "MOUNT" else path)[0]
+    return re.compile(f"{re.escape(path)}(/.*)?$") if method == "MOUNT" else compile_path(path)[0]
 
 
-_PATTERNS = [(method, _pattern(method, path), rule) for (method, path), rule in ROUTES.items()]
+_PATTERNS = [
+    ("GET" if method == "MOUNT" else method, _pattern(method, path), rule) for (method, path), rule in ROUTES.items()
+]
 
 
 def rule_of(method: str, path: str) -> Rule | None:
     """Of a request (or WEBSOCKET); None: not in the table."""
     method = "GET" if method == "HEAD" else method
     for known, pattern, rule in _PATTERNS:
-        if (known == method or known == "MOUNT") and pattern.match(path):
+        if known == method and pattern.match(path):
             return rule
     return None

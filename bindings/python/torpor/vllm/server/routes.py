@@ -13,19 +13,20 @@ from dataclasses import asdict
 from functools import lru_cache
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, HTTPException, Query, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from vllm.v1.engine.exceptions import EngineDeadError
 
 import torpor.console
 from torpor import _core, errors
-from torpor.errors import Error, InvalidArgument
+from torpor.errors import Error, InvalidArgument, NotFound, WrongState
 from torpor.vllm import exchange, tracing
 from torpor.vllm.compat import lookup
 from torpor.vllm.progress import Watcher
 from torpor.vllm.server import front, swapping
 from torpor.vllm.server.front import summary
 from torpor.vllm.server.life import Server
+from torpor.vllm.server.recorder import RESPONSE_ID_STARTS
 from torpor.vllm.weight_updates import kv_option
 
 sleep_mode_operation_metrics = lookup("vllm.entrypoints.serve.dev.sleep.metrics", "sleep_mode_operation_metrics")
@@ -212,6 +213,8 @@ def routes() -> APIRouter:
     async def answer(raw_request: Request, response: str) -> Response:
         life = server(raw_request)
         ids = choices(life, response, raw_request)
+        if isinstance(ids, Response):
+            return ids
         parts = [life.recorder.answers.part(each) for each in ids]
         await life.recorder.durable()
         content = [
@@ -251,6 +254,8 @@ def routes() -> APIRouter:
             query = f"?{raw_request.url.query}" if raw_request.url.query else ""
             return RedirectResponse(f"{owner}{raw_request.url.path}{query}", 307)
         ids = choices(life, response, raw_request)
+        if isinstance(ids, Response):
+            return ids
         if from_tokens is None and from_text is None:
             from_tokens = raw_request.headers.get("Last-Event-ID", "0")
         try:
@@ -267,6 +272,8 @@ def routes() -> APIRouter:
     async def abort(raw_request: Request, response: str) -> Response:
         life = server(raw_request)
         ids = choices(life, response, raw_request)
+        if isinstance(ids, Response):
+            return ids
         await life.abort(ids)
         return JSONResponse({"aborted": len(ids)})
 
@@ -277,17 +284,17 @@ def failure(life: Server) -> dict:
     return {"state": life.state, "error": life.problem.to_dict(), "restart_may_help": life.restart_may_help()}
 
 
-def choices(life: Server, response: str, request: Request) -> list[str]:
-    """Ids of the choices of an answer; by the id in vLLM's response, or by the X-Request-Id that the client gave."""
+def choices(life: Server, response: str, request: Request) -> list[str] | Response:
+    """Ids of the choices of an answer; by the id in vLLM's response, or by the X-Request-Id that the client gave. If
+    there is none, the response that says so: an HTTPException would be an error in vLLM's log for each such call."""
     if life.recorder is None:
-        raise HTTPException(503, f"the server is {life.state}")
+        return refused(WrongState(f"the server is {life.state}", "ask again once /torpor/ready is 200"), 503)
     whose = life.tenant(request.headers)
-    for name in (response, f"chatcmpl-{response}", f"cmpl-{response}", f"resp_{response}"):
+    for name in (response, *(start + response for start in RESPONSE_ID_STARTS)):
         if ids := life.recorder.answers.find(name, whose):
             return ids
-    raise HTTPException(
-        404, f"there is no answer {response}; it was never begun here, is not yours, or ended too long ago"
-    )
+    what = f"there is no answer {response}: it was never begun here, is not yours, or ended too long ago"
+    return refused(NotFound(what, "send the request again"))
 
 
 def numbers(text: str, count: int) -> list[int]:
@@ -355,8 +362,8 @@ async def _with_progress(task: asyncio.Task, so_far: dict) -> AsyncIterator[str]
         yield f"event: error\ndata: {json.dumps(problem.to_dict())}\n\n"
 
 
-def refused(problem: Error) -> JSONResponse:
-    return JSONResponse({"error": problem.to_dict()}, _STATUS.get(type(problem), 500))
+def refused(problem: Error, status: int | None = None) -> JSONResponse:
+    return JSONResponse({"error": problem.to_dict()}, status or _STATUS.get(type(problem), 500))
 
 
 async def _params(request: Request) -> dict:

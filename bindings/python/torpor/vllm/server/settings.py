@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass, field, fields
 
 from torpor.errors import InvalidArgument
+from torpor.vllm.options import switch
 
 _MOST_KEY_CHARACTERS = 4096
 
@@ -113,7 +114,7 @@ def _checked(key: str, where: str) -> str:
 def _parse(setting, text: str):
     kind, choices = type(setting.default), setting.metadata["choices"]
     try:
-        value = text.lower() in ("1", "true", "yes", "on") if kind is bool else kind(text)
+        value = switch(variable(setting), text, setting.default) if kind is bool else kind(text)
     except ValueError:
         raise InvalidArgument(f"{variable(setting)} is {text!r}", "use a number") from None
     if choices and value not in choices:
