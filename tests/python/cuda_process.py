@@ -1,6 +1,6 @@
 """A process of the tests on the rig where the platform is CUDA to torpor: an engine with torpor's memory of a GPU.
 
-Prints what is in force, and what differed over sleeps: to host, to disk, and back from the checkpoint.
+Prints what is in force, and what differed over sleeps: to host, to disk and back from the checkpoint, without weights.
 """
 
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 from conftest import InProcess  # finds the rig
 
 SLEEPS = (("host", 4), ("disk", 15))  # to, after so many steps
+RELOADED_AT = 12
 
 
 def in_force(one: InProcess) -> dict:
@@ -58,11 +59,24 @@ def slept(one: InProcess, to: str, steps: int) -> list[str]:
     return found
 
 
+def reloaded(one: InProcess, steps: int) -> list[str]:
+    """Weights are dropped; what vLLM allocates with them and requests write into is not."""
+    twin = paused(one, steps)
+    answers = one.begin(steps)
+    one.llm.sleep(level=2, preserve_state=True, weights="reload")
+    answers |= one.stopped()
+    one.llm.wake_up()
+    one.llm.collective_rpc("reload_weights")
+    one.llm.wake_up(kv="keep")
+    return [] if one.finish(answers) == twin else [f"reloaded at {steps}"]
+
+
 def main() -> None:
     one = InProcess(Path(sys.argv[1]), Path(sys.argv[2]), torpor={"gpu_preserve_state": True})
     result = {"in_force": in_force(one), "differing": []}
     for to, steps in SLEEPS:
         result["differing"] += slept(one, to, steps)
+    result["differing"] += reloaded(one, RELOADED_AT)
     result["recomputed"] = one.llm.torpor("state")["recomputed_tokens"]
     result["answers"] = len(one.expected)
     print("RESULT " + json.dumps(result), flush=True)

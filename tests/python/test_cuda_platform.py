@@ -194,7 +194,7 @@ async def over_a_sleep(url: str) -> None:
         expected, readings = ([Reading(f"{name}{number}") for number in range(3)] for name in "es")
         for these in (expected, readings):
             begun = [
-                asyncio.create_task(client.chat(reading, "la la la", **sampling(number, 120)))
+                asyncio.create_task(client.chat(reading, "la la la", **sampling(number, 60)))
                 for number, reading in enumerate(these)
             ]
             if these is readings:
