@@ -290,7 +290,7 @@ OLD = {
 }
 CHANGES = {
     "torpor_toy.shapes.waits": ABSENT,
-    "torpor_toy.shapes.Plain": Changed({"many": "self, a"}, without="gone", also="new"),
+    "torpor_toy.shapes.Plain": Changed({"many": "self, a"}, without="gone", also="new", used="once"),
     "torpor_toy.old.starred": Moved("torpor_toy.stars.starred"),
     "torpor_toy.gone": ABSENT,
 }
@@ -304,7 +304,9 @@ def test_a_manifest_is_written_by_its_changes():
             Module("torpor_toy.stars", names=("starred",)),
         ),
         "cpu": (
-            Module("torpor_toy.shapes", classes=(Class("Plain", {"many": "self, a"}, "slot", members="CONSTANT"),)),
+            Module(
+                "torpor_toy.shapes", classes=(Class("Plain", {"many": "self, a"}, "slot once", members="CONSTANT"),)
+            ),
         ),
     }
     moved = changed(OLD, {"torpor_toy.old": Moved("torpor_toy.new")})["engine"][1]

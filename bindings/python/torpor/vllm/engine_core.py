@@ -89,7 +89,11 @@ class EngineSide:
 
     def sleep(self, options: dict) -> dict:
         self.hooks.for_new_process = _makes_checkpoint(options)
-        return self._with_bound(lambda: self.controller.sleep(options))
+        self.hooks.pause_travels = True
+        try:
+            return self._with_bound(lambda: self.controller.sleep(options))
+        finally:
+            self.hooks.pause_travels = False
 
     def checkpoint(self, options: dict) -> dict:
         self.hooks.for_new_process = True

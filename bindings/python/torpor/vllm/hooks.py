@@ -11,7 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from torpor.errors import Incompatible, TimedOut
-from torpor.vllm import block_stamps, connector_sleep, grammar, kept
+from torpor.vllm import block_stamps, connector_sleep, grammar, kept, pauses
 from torpor.vllm import pool_values, weight_updates
 from torpor.vllm import scheduler_values as values
 from torpor.vllm.fingerprint import fingerprint
@@ -35,6 +35,8 @@ class VllmHooks:
         self.stood_seconds = 0.0  # the last time that it went on: from the end of its last step to then
         self._before_drain: PauseState | None = None  # while running requests end and no other is begun
         self._own_weight_version: str | None = None  # of this engine, before it was restored
+        self._own_pause: dict | None = None  # the same
+        self.pause_travels = False  # it falls asleep; an engine that is checkpointed goes on, and may be resumed
         self.late: LateBlocks | None = None  # of the last early wake
         self.for_new_process = False  # the next unsupported() is asked for a checkpoint
         self.bound: list[dict] = []  # requests of the last capture() that no checkpoint can hold: id, and why
@@ -113,8 +115,17 @@ class VllmHooks:
     def go_on(self) -> None:
         """Waits for all the others to be told."""
         self.standing = self.scheduler.torpor_frozen = False
+        turned_away = pauses.turns_away(self.core)
         self.core.resume_scheduler()
         self.scheduler.set_pause_state(self._was_paused)
+        pauses.turn_away(self.core, turned_away)
+
+    @property
+    def wanted_pause(self) -> PauseState:
+        """The pause state that vLLM's users have set."""
+        if self.scheduler.torpor_frozen:
+            return self._was_paused
+        return self.scheduler.pause_state if self._before_drain is None else self._before_drain
 
     def _finish_batches(self, deadline: float | None) -> None:
         """With async scheduling batches are in flight between steps: their tokens are given to their readers."""
@@ -159,6 +170,7 @@ class VllmHooks:
     def resume_paused(self) -> None:
         """The next resume() ends a pause from before too, as vLLM's wake_up() does."""
         self._was_paused = PauseState.UNPAUSED
+        pauses.turn_away(self.core, False)
 
     def capture(self) -> dict:
         if self.scheduler.torpor_frozen:  # else it is for a plan, and need not be exact
@@ -187,6 +199,8 @@ class VllmHooks:
             "workers": workers.result(),
         }
         state["scheduler"]["engine"]["weight_version"] = self.core.get_weight_version()
+        if self.pause_travels:
+            state["scheduler"]["engine"]["pause"] = pauses.to_value(self.core, self.wanted_pause)
         return state
 
     def _check(self, state: dict) -> None:
@@ -273,6 +287,9 @@ class VllmHooks:
         inputs = {i: found.to_value() for i, request in requests.items() if (found := Inputs.of(request))}
         self._rpc("torpor_restore", checkpoint["workers"], given, inputs)
         self._take_weight_version(checkpoint["scheduler"]["engine"].get("weight_version"))
+        self._own_pause = pauses.to_value(self.core, self._was_paused)
+        if (pause := checkpoint["scheduler"]["engine"].get("pause")) is not None:
+            self._was_paused = pauses.from_value(self.core, pause)
         self.restored = checkpoint
         watch_recomputation(self.scheduler)
         return failed
@@ -338,6 +355,8 @@ class VllmHooks:
         if self._own_weight_version is not None:
             self.core.set_weight_version(self._own_weight_version)
             self._own_weight_version = None
+        if self._own_pause is not None:
+            self._was_paused, self._own_pause = pauses.from_value(self.core, self._own_pause), None
         connector_sleep.forget_requests(self.scheduler)
         values.empty_scheduler(self.scheduler)
         pool_values.empty_pool(self.scheduler)

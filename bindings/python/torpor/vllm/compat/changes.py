@@ -10,11 +10,14 @@ from torpor.vllm.compat.guards import Class, Module
 
 @dataclass(frozen=True)
 class Changed:
-    """A class that differs: signatures of its methods, names that it does not have, fields that it has besides."""
+    """A class that differs: signatures of its methods, names that it does not have, fields that it has besides; of a
+    class that may have others too, those of them that are used.
+    """
 
     calls: dict[str, str] = field(default_factory=dict)
     without: str = ""
     also: str = ""
+    used: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class _Writer:
         return replace(
             cls,
             calls={name: change.calls.get(name, cls.calls[name]) for name in kept(" ".join(cls.calls)).split()},
-            fields=f"{kept(cls.fields)} {change.also if cls.exact else ''}".strip(),
+            fields=f"{kept(cls.fields)} {change.also if cls.exact else change.used}".strip(),
             properties=kept(cls.properties),
             members=kept(cls.members),
         )

@@ -17,6 +17,8 @@ CHANGES: Changes = {
     "vllm.v1.core.kv_cache_manager.KVCacheManager": Changed({
         "get_computed_blocks": "self, request, max_cache_hit_length=None",
     }),
+    # What a pause says to new requests.
+    "vllm.v1.engine.core.EngineCoreProc": Changed(used="reject_new_requests"),
     "vllm.v1.core.block_pool.BlockPool": Changed(also="num_hash_lookahead_tokens"),
     "vllm.pooling_params.PoolingParams": Changed(also="late_chunking_params"),
     # Follows from the grammar and the reasoning parser, and is computed when it is first used.

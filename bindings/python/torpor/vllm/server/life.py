@@ -177,6 +177,8 @@ class Server:
             report.checkpoint or "the log of answers", report.seconds, report.requests,
             len(rolled["extended"]), len(rolled["added"]), len(rolled["dropped"]),
         )  # fmt: skip
+        if await self.engine.is_paused():
+            logger.warning("torpor: the engine is paused, as it was when it fell asleep: POST /resume ends that")
 
     async def _wake_new(self, checkpoint: str | None) -> Report:
         """A new engine goes on with the requests of a checkpoint, or of the log alone, from what their readers got."""

@@ -1,0 +1,107 @@
+"""A pause that users of vLLM asked for lasts over sleeps, with what it says to new requests, and into a new process."""
+
+from types import SimpleNamespace
+
+import pytest
+from requests_of_tests import run
+from vllm.v1.core.sched.interface import PauseState
+
+PAUSED, RUNS = ("PAUSED_NEW", True), ("UNPAUSED", False)
+
+
+@pytest.fixture
+def core(one):
+    """With what engine cores in their own processes have from vLLM 0.33 on: whether new requests are turned away."""
+    one.core.reject_new_requests = False
+    yield one.core
+    one.core.resume_scheduler()
+    del one.core.reject_new_requests
+
+
+def pause(core):
+    """As pause_generation(mode="wait") does; what runs goes on."""
+    core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    core.reject_new_requests = True
+
+
+def resume(core):
+    core.resume_scheduler()
+    core.reject_new_requests = False
+
+
+def seen(core) -> tuple[str, bool]:
+    return core.scheduler.pause_state.name, core.reject_new_requests
+
+
+def test_it_lasts_over_a_sleep_in_host_memory(one, core):
+    answers = one.begin(20)
+    pause(core)
+    one.llm.sleep(level=1, preserve_state=True)
+    assert core.reject_new_requests
+    answers |= one.stopped()
+    one.llm.wake_up()
+    assert seen(core) == PAUSED
+    resume(core)
+    assert one.finish(answers) == one.expected
+
+
+def test_it_travels_with_a_sleep_to_disk(one, core):
+    answers = one.begin(20)
+    pause(core)
+    report = one.llm.sleep(level=1, preserve_state=True, to="disk")
+    answers |= one.stopped()
+    one.llm.wake_up()
+    resume(core)
+    run(one.engine)
+    one.llm.reset_prefix_cache()
+    one.llm.torpor("wake_up", {"from_checkpoint": report.checkpoint, "hold": True})
+    one.llm.torpor("end_hold", {"keep": False})  # it was not to be
+    assert seen(core) == RUNS
+    one.llm.wake_up(from_checkpoint=report.checkpoint)
+    assert seen(core) == PAUSED
+    resume(core)
+    assert one.finish(answers) == one.expected
+
+
+def test_a_checkpoint_of_an_engine_that_goes_on_has_none(one, core):
+    answers = one.begin(20)
+    pause(core)
+    report = one.llm.checkpoint()
+    assert seen(core) == PAUSED
+    resume(core)
+    run(one.engine)
+    one.llm.reset_prefix_cache()
+    one.llm.wake_up(from_checkpoint=report.checkpoint)
+    assert seen(core) == RUNS
+    assert one.finish(answers) == one.expected
+
+
+def test_a_wake_that_ends_it_lets_new_requests_in(one, core):
+    one.begin(20, ("greedy", "short"))
+    core.pause_scheduler("keep", False)
+    core.reject_new_requests = True
+    one.llm.release_kv_cache_memory()
+    one.llm.wake_up(tags=["kv_cache"])
+    assert seen(core) == RUNS
+    run(one.engine)
+
+
+def test_ranks_that_stood_together_turn_new_requests_away_as_before():
+    from torpor.vllm.hooks import VllmHooks
+
+    class Core(SimpleNamespace):
+        def pause_scheduler(self, mode, clear_cache):
+            self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            self._idle_state_callbacks.append(lambda core: None)
+
+        def resume_scheduler(self):
+            self.scheduler.set_pause_state(PauseState.UNPAUSED)
+            self.reject_new_requests = False
+
+    scheduler = SimpleNamespace(pause_state=PauseState.PAUSED_NEW, torpor_frozen=False)
+    scheduler.set_pause_state = lambda state: setattr(scheduler, "pause_state", state)
+    core = Core(scheduler=scheduler, reject_new_requests=True, _idle_state_callbacks=[])
+    hooks = VllmHooks(core)
+    hooks.stand()
+    hooks.go_on()
+    assert seen(core) == PAUSED and not scheduler.torpor_frozen
