@@ -202,7 +202,7 @@ def release_kv_cache_memory(core) -> None:
     if set(side.controller.state()["tags"].values()) - {"attached"}:
         raise RuntimeError("release_kv_cache_memory() requires all executor memory to be resident")
     side.controller.sleep({"level": 1, "in_flight": "recompute", "tags": ["kv_cache"]})
-    side.hooks.resume_paused()
+    side.hooks.end_pause()
 
 
 def _side(core) -> EngineSide:

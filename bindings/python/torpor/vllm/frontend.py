@@ -16,7 +16,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from torpor import errors
 from torpor.errors import Error, NotFound, TimedOut, Unsupported, WrongState
-from torpor.vllm import data_parallel
+from torpor.vllm import data_parallel, restored
 from torpor.vllm import outputs as front_end
 
 _CHECKPOINT_SECONDS = 0.02  # between looks how far a checkpoint is
@@ -83,12 +83,12 @@ class BlockingSide:
         time.sleep(_CHECKPOINT_SECONDS)
 
     def _step(self) -> None:
-        self.engine.torpor_stash = getattr(self.engine, "torpor_stash", []) + self.engine.torpor_stock_step()
+        self.engine.torpor_stash = self.engine.torpor_stash + self.engine.torpor_stock_step()
 
     def take(self, report: Report) -> None:
         front_end.restore(self.engine.output_processor, report.pop("outputs"), with_queues=False)
         failed = front_end.fail(self.engine.output_processor, report.failed_requests)
-        self.engine.torpor_stash = getattr(self.engine, "torpor_stash", []) + failed
+        self.engine.torpor_stash = self.engine.torpor_stash + failed
 
     def slept(self, report: Report, in_flight: str) -> None:
         self.engine.torpor_asleep = report.changed or not report.fully_awake
@@ -347,7 +347,11 @@ def finish(coroutine):
 
 def step(engine: LLMEngine) -> list:
     """LLMEngine.step(): what arrived during a sleep comes first; while the engine is asleep there is nothing."""
-    if stash := getattr(engine, "torpor_stash", None):
+    return restored.others(engine, _step(engine))
+
+
+def _step(engine: LLMEngine) -> list:
+    if stash := engine.torpor_stash:
         engine.torpor_stash = []
         return stash
     client = engine.engine_core
@@ -370,7 +374,9 @@ def refuse_while_asleep(engine: LLMEngine) -> None:
 
 def has_unfinished_requests(engine: LLMEngine) -> bool:
     """LLMEngine.has_unfinished_requests(): also while step() still has stashed outputs to return."""
-    return bool(getattr(engine, "torpor_stash", None)) or engine.torpor_stock_has_unfinished_requests()
+    if engine.torpor_aside is not None:
+        return restored.has_others(engine)
+    return bool(engine.torpor_stash) or engine.torpor_stock_has_unfinished_requests()
 
 
 # --- AsyncLLM ---------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from vllm.v1.core.sched.interface import PauseState
@@ -28,7 +29,8 @@ class VllmHooks:
     def __init__(self, core):
         self.core = core
         self.scheduler: Scheduler = core.scheduler
-        self._was_paused = PauseState.UNPAUSED
+        self._before_stand = PauseState.UNPAUSED  # what go_on() puts back
+        self._stand_callback: Callable | None = None  # of the idle engine: all ranks stand
         self._quiet = False  # between quiesce() and resume()
         self.standing = False  # with all other ranks, between stand() and go_on()
         self._stands_since = 0.0
@@ -88,7 +90,6 @@ class VllmHooks:
         try:
             self._finish_batches(None if timeout is None else time.monotonic() + timeout)
             self._stands_since = time.monotonic()
-            self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
             if (side := connector_sleep.side_of(self.scheduler)) is not None:
                 connector_sleep.finish_transfers(self.core, side)
             self._rpc("torpor_settle")
@@ -98,9 +99,8 @@ class VllmHooks:
 
     def _freeze(self) -> None:
         """The engine takes no further step, not even the empty one that vLLM would take to hand over the ids of
-        finished requests: it would move rows of the batch."""
-        self._was_paused = self.scheduler.pause_state if self._before_drain is None else self._before_drain
-        self._before_drain = None
+        finished requests: it would move rows of the batch. vLLM's pauses go on meanwhile (freezing.py)."""
+        self.end_drain()
         self.scheduler.torpor_frozen = True
 
     def stand(self) -> Future:
@@ -108,24 +108,41 @@ class VllmHooks:
 
         Until then each goes on with empty batches. Then no step is under way, and none begins before all go_on().
         """
-        self._freeze()
-        self.standing = True
-        return self.core.pause_scheduler("keep", False)
+        self.end_drain()
+        self._before_stand = self.scheduler.pause_state
+        future = self.core.pause_scheduler("keep", False)
+        self._stand_callback = self.core._idle_state_callbacks[-1]
+        self.scheduler.torpor_frozen = self.standing = True
+        return future
+
+    def notify_stand(self) -> None:
+        """No rank takes a step any more. Pauses from before go on waiting for their requests."""
+        callback, self._stand_callback = self._stand_callback, None
+        if callback in self.core._idle_state_callbacks:
+            self.core._idle_state_callbacks.remove(callback)
+            callback(self.core)
 
     def go_on(self) -> None:
         """Waits for all the others to be told."""
         self.standing = self.scheduler.torpor_frozen = False
         turned_away = pauses.turns_away(self.core)
         self.core.resume_scheduler()
-        self.scheduler.set_pause_state(self._was_paused)
+        self.scheduler.set_pause_state(self._before_stand)
         pauses.turn_away(self.core, turned_away)
 
     @property
     def wanted_pause(self) -> PauseState:
         """The pause state that vLLM's users have set."""
-        if self.scheduler.torpor_frozen:
-            return self._was_paused
+        if self.standing:
+            return self._before_stand
         return self.scheduler.pause_state if self._before_drain is None else self._before_drain
+
+    @wanted_pause.setter
+    def wanted_pause(self, state: PauseState) -> None:
+        """Ranks that stand stay as they are until go_on()."""
+        if self.standing:
+            self._before_stand, state = state, PauseState.PAUSED_ALL
+        self.scheduler.set_pause_state(state)
 
     def _finish_batches(self, deadline: float | None) -> None:
         """With async scheduling batches are in flight between steps: their tokens are given to their readers."""
@@ -161,15 +178,14 @@ class VllmHooks:
         self.stood_seconds = time.monotonic() - self._stands_since
         if not self.standing:
             self.scheduler.torpor_frozen = False
-            self.scheduler.set_pause_state(self._was_paused)
 
     @property
     def is_quiet(self) -> bool:
         return self._quiet
 
-    def resume_paused(self) -> None:
-        """The next resume() ends a pause from before too, as vLLM's wake_up() does."""
-        self._was_paused = PauseState.UNPAUSED
+    def end_pause(self) -> None:
+        """Of an engine that is asleep: the wake ends a pause from before too, as vLLM's wake_up() does."""
+        self.wanted_pause = PauseState.UNPAUSED
         pauses.turn_away(self.core, False)
 
     def capture(self) -> dict:
@@ -239,14 +255,17 @@ class VllmHooks:
             self._pause("abort" if mode == "abort" else "keep")
 
     def _pause(self, mode: str) -> None:
-        """vLLM's pause, which drops. Of ranks that stand it would ask for consent once more: here is only its end."""
-        if not self.standing:
-            self.core.pause_scheduler(mode, True)
-            return
+        """What vLLM's pause does with requests and caches, of an engine that stands still already."""
         if mode == "abort":
             aborted = self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-            self.core._send_abort_outputs(aborted)
-        self.core._finish_pause(True)
+            if (send := getattr(self.core, "_send_abort_outputs", None)) is not None:  # to another process
+                send(aborted)
+        state = self.scheduler.pause_state
+        self.scheduler.set_pause_state(PauseState.PAUSED_ALL)  # else vLLM warns of requests in progress
+        try:
+            self.core._finish_pause(True)
+        finally:
+            self.scheduler.set_pause_state(state)
 
     def drop_prefix(self, block_ids: list[int]) -> None:
         pool = self.scheduler.kv_cache_manager.block_pool
@@ -287,9 +306,9 @@ class VllmHooks:
         inputs = {i: found.to_value() for i, request in requests.items() if (found := Inputs.of(request))}
         self._rpc("torpor_restore", checkpoint["workers"], given, inputs)
         self._take_weight_version(checkpoint["scheduler"]["engine"].get("weight_version"))
-        self._own_pause = pauses.to_value(self.core, self._was_paused)
+        self._own_pause = pauses.to_value(self.core, self.wanted_pause)
         if (pause := checkpoint["scheduler"]["engine"].get("pause")) is not None:
-            self._was_paused = pauses.from_value(self.core, pause)
+            self.wanted_pause = pauses.from_value(self.core, pause)
         self.restored = checkpoint
         watch_recomputation(self.scheduler)
         return failed
@@ -356,7 +375,7 @@ class VllmHooks:
             self.core.set_weight_version(self._own_weight_version)
             self._own_weight_version = None
         if self._own_pause is not None:
-            self._was_paused, self._own_pause = pauses.from_value(self.core, self._own_pause), None
+            self.wanted_pause, self._own_pause = pauses.from_value(self.core, self._own_pause), None
         connector_sleep.forget_requests(self.scheduler)
         values.empty_scheduler(self.scheduler)
         pool_values.empty_pool(self.scheduler)

@@ -69,6 +69,8 @@ def restore(processor: OutputProcessor, outputs: dict, with_queues: bool) -> dic
                 state.external_req_id, RequestOutputCollector(state.output_kind, state.external_req_id)
             )
             state.queue = collector
+        else:
+            state.torpor_restored = True
         processor.request_states[state.request_id] = state
         processor.external_req_ids[state.external_req_id].append(state.request_id)
     for parent in parents.values():

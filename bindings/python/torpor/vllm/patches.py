@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 from torpor.errors import Unsupported
-from torpor.vllm import configuration, frontend
+from torpor.vllm import configuration, frontend, restored
 from torpor.vllm import front_end_methods as methods
 from torpor.vllm.compat import lookup
 from torpor.vllm.options import Options, has_torpor_backend, holds_memory_of
@@ -98,13 +98,14 @@ def _grammars(patches: Patches) -> None:
 def _engine_core(patches: Patches) -> None:
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-    from torpor.vllm import slots
+    from torpor.vllm import freezing, slots
     from torpor.vllm.engine_core import release_kv_cache_memory, torpor_call
     from torpor.vllm.weight_updates import doubt_weights_after, note_timeout
 
     stock_has_work = EngineCoreProc.has_work
     patches.set(EngineCoreProc, "has_work", lambda self: slots.has_work(self, stock_has_work))
 
+    freezing.install(patches)
     patches.set(EngineCore, "torpor_call", torpor_call)
     stock_release = EngineCore.release_kv_cache_memory
 
@@ -148,6 +149,7 @@ def _front_ends(patches: Patches) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    patches.set(LLMEngine, "torpor_stash", [])  # outputs that step() gives first
     patches.set(LLMEngine, "torpor_stock_step", LLMEngine.step)
     patches.set(LLMEngine, "torpor_stock_has_unfinished_requests", LLMEngine.has_unfinished_requests)
     patches.set(LLMEngine, "step", frontend.step)
@@ -156,14 +158,7 @@ def _front_ends(patches: Patches) -> None:
         for name in ("sleep", "wake_up", "updating_weights", "checkpoint", "torpor"):
             patches.set(cls, name, _routed(getattr(ours, name), getattr(cls, name, None)))
     patches.set(LLM, "is_sleeping", lambda self: self.llm_engine.is_sleeping())
-    stock_run = LLM._run_engine
-
-    def run_engine(self, *args, **kwargs):
-        if holds_memory_of(self.llm_engine.vllm_config):
-            frontend.refuse_while_asleep(self.llm_engine)
-        return stock_run(self, *args, **kwargs)
-
-    patches.set(LLM, "_run_engine", run_engine)
+    restored.install(patches)
 
 
 def _ends_of_engine_cores(patches: Patches) -> None:
@@ -220,7 +215,7 @@ def _routed(ours, theirs):
 
 
 def _finish_reasons(patches: Patches) -> None:
-    """RequestState.make_request_output() is where every end of a request passes, with its reason."""
+    """RequestState.make_request_output() is where every output of a request passes, and its end with its reason."""
     from vllm.v1.engine.output_processor import RequestState
 
     stock = RequestState.make_request_output
@@ -228,7 +223,10 @@ def _finish_reasons(patches: Patches) -> None:
     def make_request_output(self, new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs):
         if finish_reason is not None:
             self.torpor_finish = (str(finish_reason), stop_reason)
-        return stock(self, new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
+        output = stock(self, new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
+        if self.torpor_restored and output is not None:
+            output.torpor_restored = True
+        return output
 
     patches.set(RequestState, "torpor_finish", None)
     patches.set(RequestState, "make_request_output", make_request_output)

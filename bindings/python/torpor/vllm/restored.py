@@ -1,0 +1,91 @@
+"""LLM.generate() and its relatives beside requests that a wake in a new process has restored.
+
+vLLM returns whatever ends while it runs the engine, in the order of ids that LLM made itself. Restored requests have ids
+of another process, equal to new ones or no numbers at all. So while LLM runs the engine for its own requests, outputs of
+restored ones are put aside; `LLMEngine.step()` and `LLM.wait_for_completion()` give them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vllm import LLM
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.output_processor import RequestState
+
+from torpor.vllm.options import holds_memory_of
+from torpor.vllm.patching import Patches
+
+
+def install(patches: Patches) -> None:
+    patches.set(RequestState, "torpor_restored", False)  # by a wake in a new process
+    patches.set(LLMEngine, "torpor_aside", None)  # outputs of restored requests, while LLM runs its own
+    for name in ("_run_engine", "_run_tiling_engine"):
+        patches.set(LLM, name, _run(getattr(LLM, name)))
+    stock_wait = LLM.wait_for_completion
+
+    def wait_for_completion(self, *args, **kwargs):
+        own = stock_wait(self, *args, **kwargs)
+        return finish(self.llm_engine) + own
+
+    patches.set(LLM, "wait_for_completion", wait_for_completion)
+
+
+def _run(stock):
+    """LLM runs its engine until its requests have ended, and returns their outputs."""
+
+    from torpor.vllm.frontend import refuse_while_asleep  # which asks this module for what it puts aside
+
+    def run(self, *args, **kwargs):
+        if holds_memory_of(self.llm_engine.vllm_config):
+            refuse_while_asleep(self.llm_engine)
+        with put_aside(self.llm_engine):
+            return stock(self, *args, **kwargs)
+
+    return run
+
+
+def is_restored(output) -> bool:
+    return getattr(output, "torpor_restored", False)
+
+
+def _are_there(engine: LLMEngine) -> bool:
+    """Whether restored requests run, or have outputs that nobody was given."""
+    states = engine.output_processor.request_states.values()
+    return any(state.torpor_restored for state in states) or any(map(is_restored, engine.torpor_stash))
+
+
+@contextmanager
+def put_aside(engine: LLMEngine) -> Iterator[None]:
+    """Meanwhile step() and has_unfinished_requests() know only requests that began in this process."""
+    if engine.torpor_aside is not None or not _are_there(engine):
+        yield
+        return
+    engine.torpor_aside = []
+    try:
+        yield
+    finally:
+        aside, engine.torpor_aside = engine.torpor_aside, None
+        engine.torpor_stash = aside + engine.torpor_stash
+
+
+def others(engine: LLMEngine, outputs: list) -> list:
+    """Those of step() that are not put aside."""
+    if engine.torpor_aside is None:
+        return outputs
+    engine.torpor_aside += filter(is_restored, outputs)
+    return [output for output in outputs if not is_restored(output)]
+
+
+def has_others(engine: LLMEngine) -> bool:
+    states = engine.output_processor.request_states.values()
+    return not all(state.torpor_restored for state in states) or not all(map(is_restored, engine.torpor_stash))
+
+
+def finish(engine: LLMEngine) -> list:
+    """Run the engine until the restored requests have ended. Return their last outputs, as they ended."""
+    ended = []
+    while _are_there(engine):
+        ended += [output for output in engine.step() if output.finished]
+    return ended

@@ -1,0 +1,247 @@
+"""vLLM's pauses beside checkpoints, sleeps and wakes: a frozen engine is neither idle nor paused."""
+
+import asyncio
+
+import pytest
+import rig
+import vllm
+from conftest import ENGINE
+from requests_of_tests import REQUESTS
+from torpor.vllm import freezing
+from torpor.vllm.hooks import VllmHooks
+from vllm.v1.core.sched.interface import PauseState
+
+NAMES = ("greedy", "seeded", "prefix-a")
+LONG = 60 if rig.active() else 250  # tokens: the requests must not be done before the engine is frozen
+
+
+@pytest.mark.rig
+@pytest.mark.parametrize("before", [True, False], ids=["before the sleep", "while asleep"])
+def test_a_pause_lasts_over_a_sleep_until_it_is_ended(one, before):
+    answers = one.begin(10)
+    if before:
+        one.core.pause_scheduler("keep", False)
+        while one.core.batch_queue:
+            one.engine.step()
+    one.llm.sleep(level=1, preserve_state=True)
+    if not before:
+        answers |= one.stopped()
+        one.core.pause_scheduler("keep", False)
+    assert one.llm.wake_up()
+    assert one.core.is_scheduler_paused() and one.engine.step() == []
+    one.core.resume_scheduler()
+    assert not one.core.is_scheduler_paused()
+    assert one.finish(answers) == one.expected
+
+
+def test_a_pause_that_is_ended_while_the_engine_sleeps_is_over_after_the_wake(one):
+    answers = one.begin(10)
+    one.core.pause_scheduler("keep", False)
+    one.llm.sleep(level=1, preserve_state=True)
+    one.core.resume_scheduler()
+    assert one.llm.is_sleeping() and one.engine.step() == []
+    assert one.llm.wake_up() and not one.llm.is_sleeping()
+    assert one.finish(answers) == one.expected
+
+
+def test_a_pause_that_clears_caches_while_the_engine_sleeps_has_its_requests_computed_again(one):
+    names = ("greedy", "prefix-a", "long", "short")  # stock vLLM on the CPU cannot resume a seeded request in chunks
+    answers = one.begin(10, names)
+    one.llm.sleep(level=1, preserve_state=True)
+    answers |= one.stopped()
+    one.core.pause_scheduler("keep", True)
+    one.llm.wake_up()
+    one.core.resume_scheduler()
+    finished = one.finish(answers)
+    for name in names:
+        assert finished[name][1][0][1] == one.expected[name][1][0][1], name
+
+
+def test_no_engine_is_paused_by_a_checkpoint(one):
+    answers = one.begin(10)
+    one.llm.torpor("state")
+    one.core.torpor_side.freeze({})  # as while a checkpoint is taken
+    assert not one.core.is_scheduler_paused() and one.engine.step() == []
+    with pytest.raises(RuntimeError, match="pause"):
+        one.llm.release_kv_cache_memory()
+    one.core.torpor_side.unfreeze({})
+    assert one.finish(answers) == one.expected
+
+
+class Rank:
+    """An engine core that computes for others, as far as a stop of all of them is concerned."""
+
+    def __init__(self, pause):
+        self.pause_state = pause
+        self.unfinished = 2
+        self.called: list[str] = []
+        self._idle_state_callbacks = [lambda _: self.called.append("pause")]
+        self.batch_queue = self.connector = None
+        self.torpor_frozen = False
+        self.scheduler = self
+        self.hooks = VllmHooks(self)
+        self.torpor_side = self
+
+    @property
+    def _pause_state(self):
+        return self.pause_state
+
+    @_pause_state.setter
+    def _pause_state(self, state):
+        self.pause_state = state
+
+    def set_pause_state(self, state) -> None:
+        self.pause_state = state
+
+    def get_num_unfinished_requests(self) -> int:
+        return 0 if self.pause_state is PauseState.PAUSED_ALL else self.unfinished
+
+    def pause_scheduler(self, _mode, _clear_cache) -> str:
+        self.pause_state = PauseState.PAUSED_ALL
+        self._idle_state_callbacks.append(lambda _: self.called.append("stand"))
+        return "all stand"
+
+    def resume_scheduler(self) -> None:
+        self.pause_state = PauseState.UNPAUSED
+
+    def is_taken_for_idle(self) -> list[str]:
+        """By its loop, when no rank has a step to take. Returns whose callbacks have run."""
+
+        def stock(core) -> None:
+            while core._idle_state_callbacks:
+                core._idle_state_callbacks.pop()(core)
+
+        freezing.notify_idle_state_callbacks(self, stock)
+        return self.called
+
+
+def test_pauses_of_ranks_that_stand_together_wait_for_their_requests():
+    rank = Rank(PauseState.PAUSED_NEW)
+    assert rank.hooks.stand() == "all stand"
+    assert rank.is_taken_for_idle() == ["stand"] and rank.is_taken_for_idle() == ["stand"]
+    rank.unfinished = 0
+    assert rank.is_taken_for_idle() == ["stand", "pause"]
+    rank.hooks.go_on()
+    assert rank.pause_state is PauseState.PAUSED_NEW
+
+
+def test_a_pause_of_ranks_that_stand_holds_when_they_go_on():
+    rank = Rank(PauseState.UNPAUSED)
+    rank.hooks.stand()
+    rank.set_pause_state(PauseState.PAUSED_NEW)  # as vLLM's pause does first
+    assert not freezing.pause_complete(rank, None) and rank.pause_state is PauseState.PAUSED_ALL
+    rank.set_pause_state(PauseState.PAUSED_ALL)
+    assert freezing.pause_complete(rank, None)
+    rank.hooks.go_on()
+    assert rank.pause_state is PauseState.PAUSED_ALL
+
+
+class Engine:
+    """An AsyncLLM whose engine core is in another process, and readers of it."""
+
+    def __init__(self, model, directory):
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        torpor = {"torpor": {"dir": str(directory)}}
+        arguments = AsyncEngineArgs(model=str(model), additional_config=torpor, disable_log_stats=True, **ENGINE)
+        self.llm = AsyncLLM.from_engine_args(arguments)
+        self.tokens: dict[str, list[int]] = {}
+        self.number = 0
+
+    def ask(self) -> list[asyncio.Task]:
+        self.number += 1
+        self.tokens = {name: [] for name in NAMES}
+        return [asyncio.create_task(self._read(name)) for name in NAMES]
+
+    async def _read(self, name: str) -> list[int]:
+        prompt, params = REQUESTS[name]
+        params = params.clone()
+        params.max_tokens = LONG
+        async for output in self.llm.generate(prompt, params, f"{name}-{self.number}"):
+            self.tokens[name] = list(output.outputs[0].token_ids)
+        return self.tokens[name]
+
+    async def begun(self) -> list[asyncio.Task]:
+        tasks = self.ask()
+        while min(map(len, self.tokens.values())) < 8:
+            await asyncio.sleep(0)
+        return tasks
+
+    async def pause(self, mode: str) -> asyncio.Task:
+        """Of an engine that is not asleep: it has come to the engine core, which has not answered yet."""
+        task = asyncio.create_task(self.paused(mode))
+        while not await self.llm.is_paused():
+            await asyncio.sleep(0)
+        return task
+
+    async def paused(self, mode: str, clear_cache: bool = True) -> dict[str, int]:
+        """Tokens of each request that had not ended when the pause was over."""
+        await self.llm.pause_generation(mode=mode, clear_cache=clear_cache)
+        asleep = (await self.llm.torpor("state"))["engine"] == "asleep"
+        unfinished = await self.llm.torpor("freeze")
+        if not asleep:
+            await self.llm.torpor("unfreeze")
+        return unfinished
+
+
+@pytest.mark.slow
+@pytest.mark.rig
+def test_a_pause_is_over_when_its_requests_have_ended_whatever_comes_in_between(
+    zygote, tiny_model, tmp_path, monkeypatch
+):
+    vllm.envs.disable_envs_cache()  # an engine in this process has switched it on
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    asyncio.run(_pauses(zygote, tiny_model, tmp_path))
+
+
+async def _pauses(zygote, model, directory) -> None:
+    with zygote.spawning():
+        engine = Engine(model, directory)
+    llm = engine.llm
+    expected = await asyncio.gather(*engine.ask())
+
+    async def ends_whole(readers, paused) -> None:
+        assert await paused == {}, "the pause was over before its requests were"
+        assert await asyncio.gather(*readers) == expected and await llm.is_paused()
+        await llm.resume_generation()
+        assert not await llm.is_paused()
+
+    readers = await engine.begun()
+    paused = await engine.pause("wait")
+    await llm.checkpoint()
+    assert not paused.done() or all(reader.done() for reader in readers)
+    await ends_whole(readers, paused)
+
+    readers = await engine.begun()
+    paused = await engine.pause("wait")
+    await llm.sleep(level=1, preserve_state=True)
+    during = asyncio.create_task(engine.paused("wait"))  # of an engine that is asleep already
+    assert await llm.is_sleeping() and await llm.is_paused() and not paused.done()
+    await llm.wake_up()
+    assert await during == {}
+    await ends_whole(readers, paused)
+
+    readers = await engine.begun()
+    await llm.sleep(level=1, preserve_state=True)
+    kept = await engine.paused("keep", clear_cache=False)
+    assert kept.keys() == llm.output_processor.request_states.keys()
+    await llm.wake_up()
+    assert await llm.is_paused() and not any(reader.done() for reader in readers)
+    paused = asyncio.create_task(engine.paused("wait"))  # from here on they may end
+    await ends_whole(readers, paused)
+
+    readers = await engine.begun()
+    await llm.sleep(level=1, preserve_state=True)
+    waits = asyncio.create_task(engine.paused("wait"))
+    await llm.is_sleeping()  # the engine core has the pause
+    assert await engine.paused("abort") == {}, "no request is left"
+    assert await waits == {}
+    await llm.wake_up()
+    assert await llm.is_paused()
+    for reader, whole in zip(readers, expected, strict=True):
+        tokens = await reader
+        assert tokens == whole[: len(tokens)] and len(tokens) < LONG
+    await llm.resume_generation()
+    assert await asyncio.gather(*engine.ask()) == expected
+    llm.shutdown()
