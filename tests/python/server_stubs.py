@@ -158,9 +158,10 @@ def add_echo(app: FastAPI, method: str, path: str) -> None:
 
 async def started(server) -> None:
     """As the plugin starts it, without its tasks."""
-    server.run = lambda coroutine: coroutine.close()
+    server.tasks.run = lambda coroutine, name=None: coroutine.close()
+    server.tasks.keep = lambda loop, name: None
     await server.start()
-    del server.run
+    del server.tasks.run, server.tasks.keep
 
 
 def client(app, key: str | None = CLIENT, **headers) -> httpx.AsyncClient:

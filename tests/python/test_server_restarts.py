@@ -46,7 +46,7 @@ def server(tiny_model, folder, events):
     options = ["--torpor-checkpoint-every", "3", "--max-num-seqs", str(CLIENTS)]
     options += ["--torpor-events-directory", events, "--torpor-console", "control"]
     options += ["--torpor-record-directory", str(folder / "recordings")]
-    server = make_server(tiny_model, folder / "torpor", *options)
+    server = make_server(tiny_model, folder / "torpor", *options, environment={"VLLM_SERVER_DEV_MODE": "1"})
     server.start()
     server.wait_until_ready()
     yield server
@@ -255,6 +255,27 @@ def test_a_server_that_cannot_wake_says_so_and_keeps_what_is_there(server, real_
         await asyncio.gather(*tasks)
         await whole_and_once(client, readings)
         assert [reading.text for reading in readings] == [reading.text for reading in expected]
+
+    run(server, scene)
+
+
+def test_a_pause_that_waits_is_over_when_the_answers_are_beside_checkpoints(server):
+    async def scene(client):
+        reading = Reading("p-0")
+        asked = asyncio.create_task(client.chat(reading, prompt(0), **sampling(0, 1000)))
+        while not reading.text:
+            await asyncio.sleep(0)
+        paused = asyncio.create_task(client.post("/pause", mode="wait"))
+        while not (await client.http.get("/is_paused")).json()["is_paused"]:
+            await asyncio.sleep(0)
+        written = await client.post("/torpor/checkpoint")
+        assert written["requests"] == 1, "the answer was over before the checkpoint"
+        await paused
+        [choice] = (await client.whole("p-0"))["choices"]
+        assert choice["state"] == "finished", "the pause was over before the answer was"
+        await asked
+        await client.post("/resume")
+        await whole_and_once(client, [reading])
 
     run(server, scene)
 

@@ -64,12 +64,19 @@ class Automatic:
         finally:
             self._wanted -= 1
 
+    def _said(self, task: str, what: str, problem: Exception) -> None:
+        """Log a failure after which `task` goes on as usual. Other errors than torpor's own are counted, too."""
+        if isinstance(problem, Error):
+            logger.error("torpor: %s: %s", what, problem)
+        else:
+            self._server.tasks.failed(task, problem)
+
     # --- wake ---
 
     def _wake_if_wanted(self) -> None:
         due = self._wanted > 0 and self._settings.wake_on_request and self._server.state == "asleep"
         if due and (self._waking is None or self._waking.done()):
-            self._waking = self._server.run(self._wake())
+            self._waking = self._server.tasks.keep(self._wake, "waking for a request")
 
     async def _wake(self) -> None:
         said = ""
@@ -78,12 +85,12 @@ class Automatic:
                 await self._server.wake_up()
                 self._server.metrics.automatic.labels("wake").inc()
                 return
-            except Error as problem:
+            except Exception as problem:
                 if self._server.state != "asleep":  # the operator wakes it, or it is lost
                     return
                 if str(problem) != said:
                     said = str(problem)
-                    logger.error("torpor: a request could not wake the engine, it is tried again: %s", problem)
+                    self._said("waking for a request", "a request could not wake the engine, it is tried again", problem)
                 no_room = isinstance(problem, NotEnoughRoom)
                 await asyncio.sleep(_RETRY_SECONDS if no_room else _RETRY_AFTER_ERROR_SECONDS)
 
@@ -96,8 +103,8 @@ class Automatic:
             await asyncio.sleep(pause)
             try:
                 await self._look()
-            except Error as problem:
-                logger.error("torpor: idle, it could not fall asleep: %s", problem)
+            except Exception as problem:
+                self._said("watching for idleness", "idle, it could not fall asleep", problem)
                 self.used()  # a term from now on, it is tried again
 
     async def _look(self) -> None:
@@ -132,8 +139,8 @@ class Automatic:
             self.checkpointing = True
             try:
                 report = await server.checkpoint()
-            except Error as problem:
-                logger.error("torpor: no checkpoint was written: %s", problem)
+            except Exception as problem:
+                self._said("periodic checkpoints", "no checkpoint was written", problem)
                 continue
             finally:
                 self.checkpointing = False

@@ -15,6 +15,8 @@ from torpor.errors import WrongState
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
+_ENDING = "ending"  # the name of its tasks
+
 
 async def take_signals(server) -> None:
     """SIGTERM is ours from the moment on when vLLM's server has taken it."""
@@ -22,18 +24,26 @@ async def take_signals(server) -> None:
         return
     while not getattr(getattr(server.app_state, "server", None), "started", False):
         await asyncio.sleep(0.05)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: server.run(server.end()))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: server.tasks.run(server.end(), _ENDING))
 
 
 async def end(server) -> None:
-    """Saves what can be saved in the given time, tells the clients, and lets vLLM end the process."""
+    """Saves what can be saved in the given time, tells the clients, and lets vLLM end the process, whatever fails."""
     if server.state == "ending":
         return
+    try:
+        await _end(server)
+    except Exception as problem:
+        server.tasks.failed(_ENDING, problem)
+    os.kill(os.getpid(), signal.SIGINT)  # vLLM's own way out
+
+
+async def _end(server) -> None:
     began, before = time.monotonic(), server.state
     running = 0 if server.recorder is None else server.recorder.answers.counts()["running"]
     server.enter("ending")
     if server.recorder is not None and before != "failed":
-        saving = server.run(_save_before_end(server, before))
+        saving = server.tasks.run(_save_before_end(server, before))
         done, _ = await asyncio.wait({saving}, timeout=server.settings.sigterm_seconds)
         problem = (
             saving.exception() if done else TimeoutError(f"it takes longer than {server.settings.sigterm_seconds:g} s")
@@ -45,24 +55,34 @@ async def end(server) -> None:
                 problem,
                 running,
             )
-        server.recorder.close()
-        await _tell_clients(server)
+        await _goodbye(server)
     if server.remote is not None:
-        await server.remote.release()
+        await server.tasks.run(server.remote.release(), _ENDING)
     logger.info("torpor: ended with %d requests to go on, in %.2f s", running, time.monotonic() - began)
-    os.kill(os.getpid(), signal.SIGINT)  # vLLM's own way out
 
 
-async def end_disowned(server) -> None:
-    """Another server goes on with these requests, or may soon: nothing is recorded, delivered or saved any more."""
+async def end_when_disowned(server) -> None:
+    """Another server goes on with these requests, or may soon: nothing is recorded, delivered or saved any more.
+
+    So it is, too, where nobody knows whether this server still owns them, because renewing has failed in a way that
+    nobody thought of.
+    """
+    await server.tasks.run(server.remote.keep(), "keeping ownership")
     if server.state in ("failed", "ending"):
         return
     logger.error("torpor: this server does not own what is in %s any more; it ends", server.settings.remote)
     server.enter("ending")
     if server.recorder is not None:
-        server.recorder.close()
-        await _tell_clients(server)
+        await _goodbye(server)
     os.kill(os.getpid(), signal.SIGINT)
+
+
+async def _goodbye(server) -> None:
+    try:
+        server.recorder.close()
+    except Exception as problem:
+        server.tasks.failed(_ENDING, problem)
+    await server.tasks.run(_tell_clients(server), _ENDING)
 
 
 async def _save_before_end(server, before: str) -> None:

@@ -96,7 +96,7 @@ def begin(life: Server) -> None:
                 raise
 
         try:
-            loop.call_soon_threadsafe(lambda: life.run(answer()))
+            loop.call_soon_threadsafe(lambda: life.tasks.run(answer(), "answering a console"))
         except RuntimeError:  # the loop has ended
             call.fail("unavailable", "the server ends")
 

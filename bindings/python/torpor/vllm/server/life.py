@@ -16,18 +16,18 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from torpor import _core
-from torpor.errors import Busy, Error, NotFound, Unsupported, WrongState
-from torpor.vllm import frontend, tracing
+from torpor.errors import Busy, Error, Unsupported, WrongState
 from torpor.vllm.frontend import Report
 from torpor.vllm.options import Options
 from torpor.vllm.plugin import holds_memory_of
 from torpor.vllm.progress import Watcher
-from torpor.vllm.server import access, ending, hosts
+from torpor.vllm.server import access, ending, hosts, start
 from torpor.vllm.server.automatic import Automatic
 from torpor.vllm.server.metrics import Metrics
 from torpor.vllm.server.recorder import Nobody, Recorder
 from torpor.vllm.server.remote import Remote
 from torpor.vllm.server.settings import Settings
+from torpor.vllm.server.tasks import Tasks
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
@@ -49,6 +49,7 @@ class Server:
         self.recorder: Recorder | None = None
         self.problem: Error | None = None  # why the server failed
         self.last_checkpoint: dict | None = None
+        self.left_checkpoint: dict | None = None  # that the start passed over: it fits no more, and had no requests
         self.remote: Remote | None = None
         self.queued = 0
         self._console: str | None = None
@@ -57,7 +58,7 @@ class Server:
         self.operation = asyncio.Lock()
         self._moved = asyncio.Event()  # set, and replaced, at each change of the state
         self._adding = 0  # requests on their way into the engine
-        self._tasks: set[asyncio.Task] = set()
+        self.tasks = Tasks(lambda name: self.metrics.task_failures.labels(name).inc())
         self._automatic = Automatic(self)
         self.state = "starting"
         self.enter("starting")
@@ -70,12 +71,6 @@ class Server:
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
         self._automatic.entered(state)
-
-    def run(self, coroutine) -> asyncio.Task:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     # --- the start ----------------------------------------------------------------------------------------------------
 
@@ -90,7 +85,7 @@ class Server:
             logger.error("torpor: the server cannot go on with what it finds: %s", problem)
             if self.remote is not None:
                 await self.remote.release()
-        self.run(ending.take_signals(self))
+        self.tasks.keep(lambda: ending.take_signals(self), "taking signals")
 
     def _fail(self, problem: Error) -> None:
         self.problem = problem
@@ -115,7 +110,7 @@ class Server:
         if self.settings.remote:
             self.remote = Remote(self.settings, self.options)
             pulled = await self.remote.arrive(fingerprint)
-            self.run(self.remote.keep(lambda: ending.end_disowned(self)))
+            self.tasks.run(ending.end_when_disowned(self), "keeping ownership")
         directory = os.path.join(self.options.dir, "answers") if self.options.dir else None
         answers = _core.DeliveryLog({
             "directory": directory, "engine": fingerprint, "keep_seconds": self.settings.keep_answers,
@@ -130,17 +125,17 @@ class Server:
         for answer in answers.all():
             if answer["state"] == "running" and answer["front"]["state"] is None:
                 why = f"a new process cannot go on with it: {answer['front']['lost']}"
-                self._end_failed(answer["request"]["id"], why)
+                self.end_failed(answer["request"]["id"], why)
         if directory is not None:
-            await self._wake_at_start(self.settings.wake_from or pulled)
+            await start.wake(self, self.settings.wake_from or pulled)
             self._reserve_adapter_numbers()
         self.enter("awake")
         if self.settings.log_sync == "second" and directory is not None:
-            self.run(self._sync_each_second())
+            self.tasks.keep(self._sync_each_second, "syncing the log")
         if self.settings.checkpoint_every > 0:
-            self.run(self._automatic.checkpoints())
+            self.tasks.keep(self._automatic.checkpoints, "periodic checkpoints")
         if self.settings.sleep_after > 0:
-            self.run(self._automatic.watch())
+            self.tasks.keep(self._automatic.watch, "watching for idleness")
 
     def _reserve_adapter_numbers(self) -> None:
         """LoRA adapters that are loaded later get other numbers than those of the answers that go on."""
@@ -151,61 +146,7 @@ class Server:
         if highest > counter.value:
             counter.inc(highest - counter.value)
 
-    async def _wake_at_start(self, named: str) -> None:
-        try:
-            report = await self._wake_new(named or self.options.dir)
-        except Error as problem:
-            nothing_there = isinstance(problem, NotFound) and not named
-            if nothing_there and self.recorder.answers.counts()["running"] == 0:
-                return
-            if nothing_there or self.settings.on_wake_error == "recompute":
-                if not nothing_there:
-                    logger.error("torpor: going on without the checkpoint: %s", problem)
-                report = await self._wake_new(None)
-            elif self.settings.on_wake_error == "discard":
-                logger.error("torpor: serving without what was there: %s", problem)
-                for answer in self.recorder.answers.all():
-                    self._end_failed(answer["request"]["id"], str(problem))
-                return
-            else:
-                raise
-        rolled = report.rolled_forward
-        self.metrics.roll_forward(rolled)
-        logger.info(
-            "torpor: woken from %s in %.2f s: %d requests go on "
-            "(%d of them rolled forward, %d computed anew, %d had ended)",
-            report.checkpoint or "the log of answers", report.seconds, report.requests,
-            len(rolled["extended"]), len(rolled["added"]), len(rolled["dropped"]),
-        )  # fmt: skip
-        if await self.engine.is_paused():
-            logger.warning("torpor: the engine is paused, as it was when it fell asleep: POST /resume ends that")
-
-    async def _wake_new(self, checkpoint: str | None) -> Report:
-        """A new engine goes on with the requests of a checkpoint, or of the log alone, from what their readers got."""
-        values = {"answers": self.recorder.answers.pack(), "hold": True} | (
-            {"from_checkpoint": checkpoint} if checkpoint else {}
-        )
-        woken = self.engine.torpor("wake_up", values)
-        report = Report(await tracing.traced(self.engine, "wake_up", woken))
-        try:
-            for failed in report.failed_requests:
-                self._end_failed(failed["id"], failed["error"])
-            unwanted = self.recorder.take_up(report.pop("restored"), report.pop("outputs"))
-        except BaseException:
-            frontend._forget(self.engine.output_processor)
-            await self.engine.torpor("end_hold", {"keep": False})
-            raise
-        await self.engine.torpor("end_hold", {"keep": True})
-        if unwanted:
-            await self.engine.engine_core.abort_requests_async(unwanted)
-        self.engine._run_output_handler()
-        self.metrics.record("wake", "disk", report)
-        self.metrics.restored.inc(report.requests)
-        if report.checkpoint:
-            self._remember(report)
-        return report
-
-    def _end_failed(self, request_id: str, why: str) -> None:
+    def end_failed(self, request_id: str, why: str) -> None:
         self.recorder.end(request_id, "failed", "error", why)
         self.metrics.failed_requests.inc()
 
@@ -334,7 +275,7 @@ class Server:
         report = await self.engine.sleep(level, mode, preserve_state=preserve_state, to=to, **options)
         self.metrics.record("sleep", to, report)
         if report.checkpoint:
-            self._remember(report)
+            self.remember(report)
             await self._push(report)
         return report
 
@@ -389,7 +330,7 @@ class Server:
             self.enter("awake" if report.fully_awake else "asleep")
             self.metrics.record("wake", "host", report)
             if report.get("late_blocks", 0) > 0:
-                self.run(self._until_none_is_late())
+                self.tasks.keep(self._until_none_is_late, "looking for late blocks")
             return report
 
     async def _until_none_is_late(self) -> None:
@@ -422,11 +363,11 @@ class Server:
                 self.metrics.failed("checkpoint", "disk")
                 raise
             self.metrics.record("checkpoint", "disk", report)
-            self._remember(report)
+            self.remember(report)
             await self._push(report)
             return report
 
-    def _remember(self, report: Report) -> None:
+    def remember(self, report: Report) -> None:
         self.last_checkpoint = {
             "path": report.checkpoint,
             "bytes": report.checkpoint_bytes,

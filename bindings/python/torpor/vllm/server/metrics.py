@@ -56,6 +56,9 @@ class Metrics:
         self.log_bytes = Gauge("torpor_answer_log_bytes", "Size of the answers' log.", **where)
         self.queued = Gauge("torpor_requests_queued", "Requests that wait for a wake.", **where)
         self.refused = Counter("torpor_requests_refused", "Requests that were answered with 503.", **where)
+        self.task_failures = Counter(
+            "torpor_task_failures", "Failures of what the server does by itself, and goes on doing.", ["task"], **where
+        )
         self.log_failures = Counter("torpor_answer_log_failures", "Writes of the answers' log that failed.", **where)
 
     def enter(self, state: str) -> None:

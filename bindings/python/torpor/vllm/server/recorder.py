@@ -209,7 +209,7 @@ class Recorder:
         except Error as problem:
             self._failed(problem)
 
-    def _failed(self, problem: Error) -> None:
+    def _failed(self, problem: Exception) -> None:
         self.failures += 1
         if self._count_failure is not None:
             self._count_failure()
@@ -231,7 +231,10 @@ class Recorder:
                 waiting, self._undelivered = self._undelivered, []
                 await self.sync()
                 for deliver, output in waiting:
-                    deliver(output)
+                    try:
+                        deliver(output)
+                    except Exception:  # of one reader; the others get theirs
+                        logger.exception("torpor: an output could not be delivered")
         finally:
             self._syncing = None
 
@@ -239,7 +242,7 @@ class Recorder:
         """Returns when all that is recorded by now is durable, or cannot be; the event loop goes on meanwhile."""
         try:
             await asyncio.to_thread(self.answers.sync)
-        except Error as problem:
+        except Exception as problem:
             self._failed(problem)
 
     async def durable(self) -> None:

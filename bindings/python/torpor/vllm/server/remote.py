@@ -96,8 +96,8 @@ class Remote:
         """The names of the directory's checkpoints."""
         return {Path(item["path"]).name for item in _core.list_checkpoints(str(self._directory), self._key_file)}
 
-    async def keep(self, lost) -> None:
-        """Goes on owning until that fails for a term, or another one owns; then calls `lost`."""
+    async def keep(self) -> None:
+        """Goes on owning; returns when that has failed for a term, or another one owns."""
         renewing, at = None, time.monotonic()
         while True:
             await asyncio.sleep(self._settings.remote_term / _LOOKS_PER_TERM)
@@ -106,11 +106,10 @@ class Remote:
                 if problem is not None and not isinstance(problem, Aborted):
                     logger.error("torpor: its ownership could not be renewed, it is tried again: %s", problem)
             if not self._home.owns():
-                break
+                return
             if renewing is None and time.monotonic() - at >= self._settings.remote_term / _RENEWALS_PER_TERM:
                 at = time.monotonic()
                 renewing = asyncio.create_task(self._renew())
-        await lost()
 
     async def _renew(self) -> None:
         async with self._asking:

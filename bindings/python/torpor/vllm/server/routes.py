@@ -137,6 +137,7 @@ def routes() -> APIRouter:
             "state": life.state,
             "queued": life.queued,
             "last_checkpoint": life.last_checkpoint,
+            "left_checkpoint": life.left_checkpoint,
             "problem": life.problem.to_dict() if life.problem else None,
         }
         if life.recorder is not None:

@@ -33,7 +33,7 @@ _PASSED_ON = ("Authorization", "traceparent", "tracestate")
 async def swap(server, to: str, partner_timeout: float, headers: Mapping[str, str], progress: Watcher | None) -> dict:
     """`headers` of the call: the other server is asked with the same key. It goes on to its end without its caller."""
     other = Other(await loopback.checked(to), headers)
-    return await asyncio.shield(server.run(_swap(server, other, partner_timeout, progress)))
+    return await asyncio.shield(server.tasks.run(_swap(server, other, partner_timeout, progress)))
 
 
 async def _swap(server, other: Other, partner_timeout: float, progress: Watcher | None) -> dict:

@@ -1,0 +1,99 @@
+"""The start of a server: it wakes what an earlier one left, or goes on without, as its operator wants it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from vllm.logger import init_logger
+
+from torpor import _core
+from torpor.errors import Error, Incompatible, NotFound
+from torpor.vllm import frontend, tracing
+from torpor.vllm.frontend import Report
+
+logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
+
+
+async def wake(server, named: str) -> None:
+    """`named`: a checkpoint, or a directory of them; empty: the newest of the server's own."""
+    counts = server.recorder.answers.counts()
+    try:
+        report = await _wake_new(server, named or server.options.dir)
+    except Error as problem:
+        nothing_there = isinstance(problem, NotFound) and not named
+        if nothing_there and counts["running"] == 0:
+            return
+        where = named or server.options.dir
+        if isinstance(problem, Incompatible) and await asyncio.to_thread(_is_idle, server, where):
+            return _leave(server, where, problem)
+        if nothing_there or server.settings.on_wake_error == "recompute":
+            if not nothing_there:
+                logger.error("torpor: going on without the checkpoint: %s", problem)
+            report = await _wake_new(server, None)
+        elif server.settings.on_wake_error == "discard":
+            return _discard(server, str(problem))
+        else:
+            raise
+    rolled = report.rolled_forward
+    server.metrics.roll_forward(rolled)
+    logger.info(
+        "torpor: woken from %s in %.2f s: %d requests go on "
+        "(%d of them rolled forward, %d computed anew, %d had ended)",
+        report.checkpoint or "the log of answers", report.seconds, report.requests,
+        len(rolled["extended"]), len(rolled["added"]), len(rolled["dropped"]),
+    )  # fmt: skip
+    if await server.engine.is_paused():
+        logger.warning("torpor: the engine is paused, as it was when it fell asleep: POST /resume ends that")
+
+
+def _is_idle(server, where: str) -> bool:
+    """Whether no request would be lost without the checkpoint: those in it, if any, have ended since."""
+    answers = server.recorder.answers
+    if answers.counts()["running"] > 0:
+        return False
+    try:
+        state = _core.read_checkpoint(where, server.options.key_file)
+    except Error:
+        return False
+    return all(answers.get(request["id"]) is not None for request in state["scheduler"]["requests"])
+
+
+def _leave(server, where: str, problem: Error) -> None:
+    server.left_checkpoint = {"path": where, "why": str(problem)}
+    logger.warning(
+        "torpor: serving without the checkpoint in %s, which holds no running request and stays there: %s",
+        where, problem,
+    )  # fmt: skip
+
+
+def _discard(server, why: str) -> None:
+    logger.error("torpor: serving without what was there: %s", why)
+    for answer in server.recorder.answers.all():
+        if answer["state"] == "running":
+            server.end_failed(answer["request"]["id"], why)
+
+
+async def _wake_new(server, checkpoint: str | None) -> Report:
+    """A new engine goes on with the requests of a checkpoint, or of the log alone, from what their readers got."""
+    values = {"answers": server.recorder.answers.pack(), "hold": True} | (
+        {"from_checkpoint": checkpoint} if checkpoint else {}
+    )
+    woken = server.engine.torpor("wake_up", values)
+    report = Report(await tracing.traced(server.engine, "wake_up", woken))
+    try:
+        for failed in report.failed_requests:
+            server.end_failed(failed["id"], failed["error"])
+        unwanted = server.recorder.take_up(report.pop("restored"), report.pop("outputs"))
+    except BaseException:
+        frontend._forget(server.engine.output_processor)
+        await server.engine.torpor("end_hold", {"keep": False})
+        raise
+    await server.engine.torpor("end_hold", {"keep": True})
+    if unwanted:
+        await server.engine.engine_core.abort_requests_async(unwanted)
+    server.engine._run_output_handler()
+    server.metrics.record("wake", "disk", report)
+    server.metrics.restored.inc(report.requests)
+    if report.checkpoint:
+        server.remember(report)
+    return report
