@@ -71,21 +71,27 @@ def take_options(arguments: list[str]) -> list[str]:
         allow_abbrev=False,
     )
     variables: dict[str, str] = {}
+    switches: set[str] = set()
+
+    def add(name: str, default, text: str, choices: tuple[str, ...], variable: str) -> None:
+        action = _add(parser, name, default, text, choices)
+        variables[action.dest] = variable
+        if action.nargs == 0:
+            switches.update(action.option_strings)
+
     for option in fields(Options):
         if option.name == "connector":  # not of one value: --kv-transfer-config, or additional_config
             continue
-        variables[_add(parser, option.name, option.default, "of the engine, see torpor.vllm.options", ())] = (
-            f"TORPOR_{option.name.upper()}"
-        )
+        name = f"TORPOR_{option.name.upper()}"
+        add(option.name, option.default, "of the engine, see torpor.vllm.options", (), name)
     for setting in fields(Settings):
-        added = _add(parser, setting.name, setting.default, setting.metadata["help"], setting.metadata["choices"])
-        variables[added] = variable(setting)
+        help_text, choices = setting.metadata["help"], setting.metadata["choices"]
+        add(setting.name, setting.default, help_text, choices, variable(setting))
     if "--torpor-help" in arguments:
         parser.print_help()
         print("\nvLLM's own options: python -m torpor.vllm.serve --help=all")
         sys.exit(0)
     given, rest = parser.parse_known_args(arguments)
-    switches = {action.option_strings[0] for action in parser._actions if action.nargs == 0}
     for flag, word in pairwise(arguments):
         if flag in switches and word.lower() in _VALUES_OF_SWITCHES:
             parser.error(f"{flag} takes no value: leave out {word!r}")
@@ -103,14 +109,16 @@ def take_options(arguments: list[str]) -> list[str]:
     return rest
 
 
-def _add(parser: argparse.ArgumentParser, name: str, default, text: str, choices: tuple[str, ...]) -> str:
+def _add(
+    parser: argparse.ArgumentParser, name: str, default, text: str, choices: tuple[str, ...]
+) -> argparse.Action:
     flag = f"--torpor-{name.replace('_', '-')}"
     shown = "" if default in (None, "", MISSING) else f" (default: {default})"
     if default is False:
-        return parser.add_argument(flag, action="store_const", const="1", help=text + shown).dest
+        return parser.add_argument(flag, action="store_const", const="1", help=text + shown)
     return parser.add_argument(
         flag, choices=choices or None, metavar=None if choices else "VALUE", help=text + shown
-    ).dest
+    )
 
 
 if __name__ == "__main__":
