@@ -63,6 +63,9 @@ struct KvSnapshot {
   Value engine;                     // what the adapter keeps beside
   // Equal in two captures of one process: no block was written between them. 0: not told. In no checkpoint.
   uint64_t steps = 0;
+  // Of each number that a block had when this was saved, the one that it has here, or -1: it is not here. Empty: the
+  // same (scheduler_state/block_numbers.h). In no checkpoint.
+  std::vector<int32_t> block_numbers;
 
   // Every cross-reference: ids in range, tables name blocks that are listed, reference counts equal the number of
   // tables that name the block, prefix entries and blocks agree, the free order is exactly the blocks without
