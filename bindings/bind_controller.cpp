@@ -68,6 +68,16 @@ DataParallel data_parallel_from(const py::handle& object) {
   return {.rank = place.first, .size = place.second};
 }
 
+// None: all. A list that somebody has computed, and that is empty, does not mean all.
+std::vector<std::string> tags_from(const std::optional<std::vector<std::string>>& tags) {
+  if (tags && tags->empty()) {
+    raise(Error{.code = Code::kInvalidArgument,
+                .what = "tags is an empty list",
+                .next_step = "name some, or leave it out for all"});
+  }
+  return tags.value_or(std::vector<std::string>{});
+}
+
 SleepOptions sleep_options_from(const py::dict& dict) {
   DictReader in(dict, "sleep");
   SleepOptions options;
@@ -90,8 +100,8 @@ SleepOptions sleep_options_from(const py::dict& dict) {
   in.finish();
   options.to_disk = one_of("to", to, "disk", "host");
   options.discard_on_save_error = one_of("on_save_error", on_save_error, "discard", "abort");
-  options.store_weights = one_of("weights", weights.value_or("store"), "store", "reload");
-  options.tags = tags.value_or(std::vector<std::string>{});
+  if (weights) options.weights = one_of("weights", *weights, "store", "reload") ? Weights::kStore : Weights::kReload;
+  options.tags = tags_from(tags);
   return options;
 }
 
@@ -121,6 +131,7 @@ WakeOptions wake_options_from(const py::dict& dict, RolledForward& rolled) {
   in.read_if_given("kv", kv);
   in.read_if_given("hold", options.hold);
   in.read_if_given("early", options.early);
+  in.read_if_given("others_wait", options.others_wait);
   in.read_if_given("progress", options.progress);
   in.read_if_given("take_from", options.take_from);
   if (in.has("answers")) {
@@ -128,7 +139,7 @@ WakeOptions wake_options_from(const py::dict& dict, RolledForward& rolled) {
     options.catch_up = catch_up_with(value_or_raise(unpack_answers(std::as_bytes(std::span(packed)))), rolled);
   }
   in.finish();
-  options.tags = tags.value_or(std::vector<std::string>{});
+  options.tags = tags_from(tags);
   options.from_checkpoint = from_checkpoint.value_or("");
   options.old_kv = old_kv_from(kv);
   options.discard_on_restore_error = one_of("on_restore_error", on_restore_error, "discard", "abort");

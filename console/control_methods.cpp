@@ -115,7 +115,7 @@ std::span<const ControlMethod> control_methods() {
         kTo,
         kPreserve,
         {"mode", kWords, "instead of preserving them: abort, wait or keep"},
-        {"weights", kWords, "store (the default) or reload"},
+        {"weights", kWords, "store or reload; default: reload at level 2 without preserve_state, else store"},
         kTags},
        "the engine sleeps: its report",
        ControlPlace::kFront},

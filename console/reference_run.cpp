@@ -141,8 +141,17 @@ json to_json(const SleepOptions& options) {
           {"to_disk", options.to_disk},
           {"in_flight", options.in_flight},
           {"discard_on_save_error", options.discard_on_save_error},
-          {"store_weights", options.store_weights},
+          {"weights", static_cast<int>(options.weights)},
           {"tags", options.tags}};
+}
+
+// Recordings from before "weights": level 2 dropped them in any case.
+Result<Weights> weights_of(const json& words) {
+  if (!words.contains("weights"))
+    return words.at("level") == 2 || !words.at("store_weights") ? Weights::kReload : Weights::kStore;
+  const int weights = words.at("weights");
+  if (weights < 0 || weights > static_cast<int>(Weights::kReload)) return damaged("weights");
+  return static_cast<Weights>(weights);
 }
 
 Result<std::vector<std::unique_ptr<DeviceMemory>>> host_devices(int ranks) {
@@ -218,15 +227,17 @@ Status ReferenceRun::carry_out(InputKind kind, const json& words, uint64_t a, ui
     case InputKind::kCancel:
       if (a < engine_->offloads().size()) engine_->offloads()[a].cancel();
       return ok();
-    case InputKind::kSleep:
+    case InputKind::kSleep: {
+      TORPOR_ASSIGN(const Weights weights, weights_of(words));
       report_ = controller_->sleep({.level = words.at("level"),
                                     .preserve_state = words.at("preserve_state"),
                                     .to_disk = words.at("to_disk"),
                                     .in_flight = words.at("in_flight"),
                                     .discard_on_save_error = words.at("discard_on_save_error"),
-                                    .store_weights = words.at("store_weights"),
+                                    .weights = weights,
                                     .tags = words.at("tags")});
       return ok();
+    }
     case InputKind::kWake: {
       // Where its checkpoint lies is the host's to say.
       const std::string from = words.at("from_checkpoint");

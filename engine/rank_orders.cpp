@@ -168,7 +168,7 @@ void serialize(Archive& archive, orders::LeaveSign::Reply& v) {
 
 template <class Archive>
 void serialize(Archive& archive, orders::Describe::Reply& v) {
-  archive(v.ledger, v.bytes_per_block, v.writes, v.without_content);
+  archive(v.ledger, v.bytes_per_block, v.writes, v.without_content, v.proven);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Save::Reply& v) {

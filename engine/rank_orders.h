@@ -53,8 +53,9 @@ struct Describe {
   struct Reply {
     RankLedger ledger;
     uint64_t bytes_per_block = 0;
-    std::map<std::string, uint64_t> writes;    // tag -> how often it was seen to have other content
-    std::vector<std::string> without_content;  // tags that came back empty and were not written since
+    std::map<std::string, uint64_t> writes;       // tag -> how often it was seen to have other content
+    std::vector<std::string> without_content;     // tags that came back empty and were not written since
+    std::map<std::string, std::string> proven{};  // tag -> digest of its content, where that is known without reading
   };
 };
 
@@ -73,7 +74,7 @@ struct Save {
     uint64_t reused_bytes = 0;                   // backed up before, or linked, and not read
     uint64_t spilled_bytes = 0;                  // of the copied ones: to a file, for want of room in the arena
     RankSummary saved;                           // to disk: for the manifest
-    std::map<std::string, std::string> digests;  // to disk, of each tag without blocks: as DigestTags says it
+    std::map<std::string, std::string> digests;  // of tags without blocks, where it is known: as DigestTags says it
   };
   std::vector<std::string> tags;
   std::vector<int32_t> blocks;   // of the KV cache, the most needed first

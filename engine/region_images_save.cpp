@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/units.h"
+#include "engine/combined_digest.h"
 #include "engine/region_images.h"
 #include "engine/spill_file.h"
 
@@ -118,6 +119,10 @@ Result<orders::Save::Reply> RegionImages::save_to_arena(const orders::Save& orde
     Image& image = portion.image;
     image.chunks.insert(image.chunks.end(), portion.spilled.begin(), portion.spilled.end());
     image.reused_bytes = portion.unread_bytes();
+    if (portion.tag != kv_tag_) {
+      reply.digests[portion.tag] = combined_digest(image.chunks);
+      contents_.know(portion.tag, reply.digests[portion.tag]);
+    }
     images_[portion.tag] = std::move(image);
   }
   return reply;

@@ -108,6 +108,7 @@ class SleepController final : private Operation::Owner {
   struct Exchange;
   struct OtherEngine;
   enum class Gone : uint8_t;
+  enum class WakeEnd : uint8_t { kStillAsleep, kWaits, kRuns };  // how a wake leaves the engine
 
   struct RestoredFrom {  // a checkpoint that is marked as woken from once the engine runs
     std::string directory;
@@ -190,7 +191,14 @@ class SleepController final : private Operation::Owner {
   void tell_contents(const Checkpoint& checkpoint) noexcept;
   Status undo_restore(const std::vector<std::string>& tags);
   Status drop_old_kv(bool aborts, int64_t requests, Operation& operation);
+  // sleep_controller_weights.cpp.
+  static void say_what_to_load(FallingAsleep& sleep);
+  std::vector<std::string> weights_of_kv(const FallingAsleep& sleep) noexcept TORPOR_REQUIRES(operation_mutex_);
   Result<bool> look_at_weights(const WakeOptions& options, SleepReport& report) TORPOR_REQUIRES(operation_mutex_);
+  Result<bool> are_those_of_kv(const Described& described) TORPOR_REQUIRES(operation_mutex_);
+  Result<bool> waits_for(const std::vector<std::string>& reload, const WakeOptions& options)
+      TORPOR_REQUIRES(operation_mutex_);
+  static std::string warning_of(const std::vector<std::string>& reload, WakeEnd end);
   static std::optional<RestoredFrom> place_of(const std::string& path);
   void mark_woken(const RestoredFrom& from) noexcept;
   Status end_hold_now(bool keep);
@@ -246,6 +254,11 @@ class SleepController final : private Operation::Owner {
   std::vector<WorkerSnapshot> workers_ TORPOR_GUARDED_BY(operation_mutex_);
   // Of each rank, when the engine fell asleep (orders::Describe::Reply::writes).
   std::vector<std::map<std::string, uint64_t>> writes_ TORPOR_GUARDED_BY(operation_mutex_);
+  // Of each rank, the digest of the weights that KV of then is of; empty: it is not known.
+  std::vector<std::string> weights_ TORPOR_GUARDED_BY(operation_mutex_);
+  std::vector<std::string> empty_ TORPOR_GUARDED_BY(operation_mutex_);  // tags that will come back without content
+  // The last wake over weights that were written was told what becomes of KV: the next one will be.
+  bool is_told_ TORPOR_GUARDED_BY(operation_mutex_) = false;
   bool preserved_ TORPOR_GUARDED_BY(operation_mutex_) = false;
   bool held_ TORPOR_GUARDED_BY(operation_mutex_) = false;
   std::unique_ptr<HeldSleep> held_sleep_ TORPOR_GUARDED_BY(operation_mutex_);

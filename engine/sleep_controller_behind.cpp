@@ -18,7 +18,7 @@ struct SleepController::Behind {
   enum class At : uint8_t { kOpening, kOpeningRanks, kAhead, kReady, kTaken, kCommitting, kEnded };
   explicit Behind(bool own_thread) : work(own_thread) {}
 
-  SleepOptions options{.preserve_state = true, .to_disk = true, .store_weights = false};
+  SleepOptions options{.preserve_state = true, .to_disk = true, .weights = Weights::kReload};
   At at = At::kOpening;
   std::unique_ptr<CheckpointManager> checkpoints{};
   std::optional<PendingCheckpoint> pending{};

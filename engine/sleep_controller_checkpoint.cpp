@@ -10,7 +10,7 @@ Result<SleepReport> SleepController::checkpoint(const Value& outputs, DataParall
   return catching([&] {
     return checkpoint_now({.preserve_state = true,
                            .to_disk = true,
-                           .store_weights = false,
+                           .weights = Weights::kReload,
                            .outputs = outputs,
                            .data_parallel = data_parallel,
                            .progress = progress});

@@ -74,7 +74,8 @@ Result<SleepReport> SleepController::sleep_now(const SleepOptions& options) {
       SleepReport report;
       report.level = state().level;
       report.note = "already asleep";
-      if (options.level > report.level)
+      report.reload = empty_;
+      if (options.drops(kWeightsTag) && !has_tag(empty_, kWeightsTag))
         report.note += fmt::format(" at level {}; what it saved stays: wake it to sleep deeper", report.level);
       return report;
     }
@@ -149,6 +150,10 @@ Status SleepController::let_go(FallingAsleep& sleep) {
   if (sleep.pending)
     from = {.directory = directory_of(options.data_parallel), .generation = sleep.pending->generation()};
   if (!sleep.alone) TORPOR_TRY(sleep.operation.go_on());
+  std::vector<std::string> weights = weights_of_kv(sleep);
+  if (options.level > 0) say_what_to_load(sleep);
+  std::vector<std::string> empty = report.reload;
+  empty.insert(empty.end(), empty_.begin(), empty_.end());  // none, unless `deeper`
   if (options.level > 0) TORPOR_TRY(detach(sleep));
   // From here on nothing fails: the memory is gone.
   sleep.operation.keep();
@@ -160,24 +165,14 @@ Status SleepController::let_go(FallingAsleep& sleep) {
   if (has_tag(sleep.tags, kKvCacheTag)) late_blocks_ = std::move(sleep.late);
   if (!same_workers) workers_ = std::move(sleep.captured.state.workers);
   if (!sleep.deeper) writes_ = std::move(writes);
+  if (!sleep.deeper || !weights.empty()) weights_ = std::move(weights);
+  empty_ = std::move(empty);
   if (!sleep.deeper || from) restored_from_ = std::move(from);
   sleep.operation.fill(report);
   const MutexLock lock(state_mutex_);
   set_state_locked(State::kAsleep);
   public_.level = std::max(public_.level, options.level);
   if (!sleep.deeper || !checkpoint.empty()) public_.checkpoint = std::move(checkpoint);
-  return ok();
-}
-
-// For a checkpoint.
-Status SleepController::has_content(const Described& described) {
-  for (const orders::Describe::Reply& reply : described) {
-    if (reply.without_content.empty()) continue;
-    return Error{.code = Code::kFailedPrecondition,
-                 .what = fmt::format("{} came back without content and were not loaded since",
-                                     joined(reply.without_content, ", ")),
-                 .next_step = "load them, so that the checkpoint names what its tokens come from"};
-  }
   return ok();
 }
 
@@ -209,7 +204,7 @@ Status SleepController::admit(FallingAsleep& sleep) {
   for (const std::string& tag : sleep.tags) {
     if (!options.drops(tag)) sleep.save.tags.push_back(tag);
     // Once a checkpoint has the weights, those after it keep the file: no later sleep need write it again.
-    if (tag == kWeightsTag && options.drops(tag) && options.level < 2) sleep.save.carried.push_back(tag);
+    if (tag == kWeightsTag && options.weights == Weights::kReload) sleep.save.carried.push_back(tag);
   }
   if (!options.preserve_state || options.level == 0) return ok();
   return can_preserve("sleep with preserve_state=False, or without these features");
@@ -345,6 +340,10 @@ Status SleepController::save(FallingAsleep& sleep) {
     }
     if (has_tag(sleep.save.tags, kWeightsTag)) add_weights(sleep.captured.fingerprint, saved);
     sleep.pending->set_fingerprint(sleep.captured.fingerprint);
+  }
+  for (const orders::Save::Reply& reply : saved) {
+    const auto weights = reply.digests.find(kWeightsTag);
+    sleep.saved_weights.push_back(weights == reply.digests.end() ? "" : weights->second);
   }
   sleep.report.saved_bytes = total_bytes(saved);
   for (const orders::Save::Reply& reply : saved) {

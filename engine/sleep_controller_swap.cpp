@@ -75,11 +75,11 @@ Result<SwapReport> SleepController::swap_now(SleepController& to, const SwapOpti
 // The half of the one that goes.
 Result<SleepReport> SleepController::give_now(const SleepOptions& options) {
   TORPOR_TRY(check(options));
-  if (options.level != 1 || !options.preserve_state || options.to_disk || !options.store_weights ||
+  if (options.level == 0 || !options.preserve_state || options.to_disk || options.drops(kWeightsTag) ||
       !options.tags.empty() || options.data_parallel.size > 1 || options.discard_on_save_error) {
     return Error{.code = Code::kInvalidArgument,
                  .what = "swap: memory is given by a sleep to host memory of all that there is",
-                 .next_step = "ask for level 1 with preserve_state, and nothing else"};
+                 .next_step = "ask for preserve_state, and nothing else"};
   }
   TORPOR_ASSIGN(const std::unique_ptr<RoomFile> room, RoomFile::open(options.give_to));
   const auto watched = ProgressFile::of_caller(options.progress);
@@ -188,11 +188,12 @@ Result<SwapReport> SleepController::go_for(const SleepOptions& asked, const Othe
 Result<size_t> SleepController::may_come() {
   const ControllerState own = state();
   if (own.engine != "asleep") return cannot(fmt::format("the engine that is to come is {}", own.engine), "");
-  if (own.level != 1)
-    return cannot(fmt::format("the engine that is to come is asleep at level {}", own.level),
-                  "load its weights in a wake of its own");
+  if (own.level < 1) return cannot("the engine that is to come is only paused", "wake it without the other");
   if (!operation_mutex_.try_lock()) return busy();
   const MutexLock in_progress(operation_mutex_, std::adopt_lock);
+  if (!empty_.empty())
+    return cannot(fmt::format("the engine that is to come has not kept its {}", joined(empty_, ", ")),
+                  "load them in a wake of its own");
   return count_ranks();
 }
 

@@ -122,8 +122,10 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
   if (!still_asleep.empty()) {
     report.changed = !tags.empty();
     report.note = fmt::format("still asleep: {}", joined(still_asleep, ", "));
+    if (reload_first) report.note += "; " + warning_of(report.reload, WakeEnd::kStillAsleep);
     if (!tags.empty()) TORPOR_TRY(finish(tags, !drops_kv, report.ledgers));
     operation.keep();
+    std::erase_if(empty_, [&](const std::string& tag) { return has_tag(tags, tag); });
     sleeping_tags_ = std::move(still_asleep);
     set_state(State::kAsleep);
     return report;
@@ -135,12 +137,13 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
     report.restored_bytes += std::exchange(report.late_bytes, 0);
     late.clear();
   }
-  if (preserved_ && !report.reload.empty() && (reload_first || !said) && exchange == nullptr) {
+  TORPOR_ASSIGN(const bool waits, waits_for(report.reload, options));
+  if (waits && (reload_first || !said) && exchange == nullptr) {
     report.changed = !tags.empty();
-    report.note = fmt::format("nothing runs before {} loaded: load what is missing, then call wake_up() again",
-                              joined(report.reload, ", "));
+    report.note = warning_of(report.reload, WakeEnd::kWaits);
     if (!tags.empty()) TORPOR_TRY(finish(tags, !drops_kv, report.ledgers));
     operation.keep();
+    empty_.clear();
     sleeping_tags_.clear();
     set_state(State::kAsleep);
     return report;
@@ -167,11 +170,12 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
   if (preserved_) TORPOR_TRY(hooks_.reconnect(workers_));
   if (drops_kv) {
     TORPOR_TRY(drop_old_kv(options.old_kv == OldKv::kAbort, report.requests, operation));
-  } else if (kv_of_old_weights) {
+  } else if (kv_of_old_weights || (preserved_ && !report.reload.empty())) {
     TORPOR_TRY(hooks_.retire_prefix());
     report.note = "the weights were written meanwhile: cached prefixes of the old ones are found no more";
     if (report.requests > 0) report.note += ", running requests keep their KV";
   }
+  if (!report.reload.empty()) report.note = warning_of(report.reload, WakeEnd::kRuns);
   if (!late.empty()) TORPOR_TRY(hold_late(late, ranks, operation));
   TORPOR_TRY(committed(exchange));
   if (!tags.empty()) TORPOR_TRY(finish(tags, !drops_kv, report.ledgers));
@@ -186,6 +190,9 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
   sleeping_tags_.clear();
   workers_.clear();
   late_blocks_.clear();
+  weights_.clear();
+  empty_.clear();
+  if (written) is_told_ = said;
   derived_released_ = false;
   report.changed = true;
   report.fully_awake = true;
@@ -208,21 +215,6 @@ Status SleepController::drop_old_kv(bool aborts, int64_t requests, Operation& op
   TORPOR_TRY(hooks_.drop_requests(aborts ? "abort" : "recompute"));
   if (requests > 0) operation.irreversible(aborts ? "its requests have ended" : "its requests are computed again");
   return ok();
-}
-
-// Adds to `report` what must still be loaded. Returns whether weights were written since the engine fell asleep.
-Result<bool> SleepController::look_at_weights(const WakeOptions& options, SleepReport& report) {
-  const bool loaded = report.reload.empty();  // else they are still to be loaded, whatever was said
-  if (options.old_kv != OldKv::kUnsaid && loaded) TORPOR_TRY(ranks_.call(orders::Written{.tags = {kWeightsTag}}));
-  TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
-  bool written = described.size() != writes_.size();
-  for (size_t rank = 0; rank < described.size() && !written; ++rank) written = described[rank].writes != writes_[rank];
-  for (const orders::Describe::Reply& reply : described) {
-    for (const std::string& tag : reply.without_content) {
-      if (tag != kKvCacheTag && !has_tag(report.reload, tag)) report.reload.push_back(tag);
-    }
-  }
-  return written;
 }
 
 // The last order of a wake. A rank that has carried it out has no way back: then all must, or the engine is lost.

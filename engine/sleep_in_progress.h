@@ -21,11 +21,12 @@ struct SleepController::FallingAsleep {
   const SleepOptions& options;
   SleepReport report{};
   Described described{};
-  std::vector<std::string> tags{};  // that lose their memory
-  orders::Save save{};              // what is copied before
-  bool deeper = false;              // the engine is asleep already, and stays so if this fails
-  bool preserved = false;           // the requests' state is kept; false after it was discarded
-  bool to_disk = false;             // false after that failed
+  std::vector<std::string> tags{};           // that lose their memory
+  orders::Save save{};                       // what is copied before
+  bool deeper = false;                       // the engine is asleep already, and stays so if this fails
+  bool preserved = false;                    // the requests' state is kept; false after it was discarded
+  bool to_disk = false;                      // false after that failed
+  std::vector<std::string> saved_weights{};  // of each rank, the digest of weights that were copied; or empty
   EngineCheckpoint captured{};
   LiveBlocks live{};
   std::vector<int32_t> late{};

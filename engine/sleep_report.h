@@ -22,13 +22,20 @@ struct DataParallel {
   int size = 1;  // above 1: its checkpoints lie in rank_directory(), and a sleep is held until end_sleep()
 };
 
+// What becomes of the weights' content.
+enum class Weights : uint8_t {
+  kByLevel,  // kStore; at level 2 without preserve_state kReload, as vLLM's level 2
+  kStore,    // it is kept, where the rest is
+  kReload,   // it is not, and their owner loads them after the wake
+};
+
 struct SleepOptions {
   int level = 1;  // 0: only pause; 1 and 2: docs/semantics.md
   bool preserve_state = false;
   bool to_disk = false;                   // not where tags are asleep already
   std::string in_flight = "freeze";       // without preserve_state: "abort" or "recompute"
   bool discard_on_save_error = false;     // keep in host memory what cannot go to disk, drop what has no room there
-  bool store_weights = true;              // false, or level 2: they are not kept but named for reload
+  Weights weights = Weights::kByLevel;    // said, it wins over the level
   std::vector<std::string> tags;          // empty: all
   std::optional<double> timeout_seconds;  // for the quiesce
   Value outputs;                          // the front end's part of the checkpoint
@@ -40,7 +47,9 @@ struct SleepOptions {
 
   // Whether the memory of `tag` goes without a copy.
   bool drops(const std::string& tag) const {
-    return (tag == kWeightsTag && (level == 2 || !store_weights)) || (tag == kKvCacheTag && !preserve_state);
+    const bool by_level = level == 2 && !preserve_state;
+    const bool no_weights = weights == Weights::kByLevel ? by_level : weights == Weights::kReload;
+    return (tag == kWeightsTag && no_weights) || (tag == kKvCacheTag && !preserve_state);
   }
 };
 
@@ -59,6 +68,7 @@ struct WakeOptions {
   bool discard_on_restore_error = false;
   OldKv old_kv = OldKv::kUnsaid;  // kUnsaid is refused where requests have KV and weights were seen to be written
   bool hold = false;              // restored, but not yet running: end_hold() follows
+  bool others_wait = false;       // another data parallel rank has requests: none runs before its weights are loaded
   // The engine runs as soon as the weights and the KV of the requests that run first are back. The rest comes behind
   // it, and continue_wake() is to be called between its steps until nothing is left. Not with `hold`, where weights
   // were written or are to be loaded, nor of an engine that cannot hold blocks back: all is back then.
@@ -114,7 +124,8 @@ struct SleepReport {  // also of a wake
   uint64_t late_bytes = 0;
   int64_t kept_blocks = 0;
   int64_t dropped_blocks = 0;  // cached blocks whose bytes were not kept
-  // Tags that came back without content: the owner must load them. Where requests were kept, nothing runs before that.
+  // Tags that came back without content, or of a sleep, that will: the owner must load them. Where requests were kept,
+  // nothing runs before that.
   std::vector<std::string> reload;
   std::vector<FailedRequest> failed_requests;
   Value outputs;  // of a restored checkpoint

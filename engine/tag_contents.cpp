@@ -70,6 +70,7 @@ void TagContents::describe(orders::Describe::Reply& reply) const {
   for (const auto& [tag, content] : contents_) {
     reply.writes[tag] = content.writes;
     if (content.missing) reply.without_content.push_back(tag);
+    if (content.proven) reply.proven[tag] = *content.proven;
   }
 }
 

@@ -306,16 +306,16 @@ TEST_P(EarlyWake, I7WhereverTheDeviceFailsTheWakeIsUndoneOrWhatCameLateIsCompute
 }
 
 TEST_P(EarlyWake, WhereWeightsAreToBeLoadedOrKvIsDroppedAllIsBackFirst) {
-  for (const bool recompute : {false, true}) {
+  for (const Weights weights : {Weights::kReload, Weights::kStore}) {
     Engine engine = make();
     begin(engine);
-    const SleepOptions how{.preserve_state = true, .to_disk = GetParam().to_disk, .store_weights = recompute};
-    ASSERT_SUCCEEDS(engine.controller->sleep(how));
-    const OldKv old_kv = recompute ? OldKv::kRecompute : OldKv::kUnsaid;
+    ASSERT_SUCCEEDS(
+        engine.controller->sleep({.preserve_state = true, .to_disk = GetParam().to_disk, .weights = weights}));
+    const OldKv old_kv = weights == Weights::kStore ? OldKv::kRecompute : OldKv::kUnsaid;
     const SleepReport woken = value_of(engine.controller->wake_up({.old_kv = old_kv, .early = true}));
     EXPECT_EQ(woken.late_blocks, 0);
     EXPECT_EQ(woken.late_bytes, 0u);
-    if (!recompute) {
+    if (weights == Weights::kReload) {
       EXPECT_FALSE(woken.fully_awake);
       engine.engine->load_weights(1);
       ASSERT_SUCCEEDS(engine.controller->wake_up({.old_kv = OldKv::kKeep, .early = true}));

@@ -34,8 +34,9 @@ const std::vector<std::pair<const char*, SleepOptions>>& sleeps_to_disk() {
   static const std::vector<std::pair<const char*, SleepOptions>> all{
       {"weights stored", {.preserve_state = true, .to_disk = true}},
       {"weights stored, without requests", {.to_disk = true, .in_flight = "abort"}},
-      {"weights named for reload", {.preserve_state = true, .to_disk = true, .store_weights = false}},
+      {"weights named for reload", {.preserve_state = true, .to_disk = true, .weights = Weights::kReload}},
       {"level 2", {.level = 2, .preserve_state = true, .to_disk = true}},
+      {"level 2, as vLLM's", {.level = 2, .to_disk = true, .in_flight = "abort"}},
       {"weights stay", {.preserve_state = true, .to_disk = true, .tags = {"kv_cache"}}},
   };
   return all;

@@ -25,7 +25,7 @@ TEST_F(SleepFailure, NoCheckpointIsMadeOfWeightsThatWereNeverLoaded) {
     if (serving) {
       ASSERT_SUCCEEDS(slept.controller.sleep({.level = 2, .in_flight = "recompute"}));
     } else {
-      ASSERT_SUCCEEDS(slept.controller.sleep({.level = 2, .preserve_state = true}));
+      ASSERT_SUCCEEDS(slept.controller.sleep({.preserve_state = true, .weights = Weights::kReload}));
     }
     ASSERT_SUCCEEDS(slept.controller.wake_up({}));
     EXPECT_FAILS(slept.controller.sleep(to_disk()), Code::kFailedPrecondition, "not loaded");

@@ -103,7 +103,7 @@ TEST_F(SleepFailure, I7WhereverAFileOperationFailsAWakeFromDiskStaysAsleepAndARe
 TEST_F(SleepFailure, IfOldPrefixesCannotBeForgottenTheWakeFailsAndARetryWorks) {
   SleepingEngine slept = make();
   begin(slept.engine);
-  ASSERT_SUCCEEDS(slept.controller.sleep({.level = 2, .preserve_state = true}));
+  ASSERT_SUCCEEDS(slept.controller.sleep({.preserve_state = true, .weights = Weights::kReload}));
   ASSERT_SUCCEEDS(slept.controller.wake_up({.tags = {"weights"}}));
   slept.engine.load_weights(1);
   slept.engine.fail_hook("retire_prefix");

@@ -341,10 +341,11 @@ TEST_F(SwapProcessesTest, AHalfIsAskedForNothingElse) {
   const std::unique_ptr<RoomFile> room = value_of(RoomFile::create(path));
   SleepingEngine half = make(paged(1));
   begin(half.engine);
-  for (const SleepOptions& options : {SleepOptions{.in_flight = "abort", .give_to = path},
-                                      SleepOptions{.level = 2, .preserve_state = true, .give_to = path},
-                                      SleepOptions{.preserve_state = true, .store_weights = false, .give_to = path},
-                                      SleepOptions{.preserve_state = true, .tags = {"weights"}, .give_to = path}})
+  for (const SleepOptions& options :
+       {SleepOptions{.in_flight = "abort", .give_to = path},
+        SleepOptions{.level = 2, .in_flight = "abort", .give_to = path},
+        SleepOptions{.preserve_state = true, .weights = Weights::kReload, .give_to = path},
+        SleepOptions{.preserve_state = true, .tags = {"weights"}, .give_to = path}})
     EXPECT_FAILS(half.controller.sleep(options), Code::kInvalidArgument, "swap");
   EXPECT_FAILS(half.controller.wake_up({.early = true, .take_from = path}), Code::kInvalidArgument, "swap");
   EXPECT_FAILS(half.controller.wake_up({.take_from = path}), Code::kFailedPrecondition, "that is to come is awake");

@@ -36,7 +36,7 @@ class SwapTest : public SleepFailure {
   std::unique_ptr<Pair> make_pair(const TestEngineOptions& from, const TestEngineOptions& to) {
     auto pair = std::unique_ptr<Pair>(new Pair{make(from), make(to)});
     begin(pair->to.engine, 4);
-    value_of(pair->to.controller.sleep(to_host()));
+    value_of(pair->to.controller.sleep({.level = 2, .preserve_state = true}));
     begin(pair->from.engine);
     return pair;
   }
@@ -309,8 +309,10 @@ TEST_F(SwapTest, WhatCannotBeSwappedIsRefusedByNameAndNothingIsTouched) {
   expect_as_before(*pair);
   ASSERT_SUCCEEDS(pair->to.controller.wake_up({}));
   EXPECT_FAILS(swap(*pair), Code::kFailedPrecondition, "that is to come is awake");
-  ASSERT_SUCCEEDS(pair->to.controller.sleep({.level = 2, .preserve_state = true}));
-  EXPECT_FAILS(swap(*pair), Code::kFailedPrecondition, "level 2");
+  ASSERT_SUCCEEDS(pair->to.controller.sleep({.level = 0}));
+  EXPECT_FAILS(swap(*pair), Code::kFailedPrecondition, "only paused");
+  ASSERT_SUCCEEDS(pair->to.controller.sleep({.preserve_state = true, .weights = Weights::kReload}));
+  EXPECT_FAILS(swap(*pair), Code::kFailedPrecondition, "has not kept its weights");
   EXPECT_EQ(finish(pair->from.engine), expected(1, 1));
 }
 

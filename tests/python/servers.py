@@ -1,7 +1,9 @@
 """Servers and clients of the server tests: tools/demo/serving.py with what all of them need."""
 
+import asyncio
 import os
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
@@ -11,8 +13,8 @@ from serving import Client, Reading, Server, ServerEnded  # noqa: E402
 from zygote import shared  # noqa: E402
 
 __all__ = [
-    "ALICE", "BOB", "BUCKET", "LATE_BY_HAND", "Client", "Reading", "S3Server", "Server", "ServerEnded", "make_server",
-    "sampling",
+    "ALICE", "BOB", "BUCKET", "LATE_BY_HAND", "Client", "Reading", "S3Server", "Server", "ServerEnded", "begin",
+    "make_server", "played", "reloaded", "sampling", "until", "until_sleeping",
 ]  # fmt: skip
 
 LATE_BY_HAND = ("--worker-extension-cls", "late_by_hand.LateByHand")
@@ -44,3 +46,41 @@ def sampling(number: int, max_tokens: int) -> dict:
     return {"max_tokens": max_tokens} | (
         {"temperature": 0} if number % 2 == 0 else {"temperature": 0.8, "top_p": 0.95, "seed": number}
     )
+
+
+def played(server, scene):
+    """Runs an async scene with Alice's client."""
+
+    async def run():
+        client = Client(server.url, ALICE)
+        try:
+            return await asyncio.wait_for(scene(client), 300)
+        finally:
+            if (await client.http.get("/is_sleeping")).json()["is_sleeping"]:
+                await client.admin.post("/wake_up")
+            await client.close()
+
+    return asyncio.run(run())
+
+
+async def until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        await asyncio.sleep(0.02)
+
+
+def begin(client, request_id, prompt="Tell me about the sea.", **options) -> tuple[Reading, asyncio.Task]:
+    reading = Reading(request_id)
+    options = {"max_tokens": 300, "temperature": 0} | options
+    return reading, asyncio.create_task(client.chat(reading, prompt, **options))
+
+
+async def until_sleeping(client):
+    while not (await client.http.get("/is_sleeping")).json()["is_sleeping"]:
+        await asyncio.sleep(0.02)
+
+
+async def reloaded(client) -> None:
+    answer = await client.admin.post("/collective_rpc", json={"method": "reload_weights"})
+    assert answer.status_code == 200, answer.text

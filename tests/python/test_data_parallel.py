@@ -257,51 +257,12 @@ async def _with_experts(zygote, model, directory) -> None:
 # --- without engines: what is asked of them, and in which order -------------------------------------------------------
 
 
-class Core:
-    """An engine core that answers as it is told; what it was asked stands in `asked`."""
-
-    def __init__(self, directory, rank: int):
-        self.path = directory / f"rank-{rank}-of-2" / "g-000001"
-        self.asked: list[tuple] = []
-        self.errors: dict[tuple, object] = {}  # by (method, keep)
-        self.slow = asyncio.Event()
-        self.quiet = False  # frozen, or asleep
-
-    async def call(self, method: str, options: dict) -> dict:
-        what = (method, options["keep"]) if "keep" in options else method
-        self.asked.append(what)
-        await self.slow.wait()
-        if method in ("is_quiet", "drain"):
-            return {"result": self.quiet}
-        if (error := self.errors.get(what)) is not None:
-            return {"error": error.to_dict()}
-        report = {
-            "changed": what == ("end_sleep", True), "fully_awake": False, "note": "", "checkpoint_parts": {},
-            "reload": [], "failed_requests": [], "phases": [], "seconds": 1.0, "ledgers": [{}], "requests": 2,
-            "saved_bytes": 5, "reused_bytes": 0, "host_bytes": 5, "disk_bytes": 0, "freed_bytes": 7,
-            "restored_bytes": 0, "late_blocks": 0, "late_bytes": 0, "kept_blocks": 1, "dropped_blocks": 0,
-            "checkpoint_bytes": 3, "checkpoint": str(self.path) if options.get("to") == "disk" else "",
-        }  # fmt: skip
-        return {"result": report | ({"held": True} if method == "sleep" else {})}
-
-
-class Client:
-    core_engines = [b"\0\0", b"\1\0"]
-
-    def __init__(self, directory):
-        self.cores = [Core(directory, rank) for rank in range(2)]
-        for core in self.cores:
-            core.slow.set()
-
-    async def _call_utility_async(self, name: str, method: str, options: dict, engine: bytes):
-        assert name == "torpor_call"
-        return await self.cores[self.core_engines.index(engine)].call(method, options)
-
-
 @pytest.fixture(params=[False], ids=[""])
 def ranks(request, tmp_path, monkeypatch):
     """Ranks over two such cores; what becomes of their set of checkpoints is in `ranks.sets`. True: with experts."""
     from types import SimpleNamespace
+
+    from made_up_ranks import Client
 
     from torpor import _core
     from torpor.vllm.data_parallel import Ranks
@@ -436,6 +397,14 @@ def test_a_wake_that_fails_on_one_rank_says_which_are_awake(ranks):
     with pytest.raises(errors.NotEnoughRoom, match="data parallel rank 1: no memory; awake: 0") as caught:
         asyncio.run(ranks.call("wake_up", {}))
     assert caught.value.state_changed
+
+
+def test_no_rank_runs_while_another_one_waits_for_its_weights(ranks):
+    for requests in (2, 0):
+        ranks.cores[0].requests, ranks.cores[1].requests = 0, requests
+        for call in ("sleep", "wake_up"):
+            asyncio.run(ranks.call(call, {}))
+        assert [core.others_wait for core in ranks.cores] == [requests > 0] * 2
 
 
 def test_without_a_whole_set_a_wake_is_refused_or_wakes_without_it(ranks, tmp_path):

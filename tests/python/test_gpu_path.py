@@ -120,7 +120,7 @@ def test_no_time_for_the_batches_in_flight_changes_nothing(one, options):
 def test_what_vllm_keeps_beside_the_weights_is_rebuilt_after_level_2(one, tiny_model):
     """Penalty counts, bias tables and the rest of the sampler lie in the pool of the weights, on a GPU."""
     answers = one.begin(12)
-    one.llm.sleep(level=2, preserve_state=True)
+    one.llm.sleep(level=2, preserve_state=True, weights="reload")
     answers |= one.stopped()
     sampler, states = one.runner.sampler, one.runner.req_states
     bias, penalties, bad_words = sampler.logits_processors

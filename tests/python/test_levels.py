@@ -112,10 +112,54 @@ def test_level_2_says_what_to_reload(one):
     one.begin(5)
     report = one.llm.sleep(level=2)
     assert report.saved_bytes == 0
+    assert report.reload == ["weights"] and "loaded after the wake" in report.note
     woken = one.llm.wake_up()
-    assert woken.reload == ["weights"]
+    assert woken and woken.reload == ["weights"] and "answers are wrong until" in woken.note
     one.llm.collective_rpc("reload_weights")
     assert one.finish(one.begin()) == one.expected
+
+
+@pytest.mark.rig
+def test_level_2_with_preserve_state_keeps_all_and_a_bare_wake_goes_on(one):
+    answers = one.begin(10)
+    report = one.llm.sleep(level=2, preserve_state=True)
+    assert report.level == 2 and report.kept_blocks > 0 and report.reload == [] and report.note == ""
+    assert report.ledgers[0]["tags"]["weights"]["backup_host_bytes"] > 0
+    assert one.llm.torpor("state")["tags"] == {"weights": "detached", "kv_cache": "detached"}
+    answers |= one.stopped()
+    woken = one.llm.wake_up()
+    assert woken and woken.reload == [] and woken.note == ""
+    assert one.finish(answers) == one.expected
+    assert one.llm.torpor("state")["recomputed_tokens"] == 0
+
+
+def test_what_weights_says_wins_over_the_level(one):
+    _ = one.expected
+    plan = one.llm.torpor("plan_sleep", {"level": 2, "in_flight": "abort", "weights": "store"})
+    assert plan["save_bytes"]["weights"] > 0
+    assert one.llm.sleep(level=2, weights="store").reload == []
+    assert one.llm.wake_up().reload == []
+    assert one.finish(one.begin()) == one.expected
+    for options in ({"level": 1}, {"level": 2}, {"level": 2, "preserve_state": True}):
+        assert one.llm.sleep(**options, weights="reload").reload == ["weights"]
+        assert one.llm.wake_up().reload == ["weights"]  # nothing was kept, so it runs
+        assert not one.llm.is_sleeping()
+        one.llm.collective_rpc("reload_weights")
+    assert one.finish(one.begin()) == one.expected
+
+
+def test_no_tags_are_not_all_tags(one):
+    answers = one.begin(10)
+    for call in (one.llm.sleep, one.llm.wake_up, lambda tags: one.llm.sleep(mode="wait", tags=tags)):
+        with pytest.raises(errors.InvalidArgument, match="tags is an empty list"):
+            call(tags=[])
+    assert not one.llm.is_sleeping()
+    one.llm.sleep(preserve_state=True)
+    with pytest.raises(errors.InvalidArgument, match="tags is an empty list"):
+        one.llm.wake_up(tags=[])
+    assert set(one.llm.torpor("state")["tags"].values()) == {"detached"}
+    one.llm.wake_up()
+    assert one.finish(answers) == one.expected
 
 
 @pytest.mark.rig

@@ -7,7 +7,7 @@ import time
 import httpx
 import pytest
 from conftest import IN_PROOF
-from servers import ALICE, BOB, Client, Reading, make_server, sampling
+from servers import ALICE, BOB, Client, Reading, begin, make_server, played, reloaded, sampling, until, until_sleeping
 from serving import ADMIN_KEY
 from trace_collector import Collector, attributes
 
@@ -24,40 +24,12 @@ def traces():
 def server(tiny_model, tmp_path_factory, traces):
     options = ["--torpor-queue-limit", "4", "--torpor-keep-answers", "600", "--max-num-seqs", "16"]
     options += ["--otlp-traces-endpoint", traces.endpoint]
-    how = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "50"}
+    how = {"VLLM_SERVER_DEV_MODE": "1", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "50"}
     server = make_server(tiny_model, tmp_path_factory.mktemp("server") / "torpor", *options, environment=how)
     server.start()
     server.wait_until_ready()
     yield server
     server.stop()
-
-
-def played(server, scene):
-    """Runs an async scene with Alice's client."""
-
-    async def run():
-        client = Client(server.url, ALICE)
-        try:
-            return await asyncio.wait_for(scene(client), 300)
-        finally:
-            if (await client.http.get("/is_sleeping")).json()["is_sleeping"]:
-                await client.admin.post("/wake_up")
-            await client.close()
-
-    return asyncio.run(run())
-
-
-async def until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        await asyncio.sleep(0.02)
-
-
-def begin(client, request_id, prompt="Tell me about the sea.", **options) -> tuple[Reading, asyncio.Task]:
-    reading = Reading(request_id)
-    options = {"max_tokens": 300, "temperature": 0} | options
-    return reading, asyncio.create_task(client.chat(reading, prompt, **options))
 
 
 @pytest.mark.core
@@ -83,6 +55,53 @@ def test_streams_stand_still_over_a_sleep_and_go_on_identically(server):
         await asyncio.gather(*tasks)
         assert [reading.text for reading in readings] == [reading.text for reading in expected]
         assert all(reading.interruptions == 0 for reading in readings)
+
+    played(server, scene)
+
+
+def test_routers_that_know_vllms_level_2_serve_at_once(server):
+    """/sleep?level=2, /wake_up, reload_weights, /reset_prefix_cache, whatever each of them answers (llama-swap)."""
+
+    async def scene(client):
+        prompts = [f"Tell me {n} facts about the moon." for n in range(3)]
+        expected = [Reading(f"x{n}") for n in range(3)]
+        await asyncio.gather(*(client.chat(expected[n], prompts[n], **sampling(n, 120)) for n in range(3)))
+        for what, options in enumerate(({}, {"weights": "reload"}, {"mode": "abort"}, {})):
+            in_flight = what == 3
+            reading, task = Reading(f"flies{what}"), None
+            if in_flight:
+                task = asyncio.create_task(client.chat(reading, prompts[0], **sampling(0, 120)))
+                await until(lambda reading=reading: reading.text)
+            slept = await client.post("/sleep", level=2, **options)
+            assert slept["reload"] == (["weights"] if options else []) and bool(slept["note"]) == bool(options)
+            woken = await client.post("/wake_up")
+            assert woken["status"] == "awake" and woken["reload"] == slept["reload"]
+            assert ("weights without content" in woken["note"]) == bool(options)
+            await reloaded(client)
+            await client.admin.post("/reset_prefix_cache")
+            asked = Reading(f"asked{what}")
+            await client.chat(asked, prompts[1], **sampling(1, 120))
+            assert asked.text == expected[1].text
+            if task is not None:
+                await task
+                assert reading.text == expected[0].text
+
+    played(server, scene)
+
+
+def test_the_same_weights_loaded_in_vllms_own_order_ask_for_nothing(server):
+    async def scene(client):
+        expected, reading = Reading("without"), Reading("over a reload")
+        await client.chat(expected, "Tell me about stars.", **sampling(1, 120))
+        task = asyncio.create_task(client.chat(reading, "Tell me about stars.", **sampling(1, 120)))
+        await until(lambda: reading.text)
+        slept = await client.post("/sleep", level=2, weights="reload")
+        assert slept["requests"] == 1 and slept["reload"] == ["weights"]
+        assert (await client.post("/wake_up", tags="weights"))["status"] == "sleeping"
+        await reloaded(client)
+        assert (await client.post("/wake_up", tags="kv_cache"))["status"] == "awake"
+        await task
+        assert reading.text == expected.text and reading.interruptions == 0
 
     played(server, scene)
 
@@ -117,11 +136,6 @@ def test_by_wait_it_falls_asleep_when_its_requests_have_ended(server):
         assert late.finish_reason == "length" and late.interruptions == 0
 
     played(server, scene)
-
-
-async def until_sleeping(client):
-    while not (await client.http.get("/is_sleeping")).json()["is_sleeping"]:
-        await asyncio.sleep(0.02)
 
 
 def test_new_requests_wait_in_a_bounded_queue_while_it_sleeps(server):
@@ -320,6 +334,8 @@ def test_the_bad_is_refused_by_name_and_nothing_happens(server):
             ("/sleep?level=3", 400, "level"),
             ("/sleep?to=cloud", 400, "to"),
             ("/sleep?tags=nothing", 400, "there is no tag"),
+            ("/sleep?tags=", 400, "there is no tag"),
+            ("/sleep?weights=none", 400, "weights"),
             ("/sleep?mode=explode", 400, "mode"),
             ("/wake_up?tags=weights", 200, "awake"),
         ):

@@ -76,7 +76,7 @@ def test_new_requests_do_not_find_kv_of_old_weights_that_running_ones_keep(one, 
 def test_weights_are_updated_under_half_done_answers(one, weights, other_model, level, kv):
     names = ["greedy", "prefix-a"]
     half_done = one.begin(12, names)
-    one.llm.sleep(level=level, preserve_state=True)
+    one.llm.sleep(level=level, preserve_state=True, weights="reload" if level else None)
     half_done |= one.stopped()
     if level:
         assert one.llm.wake_up(tags=["weights"]).reload == ["weights"]
@@ -145,11 +145,14 @@ def test_an_engine_without_requests_gets_new_weights_awake(one, weights, other_m
     assert found == generate(one, SHARED) and found[0] == 0
 
 
-@pytest.mark.parametrize("options", [{"level": 2}, {"level": 1, "weights": "reload"}])
+@pytest.mark.parametrize("kv", [None, "keep"])
 @pytest.mark.rig
-def test_requests_are_kept_while_their_weights_are_dropped(one, weights, tiny_model, options):
+def test_requests_are_kept_while_their_weights_are_dropped(one, weights, tiny_model, kv):
     answers = one.begin(10)
-    report = one.llm.sleep(preserve_state=True, **options)
+    one.llm.sleep(preserve_state=True)  # it has the digest of the weights
+    answers |= one.stopped()
+    one.llm.wake_up()
+    report = one.llm.sleep(preserve_state=True, weights="reload")
     assert report.preserve_state and report.kept_blocks > 0
     assert report.ledgers[0]["tags"]["weights"]["backup_host_bytes"] == 0
     woken = one.llm.wake_up()
@@ -157,9 +160,25 @@ def test_requests_are_kept_while_their_weights_are_dropped(one, weights, tiny_mo
     answers |= one.stopped()
     assert not one.llm.wake_up() and one.engine.step() == []
     weights(tiny_model)
-    assert one.llm.wake_up(kv="keep")
+    loaded = one.llm.wake_up(kv=kv)
+    assert loaded and loaded.reload == [] and ("written" in loaded.note) == (kv == "keep")
     assert one.finish(answers) == one.expected
     assert one.llm.torpor("state")["recomputed_tokens"] == 0
+    assert (generate(one, SHARED)[0] > 0) == (kv is None)  # prefixes of the same weights are still found
+
+
+@pytest.mark.rig
+def test_the_same_weights_in_vllms_own_order_are_no_new_ones(one, weights, tiny_model, other_model):
+    answers = one.begin(10)
+    one.llm.sleep(level=2, preserve_state=True)
+    answers |= one.stopped()
+    one.llm.wake_up(tags=["weights"])
+    weights(other_model)
+    with pytest.raises(errors.WrongState, match="KV of the old ones"):
+        one.llm.wake_up(tags=["kv_cache"])
+    weights(tiny_model)
+    assert one.llm.wake_up(tags=["kv_cache"])
+    assert one.finish(answers) == one.expected
 
 
 @pytest.mark.parametrize(

@@ -146,9 +146,6 @@ class Engine:
 
     def wake(self, from_checkpoint: str | None) -> dict:
         woken = self._llm.wake_up(from_checkpoint=from_checkpoint)
-        if woken.reload and not woken.fully_awake:  # level 2 let go of the weights; requests wait for them
-            self._llm.collective_rpc("reload_weights")
-            self._llm.wake_up(kv="keep")  # they are the same
         return dict(woken)
 
     def ledger(self) -> list:

@@ -139,8 +139,8 @@ def rebuilt(one: CheckedEngine, options) -> str:
             raise Failed("the engine is not awake after reload_weights and wake_up()")
 
     answers = one.begin(9)
-    given = one.slept(answers, lambda llm: llm.sleep(level=2, preserve_state=True), wake)
-    _same(given, one.twin(9), "after level 2")
+    given = one.slept(answers, lambda llm: llm.sleep(preserve_state=True, weights="reload"), wake)
+    _same(given, one.twin(9), "after a reload")
     return f"{len(given)} answers equal, {len(lost)} tensors overwritten meanwhile"
 
 

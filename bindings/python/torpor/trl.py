@@ -121,7 +121,7 @@ class PartialRolloutGRPOTrainer(GRPOTrainer):
             phase.steps += 1
             for output in backend.llm.llm_engine.step():
                 self._take(output)
-        report = backend.llm.sleep(level=2, preserve_state=True)
+        report = backend.llm.sleep(level=2, preserve_state=True, weights="reload")
         backend._llm_weights_sleeping = True
         taken = [self._complete.popleft() for _ in range(needed)]
         phase.left, phase.saved_bytes, phase.freed_bytes = self.open_rollouts, report.saved_bytes, report.freed_bytes

@@ -99,7 +99,8 @@ class TorporHttpServer(vLLMHttpServer):
         if self.node_rank != 0 or not self.config.free_cache_engine or self._is_standalone():
             return
         level = self._resolve_sleep_level() if self.rollout_mode == RolloutMode.HYBRID else 1
-        await self.engine.sleep(level=level, preserve_state=True)
+        weights = "reload" if level == 2 else "store"  # verl's level 2: a weight sync comes before the wake
+        await self.engine.sleep(level=level, preserve_state=True, weights=weights)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """Memory of these tags, or all of it, is there again; once all is, requests go on."""

@@ -44,6 +44,7 @@ class Ranks:
         self._one_at_a_time = asyncio.Lock()
         self._with_experts = compute_for_each_other(vllm_config) and vllm_config.model_config.is_moe
         self._standing = False
+        self._have_requests = False  # when they last fell asleep, on any of them
 
     async def call(self, method: str, options: dict):
         """As torpor_call() of one engine core; raises what one of them has failed with.
@@ -130,6 +131,8 @@ class Ranks:
             await self._wake_those_asleep(held, ended)
             raise
         report = _merged_reports(reports) | {"checkpoint": ""}
+        if report["changed"]:
+            self._have_requests = report["requests"] > 0
         if written is not None:
             report["checkpoint"] = written.path
             await asyncio.to_thread(written.keep)
@@ -175,6 +178,7 @@ class Ranks:
         if options.get("early"):
             raise Unsupported("an early wake of data parallel ranks", "wake them without early")
         if "from_checkpoint" not in options:
+            options = options | {"others_wait": self._have_requests}
             replies = await self._ask(method, [options] * self._size)
             try:
                 return _merged_reports(_all(replies))

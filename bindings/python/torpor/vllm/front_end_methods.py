@@ -15,18 +15,20 @@ from torpor.vllm.weight_updates import UPDATING_WEIGHTS, Updating, UpdatingAwait
 
 _SLEEP = """Gives the engine's memory back and returns when it is free. What each combination means: docs/semantics.md.
 
-    level: 0 only pauses; 1 frees weights and KV cache, weights are copied first; 2 frees weights without a copy.
+    level: 0 only pauses; 1 and 2 free weights and KV cache. Weights are copied first, but not at level 2 without
+        preserve_state, as vLLM has it.
     mode: what becomes of requests without preserve_state. "abort" ends them, "keep" computes them again after the wake,
         "wait" lets those that run end first (with preserve_state too); queued ones stay queued until the wake.
     preserve_state: keep requests, their KV blocks, prefix cache and samplers; they go on without recompute.
     to: where saved bytes go, "host" (memory) or "disk" (a checkpoint in the option `dir`, which survives the process).
     on_save_error: "abort" stays awake when saving fails. "discard" sleeps anyway: what cannot go to disk is kept in
         host memory, and only requests that have no room there are dropped; the report's `to` and `note` say so.
-    tags: only these of "weights" and "kv_cache"; None: both.
+    tags: only these of "weights" and "kv_cache"; None: both. An empty list is refused.
     timeout: most seconds to wait for the running step, and with mode="wait" for requests to end; None: no bound.
-    weights: "store" keeps them, "reload" does not: the wake names them, and kept requests wait until they are loaded.
+    weights: "store" keeps them, "reload" does not, at any level: the wake names them, and kept requests wait until they
+        are loaded. None: as the level says.
     give_to: path of a room (torpor.vllm.exchange.room()): one half of a swap, with an engine that is woken with
-        `take_from` of the same path. Level 1 with preserve_state, to host memory, of all tags.
+        `take_from` of the same path. With preserve_state, to host memory, of all tags.
     progress: a function that is called with a torpor.vllm.progress.Progress about ten times a second meanwhile, from a
         thread of its own. If it returns False or raises, the sleep is undone and raises Aborted.
 
@@ -37,21 +39,22 @@ _SLEEP = """Gives the engine's memory back and returns when it is free. What eac
 
 _WAKE_UP = """Brings the memory back, and the requests with it. Returns when it is back.
 
-    tags: wake only these; the engine takes no step until all are back. None: all.
+    tags: wake only these; the engine takes no step until all are back. None: all. An empty list is refused.
     from_checkpoint: path of a checkpoint, or of a directory whose newest is taken, for a new engine without requests.
     on_restore_error: with from_checkpoint. "abort" raises, "discard" wakes without the checkpoint.
     kv: new weights were loaded meanwhile: what becomes of KV of the old ones, which no new request finds. "recompute":
         it is computed again from the tokens so far. "keep": running requests go on with it. "abort": the requests end;
         the report's `aborted` has the prompt, tokens and weight versions of each. None: refused (WrongState) if
-        requests have such KV and the weights were seen to be written.
+        requests have such KV and the weights were seen to be written, unless they are known to be the same again.
     weights_changed: True is kv="recompute".
     early: returns, and the engine runs, once weights and the KV of all requests are back. Cached prefixes come behind
         it; torpor("continue_wake") tells how far they are. Not with from_checkpoint.
     take_from: path of a room: the other half of a swap. It wakes on the memory that is given there, and all tags.
     progress: as in sleep(). A wake that is cancelled leaves the engine asleep as it was.
 
-    Returns a Report, true if the engine is fully awake. Raises Incompatible (by field) for a checkpoint of another
-    model or configuration, Damaged, Unauthenticated, NotFound, NotEnoughRoom; the engine stays as it was.
+    Returns a Report, true if the engine is fully awake; `reload` names what has no content and must be loaded. Raises
+    Incompatible (by field) for a checkpoint of another model or configuration, Damaged, Unauthenticated, NotFound,
+    NotEnoughRoom; the engine stays as it was.
     """
 
 _CHECKPOINT = """Writes a checkpoint of the running requests to the option `dir` while the engine serves.
@@ -93,7 +96,7 @@ class Blocking:
         on_save_error: str = "abort",
         tags: Iterable[str] | None = None,
         timeout: float | None = None,
-        weights: str = "store",
+        weights: str | None = None,
         give_to: str | os.PathLike | None = None,
         progress: Watcher | None = None,
     ) -> Report:
@@ -149,7 +152,7 @@ class Awaited:
         on_save_error: str = "abort",
         tags: Iterable[str] | None = None,
         timeout: float | None = None,
-        weights: str = "store",
+        weights: str | None = None,
         give_to: str | os.PathLike | None = None,
         progress: Watcher | None = None,
     ) -> Report:
@@ -201,9 +204,11 @@ def sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout,
     if in_flight is None:
         raise InvalidArgument(f"mode is {mode!r}", 'use "abort", "wait" or "keep"')
     values = {
-        "level": level, "preserve_state": preserve_state, "to": to, "on_save_error": on_save_error, "weights": weights,
+        "level": level, "preserve_state": preserve_state, "to": to, "on_save_error": on_save_error,
         "in_flight": "freeze" if preserve_state or level == 0 else in_flight,
     }  # fmt: skip
+    if weights is not None:
+        values["weights"] = weights
     if tags is not None:
         values["tags"] = list(tags)
     if timeout is not None:

@@ -39,7 +39,7 @@ async def carry_out(life: Server, method: str, params: dict) -> dict:
         _word(params, "mode", None, "abort", "wait", "keep"),
         params.get("preserve_state"),
         to,
-        _word(params, "weights", "store", "reload"),
+        _word(params, "weights", None, "store", "reload"),
         tags,
     )
 
@@ -50,7 +50,7 @@ async def sleep(
     mode: str | None,
     preserve_state: bool | None,
     to: str,
-    weights: str,
+    weights: str | None,
     tags: list[str] | None,
     progress=None,
 ) -> dict:

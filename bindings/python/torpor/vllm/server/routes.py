@@ -77,7 +77,7 @@ def routes() -> APIRouter:
         mode: Literal["abort", "wait", "keep", None] = None,
         preserve_state: bool | None = None,
         to: Literal["host", "disk"] = "host",
-        weights: Literal["store", "reload"] = "store",
+        weights: Literal["store", "reload", None] = None,
         tags: Annotated[list[str] | None, Query()] = None,
     ) -> Response:
         async def call(progress: Watcher | None) -> dict:

@@ -1,0 +1,46 @@
+"""Engine cores of data parallel ranks that answer as they are told."""
+
+import asyncio
+
+
+class Core:
+    """An engine core that answers as it is told; what it was asked stands in `asked`."""
+
+    def __init__(self, directory, rank: int):
+        self.path = directory / f"rank-{rank}-of-2" / "g-000001"
+        self.asked: list[tuple] = []
+        self.errors: dict[tuple, object] = {}  # by (method, keep)
+        self.slow = asyncio.Event()
+        self.quiet = False  # frozen, or asleep
+        self.requests, self.others_wait = 2, False  # as it says; as the last wake said
+
+    async def call(self, method: str, options: dict) -> dict:
+        what = (method, options["keep"]) if "keep" in options else method
+        self.asked.append(what)
+        self.others_wait = options.get("others_wait", False)
+        await self.slow.wait()
+        if method in ("is_quiet", "drain"):
+            return {"result": self.quiet}
+        if (error := self.errors.get(what)) is not None:
+            return {"error": error.to_dict()}
+        report = {
+            "changed": what == ("end_sleep", True), "fully_awake": False, "note": "", "checkpoint_parts": {},
+            "reload": [], "failed_requests": [], "phases": [], "seconds": 1.0, "ledgers": [{}],
+            "requests": self.requests, "saved_bytes": 5, "reused_bytes": 0, "host_bytes": 5, "disk_bytes": 0,
+            "freed_bytes": 7, "restored_bytes": 0, "late_blocks": 0, "late_bytes": 0, "kept_blocks": 1, "dropped_blocks": 0,
+            "checkpoint_bytes": 3, "checkpoint": str(self.path) if options.get("to") == "disk" else "",
+        }  # fmt: skip
+        return {"result": report | ({"held": True} if method == "sleep" else {})}
+
+
+class Client:
+    core_engines = [b"\0\0", b"\1\0"]
+
+    def __init__(self, directory):
+        self.cores = [Core(directory, rank) for rank in range(2)]
+        for core in self.cores:
+            core.slow.set()
+
+    async def _call_utility_async(self, name: str, method: str, options: dict, engine: bytes):
+        assert name == "torpor_call"
+        return await self.cores[self.core_engines.index(engine)].call(method, options)
