@@ -19,6 +19,7 @@ from torpor import _core
 from torpor.errors import InvalidArgument
 from torpor.vllm.connector_options import ConnectorOptions, size
 from torpor.vllm.hooks import let_those_with_blocks_go_first
+from torpor.vllm.options import Options
 
 PROCESS = Path(__file__).parent / "connector_process.py"
 
@@ -381,6 +382,19 @@ def test_a_wrong_option_is_named(given, named):
     with pytest.raises(InvalidArgument) as raised:
         ConnectorOptions.of(given)
     assert named in str(raised.value)
+
+
+def test_a_tilde_in_a_path_is_the_home_of_its_user(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("TORPOR_SPILL_DIRECTORY", "~/spill")
+    given = {"dir": "~/checkpoints", "key_file": "/keys/~"}
+    options = Options.of(SimpleNamespace(additional_config={"torpor": given}))
+    assert options.dir == "/home/somebody/checkpoints" and options.spill_directory == "/home/somebody/spill"
+    assert options.key_file == "/keys/~"
+    connector = ConnectorOptions.of({"host_bytes": 1 << 20, "disk_bytes": "1GiB", "directory": "~/kv"})
+    assert connector.directory == "/home/somebody/kv"
+    with pytest.raises(InvalidArgument, match="~nobody-has-this-name/x"):
+        Options.of(SimpleNamespace(additional_config={"torpor": {"dir": "~nobody-has-this-name/x"}}))
 
 
 def test_the_queue_has_the_defaults_of_the_documents():

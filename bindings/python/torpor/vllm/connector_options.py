@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, fields
 
 from torpor.errors import InvalidArgument
+from torpor.vllm.paths import expanded
 
 MODULE, CLASS = "torpor.vllm.connector", "TorporConnector"
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -15,6 +16,7 @@ _CHOICES = {
     "offload": ("eager", "lazy", "off"), "disk": ("through", "off"), "block_compression": ("none", "bf16", "zstd"),
 }  # fmt: skip
 _SIZES = ("host_bytes", "disk_bytes")
+_PATHS = {"directory", "remote_credentials", "remote_ca"}
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class ConnectorOptions:
         values = {name: _value(name, known[name].default, item) for name, item in given.items()}
         if "disk" not in values and values.get("disk_bytes", 0) > 0:
             values["disk"] = "through"
+        for name in _PATHS & values.keys():
+            values[name] = expanded(values[name])
         if values.get("directory") is None and directory is not None:
             values["directory"] = f"{directory}/offload"
         options = ConnectorOptions(**values)

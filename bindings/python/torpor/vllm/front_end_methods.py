@@ -10,6 +10,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from torpor.errors import InvalidArgument
 from torpor.vllm import frontend, tracing
 from torpor.vllm.frontend import Report
+from torpor.vllm.paths import expanded
 from torpor.vllm.progress import Watcher, watched
 from torpor.vllm.weight_updates import UPDATING_WEIGHTS, Updating, UpdatingAwaited, kv_option
 
@@ -41,6 +42,7 @@ _WAKE_UP = """Brings the memory back, and the requests with it. Returns when it 
 
     tags: wake only these; the engine takes no step until all are back. None: all. An empty list is refused.
     from_checkpoint: path of a checkpoint, or of a directory whose newest is taken, for a new engine without requests.
+        The report's `checkpoint` says which one it was; an error names it.
     on_restore_error: with from_checkpoint. "abort" raises, "discard" wakes without the checkpoint.
     kv: new weights were loaded meanwhile: what becomes of KV of the old ones, which no new request finds. "recompute":
         it is computed again from the tokens so far. "keep": running requests go on with it. "abort": the requests end;
@@ -65,7 +67,7 @@ _CHECKPOINT = """Writes a checkpoint of the running requests to the option `dir`
     progress: as in sleep(). One that is cancelled, or whose task is, leaves nothing; requests do not notice.
     """
 
-_TORPOR = """Asks torpor in the engine core, and changes nothing. Returns a dict.
+_TORPOR = """Asks torpor in the engine core, and changes nothing of the engine. Returns a dict.
 
     method: "state", "ledger" (memory now), "plan_sleep": what a sleep would move and free, "check_directory", which
         raises where the host of a rank does not see the directory of checkpoints, or "continue_wake": what has become
@@ -233,5 +235,5 @@ def wake_options(
     if tags is not None:
         values["tags"] = list(tags)
     if from_checkpoint is not None:
-        values |= {"from_checkpoint": str(from_checkpoint), "hold": True}
+        values |= {"from_checkpoint": str(expanded(from_checkpoint)), "hold": True}
     return values

@@ -19,6 +19,7 @@ from torpor.errors import Error, Incompatible, InvalidArgument, Unsupported
 from torpor.vllm import memory, weights_layout
 from torpor.vllm.fingerprint import of_weights
 from torpor.vllm.options import Options
+from torpor.vllm.paths import expanded
 from torpor.vllm.weights_layout import OWN_FILES
 
 FORMAT = "torpor"
@@ -81,7 +82,7 @@ class TorporLoader(BaseModelLoader):
 
     def _stored(self) -> StoredWeights:
         options = Options.of(self._vllm_config)
-        path = self._checkpoint or options.dir
+        path = expanded(self._checkpoint or options.dir)
         if path is None:
             raise InvalidArgument(
                 'load_format="torpor" without a checkpoint',

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field, fields
 
 from torpor.errors import InvalidArgument
 from torpor.vllm import connector_options
+from torpor.vllm.paths import expanded
+
+# Options that name a file or directory.
+_PATHS = {"dir", "key_file", "spill_directory", "events_directory", "record_directory"}
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,8 @@ class Options:
             )
         if connector and "offload" not in connector:
             raise InvalidArgument(f"{', '.join(connector)} without offload", 'set offload to "eager" or "lazy"')
+        for name in _PATHS & values.keys():
+            values[name] = expanded(values[name])
         options = Options(**values, connector=connector)
         if options.cpu_linear not in ("packed", "plain"):
             raise InvalidArgument(f"cpu_linear is {options.cpu_linear!r}", 'use "packed" or "plain"')
