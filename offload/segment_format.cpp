@@ -26,7 +26,7 @@ struct HeaderPage {
   Digest space;
   SealId id{};
   KeyName key_name{};
-  ManifestMac mac{};         // of the page with zeros here
+  ManifestMac mac{};          // of the page with zeros here
   uint32_t upper_number = 0;  // version 2
   uint32_t zero = 0;
 };
@@ -169,8 +169,8 @@ Result<OpenedHeader> read_header(std::span<const std::byte> page, const Key* key
   }
   if (in.mac != mac_of(in, page.subspan(sizeof in, kPage - sizeof in), opened.seal.get()))
     return bad_segment("the segment's header is damaged");
-  if (in.rank < 0 || in.slots < 1 || in.zero != 0 || (in.upper_number != 0) != (in.version == kLargeNumberVersion) || (!is_protected && !is_zero(in.key_name)) ||
-      !is_zero(page.subspan(sizeof in, kPage - sizeof in)))
+  if (in.rank < 0 || in.slots < 1 || in.zero != 0 || (in.upper_number != 0) != (in.version == kLargeNumberVersion) ||
+      (!is_protected && !is_zero(in.key_name)) || !is_zero(page.subspan(sizeof in, kPage - sizeof in)))
     return bad_segment("the segment's header contradicts itself");
   return opened;
 }

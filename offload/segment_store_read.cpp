@@ -109,7 +109,8 @@ Result<std::shared_ptr<File>> SegmentStore::file_of(Segment& segment) {
     const MutexLock lock(mutex_);
     segment.last_use = ++uses_;
     if (segment.file != nullptr) return segment.file;
-    if (!segment.is_there()) return not_there(static_cast<StoreSlot>(segment.header.number) * traits_.slots_per_segment);
+    if (!segment.is_there())
+      return not_there(static_cast<StoreSlot>(segment.header.number) * traits_.slots_per_segment);
   }
   std::shared_ptr<File> opened;
   {

@@ -212,7 +212,7 @@ Result<std::shared_ptr<DeliveryLogFile>> DeliveryLog::write_beside(uint64_t numb
         const MutexLock lock(mutex_);
         if (ends_) return Error{.code = Code::kAborted, .what = "the answers end", .next_step = "open them again"};
         const Answer* answer = answers_.get(id);
-        if (answer == nullptr) continue;                 // forgotten since
+        if (answer == nullptr) continue;                // forgotten since
         if (rotation_->written.contains(id)) continue;  // and begun anew: the tail has it
         record = answer_record(*answer);
         rotation_->written.insert(id);

@@ -268,8 +268,8 @@ TEST(SegmentStore, ASegmentHoldsItsNumberUntilTheFileThatFailedIsGone) {
   SegmentStore* store = nullptr;
   bool fail = true;
   uint64_t held = 0;
-  const auto files = make_watched_file_system(
-      linux_file_system(), [&](std::string_view call, const std::string& name) -> Status {
+  const auto files =
+      make_watched_file_system(linux_file_system(), [&](std::string_view call, const std::string& name) -> Status {
         if (name.find("seg-") == std::string::npos) return ok();
         if (call == "preallocate" && std::exchange(fail, false)) return system_error(EMFILE, "planted");
         // From when its room is given back on, another thread may begin it anew, whose file this would be.
@@ -291,8 +291,8 @@ TEST(SegmentStore, ASegmentHoldsItsNumberUntilTheFileThatFailedIsGone) {
 TEST(SegmentStore, ASegmentThatIsDroppedWhileItIsMadeIsNotBegunAnew) {
   SegmentStore* store = nullptr;
   bool drop = true;
-  const auto files = make_watched_file_system(
-      linux_file_system(), [&](std::string_view call, const std::string& name) -> Status {
+  const auto files =
+      make_watched_file_system(linux_file_system(), [&](std::string_view call, const std::string& name) -> Status {
         const SlotRange range{.first = 0, .count = kSlots};
         if (call == "preallocate" && name.find("seg-") != std::string::npos && std::exchange(drop, false))
           store->drop({&range, 1});

@@ -127,7 +127,8 @@ TEST_F(PackedHostStore, AsMuchMemoryHasRoomForThreeTenthsMoreBlocks) {
 TEST_F(PackedHostStore, ValuesComeBackAndAreNotShownAsTheyLie) {
   EXPECT_TRUE(store_->traits().in_memory);
   EXPECT_FALSE(store_->traits().addressable);
-  for (StoreSlot slot = 0; slot < 100; ++slot) ASSERT_SUCCEEDS(put(slot, bf16_values(static_cast<uint64_t>(slot), kBlock)));
+  for (StoreSlot slot = 0; slot < 100; ++slot)
+    ASSERT_SUCCEEDS(put(slot, bf16_values(static_cast<uint64_t>(slot), kBlock)));
   for (StoreSlot slot = 0; slot < 100; ++slot)
     EXPECT_EQ(value_of(get(slot)), bf16_values(static_cast<uint64_t>(slot), kBlock));
   EXPECT_TRUE(store_->view(7).empty());

@@ -36,7 +36,8 @@ class RespCluster : public ::testing::Test {
   }
   std::vector<StorePart> parts() {
     std::vector<StorePart> all;
-    for (size_t seed = 0; seed < kBlocks; ++seed) all.push_back(part_of(static_cast<StoreSlot>(seed), seed, bytes_[seed]));
+    for (size_t seed = 0; seed < kBlocks; ++seed)
+      all.push_back(part_of(static_cast<StoreSlot>(seed), seed, bytes_[seed]));
     return all;
   }
   std::string key_of(size_t seed) const { return remote::block_key_text("", space_, 0, some_key(seed)); }

@@ -303,7 +303,8 @@ TEST_F(RespStoreTest, AServerIsAskedForFewLargeBlocksAtOnce) {
   std::vector<std::vector<std::byte>> bytes;
   std::vector<StorePart> parts;
   for (uint64_t seed = 0; seed < kBlocks; ++seed) bytes.push_back(some_bytes(seed, kContractRecord));
-  for (uint64_t seed = 0; seed < kBlocks; ++seed) parts.push_back(part_of(static_cast<StoreSlot>(seed), seed, bytes[seed]));
+  for (uint64_t seed = 0; seed < kBlocks; ++seed)
+    parts.push_back(part_of(static_cast<StoreSlot>(seed), seed, bytes[seed]));
   const auto store = make();
   store->put(parts);
   store->get(parts);
