@@ -4,6 +4,7 @@
 #include <iterator>
 
 #include <sodium.h>
+#define XXH_STATIC_LINKING_ONLY  // the state by value: memory for it that is not there is std::bad_alloc, as elsewhere
 #include <xxhash.h>
 
 #include "base/xxh3.h"
@@ -62,9 +63,11 @@ std::array<uint8_t, 32> sha256_of(std::span<const std::byte> bytes) {
 }
 
 struct StreamingDigest::State {
-  XXH3_state_t* xxh = XXH3_createState();
-  State() { XXH3_128bits_reset(xxh); }
-  ~State() { XXH3_freeState(xxh); }
+  XXH3_state_t xxh;
+  State() {
+    XXH3_INITSTATE(&xxh);
+    XXH3_128bits_reset(&xxh);
+  }
 };
 
 StreamingDigest::StreamingDigest() : state_(std::make_unique<State>()) {}
@@ -73,9 +76,9 @@ StreamingDigest::StreamingDigest(StreamingDigest&&) noexcept = default;
 StreamingDigest& StreamingDigest::operator=(StreamingDigest&&) noexcept = default;
 
 void StreamingDigest::update(std::span<const std::byte> bytes) {
-  widest().update(state_->xxh, bytes.data(), bytes.size());
+  widest().update(&state_->xxh, bytes.data(), bytes.size());
 }
 
-Digest StreamingDigest::finish() const { return canonical(XXH3_128bits_digest(state_->xxh)); }
+Digest StreamingDigest::finish() const { return canonical(XXH3_128bits_digest(&state_->xxh)); }
 
 }  // namespace torpor

@@ -66,6 +66,13 @@ uint64_t process_start(int32_t pid) {
   return start;
 }
 
+// Memory that no ring has yet.
+struct Unmap {
+  uint64_t bytes;
+  void operator()(void* memory) const { (void)::munmap(memory, bytes); }
+};
+using Mapping = std::unique_ptr<void, Unmap>;
+
 struct Head {
   char magic[8];
   uint16_t major;
@@ -237,8 +244,11 @@ Result<std::unique_ptr<EventRing>> EventRing::map(int fd, EventSource source, st
   const int how = MAP_POPULATE | (fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED);
   void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, how, fd, 0);
   if (memory == MAP_FAILED) return system_error(errno, "the memory for events");
+  Mapping mapped(memory, Unmap{bytes});
   write_event_head(source, kMagic, static_cast<std::byte*>(memory));
-  return std::unique_ptr<EventRing>(new EventRing(memory, bytes, std::move(source), std::move(path), true));
+  std::unique_ptr<EventRing> ring(new EventRing(memory, bytes, std::move(source), std::move(path), true));
+  (void)mapped.release();
+  return ring;
 }
 
 Result<std::unique_ptr<EventRing>> EventRing::in_memory(const EventSource& source, uint64_t events) {
@@ -291,15 +301,15 @@ Result<std::unique_ptr<EventRing>> EventRing::open(const std::string& path) {
     if (bytes < kEventHeadBytes + sizeof(Cell)) return damaged();
     void* const memory = ::mmap(nullptr, bytes, PROT_READ, MAP_SHARED, file.get(), 0);
     if (memory == MAP_FAILED) return system_error(errno, fmt::format("mapping {}", path));
+    Mapping mapped(memory, Unmap{bytes});
     Result<EventSource> source =
         read_event_head(kMagic, std::span(static_cast<const std::byte*>(memory), kEventHeadBytes));
     const bool sized = source && std::has_single_bit(source->capacity) && source->capacity <= kMostEvents &&
                        bytes == kEventHeadBytes + source->capacity * sizeof(Cell);
-    if (!sized) {
-      (void)::munmap(memory, bytes);
-      return source ? damaged() : source.error().within(path);
-    }
-    return std::unique_ptr<EventRing>(new EventRing(memory, bytes, std::move(*source), path, false));
+    if (!sized) return source ? damaged() : source.error().within(path);
+    std::unique_ptr<EventRing> ring(new EventRing(memory, bytes, std::move(*source), path, false));
+    (void)mapped.release();
+    return ring;
   });
 }
 

@@ -90,8 +90,10 @@ class LinuxFile : public File {
     while (!bytes.empty()) {
       const ssize_t got = ::pread(fd_.get(), bytes.data(), bytes.size(), static_cast<off_t>(offset));
       if (got < 0 && errno == EINTR) continue;
-      if (got < 0) return system_error(errno, fmt::format("cannot read {}", name_));
-      if (got == 0) {
+      const int problem = got < 0 ? errno : 0;
+      if (problem != 0 && !(problem == EINVAL && ends_before(offset + bytes.size())))
+        return system_error(problem, fmt::format("cannot read {}", name_));
+      if (got <= 0) {
         return Error{.code = Code::kCorruption,
                      .what = fmt::format("{} ends too early: {} of {} bytes at offset {}", name_, wanted - bytes.size(),
                                          wanted, offset - (wanted - bytes.size())),
@@ -145,6 +147,11 @@ class LinuxFile : public File {
   int descriptor() const { return fd_.get(); }
 
  private:
+  // Direct I/O says "wrong argument" of a read that begins in the middle of a block, as the rest does behind the end.
+  bool ends_before(uint64_t offset) const {
+    struct stat info {};
+    return ::fstat(fd_.get(), &info) == 0 && static_cast<uint64_t>(info.st_size) < offset;
+  }
   Descriptor fd_;
   std::string name_;
 };
@@ -235,7 +242,8 @@ class FastFile final : public LinuxFile {
       if (results[i] < 0 && results[i] != -EINTR && results[i] != -EAGAIN) {
         status = system_error(-results[i], fmt::format("cannot {} {}", write ? "write" : "read", name()));
       } else if (done != piece.bytes.size()) {
-        status = finish(piece.bytes.subspan(done), piece.offset + done);
+        const size_t whole = direct_ ? done / kPage * kPage : done;  // direct I/O goes on at a page
+        status = finish(piece.bytes.subspan(whole), piece.offset + whole);
       }
     }
   }

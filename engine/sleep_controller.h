@@ -5,7 +5,8 @@
 // A failed call undoes exactly its own steps, in reverse; docs/semantics.md has every case. Nothing is thrown: whatever
 // a hook throws, and want of memory or of threads anywhere, is an error like any other.
 //
-// Threads: one operation at a time, a second one is kUnavailable at once; state() and is_sleeping() at any time.
+// Threads: one operation at a time, a second one is kUnavailable at once; but end_sleep(), end_hold() and
+// cancel_checkpoint() wait for it. state() and is_sleeping() at any time.
 #pragma once
 
 #include <atomic>
@@ -91,10 +92,12 @@ class SleepController final : private Operation::Owner {
   // After wake_up with `hold`: lets the engine run, or throws away what was restored. Only when it runs does the
   // checkpoint count as woken from.
   Status end_hold(bool keep);
+  // What a sleep would move and free, and why it would be refused. Changes neither the engine nor its checkpoints; like
+  // every operation it first waits for the blocks of an early wake, and to disk it does as check_directory() does.
   Result<SleepPlan> plan_sleep(const SleepOptions& options);
   // Whether the hosts of all ranks see the directory of checkpoints, which is made if need be: looked at by one that is
   // empty and goes again. kFailedPrecondition names the rank, and its host; kUnavailable: somebody else writes there.
-  // One rank is not asked, and none while a checkpoint is written, which finds out itself. plan_sleep() does the same.
+  // One rank is not asked, and none while a checkpoint is written, which finds out itself.
   Status check_directory();
   Result<std::vector<RankLedger>> ledgers();
   ControllerState state() const;

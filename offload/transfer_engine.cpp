@@ -74,11 +74,13 @@ Status TransferEngine::start(LaneNumber lane, int threads) {
 }
 
 Status TransferEngine::open_remote_lane() {
+  int missing = own_threads_ ? kRemoteThreads : 1;
   {
     const MutexLock lock(mutex_);
     if (remote_lane_) return ok();
+    for (const auto& worker : workers_) missing -= worker->lane == kRemote ? 1 : 0;  // of a call that failed
   }
-  TORPOR_TRY(catching([&] { return start(kRemote, own_threads_ ? kRemoteThreads : 1); }));
+  TORPOR_TRY(catching([&] { return start(kRemote, missing); }));
   const MutexLock lock(mutex_);
   remote_lane_ = true;
   return ok();

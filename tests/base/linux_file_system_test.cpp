@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "base/file_system.h"
+#include "base/page_buffer.h"
 #include "base/units.h"
 #include "tests/support/disk_reads.h"
 #include "tests/support/results.h"
@@ -72,6 +73,26 @@ TEST_F(LinuxFileSystem, WritesAndReadsBack) {
   std::string read(5, '\0');
   ASSERT_SUCCEEDS(value_of(directory->open_file("f"))->pread(std::as_writable_bytes(std::span(read)), 6));
   EXPECT_EQ(read, "World");
+}
+
+// Direct I/O reads up to the end and calls the rest, which begins in the middle of a block, a wrong argument.
+TEST_F(LinuxFileSystem, AFileThatEndsTooEarlyIsDamagedHoweverItIsRead) {
+  const auto directory = open();
+  constexpr uint64_t kThere = 2 * kPage + 100;
+  const std::string content(kThere, 'x');
+  {
+    const auto written = value_of(directory->create_file("f"));
+    ASSERT_SUCCEEDS(written->pwrite(bytes(content), 0));
+    ASSERT_SUCCEEDS(written->sync());
+  }
+  for (const FileIo wish : {FileIo::kFastest, FileIo::kCached, FileIo::kPlain}) {
+    const auto file = value_of(directory->open_file("f", wish));
+    PageBuffer buffer;
+    std::vector<FilePart> parts = {{0, buffer.room(4 * kPage).first(4 * kPage), ok()}};
+    file->pread_all(parts);
+    EXPECT_FAILS(parts[0].status, Code::kCorruption, "ends too early") << file->io();
+    EXPECT_FAILS(file->pread(parts[0].bytes, 0), Code::kCorruption, "ends too early") << file->io();
+  }
 }
 
 TEST_F(LinuxFileSystem, FilesAreForTheirOwnerOnly) {
