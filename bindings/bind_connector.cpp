@@ -251,6 +251,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
     const py::str id = request.attr("request_id");
     if (Record* const record = known(id.ptr())) return *record;
     const int32_t priority = priority_of(request);
+    offers_.expect(priority);
     const uint32_t number = scheduler_->begin_request(id.cast<std::string>(), priority);
     if (number >= records_.size()) records_.resize(number + 1);
     records_[number] = {.number = number, .priority = priority, .used = true, .request = request};

@@ -23,7 +23,8 @@ ConnectorOffers::ConnectorOffers(const py::object& pool, const ConnectorOptions&
       blocks_(blocks),
       scheduler_(scheduler),
       offered_(static_cast<size_t>(blocks.size()), Stamp::kNone),
-      stale_(static_cast<size_t>(blocks.size()), Stamp::kNone) {}
+      stale_(static_cast<size_t>(blocks.size()), Stamp::kNone),
+      marked_(static_cast<size_t>(blocks.size())) {}
 
 void ConnectorOffers::end_step(const py::dict& scheduled) {
   if (!options_.lazy) return;
@@ -32,7 +33,7 @@ void ConnectorOffers::end_step(const py::dict& scheduled) {
 }
 
 void ConnectorOffers::finished(Progress& progress, const Request& request, uint64_t step) {
-  if (!options_.lazy || progress.stale) offer(progress, request, 0, step);
+  if (looks_at(progress)) offer(progress, request, 0, step);
 }
 
 void ConnectorOffers::reset() {
@@ -55,8 +56,15 @@ void ConnectorOffers::offer(Progress& progress, const Request& request, int64_t 
   if (ready <= progress.offered) return;
   for (size_t group = 0; group < groups_.size(); ++group) {
     const GroupTables::Table table = groups_.of(group, request.id);
-    for (size_t i = progress.offered; i < std::min(ready, table.size);)
-      i = progress.stale ? mark_stale(table, i) : offer_run(request, table, i, std::min(ready, table.size), step);
+    for (size_t i = progress.offered; i < std::min(ready, table.size);) {
+      if (progress.stale) {
+        i = mark_stale(table, i);
+      } else if (options_.lazy) {
+        i = mark_priority(table, i, request.priority);
+      } else {
+        i = offer_run(request, table, i, std::min(ready, table.size), step);
+      }
+    }
   }
   progress.offered = ready;
 }
@@ -90,6 +98,16 @@ size_t ConnectorOffers::mark_stale(const GroupTables::Table& table, size_t i) {
   return i + 1;
 }
 
+// Until somebody else's content is in it; the highest, where several requests share it.
+size_t ConnectorOffers::mark_priority(const GroupTables::Table& table, size_t i, int32_t priority) {
+  const int32_t number = blocks_.number_of(table[i]);
+  const Stamp stamp = blocks_.stamp(number);
+  if (stamp == Stamp::kNone) return i + 1;
+  Marked& marked = marked_[static_cast<size_t>(number)];
+  marked = {.stamp = stamp, .priority = marked.stamp == stamp ? std::max(marked.priority, priority) : priority};
+  return i + 1;
+}
+
 void ConnectorOffers::allocated(Progress& progress, PyObject* id) {
   progress.to_fill = 0;
   if (!any_stale_) return;
@@ -112,10 +130,10 @@ int64_t ConnectorOffers::most_taken(const py::dict& scheduled) const {
 }
 
 // Lazy: the head of vLLM's free queue, which is what it evicts next. Whoever wrote them is done. In a queue that is
-// short, every block that is freed is among the next; in a long one, those that were looked at last a while.
+// short, every block that is freed is among the next; in a long one, those that were looked at last a while. They are
+// of many requests, the last block of each first: what was before a block in its request is not known here.
 void ConnectorOffers::offer_next_to_go() {
-  keys_.clear();
-  few_.clear();
+  next_to_go_.clear();
   py::object block = blocks_.next_free(py::object(queue_.attr("fake_free_list_head")).ptr());
   int32_t seen = 0;
   for (; seen < options_.watermark && block && !block.is_none(); ++seen, block = blocks_.next_free(block.ptr())) {
@@ -125,12 +143,25 @@ void ConnectorOffers::offer_next_to_go() {
     BlockKey key{.space = scheduler_.space()};
     if (!blocks_.key_of(block.ptr(), key)) continue;
     offered_[static_cast<size_t>(number)] = stamp;
-    keys_.push_back(key);
-    few_.push_back(number);
+    const Marked& marked = marked_[static_cast<size_t>(number)];
+    next_to_go_.push_back({.priority = marked.stamp == stamp ? marked.priority : 0, .number = number, .key = key});
   }
   taken_ = seen < options_.watermark ? options_.watermark : 0;
-  if (keys_.empty()) return;
-  value_or_raise(catching([&]() -> Status { return (void)scheduler_.offer({.keys = keys_, .blocks = few_}), ok(); }));
+  if (any_priority_) {
+    std::stable_sort(next_to_go_.begin(), next_to_go_.end(),
+                     [](const NextToGo& a, const NextToGo& b) { return a.priority > b.priority; });
+  }
+  for (size_t first = 0, end = 0; first < next_to_go_.size(); first = end) {
+    const int32_t priority = next_to_go_[first].priority;
+    keys_.clear();
+    few_.clear();
+    for (; end < next_to_go_.size() && next_to_go_[end].priority == priority; ++end) {
+      keys_.push_back(next_to_go_[end].key);
+      few_.push_back(next_to_go_[end].number);
+    }
+    const OffloadOffer offer{.keys = keys_, .blocks = few_, .consecutive = false, .priority = priority};
+    value_or_raise(catching([&]() -> Status { return (void)scheduler_.offer(offer), ok(); }));
+  }
 }
 
 }  // namespace torpor

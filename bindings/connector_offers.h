@@ -35,12 +35,14 @@ class ConnectorOffers {
   ConnectorOffers(const pybind11::object& pool, const ConnectorOptions& options, const GroupTables& groups,
                   EngineBlocks& blocks, OffloadScheduler& scheduler);
 
+  // Requests of this priority come: lazily, blocks are looked at when they are filled only if some have one.
+  void expect(int32_t priority) { any_priority_ = any_priority_ || priority != 0; }
   // Whether computes() has anything to do.
-  bool looks_at_requests() const { return !options_.lazy || any_stale_; }
+  bool looks_at_requests() const { return !options_.lazy || any_stale_ || any_priority_; }
   // It computes `tokens` in this step.
   void computes(Progress& progress, const Request& request, int64_t tokens, uint64_t step) {
     progress.to_fill -= tokens;
-    if (progress.to_fill <= 0 && (progress.stale || !options_.lazy)) offer(progress, request, tokens, step);
+    if (progress.to_fill <= 0 && looks_at(progress)) offer(progress, request, tokens, step);
   }
   // After computes() of all: `scheduled` has how many tokens each request computes.
   void end_step(const pybind11::dict& scheduled);
@@ -57,6 +59,8 @@ class ConnectorOffers {
   void offer(Progress& progress, const Request& request, int64_t tokens, uint64_t step);
   size_t offer_run(const Request& request, const GroupTables::Table& table, size_t first, size_t end, uint64_t step);
   size_t mark_stale(const GroupTables::Table& table, size_t i);
+  size_t mark_priority(const GroupTables::Table& table, size_t i, int32_t priority);
+  bool looks_at(const Progress& progress) const { return !options_.lazy || progress.stale || any_priority_; }
   bool is_stale(int32_t number, Stamp stamp) const {
     return stamp != Stamp::kNone && stale_[static_cast<size_t>(number)] == stamp;
   }
@@ -71,11 +75,23 @@ class ConnectorOffers {
   OffloadScheduler& scheduler_;
   std::vector<Stamp> offered_;  // lazy: by block, what was offered last
   std::vector<Stamp> stale_;    // by block: content that is not for this key space
+  struct Marked {
+    Stamp stamp = Stamp::kNone;
+    int32_t priority = 0;
+  };
+  std::vector<Marked> marked_;  // lazy: by block, the highest priority of those that have computed with it
   bool any_stale_ = false;
+  bool any_priority_ = false;
   int64_t taken_ = std::numeric_limits<int32_t>::max();  // lazy: blocks, at most, since they were looked at
   // Of one call; they keep their memory.
   std::vector<BlockKey> keys_;
   std::vector<int32_t> few_;
+  struct NextToGo {
+    int32_t priority = 0;
+    int32_t number = 0;
+    BlockKey key;
+  };
+  std::vector<NextToGo> next_to_go_;
 };
 
 }  // namespace torpor

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/log.h"
+
 namespace py = pybind11;
 
 namespace torpor {
@@ -73,8 +75,16 @@ bool EngineBlocks::call(const py::object& method, std::span<const int32_t> block
   PyObject* const done = list == nullptr ? nullptr : PyObject_CallOneArg(method.ptr(), list);
   Py_XDECREF(list);
   Py_XDECREF(done);
-  if (done == nullptr) PyErr_Clear();
+  if (done == nullptr) tell_failure(method, blocks.size());
   return done != nullptr;
+}
+
+// What the pool's method raised. The caller goes on without what it asked for: a scheduler's step does not end by it.
+void EngineBlocks::tell_failure(const py::object& method, size_t blocks) const {
+  const py::error_already_set raised;  // takes it
+  const bool frees = method.is(free_);
+  log().error("vLLM's {} of {} KV blocks failed: {}; {}", frees ? "free_blocks()" : "touch()", blocks, raised.what(),
+              frees ? "they stay in use until the engine ends" : "they are not offloaded");
 }
 
 // touch() and free_blocks() of the pool, where they would only count.

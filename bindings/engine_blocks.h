@@ -3,7 +3,7 @@
 // Objects are kept, so that none comes to lie where another was.
 //
 // Threads: those that hold the interpreter's lock, one at a time. What Python raises is cleared: the block has no stamp
-// then, or is not held.
+// then, or is not held. What the pool's own methods raise is logged.
 #pragma once
 
 #include <cstdint>
@@ -49,6 +49,7 @@ class EngineBlocks final : public DeviceBlocks {
   };
   PyObject* hash_object(PyObject* block) const;  // borrowed from the block; null: it has none
   bool call(const pybind11::object& method, std::span<const int32_t> blocks);
+  void tell_failure(const pybind11::object& method, size_t blocks) const;
   bool count_one(int32_t block, int64_t more);
   bool pool_only_counts() const;
 

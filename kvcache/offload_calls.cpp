@@ -1,4 +1,5 @@
-// What who operates an engine asks of its OffloadScheduler. Takes memory of its own; it is rare.
+// What an operator asks of an OffloadScheduler, which takes memory of its own and is rare; and events of what is
+// stored.
 #include <algorithm>
 
 #include <fmt/core.h>
@@ -7,19 +8,23 @@
 
 namespace torpor {
 
+bool OffloadScheduler::is_committed(uint64_t candidate) const {
+  return std::any_of(batches_.begin(), batches_.end(), [&](const PlannedBatch& batch) {
+    return batch.id != 0 && std::any_of(batch.owners.begin(), batch.owners.end(), [&](const auto& owner) {
+             return owner.ticket != nullptr && owner.ticket->number == candidate;
+           });
+  });
+}
+
 Result<CancelledCandidate> OffloadScheduler::cancel(uint64_t candidate) {
-  if (candidate >> 48 == static_cast<uint64_t>(Way::kUp)) {
+  const bool committed = is_committed(candidate);
+  if (candidate >> 48 == static_cast<uint64_t>(Way::kUp) && (committed || queue_.has(candidate))) {
     return Error{.code = Code::kFailedPrecondition,
                  .what = fmt::format("candidate {} is a load: a request waits for its blocks", candidate),
                  .next_step = "abort the request"};
   }
   if (const uint64_t blocks = queue_.cancel(candidate); blocks > 0) return CancelledCandidate{.blocks = blocks};
-  for (const PlannedBatch& batch : batches_) {
-    const bool there = std::any_of(batch.owners.begin(), batch.owners.end(), [&](const OffloadQueue::Owner& owner) {
-      return owner.ticket != nullptr && owner.ticket->number == candidate;
-    });
-    if (batch.id != 0 && there) return CancelledCandidate{.committed = true};
-  }
+  if (committed) return CancelledCandidate{.committed = true};
   return Error{.code = Code::kNotFound,
                .what = fmt::format("there is no candidate {}", candidate),
                .next_step = "look at `snapshot`: it may have ended"};
@@ -52,12 +57,44 @@ Result<MovedKeys> OffloadScheduler::move_on(std::span<const BlockKey> keys) {
   index_->find_each(keys, places);
   std::vector<QueuedBlock> queued;
   for (size_t i = 0; i < keys.size(); ++i) {
-    if (places[i].host >= 0 && places[i].disk < 0) queued.push_back({.key = keys[i], .store = StoreId::kDisk});
+    if (places[i].host < 0 || places[i].disk >= 0) continue;
+    const HostBlock& stored = host_[static_cast<size_t>(places[i].host)];
+    queued.push_back({.key = keys[i], .parent = stored.parent, .priority = stored.priority, .store = StoreId::kDisk});
   }
   if (queued.empty()) return MovedKeys{};
-  const TransferHandle handle =
-      queue_.enqueue({.way = Way::kOn}, queued, queued.size(), BlockOutcome::kFiltered, clock_.now());
+  // One candidate, which can be cancelled: as urgent as the most urgent of its blocks.
+  const auto by_priority = [](const QueuedBlock& a, const QueuedBlock& b) { return a.priority < b.priority; };
+  const int32_t priority = std::max_element(queued.begin(), queued.end(), by_priority)->priority;
+  const TransferHandle handle = queue_.enqueue({.way = Way::kOn, .priority = priority}, queued, queued.size(),
+                                               BlockOutcome::kFiltered, clock_.now());
   return MovedKeys{.candidate = handle.number(), .blocks = queued.size()};
+}
+
+// ---- events
+
+void OffloadScheduler::tell(const BlockEvent& event) noexcept {
+  const Status told = catching([&]() -> Status {
+    if (events_.events.size() < options_.events) return events_.events.push_back(event), ok();
+    return ++events_.lost, ok();
+  });
+  if (!told) ++events_.lost;
+}
+
+void OffloadScheduler::note_removed() {
+  if (!index_->any_removed()) return;
+  const RemovedBlocks removed = index_->take_removed();
+  events_.lost += removed.lost;
+  for (const RemovedBlock& block : removed.blocks) {
+    if (block.key.space != space_ || block.store == StoreId::kRemote) continue;  // all of these went with reset()
+    tell({.stored = false, .store = block.store, .key = block.key, .tokens = options_.block_tokens});
+  }
+}
+
+void OffloadScheduler::note_stored(const QueuedBlock& block, StoreId store) {
+  if (options_.events == 0 || block.key.space != space_ || store == StoreId::kRemote)
+    return;        // not this engine's alone
+  note_removed();  // in their order
+  tell({.store = store, .key = block.key, .parent = block.parent, .tokens = options_.block_tokens});
 }
 
 }  // namespace torpor

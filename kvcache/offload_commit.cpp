@@ -343,6 +343,8 @@ void OffloadScheduler::end_down(PlannedBatch& batch) {
       continue;
     }
     index_->commit(batch.store, queued.slot);
+    if (batch.store == StoreId::kHost && !host_.empty())
+      host_[static_cast<size_t>(queued.slot)] = {.parent = queued.parent, .priority = queued.priority};
     if (same) index_->back(queued.block, queued.stamp, batch.store, queued.slot);
     index_->unpin(batch.store, queued.slot);
     note_stored(queued, batch.store);
@@ -415,36 +417,17 @@ void OffloadScheduler::send_on(const PlannedBatch& batch, StoreId store) {
     queued_.push_back(block.queued);
     queued_.back().store = store;
   }
-  if (!queued_.empty())
-    (void)queue_.enqueue({.way = store == StoreId::kDisk ? Way::kOn : Way::kOut}, queued_, queued_.size(),
-                         BlockOutcome::kFiltered, clock_.now());
+  enqueue_by_priority(store == StoreId::kDisk ? Way::kOn : Way::kOut);
 }
 
-// ---- events
-
-void OffloadScheduler::tell(const BlockEvent& event) noexcept {
-  const Status told = catching([&]() -> Status {
-    if (events_.events.size() < options_.events) return events_.events.push_back(event), ok();
-    return ++events_.lost, ok();
-  });
-  if (!told) ++events_.lost;
-}
-
-void OffloadScheduler::note_removed() {
-  if (!index_->any_removed()) return;
-  const RemovedBlocks removed = index_->take_removed();
-  events_.lost += removed.lost;
-  for (const RemovedBlock& block : removed.blocks) {
-    if (block.key.space != space_ || block.store == StoreId::kRemote) continue;  // all of these went with reset()
-    tell({.stored = false, .store = block.store, .key = block.key, .tokens = options_.block_tokens});
+// Blocks of one batch stand by their priority already.
+void OffloadScheduler::enqueue_by_priority(Way way) {
+  for (size_t first = 0, end = 0; first < queued_.size(); first = end) {
+    const int32_t priority = queued_[first].priority;
+    while (end < queued_.size() && queued_[end].priority == priority) ++end;
+    (void)queue_.enqueue({.way = way, .priority = priority}, std::span(queued_).subspan(first, end - first),
+                         end - first, BlockOutcome::kFiltered, clock_.now());
   }
-}
-
-void OffloadScheduler::note_stored(const QueuedBlock& block, StoreId store) {
-  if (options_.events == 0 || block.key.space != space_ || store == StoreId::kRemote)
-    return;        // not this engine's alone
-  note_removed();  // in their order
-  tell({.store = store, .key = block.key, .parent = block.parent, .tokens = options_.block_tokens});
 }
 
 }  // namespace torpor

@@ -215,10 +215,13 @@ void OffloadQueue::cancelled(int32_t container) {
   end_container(container, BlockOutcome::kCancelled);
 }
 
+bool OffloadQueue::has(uint64_t number) const {
+  return std::any_of(containers_.begin(), containers_.end(), [&](const Container& each) { return each.is(number); });
+}
+
 uint64_t OffloadQueue::cancel(uint64_t number) {
-  const auto found = std::find_if(containers_.begin(), containers_.end(), [&](const Container& each) {
-    return each.ticket != nullptr && each.ticket->number == number && each.ticket->container != kNone;
-  });
+  const auto found =
+      std::find_if(containers_.begin(), containers_.end(), [&](const Container& each) { return each.is(number); });
   if (found == containers_.end() || found->ticket->cancelled) return 0;
   const uint64_t blocks = found->blocks.size();
   found->ticket->cancelled = true;

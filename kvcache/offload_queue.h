@@ -69,6 +69,7 @@ struct QueuedBlock {
   std::array<uint8_t, 32> parent{};  // hash of the block before it
   Stamp stamp = Stamp::kNone;
   int32_t block = -1;              // of the device
+  int32_t priority = 0;            // what it goes on and out with
   Slot slot = -1;                  // up: where it comes from
   StoreId store = StoreId::kHost;  // up: of the slot; else where it goes
   bool on = false;                 // down: and from there on to disk
@@ -165,6 +166,8 @@ class OffloadQueue {
   void sweep_if_due(Time now);
   // Of the candidate with this number so many blocks end as kCancelled, at once. 0: it is not in the queue.
   uint64_t cancel(uint64_t number);
+  // The candidate with this number is not committed yet.
+  bool has(uint64_t number) const;
   // The tick's first: what somebody holds (EventPort::may_go) waits aside, what is held no more is in the queue again.
   void set_held_aside(Time now);
   void sweep();
@@ -205,6 +208,9 @@ class OffloadQueue {
     bool waiting = false;  // for its precondition
     bool held = false;     // and that is met, but somebody holds it
     int32_t next = kNone;  // in its list, or the free ones
+    bool is(uint64_t number) const {
+      return ticket != nullptr && ticket->number == number && ticket->container != kNone;
+    }
   };
   struct Level {  // containers of one priority, in order
     int32_t priority = 0;

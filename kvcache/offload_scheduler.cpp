@@ -58,6 +58,7 @@ Result<std::unique_ptr<OffloadScheduler>> OffloadScheduler::create(const Offload
     index.remembered_removals = static_cast<int32_t>(std::min<size_t>(options.events, 1 << 20));
     index.block_tokens = options.block_tokens;
     TORPOR_ASSIGN(made->index_, BlockIndex::create(index, port));
+    if (index.disk_segments > 0) made->host_.resize(static_cast<size_t>(index.host_slots));
     TORPOR_ASSIGN(made->uses_, UseCounts::create(static_cast<size_t>(options.counted_keys)));
     return made;
   });
@@ -258,9 +259,10 @@ TransferHandle OffloadScheduler::offer(const OffloadOffer& offer) {
     const StoreMask wanted = placement_.wanted(candidate);
     if (wanted.empty()) continue;
     queued_.push_back({.key = offer.keys[i],
-                       .parent = i > 0 ? offer.keys[i - 1].hash : offer.parent,
+                       .parent = i > 0 && offer.consecutive ? offer.keys[i - 1].hash : offer.parent,
                        .stamp = stamp,
                        .block = offer.blocks[i],
+                       .priority = offer.priority,
                        .store = wanted.has(StoreId::kHost) ? StoreId::kHost : StoreId::kDisk,
                        .on = wanted.has(StoreId::kHost) && wanted.has(StoreId::kDisk),
                        .out = wanted.has(StoreId::kHost) && wanted.has(StoreId::kRemote)});

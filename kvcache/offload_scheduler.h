@@ -84,8 +84,9 @@ struct MovedKeys {
 };
 
 struct OffloadOffer {
-  std::span<const BlockKey> keys;  // of consecutive blocks of one request, of space()
+  std::span<const BlockKey> keys;  // of space()
   std::span<const int32_t> blocks;
+  bool consecutive = true;           // of one request, in their order; else nobody knows what is before them
   std::array<uint8_t, 32> parent{};  // hash of the block before the first
   uint64_t after_step = 0;           // whose forward pass writes them; 0: they are written
   int32_t priority = 0;
@@ -202,6 +203,11 @@ class OffloadScheduler {
     Status cause;
   };
 
+  struct HostBlock {  // what it was stored with
+    std::array<uint8_t, 32> parent{};
+    int32_t priority = 0;
+  };
+
   struct Question {
     uint64_t number = 0;
     uint32_t request = 0;
@@ -214,6 +220,8 @@ class OffloadScheduler {
   const Request& at(uint32_t request) const { return requests_[request]; }
   void unpin(Request& request, size_t from);
   void end_request(uint32_t request);
+  void enqueue_by_priority(Way way);  // queued_
+  bool is_committed(uint64_t candidate) const;
   bool accepting(StoreId store) const { return refusing_[static_cast<size_t>(store)] == 0; }
 
   // offload_commit.cpp
@@ -270,6 +278,7 @@ class OffloadScheduler {
   int64_t disk_room_ = 0;        // when it was last looked at
   std::vector<JobBlock> again_;  // of this step, or left by one without memory
   std::vector<Slot> kept_;       // in host memory, by backing()
+  std::vector<HostBlock> host_;  // by slot, if they may go on to disk
   BlockEvents events_;
   std::array<std::pair<uint64_t, uint64_t>, 2> told_{};  // host memory and disk, in an event
   // Of one call; they keep their memory.

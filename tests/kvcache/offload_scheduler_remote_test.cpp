@@ -65,6 +65,24 @@ TEST_F(RemoteTest, WhatOneComputedAnotherFindsOnEveryRank) {
   EXPECT_TRUE(other->scheduler->finished(request));
 }
 
+TEST_F(RemoteTest, PrioritiesHoldOnTheWayOutToo) {
+  const auto rig = engine();
+  rig->compute(0, 100);
+  rig->compute(1, 101);
+  (void)rig->offer({0}, {0}, 0, -1);
+  (void)rig->offer({1}, {1}, 0, 1);
+  rig->send();  // both down, in one batch
+  for (size_t rank = 0; rank < rig->ranks.size(); ++rank) ASSERT_SUCCEEDS(rig->scheduler->apply(rig->report_of(rank)));
+  const TransferPlan& plan = rig->scheduler->plan_step(true);
+  ASSERT_EQ(plan.keys.size(), 2u);
+  EXPECT_EQ(plan.keys[0].hash, key_number(1).hash);
+  EXPECT_EQ(plan.keys[1].hash, key_number(0).hash);
+  const TransferPlan read = value_of(TransferPlan::decode(plan.encode()));
+  for (const auto& rank : rig->ranks) ASSERT_SUCCEEDS(rank->worker().run(read));
+  for (size_t rank = 0; rank < rig->ranks.size(); ++rank) ASSERT_SUCCEEDS(rig->scheduler->apply(rig->report_of(rank)));
+  rig->drain();
+}
+
 TEST_F(RemoteTest, WhatOneRankLacksIsFoundByNone) {
   const auto one = engine();
   store(*one, {1, 2});

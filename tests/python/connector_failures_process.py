@@ -5,11 +5,17 @@
 Each is a failure that other connectors had; what the workers say, and when, is the scenario's.
 """
 
+import functools
 import json
+import os
 import sys
+import tempfile
 import time
+from collections import Counter
 
 from connector_made_up import FAILED, PROMPT_BLOCKS, Damaging, Served, Workers, replay
+from vllm.config import KVEventsConfig
+from vllm.v1.core.block_pool import BlockPool
 
 
 def store_waits_for_compute(model) -> dict:
@@ -30,6 +36,99 @@ def priorities_of_any_size(model) -> dict:
         served.ask(1000 * (first + 1)).priority = priority
     served.finish()
     return {"stored": served.result.stored_blocks, "left": served.left()}
+
+
+def lazy_priorities(model) -> dict:
+    """Of blocks that are given up in one step, those of the more urgent request go first; of a shared one it is that of
+    the most urgent request. `stored`: which request's they are."""
+    served = with_events(model, "lazy", device_blocks=60)
+    told = events_of(served)
+    tokens = 8 * replay.BLOCK + 3
+    prompts = {"later": served.ask(1000, tokens=tokens), "first": served.ask(2000, tokens=tokens)}
+    prompts["later"].priority, prompts["first"].priority = 5, -1
+    served.finish()
+    served.ask(9000, tokens=replay.BLOCK)  # steps, in which they are offered
+    served.finish()
+    whose = {key: name for name, request in prompts.items() for key in keys_of(served, request)}
+    stored = [whose[event.block_hashes[0]] for event in told() if event.block_hashes[0] in whose]
+    return {"stored": stored, "left": served.left()}
+
+
+def events_name_their_parents(model) -> dict:
+    """Of each way of offloading: events of stored blocks by whether the parent that they tell is the block's."""
+    result = {}
+    for mode in ("eager", "lazy"):
+        served = with_events(model, mode, device_blocks=60)
+        told = events_of(served)
+        requests = []
+        for first in range(6):
+            requests.append(served.ask(1000 * (first + 1), output_tokens=20))
+            served.finish()
+        parents = {}
+        for request in requests:
+            parents |= dict(zip(keys := keys_of(served, request), [None, *keys]))
+        result[mode] = Counter(
+            "right" if event.parent_block_hash == parents[event.block_hashes[0]]
+            else "none" if event.parent_block_hash is None
+            else "wrong"
+            for event in told()
+        )  # fmt: skip
+    return result
+
+
+def failures_of_the_block_pool_are_told(model) -> dict:
+    """An engine whose pool raises where torpor gives blocks back: what its log says, and how many blocks are gone."""
+
+    def raises(self, ordered_blocks):
+        raise RuntimeError("not these")
+
+    stock, BlockPool.free_blocks = BlockPool.free_blocks, raises
+    try:
+        served = Served(model)  # torpor's side has this method, vLLM's own calls the stock one
+    finally:
+        BlockPool.free_blocks = stock
+    with tempfile.TemporaryFile() as file:
+        stderr = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            served.ask(1000, output_tokens=1)
+            served.finish()
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+        file.seek(0)
+        return {"said": file.read().decode(), "left": served.left()}
+
+
+def with_events(model, mode: str, **shape) -> Served:
+    stock = replay.EngineArgs
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    replay.EngineArgs = functools.partial(stock, kv_events_config=events)
+    try:
+        return Served(model, offload=mode, **shape)
+    finally:
+        replay.EngineArgs = stock
+
+
+def events_of(served: Served):
+    """A function that gives what was told as stored until then."""
+    told, take = [], served.side.take_events
+
+    def taken():
+        told.extend(taken_now := take())
+        return taken_now
+
+    served.side.take_events = taken
+
+    def stored():
+        taken()
+        return [event for event in told if type(event).__name__ == "BlockStored"]
+
+    return stored
+
+
+def keys_of(served: Served, request) -> list:
+    return [served.side._external(bytes(key)) for key in request.block_hashes]
 
 
 def load_waits_for_readers(model) -> dict:
@@ -305,7 +404,8 @@ def device_then_host_then_computed(model) -> dict:
 
 
 SCENARIOS = (
-    store_waits_for_compute, priorities_of_any_size, load_waits_for_readers, abort_of_never_scheduled_request,
+    store_waits_for_compute, priorities_of_any_size, lazy_priorities, events_name_their_parents,
+    failures_of_the_block_pool_are_told, load_waits_for_readers, abort_of_never_scheduled_request,
     external_hit_under_eviction_pressure, every_stored_block_is_found, ranks_agree_on_capacity,
     new_weights_over_old_blocks, shared_prefix_does_not_queue_on_one_load, memory_flat_over_long_trace,
     idle_worker_is_not_dead, tier_process_dies_under_live_views, failed_copies_are_computed,

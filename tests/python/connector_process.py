@@ -385,7 +385,7 @@ def main() -> None:
         ENGINE["dtype"] = "bfloat16"
     if mode == "disk":  # host memory has fewer blocks than the device
         offload = {"offload": "eager", "host_bytes": "2MiB", "disk_bytes": "256MiB"}
-    if mode in ("eager", "disk"):
+    if mode in ("eager", "lazy", "disk"):
         ENGINE["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     if mode == "groups":
         offload = {"offload": "eager", "host_bytes": "64MiB", "disk_bytes": "64MiB"}
@@ -399,7 +399,9 @@ def main() -> None:
         offload |= {"events_directory": rings}
     served = Served(InProcess(Path(model), Path(folder) / "checkpoints", torpor=offload, **ENGINE))
     if mode == "brief":
-        result = brief(served) | {"told": events_of(rings), "operated": operated(served, rings)}
+        with torpor.console.connect(rings) as engine:  # before its first step
+            at_once = engine.snapshot()["engine"]
+        result = {"at_once": at_once} | brief(served) | {"told": events_of(rings), "operated": operated(served, rings)}
         print("RESULT " + json.dumps(result | {"types": types_of(rings)}), flush=True)
         if keep := os.environ.get("KEEP_EVENTS"):
             subprocess.run([BINARY, "record", rings, "-o", keep, "--for", "0.1s"], check=True, capture_output=True)

@@ -117,11 +117,13 @@ def test_first_schedule_after_wake(served, way):
 @pytest.mark.rig
 @pytest.mark.slow
 def test_kv_events_name_the_same_blocks_in_host_memory_as_on_the_device(served):
+    told = served["told"]
+    assert told["cleared"] > 0 and set(told["CPU"]) <= set(told["GPU"])
+    assert told["STORAGE"] == []  # there is no disk
     if served["mode"] == "eager":
-        told = served["told"]
-        assert told["cleared"] > 0 and len(told["CPU"]) >= 6
-        assert set(told["CPU"]) <= set(told["GPU"]) and set(told["parents"]) <= set(told["CPU"])
-        assert told["STORAGE"] == []  # there is no disk
+        assert len(told["CPU"]) >= 6 and told["parents"] and set(told["parents"]) <= set(told["CPU"])
+    else:
+        assert told["parents"] == []  # of what is given up nobody knows what was before it
 
 
 @long_on_rig
@@ -137,7 +139,7 @@ def test_a_reset_forgets_what_is_in_host_memory(served):
 @pytest.mark.slow
 def test_with_steps_in_flight_and_a_sleep_in_the_middle(zygote, tiny_model, tmp_path):
     result = result_of(zygote.run([PROCESS, "brief", tiny_model, tmp_path], timeout=250))
-    assert result["in_flight"] == rig.active()
+    assert result["in_flight"] == rig.active() and result["at_once"] == "awake"
     assert result["tokens"] == result["warm"] == result["slept"]
     assert result["cached"][1] > result["cached"][0] + 4 * 32 and result["moving"] == 0
     assert result["taken_over"] > 0 and result["taken_over"].is_integer()  # blocks that the sleep did not copy

@@ -38,6 +38,24 @@ def test_a_priority_of_any_size_is_taken(happened):
     assert result["stored"] == 3 * 16 and nothing_left(result["left"], 100)
 
 
+def test_lazily_too_those_of_a_higher_priority_go_first(happened):
+    result = happened["lazy_priorities"]
+    assert result["stored"] == ["first"] * 8 + ["later"] * 8 and nothing_left(result["left"], 60)
+
+
+def test_events_tell_the_right_parent_or_none(happened):
+    """A router that builds its tree of prefixes from them would build it wrong."""
+    told = happened["events_name_their_parents"]
+    assert told["eager"].keys() == {"right"} and told["eager"]["right"] > 90
+    assert "wrong" not in told["lazy"] and sum(told["lazy"].values()) > 90
+
+
+def test_what_vllms_block_pool_raises_is_in_the_log(happened):
+    result = happened["failures_of_the_block_pool_are_told"]
+    assert re.search(r"free_blocks\(\) of \d+ KV blocks failed: RuntimeError: not these", result["said"]), result
+    assert result["left"]["held_blocks"] == 0 and result["left"]["free"] < 99  # which the log explains
+
+
 def test_load_waits_for_readers(happened):
     """No step reads a block that is loaded into, nor writes one that is stored."""
     result = happened["load_waits_for_readers"]

@@ -1,0 +1,90 @@
+// In which order blocks go, what events tell of them, and what an operator asks.
+#include "tests/kvcache/offload_scheduler_scene.h"
+
+namespace torpor {
+namespace {
+
+using namespace test;
+
+// Which blocks came there, in their order.
+std::vector<uint32_t> stored(OffloadRig& rig, StoreId store) {
+  rig.drain();
+  std::vector<uint32_t> numbers;
+  for (const BlockEvent& event : rig.scheduler->take_events().events) {
+    for (uint32_t number = 0; event.stored && event.store == store && number < 16; ++number)
+      if (event.key.hash == key_number(number).hash) numbers.push_back(number);
+  }
+  return numbers;
+}
+
+// Where what waits for the disk is more than one batch takes, the higher priority is there first.
+TEST_P(OffloadSchedulerTest, PrioritiesHoldOnTheWayOnToDiskToo) {
+  OffloadRig& rig = this->rig({.rank = {.host_slots = 8}, .scheduler = {.events = 64}, .placement = {.disk = true}});
+  for (int32_t block = 0; block < 4; ++block) rig.compute(block, 10 + static_cast<uint32_t>(block));
+  const std::array<int32_t, 4> priorities{-3, 0, 7, 0};
+  for (int32_t block = 0; block < 4; ++block)
+    (void)rig.offer({static_cast<uint32_t>(block)}, {block}, 0, priorities[static_cast<size_t>(block)]);
+  EXPECT_EQ(stored(rig, StoreId::kDisk), (std::vector<uint32_t>{2, 1, 3, 0}));
+}
+
+TEST_P(OffloadSchedulerTest, BlocksThatAreSentToDiskKeepTheirParentsAndTheMostUrgentOfThemSaysWhenTheyGo) {
+  OffloadRig& rig = this->rig({.rank = {.host_slots = 16, .disk_segments = 4, .segment_slots = 4},
+                               .scheduler = {.queue = {.max_batch_size = 2}, .events = 64},
+                               .placement = {.disk = false}});
+  for (int32_t block = 0; block < 6; ++block) rig.compute(block, 10 + static_cast<uint32_t>(block));
+  (void)rig.offer({0, 1}, {0, 1});
+  (void)rig.offer({2, 3}, {2, 3}, 0, 5);
+  (void)rig.offer({4}, {4}, 0, 7);
+  (void)rig.offer({5}, {5}, 0, 4);
+  EXPECT_EQ(stored(rig, StoreId::kHost), (std::vector<uint32_t>{4, 2, 3, 5, 0, 1}));
+  (void)value_of(rig.scheduler->move_on(rig.keys_of({0, 1})));
+  (void)value_of(rig.scheduler->move_on(rig.keys_of({2, 3})));
+  (void)value_of(rig.scheduler->move_on(rig.keys_of({4, 5})));
+  rig.drain();
+  const BlockEvents told = rig.scheduler->take_events();
+  ASSERT_EQ(told.events.size(), 6u);
+  const auto none = decltype(BlockEvent::parent){};
+  const std::vector<uint32_t> order{4, 5, 2, 3, 0, 1};
+  for (size_t i = 0; i < order.size(); ++i) {
+    EXPECT_EQ(told.events[i].store, StoreId::kDisk);
+    EXPECT_EQ(told.events[i].key.hash, key_number(order[i]).hash) << i;
+    EXPECT_EQ(told.events[i].parent, order[i] == 3   ? key_number(2).hash
+                                     : order[i] == 1 ? key_number(0).hash
+                                                     : none)
+        << i;
+  }
+}
+
+TEST_P(OffloadSchedulerTest, NobodyIsCalledTheParentOfABlockThatIsNot) {
+  OffloadRig& rig = this->rig({.scheduler = {.events = 8}});
+  for (int32_t block = 0; block < 3; ++block) rig.compute(block, 10 + static_cast<uint32_t>(block));
+  const std::vector<BlockKey> keys = rig.keys_of({3, 2, 1});  // the last block of a request first
+  (void)rig.scheduler->offer({.keys = keys, .blocks = std::array{0, 1, 2}, .consecutive = false});
+  rig.drain();
+  const BlockEvents events = rig.scheduler->take_events();
+  ASSERT_EQ(events.events.size(), 3u);
+  for (const BlockEvent& event : events.events) EXPECT_EQ(event.parent, decltype(event.parent){});
+}
+
+TEST_P(OffloadSchedulerTest, ACandidateThatNeverWasIsNotFoundAndALoadIsLeftToItsRequest) {
+  OffloadRig& rig = this->rig();
+  rig.compute(0, 10);
+  (void)rig.offer({0}, {0});
+  rig.drain();
+  for (const uint64_t number : {uint64_t{0}, uint64_t{1}, uint64_t{12345}, uint64_t{1} << 48 | 999}) {
+    EXPECT_EQ(rig.scheduler->cancel(number).error().code, Code::kNotFound) << number;
+  }
+  const uint32_t request = rig.scheduler->begin_request("r");
+  ASSERT_EQ(rig.scheduler->match(request, rig.keys_of({0}), 0), 1);
+  const TransferHandle load = rig.scheduler->allocated(request, std::array{4});
+  EXPECT_EQ(rig.scheduler->cancel(load.number()).error().code, Code::kFailedPrecondition);  // it waits
+  rig.send();
+  EXPECT_EQ(rig.scheduler->cancel(load.number()).error().code, Code::kFailedPrecondition);  // it is under way
+  rig.drain();
+  EXPECT_EQ(rig.scheduler->cancel(load.number()).error().code, Code::kNotFound);  // it has ended
+  EXPECT_EQ(rig.scheduler->take_loads().size(), 1u);
+  EXPECT_TRUE(rig.scheduler->finished(request));
+}
+
+}  // namespace
+}  // namespace torpor
