@@ -400,7 +400,7 @@ def main() -> None:
     served = Served(InProcess(Path(model), Path(folder) / "checkpoints", torpor=offload, **ENGINE))
     if mode == "brief":
         with torpor.console.connect(rings) as engine:  # before its first step
-            at_once = engine.snapshot()["engine"]
+            at_once = len(engine.hello()["methods"])
         result = {"at_once": at_once} | brief(served) | {"told": events_of(rings), "operated": operated(served, rings)}
         print("RESULT " + json.dumps(result | {"types": types_of(rings)}), flush=True)
         if keep := os.environ.get("KEEP_EVENTS"):

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from conftest import InProcess
-from requests_of_tests import answer
+from requests_of_tests import answer, said_of
 
 
 def main() -> None:
@@ -14,6 +14,7 @@ def main() -> None:
     results = []
     for path in paths:
         report = one.llm.wake_up(from_checkpoint=path)
+        said = said_of(one.core, "greedy")
         version = one.engine.get_weight_version()
         answers, spans = {}, {}
         while one.engine.has_unfinished_requests():
@@ -26,7 +27,7 @@ def main() -> None:
                     spans[output.request_id] = [[(s.version, s.start, s.end) for s in each] for each in versions]
         recomputed = one.llm.torpor("state")["recomputed_tokens"]
         results.append({
-            "version": version, "spans": spans, "answers": answers, "requests": report.requests,
+            "said": said, "version": version, "spans": spans, "answers": answers, "requests": report.requests,
             "failed": report.failed_requests, "recomputed": recomputed,
         })  # fmt: skip
     print("RESULT " + json.dumps(results), flush=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import rig
 from vllm import PoolingRequestOutput, SamplingParams
 from vllm.logprobs import FlatLogprobs
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
 SHARED = "In a small town by the sea there lived an old clock maker who had never once been late for anything. " * 4
 
@@ -16,9 +18,19 @@ def _params(**options) -> SamplingParams:
     return SamplingParams(**values)
 
 
+# What is said of a request and no token depends on: it travels with it (torpor/vllm/said.py).
+SAID = {
+    "trace_headers": {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "tracestate": "a=b"},
+    "kv_hints": KvHintsEnvelope("1", "message", [KvHintAction("action", "pin", "2", {"tokens": [1, 2], "of": None})]),
+}
+OF_TRANSFERS = {
+    "kv_transfer_params": {"do_remote_decode": False, "remote": [1, {"block": 2.5}]},
+    "ec_transfer_params": {"image": ["a", None]},
+}
+
 # Greedy, seeded, unseeded; shared prefixes; n > 1; stop strings; penalties; log probabilities; prompts of many chunks.
 REQUESTS = {
-    "greedy": ("The capital of France is", _params(temperature=0)),
+    "greedy": ("The capital of France is", _params(temperature=0, extra_args=OF_TRANSFERS), SAID),
     "seeded": ("Once upon a time", _params(temperature=1.0, seed=7)),
     "unseeded": ("My name is", _params(temperature=1.0)),
     "prefix-a": (SHARED + "He said", _params(temperature=0, max_tokens=30)),
@@ -92,6 +104,12 @@ def add_requests(engine, names=None, max_tokens: int | None = None, requests: di
             params = params.clone()
             params.max_tokens = max_tokens
         engine.add_request(name, prompt, params, **(further[0] if further else {}))
+
+
+def said_of(core, name: str) -> dict:
+    """What the request of this name has in the scheduler, as values that survive JSON; empty: it has ended."""
+    found = [each for each in core.scheduler.requests.values() if each.request_id.rsplit("-", 1)[0] == name]
+    return {key: msgspec.to_builtins(getattr(found[0], key)) for key in (*SAID, *OF_TRANSFERS)} if found else {}
 
 
 def run(engine, steps: int | None = None) -> dict:

@@ -113,9 +113,9 @@ def test_a_prompt_that_comes_in_pieces_ends_alone_in_a_new_process(one):
 @pytest.mark.parametrize(
     ("field", "value", "named"),
     [
-        ("kv_transfer_params", {"do_remote_prefill": True}, "its kv_transfer_params"),
-        ("ec_transfer_params", {"x": 1}, "its ec_transfer_params"),
-        ("trace_headers", {"a": "b"}, "its trace_headers"),
+        ("kv_transfer_params", {"do_remote_prefill": object()}, "its kv_transfer_params"),
+        ("ec_transfer_params", {1: 1}, "its ec_transfer_params"),
+        ("trace_headers", {"a": b"b"}, "its trace_headers"),
         ("kv_hints", object(), "its kv_hints"),
         ("spec_decode_metrics", object(), "its spec_decode_metrics"),
         ("resumable", True, "its prompt that comes in pieces"),

@@ -139,7 +139,7 @@ def test_a_reset_forgets_what_is_in_host_memory(served):
 @pytest.mark.slow
 def test_with_steps_in_flight_and_a_sleep_in_the_middle(zygote, tiny_model, tmp_path):
     result = result_of(zygote.run([PROCESS, "brief", tiny_model, tmp_path], timeout=250))
-    assert result["in_flight"] == rig.active() and result["at_once"] == "awake"
+    assert result["in_flight"] == rig.active() and result["at_once"] > 0
     assert result["tokens"] == result["warm"] == result["slept"]
     assert result["cached"][1] > result["cached"][0] + 4 * 32 and result["moving"] == 0
     assert result["taken_over"] > 0 and result["taken_over"].is_integer()  # blocks that the sleep did not copy

@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import rig
 import torch
 from conftest import result_of
 from inspector import look
-from requests_of_tests import answer, final, run
+from requests_of_tests import OF_TRANSFERS, SAID, answer, final, run, said_of
 from vllm import SamplingParams
 
 from torpor.vllm import frontend, runner_v1
@@ -32,12 +33,15 @@ def wake_in_new_process(zygote, model, directory, paths) -> list[dict]:
 @pytest.mark.core
 def test_a_new_process_goes_on_with_the_very_next_token(one, zygote, tiny_model):
     expected = as_json(one.expected)
-    delivered, paths = [], []
+    delivered, paths, said = [], [], []
     for steps in STEPS:
         delivered.append(as_json(one.begin(steps)))
+        said.append(as_json(said_of(one.core, "greedy")))
         paths.append(one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint)
         one.llm.wake_up()
     results = wake_in_new_process(zygote, tiny_model, one.directory, paths)
+    assert [result["said"] for result in results] == said
+    assert said[0] == as_json(msgspec.to_builtins(SAID | OF_TRANSFERS))
     for steps, answers, result in zip(STEPS, delivered, results, strict=True):
         assert final(answers | result["answers"]) == expected, f"differs after {steps} steps"
         assert result["recomputed"] == 0
@@ -63,7 +67,7 @@ def test_a_new_process_goes_on_from_a_checkpoint_that_was_written_while_the_engi
     frontend.finish(frontend.while_frozen(frontend.BlockingSide(one.engine), "take_checkpoint", {}))
     stash = getattr(one.engine, "torpor_stash", [])  # what was in flight at the stop: the next step() returns it
     answers |= {output.request_id: answer(output) for output in stash}
-    delivered = as_json(answers)
+    delivered, said = as_json(answers), as_json(said_of(one.core, "greedy"))
     answers |= serve_beyond("writing")
     report = one.engine.torpor("end_checkpoint")
     assert one.finish(answers) == one.expected
@@ -71,6 +75,7 @@ def test_a_new_process_goes_on_from_a_checkpoint_that_was_written_while_the_engi
     assert 0 < save["bytes"] < report["saved_bytes"] + report["reused_bytes"]  # the rest was not copied in the stop
     [result] = wake_in_new_process(zygote, tiny_model, one.directory, [report["checkpoint"]])
     assert final(delivered | result["answers"]) == expected and result["recomputed"] == 0
+    assert result["said"] == said != {}
     assert look("verify", report["checkpoint"])["whole"]
 
 

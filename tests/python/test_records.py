@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from requests_of_tests import OF_TRANSFERS, SAID
 from vllm.exceptions import GracefulHTTPError
 from vllm.lora.request import LoRARequest
 from vllm.pooling_params import PoolingParams
@@ -72,7 +73,7 @@ LOST = {
     "its prompt that comes in pieces": {"resumable": True},
     "options of a reasoning parser": {"reasoning_parser_kwargs": {"a": object()}},
     "its transfer of KV": {"abort_immediately": True},
-    "its hints for the KV cache": {"kv_hints": SimpleNamespace()},
+    "its kv_hints": {"kv_hints": SimpleNamespace()},
     "sampling parameter extra_args": {"sampling_params": SamplingParams(max_tokens=20, extra_args={"x": {1, 2}})},
 }  # fmt: skip
 
@@ -100,7 +101,8 @@ def test_what_is_no_plain_value_is_recorded_as_lost(tokenizer):
 
 def test_what_a_record_carries_comes_back(tokenizer):
     scene = Scene(tokenizer)
-    request = new_request(cache_salt="salt", priority=3, session_id="s", trace_headers={"traceparent": "0"})
+    params = SamplingParams(max_tokens=20, extra_args=OF_TRANSFERS)
+    request = new_request(cache_salt="salt", priority=3, session_id="s", sampling_params=params, **SAID)
     scene.add(request)
     kept = scene.answers.get(request.request_id)
     assert kept["front"]["state"] is not None
@@ -109,6 +111,8 @@ def test_what_a_record_carries_comes_back(tokenizer):
         3,
         "s",
     )
+    made = request_from_value(kept["request"], None)
+    assert {name: getattr(made, name) for name in (*SAID, *OF_TRANSFERS)} == SAID | OF_TRANSFERS
 
 
 def test_what_its_grammar_and_its_adapter_are_comes_back(tokenizer):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import result_of
-from requests_of_tests import run
+from requests_of_tests import SAID, run, said_of
 from vllm import SamplingParams
 
 from torpor import errors
@@ -25,15 +25,16 @@ def test_a_request_that_no_checkpoint_can_hold_sleeps_here_and_ends_alone_elsewh
         answers = one.begin(4, names)
         odd = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True, extra_args={"x": object()})
         one.engine.add_request("odd", "a b a b", odd)
-        one.engine.add_request(
-            "traced", "la la", SamplingParams(max_tokens=30, temperature=0), trace_headers={"a": "b"}
-        )
+        transfers = {"kv_transfer_params": {"a": 1}}
+        hinted = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True, extra_args=transfers)
+        one.engine.add_request("hinted", "la la", hinted, **SAID)
         return answers | run(one.engine, 3)
 
     expected = one.finish(asked())
     answers = asked()
     report = one.llm.sleep(level=1, preserve_state=True)
-    assert {each["id"].split("-")[0] for each in report.bound_requests} == {"odd", "traced"}
+    assert [each["id"].split("-")[0] for each in report.bound_requests] == ["odd"]
+    before = said_of(one.core, "hinted")
     answers |= one.stopped()
     one.llm.wake_up()
     assert one.finish(answers) == expected
@@ -41,7 +42,7 @@ def test_a_request_that_no_checkpoint_can_hold_sleeps_here_and_ends_alone_elsewh
     answers = asked()
     report = one.llm.sleep(level=1, preserve_state=True, to="disk")
     why = {each["id"].split("-")[0]: each["error"] for each in report.bound_requests}
-    assert "extra_args" in why["odd"] and "trace_headers" in why["traced"]
+    assert why.keys() == {"odd"} and "extra_args" in why["odd"]
     answers |= one.stopped()
     one.llm.wake_up()
     assert one.finish(answers) == expected
@@ -49,12 +50,29 @@ def test_a_request_that_no_checkpoint_can_hold_sleeps_here_and_ends_alone_elsewh
     one.llm.reset_prefix_cache()
     woken = one.llm.wake_up(from_checkpoint=report.checkpoint)
     why = {each["id"].split("-")[0]: each["error"] for each in woken.failed_requests}
-    assert why.keys() == {"odd", "traced"} and "extra_args" in why["odd"] and "trace_headers" in why["traced"]
+    assert why.keys() == {"odd"} and "extra_args" in why["odd"]
+    assert said_of(one.core, "hinted") == before and before["trace_headers"] == SAID["trace_headers"]
+    assert before["kv_transfer_params"] == {"a": 1}
     finished = one.finish(answers)
-    assert {name: finished[name] for name in names} == {name: expected[name] for name in names}
+    goes_on = [*names, "hinted"]
+    assert {name: finished[name] for name in goes_on} == {name: expected[name] for name in goes_on}
     for name in why:  # their readers are told
         [[_, _, _, reason, told, *_]] = finished[name][1]
         assert reason == "error" and why[name] == told
+
+
+@pytest.mark.parametrize("field", ["num_in_flight_tokens", "num_output_placeholders"])
+def test_a_sleep_beside_a_step_of_another_thread_says_try_again(one, field):
+    answers = one.begin(4, ["greedy"])
+    [request] = one.core.scheduler.requests.values()
+    setattr(request, field, 1)
+    with pytest.raises(errors.WrongState, match="has tokens in flight.*: the engine is in a step") as refused:
+        one.llm.sleep(level=1, preserve_state=True)
+    assert "try again" in refused.value.next_step and not one.llm.is_sleeping()
+    setattr(request, field, 0)
+    assert one.llm.sleep(level=1, preserve_state=True).requests == 1
+    one.llm.wake_up()
+    one.finish(answers)
 
 
 def test_what_this_engine_would_compute_otherwise_is_not_gone_on_with():

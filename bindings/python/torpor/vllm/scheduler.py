@@ -32,6 +32,10 @@ class SchedulerMixin:
     torpor_gate = None  # says whether a step may be taken
     torpor_console = None  # path of its socket
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        Slots.of(self)  # it can be looked at, and stopped, before its first step
+
     def has_requests(self) -> bool:
         if self.torpor_frozen or (self.torpor_gate is not None and stands(self)):
             return False

@@ -11,7 +11,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request, RequestStatus
 
 from torpor.errors import Incompatible, WrongState
-from torpor.vllm import adapters, grammar, kept, multimodal, pooling
+from torpor.vllm import adapters, grammar, kept, multimodal, pooling, said
 from torpor.vllm.inputs import Inputs, token_ids
 from torpor.vllm.values import are_plain, copied, sampling_from_value, sampling_to_value, unsupported_sampling
 
@@ -38,16 +38,15 @@ _DERIVED_FIELDS = {
     "_all_token_ids", "output_token_ids", "all_token_ids", "num_prompt_tokens", "_block_hasher", "events",
     "prefill_stats", "_prompt_embeds_per_block_hashes", kept.ATTRIBUTE,
 }  # fmt: skip
-# … and that must have this value, or no checkpoint can hold the request.
-_EMPTY_FIELDS = {
-    "kv_transfer_params": None, "ec_transfer_params": None,
-    "trace_headers": None, "kv_hints": None, "spec_decode_metrics": None, "resumable": False, "streaming_queue": None,
-}  # fmt: skip
+# … and that must have this value, or no checkpoint can hold the request. What said.FIELDS are travels as it was said.
+_EMPTY_FIELDS = {"spec_decode_metrics": None, "resumable": False, "streaming_queue": None}
 _SAID = {"resumable": "prompt that comes in pieces", "streaming_queue": "pieces of its prompt"}  # of those, in words
 # Tokens that are being computed: none while the engine stands still.
 _IN_FLIGHT_FIELDS = ("num_output_placeholders", "num_in_flight_tokens")
 _ODD_PARSER = "options of a reasoning parser that are no plain values"
-_KNOWN_FIELDS = _NEUTRAL_FIELDS | {*_ENGINE_FIELDS, *_DERIVED_FIELDS, *_EMPTY_FIELDS, *_IN_FLIGHT_FIELDS}
+_KNOWN_FIELDS = {
+    *_NEUTRAL_FIELDS, *_ENGINE_FIELDS, *_DERIVED_FIELDS, *_EMPTY_FIELDS, *_IN_FLIGHT_FIELDS, *said.FIELDS,
+}  # fmt: skip
 
 
 def unsupported_fields(request: Request, may_load: bool = False) -> list[str]:
@@ -68,6 +67,7 @@ def bound_to_process(request: Request) -> list[str]:
     The request itself lives on in memory, over every sleep of this process; a new process ends it, by these names.
     """
     found = [f"its {_SAID.get(name, name)}" for name, empty in _EMPTY_FIELDS.items() if getattr(request, name) != empty]
+    found += said.unsupported(request)
     found += multimodal.unsupported(request.mm_features)
     found += pooling.unsupported(request.pooling_params)
     if getattr(request.lora_request, "tensorizer_config_dict", None):  # until vLLM 0.31
@@ -94,14 +94,15 @@ _CARRIED_NEW_FIELDS = {
     "request_id", "external_req_id", "prompt_token_ids", "sampling_params", "arrival_time", "cache_salt",
     "client_index", "priority", "session_id", "reasoning_ended", "reasoning_parser_kwargs", "lora_request",
     "mm_features", "prompt_embeds", "prompt_is_token_ids",  # by a checkpoint; a record has only that there are some
+    "trace_headers", "kv_hints",
 }  # fmt: skip
-# … those that say nothing about its tokens: tracing, and what only data parallel engines look at, …
-_IRRELEVANT_NEW_FIELDS = {"trace_headers", "current_wave"}
+# … those that say nothing about its tokens: what only data parallel engines look at, …
+_IRRELEVANT_NEW_FIELDS = {"current_wave"}
 # … and those with which it would be another request, or another model's, if a new process went on without them.
 _LOST_NEW_FIELDS = {
     "pooling_params": "pooling",
     "data_parallel_rank": "its data parallel rank", "resumable": "its prompt that comes in pieces",
-    "abort_immediately": "its transfer of KV", "kv_hints": "its hints for the KV cache",
+    "abort_immediately": "its transfer of KV",
 }  # fmt: skip
 
 
@@ -119,6 +120,7 @@ def unrecordable(request: EngineCoreRequest) -> list[str]:
         found.add("a prompt without token ids")
     if not are_plain(request.reasoning_parser_kwargs):
         found.add(_ODD_PARSER)
+    found.update(said.unsupported(request))
     if request.sampling_params is not None:
         found.update(unsupported_sampling(request.sampling_params))
     return sorted(found)
@@ -161,11 +163,13 @@ def request_to_value(request: Request) -> dict:
 
 
 def _beside_tokens(request: Request, bound: str) -> dict:
-    """What its blocks depend on besides its tokens; and why it cannot go on elsewhere, if it cannot."""
+    """What it has besides its tokens: what its blocks depend on, and what was said of it. Or why it cannot go on
+    elsewhere."""
     if bound:
         return {"bound": bound, "other_hash_keys": True}
     adapter, inputs = adapters.to_value(request.lora_request), Inputs.of(request)
-    return {"adapter": adapter, "other_hash_keys": adapter is not None or bool(inputs)} | inputs.to_value()
+    other = adapter is not None or bool(inputs)
+    return {"adapter": adapter, "other_hash_keys": other, "said": said.to_value(request)} | inputs.to_value()
 
 
 def put_pooling_back(scheduler: Scheduler) -> None:
@@ -205,7 +209,8 @@ def request_from_value(value: dict, block_hasher) -> Request:
     Raises Incompatible when its block hashes come out otherwise than they were.
     """
     engine = dict(value["engine"])
-    added = ("structured", "adapter", "features", "embeddings", "pooling", "bound", "elsewhere")  # absent in older ones
+    # Absent in older ones.
+    added = ("structured", "adapter", "features", "embeddings", "pooling", "bound", "elsewhere", "said")
     beside = {name: engine.pop(name, None) for name in (*added, "features_elsewhere", "other_hash_keys")}
     structured, pooled = beside["structured"], beside["pooling"]
     if (bound := beside["bound"]) is not None:
@@ -227,6 +232,7 @@ def request_from_value(value: dict, block_hasher) -> Request:
         **Inputs.from_value(beside).arguments(list(value["prompt_token_ids"])),
         **grammar.from_value(structured),
     )
+    said.restore(request, beside["said"])
     if len(value["output_token_ids"]) > 0:
         request.append_output_token_ids(list(value["output_token_ids"]))
     if not b"".join(request.block_hashes).startswith(value["block_hashes"]):  # tokens that were given since have more
@@ -253,6 +259,7 @@ def new_request_to_value(request: EngineCoreRequest) -> dict:
         "session_id": request.session_id,
         "structured": grammar.new_to_value(request),
         "adapter": adapters.to_value(request.lora_request),
+        "said": said.to_value(request),
     }
     if inputs := Inputs.of(request):
         value["engine"]["elsewhere"] = "embeddings" if inputs.embeddings is not None else "images"

@@ -315,6 +315,10 @@ ENGINE = (
         ),
     ),
     Module(
+        "vllm.v1.kv_hints",
+        classes=(Class("KvHintsEnvelope", fields="actions message_id protocol_version", exact=True),),
+    ),
+    Module(
         "vllm.v1.request",
         classes=(
             Class(
