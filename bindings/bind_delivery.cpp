@@ -51,12 +51,21 @@ py::dict to_python(const AnswerPart& part) {
   return out;
 }
 
+OtherEngine other_engine_from(const std::string& word) {
+  if (word == "refuse") return OtherEngine::kRefuse;
+  if (word == "take_up") return OtherEngine::kTakeUp;
+  if (word == "set_aside") return OtherEngine::kSetAside;
+  DictReader::fail("other_engine", "\"refuse\", \"take_up\" or \"set_aside\"");
+}
+
 std::unique_ptr<DeliveryLog> open_log(const py::dict& dict) {
   DictReader in(dict, "DeliveryLog options");
   DeliveryLogOptions options{.clock = &system_clock()};
   std::optional<std::string> directory;
   std::optional<std::string> key_file;
+  std::string other_engine = "refuse";
   in.read_if_given("directory", directory);
+  in.read_if_given("other_engine", other_engine);
   in.read("engine", options.engine);
   in.read_if_given("keep_seconds", options.keep_seconds);
   in.read_if_given("keep_bytes", options.keep_bytes);
@@ -66,6 +75,7 @@ std::unique_ptr<DeliveryLog> open_log(const py::dict& dict) {
   in.finish();
   options.directory = directory.value_or("");
   options.key = key_from(key_file);
+  options.other_engine = other_engine_from(other_engine);
   return value_or_raise(without_lock([&] { return DeliveryLog::open(module_files(), std::move(options)); }));
 }
 
@@ -160,6 +170,7 @@ void bind_delivery(py::module_& module) {
         const DeliveryLog::Counts counts = self.counts();
         return py::dict(py::arg("running") = counts.running, py::arg("ended") = counts.ended,
                         py::arg("log_bytes") = counts.log_bytes, py::arg("lost_bytes") = counts.lost_bytes,
+                        py::arg("of_another") = counts.of_another, py::arg("set_aside") = counts.set_aside,
                         py::arg("problem") = counts.problem);
       });
 }

@@ -127,6 +127,14 @@ Result<std::string> fetch(RemoteHome& self, const std::string& directory, const 
   return report->path;
 }
 
+// Whether there are any.
+Result<bool> fetch_answers(RemoteHome& self, const std::string& directory) {
+  const remote::OwnerRecord newest = self.ownership.newest();
+  if (newest.answers.empty()) return false;
+  TORPOR_TRY(remote::pull_answers(module_files(), *self.store, newest.answers, directory));
+  return true;
+}
+
 }  // namespace
 
 void bind_remote(py::module_& module) {
@@ -180,7 +188,14 @@ void bind_remote(py::module_& module) {
             return value_or_raise(without_lock([&] { return fetch(self, directory, engine); }));
           },
           py::arg("directory"), py::arg("engine"),
-          "The newest checkpoint and its answers come into the directory; its path, or empty: there is none.");
+          "The newest checkpoint and its answers come into the directory; its path, or empty: there is none. Raises "
+          "Incompatible for one that does not fit the engine; nothing has come then.")
+      .def(
+          "fetch_answers",
+          [](RemoteHome& self, const std::string& directory) {
+            return value_or_raise(without_lock([&] { return fetch_answers(self, directory); }));
+          },
+          py::arg("directory"), "The newest answers alone come into the directory. False: there are none.");
 }
 
 }  // namespace torpor

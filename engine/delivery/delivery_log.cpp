@@ -73,6 +73,17 @@ Status DeliveryLog::read_log() {
   }
   if (numbers.empty()) return ok();
   number_ = numbers.back();
+  Status read = read_files(numbers);
+  if (read || options_.other_engine != OtherEngine::kSetAside) return read;
+  if (const Code code = read.error().code; code != Code::kUnauthenticated && code != Code::kIncompatible) return read;
+  answers_.clear();
+  of_another_ = read.error().what;
+  sets_aside_ = true;
+  return ok();
+}
+
+// The newest whole one. If none is, of the oldest what can be read: those after it were begun when it was whole.
+Status DeliveryLog::read_files(const std::vector<uint64_t>& numbers) {
   Fingerprint engine = options_.engine;
   const DeliveryLogSink sink = {
       .engine = [&](Fingerprint read) { engine = std::move(read); },
@@ -97,7 +108,6 @@ Status DeliveryLog::read_log() {
             return true;
           },
   };
-  // The newest whole one. If none is, of the oldest what can be read: those after it were begun when it was whole.
   bool whole = false;
   for (auto number = numbers.rbegin(); number != numbers.rend() && !whole; ++number) {
     answers_.clear();
@@ -111,9 +121,13 @@ Status DeliveryLog::read_log() {
   // Ended answers are text that anybody may read; running ones need the engine that began them.
   const Status same = compare_fingerprints(engine, options_.engine);
   if (same || answers_.running() == 0) return ok();
-  return Error{.code = Code::kIncompatible,
-               .what = fmt::format("{} has answers of another engine: {}", options_.directory, same.error().what),
-               .next_step = "start the server as the one that began them, or give another directory"};
+  if (options_.other_engine == OtherEngine::kRefuse)
+    return Error{.code = Code::kIncompatible,
+                 .what = fmt::format("{} has answers of another engine: {}", options_.directory, same.error().what),
+                 .next_step = "start the server as the one that began them, or give another directory"};
+  of_another_ = same.error().what;
+  sets_aside_ = options_.other_engine == OtherEngine::kSetAside;
+  return ok();
 }
 
 void DeliveryLog::forget_old() {
@@ -157,6 +171,7 @@ void DeliveryLog::run() {
 Status DeliveryLog::rotate() {
   return catching([this]() -> Status {
     uint64_t number = 0;
+    bool aside = false;
     {
       const MutexLock lock(mutex_);
       if (directory_ == nullptr) return ok();
@@ -166,6 +181,7 @@ Status DeliveryLog::rotate() {
                      .next_step = "wait for that to end"};
       }
       rotation_ = Rotation{};
+      aside = sets_aside_;
       number = ++number_;  // also after a failure: the name is taken
     }
     bool in_use = false;
@@ -175,7 +191,7 @@ Status DeliveryLog::rotate() {
       in_use = true;
       // What went into the older file and was synced there, and all since.
       TORPOR_TRY(file->sync());
-      return remove_older(number);
+      return remove_older(number, aside);
     });
     const MutexLock lock(mutex_);
     rotation_.reset();
@@ -262,13 +278,24 @@ Status DeliveryLog::switch_to(const std::shared_ptr<DeliveryLogFile>& file) {
   return ok();
 }
 
-Status DeliveryLog::remove_older(uint64_t number) {
+Status DeliveryLog::remove_older(uint64_t number, bool aside) {
+  std::string kept;
   TORPOR_ASSIGN(const std::vector<Entry> entries, directory_->list());
   for (const Entry& entry : entries) {
     if (delivery_log_file_number(entry.name).value_or(number) >= number) continue;
-    if (const Status removed = directory_->remove_file(entry.name); !removed)
+    if (aside) {
+      const std::string name = fmt::format("set-aside-{}", entry.name);
+      TORPOR_TRY(directory_->rename_new(entry.name, name));
+      kept = options_.directory + "/" + name;
+    } else if (const Status removed = directory_->remove_file(entry.name); !removed) {
       log().warn("{}: an old file of the log stays: {}", options_.directory, removed.error().to_string());
+    }
   }
+  if (!aside) return ok();
+  TORPOR_TRY(directory_->sync());
+  const MutexLock lock(mutex_);
+  sets_aside_ = false;
+  set_aside_ = std::move(kept);
   return ok();
 }
 
@@ -415,6 +442,8 @@ DeliveryLog::Counts DeliveryLog::counts() const {
           .ended = answers_.ended(),
           .log_bytes = log_bytes_,
           .lost_bytes = lost_bytes_,
+          .of_another = of_another_,
+          .set_aside = set_aside_,
           .problem = problem_};
 }
 

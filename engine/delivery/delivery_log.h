@@ -37,11 +37,20 @@
 
 namespace torpor {
 
+// What open() does with answers that still run and belong to another engine.
+enum class OtherEngine {
+  kRefuse,    // fail; the log stays as it was
+  kTakeUp,    // take them up: the caller computes them again
+  kSetAside,  // take them up for the caller to end them, and keep the log's files under another name. Does so, and
+              // begins an empty log, with a log that cannot be read, too: of another format, or sealed otherwise
+};
+
 struct DeliveryLogOptions {
   const Clock* clock = nullptr;  // required
   std::string directory;         // made if absent; empty: in memory only
-  Fingerprint engine;            // of the engine that serves: answers that still run are only taken up by an equal one
-  double keep_seconds = 3600;    // ended answers
+  Fingerprint engine;            // of the engine that serves
+  OtherEngine other_engine = OtherEngine::kRefuse;
+  double keep_seconds = 3600;          // ended answers
   uint64_t keep_bytes = 256ull << 20;  // of ended answers, the oldest go first
   uint64_t file_bytes =
       64ull << 20;                 // a file of the log is replaced when it is larger, and four times what it began with
@@ -53,7 +62,7 @@ struct DeliveryLogOptions {
 class DeliveryLog {
  public:
   // Reads what an earlier server left. kUnavailable: another one uses the directory. kIncompatible: answers that still
-  // run belong to another engine; kUnauthenticated: sealed otherwise. The log is then as it was.
+  // run belong to another engine (OtherEngine); kUnauthenticated: sealed otherwise. The log is then as it was.
   static Result<std::unique_ptr<DeliveryLog>> open(FileSystem& file_system, DeliveryLogOptions options);
   ~DeliveryLog();
 
@@ -88,6 +97,8 @@ class DeliveryLog {
     uint64_t ended = 0;
     uint64_t log_bytes = 0;
     uint64_t lost_bytes = 0;  // of the log that was read, behind damage
+    std::string of_another;   // why open() took up or set aside a log of another engine; empty: it did not
+    std::string set_aside;    // where that log is now; empty: it was not set aside
     std::string problem;      // why the log cannot be written at present; empty: it can
   };
   Counts counts() const;
@@ -107,6 +118,7 @@ class DeliveryLog {
   Status append(const Bytes& record) TORPOR_REQUIRES(writer_);
 
   Status read_log() TORPOR_REQUIRES(mutex_);
+  Status read_files(const std::vector<uint64_t>& numbers) TORPOR_REQUIRES(mutex_);
   void forget_old() TORPOR_REQUIRES(mutex_);
   bool due() const TORPOR_REQUIRES(mutex_);
   void failed(const Error& why, std::chrono::nanoseconds retry) TORPOR_REQUIRES(mutex_);
@@ -116,7 +128,7 @@ class DeliveryLog {
   Result<std::shared_ptr<DeliveryLogFile>> write_beside(uint64_t number) TORPOR_EXCLUDES(writer_, mutex_);
   Status append_tail(DeliveryLogFile& file) TORPOR_EXCLUDES(mutex_);
   Status switch_to(const std::shared_ptr<DeliveryLogFile>& file) TORPOR_EXCLUDES(writer_, mutex_);
-  Status remove_older(uint64_t number) TORPOR_EXCLUDES(writer_, mutex_);
+  Status remove_older(uint64_t number, bool aside) TORPOR_EXCLUDES(writer_, mutex_);
 
   FileSystem& file_system_;
   const DeliveryLogOptions options_;
@@ -139,6 +151,9 @@ class DeliveryLog {
   uint64_t log_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;   // of file_
   uint64_t began_with_ TORPOR_GUARDED_BY(mutex_) = 0;  // bytes of the state it began with
   uint64_t lost_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;
+  std::string of_another_ TORPOR_GUARDED_BY(mutex_);
+  bool sets_aside_ TORPOR_GUARDED_BY(mutex_) = false;  // the files that the first new one replaces
+  std::string set_aside_ TORPOR_GUARDED_BY(mutex_);
   std::string problem_ TORPOR_GUARDED_BY(mutex_);
   std::chrono::nanoseconds retry_at_ TORPOR_GUARDED_BY(mutex_){0};  // no rotation before, by Clock::now()
   bool closed_ TORPOR_GUARDED_BY(mutex_) = false;

@@ -80,3 +80,32 @@ def test_discard_ends_only_those_that_run(monkeypatch, tmp_path):
     assert server.state == "awake" and states == {"a": "failed", "b": "finished"}
     [family] = server.metrics.failed_requests.collect()
     assert family.samples[0].value == 1
+
+
+class Store:
+    """What is newest in the object store does not fit: only its answers came."""
+
+    unfit = OTHER
+
+    def __init__(self, *_):
+        pass
+
+    async def arrive(self, _fingerprint) -> str:
+        return ""
+
+    async def release(self) -> None:
+        pass
+
+    async def keep(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("running", "state"), [((), "awake"), (("a",), "failed")])
+def test_one_in_an_object_store_is_left_there_where_no_answer_runs(monkeypatch, tmp_path, running, state):
+    from torpor.vllm.server import life
+
+    monkeypatch.setattr(life, "Remote", Store)
+    store = "s3://bucket/prefix"
+    server, _ = outcome(monkeypatch, tmp_path, None, ended=("b",), running=running, remote=store)
+    assert server.state == state
+    assert server.left_checkpoint == (None if running else {"path": store, "why": str(OTHER)})

@@ -162,7 +162,11 @@ class RemoteHome:
     def before(self) -> str:
         """The holder from whom this one took over; empty: none."""
     def fetch(self, directory: str, engine: Mapping[str, str]) -> str:
-        """The newest checkpoint and its answers come into the directory; its path, or empty: there is none."""
+        """
+        The newest checkpoint and its answers come into the directory; its path, or empty: there is none. Raises Incompatible for one that does not fit the engine; nothing has come then.
+        """
+    def fetch_answers(self, directory: str) -> bool:
+        """The newest answers alone come into the directory. False: there are none."""
     @property
     def holder(self) -> str: ...
     def owner_address(self) -> str:

@@ -240,6 +240,56 @@ TEST_F(DeliveryLogTest, ALogIsRefusedByAnotherEngineWhileAnswersRunAndByAnotherK
   EXPECT_EQ(answers->get("a")->state, AnswerState::kFinished);
 }
 
+TEST_F(DeliveryLogTest, AnotherEngineTakesUpTheAnswersThatStillRunWhereItsOperatorWantsThat) {
+  {
+    const auto answers = open();
+    ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+    ASSERT_TRUE(succeeded(answers->step({given("a", 0, {1, 2}, "He")})));
+  }
+  DeliveryLogOptions other = options();
+  other.engine = {{"model", "b"}};
+  other.other_engine = OtherEngine::kTakeUp;
+  {
+    const auto answers = open(other);
+    EXPECT_EQ(answers->get("a")->request.output_token_ids, (std::vector<int32_t>{1, 2}));
+    EXPECT_NE(answers->counts().of_another.find("model"), std::string::npos);
+    EXPECT_EQ(answers->counts().set_aside, "");
+    ASSERT_TRUE(succeeded(answers->step({given("a", 2, {3}, "y")})));
+  }
+  const auto answers = open(other);  // they are its own from now on
+  EXPECT_EQ(answers->get("a")->request.output_token_ids, (std::vector<int32_t>{1, 2, 3}));
+  EXPECT_EQ(answers->counts().of_another, "");
+}
+
+TEST_F(DeliveryLogTest, ALogThatIsSetAsideKeepsItsBytesUnderAnotherName) {
+  Bytes before;
+  {
+    const auto answers = open();
+    ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+    before = read(file());
+  }
+  DeliveryLogOptions other = options();
+  other.engine = {{"model", "b"}};
+  other.other_engine = OtherEngine::kSetAside;
+  {
+    const auto answers = open(other);
+    EXPECT_EQ(answers->get("a")->state, AnswerState::kRunning);  // for the caller, who tells its reader
+    const std::string aside = answers->counts().set_aside;
+    EXPECT_NE(aside.find("/set-aside-answers-"), std::string::npos);
+    EXPECT_EQ(read(aside), before);
+    ASSERT_TRUE(succeeded(answers->step({ended("a", 0)})));
+    ASSERT_TRUE(succeeded(answers->rotate()));  // later files go as usual
+    EXPECT_EQ(read(aside), before);
+  }
+  DeliveryLogOptions sealed = other;
+  sealed.key = std::make_shared<const Key>(std::array<uint8_t, kKeyBytes>{1});
+  const auto answers = open(sealed);  // it cannot read this one
+  EXPECT_FALSE(answers->get("a"));
+  EXPECT_NE(answers->counts().of_another.find("not sealed"), std::string::npos);
+  EXPECT_TRUE(boost::filesystem::exists(answers->counts().set_aside));
+  ASSERT_TRUE(succeeded(answers->start(asked("b"))));
+}
+
 TEST_F(DeliveryLogTest, ASealedLogHidesAndProvesItsContent) {
   const auto key = std::make_shared<const Key>(std::array<uint8_t, kKeyBytes>{1});
   DeliveryLogOptions sealed = options();

@@ -115,6 +115,7 @@ class Server:
         answers = _core.DeliveryLog({
             "directory": directory, "engine": fingerprint, "keep_seconds": self.settings.keep_answers,
             "key_file": self.options.key_file, "encrypt": self.options.encrypt,
+            "other_engine": start.OF_ANOTHER_ENGINE[self.settings.on_wake_error],
         })  # fmt: skip
         self._tenant_secret = access.tenant_secret(directory)
         always = self.settings.log_sync == "always"

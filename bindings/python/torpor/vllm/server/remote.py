@@ -10,7 +10,7 @@ from pathlib import Path
 from vllm.logger import init_logger
 
 from torpor import _core
-from torpor.errors import Aborted, Busy, Error, InvalidArgument, Unsupported
+from torpor.errors import Aborted, Busy, Error, Incompatible, InvalidArgument, Unsupported
 from torpor.vllm.server import durable
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
@@ -39,6 +39,7 @@ class Remote:
         self._home = _core.RemoteHome(settings.remote, settings.remote_term, options.key_file, settings.remote_address)
         self._key_file = options.key_file
         self._answers = str(self._directory / "answers")
+        self.unfit: Incompatible | None = None  # why the newest checkpoint in the store was left there
         self._asking = asyncio.Lock()  # one operation of the store's record at a time
 
     async def owner_address(self) -> str:
@@ -84,13 +85,23 @@ class Remote:
             if not (gone_on and gone_on[0] in there and there <= set(gone_on)):
                 gone_on = []
         else:
-            path = self._home.fetch(str(self._directory), fingerprint)
+            path = self._fetch_fitting(fingerprint)
             gone_on = [name := Path(path).name, *sorted(self._there() - {name})] if path else []
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         beside = durable.written_beside(file, "\n".join([self._home.holder, *gone_on]).encode())
         os.replace(beside, file)
         durable.sync_folder(self._directory)
         return str(self._directory / gone_on[0]) if gone_on else ""
+
+    def _fetch_fitting(self, fingerprint: dict) -> str:
+        """A checkpoint that does not fit the engine stays there: whether it is needed, the answers say."""
+        try:
+            return self._home.fetch(str(self._directory), fingerprint)
+        except Incompatible as problem:
+            if not self._home.fetch_answers(str(self._directory)):
+                raise
+            self.unfit = problem
+            return ""
 
     def _there(self) -> set[str]:
         """The names of the directory's checkpoints."""

@@ -13,17 +13,28 @@ from torpor.vllm.frontend import Report
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
+# What becomes of answers that still run and began with another engine, by --torpor-on-wake-error.
+OF_ANOTHER_ENGINE = {"fail": "refuse", "recompute": "take_up", "discard": "set_aside"}
+
 
 async def wake(server, named: str) -> None:
     """`named`: a checkpoint, or a directory of them; empty: the newest of the server's own."""
     counts = server.recorder.answers.counts()
+    if counts["of_another"]:
+        where = f", which are now in {counts['set_aside']}" if counts["set_aside"] else ""
+        logger.warning("torpor: answers of another engine were found%s: %s", where, counts["of_another"])
+        if server.settings.on_wake_error == "discard":
+            return _discard(server, f"they are of another engine: {counts['of_another']}")
+    unfit = server.remote.unfit if server.remote is not None and not named else None
     try:
+        if unfit is not None:
+            raise unfit
         report = await _wake_new(server, named or server.options.dir)
     except Error as problem:
         nothing_there = isinstance(problem, NotFound) and not named
         if nothing_there and counts["running"] == 0:
             return
-        where = named or server.options.dir
+        where = named or (server.options.dir if unfit is None else server.settings.remote)
         if isinstance(problem, Incompatible) and await asyncio.to_thread(_is_idle, server, where):
             return _leave(server, where, problem)
         if nothing_there or server.settings.on_wake_error == "recompute":
@@ -47,10 +58,15 @@ async def wake(server, named: str) -> None:
 
 
 def _is_idle(server, where: str) -> bool:
-    """Whether no request would be lost without the checkpoint: those in it, if any, have ended since."""
+    """Whether no request would be lost without the checkpoint: those in it, if any, have ended since.
+
+    What comes with a checkpoint from an object store is the whole log: it knows all requests of that checkpoint.
+    """
     answers = server.recorder.answers
     if answers.counts()["running"] > 0:
         return False
+    if where == server.settings.remote:
+        return True
     try:
         state = _core.read_checkpoint(where, server.options.key_file)
     except Error:
