@@ -184,6 +184,7 @@ py::dict to_python(const SleepReport& report, const RolledForward& rolled = {}) 
   out["restored_bytes"] = report.restored_bytes;
   out["late_blocks"] = report.late_blocks;
   out["late_bytes"] = report.late_bytes;
+  out["unread_bytes"] = report.unread_bytes;
   out["kept_blocks"] = report.kept_blocks;
   out["dropped_blocks"] = report.dropped_blocks;
   out["reload"] = report.reload;

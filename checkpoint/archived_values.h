@@ -118,7 +118,7 @@ void serialize(Archive& archive, SectionInfo& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, Manifest& v) {  // the rest of it stands in the header
-  archive(v.generation, v.created_unix_seconds, v.creator, v.fingerprint, v.sections, v.ranks);
+  archive(v.generation, v.created_unix_seconds, v.creator, v.fingerprint, v.sections, v.ranks, v.owner);
 }
 
 }  // namespace torpor

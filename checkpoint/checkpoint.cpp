@@ -10,6 +10,7 @@
 #include "checkpoint/manifest_codec.h"
 #include "checkpoint/refs_codec.h"
 #include "checkpoint/state_sections.h"
+#include "checkpoint/store_contents.h"
 #include "checkpoint/store_names.h"
 #include "offload/codec.h"
 
@@ -138,6 +139,24 @@ Result<Checkpoint> open_latest(FileSystem& file_system, const Directory& store, 
   }
   TORPOR_ASSIGN(std::unique_ptr<Directory> directory, store.open_directory(generation_name(generations.back())));
   return open_checkpoint_directory(file_system, std::move(directory), std::move(key));
+}
+
+Status check_fits(FileSystem& file_system, const Checkpoint& checkpoint, const Fingerprint& engine,
+                  const std::string& named, const Key* key) {
+  const Status same = compare_fingerprints(checkpoint.manifest().fingerprint, engine);
+  if (same) return ok();
+  Error error = same.error().within(checkpoint.path());
+  (void)catching([&]() -> Status {
+    TORPOR_ASSIGN(const std::unique_ptr<Directory> store, file_system.open_directory(named, false));
+    TORPOR_ASSIGN(const std::vector<CheckpointInfo> infos, infos_in(*store, key, Trust::kThisKey));
+    for (auto info = infos.rbegin(); info != infos.rend(); ++info) {
+      if (!info->readable || !compare_fingerprints(info->manifest.fingerprint, engine)) continue;
+      error.next_step = fmt::format("the newest one is another engine's: name {}, which fits this one", info->path);
+      break;
+    }
+    return ok();
+  });
+  return error;
 }
 
 Result<Checkpoint> open_checkpoint(FileSystem& file_system, const std::string& path, std::shared_ptr<const Key> key) {

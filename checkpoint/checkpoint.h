@@ -50,6 +50,11 @@ Result<Checkpoint> open_checkpoint_directory(FileSystem& file_system, std::uniqu
 // The latest one of a directory of checkpoints. kNotFound if there is none; a damaged newest one is kCorruption.
 Result<Checkpoint> open_latest(FileSystem& file_system, const Directory& store,
                                std::shared_ptr<const Key> key = nullptr);
+// Returns whether an engine with this fingerprint can go on from the checkpoint. kIncompatible names the checkpoint and
+// each field that differs. `named`: what it was opened by; if that is a directory of checkpoints, the error also names
+// the newest one there that fits.
+Status check_fits(FileSystem& file_system, const Checkpoint& checkpoint, const Fingerprint& engine,
+                  const std::string& named, const Key* key = nullptr);
 // By its own path, or the latest one of a directory of checkpoints.
 Result<Checkpoint> open_checkpoint(FileSystem& file_system, const std::string& path,
                                    std::shared_ptr<const Key> key = nullptr);

@@ -32,8 +32,9 @@ struct CheckpointManager::Impl {
     TORPOR_ASSIGN(opened.lock, opened.store->lock(kLockFile));
     return opened;
   }
-  Result<std::vector<std::string>> retire(Directory& store, bool dry_run) const {
-    return torpor::retire(store, options.key.get(), options.retention, options.clock->unix_seconds(), dry_run);
+  Result<std::vector<std::string>> retire(Directory& store, bool dry_run,
+                                          const std::optional<Digest>& owner = std::nullopt) const {
+    return torpor::retire(store, options.key.get(), options.retention, options.clock->unix_seconds(), dry_run, owner);
   }
 };
 
@@ -85,7 +86,7 @@ RankWriting writing_of(const Directory& store, const std::vector<uint64_t>& gene
   }();
   if (!base) {
     log().warn("not incremental this time: {}", base.error().to_string());
-  } else if (base->manifest.format_version == kFormatVersion && base->manifest.protection == writing.protection) {
+  } else if (base->manifest.format_version > kOldestFormatVersion && base->manifest.protection == writing.protection) {
     writing.base = fmt::format("{}/{}", store.path(), newest);
     writing.base_id = base->manifest.id;
   }
@@ -135,7 +136,8 @@ Status CheckpointManager::woken_from(uint64_t generation) {
       TORPOR_TRY(mark->sync());
       TORPOR_TRY(directory->sync());
     }
-    TORPOR_TRY(impl_->retire(*locked.store, false));
+    TORPOR_ASSIGN(const OpenedManifest opened, read_manifest(*directory, impl_->options.key.get()));
+    TORPOR_TRY(impl_->retire(*locked.store, false, opened.manifest.owner));
     return ok();
   });
 }

@@ -6,7 +6,7 @@
 // any point leaves the old generations and the new one either whole or invisible; leftovers go at the next begin() or
 // collect().
 //
-// Owner: the engine's controller (one writer, held by a lock file that dies with its process); readers need no lock.
+// Owner: the engine's controller (one writer, held by a lock file, FileSystem::lock()); readers need no lock.
 // Threads: one at a time. Errors: also kResourceExhausted wherever memory ends; nothing is changed then.
 #pragma once
 
@@ -60,14 +60,16 @@ class PendingCheckpoint {
   void add_rank(RankSummary rank);  // what its write_refs() returned
   // In place of write_state()'s, before commit(): what is known only once the chunks are written.
   void set_fingerprint(Fingerprint fingerprint);
+  // Before commit(), of an engine that went on from a checkpoint; else it is owner_of() the fingerprint.
+  void set_owner(const Digest& owner);
   // Checks that each file is there with the named length, writes and syncs MANIFEST, syncs the directories,
   // renames. Only after this returns without error is the checkpoint durable. Returns its path. Older ones stay.
   Result<std::string> commit();
   // Takes a committed checkpoint away again, while nobody else can have relied on it: this object holds the lock of its
   // directory. Nothing happens without commit(). After an error it may still be there.
   Status withdraw();
-  // Removes what the retention lets go, now that the committed checkpoint stays: not before withdraw() is out of the
-  // question. A failure is only logged, the next one tries again.
+  // Removes what the retention lets go of the same owner, now that the committed checkpoint stays: not before
+  // withdraw() is out of the question. A failure is only logged, the next one tries again.
   void retire_older() noexcept;
 
   // For CheckpointManager::begin(): `store` is locked by `lock`.
@@ -106,10 +108,10 @@ class CheckpointManager {
   // Takes one away. kNotFound; kFailedPrecondition when one of version 2 needs its chunks. `dry_run`: only says whether
   // it could.
   Status remove(uint64_t generation, bool dry_run = false);
-  // After a wake from `generation`: marks it, then retires older ones.
+  // After a wake from `generation`: marks it, then retires older ones of its owner.
   Status woken_from(uint64_t generation);
-  // Removes leftovers and what the retention lets go; returns the names. `dry_run`: only says what would go, and writes
-  // nothing, not even the lock.
+  // Removes leftovers and what the retention lets go of each owner; returns the names. `dry_run`: only says what would
+  // go, and writes nothing, not even the lock.
   Result<std::vector<std::string>> collect(bool dry_run = false);
   Result<std::vector<CheckpointInfo>> list() const;  // oldest first
   Result<Checkpoint> open_latest() const;            // kNotFound if there is none; a damaged newest one is kCorruption

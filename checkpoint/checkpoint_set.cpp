@@ -104,6 +104,7 @@ Result<CommittedSet> commit_set(FileSystem& file_system, const std::string& dire
       }
       TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(file_system, paths[rank], key));
       member.id = checkpoint.manifest().id;
+      if (rank == 0) pending.set_owner(checkpoint.manifest().owner);
       members.push_back(std::move(member));
     }
     std::vector<Section> sections;

@@ -1,6 +1,7 @@
 #include "checkpoint/manifest.h"
 
 #include <set>
+#include <span>
 #include <string_view>
 
 #include <fmt/core.h>
@@ -11,6 +12,22 @@ namespace {
 constexpr uint64_t kMaxSectionBytes = uint64_t{1} << 36;
 
 }  // namespace
+
+// How many KV blocks fit is measured at each start.
+Digest owner_of(const Fingerprint& fingerprint) {
+  StreamingDigest digest;
+  const auto add = [&](const std::string& text) {
+    const uint64_t length = text.size();
+    digest.update(std::as_bytes(std::span(&length, 1)));
+    digest.update(std::as_bytes(std::span(text)));
+  };
+  for (const auto& [field, value] : fingerprint) {
+    if (field == "kv_num_blocks") continue;
+    add(field);
+    add(value);
+  }
+  return digest.finish();
+}
 
 const RankSummary* Manifest::find_rank(int32_t rank) const {
   for (const RankSummary& each : ranks) {
@@ -23,6 +40,14 @@ uint64_t Manifest::total_bytes() const {
   uint64_t sum = 0;
   for (const SectionInfo& section : sections) sum += section.stored_bytes;
   for (const RankSummary& rank : ranks) sum += rank.refs_bytes + rank.own_bytes();
+  return sum;
+}
+
+uint64_t Manifest::stored_bytes_but_of(const std::string& tag) const {
+  uint64_t sum = 0;
+  for (const RankSummary& rank : ranks) {
+    for (const auto& [name, sums] : rank.tags) sum += name == tag ? 0 : sums.stored_bytes;
+  }
   return sum;
 }
 

@@ -17,11 +17,15 @@
 
 namespace torpor {
 
-inline constexpr uint32_t kFormatVersion = 3;
+inline constexpr uint32_t kFormatVersion = 4;
 inline constexpr uint32_t kOldestFormatVersion = 2;  // that is read: checkpoint/format_v2.h
 
 // Names and values that must be equal for tokens to be equal.
 using Fingerprint = std::map<std::string, std::string>;
+
+// The owner of the checkpoints of an engine with this fingerprint that began afresh. An engine that goes on from a
+// checkpoint keeps that one's owner, whatever becomes of its weights.
+Digest owner_of(const Fingerprint& fingerprint);
 
 struct SectionInfo {
   std::string name;
@@ -43,11 +47,13 @@ struct Manifest {
   double created_unix_seconds = 0;
   std::string creator;  // "torpor 0.1.0"
   Fingerprint fingerprint;
+  Digest owner;  // of the engine that wrote it: retention counts the checkpoints of one owner
   std::vector<SectionInfo> sections;
   std::vector<RankSummary> ranks;
-  const RankSummary* find_rank(int32_t rank) const;  // null: it has nothing of that rank
-  uint64_t total_bytes() const;                      // of the files that it wrote itself, MANIFEST left out
-  uint64_t linked_bytes() const;                     // of the files of earlier ones that it keeps
+  const RankSummary* find_rank(int32_t rank) const;            // null: it has nothing of that rank
+  uint64_t total_bytes() const;                                // of the files that it wrote itself, MANIFEST left out
+  uint64_t stored_bytes_but_of(const std::string& tag) const;  // of all records of other tags
+  uint64_t linked_bytes() const;                               // of the files of earlier ones that it keeps
   friend bool operator==(const Manifest&, const Manifest&) = default;
 };
 

@@ -67,6 +67,16 @@ Status check(const Manifest& manifest) {
   return ok();
 }
 
+// The body of version 3 ends before the owner.
+struct BodyOfVersion3 {
+  Manifest manifest;
+};
+template <class Archive>
+void serialize(Archive& archive, BodyOfVersion3& v) {
+  Manifest& m = v.manifest;
+  archive(m.generation, m.created_unix_seconds, m.creator, m.fingerprint, m.sections, m.ranks);
+}
+
 // The header alone: what can be said before anything is authenticated.
 Status check(const Header& header, uint64_t body_bytes, const Key* key) {
   if (header.protection > static_cast<uint32_t>(Protection::kEncrypted) || header.zero != 0 ||
@@ -150,13 +160,17 @@ Result<OpenedManifest> decode_manifest(std::span<const std::byte> file, const Ke
   OpenedManifest opened{.seal = std::move(seal)};
   if (beginning.format_version == kOldestFormatVersion) {
     TORPOR_TRY(format_v2::decode_body(clear, header.id, opened));
+  } else if (beginning.format_version == 3) {
+    TORPOR_ASSIGN(BodyOfVersion3 body, from_bytes<BodyOfVersion3>(clear, "MANIFEST"));
+    opened.manifest = std::move(body.manifest);
   } else {
     TORPOR_ASSIGN(opened.manifest, from_bytes<Manifest>(clear, "MANIFEST"));
   }
   opened.manifest.format_version = beginning.format_version;
   opened.manifest.protection = protection;
   opened.manifest.id = header.id;
-  if (beginning.format_version == kFormatVersion) TORPOR_TRY(check(opened.manifest));
+  if (beginning.format_version < 4) opened.manifest.owner = owner_of(opened.manifest.fingerprint);
+  if (beginning.format_version > kOldestFormatVersion) TORPOR_TRY(check(opened.manifest));
   return opened;
 }
 

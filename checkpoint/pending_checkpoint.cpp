@@ -29,7 +29,8 @@ struct PendingCheckpoint::Impl {
   RankWriting writing;
   std::unique_ptr<Seal> seal;  // null: none
   Manifest manifest;
-  bool visible = false;  // or perhaps: the call that makes it so was begun
+  std::optional<Digest> owner;  // none: the fingerprint's
+  bool visible = false;         // or perhaps: the call that makes it so was begun
   bool committed = false;
 
   ~Impl() {
@@ -178,6 +179,8 @@ void PendingCheckpoint::set_fingerprint(Fingerprint fingerprint) {
   impl_->manifest.fingerprint = std::move(fingerprint);
 }
 
+void PendingCheckpoint::set_owner(const Digest& owner) { impl_->owner = owner; }
+
 Result<std::string> PendingCheckpoint::commit() {
   return catching([&] { return impl_->commit(); });
 }
@@ -185,7 +188,8 @@ Result<std::string> PendingCheckpoint::commit() {
 void PendingCheckpoint::retire_older() noexcept {
   const Result<std::vector<std::string>> gone = catching([&] {
     const CheckpointManagerOptions& options = impl_->options;
-    return retire(*impl_->store, options.key.get(), options.retention, options.clock->unix_seconds(), false);
+    return retire(*impl_->store, options.key.get(), options.retention, options.clock->unix_seconds(), false,
+                  impl_->manifest.owner);
   });
   if (gone) return;
   (void)catching([&]() -> Status {
@@ -217,6 +221,7 @@ Status PendingCheckpoint::Impl::check_written(int32_t rank, const std::string& n
 
 Result<std::string> PendingCheckpoint::Impl::commit() {
   if (manifest.sections.empty()) return Error{.code = Code::kInternal, .what = "commit() before write_state()"};
+  manifest.owner = owner ? *owner : owner_of(manifest.fingerprint);
   std::sort(manifest.ranks.begin(), manifest.ranks.end(),
             [](const RankSummary& a, const RankSummary& b) { return a.rank < b.rank; });
   for (const RankSummary& rank : manifest.ranks) {

@@ -129,6 +129,7 @@ Result<std::string> write_repaired(const Checkpoint& checkpoint, const RepairPla
       TORPOR_ASSIGN(RankSummary copied, copy_rank(checkpoint, rank, plan, pending));
       pending.add_rank(std::move(copied));
     }
+    pending.set_owner(checkpoint.manifest().owner);
     return pending.commit();
   });
 }

@@ -1,6 +1,8 @@
 #include "checkpoint/retention.h"
 
 #include <algorithm>
+#include <array>
+#include <map>
 #include <set>
 
 #include "checkpoint/format_v2_files.h"
@@ -28,31 +30,46 @@ void DiskUsage::add(const Manifest& manifest, uint64_t own_bytes) {
 }
 
 std::vector<uint64_t> retired(const std::vector<CheckpointInfo>& checkpoints, const Retention& retention,
-                              double now_unix_seconds) {
-  // The last good one may be another than it seems; and one of version 2 may need any other.
-  if (std::any_of(checkpoints.begin(), checkpoints.end(), [](const CheckpointInfo& info) { return !info.readable; }))
-    return {};
-  const auto woken =
-      std::find_if(checkpoints.rbegin(), checkpoints.rend(), [](const CheckpointInfo& info) { return info.woken; });
+                              double now_unix_seconds, const std::optional<Digest>& owner) {
+  struct OfOwner {
+    const CheckpointInfo* newest = nullptr;
+    const CheckpointInfo* woken = nullptr;  // the newest that was
+    int place = 0;                          // of the next one, the newest first
+    DiskUsage usage{};                      // of those that are kept
+  };
+  std::map<std::array<uint8_t, 16>, OfOwner> owners;
+  for (const CheckpointInfo& info : checkpoints) {
+    if (!info.readable) continue;
+    OfOwner& own = owners[info.manifest.owner.bytes];
+    own.newest = &info;
+    if (info.woken) own.woken = &info;
+  }
   std::set<uint64_t> kept;
-  DiskUsage usage;
+  bool any_unreadable = false;
   for (auto info = checkpoints.rbegin(); info != checkpoints.rend(); ++info) {
-    const auto place = info - checkpoints.rbegin();
-    const bool last_good = place == 0 || info == woken || (place == 1 && !checkpoints.back().woken);
+    if (!info->readable) {
+      any_unreadable = true;
+      continue;
+    }
+    OfOwner& own = owners[info->manifest.owner.bytes];
+    const int place = own.place++;
+    const bool others = owner && info->manifest.owner != *owner;
+    const bool last_good = place == 0 || &*info == own.woken || (place == 1 && !own.newest->woken);
+    const bool may_be_needed = any_unreadable && info->manifest.format_version == kOldestFormatVersion;
     const bool wanted =
         place < std::max(retention.keep, 1) &&
         !(retention.max_age_seconds &&
           now_unix_seconds - info->manifest.created_unix_seconds > *retention.max_age_seconds) &&
-        !(retention.max_total_bytes && usage.with(info->manifest, info->bytes) > *retention.max_total_bytes);
-    if (!last_good && !wanted && !kept.contains(info->manifest.generation)) continue;
+        !(retention.max_total_bytes && own.usage.with(info->manifest, info->bytes) > *retention.max_total_bytes);
+    if (!others && !last_good && !may_be_needed && !wanted && !kept.contains(info->manifest.generation)) continue;
     kept.insert(info->manifest.generation);
     const std::vector<uint64_t> needs = format_v2::needs(info->manifest);
     kept.insert(needs.begin(), needs.end());
-    usage.add(info->manifest, info->bytes);
+    own.usage.add(info->manifest, info->bytes);
   }
   std::vector<uint64_t> gone;
   for (const CheckpointInfo& info : checkpoints) {
-    if (!kept.contains(info.manifest.generation)) gone.push_back(info.manifest.generation);
+    if (info.readable && !kept.contains(info.manifest.generation)) gone.push_back(info.manifest.generation);
   }
   return gone;
 }

@@ -13,9 +13,10 @@
 
 namespace torpor {
 
-// Which committed checkpoints may go. Never the newest, nor the last one that was woken from, nor, until the newest was
-// woken from, the one before it; one of whose files a kept one of version 2 needs stays with it; and all stay while one
-// cannot be read.
+// Which committed checkpoints may go. Each owner's (Manifest::owner) are counted by themselves: never the newest goes,
+// nor the last one that was woken from, nor, until the newest was woken from, the one before it. A checkpoint that
+// cannot be read is not counted and never goes. What a kept one of version 2 needs stays with it; and one that cannot
+// be read may be of version 2, so older ones of that version stay as well.
 struct Retention {
   int keep = 2;                             // the newest ones
   std::optional<double> max_age_seconds;    // older ones go
@@ -46,8 +47,9 @@ class DiskUsage {
   uint64_t bytes_ = 0;
 };
 
-// Generations that may go, oldest first. `checkpoints`: oldest first.
+// Returns the generations that may go, oldest first. `checkpoints`: oldest first. `owner`: only checkpoints of this one
+// may go; none: of each.
 std::vector<uint64_t> retired(const std::vector<CheckpointInfo>& checkpoints, const Retention& retention,
-                              double now_unix_seconds);
+                              double now_unix_seconds, const std::optional<Digest>& owner = std::nullopt);
 
 }  // namespace torpor

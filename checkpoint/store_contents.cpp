@@ -1,7 +1,11 @@
 #include "checkpoint/store_contents.h"
 
+#include <set>
+
 #include <fmt/core.h>
 
+#include "base/log.h"
+#include "base/mutex.h"
 #include "checkpoint/store_names.h"
 
 namespace torpor {
@@ -27,6 +31,14 @@ CheckpointInfo info_of(const Directory& store, uint64_t generation, const Key* k
   info.manifest = std::move(opened->manifest);
   info.manifest.sections.clear();
   return info;
+}
+
+// Whether the log has not named `path` yet.
+bool is_news(const std::string& path) {
+  static Mutex mutex;
+  static std::set<std::string> known;
+  const MutexLock lock(mutex);
+  return known.insert(path).second;
 }
 
 }  // namespace
@@ -69,9 +81,14 @@ Status remove_leftovers(Directory& store) {
 // The newest first: one of version 2 goes before those whose files it needs, so that a kill in between leaves no one
 // incomplete.
 Result<std::vector<std::string>> retire(Directory& store, const Key* key, const Retention& retention,
-                                        double now_unix_seconds, bool dry_run) {
+                                        double now_unix_seconds, bool dry_run, const std::optional<Digest>& owner) {
   TORPOR_ASSIGN(const std::vector<CheckpointInfo> infos, infos_in(store, key, Trust::kAnySeal));
-  const std::vector<uint64_t> gone = retired(infos, retention, now_unix_seconds);
+  for (const CheckpointInfo& info : infos) {
+    if (info.readable || !is_news(info.path)) continue;
+    log().warn("{} cannot be read: retention leaves it there and counts the others ({}); see torpor verify, torpor rm",
+               info.path, info.problem.to_string());
+  }
+  const std::vector<uint64_t> gone = retired(infos, retention, now_unix_seconds, owner);
   std::vector<std::string> names;
   for (auto generation = gone.rbegin(); generation != gone.rend(); ++generation) {
     if (!dry_run) TORPOR_TRY(remove_generation(store, *generation));

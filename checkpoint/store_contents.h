@@ -20,8 +20,9 @@ Result<std::string> hide_generation(Directory& store, uint64_t generation);  // 
 // What a killed writer left.
 Result<std::vector<std::string>> leftovers_in(const Directory& store);
 Status remove_leftovers(Directory& store);
-// Removes what may go; its names. `dry_run`: only says so.
+// Removes what may go; its names. `dry_run`: only says so. `owner`: of these alone; none: of each owner. Each one that
+// cannot be read is named in the log, once in a process.
 Result<std::vector<std::string>> retire(Directory& store, const Key* key, const Retention& retention,
-                                        double now_unix_seconds, bool dry_run);
+                                        double now_unix_seconds, bool dry_run, const std::optional<Digest>& owner);
 
 }  // namespace torpor

@@ -167,6 +167,12 @@ Result<std::unique_ptr<CheckpointManager>> SleepController::manager(const std::s
   return CheckpointManager::open(file_system_, directory, std::move(options));
 }
 
+// Names the owner in it. The fingerprint is whole by now.
+void SleepController::sign(PendingCheckpoint& checkpoint, const Fingerprint& fingerprint) {
+  if (!owner_) owner_ = owner_of(fingerprint);
+  checkpoint.set_owner(*owner_);
+}
+
 Result<Fingerprint> SleepController::fingerprint() {
   return catching([this] { return fingerprint_now(); });
 }

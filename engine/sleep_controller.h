@@ -235,6 +235,7 @@ class SleepController final : private Operation::Owner {
   Status may_begin() const TORPOR_REQUIRES(operation_mutex_);
   Status may_checkpoint(const SleepOptions& options) TORPOR_REQUIRES(operation_mutex_);
   Status can_preserve(std::string_view otherwise);  // kUnsupported, with what to do otherwise, if its state cannot be
+  void sign(PendingCheckpoint& checkpoint, const Fingerprint& fingerprint) TORPOR_REQUIRES(operation_mutex_);
   Result<std::unique_ptr<CheckpointManager>> manager(const std::string& directory) const;
   bool is_in(State state) const noexcept;
   void set_state(State state) noexcept;
@@ -267,6 +268,8 @@ class SleepController final : private Operation::Owner {
   std::unique_ptr<HeldSleep> held_sleep_ TORPOR_GUARDED_BY(operation_mutex_);
   // What this sleep, or this wake on hold, is of; none: no checkpoint.
   std::optional<RestoredFrom> restored_from_ TORPOR_GUARDED_BY(operation_mutex_);
+  // Of this engine's checkpoints: of the one that it went on from, else as its first one has it.
+  std::optional<Digest> owner_ TORPOR_GUARDED_BY(operation_mutex_);
   bool derived_released_ TORPOR_GUARDED_BY(operation_mutex_) = false;
   // Of what the sleep in force saved, by need: what an early wake brings back behind the engine.
   std::vector<int32_t> late_blocks_ TORPOR_GUARDED_BY(operation_mutex_);

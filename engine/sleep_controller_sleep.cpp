@@ -340,6 +340,7 @@ Status SleepController::save(FallingAsleep& sleep) {
     }
     if (has_tag(sleep.save.tags, kWeightsTag)) add_weights(sleep.captured.fingerprint, saved);
     sleep.pending->set_fingerprint(sleep.captured.fingerprint);
+    sign(*sleep.pending, sleep.captured.fingerprint);
   }
   for (const orders::Save::Reply& reply : saved) {
     const auto weights = reply.digests.find(kWeightsTag);

@@ -336,12 +336,13 @@ Status SleepController::restore(const WakeOptions& options, Operation& operation
   EngineCheckpoint state;
   if (!options.from_checkpoint.empty()) {
     TORPOR_ASSIGN(checkpoint, open_checkpoint(file_system_, options.from_checkpoint, options_.checkpoints.key));
+    report.checkpoint = checkpoint->path();
     TORPOR_ASSIGN(state, checkpoint->read_state());
     TORPOR_TRY(state.state.validate());
     TORPOR_ASSIGN(const Fingerprint engine, fingerprint());
-    TORPOR_TRY(compare_fingerprints(state.fingerprint, engine));
-    report.checkpoint = checkpoint->path();
+    TORPOR_TRY(check_fits(file_system_, *checkpoint, engine, options.from_checkpoint, options_.checkpoints.key.get()));
     report.checkpoint_bytes = checkpoint->manifest().total_bytes();
+    report.unread_bytes = checkpoint->manifest().stored_bytes_but_of(kKvCacheTag);
   }
   operation.end("open", report.checkpoint_bytes);
 
@@ -396,7 +397,10 @@ Status SleepController::restore(const WakeOptions& options, Operation& operation
   report.kept_blocks = static_cast<int64_t>(state.state.kv.blocks.size());
   report.outputs = state.outputs;
   operation.end("reconnect");
-  if (checkpoint) restored_from_ = place_of(checkpoint->path());
+  if (checkpoint) {
+    restored_from_ = place_of(checkpoint->path());
+    owner_ = checkpoint->manifest().owner;
+  }
   return ok();
 }
 

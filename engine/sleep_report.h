@@ -122,6 +122,7 @@ struct SleepReport {  // also of a wake
   uint64_t restored_bytes = 0;
   int64_t late_blocks = 0;  // that come behind the engine: continue_wake()
   uint64_t late_bytes = 0;
+  uint64_t unread_bytes = 0;  // of a checkpoint: memory that this engine has itself; only its digest was compared
   int64_t kept_blocks = 0;
   int64_t dropped_blocks = 0;  // cached blocks whose bytes were not kept
   // Tags that came back without content, or of a sleep, that will: the owner must load them. Where requests were kept,

@@ -207,7 +207,7 @@ Result<CopyReport> push(FileSystem& file_system, const Checkpoint& checkpoint, O
                         const CopyOptions& options) {
   return catching([&]() -> Result<CopyReport> {
     const Manifest& manifest = checkpoint.manifest();
-    if (manifest.format_version != kFormatVersion)
+    if (manifest.format_version == kOldestFormatVersion)
       return Error{.code = Code::kIncompatible,
                    .what = fmt::format("{} is of format version {}, whose chunks lie in other checkpoints too",
                                        checkpoint.path(), manifest.format_version),

@@ -82,8 +82,80 @@ TEST(Retention, CountAgeAndSizeNeverTakeTheLastGoodOne) {
   infos[5].manifest.format_version = 2;
   infos[5].manifest.ranks = {{.files = {{.name = "chunks-r0"}, {.name = "g-000003/chunks-r0"}}}};
   EXPECT_EQ(retired(infos, {.keep = 1}, 600), (Gone{1, 2, 4, 5}));
-  infos[4].readable = false;
-  EXPECT_TRUE(retired(infos, {.keep = 1}, 600).empty());
+}
+
+// One that cannot be read is neither counted nor taken; it switches nothing off.
+TEST(Retention, GoesOnBesideACheckpointThatCannotBeRead) {
+  std::vector<CheckpointInfo> infos;
+  for (uint64_t generation = 1; generation <= 6; ++generation) {
+    CheckpointInfo info{.readable = generation != 5 && generation != 2};
+    info.manifest.generation = info.readable ? generation : 0;
+    infos.push_back(info);
+  }
+  using Gone = std::vector<uint64_t>;
+  EXPECT_EQ(retired(infos, {.keep = 3}, 0), (Gone{1}));  // 6, 4, 3 are kept
+  EXPECT_EQ(retired(infos, {.keep = 1}, 0), (Gone{1, 3}));
+  infos[0].manifest.format_version = 2;  // which the fifth may need, if it is of that version
+  EXPECT_EQ(retired(infos, {.keep = 1}, 0), (Gone{3}));
+}
+
+TEST(Retention, CountsTheCheckpointsOfEachOwnerByThemselves) {
+  std::vector<CheckpointInfo> infos;
+  const Digest a = owner_of({{"model", "a"}}), b = owner_of({{"model", "b"}});
+  for (uint64_t generation = 1; generation <= 8; ++generation) {
+    CheckpointInfo info{.readable = true, .bytes = 100};
+    info.manifest.generation = generation;
+    info.manifest.owner = generation % 4 == 1 ? a : b;  // 1 and 5; the others
+    infos.push_back(info);
+  }
+  using Gone = std::vector<uint64_t>;
+  EXPECT_EQ(retired(infos, {.keep = 2}, 0), (Gone{2, 3, 4, 6}));
+  EXPECT_EQ(retired(infos, {.keep = 2}, 0, a), (Gone{}));
+  EXPECT_EQ(retired(infos, {.keep = 2}, 0, b), (Gone{2, 3, 4, 6}));
+  EXPECT_EQ(retired(infos, {.keep = 9, .max_total_bytes = 300}, 0, b), (Gone{2, 3, 4}));
+  infos[4].woken = true;
+  EXPECT_EQ(retired(infos, {.keep = 1}, 0), (Gone{1, 2, 3, 4, 6}));
+  EXPECT_EQ(retired(infos, {.keep = 1}, 0, a), (Gone{1}));
+}
+
+TEST(Owner, IsTheFingerprintsButForHowManyBlocksThereAre) {
+  const Fingerprint engine = {{"dtype", "f32"}, {"kv_num_blocks", "420"}, {"weights_digest_rank0", "1"}};
+  Fingerprint other = engine;
+  other["kv_num_blocks"] = "428";
+  EXPECT_EQ(owner_of(other), owner_of(engine));
+  other["weights_digest_rank0"] = "2";
+  EXPECT_NE(owner_of(other), owner_of(engine));
+  EXPECT_NE(owner_of({{"ab", "c"}}), owner_of({{"a", "bc"}}));
+}
+
+TEST_F(Checkpoints, OfAnotherEngineInTheSameDirectoryStay) {
+  const auto write = [&](const std::string& model) {
+    EngineCheckpoint state = example_checkpoint();
+    state.fingerprint["model"] = model;
+    PendingCheckpoint pending = value_of(manager({.retention = {.keep = 1}})->begin(0));
+    ASSERT_SUCCEEDS(pending.write_state(state));
+    ASSERT_SUCCEEDS(pending.commit());
+    pending.retire_older();
+  };
+  write("a");
+  for (int i = 0; i < 4; ++i) write("b");
+  EXPECT_EQ(names(), (std::vector<std::string>{"g-000001", "g-000004", "g-000005"}));
+  // A directory that two engines use is tidied owner by owner, too.
+  EXPECT_EQ(value_of(manager({.retention = {.keep = 1}})->collect()), std::vector<std::string>{});
+  ASSERT_SUCCEEDS(manager({.retention = {.keep = 1}})->woken_from(5));
+  EXPECT_EQ(names(), (std::vector<std::string>{"g-000001", "g-000005"}));
+}
+
+TEST_F(Checkpoints, ADamagedManifestDoesNotStopTheOthersFromGoing) {
+  const CheckpointManagerOptions options{.retention = {.keep = 1}};
+  for (int i = 0; i < 3; ++i) ASSERT_SUCCEEDS(test::write_checkpoint(*manager(options)));
+  ASSERT_EQ(names(), (std::vector<std::string>{"g-000002", "g-000003"}));
+  bytes("/store/g-000003/MANIFEST")[100] ^= 1;
+  for (int i = 0; i < 4; ++i) ASSERT_SUCCEEDS(test::write_checkpoint(*manager(options)));
+  EXPECT_EQ(names(), (std::vector<std::string>{"g-000003", "g-000006", "g-000007"}));
+  EXPECT_EQ(value_of(manager(options)->collect()), std::vector<std::string>{});
+  ASSERT_SUCCEEDS(manager(options)->remove(3));
+  EXPECT_EQ(names(), (std::vector<std::string>{"g-000006", "g-000007"}));
 }
 
 TEST(Retention, AFileWithSeveralLinksCountsOnce) {

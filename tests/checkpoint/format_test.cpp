@@ -95,12 +95,12 @@ TEST_F(FormatV2, AnotherGenerationOfThatNumberIsNotMistakenForIt) {
 TEST(Format, OtherVersionsAreRefusedByTheirNumber) {
   const test::TemporaryDirectory temporary;
   const std::string copy = test::copy_of_golden("v2", temporary / "store") + "/g-000001";
-  for (const uint32_t version : {0u, 1u, 4u}) {
+  for (const uint32_t version : {0u, 1u, kFormatVersion + 1}) {
     std::fstream file(copy + "/MANIFEST", std::ios::in | std::ios::out | std::ios::binary);
     file.seekp(8);  // behind the magic
     file.write(reinterpret_cast<const char*>(&version), sizeof version);
     file.close();
-    const std::string refused = fmt::format("format version {}, this torpor reads 2 to 3", version);
+    const std::string refused = fmt::format("format version {}, this torpor reads 2 to 4", version);
     for (const auto& key : {std::shared_ptr<const Key>(), key_of(1)}) {
       const auto opened = open_checkpoint(linux_file_system(), copy, key);
       ASSERT_TRUE(test::failed_with(opened, Code::kIncompatible, refused));

@@ -34,8 +34,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   (void)decode_manifest(raw);
   static const Key key(std::array<uint8_t, kKeyBytes>{});
   (void)decode_manifest(raw, &key);
-  const Result<OpenedManifest> decoded = with_right_header(data, size, kFormatVersion);
-  if (decoded) {
+  for (const uint32_t version : {3u, kFormatVersion}) {
+    const Result<OpenedManifest> decoded = with_right_header(data, size, version);
+    if (!decoded) continue;
     const Bytes again = encode_manifest(decoded->manifest);
     const Result<OpenedManifest> twice = decode_manifest(std::as_bytes(std::span(again)));
     if (!twice || encode_manifest(twice->manifest) != again) std::abort();

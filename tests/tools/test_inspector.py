@@ -41,6 +41,7 @@ def test_ls_lists_the_checkpoints_of_a_directory(shown):
     [entry] = as_json("ls", store)["checkpoints"]
     assert entry["name"] == "g-000001" and entry["readable"] and entry["bytes"] == shown["checkpoint_bytes"]
     assert "g-000001" in inspector("ls", store).stdout
+    assert len(entry["owner"]) == 32 and entry["owner"][:8] in inspector("ls", store).stdout
 
 
 def test_info_tells_what_is_in_it(shown):

@@ -18,6 +18,7 @@ Json summary(const Manifest& manifest, uint64_t bytes) {
           {"creator", manifest.creator},
           {"format_version", manifest.format_version},
           {"protection", name(manifest.protection)},
+          {"owner", manifest.owner.hex()},
           {"id", hex(manifest.id)},
           {"bytes", bytes},
           {"linked_bytes", manifest.linked_bytes()},
@@ -75,12 +76,12 @@ Result<Json> ls(const Context& context) {
 std::string show_ls(const Json& json) {
   if (json.contains("url")) return show_ls_of_store(json);
   if (json["checkpoints"].empty()) return fmt::format("no checkpoints in {}\n", cell(json["directory"]));
-  std::vector<Row> rows = {{"NAME", "CREATED", "SIZE", "LINKED", "RANKS", "SEAL", "WOKEN", "CREATOR"}};
+  std::vector<Row> rows = {{"NAME", "CREATED", "SIZE", "LINKED", "RANKS", "SEAL", "WOKEN", "OWNER", "CREATOR"}};
   for (const Json& entry : json["checkpoints"]) {
     if (entry["readable"]) {
       rows.push_back({cell(entry["name"]), cell(entry["created"]), size_text(entry["bytes"]),
                       size_text(entry["linked_bytes"]), cell(entry["ranks"]), cell(entry["protection"]),
-                      entry["woken"] ? "yes" : "no", cell(entry["creator"])});
+                      entry["woken"] ? "yes" : "no", cell(entry["owner"]).substr(0, 8), cell(entry["creator"])});
     } else {
       rows.push_back({cell(entry["name"]), bad(fmt::format("{}:", cell(entry["problem"]["code"]))),
                       cell(entry["problem"]["what"])});
@@ -285,7 +286,7 @@ Verb ls_verb() {
       .help = "the checkpoints of a directory, oldest first, damaged ones with their problem",
       .json =
           "directory, checkpoints: [{name, path, readable, woken, generation, created, creator, format_version, "
-          "protection, id, bytes, linked_bytes, ranks | problem}]",
+          "protection, owner, id, bytes, linked_bytes, ranks | problem}]",
       .declare = [](CLI::App& app,
                     Arguments& a) { app.add_option("directory", a.path, "a directory of checkpoints")->required(); },
       .ask = ls,

@@ -23,7 +23,7 @@ _ONLY_LOOK = ("fingerprint", "plan_sleep", "ledger", "state", "drain", "end_drai
 _SET_OPTIONS = ("keep_checkpoints", "max_age_seconds", "max_total_bytes", "key_file", "encrypt")
 _SUMS = (
     "requests", "saved_bytes", "reused_bytes", "host_bytes", "disk_bytes", "freed_bytes", "restored_bytes",
-    "late_blocks", "late_bytes", "kept_blocks", "dropped_blocks", "checkpoint_bytes",
+    "late_blocks", "late_bytes", "unread_bytes", "kept_blocks", "dropped_blocks", "checkpoint_bytes",
 )  # fmt: skip
 
 
