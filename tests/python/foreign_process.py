@@ -1,4 +1,4 @@
-"""A process of the tests: an engine whose scheduler has vLLM's interface, and nothing of its class. Prints its answers."""
+"""A process of the tests: an engine whose scheduler has vLLM's interface, not its class. Prints its answers."""
 
 import json
 import sys

@@ -54,8 +54,14 @@ def test_preserving_state_switches_vllms_sleep_mode_on_with_torpors_memory(on_cu
     for options in ({}, {"enable_sleep_mode": True}, {"enable_sleep_mode": True, "sleep_mode_backend": "torpor"}):
         config = finished(PRESERVING, **options)
         model = config.model_config
-        assert (model.enable_sleep_mode, model.sleep_mode_backend, model.enable_cumem_allocator) == (True, "torpor", True)
-        assert holds_memory_of(config) and config.scheduler_config.scheduler_cls == "torpor.vllm.scheduler.AsyncScheduler"
+        assert (model.enable_sleep_mode, model.sleep_mode_backend, model.enable_cumem_allocator) == (
+            True,
+            "torpor",
+            True,
+        )
+        assert (
+            holds_memory_of(config) and config.scheduler_config.scheduler_cls == "torpor.vllm.scheduler.AsyncScheduler"
+        )
 
 
 def test_an_engine_that_names_torpor_has_vllms_sleep_mode_over_its_memory(on_cuda):

@@ -1,4 +1,4 @@
-"""Calls of vLLM's workers beside torpor, and what an engine core does to its process. Without an engine, but for one."""
+"""Calls of vLLM's workers beside torpor, and what an engine core does to its process. One test has an engine."""
 
 from types import SimpleNamespace
 

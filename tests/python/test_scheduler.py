@@ -1,4 +1,4 @@
-"""torpor's part of a scheduler: in front of the class that vLLM would take, for torpor's engines; others are left alone."""
+"""torpor's part of a scheduler: in front of the class that vLLM would take, in torpor's engines and no others."""
 
 import copy
 import json

@@ -7,7 +7,7 @@ import time
 import httpx
 import pytest
 from conftest import IN_PROOF
-from servers import ALICE, BOB, Client, Reading, begin, make_server, played, reloaded, sampling, until, until_sleeping
+from servers import ALICE, BOB, Reading, begin, make_server, played, reloaded, sampling, until, until_sleeping
 from serving import ADMIN_KEY
 from trace_collector import Collector, attributes
 
@@ -24,7 +24,11 @@ def traces():
 def server(tiny_model, tmp_path_factory, traces):
     options = ["--torpor-queue-limit", "4", "--torpor-keep-answers", "600", "--max-num-seqs", "16"]
     options += ["--otlp-traces-endpoint", traces.endpoint]
-    how = {"VLLM_SERVER_DEV_MODE": "1", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "50"}
+    how = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        "OTEL_BSP_SCHEDULE_DELAY": "50",
+    }
     server = make_server(tiny_model, tmp_path_factory.mktemp("server") / "torpor", *options, environment=how)
     server.start()
     server.wait_until_ready()

@@ -40,7 +40,9 @@ def _choose_sleep_backend(vllm_config, options: Options) -> None:
             )
         model.enable_sleep_mode = True
         model.enable_cumem_allocator = True  # as vLLM does with its sleep mode: the name says less than it means
-    elif not (model.enable_sleep_mode and model.sleep_mode_backend == _DEFAULT_BACKEND and asks_for_torpor(vllm_config)):
+    elif not (
+        model.enable_sleep_mode and model.sleep_mode_backend == _DEFAULT_BACKEND and asks_for_torpor(vllm_config)
+    ):
         return
     model.sleep_mode_backend = _BACKEND
 

@@ -33,7 +33,7 @@ _left: set[asyncio.Future] = set()  # halves of engines that do not answer
 def swap(
     a, b, *, timeout: float | None = None, partner_timeout: float = PARTNER_SECONDS, progress: Watcher | None = None
 ):
-    """`a`, which serves, falls asleep to host memory with all its requests, and `b`, which is asleep and kept all, wakes
+    """`a`, which serves, falls asleep to host memory with all its requests, and `b`, which sleeps and kept all, wakes
     at the same time, on the memory that `a` gives page by page. `b` runs only when `a` is asleep.
 
     a, b: two LLM or LLMEngine; or two AsyncLLM, then the call is to be awaited. Rank by rank on the same devices.

@@ -1,8 +1,8 @@
 """A freeze is no pause: what vLLM's pauses mean while torpor has the scheduler stand still.
 
-vLLM takes an engine without a step to do for idle: it then completes pauses and clears caches. An engine that torpor has
-frozen for a checkpoint, or put to sleep, has no step to do either, and its requests have not ended. So the pause state
-stays vLLM's alone, a freeze is `Scheduler.torpor_frozen`, and here is what vLLM's engine core asks meanwhile.
+vLLM takes an engine without a step to do for idle: it then completes pauses and clears caches. An engine that torpor
+has frozen for a checkpoint, or put to sleep, has no step to do either, and its requests have not ended. So the pause
+state stays vLLM's alone, a freeze is `Scheduler.torpor_frozen`, and here is what vLLM's engine core asks meanwhile.
 Called in the engine core's thread, between steps.
 """
 

@@ -15,7 +15,7 @@ from torpor.errors import Unsupported
 from torpor.vllm import configuration, frontend, restored
 from torpor.vllm import front_end_methods as methods
 from torpor.vllm.compat import lookup
-from torpor.vllm.options import Options, has_torpor_backend, holds_memory_of
+from torpor.vllm.options import has_torpor_backend, holds_memory_of
 from torpor.vllm.patching import Patches
 
 
@@ -190,8 +190,8 @@ def _routed(ours, theirs):
             what = f"{ours.__name__}({', '.join(f'{name}=…' for name in asked)})"
             raise Unsupported(
                 f"{what}: torpor does not hold this engine's memory",
-                "it needs vLLM on the CPU with the option enabled, or on a GPU with gpu_preserve_state, and a scheduler "
-                "that derives from vLLM's",
+                "it needs vLLM on the CPU with the option enabled, or on a GPU with gpu_preserve_state, and a "
+                "scheduler that derives from vLLM's",
             )
         return {name: value for name, value in given.items() if name not in own}
 

@@ -1,8 +1,8 @@
 """LLM.generate() and its relatives beside requests that a wake in a new process has restored.
 
-vLLM returns whatever ends while it runs the engine, in the order of ids that LLM made itself. Restored requests have ids
-of another process, equal to new ones or no numbers at all. So while LLM runs the engine for its own requests, outputs of
-restored ones are put aside; `LLMEngine.step()` and `LLM.wait_for_completion()` give them.
+vLLM returns whatever ends while it runs the engine, in the order of ids that LLM made itself. Restored requests have
+ids of another process, equal to new ones or no numbers at all. So while LLM runs the engine for its own requests,
+outputs of restored ones are put aside; `LLMEngine.step()` and `LLM.wait_for_completion()` give them.
 """
 
 from __future__ import annotations

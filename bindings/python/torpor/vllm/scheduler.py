@@ -1,4 +1,4 @@
-"""torpor's part of a scheduler: a mixin in front of the class that vLLM would take, for engines whose memory torpor holds.
+"""torpor's part of a scheduler: a mixin in front of the class that vLLM would take, where torpor holds the memory.
 
 choose() names the class in `scheduler_config.scheduler_cls`, as `torpor.vllm.scheduler.NAME`. The module's
 `__getattr__` makes it from NAME in whatever process asks, since a class that is made at run time cannot be pickled.

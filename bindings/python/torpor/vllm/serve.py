@@ -109,16 +109,12 @@ def take_options(arguments: list[str]) -> list[str]:
     return rest
 
 
-def _add(
-    parser: argparse.ArgumentParser, name: str, default, text: str, choices: tuple[str, ...]
-) -> argparse.Action:
+def _add(parser: argparse.ArgumentParser, name: str, default, text: str, choices: tuple[str, ...]) -> argparse.Action:
     flag = f"--torpor-{name.replace('_', '-')}"
     shown = "" if default in (None, "", MISSING) else f" (default: {default})"
     if default is False:
         return parser.add_argument(flag, action="store_const", const="1", help=text + shown)
-    return parser.add_argument(
-        flag, choices=choices or None, metavar=None if choices else "VALUE", help=text + shown
-    )
+    return parser.add_argument(flag, choices=choices or None, metavar=None if choices else "VALUE", help=text + shown)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,9 @@ class Automatic:
                     return
                 if str(problem) != said:
                     said = str(problem)
-                    self._said("waking for a request", "a request could not wake the engine, it is tried again", problem)
+                    self._said(
+                        "waking for a request", "a request could not wake the engine, it is tried again", problem
+                    )
                 no_room = isinstance(problem, NotEnoughRoom)
                 await asyncio.sleep(_RETRY_SECONDS if no_room else _RETRY_AFTER_ERROR_SECONDS)
 
