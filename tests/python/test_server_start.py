@@ -25,7 +25,8 @@ def outcome(monkeypatch, directory, wakes_with, in_checkpoint=(), ended=(), runn
 
         def read_checkpoint(path, key_file):
             assert path == str(directory)
-            return {"scheduler": {"requests": [{"id": each} for each in in_checkpoint]}}
+            values = {"scheduler": {"requests": [{"id": each} for each in in_checkpoint]}}
+            return SimpleNamespace(to_dict=lambda: values)  # as EngineCheckpoint has it
 
         monkeypatch.setattr(start, "_core", SimpleNamespace(read_checkpoint=read_checkpoint))
         engine = Engine(directory, wakes_with=wakes_with)

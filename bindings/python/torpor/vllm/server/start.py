@@ -68,7 +68,7 @@ def _is_idle(server, where: str) -> bool:
     if where == server.settings.remote:
         return True
     try:
-        state = _core.read_checkpoint(where, server.options.key_file)
+        state = _core.read_checkpoint(where, server.options.key_file).to_dict()
     except Error:
         return False
     return all(answers.get(request["id"]) is not None for request in state["scheduler"]["requests"])
