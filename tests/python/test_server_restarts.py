@@ -5,6 +5,7 @@ import random
 import shutil
 import tempfile
 import time
+from pathlib import Path
 
 import pytest
 from conftest import IN_PROOF
@@ -276,6 +277,51 @@ def test_a_pause_that_waits_is_over_when_the_answers_are_beside_checkpoints(serv
         await asked
         await client.post("/resume")
         await whole_and_once(client, [reading])
+
+    run(server, scene)
+
+
+def test_a_server_starts_with_another_option_where_nothing_runs_or_its_operator_wants_it(server, folder):
+    """As an upgrade of vLLM does: the checkpoint fits the engine no more."""
+
+    def newest() -> list:
+        return sorted(path.name for path in (folder / "torpor").iterdir() if path.name.startswith("g-"))[-1:]
+
+    async def started_as(rows: int, *options: str) -> None:
+        assert await asyncio.to_thread(server.terminate) == 0
+        left = newest()
+        server.start(["--max-num-seqs", str(rows), "--torpor-checkpoint-every", "0", *options])
+        await asyncio.to_thread(server.wait_until_ready)
+        assert newest() == left
+
+    async def begun(client, reading: Reading) -> asyncio.Task:
+        task = asyncio.create_task(client.chat(reading, prompt(1), **sampling(1, 800)))
+        while not reading.text:
+            await asyncio.sleep(0.01)
+        return task
+
+    async def scene(client):
+        await started_as(16)
+        left = (await client.admin.get("/torpor/state")).json()["left_checkpoint"]
+        assert "max_num_seqs: checkpoint has" in left["why"] and left["path"] == str(folder / "torpor")
+        expected = await client.chat(Reading("o-expected"), prompt(1), **sampling(1, 800))
+
+        reading = Reading("o-0")
+        task = await begun(client, reading)
+        await started_as(12, "--torpor-on-wake-error", "recompute")
+        await task
+        assert reading.text == expected.text and reading.taken_up_at
+        await whole_and_once(client, [reading])
+
+        task = await begun(client, Reading("o-1"))
+        await started_as(8, "--torpor-on-wake-error", "discard")
+        task.cancel()
+        [choice] = (await client.whole("o-1"))["choices"]
+        assert choice["state"] == "failed" and "max_num_seqs" in choice["stop_reason"]
+        assert choice["text"] and expected.text.startswith(choice["text"])
+        aside = (await client.admin.get("/torpor/state")).json()["answers"]["set_aside"]
+        assert aside.startswith(str(folder / "torpor/answers/set-aside-")) and Path(aside).stat().st_size > 0
+        await client.chat(Reading("o-2"), prompt(1), **sampling(1, 8))
 
     run(server, scene)
 
