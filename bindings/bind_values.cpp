@@ -371,7 +371,9 @@ py::dict to_python(const EngineCheckpoint& checkpoint) {
   py::dict out;
   out["fingerprint"] = checkpoint.fingerprint;
   out["scheduler"] = write_fields(checkpoint.state.scheduler);
-  out["kv"] = write_fields(checkpoint.state.kv);
+  py::dict kv = write_fields(checkpoint.state.kv);
+  if (!checkpoint.state.kv.block_numbers.empty()) kv["block_numbers"] = write(checkpoint.state.kv.block_numbers);
+  out["kv"] = std::move(kv);
   out["workers"] = to_python(checkpoint.state.workers);
   out["outputs"] = to_python(checkpoint.outputs);
   return out;

@@ -15,6 +15,9 @@
 
 namespace torpor {
 
+// The field of how many KV blocks an engine has. It need not be equal: scheduler_state/block_numbers.h.
+inline constexpr std::string_view kNumBlocksField = "kv_num_blocks";
+
 // kIncompatible names every field that differs, with both values.
 Status compare_fingerprints(const Fingerprint& checkpoint, const Fingerprint& engine);
 

@@ -39,6 +39,14 @@ BlockBytes block_bytes(const Described& described) {
   return bytes;
 }
 
+int32_t num_blocks(const Described& described) {
+  uint32_t fewest = 0;
+  for (const orders::Describe::Reply& reply : described) {
+    if (reply.num_blocks != 0 && (fewest == 0 || reply.num_blocks < fewest)) fewest = reply.num_blocks;
+  }
+  return static_cast<int32_t>(std::min<uint32_t>(fewest, INT32_MAX));
+}
+
 std::vector<std::string> requests_by_need(const SchedulerCheckpoint& state) {
   std::vector<std::string> requests;
   if (!state.workers.empty()) requests = state.workers.front().rows;

@@ -89,5 +89,7 @@ struct BlockBytes {
   uint64_t most = 0;  // on the rank that needs most for it
 };
 BlockBytes block_bytes(const Described& described);
+// KV blocks that all ranks have; 0: there is no KV.
+int32_t num_blocks(const Described& described);
 
 }  // namespace torpor

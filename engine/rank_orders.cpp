@@ -117,7 +117,7 @@ void serialize(Archive& archive, orders::DigestTags& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, orders::LoadBlocks& v) {
-  archive(v.directory, v.generation, v.id, v.progress, v.late);
+  archive(v.directory, v.generation, v.id, v.progress, v.numbers, v.late);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::TellContents& v) {
@@ -168,7 +168,7 @@ void serialize(Archive& archive, orders::LeaveSign::Reply& v) {
 
 template <class Archive>
 void serialize(Archive& archive, orders::Describe::Reply& v) {
-  archive(v.ledger, v.bytes_per_block, v.writes, v.without_content, v.proven);
+  archive(v.ledger, v.bytes_per_block, v.num_blocks, v.writes, v.without_content, v.proven);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Save::Reply& v) {

@@ -53,6 +53,7 @@ struct Describe {
   struct Reply {
     RankLedger ledger;
     uint64_t bytes_per_block = 0;
+    uint32_t num_blocks = 0;                      // KV blocks that there are
     std::map<std::string, uint64_t> writes;       // tag -> how often it was seen to have other content
     std::vector<std::string> without_content;     // tags that came back empty and were not written since
     std::map<std::string, std::string> proven{};  // tag -> digest of its content, where that is known without reading
@@ -194,8 +195,10 @@ struct LoadBlocks {
   // The checkpoint that the controller has opened there: a rank that finds another one refuses.
   uint64_t generation = 0;
   SealId id{};
-  std::string progress{};       // as in Save
-  std::vector<int32_t> late{};  // as in Restore
+  std::string progress{};  // as in Save
+  // Of each number that a block has in the checkpoint, the one that it gets, or -1: it stays there. Empty: the same.
+  std::vector<int32_t> numbers{};
+  std::vector<int32_t> late{};  // as in Restore; by the numbers that they get
 };
 
 // What has become of late blocks. May be repeated.

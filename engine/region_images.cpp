@@ -108,6 +108,7 @@ void RegionImages::describe(orders::Describe::Reply& reply) {
   }
   contents_.describe(reply);
   reply.bytes_per_block = kv_layout_.bytes_per_block();
+  reply.num_blocks = kv_layout_.num_blocks;
 }
 
 void RegionImages::forget_clean(std::string_view tag) {
@@ -291,14 +292,23 @@ Result<orders::LoadBlocks::Reply> RegionImages::load_blocks(const orders::LoadBl
   TORPOR_ASSIGN(const Checkpoint checkpoint, open_same(order.directory, order.generation, order.id));
   TORPOR_ASSIGN(const RankSummary* const own, own_summary(checkpoint));
   TORPOR_ASSIGN(const RankRefs refs, checkpoint.refs(*own));
-  std::vector<SavedChunk> blocks;
-  std::copy_if(refs.records.begin(), refs.records.end(), std::back_inserter(blocks), [this](const SavedChunk& chunk) {
-    return chunk.key.kind == ChunkKind::kKvBlock && chunk.key.tag == kv_tag_;
-  });
+  std::vector<SavedChunk> blocks;  // by their numbers here
+  std::vector<uint64_t> there;     // of each, its number in the checkpoint
+  for (const SavedChunk& chunk : refs.records) {
+    const uint64_t number = chunk.key.index;
+    if (chunk.key.kind != ChunkKind::kKvBlock || chunk.key.tag != kv_tag_) continue;
+    SavedChunk block = chunk;
+    if (!order.numbers.empty()) {
+      if (number >= order.numbers.size() || order.numbers[number] < 0) continue;  // nobody has it here
+      block.key.index = static_cast<uint64_t>(order.numbers[number]);
+    }
+    blocks.push_back(std::move(block));
+    there.push_back(number);
+  }
   TORPOR_ASSIGN(std::unique_ptr<DiskTier> tier, checkpoint.open_rank(*own, nullptr, FileIo::kCached));
   orders::LoadBlocks::Reply reply{.bytes = bytes_of(blocks)};
   TORPOR_TRY(load_all_but_late(blocks, order.late, std::move(tier), reply));
-  stored_.note_loaded(order.id, blocks);
+  stored_.note_loaded(order.id, blocks, there);
   return reply;
 }
 

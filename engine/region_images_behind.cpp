@@ -60,9 +60,7 @@ Result<RegionImages::Storing> RegionImages::look_behind(const orders::Save& save
     return known != nullptr;
   });
   TORPOR_TRY(carry(storing, in_base, save));
-  for (const size_t place : storing.linked) {
-    TORPOR_ASSIGN(storing.records[place], writer.take_over(storing.plans[place].key));
-  }
+  TORPOR_TRY(storing.take_over_linked(writer));
   std::vector<size_t> sparse = writer.sparse(storing.records);
   if (std::any_of(sparse.begin(), sparse.end(), [own](size_t place) { return place >= own; })) {
     storing.shrink(own);  // what is only carried is never read for it

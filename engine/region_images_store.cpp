@@ -18,9 +18,7 @@ Result<orders::Save::Reply> RegionImages::save_to_disk(const orders::Save& order
   TORPOR_TRY(look_up(storing, in_base, order, contents));
   const size_t own = storing.plans.size();
   TORPOR_TRY(carry(storing, in_base, order));
-  for (const size_t place : storing.linked) {
-    TORPOR_ASSIGN(storing.records[place], writer->take_over(storing.plans[place].key));
-  }
+  TORPOR_TRY(storing.take_over_linked(*writer));
   TORPOR_TRY(write(storing, storing.missing, *writer));
   std::vector<size_t> sparse = writer->sparse(storing.records);
   if (std::any_of(sparse.begin(), sparse.end(), [own](size_t place) { return place >= own; })) {
@@ -96,11 +94,14 @@ Status RegionImages::look_up_blocks(Storing& storing, const BaseRecord& in_base,
   storing.add(std::move(plans));
   storing.block_bytes = kv_layout_.bytes_per_block();
   for (size_t i = 0; i < order.blocks.size(); ++i) {
-    const SavedChunk* const known = stored_.has(order.writing.base_id, order.blocks[i], contents[i])
-                                        ? in_base(storing.plans[first + i].key)
-                                        : nullptr;
+    const size_t place = first + i;
+    const std::optional<uint64_t> number = stored_.find(order.writing.base_id, order.blocks[i], contents[i]);
+    ChunkKey key = storing.plans[place].key;
+    key.index = number.value_or(key.index);
+    const SavedChunk* const known = number ? in_base(key) : nullptr;
     const bool there = known != nullptr && known->bytes == storing.block_bytes;
-    (there ? storing.linked : storing.missing).push_back(first + i);
+    (there ? storing.linked : storing.missing).push_back(place);
+    if (there && key != storing.plans[place].key) storing.other_numbers.emplace(place, key.index);
   }
   return ok();
 }

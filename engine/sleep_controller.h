@@ -192,6 +192,7 @@ class SleepController final : private Operation::Owner {
       TORPOR_REQUIRES(operation_mutex_);
   void finished(const std::vector<std::string>& tags) noexcept TORPOR_REQUIRES(operation_mutex_);
   void tell_contents(const Checkpoint& checkpoint) noexcept;
+  Status catch_up(const WakeOptions& options, const Checkpoint& checkpoint, SchedulerCheckpoint& state);
   Status undo_restore(const std::vector<std::string>& tags);
   Status drop_old_kv(bool aborts, int64_t requests, Operation& operation);
   // sleep_controller_weights.cpp.

@@ -8,6 +8,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "checkpoint/store_names.h"
+#include "engine/fit_blocks.h"
 #include "engine/sleep_in_progress.h"
 
 namespace torpor {
@@ -323,6 +324,13 @@ Result<SleepReport> SleepController::wake_from_checkpoint(const WakeOptions& opt
   return report;
 }
 
+Status SleepController::catch_up(const WakeOptions& options, const Checkpoint& checkpoint, SchedulerCheckpoint& state) {
+  TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, file_system_.open_directory(checkpoint.path(), false));
+  const Result<std::unique_ptr<File>> mark = directory->open_file(kWokenFile);
+  if (!mark && mark.error().code != Code::kNotFound) return mark.error();
+  return options.catch_up(state, mark.has_value());
+}
+
 Status SleepController::restore(const WakeOptions& options, Operation& operation, SleepReport& report) {
   // What such an engine was given could not be preserved, nor can it go on with what another one was given.
   TORPOR_ASSIGN(const std::vector<std::string> unsupported, hooks_.unsupported());
@@ -339,10 +347,17 @@ Status SleepController::restore(const WakeOptions& options, Operation& operation
     report.checkpoint = checkpoint->path();
     TORPOR_ASSIGN(state, checkpoint->read_state());
     TORPOR_TRY(state.state.validate());
-    TORPOR_ASSIGN(const Fingerprint engine, fingerprint());
+    TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
+    TORPOR_ASSIGN(const Fingerprint engine, fingerprint_of(described, WeightsDigest::kReadOrProven));
     TORPOR_TRY(check_fits(file_system_, *checkpoint, engine, options.from_checkpoint, options_.checkpoints.key.get()));
     report.checkpoint_bytes = checkpoint->manifest().total_bytes();
     report.unread_bytes = checkpoint->manifest().stored_bytes_but_of(kKvCacheTag);
+    // First: blocks of requests that have ended since need no room.
+    if (options.catch_up) TORPOR_TRY(catch_up(options, *checkpoint, state.state));
+    TORPOR_ASSIGN(FittedBlocks fitted, fit_blocks(state.state.kv, described));
+    if (fitted.dropped > 0) log().warn("wake: {}", fitted.note);
+    report.dropped_blocks = fitted.dropped;
+    report.note = std::move(fitted.note);
   }
   operation.end("open", report.checkpoint_bytes);
 
@@ -365,6 +380,7 @@ Status SleepController::restore(const WakeOptions& options, Operation& operation
                                                  .generation = checkpoint->manifest().generation,
                                                  .id = checkpoint->manifest().id,
                                                  .progress = options.progress,
+                                                 .numbers = state.state.kv.block_numbers,
                                                  .late = late}));
     for (const orders::LoadBlocks::Reply& reply : loaded) report.late_bytes += reply.late_bytes;
     ranks = loaded.size();
@@ -373,21 +389,12 @@ Status SleepController::restore(const WakeOptions& options, Operation& operation
     remember(loaded);
   } else {
     TORPOR_ASSIGN(state.state, hooks_.capture());
+    if (options.catch_up) TORPOR_TRY(options.catch_up(state.state, /*woken_before=*/false));
   }
   operation.end("restore", report.restored_bytes);
 
   TORPOR_TRY(operation.go_on());
   operation.begin("reconnect");
-  if (options.catch_up) {
-    bool woken_before = false;
-    if (checkpoint) {
-      TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, file_system_.open_directory(checkpoint->path(), false));
-      const Result<std::unique_ptr<File>> mark = directory->open_file(kWokenFile);
-      if (!mark && mark.error().code != Code::kNotFound) return mark.error();
-      woken_before = mark.has_value();
-    }
-    TORPOR_TRY(options.catch_up(state.state, woken_before));
-  }
   operation.undo_with([this] { return hooks_.forget_restored(); });
   TORPOR_ASSIGN(report.failed_requests, hooks_.restore(state));
   if (checkpoint && options_.checkpoints.incremental) tell_contents(*checkpoint);

@@ -124,7 +124,7 @@ struct SleepReport {  // also of a wake
   uint64_t late_bytes = 0;
   uint64_t unread_bytes = 0;  // of a checkpoint: memory that this engine has itself; only its digest was compared
   int64_t kept_blocks = 0;
-  int64_t dropped_blocks = 0;  // cached blocks whose bytes were not kept
+  int64_t dropped_blocks = 0;  // cached blocks whose bytes were not kept, or that had no room here
   // Tags that came back without content, or of a sleep, that will: the owner must load them. Where requests were kept,
   // nothing runs before that.
   std::vector<std::string> reload;

@@ -10,30 +10,33 @@ int32_t number_of(const SavedChunk& chunk) { return static_cast<int32_t>(chunk.k
 
 }  // namespace
 
-bool StoredBlocks::has(const SealId& checkpoint, int32_t block, const BlockContent& content) const {
+std::optional<uint64_t> StoredBlocks::find(const SealId& checkpoint, int32_t block, const BlockContent& content) const {
   for (const Noted* const noted : {&newest_, &base_}) {
     if (noted->checkpoint != checkpoint) continue;
     const auto found = noted->contents.find(block);
-    return found != noted->contents.end() && content.same_as(found->second);
+    if (found == noted->contents.end() || !content.same_as(found->second.content)) return std::nullopt;
+    return found->second.there;
   }
-  return false;
+  return std::nullopt;
 }
 
 void StoredBlocks::note(const SealId& checkpoint, const SealId& base, std::span<const int32_t> blocks,
                         std::span<const BlockContent> contents) {
   Noted noted{.checkpoint = checkpoint, .contents = {}};
   noted.contents.reserve(blocks.size());
-  for (size_t i = 0; i < blocks.size(); ++i) noted.contents[blocks[i]] = contents[i];
+  for (size_t i = 0; i < blocks.size(); ++i)
+    noted.contents[blocks[i]] = {contents[i], static_cast<uint64_t>(blocks[i])};
   if (newest_.checkpoint == base) base_ = std::move(newest_);
   newest_ = std::move(noted);
   if (base_.checkpoint != base) base_ = {};
 }
 
-void StoredBlocks::note_loaded(const SealId& checkpoint, std::span<const SavedChunk> blocks) {
+void StoredBlocks::note_loaded(const SealId& checkpoint, std::span<const SavedChunk> blocks,
+                               std::span<const uint64_t> there) {
   clear();
   Noted noted{.checkpoint = checkpoint, .contents = {}};
   noted.contents.reserve(blocks.size());
-  for (const SavedChunk& block : blocks) noted.contents[number_of(block)] = {};
+  for (size_t i = 0; i < blocks.size(); ++i) noted.contents[number_of(blocks[i])] = {.content = {}, .there = there[i]};
   newest_ = std::move(noted);
 }
 
@@ -42,7 +45,7 @@ void StoredBlocks::tell_contents(const SealId& checkpoint, std::span<const int32
   if (newest_.checkpoint != checkpoint) return;
   for (size_t i = 0; i < blocks.size(); ++i) {
     if (const auto found = newest_.contents.find(blocks[i]); found != newest_.contents.end())
-      found->second = contents[i];
+      found->second.content = contents[i];
   }
 }
 

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <unordered_map>
 
@@ -17,12 +18,15 @@ namespace torpor {
 
 class StoredBlocks {
  public:
-  bool has(const SealId& checkpoint, int32_t block, const BlockContent& content) const;
+  // The number under which the checkpoint has this content of the block: another one than the block's after a wake
+  // with other block numbers. None: it has it not.
+  std::optional<uint64_t> find(const SealId& checkpoint, int32_t block, const BlockContent& content) const;
   // The checkpoint, built on `base`, has these. Of others than these two nothing is known any more.
   void note(const SealId& checkpoint, const SealId& base, std::span<const int32_t> blocks,
             std::span<const BlockContent> contents);
-  // The device has the blocks that this checkpoint has, and no others; their contents are told later.
-  void note_loaded(const SealId& checkpoint, std::span<const SavedChunk> blocks);
+  // The device has these blocks, which this checkpoint has under the numbers `there`, and no others; their contents are
+  // told later.
+  void note_loaded(const SealId& checkpoint, std::span<const SavedChunk> blocks, std::span<const uint64_t> there);
   // Of those blocks that note_loaded() named.
   void tell_contents(const SealId& checkpoint, std::span<const int32_t> blocks, std::span<const BlockContent> contents);
   // The device has lost the contents of all blocks but these.
@@ -33,9 +37,13 @@ class StoredBlocks {
   }
 
  private:
+  struct Stored {
+    BlockContent content{};
+    uint64_t there = 0;  // the block's number in the checkpoint
+  };
   struct Noted {
     SealId checkpoint{};
-    std::unordered_map<int32_t, BlockContent> contents;
+    std::unordered_map<int32_t, Stored> contents;
   };
   Noted newest_;
   Noted base_;

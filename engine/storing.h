@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <iterator>
+#include <unordered_map>
 #include <vector>
 
+#include "checkpoint/rank_writer.h"
 #include "engine/region_images.h"
 
 namespace torpor {
@@ -17,6 +19,8 @@ struct RegionImages::Storing {
   std::vector<SavedChunk> records;  // of these
   std::vector<size_t> linked;       // places of those that the base has
   std::vector<size_t> missing;      // and of those that it has not
+  // Of `linked`: KV blocks that the base has under another number.
+  std::unordered_map<size_t, uint64_t> other_numbers;
 
   void add(std::vector<ChunkPlan> more) {
     std::move(more.begin(), more.end(), std::back_inserter(plans));
@@ -25,6 +29,15 @@ struct RegionImages::Storing {
   uint64_t bytes_at(size_t place) const {
     const ChunkPlan& plan = plans[place];
     return plan.key.kind == ChunkKind::kKvBlock ? block_bytes : plan.bytes();
+  }
+  Status take_over_linked(RankWriter& writer) {
+    for (const size_t place : linked) {
+      ChunkKey there = plans[place].key;
+      if (const auto other = other_numbers.find(place); other != other_numbers.end()) there.index = other->second;
+      TORPOR_ASSIGN(records[place], writer.take_over(there));
+      records[place].key = plans[place].key;
+    }
+    return ok();
   }
   void shrink(size_t size) {
     plans.erase(plans.begin() + static_cast<std::ptrdiff_t>(size), plans.end());

@@ -76,8 +76,9 @@ Status ReferenceEngine::resume() {
 Result<Fingerprint> ReferenceEngine::fingerprint() {
   const ByteModelShape& shape = options_.model;
   return Fingerprint{{"engine", "reference"},
-                     {"kv", fmt::format("{} blocks of {} tokens, {} layers of {} bytes a token", options_.num_blocks,
-                                        shape.block_tokens, shape.layers, shape.token_bytes)},
+                     {"kv", fmt::format("blocks of {} tokens, {} layers of {} bytes a token", shape.block_tokens,
+                                        shape.layers, shape.token_bytes)},
+                     {std::string(kNumBlocksField), std::to_string(options_.num_blocks)},
                      {"vocabulary", std::to_string(shape.vocabulary)},
                      {"scheduler", fmt::format("{} tokens, {} requests, {}", options_.token_budget,
                                                options_.max_running, options_.by_priority ? "priority" : "fcfs")}};
@@ -267,6 +268,10 @@ Result<std::vector<FailedRequest>> ReferenceEngine::restore(const EngineCheckpoi
   if (const auto* identities = std::get_if<List>(&state.kv.engine.data)) {
     for (const Value& value : *identities) {
       TORPOR_ASSIGN(BlockPoolSnapshot::Block block, to_block(value));
+      if (const std::vector<int32_t>& now = state.kv.block_numbers; !now.empty()) {
+        if (block.id < 0 || static_cast<size_t>(block.id) >= now.size()) return damaged("a block has no number");
+        block.id = now[static_cast<size_t>(block.id)];
+      }
       if (hashed.erase(block.id) > 0) pool.registered.push_back(std::move(block));
     }
   }

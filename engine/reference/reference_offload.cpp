@@ -79,7 +79,9 @@ Result<KeySpace> ReferenceEngine::key_space() {
   KeySpace space{.weights = digest_of(std::as_bytes(std::span(&options_.weights_seed, 1))),
                  .hashing = "BlockIdentity, XXH3-128 and SHA-256",
                  .ranks = static_cast<int32_t>(ranks_.size())};
-  for (const auto& [name, value] : fields) space.layout += fmt::format("{}: {}\n", name, value);
+  for (const auto& [name, value] : fields) {
+    if (name != kNumBlocksField) space.layout += fmt::format("{}: {}\n", name, value);
+  }
   return space;
 }
 

@@ -51,10 +51,10 @@ GROUPS = {
 }
 
 
-def configuration(groups: list[KVCacheGroupSpec], layout: KVCacheLayout):
+def configuration(groups: list[KVCacheGroupSpec], layout: KVCacheLayout, blocks: int = BLOCKS):
     cache = SimpleNamespace(
         get_resolved_kv_cache_layout=lambda: layout,
-        num_gpu_blocks_override=BLOCKS,
+        num_gpu_blocks_override=blocks,
         prefix_cache_retention_interval=None,
     )
     engine = SimpleNamespace(cache_config=cache, attention_config=SimpleNamespace(hisparse_config=None))
@@ -97,3 +97,16 @@ def test_the_described_bytes_of_a_block_are_those_that_vllm_writes_for_it(layers
     rank = _core.RankMemory({"rank": 0})
     address = rank.allocate("kv_cache", "kv", len(memory))
     rank.set_kv_layout("kv_cache", kv_layout.to_value(config, address))
+
+
+def test_the_description_tells_all_but_the_number_of_blocks():
+    described = {}
+    for layers, groups in GROUPS.items():
+        for layout in KVCacheLayout:
+            try:
+                configurations = [configuration(groups, layout, blocks) for blocks in (BLOCKS, 8, 300)]
+            except (AssertionError, ValueError):
+                continue  # vLLM itself has no such cache
+            [described[layers, layout.name]] = {kv_layout.description(config) for config in configurations}
+    assert described["layers alike", "LBNHC"] != described["layers alike", "BLNHC"]
+    assert described["layers alike", "LBNHC"] != described["layers of two sizes", "LBNHC"]

@@ -171,3 +171,24 @@ def test_the_inspector_finds_a_checkpoint_of_so_many_requests_whole(one, count):
     assert len(requests) == count and sum(r["queue"] == "running" for r in requests) == min(count, 16)
     one.llm.wake_up()
     run(one.engine)
+
+
+@pytest.mark.slow
+def test_a_new_engine_may_have_more_or_fewer_blocks(zygote, tiny_model, tmp_path):
+    """Each is sized as vLLM sizes it, by the share of memory or by number."""
+    process = [HERE / "kv_sizes_process.py", tiny_model, tmp_path / "store"]
+    result = result_of(zygote.run(process, timeout=300))
+    held = len(result["held"])
+    more, fewer = result["more"], result["fewer"]
+    assert fewer["blocks"] < result["saved"] < more["blocks"]
+    for woken in (more, fewer):
+        assert woken["same"] and woken["recomputed"] == 0 and woken["preempted"] == []
+        assert woken["whole"]
+    assert fewer["written"] == 0  # the checkpoint that it wakes from is the newest: its blocks are linked
+    assert more["dropped"] == 0 and more["note"] == "" and more["largest"] == max(result["held"])
+    assert fewer["dropped"] == result["cached"] - result["cached"] // 2 > 0
+    assert max(result["held"]) >= fewer["blocks"] > fewer["largest"]
+    assert "had no room" in fewer["note"]
+    what, how = result["too few"]
+    assert f"hold {held} KV blocks, and this engine has {held}" in what
+    assert f"with {held + 1} KV blocks or more" in how and f"--num-gpu-blocks-override {held + 1}" in how

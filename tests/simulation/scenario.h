@@ -30,6 +30,10 @@ using reference::ReferenceOutput;
 using reference::ReferenceRequest;
 using reference::Sampling;
 
+// That the KV of an engine has room for: each request fits. More where its steps are exactly the twin's.
+constexpr int64_t kFewestBlockedTokens = 64;
+constexpr int64_t kMostBlockedTokens = 90;
+
 struct Failed {  // ends a simulation
   std::string what;
 };
@@ -90,8 +94,9 @@ inline Scenario make_scenario(uint64_t seed, Dice& dice, const std::string& dire
   options.retain_kv_bytes = seed % 3 * 20'000;  // nothing, some blocks, most
   options.model.bf16 = seed % 7 < 4;
   if (seed % 7 < 3) options.host_compression = Codec::kBf16;
-  options.num_blocks = static_cast<int32_t>(dice.between(64, scenario.exact ? 140 : 90) /
-                                            options.model.block_tokens);  // a request fits, all do not
+  options.num_blocks =
+      static_cast<int32_t>(dice.between(kFewestBlockedTokens, scenario.exact ? 140 : kMostBlockedTokens) /
+                           options.model.block_tokens);  // a request fits, all do not
   scenario.late_copies = dice.chance(0.5);
   scenario.shuffle_seed = dice.chance(0.5) ? seed + 1 : 0;
   scenario.sleep_chance = dice.one_of({0.03, 0.1, 0.3});

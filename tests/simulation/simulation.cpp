@@ -31,7 +31,8 @@ class Run {
         directory_(std::move(directory)),
         tell_(tell),
         recorded_(recorded),
-        early_dice_(seed * 40503u + 7) {
+        early_dice_(seed * 40503u + 7),
+        blocks_dice_(seed * 69069u + 3) {
     result_.exact = scenario_.exact;
     if (recorded == nullptr) stops_.emplace(*ring_, clock_, seed, !scenario_.exact);  // else nobody could replay it
   }
@@ -80,10 +81,11 @@ class Run {
     if (tell_) fmt::print("step {}: {}\n", step_, fmt::format(format, std::forward<Args>(args)...));
   }
 
-  void start_engine() {
+  void start_engine(int32_t other_blocks = 0) {
     count_tiers();
-    must(run_.begin({.engine = scenario_.options, .ranks = scenario_.ranks, .kv_budget_bytes = scenario_.kv_budget}),
-         "engine");
+    reference::ReferenceOptions options = scenario_.options;
+    if (other_blocks > 0) options.num_blocks = other_blocks;
+    must(run_.begin({.engine = options, .ranks = scenario_.ranks, .kv_budget_bytes = scenario_.kv_budget}), "engine");
     begun_ = true;
     checkpoint_.gone();
     (void)told();  // the end of the engine before
@@ -282,8 +284,12 @@ class Run {
   }
 
   void wake_in_new_engine(const std::string& checkpoint) {
-    while (true) {
-      start_engine();
+    const int32_t tokens = scenario_.options.model.block_tokens;
+    const int64_t fewest = kFewestBlockedTokens / tokens;
+    const int64_t most = kMostBlockedTokens / tokens;
+    for (bool any = true;;) {
+      const int64_t blocks = any ? blocks_dice_.between(fewest, most) : most;
+      start_engine(scenario_.exact ? 0 : static_cast<int32_t>(blocks));  // the twin preempts as it does
       arm();
       const Result<SleepReport> woken = run_.wake({.from_checkpoint = checkpoint, .early = early_dice_.chance(0.5)});
       disarm();
@@ -294,6 +300,10 @@ class Run {
         return;
       }
       say("wake by a new engine: {}", woken.error().to_string());
+      if (woken.error().what.find("its requests hold") != std::string::npos) {
+        if (!std::exchange(any, false)) throw Failed{"an engine as large as any is too small: " + woken.error().what};
+        continue;
+      }
       if (!faulted_ && !quarantined())
         throw Failed{"a wake by a new engine without a fault failed: " + woken.error().to_string()};
       if (controller().state().engine != "lost" && !engine().idle())
@@ -371,6 +381,7 @@ class Run {
   bool ended_ = false;
   bool late_ = false;  // blocks come behind the engine
   Dice early_dice_;    // of its own: who woke early in a seed does not change what else happens in it
+  Dice blocks_dice_;   // as early_dice_, of the numbers of blocks
   SimulationResult result_;
   ServedCheckpoint checkpoint_{run_, dice_, scenario_.sleep_chance, result_.checkpoints, result_.rewound};
 };

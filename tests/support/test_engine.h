@@ -189,7 +189,9 @@ class TestEngine final : public EngineHooks {
   }
   Result<Fingerprint> fingerprint() override {
     TORPOR_TRY(enter("fingerprint"));
-    return Fingerprint{{"engine", "test"}, {"blocks", std::to_string(options_.num_blocks)}};
+    return Fingerprint{{"engine", "test"},
+                       {"blocks", "64"},  // as stored checkpoints of older versions have it
+                       {std::string(kNumBlocksField), std::to_string(options_.num_blocks)}};
   }
   Status drop_requests(const std::string& mode) override {
     TORPOR_TRY(enter("drop_requests"));

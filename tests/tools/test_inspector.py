@@ -184,6 +184,16 @@ def test_fits_says_by_field(shown):
     assert inspector("fits", shown["checkpoint"], "--memory", "1KB").returncode == 6
 
 
+def test_fits_wants_room_for_the_requests_and_no_certain_number_of_blocks(shown):
+    blocks = as_json("blocks", shown["checkpoint"])
+    fewest = 1 + sum(bool(block["requests"]) for block in blocks["blocks"])
+    assert fewest < blocks["num_blocks"]
+    for here, code in ((fewest, 0), (blocks["num_blocks"] + 7, 0), (fewest - 1, 6)):
+        found = as_json("fits", shown["checkpoint"], "--field", f"kv_num_blocks={here}", code=code)
+        [check] = [check for check in found["checks"] if check["field"] == "kv_num_blocks"]
+        assert check["fits"] == (code == 0) and check["checkpoint"] == f"{blocks['num_blocks']}, needs {fewest}"
+
+
 def test_repair_drops_what_is_damaged_and_the_rest_is_whole(shown, tmp_path):
     copy = copied(shown, tmp_path)
     request = as_json("requests", copy)["requests"][0]["id"]

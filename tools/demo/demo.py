@@ -29,6 +29,7 @@ from serving import ServerEnded
 
 HERE = Path(__file__).resolve().parent
 RIG = HERE.parents[1] / "tests/rig"
+_ENGINE_BYTES = 6 << 30  # of the machine's memory, where nothing else is said: the engine takes about half of them
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -51,6 +52,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of the sampled requests")
     parser.add_argument(
         "--dir", type=Path, default=None, help="where checkpoints are left; default: a new temporary folder"
+    )
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        help="of the machine's memory, as vLLM's own: what is left of it is for KV; without it about 6 GiB",
     )
     parser.add_argument(
         "--gpu-path",
@@ -119,6 +126,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
+def memory_share(asked: float | None) -> float | None:
+    """With which vLLM sizes KV, at each start anew. None where the machine has too little left: then it gets 1 GiB."""
+    words = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    memory = {name.rstrip(":"): int(kib) * 1024 for name, kib, *_ in words}
+    share = asked or round(_ENGINE_BYTES / memory["MemTotal"], 3)
+    return share if asked or share * memory["MemTotal"] < 0.9 * memory["MemAvailable"] else None
+
+
 def read_prompts(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -168,6 +183,8 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         arguments, environment = told.arguments, environment | told.environment
     if options.features:
         environment = environment | {"TORCH_COMPILE_DISABLE": "1"}  # vLLM compiles for each new shape, for minutes
+    # What is told depends on how much KV there is, and interpreted kernels are no place for much of it.
+    share = None if options.gpu_path or options.console else memory_share(options.gpu_memory_utilization)
     engine, place, networks = None, [], contextlib.ExitStack()
     try:
         screen.stage(
@@ -175,7 +192,7 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
             if options.gpu_path
             else "1. An engine starts (vLLM on the CPU)"
         )
-        engine = EngineProcess(model, directory, log, environment, *arguments)
+        engine = EngineProcess(model, directory, log, environment, *arguments, memory_share=share)
         engine.wait_until_ready()
         requests = {"prompts": prompts, "max_tokens": options.max_tokens, "seed": options.seed}
         if (
@@ -232,11 +249,15 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
                 engine.kill()
                 moved = {"checkpoint": slept["checkpoint"]}
             moved |= shared
-            engine = EngineProcess(model, Path(moved["checkpoint"]).parent, log, environment, *arguments, inside=place)
+            there = Path(moved["checkpoint"]).parent
+            engine = EngineProcess(model, there, log, environment, *arguments, inside=place, memory_share=share)
             engine.wait_until_ready()
+            blocks = engine.order("path")["kv_blocks"]
+            screen.line(f"vLLM gave its KV {blocks} blocks, and {path['kv_blocks']} to that of the one that slept")
             woken = engine.order("wake", from_checkpoint=moved["checkpoint"])
         else:
             screen.stage("5. The same process wakes")
+            blocks = path["kv_blocks"]
             woken, moved = engine.order("wake", from_checkpoint=None), {}
 
         after = engine.order(
@@ -264,6 +285,7 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
     ]
     return {
         **path,
+        "woken_kv_blocks": blocks,
         "requests": len(prompts),
         "identical": sum(same),
         "differing": [i for i, equal in enumerate(same) if not equal],

@@ -17,7 +17,10 @@ class DemoError(Exception):
 
 
 class EngineProcess:
-    """The child with the engine (engine_process.py). `inside`: words before its command (networks.py)."""
+    """The child with the engine (engine_process.py). `inside`: words before its command (networks.py).
+
+    `memory_share`: vLLM sizes the KV cache by this share of the machine's memory; None: it gets 1 GiB.
+    """
 
     def __init__(
         self,
@@ -27,6 +30,7 @@ class EngineProcess:
         environment: dict[str, str],
         *arguments: str,
         inside: list[str] = (),
+        memory_share: float | None = None,
     ):
         self._log = log
         order_out, self._order = os.pipe()
@@ -42,6 +46,9 @@ class EngineProcess:
                 "PYTHONHASHSEED": "0",
             }
         )
+        if memory_share is not None:
+            del environment["VLLM_CPU_KVCACHE_SPACE"]
+            arguments = (*arguments, "--options", json.dumps({"gpu_memory_utilization": memory_share}))
         command = [
             *inside,
             sys.executable,

@@ -139,6 +139,7 @@ class Engine:
             "scheduler": type(core.scheduler).__name__,
             "async_scheduling": core.async_scheduling,
             "batches_in_flight": len(core.batch_queue or ()),
+            "kv_blocks": core.scheduler.kv_cache_config.num_blocks,
         }
 
     def sleep(self, level: int, to: str) -> dict:

@@ -183,6 +183,7 @@ Result<Json> diff(const Context& context) {
                         before.scheduler.waiting == now.scheduler.waiting &&
                         before.scheduler.held == now.scheduler.held;
   json["same_kv"] = before.kv == now.kv;
+  json["kv_blocks"] = {before.kv.num_blocks, now.kv.num_blocks};
   json["same_samplers"] = before.workers == now.workers;
   bool equal = json["same_queues"] && json["same_kv"] && json["same_samplers"];
   for (const char* part : {"fingerprint", "requests", "chunks"})
@@ -205,6 +206,9 @@ std::string show_diff(const Json& json) {
         text += fmt::format("  {} … and {} more (--json has all)\n", sign, names.size() - kMost);
     }
   }
+  if (const Json& blocks = json["kv_blocks"]; blocks[0] != blocks[1])
+    text += fmt::format("KV blocks: {} and {}; a wake takes any number that has room for the requests\n",
+                        cell(blocks[0]), cell(blocks[1]));
   for (const auto& [key, what] : {std::pair("same_queues", "queues"), std::pair("same_kv", "KV bookkeeping"),
                                   std::pair("same_samplers", "samplers")}) {
     text += fmt::format("{}: {}\n", what, json[key] ? "same" : "changed");
@@ -235,7 +239,8 @@ Verb diff_verb() {
           .help = "what differs between two checkpoints, or between two recordings of a process",
           .json =
               "a, b, equal, fingerprint, requests, chunks: {added, removed, changed, same}, same_queues, same_kv, "
-              "same_samplers; of recordings a, b, equal, events, differences: [{what, a, b}], times: [{what, count, "
+              "kv_blocks: [a, b], same_samplers; of recordings a, b, equal, events, differences: [{what, a, b}], "
+              "times: [{what, count, "
               "median, p99}], first_difference: {event, a, b}",
           .declare =
               [](CLI::App& app, Arguments& a) {

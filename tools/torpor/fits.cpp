@@ -2,12 +2,15 @@
 #include "tools/torpor/fits.h"
 
 #include <algorithm>
+#include <charconv>
 #include <fstream>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include "base/free_memory.h"
+#include "checkpoint/engine_checkpoint.h"
+#include "scheduler_state/block_numbers.h"
 #include "tools/torpor/text.h"
 
 namespace torpor::cli {
@@ -28,6 +31,7 @@ std::string cpu_capability() {
 
 class FitCheck {
  public:
+  explicit FitCheck(int32_t fewest_blocks) : fewest_blocks_(fewest_blocks) {}
   void field(const std::string& name, const std::string& wanted, const std::string& here, bool fits) {
     checks_.push_back({{"field", name}, {"checkpoint", wanted}, {"here", here}, {"fits", fits}});
     fits_ = fits_ && fits;
@@ -35,7 +39,11 @@ class FitCheck {
   void field(const Fingerprint& wanted, const std::string& name, const std::string& here) {
     const auto found = wanted.find(name);
     const std::string theirs = found == wanted.end() ? "nothing" : found->second;
-    field(name, theirs, here, theirs == here);
+    if (name == kNumBlocksField) {
+      blocks(theirs, here);
+    } else {
+      field(name, theirs, here, theirs == here);
+    }
     done_.push_back(name);
   }
   Json result(const Fingerprint& wanted, const std::string& path) && {
@@ -48,6 +56,15 @@ class FitCheck {
   }
 
  private:
+  // Any number that has room for the requests will do.
+  void blocks(const std::string& theirs, const std::string& here) {
+    int64_t have = 0;
+    const bool is_number = std::from_chars(here.data(), here.data() + here.size(), have).ec == std::errc();
+    const std::string needs = fewest_blocks_ > 0 ? fmt::format("{}, needs {}", theirs, fewest_blocks_) : theirs;
+    field(std::string(kNumBlocksField), needs, here, is_number && have >= std::max(fewest_blocks_, 1));
+  }
+
+  const int32_t fewest_blocks_;
   Json checks_ = Json::array();
   std::vector<std::string> done_;
   bool fits_ = true;
@@ -90,9 +107,10 @@ bool asks_for_fit(const Arguments& arguments) {
          arguments.memory_bytes != 0;
 }
 
-Result<Json> check_fit(const Arguments& arguments, const Manifest& manifest, const std::string& path) {
+Result<Json> check_fit(const Arguments& arguments, const Manifest& manifest, const std::string& path,
+                       int32_t fewest_blocks) {
   const Fingerprint& wanted = manifest.fingerprint;
-  FitCheck check;
+  FitCheck check(fewest_blocks);
   if (!arguments.model.empty()) TORPOR_TRY(check_model(arguments.model, wanted, check));
   if (!arguments.second.empty()) {
     TORPOR_ASSIGN(Json given, json_file(arguments.second));
@@ -100,7 +118,7 @@ Result<Json> check_fit(const Arguments& arguments, const Manifest& manifest, con
     for (const auto& [name, value] : given.items())
       check.field(wanted, name, value.is_string() ? value.get<std::string>() : value.dump());
     for (const auto& [name, value] : wanted) {
-      if (!given.contains(name)) check.field(wanted, name, "nothing");
+      if (!given.contains(name) && name != kNumBlocksField) check.field(wanted, name, "nothing");
     }
   }
   for (const std::string& field : arguments.fields) {
@@ -126,7 +144,9 @@ namespace {
 
 Result<Json> fits(const Context& context) {
   TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(context.file_system, context.arguments.path, context.key));
-  return check_fit(context.arguments, checkpoint.manifest(), checkpoint.path());
+  const Result<EngineCheckpoint> engine = checkpoint.read_state();  // a set has none
+  const int32_t fewest = engine && engine->state.kv.validate() ? fewest_blocks(engine->state.kv) : 0;
+  return check_fit(context.arguments, checkpoint.manifest(), checkpoint.path(), fewest);
 }
 
 std::string show_fits(const Json& json) {

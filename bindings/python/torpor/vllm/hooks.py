@@ -304,6 +304,7 @@ class VllmHooks:
         connector_sleep.tell_of_requests(self.scheduler)
         self.scheduler.finished_req_ids |= lost  # so that the workers drop their rows at the next step
         inputs = {i: found.to_value() for i, request in requests.items() if (found := Inputs.of(request))}
+        pool_values.renumber_tables(checkpoint)
         self._rpc("torpor_restore", checkpoint["workers"], given, inputs)
         self._take_weight_version(checkpoint["scheduler"]["engine"].get("weight_version"))
         self._own_pause = pauses.to_value(self.core, self.wanted_pause)

@@ -16,9 +16,8 @@ def to_value(kv_cache_config, address: int) -> dict:
 
 
 def description(kv_cache_config) -> str:
-    """For the fingerprint: where layers and blocks of a worker lie."""
-    tensors = kv_cache_config.kv_cache_tensors
-    return ";".join(f"{t.offset},{len(t.layers)},{t.layer_stride},{t.block_stride}" for t in tensors)
+    """For the fingerprint: where layers and blocks of a worker lie, however many blocks there are."""
+    return ";".join(_describe(tensor, kv_cache_config.num_blocks) for tensor in kv_cache_config.kv_cache_tensors)
 
 
 def layers(kv_cache_config) -> str:
@@ -38,6 +37,13 @@ def is_bf16(kv_cache_config) -> bool:
     """Whether all that blocks hold are bfloat16 values."""
     tensors = kv_cache_config.kv_cache_tensors
     return all(getattr(_spec(kv_cache_config, tensor), "dtype", None) is torch.bfloat16 for tensor in tensors)
+
+
+def _describe(tensor, num_blocks: int) -> str:
+    offset, layer_stride = tensor.offset, tensor.layer_stride
+    if layer_stride > tensor.block_stride:  # all blocks of a layer, then those of the next one: so much for each block
+        offset, layer_stride = offset // num_blocks, layer_stride // num_blocks
+    return f"{offset},{len(tensor.layers)},{layer_stride},{tensor.block_stride}"
 
 
 def _spec(kv_cache_config, tensor):

@@ -80,6 +80,20 @@ def pool_from_value(scheduler: Scheduler, value: dict, lost_requests: set[str]) 
         kv_groups.from_value(single, beside)
 
 
+def renumber_tables(checkpoint: dict) -> None:
+    """The workers' own block tables, where blocks have other numbers than when they were saved."""
+    kv = checkpoint["kv"]
+    if (numbers := kv.get("block_numbers")) is None:
+        return
+    for worker in checkpoint["workers"]:
+        for request in worker["engine"]["requests"]:
+            # A worker's table also names blocks that the request has given back, and never reads.
+            request["block_ids"] = [
+                array("q", [now if (now := numbers[block_id]) >= 0 else kv["null_block"] for block_id in ids])
+                for ids in request["block_ids"]
+            ]
+
+
 def announce_blocks(scheduler: Scheduler) -> None:
     """KV cache events for the restored blocks of the requests, of which the tokens are known.
 
