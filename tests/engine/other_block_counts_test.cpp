@@ -2,6 +2,8 @@
 // numbers, cached ones go where there is no room, and only requests that do not fit are refused.
 #include <filesystem>
 
+#include <fmt/core.h>
+
 #include "checkpoint/verify.h"
 #include "engine/delivery/roll_forward.h"
 #include "scheduler_state/block_numbers.h"
