@@ -8,6 +8,7 @@
 #include "base/units.h"
 #include "engine/combined_digest.h"
 #include "engine/region_mapper.h"
+#include "engine/renumbered_tier.h"
 #include "engine/swap_pages.h"
 #include "engine/tags.h"
 #include "engine/write_behind.h"
@@ -305,7 +306,12 @@ Result<orders::LoadBlocks::Reply> RegionImages::load_blocks(const orders::LoadBl
     blocks.push_back(std::move(block));
     there.push_back(number);
   }
-  TORPOR_ASSIGN(std::unique_ptr<DiskTier> tier, checkpoint.open_rank(*own, nullptr, FileIo::kCached));
+  TORPOR_ASSIGN(std::unique_ptr<Tier> tier, checkpoint.open_rank(*own, nullptr, FileIo::kCached));
+  if (!order.numbers.empty()) {
+    std::unordered_map<uint64_t, uint64_t> stored;
+    for (size_t i = 0; i < blocks.size(); ++i) stored.emplace(blocks[i].key.index, there[i]);
+    tier = std::make_unique<RenumberedTier>(std::move(tier), std::move(stored));
+  }
   orders::LoadBlocks::Reply reply{.bytes = bytes_of(blocks)};
   TORPOR_TRY(load_all_but_late(blocks, order.late, std::move(tier), reply));
   stored_.note_loaded(order.id, blocks, there);

@@ -214,7 +214,7 @@ class RegionImages {
   Status restore_image(Image& image, OnTheWay& regions);
   Result<std::unique_ptr<DiskTier>> open_image(const Image& image) const;
   Status load_all_but_late(const std::vector<SavedChunk>& blocks, const std::vector<int32_t>& late,
-                           std::unique_ptr<DiskTier> tier, orders::LoadBlocks::Reply& reply);
+                           std::unique_ptr<Tier> tier, orders::LoadBlocks::Reply& reply);
   bool stays_for_late(bool keep) noexcept;
   Status bring_back_spilled(Image& image, std::span<const SavedChunk> chunks, std::span<const ChunkPlan> plans,
                             OnTheWay& regions);
@@ -223,7 +223,7 @@ class RegionImages {
     std::vector<SavedChunk> late{}, late_spilled{};
   };
   struct Late {
-    std::unique_ptr<DiskTier> disk{};  // they come from, if it is not an image's
+    std::unique_ptr<Tier> disk{};  // they come from, if it is not an image's
     std::vector<LateBlocks::Part> parts{};
     uint64_t bytes = 0;
     bool of_image = false;

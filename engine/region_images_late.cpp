@@ -83,7 +83,7 @@ Result<RegionImages::Late> RegionImages::restore_early(Image& image, const std::
 }
 
 Status RegionImages::load_all_but_late(const std::vector<SavedChunk>& blocks, const std::vector<int32_t>& late_blocks,
-                                       std::unique_ptr<DiskTier> tier, orders::LoadBlocks::Reply& reply) {
+                                       std::unique_ptr<Tier> tier, orders::LoadBlocks::Reply& reply) {
   Halves halves = halves_of(blocks, blocks.size(), late_blocks);
   TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(halves.first));
   TORPOR_TRY(parts_.transfers.restore(halves.first, plans, *tier));

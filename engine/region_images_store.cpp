@@ -99,7 +99,9 @@ Status RegionImages::look_up_blocks(Storing& storing, const BaseRecord& in_base,
     ChunkKey key = storing.plans[place].key;
     key.index = number.value_or(key.index);
     const SavedChunk* const known = number ? in_base(key) : nullptr;
-    const bool there = known != nullptr && known->bytes == storing.block_bytes;
+    // A seal binds the number: under another one the bytes are written again.
+    const bool readable = key == storing.plans[place].key || (known != nullptr && known->seal == SealTag{});
+    const bool there = known != nullptr && known->bytes == storing.block_bytes && readable;
     (there ? storing.linked : storing.missing).push_back(place);
     if (there && key != storing.plans[place].key) storing.other_numbers.emplace(place, key.index);
   }
