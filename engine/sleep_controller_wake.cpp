@@ -89,7 +89,12 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
                  .what = fmt::format("the tag \"{}\" is not asleep", tag),
                  .next_step = fmt::format("use some of: {}", joined(tags, ", "))};
   }
-  if (!options.tags.empty()) std::erase_if(tags, [&](const std::string& tag) { return !has_tag(options.tags, tag); });
+  const bool names_memory =
+      std::any_of(tags.begin(), tags.end(), [&](const auto& tag) { return has_tag(options.tags, tag); });
+  if (!options.tags.empty()) {
+    std::erase_if(
+        tags, [&](const std::string& tag) { return !has_tag(options.tags, tag) && (may_wait(tag) || !names_memory); });
+  }
   std::vector<std::string> still_asleep = sleeping_tags_;
   std::erase_if(still_asleep, [&](const std::string& tag) { return has_tag(tags, tag); });
 
@@ -216,7 +221,12 @@ Result<bool> SleepController::look_at_weights(const WakeOptions& options, SleepR
   if (options.old_kv != OldKv::kUnsaid && loaded) TORPOR_TRY(ranks_.call(orders::Written{.tags = {kWeightsTag}}));
   TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
   bool written = described.size() != writes_.size();
-  for (size_t rank = 0; rank < described.size() && !written; ++rank) written = described[rank].writes != writes_[rank];
+  const auto of_weights = [](const std::map<std::string, uint64_t>& writes) {
+    const auto found = writes.find(kWeightsTag);
+    return found == writes.end() ? 0 : found->second;
+  };
+  for (size_t rank = 0; rank < described.size() && !written; ++rank)
+    written = of_weights(described[rank].writes) != of_weights(writes_[rank]);
   for (const orders::Describe::Reply& reply : described) {
     for (const std::string& tag : reply.without_content) {
       if (tag != kKvCacheTag && !has_tag(report.reload, tag)) report.reload.push_back(tag);
