@@ -265,7 +265,7 @@ TEST_F(SleepFailure, I7WhereverADeeperSleepFailsTheEngineStaysAsAsleepAsItWas) {
 TEST_F(SleepFailure, OnRequestOnlyRequestsThatFitNowhereAreDropped) {
   for (const bool disk : {false, true}) {
     SCOPED_TRACE(disk);
-    SleepingEngine slept = make({.arena_budget_bytes = kRoomForWeightsOnly});
+    SleepingEngine slept = make({.arena_budget_bytes = room_for_weights_only()});
     begin(slept.engine);
     SleepOptions options = disk ? to_disk() : to_host();
     options.discard_on_save_error = true;

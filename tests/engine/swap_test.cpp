@@ -242,10 +242,11 @@ TEST_F(SwapTest, ACopyThatIsNotProvenOverKeepsItsMemory) {
 
 TEST_F(SwapTest, WithoutRoomInHostMemoryNothingGoes) {
   TestEngineOptions options = paged(1);
-  options.arena_budget_bytes = kRoomForWeightsOnly;
+  options.arena_budget_bytes = room_for_weights_only();
   const auto pair = make_pair(options, paged(2));
   pair->from.engine.device().on_change([] { ADD_FAILURE() << "memory went, or came"; });
-  EXPECT_FAILS(swap(*pair), Code::kResourceExhausted, "more wanted, 0 of the budget of 204800 are held");
+  EXPECT_FAILS(swap(*pair), Code::kResourceExhausted,
+               fmt::format("more wanted, 0 of the budget of {} are held", room_for_weights_only()));
   pair->from.engine.device().on_change({});
   expect_as_before(*pair);
   expect_same_tokens(*pair);

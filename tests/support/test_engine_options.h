@@ -16,12 +16,14 @@ inline constexpr uint64_t kKvTokenBytes = 32;  // per layer
 inline constexpr uint32_t kKvLayers = 2;
 inline constexpr uint64_t kBlockBytes = kBlockTokens * kKvTokenBytes;
 inline constexpr uint64_t kWeightBytes = 200'000;
+inline constexpr uint64_t kRuntimeBytes = 6'000;  // written in each step: each sleep copies them
 inline constexpr uint64_t kFreshGenerator = 42;
 
 struct TestEngineOptions {
   int ranks = 1;
   FileSystem* files_of_last_rank = nullptr;  // null: as of the others
   int32_t num_blocks = 64;
+  size_t regions = 3;  // of weights; other tags have as many
   uint64_t weights_seed = 1;
   bool defer_copies = false;
   uint64_t arena_budget_bytes = 0;
