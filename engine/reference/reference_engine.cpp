@@ -75,9 +75,9 @@ Result<ReferenceEngine::Rank> ReferenceEngine::make_rank(int32_t rank, std::uniq
   const ByteModelShape& shape = options_.model;
   const uint64_t block_bytes = static_cast<uint64_t>(shape.block_tokens) * shape.token_bytes;
   const uint64_t layer_bytes = static_cast<uint64_t>(options_.num_blocks) * block_bytes;
-  const auto seed = static_cast<uint64_t>(rank) + options_.weights_seed;
-  TORPOR_ASSIGN(ScatteredBytes weights,
-                ScatteredBytes::allocate(*made.memory, "weights", options_.weight_bytes, seed, seed));
+  const auto seed = static_cast<uint64_t>(rank) + options_.weights_seed;  // of the order; sizes are those of any engine
+  TORPOR_ASSIGN(ScatteredBytes weights, ScatteredBytes::allocate(*made.memory, "weights", options_.weight_bytes,
+                                                                 static_cast<uint64_t>(rank), seed));
   // Each layer in a region of its own, and one that no layer needs.
   std::vector<uint64_t> sizes(shape.layers, layer_bytes);
   sizes.push_back(1 + layer_bytes / 3);

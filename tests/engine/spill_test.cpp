@@ -31,7 +31,7 @@ class Spill : public SleepFailure {
     return static_cast<size_t>(std::distance(boost::filesystem::directory_iterator(spill_directory()),
                                              boost::filesystem::directory_iterator()));
   }
-  static constexpr uint64_t kTight = 264 * kKiB;  // weights and runtime, some blocks, and two to bring the others back
+  static constexpr uint64_t kTight = 252 * kKiB;  // weights and runtime, some blocks, and two to bring the others back
 };
 
 TEST_F(Spill, WhatFitsStaysInHostMemoryAndTheRestGoesToDiskAndComesBack) {
