@@ -21,6 +21,7 @@ class Spill : public SleepFailure {
   TestEngineOptions options(uint64_t budget = 0, int ranks = 1) const {
     return {.ranks = ranks,
             .arena_budget_bytes = budget,
+            .arena_slab_bytes = kPage,  // budgets are tight: nothing is lost between pieces
             .retain_kv_bytes = kMiB,
             .spill_directory = spill_directory(),
             .mix_steps = true};

@@ -8,6 +8,8 @@
 #include <mutex>
 #include <random>
 
+#include <fmt/core.h>
+
 #include "base/progress_file.h"
 #include "engine/sleep_controller.h"
 #include "tests/engine/sleep_failure.h"
@@ -334,6 +336,7 @@ TEST_F(SwapTest, RandomSwapsLoseNoToken) {
     TestEngineOptions from = paged(1, ranks, below(2) == 0);
     TestEngineOptions to = paged(2, ranks, below(2) == 0);
     from.own_threads = to.own_threads = below(2) == 0;
+    from.exchange_asleep = to.exchange_asleep = true;
     if (below(2) == 0) from.retain_kv_bytes = to.retain_kv_bytes = 4096;
     if (seed % 2 == 0) from.host_compression = Codec::kBf16;
     if (seed % 3 == 0) to.host_compression = Codec::kBf16;

@@ -263,7 +263,7 @@ class TestEngine final : public EngineHooks {
     if (order_name(order) == orders::Detach::kName) {
       freed_asleep_ = 0;
       for (Rank& rank : ranks_) {
-        if (rank.is_asleep()) freed_asleep_ += rank.exchange();
+        if (options_.exchange_asleep && rank.is_asleep()) freed_asleep_ += rank.exchange();
       }
     }
     return replies;

@@ -47,7 +47,7 @@ inline TestRank make_rank(const TestEngineOptions& options, int rank, FileSystem
   made.memory = value_of(RankMemory::create(std::move(device), options.files_of(rank, file_system),
                                             {.rank = rank,
                                              .arena_budget_bytes = options.arena_budget_bytes,
-                                             .arena_slab_bytes = kMiB,
+                                             .arena_slab_bytes = options.arena_slab_bytes,
                                              .handle_bytes = options.handle_bytes,
                                              .threads = 2,
                                              .own_threads = options.own_threads,
