@@ -23,12 +23,12 @@ struct TestEngineOptions {
   int ranks = 1;
   FileSystem* files_of_last_rank = nullptr;  // null: as of the others
   int32_t num_blocks = 64;
-  uint64_t arena_slab_bytes = 1ull << 20;
   bool exchange_asleep = true;  // off, where pages are counted that an engine has while it sleeps
   size_t regions = 3;  // of weights; other tags have as many
   uint64_t weights_seed = 1;
   bool defer_copies = false;
   uint64_t arena_budget_bytes = 0;
+  uint64_t arena_slab_bytes = 1ull << 20;
   uint64_t device_capacity_bytes = 0;
   uint64_t handle_bytes = 64ull << 20;
   std::optional<uint64_t> retain_kv_bytes;
