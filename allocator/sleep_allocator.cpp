@@ -73,10 +73,11 @@ Result<DeviceAddress> SleepAllocator::allocate(std::string_view tag, std::string
                    .next_step = "choose another name"};
     }
     for (const auto& [other_address, other] : regions_) {
-      if (other->info.tag == tag && other->info.state != RegionState::kAttached) {
+      const RegionState state = other->info.state;
+      if (other->info.tag == tag && state != RegionState::kAttached && state != RegionState::kDetached) {
         return Error{.code = Code::kFailedPrecondition,
-                     .what = fmt::format("the tag {} is {}", tag, name(other->info.state)),
-                     .next_step = "wake it before allocating in it"};
+                     .what = fmt::format("the tag {} is {}", tag, name(state)),
+                     .next_step = "wait for the operation to end before allocating in it"};
       }
     }
   }
@@ -150,18 +151,27 @@ Status SleepAllocator::free(DeviceAddress address) {
 }
 
 Result<std::vector<SleepAllocator::Region*>> SleepAllocator::select(std::span<const std::string> tags,
-                                                                    std::initializer_list<RegionState> allowed) const {
+                                                                    std::initializer_list<RegionState> allowed,
+                                                                    bool coming) const {
   const MutexLock lock(mutex_);
-  TORPOR_TRY(check(tags, allowed));
+  TORPOR_TRY(check(tags, allowed, coming));
   std::vector<Region*> selected;
   for (const auto& [address, region] : regions_) {
-    if (is_of(tags, *region)) selected.push_back(region.get());
+    if (is_of(tags, *region) && !(coming && came_asleep(*region))) selected.push_back(region.get());
   }
   return selected;
 }
 
+bool SleepAllocator::came_asleep(const Region& region) const {
+  return region.info.state == RegionState::kAttached &&
+         std::any_of(regions_.begin(), regions_.end(), [&](const auto& other) {
+           return other.second->info.tag == region.info.tag && is_asleep(other.second->info.state);
+         });
+}
+
 // Takes memory only for what it refuses.
-Status SleepAllocator::check(std::span<const std::string> tags, std::initializer_list<RegionState> allowed) const {
+Status SleepAllocator::check(std::span<const std::string> tags, std::initializer_list<RegionState> allowed,
+                             bool coming) const {
   for (const std::string& tag : tags) {
     const bool known =
         std::any_of(regions_.begin(), regions_.end(), [&](const auto& entry) { return entry.second->info.tag == tag; });
@@ -172,7 +182,8 @@ Status SleepAllocator::check(std::span<const std::string> tags, std::initializer
     }
   }
   for (const auto& [address, region] : regions_) {
-    if (is_of(tags, *region) && std::find(allowed.begin(), allowed.end(), region->info.state) == allowed.end())
+    const bool fits = std::find(allowed.begin(), allowed.end(), region->info.state) != allowed.end();
+    if (is_of(tags, *region) && !fits && !(coming && came_asleep(*region)))
       return wrong_state(region->info, name(*allowed.begin()));
   }
   return ok();
@@ -271,7 +282,7 @@ Status SleepAllocator::take_memory(const std::vector<Region*>& selected) {
 Status SleepAllocator::begin_attach(std::span<const std::string> tags) {
   const Hold hold(*this, tags);
   TORPOR_ASSIGN(std::vector<Region*> selected,
-                select(tags, {RegionState::kDetached, RegionState::kAttaching, RegionState::kRestoring}));
+                select(tags, {RegionState::kDetached, RegionState::kAttaching, RegionState::kRestoring}, true));
   {  // The others: an earlier cancel_restore() could not take the memory away again. It is still there, without
      // content.
     const MutexLock lock(mutex_);
@@ -312,7 +323,7 @@ Status SleepAllocator::attach_region(DeviceAddress address) {
     const auto found = regions_.find(address);
     if (found == regions_.end() || found->second->info.tag != wanted->tag) return unknown();
     region = found->second.get();
-    if (region->info.state == RegionState::kRestoring) return ok();
+    if (region->info.state == RegionState::kRestoring || came_asleep(*region)) return ok();
     if (region->info.state != RegionState::kAttaching) return wrong_state(region->info, name(RegionState::kAttaching));
   }
   Status done = region->create(device_, options_.handle_bytes);  // what a wake by page had not taken
@@ -329,14 +340,15 @@ Status SleepAllocator::attach_region(DeviceAddress address) {
 
 Status SleepAllocator::finish_restore(std::span<const std::string> tags) {
   const Hold hold(*this, tags);
-  TORPOR_ASSIGN(const std::vector<Region*> selected, select(tags, {RegionState::kRestoring}));
+  TORPOR_ASSIGN(const std::vector<Region*> selected, select(tags, {RegionState::kRestoring}, true));
   settle(selected, RegionState::kAttached);
   return ok();
 }
 
 Status SleepAllocator::cancel_restore(std::span<const std::string> tags) {
   const Hold hold(*this, tags);
-  TORPOR_ASSIGN(const std::vector<Region*> selected, select(tags, {RegionState::kRestoring, RegionState::kAttaching}));
+  TORPOR_ASSIGN(const std::vector<Region*> selected,
+                select(tags, {RegionState::kRestoring, RegionState::kAttaching}, true));
   return take_memory(selected);
 }
 
@@ -368,7 +380,7 @@ std::map<std::string, RegionState> SleepAllocator::states() const {
   std::map<std::string, RegionState> states;
   for (const RegionInfo& info : regions()) {
     const auto [entry, fresh] = states.try_emplace(info.tag, info.state);
-    if (!fresh && info.state == RegionState::kBroken) entry->second = RegionState::kBroken;
+    if (info.state == RegionState::kBroken || entry->second == RegionState::kAttached) entry->second = info.state;
   }
   return states;
 }

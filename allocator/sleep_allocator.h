@@ -60,8 +60,9 @@ class SleepAllocator {
   static Result<std::unique_ptr<SleepAllocator>> create(DeviceMemory& device, SleepAllocatorOptions options = {});
   ~SleepAllocator();  // frees everything; logs what the device would not give up
 
-  // A new zeroed region, attached. kInvalidArgument: empty tag or name, size 0, name taken in this tag.
-  // kFailedPrecondition: the tag is not attached. kResourceExhausted: no room.
+  // A new zeroed region, attached: also in a tag that is detached, whose other regions come and go without it until all
+  // are attached. kInvalidArgument: empty tag or name, size 0, name taken in this tag. kFailedPrecondition: the tag is
+  // on its way down or up. kResourceExhausted: no room.
   Result<DeviceAddress> allocate(std::string_view tag, std::string_view name, uint64_t size_bytes);
   // In any state but kSaving, kAttaching and kRestoring. After a failure the rest may be freed by another call.
   Status free(DeviceAddress address);
@@ -81,7 +82,7 @@ class SleepAllocator {
   Status attach_region(DeviceAddress address);
   // Page by page, where memory goes, or comes, while other memory is still copied (engine/swap_pages.h). A region that
   // is saving may have given pages: cancel_save() refuses it until all are taken back, detach() does not.
-  std::vector<DevicePage> pages_of(std::span<const std::string> tags) const;  // by region, in order
+  std::vector<DevicePage> pages_of(std::span<const std::string> tags) const;  // of such regions, in order
   // Of one that is saving: its memory and content go. Precondition: device work on it is proven done.
   Status give_page(const DevicePage& page);
   // Of one that is saving or attaching: zeroed memory under its address. Nothing happens if it is there, as in one that
@@ -95,7 +96,8 @@ class SleepAllocator {
   std::optional<RegionInfo> region_at(DeviceAddress address) const;  // that begins there
   std::vector<RegionInfo> regions() const;                           // by tag, then in order of allocation
   std::vector<RegionInfo> regions_of(std::string_view tag) const;
-  std::map<std::string, RegionState> states() const;  // a tag's state; kBroken if one of its regions is
+  // A tag's state: kAttached if all of its regions are; kBroken if one is.
+  std::map<std::string, RegionState> states() const;
   DeviceMemory& device() const { return device_; }
 
  private:
@@ -103,16 +105,18 @@ class SleepAllocator {
   class Hold;
   using Tags = std::set<std::string>;
   explicit SleepAllocator(DeviceMemory& device, SleepAllocatorOptions options);
-  // Selects the regions of `tags` (empty: all), all of which must be in one of `allowed`.
-  Result<std::vector<Region*>> select(std::span<const std::string> tags,
-                                      std::initializer_list<RegionState> allowed) const;
+  // Selects the regions of `tags` (empty: all), all of which must be in one of `allowed`. With `coming`, but for
+  // attached ones of a tag that has others: they were allocated while those were detached.
+  Result<std::vector<Region*>> select(std::span<const std::string> tags, std::initializer_list<RegionState> allowed,
+                                      bool coming = false) const;
   // The caller holds the tags of `selected`.
   Status take_memory(const std::vector<Region*>& selected);
   template <class Call>
   Status on_page(const DevicePage& page, std::initializer_list<RegionState> allowed, const Call& call);
   void settle(std::span<Region* const> regions, RegionState state);  // broken ones are broken
-  Status check(std::span<const std::string> tags, std::initializer_list<RegionState> allowed) const
+  Status check(std::span<const std::string> tags, std::initializer_list<RegionState> allowed, bool coming = false) const
       TORPOR_REQUIRES(mutex_);
+  bool came_asleep(const Region& region) const TORPOR_REQUIRES(mutex_);
   static bool is_of(std::span<const std::string> tags, const Region& region);
   template <class Some>
   bool in_use(const Some& tags) const TORPOR_REQUIRES(mutex_);

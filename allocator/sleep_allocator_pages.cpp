@@ -12,6 +12,7 @@ std::vector<DevicePage> SleepAllocator::pages_of(std::span<const std::string> ta
   std::vector<DevicePage> pages;
   for (const std::string& tag : tags) {
     for (const RegionInfo& region : regions_of(tag)) {
+      if (region.state == RegionState::kAttached) continue;
       for (uint64_t offset = 0; offset < region.reserved_bytes; offset += options_.handle_bytes)
         pages.push_back({region.address, offset, std::min(options_.handle_bytes, region.reserved_bytes - offset)});
     }
@@ -58,7 +59,7 @@ Status SleepAllocator::take_page(const DevicePage& page) {
 Status SleepAllocator::begin_attach_by_page(std::span<const std::string> tags) {
   const Hold hold(*this, tags);
   TORPOR_ASSIGN(std::vector<Region*> selected,
-                select(tags, {RegionState::kDetached, RegionState::kAttaching, RegionState::kRestoring}));
+                select(tags, {RegionState::kDetached, RegionState::kAttaching, RegionState::kRestoring}, true));
   {
     const MutexLock lock(mutex_);
     std::erase_if(selected, [](const Region* region) { return region->info.state != RegionState::kDetached; });

@@ -3,7 +3,8 @@
 // torpor_last_error() says what was wrong.
 //
 // TORPOR_MEMORY_DEVICE=host in the environment takes memory without a GPU; TORPOR_KEEP_BACKUPS=1 keeps saved bytes
-// after a wake, so that what did not change is not copied again (who changes memory says so with torpor_mark_dirty).
+// after a wake: those of the tag "weights" are not copied again until torpor_mark_dirty, others only if they differ
+// where digests are compared.
 #pragma once
 
 #include <stdbool.h>

@@ -1,8 +1,11 @@
-// One digest for all content of a tag: over its chunks' keys and digests, in order.
+// One digest for all content of a tag: over its chunks' keys and digests. In the order of the keys: in which order the
+// regions were allocated, saved or read, it does not say.
 #pragma once
 
+#include <algorithm>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/digest.h"
@@ -12,15 +15,20 @@ namespace torpor {
 
 class CombinedDigest {
  public:
-  void add(const ChunkKey& key, const Digest& digest) {
-    const std::string name = key.to_string();
-    all_.update(std::as_bytes(std::span(name)));
-    all_.update(std::as_bytes(std::span(digest.bytes)));
+  void add(const ChunkKey& key, const Digest& digest) { chunks_.emplace_back(key, digest); }
+  std::string finish() {
+    std::sort(chunks_.begin(), chunks_.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+    StreamingDigest all;
+    for (const auto& [key, digest] : chunks_) {
+      const std::string name = key.to_string();
+      all.update(std::as_bytes(std::span(name)));
+      all.update(std::as_bytes(std::span(digest.bytes)));
+    }
+    return all.finish().hex();
   }
-  std::string finish() { return all_.finish().hex(); }
 
  private:
-  StreamingDigest all_;
+  std::vector<std::pair<ChunkKey, Digest>> chunks_;
 };
 
 inline std::string combined_digest(const std::vector<SavedChunk>& chunks) {

@@ -81,7 +81,7 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                  .next_step = "use bf16, or none"};
   }
   const bool other_memory = device->kind() != "host";
-  if (!options.keep_backup) options.keep_backup = other_memory;
+  if (!options.keep_backup) options.keep_backup = false;
   if (!options.retain_kv_bytes) options.retain_kv_bytes = other_memory ? UINT64_MAX : 0;
   if (!options.arena_keep_bytes) options.arena_keep_bytes = other_memory || *options.keep_backup ? UINT64_MAX : 0;
   options.spill_staging_bytes = std::min(options.spill_staging_bytes, options.arena_budget_bytes / 4);
@@ -142,9 +142,8 @@ Result<DeviceAddress> RankMemory::allocate(std::string_view tag, std::string_vie
 Status RankMemory::free(DeviceAddress address) {
   TORPOR_TRY(same_process());
   const MutexLock lock(mutex_);
-  images_->stop_behind();  // it may read there
   const std::optional<RegionInfo> region = allocator_->region_at(address);
-  images_->end_late();  // what is unmapped now is written by nobody
+  if (region) images_->before_free(*region);
   TORPOR_TRY(allocator_->free(address));
   images_->on_freed(*region);
   (region->tag == kKvCacheTag ? kv_bytes_ : other_bytes_) -= region->size_bytes;
@@ -283,15 +282,18 @@ Result<orders::Detach::Reply> RankMemory::carry_out(const orders::Detach& order)
   for (const RegionInfo& region : allocator_->regions()) {
     if (has_tag(order.tags, region.tag)) reply.bytes += region.reserved_bytes;
   }
+  std::set<std::string, std::less<>> away(order.tags.begin(), order.tags.end());
   TORPOR_TRY(allocator_->detach(order.tags));
-  images_->on_detached(order.tags);
+  images_->on_detached(order.tags, std::move(away));
   give_back_unused();
   ::malloc_trim(0);  // what the engine derived from the content was freed just before
   return reply;
 }
 
 Result<orders::Attach::Reply> RankMemory::carry_out(const orders::Attach& order) {
-  TORPOR_TRY(order.by_page ? allocator_->begin_attach_by_page(order.tags) : allocator_->begin_attach(order.tags));
+  const std::vector<std::string> tags = images_->asleep_of(order.tags);
+  if (tags.empty() && !order.tags.empty()) return orders::Attach::Reply{};  // the allocator takes none for all
+  TORPOR_TRY(order.by_page ? allocator_->begin_attach_by_page(tags) : allocator_->begin_attach(tags));
   return orders::Attach::Reply{};
 }
 
@@ -307,7 +309,8 @@ Result<orders::Restore::Reply> RankMemory::carry_out(const orders::Restore& orde
 
 Result<orders::CancelRestore::Reply> RankMemory::carry_out(const orders::CancelRestore& order) {
   images_->cancel_late();
-  TORPOR_TRY(allocator_->cancel_restore(order.tags));
+  const std::vector<std::string> tags = images_->asleep_of(order.tags);
+  if (!tags.empty() || order.tags.empty()) TORPOR_TRY(allocator_->cancel_restore(tags));
   give_back_unused();
   return orders::CancelRestore::Reply{};
 }
@@ -394,10 +397,10 @@ RankLedger RankMemory::ledger() const {
 void RankMemory::fill(RankLedger& ledger) const {
   for (const RegionInfo& region : allocator_->regions()) {
     RankLedger::Tag& tag = ledger.tags[region.tag];
-    tag.state = name(region.state);
     tag.region_bytes += region.size_bytes;
     if (region.state != RegionState::kDetached) tag.physical_bytes += region.reserved_bytes;
   }
+  for (const auto& [tag, state] : allocator_->states()) ledger.tags[tag].state = name(state);
   images_->fill(ledger);
   const DeviceMemoryInfo device = device_->info();
   const HostArenaInfo arena = arena_->info();

@@ -44,8 +44,8 @@ struct RankMemoryOptions {
   int threads = 0;  // for copies; 0: as many as the machine has cores, at most 8
   bool own_threads =
       true;  // off: who waits makes the copies, in one order, and maps memory before them (TransferEngine)
-  // A backup of weights that did not change since is kept after a wake and not copied again. None: off for the device
-  // without a GPU, where both are the same memory.
+  // Backups are kept after a wake. That of the weights is not copied again until somebody marks them dirty: the owner's
+  // word that nobody else writes them. Those of other tags only serve TagSleep's CleanCheck::kDigest. None: off.
   std::optional<bool> keep_backup;
   // Most bytes of KV blocks whose backup is kept after a wake, for the next sleep to copy only what changed since. They
   // go where the arena needs room. None: any amount; but 0 on the device without a GPU.

@@ -1,12 +1,10 @@
 #include "engine/region_images.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include <fmt/core.h>
 
 #include "base/units.h"
-#include "engine/combined_digest.h"
 #include "engine/region_mapper.h"
 #include "engine/renumbered_tier.h"
 #include "engine/swap_pages.h"
@@ -16,7 +14,6 @@
 namespace torpor {
 namespace {
 
-constexpr uint64_t kRegionChunk = 4 * kMiB;
 // Copied at a time while mapping goes on: enough that filling the pipeline anew does not count.
 constexpr uint64_t kBytesBehindMapping = kGiB;
 
@@ -40,15 +37,29 @@ class RegionImages::OnTheWay {
   }
   PageTaker* by_page() { return pages_ ? &*pages_ : nullptr; }
   bool all_mapped() const { return mapper_->finished(); }
-  Status wait_for(const ChunkKey& key) { return mapper_->wait(end_of_.at({key.tag, key.region})); }
+  // Until the regions of all of them are there.
+  Status wait_for(std::span<const ChunkPlan> plans) {
+    size_t needed = 0;
+    const ChunkKey* last = nullptr;
+    for (const ChunkPlan& plan : plans) {
+      const ChunkKey& key = plan.key;
+      if (last == nullptr || key.region != last->region || key.tag != last->tag)
+        needed = std::max(needed, end_of_.at({key.tag, key.region}));
+      last = &key;
+    }
+    return mapper_->wait(needed);
+  }
   Status wait_for_all() { return pages_ ? pages_->take_all() : mapper_->wait(count_); }
 
  private:
   std::vector<DeviceAddress> order(SleepAllocator& allocator, const std::vector<std::string>& tags) {
     std::vector<DeviceAddress> regions;
     for (const std::string& tag : tags) {
-      for (const RegionInfo& region : allocator.regions_of(tag)) {
-        regions.push_back(region.address);
+      const std::vector<RegionInfo> all = allocator.regions_of(tag);
+      const bool went = std::any_of(all.begin(), all.end(), [](const auto& each) { return is_asleep(each.state); });
+      for (const RegionInfo& region : all) {
+        // One that came while the others were asleep is there.
+        if (!went || region.state != RegionState::kAttached) regions.push_back(region.address);
         end_of_[{tag, region.name}] = regions.size();
       }
       end_of_[{tag, ""}] = regions.size();  // where KV blocks need all of them
@@ -117,25 +128,13 @@ void RegionImages::forget_clean(std::string_view tag) {
     forget_blocks();
     host_store_.reset();  // whose stamps do not tell of this
   }
-  if (const auto found = images_.find(tag); found != images_.end() && found->second.clean) images_.erase(found);
+  if (const auto found = images_.find(tag); found != images_.end() && found->second.kept) images_.erase(found);
 }
 
 void RegionImages::doubt(std::string_view tag) {
   if (tag == kWeightsTag) digest_holds_ = false;
   forget_clean(tag);
   contents_.forget_proof(tag);
-}
-
-void RegionImages::on_allocated(std::string_view tag) { doubt(tag); }
-
-void RegionImages::on_freed(const RegionInfo& region) {
-  doubt(region.tag);
-  const auto image = images_.find(region.tag);
-  if (image == images_.end()) return;
-  std::erase_if(image->second.chunks, [&](const SavedChunk& chunk) {
-    return chunk.key.kind == ChunkKind::kRegion && chunk.key.region == region.name;
-  });
-  if (image->second.chunks.empty()) images_.erase(image);
 }
 
 // --- the way down ---
@@ -149,15 +148,20 @@ Result<ChunkKey> RegionImages::key_of(int32_t block) const {
   return ChunkKey{.kind = ChunkKind::kKvBlock, .tag = kv_tag_, .index = static_cast<uint64_t>(block)};
 }
 
+Result<ChunkPlan> RegionImages::plan_of(int32_t block) const {
+  TORPOR_ASSIGN(ChunkKey key, key_of(block));
+  ChunkPlan plan{.key = std::move(key), .pieces = {}};
+  for (const KvPiece& piece : kv_layout_.pieces_of(static_cast<uint32_t>(block)))
+    plan.pieces.push_back({piece.address, piece.bytes});
+  return plan;
+}
+
 Result<std::vector<ChunkPlan>> RegionImages::plans_of(const std::string& tag,
                                                       const std::vector<int32_t>& blocks) const {
   std::vector<ChunkPlan> plans;
   if (tag == kv_tag_) {
     for (const int32_t block : blocks) {
-      TORPOR_ASSIGN(ChunkKey key, key_of(block));
-      ChunkPlan plan{.key = std::move(key)};
-      for (const KvPiece& piece : kv_layout_.pieces_of(static_cast<uint32_t>(block)))
-        plan.pieces.push_back({piece.address, piece.bytes});
+      TORPOR_ASSIGN(ChunkPlan plan, plan_of(block));
       plans.push_back(std::move(plan));
     }
     return plans;
@@ -173,30 +177,20 @@ Result<std::vector<ChunkPlan>> RegionImages::plans_of(const std::string& tag,
   return plans;
 }
 
-Result<std::vector<ChunkPlan>> RegionImages::plans_for(const std::vector<SavedChunk>& chunks) const {
-  std::string tag;
-  std::vector<int32_t> blocks;
-  for (const SavedChunk& chunk : chunks) {
-    tag = chunk.key.tag;
-    if (chunk.key.kind == ChunkKind::kKvBlock)
-      blocks.push_back(static_cast<int32_t>(std::min<uint64_t>(chunk.key.index, INT32_MAX)));
-  }
-  return plans_of(tag, blocks);
-}
-
 void RegionImages::forget_saved(const std::vector<std::string>& tags) {
   for (const std::string& tag : tags) {
     const auto found = images_.find(tag);
-    if (found == images_.end() || found->second.clean) continue;
+    if (found == images_.end() || found->second.kept) continue;
     if (tag == kv_tag_) retain(found->second);
     images_.erase(found);
   }
 }
 
-void RegionImages::on_detached(const std::vector<std::string>& tags) {
+void RegionImages::on_detached(const std::vector<std::string>& tags, std::set<std::string, std::less<>> away) {
+  away_.merge(away);
   for (const std::string& tag : tags) {
     const auto found = images_.find(tag);
-    if (found != images_.end()) found->second.clean = false;
+    if (found != images_.end()) found->second.kept = found->second.clean = false;
     if (tag != kv_tag_) continue;
     retained_->clear();
     stored_.keep_only(found == images_.end() ? std::span<const SavedChunk>() : found->second.chunks);
@@ -226,7 +220,7 @@ Status RegionImages::copy_up(std::span<const SavedChunk> chunks, std::span<const
     size_t end = first;
     for (uint64_t bytes = 0; end < plans.size() && (bytes < kBytesBehindMapping || regions.all_mapped()); ++end)
       bytes += plans[end].bytes();
-    TORPOR_TRY(regions.wait_for(plans[end - 1].key));
+    TORPOR_TRY(regions.wait_for(plans.subspan(first, end - first)));
     TORPOR_TRY(parts_.transfers.restore(chunks.subspan(std::min(first, chunks.size())),
                                         plans.subspan(first, end - first), source));
     first = end;
@@ -263,8 +257,9 @@ Result<orders::Restore::Reply> RegionImages::restore(const orders::Restore& orde
   if (!order.room.empty()) {
     TORPOR_ASSIGN(room, RoomFile::open(order.room));
   }
-  OnTheWay regions = room == nullptr ? OnTheWay(parts_.allocator, tags, parts_.own_threads)
-                                     : OnTheWay(parts_.allocator, tags, *room, static_cast<size_t>(parts_.rank));
+  const std::vector<std::string> asleep = asleep_of(tags);
+  OnTheWay regions = room == nullptr ? OnTheWay(parts_.allocator, asleep, parts_.own_threads)
+                                     : OnTheWay(parts_.allocator, asleep, *room, static_cast<size_t>(parts_.rank));
   if (regions.by_page() != nullptr) TORPOR_TRY(regions.by_page()->begin());
   for (const std::string& tag : tags) {
     const auto found = images_.find(tag);
@@ -322,9 +317,15 @@ Result<orders::LoadBlocks::Reply> RegionImages::load_blocks(const orders::LoadBl
 Status RegionImages::finish(const std::vector<std::string>& tags, bool keep) {
   const std::map<std::string, RegionState> states = parts_.allocator.states();
   std::vector<std::string> unfinished;
-  for (const std::string& tag : tags) {
+  for (const std::string& tag : asleep_of(tags)) {
     const auto state = states.find(tag);
     if (state == states.end() || state->second != RegionState::kAttached) unfinished.push_back(tag);
+  }
+  std::vector<std::string> whole;
+  for (const std::string& tag : tags) {
+    if (!keep || !parts_.keep_backup || tag == kv_tag_) continue;
+    TORPOR_ASSIGN(const bool has_all, is_whole(tag));
+    if (has_all) whole.push_back(tag);
   }
   // Writes from here on show against what a tag is without content.
   for (const std::string& tag : tags) {
@@ -333,12 +334,14 @@ Status RegionImages::finish(const std::vector<std::string>& tags, bool keep) {
   if (!unfinished.empty()) TORPOR_TRY(parts_.allocator.finish_restore(unfinished));
   // From here on nothing fails.
   for (const std::string& tag : tags) {
+    if (const auto back = away_.find(tag); back != away_.end()) away_.erase(back);
     const auto found = images_.find(tag);
     if (found == images_.end()) continue;
     if (tag == kv_tag_ && stays_for_late(keep)) continue;
-    const bool whole_in_host = found->second.host != nullptr && found->second.spilled == nullptr;
-    if (keep && parts_.keep_backup && whole_in_host && tag != kv_tag_) {
-      found->second.clean = true;
+    const bool in_host = found->second.host != nullptr && found->second.spilled == nullptr;
+    if (has_tag(whole, tag) && in_host) {
+      found->second.kept = true;
+      found->second.clean = tag == kWeightsTag;
       found->second.reused_bytes = 0;
       continue;
     }
@@ -349,74 +352,6 @@ Status RegionImages::finish(const std::vector<std::string>& tags, bool keep) {
 }
 
 // --- the rest ---
-
-Status RegionImages::read_saved(const RegionInfo& region, uint64_t offset, std::span<std::byte> out) const {
-  const Image* const image = region.tag == kv_tag_ ? nullptr : find(region.tag);
-  const size_t in_host = image == nullptr || image->host == nullptr ? 0 : image->in_host;
-  uint64_t read = 0;
-  std::vector<std::byte> unpacked;
-  for (size_t i = 0; i < in_host && read < out.size(); ++i) {
-    const SavedChunk& chunk = image->chunks[i];  // those of a region follow one another
-    const uint64_t begin = chunk.key.index * kRegionChunk;
-    const uint64_t from = offset + read;
-    if (chunk.key.region != region.name || from < begin || from >= begin + chunk.bytes) continue;
-    std::span<const std::byte> there = image->host->view(chunk);
-    if (there.empty()) {
-      unpacked.resize(chunk.bytes);
-      TORPOR_TRY(image->host->get_one(chunk, unpacked));
-      there = unpacked;
-    }
-    there = there.subspan(from - begin);
-    const size_t bytes = std::min(there.size(), out.size() - read);
-    std::memcpy(out.data() + read, there.data(), bytes);
-    read += bytes;
-  }
-  if (read == out.size()) return ok();
-  return Error{.code = Code::kNotFound,
-               .what = fmt::format("nothing of {} is saved in host memory", region.tag),
-               .next_step = "put it to sleep with its content first"};
-}
-
-Result<orders::DigestTags::Reply> RegionImages::digest(const orders::DigestTags& order) {
-  orders::DigestTags::Reply reply;
-  const std::map<std::string, RegionState> states = parts_.allocator.states();
-  for (const std::string& tag : order.tags) {
-    const auto state = states.find(tag);
-    const Image* const image = find(tag);
-    if (state != states.end() && state->second == RegionState::kDetached && image != nullptr) {
-      reply.digests[tag] = combined_digest(image->chunks);
-      continue;
-    }
-    if (std::optional<std::string> known = order.as_proven ? proven(tag) : std::nullopt; known) {
-      reply.digests[tag] = std::move(*known);
-      continue;
-    }
-    TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_of(tag, {}));
-    TORPOR_ASSIGN(const std::vector<Digest> digests, parts_.transfers.digests(plans));
-    CombinedDigest all;
-    for (size_t i = 0; i < plans.size(); ++i) {
-      all.add(plans[i].key, digests[i]);
-      reply.bytes += plans[i].bytes();
-    }
-    reply.digests[tag] = all.finish();
-    if (state != states.end() && state->second == RegionState::kAttached) contents_.know(tag, reply.digests[tag]);
-  }
-  return reply;
-}
-
-Status RegionImages::compare(const std::vector<std::string>& tags) {
-  for (const std::string& tag : tags) {
-    const auto found = images_.find(tag);
-    if (found == images_.end() || !found->second.clean) continue;
-    TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(found->second.chunks));
-    TORPOR_ASSIGN(const std::vector<Digest> digests, parts_.transfers.digests(plans));
-    const bool same =
-        std::equal(digests.begin(), digests.end(), found->second.chunks.begin(), found->second.chunks.end(),
-                   [](const Digest& now, const SavedChunk& then) { return now == then.digest; });
-    if (!same) images_.erase(found);
-  }
-  return ok();
-}
 
 const RegionImages::Image* RegionImages::find(std::string_view tag) const {
   const auto found = images_.find(tag);

@@ -2,9 +2,10 @@
 // in the arena, or in a checkpoint's chunk file. With a KV layout one tag is saved block by block, only the blocks that
 // are named; every other tag region by region, whole.
 //
-// A clean image is kept after a wake and still equal to the content of its attached tag: it is not copied again. That
-// it is clean is believed until the owner says that the tag was written, or it is noticed. Of KV blocks each is kept by
-// itself (engine/retained_blocks.h).
+// An image may be kept after a wake. A clean one is still equal to the content of its attached tag: it is not copied
+// again. That of the weights is believed to be until somebody says that they were written, or it is noticed; that of
+// any other tag, which anybody writes at any time, only where the content was just read (compare()). Of KV blocks each
+// is kept by itself, by its version (engine/retained_blocks.h).
 //
 // All bytes of a sleep, a wake or a digest go through here. Owner: RankMemory; its lock is held at every call.
 #pragma once
@@ -14,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -80,8 +82,9 @@ class RegionImages {
     HostArena::Span staging;             // kept free for bringing those back
     std::vector<BlockContent> contents;  // of blocks in the arena: of each chunk
     uint64_t reused_bytes = 0;           // not copied by the sleep that made it
-    bool clean = false;
-    uint64_t bytes() const;  // of the content
+    bool kept = false;                   // since a wake
+    bool clean = false;                  // kept, and equal to the content
+    uint64_t bytes() const;              // of the content
   };
   using Images = std::map<std::string, Image, std::less<>>;  // by tag
 
@@ -99,13 +102,14 @@ class RegionImages {
   void doubt(std::string_view tag);               // it may be
   void describe(orders::Describe::Reply& reply);  // looks for writes that nobody told of
   void on_allocated(std::string_view tag);        // a new region: it is in no image
+  void before_free(const RegionInfo& region);     // nothing reads or writes it any more
   void on_freed(const RegionInfo& region);
 
   // Content -> images. Clean ones in the arena stand as they are. After an error call forget_saved().
   Result<orders::Save::Reply> save(const orders::Save& order);
   Result<orders::LeaveSign::Reply> leave_sign(const orders::LeaveSign& order) const;
   Result<orders::PlanSave::Reply> plan(const orders::Save& order) const;
-  void forget_saved(const std::vector<std::string>& tags);  // images that are not clean, the content is there still
+  void forget_saved(const std::vector<std::string>& tags);  // images that are not kept, the content is there still
   // As save(), into the arena; the memory of what is safe there goes page by page, for another engine
   // (region_images_swap.cpp). After an error the images are as far as they came, for take_back(), then forget_saved().
   Result<orders::Save::Reply> save_giving(const orders::Save& order, RoomFile& room);
@@ -116,10 +120,14 @@ class RegionImages {
     stored_.clear();
     if (late_ != nullptr) late_->keep = false;
   }
-  void on_detached(const std::vector<std::string>& tags);  // nothing is clean without content
+  // Nothing is clean without content. `away`: the same tags; takes no memory.
+  void on_detached(const std::vector<std::string>& tags, std::set<std::string, std::less<>> away);
+  // Of tags that are to come back: those of which a region is asleep. The regions of the others were freed meanwhile,
+  // or all that is there of them was allocated since.
+  std::vector<std::string> asleep_of(const std::vector<std::string>& tags) const;
   // Attaches the tags' regions and copies their images up, but for late blocks, which begin to come.
   Result<orders::Restore::Reply> restore(const orders::Restore& order);
-  // The tags are awake; one that is already stays so. Without `keep` no image is kept as a clean one. That of late
+  // The tags are awake; one that is already stays so. Without `keep` no image is kept. That of late
   // blocks stays until all have ended and were told.
   Status finish(const std::vector<std::string>& tags, bool keep);
 
@@ -149,8 +157,9 @@ class RegionImages {
 
   void on_moved(const std::string& directory);  // the checkpoint under construction was committed to this path
 
-  // Reads the content of the tags; clean images of another content go.
+  // Reads the content of the tags; kept images of another content go, those of the same are clean until distrust().
   Status compare(const std::vector<std::string>& tags);
+  void distrust() noexcept;                       // but those of the weights
   const Image* find(std::string_view tag) const;  // null: there is none
   // What was saved of a region, from `offset` on. kNotFound: nothing is, or it does not lie in the arena.
   Status read_saved(const RegionInfo& region, uint64_t offset, std::span<std::byte> out) const;
@@ -165,10 +174,14 @@ class RegionImages {
   void abandon() noexcept;  // copies may still run: what is in the arena is leaked
 
  private:
+  static constexpr uint64_t kRegionChunk = 4ull << 20;
   class OnTheWay;
   struct Portion;
 
   Result<ChunkKey> key_of(int32_t block) const;
+  Result<ChunkPlan> plan_of(int32_t block) const;
+  bool holds_blocks(const RegionInfo& region) const;
+  Result<bool> is_whole(const std::string& tag) const;
   Result<std::vector<ChunkPlan>> plans_of(const std::string& tag, const std::vector<int32_t>& blocks) const;
   Result<std::vector<ChunkPlan>> plans_for(const std::vector<SavedChunk>& chunks) const;
   Result<orders::Save::Reply> save_to_arena(const orders::Save& order);
@@ -199,7 +212,7 @@ class RegionImages {
   Status write(Storing& storing, std::span<const size_t> places, RankWriter& writer);
   // That which the controller, or the first rank, has opened at this path.
   Result<Checkpoint> open_same(const std::string& path, uint64_t generation, const SealId& id) const;
-  Status fill_tag(const std::string& tag, const std::vector<SavedChunk>& chunks, Tier& source);
+  Status fill_tag(const std::string& tag, std::vector<SavedChunk> chunks, Tier& source);
   Result<const RankSummary*> own_summary(const Checkpoint& checkpoint) const;
   struct Giving {  // of a tag: what is to be copied, by address
     std::string tag;
@@ -240,6 +253,7 @@ class RegionImages {
   std::string kv_tag_;
   KvLayout kv_layout_;
   Images images_;
+  std::set<std::string, std::less<>> away_;  // tags, from the time their memory goes until they are awake
   std::map<std::string, uint64_t, std::less<>> packed_shares_;  // by tag: what its chunks took of the arena, of 1024
   std::weak_ptr<HostStore> host_store_;
   StoredBlocks stored_;                                                                  // of the tag with blocks

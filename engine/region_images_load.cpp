@@ -74,7 +74,7 @@ Result<LoadedTag> RegionImages::load_tag(const StoredTag& stored) {
   return loaded;
 }
 
-Status RegionImages::fill_tag(const std::string& tag, const std::vector<SavedChunk>& chunks, Tier& source) {
+Status RegionImages::fill_tag(const std::string& tag, std::vector<SavedChunk> chunks, Tier& source) {
   const std::map<std::string, RegionState> states = parts_.allocator.states();
   const auto state = states.find(tag);
   if (tag == kv_tag_ || state == states.end() || state->second != RegionState::kAttached) {
@@ -83,7 +83,11 @@ Status RegionImages::fill_tag(const std::string& tag, const std::vector<SavedChu
                                      state == states.end() ? "not there" : name(state->second)),
                  .next_step = "fill a tag that is attached, before the engine runs"};
   }
-  TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_of(tag, {}));
+  // By their keys: the process that saved them may have allocated in another order.
+  TORPOR_ASSIGN(std::vector<ChunkPlan> plans, plans_of(tag, {}));
+  const auto by_key = [](const auto& a, const auto& b) { return a.key < b.key; };
+  std::sort(plans.begin(), plans.end(), by_key);
+  std::sort(chunks.begin(), chunks.end(), by_key);
   const bool same = std::equal(plans.begin(), plans.end(), chunks.begin(), chunks.end(),
                                [](const ChunkPlan& plan, const SavedChunk& chunk) {
                                  return plan.key == chunk.key && plan.bytes() == chunk.bytes;

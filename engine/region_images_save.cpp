@@ -280,7 +280,7 @@ void RegionImages::learn(const std::string& tag, std::span<const SavedChunk> chu
 
 bool RegionImages::needs_staging() const {
   return parts_.host_codec != Codec::kNone && std::any_of(images_.begin(), images_.end(), [](const auto& each) {
-           return each.second.host != nullptr && !each.second.clean;
+           return each.second.host != nullptr && !each.second.kept;
          });
 }
 

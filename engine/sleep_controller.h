@@ -198,6 +198,7 @@ class SleepController final : private Operation::Owner {
   // sleep_controller_weights.cpp.
   static void say_what_to_load(FallingAsleep& sleep);
   std::vector<std::string> weights_of_kv(const FallingAsleep& sleep) noexcept TORPOR_REQUIRES(operation_mutex_);
+  static std::vector<uint64_t> writes_of(const Described& described);
   Result<bool> look_at_weights(const WakeOptions& options, SleepReport& report) TORPOR_REQUIRES(operation_mutex_);
   Result<bool> are_those_of_kv(const Described& described) TORPOR_REQUIRES(operation_mutex_);
   Result<bool> waits_for(const std::vector<std::string>& reload, const WakeOptions& options)
@@ -257,8 +258,8 @@ class SleepController final : private Operation::Owner {
   // Of the sleep in force.
   std::vector<std::string> sleeping_tags_ TORPOR_GUARDED_BY(operation_mutex_);
   std::vector<WorkerSnapshot> workers_ TORPOR_GUARDED_BY(operation_mutex_);
-  // Of each rank, when the engine fell asleep (orders::Describe::Reply::writes).
-  std::vector<std::map<std::string, uint64_t>> writes_ TORPOR_GUARDED_BY(operation_mutex_);
+  // Of each rank, when the engine fell asleep (writes_of).
+  std::vector<uint64_t> writes_ TORPOR_GUARDED_BY(operation_mutex_);
   // Of each rank, the digest of the weights that KV of then is of; empty: it is not known.
   std::vector<std::string> weights_ TORPOR_GUARDED_BY(operation_mutex_);
   std::vector<std::string> empty_ TORPOR_GUARDED_BY(operation_mutex_);  // tags that will come back without content

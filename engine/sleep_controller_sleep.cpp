@@ -142,8 +142,7 @@ Status SleepController::let_go(FallingAsleep& sleep) {
   std::vector<std::string> sleeping = sleeping_tags_;
   if (options.level > 0) sleeping.insert(sleeping.end(), sleep.tags.begin(), sleep.tags.end());
   sort_for_wake(sleeping);
-  std::vector<std::map<std::string, uint64_t>> writes;
-  for (const orders::Describe::Reply& reply : sleep.described) writes.push_back(reply.writes);
+  std::vector<uint64_t> writes = writes_of(sleep.described);
   // The generators are where they were when the requests were first kept.
   const bool same_workers = sleep.deeper && preserved_ && sleep.preserved;
   std::optional<RestoredFrom> from;

@@ -90,7 +90,12 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
                  .what = fmt::format("the tag \"{}\" is not asleep", tag),
                  .next_step = fmt::format("use some of: {}", joined(tags, ", "))};
   }
-  if (!options.tags.empty()) std::erase_if(tags, [&](const std::string& tag) { return !has_tag(options.tags, tag); });
+  const bool names_memory =
+      std::any_of(tags.begin(), tags.end(), [&](const auto& tag) { return has_tag(options.tags, tag); });
+  if (!options.tags.empty()) {
+    std::erase_if(
+        tags, [&](const std::string& tag) { return !has_tag(options.tags, tag) && (may_wait(tag) || !names_memory); });
+  }
   std::vector<std::string> still_asleep = sleeping_tags_;
   std::erase_if(still_asleep, [&](const std::string& tag) { return has_tag(tags, tag); });
 

@@ -16,14 +16,17 @@ bool are_missing(const Described& described, const std::string& tag) {
                      [&](const auto& reply) { return has_tag(reply.without_content, tag); });
 }
 
-// How often each tag was written, by rank.
-std::vector<std::map<std::string, uint64_t>> writes_of(const Described& described) {
-  std::vector<std::map<std::string, uint64_t>> writes;
-  for (const orders::Describe::Reply& reply : described) writes.push_back(reply.writes);
+}  // namespace
+
+// Return how often each rank's weights were seen to be written; other tags are no weights, whoever writes them.
+std::vector<uint64_t> SleepController::writes_of(const Described& described) {
+  std::vector<uint64_t> writes;
+  for (const orders::Describe::Reply& reply : described) {
+    const auto found = reply.writes.find(kWeightsTag);
+    writes.push_back(found == reply.writes.end() ? 0 : found->second);
+  }
   return writes;
 }
-
-}  // namespace
 
 // For a checkpoint.
 Status SleepController::has_content(const Described& described) {
@@ -102,15 +105,9 @@ Result<bool> SleepController::look_at_weights(const WakeOptions& options, SleepR
   return !same;
 }
 
-// Whether the weights, which were written, are the same bytes as before, and nothing else was written.
+// Whether the weights, which were written, are the same bytes as before.
 Result<bool> SleepController::are_those_of_kv(const Described& described) {
   if (weights_.empty() || weights_.size() != described.size()) return false;
-  std::vector<std::map<std::string, uint64_t>> now = writes_of(described);
-  std::vector<std::map<std::string, uint64_t>> then = writes_;
-  for (auto* writes : {&now, &then}) {
-    for (auto& of_rank : *writes) of_rank.erase(kWeightsTag);
-  }
-  if (now != then) return false;
   TORPOR_ASSIGN(const std::vector<orders::DigestTags::Reply> digested,
                 ranks_.call(orders::DigestTags{.tags = {kWeightsTag}, .as_proven = !options_.always_read_weights}));
   return std::equal(digested.begin(), digested.end(), weights_.begin(), weights_.end(),

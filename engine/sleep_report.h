@@ -63,8 +63,9 @@ enum class OldKv : uint8_t {
 };
 
 struct WakeOptions {
-  std::vector<std::string> tags;  // empty: all that sleep
-  std::string from_checkpoint;    // a checkpoint or a directory of checkpoints; for a new, empty engine
+  // Empty: all that sleep. Named or not, those that may not wait come with them (engine/tags.h).
+  std::vector<std::string> tags;
+  std::string from_checkpoint;  // a checkpoint or a directory of checkpoints; for a new, empty engine
   bool discard_on_restore_error = false;
   OldKv old_kv = OldKv::kUnsaid;  // kUnsaid is refused where requests have KV and weights were seen to be written
   bool hold = false;              // restored, but not yet running: end_hold() follows

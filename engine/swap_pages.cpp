@@ -39,7 +39,9 @@ Status PageTaker::take_all() {
     if (!there_[page]) TORPOR_TRY(take(page));
   }
   for (const std::string& tag : tags_) {
-    for (const RegionInfo& region : allocator_.regions_of(tag)) TORPOR_TRY(allocator_.attach_region(region.address));
+    for (const RegionInfo& region : allocator_.regions_of(tag)) {
+      if (region.state != RegionState::kAttached) TORPOR_TRY(allocator_.attach_region(region.address));
+    }
   }
   return ok();
 }

@@ -87,6 +87,7 @@ Result<TagMove> TagSleep::sleep_now(std::vector<std::string> wanted, const std::
   for (const RegionInfo& region : memory_.allocator().regions()) {
     if (has_tag(tags, region.tag)) content += region.size_bytes;
   }
+  memory_.images().distrust();
   if (clean == CleanCheck::kDigest) {
     TORPOR_TRY(memory_.device().synchronize());
     TORPOR_TRY(memory_.images().compare(kept));

@@ -21,10 +21,10 @@ struct TagMove {
   std::vector<std::pair<std::string, double>> seconds{};  // of each phase, in their order
 };
 
-// Whether a kept backup is believed to be that of the present content.
+// When a kept backup counts as that of the present content.
 enum class CleanCheck : uint8_t {
-  kTrust,  // what the owner marked dirty is not
-  kDigest  // digests are taken and compared
+  kTrust,  // that of the weights, unless the owner marked them dirty; no other
+  kDigest  // of any tag, where the digests of all its bytes are the same
 };
 
 class TagSleep {

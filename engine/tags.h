@@ -15,6 +15,9 @@ inline bool has_tag(const std::vector<std::string>& tags, std::string_view tag) 
   return std::find(tags.begin(), tags.end(), tag) != tags.end();
 }
 
+// A wake that names tags takes all others with it, as vLLM's does: an engine without them can do nothing.
+inline bool may_wait(std::string_view tag) { return tag == kWeightsTag || tag == kKvCacheTag; }
+
 // Weights wake first, the KV cache last: a wake that fails for want of memory then fails with less to undo.
 inline void sort_for_wake(std::vector<std::string>& tags) {
   const auto order = [](const std::string& tag) { return tag == kWeightsTag ? 0 : tag == kKvCacheTag ? 2 : 1; };

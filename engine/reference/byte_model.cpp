@@ -12,14 +12,15 @@ std::byte ByteModel::value(size_t at, std::byte random) const {
 }
 
 void ByteModel::load_weights(uint64_t seed) {
-  for (size_t i = 0; i < weights_.size(); ++i)
-    weights_[i] = value(i, static_cast<std::byte>((i * 2654435761u + seed * 97) >> 7));
+  weights_.each([&](uint64_t at, std::byte& byte) {
+    byte = value(at, static_cast<std::byte>((at * 2654435761u + seed * 97) >> 7));
+  });
 }
 
 std::span<std::byte> ByteModel::kv(std::span<const int32_t> table, int32_t at, uint32_t layer) const {
-  const KvTensor& tensor = layout_.tensors[0];
+  const KvTensor& tensor = layout_.tensors[layer];
   const auto block = static_cast<uint64_t>(table[static_cast<size_t>(at / shape_.block_tokens)]);
-  const uint64_t address = tensor.address + layer * tensor.layer_stride + block * tensor.block_stride +
+  const uint64_t address = tensor.address + block * tensor.block_stride +
                            static_cast<uint64_t>(at % shape_.block_tokens) * shape_.token_bytes;
   return {reinterpret_cast<std::byte*>(address), shape_.token_bytes};  // NOLINT(performance-no-int-to-ptr)
 }
@@ -28,7 +29,7 @@ void ByteModel::forward(std::span<const int32_t> table, int32_t at, int32_t toke
   for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
     StreamingDigest digest;
     digest.update(std::as_bytes(std::span(prepared_->bytes)));
-    digest.update(weights_.first(std::min<size_t>(weights_.size(), 64)));
+    weights_.add_first(digest, 64);
     const std::array<int32_t, 2> what{token, static_cast<int32_t>(layer)};
     digest.update(std::as_bytes(std::span(what)));
     digest.update(std::as_bytes(std::span(&pass, 1)));

@@ -10,6 +10,7 @@
 #include <span>
 
 #include "base/digest.h"
+#include "engine/reference/scattered_regions.h"
 #include "kvcache/kv_layout.h"
 
 namespace torpor::reference {
@@ -24,13 +25,13 @@ struct ByteModelShape {
 
 class ByteModel {
  public:
-  // `weights` is device memory; `layout` says where KV blocks are, one tensor, layer-outermost. Both stay valid.
-  ByteModel(ByteModelShape shape, std::span<std::byte> weights, const KvLayout& layout)
-      : shape_(shape), weights_(weights), layout_(layout) {}
+  // `weights` is device memory; `layout` says where KV blocks are, a tensor for each layer. Both stay valid.
+  ByteModel(ByteModelShape shape, ScatteredBytes weights, const KvLayout& layout)
+      : shape_(shape), weights_(std::move(weights)), layout_(layout) {}
 
   void load_weights(uint64_t seed);
-  // What is made of the weights and lies outside their region; a forward pass needs it.
-  void prepare() { prepared_ = digest_of(weights_); }
+  // What is made of the weights and lies outside their regions; a forward pass needs it.
+  void prepare() { prepared_ = weights_.digest(); }
   void forget() { prepared_.reset(); }
   bool prepared() const { return prepared_.has_value(); }
 
@@ -44,7 +45,7 @@ class ByteModel {
   std::byte value(size_t at, std::byte random) const;
   std::span<std::byte> kv(std::span<const int32_t> table, int32_t at, uint32_t layer) const;
   const ByteModelShape shape_;
-  const std::span<std::byte> weights_;
+  const ScatteredBytes weights_;
   const KvLayout& layout_;
   std::optional<Digest> prepared_;
 };

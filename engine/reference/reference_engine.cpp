@@ -9,8 +9,6 @@
 namespace torpor::reference {
 namespace {
 
-constexpr const char* kOnlyRegion = "all";
-
 // Knuth's constants for a 64-bit linear congruential generator (MMIX).
 uint64_t draw(uint64_t& generator) { return generator = generator * 6364136223846793005u + 1442695040888963407u; }
 
@@ -77,17 +75,25 @@ Result<ReferenceEngine::Rank> ReferenceEngine::make_rank(int32_t rank, std::uniq
   const ByteModelShape& shape = options_.model;
   const uint64_t block_bytes = static_cast<uint64_t>(shape.block_tokens) * shape.token_bytes;
   const uint64_t layer_bytes = static_cast<uint64_t>(options_.num_blocks) * block_bytes;
-  TORPOR_ASSIGN(const DeviceAddress weights, made.memory->allocate("weights", kOnlyRegion, options_.weight_bytes));
-  TORPOR_ASSIGN(const DeviceAddress kv, made.memory->allocate("kv_cache", kOnlyRegion, shape.layers * layer_bytes));
-  TORPOR_TRY(made.memory->set_kv_layout("kv_cache", {.num_blocks = static_cast<uint32_t>(options_.num_blocks),
-                                                     .tensors = {{.address = kv,
-                                                                  .layers = shape.layers,
-                                                                  .layer_stride = layer_bytes,
-                                                                  .block_stride = block_bytes,
-                                                                  .block_bytes = block_bytes}}}));
-  made.model =
-      std::make_unique<ByteModel>(shape, std::span(reinterpret_cast<std::byte*>(weights), options_.weight_bytes),
-                                  made.memory->kv_layout());  // NOLINT(performance-no-int-to-ptr)
+  const auto seed = static_cast<uint64_t>(rank) + options_.weights_seed;  // of the order; sizes are those of any engine
+  TORPOR_ASSIGN(ScatteredBytes weights, ScatteredBytes::allocate(*made.memory, "weights", options_.weight_bytes,
+                                                                 static_cast<uint64_t>(rank), seed));
+  // Each layer in a region of its own, and one that no layer needs.
+  std::vector<uint64_t> sizes(shape.layers, layer_bytes);
+  sizes.push_back(1 + layer_bytes / 3);
+  TORPOR_ASSIGN(const std::vector<DeviceAddress> layers, allocate_scattered(*made.memory, "kv_cache", sizes, seed));
+  KvLayout layout{.num_blocks = static_cast<uint32_t>(options_.num_blocks), .tensors = {}};
+  for (uint32_t layer = 0; layer < shape.layers; ++layer) {
+    layout.tensors.push_back({.address = layers[layer],
+                              .layers = 1,
+                              .layer_stride = layer_bytes,
+                              .block_stride = block_bytes,
+                              .block_bytes = block_bytes});
+  }
+  TORPOR_TRY(made.memory->set_kv_layout("kv_cache", std::move(layout)));
+  TORPOR_ASSIGN(RuntimeRegions runtime, RuntimeRegions::allocate(*made.memory, seed, seed));
+  made.runtime = std::move(runtime);
+  made.model = std::make_unique<ByteModel>(shape, std::move(weights), made.memory->kv_layout());
   made.model->load_weights(options_.weights_seed + static_cast<uint64_t>(rank));
   made.memory->mark_dirty("weights");
   made.model->prepare();
@@ -127,6 +133,7 @@ Status ReferenceEngine::add(const ReferenceRequest& request, int32_t samples) {
                  .what = fmt::format("request {} is there already", id_of(sample)),
                  .next_step = "use another id"};
   }
+  for (Rank& rank : ranks_) TORPOR_TRY(rank.runtime.exchange());
   for (int32_t sample = 0; sample < samples; ++sample) {
     auto made = std::make_unique<Request>();
     made->asked = request;
@@ -340,7 +347,13 @@ int32_t ReferenceEngine::sample(Request& request) {
 
 std::vector<ReferenceOutput> ReferenceEngine::step() {
   std::vector<ReferenceOutput> outputs;
+  if (frozen_) {
+    if (const Status well = exchange_asleep(); !well) return {{.id = well.error().what, .token = -1}};
+  }
   if (frozen_ || requests_.empty() || !prepared() || !port_.may_step()) return outputs;
+  for (Rank& rank : ranks_) {
+    if (const Status well = rank.runtime.step(); !well) return {{.id = well.error().what, .token = -1}};
+  }
   if (!loading_.empty()) (void)step_offload();
   const int64_t began = port_.now();
   ++counts_.steps;
@@ -367,6 +380,16 @@ std::vector<ReferenceOutput> ReferenceEngine::step() {
   }
   if (port_.on()) tell_step(scheduled, began);
   return outputs;
+}
+
+// Regions of the runtime go and come while it sleeps, too, as when a framework tidies up.
+Status ReferenceEngine::exchange_asleep() {
+  for (Rank& rank : ranks_) {
+    const std::map<std::string, RegionState> states = rank.memory->states();
+    const auto state = states.find(RuntimeRegions::kTag);
+    if (state != states.end() && state->second == RegionState::kDetached) TORPOR_TRY(rank.runtime.exchange());
+  }
+  return ok();
 }
 
 void ReferenceEngine::tell_step(const std::vector<Scheduled>& scheduled, int64_t began) {

@@ -23,6 +23,7 @@
 #include "engine/engine_hooks.h"
 #include "engine/rank_memory.h"
 #include "engine/reference/byte_model.h"
+#include "engine/reference/scattered_regions.h"
 #include "kvcache/block_pool.h"
 #include "kvcache/offload_scheduler.h"
 #include "kvcache/offload_worker.h"
@@ -103,7 +104,8 @@ class ReferenceEngine final : public EngineHooks {
   bool abort(const std::string& id);  // false: unknown
   // Other weights from now on. Who keeps KV over it says so to the controller, or sleeps over it.
   void load_weights(uint64_t seed);
-  // One forward pass over as many tokens as the budget allows. Nothing while frozen or idle.
+  // One forward pass over as many tokens as the budget allows. Nothing while frozen or idle. An output of no request,
+  // with the token -1: the engine's memory is not as it was left, and the id says where.
   std::vector<ReferenceOutput> step();
   bool idle() const { return requests_.empty(); }
   bool frozen() const { return frozen_; }
@@ -169,6 +171,7 @@ class ReferenceEngine final : public EngineHooks {
   struct Rank {
     std::unique_ptr<RankMemory> memory;
     std::unique_ptr<ByteModel> model;
+    RuntimeRegions runtime{};
   };
   struct Scheduled {
     Request* request = nullptr;
@@ -197,6 +200,7 @@ class ReferenceEngine final : public EngineHooks {
   void preempt(Request& request, std::vector<Scheduled>& scheduled, int32_t& budget);
   void compute(Scheduled& scheduled);
   int32_t sample(Request& request);
+  Status exchange_asleep();
   bool prepared() const;
   void tell_step(const std::vector<Scheduled>& scheduled, int64_t began);
   void release(Request& request);

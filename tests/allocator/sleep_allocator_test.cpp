@@ -98,8 +98,30 @@ TEST_F(SleepAllocatorTest, TagsSleepAlone) {
   ASSERT_SUCCEEDS(allocator_->detach(Tags{"kv_cache"}));
   EXPECT_EQ(device_.info().physical_bytes, 4 * kUnit);
   EXPECT_EQ(at(weights_)[0], std::byte{1});
-  EXPECT_FAILS(allocator_->allocate("kv_cache", "more", 1), Code::kFailedPrecondition, "kv_cache");
   EXPECT_SUCCEEDS(allocator_->allocate("weights", "more", 1));
+}
+
+// It is there at once, and neither a wake nor its undoing touches it.
+TEST_F(SleepAllocatorTest, ARegionComesWhileItsTagSleeps) {
+  const Tags tags{"weights"};
+  ASSERT_SUCCEEDS(allocator_->detach(tags));
+  const DeviceAddress fresh = value_of(allocator_->allocate("weights", "fresh", kUnit));
+  std::memset(at(fresh), 7, kUnit);
+  EXPECT_EQ(state("weights"), RegionState::kDetached);
+  EXPECT_FAILS(allocator_->begin_save(tags), Code::kFailedPrecondition);
+  EXPECT_FAILS(allocator_->detach(tags), Code::kFailedPrecondition);
+  for (const bool undone : {true, false}) {
+    ASSERT_SUCCEEDS(attach(*allocator_, tags));
+    EXPECT_EQ(state("weights"), RegionState::kRestoring);
+    EXPECT_FAILS(allocator_->allocate("weights", "later", 1), Code::kFailedPrecondition, "restoring");
+    EXPECT_EQ(allocator_->pages_of(tags).size(), 4u);  // of the two that come
+    ASSERT_SUCCEEDS(undone ? allocator_->cancel_restore(tags) : allocator_->finish_restore(tags));
+    EXPECT_EQ(state("weights"), undone ? RegionState::kDetached : RegionState::kAttached);
+    EXPECT_EQ(at(fresh)[kUnit - 1], std::byte{7});
+  }
+  EXPECT_FAILS(allocator_->cancel_restore(tags), Code::kFailedPrecondition);  // all are awake
+  ASSERT_SUCCEEDS(allocator_->detach(tags));
+  EXPECT_EQ(state("weights"), RegionState::kDetached);
 }
 
 TEST_F(SleepAllocatorTest, EveryTransitionThatIsNotAllowedIsRefusedAndChangesNothing) {

@@ -149,11 +149,14 @@ TEST_F(LoadedWeights, AreNotProvedAnyMoreWithAnotherRegionBesideThem) {
 TEST_F(LoadedWeights, OfAnotherLayoutAreRefusedBeforeAnythingIsWritten) {
   const auto memory = value_of(RankMemory::create(value_of(make_host_device()), linux_file_system(), {.threads = 1}));
   EXPECT_FAILS(memory->load_tag(stored_), Code::kFailedPrecondition, "weights cannot be filled: it is not there");
-  const DeviceAddress address = value_of(memory->allocate("weights", "w", kWeightBytes + 1));
+  const std::vector<uint64_t> sizes = reference::random_sizes(kWeightBytes, TestEngineOptions{}.regions, 1);
+  ASSERT_SUCCEEDS(memory->allocate("weights", "w2", sizes.at(2)));
+  ASSERT_SUCCEEDS(memory->allocate("weights", "w1", sizes.at(1)));
+  const DeviceAddress address = value_of(memory->allocate("weights", "w", sizes.at(0) + 1));
   EXPECT_FAILS(memory->load_tag(stored_), Code::kIncompatible,
-               fmt::format("the region \"w\" has {} bytes there, and {} here", kWeightBytes, kWeightBytes + 1));
+               fmt::format("the region \"w\" has {} bytes there, and {} here", sizes.at(0), sizes.at(0) + 1));
   ASSERT_SUCCEEDS(memory->free(address));
-  ASSERT_SUCCEEDS(memory->allocate("weights", "w", kWeightBytes));
+  ASSERT_SUCCEEDS(memory->allocate("weights", "w", sizes.at(0)));
   ASSERT_SUCCEEDS(memory->allocate("weights", "more", kWeightBytes));
   EXPECT_FAILS(memory->load_tag(stored_), Code::kIncompatible, "the region \"more\"");
   for (const RegionInfo& region : memory->allocator().regions()) {

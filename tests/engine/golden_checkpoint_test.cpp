@@ -19,7 +19,7 @@ std::shared_ptr<const Key> golden_key() {
 // the first.
 class GoldenCheckpoint : public ::testing::Test {
  protected:
-  const TestEngineOptions options_{.ranks = 2, .key = golden_key()};
+  const TestEngineOptions options_{.ranks = 2, .regions = 1, .key = golden_key()};  // as those that wrote them
   SleepControllerOptions in(const std::string& directory) const {
     return {.directory = directory, .checkpoints = {.key = golden_key(), .encrypt = true, .incremental = true}};
   }

@@ -223,7 +223,7 @@ class SecondSleep : public SleepFailure {
   static uint64_t kv_bytes(int64_t blocks, int ranks) {
     return static_cast<uint64_t>(blocks * ranks) * kBlockBytes * kKvLayers;
   }
-  static uint64_t weight_bytes(int ranks) { return kWeightBytes * static_cast<uint64_t>(ranks); }
+  static uint64_t whole_bytes(int ranks) { return (kWeightBytes + kRuntimeBytes) * static_cast<uint64_t>(ranks); }
 };
 
 TEST_F(SecondSleep, WithoutAStepItMovesNoKvAndAfterSomeOnlyTheTail) {
@@ -234,11 +234,11 @@ TEST_F(SecondSleep, WithoutAStepItMovesNoKvAndAfterSomeOnlyTheTail) {
       begin(slept.engine);
       const SleepReport first = value_of(slept.controller.sleep(to_host()));
       EXPECT_EQ(first.reused_bytes, 0u);
-      EXPECT_EQ(first.saved_bytes, weight_bytes(ranks) + kv_bytes(first.kept_blocks, ranks));
+      EXPECT_EQ(first.saved_bytes, whole_bytes(ranks) + kv_bytes(first.kept_blocks, ranks));
       ASSERT_SUCCEEDS(slept.controller.wake_up({}));
       for (int i = 0; i < between; ++i) slept.engine.step();
       const SleepReport second = value_of(slept.controller.sleep(to_host()));
-      const uint64_t copied = second.saved_bytes - weight_bytes(ranks);
+      const uint64_t copied = second.saved_bytes - whole_bytes(ranks);
       EXPECT_EQ(copied + second.reused_bytes, kv_bytes(second.kept_blocks, ranks));
       // Of four requests each has one block that is being filled, and those that it filled meanwhile.
       if (between == 0) {

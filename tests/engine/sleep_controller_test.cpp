@@ -142,7 +142,7 @@ TEST_P(SleepControllerTest, WithoutPreserveStateRequestsAreAbortedOrRecomputed) 
   add_example_requests(recomputed.engine);
   for (int i = 0; i < 5; ++i) recomputed.engine.step();
   const SleepReport report = value_of(recomputed.controller.sleep(dropping(1, "recompute")));
-  EXPECT_EQ(report.saved_bytes, kWeightBytes * static_cast<uint64_t>(GetParam().ranks));  // no KV
+  EXPECT_EQ(report.saved_bytes, (kWeightBytes + kRuntimeBytes) * static_cast<uint64_t>(GetParam().ranks));  // no KV
   ASSERT_SUCCEEDS(recomputed.controller.wake_up({}));
   EXPECT_EQ(finish(recomputed.engine), expected());
   EXPECT_GT(recomputed.engine.recomputed(), 0);
@@ -153,7 +153,7 @@ TEST_P(SleepControllerTest, Level2SavesNoWeightsAndSaysWhatToReload) {
   add_example_requests(slept.engine);
   slept.engine.step();
   const SleepReport report = value_of(slept.controller.sleep(dropping(2, "recompute")));
-  EXPECT_EQ(report.saved_bytes, 0u);
+  EXPECT_EQ(report.saved_bytes, kRuntimeBytes * static_cast<uint64_t>(GetParam().ranks));
   const SleepReport woken = value_of(slept.controller.wake_up({}));
   EXPECT_EQ(woken.reload, (std::vector<std::string>{"weights"}));
   slept.engine.load_weights(1);
@@ -173,6 +173,42 @@ TEST_P(SleepControllerTest, TagsWakeOneByOneAndTheEngineRunsOnlyWithAll) {
   EXPECT_FALSE(slept.engine.step());
   EXPECT_FAILS(slept.controller.wake_up({.tags = {"weights"}}), Code::kInvalidArgument, "kv_cache");
   EXPECT_TRUE(value_of(slept.controller.wake_up({.tags = {"kv_cache"}})).fully_awake);
+  EXPECT_EQ(finish(slept.engine), expected());
+}
+
+// The tags of a GPU: those that a wake need not name come with any that it does.
+TEST_P(SleepControllerTest, AWakeOfSomeTagsBringsBackAllThatMayNotWait) {
+  SleepingEngine slept = make();
+  for (int rank = 0; rank < GetParam().ranks; ++rank) {
+    for (const char* tag : {"workspace", "cudagraph"}) {
+      const std::vector<uint64_t> sizes = reference::random_sizes(30'000, 3, 1);
+      for (const DeviceAddress address :
+           value_of(reference::allocate_scattered(slept.engine.memory(rank), tag, sizes, 1)))
+        std::memset(reinterpret_cast<void*>(address), 7, 10);  // NOLINT(performance-no-int-to-ptr)
+    }
+  }
+  add_example_requests(slept.engine);
+  for (int i = 0; i < 4; ++i) slept.engine.step();
+  for (const bool kv_first : {false, true}) {
+    ASSERT_SUCCEEDS(slept.controller.sleep(preserving(false)));
+    const std::string first = kv_first ? "kv_cache" : "weights";
+    const std::string second = kv_first ? "weights" : "kv_cache";
+    const SleepReport some = value_of(slept.controller.wake_up({.tags = {first}}));
+    EXPECT_EQ(some.note, "still asleep: " + second);
+    EXPECT_FALSE(some.fully_awake);
+    for (const auto& [tag, state] : slept.controller.state().tags)
+      EXPECT_EQ(state, tag == second ? "detached" : "attached") << tag;
+    EXPECT_FALSE(slept.engine.step());
+    EXPECT_TRUE(value_of(slept.controller.wake_up({.tags = {second}})).fully_awake);
+    EXPECT_TRUE(slept.engine.step());
+  }
+  // One that may not wait can be named, too; a word that names no memory brings none.
+  ASSERT_SUCCEEDS(slept.controller.sleep(preserving(false)));
+  EXPECT_FALSE(value_of(slept.controller.wake_up({.tags = {"scheduling"}})).changed);
+  EXPECT_EQ(slept.controller.state().tags.at("runtime"), "detached");
+  EXPECT_EQ(value_of(slept.controller.wake_up({.tags = {"runtime"}})).note, "still asleep: weights, kv_cache");
+  EXPECT_EQ(slept.controller.state().tags.at("workspace"), "attached");
+  EXPECT_TRUE(value_of(slept.controller.wake_up({})).fully_awake);
   EXPECT_EQ(finish(slept.engine), expected());
 }
 
@@ -291,8 +327,11 @@ TEST_P(SleepControllerTest, PlanningChangesNothingAndTellsTheTruth) {
   const SleepReport report = value_of(slept.controller.sleep(preserving(false)));
   EXPECT_EQ(plan.requests, report.requests);
   EXPECT_EQ(plan.kept_blocks, report.kept_blocks);
-  EXPECT_EQ(plan.save_bytes.at("weights") + plan.save_bytes.at("kv_cache"), report.saved_bytes);
-  EXPECT_EQ(plan.free_bytes.at("weights") + plan.free_bytes.at("kv_cache"), report.freed_bytes);
+  const auto sum = [](const std::map<std::string, uint64_t>& of) {
+    return of.at("weights") + of.at("kv_cache") + of.at("runtime");
+  };
+  EXPECT_EQ(sum(plan.save_bytes), report.saved_bytes);
+  EXPECT_EQ(sum(plan.free_bytes), report.freed_bytes);
   ASSERT_SUCCEEDS(slept.controller.wake_up({}));
   EXPECT_EQ(finish(slept.engine), expected());
 }

@@ -39,12 +39,13 @@ TEST_F(SleepFailure, I7WhereverAWakeFailsItStaysAsleepAndARetryWorks) {
       SleepingEngine slept = make();
       begin(slept.engine);
       ASSERT_SUCCEEDS(slept.controller.sleep(disk ? to_disk() : to_host()));
+      const uint64_t asleep = slept.engine.device().info().physical_bytes;  // what was allocated since
       slept.engine.fail_hook(hook);
       const Result<SleepReport> woken = slept.controller.wake_up({});
       EXPECT_FAILS(woken, Code::kInternal, hook);
       EXPECT_FALSE(woken.error().state_changed);
       EXPECT_TRUE(slept.controller.is_sleeping());
-      EXPECT_EQ(slept.engine.device().info().physical_bytes, 0u);
+      EXPECT_EQ(slept.engine.device().info().physical_bytes, asleep);
       ASSERT_SUCCEEDS(slept.controller.wake_up({}));
       expect_untouched(slept);
     }
@@ -121,7 +122,8 @@ TEST_F(SleepFailure, WithoutDeviceMemoryAWakeStaysAsleepUntilThereIsSome) {
   SleepingEngine slept = make({.device_capacity_bytes = 1 * kMiB});
   begin(slept.engine);
   ASSERT_SUCCEEDS(slept.controller.sleep(to_host()));
-  const PhysicalId other = value_of(slept.engine.device().create(1 * kMiB));
+  const uint64_t left = kMiB - slept.engine.device().info().physical_bytes;
+  const PhysicalId other = value_of(slept.engine.device().create(left));
   EXPECT_FAILS(slept.controller.wake_up({}), Code::kResourceExhausted, "needed");
   EXPECT_TRUE(slept.controller.is_sleeping());
   ASSERT_SUCCEEDS(slept.engine.device().release(other));

@@ -1,6 +1,7 @@
 // What the tests of failures share: an engine that sleeps, on a file system that fails on command.
 #pragma once
 
+#include "base/units.h"
 #include "tests/support/results.h"
 #include "tests/support/sleeping_engine.h"
 
@@ -15,7 +16,14 @@ class SleepFailure : public ::testing::Test {
     test::add_example_requests(engine);
     for (int i = 0; i < steps; ++i) engine.step();
   }
-  static constexpr uint64_t kRoomForWeightsOnly = 204'800;  // and not a page more
+  static uint64_t room_for_weights_only() {  // and the runtime, with what is lost between its pieces
+    uint64_t bytes = 0;
+    for (const uint64_t all : {test::kWeightBytes, test::kRuntimeBytes}) {
+      for (const uint64_t size : reference::random_sizes(all, test::TestEngineOptions{}.regions, 1))
+        bytes += align_up(size, kPage);
+    }
+    return bytes + 16 * kKiB;
+  }
   static constexpr SleepOptions to_host() { return {.preserve_state = true}; }
   static constexpr SleepOptions to_disk() { return {.preserve_state = true, .to_disk = true}; }
   // It serves on as if nothing had been asked.

@@ -14,6 +14,7 @@ inline TestEngineOptions paged(uint64_t weights_seed, int ranks = 1, bool defer_
   options.defer_copies = defer_copies;
   options.handle_bytes = kSwapPageBytes;
   options.bf16 = true;
+  options.exchange_asleep = false;
   return options;
 }
 

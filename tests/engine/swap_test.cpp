@@ -8,6 +8,8 @@
 #include <mutex>
 #include <random>
 
+#include <fmt/core.h>
+
 #include "base/progress_file.h"
 #include "engine/sleep_controller.h"
 #include "tests/engine/sleep_failure.h"
@@ -242,10 +244,11 @@ TEST_F(SwapTest, ACopyThatIsNotProvenOverKeepsItsMemory) {
 
 TEST_F(SwapTest, WithoutRoomInHostMemoryNothingGoes) {
   TestEngineOptions options = paged(1);
-  options.arena_budget_bytes = kRoomForWeightsOnly;
+  options.arena_budget_bytes = room_for_weights_only();
   const auto pair = make_pair(options, paged(2));
   pair->from.engine.device().on_change([] { ADD_FAILURE() << "memory went, or came"; });
-  EXPECT_FAILS(swap(*pair), Code::kResourceExhausted, "more wanted, 0 of the budget of 204800 are held");
+  EXPECT_FAILS(swap(*pair), Code::kResourceExhausted,
+               fmt::format("more wanted, 0 of the budget of {} are held", room_for_weights_only()));
   pair->from.engine.device().on_change({});
   expect_as_before(*pair);
   expect_same_tokens(*pair);
@@ -335,6 +338,7 @@ TEST_F(SwapTest, RandomSwapsLoseNoToken) {
     TestEngineOptions from = paged(1, ranks, below(2) == 0);
     TestEngineOptions to = paged(2, ranks, below(2) == 0);
     from.own_threads = to.own_threads = below(2) == 0;
+    from.exchange_asleep = to.exchange_asleep = true;
     if (below(2) == 0) from.retain_kv_bytes = to.retain_kv_bytes = 4096;
     if (seed % 2 == 0) from.host_compression = Codec::kBf16;
     if (seed % 3 == 0) to.host_compression = Codec::kBf16;

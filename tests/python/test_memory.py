@@ -340,27 +340,35 @@ assert os.waitstatus_to_exitcode(status) == 5, status
     assert done.returncode == 0, done.stderr
 
 
-def test_kept_backups_are_not_copied_again_unless_something_changed():
+def test_kept_backups_of_weights_are_not_copied_again_unless_something_changed():
     code = """
 import ctypes
 from torpor import memory
-with memory.scope("w"):
+with memory.scope("weights"):
     address = memory.allocate(1 << 20)
-assert memory.sleep("w")["copied_bytes"] == 1 << 20
+assert memory.sleep("weights")["copied_bytes"] == 1 << 20
 memory.wake()
-again = memory.sleep("w")
+again = memory.sleep("weights")
 assert (again["copied_bytes"], again["clean_bytes"]) == (0, 1 << 20), again
 memory.wake()
 ctypes.memset(address, 7, 100)
-memory.mark_dirty("w")
-assert memory.sleep("w")["copied_bytes"] == 1 << 20
+memory.mark_dirty("weights")
+assert memory.sleep("weights")["copied_bytes"] == 1 << 20
 memory.wake()
 ctypes.memset(address, 9, 100)
-assert memory.sleep("w", check=True)["copied_bytes"] == 1 << 20  # nobody said so, its digest did
+assert memory.sleep("weights", check=True)["copied_bytes"] == 1 << 20  # nobody said so, its digest did
 memory.wake()
-assert memory.sleep("w", check=True)["copied_bytes"] == 0
+assert memory.sleep("weights", check=True)["copied_bytes"] == 0
 memory.wake()
 assert ctypes.string_at(address, 101) == bytes([9]) * 100 + bytes(1)
+with memory.scope("other"):
+    address = memory.allocate(1 << 20)
+for value in (1, 2, 3):
+    ctypes.memset(address, value, 100)  # nobody says so
+    assert memory.sleep("other")["copied_bytes"] == 1 << 20
+    memory.wake("other")
+    assert ctypes.string_at(address, 1) == bytes([value])
+assert memory.sleep("other", check=True)["copied_bytes"] == 0
 """
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -236,7 +236,7 @@ class Run {
     result_.reused += slept->reused_bytes;
     say("slept to {}", slept->to);
     if (to_disk) checkpoint_.newer_one();
-    if (!engine().step().empty()) throw Failed{"a token was made asleep"};
+    if (const auto made = run_.step(); !made.empty()) throw Failed{"asleep it made a token: " + made[0].id};
     if (to_disk && dice_.chance(0.5)) return wake_in_new_engine(slept->checkpoint);
     OldKv old_kv = OldKv::kUnsaid;
     while (true) {

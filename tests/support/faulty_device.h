@@ -23,6 +23,17 @@ class FaultyDevice final : public DeviceMemory {
   // Called after memory was made, or released.
   void on_change(std::function<void()> call) { on_change_ = std::move(call); }
   void has_own_memory() { own_memory_ = true; }  // or says so: none that the machine has, too
+  // Calls neither fail nor count as long as one is there.
+  class Spared {
+   public:
+    explicit Spared(FaultyDevice& device) : device_(device) { ++device_.spared_; }
+    Spared(const Spared&) = delete;
+    Spared& operator=(const Spared&) = delete;
+    ~Spared() { --device_.spared_; }
+
+   private:
+    FaultyDevice& device_;
+  };
   uint64_t calls() const { return calls_; }
   bool fired() const { return fail_at_ != 0 && calls_ >= fail_at_; }
 
@@ -83,6 +94,7 @@ class FaultyDevice final : public DeviceMemory {
 
  private:
   bool fails() {
+    if (spared_ > 0) return false;
     const uint64_t call = ++calls_;
     return fail_at_ != 0 && (sticky_ ? call >= fail_at_ : call == fail_at_);
   }
@@ -97,6 +109,7 @@ class FaultyDevice final : public DeviceMemory {
   bool own_memory_ = false;
   std::unique_ptr<DeviceMemory> inner_;
   std::atomic<uint64_t> calls_ = 0;
+  std::atomic<int> spared_ = 0;
   std::atomic<uint64_t> fail_at_ = 0;
   std::atomic<bool> sticky_ = false;
   std::atomic<Drain> drain_ = Drain::kCompleted;

@@ -12,15 +12,13 @@
 #include <map>
 #include <set>
 
-#include "allocator/host_device.h"
-#include "base/units.h"
 #include "engine/engine_hooks.h"
 #include "engine/rank_service.h"
 #include "engine/tags.h"
-#include "tests/support/faulty_device.h"
 #include "tests/support/hashed_weights.h"
 #include "tests/support/results.h"
 #include "tests/support/test_engine_options.h"
+#include "tests/support/test_rank.h"
 
 namespace torpor::test {
 
@@ -30,35 +28,7 @@ class TestEngine final : public EngineHooks {
   using Tokens = std::map<std::string, std::vector<int32_t>>;
 
   explicit TestEngine(FileSystem& file_system, Options options = {}) : options_(options) {
-    for (int rank = 0; rank < options_.ranks; ++rank) {
-      Rank& made = ranks_.emplace_back();
-      auto device = std::make_unique<FaultyDevice>(value_of(
-          make_host_device({.capacity_bytes = options_.device_capacity_bytes, .defer_copies = options_.defer_copies})));
-      made.device = device.get();
-      made.memory = value_of(RankMemory::create(std::move(device), options_.files_of(rank, file_system),
-                                                {.rank = rank,
-                                                 .arena_budget_bytes = options_.arena_budget_bytes,
-                                                 .arena_slab_bytes = kMiB,
-                                                 .handle_bytes = options_.handle_bytes,
-                                                 .threads = 2,
-                                                 .own_threads = options_.own_threads,
-                                                 .retain_kv_bytes = options_.retain_kv_bytes,
-                                                 .host_compression = options_.host_compression,
-                                                 .key = options_.key,
-                                                 .spill_directory = options_.spill_directory,
-                                                 .encrypt = options_.key != nullptr,
-                                                 .spill_staging_bytes = 2 * kPage}));
-      made.weights = value_of(made.memory->allocate("weights", "w", kWeightBytes));
-      const uint64_t kv_bytes = kKvLayers * static_cast<uint64_t>(options_.num_blocks) * kBlockBytes;
-      made.kv = value_of(made.memory->allocate("kv_cache", "kv", kv_bytes));
-      must(made.memory->set_kv_layout(
-          "kv_cache", {.num_blocks = static_cast<uint32_t>(options_.num_blocks),
-                       .tensors = {{.address = made.kv,
-                                    .layers = kKvLayers,
-                                    .layer_stride = static_cast<uint64_t>(options_.num_blocks) * kBlockBytes,
-                                    .block_stride = kBlockBytes,
-                                    .block_bytes = kBlockBytes}}}));
-    }
+    for (int rank = 0; rank < options_.ranks; ++rank) ranks_.push_back(make_rank(options_, rank, file_system));
     load_weights(options_.weights_seed);
     for (int32_t block = 1; block < options_.num_blocks; ++block) free_.push_back(block);
     refs_.assign(static_cast<size_t>(options_.num_blocks), 0);
@@ -69,8 +39,9 @@ class TestEngine final : public EngineHooks {
   // --- what a user does
   void load_weights(uint64_t seed, bool tell = true) {
     for (Rank& rank : ranks_) {
-      for (uint64_t i = 0; i < kWeightBytes; ++i)
-        byte_at(rank.weights + i) = options_.value(i, static_cast<std::byte>((i * 2654435761u + seed * 97) >> 7));
+      rank.weights.each([&](uint64_t at, std::byte& byte) {
+        byte = options_.value(at, static_cast<std::byte>((at * 2654435761u + seed * 97) >> 7));
+      });
       if (tell) rank.memory->mark_dirty("weights");
     }
     must(rebuild_derived());
@@ -85,6 +56,10 @@ class TestEngine final : public EngineHooks {
     if (frozen_ || requests_.empty() || !late_.empty()) return false;
     ++steps_;
     EXPECT_TRUE(derived_.has_value()) << "a step without what was derived from the weights";
+    for (Rank& rank : ranks_) {
+      EXPECT_SUCCEEDS(rank.runtime.step());
+      if (steps_ % 5 == 0) (void)rank.exchange();
+    }
     for (Request& request : requests_) {
       compute(request);
       request.output.push_back(next_token(request));
@@ -107,6 +82,8 @@ class TestEngine final : public EngineHooks {
   void set_tokens(Tokens tokens) { tokens_ = std::move(tokens); }  // what the front end has already
   bool frozen() const { return frozen_; }
   int64_t recomputed() const { return recomputed_; }
+  // Of the runtime, since the memory went: not there any more when it came back.
+  uint64_t freed_asleep() const { return freed_asleep_; }
   uint64_t hashed_bytes() const { return hashed_bytes_; }  // of weights, on all ranks
   FaultyDevice& device(int rank = 0) { return *ranks_[static_cast<size_t>(rank)].device; }
   RankMemory& memory(int rank = 0) { return *ranks_[static_cast<size_t>(rank)].memory; }
@@ -224,7 +201,7 @@ class TestEngine final : public EngineHooks {
   }
   Status rebuild_derived() override {
     TORPOR_TRY(enter("rebuild_derived"));
-    derived_ = digest_of({&byte_at(ranks_[0].weights), kWeightBytes});
+    derived_ = ranks_[0].weights.digest();
     return ok();
   }
   Status reconnect(const std::vector<WorkerSnapshot>& workers) override {
@@ -285,16 +262,17 @@ class TestEngine final : public EngineHooks {
     std::vector<Bytes> replies;
     for (Rank& rank : ranks_) replies.push_back(RankService(*rank.memory).call(order));
     for (const Bytes& reply : replies) hashed_bytes_ += hashed_weights(order, reply, kWeightBytes);
+    if (order_name(order) == orders::Detach::kName) {
+      freed_asleep_ = 0;
+      for (Rank& rank : ranks_) {
+        if (options_.exchange_asleep && rank.is_asleep()) freed_asleep_ += rank.exchange();
+      }
+    }
     return replies;
   }
 
  private:
-  struct Rank {
-    std::unique_ptr<RankMemory> memory;
-    FaultyDevice* device = nullptr;
-    DeviceAddress weights = 0;
-    DeviceAddress kv = 0;
-  };
+  using Rank = TestRank;
   struct Request {
     std::string id;
     std::vector<int32_t> prompt;
@@ -372,9 +350,8 @@ class TestEngine final : public EngineHooks {
   // One layer's KV of the token at `at`, on one rank.
   std::span<std::byte> kv(const Rank& rank, const Request& request, int32_t at, uint32_t layer) {
     const auto block = static_cast<uint64_t>(request.table[static_cast<size_t>(at / kBlockTokens)]);
-    const uint64_t offset = (layer * static_cast<uint64_t>(options_.num_blocks) + block) * kBlockBytes +
-                            static_cast<uint64_t>(at % kBlockTokens) * kKvTokenBytes;
-    return {&byte_at(rank.kv + offset), kKvTokenBytes};
+    const uint64_t offset = block * kBlockBytes + static_cast<uint64_t>(at % kBlockTokens) * kKvTokenBytes;
+    return {&byte_at(rank.kv[layer] + offset), kKvTokenBytes};
   }
   void compute(Request& request) {
     recomputed_ += std::max(0, std::min(request.length(), request.reached) - request.computed);
@@ -392,7 +369,7 @@ class TestEngine final : public EngineHooks {
         for (uint32_t layer = 0; layer < kKvLayers; ++layer) {
           StreamingDigest digest;
           digest.update(std::as_bytes(std::span(derived_->bytes)));
-          digest.update({&byte_at(ranks_[r].weights), 64});
+          ranks_[r].weights.add_first(digest, 64);
           const std::array<int32_t, 3> what{request.token(at), static_cast<int32_t>(r), static_cast<int32_t>(layer)};
           digest.update(std::as_bytes(std::span(what)));
           if (options_.mix_steps) digest.update(std::as_bytes(std::span(&steps_, 1)));
@@ -442,6 +419,7 @@ class TestEngine final : public EngineHooks {
   Tokens tokens_;
   int64_t recomputed_ = 0;
   uint64_t hashed_bytes_ = 0;
+  uint64_t freed_asleep_ = 0;
   std::string failing_;
   bool failing_always_ = false;
 };

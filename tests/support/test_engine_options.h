@@ -16,15 +16,19 @@ inline constexpr uint64_t kKvTokenBytes = 32;  // per layer
 inline constexpr uint32_t kKvLayers = 2;
 inline constexpr uint64_t kBlockBytes = kBlockTokens * kKvTokenBytes;
 inline constexpr uint64_t kWeightBytes = 200'000;
+inline constexpr uint64_t kRuntimeBytes = 6'000;  // written in each step: each sleep copies them
 inline constexpr uint64_t kFreshGenerator = 42;
 
 struct TestEngineOptions {
   int ranks = 1;
   FileSystem* files_of_last_rank = nullptr;  // null: as of the others
   int32_t num_blocks = 64;
+  bool exchange_asleep = true;  // off, where pages are counted that an engine has while it sleeps
+  size_t regions = 3;  // of weights; other tags have as many
   uint64_t weights_seed = 1;
   bool defer_copies = false;
   uint64_t arena_budget_bytes = 0;
+  uint64_t arena_slab_bytes = 1ull << 20;
   uint64_t device_capacity_bytes = 0;
   uint64_t handle_bytes = 64ull << 20;
   std::optional<uint64_t> retain_kv_bytes;

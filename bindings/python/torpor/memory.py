@@ -11,8 +11,9 @@ Each sleep and wake is all or nothing; a failure raises an error of torpor.error
 GPU is waited for before memory goes. Without a GPU, TORPOR_MEMORY_DEVICE=host in the environment and allocate() give
 the same.
 
-With TORPOR_KEEP_BACKUPS=1 saved bytes are kept after a wake, and what did not change is not copied again at the next
-sleep: whoever changes memory says so with mark_dirty(), or sleeps with check=True, which compares digests instead.
+With TORPOR_KEEP_BACKUPS=1 saved bytes are kept after a wake. Memory of the tag "weights" is then not copied again at
+the next sleep until somebody says with mark_dirty() that it changed; that of all tags is compared with check=True, and
+copied only where a digest differs.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ _SLEEP = """Gives the engine's memory back and returns when it is free. What eac
 
 _WAKE_UP = """Brings the memory back, and the requests with it. Returns when it is back.
 
-    tags: wake only these; the engine takes no step until all are back. None: all. An empty list is refused.
+    tags: of "weights" and "kv_cache" wake only these, with all other tags that sleep; the engine takes no step until
+        all are back. None: all. An empty list is refused.
     from_checkpoint: path of a checkpoint, or of a directory whose newest is taken, for a new engine without requests.
         The report's `checkpoint` says which one it was; an error names it.
     on_restore_error: with from_checkpoint. "abort" raises, "discard" wakes without the checkpoint.

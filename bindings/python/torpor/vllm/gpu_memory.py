@@ -79,7 +79,8 @@ class TorporAllocator:
         )
         gc.collect()
         if awake := self._tags("awake", lambda tag: True):
-            memory.sleep(*awake, keep=kept)
+            # Kept backups are compared: vLLM says neither of new weights nor of LoRA adapters what it wrote.
+            memory.sleep(*awake, keep=kept, check=True)
         _empty_cache()
 
     def discard(self, tags: tuple[str, ...] | str) -> None:

@@ -1,0 +1,127 @@
+#include "engine/reference/scattered_regions.h"
+
+#include <algorithm>
+#include <numeric>
+#include <random>
+
+#include <fmt/core.h>
+
+namespace torpor::reference {
+namespace {
+
+std::byte* at(DeviceAddress address) {
+  return reinterpret_cast<std::byte*>(address);  // NOLINT(performance-no-int-to-ptr)
+}
+
+}  // namespace
+
+Result<std::vector<DeviceAddress>> allocate_scattered(RankMemory& memory, std::string_view tag,
+                                                      std::span<const uint64_t> sizes, uint64_t seed) {
+  std::vector<size_t> order(sizes.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::mt19937_64 random(seed);
+  for (size_t left = order.size(); left > 1; --left) std::swap(order[left - 1], order[random() % left]);
+  // The second comes where something was before the first: above it, where the third comes below it.
+  DeviceAddress before = 0;
+  if (order.size() > 1) {
+    TORPOR_ASSIGN(before, memory.allocate(tag, "before", sizes[order[1]]));
+  }
+  std::vector<DeviceAddress> addresses(sizes.size());
+  for (size_t i = 0; i < order.size(); ++i) {
+    if (i == 1) TORPOR_TRY(memory.free(before));
+    const std::string name = order[i] == 0 ? std::string(tag.substr(0, 1)) : fmt::format("{}{}", tag[0], order[i]);
+    TORPOR_ASSIGN(addresses[order[i]], memory.allocate(tag, name, sizes[order[i]]));
+  }
+  return addresses;
+}
+
+std::vector<uint64_t> random_sizes(uint64_t bytes, size_t count, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::vector<uint64_t> sizes;
+  for (size_t left = std::min<uint64_t>(count, bytes); left > 1; --left) {
+    sizes.push_back(2 + 2 * (random() % std::max<uint64_t>(1, (bytes - left + 1) / left)));  // whole values of two bytes
+    sizes.back() = std::min(sizes.back(), bytes - (left - 1));
+    bytes -= sizes.back();
+  }
+  sizes.push_back(bytes);
+  return sizes;
+}
+
+Result<ScatteredBytes> ScatteredBytes::allocate(RankMemory& memory, std::string_view tag, uint64_t bytes, uint64_t seed,
+                                                uint64_t order, size_t regions) {
+  const std::vector<uint64_t> sizes = random_sizes(bytes, regions, seed);
+  TORPOR_ASSIGN(const std::vector<DeviceAddress> addresses, allocate_scattered(memory, tag, sizes, order));
+  ScatteredBytes made;
+  for (size_t i = 0; i < sizes.size(); ++i) made.parts_.emplace_back(at(addresses[i]), sizes[i]);
+  return made;
+}
+
+uint64_t ScatteredBytes::size() const {
+  uint64_t bytes = 0;
+  for (const std::span<std::byte> part : parts_) bytes += part.size();
+  return bytes;
+}
+
+Digest ScatteredBytes::digest() const {
+  StreamingDigest digest;
+  for (const std::span<std::byte> part : parts_) digest.update(part);
+  return digest.finish();
+}
+
+void ScatteredBytes::add_first(StreamingDigest& digest, uint64_t bytes) const {
+  for (const std::span<std::byte> part : parts_) {
+    digest.update(part.first(std::min<uint64_t>(bytes, part.size())));
+    bytes -= std::min<uint64_t>(bytes, part.size());
+  }
+}
+
+Result<RuntimeRegions> RuntimeRegions::allocate(RankMemory& memory, uint64_t seed, uint64_t order) {
+  RuntimeRegions made;
+  made.memory_ = &memory;
+  const std::vector<uint64_t> sizes = random_sizes(kBytes, kRegionsPerTag, seed);
+  TORPOR_ASSIGN(const std::vector<DeviceAddress> addresses, allocate_scattered(memory, kTag, sizes, order));
+  for (size_t i = 0; i < sizes.size(); ++i)
+    made.regions_.push_back({.name = fmt::format("{}", i), .address = addresses[i], .bytes = sizes[i]});
+  return made;
+}
+
+std::span<std::byte> RuntimeRegions::content(const Region& region) { return {at(region.address), region.bytes}; }
+
+// Of a region that was not written yet: 0.
+std::byte RuntimeRegions::value(const Region& region, uint64_t at) {
+  return static_cast<std::byte>(region.written == 0 ? 0 : (at * 2654435761u + region.written * 97) >> 7);
+}
+
+void RuntimeRegions::write(Region& region) {
+  region.written = ++writes_;
+  for (uint64_t i = 0; std::byte & byte : content(region)) byte = value(region, i++);
+}
+
+Status RuntimeRegions::step() {
+  for (Region& region : regions_) {
+    for (uint64_t i = 0; const std::byte byte : content(region)) {
+      if (byte == value(region, i++)) continue;
+      return Error{.code = Code::kCorruption,
+                   .what = fmt::format("byte {} of the region {}/{} is not as it was left", i - 1, kTag, region.name)};
+    }
+    write(region);
+  }
+  return ok();
+}
+
+// The new one is written at once, also asleep: who allocates does so for that.
+Status RuntimeRegions::exchange() {
+  const std::map<std::string, RegionState> states = memory_->states();
+  const auto state = states.find(kTag);
+  if (state == states.end() || (state->second != RegionState::kAttached && state->second != RegionState::kDetached))
+    return ok();
+  Region& region = regions_[exchanges_ % regions_.size()];
+  Region fresh{.name = fmt::format("exchanged {}", ++exchanges_), .bytes = region.bytes};
+  TORPOR_ASSIGN(fresh.address, memory_->allocate(kTag, fresh.name, fresh.bytes));
+  TORPOR_TRY(memory_->free(region.address));
+  region = std::move(fresh);
+  write(region);
+  return ok();
+}
+
+}  // namespace torpor::reference

@@ -1,0 +1,81 @@
+// Device memory as an engine on a GPU has it: several regions a tag, of sizes and at addresses that follow nothing, and
+// regions that come and go while the engine serves and while it sleeps.
+//
+// For the reference engine and the engines of tests, which own it; the memory outlives it. Threads: one at a time.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/digest.h"
+#include "engine/rank_memory.h"
+
+namespace torpor::reference {
+
+inline constexpr size_t kRegionsPerTag = 3;
+
+// Allocates a region of each size in `tag`, named by its place ("w", "w1", "w2" of "weights"). Their order of
+// allocation is drawn from `seed`; from three on their addresses neither rise nor fall in it.
+Result<std::vector<DeviceAddress>> allocate_scattered(RankMemory& memory, std::string_view tag,
+                                                      std::span<const uint64_t> sizes, uint64_t seed);
+// `bytes` as that many sizes, drawn from `seed`: as many as there are bytes, at most.
+std::vector<uint64_t> random_sizes(uint64_t bytes, size_t count, uint64_t seed);
+
+// Bytes that lie in several regions of a tag, one after the other.
+class ScatteredBytes {
+ public:
+  // Their sizes are drawn from `seed`, their order of allocation from `order`.
+  static Result<ScatteredBytes> allocate(RankMemory& memory, std::string_view tag, uint64_t bytes, uint64_t seed,
+                                         uint64_t order, size_t regions = kRegionsPerTag);
+  ScatteredBytes() = default;
+  const std::vector<std::span<std::byte>>& parts() const { return parts_; }
+  uint64_t size() const;
+  Digest digest() const;
+  void add_first(StreamingDigest& digest, uint64_t bytes) const;
+  // Calls `write` with the place of each byte among all, and the byte.
+  template <class Write>
+  void each(const Write& write) const {
+    uint64_t at = 0;
+    for (const std::span<std::byte> part : parts_) {
+      for (std::byte& byte : part) write(at++, byte);
+    }
+  }
+
+ private:
+  std::vector<std::span<std::byte>> parts_;
+};
+
+// The tag `runtime`: what an engine keeps beside weights and KV, written anew in each step. Its size stays the same.
+class RuntimeRegions {
+ public:
+  static constexpr const char* kTag = "runtime";
+  static constexpr uint64_t kBytes = 6'000;
+
+  static Result<RuntimeRegions> allocate(RankMemory& memory, uint64_t seed, uint64_t order);  // as ScatteredBytes
+  // Writes all of it. kCorruption: a byte is not as it was left; an engine must not run then.
+  Status step();
+  // A region goes, and another of its size comes in its place: awake, or asleep. Nothing where neither is the case.
+  Status exchange();
+  uint64_t next_bytes() const { return regions_[exchanges_ % regions_.size()].bytes; }  // of the one that goes next
+
+ private:
+  struct Region {
+    std::string name;
+    DeviceAddress address = 0;
+    uint64_t bytes = 0;
+    uint64_t written = 0;  // what with; 0: not yet
+  };
+  static std::byte value(const Region& region, uint64_t at);
+  static std::span<std::byte> content(const Region& region);
+  void write(Region& region);
+
+  RankMemory* memory_ = nullptr;
+  std::vector<Region> regions_;
+  uint64_t writes_ = 0;
+  uint64_t exchanges_ = 0;
+};
+
+}  // namespace torpor::reference

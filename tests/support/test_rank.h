@@ -1,0 +1,82 @@
+// The memory of one rank of a TestEngine: each tag in several regions whose addresses follow nothing.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "allocator/host_device.h"
+#include "base/units.h"
+#include "engine/rank_memory.h"
+#include "engine/reference/scattered_regions.h"
+#include "tests/support/faulty_device.h"
+#include "tests/support/results.h"
+#include "tests/support/test_engine_options.h"
+
+namespace torpor::test {
+
+struct TestRank {
+  std::unique_ptr<RankMemory> memory;
+  FaultyDevice* device = nullptr;
+  reference::ScatteredBytes weights{};
+  std::vector<DeviceAddress> kv{};  // by layer
+  reference::RuntimeRegions runtime{};
+
+  bool is_asleep() const {
+    const auto states = memory->states();
+    const auto state = states.find(reference::RuntimeRegions::kTag);
+    return state != states.end() && state->second == RegionState::kDetached;
+  }
+  // A region of the runtime goes and another comes, as when a framework tidies up, whatever the engine does then.
+  // Returns the size of each.
+  uint64_t exchange() {
+    const FaultyDevice::Spared spared(*device);
+    const uint64_t bytes = runtime.next_bytes();
+    EXPECT_SUCCEEDS(runtime.exchange());
+    return bytes;
+  }
+};
+
+inline TestRank make_rank(const TestEngineOptions& options, int rank, FileSystem& file_system) {
+  static std::atomic<uint64_t> made_before = 0;  // one is allocated in another order than the next
+  static_assert(reference::RuntimeRegions::kBytes == kRuntimeBytes);
+  auto device = std::make_unique<FaultyDevice>(value_of(
+      make_host_device({.capacity_bytes = options.device_capacity_bytes, .defer_copies = options.defer_copies})));
+  TestRank made{.memory = nullptr, .device = device.get()};
+  made.memory = value_of(RankMemory::create(std::move(device), options.files_of(rank, file_system),
+                                            {.rank = rank,
+                                             .arena_budget_bytes = options.arena_budget_bytes,
+                                             .arena_slab_bytes = options.arena_slab_bytes,
+                                             .handle_bytes = options.handle_bytes,
+                                             .threads = 2,
+                                             .own_threads = options.own_threads,
+                                             .retain_kv_bytes = options.retain_kv_bytes,
+                                             .host_compression = options.host_compression,
+                                             .key = options.key,
+                                             .spill_directory = options.spill_directory,
+                                             .encrypt = options.key != nullptr,
+                                             .spill_staging_bytes = 2 * kPage}));
+  const auto seed = static_cast<uint64_t>(rank) + 1;
+  const uint64_t order = ++made_before;
+  RankMemory& memory = *made.memory;
+  made.weights =
+      value_of(reference::ScatteredBytes::allocate(memory, "weights", kWeightBytes, seed, order, options.regions));
+  const uint64_t layer_bytes = static_cast<uint64_t>(options.num_blocks) * kBlockBytes;
+  std::vector<uint64_t> sizes(kKvLayers, layer_bytes);
+  sizes.push_back(1000);  // no layer's
+  made.kv = value_of(reference::allocate_scattered(memory, "kv_cache", sizes, order));
+  KvLayout layout{.num_blocks = static_cast<uint32_t>(options.num_blocks), .tensors = {}};
+  for (uint32_t layer = 0; layer < kKvLayers; ++layer) {
+    layout.tensors.push_back({.address = made.kv[layer],
+                              .layers = 1,
+                              .layer_stride = layer_bytes,
+                              .block_stride = kBlockBytes,
+                              .block_bytes = kBlockBytes});
+  }
+  EXPECT_SUCCEEDS(memory.set_kv_layout("kv_cache", std::move(layout)));
+  made.runtime = value_of(reference::RuntimeRegions::allocate(memory, seed, order));
+  return made;
+}
+
+}  // namespace torpor::test
