@@ -30,7 +30,7 @@ OF_TRANSFERS = {
 
 # Greedy, seeded, unseeded; shared prefixes; n > 1; stop strings; penalties; log probabilities; prompts of many chunks.
 REQUESTS = {
-    "greedy": ("The capital of France is", _params(temperature=0, extra_args=OF_TRANSFERS), SAID),
+    "greedy": ("The capital of France is", _params(temperature=0, extra_args=OF_TRANSFERS)),
     "seeded": ("Once upon a time", _params(temperature=1.0, seed=7)),
     "unseeded": ("My name is", _params(temperature=1.0)),
     "prefix-a": (SHARED + "He said", _params(temperature=0, max_tokens=30)),
@@ -54,6 +54,7 @@ REQUESTS = {
     "long-seeded": ("bar foo " * 100, _params(temperature=0.8, seed=13, max_tokens=15)),
     "short": ("Hi", _params(temperature=0, max_tokens=3)),
 }
+FURTHER = {"greedy": SAID}  # arguments of add_request(), besides
 
 
 def _position(entry) -> dict | None:
@@ -97,7 +98,7 @@ def answer(output) -> list:
 
 def add_requests(engine, names=None, max_tokens: int | None = None, requests: dict | None = None) -> None:
     """`requests`: by name, each a prompt, its parameters and, if there are any, further arguments of add_request()."""
-    requests = requests or REQUESTS
+    requests = requests or {name: (*request, FURTHER.get(name, {})) for name, request in REQUESTS.items()}
     for name in names or requests:
         prompt, params, *further = requests[name]
         if max_tokens is not None:
