@@ -87,6 +87,7 @@ class Run {
     if (other_blocks > 0) options.num_blocks = other_blocks;
     must(run_.begin({.engine = options, .ranks = scenario_.ranks, .kv_budget_bytes = scenario_.kv_budget}), "engine");
     begun_ = true;
+    asked_ = false;
     checkpoint_.gone();
     (void)told();  // the end of the engine before
     view_ = {};
@@ -214,10 +215,13 @@ class Run {
 
   void sleep_and_wake() {
     const bool to_disk = dice_.chance(0.5);
-    // At level 2 weights are loaded again, and no new request finds KV from before: its prefill then takes other steps
-    // than the twin's, so not where steps are compared.
-    const int level = scenario_.exact ? 1 : static_cast<int>(dice_.between(1, 2));
-    const SleepOptions options{.level = level, .preserve_state = true, .to_disk = to_disk};
+    // Weights are loaded again, and where nobody waits for them no new request finds KV from before: its prefill then
+    // takes other steps than the twin's, so not where steps are compared.
+    const bool reload = !scenario_.exact && dice_.between(1, 2) == 2;
+    const SleepOptions options{.level = reload ? 1 : 2,
+                               .preserve_state = true,
+                               .to_disk = to_disk,
+                               .weights = reload ? Weights::kReload : Weights::kByLevel};
     arm();
     const Result<SleepReport> slept = run_.sleep(options);
     disarm();
@@ -238,16 +242,26 @@ class Run {
     if (to_disk) checkpoint_.newer_one();
     if (const auto made = run_.step(); !made.empty()) throw Failed{"asleep it made a token: " + made[0].id};
     if (to_disk && dice_.chance(0.5)) return wake_in_new_engine(slept->checkpoint);
+    const bool may_be_asked = faulted_ || asked_;  // the weights may not have been read
     OldKv old_kv = OldKv::kUnsaid;
+    bool loaded = false;
     while (true) {
       arm();
       const Result<SleepReport> woken = run_.wake({.old_kv = old_kv, .early = early_dice_.chance(0.5)});
       disarm();
       if (woken && woken->reload.empty()) return woke(*woken);
       if (woken) {
-        if (woken->fully_awake || !engine().step().empty()) throw Failed{"a token was made without weights"};
-        run_.load_weights(scenario_.options.weights_seed);
-        old_kv = OldKv::kKeep;  // they are the same
+        const bool waits = !engine().idle();
+        if (woken->fully_awake == waits || (waits && !engine().step().empty()))
+          throw Failed{"a token was made without weights"};
+        run_.load_weights(scenario_.options.weights_seed);  // they are the same
+        loaded = true;
+        if (woken->fully_awake) return woke(*woken);
+        continue;
+      }
+      if (loaded && may_be_asked && woken.error().code == Code::kFailedPrecondition && old_kv == OldKv::kUnsaid) {
+        old_kv = OldKv::kKeep;
+        asked_ = true;
         continue;
       }
       say("wake: {}", woken.error().to_string());
@@ -379,9 +393,10 @@ class Run {
   bool begun_ = false;  // there is an engine
   bool faulted_ = false;
   bool ended_ = false;
-  bool late_ = false;  // blocks come behind the engine
-  Dice early_dice_;    // of its own: who woke early in a seed does not change what else happens in it
-  Dice blocks_dice_;   // as early_dice_, of the numbers of blocks
+  bool late_ = false;   // blocks come behind the engine
+  bool asked_ = false;  // a wake was told what becomes of KV: the next sleep does not read the weights
+  Dice early_dice_;     // of its own: who woke early in a seed does not change what else happens in it
+  Dice blocks_dice_;    // as early_dice_, of the numbers of blocks
   SimulationResult result_;
   ServedCheckpoint checkpoint_{run_, dice_, scenario_.sleep_chance, result_.checkpoints, result_.rewound};
 };
