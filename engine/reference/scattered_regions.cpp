@@ -117,8 +117,8 @@ Status RuntimeRegions::exchange() {
     return ok();
   Region& region = regions_[exchanges_ % regions_.size()];
   Region fresh{.name = fmt::format("exchanged {}", ++exchanges_), .bytes = region.bytes};
-  TORPOR_ASSIGN(fresh.address, memory_->allocate(kTag, fresh.name, fresh.bytes));
   TORPOR_TRY(memory_->free(region.address));
+  TORPOR_ASSIGN(fresh.address, memory_->allocate(kTag, fresh.name, fresh.bytes));  // perhaps where the old one was
   region = std::move(fresh);
   write(region);
   return ok();
