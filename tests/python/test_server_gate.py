@@ -40,6 +40,23 @@ def routes_of(app) -> set[tuple[str, str]]:
     return found
 
 
+def test_at_a_path_that_vllm_has_too_torpor_answers():
+    """As /sleep in vLLM's development mode, which vLLM 0.31 puts before what is added; other methods stay vLLM's."""
+    from fastapi import APIRouter, FastAPI
+    from fastapi.testclient import TestClient
+    from torpor.vllm.server import include
+
+    app, router = FastAPI(), APIRouter()
+    app.add_api_route("/sleep", lambda: "vLLM", methods=["GET", "POST"])
+    app.add_api_route("/wake_up", lambda: "vLLM", methods=["POST"])
+    router.add_api_route("/sleep", lambda: "torpor", methods=["POST"])
+    router.add_api_route("/wake_up", lambda: "torpor", methods=["POST"])
+    include(app, router)
+    http = TestClient(app)
+    assert [http.post("/sleep").json(), http.get("/sleep").json()] == ["torpor", "vLLM"]
+    assert http.post("/wake_up").json() == "torpor"
+
+
 def routes_of_vllm(monkeypatch) -> set[tuple[str, str]]:
     """Of the application that vLLM builds, with all that can be switched on."""
     for name in ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ENABLE_COHERE_API"):

@@ -388,6 +388,7 @@ def test_an_engine_that_stays_asleep_takes_no_step(monkeypatch, asleep):
     client = SimpleNamespace(outputs_queue=Queue())
     engine = SimpleNamespace(logger_manager=None, engine_core=client, torpor_stock_step=lambda: ["waits"])
     engine.renderer = SimpleNamespace(clear_mm_cache=lambda: None)
+    engine.torpor_stash, engine.torpor_aside = [], None  # as LLMEngine has them
     with pytest.raises(TimedOut):
         values = {"level": 1, "preserve_state": False}
         frontend.finish(frontend.sleep(frontend.BlockingSide(engine), "abort", values))

@@ -162,8 +162,8 @@ class RemoteHome:
     def before(self) -> str:
         """The holder from whom this one took over; empty: none."""
     def fetch(self, directory: str, engine: Mapping[str, str]) -> str:
-        """
-        The newest checkpoint and its answers come into the directory; its path, or empty: there is none. Raises Incompatible for one that does not fit the engine; nothing has come then.
+        """The newest checkpoint and its answers come into the directory; its path, or empty: there is none. Raises
+        Incompatible for one that does not fit the engine; nothing has come then.
         """
     def fetch_answers(self, directory: str) -> bool:
         """The newest answers alone come into the directory. False: there are none."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 
 
 class ServerPlugin:
@@ -24,7 +25,7 @@ class ServerPlugin:
         settings = Settings.from_environment()
         access = Access.of(app.state.args, settings)
         let_admin_be_client(app.state.args, settings)  # before vLLM adds its guard, around the gate
-        app.include_router(routes())
+        include(app, routes())
         app.add_middleware(Gate, access=access)
 
     async def init_state(self, engine_client, state, args: Namespace) -> None:
@@ -38,6 +39,18 @@ class ServerPlugin:
         state.torpor = Server(engine_client, state, Settings.from_environment(), model)
         await state.torpor.start()
         front.begin(state.torpor)
+
+
+def include(app: FastAPI, router: APIRouter) -> None:
+    """Its routes answer, not those of vLLM's development mode at the same paths: vLLM 0.31 puts its own first."""
+    ours: dict[str, set[str]] = {}
+    for route in router.routes:
+        ours.setdefault(route.path, set()).update(route.methods)
+    for route in app.routes:
+        if isinstance(route, APIRoute):
+            route.methods -= ours.get(route.path, set())
+    app.router.routes[:] = [route for route in app.routes if not isinstance(route, APIRoute) or route.methods]
+    app.include_router(router)
 
 
 def wanted(args: Namespace) -> bool:
