@@ -17,7 +17,8 @@ STEPS = 30  # until a request with a long prompt has ended: its blocks are cache
 GIB = 1 << 30
 # vLLM wants room for one request of the longest kind: these hold more together.
 SHORTER = {name: request for name, request in REQUESTS.items() if name != "long"}
-LONGEST = 512
+SHORTER["long-seeded"] = ("bar foo " * 60, REQUESTS["long-seeded"][1])
+LONGEST = 384
 
 
 class Engines:
@@ -37,9 +38,11 @@ def blocks_of(one: InProcess) -> int:
 
 def goes_on(one: InProcess, path: str) -> dict:
     preempted = []
-    scheduler = one.core.scheduler
-    stock = scheduler._preempt_request
-    scheduler._preempt_request = lambda *args, **kwargs: (preempted.append(args[0].request_id), stock(*args, **kwargs))
+    cls = type(one.core.scheduler)  # on the class: fields of its own would be refused
+    stock = cls._preempt_request
+    cls._preempt_request = lambda self, request, *args, **kwargs: (
+        preempted.append(request.request_id), stock(self, request, *args, **kwargs)
+    )  # fmt: skip
     report = one.llm.wake_up(from_checkpoint=path)
     ids = [b.block_id for held in one.core.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
            .req_to_blocks.values() for b in held]  # fmt: skip
