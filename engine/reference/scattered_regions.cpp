@@ -39,7 +39,8 @@ std::vector<uint64_t> random_sizes(uint64_t bytes, size_t count, uint64_t seed) 
   std::mt19937_64 random(seed);
   std::vector<uint64_t> sizes;
   for (size_t left = std::min<uint64_t>(count, bytes); left > 1; --left) {
-    sizes.push_back(2 + 2 * (random() % std::max<uint64_t>(1, (bytes - left + 1) / left)));  // whole values of two bytes
+    sizes.push_back(2 +
+                    2 * (random() % std::max<uint64_t>(1, (bytes - left + 1) / left)));  // whole values of two bytes
     sizes.back() = std::min(sizes.back(), bytes - (left - 1));
     bytes -= sizes.back();
   }

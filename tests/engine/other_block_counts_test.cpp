@@ -122,7 +122,8 @@ TEST_F(OtherBlockCounts, RequestsThatHaveEndedSinceTakeNoRoom) {
 // The next checkpoint takes over what the one before has, under the numbers that it has there. Where a seal binds those
 // numbers, blocks that have others are written again.
 TEST_F(OtherBlockCounts, TheNextCheckpointLinksBlocksUnderTheirNewNumbers) {
-  for (const auto& [serving, ranks] : {std::pair(false, 1), std::pair(true, 1), std::pair(false, 2), std::pair(true, 2)}) {
+  for (const auto& [serving, ranks] :
+       {std::pair(false, 1), std::pair(true, 1), std::pair(false, 2), std::pair(true, 2)}) {
     SCOPED_TRACE(fmt::format("{}, {} ranks", serving ? "serving" : "asleep", ranks));
     std::filesystem::remove_all(temporary_.path());
     const Options options = with(28, ranks);

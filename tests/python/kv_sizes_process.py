@@ -28,7 +28,11 @@ class Engines:
     def make(self, kv_bytes: int, **options) -> InProcess:
         """vLLM gives KV what is left of a share of all memory when the process has what it has."""
         share = (psutil.Process().memory_info().rss + kv_bytes) / psutil.virtual_memory().total
-        options |= {"gpu_memory_utilization": round(share, 4), "max_model_len": LONGEST, "torpor": {"incremental": True}}
+        options |= {
+            "gpu_memory_utilization": round(share, 4),
+            "max_model_len": LONGEST,
+            "torpor": {"incremental": True},
+        }
         return InProcess(self._model, self._directory, requests=SHORTER, **options)
 
 

@@ -24,7 +24,7 @@ struct TestEngineOptions {
   FileSystem* files_of_last_rank = nullptr;  // null: as of the others
   int32_t num_blocks = 64;
   bool exchange_asleep = true;  // off, where pages are counted that an engine has while it sleeps
-  size_t regions = 3;  // of weights; other tags have as many
+  size_t regions = 3;           // of weights; other tags have as many
   uint64_t weights_seed = 1;
   bool defer_copies = false;
   uint64_t arena_budget_bytes = 0;
