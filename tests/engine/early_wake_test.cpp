@@ -5,7 +5,6 @@
 #include <boost/filesystem.hpp>
 
 #include "allocator/host_device.h"
-#include "engine/late_blocks.h"
 #include "engine/reference/reference_engine.h"
 #include "engine/sleep_controller.h"
 #include "tests/support/faulty_device.h"
