@@ -22,7 +22,7 @@ _MEDIUM = {"host": "CPU", "disk": "STORAGE"}
 _WATERMARK_STEPS = 2  # lazy: blocks are looked at that many steps before vLLM evicts them
 _MOST_EVENTS = 1 << 16
 _STATS_SECONDS, _LAST_STATS_SECONDS = 1.0, 0.1
-_RECOVERED_BYTES = 40  # of a block (bindings/connector_values.cpp)
+_RECOVERED_BYTES = 48  # of a block (bindings/connector_values.cpp)
 
 
 class SchedulerSide:
