@@ -184,7 +184,7 @@ class RegionImages {
   Result<bool> is_whole(const std::string& tag) const;
   Result<std::vector<ChunkPlan>> plans_of(const std::string& tag, const std::vector<int32_t>& blocks) const;
   Result<std::vector<ChunkPlan>> plans_for(const std::vector<SavedChunk>& chunks) const;
-  Result<orders::Save::Reply> save_to_arena(const orders::Save& order);
+  Result<orders::Save::Reply> save_to_arena(const orders::Save& order, uint64_t unused);
   Result<std::vector<Portion>> portions_of(const orders::Save& order, bool take) const;
   Status fill_blocks(Portion& portion, const orders::Save& order, bool take) const;
   bool borrow(Portion& portion, const std::shared_ptr<HostStore>& store, int32_t block, Slot slot, bool take) const;

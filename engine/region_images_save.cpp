@@ -55,17 +55,28 @@ struct RegionImages::Portion {
 
 Result<orders::Save::Reply> RegionImages::save(const orders::Save& order) {
   if (!order.directory.empty()) return save_to_disk(order);
-  Result<orders::Save::Reply> saved = save_to_arena(order);
-  if (saved || saved.error().code != Code::kResourceExhausted) return saved;
-  if (retained_->bytes() == 0 && parts_.spill_directory.empty()) return saved;
+  const auto is_final = [](const Result<orders::Save::Reply>& saved) {
+    return saved || saved.error().code != Code::kResourceExhausted;
+  };
+  Result<orders::Save::Reply> saved = save_to_arena(order, 0);
+  const bool spills = !parts_.spill_directory.empty();
+  if (is_final(saved) || (retained_->bytes() == 0 && !spills)) return saved;
   // What is retained, or held unused, may stand in the way of larger pieces; and packed content may be larger than was
   // planned.
   retained_->clear();
-  parts_.arena.trim();
   if (parts_.host_codec != Codec::kNone) {
     for (const std::string& tag : order.tags) packed_shares_[tag] = kWhole;
   }
-  return save_to_arena(order);
+  const auto again = [&](uint64_t unused) {
+    parts_.arena.trim();
+    return save_to_arena(order, unused);
+  };
+  saved = again(0);
+  // The free memory of the arena can lie in pieces that are too small: then more goes to disk, at last all of it.
+  const uint64_t budget = parts_.arena.info().budget_bytes;
+  for (uint64_t unused = budget / 32; spills && unused != 0 && unused <= budget && !is_final(saved); unused *= 2)
+    saved = again(unused);
+  return saved;
 }
 
 Result<orders::PlanSave::Reply> RegionImages::plan(const orders::Save& order) const {
@@ -86,9 +97,9 @@ Result<orders::PlanSave::Reply> RegionImages::plan(const orders::Save& order) co
   return reply;
 }
 
-// What goes to the file goes first: while there is room for its staging memory. After an error blocks that were copied
-// or taken over are retained.
-Result<orders::Save::Reply> RegionImages::save_to_arena(const orders::Save& order) {
+// What goes to the file goes first: while there is room for its staging memory. `unused`: bytes of the arena's room that
+// stay free. After an error blocks that were copied or taken over are retained.
+Result<orders::Save::Reply> RegionImages::save_to_arena(const orders::Save& order, uint64_t unused) {
   TORPOR_ASSIGN(std::vector<Portion> portions, portions_of(order, /*take=*/true));
   parts_.transfers.release_staging();
   const Status saved = catching([&]() -> Status {
@@ -96,7 +107,7 @@ Result<orders::Save::Reply> RegionImages::save_to_arena(const orders::Save& orde
       if (portion.clean_bytes == 0) images_.erase(portion.tag);
     }
     TORPOR_TRY(parts_.transfers.keep_staging(batch_staging(portions)));
-    place(portions, 0, 0);
+    place(portions, 0, unused);
     for (Portion& portion : portions) TORPOR_TRY(spill(portion));
     for (Portion& portion : portions) TORPOR_TRY(copy_to_host(portion));
     return ok();
@@ -306,8 +317,8 @@ uint64_t RegionImages::batch_staging(const std::vector<Portion>& portions) const
   return TransferEngine::most_staging(all, padded, largest);
 }
 
-// In the order of need; `going`: bytes in the arena that will not be there any more; `coming`: that will be, beside the
-// portions.
+// In the order of need; `going`: bytes in the arena that will not be there any more; `coming`: that will be, or stay
+// free, beside the portions.
 void RegionImages::place(std::vector<Portion>& portions, uint64_t going, uint64_t coming) const {
   const auto room_for = [this](const Portion& portion, const ChunkPlan& plan) {
     return held_for(portion.tag, plan.bytes()) + kPage;  // as HostTier::prepare()

@@ -134,7 +134,7 @@ class SleepController final : private Operation::Owner {
   void release_host_slots() noexcept;
   Status capture(FallingAsleep& sleep);
   Status save(FallingAsleep& sleep);
-  Status prove(FallingAsleep& sleep);
+  Status prove(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
   Status drop(FallingAsleep& sleep);
   Status detach(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
   Status release(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);

@@ -339,7 +339,6 @@ Status SleepController::save(FallingAsleep& sleep) {
     }
     if (has_tag(sleep.save.tags, kWeightsTag)) add_weights(sleep.captured.fingerprint, saved);
     sleep.pending->set_fingerprint(sleep.captured.fingerprint);
-    sign(*sleep.pending, sleep.captured.fingerprint);
   }
   for (const orders::Save::Reply& reply : saved) {
     const auto weights = reply.digests.find(kWeightsTag);
@@ -364,6 +363,7 @@ Status SleepController::prove(FallingAsleep& sleep) {
       if (sleep.pending->withdraw() || sleep.pending->withdraw()) sleep.checkpoint_stays = false;
       return ok();  // else the error says that it is there
     });
+    sign(*sleep.pending, sleep.captured.fingerprint);
     sleep.checkpoint_stays = true;
     TORPOR_ASSIGN(report.checkpoint, sleep.pending->commit());
     TORPOR_ASSIGN(const Checkpoint committed,

@@ -22,7 +22,7 @@ import rig  # noqa: E402
 from zygote import ENVIRONMENT, Zygote  # noqa: E402
 
 CORES = os.cpu_count() or 2
-PYTEST_OPTIONS = ("-q", "-p", "no:cacheprovider", "--durations=5", "--durations-min=20")
+PYTEST_OPTIONS = ("-q", "--tb=short", "-p", "no:cacheprovider", "--durations=5", "--durations-min=20")
 # Files of tests/python that put engines to sleep, whatever model runner they have.
 ENGINES = (
     "identity",
