@@ -32,7 +32,9 @@ Error wrong(const char* what) { return Error{.what = what, .next_step = "mend it
 
 Status write(const World& world, CheckpointManager& manager, const Variant& variant, uint64_t generation,
              uint64_t changed = 0) {
-  TORPOR_ASSIGN(const std::string path, test::write_checkpoint(manager, state_of(generation), variant.ranks, changed));
+  const Digest owner = owner_of(test::example_checkpoint().fingerprint);  // of all: one engine that goes on
+  TORPOR_ASSIGN(const std::string path,
+                test::write_checkpoint(manager, state_of(generation), variant.ranks, changed, owner));
   world.tell(Word::kMust, generation);
   return ok();
 }

@@ -33,8 +33,9 @@ inline Status write_rank(PendingCheckpoint& pending, const KvSnapshot& kv, int32
 
 inline Result<std::string> write_checkpoint(CheckpointManager& manager,
                                             const EngineCheckpoint& state = example_checkpoint(), int ranks = 1,
-                                            uint64_t changed = 0) {
+                                            uint64_t changed = 0, const std::optional<Digest>& owner = {}) {
   TORPOR_ASSIGN(PendingCheckpoint pending, manager.begin(100'000));
+  if (owner) pending.set_owner(*owner);
   TORPOR_TRY(pending.write_state(state));
   for (int32_t rank = 0; rank < ranks; ++rank) TORPOR_TRY(write_rank(pending, state.state.kv, rank, changed));
   TORPOR_ASSIGN(std::string path, pending.commit());
