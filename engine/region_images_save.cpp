@@ -97,8 +97,8 @@ Result<orders::PlanSave::Reply> RegionImages::plan(const orders::Save& order) co
   return reply;
 }
 
-// What goes to the file goes first: while there is room for its staging memory. `unused`: bytes of the arena's room that
-// stay free. After an error blocks that were copied or taken over are retained.
+// What goes to the file goes first: while there is room for its staging memory. `unused`: bytes of the arena's room
+// that stay free. After an error blocks that were copied or taken over are retained.
 Result<orders::Save::Reply> RegionImages::save_to_arena(const orders::Save& order, uint64_t unused) {
   TORPOR_ASSIGN(std::vector<Portion> portions, portions_of(order, /*take=*/true));
   parts_.transfers.release_staging();

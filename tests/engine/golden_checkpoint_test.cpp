@@ -70,8 +70,7 @@ TEST_F(GoldenCheckpoint, OfVersions3And4AreWholeWithoutTheOnesBefore) {
     engine.step();
     // It is the base of the next, which writes what that step changed, and takes the rest of its files.
     const SleepReport slept = value_of(controller.sleep({.preserve_state = true, .to_disk = true}));
-    const Manifest manifest =
-        value_of(open_checkpoint(linux_file_system(), slept.checkpoint, golden_key())).manifest();
+    const Manifest manifest = value_of(open_checkpoint(linux_file_system(), slept.checkpoint, golden_key())).manifest();
     EXPECT_EQ(manifest.ranks.at(1).files.size(), 3u);
     EXPECT_EQ(manifest.ranks.at(1).tags.at("weights").linked_bytes,
               manifest.ranks.at(1).tags.at("weights").stored_bytes);

@@ -1,6 +1,7 @@
 """Started by test_compat.py: lets torpor meet several vLLMs, each in a fork of this process, which has the stock one.
 
-Takes a JSON list of cases, {"change": code, "environment": {}, "additional_config": {}}; prints what was seen.
+Takes a JSON list of cases, {"change": code, "environment": {}, "additional_config": {}}; prints what was seen when an
+engine with that configuration had been described.
 """
 
 import asyncio
@@ -15,10 +16,12 @@ from argparse import Namespace
 
 import vllm
 from fastapi import FastAPI
+from vllm.config import VllmConfig
 from vllm.plugins import load_general_plugins
 
 from torpor import errors
 from torpor.vllm import compat, plugin, serve
+from torpor.vllm.asking import asks
 from torpor.vllm.server import ServerPlugin
 
 STOCK = vllm.__version__  # a case may change it
@@ -41,7 +44,7 @@ def look(case: dict) -> dict:
     log = io.StringIO()
     logging.getLogger("vllm.torpor").addHandler(logging.StreamHandler(log))
     load_general_plugins()
-    plugin.register()
+    VllmConfig(additional_config=case["additional_config"])
     touched = [
         f"{owner.__name__}.{name}"
         for owner, names in before
@@ -58,17 +61,17 @@ def look(case: dict) -> dict:
         asyncio.run(
             server.init_state(None, app.state, app.state.args)
         )  # touches nothing, or it would fail without an engine
-    refused = []
+    said, inactive = log.getvalue().splitlines(), plugin.inactive()
+    refused = []  # of calls that ask for torpor themselves
     calls = [lambda: plugin.require("server"), lambda: importlib.import_module("torpor.vllm").attach]
-    if plugin.inactive():
+    if inactive:
         calls.append(lambda: serve.main(["some-model"]))
-    for call in calls:
+    for call in calls if asks(app.state.args) else ():
         try:
             call()
         except errors.Unsupported as problem:
             refused.append(str(problem))
-    said = log.getvalue().splitlines()
-    return {"touched": touched, "said": said, "inactive": plugin.inactive(), "routes": routes, "refused": refused}
+    return {"touched": touched, "said": said, "inactive": inactive, "routes": routes, "refused": refused}
 
 
 def forked(case: dict) -> dict:

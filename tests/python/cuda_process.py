@@ -1,6 +1,7 @@
 """A process of the tests on the rig where the platform is CUDA to torpor: an engine with torpor's memory of a GPU.
 
-Prints what is in force, and what differed over sleeps: to host, to disk and back from the checkpoint, without weights.
+Prints what is in force, and what differed over sleeps: to host, to disk and back from the checkpoint, woken tag by tag,
+without weights.
 """
 
 import json
@@ -10,6 +11,7 @@ from pathlib import Path
 from conftest import InProcess  # finds the rig
 
 SLEEPS = (("host", 4), ("disk", 15))  # to, after so many steps
+BY_TAGS_AT = 8
 RELOADED_AT = 12
 NAMES = ("greedy", "seeded", "penalties", "unseeded", "bias", "long")
 
@@ -60,6 +62,18 @@ def slept(one: InProcess, to: str, steps: int) -> list[str]:
     return found
 
 
+def woken_by_tags(one: InProcess, steps: int) -> list[str]:
+    """As trainers wake it: the weights, then the KV cache. What else a GPU has (runtime and so on) nobody names."""
+    twin = paused(one, steps)
+    answers = one.begin(steps, NAMES)
+    one.llm.sleep(level=1, preserve_state=True)
+    answers |= one.stopped()
+    one.llm.wake_up(tags=["weights"])
+    found = [] if one.llm.is_sleeping() else [f"awake without a KV cache at {steps}"]
+    one.llm.wake_up(tags=["kv_cache"])
+    return found if one.finish(answers) == twin else [*found, f"by tags at {steps}"]
+
+
 def reloaded(one: InProcess, steps: int) -> list[str]:
     """Weights are dropped; what vLLM allocates with them and requests write into is not."""
     twin = paused(one, steps)
@@ -77,6 +91,7 @@ def main() -> None:
     result = {"in_force": in_force(one), "differing": []}
     for to, steps in SLEEPS:
         result["differing"] += slept(one, to, steps)
+    result["differing"] += woken_by_tags(one, BY_TAGS_AT)
     result["differing"] += reloaded(one, RELOADED_AT)
     result["recomputed"] = one.llm.torpor("state")["recomputed_tokens"]
     result["answers"] = len(paused(one, 1))

@@ -10,8 +10,18 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from devtool import golden  # noqa: E402
 
-from torpor.vllm import patches  # noqa: E402
+from vllm.v1.core.block_pool import BlockPool  # noqa: E402
+from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
+from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
+from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
+
+from torpor.vllm import asking, patches  # noqa: E402
+from torpor.vllm.late_blocks import LateBlocks  # noqa: E402
 from torpor.vllm.patching import Patches  # noqa: E402
+from torpor.vllm.scheduler import SchedulerMixin  # noqa: E402
+from torpor.vllm.worker import WorkerMixin  # noqa: E402
+
+IN_FRONT = ((Scheduler, SchedulerMixin), (Worker, WorkerMixin), (BlockPool, LateBlocks), (KVCacheManager, LateBlocks))
 
 
 class Noted(Patches):
@@ -46,9 +56,16 @@ def does_not_take(value, signature: str) -> str | None:
 
 def main() -> None:
     made = Noted()
+    asking.watch(made)
     patches.install(made, ("cpu", "cuda"))
+    replaced = made.replaced + [
+        (owner, name, value)
+        for owner, ours in IN_FRONT
+        for name, value in vars(ours).items()
+        if not name.startswith("__") and callable(value) and hasattr(owner, name)
+    ]
     seen, problems = [], []
-    for owner, name, value in made.replaced:
+    for owner, name, value in replaced:
         in_module = inspect.ismodule(owner)
         full = owner.__name__ if in_module else f"{owner.__module__}.{owner.__qualname__}"
         seen.append(f"{full}.{name}")

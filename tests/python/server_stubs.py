@@ -114,7 +114,8 @@ def arguments(*words: str):
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    return make_arg_parser(FlexibleArgumentParser()).parse_args(list(words))
+    parser = make_arg_parser(FlexibleArgumentParser())
+    return parser.parse_args(["--additional-config", '{"torpor": {}}', *words])
 
 
 def build(monkeypatch, routes: list[tuple[str, str]], *words: str, engine: Engine | None = None, **settings):

@@ -249,13 +249,19 @@ CASES = {
     "off for this engine": {"additional_config": {"torpor": {"enabled": False}}},
     "server": {"change": OTHER_SERVER},
     "fits": {},
+    "nobody asks": {"additional_config": {}},
+    "nobody asks beside another version": {"additional_config": {}, "change": OTHER_VERSION},
+    "the environment asks": {"additional_config": {}, "environment": {"TORPOR_DIR": "/nowhere"}},
 }
+# What is set wherever torpor is installed, so that an engine can ask.
+WATCHED = {"VllmConfig._post_init_kv_transfer_config", "CpuPlatform.is_sleep_mode_available"}
 
 
 @pytest.fixture(scope="module")
 def seen(zygote) -> dict[str, dict]:
     """What each of CASES showed, by its name."""
-    cases = [{"change": "", "environment": {}, "additional_config": {}} | case for case in CASES.values()]
+    asking = {"change": "", "environment": {}, "additional_config": {"torpor": {}}}
+    cases = [asking | case for case in CASES.values()]
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_PLUGINS": "torpor"}
     process = Path(__file__).with_name("compat_process.py")
     return dict(zip(CASES, result_of(zygote.run([process, json.dumps(cases)], timeout=300, env=environment))))
@@ -274,7 +280,7 @@ def seen(zygote) -> dict[str, dict]:
 )
 def test_beside_another_vllm_nothing_is_changed_and_one_line_says_so(seen, case, named):
     found = seen[case]
-    assert found["touched"] == [], found
+    assert set(found["touched"]) <= WATCHED, found
     assert (
         len(found["said"]) == 1
         and "torpor is inactive in this process" in found["said"][0]
@@ -291,7 +297,18 @@ def test_switched_off_nothing_is_changed_and_nothing_is_said(seen):
 
 def test_switched_off_for_one_engine_its_server_is_vllms_own(seen):
     found = seen["off for this engine"]
-    assert found["inactive"] is None and found["said"] == [] and found["routes"] == 0, found
+    assert set(found["touched"]) == WATCHED and found["said"] == [] and found["routes"] == 0, found
+
+
+@pytest.mark.parametrize("case", ["nobody asks", "nobody asks beside another version"])
+def test_where_no_engine_asks_vllm_is_as_it_was(seen, case):
+    found = seen[case]
+    assert set(found["touched"]) == WATCHED and found["said"] == [] and found["routes"] == 0, found
+
+
+def test_an_option_in_the_environment_asks_for_all_engines(seen):
+    found = seen["the environment asks"]
+    assert found["inactive"] is None and found["routes"] > 0 and "LLM.sleep" in found["touched"], found
 
 
 def test_where_only_the_server_differs_the_engine_has_torpor_and_its_server_has_not(seen):
@@ -309,8 +326,8 @@ def test_where_it_fits_it_is_active(seen):
         "LLMEngine.step",
         "AsyncLLM.wake_up",
         "EngineCore.torpor_call",
-        "Worker.torpor_capture",
     } <= set(found["touched"])
+    assert not [name for name in found["touched"] if name.startswith(("Scheduler.", "BlockPool.", "Worker."))]
 
 
 # --- the arguments are visible ----------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ def finished(torpor, enable_sleep_mode=False, sleep_mode_backend="cumem"):
         model_config=model,
         kv_transfer_config=None,
         scheduler_config=SimpleNamespace(scheduler_cls=None, async_scheduling=True),
+        parallel_config=SimpleNamespace(worker_cls="vllm.v1.worker.gpu_worker.Worker"),
     )
     configuration.finish(config)
     configuration.finish(config)

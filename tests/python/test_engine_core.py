@@ -29,10 +29,10 @@ class Workers:
 
 @pytest.fixture
 def core(request):
-    plugin.register()
+    plugin.activate()
     core = EngineCore.__new__(EngineCore)
     core.vllm_config = SimpleNamespace(
-        additional_config=None, parallel_config=SimpleNamespace(distributed_executor_backend="mp")
+        additional_config={"torpor": {}}, parallel_config=SimpleNamespace(distributed_executor_backend="mp")
     )
     core.scheduler = SimpleNamespace(vllm_config=None)
     core.model_executor = Workers()
@@ -91,7 +91,8 @@ def test_a_rank_that_is_told_of_the_doubt_hashes_its_weights_again():
     told = []
     memory = SimpleNamespace(doubt=lambda tag: told.append(tag), call=lambda order: told.append(order) or b"answer")
     one = SimpleNamespace(torpor_memory=SimpleNamespace(rank_memory=memory), model_runner=None)
-    assert worker.torpor_rank(one, b"1") == b"answer" and worker.torpor_rank(one, b"2", True) == b"answer"
+    call = worker.WorkerMixin.torpor_rank
+    assert call(one, b"1") == b"answer" and call(one, b"2", True) == b"answer"
     assert told == [b"1", "weights", b"2"]
 
 

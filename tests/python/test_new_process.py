@@ -14,7 +14,7 @@ from inspector import look
 from requests_of_tests import OF_TRANSFERS, SAID, answer, final, run, said_of
 from vllm import SamplingParams
 
-from torpor.vllm import frontend, runner_v1
+from torpor.vllm import frontend, runner_v1, step_outputs
 from torpor.vllm.compat import lookup
 
 SPANS = lookup("vllm.outputs", "WeightVersionSpan")  # from vLLM 0.32 on
@@ -66,7 +66,7 @@ def test_a_new_process_goes_on_from_a_checkpoint_that_was_written_while_the_engi
     one.engine.torpor("begin_checkpoint")
     answers |= serve_beyond("copying")
     frontend.finish(frontend.while_frozen(frontend.BlockingSide(one.engine), "take_checkpoint", {}))
-    stash = getattr(one.engine, "torpor_stash", [])  # what was in flight at the stop: the next step() returns it
+    stash = step_outputs.of(one.engine).first  # what was in flight at the stop: the next step() returns it
     answers |= {output.request_id: answer(output) for output in stash}
     delivered, said = as_json(answers), as_json(said_of(one.core, "greedy"))
     answers |= serve_beyond("writing")

@@ -26,7 +26,7 @@ from torpor.vllm.server.life import Server
 from torpor.vllm.server.metrics import Metrics
 from torpor.vllm.server.recorder import Recorder, call_of_client, new_call, tenant_of_call
 
-plugin.register()  # as vLLM does in every process
+plugin.activate()  # as for an engine that asks
 
 
 @pytest.fixture(scope="module")

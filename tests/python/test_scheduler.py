@@ -36,7 +36,10 @@ Foreign.__abstractmethods__ = frozenset()
 
 def configuration(scheduler_cls=None, asynchronous=False, torpor=None) -> SimpleNamespace:
     scheduling = SimpleNamespace(scheduler_cls=scheduler_cls, async_scheduling=asynchronous)
-    return SimpleNamespace(additional_config={"torpor": torpor or {}}, scheduler_config=scheduling)
+    parallel = SimpleNamespace(worker_cls="vllm.v1.worker.cpu_worker.CPUWorker")
+    return SimpleNamespace(
+        additional_config={"torpor": torpor or {}}, scheduler_config=scheduling, parallel_config=parallel
+    )
 
 
 def chosen(**options) -> type:
@@ -87,7 +90,7 @@ def test_a_class_that_no_name_leads_to_is_taken_as_it_is():
 
 
 def test_vllms_own_class_has_nothing_of_torpor():
-    plugin.register()
+    plugin.activate()
     assert plugin.inactive() is None
     assert not [name for cls in (Scheduler, AsyncScheduler) for name in vars(cls) if name.startswith("torpor")]
     assert Scheduler.schedule.__module__ == Scheduler.has_requests.__module__ == Scheduler.__module__
@@ -104,7 +107,7 @@ def test_an_engine_with_another_scheduler_is_left_alone(given, monkeypatch):
     config.model_config = None
     finished.finish(config)
     assert config.scheduler_config.scheduler_cls is given and not holds_memory_of(config)
-    assert not holds_memory_by(SimpleNamespace(additional_config={}, scheduler_cls=given))
+    assert not holds_memory_by(SimpleNamespace(additional_config={"torpor": {}}, scheduler_cls=given))
     [line] = said
     assert f"{HERE}.Foreign" in line and "leaves this engine alone" in line
 
@@ -116,7 +119,7 @@ def test_a_scheduler_that_cannot_be_imported_is_vllms_to_complain_about():
 @pytest.mark.parametrize("torpor", [{}, {"enabled": False}])
 @pytest.mark.parametrize("has_requests", [True, False])
 def test_the_engine_cores_loop_asks_another_scheduler_nothing_of_torpor(torpor, has_requests):
-    plugin.register()
+    plugin.activate()
     core = EngineCoreProc.__new__(EngineCoreProc)
     core.scheduler = Foreign.__new__(Foreign)
     core.scheduler.vllm_config = configuration(torpor=torpor)
@@ -131,7 +134,6 @@ class Stepping:
     def __init__(self, connector):
         self.connector, self.requests = connector, {}
         self.torpor_slots = False
-        self.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(torpor_late=None))
 
     def schedule(self):
         return SimpleNamespace(num_scheduled_tokens={})

@@ -386,9 +386,9 @@ def test_an_engine_that_stays_asleep_takes_no_step(monkeypatch, asleep):
 
     monkeypatch.setattr(frontend, "call", call)
     client = SimpleNamespace(outputs_queue=Queue())
-    engine = SimpleNamespace(logger_manager=None, engine_core=client, torpor_stock_step=lambda: ["waits"])
+    monkeypatch.setattr(frontend.stock, "step", lambda engine: ["waits"])
+    engine = type("Engine", (), {"logger_manager": None, "engine_core": client})()
     engine.renderer = SimpleNamespace(clear_mm_cache=lambda: None)
-    engine.torpor_stash, engine.torpor_aside = [], None  # as LLMEngine has them
     with pytest.raises(TimedOut):
         values = {"level": 1, "preserve_state": False}
         frontend.finish(frontend.sleep(frontend.BlockingSide(engine), "abort", values))

@@ -7,13 +7,15 @@ import sys
 from pathlib import Path
 
 os.environ |= {"VLLM_USE_AOT_COMPILE": "0", "TORCHDYNAMO_DISABLE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+os.environ["TORPOR_ENABLED"] = "1"  # TRL passes no option of torpor to vLLM
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from vllm import LLM  # noqa: E402
-from vllm.plugins import load_general_plugins  # noqa: E402
+
+from torpor.vllm import plugin  # noqa: E402
 
 PROMPTS = ["The capital of France is", "Once upon a time", "My favourite food", "Two plus two"]
 METRICS = ("loss", "grad_norm", "reward", "entropy", "sampling/sampling_logp_difference/mean")
@@ -37,7 +39,7 @@ def options(folder: str, **more) -> dict:
 
 def remember_sleeps() -> list[dict]:
     """What each LLM.sleep() from now on is asked, and frees."""
-    load_general_plugins()
+    assert plugin.activate()
     sleeps, ours = [], LLM.sleep
 
     def sleep(self, *args, **kwargs):

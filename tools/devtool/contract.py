@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 from types import ModuleType
 
-from devtool import golden, setup, uses
+from devtool import golden, setup, touches, uses
 from devtool.relied_on import RELIED_ON
 from devtool.setup import CACHE, ROOT, SetupError
 
@@ -20,6 +20,8 @@ _PLACES_SHOWN = 6
 
 
 def main(arguments: list[str]) -> int:
+    if arguments == ["--touches"]:
+        return touches.main()
     words = [word for word in arguments if word != "--golden"]
     since = words.pop(words.index("--since") + 1) if "--since" in words[:-1] else None
     words = [word for word in words if since is None or word != "--since"]

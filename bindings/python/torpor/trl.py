@@ -12,6 +12,7 @@ token, which TRL's importance sampling takes as they are. The plain GRPOTrainer 
 
 from __future__ import annotations
 
+import os
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -68,6 +69,7 @@ class PartialRolloutGRPOTrainer(GRPOTrainer):
         self._ready: list[RequestOutput] = []  # of the batch that is being made
         self._begun = 0
         self.phases: list[Phase] = []
+        os.environ.setdefault("TORPOR_ENABLED", "1")  # TRL passes none of torpor's options to vLLM: this asks for it
         super().__init__(*args, **kwargs)
         self._refuse_what_is_not_offered()
 

@@ -7,6 +7,7 @@ go on waiting for the same answer. The methods are those of verl 0.9.1, by name 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,7 @@ class TorporHttpServer(vLLMHttpServer):
 
     def _validate_configs(self) -> None:
         super()._validate_configs()
+        os.environ.setdefault("TORPOR_ENABLED", "1")  # who chooses this rollout asks for torpor
         self._kv = kv_of((self.config.custom or {}).get(NAME) or {})
         self._updated = False  # since requests last ran
         self._begun: dict[str, int | None] = {}  # by request: the step of the weights when it was admitted

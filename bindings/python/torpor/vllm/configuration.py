@@ -6,21 +6,24 @@ vLLM finishes its configuration in every process that copies it, so all of this 
 from __future__ import annotations
 
 from torpor.errors import InvalidArgument
-from torpor.vllm import connector_options, scheduler
-from torpor.vllm.options import Options, asks_for_torpor, holds_memory_of
+from torpor.vllm import connector_options, scheduler, worker
+from torpor.vllm.options import Options, asks_for_torpor, has_torpor_backend, holds_memory_of
 
 _DEFAULT_BACKEND, _BACKEND = "cumem", "torpor"
 
 
 def finish(vllm_config) -> None:
-    """Called with each VllmConfig, after vLLM has decided all else."""
+    """Called with each VllmConfig that asks for torpor, after vLLM has decided all else."""
     options = Options.of(vllm_config)
     if not options.enabled:
         return
     _choose_sleep_backend(vllm_config, options)
     _choose_connector(vllm_config, options)
-    if holds_memory_of(vllm_config):
+    holds = holds_memory_of(vllm_config)
+    if holds:
         scheduler.choose(vllm_config)
+    if holds or has_torpor_backend(vllm_config):
+        worker.choose(vllm_config)
 
 
 def _choose_sleep_backend(vllm_config, options: Options) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import InvalidStateError
+from types import SimpleNamespace
 
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -16,8 +17,10 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from torpor import errors
 from torpor.errors import Error, NotFound, TimedOut, Unsupported, WrongState
-from torpor.vllm import data_parallel, restored
+from torpor.vllm import data_parallel, restored, step_outputs
 from torpor.vllm import outputs as front_end
+
+stock = SimpleNamespace(step=None, has_unfinished_requests=None)  # of LLMEngine, from when torpor's stand there
 
 _CHECKPOINT_SECONDS = 0.02  # between looks how far a checkpoint is
 _DRAIN_SECONDS = 30.0  # for outputs that the engine sent before it was frozen to be processed here
@@ -83,15 +86,17 @@ class BlockingSide:
         time.sleep(_CHECKPOINT_SECONDS)
 
     def _step(self) -> None:
-        self.engine.torpor_stash = self.engine.torpor_stash + self.engine.torpor_stock_step()
+        given = step_outputs.of(self.engine)
+        given.first = given.first + stock.step(self.engine)
 
     def take(self, report: Report) -> None:
         front_end.restore(self.engine.output_processor, report.pop("outputs"), with_queues=False)
         failed = front_end.fail(self.engine.output_processor, report.failed_requests)
-        self.engine.torpor_stash = self.engine.torpor_stash + failed
+        given = step_outputs.of(self.engine)
+        given.first = given.first + failed
 
     def slept(self, report: Report, in_flight: str) -> None:
-        self.engine.torpor_asleep = report.changed or not report.fully_awake
+        step_outputs.of(self.engine).asleep = report.changed or not report.fully_awake
         if not isinstance(self.engine.engine_core, InprocClient):
             return
         while getattr(self.engine.engine_core.engine_core, "torpor_outputs", None):  # some may have ended
@@ -101,7 +106,7 @@ class BlockingSide:
 
     def stays(self, state: str) -> None:
         """After a sleep that failed."""
-        self.engine.torpor_asleep = state == "asleep"
+        step_outputs.of(self.engine).asleep = state == "asleep"
 
     def aborted(self) -> None:
         """The engine core has no requests any more. One in another process sends word of it."""
@@ -111,7 +116,7 @@ class BlockingSide:
             )
 
     def woken(self, report: Report) -> None:
-        self.engine.torpor_asleep = not report.fully_awake
+        step_outputs.of(self.engine).asleep = not report.fully_awake
 
 
 class AsyncSide:
@@ -351,17 +356,14 @@ def step(engine: LLMEngine) -> list:
 
 
 def _step(engine: LLMEngine) -> list:
-    if stash := engine.torpor_stash:
-        engine.torpor_stash = []
-        return stash
+    given = step_outputs.of(engine)
+    if first := given.first:
+        given.first = []
+        return first
     client = engine.engine_core
-    if (
-        getattr(engine, "torpor_asleep", False)
-        and not isinstance(client, InprocClient)
-        and client.outputs_queue.empty()
-    ):
+    if given.asleep and not isinstance(client, InprocClient) and client.outputs_queue.empty():
         return []  # the stock step would wait for an engine that sleeps
-    return engine.torpor_stock_step()
+    return stock.step(engine)
 
 
 def refuse_while_asleep(engine: LLMEngine) -> None:
@@ -374,9 +376,10 @@ def refuse_while_asleep(engine: LLMEngine) -> None:
 
 def has_unfinished_requests(engine: LLMEngine) -> bool:
     """LLMEngine.has_unfinished_requests(): also while step() still has stashed outputs to return."""
-    if engine.torpor_aside is not None:
+    given = step_outputs.of(engine)
+    if given.aside is not None:
         return restored.has_others(engine)
-    return bool(engine.torpor_stash) or engine.torpor_stock_has_unfinished_requests()
+    return bool(given.first) or stock.has_unfinished_requests(engine)
 
 
 # --- AsyncLLM ---------------------------------------------------------------------------------------------------------

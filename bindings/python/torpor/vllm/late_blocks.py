@@ -31,7 +31,29 @@ class LateBlocks:
         self.recomputed: list[str] = []  # requests that wanted a lost one
         if any(self._pool.blocks[block].ref_cnt > 0 for block in blocks):
             raise WrongState("a block that is to come late belongs to a request", "wake without early")
-        self._pool.torpor_late = self
+        self._manager = scheduler.kv_cache_manager
+        self._stand_in_front()
+
+    def _stand_in_front(self) -> None:
+        """Until all have arrived, blocks of this pool are given out, and prefixes are found, through us."""
+        self._give, self._find = self._pool.get_new_blocks, self._manager.get_computed_blocks
+        self._pool.get_new_blocks = self.get_new_blocks
+        self._manager.get_computed_blocks = self.get_computed_blocks
+        self._scheduler.torpor_late = self
+
+    def get_new_blocks(self, num_blocks: int) -> list:
+        """BlockPool.get_new_blocks() meanwhile."""
+        self.give_out(num_blocks)
+        return self._give(num_blocks)
+
+    def get_computed_blocks(self, request, *args, **kwargs) -> tuple:
+        """KVCacheManager.get_computed_blocks() meanwhile; vLLM 0.33 gives it more."""
+        return self.found(request, lambda: self._find(request, *args, **kwargs))
+
+    def _step_aside(self) -> None:
+        if self._scheduler.torpor_late is self:
+            del self._pool.get_new_blocks, self._manager.get_computed_blocks
+            self._scheduler.torpor_late = None
 
     def to_value(self) -> dict:
         return {
@@ -56,7 +78,7 @@ class LateBlocks:
         for block in (*gone, *forgone):
             self._pool._maybe_evict_cached_block(self._pool.blocks[block])
         if not self._late:
-            self._pool.torpor_late = None
+            self._step_aside()
 
     def _end(self, blocks: Iterable[int]) -> int:
         ended = self._late.intersection(blocks)

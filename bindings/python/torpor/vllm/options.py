@@ -84,7 +84,7 @@ class Options:
         values = {
             f.name: _parse(f.name, os.environ[f"TORPOR_{f.name.upper()}"])
             for f in fields(Options)
-            if f"TORPOR_{f.name.upper()}" in os.environ and f.name != "connector"
+            if f"TORPOR_{f.name.upper()}" in VARIABLES & os.environ.keys()
         }
         values |= given
         connector = {name: values.pop(name) for name in connector_options.NAMES if name in values}
@@ -112,25 +112,30 @@ class Options:
         return options
 
 
+# Of the environment: each option of Options, for all engines.
+VARIABLES = frozenset(f"TORPOR_{f.name.upper()}" for f in fields(Options) if f.name != "connector")
+
+
 def holds_memory_of(vllm_config) -> bool:
     """Whether torpor's controller holds the memory of an engine with this configuration, which vLLM has finished."""
-    return _holds(Options.of(vllm_config), _scheduler_of(vllm_config)) and (
-        not _is_on_gpu() or has_torpor_backend(vllm_config)
-    )
+    return _holds(vllm_config, _scheduler_of(vllm_config)) and (not _is_on_gpu() or has_torpor_backend(vllm_config))
 
 
 def holds_memory_by(args) -> bool:
     """The same of an engine that vLLM has not made yet, by the arguments of its server."""
     backend = getattr(args, "sleep_mode_backend", "cumem")  # an argument since vLLM 0.33
-    return _holds(Options.of(args), getattr(args, "scheduler_cls", None)) and (
-        not _is_on_gpu() or backend in ("cumem", "torpor")
-    )
+    return _holds(args, getattr(args, "scheduler_cls", None)) and (not _is_on_gpu() or backend in ("cumem", "torpor"))
 
 
-def _holds(options: Options, scheduler_cls) -> bool:
+def _holds(engine, scheduler_cls) -> bool:
     from vllm.platforms import current_platform
 
-    if not options.enabled or not (current_platform.is_cpu() or (_is_on_gpu() and options.gpu_preserve_state)):
+    from torpor.vllm.asking import asks
+
+    options = Options.of(engine)
+    if not (asks(engine) and options.enabled):
+        return False
+    if not (current_platform.is_cpu() or (_is_on_gpu() and options.gpu_preserve_state)):
         return False
     if scheduler_cls is None:
         return True

@@ -1,4 +1,4 @@
-"""What torpor replaces in vLLM, all on classes and none in files; for every version alike.
+"""What torpor replaces in vLLM for the engines that asked, all on classes and none in files; for every version alike.
 
 To be imported once the guards have passed. Each replacement does what vLLM does, unless torpor holds the
 memory of the engine that it is called for.
@@ -8,76 +8,31 @@ from __future__ import annotations
 
 import functools
 import inspect
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 from torpor.errors import Unsupported
-from torpor.vllm import configuration, frontend, restored
+from torpor.vllm import frontend, restored
 from torpor.vllm import front_end_methods as methods
 from torpor.vllm.compat import lookup
-from torpor.vllm.options import has_torpor_backend, holds_memory_of
+from torpor.vllm.options import holds_memory_of
 from torpor.vllm.patching import Patches
 
 
 def install(patches: Patches, parts: tuple[str, ...]) -> None:
     """`parts` as in the manifest. A failure leaves undoing to the caller, who has `patches`."""
-    _configuration(patches)
-    _late_blocks(patches)
     _grammars(patches)
     _engine_core(patches)
     _front_ends(patches)
     _ends_of_engine_cores(patches)
     _finish_reasons(patches)
     if "cpu" in parts:
-        _worker(patches)
-        _cpu_worker(patches)
         _cpu_generators(patches)
-        _loader()
     if "cuda" in parts:
-        _worker(patches)
-        _gpu_worker(patches)
         _graph_pool(patches)
-        _loader()
-    _sleep_backend()
+    _loader()
 
 
-# --- scheduler and engine core ----------------------------------------------------------------------------------------
-
-
-def _late_blocks(patches: Patches) -> None:
-    """After an early wake no step reads a KV block, or is given one, whose content is on its way."""
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-
-    stock_new, stock_computed = BlockPool.get_new_blocks, KVCacheManager.get_computed_blocks
-
-    def get_new_blocks(self, num_blocks):
-        if self.torpor_late is not None:
-            self.torpor_late.give_out(num_blocks)
-        return stock_new(self, num_blocks)
-
-    def get_computed_blocks(self, request, *args, **kwargs):
-        late = self.block_pool.torpor_late
-        if late is None:
-            return stock_computed(self, request, *args, **kwargs)
-        return late.found(request, lambda: stock_computed(self, request, *args, **kwargs))
-
-    patches.set(BlockPool, "torpor_late", None)
-    patches.set(BlockPool, "get_new_blocks", get_new_blocks)
-    patches.set(KVCacheManager, "get_computed_blocks", get_computed_blocks)
-
-
-def _configuration(patches: Patches) -> None:
-    """Where vLLM finishes the configuration of an engine, it is told what torpor's options ask for."""
-    from vllm.config import VllmConfig
-
-    stock = VllmConfig._post_init_kv_transfer_config
-
-    def post_init(self) -> None:
-        stock(self)
-        configuration.finish(self)
-
-    patches.set(VllmConfig, "_post_init_kv_transfer_config", post_init)
+# --- engine core ----------------------------------------------------------------------------------------
 
 
 def _grammars(patches: Patches) -> None:
@@ -149,11 +104,9 @@ def _front_ends(patches: Patches) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    patches.set(LLMEngine, "torpor_stash", [])  # outputs that step() gives first
-    patches.set(LLMEngine, "torpor_stock_step", LLMEngine.step)
-    patches.set(LLMEngine, "torpor_stock_has_unfinished_requests", LLMEngine.has_unfinished_requests)
-    patches.set(LLMEngine, "step", frontend.step)
-    patches.set(LLMEngine, "has_unfinished_requests", frontend.has_unfinished_requests)
+    for name in ("step", "has_unfinished_requests"):
+        setattr(frontend.stock, name, getattr(LLMEngine, name))
+        patches.set(LLMEngine, name, getattr(frontend, name))
     for cls, ours in ((LLM, methods.Blocking), (LLMEngine, methods.Blocking), (AsyncLLM, methods.Awaited)):
         for name in ("sleep", "wake_up", "updating_weights", "checkpoint", "torpor"):
             patches.set(cls, name, _routed(getattr(ours, name), getattr(cls, name, None)))
@@ -224,51 +177,14 @@ def _finish_reasons(patches: Patches) -> None:
         if finish_reason is not None:
             self.torpor_finish = (str(finish_reason), stop_reason)
         output = stock(self, new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
-        if self.torpor_restored and output is not None:
+        if restored.is_restored(self) and output is not None:
             output.torpor_restored = True
         return output
 
-    patches.set(RequestState, "torpor_finish", None)
     patches.set(RequestState, "make_request_output", make_request_output)
 
 
 # --- workers on the CPU -----------------------------------------------------------------------------------------------
-
-
-def _worker(patches: Patches) -> None:
-    """The methods of torpor.vllm.worker, on workers of every device."""
-    from vllm.v1.worker.gpu_worker import Worker  # what CPUWorker derives from
-
-    from torpor.vllm import worker
-
-    for name in vars(worker):
-        if name.startswith("torpor_"):
-            patches.set(Worker, name, getattr(worker, name))
-    stock_reload = Worker.reload_weights
-
-    def reload_weights(self, *args, **kwargs) -> None:
-        with self.torpor_memory.reloading_weights() if hasattr(self, "torpor_memory") else nullcontext():
-            stock_reload(self, *args, **kwargs)
-
-    patches.set(Worker, "reload_weights", reload_weights)
-
-
-def _cpu_worker(patches: Patches) -> None:
-    """They allocate weights and KV in torpor's regions."""
-    from vllm.platforms.cpu import CpuPlatform
-    from vllm.v1.worker.cpu_worker import CPUWorker
-
-    from torpor.vllm import worker
-
-    patches.set(CpuPlatform, "is_sleep_mode_available", lambda self: True)  # vLLM's enable_sleep_mode asks
-    stock_context = CPUWorker._maybe_get_memory_pool_context
-
-    def memory_context(self, tag: str):
-        if tag not in ("weights", "kv_cache") or not holds_memory_of(self.vllm_config):
-            return stock_context(self, tag)
-        return worker.memory_context(self, tag)
-
-    patches.set(CPUWorker, "_maybe_get_memory_pool_context", memory_context)
 
 
 def _cpu_generators(patches: Patches) -> None:
@@ -308,35 +224,6 @@ def _loader() -> None:
     from torpor.vllm import loader
 
     loader.register()
-
-
-# --- vLLM's own sleep mode, by the option sleep_mode_backend="torpor" -------------------------------------------------
-
-
-def _sleep_backend() -> None:
-    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
-
-    SleepModeBackendFactory.register_backend("torpor", "torpor.vllm.gpu_memory", "TorporBackend")
-
-
-def _gpu_worker(patches: Patches) -> None:
-    """With that option, workers allocate in torpor's regions what sleeps."""
-    from vllm.v1.worker.gpu_worker import Worker
-
-    from torpor.vllm import worker
-
-    stock_context = Worker._maybe_get_memory_pool_context
-
-    def context(self, tag: str):
-        if not has_torpor_backend(self.vllm_config):
-            return stock_context(self, tag)
-        if holds_memory_of(self.vllm_config):
-            return worker.memory_context(self, tag)
-        from torpor.vllm.gpu_memory import TorporAllocator
-
-        return TorporAllocator.get_instance().use_memory_pool(tag)
-
-    patches.set(Worker, "_maybe_get_memory_pool_context", context)
 
 
 def _graph_pool(patches: Patches) -> None:

@@ -1,46 +1,60 @@
 """The entry point `vllm.general_plugins`. vLLM calls register() in every process, before its classes are built.
 
-What torpor changes in vLLM is in torpor.vllm.patches; torpor.vllm.compat has a guard for each thing that it relies on.
-All guards pass or nothing is changed at all: beside a vLLM that torpor does not know, vLLM runs as if torpor were not
-there.
+register() only watches for an engine that asks for torpor (asking.py). For the first one activate() changes vLLM:
+torpor.vllm.patches says what, torpor.vllm.compat has a guard for each thing that torpor relies on. All guards pass or
+nothing is changed at all: beside a vLLM that torpor does not know, vLLM runs as if torpor were not there.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 
 from torpor.errors import Error, Unsupported
-from torpor.vllm import compat
+from torpor.vllm import asking, compat
 from torpor.vllm.options import holds_memory_of, switched_off
 from torpor.vllm.patching import Patches
 
-__all__ = ["fits", "holds_memory_of", "inactive", "register", "require"]
+__all__ = ["activate", "fits", "holds_memory_of", "inactive", "register", "require"]
 
 logger = logging.getLogger("vllm.torpor")  # vLLM sets up what is below its own name
 
-_NOT_ASKED = "vLLM has not loaded its plugins"
-_reason: str | None = _NOT_ASKED
+_NOT_LOADED = "vLLM has not loaded its plugins"
+_NOBODY_ASKED = "no engine of this process has asked for it"
+_reason: str | None = _NOT_LOADED
 
 
 def register() -> None:
-    """Changes vLLM, all or nothing, once a process. Never raises: vLLM calls it without a net and would end."""
+    """Watches for engines that ask, once a process. Never raises: vLLM calls it without a net and would end."""
+    if _reason is _NOT_LOADED:
+        _become(_NOBODY_ASKED, asking.watch)
+
+
+def activate() -> bool:
+    """Changes vLLM, all or nothing, once a process, for an engine that asks. Returns whether torpor is active."""
+    register()
+    if _reason is _NOBODY_ASKED:
+        _become(None, _change_vllm)
+    return _reason is None
+
+
+def _become(reason: str | None, step: Callable[[Patches], None]) -> None:
+    """What inactive() says from now on is `reason`, or why this step failed. Never raises."""
     global _reason
-    if _reason is not _NOT_ASKED:
-        return
     try:
         if switched_off():
             _reason = "TORPOR_ENABLED switches it off"
             return
-        _activate()
-        _reason = None
+        _all_or_nothing(step)
+        _reason = reason
+        return
     except Error as problem:
-        _reason = str(problem)
+        text = str(problem)
     except Exception as problem:  # whatever an unknown vLLM may do
-        _reason = f"{type(problem).__name__}: {problem}"
-    if _reason is not None:
-        _reason = " ".join(_reason.split())  # one line
-        logger.warning("torpor is inactive in this process, vLLM runs without it: %s", _reason)
+        text = f"{type(problem).__name__}: {problem}"
+    _reason = " ".join(text.split())  # one line
+    logger.warning("torpor is inactive in this process, vLLM runs without it: %s", _reason)
 
 
 def inactive() -> str | None:
@@ -51,8 +65,7 @@ def inactive() -> str | None:
 @functools.cache
 def fits(part: str) -> bool:
     """Whether torpor is active and this part of vLLM is as expected; says once in the log if only the part is not."""
-    register()
-    if _reason is not None:
+    if not activate():
         return False
     try:
         require(part)
@@ -64,8 +77,7 @@ def fits(part: str) -> bool:
 
 def require(*parts: str) -> None:
     """For calls of torpor's own: raises Unsupported, saying why, if torpor is inactive or these parts do not fit."""
-    register()
-    if _reason is not None:
+    if not activate():
         raise Unsupported(
             f"torpor is inactive: {_reason}", "install the torpor that fits this vLLM, or leave torpor's arguments out"
         )
@@ -74,7 +86,7 @@ def require(*parts: str) -> None:
     compat.check(vllm.__version__, *parts)
 
 
-def _activate() -> None:
+def _change_vllm(made: Patches) -> None:
     import vllm
     from vllm.platforms import current_platform
 
@@ -86,9 +98,13 @@ def _activate() -> None:
     compat.check(vllm.__version__, "engine", *parts)
     from torpor.vllm import patches  # it imports what the guards have just looked at
 
+    patches.install(made, parts)
+
+
+def _all_or_nothing(step: Callable[[Patches], None]) -> None:
     made = Patches()
     try:
-        patches.install(made, parts)
+        step(made)
     except BaseException:
         made.undo()
         raise

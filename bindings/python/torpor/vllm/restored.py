@@ -12,15 +12,13 @@ from contextlib import contextmanager
 
 from vllm import LLM
 from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.engine.output_processor import RequestState
 
+from torpor.vllm import step_outputs
 from torpor.vllm.options import holds_memory_of
 from torpor.vllm.patching import Patches
 
 
 def install(patches: Patches) -> None:
-    patches.set(RequestState, "torpor_restored", False)  # by a wake in a new process
-    patches.set(LLMEngine, "torpor_aside", None)  # outputs of restored requests, while LLM runs its own
     for name in ("_run_engine", "_run_tiling_engine"):
         patches.set(LLM, name, _run(getattr(LLM, name)))
     stock_wait = LLM.wait_for_completion
@@ -46,41 +44,42 @@ def _run(stock):
     return run
 
 
-def is_restored(output) -> bool:
-    return getattr(output, "torpor_restored", False)
+def is_restored(one) -> bool:
+    """Whether a wake in a new process has restored this request, or the one that this output is of."""
+    return getattr(one, "torpor_restored", False)
 
 
 def _are_there(engine: LLMEngine) -> bool:
     """Whether restored requests run, or have outputs that nobody was given."""
     states = engine.output_processor.request_states.values()
-    return any(state.torpor_restored for state in states) or any(map(is_restored, engine.torpor_stash))
+    return any(map(is_restored, states)) or any(map(is_restored, step_outputs.of(engine).first))
 
 
 @contextmanager
 def put_aside(engine: LLMEngine) -> Iterator[None]:
     """Meanwhile step() and has_unfinished_requests() know only requests that began in this process."""
-    if engine.torpor_aside is not None or not _are_there(engine):
+    given = step_outputs.of(engine)
+    if given.aside is not None or not _are_there(engine):
         yield
         return
-    engine.torpor_aside = []
+    given.aside = []
     try:
         yield
     finally:
-        aside, engine.torpor_aside = engine.torpor_aside, None
-        engine.torpor_stash = aside + engine.torpor_stash
+        given.first, given.aside = given.aside + given.first, None
 
 
 def others(engine: LLMEngine, outputs: list) -> list:
     """Those of step() that are not put aside."""
-    if engine.torpor_aside is None:
+    if (aside := step_outputs.of(engine).aside) is None:
         return outputs
-    engine.torpor_aside += filter(is_restored, outputs)
+    aside += filter(is_restored, outputs)
     return [output for output in outputs if not is_restored(output)]
 
 
 def has_others(engine: LLMEngine) -> bool:
     states = engine.output_processor.request_states.values()
-    return not all(state.torpor_restored for state in states) or not all(map(is_restored, engine.torpor_stash))
+    return not all(map(is_restored, states)) or not all(map(is_restored, step_outputs.of(engine).first))
 
 
 def finish(engine: LLMEngine) -> list:

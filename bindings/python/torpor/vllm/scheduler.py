@@ -1,23 +1,21 @@
 """torpor's part of a scheduler: a mixin in front of the class that vLLM would take, where torpor holds the memory.
 
-choose() names the class in `scheduler_config.scheduler_cls`, as `torpor.vllm.scheduler.NAME`. The module's
-`__getattr__` makes it from NAME in whatever process asks, since a class that is made at run time cannot be pickled.
-Other engines keep their scheduler as it is.
+choose() names the class in `scheduler_config.scheduler_cls`. Other engines keep their scheduler as it is.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import time
 
+from torpor.vllm import plugin
 from torpor.vllm.hooks import count_recomputed, let_those_with_blocks_go_first
+from torpor.vllm.in_front import InFront, resolved
 from torpor.vllm.slots import Slots, is_torpors, stands
 
 logger = logging.getLogger("vllm.torpor")
 
-_PREFIX = f"{__name__}."
 _STOCK = {"Scheduler": "vllm.v1.core.sched.scheduler", "AsyncScheduler": "vllm.v1.core.sched.async_scheduler"}
 
 
@@ -29,6 +27,7 @@ class SchedulerMixin:
     torpor_steps = 0
     torpor_unproven = 0  # KV blocks that a copy may still write into
     torpor_slots = None  # not asked for yet; False: nobody listens
+    torpor_late = None  # LateBlocks, while KV blocks are still to come
     torpor_gate = None  # says whether a step may be taken
     torpor_console = None  # path of its socket
 
@@ -45,8 +44,8 @@ class SchedulerMixin:
         self.torpor_steps += 1
         slots = self.torpor_slots if self.torpor_slots is not None else Slots.of(self)
         began = time.perf_counter_ns() if slots else 0
-        if (late := self.kv_cache_manager.block_pool.torpor_late) is not None:
-            late.poll()
+        if self.torpor_late is not None:
+            self.torpor_late.poll()
         if is_torpors(self.connector):  # another connector's requests stand where vLLM puts them
             let_those_with_blocks_go_first(self)
         output = super().schedule(*args, **kwargs)
@@ -56,81 +55,43 @@ class SchedulerMixin:
         return output
 
 
+_MADE = InFront(__name__, SchedulerMixin, _STOCK)
+over = _MADE.over
+
+
+def __getattr__(name: str) -> type:
+    made = _MADE.find(name)
+    plugin.require()
+    if name in _STOCK:
+        _say_it_is_vllms(name)
+    return made
+
+
 def choose(vllm_config) -> None:
     """Puts the mixin in front of this engine's scheduler. Doing it again, as a copy of the configuration does, changes
     nothing."""
     scheduling = vllm_config.scheduler_config
     given = scheduling.scheduler_cls
-    if given is None or given in (_PREFIX + name for name in _STOCK):
-        scheduling.scheduler_cls = _PREFIX + ("AsyncScheduler" if scheduling.async_scheduling else "Scheduler")
-    elif not _has_mixin(given):
-        base = _resolved(given)
-        scheduling.scheduler_cls = _PREFIX + _encoded(base) if _is_found_by_name(base) else over(base)
+    if given is None or given in map(_MADE.short, _STOCK):
+        scheduling.scheduler_cls = _MADE.short("AsyncScheduler" if scheduling.async_scheduling else "Scheduler")
+    elif not _MADE.has(given):
+        scheduling.scheduler_cls = _MADE.named(resolved(given))
 
 
 def is_foreign(scheduler_cls: str | type | None) -> bool:
     """Whether it names a scheduler that is no subclass of vLLM's: torpor leaves such an engine alone."""
-    if scheduler_cls is None or _has_mixin(scheduler_cls):
+    if scheduler_cls is None or _MADE.has(scheduler_cls):
         return False
     from vllm.v1.core.sched.scheduler import Scheduler
 
     try:
-        found = _resolved(scheduler_cls)
+        found = resolved(scheduler_cls)
     except (ImportError, AttributeError, ValueError):
         return True  # vLLM will say so
     foreign = not (isinstance(found, type) and issubclass(found, Scheduler))
     if foreign:
         _say_foreign(found)
     return foreign
-
-
-@functools.cache
-def over(base: type) -> type:
-    """The mixin in front of `base`."""
-    stock = _STOCK.get(base.__name__) == base.__module__
-    names = {"__module__": __name__, "__doc__": base.__doc__, "torpor_base": base}
-    made = type(base.__name__, (SchedulerMixin, base), names)
-    if stock or _is_found_by_name(base):
-        made.__qualname__ = base.__name__ if stock else _encoded(base)  # by which pickle finds it here
-    return made
-
-
-def __getattr__(name: str) -> type:
-    if name in _STOCK:
-        _say_it_is_vllms(name)
-        return over(getattr(importlib.import_module(_STOCK[name]), name))
-    module, slash, inside = name.partition("/")
-    if not slash:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = importlib.import_module(module.replace(":", "."))
-    return over(functools.reduce(getattr, inside.split(":"), found))
-
-
-def _encoded(cls: type) -> str:
-    """Its full name without a dot: vLLM splits names there."""
-    return f"{cls.__module__}/{cls.__qualname__}".replace(".", ":")
-
-
-def _has_mixin(given: str | type) -> bool:
-    if isinstance(given, str):
-        return given.startswith(_PREFIX)
-    return isinstance(given, type) and issubclass(given, SchedulerMixin)
-
-
-def _resolved(given: str | type):
-    if not isinstance(given, str):
-        return given
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
-    return resolve_obj_by_qualname(given)
-
-
-def _is_found_by_name(cls: type) -> bool:
-    try:
-        found = functools.reduce(getattr, cls.__qualname__.split("."), importlib.import_module(cls.__module__))
-    except (ImportError, AttributeError):
-        return False
-    return found is cls
 
 
 @functools.cache

@@ -23,6 +23,7 @@ _VALUES_OF_SWITCHES = ("1", "0", "true", "false", "yes", "no", "on", "off")
 
 def main(arguments: list[str]) -> int:
     rest = take_options(arguments)
+    os.environ.setdefault("TORPOR_ENABLED", "1")  # who calls this asks for torpor
     # vLLM loads routes only from plugins that are named, and then no other plugin that is not.
     named = os.environ.get("VLLM_PLUGINS")
     names = (

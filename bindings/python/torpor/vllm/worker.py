@@ -1,18 +1,21 @@
-"""Methods that torpor adds to vLLM's workers; reached by `collective_rpc`. Names begin with `torpor_`."""
+"""torpor's part of a worker: a mixin in front of the class that vLLM would take, which choose() names in
+`parallel_config.worker_cls`. Its methods are reached by `collective_rpc`; their names begin with `torpor_`.
+"""
 
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from vllm.platforms import current_platform
 
 from torpor import _core
-from torpor.vllm import adapters, device, kept, kv_layout, pooling
+from torpor.vllm import adapters, device, kept, kv_layout, plugin, pooling
+from torpor.vllm.in_front import InFront, resolved
 from torpor.vllm.inputs import Inputs
 from torpor.vllm.memory import CpuWorkerMemory
-from torpor.vllm.options import Options
+from torpor.vllm.options import Options, has_torpor_backend, holds_memory_of
 from torpor.vllm.slots import begin_events
 from torpor.vllm.worker_memory import WorkerMemory
 
@@ -24,15 +27,15 @@ def of_this_process():
     return _of_this_process and _of_this_process()
 
 
-def memory_context(self, tag: str):
-    """Worker._maybe_get_memory_pool_context: where vLLM is about to allocate weights, KV or else, in regions."""
+def _in_regions(worker, tag: str) -> AbstractContextManager:
+    """Where vLLM is about to allocate weights, KV or else: in regions."""
     global _of_this_process
     if tag == "kv_cache":
-        _of_this_process = weakref.ref(self)
-    memory = _memory(self)
+        _of_this_process = weakref.ref(worker)
+    memory = _memory(worker)
     if tag == "weights":
-        return _loading(self.model_runner, memory.allocating(tag, self.model_runner))
-    return memory.allocating(tag, self.model_runner)
+        return _loading(worker.model_runner, memory.allocating(tag, worker.model_runner))
+    return memory.allocating(tag, worker.model_runner)
 
 
 @contextmanager
@@ -64,125 +67,150 @@ def _memory(self) -> WorkerMemory:
     return self.torpor_memory
 
 
-def torpor_rank(self, order: bytes, weights_doubted: bool = False) -> bytes:
-    """Passes an order of the controller to this rank's memory. A failure is in the reply.
+class WorkerMixin:
+    """A worker whose memory is torpor's."""
 
-    weights_doubted: somebody may have written them since the order before.
-    """
-    memory = self.torpor_memory
-    if weights_doubted:
-        memory.rank_memory.doubt("weights")
-    if getattr(self.model_runner, "kv_caches", None) and not getattr(self, "_torpor_kv_described", False):
-        memory.describe_kv(self.model_runner)
-        self._torpor_kv_described = True
-    return memory.rank_memory.call(order)
+    torpor_base: type  # the worker without torpor
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:
+        if holds_memory_of(self.vllm_config):
+            if current_platform.is_cpu() and tag not in ("weights", "kv_cache"):
+                return super()._maybe_get_memory_pool_context(tag)
+            return _in_regions(self, tag)
+        if has_torpor_backend(self.vllm_config):  # vLLM's sleep mode, and no more
+            from torpor.vllm.gpu_memory import TorporAllocator
+
+            return TorporAllocator.get_instance().use_memory_pool(tag)
+        return super()._maybe_get_memory_pool_context(tag)
+
+    def reload_weights(self, *args, **kwargs) -> None:
+        with self.torpor_memory.reloading_weights() if hasattr(self, "torpor_memory") else nullcontext():
+            super().reload_weights(*args, **kwargs)
+
+    def torpor_rank(self, order: bytes, weights_doubted: bool = False) -> bytes:
+        """Passes an order of the controller to this rank's memory. A failure is in the reply.
+
+        weights_doubted: somebody may have written them since the order before.
+        """
+        memory = self.torpor_memory
+        if weights_doubted:
+            memory.rank_memory.doubt("weights")
+        if getattr(self.model_runner, "kv_caches", None) and not getattr(self, "_torpor_kv_described", False):
+            memory.describe_kv(self.model_runner)
+            self._torpor_kv_described = True
+        return memory.rank_memory.call(order)
+
+    def torpor_transfer(self, orders):
+        """The connector's orders outside of a step, and all that is under way: vLLM's KVConnectorOutput of it."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        from vllm.v1.outputs import KVConnectorOutput
+
+        side = get_kv_transfer_group().worker
+        side.begin(orders)
+        side.wait()
+        side.look()
+        return KVConnectorOutput(
+            finished_recving=side.take_finished() or None,
+            failed_recving=side.take_failed(),
+            invalid_block_ids=side.take_bad_blocks(),
+            kv_connector_worker_meta=side.take_report(),
+        )
+
+    def torpor_release_derived(self) -> None:
+        self.torpor_memory.release_derived()
+
+    def torpor_rebuild_derived(self) -> None:
+        self.torpor_memory.rebuild_derived()
+
+    def torpor_settle(self) -> None:
+        """After the last batch in flight: what this worker still sends or waits for is done."""
+        for handle in self._pp_send_work:  # to the next stage of a pipeline
+            handle.wait()
+        self._pp_send_work = []
+        _runner(self).settle(self.model_runner)
+        self.synchronize_device()
+
+    def torpor_describe(self) -> dict:
+        """What of this process can change tokens, and what torpor must know of its runner."""
+        runner = self.model_runner
+        return {
+            "threads": self.torpor_threads,
+            "device": device.describe(self.device),
+            "device_type": self.device.type,
+            "runner": type(runner).__name__,
+            "v2": _is_v2(self),
+            "attention": _runner(self).attention(runner),
+            "unsupported": _runner(self).unsupported(runner),
+            "lost": _runner(self).lost_in_a_new_process(runner),
+            "elsewhere": self.torpor_memory.elsewhere(runner.model),
+            "kv_layout": kv_layout.description(runner.kv_cache_config),
+            "layers": kv_layout.layers(runner.kv_cache_config),
+        }
+
+    def torpor_capture(self, sampling: dict[str, dict], anew: bool = False) -> dict:
+        """The batch, generators and requests of this worker, as values.
+
+        `sampling`: the parameters of each unfinished request, by id, as values; None for one that begins again.
+        `anew`: without what was kept of requests.
+        """
+        with kept.made_anew(anew):
+            state = {"rank": self.rank} | _runner(self).capture(self.model_runner, sampling)
+        if (layout := self.torpor_memory.weights_layout) is not None:
+            state["engine"]["weights"] = layout
+        state["engine"]["adapters"] = adapters.loaded(self.model_runner)
+        state["engine"]["adapter_slots"] = adapters.slots(self.model_runner)
+        state["engine"]["queries"] = pooling.queries_to_value(_runner(self).queries(self.model_runner))
+        return state
+
+    def torpor_reconnect(self, workers: list[dict]) -> None:
+        """The same worker lives on: back to where it was, whatever ran in this process meanwhile."""
+        _runner(self).reconnect(self.model_runner, workers[self.rank])
+        self.synchronize_device()
+
+    def torpor_restore(self, workers: list[dict], given_since: list[dict], inputs: dict[str, dict]) -> None:
+        """A new worker: the batch is rebuilt as it was.
+
+        `given_since`: requests whose readers were given more tokens than this state has. They get them too.
+        `inputs`: what prompts have besides tokens, by request, as values.
+        """
+        self.model_runner.reset_encoder_cache()  # the scheduler's knows of nothing
+        of_requests = {request_id: Inputs.from_value(value) for request_id, value in inputs.items()}
+        _runner(self).restore(self.model_runner, workers[self.rank], given_since, of_requests)
+        queries = workers[self.rank]["engine"].get("queries")  # absent in older checkpoints
+        pooling.restore_queries(_runner(self).queries(self.model_runner), queries, self.device)
+        adapters.place(self.model_runner, workers[self.rank]["engine"].get("adapter_slots", []))
+        self.synchronize_device()
+
+    def torpor_load_adapter(self, adapter: dict, digest: str | None) -> str | None:
+        """Loads a LoRA adapter. Returns why it is not the one with this digest, or cannot be loaded; None if it is."""
+        return adapters.load(self.model_runner, adapter, digest)
+
+    def torpor_forget(self) -> None:
+        """Empties the batch."""
+        _runner(self).forget(self.model_runner)
+        pooling.restore_queries(_runner(self).queries(self.model_runner), None)
+
+    def torpor_mark_dirty(self, tag: str) -> None:
+        if tag == "weights":
+            self.torpor_memory.note_new_weights()
+        else:
+            self.torpor_memory.rank_memory.mark_dirty(tag)
 
 
-def torpor_transfer(self, orders):
-    """The connector's orders outside of a step, and all that is under way: returns vLLM's KVConnectorOutput of it."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-    from vllm.v1.outputs import KVConnectorOutput
-
-    side = get_kv_transfer_group().worker
-    side.begin(orders)
-    side.wait()
-    side.look()
-    return KVConnectorOutput(
-        finished_recving=side.take_finished() or None,
-        failed_recving=side.take_failed(),
-        invalid_block_ids=side.take_bad_blocks(),
-        kv_connector_worker_meta=side.take_report(),
-    )
+_MADE = InFront(__name__, WorkerMixin)
 
 
-def torpor_release_derived(self) -> None:
-    self.torpor_memory.release_derived()
+def __getattr__(name: str) -> type:
+    made = _MADE.find(name)
+    plugin.require()
+    return made
 
 
-def torpor_rebuild_derived(self) -> None:
-    self.torpor_memory.rebuild_derived()
-
-
-def torpor_settle(self) -> None:
-    """After the last batch in flight: what this worker still sends or waits for is done."""
-    for handle in self._pp_send_work:  # to the next stage of a pipeline
-        handle.wait()
-    self._pp_send_work = []
-    _runner(self).settle(self.model_runner)
-    self.synchronize_device()
-
-
-def torpor_describe(self) -> dict:
-    """What of this process can change tokens, and what torpor must know of its runner."""
-    runner = self.model_runner
-    return {
-        "threads": self.torpor_threads,
-        "device": device.describe(self.device),
-        "device_type": self.device.type,
-        "runner": type(runner).__name__,
-        "v2": _is_v2(self),
-        "attention": _runner(self).attention(runner),
-        "unsupported": _runner(self).unsupported(runner),
-        "lost": _runner(self).lost_in_a_new_process(runner),
-        "elsewhere": self.torpor_memory.elsewhere(runner.model),
-        "kv_layout": kv_layout.description(runner.kv_cache_config),
-        "layers": kv_layout.layers(runner.kv_cache_config),
-    }
-
-
-def torpor_capture(self, sampling: dict[str, dict], anew: bool = False) -> dict:
-    """The batch, generators and requests of this worker, as values.
-
-    `sampling`: the parameters of each unfinished request, by id, as values; None for one that begins again.
-    `anew`: without what was kept of requests.
-    """
-    with kept.made_anew(anew):
-        state = {"rank": self.rank} | _runner(self).capture(self.model_runner, sampling)
-    if (layout := self.torpor_memory.weights_layout) is not None:
-        state["engine"]["weights"] = layout
-    state["engine"]["adapters"] = adapters.loaded(self.model_runner)
-    state["engine"]["adapter_slots"] = adapters.slots(self.model_runner)
-    state["engine"]["queries"] = pooling.queries_to_value(_runner(self).queries(self.model_runner))
-    return state
-
-
-def torpor_reconnect(self, workers: list[dict]) -> None:
-    """The same worker lives on: back to where it was, whatever ran in this process meanwhile."""
-    _runner(self).reconnect(self.model_runner, workers[self.rank])
-    self.synchronize_device()
-
-
-def torpor_restore(self, workers: list[dict], given_since: list[dict], inputs: dict[str, dict]) -> None:
-    """A new worker: the batch is rebuilt as it was.
-
-    `given_since`: requests whose readers were given more tokens than this state has. They get them too.
-    `inputs`: what prompts have besides tokens, by request, as values.
-    """
-    self.model_runner.reset_encoder_cache()  # the scheduler's knows of nothing
-    of_requests = {request_id: Inputs.from_value(value) for request_id, value in inputs.items()}
-    _runner(self).restore(self.model_runner, workers[self.rank], given_since, of_requests)
-    queries = workers[self.rank]["engine"].get("queries")  # absent in older checkpoints
-    pooling.restore_queries(_runner(self).queries(self.model_runner), queries, self.device)
-    adapters.place(self.model_runner, workers[self.rank]["engine"].get("adapter_slots", []))
-    self.synchronize_device()
-
-
-def torpor_load_adapter(self, adapter: dict, digest: str | None) -> str | None:
-    """Loads a LoRA adapter. Returns why it is not the one with this digest, or cannot be loaded; None if it is."""
-    return adapters.load(self.model_runner, adapter, digest)
-
-
-def torpor_forget(self) -> None:
-    """Empties the batch."""
-    _runner(self).forget(self.model_runner)
-    pooling.restore_queries(_runner(self).queries(self.model_runner), None)
-
-
-def torpor_mark_dirty(self, tag: str) -> None:
-    if tag == "weights":
-        self.torpor_memory.note_new_weights()
-    else:
-        self.torpor_memory.rank_memory.mark_dirty(tag)
+def choose(vllm_config) -> None:
+    """Puts the mixin in front of this engine's workers. Doing it again changes nothing."""
+    parallel = vllm_config.parallel_config
+    if not _MADE.has(parallel.worker_cls):
+        parallel.worker_cls = _MADE.named(resolved(parallel.worker_cls))
 
 
 def _is_v2(worker) -> bool:

@@ -56,6 +56,7 @@ def include(app: FastAPI, router: APIRouter) -> None:
 def wanted(args: Namespace) -> bool:
     """Whether torpor serves here. Otherwise, as where vLLM is unknown to it, this is vLLM's server without torpor."""
     from torpor.vllm import plugin
+    from torpor.vllm.asking import asks
     from torpor.vllm.options import holds_memory_by
 
-    return plugin.fits("server") and holds_memory_by(args)
+    return asks(args) and plugin.fits("server") and holds_memory_by(args)

@@ -180,7 +180,7 @@ class Recorder:
             return None
         if known["state"] != "running":
             return None
-        finish = state.torpor_finish
+        finish = getattr(state, "torpor_finish", None)
         tokens = list(state.detokenizer.output_token_ids[known["tokens_end"] :])
         step = {
             "id": state.request_id,

@@ -1,0 +1,60 @@
+"""Which engines have asked for torpor. vLLM stays as it is in a process where none has, but for what watch() sets."""
+
+from __future__ import annotations
+
+import os
+
+from torpor.vllm import connector_options
+from torpor.vllm.options import VARIABLES
+from torpor.vllm.patching import Patches
+
+
+def asks(engine) -> bool:
+    """Whether somebody asked for torpor for this engine: in its VllmConfig, in the arguments of its server, or in the
+    environment, where any of torpor's options asks for all engines. `enabled=False` in its own options is a no."""
+    additional = getattr(engine, "additional_config", None)
+    own = additional.get("torpor") if isinstance(additional, dict) else None
+    if isinstance(own, dict) and own.get("enabled") is False:
+        return False
+    model = getattr(engine, "model_config", None) or engine  # arguments have what VllmConfig has in its parts
+    load = getattr(engine, "load_config", None) or engine
+    transfer = getattr(engine, "kv_transfer_config", None)
+    return (
+        own is not None
+        or not VARIABLES.isdisjoint(os.environ)
+        or getattr(model, "sleep_mode_backend", None) == "torpor"
+        or getattr(load, "load_format", None) == "torpor"
+        or (transfer is not None and connector_options.is_ours(transfer))
+    )
+
+
+def watch(patches: Patches) -> None:
+    """Where vLLM finishes the configuration of an engine, torpor looks whether it asks."""
+    from vllm.config import VllmConfig
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+    from vllm.platforms import current_platform
+
+    stock = VllmConfig._post_init_kv_transfer_config
+
+    def post_init(self) -> None:
+        stock(self)
+        if asks(self):
+            _begin(self)
+        elif current_platform.is_cpu() and self.model_config is not None and self.model_config.enable_sleep_mode:
+            raise ValueError("Sleep mode is not supported on current platform.")  # as vLLM says without torpor
+
+    SleepModeBackendFactory.register_backend("torpor", "torpor.vllm.gpu_memory", "TorporBackend")
+    patches.set(VllmConfig, "_post_init_kv_transfer_config", post_init)
+    if current_platform.is_cpu():  # vLLM looks there before it knows whether the engine asks for torpor
+        from vllm.platforms.cpu import CpuPlatform
+
+        patches.set(CpuPlatform, "is_sleep_mode_available", lambda self: True)
+
+
+def _begin(vllm_config) -> None:
+    from torpor.vllm import plugin
+
+    if plugin.activate():
+        from torpor.vllm import configuration
+
+        configuration.finish(vllm_config)

@@ -1,0 +1,21 @@
+"""What LLMEngine.step() gives besides what vLLM's own gives. It stands beside each engine, not on it."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+
+@dataclass
+class StepOutputs:
+    first: list = field(default_factory=list)  # outputs that step() gives first
+    aside: list | None = None  # outputs of restored requests, while LLM runs its own
+    asleep: bool = False  # step() of an engine core in another process gives nothing then
+
+
+_OF: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def of(engine) -> StepOutputs:
+    """Those of an LLMEngine."""
+    return _OF.setdefault(engine, StepOutputs())
