@@ -165,7 +165,7 @@ def test_no_tags_are_not_all_tags(one):
 @pytest.mark.rig
 def test_tags_wake_one_by_one(one):
     answers = one.begin(10)
-    one.llm.sleep(level=1, preserve_state=True)
+    assert one.llm.sleep(level=1, preserve_state=True), "a sleep that succeeded is not false"
     first = one.llm.wake_up(tags=["weights"])
     assert first.changed and not first and one.llm.is_sleeping()
     answers |= one.stopped()

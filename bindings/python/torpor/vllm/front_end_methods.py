@@ -9,7 +9,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from torpor.errors import InvalidArgument
 from torpor.vllm import frontend, tracing
-from torpor.vllm.frontend import Report
+from torpor.vllm.frontend import Report, WakeReport
 from torpor.vllm.paths import expanded
 from torpor.vllm.progress import Watcher, watched
 from torpor.vllm.weight_updates import UPDATING_WEIGHTS, Updating, UpdatingAwaited, kv_option
@@ -55,9 +55,9 @@ _WAKE_UP = """Brings the memory back, and the requests with it. Returns when it 
     take_from: path of a room: the other half of a swap. It wakes on the memory that is given there, and all tags.
     progress: as in sleep(). A wake that is cancelled leaves the engine asleep as it was.
 
-    Returns a Report, true if the engine is fully awake; `reload` names what has no content and must be loaded. Raises
-    Incompatible (by field) for a checkpoint of another model or configuration, Damaged, Unauthenticated, NotFound,
-    NotEnoughRoom; the engine stays as it was.
+    Returns a WakeReport, true if the engine is fully awake; `reload` names what has no content and must be loaded.
+    Raises Incompatible (by field) for a checkpoint of another model or configuration, Damaged, Unauthenticated,
+    NotFound, NotEnoughRoom; the engine stays as it was.
     """
 
 _CHECKPOINT = """Writes a checkpoint of the running requests to the option `dir` while the engine serves.
@@ -120,7 +120,7 @@ class Blocking:
         early: bool = False,
         take_from: str | os.PathLike | None = None,
         progress: Watcher | None = None,
-    ) -> Report:
+    ) -> WakeReport:
         options = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed, early, take_from)
         side = frontend.BlockingSide(_engine(self))
         with watched(progress, options) as values:
@@ -176,7 +176,7 @@ class Awaited:
         early: bool = False,
         take_from: str | os.PathLike | None = None,
         progress: Watcher | None = None,
-    ) -> Report:
+    ) -> WakeReport:
         options = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed, early, take_from)
         side = frontend.AsyncSide(self)
         with watched(progress, options) as values:

@@ -29,7 +29,7 @@ _DRAIN_SECONDS = 30.0  # for outputs that the engine sent before it was frozen t
 class Report(dict):
     """What an operation did: `changed`, `seconds`, `phases`, `checkpoint`, `requests`, `freed_bytes`, `ledgers`, …
 
-    Entries are attributes too. True if the engine is fully awake, as vLLM's own wake_up() returns it.
+    Entries are attributes too.
     """
 
     def __getattr__(self, name):
@@ -37,6 +37,10 @@ class Report(dict):
             return self[name]
         except KeyError:
             raise AttributeError(name) from None
+
+
+class WakeReport(Report):
+    """Of a wake: true if the engine is fully awake, as vLLM's own wake_up() returns it."""
 
     def __bool__(self) -> bool:
         return self["fully_awake"]
@@ -281,10 +285,10 @@ async def _so_far(side: BlockingSide | AsyncSide) -> list[dict]:
     return front_end.so_far(side.engine.output_processor)
 
 
-async def wake_up(side: BlockingSide | AsyncSide, values: dict) -> Report:
+async def wake_up(side: BlockingSide | AsyncSide, values: dict) -> WakeReport:
     so_far = await _so_far(side) if values.get("kv") == "abort" else []
     try:
-        report = Report(await side.call("wake_up", values))
+        report = WakeReport(await side.call("wake_up", values))
     except asyncio.CancelledError:
         if values.get("hold"):  # the engine core goes on with it, and would hold what it restored for ever
             with contextlib.suppress(Error):  # nothing is held if it failed
