@@ -225,6 +225,11 @@ fields = [("brand_new", int, 0)]
 gpu_input_batch.CachedRequestState = dataclasses.make_dataclass("CachedRequestState", fields, bases=(stock,))
 gpu_input_batch.CachedRequestState.__module__ = "vllm.v1.worker.gpu_input_batch"
 """
+POOL_FIELD = (
+    OTHER_FIELD.replace("gpu_input_batch", "kv_cache_utils")
+    .replace("v1.worker", "v1.core")
+    .replace("CachedRequestState", "KVCacheBlock")
+)
 FAILS_HALF_WAY = """
 from torpor.vllm import patches
 def fail(patches): raise RuntimeError("half\\nway")
@@ -243,6 +248,7 @@ CASES = {
         "change": "from vllm.v1.engine import output_processor\ndel output_processor.RequestOutputCollector.get_nowait"
     },
     "field": {"change": OTHER_FIELD},
+    "field of the pool": {"change": POOL_FIELD},
     "half way": {"change": FAILS_HALF_WAY},
     "platform": {"change": OTHER_PLATFORM},
     "off": {"environment": {"TORPOR_ENABLED": "0"}},
@@ -273,7 +279,7 @@ def seen(zygote) -> dict[str, dict]:
         ("version", "torpor is for vLLM 0.31, 0.32, 0.33, this is 0.99.1"),
         ("signature", "EngineCore.pause_scheduler takes (self, mode='abort', clear_cache=True, drain=False)"),
         ("missing", "RequestOutputCollector.get_nowait does not exist"),
-        ("field", "CachedRequestState has a field brand_new that torpor does not know"),
+        ("field of the pool", "KVCacheBlock has a field brand_new that torpor does not know"),
         ("half way", "RuntimeError: half way"),
         ("platform", "the platform is CpuPlatform"),
     ],
@@ -288,6 +294,13 @@ def test_beside_another_vllm_nothing_is_changed_and_one_line_says_so(seen, case,
     ), found
     assert found["routes"] == 0
     assert len(found["refused"]) == 3 and all(named in text for text in found["refused"]), found
+
+
+def test_a_field_that_only_a_new_process_would_lose_leaves_torpor_on(seen):
+    found = seen["field"]
+    assert found["inactive"] is None and found["routes"] > 0 and "LLM.sleep" in found["touched"], found
+    [line] = found["said"]
+    assert "refuses checkpoints" in line and "CachedRequestState has a field brand_new" in line
 
 
 def test_switched_off_nothing_is_changed_and_nothing_is_said(seen):

@@ -160,8 +160,28 @@ def test_a_field_of_vllm_that_the_adapter_does_not_know_is_named(one):
     answers = one.begin(5)
     request = next(iter(one.core.scheduler.requests.values()))
     request.brand_new_field = 1
-    assert unsupported_scheduler(one.core.scheduler) == ["unknown field brand_new_field of vLLM's Request"]
+    said = ["unknown field brand_new_field of vLLM's Request"]
+    assert unsupported_scheduler(one.core.scheduler, for_new_process=True) == said
+    assert unsupported_scheduler(one.core.scheduler, for_new_process=False) == []
     with pytest.raises(errors.Unsupported, match="brand_new_field"):
-        one.llm.sleep(level=1, preserve_state=True)
-    del request.brand_new_field
+        one.llm.sleep(level=1, preserve_state=True, to="disk")
+    assert one.llm.sleep(level=1, preserve_state=True)  # in this process it lives on
+    answers |= one.stopped()
+    one.llm.wake_up()
+    assert request.brand_new_field == 1
     assert one.finish(answers) == one.expected
+
+
+@pytest.mark.core
+@pytest.mark.slow
+def test_what_a_vllm_has_otherwise_switches_off_only_what_needs_it(zygote, tiny_model, tmp_path):
+    result = result_of(zygote.run([HERE / "doctored_process.py", tiny_model, tmp_path / "store"], timeout=300))
+    assert result["slept"] and result["identical"] and result["served_on"]
+    tiers = result["tiers"]
+    assert tiers["requests"] is None
+    assert "CachedRequestState has a field brand_new" in tiers["new_process"]
+    assert "build_connector_meta" in tiers["connector"] and "run_server" in tiers["server"]
+    for refusal in (result["to_disk"], result["from_disk"]):
+        assert "CachedRequestState has a field brand_new that torpor does not know" in refusal
+    [line] = result["said"]
+    assert "refuses checkpoints" in line and "brand_new" in line

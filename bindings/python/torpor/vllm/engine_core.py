@@ -12,6 +12,7 @@ from vllm.v1.engine.core import EngineCoreProc
 
 from torpor import _core
 from torpor.errors import Error, InvalidArgument, Unsupported
+from torpor.vllm import plugin
 from torpor.vllm.hooks import VllmHooks
 from torpor.vllm.options import Options
 from torpor.vllm.slots import begin_events
@@ -138,6 +139,7 @@ class EngineSide:
         self.updates.check_wake(options)
         if options.get("early"):
             self._check_early()
+        self.hooks.for_new_process = "from_checkpoint" in options or "answers" in options
         began = time.time()
         report = self.controller.wake_up(options) | {"began": began}
         if self.hooks.restored is not None:
@@ -184,6 +186,7 @@ class EngineSide:
     def state(self, _: dict) -> dict:
         scheduler = self.hooks.scheduler
         return self.controller.state() | {
+            "tiers": plugin.tiers(),
             "recomputed_tokens": getattr(scheduler, "torpor_recomputed", 0),
             "console": scheduler.torpor_console,
             "late": self._late(),

@@ -12,7 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from torpor.errors import Incompatible, TimedOut
-from torpor.vllm import block_stamps, connector_sleep, grammar, kept, pauses
+from torpor.vllm import block_stamps, connector_sleep, grammar, kept, pauses, plugin
 from torpor.vllm import pool_values, weight_updates
 from torpor.vllm import scheduler_values as values
 from torpor.vllm.fingerprint import fingerprint
@@ -40,7 +40,7 @@ class VllmHooks:
         self._own_pause: dict | None = None  # the same
         self.pause_travels = False  # it falls asleep; an engine that is checkpointed goes on, and may be resumed
         self.late: LateBlocks | None = None  # of the last early wake
-        self.for_new_process = False  # the next unsupported() is asked for a checkpoint
+        self.for_new_process = False  # the next unsupported() is asked for a checkpoint, or for a wake from one
         self.bound: list[dict] = []  # requests of the last capture() that no checkpoint can hold: id, and why
         self._asked: Future | None = None  # the answers that the next unsupported() looks at, on their way
         self._checked: tuple[dict, dict] | None = None  # in tests: the last capture, and a copy of it
@@ -50,7 +50,8 @@ class VllmHooks:
         )
 
     def unsupported(self) -> list[str]:
-        found = unsupported_engine(self.core.vllm_config) + unsupported_scheduler(self.scheduler)
+        found = unsupported_engine(self.core.vllm_config)
+        found += unsupported_scheduler(self.scheduler, self.for_new_process)
         asked, self._asked = self._asked, None
         self._workers = workers = asked.result() if asked is not None else self._rpc("torpor_describe")
         if any(not w["v2"] and w["device_type"] != "cpu" for w in workers):
@@ -65,6 +66,7 @@ class VllmHooks:
         if self.for_new_process:
             lost = lost_in_a_new_process(self.scheduler) + sorted({name for w in workers for name in w["lost"]})
             found += [f"{name}, whose own state a new process would lose; host memory keeps it" for name in lost]
+            found += [f"{problem}; host memory keeps it" for problem in plugin.lost_in_a_new_process()]
         if elsewhere := sorted({name for w in workers for name in w.get("elsewhere", ())}):
             more = f" and {len(elsewhere) - 1} more" if len(elsewhere) > 1 else ""
             found.append(

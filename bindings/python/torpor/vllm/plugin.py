@@ -23,6 +23,7 @@ logger = logging.getLogger("vllm.torpor")  # vLLM sets up what is below its own 
 _NOT_LOADED = "vLLM has not loaded its plugins"
 _NOBODY_ASKED = "no engine of this process has asked for it"
 _reason: str | None = _NOT_LOADED
+_new_process: list[str] = []  # what of vLLM a new process would lose
 
 
 def register() -> None:
@@ -62,17 +63,38 @@ def inactive() -> str | None:
     return _reason
 
 
+def lost_in_a_new_process() -> list[str]:
+    """What of this vLLM torpor does not know and only a new process would lose: it refuses checkpoints, by name."""
+    return _new_process
+
+
+def tiers() -> dict[str, str | None]:
+    """What of torpor is on in this process (None), or why it is off."""
+    return {
+        "requests": _reason,
+        "new_process": _reason or (compat.some(_new_process) if _new_process else None),
+        "connector": _why_not("connector"),
+        "server": _why_not("server"),
+    }
+
+
 @functools.cache
 def fits(part: str) -> bool:
     """Whether torpor is active and this part of vLLM is as expected; says once in the log if only the part is not."""
     if not activate():
         return False
+    if why := _why_not(part):
+        logger.warning("torpor is inactive in vLLM's %s: %s", part, why)
+    return why is None
+
+
+@functools.cache
+def _why_not(part: str) -> str | None:
     try:
         require(part)
     except Unsupported as problem:
-        logger.warning("torpor is inactive in vLLM's %s: %s", part, problem)
-        return False
-    return True
+        return str(problem)
+    return None
 
 
 def require(*parts: str) -> None:
@@ -95,10 +117,16 @@ def _change_vllm(made: Patches) -> None:
     )
     if not parts:
         raise Unsupported(f"the platform is {type(current_platform).__name__}", "torpor works on CPUs and NVIDIA GPUs")
-    compat.check(vllm.__version__, "engine", *parts)
+    new_process = compat.check(vllm.__version__, "engine", *parts)
     from torpor.vllm import patches  # it imports what the guards have just looked at
 
     patches.install(made, parts)
+    if new_process:
+        _new_process.extend(new_process)
+        logger.warning(
+            "torpor keeps requests over sleeps of their process only, and refuses checkpoints: %s",
+            compat.some(new_process),
+        )
 
 
 def _all_or_nothing(step: Callable[[Patches], None]) -> None:

@@ -49,16 +49,20 @@ _KNOWN_FIELDS = {
 }  # fmt: skip
 
 
-def unsupported_fields(request: Request, may_load: bool = False) -> list[str]:
-    """What of this request makes a sleep impossible, by name: what this adapter does not know.
+def unknown_fields(request: Request) -> list[str]:
+    """What of this request a new process would lose, by name: what this adapter does not know."""
+    return [f"unknown field {name} of vLLM's Request" for name in sorted(set(vars(request)) - _KNOWN_FIELDS)]
+
+
+def unsupported_status(request: Request, may_load: bool = False) -> list[str]:
+    """What of this request makes a sleep impossible, by name.
 
     `may_load`: it may wait for torpor's connector, which brings its blocks before the sleep.
     """
-    found = [f"unknown field {name} of vLLM's Request" for name in sorted(set(vars(request)) - _KNOWN_FIELDS)]
     loads = may_load and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    if request.status not in _STATUS and request.status not in (_COMPILING, _STREAMING) and not loads:
-        found.append(f"a request in the status {request.status.name}")
-    return found
+    if request.status in _STATUS or request.status in (_COMPILING, _STREAMING) or loads:
+        return []
+    return [f"a request in the status {request.status.name}"]
 
 
 def bound_to_process(request: Request) -> list[str]:

@@ -11,7 +11,7 @@ from torpor.vllm import compat, connector_groups, connector_sleep, kv_groups
 from torpor.vllm.connector_options import ConnectorOptions, is_ours
 from torpor.vllm.kv_layout import scattered_blocks
 from torpor.vllm.options import holds_memory_of
-from torpor.vllm.scheduler_values import unsupported_fields
+from torpor.vllm.scheduler_values import unknown_fields, unsupported_status
 
 
 def unsupported_engine(vllm_config) -> list[str]:
@@ -78,7 +78,7 @@ def _scheduler_fields() -> frozenset[str]:
     return frozenset(name for cls in classes for name in cls.fields.split())
 
 
-def unsupported_scheduler(scheduler: Scheduler) -> list[str]:
+def unsupported_scheduler(scheduler: Scheduler, for_new_process: bool) -> list[str]:
     """Features in use by the requests and the KV cache at this moment."""
     found = kv_groups.unsupported(scheduler.kv_cache_manager.coordinator.single_type_managers)
     if layout := scattered_blocks(scheduler.kv_cache_config):
@@ -93,5 +93,7 @@ def unsupported_scheduler(scheduler: Scheduler) -> list[str]:
     if (scheduler.finished_recving_kv_req_ids or scheduler.failed_recving_kv_req_ids) and not moving:
         found.append("KV transfers in flight")
     for request in scheduler.requests.values():
-        found += unsupported_fields(request, may_load=moving)
+        found += unsupported_status(request, may_load=moving)
+        if for_new_process:
+            found += unknown_fields(request)
     return sorted(set(found))

@@ -9,7 +9,7 @@ from importlib import import_module
 from types import ModuleType
 
 from torpor.errors import Unsupported
-from torpor.vllm.compat import changes, guards
+from torpor.vllm.compat import changes, guards, tiers
 
 VERSIONS = {"0.31": "v0_31", "0.32": "v0_32", "0.33": "v0_33"}  # of vLLM, without the patch level: the module here
 
@@ -39,13 +39,22 @@ def lookup(module: str, name: str):
     return changes.find(getattr(manifest(vllm.__version__), "CHANGES", {}), module, name)
 
 
-def check(version: str, *parts: str) -> None:
-    """Raises Unsupported, naming what differs, unless the installed vLLM is as the manifest says of these parts."""
+def check(version: str, *parts: str) -> list[str]:
+    """Raises Unsupported, naming what differs, unless the installed vLLM is as the manifest says of these parts.
+
+    Returns what differs and only a new process would lose (tiers.py).
+    """
     described = manifest(version)
-    found = [problem for part in parts for problem in guards.problems(described.PARTS[part])]
+    differs = [problem for part in parts for problem in guards.problems(described.PARTS[part])]
+    found, new_process = tiers.split(differs)
     if found:
-        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
-        raise Unsupported(f"vLLM {version} is not as expected: {found[0]}{more}", "install the torpor that fits it")
+        raise Unsupported(f"vLLM {version} is not as expected: {some(found)}", "install the torpor that fits it")
+    return new_process
+
+
+def some(problems: list[str]) -> str:
+    more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+    return f"{problems[0]}{more}"
 
 
 def _minor(version: str) -> str:

@@ -72,6 +72,17 @@ class Reader(Protocol):
         """May raise anything."""
 
 
+class UnknownField(str):
+    """A problem: a field of a class of which torpor must know all. `owner`: the class, by its full name."""
+
+    owner: str
+
+    def __new__(cls, owner: str, name: str):
+        problem = super().__new__(cls, f"{owner} has a field {name} that torpor does not know")
+        problem.owner = owner
+        return problem
+
+
 def problems(modules: Iterable[Module], reader: Reader = imported) -> list[str]:
     """Where vLLM differs from `modules`, each by its full name. Empty if it agrees. Never raises."""
     found: list[str] = []
@@ -110,7 +121,7 @@ def _class_problems(where: str, expected: Class, cls: ClassReader) -> list[str]:
         fields = cls.fields()
     found += [f"{where} has no field {name}" for name in sorted(wanted - fields)]
     if expected.exact:
-        found += [f"{where} has a field {name} that torpor does not know" for name in sorted(fields - wanted)]
+        found += [UnknownField(where, name) for name in sorted(fields - wanted)]
     return found
 
 
